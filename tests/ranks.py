@@ -1,0 +1,99 @@
+"""Run a function on W gloo ranks: `run_ranks(function, world_size, *args)` -> [result of rank 0, ..., of rank W-1].
+
+The processes of a world size are started once per test run and reused (importing torch costs seconds, a call milliseconds).
+A function takes (rank, world_size, *args), must be importable (module level), and may use torch.distributed's WORLD group.
+An exception on any rank is raised here with its traceback; a hang ends after `timeout` seconds. In both cases the
+processes of that world size are thrown away, since their collectives may be out of step.
+"""
+
+import atexit
+import os
+import socket
+import traceback
+
+import torch.multiprocessing as mp
+
+_pools: dict[int, "_Pool"] = {}
+
+
+def run_ranks(function, world_size: int, *args, timeout: float = 120.0) -> list:
+    if world_size not in _pools:
+        _pools[world_size] = _Pool(world_size)
+    return _pools[world_size].run(function, args, timeout)
+
+
+class _Pool:
+    def __init__(self, world_size: int):
+        context = mp.get_context("spawn")
+        self.world_size = world_size
+        port = _free_port()
+        self.pipes, self.processes = [], []
+        for rank in range(world_size):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(rank, world_size, port, theirs), daemon=True)
+            process.start()
+            theirs.close()
+            self.pipes.append(ours)
+            self.processes.append(process)
+
+    def run(self, function, args, timeout: float) -> list:
+        results = []
+        try:
+            for pipe in self.pipes:
+                pipe.send((function, args))
+            for rank, pipe in enumerate(self.pipes):
+                if not pipe.poll(timeout):
+                    raise TimeoutError(f"rank {rank} of {self.world_size} did not answer within {timeout:.0f} s")
+                kind, value = pipe.recv()
+                if kind == "error":
+                    raise RuntimeError(f"rank {rank} of {self.world_size} failed:\n{value}")
+                results.append(value)
+        except BaseException:
+            self.close()
+            raise
+        return results
+
+    def close(self):
+        _pools.pop(self.world_size, None)
+        for process in self.processes:
+            process.kill()
+
+
+def _serve(rank: int, world_size: int, port: int, pipe) -> None:
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(world_size),
+        LOCAL_WORLD_SIZE=str(world_size),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        GLOO_SOCKET_IFNAME="lo",
+        DS_ACCELERATOR="cpu",
+    )
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    mp.set_sharing_strategy("file_system")
+    dist.init_process_group("gloo")
+    while True:
+        try:
+            function, args = pipe.recv()
+        except EOFError:
+            return
+        try:
+            pipe.send(("result", function(rank, world_size, *args)))
+        except BaseException:
+            pipe.send(("error", traceback.format_exc()))
+
+
+def _free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+@atexit.register
+def _close_all() -> None:
+    for pool in list(_pools.values()):
+        pool.close()
