@@ -1,13 +1,15 @@
 """Run a function on W gloo ranks: `run_ranks(function, world_size, *args)` -> [result of rank 0, ..., of rank W-1].
 
-The processes of a world size are started once per test run and reused (importing torch costs seconds, a call milliseconds).
-A function takes (rank, world_size, *args), must be importable (module level), and may use torch.distributed's WORLD group.
-An exception on any rank is raised here with its traceback; a hang ends after `timeout` seconds. In both cases the
-processes of that world size are thrown away, since their collectives may be out of step.
+The processes of a world size are started once per test run and reused (importing torch costs seconds, a call
+milliseconds). A function takes (rank, world_size, *args), must be importable (module level), and may use
+torch.distributed's WORLD group. An exception on any rank is raised here with its traceback; a hang ends after `timeout`
+seconds. In both cases the processes of that world size are thrown away, since their collectives may be out of step.
+Plain pickle carries arguments and results (not torch's shared-memory reductions, which outlive a killed process).
 """
 
 import atexit
 import os
+import pickle
 import socket
 import traceback
 
@@ -40,11 +42,11 @@ class _Pool:
         results = []
         try:
             for pipe in self.pipes:
-                pipe.send((function, args))
+                pipe.send_bytes(pickle.dumps((function, args)))
             for rank, pipe in enumerate(self.pipes):
                 if not pipe.poll(timeout):
                     raise TimeoutError(f"rank {rank} of {self.world_size} did not answer within {timeout:.0f} s")
-                kind, value = pipe.recv()
+                kind, value = pickle.loads(pipe.recv_bytes())
                 if kind == "error":
                     raise RuntimeError(f"rank {rank} of {self.world_size} failed:\n{value}")
                 results.append(value)
@@ -74,17 +76,17 @@ def _serve(rank: int, world_size: int, port: int, pipe) -> None:
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    mp.set_sharing_strategy("file_system")
     dist.init_process_group("gloo")
     while True:
         try:
-            function, args = pipe.recv()
+            function, args = pickle.loads(pipe.recv_bytes())
         except EOFError:
             return
         try:
-            pipe.send(("result", function(rank, world_size, *args)))
+            answer = pickle.dumps(("result", function(rank, world_size, *args)))
         except BaseException:
-            pipe.send(("error", traceback.format_exc()))
+            answer = pickle.dumps(("error", traceback.format_exc()))
+        pipe.send_bytes(answer)
 
 
 def _free_port() -> int:
