@@ -1,0 +1,262 @@
+"""The configuration of a run: command line -> one frozen dataclass -> checked numbers.
+
+Flag names and meanings are open_clip's where it has the flag, DeepSpeed's or Megatron's where it has not. The
+dataclass is the single source: a field's metadata holds its help and group, `parse_args` derives argparse from it, and
+`config.json` in the run folder is the same fields again. No file, device or other rank is needed to refuse a wrong flag.
+
+Batch arithmetic lives in `BatchPlan` and nowhere else:
+
+    global_batch_size = dp_size * num_micro_batches * micro_batch_size
+"""
+
+import argparse
+import ast
+import dataclasses
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+
+LOSS_NAMES = ("inf_cl", "clip", "open_clip", "disco", "siglip")
+PRECISIONS = ("fp32", "amp_bf16", "bf16", "fp16")
+SCHEDULES = ("cosine", "const", "const-cooldown")
+
+
+def _flag(default, group: str, help: str, **argparse_options):
+    metadata = {"group": group, "help": help, "argparse": argparse_options}
+    if isinstance(default, (list, dict)):
+        return field(default_factory=lambda: type(default)(default), metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """Every setting of a training run. `None` means "not given"; the help says what then holds."""
+
+    train_data: str | None = _flag(None, "data", "training shards: path, {000..010} braces, folder, or '::' list")
+    val_data: str | None = _flag(None, "data", "validation shards for image<->text retrieval")
+    zeroshot_data: str | None = _flag(None, "data", 'labelled shards (json {"label": k}) for zero-shot classification')
+    zeroshot_classnames: str | None = _flag(None, "data", "one class name a line [classnames.txt beside the shards]")
+    zeroshot_templates: str | None = _flag(None, "data", "one prompt a line, with {} [templates.txt beside the shards]")
+    dataset_type: str = _flag("webdataset", "data", "what --train-data is", choices=("webdataset", "synthetic"))
+    data_reader: str = _flag(
+        "indexed", "data", "indexed: exact order and resume; streaming: pipe: urls", choices=("indexed", "streaming")
+    )
+    train_num_samples: int | None = _flag(None, "data", "samples per epoch (synthetic and streaming data need it)")
+    tokenizer: str | None = _flag(None, "data", "sentencepiece .model file")
+    workers: int = _flag(4, "data", "data loader processes per rank")
+    aug_cfg: dict = _flag(
+        {}, "data", "augmentation, e.g. scale='(0.9,1.0)' ratio='(0.75,1.33)' hflip=0.5", nargs="*", metavar="K=V"
+    )
+    max_bad_fraction: float = _flag(0.01, "data", "end the run when more than this share of samples is unreadable")
+
+    model: str = _flag("ViT-B-32", "model", "name in infcl/model_configs or path of a JSON file in open_clip's schema")
+    force_image_size: int | None = _flag(None, "model", "override the image size of the model config")
+    force_context_length: int | None = _flag(None, "model", "override the context length of the model config")
+    force_patch_dropout: float | None = _flag(None, "model", "override the patch dropout of the model config")
+    lock_image: bool = _flag(False, "model", "freeze the image tower (LiT)")
+    lock_image_unlocked_groups: int = _flag(0, "model", "leave the last n blocks of the locked image tower trainable")
+    lock_text: bool = _flag(False, "model", "freeze the text tower")
+    lock_text_unlocked_layers: int = _flag(0, "model", "leave the last n blocks of the locked text tower trainable")
+    grad_checkpointing: bool = _flag(False, "model", "recompute each block's activations in the backward pass")
+
+    loss: str = _flag("inf_cl", "loss", "which loss, all over the data-parallel group", choices=LOSS_NAMES)
+    tile: str = _flag("auto", "loss", "tile kernel; auto: triton on a GPU", choices=("auto", "torch", "triton"))
+
+    batch_size: int = _flag(64, "optimisation", "pairs per GPU per micro-batch")
+    accum_freq: int = _flag(1, "optimisation", "micro-batches per step; one loss over all of them (gradient cache)")
+    epochs: int = _flag(32, "optimisation", "passes over the training set")
+    steps: int | None = _flag(None, "optimisation", "stop (and schedule) at this optimizer step instead of --epochs")
+    lr: float = _flag(5e-4, "optimisation", "peak learning rate")
+    beta1: float = _flag(0.9, "optimisation", "AdamW beta1")
+    beta2: float = _flag(0.98, "optimisation", "AdamW beta2")
+    eps: float = _flag(1e-6, "optimisation", "AdamW epsilon")
+    wd: float = _flag(0.2, "optimisation", "weight decay of matrices (not norms, biases, embeddings of position)")
+    warmup: int = _flag(10000, "optimisation", "warm-up steps")
+    lr_scheduler: str = _flag("cosine", "optimisation", "after the warm-up", choices=SCHEDULES)
+    epochs_cooldown: int | None = _flag(None, "optimisation", "const-cooldown: decay over the last n epochs")
+    lr_cooldown_end: float = _flag(0.0, "optimisation", "const-cooldown: learning rate at the end")
+    lr_cooldown_power: float = _flag(1.0, "optimisation", "const-cooldown: power of the decay")
+    grad_clip_norm: float | None = _flag(None, "optimisation", "clip the global gradient norm [no clipping]")
+
+    precision: str | None = _flag(
+        None,
+        "system",
+        "amp_bf16: fp32 parameters, bf16 autocast; bf16, fp16: low-precision parameters, fp32 masters (ZeRO >= 1) "
+        "[what --deepspeed_config says, else amp_bf16 on a GPU, fp32 on a CPU]",
+        choices=PRECISIONS,
+    )
+    deepspeed_config: str = _flag("ds_configs/zero1.json", "system", "ZeRO preset")
+    device: str = _flag("auto", "system", "auto: cuda where there is a GPU", choices=("auto", "cuda", "cpu"))
+    dist_timeout: float = _flag(30.0, "system", "minutes after which a hung collective ends the run")
+    deterministic: bool = _flag(False, "system", "bitwise repeatable kernels (slower)")
+    seed: int = _flag(0, "system", "seed of initialisation, data order, augmentation and dropout")
+
+    logs: str = _flag("./logs/", "run", "folder of run folders")
+    name: str | None = _flag(None, "run", "run folder's name [time-model-lr-b-j-p]")
+    resume: str | None = _flag(None, "run", "'latest' (starts anew where there is nothing) or a checkpoint folder")
+    overwrite: bool = _flag(False, "run", "train again although the run folder holds a finished run")
+    save_frequency: int = _flag(1, "run", "checkpoint every n epochs (0: only at the end)")
+    save_every_n_steps: int = _flag(0, "run", "checkpoint every n steps too (0: off)")
+    val_frequency: int = _flag(1, "run", "retrieval on --val-data every n epochs (0: only at the end)")
+    zeroshot_frequency: int = _flag(2, "run", "zero-shot on --zeroshot-data every n epochs (0: only at the end)")
+    log_every_n_steps: int = _flag(100, "run", "print a line every n steps where there is no terminal")
+    report_to: str = _flag(
+        "tensorboard", "run", "beside metrics.jsonl: tensorboard or none", choices=("tensorboard", "none")
+    )
+    debug: bool = _flag(False, "run", "show tracebacks of configuration errors and debug logging")
+
+    def validate(self) -> None:
+        """Raise ValueError for what can be refused without looking at files, devices or other ranks."""
+        positive = ("batch_size", "accum_freq", "epochs", "lr", "eps", "dist_timeout", "log_every_n_steps")
+        for name in positive:
+            if getattr(self, name) <= 0:
+                raise ValueError(f"{_option(name)} {getattr(self, name)} must be greater than 0")
+        not_negative = ("workers", "wd", "warmup", "save_frequency", "save_every_n_steps", "val_frequency")
+        for name in (*not_negative, "zeroshot_frequency", "lock_image_unlocked_groups", "lock_text_unlocked_layers"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{_option(name)} {getattr(self, name)} must not be negative")
+        for name in ("steps", "train_num_samples", "grad_clip_norm", "force_image_size", "force_context_length"):
+            if getattr(self, name) is not None and getattr(self, name) <= 0:
+                raise ValueError(f"{_option(name)} {getattr(self, name)} must be greater than 0; leave it out for none")
+        for name in ("beta1", "beta2", "max_bad_fraction"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"{_option(name)} {getattr(self, name)} must lie in [0, 1)")
+        if self.force_patch_dropout is not None and not 0 <= self.force_patch_dropout < 1:
+            raise ValueError(f"--force-patch-dropout {self.force_patch_dropout} must lie in [0, 1)")
+        if self.dataset_type == "webdataset" and self.train_data is None:
+            raise ValueError("--train-data is missing: name the training shards, or use --dataset-type synthetic")
+        if self.dataset_type == "webdataset" and self.tokenizer is None:
+            raise ValueError(
+                "--tokenizer is missing: name a sentencepiece model "
+                "(python -m infcl.data.tokenizer train --train-data ... --out FILE makes one)"
+            )
+        if self.dataset_type == "synthetic" and self.train_num_samples is None:
+            raise ValueError("--dataset-type synthetic needs --train-num-samples: the number of pairs in an epoch")
+        if self.lr_scheduler == "const-cooldown" and not self.epochs_cooldown:
+            raise ValueError("--lr-scheduler const-cooldown needs --epochs-cooldown: the epochs over which lr decays")
+        if self.epochs_cooldown and self.lr_scheduler != "const-cooldown":
+            raise ValueError(f"--epochs-cooldown has no meaning with --lr-scheduler {self.lr_scheduler}")
+        if self.lock_image and self.lock_text:
+            raise ValueError("--lock-image with --lock-text leaves nothing to train but logit_scale: lock one tower")
+        for lock, unlocked in (
+            ("lock_image", "lock_image_unlocked_groups"),
+            ("lock_text", "lock_text_unlocked_layers"),
+        ):
+            if getattr(self, unlocked) and not getattr(self, lock):
+                raise ValueError(f"{_option(unlocked)} {getattr(self, unlocked)} needs {_option(lock)}")
+        for name in ("train_data", "val_data", "zeroshot_data", "tokenizer", "deepspeed_config"):
+            _check_plain_path(_option(name), getattr(self, name))
+        unknown = set(self.aug_cfg) - {"scale", "ratio", "hflip"}
+        if unknown:
+            raise ValueError(f"--aug-cfg knows scale, ratio and hflip, not {', '.join(sorted(unknown))}")
+
+    def to_json(self) -> str:
+        return json.dumps(dataclasses.asdict(self), indent=2) + "\n"
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """The one place where batch sizes are multiplied."""
+
+    dp_size: int
+    num_micro_batches: int
+    micro_batch_size: int
+
+    @property
+    def rank_batch_size(self) -> int:
+        return self.num_micro_batches * self.micro_batch_size
+
+    @property
+    def global_batch_size(self) -> int:
+        return self.dp_size * self.rank_batch_size
+
+    def __str__(self) -> str:
+        return (
+            f"{self.global_batch_size} pairs a step = {self.dp_size} ranks x {self.num_micro_batches} micro-batches "
+            f"(--accum-freq) x {self.micro_batch_size} (--batch-size)"
+        )
+
+
+def total_steps(config: TrainConfig, steps_per_epoch: int) -> int:
+    """Optimizer steps of the whole run."""
+    return config.steps if config.steps is not None else config.epochs * steps_per_epoch
+
+
+def parse_args(argv: list[str] | None = None) -> TrainConfig:
+    """Command line -> validated TrainConfig. Raises ValueError for a wrong flag or value (argparse's own message)."""
+    parser = _parser()
+    arguments = vars(parser.parse_args(argv))
+    for launcher_flag in ("local_rank", "deepspeed"):
+        arguments.pop(launcher_flag)
+    arguments["aug_cfg"] = _parse_aug_cfg(arguments["aug_cfg"])
+    config = TrainConfig(**arguments)
+    config.validate()
+    return config
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse that raises: with many ranks the caller decides who prints."""
+
+    def error(self, message: str):
+        raise ValueError(f"{message} (see --help)")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="pretrain_clip.py",
+        description="Exact contrastive pre-training. deepspeed [--hostfile hosts] pretrain_clip.py ...",
+        allow_abbrev=False,
+        formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=34, width=130),
+    )
+    groups: dict[str, argparse._ArgumentGroup] = {}
+    for entry in dataclasses.fields(TrainConfig):
+        name, options = entry.metadata["group"], dict(entry.metadata["argparse"])
+        group = groups.setdefault(name, parser.add_argument_group(name))
+        default = entry.default if entry.default is not dataclasses.MISSING else []
+        help = entry.metadata["help"]
+        if default not in (None, False, []):
+            help += f" [{default}]"
+        spellings = [_option(entry.name)]
+        if entry.name == "deepspeed_config":
+            spellings.append("--deepspeed-config")
+        if entry.type in (bool, "bool"):
+            options["action"] = "store_true"
+        else:
+            options["type"] = _value_type(entry.type)
+            if "choices" not in options:
+                options.setdefault("metavar", {int: "N", float: "X", str: "S"}[options["type"]])
+        group.add_argument(*spellings, dest=entry.name, default=default, help=help, **options)
+    parser.add_argument("--local_rank", "--local-rank", type=int, default=-1, help=argparse.SUPPRESS)
+    parser.add_argument("--deepspeed", action="store_true", help=argparse.SUPPRESS)  # launchers' habit; always on
+    return parser
+
+
+def _value_type(annotation) -> type:
+    text = annotation.__name__ if isinstance(annotation, type) else str(annotation)
+    for name, kind in (("int", int), ("float", float)):
+        if text.startswith(name):
+            return kind
+    return str
+
+
+def _option(name: str) -> str:
+    return "--deepspeed_config" if name == "deepspeed_config" else "--" + name.replace("_", "-")
+
+
+def _parse_aug_cfg(pairs: list[str]) -> dict:
+    result = {}
+    for pair in pairs:
+        key, equals, value = pair.partition("=")
+        try:
+            result[key] = ast.literal_eval(value)
+        except (SyntaxError, ValueError):
+            raise ValueError(f"--aug-cfg {pair!r} is not KEY=VALUE with a number or a (low,high) pair") from None
+    return result
+
+
+def _check_plain_path(option: str, value: str | None) -> None:
+    """A missing path is refused here; patterns, lists and remote urls are looked at by the data layer."""
+    if value is None or any(mark in value for mark in ("::", "{", "*", ":")):
+        return
+    if not Path(value).exists():
+        raise ValueError(f"{option} {value}: no such file or folder")

@@ -1,0 +1,108 @@
+"""Ranks, devices and seeds: the only place that reads the launcher's environment.
+
+`init_parallel` works under deepspeed, torchrun, srun, mpirun and, with one rank, plain `python`. It starts the process
+group itself (NCCL on GPUs, gloo on CPUs) so that the time-out after which a hung collective ends the run is ours.
+"""
+
+import datetime
+import os
+import random
+import socket
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+# launcher -> its names of (rank, world size, local rank); the first whose rank is set is taken
+_ENVIRONMENTS = (
+    ("RANK", "WORLD_SIZE", "LOCAL_RANK"),  # deepspeed, torchrun
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),  # mpirun
+    ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"),  # srun
+)
+
+
+@dataclass(frozen=True)
+class Parallel:
+    """Where this process stands. `dp_group` is the group over which ZeRO averages and the loss ring runs."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    device: torch.device
+    dp_group: dist.ProcessGroup
+
+    @property
+    def dp_rank(self) -> int:
+        return dist.get_rank(self.dp_group)
+
+    @property
+    def dp_size(self) -> int:
+        return dist.get_world_size(self.dp_group)
+
+
+def read_environment() -> tuple[int, int, int]:
+    """(rank, world size, local rank) as the launcher set them; (0, 1, 0) without a launcher."""
+    for names in _ENVIRONMENTS:
+        if names[0] in os.environ:
+            return tuple(int(os.environ.get(name, default)) for name, default in zip(names, ("0", "1", "0")))
+    return 0, 1, 0
+
+
+def init_parallel(device: str = "auto", *, timeout_minutes: float = 30.0) -> Parallel:
+    """Start the process group. `device` is auto, cuda or cpu; ValueError when cuda is asked for and not there."""
+    rank, world_size, local_rank = read_environment()
+    use_cuda = torch.cuda.is_available() if device == "auto" else device == "cuda"
+    if use_cuda:
+        visible = torch.cuda.device_count()
+        if local_rank >= visible:
+            raise ValueError(f"local rank {local_rank} has no GPU: {visible} visible; start at most {visible} per host")
+        torch.cuda.set_device(local_rank)
+    else:
+        os.environ["DS_ACCELERATOR"] = "cpu"  # DeepSpeed picks its accelerator from this, once, when it is imported
+    target = torch.device("cuda", local_rank) if use_cuda else torch.device("cpu")
+    if not dist.is_initialized():
+        for name, value in zip(_ENVIRONMENTS[0], (rank, world_size, local_rank)):
+            os.environ.setdefault(name, str(value))
+        if world_size == 1:
+            os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+            os.environ.setdefault("MASTER_PORT", str(_free_port()))
+        dist.init_process_group(
+            "nccl" if use_cuda else "gloo",
+            timeout=datetime.timedelta(minutes=timeout_minutes),
+            device_id=target if use_cuda else None,
+        )
+    return Parallel(rank, world_size, local_rank, target, dist.group.WORLD)
+
+
+def seed_everything(seed: int) -> None:
+    """Seed python, numpy and torch (all devices)."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+def micro_batch_seed(seed: int, step: int, micro_batch: int, dp_rank: int) -> int:
+    """The seed under which a micro-batch is encoded: the same in both passes, another for every (step, rank, index)."""
+    words = np.random.SeedSequence((seed, step, micro_batch, dp_rank)).generate_state(2)
+    return int(words[0]) << 31 ^ int(words[1])
+
+
+def mean_over(group: dist.ProcessGroup, value: torch.Tensor) -> torch.Tensor:
+    """Mean of a float tensor over the ranks of `group`; a new tensor."""
+    total = value.detach().clone()
+    dist.all_reduce(total, group=group)
+    return total / dist.get_world_size(group)
+
+
+def max_over(group: dist.ProcessGroup, value: float, device: torch.device) -> float:
+    """Largest value of any rank of `group`."""
+    largest = torch.tensor([value], dtype=torch.float64, device=device)
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
+    return float(largest)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
