@@ -75,6 +75,12 @@ def init_parallel(device: str = "auto", *, timeout_minutes: float = 30.0) -> Par
     return Parallel(rank, world_size, local_rank, target, dist.group.WORLD)
 
 
+def destroy_parallel() -> None:
+    """Leave the process group, so that the interpreter ends without a warning or a hang."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
 def seed_everything(seed: int) -> None:
     """Seed python, numpy and torch (all devices)."""
     random.seed(seed)

@@ -1,0 +1,50 @@
+"""Features of an evaluation set, computed by all ranks.
+
+Every rank takes every world_size-th sample. All ranks run the same number of forwards (ZeRO-3 gathers parameters in
+each, so a missing one would hang the others): a rank that has run out encodes a filler batch and drops the result.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+
+import torch
+import torch.distributed as dist
+
+
+def in_step(batches: Iterable, filler, group: dist.ProcessGroup, device: torch.device) -> Iterator[tuple[object, bool]]:
+    """(batch, is_real) until every rank is out of batches; `filler` stands in on ranks that are out already.
+
+    One all-reduce of one number per batch.
+    """
+    iterator = iter(batches)
+    while True:
+        batch = next(iterator, None)
+        someone_has_one = torch.tensor([batch is not None], dtype=torch.int32, device=device)
+        dist.all_reduce(someone_has_one, op=dist.ReduceOp.MAX, group=group)
+        if not int(someone_has_one):
+            return
+        yield (filler, False) if batch is None else (batch, True)
+
+
+def batches_of(samples: Iterable, size: int, collate: Callable[[list], object]) -> Iterator[object]:
+    """Group samples into collated batches; the last may be smaller."""
+    held = []
+    for sample in samples:
+        held.append(sample)
+        if len(held) == size:
+            yield collate(held)
+            held = []
+    if held:
+        yield collate(held)
+
+
+def gather_rows(rows: torch.Tensor, group: dist.ProcessGroup) -> tuple[torch.Tensor, int]:
+    """All ranks' rows [n_r, ...] (n_r may differ) in rank order -> ([sum n_r, ...], where this rank's rows start)."""
+    counts = [torch.zeros(1, dtype=torch.int64, device=rows.device) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(counts, torch.tensor([len(rows)], device=rows.device), group=group)
+    counts = [int(count) for count in counts]
+    padded = rows.new_zeros((max(counts), *rows.shape[1:]))
+    padded[: len(rows)] = rows
+    gathered = [torch.empty_like(padded) for _ in counts]
+    dist.all_gather(gathered, padded, group=group)
+    own_start = sum(counts[: dist.get_rank(group)])
+    return torch.cat([block[:count] for block, count in zip(gathered, counts)]), own_start

@@ -1,0 +1,241 @@
+"""All that is DeepSpeed's: config merge, forward, backward, step, clamp, consolidated weights, save and load.
+
+The recipe that is exact for ZeRO 0-3 (docs/precision.md has the reasons):
+
+* gradient_accumulation_steps = M, the boundary set by hand before the last backward, one `step()` per optimizer step;
+* every forward goes through the engine, with both towers, and has exactly one backward;
+* backward with `scale_wrt_gas=False`: the loss obeys law 1, DeepSpeed averages over ranks, nothing else multiplies;
+* gradient_clipping is always written out (DeepSpeed clips at 1.0 when it is not);
+* with low-precision parameters (bf16, fp16) micro-batch gradients accumulate in fp32, the loss takes logit_scale from
+  its fp32 master, and the stage is at least 1.
+
+Tested with DeepSpeed 0.19.8.
+"""
+
+import json
+import warnings
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from infcl.config import BatchPlan, TrainConfig
+from infcl.parallel import Parallel
+from infcl.train.optim import build_optimizer
+
+_OWNED_BY_FLAGS = {
+    "train_batch_size": "--batch-size and --accum-freq",
+    "train_micro_batch_size_per_gpu": "--batch-size",
+    "gradient_accumulation_steps": "--accum-freq",
+    "gradient_clipping": "--grad-clip-norm",
+    "optimizer": "--lr, --wd, --beta1, --beta2 and --eps",
+    "scheduler": "--lr-scheduler and --warmup",
+    "torch_autocast": "--precision amp_bf16",
+    "steps_per_print": "--log-every-n-steps",
+}
+_PRESET_KEYS = {
+    "zero_optimization",
+    "bf16",
+    "fp16",
+    "data_types",
+    "communication_data_type",
+    "zero_force_ds_cpu_optimizer",
+    "aio",
+    "comms_logger",
+    "wall_clock_breakdown",
+    "memory_breakdown",
+}
+
+
+def read_preset(config: TrainConfig, device_type: str) -> tuple[dict, str]:
+    """(preset, precision) of a run; ValueError for a broken preset or one that contradicts the flags."""
+    path = Path(config.deepspeed_config)
+    try:
+        preset = json.loads(path.read_text())
+    except json.JSONDecodeError as error:
+        raise ValueError(f"--deepspeed_config {path}: not JSON ({error})") from None
+    for key in preset:
+        if key in _OWNED_BY_FLAGS:
+            raise ValueError(f"--deepspeed_config {path} sets {key!r}: use {_OWNED_BY_FLAGS[key]} instead")
+        if key not in _PRESET_KEYS:
+            raise ValueError(
+                f"--deepspeed_config {path}: unknown key {key!r} (known: {', '.join(sorted(_PRESET_KEYS))})"
+            )
+    in_preset = [name for name in ("bf16", "fp16") if preset.get(name, {}).get("enabled")]
+    if len(in_preset) == 2:
+        raise ValueError(f"--deepspeed_config {path} enables both bf16 and fp16: choose one")
+    precision = config.precision or (in_preset[0] if in_preset else "amp_bf16" if device_type == "cuda" else "fp32")
+    if in_preset and precision != in_preset[0]:
+        raise ValueError(
+            f"--precision {precision} contradicts {path}, which enables {in_preset[0]}: change one of them"
+        )
+    if precision in ("bf16", "fp16") and zero_stage(preset) == 0:
+        raise ValueError(
+            f"--precision {precision} needs ZeRO stage >= 1 ({path} has stage 0, where DeepSpeed keeps no exact fp32 "
+            "masters); use ds_configs/zero1.json or --precision amp_bf16"
+        )
+    return preset, precision
+
+
+def zero_stage(preset: dict) -> int:
+    return preset.get("zero_optimization", {}).get("stage", 0)
+
+
+def deepspeed_config(preset: dict, precision: str, batch: BatchPlan, grad_clip_norm: float | None) -> dict:
+    """The preset with everything that flags own written in."""
+    merged = dict(preset)
+    merged["train_micro_batch_size_per_gpu"] = batch.micro_batch_size
+    merged["gradient_accumulation_steps"] = batch.num_micro_batches
+    merged["train_batch_size"] = batch.global_batch_size
+    merged["gradient_clipping"] = grad_clip_norm or 0.0
+    merged["steps_per_print"] = 10**9
+    merged["zero_allow_untested_optimizer"] = True
+    if precision == "amp_bf16":
+        merged["torch_autocast"] = {"enabled": True, "dtype": "bfloat16"}
+    if precision in ("bf16", "fp16"):
+        merged[precision] = merged.get(precision, {}) | {"enabled": True}
+        merged.setdefault("data_types", {}).setdefault("grad_accum_dtype", "fp32")
+    return merged
+
+
+class Engine:
+    """A CLIP model under a DeepSpeed engine."""
+
+    def __init__(self, model: nn.Module, config: TrainConfig, parallel: Parallel, batch: BatchPlan):
+        preset, precision = read_preset(config, parallel.device.type)
+        self.parallel = parallel
+        self.precision = precision
+        self.zero_stage = zero_stage(preset)
+        self.low_precision_parameters = precision in ("bf16", "fp16")
+        deepspeed = _import_deepspeed()
+        offloads = "offload_optimizer" in preset.get("zero_optimization", {})
+        model.to(parallel.device)
+        self.engine, *_ = deepspeed.initialize(
+            model=model,
+            optimizer=build_optimizer(model, config, fused=parallel.device.type == "cuda" and not offloads),
+            config=deepspeed_config(preset, precision, batch, config.grad_clip_norm),
+            dist_init_required=False,
+        )
+        self.dp_group = self.engine.seq_data_parallel_group  # ZeRO averages over it; the ring runs over it
+
+    @property
+    def module(self) -> nn.Module:
+        return self.engine.module
+
+    def train(self, mode: bool = True) -> None:
+        self.engine.train(mode)
+
+    def encode(self, images: torch.Tensor | None, texts: torch.Tensor | None) -> dict[str, torch.Tensor]:
+        """uint8 images [m, 3, H, W] and/or tokens [m, L] -> the model's features."""
+        return self.engine(images, texts)
+
+    def backward(self, surrogate: torch.Tensor, is_last: bool) -> None:
+        """Accumulate d surrogate / d parameters; reduce over ranks at the last one of a step (ZeRO-2/3: at each)."""
+        self.engine.set_gradient_accumulation_boundary(is_last)
+        self.engine.backward(surrogate, scale_wrt_gas=False)
+
+    def step(self, learning_rate: float) -> bool:
+        """One optimizer step at `learning_rate`. False when fp16 gradients overflowed and the step was skipped."""
+        for group in self.engine.optimizer.param_groups:
+            group["lr"] = learning_rate
+        skipped_before = self.engine.skipped_steps
+        if self.zero_stage == 0:  # DeepSpeed computes no norm there; the gradients are whole and averaged by now
+            gradients = [p.grad for p in self.module.parameters() if p.grad is not None]
+            self.stage_0_grad_norm = torch.nn.utils.get_total_norm(gradients)
+        self.engine.step()
+        return self.engine.skipped_steps == skipped_before
+
+    def grad_norm(self) -> float:
+        """Global gradient norm of the last step, before clipping."""
+        return float(self.stage_0_grad_norm if self.zero_stage == 0 else self.engine.get_global_grad_norm())
+
+    def loss_scale(self) -> float:
+        return float(getattr(self.engine.optimizer, "cur_scale", 1.0)) if self.precision == "fp16" else 1.0
+
+    # ---- scalars that live outside the towers ----
+
+    def scalar_values(self, returned: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """fp32 values of logit_scale and logit_bias: the masters' where the forward returned rounded copies."""
+        if not self.low_precision_parameters:
+            return returned
+        from deepspeed.utils import safe_get_full_fp32_param
+
+        parameters = dict(self.module.named_parameters())
+        return {name: safe_get_full_fp32_param(parameters[name]).detach().clone().view(1) for name in returned}
+
+    @torch.no_grad()
+    def clamp_logit_scale(self, maximum: float) -> None:
+        """Clamp logit_scale to at most `maximum` in every copy that exists, so that the next step starts from it."""
+        parameter = dict(self.module.named_parameters())["logit_scale"]
+        if not parameter.requires_grad:
+            return
+        if self.zero_stage == 0:
+            parameter.clamp_(max=maximum)
+            return
+        import deepspeed
+        from deepspeed.utils import (
+            safe_get_full_fp32_param,
+            safe_get_local_fp32_param,
+            safe_set_full_fp32_param,
+            safe_set_local_fp32_param,
+        )
+
+        if self.zero_stage < 3:
+            value = safe_get_full_fp32_param(parameter).clamp(max=maximum)
+            safe_set_full_fp32_param(parameter, value)
+            parameter.copy_(value.view_as(parameter))
+            return
+        local = safe_get_local_fp32_param(parameter)
+        safe_set_local_fp32_param(parameter, local.clamp(max=maximum))
+        with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
+            parameter.clamp_(max=maximum)
+
+    # ---- weights and checkpoints ----
+
+    @torch.no_grad()
+    def full_state_dict(self) -> dict[str, torch.Tensor]:
+        """All weights, whole, fp32, on the CPU of rank 0 ({} elsewhere). Collective: every rank must call it."""
+        import deepspeed
+        from deepspeed.utils import safe_get_full_fp32_param
+
+        state = {}
+        for name, parameter in self.module.named_parameters():
+            value = None
+            if parameter.requires_grad and self.zero_stage > 0:
+                value = safe_get_full_fp32_param(parameter)
+            elif self.zero_stage == 3:
+                with deepspeed.zero.GatheredParameters([parameter]):
+                    value = parameter.detach().clone()
+            else:
+                value = parameter.detach()
+            if self.parallel.rank == 0:
+                shape = getattr(parameter, "ds_shape", parameter.shape)
+                state[name] = value.to("cpu", torch.float32, copy=True).view(shape)
+        return state
+
+    def save(self, folder: str, tag: str, client_state: dict) -> None:
+        """Write the sharded state of this rank to folder/tag. Collective; the caller publishes the result."""
+        self.engine.save_checkpoint(folder, tag=tag, client_state={"infcl": client_state}, save_latest=False)
+
+    def load(self, folder: str, tag: str) -> dict:
+        """Restore weights, optimizer and counters from folder/tag; returns the client state. Collective."""
+        path, client_state = self.engine.load_checkpoint(folder, tag=tag)
+        if path is None:
+            raise ValueError(f"{folder}/{tag} holds no DeepSpeed checkpoint")
+        return client_state["infcl"]
+
+
+def _import_deepspeed():
+    """DeepSpeed without its noise: no JIT build of an op that training does not use, no deprecation chatter."""
+    import deepspeed
+    import deepspeed.ops
+    from deepspeed.utils import logger
+
+    logger.setLevel("WARNING")
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # used by inference all-reduce only
+    warnings.filterwarnings(
+        "ignore",
+        message=".*(all_gather_into_tensor|reduce_scatter_tensor).* is deprecated.*",
+        category=FutureWarning,
+    )
+    return deepspeed

@@ -1,0 +1,63 @@
+"""A small CLIP-shaped model, the loss in one line, and the step that every engine must reproduce.
+
+The oracle is one process in float64 that sees the whole global batch at once: no ring, no cache, no ZeRO.
+"""
+
+import math
+
+import torch
+from torch import nn
+
+LR, EPS = 1e-2, 1e-3  # a large epsilon: with Adam's usual one a wrong gradient scale would not show
+
+
+class ToyCLIP(nn.Module):
+    """Two MLP towers with the contract of infcl.towers.clip.CLIP: dict of unit-norm f32 features and scalars [1]."""
+
+    def __init__(self, logit_scale: float = math.log(10.0), dropout: float = 0.0):
+        super().__init__()
+        torch.manual_seed(0)
+        self.image = nn.Sequential(nn.Linear(12, 20), nn.LayerNorm(20), nn.GELU(), nn.Dropout(dropout), nn.Linear(20, 8))
+        self.text = nn.Sequential(nn.Linear(10, 20), nn.LayerNorm(20), nn.GELU(), nn.Dropout(dropout), nn.Linear(20, 8))
+        self.logit_scale = nn.Parameter(torch.tensor([logit_scale]))
+
+    def forward(self, images, texts):
+        dtype = self.image[0].weight.dtype
+        return {
+            "image_features": nn.functional.normalize(self.image(images.to(dtype)).float(), dim=-1),
+            "text_features": nn.functional.normalize(self.text(texts.to(dtype)).float(), dim=-1),
+            "logit_scale": self.logit_scale.float() + 0,
+        }
+
+
+def global_batch(size: int, seed: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(size, 12, generator=generator), torch.randn(size, 10, generator=generator)
+
+
+def dense_loss(image_features, text_features, scale) -> torch.Tensor:
+    logits = scale * image_features @ text_features.T
+    labels = torch.arange(len(logits))
+    cross_entropy = nn.functional.cross_entropy
+    return (cross_entropy(logits, labels) + cross_entropy(logits.T, labels)) / 2
+
+
+def oracle_steps(batches, *, grad_clip_norm: float | None, weight_decay: float, max_logit_scale: float, **model_options):
+    """float64 full-batch training -> ([loss, ...], [gradient norm, ...], state dict)."""
+    from infcl.train.optim import parameter_groups
+
+    model = ToyCLIP(**model_options).double()
+    optimizer = torch.optim.AdamW(parameter_groups(model, weight_decay), lr=LR, betas=(0.9, 0.98), eps=EPS)
+    losses, norms = [], []
+    for images, texts in batches:
+        image_features = nn.functional.normalize(model.image(images.double()), dim=-1)
+        text_features = nn.functional.normalize(model.text(texts.double()), dim=-1)
+        loss = dense_loss(image_features, text_features, model.logit_scale.exp())
+        optimizer.zero_grad()
+        loss.backward()
+        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), grad_clip_norm or math.inf)))
+        optimizer.step()
+        with torch.no_grad():
+            model.logit_scale.clamp_(max=max_logit_scale)
+        losses.append(loss.item())
+    return losses, norms, {name: value.detach().clone() for name, value in model.state_dict().items()}
