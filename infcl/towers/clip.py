@@ -1,0 +1,112 @@
+"""CLIP: two towers and a scale. Images and texts in, unit vectors out.
+
+The state dict has open_clip's names and loads its checkpoints, with one difference in shape: logit_scale and logit_bias
+are [1] here (DeepSpeed cannot view a 0-dim parameter as bytes) and 0-dim in open_clip. Loading accepts both, and
+infcl.export writes open_clip's.
+
+Shapes: m rows of a micro-batch, S pixels per side, L tokens, D embed_dim.
+"""
+
+import dataclasses
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from infcl.towers.config import CLIPConfig
+from infcl.towers.text import TextTower
+from infcl.towers.vision import VisionTransformer
+
+
+class CLIP(TextTower):
+    """`init_logit_bias` and `patch_dropout`, where given, replace the config's; `self.cfg` is the resolved config."""
+
+    def __init__(
+        self,
+        cfg: CLIPConfig,
+        *,
+        init_logit_scale: float = math.log(1 / 0.07),
+        init_logit_bias: float | None = None,
+        patch_dropout: float | None = None,
+        activation_checkpointing: bool = False,
+    ):
+        if init_logit_bias is not None:
+            cfg = dataclasses.replace(cfg, init_logit_bias=init_logit_bias)
+        if patch_dropout is not None:
+            cfg = dataclasses.replace(cfg, vision_cfg=dataclasses.replace(cfg.vision_cfg, patch_dropout=patch_dropout))
+        options = {"quick_gelu": cfg.quick_gelu, "activation_checkpointing": activation_checkpointing}
+        super().__init__(cfg.text_cfg, cfg.embed_dim, **options)
+        self.cfg = cfg
+        self.visual = VisionTransformer(cfg.vision_cfg, cfg.embed_dim, **options)
+        self.logit_scale = nn.Parameter(torch.full([1], init_logit_scale))
+        self.logit_bias = None if cfg.init_logit_bias is None else nn.Parameter(torch.full([1], cfg.init_logit_bias))
+        self.image_tower_frozen = False
+        self.register_load_state_dict_pre_hook(_reshape_scalars)
+
+    def forward(self, images: torch.Tensor | None = None, texts: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
+        """Whatever is given is encoded; the result has only the keys that apply.
+
+        images   [m, 3, S, S], uint8 pixels or floating and normalised  -> image_features [m, D] f32, unit norm
+        texts    [m, L] int64                                           -> text_features [m, D] f32, unit norm
+        always                                                          -> logit_scale [1] f32, log-space
+        if the model has one                                            -> logit_bias [1] f32
+
+        logit_scale is returned, never read from the module by the loss: under ZeRO-3 it exists inside forward only.
+        """
+        out = {"logit_scale": self.logit_scale.float() + 0}
+        if self.logit_bias is not None:
+            out["logit_bias"] = self.logit_bias.float() + 0
+        if images is not None:
+            out["image_features"] = F.normalize(self.visual(images).float(), dim=-1)
+        if texts is not None:
+            out["text_features"] = F.normalize(self.encode_text(texts).float(), dim=-1)
+        return out
+
+    def lock_image_tower(self, unlocked_groups: int = 0) -> None:
+        """Freeze the image tower, all but its last groups (LiT, arXiv 2111.07991); call before deepspeed.initialize.
+
+        Groups from the end: proj | last block and ln_post | each block before | embeddings. A wholly frozen tower stays
+        in eval mode, so patch dropout is off in it.
+        """
+        visual = self.visual
+        blocks = list(visual.transformer.resblocks)
+        stem = [visual.conv1, visual.class_embedding, visual.positional_embedding, visual.ln_pre]
+        _freeze(
+            [stem, *([block] for block in blocks[:-1]), [blocks[-1], visual.ln_post], [visual.proj]], unlocked_groups
+        )
+        self.image_tower_frozen = unlocked_groups == 0
+        self.train(self.training)
+
+    def lock_text_tower(self, unlocked_layers: int = 0) -> None:
+        """Freeze the text tower, all but its last groups.
+
+        Groups from the end: text_projection | last block and ln_final | each block before | embeddings.
+        """
+        blocks = list(self.transformer.resblocks)
+        stem = [self.token_embedding, self.positional_embedding]
+        _freeze(
+            [stem, *([block] for block in blocks[:-1]), [blocks[-1], self.ln_final], [self.text_projection]],
+            unlocked_layers,
+        )
+
+    def train(self, mode: bool = True) -> "CLIP":
+        super().train(mode)
+        if self.image_tower_frozen:
+            self.visual.eval()
+        return self
+
+
+def _freeze(groups: list[list[nn.Module | nn.Parameter]], unlocked: int) -> None:
+    """requires_grad False for all groups but the last `unlocked`."""
+    if not 0 <= unlocked <= len(groups):
+        raise ValueError(f"{unlocked} unlocked groups: this tower has {len(groups)}")
+    for i, group in enumerate(groups):
+        for member in group:
+            member.requires_grad_(i >= len(groups) - unlocked)
+
+
+def _reshape_scalars(module: CLIP, state_dict: dict[str, torch.Tensor], prefix: str, *_: object) -> None:
+    for name in ("logit_scale", "logit_bias"):
+        if prefix + name in state_dict:
+            state_dict[prefix + name] = state_dict[prefix + name].reshape(1)

@@ -1,0 +1,70 @@
+"""Token ids to text features (before normalisation): open_clip's text tower, whose parameters sit at the top level.
+
+open_clip's state dict has `transformer.resblocks...`, `token_embedding.weight`, `positional_embedding`, `ln_final` and
+`text_projection` beside `visual.*`, without a prefix; hence CLIP *is* a TextTower with an image tower, by inheritance.
+
+Shapes: m texts, L tokens, w width, D embed_dim.
+"""
+
+import torch
+from torch import nn
+
+from infcl.towers.config import TextConfig
+from infcl.towers.transformer import LayerNorm, Transformer
+
+
+class TextTower(nn.Module):
+    def __init__(
+        self,
+        cfg: TextConfig,
+        embed_dim: int,
+        *,
+        quick_gelu: bool = False,
+        activation_checkpointing: bool = False,
+    ):
+        super().__init__()
+        self.context_length = cfg.context_length
+        self.vocab_size = cfg.vocab_size
+        self.pool_type = cfg.pool_type
+        self.eos_id = cfg.eos_id
+        self.token_embedding = TokenEmbedding(cfg.vocab_size, cfg.width)
+        self.positional_embedding = nn.Parameter(0.01 * torch.randn(cfg.context_length, cfg.width))
+        self.transformer = Transformer(
+            cfg.width,
+            cfg.layers,
+            cfg.heads,
+            mlp_ratio=cfg.mlp_ratio,
+            quick_gelu=quick_gelu,
+            causal=not cfg.no_causal_mask,
+            gpt_init=True,
+            activation_checkpointing=activation_checkpointing,
+        )
+        self.ln_final = LayerNorm(cfg.width)
+        self.text_projection = nn.Parameter(cfg.width**-0.5 * torch.randn(cfg.width, embed_dim))
+
+    def encode_text(self, texts: torch.Tensor) -> torch.Tensor:
+        """int64 [m, L] with L <= context_length -> [m, D]. Part of forward: under ZeRO-3, call it only from there."""
+        if texts.ndim != 2 or texts.shape[1] > self.context_length:
+            raise ValueError(
+                f"texts of shape {list(texts.shape)}: this tower takes [m, L] with L <= context_length "
+                f"{self.context_length}"
+            )
+        x = self.token_embedding(texts) + self.positional_embedding[: texts.shape[1]]  # [m, L, w]
+        x = self.transformer(x)
+        x = self.ln_final(pool_text(x, texts, self.pool_type, self.eos_id))  # [m, w]
+        return x @ self.text_projection
+
+
+class TokenEmbedding(nn.Embedding):
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight, std=0.02)
+
+
+def pool_text(x: torch.Tensor, texts: torch.Tensor, pool_type: str, eos_id: int) -> torch.Tensor:
+    """[m, L, w] -> [m, w]: the token at the largest id, at the first `eos_id` (0 if there is none), last or first."""
+    if pool_type == "first":
+        return x[:, 0]
+    if pool_type == "last":
+        return x[:, -1]
+    index = texts.argmax(dim=1) if pool_type == "argmax" else (texts == eos_id).int().argmax(dim=1)  # [m]
+    return x[torch.arange(len(x), device=x.device), index]

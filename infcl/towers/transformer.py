@@ -1,0 +1,143 @@
+"""The pre-norm transformer that both towers share: a list of residual blocks with open_clip's parameter names.
+
+    x = x + attn(ln_1(x));  x = x + mlp(ln_2(x))
+
+Every parameter is initialised in the constructor of the module that owns it and used in that module's own forward.
+ZeRO-3 needs both: under deepspeed.zero.Init a parameter is a shard as soon as its module's constructor returns, and it
+is gathered for the duration of its module's forward only.
+
+Shapes: m samples, L tokens, w width, h heads, d = w / h.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+
+class Transformer(nn.Module):
+    """[m, L, w] -> [m, L, w] in the dtype of the input.
+
+    `gpt_init` scales the initial weights with width and depth, as OpenAI and open_clip do for the text tower; without
+    it they are torch's defaults, which open_clip keeps for the image tower.
+    """
+
+    def __init__(
+        self,
+        width: int,
+        layers: int,
+        heads: int,
+        *,
+        mlp_ratio: float = 4.0,
+        quick_gelu: bool = False,
+        causal: bool = False,
+        gpt_init: bool = False,
+        activation_checkpointing: bool = False,
+    ):
+        super().__init__()
+        self.activation_checkpointing = activation_checkpointing
+        residual_std = width**-0.5 * (2 * layers) ** -0.5 if gpt_init else None
+        self.resblocks = nn.ModuleList(
+            ResidualBlock(width, heads, mlp_ratio, quick_gelu=quick_gelu, causal=causal, residual_std=residual_std)
+            for _ in range(layers)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        recompute = self.activation_checkpointing and torch.is_grad_enabled()
+        for block in self.resblocks:
+            # Non-reentrant: the reentrant form drops the gradient of the first block, whose input needs none.
+            # Blocks draw no random numbers, so there is no generator state to keep.
+            x = checkpoint(block, x, use_reentrant=False, preserve_rng_state=False) if recompute else block(x)
+        return x
+
+
+class ResidualBlock(nn.Module):
+    """Attention and MLP, each behind a LayerNorm; `residual_std`: initial std of both outputs (None: torch's)."""
+
+    def __init__(
+        self,
+        width: int,
+        heads: int,
+        mlp_ratio: float,
+        *,
+        quick_gelu: bool,
+        causal: bool,
+        residual_std: float | None,
+    ):
+        super().__init__()
+        gpt_init = residual_std is not None
+        self.ln_1 = LayerNorm(width)
+        self.attn = Attention(
+            width, heads, causal=causal, in_std=width**-0.5 if gpt_init else None, out_std=residual_std
+        )
+        self.ln_2 = LayerNorm(width)
+        self.mlp = MLP(
+            width,
+            int(width * mlp_ratio),
+            quick_gelu=quick_gelu,
+            in_std=(2 * width) ** -0.5 if gpt_init else None,
+            out_std=residual_std,
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.attn(self.ln_1(x))
+        return x + self.mlp(self.ln_2(x))
+
+
+class Attention(nn.Module):
+    """Multi-head self-attention through torch's fused kernels; `in_proj_weight` is q | k | v, stacked along dim 0."""
+
+    def __init__(self, width: int, heads: int, *, causal: bool, in_std: float | None, out_std: float | None):
+        super().__init__()
+        self.heads = heads
+        self.causal = causal
+        self.in_proj_weight = nn.Parameter(torch.empty(3 * width, width))
+        self.in_proj_bias = nn.Parameter(torch.zeros(3 * width))
+        if in_std is None:
+            nn.init.xavier_uniform_(self.in_proj_weight)
+        else:
+            nn.init.normal_(self.in_proj_weight, std=in_std)
+        self.out_proj = Linear(width, width, std=out_std, zero_bias=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        m, length, width = x.shape
+        qkv = F.linear(x, self.in_proj_weight, self.in_proj_bias)  # [m, L, 3w]
+        q, k, v = qkv.view(m, length, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)  # each [m, h, L, d]
+        x = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
+        return self.out_proj(x.transpose(1, 2).reshape(m, length, width))
+
+
+class MLP(nn.Module):
+    """c_proj(gelu(c_fc(x)))"""
+
+    def __init__(self, width: int, hidden: int, *, quick_gelu: bool, in_std: float | None, out_std: float | None):
+        super().__init__()
+        self.c_fc = Linear(width, hidden, std=in_std)
+        self.activation = quick_gelu_activation if quick_gelu else F.gelu
+        self.c_proj = Linear(hidden, width, std=out_std)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.c_proj(self.activation(self.c_fc(x)))
+
+
+class Linear(nn.Linear):
+    """nn.Linear whose weight, given `std`, starts as N(0, std^2)."""
+
+    def __init__(self, in_features: int, out_features: int, *, std: float | None = None, zero_bias: bool = False):
+        super().__init__(in_features, out_features)
+        if std is not None:
+            nn.init.normal_(self.weight, std=std)
+        if zero_bias:
+            nn.init.zeros_(self.bias)
+
+
+class LayerNorm(nn.LayerNorm):
+    """Statistics in float32 (torch's kernels and autocast both see to that), the result in the dtype of the input."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x).to(x.dtype)
+
+
+def quick_gelu_activation(x: torch.Tensor) -> torch.Tensor:
+    """x * sigmoid(1.702 x)"""
+    return x * torch.sigmoid(1.702 * x)

@@ -1,0 +1,106 @@
+"""Pixels to image features (before normalisation): open_clip's VisionTransformer, with an optional convolutional stem.
+
+Shapes: m images, S pixels per side, N patches, w width, D embed_dim.
+"""
+
+import torch
+from torch import nn
+
+from infcl.towers.config import VisionConfig
+from infcl.towers.transformer import LayerNorm, Transformer
+
+# Of the data set CLIP was trained on, for pixels in [0, 1]; what open_clip writes into preprocess_cfg.
+IMAGE_MEAN = (0.48145466, 0.4578275, 0.40821073)
+IMAGE_STD = (0.26862954, 0.26130258, 0.27577711)
+
+
+class VisionTransformer(nn.Module):
+    """images [m, 3, S, S] -> [m, D] in the compute dtype.
+
+    uint8 images are pixels 0..255 and are normalised here, on their device; floating images are taken as normalised.
+    The compute dtype is that of the parameters, or autocast's.
+    """
+
+    def __init__(
+        self,
+        cfg: VisionConfig,
+        embed_dim: int,
+        *,
+        quick_gelu: bool = False,
+        activation_checkpointing: bool = False,
+    ):
+        super().__init__()
+        self.image_size = cfg.image_size
+        self.pool_type = cfg.pool_type
+        self.patch_dropout = cfg.patch_dropout
+        scale = cfg.width**-0.5
+        self.conv1 = _patch_embedding(cfg)
+        self.class_embedding = nn.Parameter(scale * torch.randn(cfg.width))
+        self.positional_embedding = nn.Parameter(scale * torch.randn(1 + cfg.num_patches, cfg.width))
+        self.ln_pre = LayerNorm(cfg.width)
+        self.transformer = Transformer(
+            cfg.width,
+            cfg.layers,
+            cfg.heads,
+            mlp_ratio=cfg.mlp_ratio,
+            quick_gelu=quick_gelu,
+            activation_checkpointing=activation_checkpointing,
+        )
+        self.ln_post = LayerNorm(cfg.width)
+        self.proj = nn.Parameter(scale * torch.randn(cfg.width, embed_dim))
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        if images.ndim != 4 or images.shape[1:] != (3, self.image_size, self.image_size):
+            raise ValueError(
+                f"images of shape {list(images.shape)}: this tower takes [m, 3, {self.image_size}, {self.image_size}]"
+            )
+        if images.dtype == torch.uint8:
+            images = normalize_pixels(images)
+        x = self.conv1(images.to(self.class_embedding.dtype)).flatten(2).transpose(1, 2)  # [m, N, w]
+        class_token = self.class_embedding.to(x.dtype).expand(len(x), 1, -1)
+        x = torch.cat([class_token, x], dim=1) + self.positional_embedding.to(x.dtype)  # [m, 1 + N, w]
+        if self.training and self.patch_dropout > 0:
+            x = drop_patches(x, self.patch_dropout)
+        x = self.transformer(self.ln_pre(x))
+        pooled = self.ln_post(x[:, :1] if self.pool_type == "tok" else x[:, 1:]).mean(dim=1)  # [m, w]
+        return pooled @ self.proj
+
+
+def normalize_pixels(images: torch.Tensor) -> torch.Tensor:
+    """uint8 [m, 3, S, S] -> float32: (images / 255 - mean) / std, per channel.
+
+    The constants are Python numbers on purpose: a buffer would be cast along with the model (DeepSpeed's bf16 mode
+    rounds mean and std to 8 bits), and a tensor made here would be a synchronising copy to the device in every forward.
+    """
+    channels = [
+        images[:, c].float().mul_(1 / (255 * std)).sub_(mean / std)
+        for c, (mean, std) in enumerate(zip(IMAGE_MEAN, IMAGE_STD))
+    ]
+    return torch.stack(channels, dim=1)
+
+
+def drop_patches(x: torch.Tensor, rate: float) -> torch.Tensor:
+    """[m, 1 + N, w] -> [m, 1 + max(1, int(N (1 - rate))), w]: class token and a random subset of each image's patches.
+
+    FLIP, arXiv 2212.00794. Draws from torch's generator of x's device: a second pass with its seed drops the same ones.
+    """
+    m, tokens, width = x.shape
+    keep = max(1, int((tokens - 1) * (1 - rate)))
+    kept = torch.rand(m, tokens - 1, device=x.device).topk(keep, dim=1).indices + 1  # [m, keep]
+    kept = torch.cat([kept.new_zeros(m, 1), kept], dim=1)  # the class token is row 0
+    return x.gather(1, kept[:, :, None].expand(-1, -1, width))
+
+
+def _patch_embedding(cfg: VisionConfig) -> nn.Module:
+    """One convolution as open_clip has it, or the stem: each entry shrinks the grid by exactly its stride."""
+    if cfg.conv_stem is None:
+        return nn.Conv2d(3, cfg.width, cfg.patch_size, stride=cfg.patch_size, bias=False)
+    layers: list[nn.Module] = []
+    channels = 3
+    for out_channels, kernel, stride in cfg.conv_stem:
+        layers += [
+            nn.Conv2d(channels, out_channels, kernel, stride=stride, padding=(kernel - stride + 1) // 2),
+            nn.GELU(),
+        ]
+        channels = out_channels
+    return nn.Sequential(*layers[:-1])
