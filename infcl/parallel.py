@@ -81,11 +81,14 @@ def destroy_parallel() -> None:
         dist.destroy_process_group()
 
 
-def seed_everything(seed: int) -> None:
-    """Seed python, numpy and torch (all devices)."""
+def seed_everything(seed: int, *, deterministic: bool = False) -> None:
+    """Seed python, numpy and torch (all devices); `deterministic` makes torch refuse what it cannot repeat bitwise."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
+    if deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts
+        torch.use_deterministic_algorithms(True)
 
 
 def micro_batch_seed(seed: int, step: int, micro_batch: int, dp_rank: int) -> int:

@@ -151,6 +151,22 @@ def parse_model_config(fields: dict[str, Any], *, source: str = "model config") 
         raise ValueError(f"{source}: {error}") from error
 
 
+def with_overrides(
+    cfg: CLIPConfig,
+    *,
+    image_size: int | None = None,
+    context_length: int | None = None,
+    patch_dropout: float | None = None,
+) -> CLIPConfig:
+    """The config with what is given replaced; ValueError where the result is impossible."""
+    vision = {"image_size": image_size, "patch_dropout": patch_dropout}
+    return dataclasses.replace(
+        cfg,
+        vision_cfg=dataclasses.replace(cfg.vision_cfg, **_without_none(vision)),
+        text_cfg=dataclasses.replace(cfg.text_cfg, **_without_none({"context_length": context_length})),
+    )
+
+
 def with_tokenizer(cfg: CLIPConfig, *, vocab_size: int, context_length: int, eos_id: int, pad_id: int) -> CLIPConfig:
     """The same towers behind a sentencepiece tokenizer that writes [ids..., eos, pad, ...].
 

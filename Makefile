@@ -1,0 +1,36 @@
+# make train   set up, train on the embedded data set, evaluate, export          make test   set up, run the test suite
+#
+#   PRESET=zero3 make train       another ZeRO preset of ds_configs/
+#   make train FLAGS="--lr 1e-3"  other flags of pretrain_clip.py (give NAME=... too: a finished run is not trained over)
+#   make train FLAGS=--overwrite  train a finished run again
+SHELL := /bin/bash
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+PRESET ?= zero1
+NAME   ?= demo-$(PRESET)
+DATA   ?= .data/demo
+LOGS   ?= runs
+FLAGS  ?=
+
+.PHONY: train test lint gallery clean
+
+train: $(VENV)/.installed
+	@PATH="$$PWD/$(BIN):$$PATH" DATA=$(DATA) LOGS=$(LOGS) NAME=$(NAME) PRESET=$(PRESET) bash launch/demo.sh $(FLAGS)
+
+test: lint
+	$(BIN)/python -m pytest
+
+lint: $(VENV)/.installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+$(VENV)/.installed: requirements.txt
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 12))' \
+		|| { echo "Python 3.10 to 3.12 is needed, $$($(PYTHON) --version) found: make PYTHON=python3.11 ..." >&2; exit 2; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.txt
+	@touch $@
+
+clean:
+	rm -rf $(VENV) .data runs .pytest_cache .ruff_cache

@@ -1,0 +1,310 @@
+"""The training loop: build the parts, fit, evaluate, save, finish.
+
+A step is a pure function of (state, step number, seed, data): the data position, the seeds of the towers' randomness
+and the learning rate all follow from the step number, so a resumed run repeats the uninterrupted one.
+"""
+
+import json
+import logging
+import math
+import time
+
+import torch
+import torch.distributed as dist
+
+from infcl.config import BatchPlan, TrainConfig, total_steps
+from infcl.data.loader import SyntheticLoader, TrainLoader
+from infcl.data.tokenizer import Tokenizer
+from infcl.evaluate.tasks import RetrievalTask, ZeroShotTask
+from infcl.loss.contrastive import ContrastiveLoss
+from infcl.parallel import Parallel, max_over, mean_over, micro_batch_seed, seed_everything
+from infcl.report import draw_loss_curve
+from infcl.step.grad_cache import grad_cache_step
+from infcl.towers.clip import CLIP
+from infcl.towers.config import CLIPConfig, load_model_config, with_overrides, with_tokenizer
+from infcl.train.checkpoint import RunFolder, find_checkpoint, load_checkpoint, save_checkpoint, write_atomic
+from infcl.train.engine import Engine, read_preset
+from infcl.train.metrics import MetricsWriter, PhaseTimer, peak_memory_mb
+from infcl.train.optim import learning_rate
+
+log = logging.getLogger(__name__)
+
+MAX_LOGIT_SCALE = math.log(100)  # OpenAI's bound; the clamp holds through the next step in every ZeRO stage
+
+
+class Trainer:
+    """Everything a run needs, built in the order in which mistakes are cheapest: flags, data, model, engine."""
+
+    def __init__(self, config: TrainConfig, parallel: Parallel, run: RunFolder):
+        self.config, self.parallel, self.run = config, parallel, run
+        read_preset(config, parallel.device.type)
+        self.batch = BatchPlan(parallel.dp_size, config.accum_freq, config.batch_size)
+        self.tokenizer, model_config = build_tokenizer_and_model_config(config)
+        self.loader = build_loader(config, self.batch, model_config, self.tokenizer, parallel)
+        self.tasks = build_tasks(config, model_config, self.tokenizer)
+        self.total_steps = total_steps(config, self.loader.steps_per_epoch)
+
+        seed_everything(config.seed, deterministic=config.deterministic)
+        model = build_model(config, model_config)
+        self.model_config = model.cfg
+        self.num_parameters = sum(p.numel() for p in model.parameters())
+        self.engine = Engine(model, config, parallel, self.batch)
+        self.loss = ContrastiveLoss(config.loss, group=self.engine.dp_group, tile=config.tile)
+
+        self.step = self.skipped_steps = 0
+        self.train_seconds = 0.0
+        self._open_run_folder()
+
+    # ---- the loop ----
+
+    def fit(self) -> dict:
+        """Train to the last step, evaluate, export; returns the summary that is in summary.json."""
+        config, steps_per_epoch = self.config, self.loader.steps_per_epoch
+        while self.step < self.total_steps:
+            epoch = self.step // steps_per_epoch
+            self.loader.set_position(epoch, self.step % steps_per_epoch)
+            self.timer.mark("data")
+            for micro_batches in self.loader:
+                self._train_step(micro_batches)
+                if config.save_every_n_steps and self.step % config.save_every_n_steps == 0:
+                    self._save()
+                if self.step == self.total_steps:
+                    break
+                self.timer.mark("data")
+            epochs_done = self.step // steps_per_epoch
+            if self.step < self.total_steps:
+                if config.save_frequency and epochs_done % config.save_frequency == 0:
+                    self._save()
+                self._evaluate({"retrieval": config.val_frequency, "zero_shot": config.zeroshot_frequency}, epochs_done)
+        self._save()
+        return self._finish()
+
+    def _train_step(self, micro_batches: list[dict[str, torch.Tensor]]) -> None:
+        started = time.perf_counter()
+        lr = learning_rate(self.config, self.step, self.total_steps, self.loader.steps_per_epoch)
+        self.engine.train()
+        output = grad_cache_step(
+            micro_batches,
+            encode=self._encode,
+            loss=self.loss,
+            backward=self.engine.backward,
+            seeds=[
+                micro_batch_seed(self.config.seed, self.step, index, self.parallel.dp_rank)
+                for index in range(len(micro_batches))
+            ],
+            scalar_values=self.engine.scalar_values,
+            on_phase=self.timer.mark,
+        )
+        self.timer.mark("step")
+        applied = self.engine.step(lr)
+        self.engine.clamp_logit_scale(MAX_LOGIT_SCALE)
+        self.step += 1
+        self.skipped_steps += not applied
+        loss = float(mean_over(self.engine.dp_group, output.loss))
+        phases = self.timer.read()
+        if not math.isfinite(loss):
+            raise RuntimeError(
+                f"the loss of step {self.step} is {loss}: the last good checkpoint is in {self.run.root}"
+            )
+        seconds = phases["data"] + time.perf_counter() - started
+        self.train_seconds += seconds
+        self.metrics.step(
+            self.step,
+            self.samples_seen,
+            {
+                "loss": loss,
+                "logit_scale": float(output.logit_scale.exp()),
+                "lr": lr,
+                "grad_norm": self.engine.grad_norm(),
+                "samples_per_second": self.batch.global_batch_size / seconds,
+                "peak_memory_mb": peak_memory_mb(self.parallel.device),
+                "skipped_steps": self.skipped_steps,
+                "loss_scale": self.engine.loss_scale(),
+            }
+            | {f"seconds_{name}": value for name, value in phases.items()},
+        )
+
+    def _encode(self, micro_batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        device = self.parallel.device
+        return self.engine.encode(
+            micro_batch["images"].to(device, non_blocking=True), micro_batch["texts"].to(device, non_blocking=True)
+        )
+
+    @property
+    def samples_seen(self) -> int:
+        return self.step * self.batch.global_batch_size
+
+    # ---- evaluation ----
+
+    def _evaluate(self, frequencies: dict[str, int], epochs_done: int) -> None:
+        for name, frequency in frequencies.items():
+            if name in self.tasks and frequency and epochs_done % frequency == 0:
+                self._run_task(name)
+
+    def _run_task(self, name: str) -> dict[str, float]:
+        self.engine.train(False)
+        values = self.tasks[name].run(self.engine.encode, self.parallel)
+        self.metrics.evaluation(name, self.step, self.samples_seen, values)
+        return values
+
+    # ---- checkpoints and the end ----
+
+    def _open_run_folder(self) -> None:
+        checkpoint = find_checkpoint(self.config.resume, self.run)
+        if self.parallel.rank == 0:
+            self.run.write_identity(self.config, self.model_config.to_json(), self.parallel)
+        dist.barrier()
+        self.metrics = MetricsWriter(
+            self.run,
+            enabled=self.parallel.rank == 0,
+            tensorboard=self.config.report_to == "tensorboard",
+            total_steps=self.total_steps,
+            log_every_n_steps=self.config.log_every_n_steps,
+        )
+        self.timer = PhaseTimer(self.parallel.device)
+        self.metrics.say(
+            f"{self.config.model}: {self.num_parameters / 1e6:.2f}M parameters; {self.loader.num_samples} pairs\n"
+            f"{self.batch}; {self.total_steps} steps; loss {self.config.loss}; ZeRO-{self.engine.zero_stage}, "
+            f"{self.engine.precision}, {self.parallel.world_size} x {self.parallel.device.type}"
+        )
+        if checkpoint is not None:
+            state = load_checkpoint(self.engine, checkpoint)
+            self.loader.load_state_dict(state["loader"])
+            self.step, self.skipped_steps = state["step"], state["skipped_steps"]
+            self.train_seconds = state["train_seconds"]
+            self.metrics.say(f"resumed from {checkpoint} at step {self.step}")
+
+    def _save(self) -> None:
+        steps_per_epoch = self.loader.steps_per_epoch
+        self.loader.set_position(self.step // steps_per_epoch, self.step % steps_per_epoch)
+        state = {
+            "step": self.step,
+            "samples_seen": self.samples_seen,
+            "skipped_steps": self.skipped_steps,
+            "train_seconds": self.train_seconds,
+            "world_size": self.parallel.world_size,
+            "loader": self.loader.state_dict(),
+        }
+        save_checkpoint(self.engine, self.run, self.step, state, self.parallel)
+
+    def _finish(self) -> dict:
+        results = {name: self._run_task(name) for name in self.tasks}
+        weights = self.engine.full_state_dict()
+        peak = max_over(self.engine.dp_group, peak_memory_mb(self.parallel.device), self.parallel.device)
+        summary = {
+            "zero_shot_top1": results.get("zero_shot", {}).get("top1"),
+            "image_to_text_r1": results.get("retrieval", {}).get("image_to_text_r1"),
+            "text_to_image_r1": results.get("retrieval", {}).get("text_to_image_r1"),
+            "samples_seen": self.samples_seen,
+            "steps": self.step,
+            "skipped_steps": self.skipped_steps,
+            "train_seconds": round(self.train_seconds, 1),
+            "peak_memory_mb": round(peak, 1),
+            "zero_stage": self.engine.zero_stage,
+            "world_size": self.parallel.world_size,
+            "skipped_samples": self.loader.report(),
+            "evaluation": results,
+            "paths": {
+                "run": str(self.run.root),
+                "loss_curve": str(self.run.loss_curve),
+                "export": str(self.run.export),
+                "checkpoint": str(self.run.checkpoints / f"step_{self.step:08d}"),
+            },
+        }
+        self.metrics.close()
+        if self.parallel.rank == 0:
+            from infcl.export import export_model
+
+            draw_loss_curve(self.run.metrics, self.run.loss_curve)
+            tokenizer_path = self.run.tokenizer if self.tokenizer is not None else None
+            export_model(weights, self.model_config, tokenizer_path, self.run.export, card=summary)
+            write_atomic(self.run.summary, json.dumps(summary, indent=2) + "\n")
+        dist.barrier()
+        return summary
+
+
+# ---- the parts ----
+
+
+def build_tokenizer_and_model_config(config: TrainConfig) -> tuple[Tokenizer | None, CLIPConfig]:
+    """The model config with the flags' overrides, adapted to the tokenizer's vocabulary where there is one."""
+    model_config = with_overrides(
+        load_model_config(config.model),
+        image_size=config.force_image_size,
+        context_length=config.force_context_length,
+        patch_dropout=config.force_patch_dropout,
+    )
+    if config.tokenizer is None:
+        return None, model_config
+    tokenizer = Tokenizer(config.tokenizer, context_length=model_config.text_cfg.context_length)
+    return tokenizer, with_tokenizer(
+        model_config,
+        vocab_size=tokenizer.vocab_size,
+        context_length=tokenizer.context_length,
+        eos_id=tokenizer.eos_id,
+        pad_id=tokenizer.pad_id,
+    )
+
+
+def build_model(config: TrainConfig, model_config: CLIPConfig) -> CLIP:
+    """CLIP with the flags' locks. SigLIP's loss has its own starting point: scale 10, bias -10 (Zhai et al. 2023)."""
+    siglip = config.loss == "siglip"
+    start = {"init_logit_scale": math.log(10), "init_logit_bias": -10.0} if siglip else {}
+    model = CLIP(model_config, activation_checkpointing=config.grad_checkpointing, **start)
+    if config.lock_image:
+        model.lock_image_tower(config.lock_image_unlocked_groups)
+    if config.lock_text:
+        model.lock_text_tower(config.lock_text_unlocked_layers)
+    return model
+
+
+def build_loader(
+    config: TrainConfig,
+    batch: BatchPlan,
+    model_config: CLIPConfig,
+    tokenizer: Tokenizer | None,
+    parallel: Parallel,
+) -> TrainLoader | SyntheticLoader:
+    common = {
+        "image_size": model_config.vision_cfg.image_size,
+        "micro_batch_size": batch.micro_batch_size,
+        "num_micro_batches": batch.num_micro_batches,
+        "rank": parallel.dp_rank,
+        "world_size": parallel.dp_size,
+        "seed": config.seed,
+    }
+    if config.dataset_type == "synthetic":
+        text = model_config.text_cfg
+        return SyntheticLoader(
+            num_samples=config.train_num_samples,
+            context_length=text.context_length,
+            vocab_size=text.vocab_size,
+            eos_id=text.eos_id,
+            **common,
+        )
+    return TrainLoader(
+        config.train_data,
+        tokenizer,
+        num_workers=config.workers,
+        max_bad_fraction=config.max_bad_fraction,
+        reader=config.data_reader,
+        num_samples=config.train_num_samples,
+        augmentation=config.aug_cfg,
+        **common,
+    )
+
+
+def build_tasks(
+    config: TrainConfig, model_config: CLIPConfig, tokenizer: Tokenizer | None
+) -> dict[str, RetrievalTask | ZeroShotTask]:
+    """The evaluations that the flags name; ValueError when their data is missing."""
+    tasks: dict[str, RetrievalTask | ZeroShotTask] = {}
+    if (config.val_data or config.zeroshot_data) and tokenizer is None:
+        raise ValueError("--val-data and --zeroshot-data need --tokenizer")
+    common = {"tokenizer": tokenizer, "image_size": model_config.vision_cfg.image_size, "batch_size": config.batch_size}
+    if config.val_data:
+        tasks["retrieval"] = RetrievalTask(config.val_data, **common)
+    if config.zeroshot_data:
+        names, templates = config.zeroshot_classnames, config.zeroshot_templates
+        tasks["zero_shot"] = ZeroShotTask(config.zeroshot_data, classnames=names, templates=templates, **common)
+    return tasks
