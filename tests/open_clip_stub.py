@@ -1,0 +1,23 @@
+"""open_clip for the parity tests, also where torch has no CUDA.
+
+torchvision has no CPU build of its own: its wheel's binary operators link against CUDA libraries and stay unregistered
+under a CPU-only torch, on which its import fails. Nothing here runs them, so declaring their names is enough.
+"""
+
+import os
+
+import pytest
+import torch
+
+_libraries = []  # torch unregisters a library's operators when the object goes
+
+
+def import_open_clip():
+    """The open_clip module; skips the calling test where it is not installed."""
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    if torch.version.cuda is None and not _libraries:
+        library = torch.library.Library("torchvision", "DEF")
+        for operator in ("nms", "qnms"):
+            library.define(f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+        _libraries.append(library)
+    return pytest.importorskip("open_clip")
