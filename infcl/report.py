@@ -12,7 +12,7 @@ def summary_table(summary: dict) -> str:
         ("image->text recall@1", _share(summary["image_to_text_r1"])),
         ("text->image recall@1", _share(summary["text_to_image_r1"])),
         ("samples seen", f"{summary['samples_seen']:,}  ({summary['steps']} steps, {summary['train_seconds']:.0f} s)"),
-        ("skipped samples", _counts(summary["skipped_samples"])),
+        ("skipped samples", _skipped(summary["data"])),
         ("peak memory", f"{summary['peak_memory_mb']:,.0f} MiB a rank"),
         ("engine", f"ZeRO-{summary['zero_stage']}, {summary['world_size']} rank(s)"),
         ("run folder", paths["run"]),
@@ -28,9 +28,9 @@ def _share(value: float | None) -> str | None:
     return None if value is None else f"{value:.3f}"
 
 
-def _counts(counts: dict) -> str:
-    found = {name: number for name, number in counts.items() if number}
-    return ", ".join(f"{number} {name}" for name, number in found.items()) or "none"
+def _skipped(data: dict) -> str:
+    found = [f"{n} {name}" for name, n in data.items() if n and name.startswith(("skipped/", "index/"))]
+    return ", ".join(found) or "none"
 
 
 def read_metrics(path: Path, kind: str) -> list[dict]:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import torch
 
+from infcl.data.evaluation import EvalSample, EvalShards
 from infcl.data.shards import expand_shards
-from infcl.data.streaming import EvalSample, EvalShards
 from infcl.data.tokenizer import Tokenizer
 from infcl.evaluate.features import batches_of
 from infcl.evaluate.retrieval import evaluate_retrieval

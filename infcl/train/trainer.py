@@ -8,6 +8,7 @@ import json
 import logging
 import math
 import time
+from collections import Counter
 
 import torch
 import torch.distributed as dist
@@ -29,6 +30,7 @@ from infcl.train.optim import learning_rate
 
 log = logging.getLogger(__name__)
 
+_AUGMENTATION = {"scale": "aug_scale", "ratio": "aug_ratio", "hflip": "flip_probability"}  # --aug-cfg -> TrainLoader
 MAX_LOGIT_SCALE = math.log(100)  # OpenAI's bound; the clamp holds through the next step in every ZeRO stage
 
 
@@ -175,8 +177,6 @@ class Trainer:
             self.metrics.say(f"resumed from {checkpoint} at step {self.step}")
 
     def _save(self) -> None:
-        steps_per_epoch = self.loader.steps_per_epoch
-        self.loader.set_position(self.step // steps_per_epoch, self.step % steps_per_epoch)
         state = {
             "step": self.step,
             "samples_seen": self.samples_seen,
@@ -186,6 +186,15 @@ class Trainer:
             "loader": self.loader.state_dict(),
         }
         save_checkpoint(self.engine, self.run, self.step, state, self.parallel)
+
+    def _data_report(self) -> dict[str, int]:
+        """The loader's counters summed over ranks; what the index left out is the same on every rank."""
+        reports: list[dict[str, int]] = [{}] * self.parallel.dp_size
+        dist.all_gather_object(reports, self.loader.report(), group=self.engine.dp_group)
+        total = Counter({name: n for name, n in reports[0].items() if name.startswith("index/")})
+        for report in reports:
+            total.update({name: n for name, n in report.items() if not name.startswith("index/")})
+        return dict(total)
 
     def _finish(self) -> dict:
         results = {name: self._run_task(name) for name in self.tasks}
@@ -202,7 +211,7 @@ class Trainer:
             "peak_memory_mb": round(peak, 1),
             "zero_stage": self.engine.zero_stage,
             "world_size": self.parallel.world_size,
-            "skipped_samples": self.loader.report(),
+            "data": self._data_report(),
             "evaluation": results,
             "paths": {
                 "run": str(self.run.root),
@@ -289,7 +298,7 @@ def build_loader(
         max_bad_fraction=config.max_bad_fraction,
         reader=config.data_reader,
         num_samples=config.train_num_samples,
-        augmentation=config.aug_cfg,
+        **{_AUGMENTATION[name]: value for name, value in config.aug_cfg.items()},
         **common,
     )
 

@@ -1,0 +1,172 @@
+"""Steps through DeepSpeed equal single-process float64 steps: every ZeRO stage, several world sizes, clip and clamp on."""
+
+import json
+import math
+
+import pytest
+import torch
+
+from infcl.config import BatchPlan, TrainConfig
+from infcl.train.engine import Engine, read_preset
+from tests.ranks import run_ranks
+from tests.step_oracle import EPS, LR, ToyCLIP, global_batch, oracle_steps
+
+MICRO_BATCHES, MICRO_BATCH_SIZE, STEPS = 3, 5, 3
+CLIP, DECAY = 0.5, 0.1
+START, CEILING = math.log(90), math.log(90) + 0.015  # reached within the three steps
+
+
+def settings(preset: str, **changes) -> TrainConfig:
+    given = {"deepspeed_config": f"ds_configs/{preset}.json", "lr": LR, "eps": EPS, "wd": DECAY, "grad_clip_norm": CLIP}
+    return TrainConfig(dataset_type="synthetic", train_num_samples=1, **(given | changes))
+
+
+def engine_steps(rank, world_size, preset, precision="fp32"):
+    """STEPS optimizer steps over this rank's share -> losses, norms, logit scales seen by the loss, whole weights."""
+    from infcl.loss.contrastive import ContrastiveLoss
+    from infcl.parallel import init_parallel, mean_over
+    from infcl.step.grad_cache import grad_cache_step
+
+    parallel = init_parallel("cpu")
+    batch = BatchPlan(world_size, MICRO_BATCHES, MICRO_BATCH_SIZE)
+    engine = Engine(ToyCLIP(logit_scale=START), settings(preset, precision=precision), parallel, batch)
+    loss = ContrastiveLoss("inf_cl", group=engine.dp_group)
+    losses, norms, scales = [], [], []
+    for step in range(STEPS):
+        own = slice(rank * batch.rank_batch_size, (rank + 1) * batch.rank_batch_size)
+        images, texts = (side[own].split(MICRO_BATCH_SIZE) for side in global_batch(batch.global_batch_size, seed=step))
+        output = grad_cache_step(
+            list(zip(images, texts)),
+            encode=lambda pair: engine.encode(*pair),
+            loss=loss,
+            backward=engine.backward,
+            seeds=[0] * MICRO_BATCHES,
+            scalar_values=engine.scalar_values,
+        )
+        assert engine.step(LR)
+        engine.clamp_logit_scale(CEILING)
+        losses.append(float(mean_over(engine.dp_group, output.loss)))
+        norms.append(engine.grad_norm())
+        scales.append(float(output.logit_scale))
+    return losses, norms, scales, engine.full_state_dict(), engine.engine.global_steps
+
+
+def expected(world_size):
+    batches = [global_batch(world_size * MICRO_BATCHES * MICRO_BATCH_SIZE, seed=step) for step in range(STEPS)]
+    return oracle_steps(batches, grad_clip_norm=CLIP, weight_decay=DECAY, max_logit_scale=CEILING, logit_scale=START)
+
+
+def worst_error(state, reference):
+    assert set(state) == set(reference)
+    return max(float((state[n].double() - reference[n]).norm() / reference[n].norm()) for n in reference)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("preset", ["zero0", "zero1", "zero2", "zero3", "zero3_offload"])
+def test_three_steps_equal_the_single_process_ones(preset, world_size):
+    losses, norms, scales, state, steps = run_ranks(engine_steps, world_size, preset)[0]
+    expected_losses, expected_norms, expected_state = expected(world_size)
+    assert losses == pytest.approx(expected_losses, rel=1e-5)
+    assert norms == pytest.approx(expected_norms, rel=1e-5)
+    assert worst_error(state, expected_state) < 1e-5
+    assert steps == STEPS
+
+
+@pytest.mark.parametrize("preset", ["zero0", "zero1", "zero2", "zero3", "zero2_bf16"])
+def test_the_clamp_of_logit_scale_holds_through_the_next_step(preset):
+    """The ceiling lies below where the unclamped run goes; every copy (master weights too) must have been clamped."""
+    precision = "bf16" if preset == "zero2_bf16" else "fp32"
+    results = run_ranks(engine_steps, 2, preset, precision)
+    _, _, scales, state, _ = results[0]
+    free = oracle_steps(
+        [global_batch(2 * MICRO_BATCHES * MICRO_BATCH_SIZE, seed=step) for step in range(STEPS)],
+        grad_clip_norm=CLIP, weight_decay=DECAY, max_logit_scale=10.0, logit_scale=START,
+    )[2]  # fmt: skip
+    assert float(free["logit_scale"]) != pytest.approx(CEILING, abs=1e-4)
+    assert max(scales) <= CEILING + 1e-6
+    assert float(state["logit_scale"]) <= CEILING + 1e-6
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_bf16_parameters_follow_the_float64_steps_within_bf16_rounding(world_size):
+    """Logits of +-90 carry the 2^-9 rounding of bf16 activations into the loss; hence 2e-2 and not less."""
+    losses, norms, _, state, _ = run_ranks(engine_steps, world_size, "zero2_bf16", "bf16")[0]
+    expected_losses, expected_norms, expected_state = expected(world_size)
+    assert losses == pytest.approx(expected_losses, rel=2e-2)
+    assert norms == pytest.approx(expected_norms, rel=2e-2)
+    assert worst_error(state, expected_state) < 5e-2
+
+
+def accumulate_ones(rank, world_size, preset):
+    """600 micro-batches, each with gradient 1 for logit_scale: what the engine accumulated."""
+    from infcl.parallel import init_parallel
+
+    config = settings(preset, precision="bf16", grad_clip_norm=None, wd=0.0)
+    engine = Engine(ToyCLIP(logit_scale=0.0), config, init_parallel("cpu"), BatchPlan(world_size, 600, 1))
+    images, texts = global_batch(1)
+    for index in range(600):
+        output = engine.encode(images, texts)
+        zero = 0 * (output["image_features"].sum() + output["text_features"].sum())
+        engine.backward(output["logit_scale"].sum() + zero, index == 599)
+    engine.step(LR)
+    return engine.grad_norm()
+
+
+def test_six_hundred_bf16_micro_batches_accumulate_without_loss():
+    """In bf16, DeepSpeed's default, they sum to 256."""
+    assert run_ranks(accumulate_ones, 2, "zero2_bf16")[0] == pytest.approx(600.0, rel=1e-6)
+
+
+def unclipped_norm(rank, world_size, preset, grad_clip_norm):
+    from infcl.parallel import init_parallel
+
+    torch.manual_seed(rank)
+    config = settings(preset, precision="fp32", grad_clip_norm=grad_clip_norm, wd=0.0, eps=1e3)
+    engine = Engine(ToyCLIP(logit_scale=1.0), config, init_parallel("cpu"), BatchPlan(world_size, 1, 2))
+    before = engine.full_state_dict()
+    output = engine.encode(*global_batch(2))
+    engine.backward(100 * output["logit_scale"].sum() + 0 * sum(output[n].sum() for n in output), True)
+    engine.step(LR)
+    after = engine.full_state_dict()
+    return float((before["logit_scale"] - after["logit_scale"]).abs()) if rank == 0 else None
+
+
+@pytest.mark.parametrize("preset", ["zero0", "zero1", "zero2", "zero3"])
+def test_clipping_is_what_the_flag_says(preset):
+    """DeepSpeed clips at 1.0 unless told otherwise; with this epsilon the update is proportional to the gradient."""
+    free = run_ranks(unclipped_norm, 2, preset, None)[0]
+    clipped = run_ranks(unclipped_norm, 2, preset, 10.0)[0]
+    assert free == pytest.approx(LR * 100 / 1e3, rel=0.15)
+    assert clipped == pytest.approx(free / 10, rel=0.15)
+
+
+# ---- presets ----
+
+
+def preset_file(tmp_path, content) -> str:
+    path = tmp_path / "preset.json"
+    path.write_text(content if isinstance(content, str) else json.dumps(content))
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("content", "flags", "message"),
+    [
+        ("{", {}, "not JSON"),
+        ({"train_batch_size": 8}, {}, "--batch-size and --accum-freq"),
+        ({"optimizer": {}}, {}, "--lr"),
+        ({"gradient_clip": 1.0}, {}, "unknown key 'gradient_clip'"),
+        ({"bf16": {"enabled": True}, "fp16": {"enabled": True}}, {}, "both bf16 and fp16"),
+        ({"zero_optimization": {"stage": 1}, "bf16": {"enabled": True}}, {"precision": "fp32"}, "contradicts"),
+        ({"zero_optimization": {"stage": 0}}, {"precision": "bf16"}, "stage >= 1"),
+    ],
+)
+def test_a_wrong_preset_is_refused_with_the_fix(tmp_path, content, flags, message):
+    with pytest.raises(ValueError, match=message):
+        read_preset(settings("zero1", deepspeed_config=preset_file(tmp_path, content), **flags), "cpu")
+
+
+@pytest.mark.parametrize(("device", "precision"), [("cpu", "fp32"), ("cuda", "amp_bf16")])
+def test_without_a_flag_the_precision_follows_the_device(device, precision):
+    assert read_preset(settings("zero1"), device)[1] == precision
+    assert read_preset(settings("zero2_bf16"), device)[1] == "bf16"

@@ -1,0 +1,103 @@
+"""The gradient cache gives the gradients of the whole batch at once, randomness included, and encodes no more than it must."""
+
+import pytest
+import torch
+
+from infcl.step.grad_cache import grad_cache_step
+from tests.step_oracle import ToyCLIP, dense_loss, global_batch
+
+
+def cached_gradients(model, micro_batches, seeds, encode=None):
+    model.zero_grad()
+    encode = encode or (lambda batch: model(*batch))
+    output = grad_cache_step(
+        micro_batches,
+        encode=encode,
+        loss=lambda image, text, scale, bias: dense_loss(image, text, scale),
+        backward=lambda surrogate, is_last: surrogate.backward(),
+        seeds=seeds,
+    )
+    return output, {name: p.grad.clone() for name, p in model.named_parameters()}
+
+
+def whole_batch_gradients(model, micro_batches, seeds):
+    """Every graph kept alive, no cache; each micro-batch under its own seed."""
+    model.zero_grad()
+    outputs = []
+    for batch, seed in zip(micro_batches, seeds):
+        torch.manual_seed(seed)
+        outputs.append(model(*batch))
+    image, text = (torch.cat([o[name] for o in outputs]) for name in ("image_features", "text_features"))
+    loss = dense_loss(image, text, sum(o["logit_scale"] for o in outputs).div(len(outputs)).exp())
+    loss.backward()
+    return loss.detach(), {name: p.grad.clone() for name, p in model.named_parameters()}
+
+
+def worst_error(got, expected):
+    return max(float((got[name] - expected[name]).norm() / expected[name].norm()) for name in expected)
+
+
+@pytest.mark.parametrize("sizes", [[7], [5, 5, 5], [3, 4, 1, 5]])
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_cached_gradients_equal_those_of_the_whole_batch(sizes, dropout):
+    model = ToyCLIP(dropout=dropout).train()
+    images, texts = global_batch(sum(sizes))
+    micro_batches = list(zip(images.split(sizes), texts.split(sizes)))
+    seeds = list(range(11, 11 + len(sizes)))
+    output, cached = cached_gradients(model, micro_batches, seeds)
+    loss, whole = whole_batch_gradients(model, micro_batches, seeds)
+    assert float(output.loss) == pytest.approx(float(loss), rel=1e-6)
+    assert worst_error(cached, whole) < 1e-5
+
+
+def test_a_replay_under_another_seed_is_noticed():
+    model = ToyCLIP(dropout=0.3).train()
+    images, texts = global_batch(12)
+    micro_batches = list(zip(images.split(4), texts.split(4)))
+
+    def forgetful_encode(batch):
+        if torch.is_grad_enabled():
+            torch.manual_seed(99)
+        return model(*batch)
+
+    _, wrong = cached_gradients(model, micro_batches, [1, 2, 3], encode=forgetful_encode)
+    _, whole = whole_batch_gradients(model, micro_batches, [1, 2, 3])
+    assert worst_error(wrong, whole) > 0.1
+
+
+@pytest.mark.parametrize(("num_micro_batches", "encodings"), [(1, 1), (2, 3), (5, 9)])
+def test_the_last_micro_batch_is_encoded_once_the_others_twice(num_micro_batches, encodings):
+    model, calls = ToyCLIP(), []
+    images, texts = global_batch(2 * num_micro_batches)
+
+    def encode(batch):
+        calls.append(torch.is_grad_enabled())
+        return model(*batch)
+
+    cached_gradients(model, list(zip(images.split(2), texts.split(2))), [0] * num_micro_batches, encode=encode)
+    assert len(calls) == encodings
+    assert calls == [False] * (num_micro_batches - 1) + [True] * num_micro_batches
+
+
+def test_master_values_go_into_the_loss_and_gradients_into_the_parameter():
+    """As with bf16 parameters: the loss sees logit_scale from its fp32 master, not the rounded copy."""
+    model = ToyCLIP()
+    master = model.logit_scale.detach() + 0.01
+    images, texts = global_batch(6)
+    grad_cache_step(
+        [(images, texts)],
+        encode=lambda batch: model(*batch),
+        loss=lambda image, text, scale, bias: dense_loss(image, text, scale),
+        backward=lambda surrogate, is_last: surrogate.backward(),
+        seeds=[0],
+        scalar_values=lambda returned: {"logit_scale": master},
+    )
+    reference = ToyCLIP(logit_scale=master.item())
+    loss, expected = whole_batch_gradients(reference, [(images, texts)], [0])
+    got = {name: p.grad for name, p in model.named_parameters()}
+    assert worst_error(got, expected) < 1e-5
+
+
+def test_seeds_and_micro_batches_must_match_in_number():
+    with pytest.raises(ValueError, match="2 seeds for 1 micro-batches"):
+        cached_gradients(ToyCLIP(), [global_batch(4)], [1, 2])
