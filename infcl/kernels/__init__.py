@@ -1,0 +1,74 @@
+"""Tiles: the maths of one pair of feature blocks. No autograd, no communication.
+
+`select_tile` is the only switch between implementations: torch_tile (anywhere, the reference) and the Triton kernels
+(a CUDA GPU). Triton is imported only when its tile is selected, so the package works where only torch is installed.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+TILES = ("auto", "torch", "triton")
+TILE_DTYPES = ("bf16", "fp16", "tf32", "fp32", "fp64")
+WORKSPACE_BYTES = 256 * 2**20
+
+_OPERANDS = {
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "tf32": torch.float32,
+    "fp32": torch.float32,
+    "fp64": torch.float64,
+}
+
+
+class Tile(NamedTuple):
+    """What a block pair can be asked for; shapes and dtypes are in torch_tile, which all implementations follow."""
+
+    name: str
+    operand_dtype: torch.dtype  # of the features that go in
+    softmax_forward: Callable
+    softmax_backward: Callable
+    sigmoid_forward: Callable
+    sigmoid_backward: Callable
+
+
+def select_tile(features: Tensor, *, tile: str = "auto", tile_dtype: str | None = None) -> Tile:
+    """The tile for features of this device and dtype.
+
+    `tile_dtype` is the precision of the matrix products' operands; sums are float32 (float64 for "fp64") in any case.
+    None keeps the precision of the features: float32 features are computed exactly (IEEE float32, no tensor cores on
+    current GPUs) unless the caller says "tf32" or "bf16".
+    """
+    if tile not in TILES:
+        raise ValueError(f"unknown tile '{tile}'; one of {TILES}")
+    if tile_dtype is None:
+        tile_dtype = next((name for name, dtype in reversed(_OPERANDS.items()) if dtype == features.dtype), None)
+    if tile_dtype not in TILE_DTYPES:
+        raise ValueError(
+            f"features {features.dtype}, tile_dtype {tile_dtype!r}: tile_dtype must be one of {TILE_DTYPES}"
+        )
+    if tile == "auto":
+        tile = "triton" if features.is_cuda and tile_dtype != "fp64" else "torch"
+    operand_dtype = _OPERANDS[tile_dtype]
+    if tile == "torch":
+        from infcl.kernels import torch_tile as implementation
+
+        operations = [getattr(implementation, name) for name in Tile._fields[2:]]
+        return Tile("torch", operand_dtype, *operations)
+
+    if tile_dtype == "fp64":
+        raise ValueError("the Triton tile has no float64; use tile='torch'")
+    from infcl.kernels import triton_backward, triton_forward
+
+    precision = partial(partial, tf32=tile_dtype == "tf32")
+    return Tile(
+        "triton",
+        operand_dtype,
+        precision(triton_forward.softmax_forward),
+        precision(triton_backward.softmax_backward),
+        precision(triton_forward.sigmoid_forward),
+        precision(triton_backward.sigmoid_backward),
+    )

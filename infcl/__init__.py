@@ -1,0 +1,22 @@
+"""infcl: exact contrastive pre-training at any batch size.
+
+The package reads in the order in which data flows:
+
+    shard -> sample -> batch -> micro-batch -> features -> ring of tiles -> loss -> feature gradients
+          -> tower gradients -> ZeRO step -> checkpoint -> evaluation -> export
+
+    config, parallel   one dataclass of flags; process groups, ranks, seeds
+    data/              shard -> sample -> batch
+    towers/            micro-batch -> features
+    kernels/           features -> tiles: one pair of blocks, no autograd, no communication
+    loss/              tiles -> ring -> loss -> feature gradients
+    step/              feature gradients -> tower gradients: the gradient cache
+    train/             tower gradients -> ZeRO step, and the loop around it
+    evaluate/, export  zero-shot, retrieval; the model for others
+
+As a library it needs torch alone: `from infcl import inf_cl_loss, InfCLLoss`.
+"""
+
+from infcl.loss.inf_cl import InfCLLoss, inf_cl_loss
+
+__all__ = ["InfCLLoss", "inf_cl_loss"]

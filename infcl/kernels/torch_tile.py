@@ -1,0 +1,154 @@
+"""One pair of feature blocks in plain PyTorch: the reference tile. Runs anywhere, in float32 or float64.
+
+In: r row features and c column features. Out: softmax or sigmoid statistics of their logits (forward), or feature
+gradients (backward). The r x c logits exist only chunk by chunk, in a workspace of bounded size.
+
+    logits = scale * rows @ columns.T                                           # [r, c], never whole
+    softmax: dS = (exp(logits - row_lse[:, None]) + exp(logits - col_lse)) / 2  # minus I on the diagonal
+    sigmoid: dS = sigmoid(logits + bias)                                        # minus I on the diagonal
+    d_rows = dS @ columns; d_columns = dS.T @ rows                              # without the factor scale
+
+`diagonal=True` says that row i and column i are a matched pair, i < min(r, c): the block is the rank's own.
+Low-precision features are widened chunk by chunk, so every sum is float32 or wider.
+Shapes: rows [r, D], columns [c, D]; scale, bias 0-dim; row statistics [r], column statistics [c].
+"""
+
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+_TEMPORARIES = 4  # how many [chunk, chunk] tensors the widest step below holds at once
+
+
+def softmax_forward(
+    rows: Tensor, columns: Tensor, scale: Tensor, *, diagonal: bool, workspace_bytes: int
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """`logits.logsumexp(1), logits.logsumexp(0), logits.diagonal() if diagonal else None`, in float32 or wider."""
+    statistic = _accumulator_like(rows)
+    row_lse = rows.new_full((len(rows),), -math.inf, dtype=statistic)
+    col_lse = rows.new_full((len(columns),), -math.inf, dtype=statistic)
+    matched = rows.new_empty(min(len(rows), len(columns)), dtype=statistic) if diagonal else None
+    for chunk in _chunks(rows, columns, workspace_bytes):
+        logits = chunk.row_features @ chunk.column_features.T * scale
+        part = row_lse[chunk.rows]
+        torch.logaddexp(part, logits.logsumexp(1), out=part)
+        part = col_lse[chunk.columns]
+        torch.logaddexp(part, logits.logsumexp(0), out=part)
+        if diagonal:
+            matched[chunk.pairs] = chunk.diagonal_of(logits)
+    return row_lse, col_lse, matched
+
+
+def softmax_backward(
+    rows: Tensor,
+    columns: Tensor,
+    scale: Tensor,
+    row_lse: Tensor,
+    col_lse: Tensor,
+    d_rows: Tensor | None,
+    d_columns: Tensor | None,
+    *,
+    diagonal: bool,
+    workspace_bytes: int,
+) -> None:
+    """Add dS @ columns to d_rows [r, D] and dS.T @ rows to d_columns [c, D] (float32 or wider, in place; None skips).
+
+    No probability exceeds one, so the exponents are clamped at zero: logits so large that their own rounding is
+    large (huge norms) would otherwise overflow.
+    """
+    for chunk in _chunks(rows, columns, workspace_bytes):
+        logits = chunk.row_features @ chunk.column_features.T * scale
+        d_logits = (logits - row_lse[chunk.rows, None]).clamp_(max=0).exp_()
+        d_logits += (logits - col_lse[chunk.columns]).clamp_(max=0).exp_()
+        d_logits *= 0.5
+        if diagonal:
+            chunk.diagonal_of(d_logits).sub_(1)
+        chunk.accumulate(d_logits, d_rows, d_columns)
+
+
+def sigmoid_forward(
+    rows: Tensor, columns: Tensor, scale: Tensor, bias: Tensor, *, diagonal: bool, workspace_bytes: int
+) -> tuple[Tensor, Tensor]:
+    """Per row the sum over columns of the pairs' losses and of dS, both [r] in float32 or wider.
+
+    `-logsigmoid(z * (logits + bias)).sum(1), dS.sum(1)` with z = 1 on the diagonal and -1 elsewhere.
+    """
+    row_loss = rows.new_zeros(len(rows), dtype=_accumulator_like(rows))
+    row_slope = torch.zeros_like(row_loss)
+    for chunk in _chunks(rows, columns, workspace_bytes):
+        logits = chunk.row_features @ chunk.column_features.T * scale + bias
+        d_logits = logits.sigmoid()
+        if diagonal:
+            chunk.diagonal_of(logits).neg_()
+            matched = chunk.diagonal_of(d_logits)
+            matched.copy_(-chunk.diagonal_of(logits).sigmoid())  # sigmoid(l) - 1 without the cancellation
+        row_loss[chunk.rows] += F.softplus(logits, threshold=50).sum(1)
+        row_slope[chunk.rows] += d_logits.sum(1)
+    return row_loss, row_slope
+
+
+def sigmoid_backward(
+    rows: Tensor,
+    columns: Tensor,
+    scale: Tensor,
+    bias: Tensor,
+    d_rows: Tensor | None,
+    d_columns: Tensor | None,
+    *,
+    diagonal: bool,
+    workspace_bytes: int,
+) -> None:
+    """Add dS @ columns to d_rows and dS.T @ rows to d_columns, as softmax_backward does."""
+    for chunk in _chunks(rows, columns, workspace_bytes):
+        logits = chunk.row_features @ chunk.column_features.T * scale + bias
+        d_logits = logits.sigmoid()
+        if diagonal:
+            chunk.diagonal_of(d_logits).copy_(-(-chunk.diagonal_of(logits)).sigmoid())
+        chunk.accumulate(d_logits, d_rows, d_columns)
+
+
+class _Chunk(NamedTuple):
+    """A piece of the block pair: which rows and columns, and their features in the accumulation type."""
+
+    rows: slice
+    columns: slice
+    row_features: Tensor
+    column_features: Tensor
+
+    @property
+    def pairs(self) -> slice:
+        """Indices i whose matched pair (i, i) lies in this chunk (possibly none)."""
+        start = max(self.rows.start, self.columns.start)
+        return slice(start, max(start, min(self.rows.stop, self.columns.stop)))
+
+    def diagonal_of(self, matrix: Tensor) -> Tensor:
+        """View of the matched pairs' entries in a matrix of this chunk's shape."""
+        i, j, count = self.pairs.start - self.rows.start, self.pairs.start - self.columns.start, self.pairs
+        return matrix[i : i + count.stop - count.start, j : j + count.stop - count.start].diagonal()
+
+    def accumulate(self, d_logits: Tensor, d_rows: Tensor | None, d_columns: Tensor | None) -> None:
+        if d_rows is not None:
+            d_rows[self.rows].addmm_(d_logits, self.column_features)
+        if d_columns is not None:
+            d_columns[self.columns].addmm_(d_logits.T, self.row_features)
+
+
+def _chunks(rows: Tensor, columns: Tensor, workspace_bytes: int) -> Iterator[_Chunk]:
+    dtype = _accumulator_like(rows)
+    elements = max(1, workspace_bytes // (_TEMPORARIES * dtype.itemsize))
+    height = min(len(rows), math.isqrt(elements))
+    width = min(len(columns), max(1, elements // max(1, height)))
+    for i in range(0, len(rows), max(1, height)):
+        row_slice = slice(i, min(i + height, len(rows)))
+        row_features = rows[row_slice].to(dtype)
+        for j in range(0, len(columns), max(1, width)):
+            column_slice = slice(j, min(j + width, len(columns)))
+            yield _Chunk(row_slice, column_slice, row_features, columns[column_slice].to(dtype))
+
+
+def _accumulator_like(features: Tensor) -> torch.dtype:
+    return torch.promote_types(features.dtype, torch.float32)

@@ -1,0 +1,60 @@
+"""Pick a contrastive loss by name: one module for Inf-CL, its dense baselines and SigLIP.
+
+In: image and text features [b, D] of this rank, scale (and bias). Out: a float32 scalar whose gradients average over
+the group to those of the global mean loss, whichever name is chosen.
+"""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from infcl.kernels import WORKSPACE_BYTES
+from infcl.loss.dense import clip_loss, disco_loss, open_clip_loss
+from infcl.loss.inf_cl import inf_cl_loss
+from infcl.loss.siglip import siglip_loss
+
+_TILED = {"inf_cl": inf_cl_loss, "siglip": siglip_loss}
+_DENSE = {"clip": clip_loss, "open_clip": open_clip_loss, "disco": disco_loss}
+LOSSES = ("inf_cl", "clip", "open_clip", "disco", "siglip")
+
+
+class ContrastiveLoss(nn.Module):
+    """`loss = ContrastiveLoss("inf_cl", group=dp_group)(image_features, text_features, logit_scale)`.
+
+    name: one of LOSSES. group: the data-parallel process group, None for a single process.
+    tile, tile_dtype, workspace_bytes: as in `inf_cl_loss`; the dense losses compute in the features' dtype.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        group: dist.ProcessGroup | None = None,
+        tile: str = "auto",
+        tile_dtype: str | None = None,
+        workspace_bytes: int = WORKSPACE_BYTES,
+    ):
+        super().__init__()
+        if name not in LOSSES:
+            raise ValueError(f"unknown loss '{name}'; one of {LOSSES}")
+        self.name = name
+        self.options = {"group": group}
+        if name in _TILED:
+            self.options |= {"tile": tile, "tile_dtype": tile_dtype, "workspace_bytes": workspace_bytes}
+
+    def forward(
+        self,
+        image_features: Tensor,
+        text_features: Tensor,
+        logit_scale: Tensor | float,
+        logit_bias: Tensor | float | None = None,
+    ) -> Tensor:
+        """0-dim, float32 (float64 for float64 features). Only siglip uses a bias (None: 0); softmaxes cancel it."""
+        arguments = [image_features, text_features, logit_scale]
+        if self.name == "siglip":
+            arguments.append(0.0 if logit_bias is None else logit_bias)
+        with torch.autocast(image_features.device.type, enabled=False):
+            return (_TILED | _DENSE)[self.name](*arguments, **self.options)
+
+    def extra_repr(self) -> str:
+        return self.name

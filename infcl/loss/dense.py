@@ -1,0 +1,173 @@
+"""The baselines that hold logits in memory: same call, same averages, matrix products in the features' dtype.
+
+    clip        every rank gathers all features and forms the whole matrix            [B, B]      2 all-gathers
+    open_clip   local loss: own rows and own columns; autograd through the gather     2 x [b, B]  + 2 reduce-scatters
+    disco       the same loss; gradients formed at once and exchanged explicitly      2 x [b, B]  + 2 reduce-scatters
+
+B = W * b. Each rank's gradients average to the gradient of the global mean loss (see loss/inf_cl), which for `clip`
+means that a rank's share of the full gradient is multiplied by W.
+Sources: open_clip's ClipLoss (plain; --local-loss --gather-with-grad); DisCo-CLIP, arXiv 2304.08480, section 3.
+"""
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from infcl.loss.inf_cl import check_features, refuse_double_backward, scalar_like
+from infcl.loss.ring import RingExchange, checked_group
+
+
+def clip_loss(
+    image_features: Tensor,
+    text_features: Tensor,
+    logit_scale: Tensor | float,
+    *,
+    group: dist.ProcessGroup | None = None,
+) -> Tensor:
+    """The loss of the global batch from the whole [B, B] matrix, the same on every rank; 0-dim, float32 or wider."""
+    scale = _checked_scale("clip", image_features, text_features, logit_scale, group)
+    images, texts = _GatherOwnGradient.apply(image_features, group), _GatherOwnGradient.apply(text_features, group)
+    logits = (images @ texts.T).to(scale.dtype) * scale  # [B, B]
+    labels = torch.arange(len(logits), device=logits.device)
+    return (F.cross_entropy(logits, labels) + F.cross_entropy(logits.T, labels)) / 2
+
+
+def open_clip_loss(
+    image_features: Tensor,
+    text_features: Tensor,
+    logit_scale: Tensor | float,
+    *,
+    group: dist.ProcessGroup | None = None,
+) -> Tensor:
+    """Mean over this rank's rows and columns, the gradients of other ranks' features reduced by autograd."""
+    scale = _checked_scale("open_clip", image_features, text_features, logit_scale, group)
+    all_images, all_texts = (
+        _GatherAllGradients.apply(image_features, group),
+        _GatherAllGradients.apply(text_features, group),
+    )
+    row_logits = (image_features @ all_texts.T).to(scale.dtype) * scale  # [b, B]
+    column_logits = (text_features @ all_images.T).to(scale.dtype) * scale  # [b, B]
+    labels = _own_labels(image_features, group)
+    return (F.cross_entropy(row_logits, labels) + F.cross_entropy(column_logits, labels)) / 2
+
+
+def disco_loss(
+    image_features: Tensor,
+    text_features: Tensor,
+    logit_scale: Tensor | float,
+    *,
+    group: dist.ProcessGroup | None = None,
+) -> Tensor:
+    """open_clip_loss with the gradients formed in the forward pass and exchanged without autograd."""
+    scale = _checked_scale("disco", image_features, text_features, logit_scale, group)
+    return _Disco.apply(image_features, text_features, scale, group)
+
+
+class _Disco(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, image_features, text_features, scale, group):
+        labels = _own_labels(image_features, group)
+        image_loss, d_images, d_all_texts, image_d_scale = _one_direction(
+            image_features, text_features, scale, labels, group
+        )
+        text_loss, d_texts, d_all_images, text_d_scale = _one_direction(
+            text_features, image_features, scale, labels, group
+        )
+        d_images += _reduce_scatter(d_all_images, group)
+        d_texts += _reduce_scatter(d_all_texts, group)
+        ctx.save_for_backward(d_images, d_texts, (image_d_scale + text_d_scale) / 2)
+        return (image_loss + text_loss) / 2
+
+    @staticmethod
+    def backward(ctx, d_loss):
+        refuse_double_backward("disco")
+        d_images, d_texts, d_scale = ctx.saved_tensors
+        return (
+            (d_images * (d_loss / 2)).to(d_images.dtype),
+            (d_texts * (d_loss / 2)).to(d_texts.dtype),
+            d_loss * d_scale,
+            None,
+        )
+
+
+def _one_direction(
+    queries: Tensor, keys: Tensor, scale: Tensor, labels: Tensor, group: dist.ProcessGroup | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Cross entropy of own queries against all keys; its gradients for queries [b, D], all keys [B, D] and scale."""
+    all_keys = _all_gather(keys, group)
+    cosines = (queries @ all_keys.T).to(scale.dtype)  # [b, B]
+    logits = cosines * scale
+    loss = F.cross_entropy(logits, labels)
+    d_logits = logits.softmax(1)
+    d_logits[torch.arange(len(queries), device=labels.device), labels] -= 1
+    d_logits /= len(queries)
+    d_scale = (d_logits * cosines).sum()
+    d_cosines = (d_logits * scale).to(queries.dtype)
+    return loss, d_cosines @ all_keys, d_cosines.T @ queries, d_scale
+
+
+class _GatherOwnGradient(torch.autograd.Function):
+    """All ranks' rows; the gradient of one's own rows comes from one's own (complete) loss, times W."""
+
+    @staticmethod
+    def forward(ctx, features, group):
+        ctx.group, ctx.rows = group, len(features)
+        return _all_gather(features, group)
+
+    @staticmethod
+    def backward(ctx, d_all):
+        world_size, rank = _world(ctx.group)
+        return d_all[rank * ctx.rows : (rank + 1) * ctx.rows] * world_size, None
+
+
+class _GatherAllGradients(torch.autograd.Function):
+    """All ranks' rows; the gradient of one's own rows is the sum over all ranks' losses."""
+
+    @staticmethod
+    def forward(ctx, features, group):
+        ctx.group = group
+        return _all_gather(features, group)
+
+    @staticmethod
+    def backward(ctx, d_all):
+        return _reduce_scatter(d_all, ctx.group), None
+
+
+def _all_gather(features: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    world_size, _ = _world(group)
+    if world_size == 1:
+        return features.detach().view_as(features)
+    gathered = features.new_empty(world_size * len(features), features.shape[1])
+    dist.all_gather_into_tensor(gathered, features.detach().contiguous(), group=group)
+    return gathered
+
+
+def _reduce_scatter(d_all: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """Own rows [b, D] of the sum over ranks of d_all [B, D]."""
+    world_size, _ = _world(group)
+    if world_size == 1:
+        return d_all
+    own = d_all.new_empty(len(d_all) // world_size, d_all.shape[1])
+    dist.reduce_scatter_tensor(own, d_all.contiguous(), group=group)
+    return own
+
+
+def _own_labels(features: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    _, rank = _world(group)
+    return torch.arange(len(features), device=features.device) + rank * len(features)
+
+
+def _world(group: dist.ProcessGroup | None) -> tuple[int, int]:
+    return (1, 0) if group is None else (dist.get_world_size(group), dist.get_rank(group))
+
+
+def _checked_scale(
+    name: str,
+    image_features: Tensor,
+    text_features: Tensor,
+    logit_scale: Tensor | float,
+    group: dist.ProcessGroup | None,
+) -> Tensor:
+    check_features(name, image_features, text_features, RingExchange(checked_group(group)))
+    return scalar_like(image_features, logit_scale)

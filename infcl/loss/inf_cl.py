@@ -1,0 +1,215 @@
+"""CLIP's symmetric contrastive loss, exact at any batch size, in one ring pass per direction of autograd.
+
+In: image and text features [b, D] of this rank, the multiplicative logit scale. Out: the loss, and by backward the
+gradients. The global batch is B = W * b pairs over the W ranks of a process group.
+
+    logits = scale * all_images @ all_texts.T                                           # [B, B], never formed
+    loss = (cross_entropy(logits, arange(B)) + cross_entropy(logits.T, arange(B))) / 2
+
+Images (rows) stay; texts (columns) travel with their column statistics, so each logit tile serves both directions:
+8 B^2 D flops for forward and backward together (1 + 3 matrix products).
+Forward: W - 1 hops of b*D operands, W hops of b float32. Backward: W - 1 hops of b*D operands and b float32, W hops of
+b*D float32 gradients. No all-gather of features, nothing of size b x b.
+
+Averages: a rank's loss is the mean over its own rows and columns, and its gradients are such that the mean over the
+group is the gradient of the global mean loss, for features and logit_scale alike; this is what DDP, ZeRO and
+Megatron's data parallelism compute (open_clip's --local-loss --gather-with-grad).
+
+Source: Inf-CL, arXiv 2410.17243, Algorithms 1-4, with the two passes over the tiles folded into one.
+"""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from infcl.kernels import WORKSPACE_BYTES, Tile, select_tile
+from infcl.loss.lse import contrastive_loss_of, merge_lse
+from infcl.loss.ring import RingExchange, checked_group
+
+
+@torch.compiler.disable
+def inf_cl_loss(
+    image_features: Tensor,
+    text_features: Tensor,
+    logit_scale: Tensor | float,
+    *,
+    group: dist.ProcessGroup | None = None,
+    tile: str = "auto",
+    tile_dtype: str | None = None,
+    workspace_bytes: int = WORKSPACE_BYTES,
+) -> Tensor:
+    """The contrastive loss of the group's global batch; 0-dim, float32 (float64 for float64 features).
+
+    image_features, text_features: [b, D], row i of one matches row i of the other; usually L2-normalised.
+    logit_scale: multiplies the cosines (exp of the learned parameter, as open_clip's ClipLoss takes it); float or one
+        element; gradient flows to it.
+    group: where the ring runs; None means this process alone (refused when torch.distributed runs several ranks).
+    tile: "triton" (GPU), "torch" (anywhere), "auto". tile_dtype: "bf16" | "fp16" | "tf32" | "fp32" | "fp64", see
+        kernels.select_tile; None follows the features.
+    workspace_bytes: bound of the temporary memory beside O(b * D).
+
+    Raises ValueError, on every rank, for unequal shapes or a missing group. Not affected by autocast; cannot be
+    differentiated twice.
+    """
+    ring = RingExchange(checked_group(group))
+    check_features("inf_cl", image_features, text_features, ring)
+    selected = select_tile(image_features, tile=tile, tile_dtype=tile_dtype)
+    scale = scalar_like(image_features, logit_scale)
+    return _InfCL.apply(image_features, text_features, scale, group, selected, workspace_bytes)
+
+
+class InfCLLoss(nn.Module):
+    """`inf_cl_loss` as a module, called like open_clip's ClipLoss.
+
+    A logit_bias is accepted and changes nothing: a constant added to all logits cancels in both softmaxes.
+    """
+
+    def __init__(
+        self,
+        *,
+        group: dist.ProcessGroup | None = None,
+        tile: str = "auto",
+        tile_dtype: str | None = None,
+        workspace_bytes: int = WORKSPACE_BYTES,
+    ):
+        super().__init__()
+        self.options = {"group": group, "tile": tile, "tile_dtype": tile_dtype, "workspace_bytes": workspace_bytes}
+
+    def forward(
+        self,
+        image_features: Tensor,
+        text_features: Tensor,
+        logit_scale: Tensor | float,
+        logit_bias: Tensor | None = None,
+        *,
+        output_dict: bool = False,
+    ) -> Tensor | dict[str, Tensor]:
+        loss = inf_cl_loss(image_features, text_features, logit_scale, **self.options)
+        return {"contrastive_loss": loss} if output_dict else loss
+
+
+def ring_forward(
+    rows: Tensor, columns: Tensor, scale: Tensor, ring: RingExchange, tile: Tile, workspace_bytes: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Row LSE, column LSE (of one's own columns) and matched logits, all [b], over the group's global batch."""
+    row_lse = matched = None
+    for hop, (block,) in ring.blocks(columns):
+        row_part, col_part, diagonal = tile.softmax_forward(
+            rows, block, scale, diagonal=hop == 0, workspace_bytes=workspace_bytes
+        )
+        if hop == 0:
+            row_lse, matched = row_part, diagonal
+        else:
+            merge_lse(row_lse, row_part)
+        ring.carry("col_lse", hop, col_part, merge_lse)
+    return row_lse, ring.wait("col_lse"), matched
+
+
+def ring_backward(
+    rows: Tensor,
+    columns: Tensor,
+    scale: Tensor,
+    row_lse: Tensor,
+    col_lse: Tensor,
+    ring: RingExchange,
+    tile: Tile,
+    workspace_bytes: int,
+    *,
+    rows_need: bool = True,
+    columns_need: bool = True,
+) -> tuple[Tensor | None, Tensor | None]:
+    """`dS @ all_columns` for one's own rows and `dS.T @ all_rows` for one's own columns, [b, D] float32 or wider.
+
+    A side that needs no gradient (a locked tower) costs no matrix product and no message.
+    """
+    d_rows = torch.zeros_like(rows, dtype=row_lse.dtype) if rows_need else None
+    for hop, (block, block_lse) in ring.blocks(columns, col_lse):
+        d_block = torch.zeros_like(block, dtype=row_lse.dtype) if columns_need else None
+        tile.softmax_backward(
+            rows, block, scale, row_lse, block_lse, d_rows, d_block, diagonal=hop == 0, workspace_bytes=workspace_bytes
+        )
+        if columns_need:
+            ring.carry("d_columns", hop, d_block, Tensor.add_)
+    return d_rows, ring.wait("d_columns") if columns_need else None
+
+
+class _InfCL(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, image_features, text_features, scale, group, tile, workspace_bytes):
+        rows, columns = as_operand(image_features, tile), as_operand(text_features, tile)
+        with torch.autocast(rows.device.type, enabled=False):
+            row_lse, col_lse, matched = ring_forward(rows, columns, scale, RingExchange(group), tile, workspace_bytes)
+            loss = contrastive_loss_of(row_lse, col_lse, matched)
+        ctx.save_for_backward(rows, columns, scale, row_lse, col_lse)
+        ctx.group, ctx.tile, ctx.workspace_bytes = group, tile, workspace_bytes
+        ctx.feature_dtypes = image_features.dtype, text_features.dtype
+        return loss
+
+    @staticmethod
+    def backward(ctx, d_loss):
+        refuse_double_backward("inf_cl")
+        rows, columns, scale, row_lse, col_lse = ctx.saved_tensors
+        images_need, texts_need, scale_needs = ctx.needs_input_grad[:3]
+        with torch.autocast(rows.device.type, enabled=False):
+            d_rows, d_columns = ring_backward(
+                rows,
+                columns,
+                scale,
+                row_lse,
+                col_lse,
+                RingExchange(ctx.group),
+                ctx.tile,
+                ctx.workspace_bytes,
+                rows_need=images_need or (scale_needs and not texts_need),
+                columns_need=texts_need,
+            )
+            factor = d_loss / len(rows)
+            image_dtype, text_dtype = ctx.feature_dtypes
+            # <dS, logits / scale>, by rows or by columns: the sums over the group are the same.
+            d_scale = None
+            if scale_needs:
+                side = (rows, d_rows) if d_rows is not None else (columns, d_columns)
+                d_scale = factor * inner_product(*side)
+            d_images = d_rows.mul_(factor * scale).to(image_dtype) if images_need else None
+            d_texts = d_columns.mul_(factor * scale).to(text_dtype) if texts_need else None
+        return d_images, d_texts, d_scale, None, None, None
+
+
+def refuse_double_backward(name: str) -> None:
+    """Called in a backward pass: RuntimeError under create_graph=True, where its result would count as a constant."""
+    if torch.is_grad_enabled():
+        raise RuntimeError(f"{name} does not support double backward (create_graph=True): it has no second derivative")
+
+
+def inner_product(features: Tensor, gradient: Tensor) -> Tensor:
+    """`(features * gradient).sum()` in the gradient's dtype, 0-dim, by pieces so that no [b, D] temporary is made."""
+    pieces = zip(features.split(16384), gradient.split(16384))
+    return torch.stack([(f.to(g.dtype) * g).sum() for f, g in pieces]).sum()
+
+
+def as_operand(features: Tensor, tile: Tile) -> Tensor:
+    """Features as the tile reads them: its operand type, contiguous."""
+    return features.detach().to(tile.operand_dtype).contiguous()
+
+
+def scalar_like(features: Tensor, value: Tensor | float) -> Tensor:
+    """A float or one-element tensor as a 0-dim tensor on the features' device, float32 or wider; differentiable."""
+    dtype = torch.promote_types(features.dtype, torch.float32)
+    if not isinstance(value, Tensor):
+        return torch.full((), float(value), dtype=dtype, device=features.device)
+    if value.numel() != 1:
+        raise ValueError(f"expected a scalar or one element, got a tensor of shape {tuple(value.shape)}")
+    return value.reshape(()).to(device=features.device, dtype=dtype)
+
+
+def check_features(name: str, image_features: Tensor, text_features: Tensor, ring: RingExchange) -> None:
+    """ValueError with the shapes unless both are [b, D] floats, b > 0, equal on all ranks."""
+    shapes = tuple(image_features.shape), tuple(text_features.shape)
+    if image_features.ndim != 2 or shapes[0] != shapes[1] or image_features.numel() == 0:
+        raise ValueError(f"{name} needs image and text features of one shape [b, D], not empty; got {shapes}")
+    if image_features.dtype != text_features.dtype or not image_features.is_floating_point():
+        raise ValueError(
+            f"{name} needs floating point features of one dtype; got {image_features.dtype}, {text_features.dtype}"
+        )
+    rows, dim = shapes[0]
+    ring.require_equal(name, {"rows": rows, "feature dimensions": dim}, image_features.device)

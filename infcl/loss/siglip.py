@@ -1,0 +1,92 @@
+"""SigLIP's pairwise sigmoid loss over the same ring and tiles as Inf-CL.
+
+In: image and text features [b, D] of this rank, scale and bias. Out: the loss, and by backward the gradients.
+
+    logits = scale * all_images @ all_texts.T + bias                          # [B, B], never formed
+    loss = -logsigmoid(sign * logits).sum() / B                               # sign: 1 on the diagonal, -1 elsewhere
+
+A pair's loss depends on nothing but its own logit, so no statistics travel: forward W - 1 hops of b*D operands,
+backward the same and W hops of b*D float32 gradients. Per-rank averages as in loss/inf_cl.
+Source: SigLIP, arXiv 2303.15343, Algorithm 1 (signs) and section 3.3 (the loss in blocks).
+"""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from infcl.kernels import WORKSPACE_BYTES, Tile, select_tile
+from infcl.loss.inf_cl import as_operand, check_features, inner_product, refuse_double_backward, scalar_like
+from infcl.loss.ring import RingExchange, checked_group
+
+
+@torch.compiler.disable
+def siglip_loss(
+    image_features: Tensor,
+    text_features: Tensor,
+    logit_scale: Tensor | float,
+    logit_bias: Tensor | float,
+    *,
+    group: dist.ProcessGroup | None = None,
+    tile: str = "auto",
+    tile_dtype: str | None = None,
+    workspace_bytes: int = WORKSPACE_BYTES,
+) -> Tensor:
+    """The sigmoid loss of the group's global batch; arguments as in `inf_cl_loss`, gradient flows to logit_bias too."""
+    ring = RingExchange(checked_group(group))
+    check_features("siglip", image_features, text_features, ring)
+    selected = select_tile(image_features, tile=tile, tile_dtype=tile_dtype)
+    scale, bias = scalar_like(image_features, logit_scale), scalar_like(image_features, logit_bias)
+    return _SigLip.apply(image_features, text_features, scale, bias, group, selected, workspace_bytes)
+
+
+def ring_forward(
+    rows: Tensor, columns: Tensor, scale: Tensor, bias: Tensor, ring: RingExchange, tile: Tile, workspace_bytes: int
+) -> tuple[Tensor, Tensor]:
+    """Sums over all pairs of one's own rows: of the losses and of dS (the bias gradient), both 0-dim."""
+    loss = slope = 0
+    for hop, (block,) in ring.blocks(columns):
+        row_loss, row_slope = tile.sigmoid_forward(
+            rows, block, scale, bias, diagonal=hop == 0, workspace_bytes=workspace_bytes
+        )
+        loss, slope = loss + row_loss.sum(), slope + row_slope.sum()
+    return loss, slope
+
+
+def ring_backward(
+    rows: Tensor, columns: Tensor, scale: Tensor, bias: Tensor, ring: RingExchange, tile: Tile, workspace_bytes: int
+) -> tuple[Tensor, Tensor]:
+    """`dS @ all_columns` for one's own rows and `dS.T @ all_rows` for one's own columns, [b, D] float32 or wider."""
+    d_rows = torch.zeros_like(rows, dtype=scale.dtype)
+    for hop, (block,) in ring.blocks(columns):
+        d_block = torch.zeros_like(block, dtype=scale.dtype)
+        tile.sigmoid_backward(
+            rows, block, scale, bias, d_rows, d_block, diagonal=hop == 0, workspace_bytes=workspace_bytes
+        )
+        ring.carry("d_columns", hop, d_block, Tensor.add_)
+    return d_rows, ring.wait("d_columns")
+
+
+class _SigLip(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, image_features, text_features, scale, bias, group, tile, workspace_bytes):
+        rows, columns = as_operand(image_features, tile), as_operand(text_features, tile)
+        with torch.autocast(rows.device.type, enabled=False):
+            loss, slope = ring_forward(rows, columns, scale, bias, RingExchange(group), tile, workspace_bytes)
+        ctx.save_for_backward(rows, columns, scale, bias, slope)
+        ctx.group, ctx.tile, ctx.workspace_bytes = group, tile, workspace_bytes
+        ctx.feature_dtype = image_features.dtype
+        return loss / len(rows)
+
+    @staticmethod
+    def backward(ctx, d_loss):
+        refuse_double_backward("siglip")
+        rows, columns, scale, bias, slope = ctx.saved_tensors
+        with torch.autocast(rows.device.type, enabled=False):
+            d_rows, d_columns = ring_backward(
+                rows, columns, scale, bias, RingExchange(ctx.group), ctx.tile, ctx.workspace_bytes
+            )
+            factor = d_loss / len(rows)
+            d_scale = factor * inner_product(rows, d_rows)
+            d_images = d_rows.mul_(factor * scale).to(ctx.feature_dtype)
+            d_texts = d_columns.mul_(factor * scale).to(ctx.feature_dtype)
+        return d_images, d_texts, d_scale, factor * slope, None, None, None

@@ -1,0 +1,56 @@
+"""All losses by name: same call, same averages, on any process group."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from infcl.loss.contrastive import LOSSES, ContrastiveLoss
+from tests.loss_oracle import Case, features, oracle, relative_error
+from tests.ranks import run_ranks
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_every_loss_is_a_float32_scalar_untouched_by_autocast(name):
+    case = Case(name, 11, 24, 20.0, bias=-2.0)
+    images, texts = features(case.kind, case.rows, case.dim)
+    images.requires_grad_()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = ContrastiveLoss(name)(images, texts, case.scale, case.bias)
+    loss.backward()
+    assert loss.shape == () and loss.dtype == torch.float32
+    assert relative_error(loss.detach(), oracle(case).loss) < 1e-6
+    assert relative_error(images.grad, oracle(case).d_images) < 1e-5
+
+
+def _local_batches(rank, world_size):
+    """Two groups of two ranks, each with its own batch: rank 0 and 2 work on one, 1 and 3 on the other."""
+    groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    group = groups[rank % 2]
+    images, texts = features("random", 10, 24, seed=rank % 2)
+    mine = slice(5 * (rank // 2), 5 * (rank // 2) + 5)
+    losses = []
+    for name in LOSSES:
+        images_here = images[mine].clone().requires_grad_()
+        loss = ContrastiveLoss(name, group=group)(images_here, texts[mine], 10.0, -3.0)
+        loss.backward()
+        losses.append((loss.item(), images_here.grad))
+    return losses
+
+
+def test_losses_stay_inside_the_group_they_are_given():
+    results = run_ranks(_local_batches, 4)
+    for members, seed in (((0, 2), 0), ((1, 3), 1)):
+        images, texts = features("random", 10, 24, seed=seed)
+        for i, name in enumerate(LOSSES):
+            images_alone = images.clone().requires_grad_()
+            alone = ContrastiveLoss(name)(images_alone, texts, 10.0, -3.0)
+            alone.backward()
+            mean = sum(results[m][i][0] for m in members) / 2
+            assert mean == pytest.approx(alone.item(), rel=1e-5), name
+            gradient = torch.cat([results[m][i][1] for m in members]) / 2
+            torch.testing.assert_close(gradient, images_alone.grad, rtol=1e-4, atol=1e-6)
+
+
+def test_an_unknown_loss_is_refused_with_the_names():
+    with pytest.raises(ValueError, match="'clippy'.*inf_cl.*siglip"):
+        ContrastiveLoss("clippy")

@@ -1,0 +1,212 @@
+"""The ring loss equals the dense float64 loss: value, feature gradients, logit_scale gradient."""
+
+import itertools
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from infcl import InfCLLoss, inf_cl_loss
+from infcl.kernels import select_tile
+from infcl.loss.inf_cl import ring_backward, ring_forward
+from infcl.loss.ring import RingExchange
+from tests.loss_oracle import FEATURES, Case, averaged, evaluate, evaluate_on_rank, features, oracle, relative_error
+from tests.ranks import run_ranks
+
+ROWS_PER_RANK = {1: 37, 2: 17, 3: 11, 4: 9}
+GRADIENTS = ("d_images", "d_texts", "d_scale")
+
+
+def _over_ranks(cases, world_size, **options):
+    if world_size == 1:
+        return [evaluate(case, **options) for case in cases]
+    per_rank = run_ranks(evaluate_on_rank, world_size, cases, options)
+    return [averaged(list(evaluations)) for evaluations in zip(*per_rank)]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_ring_loss_and_gradients_equal_the_dense_float64_loss(world_size):
+    rows = world_size * ROWS_PER_RANK[world_size]
+    sizes = itertools.product((24, 100, 513, 640), (1.0, 14.3, 100.0))
+    cases = [Case("inf_cl", rows, dim, scale) for dim, scale in sizes]
+    for case, result in zip(cases, _over_ranks(cases, world_size)):
+        truth = oracle(case)
+        assert relative_error(result.loss, truth.loss) < 1e-5, case
+        for name in GRADIENTS:
+            assert relative_error(getattr(result, name), getattr(truth, name)) < 1e-5, (case, name)
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_adversarial_features_stay_exact_and_finite(world_size, dtype):
+    rows = world_size * ROWS_PER_RANK[world_size]
+    kinds = FEATURES if dtype == torch.float64 else [kind for kind in FEATURES if kind != "long"]
+    cases = [Case("inf_cl", rows, 40, scale, kind, dtype) for kind in kinds for scale in (1.0, 100.0)]
+    # float32 logits near 100 are known to 1e-5, and so are probabilities: an absolute error of the gradients.
+    tolerance = {torch.float64: 1e-10, torch.float32: 3e-5, torch.bfloat16: 6e-3}[dtype]
+    for case, result in zip(cases, _over_ranks(cases, world_size)):
+        truth = oracle(case)
+        assert result.loss >= 0, case
+        assert relative_error(result.loss, truth.loss, floor=1.0) < 3e-5, case
+        for name, floor in (
+            ("d_images", case.scale / rows**0.5),
+            ("d_texts", case.scale / rows**0.5),
+            ("d_scale", 1.0),
+        ):
+            assert relative_error(getattr(result, name), getattr(truth, name), floor) < tolerance, (case, name)
+
+
+def test_loss_and_gradients_are_finite_for_huge_norms():
+    for norm in (1e3, 1e6, 1e15):
+        images, texts = (norm * f for f in features("random", 20, 24))
+        images.requires_grad_(), texts.requires_grad_()
+        scale = torch.tensor(100.0, requires_grad=True)
+        loss = inf_cl_loss(images, texts, scale)
+        loss.backward()
+        assert loss.isfinite() and loss >= 0
+        for gradient in (images.grad, texts.grad, scale.grad):
+            assert gradient.isfinite().all()
+
+
+def test_loss_of_perfect_matches_is_never_negative():
+    for seed in range(10):
+        images, _ = features("random", 50, 64, seed=seed)
+        assert inf_cl_loss(images, images, 100.0) >= 0
+
+
+def test_chunks_of_any_size_give_the_same_result():
+    truth = oracle(Case("inf_cl", 23, 24, 30.0))
+    for workspace_bytes in (1, 100, 1000, 10**4, 10**9):
+        result = evaluate(Case("inf_cl", 23, 24, 30.0, workspace_bytes=workspace_bytes))
+        assert relative_error(result.loss, truth.loss) < 1e-6
+        assert relative_error(result.d_texts, truth.d_texts) < 1e-5
+
+
+def test_a_side_without_gradient_leaves_the_others_exact():
+    case = Case("inf_cl", 15, 24, 20.0)
+    truth = oracle(case)
+    for need_images, need_texts in ((True, False), (False, True), (False, False)):
+        images, texts = features(case.kind, case.rows, case.dim)
+        images.requires_grad_(need_images), texts.requires_grad_(need_texts)
+        scale = torch.tensor([case.scale], requires_grad=True)
+        inf_cl_loss(images, texts, scale).backward()
+        assert scale.grad.shape == (1,) and relative_error(scale.grad[0], truth.d_scale) < 1e-5
+        assert images.grad is None or relative_error(images.grad, truth.d_images) < 1e-5
+        assert texts.grad is None or relative_error(texts.grad, truth.d_texts) < 1e-5
+        assert (images.grad is not None, texts.grad is not None) == (need_images, need_texts)
+
+
+def test_upstream_gradient_multiplies_all_gradients():
+    case = Case("inf_cl", 9, 24, 20.0)
+    truth = oracle(case)
+    images, texts = (f.requires_grad_() for f in features(case.kind, case.rows, case.dim))
+    scale = torch.tensor(case.scale, requires_grad=True)
+    (1024 * InfCLLoss()(images, texts, scale)).backward()
+    for value, expected in ((images.grad, truth.d_images), (texts.grad, truth.d_texts), (scale.grad, truth.d_scale)):
+        assert relative_error(value, 1024 * expected) < 1e-5
+
+
+def test_module_is_called_as_open_clips_and_ignores_a_bias():
+    images, texts = features("random", 9, 24)
+    loss = inf_cl_loss(images, texts, 10.0)
+    assert InfCLLoss()(images, texts, 10.0) == loss
+    assert InfCLLoss()(images, texts, 10.0, torch.tensor(-3.0), output_dict=True) == {"contrastive_loss": loss}
+
+
+def test_ring_functions_need_no_autograd():
+    images, texts = features("random", 11, 24, torch.float64)
+    scale = torch.tensor(5.0, dtype=torch.float64)
+    tile, ring = select_tile(images), RingExchange(None)
+    row_lse, col_lse, matched = ring_forward(images, texts, scale, ring, tile, 1000)
+    logits = scale * images @ texts.T
+    torch.testing.assert_close(row_lse, logits.logsumexp(1))
+    torch.testing.assert_close(col_lse, logits.logsumexp(0))
+    torch.testing.assert_close(matched, logits.diagonal())
+    d_logits = (logits.softmax(1) + logits.softmax(0)) / 2 - torch.eye(11)
+    d_rows, d_columns = ring_backward(images, texts, scale, row_lse, col_lse, ring, tile, 1000)
+    torch.testing.assert_close(d_rows, d_logits @ texts)
+    torch.testing.assert_close(d_columns, d_logits.T @ images)
+
+
+def test_autocast_changes_nothing():
+    def run():
+        images, texts = (f.requires_grad_() for f in features("random", 13, 24))
+        scale = torch.tensor(50.0, requires_grad=True)
+        loss = inf_cl_loss(images, texts, scale)
+        loss.backward()
+        return loss.detach(), images.grad, texts.grad, scale.grad
+
+    plain = run()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        cast = run()
+    for a, b in zip(plain, cast):
+        assert a.dtype == b.dtype == torch.float32 and torch.equal(a, b)
+
+
+def test_double_backward_says_that_it_is_not_supported():
+    images, texts = (f.requires_grad_() for f in features("random", 5, 24))
+    with pytest.raises(RuntimeError, match="double backward"):
+        torch.autograd.grad(inf_cl_loss(images, texts, 10.0), images, create_graph=True)
+
+
+def test_torch_compile_runs_over_it():
+    images, texts = features("random", 5, 24)
+    step = torch.compile(lambda i, t: inf_cl_loss(2 * i, t, 10.0) + 1, backend="eager")
+    torch.testing.assert_close(step(images, texts), inf_cl_loss(2 * images, texts, 10.0) + 1)
+
+
+def test_low_precision_tiles_return_float32_gradients_for_float32_features():
+    case = Case("inf_cl", 33, 64, 20.0)
+    truth, result = oracle(case), evaluate(case, tile_dtype="bf16")
+    assert result.d_images.dtype == torch.float32
+    assert 1e-5 < relative_error(result.d_images, truth.d_images) < 2e-2
+
+
+@pytest.mark.parametrize(
+    "shapes, pattern",
+    [
+        (((4, 8), (5, 8)), r"\(4, 8\), \(5, 8\)"),
+        (((4, 8), (4, 9)), r"\(4, 8\), \(4, 9\)"),
+        (((0, 8), (0, 8)), r"\(0, 8\)"),
+        (((8,), (8,)), r"\(8,\)"),
+    ],
+)
+def test_wrong_shapes_are_refused_with_the_shapes(shapes, pattern):
+    with pytest.raises(ValueError, match=pattern):
+        inf_cl_loss(torch.zeros(shapes[0]), torch.zeros(shapes[1]), 1.0)
+
+
+def test_wrong_options_are_refused_by_name():
+    images, texts = features("random", 5, 24)
+    with pytest.raises(ValueError, match="unknown tile 'cuda'"):
+        inf_cl_loss(images, texts, 1.0, tile="cuda")
+    with pytest.raises(ValueError, match="'int8'"):
+        inf_cl_loss(images, texts, 1.0, tile_dtype="int8")
+    with pytest.raises(ValueError, match=r"\(5, 24\)"):
+        inf_cl_loss(images, texts, images)
+
+
+def _unequal_rows(rank, world_size):
+    images, texts = features("random", 4 + rank, 8)
+    try:
+        inf_cl_loss(images, texts, 1.0, group=dist.group.WORLD)
+    except ValueError as error:
+        return str(error)
+
+
+def test_unequal_rows_are_refused_on_every_rank():
+    for message in run_ranks(_unequal_rows, 3):
+        assert "[4, 5, 6]" in message
+
+
+def _missing_group(rank, world_size):
+    images, texts = features("random", 4, 8)
+    try:
+        inf_cl_loss(images, texts, 1.0)
+    except ValueError as error:
+        return str(error)
+
+
+def test_the_loss_is_never_silently_local():
+    for message in run_ranks(_missing_group, 2):
+        assert "pass group=" in message

@@ -1,0 +1,83 @@
+"""The reference tile equals the dense formulas for rectangular blocks, and its memory is bounded."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from infcl.kernels import select_tile, torch_tile
+
+
+def _block(rows, columns, dim=24, scale=20.0):
+    generator = torch.Generator().manual_seed(0)
+    r = F.normalize(torch.randn(rows, dim, generator=generator, dtype=torch.float64), dim=1)
+    c = F.normalize(torch.randn(columns, dim, generator=generator, dtype=torch.float64), dim=1)
+    return r, c, torch.tensor(scale, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("rows, columns", [(1, 1), (7, 7), (13, 5), (5, 13)])
+@pytest.mark.parametrize("diagonal", [True, False])
+@pytest.mark.parametrize("workspace_bytes", [1, 700, 10**6])
+def test_tiles_of_rectangular_blocks_equal_the_dense_formulas(rows, columns, diagonal, workspace_bytes):
+    r, c, scale = _block(rows, columns)
+    bias = torch.tensor(-3.0, dtype=torch.float64)
+    options = {"diagonal": diagonal, "workspace_bytes": workspace_bytes}
+    logits, eye = scale * r @ c.T, torch.eye(rows, columns, dtype=torch.float64) * diagonal
+
+    row_lse, col_lse, matched = torch_tile.softmax_forward(r, c, scale, **options)
+    torch.testing.assert_close((row_lse, col_lse), (logits.logsumexp(1), logits.logsumexp(0)))
+    if diagonal:
+        torch.testing.assert_close(matched, logits.diagonal())
+    else:
+        assert matched is None
+
+    # Statistics of a larger batch: this block's probabilities sum to less than one.
+    row_lse, col_lse = row_lse + 0.5, col_lse + 1.0
+    d_logits = ((logits - row_lse[:, None]).exp() + (logits - col_lse).exp()) / 2 - eye
+    d_rows, d_columns = torch.ones_like(r), torch.ones_like(c)
+    torch_tile.softmax_backward(r, c, scale, row_lse, col_lse, d_rows, d_columns, **options)
+    torch.testing.assert_close((d_rows, d_columns), (1 + d_logits @ c, 1 + d_logits.T @ r))
+
+    logits = logits + bias
+    row_loss, row_slope = torch_tile.sigmoid_forward(r, c, scale, bias, **options)
+    torch.testing.assert_close(row_loss, -F.logsigmoid((2 * eye - 1) * logits).sum(1))
+    torch.testing.assert_close(row_slope, (logits.sigmoid() - eye).sum(1))
+    d_rows, d_columns = torch.zeros_like(r), torch.zeros_like(c)
+    torch_tile.sigmoid_backward(r, c, scale, bias, d_rows, d_columns, **options)
+    torch.testing.assert_close((d_rows, d_columns), ((logits.sigmoid() - eye) @ c, (logits.sigmoid() - eye).T @ r))
+
+
+class _LargestTensor(TorchDispatchMode):
+    """Remembers the largest tensor that any operation made."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        made = [leaf.numel() for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+        self.elements = max([self.elements, *made])
+        return result
+
+
+def test_nothing_larger_than_features_or_workspace_is_made():
+    workspace_bytes = 4 * 4 * 32 * 32
+    for rows in (64, 256):
+        r, c, scale = (t.float() for t in _block(rows, rows, dim=16))
+        with _LargestTensor() as largest:
+            row_lse, col_lse, _ = torch_tile.softmax_forward(
+                r, c, scale, diagonal=True, workspace_bytes=workspace_bytes
+            )
+            torch_tile.softmax_backward(
+                r, c, scale, row_lse, col_lse, torch.zeros_like(r), torch.zeros_like(c),
+                diagonal=True, workspace_bytes=workspace_bytes,
+            )  # fmt: skip
+        assert largest.elements <= max(rows * 16, 32 * 32)
+
+
+def test_tile_keeps_the_features_precision_unless_told_otherwise():
+    for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
+        assert select_tile(torch.zeros(2, 2, dtype=dtype)).operand_dtype == dtype
+    assert select_tile(torch.zeros(2, 2), tile_dtype="bf16").operand_dtype == torch.bfloat16
+    with pytest.raises(ValueError, match="no float64"):
+        select_tile(torch.zeros(2, 2, dtype=torch.float64), tile="triton")
