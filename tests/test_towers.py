@@ -1,6 +1,5 @@
 """The towers by themselves: precision, recomputation, pooling, freezing, configs, flops. Parity has its own file."""
 
-import dataclasses
 import math
 
 import pytest
@@ -8,7 +7,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from infcl.towers import CLIP, forward_flops, list_models, load_model_config, with_tokenizer
+from infcl.towers import CLIP, forward_flops, list_models, load_model_config, with_overrides, with_tokenizer
 from infcl.towers.config import parse_model_config
 from infcl.towers.text import pool_text
 from infcl.towers.vision import IMAGE_MEAN, IMAGE_STD, drop_patches, normalize_pixels
@@ -261,6 +260,13 @@ def test_wrong_configs_are_errors_with_the_numbers(fields, message):
         small_config(**fields)
 
 
+def test_overrides_replace_what_is_given_and_are_validated():
+    cfg = with_overrides(small_config(), image_size=64, context_length=9)
+    assert (cfg.vision_cfg.num_patches, cfg.text_cfg.context_length, cfg.vision_cfg.patch_dropout) == (64, 9, 0.0)
+    with pytest.raises(ValueError, match="image_size 63 is not a multiple"):
+        with_overrides(cfg, image_size=63)
+
+
 def test_errors_of_a_config_file_name_the_file(tmp_path):
     path = tmp_path / "broken.json"
     path.write_text('{"embed_dim": 8, "vision_cfg": {"depth": 3}, "text_cfg": {}}')
@@ -289,7 +295,7 @@ def test_flops_count_the_conv_stem_and_patch_dropout():
     demo = load_model_config("demo")
     assert _counted(build(demo), {"images": torch.zeros(1, 3, 32, 32)}) == forward_flops(demo)["image"]
     cfg = small_config()
-    dropped = dataclasses.replace(cfg, vision_cfg=dataclasses.replace(cfg.vision_cfg, patch_dropout=0.5))
+    dropped = with_overrides(cfg, patch_dropout=0.5)
     assert (
         forward_flops(dropped)["image"] < forward_flops(cfg)["image"] == forward_flops(dropped, training=False)["image"]
     )

@@ -10,6 +10,7 @@ from infcl.towers.config import (
     VisionConfig,
     list_models,
     load_model_config,
+    with_overrides,
     with_tokenizer,
 )
 from infcl.towers.flops import forward_flops
@@ -22,5 +23,6 @@ __all__ = [
     "forward_flops",
     "list_models",
     "load_model_config",
+    "with_overrides",
     "with_tokenizer",
 ]

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from infcl.towers.config import CLIPConfig
+from infcl.towers.config import CLIPConfig, with_overrides
 from infcl.towers.text import TextTower
 from infcl.towers.vision import VisionTransformer
 
@@ -33,8 +33,7 @@ class CLIP(TextTower):
     ):
         if init_logit_bias is not None:
             cfg = dataclasses.replace(cfg, init_logit_bias=init_logit_bias)
-        if patch_dropout is not None:
-            cfg = dataclasses.replace(cfg, vision_cfg=dataclasses.replace(cfg.vision_cfg, patch_dropout=patch_dropout))
+        cfg = with_overrides(cfg, patch_dropout=patch_dropout)
         options = {"quick_gelu": cfg.quick_gelu, "activation_checkpointing": activation_checkpointing}
         super().__init__(cfg.text_cfg, cfg.embed_dim, **options)
         self.cfg = cfg
