@@ -1,4 +1,4 @@
-"""The gradient cache gives the gradients of the whole batch at once, randomness included, and encodes no more than it must."""
+"""The gradient cache gives the gradients of the whole batch at once, randomness included, with 2 M - 1 encodings."""
 
 import pytest
 import torch

@@ -1,0 +1,117 @@
+"""Flags: open_clip's names, one clear message for each mistake, and arithmetic in one place."""
+
+import dataclasses
+import json
+
+import pytest
+
+from infcl.config import LOSS_NAMES, BatchPlan, TrainConfig, parse_args, total_steps
+from infcl.loss.contrastive import LOSSES
+
+SYNTHETIC = ["--dataset-type", "synthetic", "--train-num-samples", "64"]
+
+# open_clip's spelling and default, for the flags that mean the same here (open_clip_train/params.py)
+OPEN_CLIP_DEFAULTS = {
+    "workers": 4,
+    "batch_size": 64,
+    "accum_freq": 1,
+    "epochs": 32,
+    "wd": 0.2,
+    "warmup": 10000,
+    "lr_scheduler": "cosine",
+    "lr_cooldown_end": 0.0,
+    "lr_cooldown_power": 1.0,
+    "save_frequency": 1,
+    "zeroshot_frequency": 2,
+    "val_frequency": 1,
+    "seed": 0,
+    "logs": "./logs/",
+    "log_every_n_steps": 100,
+    "grad_checkpointing": False,
+    "lock_image": False,
+    "lock_text": False,
+    "lr": 5e-4,
+    "beta1": 0.9,
+    "beta2": 0.98,
+    "eps": 1e-6,
+}
+
+
+def test_flags_that_open_clip_has_keep_its_names_and_defaults():
+    config = parse_args(SYNTHETIC)
+    assert {name: getattr(config, name) for name in OPEN_CLIP_DEFAULTS} == OPEN_CLIP_DEFAULTS
+
+
+def test_every_field_has_a_flag_a_group_and_one_line_of_help(capsys):
+    with pytest.raises(SystemExit) as stop:
+        parse_args(["--help"])
+    assert stop.value.code == 0
+    text = capsys.readouterr().out
+    for field in dataclasses.fields(TrainConfig):
+        assert field.metadata["help"] and field.metadata["group"]
+        assert "--" + field.name.replace("_", "-") in text
+    for group in ("data", "model", "loss", "optimisation", "system", "run"):
+        assert f"\n{group}:\n" in text
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--no-such-flag"], "unrecognized arguments: --no-such-flag"),
+        (["--batch-siz", "3"], "unrecognized arguments: --batch-siz"),
+        (["--batch-size", "0"], "--batch-size 0 must be greater than 0"),
+        (["--batch-size", "many"], "invalid int value: 'many'"),
+        (["--lr", "-1"], "--lr -1.0 must be greater than 0"),
+        (["--warmup", "-1"], "--warmup -1 must not be negative"),
+        (["--beta2", "1.0"], r"--beta2 1.0 must lie in \[0, 1\)"),
+        (["--grad-clip-norm", "0"], "leave it out for none"),
+        (["--loss", "triplet"], "invalid choice: 'triplet'"),
+        (["--lock-image", "--lock-text"], "lock one tower"),
+        (["--lock-image-unlocked-groups", "2"], "needs --lock-image"),
+        (["--lr-scheduler", "const-cooldown"], "needs --epochs-cooldown"),
+        (["--epochs-cooldown", "2"], "no meaning with --lr-scheduler cosine"),
+        (["--aug-cfg", "crop=1"], "--aug-cfg knows scale, ratio and hflip, not crop"),
+        (["--aug-cfg", "scale=("], "is not KEY=VALUE"),
+        (["--deepspeed_config", "/no/such.json"], "/no/such.json: no such file"),
+    ],
+)
+def test_a_wrong_flag_is_refused_with_the_value_and_the_fix(flags, message):
+    with pytest.raises(ValueError, match=message):
+        parse_args([*SYNTHETIC, *flags])
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ([], "--train-data is missing"),
+        (["--train-data", "/no/such/folder", "--tokenizer", "x"], "/no/such/folder: no such file or folder"),
+        (["--train-data", "{0..3}.tar"], "--tokenizer is missing"),
+        (["--dataset-type", "synthetic"], "needs --train-num-samples"),
+    ],
+)
+def test_missing_data_is_refused_before_anything_is_loaded(flags, message):
+    with pytest.raises(ValueError, match=message):
+        parse_args(flags)
+
+
+def test_what_launchers_add_is_accepted():
+    config = parse_args(["--local_rank=3", *SYNTHETIC, "--deepspeed", "--deepspeed-config", "ds_configs/zero3.json"])
+    assert config.deepspeed_config == "ds_configs/zero3.json"
+
+
+def test_the_config_survives_json():
+    config = parse_args([*SYNTHETIC, "--aug-cfg", "scale=(0.5,1.0)", "hflip=0.5"])
+    assert config.aug_cfg == {"scale": (0.5, 1.0), "hflip": 0.5}
+    assert json.loads(config.to_json())["aug_cfg"] == {"scale": [0.5, 1.0], "hflip": 0.5}
+
+
+def test_the_loss_names_are_those_of_the_loss_package():
+    assert LOSS_NAMES == LOSSES
+
+
+def test_batch_arithmetic():
+    plan = BatchPlan(dp_size=8, num_micro_batches=4, micro_batch_size=128)
+    assert (plan.rank_batch_size, plan.global_batch_size) == (512, 4096)
+    assert "4096 pairs a step = 8 ranks x 4 micro-batches" in str(plan)
+    assert total_steps(parse_args([*SYNTHETIC, "--epochs", "3"]), 10) == 30
+    assert total_steps(parse_args([*SYNTHETIC, "--steps", "7"]), 10) == 7
