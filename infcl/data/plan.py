@@ -1,0 +1,106 @@
+"""The plan of an epoch: in which order the samples of all shards are read, as a pure function of integers.
+
+In:  samples per shard, seed, epoch, chunk size.
+Out: the global sample numbers of any range of positions; sample numbers count through the shards in their given order.
+How: each shard is cut into chunks of consecutive samples, the chunks of all shards are permuted by (seed, epoch), and
+     prefix sums of their lengths turn a position into a sample. Step s of rank r, out of global batches of GB samples
+     and LB samples per rank, is the range of positions [s*GB + r*LB, s*GB + (r+1)*LB): exactly once per epoch, equal
+     counts on all ranks, the same global batches at every world size, and a resume is arithmetic.
+
+Only raw output of the Philox counter generator is used (numpy guarantees that it never changes), not numpy's
+distributions (which may change between releases).
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Share:
+    """One rank's part of every step: M micro-batches of m samples."""
+
+    micro_batch_size: int
+    num_micro_batches: int
+    rank: int
+    world_size: int
+
+    def __post_init__(self):
+        if (
+            min(self.micro_batch_size, self.num_micro_batches, self.world_size) < 1
+            or not 0 <= self.rank < self.world_size
+        ):
+            raise ValueError(f"sizes must be at least 1 and 0 <= rank < world_size: {self}")
+
+    @property
+    def local_batch_size(self) -> int:
+        return self.micro_batch_size * self.num_micro_batches
+
+    @property
+    def global_batch_size(self) -> int:
+        return self.local_batch_size * self.world_size
+
+    def steps_per_epoch(self, num_samples: int, where: str) -> int:
+        """Whole global batches in an epoch. Raises ValueError if there is none; `where` says what was counted."""
+        if num_samples < self.global_batch_size:
+            raise ValueError(
+                f"{where}, fewer than one global batch of {self.global_batch_size} ({self.world_size} ranks x "
+                f"{self.num_micro_batches} micro-batches x {self.micro_batch_size}): use a smaller batch or more data"
+            )
+        return num_samples // self.global_batch_size
+
+    def positions(self, first_step: int, last_step: int) -> Iterator[int]:
+        """The first position of each of this rank's micro-batches in the steps [first_step, last_step)."""
+        for step in range(first_step, last_step):
+            start = step * self.global_batch_size + self.rank * self.local_batch_size
+            yield from range(start, start + self.local_batch_size, self.micro_batch_size)
+
+
+def chunk_size(global_batch_size: int) -> int:
+    """Consecutive samples read together: as long as a batch still mixes at least 512 independent chunks, at most 256.
+
+    The contrastive loss does not depend on the order inside a global batch, so chunks cost no randomness beyond which
+    samples share a batch; longer reads are kinder to disks and object stores.
+    """
+    return max(1, min(256, global_batch_size // 512))
+
+
+class EpochPlan:
+    """The permutation of one epoch. Memory: 20 bytes per chunk; 2 billion samples in chunks of 64 plan in seconds."""
+
+    def __init__(self, counts: np.ndarray, *, chunk: int, seed: int, epoch: int):
+        counts = np.asarray(counts, dtype=np.int64)  # [shards]
+        chunks_per_shard = -(-counts // chunk)
+        shard = np.repeat(np.arange(len(counts)), chunks_per_shard)  # [chunks]
+        first_chunk = np.cumsum(chunks_per_shard) - chunks_per_shard
+        row = (np.arange(len(shard)) - first_chunk[shard]) * chunk
+        order = random_order(len(shard), seed, epoch)
+        first_sample = np.cumsum(counts) - counts
+        self._first = (first_sample[shard] + row)[order]  # global number of each chunk's first sample
+        self._start = np.concatenate([[0], np.cumsum(np.minimum(chunk, counts[shard] - row)[order])])
+        self.num_samples = int(self._start[-1])
+
+    def samples(self, start: int, stop: int) -> np.ndarray:
+        """Global sample numbers, int64 [stop - start], of the positions [start, stop)."""
+        assert 0 <= start <= stop <= self.num_samples, (start, stop, self.num_samples)
+        position = np.arange(start, stop)
+        chunk = np.searchsorted(self._start, position, side="right") - 1
+        return self._first[chunk] + position - self._start[chunk]
+
+
+def random_order(count: int, seed: int, epoch: int) -> np.ndarray:
+    """A permutation of range(count), int64 [count], determined by (seed, epoch)."""
+    raw = np.random.Philox(key=np.array([seed, epoch], dtype=np.uint64)).random_raw(count)
+    return np.argsort(raw, kind="stable")
+
+
+def draw(seed: int, epoch: int, position: int, *, stream: int, count: int) -> np.ndarray:
+    """`count` independent uint64 numbers that belong to one position of one epoch; `stream` separates their uses."""
+    counter = np.array([0, position, stream, 1], dtype=np.uint64)  # the plan's own draws have 0 in the last word
+    return np.random.Philox(key=np.array([seed, epoch], dtype=np.uint64), counter=counter).random_raw(count)
+
+
+def uniforms(raw: np.ndarray) -> np.ndarray:
+    """uint64 -> float64 in [0, 1)."""
+    return (raw >> np.uint64(11)) * 2.0**-53

@@ -1,0 +1,231 @@
+"""One sample: the undecoded members of a tar record -> (image, caption), or `BadSample` with the cause.
+
+image:   uint8 [H, W, 3], RGB. JPEG by simplejpeg (libjpeg-turbo, strict), everything else and every JPEG that it
+         refuses by Pillow. Alpha is composited on white, 16-bit grey is scaled (not clipped), the first frame of an
+         animation is taken, EXIF orientation is ignored as open_clip does. Sizes are checked in the header, before
+         anything is decoded.
+caption: str, at most 4 KB. The text member; where there is none, or where `SampleKeys.json_text` asks for it, the json
+         member. Bytes that are not UTF-8 are replaced and noted; a caption without a letter or digit is a bad sample.
+then:    `TrainTransform` or `EvalTransform` -> uint8 [3, S, S]; normalisation happens on the device.
+
+Bytes are only ever parsed as an image, as text or as JSON. Nothing is unpickled or evaluated.
+"""
+
+import codecs
+import io
+import json
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from infcl.data.index import DEFAULT_KEYS, SampleKeys
+from infcl.data.plan import draw, uniforms
+from infcl.data.shards import MAX_CAPTION_BYTES, Record
+from infcl.data.tokenizer import Tokenizer
+
+_PILLOW_FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")  # none of them runs a program to decode
+TRANSFORM_DRAWS = 23  # random numbers that TrainTransform consumes
+_TRANSFORM_STREAM = 0  # of `draw`; replacements of bad samples use streams 1, 2, ...
+
+# What comes with a micro-batch: {"skipped": [(cause, message), ...], "noted": [cause, ...]}
+ReadLog = dict[str, list]
+
+
+class BadSample(Exception):
+    """A sample that cannot be used. `cause` is a counter's name, the message says more."""
+
+    def __init__(self, cause: str, message: str = ""):
+        super().__init__(message or cause)
+        self.cause = cause
+
+
+@dataclass(frozen=True)
+class ImageLimits:
+    """What is rejected by its header. `max_pixels` is open_clip's --max-image-pixels."""
+
+    max_pixels: int = 25_000_000
+    min_side: int = 8
+    max_aspect: float = 20.0
+
+    def check(self, width: int, height: int) -> None:
+        short, long = sorted((width, height))
+        if width * height > self.max_pixels:
+            raise BadSample("image_too_large", f"{width} x {height} pixels, {self.max_pixels} allowed")
+        if short < self.min_side or long > short * self.max_aspect:
+            raise BadSample("image_too_small_or_thin", f"{width} x {height} pixels")
+
+
+DEFAULT_LIMITS = ImageLimits()
+
+
+def decode_record(
+    record: Record, *, keys: SampleKeys = DEFAULT_KEYS, limits: ImageLimits = DEFAULT_LIMITS
+) -> tuple[np.ndarray, str, list[str]]:
+    """(image uint8 [H, W, 3], caption, notes). Notes name what was tolerated. Raises BadSample."""
+    caption, notes = decode_caption(record, keys)
+    return decode_image(record.image, limits), caption, notes
+
+
+def decode_caption(record: Record, keys: SampleKeys = DEFAULT_KEYS) -> tuple[str, list[str]]:
+    """(caption, notes). Raises BadSample."""
+    notes = []
+    if record.text is not None:
+        raw = record.text
+    elif record.json is not None:
+        value = parse_json(record.json).get(keys.json_text or "caption")
+        if not isinstance(value, str):
+            raise BadSample("no_caption", f"json has no text under {keys.json_text or 'caption'!r}")
+        raw = value.encode("utf-8", "replace")  # a lone surrogate becomes '?'
+    else:
+        raise BadSample("no_caption")
+    if len(raw) > MAX_CAPTION_BYTES:
+        notes.append("caption_cut")
+    # An incremental decoder drops a character that the cut has split, instead of replacing it.
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    caption = decoder.decode(raw[:MAX_CAPTION_BYTES], final=len(raw) <= MAX_CAPTION_BYTES)
+    if "\ufffd" in caption:
+        notes.append("caption_not_utf8")
+    if not any(character.isalnum() for character in caption):
+        raise BadSample("empty_caption")
+    return caption, notes
+
+
+def parse_json(data: bytes) -> dict[str, Any]:
+    """A sample's json member. Raises BadSample when it is not a JSON object."""
+    try:
+        value = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise BadSample("bad_json", str(error)) from error
+    if not isinstance(value, dict):
+        raise BadSample("bad_json", f"a JSON {type(value).__name__}, not an object")
+    return value
+
+
+def decode_image(data: bytes, limits: ImageLimits = DEFAULT_LIMITS) -> np.ndarray:
+    """uint8 [H, W, 3] RGB. Raises BadSample, whatever the bytes are."""
+    if not data:
+        raise BadSample("empty_image_file")
+    if data[:3] == b"\xff\xd8\xff":
+        import simplejpeg
+
+        try:
+            height, width, _, _ = simplejpeg.decode_jpeg_header(data)
+            limits.check(width, height)
+            return simplejpeg.decode_jpeg(data, "RGB")
+        except ValueError:
+            pass  # CMYK, or damage that Pillow may bridge
+    try:
+        return _decode_with_pillow(data, limits)
+    except BadSample:
+        raise
+    except Exception as error:  # Pillow's decoders raise many types on malformed bytes; no I/O happens here
+        raise BadSample("broken_image", f"{type(error).__name__}: {error}") from error
+
+
+def _decode_with_pillow(data: bytes, limits: ImageLimits) -> np.ndarray:
+    from PIL import Image
+
+    try:
+        image = Image.open(io.BytesIO(data), formats=_PILLOW_FORMATS)
+    except Image.DecompressionBombError as error:
+        raise BadSample("image_too_large", str(error)) from error
+    except Image.UnidentifiedImageError as error:
+        raise BadSample("not_an_image", f"starts with {data[:16]!r}") from error
+    limits.check(*image.size)
+    if image.mode.startswith("I"):  # 16 bits per pixel; Pillow's own conversion would clip it to white
+        deep = np.asarray(image).astype(np.float32)
+        return np.repeat(np.clip(deep / 257 + 0.5, 0, 255).astype(np.uint8)[:, :, None], 3, axis=2)
+    if image.mode == "F":
+        raise BadSample("unsupported_image_mode", "floating-point pixels")
+    if image.mode in ("RGBA", "LA", "PA", "La", "RGBa") or "transparency" in image.info:
+        pixels = np.asarray(image.convert("RGBA")).astype(np.uint16)
+        alpha = pixels[:, :, 3:]
+        return ((pixels[:, :, :3] * alpha + 255 * (255 - alpha) + 127) // 255).astype(np.uint8)
+    return np.array(image.convert("RGB"))
+
+
+class TrainTransform:
+    """RandomResizedCrop with antialiased bicubic resizing on uint8, then perhaps a horizontal flip.
+
+    The crop's law is torchvision's: ten tries at area ~ U(scale) and aspect ~ exp U(log ratio), else the largest centre
+    crop within `ratio`. The defaults are open_clip's. Flipping is off by default: captions say left and right.
+    """
+
+    def __init__(
+        self,
+        image_size: int,
+        *,
+        scale: tuple[float, float] = (0.9, 1.0),
+        ratio: tuple[float, float] = (3 / 4, 4 / 3),
+        flip_probability: float = 0.0,
+    ):
+        if not (0 < scale[0] <= scale[1] and 0 < ratio[0] <= ratio[1] and 0 <= flip_probability <= 1):
+            raise ValueError(
+                f"need 0 < low <= high for scale {scale} and ratio {ratio}, flip_probability {flip_probability} in 0..1"
+            )
+        self.image_size, self.scale, self.ratio, self.flip_probability = image_size, scale, ratio, flip_probability
+
+    def __call__(self, image: np.ndarray, random: np.ndarray) -> torch.Tensor:
+        """image uint8 [H, W, 3], random float64 [TRANSFORM_DRAWS] in [0, 1) -> uint8 [3, S, S]."""
+        top, left, height, width = self._crop(image.shape[0], image.shape[1], random)
+        pixels = resize(image[top : top + height, left : left + width], self.image_size, self.image_size)
+        return pixels.flip(-1) if random[22] < self.flip_probability else pixels
+
+    def _crop(self, height: int, width: int, random: np.ndarray) -> tuple[int, int, int, int]:
+        area, (low, high) = height * width, self.scale
+        log_low, log_high = math.log(self.ratio[0]), math.log(self.ratio[1])
+        for u, v in random[:20].reshape(10, 2).tolist():
+            target, aspect = area * (low + (high - low) * u), math.exp(log_low + (log_high - log_low) * v)
+            w, h = round(math.sqrt(target * aspect)), round(math.sqrt(target / aspect))
+            if 0 < w <= width and 0 < h <= height:
+                return int(random[20] * (height - h + 1)), int(random[21] * (width - w + 1)), h, w
+        w, h = min(width, round(height * self.ratio[1])), min(height, round(width / self.ratio[0]))
+        return (height - h) // 2, (width - w) // 2, h, w
+
+
+class EvalTransform:
+    """Shortest side resized to S (antialiased bicubic), then the centre S x S: open_clip's evaluation transform."""
+
+    def __init__(self, image_size: int):
+        self.image_size = image_size
+
+    def __call__(self, image: np.ndarray) -> torch.Tensor:
+        """uint8 [H, W, 3] -> uint8 [3, S, S]."""
+        height, width, size = image.shape[0], image.shape[1], self.image_size
+        short = min(height, width)
+        pixels = resize(image, size * height // short, size * width // short)
+        top, left = round((pixels.shape[1] - size) / 2), round((pixels.shape[2] - size) / 2)
+        return pixels[:, top : top + size, left : left + size]
+
+
+def resize(image: np.ndarray, height: int, width: int) -> torch.Tensor:
+    """uint8 [H, W, 3] -> uint8 [3, height, width], antialiased bicubic, bit-equal to torchvision's tensor path."""
+    pixels = torch.from_numpy(image).permute(2, 0, 1).unsqueeze(0)  # [1, 3, H, W], channels last
+    if pixels.shape[2:] != (height, width):
+        pixels = torch.nn.functional.interpolate(pixels, size=(height, width), mode="bicubic", antialias=True)
+    return pixels[0]
+
+
+class SampleDecoder:
+    """Records -> one micro-batch {"images" uint8 [m, 3, S, S], "texts" int64 [m, L], "ids" int64 [m]} and its log."""
+
+    def __init__(
+        self, tokenizer: Tokenizer, transform: TrainTransform, *, seed: int, keys: SampleKeys, limits: ImageLimits
+    ):
+        self.tokenizer, self.transform, self.seed, self.keys, self.limits = tokenizer, transform, seed, keys, limits
+
+    def decode(self, record: Record, epoch: int, position: int, log: ReadLog) -> tuple[torch.Tensor, str]:
+        """(uint8 [3, S, S], caption); the crop is a function of (seed, epoch, position). Raises BadSample."""
+        image, caption, notes = decode_record(record, keys=self.keys, limits=self.limits)
+        random = uniforms(draw(self.seed, epoch, position, stream=_TRANSFORM_STREAM, count=TRANSFORM_DRAWS))
+        log["noted"].extend(notes)
+        return self.transform(image, random), caption
+
+    def batch(self, samples: list[tuple[torch.Tensor, str]], ids: list[int], log: ReadLog) -> dict[str, Any]:
+        before = self.tokenizer.truncated
+        texts = self.tokenizer([caption for _, caption in samples])
+        log["noted"].extend(["caption_truncated"] * (self.tokenizer.truncated - before))
+        return {"images": torch.stack([pixels for pixels, _ in samples]), "texts": texts, "ids": torch.tensor(ids)}

@@ -1,0 +1,141 @@
+"""The streaming reader: webdataset's own pipeline, for storage that cannot seek (`pipe:`, http) and for evaluation.
+
+For training, shards are put in an order that (seed, epoch) determines, split over ranks x workers, streamed, and
+shuffled in a seeded buffer. What this cannot give, and the indexed reader can: an exact resume inside an epoch (a
+resume starts the epoch's shards again and yields as many steps as are left), exactly-once (a rank whose shards run dry
+early reads them again, so that all ranks make the same number of steps), and independence of the number of workers.
+
+webdataset's decoders are never used (they unpickle); see samples.py.
+"""
+
+import hashlib
+import random
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
+
+import torch
+
+from infcl.data.index import SampleKeys
+from infcl.data.plan import Share, random_order
+from infcl.data.samples import BadSample, ReadLog, SampleDecoder
+from infcl.data.shards import Record, expand_shards
+
+_SHUFFLE_BUFFER = 2048  # samples, undecoded
+_BAD_PER_MICRO_BATCH = 8  # times its size: more bad samples than this while filling one end the run
+
+
+def stream_records(
+    urls: Sequence[str], keys: SampleKeys, failed: Callable[[Exception], None]
+) -> Iterator[tuple[str, Record]]:
+    """(key, record) of every sample, in order. A shard that cannot be opened, or is damaged, is told to `failed`."""
+    from webdataset.tariterators import base_plus_ext, group_by_keys, tar_file_expander, url_opener
+
+    images, texts = keys.image.lower().split(";"), keys.text.lower().split(";")
+    wanted = {*images, *texts, "json"}
+
+    def select(name: str) -> bool:
+        extension = base_plus_ext(name)[1]
+        return extension is not None and extension.lower() in wanted
+
+    def handler(error: Exception) -> bool:
+        failed(error)
+        return True
+
+    streams = url_opener(({"url": url} for url in urls), handler=handler)
+    members = tar_file_expander(streams, handler=handler, select_files=select)
+    for sample in group_by_keys(members, handler=handler):
+        image = next((sample[e] for e in images if e in sample), None)
+        text = next((sample[e] for e in texts if e in sample), None) if keys.json_text is None else None
+        where = f"{sample['__url__']} {sample['__key__']}"
+        yield sample["__key__"], Record(image, text, sample.get("json"), where)
+
+
+class StreamingDataset(torch.utils.data.IterableDataset):
+    """An endless iterable of one worker's micro-batches of `epoch`; the source takes as many as a rank needs."""
+
+    def __init__(self, shards: list[str], decoder: SampleDecoder, share: Share):
+        self.shards, self.decoder, self.share, self.epoch = shards, decoder, share, 0
+
+    def __iter__(self) -> Iterator[tuple[dict[str, torch.Tensor], ReadLog]]:
+        log: ReadLog = {"skipped": [], "noted": []}
+        samples, ids = [], []
+        for record in self._records(log):
+            number = int.from_bytes(hashlib.blake2b(record.where.encode(), digest_size=8).digest(), "big") >> 1
+            try:
+                samples.append(self.decoder.decode(record, self.epoch, number, log))
+                ids.append(number)
+            except BadSample as bad:
+                log["skipped"].append((bad.cause, f"{record.where}: {bad}"))
+                if len(log["skipped"]) > _BAD_PER_MICRO_BATCH * self.share.micro_batch_size:
+                    raise RuntimeError(
+                        f"{len(log['skipped'])} bad samples for {len(samples)} good ones: {bad}"
+                    ) from bad
+            if len(samples) == self.share.micro_batch_size:
+                batch = self.decoder.batch(samples, ids, log)
+                yield batch, {kind: entries[:] for kind, entries in log.items()}
+                samples, ids = [], []
+                for entries in log.values():
+                    entries.clear()
+
+    def _records(self, log: ReadLog) -> Iterator[Record]:
+        """This worker's records, pass after pass over its own shards."""
+        from webdataset.filters import shuffle
+
+        info = torch.utils.data.get_worker_info()
+        worker, workers = (info.id, info.num_workers) if info else (0, 1)
+        part = worker * self.share.world_size + self.share.rank
+        order = random_order(len(self.shards), self.decoder.seed, self.epoch).tolist()
+        mine = [self.shards[i] for i in order[part :: self.share.world_size * workers]]
+        rng = random.Random(f"{self.decoder.seed} {self.epoch} {part}")
+
+        def failed(error: Exception) -> None:
+            log["skipped"].append(("damaged_shard", str(error)))
+
+        while True:
+            record = None
+            stream = stream_records(mine, self.decoder.keys, failed)
+            for _, record in shuffle(_SHUFFLE_BUFFER, initial=_SHUFFLE_BUFFER, rng=rng)(stream):
+                yield record
+            if record is None:
+                raise RuntimeError(
+                    f"no sample in the {len(mine)} shards of a worker ({mine[0]}, ...): {log['skipped'][-3:]}"
+                )
+
+
+class StreamingSource:
+    """A DataLoader over a StreamingDataset, started anew for each epoch."""
+
+    def __init__(
+        self,
+        urls: str | Sequence[str],
+        decoder: SampleDecoder,
+        share: Share,
+        *,
+        num_samples: int | None,
+        num_workers: int,
+        prefetch_factor: int,
+    ):
+        shards, readers = expand_shards(urls), share.world_size * max(1, num_workers)
+        if num_samples is None:
+            raise ValueError("the streaming reader cannot count samples: say how many make an epoch (num_samples)")
+        if len(shards) < readers:
+            raise ValueError(
+                f"{len(shards)} shards are too few for {share.world_size} ranks x {max(1, num_workers)} workers: the "
+                f"streaming reader needs {readers}; use fewer workers, or the indexed reader"
+            )
+        self.num_samples, self.found = num_samples, {}
+        self.steps_per_epoch = share.steps_per_epoch(num_samples, f"an epoch has {num_samples} samples")
+        self.sha256 = hashlib.sha256("\n".join(shards).encode()).hexdigest()
+        self._dataset, self._share = StreamingDataset(shards, decoder, share), share
+        self._workers = {"num_workers": num_workers, "prefetch_factor": prefetch_factor if num_workers else None}
+
+    def micro_batches(self, epoch: int, step: int) -> Iterator[tuple[dict[str, torch.Tensor], ReadLog]]:
+        self._dataset.epoch = epoch
+        loader = torch.utils.data.DataLoader(
+            self._dataset,
+            batch_size=None,
+            **self._workers,
+            pin_memory=torch.cuda.is_available(),
+            generator=torch.Generator(),
+        )
+        return islice(loader, (self.steps_per_epoch - step) * self._share.num_micro_batches)

@@ -1,0 +1,168 @@
+"""Captions -> token ids, by sentencepiece.
+
+In:  list of str.
+Out: int64 [n, L]: ids, one eos, then padding; a caption that is too long is cut so that eos stays last.
+Ids: pad 0, eos 1, unk 2, no bos (the layout of T5 and SigLIP). The text tower is causal and pools at the first eos, so
+     what follows it is inert.
+
+Captions are canonicalised before training and before encoding, as SigLIP does: '_' becomes a space, ASCII punctuation
+is removed, letters are lowered, white space is collapsed.
+
+`python -m infcl.data.tokenizer train --train-data URLS --vocab-size N --out FILE` learns a model from shards.
+"""
+
+import argparse
+import hashlib
+import io
+import os
+import string
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+import torch
+
+PAD_ID, EOS_ID, UNK_ID = 0, 1, 2
+_REMOVE_PUNCTUATION = str.maketrans("_", " ", string.punctuation.replace("_", ""))
+
+
+def canonicalise(caption: str) -> str:
+    """'A_photo of  a Dog!' -> 'a photo of a dog'."""
+    text = caption.encode("utf-8", "replace").decode()  # sentencepiece raises on a lone surrogate
+    return " ".join(text.translate(_REMOVE_PUNCTUATION).lower().split())
+
+
+def train_tokenizer(
+    captions: Iterable[str],
+    path: str | os.PathLike,
+    vocab_size: int,
+    model_type: str = "bpe",
+    *,
+    byte_fallback: bool = False,
+    num_threads: int = 4,
+) -> None:
+    """Learn a sentencepiece model from captions and write it to `path` (atomically).
+
+    The same captions, options and `num_threads` give the same file; for "unigram" another number of threads may not.
+    `byte_fallback` spells unknown characters in bytes (256 more ids) instead of one unk: for many languages.
+    Raises ValueError if the captions cannot fill `vocab_size`, with the largest possible size.
+    """
+    import sentencepiece
+
+    if model_type not in ("bpe", "unigram"):
+        raise ValueError(f"model_type is 'bpe' or 'unigram', not {model_type!r}")
+    model = io.BytesIO()
+    try:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=(text for text in map(canonicalise, captions) if text),
+            model_writer=model,
+            vocab_size=vocab_size,
+            model_type=model_type,
+            byte_fallback=byte_fallback,
+            num_threads=num_threads,
+            pad_id=PAD_ID,
+            eos_id=EOS_ID,
+            unk_id=UNK_ID,
+            bos_id=-1,
+            minloglevel=2,
+        )
+    except RuntimeError as error:
+        raise ValueError(f"no tokenizer of {vocab_size} pieces from these captions: {error}") from error
+    temporary = Path(f"{path}.{os.getpid()}.tmp")
+    temporary.parent.mkdir(parents=True, exist_ok=True)
+    temporary.write_bytes(model.getvalue())
+    os.replace(temporary, path)
+
+
+class Tokenizer:
+    """A sentencepiece model with a context length. Pickles as its bytes, so workers need no file.
+
+    Attributes: vocab_size, context_length, pad_id, eos_id, sha256 (of the model file), truncated (captions cut so far
+    by this instance).
+    """
+
+    def __init__(self, model_path: str | os.PathLike, context_length: int = 64):
+        self._load(Path(model_path).read_bytes(), context_length)
+
+    def _load(self, model: bytes, context_length: int) -> None:
+        import sentencepiece
+
+        if context_length < 2:
+            raise ValueError(f"context length {context_length} leaves no room for a token and eos")
+        self._model = model
+        self._processor = sentencepiece.SentencePieceProcessor(model_proto=model)
+        self.context_length = context_length
+        self.vocab_size = self._processor.vocab_size()
+        self.pad_id, self.eos_id = self._processor.pad_id(), self._processor.eos_id()
+        self.sha256 = hashlib.sha256(model).hexdigest()
+        self.truncated = 0
+        if (self.pad_id, self.eos_id) != (PAD_ID, EOS_ID):
+            raise ValueError(
+                f"the tokenizer has pad id {self.pad_id} and eos id {self.eos_id}, not {PAD_ID} and {EOS_ID}: "
+                f"train one with `python -m infcl.data.tokenizer train`"
+            )
+
+    def __getstate__(self) -> tuple[bytes, int]:
+        return self._model, self.context_length
+
+    def __setstate__(self, state: tuple[bytes, int]) -> None:
+        self._load(*state)
+
+    def __call__(self, captions: Sequence[str]) -> torch.Tensor:
+        """n captions -> int64 [n, context_length]."""
+        ids = self._processor.encode([canonicalise(caption) for caption in captions], num_threads=1)
+        tokens = torch.full((len(ids), self.context_length), self.pad_id, dtype=torch.int64)
+        room = self.context_length - 1
+        for i, row in enumerate(ids):
+            self.truncated += len(row) > room
+            row = row[:room] + [self.eos_id]
+            tokens[i, : len(row)] = torch.tensor(row)
+        return tokens
+
+    def save(self, path: str | os.PathLike) -> None:
+        """Write the model file, byte for byte."""
+        Path(path).write_bytes(self._model)
+
+
+def shard_captions(urls: str | Sequence[str], limit: int, *, seed: int = 0) -> Iterator[str]:
+    """Up to `limit` captions from all over the shards, in a seeded order, without reading an image."""
+    from infcl.data.plan import EpochPlan
+    from infcl.data.samples import BadSample, decode_caption
+    from infcl.data.shards import ShardReader, load_manifest
+
+    manifest = load_manifest(urls)
+    reader = ShardReader(manifest)
+    plan = EpochPlan([shard.samples for shard in manifest.shards], chunk=64, seed=seed, epoch=0)
+    total = min(limit, manifest.num_samples)
+    for start in range(0, total, 1024):
+        for record in reader.read(plan.samples(start, min(start + 1024, total)), images=False):
+            try:
+                yield decode_caption(record)[0]
+            except BadSample:
+                continue  # training counts and reports it
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m infcl.data.tokenizer", description="Learn a tokenizer from shards."
+    )
+    parser.add_argument("command", choices=["train"])
+    parser.add_argument("--train-data", required=True, help="tars, braces, a '::' list, a glob or a folder")
+    parser.add_argument("--vocab-size", type=int, required=True)
+    parser.add_argument("--out", required=True, help="the model file to write")
+    parser.add_argument("--model-type", choices=["bpe", "unigram"], default="unigram")
+    parser.add_argument("--byte-fallback", action="store_true", help="spell unknown characters in bytes")
+    parser.add_argument("--max-captions", type=int, default=2_000_000, help="captions to learn from")
+    args = parser.parse_args(arguments)
+    train_tokenizer(
+        shard_captions(args.train_data, args.max_captions),
+        args.out,
+        args.vocab_size,
+        args.model_type,
+        byte_fallback=args.byte_fallback,
+    )
+    tokenizer = Tokenizer(args.out)
+    print(f"{args.out}: {tokenizer.vocab_size} pieces, sha256 {tokenizer.sha256[:16]}")
+
+
+if __name__ == "__main__":
+    main()
