@@ -167,23 +167,6 @@ def with_overrides(
     )
 
 
-def with_overrides(
-    cfg: CLIPConfig,
-    *,
-    image_size: int | None = None,
-    context_length: int | None = None,
-    patch_dropout: float | None = None,
-) -> CLIPConfig:
-    """The config with whatever is given replaced, validated again."""
-    vision = {"image_size": image_size, "patch_dropout": patch_dropout}
-    text = {"context_length": context_length}
-    return dataclasses.replace(
-        cfg,
-        vision_cfg=dataclasses.replace(cfg.vision_cfg, **_without_none(vision)),
-        text_cfg=dataclasses.replace(cfg.text_cfg, **_without_none(text)),
-    )
-
-
 def with_tokenizer(cfg: CLIPConfig, *, vocab_size: int, context_length: int, eos_id: int, pad_id: int) -> CLIPConfig:
     """The same towers behind a sentencepiece tokenizer that writes [ids..., eos, pad, ...].
 
