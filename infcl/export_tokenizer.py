@@ -1,0 +1,155 @@
+"""A sentencepiece model as Hugging Face's tokenizer.json, written without the tokenizers or transformers packages.
+
+In:  a BPE or unigram .model whose ids pad, eos and unk are set.
+Out: spiece.model (a copy), tokenizer.json, tokenizer_config.json; AutoTokenizer and open_clip's get_tokenizer load them
+     and give the ids of sentencepiece, followed by eos and padding.
+
+transformers' own conversions are not exact: T5TokenizerFast drops the leading U+2581, the slow T5Tokenizer loses byte
+fallback, and 5.x accepts no .model file. BPE is exact here. Unigram is up to ties: where two orders of the same pieces
+score the same ("00" "0" or "0" "00"), sentencepiece's choice depends on float32 rounding over the whole text.
+
+    text -> charsmap of the model, strip, collapse spaces -> U+2581 for spaces and in front -> BPE | unigram -> ... eos
+"""
+
+import base64
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4  # ModelProto.SentencePiece.Type
+_UNIGRAM, _BPE = 1, 2  # TrainerSpec.ModelType
+_SPACE = "\u2581"
+
+
+def export_tokenizer(model_path: str | Path, out_dir: str | Path, *, context_length: int) -> None:
+    """Write the three files into `out_dir`. ValueError for a model that tokenizer.json cannot express exactly."""
+    proto = read_model(model_path)
+    out = Path(out_dir)
+    trainer = proto.trainer_spec
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": trainer.eos_piece,
+        "pad_token": trainer.pad_piece,
+        "unk_token": trainer.unk_piece,
+        "model_max_length": context_length,
+        "padding_side": "right",
+        "truncation_side": "right",
+        "clean_up_tokenization_spaces": False,
+        "model_input_names": ["input_ids"],
+    }
+    shutil.copyfile(model_path, out / "spiece.model")
+    (out / "tokenizer.json").write_text(json.dumps(tokenizer_json(proto), ensure_ascii=False), encoding="utf-8")
+    (out / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def read_model(model_path: str | Path) -> Any:
+    """The ModelProto of a .model file."""
+    from sentencepiece import sentencepiece_model_pb2
+
+    proto = sentencepiece_model_pb2.ModelProto()
+    proto.ParseFromString(Path(model_path).read_bytes())
+    return proto
+
+
+def tokenizer_json(proto: Any) -> dict[str, Any]:
+    """ModelProto -> the content of tokenizer.json."""
+    trainer, normalizer = proto.trainer_spec, proto.normalizer_spec
+    if trainer.model_type not in (_UNIGRAM, _BPE):
+        raise ValueError(f"sentencepiece model type {trainer.model_type}: only unigram (1) and BPE (2) can be exported")
+    if min(trainer.pad_id, trainer.eos_id, trainer.unk_id) < 0:
+        raise ValueError(
+            f"the tokenizer lacks a special token: pad {trainer.pad_id}, eos {trainer.eos_id}, unk {trainer.unk_id}"
+        )
+    if trainer.treat_whitespace_as_suffix or not (
+        normalizer.add_dummy_prefix and normalizer.remove_extra_whitespaces and normalizer.escape_whitespaces
+    ):
+        raise ValueError("only sentencepiece's default treatment of white space can be exported")
+    metaspace = {
+        "type": "Metaspace",
+        "replacement": _SPACE,
+        "prepend_scheme": "always",
+        "split": trainer.split_by_whitespace,
+    }
+    eos = {"SpecialToken": {"id": trainer.eos_piece, "type_id": 0}}
+    first, second = ({"Sequence": {"id": name, "type_id": 0}} for name in "AB")
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [
+            {
+                "id": i,
+                "content": piece.piece,
+                "single_word": False,
+                "lstrip": False,
+                "rstrip": False,
+                "normalized": False,
+                "special": piece.type != _USER_DEFINED,
+            }
+            for i, piece in enumerate(proto.pieces)
+            if piece.type in (_UNKNOWN, _CONTROL, _USER_DEFINED)
+        ],
+        "normalizer": {"type": "Sequence", "normalizers": _normalizers(normalizer)},
+        "pre_tokenizer": metaspace,
+        "post_processor": {
+            "type": "TemplateProcessing",
+            "single": [first, eos],
+            "pair": [first, eos, second, eos],
+            "special_tokens": {
+                trainer.eos_piece: {
+                    "id": trainer.eos_piece,
+                    "ids": [trainer.eos_id],
+                    "tokens": [trainer.eos_piece],
+                }
+            },
+        },
+        "decoder": {"type": "Sequence", "decoders": [{"type": "ByteFallback"}, metaspace]},
+        "model": _bpe(proto) if trainer.model_type == _BPE else _unigram(proto),
+    }
+
+
+def _normalizers(spec: Any) -> list[dict[str, Any]]:
+    steps: list[dict[str, Any]] = []
+    if spec.precompiled_charsmap:
+        charsmap = base64.b64encode(spec.precompiled_charsmap).decode()
+        steps.append({"type": "Precompiled", "precompiled_charsmap": charsmap})
+    steps.append({"type": "Strip", "strip_left": True, "strip_right": True})
+    steps.append({"type": "Replace", "pattern": {"Regex": " {2,}"}, "content": " "})
+    return steps
+
+
+def _unigram(proto: Any) -> dict[str, Any]:
+    return {
+        "type": "Unigram",
+        "unk_id": proto.trainer_spec.unk_id,
+        "vocab": [[piece.piece, piece.score] for piece in proto.pieces],
+        "byte_fallback": proto.trainer_spec.byte_fallback,
+    }
+
+
+def _bpe(proto: Any) -> dict[str, Any]:
+    return {
+        "type": "BPE",
+        "dropout": None,
+        "unk_token": proto.trainer_spec.unk_piece,
+        "continuing_subword_prefix": None,
+        "end_of_word_suffix": None,
+        "fuse_unk": True,
+        "byte_fallback": proto.trainer_spec.byte_fallback,
+        "ignore_merges": False,
+        "vocab": {piece.piece: i for i, piece in enumerate(proto.pieces)},
+        "merges": _merges(proto),
+    }
+
+
+def _merges(proto: Any) -> list[list[str]]:
+    """Every pair that forms a piece, best piece first: sentencepiece ranks neighbours by what they would form."""
+    ids = {piece.piece: i for i, piece in enumerate(proto.pieces) if piece.type == _NORMAL}
+    ranked = []
+    for text, i in ids.items():
+        pairs = ((text[:cut], text[cut:]) for cut in range(1, len(text)))
+        for left, right in pairs:
+            if left in ids and right in ids:
+                ranked.append((-proto.pieces[i].score, ids[left], ids[right], left, right))
+    return [[left, right] for *_, left, right in sorted(ranked)]
