@@ -1,0 +1,130 @@
+"""The layers of the package, read from its imports: a layer imports only lower ones; heavy packages have one home.
+
+Every import counts, at the top of a file or inside a function.
+"""
+
+import ast
+import subprocess
+import sys
+from fnmatch import fnmatch
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+FILES = sorted(
+    path.relative_to(ROOT).as_posix()
+    for path in [*ROOT.glob("infcl/**/*.py"), *ROOT.glob("megatron_patches/**/*.py"), ROOT / "pretrain_clip.py"]
+)
+
+# Longest prefix wins. A module imports its own layer and those below it.
+LAYERS = {
+    "infcl.kernels": 0,
+    "infcl.loss.lse": 0,
+    "infcl.loss.ring": 1,
+    "infcl.loss": 2,
+    "infcl.loss.contrastive": 3,
+    "infcl.towers": 4,
+    "infcl.data": 4,
+    "infcl.step": 5,
+    "infcl.config": 5,
+    "infcl.parallel": 5,
+    "infcl": 6,
+    "megatron_patches": 6,
+    "pretrain_clip": 7,
+}
+# Of the project, these import only themselves: towers, data and loss never meet, a step gets its parts as arguments.
+SELF_CONTAINED = ("infcl.kernels", "infcl.towers", "infcl.data", "infcl.step")
+
+HOMES = {
+    "deepspeed": "infcl/train/engine.py",
+    "megatron": "megatron_patches/*",
+    "triton": "infcl/kernels/triton_*",
+}
+WITHOUT = {
+    "torch.distributed": ("infcl/kernels/*", "infcl/loss/lse.py", "infcl/towers/*", "infcl/data/*", "infcl/step/*"),
+    "torch.autograd": ("infcl/kernels/*", "infcl/loss/lse.py", "infcl/loss/ring.py"),
+}
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_a_layer_imports_only_lower_ones(file):
+    module = _module(file)
+    for imported in _imports(file):
+        if not imported.startswith(("infcl", "megatron_patches", "pretrain_clip")):
+            continue
+        assert _layer(imported) <= _layer(module), f"{module} (layer {_layer(module)}) imports {imported}"
+        for package in SELF_CONTAINED:
+            if module.startswith(package):
+                assert imported.startswith(package), f"{module} imports {imported}"
+
+
+@pytest.mark.parametrize("package", HOMES)
+def test_heavy_packages_have_one_home(package):
+    users = {file for file in FILES for name in _imports(file) if name.split(".")[0] == package}
+    assert all(fnmatch(user, HOMES[package]) for user in users), f"{package} is imported in {sorted(users)}"
+
+
+@pytest.mark.parametrize("facility", WITHOUT)
+def test_pure_layers_have_neither_communication_nor_autograd(facility):
+    for file in FILES:
+        if any(fnmatch(file, pattern) for pattern in WITHOUT[facility]):
+            used = _imports(file) | _dotted_names(file)
+            assert not any(name.startswith(facility) for name in used), f"{file} uses {facility}"
+
+
+def test_the_loss_and_the_towers_need_torch_alone():
+    code = """
+import sys
+from importlib.metadata import packages_distributions
+
+hidden = set(packages_distributions()) - {"infcl", "torch", "torchgen", "functorch"}
+hidden -= {"typing_extensions", "filelock", "fsspec", "sympy", "mpmath", "networkx", "jinja2", "markupsafe"}
+
+class Hiding:
+    def __init__(self, finder):
+        self.finder = finder
+
+    def find_spec(self, name, path=None, target=None):
+        return None if name.split(".")[0] in hidden else self.finder.find_spec(name, path, target)
+
+sys.meta_path[:] = [Hiding(finder) for finder in sys.meta_path]
+import torch
+import infcl
+import infcl.towers
+features = torch.nn.functional.normalize(torch.randn(2, 4, 8), dim=-1).requires_grad_()
+infcl.inf_cl_loss(features[0], features[1], torch.tensor(10.0)).backward()
+assert features.grad.isfinite().all()
+assert "numpy" not in sys.modules and "triton" not in sys.modules and "deepspeed" not in sys.modules
+"""
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+
+
+def _module(file: str) -> str:
+    return file.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+
+
+def _layer(module: str) -> int:
+    prefixes = [prefix for prefix in LAYERS if module == prefix or module.startswith(prefix + ".")]
+    return LAYERS[max(prefixes, key=len)]
+
+
+def _imports(file: str) -> set[str]:
+    """Full names: `from a import b` gives a.b, for b may be a module. The project uses no relative imports."""
+    names = set()
+    for node in ast.walk(_tree(file)):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{file}: relative import in line {node.lineno}"
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return names
+
+
+def _dotted_names(file: str) -> set[str]:
+    return {ast.unparse(node) for node in ast.walk(_tree(file)) if isinstance(node, ast.Attribute)}
+
+
+def _tree(file: str) -> ast.Module:
+    return ast.parse((ROOT / file).read_text(encoding="utf-8"))
