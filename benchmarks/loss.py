@@ -1,0 +1,184 @@
+"""Time and memory of the contrastive losses, forward and backward: `python -m benchmarks.loss --gpus 1`.
+
+Every implementation runs on the same features, in one process per GPU; the rate of the library's 8192^3 bf16 matrix
+product is measured in the same run. TFLOP/s counts 8 B^2 D operations for every loss (what one pass over the tiles
+needs: 1 product forward, 3 backward), divided by the GPUs. Extra memory is the peak above what is allocated before the
+call (features and their gradients, which every loss leaves behind, included).
+Prints a table; --csv appends the rows with commit, hardware and versions.
+"""
+
+import argparse
+import csv
+import socket
+import statistics
+import subprocess
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from infcl.loss.contrastive import LOSSES, ContrastiveLoss
+
+COLUMNS = (
+    "impl", "gpus", "global_batch", "dim", "dtype", "median_ms", "mean_ms", "std_ms", "repeats",
+    "tflops_per_gpu", "ratio_to_cublas", "extra_mib", "cublas_tflops", "device", "torch", "triton", "commit",
+)  # fmt: skip
+
+
+def main() -> None:
+    arguments = _parse()
+    if arguments.gpus == 1:
+        _measure_all(0, arguments, port=0)
+    else:
+        with socket.socket() as s:
+            s.bind(("127.0.0.1", 0))
+            port = s.getsockname()[1]
+        torch.multiprocessing.spawn(_measure_all, (arguments, port), nprocs=arguments.gpus)
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--impl", default="inf_cl,clip,open_clip,disco,siglip", help=f"comma-separated, of {LOSSES}")
+    parser.add_argument("--batch", default="16384,65536", help="global batch sizes, comma-separated")
+    parser.add_argument("--dim", default="768", help="embedding dimensions, comma-separated")
+    parser.add_argument("--dtype", default="bfloat16", help="of the features")
+    parser.add_argument("--tile-dtype", default=None, help="operands of the tiled losses; default: the features'")
+    parser.add_argument("--workspace-mib", type=int, default=256, help="bound of the tiled losses' temporary memory")
+    parser.add_argument("--gpus", type=int, default=1)
+    parser.add_argument("--repeats", type=int, default=10)
+    parser.add_argument("--csv", type=Path, default=None, help="append the rows to this file")
+    parser.add_argument("--commit", default=None, help="for the CSV; default: git's HEAD")
+    return parser.parse_args()
+
+
+def _measure_all(rank: int, arguments: argparse.Namespace, port: int) -> None:
+    torch.cuda.set_device(rank)
+    group = None
+    if arguments.gpus > 1:
+        dist.init_process_group(
+            "nccl", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=arguments.gpus,
+            device_id=torch.device("cuda", rank),
+        )  # fmt: skip
+        group = dist.group.WORLD
+    hardware = _hardware(arguments)
+    if rank == 0:
+        print(f"{hardware['device']}, torch {hardware['torch']}, triton {hardware['triton']}, {hardware['commit']}")
+        print(f"library 8192^3 bf16: {hardware['cublas_tflops']:.0f} TFLOP/s")
+        print(
+            f"{'impl':>10} {'batch':>9} {'dim':>5} {'median':>9} {'mean':>9} {'std':>7} ms  TFLOP/s  ratio  extra MiB"
+        )
+    for dim in map(int, arguments.dim.split(",")):
+        for batch in map(int, arguments.batch.split(",")):
+            for impl in arguments.impl.split(","):
+                row = _measure(impl, batch, dim, group, arguments)
+                if rank == 0:
+                    _report(row | hardware, arguments.csv)
+    if group is not None:
+        dist.destroy_process_group()
+
+
+def _measure(impl: str, batch: int, dim: int, group: dist.ProcessGroup | None, arguments: argparse.Namespace) -> dict:
+    """Times of `repeats` forward and backward passes after warm-up; the slowest rank counts."""
+    generator = torch.Generator("cuda").manual_seed(dist.get_rank() if group else 0)
+    rows = batch // arguments.gpus
+    images, texts = (
+        F.normalize(torch.randn(rows, dim, device="cuda", generator=generator), dim=1)
+        .to(getattr(torch, arguments.dtype))
+        .requires_grad_()
+        for _ in range(2)
+    )
+    scale = torch.tensor(50.0, device="cuda", requires_grad=True)
+    bias = torch.tensor(-10.0, device="cuda", requires_grad=True)
+    loss = ContrastiveLoss(
+        impl, group=group, tile_dtype=arguments.tile_dtype, workspace_bytes=arguments.workspace_mib * 2**20
+    )
+
+    def step():
+        loss(images, texts, scale, bias).backward()
+        images.grad = texts.grad = scale.grad = bias.grad = None
+
+    row = {"impl": impl, "gpus": arguments.gpus, "global_batch": batch, "dim": dim, "dtype": arguments.dtype}
+    try:
+        step()
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        times = _time(step, arguments.repeats, group)
+        extra = torch.cuda.max_memory_allocated() - before
+    except torch.OutOfMemoryError:
+        torch.cuda.empty_cache()
+        return row | {"median_ms": None}
+    median = statistics.median(times)
+    return row | {
+        "median_ms": median,
+        "mean_ms": statistics.mean(times),
+        "std_ms": statistics.stdev(times),
+        "repeats": len(times),
+        "tflops_per_gpu": 8 * batch**2 * dim / arguments.gpus / median / 1e9,
+        "extra_mib": extra / 2**20,
+    }
+
+
+def _time(step, repeats: int, group: dist.ProcessGroup | None, warm_up: int = 2) -> list[float]:
+    times = []
+    for repeat in range(warm_up + repeats):
+        if group is not None:
+            dist.barrier(group)
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.synchronize()
+        start.record()
+        step()
+        end.record()
+        end.synchronize()
+        milliseconds = torch.tensor(start.elapsed_time(end), device="cuda")
+        if group is not None:
+            dist.all_reduce(milliseconds, dist.ReduceOp.MAX, group=group)
+        if repeat >= warm_up:
+            times.append(milliseconds.item())
+    return times
+
+
+def _hardware(arguments: argparse.Namespace) -> dict:
+    a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    median = statistics.median(_time(lambda: a @ b, 30, None, warm_up=10))
+    commit = (
+        arguments.commit
+        or subprocess.run(
+            ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True
+        ).stdout.strip()
+    )
+    import triton
+
+    return {
+        "cublas_tflops": 2 * 8192**3 / median / 1e9,
+        "device": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "commit": commit,
+    }
+
+
+def _report(row: dict, path: Path | None) -> None:
+    if row["median_ms"] is None:
+        print(f"{row['impl']:>10} {row['global_batch']:>9} {row['dim']:>5} out of memory", flush=True)
+    else:
+        row["ratio_to_cublas"] = row["tflops_per_gpu"] / row["cublas_tflops"]
+        print(
+            f"{row['impl']:>10} {row['global_batch']:>9} {row['dim']:>5} {row['median_ms']:9.3f} {row['mean_ms']:9.3f} "
+            f"{row['std_ms']:7.3f}     {row['tflops_per_gpu']:7.1f}  {row['ratio_to_cublas']:5.3f}  "
+            f"{row['extra_mib']:9.0f}",
+            flush=True,
+        )
+    if path is not None:
+        new = not path.exists()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a", newline="") as file:
+            writer = csv.DictWriter(file, COLUMNS)
+            if new:
+                writer.writeheader()
+            writer.writerow(row)
+
+
+if __name__ == "__main__":
+    main()

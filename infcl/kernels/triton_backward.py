@@ -1,0 +1,193 @@
+"""Gradients of one pair of feature blocks on a GPU: torch_tile's backward functions.
+
+In: features, their statistics over the whole batch. Out: dS @ columns and dS.T @ rows, added to float32 accumulators.
+dS is formed for one chunk at a time, [chunk, chunk] in the operands' type in a bounded workspace, by a fused matrix
+product whose epilogue works in float32 (the subtraction on the diagonal included) and rounds once; the library's matrix
+products then multiply it with the features. For D >= 512 that beats keeping a [128, D] float32 accumulator on the chip.
+
+6 r c D flops; the workspace is written once and read twice.
+"""
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from infcl.kernels.triton_forward import LOG2E, aligned, launch_options, multiprocessors
+
+_GROUP = tl.constexpr(8)  # row blocks that are walked together, for the L2 cache
+
+
+def softmax_backward(
+    rows: Tensor,
+    columns: Tensor,
+    scale: Tensor,
+    row_lse: Tensor,
+    col_lse: Tensor,
+    d_rows: Tensor | None,
+    d_columns: Tensor | None,
+    *,
+    diagonal: bool,
+    workspace_bytes: int,
+    tf32: bool = False,
+) -> None:
+    """As torch_tile.softmax_backward; rows [r, D] and columns [c, D] in bf16, fp16 or f32, d_rows and d_columns f32."""
+    _accumulate(rows, columns, scale, row_lse, col_lse, None, d_rows, d_columns, diagonal, workspace_bytes, tf32)
+
+
+def sigmoid_backward(
+    rows: Tensor,
+    columns: Tensor,
+    scale: Tensor,
+    bias: Tensor,
+    d_rows: Tensor | None,
+    d_columns: Tensor | None,
+    *,
+    diagonal: bool,
+    workspace_bytes: int,
+    tf32: bool = False,
+) -> None:
+    """As torch_tile.sigmoid_backward."""
+    _accumulate(rows, columns, scale, None, None, bias, d_rows, d_columns, diagonal, workspace_bytes, tf32)
+
+
+def _accumulate(
+    rows: Tensor,
+    columns: Tensor,
+    scale: Tensor,
+    row_lse: Tensor | None,
+    col_lse: Tensor | None,
+    bias: Tensor | None,
+    d_rows: Tensor | None,
+    d_columns: Tensor | None,
+    diagonal: bool,
+    workspace_bytes: int,
+    tf32: bool,
+) -> None:
+    """Walk the chunks: form dS, multiply. `bias` set: sigmoid; the LSE set: softmax."""
+    launch = launch_options(rows, tf32)
+    row_operand, column_operand = aligned(rows), aligned(columns)
+    height, width = _chunk_shape(len(rows), len(columns), workspace_bytes // rows.dtype.itemsize)
+    workspace = rows.new_empty(height, width)
+    processors = multiprocessors(rows.device)
+    with _float32_products(tf32):
+        for i in range(0, len(rows), height):
+            row_slice = slice(i, min(i + height, len(rows)))
+            for j in range(0, len(columns), width):
+                column_slice = slice(j, min(j + width, len(columns)))
+                num_rows, num_columns = row_slice.stop - i, column_slice.stop - j
+                d_logits = workspace[:num_rows, :num_columns]
+                tiles = triton.cdiv(num_rows, launch["BLOCK_M"]) * triton.cdiv(num_columns, launch["BLOCK_N"])
+                _d_logits_kernel[(min(tiles, processors),)](
+                    TensorDescriptor.from_tensor(row_operand[row_slice], [launch["BLOCK_M"], launch["BLOCK_K"]]),
+                    TensorDescriptor.from_tensor(column_operand[column_slice], [launch["BLOCK_N"], launch["BLOCK_K"]]),
+                    TensorDescriptor.from_tensor(d_logits, [launch["BLOCK_M"], launch["BLOCK_N"]]),
+                    scale,
+                    scale if bias is None else bias,
+                    scale if row_lse is None else row_lse[row_slice],
+                    scale if col_lse is None else col_lse[column_slice],
+                    num_rows,
+                    num_columns,
+                    i - j,
+                    DIM=row_operand.shape[1],
+                    DIAGONAL=diagonal and i < j + width and j < i + height,
+                    SIGMOID=bias is not None,
+                    **launch,
+                )
+                if d_rows is not None:
+                    _add_product(d_rows[row_slice], d_logits, columns[column_slice])
+                if d_columns is not None:
+                    _add_product(d_columns[column_slice], d_logits.T, rows[row_slice])
+
+
+@triton.jit
+def _d_logits_kernel(
+    rows_desc,  # [r, D] operand type, read
+    columns_desc,  # [c, D] operand type, read
+    d_logits_desc,  # [r, c] operand type, written
+    scale_ptr,  # f32, read
+    bias_ptr,  # f32, read if SIGMOID
+    row_lse_ptr,  # f32 [r], read unless SIGMOID
+    col_lse_ptr,  # f32 [c], read unless SIGMOID
+    num_rows,
+    num_columns,
+    offset,  # row i matches column i + offset
+    DIM: tl.constexpr,
+    DIAGONAL: tl.constexpr,
+    SIGMOID: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """`((logits - row_lse).exp() + (logits - col_lse).exp()) / 2` or `sigmoid(logits + bias)`, minus 1 at matches.
+
+    A persistent grid: program p forms tiles p, p + programs, ...
+    """
+    row_tiles = tl.cdiv(num_rows, BLOCK_M)
+    column_tiles = tl.cdiv(num_columns, BLOCK_N)
+    scale2 = tl.load(scale_ptr).to(tl.float32) * LOG2E
+    for tile in tl.range(tl.program_id(0), row_tiles * column_tiles, tl.num_programs(0), flatten=True):
+        group = tile // (_GROUP * column_tiles)
+        group_rows = tl.minimum(row_tiles - group * _GROUP, _GROUP)
+        within = tile - group * _GROUP * column_tiles
+        first_row = (group * _GROUP + within % group_rows) * BLOCK_M
+        first_column = (within // group_rows) * BLOCK_N
+        logits = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        for k in range(0, DIM, BLOCK_K):
+            a = rows_desc.load([first_row, k])
+            b = columns_desc.load([first_column, k])
+            logits = tl.dot(a, b.T, logits, input_precision=PRECISION)
+        rows = first_row + tl.arange(0, BLOCK_M)
+        columns = first_column + tl.arange(0, BLOCK_N)
+        logits = logits * scale2
+        if SIGMOID:
+            logits += tl.load(bias_ptr).to(tl.float32) * LOG2E
+            d_logits = 1.0 / (1.0 + tl.exp2(-logits))
+        else:
+            row_lse = tl.load(row_lse_ptr + rows, mask=rows < num_rows, other=0.0) * LOG2E
+            col_lse = tl.load(col_lse_ptr + columns, mask=columns < num_columns, other=0.0) * LOG2E
+            d_logits = 0.5 * tl.exp2(tl.minimum(logits - row_lse[:, None], 0.0))
+            d_logits += 0.5 * tl.exp2(tl.minimum(logits - col_lse[None, :], 0.0))
+        if DIAGONAL:
+            if (first_row + offset < first_column + BLOCK_N) & (first_column < first_row + offset + BLOCK_M):
+                d_logits = tl.where((rows + offset)[:, None] == columns[None, :], d_logits - 1.0, d_logits)
+        d_logits_desc.store([first_row, first_column], d_logits.to(d_logits_desc.dtype))
+
+
+def _chunk_shape(num_rows: int, num_columns: int, elements: int) -> tuple[int, int]:
+    """Height and width (a multiple of 64) of the workspace: near square, at most `elements`, pieces of equal size."""
+    side = max(64, math.isqrt(elements) // 64 * 64)
+    width = _even_piece(num_columns, side)
+    return _even_piece(num_rows, max(64, elements // width // 64 * 64)), width
+
+
+def _even_piece(length: int, limit: int) -> int:
+    pieces = triton.cdiv(length, limit)
+    return triton.cdiv(triton.cdiv(length, pieces), 64) * 64
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """`total += left @ right` with a float32 accumulator, whatever the operands' type."""
+    if left.dtype == total.dtype:
+        total.addmm_(left, right)
+    elif total.is_cuda:
+        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
+    else:  # Triton's interpreter works on CPU tensors, where addmm has no out_dtype
+        total.addmm_(left.to(total.dtype), right.to(total.dtype))
+
+
+@contextmanager
+def _float32_products(tf32: bool) -> Iterator[None]:
+    """The library's float32 products in the tile's precision, whatever the process has set."""
+    before = torch.backends.cuda.matmul.fp32_precision
+    torch.backends.cuda.matmul.fp32_precision = "tf32" if tf32 else "ieee"
+    try:
+        yield
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = before

@@ -1,0 +1,340 @@
+"""Statistics of one pair of feature blocks on a GPU: torch_tile's forward functions as fused matrix products.
+
+In: r row features and c column features. Out: softmax statistics (row and column LSE) or sigmoid sums. The logits exist
+in registers only; what is written is one partial sum per row and column block, and per column and split of the rows.
+
+    logits = scale * rows @ columns.T                                               # [r, c], never formed
+    softmax: exp2(log2(e) * logits - reference) summed over rows and over columns
+    sigmoid: softplus(logits + bias) and sigmoid(logits + bias) summed over columns
+
+One exponential serves rows and columns because both are taken against one reference. The reference comes from the
+Cauchy-Schwarz bound on the logits, 96 below it: sums cannot overflow, and a sum of at least 2^-76 has lost nothing to
+underflow. A row or column whose sum is smaller (possible only where all its logits lie far below the bound; for
+normalised features and scale 100, where no cosine exceeds -0.19) is computed again by an online softmax of its own:
+the result never rests on the bound.
+
+Sizes: r rows, c columns, D features. No atomics: all sums are taken in a fixed order, bitwise repeatable.
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+LOG2E = tl.constexpr(math.log2(math.e))
+_HEADROOM = tl.constexpr(96.0)  # sums of up to 2^30 terms of at most 2^96 stay below 2^127
+_SMALLEST_SUM = tl.constexpr(2.0**-76)  # what underflows below 2^-126 is 2^-50 of it
+
+# Block shapes and launch options by operand size in bytes.
+_LAUNCH = {
+    2: {"BLOCK_M": 128, "BLOCK_N": 256, "BLOCK_K": 64, "num_warps": 8, "num_stages": 3},
+    4: {"BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_K": 32, "num_warps": 4, "num_stages": 3},
+}
+
+
+def softmax_forward(
+    rows: Tensor, columns: Tensor, scale: Tensor, *, diagonal: bool, workspace_bytes: int, tf32: bool = False
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """As torch_tile.softmax_forward; rows [r, D] and columns [c, D] in bf16, fp16 or f32, results f32."""
+    row_square, col_square, matched = _squares(rows, columns, scale)
+    reference = (row_square.max() * col_square.max()).sqrt() * scale.abs() * LOG2E.value - _HEADROOM.value
+    row_sums, col_sums = _tile_sums(rows, columns, scale, reference, workspace_bytes, tf32=tf32, sigmoid=False)
+    row_lse = _finish(row_sums, reference, matched if diagonal else None)
+    col_lse = _finish(col_sums, reference, matched if diagonal else None)
+    _repair(row_lse, rows, columns, scale, tf32=tf32)
+    _repair(col_lse, columns, rows, scale, tf32=tf32)
+    return row_lse, col_lse, matched[: min(len(rows), len(columns))] if diagonal else None
+
+
+def sigmoid_forward(
+    rows: Tensor,
+    columns: Tensor,
+    scale: Tensor,
+    bias: Tensor,
+    *,
+    diagonal: bool,
+    workspace_bytes: int,
+    tf32: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """As torch_tile.sigmoid_forward. A matched pair's loss is softplus(logit) - logit, its slope sigmoid(logit) - 1."""
+    row_loss, row_slope = _tile_sums(rows, columns, scale, bias, workspace_bytes, tf32=tf32, sigmoid=True)
+    if diagonal:
+        matched = _squares(rows, columns, scale)[2][: min(len(rows), len(columns))]
+        row_loss[: len(matched)] -= matched + bias
+        row_slope[: len(matched)] -= 1
+    return row_loss, row_slope
+
+
+def _tile_sums(
+    rows: Tensor, columns: Tensor, scale: Tensor, shift: Tensor, workspace_bytes: int, *, tf32: bool, sigmoid: bool
+) -> tuple[Tensor, Tensor]:
+    """Sums over the tiles: softmax, of rows [r] and of columns [c]; sigmoid, two of rows [r].
+
+    Columns are walked in chunks whose partial sums [column blocks, r] fit the workspace.
+    """
+    launch = launch_options(rows, tf32)
+    row_operand, column_operand = aligned(rows), aligned(columns)
+    num_rows, num_columns, dim = len(rows), len(columns), row_operand.shape[1]
+    row_tiles, column_tiles = triton.cdiv(num_rows, launch["BLOCK_M"]), triton.cdiv(num_columns, launch["BLOCK_N"])
+    partials = 2 if sigmoid else 1
+    chunk_tiles = max(1, min(column_tiles, workspace_bytes // (4 * num_rows * partials)))
+    splits = _row_splits(row_tiles, chunk_tiles, rows.device)
+    row_partial = rows.new_empty(chunk_tiles, num_rows, dtype=torch.float32)
+    slope_partial = torch.empty_like(row_partial) if sigmoid else row_partial
+    col_partial = row_partial if sigmoid else rows.new_empty(splits, num_columns, dtype=torch.float32)
+    row_sums = slope_sums = 0
+    rows_desc = TensorDescriptor.from_tensor(row_operand, [launch["BLOCK_M"], launch["BLOCK_K"]])
+    columns_desc = TensorDescriptor.from_tensor(column_operand, [launch["BLOCK_N"], launch["BLOCK_K"]])
+    for first in range(0, column_tiles, chunk_tiles):
+        tiles = min(chunk_tiles, column_tiles - first)
+        _tile_sums_kernel[(tiles * splits,)](
+            rows_desc,
+            columns_desc,
+            scale,
+            shift,
+            row_partial,
+            slope_partial,
+            col_partial,
+            num_rows,
+            num_columns,
+            first,
+            splits,
+            triton.cdiv(row_tiles, splits),
+            DIM=dim,
+            SIGMOID=sigmoid,
+            **launch,
+        )
+        row_sums = row_sums + row_partial[:tiles].sum(0)
+        if sigmoid:
+            slope_sums = slope_sums + slope_partial[:tiles].sum(0)
+    return row_sums, slope_sums if sigmoid else col_partial.sum(0)
+
+
+@triton.jit
+def _tile_sums_kernel(
+    rows_desc,  # [r, D] operand type, read
+    columns_desc,  # [c, D] operand type, read
+    scale_ptr,  # f32, read
+    shift_ptr,  # f32: the reference (softmax) or the bias (sigmoid), read
+    row_partial_ptr,  # f32 [column blocks of this launch, r], written
+    slope_partial_ptr,  # f32 [column blocks of this launch, r], written if SIGMOID
+    col_partial_ptr,  # f32 [splits, c], written unless SIGMOID
+    num_rows,
+    num_columns,
+    first_block,  # of the column blocks of this launch
+    splits,
+    split_tiles,  # row tiles per split
+    DIM: tl.constexpr,
+    SIGMOID: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """One column block against one split of the rows. Neighbouring programs share a column block (L2)."""
+    block = tl.program_id(0) // splits
+    split = tl.program_id(0) % splits
+    first_column = (first_block + block) * BLOCK_N
+    columns = first_column + tl.arange(0, BLOCK_N)
+    scale = tl.load(scale_ptr).to(tl.float32)
+    shift = tl.load(shift_ptr).to(tl.float32)
+    row_partial_ptr += block.to(tl.int64) * num_rows
+    slope_partial_ptr += block.to(tl.int64) * num_rows
+    # Column sums stay spread over the threads that hold them: row = 16 a + 8 b + c with b in one thread's registers.
+    col_sums = tl.zeros([BLOCK_M // 16, 8, BLOCK_N], tl.float32)
+    row_tiles = tl.cdiv(num_rows, BLOCK_M)
+    for tile in tl.range(split * split_tiles, tl.minimum((split + 1) * split_tiles, row_tiles), flatten=True):
+        logits = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        for k in range(0, DIM, BLOCK_K):
+            a = rows_desc.load([tile * BLOCK_M, k])
+            b = columns_desc.load([first_column, k])
+            logits = tl.dot(a, b.T, logits, input_precision=PRECISION)
+        rows = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+        at_edge = (tile * BLOCK_M + BLOCK_M > num_rows) | (first_column + BLOCK_N > num_columns)
+        if SIGMOID:
+            logits = logits * scale + shift
+            small = tl.exp2(-tl.abs(logits) * LOG2E)  # in (0, 1]
+            losses = tl.maximum(logits, 0.0) + tl.log(1.0 + small)
+            slopes = tl.where(logits >= 0, 1.0, small) / (1.0 + small)
+            if at_edge:
+                losses = tl.where((columns < num_columns)[None, :], losses, 0.0)
+                slopes = tl.where((columns < num_columns)[None, :], slopes, 0.0)
+            tl.store(row_partial_ptr + rows, tl.sum(losses, 1), mask=rows < num_rows)
+            tl.store(slope_partial_ptr + rows, tl.sum(slopes, 1), mask=rows < num_rows)
+        else:
+            terms = tl.exp2(logits * (scale * LOG2E) - shift)
+            if at_edge:
+                terms = tl.where((rows < num_rows)[:, None] & (columns < num_columns)[None, :], terms, 0.0)
+            tl.store(row_partial_ptr + rows, tl.sum(terms, 1), mask=rows < num_rows)
+            col_sums += tl.sum(tl.reshape(terms, [BLOCK_M // 16, 2, 8, BLOCK_N]), 1)
+    if not SIGMOID:
+        total = tl.sum(tl.sum(col_sums, 1), 0)
+        tl.store(col_partial_ptr + split.to(tl.int64) * num_columns + columns, total, mask=columns < num_columns)
+
+
+def _squares(rows: Tensor, columns: Tensor, scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """`(rows**2).sum(1), (columns**2).sum(1), scale * (rows * columns).sum(1)`, f32 [max(r, c)]; 0 past an end."""
+    count = max(len(rows), len(columns))
+    row_square, col_square, matched = rows.new_empty(3, count, dtype=torch.float32)
+    dim, block = rows.shape[1], 8
+    _squares_kernel[(triton.cdiv(count, block),)](
+        rows,
+        columns,
+        scale,
+        row_square,
+        col_square,
+        matched,
+        len(rows),
+        len(columns),
+        DIM=dim,
+        BLOCK=block,
+        BLOCK_K=min(1024, triton.next_power_of_2(dim)),
+        num_warps=4,
+    )
+    return row_square, col_square, matched
+
+
+@triton.jit
+def _squares_kernel(
+    rows_ptr,  # [r, D] operand type, read
+    columns_ptr,  # [c, D] operand type, read
+    scale_ptr,  # f32, read
+    row_square_ptr,  # f32 [max(r, c)], written
+    col_square_ptr,  # f32 [max(r, c)], written
+    matched_ptr,  # f32 [max(r, c)], written
+    num_rows,
+    num_columns,
+    DIM: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    row_square = tl.zeros([BLOCK], tl.float32)
+    col_square = tl.zeros([BLOCK], tl.float32)
+    product = tl.zeros([BLOCK], tl.float32)
+    for k in range(0, DIM, BLOCK_K):
+        feature = k + tl.arange(0, BLOCK_K)
+        offsets = index[:, None] * DIM + feature[None, :]
+        within = (feature < DIM)[None, :]
+        row = tl.load(rows_ptr + offsets, mask=within & (index < num_rows)[:, None], other=0.0).to(tl.float32)
+        column = tl.load(columns_ptr + offsets, mask=within & (index < num_columns)[:, None], other=0.0).to(tl.float32)
+        row_square += tl.sum(row * row, 1)
+        col_square += tl.sum(column * column, 1)
+        product += tl.sum(row * column, 1)
+    within = index < tl.maximum(num_rows, num_columns)
+    tl.store(row_square_ptr + index, row_square, mask=within)
+    tl.store(col_square_ptr + index, col_square, mask=within)
+    tl.store(matched_ptr + index, product * tl.load(scale_ptr).to(tl.float32), mask=within)
+
+
+def _finish(sums: Tensor, reference: Tensor, matched: Tensor | None) -> Tensor:
+    """`(sums.log2() + reference) / log2(e)`, NaN where the sum is too small (or not finite) to be trusted; f32.
+
+    At least the matched logit, which is one of the terms: rounding must not make a loss negative.
+    """
+    lse = torch.empty_like(sums)
+    count = len(sums)
+    _finish_kernel[(triton.cdiv(count, 1024),)](
+        sums, reference, sums if matched is None else matched, lse, count, matched is not None, BLOCK=1024
+    )
+    return lse
+
+
+@triton.jit
+def _finish_kernel(
+    sums_ptr,  # f32 [n], read
+    reference_ptr,  # f32, read
+    matched_ptr,  # f32 [n], read if HAS_MATCHED
+    lse_ptr,  # f32 [n], written
+    count,
+    HAS_MATCHED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    sums = tl.load(sums_ptr + index, mask=index < count, other=1.0)
+    lse = (tl.log2(sums) + tl.load(reference_ptr)) / LOG2E
+    if HAS_MATCHED:
+        lse = tl.maximum(lse, tl.load(matched_ptr + index, mask=index < count, other=0.0))
+    trusted = (sums >= _SMALLEST_SUM) & (sums < float("inf"))
+    tl.store(lse_ptr + index, tl.where(trusted, lse, float("nan")), mask=index < count)
+
+
+def _repair(lse: Tensor, rows: Tensor, columns: Tensor, scale: Tensor, *, tf32: bool) -> None:
+    """Compute the row LSE [r] that are NaN by an online softmax over all columns; blocks without any return at once."""
+    launch = launch_options(rows, tf32) | {"BLOCK_M": 64, "BLOCK_N": 64, "num_warps": 4}
+    row_operand, column_operand = aligned(rows), aligned(columns)
+    _repair_kernel[(triton.cdiv(len(rows), launch["BLOCK_M"]),)](
+        TensorDescriptor.from_tensor(row_operand, [launch["BLOCK_M"], launch["BLOCK_K"]]),
+        TensorDescriptor.from_tensor(column_operand, [launch["BLOCK_N"], launch["BLOCK_K"]]),
+        scale,
+        lse,
+        len(rows),
+        len(columns),
+        DIM=row_operand.shape[1],
+        **launch,
+    )
+
+
+@triton.jit
+def _repair_kernel(
+    rows_desc,  # [r, D] operand type, read
+    columns_desc,  # [c, D] operand type, read
+    scale_ptr,  # f32, read
+    lse_ptr,  # f32 [r], read, written where NaN
+    num_rows,
+    num_columns,
+    DIM: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    first_row = tl.program_id(0) * BLOCK_M
+    rows = first_row + tl.arange(0, BLOCK_M)
+    lse = tl.load(lse_ptr + rows, mask=rows < num_rows, other=0.0)
+    unknown = lse != lse
+    if tl.max(unknown.to(tl.int32), 0) > 0:
+        scale2 = tl.load(scale_ptr).to(tl.float32) * LOG2E
+        maxima = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        sums = tl.zeros([BLOCK_M], tl.float32)
+        for first_column in range(0, num_columns, BLOCK_N):
+            logits = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+            for k in range(0, DIM, BLOCK_K):
+                a = rows_desc.load([first_row, k])
+                b = columns_desc.load([first_column, k])
+                logits = tl.dot(a, b.T, logits, input_precision=PRECISION)
+            columns = first_column + tl.arange(0, BLOCK_N)
+            logits = tl.where((columns < num_columns)[None, :], logits * scale2, float("-inf"))
+            new_maxima = tl.maximum(maxima, tl.max(logits, 1))
+            sums = sums * tl.exp2(maxima - new_maxima) + tl.sum(tl.exp2(logits - new_maxima[:, None]), 1)
+            maxima = new_maxima
+        tl.store(lse_ptr + rows, (maxima + tl.log2(sums)) / LOG2E, mask=unknown & (rows < num_rows))
+
+
+def launch_options(features: Tensor, tf32: bool) -> dict:
+    """Block shapes, warps, stages and the dot's precision for features of this type."""
+    return _LAUNCH[features.dtype.itemsize] | {"PRECISION": "tf32" if tf32 else "ieee"}
+
+
+def aligned(features: Tensor) -> Tensor:
+    """Features with D padded by zeros so that rows start at multiples of 16 bytes, as tensor descriptors need."""
+    return F.pad(features, (0, -features.shape[1] % (16 // features.dtype.itemsize)))
+
+
+def multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+def _row_splits(row_tiles: int, column_tiles: int, device: torch.device) -> int:
+    """How many programs share a column block: enough to fill the GPU evenly and to keep few column blocks in L2."""
+    processors = multiprocessors(device)
+    candidates = range(1, min(row_tiles, 2 * processors) + 1)
+
+    def cost(splits: int) -> float:  # tiles on the longest chain of programs, and a start-up of a third of a tile each
+        return triton.cdiv(column_tiles * splits, processors) * (triton.cdiv(row_tiles, splits) + 0.33)
+
+    return min(candidates, key=cost)

@@ -1,0 +1,191 @@
+"""The Triton tile computes what the reference tile computes: in Triton's interpreter on a CPU, and on a GPU.
+
+Each check takes a device. On a CPU they run in a process of their own, since TRITON_INTERPRET must be set before Triton
+is imported: `TRITON_INTERPRET=1 python -m tests.test_triton_tile`. The interpreter has no bf16 products; a GPU does.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from infcl.kernels import select_tile, torch_tile
+from tests.loss_oracle import FEATURES, Case, evaluate, features, oracle, relative_error
+
+SHAPES = ((1, 1, 24), (33, 70, 25), (150, 300, 40), (257, 129, 72))
+
+
+def _check_tile(device, rows, columns, dim, kind, scale, dtype, **options):
+    """Errors of the Triton tile and of the float32 reference tile, both against float64 of the same inputs."""
+    row_features, column_features = features(kind, max(rows, columns), dim, dtype)
+    row_features, column_features = row_features[:rows].to(device), column_features[:columns].to(device)
+    wide = row_features.double(), column_features.double(), torch.tensor(scale, dtype=torch.float64, device=device)
+    scale = wide[2].float()
+    bias = torch.tensor(-2.0, device=device)
+    tile = select_tile(row_features, tile="triton", **options)
+    # The gradient's error comes from rounding dS once to the operand type; float32 logits of 100 are good to 1e-5.
+    tolerance = {torch.bfloat16: 4e-3, torch.float16: 1e-3, torch.float32: 2e-5}[dtype]
+    for workspace_bytes in (2**14, 2**22):
+        for diagonal in (True, False):
+            bounds = {"diagonal": diagonal, "workspace_bytes": workspace_bytes}
+            truth = torch_tile.softmax_forward(*wide, **bounds)
+            result = tile.softmax_forward(row_features, column_features, scale, **bounds)
+            for value, expected in zip(result, truth):
+                if expected is not None:
+                    assert value.dtype == torch.float32 and value.shape == expected.shape
+                    torch.testing.assert_close(value.double(), expected, rtol=2e-6, atol=3e-5)
+            if diagonal:
+                assert (result[0][: min(rows, columns)] >= result[2]).all()
+
+            shift = 0.5 if diagonal else 3.0  # as of a larger batch
+            row_lse, col_lse = truth[0] + shift, truth[1] + shift
+            expected = torch.zeros_like(wide[0]), torch.zeros_like(wide[1])
+            value = [torch.zeros_like(e, dtype=torch.float32) for e in expected]
+            for _ in range(2):  # gradients are added to what is there
+                torch_tile.softmax_backward(*wide, row_lse, col_lse, *expected, **bounds)
+                tile.softmax_backward(
+                    row_features, column_features, scale, row_lse.float(), col_lse.float(), *value, **bounds
+                )
+            for v, e in zip(value, expected):
+                error = relative_error(v, e, floor=1e-2)
+                assert error < tolerance, (rows, columns, dim, kind, scale, dtype, bounds, error)
+
+            truth = torch_tile.sigmoid_forward(*wide, bias.double(), **bounds)
+            result = tile.sigmoid_forward(row_features, column_features, scale, bias, **bounds)
+            torch.testing.assert_close([r.double() for r in result], list(truth), rtol=1e-5, atol=1e-4)
+            expected = torch.zeros_like(wide[0]), torch.zeros_like(wide[1])
+            torch_tile.sigmoid_backward(*wide, bias.double(), *expected, **bounds)
+            value = [torch.zeros_like(e, dtype=torch.float32) for e in expected]
+            tile.sigmoid_backward(row_features, column_features, scale, bias, *value, **bounds)
+            for v, e in zip(value, expected):
+                error = relative_error(v, e, floor=1e-2)
+                assert error < tolerance, (rows, columns, dim, kind, scale, dtype, bounds, error)
+
+
+def check_odd_shapes(device):
+    for rows, columns, dim in SHAPES:
+        for dtype in (torch.float16, torch.float32) + (torch.bfloat16,) * (device == "cuda"):
+            _check_tile(device, rows, columns, dim, "random", 20.0, dtype)
+
+
+def check_adversarial_features(device):
+    for kind in FEATURES:
+        for scale in (1.0, 100.0) if kind != "long" else (0.001,):
+            _check_tile(device, 70, 70, 24, kind, scale, torch.float32)
+
+
+def check_scales_of_zero_and_below(device):
+    for scale in (0.0, -30.0):
+        _check_tile(device, 70, 70, 24, "random", scale, torch.float32)
+
+
+def check_huge_norms_stay_finite(device):
+    for norm in (1e3, 1e6, 1e15):
+        images, texts = (norm * f.to(device) for f in features("random", 70, 24))
+        images.requires_grad_(), texts.requires_grad_()
+        from infcl import inf_cl_loss
+
+        loss = inf_cl_loss(images, texts, 100.0, tile="triton")
+        loss.backward()
+        assert loss.isfinite() and loss >= 0
+        assert images.grad.isfinite().all() and texts.grad.isfinite().all()
+
+
+def check_whole_loss(device):
+    for name in ("inf_cl", "siglip"):
+        for kind in ("random", "aligned"):
+            case = Case(name, 150, 40, 50.0, kind, bias=-5.0)
+            truth = oracle(case)
+            result = evaluate(case, device=device, tile="triton", workspace_bytes=2**20)
+            assert result.loss >= 0
+            for field in ("loss", "d_images", "d_texts", "d_scale", "d_bias"):
+                # Logits near 50 are good to 4e-6, and so are probabilities: errors relative to the largest value.
+                floor = case.scale / case.rows**0.5 if field in ("d_images", "d_texts") else 1.0
+                error = relative_error(getattr(result, field), getattr(truth, field), floor)
+                assert error < 1e-5, (case, field, error)
+
+
+def check_results_are_bitwise_repeatable(device):
+    case = Case("inf_cl", 300, 40, 50.0, dtype=torch.float16)
+    first, second = (evaluate(case, device=device, tile="triton", workspace_bytes=2**16) for _ in range(2))
+    for a, b in zip(first, second):
+        assert torch.equal(a, b)
+
+
+CHECKS = [value for name, value in list(globals().items()) if name.startswith("check_")]
+
+
+def test_the_triton_tile_is_exact_in_the_interpreter():
+    pytest.importorskip("triton")
+    run = subprocess.run(
+        [sys.executable, "-m", "tests.test_triton_tile"],
+        cwd=Path(__file__).parent.parent,
+        env=os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("check", CHECKS)
+def test_on_a_gpu(check):
+    check("cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dim", [24, 100, 512, 640, 768, 1024])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_large_odd_blocks_on_a_gpu(dim, dtype):
+    _check_tile("cuda", 1537, 2049, dim, "random", 100.0, dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["random", "near", "aligned"])
+def test_low_precision_gradients_are_within_two_thousandths(kind):
+    """Against float64 of the same inputs; and no worse than dense autograd in the same type."""
+    case = Case("inf_cl", 4096, 768, 50.0, kind, torch.bfloat16)
+    truth = oracle(case)
+    result = evaluate(case, device="cuda", tile_dtype=None, workspace_bytes=2**28)
+    dense = evaluate(case._replace(name="clip"), device="cuda")
+    for field in ("d_images", "d_texts"):
+        floor = 1e-2 * case.scale / case.rows**0.5
+        error = relative_error(getattr(result, field), getattr(truth, field), floor)
+        peer = relative_error(getattr(dense, field), getattr(truth, field), floor)
+        print(kind, field, error, "dense", peer)
+        assert error < 3e-3 and error <= peer + 1e-3
+    assert relative_error(result.d_scale, truth.d_scale, floor=1e-2) < 1e-3
+
+
+@pytest.mark.gpu
+def test_tf32_tiles_are_selected_by_name_only():
+    case = Case("inf_cl", 1000, 256, 50.0)
+    truth = oracle(case)
+    exact, tf32 = (evaluate(case, device="cuda", tile_dtype=t, workspace_bytes=2**28) for t in (None, "tf32"))
+    assert relative_error(exact.d_images, truth.d_images) < 1e-5
+    assert 1e-5 < relative_error(tf32.d_images, truth.d_images) < 1e-2
+
+
+@pytest.mark.gpu
+def test_memory_is_the_workspace_plus_a_slope_in_the_rows():
+    dim, workspace_bytes = 256, 32 * 2**20
+    peaks = []
+    for rows in (8192, 16384, 32768):
+        images, texts = (torch.randn(rows, dim, device="cuda", dtype=torch.bfloat16).requires_grad_() for _ in range(2))
+        from infcl import inf_cl_loss
+
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        inf_cl_loss(images, texts, 10.0, workspace_bytes=workspace_bytes).backward()
+        peaks.append(torch.cuda.max_memory_allocated() - before)
+        assert peaks[-1] < workspace_bytes + 24 * rows * dim + 2**24
+    assert peaks[2] - peaks[1] < 2.2 * (peaks[1] - peaks[0]) + 2**20
+
+
+if __name__ == "__main__":
+    for check in CHECKS:
+        check("cpu")
+        print(check.__name__, "passed")
