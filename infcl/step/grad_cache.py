@@ -6,13 +6,13 @@
                        <image_features, image_grads> + <text_features, text_grads> + <logit_scale, its grad> / M
                    whose gradient is the loss's (chain rule; GradCache, Gao et al. 2021)
 
-The last micro-batch keeps its graph from pass 1 and is replayed first, so M micro-batches cost 2 M - 1 encodings and one
-micro-batch costs none twice; memory is the same, since a replay holds one micro-batch's graph anyway.
+The last micro-batch keeps its graph from pass 1 and is replayed first: M micro-batches cost 2 M - 1 encodings, one
+micro-batch costs one; memory is the same, since a replay holds one micro-batch's graph anyway.
 
 Randomness (patch dropout, dropout) is seeded per micro-batch before each encoding, so pass 2 repeats pass 1 exactly.
 
-The loss obeys law 1 (a rank's gradients are such that their mean over ranks is the truth), and so the surrogate needs no
-factor under anything that averages over ranks: DDP, ZeRO, Megatron.
+The loss obeys law 1 (the mean over ranks of their gradients is the truth), and so the surrogate needs no factor under
+anything that averages over ranks: DDP, ZeRO, Megatron.
 
 Shapes: m rows per micro-batch, M micro-batches, b = M m rows per rank, D embedding width.
 """
@@ -93,7 +93,7 @@ def _encode_seeded(encode: Callable[[object], Features], micro_batch: object, se
 
 def _feature_grads(loss, features: Features, scalars: Features) -> tuple[torch.Tensor, Features]:
     """The loss of the global batch, and its gradients: f32 [b, D] per side, [1] per scalar."""
-    leaves = {name: value.float().requires_grad_() for name, value in (features | scalars).items()}
+    leaves = {name: value.detach().float().requires_grad_() for name, value in (features | scalars).items()}
     with torch.enable_grad():
         value = loss(
             leaves["image_features"], leaves["text_features"], leaves["logit_scale"].exp(), leaves.get("logit_bias")

@@ -288,7 +288,6 @@ def build_loader(
             num_samples=config.train_num_samples,
             context_length=text.context_length,
             vocab_size=text.vocab_size,
-            eos_id=text.eos_id,
             **common,
         )
     return TrainLoader(

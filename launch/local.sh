@@ -1,0 +1,8 @@
+#!/usr/bin/env bash
+# Trains on all GPUs of this host.
+#   command   bash launch/local.sh --train-data '/data/{00000..00331}.tar' --tokenizer spm.model --model ViT-B-16 ...
+#   hardware  one host, one rank per visible GPU
+#   time      as long as the training
+set -euo pipefail
+cd "$(dirname "$0")/.."
+exec deepspeed pretrain_clip.py --deepspeed_config "${PRESET:-ds_configs/zero1.json}" "$@"
