@@ -1,0 +1,183 @@
+"""The whole trainer on the embedded data set: golden losses, ZeRO stages, exact resume, and what it leaves on disk."""
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from infcl.config import TrainConfig
+from infcl.export import load_exported
+from infcl.report import read_metrics
+from infcl.train.checkpoint import consolidated_state_dict
+from tests.ranks import run_ranks
+
+GOLDEN = Path(__file__).parent / "golden" / "demo_20_steps.json"
+
+
+def demo_config(demo_folder, logs, **changes) -> TrainConfig:
+    """launch/demo.sh's settings, made small: 20 steps of 64 pairs."""
+    base = TrainConfig(
+        train_data=str(demo_folder / "train"),
+        tokenizer=str(demo_folder / "tokenizer.model"),
+        model="demo",
+        workers=0,
+        batch_size=32,
+        accum_freq=2,
+        steps=20,
+        lr=3e-3,
+        wd=0.05,
+        warmup=5,
+        aug_cfg={"scale": (1.0, 1.0), "ratio": (1.0, 1.0)},
+        logs=str(logs),
+        name="run",
+        save_frequency=0,
+        precision="fp32",
+        report_to="none",
+    )
+    return dataclasses.replace(base, **changes)
+
+
+class Killed(Exception):
+    pass
+
+
+def fit(rank, world_size, config: TrainConfig, die_after: int | None = None):
+    """Train as pretrain_clip.py does -> {step: loss}; `die_after` ends the run abruptly behind that step."""
+    from infcl.parallel import init_parallel
+    from infcl.train.checkpoint import claim_run_folder
+    from infcl.train.trainer import Trainer
+
+    parallel = init_parallel("cpu")
+    trainer = Trainer(config, parallel, claim_run_folder(config, parallel))
+    train_step = trainer._train_step
+
+    def mortal_step(micro_batches):
+        train_step(micro_batches)
+        if trainer.step == die_after:
+            raise Killed
+
+    trainer._train_step = mortal_step
+    try:
+        trainer.fit()
+    except Killed:
+        trainer.metrics.close()
+    return None if rank else {r["step"]: r["loss"] for r in read_metrics(trainer.run.metrics, "train")}
+
+
+def run_losses(world_size, *arguments) -> list[float]:
+    losses = run_ranks(fit, world_size, *arguments, timeout=200)[0]
+    return [losses[step] for step in sorted(losses)]
+
+
+def test_twenty_steps_match_the_golden_curve(demo_folder, tmp_path):
+    losses = run_losses(1, demo_config(demo_folder, tmp_path))
+    golden = json.loads(GOLDEN.read_text())["loss"]
+    assert losses == pytest.approx(golden, rel=2e-3)
+    assert losses[-1] < losses[0] - 0.5
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_the_curve_does_not_depend_on_how_the_batch_is_split(demo_folder, tmp_path, world_size):
+    """Same global batch, other ranks and micro-batches: the same losses up to the order of fp32 sums."""
+    config = demo_config(demo_folder, tmp_path, batch_size=16, accum_freq=4 // world_size)
+    assert run_losses(world_size, config) == pytest.approx(json.loads(GOLDEN.read_text())["loss"], rel=2e-3)
+
+
+@pytest.mark.parametrize("preset", ["zero0", "zero2", "zero3", "zero3_offload"])
+def test_zero_stages_with_activation_checkpointing_follow_the_golden_curve(demo_folder, tmp_path, preset):
+    config = demo_config(
+        demo_folder,
+        tmp_path,
+        batch_size=16,
+        deepspeed_config=f"ds_configs/{preset}.json",
+        grad_checkpointing=True,
+    )
+    assert run_losses(2, config) == pytest.approx(json.loads(GOLDEN.read_text())["loss"], rel=2e-3)
+
+
+@pytest.mark.parametrize("loss", ["clip", "open_clip", "disco"])
+def test_the_dense_baselines_train_the_same_model(demo_folder, tmp_path, loss):
+    config = demo_config(demo_folder, tmp_path, batch_size=16, loss=loss)
+    assert run_losses(2, config) == pytest.approx(json.loads(GOLDEN.read_text())["loss"], rel=2e-3)
+
+
+def test_siglip_trains_with_its_bias(demo_folder, tmp_path):
+    losses = run_losses(2, demo_config(demo_folder, tmp_path, batch_size=16, loss="siglip"))
+    assert losses[-1] < losses[0] and all(math.isfinite(value) for value in losses)
+
+
+@pytest.mark.parametrize("preset", ["zero0", "zero1", "zero2", "zero3"])
+def test_a_resumed_run_continues_bit_for_bit(demo_folder, tmp_path, preset):
+    """Patch dropout on; stopped after step 7, which lies inside an epoch."""
+    flags = {
+        "batch_size": 16,
+        "force_patch_dropout": 0.25,
+        "steps": 12,
+        "deepspeed_config": f"ds_configs/{preset}.json",
+    }
+    whole = run_losses(2, demo_config(demo_folder, tmp_path / "whole", **flags))
+    stopped = demo_config(demo_folder, tmp_path / "stopped", **flags)
+    run_ranks(fit, 2, stopped, 9)
+    resumed = run_losses(2, dataclasses.replace(stopped, resume="latest"))
+    assert resumed == whole
+
+
+def test_what_a_finished_run_leaves(demo_folder, tmp_path):
+    config = demo_config(
+        demo_folder, tmp_path, steps=3, val_data=str(demo_folder / "val"), zeroshot_data=str(demo_folder / "zeroshot"),
+        report_to="tensorboard",
+    )  # fmt: skip
+    run_losses(2, config)
+    root = tmp_path / "run"
+    summary = json.loads((root / "summary.json").read_text())
+    wanted = "zero_shot_top1 image_to_text_r1 text_to_image_r1 samples_seen train_seconds peak_memory_mb zero_stage"
+    assert set(wanted.split()) | {"world_size", "paths"} <= set(summary)
+    assert summary["samples_seen"] == 3 * 2 * 64 and summary["world_size"] == 2 and summary["zero_stage"] == 1
+    for path in summary["paths"].values():
+        assert Path(path).exists(), path
+    names = {path.name for path in root.iterdir()}
+    assert {"config.json", "environment.json", "model_config.json", "metrics.jsonl", "tensorboard"} <= names
+    assert (root / "loss_curve.png").read_bytes()[:4] == b"\x89PNG"
+    assert (root / "tokenizer.model").read_bytes() == (demo_folder / "tokenizer.model").read_bytes()
+    environment = json.loads((root / "environment.json").read_text())
+    assert environment["packages"]["torch"] == torch.__version__ and environment["world_size"] == 2
+    model, _ = load_exported(root / "export")
+    trained = consolidated_state_dict(root)
+    exported = model.state_dict()
+    assert set(trained) == set(exported)
+    assert all(torch.equal(trained[name].reshape(-1), exported[name].reshape(-1)) for name in trained)
+
+
+def refusal(rank, world_size, config):
+    try:
+        fit(rank, world_size, config)
+    except ValueError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"batch_size": 4096}, "1536 usable samples, fewer than one global batch of 16384"),
+        ({"train_data": "/no/such/{0..3}.tar"}, "/no/such/"),
+        ({"model": "ViT-Z-99"}, "no model 'ViT-Z-99'"),
+        ({"resume": "/no/such/checkpoint"}, "no checkpoint of this trainer"),
+    ],
+)
+def test_what_cannot_work_is_refused_by_every_rank_alike(demo_folder, tmp_path, changes, message):
+    messages = run_ranks(refusal, 2, demo_config(demo_folder, tmp_path, **changes))
+    assert message in messages[0]
+    assert messages[0] == messages[1]
+
+
+def test_a_run_folder_is_never_trained_over_unasked(demo_folder, tmp_path):
+    config = demo_config(demo_folder, tmp_path, steps=2)
+    run_ranks(fit, 1, config, 1)
+    assert "unfinished run: --resume latest" in run_ranks(refusal, 1, config)[0]
+    run_losses(1, dataclasses.replace(config, resume="latest"))
+    other = dataclasses.replace(config, lr=1e-3)
+    assert "other flags (lr 0.003 there, 0.001 now)" in run_ranks(refusal, 1, other)[0]
+    assert len(run_losses(1, dataclasses.replace(other, overwrite=True))) == 2
