@@ -26,7 +26,7 @@ import os
 import shutil
 from collections.abc import Iterator, Sequence
 from functools import cache
-from itertools import combinations
+from itertools import permutations
 from pathlib import Path
 
 import numpy as np
@@ -150,14 +150,19 @@ def zeroshot_digits(seed: int) -> Iterator[Pair]:
 def _compositions(seed: int) -> tuple[list[tuple], list[tuple]]:
     """(held-out, training) scenes as ((object, object), horizontal, background)."""
     objects = [(colour, shape) for colour in COLOURS for shape in SHAPES]
-    groups = [(pair, background) for pair in combinations(objects, 2) for background in BACKGROUNDS]
-    held_out, training = [], []
-    for rank, group in enumerate(random_order(len(groups), seed, _SPLIT).tolist()):
-        (a, b), background = groups[group]
-        four = [(pair, horizontal, background) for pair in ((a, b), (b, a)) for horizontal in (True, False)]
-        if rank < VAL_SCENES:
-            held_out.append(four.pop(int(draw(seed, _SPLIT, group, stream=1, count=1)[0] % 4)))
-        training.extend(four)
+    scenes = [
+        ((a, b), horizontal, background)
+        for a, b in permutations(objects, 2)
+        for horizontal in (True, False)
+        for background in BACKGROUNDS
+    ]
+    held_out, training, words = [], [], set()
+    for i in random_order(len(scenes), seed, _SPLIT).tolist():
+        (a, b), _, background = scenes[i]
+        bag = (*sorted((a[0], b[0])), *sorted((a[1], b[1])), background)
+        is_new = bag not in words and len(held_out) < VAL_SCENES
+        words.add(bag)
+        (held_out if is_new else training).append(scenes[i])
     return held_out, training
 
 

@@ -17,7 +17,7 @@ COLOURS = {
     "purple": (150, 60, 190),
     "cyan": (60, 200, 210),
 }
-SHAPES = ("circle", "square", "triangle", "diamond", "cross")
+SHAPES = ("circle", "square", "triangle", "ring", "cross")
 BACKGROUNDS = {"black": (15, 15, 15), "white": (242, 242, 242), "grey": (128, 128, 128), "brown": (105, 70, 40)}
 PLACES = {  # of a digit: the centre of its square, in fractions of the room that the square leaves
     "top left": (0.0, 0.0),
@@ -36,12 +36,12 @@ def draw_scene(
 ) -> np.ndarray:
     """Two (colour, shape) objects; the first is left of the second, or above it. random: [SCENE_DRAWS]."""
     u = random * 2 - 1  # [-1, 1)
-    picture = np.ones((SIZE, SIZE, 3)) * BACKGROUNDS[background] + 10 * u[12:15]
+    picture = np.ones((SIZE, SIZE, 3)) * BACKGROUNDS[background] + 6 * u[12:15]
     for i, (colour, shape) in enumerate(objects):
         jitter = u[6 * i : 6 * i + 6]
-        along, across = SIZE * (0.25 + 0.5 * i) + 1.5 * jitter[0], SIZE / 2 + 5 * jitter[1]
+        along, across = SIZE * (0.25 + 0.5 * i) + 1.5 * jitter[0], SIZE / 2 + 4 * jitter[1]
         x, y = (along, across) if horizontal else (across, along)
-        distance = _distance(shape, _CENTRES[None, :] - x, _CENTRES[:, None] - y, 5.6 + 0.9 * jitter[2])
+        distance = _distance(shape, _CENTRES[None, :] - x, _CENTRES[:, None] - y, 6.3 + 0.8 * jitter[2])
         cover = np.clip(0.5 - distance, 0, 1)[:, :, None]  # [S, S, 1]
         picture = picture * (1 - cover) + cover * (COLOURS[colour] + 14 * jitter[3:6])
     return _quantise(picture)
@@ -49,10 +49,10 @@ def draw_scene(
 
 def draw_digit(bitmap: np.ndarray, place: str, light_on_dark: bool, random: np.ndarray) -> np.ndarray:
     """An 8 x 8 bitmap (0..16) as white on black or black on white, at one of PLACES. random: [DIGIT_DRAWS]."""
-    side = 18 + int(3 * random[0])  # 18..20 pixels
+    side = 20 + int(3 * random[0])  # 20..22 pixels
     room = SIZE - side
     top, left = (  # a margin of at least one pixel: some strokes reach the bitmap's edge
-        min(room - 1, max(1, round(room * fraction + 3 * (r - 0.5)))) for fraction, r in zip(PLACES[place], random[1:3])
+        min(room - 1, max(1, round(room * fraction + 2 * (r - 0.5)))) for fraction, r in zip(PLACES[place], random[1:3])
     )
     ink = np.zeros((SIZE, SIZE))
     ink[top : top + side, left : left + side] = _enlarge(_enlarge(bitmap / 16.0, side).T, side).T
@@ -68,8 +68,8 @@ def _distance(shape: str, dx: np.ndarray, dy: np.ndarray, r: float) -> np.ndarra
         return np.sqrt(dx * dx + dy * dy) - r
     if shape == "square":
         return np.maximum(ax, ay) - 0.85 * r
-    if shape == "diamond":
-        return (ax + ay) * 0.70710678 - 0.8 * r
+    if shape == "ring":
+        return np.abs(np.sqrt(dx * dx + dy * dy) - 0.75 * r) - 0.25 * r
     if shape == "triangle":  # the apex up
         return np.maximum(dy - 0.8 * r, 0.876 * (ax - 0.55 * (dy + 1.1 * r)))
     arm = 0.33 * r

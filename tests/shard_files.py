@@ -1,0 +1,61 @@
+"""Small tars and images for the data tests."""
+
+import io
+import json
+import tarfile
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+
+def write_tar(path: Path, members: list[tuple[str, bytes]], format: int = tarfile.USTAR_FORMAT) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(path, "w", format=format) as tar:
+        for name, data in members:
+            info = tarfile.TarInfo(name)
+            info.size = len(data)
+            tar.addfile(info, io.BytesIO(data))
+    return path
+
+
+def picture(seed: int, height: int = 20, width: int = 24) -> np.ndarray:
+    """Smooth random RGB, uint8 [height, width, 3]."""
+    small = np.random.default_rng(seed).integers(0, 256, (4, 4, 3), dtype=np.uint8)
+    return np.array(Image.fromarray(small).resize((width, height), Image.Resampling.BICUBIC))
+
+
+def encode(image, format: str = "PNG", **options) -> bytes:
+    """Bytes of an array or a Pillow image."""
+    file = io.BytesIO()
+    (image if isinstance(image, Image.Image) else Image.fromarray(image)).save(file, format, **options)
+    return file.getvalue()
+
+
+def pair_members(number: int, *, key: str | None = None, caption: bytes | None = None) -> list[tuple[str, bytes]]:
+    """jpg or png, json and txt of one good sample, in img2dataset's order."""
+    key = key or f"{number:09d}"
+    text = f"picture number {number}".encode() if caption is None else caption
+    image = ("png", encode(picture(number))) if number % 2 else ("jpg", encode(picture(number), "JPEG", quality=95))
+    metadata = json.dumps({"key": key, "caption": f"from json {number}", "number": number}).encode()
+    return [(f"{key}.{image[0]}", image[1]), (f"{key}.json", metadata), (f"{key}.txt", text)]
+
+
+def write_shards(folder: Path, sizes: list[int]) -> str:
+    """Tars of good samples, numbered through; returns the folder as a url."""
+    number = 0
+    for shard, size in enumerate(sizes):
+        members = [member for i in range(size) for member in pair_members(number + i)]
+        write_tar(folder / f"{shard:05d}.tar", members)
+        number += size
+    return str(folder)
+
+
+class Payload:
+    """Unpickling one of these writes a file: a decoder that unpickles members is found out."""
+
+    def __init__(self, file: Path):
+        self.file = str(file)
+
+    def __reduce__(self):
+        return (open, (self.file, "w"))

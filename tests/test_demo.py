@@ -1,0 +1,121 @@
+import hashlib
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from infcl.data import demo
+from infcl.data.evaluation import EvalShards
+from infcl.data.render import BACKGROUNDS, COLOURS, SHAPES, draw_scene
+from infcl.data.shards import load_manifest
+from infcl.data.tokenizer import Tokenizer
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return demo.prepare_demo(tmp_path_factory.mktemp("demo") / "data", num_train=600, seed=3)
+
+
+def hashes(folder: Path) -> dict[str, str]:
+    files = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.suffix != ".idx"]
+    return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+def test_the_same_parameters_give_the_same_bytes(folder, tmp_path):
+    again = demo.prepare_demo(tmp_path / "again", num_train=600, seed=3)
+    assert hashes(again) == hashes(folder)
+    assert [p.name for p in tmp_path.iterdir()] == ["again"]  # no temporary folder stays
+    other = demo.render_demo(tmp_path / "other", num_train=600, seed=4)
+    assert hashes(other)["train/00000.tar"] != hashes(folder)["train/00000.tar"]
+
+
+def test_the_layout_is_the_documented_one(folder):
+    assert sorted(hashes(folder)) == sorted(
+        [f"train/{i:05d}.tar" for i in range(8)]
+        + ["val/00000.tar", "val/00001.tar", "zeroshot/00000.tar"]
+        + ["zeroshot/classnames.txt", "zeroshot/templates.txt", "tokenizer.model", "demo.json"]
+    )
+    sizes = [shard.samples for shard in load_manifest(str(folder / "train")).shards]
+    assert sum(sizes) == 600 and len(set(sizes)) == 8
+    classnames = (folder / "zeroshot/classnames.txt").read_text().splitlines()
+    templates = (folder / "zeroshot/templates.txt").read_text().splitlines()
+    assert classnames[7] == "seven" and len(classnames) == 10
+    assert len(templates) == 10 and all(template.count("{}") == 1 for template in templates)
+
+
+def test_a_finished_folder_is_reused_and_any_other_is_left_alone(folder, tmp_path):
+    before = (folder / "demo.json").stat().st_mtime_ns
+    assert demo.prepare_demo(folder, num_train=600, seed=3) == folder
+    assert (folder / "demo.json").stat().st_mtime_ns == before
+    with pytest.raises(ValueError, match="holds a demo data set of .*600.*use another folder"):
+        demo.render_demo(folder, num_train=601, seed=3)
+    (tmp_path / "mine.txt").write_text("x")
+    with pytest.raises(ValueError, match="not empty"):
+        demo.render_demo(tmp_path)
+
+
+def test_forty_percent_of_the_training_pairs_are_digits(folder):
+    samples = list(EvalShards(str(folder / "train"), image_size=32))
+    digits = [sample for sample in samples if "digit" in sample.metadata]
+    assert len(samples) == 600 and len(digits) == 240
+    for sample in digits:
+        name = demo.DIGIT_NAMES[sample.metadata["label"]]
+        assert f"handwritten {name} at" in sample.caption and sample.caption == sample.metadata["caption"]
+
+
+def test_held_out_digits_are_never_trained_on(folder):
+    bitmaps, labels, training, held_out = demo.load_digits()
+    assert bitmaps.shape == (1797, 8, 8) and len(training) == 1397 and len(held_out) == 400
+    assert not set(training) & set(held_out) and np.bincount(labels[held_out]).tolist() == [40] * 10
+    trained = {s.metadata.get("digit") for s in EvalShards(str(folder / "train"), image_size=32)} - {None}
+    tested = [sample.metadata for sample in EvalShards(str(folder / "zeroshot"), image_size=32)]
+    assert trained <= set(training.tolist())
+    assert {sample["digit"] for sample in tested} == set(held_out.tolist()) and len(tested) == 400
+    assert all(labels[sample["digit"]] == sample["label"] for sample in tested)
+    as_bytes = {bitmaps[i].tobytes() for i in training}
+    assert not any(bitmaps[i].tobytes() in as_bytes for i in held_out)
+
+
+def test_held_out_scenes_are_never_trained_on_and_can_be_told_apart():
+    held_out, training = demo._compositions(3)
+    assert len(held_out) == demo.VAL_SCENES and not set(held_out) & set(training)
+    assert len(set(held_out)) + len(set(training)) == 30 * 29 * 2 * 4
+    bags = {(*sorted((a[0], b[0])), *sorted((a[1], b[1])), background) for (a, b), _, background in held_out}
+    assert len(bags) == demo.VAL_SCENES  # colours, shapes and background suffice
+
+
+def test_validation_captions_are_unique_and_fit_the_context(folder):
+    captions = [sample.caption for sample in EvalShards(str(folder / "val"), image_size=32)]
+    assert len(set(captions)) == len(captions) == 1024
+    tokenizer = Tokenizer(folder / "tokenizer.model", context_length=20)
+    tokens = tokenizer(captions)
+    assert tokenizer.vocab_size == demo.VOCAB_SIZE and tokenizer.truncated == 0 and 2 not in tokens
+    assert len({tuple(row) for row in tokens.tolist()}) == 1024
+
+
+def test_every_colour_shape_and_background_is_drawn():
+    random = np.full(15, 0.5)
+    for colour, rgb in COLOURS.items():
+        for shape in SHAPES:
+            for background, paper in BACKGROUNDS.items():
+                image = draw_scene(((colour, shape), (colour, shape)), True, background, random)
+                assert image.shape == (32, 32, 3) and image[0, 0].tolist() == list(paper)
+                share = (np.abs(image.astype(int) - rgb).max(2) <= 1).mean()
+                assert 0.05 < share < 0.3
+
+
+def test_pixels_never_change_between_releases():
+    """A golden sum: published figures of the demo refer to these pictures."""
+    pictures = [picture for picture, _, _ in demo.train_pairs(40, 0)]
+    assert hashlib.sha256(np.stack(pictures).tobytes()).hexdigest()[:16] == "ad4339e291e04a5e"
+
+
+def test_the_command_renders_trains_a_tokenizer_and_draws_a_gallery(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    arguments = ["--out", str(tmp_path / "data"), "--num-train", "500", "--gallery", str(tmp_path / "gallery.png")]
+    demo.main(arguments)
+    demo.main(arguments)
+    assert "500 training pairs in 8 shards" in capsys.readouterr().out
+    assert (tmp_path / "gallery.png").read_bytes()[:4] == b"\x89PNG"
+    assert json.loads((tmp_path / "data" / "demo.json").read_text())["num_train"] == 500

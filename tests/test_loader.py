@@ -1,0 +1,304 @@
+import hashlib
+import json
+import pickle
+
+import pytest
+import torch
+
+from infcl.data.evaluation import EvalShards
+from infcl.data.loader import SyntheticLoader, TrainLoader
+from infcl.data.tokenizer import EOS_ID, Tokenizer, train_tokenizer
+from tests.shard_files import Payload, encode, pair_members, picture, write_shards, write_tar
+
+SIZES = [7, 19, 0, 4, 23]  # 53 samples
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    path = tmp_path_factory.mktemp("tokenizer") / "x.model"
+    train_tokenizer([f"picture number {i} from json" for i in range(100)], path, 40)
+    return Tokenizer(path, context_length=12)
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory):
+    return write_shards(tmp_path_factory.mktemp("shards"), SIZES)
+
+
+def make(urls, tokenizer, **options) -> TrainLoader:
+    defaults = {"image_size": 16, "micro_batch_size": 3, "num_micro_batches": 2, "rank": 0, "world_size": 1, "seed": 5}
+    return TrainLoader(urls, tokenizer, **(defaults | {"num_workers": 0, "max_bad_fraction": 0.9} | options))
+
+
+def ids(loader) -> list[list[int]]:
+    """Sample numbers of each remaining step."""
+    return [torch.cat([batch["ids"] for batch in step]).tolist() for step in loader]
+
+
+def digest(loader) -> list[str]:
+    """One hash per remaining step, over everything that a step holds."""
+    result = []
+    for step in loader:
+        parts = b"".join(batch[name].numpy().tobytes() for batch in step for name in ("ids", "images", "texts"))
+        result.append(hashlib.sha256(parts).hexdigest())
+    return result
+
+
+def test_a_step_is_a_list_of_micro_batches_of_the_promised_shapes(shards, tokenizer):
+    loader = make(shards, tokenizer)
+    steps = list(loader)
+    assert len(steps) == loader.steps_per_epoch == 53 // 6 and loader.num_samples == 53
+    for step in steps:
+        assert len(step) == 2
+        for batch in step:
+            assert batch["images"].shape == (3, 3, 16, 16) and batch["images"].dtype == torch.uint8
+            assert batch["texts"].shape == (3, 12) and batch["texts"].dtype == torch.int64
+            assert batch["ids"].shape == (3,) and batch["ids"].dtype == torch.int64
+
+
+def test_image_and_caption_of_a_sample_stay_together(shards, tokenizer):
+    for step in make(shards, tokenizer, aug_scale=(1, 1), aug_ratio=(1, 1), image_size=20):
+        for batch in step:
+            texts = tokenizer([f"picture number {i}" for i in batch["ids"].tolist()])
+            assert torch.equal(batch["texts"], texts)
+            for image, number in zip(batch["images"], batch["ids"].tolist()):
+                expected = torch.from_numpy(picture(number)).permute(2, 0, 1)[:, :, 2:22].float()
+                assert (image.float() - expected).abs().mean() < 25  # the crop is 20 of 24 columns, somewhere
+
+
+def test_an_epoch_visits_every_sample_once_and_epochs_differ(shards, tokenizer):
+    loader = make(shards, tokenizer, micro_batch_size=1, num_micro_batches=1)
+    first, second = sum(ids(loader), []), sum(ids(loader), [])
+    assert sorted(first) == sorted(second) == list(range(53)) and first != second
+
+
+def test_the_sequence_does_not_depend_on_the_number_of_workers(shards, tokenizer):
+    expected = digest(make(shards, tokenizer))
+    for num_workers in (1, 2):
+        loader = make(shards, tokenizer, num_workers=num_workers)
+        assert digest(loader) == expected
+        loader.set_position(0, 3)  # the same workers, sent back
+        assert digest(loader) == expected[3:]
+
+
+def test_a_resumed_run_continues_bit_identically(shards, tokenizer):
+    whole = digest(loader := make(shards, tokenizer)) + digest(loader) + digest(loader)
+    for stop in (0, 3, 8, 13):
+        loader, seen = make(shards, tokenizer), []
+        while len(seen) < stop:
+            for step in loader:
+                seen.append(step)
+                state = json.loads(json.dumps(loader.state_dict()))
+                if len(seen) == stop:
+                    break
+        resumed = make(shards, tokenizer, num_workers=stop % 2)
+        if stop:
+            resumed.load_state_dict(state)
+        rest = digest(resumed)
+        while stop + len(rest) < len(whole):
+            rest += digest(resumed)
+        assert rest == whole[stop:]
+
+
+def test_starting_an_epoch_leaves_the_global_random_state_alone(shards, tokenizer):
+    torch.manual_seed(1)
+    expected = torch.rand(3)
+    torch.manual_seed(1)
+    next(iter(make(shards, tokenizer)))
+    assert torch.equal(torch.rand(3), expected)
+
+
+def test_ranks_are_disjoint_and_the_global_batch_does_not_depend_on_their_number(shards, tokenizer):
+    expected = [sorted(step) for step in ids(make(shards, tokenizer, micro_batch_size=2, num_micro_batches=6))]
+    for world_size, micro_batches in [(2, 3), (3, 2)]:
+        ranks = [
+            ids(
+                make(
+                    shards,
+                    tokenizer,
+                    micro_batch_size=2,
+                    num_micro_batches=micro_batches,
+                    rank=rank,
+                    world_size=world_size,
+                )
+            )
+            for rank in range(world_size)
+        ]
+        assert [sorted(sum(step, [])) for step in zip(*ranks)] == expected
+        assert all(len(set(step)) == 12 for step in expected)
+
+
+def test_augmentation_belongs_to_the_position_not_to_the_rank(shards, tokenizer):
+    one = make(shards, tokenizer, num_micro_batches=2)
+    two = make(shards, tokenizer, num_micro_batches=1, rank=1, world_size=2)
+    assert torch.equal(next(iter(one))[1]["images"], next(iter(two))[0]["images"])
+    other_epoch = make(shards, tokenizer, num_micro_batches=2)
+    other_epoch.set_position(1, 0)
+    assert digest(other_epoch) != digest(one)
+
+
+def test_fewer_samples_per_epoch_are_a_different_subset_each_epoch(shards, tokenizer):
+    loader = make(shards, tokenizer, num_samples=12)
+    first, second = sum(ids(loader), []), sum(ids(loader), [])
+    assert len(set(first)) == len(set(second)) == 12 and set(first) != set(second)
+
+
+def test_a_wrong_position_or_state_is_refused_with_both_values(shards, tokenizer):
+    loader = make(shards, tokenizer)
+    with pytest.raises(ValueError, match="no step 8 in epoch 0: an epoch has 8 steps"):
+        loader.set_position(0, 8)
+    state = loader.state_dict()
+    with pytest.raises(ValueError, match="seed is 6 now and was 5"):
+        make(shards, tokenizer, seed=6).load_state_dict(state)
+    with pytest.raises(ValueError, match="global_batch_size is 3 now and was 6"):
+        make(shards, tokenizer, num_micro_batches=1).load_state_dict(state)
+    with pytest.raises(ValueError, match="manifest_sha256 is"):
+        make(shards + "/{00000,00001}.tar", tokenizer).load_state_dict(state)
+
+
+def test_too_little_data_is_an_error_with_the_numbers(shards, tokenizer):
+    with pytest.raises(ValueError, match="5 shards hold 53 usable.*batch of 60 \\(2 ranks x 3 micro-batches x 10\\)"):
+        make(shards, tokenizer, micro_batch_size=10, num_micro_batches=3, world_size=2)
+    with pytest.raises(ValueError, match="100 samples per epoch were asked for, but 5 shards hold 53"):
+        make(shards, tokenizer, num_samples=100)
+    with pytest.raises(ValueError, match="'indexed' or 'streaming'"):
+        make(shards, tokenizer, reader="magic")
+
+
+@pytest.fixture
+def faulty(tmp_path):
+    """29 good samples, four bad ones, a pickle that must not be opened, and a shard that breaks off."""
+    members = [member for i in range(20) for member in pair_members(i)]
+    members += [("t.jpg", encode(picture(0, 64, 64), "JPEG")[:500]), ("t.txt", b"truncated")]
+    members += [("h.png", b"<html>"), ("h.txt", b"a web page")]
+    members += [("e.png", encode(picture(1))), ("e.txt", b"  ")]
+    members += [("j.png", encode(picture(1))), ("j.json", b"{")]
+    members += [("n.png", encode(picture(1)))]
+    payload = pickle.dumps(Payload(tmp_path / "executed"))
+    members += [(f"p.{kind}", payload) for kind in ("pkl", "pickle", "pyd", "pth", "npy")] + pair_members(20, key="p")
+    write_tar(tmp_path / "a" / "0.tar", members)
+    path = write_tar(tmp_path / "a" / "1.tar", [member for i in range(21, 31) for member in pair_members(i)])
+    path.write_bytes(path.read_bytes()[:-12_000])
+    return tmp_path
+
+
+def test_bad_samples_are_replaced_alike_everywhere_and_counted_by_cause(faulty, tokenizer):
+    loaders = [make(str(faulty / "a"), tokenizer, num_workers=w, num_micro_batches=1) for w in (0, 1)]
+    assert digest(loaders[0]) == digest(loaders[1])
+    loader = make(str(faulty / "a"), tokenizer, num_micro_batches=1, micro_batch_size=1)
+    used = sum(ids(loader), [])
+    bad = {20, 21, 22, 23}
+    assert len(used) == loader.num_samples and not bad & set(used)
+    assert set(used) == set(range(loader.num_samples)) - bad  # no good sample is lost
+    report = loader.report()
+    causes = ("broken_image", "not_an_image", "empty_caption", "bad_json")
+    assert all(report[f"skipped/{cause}"] >= 1 for cause in causes)
+    assert report["index/no_caption"] == 1 and report["index/damaged_shards"] == 1
+    assert report["samples"] == loader.num_samples
+    assert "a/0.tar sample 21: starts with" in loader.table()
+    assert not (faulty / "executed").exists()
+
+
+def test_too_many_bad_samples_end_the_run_with_a_table_of_causes(faulty, tokenizer):
+    loader = make(str(faulty / "a"), tokenizer, max_bad_fraction=0.05)
+    with pytest.raises(RuntimeError, match="were bad, more than max_bad_fraction 0.05(.|\n)*skipped/"):
+        list(loader)
+
+
+def test_data_without_a_single_image_ends_the_run(tmp_path, tokenizer):
+    write_tar(tmp_path / "0.tar", [(f"{i}.{e}", b"text") for i in range(9) for e in ("png", "txt")])
+    with pytest.raises(RuntimeError, match="8 samples in a row could not be used(.|\n)*not_an_image"):
+        list(make(str(tmp_path), tokenizer))
+
+
+def test_truncated_captions_are_noted(shards, tokenizer):
+    short = pickle.loads(pickle.dumps(tokenizer))
+    short.context_length = 2
+    loader = make(shards, short, num_samples=6)
+    list(loader)
+    assert loader.report() == {"samples": 6, "noted/caption_truncated": 6}
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_streaming_splits_shards_over_ranks_and_repeats_from_its_seed(shards, tokenizer, num_workers):
+    def run(rank: int) -> list[list[int]]:
+        options = {"reader": "streaming", "num_samples": 48, "num_workers": num_workers, "world_size": 2, "rank": rank}
+        return ids(make(shards + "/{00000,00001,00003,00004}.tar", tokenizer, num_micro_batches=1, **options))
+
+    ranks = [run(0), run(1)]
+    assert ranks == [run(0), run(1)]
+    assert [len(steps) for steps in ranks] == [8, 8]
+    assert not set(sum(ranks[0], [])) & set(sum(ranks[1], []))
+
+
+def test_streaming_reads_pipes_and_starts_each_epoch_in_another_order(shards, tokenizer):
+    pipe = f"pipe:cat {shards}/" + "{00001,00004}.tar"
+    loader = make(pipe, tokenizer, reader="streaming", num_samples=42)
+    first, second = sum(ids(loader), []), sum(ids(loader), [])
+    assert len(set(first)) == len(first) and set(first) == set(second) and first != second
+    loader.set_position(2, 5)
+    assert len(ids(loader)) == 2
+
+
+def test_streaming_skips_and_counts_what_is_bad(faulty, tokenizer):
+    options = {"reader": "streaming", "num_samples": 30, "num_micro_batches": 1}
+    loader = make(str(faulty / "a"), tokenizer, **options)
+    list(loader)
+    report = loader.report()
+    assert report["skipped/damaged_shard"] >= 1 and report["skipped/not_an_image"] >= 1
+    assert not (faulty / "executed").exists()
+    loader = make(f"pipe:cat {faulty}/missing.tar", tokenizer, **options)
+    with pytest.raises(RuntimeError, match="no sample in the 1 shards"):
+        list(loader)
+
+
+def test_streaming_says_what_it_needs(shards, tokenizer):
+    with pytest.raises(ValueError, match="num_samples"):
+        make(shards, tokenizer, reader="streaming")
+    with pytest.raises(ValueError, match="5 shards are too few for 2 ranks x 3 workers"):
+        make(shards, tokenizer, reader="streaming", num_samples=50, world_size=2, num_workers=3)
+
+
+def test_evaluation_yields_every_sample_once_over_the_ranks(shards):
+    whole = list(EvalShards(shards, image_size=16))
+    assert [sample.caption for sample in whole] == [f"picture number {i}" for i in range(53)]
+    assert [sample.metadata["number"] for sample in whole] == list(range(53))
+    assert whole[0].image.shape == (3, 16, 16) and whole[0].image.dtype == torch.uint8 and whole[0].key == "000000000"
+    parts = [[s.key for s in EvalShards(shards, image_size=16, rank=r, world_size=3)] for r in range(3)]
+    assert sorted(sum(parts, [])) == [sample.key for sample in whole]
+
+
+def test_evaluation_leaves_out_bad_images_and_keeps_samples_without_captions(faulty):
+    shards = EvalShards(str(faulty / "a" / "0.tar"), image_size=16)
+    captions = {sample.key: sample.caption for sample in shards}
+    assert captions["e"] == captions["n"] == "" and "h" not in captions and len(captions) == 23
+    assert shards.skipped == {"broken_image": 1, "not_an_image": 1, "bad_json": 1}
+    assert not (faulty / "executed").exists()
+
+
+def test_synthetic_data_has_the_same_interface(shards, tokenizer):
+    def synthetic(rank: int, seed: int = 0) -> SyntheticLoader:
+        return SyntheticLoader(
+            image_size=16,
+            context_length=12,
+            vocab_size=40,
+            micro_batch_size=3,
+            num_micro_batches=2,
+            rank=rank,
+            world_size=2,
+            seed=seed,
+            num_samples=50,
+        )
+
+    loader = synthetic(0)
+    whole = digest(loader)
+    assert loader.steps_per_epoch == len(whole) == 4 and loader.state_dict()["epoch"] == 1
+    assert digest(synthetic(0)) == whole != digest(synthetic(1)) and digest(synthetic(0, seed=1)) != whole
+    loader.set_position(0, 2)
+    step = next(iter(loader))
+    loader.set_position(0, 2)
+    assert digest(loader) == whole[2:]
+    real = next(iter(make(shards, tokenizer)))
+    for name in real[0]:
+        assert step[0][name].shape == real[0][name].shape and step[0][name].dtype == real[0][name].dtype
+    assert ((step[0]["texts"] == EOS_ID).sum(1) == 1).all()
