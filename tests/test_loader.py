@@ -206,6 +206,9 @@ def test_too_many_bad_samples_end_the_run_with_a_table_of_causes(faulty, tokeniz
 
 
 def test_data_without_a_single_image_ends_the_run(tmp_path, tokenizer):
+    write_tar(tmp_path / "1.tar", [(f"{i}.txt", b"text") for i in range(9)])
+    with pytest.raises(ValueError, match="1 shards hold 0 usable samples \\(index/no_image: 9\\), fewer than"):
+        make(str(tmp_path), tokenizer)
     write_tar(tmp_path / "0.tar", [(f"{i}.{e}", b"text") for i in range(9) for e in ("png", "txt")])
     with pytest.raises(RuntimeError, match="8 samples in a row could not be used(.|\n)*not_an_image"):
         list(make(str(tmp_path), tokenizer))

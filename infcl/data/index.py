@@ -156,7 +156,7 @@ def _read_header(path: Path) -> dict | None:
 def _write(path: Path, header: dict, members: np.ndarray) -> None:
     line = json.dumps(header).encode()
     line += b" " * (-(len(line) + 1) % 64) + b"\n"  # so that the rows are aligned
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    temporary = path.with_name(f"{path.name}.{os.urandom(4).hex()}.tmp")  # hosts may share the folder
     try:
         temporary.write_bytes(line + members.astype("<i8").tobytes())
         os.replace(temporary, path)

@@ -15,7 +15,7 @@ from infcl.data.plan import EpochPlan, Share, chunk_size, draw
 from infcl.data.samples import BadSample, ReadLog, SampleDecoder
 from infcl.data.shards import Manifest, Record, ShardReader, load_manifest
 
-_ATTEMPTS = 8  # replacements tried in a row before the data is declared unusable
+_ATTEMPTS = 8  # samples tried for one place before the data is declared unusable
 
 
 class IndexedDataset:
@@ -36,7 +36,8 @@ class IndexedDataset:
         return self.decoder.batch(samples, used, log), log
 
     def _decode_or_replace(self, record: Record, epoch: int, position: int, number: int, log: ReadLog):
-        for attempt in range(1, _ATTEMPTS + 2):
+        """((pixels, caption), sample number): of `record`, or of the first usable one of its replacements."""
+        for attempt in range(1, _ATTEMPTS + 1):
             try:
                 return self.decoder.decode(record, epoch, position, log), number
             except BadSample as bad:
@@ -86,14 +87,16 @@ class IndexedSource:
             urls, keys=decoder.keys, index_cache=index_cache, rank=share.rank, world_size=share.world_size
         )
         where = f"{len(manifest.shards)} shards hold {manifest.num_samples} usable samples"
+        self.found = {f"index/{cause}": count for cause, count in manifest.rejected.items()}
+        if manifest.damaged:
+            self.found["index/damaged_shards"] = len(manifest.damaged)
+        if self.found:
+            where += f" ({', '.join(f'{name}: {count}' for name, count in self.found.items())})"
         if num_samples is not None and num_samples > manifest.num_samples:
             raise ValueError(f"{num_samples} samples per epoch were asked for, but {where}")
         self.num_samples = manifest.num_samples if num_samples is None else num_samples
         self.steps_per_epoch = share.steps_per_epoch(self.num_samples, where)
         self.sha256 = manifest.sha256
-        self.found = {f"index/{cause}": count for cause, count in manifest.rejected.items()}
-        if manifest.damaged:
-            self.found["index/damaged_shards"] = len(manifest.damaged)
         self._sampler = PlanSampler(manifest, share, seed=decoder.seed, steps_per_epoch=self.steps_per_epoch)
         self._loader = torch.utils.data.DataLoader(
             IndexedDataset(manifest, decoder),

@@ -67,7 +67,7 @@ def train_tokenizer(
         )
     except RuntimeError as error:
         raise ValueError(f"no tokenizer of {vocab_size} pieces from these captions: {error}") from error
-    temporary = Path(f"{path}.{os.getpid()}.tmp")
+    temporary = Path(f"{path}.{os.urandom(4).hex()}.tmp")
     temporary.parent.mkdir(parents=True, exist_ok=True)
     temporary.write_bytes(model.getvalue())
     os.replace(temporary, path)
