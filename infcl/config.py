@@ -2,7 +2,7 @@
 
 Flag names and meanings are open_clip's where it has the flag, DeepSpeed's or Megatron's where it has not. The
 dataclass is the single source: a field's metadata holds its help and group, `parse_args` derives argparse from it, and
-`config.json` in the run folder is the same fields again. No file, device or other rank is needed to refuse a wrong flag.
+`config.json` in the run folder is the same fields again. Refusing a wrong flag needs no device and no other rank.
 
 Batch arithmetic lives in `BatchPlan` and nowhere else:
 

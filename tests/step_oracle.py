@@ -17,7 +17,9 @@ class ToyCLIP(nn.Module):
     def __init__(self, logit_scale: float = math.log(10.0), dropout: float = 0.0):
         super().__init__()
         torch.manual_seed(0)
-        self.image = nn.Sequential(nn.Linear(12, 20), nn.LayerNorm(20), nn.GELU(), nn.Dropout(dropout), nn.Linear(20, 8))
+        self.image = nn.Sequential(
+            nn.Linear(12, 20), nn.LayerNorm(20), nn.GELU(), nn.Dropout(dropout), nn.Linear(20, 8)
+        )
         self.text = nn.Sequential(nn.Linear(10, 20), nn.LayerNorm(20), nn.GELU(), nn.Dropout(dropout), nn.Linear(20, 8))
         self.logit_scale = nn.Parameter(torch.tensor([logit_scale]))
 
@@ -42,7 +44,9 @@ def dense_loss(image_features, text_features, scale) -> torch.Tensor:
     return (cross_entropy(logits, labels) + cross_entropy(logits.T, labels)) / 2
 
 
-def oracle_steps(batches, *, grad_clip_norm: float | None, weight_decay: float, max_logit_scale: float, **model_options):
+def oracle_steps(
+    batches, *, grad_clip_norm: float | None, weight_decay: float, max_logit_scale: float, **model_options
+):
     """float64 full-batch training -> ([loss, ...], [gradient norm, ...], state dict)."""
     from infcl.train.optim import parameter_groups
 
