@@ -1,0 +1,136 @@
+"""pretrain_clip.py as a user starts it: through the deepspeed launcher, and alone; exit codes and what is printed."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from infcl.report import read_metrics
+
+ROOT = Path(__file__).parent.parent
+ON_CPU = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+
+
+def command(demo_folder, logs, *flags: str) -> list[str]:
+    return [
+        "pretrain_clip.py", "--train-data", f"{demo_folder}/train", "--tokenizer", f"{demo_folder}/tokenizer.model",
+        "--model", "demo", "--workers", "1", "--batch-size", "16", "--accum-freq", "2", "--lr", "3e-3", "--wd", "0.05",
+        "--warmup", "5", "--steps", "3", "--aug-cfg", "scale=(1.0,1.0)", "ratio=(1.0,1.0)", "--logs", str(logs),
+        "--name", "run", *flags,
+    ]  # fmt: skip
+
+
+def launch(arguments: list[str], ranks: int, environment=ON_CPU) -> subprocess.CompletedProcess:
+    launcher = [sys.executable, "-m", "deepspeed.launcher.runner", "-q", "--num_gpus", str(ranks)]
+    return subprocess.run(
+        [*launcher, *arguments], cwd=ROOT, env=os.environ | environment, capture_output=True, text=True, timeout=240
+    )
+
+
+def alone(arguments: list[str], environment=ON_CPU) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, *arguments],
+        cwd=ROOT,
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+
+
+def test_the_launcher_trains_evaluates_and_a_second_start_does_not_train_again(demo_folder, tmp_path):
+    arguments = command(
+        demo_folder, tmp_path, "--deepspeed_config", "ds_configs/zero3.json", "--grad-checkpointing",
+        "--val-data", f"{demo_folder}/val", "--zeroshot-data", f"{demo_folder}/zeroshot",
+    )  # fmt: skip
+    first = launch(arguments, 2)
+    assert first.returncode == 0, first.stdout + first.stderr
+    for shown in (
+        "zero-shot top-1",
+        "image->text recall@1",
+        "peak memory",
+        "run folder",
+        "loss curve",
+        "exported model",
+    ):
+        assert shown in first.stdout
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert (summary["zero_stage"], summary["world_size"], summary["samples_seen"]) == (3, 2, 3 * 64)
+    before = (tmp_path / "run" / "metrics.jsonl").read_text()
+    second = launch([*arguments, "--resume", "latest"], 2)
+    assert second.returncode == 0 and "is finished" in second.stdout and "zero-shot top-1" in second.stdout
+    assert (tmp_path / "run" / "metrics.jsonl").read_text() == before
+
+
+def test_a_mistake_is_one_line_from_one_rank_with_exit_code_2(demo_folder, tmp_path):
+    result = launch(command(demo_folder, tmp_path, "--batch-size", "4096"), 2)
+    printed = result.stdout + result.stderr
+    assert result.returncode == 2, printed
+    assert printed.count("pretrain_clip.py: error:") == 1
+    assert "1536 usable samples, fewer than one global batch of 16384" in printed
+    assert "Traceback" not in printed
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--no-such-flag"], "unrecognized arguments: --no-such-flag"),
+        (["--device", "cuda"], "local rank 0 has no GPU"),
+        (["--data-reader", "streaming", "--train-num-samples", "512", "--workers", "99"], "8 shards are too few"),
+        (["--force-image-size", "30"], "image_size 30 is not a multiple of patch_size 8"),
+    ],
+)
+def test_without_a_launcher_a_mistake_is_refused_the_same_way(demo_folder, tmp_path, flags, message):
+    result = alone(command(demo_folder, tmp_path, *flags))
+    assert result.returncode == 2
+    assert result.stderr.count("error:") == 1 and message in result.stderr and "Traceback" not in result.stderr
+
+
+def test_ctrl_c_ends_the_run_with_130_and_a_hint(demo_folder, tmp_path):
+    arguments = command(demo_folder, tmp_path, "--steps", "100000", "--save-every-n-steps", "2")
+    process = subprocess.Popen(
+        [sys.executable, *arguments], cwd=ROOT, env=os.environ | ON_CPU, stdout=subprocess.PIPE, text=True
+    )
+    deadline = time.time() + 120
+    while not (tmp_path / "run" / "checkpoints" / "latest").exists():
+        assert time.time() < deadline and process.poll() is None
+        time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "--resume latest continues" in output
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_the_triton_tile_follows_the_golden_curve(tmp_path):
+    from infcl.data.demo import prepare_demo
+
+    demo_folder = prepare_demo(tmp_path / "demo", num_train=1536)
+    flags = ["--precision", "fp32", "--tile", "triton", "--batch-size", "32", "--steps", "20", "--device", "cuda"]
+    result = alone(command(demo_folder, tmp_path, *flags), environment={})
+    assert result.returncode == 0, result.stdout + result.stderr
+    golden = json.loads((ROOT / "tests" / "golden" / "demo_20_steps.json").read_text())["loss"]
+    losses = [record["loss"] for record in read_metrics(tmp_path / "run" / "metrics.jsonl", "train")]
+    assert losses == pytest.approx(golden, rel=5e-3)
+
+
+@pytest.mark.multigpu
+@pytest.mark.parametrize("preset", ["zero1", "zero2", "zero3", "zero3_offload", "zero2_bf16", "zero2_fp16"])
+def test_on_two_gpus_every_preset_trains_over_nccl(tmp_path, preset):
+    from infcl.data.demo import prepare_demo
+
+    demo_folder = prepare_demo(tmp_path / "demo", num_train=1536)
+    flags = ["--deepspeed_config", f"ds_configs/{preset}.json", "--steps", "20", "--grad-checkpointing"]
+    result = launch(command(demo_folder, tmp_path, *flags), 2, environment={})
+    assert result.returncode == 0, result.stdout + result.stderr
+    golden = json.loads((ROOT / "tests" / "golden" / "demo_20_steps.json").read_text())["loss"]
+    records = read_metrics(tmp_path / "run" / "metrics.jsonl", "train")
+    assert records[0]["loss"] == pytest.approx(golden[0], rel=2e-2)
+    if records[-1]["skipped_steps"] == 0:
+        assert records[-1]["loss"] == pytest.approx(golden[-1], rel=5e-2)
