@@ -156,11 +156,25 @@ def test_a_wrong_position_or_state_is_refused_with_both_values(shards, tokenizer
         make(shards + "/{00000,00001}.tar", tokenizer).load_state_dict(state)
 
 
+def test_workers_that_would_overflow_shared_memory_are_refused(shards, tokenizer):
+    with pytest.raises(ValueError, match="4 workers x 4 micro-batches of .* MiB are free: use fewer --workers"):
+        make(shards, tokenizer, image_size=10**6, num_workers=4)
+
+
+def test_a_dataset_travels_to_a_spawned_worker(shards, tokenizer):
+    source = make(shards, tokenizer)._source
+    item = next(iter(source._sampler))
+    here, there = source._loader.dataset[item], pickle.loads(pickle.dumps(source._loader.dataset))[item]
+    assert all(torch.equal(here[0][name], there[0][name]) for name in here[0]) and here[1] == there[1]
+
+
 def test_too_little_data_is_an_error_with_the_numbers(shards, tokenizer):
     with pytest.raises(ValueError, match="5 shards hold 53 usable.*batch of 60 \\(2 ranks x 3 micro-batches x 10\\)"):
         make(shards, tokenizer, micro_batch_size=10, num_micro_batches=3, world_size=2)
     with pytest.raises(ValueError, match="100 samples per epoch were asked for, but 5 shards hold 53"):
         make(shards, tokenizer, num_samples=100)
+    with pytest.raises(ValueError, match="seed -1"):
+        make(shards, tokenizer, seed=-1)
     with pytest.raises(ValueError, match="'indexed' or 'streaming'"):
         make(shards, tokenizer, reader="magic")
 
@@ -182,7 +196,7 @@ def faulty(tmp_path):
     return tmp_path
 
 
-def test_bad_samples_are_replaced_alike_everywhere_and_counted_by_cause(faulty, tokenizer):
+def test_bad_samples_are_replaced_alike_everywhere_and_counted_by_cause(faulty, tokenizer, caplog):
     loaders = [make(str(faulty / "a"), tokenizer, num_workers=w, num_micro_batches=1) for w in (0, 1)]
     assert digest(loaders[0]) == digest(loaders[1])
     loader = make(str(faulty / "a"), tokenizer, num_micro_batches=1, micro_batch_size=1)
@@ -196,6 +210,8 @@ def test_bad_samples_are_replaced_alike_everywhere_and_counted_by_cause(faulty, 
     assert report["index/no_caption"] == 1 and report["index/damaged_shards"] == 1
     assert report["samples"] == loader.num_samples
     assert "a/0.tar sample 21: starts with" in loader.table()
+    assert caplog.text.count("not_an_image") == 3  # once for each loader
+    assert "damaged shard" in caplog.text
     assert not (faulty / "executed").exists()
 
 

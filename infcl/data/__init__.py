@@ -1,0 +1,14 @@
+"""SHARD -> SAMPLE -> BATCH. Reading order:
+
+index.py       one tar -> where its members lie
+shards.py      urls -> manifest; sample numbers -> bytes
+plan.py        (seed, epoch) -> the order of all samples; which of them a rank reads in a step
+samples.py     bytes -> (image, caption), augmented; or the cause why not
+tokenizer.py   captions -> token ids
+indexed.py, streaming.py, workers.py   two readers of micro-batches, over torch's DataLoader
+loader.py      TrainLoader and SyntheticLoader: what the training loop iterates over
+evaluation.py  EvalShards: what the evaluations iterate over
+render.py, demo.py   the embedded data set
+
+docs/data.md is the user's page.
+"""

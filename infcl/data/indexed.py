@@ -6,6 +6,7 @@ A sample that cannot be decoded is replaced by another one, chosen by (seed, epo
 data set, so every micro-batch has its full shape on every rank; what was skipped travels with the batch.
 """
 
+import logging
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -14,7 +15,9 @@ import torch
 from infcl.data.plan import EpochPlan, Share, chunk_size, draw
 from infcl.data.samples import BadSample, ReadLog, SampleDecoder
 from infcl.data.shards import Manifest, Record, ShardReader, load_manifest
+from infcl.data.workers import make_dataloader
 
+_log = logging.getLogger(__name__)
 _ATTEMPTS = 8  # samples tried for one place before the data is declared unusable
 
 
@@ -98,16 +101,17 @@ class IndexedSource:
         self.steps_per_epoch = share.steps_per_epoch(self.num_samples, where)
         self.sha256 = manifest.sha256
         self._sampler = PlanSampler(manifest, share, seed=decoder.seed, steps_per_epoch=self.steps_per_epoch)
-        self._loader = torch.utils.data.DataLoader(
+        self._loader = make_dataloader(
             IndexedDataset(manifest, decoder),
-            sampler=self._sampler,
-            batch_size=None,
             num_workers=num_workers,
-            prefetch_factor=prefetch_factor if num_workers else None,
+            prefetch_factor=prefetch_factor,
+            item_bytes=decoder.batch_bytes(share.micro_batch_size),
+            sampler=self._sampler,
             persistent_workers=num_workers > 0,
-            pin_memory=torch.cuda.is_available(),
-            generator=torch.Generator(),  # its own, so that starting an epoch leaves the training's random state alone
         )
+        if share.rank == 0:
+            for path, damage in manifest.damaged.items():
+                _log.warning("damaged shard, only the samples before it are used: %s: %s", path, damage)
 
     def micro_batches(self, epoch: int, step: int) -> Iterator[tuple[dict[str, torch.Tensor], ReadLog]]:
         self._sampler.start = (epoch, step)

@@ -15,8 +15,10 @@ With the default reader, what a rank gets at (epoch, step) is a pure function of
 sizes: not of workers, not of where the run was resumed; and the global batch does not depend on the number of ranks.
 """
 
+import logging
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -27,6 +29,8 @@ from infcl.data.plan import Share, draw
 from infcl.data.samples import ImageLimits, ReadLog, SampleDecoder, TrainTransform
 from infcl.data.streaming import StreamingSource
 from infcl.data.tokenizer import EOS_ID, PAD_ID, Tokenizer
+
+_log = logging.getLogger(__name__)
 
 MicroBatch = dict[str, torch.Tensor]
 _WINDOW = 10_000  # samples over which the fraction of bad ones is judged
@@ -51,6 +55,8 @@ class StepLoader:
     """
 
     def __init__(self, source: Source, share: Share, *, seed: int, max_bad_fraction: float = 1.0):
+        if seed < 0:
+            raise ValueError(f"seed {seed} must not be negative")
         self.steps_per_epoch, self.num_samples = source.steps_per_epoch, source.num_samples
         self._source, self._share, self._max_bad_fraction = source, share, max_bad_fraction
         self._fingerprint = {
@@ -121,7 +127,9 @@ class StepLoader:
         self._counts["samples"] += size
         for cause, message in log["skipped"]:
             self._counts[f"skipped/{cause}"] += 1
-            self._examples.setdefault(f"skipped/{cause}", message)
+            if f"skipped/{cause}" not in self._examples:
+                self._examples[f"skipped/{cause}"] = message
+                _log.warning("skipped a sample (%s): %s; further ones of this kind are only counted", cause, message)
         for cause in log["noted"]:
             self._counts[f"noted/{cause}"] += 1
         self._window_good, self._window_bad = self._window_good + size, self._window_bad + bad
@@ -222,24 +230,29 @@ class _SyntheticSource:
         num_samples: int,
         pool: int,
     ):
-        self.share, self.seed, self.num_samples = share, seed, num_samples
+        self.share, self.seed, self.num_samples, self.pool_size = share, seed, num_samples, pool
+        self.image_size, self.context_length, self.vocab_size = image_size, context_length, vocab_size
         self.steps_per_epoch = share.steps_per_epoch(num_samples, f"an epoch has {num_samples} synthetic samples")
         self.sha256, self.found = f"synthetic {image_size} {context_length} {vocab_size} {num_samples}", {}
-        first = int(draw(seed, 0, share.rank, stream=0, count=1)[0] >> 1)
+
+    @cached_property
+    def pool(self) -> list[MicroBatch]:
+        first = int(draw(self.seed, 0, self.share.rank, stream=0, count=1)[0] >> 1)
         generator = torch.Generator().manual_seed(first)
-        m = share.micro_batch_size
-        self.pool = []
-        for _ in range(pool):
-            images = torch.randint(256, (m, 3, image_size, image_size), dtype=torch.uint8, generator=generator)
-            texts = torch.randint(2, vocab_size, (m, context_length), generator=generator)
-            eos = torch.randint(1, context_length, (m, 1), generator=generator)
-            place = torch.arange(context_length)
+        m, length, place = self.share.micro_batch_size, self.context_length, torch.arange(self.context_length)
+        pool = []
+        for _ in range(self.pool_size):
+            shape = (m, 3, self.image_size, self.image_size)
+            images = torch.randint(256, shape, dtype=torch.uint8, generator=generator)
+            texts = torch.randint(2, self.vocab_size, (m, length), generator=generator)
+            eos = torch.randint(1, length, (m, 1), generator=generator)
             texts = texts.masked_fill(place == eos, EOS_ID).masked_fill(place > eos, PAD_ID)
             batch = {"images": images, "texts": texts}
-            self.pool.append({k: v.pin_memory() if torch.cuda.is_available() else v for k, v in batch.items()})
+            pool.append({k: v.pin_memory() if torch.cuda.is_available() else v for k, v in batch.items()})
+        return pool
 
     def micro_batches(self, epoch: int, step: int) -> Iterator[tuple[MicroBatch, ReadLog]]:
         for start in self.share.positions(step, self.steps_per_epoch):
-            pick = int(draw(self.seed, epoch, start, stream=0, count=1)[0] % len(self.pool))
+            pick = int(draw(self.seed, epoch, start, stream=0, count=1)[0] % self.pool_size)
             ids = torch.arange(start, start + self.share.micro_batch_size)
             yield {**self.pool[pick], "ids": ids}, {"skipped": [], "noted": []}

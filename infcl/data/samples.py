@@ -217,6 +217,10 @@ class SampleDecoder:
     ):
         self.tokenizer, self.transform, self.seed, self.keys, self.limits = tokenizer, transform, seed, keys, limits
 
+    def batch_bytes(self, size: int) -> int:
+        """The memory of a micro-batch of `size` samples."""
+        return size * (3 * self.transform.image_size**2 + 8 * self.tokenizer.context_length + 8)
+
     def decode(self, record: Record, epoch: int, position: int, log: ReadLog) -> tuple[torch.Tensor, str]:
         """(uint8 [3, S, S], caption); the crop is a function of (seed, epoch, position). Raises BadSample."""
         image, caption, notes = decode_record(record, keys=self.keys, limits=self.limits)

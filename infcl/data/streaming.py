@@ -19,6 +19,7 @@ from infcl.data.index import SampleKeys
 from infcl.data.plan import Share, random_order
 from infcl.data.samples import BadSample, ReadLog, SampleDecoder
 from infcl.data.shards import Record, expand_shards
+from infcl.data.workers import make_dataloader
 
 _SHUFFLE_BUFFER = 2048  # samples, undecoded
 _BAD_PER_MICRO_BATCH = 8  # times its size: more bad samples than this while filling one end the run
@@ -103,7 +104,7 @@ class StreamingDataset(torch.utils.data.IterableDataset):
 
 
 class StreamingSource:
-    """A DataLoader over a StreamingDataset, started anew for each epoch."""
+    """A DataLoader over a StreamingDataset. Workers start anew, with the dataset as it then is, for each epoch."""
 
     def __init__(
         self,
@@ -127,15 +128,13 @@ class StreamingSource:
         self.steps_per_epoch = share.steps_per_epoch(num_samples, f"an epoch has {num_samples} samples")
         self.sha256 = hashlib.sha256("\n".join(shards).encode()).hexdigest()
         self._dataset, self._share = StreamingDataset(shards, decoder, share), share
-        self._workers = {"num_workers": num_workers, "prefetch_factor": prefetch_factor if num_workers else None}
+        self._loader = make_dataloader(
+            self._dataset,
+            num_workers=num_workers,
+            prefetch_factor=prefetch_factor,
+            item_bytes=decoder.batch_bytes(share.micro_batch_size),
+        )
 
     def micro_batches(self, epoch: int, step: int) -> Iterator[tuple[dict[str, torch.Tensor], ReadLog]]:
         self._dataset.epoch = epoch
-        loader = torch.utils.data.DataLoader(
-            self._dataset,
-            batch_size=None,
-            **self._workers,
-            pin_memory=torch.cuda.is_available(),
-            generator=torch.Generator(),
-        )
-        return islice(loader, (self.steps_per_epoch - step) * self._share.num_micro_batches)
+        return islice(self._loader, (self.steps_per_epoch - step) * self._share.num_micro_batches)
