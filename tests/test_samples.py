@@ -24,6 +24,9 @@ from infcl.data.samples import (
 from infcl.data.shards import Record
 from tests.shard_files import encode, picture
 
+# Pillow warns about the very images that these tests are about
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::PIL.Image.DecompressionBombWarning")
+
 
 def record(image: bytes = b"", text: bytes | None = None, metadata: bytes | None = None) -> Record:
     return Record(image, text, metadata, "here")

@@ -24,6 +24,7 @@ import io
 import json
 import os
 import shutil
+import time
 from collections.abc import Iterator, Sequence
 from functools import cache
 from itertools import permutations
@@ -236,10 +237,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--gallery", help="also write a picture of some training pairs to this PNG")
     args = parser.parse_args(arguments)
+    start, reused = time.perf_counter(), (Path(args.out) / "tokenizer.model").exists()
     folder = prepare_demo(args.out, num_train=args.num_train, seed=args.seed)
     tokenizer = Tokenizer(folder / "tokenizer.model")
-    print(f"{folder}: {args.num_train} training pairs in {len(SHARD_WEIGHTS)} shards, {VAL_SCENES} validation scenes,")
-    print(f"  {10 * HELD_OUT_PER_CLASS} held-out digits for zero-shot; tokenizer of {tokenizer.vocab_size} pieces")
+    done = "there already" if reused else f"written in {time.perf_counter() - start:.1f} s"
+    print(f"{folder} ({done}): {args.num_train} training pairs in {len(SHARD_WEIGHTS)} shards, {VAL_SCENES} validation")
+    print(f"  scenes, {10 * HELD_OUT_PER_CLASS} digits for zero-shot; tokenizer of {tokenizer.vocab_size} pieces")
     if args.gallery:
         write_gallery(folder, args.gallery)
         print(f"  gallery: {args.gallery}")
