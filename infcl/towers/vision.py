@@ -91,6 +91,14 @@ def drop_patches(x: torch.Tensor, rate: float) -> torch.Tensor:
     return x.gather(1, kept[:, :, None].expand(-1, -1, width))
 
 
+class StemConv(nn.Conv2d):
+    """Keeps the spread of its input through the GELU behind it; torch's default shrinks it below the positions' own."""
+
+    def reset_parameters(self) -> None:
+        nn.init.kaiming_normal_(self.weight, nonlinearity="relu")
+        nn.init.zeros_(self.bias)
+
+
 def _patch_embedding(cfg: VisionConfig) -> nn.Module:
     """One convolution as open_clip has it, or the stem: each entry shrinks the grid by exactly its stride."""
     if cfg.conv_stem is None:
@@ -98,9 +106,7 @@ def _patch_embedding(cfg: VisionConfig) -> nn.Module:
     layers: list[nn.Module] = []
     channels = 3
     for out_channels, kernel, stride in cfg.conv_stem:
-        layers += [
-            nn.Conv2d(channels, out_channels, kernel, stride=stride, padding=(kernel - stride + 1) // 2),
-            nn.GELU(),
-        ]
+        padding = (kernel - stride + 1) // 2
+        layers += [StemConv(channels, out_channels, kernel, stride=stride, padding=padding), nn.GELU()]
         channels = out_channels
     return nn.Sequential(*layers[:-1])
