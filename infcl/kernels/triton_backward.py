@@ -5,6 +5,13 @@ dS is formed for one chunk at a time, [chunk, chunk] in the operands' type in a 
 product whose epilogue works in float32 (the subtraction on the diagonal included) and rounds once; the library's matrix
 products then multiply it with the features. For D >= 512 that beats keeping a [128, D] float32 accumulator on the chip.
 
+One exponential serves both directions where the LSE lie within 80 (in log2) of each other:
+
+    exp(logits - row_lse) + exp(logits - col_lse) = exp(logits - row_lse) * (1 + exp(row_lse - m) * exp(m - col_lse))
+
+With m in their middle no factor overflows, and a first exponential that underflows (below 2^-126) means a second below
+2^-46. Otherwise, or where the LSE are so large that the logits' own rounding matters, two clamped exponentials serve.
+
 6 r c D flops; the workspace is written once and read twice.
 """
 
@@ -18,9 +25,15 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from infcl.kernels.triton_forward import LOG2E, aligned, launch_options, multiprocessors
+from infcl.kernels.triton_forward import LOG2E, aligned, ceil_div, launch_options, multiprocessors, walked_dim
 
-_GROUP = tl.constexpr(8)  # row blocks that are walked together, for the L2 cache
+# Block shapes and launch options by operand size in bytes; GROUP row blocks are walked together, for the L2 cache.
+_LAUNCH = {
+    2: {"BLOCK_M": 128, "BLOCK_N": 256, "BLOCK_K": 64, "GROUP": 8, "num_warps": 8, "num_stages": 3},
+    4: {"BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_K": 32, "GROUP": 8, "num_warps": 4, "num_stages": 3},
+}
+_WINDOW = 80.0  # largest spread of the LSE, in log2, for which one exponential is exact
+_LARGEST = 2.0**12  # largest LSE, in log2, whose rounding leaves a probability at most 1 + 2^-11
 
 
 def softmax_backward(
@@ -70,8 +83,12 @@ def _accumulate(
     tf32: bool,
 ) -> None:
     """Walk the chunks: form dS, multiply. `bias` set: sigmoid; the LSE set: softmax."""
-    launch = launch_options(rows, tf32)
+    launch = launch_options(_LAUNCH, rows, tf32)
     row_operand, column_operand = aligned(rows), aligned(columns)
+    middle = col_factor = scale
+    if bias is None:
+        middle = _middle(row_lse, col_lse)
+        col_factor = torch.exp2(middle - col_lse * LOG2E.value)
     height, width = _chunk_shape(len(rows), len(columns), workspace_bytes // rows.dtype.itemsize)
     workspace = rows.new_empty(height, width)
     processors = multiprocessors(rows.device)
@@ -82,7 +99,7 @@ def _accumulate(
                 column_slice = slice(j, min(j + width, len(columns)))
                 num_rows, num_columns = row_slice.stop - i, column_slice.stop - j
                 d_logits = workspace[:num_rows, :num_columns]
-                tiles = triton.cdiv(num_rows, launch["BLOCK_M"]) * triton.cdiv(num_columns, launch["BLOCK_N"])
+                tiles = ceil_div(num_rows, launch["BLOCK_M"]) * ceil_div(num_columns, launch["BLOCK_N"])
                 _d_logits_kernel[(min(tiles, processors),)](
                     TensorDescriptor.from_tensor(row_operand[row_slice], [launch["BLOCK_M"], launch["BLOCK_K"]]),
                     TensorDescriptor.from_tensor(column_operand[column_slice], [launch["BLOCK_N"], launch["BLOCK_K"]]),
@@ -91,10 +108,12 @@ def _accumulate(
                     scale if bias is None else bias,
                     scale if row_lse is None else row_lse[row_slice],
                     scale if col_lse is None else col_lse[column_slice],
+                    scale if col_lse is None else col_factor[column_slice],
+                    middle,
                     num_rows,
                     num_columns,
                     i - j,
-                    DIM=row_operand.shape[1],
+                    DIM=walked_dim(row_operand, launch),
                     DIAGONAL=diagonal and i < j + width and j < i + height,
                     SIGMOID=bias is not None,
                     **launch,
@@ -105,7 +124,7 @@ def _accumulate(
                     _add_product(d_columns[column_slice], d_logits.T, rows[row_slice])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows", "num_columns", "offset"])
 def _d_logits_kernel(
     rows_desc,  # [r, D] operand type, read
     columns_desc,  # [c, D] operand type, read
@@ -114,6 +133,8 @@ def _d_logits_kernel(
     bias_ptr,  # f32, read if SIGMOID
     row_lse_ptr,  # f32 [r], read unless SIGMOID
     col_lse_ptr,  # f32 [c], read unless SIGMOID
+    col_factor_ptr,  # f32 [c]: exp2(middle - log2(e) * col_lse), read unless SIGMOID
+    middle_ptr,  # f32, in log2: NaN asks for two exponentials; read unless SIGMOID
     num_rows,
     num_columns,
     offset,  # row i matches column i + offset
@@ -123,6 +144,7 @@ def _d_logits_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    GROUP: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """`((logits - row_lse).exp() + (logits - col_lse).exp()) / 2` or `sigmoid(logits + bias)`, minus 1 at matches.
@@ -132,11 +154,12 @@ def _d_logits_kernel(
     row_tiles = tl.cdiv(num_rows, BLOCK_M)
     column_tiles = tl.cdiv(num_columns, BLOCK_N)
     scale2 = tl.load(scale_ptr).to(tl.float32) * LOG2E
+    middle = tl.load(middle_ptr).to(tl.float32)
     for tile in tl.range(tl.program_id(0), row_tiles * column_tiles, tl.num_programs(0), flatten=True):
-        group = tile // (_GROUP * column_tiles)
-        group_rows = tl.minimum(row_tiles - group * _GROUP, _GROUP)
-        within = tile - group * _GROUP * column_tiles
-        first_row = (group * _GROUP + within % group_rows) * BLOCK_M
+        group = tile // (GROUP * column_tiles)
+        group_rows = tl.minimum(row_tiles - group * GROUP, GROUP)
+        within = tile - group * GROUP * column_tiles
+        first_row = (group * GROUP + within % group_rows) * BLOCK_M
         first_column = (within // group_rows) * BLOCK_N
         logits = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         for k in range(0, DIM, BLOCK_K):
@@ -145,19 +168,31 @@ def _d_logits_kernel(
             logits = tl.dot(a, b.T, logits, input_precision=PRECISION)
         rows = first_row + tl.arange(0, BLOCK_M)
         columns = first_column + tl.arange(0, BLOCK_N)
-        logits = logits * scale2
         if SIGMOID:
-            logits += tl.load(bias_ptr).to(tl.float32) * LOG2E
-            d_logits = 1.0 / (1.0 + tl.exp2(-logits))
+            d_logits = 1.0 / (1.0 + tl.exp2(-(logits * scale2 + tl.load(bias_ptr).to(tl.float32) * LOG2E)))
         else:
             row_lse = tl.load(row_lse_ptr + rows, mask=rows < num_rows, other=0.0) * LOG2E
-            col_lse = tl.load(col_lse_ptr + columns, mask=columns < num_columns, other=0.0) * LOG2E
-            d_logits = 0.5 * tl.exp2(tl.minimum(logits - row_lse[:, None], 0.0))
-            d_logits += 0.5 * tl.exp2(tl.minimum(logits - col_lse[None, :], 0.0))
+            if middle == middle:
+                row_factor = 0.5 * tl.exp2(row_lse - middle)
+                col_factor = tl.load(col_factor_ptr + columns, mask=columns < num_columns, other=0.0)
+                d_logits = tl.exp2(logits * scale2 - row_lse[:, None])
+                d_logits *= 0.5 + row_factor[:, None] * col_factor[None, :]
+            else:
+                col_lse = tl.load(col_lse_ptr + columns, mask=columns < num_columns, other=0.0) * LOG2E
+                d_logits = 0.5 * tl.exp2(tl.minimum(logits * scale2 - row_lse[:, None], 0.0))
+                d_logits += 0.5 * tl.exp2(tl.minimum(logits * scale2 - col_lse[None, :], 0.0))
         if DIAGONAL:
             if (first_row + offset < first_column + BLOCK_N) & (first_column < first_row + offset + BLOCK_M):
                 d_logits = tl.where((rows + offset)[:, None] == columns[None, :], d_logits - 1.0, d_logits)
         d_logits_desc.store([first_row, first_column], d_logits.to(d_logits_desc.dtype))
+
+
+def _middle(row_lse: Tensor, col_lse: Tensor) -> Tensor:
+    """Middle of all LSE in log2, f32 0-dim; NaN where one exponential would not be exact."""
+    (row_low, row_high), (col_low, col_high) = row_lse.aminmax(), col_lse.aminmax()
+    low, high = torch.minimum(row_low, col_low) * LOG2E.value, torch.maximum(row_high, col_high) * LOG2E.value
+    exact = (high - low <= _WINDOW) & (torch.maximum(-low, high) <= _LARGEST)
+    return torch.where(exact, (low + high) / 2, math.nan)
 
 
 def _chunk_shape(num_rows: int, num_columns: int, elements: int) -> tuple[int, int]:
@@ -168,8 +203,8 @@ def _chunk_shape(num_rows: int, num_columns: int, elements: int) -> tuple[int, i
 
 
 def _even_piece(length: int, limit: int) -> int:
-    pieces = triton.cdiv(length, limit)
-    return triton.cdiv(triton.cdiv(length, pieces), 64) * 64
+    pieces = ceil_div(length, limit)
+    return ceil_div(ceil_div(length, pieces), 64) * 64
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:

@@ -17,6 +17,7 @@ Sizes: r rows, c columns, D features. No atomics: all sums are taken in a fixed 
 """
 
 import math
+from functools import cache
 
 import torch
 import torch.nn.functional as F
@@ -76,13 +77,13 @@ def _tile_sums(
 
     Columns are walked in chunks whose partial sums [column blocks, r] fit the workspace.
     """
-    launch = launch_options(rows, tf32)
+    launch = launch_options(_LAUNCH, rows, tf32)
     row_operand, column_operand = aligned(rows), aligned(columns)
-    num_rows, num_columns, dim = len(rows), len(columns), row_operand.shape[1]
-    row_tiles, column_tiles = triton.cdiv(num_rows, launch["BLOCK_M"]), triton.cdiv(num_columns, launch["BLOCK_N"])
+    num_rows, num_columns = len(rows), len(columns)
+    row_tiles, column_tiles = ceil_div(num_rows, launch["BLOCK_M"]), ceil_div(num_columns, launch["BLOCK_N"])
     partials = 2 if sigmoid else 1
     chunk_tiles = max(1, min(column_tiles, workspace_bytes // (4 * num_rows * partials)))
-    splits = _row_splits(row_tiles, chunk_tiles, rows.device)
+    splits = _row_splits(row_tiles, chunk_tiles, multiprocessors(rows.device))
     row_partial = rows.new_empty(chunk_tiles, num_rows, dtype=torch.float32)
     slope_partial = torch.empty_like(row_partial) if sigmoid else row_partial
     col_partial = row_partial if sigmoid else rows.new_empty(splits, num_columns, dtype=torch.float32)
@@ -103,8 +104,8 @@ def _tile_sums(
             num_columns,
             first,
             splits,
-            triton.cdiv(row_tiles, splits),
-            DIM=dim,
+            ceil_div(row_tiles, splits),
+            DIM=walked_dim(row_operand, launch),
             SIGMOID=sigmoid,
             **launch,
         )
@@ -114,7 +115,7 @@ def _tile_sums(
     return row_sums, slope_sums if sigmoid else col_partial.sum(0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows", "num_columns", "first_block", "splits", "split_tiles"])
 def _tile_sums_kernel(
     rows_desc,  # [r, D] operand type, read
     columns_desc,  # [c, D] operand type, read
@@ -181,7 +182,7 @@ def _squares(rows: Tensor, columns: Tensor, scale: Tensor) -> tuple[Tensor, Tens
     count = max(len(rows), len(columns))
     row_square, col_square, matched = rows.new_empty(3, count, dtype=torch.float32)
     dim, block = rows.shape[1], 8
-    _squares_kernel[(triton.cdiv(count, block),)](
+    _squares_kernel[(ceil_div(count, block),)](
         rows,
         columns,
         scale,
@@ -198,7 +199,7 @@ def _squares(rows: Tensor, columns: Tensor, scale: Tensor) -> tuple[Tensor, Tens
     return row_square, col_square, matched
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows", "num_columns"])
 def _squares_kernel(
     rows_ptr,  # [r, D] operand type, read
     columns_ptr,  # [c, D] operand type, read
@@ -238,13 +239,13 @@ def _finish(sums: Tensor, reference: Tensor, matched: Tensor | None) -> Tensor:
     """
     lse = torch.empty_like(sums)
     count = len(sums)
-    _finish_kernel[(triton.cdiv(count, 1024),)](
+    _finish_kernel[(ceil_div(count, 1024),)](
         sums, reference, sums if matched is None else matched, lse, count, matched is not None, BLOCK=1024
     )
     return lse
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def _finish_kernel(
     sums_ptr,  # f32 [n], read
     reference_ptr,  # f32, read
@@ -265,21 +266,21 @@ def _finish_kernel(
 
 def _repair(lse: Tensor, rows: Tensor, columns: Tensor, scale: Tensor, *, tf32: bool) -> None:
     """Compute the row LSE [r] that are NaN by an online softmax over all columns; blocks without any return at once."""
-    launch = launch_options(rows, tf32) | {"BLOCK_M": 64, "BLOCK_N": 64, "num_warps": 4}
+    launch = launch_options(_LAUNCH, rows, tf32) | {"BLOCK_M": 64, "BLOCK_N": 64, "num_warps": 4}
     row_operand, column_operand = aligned(rows), aligned(columns)
-    _repair_kernel[(triton.cdiv(len(rows), launch["BLOCK_M"]),)](
+    _repair_kernel[(ceil_div(len(rows), launch["BLOCK_M"]),)](
         TensorDescriptor.from_tensor(row_operand, [launch["BLOCK_M"], launch["BLOCK_K"]]),
         TensorDescriptor.from_tensor(column_operand, [launch["BLOCK_N"], launch["BLOCK_K"]]),
         scale,
         lse,
         len(rows),
         len(columns),
-        DIM=row_operand.shape[1],
+        DIM=walked_dim(row_operand, launch),
         **launch,
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows", "num_columns"])
 def _repair_kernel(
     rows_desc,  # [r, D] operand type, read
     columns_desc,  # [c, D] operand type, read
@@ -315,26 +316,37 @@ def _repair_kernel(
         tl.store(lse_ptr + rows, (maxima + tl.log2(sums)) / LOG2E, mask=unknown & (rows < num_rows))
 
 
-def launch_options(features: Tensor, tf32: bool) -> dict:
-    """Block shapes, warps, stages and the dot's precision for features of this type."""
-    return _LAUNCH[features.dtype.itemsize] | {"PRECISION": "tf32" if tf32 else "ieee"}
+def launch_options(table: dict[int, dict], features: Tensor, tf32: bool) -> dict:
+    """Block shapes, warps, stages and the dot's precision for features of this type, from a kernel's table."""
+    return table[features.dtype.itemsize] | {"PRECISION": "tf32" if tf32 else "ieee"}
 
 
 def aligned(features: Tensor) -> Tensor:
     """Features with D padded by zeros so that rows start at multiples of 16 bytes, as tensor descriptors need."""
-    return F.pad(features, (0, -features.shape[1] % (16 // features.dtype.itemsize)))
+    padding = -features.shape[1] % (16 // features.dtype.itemsize)
+    return F.pad(features, (0, padding)) if padding else features
 
 
+def walked_dim(features: Tensor, launch: dict) -> int:
+    """D, but two steps of BLOCK_K at least: Triton 3.6 cannot pipeline a loop of one. Past D, descriptors read zeros."""
+    return max(features.shape[1], launch["BLOCK_K"] + 1)
+
+
+@cache
 def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
-def _row_splits(row_tiles: int, column_tiles: int, device: torch.device) -> int:
+def ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+@cache
+def _row_splits(row_tiles: int, column_tiles: int, processors: int) -> int:
     """How many programs share a column block: enough to fill the GPU evenly and to keep few column blocks in L2."""
-    processors = multiprocessors(device)
     candidates = range(1, min(row_tiles, 2 * processors) + 1)
 
     def cost(splits: int) -> float:  # tiles on the longest chain of programs, and a start-up of a third of a tile each
-        return triton.cdiv(column_tiles * splits, processors) * (triton.cdiv(row_tiles, splits) + 0.33)
+        return ceil_div(column_tiles * splits, processors) * (ceil_div(row_tiles, splits) + 0.33)
 
     return min(candidates, key=cost)

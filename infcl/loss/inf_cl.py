@@ -170,8 +170,8 @@ class _InfCL(torch.autograd.Function):
             if scale_needs:
                 side = (rows, d_rows) if d_rows is not None else (columns, d_columns)
                 d_scale = factor * inner_product(*side)
-            d_images = d_rows.mul_(factor * scale).to(image_dtype) if images_need else None
-            d_texts = d_columns.mul_(factor * scale).to(text_dtype) if texts_need else None
+            d_images = scaled(d_rows, factor * scale, image_dtype) if images_need else None
+            d_texts = scaled(d_columns, factor * scale, text_dtype) if texts_need else None
         return d_images, d_texts, d_scale, None, None, None
 
 
@@ -179,6 +179,12 @@ def refuse_double_backward(name: str) -> None:
     """Called in a backward pass: RuntimeError under create_graph=True, where its result would count as a constant."""
     if torch.is_grad_enabled():
         raise RuntimeError(f"{name} does not support double backward (create_graph=True): it has no second derivative")
+
+
+def scaled(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    """`(gradient * factor).to(dtype)` in one pass, in place where the dtype stays."""
+    out = gradient if dtype == gradient.dtype else torch.empty_like(gradient, dtype=dtype)
+    return torch.mul(gradient, factor, out=out)
 
 
 def inner_product(features: Tensor, gradient: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from infcl.kernels import WORKSPACE_BYTES, Tile, select_tile
-from infcl.loss.inf_cl import as_operand, check_features, inner_product, refuse_double_backward, scalar_like
+from infcl.loss.inf_cl import as_operand, check_features, inner_product, refuse_double_backward, scalar_like, scaled
 from infcl.loss.ring import RingExchange, checked_group
 
 
@@ -87,6 +87,6 @@ class _SigLip(torch.autograd.Function):
             )
             factor = d_loss / len(rows)
             d_scale = factor * inner_product(rows, d_rows)
-            d_images = d_rows.mul_(factor * scale).to(ctx.feature_dtype)
-            d_texts = d_columns.mul_(factor * scale).to(ctx.feature_dtype)
+            d_images = scaled(d_rows, factor * scale, ctx.feature_dtype)
+            d_texts = scaled(d_columns, factor * scale, ctx.feature_dtype)
         return d_images, d_texts, d_scale, factor * slope, None, None, None
