@@ -11,6 +11,7 @@ from infcl.towers import CLIP, forward_flops, list_models, load_model_config, wi
 from infcl.towers.config import parse_model_config
 from infcl.towers.text import pool_text
 from infcl.towers.vision import IMAGE_MEAN, IMAGE_STD, drop_patches, normalize_pixels
+from tests.ranks import run_ranks
 
 FIELDS = {
     "embed_dim": 24,
@@ -210,6 +211,26 @@ def test_state_dicts_with_zero_dimensional_scalars_load():
     target.load_state_dict(state)
     assert target.logit_bias.shape == (1,) and target.logit_bias.item() == -2.0
     assert state["logit_scale"].shape == ()
+
+
+def test_zero_init_shards_the_same_initial_weights():
+    assert run_ranks(_differences_under_zero_init, 2) == [[], []]
+
+
+def _differences_under_zero_init(rank: int, world_size: int) -> list[str]:
+    import deepspeed
+
+    deepspeed.init_distributed("gloo")
+    config = {"train_batch_size": world_size, "zero_optimization": {"stage": 3}}
+    expected = dict(build(load_model_config("demo")).named_parameters())
+    with deepspeed.zero.Init(config_dict_or_path=config):
+        model = build(load_model_config("demo"))
+    different = []
+    for name, parameter in model.named_parameters():
+        with deepspeed.zero.GatheredParameters([parameter]):
+            if not torch.equal(parameter, expected[name]):
+                different.append(name)
+    return different
 
 
 # Configs
