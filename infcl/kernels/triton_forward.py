@@ -328,7 +328,7 @@ def aligned(features: Tensor) -> Tensor:
 
 
 def walked_dim(features: Tensor, launch: dict) -> int:
-    """D, but two steps of BLOCK_K at least: Triton 3.6 cannot pipeline a loop of one. Past D, descriptors read zeros."""
+    """D, but at least two BLOCK_K (Triton 3.6 cannot pipeline a loop of one step); past D, descriptors read zeros."""
     return max(features.shape[1], launch["BLOCK_K"] + 1)
 
 

@@ -28,9 +28,9 @@ def clip_loss(
     """The loss of the global batch from the whole [B, B] matrix, the same on every rank; 0-dim, float32 or wider."""
     scale = _checked_scale("clip", image_features, text_features, logit_scale, group)
     images, texts = _GatherOwnGradient.apply(image_features, group), _GatherOwnGradient.apply(text_features, group)
-    logits = (images @ texts.T).to(scale.dtype) * scale  # [B, B]
+    logits = (scale * images) @ texts.T  # [B, B]
     labels = torch.arange(len(logits), device=logits.device)
-    return (F.cross_entropy(logits, labels) + F.cross_entropy(logits.T, labels)) / 2
+    return (_cross_entropy(logits, labels) + _cross_entropy(logits.T, labels)) / 2
 
 
 def open_clip_loss(
@@ -46,10 +46,10 @@ def open_clip_loss(
         _GatherAllGradients.apply(image_features, group),
         _GatherAllGradients.apply(text_features, group),
     )
-    row_logits = (image_features @ all_texts.T).to(scale.dtype) * scale  # [b, B]
-    column_logits = (text_features @ all_images.T).to(scale.dtype) * scale  # [b, B]
+    row_logits = (scale * image_features) @ all_texts.T  # [b, B]
+    column_logits = (scale * text_features) @ all_images.T  # [b, B]
     labels = _own_labels(image_features, group)
-    return (F.cross_entropy(row_logits, labels) + F.cross_entropy(column_logits, labels)) / 2
+    return (_cross_entropy(row_logits, labels) + _cross_entropy(column_logits, labels)) / 2
 
 
 def disco_loss(
@@ -96,15 +96,16 @@ def _one_direction(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Cross entropy of own queries against all keys; its gradients for queries [b, D], all keys [B, D] and scale."""
     all_keys = _all_gather(keys, group)
-    cosines = (queries @ all_keys.T).to(scale.dtype)  # [b, B]
-    logits = cosines * scale
-    loss = F.cross_entropy(logits, labels)
-    d_logits = logits.softmax(1)
-    d_logits[torch.arange(len(queries), device=labels.device), labels] -= 1
-    d_logits /= len(queries)
-    d_scale = (d_logits * cosines).sum()
-    d_cosines = (d_logits * scale).to(queries.dtype)
-    return loss, d_cosines @ all_keys, d_cosines.T @ queries, d_scale
+    logits = ((scale * queries) @ all_keys.T).to(scale.dtype)  # [b, B]
+    lse = logits.logsumexp(1, keepdim=True)
+    own = torch.arange(len(queries), device=labels.device)
+    loss = (lse.squeeze(1) - logits[own, labels]).mean()
+    d_logits = logits.sub_(lse).exp_()
+    d_logits[own, labels] -= 1
+    d_logits = (d_logits / len(queries)).to(queries.dtype)
+    d_queries = d_logits @ all_keys  # without the factor scale
+    d_scale = (d_queries.to(scale.dtype) * queries).sum()
+    return loss, scale * d_queries, scale * (d_logits.T @ queries), d_scale
 
 
 class _GatherOwnGradient(torch.autograd.Function):
@@ -132,6 +133,11 @@ class _GatherAllGradients(torch.autograd.Function):
     @staticmethod
     def backward(ctx, d_all):
         return _reduce_scatter(d_all, ctx.group), None
+
+
+def _cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
+    """In float32 or wider, as autocast takes it."""
+    return F.cross_entropy(logits.to(torch.promote_types(logits.dtype, torch.float32)), labels)
 
 
 def _all_gather(features: Tensor, group: dist.ProcessGroup | None) -> Tensor:
