@@ -25,15 +25,14 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from infcl.kernels.triton_forward import LOG2E, aligned, ceil_div, launch_options, multiprocessors, walked_dim
+from infcl.kernels.triton_forward import aligned, launch_options, multiprocessors, walked_dim
+from infcl.kernels.triton_statistics import LOG2E, ceil_div, middle
 
 # Block shapes and launch options by operand size in bytes; GROUP row blocks are walked together, for the L2 cache.
 _LAUNCH = {
     2: {"BLOCK_M": 128, "BLOCK_N": 256, "BLOCK_K": 64, "GROUP": 8, "num_warps": 8, "num_stages": 3},
     4: {"BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_K": 32, "GROUP": 8, "num_warps": 4, "num_stages": 3},
 }
-_WINDOW = 80.0  # largest spread of the LSE, in log2, for which one exponential is exact
-_LARGEST = 2.0**12  # largest LSE, in log2, whose rounding leaves a probability at most 1 + 2^-11
 
 
 def softmax_backward(
@@ -85,10 +84,7 @@ def _accumulate(
     """Walk the chunks: form dS, multiply. `bias` set: sigmoid; the LSE set: softmax."""
     launch = launch_options(_LAUNCH, rows, tf32)
     row_operand, column_operand = aligned(rows), aligned(columns)
-    middle = col_factor = scale
-    if bias is None:
-        middle = _middle(row_lse, col_lse)
-        col_factor = torch.exp2(middle - col_lse * LOG2E.value)
+    shift = middle(row_lse, col_lse) if bias is None else bias
     height, width = _chunk_shape(len(rows), len(columns), workspace_bytes // rows.dtype.itemsize)
     workspace = rows.new_empty(height, width)
     processors = multiprocessors(rows.device)
@@ -105,11 +101,9 @@ def _accumulate(
                     TensorDescriptor.from_tensor(column_operand[column_slice], [launch["BLOCK_N"], launch["BLOCK_K"]]),
                     TensorDescriptor.from_tensor(d_logits, [launch["BLOCK_M"], launch["BLOCK_N"]]),
                     scale,
-                    scale if bias is None else bias,
+                    shift,
                     scale if row_lse is None else row_lse[row_slice],
                     scale if col_lse is None else col_lse[column_slice],
-                    scale if col_lse is None else col_factor[column_slice],
-                    middle,
                     num_rows,
                     num_columns,
                     i - j,
@@ -130,11 +124,9 @@ def _d_logits_kernel(
     columns_desc,  # [c, D] operand type, read
     d_logits_desc,  # [r, c] operand type, written
     scale_ptr,  # f32, read
-    bias_ptr,  # f32, read if SIGMOID
+    shift_ptr,  # f32: the bias (sigmoid) or the middle of the LSE in log2 (softmax; NaN: two exponentials), read
     row_lse_ptr,  # f32 [r], read unless SIGMOID
     col_lse_ptr,  # f32 [c], read unless SIGMOID
-    col_factor_ptr,  # f32 [c]: exp2(middle - log2(e) * col_lse), read unless SIGMOID
-    middle_ptr,  # f32, in log2: NaN asks for two exponentials; read unless SIGMOID
     num_rows,
     num_columns,
     offset,  # row i matches column i + offset
@@ -154,7 +146,7 @@ def _d_logits_kernel(
     row_tiles = tl.cdiv(num_rows, BLOCK_M)
     column_tiles = tl.cdiv(num_columns, BLOCK_N)
     scale2 = tl.load(scale_ptr).to(tl.float32) * LOG2E
-    middle = tl.load(middle_ptr).to(tl.float32)
+    shift = tl.load(shift_ptr).to(tl.float32)
     for tile in tl.range(tl.program_id(0), row_tiles * column_tiles, tl.num_programs(0), flatten=True):
         group = tile // (GROUP * column_tiles)
         group_rows = tl.minimum(row_tiles - group * GROUP, GROUP)
@@ -169,30 +161,22 @@ def _d_logits_kernel(
         rows = first_row + tl.arange(0, BLOCK_M)
         columns = first_column + tl.arange(0, BLOCK_N)
         if SIGMOID:
-            d_logits = 1.0 / (1.0 + tl.exp2(-(logits * scale2 + tl.load(bias_ptr).to(tl.float32) * LOG2E)))
+            d_logits = 1.0 / (1.0 + tl.exp2(-(logits * scale2 + shift * LOG2E)))
         else:
             row_lse = tl.load(row_lse_ptr + rows, mask=rows < num_rows, other=0.0) * LOG2E
-            if middle == middle:
-                row_factor = 0.5 * tl.exp2(row_lse - middle)
-                col_factor = tl.load(col_factor_ptr + columns, mask=columns < num_columns, other=0.0)
+            col_lse = tl.load(col_lse_ptr + columns, mask=columns < num_columns, other=0.0) * LOG2E
+            if shift == shift:
+                row_factor = 0.5 * tl.exp2(row_lse - shift)
+                col_factor = tl.exp2(shift - col_lse)
                 d_logits = tl.exp2(logits * scale2 - row_lse[:, None])
                 d_logits *= 0.5 + row_factor[:, None] * col_factor[None, :]
             else:
-                col_lse = tl.load(col_lse_ptr + columns, mask=columns < num_columns, other=0.0) * LOG2E
                 d_logits = 0.5 * tl.exp2(tl.minimum(logits * scale2 - row_lse[:, None], 0.0))
                 d_logits += 0.5 * tl.exp2(tl.minimum(logits * scale2 - col_lse[None, :], 0.0))
         if DIAGONAL:
             if (first_row + offset < first_column + BLOCK_N) & (first_column < first_row + offset + BLOCK_M):
                 d_logits = tl.where((rows + offset)[:, None] == columns[None, :], d_logits - 1.0, d_logits)
         d_logits_desc.store([first_row, first_column], d_logits.to(d_logits_desc.dtype))
-
-
-def _middle(row_lse: Tensor, col_lse: Tensor) -> Tensor:
-    """Middle of all LSE in log2, f32 0-dim; NaN where one exponential would not be exact."""
-    (row_low, row_high), (col_low, col_high) = row_lse.aminmax(), col_lse.aminmax()
-    low, high = torch.minimum(row_low, col_low) * LOG2E.value, torch.maximum(row_high, col_high) * LOG2E.value
-    exact = (high - low <= _WINDOW) & (torch.maximum(-low, high) <= _LARGEST)
-    return torch.where(exact, (low + high) / 2, math.nan)
 
 
 def _chunk_shape(num_rows: int, num_columns: int, elements: int) -> tuple[int, int]:

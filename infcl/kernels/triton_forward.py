@@ -16,7 +16,6 @@ the result never rests on the bound.
 Sizes: r rows, c columns, D features. No atomics: all sums are taken in a fixed order, bitwise repeatable.
 """
 
-import math
 from functools import cache
 
 import torch
@@ -26,9 +25,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-LOG2E = tl.constexpr(math.log2(math.e))
-_HEADROOM = tl.constexpr(96.0)  # sums of up to 2^30 terms of at most 2^96 stay below 2^127
-_SMALLEST_SUM = tl.constexpr(2.0**-76)  # what underflows below 2^-126 is 2^-50 of it
+from infcl.kernels.triton_statistics import LOG2E, ceil_div, finish, reference, squares
 
 # Block shapes and launch options by operand size in bytes.
 _LAUNCH = {
@@ -41,11 +38,11 @@ def softmax_forward(
     rows: Tensor, columns: Tensor, scale: Tensor, *, diagonal: bool, workspace_bytes: int, tf32: bool = False
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """As torch_tile.softmax_forward; rows [r, D] and columns [c, D] in bf16, fp16 or f32, results f32."""
-    row_square, col_square, matched = _squares(rows, columns, scale)
-    reference = (row_square.max() * col_square.max()).sqrt() * scale.abs() * LOG2E.value - _HEADROOM.value
-    row_sums, col_sums = _tile_sums(rows, columns, scale, reference, workspace_bytes, tf32=tf32, sigmoid=False)
-    row_lse = _finish(row_sums, reference, matched if diagonal else None)
-    col_lse = _finish(col_sums, reference, matched if diagonal else None)
+    row_square, col_square, matched = squares(rows, columns, scale)
+    shift = reference(row_square, col_square, scale)
+    row_sums, col_sums = _tile_sums(rows, columns, scale, shift, workspace_bytes, tf32=tf32, sigmoid=False)
+    row_lse = finish(row_sums, shift, matched if diagonal else None)
+    col_lse = finish(col_sums, shift, matched if diagonal else None)
     _repair(row_lse, rows, columns, scale, tf32=tf32)
     _repair(col_lse, columns, rows, scale, tf32=tf32)
     return row_lse, col_lse, matched[: min(len(rows), len(columns))] if diagonal else None
@@ -64,7 +61,7 @@ def sigmoid_forward(
     """As torch_tile.sigmoid_forward. A matched pair's loss is softplus(logit) - logit, its slope sigmoid(logit) - 1."""
     row_loss, row_slope = _tile_sums(rows, columns, scale, bias, workspace_bytes, tf32=tf32, sigmoid=True)
     if diagonal:
-        matched = _squares(rows, columns, scale)[2][: min(len(rows), len(columns))]
+        matched = squares(rows, columns, scale)[2][: min(len(rows), len(columns))]
         row_loss[: len(matched)] -= matched + bias
         row_slope[: len(matched)] -= 1
     return row_loss, row_slope
@@ -87,7 +84,7 @@ def _tile_sums(
     row_partial = rows.new_empty(chunk_tiles, num_rows, dtype=torch.float32)
     slope_partial = torch.empty_like(row_partial) if sigmoid else row_partial
     col_partial = row_partial if sigmoid else rows.new_empty(splits, num_columns, dtype=torch.float32)
-    row_sums = slope_sums = 0
+    row_sums, slope_sums = [], []
     rows_desc = TensorDescriptor.from_tensor(row_operand, [launch["BLOCK_M"], launch["BLOCK_K"]])
     columns_desc = TensorDescriptor.from_tensor(column_operand, [launch["BLOCK_N"], launch["BLOCK_K"]])
     for first in range(0, column_tiles, chunk_tiles):
@@ -109,10 +106,10 @@ def _tile_sums(
             SIGMOID=sigmoid,
             **launch,
         )
-        row_sums = row_sums + row_partial[:tiles].sum(0)
+        row_sums.append(row_partial[:tiles].sum(0))
         if sigmoid:
-            slope_sums = slope_sums + slope_partial[:tiles].sum(0)
-    return row_sums, slope_sums if sigmoid else col_partial.sum(0)
+            slope_sums.append(slope_partial[:tiles].sum(0))
+    return _total(row_sums), _total(slope_sums) if sigmoid else col_partial.sum(0)
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_columns", "first_block", "splits", "split_tiles"])
@@ -177,91 +174,8 @@ def _tile_sums_kernel(
         tl.store(col_partial_ptr + split.to(tl.int64) * num_columns + columns, total, mask=columns < num_columns)
 
 
-def _squares(rows: Tensor, columns: Tensor, scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """`(rows**2).sum(1), (columns**2).sum(1), scale * (rows * columns).sum(1)`, f32 [max(r, c)]; 0 past an end."""
-    count = max(len(rows), len(columns))
-    row_square, col_square, matched = rows.new_empty(3, count, dtype=torch.float32)
-    dim, block = rows.shape[1], 8
-    _squares_kernel[(ceil_div(count, block),)](
-        rows,
-        columns,
-        scale,
-        row_square,
-        col_square,
-        matched,
-        len(rows),
-        len(columns),
-        DIM=dim,
-        BLOCK=block,
-        BLOCK_K=min(1024, triton.next_power_of_2(dim)),
-        num_warps=4,
-    )
-    return row_square, col_square, matched
-
-
-@triton.jit(do_not_specialize=["num_rows", "num_columns"])
-def _squares_kernel(
-    rows_ptr,  # [r, D] operand type, read
-    columns_ptr,  # [c, D] operand type, read
-    scale_ptr,  # f32, read
-    row_square_ptr,  # f32 [max(r, c)], written
-    col_square_ptr,  # f32 [max(r, c)], written
-    matched_ptr,  # f32 [max(r, c)], written
-    num_rows,
-    num_columns,
-    DIM: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
-    index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    row_square = tl.zeros([BLOCK], tl.float32)
-    col_square = tl.zeros([BLOCK], tl.float32)
-    product = tl.zeros([BLOCK], tl.float32)
-    for k in range(0, DIM, BLOCK_K):
-        feature = k + tl.arange(0, BLOCK_K)
-        offsets = index[:, None] * DIM + feature[None, :]
-        within = (feature < DIM)[None, :]
-        row = tl.load(rows_ptr + offsets, mask=within & (index < num_rows)[:, None], other=0.0).to(tl.float32)
-        column = tl.load(columns_ptr + offsets, mask=within & (index < num_columns)[:, None], other=0.0).to(tl.float32)
-        row_square += tl.sum(row * row, 1)
-        col_square += tl.sum(column * column, 1)
-        product += tl.sum(row * column, 1)
-    within = index < tl.maximum(num_rows, num_columns)
-    tl.store(row_square_ptr + index, row_square, mask=within)
-    tl.store(col_square_ptr + index, col_square, mask=within)
-    tl.store(matched_ptr + index, product * tl.load(scale_ptr).to(tl.float32), mask=within)
-
-
-def _finish(sums: Tensor, reference: Tensor, matched: Tensor | None) -> Tensor:
-    """`(sums.log2() + reference) / log2(e)`, NaN where the sum is too small (or not finite) to be trusted; f32.
-
-    At least the matched logit, which is one of the terms: rounding must not make a loss negative.
-    """
-    lse = torch.empty_like(sums)
-    count = len(sums)
-    _finish_kernel[(ceil_div(count, 1024),)](
-        sums, reference, sums if matched is None else matched, lse, count, matched is not None, BLOCK=1024
-    )
-    return lse
-
-
-@triton.jit(do_not_specialize=["count"])
-def _finish_kernel(
-    sums_ptr,  # f32 [n], read
-    reference_ptr,  # f32, read
-    matched_ptr,  # f32 [n], read if HAS_MATCHED
-    lse_ptr,  # f32 [n], written
-    count,
-    HAS_MATCHED: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    sums = tl.load(sums_ptr + index, mask=index < count, other=1.0)
-    lse = (tl.log2(sums) + tl.load(reference_ptr)) / LOG2E
-    if HAS_MATCHED:
-        lse = tl.maximum(lse, tl.load(matched_ptr + index, mask=index < count, other=0.0))
-    trusted = (sums >= _SMALLEST_SUM) & (sums < float("inf"))
-    tl.store(lse_ptr + index, tl.where(trusted, lse, float("nan")), mask=index < count)
+def _total(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.stack(parts).sum(0)
 
 
 def _repair(lse: Tensor, rows: Tensor, columns: Tensor, scale: Tensor, *, tf32: bool) -> None:
@@ -335,10 +249,6 @@ def walked_dim(features: Tensor, launch: dict) -> int:
 @cache
 def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
-
-
-def ceil_div(a: int, b: int) -> int:
-    return -(-a // b)
 
 
 @cache

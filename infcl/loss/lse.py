@@ -21,4 +21,4 @@ def contrastive_loss_of(row_lse: Tensor, col_lse: Tensor, matched: Tensor) -> Te
 
     Each lse is at least the matched logit, so no term is negative. Returns a 0-dim tensor.
     """
-    return ((row_lse - matched).sum() + (col_lse - matched).sum()) / (2 * len(matched))
+    return (row_lse + col_lse).sub_(matched, alpha=2).mean() / 2
