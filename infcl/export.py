@@ -10,6 +10,7 @@
 
 import argparse
 import json
+import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -62,9 +63,10 @@ def export_model(
     out.mkdir(parents=True, exist_ok=True)
     if tokenizer_model is not None:
         export_tokenizer(tokenizer_model, out, context_length=cfg.text_cfg.context_length)
-    _write_weights(state_dict, out / WEIGHTS)
     config = {"model_cfg": model_cfg, "preprocess_cfg": dict(preprocess)}
     (out / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    _write_weights(state_dict, out / WEIGHTS)
+    shutil.copymode(out / CONFIG, out / WEIGHTS)  # safetensors makes it readable for its owner alone
     (out / "README.md").write_text(_model_card(cfg, name, tokenizer_model is not None, card or {}), encoding="utf-8")
     return out
 
@@ -137,9 +139,11 @@ def _model_card(cfg: CLIPConfig, name: str, has_tokenizer: bool, card: Mapping[s
     else:
         usage = 'from infcl.export import load_exported\n\nmodel, cfg = load_exported("FOLDER")'
         note = "The image tower has a convolutional stem, which open_clip does not know: load it with infcl."
-    tags = "library_name: open_clip\npipeline_tag: zero-shot-image-classification\ntags: [clip, infcl]"
+    library = "open_clip" if cfg.loads_in_open_clip else "infcl"
     return f"""---
-{tags}
+library_name: {library}
+pipeline_tag: zero-shot-image-classification
+tags: [clip, infcl]
 ---
 # {name}
 

@@ -60,6 +60,8 @@ def test_folder_holds_float32_weights_with_zero_dimensional_scalars(exported):
     assert weights.keys() == model.state_dict().keys()
     assert {value.dtype for value in weights.values()} == {torch.float32}
     assert weights["logit_scale"].shape == weights["logit_bias"].shape == ()
+    modes = {(folder / name).stat().st_mode for name in ("open_clip_model.safetensors", "README.md", "tokenizer.json")}
+    assert len(modes) == 1, "whoever may read the card may read the weights"
 
 
 def test_exported_model_loads_back_bit_for_bit(exported):
