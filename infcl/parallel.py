@@ -50,16 +50,20 @@ def read_environment() -> tuple[int, int, int]:
 
 
 def init_parallel(device: str = "auto", *, timeout_minutes: float = 30.0) -> Parallel:
-    """Start the process group. `device` is auto, cuda or cpu; ValueError when cuda is asked for and not there."""
+    """Start the process group. `device` is auto, cuda or cpu; ValueError when cuda is asked for and not there.
+
+    auto is cuda where there is a GPU, unless DS_ACCELERATOR=cpu says otherwise.
+    """
     rank, world_size, local_rank = read_environment()
-    use_cuda = torch.cuda.is_available() if device == "auto" else device == "cuda"
+    use_cuda = device == "cuda"
+    if device == "auto":
+        use_cuda = torch.cuda.is_available() and os.environ.get("DS_ACCELERATOR") != "cpu"
     if use_cuda:
         visible = torch.cuda.device_count()
         if local_rank >= visible:
             raise ValueError(f"local rank {local_rank} has no GPU: {visible} visible; start at most {visible} per host")
         torch.cuda.set_device(local_rank)
-    else:
-        os.environ["DS_ACCELERATOR"] = "cpu"  # DeepSpeed picks its accelerator from this, once, when it is imported
+    os.environ["DS_ACCELERATOR"] = "cuda" if use_cuda else "cpu"  # DeepSpeed reads this once, when it is imported
     target = torch.device("cuda", local_rank) if use_cuda else torch.device("cpu")
     if not dist.is_initialized():
         for name, value in zip(_ENVIRONMENTS[0], (rank, world_size, local_rank)):

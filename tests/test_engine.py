@@ -1,4 +1,4 @@
-"""Steps through DeepSpeed equal single-process float64 ones: all ZeRO stages, several world sizes, clip and clamp on."""
+"""Steps through DeepSpeed equal single-process float64 ones: ZeRO stages, several world sizes, clip and clamp on."""
 
 import json
 import math

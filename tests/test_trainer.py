@@ -143,7 +143,8 @@ def test_what_a_finished_run_leaves(demo_folder, tmp_path):
     assert (root / "loss_curve.png").read_bytes()[:4] == b"\x89PNG"
     assert (root / "tokenizer.model").read_bytes() == (demo_folder / "tokenizer.model").read_bytes()
     environment = json.loads((root / "environment.json").read_text())
-    assert environment["packages"]["torch"] == torch.__version__ and environment["world_size"] == 2
+    assert torch.__version__.startswith(environment["packages"]["torch"].split("+")[0])
+    assert environment["world_size"] == 2
     model, _ = load_exported(root / "export")
     trained = consolidated_state_dict(root)
     exported = model.state_dict()
