@@ -10,7 +10,7 @@
     DIR/demo.json                       the parameters; written last, so a folder that has it is complete
 
 Members are png + txt + json under a nine-digit key, as img2dataset writes them. The same parameters give the same
-bytes. A digit picture is one digit, white on black or black on white, at one of five places; digits are split by
+bytes. A digit picture is one digit, white on black or black on white, in one of four corners; digits are split by
 bitmap, 40 of each class held out for every seed. A scene is two coloured shapes and how they lie to each other; a
 composition that is held out is never trained on, and no two held-out scenes have the same pair of objects on the same
 background, so retrieval does not depend on the spatial relation.
@@ -81,11 +81,11 @@ def render_demo(folder: str | os.PathLike, *, num_train: int = 16384, seed: int 
     Raises ValueError if `folder` holds something else.
     """
     folder = Path(folder)
-    parameters = {"num_train": num_train, "seed": seed, "version": 1}
+    parameters = {"num_train": num_train, "seed": seed, "version": 2}
     if (folder / "demo.json").exists():
         found = json.loads((folder / "demo.json").read_text())
         if found != parameters:
-            raise ValueError(f"{folder} holds a demo data set of {found}, not {parameters}: use another folder")
+            raise ValueError(f"{folder} holds a demo data set of {found}, not {parameters}: remove it, or use another")
         return folder
     if folder.exists() and any(folder.iterdir()):
         raise ValueError(f"{folder} is not empty and holds no finished demo data set: use another folder")
@@ -104,7 +104,7 @@ def render_demo(folder: str | os.PathLike, *, num_train: int = 16384, seed: int 
 
 
 def prompt_templates() -> list[str]:
-    """Prompts for zero-shot classification: the training caption at every place, in both colourings."""
+    """Prompts for zero-shot classification: the training caption at every corner, in both colourings."""
     return [
         template.format(digit="{}", place=place, ink=ink, paper=paper)
         for template in _DIGIT_CAPTIONS
