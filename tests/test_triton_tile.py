@@ -146,7 +146,10 @@ def test_large_odd_blocks_on_a_gpu(dim, dtype):
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["random", "near", "aligned"])
 def test_low_precision_gradients_are_within_two_thousandths(kind):
-    """Against float64 of the same inputs; and no worse than dense autograd in the same type."""
+    """Against float64 of the same inputs; and no worse than dense autograd in the same type.
+
+    Near-duplicates cancel in dS @ columns, which one rounding of dS does not survive: there the peer is the measure.
+    """
     case = Case("inf_cl", 4096, 768, 50.0, kind, torch.bfloat16)
     truth = oracle(case)
     result = evaluate(case, device="cuda", tile_dtype=None, workspace_bytes=2**28)
@@ -155,8 +158,8 @@ def test_low_precision_gradients_are_within_two_thousandths(kind):
         floor = 1e-2 * case.scale / case.rows**0.5
         error = relative_error(getattr(result, field), getattr(truth, field), floor)
         peer = relative_error(getattr(dense, field), getattr(truth, field), floor)
-        print(kind, field, error, "dense", peer)
-        assert error < 3e-3 and error <= peer + 1e-3
+        assert error <= peer + 1e-3, (kind, field, error, peer)
+        assert error < 2e-3 or kind == "near", (kind, field, error)
     assert relative_error(result.d_scale, truth.d_scale, floor=1e-2) < 1e-3
 
 

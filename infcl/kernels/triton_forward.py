@@ -41,10 +41,8 @@ def softmax_forward(
     row_square, col_square, matched = squares(rows, columns, scale)
     shift = reference(row_square, col_square, scale)
     row_sums, col_sums = _tile_sums(rows, columns, scale, shift, workspace_bytes, tf32=tf32, sigmoid=False)
-    row_lse = finish(row_sums, shift, matched if diagonal else None)
-    col_lse = finish(col_sums, shift, matched if diagonal else None)
-    _repair(row_lse, rows, columns, scale, tf32=tf32)
-    _repair(col_lse, columns, rows, scale, tf32=tf32)
+    row_lse, col_lse = finish(row_sums, col_sums, shift, matched if diagonal else None)
+    _repair(row_lse, col_lse, rows, columns, scale, tf32=tf32)
     return row_lse, col_lse, matched[: min(len(rows), len(columns))] if diagonal else None
 
 
@@ -59,7 +57,9 @@ def sigmoid_forward(
     tf32: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """As torch_tile.sigmoid_forward. A matched pair's loss is softplus(logit) - logit, its slope sigmoid(logit) - 1."""
-    row_loss, row_slope = _tile_sums(rows, columns, scale, bias, workspace_bytes, tf32=tf32, sigmoid=True)
+    row_loss, row_slope = (
+        part.sum(0) for part in _tile_sums(rows, columns, scale, bias, workspace_bytes, tf32=tf32, sigmoid=True)
+    )
     if diagonal:
         matched = squares(rows, columns, scale)[2][: min(len(rows), len(columns))]
         row_loss[: len(matched)] -= matched + bias
@@ -70,21 +70,22 @@ def sigmoid_forward(
 def _tile_sums(
     rows: Tensor, columns: Tensor, scale: Tensor, shift: Tensor, workspace_bytes: int, *, tf32: bool, sigmoid: bool
 ) -> tuple[Tensor, Tensor]:
-    """Sums over the tiles: softmax, of rows [r] and of columns [c]; sigmoid, two of rows [r].
+    """Partial sums over the tiles: softmax, of rows [m, r] and of columns [n, c]; sigmoid, two of rows [m, r].
 
-    Columns are walked in chunks whose partial sums [column blocks, r] fit the workspace.
+    Columns are walked in chunks whose partial sums [column blocks, r] fit the workspace; m is the number of column
+    blocks or, where there are several chunks, of chunks.
     """
     launch = launch_options(_LAUNCH, rows, tf32)
     row_operand, column_operand = aligned(rows), aligned(columns)
     num_rows, num_columns = len(rows), len(columns)
     row_tiles, column_tiles = ceil_div(num_rows, launch["BLOCK_M"]), ceil_div(num_columns, launch["BLOCK_N"])
-    partials = 2 if sigmoid else 1
-    chunk_tiles = max(1, min(column_tiles, workspace_bytes // (4 * num_rows * partials)))
+    kinds = 2 if sigmoid else 1
+    chunk_tiles = max(1, min(column_tiles, workspace_bytes // (4 * num_rows * kinds)))
+    chunks = ceil_div(column_tiles, chunk_tiles)
     splits = _row_splits(row_tiles, chunk_tiles, multiprocessors(rows.device))
-    row_partial = rows.new_empty(chunk_tiles, num_rows, dtype=torch.float32)
-    slope_partial = torch.empty_like(row_partial) if sigmoid else row_partial
-    col_partial = row_partial if sigmoid else rows.new_empty(splits, num_columns, dtype=torch.float32)
-    row_sums, slope_sums = [], []
+    partials = list(rows.new_empty(kinds, chunk_tiles, num_rows, dtype=torch.float32))
+    chunk_sums = list(rows.new_empty(kinds, chunks, num_rows, dtype=torch.float32)) if chunks > 1 else []
+    col_partial = rows.new_empty(0 if sigmoid else splits, num_columns, dtype=torch.float32)
     rows_desc = TensorDescriptor.from_tensor(row_operand, [launch["BLOCK_M"], launch["BLOCK_K"]])
     columns_desc = TensorDescriptor.from_tensor(column_operand, [launch["BLOCK_N"], launch["BLOCK_K"]])
     for first in range(0, column_tiles, chunk_tiles):
@@ -94,8 +95,8 @@ def _tile_sums(
             columns_desc,
             scale,
             shift,
-            row_partial,
-            slope_partial,
+            partials[0],
+            partials[-1],
             col_partial,
             num_rows,
             num_columns,
@@ -106,10 +107,10 @@ def _tile_sums(
             SIGMOID=sigmoid,
             **launch,
         )
-        row_sums.append(row_partial[:tiles].sum(0))
-        if sigmoid:
-            slope_sums.append(slope_partial[:tiles].sum(0))
-    return _total(row_sums), _total(slope_sums) if sigmoid else col_partial.sum(0)
+        for sums, partial in zip(chunk_sums, partials):
+            torch.sum(partial[:tiles], 0, out=sums[first // chunk_tiles])
+    row_sums = chunk_sums or partials
+    return (row_sums[0], row_sums[1]) if sigmoid else (row_sums[0], col_partial)
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_columns", "first_block", "splits", "split_tiles"])
@@ -174,19 +175,17 @@ def _tile_sums_kernel(
         tl.store(col_partial_ptr + split.to(tl.int64) * num_columns + columns, total, mask=columns < num_columns)
 
 
-def _total(parts: list[Tensor]) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.stack(parts).sum(0)
-
-
-def _repair(lse: Tensor, rows: Tensor, columns: Tensor, scale: Tensor, *, tf32: bool) -> None:
-    """Compute the row LSE [r] that are NaN by an online softmax over all columns; blocks without any return at once."""
+def _repair(row_lse: Tensor, col_lse: Tensor, rows: Tensor, columns: Tensor, scale: Tensor, *, tf32: bool) -> None:
+    """Compute the LSE that are NaN by an online softmax of their own; programs that find none return at once."""
     launch = launch_options(_LAUNCH, rows, tf32) | {"BLOCK_M": 64, "BLOCK_N": 64, "num_warps": 4}
+    block = [launch.pop("BLOCK_M"), launch["BLOCK_K"]]
     row_operand, column_operand = aligned(rows), aligned(columns)
-    _repair_kernel[(ceil_div(len(rows), launch["BLOCK_M"]),)](
-        TensorDescriptor.from_tensor(row_operand, [launch["BLOCK_M"], launch["BLOCK_K"]]),
-        TensorDescriptor.from_tensor(column_operand, [launch["BLOCK_N"], launch["BLOCK_K"]]),
+    _repair_kernel[(ceil_div(len(rows), block[0]) + ceil_div(len(columns), block[0]),)](
+        TensorDescriptor.from_tensor(row_operand, block),
+        TensorDescriptor.from_tensor(column_operand, block),
         scale,
-        lse,
+        row_lse,
+        col_lse,
         len(rows),
         len(columns),
         DIM=walked_dim(row_operand, launch),
@@ -199,35 +198,61 @@ def _repair_kernel(
     rows_desc,  # [r, D] operand type, read
     columns_desc,  # [c, D] operand type, read
     scale_ptr,  # f32, read
-    lse_ptr,  # f32 [r], read, written where NaN
+    row_lse_ptr,  # f32 [r], read, written where NaN
+    col_lse_ptr,  # f32 [c], read, written where NaN
     num_rows,
     num_columns,
     DIM: tl.constexpr,
-    BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    first_row = tl.program_id(0) * BLOCK_M
-    rows = first_row + tl.arange(0, BLOCK_M)
-    lse = tl.load(lse_ptr + rows, mask=rows < num_rows, other=0.0)
+    scale2 = tl.load(scale_ptr).to(tl.float32) * LOG2E
+    block = tl.program_id(0)
+    blocks = tl.cdiv(num_rows, BLOCK_N)
+    if block < blocks:
+        _repair_block(
+            rows_desc, columns_desc, scale2, row_lse_ptr, block, num_rows, num_columns, DIM, BLOCK_N, BLOCK_K, PRECISION
+        )
+    else:
+        block -= blocks
+        _repair_block(
+            columns_desc, rows_desc, scale2, col_lse_ptr, block, num_columns, num_rows, DIM, BLOCK_N, BLOCK_K, PRECISION
+        )
+
+
+@triton.jit
+def _repair_block(
+    own_desc,
+    other_desc,
+    scale2,
+    lse_ptr,
+    block,
+    num_own,
+    num_other,
+    DIM: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    own = block * BLOCK + tl.arange(0, BLOCK)
+    lse = tl.load(lse_ptr + own, mask=own < num_own, other=0.0)
     unknown = lse != lse
     if tl.max(unknown.to(tl.int32), 0) > 0:
-        scale2 = tl.load(scale_ptr).to(tl.float32) * LOG2E
-        maxima = tl.full([BLOCK_M], float("-inf"), tl.float32)
-        sums = tl.zeros([BLOCK_M], tl.float32)
-        for first_column in range(0, num_columns, BLOCK_N):
-            logits = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        maxima = tl.full([BLOCK], float("-inf"), tl.float32)
+        sums = tl.zeros([BLOCK], tl.float32)
+        for first in range(0, num_other, BLOCK):
+            logits = tl.zeros([BLOCK, BLOCK], tl.float32)
             for k in range(0, DIM, BLOCK_K):
-                a = rows_desc.load([first_row, k])
-                b = columns_desc.load([first_column, k])
+                a = own_desc.load([block * BLOCK, k])
+                b = other_desc.load([first, k])
                 logits = tl.dot(a, b.T, logits, input_precision=PRECISION)
-            columns = first_column + tl.arange(0, BLOCK_N)
-            logits = tl.where((columns < num_columns)[None, :], logits * scale2, float("-inf"))
+            within = first + tl.arange(0, BLOCK) < num_other
+            logits = tl.where(within[None, :], logits * scale2, float("-inf"))
             new_maxima = tl.maximum(maxima, tl.max(logits, 1))
             sums = sums * tl.exp2(maxima - new_maxima) + tl.sum(tl.exp2(logits - new_maxima[:, None]), 1)
             maxima = new_maxima
-        tl.store(lse_ptr + rows, (maxima + tl.log2(sums)) / LOG2E, mask=unknown & (rows < num_rows))
+        tl.store(lse_ptr + own, (maxima + tl.log2(sums)) / LOG2E, mask=unknown & (own < num_own))
 
 
 def launch_options(table: dict[int, dict], features: Tensor, tf32: bool) -> dict:
@@ -253,10 +278,14 @@ def multiprocessors(device: torch.device) -> int:
 
 @cache
 def _row_splits(row_tiles: int, column_tiles: int, processors: int) -> int:
-    """How many programs share a column block: enough to fill the GPU evenly and to keep few column blocks in L2."""
-    candidates = range(1, min(row_tiles, 2 * processors) + 1)
+    """How many programs share a column block: enough to fill the GPU evenly.
+
+    Up to four where it costs nothing: fewer column blocks are then in use at a time, and stay in the L2 cache.
+    """
 
     def cost(splits: int) -> float:  # tiles on the longest chain of programs, and a start-up of a third of a tile each
         return ceil_div(column_tiles * splits, processors) * (ceil_div(row_tiles, splits) + 0.33)
 
-    return min(candidates, key=cost)
+    candidates = range(1, min(row_tiles, 2 * processors) + 1)
+    best = min(candidates, key=cost)
+    return max((s for s in candidates if s <= 4 and cost(s) <= 1.03 * cost(best)), default=best)

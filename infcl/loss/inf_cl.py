@@ -189,8 +189,10 @@ def scaled(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
 
 def inner_product(features: Tensor, gradient: Tensor) -> Tensor:
     """`(features * gradient).sum()` in the gradient's dtype, 0-dim, by pieces so that no [b, D] temporary is made."""
-    pieces = zip(features.split(16384), gradient.split(16384))
-    return torch.stack([(f.to(g.dtype) * g).sum() for f, g in pieces]).sum()
+    total = (features[:16384] * gradient[:16384]).sum()
+    for start in range(16384, len(features), 16384):
+        total += (features[start : start + 16384] * gradient[start : start + 16384]).sum()
+    return total
 
 
 def as_operand(features: Tensor, tile: Tile) -> Tensor:

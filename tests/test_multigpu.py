@@ -1,0 +1,50 @@
+"""The losses over NCCL, one process per GPU: averages equal the float64 single-process loss and gradients."""
+
+import socket
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from infcl.loss.contrastive import LOSSES
+from tests.loss_oracle import Case, averaged, evaluate, oracle, relative_error
+
+pytestmark = pytest.mark.multigpu
+WORKSPACE_BYTES = 2**24
+CASES = [
+    Case(name, 8 * rows, dim, 50.0, dtype=dtype, bias=-10.0, workspace_bytes=WORKSPACE_BYTES)
+    for name in LOSSES
+    for rows, dim, dtype in ((33, 40, torch.float32), (257, 768, torch.bfloat16))
+]
+
+
+def _evaluate_on_gpu(rank: int, world_size: int, port: int, folder: str) -> None:
+    torch.cuda.set_device(rank)
+    dist.init_process_group(
+        "nccl",
+        init_method=f"tcp://127.0.0.1:{port}",
+        rank=rank,
+        world_size=world_size,
+        device_id=torch.device("cuda", rank),
+    )
+    results = [evaluate(case, rank, world_size, device="cuda") for case in CASES]
+    torch.save([tuple(result) for result in results], f"{folder}/{rank}.pt")
+    dist.destroy_process_group()
+
+
+def test_losses_over_nccl_average_to_the_float64_loss(tmp_path):
+    world_size = min(torch.cuda.device_count(), 8)
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    torch.multiprocessing.spawn(_evaluate_on_gpu, (world_size, port, str(tmp_path)), nprocs=world_size)
+    per_rank = [torch.load(tmp_path / f"{rank}.pt") for rank in range(world_size)]
+    for case, *results in zip(CASES, *per_rank):
+        truth, result = oracle(case), averaged(results)
+        exact = case.dtype == torch.float32
+        tiled = case.name in ("inf_cl", "siglip")
+        assert relative_error(result.loss, truth.loss) < (1e-5 if exact or tiled else 1e-2), case
+        for i, field in enumerate(("d_images", "d_texts")):
+            tolerance = 2e-5 if exact else 5e-3 if tiled else 5e-2
+            assert relative_error(result[1 + i], truth[1 + i]) < tolerance, (case, field)
+        assert relative_error(result.d_scale, truth.d_scale, floor=1e-2) < (1e-4 if exact else 1e-2), case
