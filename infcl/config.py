@@ -12,6 +12,7 @@ Batch arithmetic lives in `BatchPlan` and nowhere else:
 import argparse
 import ast
 import dataclasses
+import importlib.util
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +20,7 @@ from pathlib import Path
 LOSS_NAMES = ("inf_cl", "clip", "open_clip", "disco", "siglip")
 PRECISIONS = ("fp32", "amp_bf16", "bf16", "fp16")
 SCHEDULES = ("cosine", "const", "const-cooldown")
+REPORT_TO = ("tensorboard", "wandb", "all", "none")
 
 
 def _flag(default, group: str, help: str, **argparse_options):
@@ -33,10 +35,11 @@ class TrainConfig:
     """Every setting of a training run. `None` means "not given"; the help says what then holds."""
 
     train_data: str | None = _flag(None, "data", "training shards: path, {000..010} braces, folder, or '::' list")
-    val_data: str | None = _flag(None, "data", "validation shards for image<->text retrieval")
-    zeroshot_data: str | None = _flag(None, "data", 'labelled shards (json {"label": k}) for zero-shot classification')
+    val_data: str | None = _flag(None, "data", "validation pairs, for retrieval and the validation loss")
+    zeroshot_data: str | None = _flag(None, "data", "class folders or labelled shards for zero-shot classification")
     zeroshot_classnames: str | None = _flag(None, "data", "one class name a line [classnames.txt beside the shards]")
     zeroshot_templates: str | None = _flag(None, "data", "one prompt a line, with {} [templates.txt beside the shards]")
+    zeroshot_classes: str | None = _flag(None, "data", "which classes compete, a line each, for a subset [all]")
     dataset_type: str = _flag("webdataset", "data", "what --train-data is", choices=("webdataset", "synthetic"))
     data_reader: str = _flag(
         "indexed", "data", "indexed: exact order and resume; streaming: pipe: urls", choices=("indexed", "streaming")
@@ -50,6 +53,9 @@ class TrainConfig:
     max_bad_fraction: float = _flag(0.01, "data", "end the run when more than this share of samples is unreadable")
 
     model: str = _flag("ViT-B-32", "model", "name in infcl/model_configs or path of a JSON file in open_clip's schema")
+    pretrained: str | None = _flag(None, "model", "start from these weights: open_clip file or folder, CLIPModel, run")
+    pretrained_image: str | None = _flag(None, "model", "the same, of the image tower only")
+    pretrained_text: str | None = _flag(None, "model", "the same, of the text tower only")
     force_image_size: int | None = _flag(None, "model", "override the image size of the model config")
     force_context_length: int | None = _flag(None, "model", "override the context length of the model config")
     force_patch_dropout: float | None = _flag(None, "model", "override the patch dropout of the model config")
@@ -97,12 +103,16 @@ class TrainConfig:
     overwrite: bool = _flag(False, "run", "train again although the run folder holds a finished run")
     save_frequency: int = _flag(1, "run", "checkpoint every n epochs (0: only at the end)")
     save_every_n_steps: int = _flag(0, "run", "checkpoint every n steps too (0: off)")
+    save_every_minutes: float = _flag(0.0, "run", "checkpoint every x minutes too (0: off)")
+    keep_checkpoints: int = _flag(3, "run", "keep the last n checkpoints (0: all)")
+    keep_every_n_steps: int = _flag(0, "run", "and those of every n-th step (0: none)")
     val_frequency: int = _flag(1, "run", "retrieval on --val-data every n epochs (0: only at the end)")
     zeroshot_frequency: int = _flag(2, "run", "zero-shot on --zeroshot-data every n epochs (0: only at the end)")
     log_every_n_steps: int = _flag(100, "run", "print a line every n steps where there is no terminal")
-    report_to: str = _flag(
-        "tensorboard", "run", "beside metrics.jsonl: tensorboard or none", choices=("tensorboard", "none")
-    )
+    report_to: str = _flag("tensorboard", "run", "where metrics go beside metrics.jsonl", choices=REPORT_TO)
+    wandb_project_name: str = _flag("infcl", "run", "project of --report-to wandb (WANDB_MODE=offline keeps it local)")
+    profile: int = _flag(0, "run", "profile n steps after 5 warm-up steps: a trace and a table in RUN/profile (0: off)")
+    dry_run: bool = _flag(False, "run", "print the plan (batch, steps, data, parameters, memory) and exit")
     debug: bool = _flag(False, "run", "show tracebacks of configuration errors and debug logging")
 
     def validate(self) -> None:
@@ -111,7 +121,7 @@ class TrainConfig:
         for name in positive:
             if getattr(self, name) <= 0:
                 raise ValueError(f"{_option(name)} {getattr(self, name)} must be greater than 0")
-        not_negative = ("workers", "wd", "warmup", "save_frequency", "save_every_n_steps", "val_frequency")
+        not_negative = ("workers", "wd", "warmup", "save_frequency", "save_every_n_steps", "val_frequency", "profile")
         for name in (*not_negative, "zeroshot_frequency", "lock_image_unlocked_groups", "lock_text_unlocked_layers"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{_option(name)} {getattr(self, name)} must not be negative")
@@ -144,7 +154,10 @@ class TrainConfig:
         ):
             if getattr(self, unlocked) and not getattr(self, lock):
                 raise ValueError(f"{_option(unlocked)} {getattr(self, unlocked)} needs {_option(lock)}")
-        for name in ("train_data", "val_data", "zeroshot_data", "tokenizer", "deepspeed_config"):
+        if self.report_to in ("wandb", "all") and not _is_installed("wandb"):
+            raise ValueError(f"--report-to {self.report_to}: wandb is not installed (pip install 'wandb>=0.19')")
+        pretrained = ("pretrained", "pretrained_image", "pretrained_text")
+        for name in ("train_data", "val_data", "zeroshot_data", "tokenizer", "deepspeed_config", *pretrained):
             _check_plain_path(_option(name), getattr(self, name))
         unknown = set(self.aug_cfg) - {"scale", "ratio", "hflip"}
         if unknown:
@@ -252,6 +265,12 @@ def _parse_aug_cfg(pairs: list[str]) -> dict:
         except (SyntaxError, ValueError):
             raise ValueError(f"--aug-cfg {pair!r} is not KEY=VALUE with a number or a (low,high) pair") from None
     return result
+
+
+def _is_installed(package: str) -> bool:
+    """Whether `import package` finds a real package, not merely a folder of that name in the working directory."""
+    found = importlib.util.find_spec(package)
+    return found is not None and found.origin is not None
 
 
 def _check_plain_path(option: str, value: str | None) -> None:

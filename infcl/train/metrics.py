@@ -1,26 +1,39 @@
-"""What a run says about itself while it goes on: progress bar or lines, metrics.jsonl, TensorBoard events.
+"""What a run says about itself while it goes on: phase times, metrics.jsonl, and on from there to console and sinks.
 
 Everything happens on rank 0; the x-axis is samples_seen everywhere.
 """
 
 import json
+import math
 import resource
-import sys
 import time
 
 import torch
 
-from infcl.train.checkpoint import RunFolder
+from infcl.train.console import Console
+from infcl.train.run_folder import RunFolder
+from infcl.train.sinks import open_sinks
 
 
 class PhaseTimer:
-    """Seconds per phase of a step: `mark(name)` begins a phase, `read()` ends the last one and waits for the device."""
+    """Seconds per phase of a step: `mark(name)` begins a phase, `read()` ends the last one and waits for the device.
+
+    With `named` set, phases are ranges of torch's profiler too.
+    """
 
     def __init__(self, device: torch.device):
         self.on_gpu = device.type == "cuda"
         self.marks: list[tuple[str, object]] = []
+        self.named = False
+        self.range = None
 
     def mark(self, name: str) -> None:
+        if self.range is not None:
+            self.range.__exit__(None, None, None)
+            self.range = None
+        if self.named and name != "end":
+            self.range = torch.profiler.record_function(f"phase/{name}")
+            self.range.__enter__()
         if self.on_gpu:
             event = torch.cuda.Event(enable_timing=True)
             event.record()
@@ -41,45 +54,32 @@ class PhaseTimer:
 
 
 class MetricsWriter:
-    """metrics.jsonl, TensorBoard and the console of a run; silent on ranks other than 0."""
+    """metrics.jsonl, the sinks and the console of a run; silent on ranks other than 0.
 
-    def __init__(self, run: RunFolder, *, enabled: bool, tensorboard: bool, total_steps: int, log_every_n_steps: int):
+    What is not a finite number (a norm of overflowed gradients, the utilisation of an unknown device) is left out of a
+    record: a key that is missing means "not known", and every line stays valid JSON.
+    """
+
+    def __init__(
+        self,
+        run: RunFolder,
+        *,
+        enabled: bool,
+        total_steps: int,
+        log_every_n_steps: int,
+        report_to: str = "none",
+        wandb_project_name: str = "infcl",
+    ):
         self.enabled = enabled
-        self.run = run
-        self.total_steps = total_steps
-        self.log_every_n_steps = log_every_n_steps
-        self.first_step: int | None = None
-        self.progress = self.file = self.events = None
-        if not enabled:
-            return
-        self.file = open(run.metrics, "a", buffering=1)
-        if tensorboard:
-            from torch.utils.tensorboard import SummaryWriter
+        if enabled:
+            self.file = open(run.metrics, "a", buffering=1)
+            self.sinks = open_sinks(report_to, run.root, wandb_project_name=wandb_project_name)
+            self.console = Console(total_steps, log_every_n_steps)
 
-            self.events = SummaryWriter(run.root / "tensorboard")
-        if sys.stdout.isatty():
-            self.progress = _progress_bar()
-            self.task = self.progress.add_task("train", total=total_steps, loss=float("nan"), rate=0.0)
-            self.progress.start()
-
-    def step(self, step: int, samples_seen: int, values: dict[str, float]) -> None:
-        """Record optimizer step `step` (counted from 1). `values` has at least loss and samples_per_second."""
-        if not self.enabled:
-            return
-        self._write("train", step, samples_seen, values)
-        if self.first_step is None:
-            self.first_step, self.start = step - 1, time.perf_counter()
-        if self.progress is not None:
-            self.progress.update(self.task, completed=step, loss=values["loss"], rate=values["samples_per_second"])
-        elif step % self.log_every_n_steps == 0 or step == self.total_steps:
-            done = step - self.first_step
-            left = (time.perf_counter() - self.start) / max(1, done) * (self.total_steps - step)
-            print(
-                f"step {step}/{self.total_steps}  loss {values['loss']:.4f}  "
-                f"{values['samples_per_second']:.0f} samples/s  lr {values['lr']:.2e}  "
-                f"scale {values['logit_scale']:.1f}  left {_clock(left)}",
-                flush=True,
-            )
+    def step(self, step: int, samples_seen: int, values: dict[str, float | None]) -> None:
+        """Record optimizer step `step` (counted from 1); console.py says which values it shows."""
+        if self.enabled:
+            self.console.step(step, self._write("train", step, samples_seen, values))
 
     def evaluation(self, name: str, step: int, samples_seen: int, values: dict[str, float]) -> None:
         if not self.enabled:
@@ -91,23 +91,21 @@ class MetricsWriter:
     def say(self, text: str) -> None:
         """A line above the progress bar."""
         if self.enabled:
-            (self.progress.console.print if self.progress is not None else print)(text)
-            sys.stdout.flush()
+            self.console.say(text)
 
     def close(self) -> None:
-        if self.progress is not None:
-            self.progress.stop()
-        if self.events is not None:
-            self.events.close()
-        if self.file is not None:
+        if self.enabled:
+            self.console.close()
+            for sink in self.sinks:
+                sink.close()
             self.file.close()
 
-    def _write(self, kind: str, step: int, samples_seen: int, values: dict[str, float]) -> None:
-        record = {"kind": kind, "step": step, "samples_seen": samples_seen} | values
-        self.file.write(json.dumps(record) + "\n")
-        if self.events is not None:
-            for key, value in values.items():
-                self.events.add_scalar(f"{kind}/{key}", value, samples_seen)
+    def _write(self, kind: str, step: int, samples_seen: int, values: dict[str, float | None]) -> dict[str, float]:
+        known = {key: value for key, value in values.items() if value is not None and math.isfinite(value)}
+        self.file.write(json.dumps({"kind": kind, "step": step, "samples_seen": samples_seen} | known) + "\n")
+        for sink in self.sinks:
+            sink.log(kind, step, samples_seen, known)
+        return known
 
 
 def peak_memory_mb(device: torch.device) -> float:
@@ -115,22 +113,3 @@ def peak_memory_mb(device: torch.device) -> float:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**20
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-
-
-def _progress_bar():
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("loss {task.fields[loss]:.3f}"),
-        TextColumn("{task.fields[rate]:.0f} samples/s"),
-        TimeRemainingColumn(),
-    )
-
-
-def _clock(seconds: float) -> str:
-    minutes, seconds = divmod(int(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"

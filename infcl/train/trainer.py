@@ -17,16 +17,19 @@ from infcl.config import BatchPlan, TrainConfig, total_steps
 from infcl.data.loader import SyntheticLoader, TrainLoader
 from infcl.data.tokenizer import Tokenizer
 from infcl.evaluate.tasks import RetrievalTask, ZeroShotTask
+from infcl.evaluate.validation import ValidationLoss
 from infcl.loss.contrastive import ContrastiveLoss
 from infcl.parallel import Parallel, max_over, mean_over, micro_batch_seed, seed_everything
 from infcl.report import draw_loss_curve
 from infcl.step.grad_cache import grad_cache_step
 from infcl.towers.clip import CLIP
 from infcl.towers.config import CLIPConfig, load_model_config, with_overrides, with_tokenizer
-from infcl.train.checkpoint import RunFolder, find_checkpoint, load_checkpoint, save_checkpoint, write_atomic
+from infcl.train.checkpoint import find_checkpoint, load_checkpoint, prune_checkpoints, save_checkpoint
+from infcl.train.diagnostics import SampledLoss, utilisation
 from infcl.train.engine import Engine, read_preset
 from infcl.train.metrics import MetricsWriter, PhaseTimer, peak_memory_mb
 from infcl.train.optim import learning_rate
+from infcl.train.profiler import StepProfiler
 
 log = logging.getLogger(__name__)
 
@@ -52,8 +55,16 @@ class Trainer:
         self.num_parameters = sum(p.numel() for p in model.parameters())
         self.engine = Engine(model, config, parallel, self.batch)
         self.loss = ContrastiveLoss(config.loss, group=self.engine.dp_group, tile=config.tile)
+        self.sampled_loss = SampledLoss(self.loss, rows=config.batch_size)
+        self.mfu = utilisation(
+            self.model_config,
+            parallel.device,
+            self.engine.precision,
+            train_image=not config.lock_image or config.lock_image_unlocked_groups > 0,
+            train_text=not config.lock_text or config.lock_text_unlocked_layers > 0,
+        )
 
-        self.step = self.skipped_steps = 0
+        self.step = self.skipped_steps = self.failed_saves = 0
         self.train_seconds = 0.0
         self._open_run_folder()
 
@@ -78,6 +89,8 @@ class Trainer:
                 if config.save_frequency and epochs_done % config.save_frequency == 0:
                     self._save()
                 self._evaluate({"retrieval": config.val_frequency, "zero_shot": config.zeroshot_frequency}, epochs_done)
+        if news := self.profiler.close():
+            self.metrics.say(news)
         self._save()
         return self._finish()
 
@@ -88,7 +101,7 @@ class Trainer:
         output = grad_cache_step(
             micro_batches,
             encode=self._encode,
-            loss=self.loss,
+            loss=self.sampled_loss,
             backward=self.engine.backward,
             seeds=[
                 micro_batch_seed(self.config.seed, self.step, index, self.parallel.dp_rank)
@@ -98,11 +111,13 @@ class Trainer:
             on_phase=self.timer.mark,
         )
         self.timer.mark("step")
+        tower_norms = self.engine.tower_grad_norms()
         applied = self.engine.step(lr)
         self.engine.clamp_logit_scale(MAX_LOGIT_SCALE)
         self.step += 1
         self.skipped_steps += not applied
-        loss = float(mean_over(self.engine.dp_group, output.loss))
+        losses = torch.cat([output.loss.view(1), self.sampled_loss.values])
+        loss, *sampled = mean_over(self.engine.dp_group, losses).tolist()
         phases = self.timer.read()
         if not math.isfinite(loss):
             raise RuntimeError(
@@ -119,12 +134,18 @@ class Trainer:
                 "lr": lr,
                 "grad_norm": self.engine.grad_norm(),
                 "samples_per_second": self.batch.global_batch_size / seconds,
+                "mfu": self.mfu(self.batch.rank_batch_size / seconds),
+                "data_wait": phases["data"] / seconds,
                 "peak_memory_mb": peak_memory_mb(self.parallel.device),
                 "skipped_steps": self.skipped_steps,
                 "loss_scale": self.engine.loss_scale(),
             }
+            | dict(zip(self.sampled_loss.names, sampled))
+            | {f"grad_norm_{tower}": value for tower, value in tower_norms.items()}
             | {f"seconds_{name}": value for name, value in phases.items()},
         )
+        if news := self.profiler.after_step(phases):
+            self.metrics.say(news)
 
     def _encode(self, micro_batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         device = self.parallel.device
@@ -145,25 +166,29 @@ class Trainer:
 
     def _run_task(self, name: str) -> dict[str, float]:
         self.engine.train(False)
-        values = self.tasks[name].run(self.engine.encode, self.parallel)
+        values = self.tasks[name].run(self.engine.encode, self.parallel, self.engine.scalar_values)
         self.metrics.evaluation(name, self.step, self.samples_seen, values)
         return values
 
     # ---- checkpoints and the end ----
 
     def _open_run_folder(self) -> None:
-        checkpoint = find_checkpoint(self.config.resume, self.run)
+        checkpoint = find_checkpoint(self.config.resume, self.run, self.parallel)
         if self.parallel.rank == 0:
             self.run.write_identity(self.config, self.model_config.to_json(), self.parallel)
         dist.barrier()
         self.metrics = MetricsWriter(
             self.run,
             enabled=self.parallel.rank == 0,
-            tensorboard=self.config.report_to == "tensorboard",
+            report_to=self.config.report_to,
+            wandb_project_name=self.config.wandb_project_name,
             total_steps=self.total_steps,
             log_every_n_steps=self.config.log_every_n_steps,
         )
         self.timer = PhaseTimer(self.parallel.device)
+        self.profiler = StepProfiler(
+            self.config.profile, self.run.root / "profile", self.timer, enabled=self.parallel.rank == 0
+        )
         self.metrics.say(
             f"{self.config.model}: {self.num_parameters / 1e6:.2f}M parameters; {self.loader.num_samples} pairs\n"
             f"{self.batch}; {self.total_steps} steps; loss {self.config.loss}; ZeRO-{self.engine.zero_stage}, "
@@ -185,7 +210,12 @@ class Trainer:
             "world_size": self.parallel.world_size,
             "loader": self.loader.state_dict(),
         }
-        save_checkpoint(self.engine, self.run, self.step, state, self.parallel)
+        path = save_checkpoint(self.engine, self.run, self.step, state, self.parallel)
+        if path is None:
+            self.failed_saves += 1
+        elif self.parallel.rank == 0:
+            keep = {"keep_last": self.config.keep_checkpoints, "keep_every": self.config.keep_every_n_steps}
+            prune_checkpoints(self.run, **keep)
 
     def _data_report(self) -> dict[str, int]:
         """The loader's counters summed over ranks; what the index left out is the same on every rank."""
@@ -198,7 +228,7 @@ class Trainer:
 
     def _finish(self) -> dict:
         results = {name: self._run_task(name) for name in self.tasks}
-        weights = self.engine.full_state_dict()
+        weights = full_weights(self.engine, keep=self.parallel.rank == 0)
         peak = max_over(self.engine.dp_group, peak_memory_mb(self.parallel.device), self.parallel.device)
         summary = {
             "zero_shot_top1": results.get("zero_shot", {}).get("top1"),
@@ -207,6 +237,7 @@ class Trainer:
             "samples_seen": self.samples_seen,
             "steps": self.step,
             "skipped_steps": self.skipped_steps,
+            "failed_saves": self.failed_saves,
             "train_seconds": round(self.train_seconds, 1),
             "peak_memory_mb": round(peak, 1),
             "zero_stage": self.engine.zero_stage,
@@ -230,6 +261,16 @@ class Trainer:
             write_atomic(self.run.summary, json.dumps(summary, indent=2) + "\n")
         dist.barrier()
         return summary
+
+
+def full_weights(engine: Engine, *, keep: bool) -> dict[str, torch.Tensor]:
+    """All weights, whole, fp32, on the CPU where `keep`, {} elsewhere. Collective."""
+    weights = {}
+    for name, parameter in engine.state.parameters():
+        value = engine.state.read(parameter)
+        if keep:
+            weights[name] = value.to("cpu", copy=True)
+    return weights
 
 
 # ---- the parts ----
@@ -311,8 +352,9 @@ def build_tasks(
         raise ValueError("--val-data and --zeroshot-data need --tokenizer")
     common = {"tokenizer": tokenizer, "image_size": model_config.vision_cfg.image_size, "batch_size": config.batch_size}
     if config.val_data:
-        tasks["retrieval"] = RetrievalTask(config.val_data, **common)
+        loss = ValidationLoss(config.loss, config.tile, config.accum_freq * config.batch_size)
+        tasks["retrieval"] = RetrievalTask(config.val_data, loss=loss, **common)
     if config.zeroshot_data:
-        names, templates = config.zeroshot_classnames, config.zeroshot_templates
-        tasks["zero_shot"] = ZeroShotTask(config.zeroshot_data, classnames=names, templates=templates, **common)
+        files = {name: getattr(config, f"zeroshot_{name}") for name in ("classnames", "templates", "classes")}
+        tasks["zero_shot"] = ZeroShotTask(config.zeroshot_data, **files, **common)
     return tasks

@@ -1,0 +1,108 @@
+"""What a step says about itself beside its loss: both directions and accuracy on a sample, and how busy the GPUs were.
+
+In: the features that the loss sees, and a step's seconds. Out: a few numbers for metrics.jsonl.
+
+The loss over the global batch never holds its matrix, so the directions and the accuracy of the global batch are not
+lying around. They are taken on a sample instead: the first micro-batch of every rank (m rows against the same m
+columns, at most 1024), averaged over ranks. Names begin with micro_, since a value depends on m: chance is 1 / m.
+
+Shapes: b rows per rank, m rows of the sample, D embedding width.
+"""
+
+import re
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+
+from infcl.towers.config import CLIPConfig
+from infcl.towers.flops import forward_flops
+
+MAX_SAMPLE_ROWS = 1024  # [m, m] f32 is 4 MiB at most
+
+# Dense bf16 FLOP/s by device name; the first name that is a word of the device's wins. Vendor data sheets, no sparsity.
+PEAK_BF16_FLOPS = {
+    "GB200": 2500e12,
+    "B200": 2250e12,
+    "GH200": 989e12,
+    "H200": 989e12,
+    "H100 PCIe": 756e12,
+    "H100 NVL": 835e12,
+    "H100": 989e12,
+    "A100": 312e12,
+    "A800": 312e12,
+    "A40": 150e12,
+    "A30": 165e12,
+    "A10G": 70e12,
+    "A10": 125e12,
+    "L40S": 362e12,
+    "L40": 181e12,
+    "L4": 121e12,
+    "RTX 4090": 165e12,
+    "RTX 3090": 71e12,
+}
+
+
+class SampledLoss:
+    """A loss that also looks at its first m rows: `sampled(...)` is `loss(...)`, `sampled.values` the sample's metrics.
+
+    values: [3] f32 on the device, in the order of `names`; a device value, so that asking for it waits for nothing.
+    Cost: one [m, m] matrix product a step, without gradient and without communication.
+    """
+
+    names = ("micro_loss_image_to_text", "micro_loss_text_to_image", "micro_accuracy")
+
+    def __init__(self, loss: Callable[..., torch.Tensor], rows: int):
+        self.loss, self.rows = loss, min(rows, MAX_SAMPLE_ROWS)
+        self.values: torch.Tensor | None = None
+
+    def __call__(self, image_features, text_features, logit_scale, logit_bias=None) -> torch.Tensor:
+        self.values = micro_batch_metrics(image_features[: self.rows], text_features[: self.rows], logit_scale)
+        return self.loss(image_features, text_features, logit_scale, logit_bias)
+
+
+@torch.no_grad()
+def micro_batch_metrics(
+    image_features: torch.Tensor, text_features: torch.Tensor, logit_scale: torch.Tensor
+) -> torch.Tensor:
+    """[loss image->text, loss text->image, accuracy] f32 of [m, D] features among themselves.
+
+    A loss is the softmax cross entropy of one direction, whatever loss is trained. The accuracy is the mean over both
+    directions of how often the partner scores strictly higher than all others (a collapsed model gets 0).
+    """
+    with torch.autocast(image_features.device.type, enabled=False):
+        logits = logit_scale.float() * (image_features.float() @ text_features.float().T)  # [m, m] f32
+    own = logits.diagonal()
+    others = logits.clone().fill_diagonal_(-torch.inf)
+    accuracy = ((own > others.amax(1)).float().mean() + (own > others.amax(0)).float().mean()) / 2
+    labels = torch.arange(len(logits), device=logits.device)
+    return torch.stack([F.cross_entropy(logits, labels), F.cross_entropy(logits.T, labels), accuracy])
+
+
+def model_flops(cfg: CLIPConfig, *, train_image: bool = True, train_text: bool = True) -> int:
+    """FLOPs that training on one pair needs: forward and backward of the towers, each once.
+
+    What the gradient cache encodes a second time, what activation checkpointing recomputes and the loss are not in it.
+    A tower that is wholly locked counts its forward only.
+    """
+    forward = forward_flops(cfg)
+    return forward["image"] * (3 if train_image else 1) + forward["text"] * (3 if train_text else 1)
+
+
+def peak_flops(device_name: str, precision: str) -> float | None:
+    """Peak FLOP/s of a GPU by its name; None where it is unknown, on CPUs, and for fp32 (no tensor cores)."""
+    if precision == "fp32":
+        return None
+    for name, flops in PEAK_BF16_FLOPS.items():
+        if re.search(rf"\b{name}\b", device_name):
+            return flops
+    return None
+
+
+def utilisation(
+    cfg: CLIPConfig, device: torch.device, precision: str, *, train_image: bool = True, train_text: bool = True
+) -> Callable[[float], float | None]:
+    """A function: pairs per second and GPU -> model FLOPs utilisation (MFU) in 0..1, None where the peak is unknown."""
+    peak = peak_flops(torch.cuda.get_device_name(device), precision) if device.type == "cuda" else None
+    flops = model_flops(cfg, train_image=train_image, train_text=train_text)
+    return lambda pairs_per_second: None if peak is None else flops * pairs_per_second / peak

@@ -1,0 +1,78 @@
+"""A few steps under torch's profiler: RUN/profile/trace_rank0.json.gz (for ui.perfetto.dev) and table.txt.
+
+The table has the phases of the step first (seconds as the trainer measures them), then the operators that took longest.
+Only rank 0 is profiled; the profiler slows the profiled steps down, the others not at all.
+"""
+
+from pathlib import Path
+
+import torch
+
+from infcl.train.metrics import PhaseTimer
+
+WARM_UP_STEPS = 5
+ROWS = 25
+
+
+class StepProfiler:
+    """Call `after_step(phases)` behind each step; the profiler runs over steps 6 to 5 + `steps` of this process."""
+
+    def __init__(self, steps: int, folder: Path, timer: PhaseTimer, *, enabled: bool):
+        self.steps, self.folder, self.timer = steps if enabled else 0, Path(folder), timer
+        self.done = 0
+        self.profile: torch.profiler.profile | None = None
+        self.phases: list[dict[str, float]] = []
+
+    def after_step(self, phases: dict[str, float]) -> str | None:
+        """A sentence for the console when there is news."""
+        if not self.steps:
+            return None
+        self.done += 1
+        if self.profile is not None:
+            self.phases.append(phases)
+        if self.done == WARM_UP_STEPS:
+            self._start()
+        elif self.done == WARM_UP_STEPS + self.steps:
+            self.steps = 0
+            return self._stop()
+        return None
+
+    def close(self) -> str | None:
+        """Ends a profile that the run was too short for."""
+        if self.profile is not None:
+            return self._stop()
+        if self.steps:
+            return f"no profile: the run ended after {self.done} steps, {WARM_UP_STEPS} are warm-up"
+        return None
+
+    def _start(self) -> None:
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        if self.timer.on_gpu:
+            activities.append(torch.profiler.ProfilerActivity.CUDA)
+        self.profile = torch.profiler.profile(activities=activities)
+        self.profile.start()
+        self.timer.named = True
+
+    def _stop(self) -> str:
+        profile, self.profile = self.profile, None
+        self.timer.named = False
+        profile.stop()
+        self.folder.mkdir(parents=True, exist_ok=True)
+        trace, table = self.folder / "trace_rank0.json.gz", self.folder / "table.txt"
+        profile.export_chrome_trace(str(trace))
+        order = "self_cuda_time_total" if self.timer.on_gpu else "self_cpu_time_total"
+        operators = profile.key_averages().table(sort_by=order, row_limit=ROWS, max_name_column_width=70)
+        table.write_text(f"{phase_table(self.phases)}\n\n{operators}\n")
+        return f"profile of {len(self.phases)} steps: {trace}, {table}"
+
+
+def phase_table(steps: list[dict[str, float]]) -> str:
+    """Mean seconds and share of each phase over the profiled steps, as lines."""
+    if not steps:
+        return "no whole step was profiled"
+    means = {name: sum(step.get(name, 0.0) for step in steps) / len(steps) for name in steps[0]}
+    total = sum(means.values())
+    lines = [f"{'phase':<10}{'ms a step':>12}{'share':>9}   (mean of {len(steps)} steps)"]
+    rows = [*means.items(), ("total", total)]
+    lines += [f"{name:<10}{1000 * value:>12.2f}{value / total if total else 0:>9.1%}" for name, value in rows]
+    return "\n".join(lines)
