@@ -17,14 +17,13 @@ from infcl.config import BatchPlan, TrainConfig, total_steps
 from infcl.data.loader import SyntheticLoader, TrainLoader
 from infcl.data.tokenizer import Tokenizer
 from infcl.evaluate.tasks import RetrievalTask, ZeroShotTask
-from infcl.evaluate.validation import ValidationLoss
 from infcl.loss.contrastive import ContrastiveLoss
 from infcl.parallel import Parallel, max_over, mean_over, micro_batch_seed, seed_everything
 from infcl.report import draw_loss_curve
 from infcl.step.grad_cache import grad_cache_step
 from infcl.towers.clip import CLIP
 from infcl.towers.config import CLIPConfig, load_model_config, with_overrides, with_tokenizer
-from infcl.train.checkpoint import find_checkpoint, load_checkpoint, prune_checkpoints, save_checkpoint
+from infcl.train.checkpoint import RunFolder, find_checkpoint, load_checkpoint, save_checkpoint, write_atomic
 from infcl.train.diagnostics import SampledLoss, utilisation
 from infcl.train.engine import Engine, read_preset
 from infcl.train.metrics import MetricsWriter, PhaseTimer, peak_memory_mb
@@ -64,7 +63,7 @@ class Trainer:
             train_text=not config.lock_text or config.lock_text_unlocked_layers > 0,
         )
 
-        self.step = self.skipped_steps = self.failed_saves = 0
+        self.step = self.skipped_steps = 0
         self.train_seconds = 0.0
         self._open_run_folder()
 
@@ -166,14 +165,14 @@ class Trainer:
 
     def _run_task(self, name: str) -> dict[str, float]:
         self.engine.train(False)
-        values = self.tasks[name].run(self.engine.encode, self.parallel, self.engine.scalar_values)
+        values = self.tasks[name].run(self.engine.encode, self.parallel)
         self.metrics.evaluation(name, self.step, self.samples_seen, values)
         return values
 
     # ---- checkpoints and the end ----
 
     def _open_run_folder(self) -> None:
-        checkpoint = find_checkpoint(self.config.resume, self.run, self.parallel)
+        checkpoint = find_checkpoint(self.config.resume, self.run)
         if self.parallel.rank == 0:
             self.run.write_identity(self.config, self.model_config.to_json(), self.parallel)
         dist.barrier()
@@ -210,12 +209,7 @@ class Trainer:
             "world_size": self.parallel.world_size,
             "loader": self.loader.state_dict(),
         }
-        path = save_checkpoint(self.engine, self.run, self.step, state, self.parallel)
-        if path is None:
-            self.failed_saves += 1
-        elif self.parallel.rank == 0:
-            keep = {"keep_last": self.config.keep_checkpoints, "keep_every": self.config.keep_every_n_steps}
-            prune_checkpoints(self.run, **keep)
+        save_checkpoint(self.engine, self.run, self.step, state, self.parallel)
 
     def _data_report(self) -> dict[str, int]:
         """The loader's counters summed over ranks; what the index left out is the same on every rank."""
@@ -228,7 +222,7 @@ class Trainer:
 
     def _finish(self) -> dict:
         results = {name: self._run_task(name) for name in self.tasks}
-        weights = full_weights(self.engine, keep=self.parallel.rank == 0)
+        weights = self.engine.full_state_dict()
         peak = max_over(self.engine.dp_group, peak_memory_mb(self.parallel.device), self.parallel.device)
         summary = {
             "zero_shot_top1": results.get("zero_shot", {}).get("top1"),
@@ -237,7 +231,6 @@ class Trainer:
             "samples_seen": self.samples_seen,
             "steps": self.step,
             "skipped_steps": self.skipped_steps,
-            "failed_saves": self.failed_saves,
             "train_seconds": round(self.train_seconds, 1),
             "peak_memory_mb": round(peak, 1),
             "zero_stage": self.engine.zero_stage,
@@ -261,16 +254,6 @@ class Trainer:
             write_atomic(self.run.summary, json.dumps(summary, indent=2) + "\n")
         dist.barrier()
         return summary
-
-
-def full_weights(engine: Engine, *, keep: bool) -> dict[str, torch.Tensor]:
-    """All weights, whole, fp32, on the CPU where `keep`, {} elsewhere. Collective."""
-    weights = {}
-    for name, parameter in engine.state.parameters():
-        value = engine.state.read(parameter)
-        if keep:
-            weights[name] = value.to("cpu", copy=True)
-    return weights
 
 
 # ---- the parts ----
@@ -352,9 +335,8 @@ def build_tasks(
         raise ValueError("--val-data and --zeroshot-data need --tokenizer")
     common = {"tokenizer": tokenizer, "image_size": model_config.vision_cfg.image_size, "batch_size": config.batch_size}
     if config.val_data:
-        loss = ValidationLoss(config.loss, config.tile, config.accum_freq * config.batch_size)
-        tasks["retrieval"] = RetrievalTask(config.val_data, loss=loss, **common)
+        tasks["retrieval"] = RetrievalTask(config.val_data, **common)
     if config.zeroshot_data:
-        files = {name: getattr(config, f"zeroshot_{name}") for name in ("classnames", "templates", "classes")}
-        tasks["zero_shot"] = ZeroShotTask(config.zeroshot_data, **files, **common)
+        names, templates = config.zeroshot_classnames, config.zeroshot_templates
+        tasks["zero_shot"] = ZeroShotTask(config.zeroshot_data, classnames=names, templates=templates, **common)
     return tasks
