@@ -35,10 +35,11 @@ class TrainConfig:
     """Every setting of a training run. `None` means "not given"; the help says what then holds."""
 
     train_data: str | None = _flag(None, "data", "training shards: path, {000..010} braces, folder, or '::' list")
-    val_data: str | None = _flag(None, "data", "validation shards for image<->text retrieval")
-    zeroshot_data: str | None = _flag(None, "data", 'labelled shards (json {"label": k}) for zero-shot classification')
+    val_data: str | None = _flag(None, "data", "validation pairs, for retrieval and the validation loss")
+    zeroshot_data: str | None = _flag(None, "data", "class folders or labelled shards for zero-shot classification")
     zeroshot_classnames: str | None = _flag(None, "data", "one class name a line [classnames.txt beside the shards]")
     zeroshot_templates: str | None = _flag(None, "data", "one prompt a line, with {} [templates.txt beside the shards]")
+    zeroshot_classes: str | None = _flag(None, "data", "which classes compete, a line each, for a subset [all]")
     dataset_type: str = _flag("webdataset", "data", "what --train-data is", choices=("webdataset", "synthetic"))
     data_reader: str = _flag(
         "indexed", "data", "indexed: exact order and resume; streaming: pipe: urls", choices=("indexed", "streaming")
@@ -52,6 +53,9 @@ class TrainConfig:
     max_bad_fraction: float = _flag(0.01, "data", "end the run when more than this share of samples is unreadable")
 
     model: str = _flag("ViT-B-32", "model", "name in infcl/model_configs or path of a JSON file in open_clip's schema")
+    pretrained: str | None = _flag(None, "model", "start from these weights: open_clip file or folder, CLIPModel, run")
+    pretrained_image: str | None = _flag(None, "model", "the same, of the image tower only")
+    pretrained_text: str | None = _flag(None, "model", "the same, of the text tower only")
     force_image_size: int | None = _flag(None, "model", "override the image size of the model config")
     force_context_length: int | None = _flag(None, "model", "override the context length of the model config")
     force_patch_dropout: float | None = _flag(None, "model", "override the patch dropout of the model config")
@@ -149,7 +153,8 @@ class TrainConfig:
                 raise ValueError(f"{_option(unlocked)} {getattr(self, unlocked)} needs {_option(lock)}")
         if self.report_to in ("wandb", "all") and not _is_installed("wandb"):
             raise ValueError(f"--report-to {self.report_to}: wandb is not installed (pip install 'wandb>=0.19')")
-        for name in ("train_data", "val_data", "zeroshot_data", "tokenizer", "deepspeed_config"):
+        pretrained = ("pretrained", "pretrained_image", "pretrained_text")
+        for name in ("train_data", "val_data", "zeroshot_data", "tokenizer", "deepspeed_config", *pretrained):
             _check_plain_path(_option(name), getattr(self, name))
         unknown = set(self.aug_cfg) - {"scale", "ratio", "hflip"}
         if unknown:

@@ -10,59 +10,140 @@ from tests.ranks import run_ranks
 SAMPLES, WIDTH, CLASSES = 23, 6, 4
 
 
-def pairs():
-    generator = torch.Generator().manual_seed(3)
-    images = F.normalize(torch.randn(SAMPLES, WIDTH, generator=generator), dim=-1)
-    texts = F.normalize(images + 0.4 * torch.randn(SAMPLES, WIDTH, generator=generator), dim=-1)
-    return images, texts
-
-
 def own_batches(columns, rank, world_size, size):
     return list(zip(*(column[rank::world_size].split(size) for column in columns)))
 
 
-def retrieve(rank, world_size):
-    from infcl.evaluate.retrieval import evaluate_retrieval
+IMAGES = 150
+CAPTIONS = torch.tensor([1, 5, 2, 3, 1, 4, 5] * 22)[:IMAGES]  # per image
 
-    images, texts = pairs()
+
+def captioned():
+    """images [N, D], texts [C, D], owner [C]; with duplicates, so that ties are met."""
+    generator = torch.Generator().manual_seed(4)
+    images = F.normalize(torch.randn(IMAGES, WIDTH, generator=generator), dim=-1)
+    owner = torch.repeat_interleave(torch.arange(IMAGES), CAPTIONS)
+    texts = F.normalize(images[owner] + 0.6 * torch.randn(len(owner), WIDTH, generator=generator), dim=-1)
+    texts[7], images[3] = texts[30], images[12]
+    return images, texts, owner
+
+
+def retrieve(rank, world_size, tile):
+    from infcl.evaluate.retrieval import encode_pairs, retrieval_metrics
+
+    images, texts, owner = captioned()
+    mine = torch.arange(rank, IMAGES, world_size)
+    batches = []
+    for chunk in mine.split(20):
+        rows = torch.cat([(owner == i).nonzero()[:, 0] for i in chunk])
+        batches.append((images[chunk], texts[rows], CAPTIONS[chunk]))
     forwards = []
 
     def encode(image, text):
         forwards.append(len(image))
         return {"image_features": image, "text_features": text}
 
-    metrics = evaluate_retrieval(
-        encode,
-        own_batches((images, texts), rank, world_size, 5),
-        (images[:1], texts[:1]),
-        group=torch.distributed.group.WORLD,
-        device=torch.device("cpu"),
-        chunk=4,
-    )
-    return metrics, len(forwards)
+    group = torch.distributed.group.WORLD
+    features = encode_pairs(encode, batches, batches[0], group=group, device=torch.device("cpu"))
+    return retrieval_metrics(features, group=group, tile=tile), len(forwards)
 
 
-def plain_recall(scores, k):
-    own = scores.diagonal()[:, None]
-    return float(((scores > own).sum(1) < k).float().mean())
+def plain_ranks(images, texts, owner):
+    """float64, the whole matrix, one query at a time."""
+    scores = images.double() @ texts.double().T
+    own = torch.arange(len(images))[:, None] == owner
+
+    def rank(right, wrong):
+        return 1 + (wrong > right).sum().item() + 0.5 * (wrong == right).sum().item()
+
+    image_ranks = [rank(scores[i][own[i]].max(), scores[i][~own[i]]) for i in range(len(images))]
+    text_ranks = [rank(scores[owner[c], c], scores[~own[:, c], c]) for c in range(len(texts))]
+    return torch.tensor(image_ranks), torch.tensor(text_ranks)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_retrieval_equals_the_full_matrix(world_size):
-    results = run_ranks(retrieve, world_size)
-    images, texts = pairs()
-    scores = images @ texts.T
+@pytest.mark.parametrize("tile", [64, 4096])
+def test_retrieval_with_several_captions_equals_the_full_matrix(world_size, tile):
+    results = run_ranks(retrieve, world_size, tile)
+    expected = dict(zip(("image_to_text", "text_to_image"), plain_ranks(*captioned())))
     for metrics, forwards in results:
-        assert metrics["num_samples"] == SAMPLES
-        for k in (1, 5, 10):
-            assert metrics[f"image_to_text_r{k}"] == pytest.approx(plain_recall(scores, k))
-            assert metrics[f"text_to_image_r{k}"] == pytest.approx(plain_recall(scores.T, k))
+        assert (metrics["num_samples"], metrics["num_captions"]) == (IMAGES, int(CAPTIONS.sum()))
+        for name, ranks in expected.items():
+            for k in (1, 5, 10):
+                assert metrics[f"{name}_r{k}"] == pytest.approx(float((ranks <= k).float().mean()))
+            assert metrics[f"{name}_median_rank"] == float(ranks.median())
         assert forwards == results[0][1], "every rank must make the same number of forwards"
 
 
-def test_a_collapsed_model_gets_chance():
-    same = F.normalize(torch.ones(9, 4), dim=-1)
-    assert retrieval_ranks(same, same, torch.arange(9)).tolist() == [5.0] * 9
+@pytest.mark.parametrize("tile", [1, 64, 100, 4096])
+def test_ranks_equal_the_float64_oracle_query_by_query(tile):
+    arguments = captioned()
+    for ours, expected in zip(retrieval_ranks(*arguments, tile=tile), plain_ranks(*arguments)):
+        assert ours.tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize("tile", [64, 4096])
+def test_a_collapsed_model_gets_chance(tile):
+    same = F.normalize(torch.rand(1, 24), dim=-1).expand(99, 24)
+    for ranks in retrieval_ranks(same, same, torch.arange(99), tile=tile):
+        assert ranks.tolist() == [50.0] * 99
+
+
+def test_an_image_counts_its_best_caption_and_its_others_are_not_wrong():
+    images = torch.eye(3)
+    texts = F.normalize(torch.tensor([[9.0, 1, 0], [5, 9, 0], [9, 2, 0], [0, 8, 1], [0, 1, 9.0]]), dim=-1)
+    image_ranks, text_ranks = retrieval_ranks(images, texts, torch.tensor([0, 0, 0, 1, 2]))
+    assert image_ranks.tolist() == [1.0, 1.0, 1.0]
+    assert text_ranks.tolist() == [1.0, 2.0, 1.0, 1.0, 1.0]
+
+
+def test_retrieval_holds_nothing_larger_than_a_tile():
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Largest(TorchDispatchMode):
+        elements = 0
+
+        def __torch_dispatch__(self, function, types, arguments=(), kwargs=None):
+            result = function(*arguments, **(kwargs or {}))
+            if isinstance(result, torch.Tensor):
+                self.elements = max(self.elements, result.numel())
+            return result
+
+    features = F.normalize(torch.randn(1000, WIDTH), dim=-1)
+    with Largest() as largest:
+        retrieval_ranks(features, features, torch.arange(1000), tile=64)
+    assert largest.elements <= 1024 * WIDTH
+
+
+def held_out_loss(rank, world_size, rank_batch_size):
+    from infcl.evaluate.retrieval import Features
+    from infcl.evaluate.validation import ValidationLoss, validation_loss
+
+    images, texts, owner = captioned()
+    mine = torch.arange(rank, IMAGES, world_size)
+    rows = torch.cat([(owner == i).nonzero()[:, 0] for i in mine])
+    local = torch.repeat_interleave(torch.arange(len(mine)), CAPTIONS[mine])
+    scalars = {"logit_scale": torch.tensor([2.0])}
+    features = Features(images[mine], texts[rows], local, scalars)
+    return validation_loss(
+        features, ValidationLoss("inf_cl", "torch", rank_batch_size), torch.distributed.group.WORLD, scalars
+    )
+
+
+@pytest.mark.parametrize(("world_size", "rank_batch_size"), [(1, 48), (2, 24), (4, 12), (2, 100)])
+def test_validation_loss_is_that_of_global_batches_whatever_the_ranks(world_size, rank_batch_size):
+    images, texts, owner = captioned()
+    first = torch.tensor([(owner == i).nonzero()[0, 0] for i in range(IMAGES)])
+    batch = min(world_size * rank_batch_size, IMAGES // world_size * world_size)
+    losses = []
+    for start in range(0, IMAGES - batch + 1, batch):
+        rows = slice(start, start + batch)
+        logits = torch.tensor(2.0).exp() * (images[rows].double() @ texts[first][rows].double().T)
+        target = torch.arange(batch)
+        losses.append((F.cross_entropy(logits, target) + F.cross_entropy(logits.T, target)) / 2)
+    for metrics in run_ranks(held_out_loss, world_size, rank_batch_size):
+        assert metrics["val_loss_batch"] == batch
+        assert metrics["val_loss"] == pytest.approx(float(torch.stack(losses).mean()), rel=1e-5)
 
 
 def classify(rank, world_size):

@@ -23,14 +23,15 @@ import torch
 
 from infcl.data.index import DEFAULT_KEYS, SampleKeys
 from infcl.data.plan import draw, uniforms
-from infcl.data.shards import MAX_CAPTION_BYTES, Record
+from infcl.data.records import MAX_CAPTION_BYTES, Record
 from infcl.data.tokenizer import Tokenizer
 
 _PILLOW_FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")  # none of them runs a program to decode
 TRANSFORM_DRAWS = 23  # random numbers that TrainTransform consumes
 _TRANSFORM_STREAM = 0  # of `draw`; replacements of bad samples use streams 1, 2, ...
+_CAPTION_STREAM = 1 << 33
 
-# What comes with a micro-batch: {"skipped": [(cause, message), ...], "noted": [cause, ...]}
+# What comes with a micro-batch: {"skipped": [(cause, shard, message), ...], "noted": [cause, ...]}
 ReadLog = dict[str, list]
 
 
@@ -194,9 +195,16 @@ class EvalTransform:
 
     def __call__(self, image: np.ndarray) -> torch.Tensor:
         """uint8 [H, W, 3] -> uint8 [3, S, S]."""
-        height, width, size = image.shape[0], image.shape[1], self.image_size
+        return self.crop(resize(image, *self.resized(*image.shape[:2])))
+
+    def resized(self, height: int, width: int) -> tuple[int, int]:
+        """(height, width) with the shortest side S; the longer one rounded down."""
         short = min(height, width)
-        pixels = resize(image, size * height // short, size * width // short)
+        return self.image_size * height // short, self.image_size * width // short
+
+    def crop(self, pixels: torch.Tensor) -> torch.Tensor:
+        """The centre [3, S, S] of [3, H, W]."""
+        size = self.image_size
         top, left = round((pixels.shape[1] - size) / 2), round((pixels.shape[2] - size) / 2)
         return pixels[:, top : top + size, left : left + size]
 

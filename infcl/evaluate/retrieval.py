@@ -1,71 +1,166 @@
-"""Image<->text retrieval: recall@k and median rank over an evaluation set, all ranks working, no N x N matrix held.
+"""Image<->text retrieval, several captions per image: exact ranks, all ranks of the group working, in linear memory.
 
-The i-th image and the i-th text belong together. The rank of a query is 1 + the number of candidates that score higher
-than its partner; candidates that score *equal* to the partner count half, so that a collapsed model (all features
-equal) gets chance and not recall 1.
+The rank of a query is 1 + the number of wrong candidates that score higher than its right one; wrong candidates that
+score *equal* count half, so that a collapsed model (all features equal) gets chance and not recall 1. For an image, the
+right one is the best-scoring of its own captions and its other captions are not wrong; for a caption it is its image.
 
-Shapes: N samples in all, n of them this rank's queries, D embedding width; [chunk, N] scores are held at a time.
+One pass over the scores serves both directions, as in the loss: images stay on their rank, captions travel round the
+ring with their right score and their counts, and one [T, T] tile of scores exists at a time. Right scores come out
+of tiles of the same shape (the same matrix product, so equal features score equal to the last bit).
+
+Shapes: n images and t captions of this rank, N in all, W ranks, D embedding width, T tile.
+Cost: N_images * N_captions * 2 D operations over all ranks (plus T/N of that for the right scores); W hops of t*D f32.
+Memory per rank: 3 blocks of captions [t, D], this rank's images [n, D], and 2 T^2 * 5 bytes.
 """
 
 from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 
 from infcl.evaluate.features import gather_rows, in_step
+from infcl.loss.ring import RingExchange
+
+RECALLS = (1, 5, 10)
+_ALIGN = 64  # sides of a tile are multiples of it: no product takes another code path at a tile's edge
 
 
-def evaluate_retrieval(
+class Features(NamedTuple):
+    """What a rank has encoded. Captions are in the order of their images."""
+
+    images: torch.Tensor  # f32 [n, D], unit norm
+    texts: torch.Tensor  # f32 [t, D], unit norm
+    owner: torch.Tensor  # int64 [t]: the row of `images` that a caption describes
+    scalars: dict[str, torch.Tensor]  # logit_scale [1], log-space; logit_bias [1] where the model has one
+
+
+def encode_pairs(
     encode: Callable[[torch.Tensor, torch.Tensor], dict[str, torch.Tensor]],
-    batches: Iterable[tuple[torch.Tensor, torch.Tensor]],
-    filler: tuple[torch.Tensor, torch.Tensor],
+    batches: Iterable[tuple[torch.Tensor, torch.Tensor, torch.Tensor]],
+    filler: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     *,
     group: dist.ProcessGroup,
     device: torch.device,
-    chunk: int = 1024,
-) -> dict[str, float]:
-    """Metrics over all ranks' samples: {image,text}_to_{text,image}_{r1,r5,r10,median_rank}, num_samples.
+) -> Features:
+    """Features of this rank's (images [m, ...], tokens [sum of captions, L], captions per image [m]) batches.
 
-    encode   (uint8 images [m, 3, H, W], tokens [m, L]) -> dict with unit-norm f32 features [m, D]
-    batches  this rank's samples; `filler` is a batch of the same kind for ranks that run out early
+    encode   (images, tokens) -> dict with unit-norm image_features and text_features
+    filler   a batch of the same kind for ranks that run out early: all ranks make the same number of forwards
     """
-    image_rows, text_rows = [], []
-    for (images, texts), is_real in in_step(batches, filler, group, device):
+    image_rows, text_rows, counts, output = [], [], [], {}
+    for (images, texts, captions), is_real in in_step(batches, filler, group, device):
         with torch.no_grad():
             output = encode(images.to(device, non_blocking=True), texts.to(device, non_blocking=True))
         if is_real:
             image_rows.append(output["image_features"].float())
             text_rows.append(output["text_features"].float())
-    width = output["image_features"].shape[1]
-    own_images = torch.cat(image_rows) if image_rows else torch.zeros(0, width, device=device)  # [n, D]
-    own_texts = torch.cat(text_rows) if text_rows else torch.zeros(0, width, device=device)
-    all_images, start = gather_rows(own_images, group)  # [N, D]
-    all_texts, _ = gather_rows(own_texts, group)
-    partner = torch.arange(start, start + len(own_images), device=device)
-    directions = {
-        "image_to_text": retrieval_ranks(own_images, all_texts, partner, chunk),
-        "text_to_image": retrieval_ranks(own_texts, all_images, partner, chunk),
-    }
-    metrics: dict[str, float] = {"num_samples": len(all_images)}
-    for name, own_ranks in directions.items():
-        ranks, _ = gather_rows(own_ranks, group)
-        for k in (1, 5, 10):
+            counts.append(captions)
+    if not output:
+        raise ValueError("retrieval found no image with a caption")
+    if not image_rows:
+        image_rows, text_rows = [output["image_features"].float()[:0]], [output["text_features"].float()[:0]]
+        counts = [torch.zeros(0, dtype=torch.int64)]
+    images, texts, captions = torch.cat(image_rows), torch.cat(text_rows), torch.cat(counts).to(device)
+    owner = torch.repeat_interleave(torch.arange(len(images), device=device), captions)
+    scalars = {name: output[name] for name in ("logit_scale", "logit_bias") if name in output}
+    return Features(images, texts, owner, scalars)
+
+
+def retrieval_metrics(features: Features, *, group: dist.ProcessGroup | None, tile: int = 4096) -> dict[str, float]:
+    """{image_to_text, text_to_image}_{r1, r5, r10, median_rank}, num_samples, num_captions; all ranks' features."""
+    own = retrieval_ranks(features.images, features.texts, features.owner, group=group, tile=tile)
+    metrics: dict[str, float] = {}
+    for name, own_ranks in zip(("image_to_text", "text_to_image"), own):
+        ranks = own_ranks if group is None else gather_rows(own_ranks, group)[0]
+        metrics["num_samples" if name == "image_to_text" else "num_captions"] = len(ranks)
+        for k in RECALLS:
             metrics[f"{name}_r{k}"] = float((ranks <= k).float().mean())
         metrics[f"{name}_median_rank"] = float(ranks.median())
     return metrics
 
 
+@torch.no_grad()
 def retrieval_ranks(
-    queries: torch.Tensor, candidates: torch.Tensor, partner: torch.Tensor, chunk: int = 1024
-) -> torch.Tensor:
-    """Rank (from 1) of candidate `partner[i]` for query i: queries [n, D], candidates [N, D], partner [n] -> [n] f32.
+    images: torch.Tensor,
+    texts: torch.Tensor,
+    owner: torch.Tensor,
+    *,
+    group: dist.ProcessGroup | None = None,
+    tile: int = 4096,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ranks from 1 among all ranks' candidates: images f32 [n, D], texts f32 [t, D], owner [t] -> ([n], [t]) f32.
 
-    Plain PyTorch: scores = queries @ candidates.T; own = scores[i, partner[i]]; 1 + (scores > own).sum() + ties / 2
+    Every image needs a caption. Plain PyTorch, on one rank:
+        scores = images @ texts.T;  own = arange(n)[:, None] == owner
+        right = scores.where(own, -inf).amax(1);  wrong = scores.where(~own, -inf)
+        image_ranks = 1 + ((wrong > right[:, None]).sum(1) + (wrong >= right[:, None]).sum(1)) / 2
+        text_ranks: the same with right = scores[owner, arange(t)] and sums over dim 0
     """
-    ranks = []
-    for query, index in zip(queries.split(chunk), partner.split(chunk)):
-        scores = query @ candidates.T  # [chunk, N]
-        own = scores.gather(1, index[:, None])
-        ties = (scores == own).sum(1) - 1
-        ranks.append(1.0 + (scores > own).sum(1) + 0.5 * ties)
-    return torch.cat(ranks) if ranks else torch.zeros(0, device=queries.device)
+    device, n, t = images.device, len(images), len(texts)
+    ring = RingExchange(group)
+    sizes = _all_counts(n, t, group, device)
+    tile = min(_round_up(tile, _ALIGN), _round_up(max(max(pair) for pair in sizes), _ALIGN))
+    capacity = [_round_up(max(column), tile) for column in zip(*sizes)]  # rows and columns, the same on every rank
+    images, texts = _padded(images.float(), capacity[0]), _padded(texts.float(), capacity[1])
+
+    own_text = _right_scores(images, texts, owner, tile)  # [capacity 1]
+    own_image = images.new_full((capacity[0],), -torch.inf)
+    own_image.scatter_reduce_(0, owner, own_text[:t], "amax")
+    above_image = torch.zeros(capacity[0], dtype=torch.int64, device=device)  # twice the wrong candidates above
+    rank = 0 if group is None else dist.get_rank(group)
+    for hop, (block, block_right) in ring.blocks(texts, own_text):
+        columns = sizes[(rank - hop) % ring.world_size][1]
+        above_text = torch.zeros(capacity[1], dtype=torch.int64, device=device)
+        for top in range(0, n, tile):
+            for left in range(0, columns, tile):
+                scores = images[top : top + tile] @ block[left : left + tile].T  # [T, T] f32
+                if hop == 0:
+                    _hide_own(scores, owner, top, left)
+                scores = scores[: n - top, : columns - left]
+                rows, cols = slice(top, top + len(scores)), slice(left, left + scores.shape[1])
+                _count_above(scores, own_image[rows, None], 1, above_image[rows])
+                _count_above(scores, block_right[None, cols], 0, above_text[cols])
+        ring.carry("above_text", hop, above_text, torch.Tensor.add_)
+    above_text = ring.wait("above_text")
+    return 1.0 + above_image[:n] / 2.0, 1.0 + above_text[:t] / 2.0
+
+
+def _count_above(scores: torch.Tensor, right: torch.Tensor, dim: int, into: torch.Tensor) -> None:
+    into += (scores > right).sum(dim) + (scores >= right).sum(dim)
+
+
+def _right_scores(images: torch.Tensor, texts: torch.Tensor, owner: torch.Tensor, tile: int) -> torch.Tensor:
+    """Scores of captions with their own images, [len(texts)]; +inf for padding, above which nothing is."""
+    right = texts.new_full((len(texts),), torch.inf)
+    for left in range(0, len(owner), tile):
+        mine = owner[left : left + tile]
+        paired = _padded(images[mine], tile)  # [T, D]
+        right[left : left + len(mine)] = (paired @ texts[left : left + tile].T).diagonal()[: len(mine)]
+    return right
+
+
+def _hide_own(scores: torch.Tensor, owner: torch.Tensor, top: int, left: int) -> None:
+    """-inf where a caption meets its own image in this tile."""
+    row = owner[left : left + scores.shape[1]] - top
+    column = torch.arange(len(row), device=row.device)
+    inside = (row >= 0) & (row < len(scores))
+    scores[row[inside], column[inside]] = -torch.inf
+
+
+def _round_up(size: int, step: int) -> int:
+    return -(-size // step) * step
+
+
+def _padded(rows: torch.Tensor, length: int) -> torch.Tensor:
+    """[k, D] -> [length, D], contiguous, zeros behind."""
+    return F.pad(rows, (0, 0, 0, length - len(rows))).contiguous()
+
+
+def _all_counts(n: int, t: int, group: dist.ProcessGroup | None, device: torch.device) -> list[tuple[int, int]]:
+    """(images, captions) of every rank."""
+    if group is None:
+        return [(n, t)]
+    counts, _ = gather_rows(torch.tensor([[n, t]], device=device), group)
+    return [(int(a), int(b)) for a, b in counts]

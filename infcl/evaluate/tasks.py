@@ -1,103 +1,159 @@
-"""Evaluations that a trainer or a command line can run: shards and a tokenizer in, metrics out, on all ranks.
+"""Evaluations that a trainer or a command line can run: data and a tokenizer in, metrics out, on all ranks.
 
 A task is built before training starts, so that a missing file is refused then, and run as often as wanted.
 """
 
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
-from infcl.data.evaluation import EvalSample, EvalShards
+from infcl.data.evaluation import EvalSample, eval_source
+from infcl.data.index import SampleKeys
 from infcl.data.shards import expand_shards
-from infcl.data.tokenizer import Tokenizer
+from infcl.evaluate.classes import read_classes, read_templates
 from infcl.evaluate.features import batches_of
-from infcl.evaluate.retrieval import evaluate_retrieval
+from infcl.evaluate.retrieval import encode_pairs, retrieval_metrics
+from infcl.evaluate.validation import ValidationLoss, validation_loss
 from infcl.evaluate.zero_shot import build_classifier, evaluate_zero_shot
 from infcl.parallel import Parallel
 
+Tokenize = Callable[[list[str]], torch.Tensor]  # n texts -> int64 [n, L]
+Scalars = dict[str, torch.Tensor]
+
 
 class RetrievalTask:
-    """Image<->text retrieval over the pairs of `urls`; a pair without a caption is left out."""
+    """Image<->text retrieval over the samples of `data`; a sample without a caption is left out.
 
-    def __init__(self, urls: str, *, tokenizer: Tokenizer, image_size: int, batch_size: int):
-        self.urls, self.tokenizer, self.image_size, self.batch_size = urls, tokenizer, image_size, batch_size
-        expand_shards(urls)
-
-    def run(self, encode, parallel: Parallel) -> dict[str, float]:
-        """encode(images, texts) -> features dict, through the engine. Collective."""
-        shards = EvalShards(self.urls, image_size=self.image_size, rank=parallel.dp_rank, world_size=parallel.dp_size)
-        blank = EvalSample(torch.zeros(3, self.image_size, self.image_size, dtype=torch.uint8), "", {}, "")
-        batches = batches_of((sample for sample in shards if sample.caption), self.batch_size, self._collate)
-        return evaluate_retrieval(
-            encode, batches, self._collate([blank]), group=parallel.dp_group, device=parallel.device
-        )
-
-    def _collate(self, samples: list[EvalSample]) -> tuple[torch.Tensor, torch.Tensor]:
-        return torch.stack([sample.image for sample in samples]), self.tokenizer([s.caption for s in samples])
-
-
-class ZeroShotTask:
-    """Zero-shot classification of the images of `urls`, whose json member holds {"label": index into classnames}.
-
-    classnames, templates: text files, one a line; by default classnames.txt and templates.txt beside the shards.
+    An image's captions are the list "captions" of its json record; without one, its caption, or with captions="lines"
+    each line of it (CLIP-benchmark's shards of COCO and Flickr). With `loss`, the same features give val_loss too.
     """
 
     def __init__(
         self,
-        urls: str,
+        data: str,
         *,
-        tokenizer: Tokenizer,
+        tokenizer: Tokenize,
+        image_size: int,
+        batch_size: int,
+        captions: str = "one",
+        resize: str = "torch",
+        loss: ValidationLoss | None = None,
+    ):
+        self.source, self.tokenizer, self.image_size, self.batch_size = (
+            eval_source(data),
+            tokenizer,
+            image_size,
+            batch_size,
+        )
+        self.captions, self.resize, self.loss = captions, resize, loss
+
+    def run(
+        self, encode, parallel: Parallel, scalar_values: Callable[[Scalars], Scalars] = lambda returned: returned
+    ) -> dict[str, float]:
+        """encode(images, texts) -> features dict, through the engine; scalar_values: its exact scalars. Collective."""
+        where = {"group": parallel.dp_group, "device": parallel.device}
+        samples = self.source(
+            image_size=self.image_size, rank=parallel.dp_rank, world_size=parallel.dp_size, resize=self.resize
+        )
+        blank = EvalSample(_blank(self.image_size), "-", {}, "")
+        usable = (sample for sample in samples if self._captions(sample))
+        batches = batches_of(usable, self.batch_size, self._collate)
+        features = encode_pairs(encode, batches, self._collate([blank]), **where)
+        metrics = retrieval_metrics(features, group=parallel.dp_group)
+        if self.loss is not None:
+            scalars = scalar_values(features.scalars)
+            metrics |= validation_loss(features, self.loss, parallel.dp_group, scalars)
+        return metrics
+
+    def _captions(self, sample: EvalSample) -> list[str]:
+        listed = sample.metadata.get("captions")
+        if not isinstance(listed, list):
+            listed = sample.caption.splitlines() if self.captions == "lines" else [sample.caption]
+        return [caption for caption in listed if isinstance(caption, str) and caption.strip()]
+
+    def _collate(self, samples: list[EvalSample]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """images [m, 3, S, S], tokens [sum of captions, L], captions per image [m]."""
+        captions = [self._captions(sample) for sample in samples]
+        tokens = self.tokenizer([caption for listed in captions for caption in listed])
+        return torch.stack([sample.image for sample in samples]), tokens, torch.tensor([len(c) for c in captions])
+
+
+class ZeroShotTask:
+    """Zero-shot classification of `data`: class-named folders, or shards with a `cls` or json {"label": ...} member.
+
+    classnames, templates: text files, by default classnames.txt and templates.txt in the data's folder; classes: which
+    classes compete, for sets that have only some (infcl.evaluate.classes describes the files).
+    """
+
+    def __init__(
+        self,
+        data: str,
+        *,
+        tokenizer: Tokenize,
         image_size: int,
         batch_size: int,
         classnames: str | None = None,
         templates: str | None = None,
+        classes: str | None = None,
+        resize: str = "torch",
     ):
-        self.urls, self.tokenizer, self.image_size, self.batch_size = urls, tokenizer, image_size, batch_size
-        beside = Path(expand_shards(urls)[0]).parent
-        self.classnames = _read_lines(classnames or beside / "classnames.txt", "--zeroshot-classnames")
-        self.templates = _read_lines(templates or beside / "templates.txt", "--zeroshot-templates")
-        for template in self.templates:
-            if "{}" not in template:
-                raise ValueError(f"--zeroshot-templates: {template!r} has no {{}} for the class name")
+        self.data, self.tokenizer, self.image_size, self.batch_size = data, tokenizer, image_size, batch_size
+        self.source, self.resize = eval_source(data), resize
+        path = Path(data)
+        is_folder = path.is_dir() and not any(path.glob("*.tar"))
+        beside = path if is_folder else Path(expand_shards(data)[0]).parent
+        folders = {entry.name for entry in path.iterdir() if entry.is_dir()} if is_folder else None
+        self.classes = read_classes(classnames or beside / "classnames.txt", classes, folders=folders)
+        self.templates = read_templates(templates or beside / "templates.txt")
+        self.leaves_out = classes is not None
 
-    def run(self, encode, parallel: Parallel) -> dict[str, float]:
+    def run(self, encode, parallel: Parallel, scalar_values: object = None) -> dict[str, float]:
         """encode(images or None, texts or None) -> features dict, through the engine. Collective."""
         where = {"group": parallel.dp_group, "device": parallel.device}
         classifier = build_classifier(
             lambda texts: encode(None, texts)["text_features"],
             self.tokenizer,
-            self.classnames,
+            self.classes.names,
             self.templates,
             batch_size=self.batch_size,
             **where,
         )
-        shards = EvalShards(self.urls, image_size=self.image_size, rank=parallel.dp_rank, world_size=parallel.dp_size)
-        blank = EvalSample(torch.zeros(3, self.image_size, self.image_size, dtype=torch.uint8), "", {"label": 0}, "")
+        samples = self.source(
+            image_size=self.image_size,
+            rank=parallel.dp_rank,
+            world_size=parallel.dp_size,
+            keys=SampleKeys(text="cls"),
+            resize=self.resize,
+        )
+        rows = ((sample.image, self._row(sample)) for sample in samples)
+        labelled = ((image, row) for image, row in rows if row is not None)
         return evaluate_zero_shot(
             lambda images: encode(images, None)["image_features"],
-            batches_of(shards, self.batch_size, self._collate),
-            self._collate([blank]),
+            batches_of(
+                ((image, row) for image, row in labelled if row is not None), self.batch_size, _collate_labelled
+            ),
+            _collate_labelled([(_blank(self.image_size), 0)]),
             classifier,
+            right=self.classes.right,
             **where,
         )
 
-    def _collate(self, samples: list[EvalSample]) -> tuple[torch.Tensor, torch.Tensor]:
-        labels = [sample.metadata.get("label") for sample in samples]
-        for sample, label in zip(samples, labels):
-            if not isinstance(label, int) or not 0 <= label < len(self.classnames):
-                raise ValueError(
-                    f"{self.urls}: sample {sample.key} has label {label!r}; an index below {len(self.classnames)} "
-                    "(the number of class names) is needed"
-                )
-        return torch.stack([sample.image for sample in samples]), torch.tensor(labels)
+    def _row(self, sample: EvalSample) -> int | None:
+        """The sample's row of ClassSet.right; None where a classes file leaves it out. ValueError for a wrong label."""
+        label = sample.metadata.get("label", sample.caption.strip() or None)
+        row = self.classes.rows.get(str(label))
+        if row is None and not self.leaves_out:
+            raise ValueError(
+                f"{self.data}: sample {sample.key} has label {label!r}; an index below {len(self.classes.names)} "
+                "(the number of class names), or a label of the classnames file, is needed"
+            )
+        return row
 
 
-def _read_lines(path: str | Path, flag: str) -> list[str]:
-    try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
-    except OSError as error:
-        raise ValueError(f"{flag} {path}: {error.strerror}") from None
-    lines = [line.strip() for line in lines if line.strip()]
-    if not lines:
-        raise ValueError(f"{flag} {path}: the file is empty")
-    return lines
+def _blank(image_size: int) -> torch.Tensor:
+    return torch.zeros(3, image_size, image_size, dtype=torch.uint8)
+
+
+def _collate_labelled(samples: list[tuple[torch.Tensor, int]]) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.stack([image for image, _ in samples]), torch.tensor([row for _, row in samples])

@@ -24,7 +24,7 @@ def build_classifier(
     batch_size: int = 256,
 ) -> torch.Tensor:
     """Class embeddings [K, D] f32, unit norm, on every rank. Templates hold one {} for the class name."""
-    prompts = [(k, template.format(name)) for k, name in enumerate(classnames) for template in templates]
+    prompts = [(k, template.replace("{}", name)) for k, name in enumerate(classnames) for template in templates]
     chunks = [prompts[start : start + batch_size] for start in range(0, len(prompts), batch_size)]
     own_chunks = chunks[dist.get_rank(group) :: dist.get_world_size(group)]
     sums = None
@@ -48,15 +48,21 @@ def evaluate_zero_shot(
     *,
     group: dist.ProcessGroup,
     device: torch.device,
+    right: torch.Tensor | None = None,
 ) -> dict[str, float]:
-    """top1 and top5 over all ranks' (uint8 images [m, 3, H, W], labels [m] int64), and num_samples."""
+    """top1 and top5 over all ranks' (uint8 images [m, 3, H, W], labels [m] int64), and num_samples.
+
+    right   bool [labels, K]: the classes that are right for a label; None: class k for label k
+    """
+    right = torch.eye(len(classifier), dtype=torch.bool) if right is None else right
+    right = right.to(device)
     counts = torch.zeros(3, dtype=torch.float64, device=device)  # top-1 hits, top-5 hits, samples
     top = min(5, len(classifier))
     for (images, labels), is_real in in_step(batches, filler, group, device):
         with torch.no_grad():
             scores = encode_image(images.to(device, non_blocking=True)).float() @ classifier.T  # [m, K]
         if is_real:
-            hits = scores.topk(top, dim=-1).indices == labels.to(device)[:, None]
+            hits = right[labels.to(device)].gather(1, scores.topk(top, dim=-1).indices)  # [m, top]
             counts += torch.stack(
                 [hits[:, 0].sum(), hits.any(1).sum(), hits.new_tensor(len(labels), dtype=torch.int64)]
             )

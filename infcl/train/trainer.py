@@ -17,6 +17,7 @@ from infcl.config import BatchPlan, TrainConfig, total_steps
 from infcl.data.loader import SyntheticLoader, TrainLoader
 from infcl.data.tokenizer import Tokenizer
 from infcl.evaluate.tasks import RetrievalTask, ZeroShotTask
+from infcl.evaluate.validation import ValidationLoss
 from infcl.loss.contrastive import ContrastiveLoss
 from infcl.parallel import Parallel, max_over, mean_over, micro_batch_seed, seed_everything
 from infcl.report import draw_loss_curve
@@ -165,7 +166,7 @@ class Trainer:
 
     def _run_task(self, name: str) -> dict[str, float]:
         self.engine.train(False)
-        values = self.tasks[name].run(self.engine.encode, self.parallel)
+        values = self.tasks[name].run(self.engine.encode, self.parallel, self.engine.scalar_values)
         self.metrics.evaluation(name, self.step, self.samples_seen, values)
         return values
 
@@ -335,8 +336,9 @@ def build_tasks(
         raise ValueError("--val-data and --zeroshot-data need --tokenizer")
     common = {"tokenizer": tokenizer, "image_size": model_config.vision_cfg.image_size, "batch_size": config.batch_size}
     if config.val_data:
-        tasks["retrieval"] = RetrievalTask(config.val_data, **common)
+        loss = ValidationLoss(config.loss, config.tile, config.accum_freq * config.batch_size)
+        tasks["retrieval"] = RetrievalTask(config.val_data, loss=loss, **common)
     if config.zeroshot_data:
-        names, templates = config.zeroshot_classnames, config.zeroshot_templates
-        tasks["zero_shot"] = ZeroShotTask(config.zeroshot_data, classnames=names, templates=templates, **common)
+        files = {name: getattr(config, f"zeroshot_{name}") for name in ("classnames", "templates", "classes")}
+        tasks["zero_shot"] = ZeroShotTask(config.zeroshot_data, **files, **common)
     return tasks

@@ -1,0 +1,102 @@
+"""Which classes a zero-shot evaluation has, what they are called, and which of them count as right for a label.
+
+classnames file   one class a line: its name, or `LABEL<TAB>name` where LABEL is what the data calls it (a folder's name
+                  such as n01440764). The line's number, from 0, is the class index.
+templates file    one prompt a line, with {} (or {c}, as in CLIP-benchmark) where the class name goes; ImageNet's 80 are
+                  80 lines.
+classes file      for sets that have only some of the classes (ImageNet-A, -R, -O, ObjectNet): one line for each label
+                  that is evaluated, `INDEX`, `LABEL`, or `LABEL<TAB>INDEX[,INDEX...]` where several classes are right.
+                  Only the classes in this file compete, samples with other labels are left out and counted.
+"""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+
+class ClassSet(NamedTuple):
+    """K competing classes, and how labels map to them."""
+
+    names: list[str]  # [K]
+    rows: dict[str, int]  # label as the data has it -> row of `right`
+    right: torch.Tensor  # bool [labels, K]: the classes that count as right
+
+
+def read_classes(
+    classnames: str | Path, subset: str | Path | None = None, *, folders: Iterable[str] | None = None
+) -> ClassSet:
+    """The classes of the files; `folders`: all labels of a class-folder data set, for those files that name no labels.
+
+    A label is an index into the classnames file, or what that file calls the class. Folders that are neither are taken
+    in sorted order, if there are as many as classes. ValueError for labels that fit none of this.
+    """
+    fields = [line.split("\t", 1) for line in read_lines(classnames, "--zeroshot-classnames")]
+    names = [line[-1].strip() for line in fields]
+    indices = {str(k): (k,) for k in range(len(names))}
+    indices |= {line[0].strip(): (k,) for k, line in enumerate(fields) if len(line) == 2}
+    if folders is not None and subset is None:
+        indices = _folder_indices(sorted(folders), indices, len(names), classnames)
+    if subset is not None:
+        indices = _subset_indices(subset, indices, len(names))
+    columns = sorted({k for accepted in indices.values() for k in accepted})
+    place = {k: column for column, k in enumerate(columns)}
+    right = torch.zeros(len(indices), len(columns), dtype=torch.bool)
+    for row, accepted in enumerate(indices.values()):
+        right[row, [place[k] for k in accepted]] = True
+    return ClassSet([names[k] for k in columns], {label: row for row, label in enumerate(indices)}, right)
+
+
+def read_templates(path: str | Path) -> list[str]:
+    """Prompts with {} for the class name; ValueError for one without."""
+    templates = [line.replace("{c}", "{}") for line in read_lines(path, "--zeroshot-templates")]
+    for template in templates:
+        if "{}" not in template:
+            raise ValueError(f"--zeroshot-templates: {template!r} has no {{}} for the class name")
+    return templates
+
+
+def read_lines(path: str | Path, flag: str) -> list[str]:
+    """The lines of a text file that are not blank, stripped; ValueError names the flag where there are none."""
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise ValueError(f"{flag} {path}: {error.strerror}") from None
+    lines = [line.strip() for line in lines if line.strip()]
+    if not lines:
+        raise ValueError(f"{flag} {path}: the file is empty")
+    return lines
+
+
+def _folder_indices(
+    folders: list[str], known: dict[str, tuple[int, ...]], num_classes: int, classnames: str | Path
+) -> dict[str, tuple[int, ...]]:
+    unknown = [name for name in folders if name not in known]
+    if not unknown:
+        return {name: known[name] for name in folders} if len(known) > num_classes else known
+    if len(unknown) == len(folders) == num_classes:
+        return {name: (k,) for k, name in enumerate(folders)}
+    raise ValueError(
+        f"{len(folders)} class folders ({unknown[0]!r} is not in {classnames}) and {num_classes} class names: write "
+        "FOLDER<TAB>name lines into the classnames file, or give a file with --zeroshot-classes"
+    )
+
+
+def _subset_indices(
+    subset: str | Path, known: dict[str, tuple[int, ...]], num_classes: int
+) -> dict[str, tuple[int, ...]]:
+    chosen: dict[str, tuple[int, ...]] = {}
+    for line in read_lines(subset, "--zeroshot-classes"):
+        label, tab, listed = line.partition("\t")
+        label = label.strip()
+        try:
+            chosen[label] = tuple(int(k) for k in listed.split(",")) if tab else known[label]
+        except (KeyError, ValueError):
+            raise ValueError(
+                f"--zeroshot-classes {subset}: {line!r} is neither a class (0 to {num_classes - 1}, or a label of the "
+                "classnames file) nor LABEL<TAB>INDEX[,INDEX...]"
+            ) from None
+        if not all(0 <= k < num_classes for k in chosen[label]):
+            raise ValueError(f"--zeroshot-classes {subset}: {line!r}: there are {num_classes} class names")
+    return chosen

@@ -1,0 +1,56 @@
+"""The loss of a held-out set as training computes it: whole global batches, over all ranks, the configured loss.
+
+A contrastive loss depends on its batch, so the loss of micro-batches is another quantity than the one that is trained
+(ln of the batch size apart for an untrained model). Features of the whole set are there already (retrieval encoded
+them); the loss then walks over them one global batch at a time.
+"""
+
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from infcl.evaluate.retrieval import Features
+from infcl.loss.contrastive import ContrastiveLoss
+from infcl.parallel import mean_over
+
+
+class ValidationLoss(NamedTuple):
+    """Which loss, on which tile, and how many pairs of a global batch are a rank's."""
+
+    name: str = "inf_cl"
+    tile: str = "auto"
+    rank_batch_size: int = 64
+
+
+@torch.no_grad()
+def validation_loss(
+    features: Features, plan: ValidationLoss, group: dist.ProcessGroup, scalars: dict[str, torch.Tensor]
+) -> dict[str, float]:
+    """val_loss: the mean over whole global batches of every image with its first caption; val_loss_batch: their size.
+
+    A set smaller than one global batch is one batch of as many pairs as every rank has; what does not fill a batch at
+    the end is left out. scalars: logit_scale (log-space), logit_bias; f32 [1].
+    """
+    first = torch.ones_like(features.owner, dtype=torch.bool)
+    first[1:] = features.owner[1:] != features.owner[:-1]
+    texts = features.texts[first]  # [n, D]
+    rows = torch.tensor([len(texts)], device=texts.device)
+    dist.all_reduce(rows, op=dist.ReduceOp.MIN, group=group)
+    size = min(int(rows), plan.rank_batch_size)
+    if size == 0:
+        return {}
+    loss = ContrastiveLoss(plan.name, group=group, tile=plan.tile)
+    total, batches = torch.zeros((), dtype=torch.float64, device=texts.device), int(rows) // size
+    for k in range(batches):
+        chunk = slice(k * size, (k + 1) * size)
+        total += loss(
+            features.images[chunk].contiguous(),
+            texts[chunk].contiguous(),
+            scalars["logit_scale"].float().exp(),
+            scalars.get("logit_bias"),
+        )
+    return {
+        "val_loss": float(mean_over(group, total)) / batches,
+        "val_loss_batch": size * dist.get_world_size(group),
+    }
