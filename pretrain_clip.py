@@ -14,7 +14,7 @@ import time
 from infcl.config import parse_args
 from infcl.parallel import destroy_parallel, init_parallel, read_environment
 from infcl.report import summary_table
-from infcl.train.checkpoint import claim_run_folder
+from infcl.train.run_folder import claim_run_folder
 from infcl.train.trainer import Trainer
 
 

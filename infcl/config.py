@@ -103,6 +103,9 @@ class TrainConfig:
     overwrite: bool = _flag(False, "run", "train again although the run folder holds a finished run")
     save_frequency: int = _flag(1, "run", "checkpoint every n epochs (0: only at the end)")
     save_every_n_steps: int = _flag(0, "run", "checkpoint every n steps too (0: off)")
+    save_every_minutes: float = _flag(0.0, "run", "checkpoint every x minutes too (0: off)")
+    keep_checkpoints: int = _flag(3, "run", "keep the last n checkpoints (0: all)")
+    keep_every_n_steps: int = _flag(0, "run", "and those of every n-th step (0: none)")
     val_frequency: int = _flag(1, "run", "retrieval on --val-data every n epochs (0: only at the end)")
     zeroshot_frequency: int = _flag(2, "run", "zero-shot on --zeroshot-data every n epochs (0: only at the end)")
     log_every_n_steps: int = _flag(100, "run", "print a line every n steps where there is no terminal")
@@ -119,6 +122,7 @@ class TrainConfig:
             if getattr(self, name) <= 0:
                 raise ValueError(f"{_option(name)} {getattr(self, name)} must be greater than 0")
         not_negative = ("workers", "wd", "warmup", "save_frequency", "save_every_n_steps", "val_frequency", "profile")
+        not_negative += ("save_every_minutes", "keep_checkpoints", "keep_every_n_steps")
         for name in (*not_negative, "zeroshot_frequency", "lock_image_unlocked_groups", "lock_text_unlocked_layers"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{_option(name)} {getattr(self, name)} must not be negative")

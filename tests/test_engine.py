@@ -26,6 +26,7 @@ def engine_steps(rank, world_size, preset, precision="fp32"):
     from infcl.loss.contrastive import ContrastiveLoss
     from infcl.parallel import init_parallel, mean_over
     from infcl.step.grad_cache import grad_cache_step
+    from infcl.train.checkpoint import full_weights
 
     parallel = init_parallel("cpu")
     batch = BatchPlan(world_size, MICRO_BATCHES, MICRO_BATCH_SIZE)
@@ -48,7 +49,7 @@ def engine_steps(rank, world_size, preset, precision="fp32"):
         losses.append(float(mean_over(engine.dp_group, output.loss)))
         norms.append(engine.grad_norm())
         scales.append(float(output.logit_scale))
-    return losses, norms, scales, engine.full_state_dict(), engine.engine.global_steps
+    return losses, norms, scales, full_weights(engine, keep=True), engine.engine.global_steps
 
 
 def expected(world_size):
@@ -119,15 +120,16 @@ def test_six_hundred_bf16_micro_batches_accumulate_without_loss():
 
 def unclipped_norm(rank, world_size, preset, grad_clip_norm):
     from infcl.parallel import init_parallel
+    from infcl.train.checkpoint import full_weights
 
     torch.manual_seed(rank)
     config = settings(preset, precision="fp32", grad_clip_norm=grad_clip_norm, wd=0.0, eps=1e3)
     engine = Engine(ToyCLIP(logit_scale=1.0), config, init_parallel("cpu"), BatchPlan(world_size, 1, 2))
-    before = engine.full_state_dict()
+    before = full_weights(engine, keep=True)
     output = engine.encode(*global_batch(2))
     engine.backward(100 * output["logit_scale"].sum() + 0 * sum(output[n].sum() for n in output), True)
     engine.step(LR)
-    after = engine.full_state_dict()
+    after = full_weights(engine, keep=True)
     return float((before["logit_scale"] - after["logit_scale"]).abs()) if rank == 0 else None
 
 

@@ -37,7 +37,7 @@ LAYERS = {
 SELF_CONTAINED = ("infcl.kernels", "infcl.towers", "infcl.data", "infcl.step")
 
 HOMES = {
-    "deepspeed": "infcl/train/engine.py",
+    "deepspeed": "infcl/train/engine*.py",
     "megatron": "megatron_patches/*",
     "triton": "infcl/kernels/triton_*",
 }

@@ -47,7 +47,7 @@ class Killed(Exception):
 def fit(rank, world_size, config: TrainConfig, die_after: int | None = None):
     """Train as pretrain_clip.py does -> {step: loss}; `die_after` ends the run abruptly behind that step."""
     from infcl.parallel import init_parallel
-    from infcl.train.checkpoint import claim_run_folder
+    from infcl.train.run_folder import claim_run_folder
     from infcl.train.trainer import Trainer
 
     parallel = init_parallel("cpu")

@@ -1,212 +1,277 @@
-"""What a run is, on disk.
+"""Checkpoints that any number of ranks and any ZeRO stage can continue from: safetensors and JSON, nothing to unpickle.
 
-    LOGS/NAME/
-      config.json         every flag, resolved          environment.json   versions, commit, hardware, command line
-      model_config.json   open_clip's schema            tokenizer.model    the sentencepiece model that was used
-      metrics.jsonl       one line a step or evaluation tensorboard/       the same as events
-      checkpoints/step_00000123/   DeepSpeed's sharded state, model.safetensors (fp32, whole), infcl.json
-      checkpoints/latest           the name of the last complete checkpoint
-      loss_curve.png      export/                       summary.json       written last: a run with it is finished
+    RUN/checkpoints/
+      step_00000123/
+        state_00000.safetensors ...   rank r holds every W-th parameter, whole, fp32:
+                                      model/NAME, exp_avg/NAME, exp_avg_sq/NAME
+        infcl.json                    counters, data position, and size and sha256 of each file; written last
+      latest                          the name of the last complete checkpoint, for people and scripts
 
-A checkpoint is written under a temporary name and renamed when every rank is done; `latest` moves after that. A crash
-in between leaves the previous checkpoint untouched.
+A checkpoint is written under a temporary name, flushed to the disk, and renamed when every rank is done; `latest` moves
+after that. A crash in between leaves the previous one untouched. What cannot be written (a full disk) is reported and
+removed; training goes on. What cannot be read (a size or checksum is wrong) is passed over for the one before it.
+
+DeepSpeed's own format is not used: it pickles, and it loads under another world size or stage only by conversion.
 """
 
+import hashlib
 import json
+import logging
 import os
-import platform
 import shutil
-import subprocess
-import sys
-import time
-from importlib import metadata
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from infcl.config import TrainConfig
 from infcl.parallel import Parallel
+from infcl.train.engine import Engine
+from infcl.train.engine_state import ADAM_KEYS
+from infcl.train.run_folder import RunFolder, write_atomic
 
-_PACKAGES = ("torch", "triton", "deepspeed", "megatron-core", "sentencepiece", "webdataset", "numpy", "pillow")
+log = logging.getLogger(__name__)
 
-
-_MAY_DIFFER = {  # between a run and its repetition
-    *("resume", "overwrite", "logs", "name", "debug"),
-    *("log_every_n_steps", "report_to", "wandb_project_name", "profile", "dry_run"),
-}
-
-
-class RunFolder:
-    """The paths of a run, and what is written there once."""
-
-    def __init__(self, root: Path):
-        self.root = Path(root)
-        self.checkpoints = self.root / "checkpoints"
-        self.metrics = self.root / "metrics.jsonl"
-        self.summary = self.root / "summary.json"
-        self.loss_curve = self.root / "loss_curve.png"
-        self.export = self.root / "export"
-        self.tokenizer = self.root / "tokenizer.model"
-        self.model_config = self.root / "model_config.json"
-
-    def write_identity(self, config: TrainConfig, model_config_json: str, parallel: Parallel) -> None:
-        """config.json, model_config.json, environment.json and the tokenizer. Rank 0 only."""
-        self.checkpoints.mkdir(parents=True, exist_ok=True)
-        write_atomic(self.root / "config.json", config.to_json())
-        write_atomic(self.model_config, model_config_json)
-        write_atomic(self.root / "environment.json", json.dumps(describe_environment(parallel), indent=2) + "\n")
-        if config.tokenizer is not None:
-            shutil.copyfile(config.tokenizer, self.tokenizer)
-
-    def other_flags(self, config: TrainConfig) -> list[str]:
-        """What the run here was started with and `config` is not: ["lr 0.001 there, 0.002 now", ...]."""
-        there, now = json.loads((self.root / "config.json").read_text()), json.loads(config.to_json())
-        names = sorted((set(there) | set(now)) - _MAY_DIFFER)
-        return [f"{n} {there.get(n)} there, {now.get(n)} now" for n in names if there.get(n) != now.get(n)]
-
-    def clear(self) -> None:
-        """Forget an earlier run of the same name. Rank 0 only."""
-        if self.root.exists():
-            shutil.rmtree(self.root)
+FORMAT = 1
 
 
-def claim_run_folder(config: TrainConfig, parallel: Parallel) -> RunFolder:
-    """The folder of this run, the same on every rank. An earlier run there is kept, continued or, if asked, cleared.
+class DamagedCheckpoint(ValueError):
+    """A checkpoint whose files are not what was written."""
 
-    ValueError when the folder holds a run that this command neither repeats, nor resumes, nor is told to overwrite.
+
+def save_checkpoint(engine: Engine, run: RunFolder, step: int, state: dict, parallel: Parallel) -> Path | None:
+    """Write checkpoints/step_<step>; None, with the reason logged, when any rank could not write. Collective.
+
+    state: what the trainer needs to go on (step, data position, ...), JSON-able.
     """
-    name = [config.name or default_name(config, parallel.world_size)]
-    dist.broadcast_object_list(name, src=0)
-    run = RunFolder(Path(config.logs) / name[0])
-    if not (run.root / "config.json").is_file():
-        return run
-    if config.overwrite:
-        dist.barrier()
+    final = run.checkpoints / f"step_{step:08d}"
+    partial = final.with_name(final.name + ".partial")
+    if parallel.rank == 0:
+        shutil.rmtree(partial, ignore_errors=True)
+    own = _own_tensors(engine, parallel)
+    dist.barrier()
+    name, problem, written = f"state_{parallel.rank:05d}.safetensors", None, None
+    try:
+        partial.mkdir(parents=True, exist_ok=True)
+        written = _write_tensors(partial / name, own)
+    except OSError as error:
+        problem = f"rank {parallel.rank}: {error.strerror or error}"
+    answers: list = [None] * parallel.world_size
+    dist.all_gather_object(answers, (name, written, problem))
+    problems = [answer[2] for answer in answers if answer[2]]
+    outcome = [None]
+    if parallel.rank == 0:
+        manifest = {
+            "format": FORMAT,
+            "files": {name: written for name, written, _ in answers},
+            "counters": engine.counters(),
+            "zero_stage": engine.zero_stage,
+            "world_size": parallel.world_size,
+            "trainer": state,
+        }
+        outcome = [problems[0] if problems else _publish(partial, final, manifest, run)]
+    dist.broadcast_object_list(outcome, src=0)
+    if outcome[0] is not None:
         if parallel.rank == 0:
-            run.clear()
-        dist.barrier()
-    elif run.summary.is_file():
-        if others := run.other_flags(config):
-            raise ValueError(
-                f"{run.root} holds a finished run with other flags ({'; '.join(others)}): "
-                "choose another --name, or --overwrite"
-            )
-    elif config.resume is None:
-        raise ValueError(f"{run.root} holds an unfinished run: --resume latest continues it, --overwrite starts over")
-    return run
-
-
-def default_name(config: TrainConfig, world_size: int) -> str:
-    """open_clip's: time-model-lr-b(atch size)-j (workers)-p(recision); our w(orld size) too."""
-    parts = [
-        time.strftime("%Y_%m_%d-%H_%M_%S"),
-        f"model_{Path(config.model).stem}",
-        f"lr_{config.lr:g}",
-        f"b_{config.batch_size}",
-        f"w_{world_size}",
-        f"j_{config.workers}",
-        f"p_{config.precision or 'auto'}",
-    ]
-    return "-".join(parts)
-
-
-def write_atomic(path: Path, text: str) -> None:
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(text)
-    os.replace(temporary, path)
-
-
-def save_checkpoint(engine, run: RunFolder, step: int, client_state: dict, parallel: Parallel) -> Path:
-    """Write checkpoints/step_<step> and move `latest` to it. Collective."""
-    tag = f"step_{step:08d}"
-    partial = f"{tag}.partial"
-    final, temporary = run.checkpoints / tag, run.checkpoints / partial
-    if parallel.rank == 0 and temporary.exists():
-        shutil.rmtree(temporary)
-    dist.barrier()
-    engine.save(str(run.checkpoints), partial, client_state)
-    state = engine.full_state_dict()
-    if parallel.rank == 0:
-        from safetensors.torch import save_file
-
-        save_file(state, temporary / "model.safetensors")
-        write_atomic(temporary / "infcl.json", json.dumps(client_state, indent=2) + "\n")
-    dist.barrier()
-    if parallel.rank == 0:
-        if final.exists():
-            shutil.rmtree(final)
-        os.replace(temporary, final)
-        write_atomic(run.checkpoints / "latest", tag + "\n")
-    dist.barrier()
+            shutil.rmtree(partial, ignore_errors=True)
+            log.warning("checkpoint of step %d could not be written (%s); training goes on", step, outcome[0])
+        return None
     return final
 
 
-def find_checkpoint(resume: str | None, run: RunFolder) -> Path | None:
-    """The checkpoint folder that `--resume` means; None to start anew. ValueError when a named one is not there."""
+def prune_checkpoints(run: RunFolder, *, keep_last: int, keep_every: int) -> None:
+    """Remove all but the last `keep_last` checkpoints (0: keep all) and those of every `keep_every`-th step. Rank 0."""
+    if keep_last == 0:
+        return
+    for path in complete_checkpoints(run)[keep_last:]:
+        if keep_every == 0 or checkpoint_step(path) % keep_every:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def complete_checkpoints(run: RunFolder) -> list[Path]:
+    """Newest first."""
+    found = [path for path in run.checkpoints.glob("step_*") if (path / "infcl.json").is_file()]
+    return sorted((path for path in found if not path.name.endswith(".partial")), reverse=True)
+
+
+def checkpoint_step(path: Path) -> int:
+    return int(path.name.removeprefix("step_"))
+
+
+def find_checkpoint(resume: str | None, run: RunFolder, parallel: Parallel) -> Path | None:
+    """The intact checkpoint that `--resume` means; None to start anew. Collective: ranks share the checking.
+
+    'latest' takes the newest intact one and says which it passed over; ValueError when there are some and none is
+    intact, or when a named one is missing or damaged.
+    """
     if resume is None:
         return None
     if resume != "latest":
-        path = Path(resume)
-        if not (path / "infcl.json").is_file():
-            raise ValueError(f"--resume {resume}: no checkpoint of this trainer (infcl.json is missing)")
-        return path
-    pointer = run.checkpoints / "latest"
-    if not pointer.is_file():
-        return None
-    path = run.checkpoints / pointer.read_text().strip()
-    if not (path / "infcl.json").is_file():
-        raise ValueError(f"--resume latest: {pointer} names {path.name}, which is not a complete checkpoint")
-    return path
+        if problem := _check_together(Path(resume), parallel):
+            raise ValueError(f"--resume {resume}: {problem}")
+        return Path(resume)
+    candidates = [complete_checkpoints(run)]
+    dist.broadcast_object_list(candidates, src=0)
+    problems = []
+    for path in candidates[0]:
+        problem = _check_together(path, parallel)
+        if problem is None:
+            return path
+        problems.append(f"{path.name}: {problem}")
+        if parallel.rank == 0:
+            log.warning("checkpoint %s is passed over: %s", path, problem)
+    if problems:
+        raise ValueError(f"--resume latest: no intact checkpoint in {run.checkpoints} ({'; '.join(problems)})")
+    return None
 
 
-def load_checkpoint(engine, path: Path) -> dict:
-    """Restore engine state from a checkpoint folder; returns the client state. Collective."""
-    return engine.load(str(path.parent), path.name)
+def load_checkpoint(engine: Engine, path: Path) -> dict:
+    """Masters, moments and counters into the engine, whatever ranks and stage wrote them; returns the trainer's state.
+
+    Every rank reads every file, one tensor at a time.
+    """
+    manifest = _read_manifest(path)
+    parameters = dict(engine.state.parameters())
+    seen = set()
+    for key, value in _tensors(path, manifest):
+        kind, _, name = key.partition("/")
+        if name not in parameters:
+            raise ValueError(f"{path}: parameter {name} is not in this model")
+        if tuple(value.shape) != tuple(engine.state.shape(parameters[name])):
+            shape = tuple(engine.state.shape(parameters[name]))
+            raise ValueError(f"{path}: {name} has shape {tuple(value.shape)}, this model's has {shape}")
+        if kind == "model":
+            seen.add(name)
+            engine.state.write(parameters[name], value)
+        elif parameters[name].requires_grad:
+            engine.state.write(parameters[name], value, kind)
+    if missing := sorted(set(parameters) - seen):
+        raise ValueError(f"{path}: {len(missing)} parameters of this model are missing, {missing[0]} first")
+    engine.set_counters(manifest["counters"])
+    return manifest["trainer"]
 
 
 def consolidated_state_dict(run: str | Path) -> dict[str, torch.Tensor]:
-    """fp32 weights of a run's last checkpoint (any ZeRO stage, any world size), or of a named checkpoint folder."""
-    from safetensors.torch import load_file
-
+    """fp32 weights on the CPU from a run's newest intact checkpoint, or from a checkpoint folder. No process group."""
     path = Path(run)
-    if not (path / "model.safetensors").is_file():
-        found = find_checkpoint("latest", RunFolder(path))
-        if found is None:
-            raise ValueError(f"{run}: no checkpoint there (expected checkpoints/latest or model.safetensors)")
-        path = found
-    return load_file(path / "model.safetensors")
-
-
-def describe_environment(parallel: Parallel) -> dict:
-    """Versions, commit and hardware, for whoever reads the run folder in a year."""
-    versions = {}
-    for name in _PACKAGES:
+    candidates = [path] if (path / "infcl.json").is_file() else complete_checkpoints(RunFolder(path))
+    for candidate in candidates:
         try:
-            versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            versions[name] = None
-    on_gpu = parallel.device.type == "cuda"
-    return {
-        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
-        "commit": git_commit(),
-        "python": platform.python_version(),
-        "packages": versions,
-        "world_size": parallel.world_size,
-        "device": torch.cuda.get_device_name(parallel.device) if on_gpu else platform.processor() or platform.machine(),
-        "cpu_count": os.cpu_count(),
-    }
+            manifest = _read_manifest(candidate)
+            for name in manifest["files"]:
+                _check_file(candidate, name, manifest)
+        except DamagedCheckpoint as damage:
+            log.warning("checkpoint %s is passed over: %s", candidate, damage)
+            continue
+        tensors = _tensors(candidate, manifest)
+        return {key.removeprefix("model/"): value for key, value in tensors if key.startswith("model/")}
+    raise ValueError(f"{run}: no intact checkpoint there")
 
 
-def git_commit() -> str | None:
-    """Commit of the source tree, with '+' when it has local changes; None outside a checkout or without git."""
-    where = Path(__file__).resolve().parent
+def full_weights(engine: Engine, *, keep: bool) -> dict[str, torch.Tensor]:
+    """All weights, whole, fp32, on the CPU where `keep`, {} elsewhere. Collective."""
+    weights = {}
+    for name, parameter in engine.state.parameters():
+        value = engine.state.read(parameter)
+        if keep:
+            weights[name] = value.to("cpu", copy=True)
+    return weights
+
+
+# ---- writing ----
+
+
+def _own_tensors(engine: Engine, parallel: Parallel) -> dict[str, torch.Tensor]:
+    """This rank's share: every world_size-th parameter, on the CPU. All ranks take part in reading each."""
+    own = {}
+    for index, (name, parameter) in enumerate(engine.state.parameters()):
+        for key in (None, *ADAM_KEYS) if parameter.requires_grad else (None,):
+            value = engine.state.read(parameter, key)
+            if index % parallel.world_size == parallel.rank:
+                own[f"{key or 'model'}/{name}"] = value.to("cpu", copy=True).contiguous()
+    return own
+
+
+def _write_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> dict:
+    """Write, flush, and describe: {"bytes": n, "sha256": hex}. OSError when the disk does not take it."""
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
     try:
-        commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=where, capture_output=True, text=True, check=True)
-        changes = subprocess.run(
-            ["git", "status", "--porcelain"], cwd=where, capture_output=True, text=True, check=True
-        )
-    except (OSError, subprocess.CalledProcessError):
-        return None
-    return commit.stdout.strip() + ("+" if changes.stdout.strip() else "")
+        save_file(tensors, path)
+    except SafetensorError as error:  # its own type for a failed write
+        raise OSError(str(error)) from error
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
+    return {"bytes": path.stat().st_size, "sha256": _sha256(path)}
+
+
+def _publish(partial: Path, final: Path, manifest: dict, run: RunFolder) -> str | None:
+    """Manifest, rename, `latest`; the reason when that fails. Rank 0, after all files are on the disk."""
+    try:
+        write_atomic(partial / "infcl.json", json.dumps(manifest, indent=2) + "\n")
+        if final.exists():
+            shutil.rmtree(final)
+        os.replace(partial, final)
+        write_atomic(run.checkpoints / "latest", final.name + "\n")
+    except OSError as error:
+        return str(error.strerror or error)
+    return None
+
+
+# ---- reading ----
+
+
+def _read_manifest(path: Path) -> dict:
+    try:
+        manifest = json.loads((path / "infcl.json").read_text())
+    except FileNotFoundError:
+        raise DamagedCheckpoint("no checkpoint of this trainer (infcl.json is missing)") from None
+    except ValueError:
+        raise DamagedCheckpoint("infcl.json is damaged") from None
+    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+        raise DamagedCheckpoint(f"infcl.json is not of format {FORMAT}")
+    return manifest
+
+
+def _check_file(path: Path, name: str, manifest: dict) -> None:
+    expected = manifest["files"][name]
+    try:
+        size = (path / name).stat().st_size
+    except FileNotFoundError:
+        raise DamagedCheckpoint(f"{name} is missing") from None
+    if size != expected["bytes"]:
+        raise DamagedCheckpoint(f"{name} has {size} bytes, {expected['bytes']} were written")
+    if _sha256(path / name) != expected["sha256"]:
+        raise DamagedCheckpoint(f"{name} has another checksum than was written")
+
+
+def _check_together(path: Path, parallel: Parallel) -> str | None:
+    """What is wrong with a checkpoint, or None: each rank checks its share of the files, all get the same answer."""
+    problem = None
+    try:
+        manifest = _read_manifest(path)
+        for name in sorted(manifest["files"])[parallel.rank :: parallel.world_size]:
+            _check_file(path, name, manifest)
+    except DamagedCheckpoint as damage:
+        problem = str(damage)
+    answers: list[str | None] = [None] * parallel.world_size
+    dist.all_gather_object(answers, problem)
+    return next((answer for answer in answers if answer), None)
+
+
+def _tensors(path: Path, manifest: dict) -> Iterator[tuple[str, torch.Tensor]]:
+    from safetensors import safe_open
+
+    for name in sorted(manifest["files"]):
+        with safe_open(path / name, framework="pt") as file:
+            for key in file.keys():
+                yield key, file.get_tensor(key)
+
+
+def _sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while block := file.read(1 << 22):
+            digest.update(block)
+    return digest.hexdigest()

@@ -1,4 +1,4 @@
-"""All that is DeepSpeed's: config merge, forward, backward, step, clamp, consolidated weights, save and load.
+"""All that is DeepSpeed's: config merge, forward, backward, step, clamp (its sharded state: engine_state.py).
 
 The recipe that is exact for ZeRO 0-3 (docs/precision.md has the reasons):
 
@@ -21,6 +21,7 @@ from torch import nn
 
 from infcl.config import BatchPlan, TrainConfig
 from infcl.parallel import Parallel
+from infcl.train.engine_state import ZeroState
 from infcl.train.optim import build_optimizer
 
 _OWNED_BY_FLAGS = {
@@ -33,6 +34,8 @@ _OWNED_BY_FLAGS = {
     "torch_autocast": "--precision amp_bf16",
     "steps_per_print": "--log-every-n-steps",
 }
+_COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
+_SCALER_FIELDS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 _PRESET_KEYS = {
     "zero_optimization",
     "bf16",
@@ -116,6 +119,7 @@ class Engine:
             config=deepspeed_config(preset, precision, batch, config.grad_clip_norm),
             dist_init_required=False,
         )
+        self.state = ZeroState(self.engine, self.zero_stage)
         self.dp_group = self.engine.seq_data_parallel_group  # ZeRO averages over it; the ring runs over it
 
     @property
@@ -191,71 +195,34 @@ class Engine:
         """fp32 values of logit_scale and logit_bias: the masters' where the forward returned rounded copies."""
         if not self.low_precision_parameters:
             return returned
-        from deepspeed.utils import safe_get_full_fp32_param
-
         parameters = dict(self.module.named_parameters())
-        return {name: safe_get_full_fp32_param(parameters[name]).detach().clone().view(1) for name in returned}
+        return {name: self.state.read(parameters[name]).clone() for name in returned}
 
-    @torch.no_grad()
     def clamp_logit_scale(self, maximum: float) -> None:
         """Clamp logit_scale to at most `maximum` in every copy that exists, so that the next step starts from it."""
         parameter = dict(self.module.named_parameters())["logit_scale"]
-        if not parameter.requires_grad:
-            return
-        if self.zero_stage == 0:
-            parameter.clamp_(max=maximum)
-            return
-        import deepspeed
-        from deepspeed.utils import (
-            safe_get_full_fp32_param,
-            safe_get_local_fp32_param,
-            safe_set_full_fp32_param,
-            safe_set_local_fp32_param,
-        )
+        self.state.write(parameter, self.state.read(parameter).clamp(max=maximum))
 
-        if self.zero_stage < 3:
-            value = safe_get_full_fp32_param(parameter).clamp(max=maximum)
-            safe_set_full_fp32_param(parameter, value)
-            parameter.copy_(value.view_as(parameter))
-            return
-        local = safe_get_local_fp32_param(parameter)
-        safe_set_local_fp32_param(parameter, local.clamp(max=maximum))
-        with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
-            parameter.clamp_(max=maximum)
+    # ---- counters ----
 
-    # ---- weights and checkpoints ----
+    def counters(self) -> dict[str, float]:
+        """What DeepSpeed counts and Adam's step; enough, with masters and moments, to continue exactly."""
+        counts = {name: getattr(self.engine, name) for name in _COUNTERS} | {"adam_step": self.state.adam_step()}
+        scaler = self._loss_scaler()
+        return counts | ({name: getattr(scaler, name) for name in _SCALER_FIELDS} if scaler is not None else {})
 
-    @torch.no_grad()
-    def full_state_dict(self) -> dict[str, torch.Tensor]:
-        """All weights, whole, fp32, on the CPU of rank 0 ({} elsewhere). Collective: every rank must call it."""
-        import deepspeed
-        from deepspeed.utils import safe_get_full_fp32_param
+    def set_counters(self, counts: dict[str, float]) -> None:
+        for name in _COUNTERS:
+            setattr(self.engine, name, counts[name])
+        self.state.set_adam_step(counts["adam_step"])
+        scaler = self._loss_scaler()
+        if scaler is not None:
+            for name in _SCALER_FIELDS:
+                if name in counts:
+                    setattr(scaler, name, counts[name])
 
-        state = {}
-        for name, parameter in self.module.named_parameters():
-            value = None
-            if parameter.requires_grad and self.zero_stage > 0:
-                value = safe_get_full_fp32_param(parameter)
-            elif self.zero_stage == 3:
-                with deepspeed.zero.GatheredParameters([parameter]):
-                    value = parameter.detach().clone()
-            else:
-                value = parameter.detach()
-            if self.parallel.rank == 0:
-                shape = getattr(parameter, "ds_shape", parameter.shape)
-                state[name] = value.to("cpu", torch.float32, copy=True).view(shape)
-        return state
-
-    def save(self, folder: str, tag: str, client_state: dict) -> None:
-        """Write the sharded state of this rank to folder/tag. Collective; the caller publishes the result."""
-        self.engine.save_checkpoint(folder, tag=tag, client_state={"infcl": client_state}, save_latest=False)
-
-    def load(self, folder: str, tag: str) -> dict:
-        """Restore weights, optimizer and counters from folder/tag; returns the client state. Collective."""
-        path, client_state = self.engine.load_checkpoint(folder, tag=tag)
-        if path is None:
-            raise ValueError(f"{folder}/{tag} holds no DeepSpeed checkpoint")
-        return client_state["infcl"]
+    def _loss_scaler(self):
+        return self.engine.optimizer.loss_scaler if self.precision == "fp16" else None
 
 
 def _import_deepspeed():

@@ -24,12 +24,19 @@ from infcl.report import draw_loss_curve
 from infcl.step.grad_cache import grad_cache_step
 from infcl.towers.clip import CLIP
 from infcl.towers.config import CLIPConfig, load_model_config, with_overrides, with_tokenizer
-from infcl.train.checkpoint import RunFolder, find_checkpoint, load_checkpoint, save_checkpoint, write_atomic
+from infcl.train.checkpoint import (
+    find_checkpoint,
+    full_weights,
+    load_checkpoint,
+    prune_checkpoints,
+    save_checkpoint,
+)
 from infcl.train.diagnostics import SampledLoss, utilisation
 from infcl.train.engine import Engine, read_preset
 from infcl.train.metrics import MetricsWriter, PhaseTimer, peak_memory_mb
 from infcl.train.optim import learning_rate
 from infcl.train.profiler import StepProfiler
+from infcl.train.run_folder import RunFolder, write_atomic
 
 log = logging.getLogger(__name__)
 
@@ -64,7 +71,7 @@ class Trainer:
             train_text=not config.lock_text or config.lock_text_unlocked_layers > 0,
         )
 
-        self.step = self.skipped_steps = 0
+        self.step = self.skipped_steps = self.failed_saves = 0
         self.train_seconds = 0.0
         self._open_run_folder()
 
@@ -173,7 +180,7 @@ class Trainer:
     # ---- checkpoints and the end ----
 
     def _open_run_folder(self) -> None:
-        checkpoint = find_checkpoint(self.config.resume, self.run)
+        checkpoint = find_checkpoint(self.config.resume, self.run, self.parallel)
         if self.parallel.rank == 0:
             self.run.write_identity(self.config, self.model_config.to_json(), self.parallel)
         dist.barrier()
@@ -210,7 +217,12 @@ class Trainer:
             "world_size": self.parallel.world_size,
             "loader": self.loader.state_dict(),
         }
-        save_checkpoint(self.engine, self.run, self.step, state, self.parallel)
+        path = save_checkpoint(self.engine, self.run, self.step, state, self.parallel)
+        if path is None:
+            self.failed_saves += 1
+        elif self.parallel.rank == 0:
+            keep = {"keep_last": self.config.keep_checkpoints, "keep_every": self.config.keep_every_n_steps}
+            prune_checkpoints(self.run, **keep)
 
     def _data_report(self) -> dict[str, int]:
         """The loader's counters summed over ranks; what the index left out is the same on every rank."""
@@ -223,7 +235,7 @@ class Trainer:
 
     def _finish(self) -> dict:
         results = {name: self._run_task(name) for name in self.tasks}
-        weights = self.engine.full_state_dict()
+        weights = full_weights(self.engine, keep=self.parallel.rank == 0)
         peak = max_over(self.engine.dp_group, peak_memory_mb(self.parallel.device), self.parallel.device)
         summary = {
             "zero_shot_top1": results.get("zero_shot", {}).get("top1"),
@@ -232,6 +244,7 @@ class Trainer:
             "samples_seen": self.samples_seen,
             "steps": self.step,
             "skipped_steps": self.skipped_steps,
+            "failed_saves": self.failed_saves,
             "train_seconds": round(self.train_seconds, 1),
             "peak_memory_mb": round(peak, 1),
             "zero_stage": self.engine.zero_stage,

@@ -1,0 +1,147 @@
+"""What a run is, on disk.
+
+LOGS/NAME/
+  config.json         every flag, resolved          environment.json   versions, commit, hardware, command line
+  model_config.json   open_clip's schema            tokenizer.model    the sentencepiece model that was used
+  metrics.jsonl       one line a step or evaluation tensorboard/       the same as events
+  checkpoints/        see checkpoint.py
+  loss_curve.png      export/                       summary.json       written last: a run with it is finished
+"""
+
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import time
+from importlib import metadata
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from infcl.config import TrainConfig
+from infcl.parallel import Parallel
+
+_PACKAGES = ("torch", "triton", "deepspeed", "megatron-core", "sentencepiece", "webdataset", "numpy", "pillow")
+
+
+_MAY_DIFFER = {  # between a run and its repetition
+    *("resume", "overwrite", "logs", "name", "debug"),
+    *("log_every_n_steps", "report_to", "wandb_project_name", "profile", "dry_run"),
+}
+
+
+class RunFolder:
+    """The paths of a run, and what is written there once."""
+
+    def __init__(self, root: Path):
+        self.root = Path(root)
+        self.checkpoints = self.root / "checkpoints"
+        self.metrics = self.root / "metrics.jsonl"
+        self.summary = self.root / "summary.json"
+        self.loss_curve = self.root / "loss_curve.png"
+        self.export = self.root / "export"
+        self.tokenizer = self.root / "tokenizer.model"
+        self.model_config = self.root / "model_config.json"
+
+    def write_identity(self, config: TrainConfig, model_config_json: str, parallel: Parallel) -> None:
+        """config.json, model_config.json, environment.json and the tokenizer. Rank 0 only."""
+        self.checkpoints.mkdir(parents=True, exist_ok=True)
+        write_atomic(self.root / "config.json", config.to_json())
+        write_atomic(self.model_config, model_config_json)
+        write_atomic(self.root / "environment.json", json.dumps(describe_environment(parallel), indent=2) + "\n")
+        if config.tokenizer is not None:
+            shutil.copyfile(config.tokenizer, self.tokenizer)
+
+    def other_flags(self, config: TrainConfig) -> list[str]:
+        """What the run here was started with and `config` is not: ["lr 0.001 there, 0.002 now", ...]."""
+        there, now = json.loads((self.root / "config.json").read_text()), json.loads(config.to_json())
+        names = sorted((set(there) | set(now)) - _MAY_DIFFER)
+        return [f"{n} {there.get(n)} there, {now.get(n)} now" for n in names if there.get(n) != now.get(n)]
+
+    def clear(self) -> None:
+        """Forget an earlier run of the same name. Rank 0 only."""
+        if self.root.exists():
+            shutil.rmtree(self.root)
+
+
+def claim_run_folder(config: TrainConfig, parallel: Parallel) -> RunFolder:
+    """The folder of this run, the same on every rank. An earlier run there is kept, continued or, if asked, cleared.
+
+    ValueError when the folder holds a run that this command neither repeats, nor resumes, nor is told to overwrite.
+    """
+    name = [config.name or default_name(config, parallel.world_size)]
+    dist.broadcast_object_list(name, src=0)
+    run = RunFolder(Path(config.logs) / name[0])
+    if not (run.root / "config.json").is_file():
+        return run
+    if config.overwrite:
+        dist.barrier()
+        if parallel.rank == 0:
+            run.clear()
+        dist.barrier()
+    elif run.summary.is_file():
+        if others := run.other_flags(config):
+            raise ValueError(
+                f"{run.root} holds a finished run with other flags ({'; '.join(others)}): "
+                "choose another --name, or --overwrite"
+            )
+    elif config.resume is None:
+        raise ValueError(f"{run.root} holds an unfinished run: --resume latest continues it, --overwrite starts over")
+    return run
+
+
+def default_name(config: TrainConfig, world_size: int) -> str:
+    """open_clip's: time-model-lr-b(atch size)-j (workers)-p(recision); our w(orld size) too."""
+    parts = [
+        time.strftime("%Y_%m_%d-%H_%M_%S"),
+        f"model_{Path(config.model).stem}",
+        f"lr_{config.lr:g}",
+        f"b_{config.batch_size}",
+        f"w_{world_size}",
+        f"j_{config.workers}",
+        f"p_{config.precision or 'auto'}",
+    ]
+    return "-".join(parts)
+
+
+def write_atomic(path: Path, text: str) -> None:
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_text(text)
+    os.replace(temporary, path)
+
+
+def describe_environment(parallel: Parallel) -> dict:
+    """Versions, commit and hardware, for whoever reads the run folder in a year."""
+    versions = {}
+    for name in _PACKAGES:
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            versions[name] = None
+    on_gpu = parallel.device.type == "cuda"
+    return {
+        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
+        "commit": git_commit(),
+        "python": platform.python_version(),
+        "packages": versions,
+        "world_size": parallel.world_size,
+        "device": torch.cuda.get_device_name(parallel.device) if on_gpu else platform.processor() or platform.machine(),
+        "cpu_count": os.cpu_count(),
+    }
+
+
+def git_commit() -> str | None:
+    """Commit of the source tree, with '+' when it has local changes; None outside a checkout or without git."""
+    where = Path(__file__).resolve().parent
+    try:
+        commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=where, capture_output=True, text=True, check=True)
+        changes = subprocess.run(
+            ["git", "status", "--porcelain"], cwd=where, capture_output=True, text=True, check=True
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return commit.stdout.strip() + ("+" if changes.stdout.strip() else "")
