@@ -10,8 +10,8 @@ import time
 
 import torch
 
-from infcl.train.checkpoint import RunFolder
 from infcl.train.console import Console
+from infcl.train.run_folder import RunFolder
 from infcl.train.sinks import open_sinks
 
 
