@@ -2,8 +2,8 @@
 
     parse the flags -> join the process group -> claim the run folder -> build the parts -> fit -> say what came out
 
-Exit codes: 0 finished, 2 a mistake in the command (one line says which, printed by one rank), 130 interrupted; any
-other is a failure with its traceback.
+Exit codes: 0 finished; 2 a mistake in the command (one line says which, printed by one rank); 130 interrupted; 143, 138
+told to end by SIGTERM, SIGUSR1, after a checkpoint; any other is a failure with its traceback.
 """
 
 import json
@@ -15,6 +15,7 @@ from infcl.config import parse_args
 from infcl.parallel import destroy_parallel, init_parallel, read_environment
 from infcl.report import summary_table
 from infcl.train.run_folder import claim_run_folder
+from infcl.train.stop import Stopped
 from infcl.train.trainer import Trainer
 
 
@@ -37,6 +38,9 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         say(rank, f"interrupted at step {trainer.step}; --resume latest continues from the last checkpoint")
         return 130
+    except Stopped as stop:
+        say(rank, f"{stop} at step {trainer.step}; --resume latest continues from here")
+        return stop.exit_code
     say(rank, summary_table(summary))
     destroy_parallel()
     return 0

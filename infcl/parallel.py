@@ -108,11 +108,11 @@ def mean_over(group: dist.ProcessGroup, value: torch.Tensor) -> torch.Tensor:
     return total / dist.get_world_size(group)
 
 
-def max_over(group: dist.ProcessGroup, value: float, device: torch.device) -> float:
-    """Largest value of any rank of `group`."""
-    largest = torch.tensor([value], dtype=torch.float64, device=device)
+def max_over(group: dist.ProcessGroup, values: list[float], device: torch.device) -> list[float]:
+    """Elementwise largest values of any rank of `group`."""
+    largest = torch.tensor(values, dtype=torch.float64, device=device)
     dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
-    return float(largest)
+    return largest.tolist()
 
 
 def _free_port() -> int:

@@ -37,6 +37,7 @@ from infcl.train.metrics import MetricsWriter, PhaseTimer, peak_memory_mb
 from infcl.train.optim import learning_rate
 from infcl.train.profiler import StepProfiler
 from infcl.train.run_folder import RunFolder, write_atomic
+from infcl.train.stop import Stopped, StopSignals
 
 log = logging.getLogger(__name__)
 
@@ -72,13 +73,25 @@ class Trainer:
         )
 
         self.step = self.skipped_steps = self.failed_saves = 0
+        self.saved_step, self.saved_at, self.signals = -1, time.monotonic(), StopSignals()
         self.train_seconds = 0.0
         self._open_run_folder()
 
     # ---- the loop ----
 
     def fit(self) -> dict:
-        """Train to the last step, evaluate, export; returns the summary that is in summary.json."""
+        """Train to the last step, evaluate, export; returns the summary that is in summary.json.
+
+        Raises Stopped, after a checkpoint, when a rank was told to end.
+        """
+        with self.signals:
+            self._train()
+        if news := self.profiler.close():
+            self.metrics.say(news)
+        self._save()
+        return self._finish()
+
+    def _train(self) -> None:
         config, steps_per_epoch = self.config, self.loader.steps_per_epoch
         while self.step < self.total_steps:
             epoch = self.step // steps_per_epoch
@@ -86,8 +99,7 @@ class Trainer:
             self.timer.mark("data")
             for micro_batches in self.loader:
                 self._train_step(micro_batches)
-                if config.save_every_n_steps and self.step % config.save_every_n_steps == 0:
-                    self._save()
+                self._save_if_due()
                 if self.step == self.total_steps:
                     break
                 self.timer.mark("data")
@@ -96,10 +108,6 @@ class Trainer:
                 if config.save_frequency and epochs_done % config.save_frequency == 0:
                     self._save()
                 self._evaluate({"retrieval": config.val_frequency, "zero_shot": config.zeroshot_frequency}, epochs_done)
-        if news := self.profiler.close():
-            self.metrics.say(news)
-        self._save()
-        return self._finish()
 
     def _train_step(self, micro_batches: list[dict[str, torch.Tensor]]) -> None:
         started = time.perf_counter()
@@ -205,10 +213,23 @@ class Trainer:
             state = load_checkpoint(self.engine, checkpoint)
             self.loader.load_state_dict(state["loader"])
             self.step, self.skipped_steps = state["step"], state["skipped_steps"]
+            self.saved_step = self.step
             self.train_seconds = state["train_seconds"]
             self.metrics.say(f"resumed from {checkpoint} at step {self.step}")
 
+    def _save_if_due(self) -> None:
+        """Save by step count, by the clock (rank 0's) or because a signal came; all ranks come to the same answer."""
+        config, minutes = self.config, self.config.save_every_minutes
+        overdue = minutes > 0 and self.parallel.rank == 0 and time.monotonic() - self.saved_at > 60 * minutes
+        signal, overdue = max_over(self.engine.dp_group, [self.signals.received, overdue], self.parallel.device)
+        if signal or overdue or (config.save_every_n_steps and self.step % config.save_every_n_steps == 0):
+            self._save()
+        if signal:
+            raise Stopped(int(signal))
+
     def _save(self) -> None:
+        if self.step == self.saved_step:
+            return
         state = {
             "step": self.step,
             "samples_seen": self.samples_seen,
@@ -218,9 +239,12 @@ class Trainer:
             "loader": self.loader.state_dict(),
         }
         path = save_checkpoint(self.engine, self.run, self.step, state, self.parallel)
+        self.saved_at = time.monotonic()
         if path is None:
             self.failed_saves += 1
-        elif self.parallel.rank == 0:
+            return
+        self.saved_step = self.step
+        if self.parallel.rank == 0:
             keep = {"keep_last": self.config.keep_checkpoints, "keep_every": self.config.keep_every_n_steps}
             prune_checkpoints(self.run, **keep)
 
@@ -236,7 +260,7 @@ class Trainer:
     def _finish(self) -> dict:
         results = {name: self._run_task(name) for name in self.tasks}
         weights = full_weights(self.engine, keep=self.parallel.rank == 0)
-        peak = max_over(self.engine.dp_group, peak_memory_mb(self.parallel.device), self.parallel.device)
+        peak = max_over(self.engine.dp_group, [peak_memory_mb(self.parallel.device)], self.parallel.device)[0]
         summary = {
             "zero_shot_top1": results.get("zero_shot", {}).get("top1"),
             "image_to_text_r1": results.get("retrieval", {}).get("image_to_text_r1"),
