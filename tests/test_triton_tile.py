@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from infcl import inf_cl_loss
 from infcl.kernels import select_tile, torch_tile
 from tests.loss_oracle import FEATURES, Case, evaluate, features, oracle, relative_error
 
@@ -86,8 +87,6 @@ def check_huge_norms_stay_finite(device):
     for norm in (1e3, 1e15):
         images, texts = (norm * f.to(device) for f in features("random", 33, 24))
         images.requires_grad_(), texts.requires_grad_()
-        from infcl import inf_cl_loss
-
         loss = inf_cl_loss(images, texts, 100.0, tile="triton")
         loss.backward()
         assert loss.isfinite() and loss >= 0
@@ -145,21 +144,18 @@ def test_large_odd_blocks_on_a_gpu(dim, dtype):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["random", "near", "aligned"])
-def test_low_precision_gradients_are_within_two_thousandths(kind):
-    """Against float64 of the same inputs; and no worse than dense autograd in the same type.
-
-    Near-duplicates cancel in dS @ columns, which one rounding of dS does not survive: there the peer is the measure.
+def test_low_precision_gradients_are_as_good_as_the_dense_ones(kind):
+    """Against float64 of the same inputs, relative to about the largest possible gradient; and to their own norm where
+    that is not the result of a cancellation (near-duplicates, perfect matches).
     """
-    case = Case("inf_cl", 4096, 768, 50.0, kind, torch.bfloat16)
-    truth = oracle(case)
-    result = evaluate(case, device="cuda", tile_dtype=None, workspace_bytes=2**28)
+    case = Case("inf_cl", 4096, 768, 50.0, kind, torch.bfloat16, workspace_bytes=2**28)
+    truth, result = oracle(case), evaluate(case, device="cuda")
     dense = evaluate(case._replace(name="clip"), device="cuda")
     for field in ("d_images", "d_texts"):
-        floor = 1e-2 * case.scale / case.rows**0.5
-        error = relative_error(getattr(result, field), getattr(truth, field), floor)
-        peer = relative_error(getattr(dense, field), getattr(truth, field), floor)
-        assert error <= peer + 1e-3, (kind, field, error, peer)
-        assert error < 2e-3 or kind == "near", (kind, field, error)
+        value, peer, expected = (getattr(evaluation, field) for evaluation in (result, dense, truth))
+        floor = case.scale / case.rows**0.5
+        assert relative_error(value, expected, floor) <= 1.1 * relative_error(peer, expected, floor) + 1e-4
+        assert kind != "random" or relative_error(value, expected) < 2e-3
     assert relative_error(result.d_scale, truth.d_scale, floor=1e-2) < 1e-3
 
 
@@ -178,8 +174,6 @@ def test_memory_is_the_workspace_plus_a_slope_in_the_rows():
     peaks = []
     for rows in (8192, 16384, 32768):
         images, texts = (torch.randn(rows, dim, device="cuda", dtype=torch.bfloat16).requires_grad_() for _ in range(2))
-        from infcl import inf_cl_loss
-
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
         inf_cl_loss(images, texts, 10.0, workspace_bytes=workspace_bytes).backward()

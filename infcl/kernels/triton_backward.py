@@ -17,7 +17,7 @@ With m in their middle no factor overflows, and a first exponential that underfl
 
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 import triton
@@ -88,7 +88,7 @@ def _accumulate(
     height, width = _chunk_shape(len(rows), len(columns), workspace_bytes // rows.dtype.itemsize)
     workspace = rows.new_empty(height, width)
     processors = multiprocessors(rows.device)
-    with _float32_products(tf32):
+    with _float32_products(tf32) if rows.dtype == torch.float32 else nullcontext():
         for i in range(0, len(rows), height):
             row_slice = slice(i, min(i + height, len(rows)))
             for j in range(0, len(columns), width):
