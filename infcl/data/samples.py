@@ -23,15 +23,14 @@ import torch
 
 from infcl.data.index import DEFAULT_KEYS, SampleKeys
 from infcl.data.plan import draw, uniforms
-from infcl.data.records import MAX_CAPTION_BYTES, Record
+from infcl.data.shards import MAX_CAPTION_BYTES, Record
 from infcl.data.tokenizer import Tokenizer
 
 _PILLOW_FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")  # none of them runs a program to decode
 TRANSFORM_DRAWS = 23  # random numbers that TrainTransform consumes
 _TRANSFORM_STREAM = 0  # of `draw`; replacements of bad samples use streams 1, 2, ...
-_CAPTION_STREAM = 1 << 33
 
-# What comes with a micro-batch: {"skipped": [(cause, shard, message), ...], "noted": [cause, ...]}
+# What comes with a micro-batch: {"skipped": [(cause, message), ...], "noted": [cause, ...]}
 ReadLog = dict[str, list]
 
 
