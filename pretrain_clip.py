@@ -13,6 +13,7 @@ import time
 
 from infcl.config import parse_args
 from infcl.parallel import destroy_parallel, init_parallel, read_environment
+from infcl.plan import describe_plan
 from infcl.report import summary_table
 from infcl.train.run_folder import claim_run_folder
 from infcl.train.stop import Stopped
@@ -25,6 +26,10 @@ def main(argv: list[str] | None = None) -> int:
         config = parse_args(argv)
         logging.basicConfig(level=logging.DEBUG if config.debug else logging.WARNING)
         parallel = init_parallel(config.device, timeout_minutes=config.dist_timeout)
+        if config.dry_run:
+            say(rank, describe_plan(config, parallel))
+            destroy_parallel()
+            return 0
         run = claim_run_folder(config, parallel)
         if run.summary.is_file():
             summary = json.loads(run.summary.read_text())
