@@ -19,6 +19,7 @@ from pathlib import Path
 
 LOSS_NAMES = ("inf_cl", "clip", "open_clip", "disco", "siglip")
 PRECISIONS = ("fp32", "amp_bf16", "bf16", "fp16")
+AUGMENTATIONS = ("scale", "ratio", "hflip", "color_jitter", "color_jitter_prob", "gray_scale_prob")
 SCHEDULES = ("cosine", "const", "const-cooldown")
 REPORT_TO = ("tensorboard", "wandb", "all", "none")
 
@@ -40,7 +41,12 @@ class TrainConfig:
     zeroshot_classnames: str | None = _flag(None, "data", "one class name a line [classnames.txt beside the shards]")
     zeroshot_templates: str | None = _flag(None, "data", "one prompt a line, with {} [templates.txt beside the shards]")
     zeroshot_classes: str | None = _flag(None, "data", "which classes compete, a line each, for a subset [all]")
-    dataset_type: str = _flag("webdataset", "data", "what --train-data is", choices=("webdataset", "synthetic"))
+    dataset_type: str = _flag("webdataset", "data", "what --train-data is", choices=("webdataset", "csv", "synthetic"))
+    train_data_upsampling_factors: str | None = _flag(
+        None,
+        "data",
+        "'a::b': how often an epoch sees each sample of the '::' parts of --train-data",
+    )
     data_reader: str = _flag(
         "indexed", "data", "indexed: exact order and resume; streaming: pipe: urls", choices=("indexed", "streaming")
     )
@@ -51,6 +57,29 @@ class TrainConfig:
         {}, "data", "augmentation, e.g. scale='(0.9,1.0)' ratio='(0.75,1.33)' hflip=0.5", nargs="*", metavar="K=V"
     )
     max_bad_fraction: float = _flag(0.01, "data", "end the run when more than this share of samples is unreadable")
+    max_missing_shards: float = _flag(0.0, "data", "go on when up to this share of the shards is missing or unreadable")
+    max_image_pixels: int = _flag(25_000_000, "data", "larger images are skipped undecoded")
+    image_key: str = _flag("jpg;png;jpeg;webp", "data", "extensions of the image member")
+    text_key: str = _flag("txt", "data", "extensions of the caption member")
+    json_text_key: str | None = _flag(
+        None, "data", "captions from this key of the json member ('a;b': the first found)"
+    )
+    json_text_key_probs: list = _flag(
+        [], "data", "draw the order of the --json-text-key keys by these weights", nargs="*", metavar="P", type=float
+    )
+    csv_separator: str = _flag("\t", "data", "csv: between columns")
+    csv_img_key: str = _flag("filepath", "data", "csv: the column of image paths")
+    csv_caption_key: str = _flag("title", "data", "csv: the column of captions")
+    index_cache: str | None = _flag(
+        None, "data", "folder of indexes that cannot lie beside their shards [~/.cache/infcl/index]"
+    )
+    data_cache: str | None = _flag(
+        None, "data", "local folder for shards of storage that cannot be read at random [~/.cache/infcl/shards]"
+    )
+    data_cache_gb: float = _flag(100.0, "data", "limit of --data-cache; shards used longest ago are removed")
+    allow_pipe_urls: bool = _flag(False, "data", "run the shell commands of pipe: urls")
+    storage_timeout: float = _flag(30.0, "data", "seconds without a byte after which a read is tried again")
+    data_timeout: float = _flag(600.0, "data", "seconds without a batch after which the run ends")
 
     model: str = _flag("ViT-B-32", "model", "name in infcl/model_configs or path of a JSON file in open_clip's schema")
     pretrained: str | None = _flag(None, "model", "start from these weights: open_clip file or folder, CLIPModel, run")
@@ -117,7 +146,18 @@ class TrainConfig:
 
     def validate(self) -> None:
         """Raise ValueError for what can be refused without looking at files, devices or other ranks."""
-        positive = ("batch_size", "accum_freq", "epochs", "lr", "eps", "dist_timeout", "log_every_n_steps")
+        positive = (
+            "batch_size",
+            "accum_freq",
+            "epochs",
+            "lr",
+            "eps",
+            "dist_timeout",
+            "log_every_n_steps",
+            "max_image_pixels",
+            "storage_timeout",
+            "data_timeout",
+        )
         for name in positive:
             if getattr(self, name) <= 0:
                 raise ValueError(f"{_option(name)} {getattr(self, name)} must be greater than 0")
@@ -129,14 +169,14 @@ class TrainConfig:
         for name in ("steps", "train_num_samples", "grad_clip_norm", "force_image_size", "force_context_length"):
             if getattr(self, name) is not None and getattr(self, name) <= 0:
                 raise ValueError(f"{_option(name)} {getattr(self, name)} must be greater than 0; leave it out for none")
-        for name in ("beta1", "beta2", "max_bad_fraction"):
+        for name in ("beta1", "beta2", "max_bad_fraction", "max_missing_shards"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{_option(name)} {getattr(self, name)} must lie in [0, 1)")
         if self.force_patch_dropout is not None and not 0 <= self.force_patch_dropout < 1:
             raise ValueError(f"--force-patch-dropout {self.force_patch_dropout} must lie in [0, 1)")
-        if self.dataset_type == "webdataset" and self.train_data is None:
-            raise ValueError("--train-data is missing: name the training shards, or use --dataset-type synthetic")
-        if self.dataset_type == "webdataset" and self.tokenizer is None:
+        if self.dataset_type != "synthetic" and self.train_data is None:
+            raise ValueError("--train-data is missing: name the training data, or use --dataset-type synthetic")
+        if self.dataset_type != "synthetic" and self.tokenizer is None:
             raise ValueError(
                 "--tokenizer is missing: name a sentencepiece model "
                 "(python -m infcl.data.tokenizer train --train-data ... --out FILE makes one)"
@@ -160,9 +200,10 @@ class TrainConfig:
         pretrained = ("pretrained", "pretrained_image", "pretrained_text")
         for name in ("train_data", "val_data", "zeroshot_data", "tokenizer", "deepspeed_config", *pretrained):
             _check_plain_path(_option(name), getattr(self, name))
-        unknown = set(self.aug_cfg) - {"scale", "ratio", "hflip"}
+        unknown = set(self.aug_cfg) - set(AUGMENTATIONS)
         if unknown:
-            raise ValueError(f"--aug-cfg knows scale, ratio and hflip, not {', '.join(sorted(unknown))}")
+            raise ValueError(f"--aug-cfg knows {', '.join(AUGMENTATIONS)}, not {', '.join(sorted(unknown))}")
+        parse_factors(self.train_data_upsampling_factors)
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self), indent=2) + "\n"
@@ -236,7 +277,7 @@ def _parser() -> argparse.ArgumentParser:
         if entry.type in (bool, "bool"):
             options["action"] = "store_true"
         else:
-            options["type"] = _value_type(entry.type)
+            options.setdefault("type", _value_type(entry.type))
             if "choices" not in options:
                 options.setdefault("metavar", {int: "N", float: "X", str: "S"}[options["type"]])
         group.add_argument(*spellings, dest=entry.name, default=default, help=help, **options)
@@ -255,6 +296,19 @@ def _value_type(annotation) -> type:
 
 def _option(name: str) -> str:
     return "--deepspeed_config" if name == "deepspeed_config" else "--" + name.replace("_", "-")
+
+
+def parse_factors(text: str | None) -> list[float] | None:
+    """'1::2.5' -> [1.0, 2.5]. Raises ValueError when a part is no number above 0."""
+    if text is None:
+        return None
+    try:
+        factors = [float(part) for part in text.split("::")]
+    except ValueError:
+        factors = [0.0]
+    if not all(0 < factor < float("inf") for factor in factors):
+        raise ValueError(f"--train-data-upsampling-factors {text!r} is not numbers above 0 between '::'")
+    return factors
 
 
 def _parse_aug_cfg(pairs: list[str]) -> dict:

@@ -70,7 +70,7 @@ def test_every_field_has_a_flag_a_group_and_one_line_of_help(capsys):
         (["--lock-image-unlocked-groups", "2"], "needs --lock-image"),
         (["--lr-scheduler", "const-cooldown"], "needs --epochs-cooldown"),
         (["--epochs-cooldown", "2"], "no meaning with --lr-scheduler cosine"),
-        (["--aug-cfg", "crop=1"], "--aug-cfg knows scale, ratio and hflip, not crop"),
+        (["--aug-cfg", "crop=1"], "--aug-cfg knows scale, ratio, hflip, color_jitter.*, not crop"),
         (["--aug-cfg", "scale=("], "is not KEY=VALUE"),
         (["--deepspeed_config", "/no/such.json"], "/no/such.json: no such file"),
     ],

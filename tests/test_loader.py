@@ -7,6 +7,7 @@ import torch
 
 from infcl.data.evaluation import EvalShards
 from infcl.data.loader import SyntheticLoader, TrainLoader
+from infcl.data.storage import StorageOptions
 from infcl.data.tokenizer import EOS_ID, Tokenizer, train_tokenizer
 from tests.shard_files import Payload, encode, pair_members, picture, write_shards, write_tar
 
@@ -57,7 +58,7 @@ def test_a_step_is_a_list_of_micro_batches_of_the_promised_shapes(shards, tokeni
 
 
 def test_image_and_caption_of_a_sample_stay_together(shards, tokenizer):
-    for step in make(shards, tokenizer, aug_scale=(1, 1), aug_ratio=(1, 1), image_size=20):
+    for step in make(shards, tokenizer, aug={"scale": (1, 1), "ratio": (1, 1)}, image_size=20):
         for batch in step:
             texts = tokenizer([f"picture number {i}" for i in batch["ids"].tolist()])
             assert torch.equal(batch["texts"], texts)
@@ -250,9 +251,10 @@ def test_streaming_splits_shards_over_ranks_and_repeats_from_its_seed(shards, to
     assert not set(sum(ranks[0], [])) & set(sum(ranks[1], []))
 
 
-def test_streaming_reads_pipes_and_starts_each_epoch_in_another_order(shards, tokenizer):
+def test_streaming_reads_pipes_and_starts_each_epoch_in_another_order(shards, tokenizer, tmp_path):
     pipe = f"pipe:cat {shards}/" + "{00001,00004}.tar"
-    loader = make(pipe, tokenizer, reader="streaming", num_samples=42)
+    storage = StorageOptions(allow_pipe=True, cache=str(tmp_path))
+    loader = make(pipe, tokenizer, reader="streaming", num_samples=42, storage=storage)
     first, second = sum(ids(loader), []), sum(ids(loader), [])
     assert len(set(first)) == len(first) and set(first) == set(second) and first != second
     loader.set_position(2, 5)
@@ -266,14 +268,15 @@ def test_streaming_skips_and_counts_what_is_bad(faulty, tokenizer):
     report = loader.report()
     assert report["skipped/damaged_shard"] >= 1 and report["skipped/not_an_image"] >= 1
     assert not (faulty / "executed").exists()
-    loader = make(f"pipe:cat {faulty}/missing.tar", tokenizer, **options)
+    storage = StorageOptions(allow_pipe=True, cache=str(faulty / "spool"), attempts=2, backoff=0.01)
+    loader = make(f"pipe:cat {faulty}/missing.tar", tokenizer, storage=storage, **options)
     with pytest.raises(RuntimeError, match="no sample in the 1 shards"):
         list(loader)
 
 
-def test_streaming_says_what_it_needs(shards, tokenizer):
+def test_streaming_says_what_it_needs(shards, tokenizer, tmp_path):
     with pytest.raises(ValueError, match="num_samples"):
-        make(shards, tokenizer, reader="streaming")
+        make(write_shards(tmp_path, [5]), tokenizer, reader="streaming")
     with pytest.raises(ValueError, match="5 shards are too few for 2 ranks x 3 workers"):
         make(shards, tokenizer, reader="streaming", num_samples=50, world_size=2, num_workers=3)
 

@@ -10,6 +10,7 @@ from PIL import Image
 
 from infcl.data.index import SampleKeys
 from infcl.data.plan import draw, uniforms
+from infcl.data.records import Record
 from infcl.data.samples import (
     TRANSFORM_DRAWS,
     BadSample,
@@ -21,7 +22,6 @@ from infcl.data.samples import (
     decode_record,
     resize,
 )
-from infcl.data.shards import Record
 from tests.shard_files import encode, picture
 
 # Pillow warns about the very images that these tests are about
@@ -217,13 +217,11 @@ def test_the_train_transform_is_crop_then_antialiased_bicubic():
 def test_flipping_is_off_unless_asked_for():
     image, random = picture(6, 16, 16), random_numbers(0)
     still = TrainTransform(16, scale=(1, 1), ratio=(1, 1))(image, random)
-    flipped = TrainTransform(16, scale=(1, 1), ratio=(1, 1), flip_probability=1.0)(image, random)
+    flipped = TrainTransform(16, scale=(1, 1), ratio=(1, 1), hflip=1.0)(image, random)
     assert torch.equal(still, torch.from_numpy(image.copy()).permute(2, 0, 1)) and torch.equal(flipped, still.flip(-1))
 
 
-@pytest.mark.parametrize(
-    "options", [{"scale": (0, 1)}, {"scale": (1, 0.5)}, {"ratio": (2, 1)}, {"flip_probability": 2}]
-)
+@pytest.mark.parametrize("options", [{"scale": (0, 1)}, {"scale": (1, 0.5)}, {"ratio": (2, 1)}, {"hflip": 2}])
 def test_impossible_augmentation_is_refused(options):
     with pytest.raises(ValueError, match="need 0 < low <= high"):
         TrainTransform(16, **options)

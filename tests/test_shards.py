@@ -10,7 +10,8 @@ import pytest
 
 from infcl.data.index import SampleKeys, ensure_index, scan_shard
 from infcl.data.plan import EpochPlan, Share, chunk_size, draw
-from infcl.data.shards import ShardReader, expand_shards, load_manifest, main
+from infcl.data.records import ShardReader
+from infcl.data.shards import expand_shards, load_manifest, main
 from tests.shard_files import pair_members, write_shards, write_tar
 
 KEYS = SampleKeys()
@@ -28,7 +29,7 @@ def test_braces_lists_globs_and_folders_name_the_same_shards(tmp_path):
     assert expand_shards("::".join(expected)) == expected
     assert expand_shards(expected) == expected
     assert expand_shards(folder + "/*.tar") == expected
-    assert expand_shards("pipe:cat x{0..1}.tar") == ["pipe:cat x0.tar", "pipe:cat x1.tar"]
+    assert expand_shards("pipe:cat x{0..1}.tar", allow_pipe=True) == ["pipe:cat x0.tar", "pipe:cat x1.tar"]
 
 
 def test_missing_shards_are_an_error_that_counts_them(tmp_path):
@@ -134,14 +135,15 @@ def test_a_truncated_tar_gives_every_complete_sample_and_is_reported(tmp_path, c
     np.testing.assert_array_equal(index.members[:complete], whole.members[:complete])
 
 
-def test_a_bad_header_ends_the_shard_there(tmp_path):
+def test_a_bad_header_costs_its_own_sample_alone(tmp_path):
     path = write_tar(tmp_path / "x.tar", three_pairs())
     second_image = int(scan_shard(str(path), KEYS).members[1, 0])
     data = bytearray(path.read_bytes())
     data[second_image - 512] ^= 1
     path.write_bytes(data)
     index = scan_shard(str(path), KEYS)
-    assert len(index.members) == 1 and "bad header at byte" in index.damage
+    assert len(index.members) == 2 and index.rejected == {"no_image": 1}
+    assert index.damage == f"bad header at byte {second_image - 512}"
 
 
 @pytest.mark.parametrize("content", [b"", b"<html>not found</html>", b"<html>" * 200])
@@ -222,15 +224,20 @@ def test_the_reader_returns_any_samples_in_the_order_asked_for(tmp_path):
     assert all(record.image is None for record in reader.read(order, images=False))
 
 
-def test_a_shard_that_changes_during_the_run_is_an_error_not_a_bad_sample(tmp_path):
-    manifest = load_manifest(write_shards(tmp_path / "a", [3]))
+@pytest.mark.parametrize("opened_before", [False, True])
+def test_a_shard_that_changes_during_the_run_is_a_fault_of_its_samples_and_of_no_others(tmp_path, opened_before):
+    manifest = load_manifest(write_shards(tmp_path / "a", [3, 3]))
+    reader = ShardReader(manifest)
+    if opened_before:
+        assert reader.read(np.array([0]))[0].fault is None
     write_tar(tmp_path / "a" / "00000.tar", three_pairs()[:6])
-    with pytest.raises(RuntimeError, match="changed during the run"):
-        ShardReader(manifest).read(np.array([0]))
+    records = reader.read(np.array([0, 4, 1]))
+    assert [record.fault and record.fault.cause for record in records] == ["shard_changed", None, "shard_changed"]
+    assert records[0].image is None and "changed during the run" in str(records[0].fault)
 
 
-def test_remote_urls_are_refused_by_the_indexed_reader():
-    with pytest.raises(ValueError, match="use the streaming reader"):
+def test_pipes_run_only_when_they_are_allowed():
+    with pytest.raises(ValueError, match="runs a shell command: give --allow-pipe-urls"):
         load_manifest("pipe:cat x.tar")
 
 

@@ -16,8 +16,9 @@ import numpy as np
 import torch
 
 from infcl.data.index import DEFAULT_KEYS, SampleKeys
+from infcl.data.records import Record
 from infcl.data.samples import BadSample, EvalTransform, ImageLimits, decode_caption, decode_image, parse_json
-from infcl.data.shards import Record, expand_shards
+from infcl.data.shards import expand_shards
 from infcl.data.streaming import stream_records
 
 EVAL_LIMITS = ImageLimits(min_side=1)
@@ -74,8 +75,8 @@ class EvalShards:
             yield EvalSample(image, caption, metadata, key)
 
     def _records(self) -> Iterable[tuple[str, Record]]:
-        def shard_failed(error: Exception) -> None:
-            self.skipped["damaged_shard"] += 1
+        def shard_failed(cause: str, url: str, error: Exception) -> None:
+            self.skipped[cause] += 1
 
         return stream_records(self.shards, self.keys, shard_failed)
 

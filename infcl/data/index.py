@@ -7,40 +7,58 @@ Why: with offsets, any sample is one `pread` away, so an epoch can be a permutat
      sample can be replaced; reading headers only is an order of magnitude cheaper than streaming the tar. Nothing is
      ever extracted, member names are opaque keys, and members that are not asked for are never read.
 
-The header layout is POSIX ustar, with PAX ('x') and GNU ('L') long names and base-256 sizes. A tar that is damaged
-gives the samples that are complete before the damage, and says so.
+The header layout is POSIX ustar, with PAX ('x') and GNU ('L') long names and base-256 sizes. In a damaged tar the
+search goes on at the next valid header: only the members that are damaged are lost, and the index says so.
 """
 
 import hashlib
 import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
+from infcl.data.storage import DEFAULT_STORAGE, StorageOptions, is_remote, open_shard, retry
+
 COLUMNS = ("image_offset", "image_bytes", "text_offset", "text_bytes", "json_offset", "json_bytes")
 ABSENT = -1  # offset and length of a member that the sample does not have
 MAX_IMAGE_BYTES = 256 << 20  # a larger image member is rejected unread
 MAX_JSON_BYTES = 1 << 20  # a larger json member is treated as absent
-_FORMAT = "infcl-index-1"
+_FORMAT = "infcl-index-2"
 _BLOCK = 512
+_SEARCH_BYTES = 1 << 20
+_READ_AHEAD = 4 << 20  # of remote storage: headers lie so close that nearly everything is read anyway
 _KEY = re.compile(r"^((?:.*/|)[^.]+)[.]([^/]*)$")  # webdataset's rule: the key ends at the base name's first dot
 
 
 @dataclass(frozen=True)
 class SampleKeys:
-    """Which members make a sample; open_clip's --image-key, --text-key and --json-text-key (alternatives split by ';').
+    """Which members make a sample: open_clip's --image-key, --text-key, --json-text-key (alternatives split by ';').
 
-    `json_text`: take the caption from this key of the json member. None: from the text member, and where a sample has
-    none, from the json member's "caption".
+    json_text: take the caption from the json member, from the first of these keys that holds text. None: from the text
+    member, and where a sample has none, from the json member's "caption".
+    json_probs: instead of the first, draw the order of the keys with these weights, for each sample and epoch anew; a
+    key of weight 0, or without a weight, comes last.
     """
 
     image: str = "jpg;png;jpeg;webp"
     text: str = "txt"
     json_text: str | None = None
+    json_probs: tuple[float, ...] = ()
+
+    def __post_init__(self):
+        count = len(self.json_keys) if self.json_text else 0
+        if len(self.json_probs) > count or any(p < 0 for p in self.json_probs):
+            raise ValueError(
+                f"--json-text-key-probs {self.json_probs}: at most one weight >= 0 for each of the {count} json keys"
+            )
+
+    @property
+    def json_keys(self) -> list[str]:
+        return (self.json_text or "caption").split(";")
 
 
 DEFAULT_KEYS = SampleKeys()
@@ -48,48 +66,51 @@ DEFAULT_KEYS = SampleKeys()
 
 @dataclass(frozen=True)
 class ShardIndex:
-    """members: int64 [n, 6] by COLUMNS; rejected: samples left out, by cause; damage: what is wrong with the tar."""
+    """members: int64 [n, 6] by COLUMNS; rejected: samples left out, by cause; damage: what is wrong with the tar.
+
+    `version` is the file's when it was read (storage.py): it tells whether the index is still true.
+    """
 
     members: np.ndarray
     rejected: dict[str, int]
     damage: str | None
     file_bytes: int
-    mtime_ns: int
+    version: int
 
 
-def scan_shard(path: str, keys: SampleKeys) -> ShardIndex:
-    """Index one tar by its headers. Raises OSError if it cannot be read, ValueError if it is compressed."""
+def scan_shard(path: str, keys: SampleKeys, storage: StorageOptions = DEFAULT_STORAGE) -> ShardIndex:
+    """Index one tar by its headers. Raises ShardFault if it cannot be read, ValueError if it is compressed."""
     image_ext, text_ext = keys.image.lower().split(";"), keys.text.lower().split(";")
     rows: dict[str, list[int]] = {}
     rejected = dict.fromkeys(("no_image", "no_caption", "duplicate_member", "image_file_too_large"), 0)
-    damage = None
-    with open(path, "rb", buffering=0) as file:
-        stat = os.fstat(file.fileno())
-        if os.pread(file.fileno(), 3, 0) in (b"\x1f\x8b\x08", b"BZh", b"\xfd7z"):
+    damage: list[str] = []
+    file = retry(lambda: open_shard(path, storage), path, storage)
+    try:
+        pread = _ReadAhead(file, path, storage) if is_remote(path) else file.pread
+        if pread(3, 0) in (b"\x1f\x8b\x08", b"BZh", b"\xfd7z"):
             raise ValueError(
                 f"{path} is compressed and cannot be read at random: unpack it, or use the streaming reader"
             )
-        try:
-            for name, offset, size in _tar_members(file.fileno(), stat.st_size):
-                match = _KEY.match(name)
-                if match is None:
-                    continue
-                key, extension = match.group(1), match.group(2).lower()
-                if extension in image_ext:
-                    column = 0
-                elif extension in text_ext:
-                    column = 2
-                elif extension == "json":
-                    column = 4
-                else:
-                    continue
-                row = rows.setdefault(key, [ABSENT] * 6)
-                if row[column] != ABSENT:
-                    rejected["duplicate_member"] += 1
-                elif column != 4 or size <= MAX_JSON_BYTES:
-                    row[column : column + 2] = offset, size
-        except _Damage as error:
-            damage = str(error)
+        for name, offset, size in _tar_members(pread, file.file_bytes, damage):
+            match = _KEY.match(name)
+            if match is None:
+                continue
+            key, extension = match.group(1), match.group(2).lower()
+            if extension in image_ext:
+                column = 0
+            elif extension in text_ext:
+                column = 2
+            elif extension == "json":
+                column = 4
+            else:
+                continue
+            row = rows.setdefault(key, [ABSENT] * 6)
+            if row[column] != ABSENT:
+                rejected["duplicate_member"] += 1
+            elif column != 4 or size <= MAX_JSON_BYTES:
+                row[column : column + 2] = offset, size
+    finally:
+        file.close()
     usable = []
     for row in rows.values():
         if row[0] == ABSENT:
@@ -101,36 +122,57 @@ def scan_shard(path: str, keys: SampleKeys) -> ShardIndex:
         else:
             usable.append(row)
     members = np.array(usable, dtype=np.int64).reshape(-1, 6)
-    return ShardIndex(members, {k: n for k, n in rejected.items() if n}, damage, stat.st_size, stat.st_mtime_ns)
+    says = "; ".join(damage[:3]) + (f"; and {len(damage) - 3} more" if len(damage) > 3 else "")
+    return ShardIndex(members, {k: n for k, n in rejected.items() if n}, says or None, file.file_bytes, file.version)
 
 
-def ensure_index(path: str, keys: SampleKeys, cache_folder: str | None = None) -> tuple[str, dict]:
+def ensure_index(
+    path: str, keys: SampleKeys, cache_folder: str | None = None, storage: StorageOptions = DEFAULT_STORAGE
+) -> tuple[str, dict]:
     """(sidecar path, its header) of a shard; built where missing or older than the shard.
 
-    The header: format, image_key, text_key, file_bytes, mtime_ns, samples, rejected, damage. The sidecar is `PATH.idx`;
-    where that place cannot be written to, it goes to `cache_folder` (default ~/.cache/infcl/index). Writing is atomic,
-    so processes that race write the same file.
+    The header: format, image_key, text_key, file_bytes, version, samples, rejected, damage. The sidecar is `PATH.idx`;
+    where that place cannot be written to, or the shard is remote, it goes to `cache_folder` (default
+    ~/.cache/infcl/index). Writing is atomic, so processes that race write the same file.
     """
-    stat = os.stat(path)
+    file = retry(lambda: open_shard(path, storage), path, storage)
+    file.close()
     expected = {"format": _FORMAT, "image_key": keys.image, "text_key": keys.text}
-    expected |= {"file_bytes": stat.st_size, "mtime_ns": stat.st_mtime_ns}
-    digest = hashlib.sha256(os.path.abspath(path).encode()).hexdigest()[:32]
+    expected |= {"file_bytes": file.file_bytes, "version": file.version}
+    digest = hashlib.sha256((path if is_remote(path) else os.path.abspath(path)).encode()).hexdigest()[:32]
     folder = Path(cache_folder) if cache_folder else Path.home() / ".cache" / "infcl" / "index"
-    places = [Path(f"{path}.idx"), folder / f"{digest}.idx"]
+    places = ([] if is_remote(path) else [Path(f"{path}.idx")]) + [folder / f"{digest}.idx"]
     for place in places:
         header = _read_header(place)
-        if header is not None and all(header[k] == v for k, v in expected.items()):
+        if header is not None and all(header.get(k) == v for k, v in expected.items()):
             return str(place), header
-    index = scan_shard(path, keys)
-    header = expected | {"file_bytes": index.file_bytes, "mtime_ns": index.mtime_ns, "samples": len(index.members)}
+    index = scan_shard(path, keys, storage)
+    header = expected | {"file_bytes": index.file_bytes, "version": index.version, "samples": len(index.members)}
     header |= {"rejected": index.rejected, "damage": index.damage}
-    try:
-        _write(places[0], header, index.members)
-        return str(places[0]), header
-    except OSError:  # a read-only or full data set folder
-        places[1].parent.mkdir(parents=True, exist_ok=True)
-        _write(places[1], header, index.members)
-        return str(places[1]), header
+    for place in places[:-1]:
+        try:
+            _write(place, header, index.members)
+            return str(place), header
+        except OSError:
+            pass  # a read-only or full data set folder
+    places[-1].parent.mkdir(parents=True, exist_ok=True)
+    _write(places[-1], header, index.members)
+    return str(places[-1]), header
+
+
+class _ReadAhead:
+    """pread for a scan of remote storage: whole blocks, each with retries."""
+
+    def __init__(self, file, path: str, storage: StorageOptions):
+        self._file, self._path, self._storage = file, path, storage
+        self._start, self._block = 0, b""
+
+    def __call__(self, size: int, offset: int) -> bytes:
+        if not self._start <= offset <= offset + size <= self._start + len(self._block):
+            wanted = max(size, _READ_AHEAD)
+            self._block = retry(lambda: self._file.pread(wanted, offset), self._path, self._storage)
+            self._start = offset
+        return self._block[offset - self._start :][:size]
 
 
 def open_members(index_path: str, samples: int) -> np.ndarray:
@@ -164,41 +206,63 @@ def _write(path: Path, header: dict, members: np.ndarray) -> None:
         temporary.unlink(missing_ok=True)
 
 
-class _Damage(Exception):
-    """The tar cannot be followed past this point."""
-
-
-def _tar_members(fd: int, file_bytes: int) -> Iterator[tuple[str, int, int]]:
-    """(name, data offset, size) of each regular member that lies whole in the file; _Damage where it ends badly."""
-    position, long_name, long_size = 0, None, None
+def _tar_members(
+    pread: Callable[[int, int], bytes], file_bytes: int, damage: list[str]
+) -> Iterator[tuple[str, int, int]]:
+    """(name, data offset, size) of each regular member that lies whole in the file; `damage` gets what is wrong."""
+    position, long_name, long_size, after_damage = 0, None, None, False
     while True:
-        header = os.pread(fd, _BLOCK, position)
+        header = pread(_BLOCK, position)
         if len(header) < _BLOCK:
-            raise _Damage(f"ends at byte {file_bytes} without an end-of-archive block")
-        if not any(header):
+            damage.append(f"ends at byte {file_bytes} without an end-of-archive block")
             return
-        size, kind = _number(header[124:136]), header[156:157]
-        checksum = sum(header) - sum(header[148:156]) + 8 * 32
-        if size is None or _number(header[148:156]) != checksum:
-            raise _Damage(f"bad header at byte {position}")
+        size = _number(header[124:136])
+        if size is None or _number(header[148:156]) != sum(header) - sum(header[148:156]) + 8 * 32:
+            following = _next_header(pread, position + _BLOCK, file_bytes)
+            if any(header):
+                damage.append(f"bad header at byte {position}")
+            elif following is not None:
+                damage.append(f"members after an end-of-archive block at byte {position}")
+            if following is None:
+                return
+            position, long_name, long_size, after_damage = following, None, None, True
+            continue
+        kind, data = header[156:157], position + _BLOCK
         if long_size is not None and kind in b"0\x007":
             size = long_size
-        data = position + _BLOCK
         position = data + (size + _BLOCK - 1) // _BLOCK * _BLOCK
         if data + size > file_bytes:
-            raise _Damage(f"ends at byte {file_bytes} inside a member that needs {data + size}")
+            damage.append(f"ends at byte {file_bytes} inside a member that needs {data + size}")
+            return
         if kind == b"L":
-            long_name = os.pread(fd, min(size, 1 << 16), data).split(b"\0", 1)[0]
+            long_name = pread(min(size, 1 << 16), data).split(b"\0", 1)[0]
         elif kind == b"x":
-            records = _pax_records(os.pread(fd, min(size, 1 << 20), data))
+            records = _pax_records(pread(min(size, 1 << 20), data))
             long_name = records.get(b"path", long_name)
-            long_size = int(records[b"size"]) if records.get(b"size", b"").isdigit() else None
+            long_size = _decimal(records.get(b"size", b""))
         elif kind in b"0\x007":
-            name = long_name or _short_name(header)
+            name, shortened = long_name or _short_name(header), long_name is None and header[99] != 0
             long_name = long_size = None
-            yield name.decode("utf-8", "surrogateescape"), data, size
+            if not (after_damage and shortened):  # else its long name may have been what was damaged
+                yield name.decode("utf-8", "surrogateescape"), data, size
+            after_damage = False
         elif kind not in b"gK":  # a link, folder or device: nothing to read
             long_name = long_size = None
+
+
+def _next_header(pread: Callable[[int, int], bytes], start: int, file_bytes: int) -> int | None:
+    """Where the next valid header lies, at or after `start`; None where only garbage or padding follows."""
+    for block in range(start, file_bytes, _SEARCH_BYTES):
+        data = pread(_SEARCH_BYTES + _BLOCK, block)
+        at = data.find(b"ustar")
+        while at >= 0:
+            begin = at - 257
+            header = data[begin : begin + _BLOCK] if begin >= 0 else b""
+            if (block + begin) % _BLOCK == 0 and len(header) == _BLOCK:
+                if _number(header[148:156]) == sum(header) - sum(header[148:156]) + 8 * 32:
+                    return block + begin
+            at = data.find(b"ustar", at + 1)
+    return None
 
 
 def _short_name(header: bytes) -> bytes:
@@ -210,21 +274,24 @@ def _number(field: bytes) -> int | None:
     """A numeric header field: octal digits, or base 256 when the first bit is set; None if it is neither."""
     if field[0] & 0x80:
         return int.from_bytes(field[1:], "big") if field[0] == 0x80 else None  # 0xff: negative, never valid here
-    try:
-        return int(field.strip(b" \0") or b"0", 8)
-    except ValueError:
-        return None
+    digits = field.strip(b" \0") or b"0"
+    return int(digits, 8) if not digits.strip(b"01234567") else None
 
 
 def _pax_records(data: bytes) -> dict[bytes, bytes]:
     """{key: value} of PAX 'length key=value\\n' records; stops at the first one that is malformed."""
     records = {}
     while data:
-        length, _, _ = data.partition(b" ")
-        if not length.isdigit() or not len(length) + 1 < int(length) <= len(data):
+        number, _, _ = data.partition(b" ")
+        length = _decimal(number)
+        if length is None or not len(number) + 1 < length <= len(data):
             break
-        key, equals, value = data[len(length) + 1 : int(length) - 1].partition(b"=")
+        key, equals, value = data[len(number) + 1 : length - 1].partition(b"=")
         if equals:
             records[key] = value
-        data = data[int(length) :]
+        data = data[length:]
     return records
+
+
+def _decimal(digits: bytes) -> int | None:
+    return int(digits) if digits.isdigit() and len(digits) < 20 else None

@@ -16,6 +16,7 @@ sizes: not of workers, not of where the run was resumed; and the global batch do
 """
 
 import logging
+import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import cached_property
@@ -26,14 +27,21 @@ import torch
 from infcl.data.index import SampleKeys
 from infcl.data.indexed import IndexedSource
 from infcl.data.plan import Share, draw
+from infcl.data.records import ShardReader
 from infcl.data.samples import ImageLimits, ReadLog, SampleDecoder, TrainTransform
+from infcl.data.shards import load_manifest
+from infcl.data.storage import DEFAULT_STORAGE, StorageOptions
 from infcl.data.streaming import StreamingSource
+from infcl.data.table import TableReader
 from infcl.data.tokenizer import EOS_ID, PAD_ID, Tokenizer
+from infcl.data.workers import WorkerBoard
 
 _log = logging.getLogger(__name__)
 
 MicroBatch = dict[str, torch.Tensor]
 _WINDOW = 10_000  # samples over which the fraction of bad ones is judged
+_WORST_SHARDS = 5  # in the table
+_SECONDS_BETWEEN_WARNINGS = 60.0  # of the same cause
 
 
 class Source(Protocol):
@@ -43,6 +51,7 @@ class Source(Protocol):
     steps_per_epoch: int
     sha256: str
     found: dict[str, int]
+    board: WorkerBoard
 
     def micro_batches(self, epoch: int, step: int) -> Iterator[tuple[MicroBatch, ReadLog]]:
         """This rank's micro-batches from a step to the end of an epoch, in order, each with what was skipped for it."""
@@ -54,7 +63,9 @@ class StepLoader:
     Attributes: steps_per_epoch, num_samples (of the data set, over all ranks).
     """
 
-    def __init__(self, source: Source, share: Share, *, seed: int, max_bad_fraction: float = 1.0):
+    def __init__(
+        self, source: Source, share: Share, *, seed: int, max_bad_fraction: float = 1.0, tokenizer_sha256: str = ""
+    ):
         if seed < 0:
             raise ValueError(f"seed {seed} must not be negative")
         self.steps_per_epoch, self.num_samples = source.steps_per_epoch, source.num_samples
@@ -63,9 +74,12 @@ class StepLoader:
             "seed": seed,
             "global_batch_size": share.global_batch_size,
             "manifest_sha256": source.sha256,
+            "tokenizer_sha256": tokenizer_sha256,
         }
         self._counts = Counter({"samples": 0, **source.found})
         self._examples: dict[str, str] = {}
+        self._by_shard: Counter[str] = Counter()
+        self._next_warning: dict[str, float] = {}
         self._window = min(_WINDOW, self.steps_per_epoch * share.local_batch_size)
         self._window_good, self._window_bad = 0, 0
         self._epoch, self._step = 0, 0
@@ -99,7 +113,10 @@ class StepLoader:
         return {"epoch": self._epoch, "step": self._step, **self._fingerprint}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where `state` was taken. Raises ValueError when seed, global batch or data are not the same."""
+        """Continue where `state` was taken.
+
+        Raises ValueError when seed, global batch, data or tokenizer are not the same.
+        """
         different = [
             f"{name} is {value!r} now and was {state.get(name)!r}"
             for name, value in self._fingerprint.items()
@@ -118,18 +135,27 @@ class StepLoader:
         return dict(self._counts)
 
     def table(self) -> str:
-        """The report as lines of text, with one example per cause."""
+        """The report as lines of text, with one example per cause, and the shards with the most bad samples."""
         lines = [f"{count:>10}  {name:<36} {self._examples.get(name, '')}" for name, count in self._counts.items()]
+        worst = [(count, shard) for shard, count in self._by_shard.most_common(_WORST_SHARDS) if shard]
+        lines += [f"{count:>10}  bad samples in {shard}" for count, shard in worst]
         return "\n".join(line.rstrip() for line in lines)
+
+    def worker_memory_mb(self) -> list[float]:
+        """Resident memory of this rank's worker processes after their last batch; empty before the first."""
+        return self._source.board.memory_mb()
 
     def _account(self, batch: MicroBatch, log: ReadLog) -> None:
         size, bad = len(batch["ids"]), len(log["skipped"])
         self._counts["samples"] += size
-        for cause, message in log["skipped"]:
-            self._counts[f"skipped/{cause}"] += 1
-            if f"skipped/{cause}" not in self._examples:
-                self._examples[f"skipped/{cause}"] = message
-                _log.warning("skipped a sample (%s): %s; further ones of this kind are only counted", cause, message)
+        for cause, shard, message in log["skipped"]:
+            name = f"skipped/{cause}"
+            self._counts[name] += 1
+            self._by_shard[shard] += 1
+            self._examples.setdefault(name, message)
+            if time.monotonic() >= self._next_warning.get(cause, 0.0):
+                self._next_warning[cause] = time.monotonic() + _SECONDS_BETWEEN_WARNINGS
+                _log.warning("skipped a sample, %s (%d so far): %s", cause, self._counts[name], message)
         for cause in log["noted"]:
             self._counts[f"noted/{cause}"] += 1
         self._window_good, self._window_bad = self._window_good + size, self._window_bad + bad
@@ -145,12 +171,16 @@ class StepLoader:
 
 
 class TrainLoader(StepLoader):
-    """Image-text pairs from webdataset shards; `rank` of `world_size` reads m * M samples per step.
+    """Image-text pairs from webdataset shards or a table of files; `rank` of `world_size` reads m * M samples per step.
 
-    urls: see `expand_shards`. reader: "indexed" (exact, needs files that can seek) or "streaming" (streaming.py says
-    what it gives up; needs `num_samples`). num_samples: samples per epoch; default all; fewer means a different random
-    subset each epoch. Raises ValueError, with the numbers, when shards are missing, when there are too few samples for
-    one global batch, or (streaming) too few shards for ranks x workers.
+    urls: see `expand_shards`. dataset_type: "webdataset" or "csv" (table.py; `csv_options` are TableReader's names).
+    reader: "indexed" (exact) or "streaming" (streaming.py says what it gives up). num_samples: samples per epoch; fewer
+    than all means a different random subset each epoch. upsampling_factors: one for each `::` part of urls, how often
+    an epoch sees its samples (plan.py). image_key ... json_text_probs: index.SampleKeys. aug: TrainTransform's options.
+    timeout: seconds without a batch that end the run. max_missing_shards: the fraction that may be missing at start.
+
+    Raises ValueError, with the numbers, when shards are missing, when there are too few samples for one global batch,
+    or (streaming) too few shards for ranks x workers.
     """
 
     def __init__(
@@ -165,32 +195,55 @@ class TrainLoader(StepLoader):
         world_size: int,
         seed: int,
         num_workers: int = 4,
-        aug_scale: tuple[float, float] = (0.9, 1.0),
-        aug_ratio: tuple[float, float] = (3 / 4, 4 / 3),
-        flip_probability: float = 0.0,
+        aug: dict[str, Any] | None = None,
         max_bad_fraction: float = 0.01,
+        max_missing_shards: float = 0.0,
         max_image_pixels: int = ImageLimits.max_pixels,
         image_key: str = SampleKeys.image,
         text_key: str = SampleKeys.text,
         json_text_key: str | None = None,
+        json_text_probs: Sequence[float] = (),
+        upsampling_factors: Sequence[float] | None = None,
+        dataset_type: str = "webdataset",
+        csv_options: dict[str, str] | None = None,
         reader: str = "indexed",
         num_samples: int | None = None,
         index_cache: str | None = None,
+        storage: StorageOptions = DEFAULT_STORAGE,
+        timeout: float = 600.0,
         prefetch_factor: int = 4,
     ):
-        keys = SampleKeys(image_key, text_key, json_text_key)
-        transform = TrainTransform(image_size, scale=aug_scale, ratio=aug_ratio, flip_probability=flip_probability)
+        keys = SampleKeys(image_key, text_key, json_text_key, tuple(json_text_probs))
         limits = ImageLimits(max_pixels=max_image_pixels)
-        decoder = SampleDecoder(tokenizer, transform, seed=seed, keys=keys, limits=limits)
+        decoder = SampleDecoder(tokenizer, TrainTransform(image_size, **aug or {}), seed=seed, keys=keys, limits=limits)
         share = Share(micro_batch_size, num_micro_batches, rank, world_size)
-        workers = {"num_workers": num_workers, "prefetch_factor": prefetch_factor}
-        if reader == "indexed":
-            source = IndexedSource(urls, decoder, share, num_samples=num_samples, index_cache=index_cache, **workers)
-        elif reader == "streaming":
-            source = StreamingSource(urls, decoder, share, num_samples=num_samples, **workers)
-        else:
+        common = {"num_samples": num_samples, "timeout": timeout}
+        common |= {"num_workers": num_workers, "prefetch_factor": prefetch_factor}
+        factors = upsampling_factors
+        if dataset_type not in ("webdataset", "csv"):
+            raise ValueError(f"dataset_type is 'webdataset' or 'csv', not {dataset_type!r}")
+        if reader == "streaming" and (dataset_type == "csv" or factors is not None):
+            raise ValueError("csv tables and upsampling factors need the indexed reader, not the streaming one")
+        if reader == "streaming":
+            source = StreamingSource(urls, decoder, share, storage=storage, max_missing=max_missing_shards, **common)
+        elif reader != "indexed":
             raise ValueError(f"reader is 'indexed' or 'streaming', not {reader!r}")
-        super().__init__(source, share, seed=seed, max_bad_fraction=max_bad_fraction)
+        elif dataset_type == "csv":
+            table = TableReader(urls, factors=factors, storage=storage, **csv_options or {})
+            source = IndexedSource(table, decoder, share, **common)
+        else:
+            manifest = load_manifest(
+                urls,
+                factors=factors,
+                keys=keys,
+                index_cache=index_cache,
+                storage=storage,
+                max_missing=max_missing_shards,
+                rank=rank,
+                world_size=world_size,
+            )
+            source = IndexedSource(ShardReader(manifest, keys, storage=storage), decoder, share, **common)
+        super().__init__(source, share, seed=seed, max_bad_fraction=max_bad_fraction, tokenizer_sha256=tokenizer.sha256)
 
 
 class SyntheticLoader(StepLoader):
@@ -233,6 +286,7 @@ class _SyntheticSource:
         self.share, self.seed, self.num_samples, self.pool_size = share, seed, num_samples, pool
         self.image_size, self.context_length, self.vocab_size = image_size, context_length, vocab_size
         self.steps_per_epoch = share.steps_per_epoch(num_samples, f"an epoch has {num_samples} synthetic samples")
+        self.board = WorkerBoard(0, 0.0, str)
         self.sha256, self.found = f"synthetic {image_size} {context_length} {vocab_size} {num_samples}", {}
 
     @cached_property

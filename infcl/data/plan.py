@@ -1,6 +1,6 @@
 """The plan of an epoch: in which order the samples of all shards are read, as a pure function of integers.
 
-In:  samples per shard, seed, epoch, chunk size.
+In:  samples per shard, seed, epoch, chunk size; upsampling factors.
 Out: the global sample numbers of any range of positions; sample numbers count through the shards in their given order.
 How: each shard is cut into chunks of consecutive samples, the chunks of all shards are permuted by (seed, epoch), and
      prefix sums of their lengths turn a position into a sample. Step s of rank r, out of global batches of GB samples
@@ -15,6 +15,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
+
+_SUBSET_STREAM = 1 << 32  # of `draw`: which part of a source an epoch sees once more
 
 
 @dataclass(frozen=True)
@@ -66,19 +68,35 @@ def chunk_size(global_batch_size: int) -> int:
     return max(1, min(256, global_batch_size // 512))
 
 
-class EpochPlan:
-    """The permutation of one epoch. Memory: 20 bytes per chunk; 2 billion samples in chunks of 64 plan in seconds."""
+def epoch_size(counts: np.ndarray, factors: np.ndarray | None = None) -> int:
+    """Samples in an epoch: of each source, floor(factor) times all of them and the rounded rest."""
+    if factors is None:
+        return int(np.sum(counts))
+    totals = {factor: int(np.sum(counts[factors == factor])) for factor in np.unique(factors).tolist()}
+    return sum(int(f) * total + round((f - int(f)) * total) for f, total in totals.items())
 
-    def __init__(self, counts: np.ndarray, *, chunk: int, seed: int, epoch: int):
+
+class EpochPlan:
+    """The permutation of one epoch. Memory: 20 bytes per chunk; 2 billion samples in chunks of 64 plan in seconds.
+
+    `factors` (float [shards], default all 1) say how often an epoch sees a sample of each shard: 2.5 is twice every
+    sample and once more a half of them, another half in every epoch. An epoch has `epoch_size` samples.
+    """
+
+    def __init__(self, counts: np.ndarray, *, chunk: int, seed: int, epoch: int, factors: np.ndarray | None = None):
         counts = np.asarray(counts, dtype=np.int64)  # [shards]
         chunks_per_shard = -(-counts // chunk)
         shard = np.repeat(np.arange(len(counts)), chunks_per_shard)  # [chunks]
         first_chunk = np.cumsum(chunks_per_shard) - chunks_per_shard
         row = (np.arange(len(shard)) - first_chunk[shard]) * chunk
+        length = np.minimum(chunk, counts[shard] - row)
+        if factors is not None and (np.asarray(factors) != 1).any():
+            copies, length = _upsampled(length, np.asarray(factors)[shard], seed, epoch)
+            shard, row = shard[copies], row[copies]
         order = random_order(len(shard), seed, epoch)
         first_sample = np.cumsum(counts) - counts
         self._first = (first_sample[shard] + row)[order]  # global number of each chunk's first sample
-        self._start = np.concatenate([[0], np.cumsum(np.minimum(chunk, counts[shard] - row)[order])])
+        self._start = np.concatenate([[0], np.cumsum(length[order])])
         self.num_samples = int(self._start[-1])
 
     def samples(self, start: int, stop: int) -> np.ndarray:
@@ -87,6 +105,23 @@ class EpochPlan:
         position = np.arange(start, stop)
         chunk = np.searchsorted(self._start, position, side="right") - 1
         return self._first[chunk] + position - self._start[chunk]
+
+
+def _upsampled(length: np.ndarray, factor: np.ndarray, seed: int, epoch: int) -> tuple[np.ndarray, np.ndarray]:
+    """(which chunks, how many samples of each) for chunks of `length` and `factor` [chunks]."""
+    copies, lengths = [], []
+    for group, value in enumerate(np.unique(factor).tolist()):
+        chunks = np.flatnonzero(factor == value)
+        copies += [chunks] * int(value)
+        lengths += [length[chunks]] * int(value)
+        wanted = round((value - int(value)) * int(length[chunks].sum()))
+        raw = draw(seed, epoch, group, stream=_SUBSET_STREAM, count=len(chunks))
+        some = chunks[np.argsort(raw, kind="stable")]
+        before = np.cumsum(length[some]) - length[some]
+        some = some[before < wanted]
+        copies.append(some)
+        lengths.append(np.minimum(length[some], wanted - before[: len(some)]))
+    return np.concatenate(copies), np.concatenate(lengths)
 
 
 def random_order(count: int, seed: int, epoch: int) -> np.ndarray:

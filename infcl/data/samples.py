@@ -21,16 +21,19 @@ from typing import Any
 import numpy as np
 import torch
 
+from infcl.data.colour import JITTER_DRAWS, check_jitter, grey, jitter
 from infcl.data.index import DEFAULT_KEYS, SampleKeys
 from infcl.data.plan import draw, uniforms
-from infcl.data.shards import MAX_CAPTION_BYTES, Record
+from infcl.data.records import MAX_CAPTION_BYTES, Record
 from infcl.data.tokenizer import Tokenizer
 
 _PILLOW_FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")  # none of them runs a program to decode
-TRANSFORM_DRAWS = 23  # random numbers that TrainTransform consumes
+_CROP_DRAWS = 23  # ten tries of (area, aspect), place, flip
+TRANSFORM_DRAWS = _CROP_DRAWS + 2 + JITTER_DRAWS  # random numbers that TrainTransform consumes
 _TRANSFORM_STREAM = 0  # of `draw`; replacements of bad samples use streams 1, 2, ...
+_CAPTION_STREAM = 1 << 33
 
-# What comes with a micro-batch: {"skipped": [(cause, message), ...], "noted": [cause, ...]}
+# What comes with a micro-batch: {"skipped": [(cause, shard, message), ...], "noted": [cause, ...]}
 ReadLog = dict[str, list]
 
 
@@ -62,23 +65,31 @@ DEFAULT_LIMITS = ImageLimits()
 
 
 def decode_record(
-    record: Record, *, keys: SampleKeys = DEFAULT_KEYS, limits: ImageLimits = DEFAULT_LIMITS
+    record: Record,
+    *,
+    keys: SampleKeys = DEFAULT_KEYS,
+    limits: ImageLimits = DEFAULT_LIMITS,
+    random: np.ndarray | None = None,
 ) -> tuple[np.ndarray, str, list[str]]:
-    """(image uint8 [H, W, 3], caption, notes). Notes name what was tolerated. Raises BadSample."""
-    caption, notes = decode_caption(record, keys)
+    """(image uint8 [H, W, 3], caption, notes). Notes name what was tolerated. Raises BadSample.
+
+    `random`, float64 [json keys] in [0, 1), is needed where `keys` has json_probs.
+    """
+    if record.fault is not None:
+        raise BadSample(record.fault.cause, str(record.fault))
+    caption, notes = decode_caption(record, keys, random)
     return decode_image(record.image, limits), caption, notes
 
 
-def decode_caption(record: Record, keys: SampleKeys = DEFAULT_KEYS) -> tuple[str, list[str]]:
+def decode_caption(
+    record: Record, keys: SampleKeys = DEFAULT_KEYS, random: np.ndarray | None = None
+) -> tuple[str, list[str]]:
     """(caption, notes). Raises BadSample."""
     notes = []
     if record.text is not None:
         raw = record.text
     elif record.json is not None:
-        value = parse_json(record.json).get(keys.json_text or "caption")
-        if not isinstance(value, str):
-            raise BadSample("no_caption", f"json has no text under {keys.json_text or 'caption'!r}")
-        raw = value.encode("utf-8", "replace")  # a lone surrogate becomes '?'
+        raw = _json_caption(parse_json(record.json), keys, random).encode("utf-8", "replace")  # lone surrogate: '?'
     else:
         raise BadSample("no_caption")
     if len(raw) > MAX_CAPTION_BYTES:
@@ -91,6 +102,20 @@ def decode_caption(record: Record, keys: SampleKeys = DEFAULT_KEYS) -> tuple[str
     if not any(character.isalnum() for character in caption):
         raise BadSample("empty_caption")
     return caption, notes
+
+
+def _json_caption(values: dict[str, Any], keys: SampleKeys, random: np.ndarray | None) -> str:
+    """The first text under the keys, in their order or in a drawn one."""
+    names = keys.json_keys
+    if keys.json_probs:
+        weights = [*keys.json_probs, *[0.0] * (len(names) - len(keys.json_probs))]
+        # exponential waiting times put the keys in an order drawn without replacement (Efraimidis and Spirakis 2006)
+        waits = [-math.log1p(-u) / w if w else math.inf for u, w in zip(random.tolist(), weights)]
+        names = [name for _, _, name in sorted(zip(waits, range(len(names)), names))]
+    texts = [values[name] for name in names if isinstance(values.get(name), str)]
+    if not texts:
+        raise BadSample("no_caption", f"json has no text under {keys.json_text or 'caption'!r}")
+    return next((text for text in texts if text.strip()), texts[0])
 
 
 def parse_json(data: bytes) -> dict[str, Any]:
@@ -148,10 +173,11 @@ def _decode_with_pillow(data: bytes, limits: ImageLimits) -> np.ndarray:
 
 
 class TrainTransform:
-    """RandomResizedCrop with antialiased bicubic resizing on uint8, then perhaps a horizontal flip.
+    """RandomResizedCrop with antialiased bicubic resizing on uint8, then perhaps flip, colour jitter (colour.py), grey.
 
     The crop's law is torchvision's: ten tries at area ~ U(scale) and aspect ~ exp U(log ratio), else the largest centre
     crop within `ratio`. The defaults are open_clip's. Flipping is off by default: captions say left and right.
+    color_jitter: (brightness, contrast, saturation, hue), applied with `color_jitter_prob`, as in open_clip.
     """
 
     def __init__(
@@ -160,19 +186,37 @@ class TrainTransform:
         *,
         scale: tuple[float, float] = (0.9, 1.0),
         ratio: tuple[float, float] = (3 / 4, 4 / 3),
-        flip_probability: float = 0.0,
+        hflip: float = 0.0,
+        color_jitter: tuple[float, ...] | None = None,
+        color_jitter_prob: float = 0.0,
+        gray_scale_prob: float = 0.0,
     ):
-        if not (0 < scale[0] <= scale[1] and 0 < ratio[0] <= ratio[1] and 0 <= flip_probability <= 1):
+        probabilities = {
+            "hflip": hflip,
+            "color_jitter_prob": color_jitter_prob,
+            "gray_scale_prob": gray_scale_prob,
+        }
+        if not (
+            0 < scale[0] <= scale[1] and 0 < ratio[0] <= ratio[1] and all(0 <= p <= 1 for p in probabilities.values())
+        ):
+            raise ValueError(f"need 0 < low <= high for scale {scale} and ratio {ratio}, 0..1 for {probabilities}")
+        if (color_jitter is None) != (color_jitter_prob == 0):
             raise ValueError(
-                f"need 0 < low <= high for scale {scale} and ratio {ratio}, flip_probability {flip_probability} in 0..1"
+                f"color_jitter {color_jitter} and color_jitter_prob {color_jitter_prob} only work together: give both"
             )
-        self.image_size, self.scale, self.ratio, self.flip_probability = image_size, scale, ratio, flip_probability
+        self.image_size, self.scale, self.ratio, self.hflip = image_size, scale, ratio, hflip
+        self.color_jitter = None if color_jitter is None else check_jitter(color_jitter)
+        self.color_jitter_prob, self.gray_scale_prob = color_jitter_prob, gray_scale_prob
 
     def __call__(self, image: np.ndarray, random: np.ndarray) -> torch.Tensor:
         """image uint8 [H, W, 3], random float64 [TRANSFORM_DRAWS] in [0, 1) -> uint8 [3, S, S]."""
         top, left, height, width = self._crop(image.shape[0], image.shape[1], random)
         pixels = resize(image[top : top + height, left : left + width], self.image_size, self.image_size)
-        return pixels.flip(-1) if random[22] < self.flip_probability else pixels
+        if random[22] < self.hflip:
+            pixels = pixels.flip(-1)
+        if random[_CROP_DRAWS] < self.color_jitter_prob:
+            pixels = jitter(pixels, self.color_jitter, random[_CROP_DRAWS + 2 :])
+        return grey(pixels) if random[_CROP_DRAWS + 1] < self.gray_scale_prob else pixels
 
     def _crop(self, height: int, width: int, random: np.ndarray) -> tuple[int, int, int, int]:
         area, (low, high) = height * width, self.scale
@@ -230,7 +274,11 @@ class SampleDecoder:
 
     def decode(self, record: Record, epoch: int, position: int, log: ReadLog) -> tuple[torch.Tensor, str]:
         """(uint8 [3, S, S], caption); the crop is a function of (seed, epoch, position). Raises BadSample."""
-        image, caption, notes = decode_record(record, keys=self.keys, limits=self.limits)
+        choice = None
+        if self.keys.json_probs:
+            raw = draw(self.seed, epoch, position, stream=_CAPTION_STREAM, count=len(self.keys.json_keys))
+            choice = uniforms(raw)
+        image, caption, notes = decode_record(record, keys=self.keys, limits=self.limits, random=choice)
         random = uniforms(draw(self.seed, epoch, position, stream=_TRANSFORM_STREAM, count=TRANSFORM_DRAWS))
         log["noted"].extend(notes)
         return self.transform(image, random), caption

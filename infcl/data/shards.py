@@ -1,8 +1,7 @@
-"""Shards: from what the user names to a list of tars, their sample counts and their bytes.
+"""Shards: from what the user names to a list of indexed tars and their sample counts.
 
 In:  `--train-data`: a path, braces (`{00000..00041}.tar`), a `::` list, a glob, or a folder (its *.tar).
-Out: `Manifest`, which is all that a plan needs (counts) and all that a worker needs (paths), and `ShardReader`, which
-     turns global sample numbers into the bytes of their members.
+Out: `Manifest`, which is all that a plan needs (counts) and all that a worker needs (paths).
 
 `python -m infcl.data.shards index URLS` builds the indexes ahead of a run and prints what is wrong with the shards.
 """
@@ -10,7 +9,7 @@ Out: `Manifest`, which is all that a plan needs (counts) and all that a worker n
 import argparse
 import hashlib
 import os
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,36 +18,19 @@ from typing import NamedTuple
 
 import numpy as np
 
-from infcl.data.index import ABSENT, DEFAULT_KEYS, SampleKeys, ensure_index, open_members
-
-MAX_CAPTION_BYTES = 4096
-_MERGE_GAP = 4096  # members closer than this are read with one call
-_MERGE_BYTES = 16 << 20
+from infcl.data.index import DEFAULT_KEYS, SampleKeys, ensure_index
+from infcl.data.storage import DEFAULT_STORAGE, ShardFault, StorageOptions, is_remote
 
 
-def expand_shards(urls: str | Sequence[str]) -> list[str]:
+def expand_shards(urls: str | Sequence[str], *, allow_pipe: bool = False, max_missing: float = 0.0) -> list[str]:
     """The shards that `urls` names, in order: `::` lists, braces, globs, folders.
 
-    Raises ValueError when local shards are missing. URLs with a scheme (`pipe:`, `https://`) are passed on unchecked.
+    Raises ValueError when more than `max_missing` (a fraction) of the local shards are missing, or for a `pipe:` that
+    is not allowed. Other urls with a scheme are passed on unchecked.
     """
-    from braceexpand import braceexpand
-
-    names = [name for url in ([urls] if isinstance(urls, str) else urls) for name in url.split("::") if name]
-    shards, missing = [], []
-    for part in (part for name in names for part in braceexpand(name)):
-        if is_remote(part):
-            shards.append(part)
-        elif os.path.isdir(part):
-            found = sorted(glob(os.path.join(escape(part), "*.tar")))
-            (shards if found else missing).extend(found or [f"{part} (no *.tar in this folder)"])
-        elif os.path.exists(part):
-            shards.append(part)
-        else:
-            found = sorted(glob(part))
-            (shards if found else missing).extend(found or [part])
-    if missing:
-        shown = ", ".join(missing[:5]) + (", ..." if len(missing) > 5 else "")
-        raise ValueError(f"{len(missing)} of {len(missing) + len(shards)} shards are missing: {shown}")
+    sources, missing = _expand(split_sources(urls), allow_pipe)
+    shards = [shard for source in sources for shard in source]
+    _check_missing(missing, len(shards), max_missing)
     if not shards:
         raise ValueError(
             f"no shards in {urls!r}: name tars, a folder of tars, or braces like 'data/{{00000..00041}}.tar'"
@@ -56,8 +38,42 @@ def expand_shards(urls: str | Sequence[str]) -> list[str]:
     return shards
 
 
-def is_remote(url: str) -> bool:
-    return url.startswith("pipe:") or "://" in url
+def split_sources(urls: str | Sequence[str]) -> list[str]:
+    """The `::` parts of `urls`: the sources that upsampling factors belong to."""
+    return [name for url in ([urls] if isinstance(urls, str) else urls) for name in url.split("::") if name]
+
+
+def _expand(names: list[str], allow_pipe: bool) -> tuple[list[list[str]], list[str]]:
+    """(the shards of each name, those that are missing)."""
+    from braceexpand import braceexpand
+
+    sources, missing = [], []
+    for name in names:
+        shards: list[str] = []
+        for part in braceexpand(name):
+            if part.startswith("pipe:") and not allow_pipe:
+                raise ValueError(f"{part!r} runs a shell command: give --allow-pipe-urls if you trust it")
+            if is_remote(part):
+                shards.append(part)
+            elif os.path.isdir(part):
+                found = sorted(glob(os.path.join(escape(part), "*.tar")))
+                (shards if found else missing).extend(found or [f"{part} (no *.tar in this folder)"])
+            elif os.path.exists(part):
+                shards.append(part)
+            else:
+                found = sorted(glob(part))
+                (shards if found else missing).extend(found or [part])
+        sources.append(shards)
+    return sources, missing
+
+
+def _check_missing(missing: Sequence[str], found: int, allowed: float) -> None:
+    if len(missing) > allowed * (len(missing) + found):
+        shown = ", ".join(missing[:5]) + (", ..." if len(missing) > 5 else "")
+        raise ValueError(
+            f"{len(missing)} of {len(missing) + found} shards are missing: {shown}"
+            + (f" (--max-missing-shards allows {allowed:g} of them)" if allowed else "")
+        )
 
 
 class Shard(NamedTuple):
@@ -65,16 +81,18 @@ class Shard(NamedTuple):
     index_path: str
     samples: int
     file_bytes: int
-    mtime_ns: int
+    version: int  # storage.py: differs when the content may differ
+    factor: float = 1.0  # how often an epoch sees each of its samples (plan.py)
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """All shards of a data set. `sha256` covers names, sizes and counts, not folders or times: a copy is the same."""
+    """All shards of a data set. `sha256` covers names, sizes, counts and factors, not folders: a copy is the same."""
 
     shards: tuple[Shard, ...]
     rejected: dict[str, int]  # samples that the indexes left out, by cause
     damaged: dict[str, str]  # shard -> what is wrong with it
+    missing: dict[str, str]  # shard that was named -> why it is not used
     sha256: str
 
     @cached_property
@@ -90,150 +108,78 @@ class Manifest:
 def load_manifest(
     urls: str | Sequence[str],
     *,
+    factors: Sequence[float] | None = None,
     keys: SampleKeys = DEFAULT_KEYS,
     index_cache: str | None = None,
+    storage: StorageOptions = DEFAULT_STORAGE,
+    max_missing: float = 0.0,
     rank: int = 0,
     world_size: int = 1,
 ) -> Manifest:
     """Index every shard that has no valid index yet, and list them all.
 
     Every rank calls this and gets the same answer. Ranks start at different shards and find what others have indexed
-    meanwhile, so they share the work without communication.
+    meanwhile, so they share the work without communication. `factors`: one for each `::` part of `urls`. Raises
+    ValueError when more than `max_missing` (a fraction) of the shards are missing or cannot be read.
     """
-    paths = expand_shards(urls)
-    remote = [path for path in paths if is_remote(path)]
-    if remote:
-        raise ValueError(f"the indexed reader needs files that can seek, not {remote[0]!r}: use the streaming reader")
+    names = split_sources(urls)
+    if factors is not None and (len(factors) != len(names) or min(factors) <= 0):
+        raise ValueError(f"{len(names)} sources need as many upsampling factors above 0, not {list(factors)}")
+    sources, absent = _expand(names, storage.allow_pipe)
+    missing = dict.fromkeys(absent, "not found")
+    paths = [path for source in sources for path in source]
+    _check_missing(absent, len(paths), max_missing)
+    factor_of = [factor for source, factor in zip(sources, factors or [1.0] * len(names)) for _ in source]
     shards: list[Shard | None] = [None] * len(paths)
     rejected, damaged = Counter(), {}
     for step in range(len(paths)):
         i = (step + rank * len(paths) // world_size) % len(paths)
-        index_path, header = ensure_index(paths[i], keys, index_cache)
-        shards[i] = Shard(paths[i], index_path, header["samples"], header["file_bytes"], header["mtime_ns"])
+        try:
+            index_path, header = ensure_index(paths[i], keys, index_cache, storage)
+        except ShardFault as fault:
+            missing[paths[i]] = str(fault)
+            _check_missing(list(missing.values()), len(paths) + len(absent) - len(missing), max_missing)
+            continue
+        shards[i] = Shard(
+            paths[i], index_path, header["samples"], header["file_bytes"], header["version"], float(factor_of[i])
+        )
         rejected.update(header["rejected"])
         if header["damage"]:
             damaged[paths[i]] = header["damage"]
-    lines = [f"{os.path.basename(shard.path)} {shard.file_bytes} {shard.samples}" for shard in shards]
+    present = tuple(shard for shard in shards if shard is not None)
+    if not present:
+        raise ValueError(f"no shards in {urls!r}: name tars, a folder of tars, or braces like 'data/{{0..41}}.tar'")
+    lines = [
+        f"{os.path.basename(shard.path)} {shard.file_bytes} {shard.samples}"
+        + (f" x {shard.factor!r}" if shard.factor != 1 else "")
+        for shard in present
+    ]
     digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
-    return Manifest(tuple(shards), dict(rejected), dict(sorted(damaged.items())), digest)
-
-
-class Record(NamedTuple):
-    """The undecoded members of one sample, and where it came from (for messages)."""
-
-    image: bytes | None
-    text: bytes | None
-    json: bytes | None
-    where: str
-
-
-class ShardReader:
-    """Global sample numbers -> records. Holds at most `max_open` open files and maps; nothing else grows.
-
-    I/O errors, and a shard that changed since it was indexed, raise: they are never taken for a bad sample, because
-    a step that is read twice must give the same samples twice.
-    """
-
-    def __init__(self, manifest: Manifest, keys: SampleKeys = DEFAULT_KEYS, *, max_open: int = 128):
-        self.manifest, self.keys, self.max_open = manifest, keys, max_open
-        self._open: OrderedDict[int, tuple[int, np.ndarray]] = OrderedDict()  # shard -> (descriptor, members)
-
-    def __getstate__(self) -> dict:
-        return self.__dict__ | {"_open": OrderedDict()}  # descriptors stay with their process
-
-    def __del__(self):
-        for descriptor, _ in self._open.values():
-            os.close(descriptor)
-
-    def read(self, samples: np.ndarray, *, images: bool = True) -> list[Record]:
-        """Records of int64 sample numbers [n], in their order. `images=False` leaves the images unread."""
-        shard_of = np.searchsorted(self.manifest.ends, samples, side="right")
-        records: list[Record | None] = [None] * len(samples)
-        for i in np.unique(shard_of).tolist():
-            shard = self.manifest.shards[i]
-            descriptor, members = self._descriptor(i)
-            slots = np.flatnonzero(shard_of == i)
-            rows = samples[slots] - (self.manifest.ends[i] - shard.samples)
-            wanted = [self._members_of(row, images) for row in members[rows].tolist()]
-            data = _read_all(descriptor, [member for three in wanted for member in three], shard.path)
-            for k, (slot, row) in enumerate(zip(slots.tolist(), rows.tolist())):
-                records[slot] = Record(*data[3 * k : 3 * k + 3], f"{shard.path} sample {row}")
-        return records
-
-    def _members_of(self, row: list[int], images: bool) -> list[tuple[int, int]]:
-        """(offset, bytes) of image, text and json; a member that is not needed counts as absent."""
-        absent = (ABSENT, ABSENT)
-        use_json = self.keys.json_text is not None or row[2] == ABSENT
-        text = absent if use_json else (row[2], min(row[3], MAX_CAPTION_BYTES + 1))
-        return [(row[0], row[1]) if images else absent, text, (row[4], row[5]) if use_json else absent]
-
-    def _descriptor(self, i: int) -> tuple[int, np.ndarray]:
-        if i in self._open:
-            self._open.move_to_end(i)
-            return self._open[i]
-        shard = self.manifest.shards[i]
-        descriptor = os.open(shard.path, os.O_RDONLY)
-        stat = os.fstat(descriptor)
-        if (stat.st_size, stat.st_mtime_ns) != (shard.file_bytes, shard.mtime_ns):
-            os.close(descriptor)
-            raise RuntimeError(
-                f"{shard.path} changed during the run: {shard.file_bytes} bytes when indexed, {stat.st_size} now "
-                f"(or its time differs); restart the run to index it again"
-            )
-        self._open[i] = descriptor, open_members(shard.index_path, shard.samples)
-        if len(self._open) > self.max_open:
-            os.close(self._open.popitem(last=False)[1][0])
-        return self._open[i]
-
-
-def _read_all(descriptor: int, wanted: list[tuple[int, int]], path: str) -> list[bytes | None]:
-    """The bytes of each (offset, size), None where absent; neighbours are read with one call."""
-    result: list[bytes | None] = [None] * len(wanted)
-    order = sorted((i for i, (offset, _) in enumerate(wanted) if offset != ABSENT), key=lambda i: wanted[i])
-    at = 0
-    while at < len(order):
-        begin, end = wanted[order[at]][0], sum(wanted[order[at]])
-        stop = at + 1
-        while stop < len(order):
-            offset, size = wanted[order[stop]]
-            if offset - end > _MERGE_GAP or offset + size - begin > _MERGE_BYTES:
-                break
-            end, stop = max(end, offset + size), stop + 1
-        data = _read_exactly(descriptor, begin, end - begin, path)
-        for i in order[at:stop]:
-            offset, size = wanted[i]
-            result[i] = data[offset - begin : offset - begin + size]
-        at = stop
-    return result
-
-
-def _read_exactly(descriptor: int, offset: int, size: int, path: str) -> bytes:
-    data = os.pread(descriptor, size, offset)
-    while len(data) < size:
-        more = os.pread(descriptor, size - len(data), offset + len(data))
-        if not more:
-            raise OSError(
-                f"{path}: ends at byte {offset + len(data)}, {offset + size} expected; was it cut after indexing?"
-            )
-        data += more
-    return data
+    return Manifest(present, dict(rejected), dict(sorted(damaged.items())), dict(sorted(missing.items())), digest)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m infcl.data.shards", description="Build the index of each shard.")
     parser.add_argument("command", choices=["index"])
     parser.add_argument("urls", nargs="+", help="tars, braces, '::' lists, globs or folders")
-    parser.add_argument("--index-cache", help="where indexes go when the shards' own folder cannot be written to")
+    parser.add_argument("--index-cache", help="where indexes go that cannot lie beside the shards (remote, read-only)")
+    parser.add_argument("--allow-pipe-urls", action="store_true", help="run the shell commands of pipe: urls")
+    parser.add_argument("--max-missing-shards", type=float, default=0.0, help="fraction that may be missing")
     parser.add_argument("--image-key", default=DEFAULT_KEYS.image, help="image extensions, split by ';'")
     parser.add_argument("--text-key", default=DEFAULT_KEYS.text, help="caption extensions, split by ';'")
     args = parser.parse_args(arguments)
     keys = SampleKeys(image=args.image_key, text=args.text_key)
-    manifest = load_manifest(args.urls, keys=keys, index_cache=args.index_cache)
+    storage = StorageOptions(allow_pipe=args.allow_pipe_urls)
+    manifest = load_manifest(
+        args.urls, keys=keys, index_cache=args.index_cache, storage=storage, max_missing=args.max_missing_shards
+    )
     print(f"{len(manifest.shards)} shards, {manifest.num_samples} samples, sha256 {manifest.sha256[:16]}")
     for cause, count in sorted(manifest.rejected.items()):
         print(f"  left out, {cause}: {count}")
     for path, damage in manifest.damaged.items():
-        print(f"  damaged, only the samples before it are used: {path}: {damage}")
+        print(f"  damaged, what is whole is used: {path}: {damage}")
+    for path, why in manifest.missing.items():
+        print(f"  left out: {path}: {why}")
 
 
 if __name__ == "__main__":

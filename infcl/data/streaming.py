@@ -1,9 +1,12 @@
 """The streaming reader: webdataset's own pipeline, for storage that cannot seek (`pipe:`, http) and for evaluation.
 
 For training, shards are put in an order that (seed, epoch) determines, split over ranks x workers, streamed, and
-shuffled in a seeded buffer. What this cannot give, and the indexed reader can: an exact resume inside an epoch (a
-resume starts the epoch's shards again and yields as many steps as are left), exactly-once (a rank whose shards run dry
-early reads them again, so that all ranks make the same number of steps), and independence of the number of workers.
+shuffled in a seeded buffer. A remote shard is spooled to local disk before its first sample is used, so a transfer that
+breaks off, stalls or lies about its length is repeated, not trained on.
+
+What this cannot give, and the indexed reader can: an exact resume inside an epoch (a resume begins with the shard that
+the step had about reached, and yields as many steps as are left), exactly-once (a rank whose shards run dry early reads
+them again, so that all ranks make the same number of steps), and independence of the number of workers.
 
 webdataset's decoders are never used (they unpickle); see samples.py.
 """
@@ -12,50 +15,79 @@ import hashlib
 import random
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
+from typing import Any
 
 import torch
 
 from infcl.data.index import SampleKeys
 from infcl.data.plan import Share, random_order
+from infcl.data.records import Record
 from infcl.data.samples import BadSample, ReadLog, SampleDecoder
-from infcl.data.shards import Record, expand_shards
-from infcl.data.workers import make_dataloader
+from infcl.data.shards import expand_shards
+from infcl.data.sizes import known_samples
+from infcl.data.spool import local_copy
+from infcl.data.storage import DEFAULT_STORAGE, ShardFault, StorageOptions
+from infcl.data.workers import WorkerBoard, make_dataloader
 
 _SHUFFLE_BUFFER = 2048  # samples, undecoded
 _BAD_PER_MICRO_BATCH = 8  # times its size: more bad samples than this while filling one end the run
 
 
 def stream_records(
-    urls: Sequence[str], keys: SampleKeys, failed: Callable[[Exception], None]
+    urls: Sequence[str],
+    keys: SampleKeys,
+    failed: Callable[[str, str, Exception], None],
+    *,
+    storage: StorageOptions = DEFAULT_STORAGE,
+    on_part: Callable[[int], None] = lambda part: None,
 ) -> Iterator[tuple[str, Record]]:
-    """(key, record) of every sample, in order. A shard that cannot be opened, or is damaged, is told to `failed`."""
-    from webdataset.tariterators import base_plus_ext, group_by_keys, tar_file_expander, url_opener
+    """(key, record) of every sample, in order.
+
+    A shard that cannot be opened, or is damaged, is told to `failed` (cause, url, error); `on_part` hears the number of
+    the shard that is about to be read.
+    """
+    from webdataset.tariterators import base_plus_ext, group_by_keys, tar_file_expander
 
     images, texts = keys.image.lower().split(";"), keys.text.lower().split(";")
     wanted = {*images, *texts, "json"}
+    current = ""
 
     def select(name: str) -> bool:
         extension = base_plus_ext(name)[1]
         return extension is not None and extension.lower() in wanted
 
     def handler(error: Exception) -> bool:
-        failed(error)
+        failed("damaged_shard", current, error)
         return True
 
-    streams = url_opener(({"url": url} for url in urls), handler=handler)
-    members = tar_file_expander(streams, handler=handler, select_files=select)
+    def opened() -> Iterator[dict[str, Any]]:
+        nonlocal current
+        for number, current in enumerate(urls):
+            on_part(number)
+            try:
+                with open(local_copy(current, storage), "rb") as stream:
+                    yield {"url": current, "stream": stream}
+            except ShardFault as fault:
+                failed(fault.cause, current, fault)
+            except OSError as error:
+                failed("shard_unreadable", current, error)
+
+    members = tar_file_expander(opened(), handler=handler, select_files=select)
     for sample in group_by_keys(members, handler=handler):
         image = next((sample[e] for e in images if e in sample), None)
         text = next((sample[e] for e in texts if e in sample), None) if keys.json_text is None else None
-        where = f"{sample['__url__']} {sample['__key__']}"
-        yield sample["__key__"], Record(image, text, sample.get("json"), where)
+        url = sample["__url__"]
+        yield sample["__key__"], Record(image, text, sample.get("json"), f"{url} {sample['__key__']}", url)
 
 
 class StreamingDataset(torch.utils.data.IterableDataset):
     """An endless iterable of one worker's micro-batches of `epoch`; the source takes as many as a rank needs."""
 
-    def __init__(self, shards: list[str], decoder: SampleDecoder, share: Share):
-        self.shards, self.decoder, self.share, self.epoch = shards, decoder, share, 0
+    def __init__(
+        self, shards: list[str], decoder: SampleDecoder, share: Share, storage: StorageOptions, board: WorkerBoard
+    ):
+        self.shards, self.decoder, self.share, self.storage, self.board = shards, decoder, share, storage, board
+        self.epoch, self.done = 0, 0.0  # which epoch, and the part of it that lies behind
 
     def __iter__(self) -> Iterator[tuple[dict[str, torch.Tensor], ReadLog]]:
         log: ReadLog = {"skipped": [], "noted": []}
@@ -66,13 +98,14 @@ class StreamingDataset(torch.utils.data.IterableDataset):
                 samples.append(self.decoder.decode(record, self.epoch, number, log))
                 ids.append(number)
             except BadSample as bad:
-                log["skipped"].append((bad.cause, f"{record.where}: {bad}"))
+                log["skipped"].append((bad.cause, record.shard, f"{record.where}: {bad}"))
                 if len(log["skipped"]) > _BAD_PER_MICRO_BATCH * self.share.micro_batch_size:
                     raise RuntimeError(
                         f"{len(log['skipped'])} bad samples for {len(samples)} good ones: {bad}"
                     ) from bad
             if len(samples) == self.share.micro_batch_size:
                 batch = self.decoder.batch(samples, ids, log)
+                self.board.rests()
                 yield batch, {kind: entries[:] for kind, entries in log.items()}
                 samples, ids = [], []
                 for entries in log.values():
@@ -86,15 +119,21 @@ class StreamingDataset(torch.utils.data.IterableDataset):
         worker, workers = (info.id, info.num_workers) if info else (0, 1)
         part = worker * self.share.world_size + self.share.rank
         order = random_order(len(self.shards), self.decoder.seed, self.epoch).tolist()
-        mine = [self.shards[i] for i in order[part :: self.share.world_size * workers]]
+        numbers = order[part :: self.share.world_size * workers]
+        begin = int(len(numbers) * self.done)
+        numbers = numbers[begin:] + numbers[:begin]
+        mine = [self.shards[i] for i in numbers]
         rng = random.Random(f"{self.decoder.seed} {self.epoch} {part}")
 
-        def failed(error: Exception) -> None:
-            log["skipped"].append(("damaged_shard", str(error)))
+        def failed(cause: str, url: str, error: Exception) -> None:
+            log["skipped"].append((cause, url, str(error)))
+
+        def on_part(number: int) -> None:
+            self.board.reads(numbers[number])
 
         while True:
             record = None
-            stream = stream_records(mine, self.decoder.keys, failed)
+            stream = stream_records(mine, self.decoder.keys, failed, storage=self.storage, on_part=on_part)
             for _, record in shuffle(_SHUFFLE_BUFFER, initial=_SHUFFLE_BUFFER, rng=rng)(stream):
                 yield record
             if record is None:
@@ -115,10 +154,19 @@ class StreamingSource:
         num_samples: int | None,
         num_workers: int,
         prefetch_factor: int,
+        timeout: float,
+        storage: StorageOptions,
+        max_missing: float,
     ):
-        shards, readers = expand_shards(urls), share.world_size * max(1, num_workers)
+        shards = expand_shards(urls, allow_pipe=storage.allow_pipe, max_missing=max_missing)
+        readers = share.world_size * max(1, num_workers)
         if num_samples is None:
-            raise ValueError("the streaming reader cannot count samples: say how many make an epoch (num_samples)")
+            num_samples = known_samples(shards)
+        if num_samples is None:
+            raise ValueError(
+                "the streaming reader cannot count samples: say how many make an epoch (num_samples, "
+                "--train-num-samples), or put sizes.json or img2dataset's _stats.json beside the shards"
+            )
         if len(shards) < readers:
             raise ValueError(
                 f"{len(shards)} shards are too few for {share.world_size} ranks x {max(1, num_workers)} workers: the "
@@ -127,14 +175,18 @@ class StreamingSource:
         self.num_samples, self.found = num_samples, {}
         self.steps_per_epoch = share.steps_per_epoch(num_samples, f"an epoch has {num_samples} samples")
         self.sha256 = hashlib.sha256("\n".join(shards).encode()).hexdigest()
-        self._dataset, self._share = StreamingDataset(shards, decoder, share), share
+        self.board = WorkerBoard(num_workers, timeout, shards.__getitem__)
+        self._dataset, self._share = StreamingDataset(shards, decoder, share, storage, self.board), share
         self._loader = make_dataloader(
             self._dataset,
             num_workers=num_workers,
             prefetch_factor=prefetch_factor,
             item_bytes=decoder.batch_bytes(share.micro_batch_size),
+            timeout=timeout if num_workers else 0,
         )
 
     def micro_batches(self, epoch: int, step: int) -> Iterator[tuple[dict[str, torch.Tensor], ReadLog]]:
-        self._dataset.epoch = epoch
-        return islice(self._loader, (self.steps_per_epoch - step) * self._share.num_micro_batches)
+        self._dataset.epoch, self._dataset.done = epoch, step / self.steps_per_epoch
+        return islice(
+            self.board.watch(iter(self._loader)), (self.steps_per_epoch - step) * self._share.num_micro_batches
+        )

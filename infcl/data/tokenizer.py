@@ -126,8 +126,9 @@ class Tokenizer:
 def shard_captions(urls: str | Sequence[str], limit: int, *, seed: int = 0) -> Iterator[str]:
     """Up to `limit` captions from all over the shards, in a seeded order, without reading an image."""
     from infcl.data.plan import EpochPlan
+    from infcl.data.records import ShardReader
     from infcl.data.samples import BadSample, decode_caption
-    from infcl.data.shards import ShardReader, load_manifest
+    from infcl.data.shards import load_manifest
 
     manifest = load_manifest(urls)
     reader = ShardReader(manifest)

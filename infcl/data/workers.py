@@ -1,13 +1,74 @@
-"""Worker processes: torch's DataLoader with what both readers need, and a check of the shared memory that it uses."""
+"""Worker processes: torch's DataLoader with what both readers need, a check of the shared memory that it uses, and the
+board on which workers leave word of what they read and how much memory they hold."""
 
 import os
 import shutil
-from typing import Any
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
 
 import torch
 from torch.utils.data import DataLoader
 
 _SHARED_MEMORY = "/dev/shm"
+T = TypeVar("T")
+
+
+class WorkerBoard:
+    """A table in shared memory, one row a worker: [part that it reads or -1, since when, its resident memory in MB].
+
+    `watch` passes items on, and turns the DataLoader's time-out into an error that names what each worker was reading.
+    """
+
+    def __init__(self, num_workers: int, timeout: float, name_of: Callable[[int], str]):
+        self.timeout, self.name_of = timeout, name_of
+        self._rows = torch.full((max(1, num_workers), 3), -1.0, dtype=torch.float64).share_memory_()
+
+    def __getstate__(self) -> dict:
+        return self.__dict__ | {"name_of": None}  # for the main process alone
+
+    def reads(self, part: int) -> None:
+        """A worker starts to read a part."""
+        self._rows[self._worker(), :2] = torch.tensor([part, time.monotonic()], dtype=torch.float64)
+
+    def rests(self) -> None:
+        """A worker has finished an item."""
+        self._rows[self._worker()] = torch.tensor([-1, time.monotonic(), resident_mb()], dtype=torch.float64)
+
+    def memory_mb(self) -> list[float]:
+        """Resident memory of each worker after its last item, in MB."""
+        return [megabytes for megabytes in self._rows[:, 2].tolist() if megabytes >= 0]
+
+    def watch(self, items: Iterator[T]) -> Iterator[T]:
+        while True:
+            try:
+                item = next(items)
+            except StopIteration:
+                return
+            except RuntimeError as error:
+                if "timed out" not in str(error):
+                    raise
+                raise RuntimeError(f"no batch for {self.timeout:g} s; {self._says()}") from error
+            yield item
+
+    def _says(self) -> str:
+        busy = [(worker, int(part), since) for worker, (part, since, _) in enumerate(self._rows.tolist()) if part >= 0]
+        now = time.monotonic()
+        lines = [f"worker {worker} reads {self.name_of(part)} for {now - since:.0f} s" for worker, part, since in busy]
+        return "; ".join(lines) or "no worker is reading: they are stuck in decoding, or have died"
+
+    def _worker(self) -> int:
+        info = torch.utils.data.get_worker_info()
+        return info.id if info else 0
+
+
+def resident_mb() -> float:
+    """Resident memory of this process in MB; 0 where the system does not tell."""
+    try:
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6
+    except OSError:
+        return 0.0
 
 
 def make_dataloader(

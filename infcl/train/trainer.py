@@ -13,11 +13,13 @@ from collections import Counter
 import torch
 import torch.distributed as dist
 
-from infcl.config import BatchPlan, TrainConfig, total_steps
+from infcl.config import BatchPlan, TrainConfig, parse_factors, total_steps
 from infcl.data.loader import SyntheticLoader, TrainLoader
+from infcl.data.storage import StorageOptions
 from infcl.data.tokenizer import Tokenizer
 from infcl.evaluate.tasks import RetrievalTask, ZeroShotTask
 from infcl.evaluate.validation import ValidationLoss
+from infcl.import_weights import load_pretrained
 from infcl.loss.contrastive import ContrastiveLoss
 from infcl.parallel import Parallel, max_over, mean_over, micro_batch_seed, seed_everything
 from infcl.report import draw_loss_curve
@@ -41,7 +43,6 @@ from infcl.train.stop import Stopped, StopSignals
 
 log = logging.getLogger(__name__)
 
-_AUGMENTATION = {"scale": "aug_scale", "ratio": "aug_ratio", "hflip": "flip_probability"}  # --aug-cfg -> TrainLoader
 MAX_LOGIT_SCALE = math.log(100)  # OpenAI's bound; the clamp holds through the next step in every ZeRO stage
 
 
@@ -322,6 +323,7 @@ def build_model(config: TrainConfig, model_config: CLIPConfig) -> CLIP:
     siglip = config.loss == "siglip"
     start = {"init_logit_scale": math.log(10), "init_logit_bias": -10.0} if siglip else {}
     model = CLIP(model_config, activation_checkpointing=config.grad_checkpointing, **start)
+    load_pretrained(model, config.pretrained, config.pretrained_image, config.pretrained_text)
     if config.lock_image:
         model.lock_image_tower(config.lock_image_unlocked_groups)
     if config.lock_text:
@@ -352,14 +354,36 @@ def build_loader(
             vocab_size=text.vocab_size,
             **common,
         )
+    storage = StorageOptions(
+        timeout=config.storage_timeout,
+        cache=config.data_cache,
+        cache_bytes=int(config.data_cache_gb * 1e9),
+        allow_pipe=config.allow_pipe_urls,
+    )
     return TrainLoader(
         config.train_data,
         tokenizer,
         num_workers=config.workers,
+        aug=config.aug_cfg,
         max_bad_fraction=config.max_bad_fraction,
+        max_missing_shards=config.max_missing_shards,
+        max_image_pixels=config.max_image_pixels,
+        image_key=config.image_key,
+        text_key=config.text_key,
+        json_text_key=config.json_text_key,
+        json_text_probs=config.json_text_key_probs,
+        upsampling_factors=parse_factors(config.train_data_upsampling_factors),
+        dataset_type=config.dataset_type,
+        csv_options={
+            "separator": config.csv_separator,
+            "image_column": config.csv_img_key,
+            "caption_column": config.csv_caption_key,
+        },
         reader=config.data_reader,
         num_samples=config.train_num_samples,
-        **{_AUGMENTATION[name]: value for name, value in config.aug_cfg.items()},
+        index_cache=config.index_cache,
+        storage=storage,
+        timeout=config.data_timeout,
         **common,
     )
 

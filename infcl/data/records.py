@@ -1,0 +1,192 @@
+"""Records: the undecoded bytes of samples, by their global numbers.
+
+In:  a `Manifest`, sample numbers in any order.
+Out: `Record`s in that order. Samples of one shard are read together, and neighbours with one call.
+"""
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+
+from infcl.data.index import ABSENT, DEFAULT_KEYS, SampleKeys, open_members
+from infcl.data.shards import Manifest
+from infcl.data.storage import DEFAULT_STORAGE, ShardFault, ShardFile, StorageOptions, open_shard, retry
+
+MAX_CAPTION_BYTES = 4096
+_MERGE_GAP = 4096  # members closer than this are read with one call
+_MERGE_BYTES = 16 << 20
+_LEAVE_ALONE_SECONDS = 60.0  # after a shard could not be read, before the next attempt
+
+
+class Record(NamedTuple):
+    """The undecoded members of one sample, and where it came from (for messages); or the fault that kept it unread."""
+
+    image: bytes | None
+    text: bytes | None
+    json: bytes | None
+    where: str
+    shard: str = ""
+    fault: ShardFault | None = None
+
+
+class ShardReader:
+    """Global sample numbers -> records. Holds at most `max_open` open files and maps; nothing else grows.
+
+    A read that fails is tried again (storage.retry). A shard that still cannot be read, or was replaced since it was
+    indexed, gives records with a `fault`, and is left alone for a while before it is tried again.
+    """
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        keys: SampleKeys = DEFAULT_KEYS,
+        *,
+        storage: StorageOptions = DEFAULT_STORAGE,
+        max_open: int = 128,
+    ):
+        self.manifest, self.keys, self.storage, self.max_open = manifest, keys, storage, max_open
+        self._open: OrderedDict[int, tuple[ShardFile, np.ndarray]] = OrderedDict()  # shard -> (file, members)
+        self._faults: dict[int, tuple[float, ShardFault]] = {}  # shard -> (until when, why)
+
+    def __getstate__(self) -> dict:
+        return self.__dict__ | {"_open": OrderedDict()}  # descriptors stay with their process
+
+    def __del__(self):
+        for file, _ in self._open.values():
+            file.close()
+
+    # What a plan and a report need to know (indexed.Collection)
+
+    @property
+    def counts(self) -> np.ndarray:
+        return np.array([shard.samples for shard in self.manifest.shards])
+
+    @property
+    def factors(self) -> np.ndarray:
+        return np.array([shard.factor for shard in self.manifest.shards])
+
+    @property
+    def sha256(self) -> str:
+        return self.manifest.sha256
+
+    @property
+    def found(self) -> dict[str, int]:
+        found = {f"index/{cause}": count for cause, count in self.manifest.rejected.items()}
+        for name, shards in (("damaged", self.manifest.damaged), ("missing", self.manifest.missing)):
+            found |= {f"index/{name}_shards": len(shards)} if shards else {}
+        return found
+
+    @property
+    def warnings(self) -> list[str]:
+        damaged = [f"damaged shard, what is whole is used: {p}: {why}" for p, why in self.manifest.damaged.items()]
+        return damaged + [f"shard left out: {path}: {why}" for path, why in self.manifest.missing.items()]
+
+    def __str__(self) -> str:
+        return f"{len(self.manifest.shards)} shards hold {self.manifest.num_samples} usable samples"
+
+    def parts_of(self, samples: np.ndarray) -> list[int]:
+        """The shards, by number, that these samples lie in."""
+        return np.unique(np.searchsorted(self.manifest.ends, samples, side="right")).tolist()
+
+    def name_of(self, part: int) -> str:
+        return self.manifest.shards[part].path
+
+    def read(
+        self, samples: np.ndarray, *, images: bool = True, on_part: Callable[[int], None] = lambda part: None
+    ) -> list[Record]:
+        """Records of int64 sample numbers [n], in their order. `images=False` leaves the images unread.
+
+        `on_part` hears which shard is about to be read.
+        """
+        shard_of = np.searchsorted(self.manifest.ends, samples, side="right")
+        records: list[Record | None] = [None] * len(samples)
+        for i in np.unique(shard_of).tolist():
+            shard = self.manifest.shards[i]
+            slots = np.flatnonzero(shard_of == i)
+            rows = samples[slots] - (self.manifest.ends[i] - shard.samples)
+            on_part(i)
+            try:
+                data, fault = self._read_shard(i, rows, images), None
+            except ShardFault as error:
+                data, fault = [None] * (3 * len(rows)), error
+            for k, (slot, row) in enumerate(zip(slots.tolist(), rows.tolist())):
+                where = f"{shard.path} sample {row}"
+                records[slot] = Record(*data[3 * k : 3 * k + 3], where, shard.path, fault)
+        return records
+
+    def _read_shard(self, i: int, rows: np.ndarray, images: bool) -> list[bytes | None]:
+        """image, text, json, image, ... of the rows of shard i. Raises ShardFault."""
+        until, fault = self._faults.get(i, (0.0, None))
+        if time.monotonic() < until:
+            raise fault
+        path = self.manifest.shards[i].path
+
+        def attempt() -> list[bytes | None]:
+            try:
+                file, members = self._file(i)
+                wanted = [member for row in members[rows].tolist() for member in self._members_of(row, images)]
+                data = _read_all(file, wanted, path)
+                if file.changed():
+                    raise ShardFault("shard_changed", f"{path} changed during the run")
+                return data
+            except BaseException:
+                if i in self._open:  # a stale handle does not recover
+                    self._open.pop(i)[0].close()
+                raise
+
+        try:
+            return retry(attempt, path, self.storage)
+        except ShardFault as error:
+            self._faults[i] = time.monotonic() + _LEAVE_ALONE_SECONDS, error
+            raise
+
+    def _members_of(self, row: list[int], images: bool) -> list[tuple[int, int]]:
+        """(offset, bytes) of image, text and json; a member that is not needed counts as absent."""
+        absent = (ABSENT, ABSENT)
+        use_json = self.keys.json_text is not None or row[2] == ABSENT
+        text = absent if use_json else (row[2], min(row[3], MAX_CAPTION_BYTES + 1))
+        return [(row[0], row[1]) if images else absent, text, (row[4], row[5]) if use_json else absent]
+
+    def _file(self, i: int) -> tuple[ShardFile, np.ndarray]:
+        if i in self._open:
+            self._open.move_to_end(i)
+            return self._open[i]
+        shard = self.manifest.shards[i]
+        file = open_shard(shard.path, self.storage)
+        if (file.file_bytes, file.version) != (shard.file_bytes, shard.version):
+            file.close()
+            raise ShardFault(
+                "shard_changed",
+                f"{shard.path} changed during the run: {shard.file_bytes} bytes when indexed, {file.file_bytes} now "
+                f"(or its time or tag differs); restart the run to index it again",
+            )
+        self._open[i] = file, open_members(shard.index_path, shard.samples)
+        if len(self._open) > self.max_open:
+            self._open.popitem(last=False)[1][0].close()
+        return self._open[i]
+
+
+def _read_all(file: ShardFile, wanted: list[tuple[int, int]], path: str) -> list[bytes | None]:
+    """The bytes of each (offset, size), None where absent; neighbours are read with one call."""
+    result: list[bytes | None] = [None] * len(wanted)
+    order = sorted((i for i, (offset, _) in enumerate(wanted) if offset != ABSENT), key=lambda i: wanted[i])
+    at = 0
+    while at < len(order):
+        begin, end = wanted[order[at]][0], sum(wanted[order[at]])
+        stop = at + 1
+        while stop < len(order):
+            offset, size = wanted[order[stop]]
+            if offset - end > _MERGE_GAP or offset + size - begin > _MERGE_BYTES:
+                break
+            end, stop = max(end, offset + size), stop + 1
+        data = file.pread(end - begin, begin)
+        if len(data) < end - begin:
+            raise ShardFault("shard_changed", f"{path} ends at byte {begin + len(data)}, was it cut after indexing?")
+        for i in order[at:stop]:
+            offset, size = wanted[i]
+            result[i] = data[offset - begin : offset - begin + size]
+        at = stop
+    return result

@@ -1,0 +1,93 @@
+"""The spool: whole shards on local disk, for storage that cannot be read at random.
+
+In:  a url and a function that writes its bytes.
+Out: a local path. A shard is fetched once for all processes of a host (a lock per shard), under a temporary name that
+     is renamed when it is complete, so a file in the spool is whole. Beyond the limit, the shards used longest ago
+     are removed; a process that still has one open keeps reading it.
+"""
+
+import fcntl
+import hashlib
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import BinaryIO
+
+from infcl.data.storage import StorageOptions, copy_http, copy_pipe, is_remote, open_shard, retry
+
+_COPY_BYTES = 8 << 20
+_STALE_SECONDS = 24 * 3600  # a temporary file that old belongs to a process that has died
+
+
+def spooled(url: str, write: Callable[[BinaryIO], None], options: StorageOptions) -> Path:
+    """The local copy of `url`; `write` makes it where there is none. Raises what `write` raises."""
+    folder = spool_folder(options)
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{hashlib.sha256(url.encode()).hexdigest()[:32]}.tar"
+    with open(path.with_suffix(".lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if path.exists():
+            stat = path.stat()
+            os.utime(path, ns=(time.time_ns(), stat.st_mtime_ns))  # used now
+            return path
+        temporary = path.with_suffix(f".{os.getpid()}.tmp")
+        try:
+            with open(temporary, "wb") as file:
+                write(file)
+            os.replace(temporary, path)
+        finally:
+            temporary.unlink(missing_ok=True)
+    _make_room(folder, path, options.cache_bytes)
+    return path
+
+
+def local_copy(url: str, options: StorageOptions) -> str:
+    """A local path with the whole of a shard, for reading it from front to end. Raises ShardFault."""
+
+    def write(out: BinaryIO) -> None:
+        if url.startswith("pipe:"):
+            copy_pipe(url[5:], out, options)
+        elif url.startswith(("http://", "https://")):
+            copy_http(url, out, options)
+        else:
+            _copy_ranges(url, out, options)
+
+    if not is_remote(url):
+        return url
+    if url.startswith("pipe:") and not options.allow_pipe:
+        raise ValueError(f"{url!r} runs a shell command: give --allow-pipe-urls if you trust it")
+    return str(retry(lambda: spooled(url, write, options), url, options))
+
+
+def _copy_ranges(url: str, out: BinaryIO, options: StorageOptions) -> None:
+    file = open_shard(url, options)
+    try:
+        for offset in range(0, file.file_bytes, _COPY_BYTES):
+            out.write(file.pread(_COPY_BYTES, offset))
+    finally:
+        file.close()
+
+
+def spool_folder(options: StorageOptions) -> Path:
+    return Path(options.cache) if options.cache else Path.home() / ".cache" / "infcl" / "shards"
+
+
+def _make_room(folder: Path, newest: Path, limit: int) -> None:
+    shards = []
+    for path in folder.iterdir():
+        try:
+            stat = path.stat()
+        except FileNotFoundError:
+            continue  # another process made room
+        if path.suffix == ".tmp" and time.time() - stat.st_mtime > _STALE_SECONDS:
+            path.unlink(missing_ok=True)
+        elif path.suffix == ".tar":
+            shards.append((stat.st_atime_ns, stat.st_size, path))
+    total = sum(size for _, size, _ in shards)
+    for _, size, path in sorted(shards):
+        if total <= limit:
+            break
+        if path != newest:
+            path.unlink(missing_ok=True)
+            total -= size
