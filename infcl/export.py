@@ -1,11 +1,13 @@
-"""A trained model as a folder: for open_clip (`local-dir:`), Hugging Face's AutoTokenizer and `load_exported`.
+"""A trained model as a folder: for open_clip, for transformers, or plain; from any ZeRO stage, without a GPU.
 
-    open_clip_model.safetensors   fp32 weights, logit_scale 0-dim as open_clip has it
-    open_clip_config.json         {"model_cfg": ..., "preprocess_cfg": ...}
-    spiece.model, tokenizer.json, tokenizer_config.json
-    README.md                     a model card
+    --format open_clip   `local-dir:` of open_clip, Hugging Face's AutoTokenizer, and `load_exported`
+        open_clip_model.safetensors   fp32 weights, logit_scale 0-dim as open_clip has it
+        open_clip_config.json         {"model_cfg": ..., "preprocess_cfg": ...}
+        spiece.model, tokenizer.json, tokenizer_config.json
+    --format hf          transformers' CLIPModel (infcl/export_hf.py)
+    --format safetensors model.safetensors, model_config.json, tokenizer.model: the weights under our names
 
-`python -m infcl.export RUN --out DIR` exports the last checkpoint of a run folder.
+Each has a model card, README.md. `python -m infcl.export RUN` exports the last checkpoint of a run folder.
 """
 
 import argparse
@@ -18,10 +20,14 @@ from typing import Any
 
 import torch
 
+from infcl.export_card import write_card
+from infcl.export_hf import write_hf
 from infcl.export_tokenizer import export_tokenizer, read_model
+from infcl.import_weights import read_weights
 from infcl.towers import CLIP, CLIPConfig, load_model_config
 from infcl.towers.vision import IMAGE_MEAN, IMAGE_STD
 
+FORMATS = ("open_clip", "hf", "safetensors")
 WEIGHTS, CONFIG = "open_clip_model.safetensors", "open_clip_config.json"
 SCALARS = ("logit_scale", "logit_bias")  # [1] here, 0-dim in open_clip
 
@@ -40,6 +46,7 @@ def export_model(
     tokenizer_model: str | Path | None,
     out_dir: str | Path,
     *,
+    format: str = "open_clip",
     name: str = "infcl",
     preprocess: Mapping[str, Any] = PREPROCESS,
     card: Mapping[str, object] | None = None,
@@ -48,38 +55,68 @@ def export_model(
 
     state_dict       the model's, whole (not a shard), any floating dtype; written as fp32
     tokenizer_model  the sentencepiece file; None for a model that uses CLIP's own BPE
+    format           one of FORMATS
     name             the title of the card, and text_cfg.hf_tokenizer_name, which open_clip wants to be set
-    card             rows of the card's table, such as a run's summary; only numbers and strings are shown
+    preprocess       open_clip's preprocess_cfg
+    card             a run's summary.json: what the card says about training and evaluation
 
-    ValueError when the weights or the tokenizer are not the config's.
+    ValueError, before anything is written, when the weights or the tokenizer are not the config's, and when `format`
+    cannot express the model.
     """
     out = Path(out_dir)
     _check_weights(state_dict, cfg)
-    model_cfg = cfg.to_dict()
     if tokenizer_model is not None:
         _check_tokenizer(tokenizer_model, cfg)
-        model_cfg["text_cfg"].setdefault("hf_tokenizer_name", name)
-        model_cfg["text_cfg"]["tokenizer_kwargs"] = {"clean": "canonicalize"}  # what infcl.data.tokenizer does
+    if format == "hf":
+        write_hf(state_dict, cfg, tokenizer_model, out)
+    elif format == "safetensors":
+        _write_plain(state_dict, cfg, tokenizer_model, out)
+    else:
+        _write_open_clip(state_dict, cfg, tokenizer_model, out, name, preprocess)
+    write_card(out, cfg, name, format=format, has_tokenizer=tokenizer_model is not None, card=card or {})
+    return out
+
+
+def load_exported(folder: str | Path) -> tuple[CLIP, CLIPConfig]:
+    """The model of an exported folder (any format), in eval mode, on the CPU."""
+    weights = read_weights(folder)
+    if weights.cfg is None:
+        raise ValueError(f"{folder}: weights without a config; an exported folder has one")
+    with torch.device("meta"):
+        model = CLIP(weights.cfg)
+    model.load_state_dict(weights.state, assign=True)
+    return model.eval(), weights.cfg
+
+
+def _write_open_clip(
+    state_dict: Mapping[str, torch.Tensor],
+    cfg: CLIPConfig,
+    tokenizer_model: str | Path | None,
+    out: Path,
+    name: str,
+    preprocess: Mapping[str, Any],
+) -> None:
+    model_cfg = cfg.to_dict()
     out.mkdir(parents=True, exist_ok=True)
     if tokenizer_model is not None:
+        model_cfg["text_cfg"].setdefault("hf_tokenizer_name", name)
+        model_cfg["text_cfg"]["tokenizer_kwargs"] = {"clean": "canonicalize"}  # what infcl.data.tokenizer does
         export_tokenizer(tokenizer_model, out, context_length=cfg.text_cfg.context_length)
     config = {"model_cfg": model_cfg, "preprocess_cfg": dict(preprocess)}
     (out / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     _write_weights(state_dict, out / WEIGHTS)
     shutil.copymode(out / CONFIG, out / WEIGHTS)  # safetensors makes it readable for its owner alone
-    (out / "README.md").write_text(_model_card(cfg, name, tokenizer_model is not None, card or {}), encoding="utf-8")
-    return out
 
 
-def load_exported(folder: str | Path) -> tuple[CLIP, CLIPConfig]:
-    """The model of an exported folder, in eval mode, on the CPU."""
-    from safetensors.torch import load_file
-
-    cfg = load_model_config(folder)
-    with torch.device("meta"):
-        model = CLIP(cfg)
-    model.load_state_dict(load_file(Path(folder) / WEIGHTS), assign=True)
-    return model.eval(), cfg
+def _write_plain(
+    state_dict: Mapping[str, torch.Tensor], cfg: CLIPConfig, tokenizer_model: str | Path | None, out: Path
+) -> None:
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "model_config.json").write_text(cfg.to_json(), encoding="utf-8")
+    _write_weights(state_dict, out / "model.safetensors")
+    shutil.copymode(out / "model_config.json", out / "model.safetensors")
+    if tokenizer_model is not None:
+        shutil.copyfile(tokenizer_model, out / "tokenizer.model")
 
 
 def _check_weights(state_dict: Mapping[str, torch.Tensor], cfg: CLIPConfig) -> None:
@@ -115,56 +152,11 @@ def _write_weights(state_dict: Mapping[str, torch.Tensor], path: Path) -> None:
     save_file(weights, path, metadata={"format": "pt"})
 
 
-def _model_card(cfg: CLIPConfig, name: str, has_tokenizer: bool, card: Mapping[str, object]) -> str:
-    vision, text = cfg.vision_cfg, cfg.text_cfg
-    with torch.device("meta"):
-        parameters = sum(parameter.numel() for parameter in CLIP(cfg).parameters())
-    rows = {
-        "parameters": f"{parameters:,}",
-        "image tower": f"ViT, {vision.layers} x {vision.width}, patch {vision.patch_size}, {vision.image_size} pixels",
-        "text tower": f"{text.layers} x {text.width}, {text.context_length} tokens of {text.vocab_size}",
-        "embedding": cfg.embed_dim,
-        **{key: value for key, value in card.items() if isinstance(value, (int, float, str))},
-    }
-    table = "\n".join(
-        f"| {key.replace('_', ' ')} | {round(value, 4) if isinstance(value, float) else value} |"
-        for key, value in rows.items()
-    )
-    if cfg.loads_in_open_clip:
-        model_line = 'model, _, preprocess = open_clip.create_model_and_transforms("local-dir:FOLDER")'
-        usage = f'import open_clip\n\n{model_line}\ntokenizer = open_clip.get_tokenizer("local-dir:FOLDER")'
-        note = "`model.encode_image` and `model.encode_text` with `normalize=True` give unit vectors."
-        if has_tokenizer:
-            note += " For a hub repository set `text_cfg.hf_tokenizer_name` in open_clip_config.json to its id."
-    else:
-        usage = 'from infcl.export import load_exported\n\nmodel, cfg = load_exported("FOLDER")'
-        note = "The image tower has a convolutional stem, which open_clip does not know: load it with infcl."
-    library = "open_clip" if cfg.loads_in_open_clip else "infcl"
-    return f"""---
-library_name: {library}
-pipeline_tag: zero-shot-image-classification
-tags: [clip, infcl]
----
-# {name}
-
-A CLIP model trained with infcl (the exact contrastive loss of arXiv 2410.17243).
-
-| | |
-|---|---|
-{table}
-
-```python
-{usage}
-```
-
-{note}
-"""
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m infcl.export", description="Export a run for open_clip.")
+    parser = argparse.ArgumentParser(prog="python -m infcl.export", description="Export a run for others to load.")
     parser.add_argument("run", type=Path, help="run folder (its last checkpoint is taken)")
-    parser.add_argument("--out", type=Path, help="folder to write [RUN/export]")
+    parser.add_argument("--format", choices=FORMATS, default="open_clip", help="who shall load it [open_clip]")
+    parser.add_argument("--out", type=Path, help="folder to write [RUN/export; RUN/export-FORMAT for other formats]")
     parser.add_argument("--name", help="name of the model on its card [the run's]")
     args = parser.parse_args(arguments)
 
@@ -172,20 +164,34 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     try:
         cfg = load_model_config(args.run / "model_config.json")
-        tokenizer, summary = args.run / "tokenizer.model", args.run / "summary.json"
+        tokenizer = args.run / "tokenizer.model"
         out = export_model(
             consolidated_state_dict(args.run),
             cfg,
             tokenizer if tokenizer.is_file() else None,
-            args.out or args.run / "export",
+            args.out or args.run / ("export" if args.format == "open_clip" else f"export-{args.format}"),
+            format=args.format,
             name=args.name or args.run.resolve().name,
-            card=json.loads(summary.read_text()) if summary.is_file() else None,
+            card=_summary(args.run),
         )
     except ValueError as error:
         print(f"infcl.export: {error}", file=sys.stderr)
         return 2
     print(out)
     return 0
+
+
+def _summary(run: Path) -> dict[str, object]:
+    """summary.json of a finished run; of an unfinished one, what its last checkpoint says."""
+    from infcl.train.checkpoint import complete_checkpoints
+    from infcl.train.run_folder import RunFolder
+
+    if (run / "summary.json").is_file():
+        summary = json.loads((run / "summary.json").read_text())
+    else:
+        summary = json.loads((complete_checkpoints(RunFolder(run))[0] / "infcl.json").read_text())["trainer"]
+        summary["steps"] = summary.get("step")
+    return summary | {"paths": {"run": str(run)}}  # a run folder may have been moved
 
 
 if __name__ == "__main__":

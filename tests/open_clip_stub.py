@@ -14,10 +14,20 @@ _libraries = []  # torch unregisters a library's operators when the object goes
 
 def import_open_clip():
     """The open_clip module; skips the calling test where it is not installed."""
+    declare_torchvision_operators()
+    return pytest.importorskip("open_clip")
+
+
+def import_transformers():
+    """The transformers module, whose CLIP imports torchvision too; skips the calling test likewise."""
+    declare_torchvision_operators()
+    return pytest.importorskip("transformers")
+
+
+def declare_torchvision_operators():
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     if torch.version.cuda is None and not _libraries:
         library = torch.library.Library("torchvision", "DEF")
         for operator in ("nms", "qnms"):
             library.define(f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
         _libraries.append(library)
-    return pytest.importorskip("open_clip")

@@ -4,6 +4,7 @@ open_clip_torch and transformers come with requirements.txt (transformers from P
 package is skipped. Alone: `python -m pytest tests/test_export.py`.
 """
 
+import hashlib
 import json
 import random
 from pathlib import Path
@@ -156,13 +157,19 @@ def test_command_exports_the_last_checkpoint_of_a_run(tokenizer_model, tmp_path,
     checkpoint = run / "checkpoints" / "step_00000003"
     checkpoint.mkdir(parents=True)
     model = CLIP(small_config())
-    save_file(dict(model.state_dict()), checkpoint / "model.safetensors")
-    (checkpoint / "infcl.json").write_text("{}")
+    file = checkpoint / "state_00000.safetensors"
+    save_file({f"model/{name}": value for name, value in model.state_dict().items()}, file)
+    entry = {"bytes": file.stat().st_size, "sha256": hashlib.sha256(file.read_bytes()).hexdigest()}
+    manifest = {"format": 1, "files": {file.name: entry}, "trainer": {"step": 3, "samples_seen": 192}}
+    (checkpoint / "infcl.json").write_text(json.dumps(manifest))
     (run / "checkpoints" / "latest").write_text("step_00000003\n")
     (run / "model_config.json").write_text(model.cfg.to_json())
     (run / "tokenizer.model").write_bytes(tokenizer_model.read_bytes())
     assert export.main([str(run), "--out", str(tmp_path / "out"), "--name", "mine"]) == 0
     assert torch.equal(load_exported(tmp_path / "out")[0].visual.proj, model.visual.proj)
-    assert (tmp_path / "out" / "README.md").read_text().count("# mine") == 1
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert card.count("# mine") == 1 and "| samples seen | 192 |" in card
+    assert export.main([str(run), "--format", "safetensors"]) == 0
+    assert (run / "export-safetensors" / "tokenizer.model").read_bytes() == tokenizer_model.read_bytes()
     assert export.main([str(tmp_path / "nothing")]) == 2
     assert "no model" in capsys.readouterr().err

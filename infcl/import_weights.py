@@ -1,0 +1,188 @@
+"""Weights from elsewhere into these towers: open_clip's files and folders, CLIPModel folders, runs and exports.
+
+In:  a path. A file (.pt, .pth, .bin, .safetensors) with a state dict in open_clip's or CLIPModel's names; or a folder:
+     open_clip's `local-dir`, transformers' CLIPModel, a run or checkpoint of this trainer, one of its exports.
+Out: `Weights`: a state dict in our names, and the model config where the source has one.
+
+Files are read as data alone: safetensors, or torch.load with weights_only, which refuses to run code. Position
+embeddings are interpolated when the image size differs (bicubic, as open_clip does), and cut when the text is shorter.
+"""
+
+import json
+import pickle
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from infcl.hf_clip import from_hf, from_hf_config
+from infcl.towers import CLIP, CLIPConfig, load_model_config
+
+_SCALARS = ("logit_scale", "logit_bias")
+_WRAPPERS = ("module.", "_orig_mod.")  # DistributedDataParallel, torch.compile
+_FILES = ("open_clip_model.safetensors", "open_clip_pytorch_model.bin", "model.safetensors", "pytorch_model.bin")
+# Settings that the shapes do not show, by tower: a difference would load and be wrong.
+_UNSEEN = {
+    "image": ("quick_gelu", "vision_cfg.head_width", "vision_cfg.pool_type"),
+    "text": ("quick_gelu", "text_cfg.heads", "text_cfg.pool_type", "text_cfg.eos_id", "text_cfg.no_causal_mask"),
+}
+
+
+class Weights(NamedTuple):
+    state: dict[str, torch.Tensor]  # our names
+    cfg: CLIPConfig | None  # None for a bare file
+    source: str
+
+
+def read_weights(path: str | Path) -> Weights:
+    """ValueError for what is not there, is not a state dict, or would run code when loaded."""
+    path = Path(path)
+    if path.is_file():
+        return Weights(_our_names(_read_file(path)), None, str(path))
+    if not path.is_dir():
+        raise ValueError(f"{path}: no such file or folder")
+    if (path / "checkpoints").is_dir() or (path / "infcl.json").is_file():
+        from infcl.train.checkpoint import consolidated_state_dict
+
+        run = path if (path / "model_config.json").is_file() else path.parent.parent
+        return Weights(consolidated_state_dict(path), load_model_config(run / "model_config.json"), str(path))
+    file = next((path / name for name in _FILES if (path / name).is_file()), None)
+    if file is None:
+        raise ValueError(f"{path}: no weights there (looked for {', '.join(_FILES)}, and checkpoints/ of a run)")
+    return Weights(_our_names(_read_file(file)), _folder_config(path), str(path))
+
+
+def load_pretrained(
+    model: CLIP, whole: str | None = None, image: str | None = None, text: str | None = None
+) -> dict[str, str]:
+    """Load what is given, the single towers last. Returns {tower: source}. ValueError when anything does not fit."""
+    loaded = {}
+    for tower, path in (("whole", whole), ("image", image), ("text", text)):
+        if path is not None:
+            weights = read_weights(path)
+            load_tower(model, weights, tower)
+            loaded[tower] = weights.source
+    return loaded
+
+
+@torch.no_grad()
+def load_tower(model: CLIP, weights: Weights, tower: str = "whole") -> None:
+    """Load one tower ("image", "text") or the "whole" model; all or nothing.
+
+    A tower is all of its parameters, its projection included, and not logit_scale. The whole is everything; logit_bias
+    alone may be missing or left over, since it belongs to one loss. ValueError lists missing, unexpected and mismatched
+    keys with shapes, and settings in which the source's config differs unseen by shapes.
+    """
+    if weights.cfg is not None:
+        _check_settings(model.cfg, weights.cfg, tower, weights.source)
+    mine = {name: value for name, value in model.state_dict().items() if _belongs(name, tower)}
+    given = {name: value for name, value in weights.state.items() if _belongs(name, tower)}
+    for name in _SCALARS:
+        if name in given:
+            given[name] = given[name].reshape(1)
+    _fit_positions(given, mine)
+    missing = [name for name in mine if name not in given and name != "logit_bias"]
+    unexpected = [name for name in given if name not in mine and name != "logit_bias"]
+    wrong = [name for name in mine if name in given and given[name].shape != mine[name].shape]
+    if missing or unexpected or wrong:
+        lines = [f"{weights.source} does not fit {'the model' if tower == 'whole' else f'the {tower} tower'}:"]
+        lines += _listed("missing", [f"{name} {list(mine[name].shape)}" for name in missing])
+        lines += _listed("unexpected", [f"{name} {list(given[name].shape)}" for name in unexpected])
+        lines += _listed(
+            "mismatched", [f"{name} is {list(given[name].shape)}, needed {list(mine[name].shape)}" for name in wrong]
+        )
+        if "token_embedding.weight" in wrong:
+            lines.append("  (another vocabulary: keep the source's tokenizer, or load --pretrained-image alone)")
+        raise ValueError("\n".join(lines))
+    model.load_state_dict({name: given[name].to(mine[name].dtype) for name in mine if name in given}, strict=False)
+
+
+def resize_image_positions(positions: torch.Tensor, tokens: int) -> torch.Tensor:
+    """[1 + g^2, w] -> [tokens, w]: the class token's stays, the square grid's are interpolated (bicubic)."""
+    old, new = round((len(positions) - 1) ** 0.5), round((tokens - 1) ** 0.5)
+    if old**2 + 1 != len(positions) or new**2 + 1 != tokens:
+        return positions
+    grid = positions[1:].float().T.reshape(1, -1, old, old)
+    grid = F.interpolate(grid, size=(new, new), mode="bicubic", antialias=True, align_corners=False)
+    return torch.cat([positions[:1], grid[0].flatten(1).T.to(positions.dtype)])
+
+
+def _fit_positions(given: dict[str, torch.Tensor], mine: Mapping[str, torch.Tensor]) -> None:
+    name = "visual.positional_embedding"
+    if name in given and name in mine and given[name].shape[1:] == mine[name].shape[1:]:
+        given[name] = resize_image_positions(given[name], len(mine[name]))
+    name = "positional_embedding"
+    if name in given and name in mine:
+        given[name] = given[name][: len(mine[name])]
+
+
+def _belongs(name: str, tower: str) -> bool:
+    return tower == "whole" or (name not in _SCALARS and name.startswith("visual.") == (tower == "image"))
+
+
+def _listed(what: str, entries: list[str], most: int = 8) -> list[str]:
+    if not entries:
+        return []
+    rest = f", and {len(entries) - most} more" if len(entries) > most else ""
+    return [f"  {what}: {', '.join(entries[:most])}{rest}"]
+
+
+def _check_settings(ours: CLIPConfig, theirs: CLIPConfig, tower: str, source: str) -> None:
+    names = dict.fromkeys(name for kind, names in _UNSEEN.items() if tower in (kind, "whole") for name in names)
+    ours_flat, theirs_flat = _flat(ours.to_dict()), _flat(theirs.to_dict())
+    if ours_flat.get("text_cfg.pool_type") != "eos":
+        names.pop("text_cfg.eos_id", None)
+    different = [f"{n} is {theirs_flat.get(n)} there, {ours_flat.get(n)} here" for n in names if
+                 theirs_flat.get(n) != ours_flat.get(n)]  # fmt: skip
+    if different:
+        raise ValueError(f"{source} is another model: {'; '.join(different)}. Choose a --model with its settings")
+
+
+def _flat(fields: Mapping[str, object], prefix: str = "") -> dict[str, object]:
+    out: dict[str, object] = {}
+    for name, value in fields.items():
+        out |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
+    return out
+
+
+def _read_file(path: Path) -> dict[str, torch.Tensor]:
+    if path.suffix == ".safetensors":
+        from safetensors import SafetensorError
+        from safetensors.torch import load_file
+
+        try:
+            return load_file(path)
+        except SafetensorError as error:
+            raise ValueError(f"{path}: not a safetensors file ({error})") from error
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
+        raise ValueError(
+            f"{path}: refused by torch.load(weights_only=True): {str(error).splitlines()[0]} Only tensors, numbers and "
+            "strings are read; save the state dict alone, or convert a TorchScript archive to safetensors"
+        ) from error
+    content = content.get("state_dict", content) if isinstance(content, dict) else content
+    if not isinstance(content, dict) or not all(isinstance(value, torch.Tensor) for value in content.values()):
+        raise ValueError(f"{path}: holds no state dict (a dict of tensors, or one under 'state_dict')")
+    return content
+
+
+def _our_names(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Wrappers' prefixes and CustomTextCLIP's "text." removed; CLIPModel's names translated."""
+    for prefix in _WRAPPERS:
+        state = {name.removeprefix(prefix): value for name, value in state.items()}
+    if any(name.startswith(("vision_model.", "text_model.")) for name in state):
+        return from_hf(state)
+    return {name.removeprefix("text."): value for name, value in state.items()}
+
+
+def _folder_config(path: Path) -> CLIPConfig | None:
+    if (path / "open_clip_config.json").is_file():
+        return load_model_config(path)
+    if (path / "model_config.json").is_file():
+        return load_model_config(path / "model_config.json")
+    if (path / "config.json").is_file():
+        return from_hf_config(json.loads((path / "config.json").read_text(encoding="utf-8")), str(path / "config.json"))
+    return None
