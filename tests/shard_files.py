@@ -2,7 +2,9 @@
 
 import io
 import json
+import struct
 import tarfile
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -59,3 +61,13 @@ class Payload:
 
     def __reduce__(self):
         return (open, (self.file, "w"))
+
+
+def png_bomb(width: int, height: int) -> bytes:
+    """A PNG whose header promises width x height pixels."""
+
+    def part(kind: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + part(b"IHDR", header) + part(b"IDAT", zlib.compress(bytes(1000))) + part(b"IEND", b"")

@@ -1,7 +1,5 @@
 import io
 import json
-import struct
-import zlib
 
 import numpy as np
 import pytest
@@ -22,7 +20,7 @@ from infcl.data.samples import (
     decode_record,
     resize,
 )
-from tests.shard_files import encode, picture
+from tests.shard_files import encode, picture, png_bomb
 
 # Pillow warns about the very images that these tests are about
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::PIL.Image.DecompressionBombWarning")
@@ -36,16 +34,6 @@ def cause_of(function, *arguments) -> str:
     with pytest.raises(BadSample) as caught:
         function(*arguments)
     return caught.value.cause
-
-
-def bomb(width: int, height: int) -> bytes:
-    """A PNG whose header promises width x height pixels."""
-
-    def part(kind: bytes, data: bytes) -> bytes:
-        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
-
-    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
-    return b"\x89PNG\r\n\x1a\n" + part(b"IHDR", header) + part(b"IDAT", zlib.compress(bytes(1000))) + part(b"IEND", b"")
 
 
 @pytest.mark.parametrize("format", ["PNG", "BMP", "TIFF", "WEBP", "GIF"])
@@ -112,8 +100,8 @@ def test_the_first_frame_of_an_animation_is_taken(format):
         (encode(picture(0, 64, 64), "PNG")[:600], "broken_image"),
         (encode(picture(0, 64, 64), "WEBP")[:200], "broken_image"),
         (b"\xff\xd8\xff" + bytes(100), "not_an_image"),
-        (bomb(12_000, 12_000), "image_too_large"),
-        (bomb(20_000, 20_000), "image_too_large"),
+        (png_bomb(12_000, 12_000), "image_too_large"),
+        (png_bomb(20_000, 20_000), "image_too_large"),
         (encode(picture(0, 6, 30)), "image_too_small_or_thin"),
         (encode(picture(0, 10, 300)), "image_too_small_or_thin"),
         (encode(Image.new("F", (20, 20)), "TIFF"), "unsupported_image_mode"),
