@@ -16,12 +16,13 @@ from infcl.parallel import destroy_parallel, init_parallel, read_environment
 from infcl.plan import describe_plan
 from infcl.report import summary_table
 from infcl.train.run_folder import claim_run_folder
-from infcl.train.stop import Stopped
+from infcl.train.stop import Stopped, end_with_launcher
 from infcl.train.trainer import Trainer
 
 
 def main(argv: list[str] | None = None) -> int:
     rank = read_environment()[0]
+    end_with_launcher()
     try:
         config = parse_args(argv)
         logging.basicConfig(level=logging.DEBUG if config.debug else logging.WARNING)

@@ -2,11 +2,28 @@
 
 The handler only takes a note; the training loop looks at it after each step, all ranks together, saves, and raises
 `Stopped`. So a signal during a save does not touch the save, and one rank's signal ends all.
+
+A launcher that is killed outright leaves its ranks behind (and the `deepspeed` command then reports success); ranks
+that it started ask the kernel for a SIGTERM when it dies.
 """
 
+import ctypes
+import os
 import signal
+from pathlib import Path
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+
+
+def end_with_launcher() -> None:
+    """Have this process told to end when the deepspeed launcher that started it dies. Linux; elsewhere nothing."""
+    try:
+        launcher = Path(f"/proc/{os.getppid()}/cmdline").read_bytes()
+    except OSError:
+        return
+    if b"deepspeed.launcher.launch" in launcher:
+        set_parent_death_signal = 1  # prctl's PR_SET_PDEATHSIG
+        ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGTERM)
 
 
 class Stopped(Exception):

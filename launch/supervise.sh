@@ -1,0 +1,49 @@
+#!/usr/bin/env bash
+# Starts a training command again until its run is finished; gives up when it fails the same way without progress.
+#   command   bash launch/supervise.sh RUN_FOLDER COMMAND...        (COMMAND should hold --resume latest)
+#             bash launch/supervise.sh logs/first bash launch/hostfile.sh --logs logs --name first --resume latest ...
+#   hardware  any; runs beside the launcher on one host
+#   time      as long as the training; waits FIRST_WAIT (5) seconds before the first restart, twice as long before each
+#             further one without progress, at most 300
+# Finished means that RUN_FOLDER/summary.json is there: the launcher's exit code 0 is not trusted. Not restarted: a
+# mistake in the command (2), Ctrl-C (130), and a signal to this script, which is passed on first.
+set -u
+[ $# -ge 2 ] || { echo "usage: $0 RUN_FOLDER COMMAND..." >&2; exit 2; }
+run=$1; shift
+first_wait=${FIRST_WAIT:-5} same_failures_allowed=${SAME_FAILURES:-3}
+child=0 stopped=0 last="" same=0 wait_for=$first_wait
+
+say() { echo "supervise: $*" >&2; }
+progress() { cat "$run/checkpoints/latest" 2>/dev/null || echo "no checkpoint"; }
+forward() { stopped=$1; [ "$child" -gt 0 ] && kill -s "$2" -- "-$child" 2>/dev/null; }
+trap 'forward 143 TERM' TERM
+trap 'forward 138 USR1' USR1
+trap 'forward 130 INT' INT
+
+while :; do
+  setsid "$@" &
+  child=$!
+  while :; do  # a trapped signal ends `wait` early
+    wait "$child"; code=$?
+    kill -0 "$child" 2>/dev/null || break
+  done
+  for _ in $(seq 60); do kill -0 -- "-$child" 2>/dev/null || break; sleep 0.5; done
+  kill -s KILL -- "-$child" 2>/dev/null  # whoever stayed behind
+  if [ -e "$run/summary.json" ]; then say "$run is finished"; exit 0; fi
+  [ "$stopped" -gt 0 ] && { say "stopped; $(progress)"; exit "$stopped"; }
+  case $code in
+    2) say "the command is wrong (exit code 2); not restarted"; exit 2 ;;
+    130) say "interrupted; not restarted"; exit 130 ;;
+  esac
+  now="exit code $code at $(progress)"
+  if [ "$now" = "$last" ]; then same=$((same + 1)); else same=1 wait_for=$first_wait; fi
+  last=$now
+  if [ "$same" -ge "$same_failures_allowed" ]; then
+    say "$now, $same times in a row; giving up"
+    [ "$code" -eq 0 ] && exit 1
+    exit "$code"
+  fi
+  say "$now; restart in $wait_for s"
+  sleep "$wait_for"
+  wait_for=$((wait_for * 2 > 300 ? 300 : wait_for * 2))
+done

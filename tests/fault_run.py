@@ -1,0 +1,65 @@
+"""pretrain_clip.py with a planted fault: python tests/fault_run.py RANK STEP PHASE SIGNAL [flags of pretrain_clip.py].
+
+Rank RANK sends itself SIGNAL (a number) when phase PHASE (data, encode, loss, ring, replay, step, save) of step STEP
+begins; `ring` is inside the loss, after the first block has been posted, and `save` inside a checkpoint, after this
+rank's own file.
+"""
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+
+def plant(rank: int, step: int, phase: str, number: int) -> None:
+    from infcl.loss import ring
+    from infcl.parallel import read_environment
+    from infcl.train import checkpoint, metrics
+
+    if read_environment()[0] != rank:
+        return
+    steps_done = {"count": 0}
+
+    def strike():
+        os.kill(os.getpid(), number)
+
+    plain_mark = metrics.PhaseTimer.mark
+
+    def mark_phase(self, name):
+        if name == "encode":
+            steps_done["count"] += 1
+        if steps_done["count"] == step and name == phase:
+            strike()
+        plain_mark(self, name)
+
+    metrics.PhaseTimer.mark = mark_phase
+    plain_wait = ring.RingExchange.wait
+
+    def wait(self, *arguments, **options):
+        if phase == "ring" and steps_done["count"] == step:
+            strike()
+        return plain_wait(self, *arguments, **options)
+
+    ring.RingExchange.wait = wait
+    plain_write = checkpoint._write_tensors
+
+    def write(path, tensors):
+        written = plain_write(path, tensors)
+        if phase == "save" and steps_done["count"] >= step:
+            strike()
+        return written
+
+    checkpoint._write_tensors = write
+
+
+if __name__ == "__main__":
+    # launchers put --local_rank first
+    arguments = [argument for argument in sys.argv[1:] if not argument.startswith("--local_rank")]
+    rank, step, phase, number = int(arguments[0]), int(arguments[1]), arguments[2], int(arguments[3])
+    assert number in set(signal.Signals)
+    from pretrain_clip import main
+
+    plant(rank, step, phase, number)
+    sys.exit(main(arguments[4:]))

@@ -1,0 +1,160 @@
+"""Checkpoints: whole parameters under any layout, refused when they are not what was written, pruned as asked."""
+
+import dataclasses
+import json
+
+import pytest
+import torch
+
+from infcl.train.checkpoint import (
+    checkpoint_step,
+    complete_checkpoints,
+    consolidated_state_dict,
+    prune_checkpoints,
+)
+from infcl.train.run_folder import RunFolder
+from tests.ranks import run_ranks
+from tests.test_trainer import demo_config, fit, run_losses
+
+GLOBAL_BATCH = 48  # divides by 1, 2, 3 and 4 ranks
+
+
+def layout(config, world_size, preset, **changes):
+    return dataclasses.replace(
+        config,
+        batch_size=GLOBAL_BATCH // world_size // 2,
+        deepspeed_config=f"ds_configs/{preset}.json",
+        **changes,
+    )
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        [(4, "zero1"), (2, "zero3"), (1, "zero0"), (4, "zero2")],
+        [(3, "zero3"), (1, "zero3")],
+        [(2, "zero3_offload"), (3, "zero1")],
+    ],
+    ids=lambda path: "-".join(f"{ranks}x{preset}" for ranks, preset in path),
+)
+def test_a_run_continues_under_other_world_sizes_and_zero_stages(demo_folder, tmp_path, path):
+    """Three steps under each layout, every one resumed from the last; the losses are those of one uninterrupted run."""
+    steps = 3 * len(path)
+    flags = {"steps": steps, "save_every_n_steps": 3, "keep_checkpoints": 0}
+    whole = run_losses(1, layout(demo_config(demo_folder, tmp_path / "whole", **flags), 1, "zero1"))
+    base = demo_config(demo_folder, tmp_path / "moved", **flags, resume="latest")
+    for leg, (world_size, preset) in enumerate(path, start=1):
+        last = leg == len(path)
+        losses = run_ranks(fit, world_size, layout(base, world_size, preset), None if last else 3 * leg, timeout=200)[0]
+    assert [losses[step] for step in sorted(losses)] == pytest.approx(whole, rel=2e-5)
+
+
+@pytest.fixture(scope="module")
+def finished(demo_folder, tmp_path_factory):
+    """A finished run of 3 steps with a checkpoint at each, and its config."""
+    logs = tmp_path_factory.mktemp("runs")
+    config = demo_config(demo_folder, logs, steps=3, batch_size=16, save_every_n_steps=1)
+    run_ranks(fit, 2, config)
+    return RunFolder(logs / "run"), config
+
+
+def test_a_checkpoint_is_json_and_safetensors_only(finished):
+    run, _ = finished
+    newest = complete_checkpoints(run)[0]
+    assert {path.suffix for path in newest.iterdir()} == {".json", ".safetensors"}
+    manifest = json.loads((newest / "infcl.json").read_text())
+    assert manifest["trainer"]["step"] == 3 and manifest["counters"]["adam_step"] == 3
+    assert set(manifest["files"]) == {"state_00000.safetensors", "state_00001.safetensors"}
+    assert (run.checkpoints / "latest").read_text().strip() == newest.name
+
+
+def resume_error(rank, world_size, config):
+    try:
+        fit(rank, world_size, config)
+    except ValueError as error:
+        return str(error)
+
+
+def damage_truncate(folder):
+    file = folder / "state_00000.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+def damage_flip(folder):
+    file = folder / "state_00001.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-5] ^= 1
+    file.write_bytes(bytes(content))
+
+
+def damage_remove(folder):
+    (folder / "state_00000.safetensors").unlink()
+
+
+def damage_manifest(folder):
+    (folder / "infcl.json").write_text("{")
+
+
+def damage_foreign(folder):
+    (folder / "infcl.json").write_text('{"format": 99}')
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (damage_truncate, "bytes"),
+        (damage_flip, "another checksum"),
+        (damage_remove, "is missing"),
+        (damage_manifest, "damaged"),
+        (damage_foreign, "not of format 1"),
+    ],
+)
+def test_a_damaged_or_foreign_checkpoint_is_refused_when_named(finished, tmp_path, damage, message):
+    import shutil
+
+    run, config = finished
+    copy = tmp_path / "step_00000003"
+    shutil.copytree(complete_checkpoints(run)[0], copy)
+    damage(copy)
+    resume = dataclasses.replace(config, resume=str(copy), logs=str(tmp_path))
+    messages = run_ranks(resume_error, 2, resume)
+    assert message in messages[0] and str(copy) in messages[0]
+    assert messages[0] == messages[1]
+
+
+def test_a_checkpoint_of_another_model_is_refused_with_the_names(finished, tmp_path, demo_folder):
+    run, config = finished
+    other = dataclasses.replace(
+        config, resume=str(complete_checkpoints(run)[0]), logs=str(tmp_path), force_context_length=24
+    )
+    message = run_ranks(resume_error, 2, other)[0]
+    assert "positional_embedding has shape" in message
+
+
+def test_weights_come_out_of_the_newest_intact_checkpoint(finished, tmp_path):
+    import shutil
+
+    run, _ = finished
+    copy = RunFolder(tmp_path / "run")
+    shutil.copytree(run.checkpoints, copy.checkpoints)
+    newest, before = complete_checkpoints(copy)[:2]
+    expected = consolidated_state_dict(before)
+    damage_flip(newest)
+    got = consolidated_state_dict(copy.root)
+    assert set(got) == set(expected) and all(torch.equal(got[name], expected[name]) for name in got)
+    with pytest.raises(ValueError, match="no intact checkpoint"):
+        consolidated_state_dict(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("keep_last", "keep_every", "left"),
+    [(0, 0, [9, 8, 7, 6, 5, 4, 3, 2, 1]), (2, 0, [9, 8]), (2, 3, [9, 8, 6, 3]), (1, 4, [9, 8, 4])],
+)
+def test_pruning_keeps_the_last_ones_and_every_nth(tmp_path, keep_last, keep_every, left):
+    run = RunFolder(tmp_path)
+    for step in range(1, 10):
+        folder = run.checkpoints / f"step_{step:08d}"
+        folder.mkdir(parents=True)
+        (folder / "infcl.json").write_text("{}")
+    prune_checkpoints(run, keep_last=keep_last, keep_every=keep_every)
+    assert [checkpoint_step(path) for path in complete_checkpoints(run)] == left

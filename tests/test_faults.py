@@ -1,0 +1,205 @@
+"""A run survives what happens to runs: kills at any phase, signals, full disks, damaged checkpoints.
+
+In each case all processes end within 60 s, the exit code is not zero, and `--resume latest` gives the losses of the
+uninterrupted run: no sample skipped or repeated, at most the work since the last save done again.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from infcl.report import read_metrics
+from tests.test_entry import ON_CPU, ROOT, command
+
+STEPS, SAVE_EVERY, FAULT_STEP = 8, 3, 5
+LAUNCHER = [sys.executable, "-m", "deepspeed.launcher.runner", "-q", "--num_gpus", "2", "--master_port"]
+
+
+def flags(demo_folder, logs, *more: str) -> list[str]:
+    every = str(SAVE_EVERY)
+    return command(
+        demo_folder, logs, "--batch-size", "8", "--steps", str(STEPS), "--save-every-n-steps", every,
+        "--save-frequency", "0", "--log-every-n-steps", "1", "--dist-timeout", "0.5", "--device", "cpu", *more,
+    )[1:]  # fmt: skip
+
+
+def start(script: list[str], arguments: list[str], port: int, **environment: str) -> subprocess.Popen:
+    return subprocess.Popen(
+        [*LAUNCHER, str(port), *script, *arguments], cwd=ROOT, env=os.environ | ON_CPU | environment,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
+    )  # fmt: skip
+
+
+def finish(process: subprocess.Popen, seconds: float = 200) -> tuple[int, str]:
+    output, _ = process.communicate(timeout=seconds)
+    return process.returncode, output
+
+
+def ranks_alive(logs: Path) -> list[psutil.Process]:
+    alive = []
+    for process in psutil.process_iter(["cmdline"]):
+        line = process.info["cmdline"] or []
+        if str(logs) in line and process.status() != psutil.STATUS_ZOMBIE:
+            alive.append(process)
+    return alive
+
+
+def losses(logs: Path) -> list[float]:
+    records = read_metrics(logs / "run" / "metrics.jsonl", "train")
+    assert [record["step"] for record in records] == list(range(1, STEPS + 1))
+    return [record["loss"] for record in records]
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(demo_folder, tmp_path_factory):
+    logs = tmp_path_factory.mktemp("whole")
+    code, output = finish(start(["pretrain_clip.py"], flags(demo_folder, logs), 29610))
+    assert code == 0, output
+    return losses(logs)
+
+
+def resume_and_compare(demo_folder, logs, uninterrupted):
+    code, output = finish(start(["pretrain_clip.py"], flags(demo_folder, logs, "--resume", "latest"), 29611))
+    assert code == 0, output
+    assert losses(logs) == uninterrupted
+    return output
+
+
+@pytest.mark.parametrize(
+    "phase",
+    ["replay", *(pytest.param(p, marks=pytest.mark.slow) for p in ("data", "encode", "loss", "ring", "step", "save"))],
+)
+def test_a_rank_killed_in_any_phase_ends_the_run_and_it_resumes_exactly(demo_folder, tmp_path, uninterrupted, phase):
+    fault = ["tests/fault_run.py", "1", str(FAULT_STEP), phase, str(int(signal.SIGKILL))]
+    started = time.time()
+    process = start(fault, flags(demo_folder, tmp_path), 29612)
+    code, output = finish(process)
+    assert code != 0, output
+    assert "killed" in output.lower() or "return code" in output, output
+    deadline = time.time() + 60
+    while ranks_alive(tmp_path):
+        assert time.time() < deadline, "ranks stayed behind"
+        time.sleep(0.5)
+    print(f"{phase}: launcher ended {time.time() - started:.0f} s after start with {code}")
+    output = resume_and_compare(demo_folder, tmp_path, uninterrupted)
+    assert "at step 3" in output
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGTERM, 143), pytest.param(signal.SIGUSR1, 138, marks=pytest.mark.slow)]
+)
+def test_a_signal_saves_and_ends_with_its_code(demo_folder, tmp_path, uninterrupted, number, code):
+    fault = ["tests/fault_run.py", "1", str(FAULT_STEP), "encode", str(int(number))]
+    returned, output = finish(start(fault, flags(demo_folder, tmp_path), 29613))
+    assert returned == code, output
+    assert f"{number.name} received at step {FAULT_STEP}" in output
+    output = resume_and_compare(demo_folder, tmp_path, uninterrupted)
+    assert f"at step {FAULT_STEP}" in output
+
+
+@pytest.mark.slow
+def test_sigterm_during_a_save_does_not_damage_it(demo_folder, tmp_path, uninterrupted):
+    fault = ["tests/fault_run.py", "0", str(SAVE_EVERY), "save", str(int(signal.SIGTERM))]
+    code, output = finish(start(fault, flags(demo_folder, tmp_path), 29614))
+    assert code == 143, output
+    resume_and_compare(demo_folder, tmp_path, uninterrupted)
+
+
+def test_a_damaged_newest_checkpoint_is_passed_over_for_the_one_before(demo_folder, tmp_path, uninterrupted):
+    fault = ["tests/fault_run.py", "1", "7", "encode", str(int(signal.SIGTERM))]
+    finish(start(fault, flags(demo_folder, tmp_path), 29615))
+    newest = tmp_path / "run" / "checkpoints" / "step_00000007"
+    with open(newest / "state_00001.safetensors", "r+b") as file:
+        file.seek(-3, os.SEEK_END)
+        file.write(b"\xff\xff")
+    output = resume_and_compare(demo_folder, tmp_path, uninterrupted)
+    assert "step_00000007 is passed over: state_00001.safetensors has another checksum" in output
+    assert "at step 6" in output
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small file system needs root")
+def test_a_full_disk_is_reported_and_training_goes_on(demo_folder, tmp_path, uninterrupted):
+    logs = tmp_path / "small"
+    logs.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(logs)], capture_output=True)
+    if mounted.returncode != 0:
+        pytest.skip("no tmpfs can be mounted here")
+    try:
+        code, output = finish(start(["pretrain_clip.py"], flags(demo_folder, logs), 29616))
+        assert "could not be written" in output and "training goes on" in output, output
+        assert f"step {STEPS}/{STEPS}" in output
+        assert not list((logs / "run" / "checkpoints").glob("step_*"))
+        assert losses(logs) == uninterrupted
+    finally:
+        subprocess.run(["umount", str(logs)], check=True)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
+def test_when_the_launcher_dies_the_ranks_save_and_end(demo_folder, tmp_path, number):
+    """SIGKILL of it makes the deepspeed command report success and would leave the ranks running."""
+    process = start(["pretrain_clip.py"], flags(demo_folder, tmp_path, "--steps", "100000"), 29617)
+    deadline = time.time() + 150
+    while not (tmp_path / "run" / "checkpoints" / "latest").exists():
+        assert time.time() < deadline and process.poll() is None
+        time.sleep(0.2)
+    for child in psutil.Process(process.pid).children(recursive=True):
+        if "deepspeed.launcher.launch" in " ".join(child.cmdline()):
+            child.send_signal(number)
+    deadline = time.time() + 60
+    while ranks_alive(tmp_path):
+        assert time.time() < deadline, "ranks stayed behind"
+        time.sleep(0.5)
+    _, output = finish(process)
+    stopped_at = int(output.split("SIGTERM received at step ")[1].split(";")[0])
+    newest = (tmp_path / "run" / "checkpoints" / "latest").read_text().strip()
+    assert newest == f"step_{stopped_at:08d}"
+
+
+# ---- launch/supervise.sh ----
+
+
+def supervise(run: Path, script: str, **environment: str) -> subprocess.CompletedProcess:
+    program = ["bash", "launch/supervise.sh", str(run), "bash", "-c", script]
+    environment = os.environ | ON_CPU | {"FIRST_WAIT": "0"} | environment
+    return subprocess.run(program, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200)
+
+
+def test_supervise_restarts_a_killed_run_until_it_is_finished(demo_folder, tmp_path, uninterrupted):
+    more = ("--batch-size", "16", "--resume", "latest")  # one rank: the same global batch as two of 8
+    arguments = " ".join(f"'{a}'" for a in flags(demo_folder, tmp_path, *more))
+    fault = f"{sys.executable} tests/fault_run.py 0 {FAULT_STEP} replay {int(signal.SIGKILL)} {arguments}"
+    again = f"{sys.executable} pretrain_clip.py {arguments}"
+    script = f"if [ -e {tmp_path}/mark ]; then {again}; else touch {tmp_path}/mark; exec {fault}; fi"
+    result = supervise(tmp_path / "run", script)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "exit code 137 at step_00000003; restart" in result.stderr
+    assert losses(tmp_path) == pytest.approx(uninterrupted, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("script", "code", "message"),
+    [
+        ("exit 7", 7, "exit code 7 at no checkpoint, 3 times in a row; giving up"),
+        ("exit 0", 1, "exit code 0 at no checkpoint, 3 times in a row; giving up"),
+        ("exit 2", 2, "the command is wrong"),
+        ("exit 130", 130, "interrupted; not restarted"),
+    ],
+)
+def test_supervise_gives_up_where_a_restart_does_not_help(tmp_path, script, code, message):
+    result = supervise(tmp_path, script)
+    assert result.returncode == code and message in result.stderr
+
+
+def test_supervise_passes_a_signal_on_and_does_not_restart(tmp_path):
+    program = ["bash", "launch/supervise.sh", str(tmp_path), "bash", "-c", "trap 'exit 143' TERM; sleep 100 & wait"]
+    process = subprocess.Popen(program, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    time.sleep(1.5)
+    process.terminate()
+    _, output = process.communicate(timeout=60)
+    assert process.returncode == 143 and "stopped" in output
