@@ -1,9 +1,9 @@
 """Time and memory of the contrastive losses, forward and backward: `python -m benchmarks.loss --gpus 1`.
 
-Every implementation runs on the same features, in one process per GPU; the rate of the library's 8192^3 bf16 matrix
-product is measured in the same run. TFLOP/s counts 8 B^2 D operations for every loss (what one pass over the tiles
-needs: 1 product forward, 3 backward), divided by the GPUs. Extra memory is the peak above what is allocated before the
-call (features and their gradients, which every loss leaves behind, included).
+Every implementation runs on the same features, in one process per GPU. The rate of the library's 8192^3 bf16 matrix
+product is measured in the same run, after a third of a second of such products: at its power limit a GPU runs slower.
+TFLOP/s counts 8 B^2 D operations for every loss (what one pass over the tiles needs: 1 product forward, 3 backward),
+divided by the GPUs. Extra memory is the peak above what is allocated before the call (features), so gradients count.
 Prints a table; --csv appends the rows with commit, hardware and versions.
 """
 
@@ -141,7 +141,7 @@ def _time(step, repeats: int, group: dist.ProcessGroup | None, warm_up: int = 2)
 
 def _hardware(arguments: argparse.Namespace) -> dict:
     a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    median = statistics.median(_time(lambda: a @ b, 30, None, warm_up=10))
+    median = statistics.median(_time(lambda: a @ b, 50, None, warm_up=250))
     commit = (
         arguments.commit
         or subprocess.run(
