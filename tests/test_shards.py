@@ -283,3 +283,20 @@ def test_too_few_samples_for_a_batch_is_an_error_with_the_numbers():
 
 def test_chunks_leave_512_of_them_in_a_batch():
     assert [chunk_size(b) for b in (256, 1024, 32768, 10**6)] == [1, 2, 64, 256]
+
+
+def test_a_tar_that_was_never_filled_to_its_end_is_reported(tmp_path):
+    path = write_tar(tmp_path / "x.tar", three_pairs())
+    end = int(scan_shard(str(path), KEYS).members[1, 0]) - 512  # the header of the second sample
+    original = path.read_bytes()
+    for content, samples, says in [
+        (original[:end] + bytes(200_000), 1, "200000 zero bytes at the end"),
+        (original[:end] + bytes(512), 1, "512 zero bytes at the end"),
+        (original[:end] + bytes(1024) + original[end:], 3, f"an end-of-archive block at byte {end}, and more"),
+        (original[:end] + bytes(1024) + b"garbage" * 200, 1, f"an end-of-archive block at byte {end}, and more"),
+        (original[:end] + bytes(1024), 1, None),
+    ]:
+        path.write_bytes(content)
+        index = scan_shard(str(path), KEYS)
+        assert len(index.members) == samples
+        assert index.damage is None if says is None else index.damage.startswith(says)

@@ -30,6 +30,7 @@ MAX_JSON_BYTES = 1 << 20  # a larger json member is treated as absent
 _FORMAT = "infcl-index-2"
 _BLOCK = 512
 _SEARCH_BYTES = 1 << 20
+_MAX_PADDING = 64 << 10  # tar programs pad to a multiple of 10 KB, some of 32 KB
 _READ_AHEAD = 4 << 20  # of remote storage: headers lie so close that nearly everything is read anyway
 _KEY = re.compile(r"^((?:.*/|)[^.]+)[.]([^/]*)$")  # webdataset's rule: the key ends at the base name's first dot
 
@@ -218,11 +219,13 @@ def _tar_members(
             return
         size = _number(header[124:136])
         if size is None or _number(header[148:156]) != sum(header) - sum(header[148:156]) + 8 * 32:
-            following = _next_header(pread, position + _BLOCK, file_bytes)
+            following, blank = _next_header(pread, position + _BLOCK, file_bytes)
             if any(header):
                 damage.append(f"bad header at byte {position}")
-            elif following is not None:
-                damage.append(f"members after an end-of-archive block at byte {position}")
+            elif following is not None or not blank:
+                damage.append(f"an end-of-archive block at byte {position}, and more behind it")
+            elif not _BLOCK < file_bytes - position <= _MAX_PADDING:  # two blocks end a tar, padding may follow
+                damage.append(f"{file_bytes - position} zero bytes at the end: was it cut or never filled?")
             if following is None:
                 return
             position, long_name, long_size, after_damage = following, None, None, True
@@ -250,8 +253,9 @@ def _tar_members(
             long_name = long_size = None
 
 
-def _next_header(pread: Callable[[int, int], bytes], start: int, file_bytes: int) -> int | None:
-    """Where the next valid header lies, at or after `start`; None where only garbage or padding follows."""
+def _next_header(pread: Callable[[int, int], bytes], start: int, file_bytes: int) -> tuple[int | None, bool]:
+    """(where the next valid header lies, at or after `start`, or None; whether only zeros lie before it)."""
+    blank = True
     for block in range(start, file_bytes, _SEARCH_BYTES):
         data = pread(_SEARCH_BYTES + _BLOCK, block)
         at = data.find(b"ustar")
@@ -260,9 +264,10 @@ def _next_header(pread: Callable[[int, int], bytes], start: int, file_bytes: int
             header = data[begin : begin + _BLOCK] if begin >= 0 else b""
             if (block + begin) % _BLOCK == 0 and len(header) == _BLOCK:
                 if _number(header[148:156]) == sum(header) - sum(header[148:156]) + 8 * 32:
-                    return block + begin
+                    return block + begin, blank and not any(data[:begin])
             at = data.find(b"ustar", at + 1)
-    return None
+        blank = blank and data.count(0) == len(data)
+    return None, blank
 
 
 def _short_name(header: bytes) -> bytes:

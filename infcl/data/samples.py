@@ -86,7 +86,7 @@ def decode_caption(
 ) -> tuple[str, list[str]]:
     """(caption, notes). Raises BadSample."""
     notes = []
-    if record.text is not None:
+    if record.text is not None and keys.json_text is None:
         raw = record.text
     elif record.json is not None:
         raw = _json_caption(parse_json(record.json), keys, random).encode("utf-8", "replace")  # lone surrogate: '?'

@@ -24,7 +24,7 @@ from urllib.parse import urljoin, urlsplit
 T = TypeVar("T")
 _MIN_BYTES_PER_SECOND = 16 << 10
 _READ_BYTES = 1 << 18
-_REDIRECTS = 5
+_REDIRECTS, _REDIRECT = 5, (301, 302, 303, 307, 308)
 _TEMPORARY = (408, 425, 429, 500, 502, 503, 504)  # http answers that are worth another try
 
 
@@ -141,7 +141,7 @@ class HttpFile:
     """Ranged requests. Every answer carries the file's size and tag, so a change is seen with the bytes it concerns."""
 
     def __init__(self, url: str, options: StorageOptions):
-        self._url, self._options, self._connection = url, options, None
+        self._url, self._options, self._connection, self._final = url, options, None, url
         response = self._request({"Range": "bytes=0-0"})
         self.ranges = response.status == 206
         self.file_bytes, self.version = _http_state(response)
@@ -183,16 +183,20 @@ class HttpFile:
     def _request(self, headers: dict[str, str]) -> http.client.HTTPResponse:
         if self._connection is not None:
             try:
-                return self._ask(self._url, headers)
-            except (OSError, http.client.HTTPException):
-                self.close()  # a kept connection that the server has closed meanwhile: once more on a new one
+                response = self._ask(self._final, headers)
+                if response.status not in _REDIRECT:
+                    return response
+            except (OSError, http.client.HTTPException, ShardFault):
+                pass  # the server has closed the kept connection, or the address was for a while: from the start
+            self.close()
         url = self._url
         for _ in range(_REDIRECTS + 1):
             parts = urlsplit(url)
             kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
             self._connection = kind(parts.hostname, parts.port, timeout=self._options.timeout)
             response = self._ask(url, headers)
-            if response.status not in (301, 302, 303, 307, 308):
+            if response.status not in _REDIRECT:
+                self._final = url
                 return response
             url = urljoin(url, response.getheader("Location", ""))
             self.close()
@@ -288,8 +292,7 @@ def within(seconds: float, call: Callable[[], T], what: str) -> T:
 
 def copy_http(url: str, out: BinaryIO, options: StorageOptions) -> None:
     """The whole of a url that knows no ranges; OSError unless as many bytes come as the server has promised."""
-    file = HttpFile.__new__(HttpFile)
-    file._url, file._options, file._connection = url, options, None
+    file = HttpFile(url, options)
     try:
         response = file._request({})
         promised, copied, started = _http_state(response)[0], 0, time.monotonic()

@@ -1,0 +1,79 @@
+"""A web server on 127.0.0.1 for the storage tests, which misbehaves as it is told."""
+
+import threading
+from collections import Counter
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+
+class Behaviour:
+    """What the server does; tests change it while it runs.
+
+    ranges: honour Range. fail: this many next requests answer 503. stall: send nothing more after this many bytes of a
+    body. short: close the connection after this many bytes of a body. tag: the ETag. redirect: send every
+    request for /x to /moved/x first.
+    """
+
+    def __init__(self):
+        self.ranges, self.fail, self.stall, self.short, self.tag, self.redirect = True, 0, None, None, "1", False
+        self.requests: Counter[str] = Counter()
+        self.released = threading.Event()
+
+
+@contextmanager
+def serving(folder: Path):
+    """(base url, Behaviour) of a server for the files of a folder; it and its threads end with the block."""
+    behaviour = Behaviour()
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+        timeout = 10
+
+        def do_GET(self):
+            behaviour.requests[self.path] += 1
+            if behaviour.fail > 0:
+                behaviour.fail -= 1
+                return self._head(503, 0)
+            if behaviour.redirect and not self.path.startswith("/moved/"):
+                return self._head(302, 0, {"Location": "/moved" + self.path})
+            path = folder / self.path.removeprefix("/moved").lstrip("/")
+            if not path.is_file():
+                return self._head(404, 0)
+            data, headers, status = path.read_bytes(), {"ETag": behaviour.tag}, 200
+            wanted = self.headers.get("Range")
+            if wanted and behaviour.ranges:
+                first, last = (int(n) for n in wanted.removeprefix("bytes=").split("-"))
+                headers["Content-Range"] = f"bytes {first}-{min(last, len(data) - 1)}/{len(data)}"
+                data, status = data[first : last + 1], 206
+            self._head(status, len(data), headers)
+            limit = behaviour.short if behaviour.short is not None else behaviour.stall
+            if limit is None or len(data) <= limit:
+                self.wfile.write(data)
+                return
+            self.wfile.write(data[:limit])
+            self.wfile.flush()
+            if behaviour.short is None:
+                behaviour.released.wait(10)
+            self.close_connection = True
+
+        def _head(self, status: int, size: int, headers: dict[str, str] | None = None):
+            self.send_response(status)
+            for name, value in {"Content-Length": str(size), **(headers or {})}.items():
+                self.send_header(name, value)
+            self.end_headers()
+
+        def log_message(self, *arguments):
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.daemon_threads = True
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}", behaviour
+    finally:
+        behaviour.released.set()
+        server.shutdown()
+        server.server_close()
+        thread.join()

@@ -1,0 +1,91 @@
+import csv
+
+import numpy as np
+import pytest
+
+from infcl.data.loader import TrainLoader
+from infcl.data.table import TableReader
+from infcl.data.tokenizer import Tokenizer, train_tokenizer
+from tests.shard_files import encode, picture
+
+
+@pytest.fixture
+def table(tmp_path):
+    """Seven rows: five good ones, a missing image, a web page; and two lines that are no rows."""
+    (tmp_path / "images").mkdir()
+    with open(tmp_path / "t.csv", "w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file, delimiter="\t")
+        writer.writerow(["number", "title", "filepath"])
+        for i in range(5):
+            (tmp_path / "images" / f"{i}.png").write_bytes(encode(picture(i)))
+            writer.writerow([i, f'picture number {i},\nquoted "{i}"', f"images/{i}.png"])
+        (tmp_path / "images" / "page.png").write_bytes(b"<html>")
+        writer.writerows([[5, "gone", "images/gone.png"], [6, "a page", "images/page.png"], ["7"], [8, "no path", ""]])
+    return tmp_path / "t.csv"
+
+
+def make(path, tmp_path_factory, **options) -> TrainLoader:
+    model = tmp_path_factory.mktemp("tokenizer") / "x.model"
+    train_tokenizer([f"picture number {i}" for i in range(50)], model, 30)
+    defaults = {"image_size": 16, "micro_batch_size": 1, "num_micro_batches": 1, "rank": 0, "world_size": 1, "seed": 0}
+    defaults |= {"num_workers": 0, "max_bad_fraction": 1.0, "dataset_type": "csv"}
+    return TrainLoader(str(path), Tokenizer(model, 8), **(defaults | options))
+
+
+def test_a_table_is_read_by_row_number(table):
+    reader = TableReader(str(table))
+    records = reader.read(np.array([4, 0, 5]))
+    assert [record.text for record in records[:2]] == [
+        b'picture number 4,\nquoted "4"',
+        b'picture number 0,\nquoted "0"',
+    ]
+    assert records[0].image == encode(picture(4)) and records[0].fault is None
+    assert records[2].fault.cause == "missing_image_file" and "images/gone.png" in records[2].where
+    assert reader.counts.tolist() == [7] and reader.found == {"index/bad_row": 1, "index/no_image": 1}
+
+
+def test_an_epoch_over_a_table_uses_every_good_row(table, tmp_path_factory):
+    loader = make(table, tmp_path_factory)
+    used = [int(batch["ids"]) for (batch,) in loader]
+    assert set(used) == set(range(5)) and len(used) == 7
+    report = loader.report()
+    assert report["skipped/missing_image_file"] >= 1 and report["skipped/not_an_image"] >= 1
+    workers = make(table, tmp_path_factory, num_workers=1)
+    workers.set_position(0, 2)
+    assert [int(batch["ids"]) for (batch,) in workers] == used[2:]
+
+
+def test_columns_and_separator_can_be_named(table, tmp_path):
+    text = table.read_text().replace("\t", ";").replace("title", "text").replace("filepath", "file")
+    other = table.with_name("other.csv")
+    other.write_text(text)
+    names = {"separator": ";", "image_column": "file", "caption_column": "text"}
+    assert TableReader(str(other), **names).sha256 == TableReader(str(table)).sha256
+    with pytest.raises(
+        ValueError, match=r"no columns 'filepath' and 'title' but \['number;text;file'\]: say --csv-img"
+    ):
+        TableReader(str(other))
+    with pytest.raises(ValueError, match="one character"):
+        TableReader(str(other), separator="::")
+    with pytest.raises(ValueError, match="No such file"):
+        TableReader(str(tmp_path / "none.csv"))
+
+
+def test_a_table_is_data_and_runs_nothing(tmp_path):
+    (tmp_path / "t.csv").write_bytes(
+        b"filepath\ttitle\npipe:touch %s/executed\tx\n" % str(tmp_path).encode()
+        + b"../../etc/hostname\tx\n\x00\xff\tx\n"
+        + b"x.png\t"
+        + b"long " * 100_000
+        + b"\n"
+    )
+    records = TableReader(str(tmp_path / "t.csv")).read(np.arange(4))
+    assert [record.fault.cause for record in records[::2]] == ["missing_image_file"] * 2
+    assert len(records[3].text) == 500_000 and not (tmp_path / "executed").exists()
+
+
+def test_several_tables_have_upsampling_factors(table, tmp_path_factory):
+    loader = make(f"{table}::{table}", tmp_path_factory, upsampling_factors=[1, 2.5])
+    assert loader.num_samples == 7 + 14 + 4  # round(3.5) is even
+    with pytest.raises(ValueError, match="2 sources need as many"):
+        TableReader(f"{table}::{table}", factors=[1])
