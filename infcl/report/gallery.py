@@ -1,0 +1,134 @@
+"""Retrieval results with pictures: what the exported model finds for a few queries of the run's --val-data, on the CPU.
+
+Queries are spread evenly over the set, not chosen by their outcome. The candidates are as many samples as the CPU
+encodes in a few seconds; with fewer candidates than the evaluation had, retrieval is easier here than there.
+"""
+
+import base64
+import io
+from dataclasses import dataclass
+
+import torch
+
+from infcl.report.records import Run
+
+QUERIES, TOP = 6, 5
+MAX_CANDIDATES, MIN_CANDIDATES = 1024, 48
+BUDGET_FLOPS = 2e12  # seconds on a few cores
+_THUMBNAIL = 112  # pixels
+
+
+@dataclass(frozen=True)
+class Item:
+    image: str | None  # data: uri
+    text: str | None
+    score: float  # cosine; of the query itself, 1
+    right: bool = False
+
+
+@dataclass(frozen=True)
+class Result:
+    query: Item
+    found: list[Item]  # best first
+    rank: int  # of the query's partner, from 1
+
+
+@dataclass(frozen=True)
+class Gallery:
+    text_to_image: list[Result]
+    image_to_text: list[Result]
+    candidates: int
+
+
+def retrieval_gallery(run: Run) -> Gallery | str:
+    """The gallery, or the sentence that says why there is none."""
+    export, tokenizer = run.root / "export", run.root / "tokenizer.model"
+    data = run.config.get("val_data")
+    if not (export / "open_clip_model.safetensors").is_file():
+        return "No gallery: the run has not exported a model yet."
+    if not data or not tokenizer.is_file():
+        return "No gallery: the run had no --val-data."
+    try:
+        return _gallery(run, data)
+    except (ValueError, FileNotFoundError):
+        return f"No gallery: the validation data ({data}) is not there any more."
+
+
+def _gallery(run: Run, data: str) -> Gallery | str:
+    from infcl.data.evaluation import eval_source
+    from infcl.data.tokenizer import Tokenizer
+    from infcl.export import load_exported
+    from infcl.towers.flops import forward_flops
+
+    model, cfg = load_exported(run.root / "export")
+    tokenizer = Tokenizer(str(run.root / "tokenizer.model"), context_length=cfg.text_cfg.context_length)
+    flops = sum(forward_flops(cfg, training=False).values())
+    limit = int(min(MAX_CANDIDATES, max(MIN_CANDIDATES, BUDGET_FLOPS // flops)))
+    images, captions = [], []
+    for sample in eval_source(data)(image_size=cfg.vision_cfg.image_size):
+        caption = _caption(sample)
+        if caption:
+            images.append(sample.image)
+            captions.append(caption)
+        if len(images) == limit:
+            break
+    if len(images) < 2:
+        return f"No gallery: {data} has no captioned pictures."
+    pixels, image_rows, text_rows = torch.stack(images), [], []
+    with torch.no_grad():
+        for start in range(0, len(images), 32):
+            output = model(pixels[start : start + 32], tokenizer(captions[start : start + 32]))
+            image_rows.append(output["image_features"])
+            text_rows.append(output["text_features"])
+    scores = torch.cat(text_rows) @ torch.cat(image_rows).T  # [texts, images]
+    pictures = _Pictures(pixels)
+    step = len(images) / min(QUERIES, len(images))
+    queries = [int((k + 0.5) * step) for k in range(min(QUERIES, len(images)))]
+    return Gallery(
+        [_result(scores[q], q, captions, pictures, query_is_text=True) for q in queries],
+        [_result(scores[:, q], q, captions, pictures, query_is_text=False) for q in queries],
+        len(images),
+    )
+
+
+def _result(
+    scores: torch.Tensor, query: int, captions: list[str], pictures: "_Pictures", *, query_is_text: bool
+) -> Result:
+    """scores [N] of one query against all candidates; a candidate with the query's very caption counts as right."""
+    best = scores.topk(min(TOP, len(scores))).indices.tolist()
+    found = [
+        Item(
+            pictures[i] if query_is_text else None,
+            None if query_is_text else captions[i],
+            float(scores[i]),
+            right=captions[i] == captions[query],
+        )
+        for i in best
+    ]
+    item = Item(None, captions[query], 1.0) if query_is_text else Item(pictures[query], None, 1.0)
+    return Result(item, found, rank=1 + int((scores > scores[query]).sum()))
+
+
+def _caption(sample) -> str:
+    listed = sample.metadata.get("captions")
+    if isinstance(listed, list):
+        return next((caption.strip() for caption in listed if isinstance(caption, str)), "")
+    return next(iter(sample.caption.strip().splitlines()), "")
+
+
+class _Pictures:
+    """uint8 [N, 3, S, S] -> data: uris of small pictures, made when asked for."""
+
+    def __init__(self, pixels: torch.Tensor):
+        self.pixels = pixels
+
+    def __getitem__(self, index: int) -> str:
+        from PIL import Image
+
+        image = Image.fromarray(self.pixels[index].permute(1, 2, 0).numpy())
+        if image.width > _THUMBNAIL:
+            image = image.resize((_THUMBNAIL, _THUMBNAIL), Image.Resampling.LANCZOS)
+        kind = "PNG" if image.width <= 64 else "JPEG"
+        buffer = io.BytesIO()
+        image.save(buffer, kind, quality=85)
+        return f"data:image/{kind.lower()};base64,{base64.b64encode(buffer.getvalue()).decode()}"

@@ -1,0 +1,35 @@
+// Values under the pointer: the nearest point of each curve, beside a vertical line.
+for (const figure of document.querySelectorAll("figure.chart")) {
+  const data = JSON.parse(figure.querySelector("script").textContent);
+  const svg = figure.querySelector("figcaption ~ svg"), cursor = svg.querySelector(".cursor");
+  const box = document.createElement("div");
+  box.className = "read-out";
+  box.hidden = true;
+  figure.append(box);
+  const number = (y) => data.percent ? (100 * y).toFixed(1) + "%" : Number(y.toPrecision(4)).toLocaleString("en");
+  const hide = () => { box.hidden = true; cursor.style.visibility = "hidden"; };
+  svg.addEventListener("pointerleave", hide);
+  svg.addEventListener("pointermove", (event) => {
+    const frame = svg.getBoundingClientRect();
+    const at = (event.clientX - frame.left) / frame.width * data.width;
+    if (at < data.left || at > data.right) return hide();
+    const x = (at - data.left) / (data.right - data.left) * data.end;
+    box.replaceChildren(Object.assign(document.createElement("div"), {
+      className: "soft", textContent: Math.round(x).toLocaleString("en") + " samples",
+    }));
+    for (const series of data.series) {
+      let best = 0;
+      series.xs.forEach((value, i) => { if (Math.abs(value - x) < Math.abs(series.xs[best] - x)) best = i; });
+      const dot = Object.assign(document.createElement("i"), { className: "dot b" + series.look[1] });
+      const row = document.createElement("div");
+      row.append(dot, series.label + "  " + number(series.ys[best]));
+      box.append(row);
+    }
+    box.hidden = false;
+    cursor.setAttribute("x1", at);
+    cursor.setAttribute("x2", at);
+    cursor.style.visibility = "visible";
+    const left = event.clientX - frame.left;
+    box.style.left = Math.max(0, Math.min(frame.width - box.offsetWidth, left + (left > frame.width / 2 ? -box.offsetWidth - 14 : 14))) + "px";
+  });
+}

@@ -1,0 +1,70 @@
+"""A run folder -> what is known of the run. Everything but metrics.jsonl may be missing: runs are looked at while they
+go on, and after they have died.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Run:
+    root: Path
+    name: str
+    train: list[dict]  # one record a step
+    evaluations: dict[str, list[dict]]  # "retrieval", "zero_shot", ... -> records
+    config: dict
+    environment: dict
+    model_config: dict
+    summary: dict | None  # None while the run is not finished
+
+    @property
+    def last(self) -> dict:
+        return self.train[-1] if self.train else {}
+
+    @property
+    def finished(self) -> bool:
+        return self.summary is not None
+
+
+def read_run(root: str | Path) -> Run:
+    """ValueError when the folder is not a run's or holds no step yet."""
+    root = Path(root)
+    metrics = root / "metrics.jsonl"
+    if not metrics.is_file():
+        raise ValueError(f"{root}: not a run folder (no metrics.jsonl)")
+    kinds = {record["kind"] for record in _records(metrics)}
+    run = Run(
+        root=root,
+        name=root.resolve().name,
+        train=read_metrics(metrics, "train"),
+        evaluations={kind: read_metrics(metrics, kind) for kind in sorted(kinds - {"train"})},
+        config=_json(root / "config.json") or {},
+        environment=_json(root / "environment.json") or {},
+        model_config=_json(root / "model_config.json") or {},
+        summary=_json(root / "summary.json"),
+    )
+    if not run.train:
+        raise ValueError(f"{metrics}: no step yet")
+    return run
+
+
+def read_metrics(path: Path, kind: str) -> list[dict]:
+    """The records of one kind, ordered by step; of steps that a resumed run did again, the last stands."""
+    by_step = {record["step"]: record for record in _records(path) if record["kind"] == kind}
+    return [by_step[step] for step in sorted(by_step)]
+
+
+def _records(path: Path) -> list[dict]:
+    """All lines that are whole: a crash may tear the line it was writing, and only that one."""
+    records = []
+    for line in Path(path).read_text().splitlines():
+        try:
+            records.append(json.loads(line))
+        except json.JSONDecodeError:
+            continue
+    return records
+
+
+def _json(path: Path) -> dict | None:
+    return json.loads(path.read_text()) if path.is_file() else None

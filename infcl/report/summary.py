@@ -1,0 +1,34 @@
+"""The table that ends a run in a terminal."""
+
+
+def summary_table(summary: dict) -> str:
+    """summary.json -> aligned lines for a terminal; evaluations that did not run are left out."""
+    paths = summary["paths"]
+    rows = [
+        ("zero-shot top-1", _share(summary["zero_shot_top1"])),
+        ("image->text recall@1", _share(summary["image_to_text_r1"])),
+        ("text->image recall@1", _share(summary["text_to_image_r1"])),
+        ("samples seen", f"{summary['samples_seen']:,}  ({summary['steps']} steps, {summary['train_seconds']:.0f} s)"),
+        ("skipped samples", _skipped(summary["data"])),
+        ("peak memory", f"{summary['peak_memory_mb']:,.0f} MiB a rank"),
+        ("engine", f"ZeRO-{summary['zero_stage']}, {summary['world_size']} rank(s)"),
+        ("run folder", paths["run"]),
+        ("loss curve", paths["loss_curve"]),
+        ("exported model", paths["export"]),
+    ]
+    rows = [(name, value) for name, value in rows if value is not None]
+    width = max(len(name) for name, _ in rows)
+    return "\n".join(["", *(f"  {name:<{width}}  {value}" for name, value in rows), ""])
+
+
+def skipped_by_cause(data: dict) -> dict[str, int]:
+    """Counters of samples that were not used: bad ones (skipped/) and those that the index left out (index/)."""
+    return {name: n for name, n in data.items() if n and name.startswith(("skipped/", "index/"))}
+
+
+def _share(value: float | None) -> str | None:
+    return None if value is None else f"{value:.3f}"
+
+
+def _skipped(data: dict) -> str:
+    return ", ".join(f"{n} {name}" for name, n in skipped_by_cause(data).items()) or "none"
