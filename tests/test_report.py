@@ -174,7 +174,7 @@ def test_the_gallery_shows_the_best_of_the_validation_data(demo_folder, tmp_path
         assert (result.rank <= 5) <= any(item.right for item in result.found)
     assert all(item.image.startswith("data:image/png;base64,") for item in gallery.text_to_image[0].found)
     assert main([str(root)]) == 0
-    assert len([load for load in Page((root / "report" / "index.html").read_text()).loads]) == 36
+    assert len(Page((root / "report" / "index.html").read_text()).loads) == 36
     (root / "config.json").write_text(json.dumps({"val_data": "/no/such/folder"}))
     assert "is not there any more" in retrieval_gallery(read_run(root))
 
