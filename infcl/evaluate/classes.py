@@ -29,18 +29,19 @@ def read_classes(
 ) -> ClassSet:
     """The classes of the files; `folders`: all labels of a class-folder data set, for those files that name no labels.
 
-    A label is an index into the classnames file, or what that file calls the class. Folders that are neither are taken
-    in sorted order, if there are as many as classes. ValueError for labels that fit none of this.
+    A label is an index into the classnames file, its LABEL, or the class name itself. If no folder is any of these,
+    they are taken in sorted order, if there are as many as classes. ValueError for folders that fit none of this.
     """
     fields = [line.split("\t", 1) for line in read_lines(classnames, "--zeroshot-classnames")]
     names = [line[-1].strip() for line in fields]
-    indices = {str(k): (k,) for k in range(len(names))}
+    indices = {name: (k,) for k, name in enumerate(names) if names.count(name) == 1}
+    indices |= {str(k): (k,) for k in range(len(names))}
     indices |= {line[0].strip(): (k,) for k, line in enumerate(fields) if len(line) == 2}
     if folders is not None and subset is None:
         indices = _folder_indices(sorted(folders), indices, len(names), classnames)
     if subset is not None:
         indices = _subset_indices(subset, indices, len(names))
-    columns = sorted({k for accepted in indices.values() for k in accepted})
+    columns = sorted({k for accepted in indices.values() for k in accepted})  # the classes that compete
     place = {k: column for column, k in enumerate(columns)}
     right = torch.zeros(len(indices), len(columns), dtype=torch.bool)
     for row, accepted in enumerate(indices.values()):
@@ -74,7 +75,7 @@ def _folder_indices(
 ) -> dict[str, tuple[int, ...]]:
     unknown = [name for name in folders if name not in known]
     if not unknown:
-        return {name: known[name] for name in folders} if len(known) > num_classes else known
+        return known
     if len(unknown) == len(folders) == num_classes:
         return {name: (k,) for k, name in enumerate(folders)}
     raise ValueError(

@@ -1,0 +1,160 @@
+"""Time and memory of exact retrieval ranks, both directions: `python -m benchmarks.retrieval --pairs 1048576 --gpus 1`.
+
+    infcl               retrieval_ranks: fp32 tiles, both directions from one pass, over --gpus ranks
+    open_clip chunked   open_clip's metrics in their chunked form, which releases up to 3.3 do not have: --open-clip
+                        names open_clip_train/metrics.py of a checkout
+    open_clip 3.3       what 3.3's get_clip_metrics does (N x N on the CPU, argsorted), up to --dense-max pairs
+
+Features are random unit vectors with a correlated partner, the same for all. Peak is what is allocated above the
+features. --csv appends the rows with commit, hardware and versions.
+"""
+
+import argparse
+import csv
+import importlib.util
+import resource
+import socket
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from infcl.evaluate.retrieval import retrieval_ranks
+
+COLUMNS = (
+    "impl", "pairs", "dim", "gpus", "tile", "seconds", "tflops_per_rank", "peak_mib",
+    "image_to_text_r1", "text_to_image_r1", "device", "torch", "commit",
+)  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--pairs", default="16384", help="numbers of pairs, comma-separated")
+    parser.add_argument("--dim", type=int, default=768)
+    parser.add_argument("--gpus", type=int, default=0, help="0: one CPU process")
+    parser.add_argument("--tile", type=int, default=4096)
+    parser.add_argument("--noise", type=float, default=6.0, help="distance of a text from its image, in units of it")
+    parser.add_argument("--open-clip", type=Path, help="open_clip_train/metrics.py of a checkout with chunked metrics")
+    parser.add_argument("--dense-max", type=int, default=0, help="also the N x N matrix, up to so many pairs")
+    parser.add_argument("--csv", type=Path, help="append the rows to this file")
+    parser.add_argument("--commit", help="for the CSV; default: git's HEAD")
+    arguments = parser.parse_args()
+    if arguments.gpus <= 1:
+        _measure_all(0, arguments, 0)
+        return
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    torch.multiprocessing.spawn(_measure_all, (arguments, port), nprocs=arguments.gpus)
+
+
+def _measure_all(rank: int, arguments: argparse.Namespace, port: int) -> None:
+    device, group = torch.device("cpu"), None
+    if arguments.gpus:
+        device = torch.device("cuda", rank)
+        torch.cuda.set_device(device)
+    if arguments.gpus > 1:
+        address = {"init_method": f"tcp://127.0.0.1:{port}", "rank": rank, "world_size": arguments.gpus}
+        dist.init_process_group("nccl", device_id=device, **address)
+        group = dist.group.WORLD
+    for pairs in map(int, arguments.pairs.split(",")):
+        images, texts = _features(pairs, arguments.dim, arguments.noise, device)
+        for name, function in _implementations(arguments, images, texts, rank, group).items():
+            row = _measure(function, pairs, arguments, device)
+            if rank == 0:
+                _report({"impl": name, "pairs": pairs} | row, arguments)
+    if group is not None:
+        dist.destroy_process_group()
+
+
+def _implementations(arguments: argparse.Namespace, images, texts, rank: int, group) -> dict:
+    world_size = max(1, arguments.gpus)
+    own_images, own_texts = images[rank::world_size].contiguous(), texts[rank::world_size].contiguous()
+    owner = torch.arange(len(own_images), device=images.device)
+
+    def ours():
+        ranks = retrieval_ranks(own_images, own_texts, owner, group=group, tile=arguments.tile)
+        shares = torch.stack([(r <= 1).double().sum() for r in ranks]) / len(images)
+        if group is not None:
+            dist.all_reduce(shares, group=group)
+        return shares.tolist()
+
+    found = {"infcl": ours}
+    if arguments.open_clip is not None and rank == 0 and world_size == 1:
+        spec = importlib.util.spec_from_file_location("open_clip_metrics", arguments.open_clip)
+        metrics = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(metrics)
+
+        def chunked():
+            result = metrics.get_clip_metrics(
+                images, texts, torch.ones((), device=images.device), retrieval_chunk_size=arguments.tile
+            )
+            return [result["image_to_text_R@1"], result["text_to_image_R@1"]]
+
+        found["open_clip chunked"] = chunked
+    if len(images) <= arguments.dense_max and world_size == 1:
+
+        def dense():
+            scores = (images @ texts.T).cpu()
+            target = torch.arange(len(scores)).view(-1, 1)
+            places = [torch.where(torch.argsort(s, descending=True) == target)[1] for s in (scores, scores.T)]
+            return [(place < 1).double().mean().item() for place in places]
+
+        found["open_clip 3.3"] = dense
+    return found
+
+
+def _measure(function, pairs: int, arguments: argparse.Namespace, device: torch.device) -> dict:
+    on_gpu = device.type == "cuda"
+    if on_gpu:
+        warm = F.normalize(torch.randn(2 * arguments.tile, arguments.dim, device=device), dim=-1)
+        retrieval_ranks(warm, warm, torch.arange(len(warm), device=device), tile=arguments.tile)
+        del warm
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated() if on_gpu else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    started = time.perf_counter()
+    recall = function()
+    if on_gpu:
+        torch.cuda.synchronize()
+    seconds = time.perf_counter() - started
+    after = torch.cuda.max_memory_allocated() if on_gpu else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return {
+        "dim": arguments.dim,
+        "gpus": arguments.gpus,
+        "tile": arguments.tile,
+        "seconds": round(seconds, 3),
+        "tflops_per_rank": round(2 * pairs**2 * arguments.dim / seconds / 1e12 / max(1, arguments.gpus), 3),
+        "peak_mib": round((after - before) / 2**20),
+        "image_to_text_r1": round(recall[0], 6),
+        "text_to_image_r1": round(recall[1], 6),
+        "device": torch.cuda.get_device_name() if on_gpu else "cpu",
+        "torch": torch.__version__,
+    }
+
+
+def _features(pairs: int, dim: int, noise: float, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator(device).manual_seed(0)
+    images = F.normalize(torch.randn(pairs, dim, generator=generator, device=device), dim=-1)
+    texts = torch.randn(pairs, dim, generator=generator, device=device).mul_(noise * dim**-0.5).add_(images)
+    return images, F.normalize(texts, dim=-1)
+
+
+def _report(row: dict, arguments: argparse.Namespace) -> None:
+    from infcl.train.run_folder import git_commit
+
+    row["commit"] = arguments.commit or git_commit()
+    print("  ".join(f"{name} {row[name]}" for name in COLUMNS if name in row), flush=True)
+    if arguments.csv is not None:
+        new = not arguments.csv.exists()
+        with open(arguments.csv, "a", newline="") as file:
+            writer = csv.DictWriter(file, COLUMNS)
+            if new:
+                writer.writeheader()
+            writer.writerow(row)
+
+
+if __name__ == "__main__":
+    main()

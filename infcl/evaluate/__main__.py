@@ -1,0 +1,131 @@
+"""Evaluate weights: `python -m infcl.evaluate --checkpoint RUN --task zeroshot --data imagenet/val ...`
+
+    join the ranks (torchrun, deepspeed, srun; or one process) -> load -> run the task on all ranks -> table, JSON line
+
+Exit codes: 0 done, 2 a mistake in the command (one line says which).
+"""
+
+import argparse
+import contextlib
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+
+from infcl.config import LOSS_NAMES
+from infcl.data.evaluation import RESIZES
+from infcl.evaluate.load import load_model
+from infcl.evaluate.tasks import RetrievalTask, ZeroShotTask
+from infcl.evaluate.validation import ValidationLoss
+from infcl.parallel import Parallel, destroy_parallel, init_parallel, read_environment
+from infcl.towers import CLIP
+
+PRECISIONS = {"fp32": None, "amp_bf16": torch.bfloat16, "amp_fp16": torch.float16}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    args = _parser().parse_args(arguments)
+    rank = read_environment()[0]
+    try:
+        parallel = init_parallel(args.device, timeout_minutes=args.dist_timeout)
+        result = evaluate(args, parallel)
+    except ValueError as error:
+        if rank == 0:
+            print(f"infcl.evaluate: {error}", file=sys.stderr, flush=True)
+        else:
+            time.sleep(5)  # launchers kill the others when one ends: let rank 0 speak
+        return 2
+    if rank == 0:
+        print(table(result), flush=True)
+        line = json.dumps(result)
+        if args.out is None:
+            print(line, flush=True)
+        else:
+            with open(args.out, "a", encoding="utf-8") as file:
+                file.write(line + "\n")
+    destroy_parallel()
+    return 0
+
+
+def evaluate(args: argparse.Namespace, parallel: Parallel) -> dict[str, object]:
+    """What was evaluated on what, and its metrics. Collective: every rank returns the same."""
+    clip, tokenizer = load_model(args.checkpoint, device=parallel.device, model=args.model, tokenizer=args.tokenizer)
+    common = {
+        "tokenizer": tokenizer,
+        "image_size": clip.cfg.vision_cfg.image_size,
+        "batch_size": args.batch_size,
+        "resize": args.image_resize,
+    }
+    if args.task == "zeroshot":
+        names = ("classnames", "templates", "classes")
+        task = ZeroShotTask(args.data, **{name: getattr(args, f"zeroshot_{name}") for name in names}, **common)
+    else:
+        loss = None
+        if args.loss_batch_size is not None:
+            if args.loss_batch_size < 1 or args.loss_batch_size % parallel.dp_size:
+                raise ValueError(
+                    f"--loss-batch-size {args.loss_batch_size} is not a multiple of {parallel.dp_size} ranks"
+                )
+            loss = ValidationLoss(args.loss, "auto", args.loss_batch_size // parallel.dp_size)
+        task = RetrievalTask(args.data, captions=args.captions, loss=loss, **common)
+    started = time.perf_counter()
+    metrics = task.run(encoder(clip, args.precision), parallel)
+    seconds = round(time.perf_counter() - started, 2)
+    about = {"checkpoint": str(args.checkpoint), "task": args.task, "data": args.data, "precision": args.precision}
+    about |= {"image_resize": args.image_resize, "world_size": parallel.world_size, "seconds": seconds}
+    return about | {"metrics": metrics}
+
+
+def encoder(clip: CLIP, precision: str) -> Callable[..., dict[str, torch.Tensor]]:
+    """(images, texts) -> features, under autocast where the precision says so."""
+    dtype = PRECISIONS[precision]
+
+    def encode(images: torch.Tensor | None, texts: torch.Tensor | None) -> dict[str, torch.Tensor]:
+        device = (texts if images is None else images).device.type
+        with torch.autocast(device, dtype=dtype) if dtype else contextlib.nullcontext():
+            return clip(images, texts)
+
+    return encode
+
+
+def table(result: dict) -> str:
+    """Aligned lines: shares in percent, the rest as numbers."""
+    rows = [("checkpoint", result["checkpoint"]), ("data", result["data"])]
+    for name, value in result["metrics"].items():
+        is_share = name.startswith("top") or name.endswith(("_r1", "_r5", "_r10"))
+        rows.append((name.replace("_", " "), f"{100 * value:.2f} %" if is_share else f"{value:,.6g}"))
+    rows.append(("seconds", f"{result['seconds']:,.1f} on {result['world_size']} rank(s)"))
+    width = max(len(name) for name, _ in rows)
+    return "\n".join(["", *(f"  {name:<{width}}  {value}" for name, value in rows), ""])
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m infcl.evaluate", description="Zero-shot classification and retrieval, on all ranks."
+    )
+    add = parser.add_argument
+    add("--checkpoint", required=True, help="run, checkpoint, export, open_clip or CLIPModel folder, or a weights file")
+    add("--task", required=True, choices=("zeroshot", "retrieval"))
+    add("--data", required=True, help="shards, a folder of class folders, or a .jsonl of images and captions")
+    add("--model", help="model config of a bare weights file")
+    add("--tokenizer", help="sentencepiece .model or tokenizer folder [what lies with the weights, else CLIP's BPE]")
+    add("--zeroshot-classnames", help="one class name a line, or LABEL<TAB>name [classnames.txt with the data]")
+    add("--zeroshot-templates", help="one prompt a line, with {} for the name [templates.txt with the data]")
+    add("--zeroshot-classes", help="the classes that compete, for ImageNet-A, -R, -O, ObjectNet and the like [all]")
+    add("--captions", choices=("one", "lines"), default="one", help="lines: each line of a text member is a caption")
+    add("--loss-batch-size", type=int, help="report the loss of global batches of this size too (retrieval)")
+    add("--loss", choices=LOSS_NAMES, default="inf_cl", help="which loss that is [inf_cl]")
+    add("--image-resize", choices=RESIZES, default="torch", help="pil: the pixels of published figures [torch]")
+    add("--batch-size", type=int, default=64, help="images per rank and forward [64]")
+    add("--precision", choices=tuple(PRECISIONS), default="fp32")
+    add("--device", choices=("auto", "cuda", "cpu"), default="auto")
+    add("--dist-timeout", type=float, default=30.0, help="minutes after which a hung collective ends the run [30]")
+    add("--out", help="append the JSON line to this file instead of printing it")
+    add("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,93 @@
+"""A model and its tokenizer for evaluation, from whatever holds weights: no trainer, no DeepSpeed.
+
+In:  a run, a checkpoint, an export, an open_clip or CLIPModel folder, or a bare file with the name of its model config.
+Out: CLIP in eval mode on the device, and a callable that turns texts into its token ids.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from infcl.data.tokenizer import Tokenizer
+from infcl.import_weights import load_tower, read_weights
+from infcl.towers import CLIP, CLIPConfig, load_model_config, with_tokenizer
+
+_SENTENCEPIECE = ("tokenizer.model", "spiece.model")
+
+Tokenize = Callable[[list[str]], torch.Tensor]
+
+
+def load_model(
+    checkpoint: str | Path,
+    *,
+    device: torch.device,
+    model: str | None = None,
+    tokenizer: str | Path | None = None,
+) -> tuple[CLIP, Tokenize]:
+    """model: config of a bare file. tokenizer: see `load_tokenizer`; default: what lies with the weights.
+
+    ValueError when weights, config and tokenizer do not belong together.
+    """
+    weights = read_weights(checkpoint)
+    cfg = weights.cfg
+    if cfg is None:
+        if model is None:
+            raise ValueError(
+                f"{checkpoint} is a bare file: --model must name its config (ViT-B-32, ... or a JSON file)"
+            )
+        cfg = load_model_config(model)
+    elif model is not None:
+        raise ValueError(f"--model {model}: {checkpoint} brings its own config; leave --model out")
+    tokenize = load_tokenizer(tokenizer or _beside(Path(checkpoint)), cfg)
+    if weights.cfg is None and isinstance(tokenize, Tokenizer):  # a config file that knows only CLIP's own vocabulary
+        ids = {name: getattr(tokenize, name) for name in ("vocab_size", "context_length", "eos_id", "pad_id")}
+        cfg = with_tokenizer(cfg, **ids)
+    has_bias = "logit_bias" in weights.state
+    clip = CLIP(cfg, init_logit_bias=0.0 if has_bias and cfg.init_logit_bias is None else None)
+    load_tower(clip, weights)
+    return clip.to(device).eval(), tokenize
+
+
+def load_tokenizer(source: str | Path | None, cfg: CLIPConfig) -> Tokenize:
+    """A sentencepiece .model, a folder with one or with Hugging Face's tokenizer files, or None: CLIP's own BPE.
+
+    CLIP's BPE comes from the open_clip package. ValueError when there are more ids than the model has embeddings.
+    """
+    text = cfg.text_cfg
+    path = None if source is None else Path(source)
+    if path is not None and path.is_dir():
+        found = [path / name for name in _SENTENCEPIECE if (path / name).is_file()]
+        if not found:
+            return _hugging_face(path, text.context_length)
+        path = found[0]
+    if path is not None:
+        if not path.is_file():
+            raise ValueError(f"--tokenizer {path}: no such file or folder")
+        tokenizer = Tokenizer(path, context_length=text.context_length)
+        if tokenizer.vocab_size > text.vocab_size:
+            raise ValueError(f"{path} has {tokenizer.vocab_size} ids, the model {text.vocab_size} embeddings")
+        return tokenizer
+    if text.vocab_size != 49408:
+        raise ValueError(f"no tokenizer beside the weights, and {text.vocab_size} ids are not CLIP's own: --tokenizer")
+    from open_clip.tokenizer import SimpleTokenizer
+
+    return SimpleTokenizer(context_length=text.context_length)
+
+
+def _hugging_face(folder: Path, context_length: int) -> Tokenize:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    options = {"padding": "max_length", "truncation": True, "max_length": context_length, "return_tensors": "pt"}
+    return lambda texts: tokenizer(texts, **options).input_ids
+
+
+def _beside(checkpoint: Path) -> Path | None:
+    """The folder of a run, checkpoint or export that has tokenizer files; None where there are none."""
+    folder = checkpoint if checkpoint.is_dir() else checkpoint.parent
+    wanted = (*_SENTENCEPIECE, "tokenizer.json", "vocab.json")
+    for place in (folder, folder.parent.parent):
+        if any((place / name).is_file() for name in wanted):
+            return place
+    return None

@@ -1,0 +1,187 @@
+"""Others' weights into these towers: every kind of source gives its features; what does not fit is told in full."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from infcl.config import TrainConfig
+from infcl.export import export_model
+from infcl.import_weights import load_pretrained, read_weights, resize_image_positions
+from infcl.towers import CLIP
+from infcl.towers.config import parse_model_config
+from infcl.train.trainer import build_model
+from tests.open_clip_stub import import_open_clip
+from tests.shard_files import Payload
+
+VISION = {"image_size": 32, "layers": 1, "width": 48, "head_width": 16, "patch_size": 8}
+TEXT = {"context_length": 12, "vocab_size": 90, "width": 32, "heads": 4, "layers": 2, "pool_type": "eos", "eos_id": 1}
+
+
+def config(vision=(), text=(), **top):
+    fields = {"embed_dim": 24, "vision_cfg": {**VISION, **dict(vision)}, "text_cfg": {**TEXT, **dict(text)}, **top}
+    return parse_model_config(fields)
+
+
+def seeded(cfg, seed) -> CLIP:
+    torch.manual_seed(seed)
+    return CLIP(cfg).eval()
+
+
+@pytest.fixture(scope="module")
+def source():
+    return seeded(config(), 1)
+
+
+def write(kind, model, path):
+    """`model` as open_clip, DDP, CustomTextCLIP, transformers or this project would leave it; returns what to load."""
+    state = {name: value.detach() for name, value in model.state_dict().items()}
+    state["logit_scale"] = state["logit_scale"][0]
+    if kind == "pt":
+        torch.save(state, path / "w.pt")
+    elif kind == "ddp":
+        torch.save({"epoch": 3, "state_dict": {f"module._orig_mod.{n}": v for n, v in state.items()}}, path / "w.pt")
+    elif kind == "custom_text":
+        top = ("visual.", "logit_scale")
+        torch.save({n if n.startswith(top) else f"text.{n}": v for n, v in state.items()}, path / "w.bin")
+    elif kind == "safetensors":
+        save_file(state, path / "w.safetensors")
+    else:
+        export_model(model.state_dict(), model.cfg, None, path, format=kind.removeprefix("folder_"))
+        return path
+    return next(path.glob("w.*"))
+
+
+KINDS = ["pt", "ddp", "custom_text", "safetensors", "folder_open_clip", "folder_hf", "folder_safetensors"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_model_started_from_any_source_has_its_weights(kind, source, tmp_path):
+    model = seeded(config(), 2)
+    load_pretrained(model, str(write(kind, source, tmp_path)))
+    for name, value in source.state_dict().items():
+        assert torch.equal(model.state_dict()[name], value), name
+
+
+def test_weights_saved_by_open_clip_give_its_features(tmp_path):
+    open_clip = import_open_clip()
+    torch.manual_seed(3)
+    theirs = open_clip.model.CLIP(**config().to_dict() | {"init_logit_scale": 1.5}).eval()
+    torch.save(theirs.state_dict(), tmp_path / "open_clip_pytorch_model.bin")
+    cfg = {"model_cfg": config().to_dict(), "preprocess_cfg": {}}
+    (tmp_path / "open_clip_config.json").write_text(json.dumps(cfg))
+    images, texts = torch.randn(2, 3, 32, 32), torch.tensor([[5, 8, 1] + 9 * [0], [7, 1] + 10 * [0]])
+    for path in (tmp_path, tmp_path / "open_clip_pytorch_model.bin"):
+        ours = seeded(config(), 4)
+        load_pretrained(ours, str(path))
+        with torch.no_grad():
+            out = ours(images, texts)
+            torch.testing.assert_close(out["image_features"], theirs.encode_image(images, True), rtol=0, atol=1e-5)
+            torch.testing.assert_close(out["text_features"], theirs.encode_text(texts, True), rtol=0, atol=1e-5)
+        assert out["logit_scale"].item() == 1.5
+
+
+@pytest.mark.parametrize("tower", ["image", "text"])
+def test_one_tower_alone_leaves_the_other_and_the_scale_as_they_were(tower, source, tmp_path):
+    path, model = str(write("safetensors", source, tmp_path)), seeded(config(), 2)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    assert load_pretrained(model, **{tower: path}) == {tower: path}
+    for name, value in model.state_dict().items():
+        loaded = name not in ("logit_scale", "logit_bias") and name.startswith("visual.") == (tower == "image")
+        assert torch.equal(value, (source.state_dict() if loaded else before)[name]), name
+
+
+def test_the_image_tower_may_come_with_another_text_tower(source, tmp_path):
+    other = seeded(config(text={"vocab_size": 50, "width": 64}), 2)
+    path = str(write("folder_open_clip", source, tmp_path))
+    load_pretrained(other, image=path)
+    assert torch.equal(other.visual.conv1.weight, source.visual.conv1.weight)
+    with pytest.raises(ValueError, match="keep the source's tokenizer"):
+        load_pretrained(other, whole=path)
+
+
+def test_position_embeddings_are_interpolated_as_open_clip_does(source, tmp_path):
+    open_clip = import_open_clip()
+    path, cfg = write("pt", source, tmp_path), config(vision={"image_size": 48})
+    ours, theirs = seeded(cfg, 2), open_clip.model.CLIP(**cfg.to_dict())
+    load_pretrained(ours, str(path))
+    open_clip.load_checkpoint(theirs, str(path))
+    assert ours.visual.positional_embedding.shape == (37, 48)
+    torch.testing.assert_close(ours.visual.positional_embedding, theirs.visual.positional_embedding, rtol=0, atol=1e-6)
+
+
+def test_interpolation_to_the_same_grid_changes_nothing_and_shorter_texts_keep_their_positions(source, tmp_path):
+    positions = source.visual.positional_embedding.detach()
+    torch.testing.assert_close(resize_image_positions(positions, len(positions)), positions)
+    model = seeded(config(text={"context_length": 8}), 2)
+    load_pretrained(model, str(write("pt", source, tmp_path)))
+    assert torch.equal(model.positional_embedding, source.positional_embedding[:8])
+
+
+def test_what_does_not_fit_is_listed_with_shapes_and_nothing_is_loaded(source, tmp_path):
+    state = dict(source.state_dict())
+    state["visual.proj"], state["visual.extra"] = torch.zeros(48, 16), torch.zeros(2, 3)
+    del state["ln_final.bias"]
+    torch.save(state, tmp_path / "w.pt")
+    model = seeded(config(), 2)
+    before = model.visual.conv1.weight.clone()
+    with pytest.raises(ValueError) as error:
+        load_pretrained(model, str(tmp_path / "w.pt"))
+    for part in (
+        "w.pt does not fit the model",
+        "missing: ln_final.bias [32]",
+        "unexpected: visual.extra [2, 3]",
+        "mismatched: visual.proj is [48, 16], needed [48, 24]",
+    ):
+        assert part in str(error.value)
+    assert torch.equal(model.visual.conv1.weight, before)
+    load_pretrained(model, text=None, image=None)
+
+
+@pytest.mark.parametrize("kind", ["folder_open_clip", "folder_hf"])
+def test_settings_that_shapes_do_not_show_must_agree(kind, source, tmp_path):
+    path = str(write(kind, source, tmp_path))
+    for cfg, message in (
+        (config(quick_gelu=True), "quick_gelu is False there, True here"),
+        (config(vision={"head_width": 24}), "head_width is 16 there, 24 here"),
+        (config(text={"heads": 2}), "text_cfg.heads is 4 there, 2 here"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            load_pretrained(seeded(cfg, 2), path)
+    load_pretrained(seeded(config(text={"heads": 2}), 2), image=path)
+
+
+def test_a_loss_s_own_bias_may_be_missing_or_left_over(source, tmp_path):
+    with_bias = seeded(config(init_logit_bias=-10.0), 2)
+    load_pretrained(with_bias, str(write("pt", source, tmp_path)))
+    assert with_bias.logit_bias.item() == -10.0
+    (tmp_path / "other").mkdir()
+    load_pretrained(seeded(config(), 3), str(write("safetensors", with_bias, tmp_path / "other")))
+
+
+def test_files_that_would_run_code_are_refused(tmp_path):
+    torch.save({"a": Payload(tmp_path / "ran")}, tmp_path / "evil.pt")
+    (tmp_path / "noise.bin").write_bytes(b"not a checkpoint")
+    (tmp_path / "noise.safetensors").write_bytes(b"not a checkpoint")
+    torch.save({"state_dict": [1, 2]}, tmp_path / "list.pt")
+    for name, message in (
+        ("evil.pt", "weights_only"),
+        ("noise.bin", "weights_only"),
+        ("noise.safetensors", "not a safetensors file"),
+        ("list.pt", "no state dict"),
+        ("nothing.pt", "no such file"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            read_weights(tmp_path / name)
+    assert not (tmp_path / "ran").exists()
+    with pytest.raises(ValueError, match="no weights there"):
+        read_weights(tmp_path)
+
+
+def test_the_flags_reach_the_model(source, tmp_path):
+    path = str(write("pt", source, tmp_path))
+    flags = {"dataset_type": "synthetic", "train_num_samples": 8, "pretrained_image": path, "lock_image": True}
+    model = build_model(TrainConfig(**flags), config())
+    assert torch.equal(model.visual.proj, source.visual.proj) and not model.visual.proj.requires_grad
+    assert not torch.equal(model.text_projection, source.text_projection)
