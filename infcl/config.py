@@ -51,7 +51,7 @@ class TrainConfig:
         "indexed", "data", "indexed: exact order and resume; streaming: pipe: urls", choices=("indexed", "streaming")
     )
     train_num_samples: int | None = _flag(None, "data", "samples per epoch (synthetic and streaming data need it)")
-    tokenizer: str | None = _flag(None, "data", "sentencepiece .model file")
+    tokenizer: str | None = _flag(None, "data", "sentencepiece .model file, or open_clip:MODEL for CLIP's own")
     workers: int = _flag(4, "data", "data loader processes per rank")
     aug_cfg: dict = _flag(
         {}, "data", "augmentation, e.g. scale='(0.9,1.0)' ratio='(0.75,1.33)' hflip=0.5", nargs="*", metavar="K=V"

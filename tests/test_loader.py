@@ -1,6 +1,7 @@
 import hashlib
 import json
 import pickle
+import random
 
 import pytest
 import torch
@@ -36,13 +37,17 @@ def ids(loader) -> list[list[int]]:
     return [torch.cat([batch["ids"] for batch in step]).tolist() for step in loader]
 
 
-def digest(loader) -> list[str]:
-    """One hash per remaining step, over everything that a step holds."""
+def digest(loader, steps: int | None = None) -> list[str]:
+    """One hash per step, over all that it holds: of the rest of the epoch, or of as many steps as are asked for."""
     result = []
-    for step in loader:
-        parts = b"".join(batch[name].numpy().tobytes() for batch in step for name in ("ids", "images", "texts"))
-        result.append(hashlib.sha256(parts).hexdigest())
-    return result
+    while True:
+        for step in loader:
+            parts = b"".join(batch[name].numpy().tobytes() for batch in step for name in ("ids", "images", "texts"))
+            result.append(hashlib.sha256(parts).hexdigest())
+            if len(result) == steps:
+                return result
+        if steps is None:
+            return result
 
 
 def test_a_step_is_a_list_of_micro_batches_of_the_promised_shapes(shards, tokenizer):
@@ -99,6 +104,41 @@ def test_a_resumed_run_continues_bit_identically(shards, tokenizer):
         while stop + len(rest) < len(whole):
             rest += digest(resumed)
         assert rest == whole[stop:]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_any_stop_with_any_workers_continues_the_uninterrupted_run_of_three_epochs(shards, tokenizer, world_size):
+    """The resume proof, by ids, crops and texts of each rank."""
+    sizes = {"micro_batch_size": 3, "num_micro_batches": 4 // world_size, "world_size": world_size}
+    rng = random.Random(world_size)
+    for rank in range(world_size):
+        loader = make(shards, tokenizer, rank=rank, **sizes)
+        whole = [entry for _ in range(3) for entry in digest(loader)]
+        stop, workers = rng.randrange(1, len(whole)), rng.sample([0, 1, 2], 2)
+        first = make(shards, tokenizer, rank=rank, num_workers=workers[0], **sizes)
+        seen = digest(first, stop)
+        second = make(shards, tokenizer, rank=rank, num_workers=workers[1], **sizes)
+        second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+        assert seen + digest(second, len(whole) - stop) == whole, (rank, stop, workers)
+
+
+def test_a_change_of_world_size_regroups_the_same_samples_with_the_same_crops(shards, tokenizer):
+    def steps(world_size: int) -> list[dict[int, bytes]]:
+        sizes = {"micro_batch_size": 3, "num_micro_batches": 4 // world_size, "world_size": world_size}
+        loaders = [make(shards, tokenizer, rank=rank, **sizes) for rank in range(world_size)]
+        if world_size > 1:  # as after a resume in the middle of an epoch
+            state = make(shards, tokenizer, micro_batch_size=3, num_micro_batches=4).state_dict()
+            for loader in loaders:
+                loader.load_state_dict(state | {"epoch": 1, "step": 2})
+        else:
+            loaders[0].set_position(1, 2)
+        return [
+            {int(i): image.numpy().tobytes() for step in ranks for b in step for i, image in zip(b["ids"], b["images"])}
+            for ranks in zip(*loaders)
+        ]
+
+    expected = steps(1)
+    assert len(expected) == 2 and steps(2) == steps(4) == expected
 
 
 def test_starting_an_epoch_leaves_the_global_random_state_alone(shards, tokenizer):

@@ -3,7 +3,10 @@ import pickle
 import pytest
 import torch
 
+from infcl.data.loader import TrainLoader
+from infcl.data.open_clip_tokenizer import OpenClipTokenizer
 from infcl.data.tokenizer import EOS_ID, PAD_ID, UNK_ID, Tokenizer, canonicalise, main, shard_captions, train_tokenizer
+from tests.open_clip_stub import import_open_clip
 from tests.shard_files import write_shards
 
 CAPTIONS = [
@@ -112,3 +115,25 @@ def test_the_command_learns_from_shards(tmp_path, capsys):
     out = tmp_path / "new" / "x.model"
     main(["train", "--train-data", folder, "--vocab-size", "30", "--model-type", "bpe", "--out", str(out)])
     assert Tokenizer(out).vocab_size == 30 and "30 pieces" in capsys.readouterr().out
+
+
+def test_open_clips_tokenizer_has_the_same_interface_and_open_clips_ids():
+    open_clip = import_open_clip()
+    tokenizer, theirs = OpenClipTokenizer("open_clip:ViT-B-32", 16), open_clip.get_tokenizer("ViT-B-32")
+    captions = ["A photo of a Dog, brown!", "caf\u00e9 &amp; tea", "", "one two three four " * 10]
+    assert torch.equal(tokenizer(captions), theirs(captions, context_length=16))
+    assert tokenizer.truncated == 1 and (tokenizer.vocab_size, tokenizer.eos_id, tokenizer.pad_id) == (49408, 49407, 0)
+    clone = pickle.loads(pickle.dumps(tokenizer))
+    assert clone.sha256 == tokenizer.sha256 and torch.equal(clone(captions), tokenizer(captions))
+    tokenizer._bpe.cache |= {str(i): "x" for i in range(200_001)}
+    assert torch.equal(clone(captions), tokenizer(captions)) and len(tokenizer._bpe.cache) < 100  # bounded
+
+
+def test_another_tokenizer_is_refused_on_resume(model, tmp_path):
+    folder = write_shards(tmp_path / "a", [6])
+    other = tmp_path / "other.model"
+    train_tokenizer(CAPTIONS, other, 70)
+    sizes = {"image_size": 8, "micro_batch_size": 2, "num_micro_batches": 1, "rank": 0, "world_size": 1, "seed": 0}
+    loaders = [TrainLoader(folder, Tokenizer(path, 8), num_workers=0, **sizes) for path in (model, other)]
+    with pytest.raises(ValueError, match="tokenizer_sha256 is"):
+        loaders[1].load_state_dict(loaders[0].state_dict())

@@ -52,7 +52,7 @@ class RunFolder:
         write_atomic(self.root / "config.json", config.to_json())
         write_atomic(self.model_config, model_config_json)
         write_atomic(self.root / "environment.json", json.dumps(describe_environment(parallel), indent=2) + "\n")
-        if config.tokenizer is not None:
+        if config.tokenizer is not None and Path(config.tokenizer).is_file():  # open_clip's has no file of its own
             shutil.copyfile(config.tokenizer, self.tokenizer)
 
     def other_flags(self, config: TrainConfig) -> list[str]:

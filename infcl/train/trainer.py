@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from infcl.config import BatchPlan, TrainConfig, parse_factors, total_steps
 from infcl.data.loader import SyntheticLoader, TrainLoader
+from infcl.data.open_clip_tokenizer import PREFIX, OpenClipTokenizer
 from infcl.data.storage import StorageOptions
 from infcl.data.tokenizer import Tokenizer
 from infcl.evaluate.tasks import RetrievalTask, ZeroShotTask
@@ -288,7 +289,7 @@ class Trainer:
             from infcl.export import export_model
 
             draw_loss_curve(self.run.metrics, self.run.loss_curve)
-            tokenizer_path = self.run.tokenizer if self.tokenizer is not None else None
+            tokenizer_path = self.run.tokenizer if self.run.tokenizer.is_file() else None
             export_model(weights, self.model_config, tokenizer_path, self.run.export, card=summary)
             write_atomic(self.run.summary, json.dumps(summary, indent=2) + "\n")
         dist.barrier()
@@ -308,7 +309,16 @@ def build_tokenizer_and_model_config(config: TrainConfig) -> tuple[Tokenizer | N
     )
     if config.tokenizer is None:
         return None, model_config
-    tokenizer = Tokenizer(config.tokenizer, context_length=model_config.text_cfg.context_length)
+    text = model_config.text_cfg
+    if config.tokenizer.startswith(PREFIX):
+        tokenizer = OpenClipTokenizer(config.tokenizer, context_length=text.context_length)
+        if tokenizer.vocab_size != text.vocab_size:
+            raise ValueError(
+                f"--tokenizer {config.tokenizer} has {tokenizer.vocab_size} ids and --model {config.model} "
+                f"{text.vocab_size}: use a model with CLIP's vocabulary"
+            )
+        return tokenizer, model_config
+    tokenizer = Tokenizer(config.tokenizer, context_length=text.context_length)
     return tokenizer, with_tokenizer(
         model_config,
         vocab_size=tokenizer.vocab_size,
