@@ -4,6 +4,7 @@ A sink takes (kind, step, samples_seen, values) and names a curve kind/key: trai
 """
 
 import json
+import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
@@ -58,7 +59,7 @@ class WandbSink:
 
         identity = run / "wandb_id"
         if not identity.is_file():
-            identity.write_text(wandb.util.generate_id() + "\n")
+            identity.write_text(uuid.uuid4().hex[:12] + "\n")
         config = run / "config.json"
         self.run = wandb.init(
             project=project,
