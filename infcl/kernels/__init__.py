@@ -54,21 +54,19 @@ def select_tile(features: Tensor, *, tile: str = "auto", tile_dtype: str | None 
         tile = "triton" if features.is_cuda and tile_dtype != "fp64" else "torch"
     operand_dtype = _OPERANDS[tile_dtype]
     if tile == "torch":
-        from infcl.kernels import torch_tile as implementation
+        from infcl.kernels import torch_tile
 
-        operations = [getattr(implementation, name) for name in Tile._fields[2:]]
-        return Tile("torch", operand_dtype, *operations)
-
+        return Tile("torch", operand_dtype, *(getattr(torch_tile, name) for name in Tile._fields[2:]))
     if tile_dtype == "fp64":
         raise ValueError("the Triton tile has no float64; use tile='torch'")
     from infcl.kernels import triton_backward, triton_forward
 
-    precision = partial(partial, tf32=tile_dtype == "tf32")
+    tf32 = tile_dtype == "tf32"
     return Tile(
         "triton",
         operand_dtype,
-        precision(triton_forward.softmax_forward),
-        precision(triton_backward.softmax_backward),
-        precision(triton_forward.sigmoid_forward),
-        precision(triton_backward.sigmoid_backward),
+        partial(triton_forward.softmax_forward, tf32=tf32),
+        partial(triton_backward.softmax_backward, tf32=tf32),
+        partial(triton_forward.sigmoid_forward, tf32=tf32),
+        partial(triton_backward.sigmoid_backward, tf32=tf32),
     )
