@@ -1,4 +1,4 @@
-"""CLIP's own byte-pair tokenizer, from open_clip where it is installed: for fine-tuning weights that were trained with it.
+"""CLIP's own byte-pair tokenizer, from open_clip where it is installed: to fine-tune weights that were trained with it.
 
 `--tokenizer open_clip:<model>`, e.g. open_clip:ViT-B-32. Ids: [start, ..., end, 0, ...], 49,408 of them; the text tower
 pools at the largest id, which is the end. Ten times slower than sentencepiece, and still a small part of a decode.
@@ -21,7 +21,7 @@ class OpenClipTokenizer:
         try:
             from open_clip import get_tokenizer
             from open_clip.tokenizer import SimpleTokenizer
-        except ImportError as error:
+        except (ImportError, RuntimeError) as error:  # torchvision under another torch raises RuntimeError
             raise ValueError(f"--tokenizer {name} needs open_clip: pip install open_clip_torch ({error})") from error
         model = name.removeprefix(PREFIX)
         self._bpe = get_tokenizer(model, context_length=context_length)

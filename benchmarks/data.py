@@ -1,0 +1,260 @@
+"""What the data layer costs, in CPU time of one core, and how many GPUs that feeds: `python -m benchmarks.data`.
+
+Images: random crops of the photograph that matplotlib ships (Grace Hopper, 512 x 600), enlarged to --size with a
+little sensor noise, JPEG quality 90, about 65 KB each at 512 px; captions of 12 words. They are written as webdataset
+shards to a temporary folder, and read from the page cache.
+
+The stages are measured alone (read, decode, augment, tokenise) and together (batch: what a worker does for a
+micro-batch, by the loader's own code). open_clip's worker path runs on the same shards in the same rounds: webdataset's
+tar reader and Pillow decoder, open_clip's `image_transform(is_train=True)`, its tokenizer, stacked. The best of --rounds
+counts, in CPU seconds of this one thread, so that a busy machine changes little.
+
+GPUs fed: a GPU trains `--gpu-tflops` / (flops of a sample) samples a second, 3 forwards' worth (4 with a gradient
+cache).
+"""
+
+import argparse
+import csv
+import io
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from infcl.data.index import SampleKeys, scan_shard
+from infcl.data.indexed import IndexedDataset
+from infcl.data.records import ShardReader
+from infcl.data.samples import ImageLimits, SampleDecoder, TrainTransform, decode_image
+from infcl.data.shards import load_manifest
+from infcl.data.tokenizer import Tokenizer, train_tokenizer
+from infcl.data.workers import WorkerBoard
+from infcl.towers.config import load_model_config
+from infcl.towers.flops import forward_flops
+
+WORDS = "a photo of the red old small house near river with two people walking under bright evening sky".split()
+MODELS = ("ViT-B-32", "ViT-B-16", "ViT-L-14", "ViT-H-14", "ViT-bigG-14")
+JITTER = {"color_jitter": (0.4, 0.4, 0.4, 0.1), "color_jitter_prob": 0.8, "gray_scale_prob": 0.2}
+
+
+def main() -> None:
+    arguments = _parse()
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        rates = measure(Path(folder), arguments)
+    result = {**hardware(), "images": f"{arguments.size} px crops of matplotlib's photograph", **rates}
+    result["gpus_fed"] = gpus_fed(rates["ours/batch"], arguments)
+    _print(result, arguments)
+    if arguments.json:
+        arguments.json.parent.mkdir(parents=True, exist_ok=True)
+        arguments.json.write_text(json.dumps(result, indent=2) + "\n")
+    if arguments.csv:
+        _append(arguments.csv, result)
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", type=int, default=512, help="pixels of a side of the stored images")
+    parser.add_argument("--image-size", type=int, default=224, help="what the model sees")
+    parser.add_argument("--images", type=int, default=192, help="how many")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--gpu-tflops", type=float, default=400, help="assumed rate of a GPU in training, in TFLOP/s")
+    parser.add_argument("--cores", type=int, default=12, help="CPU cores for each GPU of the host")
+    parser.add_argument("--json", type=Path, help="write the result here")
+    parser.add_argument("--csv", type=Path, help="append one line a stage here")
+    return parser.parse_args()
+
+
+def measure(folder: Path, arguments: argparse.Namespace) -> dict[str, float]:
+    """{stage: samples a second of one core}."""
+    captions = write_images(folder / "shards", arguments.images, arguments.size)
+    small = write_small(folder / "small.tar", 10_000)
+    model = folder / "spm.model"
+    train_tokenizer([" ".join(np.random.default_rng(i).permutation(WORDS)) for i in range(3000)], model, 160)
+    tokenizer, reader = Tokenizer(model, 64), ShardReader(load_manifest(str(folder / "shards")))
+    order = np.random.default_rng(0).permutation(arguments.images)
+    records = reader.read(order)
+    jpegs = [record.image for record in records]
+    pixels = [decode_image(jpeg) for jpeg in jpegs[:32]]
+    size, random = arguments.image_size, np.random.default_rng(0)
+
+    def dataset(**augmentation) -> IndexedDataset:
+        transform = TrainTransform(size, **augmentation)
+        decoder = SampleDecoder(tokenizer, transform, seed=0, keys=SampleKeys(), limits=ImageLimits())
+        return IndexedDataset(reader, decoder, WorkerBoard(0, 0.0, str))
+
+    def augment(**augmentation) -> Callable[[], int]:
+        transform = TrainTransform(size, **augmentation)
+        return lambda: len([transform(image, random.random(33)) for image in pixels])
+
+    batches = {
+        "ours/batch": dataset(),
+        "ours/batch, scale (0.08, 1)": dataset(scale=(0.08, 1.0)),
+        "ours/batch, color jitter": dataset(**JITTER),
+    }
+    stages: dict[str, Callable[[], int]] = {
+        "ours/index": lambda: len(scan_shard(str(small), SampleKeys()).members),
+        "ours/read": lambda: len(reader.read(order)),
+        "ours/read, chunks of 16": lambda: sum(
+            len(reader.read(np.arange(i, i + 16))) for i in range(0, len(order), 16)
+        ),
+        "ours/decode": lambda: len([decode_image(jpeg) for jpeg in jpegs]),
+        "ours/augment": augment(),
+        "ours/augment, color jitter": augment(**JITTER),
+        "ours/tokenise": lambda: sum(len(tokenizer(captions)) for _ in range(10)),
+        **{name: lambda data=data: len(data[(0, 0, order)][0]["ids"]) for name, data in batches.items()},
+        **open_clip_stages(folder / "shards", jpegs, captions, size),
+    }
+    best = dict.fromkeys(stages, 0.0)
+    for _ in range(arguments.rounds):
+        for name, stage in stages.items():
+            started = time.thread_time()
+            count = stage()
+            best[name] = max(best[name], count / (time.thread_time() - started))
+    rates = {name: round(rate, 1) for name, rate in best.items()}
+    if "open_clip/batch" in rates:
+        rates["ratio"] = round(rates["ours/batch"] / rates["open_clip/batch"], 2)
+        crops = "batch, scale (0.08, 1)"
+        rates["ratio, scale (0.08, 1)"] = round(rates[f"ours/{crops}"] / rates[f"open_clip/{crops}"], 2)
+    return rates
+
+
+def write_images(folder: Path, count: int, size: int) -> list[str]:
+    """Shards of `count` photographs; returns their captions."""
+    import matplotlib
+    import webdataset
+    from PIL import Image
+
+    photo = Image.open(os.path.join(matplotlib.get_data_path(), "sample_data", "grace_hopper.jpg")).convert("RGB")
+    rng, captions = np.random.default_rng(0), []
+    folder.mkdir(parents=True)
+    with webdataset.ShardWriter(f"{folder}/%05d.tar", maxcount=max(1, count // 4), verbose=0, mtime=0) as writer:
+        for i in range(count):
+            side = int(rng.integers(256, 500))
+            left, top = int(rng.integers(0, photo.width - side + 1)), int(rng.integers(0, photo.height - side + 1))
+            crop = photo.crop((left, top, left + side, top + side)).resize((size, size), Image.Resampling.BICUBIC)
+            noisy = np.clip(np.asarray(crop) + rng.normal(0, 1.0, (size, size, 3)), 0, 255).astype(np.uint8)
+            file = io.BytesIO()
+            Image.fromarray(noisy).save(file, "JPEG", quality=90)
+            captions.append(" ".join(rng.permutation(WORDS)[:12]))
+            writer.write({"__key__": f"{i:09d}", "jpg": file.getvalue(), "json": b"{}", "txt": captions[-1]})
+    return captions
+
+
+def write_small(path: Path, count: int) -> Path:
+    """A shard of many samples, for the index: it reads headers, so the images may be anything."""
+    import webdataset
+
+    with webdataset.TarWriter(str(path), mtime=0) as writer:
+        for i in range(count):
+            writer.write({"__key__": f"{i:09d}", "jpg": bytes(2000), "json": b"{}", "txt": "a caption"})
+    return path
+
+
+def open_clip_stages(shards: Path, jpegs: list[bytes], captions: list[str], size: int) -> dict[str, Callable[[], int]]:
+    """open_clip's own worker path over the same shards; {} where it is not installed."""
+    try:
+        from tests.open_clip_stub import declare_torchvision_operators
+
+        declare_torchvision_operators()
+        import open_clip
+        import webdataset
+        from PIL import Image
+    except ImportError:
+        return {}
+    tokenizer, urls = open_clip.get_tokenizer("ViT-B-32"), sorted(map(str, shards.glob("*.tar")))
+
+    def batch(**augmentation) -> Callable[[], int]:
+        transform = open_clip.image_transform(size, is_train=True, aug_cfg=augmentation or None)
+
+        def run() -> int:
+            data = webdataset.WebDataset(urls, shardshuffle=False).decode("pilrgb").to_tuple("jpg", "txt")
+            pairs = [(transform(image), tokenizer(text)[0]) for image, text in data]
+            torch.stack([image for image, _ in pairs]), torch.stack([text for _, text in pairs])
+            return len(pairs)
+
+        return run
+
+    plain = open_clip.image_transform(size, is_train=True)
+    return {
+        "open_clip/decode": lambda: len([Image.open(io.BytesIO(jpeg)).convert("RGB") for jpeg in jpegs]),
+        "open_clip/decode and augment": lambda: len(
+            [plain(Image.open(io.BytesIO(jpeg)).convert("RGB")) for jpeg in jpegs]
+        ),
+        "open_clip/tokenise": lambda: len(tokenizer(captions)),
+        "open_clip/batch": batch(),
+        "open_clip/batch, scale (0.08, 1)": batch(scale=(0.08, 1.0)),
+    }
+
+
+def gpus_fed(rate: float, arguments: argparse.Namespace) -> dict[str, dict[str, float]]:
+    """{model: samples a second of a GPU, and how many of them --cores cores feed}."""
+    result = {}
+    for name in MODELS:
+        flops = sum(forward_flops(load_model_config(name)).values())
+        once, cached = (arguments.gpu_tflops * 1e12 / (forwards * flops) for forwards in (3, 4))
+        result[name] = {
+            "gpu_samples_per_second": round(once),
+            "gpus_fed": round(rate * arguments.cores / once, 1),
+            "gpus_fed_with_gradient_cache": round(rate * arguments.cores / cached, 1),
+        }
+    return result
+
+
+def hardware() -> dict[str, str | int]:
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
+    cpu = platform.processor() or platform.machine()
+    if os.path.exists("/proc/cpuinfo"):
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        cpu = next((line.split(": ", 1)[1] for line in lines if line.startswith("model name")), cpu)
+    return {
+        "command": "python -m benchmarks.data " + " ".join(sys.argv[1:]),
+        "commit": commit,
+        "cpu": cpu,
+        "cores": os.cpu_count(),
+        "load": round(os.getloadavg()[0], 1),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+    }
+
+
+def _print(result: dict, arguments: argparse.Namespace) -> None:
+    print(f"{result['cpu']}, torch {result['torch']}, commit {result['commit']}, load {result['load']}")
+    print(result["images"])
+    for name, value in result.items():
+        if "/" in name and isinstance(value, float):
+            print(f"{name:<36} {value:>10.0f} samples/s/core")
+    if "ratio" in result:
+        print(
+            f"a batch, ours to open_clip's: {result['ratio']}x; at scale (0.08, 1): {result['ratio, scale (0.08, 1)']}x"
+        )
+    print(f"\n{arguments.cores} cores feed, of GPUs at {arguments.gpu_tflops:g} TFLOP/s:")
+    for name, row in result["gpus_fed"].items():
+        print(
+            f"{name:<12} {row['gpus_fed']:>6} GPUs of {row['gpu_samples_per_second']} samples/s, "
+            f"{row['gpus_fed_with_gradient_cache']} with a gradient cache"
+        )
+
+
+def _append(path: Path, result: dict) -> None:
+    new = not path.exists()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a", newline="") as file:
+        writer = csv.writer(file)
+        if new:
+            writer.writerow(["stage", "samples_per_second_per_core", "images", "cpu", "load", "torch", "commit"])
+        for name, value in result.items():
+            if "/" in name and isinstance(value, float):
+                what = [result[key] for key in ("images", "cpu", "load", "torch", "commit")]
+                writer.writerow([name, value, *what])
+
+
+if __name__ == "__main__":
+    main()
