@@ -66,9 +66,4 @@ def clock(seconds: float) -> str:
 def _progress_bar():
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(bar_width=20),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[text]}"),
-    )
+    return Progress(BarColumn(bar_width=16), MofNCompleteColumn(), TextColumn("{task.fields[text]}"))

@@ -1,0 +1,137 @@
+"""What a run writes and shows while it goes on: records, sinks over samples_seen, console, profile."""
+
+import json
+import sys
+import types
+
+import pytest
+import torch
+
+from infcl.config import TrainConfig, parse_args
+from infcl.train.console import Console, clock
+from infcl.train.metrics import MetricsWriter, PhaseTimer
+from infcl.train.profiler import WARM_UP_STEPS, StepProfiler, phase_table
+from infcl.train.run_folder import RunFolder
+from tests.ranks import run_ranks
+from tests.test_trainer import demo_config, fit
+
+VALUES = {"loss": 1.5, "samples_per_second": 1000.0, "data_wait": 0.25, "lr": 1e-3, "logit_scale": 14.0}
+
+
+@pytest.fixture
+def wandb(monkeypatch):
+    """A stand-in that records what it is told; the real package is optional and not needed to run the tests."""
+    module, log = types.ModuleType("wandb"), []
+
+    class WandbRun:
+        def define_metric(self, name, step_metric=None):
+            log.append(("axis", name, step_metric))
+
+        def log(self, values):
+            log.append(("log", values))
+
+        def finish(self):
+            log.append(("finish",))
+
+    def init(**options):
+        log.append(("init", options))
+        return WandbRun()
+
+    module.init, module.calls = init, log
+    monkeypatch.setitem(sys.modules, "wandb", module)
+    return module
+
+
+def write(folder, report_to="none", **extra):
+    run = RunFolder(folder)
+    run.root.mkdir(exist_ok=True)
+    writer = MetricsWriter(run, enabled=True, total_steps=4, log_every_n_steps=2, report_to=report_to)
+    writer.step(1, 64, VALUES | extra)
+    writer.step(2, 128, VALUES | extra)
+    writer.evaluation("zero_shot", 2, 128, {"top1": 0.5})
+    writer.close()
+    return [json.loads(line) for line in run.metrics.read_text().splitlines()]
+
+
+def test_what_is_not_a_number_is_left_out_and_lines_stay_json(tmp_path):
+    records = write(tmp_path, grad_norm=float("nan"), grad_norm_text=float("inf"), mfu=None)
+    assert [record["kind"] for record in records] == ["train", "train", "zero_shot"]
+    assert set(records[0]) == {"kind", "step", "samples_seen", *VALUES}
+
+
+def test_tensorboard_has_the_curves_over_samples_seen(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    write(tmp_path, "tensorboard")
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [(event.step, event.value) for event in events.Scalars("train/loss")] == [(64, 1.5), (128, 1.5)]
+    assert [event.step for event in events.Scalars("zero_shot/top1")] == [128]
+
+
+def test_wandb_gets_the_same_curves_and_a_resumed_run_continues_its_own(tmp_path, wandb):
+    write(tmp_path, "wandb")
+    write(tmp_path, "wandb")
+    starts = [call[1] for call in wandb.calls if call[0] == "init"]
+    assert starts[0]["id"] == starts[1]["id"] and starts[0]["resume"] == "allow" and starts[0]["dir"] == str(tmp_path)
+    assert ("axis", "*", "samples_seen") in wandb.calls and ("finish",) in wandb.calls
+    logged = [call[1] for call in wandb.calls if call[0] == "log"]
+    assert logged[1]["train/loss"] == 1.5 and [values["samples_seen"] for values in logged[:3]] == [64, 128, 128]
+    assert logged[2] == {"zero_shot/top1": 0.5, "samples_seen": 128}
+
+
+def test_wandb_that_is_not_installed_is_refused_at_once_with_the_command(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ValueError, match="--report-to all: wandb is not installed .pip install"):
+        parse_args(["--dataset-type", "synthetic", "--train-num-samples", "10", "--report-to", "all"])
+
+
+def test_without_a_terminal_there_is_a_line_every_n_steps_and_at_the_end(capsys):
+    console = Console(5, 2, terminal=False)
+    for step in range(1, 6):
+        console.step(step, VALUES | {"mfu": 0.4})
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[1] for line in lines] == ["2/5", "4/5", "5/5"]
+    for shown in ("loss 1.5000", "1,000 samples/s", "MFU 40.0%", "data wait 25%", "left 0:00", "lr 1.00e-03"):
+        assert shown in lines[0]
+    assert [clock(seconds) for seconds in (59, 61, 7325)] == ["0:59", "1:01", "2:02:05"]
+
+
+def test_in_a_terminal_there_is_a_bar_that_brackets_in_messages_do_not_disturb(capsys):
+    console = Console(5, 2, terminal=True)
+    console.step(1, VALUES)
+    console.say("a [bold] message")
+    console.step(2, VALUES)
+    console.close()
+    output = capsys.readouterr().out
+    assert "a [bold] message" in output and "2/5" in output and "loss 1.5000" in output
+
+
+def test_the_profile_is_of_the_steps_after_the_warm_up(tmp_path):
+    timer = PhaseTimer(torch.device("cpu"))
+    profiler = StepProfiler(2, tmp_path / "profile", timer, enabled=True)
+    news = []
+    for _ in range(WARM_UP_STEPS + 4):
+        timer.mark("data")
+        timer.mark("encode")
+        torch.ones(64, 64) @ torch.ones(64, 64)
+        news.append(profiler.after_step(timer.read()))
+    assert [index for index, text in enumerate(news) if text] == [WARM_UP_STEPS + 1]
+    assert (tmp_path / "profile" / "trace_rank0.json.gz").read_bytes()[:2] == b"\x1f\x8b"
+    table = (tmp_path / "profile" / "table.txt").read_text()
+    assert "mean of 2 steps" in table and "aten::mm" in table and "phase/encode" in table
+    assert profiler.close() is None
+
+
+def test_a_run_too_short_for_its_profile_says_so(tmp_path):
+    profiler = StepProfiler(2, tmp_path, PhaseTimer(torch.device("cpu")), enabled=True)
+    profiler.after_step({"data": 1.0})
+    assert "ended after 1 steps" in profiler.close()
+    assert phase_table([{"data": 1.0, "loss": 3.0}]).splitlines()[2].split() == ["loss", "3000.00", "75.0%"]
+
+
+def test_profile_flag_leaves_trace_and_table_in_the_run_folder(demo_folder, tmp_path):
+    config: TrainConfig = demo_config(demo_folder, tmp_path, steps=7, profile=1, batch_size=16, accum_freq=1)
+    run_ranks(fit, 1, config)
+    assert {path.name for path in (tmp_path / "run" / "profile").iterdir()} == {"trace_rank0.json.gz", "table.txt"}
+    assert "phase/replay" in (tmp_path / "run" / "profile" / "table.txt").read_text()
