@@ -127,7 +127,7 @@ def data_block(runs: list[Run]) -> str:
             for cause, n in sorted(data.items(), key=lambda entry: -entry[1])
             if n and cause.partition("/")[0] in _CAUSES
         )
-        used = f'<p class="note">{data.get("samples", 0):,} samples read by the last process; '
+        used = f'<p class="note">{data.get("samples", 0):,} samples read since the last start; '
         if rows:
             head = '<tr><th>cause</th><th>what happened</th><th class="number">samples</th></tr>'
             blocks.append(f"{name}<table><thead>{head}</thead><tbody>{rows}</tbody></table>")
