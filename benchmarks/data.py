@@ -5,9 +5,9 @@ little sensor noise, JPEG quality 90, about 65 KB each at 512 px; captions of 12
 shards to a temporary folder, and read from the page cache.
 
 The stages are measured alone (read, decode, augment, tokenise) and together (batch: what a worker does for a
-micro-batch, by the loader's own code). open_clip's worker path runs on the same shards in the same rounds: webdataset's
-tar reader and Pillow decoder, open_clip's `image_transform(is_train=True)`, its tokenizer, stacked. The best of --rounds
-counts, in CPU seconds of this one thread, so that a busy machine changes little.
+micro-batch, by the loader's own code). open_clip's worker path runs on the same shards in the same rounds:
+webdataset's tar reader and Pillow decoder, open_clip's `image_transform(is_train=True)`, its tokenizer, stacked. The
+best of --rounds counts, in CPU seconds of this one thread, so that a busy machine changes little.
 
 GPUs fed: a GPU trains `--gpu-tflops` / (flops of a sample) samples a second, 3 forwards' worth (4 with a gradient
 cache).
@@ -98,12 +98,13 @@ def measure(folder: Path, arguments: argparse.Namespace) -> dict[str, float]:
         "ours/batch": dataset(),
         "ours/batch, scale (0.08, 1)": dataset(scale=(0.08, 1.0)),
         "ours/batch, color jitter": dataset(**JITTER),
+        "ours/batch, scaled decode": dataset(scaled_decode=True),
     }
     stages: dict[str, Callable[[], int]] = {
         "ours/index": lambda: len(scan_shard(str(small), SampleKeys()).members),
         "ours/read": lambda: len(reader.read(order)),
         "ours/read, chunks of 16": lambda: sum(
-            len(reader.read(np.arange(i, i + 16))) for i in range(0, len(order), 16)
+            len(reader.read(np.arange(i, min(i + 16, len(order))))) for i in range(0, len(order), 16)
         ),
         "ours/decode": lambda: len([decode_image(jpeg) for jpeg in jpegs]),
         "ours/augment": augment(),

@@ -19,7 +19,7 @@ from pathlib import Path
 
 LOSS_NAMES = ("inf_cl", "clip", "open_clip", "disco", "siglip")
 PRECISIONS = ("fp32", "amp_bf16", "bf16", "fp16")
-AUGMENTATIONS = ("scale", "ratio", "hflip", "color_jitter", "color_jitter_prob", "gray_scale_prob")
+AUGMENTATIONS = ("scale", "ratio", "hflip", "color_jitter", "color_jitter_prob", "gray_scale_prob", "scaled_decode")
 SCHEDULES = ("cosine", "const", "const-cooldown")
 REPORT_TO = ("tensorboard", "wandb", "all", "none")
 

@@ -222,3 +222,18 @@ def test_the_eval_transform_resizes_the_short_side_and_takes_the_centre(height, 
     assert result.shape == (3, 16, 16) and result.dtype == torch.uint8
     if (height, width) == (40, 60):
         assert torch.equal(result, resize(image, 16, 24)[:, :, 4:20])
+
+
+def test_a_scaled_decode_shows_the_same_crop_and_is_off_by_default():
+    data, random = encode(picture(3, 160, 200), "JPEG", quality=95), random_numbers(1)
+    exact, scaled = TrainTransform(16), TrainTransform(16, scaled_decode=True)
+    assert exact.shrink(160, 200, random) == 1 and scaled.shrink(160, 200, random) == 4
+    assert scaled.shrink(24, 30, random) == 1 and scaled.shrink(2000, 2400, random) == 8
+    small = decode_image(data, shrink=lambda height, width: 4)
+    assert small.shape == (40, 50, 3)
+    assert (scaled(small, random).float() - exact(decode_image(data), random).float()).abs().mean() < 5
+    assert decode_image(encode(picture(3)), shrink=lambda height, width: 8).shape == (
+        20,
+        24,
+        3,
+    )  # a PNG has no such way

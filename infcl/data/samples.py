@@ -15,6 +15,7 @@ import codecs
 import io
 import json
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,15 +71,16 @@ def decode_record(
     keys: SampleKeys = DEFAULT_KEYS,
     limits: ImageLimits = DEFAULT_LIMITS,
     random: np.ndarray | None = None,
+    shrink: Callable[[int, int], int] | None = None,
 ) -> tuple[np.ndarray, str, list[str]]:
     """(image uint8 [H, W, 3], caption, notes). Notes name what was tolerated. Raises BadSample.
 
-    `random`, float64 [json keys] in [0, 1), is needed where `keys` has json_probs.
+    `random`, float64 [json keys] in [0, 1), is needed where `keys` has json_probs. shrink: see `decode_image`.
     """
     if record.fault is not None:
         raise BadSample(record.fault.cause, str(record.fault))
     caption, notes = decode_caption(record, keys, random)
-    return decode_image(record.image, limits), caption, notes
+    return decode_image(record.image, limits, shrink), caption, notes
 
 
 def decode_caption(
@@ -129,8 +131,13 @@ def parse_json(data: bytes) -> dict[str, Any]:
     return value
 
 
-def decode_image(data: bytes, limits: ImageLimits = DEFAULT_LIMITS) -> np.ndarray:
-    """uint8 [H, W, 3] RGB. Raises BadSample, whatever the bytes are."""
+def decode_image(
+    data: bytes, limits: ImageLimits = DEFAULT_LIMITS, shrink: Callable[[int, int], int] | None = None
+) -> np.ndarray:
+    """uint8 [H, W, 3] RGB. Raises BadSample, whatever the bytes are.
+
+    shrink: (height, width) -> 1, 2, 4 or 8; a JPEG is then decoded at that fraction of its size, which costs less.
+    """
     if not data:
         raise BadSample("empty_image_file")
     if data[:3] == b"\xff\xd8\xff":
@@ -139,6 +146,11 @@ def decode_image(data: bytes, limits: ImageLimits = DEFAULT_LIMITS) -> np.ndarra
         try:
             height, width, _, _ = simplejpeg.decode_jpeg_header(data)
             limits.check(width, height)
+            factor = shrink(height, width) if shrink else 1
+            if factor > 1:
+                return simplejpeg.decode_jpeg(
+                    data, "RGB", min_height=math.ceil(height / factor), min_width=math.ceil(width / factor)
+                )
             return simplejpeg.decode_jpeg(data, "RGB")
         except ValueError:
             pass  # CMYK, or damage that Pillow may bridge
@@ -178,6 +190,8 @@ class TrainTransform:
     The crop's law is torchvision's: ten tries at area ~ U(scale) and aspect ~ exp U(log ratio), else the largest centre
     crop within `ratio`. The defaults are open_clip's. Flipping is off by default: captions say left and right.
     color_jitter: (brightness, contrast, saturation, hue), applied with `color_jitter_prob`, as in open_clip.
+    scaled_decode: let JPEGs be decoded at a half, a quarter or an eighth where the crop keeps 1.5 S pixels a side:
+    faster for sources above 800 pixels at S = 224, but not the same pixels (about 37 dB).
     """
 
     def __init__(
@@ -190,6 +204,7 @@ class TrainTransform:
         color_jitter: tuple[float, ...] | None = None,
         color_jitter_prob: float = 0.0,
         gray_scale_prob: float = 0.0,
+        scaled_decode: bool = False,
     ):
         probabilities = {
             "hflip": hflip,
@@ -207,6 +222,7 @@ class TrainTransform:
         self.image_size, self.scale, self.ratio, self.hflip = image_size, scale, ratio, hflip
         self.color_jitter = None if color_jitter is None else check_jitter(color_jitter)
         self.color_jitter_prob, self.gray_scale_prob = color_jitter_prob, gray_scale_prob
+        self.scaled_decode = scaled_decode
 
     def __call__(self, image: np.ndarray, random: np.ndarray) -> torch.Tensor:
         """image uint8 [H, W, 3], random float64 [TRANSFORM_DRAWS] in [0, 1) -> uint8 [3, S, S]."""
@@ -217,6 +233,13 @@ class TrainTransform:
         if random[_CROP_DRAWS] < self.color_jitter_prob:
             pixels = jitter(pixels, self.color_jitter, random[_CROP_DRAWS + 2 :])
         return grey(pixels) if random[_CROP_DRAWS + 1] < self.gray_scale_prob else pixels
+
+    def shrink(self, height: int, width: int, random: np.ndarray) -> int:
+        """By how much the image may be decoded smaller, given the numbers of its crop: 1, 2, 4 or 8."""
+        if not self.scaled_decode:
+            return 1
+        short = min(self._crop(height, width, random)[2:])
+        return next((factor for factor in (8, 4, 2) if short >= 1.5 * factor * self.image_size), 1)
 
     def _crop(self, height: int, width: int, random: np.ndarray) -> tuple[int, int, int, int]:
         area, (low, high) = height * width, self.scale
@@ -278,8 +301,12 @@ class SampleDecoder:
         if self.keys.json_probs:
             raw = draw(self.seed, epoch, position, stream=_CAPTION_STREAM, count=len(self.keys.json_keys))
             choice = uniforms(raw)
-        image, caption, notes = decode_record(record, keys=self.keys, limits=self.limits, random=choice)
         random = uniforms(draw(self.seed, epoch, position, stream=_TRANSFORM_STREAM, count=TRANSFORM_DRAWS))
+
+        def shrink(height: int, width: int) -> int:
+            return self.transform.shrink(height, width, random)
+
+        image, caption, notes = decode_record(record, keys=self.keys, limits=self.limits, random=choice, shrink=shrink)
         log["noted"].extend(notes)
         return self.transform(image, random), caption
 
