@@ -108,10 +108,10 @@ def _implementations(arguments: argparse.Namespace, images, texts, rank: int, gr
 
 def _measure(function, pairs: int, arguments: argparse.Namespace, device: torch.device) -> dict:
     on_gpu = device.type == "cuda"
+    warm = F.normalize(torch.randn(2 * arguments.tile, arguments.dim, device=device), dim=-1)
+    retrieval_ranks(warm, warm, torch.arange(len(warm), device=device), tile=arguments.tile)
+    del warm
     if on_gpu:
-        warm = F.normalize(torch.randn(2 * arguments.tile, arguments.dim, device=device), dim=-1)
-        retrieval_ranks(warm, warm, torch.arange(len(warm), device=device), tile=arguments.tile)
-        del warm
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated() if on_gpu else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -47,15 +47,20 @@ def write_hf(
     shutil.copymode(out / "config.json", out / WEIGHTS)  # safetensors makes it readable for its owner alone
     if tokenizer_model is not None:
         export_tokenizer(tokenizer_model, out, context_length=cfg.text_cfg.context_length)
-        _clean_captions(out / "tokenizer.json")
+        _take_raw_captions(out)
     preprocessing = _preprocessing(cfg.vision_cfg.image_size)
     (out / "preprocessor_config.json").write_text(json.dumps(preprocessing, indent=2) + "\n", encoding="utf-8")
 
 
-def _clean_captions(path: Path) -> None:
-    tokenizer = json.loads(path.read_text(encoding="utf-8"))
-    tokenizer["normalizer"]["normalizers"][:0] = _CLEAN
-    path.write_text(json.dumps(tokenizer, ensure_ascii=False), encoding="utf-8")
+def _take_raw_captions(out: Path) -> None:
+    """Cleaning in the tokenizer; "</s>" and its like in a caption are text (they would end it otherwise)."""
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        content = json.loads((out / name).read_text(encoding="utf-8"))
+        if name == "tokenizer.json":
+            content["normalizer"]["normalizers"][:0] = _CLEAN
+        else:
+            content["split_special_tokens"] = True
+        (out / name).write_text(json.dumps(content, ensure_ascii=False), encoding="utf-8")
 
 
 def _preprocessing(image_size: int) -> dict[str, object]:

@@ -23,6 +23,7 @@ from infcl.towers.config import parse_model_config
 from tests.open_clip_stub import import_open_clip
 from tests.ranks import run_ranks
 from tests.shard_files import encode, picture, write_tar
+from tests.test_trainer import demo_config, fit
 
 ROOT = Path(__file__).parent.parent
 IMAGES = 120
@@ -135,6 +136,33 @@ def test_ranks_and_batch_sizes_change_no_figure(data, exports, tmp_path):
     assert many == one | {"val_loss": pytest.approx(one["val_loss"], rel=1e-5)}
 
 
+def test_images_that_cannot_be_read_are_counted_once_whatever_the_ranks(data, exports, tmp_path):
+    good = encode(picture(1, 40, 30))
+    members = [(f"{i}.png", b"broken" if i in (2, 5) else good) for i in range(7)]
+    members = [pair for i, member in enumerate(members) for pair in (member, (f"{i}.txt", b"a picture"))]
+    write_tar(tmp_path / "shards" / "0.tar", members)
+    arguments = ("--task", "retrieval", "--checkpoint", exports / "open_clip", "--data", tmp_path / "shards")
+    for world_size in (1, 2):
+        metrics = evaluate(world_size, tmp_path, *arguments)
+        assert (metrics["num_samples"], metrics["num_skipped"]) == (5, 2)
+        assert metrics["text_to_image_median_rank"] == 3.0, "equal images and captions are told apart by chance only"
+
+
+def test_a_run_evaluates_to_what_training_reported(demo_folder, tmp_path):
+    config = demo_config(
+        demo_folder, tmp_path, steps=2, val_data=str(demo_folder / "val"), zeroshot_data=str(demo_folder / "zeroshot")
+    )
+    run_ranks(fit, 2, config, timeout=200)
+    run = tmp_path / "run"
+    reported = json.loads((run / "summary.json").read_text())["evaluation"]
+    assert reported["retrieval"]["val_loss_batch"] == 2 * 64
+    arguments = ("--task", "retrieval", "--data", demo_folder / "val", "--loss-batch-size", 2 * 64)
+    alone = evaluate(1, tmp_path, "--checkpoint", run, *arguments)
+    assert alone == pytest.approx(reported["retrieval"], rel=1e-4)
+    alone = evaluate(1, tmp_path, "--checkpoint", run / "export", "--task", "zeroshot", "--data", config.zeroshot_data)
+    assert alone == pytest.approx(reported["zero_shot"], rel=1e-6)
+
+
 def test_a_subset_of_classes_competes_alone_and_a_label_may_have_several(data, exports, tmp_path):
     arguments = ("--task", "zeroshot", "--checkpoint", exports / "open_clip", "--data", data / "folders")
     subset, several = tmp_path / "subset.txt", tmp_path / "several.txt"
@@ -170,6 +198,7 @@ def test_zero_shot_equals_open_clips_on_the_same_weights_and_images(data, export
         "top1": hits[:, 0].double().mean().item(),
         "top5": hits.any(1).double().mean().item(),
         "num_samples": IMAGES,
+        "num_skipped": 0,
     }
 
 

@@ -68,7 +68,15 @@ def test_clip_model_gives_the_same_features_and_logits(tokenizer_model, tmp_path
 def test_auto_tokenizer_gives_our_ids_for_raw_captions(exported, tokenizer_model):  # noqa: F811
     transformers = import_transformers()
     theirs = transformers.AutoTokenizer.from_pretrained(exported[1])
-    texts = ["", "a", "A photo, of the_Work!", "l'\u00c9t\u00e9 (1936) -- \u65e5\u672c_", *TEXTS]
+    texts = [
+        "",
+        "a",
+        "</s> is <unk> here",
+        "<pad>",
+        "A photo, of the_Work!",
+        "l'\u00c9t\u00e9 (1936) -- \u65e5\u672c_",
+        *TEXTS,
+    ]
     ids = theirs(texts, padding="max_length", truncation=True, return_tensors="pt").input_ids
     assert torch.equal(ids, Tokenizer(tokenizer_model, CONTEXT_LENGTH)(texts))
 

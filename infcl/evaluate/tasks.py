@@ -7,8 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
-from infcl.data.evaluation import EvalSample, eval_source
+from infcl.data.evaluation import EvalSample, EvalShards, eval_source
 from infcl.data.index import SampleKeys
 from infcl.data.shards import expand_shards
 from infcl.evaluate.classes import read_classes, read_templates
@@ -60,7 +61,7 @@ class RetrievalTask:
         usable = (sample for sample in samples if self._captions(sample))
         batches = batches_of(usable, self.batch_size, self._collate)
         features = encode_pairs(encode, batches, self._collate([blank]), **where)
-        metrics = retrieval_metrics(features, group=parallel.dp_group)
+        metrics = retrieval_metrics(features, group=parallel.dp_group) | _skipped(samples, parallel)
         if self.loss is not None:
             scalars = scalar_values(features.scalars)
             metrics |= validation_loss(features, self.loss, parallel.dp_group, scalars)
@@ -128,7 +129,7 @@ class ZeroShotTask:
         )
         rows = ((sample.image, self._row(sample)) for sample in samples)
         labelled = ((image, row) for image, row in rows if row is not None)
-        return evaluate_zero_shot(
+        metrics = evaluate_zero_shot(
             lambda images: encode(images, None)["image_features"],
             batches_of(
                 ((image, row) for image, row in labelled if row is not None), self.batch_size, _collate_labelled
@@ -138,6 +139,7 @@ class ZeroShotTask:
             right=self.classes.right,
             **where,
         )
+        return metrics | _skipped(samples, parallel)
 
     def _row(self, sample: EvalSample) -> int | None:
         """The sample's row of ClassSet.right; None where a classes file leaves it out. ValueError for a wrong label."""
@@ -149,6 +151,14 @@ class ZeroShotTask:
                 "(the number of class names), or a label of the classnames file, is needed"
             )
         return row
+
+
+def _skipped(samples: EvalShards, parallel: Parallel) -> dict[str, float]:
+    """num_skipped: samples of all ranks without a usable image, and damaged shards (which every rank reads)."""
+    own = samples.skipped.total() - (samples.skipped["damaged_shard"] if parallel.dp_rank else 0)
+    total = torch.tensor([own], device=parallel.device)
+    dist.all_reduce(total, group=parallel.dp_group)
+    return {"num_skipped": int(total)}
 
 
 def _blank(image_size: int) -> torch.Tensor:
