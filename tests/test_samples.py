@@ -231,7 +231,8 @@ def test_a_scaled_decode_shows_the_same_crop_and_is_off_by_default():
     assert scaled.shrink(24, 30, random) == 1 and scaled.shrink(2000, 2400, random) == 8
     small = decode_image(data, shrink=lambda height, width: 4)
     assert small.shape == (40, 50, 3)
-    assert (scaled(small, random).float() - exact(decode_image(data), random).float()).abs().mean() < 5
+    difference = scaled(small, random).float() - exact(decode_image(data), random).float()
+    assert difference.abs().mean() < 8  # the crop is rounded to pixels of four times the size
     assert decode_image(encode(picture(3)), shrink=lambda height, width: 8).shape == (
         20,
         24,
