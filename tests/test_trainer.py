@@ -57,6 +57,7 @@ def fit(rank, world_size, config: TrainConfig, die_after: int | None = None):
     def mortal_step(micro_batches):
         train_step(micro_batches)
         if trainer.step == die_after:
+            trainer.checkpoints.publish()  # the last one begun was on the disk in time
             raise Killed
 
     trainer._train_step = mortal_step

@@ -1,4 +1,6 @@
-"""Checkpoints that any number of ranks and any ZeRO stage can continue from: safetensors and JSON, nothing to unpickle.
+"""Checkpoints that any number of ranks and any ZeRO stage can continue from: finding, checking and reading them.
+
+Safetensors and JSON, nothing to unpickle; checkpoint_writer.py writes them.
 
     RUN/checkpoints/
       step_00000123/
@@ -7,17 +9,13 @@
         infcl.json                    counters, data position, and size and sha256 of each file; written last
       latest                          the name of the last complete checkpoint, for people and scripts
 
-A checkpoint is written under a temporary name, flushed to the disk, and renamed when every rank is done; `latest` moves
-after that. A crash in between leaves the previous one untouched. What cannot be written (a full disk) is reported and
-removed; training goes on. What cannot be read (a size or checksum is wrong) is passed over for the one before it.
+What is not what was written (a size or checksum is wrong) is passed over for the checkpoint before it.
 
 DeepSpeed's own format is not used: it pickles, and it loads under another world size or stage only by conversion.
 """
 
-import hashlib
 import json
 import logging
-import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,56 +25,15 @@ import torch.distributed as dist
 
 from infcl.parallel import Parallel
 from infcl.train.engine import Engine
-from infcl.train.engine_state import ADAM_KEYS
-from infcl.train.run_folder import RunFolder, write_atomic
+from infcl.train.run_folder import RunFolder, sha256
 
 log = logging.getLogger(__name__)
 
-FORMAT = 1
+FORMAT = 1  # of infcl.json and the files it lists
 
 
 class DamagedCheckpoint(ValueError):
     """A checkpoint whose files are not what was written."""
-
-
-def save_checkpoint(engine: Engine, run: RunFolder, step: int, state: dict, parallel: Parallel) -> Path | None:
-    """Write checkpoints/step_<step>; None, with the reason logged, when any rank could not write. Collective.
-
-    state: what the trainer needs to go on (step, data position, ...), JSON-able.
-    """
-    final = run.checkpoints / f"step_{step:08d}"
-    partial = final.with_name(final.name + ".partial")
-    if parallel.rank == 0:
-        shutil.rmtree(partial, ignore_errors=True)
-    own = _own_tensors(engine, parallel)
-    dist.barrier()
-    name, problem, written = f"state_{parallel.rank:05d}.safetensors", None, None
-    try:
-        partial.mkdir(parents=True, exist_ok=True)
-        written = _write_tensors(partial / name, own)
-    except OSError as error:
-        problem = f"rank {parallel.rank}: {error.strerror or error}"
-    answers: list = [None] * parallel.world_size
-    dist.all_gather_object(answers, (name, written, problem))
-    problems = [answer[2] for answer in answers if answer[2]]
-    outcome = [None]
-    if parallel.rank == 0:
-        manifest = {
-            "format": FORMAT,
-            "files": {name: written for name, written, _ in answers},
-            "counters": engine.counters(),
-            "zero_stage": engine.zero_stage,
-            "world_size": parallel.world_size,
-            "trainer": state,
-        }
-        outcome = [problems[0] if problems else _publish(partial, final, manifest, run)]
-    dist.broadcast_object_list(outcome, src=0)
-    if outcome[0] is not None:
-        if parallel.rank == 0:
-            shutil.rmtree(partial, ignore_errors=True)
-            log.warning("checkpoint of step %d could not be written (%s); training goes on", step, outcome[0])
-        return None
-    return final
 
 
 def prune_checkpoints(run: RunFolder, *, keep_last: int, keep_every: int) -> None:
@@ -178,47 +135,6 @@ def full_weights(engine: Engine, *, keep: bool) -> dict[str, torch.Tensor]:
     return weights
 
 
-# ---- writing ----
-
-
-def _own_tensors(engine: Engine, parallel: Parallel) -> dict[str, torch.Tensor]:
-    """This rank's share: every world_size-th parameter, on the CPU. All ranks take part in reading each."""
-    own = {}
-    for index, (name, parameter) in enumerate(engine.state.parameters()):
-        for key in (None, *ADAM_KEYS) if parameter.requires_grad else (None,):
-            value = engine.state.read(parameter, key)
-            if index % parallel.world_size == parallel.rank:
-                own[f"{key or 'model'}/{name}"] = value.to("cpu", copy=True).contiguous()
-    return own
-
-
-def _write_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> dict:
-    """Write, flush, and describe: {"bytes": n, "sha256": hex}. OSError when the disk does not take it."""
-    from safetensors import SafetensorError
-    from safetensors.torch import save_file
-
-    try:
-        save_file(tensors, path)
-    except SafetensorError as error:  # its own type for a failed write
-        raise OSError(str(error)) from error
-    with open(path, "rb") as file:
-        os.fsync(file.fileno())
-    return {"bytes": path.stat().st_size, "sha256": _sha256(path)}
-
-
-def _publish(partial: Path, final: Path, manifest: dict, run: RunFolder) -> str | None:
-    """Manifest, rename, `latest`; the reason when that fails. Rank 0, after all files are on the disk."""
-    try:
-        write_atomic(partial / "infcl.json", json.dumps(manifest, indent=2) + "\n")
-        if final.exists():
-            shutil.rmtree(final)
-        os.replace(partial, final)
-        write_atomic(run.checkpoints / "latest", final.name + "\n")
-    except OSError as error:
-        return str(error.strerror or error)
-    return None
-
-
 # ---- reading ----
 
 
@@ -242,7 +158,7 @@ def _check_file(path: Path, name: str, manifest: dict) -> None:
         raise DamagedCheckpoint(f"{name} is missing") from None
     if size != expected["bytes"]:
         raise DamagedCheckpoint(f"{name} has {size} bytes, {expected['bytes']} were written")
-    if _sha256(path / name) != expected["sha256"]:
+    if sha256(path / name) != expected["sha256"]:
         raise DamagedCheckpoint(f"{name} has another checksum than was written")
 
 
@@ -267,11 +183,3 @@ def _tensors(path: Path, manifest: dict) -> Iterator[tuple[str, torch.Tensor]]:
         with safe_open(path / name, framework="pt") as file:
             for key in file.keys():
                 yield key, file.get_tensor(key)
-
-
-def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
-    with open(path, "rb") as file:
-        while block := file.read(1 << 22):
-            digest.update(block)
-    return digest.hexdigest()

@@ -8,6 +8,7 @@ LOGS/NAME/
   loss_curve.png      export/                       summary.json       written last: a run with it is finished
 """
 
+import hashlib
 import json
 import os
 import platform
@@ -145,3 +146,12 @@ def git_commit() -> str | None:
     except (OSError, subprocess.CalledProcessError):
         return None
     return commit.stdout.strip() + ("+" if changes.stdout.strip() else "")
+
+
+def sha256(path: Path) -> str:
+    """Of a file's content, hex."""
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while block := file.read(1 << 22):
+            digest.update(block)
+    return digest.hexdigest()

@@ -31,9 +31,8 @@ from infcl.train.checkpoint import (
     find_checkpoint,
     full_weights,
     load_checkpoint,
-    prune_checkpoints,
-    save_checkpoint,
 )
+from infcl.train.checkpoint_writer import CheckpointWriter
 from infcl.train.diagnostics import SampledLoss, utilisation
 from infcl.train.engine import Engine, read_preset
 from infcl.train.metrics import MetricsWriter, PhaseTimer, peak_memory_mb
@@ -74,8 +73,10 @@ class Trainer:
             train_text=not config.lock_text or config.lock_text_unlocked_layers > 0,
         )
 
-        self.step = self.skipped_steps = self.failed_saves = 0
+        self.step = self.skipped_steps = 0
         self.saved_step, self.saved_at, self.signals = -1, time.monotonic(), StopSignals()
+        keep = {"keep_last": config.keep_checkpoints, "keep_every": config.keep_every_n_steps}
+        self.checkpoints = CheckpointWriter(self.engine, run, parallel, **keep)
         self.train_seconds = 0.0
         self._open_run_folder()
 
@@ -91,6 +92,7 @@ class Trainer:
         if news := self.profiler.close():
             self.metrics.say(news)
         self._save()
+        self.checkpoints.publish()
         return self._finish()
 
     def _train(self) -> None:
@@ -223,15 +225,21 @@ class Trainer:
         """Save by step count, by the clock (rank 0's) or because a signal came; all ranks come to the same answer."""
         config, minutes = self.config, self.config.save_every_minutes
         overdue = minutes > 0 and self.parallel.rank == 0 and time.monotonic() - self.saved_at > 60 * minutes
-        signal, overdue = max_over(self.engine.dp_group, [self.signals.received, overdue], self.parallel.device)
+        news = [self.signals.received, overdue, self.checkpoints.busy]
+        signal, overdue, someone_writes = max_over(self.engine.dp_group, news, self.parallel.device)
+        if self.checkpoints.pending and not someone_writes:
+            self.checkpoints.publish()
         if signal or overdue or (config.save_every_n_steps and self.step % config.save_every_n_steps == 0):
             self._save()
         if signal:
+            self.checkpoints.publish()
             raise Stopped(int(signal))
 
     def _save(self) -> None:
+        """Begin a checkpoint of this step, once; it is published when all ranks have written."""
         if self.step == self.saved_step:
             return
+        self.saved_step, self.saved_at = self.step, time.monotonic()
         state = {
             "step": self.step,
             "samples_seen": self.samples_seen,
@@ -240,15 +248,7 @@ class Trainer:
             "world_size": self.parallel.world_size,
             "loader": self.loader.state_dict(),
         }
-        path = save_checkpoint(self.engine, self.run, self.step, state, self.parallel)
-        self.saved_at = time.monotonic()
-        if path is None:
-            self.failed_saves += 1
-            return
-        self.saved_step = self.step
-        if self.parallel.rank == 0:
-            keep = {"keep_last": self.config.keep_checkpoints, "keep_every": self.config.keep_every_n_steps}
-            prune_checkpoints(self.run, **keep)
+        self.checkpoints.begin(self.step, state)
 
     def _data_report(self) -> dict[str, int]:
         """The loader's counters summed over ranks; what the index left out is the same on every rank."""
@@ -270,7 +270,7 @@ class Trainer:
             "samples_seen": self.samples_seen,
             "steps": self.step,
             "skipped_steps": self.skipped_steps,
-            "failed_saves": self.failed_saves,
+            "failed_saves": self.checkpoints.failed,
             "train_seconds": round(self.train_seconds, 1),
             "peak_memory_mb": round(peak, 1),
             "zero_stage": self.engine.zero_stage,

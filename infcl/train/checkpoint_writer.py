@@ -1,0 +1,148 @@
+"""Writing checkpoints while training goes on.
+
+`begin` copies this rank's share of the state to host memory, which is all that the step waits for; a thread writes it
+to the disk. When every rank's thread is done, `publish` writes the manifest and moves the checkpoint into place. The
+caller has the ranks agree on when that is, since publishing is collective.
+
+A checkpoint is written under a temporary name, flushed, and renamed when complete; `latest` moves last. A crash in
+between leaves the previous one untouched. What cannot be written (a full disk) is reported and removed, and training
+goes on.
+"""
+
+import json
+import logging
+import os
+import shutil
+import threading
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from infcl.parallel import Parallel
+from infcl.train.checkpoint import FORMAT, prune_checkpoints
+from infcl.train.engine import Engine
+from infcl.train.engine_state import ADAM_KEYS
+from infcl.train.run_folder import RunFolder, sha256, write_atomic
+
+log = logging.getLogger(__name__)
+
+
+class CheckpointWriter:
+    """One checkpoint at a time. `failed` counts those that could not be written."""
+
+    def __init__(self, engine: Engine, run: RunFolder, parallel: Parallel, *, keep_last: int, keep_every: int):
+        self.engine, self.run, self.parallel = engine, run, parallel
+        self.keep = {"keep_last": keep_last, "keep_every": keep_every}
+        self.failed = 0
+        self._thread: threading.Thread | None = None
+
+    @property
+    def pending(self) -> bool:
+        """A checkpoint was begun and is not published; the same on every rank."""
+        return self._thread is not None
+
+    @property
+    def busy(self) -> bool:
+        """This rank is still writing."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def begin(self, step: int, state: dict) -> None:
+        """Start checkpoints/step_<step>; an earlier one is published first. Collective.
+
+        state: what the trainer needs to go on (step, data position, ...), JSON-able.
+        """
+        self.publish()
+        self._final = self.run.checkpoints / f"step_{step:08d}"
+        self._partial = self._final.with_name(self._final.name + ".partial")
+        self._manifest = {
+            "format": FORMAT,
+            "counters": self.engine.counters(),
+            "zero_stage": self.engine.zero_stage,
+            "world_size": self.parallel.world_size,
+            "trainer": state,
+        }
+        if self.parallel.rank == 0:
+            shutil.rmtree(self._partial, ignore_errors=True)
+        own = _own_tensors(self.engine, self.parallel)
+        dist.barrier()
+        self._written: dict | None = None
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._write, args=(own,), name="checkpoint")
+        self._thread.start()
+
+    def publish(self) -> Path | None:
+        """Wait for the writing and move the checkpoint into place; None if there is none or it failed. Collective."""
+        if self._thread is None:
+            return None
+        self._thread.join()
+        self._thread = None
+        if self._error is not None and not isinstance(self._error, OSError):
+            raise self._error
+        problem = None if self._error is None else f"rank {self.parallel.rank}: {self._error.strerror or self._error}"
+        answers: list = [None] * self.parallel.world_size
+        dist.all_gather_object(answers, (_file_name(self.parallel.rank), self._written, problem))
+        problems = [answer[2] for answer in answers if answer[2]]
+        outcome = [None]
+        if self.parallel.rank == 0:
+            manifest = self._manifest | {"files": {name: written for name, written, _ in answers}}
+            outcome = [problems[0] if problems else _publish(self._partial, self._final, manifest, self.run)]
+        dist.broadcast_object_list(outcome, src=0)
+        if outcome[0] is not None:
+            self.failed += 1
+            if self.parallel.rank == 0:
+                shutil.rmtree(self._partial, ignore_errors=True)
+                log.warning("%s could not be written (%s); training goes on", self._final.name, outcome[0])
+            return None
+        if self.parallel.rank == 0:
+            prune_checkpoints(self.run, **self.keep)
+        return self._final
+
+    def _write(self, own: dict[str, torch.Tensor]) -> None:
+        try:
+            self._partial.mkdir(parents=True, exist_ok=True)
+            self._written = _write_tensors(self._partial / _file_name(self.parallel.rank), own)
+        except BaseException as error:  # raised again in publish, on the main thread
+            self._error = error
+
+
+def _file_name(rank: int) -> str:
+    return f"state_{rank:05d}.safetensors"
+
+
+def _own_tensors(engine: Engine, parallel: Parallel) -> dict[str, torch.Tensor]:
+    """This rank's share: every world_size-th parameter, on the CPU. All ranks take part in reading each."""
+    own = {}
+    for index, (name, parameter) in enumerate(engine.state.parameters()):
+        for key in (None, *ADAM_KEYS) if parameter.requires_grad else (None,):
+            value = engine.state.read(parameter, key)
+            if index % parallel.world_size == parallel.rank:
+                own[f"{key or 'model'}/{name}"] = value.to("cpu", copy=True).contiguous()
+    return own
+
+
+def _write_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> dict:
+    """Write, flush, and describe: {"bytes": n, "sha256": hex}. OSError when the disk does not take it."""
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    try:
+        save_file(tensors, path)
+    except SafetensorError as error:  # its own type for a failed write
+        raise OSError(str(error)) from error
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
+    return {"bytes": path.stat().st_size, "sha256": sha256(path)}
+
+
+def _publish(partial: Path, final: Path, manifest: dict, run: RunFolder) -> str | None:
+    """Manifest, rename, `latest`; the reason when that fails. Rank 0, after all files are on the disk."""
+    try:
+        write_atomic(partial / "infcl.json", json.dumps(manifest, indent=2) + "\n")
+        if final.exists():
+            shutil.rmtree(final)
+        os.replace(partial, final)
+        write_atomic(run.checkpoints / "latest", final.name + "\n")
+    except OSError as error:
+        return str(error.strerror or error)
+    return None
