@@ -11,7 +11,7 @@ from infcl.export import export_model
 from infcl.import_weights import load_pretrained, read_weights, resize_image_positions
 from infcl.towers import CLIP
 from infcl.towers.config import parse_model_config
-from infcl.train.trainer import build_model
+from infcl.train.build import build_model
 from tests.open_clip_stub import import_open_clip
 from tests.shard_files import Payload
 
@@ -185,3 +185,21 @@ def test_the_flags_reach_the_model(source, tmp_path):
     model = build_model(TrainConfig(**flags), config())
     assert torch.equal(model.visual.proj, source.visual.proj) and not model.visual.proj.requires_grad
     assert not torch.equal(model.text_projection, source.text_projection)
+
+
+def test_open_clips_file_with_clips_own_tokenizer_evaluates_as_open_clip(tmp_path):
+    open_clip = import_open_clip()
+    from infcl.evaluate.load import load_model
+
+    cfg = config(text={"vocab_size": 49408, "context_length": 20, "pool_type": "argmax", "eos_id": 2})
+    (tmp_path / "tiny.json").write_text(cfg.to_json())
+    torch.manual_seed(6)
+    theirs = open_clip.model.CLIP(**cfg.to_dict()).eval()
+    torch.save(theirs.state_dict(), tmp_path / "epoch_1.pt")
+    ours, tokenize = load_model(tmp_path / "epoch_1.pt", device=torch.device("cpu"), model=str(tmp_path / "tiny.json"))
+    texts = ["a photo of a dog", "", "Two cats, asleep (1936) " * 9]
+    expected = open_clip.tokenizer.SimpleTokenizer(context_length=20)(texts)
+    assert torch.equal(tokenize(texts), expected)
+    with torch.no_grad():
+        features = ours(None, tokenize(texts))["text_features"]
+        torch.testing.assert_close(features, theirs.encode_text(expected, True), rtol=0, atol=1e-5)

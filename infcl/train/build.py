@@ -1,0 +1,131 @@
+"""From flags to the parts of a run: tokenizer, model, loader, evaluations. Each refuses what cannot work."""
+
+import math
+
+from infcl.config import BatchPlan, TrainConfig, parse_factors
+from infcl.data.loader import SyntheticLoader, TrainLoader
+from infcl.data.open_clip_tokenizer import PREFIX, OpenClipTokenizer
+from infcl.data.storage import StorageOptions
+from infcl.data.tokenizer import Tokenizer
+from infcl.evaluate.tasks import RetrievalTask, ZeroShotTask
+from infcl.evaluate.validation import ValidationLoss
+from infcl.import_weights import load_pretrained
+from infcl.parallel import Parallel
+from infcl.towers.clip import CLIP
+from infcl.towers.config import CLIPConfig, load_model_config, with_overrides, with_tokenizer
+
+
+def build_tokenizer_and_model_config(config: TrainConfig) -> tuple[Tokenizer | None, CLIPConfig]:
+    """The model config with the flags' overrides, adapted to the tokenizer's vocabulary where there is one."""
+    model_config = with_overrides(
+        load_model_config(config.model),
+        image_size=config.force_image_size,
+        context_length=config.force_context_length,
+        patch_dropout=config.force_patch_dropout,
+    )
+    if config.tokenizer is None:
+        return None, model_config
+    text = model_config.text_cfg
+    if config.tokenizer.startswith(PREFIX):
+        tokenizer = OpenClipTokenizer(config.tokenizer, context_length=text.context_length)
+        if tokenizer.vocab_size != text.vocab_size:
+            raise ValueError(
+                f"--tokenizer {config.tokenizer} has {tokenizer.vocab_size} ids and --model {config.model} "
+                f"{text.vocab_size}: use a model with CLIP's vocabulary"
+            )
+        return tokenizer, model_config
+    tokenizer = Tokenizer(config.tokenizer, context_length=text.context_length)
+    return tokenizer, with_tokenizer(
+        model_config,
+        vocab_size=tokenizer.vocab_size,
+        context_length=tokenizer.context_length,
+        eos_id=tokenizer.eos_id,
+        pad_id=tokenizer.pad_id,
+    )
+
+
+def build_model(config: TrainConfig, model_config: CLIPConfig) -> CLIP:
+    """CLIP with the flags' locks. SigLIP's loss has its own starting point: scale 10, bias -10 (Zhai et al. 2023)."""
+    siglip = config.loss == "siglip"
+    start = {"init_logit_scale": math.log(10), "init_logit_bias": -10.0} if siglip else {}
+    model = CLIP(model_config, activation_checkpointing=config.grad_checkpointing, **start)
+    load_pretrained(model, config.pretrained, config.pretrained_image, config.pretrained_text)
+    if config.lock_image:
+        model.lock_image_tower(config.lock_image_unlocked_groups)
+    if config.lock_text:
+        model.lock_text_tower(config.lock_text_unlocked_layers)
+    return model
+
+
+def build_loader(
+    config: TrainConfig,
+    batch: BatchPlan,
+    model_config: CLIPConfig,
+    tokenizer: Tokenizer | None,
+    parallel: Parallel,
+) -> TrainLoader | SyntheticLoader:
+    common = {
+        "image_size": model_config.vision_cfg.image_size,
+        "micro_batch_size": batch.micro_batch_size,
+        "num_micro_batches": batch.num_micro_batches,
+        "rank": parallel.dp_rank,
+        "world_size": parallel.dp_size,
+        "seed": config.seed,
+    }
+    if config.dataset_type == "synthetic":
+        text = model_config.text_cfg
+        return SyntheticLoader(
+            num_samples=config.train_num_samples,
+            context_length=text.context_length,
+            vocab_size=text.vocab_size,
+            **common,
+        )
+    storage = StorageOptions(
+        timeout=config.storage_timeout,
+        cache=config.data_cache,
+        cache_bytes=int(config.data_cache_gb * 1e9),
+        allow_pipe=config.allow_pipe_urls,
+    )
+    return TrainLoader(
+        config.train_data,
+        tokenizer,
+        num_workers=config.workers,
+        aug=config.aug_cfg,
+        max_bad_fraction=config.max_bad_fraction,
+        max_missing_shards=config.max_missing_shards,
+        max_image_pixels=config.max_image_pixels,
+        image_key=config.image_key,
+        text_key=config.text_key,
+        json_text_key=config.json_text_key,
+        json_text_probs=config.json_text_key_probs,
+        upsampling_factors=parse_factors(config.train_data_upsampling_factors),
+        dataset_type=config.dataset_type,
+        csv_options={
+            "separator": config.csv_separator,
+            "image_column": config.csv_img_key,
+            "caption_column": config.csv_caption_key,
+        },
+        reader=config.data_reader,
+        num_samples=config.train_num_samples,
+        index_cache=config.index_cache,
+        storage=storage,
+        timeout=config.data_timeout,
+        **common,
+    )
+
+
+def build_tasks(
+    config: TrainConfig, model_config: CLIPConfig, tokenizer: Tokenizer | None
+) -> dict[str, RetrievalTask | ZeroShotTask]:
+    """The evaluations that the flags name; ValueError when their data is missing."""
+    tasks: dict[str, RetrievalTask | ZeroShotTask] = {}
+    if (config.val_data or config.zeroshot_data) and tokenizer is None:
+        raise ValueError("--val-data and --zeroshot-data need --tokenizer")
+    common = {"tokenizer": tokenizer, "image_size": model_config.vision_cfg.image_size, "batch_size": config.batch_size}
+    if config.val_data:
+        loss = ValidationLoss(config.loss, config.tile, config.accum_freq * config.batch_size)
+        tasks["retrieval"] = RetrievalTask(config.val_data, loss=loss, **common)
+    if config.zeroshot_data:
+        files = {name: getattr(config, f"zeroshot_{name}") for name in ("classnames", "templates", "classes")}
+        tasks["zero_shot"] = ZeroShotTask(config.zeroshot_data, **files, **common)
+    return tasks
