@@ -54,9 +54,22 @@ def test_the_total_of_the_memory_plan_falls_with_the_stage_from_one_on(demo_fold
     cfg = load_model_config("ViT-B-16")
     with torch.device("meta"):
         counts = parameter_counts(CLIP(cfg))
-    plan = memory_plan(cfg, BatchPlan(8, 4, 64), demo_config(demo_folder, tmp_path), counts, "amp_bf16")
+    plan = memory_plan(cfg, BatchPlan(8, 4, 64), demo_config(demo_folder, tmp_path), counts, "amp_bf16", {})
     assert plan["total"] == [pytest.approx(sum(column)) for column in zip(*(plan[p] for p in plan if p != "total"))]
     assert plan["total"][1] > plan["total"][2] > plan["total"][3]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "stage", "measured"),
+    [(1, 1, 18.5), (1, 3, 14.1), (2, 3, 10.4)],  # GiB on H200s: docs/results.md
+)
+def test_the_estimate_is_near_what_was_measured(demo_folder, tmp_path, ranks, stage, measured):
+    cfg = load_model_config("ViT-L-14")
+    with torch.device("meta"):
+        counts = parameter_counts(CLIP(cfg))
+    config = demo_config(demo_folder, tmp_path, grad_checkpointing=True)
+    plan = memory_plan(cfg, BatchPlan(ranks, 2, 128), config, counts, "amp_bf16", {"overlap_comm": True})
+    assert plan["total"][stage] / 2**30 == pytest.approx(measured, rel=0.05)
 
 
 def test_dry_run_prints_the_plan_and_leaves_nothing(demo_folder, tmp_path):

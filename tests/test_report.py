@@ -140,7 +140,7 @@ def test_a_run_that_died_is_still_shown(tmp_path):
     assert main([str(root)]) == 0
     text = (root / "report" / "index.html").read_text()
     Page(text)
-    assert "not finished" in text and "Counted when the run ends" in text
+    assert "not finished" in text and "causes are counted at the end" in text
 
 
 def test_what_is_no_run_is_refused_in_one_line(tmp_path, capsys):

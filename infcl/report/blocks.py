@@ -118,7 +118,8 @@ def data_block(runs: list[Run]) -> str:
     for run in runs:
         name = f"<h3>{escape(run.name)}</h3>" if len(runs) > 1 else ""
         if not run.finished:
-            blocks.append(f'{name}<p class="note">Counted when the run ends.</p>')
+            bad = run.last.get("skipped_samples", 0)
+            blocks.append(f'{name}<p class="note">{bad:,} samples skipped so far; causes are counted at the end.</p>')
             continue
         data = run.summary["data"]
         rows = "".join(

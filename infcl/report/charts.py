@@ -92,6 +92,15 @@ def train_charts(runs: list[Run]) -> dict[str, list[Chart]]:
             from_zero=True,
         ),
         _chart(runs, "skipped", "Skipped steps", [("skipped_steps", "steps")], from_zero=True, only_if_any=True),
+        _chart(
+            runs,
+            "skipped_samples",
+            "Skipped samples",
+            [("skipped_samples", "samples")],
+            note="bad ones, replaced by others; since the last start",
+            from_zero=True,
+            only_if_any=True,
+        ),
     ]
     groups = {"Learning": learning, "Speed and memory": speed}
     return {title: [chart for chart in charts if chart is not None] for title, charts in groups.items()}
