@@ -7,8 +7,10 @@ Out: `EvalSample`s: the image after the evaluation transform, captions, the json
 
 import json
 import os
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,17 +35,16 @@ class EvalSample(NamedTuple):
     key: str
 
 
-class EvalShards:
-    """Iterate over the samples of evaluation shards; sample i goes to rank i % world_size, whatever the shards.
+class EvalSamples:
+    """Iterate over the samples of an evaluation set in order; sample i goes to rank i % world_size.
 
-    Every rank streams every shard and decodes its own part. Samples without a usable image are left out and counted by
-    cause in `skipped`; a missing caption is not an error here (classification needs none). resize: "torch" as in
-    training, or "pil": Pillow's, which published figures used (`PillowTransform`).
+    A few threads decode ahead (the decoders and the resize let go of the interpreter). Samples without a usable image
+    are left out and counted by cause in `skipped`; a missing caption is not an error here (classification needs none).
+    resize: "torch" as in training, or "pil": Pillow's, which published figures used (`PillowTransform`).
     """
 
     def __init__(
         self,
-        urls: str | Sequence[str],
         *,
         image_size: int,
         rank: int = 0,
@@ -51,50 +52,67 @@ class EvalShards:
         keys: SampleKeys = DEFAULT_KEYS,
         limits: ImageLimits = EVAL_LIMITS,
         resize: str = "torch",
+        threads: int = 4,
     ):
-        self.shards = expand_shards(urls)
         self.transform = (PillowTransform if resize == "pil" else EvalTransform)(image_size)
-        self.rank, self.world_size = rank, world_size
+        self.rank, self.world_size, self.threads = rank, world_size, threads
         self.keys, self.limits = keys, limits
         self.skipped: Counter[str] = Counter()
 
     def __iter__(self) -> Iterator[EvalSample]:
-        for i, (key, record) in enumerate(self._records()):
-            if i % self.world_size != self.rank:
-                continue
-            try:
-                image = self.transform(decode_image(self._bytes(record), self.limits))
-                metadata = parse_json(record.json) if record.json is not None else {}
-            except BadSample as bad:
-                self.skipped[bad.cause] += 1
-                continue
-            try:
-                caption, _ = decode_caption(record, self.keys)
-            except BadSample:
-                caption = ""
-            yield EvalSample(image, caption, metadata, key)
+        own = (named for i, named in enumerate(self._records()) if i % self.world_size == self.rank)
+        ahead: deque[Future] = deque()
+        with ThreadPoolExecutor(self.threads) as pool:
+            while True:
+                ahead.extend(pool.submit(self._decode, *named) for named in islice(own, 4 * self.threads - len(ahead)))
+                if not ahead:
+                    return
+                sample = ahead.popleft().result()
+                if isinstance(sample, BadSample):
+                    self.skipped[sample.cause] += 1
+                else:
+                    yield sample
+
+    def _decode(self, key: str, record: Record) -> EvalSample | BadSample:
+        try:
+            image = self.transform(decode_image(self._bytes(record), self.limits))
+            metadata = parse_json(record.json) if record.json is not None else {}
+        except BadSample as bad:
+            return bad
+        try:
+            caption, _ = decode_caption(record, self.keys)
+        except BadSample:
+            caption = ""
+        return EvalSample(image, caption, metadata, key)
 
     def _records(self) -> Iterable[tuple[str, Record]]:
-        def shard_failed(cause: str, url: str, error: Exception) -> None:
-            self.skipped[cause] += 1
-
-        return stream_records(self.shards, self.keys, shard_failed)
+        """(key, undecoded sample) of the whole set, the same on every rank."""
+        raise NotImplementedError
 
     def _bytes(self, record: Record) -> bytes:
         return record.image or b""
 
 
-class EvalFiles(EvalShards):
-    """The same over image files: [(path, metadata), ...], read by the rank whose turn it is."""
+class EvalShards(EvalSamples):
+    """Webdataset shards: every rank streams all of them. What a damaged shard costs is counted by the first rank."""
 
-    def __init__(
-        self, files: Sequence[tuple[Path, dict[str, Any]]], *, image_size: int, resize: str = "torch", **share
-    ):
+    def __init__(self, urls: str | Sequence[str], **options):
+        super().__init__(**options)
+        self.shards = expand_shards(urls)
+
+    def _records(self) -> Iterable[tuple[str, Record]]:
+        def shard_failed(cause: str, url: str, error: Exception) -> None:
+            self.skipped[cause] += self.rank == 0
+
+        return stream_records(self.shards, self.keys, shard_failed)
+
+
+class EvalFiles(EvalSamples):
+    """Image files, [(path, metadata), ...]: a rank reads its own."""
+
+    def __init__(self, files: Sequence[tuple[Path, dict[str, Any]]], **options):
+        super().__init__(**options)
         self.files = files
-        self.transform = (PillowTransform if resize == "pil" else EvalTransform)(image_size)
-        self.rank, self.world_size = share.get("rank", 0), share.get("world_size", 1)
-        self.keys, self.limits = DEFAULT_KEYS, EVAL_LIMITS
-        self.skipped = Counter()
 
     def _records(self) -> Iterable[tuple[str, Record]]:
         for path, metadata in self.files:
@@ -107,8 +125,8 @@ class EvalFiles(EvalShards):
             raise BadSample("unreadable_file", str(error)) from error
 
 
-def eval_source(data: str) -> Callable[..., EvalShards]:
-    """What --data names -> a function (image_size=, rank=, world_size=, keys=, resize=) -> iterable of EvalSamples.
+def eval_source(data: str) -> Callable[..., EvalSamples]:
+    """What --data names -> a function of EvalSamples' options that gives the set.
 
     ValueError when it is not there. Samples of a class folder have {"label": folder's name}, those of a .jsonl file its
     record, in which "captions" is a list.
@@ -121,7 +139,7 @@ def eval_source(data: str) -> Callable[..., EvalShards]:
     else:
         expand_shards(data)
         return lambda **options: EvalShards(data, **options)
-    return lambda keys=None, **options: EvalFiles(files, **options)
+    return lambda **options: EvalFiles(files, **options)
 
 
 def class_folders(folder: Path) -> list[tuple[Path, dict[str, Any]]]:

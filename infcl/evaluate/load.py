@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from infcl.data.open_clip_tokenizer import PREFIX, OpenClipTokenizer
 from infcl.data.tokenizer import Tokenizer
 from infcl.import_weights import load_tower, read_weights
 from infcl.towers import CLIP, CLIPConfig, load_model_config, with_tokenizer
@@ -50,11 +51,16 @@ def load_model(
 
 
 def load_tokenizer(source: str | Path | None, cfg: CLIPConfig) -> Tokenize:
-    """A sentencepiece .model, a folder with one or with Hugging Face's tokenizer files, or None: CLIP's own BPE.
+    """A sentencepiece .model, a folder with one or with Hugging Face's tokenizer files, or "open_clip:MODEL".
 
-    CLIP's BPE comes from the open_clip package. ValueError when there are more ids than the model has embeddings.
+    None means CLIP's own BPE, open_clip:ViT-B-32, for a model with its 49408 ids. ValueError when there are more ids
+    than the model has embeddings.
     """
     text = cfg.text_cfg
+    if source is None and text.vocab_size == 49408:
+        source = f"{PREFIX}ViT-B-32"
+    if str(source).startswith(PREFIX):
+        return OpenClipTokenizer(str(source), context_length=text.context_length)
     path = None if source is None else Path(source)
     if path is not None and path.is_dir():
         found = [path / name for name in _SENTENCEPIECE if (path / name).is_file()]
@@ -68,11 +74,7 @@ def load_tokenizer(source: str | Path | None, cfg: CLIPConfig) -> Tokenize:
         if tokenizer.vocab_size > text.vocab_size:
             raise ValueError(f"{path} has {tokenizer.vocab_size} ids, the model {text.vocab_size} embeddings")
         return tokenizer
-    if text.vocab_size != 49408:
-        raise ValueError(f"no tokenizer beside the weights, and {text.vocab_size} ids are not CLIP's own: --tokenizer")
-    from open_clip.tokenizer import SimpleTokenizer
-
-    return SimpleTokenizer(context_length=text.context_length)
+    raise ValueError(f"no tokenizer beside the weights, and {text.vocab_size} ids are not CLIP's own: --tokenizer")
 
 
 def _hugging_face(folder: Path, context_length: int) -> Tokenize:

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from infcl.data.evaluation import EvalSample, EvalShards, eval_source
+from infcl.data.evaluation import EvalSample, EvalSamples, eval_source
 from infcl.data.index import SampleKeys
 from infcl.data.shards import expand_shards
 from infcl.evaluate.classes import read_classes, read_templates
@@ -153,10 +153,9 @@ class ZeroShotTask:
         return row
 
 
-def _skipped(samples: EvalShards, parallel: Parallel) -> dict[str, float]:
-    """num_skipped: samples of all ranks without a usable image, and damaged shards (which every rank reads)."""
-    own = samples.skipped.total() - (samples.skipped["damaged_shard"] if parallel.dp_rank else 0)
-    total = torch.tensor([own], device=parallel.device)
+def _skipped(samples: EvalSamples, parallel: Parallel) -> dict[str, float]:
+    """num_skipped: samples of all ranks without a usable image, and what damaged shards cost."""
+    total = torch.tensor([samples.skipped.total()], device=parallel.device)
     dist.all_reduce(total, group=parallel.dp_group)
     return {"num_skipped": int(total)}
 
