@@ -153,10 +153,11 @@ class Engine:
         """Global gradient norm of the last step, before clipping."""
         return float(self.stage_0_grad_norm if self.zero_stage == 0 else self.engine.get_global_grad_norm())
 
-    def tower_grad_norms(self) -> dict[str, float]:
-        """{"image": norm, "text": norm} of the averaged gradients, before clipping; between last backward and step().
+    def tower_grad_norms(self) -> torch.Tensor:
+        """[image tower, text tower] f32, norms of the averaged gradients before clipping; call before step().
 
-        Exact in every stage: each rank squares the fragments it owns, one all-reduce of two numbers adds them up.
+        Exact in every stage: each rank squares the fragments it owns, one all-reduce of two numbers adds them up. The
+        result stays on the device, so that the step need not wait for it.
         """
         fragments: dict[str, list[torch.Tensor]] = {"image": [], "text": []}
         for name, parameter in self.module.named_parameters():
@@ -169,7 +170,7 @@ class Engine:
                 squares[index] = torch.nn.utils.get_total_norm(present).float().square()
         if self.zero_stage > 0:
             torch.distributed.all_reduce(squares, group=self.dp_group)
-        return dict(zip(fragments, (squares.sqrt() / self.loss_scale()).tolist()))
+        return squares.sqrt() / self.loss_scale()
 
     def _own_gradient(self, parameter: nn.Parameter) -> torch.Tensor | None:
         """The averaged gradient's part that this rank steps with: all of it (stage 0), its fragment, or None."""

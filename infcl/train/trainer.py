@@ -150,7 +150,7 @@ class Trainer:
                 "loss_scale": self.engine.loss_scale(),
             }
             | dict(zip(self.sampled_loss.names, sampled))
-            | {f"grad_norm_{tower}": value for tower, value in tower_norms.items()}
+            | dict(zip(("grad_norm_image", "grad_norm_text"), tower_norms.tolist()))
             | {f"seconds_{name}": value for name, value in phases.items()},
         )
         if news := self.profiler.after_step(phases):
