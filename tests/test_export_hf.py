@@ -9,13 +9,15 @@ import pytest
 import torch
 
 from infcl.data.tokenizer import Tokenizer
-from infcl.export import export_model, load_exported
+from infcl.export import export_model, load_exported, main
 from infcl.export_card import LOSS_CURVE
 from infcl.hf_clip import from_hf, hf_config, to_hf
 from infcl.towers import CLIP, load_model_config, with_tokenizer
 from infcl.towers.config import parse_model_config
 from tests.open_clip_stub import import_transformers
+from tests.ranks import run_ranks
 from tests.test_export import CAPTIONS, CONTEXT_LENGTH, TEXTS, small_config, tokenizer_model  # noqa: F401
+from tests.test_trainer import demo_config, fit
 
 
 @pytest.fixture(scope="module")
@@ -94,6 +96,28 @@ def test_image_processor_gives_open_clips_pixels(exported):
         theirs = processor(image, return_tensors="pt").pixel_values
         ours = normalize_pixels(PillowTransform(32)(image)[None])
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
+
+
+def test_a_zero_3_run_of_two_ranks_exports_to_clip_model_without_a_process_group(demo_folder, tmp_path):
+    fields = {
+        "embed_dim": 16,
+        "vision_cfg": {"image_size": 32, "layers": 2, "width": 32, "head_width": 16, "patch_size": 8},
+        "text_cfg": {"context_length": 20, "width": 32, "heads": 2, "layers": 1},
+    }
+    (tmp_path / "tiny.json").write_text(json.dumps(fields))
+    preset = "ds_configs/zero3.json"
+    config = demo_config(demo_folder, tmp_path, model=str(tmp_path / "tiny.json"), deepspeed_config=preset, steps=2)
+    run_ranks(fit, 2, config, timeout=200)
+    run = tmp_path / "run"
+    assert main([str(run), "--format", "hf"]) == 0
+    ours, _ = load_exported(run / "export")
+    images, texts = torch.randn(2, 3, 32, 32), torch.tensor([[5, 9, 1, 0], [7, 1, 0, 0]])
+    theirs = features_of(load_clip_model(run / "export-hf"), images, texts)
+    with torch.no_grad():
+        out = ours(images, texts)
+    torch.testing.assert_close(out["image_features"], theirs[0], rtol=0, atol=1e-5)
+    torch.testing.assert_close(out["text_features"], theirs[1], rtol=0, atol=1e-5)
+    assert "| batch | 128 pairs" in (run / "export-hf" / "README.md").read_text()
 
 
 def _pillow_processor(transformers):

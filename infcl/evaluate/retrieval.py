@@ -109,6 +109,7 @@ def retrieval_ranks(
     own_image = images.new_full((capacity[0],), -torch.inf)
     own_image.scatter_reduce_(0, owner, own_text[:t], "amax")
     above_image = torch.zeros(capacity[0], dtype=torch.int64, device=device)  # twice the wrong candidates above
+    spans = [(int(chunk.min()), int(chunk.max())) for chunk in owner.cpu().split(tile)]  # images of a column of tiles
     rank = 0 if group is None else dist.get_rank(group)
     for hop, (block, block_right) in ring.blocks(texts, own_text):
         columns = sizes[(rank - hop) % ring.world_size][1]
@@ -116,7 +117,7 @@ def retrieval_ranks(
         for top in range(0, n, tile):
             for left in range(0, columns, tile):
                 scores = images[top : top + tile] @ block[left : left + tile].T  # [T, T] f32
-                if hop == 0:
+                if hop == 0 and spans[left // tile][0] < top + tile and spans[left // tile][1] >= top:
                     _hide_own(scores, owner, top, left)
                 scores = scores[: n - top, : columns - left]
                 rows, cols = slice(top, top + len(scores)), slice(left, left + scores.shape[1])

@@ -1,0 +1,68 @@
+"""What an evaluation iterates over: shards, class folders and caption lists, every sample once and in order."""
+
+import json
+
+import pytest
+
+from infcl.data.evaluation import EvalShards, caption_list, eval_source
+from tests.shard_files import encode, picture, write_shards, write_tar
+
+
+def test_order_and_pixels_do_not_depend_on_the_threads(tmp_path):
+    shards = write_shards(tmp_path / "s", [7, 30, 3])
+    one, many = (list(EvalShards(shards, image_size=16, threads=threads)) for threads in (1, 8))
+    assert [s.key for s in one] == [s.key for s in many] and len(one) == 40
+    assert all((a.image == b.image).all() and a.caption == b.caption for a, b in zip(one, many))
+
+
+def test_class_folders_give_every_image_with_its_folders_name(tmp_path):
+    for name in ("n2/a.PNG", "n1/deep/b.jpg", "n1/a.png", "n1/notes.txt"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(encode(picture(1), "JPEG" if name.endswith("jpg") else "PNG"))
+    samples = list(eval_source(str(tmp_path))(image_size=8))
+    assert [(sample.key.split("/")[-1], sample.metadata["label"]) for sample in samples] == [
+        ("a.png", "n1"),
+        ("b.jpg", "n1"),
+        ("a.PNG", "n2"),
+    ]
+
+
+def test_ranks_share_a_caption_list_and_a_missing_image_is_counted(tmp_path):
+    (tmp_path / "x.png").write_bytes(encode(picture(2)))
+    lines = [{"image": "x.png" if i != 3 else "gone.png", "captions": [f"{i}", "b"]} for i in range(5)]
+    (tmp_path / "c.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    sets = [eval_source(str(tmp_path / "c.jsonl"))(image_size=8, rank=rank, world_size=2) for rank in range(2)]
+    captions = [[sample.metadata["captions"][0] for sample in samples] for samples in sets]
+    assert captions == [["0", "2", "4"], ["1"]]
+    assert sets[1].skipped == {"unreadable_file": 1} and not sets[0].skipped
+
+
+@pytest.mark.parametrize(
+    "line", ["not json", '{"image": "a.jpg"}', '{"image": 3, "captions": []}', '{"captions": [1]}']
+)
+def test_a_wrong_line_of_a_caption_list_is_named(tmp_path, line):
+    (tmp_path / "c.jsonl").write_text('{"image": "a.jpg", "captions": ["x"]}\n\n' + line + "\n")
+    with pytest.raises(ValueError, match="c.jsonl, line 3: "):
+        caption_list(tmp_path / "c.jsonl")
+
+
+def test_data_that_is_not_there_is_refused_at_once(tmp_path):
+    (tmp_path / "empty" / "sub").mkdir(parents=True)
+    for data, message in (
+        (tmp_path / "none.jsonl", "No such file"),
+        (tmp_path / "none.tar", "1 of 1 shards are missing"),
+        (tmp_path / "empty", "neither .*shards nor class folders"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            eval_source(str(data))
+
+
+def test_damaged_shards_are_counted_by_the_first_rank_alone(tmp_path):
+    good = write_tar(tmp_path / "0.tar", [("a.png", encode(picture(1))), ("a.txt", b"x")])
+    (tmp_path / "1.tar").write_bytes(good.read_bytes()[:700])
+    skipped = []
+    for rank in range(2):
+        samples = EvalShards(str(tmp_path), image_size=8, rank=rank, world_size=2)
+        list(samples)
+        skipped.append(samples.skipped.total())
+    assert skipped[0] >= 1 and skipped[1] == 0
