@@ -29,7 +29,9 @@ for (const figure of document.querySelectorAll("figure.chart")) {
     cursor.setAttribute("x1", at);
     cursor.setAttribute("x2", at);
     cursor.style.visibility = "visible";
-    const left = event.clientX - frame.left;
-    box.style.left = Math.max(0, Math.min(frame.width - box.offsetWidth, left + (left > frame.width / 2 ? -box.offsetWidth - 14 : 14))) + "px";
+    const outer = figure.getBoundingClientRect(), left = event.clientX - outer.left;
+    const beside = left > outer.width / 2 ? left - box.offsetWidth - 14 : left + 14;
+    box.style.left = Math.max(4, Math.min(outer.width - box.offsetWidth - 4, beside)) + "px";
+    box.style.top = frame.top - outer.top + 8 + "px";
   });
 }
