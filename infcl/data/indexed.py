@@ -68,11 +68,13 @@ class IndexedDataset:
             except BadSample as bad:
                 log["skipped"].append((bad.cause, record.shard, f"{record.where}: {bad}"))
                 failures.append(f"{bad.cause}: {record.where}: {bad}")
+                cause = bad.cause
             raw = draw(self.decoder.seed, epoch, position, stream=attempt, count=1)[0]
             number = int(raw) % self.num_samples
             record = self.collection.read(np.array([number]), on_part=self.board.reads)[0]
         raise RuntimeError(
-            f"{_ATTEMPTS} samples in a row could not be used; is this a data set of images?\n  " + "\n  ".join(failures)
+            f"{_ATTEMPTS} samples in a row could not be used (the last: {cause}); is this a data set of images?\n  "
+            + "\n  ".join(failures)
         )
 
 

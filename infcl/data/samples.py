@@ -27,6 +27,7 @@ from infcl.data.index import DEFAULT_KEYS, SampleKeys
 from infcl.data.plan import draw, uniforms
 from infcl.data.records import MAX_CAPTION_BYTES, Record
 from infcl.data.tokenizer import Tokenizer
+from infcl.data.workers import stack
 
 _PILLOW_FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")  # none of them runs a program to decode
 _CROP_DRAWS = 23  # ten tries of (area, aspect), place, flip
@@ -79,6 +80,8 @@ def decode_record(
     """
     if record.fault is not None:
         raise BadSample(record.fault.cause, str(record.fault))
+    if record.image is None:
+        raise BadSample("no_image")
     caption, notes = decode_caption(record, keys, random)
     return decode_image(record.image, limits, shrink), caption, notes
 
@@ -314,4 +317,4 @@ class SampleDecoder:
         before = self.tokenizer.truncated
         texts = self.tokenizer([caption for _, caption in samples])
         log["noted"].extend(["caption_truncated"] * (self.tokenizer.truncated - before))
-        return {"images": torch.stack([pixels for pixels, _ in samples]), "texts": texts, "ids": torch.tensor(ids)}
+        return {"images": stack([pixels for pixels, _ in samples]), "texts": texts, "ids": torch.tensor(ids)}

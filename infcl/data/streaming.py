@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from infcl.data.index import SampleKeys
+from infcl.data.index import SampleKeys, scan_shard
 from infcl.data.plan import Share, random_order
 from infcl.data.records import Record
 from infcl.data.samples import BadSample, ReadLog, SampleDecoder
@@ -50,14 +50,15 @@ def stream_records(
 
     images, texts = keys.image.lower().split(";"), keys.text.lower().split(";")
     wanted = {*images, *texts, "json"}
-    current = ""
+    current, damaged = "", set()
 
     def select(name: str) -> bool:
         extension = base_plus_ext(name)[1]
         return extension is not None and extension.lower() in wanted
 
     def handler(error: Exception) -> bool:
-        failed("damaged_shard", current, error)
+        if current not in damaged:  # else it has been told already, and in fewer words
+            failed("damaged_shard", current, error)
         return True
 
     def opened() -> Iterator[dict[str, Any]]:
@@ -65,7 +66,11 @@ def stream_records(
         for number, current in enumerate(urls):
             on_part(number)
             try:
-                with open(local_copy(current, storage), "rb") as stream:
+                path = local_copy(current, storage)
+                if damage := _damage(path, keys):  # tarfile ends without a word at a bad header or a missing end
+                    damaged.add(current)
+                    failed("damaged_shard", current, ValueError(f"{current}: {damage}"))
+                with open(path, "rb") as stream:
                     yield {"url": current, "stream": stream}
             except ShardFault as fault:
                 failed(fault.cause, current, fault)
@@ -78,6 +83,13 @@ def stream_records(
         text = next((sample[e] for e in texts if e in sample), None) if keys.json_text is None else None
         url = sample["__url__"]
         yield sample["__key__"], Record(image, text, sample.get("json"), f"{url} {sample['__key__']}", url)
+
+
+def _damage(path: str, keys: SampleKeys) -> str | None:
+    try:
+        return scan_shard(path, keys).damage
+    except ValueError:  # compressed: only reading it through will tell
+        return None
 
 
 class StreamingDataset(torch.utils.data.IterableDataset):

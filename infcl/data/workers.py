@@ -46,7 +46,7 @@ class WorkerBoard:
             except StopIteration:
                 return
             except RuntimeError as error:
-                if "timed out" not in str(error):
+                if "DataLoader timed out" not in str(error):
                     raise
                 raise RuntimeError(f"no batch for {self.timeout:g} s; {self._says()}") from error
             yield item
@@ -60,6 +60,20 @@ class WorkerBoard:
     def _worker(self) -> int:
         info = torch.utils.data.get_worker_info()
         return info.id if info else 0
+
+
+def stack(tensors: list[torch.Tensor]) -> torch.Tensor:
+    """torch.stack; in a worker straight into shared memory, as torch's own collation does.
+
+    A batch that is moved there afterwards is copied once more, and leaves holes in the worker's heap: 830 MB after a
+    hundred batches of 128 images, against 165 MB this way.
+    """
+    if torch.utils.data.get_worker_info() is None:
+        return torch.stack(tensors)
+    first = tensors[0]
+    shape = (len(tensors), *first.shape)
+    storage = torch.UntypedStorage._new_shared(len(tensors) * first.numel() * first.element_size())
+    return torch.stack(tensors, out=torch.empty(0, dtype=first.dtype).set_(storage, 0, shape))
 
 
 def resident_mb() -> float:

@@ -1,0 +1,32 @@
+import pytest
+
+from infcl.data.tokenizer import train_tokenizer
+from tests.data_faults import CASES, ENDS, GOOD, run_case
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    path = tmp_path_factory.mktemp("tokenizer") / "x.model"
+    train_tokenizer([f"picture number {i} from json" for i in range(100)], path, 40)
+    return path
+
+
+@pytest.mark.parametrize("what, case, more", CASES, ids=[what for what, _, _ in CASES])
+def test_a_fault_costs_its_own_sample_and_is_counted(what, case, more, tmp_path, model):
+    outcome, executed = run_case(case, "indexed", tmp_path, model)
+    assert not executed and outcome.seconds < 30
+    if more is ENDS:
+        assert outcome.error
+        return
+    assert not outcome.error and outcome.used == GOOD + more
+    counted = {name for name, n in outcome.report.items() if name.split("/")[0] in ("skipped", "index") and n}
+    assert counted or more in (0, 2, 3)  # what costs samples is never silent
+
+
+@pytest.mark.parametrize("what, case, more", CASES, ids=[what for what, _, _ in CASES])
+def test_the_streaming_reader_survives_the_same(what, case, more, tmp_path, model):
+    outcome, executed = run_case(case, "streaming", tmp_path, model)
+    assert not executed and outcome.seconds < 30
+    if more is not ENDS:
+        assert not outcome.error and outcome.used >= 20
+        assert outcome.used >= GOOD or any(name.startswith("skipped/") for name in outcome.report) or "replaced" in what
