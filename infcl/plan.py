@@ -8,6 +8,7 @@ Sizes: P parameters, T trainable ones, N data-parallel ranks, m micro-batch size
 width, S pixels per side, L tokens.
 """
 
+import warnings
 from pathlib import Path
 
 import torch
@@ -128,7 +129,8 @@ def describe_plan(config: TrainConfig, parallel: Parallel) -> str:
     loader = build_loader(config, batch, cfg, tokenizer, parallel)
     tasks = build_tasks(config, cfg, tokenizer)
     steps = total_steps(config, loader.steps_per_epoch)
-    with torch.device("meta"):
+    with torch.device("meta"), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*which is a no-op")  # --pretrained: names and shapes are checked
         model = build_model(config, cfg)
     counts = parameter_counts(model)
     every = {"retrieval": config.val_frequency, "zero_shot": config.zeroshot_frequency}

@@ -42,11 +42,10 @@ class Gallery:
 
 def retrieval_gallery(run: Run) -> Gallery | str:
     """The gallery, or the sentence that says why there is none."""
-    export, tokenizer = run.root / "export", run.root / "tokenizer.model"
     data = run.config.get("val_data")
-    if not (export / "open_clip_model.safetensors").is_file():
+    if not (run.root / "export" / "open_clip_model.safetensors").is_file():
         return "No gallery: the run has not exported a model yet."
-    if not data or not tokenizer.is_file():
+    if not data:
         return "No gallery: the run had no --val-data."
     try:
         return _gallery(run, data)
@@ -56,16 +55,18 @@ def retrieval_gallery(run: Run) -> Gallery | str:
 
 def _gallery(run: Run, data: str) -> Gallery | str:
     from infcl.data.evaluation import eval_source
-    from infcl.data.tokenizer import Tokenizer
-    from infcl.export import load_exported
+    from infcl.evaluate.load import load_model
     from infcl.towers.flops import forward_flops
 
-    model, cfg = load_exported(run.root / "export")
-    tokenizer = Tokenizer(str(run.root / "tokenizer.model"), context_length=cfg.text_cfg.context_length)
-    flops = sum(forward_flops(cfg, training=False).values())
+    source = eval_source(data)
+    named = str(run.config.get("tokenizer") or "")
+    tokenizer = named if named.startswith("open_clip:") else None  # others lie in the export
+    model, tokenize = load_model(run.root / "export", device=torch.device("cpu"), tokenizer=tokenizer)
+    size = model.cfg.vision_cfg.image_size
+    flops = sum(forward_flops(model.cfg, training=False).values())
     limit = int(min(MAX_CANDIDATES, max(MIN_CANDIDATES, BUDGET_FLOPS // flops)))
     images, captions = [], []
-    for sample in eval_source(data)(image_size=cfg.vision_cfg.image_size):
+    for sample in source(image_size=size):
         caption = _caption(sample)
         if caption:
             images.append(sample.image)
@@ -77,7 +78,7 @@ def _gallery(run: Run, data: str) -> Gallery | str:
     pixels, image_rows, text_rows = torch.stack(images), [], []
     with torch.no_grad():
         for start in range(0, len(images), 32):
-            output = model(pixels[start : start + 32], tokenizer(captions[start : start + 32]))
+            output = model(pixels[start : start + 32], tokenize(captions[start : start + 32]))
             image_rows.append(output["image_features"])
             text_rows.append(output["text_features"])
     scores = torch.cat(text_rows) @ torch.cat(image_rows).T  # [texts, images]
