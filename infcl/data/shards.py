@@ -22,12 +22,19 @@ from infcl.data.index import DEFAULT_KEYS, SampleKeys, ensure_index
 from infcl.data.storage import DEFAULT_STORAGE, ShardFault, StorageOptions, is_remote
 
 
-def expand_shards(urls: str | Sequence[str], *, allow_pipe: bool = False, max_missing: float = 0.0) -> list[str]:
+def expand_shards(urls: str | Sequence[str], *, allow_pipe: bool = False) -> list[str]:
     """The shards that `urls` names, in order: `::` lists, braces, globs, folders.
 
-    Raises ValueError when more than `max_missing` (a fraction) of the local shards are missing, or for a `pipe:` that
-    is not allowed. Other urls with a scheme are passed on unchecked.
+    Raises ValueError when local shards are missing, or for a `pipe:` that is not allowed. Other urls with a scheme are
+    passed on unchecked.
     """
+    return find_shards(urls, allow_pipe=allow_pipe)[0]
+
+
+def find_shards(
+    urls: str | Sequence[str], *, allow_pipe: bool = False, max_missing: float = 0.0
+) -> tuple[list[str], list[str]]:
+    """(shards, those that are missing), of which there may be `max_missing` (a fraction)."""
     sources, missing = _expand(split_sources(urls), allow_pipe)
     shards = [shard for source in sources for shard in source]
     _check_missing(missing, len(shards), max_missing)
@@ -35,7 +42,7 @@ def expand_shards(urls: str | Sequence[str], *, allow_pipe: bool = False, max_mi
         raise ValueError(
             f"no shards in {urls!r}: name tars, a folder of tars, or braces like 'data/{{00000..00041}}.tar'"
         )
-    return shards
+    return shards, missing
 
 
 def split_sources(urls: str | Sequence[str]) -> list[str]:

@@ -23,7 +23,7 @@ from infcl.data.index import SampleKeys, scan_shard
 from infcl.data.plan import Share, random_order
 from infcl.data.records import Record
 from infcl.data.samples import BadSample, ReadLog, SampleDecoder
-from infcl.data.shards import expand_shards
+from infcl.data.shards import find_shards
 from infcl.data.sizes import known_samples
 from infcl.data.spool import local_copy
 from infcl.data.storage import DEFAULT_STORAGE, ShardFault, StorageOptions
@@ -170,7 +170,7 @@ class StreamingSource:
         storage: StorageOptions,
         max_missing: float,
     ):
-        shards = expand_shards(urls, allow_pipe=storage.allow_pipe, max_missing=max_missing)
+        shards, missing = find_shards(urls, allow_pipe=storage.allow_pipe, max_missing=max_missing)
         readers = share.world_size * max(1, num_workers)
         if num_samples is None:
             num_samples = known_samples(shards)
@@ -184,7 +184,7 @@ class StreamingSource:
                 f"{len(shards)} shards are too few for {share.world_size} ranks x {max(1, num_workers)} workers: the "
                 f"streaming reader needs {readers}; use fewer workers, or the indexed reader"
             )
-        self.num_samples, self.found = num_samples, {}
+        self.num_samples, self.found = num_samples, {"index/missing_shards": len(missing)} if missing else {}
         self.steps_per_epoch = share.steps_per_epoch(num_samples, f"an epoch has {num_samples} samples")
         self.sha256 = hashlib.sha256("\n".join(shards).encode()).hexdigest()
         self.board = WorkerBoard(num_workers, timeout, shards.__getitem__)
