@@ -12,7 +12,6 @@ features. --csv appends the rows with commit, hardware and versions.
 import argparse
 import csv
 import importlib.util
-import resource
 import socket
 import time
 from pathlib import Path
@@ -114,13 +113,15 @@ def _measure(function, pairs: int, arguments: argparse.Namespace, device: torch.
     if on_gpu:
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated() if on_gpu else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    else:
+        Path("/proc/self/clear_refs").write_text("5")  # forgets the peak of what came before
+    before = torch.cuda.memory_allocated() if on_gpu else _resident("VmRSS")
     started = time.perf_counter()
     recall = function()
     if on_gpu:
         torch.cuda.synchronize()
     seconds = time.perf_counter() - started
-    after = torch.cuda.max_memory_allocated() if on_gpu else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    after = torch.cuda.max_memory_allocated() if on_gpu else _resident("VmHWM")
     return {
         "dim": arguments.dim,
         "gpus": arguments.gpus,
@@ -133,6 +134,12 @@ def _measure(function, pairs: int, arguments: argparse.Namespace, device: torch.
         "device": torch.cuda.get_device_name() if on_gpu else "cpu",
         "torch": torch.__version__,
     }
+
+
+def _resident(name: str) -> int:
+    """Bytes of resident memory now (VmRSS) or at most (VmHWM)."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(name)) * 1024
 
 
 def _features(pairs: int, dim: int, noise: float, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
