@@ -7,6 +7,7 @@ group itself (NCCL on GPUs, gloo on CPUs) so that the time-out after which a hun
 import datetime
 import os
 import random
+import re
 import socket
 from dataclasses import dataclass
 
@@ -20,17 +21,23 @@ _ENVIRONMENTS = (
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),  # mpirun
     ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"),  # srun
 )
+# torchrun, deepspeed, mpirun, srun: how many ranks this node has; "8(x2)" is Slurm's "8 on each of two nodes"
+_NODE_SIZES = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "SLURM_TASKS_PER_NODE")
 
 
 @dataclass(frozen=True)
 class Parallel:
-    """Where this process stands. `dp_group` is the group over which ZeRO averages and the loss ring runs."""
+    """Where this process stands. `dp_group` is the group over which ZeRO averages and the loss ring runs.
+
+    ranks_per_node: as the launcher says, None where it says nothing.
+    """
 
     rank: int
     world_size: int
     local_rank: int
     device: torch.device
     dp_group: dist.ProcessGroup
+    ranks_per_node: int | None = None
 
     @property
     def dp_rank(self) -> int:
@@ -47,6 +54,14 @@ def read_environment() -> tuple[int, int, int]:
         if names[0] in os.environ:
             return tuple(int(os.environ.get(name, default)) for name, default in zip(names, ("0", "1", "0")))
     return 0, 1, 0
+
+
+def read_ranks_per_node() -> int | None:
+    """Ranks on each node, where the launcher says it and all nodes have as many."""
+    for name in _NODE_SIZES:
+        if found := re.fullmatch(r"(\d+)(\(x\d+\))?", os.environ.get(name, "")):
+            return int(found[1])
+    return None
 
 
 def init_parallel(device: str = "auto", *, timeout_minutes: float = 30.0) -> Parallel:
@@ -76,7 +91,7 @@ def init_parallel(device: str = "auto", *, timeout_minutes: float = 30.0) -> Par
             timeout=datetime.timedelta(minutes=timeout_minutes),
             device_id=target if use_cuda else None,
         )
-    return Parallel(rank, world_size, local_rank, target, dist.group.WORLD)
+    return Parallel(rank, world_size, local_rank, target, dist.group.WORLD, read_ranks_per_node())
 
 
 def destroy_parallel() -> None:

@@ -36,6 +36,19 @@ def test_ring_loss_and_gradients_equal_the_dense_float64_loss(world_size):
             assert relative_error(getattr(result, name), getattr(truth, name)) < 1e-5, (case, name)
 
 
+@pytest.mark.parametrize(
+    "nodes, ranks_per_node, overlap", [(1, 3, "off"), (2, 2, "on"), (2, 2, "off"), (2, 4, "on"), (4, 2, "on")]
+)
+def test_every_ring_gives_the_dense_float64_loss(nodes, ranks_per_node, overlap):
+    world_size = nodes * ranks_per_node
+    cases = [Case(name, 5 * world_size, 24, 30.0, bias=-3.0) for name in ("inf_cl", "siglip")]
+    options = {"ring": "two-level", "ranks_per_node": ranks_per_node, "ring_overlap": overlap}
+    for case, result in zip(cases, _over_ranks(cases, world_size, **options)):
+        truth = oracle(case)
+        for name in ("loss", *GRADIENTS):
+            assert relative_error(getattr(result, name), getattr(truth, name)) < 1e-5, (case, name)
+
+
 @pytest.mark.parametrize("world_size", [1, 3])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_adversarial_features_stay_exact_and_finite(world_size, dtype):

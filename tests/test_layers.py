@@ -21,6 +21,7 @@ FILES = sorted(
 LAYERS = {
     "infcl.kernels": 0,
     "infcl.loss.lse": 0,
+    "infcl.loss.links": 1,
     "infcl.loss.ring": 1,
     "infcl.loss": 2,
     "infcl.loss.contrastive": 3,
@@ -43,7 +44,7 @@ HOMES = {
 }
 WITHOUT = {
     "torch.distributed": ("infcl/kernels/*", "infcl/loss/lse.py", "infcl/towers/*", "infcl/data/*", "infcl/step/*"),
-    "torch.autograd": ("infcl/kernels/*", "infcl/loss/lse.py", "infcl/loss/ring.py"),
+    "torch.autograd": ("infcl/kernels/*", "infcl/loss/lse.py", "infcl/loss/links.py", "infcl/loss/ring.py"),
 }
 
 

@@ -1,33 +1,147 @@
 """The ring moves what it is given, on any process group, and refuses unequal ranks with the numbers."""
 
+import os
+import signal
+from datetime import timedelta
+
 import pytest
 import torch
 import torch.distributed as dist
 
+from infcl.loss.links import lap_length
 from infcl.loss.ring import RingExchange, checked_group
 from tests.ranks import run_ranks
 
 
 def _go_round(ring: RingExchange, rank: int) -> tuple[list, list]:
+    """(blocks and labels in the order seen, what came home)"""
     mine = torch.full((3, 2), float(rank))
     seen = []
     for hop, (block, label) in ring.blocks(mine, torch.tensor([rank])):
+        assert label.item() == ring.owner(hop)
         seen.append((block.tolist(), label.tolist()))
         # Every rank adds 10^rank to each block it meets: home comes one 1 per rank.
         ring.carry("sum", hop, torch.full((3, 2), 10.0**rank), torch.Tensor.add_)
-    return seen, ring.wait("sum").tolist()
+    return seen, ring.home("sum", torch.Tensor.add_).tolist()
 
 
-def _go_round_world(rank, world_size):
-    return _go_round(RingExchange(dist.group.WORLD), rank)
+def _go_round_world(rank, world_size, options):
+    return _go_round(RingExchange(dist.group.WORLD, **options), rank)
 
 
+@pytest.mark.parametrize("overlap", ["on", "off"])
 @pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_every_block_visits_every_rank_and_its_sum_comes_home(world_size):
-    for rank, (seen, total) in enumerate(run_ranks(_go_round_world, world_size)):
+def test_every_block_visits_every_rank_and_its_sum_comes_home(world_size, overlap):
+    for rank, (seen, total) in enumerate(run_ranks(_go_round_world, world_size, {"overlap": overlap})):
         visitors = [(rank - hop) % world_size for hop in range(world_size)]
         assert seen == [([[float(v)] * 2] * 3, [v]) for v in visitors]
         assert total == [[float("1" * world_size)] * 2] * 3
+
+
+@pytest.mark.parametrize("nodes, ranks_per_node", [(2, 2), (2, 4), (4, 2)])
+def test_a_two_level_ring_goes_round_each_node_once_per_node(nodes, ranks_per_node):
+    world_size = nodes * ranks_per_node
+    options = {"ring": "two-level", "ranks_per_node": ranks_per_node}
+    for rank, (seen, total) in enumerate(run_ranks(_go_round_world, world_size, options)):
+        node, place = divmod(rank, ranks_per_node)
+        visitors = [
+            (node - lap) % nodes * ranks_per_node + (place - turn) % ranks_per_node
+            for lap in range(nodes)
+            for turn in range(ranks_per_node)
+        ]
+        assert seen == [([[float(v)] * 2] * 3, [v]) for v in visitors]
+        assert total == [[float("1" * world_size)] * 2] * 3
+
+
+def _count_messages(rank, world_size, options):
+    """(to a rank of the same node, to another node) of one pass with a block and a result."""
+    ring = RingExchange(dist.group.WORLD, **options)
+    sent = []
+    post = ring.post
+
+    def counting_post(name, tensor, link=None):
+        sent.append((link or ring.links.next).to // 2)
+        post(name, tensor, link)
+
+    ring.post = counting_post
+    _go_round(ring, rank)
+    return sum(node == rank // 2 for node in sent), sum(node != rank // 2 for node in sent)
+
+
+def test_messages_between_nodes_are_as_few_as_the_docstring_says_and_the_same_on_every_rank():
+    two_level = run_ranks(_count_messages, 4, {"ring": "two-level", "ranks_per_node": 2})
+    # two tensors travel (N - 1 times between nodes), one result (N times); within: N (G - 1) and N G
+    assert two_level == [(2 * 2 * 1 + 2 * 2, 2 * 1 + 2)] * 4
+    flat = run_ranks(_count_messages, 4, {})
+    assert flat == [(2 * 3 + 4, 0), (0, 2 * 3 + 4)] * 2
+
+
+@pytest.mark.parametrize(
+    "ranks, ranks_per_node, lap",
+    [
+        (range(8), 4, 4),
+        (range(8), None, 8),  # not known: flat
+        (range(8), 8, 8),  # one node
+        (range(4), 1, 4),  # one rank per node: the ring of nodes is flat
+        (range(0, 8, 2), 4, 2),  # every other rank, as under tensor parallelism
+        (range(6), 4, 6),  # nodes of 4 and 2: flat
+        ([0, 4, 1, 5], 4, 4),  # not in the order of nodes: flat
+    ],
+)
+def test_auto_makes_laps_of_nodes_where_the_group_fills_them_evenly(ranks, ranks_per_node, lap):
+    assert lap_length(list(ranks), ring="auto", ranks_per_node=ranks_per_node) == lap
+
+
+def test_a_two_level_ring_that_cannot_be_is_refused_with_the_numbers():
+    with pytest.raises(ValueError, match=r"4 ranks per node .* \[0, 1, 2, 3, 4, 5\] lie on nodes \[0, 0, 0, 0, 1, 1\]"):
+        lap_length(list(range(6)), ring="two-level", ranks_per_node=4)
+    with pytest.raises(ValueError, match="needs ranks_per_node"):
+        lap_length(list(range(6)), ring="two-level", ranks_per_node=None)
+    with pytest.raises(ValueError, match="unknown ring 'round'"):
+        lap_length(list(range(6)), ring="round", ranks_per_node=2)
+    with pytest.raises(ValueError, match="'on' or 'off', not 'maybe'"):
+        RingExchange(None, overlap="maybe")
+
+
+def _hang(rank, world_size):
+    """Rank 1 goes one hop and stops; what the others say after three seconds."""
+    dist.barrier()
+    group = dist.new_group(list(range(world_size)), timeout=timedelta(seconds=3))
+    ring = RingExchange(group)
+    try:
+        for hop, _ in ring.blocks(torch.zeros(3)):
+            if rank == 1 and hop == 0:
+                return "hung"
+    except RuntimeError as error:
+        return str(error)
+
+
+def test_a_rank_that_hangs_ends_in_an_error_that_names_the_step_and_the_peer():
+    answers = run_ranks(_hang, 3)
+    assert answers[1] == "hung"
+    assert "ring step 2 of 3: rank 2 could not pass 'block 0'" in answers[2]
+    assert "from rank 1" in answers[2]
+
+
+def _die(rank, world_size, folder):
+    dist.barrier()
+    ring = RingExchange(dist.new_group([0, 1], timeout=timedelta(seconds=5)))
+    ring.post("block", torch.zeros(3))
+    ring.wait("block")
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        for _ in ring.blocks(torch.zeros(3)):
+            pass
+    except RuntimeError as error:
+        (folder / "message").write_text(str(error))
+
+
+def test_a_rank_that_dies_ends_in_an_error_that_names_the_step_and_the_peer(tmp_path):
+    with pytest.raises((EOFError, ConnectionResetError)):
+        run_ranks(_die, 2, tmp_path)
+    message = (tmp_path / "message").read_text()
+    assert "ring step 1 of 2: rank 0 could not pass 'block 0'" in message and "rank 1" in message
 
 
 def test_ring_of_one_rank_is_a_no_op():

@@ -22,7 +22,7 @@ class ContrastiveLoss(nn.Module):
     """`loss = ContrastiveLoss("inf_cl", group=dp_group)(image_features, text_features, logit_scale)`.
 
     name: one of LOSSES. group: the data-parallel process group, None for a single process.
-    tile, tile_dtype, workspace_bytes: as in `inf_cl_loss`; the dense losses compute in the features' dtype.
+    The other options are those of `inf_cl_loss`; the dense losses compute in the features' dtype and have no ring.
     """
 
     def __init__(
@@ -33,6 +33,9 @@ class ContrastiveLoss(nn.Module):
         tile: str = "auto",
         tile_dtype: str | None = None,
         workspace_bytes: int = WORKSPACE_BYTES,
+        ring: str = "auto",
+        ranks_per_node: int | None = None,
+        ring_overlap: str = "on",
     ):
         super().__init__()
         if name not in LOSSES:
@@ -41,6 +44,7 @@ class ContrastiveLoss(nn.Module):
         self.options = {"group": group}
         if name in _TILED:
             self.options |= {"tile": tile, "tile_dtype": tile_dtype, "workspace_bytes": workspace_bytes}
+            self.options |= {"ring": ring, "ranks_per_node": ranks_per_node, "ring_overlap": ring_overlap}
 
     def forward(
         self,

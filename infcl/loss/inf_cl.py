@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from infcl.kernels import WORKSPACE_BYTES, Tile, select_tile
 from infcl.loss.lse import contrastive_loss_of, merge_lse
-from infcl.loss.ring import RingExchange, checked_group
+from infcl.loss.ring import RingExchange, ring_maker
 
 
 @torch.compiler.disable
@@ -37,6 +37,9 @@ def inf_cl_loss(
     tile: str = "auto",
     tile_dtype: str | None = None,
     workspace_bytes: int = WORKSPACE_BYTES,
+    ring: str = "auto",
+    ranks_per_node: int | None = None,
+    ring_overlap: str = "on",
 ) -> Tensor:
     """The contrastive loss of the group's global batch; 0-dim, float32 (float64 for float64 features).
 
@@ -47,15 +50,18 @@ def inf_cl_loss(
     tile: "triton" (GPU), "torch" (anywhere), "auto". tile_dtype: "bf16" | "fp16" | "tf32" | "fp32" | "fp64", see
         kernels.select_tile; None follows the features.
     workspace_bytes: bound of the temporary memory beside O(b * D).
+    ring: "flat", "two-level" (a ring within each node inside a ring of nodes), or "auto": two-level where the group
+        lies on several nodes of ranks_per_node ranks each. ring_overlap: "off" waits for every message where it is
+        sent, so that the gain of overlapping can be measured. Exact either way; loss/ring has the schedule and cost.
 
     Raises ValueError, on every rank, for unequal shapes or a missing group. Not affected by autocast; cannot be
     differentiated twice.
     """
-    ring = RingExchange(checked_group(group))
-    check_features("inf_cl", image_features, text_features, ring)
+    new_ring = ring_maker(group, ring=ring, ranks_per_node=ranks_per_node, overlap=ring_overlap)
+    check_features("inf_cl", image_features, text_features, new_ring())
     selected = select_tile(image_features, tile=tile, tile_dtype=tile_dtype)
     scale = scalar_like(image_features, logit_scale)
-    return _InfCL.apply(image_features, text_features, scale, group, selected, workspace_bytes)
+    return _InfCL.apply(image_features, text_features, scale, new_ring, selected, workspace_bytes)
 
 
 class InfCLLoss(nn.Module):
@@ -71,9 +77,13 @@ class InfCLLoss(nn.Module):
         tile: str = "auto",
         tile_dtype: str | None = None,
         workspace_bytes: int = WORKSPACE_BYTES,
+        ring: str = "auto",
+        ranks_per_node: int | None = None,
+        ring_overlap: str = "on",
     ):
         super().__init__()
         self.options = {"group": group, "tile": tile, "tile_dtype": tile_dtype, "workspace_bytes": workspace_bytes}
+        self.options |= {"ring": ring, "ranks_per_node": ranks_per_node, "ring_overlap": ring_overlap}
 
     def forward(
         self,
@@ -102,7 +112,7 @@ def ring_forward(
         else:
             merge_lse(row_lse, row_part)
         ring.carry("col_lse", hop, col_part, merge_lse)
-    return row_lse, ring.wait("col_lse"), matched
+    return row_lse, ring.home("col_lse", merge_lse), matched
 
 
 def ring_backward(
@@ -130,18 +140,18 @@ def ring_backward(
         )
         if columns_need:
             ring.carry("d_columns", hop, d_block, Tensor.add_)
-    return d_rows, ring.wait("d_columns") if columns_need else None
+    return d_rows, ring.home("d_columns", Tensor.add_) if columns_need else None
 
 
 class _InfCL(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, image_features, text_features, scale, group, tile, workspace_bytes):
+    def forward(ctx, image_features, text_features, scale, new_ring, tile, workspace_bytes):
         rows, columns = as_operand(image_features, tile), as_operand(text_features, tile)
         with torch.autocast(rows.device.type, enabled=False):
-            row_lse, col_lse, matched = ring_forward(rows, columns, scale, RingExchange(group), tile, workspace_bytes)
+            row_lse, col_lse, matched = ring_forward(rows, columns, scale, new_ring(), tile, workspace_bytes)
             loss = contrastive_loss_of(row_lse, col_lse, matched)
         ctx.save_for_backward(rows, columns, scale, row_lse, col_lse)
-        ctx.group, ctx.tile, ctx.workspace_bytes = group, tile, workspace_bytes
+        ctx.new_ring, ctx.tile, ctx.workspace_bytes = new_ring, tile, workspace_bytes
         ctx.feature_dtypes = image_features.dtype, text_features.dtype
         return loss
 
@@ -157,7 +167,7 @@ class _InfCL(torch.autograd.Function):
                 scale,
                 row_lse,
                 col_lse,
-                RingExchange(ctx.group),
+                ctx.new_ring(),
                 ctx.tile,
                 ctx.workspace_bytes,
                 rows_need=images_need or (scale_needs and not texts_need),
@@ -220,4 +230,5 @@ def check_features(name: str, image_features: Tensor, text_features: Tensor, rin
             f"{name} needs floating point features of one dtype; got {image_features.dtype}, {text_features.dtype}"
         )
     rows, dim = shapes[0]
-    ring.require_equal(name, {"rows": rows, "feature dimensions": dim}, image_features.device)
+    numbers = {"rows": rows, "feature dimensions": dim, "ranks in a lap": ring.lap}
+    ring.require_equal(name, numbers, image_features.device)

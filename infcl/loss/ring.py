@@ -1,82 +1,186 @@
 """The ring: blocks of tensors travel over the ranks of a process group while the caller computes.
 
 `blocks` hands out what is travelling, one rank's block per hop, with the next hop already on the wire; `carry` sends a
-running result (a statistic, a gradient) one hop on with every block, so that after W hops it is home, complete.
+running result (a statistic, a gradient) one hop on with every block, and `home` is the result when it is complete.
 The idea is ring-flash-attention's RingComm (send_recv / commit / wait); here every tensor has a name and two buffers.
 
-One hop sends each travelling tensor once, point to point, to the next rank: W - 1 hops for blocks, W for results.
-A group of one rank sends nothing: what is posted is what is waited for.
+Flat ring: one hop sends each travelling tensor once, point to point, to the next rank: W - 1 hops for blocks, W for
+results. A group of one rank sends nothing: what is posted is what is waited for.
+
+Two-level ring, N nodes of G ranks, W = N * G; rank (n, g) is number g of node n. N laps, in lap k of which the blocks
+of the ranks of node n - k go once round node n:
+
+    hop (k, j)   rank (n, g) holds the block of rank (n - k, g - j)                     # j = 0 .. G-1
+    blocks       (k, j) -> (k, j+1) inside the node; (k, 0) -> (k+1, 0) to (n+1, g), on the wire all through lap k
+    results      G hops inside the node make the node's sum, which joins the sum of the nodes before it and goes on to
+                 (n+1, g), on the wire all through lap k+1; after N laps that is home
+
+    per rank, block of c bytes, result of a bytes    within the node              between nodes
+    flat, at each node's last rank                   -                            (W-1) c + W a, at every hop
+    two-level, at every rank                         N (G-1) c + N G a            (N-1) c + N a, once a lap
+
+In a flat ring over nodes one rank of each node sends all that crosses, and each crossing must hide behind one block's
+computation. Here all G ranks of a node send at once, G times less each, and each crossing has G blocks to hide behind
+(the last one of the results has none). The price: two more buffers for a block, three for a result.
 """
 
 from collections.abc import Callable, Iterator
+from functools import cached_property, partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from infcl.loss.links import Link, links_of, second_group
+
+Combine = Callable[[Tensor, Tensor], Tensor]
+
 
 class RingExchange:
     """Post and wait of named, double-buffered tensors between ring neighbours.
 
-    Received tensors belong to the ring: one is valid until the second `post` of its name after its `wait`. Posted
+    ring, ranks_per_node: "flat", "two-level" or "auto" (see links.lap_length). overlap: "on", or "off" to wait for each
+    message where it is posted, so that what overlapping gains can be measured; the results are the same.
+    reach: a flat ring whose blocks make only so many hops (default W - 1); results go home from there directly.
+
+    Received tensors belong to the ring: one is valid until the next `post` of its name that does not send it on. Posted
     tensors must not be written to until the `wait` of their name. All ranks must post and wait in the same order, with
-    equal shapes (`require_equal` checks that).
+    equal shapes (`require_equal` checks that). A message that fails, or is not there after the group's timeout, raises
+    a RuntimeError that names the step and the peer (gloo; under NCCL the host does not wait: its watchdog ends the run).
     """
 
-    def __init__(self, group: dist.ProcessGroup | None):
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        *,
+        ring: str = "flat",
+        ranks_per_node: int | None = None,
+        overlap: str = "on",
+        reach: int | None = None,
+    ):
+        if overlap not in ("on", "off"):
+            raise ValueError(f"ring overlap is 'on' or 'off', not {overlap!r}")
         self.group = group
+        self.overlap = overlap == "on"
         self.world_size = 1 if group is None else dist.get_world_size(group)
-        if self.world_size > 1:
-            rank = dist.get_rank(group)
-            self._next = dist.get_global_rank(group, (rank + 1) % self.world_size)
-            self._previous = dist.get_global_rank(group, (rank - 1) % self.world_size)
+        self.links = links_of(group, ring=ring, ranks_per_node=ranks_per_node, reach=reach)
+        self.lap = self.links.lap
+        self.laps = self.world_size // self.lap
+        self.reach = self.lap - 1 if reach is None else reach
+        assert self.laps == 1 or reach is None, "only a flat ring can stop half-way"
+        self._step = 0
         self._buffers: dict[str, list[Tensor]] = {}
-        self._pending: dict[str, tuple[list[dist.Work], Tensor, Tensor]] = {}
+        self._pending: dict[str, tuple[list[dist.Work], Link, Tensor, Tensor]] = {}
 
     def blocks(self, *tensors: Tensor) -> Iterator[tuple[int, tuple[Tensor, ...]]]:
-        """Yield (hop, tensors) for W hops: first one's own tensors, then the previous rank's, and so on round the ring.
+        """Yield (hop, tensors) for W hops: first one's own tensors, then another rank's each (`owner` says whose).
 
-        The next hop is posted before the caller computes on this one.
+        The next hop is posted before the caller computes on this one; the next lap's start before this lap.
         """
-        for hop in range(self.world_size):
-            last = hop + 1 == self.world_size
-            if not last:
-                for i, tensor in enumerate(tensors):
-                    self.post(f"block {i}", tensor)
-            yield hop, tensors
-            if not last:
-                tensors = tuple(self.wait(f"block {i}") for i in range(len(tensors)))
+        for lap in range(self.laps):
+            if lap + 1 < self.laps:
+                self._post_all("lap", tensors, self._across)
+            for turn in range(self.reach + 1):
+                self._step = lap * self.lap + turn
+                if turn < self.reach:
+                    self._post_all("block", tensors, self.links.next)
+                yield self._step, tensors
+                if turn < self.reach:
+                    tensors = self._wait_all("block", len(tensors))
+            if lap + 1 < self.laps:
+                tensors = self._wait_all("lap", len(tensors))
 
-    def carry(self, name: str, hop: int, part: Tensor, combine: Callable[[Tensor, Tensor], Tensor]) -> None:
+    def owner(self, hop: int) -> int:
+        """The group rank whose block `blocks` yields at this hop."""
+        if self.world_size == 1:
+            return 0
+        rank, (lap, turn) = dist.get_rank(self.group), divmod(hop, self.lap)
+        node, place = divmod(rank, self.lap)
+        return (node - lap) % self.laps * self.lap + (place - turn) % self.lap
+
+    def carry(self, name: str, hop: int, part: Tensor, combine: Combine) -> None:
         """Add this rank's part to the result that travels with the block of this hop, and send it on.
 
-        `combine(travelling, part)` may write to `travelling`. After the last hop, `wait(name)` is the result for one's
-        own block.
+        `combine(travelling, part)` may write to `travelling`; it is associative and commutative. After the last hop,
+        `home(name, combine)` is the result for one's own block. Blocks may be left out at the start, by all ranks.
         """
-        self.post(name, combine(self.wait(name), part) if hop else part)
+        lap, turn = divmod(hop, self.lap)
+        if lap and turn == 0:
+            self._end_lap(name, combine)
+        if name in self._pending:
+            part = combine(self.wait(name), part)
+        self.post(name, part, self.links.home if turn == self.reach else self.links.next)
 
-    def post(self, name: str, tensor: Tensor) -> None:
-        """Start sending `tensor` to the next rank and receiving its like from the previous one."""
+    def home(self, name: str, combine: Combine) -> Tensor:
+        """The complete result for one's own block, after the last `carry`."""
+        if self.laps == 1:
+            return self.wait(name)
+        self._end_lap(name, combine)
+        return self.wait(f"{name}, between nodes")
+
+    def post(self, name: str, tensor: Tensor, link: Link | None = None) -> None:
+        """Start sending `tensor` along a link (default: to the next rank) and receiving its like."""
         assert name not in self._pending, f"'{name}' was posted twice without a wait"
-        if self.world_size == 1:
-            self._pending[name] = ([], tensor, tensor)
+        link = self.links.next if link is None else link
+        if link.group is None:
+            self._pending[name] = ([], link, tensor, tensor)
             return
         if name not in self._buffers:
             self._buffers[name] = [torch.empty_like(tensor) for _ in range(2)]
         first, second = self._buffers[name]
         received = second if tensor is first else first
         operations = [
-            dist.P2POp(dist.isend, tensor, self._next, group=self.group),
-            dist.P2POp(dist.irecv, received, self._previous, group=self.group),
+            dist.P2POp(dist.isend, tensor, link.to, group=link.group),
+            dist.P2POp(dist.irecv, received, link.source, group=link.group),
         ]
-        self._pending[name] = (dist.batch_isend_irecv(operations), tensor, received)
+        try:
+            works = dist.batch_isend_irecv(operations)
+        except RuntimeError as error:
+            raise self._failure(name, f"to rank {link.to} or from rank {link.source}", error) from error
+        self._pending[name] = (works, link, tensor, received)
+        if not self.overlap:
+            self._finish(name)
 
     def wait(self, name: str) -> Tensor:
-        """What the previous rank posted under this name; on a GPU the current stream waits, not the host."""
-        works, _, received = self._pending.pop(name)
-        for work in works:
-            work.wait()
-        return received
+        """What the link's source posted under this name; on a GPU the current stream waits, not the host."""
+        self._finish(name)
+        return self._pending.pop(name)[-1]
+
+    @cached_property
+    def _across(self) -> Link:
+        """The link to the next node, on connections of its own, made when they are first used."""
+        return self.links.next_node._replace(group=second_group(self.group))
+
+    def _finish(self, name: str) -> None:
+        works, link, _, _ = self._pending[name]
+        # gloo has one work per operation, NCCL one for the batch
+        peers = [f"to rank {link.to}", f"from rank {link.source}"]
+        for work, peer in zip(works, peers if len(works) == 2 else [" or ".join(peers)]):
+            try:
+                work.wait()
+            except RuntimeError as error:
+                raise self._failure(name, peer, error) from error
+        works.clear()
+
+    def _failure(self, name: str, peer: str, error: RuntimeError) -> RuntimeError:
+        return RuntimeError(
+            f"ring step {self._step + 1} of {self.laps * (self.reach + 1)}: rank {dist.get_rank()} could not pass "
+            f"'{name}' {peer} (global ranks): that rank ended, hangs, or waits for one that does. {error}"
+        )
+
+    def _post_all(self, name: str, tensors: tuple[Tensor, ...], link: Link) -> None:
+        for i, tensor in enumerate(tensors):
+            self.post(f"{name} {i}", tensor, link)
+
+    def _wait_all(self, name: str, count: int) -> tuple[Tensor, ...]:
+        return tuple(self.wait(f"{name} {i}") for i in range(count))
+
+    def _end_lap(self, name: str, combine: Combine) -> None:
+        """The node's sum joins that of the nodes before it and leaves for the next node."""
+        total, across = self.wait(name), f"{name}, between nodes"
+        # The copy frees the buffer for the next lap's hops.
+        total = combine(self.wait(across), total) if across in self._pending else total.clone()
+        self.post(across, total, self._across)
 
     def require_equal(self, what: str, values: dict[str, int], device: torch.device) -> None:
         """Raise the same ValueError on every rank, with the numbers, unless all ranks have the same values.
@@ -91,6 +195,11 @@ class RingExchange:
         for name, per_rank in zip(values, gathered.view(self.world_size, -1).T.tolist()):
             if len(set(per_rank)) > 1:
                 raise ValueError(f"{what} needs the same number of {name} on every rank; ranks 0.. have {per_rank}")
+
+
+def ring_maker(group: dist.ProcessGroup | None, **options) -> Callable[[], RingExchange]:
+    """`RingExchange(group, **options)` for each pass of autograd: buffers live as long as one pass."""
+    return partial(RingExchange, checked_group(group), **options)
 
 
 def checked_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:

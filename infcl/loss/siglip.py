@@ -16,7 +16,7 @@ from torch import Tensor
 
 from infcl.kernels import WORKSPACE_BYTES, Tile, select_tile
 from infcl.loss.inf_cl import as_operand, check_features, inner_product, refuse_double_backward, scalar_like, scaled
-from infcl.loss.ring import RingExchange, checked_group
+from infcl.loss.ring import RingExchange, ring_maker
 
 
 @torch.compiler.disable
@@ -30,13 +30,16 @@ def siglip_loss(
     tile: str = "auto",
     tile_dtype: str | None = None,
     workspace_bytes: int = WORKSPACE_BYTES,
+    ring: str = "auto",
+    ranks_per_node: int | None = None,
+    ring_overlap: str = "on",
 ) -> Tensor:
     """The sigmoid loss of the group's global batch; arguments as in `inf_cl_loss`, gradient flows to logit_bias too."""
-    ring = RingExchange(checked_group(group))
-    check_features("siglip", image_features, text_features, ring)
+    new_ring = ring_maker(group, ring=ring, ranks_per_node=ranks_per_node, overlap=ring_overlap)
+    check_features("siglip", image_features, text_features, new_ring())
     selected = select_tile(image_features, tile=tile, tile_dtype=tile_dtype)
     scale, bias = scalar_like(image_features, logit_scale), scalar_like(image_features, logit_bias)
-    return _SigLip.apply(image_features, text_features, scale, bias, group, selected, workspace_bytes)
+    return _SigLip.apply(image_features, text_features, scale, bias, new_ring, selected, workspace_bytes)
 
 
 def ring_forward(
@@ -63,17 +66,17 @@ def ring_backward(
             rows, block, scale, bias, d_rows, d_block, diagonal=hop == 0, workspace_bytes=workspace_bytes
         )
         ring.carry("d_columns", hop, d_block, Tensor.add_)
-    return d_rows, ring.wait("d_columns")
+    return d_rows, ring.home("d_columns", Tensor.add_)
 
 
 class _SigLip(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, image_features, text_features, scale, bias, group, tile, workspace_bytes):
+    def forward(ctx, image_features, text_features, scale, bias, new_ring, tile, workspace_bytes):
         rows, columns = as_operand(image_features, tile), as_operand(text_features, tile)
         with torch.autocast(rows.device.type, enabled=False):
-            loss, slope = ring_forward(rows, columns, scale, bias, RingExchange(group), tile, workspace_bytes)
+            loss, slope = ring_forward(rows, columns, scale, bias, new_ring(), tile, workspace_bytes)
         ctx.save_for_backward(rows, columns, scale, bias, slope)
-        ctx.group, ctx.tile, ctx.workspace_bytes = group, tile, workspace_bytes
+        ctx.new_ring, ctx.tile, ctx.workspace_bytes = new_ring, tile, workspace_bytes
         ctx.feature_dtype = image_features.dtype
         return loss / len(rows)
 
@@ -82,9 +85,7 @@ class _SigLip(torch.autograd.Function):
         refuse_double_backward("siglip")
         rows, columns, scale, bias, slope = ctx.saved_tensors
         with torch.autocast(rows.device.type, enabled=False):
-            d_rows, d_columns = ring_backward(
-                rows, columns, scale, bias, RingExchange(ctx.group), ctx.tile, ctx.workspace_bytes
-            )
+            d_rows, d_columns = ring_backward(rows, columns, scale, bias, ctx.new_ring(), ctx.tile, ctx.workspace_bytes)
             factor = d_loss / len(rows)
             d_scale = factor * inner_product(rows, d_rows)
             d_images = scaled(d_rows, factor * scale, ctx.feature_dtype)

@@ -51,7 +51,14 @@ class Trainer:
         self.model_config = model.cfg
         self.num_parameters = sum(p.numel() for p in model.parameters())
         self.engine = Engine(model, config, parallel, self.batch)
-        self.loss = ContrastiveLoss(config.loss, group=self.engine.dp_group, tile=config.tile)
+        self.loss = ContrastiveLoss(
+            config.loss,
+            group=self.engine.dp_group,
+            tile=config.tile,
+            ring=config.ring,
+            ranks_per_node=parallel.ranks_per_node,
+            ring_overlap=config.ring_overlap,
+        )
         self.sampled_loss = SampledLoss(self.loss, rows=config.batch_size)
         self.mfu = utilisation(
             self.model_config,

@@ -1,0 +1,113 @@
+"""Who sends to whom in a ring: the links of one rank, from the group and from how its ranks lie on nodes.
+
+A link is a pair of peers and the process group whose connections carry it. A flat ring is one lap over all ranks; a
+two-level ring makes a lap over the ranks of a node, then every rank passes on to the rank in its place on the next.
+
+    flat        lap = W            next: rank + 1
+    two-level   lap = W / nodes    next: rank + 1 within the node    next_node: rank + lap
+
+Nothing here reads the environment: how many ranks a node has is an argument.
+"""
+
+from datetime import timedelta
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+
+RINGS = ("auto", "flat", "two-level")
+
+
+class Link(NamedTuple):
+    """Global ranks of the peers, and the group that carries the messages (None: a ring of one rank, no messages)."""
+
+    group: dist.ProcessGroup | None
+    to: int
+    source: int
+
+
+class Links(NamedTuple):
+    """The links of one rank. lap: ranks in a lap; next: one hop on; home: where a result goes after its last hop."""
+
+    lap: int
+    next: Link
+    home: Link
+    next_node: Link
+
+
+def links_of(
+    group: dist.ProcessGroup | None, *, ring: str, ranks_per_node: int | None, reach: int | None = None
+) -> Links:
+    """This rank's links. `reach`: hops that a block makes in a lap, lap - 1 unless told; results go home from there.
+
+    ValueError for a two-level ring on a group whose ranks do not fill nodes evenly and in order.
+    """
+    if group is None or dist.get_world_size(group) == 1:
+        alone = Link(None, 0, 0)
+        return Links(1, alone, alone, alone)
+    ranks = dist.get_process_group_ranks(group)
+    lap = lap_length(ranks, ring=ring, ranks_per_node=ranks_per_node)
+    rank, size = dist.get_rank(group), len(ranks)
+    first = rank - rank % lap  # of this node
+
+    def within(distance: int) -> Link:
+        to, source = (first + (rank - first + step) % lap for step in (distance, -distance))
+        return Link(group, ranks[to], ranks[source])
+
+    next_node = Link(group, ranks[(rank + lap) % size], ranks[(rank - lap) % size])
+    return Links(lap, within(1), within(-(lap - 1 if reach is None else reach)), next_node)
+
+
+def lap_length(ranks: list[int], *, ring: str, ranks_per_node: int | None) -> int:
+    """Ranks in a lap: all of them (flat), or those of one node.
+
+    ranks: the group's, as global ranks. ranks_per_node: how many the launcher started on each node (LOCAL_WORLD_SIZE).
+    "auto" is two-level where the group has several nodes with the same number (above 1) of neighbouring ranks each.
+    """
+    if ring not in RINGS:
+        raise ValueError(f"unknown ring '{ring}'; one of {RINGS}")
+    if ranks_per_node is not None and ranks_per_node < 1:
+        raise ValueError(f"ranks_per_node {ranks_per_node} must be at least 1")
+    if ring == "flat" or (ring == "auto" and ranks_per_node is None):
+        return len(ranks)
+    if ranks_per_node is None:
+        raise ValueError("a two-level ring needs ranks_per_node: how many ranks each node has")
+    nodes = [rank // ranks_per_node for rank in ranks]
+    lap = nodes.count(nodes[0])
+    even = len(ranks) % lap == 0 and nodes == [node for node in nodes[::lap] for _ in range(lap)]
+    if not even or len(set(nodes)) * lap != len(ranks):
+        if ring == "auto":
+            return len(ranks)
+        raise ValueError(
+            f"a two-level ring needs the same number of neighbouring ranks on every node; with {ranks_per_node} ranks "
+            f"per node the group's ranks {ranks} lie on nodes {nodes}"
+        )
+    return len(ranks) if lap == 1 else lap  # one rank per node: the flat ring is the ring of nodes
+
+
+_second_groups: WeakKeyDictionary = WeakKeyDictionary()
+
+
+def second_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """A group of the same ranks with connections of its own, made once; all ranks of the group must come here.
+
+    NCCL sends the messages of one group one after another: on the group's own connections the hops within a node would
+    queue behind the hop between nodes that they are to hide.
+    """
+    if group not in _second_groups:
+        _second_groups[group] = dist.new_group(
+            dist.get_process_group_ranks(group),
+            timeout=timeout_of(group),
+            backend=dist.get_backend(group),
+            use_local_synchronization=True,
+            group_desc="infcl ring between nodes",
+            sort_ranks=False,
+        )
+    return _second_groups[group]
+
+
+def timeout_of(group: dist.ProcessGroup) -> timedelta:
+    """After how long the group gives up on a message."""
+    device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
+    return group._get_backend(torch.device(device)).options._timeout
