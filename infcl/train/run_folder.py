@@ -6,6 +6,7 @@ LOGS/NAME/
   metrics.jsonl       one line a step or evaluation tensorboard/       the same as events
   checkpoints/        see checkpoint.py
   loss_curve.png      export/                       summary.json       written last: a run with it is finished
+  report/             python -m infcl.report        profile/, wandb/   by --profile, --report-to wandb
 """
 
 import hashlib
