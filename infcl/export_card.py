@@ -49,10 +49,11 @@ def write_card(
 def _usage(cfg: CLIPConfig, format: str, has_tokenizer: bool) -> str:
     note = ""
     if format == "hf":
+        tokenizer = "FOLDER" if has_tokenizer else "openai/clip-vit-base-patch32"  # the latter is CLIP's own
         code = (
             "from transformers import AutoTokenizer, CLIPImageProcessor, CLIPModel\n\n"
             'model = CLIPModel.from_pretrained("FOLDER")\n'
-            'tokenizer = AutoTokenizer.from_pretrained("FOLDER")\n'
+            f'tokenizer = AutoTokenizer.from_pretrained("{tokenizer}")\n'
             'processor = CLIPImageProcessor.from_pretrained("FOLDER")\n'
             'texts = tokenizer(["a photo of a cat"], padding="max_length", truncation=True, return_tensors="pt")'
         )
@@ -91,12 +92,10 @@ def _training_rows(card: Mapping[str, object], flags: Mapping[str, object]) -> d
     for key in ("samples_seen", "steps", "skipped_steps", "train_seconds", "world_size", "zero_stage"):
         if card.get(key) is not None:
             rows[key.replace("_", " ")] = f"{card[key]:,}" if isinstance(card[key], int) else card[key]
-    if {"batch_size", "accum_freq"} <= flags.keys() and isinstance(card.get("world_size"), int):
-        pairs = flags["batch_size"] * flags["accum_freq"] * card["world_size"]
-        rows["batch"] = (
-            f"{pairs:,} pairs, one loss over all ({card['world_size']} ranks x {flags['accum_freq']} micro-batches x "
-            f"{flags['batch_size']})"
-        )
+    if card.get("steps") and isinstance(card.get("samples_seen"), int):
+        rows["batch"] = f"{card['samples_seen'] // card['steps']:,} pairs, one loss over all of them"
+        if {"batch_size", "accum_freq"} <= flags.keys():
+            rows["batch"] += f" ({flags['accum_freq']} micro-batches of {flags['batch_size']} a rank)"
     return rows | {label: flags[flag] for flag, label in _FLAGS.items() if flags.get(flag) is not None}
 
 

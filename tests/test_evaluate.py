@@ -89,6 +89,18 @@ def test_a_collapsed_model_gets_chance(tile):
         assert ranks.tolist() == [50.0] * 99
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("tile", [64, 4096])
+def test_on_a_gpu_ranks_equal_the_oracle_ties_included(tile):
+    arguments = captioned()
+    ranks = retrieval_ranks(*(tensor.cuda() for tensor in arguments), tile=tile)
+    for ours, expected in zip(ranks, plain_ranks(*arguments)):
+        assert ours.cpu().tolist() == expected.tolist()
+    same = F.normalize(torch.rand(1, 768), dim=-1).expand(9999, 768).cuda()
+    for ranks in retrieval_ranks(same, same, torch.arange(9999).cuda(), tile=tile):
+        assert ranks.unique().tolist() == [5000.0]
+
+
 def test_an_image_counts_its_best_caption_and_its_others_are_not_wrong():
     images = torch.eye(3)
     texts = F.normalize(torch.tensor([[9.0, 1, 0], [5, 9, 0], [9, 2, 0], [0, 8, 1], [0, 1, 9.0]]), dim=-1)

@@ -190,7 +190,7 @@ def test_card_tells_data_batch_curve_and_evaluation(tmp_path):
     card = (tmp_path / "out" / "README.md").read_text()
     for row in (
         "| data | cc12m/{0..9}.tar |", "| steps | 1,234 |", "| samples seen | 631,808 |",
-        "| batch | 512 pairs, one loss over all (2 ranks x 4 micro-batches x 64) |", "| learning rate | 0.001 |",
+        "| batch | 512 pairs, one loss over all of them (4 micro-batches of 64 a rank) |", "| learning rate | 0.001 |",
         "| zero shot top1 | 0.5 |", "| retrieval val loss | 1.5 |", "library_name: transformers", LOSS_CURVE,
     ):  # fmt: skip
         assert row in card, row
