@@ -159,8 +159,9 @@ def test_a_run_evaluates_to_what_training_reported(demo_folder, tmp_path):
     arguments = ("--task", "retrieval", "--data", demo_folder / "val", "--loss-batch-size", 2 * 64)
     alone = evaluate(1, tmp_path, "--checkpoint", run, *arguments)
     assert alone == pytest.approx(reported["retrieval"], rel=1e-4)
-    alone = evaluate(1, tmp_path, "--checkpoint", run / "export", "--task", "zeroshot", "--data", config.zeroshot_data)
-    assert alone == pytest.approx(reported["zero_shot"], rel=1e-6)
+    for checkpoint in (run / "export", run / "checkpoints" / "step_00000002"):
+        arguments = ("--task", "zeroshot", "--data", config.zeroshot_data, "--checkpoint", checkpoint)
+        assert evaluate(1, tmp_path, *arguments) == pytest.approx(reported["zero_shot"], rel=1e-6)
 
 
 def test_a_subset_of_classes_competes_alone_and_a_label_may_have_several(data, exports, tmp_path):
