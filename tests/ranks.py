@@ -28,7 +28,7 @@ class _Pool:
     def __init__(self, world_size: int):
         context = mp.get_context("spawn")
         self.world_size = world_size
-        port = _free_port()
+        port = free_port()
         self.pipes, self.processes = [], []
         for rank in range(world_size):
             ours, theirs = context.Pipe()
@@ -89,7 +89,7 @@ def _serve(rank: int, world_size: int, port: int, pipe) -> None:
         pipe.send_bytes(answer)
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         return s.getsockname()[1]

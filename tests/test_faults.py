@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from infcl.report import read_metrics
+from tests.ranks import free_port
 from tests.test_entry import ON_CPU, ROOT, command
 
 STEPS, SAVE_EVERY, FAULT_STEP = 8, 3, 5
@@ -29,9 +30,9 @@ def flags(demo_folder, logs, *more: str) -> list[str]:
     )[1:]  # fmt: skip
 
 
-def start(script: list[str], arguments: list[str], port: int, **environment: str) -> subprocess.Popen:
+def start(script: list[str], arguments: list[str], **environment: str) -> subprocess.Popen:
     return subprocess.Popen(
-        [*LAUNCHER, str(port), *script, *arguments], cwd=ROOT, env=os.environ | ON_CPU | environment,
+        [*LAUNCHER, str(free_port()), *script, *arguments], cwd=ROOT, env=os.environ | ON_CPU | environment,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
     )  # fmt: skip
 
@@ -59,13 +60,13 @@ def losses(logs: Path) -> list[float]:
 @pytest.fixture(scope="module")
 def uninterrupted(demo_folder, tmp_path_factory):
     logs = tmp_path_factory.mktemp("whole")
-    code, output = finish(start(["pretrain_clip.py"], flags(demo_folder, logs), 29610))
+    code, output = finish(start(["pretrain_clip.py"], flags(demo_folder, logs)))
     assert code == 0, output
     return losses(logs)
 
 
 def resume_and_compare(demo_folder, logs, uninterrupted):
-    code, output = finish(start(["pretrain_clip.py"], flags(demo_folder, logs, "--resume", "latest"), 29611))
+    code, output = finish(start(["pretrain_clip.py"], flags(demo_folder, logs, "--resume", "latest")))
     assert code == 0, output
     assert losses(logs) == uninterrupted
     return output
@@ -78,7 +79,7 @@ def resume_and_compare(demo_folder, logs, uninterrupted):
 def test_a_rank_killed_in_any_phase_ends_the_run_and_it_resumes_exactly(demo_folder, tmp_path, uninterrupted, phase):
     fault = ["tests/fault_run.py", "1", str(FAULT_STEP), phase, str(int(signal.SIGKILL))]
     started = time.time()
-    process = start(fault, flags(demo_folder, tmp_path), 29612)
+    process = start(fault, flags(demo_folder, tmp_path))
     code, output = finish(process)
     assert code != 0, output
     assert "killed" in output.lower() or "return code" in output, output
@@ -96,7 +97,7 @@ def test_a_rank_killed_in_any_phase_ends_the_run_and_it_resumes_exactly(demo_fol
 )
 def test_a_signal_saves_and_ends_with_its_code(demo_folder, tmp_path, uninterrupted, number, code):
     fault = ["tests/fault_run.py", "1", str(FAULT_STEP), "encode", str(int(number))]
-    returned, output = finish(start(fault, flags(demo_folder, tmp_path), 29613))
+    returned, output = finish(start(fault, flags(demo_folder, tmp_path)))
     assert returned == code, output
     assert f"{number.name} received at step {FAULT_STEP}" in output
     output = resume_and_compare(demo_folder, tmp_path, uninterrupted)
@@ -106,14 +107,14 @@ def test_a_signal_saves_and_ends_with_its_code(demo_folder, tmp_path, uninterrup
 @pytest.mark.slow
 def test_sigterm_during_a_save_does_not_damage_it(demo_folder, tmp_path, uninterrupted):
     fault = ["tests/fault_run.py", "0", str(SAVE_EVERY), "save", str(int(signal.SIGTERM))]
-    code, output = finish(start(fault, flags(demo_folder, tmp_path), 29614))
+    code, output = finish(start(fault, flags(demo_folder, tmp_path)))
     assert code == 143, output
     resume_and_compare(demo_folder, tmp_path, uninterrupted)
 
 
 def test_a_damaged_newest_checkpoint_is_passed_over_for_the_one_before(demo_folder, tmp_path, uninterrupted):
     fault = ["tests/fault_run.py", "1", "7", "encode", str(int(signal.SIGTERM))]
-    finish(start(fault, flags(demo_folder, tmp_path), 29615))
+    finish(start(fault, flags(demo_folder, tmp_path)))
     newest = tmp_path / "run" / "checkpoints" / "step_00000007"
     with open(newest / "state_00001.safetensors", "r+b") as file:
         file.seek(-3, os.SEEK_END)
@@ -131,7 +132,7 @@ def test_a_full_disk_is_reported_and_training_goes_on(demo_folder, tmp_path, uni
     if mounted.returncode != 0:
         pytest.skip("no tmpfs can be mounted here")
     try:
-        code, output = finish(start(["pretrain_clip.py"], flags(demo_folder, logs), 29616))
+        code, output = finish(start(["pretrain_clip.py"], flags(demo_folder, logs)))
         assert "could not be written" in output and "training goes on" in output, output
         assert f"step {STEPS}/{STEPS}" in output
         assert not list((logs / "run" / "checkpoints").glob("step_*"))
@@ -143,7 +144,7 @@ def test_a_full_disk_is_reported_and_training_goes_on(demo_folder, tmp_path, uni
 @pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_when_the_launcher_dies_the_ranks_save_and_end(demo_folder, tmp_path, number):
     """SIGKILL of it makes the deepspeed command report success and would leave the ranks running."""
-    process = start(["pretrain_clip.py"], flags(demo_folder, tmp_path, "--steps", "100000"), 29617)
+    process = start(["pretrain_clip.py"], flags(demo_folder, tmp_path, "--steps", "100000"))
     deadline = time.time() + 150
     while not (tmp_path / "run" / "checkpoints" / "latest").exists():
         assert time.time() < deadline and process.poll() is None

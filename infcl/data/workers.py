@@ -3,6 +3,7 @@ board on which workers leave word of what they read and how much memory they hol
 
 import os
 import shutil
+import signal
 import time
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
@@ -85,6 +86,17 @@ def resident_mb() -> float:
         return 0.0
 
 
+def outlive_first_sigterm(_worker: int) -> None:
+    """In a worker: schedulers and launchers send SIGTERM to every process of a run, and the rank that uses this worker
+    still has a step and a checkpoint to make. The second one ends it, and so does the end of the rank."""
+
+    def first(number: int, _frame: Any) -> None:
+        signal.signal(number, signal.SIG_DFL)
+
+    signal.signal(signal.SIGTERM, first)
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+
+
 def make_dataloader(
     dataset: Any, *, num_workers: int, prefetch_factor: int, item_bytes: int, **options: Any
 ) -> DataLoader:
@@ -108,6 +120,7 @@ def make_dataloader(
         num_workers=num_workers,
         prefetch_factor=prefetch_factor if num_workers else None,
         pin_memory=torch.cuda.is_available(),
+        worker_init_fn=outlive_first_sigterm,
         generator=torch.Generator(),  # its own, so that starting an epoch leaves the training's random state alone
         **options,
     )
