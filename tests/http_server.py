@@ -12,11 +12,12 @@ class Behaviour:
 
     ranges: honour Range. fail: this many next requests answer 503. stall: send nothing more after this many bytes of a
     body. short: close the connection after this many bytes of a body. tag: the ETag. redirect: send every
-    request for /x to /moved/x first.
+    request for /x to /moved/x first. trickle: after this many bytes of a body, a byte every 0.1 s.
     """
 
     def __init__(self):
         self.ranges, self.fail, self.stall, self.short, self.tag, self.redirect = True, 0, None, None, "1", False
+        self.trickle: int | None = None
         self.requests: Counter[str] = Counter()
         self.released = threading.Event()
 
@@ -47,14 +48,19 @@ def serving(folder: Path):
                 headers["Content-Range"] = f"bytes {first}-{min(last, len(data) - 1)}/{len(data)}"
                 data, status = data[first : last + 1], 206
             self._head(status, len(data), headers)
-            limit = behaviour.short if behaviour.short is not None else behaviour.stall
+            limit = next((n for n in (behaviour.short, behaviour.stall, behaviour.trickle) if n is not None), None)
             if limit is None or len(data) <= limit:
                 self.wfile.write(data)
                 return
             self.wfile.write(data[:limit])
             self.wfile.flush()
-            if behaviour.short is None:
+            if behaviour.stall is not None:
                 behaviour.released.wait(10)
+            while behaviour.trickle is not None and not behaviour.released.wait(0.1):
+                try:
+                    self.wfile.write(data[limit : limit + 1])
+                except OSError:  # the client has had enough
+                    break
             self.close_connection = True
 
         def _head(self, status: int, size: int, headers: dict[str, str] | None = None):

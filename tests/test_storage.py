@@ -1,5 +1,6 @@
 import os
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -95,6 +96,16 @@ def test_a_transfer_that_stalls_or_breaks_off_ends_by_time_out_and_is_never_used
     assert not [name for name in os.listdir(options.cache) if not name.endswith(".lock")] if not ranges else True
 
 
+def test_a_transfer_that_only_trickles_ends_too(web, options):
+    url, behaviour = web
+    file = open_shard(url + "/00000.tar", options)
+    behaviour.trickle = 700
+    started = time.monotonic()
+    with pytest.raises(TimeoutError, match="slower than 16 KB/s"):
+        file.pread(5000, 0)
+    assert time.monotonic() - started < 3
+
+
 def test_a_stalled_shard_costs_its_samples_and_not_the_run(web, options, tmp_path, tokenizer):
     url, behaviour = web
     loader = TrainLoader(
@@ -114,7 +125,8 @@ def test_a_stalled_shard_costs_its_samples_and_not_the_run(web, options, tmp_pat
     (tmp_path / "served" / "00000.tar").unlink()
     used = {int(i) for (batch,) in loader for i in batch["ids"]}
     assert used == set(range(6, 15))
-    assert loader.report()["skipped/shard_missing"] >= 6 and "bad samples in http" in loader.table()
+    assert loader.report()["skipped/shard_missing"] >= 6 and "skipped/shard_missing in http" in loader.table()
+    assert list(loader.report_by_shard()) == [url + "/00000.tar"]
 
 
 def test_a_shard_that_is_replaced_on_the_server_is_noticed(web, options, tmp_path):
@@ -152,6 +164,13 @@ def test_pipes_are_spooled_and_their_exit_status_counts(tmp_path, options):
             local_copy(f"pipe:{command}", options)
         assert caught.value.cause == "shard_unreadable"
     assert len([name for name in os.listdir(options.cache) if name.endswith(".tar")]) == 2
+
+
+def test_shards_that_do_not_fit_in_the_spool_are_refused_by_the_indexed_reader(tmp_path, options):
+    folder = write_shards(tmp_path / "a", SIZES)
+    small = replace(options, cache_bytes=30_000)
+    with pytest.raises(ValueError, match="2 shards of .* GB cannot be read at random.*or use --data-reader streaming"):
+        captions(f"pipe:cat {folder}/" + "{00000,00001}.tar", small, tmp_path)
 
 
 def test_fsspec_reads_any_storage_and_ends_calls_that_hang(tmp_path, options, monkeypatch):
@@ -213,6 +232,7 @@ def test_retry_waits_longer_each_time_and_says_what_was_last(monkeypatch):
     assert within(1, lambda: 3, "three") == 3
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_worker_that_hangs_ends_the_run_with_the_name_of_its_shard(tmp_path, tokenizer):
     os.mkfifo(tmp_path / "never")
     write_tar(tmp_path / "0.tar", [member for i in range(6) for member in pair_members(i)])

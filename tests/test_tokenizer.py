@@ -3,6 +3,7 @@ import pickle
 import pytest
 import torch
 
+from infcl.data.index import SampleKeys
 from infcl.data.loader import TrainLoader
 from infcl.data.open_clip_tokenizer import OpenClipTokenizer
 from infcl.data.tokenizer import EOS_ID, PAD_ID, UNK_ID, Tokenizer, canonicalise, main, shard_captions, train_tokenizer
@@ -115,6 +116,8 @@ def test_the_command_learns_from_shards(tmp_path, capsys):
     out = tmp_path / "new" / "x.model"
     main(["train", "--train-data", folder, "--vocab-size", "30", "--model-type", "bpe", "--out", str(out)])
     assert Tokenizer(out).vocab_size == 30 and "30 pieces" in capsys.readouterr().out
+    keys = SampleKeys(json_text="caption")
+    assert all(caption.startswith("from json") for caption in shard_captions(folder, 9, keys=keys))
 
 
 def test_open_clips_tokenizer_has_the_same_interface_and_open_clips_ids():

@@ -78,7 +78,7 @@ class StepLoader:
         }
         self._counts = Counter({"samples": 0, **source.found})
         self._examples: dict[str, str] = {}
-        self._by_shard: Counter[str] = Counter()
+        self._by_shard: Counter[tuple[str, str]] = Counter()  # (shard, cause)
         self._next_warning: dict[str, float] = {}
         self._window = min(_WINDOW, self.steps_per_epoch * share.local_batch_size)
         self._window_good, self._window_bad = 0, 0
@@ -137,9 +137,16 @@ class StepLoader:
     def table(self) -> str:
         """The report as lines of text, with one example per cause, and the shards with the most bad samples."""
         lines = [f"{count:>10}  {name:<36} {self._examples.get(name, '')}" for name, count in self._counts.items()]
-        worst = [(count, shard) for shard, count in self._by_shard.most_common(_WORST_SHARDS) if shard]
-        lines += [f"{count:>10}  bad samples in {shard}" for count, shard in worst]
+        worst = self._by_shard.most_common(_WORST_SHARDS)
+        lines += [f"{count:>10}  skipped/{cause} in {shard}" for (shard, cause), count in worst]
         return "\n".join(line.rstrip() for line in lines)
+
+    def report_by_shard(self) -> dict[str, dict[str, int]]:
+        """{shard: {cause: skipped samples}} of this rank, for the shards that had any."""
+        result: dict[str, dict[str, int]] = {}
+        for (shard, cause), count in self._by_shard.items():
+            result.setdefault(shard, {})[cause] = count
+        return result
 
     def worker_memory_mb(self) -> list[float]:
         """Resident memory of this rank's worker processes after their last batch; empty before the first."""
@@ -151,7 +158,7 @@ class StepLoader:
         for cause, shard, message in log["skipped"]:
             name = f"skipped/{cause}"
             self._counts[name] += 1
-            self._by_shard[shard] += 1
+            self._by_shard[shard, cause] += 1
             self._examples.setdefault(name, message)
             if time.monotonic() >= self._next_warning.get(cause, 0.0):
                 self._next_warning[cause] = time.monotonic() + _SECONDS_BETWEEN_WARNINGS

@@ -19,6 +19,7 @@ from typing import NamedTuple
 import numpy as np
 
 from infcl.data.index import DEFAULT_KEYS, SampleKeys, ensure_index
+from infcl.data.spool import spool_path
 from infcl.data.storage import DEFAULT_STORAGE, ShardFault, StorageOptions, is_remote
 
 
@@ -92,6 +93,19 @@ class Shard(NamedTuple):
     factor: float = 1.0  # how often an epoch sees each of its samples (plan.py)
 
 
+def _check_spool(shards: Sequence[Shard], storage: StorageOptions) -> None:
+    """A permutation of all samples needs all of them at hand: shards that are spooled have to fit in the spool."""
+    spooled = [
+        s for s in shards if is_remote(s.path) and (s.path[:5] == "pipe:" or spool_path(s.path, storage).exists())
+    ]
+    needed = sum(shard.file_bytes for shard in spooled)
+    if needed > storage.cache_bytes:
+        raise ValueError(
+            f"{len(spooled)} shards of {needed / 1e9:.3g} GB cannot be read at random and do not fit in the spool of "
+            f"{storage.cache_bytes / 1e9:.3g} GB: raise --data-cache-gb, or use --data-reader streaming"
+        )
+
+
 @dataclass(frozen=True)
 class Manifest:
     """All shards of a data set. `sha256` covers names, sizes, counts and factors, not folders: a copy is the same."""
@@ -156,6 +170,7 @@ def load_manifest(
     present = tuple(shard for shard in shards if shard is not None)
     if not present:
         raise ValueError(f"no shards in {urls!r}: name tars, a folder of tars, or braces like 'data/{{0..41}}.tar'")
+    _check_spool(present, storage)
     lines = [
         f"{os.path.basename(shard.path)} {shard.file_bytes} {shard.samples}"
         + (f" x {shard.factor!r}" if shard.factor != 1 else "")

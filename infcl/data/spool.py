@@ -24,7 +24,7 @@ def spooled(url: str, write: Callable[[BinaryIO], None], options: StorageOptions
     """The local copy of `url`; `write` makes it where there is none. Raises what `write` raises."""
     folder = spool_folder(options)
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{hashlib.sha256(url.encode()).hexdigest()[:32]}.tar"
+    path = spool_path(url, options)
     with open(path.with_suffix(".lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if path.exists():
@@ -67,6 +67,10 @@ def _copy_ranges(url: str, out: BinaryIO, options: StorageOptions) -> None:
             out.write(file.pread(_COPY_BYTES, offset))
     finally:
         file.close()
+
+
+def spool_path(url: str, options: StorageOptions) -> Path:
+    return spool_folder(options) / f"{hashlib.sha256(url.encode()).hexdigest()[:32]}.tar"
 
 
 def spool_folder(options: StorageOptions) -> Path:

@@ -21,6 +21,8 @@ from pathlib import Path
 
 import torch
 
+from infcl.data.index import DEFAULT_KEYS, SampleKeys
+
 PAD_ID, EOS_ID, UNK_ID = 0, 1, 2
 _REMOVE_PUNCTUATION = str.maketrans("_", " ", string.punctuation.replace("_", ""))
 
@@ -123,21 +125,23 @@ class Tokenizer:
         Path(path).write_bytes(self._model)
 
 
-def shard_captions(urls: str | Sequence[str], limit: int, *, seed: int = 0) -> Iterator[str]:
+def shard_captions(
+    urls: str | Sequence[str], limit: int, *, seed: int = 0, keys: SampleKeys = DEFAULT_KEYS
+) -> Iterator[str]:
     """Up to `limit` captions from all over the shards, in a seeded order, without reading an image."""
     from infcl.data.plan import EpochPlan
     from infcl.data.records import ShardReader
     from infcl.data.samples import BadSample, decode_caption
     from infcl.data.shards import load_manifest
 
-    manifest = load_manifest(urls)
-    reader = ShardReader(manifest)
+    manifest = load_manifest(urls, keys=keys)
+    reader = ShardReader(manifest, keys)
     plan = EpochPlan([shard.samples for shard in manifest.shards], chunk=64, seed=seed, epoch=0)
     total = min(limit, manifest.num_samples)
     for start in range(0, total, 1024):
         for record in reader.read(plan.samples(start, min(start + 1024, total)), images=False):
             try:
-                yield decode_caption(record)[0]
+                yield decode_caption(record, keys)[0]
             except BadSample:
                 continue  # training counts and reports it
 
@@ -153,9 +157,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--model-type", choices=["bpe", "unigram"], default="unigram")
     parser.add_argument("--byte-fallback", action="store_true", help="spell unknown characters in bytes")
     parser.add_argument("--max-captions", type=int, default=2_000_000, help="captions to learn from")
+    parser.add_argument("--text-key", default=DEFAULT_KEYS.text, help="caption extensions, split by ';'")
+    parser.add_argument("--json-text-key", help="captions from this key of the json member ('a;b': the first found)")
     args = parser.parse_args(arguments)
+    keys = SampleKeys(text=args.text_key, json_text=args.json_text_key)
     train_tokenizer(
-        shard_captions(args.train_data, args.max_captions),
+        shard_captions(args.train_data, args.max_captions, keys=keys),
         args.out,
         args.vocab_size,
         args.model_type,
