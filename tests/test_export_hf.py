@@ -98,6 +98,25 @@ def test_image_processor_gives_open_clips_pixels(exported):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
 
 
+def test_the_zero_shot_pipeline_gives_our_scores(exported, tokenizer_model):  # noqa: F811
+    transformers = import_transformers()
+    from PIL import Image
+
+    from infcl.data.evaluation import PillowTransform
+    from tests.shard_files import picture
+
+    model, folder = exported
+    processor = _pillow_processor(transformers).from_pretrained(folder)
+    pipeline = transformers.pipeline("zero-shot-image-classification", model=str(folder), image_processor=processor)
+    labels, image = ["Work", "license", "a"], picture(4, 50, 40)
+    theirs = {r["label"]: r["score"] for r in pipeline(Image.fromarray(image), candidate_labels=labels)}
+    texts = Tokenizer(tokenizer_model, CONTEXT_LENGTH)([f"This is a photo of {label}." for label in labels])
+    with torch.no_grad():
+        out = model(PillowTransform(32)(image)[None], texts)
+    scores = (out["logit_scale"].exp() * out["image_features"] @ out["text_features"].T).softmax(-1)[0]
+    assert [theirs[label] for label in labels] == pytest.approx(scores.tolist(), abs=1e-5)
+
+
 def test_a_zero_3_run_of_two_ranks_exports_to_clip_model_without_a_process_group(demo_folder, tmp_path):
     fields = {
         "embed_dim": 16,
