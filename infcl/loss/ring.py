@@ -46,7 +46,7 @@ class RingExchange:
     Received tensors belong to the ring: one is valid until the next `post` of its name that does not send it on. Posted
     tensors must not be written to until the `wait` of their name. All ranks must post and wait in the same order, with
     equal shapes (`require_equal` checks that). A message that fails, or is not there after the group's timeout, raises
-    a RuntimeError that names the step and the peer (gloo; under NCCL the host does not wait: its watchdog ends the run).
+    a RuntimeError that names the step and the peer (gloo; under NCCL the host does not wait, its watchdog ends a run).
     """
 
     def __init__(
