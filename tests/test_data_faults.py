@@ -1,3 +1,5 @@
+from pathlib import Path
+
 import pytest
 
 from infcl.data.tokenizer import train_tokenizer
@@ -30,3 +32,10 @@ def test_the_streaming_reader_survives_the_same(what, case, more, tmp_path, mode
     if more is not ENDS:
         assert not outcome.error and outcome.used >= 20
         assert outcome.used >= GOOD or any(name.startswith("skipped/") for name in outcome.report) or "replaced" in what
+
+
+def test_the_page_of_faults_has_all_of_them():
+    page = (Path(__file__).parent.parent / "docs" / "data_faults.md").read_text(encoding="utf-8")
+    assert [line.split(" | ")[0][2:] for line in page.splitlines() if line.startswith("| ")][1:] == [
+        c[0] for c in CASES
+    ]

@@ -308,6 +308,14 @@ def test_streaming_reads_pipes_and_starts_each_epoch_in_another_order(shards, to
     assert len(ids(loader)) == 2
 
 
+def test_streaming_resumes_with_the_shard_that_the_step_had_reached(tmp_path, tokenizer, monkeypatch):
+    monkeypatch.setattr("infcl.data.streaming._SHUFFLE_BUFFER", 1)
+    loader = make(write_shards(tmp_path, [6] * 4), tokenizer, reader="streaming", num_samples=24)
+    whole = ids(loader)
+    loader.set_position(0, 3)  # of 4 steps of 6 samples: three of four shards lie behind
+    assert ids(loader) == whole[3:]
+
+
 def test_streaming_skips_and_counts_what_is_bad(faulty, tokenizer):
     options = {"reader": "streaming", "num_samples": 30, "num_micro_batches": 1}
     loader = make(str(faulty / "a"), tokenizer, **options)

@@ -11,6 +11,7 @@ import hashlib
 import os
 from collections import Counter
 from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
 from glob import escape, glob
@@ -189,12 +190,24 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--max-missing-shards", type=float, default=0.0, help="fraction that may be missing")
     parser.add_argument("--image-key", default=DEFAULT_KEYS.image, help="image extensions, split by ';'")
     parser.add_argument("--text-key", default=DEFAULT_KEYS.text, help="caption extensions, split by ';'")
+    parser.add_argument("--jobs", type=int, default=1, help="shards indexed at the same time")
     args = parser.parse_args(arguments)
     keys = SampleKeys(image=args.image_key, text=args.text_key)
     storage = StorageOptions(allow_pipe=args.allow_pipe_urls)
-    manifest = load_manifest(
-        args.urls, keys=keys, index_cache=args.index_cache, storage=storage, max_missing=args.max_missing_shards
-    )
+    options = {
+        "keys": keys,
+        "index_cache": args.index_cache,
+        "storage": storage,
+        "max_missing": args.max_missing_shards,
+    }
+    if args.jobs > 1:
+        with ProcessPoolExecutor(args.jobs) as pool:  # ranks that begin at different shards, as in a run
+            parts = [
+                pool.submit(load_manifest, args.urls, rank=i, world_size=args.jobs, **options) for i in range(args.jobs)
+            ]
+            for part in parts:
+                part.result()
+    manifest = load_manifest(args.urls, **options)
     print(f"{len(manifest.shards)} shards, {manifest.num_samples} samples, sha256 {manifest.sha256[:16]}")
     for cause, count in sorted(manifest.rejected.items()):
         print(f"  left out, {cause}: {count}")
