@@ -32,9 +32,10 @@ import torch
 from infcl.data.index import SampleKeys, scan_shard
 from infcl.data.indexed import IndexedDataset
 from infcl.data.records import ShardReader
-from infcl.data.samples import ImageLimits, SampleDecoder, TrainTransform, decode_image
+from infcl.data.samples import ImageLimits, SampleDecoder, decode_image
 from infcl.data.shards import load_manifest
 from infcl.data.tokenizer import Tokenizer, train_tokenizer
+from infcl.data.transforms import TrainTransform
 from infcl.data.workers import WorkerBoard
 from infcl.towers.config import load_model_config
 from infcl.towers.flops import forward_flops

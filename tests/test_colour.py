@@ -4,7 +4,7 @@ import torch
 
 from infcl.data.colour import JITTER_DRAWS, check_jitter, grey, jitter, luma, shift_hue
 from infcl.data.plan import draw, uniforms
-from infcl.data.samples import TRANSFORM_DRAWS, TrainTransform
+from infcl.data.transforms import TRANSFORM_DRAWS, TrainTransform
 from tests.open_clip_stub import import_open_clip
 from tests.shard_files import picture
 

@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from infcl.data.evaluation import EvalShards
-from infcl.data.loader import SyntheticLoader, TrainLoader
+from infcl.data.loader import TrainLoader
 from infcl.data.storage import StorageOptions
+from infcl.data.synthetic import SyntheticLoader
 from infcl.data.tokenizer import EOS_ID, Tokenizer, train_tokenizer
 from tests.shard_files import Payload, encode, pair_members, picture, write_shards, write_tar
 

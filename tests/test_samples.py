@@ -9,17 +9,8 @@ from PIL import Image
 from infcl.data.index import SampleKeys
 from infcl.data.plan import draw, uniforms
 from infcl.data.records import Record
-from infcl.data.samples import (
-    TRANSFORM_DRAWS,
-    BadSample,
-    EvalTransform,
-    ImageLimits,
-    TrainTransform,
-    decode_caption,
-    decode_image,
-    decode_record,
-    resize,
-)
+from infcl.data.samples import BadSample, ImageLimits, decode_caption, decode_image, decode_record
+from infcl.data.transforms import TRANSFORM_DRAWS, EvalTransform, TrainTransform, resize
 from tests.shard_files import encode, picture, png_bomb
 
 # Pillow warns about the very images that these tests are about

@@ -8,9 +8,10 @@ import pytest
 from infcl.data.index import SampleKeys, ensure_index
 from infcl.data.loader import TrainLoader
 from infcl.data.records import ShardReader
+from infcl.data.remote import within
 from infcl.data.shards import load_manifest
 from infcl.data.spool import local_copy, spooled
-from infcl.data.storage import ShardFault, StorageOptions, open_shard, retry, within
+from infcl.data.storage import ShardFault, StorageOptions, open_shard, retry
 from infcl.data.tokenizer import Tokenizer, train_tokenizer
 from tests.http_server import serving
 from tests.shard_files import pair_members, write_shards, write_tar

@@ -1,14 +1,15 @@
 """SHARD -> SAMPLE -> BATCH. Reading order:
 
-storage.py, spool.py   a shard, wherever it lies -> bytes at (offset, size)
+storage.py, remote.py, spool.py   a shard, wherever it lies -> bytes at (offset, size)
 index.py       one tar -> where its members lie
 shards.py      urls -> manifest of indexed shards; sizes.py: how many samples, from the files beside them
 records.py     sample numbers -> undecoded members; table.py: the same for rows of a csv table
 plan.py        (seed, epoch) -> the order of all samples; which of them a rank reads in a step
-samples.py, colour.py   bytes -> (image, caption), augmented; or the cause why not
+samples.py     bytes -> (image, caption), or the cause why not
+transforms.py, colour.py   image -> the tower's pixels, augmented
 tokenizer.py, open_clip_tokenizer.py   captions -> token ids
 indexed.py, streaming.py, workers.py   two readers of micro-batches, over torch's DataLoader
-loader.py      TrainLoader and SyntheticLoader: what the training loop iterates over
+loader.py, synthetic.py   TrainLoader and SyntheticLoader: what the training loop iterates over
 evaluation.py  EvalShards: what the evaluations iterate over
 render.py, demo.py   the embedded data set
 

@@ -19,9 +19,10 @@ import torch
 
 from infcl.data.index import DEFAULT_KEYS, SampleKeys
 from infcl.data.records import Record
-from infcl.data.samples import BadSample, EvalTransform, ImageLimits, decode_caption, decode_image, parse_json
+from infcl.data.samples import BadSample, ImageLimits, decode_caption, decode_image, parse_json
 from infcl.data.shards import expand_shards
 from infcl.data.streaming import stream_records
+from infcl.data.transforms import EvalTransform
 
 EVAL_LIMITS = ImageLimits(min_side=1)
 RESIZES = ("torch", "pil")

@@ -6,7 +6,7 @@ image:   uint8 [H, W, 3], RGB. JPEG by simplejpeg (libjpeg-turbo, strict), every
          anything is decoded.
 caption: str, at most 4 KB. The text member; where there is none, or where `SampleKeys.json_text` asks for it, the json
          member. Bytes that are not UTF-8 are replaced and noted; a caption without a letter or digit is a bad sample.
-then:    `TrainTransform` or `EvalTransform` -> uint8 [3, S, S]; normalisation happens on the device.
+then:    a transform (transforms.py) -> uint8 [3, S, S]; normalisation happens on the device.
 
 Bytes are only ever parsed as an image, as text or as JSON. Nothing is unpickled or evaluated.
 """
@@ -22,16 +22,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from infcl.data.colour import JITTER_DRAWS, check_jitter, grey, jitter
 from infcl.data.index import DEFAULT_KEYS, SampleKeys
 from infcl.data.plan import draw, uniforms
 from infcl.data.records import MAX_CAPTION_BYTES, Record
 from infcl.data.tokenizer import Tokenizer
+from infcl.data.transforms import TRANSFORM_DRAWS, TrainTransform
 from infcl.data.workers import stack
 
 _PILLOW_FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")  # none of them runs a program to decode
-_CROP_DRAWS = 23  # ten tries of (area, aspect), place, flip
-TRANSFORM_DRAWS = _CROP_DRAWS + 2 + JITTER_DRAWS  # random numbers that TrainTransform consumes
 _TRANSFORM_STREAM = 0  # of `draw`; replacements of bad samples use streams 1, 2, ...
 _CAPTION_STREAM = 1 << 33
 
@@ -185,105 +183,6 @@ def _decode_with_pillow(data: bytes, limits: ImageLimits) -> np.ndarray:
         alpha = pixels[:, :, 3:]
         return ((pixels[:, :, :3] * alpha + 255 * (255 - alpha) + 127) // 255).astype(np.uint8)
     return np.array(image.convert("RGB"))
-
-
-class TrainTransform:
-    """RandomResizedCrop with antialiased bicubic resizing on uint8, then perhaps flip, colour jitter (colour.py), grey.
-
-    The crop's law is torchvision's: ten tries at area ~ U(scale) and aspect ~ exp U(log ratio), else the largest centre
-    crop within `ratio`. The defaults are open_clip's. Flipping is off by default: captions say left and right.
-    color_jitter: (brightness, contrast, saturation, hue), applied with `color_jitter_prob`, as in open_clip.
-    scaled_decode: let JPEGs be decoded at a half, a quarter or an eighth where the crop keeps 1.5 S pixels a side:
-    faster for sources above 800 pixels at S = 224, but not the same pixels (about 37 dB).
-    """
-
-    def __init__(
-        self,
-        image_size: int,
-        *,
-        scale: tuple[float, float] = (0.9, 1.0),
-        ratio: tuple[float, float] = (3 / 4, 4 / 3),
-        hflip: float = 0.0,
-        color_jitter: tuple[float, ...] | None = None,
-        color_jitter_prob: float = 0.0,
-        gray_scale_prob: float = 0.0,
-        scaled_decode: bool = False,
-    ):
-        probabilities = {
-            "hflip": hflip,
-            "color_jitter_prob": color_jitter_prob,
-            "gray_scale_prob": gray_scale_prob,
-        }
-        if not (
-            0 < scale[0] <= scale[1] and 0 < ratio[0] <= ratio[1] and all(0 <= p <= 1 for p in probabilities.values())
-        ):
-            raise ValueError(f"need 0 < low <= high for scale {scale} and ratio {ratio}, 0..1 for {probabilities}")
-        if (color_jitter is None) != (color_jitter_prob == 0):
-            raise ValueError(
-                f"color_jitter {color_jitter} and color_jitter_prob {color_jitter_prob} only work together: give both"
-            )
-        self.image_size, self.scale, self.ratio, self.hflip = image_size, scale, ratio, hflip
-        self.color_jitter = None if color_jitter is None else check_jitter(color_jitter)
-        self.color_jitter_prob, self.gray_scale_prob = color_jitter_prob, gray_scale_prob
-        self.scaled_decode = scaled_decode
-
-    def __call__(self, image: np.ndarray, random: np.ndarray) -> torch.Tensor:
-        """image uint8 [H, W, 3], random float64 [TRANSFORM_DRAWS] in [0, 1) -> uint8 [3, S, S]."""
-        top, left, height, width = self._crop(image.shape[0], image.shape[1], random)
-        pixels = resize(image[top : top + height, left : left + width], self.image_size, self.image_size)
-        if random[22] < self.hflip:
-            pixels = pixels.flip(-1)
-        if random[_CROP_DRAWS] < self.color_jitter_prob:
-            pixels = jitter(pixels, self.color_jitter, random[_CROP_DRAWS + 2 :])
-        return grey(pixels) if random[_CROP_DRAWS + 1] < self.gray_scale_prob else pixels
-
-    def shrink(self, height: int, width: int, random: np.ndarray) -> int:
-        """By how much the image may be decoded smaller, given the numbers of its crop: 1, 2, 4 or 8."""
-        if not self.scaled_decode:
-            return 1
-        short = min(self._crop(height, width, random)[2:])
-        return next((factor for factor in (8, 4, 2) if short >= 1.5 * factor * self.image_size), 1)
-
-    def _crop(self, height: int, width: int, random: np.ndarray) -> tuple[int, int, int, int]:
-        area, (low, high) = height * width, self.scale
-        log_low, log_high = math.log(self.ratio[0]), math.log(self.ratio[1])
-        for u, v in random[:20].reshape(10, 2).tolist():
-            target, aspect = area * (low + (high - low) * u), math.exp(log_low + (log_high - log_low) * v)
-            w, h = round(math.sqrt(target * aspect)), round(math.sqrt(target / aspect))
-            if 0 < w <= width and 0 < h <= height:
-                return int(random[20] * (height - h + 1)), int(random[21] * (width - w + 1)), h, w
-        w, h = min(width, round(height * self.ratio[1])), min(height, round(width / self.ratio[0]))
-        return (height - h) // 2, (width - w) // 2, h, w
-
-
-class EvalTransform:
-    """Shortest side resized to S (antialiased bicubic), then the centre S x S: open_clip's evaluation transform."""
-
-    def __init__(self, image_size: int):
-        self.image_size = image_size
-
-    def __call__(self, image: np.ndarray) -> torch.Tensor:
-        """uint8 [H, W, 3] -> uint8 [3, S, S]."""
-        return self.crop(resize(image, *self.resized(*image.shape[:2])))
-
-    def resized(self, height: int, width: int) -> tuple[int, int]:
-        """(height, width) with the shortest side S; the longer one rounded down."""
-        short = min(height, width)
-        return self.image_size * height // short, self.image_size * width // short
-
-    def crop(self, pixels: torch.Tensor) -> torch.Tensor:
-        """The centre [3, S, S] of [3, H, W]."""
-        size = self.image_size
-        top, left = round((pixels.shape[1] - size) / 2), round((pixels.shape[2] - size) / 2)
-        return pixels[:, top : top + size, left : left + size]
-
-
-def resize(image: np.ndarray, height: int, width: int) -> torch.Tensor:
-    """uint8 [H, W, 3] -> uint8 [3, height, width], antialiased bicubic, bit-equal to torchvision's tensor path."""
-    pixels = torch.from_numpy(image).permute(2, 0, 1).unsqueeze(0)  # [1, 3, H, W], channels last
-    if pixels.shape[2:] != (height, width):
-        pixels = torch.nn.functional.interpolate(pixels, size=(height, width), mode="bicubic", antialias=True)
-    return pixels[0]
 
 
 class SampleDecoder:

@@ -14,7 +14,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
 
-from infcl.data.storage import StorageOptions, copy_http, copy_pipe, is_remote, open_shard, retry
+from infcl.data.remote import copy_http, copy_pipe
+from infcl.data.storage import StorageOptions, is_remote, open_shard, retry
 
 _COPY_BYTES = 8 << 20
 _STALE_SECONDS = 24 * 3600  # a temporary file that old belongs to a process that has died

@@ -3,9 +3,10 @@
 import math
 
 from infcl.config import BatchPlan, TrainConfig, parse_factors
-from infcl.data.loader import SyntheticLoader, TrainLoader
+from infcl.data.loader import TrainLoader
 from infcl.data.open_clip_tokenizer import PREFIX, OpenClipTokenizer
 from infcl.data.storage import StorageOptions
+from infcl.data.synthetic import SyntheticLoader
 from infcl.data.tokenizer import Tokenizer
 from infcl.evaluate.tasks import RetrievalTask, ZeroShotTask
 from infcl.evaluate.validation import ValidationLoss

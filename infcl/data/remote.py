@@ -1,0 +1,236 @@
+"""Remote storage: urls as files that are read at (offset, size), and whole shards copied to local disk.
+
+http(s): ranged requests over a kept connection, by the standard library: one socket, so every wait has a time-out.
+Other schemes: fsspec's `cat_file`, each call under a deadline. pipe: the output of a command, exit status checked.
+A transfer that stalls, or trickles below 16 KB/s, ends by TimeoutError; storage.retry tries again.
+"""
+
+import hashlib
+import http.client
+import os
+import select
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable
+from typing import BinaryIO, TypeVar
+from urllib.parse import urljoin, urlsplit
+
+from infcl.data.storage import ShardFault, StorageOptions
+
+T = TypeVar("T")
+_MIN_BYTES_PER_SECOND = 16 << 10
+_READ_BYTES = 1 << 18
+_REDIRECTS, _REDIRECT = 5, (301, 302, 303, 307, 308)
+_TEMPORARY = (408, 425, 429, 500, 502, 503, 504)  # http answers that are worth another try
+
+
+class HttpFile:
+    """Ranged requests. Every answer carries the file's size and tag, so a change is seen with the bytes it concerns."""
+
+    def __init__(self, url: str, options: StorageOptions):
+        self._url, self._options, self._connection, self._final = url, options, None, url
+        response = self._request({"Range": "bytes=0-0"})
+        self.ranges = response.status == 206
+        self.file_bytes, self.version = _http_state(response)
+        if self.ranges:
+            response.read()
+        else:
+            self.close()  # the whole file would follow
+
+    def pread(self, size: int, offset: int) -> bytes:
+        size = min(size, self.file_bytes - offset)
+        if size <= 0:
+            return b""
+        try:
+            response = self._request({"Range": f"bytes={offset}-{offset + size - 1}"})
+            if response.status != 206 or _http_state(response) != (self.file_bytes, self.version):
+                raise ShardFault("shard_changed", f"{self._url} changed during the run")
+            deadline = _deadline(size, self._options)
+            parts = []
+            while part := response.read1(_READ_BYTES):
+                parts.append(part)
+                _check_deadline(deadline, self._url)
+        except BaseException:
+            self.close()  # the connection is in the middle of an answer
+            raise
+        data = b"".join(parts)
+        if len(data) != size:
+            self.close()
+            raise OSError(f"{len(data)} of {size} bytes came")
+        return data
+
+    def changed(self) -> bool:
+        return False  # pread has looked
+
+    def close(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+
+    def _request(self, headers: dict[str, str]) -> http.client.HTTPResponse:
+        if self._connection is not None:
+            try:
+                response = self._ask(self._final, headers)
+                if response.status not in _REDIRECT:
+                    return response
+            except (OSError, http.client.HTTPException, ShardFault):
+                pass  # the server has closed the kept connection, or the address was for a while: from the start
+            self.close()
+        url = self._url
+        for _ in range(_REDIRECTS + 1):
+            parts = urlsplit(url)
+            kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+            self._connection = kind(parts.hostname, parts.port, timeout=self._options.timeout)
+            response = self._ask(url, headers)
+            if response.status not in _REDIRECT:
+                self._final = url
+                return response
+            url = urljoin(url, response.getheader("Location", ""))
+            self.close()
+        raise OSError(f"more than {_REDIRECTS} redirects")
+
+    def _ask(self, url: str, headers: dict[str, str]) -> http.client.HTTPResponse:
+        parts = urlsplit(url)
+        target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
+        self._connection.request("GET", target, headers={"Accept-Encoding": "identity"} | headers)
+        response = self._connection.getresponse()
+        if response.status in (404, 410):
+            raise FileNotFoundError(f"http status {response.status}")
+        if response.status in _TEMPORARY:
+            raise OSError(f"http status {response.status}")
+        if response.status >= 400:
+            raise ShardFault("shard_unreadable", f"{self._url}: http status {response.status} {response.reason}")
+        return response
+
+
+def _http_state(response: http.client.HTTPResponse) -> tuple[int, int]:
+    """(bytes of the whole file, version) that an answer tells; -1 bytes where it does not tell."""
+    whole = response.getheader("Content-Range", "").rpartition("/")[2] or response.getheader("Content-Length", "")
+    tag = response.getheader("ETag") or response.getheader("Last-Modified") or ""
+    return int(whole) if whole.isdigit() else -1, _number_of(tag)
+
+
+class FsspecFile:
+    """Storage that fsspec has a driver for, by ranged reads. Each call ends by time-out, whatever the driver does."""
+
+    def __init__(self, url: str, options: StorageOptions):
+        try:
+            import fsspec
+
+            self._files, self._path = fsspec.core.url_to_fs(url)
+        except (ImportError, ValueError) as error:
+            scheme = url.partition("://")[0]
+            raise ValueError(
+                f"{url}: reading {scheme}:// needs fsspec's driver for it (s3fs for s3, gcsfs for gs): {error}"
+            ) from error
+        self._url, self._options = url, options
+        self.file_bytes, self.version = self._state()
+
+    def _state(self) -> tuple[int, int]:
+        info = self._ask(self._options.timeout, lambda: self._files.info(self._path))
+        tag = next((str(info[name]) for name in ("ETag", "etag", "mtime", "LastModified", "md5") if name in info), "")
+        return int(info["size"]), _number_of(tag)
+
+    def pread(self, size: int, offset: int) -> bytes:
+        end = min(offset + size, self.file_bytes)
+        if end <= offset:
+            return b""
+        limit = self._options.timeout + size / _MIN_BYTES_PER_SECOND
+        data = self._ask(limit, lambda: self._files.cat_file(self._path, start=offset, end=end))
+        if len(data) != end - offset:
+            raise OSError(f"{len(data)} of {end - offset} bytes came")
+        return data
+
+    def _ask(self, limit: float, call: Callable[[], T]) -> T:
+        try:
+            return within(limit, call, self._url)
+        except OSError:
+            raise
+        except Exception as error:  # drivers raise their libraries' own types; all of them mean: try again
+            raise OSError(f"{type(error).__name__}: {error}") from error
+
+    def changed(self) -> bool:
+        return False  # asking again for each read would double the requests; the size and tag are checked at opening
+
+    def close(self) -> None:
+        pass
+
+
+def within(seconds: float, call: Callable[[], T], what: str) -> T:
+    """call(), or TimeoutError after `seconds`; a call that hangs is left behind in its daemon thread."""
+    outcome: list[tuple[bool, object]] = []
+
+    def run() -> None:
+        try:
+            outcome.append((True, call()))
+        except BaseException as error:
+            outcome.append((False, error))
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if not outcome:
+        raise TimeoutError(f"{what}: no answer within {seconds:.0f} s")
+    succeeded, value = outcome[0]
+    if succeeded:
+        return value
+    raise value
+
+
+def copy_http(url: str, out: BinaryIO, options: StorageOptions) -> None:
+    """The whole of a url that knows no ranges; OSError unless as many bytes come as the server has promised."""
+    file = HttpFile(url, options)
+    try:
+        response = file._request({})
+        promised, copied, started = _http_state(response)[0], 0, time.monotonic()
+        while part := response.read1(_READ_BYTES):
+            out.write(part)
+            copied += len(part)
+            _check_deadline(started + options.timeout + copied / _MIN_BYTES_PER_SECOND, url)
+    finally:
+        file.close()
+    if promised >= 0 and copied != promised:
+        raise OSError(f"{copied} of {promised} bytes came")
+
+
+def copy_pipe(command: str, out: BinaryIO, options: StorageOptions) -> None:
+    """The output of a shell command; OSError when it fails, stalls, or writes nothing. Its children end with it."""
+    process = subprocess.Popen(
+        command, shell=True, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, start_new_session=True
+    )
+    copied, started = 0, time.monotonic()
+    try:
+        while True:
+            if not select.select([process.stdout], [], [], options.timeout)[0]:
+                raise TimeoutError(f"no output for {options.timeout:g} s")
+            part = os.read(process.stdout.fileno(), _READ_BYTES)
+            if not part:
+                break
+            out.write(part)
+            copied += len(part)
+            _check_deadline(started + options.timeout + copied / _MIN_BYTES_PER_SECOND, command)
+        status = process.wait(options.timeout)
+    except subprocess.TimeoutExpired as error:
+        raise TimeoutError(f"did not end within {options.timeout:g} s of its last output") from error
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        process.stdout.close()
+    if status != 0 or copied == 0:
+        raise OSError(f"exit status {status} after {copied} bytes")
+
+
+def _deadline(size: int, options: StorageOptions) -> float:
+    return time.monotonic() + options.timeout + size / _MIN_BYTES_PER_SECOND
+
+
+def _check_deadline(deadline: float, what: str) -> None:
+    if time.monotonic() > deadline:
+        raise TimeoutError(f"{what}: slower than {_MIN_BYTES_PER_SECOND >> 10} KB/s")
+
+
+def _number_of(tag: str) -> int:
+    return int.from_bytes(hashlib.blake2b(tag.encode(), digest_size=7).digest(), "big") if tag else 0
