@@ -31,6 +31,7 @@ import torch
 
 from infcl.data.index import SampleKeys, scan_shard
 from infcl.data.indexed import IndexedDataset
+from infcl.data.plan import EpochPlan
 from infcl.data.records import ShardReader
 from infcl.data.samples import ImageLimits, SampleDecoder, decode_image
 from infcl.data.shards import load_manifest
@@ -102,6 +103,7 @@ def measure(folder: Path, arguments: argparse.Namespace) -> dict[str, float]:
         "ours/batch, scaled decode": dataset(scaled_decode=True),
     }
     stages: dict[str, Callable[[], int]] = {
+        "ours/plan an epoch, chunks of 16": lambda: EpochPlan([10_000] * 1000, chunk=16, seed=0, epoch=0).num_samples,
         "ours/index": lambda: len(scan_shard(str(small), SampleKeys()).members),
         "ours/read": lambda: len(reader.read(order)),
         "ours/read, chunks of 16": lambda: sum(
@@ -193,6 +195,7 @@ def open_clip_stages(shards: Path, jpegs: list[bytes], captions: list[str], size
         "open_clip/tokenise": lambda: len(tokenizer(captions)),
         "open_clip/batch": batch(),
         "open_clip/batch, scale (0.08, 1)": batch(scale=(0.08, 1.0)),
+        "open_clip/batch, color jitter": batch(**JITTER),
     }
 
 
