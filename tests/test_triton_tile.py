@@ -55,6 +55,14 @@ def _check_tile(device, rows, columns, dim, kind, scale, dtype, workspaces=(2**1
                 error = relative_error(v, e, floor=1e-2 * math.exp(-shift))
                 assert error < tolerance, (rows, columns, dim, kind, scale, dtype, bounds, error)
 
+            expected = torch.zeros_like(wide[0]), torch.zeros_like(wide[1])  # the loss of the rows alone
+            value = [torch.zeros_like(e, dtype=torch.float32) for e in expected]
+            torch_tile.softmax_backward(*wide, row_lse, None, *expected, **bounds)
+            tile.softmax_backward(row_features, column_features, scale, row_lse.float(), None, *value, **bounds)
+            for v, e in zip(value, expected):
+                error = relative_error(v, e, floor=1e-2 * math.exp(-shift))
+                assert error < tolerance, ("rows alone", rows, columns, dim, kind, scale, dtype, bounds, error)
+
             truth = torch_tile.sigmoid_forward(*wide, bias.double(), **bounds)
             result = tile.sigmoid_forward(row_features, column_features, scale, bias, **bounds)
             torch.testing.assert_close([r.double() for r in result], list(truth), rtol=1e-5, atol=1e-4)

@@ -48,7 +48,7 @@ def softmax_backward(
     columns: Tensor,
     scale: Tensor,
     row_lse: Tensor,
-    col_lse: Tensor,
+    col_lse: Tensor | None,
     d_rows: Tensor | None,
     d_columns: Tensor | None,
     *,
@@ -57,14 +57,16 @@ def softmax_backward(
 ) -> None:
     """Add dS @ columns to d_rows [r, D] and dS.T @ rows to d_columns [c, D] (float32 or wider, in place; None skips).
 
+    col_lse None: the loss of the rows alone, dS = exp(logits - row_lse[:, None]), minus I on the diagonal.
     No probability exceeds one, so the exponents are clamped at zero: logits so large that their own rounding is
     large (huge norms) would otherwise overflow.
     """
     for chunk in _chunks(rows, columns, workspace_bytes):
         logits = chunk.row_features @ chunk.column_features.T * scale
         d_logits = (logits - row_lse[chunk.rows, None]).clamp_(max=0).exp_()
-        d_logits += (logits - col_lse[chunk.columns]).clamp_(max=0).exp_()
-        d_logits *= 0.5
+        if col_lse is not None:
+            d_logits += (logits - col_lse[chunk.columns]).clamp_(max=0).exp_()
+            d_logits *= 0.5
         if diagonal:
             chunk.diagonal_of(d_logits).sub_(1)
         chunk.accumulate(d_logits, d_rows, d_columns)

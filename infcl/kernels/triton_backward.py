@@ -44,7 +44,7 @@ def softmax_backward(
     columns: Tensor,
     scale: Tensor,
     row_lse: Tensor,
-    col_lse: Tensor,
+    col_lse: Tensor | None,
     d_rows: Tensor | None,
     d_columns: Tensor | None,
     *,
@@ -52,8 +52,17 @@ def softmax_backward(
     workspace_bytes: int,
     tf32: bool = False,
 ) -> None:
-    """As torch_tile.softmax_backward; rows [r, D] and columns [c, D] in bf16, fp16 or f32, d_rows and d_columns f32."""
-    _accumulate(rows, columns, scale, row_lse, col_lse, None, d_rows, d_columns, diagonal, workspace_bytes, tf32)
+    """As torch_tile.softmax_backward; rows [r, D] and columns [c, D] in bf16, fp16 or f32, d_rows and d_columns f32.
+
+    The loss of the rows alone is the same kernel with columns whose exponentials vanish and rows that count twice.
+    """
+    if col_lse is None:
+        row_lse = row_lse - math.log(2)
+        col_lse = torch.full_like(columns[:, 0], math.inf, dtype=row_lse.dtype)
+        shift = row_lse.max() * math.log2(math.e)
+    else:
+        shift = middle(row_lse, col_lse)
+    _accumulate(rows, columns, scale, row_lse, col_lse, shift, d_rows, d_columns, diagonal, workspace_bytes, tf32)
 
 
 def sigmoid_backward(
@@ -78,17 +87,16 @@ def _accumulate(
     scale: Tensor,
     row_lse: Tensor | None,
     col_lse: Tensor | None,
-    bias: Tensor | None,
+    shift: Tensor,
     d_rows: Tensor | None,
     d_columns: Tensor | None,
     diagonal: bool,
     workspace_bytes: int,
     tf32: bool,
 ) -> None:
-    """Walk the chunks: form dS, multiply. `bias` set: sigmoid; the LSE set: softmax."""
+    """Walk the chunks: form dS, multiply. No LSE: sigmoid with the bias `shift`; LSE with their `shift`: softmax."""
     launch = launch_options(_LAUNCH, rows, tf32)
     row_operand, column_operand = aligned(rows), aligned(columns)
-    shift = middle(row_lse, col_lse) if bias is None else bias
     gain = 2.0**15 if rows.dtype == torch.float16 else 1.0
     elements, processors = workspace_bytes // rows.dtype.itemsize, multiprocessors(rows.device)
     height, width = _chunk_shape(len(rows), len(columns), rows.shape[1], elements, processors)
@@ -114,7 +122,7 @@ def _accumulate(
                     i - j,
                     DIM=walked_dim(row_operand, launch),
                     DIAGONAL=diagonal and i < j + width and j < i + height,
-                    SIGMOID=bias is not None,
+                    SIGMOID=row_lse is None,
                     GAIN=gain,
                     **launch,
                 )

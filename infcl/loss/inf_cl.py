@@ -65,13 +65,25 @@ def inf_cl_loss(
 
 
 class InfCLLoss(nn.Module):
-    """`inf_cl_loss` as a module, called like open_clip's ClipLoss.
+    """`inf_cl_loss` as a module, made and called like open_clip's ClipLoss.
+
+    Either `group` says where the ring runs, or open_clip's arguments do: world_size > 1 means torch.distributed's
+    WORLD, of which they must be rank and size. The averages are those of local_loss=True, gather_with_grad=True;
+    gather_with_grad=False at world_size > 1 is refused, since it asks for other gradients than the exact ones (without
+    local_loss features' gradients 1 / world_size of them; with it, without the other ranks' terms). local_loss=False
+    differs in what a rank reports, not in what data parallelism averages: accepted. cache_labels has nothing to cache.
 
     A logit_bias is accepted and changes nothing: a constant added to all logits cancels in both softmaxes.
     """
 
     def __init__(
         self,
+        local_loss: bool = False,
+        gather_with_grad: bool = False,
+        cache_labels: bool = False,
+        rank: int = 0,
+        world_size: int = 1,
+        use_horovod: bool = False,
         *,
         group: dist.ProcessGroup | None = None,
         tile: str = "auto",
@@ -82,6 +94,15 @@ class InfCLLoss(nn.Module):
         ring_overlap: str = "on",
     ):
         super().__init__()
+        if use_horovod:
+            raise ValueError("use_horovod=True: the ring runs over torch.distributed only")
+        if world_size > 1 and not gather_with_grad:
+            raise ValueError(
+                f"world_size {world_size} with gather_with_grad=False asks for gradients that are not the exact ones; "
+                "pass local_loss=True, gather_with_grad=True"
+            )
+        if world_size > 1 or rank > 0:
+            group = _group_of(rank, world_size, group)
         self.options = {"group": group, "tile": tile, "tile_dtype": tile_dtype, "workspace_bytes": workspace_bytes}
         self.options |= {"ring": ring, "ranks_per_node": ranks_per_node, "ring_overlap": ring_overlap}
 
@@ -96,6 +117,17 @@ class InfCLLoss(nn.Module):
     ) -> Tensor | dict[str, Tensor]:
         loss = inf_cl_loss(image_features, text_features, logit_scale, **self.options)
         return {"contrastive_loss": loss} if output_dict else loss
+
+
+def _group_of(rank: int, world_size: int, group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    """The group (None: WORLD) if this process is this rank of so many in it; ValueError otherwise."""
+    if not (dist.is_available() and dist.is_initialized()):
+        raise ValueError(f"rank {rank}, world_size {world_size}: torch.distributed is not initialised")
+    group = dist.group.WORLD if group is None else group
+    actual = dist.get_rank(group), dist.get_world_size(group)
+    if actual != (rank, world_size):
+        raise ValueError(f"rank {rank}, world_size {world_size}: the process group says {actual[0]}, {actual[1]}")
+    return group
 
 
 def ring_forward(

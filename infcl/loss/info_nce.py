@@ -1,0 +1,149 @@
+"""One-directional InfoNCE over the same ring and tiles: dense retrieval, more documents than queries, hard negatives.
+
+In: queries [q, D] and documents [d, D] of this rank, and which document answers each query. Out: the loss, and by
+backward the gradients. Every query competes over the documents of all ranks:
+
+    logits = scale * all_queries @ all_documents.T                              # [W q, W d], never formed
+    loss = cross_entropy(logits, positives)                                     # positives as global indices
+
+Queries (rows) stay, documents (columns) travel: forward W - 1 hops of d*D operands, backward the same and W hops of d*D
+float32 gradients. No column statistics travel. Per-rank averages as in loss/inf_cl.
+Source: DPR, arXiv 2004.04906, section 3.2 (in-batch negatives and one hard negative a query).
+"""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from infcl.kernels import WORKSPACE_BYTES, Tile, select_tile
+from infcl.loss.inf_cl import as_operand, inner_product, refuse_double_backward, scalar_like, scaled
+from infcl.loss.lse import merge_lse
+from infcl.loss.ring import RingExchange, ring_maker
+
+
+@torch.compiler.disable
+def info_nce_loss(
+    queries: Tensor,
+    documents: Tensor,
+    positives: Tensor,
+    logit_scale: Tensor | float,
+    *,
+    group: dist.ProcessGroup | None = None,
+    tile: str = "auto",
+    tile_dtype: str | None = None,
+    workspace_bytes: int = WORKSPACE_BYTES,
+    ring: str = "auto",
+    ranks_per_node: int | None = None,
+    ring_overlap: str = "on",
+) -> Tensor:
+    """Mean over this rank's queries of the cross entropy against all ranks' documents; 0-dim, float32 or wider.
+
+    queries [q, D], documents [d, D]: q and d are the same on all ranks. positives int64 [q]: the index among this
+    rank's own documents of the one that answers each query; several queries may share one. All other documents, of this
+    rank and of the others, are negatives. The options are those of `inf_cl_loss`.
+
+    Raises ValueError, on every rank where sizes differ, with the numbers. Cannot be differentiated twice.
+    """
+    new_ring = ring_maker(group, ring=ring, ranks_per_node=ranks_per_node, overlap=ring_overlap)
+    _check(queries, documents, positives, new_ring())
+    selected = select_tile(queries, tile=tile, tile_dtype=tile_dtype)
+    scale = scalar_like(queries, logit_scale)
+    return _InfoNCE.apply(queries, documents, positives, scale, new_ring, selected, workspace_bytes)
+
+
+class _InfoNCE(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, queries, documents, positives, scale, new_ring, tile, workspace_bytes):
+        order, misplaced = _positives_first(positives, len(documents))
+        rows, columns = as_operand(queries, tile), as_operand(documents, tile)[order]
+        with torch.autocast(rows.device.type, enabled=False):
+            row_lse = None
+            for _, (block,) in new_ring().blocks(columns):
+                part, _, _ = tile.softmax_forward(rows, block, scale, diagonal=False, workspace_bytes=workspace_bytes)
+                row_lse = part if row_lse is None else merge_lse(row_lse, part)
+            place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))[positives]
+            wide = scale.dtype
+            matched = torch.linalg.vecdot(rows.to(wide), columns[place].to(wide)) * scale
+        ctx.save_for_backward(rows, columns, scale, row_lse, order, misplaced, place)
+        ctx.new_ring, ctx.tile, ctx.workspace_bytes = new_ring, tile, workspace_bytes
+        ctx.dtypes = queries.dtype, documents.dtype
+        # The matched logit is one of those summed; its own rounding may differ by an ulp.
+        return (row_lse - matched).clamp_(min=0).mean()
+
+    @staticmethod
+    def backward(ctx, d_loss):
+        refuse_double_backward("info_nce")
+        rows, columns, scale, row_lse, order, misplaced, place = ctx.saved_tensors
+        with torch.autocast(rows.device.type, enabled=False):
+            d_rows, d_columns = ring_backward(
+                rows, columns, scale, row_lse, ctx.new_ring(), ctx.tile, ctx.workspace_bytes
+            )
+            _correct(d_rows, d_columns, rows, columns, misplaced, place)
+            factor = d_loss / len(rows)
+            d_scale = factor * inner_product(rows, d_rows)
+            d_queries = scaled(d_rows, factor * scale, ctx.dtypes[0])
+            d_documents = torch.empty_like(d_columns, dtype=ctx.dtypes[1])
+            d_documents[order] = scaled(d_columns, factor * scale, ctx.dtypes[1])
+        return d_queries, d_documents, None, d_scale, None, None, None
+
+
+def ring_backward(
+    rows: Tensor, columns: Tensor, scale: Tensor, row_lse: Tensor, ring: RingExchange, tile: Tile, workspace_bytes: int
+) -> tuple[Tensor, Tensor]:
+    """`dS @ all_columns` and `dS.T @ all_rows` with dS = exp(logits - row_lse) - I, [q, D] and [d, D] f32 or wider."""
+    d_rows = torch.zeros_like(rows, dtype=scale.dtype)
+    for hop, (block,) in ring.blocks(columns):
+        d_block = torch.zeros_like(block, dtype=scale.dtype)
+        tile.softmax_backward(
+            rows, block, scale, row_lse, None, d_rows, d_block, diagonal=hop == 0, workspace_bytes=workspace_bytes
+        )
+        ring.carry("d_columns", hop, d_block, Tensor.add_)
+    return d_rows, ring.home("d_columns", Tensor.add_)
+
+
+def _positives_first(positives: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """An order of the documents with query i's positive in place i, and the queries whose positive stands elsewhere.
+
+    So the tile subtracts the ones of dS on its diagonal, before rounding. A positive that several queries share can
+    stand in one place only; `_correct` mends the others.
+    """
+    queries = torch.arange(len(positives), device=positives.device)
+    first_user = torch.full((count,), len(positives), device=positives.device)
+    first_user.scatter_reduce_(0, positives, queries, "amin")
+    placed = (first_user[positives] == queries) & (queries < count)
+    order = torch.full((count,), -1, device=positives.device)
+    order[queries[placed]] = positives[placed]
+    free = torch.ones(count, dtype=torch.bool, device=positives.device)
+    free[positives[placed]] = False
+    order[order < 0] = free.nonzero().squeeze(1)
+    return order, (~placed).nonzero().squeeze(1)
+
+
+def _correct(
+    d_rows: Tensor, d_columns: Tensor, rows: Tensor, columns: Tensor, misplaced: Tensor, place: Tensor
+) -> None:
+    """For the misplaced queries: take back the tile's ones on the diagonal and subtract them where they belong."""
+    wrong = misplaced[misplaced < len(columns)]
+    d_rows.index_add_(0, wrong, columns[wrong].to(d_rows.dtype))
+    d_columns.index_add_(0, wrong, rows[wrong].to(d_rows.dtype))
+    right = place[misplaced]
+    d_rows.index_add_(0, misplaced, columns[right].to(d_rows.dtype), alpha=-1)
+    d_columns.index_add_(0, right, rows[misplaced].to(d_rows.dtype), alpha=-1)
+
+
+def _check(queries: Tensor, documents: Tensor, positives: Tensor, ring: RingExchange) -> None:
+    shapes = tuple(queries.shape), tuple(documents.shape)
+    if queries.ndim != 2 or documents.ndim != 2 or shapes[0][1] != shapes[1][1] or 0 in (*shapes[0], *shapes[1]):
+        raise ValueError(f"info_nce needs queries [q, D] and documents [d, D], not empty; got {shapes}")
+    if queries.dtype != documents.dtype or not queries.is_floating_point():
+        raise ValueError(f"info_nce needs floating point features of one dtype; got {queries.dtype}, {documents.dtype}")
+    if positives.shape != queries.shape[:1] or positives.dtype != torch.int64:
+        raise ValueError(
+            f"info_nce needs one int64 positive per query, [{len(queries)}]; "
+            f"got {tuple(positives.shape)} of {positives.dtype}"
+        )
+    low, high = int(positives.min()), int(positives.max())
+    if low < 0 or high >= len(documents):
+        raise ValueError(f"positives lie in {low}..{high}; this rank's documents are 0..{len(documents) - 1}")
+    numbers = {"queries": shapes[0][0], "documents": shapes[1][0], "feature dimensions": shapes[0][1]}
+    ring.require_equal("info_nce", numbers | {"ranks in a lap": ring.lap}, queries.device)

@@ -1,0 +1,187 @@
+"""NT-Xent (SimCLR, SimCSE): all views against all views, self-similarity left out, half of the matrix computed.
+
+In: two views [b, D] of this rank's samples. Out: the loss, and by backward the gradients. With z all 2 W b views:
+
+    logits = scale * z @ z.T; logits.fill_diagonal_(-inf)                       # [2Wb, 2Wb], never formed
+    loss = cross_entropy(logits, index of each view's other view)
+
+The matrix is symmetric, so a tile that yields row and column statistics serves both triangles:
+
+* between ranks: blocks go only W // 2 hops round the ring, then every unordered pair of ranks has met (for even W the
+  last hop is shared by its two ranks, half of the rows each); statistics and gradients go home from there directly;
+* within a rank: first x second is one rectangle with the matches on its diagonal; first x first and second x second are
+  halved again and again, a rectangle each time, down to small squares, which plain PyTorch computes whole.
+
+Gradient: d_z = (dS + dS.T) @ z, and dS + dS.T = exp(logits - lse[:, None]) + exp(logits - lse) - 2 I', with I' one at
+the matches: twice the dS of CLIP's tiles.
+
+16 W b^2 D flops per rank forward and backward, half of what all tiles need (docs/log.md has measured times). Per pass
+W // 2 hops of 2b*D operands; forward as many of 2b float32, backward of 2b*D float32. Flat ring. Averages as in
+loss/inf_cl.
+Source: SimCLR, arXiv 2002.05709, Eq. 1; scale is its 1 / temperature.
+"""
+
+import math
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from infcl.kernels import WORKSPACE_BYTES, Tile, select_tile
+from infcl.loss.inf_cl import as_operand, check_features, inner_product, refuse_double_backward, scalar_like, scaled
+from infcl.loss.lse import merge_lse
+from infcl.loss.ring import RingExchange, ring_maker
+
+_LEAF = 256  # rows of the largest square that is computed whole
+
+
+@torch.compiler.disable
+def nt_xent_loss(
+    first_views: Tensor,
+    second_views: Tensor,
+    logit_scale: Tensor | float,
+    *,
+    group: dist.ProcessGroup | None = None,
+    tile: str = "auto",
+    tile_dtype: str | None = None,
+    workspace_bytes: int = WORKSPACE_BYTES,
+    ring_overlap: str = "on",
+) -> Tensor:
+    """Mean over this rank's 2b views of the cross entropy against all ranks' views; 0-dim, float32 or wider.
+
+    first_views, second_views: [b, D], row i of both is the same sample. The options are those of `inf_cl_loss`.
+    """
+    reach = 0 if group is None else dist.get_world_size(group) // 2
+    new_ring = ring_maker(group, overlap=ring_overlap, reach=reach)
+    check_features("nt_xent", first_views, second_views, new_ring())
+    selected = select_tile(first_views, tile=tile, tile_dtype=tile_dtype)
+    scale = scalar_like(first_views, logit_scale)
+    return _NTXent.apply(first_views, second_views, scale, new_ring, selected, workspace_bytes)
+
+
+class _NTXent(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, first_views, second_views, scale, new_ring, tile, workspace_bytes):
+        views = torch.cat([as_operand(first_views, tile), as_operand(second_views, tile)])  # [2b, D]
+        with torch.autocast(views.device.type, enabled=False):
+            lse, matched = ring_forward(views, scale, new_ring(), tile, workspace_bytes)
+        ctx.save_for_backward(views, scale, lse)
+        ctx.new_ring, ctx.tile, ctx.workspace_bytes = new_ring, tile, workspace_bytes
+        ctx.feature_dtype = first_views.dtype
+        return (lse.view(2, -1) - matched).clamp_(min=0).mean()
+
+    @staticmethod
+    def backward(ctx, d_loss):
+        refuse_double_backward("nt_xent")
+        views, scale, lse = ctx.saved_tensors
+        with torch.autocast(views.device.type, enabled=False):
+            d_views = ring_backward(views, scale, lse, ctx.new_ring(), ctx.tile, ctx.workspace_bytes)
+            factor = d_loss / len(views)
+            d_scale = factor * inner_product(views, d_views)
+            d_views = scaled(d_views, 2 * factor * scale, ctx.feature_dtype)
+        return *d_views.chunk(2), d_scale, None, None, None
+
+
+def ring_forward(
+    views: Tensor, scale: Tensor, ring: RingExchange, tile: Tile, workspace_bytes: int
+) -> tuple[Tensor, Tensor]:
+    """LSE over all other views of each own view [2b], and the logits of own matched views [b]."""
+    for hop, (block,) in ring.blocks(views):
+        if hop == 0:
+            first, second = views.chunk(2)
+            lse = torch.cat([_self_lse(part, scale, tile, workspace_bytes) for part in (first, second)])
+            row_part, col_part, matched = tile.softmax_forward(
+                first, second, scale, diagonal=True, workspace_bytes=workspace_bytes
+            )
+            merge_lse(lse[: len(first)], row_part)
+            merge_lse(lse[len(first) :], col_part)
+            continue
+        rows, columns = _share(hop, ring, len(views))
+        row_part, col_part, _ = tile.softmax_forward(
+            views[rows], block[columns], scale, diagonal=False, workspace_bytes=workspace_bytes
+        )
+        merge_lse(lse[rows], row_part)
+        block_lse = torch.full_like(lse, -math.inf)
+        block_lse[columns] = col_part
+        ring.carry("lse", hop, block_lse, merge_lse)
+    return (lse if ring.reach == 0 else merge_lse(lse, ring.home("lse", merge_lse))), matched
+
+
+def ring_backward(
+    views: Tensor, scale: Tensor, lse: Tensor, ring: RingExchange, tile: Tile, workspace_bytes: int
+) -> Tensor:
+    """`(dS + dS.T) / 2 @ all_views` for one's own views, [2b, D] float32 or wider."""
+    d_views = torch.zeros_like(views, dtype=scale.dtype)
+    for hop, (block, block_lse) in ring.blocks(views, lse):
+        if hop == 0:
+            parts = [tensor.chunk(2) for tensor in (views, lse, d_views)]
+            for part in zip(*parts):
+                _add_self_gradient(*part, scale, tile, workspace_bytes)
+            (first, second), (first_lse, second_lse), (d_first, d_second) = parts
+            tile.softmax_backward(
+                first, second, scale, first_lse, second_lse, d_first, d_second,
+                diagonal=True, workspace_bytes=workspace_bytes,
+            )  # fmt: skip
+            continue
+        rows, columns = _share(hop, ring, len(views))
+        d_block = torch.zeros_like(d_views)
+        tile.softmax_backward(
+            views[rows], block[columns], scale, lse[rows], block_lse[columns], d_views[rows], d_block[columns],
+            diagonal=False, workspace_bytes=workspace_bytes,
+        )  # fmt: skip
+        ring.carry("d_views", hop, d_block, Tensor.add_)
+    return d_views if ring.reach == 0 else d_views.add_(ring.home("d_views", Tensor.add_))
+
+
+def _share(hop: int, ring: RingExchange, count: int) -> tuple[slice, slice]:
+    """This rank's part of its rectangle with the block of this hop: rows of its own, columns of the block.
+
+    At the last hop of an even ring the owner holds this rank's block too: the lower of both takes the first half of its
+    own rows, the higher one the second half of the lower one's as columns.
+    """
+    everything = slice(0, count)
+    if 2 * hop < ring.world_size:
+        return everything, everything
+    if dist.get_rank(ring.group) < ring.owner(hop):
+        return slice(0, count // 2), everything
+    return everything, slice(count // 2, count)
+
+
+def _self_lse(views: Tensor, scale: Tensor, tile: Tile, workspace_bytes: int) -> Tensor:
+    """`(scale * views @ views.T).fill_diagonal_(-inf).logsumexp(1)`, [n]."""
+    if len(views) <= _leaf(workspace_bytes):
+        return _masked_logits(views, scale).logsumexp(1)
+    upper, lower = views[: len(views) // 2], views[len(views) // 2 :]
+    lse = torch.cat([_self_lse(part, scale, tile, workspace_bytes) for part in (upper, lower)])
+    row_part, col_part, _ = tile.softmax_forward(upper, lower, scale, diagonal=False, workspace_bytes=workspace_bytes)
+    merge_lse(lse[: len(upper)], row_part)
+    merge_lse(lse[len(upper) :], col_part)
+    return lse
+
+
+def _add_self_gradient(
+    views: Tensor, lse: Tensor, d_views: Tensor, scale: Tensor, tile: Tile, workspace_bytes: int
+) -> None:
+    """`d_views += ((logits - lse[:, None]).exp() + (logits - lse).exp()) / 2 @ views`, the diagonal left out."""
+    if len(views) <= _leaf(workspace_bytes):
+        logits = _masked_logits(views, scale)
+        d_logits = (logits - lse[:, None]).clamp_(max=0).exp_()
+        d_logits = d_logits.add_((logits - lse).clamp_(max=0).exp_()).mul_(0.5)
+        d_views.addmm_(d_logits, views.to(d_views.dtype))
+        return
+    half = len(views) // 2
+    for part in (slice(0, half), slice(half, len(views))):
+        _add_self_gradient(views[part], lse[part], d_views[part], scale, tile, workspace_bytes)
+    tile.softmax_backward(
+        views[:half], views[half:], scale, lse[:half], lse[half:], d_views[:half], d_views[half:],
+        diagonal=False, workspace_bytes=workspace_bytes,
+    )  # fmt: skip
+
+
+def _masked_logits(views: Tensor, scale: Tensor) -> Tensor:
+    wide = views.to(scale.dtype)
+    return (wide @ wide.T * scale).fill_diagonal_(-math.inf)
+
+
+def _leaf(workspace_bytes: int) -> int:
+    return max(1, min(_LEAF, math.isqrt(workspace_bytes // 16)))

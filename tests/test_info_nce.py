@@ -1,0 +1,88 @@
+"""One-directional InfoNCE over the ring equals the dense float64 cross entropy, for any choice of positives."""
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from infcl import info_nce_loss
+from tests.loss_oracle import relative_error
+from tests.ranks import run_ranks
+
+# (queries per rank, documents per rank, D, scale, how positives are drawn)
+CASES = [
+    (7, 23, 24, 20.0, "distinct"),
+    (9, 13, 40, 100.0, "shared"),
+    (11, 5, 24, 10.0, "shared"),  # more queries than documents
+    (1, 1, 24, 5.0, "distinct"),
+]
+
+
+def _global_batch(case, world_size):
+    queries, documents, dim, _, kind = case
+    generator = torch.Generator().manual_seed(queries)
+    draw = lambda n: F.normalize(torch.randn(n * world_size, dim, generator=generator), dim=1)  # noqa: E731
+    q, d = draw(queries), draw(documents)
+    if kind == "distinct":
+        rows = [torch.randperm(documents, generator=generator)[:queries] for _ in range(world_size)]
+    else:
+        rows = [torch.randint(0, documents, (queries,), generator=generator) for _ in range(world_size)]
+    return q, d, torch.stack(rows)  # positives: [W, q], indices among a rank's own documents
+
+
+def _evaluate(rank, world_size, cases, options):
+    results = []
+    for case in cases:
+        q, d, positives = _global_batch(case, world_size)
+        own_q = q.chunk(world_size)[rank].clone().requires_grad_()
+        own_d = d.chunk(world_size)[rank].clone().requires_grad_()
+        scale = torch.tensor(case[3], requires_grad=True)
+        group = dist.group.WORLD if world_size > 1 else None
+        loss = info_nce_loss(own_q, own_d, positives[rank], scale, group=group, workspace_bytes=448, **options)
+        loss.backward()
+        results.append((loss.detach(), own_q.grad, own_d.grad, scale.grad))
+    return results
+
+
+def _oracle(case, world_size):
+    q, d, positives = _global_batch(case, world_size)
+    q, d = q.double().requires_grad_(), d.double().requires_grad_()
+    scale = torch.tensor(case[3], dtype=torch.float64, requires_grad=True)
+    labels = (positives + torch.arange(world_size)[:, None] * case[1]).flatten()
+    loss = F.cross_entropy(scale * q @ d.T, labels)
+    loss.backward()
+    return loss.detach(), q.grad, d.grad, scale.grad
+
+
+def _assert_equal(per_rank, world_size):
+    for case, results in zip(CASES, zip(*per_rank)):
+        loss, d_queries, d_documents, d_scale = zip(*results)
+        means = (
+            torch.stack(loss).mean(),
+            torch.cat(d_queries) / world_size,
+            torch.cat(d_documents) / world_size,
+            torch.stack(d_scale).mean(),
+        )
+        for value, truth in zip(means, _oracle(case, world_size)):
+            assert relative_error(value, truth, floor=0.1) < 1e-5, case
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_info_nce_equals_the_dense_float64_cross_entropy(world_size):
+    if world_size == 1:
+        return _assert_equal([_evaluate(0, 1, CASES, {})], 1)
+    _assert_equal(run_ranks(_evaluate, world_size, CASES, {}), world_size)
+
+
+def test_info_nce_is_exact_over_a_two_level_ring():
+    _assert_equal(run_ranks(_evaluate, 4, CASES, {"ring": "two-level", "ranks_per_node": 2}), 4)
+
+
+def test_wrong_positives_are_refused_with_the_numbers():
+    queries, documents = torch.ones(2, 8), torch.ones(3, 8)
+    with pytest.raises(ValueError, match=r"1\.\.3; this rank's documents are 0\.\.2"):
+        info_nce_loss(queries, documents, torch.tensor([1, 3]), 1.0)
+    with pytest.raises(ValueError, match=r"\[2\]; got \(3,\)"):
+        info_nce_loss(queries, documents, torch.tensor([0, 1, 2]), 1.0)
+    with pytest.raises(ValueError, match=r"\(2, 8\), \(3, 9\)"):
+        info_nce_loss(queries, torch.ones(3, 9), torch.tensor([0, 1]), 1.0)
