@@ -166,6 +166,7 @@ CASES: list[tuple[str, Callable[[Place], str], int | None]] = [
     ("members of samples interleaved", interleaved, 3),
     ("names with ..", bad_key("../../../tmp/x"), 2),
     ("absolute names", bad_key("/etc/passwd"), 2),
+    ("malformed UTF-8 in names", bad_key("caf\udce9"), 2),
     ("pickles and other code beside a sample", payload, 2),
     ("tar cut in a member", lambda p: p.edit(lambda tar: tar[: header_of(tar, 6) + 600]), -4),
     ("tar cut between members", lambda p: p.edit(lambda tar: tar[: header_of(tar, 6)]), -4),

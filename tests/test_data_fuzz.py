@@ -67,7 +67,9 @@ def broken_samples(draw):
     """([(name, kind)], shards as lists of (member name, bytes), tar format); at most a quarter of them is unusable."""
     usable = draw(st.lists(st.sampled_from(USABLE), min_size=9, max_size=14))
     unusable = draw(st.lists(st.sampled_from(UNUSABLE), max_size=3))
-    folders = draw(st.sampled_from(["", "../../../tmp/", "/etc/", "a/b/", "d" * 60 + "/" + "e" * 60 + "/"]))
+    folders = draw(
+        st.sampled_from(["", "../../../tmp/", "/etc/", "a/b/", "caf\udce9/", "d" * 60 + "/" + "e" * 60 + "/"])
+    )
     samples = [(f"{folders}{i:04d}", kind) for i, kind in enumerate(usable + unusable)]
     rng = random.Random(draw(st.integers(0, 2**32)))
     shards = []

@@ -4,6 +4,7 @@ import os
 import pickle
 import random
 import tarfile
+import time
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from infcl.data.index import SampleKeys, ensure_index, scan_shard
 from infcl.data.plan import EpochPlan, Share, chunk_size, draw
 from infcl.data.records import ShardReader
 from infcl.data.shards import expand_shards, load_manifest, main
+from infcl.data.streaming import stream_records
 from tests.shard_files import pair_members, write_shards, write_tar
 
 KEYS = SampleKeys()
@@ -177,7 +179,7 @@ def test_mutated_tars_never_crash_the_index_nor_point_outside_the_file(tmp_path)
 def test_the_sidecar_is_reused_until_the_shard_or_the_sidecar_changes(tmp_path):
     path = write_tar(tmp_path / "x.tar", three_pairs())
     sidecar, header = ensure_index(str(path), KEYS)
-    assert sidecar == f"{path}.idx" and header["samples"] == 3
+    assert sidecar == f"{path}.infcl.idx" and header["samples"] == 3
     written = os.stat(sidecar).st_mtime_ns
     assert ensure_index(str(path), KEYS)[1] == header and os.stat(sidecar).st_mtime_ns == written
     write_tar(path, three_pairs()[:6])
@@ -187,12 +189,12 @@ def test_the_sidecar_is_reused_until_the_shard_or_the_sidecar_changes(tmp_path):
         file.truncate(80)
     assert ensure_index(str(path), KEYS)[1]["samples"] == 2
     assert ensure_index(str(path), SampleKeys(image="webp"))[1]["samples"] == 0
-    assert sorted(os.listdir(tmp_path)) == ["x.tar", "x.tar.idx"]
+    assert sorted(os.listdir(tmp_path)) == ["x.tar", "x.tar.infcl.idx"]
 
 
 def test_the_index_goes_to_the_cache_where_the_folder_cannot_be_written(tmp_path):
     path = write_tar(tmp_path / "x.tar", three_pairs())
-    (tmp_path / "x.tar.idx").mkdir()  # what cannot be replaced, even by root
+    (tmp_path / "x.tar.infcl.idx").mkdir()  # what cannot be replaced, even by root
     sidecar, header = ensure_index(str(path), KEYS, str(tmp_path / "cache"))
     assert sidecar.startswith(str(tmp_path / "cache")) and header["samples"] == 3
     assert ensure_index(str(path), KEYS, str(tmp_path / "cache")) == (sidecar, header)
@@ -301,3 +303,25 @@ def test_a_tar_that_was_never_filled_to_its_end_is_reported(tmp_path):
         index = scan_shard(str(path), KEYS)
         assert len(index.members) == samples
         assert index.damage is None if says is None else index.damage.startswith(says)
+
+
+def test_names_that_are_long_or_odd_cost_no_time(tmp_path):
+    names = ["/" * 60_000 + "x.png", "a/.png", ".png", "a.b/c", "caf\udce9/\udcff.png", "line\nbreak.png", "A.PNG"]
+    members = [member for name in names for member in [(name, b"image"), (name[:-3] + "txt", b"text")]]
+    path = write_tar(tmp_path / "x.tar", members, tarfile.GNU_FORMAT)
+    started = time.monotonic()
+    assert len(scan_shard(str(path), KEYS).members) == 4
+    assert len(list(stream_records([str(path)], KEYS, lambda *failure: None))) >= 3
+    assert time.monotonic() - started < 5
+
+
+def test_a_foreign_or_damaged_index_is_never_followed(tmp_path):
+    path = write_tar(tmp_path / "x.tar", three_pairs())
+    (tmp_path / "x.tar.idx").write_bytes(b"another program's")
+    sidecar, _ = ensure_index(str(path), KEYS)
+    assert (tmp_path / "x.tar.idx").read_bytes() == b"another program's"
+    data = bytearray(open(sidecar, "rb").read())
+    data[-8:] = (2**62).to_bytes(8, "little")  # the size of the last json
+    open(sidecar, "wb").write(data)
+    records = ShardReader(load_manifest(str(path))).read(np.arange(3))
+    assert {record.fault.cause for record in records} == {"shard_unreadable"} and "delete it" in str(records[0].fault)

@@ -2,7 +2,7 @@
 
 In:  a tar as webdataset and img2dataset write it (members of a sample share the name up to the first dot).
 Out: an int64 array [samples, 6] of byte offsets and lengths, in the order in which the samples first appear, kept in a
-     sidecar file `SHARD.tar.idx` so that it is built once.
+     sidecar file `SHARD.tar.infcl.idx` so that it is built once.
 Why: with offsets, any sample is one `pread` away, so an epoch can be a permutation, a resume costs nothing and a bad
      sample can be replaced; reading headers only is an order of magnitude cheaper than streaming the tar. Nothing is
      ever extracted, member names are opaque keys, and members that are not asked for are never read.
@@ -14,25 +14,24 @@ search goes on at the next valid header: only the members that are damaged are l
 import hashlib
 import json
 import os
-import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from infcl.data.storage import DEFAULT_STORAGE, StorageOptions, is_remote, open_shard, retry
+from infcl.data.storage import DEFAULT_STORAGE, ShardFault, StorageOptions, is_remote, open_shard, retry
 
 COLUMNS = ("image_offset", "image_bytes", "text_offset", "text_bytes", "json_offset", "json_bytes")
 ABSENT = -1  # offset and length of a member that the sample does not have
 MAX_IMAGE_BYTES = 256 << 20  # a larger image member is rejected unread
 MAX_JSON_BYTES = 1 << 20  # a larger json member is treated as absent
 _FORMAT = "infcl-index-2"
+SIDECAR = ".infcl.idx"  # other programs keep files of their own as .idx and .tar.idx
 _BLOCK = 512
 _SEARCH_BYTES = 1 << 20
 _MAX_PADDING = 64 << 10  # tar programs pad to a multiple of 10 KB, some of 32 KB
 _READ_AHEAD = 4 << 20  # of remote storage: headers lie so close that nearly everything is read anyway
-_KEY = re.compile(r"^((?:.*/|)[^.]+)[.]([^/]*)$")  # webdataset's rule: the key ends at the base name's first dot
 
 
 @dataclass(frozen=True)
@@ -93,10 +92,7 @@ def scan_shard(path: str, keys: SampleKeys, storage: StorageOptions = DEFAULT_ST
                 f"{path} is compressed and cannot be read at random: unpack it, or use the streaming reader"
             )
         for name, offset, size in _tar_members(pread, file.file_bytes, damage):
-            match = _KEY.match(name)
-            if match is None:
-                continue
-            key, extension = match.group(1), match.group(2).lower()
+            key, extension = split_name(name)
             if extension in image_ext:
                 column = 0
             elif extension in text_ext:
@@ -132,8 +128,8 @@ def ensure_index(
 ) -> tuple[str, dict]:
     """(sidecar path, its header) of a shard; built where missing or older than the shard.
 
-    The header: format, image_key, text_key, file_bytes, version, samples, rejected, damage. The sidecar is `PATH.idx`;
-    where that place cannot be written to, or the shard is remote, it goes to `cache_folder` (default
+    The header: format, image_key, text_key, file_bytes, version, samples, rejected, damage. The sidecar is
+    `PATH.infcl.idx`; where that place cannot be written to, or the shard is remote, it goes to `cache_folder` (default
     ~/.cache/infcl/index). Writing is atomic, so processes that race write the same file.
     """
     file = retry(lambda: open_shard(path, storage), path, storage)
@@ -142,7 +138,7 @@ def ensure_index(
     expected |= {"file_bytes": file.file_bytes, "version": file.version}
     digest = hashlib.sha256((path if is_remote(path) else os.path.abspath(path)).encode()).hexdigest()[:32]
     folder = Path(cache_folder) if cache_folder else Path.home() / ".cache" / "infcl" / "index"
-    places = ([] if is_remote(path) else [Path(f"{path}.idx")]) + [folder / f"{digest}.idx"]
+    places = ([] if is_remote(path) else [Path(path + SIDECAR)]) + [folder / f"{digest}.idx"]
     for place in places:
         header = _read_header(place)
         if header is not None and all(header.get(k) == v for k, v in expected.items()):
@@ -161,6 +157,17 @@ def ensure_index(
     return str(places[-1]), header
 
 
+def split_name(name: str) -> tuple[str, str]:
+    """(key, extension in small letters) of a member by webdataset's rule: the key ends at the base name's first dot.
+
+    Both are "" for a name without key or extension. (webdataset's regular expression takes time that is quadratic in
+    the length of the name, which the tar's writer chooses.)
+    """
+    folder, slash, base = name.rpartition("/")
+    stem, _, extension = base.partition(".")
+    return (folder + slash + stem, extension.lower()) if stem and extension else ("", "")
+
+
 class _ReadAhead:
     """pread for a scan of remote storage: whole blocks, each with retries."""
 
@@ -176,12 +183,16 @@ class _ReadAhead:
         return self._block[offset - self._start :][:size]
 
 
-def open_members(index_path: str, samples: int) -> np.ndarray:
-    """The [samples, 6] int64 array of a sidecar, memory-mapped: reading a row touches one page."""
+def open_members(index_path: str, samples: int, file_bytes: int) -> np.ndarray:
+    """The [samples, 6] int64 array of a sidecar, memory-mapped. Raises ShardFault if it points outside the shard."""
     if samples == 0:
         return np.empty((0, 6), dtype=np.int64)
     offset = os.path.getsize(index_path) - samples * 48
-    return np.memmap(index_path, dtype="<i8", mode="r", offset=offset, shape=(samples, 6))
+    members = np.memmap(index_path, dtype="<i8", mode="r", offset=offset, shape=(samples, 6))
+    begins, sizes = members[:, ::2], members[:, 1::2]
+    if (members < ABSENT).any() or (begins > file_bytes).any() or (sizes > file_bytes - begins).any():
+        raise ShardFault("shard_unreadable", f"{index_path} is no index of its shard: delete it")
+    return members
 
 
 def _read_header(path: Path) -> dict | None:

@@ -163,7 +163,7 @@ class ShardReader:
                 f"{shard.path} changed during the run: {shard.file_bytes} bytes when indexed, {file.file_bytes} now "
                 f"(or its time or tag differs); restart the run to index it again",
             )
-        self._open[i] = file, open_members(shard.index_path, shard.samples)
+        self._open[i] = file, open_members(shard.index_path, shard.samples, shard.file_bytes)
         if len(self._open) > self.max_open:
             self._open.popitem(last=False)[1][0].close()
         return self._open[i]

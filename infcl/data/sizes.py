@@ -1,7 +1,7 @@
 """How many samples shards hold, by what lies beside them, without opening one: for the reader that cannot count.
 
-Looked for in this order for each local shard: its index (`SHARD.tar.idx`); `sizes.json` in its folder ({file: number});
-img2dataset's `SHARD_stats.json` ("successes"); img2dataset's `SHARD.parquet` (rows with status "success"; needs
+Looked for in this order for each local shard: its index (`SHARD.tar.infcl.idx`); `sizes.json` in its folder
+({file: number}); img2dataset's `SHARD_stats.json` ("successes"); img2dataset's `SHARD.parquet` (rows with status "success"; needs
 pyarrow). Else, for a whole folder: `__len__`, a file that holds the number.
 """
 
@@ -9,6 +9,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+from infcl.data.index import SIDECAR
 from infcl.data.storage import is_remote
 
 
@@ -30,7 +31,7 @@ def known_samples(shards: Sequence[str]) -> int | None:
 def _of_shard(path: Path, sizes: dict) -> int | None:
     stem = str(path).removesuffix(".tar")
     found = (
-        _json(Path(f"{path}.idx"), first_line=True).get("samples"),
+        _json(Path(f"{path}{SIDECAR}"), first_line=True).get("samples"),
         sizes.get(path.name),
         _json(Path(f"{stem}_stats.json")).get("successes"),
     )

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from infcl.data.index import SampleKeys, scan_shard
+from infcl.data.index import SampleKeys, scan_shard, split_name
 from infcl.data.plan import Share, random_order
 from infcl.data.records import Record
 from infcl.data.samples import BadSample, ReadLog, SampleDecoder
@@ -29,6 +29,7 @@ from infcl.data.spool import local_copy
 from infcl.data.storage import DEFAULT_STORAGE, ShardFault, StorageOptions
 from infcl.data.workers import WorkerBoard, make_dataloader
 
+_MAX_NAME = 4096  # characters of a member's name; webdataset's grouping is slow on longer ones
 _SHUFFLE_BUFFER = 2048  # samples, undecoded
 _BAD_PER_MICRO_BATCH = 8  # times its size: more bad samples than this while filling one end the run
 
@@ -46,15 +47,14 @@ def stream_records(
     A shard that cannot be opened, or is damaged, is told to `failed` (cause, url, error); `on_part` hears the number of
     the shard that is about to be read.
     """
-    from webdataset.tariterators import base_plus_ext, group_by_keys, tar_file_expander
+    from webdataset.tariterators import group_by_keys, tar_file_expander
 
     images, texts = keys.image.lower().split(";"), keys.text.lower().split(";")
     wanted = {*images, *texts, "json"}
     current, damaged = "", set()
 
     def select(name: str) -> bool:
-        extension = base_plus_ext(name)[1]
-        return extension is not None and extension.lower() in wanted
+        return len(name) <= _MAX_NAME and split_name(name)[1] in wanted
 
     def handler(error: Exception) -> bool:
         if current not in damaged:  # else it has been told already, and in fewer words
@@ -81,8 +81,9 @@ def stream_records(
     for sample in group_by_keys(members, handler=handler):
         image = next((sample[e] for e in images if e in sample), None)
         text = next((sample[e] for e in texts if e in sample), None) if keys.json_text is None else None
+        key = sample["__key__"].encode("utf-8", "backslashreplace").decode()  # a name may be any bytes
         url = sample["__url__"]
-        yield sample["__key__"], Record(image, text, sample.get("json"), f"{url} {sample['__key__']}", url)
+        yield key, Record(image, text, sample.get("json"), f"{url} {key}", url)
 
 
 def _damage(path: str, keys: SampleKeys) -> str | None:
