@@ -1,8 +1,8 @@
 """How many samples shards hold, by what lies beside them, without opening one: for the reader that cannot count.
 
 Looked for in this order for each local shard: its index (`SHARD.tar.infcl.idx`); `sizes.json` in its folder
-({file: number}); img2dataset's `SHARD_stats.json` ("successes"); img2dataset's `SHARD.parquet` (rows with status "success"; needs
-pyarrow). Else, for a whole folder: `__len__`, a file that holds the number.
+({file: number}); img2dataset's `SHARD_stats.json` ("successes"); img2dataset's `SHARD.parquet` (rows with status
+"success"; needs pyarrow). Else, for a whole folder: `__len__`, a file that holds the number.
 """
 
 import json
