@@ -13,7 +13,7 @@ DATA   ?= .data/demo
 LOGS   ?= runs
 FLAGS  ?=
 
-.PHONY: train test lint gallery clean
+.PHONY: train test lint clean
 
 train: $(VENV)/.installed
 	@PATH="$$PWD/$(BIN):$$PATH" DATA=$(DATA) LOGS=$(LOGS) NAME=$(NAME) PRESET=$(PRESET) bash launch/demo.sh $(FLAGS)

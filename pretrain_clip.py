@@ -9,10 +9,9 @@ told to end by SIGTERM, SIGUSR1, after a checkpoint; any other is a failure with
 import json
 import logging
 import sys
-import time
 
 from infcl.config import parse_args
-from infcl.parallel import destroy_parallel, init_parallel, read_environment
+from infcl.parallel import destroy_parallel, init_parallel, read_environment, report_mistake
 from infcl.plan import describe_plan
 from infcl.report import summary_table
 from infcl.train.run_folder import claim_run_folder
@@ -21,7 +20,9 @@ from infcl.train.trainer import Trainer
 
 
 def main(argv: list[str] | None = None) -> int:
-    rank = read_environment()[0]
+    rank, argv = read_environment()[0], sys.argv[1:] if argv is None else argv
+    if rank != 0 and {"-h", "--help"} & set(argv):
+        return 0  # rank 0 prints it
     end_with_launcher()
     try:
         config = parse_args(argv)
@@ -32,17 +33,24 @@ def main(argv: list[str] | None = None) -> int:
             destroy_parallel()
             return 0
         run = claim_run_folder(config, parallel)
-        if run.summary.is_file():
+        if run.summary.is_file() and not run.is_replaced:
             summary = json.loads(run.summary.read_text())
             say(rank, f"{run.root} is finished; --overwrite trains it again\n{summary_table(summary)}")
             return 0
         trainer = Trainer(config, parallel, run)
     except ValueError as error:
-        return refuse(error, rank, sys.argv[1:] if argv is None else argv)
+        if "--debug" in argv:
+            raise
+        return report_mistake("pretrain_clip.py", error)
+    except KeyboardInterrupt:
+        say(rank, "interrupted before the first step")
+        return 130
     try:
         summary = trainer.fit()
     except KeyboardInterrupt:
-        say(rank, f"interrupted at step {trainer.step}; --resume latest continues from the last checkpoint")
+        newest = trainer.checkpoints.newest
+        resume = f"--resume latest continues from {newest.name}" if newest else "no checkpoint was written yet"
+        say(rank, f"interrupted at step {trainer.step}; {resume}")
         return 130
     except Stopped as stop:
         say(rank, f"{stop} at step {trainer.step}; --resume latest continues from here")
@@ -55,17 +63,6 @@ def main(argv: list[str] | None = None) -> int:
 def say(rank: int, text: str) -> None:
     if rank == 0:
         print(text, flush=True)
-
-
-def refuse(error: ValueError, rank: int, argv: list[str]) -> int:
-    """One line from rank 0, exit code 2 from all; the other ranks wait, since launchers kill the rest when one ends."""
-    if "--debug" in argv:
-        raise error
-    if rank != 0:
-        time.sleep(5)
-    else:
-        print(f"pretrain_clip.py: error: {error}", file=sys.stderr, flush=True)
-    return 2
 
 
 if __name__ == "__main__":

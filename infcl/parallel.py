@@ -9,6 +9,8 @@ import os
 import random
 import re
 import socket
+import sys
+import time
 from dataclasses import dataclass
 
 import numpy as np
@@ -98,6 +100,18 @@ def destroy_parallel() -> None:
     """Leave the process group, so that the interpreter ends without a warning or a hang."""
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def report_mistake(program: str, error: ValueError) -> int:
+    """One line about a user's mistake, from one rank; the exit code 2 for all.
+
+    Launchers end the other ranks within seconds once one has ended, so those wait for rank 0 to speak; one that is
+    still there speaks itself, since then the mistake is of its host alone.
+    """
+    if read_environment()[0] != 0:
+        time.sleep(5)
+    print(f"{program}: error: {error}", file=sys.stderr, flush=True)
+    return 2
 
 
 def seed_everything(seed: int, *, deterministic: bool = False) -> None:

@@ -19,6 +19,7 @@ else
   export DS_ACCELERATOR=cpu OMP_NUM_THREADS=$(( cores > ranks ? cores / ranks : 1 ))
 fi
 accumulate=2
+while (( GLOBAL_BATCH % (ranks * accumulate) )); do ranks=$(( ranks - 1 )); done  # as many as divide the batch
 batch=$(( GLOBAL_BATCH / ranks / accumulate ))
 
 exec deepspeed -q --num_gpus "$ranks" pretrain_clip.py \

@@ -13,7 +13,8 @@ from tests.step_oracle import EPS, LR, ToyCLIP, global_batch, oracle_steps
 
 MICRO_BATCHES, MICRO_BATCH_SIZE, STEPS = 3, 5, 3
 CLIP, DECAY = 0.5, 0.1
-START, CEILING = math.log(90), math.log(90) + 0.015  # reached within the three steps
+START = math.log(90)
+CEILING = START - 0.05  # where the unclamped run (it falls by 0.03) does not come in the three steps
 
 
 def settings(preset: str, **changes) -> TrainConfig:
@@ -83,15 +84,16 @@ def test_the_clamp_of_logit_scale_holds_through_the_next_step(preset):
         [global_batch(2 * MICRO_BATCHES * MICRO_BATCH_SIZE, seed=step) for step in range(STEPS)],
         grad_clip_norm=CLIP, weight_decay=DECAY, max_logit_scale=10.0, logit_scale=START,
     )[2]  # fmt: skip
-    assert float(free["logit_scale"]) != pytest.approx(CEILING, abs=1e-4)
-    assert max(scales) <= CEILING + 1e-6
+    assert float(free["logit_scale"]) > CEILING + 0.01
+    assert max(scales[1:]) <= CEILING + 1e-6
     assert float(state["logit_scale"]) <= CEILING + 1e-6
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_bf16_parameters_follow_the_float64_steps_within_bf16_rounding(world_size):
     """Logits of +-90 carry the 2^-9 rounding of bf16 activations into the loss; hence 2e-2 and not less."""
-    losses, norms, _, state, _ = run_ranks(engine_steps, world_size, "zero2_bf16", "bf16")[0]
+    losses, norms, scales, state, _ = run_ranks(engine_steps, world_size, "zero2_bf16", "bf16")[0]
+    assert scales[0] == pytest.approx(START, abs=1e-6), "masters must start from unrounded values"
     expected_losses, expected_norms, expected_state = expected(world_size)
     assert losses == pytest.approx(expected_losses, rel=2e-2)
     assert norms == pytest.approx(expected_norms, rel=2e-2)

@@ -19,7 +19,7 @@ from infcl.data.evaluation import RESIZES
 from infcl.evaluate.load import load_model
 from infcl.evaluate.tasks import RetrievalTask, ZeroShotTask
 from infcl.evaluate.validation import ValidationLoss
-from infcl.parallel import Parallel, destroy_parallel, init_parallel, read_environment
+from infcl.parallel import Parallel, destroy_parallel, init_parallel, read_environment, report_mistake
 from infcl.towers import CLIP
 
 PRECISIONS = {"fp32": None, "amp_bf16": torch.bfloat16, "amp_fp16": torch.float16}
@@ -32,11 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parallel = init_parallel(args.device, timeout_minutes=args.dist_timeout)
         result = evaluate(args, parallel)
     except ValueError as error:
-        if rank == 0:
-            print(f"infcl.evaluate: {error}", file=sys.stderr, flush=True)
-        else:
-            time.sleep(5)  # launchers kill the others when one ends: let rank 0 speak
-        return 2
+        return report_mistake("infcl.evaluate", error)
     if rank == 0:
         print(table(result), flush=True)
         line = json.dumps(result)

@@ -13,14 +13,23 @@ import torch.distributed as dist
 def in_step(batches: Iterable, filler, group: dist.ProcessGroup, device: torch.device) -> Iterator[tuple[object, bool]]:
     """(batch, is_real) until every rank is out of batches; `filler` stands in on ranks that are out already.
 
-    One all-reduce of one number per batch.
+    A ValueError of one rank's data (a label out of range) is raised on all. One all-reduce of two numbers per batch.
     """
     iterator = iter(batches)
     while True:
-        batch = next(iterator, None)
-        someone_has_one = torch.tensor([batch is not None], dtype=torch.int32, device=device)
-        dist.all_reduce(someone_has_one, op=dist.ReduceOp.MAX, group=group)
-        if not int(someone_has_one):
+        batch = problem = None
+        try:
+            batch = next(iterator, None)
+        except ValueError as error:
+            problem = str(error)
+        news = torch.tensor([batch is not None, problem is not None], dtype=torch.int32, device=device)
+        dist.all_reduce(news, op=dist.ReduceOp.MAX, group=group)
+        someone_has_one, someone_has_a_problem = news.tolist()
+        if someone_has_a_problem:
+            problems: list[str | None] = [None] * dist.get_world_size(group)
+            dist.all_gather_object(problems, problem, group=group)
+            raise ValueError(next(p for p in problems if p is not None))
+        if not someone_has_one:
             return
         yield (filler, False) if batch is None else (batch, True)
 

@@ -29,12 +29,16 @@ log = logging.getLogger(__name__)
 
 
 class CheckpointWriter:
-    """One checkpoint at a time. `failed` counts those that could not be written."""
+    """One checkpoint at a time.
+
+    begun_step: of the last one begun that did not fail; newest: the last one published; failed: how many could not be
+    written. All the same on every rank.
+    """
 
     def __init__(self, engine: Engine, run: RunFolder, parallel: Parallel, *, keep_last: int, keep_every: int):
         self.engine, self.run, self.parallel = engine, run, parallel
         self.keep = {"keep_last": keep_last, "keep_every": keep_every}
-        self.failed = 0
+        self.failed, self.newest, self.begun_step = 0, None, None
         self._thread: threading.Thread | None = None
 
     @property
@@ -53,6 +57,7 @@ class CheckpointWriter:
         state: what the trainer needs to go on (step, data position, ...), JSON-able.
         """
         self.publish()
+        self.begun_step = step
         self._final = self.run.checkpoints / f"step_{step:08d}"
         self._partial = self._final.with_name(self._final.name + ".partial")
         self._manifest = {
@@ -89,13 +94,14 @@ class CheckpointWriter:
             outcome = [problems[0] if problems else _publish(self._partial, self._final, manifest, self.run)]
         dist.broadcast_object_list(outcome, src=0)
         if outcome[0] is not None:
-            self.failed += 1
+            self.failed, self.begun_step = self.failed + 1, None
             if self.parallel.rank == 0:
                 shutil.rmtree(self._partial, ignore_errors=True)
                 log.warning("%s could not be written (%s); training goes on", self._final.name, outcome[0])
             return None
         if self.parallel.rank == 0:
             prune_checkpoints(self.run, **self.keep)
+        self.newest = self._final
         return self._final
 
     def _write(self, own: dict[str, torch.Tensor]) -> None:

@@ -112,6 +112,7 @@ class Engine:
         self.low_precision_parameters = precision in ("bf16", "fp16")
         deepspeed = _import_deepspeed()
         offloads = "offload_optimizer" in preset.get("zero_optimization", {})
+        exact = _fp32_copy(model) if self.low_precision_parameters else {}
         model.to(parallel.device)
         self.engine, *_ = deepspeed.initialize(
             model=model,
@@ -120,6 +121,9 @@ class Engine:
             dist_init_required=False,
         )
         self.state = ZeroState(self.engine, self.zero_stage)
+        for name, parameter in self.state.parameters():
+            if name in exact:  # DeepSpeed makes the masters from parameters that it has rounded already
+                self.state.write(parameter, exact.pop(name))
         self.dp_group = self.engine.seq_data_parallel_group  # ZeRO averages over it; the ring runs over it
 
     @property
@@ -224,6 +228,11 @@ class Engine:
 
     def _loss_scaler(self):
         return self.engine.optimizer.loss_scaler if self.precision == "fp16" else None
+
+
+def _fp32_copy(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The trainable parameters' values before anything rounds them, on the CPU."""
+    return {n: p.detach().to("cpu", torch.float32, copy=True) for n, p in model.named_parameters() if p.requires_grad}
 
 
 def _import_deepspeed():

@@ -38,8 +38,9 @@ _MAY_DIFFER = {  # between a run and its repetition
 class RunFolder:
     """The paths of a run, and what is written there once."""
 
-    def __init__(self, root: Path):
+    def __init__(self, root: Path, *, is_replaced: bool = False):
         self.root = Path(root)
+        self.is_replaced = is_replaced  # an earlier run lies there, to be cleared when the new one is ready to start
         self.checkpoints = self.root / "checkpoints"
         self.metrics = self.root / "metrics.jsonl"
         self.summary = self.root / "summary.json"
@@ -64,13 +65,13 @@ class RunFolder:
         return [f"{n} {there.get(n)} there, {now.get(n)} now" for n in names if there.get(n) != now.get(n)]
 
     def clear(self) -> None:
-        """Forget an earlier run of the same name. Rank 0 only."""
+        """Forget the earlier run. Rank 0 only."""
         if self.root.exists():
             shutil.rmtree(self.root)
 
 
 def claim_run_folder(config: TrainConfig, parallel: Parallel) -> RunFolder:
-    """The folder of this run, the same on every rank. An earlier run there is kept, continued or, if asked, cleared.
+    """The folder of this run, the same on every rank; nothing is written or removed yet.
 
     ValueError when the folder holds a run that this command neither repeats, nor resumes, nor is told to overwrite.
     """
@@ -80,11 +81,12 @@ def claim_run_folder(config: TrainConfig, parallel: Parallel) -> RunFolder:
     if not (run.root / "config.json").is_file():
         return run
     if config.overwrite:
-        dist.barrier()
-        if parallel.rank == 0:
-            run.clear()
-        dist.barrier()
-    elif run.summary.is_file():
+        if config.resume not in (None, "latest") and run.root.resolve() in Path(config.resume).resolve().parents:
+            raise ValueError(
+                f"--overwrite would remove {config.resume}, from which --resume continues: use another --name"
+            )
+        return RunFolder(run.root, is_replaced=True)
+    if run.summary.is_file():
         if others := run.other_flags(config):
             raise ValueError(
                 f"{run.root} holds a finished run with other flags ({'; '.join(others)}): "

@@ -69,7 +69,7 @@ class Trainer:
         )
 
         self.step = self.skipped_steps = 0
-        self.saved_step, self.saved_at, self.signals = -1, time.monotonic(), StopSignals()
+        self.saved_at, self.signals = time.monotonic(), StopSignals()
         keep = {"keep_last": config.keep_checkpoints, "keep_every": config.keep_every_n_steps}
         self.checkpoints = CheckpointWriter(self.engine, run, parallel, **keep)
         self.train_seconds = 0.0
@@ -82,12 +82,20 @@ class Trainer:
 
         Raises Stopped, after a checkpoint, when a rank was told to end.
         """
+        try:
+            return self._fit()
+        finally:
+            self.metrics.close()
+
+    def _fit(self) -> dict:
         with self.signals:
             self._train()
-        if news := self.profiler.close():
-            self.metrics.say(news)
-        self._save()
-        self.checkpoints.publish()
+            if news := self.profiler.close():
+                self.metrics.say(news)
+            self._save()
+            if self.checkpoints.publish() is None:
+                self._save()  # once more, if the last one could not be written
+                self.checkpoints.publish()
         return self._finish()
 
     def _train(self) -> None:
@@ -189,8 +197,16 @@ class Trainer:
     # ---- checkpoints and the end ----
 
     def _open_run_folder(self) -> None:
-        checkpoint = find_checkpoint(self.config.resume, self.run, self.parallel)
+        """Continue or start anew; the folder is touched last, when nothing can be refused any more."""
+        checkpoint = None if self.run.is_replaced else find_checkpoint(self.config.resume, self.run, self.parallel)
+        if checkpoint is not None:
+            state = load_checkpoint(self.engine, checkpoint)
+            self.loader.load_state_dict(state["loader"])
+            self.step, self.skipped_steps = state["step"], state["skipped_steps"]
+            self.train_seconds = state["train_seconds"]
         if self.parallel.rank == 0:
+            if self.run.is_replaced:
+                self.run.clear()
             self.run.write_identity(self.config, self.model_config.to_json(), self.parallel)
         dist.barrier()
         self.metrics = MetricsWriter(
@@ -210,12 +226,14 @@ class Trainer:
             f"{self.batch}; {self.total_steps} steps; loss {self.config.loss}; ZeRO-{self.engine.zero_stage}, "
             f"{self.engine.precision}, {self.parallel.world_size} x {self.parallel.device.type}"
         )
+        if self.total_steps <= self.config.warmup:
+            last = learning_rate(self.config, self.total_steps - 1, self.total_steps, self.loader.steps_per_epoch)
+            self.metrics.say(
+                f"the run ends inside the warm-up: {self.total_steps} steps, --warmup {self.config.warmup}; "
+                f"lr reaches {last:.2g} of {self.config.lr:.2g}"
+            )
         if checkpoint is not None:
-            state = load_checkpoint(self.engine, checkpoint)
-            self.loader.load_state_dict(state["loader"])
-            self.step, self.skipped_steps = state["step"], state["skipped_steps"]
-            self.saved_step = self.step
-            self.train_seconds = state["train_seconds"]
+            self.checkpoints.begun_step = self.step
             self.metrics.say(f"resumed from {checkpoint} at step {self.step}")
 
     def _save_if_due(self) -> None:
@@ -234,9 +252,9 @@ class Trainer:
 
     def _save(self) -> None:
         """Begin a checkpoint of this step, once; it is published when all ranks have written."""
-        if self.step == self.saved_step:
+        if self.step == self.checkpoints.begun_step:
             return
-        self.saved_step, self.saved_at = self.step, time.monotonic()
+        self.saved_at = time.monotonic()
         state = {
             "step": self.step,
             "samples_seen": self.samples_seen,
@@ -278,7 +296,7 @@ class Trainer:
                 "run": str(self.run.root),
                 "loss_curve": str(self.run.loss_curve),
                 "export": str(self.run.export),
-                "checkpoint": str(self.run.checkpoints / f"step_{self.step:08d}"),
+                "checkpoint": None if (newest := self.checkpoints.newest) is None else str(newest),
             },
         }
         self.metrics.close()
