@@ -13,11 +13,12 @@ import numpy as np
 
 from infcl.data.index import ABSENT, DEFAULT_KEYS, SampleKeys, open_members
 from infcl.data.shards import Manifest
-from infcl.data.storage import DEFAULT_STORAGE, ShardFault, ShardFile, StorageOptions, open_shard, retry
+from infcl.data.storage import DEFAULT_STORAGE, ShardFault, ShardFile, StorageOptions, is_remote, open_shard, retry
 
 MAX_CAPTION_BYTES = 4096
 _MERGE_GAP = 4096  # members closer than this are read with one call
 _MERGE_BYTES = 16 << 20
+_OPEN_FILES, _OPEN_CONNECTIONS = 128, 8
 _LEAVE_ALONE_SECONDS = 60.0  # after a shard could not be read, before the next attempt
 
 
@@ -45,9 +46,11 @@ class ShardReader:
         keys: SampleKeys = DEFAULT_KEYS,
         *,
         storage: StorageOptions = DEFAULT_STORAGE,
-        max_open: int = 128,
+        max_open: int | None = None,
     ):
-        self.manifest, self.keys, self.storage, self.max_open = manifest, keys, storage, max_open
+        remote = any(is_remote(shard.path) for shard in manifest.shards)  # a server sees every worker of every rank
+        self.manifest, self.keys, self.storage = manifest, keys, storage
+        self.max_open = max_open or (_OPEN_CONNECTIONS if remote else _OPEN_FILES)
         self._open: OrderedDict[int, tuple[ShardFile, np.ndarray]] = OrderedDict()  # shard -> (file, members)
         self._faults: dict[int, tuple[float, ShardFault]] = {}  # shard -> (until when, why)
 

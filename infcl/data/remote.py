@@ -22,6 +22,7 @@ from infcl.data.storage import ShardFault, StorageOptions
 T = TypeVar("T")
 _MIN_BYTES_PER_SECOND = 16 << 10
 _READ_BYTES = 1 << 18
+_SECONDS_BETWEEN_CHECKS = 60.0  # of a file's size and tag, where reading does not tell them
 _REDIRECTS, _REDIRECT = 5, (301, 302, 303, 307, 308)
 _TEMPORARY = (408, 425, 429, 500, 502, 503, 504)  # http answers that are worth another try
 
@@ -129,6 +130,7 @@ class FsspecFile:
         self.file_bytes, self.version = self._state()
 
     def _state(self) -> tuple[int, int]:
+        self._asked = time.monotonic()
         info = self._ask(self._options.timeout, lambda: self._files.info(self._path))
         tag = next((str(info[name]) for name in ("ETag", "etag", "mtime", "LastModified", "md5") if name in info), "")
         return int(info["size"]), _number_of(tag)
@@ -152,7 +154,11 @@ class FsspecFile:
             raise OSError(f"{type(error).__name__}: {error}") from error
 
     def changed(self) -> bool:
-        return False  # asking again for each read would double the requests; the size and tag are checked at opening
+        """Asked anew once a minute: a request for each read would double them."""
+        if time.monotonic() < self._asked + _SECONDS_BETWEEN_CHECKS:
+            return False
+        self._files.invalidate_cache(self._path)
+        return self._state() != (self.file_bytes, self.version)
 
     def close(self) -> None:
         pass

@@ -11,6 +11,7 @@ is counted, and never a wrong byte.
 
 import http.client
 import os
+import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -84,7 +85,7 @@ def open_shard(url: str, options: StorageOptions = DEFAULT_STORAGE) -> ShardFile
 
 
 def retry(attempt: Callable[[], T], what: str, options: StorageOptions) -> T:
-    """attempt(), until it succeeds or has failed `options.attempts` times, with doubling waits in between.
+    """attempt(), until it succeeds or has failed `options.attempts` times, with about doubling waits in between.
 
     Raises ShardFault: "shard_missing" at once where there is no such file, "shard_unreadable" after the last attempt.
     """
@@ -97,7 +98,8 @@ def retry(attempt: Callable[[], T], what: str, options: StorageOptions) -> T:
             if number == options.attempts:
                 message = f"{what}: {number} attempts failed, the last with {type(error).__name__}: {error}"
                 raise ShardFault("shard_unreadable", message) from error
-        time.sleep(options.backoff * 2 ** (number - 1))
+        wait = options.backoff * 2 ** (number - 1)
+        time.sleep(random.SystemRandom().uniform(0.5, 1.0) * wait)  # thousands of workers do not come back at once
     raise AssertionError("attempts is at least 1")
 
 
