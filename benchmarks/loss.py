@@ -18,7 +18,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from infcl.loss.contrastive import LOSSES, ContrastiveLoss
+from infcl.loss.contrastive import LOSSES, TILED, ContrastiveLoss
+from infcl.loss.links import RINGS
 
 COLUMNS = (
     "impl", "gpus", "global_batch", "dim", "dtype", "median_ms", "mean_ms", "std_ms", "repeats",
@@ -46,6 +47,9 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--tile-dtype", default=None, help="operands of the tiled losses; default: the features'")
     parser.add_argument("--workspace-mib", type=int, default=256, help="bound of the tiled losses' temporary memory")
     parser.add_argument("--gpus", type=int, default=1)
+    parser.add_argument("--ring", default="flat", choices=RINGS, help="of the tiled losses")
+    parser.add_argument("--ranks-per-node", type=int, default=None, help="two-level ring: as if nodes had so many GPUs")
+    parser.add_argument("--ring-overlap", default="on", choices=("on", "off"), help="off: wait for each message")
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--csv", type=Path, default=None, help="append the rows to this file")
     parser.add_argument("--commit", default=None, help="for the CSV; default: git's HEAD")
@@ -91,14 +95,25 @@ def _measure(impl: str, batch: int, dim: int, group: dist.ProcessGroup | None, a
     scale = torch.tensor(50.0, device="cuda", requires_grad=True)
     bias = torch.tensor(-10.0, device="cuda", requires_grad=True)
     loss = ContrastiveLoss(
-        impl, group=group, tile_dtype=arguments.tile_dtype, workspace_bytes=arguments.workspace_mib * 2**20
+        impl,
+        group=group,
+        tile_dtype=arguments.tile_dtype,
+        workspace_bytes=arguments.workspace_mib * 2**20,
+        ring=arguments.ring,
+        ranks_per_node=arguments.ranks_per_node,
+        ring_overlap=arguments.ring_overlap,
     )
 
     def step():
         loss(images, texts, scale, bias).backward()
         images.grad = texts.grad = scale.grad = bias.grad = None
 
-    row = {"impl": impl, "gpus": arguments.gpus, "global_batch": batch, "dim": dim, "dtype": arguments.dtype}
+    variant = impl
+    if impl in TILED and arguments.ring != "flat":
+        variant += f" {arguments.ring}/{arguments.ranks_per_node}"
+    if impl in TILED and arguments.ring_overlap == "off":
+        variant += " no overlap"
+    row = {"impl": variant, "gpus": arguments.gpus, "global_batch": batch, "dim": dim, "dtype": arguments.dtype}
     try:
         step()
         torch.cuda.synchronize()

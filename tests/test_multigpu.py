@@ -18,7 +18,15 @@ CASES = [
 ]
 
 
-def _evaluate_on_gpu(rank: int, world_size: int, port: int, folder: str) -> None:
+RINGS = {
+    "flat": {},
+    "no overlap": {"ring_overlap": "off"},
+    "nodes of 2": {"ring": "two-level", "ranks_per_node": 2},
+    "nodes of 4": {"ring": "two-level", "ranks_per_node": 4},
+}
+
+
+def _evaluate_on_gpu(rank: int, world_size: int, port: int, folder: str, options: dict) -> None:
     torch.cuda.set_device(rank)
     dist.init_process_group(
         "nccl",
@@ -27,17 +35,21 @@ def _evaluate_on_gpu(rank: int, world_size: int, port: int, folder: str) -> None
         world_size=world_size,
         device_id=torch.device("cuda", rank),
     )
-    results = [evaluate(case, rank, world_size, device="cuda") for case in CASES]
+    results = [evaluate(case, rank, world_size, device="cuda", **options) for case in CASES]
     torch.save([tuple(result) for result in results], f"{folder}/{rank}.pt")
     dist.destroy_process_group()
 
 
-def test_losses_over_nccl_average_to_the_float64_loss(tmp_path):
+@pytest.mark.parametrize("ring", RINGS)
+def test_losses_over_nccl_average_to_the_float64_loss(ring, tmp_path):
     world_size = min(torch.cuda.device_count(), 8)
+    nodes_of = RINGS[ring].get("ranks_per_node", 1)
+    if world_size % nodes_of or world_size == nodes_of:
+        pytest.skip(f"{world_size} GPUs are not several nodes of {nodes_of}")
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
-    torch.multiprocessing.spawn(_evaluate_on_gpu, (world_size, port, str(tmp_path)), nprocs=world_size)
+    torch.multiprocessing.spawn(_evaluate_on_gpu, (world_size, port, str(tmp_path), RINGS[ring]), nprocs=world_size)
     per_rank = [torch.load(tmp_path / f"{rank}.pt") for rank in range(world_size)]
     for case, *results in zip(CASES, *per_rank):
         truth, result = oracle(case), averaged(results)

@@ -108,10 +108,13 @@ def _hang(rank, world_size):
     dist.barrier()
     group = dist.new_group(list(range(world_size)), timeout=timedelta(seconds=3))
     ring = RingExchange(group)
+    if rank == 1:
+        ring.post("block 0", torch.zeros(3))
+        ring.wait("block 0")
+        return "hung"
     try:
-        for hop, _ in ring.blocks(torch.zeros(3)):
-            if rank == 1 and hop == 0:
-                return "hung"
+        for _ in ring.blocks(torch.zeros(3)):
+            pass
     except RuntimeError as error:
         return str(error)
 

@@ -13,7 +13,7 @@ from infcl.loss.dense import clip_loss, disco_loss, open_clip_loss
 from infcl.loss.inf_cl import inf_cl_loss
 from infcl.loss.siglip import siglip_loss
 
-_TILED = {"inf_cl": inf_cl_loss, "siglip": siglip_loss}
+TILED = {"inf_cl": inf_cl_loss, "siglip": siglip_loss}
 _DENSE = {"clip": clip_loss, "open_clip": open_clip_loss, "disco": disco_loss}
 LOSSES = ("inf_cl", "clip", "open_clip", "disco", "siglip")
 
@@ -42,7 +42,7 @@ class ContrastiveLoss(nn.Module):
             raise ValueError(f"unknown loss '{name}'; one of {LOSSES}")
         self.name = name
         self.options = {"group": group}
-        if name in _TILED:
+        if name in TILED:
             self.options |= {"tile": tile, "tile_dtype": tile_dtype, "workspace_bytes": workspace_bytes}
             self.options |= {"ring": ring, "ranks_per_node": ranks_per_node, "ring_overlap": ring_overlap}
 
@@ -58,7 +58,7 @@ class ContrastiveLoss(nn.Module):
         if self.name == "siglip":
             arguments.append(0.0 if logit_bias is None else logit_bias)
         with torch.autocast(image_features.device.type, enabled=False):
-            return (_TILED | _DENSE)[self.name](*arguments, **self.options)
+            return (TILED | _DENSE)[self.name](*arguments, **self.options)
 
     def extra_repr(self) -> str:
         return self.name

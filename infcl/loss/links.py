@@ -93,7 +93,9 @@ def second_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
     """A group of the same ranks with connections of its own, made once; all ranks of the group must come here.
 
     NCCL sends the messages of one group one after another: on the group's own connections the hops within a node would
-    queue behind the hop between nodes that they are to hide.
+    queue behind the hop between nodes that they are to hide. Where WORLD was started with a device_id, PyTorch makes a
+    group by splitting WORLD's communicator: then every rank of WORLD must come here, each with its own group (the
+    data-parallel groups of a run do).
     """
     if group not in _second_groups:
         _second_groups[group] = dist.new_group(

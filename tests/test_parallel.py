@@ -1,0 +1,24 @@
+"""What the launcher says of nodes is read in one place, for each launcher's way to say it."""
+
+import pytest
+
+from infcl import parallel
+
+
+@pytest.mark.parametrize(
+    "environment, ranks_per_node",
+    [
+        ({}, None),
+        ({"LOCAL_WORLD_SIZE": "8"}, 8),  # torchrun
+        ({"LOCAL_SIZE": "4"}, 4),  # deepspeed
+        ({"OMPI_COMM_WORLD_LOCAL_SIZE": "2"}, 2),
+        ({"SLURM_TASKS_PER_NODE": "8(x16)"}, 8),
+        ({"SLURM_TASKS_PER_NODE": "8(x2),4"}, None),  # unequal nodes
+    ],
+)
+def test_ranks_per_node_are_read_from_every_launcher(monkeypatch, environment, ranks_per_node):
+    for name in parallel._NODE_SIZES:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert parallel.read_ranks_per_node() == ranks_per_node
