@@ -75,6 +75,15 @@ def removed(place: Place) -> str:
     return str(place.shards)
 
 
+def stalling(case: Callable[[Place], str]) -> Callable[[Place], str]:
+    def impatient(place: Place) -> str:
+        urls = case(place)
+        place.options["storage"] = place.options.get("storage", {}) | {"timeout": 0.15}
+        return urls
+
+    return impatient
+
+
 def on_the_web(**behaviour) -> Callable[[Place], str]:
     def case(place: Place) -> str:
         place.options["before"] = lambda: place.web.__dict__.update(behaviour)
@@ -185,11 +194,11 @@ CASES: list[tuple[str, Callable[[Place], str], int | None]] = [
     ("pipe:", pipes, 0),
     ("pipe: that fails after 2 KB", pipe_then("exit 1"), ENDS),
     ("the same, up to 30% allowed", allowing(pipe_then("exit 1")), 0),
-    ("pipe: that stalls, up to 30% allowed", allowing(pipe_then("sleep 60")), 0),
+    ("pipe: that stalls, up to 30% allowed", stalling(allowing(pipe_then("sleep 60"))), 0),
     ("http, ranged", on_the_web(), 0),
     ("http that answers 503 twice", on_the_web(fail=2), 0),
     ("http that goes away during the run", on_the_web(fail=10**9), ENDS),
-    ("http that stalls in the middle of answers", on_the_web(stall=300), ENDS),
+    ("http that stalls in the middle of answers", stalling(on_the_web(stall=300)), ENDS),
     ("file replaced on the web server", on_the_web(tag="2"), ENDS),
 ]  # fmt: skip
 
@@ -215,8 +224,8 @@ def run_case(case: Callable[[Place], str], reader: str, folder: Path, model: Pat
     with serving(folder / "shards") as (web_url, web):
         place = Place(folder, web, web_url)
         urls, options = case(place), place.options
-        before, storage = options.pop("before", None), options.pop("storage", {})
-        storage = StorageOptions(timeout=0.15, attempts=3, backoff=0.01, cache=str(folder / "spool"), **storage)
+        before, storage = options.pop("before", None), {"timeout": 5.0} | options.pop("storage", {})
+        storage = StorageOptions(attempts=3, backoff=0.01, cache=str(folder / "spool"), **storage)
         options |= {"num_samples": 200} if reader == "streaming" else {}
         try:
             loader = TrainLoader(
@@ -283,7 +292,8 @@ is 30 good samples in three shards and the fault named on the left (most add a s
 are the different samples that one epoch used; nothing crashed, hung, or executed a byte of the data. A bad sample is
 replaced, and its replacement may be bad too, so a cause can count more than once. The streaming reader goes around its
 shards until 33 different samples or 200 steps are made, so only its causes are shown. [data.md](data.md) explains the
-names. Here a time-out is 0.15 s and a read is tried 3 times.
+names. Here a stalled
+read ends after 0.15 s and is tried 3 times.
 
 | fault | indexed reader | streaming reader |
 |---|---|---|

@@ -28,7 +28,7 @@ def web(tmp_path):
 
 @pytest.fixture
 def options(tmp_path):
-    return StorageOptions(timeout=0.4, attempts=3, backoff=0.01, cache=str(tmp_path / "spool"), allow_pipe=True)
+    return StorageOptions(timeout=5.0, attempts=3, backoff=0.01, cache=str(tmp_path / "spool"), allow_pipe=True)
 
 
 @pytest.fixture(scope="module")
@@ -88,23 +88,23 @@ def test_a_passing_fault_is_survived(web, options, tmp_path, fault):
 @pytest.mark.parametrize("fault", ["stall", "short"])
 def test_a_transfer_that_stalls_or_breaks_off_ends_by_time_out_and_is_never_used(web, options, tmp_path, fault, ranges):
     url, behaviour = web
-    behaviour.ranges = ranges
+    behaviour.ranges, options = ranges, replace(options, timeout=0.4)
     setattr(behaviour, fault, 700)
     started = time.monotonic()
     with pytest.raises(ValueError, match=r"1 of 1 shards are missing: .*00000.tar: 3 attempts failed, the last with"):
         load_manifest(url + "/00000.tar", storage=options, index_cache=str(tmp_path / "index"))
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 20
     assert not [name for name in os.listdir(options.cache) if not name.endswith(".lock")] if not ranges else True
 
 
 def test_a_transfer_that_only_trickles_ends_too(web, options):
     url, behaviour = web
-    file = open_shard(url + "/00000.tar", options)
+    file = open_shard(url + "/00000.tar", replace(options, timeout=0.4))
     behaviour.trickle = 700
     started = time.monotonic()
     with pytest.raises(TimeoutError, match="slower than 16 KB/s"):
         file.pread(5000, 0)
-    assert time.monotonic() - started < 3
+    assert time.monotonic() - started < 20
 
 
 def test_a_stalled_shard_costs_its_samples_and_not_the_run(web, options, tmp_path, tokenizer):
@@ -161,8 +161,9 @@ def test_pipes_are_spooled_and_their_exit_status_counts(tmp_path, options):
         ("true", "exit status 0 after 0 bytes"),
         (f"head -c 2000 {folder}/00000.tar; sleep 30", "no output for 0.4 s"),
     ]:
+        impatient = replace(options, timeout=0.4 if "sleep" in command else 5.0)
         with pytest.raises(ShardFault, match=message) as caught:
-            local_copy(f"pipe:{command}", options)
+            local_copy(f"pipe:{command}", impatient)
         assert caught.value.cause == "shard_unreadable"
     assert len([name for name in os.listdir(options.cache) if name.endswith(".tar")]) == 2
 
@@ -191,11 +192,11 @@ def test_fsspec_reads_any_storage_and_ends_calls_that_hang(tmp_path, options, mo
     memory.pipe("/bucket/00000.tar", b"other bytes")
     monkeypatch.setattr("infcl.data.remote._SECONDS_BETWEEN_CHECKS", 0.0)
     assert file.changed()
-    monkeypatch.setattr(type(memory), "cat_file", lambda *a, **k: time.sleep(3))
+    monkeypatch.setattr(type(memory), "cat_file", lambda *a, **k: time.sleep(10))
     started = time.monotonic()
     with pytest.raises(TimeoutError, match="no answer within"):
-        open_shard("memory://bucket/00000.tar", options).pread(10, 0)
-    assert time.monotonic() - started < 2
+        open_shard("memory://bucket/00000.tar", replace(options, timeout=0.4)).pread(10, 0)
+    assert time.monotonic() - started < 8
     memory.rm("/bucket", recursive=True)
     with pytest.raises(ValueError, match="nosuch:// needs fsspec's driver"):
         open_shard("nosuch://bucket/x.tar", options)
