@@ -4,6 +4,7 @@ A step is a pure function of (state, step number, seed, data): the data position
 and the learning rate all follow from the step number, so a resumed run repeats the uninterrupted one.
 """
 
+import contextlib
 import json
 import logging
 import math
@@ -104,12 +105,13 @@ class Trainer:
             epoch = self.step // steps_per_epoch
             self.loader.set_position(epoch, self.step % steps_per_epoch)
             self.timer.mark("data")
-            for micro_batches in self.loader:
-                self._train_step(micro_batches)
-                self._save_if_due()
-                if self.step == self.total_steps:
-                    break
-                self.timer.mark("data")
+            with contextlib.closing(iter(self.loader)) as steps:  # ends the workers, whatever ends the epoch
+                for micro_batches in steps:
+                    self._train_step(micro_batches)
+                    self._save_if_due()
+                    if self.step == self.total_steps:
+                        break
+                    self.timer.mark("data")
             epochs_done = self.step // steps_per_epoch
             if self.step < self.total_steps:
                 if config.save_frequency and epochs_done % config.save_frequency == 0:
@@ -160,6 +162,7 @@ class Trainer:
                 "mfu": self.mfu(self.batch.rank_batch_size / seconds),
                 "data_wait": phases["data"] / seconds,
                 "peak_memory_mb": peak_memory_mb(self.parallel.device),
+                "worker_memory_mb": max(self.loader.worker_memory_mb(), default=0.0),
                 "skipped_steps": self.skipped_steps,
                 "skipped_samples": round(skipped_samples * self.parallel.dp_size),
                 "loss_scale": self.engine.loss_scale(),
