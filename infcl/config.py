@@ -263,7 +263,8 @@ class _Parser(argparse.ArgumentParser):
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="pretrain_clip.py",
-        description="Exact contrastive pre-training. deepspeed [--hostfile hosts] pretrain_clip.py ...",
+        usage="deepspeed [--hostfile hosts] pretrain_clip.py [flags]",
+        description="Exact contrastive pre-training of image and text towers on DeepSpeed ZeRO.",
         allow_abbrev=False,
         formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=34, width=130),
     )
