@@ -9,3 +9,14 @@ def demo_folder(tmp_path_factory):
     from infcl.data.demo import prepare_demo
 
     return prepare_demo(tmp_path_factory.mktemp("data") / "demo", num_train=1536)
+
+
+@pytest.fixture(scope="module")
+def tokenizer_model(tmp_path_factory):
+    """A small BPE model, learned from the captions of test_export.py."""
+    from infcl.data.tokenizer import train_tokenizer
+    from tests.test_export import CAPTIONS
+
+    path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.model"
+    train_tokenizer(CAPTIONS, path, 300, "bpe", num_threads=1)
+    return path

@@ -26,13 +26,6 @@ TEXTS = (Path(__file__).parent.parent / "LICENSE").read_text().split("\n\n")
 CAPTIONS = [canonicalise(text) for text in TEXTS]
 
 
-@pytest.fixture(scope="module")
-def tokenizer_model(tmp_path_factory):
-    path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.model"
-    train_tokenizer(CAPTIONS, path, 300, "bpe", num_threads=1)
-    return path
-
-
 def small_config(**top):
     cfg = parse_model_config(
         {

@@ -16,12 +16,12 @@ from infcl.towers import CLIP, load_model_config, with_tokenizer
 from infcl.towers.config import parse_model_config
 from tests.open_clip_stub import import_transformers
 from tests.ranks import run_ranks
-from tests.test_export import CAPTIONS, CONTEXT_LENGTH, TEXTS, small_config, tokenizer_model  # noqa: F401
+from tests.test_export import CAPTIONS, CONTEXT_LENGTH, TEXTS, small_config
 from tests.test_trainer import demo_config, fit
 
 
 @pytest.fixture(scope="module")
-def exported(tokenizer_model, tmp_path_factory):  # noqa: F811
+def exported(tokenizer_model, tmp_path_factory):
     torch.manual_seed(0)
     model = CLIP(small_config()).eval()
     folder = tmp_path_factory.mktemp("hf") / "export"
@@ -43,7 +43,7 @@ def features_of(theirs, images, texts):
 
 
 @pytest.mark.parametrize("variant", ["sentencepiece", "quick_gelu", "clip_bpe"])
-def test_clip_model_gives_the_same_features_and_logits(tokenizer_model, tmp_path, variant):  # noqa: F811
+def test_clip_model_gives_the_same_features_and_logits(tokenizer_model, tmp_path, variant):
     cfg = small_config(quick_gelu=variant == "quick_gelu")
     if variant == "clip_bpe":
         fields = small_config().to_dict()
@@ -67,7 +67,7 @@ def test_clip_model_gives_the_same_features_and_logits(tokenizer_model, tmp_path
         torch.testing.assert_close(a, b, rtol=0, atol=1e-5)
 
 
-def test_auto_tokenizer_gives_our_ids_for_raw_captions(exported, tokenizer_model):  # noqa: F811
+def test_auto_tokenizer_gives_our_ids_for_raw_captions(exported, tokenizer_model):
     transformers = import_transformers()
     theirs = transformers.AutoTokenizer.from_pretrained(exported[1])
     texts = [
@@ -98,7 +98,7 @@ def test_image_processor_gives_open_clips_pixels(exported):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
 
 
-def test_the_zero_shot_pipeline_gives_our_scores(exported, tokenizer_model):  # noqa: F811
+def test_the_zero_shot_pipeline_gives_our_scores(exported, tokenizer_model):
     transformers = import_transformers()
     from PIL import Image
 
@@ -178,7 +178,7 @@ def test_a_convolutional_stem_is_refused():
 
 
 @pytest.mark.parametrize("format", ["hf", "safetensors", "open_clip"])
-def test_every_format_loads_back_bit_for_bit(format, tokenizer_model, tmp_path):  # noqa: F811
+def test_every_format_loads_back_bit_for_bit(format, tokenizer_model, tmp_path):
     torch.manual_seed(2)
     model = CLIP(small_config())
     export_model(model.state_dict(), model.cfg, tokenizer_model, tmp_path, format=format)

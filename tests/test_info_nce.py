@@ -21,7 +21,10 @@ CASES = [
 def _global_batch(case, world_size):
     queries, documents, dim, _, kind = case
     generator = torch.Generator().manual_seed(queries)
-    draw = lambda n: F.normalize(torch.randn(n * world_size, dim, generator=generator), dim=1)  # noqa: E731
+
+    def draw(rows):
+        return F.normalize(torch.randn(rows * world_size, dim, generator=generator), dim=1)
+
     q, d = draw(queries), draw(documents)
     if kind == "distinct":
         rows = [torch.randperm(documents, generator=generator)[:queries] for _ in range(world_size)]

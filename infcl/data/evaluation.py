@@ -7,6 +7,7 @@ Out: `EvalSample`s: the image after the evaluation transform, captions, the json
 
 import json
 import os
+from abc import ABC, abstractmethod
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -36,7 +37,7 @@ class EvalSample(NamedTuple):
     key: str
 
 
-class EvalSamples:
+class EvalSamples(ABC):
     """Iterate over the samples of an evaluation set in order; sample i goes to rank i % world_size.
 
     A few threads decode ahead (the decoders and the resize let go of the interpreter). Samples without a usable image
@@ -86,9 +87,9 @@ class EvalSamples:
             caption = ""
         return EvalSample(image, caption, metadata, key)
 
+    @abstractmethod
     def _records(self) -> Iterable[tuple[str, Record]]:
         """(key, undecoded sample) of the whole set, the same on every rank."""
-        raise NotImplementedError
 
     def _bytes(self, record: Record) -> bytes:
         return record.image or b""
