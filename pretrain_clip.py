@@ -28,6 +28,10 @@ def main(argv: list[str] | None = None) -> int:
         config = parse_args(argv)
         logging.basicConfig(level=logging.DEBUG if config.debug else logging.WARNING)
         parallel = init_parallel(config.device, timeout_minutes=config.dist_timeout)
+        if config.tensor_parallel_size > 1:
+            from megatron_patches.groups import init_tensor_parallel
+
+            parallel = init_tensor_parallel(parallel, config.tensor_parallel_size)
         if config.dry_run:
             say(rank, describe_plan(config, parallel))
             destroy_parallel()

@@ -125,6 +125,12 @@ class TrainConfig:
         choices=PRECISIONS,
     )
     deepspeed_config: str = _flag("ds_configs/zero1.json", "system", "ZeRO preset")
+    tensor_parallel_size: int = _flag(
+        1, "system", "ranks that share every layer (megatron-core); the rest of the world is data-parallel"
+    )
+    sequence_parallel: bool = _flag(
+        False, "system", "split activations between the shared layers over the tensor-parallel ranks too"
+    )
     device: str = _flag("auto", "system", "auto: cuda where there is a GPU", choices=("auto", "cuda", "cpu"))
     dist_timeout: float = _flag(30.0, "system", "minutes after which a hung collective ends the run")
     deterministic: bool = _flag(False, "system", "bitwise repeatable kernels (slower)")
@@ -157,6 +163,7 @@ class TrainConfig:
             "lr",
             "eps",
             "dist_timeout",
+            "tensor_parallel_size",
             "log_every_n_steps",
             "max_image_pixels",
             "storage_timeout",
@@ -201,6 +208,7 @@ class TrainConfig:
                 raise ValueError(f"{_option(unlocked)} {getattr(self, unlocked)} needs {_option(lock)}")
         if self.report_to in ("wandb", "all") and not _is_installed("wandb"):
             raise ValueError(f"--report-to {self.report_to}: wandb is not installed (pip install 'wandb>=0.19')")
+        self._validate_tensor_parallel()
         pretrained = ("pretrained", "pretrained_image", "pretrained_text")
         for name in ("train_data", "val_data", "zeroshot_data", "tokenizer", "deepspeed_config", *pretrained):
             _check_plain_path(_option(name), getattr(self, name))
@@ -208,6 +216,22 @@ class TrainConfig:
         if unknown:
             raise ValueError(f"--aug-cfg knows {', '.join(AUGMENTATIONS)}, not {', '.join(sorted(unknown))}")
         parse_factors(self.train_data_upsampling_factors)
+
+    def _validate_tensor_parallel(self) -> None:
+        size, rows = self.tensor_parallel_size, self.accum_freq * self.batch_size
+        if size == 1 and self.sequence_parallel:
+            raise ValueError(
+                "--sequence-parallel needs --tensor-parallel-size of 2 or more: it splits over those ranks"
+            )
+        if rows % size:
+            raise ValueError(
+                f"--tensor-parallel-size {size} does not divide the {rows} pairs of a step (--accum-freq "
+                f"{self.accum_freq} x --batch-size {self.batch_size}): each of these ranks takes its share of the loss"
+            )
+        if size > 1 and not (importlib.util.find_spec("megatron") and _is_installed("megatron.core")):
+            raise ValueError(
+                f"--tensor-parallel-size {size}: megatron-core is not installed (pip install megatron-core==0.16.1)"
+            )
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self), indent=2) + "\n"

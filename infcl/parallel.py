@@ -29,9 +29,10 @@ _NODE_SIZES = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "
 
 @dataclass(frozen=True)
 class Parallel:
-    """Where this process stands. `dp_group` is the group over which ZeRO averages and the loss ring runs.
+    """Where this process stands. `dp_group` is the group over which ZeRO averages.
 
-    ranks_per_node: as the launcher says, None where it says nothing.
+    ranks_per_node: as the launcher says, None where it says nothing. tp_group: the tensor-parallel ranks that hold one
+    copy of the model and see the same samples, None where every rank has its own.
     """
 
     rank: int
@@ -40,6 +41,7 @@ class Parallel:
     device: torch.device
     dp_group: dist.ProcessGroup
     ranks_per_node: int | None = None
+    tp_group: dist.ProcessGroup | None = None
 
     @property
     def dp_rank(self) -> int:
@@ -48,6 +50,14 @@ class Parallel:
     @property
     def dp_size(self) -> int:
         return dist.get_world_size(self.dp_group)
+
+    @property
+    def tp_rank(self) -> int:
+        return 0 if self.tp_group is None else dist.get_rank(self.tp_group)
+
+    @property
+    def tp_size(self) -> int:
+        return 1 if self.tp_group is None else dist.get_world_size(self.tp_group)
 
 
 def read_environment() -> tuple[int, int, int]:
@@ -128,6 +138,14 @@ def micro_batch_seed(seed: int, step: int, micro_batch: int, dp_rank: int) -> in
     """The seed under which a micro-batch is encoded: the same in both passes, another for every (step, rank, index)."""
     words = np.random.SeedSequence((seed, step, micro_batch, dp_rank)).generate_state(2)
     return int(words[0]) << 31 ^ int(words[1])
+
+
+def describe_ranks(parallel: Parallel) -> str:
+    """ "8 x cuda", or "8 x cuda (2 tensor-parallel x 4 data-parallel)"."""
+    text = f"{parallel.world_size} x {parallel.device.type}"
+    if parallel.tp_size == 1:
+        return text
+    return f"{text} ({parallel.tp_size} tensor-parallel x {parallel.dp_size} data-parallel)"
 
 
 def mean_over(group: dist.ProcessGroup, value: torch.Tensor) -> torch.Tensor:

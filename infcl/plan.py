@@ -16,7 +16,7 @@ from torch import nn
 
 from infcl.config import BatchPlan, TrainConfig, total_steps
 from infcl.kernels import WORKSPACE_BYTES
-from infcl.parallel import Parallel
+from infcl.parallel import Parallel, describe_ranks
 from infcl.towers.config import CLIPConfig
 from infcl.train.diagnostics import model_flops
 from infcl.train.engine import read_preset, zero_stage
@@ -142,7 +142,7 @@ def describe_plan(config: TrainConfig, parallel: Parallel) -> str:
         ("data", _data_line(config, loader)),
         ("model", _model_line(config, counts)),
         ("compute", f"{model_flops(cfg) * batch.global_batch_size / 1e12:,.2f} TFLOP a step, towers alone"),
-        ("system", f"{parallel.world_size} x {parallel.device.type}, {precision}, ZeRO-{zero_stage(preset)}"),
+        ("system", f"{describe_ranks(parallel)}, {precision}, ZeRO-{zero_stage(preset)}"),
         ("evaluation", ", ".join(evaluations) or "none"),
         ("run folder", _folder_line(config)),
         ("checkpoints", _checkpoint_line(config, counts)),

@@ -25,7 +25,11 @@ def tracked(*patterns: str) -> list[Path]:
 
 def test_every_module_of_the_package_is_in_the_tree():
     named = set(re.findall(r"[\w.]+\.py\b", tree_block()))
-    modules = {path.name for path in tracked("infcl/*.py") if path.name not in ("__init__.py", "__main__.py")}
+    modules = {
+        path.name
+        for path in tracked("infcl/*.py", "megatron_patches/*.py")
+        if path.name not in ("__init__.py", "__main__.py")
+    }
     assert modules - named == set()
 
 

@@ -12,6 +12,7 @@ from infcl.export import load_exported
 from infcl.report import read_metrics
 from infcl.train.checkpoint import consolidated_state_dict
 from tests.ranks import run_ranks
+from tests.tensor_parallel import layout as tensor_parallel_layout
 
 GOLDEN = Path(__file__).parent / "golden" / "demo_20_steps.json"
 
@@ -49,7 +50,8 @@ def fit(rank, world_size, config: TrainConfig, die_after: int | None = None):
     from infcl.train.run_folder import claim_run_folder
     from infcl.train.trainer import Trainer
 
-    parallel = init_parallel("cpu")
+    size = config.tensor_parallel_size
+    parallel = init_parallel("cpu") if size == 1 else tensor_parallel_layout(size)
     trainer = Trainer(config, parallel, claim_run_folder(config, parallel))
     train_step = trainer._train_step
 

@@ -89,7 +89,7 @@ class Attention(nn.Module):
 
     def __init__(self, width: int, heads: int, *, causal: bool, in_std: float | None, out_std: float | None):
         super().__init__()
-        self.heads = heads
+        self.head_width = width // heads
         self.causal = causal
         self.in_proj_weight = nn.Parameter(torch.empty(3 * width, width))
         self.in_proj_bias = nn.Parameter(torch.zeros(3 * width))
@@ -100,11 +100,13 @@ class Attention(nn.Module):
         self.out_proj = Linear(width, width, std=out_std, zero_bias=True)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        m, length, width = x.shape
-        qkv = F.linear(x, self.in_proj_weight, self.in_proj_bias)  # [m, L, 3w]
-        q, k, v = qkv.view(m, length, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)  # each [m, h, L, d]
+        qkv = self.project_in(x).unflatten(-1, (3, -1, self.head_width))  # [m, L, 3, h, d]
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)  # each [m, h, L, d]
         x = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
-        return self.out_proj(x.transpose(1, 2).reshape(m, length, width))
+        return self.out_proj(x.transpose(1, 2).flatten(2))
+
+    def project_in(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self.in_proj_weight, self.in_proj_bias)  # [m, L, 3w]
 
 
 class MLP(nn.Module):

@@ -2,6 +2,9 @@
 
 import math
 
+import torch.distributed as dist
+from torch import nn
+
 from infcl.config import BatchPlan, TrainConfig, parse_factors
 from infcl.data.loader import TrainLoader
 from infcl.data.open_clip_tokenizer import PREFIX, OpenClipTokenizer
@@ -11,6 +14,7 @@ from infcl.data.tokenizer import Tokenizer
 from infcl.evaluate.tasks import RetrievalTask, ZeroShotTask
 from infcl.evaluate.validation import ValidationLoss
 from infcl.import_weights import load_pretrained
+from infcl.loss.contrastive import ContrastiveLoss
 from infcl.parallel import Parallel
 from infcl.towers.clip import CLIP
 from infcl.towers.config import CLIPConfig, load_model_config, with_overrides, with_tokenizer
@@ -24,6 +28,10 @@ def build_tokenizer_and_model_config(config: TrainConfig) -> tuple[Tokenizer | N
         context_length=config.force_context_length,
         patch_dropout=config.force_patch_dropout,
     )
+    if config.tensor_parallel_size > 1:
+        from megatron_patches.towers import check_divides
+
+        check_divides(model_config, config.tensor_parallel_size)
     if config.tokenizer is None:
         return None, model_config
     text = model_config.text_cfg
@@ -56,6 +64,24 @@ def build_model(config: TrainConfig, model_config: CLIPConfig) -> CLIP:
     if config.lock_text:
         model.lock_text_tower(config.lock_text_unlocked_layers)
     return model
+
+
+def build_loss(config: TrainConfig, parallel: Parallel) -> nn.Module:
+    """The loss that the flags name, over all ranks; tensor-parallel ranks share out the pairs that they hold."""
+    group = parallel.dp_group if parallel.tp_size == 1 else dist.group.WORLD
+    loss = ContrastiveLoss(
+        config.loss,
+        group=group,
+        tile=config.tile,
+        ring=config.ring,
+        ranks_per_node=parallel.ranks_per_node,
+        ring_overlap=config.ring_overlap,
+    )
+    if parallel.tp_size == 1:
+        return loss
+    from megatron_patches.loss import TensorParallelLoss
+
+    return TensorParallelLoss(loss, parallel.tp_group)
 
 
 def build_loader(

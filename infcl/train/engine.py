@@ -111,6 +111,8 @@ class Engine:
         self.zero_stage = zero_stage(preset)
         self.low_precision_parameters = precision in ("bf16", "fp16")
         deepspeed = _import_deepspeed()
+        mpu = _split_over_tensor_parallel_ranks(model, parallel, config) if parallel.tp_size > 1 else None
+        deepspeed.utils.groups.mpu = mpu  # DeepSpeed would keep that of an earlier engine
         offloads = "offload_optimizer" in preset.get("zero_optimization", {})
         exact = _fp32_copy(model) if self.low_precision_parameters else {}
         model.to(parallel.device)
@@ -118,13 +120,14 @@ class Engine:
             model=model,
             optimizer=build_optimizer(model, config, fused=parallel.device.type == "cuda" and not offloads),
             config=deepspeed_config(preset, precision, batch, config.grad_clip_norm),
+            mpu=mpu,
             dist_init_required=False,
         )
         self.state = ZeroState(self.engine, self.zero_stage)
         for name, parameter in self.state.parameters():
             if name in exact:  # DeepSpeed makes the masters from parameters that it has rounded already
-                self.state.write(parameter, exact.pop(name))
-        self.dp_group = self.engine.seq_data_parallel_group  # ZeRO averages over it; the ring runs over it
+                self.state.write_part(parameter, exact.pop(name))
+        self.dp_group = self.engine.seq_data_parallel_group  # ZeRO averages over it
 
     @property
     def module(self) -> nn.Module:
@@ -148,8 +151,10 @@ class Engine:
             group["lr"] = learning_rate
         skipped_before = self.engine.skipped_steps
         if self.zero_stage == 0:  # DeepSpeed computes no norm there; the gradients are whole and averaged by now
-            gradients = [p.grad for p in self.module.parameters() if p.grad is not None]
-            self.stage_0_grad_norm = torch.nn.utils.get_total_norm(gradients)
+            gradients = [p.grad for p in self.module.parameters() if p.grad is not None and self._counts(p)]
+            self.stage_0_grad_norm = self._over_tensor_parallel(
+                torch.nn.utils.get_total_norm(gradients).square()
+            ).sqrt()
         self.engine.step()
         return self.engine.skipped_steps == skipped_before
 
@@ -165,7 +170,7 @@ class Engine:
         """
         fragments: dict[str, list[torch.Tensor]] = {"image": [], "text": []}
         for name, parameter in self.module.named_parameters():
-            if parameter.requires_grad and name not in ("logit_scale", "logit_bias"):
+            if parameter.requires_grad and name not in ("logit_scale", "logit_bias") and self._counts(parameter):
                 fragments["image" if name.startswith("visual.") else "text"].append(self._own_gradient(parameter))
         squares = torch.zeros(2, dtype=torch.float32, device=self.parallel.device)
         for index, tensors in enumerate(fragments.values()):
@@ -174,7 +179,16 @@ class Engine:
                 squares[index] = torch.nn.utils.get_total_norm(present).float().square()
         if self.zero_stage > 0:
             torch.distributed.all_reduce(squares, group=self.dp_group)
-        return squares.sqrt() / self.loss_scale()
+        return self._over_tensor_parallel(squares).sqrt() / self.loss_scale()
+
+    def _counts(self, parameter: nn.Parameter) -> bool:
+        """Whether this rank counts the parameter in a norm: every part of a split one, one copy of any other."""
+        return self.parallel.tp_rank == 0 or hasattr(parameter, "tensor_parallel_split")
+
+    def _over_tensor_parallel(self, squares: torch.Tensor) -> torch.Tensor:
+        if self.parallel.tp_size > 1:
+            torch.distributed.all_reduce(squares, group=self.parallel.tp_group)
+        return squares
 
     def _own_gradient(self, parameter: nn.Parameter) -> torch.Tensor | None:
         """The averaged gradient's part that this rank steps with: all of it (stage 0), its fragment, or None."""
@@ -228,6 +242,15 @@ class Engine:
 
     def _loss_scaler(self):
         return self.engine.optimizer.loss_scaler if self.precision == "fp16" else None
+
+
+def _split_over_tensor_parallel_ranks(model: nn.Module, parallel: Parallel, config: TrainConfig):
+    """This rank's part of the model, in place -> what tells DeepSpeed of the groups."""
+    from megatron_patches.groups import DeepSpeedMpu
+    from megatron_patches.towers import split_towers
+
+    split_towers(model, parallel.tp_group, sequence_parallel=config.sequence_parallel)
+    return DeepSpeedMpu()
 
 
 def _fp32_copy(model: nn.Module) -> dict[str, torch.Tensor]:

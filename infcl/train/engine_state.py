@@ -9,6 +9,9 @@ What a parameter means under each stage (DeepSpeed 0.19.8):
 Reading is collective: every rank calls it, in the same order, and gets the whole tensor. So is writing: every rank is
 given the whole tensor and keeps its part. A written master is copied into the parameter that the forward sees too.
 
+A parameter that tensor-parallel ranks hold in parts carries its Split (megatron_patches/split.py); whole then means
+whole over those ranks too, so that nothing above this file sees parts.
+
 Adam's state is created at start, not at the first step, so that there always is something to read and write.
 """
 
@@ -31,11 +34,24 @@ class ZeroState:
 
     def shape(self, parameter: nn.Parameter) -> torch.Size:
         """Of the whole parameter; under stage 3 the parameter itself is empty between forwards."""
-        return getattr(parameter, "ds_shape", parameter.shape)
+        split = getattr(parameter, "tensor_parallel_split", None)
+        return _part_shape(parameter) if split is None else split.whole_shape(_part_shape(parameter))
 
     @torch.no_grad()
     def read(self, parameter: nn.Parameter, key: str | None = None) -> torch.Tensor:
         """The whole fp32 master (key None) or Adam moment, on the device. Collective."""
+        split = getattr(parameter, "tensor_parallel_split", None)
+        part = self._read_part(parameter, key)
+        return part if split is None else split.whole(part)
+
+    @torch.no_grad()
+    def write(self, parameter: nn.Parameter, value: torch.Tensor, key: str | None = None) -> None:
+        """Set the master (and the parameter) or an Adam moment from a whole tensor that every rank holds."""
+        split = getattr(parameter, "tensor_parallel_split", None)
+        value = value.to(self.engine.device, torch.float32).view(self.shape(parameter))
+        self.write_part(parameter, value if split is None else split.part(value), key)
+
+    def _read_part(self, parameter: nn.Parameter, key: str | None) -> torch.Tensor:
         if self.stage == 0:
             value = parameter if key is None else self.adam.state[parameter][key]
         elif parameter.requires_grad:
@@ -52,12 +68,12 @@ class ZeroState:
                 value = parameter.detach().clone()
         else:
             value = parameter
-        return value.detach().float().view(self.shape(parameter))
+        return value.detach().float().view(_part_shape(parameter))
 
     @torch.no_grad()
-    def write(self, parameter: nn.Parameter, value: torch.Tensor, key: str | None = None) -> None:
-        """Set the master (and the parameter) or an Adam moment from a whole tensor that every rank holds."""
-        value = value.to(self.engine.device, torch.float32).view(self.shape(parameter))
+    def write_part(self, parameter: nn.Parameter, value: torch.Tensor, key: str | None = None) -> None:
+        """`write` from what the data-parallel ranks of this tensor-parallel rank hold: all of it, without a split."""
+        value = value.to(self.engine.device, torch.float32).view(_part_shape(parameter))
         if self.stage == 0:
             (parameter if key is None else self.adam.state[parameter][key]).copy_(value)
         elif self.stage == 3:
@@ -118,3 +134,7 @@ class ZeroState:
             }
         if self.stage in (1, 2):
             optimizer._lazy_init_hp_params_optimizer_state()  # maps parameters to their slices of the moments
+
+
+def _part_shape(parameter: nn.Parameter) -> torch.Size:
+    return getattr(parameter, "ds_shape", parameter.shape)

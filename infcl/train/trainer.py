@@ -15,11 +15,10 @@ import torch
 import torch.distributed as dist
 
 from infcl.config import BatchPlan, TrainConfig, total_steps
-from infcl.loss.contrastive import ContrastiveLoss
-from infcl.parallel import Parallel, max_over, mean_over, micro_batch_seed, seed_everything
+from infcl.parallel import Parallel, describe_ranks, max_over, mean_over, micro_batch_seed, seed_everything
 from infcl.report import draw_loss_curve
 from infcl.step.grad_cache import grad_cache_step
-from infcl.train.build import build_loader, build_model, build_tasks, build_tokenizer_and_model_config
+from infcl.train.build import build_loader, build_loss, build_model, build_tasks, build_tokenizer_and_model_config
 from infcl.train.checkpoint import find_checkpoint, full_weights, load_checkpoint
 from infcl.train.checkpoint_writer import CheckpointWriter
 from infcl.train.diagnostics import SampledLoss, utilisation
@@ -52,14 +51,7 @@ class Trainer:
         self.model_config = model.cfg
         self.num_parameters = sum(p.numel() for p in model.parameters())
         self.engine = Engine(model, config, parallel, self.batch)
-        self.loss = ContrastiveLoss(
-            config.loss,
-            group=self.engine.dp_group,
-            tile=config.tile,
-            ring=config.ring,
-            ranks_per_node=parallel.ranks_per_node,
-            ring_overlap=config.ring_overlap,
-        )
+        self.loss = build_loss(config, parallel)
         self.sampled_loss = SampledLoss(self.loss, rows=config.batch_size)
         self.mfu = utilisation(
             self.model_config,
@@ -159,7 +151,7 @@ class Trainer:
                 "lr": lr,
                 "grad_norm": self.engine.grad_norm(),
                 "samples_per_second": self.batch.global_batch_size / seconds,
-                "mfu": self.mfu(self.batch.rank_batch_size / seconds),
+                "mfu": self.mfu(self.batch.global_batch_size / self.parallel.world_size / seconds),
                 "data_wait": phases["data"] / seconds,
                 "peak_memory_mb": peak_memory_mb(self.parallel.device),
                 "worker_memory_mb": max(self.loader.worker_memory_mb(), default=0.0),
@@ -227,7 +219,7 @@ class Trainer:
         self.metrics.say(
             f"{self.config.model}: {self.num_parameters / 1e6:.2f}M parameters; {self.loader.num_samples} pairs\n"
             f"{self.batch}; {self.total_steps} steps; loss {self.config.loss}; ZeRO-{self.engine.zero_stage}, "
-            f"{self.engine.precision}, {self.parallel.world_size} x {self.parallel.device.type}"
+            f"{self.engine.precision}, {describe_ranks(self.parallel)}"
         )
         if self.total_steps <= self.config.warmup:
             last = learning_rate(self.config, self.total_steps - 1, self.total_steps, self.loader.steps_per_epoch)
@@ -244,7 +236,7 @@ class Trainer:
         config, minutes = self.config, self.config.save_every_minutes
         overdue = minutes > 0 and self.parallel.rank == 0 and time.monotonic() - self.saved_at > 60 * minutes
         news = [self.signals.received, overdue, self.checkpoints.busy]
-        signal, overdue, someone_writes = max_over(self.engine.dp_group, news, self.parallel.device)
+        signal, overdue, someone_writes = max_over(dist.group.WORLD, news, self.parallel.device)
         if self.checkpoints.pending and not someone_writes:
             self.checkpoints.publish()
         if signal or overdue or (config.save_every_n_steps and self.step % config.save_every_n_steps == 0):
@@ -280,7 +272,7 @@ class Trainer:
     def _finish(self) -> dict:
         results = {name: self._run_task(name) for name in self.tasks}
         weights = full_weights(self.engine, keep=self.parallel.rank == 0)
-        peak = max_over(self.engine.dp_group, [peak_memory_mb(self.parallel.device)], self.parallel.device)[0]
+        peak = max_over(dist.group.WORLD, [peak_memory_mb(self.parallel.device)], self.parallel.device)[0]
         summary = {
             "zero_shot_top1": results.get("zero_shot", {}).get("top1"),
             "image_to_text_r1": results.get("retrieval", {}).get("image_to_text_r1"),

@@ -1,0 +1,70 @@
+"""Ranks into tensor- and data-parallel groups by megatron-core, and the view of them that DeepSpeed asks for.
+
+Neighbouring ranks make a tensor-parallel group: rank = dp_rank * T + tp_rank.
+"""
+
+import dataclasses
+
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from infcl.loss.links import timeout_of
+from infcl.parallel import Parallel
+from megatron_patches.patches import apply_patches
+
+
+def init_tensor_parallel(parallel: Parallel, size: int) -> Parallel:
+    """`parallel` with its ranks in tensor-parallel groups of `size`. Collective; again with the same size: the same.
+
+    ValueError when `size` does not divide the world size, or when megatron-core was initialised otherwise before.
+    """
+    if parallel.world_size % size:
+        raise ValueError(
+            f"--tensor-parallel-size {size} does not divide the {parallel.world_size} ranks: "
+            f"start a multiple of {size}, or choose a divisor of {parallel.world_size}"
+        )
+    apply_patches(parallel.device)
+    if not parallel_state.is_initialized():
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=size,
+            distributed_timeout_minutes=timeout_of(dist.group.WORLD).total_seconds() / 60,
+            create_gloo_process_groups=False,
+        )
+    check_layout(size)
+    return dataclasses.replace(
+        parallel,
+        dp_group=parallel_state.get_data_parallel_group(),
+        tp_group=parallel_state.get_tensor_model_parallel_group(),
+    )
+
+
+def check_layout(size: int | None = None) -> None:
+    """ValueError unless megatron-core's layout is tensor- and data-parallel only (with tensor-parallel `size`)."""
+    others = {
+        "pipeline": parallel_state.get_pipeline_model_parallel_world_size(),
+        "context": parallel_state.get_context_parallel_world_size(),
+    }
+    for name, found in others.items():
+        if found > 1:
+            raise ValueError(f"{name}-parallel size {found}: these towers split over tensor-parallel ranks only, use 1")
+    found = parallel_state.get_tensor_model_parallel_world_size()
+    if size is not None and found != size:
+        raise ValueError(f"megatron-core is initialised with tensor-parallel size {found}, not {size}")
+
+
+class DeepSpeedMpu:
+    """megatron-core's groups under the names that DeepSpeed 0.19.8 calls; megatron-core renamed half of them.
+
+    DeepSpeed averages and shards over the data-parallel group, and sums gradient norms over the model-parallel group:
+    every rank's parameters that are marked tensor_model_parallel, and of the others those of tensor-parallel rank 0.
+    """
+
+    get_data_parallel_group = staticmethod(parallel_state.get_data_parallel_group)
+    get_data_parallel_world_size = staticmethod(parallel_state.get_data_parallel_world_size)
+    get_data_parallel_rank = staticmethod(parallel_state.get_data_parallel_rank)
+    get_model_parallel_group = staticmethod(parallel_state.get_tensor_model_parallel_group)
+    get_model_parallel_world_size = staticmethod(parallel_state.get_tensor_model_parallel_world_size)
+    get_model_parallel_rank = staticmethod(parallel_state.get_tensor_model_parallel_rank)
+    get_tensor_model_parallel_group = staticmethod(parallel_state.get_tensor_model_parallel_group)
+    get_tensor_model_parallel_world_size = staticmethod(parallel_state.get_tensor_model_parallel_world_size)
+    get_tensor_model_parallel_rank = staticmethod(parallel_state.get_tensor_model_parallel_rank)

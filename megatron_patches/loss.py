@@ -1,0 +1,48 @@
+"""The loss over all ranks: tensor-parallel ranks hold the same features, so each takes 1 / T of the pairs.
+
+In: image and text features [b, D], equal on the T ranks of a tensor-parallel group. Out: the loss, equal there too, and
+by backward gradients [b, D] that are equal there. The ring of the inner loss runs over all W = T x D ranks with b / T
+pairs each, so nothing is computed twice.
+
+Averages: the inner loss has gradients whose mean over its W ranks is the truth. Here the loss is the mean over the
+group of the inner ones, which hands 1 / T of the gradient to each; the gathered features' gradients, and the sum of the
+scalars', then have the data-parallel group's mean as the truth, which is what DeepSpeed takes.
+"""
+
+import torch
+import torch.distributed as dist
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+    scatter_to_sequence_parallel_region,
+)
+from torch import nn
+
+
+class TensorParallelLoss(nn.Module):
+    """`inner` over all ranks, called like it.
+
+    Cost beside the inner loss: one all-gather of [b, D] f32 per side in the backward, within the group.
+    ValueError when b does not divide by T.
+    """
+
+    def __init__(self, inner: nn.Module, tp_group: dist.ProcessGroup):
+        super().__init__()
+        self.inner, self.tp_group = inner, tp_group
+
+    def forward(
+        self,
+        image_features: torch.Tensor,
+        text_features: torch.Tensor,
+        logit_scale: torch.Tensor,
+        logit_bias: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        size, rows = dist.get_world_size(self.tp_group), len(image_features)
+        if rows % size:
+            raise ValueError(f"{rows} pairs do not divide among {size} tensor-parallel ranks")
+        own = [scatter_to_sequence_parallel_region(x, group=self.tp_group) for x in (image_features, text_features)]
+        scalars = [x if x is None else self._shared(x) for x in (logit_scale, logit_bias)]
+        return reduce_from_tensor_model_parallel_region(self.inner(*own, *scalars), group=self.tp_group) / size
+
+    def _shared(self, scalar: torch.Tensor) -> torch.Tensor:
+        return copy_to_tensor_model_parallel_region(scalar, group=self.tp_group)

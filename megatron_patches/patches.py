@@ -1,0 +1,129 @@
+"""What is changed in megatron-core itself: one symbol each, with the reason, once, logged.
+
+A patch looks at the installed symbol first. If the reason is gone (a later megatron-core), it says so and leaves it
+alone; if the symbol is not there or takes other arguments, it raises a RuntimeError with the path that it expected.
+"""
+
+import importlib
+import importlib.metadata
+import inspect
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+log = logging.getLogger(__name__)
+
+TESTED = "0.16.1"  # of megatron-core
+_MARK = "_infcl_patch"
+
+
+@dataclass(frozen=True)
+class Patch:
+    """symbol: "package.module.name". gone: whether the installed source has no need of it."""
+
+    symbol: str
+    reason: str
+    replacement: Callable
+    gone: Callable[[str], bool]
+
+    def apply(self) -> str:
+        """ "applied", "already applied" or "not needed"."""
+        module, _, name = self.symbol.rpartition(".")
+        installed = _find(module, name, self.symbol)
+        if getattr(installed, _MARK, False):
+            return "already applied"
+        if self.gone(inspect.getsource(installed)):
+            log.info("%s: not patched, this megatron-core needs no help (%s)", self.symbol, self.reason)
+            return "not needed"
+        expected, found = (list(inspect.signature(f).parameters) for f in (self.replacement, installed))
+        if expected != found:
+            raise RuntimeError(
+                f"{self.symbol}({', '.join(found)}) of megatron-core {_version()}: expected ({', '.join(expected)}), "
+                f"as in the tested version {TESTED}"
+            )
+        setattr(self.replacement, _MARK, True)
+        setattr(importlib.import_module(module), name, self.replacement)
+        log.info("%s patched: %s (tested with megatron-core %s)", self.symbol, self.reason, TESTED)
+        return "applied"
+
+
+def apply_patches(device: torch.device) -> dict[str, str]:
+    """{symbol: what was done}; those for CPUs only where the run is on one."""
+    chosen = ALWAYS if device.type == "cuda" else ALWAYS + ON_CPU
+    return {patch.symbol: patch.apply() for patch in chosen}
+
+
+def _find(module: str, name: str, symbol: str):
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise RuntimeError(
+            f"megatron-core {_version()} has no {symbol}; install the tested version: megatron-core=={TESTED}"
+        ) from error
+
+
+def _version() -> str:
+    return importlib.metadata.version("megatron-core")
+
+
+# ---- replacements: signatures as in megatron-core ----
+
+
+def _reduce(input_, group):
+    """Sum over the group, in place where `input_` is contiguous."""
+    assert group is not None, "group should not be None"
+    if group.size() == 1:
+        return input_
+    input_ = input_.contiguous()
+    dist.all_reduce(input_, group=group)
+    return input_
+
+
+def _gather_along_first_dim(input_, group, output_split_sizes=None, use_global_buffer=False):
+    """[n, ...] of each rank -> [T n, ...], on the input's device."""
+    assert group is not None and output_split_sizes is None, "equal splits only"
+    if group.size() == 1:
+        return input_
+    output = input_.new_empty((group.size() * len(input_), *input_.shape[1:]))
+    dist.all_gather_into_tensor(output, input_.contiguous(), group=group)
+    return output
+
+
+def _reduce_scatter_along_first_dim(input_, group, input_split_sizes=None, use_global_buffer=False):
+    """[T n, ...] -> this rank's [n, ...] of the sum over the group, on the input's device."""
+    assert group is not None and input_split_sizes is None, "equal splits only"
+    if group.size() == 1:
+        return input_
+    assert len(input_) % group.size() == 0, f"{len(input_)} rows do not divide among {group.size()} ranks"
+    output = input_.new_empty((len(input_) // group.size(), *input_.shape[1:]))
+    dist.reduce_scatter_tensor(output, input_.contiguous(), group=group)
+    return output
+
+
+_MAPPINGS = "megatron.core.tensor_parallel.mappings"
+_ON_GPU_ONLY = "allocates on torch.cuda.current_device(), so it cannot run on a CPU"
+ALWAYS = (
+    Patch(
+        f"{_MAPPINGS}._reduce",
+        "returns its input unsummed where that is not contiguous (the sum goes to a copy)",
+        _reduce,
+        gone=lambda source: "all_reduce(input_.contiguous()" not in source.replace(" ", ""),
+    ),
+)
+ON_CPU = (
+    Patch(
+        f"{_MAPPINGS}._gather_along_first_dim",
+        _ON_GPU_ONLY,
+        _gather_along_first_dim,
+        gone=lambda source: "torch.cuda.current_device()" not in source,
+    ),
+    Patch(
+        f"{_MAPPINGS}._reduce_scatter_along_first_dim",
+        _ON_GPU_ONLY,
+        _reduce_scatter_along_first_dim,
+        gone=lambda source: "torch.cuda.current_device()" not in source,
+    ),
+)

@@ -1,0 +1,117 @@
+"""Ordinary towers -> towers of which this rank holds its part, in place.
+
+In every residual block the heads of attention and the hidden features of the MLP are shared out; norms, embeddings,
+projections and the output biases stay whole on every rank (2-6% of the parameters). The classes of the layers are
+switched and their parameters cut, so the state dict keeps its names, and the tower files know nothing of it.
+
+Parameters that stay whole must stay equal on all tensor-parallel ranks. They start equal (same seed), and every rank
+computes their gradients from the same numbers, but for two kinds, whose gradients are reduced over the group as they
+come: convolutions (cuDNN may sum in another order on each rank) and, under sequence parallelism, what lies between the
+split layers (each rank sees its own rows only).
+
+Random choices (patch dropout) are drawn outside the blocks from a generator that is seeded by the data-parallel rank,
+so tensor-parallel ranks drop the same patches.
+"""
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from megatron.core.tensor_parallel.mappings import (
+    gather_from_sequence_parallel_region,
+    scatter_to_sequence_parallel_region,
+)
+from torch import nn
+
+from infcl.towers.clip import CLIP
+from infcl.towers.config import CLIPConfig
+from infcl.towers.transformer import ResidualBlock, Transformer
+from megatron_patches.linear import ColumnAttention, ColumnLinear, RowLinear
+from megatron_patches.split import Split, split_parameter
+
+
+def check_divides(cfg: CLIPConfig, size: int) -> None:
+    """ValueError, with the numbers, unless `size` tensor-parallel ranks can share both towers (a frozen one too)."""
+    for name, tower in (("image", cfg.vision_cfg), ("text", cfg.text_cfg)):
+        hidden = int(tower.width * tower.mlp_ratio)
+        for what, count in (("heads", tower.heads), ("MLP features", hidden)):
+            if count % size:
+                fitting = [n for n in range(2, count + 1) if tower.heads % n == 0 and hidden % n == 0]
+                raise ValueError(
+                    f"--tensor-parallel-size {size} does not divide the {count} {what} of the {name} tower "
+                    f"({tower.heads} heads, {hidden} MLP features); it can be split over "
+                    f"{', '.join(map(str, fitting)) or 'no'} ranks"
+                )
+
+
+def split_towers(model: CLIP, group: dist.ProcessGroup, *, sequence_parallel: bool = False) -> None:
+    """Cut `model`, whole and equal on the ranks of `group`, into this rank's part. Before deepspeed.initialize.
+
+    sequence_parallel: between the split layers each rank keeps 1 / T of a micro-batch's samples only.
+    """
+    check_divides(model.cfg, dist.get_world_size(group))
+    for module in model.modules():
+        if isinstance(module, ResidualBlock):
+            _split_block(module, group, sequence_parallel)
+        elif isinstance(module, Transformer) and sequence_parallel:
+            _switch(module, SampleParallelTransformer, group)
+        elif isinstance(module, nn.Conv2d):
+            for parameter in module.parameters(recurse=False):
+                _reduce_gradient(parameter, group, mean=True)
+
+
+class SampleParallelTransformer(Transformer):
+    """[m, L, w] -> [m, L, w], whole on every rank; between its split layers each rank has m / T samples.
+
+    Megatron cuts its [L, m, w] along L. The first dimension here is the sample, which divides by T where 257 tokens do
+    not; the tokens of a sample meet only in attention, which has all of them.
+    """
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = len(x)
+        padding = -rows % dist.get_world_size(self.tp_group)  # the last batch of an evaluation
+        x = scatter_to_sequence_parallel_region(F.pad(x, (0, 0, 0, 0, 0, padding)), group=self.tp_group)
+        x = super().forward(x)
+        return gather_from_sequence_parallel_region(x, tensor_parallel_output_grad=False, group=self.tp_group)[:rows]
+
+
+def _split_block(block: ResidualBlock, group: dist.ProcessGroup, sequence_parallel: bool) -> None:
+    heads, rows, columns = (Split(dim, stacked, group) for dim, stacked in ((0, 3), (0, 1), (1, 1)))
+    for owner, name, split in (
+        (block.attn, "in_proj_weight", heads),
+        (block.attn, "in_proj_bias", heads),
+        (block.attn.out_proj, "weight", columns),
+        (block.mlp.c_fc, "weight", rows),
+        (block.mlp.c_fc, "bias", rows),
+        (block.mlp.c_proj, "weight", columns),
+    ):
+        split_parameter(owner, name, split)
+    for module, parallel_class in (
+        (block.attn, ColumnAttention),
+        (block.attn.out_proj, RowLinear),
+        (block.mlp.c_fc, ColumnLinear),
+        (block.mlp.c_proj, RowLinear),
+    ):
+        _switch(module, parallel_class, group)
+        module.sequence_parallel = sequence_parallel
+    if sequence_parallel:
+        between = [*block.ln_1.parameters(), *block.ln_2.parameters(), block.attn.out_proj.bias, block.mlp.c_proj.bias]
+        for parameter in between:
+            _reduce_gradient(parameter, group, mean=False)
+
+
+def _switch(module: nn.Module, parallel_class: type[nn.Module], group: dist.ProcessGroup) -> None:
+    module.__class__ = parallel_class
+    module.tp_group = group
+
+
+def _reduce_gradient(parameter: nn.Parameter, group: dist.ProcessGroup, *, mean: bool) -> None:
+    """Sum (or average) the parameter's gradient over the group in every backward, before anything accumulates it."""
+    if not parameter.requires_grad:
+        return
+
+    def reduce(gradient: torch.Tensor) -> torch.Tensor:
+        gradient = gradient.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(gradient, group=group)
+        return gradient / dist.get_world_size(group) if mean else gradient
+
+    parameter.register_hook(reduce)

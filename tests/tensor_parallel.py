@@ -1,0 +1,110 @@
+"""Small towers whose heads divide by 2 and 4, ranks laid out as T x D, and the float64 step they must reproduce."""
+
+import math
+
+import torch
+from torch import nn
+
+from infcl.config import BatchPlan, TrainConfig
+from infcl.parallel import Parallel, init_parallel, mean_over
+from infcl.towers import CLIP, CLIPConfig, TextConfig, VisionConfig
+
+CFG = CLIPConfig(
+    embed_dim=20,
+    vision_cfg=VisionConfig(image_size=12, layers=2, width=24, head_width=6, patch_size=4, mlp_ratio=2.0),
+    text_cfg=TextConfig(context_length=7, vocab_size=31, width=16, heads=4, layers=2, mlp_ratio=3.0),
+)
+LAYOUTS = [(2, 1), (1, 2), (2, 2), (4, 1)]  # (T, D)
+LR, EPS = 1e-2, 1e-3  # a large epsilon: with Adam's usual one a wrong gradient scale would not show
+MICRO_BATCHES, MICRO_BATCH_SIZE = 3, 4
+
+
+def layout(size: int) -> Parallel:
+    """This rank in tensor-parallel groups of `size`, whatever the process was used for before."""
+    from megatron.core import parallel_state
+
+    from megatron_patches.groups import init_tensor_parallel
+
+    if parallel_state.is_initialized():
+        parallel_state.destroy_model_parallel()
+    parallel = init_parallel("cpu")
+    return parallel if size == 1 else init_tensor_parallel(parallel, size)
+
+
+def settings(preset: str, size: int, **changes) -> TrainConfig:
+    given = {"deepspeed_config": f"ds_configs/{preset}.json", "lr": LR, "eps": EPS, "wd": 0.1, "grad_clip_norm": 0.5}
+    given |= {"precision": "fp32", "dataset_type": "synthetic", "train_num_samples": 1}
+    return TrainConfig(**given | {"tensor_parallel_size": size} | changes)
+
+
+def new_model(**options) -> CLIP:
+    torch.manual_seed(0)
+    model = CLIP(CFG, init_logit_scale=math.log(20), **options)
+    with torch.no_grad():  # biases start at zero, where a bias that is added twice would not show at first
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                parameter.normal_(std=0.1)
+    return model
+
+
+def global_batch(size: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    images = torch.randn(size, 3, CFG.vision_cfg.image_size, CFG.vision_cfg.image_size, generator=generator)
+    return images, torch.randint(0, CFG.text_cfg.vocab_size, (size, CFG.text_cfg.context_length), generator=generator)
+
+
+def train_steps(
+    parallel: Parallel, config: TrainConfig, steps: int, *, micro_batches: int = MICRO_BATCHES, **model_options
+):
+    """Optimizer steps over this rank's share -> (engine, losses, gradient norms, [image, text] gradient norms)."""
+    from infcl.step.grad_cache import grad_cache_step
+    from infcl.train.build import build_loss
+    from infcl.train.engine import Engine
+
+    batch = BatchPlan(parallel.dp_size, micro_batches, MICRO_BATCH_SIZE)
+    engine = Engine(new_model(**model_options), config, parallel, batch)
+    loss, losses, norms, tower_norms = build_loss(config, parallel), [], [], []
+    engine.train()
+    for step in range(steps):
+        own = slice(parallel.dp_rank * batch.rank_batch_size, (parallel.dp_rank + 1) * batch.rank_batch_size)
+        sides = [side[own].split(MICRO_BATCH_SIZE) for side in global_batch(batch.global_batch_size, seed=step)]
+        output = grad_cache_step(
+            list(zip(*sides)),
+            encode=lambda pair: engine.encode(*pair),
+            loss=loss,
+            backward=engine.backward,
+            seeds=[100 * step + 10 * parallel.dp_rank + i for i in range(micro_batches)],
+            scalar_values=engine.scalar_values,
+        )
+        tower_norms.append(engine.tower_grad_norms().tolist())
+        assert engine.step(config.lr)
+        losses.append(float(mean_over(engine.dp_group, output.loss)))
+        norms.append(engine.grad_norm())
+    return engine, losses, norms, tower_norms
+
+
+def oracle(dp_size: int, steps: int, *, clip: float = 0.5, weight_decay: float = 0.1):
+    """One process in float64, the whole batch at once -> losses, norms, [image, text] norms, state dict."""
+    from infcl.train.optim import parameter_groups
+
+    model = new_model().double()
+    optimizer = torch.optim.AdamW(parameter_groups(model, weight_decay), lr=LR, betas=(0.9, 0.98), eps=EPS)
+    losses, norms, tower_norms = [], [], []
+    for step in range(steps):
+        images, texts = global_batch(dp_size * MICRO_BATCHES * MICRO_BATCH_SIZE, seed=step)
+        image_features = nn.functional.normalize(model.visual(images.double()), dim=-1)
+        text_features = nn.functional.normalize(model.encode_text(texts), dim=-1)
+        logits = model.logit_scale.exp() * image_features @ text_features.T
+        labels = torch.arange(len(logits))
+        loss = sum(nn.functional.cross_entropy(side, labels) for side in (logits, logits.T)) / 2
+        optimizer.zero_grad()
+        loss.backward()
+        towers = {True: [], False: []}
+        for name, parameter in model.named_parameters():
+            if not name.startswith("logit"):
+                towers[name.startswith("visual.")].append(parameter.grad)
+        tower_norms.append([float(nn.utils.get_total_norm(towers[side])) for side in (True, False)])
+        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), clip or math.inf)))
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, norms, tower_norms, {name: value.detach().clone() for name, value in model.state_dict().items()}

@@ -1,0 +1,38 @@
+"""Steps of tensor-parallel towers under DeepSpeed equal single-process float64 ones, in every ZeRO stage."""
+
+import pytest
+
+from tests.ranks import run_ranks
+from tests.tensor_parallel import LAYOUTS, layout, oracle, settings, train_steps
+
+STEPS = 3
+
+
+def steps_of(rank, world_size, size, preset, flags):
+    from infcl.train.checkpoint import full_weights
+
+    engine, *values = train_steps(layout(size), settings(preset, size, **flags), STEPS)
+    return *values, full_weights(engine, keep=True)
+
+
+QUICK = {(2, 2): (0, 1, 2, 3), (2, 1): (0, 3), (4, 1): (1, 2), (1, 2): (1,)}  # the others take as long again
+CASES = [
+    pytest.param(*ranks, f"zero{stage}", marks=() if stage in QUICK[ranks] else pytest.mark.slow)
+    for ranks in LAYOUTS
+    for stage in range(4)
+]
+
+
+@pytest.mark.parametrize(("size", "copies", "preset"), CASES)
+def test_three_steps_equal_the_single_process_ones(size, copies, preset):
+    results = run_ranks(steps_of, size * copies, size, preset, {})
+    expected_losses, expected_norms, expected_tower_norms, expected_state = oracle(copies, STEPS)
+    for losses, norms, tower_norms, state in results:
+        assert losses == pytest.approx(expected_losses, rel=1e-5)
+        assert norms == pytest.approx(expected_norms, rel=1e-5)
+        for got, wanted in zip(tower_norms, expected_tower_norms):
+            assert got == pytest.approx(wanted, rel=1e-5)
+        assert set(state) == set(expected_state)
+        for name, value in state.items():
+            reference = expected_state[name]
+            assert float((value.double() - reference).norm() / reference.norm()) < 1e-5, name

@@ -1,0 +1,133 @@
+"""--tensor-parallel-size through the whole trainer: losses, resume under another T, what is left on disk, refusals."""
+
+import dataclasses
+import json
+
+import pytest
+import torch
+
+from infcl.export import load_exported
+from infcl.towers import load_model_config
+from infcl.train.checkpoint import consolidated_state_dict
+from tests.ranks import run_ranks
+from tests.test_trainer import demo_config, fit, refusal, run_losses
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """The demo's model with heads that four ranks can share."""
+    fields = load_model_config("demo").to_dict()
+    fields["vision_cfg"] |= {"head_width": 24}
+    fields["text_cfg"] |= {"heads": 4}
+    path = tmp_path_factory.mktemp("model") / "four_heads.json"
+    path.write_text(json.dumps(fields))
+    return str(path)
+
+
+def config_of(demo_folder, logs, model, size, copies, **changes):
+    """A global batch of 64 pairs on T x D ranks."""
+    flags = {"model": model, "batch_size": 16, "accum_freq": 4 // copies, "steps": 8, "force_patch_dropout": 0.25}
+    return demo_config(demo_folder, logs, **{"tensor_parallel_size": size} | flags | changes)
+
+
+@pytest.fixture(scope="module")
+def plain(demo_folder, model, tmp_path_factory):
+    """Losses of T = 1 for each number of data-parallel ranks (patch dropout is seeded by their rank)."""
+    logs = tmp_path_factory.mktemp("plain")
+    return {
+        copies: run_losses(copies, config_of(demo_folder, logs / str(copies), model, 1, copies)) for copies in (1, 2)
+    }
+
+
+@pytest.mark.parametrize(
+    ("size", "copies", "flags"),
+    [
+        (2, 1, {"deepspeed_config": "ds_configs/zero1.json"}),
+        (2, 2, {"deepspeed_config": "ds_configs/zero3.json", "grad_checkpointing": True}),
+        pytest.param(4, 1, {"deepspeed_config": "ds_configs/zero2.json"}, marks=pytest.mark.slow),
+        pytest.param(2, 2, {"deepspeed_config": "ds_configs/zero0.json", "loss": "disco"}, marks=pytest.mark.slow),
+    ],
+    ids=["2x1-zero1", "2x2-zero3-checkpointing", "4x1-zero2", "2x2-zero0-disco"],
+)
+def test_tensor_parallel_runs_follow_the_plain_one(demo_folder, tmp_path, model, plain, size, copies, flags):
+    losses = run_losses(size * copies, config_of(demo_folder, tmp_path, model, size, copies, **flags))
+    assert losses == pytest.approx(plain[copies], rel=2e-5)
+
+
+@pytest.mark.parametrize(
+    "path", [[(2, 2, "zero1"), (1, 2, "zero3"), (4, 1, "zero2")], [(1, 1, "zero0"), (2, 1, "zero3")]]
+)
+def test_a_run_continues_under_another_tensor_parallel_size(demo_folder, tmp_path, model, path):
+    """Three steps under each (T, D, preset), every one resumed from the last, Adam's moments and all."""
+    flags = {"steps": 3 * len(path), "save_every_n_steps": 3, "keep_checkpoints": 0, "force_patch_dropout": None}
+    whole = run_losses(1, config_of(demo_folder, tmp_path / "whole", model, 1, 1, **flags))
+    for leg, (size, copies, preset) in enumerate(path, start=1):
+        config = config_of(
+            demo_folder, tmp_path / "moved", model, size, copies,
+            deepspeed_config=f"ds_configs/{preset}.json", resume="latest", **flags,
+        )  # fmt: skip
+        die_after = None if leg == len(path) else 3 * leg + 1
+        losses = run_ranks(fit, size * copies, config, die_after, timeout=200)[0]
+    assert [losses[step] for step in sorted(losses)] == pytest.approx(whole, rel=2e-5)
+
+
+def test_a_resumed_tensor_parallel_run_continues_bit_for_bit(demo_folder, tmp_path, model):
+    flags = {"steps": 6, "save_every_n_steps": 3, "sequence_parallel": True}
+    whole = run_losses(2, config_of(demo_folder, tmp_path / "whole", model, 2, 1, **flags))
+    stopped = config_of(demo_folder, tmp_path / "stopped", model, 2, 1, **flags)
+    run_ranks(fit, 2, stopped, 4)
+    assert run_losses(2, dataclasses.replace(stopped, resume="latest")) == whole
+
+
+def test_evaluation_and_export_of_a_tensor_parallel_run_are_those_of_a_plain_one(demo_folder, tmp_path, model):
+    flags = {"val_data": str(demo_folder / "val"), "zeroshot_data": str(demo_folder / "zeroshot")}
+    flags |= {"steps": 3, "force_patch_dropout": None}
+    summaries, exports = [], []
+    for size, name in ((1, "plain"), (2, "split")):
+        split = {"tensor_parallel_size": size, "sequence_parallel": size > 1}
+        run_losses(2, config_of(demo_folder, tmp_path / name, model, size, 2 // size, **flags | split))
+        root = tmp_path / name / "run"
+        summaries.append(json.loads((root / "summary.json").read_text())["evaluation"])
+        exports.append(load_exported(root / "export")[0].state_dict())
+        trained = consolidated_state_dict(root)
+        assert all(torch.equal(trained[n].reshape(-1), exports[-1][n].reshape(-1)) for n in exports[-1])
+    for name, value in exports[0].items():
+        if not name.endswith("in_proj_bias"):  # keys' biases cancel in the softmax: their gradient is rounding
+            assert float((exports[1][name] - value).norm() / value.norm()) < 1e-3, name
+    assert summaries[1]["retrieval"]["val_loss"] == pytest.approx(summaries[0]["retrieval"]["val_loss"], rel=1e-4)
+    for task in summaries[0]:
+        assert summaries[1][task] == pytest.approx(summaries[0][task], abs=0.02), task
+
+
+# ---- refusals ----
+
+
+def layout_refusal(rank, world_size, size):
+    from tests.tensor_parallel import layout
+
+    try:
+        layout(size)
+    except ValueError as error:
+        return str(error)
+
+
+def test_sizes_that_do_not_fit_are_refused_with_the_numbers(demo_folder, tmp_path, model):
+    refused = run_ranks(layout_refusal, 2, 4)
+    assert "--tensor-parallel-size 4 does not divide the 2 ranks" in refused[0] and refused[0] == refused[1]
+    heads = demo_config(demo_folder, tmp_path, tensor_parallel_size=2)
+    assert "the 3 heads of the image tower" in run_ranks(refusal, 2, heads)[0]
+    locked = dataclasses.replace(heads, lock_image=True)
+    assert "the 3 heads of the image tower" in run_ranks(refusal, 2, locked)[0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"tensor_parallel_size": 0}, "--tensor-parallel-size 0 must be greater than 0"),
+        ({"tensor_parallel_size": 4, "batch_size": 9}, "does not divide the 18 pairs of a step"),
+        ({"sequence_parallel": True}, "--sequence-parallel needs --tensor-parallel-size"),
+    ],
+)
+def test_flags_that_cannot_work_are_refused(demo_folder, tmp_path, changes, message):
+    with pytest.raises(ValueError, match=message):
+        demo_config(demo_folder, tmp_path, **changes).validate()
