@@ -11,13 +11,14 @@ import argparse
 import csv
 import socket
 import statistics
-import subprocess
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from benchmarks.clock import hardware as device_hardware
+from benchmarks.clock import library_tflops, timed
 from infcl.loss.contrastive import LOSSES, TILED, ContrastiveLoss
 from infcl.loss.links import RINGS
 
@@ -65,7 +66,7 @@ def _measure_all(rank: int, arguments: argparse.Namespace, port: int) -> None:
             device_id=torch.device("cuda", rank),
         )  # fmt: skip
         group = dist.group.WORLD
-    hardware = _hardware(arguments)
+    hardware = {"cublas_tflops": library_tflops(), **device_hardware(arguments.commit)}
     if rank == 0:
         print(f"{hardware['device']}, torch {hardware['torch']}, triton {hardware['triton']}, {hardware['commit']}")
         print(f"library 8192^3 bf16: {hardware['cublas_tflops']:.0f} TFLOP/s")
@@ -119,7 +120,7 @@ def _measure(impl: str, batch: int, dim: int, group: dist.ProcessGroup | None, a
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
-        times = _time(step, arguments.repeats, group)
+        times = timed(step, arguments.repeats, group)
         extra = torch.cuda.max_memory_allocated() - before
     except torch.OutOfMemoryError:
         torch.cuda.empty_cache()
@@ -132,45 +133,6 @@ def _measure(impl: str, batch: int, dim: int, group: dist.ProcessGroup | None, a
         "repeats": len(times),
         "tflops_per_gpu": 8 * batch**2 * dim / arguments.gpus / median / 1e9,
         "extra_mib": extra / 2**20,
-    }
-
-
-def _time(step, repeats: int, group: dist.ProcessGroup | None, warm_up: int = 2) -> list[float]:
-    times = []
-    for repeat in range(warm_up + repeats):
-        if group is not None:
-            dist.barrier(group)
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda.synchronize()
-        start.record()
-        step()
-        end.record()
-        end.synchronize()
-        milliseconds = torch.tensor(start.elapsed_time(end), device="cuda")
-        if group is not None:
-            dist.all_reduce(milliseconds, dist.ReduceOp.MAX, group=group)
-        if repeat >= warm_up:
-            times.append(milliseconds.item())
-    return times
-
-
-def _hardware(arguments: argparse.Namespace) -> dict:
-    a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    median = statistics.median(_time(lambda: a @ b, 50, None, warm_up=250))
-    commit = (
-        arguments.commit
-        or subprocess.run(
-            ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True
-        ).stdout.strip()
-    )
-    import triton
-
-    return {
-        "cublas_tflops": 2 * 8192**3 / median / 1e9,
-        "device": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-        "commit": commit,
     }
 
 

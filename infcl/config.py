@@ -124,6 +124,15 @@ class TrainConfig:
         "[what --deepspeed_config says, else amp_bf16 on a GPU, fp32 on a CPU]",
         choices=PRECISIONS,
     )
+    compile_blocks: str = _flag(
+        "auto", "system", "torch.compile of the towers' blocks; auto: on a GPU", choices=("auto", "on", "off")
+    )
+    resident_micro_batches: str = _flag(
+        "1", "system", "micro-batches that keep their graphs between the passes: N, or auto: what GPU memory allows"
+    )
+    encode_micro_batches: int = _flag(
+        1, "system", "micro-batches that the first pass (no graph) encodes at once; needs patch dropout 0"
+    )
     deepspeed_config: str = _flag("ds_configs/zero1.json", "system", "ZeRO preset")
     tensor_parallel_size: int = _flag(
         1, "system", "ranks that share every layer (megatron-core); the rest of the world is data-parallel"
@@ -168,6 +177,7 @@ class TrainConfig:
             "max_image_pixels",
             "storage_timeout",
             "data_timeout",
+            "encode_micro_batches",
         )
         for name in positive:
             if getattr(self, name) <= 0:
@@ -206,6 +216,9 @@ class TrainConfig:
         ):
             if getattr(self, unlocked) and not getattr(self, lock):
                 raise ValueError(f"{_option(unlocked)} {getattr(self, unlocked)} needs {_option(lock)}")
+        count = self.resident_micro_batches
+        if count != "auto" and not (count.isdecimal() and int(count) > 0):
+            raise ValueError(f"--resident-micro-batches {count} is neither a number above 0 nor auto")
         if self.report_to in ("wandb", "all") and not _is_installed("wandb"):
             raise ValueError(f"--report-to {self.report_to}: wandb is not installed (pip install 'wandb>=0.19')")
         self._validate_tensor_parallel()

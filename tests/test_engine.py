@@ -22,7 +22,7 @@ def settings(preset: str, **changes) -> TrainConfig:
     return TrainConfig(dataset_type="synthetic", train_num_samples=1, **(given | changes))
 
 
-def engine_steps(rank, world_size, preset, precision="fp32"):
+def engine_steps(rank, world_size, preset, precision="fp32", resident=1):
     """STEPS optimizer steps over this rank's share -> losses, norms, logit scales seen by the loss, whole weights."""
     from infcl.loss.contrastive import ContrastiveLoss
     from infcl.parallel import init_parallel, mean_over
@@ -44,6 +44,7 @@ def engine_steps(rank, world_size, preset, precision="fp32"):
             backward=engine.backward,
             seeds=[0] * MICRO_BATCHES,
             scalar_values=engine.scalar_values,
+            resident=resident,
         )
         assert engine.step(LR)
         engine.clamp_logit_scale(CEILING)
@@ -72,6 +73,16 @@ def test_three_steps_equal_the_single_process_ones(preset, world_size):
     assert norms == pytest.approx(expected_norms, rel=1e-5)
     assert worst_error(state, expected_state) < 1e-5
     assert steps == STEPS
+
+
+@pytest.mark.parametrize("preset", ["zero0", "zero1", "zero2", "zero3"])
+@pytest.mark.parametrize("resident", [2, 3])
+def test_resident_micro_batches_change_no_step(preset, resident):
+    """Several forwards with a graph, then their backwards: left to itself, ZeRO-3 keeps the last backward's alone."""
+    _, norms, _, state, _ = run_ranks(engine_steps, 2, preset, "fp32", resident)[0]
+    _, expected_norms, expected_state = expected(2)
+    assert norms == pytest.approx(expected_norms, rel=1e-5)
+    assert worst_error(state, expected_state) < 1e-5
 
 
 @pytest.mark.parametrize("preset", ["zero0", "zero1", "zero2", "zero3", "zero2_bf16"])

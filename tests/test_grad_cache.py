@@ -7,7 +7,11 @@ from infcl.step.grad_cache import grad_cache_step
 from tests.step_oracle import ToyCLIP, dense_loss, global_batch
 
 
-def cached_gradients(model, micro_batches, seeds, encode=None):
+def merge(micro_batches):
+    return tuple(torch.cat(side) for side in zip(*micro_batches))
+
+
+def cached_gradients(model, micro_batches, seeds, encode=None, **options):
     model.zero_grad()
     encode = encode or (lambda batch: model(*batch))
     output = grad_cache_step(
@@ -16,6 +20,8 @@ def cached_gradients(model, micro_batches, seeds, encode=None):
         loss=lambda image, text, scale, bias: dense_loss(image, text, scale),
         backward=lambda surrogate, is_last: surrogate.backward(),
         seeds=seeds,
+        merge=merge,
+        **options,
     )
     return output, {name: p.grad.clone() for name, p in model.named_parameters()}
 
@@ -65,8 +71,46 @@ def test_a_replay_under_another_seed_is_noticed():
     assert worst_error(wrong, whole) > 0.1
 
 
-@pytest.mark.parametrize(("num_micro_batches", "encodings"), [(1, 1), (2, 3), (5, 9)])
-def test_the_last_micro_batch_is_encoded_once_the_others_twice(num_micro_batches, encodings):
+@pytest.mark.parametrize("sizes", [[5, 5, 5], [3, 4, 1, 5], [2, 3, 2, 1, 3, 2, 2]])
+@pytest.mark.parametrize("options", [{"resident": 2}, {"resident": 3}, {"resident": 9}])
+def test_resident_graphs_change_no_gradient(sizes, options):
+    model = ToyCLIP(dropout=0.3).train()
+    images, texts = global_batch(sum(sizes))
+    micro_batches = list(zip(images.split(sizes), texts.split(sizes)))
+    seeds = list(range(11, 11 + len(sizes)))
+    _, cached = cached_gradients(model, micro_batches, seeds, **options)
+    _, whole = whole_batch_gradients(model, micro_batches, seeds)
+    assert worst_error(cached, whole) < 1e-5
+
+
+@pytest.mark.parametrize("sizes", [[5], [5, 5, 5], [3, 4, 1, 5], [2, 3, 2, 1, 3, 2, 2]])
+@pytest.mark.parametrize("together", [2, 3, 16])
+@pytest.mark.parametrize("resident", [1, 2])
+def test_a_wider_first_pass_changes_no_gradient(sizes, together, resident):
+    model = ToyCLIP().train()
+    images, texts = global_batch(sum(sizes))
+    micro_batches = list(zip(images.split(sizes), texts.split(sizes)))
+    seeds = [0] * len(sizes)
+    _, cached = cached_gradients(model, micro_batches, seeds, encode_together=together, resident=resident)
+    _, whole = whole_batch_gradients(model, micro_batches, seeds)
+    assert worst_error(cached, whole) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("num_micro_batches", "options", "without_graph", "with_graph"),
+    [
+        (1, {}, 0, 1),
+        (2, {}, 1, 2),
+        (5, {}, 4, 5),
+        (5, {"resident": 3}, 2, 5),
+        (5, {"resident": 7}, 0, 5),
+        (5, {"encode_together": 3}, 2, 5),
+        (5, {"encode_together": 3, "resident": 2}, 1, 5),
+    ],
+)
+def test_resident_micro_batches_are_encoded_once_the_others_twice(
+    num_micro_batches, options, without_graph, with_graph
+):
     model, calls = ToyCLIP(), []
     images, texts = global_batch(2 * num_micro_batches)
 
@@ -74,9 +118,9 @@ def test_the_last_micro_batch_is_encoded_once_the_others_twice(num_micro_batches
         calls.append(torch.is_grad_enabled())
         return model(*batch)
 
-    cached_gradients(model, list(zip(images.split(2), texts.split(2))), [0] * num_micro_batches, encode=encode)
-    assert len(calls) == encodings
-    assert calls == [False] * (num_micro_batches - 1) + [True] * num_micro_batches
+    micro_batches = list(zip(images.split(2), texts.split(2)))
+    cached_gradients(model, micro_batches, [0] * num_micro_batches, encode=encode, **options)
+    assert calls == [False] * without_graph + [True] * with_graph
 
 
 def test_master_values_go_into_the_loss_and_gradients_into_the_parameter():

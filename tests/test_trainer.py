@@ -100,6 +100,15 @@ def test_zero_stages_with_activation_checkpointing_follow_the_golden_curve(demo_
     assert run_losses(2, config) == pytest.approx(json.loads(GOLDEN.read_text())["loss"], rel=2e-3)
 
 
+@pytest.mark.parametrize("preset", ["zero1", "zero3"])
+def test_compiled_blocks_with_everything_on_follow_the_golden_curve(demo_folder, tmp_path, preset):
+    config = demo_config(
+        demo_folder, tmp_path, batch_size=8, accum_freq=4, deepspeed_config=f"ds_configs/{preset}.json",
+        compile_blocks="on", grad_checkpointing=True, resident_micro_batches="2", encode_micro_batches=2,
+    )  # fmt: skip
+    assert run_losses(2, config) == pytest.approx(json.loads(GOLDEN.read_text())["loss"], rel=2e-3)
+
+
 @pytest.mark.parametrize("loss", ["clip", "open_clip", "disco"])
 def test_the_dense_baselines_train_the_same_model(demo_folder, tmp_path, loss):
     config = demo_config(demo_folder, tmp_path, batch_size=16, loss=loss)

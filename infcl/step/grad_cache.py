@@ -6,10 +6,12 @@
                        <image_features, image_grads> + <text_features, text_grads> + <logit_scale, its grad> / M
                    whose gradient is the loss's (chain rule; GradCache, Gao et al. 2021)
 
-The last micro-batch keeps its graph from pass 1 and is replayed first: M micro-batches cost 2 M - 1 encodings, one
-micro-batch costs one; memory is the same, since a replay holds one micro-batch's graph anyway.
+The last R micro-batches ("resident") keep their graphs from pass 1 and are replayed first, latest first: M of them
+cost 2 M - R encodings. R = 1 costs no memory, since a replay holds one micro-batch's graph anyway; R = M is a step
+without a cache.
 
 Randomness (patch dropout, dropout) is seeded per micro-batch before each encoding, so pass 2 repeats pass 1 exactly.
+Pass 1 keeps no activations and may encode several micro-batches at once, where the towers draw no random numbers.
 
 The loss obeys law 1 (the mean over ranks of their gradients is the truth), and so the surrogate needs no factor under
 anything that averages over ranks: DDP, ZeRO, Megatron.
@@ -23,6 +25,7 @@ from dataclasses import dataclass
 import torch
 
 Features = dict[str, torch.Tensor]  # image_features, text_features [m, D] f32; logit_scale [1]; maybe logit_bias [1]
+SIDES = ("image_features", "text_features")
 
 
 @dataclass
@@ -42,47 +45,61 @@ def grad_cache_step(
     seeds: Sequence[int],
     scalar_values: Callable[[Features], Features] | None = None,
     on_phase: Callable[[str], None] = lambda phase: None,
+    resident: int = 1,
+    encode_together: int = 1,
+    merge: Callable[[Sequence[object]], object] | None = None,
 ) -> StepOutput:
     """Encode, take the loss once, replay. Gradients end up where `backward` puts them.
 
-    encode         micro-batch -> Features, through the engine, in train mode
-    loss           (image_features [b, D], text_features [b, D], scale [1], bias [1] or None) -> [] f32, obeying law 1
-    backward       (surrogate, is_last); exactly one call per encode with a graph
-    seeds          one per micro-batch
-    scalar_values  Features -> {"logit_scale": [1] f32, ...} when the parameters that the forward returned are rounded
-                   copies (bf16, fp16): the loss then sees the fp32 masters' values, gradients go through the copies
-    on_phase       told "encode", "loss", "replay" when each begins
+    encode           micro-batch -> Features, through the engine, in train mode
+    loss             (image_features [b, D], text_features [b, D], scale [1], bias [1] or None) -> [] f32, obeying law 1
+    backward         (surrogate, is_last); exactly one call per encode with a graph
+    seeds            one per micro-batch
+    scalar_values    Features -> {"logit_scale": [1] f32, ...} when the parameters that the forward returned are rounded
+                     copies (bf16, fp16): the loss then sees the fp32 masters' values, gradients go through the copies
+    on_phase         told "encode", "loss", "replay" when each begins
+    resident         how many micro-batches keep their graphs from pass 1; all of them where it is M or more
+    encode_together  how many of the others pass 1 encodes at once, under the first one's seed (what is left over is
+                     encoded singly): above 1 only for towers that draw no random numbers. `merge` makes one of several
     """
     num_micro_batches = len(micro_batches)
     if len(seeds) != num_micro_batches:
         raise ValueError(f"{len(seeds)} seeds for {num_micro_batches} micro-batches")
+    num_cached = max(0, num_micro_batches - max(1, resident))
 
     on_phase("encode")
+    outputs: list[Features] = []
     with torch.no_grad():
-        cached = [_encode_seeded(encode, batch, seed) for batch, seed in zip(micro_batches[:-1], seeds[:-1])]
-    resident = _encode_seeded(encode, micro_batches[-1], seeds[-1])
+        together = num_cached // encode_together * encode_together if encode_together > 1 else 0
+        for i in range(0, together, encode_together):
+            outputs.append(_encode_seeded(encode, merge(micro_batches[i : i + encode_together]), seeds[i]))
+        for i in range(together, num_cached):
+            outputs.append(_encode_seeded(encode, micro_batches[i], seeds[i]))
+    graphs = [_encode_seeded(encode, micro_batches[i], seeds[i]) for i in range(num_cached, num_micro_batches)]
+    outputs += graphs
 
     on_phase("loss")
-    features = {
-        name: torch.cat([output[name].detach() for output in (*cached, resident)])
-        for name in ("image_features", "text_features")
-    }  # [b, D] each
-    scalars = {name: resident[name].detach() for name in ("logit_scale", "logit_bias") if name in resident}
+    features = {name: torch.cat([output[name].detach() for output in outputs]) for name in SIDES}  # [b, D] each
+    scalars = {name: outputs[-1][name].detach() for name in ("logit_scale", "logit_bias") if name in outputs[-1]}
     if scalar_values is not None:
         scalars = scalar_values(scalars)
     loss_value, grads = _feature_grads(loss, features, scalars)
 
     on_phase("replay")
-    chunks = {name: grads[name].split([len(o[name]) for o in (*cached, resident)]) for name in features}
-    order = [num_micro_batches - 1, *range(num_micro_batches - 1)]
-    del cached
-    for position, index in enumerate(order):
-        output = resident if position == 0 else _encode_seeded(encode, micro_batches[index], seeds[index])
-        surrogate = sum((output[name] * chunks[name][index]).sum() for name in features)
+    first, last = 0, len(features["image_features"])  # rows whose gradients are still to be sent back
+    del outputs, features
+    for index in (*reversed(range(num_cached, num_micro_batches)), *range(num_cached)):
+        if graphs:
+            output = graphs.pop()
+            begin = last = last - len(output["image_features"])
+        else:
+            output = _encode_seeded(encode, micro_batches[index], seeds[index])
+            begin, first = first, first + len(output["image_features"])
+        own = slice(begin, begin + len(output["image_features"]))
+        surrogate = sum((output[name] * grads[name][own]).sum() for name in SIDES)
         surrogate = surrogate + sum((output[name] * (grads[name] / num_micro_batches)).sum() for name in scalars)
-        resident = None
         del output
-        backward(surrogate, position == num_micro_batches - 1)
+        backward(surrogate, first == last)
     return StepOutput(loss=loss_value, logit_scale=scalars["logit_scale"])
 
 

@@ -114,6 +114,11 @@ class CLIPConfig:
         return json.dumps(self.to_dict(), indent=4) + "\n"
 
 
+def kept_patches(patches: int, dropout: float) -> int:
+    """How many patches of an image the tower sees under patch dropout; at least one."""
+    return max(1, int(patches * (1 - dropout)))
+
+
 def list_models() -> list[str]:
     """The names that `load_model_config` knows without a path."""
     return sorted(path.stem for path in _CONFIG_DIR.glob("*.json"))

@@ -5,15 +5,13 @@ Counted: matrix products at 2 flops per multiply-add; attention scores in full, 
 (the convention of published MFU figures). Not counted: norms, activations, softmax, embedding look-ups.
 """
 
-from infcl.towers.config import CLIPConfig
+from infcl.towers.config import CLIPConfig, kept_patches
 
 
 def forward_flops(cfg: CLIPConfig, *, training: bool = True) -> dict[str, int]:
     """{"image": flops of one image, "text": flops of one text}, forward; patch dropout counts where `training`."""
     vision, text = cfg.vision_cfg, cfg.text_cfg
-    patches = vision.num_patches
-    if training and vision.patch_dropout > 0:
-        patches = max(1, int(patches * (1 - vision.patch_dropout)))
+    patches = kept_patches(vision.num_patches, vision.patch_dropout if training else 0.0)
     image = (
         _patch_embedding_flops(cfg)
         + _transformer_flops(1 + patches, vision.width, vision.layers, vision.mlp_ratio)

@@ -6,7 +6,7 @@ Shapes: m images, S pixels per side, N patches, w width, D embed_dim.
 import torch
 from torch import nn
 
-from infcl.towers.config import VisionConfig
+from infcl.towers.config import VisionConfig, kept_patches
 from infcl.towers.transformer import LayerNorm, Transformer
 
 # Of the data set CLIP was trained on, for pixels in [0, 1]; what open_clip writes into preprocess_cfg.
@@ -80,12 +80,12 @@ def normalize_pixels(images: torch.Tensor) -> torch.Tensor:
 
 
 def drop_patches(x: torch.Tensor, rate: float) -> torch.Tensor:
-    """[m, 1 + N, w] -> [m, 1 + max(1, int(N (1 - rate))), w]: class token and a random subset of each image's patches.
+    """[m, 1 + N, w] -> [m, 1 + kept_patches(N, rate), w]: class token and a random subset of each image's patches.
 
     FLIP, arXiv 2212.00794. Draws from torch's generator of x's device: a second pass with its seed drops the same ones.
     """
     m, tokens, width = x.shape
-    keep = max(1, int((tokens - 1) * (1 - rate)))
+    keep = kept_patches(tokens - 1, rate)
     kept = torch.rand(m, tokens - 1, device=x.device).topk(keep, dim=1).indices + 1  # [m, keep]
     kept = torch.cat([kept.new_zeros(m, 1), kept], dim=1)  # the class token is row 0
     return x.gather(1, kept[:, :, None].expand(-1, -1, width))

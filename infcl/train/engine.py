@@ -21,6 +21,7 @@ from torch import nn
 
 from infcl.config import BatchPlan, TrainConfig
 from infcl.parallel import Parallel
+from infcl.towers.transformer import ResidualBlock
 from infcl.train.engine_state import ZeroState
 from infcl.train.optim import build_optimizer
 
@@ -93,6 +94,10 @@ def deepspeed_config(preset: dict, precision: str, batch: BatchPlan, grad_clip_n
     merged["gradient_clipping"] = grad_clip_norm or 0.0
     merged["steps_per_print"] = 10**9
     merged["zero_allow_untested_optimizer"] = True
+    if zero_stage(preset) == 3:  # one gather, one set of hooks per block, and a block that can be compiled whole
+        zero = dict(merged["zero_optimization"])
+        zero.setdefault("leaf_module", {"classes": [f"{ResidualBlock.__module__}.{ResidualBlock.__qualname__}"]})
+        merged["zero_optimization"] = zero
     if precision == "amp_bf16":
         merged["torch_autocast"] = {"enabled": True, "dtype": "bfloat16"}
     if precision in ("bf16", "fp16"):
@@ -142,6 +147,8 @@ class Engine:
 
     def backward(self, surrogate: torch.Tensor, is_last: bool) -> None:
         """Accumulate d surrogate / d parameters; reduce over ranks at the last one of a step (ZeRO-2/3: at each)."""
+        if self.zero_stage == 3:  # a backward that no forward precedes would overwrite the sum of those before it
+            self.engine.optimizer.clear_backward_seen_flag()
         self.engine.set_gradient_accumulation_boundary(is_last)
         self.engine.backward(surrogate, scale_wrt_gas=False)
 

@@ -21,11 +21,13 @@ from infcl.step.grad_cache import grad_cache_step
 from infcl.train.build import build_loader, build_loss, build_model, build_tasks, build_tokenizer_and_model_config
 from infcl.train.checkpoint import find_checkpoint, full_weights, load_checkpoint
 from infcl.train.checkpoint_writer import CheckpointWriter
+from infcl.train.compiled import prepare_blocks
 from infcl.train.diagnostics import SampledLoss, utilisation
 from infcl.train.engine import Engine, read_preset
 from infcl.train.metrics import MetricsWriter, PhaseTimer, peak_memory_mb
 from infcl.train.optim import learning_rate
 from infcl.train.profiler import StepProfiler
+from infcl.train.resident import check_encode_width, merge_micro_batches, resident_micro_batches
 from infcl.train.run_folder import RunFolder, write_atomic
 from infcl.train.stop import Stopped, StopSignals
 
@@ -39,10 +41,11 @@ class Trainer:
 
     def __init__(self, config: TrainConfig, parallel: Parallel, run: RunFolder):
         self.config, self.parallel, self.run = config, parallel, run
-        read_preset(config, parallel.device.type)
+        _, precision = read_preset(config, parallel.device.type)
         self.batch = BatchPlan(parallel.dp_size, config.accum_freq, config.batch_size)
         self.tokenizer, model_config = build_tokenizer_and_model_config(config)
         self.loader = build_loader(config, self.batch, model_config, self.tokenizer, parallel)
+        check_encode_width(config, model_config)
         self.tasks = build_tasks(config, model_config, self.tokenizer)
         self.total_steps = total_steps(config, self.loader.steps_per_epoch)
 
@@ -50,7 +53,9 @@ class Trainer:
         model = build_model(config, model_config)
         self.model_config = model.cfg
         self.num_parameters = sum(p.numel() for p in model.parameters())
+        self.compiled = prepare_blocks(model, config, parallel, precision, self.batch)
         self.engine = Engine(model, config, parallel, self.batch)
+        self.resident = resident_micro_batches(config, self.engine, self.batch, self.model_config, parallel)
         self.loss = build_loss(config, parallel)
         self.sampled_loss = SampledLoss(self.loss, rows=config.batch_size)
         self.mfu = utilisation(
@@ -125,6 +130,9 @@ class Trainer:
             ],
             scalar_values=self.engine.scalar_values,
             on_phase=self.timer.mark,
+            resident=self.resident,
+            encode_together=self.config.encode_micro_batches,
+            merge=merge_micro_batches,
         )
         self.timer.mark("step")
         tower_norms = self.engine.tower_grad_norms()
@@ -219,7 +227,8 @@ class Trainer:
         self.metrics.say(
             f"{self.config.model}: {self.num_parameters / 1e6:.2f}M parameters; {self.loader.num_samples} pairs\n"
             f"{self.batch}; {self.total_steps} steps; loss {self.config.loss}; ZeRO-{self.engine.zero_stage}, "
-            f"{self.engine.precision}, {describe_ranks(self.parallel)}"
+            f"{self.engine.precision}, {describe_ranks(self.parallel)}; "
+            f"{'compiled' if self.compiled else 'eager'} blocks, {self.resident} resident micro-batches"
         )
         if self.total_steps <= self.config.warmup:
             last = learning_rate(self.config, self.total_steps - 1, self.total_steps, self.loader.steps_per_epoch)

@@ -1,0 +1,46 @@
+"""What every GPU benchmark needs: times from CUDA events, the rate of the library's matrix product, what ran where."""
+
+import statistics
+import subprocess
+from collections.abc import Callable
+from importlib import metadata
+
+import torch
+import torch.distributed as dist
+
+
+def timed(step: Callable, repeats: int, group: dist.ProcessGroup | None = None, *, warm_up: int = 2) -> list[float]:
+    """Milliseconds of `repeats` calls after `warm_up` ones; of the slowest rank of `group`."""
+    times = []
+    for repeat in range(warm_up + repeats):
+        if group is not None:
+            dist.barrier(group)
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.synchronize()
+        start.record()
+        step()
+        end.record()
+        end.synchronize()
+        milliseconds = torch.tensor(start.elapsed_time(end), device="cuda")
+        if group is not None:
+            dist.all_reduce(milliseconds, dist.ReduceOp.MAX, group=group)
+        if repeat >= warm_up:
+            times.append(milliseconds.item())
+    return times
+
+
+def library_tflops() -> float:
+    """TFLOP/s of an 8192^3 bf16 product, after a third of a second of them: at its power limit a GPU runs slower."""
+    a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    return 2 * 8192**3 / statistics.median(timed(lambda: a @ b, 50, warm_up=250)) / 1e9
+
+
+def hardware(commit: str | None) -> dict[str, str]:
+    """Device, versions and commit (git's HEAD unless given)."""
+    head = ["git", "rev-parse", "--short", "HEAD"]
+    return {
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+        "torch": torch.__version__,
+        "triton": metadata.version("triton"),
+        "commit": commit or subprocess.run(head, capture_output=True, text=True, check=True).stdout.strip(),
+    }

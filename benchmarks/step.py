@@ -1,0 +1,251 @@
+"""Samples/s, phase times and memory of whole optimizer steps: `python -m benchmarks.step --gpus 8 --zero 1 ...`.
+
+The steps are the trainer's own (its build, engine, loop and metrics), on synthetic uint8 images. Flags that are not
+listed below are pretrain_clip.py's; here --model is ViT-L-14 unless given. One line per setting, --csv appends it with
+commit, hardware and versions:
+
+    samples/s   of all GPUs, median of the measured steps (the first --warm-up-steps are not)
+    MFU         operations that training on these samples needs (each tower forward and backward once) per second, over
+                the rate of the library's 8192^3 bf16 product measured in the same run
+    HFU         operations that were executed: with the second encoding, and the recomputation of checkpointed blocks
+
+    --sweep FILE   one setting a line (flags; # comments), each in its own processes, ended after --time-out seconds
+    --peer DIR     open_clip from this checkout: forward, and forward + backward, eager and compiled; a gradient cache
+                   of it would take both for each sample. No optimizer, no loss, no data: an upper bound
+"""
+
+import argparse
+import csv
+import json
+import os
+import shlex
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+from importlib import metadata
+from pathlib import Path
+
+import torch
+
+from benchmarks.clock import hardware, library_tflops
+from infcl.config import TrainConfig, parse_args
+from infcl.parallel import destroy_parallel, init_parallel, max_over
+from infcl.report import read_metrics
+from infcl.towers.flops import forward_flops
+from infcl.train.diagnostics import model_flops
+
+PHASES = ("data", "encode", "loss", "replay", "step")
+COLUMNS = (
+    "label", "gpus", "model", "zero", "precision", "blocks", "checkpointing", "micro_batch", "micro_batches",
+    "global_batch", "resident", "encode_together", "samples_per_second", "samples_per_second_per_gpu",
+    *(f"seconds_{phase}" for phase in PHASES), "step_seconds", "peak_gib", "mfu", "hfu", "library_tflops", "steps",
+    "loss", "zero_options", "device", "torch", "triton", "deepspeed", "commit",
+)  # fmt: skip
+_PHASE_NAMES = " ".join(f"{phase:>7}" for phase in PHASES)
+HEADER = f"{'samples/s':>9} {'per GPU':>8} {'MFU':>6} {'HFU':>6} {'GiB':>6}  seconds: {_PHASE_NAMES}  setting"
+
+
+def main() -> None:
+    options, trainer_flags = _parse()
+    if options.sweep is not None:
+        _sweep(options, trainer_flags)
+    elif options.gpus > 1 and "RANK" not in os.environ:
+        sys.exit(subprocess.run(_command(options.gpus, sys.argv[1:])).returncode)
+    elif options.peer is not None:
+        from benchmarks.step_peer import measure_open_clip
+
+        measure_open_clip(options, trainer_flags)
+    else:
+        measure(options, trainer_flags)
+
+
+def _parse() -> tuple[argparse.Namespace, list[str]]:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("--gpus", type=int, default=1, help="one process each")
+    parser.add_argument("--zero", default="1", help="preset: ds_configs/zero<this>.json")
+    parser.add_argument("--zero-options", type=json.loads, default={}, help="JSON: more keys of zero_optimization")
+    parser.add_argument("--sdpa", default="auto", choices=("auto", "flash", "cudnn", "efficient"), help="attention")
+    parser.add_argument("--measured-steps", type=int, default=4)
+    parser.add_argument("--warm-up-steps", type=int, default=2)
+    parser.add_argument("--label", default=None, help="of the row; default: the flags")
+    parser.add_argument("--csv", type=Path, default=None, help="append the row to this file")
+    parser.add_argument("--commit", default=None, help="for the CSV; default: git's HEAD")
+    parser.add_argument("--sweep", type=Path, default=None)
+    parser.add_argument("--time-out", type=float, default=120.0, help="seconds for each setting of a sweep")
+    parser.add_argument("--peer", type=Path, default=None)
+    return parser.parse_known_args()
+
+
+# ---- one setting ----
+
+
+def measure(options: argparse.Namespace, trainer_flags: list[str]) -> None:
+    """Train a few steps and report them."""
+    choose_attention(options.sdpa)
+    with tempfile.TemporaryDirectory() as folder:
+        config = _config(options, trainer_flags, Path(folder))
+        parallel = init_parallel(config.device)
+        rate = library_tflops() if parallel.device.type == "cuda" else float("nan")
+
+        from infcl.train.run_folder import claim_run_folder
+        from infcl.train.trainer import Trainer
+
+        trainer = Trainer(config, parallel, claim_run_folder(config, parallel))
+        with trainer.signals:
+            trainer._train()
+        trainer.metrics.say(trainer.profiler.close() or "")
+        trainer.metrics.close()
+        peak = torch.cuda.max_memory_allocated() / 2**30 if parallel.device.type == "cuda" else float("nan")
+        peak = max_over(parallel.dp_group, [peak], parallel.device)[0]
+        if parallel.rank == 0:
+            row = _row(trainer, options, peak, rate)
+            report(row, options.csv)
+            table = trainer.run.root / "profile" / "table.txt"
+            if table.is_file():
+                print(table.read_text())
+    destroy_parallel()
+
+
+def choose_attention(name: str) -> None:
+    """Leave torch one kernel of scaled_dot_product_attention (beside the plain one), or its own choice."""
+    if name != "auto":
+        torch.backends.cuda.enable_flash_sdp(name == "flash")
+        torch.backends.cuda.enable_cudnn_sdp(name == "cudnn")
+        torch.backends.cuda.enable_mem_efficient_sdp(name == "efficient")
+
+
+def _config(options: argparse.Namespace, trainer_flags: list[str], folder: Path) -> TrainConfig:
+    preset = json.loads(Path(f"ds_configs/zero{options.zero}.json").read_text())
+    preset["zero_optimization"] |= options.zero_options
+    path = folder / "preset.json"
+    path.write_text(json.dumps(preset))
+    steps = options.warm_up_steps + options.measured_steps
+    given = ["--dataset-type", "synthetic", "--train-num-samples", str(10**9), "--model", "ViT-L-14"]
+    given += ["--report-to", "none", "--save-frequency", "0", "--log-every-n-steps", str(10**9), "--warmup", "0"]
+    given += ["--logs", str(folder), "--name", "run", "--deepspeed_config", str(path), "--steps", str(steps)]
+    return parse_args([*given, *trainer_flags])
+
+
+def _row(trainer, options: argparse.Namespace, peak: float, rate: float) -> dict:
+    config, batch = trainer.config, trainer.batch
+    records = [r for r in read_metrics(trainer.run.metrics, "train") if r["step"] > options.warm_up_steps]
+    median = {
+        name: statistics.median(record.get(name, 0.0) for record in records)
+        for name in ("samples_per_second", "loss", *(f"seconds_{phase}" for phase in PHASES))
+    }
+    per_gpu = median["samples_per_second"] / batch.dp_size
+    once = sum(forward_flops(trainer.model_config).values())
+    encodings = 1 + (batch.num_micro_batches - trainer.resident) / batch.num_micro_batches
+    executed = once * (encodings + config.grad_checkpointing + 2)
+    default_label = " ".join(_shown_flags(sys.argv[1:]))
+    return (
+        median
+        | {
+            "label": options.label or default_label,
+            "gpus": batch.dp_size,
+            "model": config.model,
+            "zero": options.zero,
+            "precision": trainer.engine.precision,
+            "blocks": "compiled" if trainer.compiled else "eager",
+            "checkpointing": config.grad_checkpointing,
+            "micro_batch": batch.micro_batch_size,
+            "micro_batches": batch.num_micro_batches,
+            "global_batch": batch.global_batch_size,
+            "resident": trainer.resident,
+            "encode_together": config.encode_micro_batches,
+            "samples_per_second_per_gpu": per_gpu,
+            "step_seconds": batch.global_batch_size / median["samples_per_second"],
+            "peak_gib": peak,
+            "mfu": model_flops(trainer.model_config) * per_gpu / rate / 1e12,
+            "hfu": executed * per_gpu / rate / 1e12,
+            "library_tflops": rate,
+            "steps": len(records),
+            "zero_options": json.dumps(options.zero_options),
+            "deepspeed": metadata.version("deepspeed"),
+        }
+        | hardware(options.commit)
+    )
+
+
+def report(row: dict, path: Path | None) -> None:
+    """Print a row; append it to the CSV."""
+    seconds = " ".join(f"{row.get(f'seconds_{phase}') or 0:7.3f}" for phase in PHASES)
+    print(
+        f"{row['samples_per_second']:9.1f} {row['samples_per_second_per_gpu']:8.1f} {row['mfu']:6.3f} "
+        f"{row['hfu']:6.3f} {row['peak_gib']:6.1f}           {seconds}  {row['label']}",
+        flush=True,
+    )
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        new = not path.exists()
+        with path.open("a", newline="") as file:
+            writer = csv.DictWriter(file, COLUMNS)
+            if new:
+                writer.writeheader()
+            writer.writerow({name: row.get(name) for name in COLUMNS})
+
+
+# ---- many settings ----
+
+
+def _sweep(options: argparse.Namespace, trainer_flags: list[str]) -> None:
+    """Every line of the file, with this command's flags before it; a setting that fails or hangs says so and ends."""
+    settings = [line.split("#")[0].strip() for line in options.sweep.read_text().splitlines()]
+    common = _without(sys.argv[1:], "--sweep")
+    print(HEADER, flush=True)
+    for setting in filter(None, settings):
+        flags = [*common, *shlex.split(setting)]
+        if "--label" not in flags:
+            flags += ["--label", " ".join(_shown_flags(shlex.split(setting)))]
+        gpus = argparse.ArgumentParser(allow_abbrev=False)
+        gpus.add_argument("--gpus", type=int, default=1)
+        process = subprocess.Popen(
+            _command(gpus.parse_known_args(flags)[0].gpus, flags),
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
+        )  # fmt: skip
+        try:
+            output, _ = process.communicate(timeout=options.time_out)
+            if process.returncode:
+                print(f"{setting}\n  FAILED ({process.returncode}): " + "\n  ".join(_reason(output)), flush=True)
+            else:
+                print(_rows(output), flush=True)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            output, _ = process.communicate()
+            print(f"{setting}\n  no result in {options.time_out:.0f} s: " + "\n  ".join(_reason(output)), flush=True)
+
+
+def _command(gpus: int, flags: list[str]) -> list[str]:
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={gpus}"] if gpus > 1 else []
+    return [sys.executable, *launcher, "-m", "benchmarks.step", *flags]
+
+
+def _rows(output: str) -> str:
+    """The rows of a child's output, and what it warned of."""
+    noise = ("parameters;", "pairs a step", "the run ends inside", "*****", "OMP_NUM_THREADS", "data wait")
+    return "\n".join(line for line in output.splitlines() if line.strip() and not any(n in line for n in noise))
+
+
+def _reason(output: str) -> list[str]:
+    return [line[:300] for line in output.strip().splitlines() if line.strip()][-12:]
+
+
+def _shown_flags(flags: list[str]) -> list[str]:
+    flags = _without(_without(_without(flags, "--csv"), "--commit"), "--time-out")
+    return [flag.removeprefix("--") for flag in flags]
+
+
+def _without(flags: list[str], name: str) -> list[str]:
+    """`flags` without `name` and its value."""
+    if name not in flags:
+        return flags
+    at = flags.index(name)
+    return flags[:at] + flags[at + 2 :]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,72 @@
+"""How many micro-batches keep their graphs between the two passes of a step, and how several are encoded at once.
+
+A resident micro-batch is encoded once instead of twice; what it costs is the memory of its graph. `auto` measures one
+graph at start, on zeros, and takes as many as fit beside what a step needs besides; ranks take the smallest answer.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from infcl.config import BatchPlan, TrainConfig
+from infcl.kernels import WORKSPACE_BYTES
+from infcl.parallel import Parallel, max_over
+from infcl.towers.config import CLIPConfig
+from infcl.train.engine import Engine
+
+_HEADROOM = 0.08  # of the device's memory, for fragments and the library's workspaces
+
+
+def resident_micro_batches(
+    config: TrainConfig, engine: Engine, batch: BatchPlan, model_config: CLIPConfig, parallel: Parallel
+) -> int:
+    """What --resident-micro-batches says, at most M. `auto` is 1 on a CPU."""
+    if config.resident_micro_batches != "auto":
+        return min(int(config.resident_micro_batches), batch.num_micro_batches)
+    if parallel.device.type != "cuda" or batch.num_micro_batches == 1:
+        return 1
+    graph = _graph_bytes(engine, batch.micro_batch_size, model_config, parallel.device)
+    fitting = int((_free_bytes(engine, batch, model_config, parallel.device)) // graph)
+    smallest = -max_over(dist.group.WORLD, [-fitting], parallel.device)[0]
+    return max(1, min(int(smallest), batch.num_micro_batches))
+
+
+def check_encode_width(config: TrainConfig, model_config: CLIPConfig) -> None:
+    """ValueError when pass 1 would draw other random numbers than pass 2."""
+    dropout = model_config.vision_cfg.patch_dropout
+    if config.encode_micro_batches > 1 and dropout > 0:
+        raise ValueError(
+            f"--encode-micro-batches {config.encode_micro_batches} with patch dropout {dropout}: the second pass could "
+            "not drop the same patches; use --encode-micro-batches 1 or --force-patch-dropout 0"
+        )
+
+
+def merge_micro_batches(micro_batches: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """One micro-batch of several."""
+    return {name: torch.cat([batch[name] for batch in micro_batches]) for name in ("images", "texts")}
+
+
+def _graph_bytes(engine: Engine, size: int, model_config: CLIPConfig, device: torch.device) -> int:
+    """Device memory that the graph of one micro-batch holds."""
+    side, length = model_config.vision_cfg.image_size, model_config.text_cfg.context_length
+    images = torch.zeros(size, 3, side, side, dtype=torch.uint8, device=device)
+    texts = torch.zeros(size, length, dtype=torch.int64, device=device)
+    engine.train()
+    with torch.no_grad():
+        engine.encode(images, texts)  # libraries take their workspaces
+    before = torch.cuda.memory_allocated(device)
+    output = engine.encode(images, texts)
+    held = torch.cuda.memory_allocated(device) - before
+    del output
+    return max(1, held)
+
+
+def _free_bytes(engine: Engine, batch: BatchPlan, model_config: CLIPConfig, device: torch.device) -> float:
+    """What graphs may take: free memory without gradients, the loss and headroom."""
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(device)
+    free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    gradients = 8 * sum(engine.state.shape(p).numel() for _, p in engine.state.parameters() if p.requires_grad)
+    features = 8 * 4 * batch.rank_batch_size * model_config.embed_dim  # both sides, gradients, travelling blocks
+    return free - gradients - features - 2 * WORKSPACE_BYTES - _HEADROOM * total
