@@ -27,19 +27,25 @@ def main(argv: list[str] | None = None) -> int:
     try:
         config = parse_args(argv)
         logging.basicConfig(level=logging.DEBUG if config.debug else logging.WARNING)
-        parallel = init_parallel(config.device, timeout_minutes=config.dist_timeout)
+        parallel = init_parallel(
+            config.device,
+            timeout_minutes=config.dist_timeout,
+            host_timeout=config.host_timeout,
+            interface=config.interface,
+        )
         if config.tensor_parallel_size > 1:
             from megatron_patches.groups import init_tensor_parallel
 
             parallel = init_tensor_parallel(parallel, config.tensor_parallel_size)
         if config.dry_run:
             say(rank, describe_plan(config, parallel))
-            destroy_parallel()
+            destroy_parallel(parallel)
             return 0
         run = claim_run_folder(config, parallel)
         if run.summary.is_file() and not run.is_replaced:
             summary = json.loads(run.summary.read_text())
             say(rank, f"{run.root} is finished; --overwrite trains it again\n{summary_table(summary)}")
+            destroy_parallel(parallel)
             return 0
         trainer = Trainer(config, parallel, run)
     except ValueError as error:
@@ -58,9 +64,10 @@ def main(argv: list[str] | None = None) -> int:
         return 130
     except Stopped as stop:
         say(rank, f"{stop} at step {trainer.step}; --resume latest continues from here")
+        destroy_parallel(parallel)
         return stop.exit_code
     say(rank, summary_table(summary))
-    destroy_parallel()
+    destroy_parallel(parallel)
     return 0
 
 

@@ -103,6 +103,9 @@ class TrainConfig:
 
     batch_size: int = _flag(64, "optimisation", "pairs per GPU per micro-batch")
     accum_freq: int = _flag(1, "optimisation", "micro-batches per step; one loss over all of them (gradient cache)")
+    global_batch_size: int | None = _flag(
+        None, "optimisation", "pairs per step over all ranks; --accum-freq then follows from it and from --batch-size"
+    )
     epochs: int = _flag(32, "optimisation", "passes over the training set")
     steps: int | None = _flag(None, "optimisation", "stop (and schedule) at this optimizer step instead of --epochs")
     lr: float = _flag(5e-4, "optimisation", "peak learning rate")
@@ -141,6 +144,12 @@ class TrainConfig:
         False, "system", "split activations between the shared layers over the tensor-parallel ranks too"
     )
     device: str = _flag("auto", "system", "auto: cuda where there is a GPU", choices=("auto", "cuda", "cpu"))
+    interface: str | None = _flag(
+        None, "system", "network interface of all connections; nothing listens on another one"
+    )
+    host_timeout: float = _flag(
+        120.0, "system", "seconds of silence after which a host counts as lost and the run ends"
+    )
     dist_timeout: float = _flag(30.0, "system", "minutes after which a hung collective ends the run")
     deterministic: bool = _flag(False, "system", "bitwise repeatable kernels (slower)")
     seed: int = _flag(0, "system", "seed of initialisation, data order, augmentation and dropout")
@@ -173,6 +182,7 @@ class TrainConfig:
             "eps",
             "dist_timeout",
             "tensor_parallel_size",
+            "host_timeout",
             "log_every_n_steps",
             "max_image_pixels",
             "storage_timeout",
@@ -187,9 +197,18 @@ class TrainConfig:
         for name in (*not_negative, "zeroshot_frequency", "lock_image_unlocked_groups", "lock_text_unlocked_layers"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{_option(name)} {getattr(self, name)} must not be negative")
-        for name in ("steps", "train_num_samples", "grad_clip_norm", "force_image_size", "force_context_length"):
+        for name in (
+            "steps",
+            "global_batch_size",
+            "train_num_samples",
+            "grad_clip_norm",
+            "force_image_size",
+            "force_context_length",
+        ):
             if getattr(self, name) is not None and getattr(self, name) <= 0:
                 raise ValueError(f"{_option(name)} {getattr(self, name)} must be greater than 0; leave it out for none")
+        if self.global_batch_size is not None and self.accum_freq != 1:
+            raise ValueError("--accum-freq follows from --global-batch-size: leave one of them out")
         for name in ("beta1", "beta2", "max_bad_fraction", "max_missing_shards"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{_option(name)} {getattr(self, name)} must lie in [0, 1)")
@@ -236,7 +255,7 @@ class TrainConfig:
             raise ValueError(
                 "--sequence-parallel needs --tensor-parallel-size of 2 or more: it splits over those ranks"
             )
-        if rows % size:
+        if rows % size and self.global_batch_size is None:
             raise ValueError(
                 f"--tensor-parallel-size {size} does not divide the {rows} pairs of a step (--accum-freq "
                 f"{self.accum_freq} x --batch-size {self.batch_size}): each of these ranks takes its share of the loss"
@@ -257,6 +276,25 @@ class BatchPlan:
     dp_size: int
     num_micro_batches: int
     micro_batch_size: int
+
+    @classmethod
+    def of(cls, config: TrainConfig, dp_size: int) -> "BatchPlan":
+        """The plan of a run on `dp_size` data-parallel ranks.
+
+        Under --global-batch-size a micro-batch is the largest one, up to --batch-size, that divides a rank's share.
+        ValueError when the ranks do not divide the global batch.
+        """
+        if config.global_batch_size is None:
+            return cls(dp_size, config.accum_freq, config.batch_size)
+        share, rest = divmod(config.global_batch_size, dp_size)
+        if rest or not share or share % config.tensor_parallel_size:
+            ranks = dp_size * config.tensor_parallel_size
+            raise ValueError(
+                f"--global-batch-size {config.global_batch_size} cannot be shared by {ranks} ranks: use a multiple "
+                f"of {ranks}, or ranks that divide it"
+            )
+        micro = next(size for size in range(min(config.batch_size, share), 0, -1) if share % size == 0)
+        return cls(dp_size, share // micro, micro)
 
     @property
     def rank_batch_size(self) -> int:

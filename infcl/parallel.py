@@ -1,7 +1,8 @@
 """Ranks, devices and seeds: the only place that reads the launcher's environment.
 
 `init_parallel` works under deepspeed, torchrun, srun, mpirun and, with one rank, plain `python`. It starts the process
-group itself (NCCL on GPUs, gloo on CPUs) so that the time-out after which a hung collective ends the run is ours.
+group itself (NCCL on GPUs, gloo on CPUs) so that the time-out after which a hung collective ends the run is ours, after
+all ranks have met and said what they run (cluster/meeting.py); on several hosts it watches that all stay (watch.py).
 """
 
 import datetime
@@ -17,6 +18,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from infcl.cluster.meeting import meet, open_store
+from infcl.cluster.watch import HostWatch
+
 # launcher -> its names of (rank, world size, local rank); the first whose rank is set is taken
 _ENVIRONMENTS = (
     ("RANK", "WORLD_SIZE", "LOCAL_RANK"),  # deepspeed, torchrun
@@ -31,8 +35,9 @@ _NODE_SIZES = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "
 class Parallel:
     """Where this process stands. `dp_group` is the group over which ZeRO averages.
 
-    ranks_per_node: as the launcher says, None where it says nothing. tp_group: the tensor-parallel ranks that hold one
-    copy of the model and see the same samples, None where every rank has its own.
+    ranks_per_node: None where nodes have different numbers. tp_group: the tensor-parallel ranks that hold one copy of
+    the model and see the same samples, None where every rank has its own. watch: on the first rank of each of several
+    hosts.
     """
 
     rank: int
@@ -42,6 +47,7 @@ class Parallel:
     dp_group: dist.ProcessGroup
     ranks_per_node: int | None = None
     tp_group: dist.ProcessGroup | None = None
+    watch: HostWatch | None = None
 
     @property
     def dp_rank(self) -> int:
@@ -76,10 +82,17 @@ def read_ranks_per_node() -> int | None:
     return None
 
 
-def init_parallel(device: str = "auto", *, timeout_minutes: float = 30.0) -> Parallel:
+def init_parallel(
+    device: str = "auto",
+    *,
+    timeout_minutes: float = 30.0,
+    host_timeout: float = 120.0,
+    interface: str | None = None,
+) -> Parallel:
     """Start the process group. `device` is auto, cuda or cpu; ValueError when cuda is asked for and not there.
 
-    auto is cuda where there is a GPU, unless DS_ACCELERATOR=cpu says otherwise.
+    auto is cuda where there is a GPU, unless DS_ACCELERATOR=cpu says otherwise. host_timeout: seconds of silence after
+    which a host is lost. interface: the network interface that all connections use.
     """
     rank, world_size, local_rank = read_environment()
     use_cuda = device == "cuda"
@@ -92,22 +105,44 @@ def init_parallel(device: str = "auto", *, timeout_minutes: float = 30.0) -> Par
         torch.cuda.set_device(local_rank)
     os.environ["DS_ACCELERATOR"] = "cuda" if use_cuda else "cpu"  # DeepSpeed reads this once, when it is imported
     target = torch.device("cuda", local_rank) if use_cuda else torch.device("cpu")
+    ranks_per_node, watch = read_ranks_per_node(), None
     if not dist.is_initialized():
         for name, value in zip(_ENVIRONMENTS[0], (rank, world_size, local_rank)):
             os.environ.setdefault(name, str(value))
-        if world_size == 1:
-            os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
-            os.environ.setdefault("MASTER_PORT", str(_free_port()))
+        _use_interface(interface)
+        timeout = datetime.timedelta(minutes=timeout_minutes)
+        store = open_store(rank, world_size, interface=interface, timeout=timeout)
+        nodes = meet(store, rank, local_rank, world_size, timeout=timeout)
+        if len(nodes) > 1:
+            sizes = {node.num_ranks for node in nodes}
+            ranks_per_node = sizes.pop() if len(sizes) == 1 else None
+            if local_rank == 0:
+                watch = HostWatch(store, nodes, rank, timeout=host_timeout)
         dist.init_process_group(
             "nccl" if use_cuda else "gloo",
-            timeout=datetime.timedelta(minutes=timeout_minutes),
+            store=store,
+            rank=rank,
+            world_size=world_size,
+            timeout=timeout,
             device_id=target if use_cuda else None,
         )
-    return Parallel(rank, world_size, local_rank, target, dist.group.WORLD, read_ranks_per_node())
+    return Parallel(rank, world_size, local_rank, target, dist.group.WORLD, ranks_per_node, watch=watch)
 
 
-def destroy_parallel() -> None:
+def _use_interface(interface: str | None) -> None:
+    """Tell gloo and NCCL. Without an interface, ranks of one host (MASTER_ADDR is the loopback) use the loopback."""
+    if interface is not None:
+        os.environ["GLOO_SOCKET_IFNAME"] = interface
+        os.environ["NCCL_SOCKET_IFNAME"] = f"={interface}"
+    elif os.environ.get("MASTER_ADDR", "127.0.0.1") in ("127.0.0.1", "localhost"):
+        if "lo" in dict(socket.if_nameindex()).values():
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+
+
+def destroy_parallel(parallel: Parallel | None = None) -> None:
     """Leave the process group, so that the interpreter ends without a warning or a hang."""
+    if parallel is not None and parallel.watch is not None:
+        parallel.watch.close()
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -160,9 +195,3 @@ def max_over(group: dist.ProcessGroup, values: list[float], device: torch.device
     largest = torch.tensor(values, dtype=torch.float64, device=device)
     dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
     return largest.tolist()
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]

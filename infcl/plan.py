@@ -124,10 +124,10 @@ def describe_plan(config: TrainConfig, parallel: Parallel) -> str:
     from infcl.train.build import build_loader, build_model, build_tasks, build_tokenizer_and_model_config
 
     preset, precision = read_preset(config, parallel.device.type)
-    batch = BatchPlan(parallel.dp_size, config.accum_freq, config.batch_size)
+    batch = BatchPlan.of(config, parallel.dp_size)
     tokenizer, cfg = build_tokenizer_and_model_config(config)
     loader = build_loader(config, batch, cfg, tokenizer, parallel)
-    tasks = build_tasks(config, cfg, tokenizer)
+    tasks = build_tasks(config, batch, cfg, tokenizer)
     steps = total_steps(config, loader.steps_per_epoch)
     with torch.device("meta"), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*which is a no-op")  # --pretrained: names and shapes are checked

@@ -115,3 +115,32 @@ def test_batch_arithmetic():
     assert "4096 pairs a step = 8 ranks x 4 micro-batches" in str(plan)
     assert total_steps(parse_args([*SYNTHETIC, "--epochs", "3"]), 10) == 30
     assert total_steps(parse_args([*SYNTHETIC, "--steps", "7"]), 10) == 7
+
+
+@pytest.mark.parametrize(
+    ("ranks", "batch_size", "plan"),
+    [
+        (32, 128, (32, 1, 128)),
+        (16, 128, (16, 2, 128)),
+        (8, 96, (8, 8, 64)),
+        (1, 4096, (1, 1, 4096)),
+        (64, 128, (64, 1, 64)),
+    ],
+)
+def test_a_global_batch_is_kept_whatever_the_ranks(ranks, batch_size, plan):
+    config = parse_args([*SYNTHETIC, "--global-batch-size", "4096", "--batch-size", str(batch_size)])
+    assert BatchPlan.of(config, ranks) == BatchPlan(*plan)
+    assert BatchPlan.of(config, ranks).global_batch_size == 4096
+
+
+def test_a_global_batch_that_the_ranks_cannot_share_is_refused():
+    config = parse_args([*SYNTHETIC, "--global-batch-size", "4096"])
+    with pytest.raises(ValueError, match="4096 cannot be shared by 24 ranks"):
+        BatchPlan.of(config, 24)
+    with pytest.raises(ValueError, match="leave one of them out"):
+        parse_args([*SYNTHETIC, "--global-batch-size", "64", "--accum-freq", "2"])
+
+
+def test_without_a_global_batch_it_follows_from_the_flags():
+    config = parse_args([*SYNTHETIC, "--batch-size", "16", "--accum-freq", "3"])
+    assert BatchPlan.of(config, 4) == BatchPlan(4, 3, 16)

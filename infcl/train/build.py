@@ -142,15 +142,19 @@ def build_loader(
 
 
 def build_tasks(
-    config: TrainConfig, model_config: CLIPConfig, tokenizer: Tokenizer | None
+    config: TrainConfig, batch: BatchPlan, model_config: CLIPConfig, tokenizer: Tokenizer | None
 ) -> dict[str, RetrievalTask | ZeroShotTask]:
     """The evaluations that the flags name; ValueError when their data is missing."""
     tasks: dict[str, RetrievalTask | ZeroShotTask] = {}
     if (config.val_data or config.zeroshot_data) and tokenizer is None:
         raise ValueError("--val-data and --zeroshot-data need --tokenizer")
-    common = {"tokenizer": tokenizer, "image_size": model_config.vision_cfg.image_size, "batch_size": config.batch_size}
+    common = {
+        "tokenizer": tokenizer,
+        "image_size": model_config.vision_cfg.image_size,
+        "batch_size": batch.micro_batch_size,
+    }
     if config.val_data:
-        loss = ValidationLoss(config.loss, config.tile, config.accum_freq * config.batch_size)
+        loss = ValidationLoss(config.loss, config.tile, batch.rank_batch_size)
         tasks["retrieval"] = RetrievalTask(config.val_data, loss=loss, **common)
     if config.zeroshot_data:
         files = {name: getattr(config, f"zeroshot_{name}") for name in ("classnames", "templates", "classes")}

@@ -14,20 +14,17 @@ import json
 import os
 import platform
 import shutil
-import subprocess
+import socket
 import sys
 import time
-from importlib import metadata
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
+from infcl.cluster.facts import git_commit, package_versions
 from infcl.config import TrainConfig
 from infcl.parallel import Parallel
-
-_PACKAGES = ("torch", "triton", "deepspeed", "megatron-core", "sentencepiece", "webdataset", "numpy", "pillow")
-
 
 _MAY_DIFFER = {  # between a run and its repetition
     *("resume", "overwrite", "logs", "name", "debug"),
@@ -63,6 +60,24 @@ class RunFolder:
         there, now = json.loads((self.root / "config.json").read_text()), json.loads(config.to_json())
         names = sorted((set(there) | set(now)) - _MAY_DIFFER)
         return [f"{n} {there.get(n)} there, {now.get(n)} now" for n in names if there.get(n) != now.get(n)]
+
+    def require_shared(self, *, wait_s: float = 15.0) -> None:
+        """Return when every rank sees what rank 0 wrote; ValueError on all ranks, naming the hosts that do not.
+
+        A network file system may show a new file some seconds late.
+        """
+        said = [(self.root / "environment.json").read_text() if dist.get_rank() == 0 else ""]
+        dist.broadcast_object_list(said, src=0)
+        deadline = time.monotonic() + wait_s
+        while not (sees := _text_of(self.root / "environment.json") == said[0]) and time.monotonic() < deadline:
+            time.sleep(0.2)
+        everyone = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, (socket.gethostname(), sees))
+        if blind := dict.fromkeys(host for host, sees in everyone if not sees):
+            raise ValueError(
+                f"{', '.join(blind)}: {self.root} is not the folder that {everyone[0][0]} writes to: --logs has to be "
+                "on storage that all hosts share"
+            )
 
     def clear(self) -> None:
         """Forget the earlier run. Rank 0 only."""
@@ -111,6 +126,13 @@ def default_name(config: TrainConfig, world_size: int) -> str:
     return "-".join(parts)
 
 
+def _text_of(path: Path) -> str | None:
+    try:
+        return path.read_text()
+    except OSError:
+        return None
+
+
 def write_atomic(path: Path, text: str) -> None:
     temporary = path.with_name(path.name + ".tmp")
     temporary.write_text(text)
@@ -119,36 +141,17 @@ def write_atomic(path: Path, text: str) -> None:
 
 def describe_environment(parallel: Parallel) -> dict:
     """Versions, commit and hardware, for whoever reads the run folder in a year."""
-    versions = {}
-    for name in _PACKAGES:
-        try:
-            versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            versions[name] = None
     on_gpu = parallel.device.type == "cuda"
     return {
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
         "commit": git_commit(),
         "python": platform.python_version(),
-        "packages": versions,
+        "packages": package_versions(),
         "world_size": parallel.world_size,
         "device": torch.cuda.get_device_name(parallel.device) if on_gpu else platform.processor() or platform.machine(),
         "cpu_count": os.cpu_count(),
     }
-
-
-def git_commit() -> str | None:
-    """Commit of the source tree, with '+' when it has local changes; None outside a checkout or without git."""
-    where = Path(__file__).resolve().parent
-    try:
-        commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=where, capture_output=True, text=True, check=True)
-        changes = subprocess.run(
-            ["git", "status", "--porcelain"], cwd=where, capture_output=True, text=True, check=True
-        )
-    except (OSError, subprocess.CalledProcessError):
-        return None
-    return commit.stdout.strip() + ("+" if changes.stdout.strip() else "")
 
 
 def sha256(path: Path) -> str:

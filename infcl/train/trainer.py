@@ -42,11 +42,11 @@ class Trainer:
     def __init__(self, config: TrainConfig, parallel: Parallel, run: RunFolder):
         self.config, self.parallel, self.run = config, parallel, run
         _, precision = read_preset(config, parallel.device.type)
-        self.batch = BatchPlan(parallel.dp_size, config.accum_freq, config.batch_size)
+        self.batch = BatchPlan.of(config, parallel.dp_size)
         self.tokenizer, model_config = build_tokenizer_and_model_config(config)
         self.loader = build_loader(config, self.batch, model_config, self.tokenizer, parallel)
         check_encode_width(config, model_config)
-        self.tasks = build_tasks(config, model_config, self.tokenizer)
+        self.tasks = build_tasks(config, self.batch, model_config, self.tokenizer)
         self.total_steps = total_steps(config, self.loader.steps_per_epoch)
 
         seed_everything(config.seed, deterministic=config.deterministic)
@@ -57,7 +57,7 @@ class Trainer:
         self.engine = Engine(model, config, parallel, self.batch)
         self.resident = resident_micro_batches(config, self.engine, self.batch, self.model_config, parallel)
         self.loss = build_loss(config, parallel)
-        self.sampled_loss = SampledLoss(self.loss, rows=config.batch_size)
+        self.sampled_loss = SampledLoss(self.loss, rows=self.batch.micro_batch_size)
         self.mfu = utilisation(
             self.model_config,
             parallel.device,
@@ -211,7 +211,7 @@ class Trainer:
             if self.run.is_replaced:
                 self.run.clear()
             self.run.write_identity(self.config, self.model_config.to_json(), self.parallel)
-        dist.barrier()
+        self.run.require_shared()
         self.metrics = MetricsWriter(
             self.run,
             enabled=self.parallel.rank == 0,

@@ -1,0 +1,1 @@
+"""Several hosts: who takes part, whether they are the same, whether they are still there."""

@@ -1,0 +1,69 @@
+"""What a host runs: versions of what must be equal everywhere, and the commit of the source tree."""
+
+import hashlib
+import platform
+import subprocess
+from importlib import metadata
+from pathlib import Path
+
+PACKAGES = ("torch", "triton", "deepspeed", "megatron-core", "sentencepiece", "webdataset", "numpy", "pillow")
+
+
+def package_versions() -> dict[str, str | None]:
+    versions = {}
+    for name in PACKAGES:
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            versions[name] = None
+    return versions
+
+
+def software() -> dict[str, str | None]:
+    """{"commit", "source", "python", package: version}: what all ranks of a run must have in common."""
+    commit = git_commit()
+    return {
+        "commit": commit and commit.removesuffix("+"),
+        "source": _source_digest(),
+        "python": platform.python_version(),
+        **package_versions(),
+    }
+
+
+def _source_digest() -> str:
+    """Of the package's code: two checkouts of one commit may hold different local changes."""
+    digest = hashlib.sha256()
+    package = Path(__file__).resolve().parent.parent
+    for path in sorted(package.rglob("*.py")):
+        digest.update(f"{path.relative_to(package)}\n".encode() + path.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+def git_commit() -> str | None:
+    """Commit of the source tree, with '+' when it has local changes; None outside a checkout or without git."""
+    where = Path(__file__).resolve().parent
+    try:
+        commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=where, capture_output=True, text=True, check=True)
+        changes = subprocess.run(
+            ["git", "status", "--porcelain"], cwd=where, capture_output=True, text=True, check=True
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return commit.stdout.strip() + ("+" if changes.stdout.strip() else "")
+
+
+def differences(there: dict[str, dict[str, str | None]]) -> list[str]:
+    """{host: its software} -> one line for each thing that is not the same everywhere, with who has what."""
+    lines = []
+    for name in sorted({name for facts in there.values() for name in facts}):
+        having: dict[str, list[str]] = {}
+        for host, facts in there.items():
+            having.setdefault(str(facts.get(name)), []).append(host)
+        if len(having) > 1:
+            fewest_last = sorted(having.items(), key=lambda item: -len(item[1]))
+            lines.append(f"{name}: " + "; ".join(f"{value} on {_some(hosts)}" for value, hosts in fewest_last))
+    return lines
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")

@@ -1,0 +1,103 @@
+"""The hostfile: "worker-1 slots=8" a line, '#' begins a comment. Read strictly, with line numbers, before ssh is asked.
+
+    python -m infcl.cluster.hostfile check HOSTS                        say what is wrong, with the line
+    python -m infcl.cluster.hostfile alive HOSTS --min-hosts 3 [--global-batch-size N]
+                                                                        print the hostfile of the hosts that answer
+
+`alive` leaves out hosts that ssh does not reach, and then as many more as it takes for the ranks to divide the global
+batch, so that the run can go on with it.
+"""
+
+import argparse
+import re
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+# What ssh may do without asking anybody; a host that stops answering ends its session after a minute.
+SSH_OPTIONS = ("-o", "BatchMode=yes", "-o", "ConnectTimeout=10", "-o", "ServerAliveInterval=15")
+_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._:-]*[A-Za-z0-9])?")
+
+
+def read_hostfile(path: str | Path) -> dict[str, int]:
+    """{host: slots}, in the file's order. ValueError with the line's number and text for what is no host line."""
+    try:
+        lines = Path(path).read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"hostfile {path}: {error}") from None
+    hosts: dict[str, int] = {}
+    first_lines: dict[str, int] = {}
+    for number, line in enumerate(lines, start=1):
+        words = line.split("#", 1)[0].split()
+        if not words:
+            continue
+        if problem := _problem(words):
+            raise ValueError(f"{path}, line {number}: {line.strip()!r}: {problem}")
+        host, slots = words[0], int(words[1].removeprefix("slots="))
+        if host in hosts:
+            raise ValueError(f"{path}, line {number}: {host} is there already, in line {first_lines[host]}")
+        hosts[host], first_lines[host] = slots, number
+    if not hosts:
+        raise ValueError(f"{path} names no host; write one a line, like 'worker-1 slots=8'")
+    return hosts
+
+
+def _problem(words: list[str]) -> str | None:
+    if not _NAME.fullmatch(words[0]):
+        return "a host is a name or address of letters, digits, dots, hyphens and colons"
+    if len(words) != 2 or not re.fullmatch(r"slots=\d+", words[1]):
+        return "after the host comes slots=N, and nothing else"
+    return "slots must be at least 1" if int(words[1].removeprefix("slots=")) < 1 else None
+
+
+def answers(host: str) -> bool:
+    """Whether ssh logs in there and runs a command, without a password."""
+    try:
+        tried = subprocess.run(["ssh", *SSH_OPTIONS, host, "true"], capture_output=True, timeout=20)
+    except subprocess.TimeoutExpired:
+        return False
+    return tried.returncode == 0
+
+
+def choose_alive(hosts: dict[str, int], alive: set[str], *, min_hosts: int, global_batch_size: int | None) -> dict:
+    """The hosts to go on with: those alive, less the last ones where their ranks do not divide the global batch.
+
+    ValueError with the names when fewer than `min_hosts` are left.
+    """
+    chosen = {host: slots for host, slots in hosts.items() if host in alive}
+    while chosen and global_batch_size and global_batch_size % sum(chosen.values()):
+        chosen.popitem()
+    if len(chosen) < min_hosts:
+        silent = ", ".join(host for host in hosts if host not in alive) or "none"
+        batch = f"; the ranks have to divide a batch of {global_batch_size}" if global_batch_size else ""
+        raise ValueError(
+            f"{len(chosen)} of {len(hosts)} hosts can be used, at least {min_hosts} are needed "
+            f"(without an answer: {silent}{batch})"
+        )
+    return chosen
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m infcl.cluster.hostfile", description=__doc__.splitlines()[0])
+    parser.add_argument("action", choices=("check", "alive"))
+    parser.add_argument("hostfile")
+    parser.add_argument("--min-hosts", type=int, default=1)
+    parser.add_argument("--global-batch-size", type=int)
+    arguments = parser.parse_args(argv)
+    try:
+        hosts = read_hostfile(arguments.hostfile)
+        if arguments.action == "alive":
+            with ThreadPoolExecutor(32) as pool:
+                alive = {host for host, answer in zip(hosts, pool.map(answers, hosts)) if answer}
+            options = {"min_hosts": arguments.min_hosts, "global_batch_size": arguments.global_batch_size}
+            for host, slots in choose_alive(hosts, alive, **options).items():
+                print(f"{host} slots={slots}")
+    except ValueError as error:
+        print(f"hostfile: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

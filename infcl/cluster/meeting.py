@@ -1,0 +1,136 @@
+"""Before the process group: every rank says on which host it is and what that host runs, through the launcher's store.
+
+`open_store` listens on one address only where it can; `meet` waits for all ranks, names those that do not come, and
+refuses hosts that run something else. Nothing here needs torch to be the same version everywhere.
+"""
+
+import json
+import os
+import socket
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from infcl.cluster.facts import differences, software
+
+
+@dataclass(frozen=True)
+class Node:
+    """A host as the launcher sees it: consecutive ranks, from the one whose local rank is 0."""
+
+    host: str
+    first_rank: int
+    num_ranks: int
+
+    def __str__(self) -> str:
+        last = self.first_rank + self.num_ranks - 1
+        return f"{self.host} (rank{'' if self.num_ranks == 1 else 's'} {_span(self.first_rank, last)})"
+
+
+def open_store(rank: int, world_size: int, *, interface: str | None, timeout: timedelta) -> dist.Store:
+    """The store at MASTER_ADDR:MASTER_PORT, served by rank 0 unless torchrun serves it already.
+
+    It listens on the loopback where MASTER_ADDR is that, on `interface` alone where one is given, else on all.
+    """
+    by_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if world_size == 1 and not by_launcher:
+        os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = "127.0.0.1", "0"
+    if missing := [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]:
+        raise ValueError(f"{' and '.join(missing)} not set: the launcher has to say where rank 0 listens")
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    listening = None
+    if rank == 0 and not by_launcher and (address := _listen_address(host, interface)):
+        listening = socket.create_server((address, port), backlog=4096)
+        port = listening.getsockname()[1]
+        os.environ["MASTER_PORT"] = str(port)
+    store = dist.TCPStore(
+        host, port, is_master=rank == 0 and not by_launcher, timeout=timeout, wait_for_workers=False,
+        master_listen_fd=None if listening is None else listening.detach(),
+    )  # fmt: skip
+    return dist.PrefixStore(f"infcl {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+
+
+def meet(store: dist.Store, rank: int, local_rank: int, world_size: int, *, timeout: timedelta) -> list[Node]:
+    """All nodes of the run, in the order of ranks, once every rank is there.
+
+    ValueError when hosts run different software; RuntimeError naming the ranks that did not come within `timeout`.
+    """
+    told = {"host": socket.gethostname(), "local_rank": local_rank, "software": software() if local_rank == 0 else {}}
+    store.set(f"rank {rank}", json.dumps(told))
+    if rank == 0:
+        store.set("all", json.dumps(_gather(store, world_size, timeout)))
+    try:
+        store.wait(["all"], timeout + timedelta(seconds=30))
+    except dist.DistStoreError:
+        raise RuntimeError(f"rank {rank} on {told['host']}: rank 0 has not opened the run within {timeout}") from None
+    everyone = json.loads(store.get("all"))
+    if isinstance(everyone, str):
+        raise RuntimeError(everyone)
+    nodes = nodes_of([(said["host"], said["local_rank"]) for said in everyone])
+    lines = differences({str(node): everyone[node.first_rank]["software"] for node in nodes})
+    if lines:
+        raise ValueError("the hosts do not run the same: " + "; ".join(lines))
+    return nodes
+
+
+def _gather(store: dist.Store, world_size: int, timeout: timedelta) -> list[dict] | str:
+    keys = [f"rank {rank}" for rank in range(world_size)]
+    try:
+        store.wait(keys, timeout)
+    except dist.DistStoreError:
+        here = {rank: json.loads(store.get(key)) for rank, key in enumerate(keys) if store.check([key])}
+        hosts = ", ".join(dict.fromkeys(said["host"] for said in here.values()))
+        absent = _ranges([rank for rank in range(world_size) if rank not in here])
+        return f"ranks {absent} of {world_size} did not come within {timeout}; here are those on {hosts}"
+    return [json.loads(said) for said in store.multi_get(keys)]
+
+
+def nodes_of(ranks: list[tuple[str, int]]) -> list[Node]:
+    """[(host, local rank) of every rank] -> nodes; a local rank of 0 begins one."""
+    starts = [rank for rank, (_, local_rank) in enumerate(ranks) if local_rank == 0 or rank == 0]
+    ends = [*starts[1:], len(ranks)]
+    return [Node(ranks[start][0], start, end - start) for start, end in zip(starts, ends)]
+
+
+def interface_address(interface: str) -> str:
+    """The IPv4 address of a network interface. ValueError with the names that there are."""
+    import psutil
+
+    addresses = psutil.net_if_addrs()
+    found = [entry.address for entry in addresses.get(interface, ()) if entry.family == socket.AF_INET]
+    if not found:
+        with_address = [name for name in addresses if any(e.family == socket.AF_INET for e in addresses[name])]
+        raise ValueError(
+            f"--interface {interface}: no such interface with an IPv4 address on {socket.gethostname()} "
+            f"(there are: {', '.join(sorted(with_address))})"
+        )
+    return found[0]
+
+
+def _listen_address(master: str, interface: str | None) -> str | None:
+    at_master = socket.gethostbyname(master)
+    if interface is None or at_master.startswith("127."):
+        return at_master if at_master.startswith("127.") else None
+    address = interface_address(interface)
+    if at_master != address:
+        raise ValueError(
+            f"--interface {interface} has the address {address} on rank 0's host, but the launcher told the others "
+            f"{master} ({at_master}): start it with --master_addr {address}"
+        )
+    return address
+
+
+def _ranges(numbers: list[int]) -> str:
+    """[0, 1, 2, 5] -> '0-2, 5'."""
+    spans: list[list[int]] = []
+    for number in numbers:
+        if spans and spans[-1][1] == number - 1:
+            spans[-1][1] = number
+        else:
+            spans.append([number, number])
+    return ", ".join(_span(*span) for span in spans)
+
+
+def _span(first: int, last: int) -> str:
+    return str(first) if first == last else f"{first}-{last}"

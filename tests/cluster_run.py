@@ -1,0 +1,72 @@
+"""Training over the hosts of hosts.py as the README says, and what it leaves behind."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from infcl.report import read_metrics
+from tests.hosts import Hosts
+from tests.test_entry import ROOT, command
+
+PATH = f"{Path(sys.executable).parent}:/usr/bin:/bin:/usr/sbin"
+DEEPSPEED = ["deepspeed", "-q", "--launcher", "pdsh", "--hostfile"]
+
+
+def flags(demo_folder, logs, *more: str) -> list[str]:
+    """pretrain_clip.py and its flags, with nothing in them that a shell would change."""
+    words = command(demo_folder, logs, "--device", "cpu", "--workers", "0", "--log-every-n-steps", "1", *more)
+    start = words.index("--aug-cfg")
+    return words[:start] + words[start + 3 :]
+
+
+def start(hosts: Hosts, arguments: list, *, on: int = 0, cwd=ROOT, **environment: str) -> subprocess.Popen:
+    """`arguments` run on a host, as a user would type them there."""
+    settings = [f"{name}={value}" for name, value in ({"PATH": PATH, "HOME": hosts.folder} | environment).items()]
+    return subprocess.Popen(
+        hosts[on].command(["env", "-i", *settings, *arguments], cwd),
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, stdin=subprocess.DEVNULL,
+    )  # fmt: skip
+
+
+def finish(process: subprocess.Popen, seconds: float = 240) -> tuple[int, str]:
+    output, _ = process.communicate(timeout=seconds)
+    return process.returncode, output
+
+
+def train(hosts: Hosts, arguments: list, **environment: str) -> tuple[int, str]:
+    """The README's command, from the first host: (exit code, what it printed)."""
+    return finish(start(hosts, [*DEEPSPEED, hosts.hostfile, *arguments], **environment))
+
+
+def wait_for_step(logs: Path, step: int, process: subprocess.Popen, seconds: float = 150) -> None:
+    """Return when `step` is in the metrics; an AssertionError with the output when the run ends before."""
+    deadline = time.monotonic() + seconds
+    path = logs / "run" / "metrics.jsonl"
+    while not path.exists() or f'"step": {step},' not in path.read_text():
+        assert process.poll() is None, process.stdout.read()
+        assert time.monotonic() < deadline, f"step {step} was not reached"
+        time.sleep(0.1)
+
+
+def losses(logs: Path) -> list[float]:
+    return [record["loss"] for record in read_metrics(logs / "run" / "metrics.jsonl", "train")]
+
+
+def ranks_on(host) -> list:
+    return host.processes("--local_rank=")
+
+
+def wait_until_gone(hosts: Hosts, seconds: float) -> float:
+    """Seconds until no rank is left on any host that is up."""
+    started = time.monotonic()
+    while left := [(host.name, process.pid) for host in hosts.all for process in ranks_on(host)]:
+        assert time.monotonic() - started < seconds, f"ranks stayed behind: {left}"
+        time.sleep(0.2)
+    return time.monotonic() - started
+
+
+def kill(process, number: int = signal.SIGKILL) -> None:
+    os.kill(process.pid, number)

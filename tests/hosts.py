@@ -1,0 +1,173 @@
+"""Hosts on one machine: `with Hosts(4, folder) as hosts:` gives worker-1 .. worker-4, each with an sshd of its own.
+
+A host is a set of namespaces (network, PID, mount, host name) with one veth link to a bridge, its own address and host
+key. The bridge stands in a namespace without a route, so nothing is reachable from outside, and nothing in ~/.ssh or
+/etc of the machine is touched: `ip netns exec` lays /etc/netns/NAME over /etc. File systems are shared, as on a cluster
+with the same paths everywhere. Needs root, iproute2, util-linux and openssh-server; `missing()` says what is not there.
+
+    host.run([...])              on the host, in `cwd`        host.link("down")     its cable is pulled
+    host.pids("text")            its processes by command     host.shape("delay 50ms")   tc netem on what it sends
+    host.crash()                 every process of it is killed at once
+"""
+
+import os
+import shutil
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+
+import psutil
+
+NET = "10.203.77"
+_SSHD_OPTIONS = (
+    "StrictModes=no", "PermitRootLogin=prohibit-password", "PasswordAuthentication=no", "UsePAM=no", "MaxStartups=100",
+    "SetEnv=OMP_NUM_THREADS=1",
+)  # fmt: skip
+
+
+def missing() -> str | None:
+    """Why hosts cannot be made here; None where they can."""
+    if os.geteuid() != 0:
+        return "making network namespaces needs root"
+    programs = ("ip", "tc", "unshare", "nsenter", "ssh", "ssh-keygen", "/usr/sbin/sshd", "pdsh")
+    if absent := [program for program in programs if shutil.which(program) is None]:
+        return f"not installed: {', '.join(absent)} (iproute2, util-linux, openssh-server, pdsh)"
+    tried = subprocess.run(["unshare", "--net", "--pid", "--fork", "true"], capture_output=True)
+    return None if tried.returncode == 0 else "namespaces cannot be made here"
+
+
+class Host:
+    def __init__(self, hosts: "Hosts", number: int):
+        self.hosts, self.name, self.address = hosts, f"worker-{number}", f"{NET}.{number}"
+        self.namespace, self.port = f"{hosts.prefix}h{number}", f"p{number}"
+        self.process: subprocess.Popen | None = None
+
+    def start(self) -> None:
+        folder = self.hosts.folder
+        key = folder / f"{self.name}.key"
+        if not key.exists():
+            _run("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", key)
+        options = (f"ListenAddress={self.address}", f"PidFile={folder}/{self.name}.pid", *_SSHD_OPTIONS)
+        options += (f"AuthorizedKeysFile={folder}/id.pub",)
+        sshd = ["/usr/sbin/sshd", "-D", "-f", "/dev/null", "-h", key, "-E", folder / f"{self.name}.log"]
+        sshd += [word for option in options for word in ("-o", option)]
+        self.process = subprocess.Popen(
+            [
+                *("ip", "netns", "exec", self.namespace, "unshare", "--uts", "--pid", "--mount-proc", "--fork"),
+                *("--kill-child", "sh", "-c", 'hostname "$0" && exec "$@"', self.name, *map(str, sshd)),
+            ],
+            stdin=subprocess.DEVNULL,
+        )
+
+    def command(self, arguments: list, cwd=None) -> list[str]:
+        """`arguments` as a command line that runs on this host."""
+        inside = psutil.Process(self.process.pid).children()[0].pid
+        enter = ["nsenter", "-t", str(inside), "--net", "--uts", "--pid", "--mount", f"--wd={cwd or Path.cwd()}"]
+        return [*enter, "--", *map(str, arguments)]
+
+    def run(self, arguments: list, cwd=None, **options) -> subprocess.CompletedProcess:
+        return subprocess.run(self.command(arguments, cwd), capture_output=True, text=True, **options)
+
+    def processes(self, text: str = "") -> list[psutil.Process]:
+        """The host's living processes whose command line holds `text`, sshd and its sessions left out."""
+        found = []
+        for process in psutil.Process(self.process.pid).children(recursive=True) if self.is_up else []:
+            try:
+                line = " ".join(process.cmdline())
+                if text in line and "sshd" not in line and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process)
+            except psutil.NoSuchProcess:
+                pass
+        return found
+
+    @property
+    def is_up(self) -> bool:
+        return self.process is not None and self.process.poll() is None
+
+    def link(self, state: str) -> None:
+        _run("ip", "-n", self.hosts.bridge, "link", "set", self.port, state)
+
+    def shape(self, netem: str, *, device: str = "eth0") -> None:
+        _run("tc", "-n", self.namespace, "qdisc", "replace", "dev", device, "root", "netem", *netem.split())
+
+    def crash(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+
+class Hosts:
+    """`count` hosts with `slots` each; files (keys, hostfile) in `folder`, or a temporary one."""
+
+    def __init__(self, count: int, *, slots: int = 1, folder: Path | None = None):
+        self.folder = Path(folder or tempfile.mkdtemp(prefix="hosts-"))
+        self.prefix = f"infcl{os.getpid()}"
+        self.bridge = f"{self.prefix}br"
+        self.slots = slots
+        self.all = [Host(self, number) for number in range(1, count + 1)]
+
+    def __getitem__(self, index: int) -> Host:
+        return self.all[index]
+
+    @property
+    def hostfile(self) -> Path:
+        return self.folder / "hosts"
+
+    def __enter__(self) -> "Hosts":
+        try:
+            self._make()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def _make(self) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        Path("/run/sshd").mkdir(exist_ok=True)
+        _run("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", self.folder / "id")
+        _run("ip", "netns", "add", self.bridge)
+        _run("ip", "-n", self.bridge, "link", "add", "br0", "type", "bridge")
+        _run("ip", "-n", self.bridge, "link", "set", "br0", "up")
+        names = "".join(f"{host.address} {host.name}\n" for host in self.all)
+        ssh_config = (
+            f"Host *\n IdentityFile {self.folder}/id\n UserKnownHostsFile {self.folder}/known_hosts\n BatchMode yes\n"
+        )
+        for host in self.all:
+            overlay = Path("/etc/netns") / host.namespace
+            (overlay / "ssh").mkdir(parents=True)
+            (overlay / "hosts").write_text("127.0.0.1 localhost\n" + names)
+            (overlay / "ssh" / "ssh_config").write_text(ssh_config)
+            _run("ip", "netns", "add", host.namespace)
+            _run(
+                *f"ip link add eth0 netns {host.namespace} type veth peer name {host.port} netns {self.bridge}".split()
+            )
+            _run(*f"ip -n {self.bridge} link set {host.port} master br0 up".split())
+            _run(*f"ip -n {host.namespace} addr add {host.address}/24 dev eth0".split())
+            for device in ("lo", "eth0"):
+                _run(*f"ip -n {host.namespace} link set {device} up".split())
+            host.start()
+        keys = [f"{host.name},{host.address} {(self.folder / f'{host.name}.key.pub').read_text()}" for host in self.all]
+        (self.folder / "known_hosts").write_text("".join(keys))
+        self.hostfile.write_text("".join(f"{host.name} slots={self.slots}\n" for host in self.all))
+        for host in self.all:
+            self._wait_for(host)
+
+    def _wait_for(self, host: Host) -> None:
+        deadline = time.monotonic() + 20
+        while self[0].run(["ssh", host.name, "true"]).returncode != 0:
+            assert time.monotonic() < deadline, f"{host.name} does not answer: {self.folder}/{host.name}.log"
+            time.sleep(0.1)
+
+    def __exit__(self, *_) -> None:
+        for host in self.all:
+            if host.is_up:
+                host.crash()
+            shutil.rmtree(Path("/etc/netns") / host.namespace, ignore_errors=True)
+        for name in (*(host.namespace for host in self.all), self.bridge):
+            subprocess.run(["ip", "netns", "del", name], capture_output=True)
+
+
+def _run(*arguments) -> None:
+    done = subprocess.run([str(argument) for argument in arguments], capture_output=True, text=True)
+    if done.returncode != 0:
+        raise RuntimeError(f"{' '.join(map(str, arguments))}: {done.stderr.strip()}")

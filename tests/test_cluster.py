@@ -1,0 +1,52 @@
+"""Training over several hosts through ssh, as the README says: hosts are network namespaces (hosts.py).
+
+python -m pytest -m cluster -o addopts=''        needs root, iproute2, openssh-server, pdsh
+"""
+
+import json
+import signal
+
+import pytest
+
+from tests.cluster_run import DEEPSPEED, finish, flags, kill, losses, ranks_on, start, train, wait_for_step
+from tests.hosts import Hosts, missing
+from tests.test_entry import alone
+
+pytestmark = [
+    pytest.mark.cluster,
+    pytest.mark.skipif(missing() is not None, reason=str(missing())),
+    pytest.mark.timeout(900),
+]
+
+
+@pytest.fixture(scope="module")
+def two_hosts(tmp_path_factory):
+    with Hosts(2, folder=tmp_path_factory.mktemp("two")) as hosts:
+        yield hosts
+
+
+def test_two_hosts_train_resume_evaluate_and_export_as_one_rank_does(demo_folder, tmp_path, two_hosts):
+    """Interrupted by a signal to a rank of the second host; --interface, so that nothing listens elsewhere."""
+    more = ("--steps", "8", "--batch-size", "8", "--val-data", f"{demo_folder}/val", "--interface", "eth0")
+    arguments = flags(demo_folder, tmp_path, *more, "--zeroshot-data", f"{demo_folder}/zeroshot")
+    process = start(two_hosts, [*DEEPSPEED, two_hosts.hostfile, *arguments])
+    wait_for_step(tmp_path, 1, process)
+    for host in two_hosts.all:
+        addresses = {line.split()[3].rsplit(":", 1)[0] for line in host.run(["ss", "-Hltn"]).stdout.splitlines()}
+        assert addresses == {host.address}
+    kill(ranks_on(two_hosts[1])[0], signal.SIGUSR1)
+    code, output = finish(process)
+    assert code == 138 and "SIGUSR1 received at step" in output, output
+    assert 1 <= len(losses(tmp_path)) < 8
+
+    code, output = train(two_hosts, [*arguments, "--resume", "latest"])
+    assert code == 0 and "resumed from" in output, output
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["world_size"] == 2 and summary["steps"] == 8
+    assert summary["zero_shot_top1"] is not None and summary["image_to_text_r1"] is not None
+    assert (tmp_path / "run" / "export" / "open_clip_config.json").is_file()
+
+    one = tmp_path / "one"
+    result = alone(flags(demo_folder, one, "--steps", "8", "--batch-size", "16"))
+    assert result.returncode == 0, result.stderr
+    assert losses(tmp_path) == pytest.approx(losses(one), rel=1e-4)

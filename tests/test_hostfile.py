@@ -1,0 +1,60 @@
+"""Hostfiles: what is wrong is said with its line; which hosts a run goes on with."""
+
+import pytest
+
+from infcl.cluster.hostfile import choose_alive, main, read_hostfile
+
+
+def written(tmp_path, text):
+    path = tmp_path / "hosts"
+    path.write_text(text)
+    return path
+
+
+def test_hosts_come_in_the_files_order_with_comments_left_out(tmp_path):
+    path = written(tmp_path, "# the rack\nworker-2 slots=8\n\n10.0.0.1\tslots=4  # old\nfe80::1 slots=1\n")
+    assert list(read_hostfile(path).items()) == [("worker-2", 8), ("10.0.0.1", 4), ("fe80::1", 1)]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a slots=8\nb\n", "line 2: 'b': after the host comes slots=N"),
+        ("a slots=8\n\nb slots=x\n", "line 3: 'b slots=x': after the host"),
+        ("a slots=0\n", "line 1: 'a slots=0': slots must be at least 1"),
+        ("a slots=8 port=22\n", "line 1: .*nothing else"),
+        ("a slots=8\nb slots=4\na slots=8\n", "line 3: a is there already, in line 1"),
+        ("-oProxyCommand=x slots=1\n", "line 1: .*a host is a name or address"),
+        ("a;reboot slots=1\n", "line 1: .*a host is a name or address"),
+        ("# nothing\n", "names no host"),
+    ],
+)
+def test_what_is_wrong_is_said_with_its_line(tmp_path, text, message, capsys):
+    path = written(tmp_path, text)
+    with pytest.raises(ValueError, match=message):
+        read_hostfile(path)
+    assert main(["check", str(path)]) == 2
+    assert capsys.readouterr().err.startswith("hostfile: ")
+
+
+def test_a_missing_hostfile_is_a_mistake_and_a_right_one_is_silent(tmp_path, capsys):
+    assert main(["check", str(tmp_path / "none")]) == 2
+    assert main(["check", str(written(tmp_path, "a slots=1\n"))]) == 0
+    assert capsys.readouterr().out == ""
+
+
+HOSTS = {"a": 8, "b": 8, "c": 8, "d": 8}
+
+
+def test_a_run_goes_on_with_the_hosts_that_answer():
+    assert choose_alive(HOSTS, {"a", "c", "d"}, min_hosts=3, global_batch_size=None) == {"a": 8, "c": 8, "d": 8}
+
+
+def test_hosts_are_left_out_until_the_ranks_divide_the_global_batch():
+    assert choose_alive(HOSTS, {"a", "c", "d"}, min_hosts=2, global_batch_size=4096) == {"a": 8, "c": 8}
+
+
+@pytest.mark.parametrize(("alive", "minimum"), [({"a"}, 2), ({"a", "b", "c"}, 3), (set(), 1)])
+def test_too_few_hosts_are_refused_with_their_names(alive, minimum):
+    with pytest.raises(ValueError, match="at least . are needed .without an answer: .*d"):
+        choose_alive(HOSTS, alive, min_hosts=minimum, global_batch_size=4096)

@@ -1,0 +1,160 @@
+"""Ranks meet before they train: absent ones are named, different software is refused, a lost host ends the run."""
+
+import json
+import os
+import socket
+import threading
+import time
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+
+from infcl.cluster import meeting
+from infcl.cluster.facts import differences, software
+from infcl.cluster.meeting import Node, interface_address, meet, nodes_of, open_store
+from infcl.cluster.watch import HOST_LOST, HostWatch
+
+SHORT = timedelta(seconds=2)
+
+
+@pytest.fixture
+def store():
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=10))
+
+
+def meet_all(store, monkeypatch, ranks: list[tuple[str, dict]], ranks_per_node: int) -> list:
+    """Every rank in a thread, on hosts of `ranks_per_node`; what each got or raised. ranks: (host, other software)."""
+    results: list = [None] * len(ranks)
+    names = {}
+    monkeypatch.setattr(socket, "gethostname", lambda: names[threading.get_ident()][0])
+    monkeypatch.setattr(meeting, "software", lambda: {"torch": "2.13.0"} | names[threading.get_ident()][1])
+
+    def take_part(rank):
+        names[threading.get_ident()] = ranks[rank]
+        try:
+            results[rank] = meet(store.clone(), rank, rank % ranks_per_node, len(ranks), timeout=SHORT)
+        except Exception as error:
+            results[rank] = error
+
+    threads = [threading.Thread(target=take_part, args=(rank,)) for rank in range(len(ranks)) if ranks[rank]]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return results
+
+
+def test_all_ranks_learn_the_nodes_in_the_order_of_ranks(store, monkeypatch):
+    nodes = [Node("a", 0, 2), Node("b", 2, 2), Node("c", 4, 2)]
+    assert meet_all(store, monkeypatch, [(host, {}) for host in "aabbcc"], 2) == [nodes] * 6
+
+
+def test_ranks_that_do_not_come_are_named_to_all_that_did(store, monkeypatch):
+    results = meet_all(store, monkeypatch, [("a", {}), ("a", {}), None, None, ("c", {}), None], 2)
+    for rank in (0, 1, 4):
+        assert "ranks 2-3, 5 of 6 did not come" in str(results[rank]) and "those on a, c" in str(results[rank])
+
+
+def test_different_software_is_refused_with_who_has_what(store, monkeypatch):
+    ranks = [("a", {}), ("b", {"torch": "2.12.1"}), ("c", {})]
+    for error in meet_all(store, monkeypatch, ranks, 1):
+        assert isinstance(error, ValueError)
+        assert "torch: 2.13.0 on a (rank 0), c (rank 2); 2.12.1 on b (rank 1)" in str(error)
+
+
+def test_equal_software_has_no_differences_and_every_kind_is_looked_at():
+    here = software()
+    assert differences({"a": here, "b": dict(here)}) == []
+    assert here["torch"] and here["deepspeed"] and here["source"] and here["python"]
+    for name in here:
+        assert len(differences({"a": here, "b": here | {name: "other"}})) == 1
+
+
+def test_a_node_begins_where_the_local_rank_is_0():
+    assert nodes_of([("x", 0), ("x", 1), ("x", 0), ("y", 0)]) == [Node("x", 0, 2), Node("x", 2, 1), Node("y", 3, 1)]
+
+
+def listening_on(port: int) -> set[str]:
+    rows = [line.split() for name in ("tcp", "tcp6") for line in open(f"/proc/net/{name}").readlines()[1:]]
+    return {local.split(":")[0] for _, local, _, state, *_ in rows if state == "0A" and local.endswith(f":{port:04X}")}
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_the_store_of_one_host_listens_on_the_loopback_alone(monkeypatch, world_size):
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    monkeypatch.setenv("MASTER_PORT", "0")
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    store = open_store(0, world_size, interface=None, timeout=SHORT)
+    assert listening_on(int(os.environ["MASTER_PORT"])) == {"0100007F"}
+    del store
+
+
+def test_an_unknown_interface_is_refused_with_those_that_there_are():
+    assert interface_address("lo") == "127.0.0.1"
+    with pytest.raises(ValueError, match="--interface eth9: no such interface .*there are: .*lo"):
+        interface_address("eth9")
+
+
+class Ended(list):
+    """Stands for os._exit: remembers the codes."""
+
+    def __call__(self, code):
+        self.append(code)
+
+
+def watch_all(store, nodes, timeout=1.5):
+    ended = [Ended() for _ in nodes]
+    watches = [HostWatch(store, nodes, node.first_rank, timeout=timeout, exit=end) for node, end in zip(nodes, ended)]
+    return watches, ended
+
+
+def wait_until(condition, seconds=15):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+NODES = [Node("a", 0, 2), Node("b", 2, 2), Node("c", 4, 2)]
+
+
+def test_a_silent_host_is_named_and_ends_the_run_on_the_others(store, capfd):
+    watches, ended = watch_all(store, NODES)
+    watches[2]._closed.set()  # its threads end, nobody is told
+    wait_until(lambda: ended[0] and ended[1])
+    assert ended == [[HOST_LOST], [HOST_LOST], []]
+    said = capfd.readouterr().err
+    assert "a: c (ranks 4-5) has not been heard of for" in said and "b: c (ranks 4-5) has not been heard of" in said
+
+
+def test_a_host_that_has_finished_is_not_missed(store):
+    watches, ended = watch_all(store, NODES, timeout=0.5)
+    watches[1].close()
+    time.sleep(2)
+    assert ended == [[], [], []]
+    for watch in watches:
+        watch.close()
+
+
+def test_a_host_that_cannot_reach_rank_0_ends_by_itself(capfd):
+    ended = Ended()
+    HostWatch(_Unreachable(), NODES, 2, timeout=1, exit=ended)
+    wait_until(lambda: ended)
+    assert set(ended) == {HOST_LOST}
+    assert "b: rank 0's host, a (ranks 0-1), has not answered for" in capfd.readouterr().err
+
+
+class _Unreachable:
+    """A store behind a pulled cable: nothing answers, nothing fails."""
+
+    def clone(self):
+        return self
+
+    def add(self, *_):
+        time.sleep(60)
+
+
+def test_what_ranks_say_is_plain_json(store, monkeypatch):
+    meet_all(store, monkeypatch, [("a", {})], 1)
+    assert json.loads(store.get("all"))[0]["host"] == "a"
