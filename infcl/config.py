@@ -21,6 +21,9 @@ LOSS_NAMES = ("inf_cl", "clip", "open_clip", "disco", "siglip")
 PRECISIONS = ("fp32", "amp_bf16", "bf16", "fp16")
 AUGMENTATIONS = ("scale", "ratio", "hflip", "color_jitter", "color_jitter_prob", "gray_scale_prob", "scaled_decode")
 SCHEDULES = ("cosine", "const", "const-cooldown")
+LR_SCALINGS = ("none", "sqrt", "linear")
+WD_MODES = ("lr", "schedule")
+OPTIMIZERS = ("adamw", "lion", "lamb", "adafactor")
 REPORT_TO = ("tensorboard", "wandb", "all", "none")
 
 
@@ -108,17 +111,33 @@ class TrainConfig:
     )
     epochs: int = _flag(32, "optimisation", "passes over the training set")
     steps: int | None = _flag(None, "optimisation", "stop (and schedule) at this optimizer step instead of --epochs")
+    opt: str = _flag("adamw", "optimisation", "optimizer; docs/optimizers.md", choices=OPTIMIZERS)
     lr: float = _flag(5e-4, "optimisation", "peak learning rate")
-    beta1: float = _flag(0.9, "optimisation", "AdamW beta1")
-    beta2: float = _flag(0.98, "optimisation", "AdamW beta2")
-    eps: float = _flag(1e-6, "optimisation", "AdamW epsilon")
+    image_lr: float | None = _flag(None, "optimisation", "peak learning rate of the image tower [--lr]")
+    text_lr: float | None = _flag(None, "optimisation", "peak learning rate of the text tower [--lr]")
+    image_layer_decay: float | None = _flag(None, "optimisation", "times this with each block down the image tower [1]")
+    text_layer_decay: float | None = _flag(None, "optimisation", "times this with each block down the text tower [1]")
+    lr_scaling: str = _flag(
+        "none", "optimisation", "learning rates x (global batch / --lr-base-batch) ^ 0, 1/2, 1", choices=LR_SCALINGS
+    )
+    lr_base_batch: int = _flag(32768, "optimisation", "the global batch that --lr is meant for; see --lr-scaling")
+    beta1: float = _flag(0.9, "optimisation", "beta1 (adafactor: momentum)")
+    beta2: float = _flag(0.98, "optimisation", "beta2 (adafactor: its cap)")
+    eps: float = _flag(1e-6, "optimisation", "epsilon of adamw and lamb")
+    update_clip: float = _flag(1.0, "optimisation", "adafactor: root mean square of a parameter's update (0: no limit)")
     wd: float = _flag(0.2, "optimisation", "weight decay of matrices (not norms, biases, embeddings of position)")
+    wd_mode: str = _flag(
+        "lr", "optimisation", "a step decays by --wd times lr, or times lr / peak lr (schedule)", choices=WD_MODES
+    )
     warmup: int = _flag(10000, "optimisation", "warm-up steps")
+    warmup_samples: int | None = _flag(None, "optimisation", "warm-up samples, instead of --warmup")
     lr_scheduler: str = _flag("cosine", "optimisation", "after the warm-up", choices=SCHEDULES)
     epochs_cooldown: int | None = _flag(None, "optimisation", "const-cooldown: decay over the last n epochs")
     lr_cooldown_end: float = _flag(0.0, "optimisation", "const-cooldown: learning rate at the end")
     lr_cooldown_power: float = _flag(1.0, "optimisation", "const-cooldown: power of the decay")
     grad_clip_norm: float | None = _flag(None, "optimisation", "clip the global gradient norm [no clipping]")
+    ema_decay: float | None = _flag(None, "optimisation", "keep a moving average of the weights, e.g. 0.9999 [none]")
+    ema_eval: bool = _flag(False, "optimisation", "evaluate, and export at the end, the averaged weights")
 
     precision: str | None = _flag(
         None,
@@ -179,6 +198,7 @@ class TrainConfig:
             "accum_freq",
             "epochs",
             "lr",
+            "lr_base_batch",
             "eps",
             "dist_timeout",
             "tensor_parallel_size",
@@ -193,18 +213,20 @@ class TrainConfig:
             if getattr(self, name) <= 0:
                 raise ValueError(f"{_option(name)} {getattr(self, name)} must be greater than 0")
         not_negative = ("workers", "wd", "warmup", "save_frequency", "save_every_n_steps", "val_frequency", "profile")
-        not_negative += ("save_every_minutes", "keep_checkpoints", "keep_every_n_steps")
+        not_negative += ("save_every_minutes", "keep_checkpoints", "keep_every_n_steps", "update_clip")
         for name in (*not_negative, "zeroshot_frequency", "lock_image_unlocked_groups", "lock_text_unlocked_layers"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{_option(name)} {getattr(self, name)} must not be negative")
-        for name in (
+        optional = (
             "steps",
             "global_batch_size",
             "train_num_samples",
             "grad_clip_norm",
             "force_image_size",
             "force_context_length",
-        ):
+        )
+        optional += ("image_lr", "text_lr", "warmup_samples")
+        for name in optional:
             if getattr(self, name) is not None and getattr(self, name) <= 0:
                 raise ValueError(f"{_option(name)} {getattr(self, name)} must be greater than 0; leave it out for none")
         if self.global_batch_size is not None and self.accum_freq != 1:
@@ -240,6 +262,7 @@ class TrainConfig:
             raise ValueError(f"--resident-micro-batches {count} is neither a number above 0 nor auto")
         if self.report_to in ("wandb", "all") and not _is_installed("wandb"):
             raise ValueError(f"--report-to {self.report_to}: wandb is not installed (pip install 'wandb>=0.19')")
+        self._validate_optimizer()
         self._validate_tensor_parallel()
         pretrained = ("pretrained", "pretrained_image", "pretrained_text")
         for name in ("train_data", "val_data", "zeroshot_data", "tokenizer", "deepspeed_config", *pretrained):
@@ -248,6 +271,22 @@ class TrainConfig:
         if unknown:
             raise ValueError(f"--aug-cfg knows {', '.join(AUGMENTATIONS)}, not {', '.join(sorted(unknown))}")
         parse_factors(self.train_data_upsampling_factors)
+
+    def _validate_optimizer(self) -> None:
+        for name in ("image_layer_decay", "text_layer_decay"):
+            if getattr(self, name) is not None and not 0 < getattr(self, name) <= 1:
+                raise ValueError(f"{_option(name)} {getattr(self, name)} must lie in (0, 1]")
+        if self.opt == "lamb" and self.wd_mode == "schedule":
+            raise ValueError("--wd-mode schedule has no meaning with --opt lamb, whose decay is part of the update")
+        if self.opt in ("lamb", "adafactor") and self.tensor_parallel_size > 1:
+            raise ValueError(
+                f"--opt {self.opt} needs whole matrices, which --tensor-parallel-size {self.tensor_parallel_size} "
+                "splits: use adamw or lion"
+            )
+        if self.ema_decay is not None and not 0 <= self.ema_decay < 1:
+            raise ValueError(f"--ema-decay {self.ema_decay} must lie in [0, 1)")
+        if self.ema_eval and self.ema_decay is None:
+            raise ValueError("--ema-eval needs --ema-decay: there is no average to evaluate")
 
     def _validate_tensor_parallel(self) -> None:
         size, rows = self.tensor_parallel_size, self.accum_freq * self.batch_size

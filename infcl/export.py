@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from infcl.export_card import write_card
+from infcl.export_card import EVALUATION_KEYS, write_card
 from infcl.export_hf import write_hf
 from infcl.export_tokenizer import export_tokenizer, read_model
 from infcl.import_weights import read_weights
@@ -156,6 +156,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m infcl.export", description="Export a run for others to load.")
     parser.add_argument("run", type=Path, help="run folder (its last checkpoint is taken)")
     parser.add_argument("--format", choices=FORMATS, default="open_clip", help="who shall load it [open_clip]")
+    parser.add_argument("--ema", action="store_true", help="the averaged weights of a run with --ema-decay")
     parser.add_argument("--out", type=Path, help="folder to write [RUN/export; RUN/export-FORMAT for other formats]")
     parser.add_argument("--name", help="name of the model on its card [the run's]")
     args = parser.parse_args(arguments)
@@ -166,13 +167,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         cfg = load_model_config(args.run / "model_config.json")
         tokenizer = args.run / "tokenizer.model"
         out = export_model(
-            consolidated_state_dict(args.run),
+            consolidated_state_dict(args.run, ema=args.ema),
             cfg,
             tokenizer if tokenizer.is_file() else None,
             args.out or args.run / ("export" if args.format == "open_clip" else f"export-{args.format}"),
             format=args.format,
             name=args.name or args.run.resolve().name,
-            card=_summary(args.run),
+            card=_summary(args.run, ema=args.ema),
         )
     except ValueError as error:
         print(f"infcl.export: {error}", file=sys.stderr)
@@ -181,8 +182,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _summary(run: Path) -> dict[str, object]:
-    """summary.json of a finished run; of an unfinished one, what its last checkpoint says."""
+def _summary(run: Path, *, ema: bool) -> dict[str, object]:
+    """summary.json of a finished run; of an unfinished one, what its last checkpoint says.
+
+    Without the evaluation when that was of the other weights (the averaged ones, or not).
+    """
     from infcl.train.checkpoint import complete_checkpoints
     from infcl.train.run_folder import RunFolder
 
@@ -191,6 +195,9 @@ def _summary(run: Path) -> dict[str, object]:
     else:
         summary = json.loads((complete_checkpoints(RunFolder(run))[0] / "infcl.json").read_text())["trainer"]
         summary["steps"] = summary.get("step")
+    if summary.get("ema", False) != ema:
+        summary = {key: value for key, value in summary.items() if key not in EVALUATION_KEYS}
+    summary["ema"] = ema
     return summary | {"paths": {"run": str(run)}}  # a run folder may have been moved
 
 

@@ -14,7 +14,9 @@ from infcl.towers import CLIP, CLIPConfig
 
 LOSS_CURVE = "loss_curve.png"
 _LIBRARY = {"open_clip": "open_clip", "hf": "transformers", "safetensors": "infcl"}
+EVALUATION_KEYS = ("evaluation", "zero_shot_top1", "image_to_text_r1", "text_to_image_r1")  # of summary.json
 _FLAGS = {
+    "opt": "optimizer",
     "lr": "learning rate",
     "wd": "weight decay",
     "warmup": "warm-up steps",
@@ -96,6 +98,8 @@ def _training_rows(card: Mapping[str, object], flags: Mapping[str, object]) -> d
         rows["batch"] = f"{card['samples_seen'] // card['steps']:,} pairs, one loss over all of them"
         if {"batch_size", "accum_freq"} <= flags.keys():
             rows["batch"] += f" ({flags['accum_freq']} micro-batches of {flags['batch_size']} a rank)"
+    if card.get("ema"):
+        rows["weights"] = f"moving average over the steps, decay {flags.get('ema_decay', 'unknown')}"
     return rows | {label: flags[flag] for flag, label in _FLAGS.items() if flags.get(flag) is not None}
 
 

@@ -36,18 +36,24 @@ class Weights(NamedTuple):
     source: str
 
 
-def read_weights(path: str | Path) -> Weights:
-    """ValueError for what is not there, is not a state dict, or would run code when loaded."""
+def read_weights(path: str | Path, *, ema: bool = False) -> Weights:
+    """ema: the averaged weights of a run or checkpoint.
+
+    ValueError for what is not there, is not a state dict, has no average, or would run code when loaded.
+    """
     path = Path(path)
+    is_run = (path / "checkpoints").is_dir() or (path / "infcl.json").is_file()
+    if ema and not is_run:
+        raise ValueError(f"{path} is no run or checkpoint of this trainer: it has no averaged weights beside its own")
     if path.is_file():
         return Weights(_our_names(_read_file(path)), None, str(path))
     if not path.is_dir():
         raise ValueError(f"{path}: no such file or folder")
-    if (path / "checkpoints").is_dir() or (path / "infcl.json").is_file():
+    if is_run:
         from infcl.train.checkpoint import consolidated_state_dict
 
         run = path if (path / "model_config.json").is_file() else path.parent.parent
-        return Weights(consolidated_state_dict(path), load_model_config(run / "model_config.json"), str(path))
+        return Weights(consolidated_state_dict(path, ema=ema), load_model_config(run / "model_config.json"), str(path))
     file = next((path / name for name in _FILES if (path / name).is_file()), None)
     if file is None:
         raise ValueError(f"{path}: no weights there (looked for {', '.join(_FILES)}, and checkpoints/ of a run)")

@@ -20,7 +20,7 @@ from infcl.parallel import Parallel, describe_ranks
 from infcl.towers.config import CLIPConfig
 from infcl.train.diagnostics import model_flops
 from infcl.train.engine import read_preset, zero_stage
-from infcl.train.optim import learning_rate
+from infcl.train.optim import Schedule
 
 STAGES = (0, 1, 2, 3)
 
@@ -138,7 +138,7 @@ def describe_plan(config: TrainConfig, parallel: Parallel) -> str:
     rows = [
         ("batch", str(batch)),
         ("steps", _steps_line(steps, loader, batch)),
-        ("learning rate", _learning_rate_line(config, steps, loader.steps_per_epoch)),
+        ("learning rate", _learning_rate_line(config, steps, loader.steps_per_epoch, batch)),
         ("data", _data_line(config, loader)),
         ("model", _model_line(config, counts)),
         ("compute", f"{model_flops(cfg) * batch.global_batch_size / 1e12:,.2f} TFLOP a step, towers alone"),
@@ -170,11 +170,14 @@ def _steps_line(steps: int, loader, batch: BatchPlan) -> str:
     )
 
 
-def _learning_rate_line(config: TrainConfig, steps: int, steps_per_epoch: int) -> str:
-    first, last = (learning_rate(config, step, steps, steps_per_epoch) for step in (0, steps - 1))
-    warning = f"; the run ends inside the warm-up, at {last:.3g}" if steps <= config.warmup else ""
-    rise = f"{first:.3g} -> {config.lr:.3g} in {config.warmup:,} steps"
-    return f"{rise}, then {config.lr_scheduler} to {last:.3g}{warning}"
+def _learning_rate_line(config: TrainConfig, steps: int, steps_per_epoch: int, batch: BatchPlan) -> str:
+    schedule = Schedule(
+        config, global_batch_size=batch.global_batch_size, total_steps=steps, steps_per_epoch=steps_per_epoch
+    )
+    first, last = schedule(0), schedule(steps - 1)
+    warning = f"; the run ends inside the warm-up, at {last:.3g}" if steps <= schedule.warmup else ""
+    rise = f"{first:.3g} -> {schedule.peak:.3g} in {schedule.warmup:,} steps"
+    return f"{config.opt}, {schedule}: {rise}, then {config.lr_scheduler} to {last:.3g}{warning}"
 
 
 def _data_line(config: TrainConfig, loader) -> str:

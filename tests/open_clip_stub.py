@@ -24,6 +24,12 @@ def import_transformers():
     return pytest.importorskip("transformers")
 
 
+def import_timm_optimizers():
+    """timm.optim, which imports torchvision too; skips likewise."""
+    declare_torchvision_operators()
+    return pytest.importorskip("timm.optim")
+
+
 def declare_torchvision_operators():
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     if torch.version.cuda is None and not _libraries:

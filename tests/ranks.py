@@ -1,4 +1,4 @@
-"""Run a function on W gloo ranks: `run_ranks(function, world_size, *args)` -> [result of rank 0, ..., of rank W-1].
+"""Run a function on W gloo ranks: `run_ranks(function, world_size, *args, **kwargs)` -> results of ranks 0 to W-1.
 
 The processes of a world size are started once per test run and reused (importing torch costs seconds, a call
 milliseconds). A function takes (rank, world_size, *args), must be importable (module level), and may use
@@ -18,10 +18,10 @@ import torch.multiprocessing as mp
 _pools: dict[int, "_Pool"] = {}
 
 
-def run_ranks(function, world_size: int, *args, timeout: float = 120.0) -> list:
+def run_ranks(function, world_size: int, *args, timeout: float = 120.0, **kwargs) -> list:
     if world_size not in _pools:
         _pools[world_size] = _Pool(world_size)
-    return _pools[world_size].run(function, args, timeout)
+    return _pools[world_size].run(function, args, kwargs, timeout)
 
 
 class _Pool:
@@ -38,11 +38,11 @@ class _Pool:
             self.pipes.append(ours)
             self.processes.append(process)
 
-    def run(self, function, args, timeout: float) -> list:
+    def run(self, function, args, kwargs, timeout: float) -> list:
         results = []
         try:
             for pipe in self.pipes:
-                pipe.send_bytes(pickle.dumps((function, args)))
+                pipe.send_bytes(pickle.dumps((function, args, kwargs)))
             for rank, pipe in enumerate(self.pipes):
                 if not pipe.poll(timeout):
                     raise TimeoutError(f"rank {rank} of {self.world_size} did not answer within {timeout:.0f} s")
@@ -79,11 +79,11 @@ def _serve(rank: int, world_size: int, port: int, pipe) -> None:
     dist.init_process_group("gloo")
     while True:
         try:
-            function, args = pickle.loads(pipe.recv_bytes())
+            function, args, kwargs = pickle.loads(pipe.recv_bytes())
         except EOFError:
             return
         try:
-            answer = pickle.dumps(("result", function(rank, world_size, *args)))
+            answer = pickle.dumps(("result", function(rank, world_size, *args, **kwargs)))
         except BaseException:
             answer = pickle.dumps(("error", traceback.format_exc()))
         pipe.send_bytes(answer)

@@ -44,14 +44,29 @@ def dense_loss(image_features, text_features, scale) -> torch.Tensor:
     return (cross_entropy(logits, labels) + cross_entropy(logits.T, labels)) / 2
 
 
+def adamw(groups):
+    return torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.98), eps=EPS)
+
+
 def oracle_steps(
-    batches, *, grad_clip_norm: float | None, weight_decay: float, max_logit_scale: float, **model_options
+    batches,
+    *,
+    grad_clip_norm: float | None,
+    weight_decay: float,
+    max_logit_scale: float,
+    optimizer=adamw,
+    after_step=lambda model: None,
+    **model_options,
 ):
-    """float64 full-batch training -> ([loss, ...], [gradient norm, ...], state dict)."""
+    """float64 full-batch training -> ([loss, ...], [gradient norm, ...], state dict).
+
+    optimizer: parameter groups -> torch optimizer; after_step(model) is called when all of a step is done.
+    """
+    from infcl.config import TrainConfig
     from infcl.train.optim import parameter_groups
 
     model = ToyCLIP(**model_options).double()
-    optimizer = torch.optim.AdamW(parameter_groups(model, weight_decay), lr=LR, betas=(0.9, 0.98), eps=EPS)
+    optimizer = optimizer(parameter_groups(model, TrainConfig(wd=weight_decay), LR))
     losses, norms = [], []
     for images, texts in batches:
         image_features = nn.functional.normalize(model.image(images.double()), dim=-1)
@@ -63,5 +78,6 @@ def oracle_steps(
         optimizer.step()
         with torch.no_grad():
             model.logit_scale.clamp_(max=max_logit_scale)
+        after_step(model)
         losses.append(loss.item())
     return losses, norms, {name: value.detach().clone() for name, value in model.state_dict().items()}

@@ -70,7 +70,7 @@ def test_a_checkpoint_is_json_and_safetensors_only(finished):
     newest = complete_checkpoints(run)[0]
     assert {path.suffix for path in newest.iterdir()} == {".json", ".safetensors"}
     manifest = json.loads((newest / "infcl.json").read_text())
-    assert manifest["trainer"]["step"] == 3 and manifest["counters"]["adam_step"] == 3
+    assert manifest["trainer"]["step"] == 3 and manifest["counters"]["optimizer_step"] == 3
     assert set(manifest["files"]) == {"state_00000.safetensors", "state_00001.safetensors"}
     assert (run.checkpoints / "latest").read_text().strip() == newest.name
 
@@ -113,7 +113,7 @@ def damage_foreign(folder):
         (damage_flip, "another checksum"),
         (damage_remove, "is missing"),
         (damage_manifest, "damaged"),
-        (damage_foreign, "not of format 1"),
+        (damage_foreign, "not of format 2"),
     ],
 )
 def test_a_damaged_or_foreign_checkpoint_is_refused_when_named(finished, tmp_path, damage, message):

@@ -22,8 +22,11 @@ def settings(preset: str, **changes) -> TrainConfig:
     return TrainConfig(dataset_type="synthetic", train_num_samples=1, **(given | changes))
 
 
-def engine_steps(rank, world_size, preset, precision="fp32", resident=1):
-    """STEPS optimizer steps over this rank's share -> losses, norms, logit scales seen by the loss, whole weights."""
+def engine_steps(rank, world_size, preset, precision="fp32", resident=1, **changes):
+    """STEPS optimizer steps over this rank's share -> losses, norms, logit scales seen by the loss, whole weights.
+
+    With an average of the weights, that is the last result, else the number of steps that DeepSpeed counted.
+    """
     from infcl.loss.contrastive import ContrastiveLoss
     from infcl.parallel import init_parallel, mean_over
     from infcl.step.grad_cache import grad_cache_step
@@ -31,7 +34,7 @@ def engine_steps(rank, world_size, preset, precision="fp32", resident=1):
 
     parallel = init_parallel("cpu")
     batch = BatchPlan(world_size, MICRO_BATCHES, MICRO_BATCH_SIZE)
-    engine = Engine(ToyCLIP(logit_scale=START), settings(preset, precision=precision), parallel, batch)
+    engine = Engine(ToyCLIP(logit_scale=START), settings(preset, precision=precision, **changes), parallel, batch)
     loss = ContrastiveLoss("inf_cl", group=engine.dp_group)
     losses, norms, scales = [], [], []
     for step in range(STEPS):
@@ -48,15 +51,18 @@ def engine_steps(rank, world_size, preset, precision="fp32", resident=1):
         )
         assert engine.step(LR)
         engine.clamp_logit_scale(CEILING)
+        engine.update_average()
         losses.append(float(mean_over(engine.dp_group, output.loss)))
         norms.append(engine.grad_norm())
         scales.append(float(output.logit_scale))
-    return losses, norms, scales, full_weights(engine, keep=True), engine.engine.global_steps
+    last = full_weights(engine, keep=True, ema=True) if engine.state.average else engine.engine.global_steps
+    return losses, norms, scales, full_weights(engine, keep=True), last
 
 
-def expected(world_size):
+def expected(world_size, **options):
     batches = [global_batch(world_size * MICRO_BATCHES * MICRO_BATCH_SIZE, seed=step) for step in range(STEPS)]
-    return oracle_steps(batches, grad_clip_norm=CLIP, weight_decay=DECAY, max_logit_scale=CEILING, logit_scale=START)
+    fixed = {"grad_clip_norm": CLIP, "weight_decay": DECAY, "max_logit_scale": CEILING, "logit_scale": START}
+    return oracle_steps(batches, **fixed, **options)
 
 
 def worst_error(state, reference):

@@ -19,6 +19,7 @@ from infcl.export import export_model, load_exported
 from infcl.export_tokenizer import read_model, tokenizer_json
 from infcl.towers import CLIP, load_model_config, with_tokenizer
 from infcl.towers.config import parse_model_config
+from infcl.train.checkpoint import FORMAT
 from tests.open_clip_stub import import_open_clip
 
 CONTEXT_LENGTH = 12
@@ -153,7 +154,7 @@ def test_command_exports_the_last_checkpoint_of_a_run(tokenizer_model, tmp_path,
     file = checkpoint / "state_00000.safetensors"
     save_file({f"model/{name}": value for name, value in model.state_dict().items()}, file)
     entry = {"bytes": file.stat().st_size, "sha256": hashlib.sha256(file.read_bytes()).hexdigest()}
-    manifest = {"format": 1, "files": {file.name: entry}, "trainer": {"step": 3, "samples_seen": 192}}
+    manifest = {"format": FORMAT, "files": {file.name: entry}, "trainer": {"step": 3, "samples_seen": 192}}
     (checkpoint / "infcl.json").write_text(json.dumps(manifest))
     (run / "checkpoints" / "latest").write_text("step_00000003\n")
     (run / "model_config.json").write_text(model.cfg.to_json())

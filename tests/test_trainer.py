@@ -132,12 +132,15 @@ def test_a_resumed_run_continues_bit_for_bit(demo_folder, tmp_path, preset):
         "save_every_n_steps": 7,
         "deepspeed_config": f"ds_configs/{preset}.json",
         "precision": "bf16" if preset == "zero2_bf16" else "fp32",
+        "ema_decay": 0.9,
     }
     whole = run_losses(2, demo_config(demo_folder, tmp_path / "whole", **flags))
     stopped = demo_config(demo_folder, tmp_path / "stopped", **flags)
     run_ranks(fit, 2, stopped, 9)
     resumed = run_losses(2, dataclasses.replace(stopped, resume="latest"))
     assert resumed == whole
+    averages = [consolidated_state_dict(tmp_path / name / "run", ema=True) for name in ("whole", "stopped")]
+    assert all(torch.equal(averages[0][name], averages[1][name]) for name in averages[0])
     lines = (tmp_path / "stopped" / "run" / "metrics.jsonl").read_text().splitlines()
     steps = [record["step"] for record in map(json.loads, lines) if record["kind"] == "train"]
     assert steps == [*range(1, 10), *range(8, 13)], "it did not go on after step 7"

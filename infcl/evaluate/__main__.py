@@ -47,7 +47,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def evaluate(args: argparse.Namespace, parallel: Parallel) -> dict[str, object]:
     """What was evaluated on what, and its metrics. Collective: every rank returns the same."""
-    clip, tokenizer = load_model(args.checkpoint, device=parallel.device, model=args.model, tokenizer=args.tokenizer)
+    options = {"model": args.model, "tokenizer": args.tokenizer, "ema": args.ema}
+    clip, tokenizer = load_model(args.checkpoint, device=parallel.device, **options)
     common = {
         "tokenizer": tokenizer,
         "image_size": clip.cfg.vision_cfg.image_size,
@@ -70,6 +71,7 @@ def evaluate(args: argparse.Namespace, parallel: Parallel) -> dict[str, object]:
     metrics = task.run(encoder(clip, args.precision), parallel)
     seconds = round(time.perf_counter() - started, 2)
     about = {"checkpoint": str(args.checkpoint), "task": args.task, "data": args.data, "precision": args.precision}
+    about |= {"ema": True} if args.ema else {}
     about |= {"image_resize": args.image_resize, "world_size": parallel.world_size, "seconds": seconds}
     return about | {"metrics": metrics}
 
@@ -103,6 +105,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--checkpoint", required=True, help="run, checkpoint, export, open_clip or CLIPModel folder, or a weights file")
+    add("--ema", action="store_true", help="the averaged weights of a run or checkpoint (--ema-decay)")
     add("--task", required=True, choices=("zeroshot", "retrieval"))
     add("--data", required=True, help="shards, a folder of class folders, or a .jsonl of images and captions")
     add("--model", help="model config of a bare weights file")

@@ -25,12 +25,14 @@ def load_model(
     device: torch.device,
     model: str | None = None,
     tokenizer: str | Path | None = None,
+    ema: bool = False,
 ) -> tuple[CLIP, Tokenize]:
-    """model: config of a bare file. tokenizer: see `load_tokenizer`; default: what lies with the weights.
+    """model: config of a bare file. tokenizer: see `load_tokenizer`; default: what lies with the weights. ema: a run's
+    averaged weights.
 
     ValueError when weights, config and tokenizer do not belong together.
     """
-    weights = read_weights(checkpoint)
+    weights = read_weights(checkpoint, ema=ema)
     cfg = weights.cfg
     if cfg is None:
         if model is None:

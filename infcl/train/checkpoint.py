@@ -4,8 +4,8 @@ Safetensors and JSON, nothing to unpickle; checkpoint_writer.py writes them.
 
     RUN/checkpoints/
       step_00000123/
-        state_00000.safetensors ...   rank r holds every W-th parameter, whole, fp32:
-                                      model/NAME, exp_avg/NAME, exp_avg_sq/NAME
+        state_00000.safetensors ...   rank r holds every W-th parameter, whole, fp32: model/NAME,
+                                      the optimizer's exp_avg/NAME, exp_avg_sq/NAME, ..., maybe ema/NAME
         infcl.json                    counters, data position, and size and sha256 of each file; written last
       latest                          the name of the last complete checkpoint, for people and scripts
 
@@ -25,11 +25,12 @@ import torch.distributed as dist
 
 from infcl.parallel import Parallel
 from infcl.train.engine import Engine
+from infcl.train.engine_state import EMA
 from infcl.train.run_folder import RunFolder, sha256
 
 log = logging.getLogger(__name__)
 
-FORMAT = 1  # of infcl.json and the files it lists
+FORMAT = 2  # of infcl.json and the files it lists
 
 
 class DamagedCheckpoint(ValueError):
@@ -83,33 +84,46 @@ def find_checkpoint(resume: str | None, run: RunFolder, parallel: Parallel) -> P
 
 
 def load_checkpoint(engine: Engine, path: Path) -> dict:
-    """Masters, moments and counters into the engine, whatever ranks and stage wrote them; returns the trainer's state.
+    """Masters, optimizer state, averages and counters into the engine, whatever ranks and stage wrote them.
 
-    Every rank reads every file, one tensor at a time.
+    Returns the trainer's state. Every rank reads every file, one tensor at a time. An average that the checkpoint does
+    not have starts from its weights; one that this run does not keep is left out.
     """
     manifest = _read_manifest(path)
+    if manifest["optimizer"] != engine.optimizer_name:
+        raise ValueError(f"{path} was written with --opt {manifest['optimizer']}, not {engine.optimizer_name}")
     parameters = dict(engine.state.parameters())
-    seen = set()
+    missing = {f"model/{name}" for name in parameters}
+    missing |= {f"{key}/{name}" for name, parameter in parameters.items() for key in engine.state.keys(parameter)}
     for key, value in _tensors(path, manifest):
         kind, _, name = key.partition("/")
         if name not in parameters:
             raise ValueError(f"{path}: parameter {name} is not in this model")
-        if tuple(value.shape) != tuple(engine.state.shape(parameters[name])):
-            shape = tuple(engine.state.shape(parameters[name]))
+        if key not in missing:
+            continue  # an average that this run does not keep, the optimizer's state of what is locked now
+        missing.remove(key)
+        state = None if kind == "model" else kind
+        shape = tuple(engine.state.shape(parameters[name], state))
+        if tuple(value.shape) != shape:
             raise ValueError(f"{path}: {name} has shape {tuple(value.shape)}, this model's has {shape}")
-        if kind == "model":
-            seen.add(name)
-            engine.state.write(parameters[name], value)
-        elif parameters[name].requires_grad:
-            engine.state.write(parameters[name], value, kind)
-    if missing := sorted(set(parameters) - seen):
-        raise ValueError(f"{path}: {len(missing)} parameters of this model are missing, {missing[0]} first")
+        engine.state.write(parameters[name], value, state)
+    if engine.state.average is not None and "ema_updates" not in manifest["counters"]:
+        engine.state.start_average(engine.state.average.decay)
+        missing = {key for key in missing if not key.startswith(f"{EMA}/")}
+    if missing:
+        raise ValueError(
+            f"{path}: {len(missing)} tensors that this run needs are missing, {min(missing)} first "
+            "(another model, or a tower that was locked there)"
+        )
     engine.set_counters(manifest["counters"])
     return manifest["trainer"]
 
 
-def consolidated_state_dict(run: str | Path) -> dict[str, torch.Tensor]:
-    """fp32 weights on the CPU from a run's newest intact checkpoint, or from a checkpoint folder. No process group."""
+def consolidated_state_dict(run: str | Path, *, ema: bool = False) -> dict[str, torch.Tensor]:
+    """fp32 weights on the CPU from a run's newest intact checkpoint, or from a checkpoint folder. No process group.
+
+    ema: the averaged weights; ValueError when the run kept none.
+    """
     path = Path(run)
     candidates = [path] if (path / "infcl.json").is_file() else complete_checkpoints(RunFolder(path))
     for candidate in candidates:
@@ -120,16 +134,22 @@ def consolidated_state_dict(run: str | Path) -> dict[str, torch.Tensor]:
         except DamagedCheckpoint as damage:
             log.warning("checkpoint %s is passed over: %s", candidate, damage)
             continue
-        tensors = _tensors(candidate, manifest)
-        return {key.removeprefix("model/"): value for key, value in tensors if key.startswith("model/")}
+        if ema and "ema_updates" not in manifest["counters"]:
+            raise ValueError(f"{candidate} has no averaged weights: it was trained without --ema-decay")
+        wanted = {"model": {}, EMA: {}}  # what is frozen has no average
+        for key, value in _tensors(candidate, manifest):
+            kind, _, name = key.partition("/")
+            if kind == "model" or (ema and kind == EMA):
+                wanted[kind][name] = value
+        return wanted["model"] | wanted[EMA]
     raise ValueError(f"{run}: no intact checkpoint there")
 
 
-def full_weights(engine: Engine, *, keep: bool) -> dict[str, torch.Tensor]:
-    """All weights, whole, fp32, on the CPU where `keep`, {} elsewhere. Collective."""
+def full_weights(engine: Engine, *, keep: bool, ema: bool = False) -> dict[str, torch.Tensor]:
+    """All weights (ema: their averages), whole, fp32, on the CPU where `keep`, {} elsewhere. Collective."""
     weights = {}
     for name, parameter in engine.state.parameters():
-        value = engine.state.read(parameter)
+        value = engine.state.read(parameter, EMA if ema else None)
         if keep:
             weights[name] = value.to("cpu", copy=True)
     return weights

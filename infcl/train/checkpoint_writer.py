@@ -22,7 +22,6 @@ import torch.distributed as dist
 from infcl.parallel import Parallel
 from infcl.train.checkpoint import FORMAT, prune_checkpoints
 from infcl.train.engine import Engine
-from infcl.train.engine_state import ADAM_KEYS
 from infcl.train.run_folder import RunFolder, sha256, write_atomic
 
 log = logging.getLogger(__name__)
@@ -63,6 +62,7 @@ class CheckpointWriter:
         self._manifest = {
             "format": FORMAT,
             "counters": self.engine.counters(),
+            "optimizer": self.engine.optimizer_name,
             "zero_stage": self.engine.zero_stage,
             "world_size": self.parallel.world_size,
             "trainer": state,
@@ -120,7 +120,7 @@ def _own_tensors(engine: Engine, parallel: Parallel) -> dict[str, torch.Tensor]:
     """This rank's share: every world_size-th parameter, on the CPU. All ranks take part in reading each."""
     own = {}
     for index, (name, parameter) in enumerate(engine.state.parameters()):
-        for key in (None, *ADAM_KEYS) if parameter.requires_grad else (None,):
+        for key in (None, *engine.state.keys(parameter)):
             value = engine.state.read(parameter, key)
             if index % parallel.world_size == parallel.rank:
                 own[f"{key or 'model'}/{name}"] = value.to("cpu", copy=True).contiguous()

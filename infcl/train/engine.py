@@ -12,8 +12,10 @@ The recipe that is exact for ZeRO 0-3 (docs/precision.md has the reasons):
 Tested with DeepSpeed 0.19.8.
 """
 
+import contextlib
 import json
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -22,7 +24,7 @@ from torch import nn
 from infcl.config import BatchPlan, TrainConfig
 from infcl.parallel import Parallel
 from infcl.towers.transformer import ResidualBlock
-from infcl.train.engine_state import ZeroState
+from infcl.train.engine_state import EMA, ZeroState
 from infcl.train.optim import build_optimizer
 
 _OWNED_BY_FLAGS = {
@@ -30,7 +32,7 @@ _OWNED_BY_FLAGS = {
     "train_micro_batch_size_per_gpu": "--batch-size",
     "gradient_accumulation_steps": "--accum-freq",
     "gradient_clipping": "--grad-clip-norm",
-    "optimizer": "--lr, --wd, --beta1, --beta2 and --eps",
+    "optimizer": "--opt, --lr, --wd, --beta1, --beta2 and --eps",
     "scheduler": "--lr-scheduler and --warmup",
     "torch_autocast": "--precision amp_bf16",
     "steps_per_print": "--log-every-n-steps",
@@ -115,6 +117,8 @@ class Engine:
         self.precision = precision
         self.zero_stage = zero_stage(preset)
         self.low_precision_parameters = precision in ("bf16", "fp16")
+        self.optimizer_name = config.opt
+        self.shown: str | None = None  # whether forwards see the weights or their average (EMA)
         deepspeed = _import_deepspeed()
         mpu = _split_over_tensor_parallel_ranks(model, parallel, config) if parallel.tp_size > 1 else None
         deepspeed.utils.groups.mpu = mpu  # DeepSpeed would keep that of an earlier engine
@@ -123,7 +127,12 @@ class Engine:
         model.to(parallel.device)
         self.engine, *_ = deepspeed.initialize(
             model=model,
-            optimizer=build_optimizer(model, config, fused=parallel.device.type == "cuda" and not offloads),
+            optimizer=build_optimizer(
+                model,
+                config,
+                global_batch_size=batch.global_batch_size,
+                fused=parallel.device.type == "cuda" or offloads,
+            ),
             config=deepspeed_config(preset, precision, batch, config.grad_clip_norm),
             mpu=mpu,
             dist_init_required=False,
@@ -132,6 +141,8 @@ class Engine:
         for name, parameter in self.state.parameters():
             if name in exact:  # DeepSpeed makes the masters from parameters that it has rounded already
                 self.state.write_part(parameter, exact.pop(name))
+        if config.ema_decay is not None:
+            self.state.start_average(config.ema_decay)
         self.dp_group = self.engine.seq_data_parallel_group  # ZeRO averages over it
 
     @property
@@ -155,7 +166,7 @@ class Engine:
     def step(self, learning_rate: float) -> bool:
         """One optimizer step at `learning_rate`. False when fp16 gradients overflowed and the step was skipped."""
         for group in self.engine.optimizer.param_groups:
-            group["lr"] = learning_rate
+            group["lr"] = learning_rate * group["lr_scale"]
         skipped_before = self.engine.skipped_steps
         if self.zero_stage == 0:  # DeepSpeed computes no norm there; the gradients are whole and averaged by now
             gradients = [p.grad for p in self.module.parameters() if p.grad is not None and self._counts(p)]
@@ -222,25 +233,46 @@ class Engine:
         if not self.low_precision_parameters:
             return returned
         parameters = dict(self.module.named_parameters())
-        return {name: self.state.read(parameters[name]).clone() for name in returned}
+        return {name: self.state.read(parameters[name], self.shown).clone() for name in returned}
 
     def clamp_logit_scale(self, maximum: float) -> None:
         """Clamp logit_scale to at most `maximum` in every copy that exists, so that the next step starts from it."""
         parameter = dict(self.module.named_parameters())["logit_scale"]
         self.state.write(parameter, self.state.read(parameter).clamp(max=maximum))
 
+    # ---- the moving average of the weights ----
+
+    def update_average(self) -> None:
+        """Take the weights of this step into their average, where there is one."""
+        if self.state.average is not None:
+            self.state.average.update()
+
+    @contextlib.contextmanager
+    def showing_average(self) -> Iterator[None]:
+        """Within, forwards see the averaged weights. Collective."""
+        self.shown = EMA
+        try:
+            with self.state.showing_average():
+                yield
+        finally:
+            self.shown = None
+
     # ---- counters ----
 
     def counters(self) -> dict[str, float]:
-        """What DeepSpeed counts and Adam's step; enough, with masters and moments, to continue exactly."""
-        counts = {name: getattr(self.engine, name) for name in _COUNTERS} | {"adam_step": self.state.adam_step()}
+        """What DeepSpeed, the optimizer and the average count; enough, with their state, to continue exactly."""
+        counts = {name: getattr(self.engine, name) for name in _COUNTERS} | {"optimizer_step": self.state.updates()}
+        if self.state.average is not None:
+            counts["ema_updates"] = self.state.average.updates
         scaler = self._loss_scaler()
         return counts | ({name: getattr(scaler, name) for name in _SCALER_FIELDS} if scaler is not None else {})
 
     def set_counters(self, counts: dict[str, float]) -> None:
         for name in _COUNTERS:
             setattr(self.engine, name, counts[name])
-        self.state.set_adam_step(counts["adam_step"])
+        self.state.set_updates(counts["optimizer_step"])
+        if self.state.average is not None and "ema_updates" in counts:
+            self.state.average.updates = counts["ema_updates"]
         scaler = self._loss_scaler()
         if scaler is not None:
             for name in _SCALER_FIELDS:
@@ -272,6 +304,9 @@ def _import_deepspeed():
     from deepspeed.utils import logger
 
     logger.setLevel("WARNING")
+    logger.addFilter(
+        lambda record: "untested optimizer" not in record.getMessage()
+    )  # those of optimizers.py are tested
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # used by inference all-reduce only
     warnings.filterwarnings(
         "ignore",

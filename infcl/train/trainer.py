@@ -25,7 +25,7 @@ from infcl.train.compiled import prepare_blocks
 from infcl.train.diagnostics import SampledLoss, utilisation
 from infcl.train.engine import Engine, read_preset
 from infcl.train.metrics import MetricsWriter, PhaseTimer, peak_memory_mb
-from infcl.train.optim import learning_rate
+from infcl.train.optim import Schedule
 from infcl.train.profiler import StepProfiler
 from infcl.train.resident import check_encode_width, merge_micro_batches, resident_micro_batches
 from infcl.train.run_folder import RunFolder, write_atomic
@@ -48,6 +48,12 @@ class Trainer:
         check_encode_width(config, model_config)
         self.tasks = build_tasks(config, self.batch, model_config, self.tokenizer)
         self.total_steps = total_steps(config, self.loader.steps_per_epoch)
+        self.schedule = Schedule(
+            config,
+            global_batch_size=self.batch.global_batch_size,
+            total_steps=self.total_steps,
+            steps_per_epoch=self.loader.steps_per_epoch,
+        )
 
         seed_everything(config.seed, deterministic=config.deterministic)
         model = build_model(config, model_config)
@@ -117,7 +123,7 @@ class Trainer:
 
     def _train_step(self, micro_batches: list[dict[str, torch.Tensor]]) -> None:
         started = time.perf_counter()
-        lr = learning_rate(self.config, self.step, self.total_steps, self.loader.steps_per_epoch)
+        lr = self.schedule(self.step)
         self.engine.train()
         output = grad_cache_step(
             micro_batches,
@@ -138,6 +144,8 @@ class Trainer:
         tower_norms = self.engine.tower_grad_norms()
         applied = self.engine.step(lr)
         self.engine.clamp_logit_scale(MAX_LOGIT_SCALE)
+        if applied:
+            self.engine.update_average()
         self.step += 1
         self.skipped_steps += not applied
         bad = sum(n for name, n in self.loader.report().items() if name.startswith("skipped/"))
@@ -193,7 +201,8 @@ class Trainer:
 
     def _run_task(self, name: str) -> dict[str, float]:
         self.engine.train(False)
-        values = self.tasks[name].run(self.engine.encode, self.parallel, self.engine.scalar_values)
+        with self.engine.showing_average() if self.config.ema_eval else contextlib.nullcontext():
+            values = self.tasks[name].run(self.engine.encode, self.parallel, self.engine.scalar_values)
         self.metrics.evaluation(name, self.step, self.samples_seen, values)
         return values
 
@@ -228,13 +237,13 @@ class Trainer:
             f"{self.config.model}: {self.num_parameters / 1e6:.2f}M parameters; {self.loader.num_samples} pairs\n"
             f"{self.batch}; {self.total_steps} steps; loss {self.config.loss}; ZeRO-{self.engine.zero_stage}, "
             f"{self.engine.precision}, {describe_ranks(self.parallel)}; "
-            f"{'compiled' if self.compiled else 'eager'} blocks, {self.resident} resident micro-batches"
+            f"{'compiled' if self.compiled else 'eager'} blocks, {self.resident} resident micro-batches\n"
+            f"{self.config.opt}, learning rate {self.schedule}, {self.schedule.warmup} warm-up steps"
         )
-        if self.total_steps <= self.config.warmup:
-            last = learning_rate(self.config, self.total_steps - 1, self.total_steps, self.loader.steps_per_epoch)
+        if self.total_steps <= self.schedule.warmup:
             self.metrics.say(
-                f"the run ends inside the warm-up: {self.total_steps} steps, --warmup {self.config.warmup}; "
-                f"lr reaches {last:.2g} of {self.config.lr:.2g}"
+                f"the run ends inside the warm-up: {self.total_steps} steps, {self.schedule.warmup} of warm-up; "
+                f"lr reaches {self.schedule(self.total_steps - 1):.2g} of {self.schedule.peak:.2g}"
             )
         if checkpoint is not None:
             self.checkpoints.begun_step = self.step
@@ -280,7 +289,7 @@ class Trainer:
 
     def _finish(self) -> dict:
         results = {name: self._run_task(name) for name in self.tasks}
-        weights = full_weights(self.engine, keep=self.parallel.rank == 0)
+        weights = full_weights(self.engine, keep=self.parallel.rank == 0, ema=self.config.ema_eval)
         peak = max_over(dist.group.WORLD, [peak_memory_mb(self.parallel.device)], self.parallel.device)[0]
         summary = {
             "zero_shot_top1": results.get("zero_shot", {}).get("top1"),
@@ -296,6 +305,7 @@ class Trainer:
             "world_size": self.parallel.world_size,
             "data": self._data_report(),
             "evaluation": results,
+            "ema": self.config.ema_eval,
             "paths": {
                 "run": str(self.run.root),
                 "loss_curve": str(self.run.loss_curve),
