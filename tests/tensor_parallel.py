@@ -85,10 +85,13 @@ def train_steps(
 
 def oracle(dp_size: int, steps: int, *, clip: float = 0.5, weight_decay: float = 0.1):
     """One process in float64, the whole batch at once -> losses, norms, [image, text] norms, state dict."""
+    from infcl.config import TrainConfig
     from infcl.train.optim import parameter_groups
 
     model = new_model().double()
-    optimizer = torch.optim.AdamW(parameter_groups(model, weight_decay), lr=LR, betas=(0.9, 0.98), eps=EPS)
+    optimizer = torch.optim.AdamW(
+        parameter_groups(model, TrainConfig(wd=weight_decay), LR), lr=LR, betas=(0.9, 0.98), eps=EPS
+    )
     losses, norms, tower_norms = [], [], []
     for step in range(steps):
         images, texts = global_batch(dp_size * MICRO_BATCHES * MICRO_BATCH_SIZE, seed=step)
