@@ -1,0 +1,241 @@
+"""Which tensor-parallel size and ZeRO stage: memory and samples/s of whole steps on the GPUs of one host.
+
+    python -m benchmarks.tensor_parallel --gpus 8 --models bigG,5B --sizes 1,2,4,8 --stages 1,3 --csv FILE
+
+Every setting is a process group of its own with a time limit; what runs out of memory or time becomes a row that says
+so. A step is the trainer's: gradient cache over --accum-freq micro-batches of --batch-size pairs per data-parallel rank,
+the ring over all ranks, AdamW, amp_bf16, random pixels and tokens. samples/s: median of --repeats steps after two, over
+all GPUs; peak memory: torch's, largest rank, without what only building the model took.
+
+Models: names of infcl/model_configs, or
+    bigG  ViT-bigG-14 with 16 text heads instead of 20, which 8 ranks cannot share; sizes and flops are the same
+    5B    an image tower of 5.0 B (width 3072, 44 layers, 24 heads) with a text tower of 0.4 B
+"""
+
+import argparse
+import csv
+import dataclasses
+import json
+import os
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from infcl.train.run_folder import git_commit
+
+ROOT = Path(__file__).parent.parent
+COLUMNS = (
+    "model", "gpus", "tensor_parallel", "sequence_parallel", "zero_stage", "checkpointing", "batch_size", "accum_freq",
+    "status", "samples_per_second", "step_ms", "peak_gib", "mfu", "parameters_m", "device", "torch", "commit",
+)  # fmt: skip
+RESULT = "RESULT "
+
+
+def main() -> None:
+    arguments = _parse()
+    if arguments.one:
+        run_setting(json.loads(arguments.one))
+        return
+    print(
+        f"{'model':>9} {'T':>2} {'SP':>3} {'ZeRO':>4} {'samples/s':>10} {'ms':>8} {'peak GiB':>9} {'MFU':>6}",
+        flush=True,
+    )
+    for setting in settings(arguments):
+        row = _in_child(setting, arguments.timeout) | {"commit": arguments.commit or git_commit()}
+        _report(row, arguments.csv)
+
+
+def settings(arguments: argparse.Namespace) -> list[dict]:
+    """What is measured, in order; sequence parallelism only where T > 1."""
+    return [
+        {
+            "model": model, "gpus": arguments.gpus, "tensor_parallel": size, "sequence_parallel": sequence == "on",
+            "zero_stage": stage, "checkpointing": arguments.grad_checkpointing, "batch_size": arguments.batch_size,
+            "accum_freq": arguments.accum_freq, "repeats": arguments.repeats, "device": arguments.device,
+        }
+        for model in arguments.models.split(",")
+        for stage in map(int, arguments.stages.split(","))
+        for size in map(int, arguments.sizes.split(","))
+        for sequence in (arguments.sequence_parallel.split(",") if size > 1 else ["off"])
+    ]  # fmt: skip
+
+
+def model_config(name: str):
+    from infcl.towers import TextConfig, VisionConfig, load_model_config
+
+    if name == "bigG":
+        cfg = load_model_config("ViT-bigG-14")
+        return dataclasses.replace(cfg, text_cfg=dataclasses.replace(cfg.text_cfg, heads=16))
+    if name == "5B":
+        return dataclasses.replace(
+            load_model_config("ViT-bigG-14"),
+            embed_dim=1024,
+            vision_cfg=VisionConfig(layers=44, width=3072, head_width=128, patch_size=14),
+            text_cfg=TextConfig(width=1024, heads=16, layers=24),
+        )
+    return load_model_config(name)
+
+
+# ---- one setting, in a process of its own ----
+
+
+def run_setting(setting: dict) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    torch.multiprocessing.spawn(_rank, (setting, port), nprocs=setting["gpus"])
+
+
+def _rank(rank: int, setting: dict, port: int) -> None:
+    names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": setting["gpus"], "LOCAL_WORLD_SIZE": setting["gpus"]}
+    os.environ.update({name: str(value) for name, value in names.items()})
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    try:
+        row = _measure(setting)
+    except torch.OutOfMemoryError:
+        print(RESULT + json.dumps({"status": "out of memory"}), flush=True)
+        os._exit(1)  # the other ranks wait for this one
+    if rank == 0:
+        print(RESULT + json.dumps(row), flush=True)
+    os._exit(0)  # nothing to clean up that the end of the process does not
+
+
+def _measure(setting: dict) -> dict:
+    from infcl.config import BatchPlan, TrainConfig
+    from infcl.parallel import init_parallel, max_over, seed_everything
+    from infcl.step.grad_cache import grad_cache_step
+    from infcl.towers import CLIP
+    from infcl.train.build import build_loss
+    from infcl.train.diagnostics import utilisation
+    from infcl.train.engine import Engine
+
+    config = TrainConfig(
+        dataset_type="synthetic", train_num_samples=1, deepspeed_config=f"ds_configs/zero{setting['zero_stage']}.json",
+        tensor_parallel_size=setting["tensor_parallel"], sequence_parallel=setting["sequence_parallel"],
+    )  # fmt: skip
+    parallel = init_parallel(setting["device"], timeout_minutes=5)
+    if setting["tensor_parallel"] > 1:
+        from megatron_patches.groups import init_tensor_parallel
+
+        parallel = init_tensor_parallel(parallel, setting["tensor_parallel"])
+    batch = BatchPlan(parallel.dp_size, setting["accum_freq"], setting["batch_size"])
+    cfg, on_gpu = model_config(setting["model"]), parallel.device.type == "cuda"
+    seed_everything(0)
+    with parallel.device:
+        model = CLIP(cfg, activation_checkpointing=setting["checkpointing"])
+    parameters = sum(p.numel() for p in model.parameters())
+    engine = Engine(model, config, parallel, batch)
+    loss, micro_batches = build_loss(config, parallel), _micro_batches(cfg, batch, parallel)
+    if on_gpu:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    seconds = []
+    for _ in range(2 + setting["repeats"]):
+        dist.barrier()
+        started = time.perf_counter()
+        grad_cache_step(
+            micro_batches,
+            encode=lambda pair: engine.encode(*pair),
+            loss=loss,
+            backward=engine.backward,
+            seeds=range(len(micro_batches)),
+            scalar_values=engine.scalar_values,
+        )
+        engine.step(1e-5)
+        if on_gpu:
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - started)
+    median = statistics.median(seconds[2:])
+    rate = batch.global_batch_size / median
+    mfu = utilisation(cfg, parallel.device, engine.precision)(rate / parallel.world_size)
+    peak = max_over(dist.group.WORLD, [torch.cuda.max_memory_allocated() if on_gpu else 0], parallel.device)[0]
+    return {
+        "status": "ok", "samples_per_second": round(rate, 2), "step_ms": round(1e3 * median, 1),
+        "peak_gib": round(peak / 2**30, 2), "mfu": None if mfu is None else round(mfu, 4),
+        "parameters_m": round(parameters / 1e6, 1), "torch": torch.__version__,
+        "device": torch.cuda.get_device_name() if on_gpu else "cpu",
+    }  # fmt: skip
+
+
+def _micro_batches(cfg, batch, parallel) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Random ones on the device, the same for tensor-parallel ranks."""
+    generator = torch.Generator().manual_seed(1 + parallel.dp_rank)
+    size, (m, text) = cfg.vision_cfg.image_size, (batch.micro_batch_size, cfg.text_cfg)
+    return [
+        (
+            torch.randint(256, (m, 3, size, size), dtype=torch.uint8, generator=generator).to(parallel.device),
+            torch.randint(text.vocab_size, (m, text.context_length), generator=generator).to(parallel.device),
+        )
+        for _ in range(batch.num_micro_batches)
+    ]
+
+
+# ---- the parent ----
+
+
+def _in_child(setting: dict, timeout: float) -> dict:
+    """The setting with what its process reported: a row, or a status that says why there is none."""
+    command = [sys.executable, "-m", "benchmarks.tensor_parallel", "--one", json.dumps(setting)]
+    process = subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
+    try:
+        output, _ = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+        return setting | {"status": f"no result after {timeout:.0f} s"}
+    results = [json.loads(line[len(RESULT) :]) for line in output.splitlines() if line.startswith(RESULT)]
+    if not results:
+        print(output[-3000:], flush=True)
+        return setting | {"status": f"failed with exit code {process.returncode}"}
+    return setting | results[-1]
+
+
+def _report(row: dict, path: Path | None) -> None:
+    head = f"{row['model']:>9} {row['tensor_parallel']:>2} {'on' if row['sequence_parallel'] else '-':>3} "
+    head += f"{row['zero_stage']:>4} "
+    if row["status"] == "ok":
+        mfu = "-" if row["mfu"] is None else f"{row['mfu']:.3f}"
+        head += f"{row['samples_per_second']:>10.1f} {row['step_ms']:>8.0f} {row['peak_gib']:>9.1f} {mfu:>6}"
+    else:
+        head += row["status"]
+    print(head, flush=True)
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        is_new = not path.exists()
+        with open(path, "a", newline="") as file:
+            writer = csv.DictWriter(file, COLUMNS, extrasaction="ignore")
+            if is_new:
+                writer.writeheader()
+            writer.writerow(row)
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gpus", type=int, default=8)
+    parser.add_argument("--models", default="bigG,5B")
+    parser.add_argument("--sizes", default="1,2,4,8", help="tensor-parallel sizes")
+    parser.add_argument("--stages", default="1,3", help="ZeRO stages")
+    parser.add_argument("--sequence-parallel", default="on", help="on, off or on,off; of sizes above 1")
+    parser.add_argument("--grad-checkpointing", action="store_true")
+    parser.add_argument("--batch-size", type=int, default=64, help="pairs per micro-batch")
+    parser.add_argument("--accum-freq", type=int, default=2, help="micro-batches per step")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--timeout", type=float, default=120.0, help="seconds that one setting may take")
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+    parser.add_argument("--csv", type=Path, default=None, help="append the rows to this file")
+    parser.add_argument("--commit", default=None, help="for the CSV; default: git's HEAD")
+    parser.add_argument("--one", default=None, help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
