@@ -3,9 +3,9 @@
     python -m benchmarks.tensor_parallel --gpus 8 --models bigG,5B --sizes 1,2,4,8 --stages 1,3 --csv FILE
 
 Every setting is a process group of its own with a time limit; what runs out of memory or time becomes a row that says
-so. A step is the trainer's: gradient cache over --accum-freq micro-batches of --batch-size pairs per data-parallel rank,
-the ring over all ranks, AdamW, amp_bf16, random pixels and tokens. samples/s: median of --repeats steps after two, over
-all GPUs; peak memory: torch's, largest rank, without what only building the model took.
+so. A step is the trainer's: gradient cache over --accum-freq micro-batches of --batch-size pairs per data-parallel
+rank, the ring over all ranks, AdamW, amp_bf16, compiled blocks, random pixels and tokens. samples/s: median of
+--repeats steps after two, over all GPUs; peak memory: torch's, largest rank, without what only building the model took.
 
 Models: names of infcl/model_configs, or
     bigG  ViT-bigG-14 with 16 text heads instead of 20, which 8 ranks cannot share; sizes and flops are the same
@@ -33,7 +33,8 @@ from infcl.train.run_folder import git_commit
 ROOT = Path(__file__).parent.parent
 COLUMNS = (
     "model", "gpus", "tensor_parallel", "sequence_parallel", "zero_stage", "checkpointing", "batch_size", "accum_freq",
-    "status", "samples_per_second", "step_ms", "peak_gib", "mfu", "parameters_m", "device", "torch", "commit",
+    "compiled", "status", "samples_per_second", "step_ms", "peak_gib", "mfu", "parameters_m", "device", "torch",
+    "commit",
 )  # fmt: skip
 RESULT = "RESULT "
 
@@ -43,10 +44,7 @@ def main() -> None:
     if arguments.one:
         run_setting(json.loads(arguments.one))
         return
-    print(
-        f"{'model':>9} {'T':>2} {'SP':>3} {'ZeRO':>4} {'samples/s':>10} {'ms':>8} {'peak GiB':>9} {'MFU':>6}",
-        flush=True,
-    )
+    print(f"{'model':>9}  T  SP ZeRO  samples/s       ms  peak GiB    MFU", flush=True)
     for setting in settings(arguments):
         row = _in_child(setting, arguments.timeout) | {"commit": arguments.commit or git_commit()}
         _report(row, arguments.csv)
@@ -58,7 +56,8 @@ def settings(arguments: argparse.Namespace) -> list[dict]:
         {
             "model": model, "gpus": arguments.gpus, "tensor_parallel": size, "sequence_parallel": sequence == "on",
             "zero_stage": stage, "checkpointing": arguments.grad_checkpointing, "batch_size": arguments.batch_size,
-            "accum_freq": arguments.accum_freq, "repeats": arguments.repeats, "device": arguments.device,
+            "accum_freq": arguments.accum_freq, "compile_blocks": arguments.compile_blocks,
+            "repeats": arguments.repeats, "device": arguments.device,
         }
         for model in arguments.models.split(",")
         for stage in map(int, arguments.stages.split(","))
@@ -112,13 +111,15 @@ def _measure(setting: dict) -> dict:
     from infcl.parallel import init_parallel, max_over, seed_everything
     from infcl.step.grad_cache import grad_cache_step
     from infcl.towers import CLIP
-    from infcl.train.build import build_loss
+    from infcl.train.build import build_loss, split_model
+    from infcl.train.compiled import prepare_blocks
     from infcl.train.diagnostics import utilisation
-    from infcl.train.engine import Engine
+    from infcl.train.engine import Engine, read_preset
 
     config = TrainConfig(
         dataset_type="synthetic", train_num_samples=1, deepspeed_config=f"ds_configs/zero{setting['zero_stage']}.json",
         tensor_parallel_size=setting["tensor_parallel"], sequence_parallel=setting["sequence_parallel"],
+        compile_blocks=setting["compile_blocks"],
     )  # fmt: skip
     parallel = init_parallel(setting["device"], timeout_minutes=5)
     if setting["tensor_parallel"] > 1:
@@ -131,6 +132,8 @@ def _measure(setting: dict) -> dict:
     with parallel.device:
         model = CLIP(cfg, activation_checkpointing=setting["checkpointing"])
     parameters = sum(p.numel() for p in model.parameters())
+    split_model(model, config, parallel)
+    compiled = prepare_blocks(model, config, parallel, read_preset(config, parallel.device.type)[1], batch)
     engine = Engine(model, config, parallel, batch)
     loss, micro_batches = build_loss(config, parallel), _micro_batches(cfg, batch, parallel)
     if on_gpu:
@@ -157,7 +160,7 @@ def _measure(setting: dict) -> dict:
     mfu = utilisation(cfg, parallel.device, engine.precision)(rate / parallel.world_size)
     peak = max_over(dist.group.WORLD, [torch.cuda.max_memory_allocated() if on_gpu else 0], parallel.device)[0]
     return {
-        "status": "ok", "samples_per_second": round(rate, 2), "step_ms": round(1e3 * median, 1),
+        "status": "ok", "compiled": compiled, "samples_per_second": round(rate, 2), "step_ms": round(1e3 * median, 1),
         "peak_gib": round(peak / 2**30, 2), "mfu": None if mfu is None else round(mfu, 4),
         "parameters_m": round(parameters / 1e6, 1), "torch": torch.__version__,
         "device": torch.cuda.get_device_name() if on_gpu else "cpu",
@@ -226,6 +229,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--stages", default="1,3", help="ZeRO stages")
     parser.add_argument("--sequence-parallel", default="on", help="on, off or on,off; of sizes above 1")
     parser.add_argument("--grad-checkpointing", action="store_true")
+    parser.add_argument("--compile-blocks", default="auto", choices=("auto", "on", "off"))
     parser.add_argument("--batch-size", type=int, default=64, help="pairs per micro-batch")
     parser.add_argument("--accum-freq", type=int, default=2, help="micro-batches per step")
     parser.add_argument("--repeats", type=int, default=3)

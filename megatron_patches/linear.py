@@ -9,11 +9,14 @@ reduce-scatter, of as many bytes together, and the backward gathers the rows aga
 
 A row layer is megatron-core's mapping behind torch's product. A column layer's backward communicates while it computes
 the weight's gradient, as megatron-core's LinearWithGradAccumulationAndAsyncCommunication does. That function is not
-taken: under autocast its backward multiplies bfloat16 with float32, under sequence parallelism it needs CUDA, and it
-adds the bias in a pass of its own (0.16.1).
+taken: under autocast its backward multiplies bfloat16 with float32, under sequence parallelism it needs CUDA, it adds
+the bias in a pass of its own, and torch.compile cannot trace it (0.16.1). torch.compile takes a block of these layers
+as one graph: what it communicates asynchronously are torch's functional collectives.
 
 Shapes: n rows of any leading dimensions, T ranks; under sequence parallelism a rank has n / T of them.
 """
+
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -25,33 +28,47 @@ from megatron.core.tensor_parallel.mappings import (
 
 from infcl.towers.transformer import Attention, Linear
 
+_collectives = torch.ops._c10d_functional  # in place of nothing, asynchronous until wait_tensor
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """How a layer is shared: the tensor-parallel group, and whether the rows around the layer are split too."""
+
+    group: dist.ProcessGroup
+    sequence_parallel: bool
+
+    def __deepcopy__(self, memo: dict) -> "Sharing":
+        return self  # a group is one object in a process
+
 
 class ColumnAttention(Attention):
     """Attention over this rank's heads; in_proj_weight [3 w / T, w], in_proj_bias [3 w / T]."""
 
     def project_in(self, x: torch.Tensor) -> torch.Tensor:
-        return columns(x, self.in_proj_weight, self.in_proj_bias, self.tp_group, self.sequence_parallel)
+        return columns(x, self.in_proj_weight, self.in_proj_bias, self.sharing)
 
 
 class ColumnLinear(Linear):
     """weight [out / T, in], bias [out / T]."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return columns(x, self.weight, self.bias, self.tp_group, self.sequence_parallel)
+        return columns(x, self.weight, self.bias, self.sharing)
 
 
 class RowLinear(Linear):
     """weight [out, in / T], bias [out], the same on every rank and added once."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = _sum_over_ranks(F.linear(x, self.weight), self.tp_group, self.sequence_parallel)
+        y = F.linear(x, self.weight)
+        if self.sharing.sequence_parallel:
+            y = reduce_scatter_to_sequence_parallel_region(y, group=self.sharing.group)
+        else:
+            y = reduce_from_tensor_model_parallel_region(y, group=self.sharing.group)
         return y + self.bias.to(y.dtype)
 
 
-@torch.compiler.disable
-def columns(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, group: dist.ProcessGroup, sequence_parallel: bool
-) -> torch.Tensor:
+def columns(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, sharing: Sharing) -> torch.Tensor:
     """This rank's output features of all rows: [n, out / T] from x [n, in] (sequence parallel: [n / T, in]).
 
     In autocast's dtype where that is on, so that what is sent has it too.
@@ -59,55 +76,39 @@ def columns(
     if torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)
         x, weight, bias = x.to(dtype), weight.to(dtype), bias.to(dtype)
-    return _Columns.apply(x, weight, bias, group, sequence_parallel)
-
-
-@torch.compiler.disable
-def _sum_over_ranks(y: torch.Tensor, group: dist.ProcessGroup, sequence_parallel: bool) -> torch.Tensor:
-    if sequence_parallel:
-        return reduce_scatter_to_sequence_parallel_region(y, group=group)
-    return reduce_from_tensor_model_parallel_region(y, group=group)
+    size, name = dist.get_world_size(sharing.group), sharing.group.group_name
+    return _Columns.apply(x, weight, bias, size, name, sharing.sequence_parallel)
 
 
 class _Columns(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, bias, group, sequence_parallel):
+    def forward(ctx, x, weight, bias, size, group_name, sequence_parallel):
         ctx.save_for_backward(x, weight)
-        ctx.group, ctx.sequence_parallel = group, sequence_parallel
+        ctx.size, ctx.group_name, ctx.sequence_parallel = size, group_name, sequence_parallel
         if sequence_parallel:
-            x, gathering = _gather_rows(x, group)
-            gathering.wait()
+            x = _collectives.wait_tensor(_collectives.all_gather_into_tensor(x.contiguous(), size, group_name))
         return F.linear(x, weight, bias)
 
     @staticmethod
     def backward(ctx, d_y):
         x, weight = ctx.saved_tensors
         x_needs, weight_needs, bias_needs = ctx.needs_input_grad[:3]
-        own, d_x, sending = x, None, None
+        d_x = d_weight = d_bias = None
         if ctx.sequence_parallel and weight_needs:
-            x, gathering = _gather_rows(x, ctx.group)
-        if x_needs:
-            d_x, sending = _start_sum(d_y @ weight, own, ctx.group, ctx.sequence_parallel)
+            x = _collectives.all_gather_into_tensor(x.contiguous(), ctx.size, ctx.group_name)
+        if x_needs:  # on the wire while the rest is computed
+            d_x = d_y @ weight
+            if ctx.sequence_parallel:
+                d_x = _collectives.reduce_scatter_tensor(d_x, "sum", ctx.size, ctx.group_name)
+            else:
+                d_x = _collectives.all_reduce(d_x, "sum", ctx.group_name)
         if ctx.sequence_parallel and weight_needs:
-            gathering.wait()
+            x = _collectives.wait_tensor(x)
         d_rows = d_y.flatten(0, -2)  # [n, out / T]
-        d_weight = d_rows.T @ x.flatten(0, -2) if weight_needs else None
-        d_bias = d_rows.sum(0) if bias_needs else None
-        if sending is not None:
-            sending.wait()
-        return d_x, d_weight, d_bias, None, None
-
-
-def _gather_rows(x: torch.Tensor, group: dist.ProcessGroup) -> tuple[torch.Tensor, dist.Work]:
-    gathered = x.new_empty((dist.get_world_size(group) * len(x), *x.shape[1:]))
-    return gathered, dist.all_gather_into_tensor(gathered, x.contiguous(), group=group, async_op=True)
-
-
-def _start_sum(
-    d_x: torch.Tensor, own: torch.Tensor, group: dist.ProcessGroup, sequence_parallel: bool
-) -> tuple[torch.Tensor, dist.Work]:
-    """The sum over ranks of d_x (sequence parallel: this rank's rows of it, shaped as `own`), when the work is done."""
-    if not sequence_parallel:
-        return d_x, dist.all_reduce(d_x, group=group, async_op=True)
-    summed = torch.empty_like(own, memory_format=torch.contiguous_format)
-    return summed, dist.reduce_scatter_tensor(summed, d_x, group=group, async_op=True)
+        if weight_needs:
+            d_weight = d_rows.T @ x.flatten(0, -2)
+        if bias_needs:
+            d_bias = d_rows.sum(0)
+        if x_needs:
+            d_x = _collectives.wait_tensor(d_x)
+        return d_x, d_weight, d_bias, None, None, None

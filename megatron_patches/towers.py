@@ -25,7 +25,7 @@ from torch import nn
 from infcl.towers.clip import CLIP
 from infcl.towers.config import CLIPConfig
 from infcl.towers.transformer import ResidualBlock, Transformer
-from megatron_patches.linear import ColumnAttention, ColumnLinear, RowLinear
+from megatron_patches.linear import ColumnAttention, ColumnLinear, RowLinear, Sharing
 from megatron_patches.split import Split, split_parameter
 
 
@@ -49,11 +49,12 @@ def split_towers(model: CLIP, group: dist.ProcessGroup, *, sequence_parallel: bo
     sequence_parallel: between the split layers each rank keeps 1 / T of a micro-batch's samples only.
     """
     check_divides(model.cfg, dist.get_world_size(group))
+    sharing = Sharing(group, sequence_parallel)
     for module in model.modules():
         if isinstance(module, ResidualBlock):
-            _split_block(module, group, sequence_parallel)
+            _split_block(module, sharing)
         elif isinstance(module, Transformer) and sequence_parallel:
-            _switch(module, SampleParallelTransformer, group)
+            _switch(module, SampleParallelTransformer, sharing)
         elif isinstance(module, nn.Conv2d):
             for parameter in module.parameters(recurse=False):
                 _reduce_gradient(parameter, group, mean=True)
@@ -67,15 +68,15 @@ class SampleParallelTransformer(Transformer):
     """
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        rows = len(x)
-        padding = -rows % dist.get_world_size(self.tp_group)  # the last batch of an evaluation
-        x = scatter_to_sequence_parallel_region(F.pad(x, (0, 0, 0, 0, 0, padding)), group=self.tp_group)
+        rows, group = len(x), self.sharing.group
+        padding = -rows % dist.get_world_size(group)  # the last batch of an evaluation
+        x = scatter_to_sequence_parallel_region(F.pad(x, (0, 0, 0, 0, 0, padding)), group=group)
         x = super().forward(x)
-        return gather_from_sequence_parallel_region(x, tensor_parallel_output_grad=False, group=self.tp_group)[:rows]
+        return gather_from_sequence_parallel_region(x, tensor_parallel_output_grad=False, group=group)[:rows]
 
 
-def _split_block(block: ResidualBlock, group: dist.ProcessGroup, sequence_parallel: bool) -> None:
-    heads, rows, columns = (Split(dim, stacked, group) for dim, stacked in ((0, 3), (0, 1), (1, 1)))
+def _split_block(block: ResidualBlock, sharing: Sharing) -> None:
+    heads, rows, columns = (Split(dim, stacked, sharing.group) for dim, stacked in ((0, 3), (0, 1), (1, 1)))
     for owner, name, split in (
         (block.attn, "in_proj_weight", heads),
         (block.attn, "in_proj_bias", heads),
@@ -91,17 +92,16 @@ def _split_block(block: ResidualBlock, group: dist.ProcessGroup, sequence_parall
         (block.mlp.c_fc, ColumnLinear),
         (block.mlp.c_proj, RowLinear),
     ):
-        _switch(module, parallel_class, group)
-        module.sequence_parallel = sequence_parallel
-    if sequence_parallel:
+        _switch(module, parallel_class, sharing)
+    if sharing.sequence_parallel:
         between = [*block.ln_1.parameters(), *block.ln_2.parameters(), block.attn.out_proj.bias, block.mlp.c_proj.bias]
         for parameter in between:
-            _reduce_gradient(parameter, group, mean=False)
+            _reduce_gradient(parameter, sharing.group, mean=False)
 
 
-def _switch(module: nn.Module, parallel_class: type[nn.Module], group: dist.ProcessGroup) -> None:
+def _switch(module: nn.Module, parallel_class: type[nn.Module], sharing: Sharing) -> None:
     module.__class__ = parallel_class
-    module.tp_group = group
+    module.sharing = sharing
 
 
 def _reduce_gradient(parameter: nn.Parameter, group: dist.ProcessGroup, *, mean: bool) -> None:

@@ -58,11 +58,15 @@ def train_steps(
 ):
     """Optimizer steps over this rank's share -> (engine, losses, gradient norms, [image, text] gradient norms)."""
     from infcl.step.grad_cache import grad_cache_step
-    from infcl.train.build import build_loss
+    from infcl.train.build import build_loss, split_model
+    from infcl.train.compiled import prepare_blocks
     from infcl.train.engine import Engine
 
     batch = BatchPlan(parallel.dp_size, micro_batches, MICRO_BATCH_SIZE)
-    engine = Engine(new_model(**model_options), config, parallel, batch)
+    model = new_model(**model_options)
+    split_model(model, config, parallel)
+    assert prepare_blocks(model, config, parallel, "fp32", batch) == (config.compile_blocks == "on")
+    engine = Engine(model, config, parallel, batch)
     loss, losses, norms, tower_norms = build_loss(config, parallel), [], [], []
     engine.train()
     for step in range(steps):

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from infcl.towers import CLIP
 from tests.ranks import run_ranks
@@ -70,32 +70,35 @@ def test_features_and_gradients_equal_the_whole_models(size, sequence_parallel, 
             assert float((got_gradients[name] - expected).norm()) < 1e-11 * max(1.0, float(expected.norm())), name
 
 
+class SentDtypes(TorchDispatchMode):
+    """The dtype of every tensor that is all-reduced."""
+
+    def __init__(self):
+        super().__init__()
+        self.dtypes = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.name() in ("c10d::allreduce_", "_c10d_functional::all_reduce"):
+            self.dtypes.append(torch.utils._pytree.tree_leaves(args[0])[0].dtype)
+        return function(*args, **kwargs or {})
+
+
 def autocast_dtypes(rank, world_size):
     """Under autocast: [dtype of what the ranks send], and gradients beside those of the whole model."""
     from megatron_patches.towers import split_towers
 
-    sent = []
-    all_reduce = dist.all_reduce
-
-    def spy(tensor, **options):
-        sent.append(tensor.dtype)
-        return all_reduce(tensor, **options)
-
-    gradients = []
+    gradients, sent = [], SentDtypes()
     images, texts = global_batch(4, seed=5)
     for split in (False, True):
         model = new_model()
         if split:
             split_towers(model, layout(world_size).tp_group)
-            dist.all_reduce = spy
-        try:
+        with sent:
             with torch.autocast("cpu", torch.bfloat16):
                 out = model(images, texts)
             (out["image_features"][:, 0].sum() + out["text_features"][:, 1].sum()).backward()
-        finally:
-            dist.all_reduce = all_reduce
         gradients.append(whole_values(model, lambda p: torch.zeros_like(p) if p.grad is None else p.grad))
-    return sent, gradients
+    return sent.dtypes, gradients
 
 
 def test_under_autocast_the_ranks_send_bfloat16_and_gradients_agree_within_its_rounding():

@@ -66,6 +66,14 @@ def build_model(config: TrainConfig, model_config: CLIPConfig) -> CLIP:
     return model
 
 
+def split_model(model: CLIP, config: TrainConfig, parallel: Parallel) -> None:
+    """Leave this rank its part of the model, in place, where tensor-parallel ranks share one."""
+    if parallel.tp_size > 1:
+        from megatron_patches.towers import split_towers
+
+        split_towers(model, parallel.tp_group, sequence_parallel=config.sequence_parallel)
+
+
 def build_loss(config: TrainConfig, parallel: Parallel) -> nn.Module:
     """The loss that the flags name, over all ranks; tensor-parallel ranks share out the pairs that they hold."""
     group = parallel.dp_group if parallel.tp_size == 1 else dist.group.WORLD

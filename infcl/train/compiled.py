@@ -29,12 +29,12 @@ PARAMETER_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}  # of other p
 
 def prepare_blocks(model: CLIP, config: TrainConfig, parallel: Parallel, precision: str, batch: BatchPlan) -> bool:
     """What --compile-blocks says, for the batch sizes that the two passes of a step have. True: blocks are compiled."""
-    if parallel.tp_size > 1 and config.compile_blocks == "on":
-        raise ValueError("--compile-blocks on: blocks that talk to other ranks (--tensor-parallel-size) run eagerly")
-    auto = config.compile_blocks == "auto" and parallel.device.type == "cuda" and parallel.tp_size == 1
+    auto = config.compile_blocks == "auto" and parallel.device.type == "cuda"
     wanted = auto or config.compile_blocks == "on"
     groups = {min(config.encode_micro_batches, batch.num_micro_batches), 1}
-    return wanted and compile_blocks(model, parallel.device, precision, {n * batch.micro_batch_size for n in groups})
+    share = parallel.tp_size if config.sequence_parallel else 1  # a block then sees its rank's samples only
+    sizes = {-(-n * batch.micro_batch_size // share) for n in groups}
+    return wanted and compile_blocks(model, parallel.device, precision, sizes)
 
 
 def compile_blocks(model: CLIP, device: torch.device, precision: str, batch_sizes: set[int]) -> bool:

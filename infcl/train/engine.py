@@ -109,7 +109,7 @@ def deepspeed_config(preset: dict, precision: str, batch: BatchPlan, grad_clip_n
 
 
 class Engine:
-    """A CLIP model under a DeepSpeed engine."""
+    """A CLIP model under a DeepSpeed engine; under tensor parallelism this rank's part of it (build.split_model)."""
 
     def __init__(self, model: nn.Module, config: TrainConfig, parallel: Parallel, batch: BatchPlan):
         preset, precision = read_preset(config, parallel.device.type)
@@ -120,7 +120,7 @@ class Engine:
         self.optimizer_name = config.opt
         self.shown: str | None = None  # whether forwards see the weights or their average (EMA)
         deepspeed = _import_deepspeed()
-        mpu = _split_over_tensor_parallel_ranks(model, parallel, config) if parallel.tp_size > 1 else None
+        mpu = _megatron_groups() if parallel.tp_size > 1 else None
         deepspeed.utils.groups.mpu = mpu  # DeepSpeed would keep that of an earlier engine
         offloads = "offload_optimizer" in preset.get("zero_optimization", {})
         exact = _fp32_copy(model) if self.low_precision_parameters else {}
@@ -283,12 +283,10 @@ class Engine:
         return self.engine.optimizer.loss_scaler if self.precision == "fp16" else None
 
 
-def _split_over_tensor_parallel_ranks(model: nn.Module, parallel: Parallel, config: TrainConfig):
-    """This rank's part of the model, in place -> what tells DeepSpeed of the groups."""
+def _megatron_groups():
+    """What tells DeepSpeed of the tensor- and data-parallel groups."""
     from megatron_patches.groups import DeepSpeedMpu
-    from megatron_patches.towers import split_towers
 
-    split_towers(model, parallel.tp_group, sequence_parallel=config.sequence_parallel)
     return DeepSpeedMpu()
 
 

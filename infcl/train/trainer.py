@@ -18,7 +18,14 @@ from infcl.config import BatchPlan, TrainConfig, total_steps
 from infcl.parallel import Parallel, describe_ranks, max_over, mean_over, micro_batch_seed, seed_everything
 from infcl.report import draw_loss_curve
 from infcl.step.grad_cache import grad_cache_step
-from infcl.train.build import build_loader, build_loss, build_model, build_tasks, build_tokenizer_and_model_config
+from infcl.train.build import (
+    build_loader,
+    build_loss,
+    build_model,
+    build_tasks,
+    build_tokenizer_and_model_config,
+    split_model,
+)
 from infcl.train.checkpoint import find_checkpoint, full_weights, load_checkpoint
 from infcl.train.checkpoint_writer import CheckpointWriter
 from infcl.train.compiled import prepare_blocks
@@ -59,6 +66,7 @@ class Trainer:
         model = build_model(config, model_config)
         self.model_config = model.cfg
         self.num_parameters = sum(p.numel() for p in model.parameters())
+        split_model(model, config, parallel)
         self.compiled = prepare_blocks(model, config, parallel, precision, self.batch)
         self.engine = Engine(model, config, parallel, self.batch)
         self.resident = resident_micro_batches(config, self.engine, self.batch, self.model_config, parallel)
