@@ -226,7 +226,15 @@ def _command(gpus: int, flags: list[str]) -> list[str]:
 
 def _rows(output: str) -> str:
     """The rows of a child's output, and what it warned of."""
-    noise = ("parameters;", "pairs a step", "the run ends inside", "*****", "OMP_NUM_THREADS", "data wait")
+    noise = (
+        "parameters;",
+        "pairs a step",
+        "the run ends inside",
+        "*****",
+        "OMP_NUM_THREADS",
+        "data wait",
+        "warm-up steps",
+    )
     return "\n".join(line for line in output.splitlines() if line.strip() and not any(n in line for n in noise))
 
 

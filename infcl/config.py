@@ -135,6 +135,11 @@ class TrainConfig:
     epochs_cooldown: int | None = _flag(None, "optimisation", "const-cooldown: decay over the last n epochs")
     lr_cooldown_end: float = _flag(0.0, "optimisation", "const-cooldown: learning rate at the end")
     lr_cooldown_power: float = _flag(1.0, "optimisation", "const-cooldown: power of the decay")
+    max_skipped_steps: int = _flag(
+        20,
+        "optimisation",
+        "end the run (with a checkpoint) when more steps in a row are not finite",
+    )
     grad_clip_norm: float | None = _flag(None, "optimisation", "clip the global gradient norm [no clipping]")
     ema_decay: float | None = _flag(None, "optimisation", "keep a moving average of the weights, e.g. 0.9999 [none]")
     ema_eval: bool = _flag(False, "optimisation", "evaluate, and export at the end, the averaged weights")
@@ -214,6 +219,7 @@ class TrainConfig:
                 raise ValueError(f"{_option(name)} {getattr(self, name)} must be greater than 0")
         not_negative = ("workers", "wd", "warmup", "save_frequency", "save_every_n_steps", "val_frequency", "profile")
         not_negative += ("save_every_minutes", "keep_checkpoints", "keep_every_n_steps", "update_clip")
+        not_negative += ("max_skipped_steps",)
         for name in (*not_negative, "zeroshot_frequency", "lock_image_unlocked_groups", "lock_text_unlocked_layers"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{_option(name)} {getattr(self, name)} must not be negative")

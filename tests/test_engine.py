@@ -117,6 +117,54 @@ def test_bf16_parameters_follow_the_float64_steps_within_bf16_rounding(world_siz
     assert worst_error(state, expected_state) < 5e-2
 
 
+def steps_with_a_poisoned_one(rank, world_size, preset, precision):
+    """Steps on batches 0, 1, 2, of which a pixel of rank 1's second micro-batch of batch 1 is not a number."""
+    from infcl.loss.contrastive import ContrastiveLoss
+    from infcl.parallel import init_parallel
+    from infcl.step.grad_cache import grad_cache_step
+    from infcl.train.checkpoint import full_weights
+
+    parallel = init_parallel("cpu")
+    batch = BatchPlan(world_size, MICRO_BATCHES, MICRO_BATCH_SIZE)
+    engine = Engine(ToyCLIP(logit_scale=START), settings(preset, precision=precision), parallel, batch)
+    loss = ContrastiveLoss("inf_cl", group=engine.dp_group)
+    applied, finite = [], None
+    for step in range(STEPS):
+        own = slice(rank * batch.rank_batch_size, (rank + 1) * batch.rank_batch_size)
+        images, texts = (side[own].clone() for side in global_batch(batch.global_batch_size, seed=step))
+        if step == 1 and rank == 1:
+            images[MICRO_BATCH_SIZE + 2, 3] = math.nan
+        output = grad_cache_step(
+            list(zip(images.split(MICRO_BATCH_SIZE), texts.split(MICRO_BATCH_SIZE))),
+            encode=lambda pair: engine.encode(*pair),
+            loss=loss,
+            backward=engine.backward,
+            seeds=[0] * MICRO_BATCHES,
+            scalar_values=engine.scalar_values,
+        )
+        applied.append(engine.step(LR))
+        engine.clamp_logit_scale(CEILING)
+        if step == 1:
+            finite = (~output.finite_rows["image_features"]).nonzero().flatten().tolist()
+    return applied, finite, full_weights(engine, keep=True), engine.counters()
+
+
+@pytest.mark.parametrize("preset", ["zero0", "zero1", "zero2", "zero3", "zero3_offload", "zero1_bf16", "zero2_bf16"])
+def test_a_step_that_is_not_finite_changes_nothing(preset, tmp_path):
+    """The steps around it give what they give without it: no gradient of it stays behind, Adam does not count it."""
+    precision = "bf16" if preset.endswith("bf16") else "fp32"
+    results = run_ranks(steps_with_a_poisoned_one, 2, preset.replace("zero1_bf16", "zero1"), precision)
+    applied, _, state, counters = results[0]
+    assert applied == [True, False, True]
+    assert results[1][1] == [MICRO_BATCH_SIZE + 2], "the row that did it is known to its rank"
+    assert counters["optimizer_step"] == 2 and counters["global_steps"] == 3 and counters["skipped_steps"] == 1
+    batches = [global_batch(2 * MICRO_BATCHES * MICRO_BATCH_SIZE, seed=step) for step in (0, 2)]
+    _, _, expected_state = oracle_steps(
+        batches, grad_clip_norm=CLIP, weight_decay=DECAY, max_logit_scale=CEILING, logit_scale=START
+    )
+    assert worst_error(state, expected_state) < (5e-2 if precision == "bf16" else 1e-5)
+
+
 def accumulate_ones(rank, world_size, preset):
     """600 micro-batches, each with gradient 1 for logit_scale: what the engine accumulated."""
     from infcl.parallel import init_parallel

@@ -83,7 +83,7 @@ def draw_png(chart: Chart, picture: Path) -> None:
 def draw_loss_curve(metrics: Path, picture: Path) -> None:
     """Loss (raw and smoothed) and logit scale over samples_seen, from metrics.jsonl into a PNG."""
     plt = _pyplot()
-    records = read_metrics(metrics, "train")
+    records = [r for r in read_metrics(metrics, "train") if "loss" in r]  # a skipped step may have none
     samples, loss = [r["samples_seen"] for r in records], [r["loss"] for r in records]
     figure, axis = plt.subplots(figsize=(7, 4), dpi=120)
     axis.plot(samples, loss, color="#9db8d2", linewidth=0.8, label="loss of the global batch")

@@ -34,6 +34,8 @@ class StepOutput:
 
     loss: torch.Tensor  # [] f32, this rank's share; the mean over ranks is the global loss
     logit_scale: torch.Tensor  # [1] f32, log-space, before the update
+    finite_rows: dict[str, torch.Tensor]  # of image_features and text_features: [b] bool
+    replayed: list[int]  # the micro-batches in the order of their backwards
 
 
 def grad_cache_step(
@@ -84,11 +86,13 @@ def grad_cache_step(
     if scalar_values is not None:
         scalars = scalar_values(scalars)
     loss_value, grads = _feature_grads(loss, features, scalars)
+    finite_rows = {name: value.isfinite().all(dim=1) for name, value in features.items()}
 
     on_phase("replay")
     first, last = 0, len(features["image_features"])  # rows whose gradients are still to be sent back
     del outputs, features
-    for index in (*reversed(range(num_cached, num_micro_batches)), *range(num_cached)):
+    order = [*reversed(range(num_cached, num_micro_batches)), *range(num_cached)]
+    for index in order:
         if graphs:
             output = graphs.pop()
             begin = last = last - len(output["image_features"])
@@ -100,7 +104,7 @@ def grad_cache_step(
         surrogate = surrogate + sum((output[name] * (grads[name] / num_micro_batches)).sum() for name in scalars)
         del output
         backward(surrogate, first == last)
-    return StepOutput(loss=loss_value, logit_scale=scalars["logit_scale"])
+    return StepOutput(loss_value, scalars["logit_scale"], finite_rows, order)
 
 
 def _encode_seeded(encode: Callable[[object], Features], micro_batch: object, seed: int) -> Features:

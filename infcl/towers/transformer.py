@@ -9,6 +9,8 @@ is gathered for the duration of its module's forward only.
 Shapes: m samples, L tokens, w width, h heads, d = w / h.
 """
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -36,6 +38,7 @@ class Transformer(nn.Module):
     ):
         super().__init__()
         self.activation_checkpointing = activation_checkpointing
+        self.on_input_gradient: Callable[[torch.Tensor], None] | None = None  # is shown d loss / d input, [m, L, w]
         residual_std = width**-0.5 * (2 * layers) ** -0.5 if gpt_init else None
         self.resblocks = nn.ModuleList(
             ResidualBlock(width, heads, mlp_ratio, quick_gelu=quick_gelu, causal=causal, residual_std=residual_std)
@@ -44,6 +47,8 @@ class Transformer(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         recompute = self.activation_checkpointing and torch.is_grad_enabled()
+        if self.on_input_gradient is not None and x.requires_grad:
+            x.register_hook(self.on_input_gradient)
         for block in self.resblocks:
             # Non-reentrant: the reentrant form drops the gradient of the first block, whose input needs none.
             # Blocks draw no random numbers, so there is no generator state to keep.

@@ -1,5 +1,6 @@
 """What a terminal shows while a run goes on: a progress bar, or one line per N steps where there is no terminal."""
 
+import math
 import sys
 import time
 from collections import deque
@@ -48,7 +49,7 @@ class Console:
             self.progress.stop()
 
     def _text(self, step: int, values: dict[str, float]) -> str:
-        parts = [f"loss {values['loss']:.4f}", f"{values['samples_per_second']:,.0f} samples/s"]
+        parts = [f"loss {values.get('loss', math.nan):.4f}", f"{values['samples_per_second']:,.0f} samples/s"]
         if "mfu" in values:
             parts.append(f"MFU {values['mfu']:.1%}")
         if self.recent:

@@ -164,7 +164,10 @@ class Engine:
         self.engine.backward(surrogate, scale_wrt_gas=False)
 
     def step(self, learning_rate: float) -> bool:
-        """One optimizer step at `learning_rate`. False when fp16 gradients overflowed and the step was skipped."""
+        """One optimizer step at `learning_rate`, or none: False when the norm of the gradients is not finite.
+
+        Then parameters and optimizer stay as they are; the counters go on, and in fp16 the loss scale falls.
+        """
         for group in self.engine.optimizer.param_groups:
             group["lr"] = learning_rate * group["lr_scale"]
         skipped_before = self.engine.skipped_steps
@@ -173,8 +176,19 @@ class Engine:
             self.stage_0_grad_norm = self._over_tensor_parallel(
                 torch.nn.utils.get_total_norm(gradients).square()
             ).sqrt()
+            if not self.stage_0_grad_norm.isfinite():  # the other stages' optimizers see to it themselves
+                self._drop_gradients()
+                return False
         self.engine.step()
         return self.engine.skipped_steps == skipped_before
+
+    def _drop_gradients(self) -> None:
+        """What `step` would do to the counters of stage 0, without an update."""
+        self.engine.zero_grad()
+        self.engine.global_steps += 1
+        self.engine.global_samples += self.engine.train_batch_size()
+        self.engine.micro_steps += 1
+        self.engine.skipped_steps += 1
 
     def grad_norm(self) -> float:
         """Global gradient norm of the last step, before clipping."""

@@ -31,6 +31,7 @@ from infcl.train.checkpoint_writer import CheckpointWriter
 from infcl.train.compiled import prepare_blocks
 from infcl.train.diagnostics import SampledLoss, utilisation
 from infcl.train.engine import Engine, read_preset
+from infcl.train.finite import FiniteWatch
 from infcl.train.metrics import MetricsWriter, PhaseTimer, peak_memory_mb
 from infcl.train.optim import Schedule
 from infcl.train.profiler import StepProfiler
@@ -40,6 +41,7 @@ from infcl.train.stop import Stopped, StopSignals
 
 log = logging.getLogger(__name__)
 
+MAX_FINDINGS = 8  # sentences about one skipped step
 MAX_LOGIT_SCALE = math.log(100)  # OpenAI's bound; the clamp holds through the next step in every ZeRO stage
 
 
@@ -80,7 +82,8 @@ class Trainer:
             train_text=not config.lock_text or config.lock_text_unlocked_layers > 0,
         )
 
-        self.step = self.skipped_steps = 0
+        self.finite = FiniteWatch(self.engine.module)
+        self.step = self.skipped_steps = self.skipped_in_a_row = 0
         self.saved_at, self.signals = time.monotonic(), StopSignals()
         keep = {"keep_last": config.keep_checkpoints, "keep_every": config.keep_every_n_steps}
         self.checkpoints = CheckpointWriter(self.engine, run, parallel, **keep)
@@ -133,6 +136,7 @@ class Trainer:
         started = time.perf_counter()
         lr = self.schedule(self.step)
         self.engine.train()
+        self.finite.begin()
         output = grad_cache_step(
             micro_batches,
             encode=self._encode,
@@ -160,9 +164,10 @@ class Trainer:
         own = torch.cat([output.loss.view(1), self.sampled_loss.values, output.loss.new_tensor([bad])])
         loss, *sampled, skipped_samples = mean_over(self.engine.dp_group, own).tolist()
         phases = self.timer.read()
-        if not math.isfinite(loss):
+        if applied and not math.isfinite(loss):
             raise RuntimeError(
-                f"the loss of step {self.step} is {loss}: the last good checkpoint is in {self.run.root}"
+                f"the loss of step {self.step} is {loss} and its gradients are finite: the last good checkpoint is in "
+                f"{self.run.root}"
             )
         seconds = phases["data"] + time.perf_counter() - started
         self.train_seconds += seconds
@@ -189,6 +194,27 @@ class Trainer:
         )
         if news := self.profiler.after_step(phases):
             self.metrics.say(news)
+        self.skipped_in_a_row = 0 if applied else self.skipped_in_a_row + 1
+        if not applied:
+            self._explain_skipped_step(self.finite.findings(output, [batch["ids"] for batch in micro_batches]))
+
+    def _explain_skipped_step(self, own_findings: list[str]) -> None:
+        """Say which rank, tower and micro-batch; end the run, with a checkpoint, after too many steps in a row."""
+        gathered: list[list[str]] = [[]] * self.parallel.world_size
+        dist.all_gather_object(gathered, own_findings)
+        found = [f"rank {rank}, {finding}" for rank, findings in enumerate(gathered) for finding in findings]
+        if not found:  # in fp16, now and then, by design: the loss scale was too large
+            found = [f"in no tower alone; loss scale now {self.engine.loss_scale():g}"]
+        shown = "\n  ".join(found[:MAX_FINDINGS]) + ("\n  ..." if len(found) > MAX_FINDINGS else "")
+        self.metrics.say(f"step {self.step} was skipped, its gradients are not finite:\n  {shown}")
+        if self.skipped_in_a_row > self.config.max_skipped_steps:
+            self._save()
+            self.checkpoints.publish()
+            raise RuntimeError(
+                f"{self.skipped_in_a_row} steps in a row had gradients that are not finite, more than "
+                f"--max-skipped-steps {self.config.max_skipped_steps}; saved at step {self.step}. Step {self.step}:\n"
+                f"  {shown}"
+            )
 
     def _encode(self, micro_batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         device = self.parallel.device

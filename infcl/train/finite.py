@@ -1,0 +1,52 @@
+"""Who brought the number that is not one: which tower, micro-batch and samples made a step's gradients not finite.
+
+DeepSpeed skips an update whose gradient norm is not finite, but not for every stage and never with a reason. The flags
+that give one are taken on the device while a step goes on and cost nothing; they are read after a skipped step only.
+
+    features     rows of pass 1 that are not finite: the forward of a tower failed
+    backward     the gradient that arrives below a tower's blocks, per micro-batch: its backward failed
+"""
+
+import torch
+from torch import nn
+
+from infcl.step.grad_cache import StepOutput
+
+_TOWERS = {"image": "visual.transformer", "text": "transformer"}
+_MAX_IDS = 8  # sample numbers in a sentence
+
+
+class FiniteWatch:
+    """Watches the towers of one model; `begin()` before each step."""
+
+    def __init__(self, model: nn.Module):
+        self.sums: dict[str, list[torch.Tensor]] = {}
+        for tower, name in _TOWERS.items():
+            model.get_submodule(name).on_input_gradient = lambda gradient, tower=tower: self.sums.setdefault(
+                tower, []
+            ).append(gradient.sum(dtype=torch.float32))
+
+    def begin(self) -> None:
+        self.sums = {}
+
+    def findings(self, output: StepOutput, ids: list[torch.Tensor]) -> list[str]:
+        """What this rank saw, in sentences; empty when nothing of its own was wrong. Waits for the device.
+
+        ids: the sample numbers of each micro-batch.
+        """
+        found = []
+        sizes = [len(numbers) for numbers in ids]
+        for tower in _TOWERS:
+            wrong = ~output.finite_rows[f"{tower}_features"].cpu()
+            for index, (rows, numbers) in enumerate(zip(wrong.split(sizes), ids)):
+                if rows.any():
+                    samples = numbers[rows].tolist()
+                    more = f" and {len(samples) - _MAX_IDS} more" if len(samples) > _MAX_IDS else ""
+                    found.append(
+                        f"{tower} tower, micro-batch {index}: features of samples "
+                        f"{', '.join(map(str, samples[:_MAX_IDS]))}{more} are not finite"
+                    )
+            for index, total in zip(output.replayed, self.sums.get(tower, [])):
+                if not total.isfinite():
+                    found.append(f"{tower} tower, micro-batch {index}: gradients are not finite")
+        return found

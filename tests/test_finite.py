@@ -1,0 +1,74 @@
+"""Steps whose numbers are not finite: skipped, explained, and at last the end of the run, with a checkpoint."""
+
+import dataclasses
+import json
+import math
+from collections import Counter
+
+import pytest
+
+from tests.ranks import run_ranks
+from tests.test_trainer import demo_config
+
+
+def poisoned_fit(rank, world_size, config, fault, steps, on_rank=0):
+    """Train; in the given steps (from 1), micro-batch 1 of one rank goes wrong -> (sentences said, error or None)."""
+    from infcl.parallel import init_parallel
+    from infcl.train.run_folder import claim_run_folder
+    from infcl.train.trainer import Trainer
+
+    parallel = init_parallel("cpu")
+    trainer = Trainer(config, parallel, claim_run_folder(config, parallel))
+    encode, encodings, said = trainer.engine.encode, Counter(), []
+    trainer.metrics.say = said.append
+
+    def failing_encode(images, texts):
+        output = encode(images, texts)
+        encodings[trainer.step] += 1
+        if rank == on_rank and trainer.step + 1 in steps and encodings[trainer.step] == 2:  # micro-batch 1 of 2
+            if fault == "text features":
+                output["text_features"] = output["text_features"].clone()
+                output["text_features"][2] = math.nan
+            else:
+                output["image_features"].register_hook(lambda gradient: gradient * math.inf)
+        return output
+
+    trainer.engine.encode = failing_encode
+    error = None
+    try:
+        trainer.fit()
+    except RuntimeError as raised:
+        error = str(raised)
+    return said, error
+
+
+@pytest.mark.parametrize(
+    ("fault", "sentence"),
+    [
+        ("text features", "rank 1, text tower, micro-batch 1: features of samples"),
+        ("image gradients", "rank 1, image tower, micro-batch 1: gradients are not finite"),
+    ],
+)
+def test_a_skipped_step_is_explained_and_the_run_goes_on(demo_folder, tmp_path, fault, sentence):
+    config = demo_config(demo_folder, tmp_path, batch_size=16, steps=5)
+    said, error = run_ranks(poisoned_fit, 2, config, fault, {3}, 1)[0]
+    assert error is None
+    explained = [text for text in said if "was skipped" in text]
+    assert len(explained) == 1 and explained[0].startswith("step 3 was skipped") and sentence in explained[0]
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["steps"] == 5 and summary["skipped_steps"] == 1
+    records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    with_loss = [record["step"] for record in records if "loss" in record]
+    assert with_loss == ([1, 2, 4, 5] if "features" in fault else [1, 2, 3, 4, 5])
+
+
+def test_too_many_skipped_steps_in_a_row_end_the_run_with_a_checkpoint(demo_folder, tmp_path):
+    config = demo_config(demo_folder, tmp_path, steps=9, max_skipped_steps=2)
+    said, error = run_ranks(poisoned_fit, 1, config, "text features", {2, 4, 5, 6, 7})[0]
+    assert "3 steps in a row had gradients that are not finite, more than --max-skipped-steps 2" in error
+    assert "saved at step 6" in error and "text tower, micro-batch 1" in error
+    assert (tmp_path / "run" / "checkpoints" / "latest").read_text().strip() == "step_00000006"
+    said, error = run_ranks(poisoned_fit, 1, dataclasses.replace(config, resume="latest"), "none", set())[0]
+    assert error is None
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["steps"] == 9 and summary["skipped_steps"] == 4
