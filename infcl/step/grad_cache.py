@@ -11,6 +11,7 @@ cost 2 M - R encodings. R = 1 costs no memory, since a replay holds one micro-ba
 without a cache.
 
 Randomness (patch dropout, dropout) is seeded per micro-batch before each encoding, so pass 2 repeats pass 1 exactly.
+A tower that is frozen is encoded once: `encode_again` does what has a gradient, from what pass 1 kept of the rest.
 Pass 1 keeps no activations and may encode several micro-batches at once, where the towers draw no random numbers.
 
 The loss obeys law 1 (the mean over ranks of their gradients is the truth), and so the surrogate needs no factor under
@@ -21,6 +22,7 @@ Shapes: m rows per micro-batch, M micro-batches, b = M m rows per rank, D embedd
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -50,6 +52,7 @@ def grad_cache_step(
     resident: int = 1,
     encode_together: int = 1,
     merge: Callable[[Sequence[object]], object] | None = None,
+    encode_again: Callable[..., Features] | None = None,
 ) -> StepOutput:
     """Encode, take the loss once, replay. Gradients end up where `backward` puts them.
 
@@ -61,6 +64,9 @@ def grad_cache_step(
                      copies (bf16, fp16): the loss then sees the fp32 masters' values, gradients go through the copies
     on_phase         told "encode", "loss", "replay" when each begins
     resident         how many micro-batches keep their graphs from pass 1; all of them where it is M or more
+    encode_again     (micro-batch, kept, first) -> Features: `encode` in pass 2, where it need not do all again. kept:
+                     what pass 1 returned as "..._trunk", [b, ...], of which the micro-batch's rows begin at `first`;
+                     features without a gradient may be missing
     encode_together  how many of the others pass 1 encodes at once, under the first one's seed (what is left over is
                      encoded singly): above 1 only for towers that draw no random numbers. `merge` makes one of several
     """
@@ -85,6 +91,7 @@ def grad_cache_step(
     scalars = {name: outputs[-1][name].detach() for name in ("logit_scale", "logit_bias") if name in outputs[-1]}
     if scalar_values is not None:
         scalars = scalar_values(scalars)
+    kept = {n: torch.cat([o[n].detach() for o in outputs]) for n in outputs[-1] if n.endswith("_trunk")}
     loss_value, grads = _feature_grads(loss, features, scalars)
     finite_rows = {name: value.isfinite().all(dim=1) for name, value in features.items()}
 
@@ -95,16 +102,21 @@ def grad_cache_step(
     for index in order:
         if graphs:
             output = graphs.pop()
-            begin = last = last - len(output["image_features"])
+            begin = last = last - _rows(output)
         else:
-            output = _encode_seeded(encode, micro_batches[index], seeds[index])
-            begin, first = first, first + len(output["image_features"])
-        own = slice(begin, begin + len(output["image_features"]))
-        surrogate = sum((output[name] * grads[name][own]).sum() for name in SIDES)
+            again = encode if encode_again is None else partial(encode_again, kept=kept, first=first)
+            output = _encode_seeded(again, micro_batches[index], seeds[index])
+            begin, first = first, first + _rows(output)
+        own = slice(begin, begin + _rows(output))
+        surrogate = sum((output[name] * grads[name][own]).sum() for name in SIDES if name in output)
         surrogate = surrogate + sum((output[name] * (grads[name] / num_micro_batches)).sum() for name in scalars)
         del output
         backward(surrogate, first == last)
     return StepOutput(loss_value, scalars["logit_scale"], finite_rows, order)
+
+
+def _rows(output: Features) -> int:
+    return next(len(output[name]) for name in SIDES if name in output)
 
 
 def _encode_seeded(encode: Callable[[object], Features], micro_batch: object, seed: int) -> Features:

@@ -40,41 +40,61 @@ class CLIP(TextTower):
         self.visual = VisionTransformer(cfg.vision_cfg, cfg.embed_dim, **options)
         self.logit_scale = nn.Parameter(torch.full([1], init_logit_scale))
         self.logit_bias = None if cfg.init_logit_bias is None else nn.Parameter(torch.full([1], cfg.init_logit_bias))
-        self.image_tower_frozen = False
+        self.frozen = {"image": False, "text": False}  # the whole tower
+        self.trunk_frozen = {"image": False, "text": False}  # all but the projection
+        self._image_in_eval = False
         self.register_load_state_dict_pre_hook(_reshape_scalars)
 
-    def forward(self, images: torch.Tensor | None = None, texts: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
+    def forward(
+        self,
+        images: torch.Tensor | None = None,
+        texts: torch.Tensor | None = None,
+        *,
+        image_trunk: torch.Tensor | None = None,
+        text_trunk: torch.Tensor | None = None,
+    ) -> dict[str, torch.Tensor]:
         """Whatever is given is encoded; the result has only the keys that apply.
 
         images   [m, 3, S, S], uint8 pixels or floating and normalised  -> image_features [m, D] f32, unit norm
         texts    [m, L] int64                                           -> text_features [m, D] f32, unit norm
         always                                                          -> logit_scale [1] f32, log-space
         if the model has one                                            -> logit_bias [1] f32
+        where all of a tower but its projection is frozen               -> image_trunk, text_trunk [m, w]
+
+        A trunk may be given back instead of what it was made from: then only the projection is left to do.
 
         logit_scale is returned, never read from the module by the loss: under ZeRO-3 it exists inside forward only.
         """
         out = {"logit_scale": self.logit_scale.float() + 0}
         if self.logit_bias is not None:
             out["logit_bias"] = self.logit_bias.float() + 0
-        if images is not None:
+        if images is not None and self.trunk_frozen["image"]:
+            out["image_trunk"] = image_trunk = self.visual(images, project=False)
+        if texts is not None and self.trunk_frozen["text"]:
+            out["text_trunk"] = text_trunk = self.pool_texts(texts)
+        if image_trunk is not None:
+            out["image_features"] = F.normalize(self.visual(pooled=image_trunk).float(), dim=-1)
+        elif images is not None:
             out["image_features"] = F.normalize(self.visual(images).float(), dim=-1)
-        if texts is not None:
+        if text_trunk is not None:
+            out["text_features"] = F.normalize((text_trunk @ self.text_projection).float(), dim=-1)
+        elif texts is not None:
             out["text_features"] = F.normalize(self.encode_text(texts).float(), dim=-1)
         return out
 
     def lock_image_tower(self, unlocked_groups: int = 0) -> None:
         """Freeze the image tower, all but its last groups (LiT, arXiv 2111.07991); call before deepspeed.initialize.
 
-        Groups from the end: proj | last block and ln_post | each block before | embeddings. A wholly frozen tower stays
-        in eval mode, so patch dropout is off in it.
+        Groups from the end: proj | last block and ln_post | each block before | embeddings. While the embeddings are
+        frozen the tower stays in eval mode, so patch dropout is off in it.
         """
         visual = self.visual
         blocks = list(visual.transformer.resblocks)
         stem = [visual.conv1, visual.class_embedding, visual.positional_embedding, visual.ln_pre]
-        _freeze(
-            [stem, *([block] for block in blocks[:-1]), [blocks[-1], visual.ln_post], [visual.proj]], unlocked_groups
-        )
-        self.image_tower_frozen = unlocked_groups == 0
+        groups = [stem, *([block] for block in blocks[:-1]), [blocks[-1], visual.ln_post], [visual.proj]]
+        _freeze(groups, unlocked_groups)
+        self.frozen["image"], self.trunk_frozen["image"] = unlocked_groups == 0, unlocked_groups == 1
+        self._image_in_eval = unlocked_groups < len(groups)
         self.train(self.training)
 
     def lock_text_tower(self, unlocked_layers: int = 0) -> None:
@@ -88,10 +108,11 @@ class CLIP(TextTower):
             [stem, *([block] for block in blocks[:-1]), [blocks[-1], self.ln_final], [self.text_projection]],
             unlocked_layers,
         )
+        self.frozen["text"], self.trunk_frozen["text"] = unlocked_layers == 0, unlocked_layers == 1
 
     def train(self, mode: bool = True) -> "CLIP":
         super().train(mode)
-        if self.image_tower_frozen:
+        if self._image_in_eval:
             self.visual.eval()
         return self
 

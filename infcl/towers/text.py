@@ -44,6 +44,10 @@ class TextTower(nn.Module):
 
     def encode_text(self, texts: torch.Tensor) -> torch.Tensor:
         """int64 [m, L] with L <= context_length -> [m, D]. Part of forward: under ZeRO-3, call it only from there."""
+        return self.pool_texts(texts) @ self.text_projection
+
+    def pool_texts(self, texts: torch.Tensor) -> torch.Tensor:
+        """All of `encode_text` but the projection: [m, w]."""
         if texts.ndim != 2 or texts.shape[1] > self.context_length:
             raise ValueError(
                 f"texts of shape {list(texts.shape)}: this tower takes [m, L] with L <= context_length "
@@ -51,8 +55,7 @@ class TextTower(nn.Module):
             )
         x = self.token_embedding(texts) + self.positional_embedding[: texts.shape[1]]  # [m, L, w]
         x = self.transformer(x)
-        x = self.ln_final(pool_text(x, texts, self.pool_type, self.eos_id))  # [m, w]
-        return x @ self.text_projection
+        return self.ln_final(pool_text(x, texts, self.pool_type, self.eos_id))  # [m, w]
 
 
 class TokenEmbedding(nn.Embedding):

@@ -49,7 +49,18 @@ class VisionTransformer(nn.Module):
         self.ln_post = LayerNorm(cfg.width)
         self.proj = nn.Parameter(scale * torch.randn(cfg.width, embed_dim))
 
-    def forward(self, images: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self, images: torch.Tensor | None = None, *, pooled: torch.Tensor | None = None, project: bool = True
+    ) -> torch.Tensor:
+        """images -> features; or in two calls, where the first half is frozen and its result is kept:
+
+        visual(images, project=False) -> [m, w], all but the projection; visual(pooled=...) -> the rest.
+        """
+        if pooled is None:
+            pooled = self._pool(images)
+        return pooled @ self.proj if project else pooled
+
+    def _pool(self, images: torch.Tensor) -> torch.Tensor:
         if images.ndim != 4 or images.shape[1:] != (3, self.image_size, self.image_size):
             raise ValueError(
                 f"images of shape {list(images.shape)}: this tower takes [m, 3, {self.image_size}, {self.image_size}]"
@@ -62,8 +73,7 @@ class VisionTransformer(nn.Module):
         if self.training and self.patch_dropout > 0:
             x = drop_patches(x, self.patch_dropout)
         x = self.transformer(self.ln_pre(x))
-        pooled = self.ln_post(x[:, :1] if self.pool_type == "tok" else x[:, 1:]).mean(dim=1)  # [m, w]
-        return pooled @ self.proj
+        return self.ln_post(x[:, :1] if self.pool_type == "tok" else x[:, 1:]).mean(dim=1)  # [m, w]
 
 
 def normalize_pixels(images: torch.Tensor) -> torch.Tensor:

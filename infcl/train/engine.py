@@ -152,9 +152,11 @@ class Engine:
     def train(self, mode: bool = True) -> None:
         self.engine.train(mode)
 
-    def encode(self, images: torch.Tensor | None, texts: torch.Tensor | None) -> dict[str, torch.Tensor]:
-        """uint8 images [m, 3, H, W] and/or tokens [m, L] -> the model's features."""
-        return self.engine(images, texts)
+    def encode(
+        self, images: torch.Tensor | None, texts: torch.Tensor | None, **trunks: torch.Tensor
+    ) -> dict[str, torch.Tensor]:
+        """uint8 images [m, 3, H, W] and/or tokens [m, L] -> the model's features; `trunks`: see CLIP.forward."""
+        return self.engine(images, texts, **trunks)
 
     def backward(self, surrogate: torch.Tensor, is_last: bool) -> None:
         """Accumulate d surrogate / d parameters; reduce over ranks at the last one of a step (ZeRO-2/3: at each)."""

@@ -151,6 +151,7 @@ class Trainer:
             resident=self.resident,
             encode_together=self.config.encode_micro_batches,
             merge=merge_micro_batches,
+            encode_again=self._encode_again,
         )
         self.timer.mark("step")
         tower_norms = self.engine.tower_grad_norms()
@@ -221,6 +222,18 @@ class Trainer:
         return self.engine.encode(
             micro_batch["images"].to(device, non_blocking=True), micro_batch["texts"].to(device, non_blocking=True)
         )
+
+    def _encode_again(
+        self, micro_batch: dict[str, torch.Tensor], kept: dict[str, torch.Tensor], first: int
+    ) -> dict[str, torch.Tensor]:
+        """`_encode` of the towers that have gradients, from the trunks that pass 1 kept where those have none."""
+        inputs = {"image": micro_batch["images"], "text": micro_batch["texts"]}
+        rows = slice(first, first + len(inputs["text"]))
+        for side in inputs:
+            if self.engine.module.frozen[side] or f"{side}_trunk" in kept:
+                inputs[side] = None
+        on_device = [x if x is None else x.to(self.parallel.device, non_blocking=True) for x in inputs.values()]
+        return self.engine.encode(*on_device, **{name: trunk[rows] for name, trunk in kept.items()})
 
     @property
     def samples_seen(self) -> int:
