@@ -160,12 +160,16 @@ def report_mistake(program: str, error: ValueError) -> int:
 
 
 def seed_everything(seed: int, *, deterministic: bool = False) -> None:
-    """Seed python, numpy and torch (all devices); `deterministic` makes torch refuse what it cannot repeat bitwise."""
+    """Seed python, numpy and torch (all devices); `deterministic` makes torch refuse what it cannot repeat bitwise.
+
+    Compiled blocks then take their kernels' shapes by rule, not by timing them. Call it before anything is compiled.
+    """
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts
+        os.environ.setdefault("TORCHINDUCTOR_DETERMINISTIC", "1")  # read when torch's compiler is imported
         torch.use_deterministic_algorithms(True)
 
 

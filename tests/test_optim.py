@@ -53,6 +53,8 @@ def test_towers_may_have_their_own_learning_rates_that_scale_alike():
     groups = groups_of(CLIP(load_model_config("demo")), **flags)
     peak = schedule(**flags).peak
     assert peak == pytest.approx(2 * LR)
+    assert schedule(**flags).tower_rates(WARMUP - 1) == pytest.approx({"lr_image": 4e-4, "lr_text": 6e-3})
+    assert schedule().tower_rates(3) == {}
     wanted = {"visual.proj": 4e-4, "text_projection": 6e-3, "logit_scale": 2e-3, "positional_embedding": 6e-3}
     for name, rate_of_it in wanted.items():
         assert groups[name]["lr_scale"] * peak == pytest.approx(rate_of_it)

@@ -93,6 +93,11 @@ class Schedule:
     def __call__(self, step: int) -> float:
         return self.factor * self._unscaled(step)
 
+    def tower_rates(self, step: int) -> dict[str, float]:
+        """{"lr_image": ..., "lr_text": ...} of the towers that have a learning rate of their own."""
+        given = {"lr_image": self.config.image_lr, "lr_text": self.config.text_lr}
+        return {name: self(step) * rate / self.config.lr for name, rate in given.items() if rate is not None}
+
     def __str__(self) -> str:
         rates = [f"{self.config.lr:.3g}"]
         for name in ("image_lr", "text_lr"):

@@ -189,6 +189,7 @@ class Trainer:
                 "skipped_samples": round(skipped_samples * self.parallel.dp_size),
                 "loss_scale": self.engine.loss_scale(),
             }
+            | self.schedule.tower_rates(self.step - 1)
             | dict(zip(self.sampled_loss.names, sampled))
             | dict(zip(("grad_norm_image", "grad_norm_text"), tower_norms.tolist()))
             | {f"seconds_{name}": value for name, value in phases.items()},

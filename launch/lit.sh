@@ -1,0 +1,16 @@
+#!/usr/bin/env bash
+# LiT as in the Inf-CL paper's Table 4: a locked ViT-B/16, a text tower of BERT-base's size, AdaFactor, micro-batches of 256.
+#   command   IMAGE=ViT-B-16.safetensors bash launch/lit.sh --train-data '/data/{00000..41455}.tar' --tokenizer spm.model \
+#                 --global-batch-size 262144 --warmup-samples 140000000
+#   hardware  one host, one rank per visible GPU (the paper: 8 A100); HOSTS=hosts for those of a hostfile
+#   time      as long as the training; not measured yet
+# IMAGE is open_clip's or CLIPModel's ViT-B-16; --warmup-samples is half an epoch of the data. docs/optimizers.md has the
+# recipe, and why its weight decay is 1e-7 a step. All can be overridden by flags behind.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+[ -n "${IMAGE:-}" ] || { echo "launch/lit.sh: set IMAGE to the weights of the image tower to lock" >&2; exit 2; }
+if [ -n "${HOSTS:-}" ]; then launcher=(deepspeed --hostfile "$HOSTS"); else launcher=(deepspeed); fi
+exec "${launcher[@]}" pretrain_clip.py --deepspeed_config "${PRESET:-ds_configs/zero1.json}" \
+  --model ViT-B-16-BERT-base --pretrained-image "$IMAGE" --lock-image --batch-size 256 --epochs 8 \
+  --aug-cfg 'scale=(0.08,1.0)' 'ratio=(0.75,1.3333)' \
+  --opt adafactor --lr 1e-3 --wd 1e-4 --beta1 0.9 --beta2 0.95 --lr-scheduler cosine --grad-clip-norm 1.0 "$@"
