@@ -2,11 +2,15 @@
 
 import dataclasses
 import json
+import re
+from pathlib import Path
 
 import pytest
 
-from infcl.config import LOSS_NAMES, BatchPlan, TrainConfig, parse_args, total_steps
+from infcl.config import LOSS_NAMES, BatchPlan, TrainConfig, _parser, parse_args, total_steps
 from infcl.loss.contrastive import LOSSES
+
+ROOT = Path(__file__).parent.parent
 
 SYNTHETIC = ["--dataset-type", "synthetic", "--train-num-samples", "64"]
 
@@ -150,3 +154,11 @@ def test_a_global_batch_that_the_ranks_cannot_share_is_refused():
 def test_without_a_global_batch_it_follows_from_the_flags():
     config = parse_args([*SYNTHETIC, "--batch-size", "16", "--accum-freq", "3"])
     assert BatchPlan.of(config, 4) == BatchPlan(4, 3, 16)
+
+
+@pytest.mark.parametrize("script", sorted((ROOT / "launch").glob("*.sh")), ids=lambda path: path.name)
+def test_the_flags_of_launch_scripts_are_ours(script):
+    text = re.sub(r"#.*", "", script.read_text())
+    flags = set(re.findall(r"(?<!\S)--[a-z][\w-]+", text.partition("pretrain_clip.py")[2]))
+    known = {option for action in _parser()._actions for option in action.option_strings}
+    assert flags <= known

@@ -48,10 +48,11 @@ def test_the_average_equals_a_single_process_float64_one(preset, world_size, dec
     assert worst_error(got, oracle.values) < 1e-5
 
 
-def test_the_average_of_bf16_parameters_is_of_their_fp32_masters():
+@pytest.mark.parametrize("preset", ["zero1", "zero2_bf16", "zero3"])
+def test_the_average_of_bf16_parameters_is_of_their_fp32_masters(preset):
     oracle = Averaged(0.5)
     expected(2, after_step=oracle)
-    *_, weights, average = run_ranks(engine_steps, 2, "zero2_bf16", "bf16", ema_decay=0.5)[0]
+    *_, weights, average = run_ranks(engine_steps, 2, preset, "bf16", ema_decay=0.5)[0]
     assert worst_error(average, oracle.values) < 2e-2
     assert any((value != value.bfloat16().float()).any() for value in average.values())
     assert all(not torch.equal(average[name], weights[name]) for name in weights)
