@@ -1,9 +1,10 @@
-"""What is changed in megatron-core itself: one symbol each, with the reason, once, logged.
+"""What is changed in Megatron's own modules: one symbol each, with the reason, once, logged.
 
-A patch looks at the installed symbol first. If the reason is gone (a later megatron-core), it says so and leaves it
-alone; if the symbol is not there or takes other arguments, it raises a RuntimeError with the path that it expected.
+A patch looks at the installed symbol first. If the reason is gone (a later version), it says so and leaves it alone; if
+the symbol is not there or takes other arguments, it raises a RuntimeError with the path that it expected.
 """
 
+import functools
 import importlib
 import importlib.metadata
 import inspect
@@ -22,30 +23,35 @@ _MARK = "_infcl_patch"
 
 @dataclass(frozen=True)
 class Patch:
-    """symbol: "package.module.name". gone: whether the installed source has no need of it."""
+    """symbol: "package.module.name". parameters: of the installed symbol, as tested.
+
+    replace: installed function -> the one in its place. gone: whether the installed source has no need of it.
+    """
 
     symbol: str
     reason: str
-    replacement: Callable
-    gone: Callable[[str], bool]
+    parameters: tuple[str, ...]
+    replace: Callable[[Callable], Callable]
+    gone: Callable[[str], bool] = lambda source: False
 
     def apply(self) -> str:
-        """ "applied", "already applied" or "not needed"."""
+        """What was done: "applied", "already applied", "not needed". RuntimeError for a symbol other than tested."""
         module, _, name = self.symbol.rpartition(".")
         installed = _find(module, name, self.symbol)
         if getattr(installed, _MARK, False):
             return "already applied"
         if self.gone(inspect.getsource(installed)):
-            log.info("%s: not patched, this megatron-core needs no help (%s)", self.symbol, self.reason)
+            log.info("%s: the patch is not needed any more (%s)", self.symbol, self.reason)
             return "not needed"
-        expected, found = (list(inspect.signature(f).parameters) for f in (self.replacement, installed))
-        if expected != found:
+        found = tuple(inspect.signature(installed).parameters)
+        if found != self.parameters:
             raise RuntimeError(
-                f"{self.symbol}({', '.join(found)}) of megatron-core {_version()}: expected ({', '.join(expected)}), "
-                f"as in the tested version {TESTED}"
+                f"{self.symbol}({', '.join(found)}) beside megatron-core {_version()}: expected "
+                f"({', '.join(self.parameters)}), as of the tested version {TESTED}"
             )
-        setattr(self.replacement, _MARK, True)
-        setattr(importlib.import_module(module), name, self.replacement)
+        replacement = functools.wraps(installed)(self.replace(installed))
+        setattr(replacement, _MARK, True)
+        setattr(importlib.import_module(module), name, replacement)
         log.info("%s patched: %s (tested with megatron-core %s)", self.symbol, self.reason, TESTED)
         return "applied"
 
@@ -61,7 +67,7 @@ def _find(module: str, name: str, symbol: str):
         return getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
         raise RuntimeError(
-            f"megatron-core {_version()} has no {symbol}; install the tested version: megatron-core=={TESTED}"
+            f"there is no {symbol} beside megatron-core {_version()}; the tested version is {TESTED}"
         ) from error
 
 
@@ -69,7 +75,7 @@ def _version() -> str:
     return importlib.metadata.version("megatron-core")
 
 
-# ---- replacements: signatures as in megatron-core ----
+# ---- replacements ----
 
 
 def _reduce(input_, group):
@@ -109,7 +115,8 @@ ALWAYS = (
     Patch(
         f"{_MAPPINGS}._reduce",
         "returns its input unsummed where that is not contiguous (the sum goes to a copy)",
-        _reduce,
+        ("input_", "group"),
+        replace=lambda installed: _reduce,
         gone=lambda source: "all_reduce(input_.contiguous()" not in source.replace(" ", ""),
     ),
 )
@@ -117,13 +124,15 @@ ON_CPU = (
     Patch(
         f"{_MAPPINGS}._gather_along_first_dim",
         _ON_GPU_ONLY,
-        _gather_along_first_dim,
+        ("input_", "group", "output_split_sizes", "use_global_buffer"),
+        replace=lambda installed: _gather_along_first_dim,
         gone=lambda source: "torch.cuda.current_device()" not in source,
     ),
     Patch(
         f"{_MAPPINGS}._reduce_scatter_along_first_dim",
         _ON_GPU_ONLY,
-        _reduce_scatter_along_first_dim,
+        ("input_", "group", "input_split_sizes", "use_global_buffer"),
+        replace=lambda installed: _reduce_scatter_along_first_dim,
         gone=lambda source: "torch.cuda.current_device()" not in source,
     ),
 )

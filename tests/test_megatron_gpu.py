@@ -9,8 +9,13 @@ from infcl.config import BatchPlan, TrainConfig
 from infcl.towers import CLIP, load_model_config
 from tests.ranks import free_port
 
-pytestmark = pytest.mark.multigpu
+pytestmark = [pytest.mark.multigpu, pytest.mark.timeout(900)]
 GPUS, GLOBAL_BATCH, MICRO_BATCH_SIZE, STEPS = 4, 64, 8, 20
+
+PRECISIONS = {
+    "fp32": {"precision": "fp32", "compile_blocks": "off"},
+    "amp_bf16": {"precision": "amp_bf16", "compile_blocks": "on"},
+}
 
 
 def batch_of(step: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -37,7 +42,8 @@ def train(rank: int, port: int, folder: str, flags: dict) -> None:
         parallel = init_tensor_parallel(parallel, config.tensor_parallel_size)
     batch = BatchPlan(parallel.dp_size, GLOBAL_BATCH // parallel.dp_size // MICRO_BATCH_SIZE, MICRO_BATCH_SIZE)
     torch.manual_seed(0)
-    model = CLIP(load_model_config("ViT-L-14"))
+    with parallel.device:
+        model = CLIP(load_model_config("ViT-L-14"))
     split_model(model, config, parallel)
     prepare_blocks(model, config, parallel, read_preset(config, "cuda")[1], batch)
     engine, loss = Engine(model, config, parallel, batch), build_loss(config, parallel)
@@ -76,7 +82,7 @@ def results_of(tmp_path, name: str, flags: dict) -> list:
 def plain(tmp_path_factory):
     """Losses and norms of T = 1 x D = 4 by precision."""
     folder = tmp_path_factory.mktemp("plain")
-    return {precision: results_of(folder, precision, {"precision": precision})[0] for precision in ("fp32", "amp_bf16")}
+    return {precision: results_of(folder, precision, flags)[0] for precision, flags in PRECISIONS.items()}
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < GPUS, reason=f"needs {GPUS} GPUs")
@@ -90,7 +96,7 @@ def plain(tmp_path_factory):
     ids=["fp32", "fp32-sequence-zero3", "amp_bf16-sequence"],
 )
 def test_twenty_steps_of_vit_l_14_follow_those_without_tensor_parallelism(tmp_path, plain, precision, flags, tolerance):
-    results = results_of(tmp_path, "split", {"precision": precision, "tensor_parallel_size": 2} | flags)
+    results = results_of(tmp_path, "split", PRECISIONS[precision] | {"tensor_parallel_size": 2} | flags)
     losses, norms, _ = results[0]
     expected_losses, expected_norms, _ = plain[precision]
     print(f"losses {losses}\nexpected {expected_losses}\nnorms {norms}\nexpected {expected_norms}")

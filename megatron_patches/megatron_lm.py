@@ -1,0 +1,192 @@
+"""The contrastive loss in Megatron-LM's own training loop: the other way round from the rest of this package.
+
+    from megatron_patches.megatron_lm import ContrastiveStep, share_one_loss
+
+    step = ContrastiveStep(get_batch, encode)
+    share_one_loss()                     # optional: one loss over all micro-batches of a step, not one loss for each
+    pretrain(datasets_provider, model_provider, ModelType.encoder_or_decoder, step)
+
+    get_batch(data_iterator) -> a micro-batch, whatever `encode` takes; equal on tensor-parallel ranks
+    encode(model, batch)     -> {"image_features": [m, D], "text_features": [m, D], "logit_scale": [1], log-space, and
+                                maybe "logit_bias": [1]}; features L2-normalised, equal on tensor-parallel ranks
+
+The ring runs over Megatron's data-parallel ranks, or over tensor- x data-parallel ranks, each with its share of the
+pairs. The loss obeys what Megatron's data parallelism does with it: the mean over data-parallel ranks of the gradients
+is the gradient of the global loss.
+
+Megatron computes a loss per micro-batch and averages those; a contrastive loss would then see D x m pairs at a time.
+`share_one_loss` patches one symbol, `megatron.training.training.get_forward_backward_func`, so that a step of M
+micro-batches is a gradient cache: the loss sees D x M x m pairs, in the memory of one micro-batch's activations.
+"""
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+from megatron.core.utils import get_model_config
+from torch import nn
+
+from infcl.loss.contrastive import ContrastiveLoss
+from infcl.parallel import micro_batch_seed
+from infcl.step.grad_cache import Features, grad_cache_step
+from megatron_patches.groups import check_layout
+from megatron_patches.loss import TensorParallelLoss
+from megatron_patches.patches import Patch, apply_patches
+
+REPORT = "contrastive loss"  # its name in Megatron's log
+
+
+class ContrastiveStep:
+    """Megatron's forward_step_func for two towers. name, options: those of infcl's ContrastiveLoss, but its group."""
+
+    def __init__(
+        self,
+        get_batch: Callable[[Iterator], Any],
+        encode: Callable[[nn.Module, Any], Features],
+        *,
+        name: str = "inf_cl",
+        **options: Any,
+    ):
+        self.get_batch, self.encode, self.name, self.options = get_batch, encode, name, options
+        self.steps = 0  # that shared one loss; seeds their random numbers
+
+    def __call__(self, data_iterator: Iterator, model: nn.Module) -> tuple[Features, Callable]:
+        """One micro-batch: (features, the function that Megatron takes the loss with)."""
+        return self.encode(model, self.get_batch(data_iterator)), self.loss_func
+
+    def loss_func(self, features: Features) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """(loss, what Megatron reports): its [sum, count] pairs, which it adds up over data-parallel ranks."""
+        value = self.loss(
+            features["image_features"],
+            features["text_features"],
+            features["logit_scale"].float().exp(),
+            features.get("logit_bias"),
+        )
+        return value, report(value)
+
+    @cached_property
+    def loss(self) -> nn.Module:
+        """Made when it is first used: Megatron's groups exist by then. ValueError under pipeline parallelism."""
+        check_layout()
+        if parallel_state.get_tensor_model_parallel_world_size() == 1:
+            return ContrastiveLoss(self.name, group=parallel_state.get_data_parallel_group(), **self.options)
+        apply_patches(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+        inner = ContrastiveLoss(self.name, group=parallel_state.get_tensor_and_data_parallel_group(), **self.options)
+        return TensorParallelLoss(inner, parallel_state.get_tensor_model_parallel_group())
+
+
+def share_one_loss() -> str:
+    """Make every step whose forward_step_func is a ContrastiveStep one loss over its micro-batches; idempotent.
+
+    Other forward_step_funcs go on as before. "applied" or "already applied"; RuntimeError, with the path that was
+    expected, where Megatron-LM's training loop is not importable or looks different.
+    """
+    return Patch(
+        "megatron.training.training.get_forward_backward_func",
+        "takes a loss per micro-batch, a contrastive loss needs all of them",
+        ("pp_size", "vp_size"),
+        replace=_wrap,
+    ).apply()
+
+
+def report(value: torch.Tensor) -> dict[str, torch.Tensor]:
+    return {REPORT: torch.stack([value.detach().float(), torch.ones_like(value, dtype=torch.float32)])}
+
+
+def _wrap(installed: Callable) -> Callable:
+    def get_forward_backward_func(*args, **kwargs):
+        schedule = installed(*args, **kwargs)
+
+        @functools.wraps(schedule)
+        def forward_backward(*, forward_step_func, collect_non_loss_data=False, **given):
+            if isinstance(forward_step_func, ContrastiveStep) and not collect_non_loss_data:
+                return one_loss_step(forward_step_func, **given)
+            return schedule(forward_step_func=forward_step_func, collect_non_loss_data=collect_non_loss_data, **given)
+
+        return forward_backward
+
+    return get_forward_backward_func
+
+
+def one_loss_step(
+    step: ContrastiveStep,
+    *,
+    data_iterator: Iterator | Sequence[Iterator],
+    model: nn.Module | Sequence[nn.Module],
+    num_microbatches: int,
+    forward_only: bool = False,
+    pg_collection: Any = None,
+    force_all_reduce: bool = False,
+    **unused: Any,
+) -> list[dict[str, torch.Tensor]]:
+    """A step's forwards and backwards, in the place of Megatron's schedule; [what is reported], one for all.
+
+    Gradients accumulate where the model's hooks put them, are synchronised at the last backward, and are finalised, all
+    by the functions of the model's config, as Megatron's schedule without pipelining does.
+    """
+    model, data_iterator = (x[0] if isinstance(x, (list, tuple)) else x for x in (model, data_iterator))
+    config, loss = get_model_config(model), step.loss
+    batches = [step.get_batch(data_iterator) for _ in range(num_microbatches)]
+    if forward_only:
+        with torch.no_grad():
+            features = [_encode(step, model, config, batch) for batch in batches]
+            joined = {name: torch.cat([one[name] for one in features]) for name in ("image_features", "text_features")}
+            return [step.loss_func({**features[-1], **joined})[1]]
+
+    def backward(surrogate: torch.Tensor, is_last: bool) -> None:
+        if config.grad_scale_func is not None:
+            surrogate = config.grad_scale_func(surrogate)
+        later = config.no_sync_func if config.no_sync_func is not None and not is_last else contextlib.nullcontext
+        with later():
+            surrogate.backward()
+
+    rank = parallel_state.get_data_parallel_rank()
+    with _own_randomness() as replay:
+        output = grad_cache_step(
+            list(enumerate(batches)),
+            encode=lambda item: replay(item[0], lambda: _encode(step, model, config, item[1])),
+            loss=loss,
+            backward=backward,
+            seeds=[micro_batch_seed(torch.initial_seed() % 2**32, step.steps, i, rank) for i in range(len(batches))],
+        )
+    step.steps += 1
+    if config.finalize_model_grads_func is not None:
+        groups = {} if pg_collection is None else {"pg_collection": pg_collection}
+        forced = {"force_all_reduce": True} if force_all_reduce else {}
+        config.finalize_model_grads_func([model], None, **groups, **forced)
+    return [report(output.loss)]
+
+
+def _encode(step: ContrastiveStep, model: nn.Module, config: Any, batch: Any) -> Features:
+    with torch.autocast("cuda", config.autocast_dtype) if config.enable_autocast else contextlib.nullcontext():
+        features = step.encode(model, batch)
+    return {name: value.float() for name, value in features.items()}
+
+
+@contextlib.contextmanager
+def _own_randomness():
+    """Yields replay(i, encode): the second encoding of micro-batch i draws what its first did.
+
+    That is for Megatron's own generators (dropout in split layers); torch's are seeded by the step. Afterwards
+    Megatron's stand behind the first pass, torch's where they were.
+    """
+    tracker, before, behind = get_cuda_rng_tracker(), {}, {}
+
+    def replay(index: int, encode: Callable[[], Features]) -> Features:
+        if index in before:
+            tracker.set_states(dict(before[index]))
+            return encode()
+        before[index] = tracker.get_states()
+        features = encode()
+        behind.update(tracker.get_states())
+        return features
+
+    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+    with torch.random.fork_rng(devices=devices):
+        yield replay
+    tracker.set_states(behind)
