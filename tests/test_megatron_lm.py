@@ -5,7 +5,6 @@ import sys
 import types
 
 import pytest
-import torch
 import torch.distributed as dist
 from torch import nn
 
