@@ -136,8 +136,11 @@ def truth(copies: int, shared: bool):
     return value.item(), {name: p.grad for name, p in model.named_parameters()}
 
 
-@pytest.mark.parametrize("shared", [False, True], ids=["a loss for each micro-batch", "one loss"])
-@pytest.mark.parametrize(("size", "copies"), [(1, 1), (1, 2), (2, 1), (2, 2)])
+@pytest.mark.parametrize(
+    ("size", "copies", "shared"),
+    [(1, 2, False), (2, 1, True), (2, 2, True)]
+    + [pytest.param(*case, marks=pytest.mark.slow) for case in [(1, 1, True), (1, 2, True), (2, 2, False)]],
+)
 def test_gradients_are_those_of_the_global_loss(size, copies, shared):
     expected_loss, expected = truth(copies, shared)
     for loss, gradients, events, outcomes in run_ranks(train_step, size * copies, size, shared, "inf_cl"):

@@ -55,7 +55,11 @@ def test_tensor_parallel_runs_follow_the_plain_one(demo_folder, tmp_path, model,
 
 
 @pytest.mark.parametrize(
-    "path", [[(2, 2, "zero1"), (1, 2, "zero3"), (4, 1, "zero2")], [(1, 1, "zero0"), (2, 1, "zero3")]]
+    "path",
+    [
+        [(2, 2, "zero1"), (1, 2, "zero3"), (4, 1, "zero2")],
+        pytest.param([(1, 1, "zero0"), (2, 1, "zero3")], marks=pytest.mark.slow),
+    ],
 )
 def test_a_run_continues_under_another_tensor_parallel_size(demo_folder, tmp_path, model, path):
     """Three steps under each (T, D, preset), every one resumed from the last, Adam's moments and all."""
@@ -69,6 +73,23 @@ def test_a_run_continues_under_another_tensor_parallel_size(demo_folder, tmp_pat
         die_after = None if leg == len(path) else 3 * leg + 1
         losses = run_ranks(fit, size * copies, config, die_after, timeout=200)[0]
     assert [losses[step] for step in sorted(losses)] == pytest.approx(whole, rel=2e-5)
+
+
+@pytest.mark.parametrize(
+    "locks",
+    [{"lock_image": True}, pytest.param({"lock_text": True, "lock_text_unlocked_layers": 1}, marks=pytest.mark.slow)],
+)
+def test_a_locked_tower_is_split_and_trains_as_a_plain_one(demo_folder, tmp_path, model, locks):
+    flags = {"steps": 4, "force_patch_dropout": None, "ema_decay": 0.9, "eps": 1e-3} | locks
+    plain = run_losses(1, config_of(demo_folder, tmp_path / "plain", model, 1, 1, **flags))
+    flags |= {"sequence_parallel": True, "deepspeed_config": "ds_configs/zero3.json"}
+    assert run_losses(2, config_of(demo_folder, tmp_path / "split", model, 2, 1, **flags)) == pytest.approx(
+        plain, rel=2e-5
+    )
+    ema = [consolidated_state_dict(tmp_path / name / "run", ema=True) for name in ("plain", "split")]
+    for name, value in ema[0].items():
+        if not name.endswith("in_proj_bias"):
+            assert float((ema[1][name] - value).norm()) <= 1e-3 * float(value.norm()), name
 
 
 def test_a_resumed_tensor_parallel_run_continues_bit_for_bit(demo_folder, tmp_path, model):
