@@ -151,10 +151,11 @@ def report_mistake(program: str, error: ValueError) -> int:
     """One line about a user's mistake, from one rank; the exit code 2 for all.
 
     Launchers end the other ranks within seconds once one has ended, so those wait for rank 0 to speak; one that is
-    still there speaks itself, since then the mistake is of its host alone.
+    still there speaks itself, since then the mistake is of its host alone (of a host's ranks the first speaks first).
     """
-    if read_environment()[0] != 0:
-        time.sleep(5)
+    rank, _, local_rank = read_environment()
+    if rank != 0:
+        time.sleep(5 if local_rank == 0 else 10)
     print(f"{program}: error: {error}", file=sys.stderr, flush=True)
     return 2
 

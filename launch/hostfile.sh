@@ -1,11 +1,47 @@
 #!/usr/bin/env bash
 # Trains over the hosts of a hostfile ("worker-1 slots=8", one a line; ssh without a password to each; same paths on all).
 #   command   HOSTS=hosts bash launch/hostfile.sh --train-data '/data/{00000..41455}.tar' --tokenizer spm.model ...
-#   hardware  any number of hosts with GPUs; pdsh on the launching host
-#   time      as long as the training
-# Only PYTHON*, NCCL* and what .deepspeed_env lists (KEY=VALUE lines, no blank or comment line) reaches the other hosts.
+#             LAUNCHER=openmpi HOSTS=hosts INTERFACE=ib0 bash launch/hostfile.sh ...
+#   hardware  any number of hosts with GPUs; on the launching host pdsh, or mpirun
+#   time      as long as the training; the first step comes about a minute after the start
+# bash launch/check.sh HOSTS looks before. INTERFACE=eth0 keeps every connection on that network interface. Flags may hold
+# spaces and shell characters (the login shell of the hosts has to be bash). A host that stops answering is given up after
+# a minute, and the run with it. Of the environment only PYTHON*, NCCL* and what .deepspeed_env lists (KEY=VALUE lines, no
+# blank or comment line) reaches the other hosts, in a command line that every user there can read: no keys in it.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-HOSTS=${HOSTS:-hosts}
-[ -r "$HOSTS" ] || { echo "launch/hostfile.sh: no hostfile '$HOSTS' (set HOSTS=...; lines like 'worker-1 slots=8')" >&2; exit 2; }
-exec deepspeed --hostfile "$HOSTS" pretrain_clip.py --deepspeed_config "${PRESET:-ds_configs/zero1.json}" "$@"
+source launch/quote.sh
+HOSTS=${HOSTS:-hosts} LAUNCHER=${LAUNCHER:-pdsh} PORT=${PORT:-29500}
+fail() { echo "launch/hostfile.sh: $*" >&2; exit 2; }
+python -m infcl.cluster.hostfile check "$HOSTS"
+
+for file in "${DS_ENV_FILE:-.deepspeed_env}" ~/"${DS_ENV_FILE:-.deepspeed_env}"; do
+  [ -r "$file" ] || continue
+  secret=$(grep -oiE '^[A-Z0-9_]*(KEY|TOKEN|SECRET|PASSWORD)[A-Z0-9_]*=' "$file" | head -1) || true
+  [ -z "$secret" ] || fail "$file holds ${secret%=}: it would stand in the command line on every host; leave it in a file there (~/.netrc, ~/.aws/credentials)"
+done
+
+script=(${SCRIPT:-pretrain_clip.py})
+flags=(${INTERFACE:+--interface "$INTERFACE"} "$@")
+[ -n "${SCRIPT:-}" ] || flags=(--deepspeed_config "${PRESET:-ds_configs/zero1.json}" "${flags[@]}")
+first=$(awk '!/^ *(#|$)/ {print $1; exit}' "$HOSTS")
+if [ -n "${INTERFACE:-}" ]; then
+  address=$(ssh -oBatchMode=yes -oConnectTimeout=20 "$first" ip -4 -o addr show dev "$INTERFACE" | awk '{print $4; exit}') || true
+else
+  address=$(ssh -oBatchMode=yes -oConnectTimeout=20 "$first" hostname -I | awk '{print $1; exit}') || true
+fi
+[ -n "$address" ] || fail "no address of $first${INTERFACE:+ on its interface $INTERFACE} (ssh to it, and hostname -I or ip there)"
+options=(-q --hostfile "$HOSTS" --master_addr "${address%/*}" --master_port "$PORT" --force_multi --no_ssh_check)
+case $LAUNCHER in
+  pdsh)
+    export PDSH_SSH_ARGS_APPEND="${PDSH_SSH_ARGS_APPEND:-} -oBatchMode=yes -oConnectTimeout=20 -oServerAliveInterval=15 -oServerAliveCountMax=4"
+    quoted=()
+    for flag in "${flags[@]}"; do quoted+=("$(quote "$flag")"); done
+    exec deepspeed "${options[@]}" --launcher pdsh "${script[@]}" "${quoted[@]}" ;;
+  openmpi)
+    mca=(${INTERFACE:+--mca btl_tcp_if_include "$INTERFACE" --mca oob_tcp_if_include "$INTERFACE"})
+    [ "$(id -u)" -ne 0 ] || mca+=(--allow-run-as-root)
+    mca+=(-x PATH -x "MASTER_ADDR=${address%/*}" -x "MASTER_PORT=$PORT")
+    exec deepspeed "${options[@]}" --launcher openmpi --launcher_args "${mca[*]}" "${script[@]}" "${flags[@]}" ;;
+  *) fail "LAUNCHER=$LAUNCHER: pdsh or openmpi" ;;
+esac

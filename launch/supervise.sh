@@ -5,11 +5,25 @@
 #   hardware  any; runs beside the launcher on one host
 #   time      as long as the training; waits FIRST_WAIT (5) seconds before the first restart, twice as long before each
 #             further one without progress, at most 300
+# Several hosts: bash launch/supervise.sh --hostfile HOSTS --min-hosts 3 [--batch 32768] RUN_FOLDER \
+#                 bash launch/hostfile.sh --global-batch-size 32768 --resume latest ...
+# asks before each start which hosts of HOSTS answer, and gives the command those in a file named by $HOSTS, as long as
+# they are MIN; with --batch only as many as divide that batch. --global-batch-size keeps the batch over fewer hosts.
 # Finished means that RUN_FOLDER/summary.json is there: the launcher's exit code 0 is not trusted. Not restarted: a
 # mistake in the command (2), Ctrl-C (130), and a signal to this script, which is passed on first.
 set -u
-[ $# -ge 2 ] || { echo "usage: $0 RUN_FOLDER COMMAND..." >&2; exit 2; }
+hostfile="" min_hosts=1 batch=""
+while :; do
+  case ${1:-} in
+    --hostfile) hostfile=$(realpath "$2"); shift 2 ;;
+    --min-hosts) min_hosts=$2; shift 2 ;;
+    --batch) batch=$2; shift 2 ;;
+    *) break ;;
+  esac
+done
+[ $# -ge 2 ] || { echo "usage: $0 [--hostfile HOSTS --min-hosts N [--batch N]] RUN_FOLDER COMMAND..." >&2; exit 2; }
 run=$1; shift
+alive=$(mktemp); trap 'rm -f "$alive"' EXIT
 first_wait=${FIRST_WAIT:-5} same_failures_allowed=${SAME_FAILURES:-3}
 child=0 stopped=0 last="" same=0 wait_for=$first_wait
 
@@ -20,15 +34,29 @@ trap 'forward 143 TERM' TERM
 trap 'forward 138 USR1' USR1
 trap 'forward 130 INT' INT
 
+choose_hosts() {
+  [ -n "$hostfile" ] || return 0
+  (cd "$(dirname "$0")/.." && python -m infcl.cluster.hostfile alive "$hostfile" --min-hosts "$min_hosts" \
+    ${batch:+--global-batch-size "$batch"}) > "$alive" || return
+  export HOSTS=$alive
+  say "on $(tr '\n' ' ' < "$alive")"
+}
+
 while :; do
-  setsid "$@" &
-  child=$!
-  while :; do  # a trapped signal ends `wait` early
-    wait "$child"; code=$?
-    kill -0 "$child" 2>/dev/null || break
-  done
-  for _ in $(seq 60); do kill -0 -- "-$child" 2>/dev/null || break; sleep 0.5; done
-  kill -s KILL -- "-$child" 2>/dev/null  # whoever stayed behind
+  if choose_hosts; then
+    setsid "$@" &
+    child=$!
+    while :; do  # a trapped signal ends `wait` early
+      wait "$child"; code=$?
+      kill -0 "$child" 2>/dev/null || break
+    done
+  else
+    code=69 child=0
+  fi
+  if [ "$child" -gt 0 ]; then
+    for _ in $(seq 60); do kill -0 -- "-$child" 2>/dev/null || break; sleep 0.5; done
+    kill -s KILL -- "-$child" 2>/dev/null  # whoever stayed behind
+  fi
   if [ -e "$run/summary.json" ]; then say "$run is finished"; exit 0; fi
   [ "$stopped" -gt 0 ] && { say "stopped; $(progress)"; exit "$stopped"; }
   case $code in

@@ -31,7 +31,7 @@ def start(hosts: Hosts, arguments: list, *, on: int = 0, cwd=ROOT, **environment
     )  # fmt: skip
 
 
-def finish(process: subprocess.Popen, seconds: float = 240) -> tuple[int, str]:
+def finish(process: subprocess.Popen, seconds: float = 600) -> tuple[int, str]:
     output, _ = process.communicate(timeout=seconds)
     return process.returncode, output
 
@@ -70,3 +70,9 @@ def wait_until_gone(hosts: Hosts, seconds: float) -> float:
 
 def kill(process, number: int = signal.SIGKILL) -> None:
     os.kill(process.pid, number)
+
+
+def launch_script(hosts: Hosts, arguments: list, **environment: str) -> subprocess.Popen:
+    """launch/hostfile.sh from the first host."""
+    settings = {"HOSTS": str(hosts.hostfile), "INTERFACE": "eth0"} | environment
+    return start(hosts, ["bash", "launch/hostfile.sh", *arguments[1:]], **settings)

@@ -54,7 +54,20 @@ class Host:
         sshd += [word for option in options for word in ("-o", option)]
         self.process = subprocess.Popen(
             [
-                *("ip", "netns", "exec", self.namespace, "unshare", "--uts", "--pid", "--mount-proc", "--fork"),
+                *(
+                    "nice",
+                    "-n",
+                    "5",
+                    "ip",
+                    "netns",
+                    "exec",
+                    self.namespace,
+                    "unshare",
+                    "--uts",
+                    "--pid",
+                    "--mount-proc",
+                    "--fork",
+                ),
                 *("--kill-child", "sh", "-c", 'hostname "$0" && exec "$@"', self.name, *map(str, sshd)),
             ],
             stdin=subprocess.DEVNULL,

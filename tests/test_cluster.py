@@ -50,3 +50,28 @@ def test_two_hosts_train_resume_evaluate_and_export_as_one_rank_does(demo_folder
     result = alone(flags(demo_folder, one, "--steps", "8", "--batch-size", "16"))
     assert result.returncode == 0, result.stderr
     assert losses(tmp_path) == pytest.approx(losses(one), rel=1e-4)
+
+
+def test_32_ranks_on_four_hosts_train_as_one_rank_does(demo_folder, tmp_path):
+    """Two-level rings, the whole trainer; one rank takes the same 64 pairs a step alone."""
+    more = (
+        "--steps",
+        "2",
+        "--ring",
+        "two-level",
+        "--global-batch-size",
+        "64",
+        "--accum-freq",
+        "1",
+        "--host-timeout",
+        "600",
+    )
+    with Hosts(4, slots=8) as hosts:
+        code, output = train(hosts, flags(demo_folder, tmp_path, *more, "--batch-size", "2"))
+    assert code == 0 and "32 x cpu" in output, output
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert (summary["world_size"], summary["samples_seen"]) == (32, 128)
+    one = tmp_path / "one"
+    result = alone(flags(demo_folder, one, "--steps", "2", "--accum-freq", "1", "--batch-size", "64"))
+    assert result.returncode == 0, result.stderr
+    assert losses(tmp_path) == pytest.approx(losses(one), rel=1e-5)

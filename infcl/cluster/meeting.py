@@ -7,6 +7,7 @@ refuses hosts that run something else. Nothing here needs torch to be the same v
 import json
 import os
 import socket
+import time
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -65,11 +66,16 @@ def meet(store: dist.Store, rank: int, local_rank: int, world_size: int, *, time
     except dist.DistStoreError:
         raise RuntimeError(f"rank {rank} on {told['host']}: rank 0 has not opened the run within {timeout}") from None
     everyone = json.loads(store.get("all"))
+    store.add("have read", 1)
     if isinstance(everyone, str):
+        if rank == 0:
+            _wait_for_readers(store, 0)
         raise RuntimeError(everyone)
     nodes = nodes_of([(said["host"], said["local_rank"]) for said in everyone])
     lines = differences({str(node): everyone[node.first_rank]["software"] for node in nodes})
     if lines:
+        if rank == 0:
+            _wait_for_readers(store, world_size)
         raise ValueError("the hosts do not run the same: " + "; ".join(lines))
     return nodes
 
@@ -84,6 +90,13 @@ def _gather(store: dist.Store, world_size: int, timeout: timedelta) -> list[dict
         absent = _ranges([rank for rank in range(world_size) if rank not in here])
         return f"ranks {absent} of {world_size} did not come within {timeout}; here are those on {hosts}"
     return [json.loads(said) for said in store.multi_get(keys)]
+
+
+def _wait_for_readers(store: dist.Store, readers: int) -> None:
+    """The store ends with rank 0, so it leaves last: when all have read, or after some seconds."""
+    deadline = time.monotonic() + 5
+    while (not readers or store.add("have read", 0) < readers) and time.monotonic() < deadline:
+        time.sleep(0.1)
 
 
 def nodes_of(ranks: list[tuple[str, int]]) -> list[Node]:

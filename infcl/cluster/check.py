@@ -1,0 +1,99 @@
+"""Before a run: is every host of a hostfile there, equal, free, in time, and does it see the shared folder?
+
+    bash launch/check.sh HOSTFILE [SHARED_FOLDER]        then measures links and GPUs too (links.py)
+
+One line for each thing that is wrong; exit code 1 then, 2 for a hostfile that cannot be read.
+"""
+
+import json
+import shlex
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from infcl.cluster.facts import differences
+from infcl.cluster.hostfile import SSH_OPTIONS, read_hostfile
+
+MAX_SKEW_S = 2.0
+MIN_FREE_GB = 20.0
+_BUSY_MIB = 1024
+
+
+def ask(host: str, shared: Path) -> dict:
+    """The host's own report with "skew_s", its clock against ours; {"error": ...} where it does not come."""
+    remote = f"cd {shlex.quote(str(Path.cwd()))} && {shlex.quote(sys.executable)} -m infcl.cluster.host_report "
+    sent = time.time()
+    try:
+        done = subprocess.run(
+            ["ssh", *SSH_OPTIONS, host, remote + shlex.quote(str(shared))],
+            capture_output=True, text=True, timeout=120, stdin=subprocess.DEVNULL,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        return {"error": "did not answer within 120 s"}
+    if done.returncode != 0:
+        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+        return {"error": f"{'ssh failed' if done.returncode == 255 else 'its report failed'}: {last}"}
+    report = json.loads(done.stdout.splitlines()[-1])
+    earliest, latest = sent - report["time"], time.time() - report["time"]
+    report["skew_s"] = 0.0 if earliest <= 0 <= latest else min(abs(earliest), abs(latest))
+    return report
+
+
+def problems(hosts: dict[str, int], reports: dict[str, dict]) -> list[str]:
+    """One line for each thing that is wrong. hosts: {host: slots}; reports: {host: as `ask` returns it}."""
+    lines = [f"{host}: {report['error']}" for host, report in reports.items() if "error" in report]
+    there = {host: report for host, report in reports.items() if "error" not in report}
+    lines += differences({host: report["software"] for host, report in there.items()})
+    marks = {f".check-{report['host']}" for report in there.values()}
+    with_gpus = any(report["gpus"] for report in there.values())
+    for host, report in there.items():
+        if report["skew_s"] > MAX_SKEW_S:
+            lines.append(f"{host}: its clock is {report['skew_s']:.0f} s off")
+        if with_gpus and len(report["gpus"]) < hosts[host]:
+            lines.append(f"{host}: slots={hosts[host]}, but {len(report['gpus'])} GPUs")
+        for number, gpu in enumerate(report["gpus"][: hosts[host]]):
+            if gpu["memory_used_mib"] > _BUSY_MIB:
+                lines.append(f"{host}: GPU {number} is in use ({gpu['memory_used_mib']} of {gpu['memory_mib']} MiB)")
+        shared = report["shared"]
+        if shared["error"]:
+            lines.append(f"{host}: the shared folder cannot be written: {shared['error']}")
+        elif shared["free_gb"] < MIN_FREE_GB:
+            lines.append(f"{host}: {shared['free_gb']:.1f} GB free in the shared folder, {MIN_FREE_GB:.0f} wanted")
+        if not shared["error"] and not marks <= set(shared["files"]):
+            unseen = ", ".join(sorted(mark.removeprefix(".check-") for mark in marks - set(shared["files"])))
+            lines.append(f"{host}: the folder is not shared: what {unseen} wrote there is not seen")
+    names = {gpu["name"] for report in there.values() for gpu in report["gpus"]}
+    return lines + ([f"GPUs of different kinds: {', '.join(sorted(names))}"] if len(names) > 1 else [])
+
+
+def main(argv: list[str] | None = None) -> int:
+    arguments = sys.argv[1:] if argv is None else argv
+    if len(arguments) not in (1, 2):
+        print("usage: python -m infcl.cluster.check HOSTFILE [SHARED_FOLDER]", file=sys.stderr)
+        return 2
+    shared = Path(arguments[1] if len(arguments) == 2 else ".").resolve()
+    try:
+        hosts = read_hostfile(arguments[0])
+    except ValueError as error:
+        print(f"hostfile: {error}", file=sys.stderr)
+        return 2
+    with ThreadPoolExecutor(32) as pool:
+        list(pool.map(lambda host: ask(host, shared), hosts))  # every host leaves its mark
+        reports = dict(zip(hosts, pool.map(lambda host: ask(host, shared), hosts)))  # and looks for the others'
+    for mark in shared.glob(".check-*"):
+        mark.unlink(missing_ok=True)
+    found = problems(hosts, reports)
+    for line in found:
+        print(line)
+    gpus = sum(len(report.get("gpus", ())) for report in reports.values())
+    print(
+        f"{len(hosts)} hosts, {sum(hosts.values())} slots, {gpus} GPUs: "
+        + (f"{len(found)} problems" if found else "right")
+    )
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,18 @@
+#!/usr/bin/env bash
+# Trains under torchrun: on one host, or started on each of several (by a scheduler, or by hand).
+#   command   bash launch/torchrun.sh --train-data '/data/{00000..00331}.tar' --tokenizer spm.model --model ViT-B-16 ...
+#             on each of 4 hosts: NODES=4 NODE_RANK=0..3 MASTER_ADDR=10.0.0.1 bash launch/torchrun.sh ...
+#   hardware  one rank per visible GPU (RANKS=2 for two, also without a GPU)
+#   time      as long as the training; starts some seconds faster than the deepspeed command
+# torchrun's own store listens on all interfaces; launch/hostfile.sh with INTERFACE=... does not.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+NODES=${NODES:-1} RANKS=${RANKS:-gpu}
+if [ "$NODES" -eq 1 ]; then
+  where=(--standalone)
+else
+  : "${NODE_RANK:?NODE_RANK: which of the $NODES hosts this is, from 0}" "${MASTER_ADDR:?MASTER_ADDR: the address of host 0}"
+  where=(--nnodes "$NODES" --node-rank "$NODE_RANK" --master-addr "$MASTER_ADDR" --master-port "${MASTER_PORT:-29500}")
+fi
+exec torchrun "${where[@]}" --nproc-per-node "$RANKS" pretrain_clip.py \
+  --deepspeed_config "${PRESET:-ds_configs/zero1.json}" ${INTERFACE:+--interface "$INTERFACE"} "$@"

@@ -1,0 +1,143 @@
+"""What happens to hosts: pulled cables, crashes, slow links, dead entries, other versions, storage that is not shared.
+
+In each case every rank on every host ends within the time-outs, the exit code is not zero, and the host is named.
+"""
+
+import shutil
+import time
+
+import pytest
+
+from tests.cluster_run import (
+    PATH,
+    finish,
+    flags,
+    launch_script,
+    losses,
+    start,
+    wait_for_step,
+    wait_until_gone,
+)
+from tests.hosts import Hosts, missing
+from tests.test_entry import ROOT, alone
+
+pytestmark = [
+    pytest.mark.cluster,
+    pytest.mark.skipif(missing() is not None, reason=str(missing())),
+    pytest.mark.timeout(900),
+]
+STEPS, BATCH = 30, 32
+HOST_TIMEOUT = 10
+
+
+def fault_flags(demo_folder, logs, *more: str) -> list[str]:
+    return flags(
+        demo_folder, logs, "--steps", str(STEPS), "--global-batch-size", str(BATCH), "--accum-freq", "1",
+        "--batch-size", "8", "--save-every-n-steps", "2", "--host-timeout", str(HOST_TIMEOUT), "--dist-timeout", "5",
+        "--resume", "latest", *more,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def one_rank_losses(demo_folder, tmp_path_factory):
+    logs = tmp_path_factory.mktemp("one")
+    result = alone(fault_flags(demo_folder, logs, "--batch-size", str(BATCH)))
+    assert result.returncode == 0, result.stderr
+    return losses(logs)
+
+
+@pytest.fixture
+def hosts(tmp_path):
+    with Hosts(2, folder=tmp_path / "hosts") as hosts:
+        yield hosts
+
+
+def test_a_pulled_cable_ends_the_run_on_both_sides_and_names_the_host(demo_folder, tmp_path, hosts, one_rank_losses):
+    process = launch_script(hosts, fault_flags(demo_folder, tmp_path))
+    wait_for_step(tmp_path, 3, process)
+    hosts[1].link("down")
+    pulled = time.monotonic()
+    gone = wait_until_gone(hosts, seconds=6 * HOST_TIMEOUT)
+    code, output = finish(process)
+    print(
+        f"link down: ranks gone after {gone:.0f} s, command after {time.monotonic() - pulled:.0f} s, exit code {code}"
+    )
+    assert code != 0
+    assert "worker-1: worker-2 (rank 1) has not been heard of for" in output, output
+    hosts[1].link("up")
+    code, output = finish(launch_script(hosts, fault_flags(demo_folder, tmp_path)))
+    assert code == 0 and "resumed from" in output, output
+    assert losses(tmp_path) == pytest.approx(one_rank_losses, rel=1e-4)
+
+
+def test_after_a_crash_supervise_goes_on_with_the_hosts_that_are_left(demo_folder, tmp_path, hosts, one_rank_losses):
+    """The global batch stays, --accum-freq doubles, no sample is skipped or repeated."""
+    command = ["bash", "launch/hostfile.sh", *fault_flags(demo_folder, tmp_path)[1:]]
+    options = ["--hostfile", hosts.hostfile, "--min-hosts", "1", "--batch", str(BATCH)]
+    program = ["bash", "launch/supervise.sh", *options, tmp_path / "run", *command]
+    process = start(hosts, program, INTERFACE="eth0", FIRST_WAIT="0")
+    wait_for_step(tmp_path, 3, process)
+    hosts[1].crash()
+    code, output = finish(process)
+    assert code == 0, output
+    assert "supervise: on worker-1 slots=1 worker-2 slots=1" in output
+    assert "worker-1: worker-2 (rank 1) has not been heard of for" in output or "closed by peer" in output, output
+    assert "supervise: on worker-1 slots=1 \n" in output and "resumed from" in output, output
+    assert "32 pairs a step = 1 ranks x 4 micro-batches" in output
+    assert losses(tmp_path) == pytest.approx(one_rank_losses, rel=1e-4)
+
+
+def test_a_slow_host_changes_nothing_but_the_time(demo_folder, tmp_path, hosts, one_rank_losses):
+    hosts[1].shape("delay 30ms 5ms")
+    code, output = finish(launch_script(hosts, fault_flags(demo_folder, tmp_path, "--steps", "4", "--warmup", "5")))
+    assert code == 0, output
+    assert losses(tmp_path)[:3] == pytest.approx(one_rank_losses[:3], rel=1e-4)
+
+
+def test_a_dead_entry_of_the_hostfile_is_named(demo_folder, tmp_path, hosts):
+    hosts.hostfile.write_text("worker-1 slots=1\nworker-9 slots=1\n")
+    code, output = finish(launch_script(hosts, fault_flags(demo_folder, tmp_path, "--dist-timeout", "0.5")))
+    assert code != 0 and "worker-9" in output
+    assert "ranks 1 of 2 did not come within 0:00:30; here are those on worker-1" in output, output
+    wait_until_gone(hosts, seconds=20)
+
+
+def test_a_host_with_another_version_of_the_code_is_refused(demo_folder, tmp_path, hosts):
+    other = tmp_path / "other.py"
+    shutil.copyfile(ROOT / "infcl" / "__init__.py", other)
+    other.write_text(other.read_text() + "# a change\n")
+    mounted = hosts[1].run(["mount", "--bind", other, ROOT / "infcl" / "__init__.py"])
+    assert mounted.returncode == 0, mounted.stderr
+    code, output = finish(launch_script(hosts, fault_flags(demo_folder, tmp_path)))
+    assert code == 2, output
+    assert "the hosts do not run the same: source: " in output and "on worker-2 (rank 1)" in output
+    wait_until_gone(hosts, seconds=30)
+
+
+def test_a_run_folder_that_is_not_shared_is_refused_with_the_host(demo_folder, tmp_path, hosts):
+    logs = tmp_path / "logs"
+    logs.mkdir()
+    mounted = hosts[1].run(["mount", "-t", "tmpfs", "tmpfs", logs])
+    assert mounted.returncode == 0, mounted.stderr
+    code, output = finish(launch_script(hosts, fault_flags(demo_folder, logs)))
+    assert code == 2, output
+    assert f"worker-2: {logs}/run is not the folder that worker-1 writes to" in output
+    wait_until_gone(hosts, seconds=30)
+
+
+def test_flags_with_spaces_and_shell_characters_survive_ssh(tmp_path, hosts):
+    words = ["a b", "{00..03}.tar", "$(id) `id` $HOME", 'it\'s "so"; & | > x', "%h *?", "scale=(0.9,1.0)", "é", ""]
+    script = tmp_path / "words.py"
+    out = tmp_path / "out"
+    script.write_text(
+        "import json, os, sys, pathlib\n"
+        f"pathlib.Path({str(out)!r} + os.environ['RANK']).write_text(json.dumps(sys.argv[-{len(words)}:]))\n"
+    )
+    process = start(
+        hosts, ["bash", "launch/hostfile.sh", *words], HOSTS=str(hosts.hostfile), SCRIPT=str(script), PATH=PATH
+    )
+    code, output = finish(process)
+    assert code == 0, output
+    import json
+
+    assert [json.loads((tmp_path / f"out{rank}").read_text()) for rank in (0, 1)] == [words, words]
