@@ -11,8 +11,9 @@ import logging
 import sys
 
 from infcl.config import parse_args
-from infcl.parallel import destroy_parallel, init_parallel, read_environment, report_mistake
-from infcl.plan import describe_plan
+from infcl.parallel import describe_failure, destroy_parallel, init_parallel, read_environment, report_mistake
+from infcl.plan.dry_run import describe_plan
+from infcl.plan.fit import fit_to_memory
 from infcl.report import summary_table
 from infcl.train.run_folder import claim_run_folder
 from infcl.train.stop import Stopped, end_with_launcher
@@ -37,6 +38,7 @@ def main(argv: list[str] | None = None) -> int:
             from megatron_patches.groups import init_tensor_parallel
 
             parallel = init_tensor_parallel(parallel, config.tensor_parallel_size)
+        config = fit_to_memory(config, parallel)
         if config.dry_run:
             say(rank, describe_plan(config, parallel))
             destroy_parallel(parallel)
@@ -66,6 +68,10 @@ def main(argv: list[str] | None = None) -> int:
         say(rank, f"{stop} at step {trainer.step}; --resume latest continues from here")
         destroy_parallel(parallel)
         return stop.exit_code
+    except RuntimeError as error:
+        if len(parallel.nodes) > 1:
+            print(describe_failure(parallel, error), file=sys.stderr, flush=True)
+        raise
     say(rank, summary_table(summary))
     destroy_parallel(parallel)
     return 0

@@ -27,6 +27,14 @@ OPTIMIZERS = ("adamw", "lion", "lamb", "adafactor")
 REPORT_TO = ("tensorboard", "wandb", "all", "none")
 
 
+def pairs_or_auto(text: str) -> int:
+    """'64' -> 64, 'auto' -> 0."""
+    try:
+        return 0 if text == "auto" else int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"invalid int value: {text!r}") from None
+
+
 def _flag(default, group: str, help: str, **argparse_options):
     metadata = {"group": group, "help": help, "argparse": argparse_options}
     if isinstance(default, (list, dict)):
@@ -104,7 +112,12 @@ class TrainConfig:
     )
     ring_overlap: str = _flag("on", "loss", "off: wait for each message, to measure it", choices=("on", "off"))
 
-    batch_size: int = _flag(64, "optimisation", "pairs per GPU per micro-batch")
+    batch_size: int = _flag(
+        64,
+        "optimisation",
+        "pairs per GPU per micro-batch; auto, with --global-batch-size: the most that memory allows",
+        type=pairs_or_auto,
+    )
     accum_freq: int = _flag(1, "optimisation", "micro-batches per step; one loss over all of them (gradient cache)")
     global_batch_size: int | None = _flag(
         None, "optimisation", "pairs per step over all ranks; --accum-freq then follows from it and from --batch-size"
@@ -175,6 +188,7 @@ class TrainConfig:
         120.0, "system", "seconds of silence after which a host counts as lost and the run ends"
     )
     dist_timeout: float = _flag(30.0, "system", "minutes after which a hung collective ends the run")
+    skip_memory_check: bool = _flag(False, "system", "start although the estimate says that memory is too small")
     deterministic: bool = _flag(False, "system", "bitwise repeatable kernels (slower)")
     seed: int = _flag(0, "system", "seed of initialisation, data order, augmentation and dropout")
 
@@ -198,8 +212,11 @@ class TrainConfig:
 
     def validate(self) -> None:
         """Raise ValueError for what can be refused without looking at files, devices or other ranks."""
+        if self.batch_size == 0 and self.global_batch_size is None:
+            raise ValueError(
+                "--batch-size 0 must be greater than 0; auto needs --global-batch-size, the pairs of a step"
+            )
         positive = (
-            "batch_size",
             "accum_freq",
             "epochs",
             "lr",
@@ -217,7 +234,16 @@ class TrainConfig:
         for name in positive:
             if getattr(self, name) <= 0:
                 raise ValueError(f"{_option(name)} {getattr(self, name)} must be greater than 0")
-        not_negative = ("workers", "wd", "warmup", "save_frequency", "save_every_n_steps", "val_frequency", "profile")
+        not_negative = (
+            "batch_size",
+            "workers",
+            "wd",
+            "warmup",
+            "save_frequency",
+            "save_every_n_steps",
+            "val_frequency",
+            "profile",
+        )
         not_negative += ("save_every_minutes", "keep_checkpoints", "keep_every_n_steps", "update_clip")
         not_negative += ("max_skipped_steps",)
         for name in (*not_negative, "zeroshot_frequency", "lock_image_unlocked_groups", "lock_text_unlocked_layers"):
@@ -396,7 +422,7 @@ def _parser() -> argparse.ArgumentParser:
         help = entry.metadata["help"]
         if default not in (None, False, []):
             help += f" [{default}]"
-        spellings = [_option(entry.name)]
+        spellings = [_option(entry.name)] + (["--micro-batch-size"] if entry.name == "batch_size" else [])
         if entry.name == "deepspeed_config":
             spellings.append("--deepspeed-config")
         if entry.type in (bool, "bool"):
@@ -404,7 +430,7 @@ def _parser() -> argparse.ArgumentParser:
         else:
             options.setdefault("type", _value_type(entry.type))
             if "choices" not in options:
-                options.setdefault("metavar", {int: "N", float: "X", str: "S"}[options["type"]])
+                options.setdefault("metavar", {float: "X", str: "S"}.get(options["type"], "N"))
         group.add_argument(*spellings, dest=entry.name, default=default, help=help, **options)
     parser.add_argument("--local_rank", "--local-rank", type=int, default=-1, help=argparse.SUPPRESS)
     parser.add_argument("--deepspeed", action="store_true", help=argparse.SUPPRESS)  # launchers' habit; always on

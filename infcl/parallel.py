@@ -18,7 +18,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from infcl.cluster.meeting import meet, open_store
+from infcl.cluster.meeting import Node, meet, open_store
 from infcl.cluster.watch import HostWatch
 
 # launcher -> its names of (rank, world size, local rank); the first whose rank is set is taken
@@ -37,7 +37,7 @@ class Parallel:
 
     ranks_per_node: None where nodes have different numbers. tp_group: the tensor-parallel ranks that hold one copy of
     the model and see the same samples, None where every rank has its own. watch: on the first rank of each of several
-    hosts.
+    hosts. nodes: all hosts, where this module started the process group.
     """
 
     rank: int
@@ -48,6 +48,7 @@ class Parallel:
     ranks_per_node: int | None = None
     tp_group: dist.ProcessGroup | None = None
     watch: HostWatch | None = None
+    nodes: tuple[Node, ...] = ()
 
     @property
     def dp_rank(self) -> int:
@@ -105,7 +106,7 @@ def init_parallel(
         torch.cuda.set_device(local_rank)
     os.environ["DS_ACCELERATOR"] = "cuda" if use_cuda else "cpu"  # DeepSpeed reads this once, when it is imported
     target = torch.device("cuda", local_rank) if use_cuda else torch.device("cpu")
-    ranks_per_node, watch = read_ranks_per_node(), None
+    ranks_per_node, watch, nodes = read_ranks_per_node(), None, []
     if not dist.is_initialized():
         for name, value in zip(_ENVIRONMENTS[0], (rank, world_size, local_rank)):
             os.environ.setdefault(name, str(value))
@@ -126,7 +127,9 @@ def init_parallel(
             timeout=timeout,
             device_id=target if use_cuda else None,
         )
-    return Parallel(rank, world_size, local_rank, target, dist.group.WORLD, ranks_per_node, watch=watch)
+    return Parallel(
+        rank, world_size, local_rank, target, dist.group.WORLD, ranks_per_node, watch=watch, nodes=tuple(nodes)
+    )
 
 
 def _use_interface(interface: str | None) -> None:
@@ -145,6 +148,13 @@ def destroy_parallel(parallel: Parallel | None = None) -> None:
         parallel.watch.close()
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def describe_failure(parallel: Parallel, error: Exception) -> str:
+    """One line for a rank that failed among several hosts: where it ran, why it failed, which ranks are whose."""
+    here = next(node.host for node in reversed(parallel.nodes) if node.first_rank <= parallel.rank)
+    first_line = (str(error).splitlines() or [type(error).__name__])[0]
+    return f"rank {parallel.rank} on {here}: {first_line}; the hosts: {', '.join(map(str, parallel.nodes))}"
 
 
 def report_mistake(program: str, error: ValueError) -> int:

@@ -6,7 +6,7 @@ key. The bridge stands in a namespace without a route, so nothing is reachable f
 with the same paths everywhere. Needs root, iproute2, util-linux and openssh-server; `missing()` says what is not there.
 
     host.run([...])              on the host, in `cwd`        host.link("down")     its cable is pulled
-    host.pids("text")            its processes by command     host.shape("delay 50ms")   tc netem on what it sends
+    host.processes("text")       its processes by command     host.shape("tbf rate ...") tc on what it sends
     host.crash()                 every process of it is killed at once
 """
 
@@ -101,8 +101,9 @@ class Host:
     def link(self, state: str) -> None:
         _run("ip", "-n", self.hosts.bridge, "link", "set", self.port, state)
 
-    def shape(self, netem: str, *, device: str = "eth0") -> None:
-        _run("tc", "-n", self.namespace, "qdisc", "replace", "dev", device, "root", "netem", *netem.split())
+    def shape(self, discipline: str, *, device: str = "eth0") -> None:
+        """RuntimeError where the kernel has not the queueing discipline (netem is often missing)."""
+        _run("tc", "-n", self.namespace, "qdisc", "replace", "dev", device, "root", *discipline.split())
 
     def crash(self) -> None:
         self.process.kill()

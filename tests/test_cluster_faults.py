@@ -81,14 +81,18 @@ def test_after_a_crash_supervise_goes_on_with_the_hosts_that_are_left(demo_folde
     code, output = finish(process)
     assert code == 0, output
     assert "supervise: on worker-1 slots=1 worker-2 slots=1" in output
-    assert "worker-1: worker-2 (rank 1) has not been heard of for" in output or "closed by peer" in output, output
+    assert "rank 0 on worker-1: " in output and "the hosts: worker-1 (rank 0), worker-2 (rank 1)" in output, output
     assert "supervise: on worker-1 slots=1 \n" in output and "resumed from" in output, output
     assert "32 pairs a step = 1 ranks x 4 micro-batches" in output
     assert losses(tmp_path) == pytest.approx(one_rank_losses, rel=1e-4)
 
 
-def test_a_slow_host_changes_nothing_but_the_time(demo_folder, tmp_path, hosts, one_rank_losses):
-    hosts[1].shape("delay 30ms 5ms")
+@pytest.mark.parametrize("discipline", ["tbf rate 20mbit burst 32kb latency 400ms", "netem delay 30ms 5ms"])
+def test_a_slow_host_changes_nothing_but_the_time(demo_folder, tmp_path, hosts, one_rank_losses, discipline):
+    try:
+        hosts[1].shape(discipline)
+    except RuntimeError as error:
+        pytest.skip(str(error))
     code, output = finish(launch_script(hosts, fault_flags(demo_folder, tmp_path, "--steps", "4", "--warmup", "5")))
     assert code == 0, output
     assert losses(tmp_path)[:3] == pytest.approx(one_rank_losses[:3], rel=1e-4)

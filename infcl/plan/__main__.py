@@ -1,0 +1,173 @@
+"""python -m infcl.plan --model ViT-L-14 --gpus 32 --gpu a800-80g --global-batch 12288k --zero 3 ...
+
+Memory by part, the phases of a step, samples/s, the largest batch and the fastest settings; --sweep gpus=8:4096 the
+scaling curve; --measure FILE a profile of this machine (measure.py). Figures are estimates: docs/scaling.md.
+"""
+
+import argparse
+import csv
+import sys
+from pathlib import Path
+
+from infcl.plan.memory import memory_of, pixel_bytes
+from infcl.plan.search import MICRO_BATCHES, fastest, fits, largest_batch
+from infcl.plan.setting import Setting, load_gpu, load_link
+from infcl.plan.sweep import crossover, draw, read_range, sweep
+from infcl.plan.timing import phases_of, samples_per_second
+from infcl.towers.config import load_model_config
+
+
+def read_batch(text: str) -> int:
+    """'12288k' -> 12288 * 1024; 'm' is 1024k."""
+    factor = {"k": 2**10, "m": 2**20}.get(text[-1:].lower(), 1)
+    digits = text[:-1] if factor > 1 else text
+    if not digits.isdigit() or int(digits) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of pairs, like 32768, 32k or 4m")
+    return int(digits) * factor
+
+
+def parser() -> argparse.ArgumentParser:
+    flags = argparse.ArgumentParser(prog="python -m infcl.plan", description=__doc__.split("\n\n")[1])
+    flags.add_argument("--model", default="ViT-L-14")
+    flags.add_argument("--gpus", type=int, default=8)
+    flags.add_argument("--gpus-per-node", type=int, default=8)
+    flags.add_argument("--gpu", default="h200", help="profile of infcl/plan/profiles/gpus, or a file of --measure")
+    flags.add_argument("--link", default="nic-400", help="profile of infcl/plan/profiles/links, or a file like them")
+    flags.add_argument("--global-batch", type=read_batch, default=read_batch("32k"), help="pairs, like 12288k")
+    flags.add_argument("--micro-batch-size", default="auto", help="pairs per GPU and micro-batch; auto: the fastest")
+    flags.add_argument("--zero", type=int, default=1, choices=(0, 1, 2, 3))
+    flags.add_argument("--no-grad-checkpointing", action="store_true")
+    flags.add_argument("--offload", action="store_true", help="optimizer state in host memory")
+    flags.add_argument("--pixels", default="host", choices=("host", "device"))
+    flags.add_argument("--resident-micro-batches", type=int, default=1)
+    flags.add_argument("--eager", action="store_true", help="blocks are not compiled")
+    flags.add_argument("--precision", default="amp_bf16", choices=("amp_bf16", "bf16", "fp16", "fp32"))
+    flags.add_argument("--loss", default="inf_cl", choices=("inf_cl", "clip", "open_clip"))
+    flags.add_argument("--ring", default="auto", choices=("auto", "flat", "two-level"))
+    flags.add_argument("--tensor-parallel-size", type=int, default=1)
+    flags.add_argument("--sweep", help="gpus=8:4096: the batch per GPU stays, the GPUs double")
+    flags.add_argument("--plot", type=Path, help="with --sweep: write a PNG")
+    flags.add_argument("--measure", type=Path, help="measure this machine's first GPU, write its profile, and exit")
+    return flags
+
+
+def setting_of(arguments: argparse.Namespace) -> Setting:
+    """The setting that the flags say; with --micro-batch-size auto the fastest one that fits."""
+    setting = Setting(
+        model=load_model_config(arguments.model),
+        gpu=load_gpu(arguments.gpu),
+        link=load_link(arguments.link),
+        gpus=arguments.gpus,
+        gpus_per_node=min(arguments.gpus_per_node, arguments.gpus),
+        global_batch=arguments.global_batch,
+        micro_batch=1,
+        zero=arguments.zero,
+        checkpointing=not arguments.no_grad_checkpointing,
+        compiled=not arguments.eager,
+        resident=arguments.resident_micro_batches,
+        offload=arguments.offload,
+        pixels=arguments.pixels,
+        loss=arguments.loss,
+        ring=arguments.ring,
+        precision=arguments.precision,
+        tensor_parallel=arguments.tensor_parallel_size,
+    )
+    if arguments.micro_batch_size != "auto":
+        if not arguments.micro_batch_size.isdigit() or arguments.micro_batch_size == "0":
+            raise ValueError(f"--micro-batch-size {arguments.micro_batch_size}: a number of pairs, or auto")
+        setting = setting.with_(micro_batch=int(arguments.micro_batch_size))
+        setting.check()
+        return setting
+    setting.check()
+    share = setting.rank_batch
+    choices = [setting.with_(micro_batch=size) for size in MICRO_BATCHES if share % size == 0]
+    choices = choices or [setting]
+    return max(filter(fits, choices), key=samples_per_second, default=choices[-1])
+
+
+def describe(setting: Setting) -> str:
+    memory, phases = memory_of(setting), phases_of(setting)
+    total = sum(phase.exposed for phase in phases)
+    lines = [
+        f"{setting.gpus} x {setting.gpu.name}, {setting.nodes} hosts, {setting.link.name} between them",
+        f"{setting.global_batch:,} pairs a step = {setting.dp_size} ranks x {setting.num_micro_batches} x "
+        f"{setting.micro_batch}; ZeRO-{setting.zero}, {setting.precision}, loss {setting.loss}, "
+        f"{'two-level' if setting.two_level else 'flat'} ring",
+        "",
+        "memory per GPU",
+        *(f"  {name:<22}{size / 2**30:>9.2f} GiB" for name, size in memory.items()),
+        f"  {'usable':<22}{setting.gpu.usable_bytes / 2**30:>9.2f} GiB: "
+        + ("it fits" if fits(setting) else "it does NOT fit"),
+        f"  host memory for a step's pixels and tokens: {_pixels(setting):.1f} GiB a rank"
+        if setting.pixels == "host"
+        else "",
+        "",
+        f"{'a step':<24}{'seconds':>9}{'exposed':>10}",
+        *(
+            f"  {p.name:<22}{p.seconds:>9.3f}{p.exposed:>10.3f}" + (f"  behind {p.behind}" if p.behind else "")
+            for p in phases
+        ),
+        f"  {'total':<31}{total:>10.3f}",
+        f"  {setting.global_batch / total:,.0f} samples/s, {setting.global_batch / total / setting.gpus:,.0f} a GPU",
+        "",
+        f"largest global batch that fits with this micro-batch: {largest_batch(setting):,}",
+        "fastest settings for this batch",
+    ]
+    for seconds, other in fastest(setting):
+        lines.append(f"  {setting.global_batch / seconds:>9,.0f} samples/s  {_short(other)}")
+    return "\n".join(line for line in lines if line is not None)
+
+
+def _pixels(setting: Setting) -> float:
+    from infcl.config import BatchPlan
+
+    return (
+        pixel_bytes(setting.model, BatchPlan(setting.dp_size, setting.num_micro_batches, setting.micro_batch)) / 2**30
+    )
+
+
+def _short(setting: Setting) -> str:
+    words = [f"micro-batch {setting.micro_batch}", f"ZeRO-{setting.zero}"]
+    words += ["checkpointing"] if setting.checkpointing else []
+    words += ["offload"] if setting.offload else []
+    words += [f"T={setting.tensor_parallel}"] if setting.tensor_parallel > 1 else []
+    return f"{', '.join(words)} ({memory_of(setting)['peak'] / 2**30:.1f} GiB)"
+
+
+def main(argv: list[str] | None = None) -> int:
+    arguments = parser().parse_args(argv)
+    try:
+        if arguments.measure:
+            from infcl.plan.measure import measure
+
+            arguments.measure.write_text(measure())
+            print(f"wrote {arguments.measure}")
+            return 0
+        setting = setting_of(arguments)
+        if arguments.sweep is None:
+            print(describe(setting))
+            return 0
+        rows = sweep(setting, read_range(arguments.sweep))
+    except ValueError as error:
+        print(f"infcl.plan: error: {error}", file=sys.stderr)
+        return 2
+    writer = csv.DictWriter(sys.stdout, rows[0])
+    writer.writeheader()
+    for row in rows:
+        writer.writerow({name: f"{value:.4g}" if isinstance(value, float) else value for name, value in row.items()})
+    for ring in ("flat", "two-level"):
+        for group in ("loss", "ring traffic", "ZeRO traffic"):
+            first = crossover(rows, group, ring)
+            print(
+                f"# {ring}: {group} exceeds the towers " + (f"from {first} GPUs on" if first else "nowhere"),
+                file=sys.stderr,
+            )
+    if arguments.plot:
+        per_gpu = setting.global_batch // setting.gpus
+        title = f"{arguments.model}, {per_gpu:,} pairs a {setting.gpu.name}, ZeRO-{setting.zero}, {setting.link.name}"
+        draw(rows, title, arguments.plot)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

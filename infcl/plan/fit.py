@@ -1,0 +1,116 @@
+"""Whether a run's flags fit into the memory there is: refused at start with what would fit; --batch-size auto.
+
+Only what can be known beforehand is refused: an estimate above the whole memory of the device.
+"""
+
+import dataclasses
+import warnings
+
+import psutil
+import torch
+
+from infcl.config import BatchPlan, TrainConfig
+from infcl.parallel import Parallel
+from infcl.plan.memory import memory_plan, parameter_counts
+from infcl.towers.config import CLIPConfig
+from infcl.train.engine import read_preset, zero_stage
+
+_ROOM = 0.90  # of the memory, for --batch-size auto and for what is proposed
+_SIZES = tuple(2**power for power in range(12, -1, -1))
+
+
+def fit_to_memory(config: TrainConfig, parallel: Parallel) -> TrainConfig:
+    """`config` with its micro-batch size chosen, where it is auto. ValueError, on every rank, when it cannot fit."""
+    if config.skip_memory_check and config.batch_size:
+        return config
+    from infcl.train.build import build_model, build_tokenizer_and_model_config
+
+    _, cfg = build_tokenizer_and_model_config(config)
+    with torch.device("meta"), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*which is a no-op")
+        counts = parameter_counts(build_model(config, cfg))
+    preset, precision = read_preset(config, parallel.device.type)
+    fit = Fit(config, cfg, counts, precision, preset, parallel.dp_size, memory_of_device(parallel))
+    if config.batch_size == 0:
+        return fit.choose()
+    fit.check()
+    return config
+
+
+def memory_of_device(parallel: Parallel) -> float:
+    """Bytes that a rank may use: the GPU's memory; on a CPU the host's, shared by its ranks."""
+    if parallel.device.type == "cuda":
+        return float(torch.cuda.get_device_properties(parallel.device).total_memory)
+    return psutil.virtual_memory().total / (parallel.ranks_per_node or parallel.world_size)
+
+
+@dataclasses.dataclass
+class Fit:
+    """The memory question of one run on `dp_size` ranks with `capacity` bytes each."""
+
+    config: TrainConfig
+    cfg: CLIPConfig
+    counts: dict[str, tuple[int, int]]
+    precision: str
+    preset: dict
+    dp_size: int
+    capacity: float
+
+    def parts(self, config: TrainConfig, stage: int | None = None) -> dict[str, float]:
+        """{part: bytes per rank, "total"} under `config`, in this preset's stage or another."""
+        share = config.tensor_parallel_size
+        counts = {name: (total // share, trainable // share) for name, (total, trainable) in self.counts.items()}
+        zero = self.preset.get("zero_optimization", {})
+        plan = memory_plan(self.cfg, BatchPlan.of(config, self.dp_size), config, counts, self.precision, zero)
+        stage = zero_stage(self.preset) if stage is None else stage
+        parts = {name: column[stage] for name, column in plan.items() if name != "total"}
+        for name, offload in (("optimizer", "offload_optimizer"), ("parameters", "offload_param")):
+            if offload in zero:
+                parts[name] = 0.0
+        return parts | {"total": sum(parts.values())}
+
+    def check(self) -> None:
+        parts = self.parts(self.config)
+        if parts["total"] <= self.capacity:
+            return
+        largest = sorted(((size, name) for name, size in parts.items() if name != "total"), reverse=True)[:3]
+        named = ", ".join(f"{name} {_gib(size)}" for size, name in largest)
+        needed = f"{self.config.model} needs about {_gib(parts['total'])} a rank"
+        raise ValueError(
+            f"{needed}, {_gib(self.capacity)} are there: {named}. "
+            f"{self._proposal()} (--skip-memory-check starts it anyway)"
+        )
+
+    def choose(self) -> TrainConfig:
+        """The largest micro-batch size that fits and divides a rank's share; ValueError when not even one pair does."""
+        for size in _SIZES:
+            other = dataclasses.replace(self.config, batch_size=size)
+            plan = BatchPlan.of(other, self.dp_size)
+            if plan.micro_batch_size == size and self.parts(other)["total"] <= _ROOM * self.capacity:
+                return other
+        one = dataclasses.replace(self.config, batch_size=1)
+        Fit(one, self.cfg, self.counts, self.precision, self.preset, self.dp_size, self.capacity).check()
+        return one
+
+    def _proposal(self) -> str:
+        """The least change that fits: smaller micro-batches of the same batch, then checkpointing, then ZeRO-3."""
+        config = self.config
+        batch = BatchPlan.of(config, self.dp_size)
+        for stage, checkpointing in ((None, config.grad_checkpointing), (None, True), (3, True)):
+            for size in _SIZES:
+                if size > batch.micro_batch_size or batch.rank_batch_size % size:
+                    continue
+                accumulate = {"accum_freq": batch.rank_batch_size // size} if config.global_batch_size is None else {}
+                changes = {"batch_size": size, "grad_checkpointing": checkpointing, **accumulate}
+                total = self.parts(dataclasses.replace(config, **changes), stage)["total"]
+                if total <= _ROOM * self.capacity:
+                    flags = [f"--batch-size {size}"]
+                    flags += [f"--accum-freq {accumulate['accum_freq']}"] if accumulate else []
+                    flags += ["--grad-checkpointing"] if checkpointing else []
+                    flags += ["--deepspeed_config ds_configs/zero3.json"] if stage == 3 else []
+                    return f"{' '.join(flags)} fits, with {_gib(total)}."
+        return "No micro-batch size, checkpointing or ZeRO stage fits: it takes more GPUs, or offloading."
+
+
+def _gib(size: float) -> str:
+    return f"{size / 2**30:,.1f} GiB"

@@ -1,0 +1,84 @@
+"""A profile of this machine's first GPU: what `python -m infcl.plan --measure FILE` writes.
+
+Measured: an 8192^3 bf16 product; a transformer block of ViT-L-14's width, eager and compiled, forward and backward; the
+tiled loss; copies on the device and from pinned host memory. Between two GPUs of this host, one copy (NVLink or PCIe).
+"""
+
+import json
+import statistics
+import time
+
+import torch
+
+from infcl.loss.inf_cl import inf_cl_loss
+from infcl.towers.transformer import Transformer
+
+_WIDTH, _HEADS, _LAYERS, _TOKENS, _BATCH = 1024, 16, 4, 257, 128
+_ROWS, _DIM = 32768, 768
+
+
+def measure() -> str:
+    """The profile as JSON text. ValueError without a GPU."""
+    if not torch.cuda.is_available():
+        raise ValueError("--measure needs a GPU: use a profile of infcl/plan/profiles instead")
+    device = torch.device("cuda", 0)
+    matmul = _matmul(device)
+    profile = {
+        "name": torch.cuda.get_device_name(device),
+        "memory_gib": round(torch.cuda.get_device_properties(device).total_memory / 2**30, 1),
+        "usable": 0.94,
+        "matmul_tflops": round(matmul / 1e12),
+        "tower_efficiency": round(_towers(device, compiled=False) / matmul, 3),
+        "compiled_efficiency": round(_towers(device, compiled=True) / matmul, 3),
+        "loss_efficiency": round(_loss(device) / matmul, 3),
+        "hbm_gbs": round(_copy_rate(device, device) * 2),
+        "link_gbs": round(_copy_rate(device, torch.device("cuda", 1))) if torch.cuda.device_count() > 1 else 25,
+        "pcie_gbs": round(_copy_rate(torch.device("cpu"), device)),
+        "source": "measured by python -m infcl.plan --measure",
+    }
+    return json.dumps(profile, indent=2) + "\n"
+
+
+def _seconds(function, *, warm_up: int = 5, repeats: int = 10) -> float:
+    times = []
+    for index in range(warm_up + repeats):
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        function()
+        torch.cuda.synchronize()
+        if index >= warm_up:
+            times.append(time.perf_counter() - started)
+    return statistics.median(times)
+
+
+def _matmul(device: torch.device) -> float:
+    a = torch.randn(8192, 8192, device=device, dtype=torch.bfloat16)
+    return 2 * 8192**3 / _seconds(lambda: a @ a, warm_up=50)
+
+
+def _towers(device: torch.device, *, compiled: bool) -> float:
+    """Flops per second of forward and backward of some blocks under bf16 autocast."""
+    blocks = Transformer(_WIDTH, _LAYERS, _HEADS, mlp_ratio=4.0).to(device)
+    if compiled:
+        blocks = torch.compile(blocks)
+    values = torch.randn(_BATCH, _TOKENS, _WIDTH, device=device, requires_grad=True)
+
+    def step():
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            blocks(values).sum().backward()
+
+    block = 2 * _TOKENS * 12 * _WIDTH**2 + 4 * _TOKENS**2 * _WIDTH
+    return 3 * _LAYERS * _BATCH * block / _seconds(step)
+
+
+def _loss(device: torch.device) -> float:
+    features = torch.nn.functional.normalize(torch.randn(2, _ROWS, _DIM, device=device), dim=-1).bfloat16()
+    images, texts = (side.clone().requires_grad_() for side in features)
+    return 8 * _ROWS**2 * _DIM / _seconds(lambda: inf_cl_loss(images, texts, 50.0).backward())
+
+
+def _copy_rate(source: torch.device, target: torch.device) -> float:
+    """GB/s of a 1 GiB copy."""
+    block = torch.empty(2**30, dtype=torch.uint8, device=source, pin_memory=source.type == "cpu")
+    other = torch.empty(2**30, dtype=torch.uint8, device=target)
+    return 2**30 / 1e9 / _seconds(lambda: other.copy_(block, non_blocking=True))

@@ -1,0 +1,145 @@
+"""Bytes per GPU, part by part, from sizes alone: of a run's flags (`memory_plan`), of a planned setting (`memory_of`).
+
+An estimate: the allocator's fragments, the CUDA context and the layers that ZeRO-3 gathers come on top (a profile's
+`usable` leaves room for them). Within 4% of the measured peak of ViT-L-14 on H200s, ZeRO-1 and 3 (docs/results.md).
+
+Sizes: P parameters, T trainable ones, N data-parallel ranks, m micro-batch size, M micro-batches, b = M m, D embedding
+width, S pixels per side, L tokens.
+"""
+
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from infcl.config import BatchPlan, TrainConfig
+from infcl.kernels import WORKSPACE_BYTES
+from infcl.towers.config import CLIPConfig
+
+if TYPE_CHECKING:
+    from infcl.plan.setting import Setting
+
+STAGES = (0, 1, 2, 3)
+
+
+def parameter_counts(model: nn.Module) -> dict[str, tuple[int, int]]:
+    """{"image": (parameters, of which trainable), "text": ..., "scalars": ...}."""
+    counts = {"image": [0, 0], "text": [0, 0], "scalars": [0, 0]}
+    for name, parameter in model.named_parameters():
+        part = "image" if name.startswith("visual.") else "scalars" if name.startswith("logit_") else "text"
+        counts[part][0] += parameter.numel()
+        counts[part][1] += parameter.numel() * parameter.requires_grad
+    return {part: (total, trainable) for part, (total, trainable) in counts.items()}
+
+
+def state_bytes(parameters: int, trainable: int, *, stage: int, ranks: int, precision: str) -> dict[str, float]:
+    """{"parameters", "gradients", "optimizer"}: bytes per rank of what training keeps between steps.
+
+    fp32 and amp_bf16: parameters and gradients of 4 bytes; bf16 and fp16: of 2, with gradients accumulated in fp32.
+    Optimizer: two Adam moments and, from stage 1 on, the fp32 master of the rank's share.
+    """
+    low = precision in ("bf16", "fp16")
+    width, share = 2 if low else 4, 1 / ranks
+    whole, own = trainable * (width + (4 if low else 0)), trainable * share * 4
+    return {
+        "parameters": parameters * width * (share if stage == 3 else 1),
+        "gradients": {0: whole, 1: whole + own}.get(stage, own),
+        "optimizer": trainable * (8 if stage == 0 else 12 * share),
+    }
+
+
+def bucket_bytes(zero_optimization: dict, *, stage: int, precision: str) -> float:
+    """Bytes per rank of DeepSpeed's buffers for gradients on their way: allocated whole, whatever the model's size."""
+    if stage == 0:
+        return 0.0
+    size = zero_optimization.get("reduce_bucket_size", 5e8) * (2 if precision in ("bf16", "fp16") else 4)
+    return size * (2 if stage < 3 and zero_optimization.get("overlap_comm", False) else 1)
+
+
+def loss_bytes(name: str, *, rows: int, ranks: int, width: int) -> dict[str, float]:
+    """{"features", "loss workspace"}: bytes per rank, for b `rows` of D `width` a rank.
+
+    Features and their fp32 gradients of both sides; around a ring, also two blocks that travel and the gradients that
+    travel with them. The tiled losses need a bounded workspace, the dense baselines their logits and those' gradient.
+    """
+    features = rows * width * 4
+    ring = 4 * features if ranks > 1 else 0
+    matrix = {"clip": (rows * ranks) ** 2, "open_clip": 2 * rows * rows * ranks, "disco": 2 * rows * rows * ranks}
+    workspace = 8 * matrix[name] if name in matrix else min(WORKSPACE_BYTES, 16 * rows * rows)
+    return {"features": 4 * features + ring, "loss workspace": workspace}
+
+
+def activation_bytes(cfg: CLIPConfig, *, micro_batch_size: int, precision: str, checkpointing: bool) -> float:
+    """Bytes that the graph of one micro-batch keeps, both towers; an estimate.
+
+    A block keeps about 34 values of 2 bytes per 2 bytes of its input (Korthikanti et al. 2022, without the attention
+    matrix, which fused attention does not keep); with activation checkpointing its input alone, and one block whole.
+    """
+    vision, text = cfg.vision_cfg, cfg.text_cfg
+    total = 0.0
+    for tokens, width, layers in (
+        (1 + int(vision.num_patches * (1 - vision.patch_dropout)), vision.width, vision.layers),
+        (text.context_length, text.width, text.layers),
+    ):
+        block = 34 * tokens * width * (2 if precision == "fp32" else 1)
+        total += layers * 4 * tokens * width + block if checkpointing else layers * block
+    return total * micro_batch_size
+
+
+def pixel_bytes(cfg: CLIPConfig, batch: BatchPlan) -> float:
+    """Host bytes per rank of a step's images and tokens, which wait there between the two passes."""
+    return batch.rank_batch_size * (3 * cfg.vision_cfg.image_size**2 + 8 * cfg.text_cfg.context_length)
+
+
+def memory_plan(
+    cfg: CLIPConfig,
+    batch: BatchPlan,
+    config: TrainConfig,
+    counts: dict[str, tuple[int, int]],
+    precision: str,
+    zero_optimization: dict,
+) -> dict[str, list[float]]:
+    """{part: bytes per rank under ZeRO 0, 1, 2, 3} of device memory; the last part is the total."""
+    parameters, trainable = (sum(column) for column in zip(*counts.values()))
+    columns = []
+    for stage in STAGES:
+        parts = state_bytes(parameters, trainable, stage=stage, ranks=batch.dp_size, precision=precision)
+        parts["gradient buckets"] = bucket_bytes(zero_optimization, stage=stage, precision=precision)
+        parts |= loss_bytes(config.loss, rows=batch.rank_batch_size, ranks=batch.dp_size, width=cfg.embed_dim)
+        parts["activations"] = activation_bytes(
+            cfg,
+            micro_batch_size=batch.micro_batch_size,
+            precision=precision,
+            checkpointing=config.grad_checkpointing,
+        )
+        columns.append(parts | {"total": sum(parts.values())})
+    return {part: [column[part] for column in columns] for part in columns[0]}
+
+
+def memory_of(setting: "Setting") -> dict[str, float]:
+    """{part: bytes per GPU}; the last is the "peak", which is not their sum where parts do not live at once.
+
+    Under tensor parallelism a rank has its share of the parameters; of a block's 34 values a token, 10 are whole on
+    every rank and 24 are shared (Korthikanti et al. 2022).
+    """
+    from infcl.plan.setting import parameters_of
+
+    model, share = setting.model, setting.tensor_parallel
+    parameters = parameters_of(model) // share
+    sizes = {"stage": setting.zero, "precision": setting.precision}
+    parts = state_bytes(parameters, parameters, ranks=setting.dp_size, **sizes)
+    if setting.offload:
+        parts["optimizer"] = 0.0
+    parts["gradient buckets"] = bucket_bytes({"overlap_comm": setting.overlap_comm}, **sizes)
+    graph = activation_bytes(
+        model,
+        micro_batch_size=setting.micro_batch,
+        precision=setting.precision,
+        checkpointing=setting.checkpointing,
+    ) * (10 / 34 + 24 / 34 / share if not setting.checkpointing else 1)
+    parts["activations"] = graph * max(1, min(setting.resident, setting.num_micro_batches))
+    parts["cached data"] = 0.0
+    if setting.pixels == "device":
+        parts["cached data"] = setting.rank_batch * (4.0 * 3 * model.vision_cfg.image_size**2 + 8 * 77)
+    parts |= loss_bytes(setting.loss, rows=setting.loss_rows, ranks=setting.gpus, width=model.embed_dim)
+    parts["features"] += 4.0 * (setting.rank_batch - setting.loss_rows) * model.embed_dim * 4
+    return parts | {"peak": sum(parts.values())}

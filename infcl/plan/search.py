@@ -1,0 +1,54 @@
+"""The largest batch that fits, and the fastest way to train on a given one."""
+
+from collections.abc import Iterator
+
+from infcl.plan.memory import memory_of
+from infcl.plan.setting import Setting
+from infcl.plan.timing import step_seconds
+
+MICRO_BATCHES = tuple(2**power for power in range(11, 2, -1))
+
+
+def fits(setting: Setting) -> bool:
+    return memory_of(setting)["peak"] <= setting.gpu.usable_bytes
+
+
+def largest_batch(setting: Setting) -> int:
+    """The largest global batch, in whole micro-batches of every rank, that fits; 0 when none does."""
+    unit = setting.dp_size * setting.micro_batch
+
+    def fitting(count: int) -> bool:
+        return fits(setting.with_(global_batch=count * unit))
+
+    if not fitting(1):
+        return 0
+    above = 2
+    while fitting(above) and above < 2**40:
+        above *= 2
+    below = above // 2
+    while above - below > 1:
+        middle = (above + below) // 2
+        below, above = (middle, above) if fitting(middle) else (below, middle)
+    return below * unit
+
+
+def candidates(setting: Setting) -> Iterator[Setting]:
+    """The same model, GPUs and global batch with every micro-batch size, ZeRO stage, checkpointing, offload and T."""
+    for tensor_parallel in (1, 2, 4, 8):
+        if setting.gpus % tensor_parallel or tensor_parallel > setting.gpus_per_node:
+            continue
+        for zero in (1, 2, 3):
+            for checkpointing in (False, True):
+                for offload in (False, True) if zero == 3 else (False,):
+                    for micro_batch in MICRO_BATCHES:
+                        changes = {"tensor_parallel": tensor_parallel, "zero": zero, "offload": offload}
+                        other = setting.with_(micro_batch=micro_batch, checkpointing=checkpointing, **changes)
+                        if other.global_batch % (other.dp_size * micro_batch) == 0:
+                            yield other
+
+
+def fastest(setting: Setting, count: int = 5) -> list[tuple[float, Setting]]:
+    """[(seconds of a step, setting)] of those that fit, the fastest first; of equals the one with less memory."""
+    timed = [(step_seconds(other), memory_of(other)["peak"], other) for other in candidates(setting) if fits(other)]
+    timed.sort(key=lambda entry: (round(entry[0], 4), entry[1]))
+    return [(seconds, other) for seconds, _, other in timed[:count]]

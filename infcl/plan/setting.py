@@ -1,0 +1,135 @@
+"""What is planned: a frozen record of everything that memory and time follow from, and the profiles of hardware."""
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+
+from infcl.plan.memory import parameter_counts
+from infcl.towers import CLIP
+from infcl.towers.config import CLIPConfig
+
+_PROFILES = Path(__file__).parent / "profiles"
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU and its host, as they perform: sustained rates, not peaks. profiles/*.json; `measure.py` fills one in."""
+
+    name: str
+    memory_gib: float  # of the device
+    usable: float  # share of it that tensors may take: the rest is the CUDA context, NCCL, libraries and fragments
+    matmul_tflops: float  # an 8192^3 bf16 product
+    tower_efficiency: float  # share of it that towers reach: eager blocks ...
+    compiled_efficiency: float  # ... and compiled ones
+    loss_efficiency: float  # share of it that the tiled loss reaches, on 8 b^2 D flops
+    hbm_gbs: float  # GB/s of its memory
+    link_gbs: float  # GB/s in each direction to the other GPUs of the host (NVLink)
+    pcie_gbs: float  # GB/s to host memory
+    source: str  # where the figures come from
+
+    @property
+    def usable_bytes(self) -> float:
+        return self.memory_gib * 2**30 * self.usable
+
+
+@dataclass(frozen=True)
+class Link:
+    """What a GPU sends to other hosts through: its share of the NICs."""
+
+    name: str
+    gbs: float  # GB/s in each direction, per GPU
+    latency_us: float  # of a message
+    source: str
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One way to train. Sizes: W gpus, T tensor-parallel ranks, W/T data-parallel ones, B global batch."""
+
+    model: CLIPConfig
+    gpu: Gpu
+    gpus: int
+    global_batch: int
+    micro_batch: int
+    zero: int = 1
+    checkpointing: bool = True
+    compiled: bool = True
+    resident: int = 1  # micro-batches that keep their graphs between the passes
+    offload: bool = False  # optimizer state in host memory
+    pixels: str = "host"  # where a step's pixels wait: "host", or "device" as in the paper's trainer
+    loss: str = "inf_cl"
+    ring: str = "auto"
+    precision: str = "amp_bf16"
+    tensor_parallel: int = 1
+    gpus_per_node: int = 8
+    link: Link = Link("nic-400", 45.0, 8.0, "estimated")  # between hosts
+    overlap_comm: bool = True
+
+    @property
+    def dp_size(self) -> int:
+        return self.gpus // self.tensor_parallel
+
+    @property
+    def rank_batch(self) -> int:
+        """Pairs of a data-parallel rank."""
+        return self.global_batch // self.dp_size
+
+    @property
+    def loss_rows(self) -> int:
+        """Pairs of a rank in the loss: tensor-parallel ranks share theirs."""
+        return self.global_batch // self.gpus
+
+    @property
+    def num_micro_batches(self) -> int:
+        return self.rank_batch // self.micro_batch
+
+    @property
+    def nodes(self) -> int:
+        return max(1, self.gpus // self.gpus_per_node)
+
+    @property
+    def two_level(self) -> bool:
+        return self.ring == "two-level" or (self.ring == "auto" and self.nodes > 1 and self.gpus_per_node > 1)
+
+    def check(self) -> None:
+        """ValueError with the numbers for what cannot be."""
+        if self.gpus % self.tensor_parallel:
+            raise ValueError(f"{self.gpus} GPUs are no multiple of tensor-parallel {self.tensor_parallel}")
+        if self.gpus > self.gpus_per_node and self.gpus % self.gpus_per_node:
+            raise ValueError(f"{self.gpus} GPUs do not fill nodes of {self.gpus_per_node}")
+        if self.global_batch % (self.dp_size * self.micro_batch):
+            raise ValueError(
+                f"a global batch of {self.global_batch} is no multiple of {self.dp_size} data-parallel ranks x "
+                f"micro-batch {self.micro_batch}"
+            )
+
+    def with_(self, **changes) -> "Setting":
+        return dataclasses.replace(self, **changes)
+
+
+def load_gpu(name_or_path: str) -> Gpu:
+    """A profile of profiles/gpus, or the JSON file that `--measure` wrote. ValueError naming those that there are."""
+    return Gpu(**_load("gpu", name_or_path))
+
+
+def load_link(name_or_path: str) -> Link:
+    """A profile of profiles/links, or a JSON file like them."""
+    return Link(**_load("link", name_or_path))
+
+
+def _load(kind: str, name: str) -> dict:
+    path = Path(name) if name.endswith(".json") else _PROFILES / f"{kind}s" / f"{name}.json"
+    if not path.is_file():
+        known = ", ".join(sorted(path.stem for path in (_PROFILES / f"{kind}s").glob("*.json")))
+        raise ValueError(f"--{kind} {name}: no such profile (known: {known}; or a JSON file)")
+    return json.loads(path.read_text())
+
+
+@lru_cache
+def parameters_of(model: CLIPConfig) -> int:
+    with torch.device("meta"):
+        return sum(total for total, _ in parameter_counts(CLIP(model)).values())

@@ -1,0 +1,73 @@
+"""Scaling curves: a step's phases over the number of GPUs, the batch per GPU held, for flat and two-level rings."""
+
+from pathlib import Path
+
+from infcl.plan.setting import Setting
+from infcl.plan.timing import phases_of
+
+_GROUPS = {
+    "towers": ("encode", "replay", "tensor parallel", "ZeRO-3 hooks"),
+    "loss": ("loss", "gather features"),
+    "ring traffic": ("ring",),
+    "ZeRO traffic": ("gradients", "parameters"),
+    "optimizer": ("optimizer", "optimizer on the host"),
+}
+_COLOURS = ("#4878a8", "#e0a030", "#c04848", "#6a9a58", "#8a8a8a")
+
+
+def sweep(setting: Setting, sizes: list[int]) -> list[dict]:
+    """One row a size and ring: GPUs, global batch, samples/s per GPU, exposed seconds of each group of phases."""
+    per_gpu = setting.global_batch // setting.gpus
+    rows = []
+    for ring in ("flat", "two-level"):
+        for size in sizes:
+            other = setting.with_(gpus=size, global_batch=per_gpu * size, ring=ring)
+            other.check()
+            phases = phases_of(other)
+            groups = {name: sum(p.exposed for p in phases if p.name in members) for name, members in _GROUPS.items()}
+            total = sum(groups.values())
+            rows.append({"ring": ring, "gpus": size, "global_batch": other.global_batch, "seconds": total, **groups})
+            rows[-1]["samples_per_second_per_gpu"] = per_gpu / total
+    return rows
+
+
+def read_range(text: str) -> list[int]:
+    """'gpus=8:4096' -> [8, 16, ..., 4096]. ValueError for anything else."""
+    name, _, limits = text.partition("=")
+    first, _, last = limits.partition(":")
+    if name != "gpus" or not (first.isdigit() and last.isdigit()) or not 0 < int(first) <= int(last):
+        raise ValueError(f"--sweep {text}: write gpus=FIRST:LAST, like gpus=8:4096")
+    sizes = [int(first)]
+    while sizes[-1] * 2 <= int(last):
+        sizes.append(sizes[-1] * 2)
+    return sizes
+
+
+def crossover(rows: list[dict], group: str, ring: str) -> int | None:
+    """The first number of GPUs at which `group` takes longer than the towers."""
+    return next((row["gpus"] for row in rows if row["ring"] == ring and row[group] > row["towers"]), None)
+
+
+def draw(rows: list[dict], title: str, path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(1, 2, figsize=(11, 4.2), sharey=True, layout="constrained")
+    for axis, ring in zip(axes, ("flat", "two-level")):
+        own = [row for row in rows if row["ring"] == ring]
+        shares = [[row[name] / row["seconds"] for row in own] for name in _GROUPS]
+        axis.stackplot([row["gpus"] for row in own], shares, labels=list(_GROUPS), colors=_COLOURS)
+        axis.set(xscale="log", xlabel="GPUs", title=f"{ring} ring", ylim=(0, 1), xlim=(own[0]["gpus"], own[-1]["gpus"]))
+        axis.set_xticks([row["gpus"] for row in own], [str(row["gpus"]) for row in own], rotation=45)
+        axis.minorticks_off()
+        speed = axis.twinx()
+        speed.plot([row["gpus"] for row in own], [row["samples_per_second_per_gpu"] for row in own], "k.-")
+        speed.set(ylim=(0, 1.05 * max(row["samples_per_second_per_gpu"] for row in rows)))
+        speed.set_ylabel("samples/s per GPU (black)" if ring == "two-level" else "")
+    axes[0].set_ylabel("share of a step")
+    axes[0].legend(loc="lower left", fontsize=8)
+    figure.suptitle(title, fontsize=10)
+    figure.savefig(path, dpi=130)
+    pyplot.close(figure)

@@ -1,0 +1,86 @@
+"""Flags that cannot fit are refused with what would; --batch-size auto takes the most that fits."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from infcl.config import BatchPlan, parse_args
+from infcl.plan.fit import Fit
+from infcl.plan.memory import parameter_counts
+from infcl.towers import CLIP, load_model_config
+from tests.test_entry import alone, command
+
+SYNTHETIC = ["--dataset-type", "synthetic", "--train-num-samples", "1000000", "--model", "ViT-L-14"]
+GIB = 2**30
+
+
+def fit(*flags: str, gib: float, ranks: int = 8, stage: int = 1) -> Fit:
+    cfg = load_model_config("ViT-L-14")
+    with torch.device("meta"):
+        counts = parameter_counts(CLIP(cfg))
+    preset = {"zero_optimization": {"stage": stage}}
+    return Fit(parse_args([*SYNTHETIC, *flags]), cfg, counts, "amp_bf16", preset, ranks, gib * GIB)
+
+
+def test_what_fits_is_not_refused():
+    fit("--batch-size", "64", gib=80).check()
+
+
+@pytest.mark.parametrize(
+    ("flags", "gib", "proposed"),
+    [
+        (["--batch-size", "1024"], 80, "--batch-size 256 --accum-freq 4 fits"),
+        (["--global-batch-size", "8192", "--batch-size", "1024"], 80, "--batch-size 256 fits"),
+        (["--batch-size", "8"], 5, "--deepspeed_config ds_configs/zero3.json fits"),
+        (["--batch-size", "8"], 1, "it takes more GPUs, or offloading"),
+    ],
+)
+def test_what_cannot_fit_is_refused_with_what_would(flags, gib, proposed):
+    question = fit(*flags, gib=gib)
+    with pytest.raises(ValueError, match=proposed) as refused:
+        question.check()
+    assert "ViT-L-14 needs about" in str(refused.value) and f"{gib:.1f} GiB are there" in str(refused.value)
+    assert "--skip-memory-check" in str(refused.value)
+
+
+def test_what_is_proposed_fits_and_keeps_the_batch():
+    question = fit("--batch-size", "1024", gib=80)
+    proposal = dataclasses.replace(question.config, batch_size=256, accum_freq=4)
+    assert BatchPlan.of(proposal, 8).global_batch_size == BatchPlan.of(question.config, 8).global_batch_size
+    Fit(proposal, question.cfg, question.counts, "amp_bf16", question.preset, 8, question.capacity).check()
+
+
+def test_auto_takes_the_largest_size_that_fits_and_divides():
+    question = fit("--global-batch-size", "65536", "--batch-size", "auto", gib=80)
+    chosen = question.choose()
+    assert question.parts(chosen)["total"] <= 0.9 * 80 * GIB
+    larger = dataclasses.replace(chosen, batch_size=2 * chosen.batch_size)
+    assert question.parts(larger)["total"] > 0.9 * 80 * GIB
+    more = fit("--global-batch-size", "65536", "--batch-size", "auto", "--grad-checkpointing", gib=80).choose()
+    assert more.batch_size > chosen.batch_size
+
+
+def test_auto_with_nothing_that_fits_is_refused():
+    with pytest.raises(ValueError, match="needs about"):
+        fit("--global-batch-size", "64", "--batch-size", "auto", gib=1).choose()
+
+
+def test_auto_needs_the_global_batch():
+    with pytest.raises(ValueError, match="auto needs --global-batch-size"):
+        parse_args([*SYNTHETIC, "--batch-size", "auto"])
+
+
+def test_the_trainer_takes_auto(demo_folder, tmp_path):
+    flags = command(demo_folder, tmp_path, "--dry-run", "--global-batch-size", "48", "--batch-size", "auto")
+    flags[flags.index("--accum-freq") + 1] = "1"
+    result = alone(flags)
+    assert result.returncode == 0, result.stderr
+    assert "48 pairs a step = 1 ranks x 3 micro-batches (--accum-freq) x 16" in result.stdout
+
+
+def test_the_trainer_refuses_what_no_host_can_hold_and_can_be_overruled(tmp_path):
+    flags = ["pretrain_clip.py", *SYNTHETIC, "--batch-size", "65536", "--dry-run", "--logs", str(tmp_path)]
+    result = alone(flags)
+    assert result.returncode == 2 and result.stderr.count("error:") == 1 and "fits, with" in result.stderr
+    assert alone([*flags, "--skip-memory-check"]).returncode == 0

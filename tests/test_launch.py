@@ -1,0 +1,124 @@
+"""The launch scripts as far as a shell can tell: what they run, what they refuse, when a run is queued again."""
+
+import os
+import shutil
+import subprocess
+
+import pytest
+
+from tests.test_entry import ROOT
+
+
+def run(script: str, *arguments, tmp_path, programs: dict[str, str], **environment: str):
+    """launch/SCRIPT with `programs` (name: shell script) before the PATH, in an empty copy of the repository."""
+    bin_folder = tmp_path / "bin"
+    bin_folder.mkdir(exist_ok=True)
+    for name, text in programs.items():
+        (bin_folder / name).write_text("#!/usr/bin/env bash\n" + text)
+        (bin_folder / name).chmod(0o755)
+    if not (tmp_path / "launch").exists():
+        shutil.copytree(ROOT / "launch", tmp_path / "launch")
+    environment = {"PATH": f"{bin_folder}:/usr/bin:/bin", "HOME": str(tmp_path)} | environment
+    command = ["bash", str(tmp_path / "launch" / script), *map(str, arguments)]
+    return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
+
+
+@pytest.mark.parametrize("script", sorted(path.name for path in (ROOT / "launch").glob("*.s*")))
+def test_every_script_is_valid_bash_and_says_command_hardware_and_time(script):
+    path = ROOT / "launch" / script
+    assert subprocess.run(["bash", "-n", path], capture_output=True).returncode == 0
+    if script != "quote.sh":
+        for word in ("command", "hardware", "time"):
+            assert f"#   {word} " in path.read_text()
+
+
+def test_quoted_words_come_out_of_a_shell_as_they_went_in():
+    words = ["plain-1.0/x=y", "", "a b", "{0..3}", "$(id) `id` $HOME", 'it\'s "so"', "; & | > <", "%h *?[a]", "é\\n\t"]
+    script = (
+        'source launch/quote.sh; line=; for w in "$@"; do line+=" $(quote "$w")"; done; eval "printf \'%s\\0\' $line"'
+    )
+    printed = subprocess.run(["bash", "-c", script, "-", *words], cwd=ROOT, capture_output=True, check=True).stdout
+    assert printed.decode().split("\0")[:-1] == words
+
+
+SLURM = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]"}
+FLAGS = ["--logs", "logs", "--name", "first"]
+
+
+def slurm(tmp_path, srun: str, *arguments, **environment):
+    scontrol = 'case $1 in show) echo n1; echo n2;; *) echo "scontrol $*";; esac\n'
+    programs = {"srun": srun, "scontrol": scontrol}
+    return run("slurm.sbatch", *arguments, tmp_path=tmp_path, programs=programs, **SLURM, **environment)
+
+
+@pytest.mark.parametrize(
+    ("code", "restarts", "queued", "returned"),
+    [(138, 50, True, 0), (143, 0, True, 0), (1, 3, True, 0), (1, 10, False, 1), (2, 0, False, 2)],
+)
+def test_slurm_queues_a_saved_run_again_and_gives_up_on_one_that_fails(tmp_path, code, restarts, queued, returned):
+    result = slurm(tmp_path, f"exit {code}\n", *FLAGS, SLURM_RESTART_COUNT=str(restarts))
+    assert ("scontrol requeue 7" in result.stdout) == queued
+    assert result.returncode == returned, result.stdout + result.stderr
+
+
+def test_slurm_is_finished_when_the_summary_is_there(tmp_path):
+    (tmp_path / "logs" / "first").mkdir(parents=True)
+    result = slurm(tmp_path, 'touch logs/first/summary.json; echo "$MASTER_ADDR $*"; exit 138\n', *FLAGS, "--wd", "a b")
+    assert result.returncode == 0 and "requeue" not in result.stdout
+    assert result.stdout.startswith("n1 --kill-on-bad-exit=1 python -u pretrain_clip.py --deepspeed_config")
+    assert "--wd a b --resume latest" in result.stdout
+
+
+def test_slurm_needs_to_know_what_to_resume(tmp_path):
+    result = slurm(tmp_path, "exit 0\n", "--logs", "logs")
+    assert result.returncode == 2 and "--logs and --name are needed" in result.stderr
+
+
+def test_torchrun_of_several_nodes_needs_rank_and_address(tmp_path):
+    programs = {"torchrun": 'printf "%s|" "$@"\n'}
+    alone = run("torchrun.sh", "--model", "a b", tmp_path=tmp_path, programs=programs)
+    assert "--standalone|--nproc-per-node|gpu|pretrain_clip.py" in alone.stdout and "--model|a b|" in alone.stdout
+    missing = run("torchrun.sh", tmp_path=tmp_path, programs=programs, NODES="2")
+    assert missing.returncode != 0 and "NODE_RANK" in missing.stderr
+    many = run("torchrun.sh", tmp_path=tmp_path, programs=programs, NODES="2", NODE_RANK="1", MASTER_ADDR="10.0.0.1")
+    assert "--nnodes|2|--node-rank|1|--master-addr|10.0.0.1|" in many.stdout
+
+
+HOSTFILE = {"python": "exit 0\n", "ssh": 'echo "2: eth0 inet 10.0.0.1/24 brd"\n', "deepspeed": 'printf "%s|" "$@"\n'}
+
+
+def test_keys_in_the_environment_file_are_refused(tmp_path):
+    (tmp_path / "hosts").write_text("a slots=1\n")
+    (tmp_path / ".deepspeed_env").write_text("OMP_NUM_THREADS=1\nWANDB_API_KEY=0123\n")
+    result = run("hostfile.sh", tmp_path=tmp_path, programs=HOSTFILE)
+    assert result.returncode == 2 and "holds WANDB_API_KEY" in result.stderr and "0123" not in result.stderr
+
+
+@pytest.mark.parametrize("launcher", ["pdsh", "openmpi"])
+def test_the_launchers_get_address_interface_and_flags(tmp_path, launcher):
+    (tmp_path / "hosts").write_text("a slots=1\n")
+    settings = {"LAUNCHER": launcher, "INTERFACE": "eth0", "PORT": "29999"}
+    result = run("hostfile.sh", "--wd", "0.1", tmp_path=tmp_path, programs=HOSTFILE, **settings)
+    assert result.returncode == 0, result.stderr
+    assert (
+        f"--master_addr|10.0.0.1|--master_port|29999|--force_multi|--no_ssh_check|--launcher|{launcher}|"
+        in result.stdout
+    )
+    assert "pretrain_clip.py|--deepspeed_config|ds_configs/zero1.json|--interface|eth0|--wd|0.1|" in result.stdout
+
+
+def test_an_unknown_launcher_and_a_silent_first_host_are_mistakes(tmp_path):
+    (tmp_path / "hosts").write_text("a slots=1\n")
+    result = run("hostfile.sh", tmp_path=tmp_path, programs=HOSTFILE, LAUNCHER="pigeon")
+    assert result.returncode == 2 and "pdsh or openmpi" in result.stderr
+    silent = run("hostfile.sh", tmp_path=tmp_path, programs=HOSTFILE | {"ssh": "exit 255\n"})
+    assert silent.returncode == 2 and "no address of a" in silent.stderr
+
+
+def test_the_kubernetes_job_is_valid_yaml_of_four_pods():
+    yaml = pytest.importorskip("yaml")
+    job = yaml.safe_load((ROOT / "launch" / "kubernetes.yaml").read_text())
+    replicas = job["spec"]["pytorchReplicaSpecs"]
+    assert {name: spec["replicas"] for name, spec in replicas.items()} == {"Master": 1, "Worker": 3}
+    assert replicas["Worker"]["template"] == replicas["Master"]["template"]
+    assert os.environ.get("HOME") and job["kind"] == "PyTorchJob"

@@ -1,0 +1,95 @@
+"""The plan of a run: its arithmetic, and --dry-run, which prints it and leaves nothing behind."""
+
+import pytest
+import torch
+
+from infcl.config import BatchPlan
+from infcl.plan.memory import activation_bytes, loss_bytes, memory_plan, parameter_counts, state_bytes
+from infcl.towers import CLIP, load_model_config
+from tests.test_entry import alone, command
+from tests.test_trainer import demo_config
+
+
+def test_parameters_are_counted_by_tower_with_what_a_lock_leaves_trainable():
+    model = CLIP(load_model_config("demo"))
+    model.lock_text_tower()
+    counts = parameter_counts(model)
+    assert sum(total for total, _ in counts.values()) == sum(p.numel() for p in model.parameters())
+    assert counts["text"][1] == 0 < counts["text"][0]
+    assert counts["image"][0] == counts["image"][1] == sum(p.numel() for p in model.visual.parameters())
+    assert counts["scalars"] == (1, 1)
+
+
+@pytest.mark.parametrize(
+    ("stage", "precision", "per_parameter"),
+    [(0, "fp32", 4 + 4 + 8), (1, "fp32", 4 + 5 + 3), (2, "amp_bf16", 4 + 1 + 3), (3, "fp32", 1 + 1 + 3),
+     (1, "bf16", 2 + 7 + 3), (3, "fp16", 0.5 + 1 + 3)],
+)  # fmt: skip
+def test_state_of_four_ranks_by_stage(stage, precision, per_parameter):
+    parts = state_bytes(1000, 1000, stage=stage, ranks=4, precision=precision)
+    assert sum(parts.values()) == 1000 * per_parameter
+
+
+def test_a_tiled_loss_needs_memory_linear_in_the_batch_and_a_dense_one_the_square():
+    def total(name, rows):
+        return sum(loss_bytes(name, rows=rows, ranks=8, width=768).values())
+
+    assert total("inf_cl", 2**18) / total("inf_cl", 2**17) < 2
+    assert total("clip", 2**18) / total("clip", 2**17) > 3.9
+
+
+def test_activation_checkpointing_and_half_precision_shrink_the_graph():
+    cfg = load_model_config("ViT-L-14")
+    sizes = {
+        (precision, checkpointing): activation_bytes(
+            cfg, micro_batch_size=8, precision=precision, checkpointing=checkpointing
+        )
+        for precision in ("fp32", "amp_bf16")
+        for checkpointing in (False, True)
+    }
+    assert sizes["fp32", False] == 2 * sizes["amp_bf16", False] > 4 * sizes["amp_bf16", True]
+
+
+def test_the_total_of_the_memory_plan_falls_with_the_stage_from_one_on(demo_folder, tmp_path):
+    cfg = load_model_config("ViT-B-16")
+    with torch.device("meta"):
+        counts = parameter_counts(CLIP(cfg))
+    plan = memory_plan(cfg, BatchPlan(8, 4, 64), demo_config(demo_folder, tmp_path), counts, "amp_bf16", {})
+    assert plan["total"] == [pytest.approx(sum(column)) for column in zip(*(plan[p] for p in plan if p != "total"))]
+    assert plan["total"][1] > plan["total"][2] > plan["total"][3]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "stage", "measured"),
+    [(1, 1, 18.5), (1, 3, 14.1), (2, 3, 10.4)],  # GiB on H200s: docs/results.md
+)
+def test_the_estimate_is_near_what_was_measured(demo_folder, tmp_path, ranks, stage, measured):
+    cfg = load_model_config("ViT-L-14")
+    with torch.device("meta"):
+        counts = parameter_counts(CLIP(cfg))
+    config = demo_config(demo_folder, tmp_path, grad_checkpointing=True)
+    plan = memory_plan(cfg, BatchPlan(ranks, 2, 128), config, counts, "amp_bf16", {"overlap_comm": True})
+    assert plan["total"][stage] / 2**30 == pytest.approx(measured, rel=0.05)
+
+
+def test_dry_run_prints_the_plan_and_leaves_nothing(demo_folder, tmp_path):
+    flags = ["--dry-run", "--val-data", f"{demo_folder}/val", "--deepspeed_config", "ds_configs/zero2.json"]
+    result = alone(command(demo_folder, tmp_path / "logs", *flags))
+    assert result.returncode == 0, result.stdout + result.stderr
+    for shown in (
+        "32 pairs a step = 1 ranks x 2 micro-batches",
+        "3 = 0.0625 epochs of 48",
+        "8 shards",
+        "1,536 usable samples; left out by the index: none",
+        "the run ends inside the warm-up",
+        "image tower 0.28M",
+        "ZeRO-2*",
+        "retrieval every epoch and at the end",
+    ):
+        assert shown in result.stdout
+    assert not (tmp_path / "logs").exists()
+
+
+def test_dry_run_refuses_what_the_run_would_refuse(demo_folder, tmp_path):
+    result = alone(command(demo_folder, tmp_path, "--dry-run", "--batch-size", "4096"))
+    assert result.returncode == 2 and "fewer than one global batch of 8192" in result.stderr
