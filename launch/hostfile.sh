@@ -21,27 +21,33 @@ for file in "${DS_ENV_FILE:-.deepspeed_env}" ~/"${DS_ENV_FILE:-.deepspeed_env}";
   [ -z "$secret" ] || fail "$file holds ${secret%=}: it would stand in the command line on every host; leave it in a file there (~/.netrc, ~/.aws/credentials)"
 done
 
-script=(${SCRIPT:-pretrain_clip.py})
-flags=(${INTERFACE:+--interface "$INTERFACE"} "$@")
-[ -n "${SCRIPT:-}" ] || flags=(--deepspeed_config "${PRESET:-ds_configs/zero1.json}" "${flags[@]}")
 first=$(awk '!/^ *(#|$)/ {print $1; exit}' "$HOSTS")
+on_first() { ssh -oBatchMode=yes -oConnectTimeout=20 "$first" "$@"; }
 if [ -n "${INTERFACE:-}" ]; then
-  address=$(ssh -oBatchMode=yes -oConnectTimeout=20 "$first" ip -4 -o addr show dev "$INTERFACE" | awk '{print $4; exit}') || true
+  address=$(on_first ip -4 -o addr show dev "$INTERFACE" | awk '{print $4; exit}') || true
 else
-  address=$(ssh -oBatchMode=yes -oConnectTimeout=20 "$first" hostname -I | awk '{print $1; exit}') || true
+  address=$(on_first hostname -I | awk '{print $1; exit}') || true
 fi
 [ -n "$address" ] || fail "no address of $first${INTERFACE:+ on its interface $INTERFACE} (ssh to it, and hostname -I or ip there)"
 options=(-q --hostfile "$HOSTS" --master_addr "${address%/*}" --master_port "$PORT" --force_multi --no_ssh_check)
-case $LAUNCHER in
-  pdsh)
-    export PDSH_SSH_ARGS_APPEND="${PDSH_SSH_ARGS_APPEND:-} -oBatchMode=yes -oConnectTimeout=20 -oServerAliveInterval=15 -oServerAliveCountMax=4"
-    quoted=()
-    for flag in "${flags[@]}"; do quoted+=("$(quote "$flag")"); done
-    exec deepspeed "${options[@]}" --launcher pdsh "${script[@]}" "${quoted[@]}" ;;
-  openmpi)
-    mca=(${INTERFACE:+--mca btl_tcp_if_include "$INTERFACE" --mca oob_tcp_if_include "$INTERFACE"})
-    [ "$(id -u)" -ne 0 ] || mca+=(--allow-run-as-root)
-    mca+=(-x PATH -x "MASTER_ADDR=${address%/*}" -x "MASTER_PORT=$PORT")
-    exec deepspeed "${options[@]}" --launcher openmpi --launcher_args "${mca[*]}" "${script[@]}" "${flags[@]}" ;;
-  *) fail "LAUNCHER=$LAUNCHER: pdsh or openmpi" ;;
-esac
+
+with_pdsh() {
+  local alive="-oBatchMode=yes -oConnectTimeout=20 -oServerAliveInterval=15 -oServerAliveCountMax=4"
+  export PDSH_SSH_ARGS_APPEND="${PDSH_SSH_ARGS_APPEND:-} $alive"
+  local quoted=() flag
+  for flag in "${flags[@]}"; do quoted+=("$(quote "$flag")"); done
+  exec deepspeed "${options[@]}" --launcher pdsh "${script[@]}" "${quoted[@]}"
+}
+
+with_openmpi() {
+  local mca=(${INTERFACE:+--mca btl_tcp_if_include "$INTERFACE" --mca oob_tcp_if_include "$INTERFACE"})
+  [ "$(id -u)" -ne 0 ] || mca+=(--allow-run-as-root)
+  mca+=(-x PATH -x "MASTER_ADDR=${address%/*}" -x "MASTER_PORT=$PORT")
+  exec deepspeed "${options[@]}" --launcher openmpi --launcher_args "${mca[*]}" "${script[@]}" "${flags[@]}"
+}
+
+case $LAUNCHER in pdsh | openmpi) ;; *) fail "LAUNCHER=$LAUNCHER: pdsh or openmpi" ;; esac
+script=(${SCRIPT:-pretrain_clip.py})
+flags=(${INTERFACE:+--interface "$INTERFACE"} "$@")
+[ -n "${SCRIPT:-}" ] || flags=(--deepspeed_config "${PRESET:-ds_configs/zero1.json}" "${flags[@]}")
+"with_$LAUNCHER"
