@@ -230,6 +230,7 @@ def _rows(output: str) -> str:
         "parameters;",
         "pairs a step",
         "the run ends inside",
+        "pixels:",
         "*****",
         "OMP_NUM_THREADS",
         "data wait",

@@ -170,6 +170,12 @@ class TrainConfig:
     resident_micro_batches: str = _flag(
         "1", "system", "micro-batches that keep their graphs between the passes: N, or auto: what GPU memory allows"
     )
+    pixel_cache_gb: str = _flag(
+        "auto",
+        "system",
+        "GB a rank of pixels kept between the passes, the rest is decoded twice; auto: of 60% of the free host memory",
+    )
+    pixel_cache: str = _flag("host", "system", "where kept pixels are", choices=("host", "gpu"))
     encode_micro_batches: int = _flag(
         1, "system", "micro-batches that the first pass (no graph) encodes at once; needs patch dropout 0"
     )
@@ -290,6 +296,8 @@ class TrainConfig:
             if getattr(self, unlocked) and not getattr(self, lock):
                 raise ValueError(f"{_option(unlocked)} {getattr(self, unlocked)} needs {_option(lock)}")
         count = self.resident_micro_batches
+        if not _is_size(self.pixel_cache_gb):
+            raise ValueError(f"--pixel-cache-gb {self.pixel_cache_gb} is neither a number of at least 0 nor auto")
         if count != "auto" and not (count.isdecimal() and int(count) > 0):
             raise ValueError(f"--resident-micro-batches {count} is neither a number above 0 nor auto")
         if self.report_to in ("wandb", "all") and not _is_installed("wandb"):
@@ -471,6 +479,13 @@ def _parse_aug_cfg(pairs: list[str]) -> dict:
         except (SyntaxError, ValueError):
             raise ValueError(f"--aug-cfg {pair!r} is not KEY=VALUE with a number or a (low,high) pair") from None
     return result
+
+
+def _is_size(text: str) -> bool:
+    try:
+        return text == "auto" or 0 <= float(text) < float("inf")
+    except ValueError:
+        return False
 
 
 def _is_installed(package: str) -> bool:

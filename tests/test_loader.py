@@ -380,3 +380,26 @@ def test_synthetic_data_has_the_same_interface(shards, tokenizer):
     for name in real[0]:
         assert step[0][name].shape == real[0][name].shape and step[0][name].dtype == real[0][name].dtype
     assert ((step[0]["texts"] == EOS_ID).sum(1) == 1).all()
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_micro_batches_that_are_read_again_are_the_same_and_counted_once(shards, tokenizer, workers):
+    """Behind each step's four come numbers 1 and 2 once more; the next step and the report know nothing of it."""
+    options = {"num_micro_batches": 4, "num_workers": workers, "aug": {"scale": (0.5, 1.0)}}
+    plain, again = make(shards, tokenizer, **options), make(shards, tokenizer, **options)
+    again.set_position(0, 1)
+    plain.set_position(0, 1)
+    expected = list(plain)
+    assert len(expected) == 3
+    for step, micro_batches in zip(again.steps(range(1, 3)), expected):
+        got = list(step)
+        assert len(got) == 6
+        for batch, wanted in zip(got, [*micro_batches, *micro_batches[1:3]]):
+            assert all(torch.equal(batch[name], wanted[name]) for name in ("images", "texts", "ids"))
+    assert again.report() == plain.report()
+
+
+def test_a_stream_is_not_read_twice(shards, tokenizer):
+    loader = make(shards, tokenizer, reader="streaming", num_samples=24)
+    with pytest.raises(ValueError, match="cannot read micro-batches a second time"):
+        next(loader.steps(range(1)))

@@ -85,6 +85,7 @@ class PlanSampler:
         self.counts, self.factors = collection.counts, collection.factors
         self.share, self.seed, self.steps_per_epoch = share, seed, steps_per_epoch
         self.start = (0, 0)
+        self.again = range(0)  # micro-batches of each step whose items come a second time, behind the step's
 
     def __iter__(self) -> Iterator[tuple[int, int, np.ndarray]]:
         return self._items(*self.start)
@@ -92,12 +93,14 @@ class PlanSampler:
     def _items(self, epoch: int, first_step: int) -> Iterator[tuple[int, int, np.ndarray]]:
         chunk = chunk_size(self.share.global_batch_size)
         plan = EpochPlan(self.counts, chunk=chunk, seed=self.seed, epoch=epoch, factors=self.factors)
-        for start in self.share.positions(first_step, self.steps_per_epoch):
+        for start in self.share.positions(first_step, self.steps_per_epoch, self.again):
             yield epoch, start, plan.samples(start, start + self.share.micro_batch_size)
 
 
 class IndexedSource:
     """A DataLoader over the plan. Workers live as long as the source; an epoch or a resume only resets the sampler."""
+
+    repeats = True
 
     def __init__(
         self,
@@ -133,6 +136,8 @@ class IndexedSource:
             for line in collection.warnings:
                 _log.warning("%s", line)
 
-    def micro_batches(self, epoch: int, step: int) -> Iterator[tuple[dict[str, torch.Tensor], ReadLog]]:
-        self._sampler.start = (epoch, step)
+    def micro_batches(
+        self, epoch: int, step: int, again: range = range(0)
+    ) -> Iterator[tuple[dict[str, torch.Tensor], ReadLog]]:
+        self._sampler.start, self._sampler.again = (epoch, step), again
         return self.board.watch(iter(self._loader))

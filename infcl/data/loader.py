@@ -52,15 +52,20 @@ class Source(Protocol):
     sha256: str
     found: dict[str, int]
     board: WorkerBoard
+    repeats: bool
 
-    def micro_batches(self, epoch: int, step: int) -> Iterator[tuple[MicroBatch, ReadLog]]:
-        """This rank's micro-batches from a step to the end of an epoch, in order, each with what was skipped for it."""
+    def micro_batches(self, epoch: int, step: int, again: range) -> Iterator[tuple[MicroBatch, ReadLog]]:
+        """This rank's micro-batches from a step to the end of an epoch, in order, each with what was skipped for it.
+
+        Behind the M micro-batches of a step, those of them whose index is in `again` come a second time, the same to
+        the last bit. `repeats` says whether the source can do that.
+        """
 
 
 class StepLoader:
     """Position, state and report, whatever the source; TrainLoader and SyntheticLoader say what the source is.
 
-    Attributes: steps_per_epoch, num_samples (of the data set, over all ranks).
+    Attributes: steps_per_epoch, num_samples (of the data set, over all ranks), repeats (whether `steps(again)` works).
     """
 
     def __init__(
@@ -69,6 +74,7 @@ class StepLoader:
         if seed < 0:
             raise ValueError(f"seed {seed} must not be negative")
         self.steps_per_epoch, self.num_samples = source.steps_per_epoch, source.num_samples
+        self.repeats = source.repeats
         self._source, self._share, self._max_bad_fraction = source, share, max_bad_fraction
         self._fingerprint = {
             "seed": seed,
@@ -90,15 +96,29 @@ class StepLoader:
 
     def __iter__(self) -> Iterator[list[MicroBatch]]:
         """The remaining steps of the current epoch. Inside the loop, the position is already that of the next step."""
-        source = self._source.micro_batches(self._epoch, self._step)
+        for step in self.steps():
+            yield list(step)
+
+    def steps(self, again: range = range(0)) -> Iterator[Iterator[MicroBatch]]:
+        """The remaining steps of the current epoch, each an iterator over its M micro-batches, read as they are taken.
+
+        Behind them come those with an index in `again` a second time, the same to the last bit. A step must be taken to
+        its end before the next one. Raises ValueError where the source cannot read anything twice.
+        """
+        if again and not self._source.repeats:
+            raise ValueError("the streaming reader cannot read micro-batches a second time; use --data-reader indexed")
+        source = self._source.micro_batches(self._epoch, self._step, again)
         for _ in range(len(self)):
-            micro_batches = []
-            for _ in range(self._share.num_micro_batches):
-                batch, log = next(source)
-                self._account(batch, log)
-                micro_batches.append(batch)
             self._epoch, self._step = divmod(self._epoch * self.steps_per_epoch + self._step + 1, self.steps_per_epoch)
-            yield micro_batches
+            yield self._one_step(source, len(again))
+
+    def _one_step(self, source: Iterator[tuple[MicroBatch, ReadLog]], num_again: int) -> Iterator[MicroBatch]:
+        for _ in range(self._share.num_micro_batches):
+            batch, log = next(source)
+            self._account(batch, log)
+            yield batch
+        for _ in range(num_again):
+            yield next(source)[0]
 
     def set_position(self, epoch: int, step: int) -> None:
         """The next step to be yielded. Raises ValueError outside 0 <= step < steps_per_epoch."""

@@ -52,11 +52,15 @@ class Share:
             )
         return num_samples // self.global_batch_size
 
-    def positions(self, first_step: int, last_step: int) -> Iterator[int]:
-        """The first position of each of this rank's micro-batches in the steps [first_step, last_step)."""
+    def positions(self, first_step: int, last_step: int, again: range = range(0)) -> Iterator[int]:
+        """The first position of each of this rank's micro-batches in the steps [first_step, last_step).
+
+        Those of the micro-batches `again` come a second time behind each step's.
+        """
         for step in range(first_step, last_step):
             start = step * self.global_batch_size + self.rank * self.local_batch_size
-            yield from range(start, start + self.local_batch_size, self.micro_batch_size)
+            for index in (*range(self.num_micro_batches), *again):
+                yield start + index * self.micro_batch_size
 
 
 def chunk_size(global_batch_size: int) -> int:

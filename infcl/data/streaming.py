@@ -158,6 +158,8 @@ class StreamingDataset(torch.utils.data.IterableDataset):
 class StreamingSource:
     """A DataLoader over a StreamingDataset. Workers start anew, with the dataset as it then is, for each epoch."""
 
+    repeats = False
+
     def __init__(
         self,
         urls: str | Sequence[str],
@@ -198,7 +200,10 @@ class StreamingSource:
             timeout=timeout if num_workers else 0,
         )
 
-    def micro_batches(self, epoch: int, step: int) -> Iterator[tuple[dict[str, torch.Tensor], ReadLog]]:
+    def micro_batches(
+        self, epoch: int, step: int, again: range = range(0)
+    ) -> Iterator[tuple[dict[str, torch.Tensor], ReadLog]]:
+        assert not again, "a stream is read once"
         self._dataset.epoch, self._dataset.done = epoch, step / self.steps_per_epoch
         return islice(
             self.board.watch(iter(self._loader)), (self.steps_per_epoch - step) * self._share.num_micro_batches

@@ -39,6 +39,8 @@ class SyntheticLoader(StepLoader):
 
 
 class _SyntheticSource:
+    repeats = True
+
     def __init__(
         self,
         share: Share,
@@ -71,8 +73,8 @@ class _SyntheticSource:
             pool.append({k: v.pin_memory() if torch.cuda.is_available() else v for k, v in batch.items()})
         return pool
 
-    def micro_batches(self, epoch: int, step: int) -> Iterator[tuple[MicroBatch, ReadLog]]:
-        for start in self.share.positions(step, self.steps_per_epoch):
+    def micro_batches(self, epoch: int, step: int, again: range = range(0)) -> Iterator[tuple[MicroBatch, ReadLog]]:
+        for start in self.share.positions(step, self.steps_per_epoch, again):
             pick = int(draw(self.seed, epoch, start, stream=0, count=1)[0] % self.pool_size)
             ids = torch.arange(start, start + self.share.micro_batch_size)
             yield {**self.pool[pick], "ids": ids}, {"skipped": [], "noted": []}

@@ -56,6 +56,7 @@ def grad_cache_step(
 ) -> StepOutput:
     """Encode, take the loss once, replay. Gradients end up where `backward` puts them.
 
+    micro_batches    M of them, asked for by index: 0 ... M - 1, then 0 ... M - R - 1
     encode           micro-batch -> Features, through the engine, in train mode
     loss             (image_features [b, D], text_features [b, D], scale [1], bias [1] or None) -> [] f32, obeying law 1
     backward         (surrogate, is_last); exactly one call per encode with a graph
@@ -80,7 +81,8 @@ def grad_cache_step(
     with torch.no_grad():
         together = num_cached // encode_together * encode_together if encode_together > 1 else 0
         for i in range(0, together, encode_together):
-            outputs.append(_encode_seeded(encode, merge(micro_batches[i : i + encode_together]), seeds[i]))
+            group = [micro_batches[j] for j in range(i, i + encode_together)]
+            outputs.append(_encode_seeded(encode, merge(group), seeds[i]))
         for i in range(together, num_cached):
             outputs.append(_encode_seeded(encode, micro_batches[i], seeds[i]))
     graphs = [_encode_seeded(encode, micro_batches[i], seeds[i]) for i in range(num_cached, num_micro_batches)]

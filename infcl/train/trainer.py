@@ -10,6 +10,7 @@ import logging
 import math
 import time
 from collections import Counter
+from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
@@ -34,6 +35,7 @@ from infcl.train.engine import Engine, read_preset
 from infcl.train.finite import FiniteWatch
 from infcl.train.metrics import MetricsWriter, PhaseTimer, peak_memory_mb
 from infcl.train.optim import Schedule
+from infcl.train.pixels import build_pixel_cache, describe_pixels
 from infcl.train.profiler import StepProfiler
 from infcl.train.resident import check_encode_width, merge_micro_batches, resident_micro_batches
 from infcl.train.run_folder import RunFolder, write_atomic
@@ -72,6 +74,14 @@ class Trainer:
         self.compiled = prepare_blocks(model, config, parallel, precision, self.batch)
         self.engine = Engine(model, config, parallel, self.batch)
         self.resident = resident_micro_batches(config, self.engine, self.batch, self.model_config, parallel)
+        self.pixels = build_pixel_cache(
+            config,
+            self.batch,
+            model_config.vision_cfg.image_size,
+            parallel,
+            resident=self.resident,
+            repeats=self.loader.repeats,
+        )
         self.loss = build_loss(config, parallel)
         self.sampled_loss = SampledLoss(self.loss, rows=self.batch.micro_batch_size)
         self.mfu = utilisation(
@@ -119,7 +129,7 @@ class Trainer:
             epoch = self.step // steps_per_epoch
             self.loader.set_position(epoch, self.step % steps_per_epoch)
             self.timer.mark("data")
-            with contextlib.closing(iter(self.loader)) as steps:  # ends the workers, whatever ends the epoch
+            with contextlib.closing(self.loader.steps(self.pixels.again)) as steps, self.pixels:  # ends the workers
                 for micro_batches in steps:
                     self._train_step(micro_batches)
                     self._save_if_due()
@@ -132,19 +142,21 @@ class Trainer:
                     self._save()
                 self._evaluate({"retrieval": config.val_frequency, "zero_shot": config.zeroshot_frequency}, epochs_done)
 
-    def _train_step(self, micro_batches: list[dict[str, torch.Tensor]]) -> None:
+    def _train_step(self, micro_batches: Iterator[dict[str, torch.Tensor]]) -> None:
+        """One step over the micro-batches that the loader yields: M, and those that are read again."""
         started = time.perf_counter()
+        self.pixels.begin(micro_batches)
         lr = self.schedule(self.step)
         self.engine.train()
         self.finite.begin()
         output = grad_cache_step(
-            micro_batches,
+            self.pixels,
             encode=self._encode,
             loss=self.sampled_loss,
             backward=self.engine.backward,
             seeds=[
                 micro_batch_seed(self.config.seed, self.step, index, self.parallel.dp_rank)
-                for index in range(len(micro_batches))
+                for index in range(self.batch.num_micro_batches)
             ],
             scalar_values=self.engine.scalar_values,
             on_phase=self.timer.mark,
@@ -154,6 +166,7 @@ class Trainer:
             encode_again=self._encode_again,
         )
         self.timer.mark("step")
+        self.pixels.check()
         tower_norms = self.engine.tower_grad_norms()
         applied = self.engine.step(lr)
         self.engine.clamp_logit_scale(MAX_LOGIT_SCALE)
@@ -170,7 +183,7 @@ class Trainer:
                 f"the loss of step {self.step} is {loss} and its gradients are finite: the last good checkpoint is in "
                 f"{self.run.root}"
             )
-        seconds = phases["data"] + time.perf_counter() - started
+        seconds = time.perf_counter() - started
         self.train_seconds += seconds
         self.metrics.step(
             self.step,
@@ -182,7 +195,7 @@ class Trainer:
                 "grad_norm": self.engine.grad_norm(),
                 "samples_per_second": self.batch.global_batch_size / seconds,
                 "mfu": self.mfu(self.batch.global_batch_size / self.parallel.world_size / seconds),
-                "data_wait": phases["data"] / seconds,
+                "data_wait": self.pixels.waited / seconds,
                 "peak_memory_mb": peak_memory_mb(self.parallel.device),
                 "worker_memory_mb": max(self.loader.worker_memory_mb(), default=0.0),
                 "skipped_steps": self.skipped_steps,
@@ -198,7 +211,7 @@ class Trainer:
             self.metrics.say(news)
         self.skipped_in_a_row = 0 if applied else self.skipped_in_a_row + 1
         if not applied:
-            self._explain_skipped_step(self.finite.findings(output, [batch["ids"] for batch in micro_batches]))
+            self._explain_skipped_step(self.finite.findings(output, self.pixels.ids))
 
     def _explain_skipped_step(self, own_findings: list[str]) -> None:
         """Say which rank, tower and micro-batch; end the run, with a checkpoint, after too many steps in a row."""
@@ -219,10 +232,7 @@ class Trainer:
             )
 
     def _encode(self, micro_batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        device = self.parallel.device
-        return self.engine.encode(
-            micro_batch["images"].to(device, non_blocking=True), micro_batch["texts"].to(device, non_blocking=True)
-        )
+        return self.engine.encode(micro_batch["images"], micro_batch["texts"])
 
     def _encode_again(
         self, micro_batch: dict[str, torch.Tensor], kept: dict[str, torch.Tensor], first: int
@@ -286,6 +296,7 @@ class Trainer:
             f"{self.batch}; {self.total_steps} steps; loss {self.config.loss}; ZeRO-{self.engine.zero_stage}, "
             f"{self.engine.precision}, {describe_ranks(self.parallel)}; "
             f"{'compiled' if self.compiled else 'eager'} blocks, {self.resident} resident micro-batches\n"
+            f"{describe_pixels(self.pixels)}\n"
             f"{self.config.opt}, learning rate {self.schedule}, {self.schedule.warmup} warm-up steps"
         )
         if self.total_steps <= self.schedule.warmup:

@@ -1,0 +1,178 @@
+"""Where a step's pixels wait between the two passes: kept, or read and decoded a second time.
+
+In:  a step's micro-batches as the loader yields them, {"images" uint8 [m, 3, S, S], "texts", "ids"} on the host.
+Out: the micro-batches on the device, by index, in the order in which grad_cache_step asks for them:
+     0 ... M - 1 (pass 1), then 0 ... M - R - 1 (pass 2; the last R have kept their graphs).
+
+Features, tokens and sample numbers always stay; pixels are what a batch of millions has no room for. The first K
+micro-batches' pixels are kept in one buffer of exactly K micro-batches, in pinned host memory or on the GPU. Those of
+K ... M - R - 1 are not: the loader yields them again behind the step's M, decoded anew with the same augmentation,
+while the loss and the replays of the kept ones run. What comes is not always what came (a file changed, a read failed
+and a replacement was drawn), so a checksum from pass 1 is compared; a difference ends the step before its update.
+
+The results do not depend on K, to the last bit: what is computed, and in which order, is the same.
+
+Host pixels go to the device on a stream of their own, while the micro-batch before is computed, into a few slots that
+are used in turn. Bytes: 3 S^2 a sample (150,528 at 224 px).
+"""
+
+import time
+from collections.abc import Iterator
+
+import torch
+
+MicroBatch = dict[str, torch.Tensor]
+_MULTIPLIER = -7046029254386353131  # odd, bits well mixed (2^64 / golden ratio, as int64)
+_LEAD = 2  # a copy may run beside what was enqueued since so many calls ago
+
+
+class PixelCache:
+    """A sequence of one step's micro-batches on the device; `begin(items)` starts each step, leaving it as a context
+    lets go of the loader.
+
+    items            an iterator of the M micro-batches, then those of `again`
+    num_micro_batches, resident, kept    M, R, K
+    together         micro-batches that are used at once
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        images: tuple[int, int, int, int],
+        *,
+        num_micro_batches: int,
+        resident: int,
+        kept: int,
+        together: int = 1,
+        on_gpu: bool = False,
+    ):
+        self.device, self.num_micro_batches = device, num_micro_batches
+        self.micro_batch_size, self.image_bytes = images[0], images[1] * images[2] * images[3]
+        replayed = max(0, num_micro_batches - max(1, resident))
+        self.again = range(min(kept, replayed), replayed)
+        self.kept = _buffer((self.again.start, *images), device if on_gpu else None)
+        self.copies = _Upload(device, images, together + _LEAD)
+
+    def begin(self, items: Iterator[MicroBatch]) -> None:
+        """Forget the step before, wait for the first micro-batch of this one."""
+        self.copies.finish()
+        self.items, self.tokens, self.ids = items, [], []
+        self.checksums: dict[int, torch.Tensor] = {}
+        self.differs: dict[int, torch.Tensor] = {}
+        self.waited = 0.0  # seconds of this step that the host waited for the loader
+        self.first: MicroBatch | None = self._next()
+
+    def __enter__(self) -> "PixelCache":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.items = self.first = None
+
+    def __len__(self) -> int:
+        return self.num_micro_batches
+
+    def __getitem__(self, index: int) -> MicroBatch:
+        """Micro-batch `index` on the device. Its use must be enqueued before `together` others are asked for."""
+        if index == len(self.tokens):
+            images = self._read_first(index)
+        elif index in self.again:
+            images = self._read_again(index)
+        else:
+            images = self.copies(self.kept[index])
+        return {"images": images, "texts": self.tokens[index]}
+
+    def check(self) -> None:
+        """Raise RuntimeError when something was not read twice alike. Waits for the device where anything was."""
+        for index, differs in self.differs.items():
+            if differs:
+                raise RuntimeError(
+                    f"micro-batch {index} (samples {self._shown(index)}) had other pixels when it was read for the "
+                    "second pass: a file changed or a read failed between; --pixel-cache-gb can keep them instead"
+                )
+
+    def _read_first(self, index: int) -> torch.Tensor:
+        batch, self.first = self.first or self._next(), None
+        self.tokens.append(batch["texts"].to(self.device, non_blocking=True))
+        self.ids.append(batch["ids"].clone())
+        if index < len(self.kept):
+            self.kept[index].copy_(batch["images"], non_blocking=self.kept.is_cuda)
+            return self.copies(self.kept[index])
+        images = self.copies(batch["images"])
+        if index in self.again:
+            self.checksums[index] = checksum(images)
+        return images
+
+    def _read_again(self, index: int) -> torch.Tensor:
+        batch = self._next()
+        if not torch.equal(batch["ids"], self.ids[index]):
+            raise RuntimeError(
+                f"micro-batch {index} had samples {self._shown(index)} and has {batch['ids'][:8].tolist()} when it is "
+                "read for the second pass: a read failed and a replacement was drawn"
+            )
+        images = self.copies(batch["images"])
+        self.differs[index] = checksum(images) != self.checksums[index]
+        return images
+
+    def _shown(self, index: int) -> str:
+        numbers = self.ids[index].tolist()
+        return f"{', '.join(map(str, numbers[:4]))}, ..." if len(numbers) > 4 else ", ".join(map(str, numbers))
+
+    def _next(self) -> MicroBatch:
+        started = time.perf_counter()
+        batch = next(self.items)
+        self.waited += time.perf_counter() - started
+        return batch
+
+
+class _Upload:
+    """Host pixels -> the device, ahead of what is computed. On a CPU, and for pixels that are there: as they are."""
+
+    def __init__(self, device: torch.device, images: tuple[int, int, int, int], slots: int):
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        if self.stream is not None:
+            self.slots = [torch.empty(images, dtype=torch.uint8, device=device) for _ in range(slots)]
+            self.enqueued = [torch.cuda.Event() for _ in range(_LEAD + 1)]  # what was to be computed before a call
+            self.done, self.calls = torch.cuda.Event(), 0
+
+    def __call__(self, host: torch.Tensor) -> torch.Tensor:
+        if self.stream is None or host.is_cuda:
+            return host
+        compute, slot = torch.cuda.current_stream(), self.slots[self.calls % len(self.slots)]
+        self.enqueued[self.calls % (_LEAD + 1)].record(compute)
+        with torch.cuda.stream(self.stream):
+            self.stream.wait_event(self.enqueued[(self.calls + 1) % (_LEAD + 1)])  # of _LEAD calls ago
+            slot.copy_(host, non_blocking=True)
+            self.done.record(self.stream)
+        compute.wait_event(self.done)
+        self.calls += 1
+        return slot
+
+    def finish(self) -> None:
+        """Until the host's side of all copies may be written again."""
+        if self.stream is not None:
+            self.stream.synchronize()
+
+
+@torch.no_grad()
+def checksum(images: torch.Tensor) -> torch.Tensor:
+    """uint8 tensor -> [] int64: a sum of its 8-byte words, each times an odd number of its place, modulo 2^64.
+
+    Any one word that changes changes the sum; computed where the tensor is, without waiting.
+    """
+    data = images.reshape(-1)
+    words = torch.nn.functional.pad(data, (0, -len(data) % 8)).view(torch.int64)
+    places = torch.arange(len(words), device=words.device) * _MULTIPLIER | 1
+    return (words * places).sum()
+
+
+def _buffer(shape: tuple[int, ...], device: torch.device | None) -> torch.Tensor:
+    """uint8; on the host (device None), pinned where there is a GPU. Torch's own pinning rounds up to powers of 2."""
+    tensor = torch.empty(shape, dtype=torch.uint8, device=device or "cpu")
+    if device is None and torch.cuda.is_available() and tensor.numel():
+        status = torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), tensor.numel(), 0)
+        if int(status) != 0:
+            raise RuntimeError(
+                f"{tensor.numel() / 1e9:.1f} GB of host memory could not be pinned for pixels (CUDA error {status}): "
+                "use a smaller --pixel-cache-gb, or raise the limit of locked memory (ulimit -l)"
+            )
+    return tensor

@@ -1,0 +1,73 @@
+"""How many micro-batches' pixels a rank keeps between the two passes of a step: --pixel-cache-gb in numbers."""
+
+from pathlib import Path
+
+from infcl.config import BatchPlan, TrainConfig
+from infcl.parallel import Parallel, max_over
+from infcl.step.offload import PixelCache
+
+_SHARE = 0.6  # of the free host memory, for `auto`: workers, page cache and checkpoints want the rest
+
+
+def build_pixel_cache(
+    config: TrainConfig, batch: BatchPlan, image_size: int, parallel: Parallel, *, resident: int, repeats: bool
+) -> PixelCache:
+    """The cache that the flags ask for. ValueError when it is larger than the host, or too small for a stream.
+
+    repeats: whether the loader can read micro-batches a second time.
+    """
+    images = (batch.micro_batch_size, 3, image_size, image_size)
+    micro_batch_bytes = 3 * image_size**2 * batch.micro_batch_size
+    replayed = batch.num_micro_batches - min(resident, batch.num_micro_batches)
+    on_gpu = config.pixel_cache == "gpu"
+    ranks = parallel.ranks_per_node or parallel.world_size
+    free = available_host_bytes()
+    if config.pixel_cache_gb == "auto":
+        budget = replayed * micro_batch_bytes if on_gpu else _SHARE * free / ranks
+    else:
+        budget = float(config.pixel_cache_gb) * 1e9
+    kept = min(replayed, int(budget // micro_batch_bytes))
+    kept = int(-max_over(parallel.dp_group, [-kept], parallel.device)[0])
+    if not on_gpu and kept * micro_batch_bytes * ranks > free:
+        raise ValueError(
+            f"--pixel-cache-gb {config.pixel_cache_gb}: {ranks} ranks x {kept * micro_batch_bytes / 1e9:.2f} GB are "
+            f"more than the {free / 1e9:.1f} GB of host memory that are free; auto takes what fits"
+        )
+    if kept < replayed and not repeats:
+        raise ValueError(
+            f"the streaming reader cannot read a step twice, and its pixels ({replayed * micro_batch_bytes / 1e9:.2f} "
+            f"GB a rank) do not fit in --pixel-cache-gb {config.pixel_cache_gb}: use --data-reader indexed, or more"
+        )
+    return PixelCache(
+        parallel.device,
+        images,
+        num_micro_batches=batch.num_micro_batches,
+        resident=resident,
+        kept=kept,
+        together=config.encode_micro_batches,
+        on_gpu=on_gpu,
+    )
+
+
+def describe_pixels(cache: PixelCache) -> str:
+    """What waits where, and what it costs; one line."""
+    total, kept, again = cache.num_micro_batches, len(cache.kept), len(cache.again)
+    bytes_per_sample = cache.image_bytes
+    where = "GPU" if cache.kept.is_cuda else "host"
+    text = (
+        f"pixels: {bytes_per_sample:,} bytes a sample, {total * cache.micro_batch_size:,} samples a rank; between the "
+        f"passes {kept} of {kept + again} micro-batches wait in {cache.kept.numel() / 1e9:.2f} GB of {where} memory"
+    )
+    return text + (f", {again} are read and decoded twice ({1 + again / total:.2f}x the decoding)" if again else "")
+
+
+def available_host_bytes() -> float:
+    """Free memory of this host, or of the control group that this process is confined to."""
+    free = float("inf")
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            free = int(line.split()[1]) * 1024.0
+    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
+    if limit.is_file() and used.is_file() and limit.read_text().strip() != "max":
+        free = min(free, float(limit.read_text()) - float(used.read_text()))
+    return free

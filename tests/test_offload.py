@@ -1,0 +1,155 @@
+"""The pixel cache: whatever it keeps, the gradients are the same to the last bit, and it holds no more than it may."""
+
+import dataclasses
+import gc
+import weakref
+
+import pytest
+import torch
+
+from infcl.step.grad_cache import grad_cache_step
+from infcl.step.offload import PixelCache, checksum
+from tests.ranks import run_ranks
+from tests.step_oracle import dense_loss
+from tests.test_trainer import demo_config, fit
+
+M, ROWS, SIDE = 5, 3, 5
+CPU = torch.device("cpu")
+
+
+class PixelModel(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.image, self.text = torch.nn.Linear(3 * SIDE * SIDE, 4), torch.nn.Embedding(10, 4)
+        self.logit_scale = torch.nn.Parameter(torch.ones(1))
+
+    def forward(self, batch):
+        image = self.image(batch["images"].flatten(1).float() / 255)
+        text = self.text(batch["texts"]).mean(dim=1)
+        normalize = torch.nn.functional.normalize
+        features = {"image_features": normalize(image, dim=1), "text_features": normalize(text, dim=1)}
+        return features | {"logit_scale": self.logit_scale + 0}
+
+
+def decode(index: int, seed: int = 0) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(100 * seed + index)
+    return {
+        "images": torch.randint(256, (ROWS, 3, SIDE, SIDE), dtype=torch.uint8, generator=generator),
+        "texts": torch.randint(10, (ROWS, 4), generator=generator),
+        "ids": torch.arange(ROWS) + index * ROWS,
+    }
+
+
+def cache(kept, *, resident=1, together=1) -> PixelCache:
+    images = (ROWS, 3, SIDE, SIDE)
+    return PixelCache(CPU, images, num_micro_batches=M, resident=resident, kept=kept, together=together)
+
+
+def gradients(pixels, items, *, resident=1, together=1):
+    model = PixelModel()
+    if isinstance(pixels, PixelCache):
+        pixels.begin(iter(items))
+    grad_cache_step(
+        pixels,
+        encode=model,
+        loss=lambda image, text, scale, bias: dense_loss(image, text, scale),
+        backward=lambda surrogate, is_last: surrogate.backward(),
+        seeds=[0] * M,
+        resident=resident,
+        encode_together=together,
+        merge=lambda group: {name: torch.cat([batch[name] for batch in group]) for name in ("images", "texts")},
+    )
+    return [parameter.grad for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("resident", [1, 2, M])
+@pytest.mark.parametrize("together", [1, 2])
+def test_what_is_kept_changes_no_bit_of_the_gradients(resident, together):
+    expected = gradients([decode(i) for i in range(M)], [], resident=resident, together=together)
+    for kept in range(M + 2):
+        pixels = cache(kept, resident=resident, together=together)
+        assert len(pixels.kept) == min(kept, M - resident) and len(pixels.again) == max(0, M - resident - kept)
+        items = (decode(i) for i in (*range(M), *pixels.again))
+        for got, wanted in zip(gradients(pixels, items, resident=resident, together=together), expected):
+            assert torch.equal(got, wanted)
+        pixels.check()
+        assert next(items, None) is None, "the step must take all that the loader yields for it"
+
+
+@pytest.mark.parametrize("kept", [0, 2, M])
+def test_pixels_that_are_not_kept_are_let_go(kept):
+    """Beside the buffer of exactly `kept` micro-batches, no more than two micro-batches' pixels are alive at a time."""
+    alive: list[weakref.ref] = []
+    most = 0
+
+    def items(pixels):
+        nonlocal most
+        for index in (*range(M), *pixels.again):
+            gc.collect()
+            most = max(most, sum(reference() is not None for reference in alive))
+            batch = decode(index)
+            alive.append(weakref.ref(batch["images"]))
+            yield batch
+
+    pixels = cache(kept)
+    gradients(pixels, items(pixels))
+    assert pixels.kept.numel() == min(kept, M - 1) * ROWS * 3 * SIDE * SIDE
+    assert most <= 2
+
+
+def test_pixels_that_come_back_changed_end_the_step():
+    pixels = cache(1)
+    items = [decode(i) for i in (*range(M), *pixels.again)]
+    items[-1]["images"][ROWS - 1, 2, SIDE - 1, SIDE - 1] ^= 1
+    gradients(pixels, items)
+    with pytest.raises(RuntimeError, match=r"micro-batch 3 \(samples 9, 10, 11\) had other pixels"):
+        pixels.check()
+
+
+def test_other_samples_than_before_end_the_step():
+    pixels = cache(1)
+    items = [decode(i) for i in (*range(M), *pixels.again)]
+    items[-1]["ids"][0] = 77
+    with pytest.raises(RuntimeError, match=r"micro-batch 3 had samples 9, 10, 11 and has \[77, 10, 11\]"):
+        gradients(pixels, items)
+
+
+@pytest.mark.parametrize("size", [1, 7, 8, 75, 224])
+def test_a_checksum_notices_any_changed_byte_and_any_exchange(size):
+    data = torch.randint(256, (size,), dtype=torch.uint8, generator=torch.Generator().manual_seed(size))
+    whole = checksum(data)
+    for place in range(size):
+        other = data.clone()
+        other[place] += 1
+        assert checksum(other) != whole
+    if size >= 16:
+        assert checksum(torch.cat([data[8:16], data[:8], data[16:]])) != whole
+
+
+def test_a_run_has_the_same_losses_whatever_is_kept(demo_folder, tmp_path):
+    """Real shards, two ranks, patch dropout, augmentation, from one epoch (6 steps) into the next."""
+    flags = {
+        "batch_size": 32, "accum_freq": 4, "steps": 8, "force_patch_dropout": 0.25,
+        "aug_cfg": {"scale": (0.7, 1.0), "ratio": (0.9, 1.1)},
+    }  # fmt: skip
+    one = 32 * 3 * 32 * 32 / 1e9  # GB of a micro-batch
+    losses = {}
+    for name, gigabytes in (("all", "auto"), ("one", str(1.5 * one)), ("none", "0")):
+        config = demo_config(demo_folder, tmp_path / name, pixel_cache_gb=gigabytes, **flags)
+        losses[name] = run_ranks(fit, 2, config, timeout=200)[0]
+    assert len(losses["all"]) == 8
+    assert losses["one"] == losses["all"] and losses["none"] == losses["all"]
+
+
+def refusal(rank, world_size, config):
+    try:
+        fit(rank, world_size, config)
+    except ValueError as error:
+        return str(error)
+
+
+def test_a_cache_that_cannot_be_is_refused(demo_folder, tmp_path):
+    config = demo_config(demo_folder, tmp_path, accum_freq=4, batch_size=16, data_reader="streaming")
+    config = dataclasses.replace(config, pixel_cache_gb="0", train_num_samples=512)
+    assert "cannot read a step twice" in run_ranks(refusal, 1, config)[0]
