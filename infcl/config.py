@@ -173,7 +173,7 @@ class TrainConfig:
     pixel_cache_gb: str = _flag(
         "auto",
         "system",
-        "GB a rank of pixels kept between the passes, the rest is decoded twice; auto: of 60% of the free host memory",
+        "GB of pixels a rank keeps between the passes, the rest is decoded twice; auto: 0.6 of the free host memory",
     )
     pixel_cache: str = _flag("host", "system", "where kept pixels are", choices=("host", "gpu"))
     encode_micro_batches: int = _flag(

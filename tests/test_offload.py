@@ -77,6 +77,18 @@ def test_what_is_kept_changes_no_bit_of_the_gradients(resident, together):
         assert next(items, None) is None, "the step must take all that the loader yields for it"
 
 
+def test_a_locked_image_tower_needs_no_pixels_in_the_second_pass():
+    images = (ROWS, 3, SIDE, SIDE)
+    pixels = PixelCache(CPU, images, num_micro_batches=M, resident=1, kept=M, replays_pixels=False)
+    assert pixels.kept.numel() == 0 and not pixels.again
+    pixels.begin(decode(i) for i in range(M))
+    first = [pixels[i] for i in range(M)]
+    assert all(torch.equal(first[i]["images"], decode(i)["images"]) for i in range(M))
+    second = [pixels[i] for i in range(M - 1)]
+    assert all(batch["images"] is None for batch in second)
+    assert all(torch.equal(second[i]["texts"], decode(i)["texts"]) for i in range(M - 1))
+
+
 @pytest.mark.parametrize("kept", [0, 2, M])
 def test_pixels_that_are_not_kept_are_let_go(kept):
     """Beside the buffer of exactly `kept` micro-batches, no more than two micro-batches' pixels are alive at a time."""

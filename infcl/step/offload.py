@@ -33,6 +33,7 @@ class PixelCache:
     items            an iterator of the M micro-batches, then those of `again`
     num_micro_batches, resident, kept    M, R, K
     together         micro-batches that are used at once
+    replays_pixels   whether pass 2 needs pixels; not with a locked image tower: its "images" are None then
     """
 
     def __init__(
@@ -44,11 +45,12 @@ class PixelCache:
         resident: int,
         kept: int,
         together: int = 1,
+        replays_pixels: bool = True,
         on_gpu: bool = False,
     ):
         self.device, self.num_micro_batches = device, num_micro_batches
         self.micro_batch_size, self.image_bytes = images[0], images[1] * images[2] * images[3]
-        replayed = max(0, num_micro_batches - max(1, resident))
+        replayed = max(0, num_micro_batches - max(1, resident)) if replays_pixels else 0
         self.again = range(min(kept, replayed), replayed)
         self.kept = _buffer((self.again.start, *images), device if on_gpu else None)
         self.copies = _Upload(device, images, together + _LEAD)
@@ -77,6 +79,8 @@ class PixelCache:
             images = self._read_first(index)
         elif index in self.again:
             images = self._read_again(index)
+        elif index >= len(self.kept):
+            images = None
         else:
             images = self.copies(self.kept[index])
         return {"images": images, "texts": self.tokens[index]}

@@ -5,20 +5,23 @@ from pathlib import Path
 from infcl.config import BatchPlan, TrainConfig
 from infcl.parallel import Parallel, max_over
 from infcl.step.offload import PixelCache
+from infcl.towers.clip import CLIP
 
 _SHARE = 0.6  # of the free host memory, for `auto`: workers, page cache and checkpoints want the rest
 
 
 def build_pixel_cache(
-    config: TrainConfig, batch: BatchPlan, image_size: int, parallel: Parallel, *, resident: int, repeats: bool
+    config: TrainConfig, batch: BatchPlan, model: CLIP, parallel: Parallel, *, resident: int, repeats: bool
 ) -> PixelCache:
     """The cache that the flags ask for. ValueError when it is larger than the host, or too small for a stream.
 
     repeats: whether the loader can read micro-batches a second time.
     """
+    image_size = model.cfg.vision_cfg.image_size
     images = (batch.micro_batch_size, 3, image_size, image_size)
+    replays_pixels = not (model.frozen["image"] or model.trunk_frozen["image"])
     micro_batch_bytes = 3 * image_size**2 * batch.micro_batch_size
-    replayed = batch.num_micro_batches - min(resident, batch.num_micro_batches)
+    replayed = batch.num_micro_batches - min(resident, batch.num_micro_batches) if replays_pixels else 0
     on_gpu = config.pixel_cache == "gpu"
     ranks = parallel.ranks_per_node or parallel.world_size
     free = available_host_bytes()
@@ -45,6 +48,7 @@ def build_pixel_cache(
         resident=resident,
         kept=kept,
         together=config.encode_micro_batches,
+        replays_pixels=replays_pixels,
         on_gpu=on_gpu,
     )
 

@@ -77,7 +77,7 @@ class Trainer:
         self.pixels = build_pixel_cache(
             config,
             self.batch,
-            model_config.vision_cfg.image_size,
+            self.engine.module,
             parallel,
             resident=self.resident,
             repeats=self.loader.repeats,
@@ -243,8 +243,7 @@ class Trainer:
         for side in inputs:
             if self.engine.module.frozen[side] or f"{side}_trunk" in kept:
                 inputs[side] = None
-        on_device = [x if x is None else x.to(self.parallel.device, non_blocking=True) for x in inputs.values()]
-        return self.engine.encode(*on_device, **{name: trunk[rows] for name, trunk in kept.items()})
+        return self.engine.encode(*inputs.values(), **{name: trunk[rows] for name, trunk in kept.items()})
 
     @property
     def samples_seen(self) -> int:
