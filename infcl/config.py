@@ -23,7 +23,7 @@ AUGMENTATIONS = ("scale", "ratio", "hflip", "color_jitter", "color_jitter_prob",
 SCHEDULES = ("cosine", "const", "const-cooldown")
 LR_SCALINGS = ("none", "sqrt", "linear")
 WD_MODES = ("lr", "schedule")
-OPTIMIZERS = ("adamw", "lion", "lamb", "adafactor")
+OPTIMIZERS = ("adamw", "adamw8bit", "lion", "lamb", "adafactor")
 REPORT_TO = ("tensorboard", "wandb", "all", "none")
 
 
@@ -136,7 +136,7 @@ class TrainConfig:
     lr_base_batch: int = _flag(32768, "optimisation", "the global batch that --lr is meant for; see --lr-scaling")
     beta1: float = _flag(0.9, "optimisation", "beta1 (adafactor: momentum)")
     beta2: float = _flag(0.98, "optimisation", "beta2 (adafactor: its cap)")
-    eps: float = _flag(1e-6, "optimisation", "epsilon of adamw and lamb")
+    eps: float = _flag(1e-6, "optimisation", "epsilon of adamw, adamw8bit and lamb")
     update_clip: float = _flag(1.0, "optimisation", "adafactor: root mean square of a parameter's update (0: no limit)")
     wd: float = _flag(0.2, "optimisation", "weight decay of matrices (not norms, biases, embeddings of position)")
     wd_mode: str = _flag(
@@ -318,6 +318,8 @@ class TrainConfig:
                 raise ValueError(f"{_option(name)} {getattr(self, name)} must lie in (0, 1]")
         if self.opt == "lamb" and self.wd_mode == "schedule":
             raise ValueError("--wd-mode schedule has no meaning with --opt lamb, whose decay is part of the update")
+        if self.opt == "adamw8bit" and not _is_installed("bitsandbytes"):
+            raise ValueError("--opt adamw8bit: bitsandbytes is not installed (pip install 'bitsandbytes>=0.49,<0.51')")
         if self.opt in ("lamb", "adafactor") and self.tensor_parallel_size > 1:
             raise ValueError(
                 f"--opt {self.opt} needs whole matrices, which --tensor-parallel-size {self.tensor_parallel_size} "

@@ -119,11 +119,14 @@ def test_the_two_largest_dimensions_factor_when_both_have_32(shape, dims):
     assert factored_dims(torch.Size(shape)) == dims
 
 
-RESUMED = ["lion", "lamb", "adafactor"]
-
-
-@pytest.mark.parametrize(("opt", "preset"), zip(RESUMED, ("zero1", "zero3", "zero2")))
-def test_a_run_with_it_resumes_bit_for_bit_and_moves_to_another_layout(demo_folder, tmp_path, opt, preset):
+@pytest.mark.parametrize(
+    ("opt", "preset", "tolerance"),
+    [("lion", "zero1", 2e-5), ("lamb", "zero3", 2e-5), ("adafactor", "zero2", 2e-5), ("adamw8bit", "zero2", 2e-2)],
+)
+def test_a_run_with_it_resumes_bit_for_bit_and_moves_to_another_layout(demo_folder, tmp_path, opt, preset, tolerance):
+    """In 8 bits the blocks lie elsewhere in another layout, and so does the rounding."""
+    if opt == "adamw8bit":
+        pytest.importorskip("bitsandbytes")
     flags = {"opt": opt, "batch_size": 16, "steps": 6, "save_every_n_steps": 3, "keep_checkpoints": 0}
     flags |= {"wd": 0.1, "warmup": 2, "deepspeed_config": f"ds_configs/{preset}.json"}
     whole = demo_config(demo_folder, tmp_path / "whole", **flags)
@@ -133,6 +136,6 @@ def test_a_run_with_it_resumes_bit_for_bit_and_moves_to_another_layout(demo_fold
     assert run_losses(2, again) == losses[3:]
     layout = {"batch_size": 32, "deepspeed_config": "ds_configs/zero0.json"}
     moved = dataclasses.replace(whole, logs=str(tmp_path / "moved"), resume=str(before), **layout)
-    assert run_losses(1, moved) == pytest.approx(losses[3:], rel=2e-5)
+    assert run_losses(1, moved) == pytest.approx(losses[3:], rel=tolerance)
     other = dataclasses.replace(whole, logs=str(tmp_path / "other"), resume=str(before), opt="adamw")
     assert f"--opt {opt}, not adamw" in run_ranks(refusal, 2, other)[0]

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from infcl.train.blockwise import Blockwise
 from infcl.train.ema import WeightAverage
 from infcl.train.pieces import Piece
 
@@ -83,10 +84,11 @@ class ZeroState:
         if not isinstance(stored, Piece):
             return stored.detach().to(self.engine.device, torch.float32)
         flat, piece = self._flat(stored, key), stored
+        own = flat.read(piece.offset, piece.numel) if isinstance(flat, Blockwise) else piece.of(flat)
         if self.stage == 0:
-            return flat.detach().float().view(piece.shape)
+            return own.float().view(piece.shape)
         whole = torch.zeros(piece.shape.numel(), dtype=torch.float32, device=self.engine.device)
-        whole.narrow(0, piece.start, piece.numel).copy_(piece.of(flat))
+        whole.narrow(0, piece.start, piece.numel).copy_(own)
         dist.all_reduce(whole, group=self.group)
         return whole.view(piece.shape)
 
@@ -97,7 +99,11 @@ class ZeroState:
             stored = self._stored(parameter, key)
             if isinstance(stored, Piece):
                 flat, piece = self._flat(stored, key), stored
-                piece.of(flat).copy_(value.reshape(-1).narrow(0, piece.start, piece.numel))
+                own = value.reshape(-1).narrow(0, piece.start, piece.numel)
+                if isinstance(flat, Blockwise):
+                    flat.write(piece.offset, own)
+                else:
+                    piece.of(flat).copy_(own)
             else:
                 stored.copy_(value.view(stored.shape))
         if key is None:
@@ -123,8 +129,12 @@ class ZeroState:
         return int(next(iter(self.optimizer.state.values()))["step"])
 
     def set_updates(self, step: int) -> None:
+        """The last thing to be restored: then states in 8 bits are coded."""
         for state in self.optimizer.state.values():
             state["step"].fill_(float(step))
+            for value in state.values():
+                if isinstance(value, Blockwise):
+                    value.settle()
 
     # ---- where things lie ----
 
@@ -139,7 +149,7 @@ class ZeroState:
         state = self.optimizer.state[piece.tensor]
         return state.get(f"{key}/{piece.name}", piece)
 
-    def _flat(self, piece: Piece, key: str | None) -> torch.Tensor:
+    def _flat(self, piece: Piece, key: str | None) -> torch.Tensor | Blockwise:
         if key is None:
             return piece.tensor
         return self.average.of(piece.tensor) if key == EMA else self.optimizer.state[piece.tensor][key]

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from infcl.config import TrainConfig
-from infcl.train.optimizers import AdaFactor, AdamW, Lamb, Lion, factored_dims
+from infcl.train.optimizers import AdaFactor, AdamW, AdamW8bit, Lamb, Lion, factored_dims
 
 _NO_DECAY_NAMES = ("positional_embedding", "class_embedding", "logit_scale", "logit_bias", "bias", "in_proj_bias")
 _EXPONENTS = {"none": 0.0, "sqrt": 0.5, "linear": 1.0}
@@ -62,6 +62,8 @@ def build_optimizer(
     groups, betas = parameter_groups(model, config, peak), (config.beta1, config.beta2)
     if config.opt == "adamw":
         return AdamW(groups, lr=peak, betas=betas, eps=config.eps, fused=fused)
+    if config.opt == "adamw8bit":
+        return AdamW8bit(groups, lr=peak, betas=betas, eps=config.eps)
     if config.opt == "lion":
         return Lion(groups, lr=peak, betas=betas)
     if config.opt == "lamb":

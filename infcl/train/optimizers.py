@@ -1,6 +1,7 @@
 """Optimizers that work on what ZeRO hands them: flat slices of parameters, each rank another one.
 
     AdamW       torch's, fused where it is on a GPU or offloaded
+    AdamW8bit   both moments in 8 bits: bitsandbytes' kernel on states of blockwise.py
     Lion        Chen et al. 2023, arXiv 2302.06675; element by element, so slices are no matter
     Lamb        You et al. 2020, arXiv 1904.00962; norms of whole parameters
     AdaFactor   as modified for ViT-g: Zhai et al. 2022, arXiv 2106.04560; rows and columns of whole matrices
@@ -10,7 +11,8 @@ all-reduces per tensor. So the update is that of whole parameters in every ZeRO 
 
 All have `create_state(tensor, pieces, group)`: what the first step would create, for one tensor that the optimizer
 steps with; `pieces` are the parameters in it, `group` the ranks that hold the rest of them (None: it is all here).
-State of a tensor's shape is a slice like the tensor itself; state named "KEY/PARAMETER" is whole on every rank.
+State of a tensor's shape (or `Blockwise`) is a slice like the tensor itself; state named "KEY/PARAMETER" is whole on
+every rank.
 
 Decoupled weight decay everywhere, param *= 1 - lr * weight_decay, but for Lamb, where it is part of the update.
 """
@@ -18,8 +20,10 @@ Decoupled weight decay everywhere, param *= 1 - lr * weight_decay, but for Lamb,
 import torch
 import torch.distributed as dist
 
+from infcl.train.blockwise import Blockwise, tables
 from infcl.train.pieces import Piece, sum_over
 
+MIN_8BIT_SIZE = 4096
 _TINY = 1e-30  # added to squared gradients, so that a row without gradient has a second moment
 
 
@@ -87,6 +91,34 @@ class Lion(_ByPiece):
         state["exp_avg"].lerp_(gradient, 1 - beta2)
 
 
+class AdamW8bit(_ByPiece):
+    """Moments in 8 bits for tensors of 4096 elements or more, in fp32 for others, as bitsandbytes has it."""
+
+    def __init__(self, params, *, lr: float, betas: tuple[float, float], eps: float):
+        super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=0.0)
+        self.tables = tables()
+
+    def _new_state(self, tensor, pieces):
+        if tensor.numel() < MIN_8BIT_SIZE:
+            return {"exp_avg": torch.zeros_like(tensor), "exp_avg_sq": torch.zeros_like(tensor)}
+        moments = (Blockwise(tensor.numel(), table, tensor.device) for table in self.tables)
+        return dict(zip(("exp_avg", "exp_avg_sq"), moments))
+
+    def _update(self, tensor, gradient, state, options):
+        if isinstance(state["exp_avg"], torch.Tensor):
+            tensor.mul_(1 - options["lr"] * options["weight_decay"])
+            tensor.add_(_adam_update(gradient, state, options), alpha=-options["lr"])
+            return
+        from bitsandbytes.functional import optimizer_update_8bit_blockwise
+
+        (beta1, beta2), m, v = options["betas"], state["exp_avg"], state["exp_avg_sq"]
+        flat, flat_gradient = tensor.view(-1), gradient.reshape(-1)
+        optimizer_update_8bit_blockwise(
+            "adam", flat_gradient, flat, m.codes, v.codes, beta1, beta2, 0.0, 0.0, options["eps"], int(state["step"]),
+            options["lr"], m.table, v.table, m.largest, v.largest, options["weight_decay"],
+        )  # fmt: skip
+
+
 class Lamb(_ByPiece):
     """Adam's update plus weight decay, scaled by |parameter| / |update| of each parameter that decays.
 
@@ -100,11 +132,7 @@ class Lamb(_ByPiece):
         return {"exp_avg": torch.zeros_like(tensor), "exp_avg_sq": torch.zeros_like(tensor)}
 
     def _update(self, tensor, gradient, state, options):
-        (beta1, beta2), step = options["betas"], float(state["step"])
-        state["exp_avg"].lerp_(gradient, 1 - beta1)
-        state["exp_avg_sq"].mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
-        root = (state["exp_avg_sq"] / (1 - beta2**step)).sqrt_().add_(options["eps"])
-        update = (state["exp_avg"] / (1 - beta1**step)).div_(root)
+        update = _adam_update(gradient, state, options)
         if options["weight_decay"]:
             update.add_(tensor, alpha=options["weight_decay"])
             own = torch.stack([self._squared_norms(tensor, values) for values in (tensor, update)])
@@ -199,6 +227,15 @@ class AdaFactor(_ByPiece):
                 _touched(piece, total).add_(squares.sum(dim=dim, keepdim=True))
             sums.append(total)
         return sums
+
+
+def _adam_update(gradient: torch.Tensor, state: dict, options: dict) -> torch.Tensor:
+    """Takes the gradient into both moments; their quotient, corrected for the bias."""
+    (beta1, beta2), step = options["betas"], float(state["step"])
+    state["exp_avg"].lerp_(gradient, 1 - beta1)
+    state["exp_avg_sq"].mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+    root = (state["exp_avg_sq"] / (1 - beta2**step)).sqrt_().add_(options["eps"])
+    return (state["exp_avg"] / (1 - beta1**step)).div_(root)
 
 
 _MEANS = ("exp_avg_sq_row", "exp_avg_sq_col")  # over the largest dimension, over the second largest
