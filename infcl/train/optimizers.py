@@ -187,16 +187,17 @@ class AdaFactor(_ByPiece):
             update = gradient * state["exp_avg_sq"].lerp_(gradient.square() + _TINY, 1 - beta2).rsqrt()
         else:
             update = self._factored_update(tensor, gradient, state, beta2)
+        pieces, _ = self.layouts[tensor]
         if options["clipping_threshold"] is not None:
-            pieces, _ = self.layouts[tensor]
             sizes = torch.tensor([piece.shape.numel() for piece in pieces], device=update.device)
             (squares,) = self._sums(tensor, [self._squared_norms(tensor, update)])
             excess = (squares / sizes).sqrt() / options["clipping_threshold"]
             self._per_element(tensor, 1 / excess.clamp(min=1.0), update)
-        momentum = state["exp_avg"].float().lerp_(update, 1 - options["momentum"])
-        state["exp_avg"].copy_(momentum)
         tensor.mul_(1 - options["lr"] * options["weight_decay"])
-        tensor.add_(state["exp_avg"].float(), alpha=-options["lr"])
+        for piece in pieces:  # one at a time: fp32 copies of one momentum, not of all
+            momentum = piece.of(state["exp_avg"])
+            momentum.copy_(momentum.float().lerp_(piece.of(update), 1 - options["momentum"]))
+            piece.of(tensor).add_(momentum, alpha=-options["lr"])
 
     def _factored_update(self, tensor, gradient, state, beta2):
         pieces, _ = self.layouts[tensor]
