@@ -11,6 +11,8 @@ One exponential serves both directions where the LSE lie within 80 (in log2) of 
 
 With m in their middle no factor overflows, and a first exponential that underflows (below 2^-126) means a second below
 2^-46. Otherwise, or where the LSE are so large that the logits' own rounding matters, two clamped exponentials serve.
+Which it is, is known on the GPU only: both kernels are launched, and one of them returns at once. (As two branches of
+one kernel they share its registers, and the first becomes a tenth slower.)
 
 dS lies within [-1, 1] and is about 1/B off the diagonal, where float16 has no precision left for large batches B: it is
 stored times 2^15 there, which costs nothing and is exact.
@@ -30,6 +32,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from infcl.kernels.triton_forward import aligned, launch_options, multiprocessors, walked_dim
+from infcl.kernels.triton_exp2 import exp2, shared_exp2
 from infcl.kernels.triton_statistics import LOG2E, ceil_div, middle
 
 # Block shapes and launch options by operand size in bytes; GROUP row blocks are walked together, for the L2 cache.
@@ -109,23 +112,28 @@ def _accumulate(
                 num_rows, num_columns = row_slice.stop - i, column_slice.stop - j
                 d_logits = workspace[:num_rows, :num_columns]
                 tiles = ceil_div(num_rows, launch["BLOCK_M"]) * ceil_div(num_columns, launch["BLOCK_N"])
-                _d_logits_kernel[(min(tiles, processors),)](
-                    TensorDescriptor.from_tensor(row_operand[row_slice], [launch["BLOCK_M"], launch["BLOCK_K"]]),
-                    TensorDescriptor.from_tensor(column_operand[column_slice], [launch["BLOCK_N"], launch["BLOCK_K"]]),
-                    TensorDescriptor.from_tensor(d_logits, [launch["BLOCK_M"], launch["BLOCK_N"]]),
-                    scale,
-                    shift,
-                    scale if row_lse is None else row_lse[row_slice],
-                    scale if col_lse is None else col_lse[column_slice],
-                    num_rows,
-                    num_columns,
-                    i - j,
-                    DIM=walked_dim(row_operand, launch),
-                    DIAGONAL=diagonal and i < j + width and j < i + height,
-                    SIGMOID=row_lse is None,
-                    GAIN=gain,
-                    **launch,
-                )
+                for single in (True,) if row_lse is None else (True, False):
+                    _d_logits_kernel[(min(tiles, processors),)](
+                        TensorDescriptor.from_tensor(row_operand[row_slice], [launch["BLOCK_M"], launch["BLOCK_K"]]),
+                        TensorDescriptor.from_tensor(
+                            column_operand[column_slice], [launch["BLOCK_N"], launch["BLOCK_K"]]
+                        ),
+                        TensorDescriptor.from_tensor(d_logits, [launch["BLOCK_M"], launch["BLOCK_N"]]),
+                        scale,
+                        shift,
+                        scale if row_lse is None else row_lse[row_slice],
+                        scale if col_lse is None else col_lse[column_slice],
+                        num_rows,
+                        num_columns,
+                        i - j,
+                        DIM=walked_dim(row_operand, launch),
+                        DIAGONAL=diagonal and i < j + width and j < i + height,
+                        SIGMOID=row_lse is None,
+                        SINGLE=single,
+                        SHARED=shared_exp2(rows),
+                        GAIN=gain,
+                        **launch,
+                    )
                 if d_rows is not None:
                     _add_product(d_rows[row_slice], d_logits, columns[column_slice], 1 / gain)
                 if d_columns is not None:
@@ -147,6 +155,8 @@ def _d_logits_kernel(
     DIM: tl.constexpr,
     DIAGONAL: tl.constexpr,
     SIGMOID: tl.constexpr,
+    SINGLE: tl.constexpr,  # one exponential, for a shift that is not NaN; else two, for one that is
+    SHARED: tl.constexpr,  # of triton_exp2.exp2
     GAIN: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -162,6 +172,9 @@ def _d_logits_kernel(
     column_tiles = tl.cdiv(num_columns, BLOCK_N)
     scale2 = tl.load(scale_ptr).to(tl.float32) * LOG2E
     shift = tl.load(shift_ptr).to(tl.float32)
+    if not SIGMOID:
+        if (shift == shift) != SINGLE:
+            return
     for tile in tl.range(tl.program_id(0), row_tiles * column_tiles, tl.num_programs(0), flatten=True):
         group = tile // (GROUP * column_tiles)
         group_rows = tl.minimum(row_tiles - group * GROUP, GROUP)
@@ -180,10 +193,10 @@ def _d_logits_kernel(
         else:
             row_lse = tl.load(row_lse_ptr + rows, mask=rows < num_rows, other=0.0) * LOG2E
             col_lse = tl.load(col_lse_ptr + columns, mask=columns < num_columns, other=0.0) * LOG2E
-            if shift == shift:
+            if SINGLE:
                 row_factor = 0.5 * tl.exp2(row_lse - shift)
                 col_factor = tl.exp2(shift - col_lse)
-                d_logits = tl.exp2(logits * scale2 - row_lse[:, None])
+                d_logits = exp2(logits * scale2 - row_lse[:, None], SHARED)
                 d_logits *= 0.5 + row_factor[:, None] * col_factor[None, :]
             else:
                 d_logits = 0.5 * tl.exp2(tl.minimum(logits * scale2 - row_lse[:, None], 0.0))

@@ -105,6 +105,7 @@ def _tile_sums(
             ceil_div(row_tiles, splits),
             DIM=walked_dim(row_operand, launch),
             SIGMOID=sigmoid,
+            EDGE=num_columns % launch["BLOCK_N"] != 0,
             **launch,
         )
         for sums, partial in zip(chunk_sums, partials):
@@ -129,6 +130,7 @@ def _tile_sums_kernel(
     split_tiles,  # row tiles per split
     DIM: tl.constexpr,
     SIGMOID: tl.constexpr,
+    EDGE: tl.constexpr,  # the last column block is not whole
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -153,22 +155,24 @@ def _tile_sums_kernel(
             b = columns_desc.load([first_column, k])
             logits = tl.dot(a, b.T, logits, input_precision=PRECISION)
         rows = tile * BLOCK_M + tl.arange(0, BLOCK_M)
-        at_edge = (tile * BLOCK_M + BLOCK_M > num_rows) | (first_column + BLOCK_N > num_columns)
         if SIGMOID:
             logits = logits * scale + shift
             small = tl.exp2(-tl.abs(logits) * LOG2E)  # in (0, 1]
             losses = tl.maximum(logits, 0.0) + tl.log(1.0 + small)
             slopes = tl.where(logits >= 0, 1.0, small) / (1.0 + small)
-            if at_edge:
+            if EDGE:
                 losses = tl.where((columns < num_columns)[None, :], losses, 0.0)
                 slopes = tl.where((columns < num_columns)[None, :], slopes, 0.0)
             tl.store(row_partial_ptr + rows, tl.sum(losses, 1), mask=rows < num_rows)
             tl.store(slope_partial_ptr + rows, tl.sum(slopes, 1), mask=rows < num_rows)
         else:
-            terms = tl.exp2(logits * (scale * LOG2E) - shift)
-            if at_edge:
-                terms = tl.where((rows < num_rows)[:, None] & (columns < num_columns)[None, :], terms, 0.0)
-            tl.store(row_partial_ptr + rows, tl.sum(terms, 1), mask=rows < num_rows)
+            # No branch and short chains of additions, so that sums run in the shadow of the exponentials.
+            row_shift = tl.where(rows < num_rows, shift, float("inf"))
+            terms = tl.exp2(logits * (scale * LOG2E) - row_shift[:, None])
+            if EDGE:
+                terms = tl.where((columns < num_columns)[None, :], terms, 0.0)
+            row_sums = tl.sum(tl.sum(tl.reshape(terms, [BLOCK_M, BLOCK_N // 8, 8]), 1), 1)
+            tl.store(row_partial_ptr + rows, row_sums, mask=rows < num_rows)
             col_sums += tl.sum(tl.reshape(terms, [BLOCK_M // 16, 2, 8, BLOCK_N]), 1)
     if not SIGMOID:
         total = tl.sum(tl.sum(col_sums, 1), 0)

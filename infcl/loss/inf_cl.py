@@ -18,11 +18,14 @@ Megatron's data parallelism compute (open_clip's --local-loss --gather-with-grad
 Source: Inf-CL, arXiv 2410.17243, Algorithms 1-4, with the two passes over the tiles folded into one.
 """
 
+from functools import partial
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from infcl.kernels import WORKSPACE_BYTES, Tile, select_tile
+from infcl.loss import graphed
 from infcl.loss.lse import contrastive_loss_of, merge_lse
 from infcl.loss.ring import RingExchange, ring_maker
 
@@ -40,6 +43,7 @@ def inf_cl_loss(
     ring: str = "auto",
     ranks_per_node: int | None = None,
     ring_overlap: str = "on",
+    cuda_graph: bool = True,
 ) -> Tensor:
     """The contrastive loss of the group's global batch; 0-dim, float32 (float64 for float64 features).
 
@@ -53,6 +57,8 @@ def inf_cl_loss(
     ring: "flat", "two-level" (a ring within each node inside a ring of nodes), or "auto": two-level where the group
         lies on several nodes of ranks_per_node ranks each. ring_overlap: "off" waits for every message where it is
         sent, so that the gain of overlapping can be measured. Exact either way; loss/ring has the schedule and cost.
+    cuda_graph: on one GPU alone, replay small batches as a CUDA graph (loss/graphed says which, and what memory it
+        keeps), where issuing the step would take longer than computing it.
 
     Raises ValueError, on every rank, for unequal shapes or a missing group. Not affected by autocast; cannot be
     differentiated twice.
@@ -60,8 +66,13 @@ def inf_cl_loss(
     new_ring = ring_maker(group, ring=ring, ranks_per_node=ranks_per_node, overlap=ring_overlap)
     check_features("inf_cl", image_features, text_features, new_ring())
     selected = select_tile(image_features, tile=tile, tile_dtype=tile_dtype)
-    scale = scalar_like(image_features, logit_scale)
-    return _InfCL.apply(image_features, text_features, scale, new_ring, selected, workspace_bytes)
+    inputs = image_features, text_features, scalar_like(image_features, logit_scale)
+    if cuda_graph and graphed.worthwhile(inputs, new_ring(), selected, workspace_bytes):
+        record = partial(_loss_and_gradients, new_ring=new_ring, tile=selected, workspace_bytes=workspace_bytes)
+        recorded = graphed.find(record, inputs, (selected.operand_dtype, tile_dtype, workspace_bytes))
+        if recorded is not None:
+            return graphed.replay(recorded, inputs)
+    return _InfCL.apply(*inputs, new_ring, selected, workspace_bytes)
 
 
 class InfCLLoss(nn.Module):
@@ -215,6 +226,18 @@ class _InfCL(torch.autograd.Function):
             d_images = scaled(d_rows, factor * scale, image_dtype) if images_need else None
             d_texts = scaled(d_columns, factor * scale, text_dtype) if texts_need else None
         return d_images, d_texts, d_scale, None, None, None
+
+
+def _loss_and_gradients(
+    image_features: Tensor, text_features: Tensor, scale: Tensor, *, new_ring, tile: Tile, workspace_bytes: int
+) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
+    """The loss, and its gradients in float32, at once: what graphed.py records."""
+    rows, columns = as_operand(image_features, tile), as_operand(text_features, tile)
+    row_lse, col_lse, matched = ring_forward(rows, columns, scale, new_ring(), tile, workspace_bytes)
+    d_rows, d_columns = ring_backward(rows, columns, scale, row_lse, col_lse, new_ring(), tile, workspace_bytes)
+    d_scale = inner_product(rows, d_rows) / len(rows)
+    factor = scale / len(rows)
+    return contrastive_loss_of(row_lse, col_lse, matched), (d_rows * factor, d_columns * factor, d_scale)
 
 
 def refuse_double_backward(name: str) -> None:

@@ -1,0 +1,69 @@
+"""exp2 of a float32 tile, divided between two units of a GPU's multiprocessor.
+
+A multiprocessor computes 16 exponentials a cycle in its special function units but 128 multiply-adds. Of every PACK
+elements one is computed by multiply-adds: x = n + f with n an integer and |f| <= 1/2, a polynomial for 2**f, and n
+added to the exponent's bits. The other elements go to the special function units meanwhile.
+
+The polynomial is the minimax one of degree 4 for the relative error on [-1/2, 1/2], 2.6e-6: far below the rounding
+of a 16-bit result, for which alone this is used. Idea: software exponentials in FlashAttention-4.
+"""
+
+import struct
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+PACK = tl.constexpr(4)
+_COEFFICIENTS = (0.9999992614428025, 0.6931218147029687, 0.24024744834838213, 0.055917860604864256, 0.009570101733867284)
+
+
+def _bits(value: float) -> str:
+    """A float32 literal of PTX."""
+    return "0f" + struct.pack(">f", value).hex().upper()
+
+
+def _assembly(pack: int) -> str:
+    """PTX for `pack` elements: outputs $0.., inputs after them. The first by polynomial, for x >= -127, the others not.
+
+    Adding 1.5 * 2^23 rounds x to an integer, which then stands in the lowest bits.
+    """
+    rounder = _bits(1.5 * 2**23)
+    highest, *others = [_bits(c) for c in reversed(_COEFFICIENTS)]
+    return "\n".join(
+        [
+            "{ .reg .f32 x, n, p; .reg .b32 i, e;",
+            f"max.ftz.f32 x, ${pack}, {_bits(-127.0)};",
+            f"add.ftz.f32 n, x, {rounder};",
+            "mov.b32 i, n;",
+            f"sub.ftz.f32 n, n, {rounder};",
+            "sub.ftz.f32 x, x, n;",
+            f"mov.f32 p, {highest};",
+            *(f"fma.rn.ftz.f32 p, p, x, {c};" for c in others),
+            "mov.b32 e, p;",
+            "shl.b32 i, i, 23;",
+            "add.s32 e, e, i;",
+            "mov.b32 $0, e;",
+            *(f"ex2.approx.ftz.f32 ${k}, ${pack + k};" for k in range(1, pack)),
+            "}",
+        ]
+    )
+
+
+_ASSEMBLY = tl.constexpr(_assembly(PACK.value))
+_CONSTRAINTS = tl.constexpr(",".join(["=f"] * PACK.value + ["f"] * PACK.value))
+
+
+def shared_exp2(features: Tensor) -> bool:
+    """Whether tiles of these features may share: 16-bit results, on an NVIDIA GPU (not in Triton's interpreter)."""
+    return features.is_cuda and torch.version.cuda is not None and features.dtype.itemsize == 2
+
+
+@triton.jit
+def exp2(x, SHARED: tl.constexpr):
+    """2**x, f32; for SHARED, x < 127, and 2**-127 or less for all x below -127."""
+    if SHARED:
+        return tl.inline_asm_elementwise(_ASSEMBLY, _CONSTRAINTS, [x], dtype=tl.float32, is_pure=True, pack=PACK)
+    else:
+        return tl.exp2(x)
