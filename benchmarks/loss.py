@@ -4,7 +4,7 @@ Every implementation runs on the same features, in one process per GPU. The rate
 product is measured in the same run, after a third of a second of such products: at its power limit a GPU runs slower.
 TFLOP/s counts 8 B^2 D operations for every loss (what one pass over the tiles needs: 1 product forward, 3 backward),
 divided by the GPUs. Extra memory is the peak above what is allocated before the call (features), so gradients count.
-Prints a table; --csv appends the rows with commit, hardware and versions.
+Prints a table; --csv appends the rows with commit, hardware and versions. --check prints precision instead.
 """
 
 import argparse
@@ -19,7 +19,9 @@ import torch.nn.functional as F
 
 from benchmarks.clock import hardware as device_hardware
 from benchmarks.clock import library_tflops, timed
-from infcl.loss.contrastive import LOSSES, TILED, ContrastiveLoss
+from benchmarks.loss_check import check
+from benchmarks.loss_impls import NAMES, OTHERS, make
+from infcl.loss.contrastive import TILED
 from infcl.loss.links import RINGS
 
 COLUMNS = (
@@ -30,7 +32,9 @@ COLUMNS = (
 
 def main() -> None:
     arguments = _parse()
-    if arguments.gpus == 1:
+    if arguments.check:
+        _check(arguments)
+    elif arguments.gpus == 1:
         _measure_all(0, arguments, port=0)
     else:
         with socket.socket() as s:
@@ -41,7 +45,9 @@ def main() -> None:
 
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--impl", default="inf_cl,clip,open_clip,disco,siglip", help=f"comma-separated, of {LOSSES}")
+    parser.add_argument(
+        "--impl", default="inf_cl,clip,open_clip,disco,siglip", help=f"comma-separated, of {NAMES}; {OTHERS}"
+    )
     parser.add_argument("--batch", default="16384,65536", help="global batch sizes, comma-separated")
     parser.add_argument("--dim", default="768", help="embedding dimensions, comma-separated")
     parser.add_argument("--dtype", default="bfloat16", help="of the features")
@@ -52,6 +58,9 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--ranks-per-node", type=int, default=None, help="two-level ring: as if nodes had so many GPUs")
     parser.add_argument("--ring-overlap", default="on", choices=("on", "off"), help="off: wait for each message")
     parser.add_argument("--repeats", type=int, default=10)
+    parser.add_argument("--warm-up", type=int, default=2, help="steps that are not timed, after the first one")
+    parser.add_argument("--open-clip-loss", type=Path, default=None, help="open_clip's loss.py, for its own losses")
+    parser.add_argument("--check", action="store_true", help="errors against float64 instead of times, on one GPU")
     parser.add_argument("--csv", type=Path, default=None, help="append the rows to this file")
     parser.add_argument("--commit", default=None, help="for the CSV; default: git's HEAD")
     return parser.parse_args()
@@ -60,12 +69,12 @@ def _parse() -> argparse.Namespace:
 def _measure_all(rank: int, arguments: argparse.Namespace, port: int) -> None:
     torch.cuda.set_device(rank)
     group = None
-    if arguments.gpus > 1:
+    if arguments.gpus > 1 or "official" in arguments.impl.split(","):  # which has its ring over WORLD only
         dist.init_process_group(
             "nccl", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=arguments.gpus,
             device_id=torch.device("cuda", rank),
         )  # fmt: skip
-        group = dist.group.WORLD
+        group = dist.group.WORLD if arguments.gpus > 1 else None
     hardware = {"cublas_tflops": library_tflops(), **device_hardware(arguments.commit)}
     if rank == 0:
         print(f"{hardware['device']}, torch {hardware['torch']}, triton {hardware['triton']}, {hardware['commit']}")
@@ -79,7 +88,7 @@ def _measure_all(rank: int, arguments: argparse.Namespace, port: int) -> None:
                 row = _measure(impl, batch, dim, group, arguments)
                 if rank == 0:
                     _report(row | hardware, arguments.csv)
-    if group is not None:
+    if dist.is_initialized():
         dist.destroy_process_group()
 
 
@@ -95,15 +104,14 @@ def _measure(impl: str, batch: int, dim: int, group: dist.ProcessGroup | None, a
     )
     scale = torch.tensor(50.0, device="cuda", requires_grad=True)
     bias = torch.tensor(-10.0, device="cuda", requires_grad=True)
-    loss = ContrastiveLoss(
-        impl,
-        group=group,
-        tile_dtype=arguments.tile_dtype,
-        workspace_bytes=arguments.workspace_mib * 2**20,
-        ring=arguments.ring,
-        ranks_per_node=arguments.ranks_per_node,
-        ring_overlap=arguments.ring_overlap,
-    )
+    options = {
+        "tile_dtype": arguments.tile_dtype,
+        "workspace_bytes": arguments.workspace_mib * 2**20,
+        "ring": arguments.ring,
+        "ranks_per_node": arguments.ranks_per_node,
+        "ring_overlap": arguments.ring_overlap,
+    }
+    loss = make(impl, group, options, arguments.open_clip_loss)
 
     def step():
         loss(images, texts, scale, bias).backward()
@@ -116,7 +124,8 @@ def _measure(impl: str, batch: int, dim: int, group: dist.ProcessGroup | None, a
         variant += " no overlap"
     row = {"impl": variant, "gpus": arguments.gpus, "global_batch": batch, "dim": dim, "dtype": arguments.dtype}
     try:
-        step()
+        for _ in range(1 if arguments.repeats < 3 else 3):  # compilation; the third call records a graph
+            step()
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
@@ -129,11 +138,23 @@ def _measure(impl: str, batch: int, dim: int, group: dist.ProcessGroup | None, a
     return row | {
         "median_ms": median,
         "mean_ms": statistics.mean(times),
-        "std_ms": statistics.stdev(times),
+        "std_ms": statistics.stdev(times) if len(times) > 1 else 0.0,
         "repeats": len(times),
         "tflops_per_gpu": 8 * batch**2 * dim / arguments.gpus / median / 1e9,
         "extra_mib": extra / 2**20,
     }
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    """Print the precision table, and append it to --csv."""
+    for dim in map(int, arguments.dim.split(",")):
+        print(f"b = 4096, D = {dim}: errors against float64 of the same features")
+        for row in check(4096, dim):
+            numbers = "  ".join(f"{key} {value:9.2e}" for key, value in row.items() if isinstance(value, float))
+            print(
+                f"{row['features']:>8} {row['impl']:>9} {row['dtype']:>9} {row['tile_dtype']:>5}  {numbers}", flush=True
+            )
+            _append(row | {"dim": dim}, tuple(row) + ("dim",), arguments.csv)
 
 
 def _report(row: dict, path: Path | None) -> None:
@@ -147,14 +168,20 @@ def _report(row: dict, path: Path | None) -> None:
             f"{row['extra_mib']:9.0f}",
             flush=True,
         )
-    if path is not None:
-        new = not path.exists()
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("a", newline="") as file:
-            writer = csv.DictWriter(file, COLUMNS)
-            if new:
-                writer.writeheader()
-            writer.writerow(row)
+    _append(row, COLUMNS, path)
+
+
+def _append(row: dict, columns: tuple[str, ...], path: Path | None) -> None:
+    """To a CSV file with these columns."""
+    if path is None:
+        return
+    new = not path.exists()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a", newline="") as file:
+        writer = csv.DictWriter(file, columns)
+        if new:
+            writer.writeheader()
+        writer.writerow(row)
 
 
 if __name__ == "__main__":

@@ -219,3 +219,34 @@ if __name__ == "__main__":
     for check in CHECKS:
         check("cpu")
         print(check.__name__, "passed")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_small_batches_are_replayed_with_the_values_of_ordinary_calls(dtype):
+    """Several shapes in turn (graphs are dropped and made again), new features each time, a gradient scaled by 3."""
+
+    def evaluate_once(images, texts, scale, cuda_graph):
+        inputs = [x.clone().requires_grad_() for x in (images, texts, scale)]
+        loss = inf_cl_loss(*inputs, cuda_graph=cuda_graph)
+        return loss.grad_fn.name(), loss.detach(), torch.autograd.grad(3 * loss, inputs)
+
+    replays = 0
+    for call in range(16):
+        rows = (1000, 700, 333)[call // 2 % 3]
+        images, texts = (f.cuda() for f in features("random", rows, 72, dtype, seed=call))
+        scale = torch.tensor(20.0 + call, device="cuda")
+        _, loss, gradients = evaluate_once(images, texts, scale, False)
+        name, replayed, others = evaluate_once(images, texts, scale, True)
+        replays += "Replay" in name
+        torch.testing.assert_close(replayed, loss, rtol=1e-6, atol=1e-6)
+        for value, expected in zip(others, gradients):
+            assert value.dtype == expected.dtype
+            assert relative_error(value, expected) < (1e-5 if dtype == torch.float32 else 5e-3)
+    assert replays >= 8
+    with torch.no_grad():
+        assert not inf_cl_loss(images, texts, scale).requires_grad
+    with pytest.raises(RuntimeError, match="double backward"):
+        for _ in range(4):
+            inputs = [x.clone().requires_grad_() for x in (images, texts, scale)]
+            torch.autograd.grad(inf_cl_loss(*inputs), inputs, create_graph=True)

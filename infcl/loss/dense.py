@@ -14,7 +14,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from infcl.loss.inf_cl import check_features, refuse_double_backward, scalar_like
+from infcl.loss.operands import check_features, refuse_double_backward, scalar_like
 from infcl.loss.ring import RingExchange, checked_group
 
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from infcl.kernels import Tile
+from infcl.loss.operands import refuse_double_backward
 from infcl.loss.ring import RingExchange
 
 MAX_ROWS = 8192
@@ -98,8 +99,5 @@ class _Replay(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, d_loss):
-        if torch.is_grad_enabled():
-            raise RuntimeError(
-                "inf_cl does not support double backward (create_graph=True): it has no second derivative"
-            )
+        refuse_double_backward("inf_cl")
         return *((g * d_loss).to(dtype) for g, dtype in zip(ctx.saved_tensors, ctx.dtypes)), None

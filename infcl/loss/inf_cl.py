@@ -27,6 +27,14 @@ from torch import Tensor, nn
 from infcl.kernels import WORKSPACE_BYTES, Tile, select_tile
 from infcl.loss import graphed
 from infcl.loss.lse import contrastive_loss_of, merge_lse
+from infcl.loss.operands import (
+    as_operand,
+    check_features,
+    inner_product,
+    refuse_double_backward,
+    scalar_like,
+    scaled,
+)
 from infcl.loss.ring import RingExchange, ring_maker
 
 
@@ -238,52 +246,3 @@ def _loss_and_gradients(
     d_scale = inner_product(rows, d_rows) / len(rows)
     factor = scale / len(rows)
     return contrastive_loss_of(row_lse, col_lse, matched), (d_rows * factor, d_columns * factor, d_scale)
-
-
-def refuse_double_backward(name: str) -> None:
-    """Called in a backward pass: RuntimeError under create_graph=True, where its result would count as a constant."""
-    if torch.is_grad_enabled():
-        raise RuntimeError(f"{name} does not support double backward (create_graph=True): it has no second derivative")
-
-
-def scaled(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-    """`(gradient * factor).to(dtype)` in one pass, in place where the dtype stays."""
-    out = gradient if dtype == gradient.dtype else torch.empty_like(gradient, dtype=dtype)
-    return torch.mul(gradient, factor, out=out)
-
-
-def inner_product(features: Tensor, gradient: Tensor) -> Tensor:
-    """`(features * gradient).sum()` in the gradient's dtype, 0-dim, by pieces so that no [b, D] temporary is made."""
-    total = (features[:16384] * gradient[:16384]).sum()
-    for start in range(16384, len(features), 16384):
-        total += (features[start : start + 16384] * gradient[start : start + 16384]).sum()
-    return total
-
-
-def as_operand(features: Tensor, tile: Tile) -> Tensor:
-    """Features as the tile reads them: its operand type, contiguous."""
-    return features.detach().to(tile.operand_dtype).contiguous()
-
-
-def scalar_like(features: Tensor, value: Tensor | float) -> Tensor:
-    """A float or one-element tensor as a 0-dim tensor on the features' device, float32 or wider; differentiable."""
-    dtype = torch.promote_types(features.dtype, torch.float32)
-    if not isinstance(value, Tensor):
-        return torch.full((), float(value), dtype=dtype, device=features.device)
-    if value.numel() != 1:
-        raise ValueError(f"expected a scalar or one element, got a tensor of shape {tuple(value.shape)}")
-    return value.reshape(()).to(device=features.device, dtype=dtype)
-
-
-def check_features(name: str, image_features: Tensor, text_features: Tensor, ring: RingExchange) -> None:
-    """ValueError with the shapes unless both are [b, D] floats, b > 0, equal on all ranks."""
-    shapes = tuple(image_features.shape), tuple(text_features.shape)
-    if image_features.ndim != 2 or shapes[0] != shapes[1] or image_features.numel() == 0:
-        raise ValueError(f"{name} needs image and text features of one shape [b, D], not empty; got {shapes}")
-    if image_features.dtype != text_features.dtype or not image_features.is_floating_point():
-        raise ValueError(
-            f"{name} needs floating point features of one dtype; got {image_features.dtype}, {text_features.dtype}"
-        )
-    rows, dim = shapes[0]
-    numbers = {"rows": rows, "feature dimensions": dim, "ranks in a lap": ring.lap}
-    ring.require_equal(name, numbers, image_features.device)

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from infcl.kernels import WORKSPACE_BYTES, Tile, select_tile
-from infcl.loss.inf_cl import as_operand, inner_product, refuse_double_backward, scalar_like, scaled
 from infcl.loss.lse import merge_lse
+from infcl.loss.operands import as_operand, inner_product, refuse_double_backward, scalar_like, scaled
 from infcl.loss.ring import RingExchange, ring_maker
 
 

@@ -28,8 +28,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from infcl.kernels import WORKSPACE_BYTES, Tile, select_tile
-from infcl.loss.inf_cl import as_operand, check_features, inner_product, refuse_double_backward, scalar_like, scaled
 from infcl.loss.lse import merge_lse
+from infcl.loss.operands import as_operand, check_features, inner_product, refuse_double_backward, scalar_like, scaled
 from infcl.loss.ring import RingExchange, ring_maker
 
 _LEAF = 256  # rows of the largest square that is computed whole

@@ -1,0 +1,73 @@
+"""The precision of the losses on a GPU: errors against float64 of the same inputs (`python -m benchmarks.loss --check`).
+
+Three kinds of features: random unit vectors; pairs as a trained model has them (cosine 0.3 to their match, scale 100);
+matched pairs of cosine 1. Errors are norms of differences over norms of the float64 gradients; where these vanish (at a
+perfect match they do), over the gradient's scale in the first steps of a training, scale / sqrt(b).
+"""
+
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from benchmarks.loss_impls import make
+
+_ROWS = (  # implementation, features' dtype, operands of the tile
+    ("inf_cl", torch.bfloat16, None),
+    ("inf_cl", torch.float16, None),
+    ("inf_cl", torch.float32, "bf16"),
+    ("inf_cl", torch.float32, "tf32"),
+    ("inf_cl", torch.float32, "fp32"),
+    ("clip", torch.bfloat16, None),
+    ("clip", torch.float32, None),
+    ("official", torch.bfloat16, None),
+    ("official", torch.float32, None),
+)
+
+
+def check(rows: int, dim: int) -> Iterator[dict]:
+    """One dict for each kind of features, implementation and precision; those that are not installed are left out."""
+    for kind, scale, images, texts in _kinds(rows, dim):
+        for name, dtype, tile_dtype in _ROWS:
+            inputs = [x.to("cuda", dtype) for x in (images, texts)]
+            truth = _evaluate(make("clip", None, {}, None), [x.double() for x in inputs], scale)
+            try:
+                loss = make(name, None, {"tile_dtype": tile_dtype} if name == "inf_cl" else {}, None)
+                result = _evaluate(loss, inputs, scale)
+            except ImportError:
+                continue
+            floor = 1e-3 * scale / rows**0.5
+            yield {
+                "features": kind,
+                "impl": name,
+                "dtype": str(dtype).removeprefix("torch."),
+                "tile_dtype": tile_dtype or "",
+                "loss": result[0].item(),
+                "loss_error": (result[0].double() - truth[0]).abs().item(),
+                "image_gradient_error": _relative(result[1], truth[1], floor),
+                "text_gradient_error": _relative(result[2], truth[2], floor),
+                "scale_gradient_error": _relative(result[3], truth[3], 1e-6),
+            }
+
+
+def _kinds(rows: int, dim: int) -> Iterator[tuple[str, float, Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+    images, noise = (
+        F.normalize(torch.randn(rows, dim, generator=generator, dtype=torch.float64), dim=1) for _ in range(2)
+    )
+    yield "random", 50.0, images, noise
+    yield "trained", 100.0, images, F.normalize(0.3 * images + 0.95 * noise, dim=1)
+    yield "matched", 100.0, images, images.clone()
+
+
+def _evaluate(loss, features: list[Tensor], scale: float) -> tuple[Tensor, ...]:
+    inputs = [x.clone().requires_grad_() for x in features]
+    inputs.append(torch.tensor(scale, device="cuda", dtype=torch.promote_types(features[0].dtype, torch.float32)))
+    inputs[-1].requires_grad_()
+    value = loss(*inputs, torch.zeros((), device="cuda"))
+    return value.detach(), *torch.autograd.grad(value, inputs)
+
+
+def _relative(value: Tensor, truth: Tensor, floor: float) -> float:
+    return ((value.double() - truth.double()).norm() / truth.double().norm().clamp_min(floor)).item()

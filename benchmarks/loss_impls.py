@@ -1,0 +1,91 @@
+"""Whose loss benchmarks.loss measures: ours, the peers', and variants that show what a part of the design is worth.
+
+Every entry is `call(images, texts, scale, bias)`, features [b, D] of this rank, and gives a loss to differentiate. Peers
+are called as their own trainers call them: the official loss once per direction, open_clip's modules with local loss
+and gathered gradients.
+"""
+
+import importlib.util
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from infcl import info_nce_loss, nt_xent_loss
+from infcl.loss.contrastive import LOSSES, ContrastiveLoss
+from infcl.loss.dense import clip_loss
+
+Loss = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+
+OTHERS = {
+    "clip_compiled": "the dense loss under torch.compile",
+    "one_tile": "the ring alone: each block pair as one dense float32 matrix (the paper's cross-GPU tiling)",
+    "no_graph": "inf_cl without the CUDA graph of small batches",
+    "official": "the inf_cl package, if installed",
+    "official_siglip": "open_clip's SigLipLoss, from --open-clip-loss",
+    "official_open_clip": "open_clip's ClipLoss, from --open-clip-loss",
+    "info_nce": "queries against twice as many documents; b queries",
+    "nt_xent": "two views of b / 2 samples: a b x b matrix, half of it computed",
+    "views": "the same views through inf_cl, which computes all of the matrix",
+}
+NAMES = (*LOSSES, *OTHERS)
+
+
+def make(name: str, group: dist.ProcessGroup | None, options: dict, open_clip_loss: Path | None) -> Loss:
+    """The loss of this name; `options` are those of the tiled losses. ValueError if its peer is not there."""
+    tiled = {k: v for k, v in options.items() if k in ("tile_dtype", "workspace_bytes", "ring_overlap")}
+    if name in LOSSES:
+        return ContrastiveLoss(name, group=group, **options)
+    if name == "clip_compiled":
+        compiled = torch.compile(partial(clip_loss, group=group))
+        return lambda images, texts, scale, bias: compiled(images, texts, scale)
+    if name == "one_tile":
+        return ContrastiveLoss("inf_cl", group=group, tile="torch", workspace_bytes=2**50)
+    if name == "no_graph":
+        from infcl import inf_cl_loss
+
+        return lambda images, texts, scale, bias: inf_cl_loss(
+            images, texts, scale, group=group, cuda_graph=False, **options
+        )
+    if name == "official":
+        return _official
+    if name.startswith("official_"):
+        return _open_clip(name, group, open_clip_loss)
+    if name == "info_nce":
+        return lambda images, texts, scale, bias: info_nce_loss(
+            images,
+            torch.cat([texts, texts.detach().roll(1, 1)]),
+            torch.arange(len(images), device=images.device),
+            scale,
+            group=group,
+            **options,
+        )
+    if name == "nt_xent":
+        return lambda images, texts, scale, bias: nt_xent_loss(*images.chunk(2), scale, group=group, **tiled)
+    if name == "views":
+        loss = ContrastiveLoss("inf_cl", group=group, **options)
+        return lambda images, texts, scale, bias: loss(images, images, scale)
+    raise ValueError(f"unknown implementation '{name}'; one of {NAMES}")
+
+
+def _official(images: Tensor, texts: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
+    from inf_cl import cal_inf_loss
+
+    return (cal_inf_loss(images, texts, scale=scale) + cal_inf_loss(texts, images, scale=scale)) / 2
+
+
+def _open_clip(name: str, group: dist.ProcessGroup | None, path: Path | None) -> Loss:
+    if path is None:
+        raise ValueError(f"{name} needs --open-clip-loss .../open_clip/loss.py")
+    spec = importlib.util.spec_from_file_location("open_clip_loss", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    place = {"rank": dist.get_rank(group), "world_size": dist.get_world_size(group)} if group is not None else {}
+    if name == "official_siglip":
+        siglip = module.SigLipLoss(**place)
+        return lambda images, texts, scale, bias: siglip(images, texts, scale.to(images.dtype), bias.to(images.dtype))
+    clip = module.ClipLoss(local_loss=True, gather_with_grad=True, **place)
+    return lambda images, texts, scale, bias: clip(images, texts, scale.to(images.dtype))

@@ -1,0 +1,144 @@
+"""What tiling costs: `python -m benchmarks.tiling --gpus 4 --batch 262144 --csv ... --plot ...`, one stacked bar.
+
+The same tiles, four times: the bare matrix products of the library; the tiled loss without a ring (exponentials, sums,
+rounding and launches come to it: "epilogue"); the ring, waiting for each message ("communication"); the ring with
+messages overlapped ("of it not hidden"). One GPU has no ring: two parts.
+"""
+
+import argparse
+import csv
+import os
+import statistics
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from benchmarks.clock import hardware, timed
+from infcl import inf_cl_loss
+from infcl.kernels import WORKSPACE_BYTES
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gpus", type=int, default=1)
+    parser.add_argument("--batch", type=int, default=65536, help="global batch")
+    parser.add_argument("--dim", type=int, default=768)
+    parser.add_argument("--repeats", type=int, default=10)
+    parser.add_argument("--csv", type=Path, default=None, help="append a row")
+    parser.add_argument("--plot", type=Path, default=None, help="PNG of this run")
+    parser.add_argument("--commit", default=None, help="for the CSV; default: git's HEAD")
+    arguments = parser.parse_args()
+    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    os.environ.setdefault("MASTER_PORT", "29611")
+    torch.multiprocessing.spawn(_measure, (arguments,), nprocs=arguments.gpus)
+
+
+def _measure(rank: int, arguments: argparse.Namespace) -> None:
+    torch.cuda.set_device(rank)
+    dist.init_process_group("nccl", rank=rank, world_size=arguments.gpus, device_id=torch.device("cuda", rank))
+    group, rows = dist.group.WORLD, arguments.batch // arguments.gpus
+    generator = torch.Generator("cuda").manual_seed(rank)
+    features = [
+        F.normalize(torch.randn(rows, arguments.dim, device="cuda", generator=generator), dim=1).bfloat16()
+        for _ in range(2)
+    ]
+
+    def time(step) -> tuple[float, float]:
+        times = timed(step, arguments.repeats, group)
+        return statistics.median(times), statistics.stdev(times)
+
+    def loss(**options):
+        images, texts = (x.clone().requires_grad_() for x in features)
+        scale = torch.tensor(50.0, device="cuda", requires_grad=True)
+        inf_cl_loss(images, texts, scale, cuda_graph=False, **options).backward()
+
+    def alone():
+        for _ in range(arguments.gpus):
+            with _no_group():
+                loss()
+
+    def products():
+        for _ in range(arguments.gpus):
+            _bare_products(*features)
+
+    steps = {"products": products, "tiles": alone}
+    if arguments.gpus > 1:
+        steps["ring, waiting"] = lambda: loss(group=group, ring="flat", ring_overlap="off")
+        steps["ring"] = lambda: loss(group=group, ring="flat", ring_overlap="on")
+    times = {name: time(step) for name, step in steps.items()}
+    if rank == 0:
+        _report(times, arguments)
+    dist.destroy_process_group()
+
+
+class _no_group:
+    """`inf_cl_loss` of this rank alone refuses to run where there are others; for the time of a call there are none."""
+
+    def __enter__(self):
+        self.initialized, dist.is_initialized = dist.is_initialized, lambda: False
+
+    def __exit__(self, *_):
+        dist.is_initialized = self.initialized
+
+
+def _bare_products(rows: Tensor, columns: Tensor) -> None:
+    """The four products of one block pair, in chunks of the loss's workspace; nothing is done with the logits."""
+    side = int((WORKSPACE_BYTES / 2) ** 0.5) // 256 * 256
+    d_rows, d_columns = (torch.zeros_like(x, dtype=torch.float32) for x in (rows, columns))
+    chunk = rows.new_empty(side, side)
+    for i in range(0, len(rows), side):
+        for j in range(0, len(columns), side):
+            a, b = rows[i : i + side], columns[j : j + side]
+            out = chunk.flatten()[: len(a) * len(b)].view(len(a), len(b))
+            for _ in range(2):
+                torch.mm(a, b.T, out=out)
+            left, right = d_rows[i : i + side], d_columns[j : j + side]
+            torch.addmm(left, out, b, out_dtype=torch.float32, out=left)
+            torch.addmm(right, out.T, a, out_dtype=torch.float32, out=right)
+
+
+def _report(times: dict[str, tuple[float, float]], arguments: argparse.Namespace) -> None:
+    print(f"{arguments.gpus} GPUs, b = {arguments.batch}, D = {arguments.dim}; median and standard deviation, ms")
+    for name, (median, deviation) in times.items():
+        print(f"{name:>14} {median:9.2f} {deviation:7.2f}  {median / times['products'][0]:.3f} of the bare products")
+    row = {"gpus": arguments.gpus, "global_batch": arguments.batch, "dim": arguments.dim}
+    for name, (median, deviation) in times.items():
+        row |= {f"{name} ms": round(median, 3), f"{name} std": round(deviation, 3)}
+    row |= hardware(arguments.commit)
+    if arguments.csv is not None:
+        new = not arguments.csv.exists()
+        with arguments.csv.open("a", newline="") as file:
+            writer = csv.DictWriter(file, row)
+            if new:
+                writer.writeheader()
+            writer.writerow(row)
+    if arguments.plot is not None:
+        _plot({name: median for name, (median, _) in times.items()}, arguments)
+
+
+def _plot(times: dict[str, float], arguments: argparse.Namespace) -> None:
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    parts = {"matrix products": times["products"], "epilogue, launches": times["tiles"] - times["products"]}
+    if "ring" in times:
+        parts["communication, not hidden"] = times["ring"] - times["tiles"]
+        parts["communication that overlapping hides"] = times["ring, waiting"] - times["ring"]
+    figure, axes = pyplot.subplots(figsize=(7, 1.8))
+    left = 0.0
+    for (name, width), colour in zip(parts.items(), ("#3b6ea8", "#e0a33a", "#b5473c", "#d9d9d9")):
+        axes.barh([0], [max(width, 0.0)], left=left, color=colour, label=f"{name}: {width:.1f} ms")
+        left += max(width, 0.0)
+    axes.set_yticks([])
+    axes.set_xlabel(f"ms, forward + backward, b = {arguments.batch:,}, D = {arguments.dim}, {arguments.gpus} GPU(s)")
+    axes.legend(ncols=2, loc="lower center", bbox_to_anchor=(0.5, 1.0), frameon=False, fontsize=8)
+    figure.savefig(arguments.plot, dpi=150, bbox_inches="tight")
+
+
+if __name__ == "__main__":
+    main()
