@@ -45,9 +45,9 @@ def main() -> None:
 
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--impl", default="inf_cl,clip,open_clip,disco,siglip", help=f"comma-separated, of {NAMES}; {OTHERS}"
-    )
+    others = "; ".join(f"{name}: {what}" for name, what in OTHERS.items())
+    impls = f"comma-separated, of {', '.join(NAMES)}. {others}"
+    parser.add_argument("--impl", default="inf_cl,clip,open_clip,disco,siglip", help=impls)
     parser.add_argument("--batch", default="16384,65536", help="global batch sizes, comma-separated")
     parser.add_argument("--dim", default="768", help="embedding dimensions, comma-separated")
     parser.add_argument("--dtype", default="bfloat16", help="of the features")
@@ -151,9 +151,8 @@ def _check(arguments: argparse.Namespace) -> None:
         print(f"b = 4096, D = {dim}: errors against float64 of the same features")
         for row in check(4096, dim):
             numbers = "  ".join(f"{key} {value:9.2e}" for key, value in row.items() if isinstance(value, float))
-            print(
-                f"{row['features']:>8} {row['impl']:>9} {row['dtype']:>9} {row['tile_dtype']:>5}  {numbers}", flush=True
-            )
+            which = f"{row['features']:>8} {row['impl']:>9} {row['dtype']:>9} {row['tile_dtype']:>5}"
+            print(which, numbers, flush=True)
             _append(row | {"dim": dim}, tuple(row) + ("dim",), arguments.csv)
 
 

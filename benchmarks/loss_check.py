@@ -1,4 +1,4 @@
-"""The precision of the losses on a GPU: errors against float64 of the same inputs (`python -m benchmarks.loss --check`).
+"""Precision of the losses on a GPU: errors against float64 of the same inputs (`python -m benchmarks.loss --check`).
 
 Three kinds of features: random unit vectors; pairs as a trained model has them (cosine 0.3 to their match, scale 100);
 matched pairs of cosine 1. Errors are norms of differences over norms of the float64 gradients; where these vanish (at a

@@ -1,8 +1,8 @@
 """Whose loss benchmarks.loss measures: ours, the peers', and variants that show what a part of the design is worth.
 
-Every entry is `call(images, texts, scale, bias)`, features [b, D] of this rank, and gives a loss to differentiate. Peers
-are called as their own trainers call them: the official loss once per direction, open_clip's modules with local loss
-and gathered gradients.
+Every entry is `call(images, texts, scale, bias)`, features [b, D] of this rank, and gives a loss to differentiate.
+Peers are called as their own trainers call them: the official loss once per direction, open_clip's modules with local
+loss and gathered gradients.
 """
 
 import importlib.util

@@ -246,7 +246,9 @@ def test_small_batches_are_replayed_with_the_values_of_ordinary_calls(dtype):
     assert replays >= 8
     with torch.no_grad():
         assert not inf_cl_loss(images, texts, scale).requires_grad
+    evaluate_once(images, texts, scale, True)
+    inputs = [x.clone().requires_grad_() for x in (images, texts, scale)]
+    loss = inf_cl_loss(*inputs)
+    assert "Replay" in loss.grad_fn.name()
     with pytest.raises(RuntimeError, match="double backward"):
-        for _ in range(4):
-            inputs = [x.clone().requires_grad_() for x in (images, texts, scale)]
-            torch.autograd.grad(inf_cl_loss(*inputs), inputs, create_graph=True)
+        torch.autograd.grad(loss, inputs, create_graph=True)
