@@ -125,3 +125,14 @@ def test_constant_stays_and_cooldown_falls_over_the_last_epochs():
     assert rate(60, **cooldown) == pytest.approx(LR)
     assert rate(80, **cooldown) == pytest.approx(1e-4 + 0.5 * (LR - 1e-4))
     assert rate(80, **cooldown, lr_cooldown_power=2.0) == pytest.approx(1e-4 + 0.25 * (LR - 1e-4))
+
+
+def test_parameters_laid_end_to_end_start_at_multiples_of_16_bytes():
+    """As ZeRO lays them out; kernels of compiled blocks read 16 bytes at a time. logit_scale has one element."""
+    model = CLIP(load_model_config("demo"))
+    for group in parameter_groups(model, TrainConfig(), LR):
+        offset, offsets = 0, []
+        for parameter in group["params"]:
+            offsets.append(offset)
+            offset += parameter.numel()
+        assert all(offset % 8 == 0 for offset in offsets)

@@ -25,7 +25,7 @@ def _bits(value: float) -> str:
 
 
 def _assembly(pack: int) -> str:
-    """PTX for `pack` elements: outputs $0.., inputs after them. The first by polynomial, for x >= -127, the others not.
+    """PTX for `pack` elements: outputs $0.., inputs after them. The first by polynomial, for x >= -126 (-127 and a factor below 1 would carry into the sign), the others not.
 
     Adding 1.5 * 2^23 rounds x to an integer, which then stands in the lowest bits.
     """
@@ -34,7 +34,7 @@ def _assembly(pack: int) -> str:
     return "\n".join(
         [
             "{ .reg .f32 x, n, p; .reg .b32 i, e;",
-            f"max.ftz.f32 x, ${pack}, {_bits(-127.0)};",
+            f"max.ftz.f32 x, ${pack}, {_bits(-126.0)};",
             f"add.ftz.f32 n, x, {rounder};",
             "mov.b32 i, n;",
             f"sub.ftz.f32 n, n, {rounder};",
@@ -62,7 +62,7 @@ def shared_exp2(features: Tensor) -> bool:
 
 @triton.jit
 def exp2(x, SHARED: tl.constexpr):
-    """2**x, f32; for SHARED, x < 127, and 2**-127 or less for all x below -127."""
+    """2**x, f32; for SHARED, x < 127, and 2**-126 for all x below -126."""
     if SHARED:
         return tl.inline_asm_elementwise(_ASSEMBLY, _CONSTRAINTS, [x], dtype=tl.float32, is_pure=True, pack=PACK)
     else:

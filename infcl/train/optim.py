@@ -30,7 +30,8 @@ def tower(name: str) -> str:
 
 
 def parameter_groups(model: nn.Module, config: TrainConfig, peak: float) -> list[dict]:
-    """Trainable parameters by weight decay and learning rate, those with weight decay first, in the model's order.
+    """Trainable parameters by weight decay and learning rate, those with weight decay first, in the model's order but
+    for those of odd sizes, which come last in their group.
 
     peak: the largest learning rate of the schedule; --wd-mode schedule divides by it.
     """
@@ -51,6 +52,10 @@ def parameter_groups(model: nn.Module, config: TrainConfig, peak: float) -> list
             decay /= peak * scale
         group = {"params": [], "weight_decay": decay, "lr": peak * scale, "lr_scale": scale}
         groups.setdefault((decay == 0, -scale, factored), group)["params"].append(parameter)
+    for group in groups.values():
+        # ZeRO lays a group's parameters end to end. After one of odd size (logit_scale) no tensor would start at a
+        # multiple of 16 bytes, which the kernels of compiled blocks rely on (CUDA: misaligned address).
+        group["params"].sort(key=lambda parameter: parameter.numel() % 8 != 0)
     return [groups[key] for key in sorted(groups)]
 
 
