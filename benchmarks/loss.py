@@ -58,7 +58,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--ranks-per-node", type=int, default=None, help="two-level ring: as if nodes had so many GPUs")
     parser.add_argument("--ring-overlap", default="on", choices=("on", "off"), help="off: wait for each message")
     parser.add_argument("--repeats", type=int, default=10)
-    parser.add_argument("--warm-up", type=int, default=2, help="steps that are not timed, after the first one")
+    parser.add_argument("--warm-up", type=int, default=2, help="steps that are not timed, after three; 0: none at all")
     parser.add_argument("--open-clip-loss", type=Path, default=None, help="open_clip's loss.py, for its own losses")
     parser.add_argument("--check", action="store_true", help="errors against float64 instead of times, on one GPU")
     parser.add_argument("--csv", type=Path, default=None, help="append the rows to this file")
@@ -124,7 +124,8 @@ def _measure(impl: str, batch: int, dim: int, group: dist.ProcessGroup | None, a
         variant += " no overlap"
     row = {"impl": variant, "gpus": arguments.gpus, "global_batch": batch, "dim": dim, "dtype": arguments.dtype}
     try:
-        for _ in range(1 if arguments.repeats < 3 else 3):  # compilation; the third call records a graph
+        # compilation, unless one step alone is asked for; the third call records a graph
+        for _ in range(3 if arguments.warm_up else 0):
             step()
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()

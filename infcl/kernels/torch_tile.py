@@ -9,6 +9,7 @@ gradients (backward). The r x c logits exist only chunk by chunk, in a workspace
     d_rows = dS @ columns; d_columns = dS.T @ rows                              # without the factor scale
 
 `diagonal=True` says that row i and column i are a matched pair, i < min(r, c): the block is the rank's own.
+`masked=True` leaves these entries out instead, as logits of -inf would: rows and columns are the same things.
 Low-precision features are widened chunk by chunk, so every sum is float32 or wider.
 Shapes: rows [r, D], columns [c, D]; scale, bias 0-dim; row statistics [r], column statistics [c].
 """
@@ -25,7 +26,7 @@ _TEMPORARIES = 4  # how many [chunk, chunk] tensors the widest step below holds 
 
 
 def softmax_forward(
-    rows: Tensor, columns: Tensor, scale: Tensor, *, diagonal: bool, workspace_bytes: int
+    rows: Tensor, columns: Tensor, scale: Tensor, *, diagonal: bool, workspace_bytes: int, masked: bool = False
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """`logits.logsumexp(1), logits.logsumexp(0), logits.diagonal() if diagonal else None`, in float32 or wider."""
     statistic = _accumulator_like(rows)
@@ -34,6 +35,8 @@ def softmax_forward(
     matched = rows.new_empty(min(len(rows), len(columns)), dtype=statistic) if diagonal else None
     for chunk in _chunks(rows, columns, workspace_bytes):
         logits = chunk.row_features @ chunk.column_features.T * scale
+        if masked:
+            chunk.diagonal_of(logits).fill_(-math.inf)
         part = row_lse[chunk.rows]
         torch.logaddexp(part, logits.logsumexp(1), out=part)
         part = col_lse[chunk.columns]
@@ -54,6 +57,7 @@ def softmax_backward(
     *,
     diagonal: bool,
     workspace_bytes: int,
+    masked: bool = False,
 ) -> None:
     """Add dS @ columns to d_rows [r, D] and dS.T @ rows to d_columns [c, D] (float32 or wider, in place; None skips).
 
@@ -69,6 +73,8 @@ def softmax_backward(
             d_logits *= 0.5
         if diagonal:
             chunk.diagonal_of(d_logits).sub_(1)
+        if masked:
+            chunk.diagonal_of(d_logits).zero_()
         chunk.accumulate(d_logits, d_rows, d_columns)
 
 

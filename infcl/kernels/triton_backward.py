@@ -53,6 +53,7 @@ def softmax_backward(
     *,
     diagonal: bool,
     workspace_bytes: int,
+    masked: bool = False,
     tf32: bool = False,
 ) -> None:
     """As torch_tile.softmax_backward; rows [r, D] and columns [c, D] in bf16, fp16 or f32, d_rows and d_columns f32.
@@ -65,7 +66,8 @@ def softmax_backward(
         shift = row_lse.max() * math.log2(math.e)
     else:
         shift = middle(row_lse, col_lse)
-    _accumulate(rows, columns, scale, row_lse, col_lse, shift, d_rows, d_columns, diagonal, workspace_bytes, tf32)
+    mark = "masked" if masked else "matched" if diagonal else ""
+    _accumulate(rows, columns, scale, row_lse, col_lse, shift, d_rows, d_columns, mark, workspace_bytes, tf32)
 
 
 def sigmoid_backward(
@@ -81,7 +83,8 @@ def sigmoid_backward(
     tf32: bool = False,
 ) -> None:
     """As torch_tile.sigmoid_backward."""
-    _accumulate(rows, columns, scale, None, None, bias, d_rows, d_columns, diagonal, workspace_bytes, tf32)
+    mark = "matched" if diagonal else ""
+    _accumulate(rows, columns, scale, None, None, bias, d_rows, d_columns, mark, workspace_bytes, tf32)
 
 
 def _accumulate(
@@ -93,7 +96,7 @@ def _accumulate(
     shift: Tensor,
     d_rows: Tensor | None,
     d_columns: Tensor | None,
-    diagonal: bool,
+    mark: str,
     workspace_bytes: int,
     tf32: bool,
 ) -> None:
@@ -127,7 +130,7 @@ def _accumulate(
                         num_columns,
                         i - j,
                         DIM=walked_dim(row_operand, launch),
-                        DIAGONAL=diagonal and i < j + width and j < i + height,
+                        DIAGONAL=mark if i < j + width and j < i + height else "",
                         SIGMOID=row_lse is None,
                         SINGLE=single,
                         SHARED=shared_exp2(rows),
@@ -153,7 +156,7 @@ def _d_logits_kernel(
     num_columns,
     offset,  # row i matches column i + offset
     DIM: tl.constexpr,
-    DIAGONAL: tl.constexpr,
+    DIAGONAL: tl.constexpr,  # what entries (i, i) are: "matched" (1 is subtracted), "masked" (0), or "" nothing special
     SIGMOID: tl.constexpr,
     SINGLE: tl.constexpr,  # one exponential, for a shift that is not NaN; else two, for one that is
     SHARED: tl.constexpr,  # of triton_exp2.exp2
@@ -201,9 +204,10 @@ def _d_logits_kernel(
             else:
                 d_logits = 0.5 * tl.exp2(tl.minimum(logits * scale2 - row_lse[:, None], 0.0))
                 d_logits += 0.5 * tl.exp2(tl.minimum(logits * scale2 - col_lse[None, :], 0.0))
-        if DIAGONAL:
+        if DIAGONAL != "":
             if (first_row + offset < first_column + BLOCK_N) & (first_column < first_row + offset + BLOCK_M):
-                d_logits = tl.where((rows + offset)[:, None] == columns[None, :], d_logits - 1.0, d_logits)
+                special = d_logits - 1.0 if DIAGONAL == "matched" else 0.0
+                d_logits = tl.where((rows + offset)[:, None] == columns[None, :], special, d_logits)
         d_logits_desc.store([first_row, first_column], (d_logits * GAIN).to(d_logits_desc.dtype))
 
 

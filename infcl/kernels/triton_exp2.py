@@ -25,9 +25,10 @@ def _bits(value: float) -> str:
 
 
 def _assembly(pack: int) -> str:
-    """PTX for `pack` elements: outputs $0.., inputs after them. The first by polynomial, for x >= -126 (-127 and a factor below 1 would carry into the sign), the others not.
+    """PTX for `pack` elements: outputs $0.., inputs after them; the first one by polynomial.
 
-    Adding 1.5 * 2^23 rounds x to an integer, which then stands in the lowest bits.
+    Adding 1.5 * 2^23 rounds x to an integer, which then stands in the lowest bits. x is at least -126: with -127 and a
+    factor below 1 the exponent would carry into the sign.
     """
     rounder = _bits(1.5 * 2**23)
     highest, *others = [_bits(c) for c in reversed(_COEFFICIENTS)]

@@ -35,14 +35,23 @@ _LAUNCH = {
 
 
 def softmax_forward(
-    rows: Tensor, columns: Tensor, scale: Tensor, *, diagonal: bool, workspace_bytes: int, tf32: bool = False
+    rows: Tensor,
+    columns: Tensor,
+    scale: Tensor,
+    *,
+    diagonal: bool,
+    workspace_bytes: int,
+    masked: bool = False,
+    tf32: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """As torch_tile.softmax_forward; rows [r, D] and columns [c, D] in bf16, fp16 or f32, results f32."""
     row_square, col_square, matched = squares(rows, columns, scale)
     shift = reference(row_square, col_square, scale)
-    row_sums, col_sums = _tile_sums(rows, columns, scale, shift, workspace_bytes, tf32=tf32, sigmoid=False)
+    row_sums, col_sums = _tile_sums(
+        rows, columns, scale, shift, workspace_bytes, tf32=tf32, sigmoid=False, masked=masked
+    )
     row_lse, col_lse = finish(row_sums, col_sums, shift, matched if diagonal else None)
-    _repair(row_lse, col_lse, rows, columns, scale, tf32=tf32)
+    _repair(row_lse, col_lse, rows, columns, scale, tf32=tf32, masked=masked)
     return row_lse, col_lse, matched[: min(len(rows), len(columns))] if diagonal else None
 
 
@@ -68,7 +77,15 @@ def sigmoid_forward(
 
 
 def _tile_sums(
-    rows: Tensor, columns: Tensor, scale: Tensor, shift: Tensor, workspace_bytes: int, *, tf32: bool, sigmoid: bool
+    rows: Tensor,
+    columns: Tensor,
+    scale: Tensor,
+    shift: Tensor,
+    workspace_bytes: int,
+    *,
+    tf32: bool,
+    sigmoid: bool,
+    masked: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Partial sums over the tiles: softmax, of rows [m, r] and of columns [n, c]; sigmoid, two of rows [m, r].
 
@@ -105,6 +122,7 @@ def _tile_sums(
             ceil_div(row_tiles, splits),
             DIM=walked_dim(row_operand, launch),
             SIGMOID=sigmoid,
+            MASKED=masked,
             EDGE=num_columns % launch["BLOCK_N"] != 0,
             **launch,
         )
@@ -130,6 +148,7 @@ def _tile_sums_kernel(
     split_tiles,  # row tiles per split
     DIM: tl.constexpr,
     SIGMOID: tl.constexpr,
+    MASKED: tl.constexpr,  # softmax without the entries (i, i)
     EDGE: tl.constexpr,  # the last column block is not whole
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -171,6 +190,8 @@ def _tile_sums_kernel(
             terms = tl.exp2(logits * (scale * LOG2E) - row_shift[:, None])
             if EDGE:
                 terms = tl.where((columns < num_columns)[None, :], terms, 0.0)
+            if MASKED:
+                terms = tl.where(rows[:, None] == columns[None, :], 0.0, terms)
             row_sums = tl.sum(tl.sum(tl.reshape(terms, [BLOCK_M, BLOCK_N // 8, 8]), 1), 1)
             tl.store(row_partial_ptr + rows, row_sums, mask=rows < num_rows)
             col_sums += tl.sum(tl.reshape(terms, [BLOCK_M // 16, 2, 8, BLOCK_N]), 1)
@@ -179,7 +200,9 @@ def _tile_sums_kernel(
         tl.store(col_partial_ptr + split.to(tl.int64) * num_columns + columns, total, mask=columns < num_columns)
 
 
-def _repair(row_lse: Tensor, col_lse: Tensor, rows: Tensor, columns: Tensor, scale: Tensor, *, tf32: bool) -> None:
+def _repair(
+    row_lse: Tensor, col_lse: Tensor, rows: Tensor, columns: Tensor, scale: Tensor, *, tf32: bool, masked: bool
+) -> None:
     """Compute the LSE that are NaN by an online softmax of their own; programs that find none return at once."""
     launch = launch_options(_LAUNCH, rows, tf32) | {"BLOCK_M": 64, "BLOCK_N": 64, "num_warps": 4}
     block = [launch.pop("BLOCK_M"), launch["BLOCK_K"]]
@@ -193,6 +216,7 @@ def _repair(row_lse: Tensor, col_lse: Tensor, rows: Tensor, columns: Tensor, sca
         len(rows),
         len(columns),
         DIM=walked_dim(row_operand, launch),
+        MASKED=masked,
         **launch,
     )
 
@@ -207,6 +231,7 @@ def _repair_kernel(
     num_rows,
     num_columns,
     DIM: tl.constexpr,
+    MASKED: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -216,12 +241,34 @@ def _repair_kernel(
     blocks = tl.cdiv(num_rows, BLOCK_N)
     if block < blocks:
         _repair_block(
-            rows_desc, columns_desc, scale2, row_lse_ptr, block, num_rows, num_columns, DIM, BLOCK_N, BLOCK_K, PRECISION
+            rows_desc,
+            columns_desc,
+            scale2,
+            row_lse_ptr,
+            block,
+            num_rows,
+            num_columns,
+            DIM,
+            MASKED,
+            BLOCK_N,
+            BLOCK_K,
+            PRECISION,
         )
     else:
         block -= blocks
         _repair_block(
-            columns_desc, rows_desc, scale2, col_lse_ptr, block, num_columns, num_rows, DIM, BLOCK_N, BLOCK_K, PRECISION
+            columns_desc,
+            rows_desc,
+            scale2,
+            col_lse_ptr,
+            block,
+            num_columns,
+            num_rows,
+            DIM,
+            MASKED,
+            BLOCK_N,
+            BLOCK_K,
+            PRECISION,
         )
 
 
@@ -235,6 +282,7 @@ def _repair_block(
     num_own,
     num_other,
     DIM: tl.constexpr,
+    MASKED: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_K: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -251,8 +299,10 @@ def _repair_block(
                 a = own_desc.load([block * BLOCK, k])
                 b = other_desc.load([first, k])
                 logits = tl.dot(a, b.T, logits, input_precision=PRECISION)
-            within = first + tl.arange(0, BLOCK) < num_other
-            logits = tl.where(within[None, :], logits * scale2, float("-inf"))
+            other = first + tl.arange(0, BLOCK)
+            logits = tl.where((other < num_other)[None, :], logits * scale2, float("-inf"))
+            if MASKED:
+                logits = tl.where(own[:, None] == other[None, :], float("-inf"), logits)
             new_maxima = tl.maximum(maxima, tl.max(logits, 1))
             sums = sums * tl.exp2(maxima - new_maxima) + tl.sum(tl.exp2(logits - new_maxima[:, None]), 1)
             maxima = new_maxima

@@ -10,7 +10,7 @@ The matrix is symmetric, so a tile that yields row and column statistics serves 
 * between ranks: blocks go only W // 2 hops round the ring, then every unordered pair of ranks has met (for even W the
   last hop is shared by its two ranks, half of the rows each); statistics and gradients go home from there directly;
 * within a rank: first x second is one rectangle with the matches on its diagonal; first x first and second x second are
-  halved again and again, a rectangle each time, down to small squares, which plain PyTorch computes whole.
+  halved again and again, a rectangle each time, down to squares that are computed whole.
 
 Gradient: d_z = (dS + dS.T) @ z, and dS + dS.T = exp(logits - lse[:, None]) + exp(logits - lse) - 2 I', with I' one at
 the matches: twice the dS of CLIP's tiles.
@@ -21,8 +21,6 @@ loss/inf_cl.
 Source: SimCLR, arXiv 2002.05709, Eq. 1; scale is its 1 / temperature.
 """
 
-import math
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -32,7 +30,8 @@ from infcl.loss.lse import merge_lse
 from infcl.loss.operands import as_operand, check_features, inner_product, refuse_double_backward, scalar_like, scaled
 from infcl.loss.ring import RingExchange, ring_maker
 
-_LEAF = 256  # rows of the largest square that is computed whole
+# Rows of the largest square that is computed whole, by tile. On a GPU smaller ones would take longer to launch.
+_LEAF = {"torch": 256, "triton": 8192}
 
 
 @torch.compiler.disable
@@ -101,7 +100,7 @@ def ring_forward(
             views[rows], block[columns], scale, diagonal=False, workspace_bytes=workspace_bytes
         )
         merge_lse(lse[rows], row_part)
-        block_lse = torch.full_like(lse, -math.inf)
+        block_lse = torch.full_like(lse, -float("inf"))
         block_lse[columns] = col_part
         ring.carry("lse", hop, block_lse, merge_lse)
     return (lse if ring.reach == 0 else merge_lse(lse, ring.home("lse", merge_lse))), matched
@@ -149,11 +148,12 @@ def _share(hop: int, ring: RingExchange, count: int) -> tuple[slice, slice]:
 
 def _self_lse(views: Tensor, scale: Tensor, tile: Tile, workspace_bytes: int) -> Tensor:
     """`(scale * views @ views.T).fill_diagonal_(-inf).logsumexp(1)`, [n]."""
-    if len(views) <= _leaf(workspace_bytes):
-        return _masked_logits(views, scale).logsumexp(1)
+    options = {"diagonal": False, "workspace_bytes": workspace_bytes}
+    if len(views) <= _LEAF[tile.name]:
+        return tile.softmax_forward(views, views, scale, masked=True, **options)[0]
     upper, lower = views[: len(views) // 2], views[len(views) // 2 :]
     lse = torch.cat([_self_lse(part, scale, tile, workspace_bytes) for part in (upper, lower)])
-    row_part, col_part, _ = tile.softmax_forward(upper, lower, scale, diagonal=False, workspace_bytes=workspace_bytes)
+    row_part, col_part, _ = tile.softmax_forward(upper, lower, scale, **options)
     merge_lse(lse[: len(upper)], row_part)
     merge_lse(lse[len(upper) :], col_part)
     return lse
@@ -163,25 +163,13 @@ def _add_self_gradient(
     views: Tensor, lse: Tensor, d_views: Tensor, scale: Tensor, tile: Tile, workspace_bytes: int
 ) -> None:
     """`d_views += ((logits - lse[:, None]).exp() + (logits - lse).exp()) / 2 @ views`, the diagonal left out."""
-    if len(views) <= _leaf(workspace_bytes):
-        logits = _masked_logits(views, scale)
-        d_logits = (logits - lse[:, None]).clamp_(max=0).exp_()
-        d_logits = d_logits.add_((logits - lse).clamp_(max=0).exp_()).mul_(0.5)
-        d_views.addmm_(d_logits, views.to(d_views.dtype))
+    options = {"diagonal": False, "workspace_bytes": workspace_bytes}
+    if len(views) <= _LEAF[tile.name]:
+        tile.softmax_backward(views, views, scale, lse, lse, d_views, None, masked=True, **options)
         return
     half = len(views) // 2
     for part in (slice(0, half), slice(half, len(views))):
         _add_self_gradient(views[part], lse[part], d_views[part], scale, tile, workspace_bytes)
     tile.softmax_backward(
-        views[:half], views[half:], scale, lse[:half], lse[half:], d_views[:half], d_views[half:],
-        diagonal=False, workspace_bytes=workspace_bytes,
-    )  # fmt: skip
-
-
-def _masked_logits(views: Tensor, scale: Tensor) -> Tensor:
-    wide = views.to(scale.dtype)
-    return (wide @ wide.T * scale).fill_diagonal_(-math.inf)
-
-
-def _leaf(workspace_bytes: int) -> int:
-    return max(1, min(_LEAF, math.isqrt(workspace_bytes // 16)))
+        views[:half], views[half:], scale, lse[:half], lse[half:], d_views[:half], d_views[half:], **options
+    )
