@@ -188,7 +188,7 @@ def test_a_captured_graph_replays_the_step():
         loss = inf_cl_loss(*inputs)
         return loss, *torch.autograd.grad(loss, inputs)
 
-    expected = step()
+    expected = [value.detach().clone() for value in step()]  # a graph kept alive would keep its stream too
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -215,14 +215,14 @@ def test_tf32_tiles_are_selected_by_name_only():
 def test_memory_is_the_workspace_plus_a_slope_in_the_rows():
     dim, workspace_bytes = 256, 32 * 2**20
     peaks = []
-    for rows in (8192, 16384, 32768):
+    for rows in (8192, 8192, 16384, 32768):  # the first call lets the library take its own memory
         images, texts = (torch.randn(rows, dim, device="cuda", dtype=torch.bfloat16).requires_grad_() for _ in range(2))
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
         inf_cl_loss(images, texts, 10.0, workspace_bytes=workspace_bytes).backward()
         peaks.append(torch.cuda.max_memory_allocated() - before)
-        assert peaks[-1] < workspace_bytes + 24 * rows * dim + 2**24
-    assert peaks[2] - peaks[1] < 2.2 * (peaks[1] - peaks[0]) + 2**20
+        assert len(peaks) == 1 or peaks[-1] < workspace_bytes + 24 * rows * dim + 2**24
+    assert peaks[3] - peaks[2] < 2.2 * (peaks[2] - peaks[1]) + 2**20
 
 
 if __name__ == "__main__":
