@@ -68,6 +68,7 @@ def train(rank: int, port: int, folder: str, flags: dict) -> None:
         if not hasattr(parameter, "tensor_parallel_split")
     }
     torch.save((losses, norms, replicated), f"{folder}/{rank}.pt")
+    torch.distributed.barrier()
     destroy_parallel()
 
 
