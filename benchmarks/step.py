@@ -18,6 +18,7 @@ import argparse
 import csv
 import json
 import os
+import re
 import shlex
 import signal
 import statistics
@@ -240,7 +241,10 @@ def _rows(output: str) -> str:
 
 
 def _reason(output: str) -> list[str]:
-    return [line[:300] for line in output.strip().splitlines() if line.strip()][-12:]
+    """What looks like the cause, and the last lines."""
+    lines = [line[:300] for line in output.strip().splitlines() if line.strip()]
+    causes = [line for line in lines if re.search(r"\w+(Error|Exception)\b.*:", line)]
+    return [*causes[:3], "...", *lines[-4:]]
 
 
 def _shown_flags(flags: list[str]) -> list[str]:

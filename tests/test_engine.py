@@ -117,6 +117,24 @@ def test_bf16_parameters_follow_the_float64_steps_within_bf16_rounding(world_siz
     assert worst_error(state, expected_state) < 5e-2
 
 
+def misaligned_parameters(rank, world_size, preset, precision):
+    from infcl.parallel import init_parallel
+    from infcl.towers.clip import CLIP
+    from infcl.towers.config import load_model_config
+
+    model = CLIP(load_model_config("demo"), init_logit_bias=-10.0)
+    Engine(model, settings(preset, precision=precision), init_parallel("cpu"), BatchPlan(world_size, 1, 2))
+    stored = {name: getattr(parameter, "ds_tensor", parameter) for name, parameter in model.named_parameters()}
+    return [name for name, tensor in stored.items() if tensor.data_ptr() % 16 and not name.startswith("logit_")]
+
+
+@pytest.mark.parametrize("preset", ["zero0", "zero1", "zero2", "zero3"])
+def test_parameters_begin_at_multiples_of_16_bytes(preset):
+    """Compiled kernels rely on it: with logit_scale before them in ZeRO's flat buffer they fail on a GPU."""
+    precision = "fp32" if preset == "zero0" else "bf16"
+    assert run_ranks(misaligned_parameters, 1, preset, precision)[0] == []
+
+
 def steps_with_a_poisoned_one(rank, world_size, preset, precision):
     """Steps on batches 0, 1, 2, of which a pixel of rank 1's second micro-batch of batch 1 is not a number."""
     from infcl.loss.contrastive import ContrastiveLoss

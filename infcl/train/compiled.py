@@ -21,6 +21,7 @@ from infcl.parallel import Parallel
 from infcl.towers.clip import CLIP
 from infcl.towers.config import kept_patches
 from infcl.towers.transformer import ResidualBlock
+from infcl.train.optim import ALIGNED
 
 _log = logging.getLogger(__name__)
 _RECOMPILE_LIMIT = 64  # variants: two towers, with and without gradient, each batch size
@@ -40,6 +41,9 @@ def prepare_blocks(model: CLIP, config: TrainConfig, parallel: Parallel, precisi
 def compile_blocks(model: CLIP, device: torch.device, precision: str, batch_sizes: set[int]) -> bool:
     """Compile the blocks of both towers for `batch_sizes`. False when that failed: then nothing has changed."""
     torch._dynamo.config.recompile_limit = max(_RECOMPILE_LIMIT, torch._dynamo.config.recompile_limit)
+    if odd := [n for n, p in model.named_parameters() if ".resblocks." in n and p.numel() % ALIGNED]:
+        _log.warning("the towers' blocks run eagerly: the size of %s is no multiple of %d", odd[0], ALIGNED)
+        return False
     run = partial(_run, torch.compile(ResidualBlock.forward, dynamic=False), frozenset(batch_sizes))
     try:
         for block, length, dtype in _examples(model, precision):

@@ -16,6 +16,7 @@ from infcl.config import TrainConfig
 from infcl.train.optimizers import AdaFactor, AdamW, AdamW8bit, Lamb, Lion, factored_dims
 
 _NO_DECAY_NAMES = ("positional_embedding", "class_embedding", "logit_scale", "logit_bias", "bias", "in_proj_bias")
+ALIGNED = 8  # elements: 16 bytes in bf16
 _EXPONENTS = {"none": 0.0, "sqrt": 0.5, "linear": 1.0}
 
 
@@ -55,7 +56,7 @@ def parameter_groups(model: nn.Module, config: TrainConfig, peak: float) -> list
     for group in groups.values():
         # ZeRO lays a group's parameters end to end. After one of odd size (logit_scale) no tensor would start at a
         # multiple of 16 bytes, which the kernels of compiled blocks rely on (CUDA: misaligned address).
-        group["params"].sort(key=lambda parameter: parameter.numel() % 8 != 0)
+        group["params"].sort(key=lambda parameter: parameter.numel() % ALIGNED != 0)
     return [groups[key] for key in sorted(groups)]
 
 
