@@ -4,11 +4,23 @@ python -m pytest -m cluster -o addopts=''        needs root, iproute2, openssh-s
 """
 
 import json
+import shutil
 import signal
 
 import pytest
 
-from tests.cluster_run import DEEPSPEED, finish, flags, kill, losses, ranks_on, start, train, wait_for_step
+from tests.cluster_run import (
+    DEEPSPEED,
+    finish,
+    flags,
+    kill,
+    launch_script,
+    losses,
+    ranks_on,
+    start,
+    train,
+    wait_for_step,
+)
 from tests.hosts import Hosts, missing
 from tests.test_entry import alone
 
@@ -50,6 +62,30 @@ def test_two_hosts_train_resume_evaluate_and_export_as_one_rank_does(demo_folder
     result = alone(flags(demo_folder, one, "--steps", "8", "--batch-size", "16"))
     assert result.returncode == 0, result.stderr
     assert losses(tmp_path) == pytest.approx(losses(one), rel=1e-4)
+
+
+@pytest.mark.skipif(shutil.which("mpirun") is None, reason="mpirun is not installed (openmpi-bin)")
+def test_the_openmpi_launcher_trains_too(demo_folder, tmp_path, two_hosts):
+    process = launch_script(two_hosts, flags(demo_folder, tmp_path, "--batch-size", "8"), LAUNCHER="openmpi")
+    code, output = finish(process)
+    assert code == 0 and "2 x cpu" in output, output
+    assert len(losses(tmp_path)) == 3
+
+
+def test_check_finds_equal_hosts_right_and_names_a_dead_one_and_a_slow_one(tmp_path):
+    with Hosts(3, folder=tmp_path / "hosts") as hosts:
+        check = ["bash", "launch/check.sh", hosts.hostfile, tmp_path]
+        code, output = finish(start(hosts, check, INTERFACE="eth0"))
+        assert "3 hosts, 3 slots, 0 GPUs: right" in output and "all-reduce over 3 ranks" in output, output
+        hosts[2].shape("tbf rate 100mbit burst 64kb latency 400ms")
+        code, output = finish(start(hosts, check, INTERFACE="eth0"))
+        assert code == 1 and "slow link: all of worker-3" in output, output
+        mounted = hosts[1].run(["mount", "-t", "tmpfs", "tmpfs", tmp_path])
+        assert mounted.returncode == 0
+        hosts.hostfile.write_text(hosts.hostfile.read_text() + "worker-9 slots=1\n")
+        code, output = finish(start(hosts, check))
+        assert code == 1 and "worker-9: ssh failed" in output
+        assert "worker-2: the folder is not shared: what worker-1, worker-3 wrote there is not seen" in output
 
 
 def test_32_ranks_on_four_hosts_train_as_one_rank_does(demo_folder, tmp_path):
