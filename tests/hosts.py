@@ -10,6 +10,7 @@ with the same paths everywhere. Needs root, iproute2, util-linux and openssh-ser
     host.crash()                 every process of it is killed at once
 """
 
+import itertools
 import os
 import shutil
 import subprocess
@@ -20,6 +21,7 @@ from pathlib import Path
 import psutil
 
 NET = "10.203.77"
+_sets = itertools.count()
 _SSHD_OPTIONS = (
     "StrictModes=no", "PermitRootLogin=prohibit-password", "PasswordAuthentication=no", "UsePAM=no", "MaxStartups=100",
     "SetEnv=OMP_NUM_THREADS=1",
@@ -111,13 +113,16 @@ class Host:
 
 
 class Hosts:
-    """`count` hosts with `slots` each; files (keys, hostfile) in `folder`, or a temporary one."""
+    """`count` hosts with `slots` each; files (keys, hostfile) in `folder`, or a temporary one.
 
-    def __init__(self, count: int, *, slots: int = 1, folder: Path | None = None):
+    nics: more than one gives every host eth0, eth1, ..., each in a network of its own (10.203.77.0, 10.203.78.0, ...).
+    """
+
+    def __init__(self, count: int, *, slots: int = 1, nics: int = 1, folder: Path | None = None):
         self.folder = Path(folder or tempfile.mkdtemp(prefix="hosts-"))
-        self.prefix = f"infcl{os.getpid()}"
+        self.prefix = f"infcl{os.getpid()}s{next(_sets)}"
         self.bridge = f"{self.prefix}br"
-        self.slots = slots
+        self.slots, self.nics = slots, nics
         self.all = [Host(self, number) for number in range(1, count + 1)]
 
     def __getitem__(self, index: int) -> Host:
@@ -152,19 +157,24 @@ class Hosts:
             (overlay / "hosts").write_text("127.0.0.1 localhost\n" + names)
             (overlay / "ssh" / "ssh_config").write_text(ssh_config)
             _run("ip", "netns", "add", host.namespace)
-            _run(
-                *f"ip link add eth0 netns {host.namespace} type veth peer name {host.port} netns {self.bridge}".split()
-            )
-            _run(*f"ip -n {self.bridge} link set {host.port} master br0 up".split())
-            _run(*f"ip -n {host.namespace} addr add {host.address}/24 dev eth0".split())
-            for device in ("lo", "eth0"):
-                _run(*f"ip -n {host.namespace} link set {device} up".split())
+            for number in range(self.nics):
+                self._connect(host, number)
+            _run(*f"ip -n {host.namespace} link set lo up".split())
             host.start()
         keys = [f"{host.name},{host.address} {(self.folder / f'{host.name}.key.pub').read_text()}" for host in self.all]
         (self.folder / "known_hosts").write_text("".join(keys))
         self.hostfile.write_text("".join(f"{host.name} slots={self.slots}\n" for host in self.all))
         for host in self.all:
             self._wait_for(host)
+
+    def _connect(self, host: Host, number: int) -> None:
+        """A cable from the host's eth`number` to the bridge."""
+        device, port = f"eth{number}", host.port if number == 0 else f"{host.port}n{number}"
+        address = f"{NET.rsplit('.', 1)[0]}.{77 + number}.{host.address.rsplit('.', 1)[1]}/24"
+        _run(*f"ip link add {device} netns {host.namespace} type veth peer name {port} netns {self.bridge}".split())
+        _run(*f"ip -n {self.bridge} link set {port} master br0 up".split())
+        _run(*f"ip -n {host.namespace} addr add {address} dev {device}".split())
+        _run(*f"ip -n {host.namespace} link set {device} up".split())
 
     def _wait_for(self, host: Host) -> None:
         deadline = time.monotonic() + 20
