@@ -137,6 +137,7 @@ class Engine:
             mpu=mpu,
             dist_init_required=False,
         )
+        self.sums_are_old = True  # of gradients over micro-batches
         self.state = ZeroState(self.engine, self.zero_stage)
         for name, parameter in self.state.parameters():
             if name in exact:  # DeepSpeed makes the masters from parameters that it has rounded already
@@ -160,10 +161,18 @@ class Engine:
 
     def backward(self, surrogate: torch.Tensor, is_last: bool) -> None:
         """Accumulate d surrogate / d parameters; reduce over ranks at the last one of a step (ZeRO-2/3: at each)."""
-        if self.zero_stage == 3:  # a backward that no forward precedes would overwrite the sum of those before it
-            self.engine.optimizer.clear_backward_seen_flag()
+        if self.zero_stage == 3:
+            self._prepare_stage_3_sums()
         self.engine.set_gradient_accumulation_boundary(is_last)
         self.engine.backward(surrogate, scale_wrt_gas=False)
+
+    def _prepare_stage_3_sums(self) -> None:
+        """Stage 3 copies a parameter's first gradient of a step over that of the step before and adds the others."""
+        optimizer = self.engine.optimizer
+        optimizer.clear_backward_seen_flag()  # else a backward that no forward precedes would be a first one too
+        if self.sums_are_old and optimizer.grad_partitions_flat_buffer is not None:
+            optimizer.grad_partitions_flat_buffer.zero_()  # what a step does not use would keep its old gradient
+        self.sums_are_old = False
 
     def step(self, learning_rate: float) -> bool:
         """One optimizer step at `learning_rate`, or none: False when the norm of the gradients is not finite.
@@ -172,7 +181,7 @@ class Engine:
         """
         for group in self.engine.optimizer.param_groups:
             group["lr"] = learning_rate * group["lr_scale"]
-        skipped_before = self.engine.skipped_steps
+        self.sums_are_old, skipped_before = True, self.engine.skipped_steps
         if self.zero_stage == 0:  # DeepSpeed computes no norm there; the gradients are whole and averaged by now
             gradients = [p.grad for p in self.module.parameters() if p.grad is not None and self._counts(p)]
             self.stage_0_grad_norm = self._over_tensor_parallel(
@@ -322,6 +331,7 @@ def _import_deepspeed():
         lambda record: "untested optimizer" not in record.getMessage()
     )  # those of optimizers.py are tested
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # used by inference all-reduce only
+    deepspeed.runtime.bf16_optimizer.see_memory_usage = lambda *_, **__: None  # prints, whatever the log level
     warnings.filterwarnings(
         "ignore",
         message=".*(all_gather_into_tensor|reduce_scatter_tensor).* is deprecated.*",

@@ -1,0 +1,81 @@
+"""What DeepSpeed does silently wrong when asked in the obvious way, held on our engine: each test is one trap."""
+
+import re
+
+import pytest
+import torch
+
+from infcl.config import BatchPlan
+from infcl.train.engine import Engine
+from tests.ranks import run_ranks
+from tests.step_oracle import LR, ToyCLIP, global_batch
+from tests.test_engine import settings
+
+_REDUCTIONS = ("all_reduce", "reduce", "reduce_scatter_tensor", "_reduce_scatter_base", "reduce_scatter")
+
+
+class Detour(ToyCLIP):
+    """A parameter that some forwards leave out, as a dropped path or a condition does."""
+
+    def __init__(self):
+        super().__init__()
+        self.detour = torch.nn.Linear(8, 8)
+        self.taken = True
+
+    def forward(self, images, texts):
+        output = super().forward(images, texts)
+        if self.taken:
+            output["image_features"] = output["image_features"] + 0.1 * self.detour(output["text_features"])
+        return output
+
+
+def _backward(engine, images, texts, last=True):
+    output = engine.encode(images, texts)
+    surrogate = (output["image_features"] * output["text_features"]).sum() + output["logit_scale"].sum()
+    engine.backward(surrogate, last)
+
+
+def detour_not_taken(rank, world_size, preset):
+    """The detour's weight after a step with it, one without, and one with it again for the last micro-batch only."""
+    from infcl.parallel import init_parallel
+    from infcl.train.checkpoint import full_weights
+
+    model = Detour()
+    config = settings(preset, precision="fp32", grad_clip_norm=None, wd=0.0)
+    engine = Engine(model, config, init_parallel("cpu"), BatchPlan(world_size, 2, 4))
+    batches = [global_batch(4, seed=10 * rank + i) for i in range(2)]
+    for taken in ((True, True), (False, False), (False, True)):
+        for index, batch in enumerate(batches):
+            model.taken = taken[index]
+            _backward(engine, *batch, last=index == 1)
+        engine.step(LR)
+    return full_weights(engine, keep=True)
+
+
+@pytest.mark.parametrize("preset", ["zero2", "zero3"])
+def test_what_a_step_does_not_use_gets_no_gradient_of_an_earlier_one(preset):
+    """Left to itself ZeRO-3 applies a parameter's last gradient again, or adds it to the next one."""
+    expected = run_ranks(detour_not_taken, 2, "zero1")[0]
+    got = run_ranks(detour_not_taken, 2, preset)[0]
+    for name, value in expected.items():
+        assert torch.allclose(got[name], value, rtol=1e-4, atol=1e-6), name
+
+
+def count_reductions(rank, world_size, preset, micro_batches):
+    """How many reducing collectives the backwards of one step start."""
+    from infcl.parallel import init_parallel
+
+    config = settings(preset, precision="fp32", grad_clip_norm=None)
+    engine = Engine(ToyCLIP(), config, init_parallel("cpu"), BatchPlan(world_size, micro_batches, 4))
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        for index in range(micro_batches):
+            _backward(engine, *global_batch(4, seed=index), last=index == micro_batches - 1)
+    engine.step(LR)
+    return sum(bool(re.match(r"c10d::.*reduce", event.name)) for event in profile.events())
+
+
+@pytest.mark.parametrize("preset", ["zero0", "zero1", "zero2", "zero3"])
+def test_gradients_are_reduced_once_a_step_where_deepspeed_allows_it(preset):
+    """Stages 0 and 1 reduce every gradient once a step; 2 and 3, which keep no whole gradients, at each micro-batch."""
+    counts = [run_ranks(count_reductions, 2, preset, micro_batches)[0] for micro_batches in (1, 4)]
+    assert counts == ([1, 1] if preset in ("zero0", "zero1") else [1, 4])
