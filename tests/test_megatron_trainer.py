@@ -10,6 +10,7 @@ from infcl.export import load_exported
 from infcl.towers import load_model_config
 from infcl.train.checkpoint import consolidated_state_dict
 from tests.ranks import run_ranks
+from tests.test_entry import command, launch
 from tests.test_trainer import demo_config, fit, refusal, run_losses
 
 
@@ -118,6 +119,15 @@ def test_evaluation_and_export_of_a_tensor_parallel_run_are_those_of_a_plain_one
     assert summaries[1]["retrieval"]["val_loss"] == pytest.approx(summaries[0]["retrieval"]["val_loss"], rel=1e-4)
     for task in summaries[0]:
         assert summaries[1][task] == pytest.approx(summaries[0][task], abs=0.02), task
+
+
+@pytest.mark.slow
+def test_the_launcher_trains_with_tensor_parallel_ranks(demo_folder, tmp_path, model):
+    flags = ["--tensor-parallel-size", "2", "--sequence-parallel", "--val-data", f"{demo_folder}/val"]
+    finished = launch(command(demo_folder, tmp_path, "--model", model, *flags), 2)
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    assert "2 x cpu (2 tensor-parallel x 1 data-parallel)" in finished.stdout
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["samples_seen"] == 3 * 32
 
 
 # ---- refusals ----

@@ -50,6 +50,23 @@ def test_activation_checkpointing_and_half_precision_shrink_the_graph():
     assert sizes["fp32", False] == 2 * sizes["amp_bf16", False] > 4 * sizes["amp_bf16", True]
 
 
+def test_tensor_parallel_ranks_share_the_model_and_with_sequence_parallelism_all_activations(demo_folder, tmp_path):
+    cfg = load_model_config("ViT-bigG-14")
+    with torch.device("meta"):
+        counts = parameter_counts(CLIP(cfg))
+    plans = {}
+    for name, flags in {
+        "plain": {}, "split": {"tensor_parallel_size": 4},
+        "sequence": {"tensor_parallel_size": 4, "sequence_parallel": True},
+    }.items():  # fmt: skip
+        config = demo_config(demo_folder, tmp_path, **flags)
+        plans[name] = memory_plan(cfg, BatchPlan(2, 1, 64), config, counts, "amp_bf16", {})
+    parts = {name: {part: row[1] for part, row in plan.items()} for name, plan in plans.items()}
+    assert parts["split"]["parameters"] == pytest.approx(parts["plain"]["parameters"] / 4, rel=1e-6)
+    assert parts["sequence"]["activations"] == pytest.approx(parts["plain"]["activations"] / 4)
+    assert parts["sequence"]["activations"] < 0.6 * parts["split"]["activations"]
+
+
 def test_the_total_of_the_memory_plan_falls_with_the_stage_from_one_on(demo_folder, tmp_path):
     cfg = load_model_config("ViT-B-16")
     with torch.device("meta"):

@@ -58,10 +58,8 @@ class Fit:
 
     def parts(self, config: TrainConfig, stage: int | None = None) -> dict[str, float]:
         """{part: bytes per rank, "total"} under `config`, in this preset's stage or another."""
-        share = config.tensor_parallel_size
-        counts = {name: (total // share, trainable // share) for name, (total, trainable) in self.counts.items()}
         zero = self.preset.get("zero_optimization", {})
-        plan = memory_plan(self.cfg, BatchPlan.of(config, self.dp_size), config, counts, self.precision, zero)
+        plan = memory_plan(self.cfg, BatchPlan.of(config, self.dp_size), config, self.counts, self.precision, zero)
         stage = zero_stage(self.preset) if stage is None else stage
         parts = {name: column[stage] for name, column in plan.items() if name != "total"}
         for name, offload in (("optimizer", "offload_optimizer"), ("parameters", "offload_param")):

@@ -68,20 +68,31 @@ def loss_bytes(name: str, *, rows: int, ranks: int, width: int) -> dict[str, flo
     return {"features": 4 * features + ring, "loss workspace": workspace}
 
 
-def activation_bytes(cfg: CLIPConfig, *, micro_batch_size: int, precision: str, checkpointing: bool) -> float:
+def activation_bytes(
+    cfg: CLIPConfig,
+    *,
+    micro_batch_size: int,
+    precision: str,
+    checkpointing: bool,
+    tensor_parallel: int = 1,
+    sequence_parallel: bool = False,
+) -> float:
     """Bytes that the graph of one micro-batch keeps, both towers; an estimate.
 
     A block keeps about 34 values of 2 bytes per 2 bytes of its input (Korthikanti et al. 2022, without the attention
     matrix, which fused attention does not keep); with activation checkpointing its input alone, and one block whole.
+    Of the 34, tensor-parallel ranks share 24, and with sequence parallelism all, the input too.
     """
+    kept = 34 / tensor_parallel if sequence_parallel else 10 + 24 / tensor_parallel
+    kept_input = 4 / tensor_parallel if sequence_parallel else 4
     vision, text = cfg.vision_cfg, cfg.text_cfg
     total = 0.0
     for tokens, width, layers in (
         (1 + int(vision.num_patches * (1 - vision.patch_dropout)), vision.width, vision.layers),
         (text.context_length, text.width, text.layers),
     ):
-        block = 34 * tokens * width * (2 if precision == "fp32" else 1)
-        total += layers * 4 * tokens * width + block if checkpointing else layers * block
+        block = kept * tokens * width * (2 if precision == "fp32" else 1)
+        total += layers * kept_input * tokens * width + block if checkpointing else layers * block
     return total * micro_batch_size
 
 
@@ -98,18 +109,25 @@ def memory_plan(
     precision: str,
     zero_optimization: dict,
 ) -> dict[str, list[float]]:
-    """{part: bytes per rank under ZeRO 0, 1, 2, 3} of device memory; the last part is the total."""
-    parameters, trainable = (sum(column) for column in zip(*counts.values()))
+    """{part: bytes per rank under ZeRO 0, 1, 2, 3} of device memory; the last part is the total.
+
+    counts: of the whole model; tensor-parallel ranks share it (but for embeddings and norms, which are left out here).
+    """
+    share = config.tensor_parallel_size
+    parameters, trainable = (sum(column) // share for column in zip(*counts.values()))
     columns = []
     for stage in STAGES:
         parts = state_bytes(parameters, trainable, stage=stage, ranks=batch.dp_size, precision=precision)
         parts["gradient buckets"] = bucket_bytes(zero_optimization, stage=stage, precision=precision)
-        parts |= loss_bytes(config.loss, rows=batch.rank_batch_size, ranks=batch.dp_size, width=cfg.embed_dim)
+        rows = batch.rank_batch_size // share
+        parts |= loss_bytes(config.loss, rows=rows, ranks=batch.dp_size * share, width=cfg.embed_dim)
         parts["activations"] = activation_bytes(
             cfg,
             micro_batch_size=batch.micro_batch_size,
             precision=precision,
             checkpointing=config.grad_checkpointing,
+            tensor_parallel=share,
+            sequence_parallel=config.sequence_parallel,
         )
         columns.append(parts | {"total": sum(parts.values())})
     return {part: [column[part] for column in columns] for part in columns[0]}
@@ -118,8 +136,7 @@ def memory_plan(
 def memory_of(setting: "Setting") -> dict[str, float]:
     """{part: bytes per GPU}; the last is the "peak", which is not their sum where parts do not live at once.
 
-    Under tensor parallelism a rank has its share of the parameters; of a block's 34 values a token, 10 are whole on
-    every rank and 24 are shared (Korthikanti et al. 2022).
+    Under tensor parallelism a rank has its share of the parameters and, without sequence parallelism, of activations.
     """
     from infcl.plan.setting import parameters_of
 
@@ -135,7 +152,8 @@ def memory_of(setting: "Setting") -> dict[str, float]:
         micro_batch_size=setting.micro_batch,
         precision=setting.precision,
         checkpointing=setting.checkpointing,
-    ) * (10 / 34 + 24 / 34 / share if not setting.checkpointing else 1)
+        tensor_parallel=share,
+    )
     parts["activations"] = graph * max(1, min(setting.resident, setting.num_micro_batches))
     parts["cached data"] = 0.0
     if setting.pixels == "device":
