@@ -16,6 +16,7 @@ from pathlib import Path
 from infcl.cluster.facts import differences
 from infcl.cluster.hostfile import SSH_OPTIONS, read_hostfile
 
+TIMEOUT_S = 300  # a busy host imports torch slowly
 MAX_SKEW_S = 2.0
 MIN_FREE_GB = 20.0
 _BUSY_MIB = 1024
@@ -28,10 +29,10 @@ def ask(host: str, shared: Path) -> dict:
     try:
         done = subprocess.run(
             ["ssh", *SSH_OPTIONS, host, remote + shlex.quote(str(shared))],
-            capture_output=True, text=True, timeout=120, stdin=subprocess.DEVNULL,
+            capture_output=True, text=True, timeout=TIMEOUT_S, stdin=subprocess.DEVNULL,
         )  # fmt: skip
     except subprocess.TimeoutExpired:
-        return {"error": "did not answer within 120 s"}
+        return {"error": f"did not answer within {TIMEOUT_S} s"}
     if done.returncode != 0:
         last = (done.stderr.strip().splitlines() or ["no message"])[-1]
         return {"error": f"{'ssh failed' if done.returncode == 255 else 'its report failed'}: {last}"}

@@ -4,7 +4,7 @@
 
 Measured: a matrix product on each rank, alone; messages between the first ranks of every two hosts, two hosts at a time
 (so that a slow link is seen by itself, whoever waits for whom in a ring), between neighbours of one host, and an
-all-reduce of all. A rank or host below 0.8 of the median of its kind is named.
+all-reduce of all. A rank, link or host below 0.8 of the median is named.
 """
 
 import argparse
@@ -57,12 +57,18 @@ def slow_ones(result: dict) -> list[str]:
         ("within_hosts", "link", "GB/s"),
         ("between_hosts", "link", "GB/s"),
     ):
-        usual = median(result[kind].values()) if result[kind] else 0.0
+        usual = _usual(result[kind])
         slow = {name: value for name, value in result[kind].items() if value < SLOW * usual}
         if kind == "between_hosts":
             slow = _blame_hosts(result[kind], slow)
-        lines += [f"slow {what}: {name}, {value:.3g} {unit} (median {usual:.3g})" for name, value in slow.items()]
+        lines += [f"slow {what}: {name}, {value:.3g} {unit} (usual {usual:.3g})" for name, value in slow.items()]
     return lines
+
+
+def _usual(rates: dict[str, float]) -> float:
+    """The median over ranks or hosts of the best that each shows: a slow host slows all its links, but nobody else."""
+    ends = {end for name in rates for end in name.split(" - ")}
+    return median([max(rate for name, rate in rates.items() if end in name.split(" - ")) for end in ends] or [0.0])
 
 
 def _blame_hosts(links: dict[str, float], slow: dict[str, float]) -> dict[str, float]:
