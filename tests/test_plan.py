@@ -6,21 +6,23 @@ import json
 import pytest
 
 from infcl.plan.__main__ import main, parser, read_batch, setting_of
+from infcl.plan.compare import compare, read_steps
 from infcl.plan.memory import memory_of
 from infcl.plan.paper import paper_memory
 from infcl.plan.search import candidates, fastest, fits, largest_batch
 from infcl.plan.setting import Gpu, Setting, load_gpu, load_link
 from infcl.plan.sweep import crossover, draw, read_range, sweep
-from infcl.plan.timing import phases_of, samples_per_second, step_seconds
+from infcl.plan.timing import phases_of, step_seconds
 from infcl.towers import load_model_config
 from tests.test_entry import ROOT
 
 GIB = 2**30
+RESULTS = ROOT / "docs" / "results"
 CARD_GIB = load_gpu("a800-80g").memory_gib
 
 
 def stored(name: str) -> list[dict]:
-    with open(ROOT / "docs" / "results" / name) as file:
+    with open(RESULTS / name) as file:
         return list(csv.DictReader(file))
 
 
@@ -63,18 +65,22 @@ def test_the_largest_batches_of_the_papers_table_2_fit_and_their_losses_are_met(
 # ---- H200s ----
 
 
-@pytest.mark.parametrize("row", stored("h200_steps.csv"), ids=lambda row: f"{row['gpus']} GPUs, ZeRO-{row['zero']}")
-def test_measured_steps_on_h200s(row):
-    setting = planned(
-        gpus=int(row["gpus"]), zero=int(row["zero"]), compiled=row["compiled"] == "1", resident=int(row["resident"]),
-        checkpointing=row["checkpointing"] == "1", micro_batch=int(row["micro_batch"]),
-        global_batch=int(row["gpus"]) * int(row["micro_batch"]) * int(row["micro_batches"]),
-    )  # fmt: skip
-    disturbed = "beside" in row["source"]
-    assert samples_per_second(setting) == pytest.approx(
-        float(row["samples_per_second"]), rel=0.2 if disturbed else 0.15
+STEPS = compare([row for path in sorted(RESULTS.glob("plan_steps*.csv")) for row in read_steps(path)], load_gpu("h200"))
+
+
+@pytest.mark.parametrize("one", STEPS, ids=lambda one: f"{one['row']['gpus']} GPUs, {one['row']['label']}")
+def test_measured_steps_on_h200s(one):
+    disturbed = "beside" in one["row"]["label"]
+    assert abs(one["speed_error"]) < (0.2 if disturbed else 0.15)
+    assert abs(one["memory_error"]) < 0.05
+
+
+def test_the_comparison_is_printed_as_a_table(capsys):
+    assert main(["--compare", str(RESULTS / "plan_steps.csv")]) == 0
+    assert (
+        "| 1 | ViT-L-14, ZeRO-1, amp_bf16, eager, checkpointing, 2 x 128, R = 0 | 381 / 378 (-1%)"
+        in capsys.readouterr().out
     )
-    assert memory_of(setting)["peak"] / GIB == pytest.approx(float(row["peak_gib"]), rel=0.05)
 
 
 @pytest.mark.parametrize(("gpus", "batch", "milliseconds"), [(1, 65536, 43.9), (2, 131072, 91.4)])

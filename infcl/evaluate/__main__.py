@@ -41,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         else:
             with open(args.out, "a", encoding="utf-8") as file:
                 file.write(line + "\n")
-    destroy_parallel()
+    destroy_parallel(parallel)
     return 0
 
 

@@ -4,6 +4,7 @@
     memory.py     bytes per GPU, part by part                       timing.py        seconds of a step, phase by phase
     search.py     the largest batch, the fastest setting            sweep.py         scaling curves
     dry_run.py    pretrain_clip.py --dry-run                        measure.py       a profile of this machine
+    compare.py    the plan beside measured steps
 
 `python -m infcl.plan --help`; docs/scaling.md has what it was checked against.
 """

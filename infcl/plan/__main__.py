@@ -9,6 +9,7 @@ import csv
 import sys
 from pathlib import Path
 
+from infcl.plan.compare import compare, read_steps, table
 from infcl.plan.memory import memory_of, pixel_bytes
 from infcl.plan.search import MICRO_BATCHES, fastest, fits, largest_batch
 from infcl.plan.setting import Setting, load_gpu, load_link
@@ -48,6 +49,9 @@ def parser() -> argparse.ArgumentParser:
     flags.add_argument("--sweep", help="gpus=8:4096: the batch per GPU stays, the GPUs double")
     flags.add_argument("--plot", type=Path, help="with --sweep: write a PNG")
     flags.add_argument("--measure", type=Path, help="measure this machine's first GPU, write its profile, and exit")
+    flags.add_argument(
+        "--compare", type=Path, help="a CSV of benchmarks.step: the plan beside what was measured, and exit"
+    )
     return flags
 
 
@@ -142,6 +146,9 @@ def main(argv: list[str] | None = None) -> int:
 
             arguments.measure.write_text(measure())
             print(f"wrote {arguments.measure}")
+            return 0
+        if arguments.compare:
+            print(table(compare(read_steps(arguments.compare), load_gpu(arguments.gpu))))
             return 0
         setting = setting_of(arguments)
         if arguments.sweep is None:

@@ -1,0 +1,61 @@
+"""The planner beside what benchmarks/step.py measured: python -m infcl.plan --compare FILE.csv [--gpu h200]."""
+
+import csv
+from pathlib import Path
+
+from infcl.plan.memory import memory_of
+from infcl.plan.setting import Gpu, Setting
+from infcl.plan.timing import samples_per_second
+from infcl.towers.config import load_model_config
+
+
+def read_steps(path: Path) -> list[dict]:
+    """Rows of benchmarks/step.py's CSV, or of one with a part of its columns."""
+    with open(path) as file:
+        return list(csv.DictReader(file))
+
+
+def setting_of_row(row: dict, gpu: Gpu) -> Setting:
+    gpus, micro_batch, micro_batches = (int(row[name]) for name in ("gpus", "micro_batch", "micro_batches"))
+    return Setting(
+        model=load_model_config(row["model"]),
+        gpu=gpu,
+        gpus=gpus,
+        gpus_per_node=gpus,
+        global_batch=gpus * micro_batch * micro_batches,
+        micro_batch=micro_batch,
+        zero=int(row["zero"][0]),
+        offload=row["zero"].endswith("offload"),
+        checkpointing=row["checkpointing"] == "True",
+        compiled=row["blocks"] == "compiled",
+        resident=int(row["resident"]),
+        precision=row.get("precision") or "amp_bf16",
+    )
+
+
+def compare(rows: list[dict], gpu: Gpu) -> list[dict]:
+    """[{"row", "samples_per_second", "speed_error", "peak_gib", "memory_error"}]: the plan, and its errors."""
+    compared = []
+    for row in rows:
+        setting = setting_of_row(row, gpu)
+        speed, peak = samples_per_second(setting), memory_of(setting)["peak"] / 2**30
+        errors = {
+            "speed_error": speed / float(row["samples_per_second"]) - 1,
+            "memory_error": peak / float(row["peak_gib"]) - 1,
+        }
+        compared.append({"row": row, "samples_per_second": speed, "peak_gib": peak, **errors})
+    return compared
+
+
+def table(compared: list[dict]) -> str:
+    """Markdown."""
+    lines = ["| GPUs | setting | samples/s measured / plan | GiB measured / plan |", "|---|---|---|---|"]
+    for one in compared:
+        row = one["row"]
+        words = [row["model"], f"ZeRO-{row['zero']}", row.get("precision") or "amp_bf16", row["blocks"]]
+        words += ["checkpointing"] if row["checkpointing"] == "True" else []
+        words += [f"{row['micro_batches']} x {row['micro_batch']}", f"R = {row['resident']}"]
+        speed = f"{float(row['samples_per_second']):.0f} / {one['samples_per_second']:.0f} ({one['speed_error']:+.0%})"
+        memory = f"{float(row['peak_gib']):.1f} / {one['peak_gib']:.1f} ({one['memory_error']:+.0%})"
+        lines.append(f"| {row['gpus']} | {', '.join(words)} | {speed} | {memory} |")
+    return "\n".join(lines)
