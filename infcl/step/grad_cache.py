@@ -94,12 +94,13 @@ def grad_cache_step(
     if scalar_values is not None:
         scalars = scalar_values(scalars)
     kept = {n: torch.cat([o[n].detach() for o in outputs]) for n in outputs[-1] if n.endswith("_trunk")}
+    del outputs  # at a million rows a rank a copy of the features is gigabytes
     loss_value, grads = _feature_grads(loss, features, scalars)
     finite_rows = {name: value.isfinite().all(dim=1) for name, value in features.items()}
 
     on_phase("replay")
     first, last = 0, len(features["image_features"])  # rows whose gradients are still to be sent back
-    del outputs, features
+    del features
     order = [*reversed(range(num_cached, num_micro_batches)), *range(num_cached)]
     for index in order:
         if graphs:

@@ -1,0 +1,124 @@
+"""The step on a GPU: pixels that travel beside the compute stream, fp16's skipped steps, every lever on."""
+
+import json
+import math
+
+import pytest
+import torch
+
+from infcl.report import read_metrics
+from infcl.step.offload import PixelCache
+from tests.step_oracle import EPS, LR, ToyCLIP, dense_loss, global_batch
+from tests.test_entry import alone, command
+
+pytestmark = pytest.mark.gpu
+
+M, IMAGES = 9, (16, 3, 224, 224)
+
+
+def micro_batch(index: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(index)
+    images = torch.randint(256, IMAGES, dtype=torch.uint8, generator=generator).pin_memory()
+    return {"images": images, "texts": torch.full((16, 4), index), "ids": torch.arange(16) + 16 * index}
+
+
+@pytest.mark.parametrize("together", [1, 3])
+@pytest.mark.parametrize(("kept", "on_gpu"), [(0, False), (4, False), (M, False), (M, True)])
+def test_pixels_are_not_overwritten_while_they_are_used(together, kept, on_gpu):
+    """The compute stream is kept busy, so that the host runs far ahead of what is read from the slots."""
+    device = torch.device("cuda")
+    options = {"num_micro_batches": M, "resident": 1, "kept": kept, "together": together, "on_gpu": on_gpu}
+    pixels = PixelCache(device, IMAGES, **options)
+    assert on_gpu or not pixels.kept.numel() or pixels.kept.is_pinned()
+    for _ in range(2):
+        pixels.begin(micro_batch(i) for i in (*range(M), *pixels.again))
+        seen = []
+        for order in (range(M), range(M - 1)):
+            order = list(order)
+            for start in range(0, len(order), together):
+                group = [pixels[index] for index in order[start : start + together]]
+                torch.cuda._sleep(20_000_000)
+                seen += [
+                    (index, batch["images"].clone(), batch["texts"].clone())
+                    for index, batch in zip(order[start:], group)
+                ]
+        pixels.check()
+        for index, images, texts in seen:
+            expected = micro_batch(index)
+            assert torch.equal(images.cpu(), expected["images"]) and torch.equal(texts.cpu(), expected["texts"]), index
+
+
+def test_fp16_overflows_skip_steps_and_leave_everything_consistent(tmp_path):
+    """From a loss scale of 2^32 the first steps overflow; the applied ones are those of a float64 run without them."""
+    from infcl.config import BatchPlan, TrainConfig
+    from infcl.loss.contrastive import ContrastiveLoss
+    from infcl.parallel import init_parallel
+    from infcl.step.grad_cache import grad_cache_step
+    from infcl.train.checkpoint import full_weights
+    from infcl.train.engine import Engine
+
+    preset = tmp_path / "preset.json"
+    fp16 = {"enabled": True, "initial_scale_power": 32, "loss_scale_window": 1000, "hysteresis": 1, "min_loss_scale": 1}
+    preset.write_text(json.dumps({"zero_optimization": {"stage": 2}, "fp16": fp16}))
+    parallel, batch = init_parallel("cuda"), BatchPlan(1, 3, 5)
+    config = TrainConfig(
+        deepspeed_config=str(preset), lr=LR, eps=EPS, wd=0.0, dataset_type="synthetic", train_num_samples=1
+    )
+    engine = Engine(ToyCLIP(logit_scale=math.log(10)), config, parallel, batch)
+    loss = ContrastiveLoss("inf_cl", group=engine.dp_group)
+    images, texts = global_batch(15)
+    applied, scales = [], []
+    for _ in range(40):
+        grad_cache_step(
+            list(zip(images.cuda().split(5), texts.cuda().split(5))),
+            encode=lambda pair: engine.encode(*pair),
+            loss=loss,
+            backward=engine.backward,
+            seeds=[0] * 3,
+            scalar_values=engine.scalar_values,
+        )
+        scales.append(engine.loss_scale())
+        applied.append(engine.step(LR))
+    counters = engine.counters()
+    assert not applied[0] and applied[-1], "the scale must come down"
+    assert applied == sorted(applied) and scales[0] > scales[-1]
+    assert counters["optimizer_step"] == sum(applied) and counters["skipped_steps"] == 40 - sum(applied)
+    assert counters["global_steps"] == 40
+    model = ToyCLIP(logit_scale=math.log(10)).double()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=(0.9, 0.98), eps=EPS, weight_decay=0.0)
+    for _ in range(sum(applied)):
+        image, text = model.image(images.double()), model.text(texts.double())
+        normalize = torch.nn.functional.normalize
+        optimizer.zero_grad()
+        dense_loss(normalize(image, dim=-1), normalize(text, dim=-1), model.logit_scale.exp()).backward()
+        optimizer.step()
+    for name, value in full_weights(engine, keep=True).items():
+        expected = model.state_dict()[name].float()
+        assert float((value.cpu() - expected).norm() / expected.norm()) < 2e-2, name
+
+
+LEVERS = {
+    "compiled": ["--compile-blocks", "on"],
+    "compiled bf16": ["--compile-blocks", "on", "--precision", "bf16"],
+    "all": [
+        *("--compile-blocks", "on", "--grad-checkpointing", "--resident-micro-batches", "2"),
+        *("--encode-micro-batches", "2", "--pixel-cache-gb", "0"),
+    ],
+    "auto": ["--resident-micro-batches", "auto", "--pixel-cache", "gpu"],
+    "zero3": ["--deepspeed_config", "ds_configs/zero3.json", "--compile-blocks", "on", "--grad-checkpointing"],
+}
+
+
+def losses(demo_folder, logs, name, flags) -> list[float]:
+    fixed = ["--name", name, "--steps", "12", "--device", "cuda", "--accum-freq", "4", "--save-frequency", "0"]
+    result = alone(command(demo_folder, logs, *fixed, *flags), environment={})
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "run eagerly" not in result.stderr, "the compiler failed"
+    return [record["loss"] for record in read_metrics(logs / name / "metrics.jsonl", "train")]
+
+
+@pytest.mark.parametrize("lever", LEVERS)
+def test_no_lever_changes_the_curve(demo_folder, tmp_path, lever):
+    """Against eager fp32 parameters under bf16 autocast, over twelve steps."""
+    expected = losses(demo_folder, tmp_path, "plain", ["--compile-blocks", "off"])
+    assert losses(demo_folder, tmp_path, "lever", LEVERS[lever]) == pytest.approx(expected, rel=2e-2)

@@ -1,0 +1,75 @@
+"""Randomness through the whole step: with dropout on, every stage and every way to run the two passes gives the update
+of one process that encodes each micro-batch once, under its seed, and takes the loss of the whole batch."""
+
+import pytest
+import torch
+
+from infcl.config import BatchPlan
+from infcl.parallel import micro_batch_seed
+from tests.ranks import run_ranks
+from tests.step_oracle import EPS, LR, ToyCLIP, dense_loss, global_batch
+from tests.test_engine import settings, worst_error
+
+MICRO_BATCHES, MICRO_BATCH_SIZE, DROPOUT = 4, 3, 0.3
+
+
+def step_with_dropout(rank, world_size, preset, resident, wrong_replay):
+    from infcl.loss.contrastive import ContrastiveLoss
+    from infcl.parallel import init_parallel
+    from infcl.step.grad_cache import grad_cache_step
+    from infcl.train.checkpoint import full_weights
+    from infcl.train.engine import Engine
+
+    parallel = init_parallel("cpu")
+    batch = BatchPlan(world_size, MICRO_BATCHES, MICRO_BATCH_SIZE)
+    config = settings(preset, precision="fp32", grad_clip_norm=None, wd=0.0)
+    engine = Engine(ToyCLIP(dropout=DROPOUT), config, parallel, batch)
+    engine.train()
+    own = slice(rank * batch.rank_batch_size, (rank + 1) * batch.rank_batch_size)
+    images, texts = (side[own].split(MICRO_BATCH_SIZE) for side in global_batch(batch.global_batch_size))
+    encodings = []
+
+    def encode(pair):
+        encodings.append(pair)
+        if wrong_replay and len(encodings) > MICRO_BATCHES:
+            torch.manual_seed(5)
+        return engine.encode(*pair)
+
+    grad_cache_step(
+        list(zip(images, texts)),
+        encode=encode,
+        loss=ContrastiveLoss("inf_cl", group=engine.dp_group),
+        backward=engine.backward,
+        seeds=[micro_batch_seed(0, 0, index, rank) for index in range(MICRO_BATCHES)],
+        resident=resident,
+    )
+    assert engine.step(LR)
+    return full_weights(engine, keep=True)
+
+
+def one_process_step(world_size):
+    model = ToyCLIP(dropout=DROPOUT).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=(0.9, 0.98), eps=EPS, weight_decay=0.0)
+    size = world_size * MICRO_BATCHES * MICRO_BATCH_SIZE
+    outputs = []
+    for number, pair in enumerate(zip(*(side.split(MICRO_BATCH_SIZE) for side in global_batch(size)))):
+        rank, index = divmod(number, MICRO_BATCHES)
+        torch.manual_seed(micro_batch_seed(0, 0, index, rank))
+        outputs.append(model(*pair))
+    image, text = (torch.cat([o[name] for o in outputs]) for name in ("image_features", "text_features"))
+    dense_loss(image, text, model.logit_scale.exp()).backward()
+    optimizer.step()
+    return {name: value.detach() for name, value in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("preset", ["zero0", "zero1", "zero2", "zero3", "zero3_offload"])
+@pytest.mark.parametrize(("world_size", "resident"), [(1, 1), (2, 1), (2, 3), (3, 2), (4, 4)])
+def test_a_step_with_dropout_equals_the_one_of_a_single_process(preset, world_size, resident):
+    state = run_ranks(step_with_dropout, world_size, preset, resident, False)[0]
+    assert worst_error(state, one_process_step(world_size)) < 1e-5
+
+
+@pytest.mark.parametrize("preset", ["zero1", "zero3"])
+def test_another_seed_in_the_replay_is_noticed(preset):
+    state = run_ranks(step_with_dropout, 2, preset, 1, True)[0]
+    assert worst_error(state, one_process_step(2)) > 1e-3
