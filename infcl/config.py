@@ -103,6 +103,12 @@ class TrainConfig:
     lock_image_unlocked_groups: int = _flag(0, "model", "leave the last n blocks of the locked image tower trainable")
     lock_text: bool = _flag(False, "model", "freeze the text tower")
     lock_text_unlocked_layers: int = _flag(0, "model", "leave the last n blocks of the locked text tower trainable")
+    frozen_trunk: str = _flag(
+        "keep",
+        "model",
+        "what a partly locked tower's frozen blocks give: keep it for the second pass, or encode again",
+        choices=("keep", "again"),
+    )
     grad_checkpointing: bool = _flag(False, "model", "recompute each block's activations in the backward pass")
 
     loss: str = _flag("inf_cl", "loss", "which loss, all over the data-parallel group", choices=LOSS_NAMES)

@@ -67,11 +67,11 @@ class SampleParallelTransformer(Transformer):
     not; the tokens of a sample meet only in attention, which has all of them.
     """
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, begin: int = 0, end: int | None = None) -> torch.Tensor:
         rows, group = len(x), self.sharing.group
         padding = -rows % dist.get_world_size(group)  # the last batch of an evaluation
         x = scatter_to_sequence_parallel_region(F.pad(x, (0, 0, 0, 0, 0, padding)), group=group)
-        x = super().forward(x)
+        x = super().forward(x, begin, end)
         return gather_from_sequence_parallel_region(x, tensor_parallel_output_grad=False, group=group)[:rows]
 
 

@@ -1,5 +1,7 @@
 """A frozen tower is encoded once a step; the gradients of the rest are those of the whole batch at once."""
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -10,17 +12,20 @@ from tests.step_oracle import dense_loss
 SIZES = [3, 4, 1, 5]
 
 
-def locked(side: str, unlocked: int, patch_dropout: float = 0.0) -> CLIP:
+def locked(side: str, unlocked: int, patch_dropout: float = 0.0, **options) -> CLIP:
+    """The demo's model with three blocks in each tower."""
     torch.manual_seed(0)
-    model = CLIP(load_model_config("demo"), patch_dropout=patch_dropout)
-    (model.lock_image_tower if side == "image" else model.lock_text_tower)(unlocked)
+    cfg = load_model_config("demo")
+    towers = {name: dataclasses.replace(getattr(cfg, name), layers=3) for name in ("vision_cfg", "text_cfg")}
+    model = CLIP(dataclasses.replace(cfg, **towers), patch_dropout=patch_dropout)
+    (model.lock_image_tower if side == "image" else model.lock_text_tower)(unlocked, **options)
     return model.double().train()
 
 
 def micro_batches():
     generator = torch.Generator().manual_seed(1)
     images = torch.randint(0, 256, (sum(SIZES), 3, 32, 32), generator=generator, dtype=torch.uint8)
-    texts = torch.randint(2, 300, (sum(SIZES), 20), generator=generator)
+    texts = torch.randint(1, 300, (sum(SIZES), 20), generator=generator)
     return list(zip(images.split(SIZES), texts.split(SIZES)))
 
 
@@ -33,20 +38,30 @@ def trainer_like(model):
 
     def encode_again(batch, kept, first):
         rows = slice(first, first + len(batch[1]))
-        drop = [model.frozen[side] or f"{side}_trunk" in kept for side in ("image", "text")]
-        given = [None if gone else x for gone, x in zip(drop, batch)]
-        return model(*given, **{name: trunk[rows] for name, trunk in kept.items()})
+        images = None if model.frozen["image"] or "image_trunk" in kept else batch[0]
+        return model(
+            images, None if model.frozen["text"] else batch[1], **{name: trunk[rows] for name, trunk in kept.items()}
+        )
 
     return lambda batch: model(*batch), encode_again, calls
 
 
 @pytest.mark.parametrize("resident", [1, 3])
 @pytest.mark.parametrize(
-    ("side", "unlocked", "runs_once"),
-    [("image", 0, True), ("image", 1, True), ("image", 2, False), ("text", 0, True), ("text", 1, True)],
+    ("side", "unlocked", "keep_trunk", "runs_once"),
+    [
+        *((side, unlocked, True, unlocked < 4) for side in ("image", "text") for unlocked in range(6)),
+        ("image", 1, False, True),
+        ("image", 2, False, False),
+        ("text", 2, False, False),
+    ],
 )
-def test_gradients_equal_those_of_the_whole_batch_and_the_frozen_tower_runs_once(side, unlocked, runs_once, resident):
-    model, batches = locked(side, unlocked, patch_dropout=0.25 if side == "text" else 0.0), micro_batches()
+def test_gradients_equal_those_of_the_whole_batch_and_the_frozen_blocks_run_once(
+    side, unlocked, keep_trunk, runs_once, resident
+):
+    """Of groups: embeddings, three blocks (the last with its norm), projection; the first block is counted."""
+    dropout = 0.25 if side == "text" else 0.0
+    model, batches = locked(side, unlocked, dropout, keep_trunk=keep_trunk), micro_batches()
     seeds = list(range(len(SIZES)))
     encode, encode_again, calls = trainer_like(model)
     output = grad_cache_step(
@@ -77,9 +92,20 @@ def test_gradients_equal_those_of_the_whole_batch_and_the_frozen_tower_runs_once
         assert float((cached[name] - trained[name]).norm()) <= 1e-5 * float(trained[name].norm()), name
 
 
-@pytest.mark.parametrize(("unlocked", "in_eval"), [(0, True), (1, True), (3, True), (4, False)])
+@pytest.mark.parametrize(("unlocked", "in_eval"), [(0, True), (1, True), (4, True), (5, False)])
 def test_the_image_tower_is_in_eval_mode_while_its_embeddings_are_frozen(unlocked, in_eval):
     model = locked("image", unlocked, patch_dropout=0.5)
     assert model.visual.training != in_eval and model.training
     images = micro_batches()[1][0]
     assert torch.equal(model(images)["image_features"], model(images)["image_features"]) == in_eval
+
+
+@pytest.mark.parametrize("side", ["image", "text"])
+@pytest.mark.parametrize("unlocked", range(6))
+def test_what_is_kept_of_a_sample_is_what_the_plan_counts(side, unlocked):
+    model = locked(side, unlocked)
+    output = model(*micro_batches()[3])
+    kept = sum(value.numel() for name, value in output.items() if name.endswith("_trunk"))
+    assert kept == 5 * model.trunk_numbers()
+    assert (kept > 0) == (unlocked in (1, 2, 3))
+    assert not any(name.endswith("_trunk") for name in model.eval()(*micro_batches()[3])), "nothing is kept to evaluate"

@@ -147,24 +147,31 @@ def test_a_resumed_run_continues_bit_for_bit(demo_folder, tmp_path, preset):
     assert steps == [*range(1, 10), *range(8, 13)], "it did not go on after step 7"
 
 
-@pytest.mark.parametrize("unlocked", [0, 1])
-def test_a_locked_tower_trains_alike_in_every_stage_and_resumes_in_another(demo_folder, tmp_path, unlocked):
+@pytest.mark.parametrize(
+    ("unlocked", "trunk", "presets"),
+    [(0, "keep", ["zero0", "zero3"]), (1, "keep", ["zero1"]), (2, "keep", ["zero0", "zero3"]), (2, "again", ["zero3"])],
+)
+def test_a_locked_tower_trains_alike_in_every_stage(demo_folder, tmp_path, unlocked, trunk, presets):
     """What is frozen is encoded once and kept; with one micro-batch nothing is."""
     flags = {"steps": 4, "lock_image": True, "lock_image_unlocked_groups": unlocked, "force_patch_dropout": 0.5}
     uncached = run_losses(2, demo_config(demo_folder, tmp_path / "uncached", batch_size=32, accum_freq=1, **flags))
-    flags |= {"batch_size": 8, "accum_freq": 4, "save_every_n_steps": 2}
-    losses = {}
-    for preset in ("zero0", "zero1", "zero3"):
+    flags |= {"batch_size": 8, "accum_freq": 4, "frozen_trunk": trunk}
+    for preset in presets:
         config = demo_config(demo_folder, tmp_path / preset, deepspeed_config=f"ds_configs/{preset}.json", **flags)
-        losses[preset] = run_losses(2, config)
-        assert losses[preset] == pytest.approx(uncached, rel=1e-5), preset
-    with safe_open(newest_state(tmp_path / "zero1"), framework="pt") as file:
-        with_state = {key.split("/", 1)[1] for key in file.keys() if key.startswith("exp_avg/")}
-    assert with_state and not any(name.startswith("visual.transformer") for name in with_state)
-    moved = demo_config(demo_folder, tmp_path / "moved", deepspeed_config="ds_configs/zero3.json", **flags)
-    run_ranks(fit, 2, moved, 3)
-    resumed = dataclasses.replace(moved, deepspeed_config="ds_configs/zero1.json", resume="latest")
-    assert run_losses(2, resumed) == pytest.approx(losses["zero0"], rel=1e-5)
+        assert run_losses(2, config) == pytest.approx(uncached, rel=1e-5), preset
+        with safe_open(newest_state(tmp_path / preset), framework="pt") as file:
+            with_state = {key.split("/", 1)[1] for key in file.keys() if key.startswith("exp_avg/")}
+        assert with_state and not any(name.startswith("visual.transformer.resblocks.0.") for name in with_state)
+
+
+def test_a_run_with_a_locked_tower_resumes_in_another_stage(demo_folder, tmp_path):
+    flags = {"batch_size": 16, "steps": 4, "lock_image": True, "save_every_n_steps": 2}
+    flags["deepspeed_config"] = "ds_configs/zero3.json"
+    whole = run_losses(2, demo_config(demo_folder, tmp_path / "whole", **flags))
+    stopped = demo_config(demo_folder, tmp_path / "stopped", **flags)
+    run_ranks(fit, 2, stopped, 3)
+    resumed = dataclasses.replace(stopped, deepspeed_config="ds_configs/zero1.json", resume="latest")
+    assert run_losses(2, resumed) == pytest.approx(whole, rel=1e-5)
 
 
 def newest_state(logs) -> Path:

@@ -41,7 +41,7 @@ class CLIP(TextTower):
         self.logit_scale = nn.Parameter(torch.full([1], init_logit_scale))
         self.logit_bias = None if cfg.init_logit_bias is None else nn.Parameter(torch.full([1], cfg.init_logit_bias))
         self.frozen = {"image": False, "text": False}  # the whole tower
-        self.trunk_frozen = {"image": False, "text": False}  # all but the projection
+        self.keeps_trunk = {"image": False, "text": False}  # training returns what its frozen blocks give
         self._image_in_eval = False
         self.register_load_state_dict_pre_hook(_reshape_scalars)
 
@@ -59,45 +59,47 @@ class CLIP(TextTower):
         texts    [m, L] int64                                           -> text_features [m, D] f32, unit norm
         always                                                          -> logit_scale [1] f32, log-space
         if the model has one                                            -> logit_bias [1] f32
-        where all of a tower but its projection is frozen               -> image_trunk, text_trunk [m, w]
+        in training, where `keeps_trunk`                                -> image_trunk, text_trunk
 
-        A trunk may be given back instead of what it was made from: then only the projection is left to do.
+        A trunk may be given back: then what follows it is all there is to do (a text is needed with it, an image not).
+        It is [m, w] where only the projection is trained, else [m, tokens, w].
 
         logit_scale is returned, never read from the module by the loss: under ZeRO-3 it exists inside forward only.
         """
         out = {"logit_scale": self.logit_scale.float() + 0}
         if self.logit_bias is not None:
             out["logit_bias"] = self.logit_bias.float() + 0
-        if images is not None and self.trunk_frozen["image"]:
-            out["image_trunk"] = image_trunk = self.visual(images, project=False)
-        if texts is not None and self.trunk_frozen["text"]:
-            out["text_trunk"] = text_trunk = self.pool_texts(texts)
+        if images is not None and self.training and self.keeps_trunk["image"]:
+            out["image_trunk"] = image_trunk = self.visual(images, part="trunk")
         if image_trunk is not None:
-            out["image_features"] = F.normalize(self.visual(pooled=image_trunk).float(), dim=-1)
+            out["image_features"] = F.normalize(self.visual(image_trunk, part="head").float(), dim=-1)
         elif images is not None:
             out["image_features"] = F.normalize(self.visual(images).float(), dim=-1)
-        if text_trunk is not None:
-            out["text_features"] = F.normalize((text_trunk @ self.text_projection).float(), dim=-1)
-        elif texts is not None:
-            out["text_features"] = F.normalize(self.encode_text(texts).float(), dim=-1)
+        if texts is not None and text_trunk is None and self.training and self.keeps_trunk["text"]:
+            out["text_trunk"] = text_trunk = self.encode_text(texts, part="trunk")
+        if texts is not None:
+            part = "all" if text_trunk is None else "head"
+            out["text_features"] = F.normalize(self.encode_text(texts, text_trunk, part=part).float(), dim=-1)
         return out
 
-    def lock_image_tower(self, unlocked_groups: int = 0) -> None:
+    def lock_image_tower(self, unlocked_groups: int = 0, *, keep_trunk: bool = True) -> None:
         """Freeze the image tower, all but its last groups (LiT, arXiv 2111.07991); call before deepspeed.initialize.
 
         Groups from the end: proj | last block and ln_post | each block before | embeddings. While the embeddings are
-        frozen the tower stays in eval mode, so patch dropout is off in it.
+        frozen the tower stays in eval mode, so patch dropout is off in it. keep_trunk: see `keeps_trunk`, for blocks.
         """
         visual = self.visual
         blocks = list(visual.transformer.resblocks)
         stem = [visual.conv1, visual.class_embedding, visual.positional_embedding, visual.ln_pre]
         groups = [stem, *([block] for block in blocks[:-1]), [blocks[-1], visual.ln_post], [visual.proj]]
         _freeze(groups, unlocked_groups)
-        self.frozen["image"], self.trunk_frozen["image"] = unlocked_groups == 0, unlocked_groups == 1
+        self.frozen["image"] = unlocked_groups == 0
+        visual.trunk_blocks = visual.transformer.first_trained = _frozen_blocks(blocks, unlocked_groups)
+        self.keeps_trunk["image"] = unlocked_groups == 1 or (keep_trunk and 0 < visual.trunk_blocks <= len(blocks))
         self._image_in_eval = unlocked_groups < len(groups)
         self.train(self.training)
 
-    def lock_text_tower(self, unlocked_layers: int = 0) -> None:
+    def lock_text_tower(self, unlocked_layers: int = 0, *, keep_trunk: bool = True) -> None:
         """Freeze the text tower, all but its last groups.
 
         Groups from the end: text_projection | last block and ln_final | each block before | embeddings.
@@ -108,7 +110,16 @@ class CLIP(TextTower):
             [stem, *([block] for block in blocks[:-1]), [blocks[-1], self.ln_final], [self.text_projection]],
             unlocked_layers,
         )
-        self.frozen["text"], self.trunk_frozen["text"] = unlocked_layers == 0, unlocked_layers == 1
+        self.frozen["text"] = unlocked_layers == 0
+        self.text_trunk_blocks = self.transformer.first_trained = _frozen_blocks(blocks, unlocked_layers)
+        self.keeps_trunk["text"] = unlocked_layers == 1 or (keep_trunk and 0 < self.text_trunk_blocks <= len(blocks))
+
+    def trunk_numbers(self) -> int:
+        """Numbers of a sample that are kept between the passes of a step."""
+        vision, text = self.cfg.vision_cfg, self.cfg.text_cfg
+        image = (1 if self.visual.trunk_blocks > vision.layers else 1 + vision.num_patches) * vision.width
+        words = (1 if self.text_trunk_blocks > text.layers else text.context_length) * text.width
+        return image * self.keeps_trunk["image"] + words * self.keeps_trunk["text"]
 
     def train(self, mode: bool = True) -> "CLIP":
         super().train(mode)
@@ -124,6 +135,11 @@ def _freeze(groups: list[list[nn.Module | nn.Parameter]], unlocked: int) -> None
     for i, group in enumerate(groups):
         for member in group:
             member.requires_grad_(i >= len(groups) - unlocked)
+
+
+def _frozen_blocks(blocks: list[nn.Module], unlocked: int) -> int:
+    """Leading blocks that are frozen; one more when what pools their output is too."""
+    return max(0, len(blocks) + 1 - max(0, unlocked - 1) - (unlocked > 1))
 
 
 def _reshape_scalars(module: CLIP, state_dict: dict[str, torch.Tensor], prefix: str, *_: object) -> None:

@@ -41,20 +41,32 @@ class TextTower(nn.Module):
         )
         self.ln_final = LayerNorm(cfg.width)
         self.text_projection = nn.Parameter(cfg.width**-0.5 * torch.randn(cfg.width, embed_dim))
+        self.text_trunk_blocks = 0  # of the trunk; one more than there are: and the pooling
 
-    def encode_text(self, texts: torch.Tensor) -> torch.Tensor:
-        """int64 [m, L] with L <= context_length -> [m, D]. Part of forward: under ZeRO-3, call it only from there."""
-        return self.pool_texts(texts) @ self.text_projection
+    def encode_text(self, texts: torch.Tensor, trunk: torch.Tensor | None = None, *, part: str = "all") -> torch.Tensor:
+        """int64 [m, L] with L <= context_length -> [m, D]. Part of forward: under ZeRO-3, call it only from there.
 
-    def pool_texts(self, texts: torch.Tensor) -> torch.Tensor:
-        """All of `encode_text` but the projection: [m, w]."""
+        In two calls: texts -> trunk (part="trunk"), texts and trunk -> features (part="head").
+        """
+        cut = 0 if part == "all" else self.text_trunk_blocks
+        pools_in_trunk = cut > len(self.transformer.resblocks)
+        x = trunk if part == "head" else self._embed_texts(texts)
+        if part == "trunk":
+            x = self.transformer(x, end=cut)
+            return self._pool_texts(x, texts) if pools_in_trunk else x
+        if not pools_in_trunk:
+            x = self._pool_texts(self.transformer(x, begin=cut), texts)
+        return x @ self.text_projection
+
+    def _embed_texts(self, texts: torch.Tensor) -> torch.Tensor:
         if texts.ndim != 2 or texts.shape[1] > self.context_length:
             raise ValueError(
                 f"texts of shape {list(texts.shape)}: this tower takes [m, L] with L <= context_length "
                 f"{self.context_length}"
             )
-        x = self.token_embedding(texts) + self.positional_embedding[: texts.shape[1]]  # [m, L, w]
-        x = self.transformer(x)
+        return self.token_embedding(texts) + self.positional_embedding[: texts.shape[1]]  # [m, L, w]
+
+    def _pool_texts(self, x: torch.Tensor, texts: torch.Tensor) -> torch.Tensor:
         return self.ln_final(pool_text(x, texts, self.pool_type, self.eos_id))  # [m, w]
 
 

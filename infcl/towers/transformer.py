@@ -10,6 +10,7 @@ Shapes: m samples, L tokens, w width, h heads, d = w / h.
 """
 
 from collections.abc import Callable
+from itertools import islice
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 
 class Transformer(nn.Module):
-    """[m, L, w] -> [m, L, w] in the dtype of the input.
+    """[m, L, w] -> [m, L, w] in the dtype of the input, through blocks `begin` to `end` (all).
 
     `gpt_init` scales the initial weights with width and depth, as OpenAI and open_clip do for the text tower; without
     it they are torch's defaults, which open_clip keeps for the image tower.
@@ -38,6 +39,7 @@ class Transformer(nn.Module):
     ):
         super().__init__()
         self.activation_checkpointing = activation_checkpointing
+        self.first_trained = 0  # the blocks before it are frozen
         self.on_input_gradient: Callable[[torch.Tensor], None] | None = None  # is shown d loss / d input, [m, L, w]
         residual_std = width**-0.5 * (2 * layers) ** -0.5 if gpt_init else None
         self.resblocks = nn.ModuleList(
@@ -45,11 +47,14 @@ class Transformer(nn.Module):
             for _ in range(layers)
         )
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, begin: int = 0, end: int | None = None) -> torch.Tensor:
         recompute = self.activation_checkpointing and torch.is_grad_enabled()
         if self.on_input_gradient is not None and x.requires_grad:
             x.register_hook(self.on_input_gradient)
-        for block in self.resblocks:
+        for index, block in enumerate(islice(self.resblocks, begin, end), start=begin):
+            if index == self.first_trained and torch.is_grad_enabled() and not x.requires_grad:
+                # ZeRO-3 takes a block's gradients when it has that of its input; without one, before there are any.
+                x = x.detach().requires_grad_()
             # Non-reentrant: the reentrant form drops the gradient of the first block, whose input needs none.
             # Blocks draw no random numbers, so there is no generator state to keep.
             x = checkpoint(block, x, use_reentrant=False, preserve_rng_state=False) if recompute else block(x)

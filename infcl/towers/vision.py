@@ -48,19 +48,22 @@ class VisionTransformer(nn.Module):
         )
         self.ln_post = LayerNorm(cfg.width)
         self.proj = nn.Parameter(scale * torch.randn(cfg.width, embed_dim))
+        self.trunk_blocks = 0  # of the trunk; one more than there are: and the pooling
 
-    def forward(
-        self, images: torch.Tensor | None = None, *, pooled: torch.Tensor | None = None, project: bool = True
-    ) -> torch.Tensor:
-        """images -> features; or in two calls, where the first half is frozen and its result is kept:
+    def forward(self, x: torch.Tensor, part: str = "all") -> torch.Tensor:
+        """images -> features. In two calls: images -> trunk (part="trunk"), trunk -> features (part="head")."""
+        cut = 0 if part == "all" else self.trunk_blocks
+        pools_in_trunk = cut > len(self.transformer.resblocks)
+        if part != "head":
+            x = self._embed(x)
+        if part == "trunk":
+            x = self.transformer(x, end=cut)
+            return self._pool(x) if pools_in_trunk else x
+        if not pools_in_trunk:
+            x = self._pool(self.transformer(x, begin=cut))
+        return x @ self.proj
 
-        visual(images, project=False) -> [m, w], all but the projection; visual(pooled=...) -> the rest.
-        """
-        if pooled is None:
-            pooled = self._pool(images)
-        return pooled @ self.proj if project else pooled
-
-    def _pool(self, images: torch.Tensor) -> torch.Tensor:
+    def _embed(self, images: torch.Tensor) -> torch.Tensor:
         if images.ndim != 4 or images.shape[1:] != (3, self.image_size, self.image_size):
             raise ValueError(
                 f"images of shape {list(images.shape)}: this tower takes [m, 3, {self.image_size}, {self.image_size}]"
@@ -72,7 +75,9 @@ class VisionTransformer(nn.Module):
         x = torch.cat([class_token, x], dim=1) + self.positional_embedding.to(x.dtype)  # [m, 1 + N, w]
         if self.training and self.patch_dropout > 0:
             x = drop_patches(x, self.patch_dropout)
-        x = self.transformer(self.ln_pre(x))
+        return self.ln_pre(x)
+
+    def _pool(self, x: torch.Tensor) -> torch.Tensor:
         return self.ln_post(x[:, :1] if self.pool_type == "tok" else x[:, 1:]).mean(dim=1)  # [m, w]
 
 

@@ -60,9 +60,9 @@ def build_model(config: TrainConfig, model_config: CLIPConfig) -> CLIP:
     model = CLIP(model_config, activation_checkpointing=config.grad_checkpointing, **start)
     load_pretrained(model, config.pretrained, config.pretrained_image, config.pretrained_text)
     if config.lock_image:
-        model.lock_image_tower(config.lock_image_unlocked_groups)
+        model.lock_image_tower(config.lock_image_unlocked_groups, keep_trunk=config.frozen_trunk == "keep")
     if config.lock_text:
-        model.lock_text_tower(config.lock_text_unlocked_layers)
+        model.lock_text_tower(config.lock_text_unlocked_layers, keep_trunk=config.frozen_trunk == "keep")
     return model
 
 

@@ -19,7 +19,7 @@ def build_pixel_cache(
     """
     image_size = model.cfg.vision_cfg.image_size
     images = (batch.micro_batch_size, 3, image_size, image_size)
-    replays_pixels = not (model.frozen["image"] or model.trunk_frozen["image"])
+    replays_pixels = not (model.frozen["image"] or model.keeps_trunk["image"])
     micro_batch_bytes = 3 * image_size**2 * batch.micro_batch_size
     replayed = batch.num_micro_batches - min(resident, batch.num_micro_batches) if replays_pixels else 0
     on_gpu = config.pixel_cache == "gpu"

@@ -69,4 +69,5 @@ def _free_bytes(engine: Engine, batch: BatchPlan, model_config: CLIPConfig, devi
     free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     gradients = 8 * sum(engine.state.shape(p).numel() for _, p in engine.state.parameters() if p.requires_grad)
     features = 8 * 4 * batch.rank_batch_size * model_config.embed_dim  # both sides, gradients, travelling blocks
-    return free - gradients - features - 2 * WORKSPACE_BYTES - _HEADROOM * total
+    trunks = 2 * 4 * batch.rank_batch_size * engine.module.trunk_numbers()  # the parts and all of them
+    return free - gradients - features - trunks - 2 * WORKSPACE_BYTES - _HEADROOM * total

@@ -238,12 +238,13 @@ class Trainer:
         self, micro_batch: dict[str, torch.Tensor], kept: dict[str, torch.Tensor], first: int
     ) -> dict[str, torch.Tensor]:
         """`_encode` of the towers that have gradients, from the trunks that pass 1 kept where those have none."""
-        inputs = {"image": micro_batch["images"], "text": micro_batch["texts"]}
-        rows = slice(first, first + len(inputs["text"]))
-        for side in inputs:
-            if self.engine.module.frozen[side] or f"{side}_trunk" in kept:
-                inputs[side] = None
-        return self.engine.encode(*inputs.values(), **{name: trunk[rows] for name, trunk in kept.items()})
+        images, texts, frozen = micro_batch["images"], micro_batch["texts"], self.engine.module.frozen
+        rows = slice(first, first + len(texts))
+        return self.engine.encode(
+            None if frozen["image"] or "image_trunk" in kept else images,
+            None if frozen["text"] else texts,
+            **{name: trunk[rows] for name, trunk in kept.items()},
+        )
 
     @property
     def samples_seen(self) -> int:
