@@ -73,14 +73,16 @@ def test_the_openmpi_launcher_trains_too(demo_folder, tmp_path, two_hosts):
 
 
 def test_check_finds_equal_hosts_right_and_names_a_dead_one_and_a_slow_one(tmp_path):
+    shared = tmp_path / "shared"
+    shared.mkdir()
     with Hosts(3, folder=tmp_path / "hosts") as hosts:
-        check = ["bash", "launch/check.sh", hosts.hostfile, tmp_path]
+        check = ["bash", "launch/check.sh", hosts.hostfile, shared]
         code, output = finish(start(hosts, check, INTERFACE="eth0"))
         assert "3 hosts, 3 slots, 0 GPUs: right" in output and "all-reduce over 3 ranks" in output, output
         hosts[2].shape("tbf rate 100mbit burst 64kb latency 400ms")
         code, output = finish(start(hosts, check, INTERFACE="eth0"))
         assert code == 1 and "slow link: all of worker-3" in output, output
-        mounted = hosts[1].run(["mount", "-t", "tmpfs", "tmpfs", tmp_path])
+        mounted = hosts[1].run(["mount", "-t", "tmpfs", "tmpfs", shared])
         assert mounted.returncode == 0
         hosts.hostfile.write_text(hosts.hostfile.read_text() + "worker-9 slots=1\n")
         code, output = finish(start(hosts, check))

@@ -68,6 +68,13 @@ def loss_bytes(name: str, *, rows: int, ranks: int, width: int) -> dict[str, flo
     return {"features": 4 * features + ring, "loss workspace": workspace}
 
 
+# What a block keeps for its backward, bytes per token and width at an MLP ratio of 4: the inputs of both norms and of
+# the four linear layers, q, k and v, and what GELU saw; attention keeps no matrix. Under autocast the residual stream,
+# which the norms keep, is fp32 and the rest bf16. tests/test_plan_memory.py counts them.
+BLOCK_BYTES = {"fp32": 64, "amp_bf16": 36, "bf16": 32, "fp16": 32}
+_STREAM_BYTES = {"fp32": 4, "amp_bf16": 4, "bf16": 2, "fp16": 2}
+
+
 def activation_bytes(
     cfg: CLIPConfig,
     *,
@@ -77,23 +84,30 @@ def activation_bytes(
     tensor_parallel: int = 1,
     sequence_parallel: bool = False,
 ) -> float:
-    """Bytes that the graph of one micro-batch keeps, both towers; an estimate.
+    """Bytes that the graph of one micro-batch keeps, both towers, eager blocks.
 
-    A block keeps about 34 values of 2 bytes per 2 bytes of its input (Korthikanti et al. 2022, without the attention
-    matrix, which fused attention does not keep); with activation checkpointing its input alone, and one block whole.
-    Of the 34, tensor-parallel ranks share 24, and with sequence parallelism all, the input too.
+    With activation checkpointing that is the input of every block, and one block whole. Tensor-parallel ranks share
+    what lies between the linear layers they split, with sequence parallelism all. Not counted: embeddings and heads.
     """
-    kept = 34 / tensor_parallel if sequence_parallel else 10 + 24 / tensor_parallel
-    kept_input = 4 / tensor_parallel if sequence_parallel else 4
     vision, text = cfg.vision_cfg, cfg.text_cfg
     total = 0.0
-    for tokens, width, layers in (
-        (1 + int(vision.num_patches * (1 - vision.patch_dropout)), vision.width, vision.layers),
-        (text.context_length, text.width, text.layers),
+    for tokens, width, layers, ratio in (
+        (1 + int(vision.num_patches * (1 - vision.patch_dropout)), vision.width, vision.layers, vision.mlp_ratio),
+        (text.context_length, text.width, text.layers, text.mlp_ratio),
     ):
-        block = kept * tokens * width * (2 if precision == "fp32" else 1)
-        total += layers * kept_input * tokens * width + block if checkpointing else layers * block
+        inside = (8 + 4 * ratio) * (2 if precision == "fp32" else 1)  # of it 2 x ratio each around GELU
+        outside = BLOCK_BYTES[precision] - 24 * (2 if precision == "fp32" else 1)
+        stream = _STREAM_BYTES[precision]
+        if sequence_parallel:
+            outside, stream = outside / tensor_parallel, stream / tensor_parallel
+        block = (outside + inside / tensor_parallel) * tokens * width
+        total += layers * stream * tokens * width + block if checkpointing else layers * block
     return total * micro_batch_size
+
+
+def cast_bytes(parameters: int, *, precision: str, checkpointing: bool) -> float:
+    """The bf16 copies of the weights that autocast leaves in a graph; recomputed blocks keep only their own."""
+    return 2.0 * parameters if precision == "amp_bf16" and not checkpointing else 0.0
 
 
 def pixel_bytes(cfg: CLIPConfig, batch: BatchPlan) -> float:
@@ -129,6 +143,7 @@ def memory_plan(
             tensor_parallel=share,
             sequence_parallel=config.sequence_parallel,
         )
+        parts["activations"] += cast_bytes(parameters, precision=precision, checkpointing=config.grad_checkpointing)
         columns.append(parts | {"total": sum(parts.values())})
     return {part: [column[part] for column in columns] for part in columns[0]}
 
@@ -155,6 +170,7 @@ def memory_of(setting: "Setting") -> dict[str, float]:
         tensor_parallel=share,
     )
     parts["activations"] = graph * max(1, min(setting.resident, setting.num_micro_batches))
+    parts["activations"] += cast_bytes(parameters, precision=setting.precision, checkpointing=setting.checkpointing)
     parts["cached data"] = 0.0
     if setting.pixels == "device":
         parts["cached data"] = setting.rank_batch * (4.0 * 3 * model.vision_cfg.image_size**2 + 8 * 77)

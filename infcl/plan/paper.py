@@ -5,14 +5,14 @@ checkpointing, a step's pixels as fp32 on the GPU unless "data offload" is on, d
 and their gradients, 16 bytes a logit, and four gathered feature matrices). Peak is Equation 10: states, data and
 features, plus the larger of the towers' graph and the loss.
 
-Fitted, each on cells of Table 1: a block keeps 40 values a token (8 GPUs, 32k, offload); 10 copies of a rank's
+Fitted, each on cells of Table 1: a block keeps 40 bytes a token and width (8 GPUs, 32k, offload); 10 copies of a rank's
 features (8 GPUs, 256k against 32k); the tiled loss holds 16 copies (8 GPUs, 1024k against 256k, offload).
 """
 
-from infcl.plan.memory import activation_bytes
+from infcl.plan.memory import BLOCK_BYTES, activation_bytes
 from infcl.plan.setting import Setting, parameters_of
 
-_VALUES_PER_TOKEN = 40
+_BYTES_PER_TOKEN = 40
 _FEATURE_COPIES = 10
 _TILED_COPIES = 16
 
@@ -32,7 +32,7 @@ def paper_memory(setting: Setting) -> dict[str, float]:
         "gradient buckets": 4.0 * parameters,
         "cached data": rows * (4.0 * 3 * model.vision_cfg.image_size**2 + 8 * model.text_cfg.context_length),
         "features": _FEATURE_COPIES * block,
-        "activations": graph * _VALUES_PER_TOKEN / 34 + 2.0 * parameters,
+        "activations": graph * _BYTES_PER_TOKEN / BLOCK_BYTES["amp_bf16"] + 2.0 * parameters,
         "loss": loss.get(setting.loss, _TILED_COPIES * block),
     }
     if setting.pixels == "host":
