@@ -152,7 +152,7 @@ def _check(arguments: argparse.Namespace) -> None:
         print(f"b = 4096, D = {dim}: errors against float64 of the same features")
         for row in check(4096, dim):
             numbers = "  ".join(f"{key} {value:9.2e}" for key, value in row.items() if isinstance(value, float))
-            which = f"{row['features']:>8} {row['impl']:>9} {row['dtype']:>9} {row['tile_dtype']:>5}"
+            which = f"{row['features']:>10} {row['impl']:>9} {row['dtype']:>9} {row['tile_dtype']:>5}"
             print(which, numbers, flush=True)
             _append(row | {"dim": dim}, tuple(row) + ("dim",), arguments.csv)
 

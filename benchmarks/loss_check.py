@@ -1,8 +1,9 @@
 """Precision of the losses on a GPU: errors against float64 of the same inputs (`python -m benchmarks.loss --check`).
 
-Three kinds of features: random unit vectors; pairs as a trained model has them (cosine 0.3 to their match, scale 100);
-matched pairs of cosine 1. Errors are norms of differences over norms of the float64 gradients; where these vanish (at a
-perfect match they do), over the gradient's scale in the first steps of a training, scale / sqrt(b).
+Four kinds of features: random unit vectors; pairs as in the middle of a training (scale 100, a loss of about 2); pairs
+that are told apart (a loss of 1e-5); matched pairs of cosine 1. Errors are norms of differences over norms of the float64
+gradients or, where these vanish (as they do at a perfect match), over a tenth of what they are in the first steps of a
+training: scale / sqrt(b), and 1e-2 for the scale's.
 """
 
 from collections.abc import Iterator
@@ -37,7 +38,7 @@ def check(rows: int, dim: int) -> Iterator[dict]:
                 result = _evaluate(loss, inputs, scale)
             except (ImportError, ValueError):  # not installed; its gradient of the scale needs a process group
                 continue
-            floor = 1e-3 * scale / rows**0.5
+            floor = 0.1 * scale / rows**0.5
             yield {
                 "features": kind,
                 "impl": name,
@@ -47,7 +48,7 @@ def check(rows: int, dim: int) -> Iterator[dict]:
                 "loss_error": (result[0].double() - truth[0]).abs().item(),
                 "image_gradient_error": _relative(result[1], truth[1], floor),
                 "text_gradient_error": _relative(result[2], truth[2], floor),
-                "scale_gradient_error": _relative(result[3], truth[3], 1e-6),
+                "scale_gradient_error": _relative(result[3], truth[3], 1e-2),
             }
 
 
@@ -57,7 +58,8 @@ def _kinds(rows: int, dim: int) -> Iterator[tuple[str, float, Tensor, Tensor]]:
         F.normalize(torch.randn(rows, dim, generator=generator, dtype=torch.float64), dim=1) for _ in range(2)
     )
     yield "random", 50.0, images, noise
-    yield "trained", 100.0, images, F.normalize(0.3 * images + 0.95 * noise, dim=1)
+    yield "training", 100.0, images, F.normalize(0.14 * images + noise, dim=1)
+    yield "told apart", 100.0, images, F.normalize(0.3 * images + 0.95 * noise, dim=1)
     yield "matched", 100.0, images, images.clone()
 
 

@@ -20,11 +20,14 @@ import json
 import os
 import re
 import shlex
+import shutil
 import signal
 import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
 
@@ -87,8 +90,8 @@ def _parse() -> tuple[argparse.Namespace, list[str]]:
 def measure(options: argparse.Namespace, trainer_flags: list[str]) -> None:
     """Train a few steps and report them."""
     choose_attention(options.sdpa)
-    with tempfile.TemporaryDirectory() as folder:
-        config = _config(options, trainer_flags, Path(folder))
+    with _folder() as folder:
+        config = _config(options, trainer_flags, folder)
         parallel = init_parallel(config.device)
         rate = library_tflops() if parallel.device.type == "cuda" else float("nan")
 
@@ -109,6 +112,18 @@ def measure(options: argparse.Namespace, trainer_flags: list[str]) -> None:
             if table.is_file():
                 print(table.read_text())
     destroy_parallel()
+
+
+@contextmanager
+def _folder() -> Iterator[Path]:
+    """A temporary folder that all processes of a launch share: they have one parent."""
+    folder = Path(tempfile.gettempdir(), f"infcl-step-{os.getppid() if 'RANK' in os.environ else os.getpid()}")
+    folder.mkdir(exist_ok=True)
+    try:
+        yield folder
+    finally:
+        if os.environ.get("RANK", "0") == "0":
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def choose_attention(name: str) -> None:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from infcl.kernels import Tile
-from infcl.loss.operands import refuse_double_backward
+from infcl.loss.operands import refuse_double_backward, scaled
 from infcl.loss.ring import RingExchange
 
 MAX_ROWS = 8192
@@ -45,7 +45,8 @@ class Recorded:
             torch.cuda.current_stream().wait_stream(side)
             # thread_local: other threads, such as NCCL's watchdog, may go on using the GPU.
             with torch.cuda.graph(self.graph, stream=side, capture_error_mode="thread_local"):
-                self.loss, self.gradients = record(*self.inputs)
+                loss, gradients = record(*self.inputs)
+                self.results = torch.cat([x.flatten().float() for x in (*gradients, loss)])
 
 
 def worthwhile(inputs: Inputs, ring: RingExchange, tile: Tile, workspace_bytes: int) -> bool:
@@ -93,11 +94,15 @@ class _Replay(torch.autograd.Function):
     def forward(ctx, image_features, text_features, scale, recorded):
         torch._foreach_copy_(recorded.inputs, [image_features, text_features, scale])
         recorded.graph.replay()
-        ctx.save_for_backward(*(g.clone() for g in recorded.gradients))
-        ctx.dtypes = image_features.dtype, text_features.dtype, scale.dtype
-        return recorded.loss.clone()
+        results = recorded.results.clone()
+        ctx.save_for_backward(results)
+        ctx.shape, ctx.dtypes = image_features.shape, (image_features.dtype, text_features.dtype, scale.dtype)
+        return results[-1].clone()
 
     @staticmethod
     def backward(ctx, d_loss):
         refuse_double_backward("inf_cl")
-        return *((g * d_loss).to(dtype) for g, dtype in zip(ctx.saved_tensors, ctx.dtypes)), None
+        (results,) = ctx.saved_tensors
+        size = ctx.shape.numel()
+        shapes = (results[:size].view(ctx.shape), results[size : 2 * size].view(ctx.shape), results[2 * size])
+        return *(scaled(g, d_loss, dtype) for g, dtype in zip(shapes, ctx.dtypes)), None

@@ -72,10 +72,10 @@ def inf_cl_loss(
     differentiated twice.
     """
     new_ring = ring_maker(group, ring=ring, ranks_per_node=ranks_per_node, overlap=ring_overlap)
-    check_features("inf_cl", image_features, text_features, new_ring())
+    check_features("inf_cl", image_features, text_features, checked := new_ring())
     selected = select_tile(image_features, tile=tile, tile_dtype=tile_dtype)
     inputs = image_features, text_features, scalar_like(image_features, logit_scale)
-    if cuda_graph and graphed.worthwhile(inputs, new_ring(), selected, workspace_bytes):
+    if cuda_graph and graphed.worthwhile(inputs, checked, selected, workspace_bytes):
         record = partial(_loss_and_gradients, new_ring=new_ring, tile=selected, workspace_bytes=workspace_bytes)
         recorded = graphed.find(record, inputs, (selected.operand_dtype, tile_dtype, workspace_bytes))
         if recorded is not None:

@@ -104,7 +104,6 @@ def second_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
             backend=dist.get_backend(group),
             use_local_synchronization=True,
             group_desc="infcl ring between nodes",
-            sort_ranks=False,
         )
     return _second_groups[group]
 
