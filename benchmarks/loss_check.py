@@ -1,8 +1,8 @@
 """Precision of the losses on a GPU: errors against float64 of the same inputs (`python -m benchmarks.loss --check`).
 
 Four kinds of features: random unit vectors; pairs as in the middle of a training (scale 100, a loss of about 2); pairs
-that are told apart (a loss of 1e-5); matched pairs of cosine 1. Errors are norms of differences over norms of the float64
-gradients or, where these vanish (as they do at a perfect match), over a tenth of what they are in the first steps of a
+that are told apart (a loss of 1e-5); matched pairs of cosine 1. Errors are norms of differences over norms of the
+float64 gradients or, where these vanish (at a perfect match), over a tenth of what they are in the first steps of a
 training: scale / sqrt(b), and 1e-2 for the scale's.
 """
 
