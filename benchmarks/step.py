@@ -138,7 +138,9 @@ def _config(options: argparse.Namespace, trainer_flags: list[str], folder: Path)
     preset = json.loads(Path(f"ds_configs/zero{options.zero}.json").read_text())
     preset["zero_optimization"] |= options.zero_options
     path = folder / "preset.json"
-    path.write_text(json.dumps(preset))
+    own = folder / f"preset_{os.getpid()}.json"  # each rank writes it, and none may read a half of it
+    own.write_text(json.dumps(preset))
+    own.replace(path)
     steps = options.warm_up_steps + options.measured_steps
     given = ["--dataset-type", "synthetic", "--train-num-samples", str(10**9), "--model", "ViT-L-14"]
     given += ["--report-to", "none", "--save-frequency", "0", "--log-every-n-steps", str(10**9), "--warmup", "0"]
@@ -230,9 +232,18 @@ def _sweep(options: argparse.Namespace, trainer_flags: list[str]) -> None:
             else:
                 print(_rows(output), flush=True)
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            output, _ = process.communicate()
+            output = _end(process)
             print(f"{setting}\n  no result in {options.time_out:.0f} s: " + "\n  ".join(_reason(output)), flush=True)
+
+
+def _end(process: subprocess.Popen) -> str:
+    """Its output. The launcher gets the time to end its ranks, which are in sessions of their own."""
+    os.killpg(process.pid, signal.SIGTERM)
+    try:
+        return process.communicate(timeout=40)[0]
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        return process.communicate()[0]
 
 
 def _command(gpus: int, flags: list[str]) -> list[str]:
