@@ -8,6 +8,7 @@ import torch
 from infcl.config import BatchPlan
 from infcl.plan.memory import activation_bytes, loss_bytes, memory_plan, parameter_counts, state_bytes
 from infcl.towers import CLIP, load_model_config
+from infcl.train.build import build_model
 from tests.test_entry import alone, command
 from tests.test_trainer import demo_config
 
@@ -103,6 +104,23 @@ def test_tensor_parallel_ranks_share_the_model_and_with_sequence_parallelism_all
     assert parts["split"]["parameters"] == pytest.approx(parts["plain"]["parameters"] / 4, rel=1e-6)
     assert parts["sequence"]["activations"] == pytest.approx(parts["plain"]["activations"] / 4)
     assert parts["sequence"]["activations"] < 0.6 * parts["split"]["activations"]
+
+
+def test_the_plan_knows_the_optimizer_the_average_and_what_is_locked(demo_folder, tmp_path):
+    cfg = load_model_config("ViT-B-16")
+
+    def stage_1(**flags):
+        config = demo_config(demo_folder, tmp_path, **flags)
+        with torch.device("meta"):
+            counts = parameter_counts(build_model(config, cfg))
+        return {part: row[1] for part, row in memory_plan(cfg, BatchPlan(1, 2, 64), config, counts, "fp32", {}).items()}
+
+    plain = stage_1()
+    for flags, of_plain in (({"opt": "lion"}, 8), ({"opt": "adafactor"}, 6), ({"ema_decay": 0.99}, 16)):
+        assert stage_1(**flags)["optimizer"] == pytest.approx(plain["optimizer"] * of_plain / 12), flags
+    locked = stage_1(lock_image=True)
+    assert locked["parameters"] == plain["parameters"]
+    assert locked["optimizer"] < 0.5 * plain["optimizer"] and locked["activations"] < 0.5 * plain["activations"]
 
 
 def test_the_total_of_the_memory_plan_falls_with_the_stage_from_one_on(demo_folder, tmp_path):

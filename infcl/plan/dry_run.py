@@ -13,7 +13,7 @@ from infcl.parallel import Parallel, describe_ranks
 from infcl.plan.memory import STAGES, memory_plan, parameter_counts, pixel_bytes
 from infcl.train.diagnostics import model_flops
 from infcl.train.engine import read_preset, zero_stage
-from infcl.train.optim import Schedule
+from infcl.train.optim import Schedule, checkpoint_bytes
 
 
 def describe_plan(config: TrainConfig, parallel: Parallel) -> str:
@@ -32,13 +32,14 @@ def describe_plan(config: TrainConfig, parallel: Parallel) -> str:
     counts = parameter_counts(model)
     every = {"retrieval": config.val_frequency, "zero_shot": config.zeroshot_frequency}
     evaluations = [f"{name} {_every(every[name])}" for name in tasks]
+    flops = model_flops(cfg, train_image=counts["image"][1] > 0, train_text=counts["text"][1] > 0)
     rows = [
         ("batch", str(batch)),
         ("steps", _steps_line(steps, loader, batch)),
         ("learning rate", _learning_rate_line(config, steps, loader.steps_per_epoch, batch)),
         ("data", _data_line(config, loader)),
         ("model", _model_line(config, counts)),
-        ("compute", f"{model_flops(cfg) * batch.global_batch_size / 1e12:,.2f} TFLOP a step, towers alone"),
+        ("compute", f"{flops * batch.global_batch_size / 1e12:,.2f} TFLOP a step, towers alone"),
         ("system", f"{describe_ranks(parallel)}, {precision}, ZeRO-{zero_stage(preset)}"),
         ("evaluation", ", ".join(evaluations) or "none"),
         ("run folder", _folder_line(config)),
@@ -113,7 +114,7 @@ def _checkpoint_line(config: TrainConfig, counts: dict[str, tuple[int, int]]) ->
     parameters, trainable = (sum(column) for column in zip(*counts.values()))
     when = [_epochs(config.save_frequency)] if config.save_frequency else []
     when += [f"every {config.save_every_n_steps} steps"] if config.save_every_n_steps else []
-    size, export = _size(4 * parameters + 8 * trainable), _size(4 * parameters)
+    size, export = _size(checkpoint_bytes(config, parameters, trainable)), _size(4 * parameters)
     return f"{', '.join([*when, 'at the end'])}; about {size} each; the export {export}"
 
 

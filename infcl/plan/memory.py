@@ -14,6 +14,7 @@ from torch import nn
 from infcl.config import BatchPlan, TrainConfig
 from infcl.kernels import WORKSPACE_BYTES
 from infcl.towers.config import CLIPConfig
+from infcl.train.optim import state_bytes_per_element
 
 if TYPE_CHECKING:
     from infcl.plan.setting import Setting
@@ -31,11 +32,13 @@ def parameter_counts(model: nn.Module) -> dict[str, tuple[int, int]]:
     return {part: (total, trainable) for part, (total, trainable) in counts.items()}
 
 
-def state_bytes(parameters: int, trainable: int, *, stage: int, ranks: int, precision: str) -> dict[str, float]:
+def state_bytes(
+    parameters: int, trainable: int, *, stage: int, ranks: int, precision: str, moments: int = 8
+) -> dict[str, float]:
     """{"parameters", "gradients", "optimizer"}: bytes per rank of what training keeps between steps.
 
     fp32 and amp_bf16: parameters and gradients of 4 bytes; bf16 and fp16: of 2, with gradients accumulated in fp32.
-    Optimizer: two Adam moments and, from stage 1 on, the fp32 master of the rank's share.
+    Optimizer: `moments` bytes an element (8: two of Adam's) and, from stage 1 on, the fp32 master of the rank's share.
     """
     low = precision in ("bf16", "fp16")
     width, share = 2 if low else 4, 1 / ranks
@@ -43,7 +46,7 @@ def state_bytes(parameters: int, trainable: int, *, stage: int, ranks: int, prec
     return {
         "parameters": parameters * width * (share if stage == 3 else 1),
         "gradients": {0: whole, 1: whole + own}.get(stage, own),
-        "optimizer": trainable * (8 if stage == 0 else 12 * share),
+        "optimizer": trainable * (moments if stage == 0 else (4 + moments) * share),
     }
 
 
@@ -83,25 +86,27 @@ def activation_bytes(
     checkpointing: bool,
     tensor_parallel: int = 1,
     sequence_parallel: bool = False,
+    towers: tuple[str, ...] = ("image", "text"),
 ) -> float:
-    """Bytes that the graph of one micro-batch keeps, both towers, eager blocks.
+    """Bytes that the graph of one micro-batch keeps, of the towers that are trained, eager blocks.
 
     With activation checkpointing that is the input of every block, and one block whole. Tensor-parallel ranks share
     what lies between the linear layers they split, with sequence parallelism all. Not counted: embeddings and heads.
     """
     vision, text = cfg.vision_cfg, cfg.text_cfg
     total = 0.0
-    for tokens, width, layers, ratio in (
-        (1 + int(vision.num_patches * (1 - vision.patch_dropout)), vision.width, vision.layers, vision.mlp_ratio),
-        (text.context_length, text.width, text.layers, text.mlp_ratio),
-    ):
-        inside = (8 + 4 * ratio) * (2 if precision == "fp32" else 1)  # of it 2 x ratio each around GELU
+    shapes = {
+        "image": (1 + int(vision.num_patches * (1 - vision.patch_dropout)), vision),
+        "text": (text.context_length, text),
+    }
+    for tokens, tower in (shapes[name] for name in towers):
+        inside = (8 + 4 * tower.mlp_ratio) * (2 if precision == "fp32" else 1)  # of it 2 x ratio each around GELU
         outside = BLOCK_BYTES[precision] - 24 * (2 if precision == "fp32" else 1)
         stream = _STREAM_BYTES[precision]
         if sequence_parallel:
             outside, stream = outside / tensor_parallel, stream / tensor_parallel
-        block = (outside + inside / tensor_parallel) * tokens * width
-        total += layers * stream * tokens * width + block if checkpointing else layers * block
+        block = (outside + inside / tensor_parallel) * tokens * tower.width
+        total += tower.layers * stream * tokens * tower.width + block if checkpointing else tower.layers * block
     return total * micro_batch_size
 
 
@@ -131,7 +136,8 @@ def memory_plan(
     parameters, trainable = (sum(column) // share for column in zip(*counts.values()))
     columns = []
     for stage in STAGES:
-        parts = state_bytes(parameters, trainable, stage=stage, ranks=batch.dp_size, precision=precision)
+        sizes = {"stage": stage, "ranks": batch.dp_size, "precision": precision}
+        parts = state_bytes(parameters, trainable, moments=state_bytes_per_element(config), **sizes)
         parts["gradient buckets"] = bucket_bytes(zero_optimization, stage=stage, precision=precision)
         rows = batch.rank_batch_size // share
         parts |= loss_bytes(config.loss, rows=rows, ranks=batch.dp_size * share, width=cfg.embed_dim)
@@ -142,6 +148,7 @@ def memory_plan(
             checkpointing=config.grad_checkpointing,
             tensor_parallel=share,
             sequence_parallel=config.sequence_parallel,
+            towers=tuple(tower for tower in ("image", "text") if counts[tower][1]),
         )
         parts["activations"] += cast_bytes(parameters, precision=precision, checkpointing=config.grad_checkpointing)
         columns.append(parts | {"total": sum(parts.values())})

@@ -78,6 +78,18 @@ def build_optimizer(
     return AdaFactor(groups, lr=peak, momentum=config.beta1, beta2_cap=config.beta2, clipping_threshold=clip)
 
 
+def state_bytes_per_element(config: TrainConfig) -> int:
+    """Of a trained element beside its fp32 master: the optimizer's state, and the average of the weights."""
+    of_optimizer = {"adamw": 8, "adamw8bit": 2, "lion": 4, "lamb": 8, "adafactor": 2}[config.opt]
+    return of_optimizer + (4 if config.ema_decay is not None else 0)
+
+
+def checkpoint_bytes(config: TrainConfig, parameters: int, trainable: int) -> int:
+    """Everything in fp32: weights, the optimizer's states of a parameter's size, the average."""
+    states = {"adamw": 2, "adamw8bit": 2, "lion": 1, "lamb": 2, "adafactor": 1}[config.opt]
+    return 4 * (parameters + trainable * (states + (config.ema_decay is not None)))
+
+
 def batch_size_factor(config: TrainConfig, global_batch_size: int) -> float:
     """What --lr-scaling multiplies the learning rates with."""
     return (global_batch_size / config.lr_base_batch) ** _EXPONENTS[config.lr_scaling]

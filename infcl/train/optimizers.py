@@ -137,9 +137,8 @@ class Lamb(_ByPiece):
             update.add_(tensor, alpha=options["weight_decay"])
             own = torch.stack([self._squared_norms(tensor, values) for values in (tensor, update)])
             weight_norms, update_norms = self._sums(tensor, [own])[0].sqrt()
-            ratios = weight_norms / update_norms
-            ratios[(weight_norms == 0) | (update_norms == 0)] = 1.0
-            self._per_element(tensor, ratios, update)
+            neither_is_zero = (weight_norms > 0) & (update_norms > 0)
+            self._per_element(tensor, torch.where(neither_is_zero, weight_norms / update_norms, 1.0), update)
         tensor.add_(update, alpha=-options["lr"])
 
 
@@ -166,10 +165,12 @@ class AdaFactor(_ByPiece):
         momentum_dtype: torch.dtype = torch.bfloat16,
     ):
         self.momentum_dtype = momentum_dtype
+        self.sizes: dict[torch.Tensor, torch.Tensor] = {}  # elements of each parameter
         options = {"momentum": momentum, "beta2_cap": beta2_cap, "clipping_threshold": clipping_threshold}
         super().__init__(params, lr=lr, weight_decay=0.0, factored=False, **options)
 
     def _new_state(self, tensor, pieces):
+        self.sizes[tensor] = torch.tensor([float(piece.shape.numel()) for piece in pieces], device=tensor.device)
         state = {"exp_avg": torch.zeros_like(tensor, dtype=self.momentum_dtype)}
         factored = [piece for piece in pieces if factored_dims(piece.shape)]
         if not factored:
@@ -189,9 +190,8 @@ class AdaFactor(_ByPiece):
             update = self._factored_update(tensor, gradient, state, beta2)
         pieces, _ = self.layouts[tensor]
         if options["clipping_threshold"] is not None:
-            sizes = torch.tensor([piece.shape.numel() for piece in pieces], device=update.device)
             (squares,) = self._sums(tensor, [self._squared_norms(tensor, update)])
-            excess = (squares / sizes).sqrt() / options["clipping_threshold"]
+            excess = (squares / self.sizes[tensor]).sqrt() / options["clipping_threshold"]
             self._per_element(tensor, 1 / excess.clamp(min=1.0), update)
         tensor.mul_(1 - options["lr"] * options["weight_decay"])
         for piece in pieces:  # one at a time: fp32 copies of one momentum, not of all
