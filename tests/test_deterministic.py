@@ -12,7 +12,9 @@ from tests.test_entry import ROOT, alone, command, launch
 
 STEPS, SAVED = 12, 7
 DEVICE = "cuda"
-PRESETS = ["zero0", "zero1", "zero2", "zero3", "zero2_bf16", "zero3_offload"]
+CASES = [(preset, "adamw") for preset in ("zero0", "zero1", "zero2", "zero3", "zero2_bf16", "zero3_offload")]
+CASES += [("zero2", "lion"), ("zero3", "lamb"), ("zero1", "adafactor"), ("zero3_offload", "adafactor")]
+CASES += [("zero2", "adamw8bit")]
 
 
 def run(demo_folder, logs, name: str, ranks: int, flags: list[str]):
@@ -27,11 +29,13 @@ def run(demo_folder, logs, name: str, ranks: int, flags: list[str]):
     return curves, consolidated_state_dict(logs / name, ema=True)
 
 
-def check_bitwise(tmp_path, preset: str, ranks: int) -> None:
+def check_bitwise(tmp_path, preset: str, opt: str, ranks: int) -> None:
+    if opt == "adamw8bit":
+        pytest.importorskip("bitsandbytes")
     from infcl.data.demo import prepare_demo
 
     demo_folder = prepare_demo(tmp_path / "demo", num_train=1536)
-    flags = ["--deepspeed_config", f"ds_configs/{preset}.json", "--grad-checkpointing"]
+    flags = ["--deepspeed_config", f"ds_configs/{preset}.json", "--grad-checkpointing", "--opt", opt]
     whole, weights = run(demo_folder, tmp_path, "whole", ranks, flags)
     checkpoint = str(tmp_path / "whole" / "checkpoints" / f"step_{SAVED:08d}")
     for name, first, more in (("again", 1, []), ("resumed", SAVED + 1, ["--resume", checkpoint])):
@@ -41,15 +45,15 @@ def check_bitwise(tmp_path, preset: str, ranks: int) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("preset", PRESETS)
-def test_on_a_gpu_runs_repeat_and_resume_bit_for_bit(tmp_path, preset):
-    check_bitwise(tmp_path, preset, ranks=1)
+@pytest.mark.parametrize(("preset", "opt"), CASES)
+def test_on_a_gpu_runs_repeat_and_resume_bit_for_bit(tmp_path, preset, opt):
+    check_bitwise(tmp_path, preset, opt, ranks=1)
 
 
 @pytest.mark.multigpu
-@pytest.mark.parametrize("preset", PRESETS)
-def test_on_two_gpus_runs_repeat_and_resume_bit_for_bit(tmp_path, preset):
-    check_bitwise(tmp_path, preset, ranks=2)
+@pytest.mark.parametrize(("preset", "opt"), CASES)
+def test_on_two_gpus_runs_repeat_and_resume_bit_for_bit(tmp_path, preset, opt):
+    check_bitwise(tmp_path, preset, opt, ranks=2)
 
 
 def test_the_mode_reaches_torch_cublas_and_the_compiler():
