@@ -32,7 +32,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from infcl.kernels.triton_exp2 import exp2, shared_exp2
-from infcl.kernels.triton_forward import aligned, launch_options, multiprocessors, walked_dim
+from infcl.kernels.triton_launch import aligned, launch_options, multiprocessors, walked_dim
 from infcl.kernels.triton_statistics import LOG2E, ceil_div, middle
 
 # Block shapes and launch options by operand size in bytes; GROUP row blocks are walked together, for the L2 cache.

@@ -19,12 +19,13 @@ Sizes: r rows, c columns, D features. No atomics: all sums are taken in a fixed 
 from functools import cache
 
 import torch
-import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from infcl.kernels.triton_launch import aligned, launch_options, multiprocessors, walked_dim
+from infcl.kernels.triton_repair import repair
 from infcl.kernels.triton_statistics import LOG2E, ceil_div, finish, reference, squares
 
 # Block shapes and launch options by operand size in bytes.
@@ -51,7 +52,7 @@ def softmax_forward(
         rows, columns, scale, shift, workspace_bytes, tf32=tf32, sigmoid=False, masked=masked
     )
     row_lse, col_lse = finish(row_sums, col_sums, shift, matched if diagonal else None)
-    _repair(row_lse, col_lse, rows, columns, scale, tf32=tf32, masked=masked)
+    repair(row_lse, col_lse, rows, columns, scale, tf32=tf32, masked=masked)
     return row_lse, col_lse, matched[: min(len(rows), len(columns))] if diagonal else None
 
 
@@ -198,136 +199,6 @@ def _tile_sums_kernel(
     if not SIGMOID:
         total = tl.sum(tl.sum(col_sums, 1), 0)
         tl.store(col_partial_ptr + split.to(tl.int64) * num_columns + columns, total, mask=columns < num_columns)
-
-
-def _repair(
-    row_lse: Tensor, col_lse: Tensor, rows: Tensor, columns: Tensor, scale: Tensor, *, tf32: bool, masked: bool
-) -> None:
-    """Compute the LSE that are NaN by an online softmax of their own; programs that find none return at once."""
-    launch = launch_options(_LAUNCH, rows, tf32) | {"BLOCK_M": 64, "BLOCK_N": 64, "num_warps": 4}
-    block = [launch.pop("BLOCK_M"), launch["BLOCK_K"]]
-    row_operand, column_operand = aligned(rows), aligned(columns)
-    _repair_kernel[(ceil_div(len(rows), block[0]) + ceil_div(len(columns), block[0]),)](
-        TensorDescriptor.from_tensor(row_operand, block),
-        TensorDescriptor.from_tensor(column_operand, block),
-        scale,
-        row_lse,
-        col_lse,
-        len(rows),
-        len(columns),
-        DIM=walked_dim(row_operand, launch),
-        MASKED=masked,
-        **launch,
-    )
-
-
-@triton.jit(do_not_specialize=["num_rows", "num_columns"])
-def _repair_kernel(
-    rows_desc,  # [r, D] operand type, read
-    columns_desc,  # [c, D] operand type, read
-    scale_ptr,  # f32, read
-    row_lse_ptr,  # f32 [r], read, written where NaN
-    col_lse_ptr,  # f32 [c], read, written where NaN
-    num_rows,
-    num_columns,
-    DIM: tl.constexpr,
-    MASKED: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    scale2 = tl.load(scale_ptr).to(tl.float32) * LOG2E
-    block = tl.program_id(0)
-    blocks = tl.cdiv(num_rows, BLOCK_N)
-    if block < blocks:
-        _repair_block(
-            rows_desc,
-            columns_desc,
-            scale2,
-            row_lse_ptr,
-            block,
-            num_rows,
-            num_columns,
-            DIM,
-            MASKED,
-            BLOCK_N,
-            BLOCK_K,
-            PRECISION,
-        )
-    else:
-        block -= blocks
-        _repair_block(
-            columns_desc,
-            rows_desc,
-            scale2,
-            col_lse_ptr,
-            block,
-            num_columns,
-            num_rows,
-            DIM,
-            MASKED,
-            BLOCK_N,
-            BLOCK_K,
-            PRECISION,
-        )
-
-
-@triton.jit
-def _repair_block(
-    own_desc,
-    other_desc,
-    scale2,
-    lse_ptr,
-    block,
-    num_own,
-    num_other,
-    DIM: tl.constexpr,
-    MASKED: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    own = block * BLOCK + tl.arange(0, BLOCK)
-    lse = tl.load(lse_ptr + own, mask=own < num_own, other=0.0)
-    unknown = lse != lse
-    if tl.max(unknown.to(tl.int32), 0) > 0:
-        maxima = tl.full([BLOCK], float("-inf"), tl.float32)
-        sums = tl.zeros([BLOCK], tl.float32)
-        for first in range(0, num_other, BLOCK):
-            logits = tl.zeros([BLOCK, BLOCK], tl.float32)
-            for k in range(0, DIM, BLOCK_K):
-                a = own_desc.load([block * BLOCK, k])
-                b = other_desc.load([first, k])
-                logits = tl.dot(a, b.T, logits, input_precision=PRECISION)
-            other = first + tl.arange(0, BLOCK)
-            logits = tl.where((other < num_other)[None, :], logits * scale2, float("-inf"))
-            if MASKED:
-                logits = tl.where(own[:, None] == other[None, :], float("-inf"), logits)
-            new_maxima = tl.maximum(maxima, tl.max(logits, 1))
-            sums = sums * tl.exp2(maxima - new_maxima) + tl.sum(tl.exp2(logits - new_maxima[:, None]), 1)
-            maxima = new_maxima
-        tl.store(lse_ptr + own, (maxima + tl.log2(sums)) / LOG2E, mask=unknown & (own < num_own))
-
-
-def launch_options(table: dict[int, dict], features: Tensor, tf32: bool) -> dict:
-    """Block shapes, warps, stages and the dot's precision for features of this type, from a kernel's table."""
-    return table[features.dtype.itemsize] | {"PRECISION": "tf32" if tf32 else "ieee"}
-
-
-def aligned(features: Tensor) -> Tensor:
-    """Features with D padded by zeros so that rows start at multiples of 16 bytes, as tensor descriptors need."""
-    padding = -features.shape[1] % (16 // features.dtype.itemsize)
-    return F.pad(features, (0, padding)) if padding else features
-
-
-def walked_dim(features: Tensor, launch: dict) -> int:
-    """D, but at least two BLOCK_K (Triton 3.6 cannot pipeline a loop of one step); past D, descriptors read zeros."""
-    return max(features.shape[1], launch["BLOCK_K"] + 1)
-
-
-@cache
-def multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
 @cache
