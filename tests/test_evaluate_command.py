@@ -102,7 +102,7 @@ def exports(demo_folder, tmp_path_factory):
 def command(rank, world_size, arguments):
     import infcl.evaluate.__main__ as module
 
-    module.destroy_parallel = lambda: None  # the test's processes go on
+    module.destroy_parallel = lambda *_: None  # the test's processes go on
     return main([*arguments, "--device", "cpu"])
 
 
