@@ -1,0 +1,78 @@
+"""Compiled blocks: what cannot be compiled stays eager and says why; batches of other sizes run eagerly."""
+
+import logging
+
+import pytest
+import torch
+
+from infcl.towers.clip import CLIP
+from infcl.towers.config import load_model_config
+from infcl.towers.transformer import ResidualBlock
+from infcl.train import compiled
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def model():
+    torch.manual_seed(0)
+    return CLIP(load_model_config("demo"))
+
+
+def inputs(model, size):
+    side, length = model.cfg.vision_cfg.image_size, model.context_length
+    return torch.randint(256, (size, 3, side, side), dtype=torch.uint8), torch.randint(model.vocab_size, (size, length))
+
+
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+def test_a_failed_compile_says_its_cause_and_leaves_the_blocks_eager(model, monkeypatch, caplog, phase):
+    class FailingBackward(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            raise RuntimeError("no kernel for this\nand a long story")
+
+    def failing(function, **_):
+        def run(block, x):
+            if phase == "forward":
+                raise RuntimeError("no kernel for this\nand a long story")
+            return FailingBackward.apply(function(block, x))
+
+        return run
+
+    monkeypatch.setattr(torch, "compile", failing)
+    with caplog.at_level(logging.WARNING):
+        assert not compiled.compile_blocks(model, CPU, "fp32", {4})
+    assert caplog.messages == ["the towers' blocks run eagerly, torch.compile failed: RuntimeError: no kernel for this"]
+    assert all("forward" not in vars(block) for block in model.modules() if isinstance(block, ResidualBlock))
+    model(*inputs(model, 4))["image_features"].sum().backward()
+
+
+def test_only_the_batches_of_training_run_compiled(model, monkeypatch):
+    sizes = []
+
+    def counting(function, **_):
+        def run(block, x):
+            sizes.append(len(x))
+            return function(block, x)
+
+        return run
+
+    monkeypatch.setattr(torch, "compile", counting)
+    assert compiled.compile_blocks(model, CPU, "fp32", {4, 8})
+    sizes.clear()
+    for size in (3, 4, 8, 9):
+        model(*inputs(model, size))
+    blocks = sum(isinstance(module, ResidualBlock) for module in model.modules())
+    assert sizes == [4] * blocks + [8] * blocks
+
+
+def test_a_block_of_odd_size_is_not_compiled(model, caplog):
+    block = model.transformer.resblocks[0]
+    block.ln_1.bias = torch.nn.Parameter(torch.zeros(97))
+    with caplog.at_level(logging.WARNING):
+        assert not compiled.compile_blocks(model, CPU, "fp32", {4})
+    assert "transformer.resblocks.0.ln_1.bias is no multiple of 8" in caplog.text
