@@ -51,6 +51,15 @@ def wait_for_step(logs: Path, step: int, process: subprocess.Popen, seconds: flo
         time.sleep(0.1)
 
 
+def wait_for_checkpoint(logs: Path, process: subprocess.Popen, seconds: float = 300) -> None:
+    """Return when the run has a checkpoint to resume from."""
+    deadline = time.monotonic() + seconds
+    while not (logs / "run" / "checkpoints" / "latest").exists():
+        assert process.poll() is None, process.stdout.read()
+        assert time.monotonic() < deadline, "no checkpoint was written"
+        time.sleep(0.05)
+
+
 def losses(logs: Path) -> list[float]:
     return [record["loss"] for record in read_metrics(logs / "run" / "metrics.jsonl", "train")]
 

@@ -15,7 +15,7 @@ from tests.cluster_run import (
     launch_script,
     losses,
     start,
-    wait_for_step,
+    wait_for_checkpoint,
     wait_until_gone,
 )
 from tests.hosts import Hosts, missing
@@ -54,7 +54,7 @@ def hosts(tmp_path):
 
 def test_a_pulled_cable_ends_the_run_on_both_sides_and_names_the_host(demo_folder, tmp_path, hosts, one_rank_losses):
     process = launch_script(hosts, fault_flags(demo_folder, tmp_path))
-    wait_for_step(tmp_path, 3, process)
+    wait_for_checkpoint(tmp_path, process)
     hosts[1].link("down")
     pulled = time.monotonic()
     gone = wait_until_gone(hosts, seconds=6 * HOST_TIMEOUT)
@@ -76,7 +76,7 @@ def test_after_a_crash_supervise_goes_on_with_the_hosts_that_are_left(demo_folde
     options = ["--hostfile", hosts.hostfile, "--min-hosts", "1", "--batch", str(BATCH)]
     program = ["bash", "launch/supervise.sh", *options, tmp_path / "run", *command]
     process = start(hosts, program, INTERFACE="eth0", FIRST_WAIT="0")
-    wait_for_step(tmp_path, 3, process)
+    wait_for_checkpoint(tmp_path, process)
     hosts[1].crash()
     code, output = finish(process)
     assert code == 0, output

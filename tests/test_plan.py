@@ -65,13 +65,15 @@ def test_the_largest_batches_of_the_papers_table_2_fit_and_their_losses_are_met(
 # ---- H200s ----
 
 
-STEPS = compare([row for path in sorted(RESULTS.glob("plan_steps*.csv")) for row in read_steps(path)], load_gpu("h200"))
+STEPS = compare(
+    [row for path in (RESULTS / "step.csv", *sorted(RESULTS.glob("plan_steps*.csv"))) for row in read_steps(path)],
+    load_gpu("h200"),
+)
 
 
 @pytest.mark.parametrize("one", STEPS, ids=lambda one: f"{one['row']['gpus']} GPUs, {one['row']['label']}")
 def test_measured_steps_on_h200s(one):
-    disturbed = "beside" in one["row"]["label"]
-    assert abs(one["speed_error"]) < (0.2 if disturbed else 0.15)
+    assert abs(one["speed_error"]) < 0.15
     assert abs(one["memory_error"]) < 0.05
 
 
@@ -83,11 +85,14 @@ def test_the_comparison_is_printed_as_a_table(capsys):
     )
 
 
-@pytest.mark.parametrize(("gpus", "batch", "milliseconds"), [(1, 65536, 43.9), (2, 131072, 91.4)])
+@pytest.mark.parametrize(
+    ("gpus", "batch", "milliseconds"),
+    [(1, 65536, 43.9), (1, 65536, 42.4), (2, 131072, 91.4), (4, 65536, 13.96), (4, 131072, 46.7), (4, 262144, 180.9)],
+)
 def test_measured_losses_on_h200s(gpus, batch, milliseconds):
     phases = phases_of(planned(gpus=gpus, global_batch=batch))
     loss = sum(phase.exposed for phase in phases if phase.name in ("loss", "ring"))
-    assert loss * 1e3 == pytest.approx(milliseconds, rel=0.05)
+    assert loss * 1e3 == pytest.approx(milliseconds, rel=0.08)
 
 
 # ---- consistency ----

@@ -37,22 +37,24 @@ def state_bytes(
 ) -> dict[str, float]:
     """{"parameters", "gradients", "optimizer"}: bytes per rank of what training keeps between steps.
 
-    fp32 and amp_bf16: parameters and gradients of 4 bytes; bf16 and fp16: of 2, with gradients accumulated in fp32.
+    fp32 and amp_bf16: parameters and gradients of 4 bytes; bf16 and fp16: of 2, with gradients accumulated in fp32 (in
+    stage 1 by DeepSpeed's BF16_Optimizer, which makes no copy of a rank's own share).
     Optimizer: `moments` bytes an element (8: two of Adam's) and, from stage 1 on, the fp32 master of the rank's share.
     """
     low = precision in ("bf16", "fp16")
     width, share = 2 if low else 4, 1 / ranks
     whole, own = trainable * (width + (4 if low else 0)), trainable * share * 4
+    first = whole if low else whole + own
     return {
         "parameters": parameters * width * (share if stage == 3 else 1),
-        "gradients": {0: whole, 1: whole + own}.get(stage, own),
+        "gradients": {0: whole, 1: first}.get(stage, own),
         "optimizer": trainable * (moments if stage == 0 else (4 + moments) * share),
     }
 
 
 def bucket_bytes(zero_optimization: dict, *, stage: int, precision: str) -> float:
     """Bytes per rank of DeepSpeed's buffers for gradients on their way: allocated whole, whatever the model's size."""
-    if stage == 0:
+    if stage == 0 or (stage == 1 and precision in ("bf16", "fp16")):  # BF16_Optimizer has none
         return 0.0
     size = zero_optimization.get("reduce_bucket_size", 5e8) * (2 if precision in ("bf16", "fp16") else 4)
     return size * (2 if stage < 3 and zero_optimization.get("overlap_comm", False) else 1)
@@ -87,8 +89,9 @@ def activation_bytes(
     tensor_parallel: int = 1,
     sequence_parallel: bool = False,
     towers: tuple[str, ...] = ("image", "text"),
+    compiled: bool = True,
 ) -> float:
-    """Bytes that the graph of one micro-batch keeps, of the towers that are trained, eager blocks.
+    """Bytes that the graph of one micro-batch keeps, of the towers that are trained.
 
     With activation checkpointing that is the input of every block, and one block whole. Tensor-parallel ranks share
     what lies between the linear layers they split, with sequence parallelism all. Not counted: embeddings and heads.
@@ -102,6 +105,7 @@ def activation_bytes(
     for tokens, tower in (shapes[name] for name in towers):
         inside = (8 + 4 * tower.mlp_ratio) * (2 if precision == "fp32" else 1)  # of it 2 x ratio each around GELU
         outside = BLOCK_BYTES[precision] - 24 * (2 if precision == "fp32" else 1)
+        outside += 3 if precision == "amp_bf16" and not compiled else 0  # measured: eager norms' casts
         stream = _STREAM_BYTES[precision]
         if sequence_parallel:
             outside, stream = outside / tensor_parallel, stream / tensor_parallel
@@ -175,6 +179,7 @@ def memory_of(setting: "Setting") -> dict[str, float]:
         precision=setting.precision,
         checkpointing=setting.checkpointing,
         tensor_parallel=share,
+        compiled=setting.compiled,
     )
     parts["activations"] = graph * max(1, min(setting.resident, setting.num_micro_batches))
     parts["activations"] += cast_bytes(parameters, precision=setting.precision, checkpointing=setting.checkpointing)
