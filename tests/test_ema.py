@@ -9,6 +9,7 @@ import json
 import pytest
 import torch
 
+from infcl.evaluate.load import load_model
 from infcl.export import load_exported
 from infcl.export import main as export_main
 from infcl.import_weights import read_weights
@@ -152,6 +153,8 @@ def test_the_average_is_evaluated_and_exported_where_asked(averaged_run, tmp_pat
         out = tmp_path / f"out{len(flags)}"
         assert export_main([str(run.root), "--out", str(out), *flags]) == 0
         assert torch.equal(read_weights(out).state["visual.proj"], wanted["visual.proj"])
+    evaluated, _ = load_model(run.root, device=torch.device("cpu"), ema=True)
+    assert torch.equal(evaluated.visual.proj, average["visual.proj"])
     assert "moving average" in (tmp_path / "out1" / "README.md").read_text()
     scores = json.loads(run.summary.read_text())["evaluation"]["retrieval"]
     plain = dataclasses.replace(config, ema_eval=False, logs=str(tmp_path), resume=str(complete_checkpoints(run)[0]))
