@@ -6,7 +6,7 @@
 #   time      as long as the training; the first step comes about a minute after the start
 # bash launch/check.sh HOSTS looks before. INTERFACE=eth0 keeps every connection on that network interface. Flags may hold
 # spaces and shell characters (the login shell of the hosts has to be bash). A host that stops answering is given up after
-# a minute, and the run with it. Of the environment only PYTHON*, NCCL* and what .deepspeed_env lists (KEY=VALUE lines, no
+# half a minute, and the run with it. Of the environment only PYTHON*, NCCL* and what .deepspeed_env lists (KEY=VALUE lines, no
 # blank or comment line) reaches the other hosts, in a command line that every user there can read: no keys in it.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -32,7 +32,7 @@ fi
 options=(-q --hostfile "$HOSTS" --master_addr "${address%/*}" --master_port "$PORT" --force_multi --no_ssh_check)
 
 with_pdsh() {
-  local alive="-oBatchMode=yes -oConnectTimeout=20 -oServerAliveInterval=15 -oServerAliveCountMax=4"
+  local alive="-oBatchMode=yes -oConnectTimeout=20 -oServerAliveInterval=10 -oServerAliveCountMax=3"
   export PDSH_SSH_ARGS_APPEND="${PDSH_SSH_ARGS_APPEND:-} $alive"
   local quoted=() flag
   for flag in "${flags[@]}"; do quoted+=("$(quote "$flag")"); done
