@@ -3,6 +3,7 @@
 import math
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from infcl.config import BatchPlan, TrainConfig
@@ -15,6 +16,7 @@ CFG = CLIPConfig(
     text_cfg=TextConfig(context_length=7, vocab_size=31, width=16, heads=4, layers=2, mlp_ratio=3.0),
 )
 LAYOUTS = [(2, 1), (1, 2), (2, 2), (4, 1)]  # (T, D)
+_groups: set[dist.ProcessGroup] = set()  # what megatron-core has made in this process
 LR, EPS = 1e-2, 1e-3  # a large epsilon: with Adam's usual one a wrong gradient scale would not show
 MICRO_BATCHES, MICRO_BATCH_SIZE = 3, 4
 
@@ -25,10 +27,16 @@ def layout(size: int) -> Parallel:
 
     from megatron_patches.groups import init_tensor_parallel
 
-    if parallel_state.is_initialized():
+    known = dist.distributed_c10d._world.pg_map
+    if parallel_state.is_initialized() and parallel_state.get_tensor_model_parallel_world_size() != size:
         parallel_state.destroy_model_parallel()
-    parallel = init_parallel("cpu")
-    return parallel if size == 1 else init_tensor_parallel(parallel, size)
+        while _groups:  # megatron-core forgets them, but their threads would stay
+            dist.destroy_process_group(_groups.pop())
+    parallel, before = init_parallel("cpu"), set(known)
+    if size > 1:
+        parallel = init_tensor_parallel(parallel, size)
+        _groups.update(set(known) - before)
+    return parallel
 
 
 def settings(preset: str, size: int, **changes) -> TrainConfig:
