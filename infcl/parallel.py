@@ -87,7 +87,7 @@ def init_parallel(
     device: str = "auto",
     *,
     timeout_minutes: float = 30.0,
-    host_timeout: float = 120.0,
+    host_timeout: float = 40.0,
     interface: str | None = None,
 ) -> Parallel:
     """Start the process group. `device` is auto, cuda or cpu; ValueError when cuda is asked for and not there.
