@@ -15,7 +15,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-# What ssh may do without asking anybody; a host that stops answering is given up after 45 s (three times ServerAliveInterval).
+# What ssh may do without asking anybody; a host that stops answering is given up after 45 s (three intervals).
 SSH_OPTIONS = ("-o", "BatchMode=yes", "-o", "ConnectTimeout=10", "-o", "ServerAliveInterval=15")
 _NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._:-]*[A-Za-z0-9])?")
 
