@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from infcl.kernels import Tile
-from infcl.loss.operands import refuse_double_backward, scaled
+from infcl.loss.operands import refuse_double_backward
 from infcl.loss.ring import RingExchange
 
 MAX_ROWS = 8192
@@ -104,5 +104,6 @@ class _Replay(torch.autograd.Function):
         refuse_double_backward("inf_cl")
         (results,) = ctx.saved_tensors
         size = ctx.shape.numel()
-        shapes = (results[:size].view(ctx.shape), results[size : 2 * size].view(ctx.shape), results[2 * size])
-        return *(scaled(g, d_loss, dtype) for g, dtype in zip(shapes, ctx.dtypes)), None
+        parts = (results[:size].view(ctx.shape), results[size : 2 * size].view(ctx.shape), results[2 * size])
+        # Not in place: with retain_graph another backward pass may read them again.
+        return *(torch.mul(g, d_loss, out=torch.empty_like(g, dtype=t)) for g, t in zip(parts, ctx.dtypes)), None
