@@ -7,11 +7,18 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
 from infcl.report import read_metrics
-from tests.hosts import Hosts
+from tests.hosts import Hosts, missing
 from tests.test_entry import ROOT, command
 
 PATH = f"{Path(sys.executable).parent}:/usr/bin:/bin:/usr/sbin"
+MARKS = [
+    pytest.mark.cluster,
+    pytest.mark.skipif(missing() is not None, reason=str(missing())),
+    pytest.mark.timeout(900),
+]
 DEEPSPEED = ["deepspeed", "-q", "--launcher", "pdsh", "--hostfile"]
 
 

@@ -11,6 +11,7 @@ import pytest
 
 from tests.cluster_run import (
     DEEPSPEED,
+    MARKS,
     finish,
     flags,
     kill,
@@ -21,14 +22,10 @@ from tests.cluster_run import (
     train,
     wait_for_step,
 )
-from tests.hosts import Hosts, missing
+from tests.hosts import Hosts
 from tests.test_entry import alone
 
-pytestmark = [
-    pytest.mark.cluster,
-    pytest.mark.skipif(missing() is not None, reason=str(missing())),
-    pytest.mark.timeout(900),
-]
+pytestmark = MARKS
 
 
 @pytest.fixture(scope="module")

@@ -9,6 +9,7 @@ import time
 import pytest
 
 from tests.cluster_run import (
+    MARKS,
     PATH,
     finish,
     flags,
@@ -18,14 +19,10 @@ from tests.cluster_run import (
     wait_for_checkpoint,
     wait_until_gone,
 )
-from tests.hosts import Hosts, missing
+from tests.hosts import Hosts
 from tests.test_entry import ROOT, alone
 
-pytestmark = [
-    pytest.mark.cluster,
-    pytest.mark.skipif(missing() is not None, reason=str(missing())),
-    pytest.mark.timeout(900),
-]
+pytestmark = MARKS
 STEPS, BATCH = 30, 32
 HOST_TIMEOUT = 10
 
