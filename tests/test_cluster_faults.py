@@ -89,6 +89,8 @@ def test_a_slow_host_changes_nothing_but_the_time(demo_folder, tmp_path, hosts, 
     try:
         hosts[1].shape(discipline)
     except RuntimeError as error:
+        if not discipline.startswith("netem"):  # which not every kernel has
+            raise
         pytest.skip(str(error))
     code, output = finish(launch_script(hosts, fault_flags(demo_folder, tmp_path, "--steps", "4", "--warmup", "5")))
     assert code == 0, output
