@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from infcl.config import LOSS_NAMES, BatchPlan, TrainConfig, _parser, parse_args, total_steps
+from infcl.config import LOSS_NAMES, BatchPlan, TrainConfig, make_parser, parse_args, total_steps
 from infcl.loss.contrastive import LOSSES
 
 ROOT = Path(__file__).parent.parent
@@ -160,5 +160,5 @@ def test_without_a_global_batch_it_follows_from_the_flags():
 def test_the_flags_of_launch_scripts_are_ours(script):
     text = re.sub(r"#.*", "", script.read_text())
     flags = set(re.findall(r"(?<!\S)--[a-z][\w-]+", text.partition("pretrain_clip.py")[2]))
-    known = {option for action in _parser()._actions for option in action.option_strings}
+    known = {option for action in make_parser()._actions for option in action.option_strings}
     assert flags <= known

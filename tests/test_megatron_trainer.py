@@ -6,6 +6,7 @@ import json
 import pytest
 import torch
 
+from infcl.config import validate
 from infcl.export import load_exported
 from infcl.towers import load_model_config
 from infcl.train.checkpoint import consolidated_state_dict
@@ -161,4 +162,4 @@ def test_sizes_that_do_not_fit_are_refused_with_the_numbers(demo_folder, tmp_pat
 )
 def test_flags_that_cannot_work_are_refused(demo_folder, tmp_path, changes, message):
     with pytest.raises(ValueError, match=message):
-        demo_config(demo_folder, tmp_path, **changes).validate()
+        validate(demo_config(demo_folder, tmp_path, **changes))

@@ -1,0 +1,23 @@
+"""The configuration of a run: command line -> one frozen dataclass -> checked numbers.
+
+The dataclass is the single source: `parse_args` derives argparse from its fields, and `config.json` in the run folder
+is the same fields again. Refusing a wrong flag needs no device and no other rank.
+
+settings: the fields; checks: what is refused; command_line: argparse; batch: pairs of a step, steps of a run.
+"""
+
+from infcl.config.batch import BatchPlan, total_steps
+from infcl.config.checks import parse_factors, validate
+from infcl.config.command_line import make_parser, parse_args
+from infcl.config.settings import LOSS_NAMES, TrainConfig
+
+__all__ = [
+    "LOSS_NAMES",
+    "BatchPlan",
+    "TrainConfig",
+    "make_parser",
+    "parse_args",
+    "parse_factors",
+    "total_steps",
+    "validate",
+]

@@ -1,0 +1,55 @@
+"""How many pairs a step has and how many steps a run: the one place where batch sizes are multiplied.
+
+global_batch_size = dp_size * num_micro_batches * micro_batch_size
+"""
+
+from dataclasses import dataclass
+
+from infcl.config.settings import TrainConfig
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """ranks x micro-batches x pairs."""
+
+    dp_size: int
+    num_micro_batches: int
+    micro_batch_size: int
+
+    @classmethod
+    def of(cls, config: TrainConfig, dp_size: int) -> "BatchPlan":
+        """The plan of a run on `dp_size` data-parallel ranks.
+
+        Under --global-batch-size a micro-batch is the largest one, up to --batch-size, that divides a rank's share.
+        ValueError when the ranks do not divide the global batch.
+        """
+        if config.global_batch_size is None:
+            return cls(dp_size, config.accum_freq, config.batch_size)
+        share, rest = divmod(config.global_batch_size, dp_size)
+        if rest or not share or share % config.tensor_parallel_size:
+            ranks = dp_size * config.tensor_parallel_size
+            raise ValueError(
+                f"--global-batch-size {config.global_batch_size} cannot be shared by {ranks} ranks: use a multiple "
+                f"of {ranks}, or ranks that divide it"
+            )
+        micro = next(size for size in range(min(config.batch_size, share), 0, -1) if share % size == 0)
+        return cls(dp_size, share // micro, micro)
+
+    @property
+    def rank_batch_size(self) -> int:
+        return self.num_micro_batches * self.micro_batch_size
+
+    @property
+    def global_batch_size(self) -> int:
+        return self.dp_size * self.rank_batch_size
+
+    def __str__(self) -> str:
+        return (
+            f"{self.global_batch_size} pairs a step = {self.dp_size} ranks x {self.num_micro_batches} micro-batches "
+            f"(--accum-freq) x {self.micro_batch_size} (--batch-size)"
+        )
+
+
+def total_steps(config: TrainConfig, steps_per_epoch: int) -> int:
+    """Optimizer steps of the whole run."""
+    return config.steps if config.steps is not None else config.epochs * steps_per_epoch

@@ -1,0 +1,206 @@
+"""What can be refused without looking at files, devices or other ranks: each wrong value, with the fix."""
+
+import importlib.util
+from pathlib import Path
+
+from infcl.config.settings import AUGMENTATIONS, TrainConfig, option_of
+
+POSITIVE = (
+    "accum_freq",
+    "epochs",
+    "lr",
+    "lr_base_batch",
+    "eps",
+    "dist_timeout",
+    "tensor_parallel_size",
+    "host_timeout",
+    "log_every_n_steps",
+    "max_image_pixels",
+    "storage_timeout",
+    "data_timeout",
+    "encode_micro_batches",
+)
+NOT_NEGATIVE = (
+    "batch_size",
+    "workers",
+    "wd",
+    "warmup",
+    "save_frequency",
+    "save_every_n_steps",
+    "val_frequency",
+    "profile",
+    "save_every_minutes",
+    "keep_checkpoints",
+    "keep_every_n_steps",
+    "update_clip",
+    "max_skipped_steps",
+    "zeroshot_frequency",
+    "lock_image_unlocked_groups",
+    "lock_text_unlocked_layers",
+)
+POSITIVE_IF_GIVEN = (
+    "steps",
+    "global_batch_size",
+    "train_num_samples",
+    "grad_clip_norm",
+    "force_image_size",
+    "force_context_length",
+    "image_lr",
+    "text_lr",
+    "warmup_samples",
+)
+BELOW_ONE = ("beta1", "beta2", "max_bad_fraction", "max_missing_shards")
+PATHS = (
+    "train_data",
+    "val_data",
+    "zeroshot_data",
+    "tokenizer",
+    "deepspeed_config",
+    "pretrained",
+    "pretrained_image",
+    "pretrained_text",
+)
+
+
+def validate(config: TrainConfig) -> None:
+    """Raise ValueError, with the value and the fix, for the first setting that cannot be."""
+    _check_ranges(config)
+    _check_data(config)
+    _check_schedule_and_towers(config)
+    _check_memory_and_reports(config)
+    _check_optimizer(config)
+    _check_tensor_parallel(config)
+    for name in PATHS:
+        _check_plain_path(option_of(name), getattr(config, name))
+    unknown = set(config.aug_cfg) - set(AUGMENTATIONS)
+    if unknown:
+        raise ValueError(f"--aug-cfg knows {', '.join(AUGMENTATIONS)}, not {', '.join(sorted(unknown))}")
+    parse_factors(config.train_data_upsampling_factors)
+
+
+def parse_factors(text: str | None) -> list[float] | None:
+    """'1::2.5' -> [1.0, 2.5]. Raises ValueError when a part is no number above 0."""
+    if text is None:
+        return None
+    try:
+        factors = [float(part) for part in text.split("::")]
+    except ValueError:
+        factors = [0.0]
+    if not all(0 < factor < float("inf") for factor in factors):
+        raise ValueError(f"--train-data-upsampling-factors {text!r} is not numbers above 0 between '::'")
+    return factors
+
+
+def _check_ranges(config: TrainConfig) -> None:
+    if config.batch_size == 0 and config.global_batch_size is None:
+        raise ValueError("--batch-size 0 must be greater than 0; auto needs --global-batch-size, the pairs of a step")
+    for name in POSITIVE:
+        if getattr(config, name) <= 0:
+            raise ValueError(f"{option_of(name)} {getattr(config, name)} must be greater than 0")
+    for name in NOT_NEGATIVE:
+        if getattr(config, name) < 0:
+            raise ValueError(f"{option_of(name)} {getattr(config, name)} must not be negative")
+    for name in POSITIVE_IF_GIVEN:
+        if getattr(config, name) is not None and getattr(config, name) <= 0:
+            raise ValueError(f"{option_of(name)} {getattr(config, name)} must be greater than 0; leave it out for none")
+    if config.global_batch_size is not None and config.accum_freq != 1:
+        raise ValueError("--accum-freq follows from --global-batch-size: leave one of them out")
+    for name in BELOW_ONE:
+        if not 0 <= getattr(config, name) < 1:
+            raise ValueError(f"{option_of(name)} {getattr(config, name)} must lie in [0, 1)")
+    if config.force_patch_dropout is not None and not 0 <= config.force_patch_dropout < 1:
+        raise ValueError(f"--force-patch-dropout {config.force_patch_dropout} must lie in [0, 1)")
+
+
+def _check_data(config: TrainConfig) -> None:
+    if config.dataset_type == "synthetic":
+        if config.train_num_samples is None:
+            raise ValueError("--dataset-type synthetic needs --train-num-samples: the number of pairs in an epoch")
+        return
+    if config.train_data is None:
+        raise ValueError("--train-data is missing: name the training data, or use --dataset-type synthetic")
+    if config.tokenizer is None:
+        raise ValueError(
+            "--tokenizer is missing: name a sentencepiece model "
+            "(python -m infcl.data.tokenizer train --train-data ... --out FILE makes one)"
+        )
+
+
+def _check_schedule_and_towers(config: TrainConfig) -> None:
+    if config.lr_scheduler == "const-cooldown" and not config.epochs_cooldown:
+        raise ValueError("--lr-scheduler const-cooldown needs --epochs-cooldown: the epochs over which lr decays")
+    if config.epochs_cooldown and config.lr_scheduler != "const-cooldown":
+        raise ValueError(f"--epochs-cooldown has no meaning with --lr-scheduler {config.lr_scheduler}")
+    if config.lock_image and config.lock_text:
+        raise ValueError("--lock-image with --lock-text leaves nothing to train but logit_scale: lock one tower")
+    for lock, unlocked in (
+        ("lock_image", "lock_image_unlocked_groups"),
+        ("lock_text", "lock_text_unlocked_layers"),
+    ):
+        if getattr(config, unlocked) and not getattr(config, lock):
+            raise ValueError(f"{option_of(unlocked)} {getattr(config, unlocked)} needs {option_of(lock)}")
+
+
+def _check_memory_and_reports(config: TrainConfig) -> None:
+    if not _is_size(config.pixel_cache_gb):
+        raise ValueError(f"--pixel-cache-gb {config.pixel_cache_gb} is neither a number of at least 0 nor auto")
+    count = config.resident_micro_batches
+    if count != "auto" and not (count.isdecimal() and int(count) > 0):
+        raise ValueError(f"--resident-micro-batches {count} is neither a number above 0 nor auto")
+    if config.report_to in ("wandb", "all") and not _is_installed("wandb"):
+        raise ValueError(f"--report-to {config.report_to}: wandb is not installed (pip install 'wandb>=0.19')")
+
+
+def _check_optimizer(config: TrainConfig) -> None:
+    for name in ("image_layer_decay", "text_layer_decay"):
+        if getattr(config, name) is not None and not 0 < getattr(config, name) <= 1:
+            raise ValueError(f"{option_of(name)} {getattr(config, name)} must lie in (0, 1]")
+    if config.opt == "lamb" and config.wd_mode == "schedule":
+        raise ValueError("--wd-mode schedule has no meaning with --opt lamb, whose decay is part of the update")
+    if config.opt == "adamw8bit" and not _is_installed("bitsandbytes"):
+        raise ValueError("--opt adamw8bit: bitsandbytes is not installed (pip install 'bitsandbytes>=0.49,<0.51')")
+    if config.opt in ("lamb", "adafactor") and config.tensor_parallel_size > 1:
+        raise ValueError(
+            f"--opt {config.opt} needs whole matrices, which --tensor-parallel-size {config.tensor_parallel_size} "
+            "splits: use adamw or lion"
+        )
+    if config.ema_decay is not None and not 0 <= config.ema_decay < 1:
+        raise ValueError(f"--ema-decay {config.ema_decay} must lie in [0, 1)")
+    if config.ema_eval and config.ema_decay is None:
+        raise ValueError("--ema-eval needs --ema-decay: there is no average to evaluate")
+
+
+def _check_tensor_parallel(config: TrainConfig) -> None:
+    size, rows = config.tensor_parallel_size, config.accum_freq * config.batch_size
+    if size == 1 and config.sequence_parallel:
+        raise ValueError("--sequence-parallel needs --tensor-parallel-size of 2 or more: it splits over those ranks")
+    if rows % size and config.global_batch_size is None:
+        raise ValueError(
+            f"--tensor-parallel-size {size} does not divide the {rows} pairs of a step (--accum-freq "
+            f"{config.accum_freq} x --batch-size {config.batch_size}): each of these ranks takes its share of the loss"
+        )
+    if size > 1 and not (importlib.util.find_spec("megatron") and _is_installed("megatron.core")):
+        raise ValueError(
+            f"--tensor-parallel-size {size}: megatron-core is not installed (pip install megatron-core==0.16.1)"
+        )
+
+
+def _is_size(text: str) -> bool:
+    try:
+        return text == "auto" or 0 <= float(text) < float("inf")
+    except ValueError:
+        return False
+
+
+def _is_installed(package: str) -> bool:
+    """Whether `import package` finds a real package, not merely a folder of that name in the working directory."""
+    found = importlib.util.find_spec(package)
+    return found is not None and found.origin is not None
+
+
+def _check_plain_path(option: str, value: str | None) -> None:
+    """A missing path is refused here; patterns, lists and remote urls are looked at by the data layer."""
+    if value is None or any(mark in value for mark in ("::", "{", "*", ":")):
+        return
+    if not Path(value).exists():
+        raise ValueError(f"{option} {value}: no such file or folder")

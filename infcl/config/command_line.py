@@ -1,0 +1,78 @@
+"""Command line -> TrainConfig: argparse made from the dataclass's fields."""
+
+import argparse
+import ast
+import dataclasses
+
+from infcl.config.checks import validate
+from infcl.config.settings import TrainConfig, option_of
+
+
+def parse_args(argv: list[str] | None = None) -> TrainConfig:
+    """Command line -> validated TrainConfig. Raises ValueError for a wrong flag or value (argparse's own message)."""
+    parser = make_parser()
+    arguments = vars(parser.parse_args(argv))
+    for launcher_flag in ("local_rank", "deepspeed"):
+        arguments.pop(launcher_flag)
+    arguments["aug_cfg"] = _parse_aug_cfg(arguments["aug_cfg"])
+    config = TrainConfig(**arguments)
+    validate(config)
+    return config
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse that raises: with many ranks the caller decides who prints."""
+
+    def error(self, message: str):
+        raise ValueError(f"{message} (see --help)")
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The parser whose --help the user sees; its errors are ValueErrors."""
+    parser = _Parser(
+        prog="pretrain_clip.py",
+        usage="deepspeed [--hostfile hosts] pretrain_clip.py [flags]",
+        description="Exact contrastive pre-training of image and text towers on DeepSpeed ZeRO.",
+        allow_abbrev=False,
+        formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=34, width=130),
+    )
+    groups: dict[str, argparse._ArgumentGroup] = {}
+    for entry in dataclasses.fields(TrainConfig):
+        name, options = entry.metadata["group"], dict(entry.metadata["argparse"])
+        group = groups.setdefault(name, parser.add_argument_group(name))
+        default = entry.default if entry.default is not dataclasses.MISSING else []
+        help = entry.metadata["help"]
+        if default not in (None, False, []):
+            help += f" [{default}]"
+        spellings = [option_of(entry.name)] + (["--micro-batch-size"] if entry.name == "batch_size" else [])
+        if entry.name == "deepspeed_config":
+            spellings.append("--deepspeed-config")
+        if entry.type in (bool, "bool"):
+            options["action"] = "store_true"
+        else:
+            options.setdefault("type", _value_type(entry.type))
+            if "choices" not in options:
+                options.setdefault("metavar", {float: "X", str: "S"}.get(options["type"], "N"))
+        group.add_argument(*spellings, dest=entry.name, default=default, help=help, **options)
+    parser.add_argument("--local_rank", "--local-rank", type=int, default=-1, help=argparse.SUPPRESS)
+    parser.add_argument("--deepspeed", action="store_true", help=argparse.SUPPRESS)  # launchers' habit; always on
+    return parser
+
+
+def _value_type(annotation) -> type:
+    text = annotation.__name__ if isinstance(annotation, type) else str(annotation)
+    for name, kind in (("int", int), ("float", float)):
+        if text.startswith(name):
+            return kind
+    return str
+
+
+def _parse_aug_cfg(pairs: list[str]) -> dict:
+    result = {}
+    for pair in pairs:
+        key, equals, value = pair.partition("=")
+        try:
+            result[key] = ast.literal_eval(value)
+        except (SyntaxError, ValueError):
+            raise ValueError(f"--aug-cfg {pair!r} is not KEY=VALUE with a number or a (low,high) pair") from None
+    return result

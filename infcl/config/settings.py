@@ -1,0 +1,220 @@
+"""Every setting of a run as one frozen dataclass: its fields are the flags, their defaults and their help.
+
+Flag names and meanings are open_clip's where it has the flag, DeepSpeed's or Megatron's where it has not.
+"""
+
+import argparse
+import dataclasses
+import json
+from dataclasses import dataclass, field
+
+LOSS_NAMES = ("inf_cl", "clip", "open_clip", "disco", "siglip")
+PRECISIONS = ("fp32", "amp_bf16", "bf16", "fp16")
+AUGMENTATIONS = ("scale", "ratio", "hflip", "color_jitter", "color_jitter_prob", "gray_scale_prob", "scaled_decode")
+SCHEDULES = ("cosine", "const", "const-cooldown")
+LR_SCALINGS = ("none", "sqrt", "linear")
+WD_MODES = ("lr", "schedule")
+OPTIMIZERS = ("adamw", "adamw8bit", "lion", "lamb", "adafactor")
+REPORT_TO = ("tensorboard", "wandb", "all", "none")
+
+
+def pairs_or_auto(text: str) -> int:
+    """'64' -> 64, 'auto' -> 0."""
+    try:
+        return 0 if text == "auto" else int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"invalid int value: {text!r}") from None
+
+
+def _flag(default, group: str, help: str, **argparse_options):
+    metadata = {"group": group, "help": help, "argparse": argparse_options}
+    if isinstance(default, (list, dict)):
+        return field(default_factory=lambda: type(default)(default), metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """Every setting of a training run. `None` means "not given"; the help says what then holds."""
+
+    train_data: str | None = _flag(None, "data", "training shards: path, {000..010} braces, folder, or '::' list")
+    val_data: str | None = _flag(None, "data", "validation pairs, for retrieval and the validation loss")
+    zeroshot_data: str | None = _flag(None, "data", "class folders or labelled shards for zero-shot classification")
+    zeroshot_classnames: str | None = _flag(None, "data", "one class name a line [classnames.txt beside the shards]")
+    zeroshot_templates: str | None = _flag(None, "data", "one prompt a line, with {} [templates.txt beside the shards]")
+    zeroshot_classes: str | None = _flag(None, "data", "which classes compete, a line each, for a subset [all]")
+    dataset_type: str = _flag("webdataset", "data", "what --train-data is", choices=("webdataset", "csv", "synthetic"))
+    train_data_upsampling_factors: str | None = _flag(
+        None,
+        "data",
+        "'a::b': how often an epoch sees each sample of the '::' parts of --train-data",
+    )
+    data_reader: str = _flag(
+        "indexed", "data", "indexed: exact order and resume; streaming: pipe: urls", choices=("indexed", "streaming")
+    )
+    train_num_samples: int | None = _flag(None, "data", "samples per epoch (synthetic and streaming data need it)")
+    tokenizer: str | None = _flag(None, "data", "sentencepiece .model file, or open_clip:MODEL for CLIP's own")
+    workers: int = _flag(4, "data", "data loader processes per rank")
+    aug_cfg: dict = _flag(
+        {}, "data", "augmentation, e.g. scale='(0.9,1.0)' ratio='(0.75,1.33)' hflip=0.5", nargs="*", metavar="K=V"
+    )
+    max_bad_fraction: float = _flag(0.01, "data", "end the run when more than this share of samples is unreadable")
+    max_missing_shards: float = _flag(0.0, "data", "go on when up to this share of the shards is missing or unreadable")
+    max_image_pixels: int = _flag(25_000_000, "data", "larger images are skipped undecoded")
+    image_key: str = _flag("jpg;png;jpeg;webp", "data", "extensions of the image member")
+    text_key: str = _flag("txt", "data", "extensions of the caption member")
+    json_text_key: str | None = _flag(
+        None, "data", "captions from this key of the json member ('a;b': the first found)"
+    )
+    json_text_key_probs: list = _flag(
+        [], "data", "draw the order of the --json-text-key keys by these weights", nargs="*", metavar="P", type=float
+    )
+    csv_separator: str = _flag("\t", "data", "csv: between columns")
+    csv_img_key: str = _flag("filepath", "data", "csv: the column of image paths")
+    csv_caption_key: str = _flag("title", "data", "csv: the column of captions")
+    index_cache: str | None = _flag(
+        None, "data", "folder of indexes that cannot lie beside their shards [~/.cache/infcl/index]"
+    )
+    data_cache: str | None = _flag(
+        None, "data", "local folder for shards of storage that cannot be read at random [~/.cache/infcl/shards]"
+    )
+    data_cache_gb: float = _flag(100.0, "data", "limit of --data-cache; shards used longest ago are removed")
+    allow_pipe_urls: bool = _flag(False, "data", "run the shell commands of pipe: urls")
+    storage_timeout: float = _flag(30.0, "data", "seconds without a byte after which a read is tried again")
+    data_timeout: float = _flag(600.0, "data", "seconds without a batch after which the run ends")
+
+    model: str = _flag("ViT-B-32", "model", "name in infcl/model_configs or path of a JSON file in open_clip's schema")
+    pretrained: str | None = _flag(None, "model", "start from these weights: open_clip file or folder, CLIPModel, run")
+    pretrained_image: str | None = _flag(None, "model", "the same, of the image tower only")
+    pretrained_text: str | None = _flag(None, "model", "the same, of the text tower only")
+    force_image_size: int | None = _flag(None, "model", "override the image size of the model config")
+    force_context_length: int | None = _flag(None, "model", "override the context length of the model config")
+    force_patch_dropout: float | None = _flag(None, "model", "override the patch dropout of the model config")
+    lock_image: bool = _flag(False, "model", "freeze the image tower (LiT)")
+    lock_image_unlocked_groups: int = _flag(0, "model", "leave the last n blocks of the locked image tower trainable")
+    lock_text: bool = _flag(False, "model", "freeze the text tower")
+    lock_text_unlocked_layers: int = _flag(0, "model", "leave the last n blocks of the locked text tower trainable")
+    frozen_trunk: str = _flag(
+        "keep",
+        "model",
+        "what a partly locked tower's frozen blocks give: keep it for the second pass, or encode again",
+        choices=("keep", "again"),
+    )
+    grad_checkpointing: bool = _flag(False, "model", "recompute each block's activations in the backward pass")
+
+    loss: str = _flag("inf_cl", "loss", "which loss, all over the data-parallel group", choices=LOSS_NAMES)
+    tile: str = _flag("auto", "loss", "tile kernel; auto: triton on a GPU", choices=("auto", "torch", "triton"))
+    ring: str = _flag(
+        "flat", "loss", "two-level: rings within nodes inside a ring of nodes", choices=("auto", "flat", "two-level")
+    )
+    ring_overlap: str = _flag("on", "loss", "off: wait for each message, to measure it", choices=("on", "off"))
+
+    batch_size: int = _flag(
+        64,
+        "optimisation",
+        "pairs per GPU per micro-batch; auto, with --global-batch-size: the most that memory allows",
+        type=pairs_or_auto,
+    )
+    accum_freq: int = _flag(1, "optimisation", "micro-batches per step; one loss over all of them (gradient cache)")
+    global_batch_size: int | None = _flag(
+        None, "optimisation", "pairs per step over all ranks; --accum-freq then follows from it and from --batch-size"
+    )
+    epochs: int = _flag(32, "optimisation", "passes over the training set")
+    steps: int | None = _flag(None, "optimisation", "stop (and schedule) at this optimizer step instead of --epochs")
+    opt: str = _flag("adamw", "optimisation", "optimizer; docs/optimizers.md", choices=OPTIMIZERS)
+    lr: float = _flag(5e-4, "optimisation", "peak learning rate")
+    image_lr: float | None = _flag(None, "optimisation", "peak learning rate of the image tower [--lr]")
+    text_lr: float | None = _flag(None, "optimisation", "peak learning rate of the text tower [--lr]")
+    image_layer_decay: float | None = _flag(None, "optimisation", "times this with each block down the image tower [1]")
+    text_layer_decay: float | None = _flag(None, "optimisation", "times this with each block down the text tower [1]")
+    lr_scaling: str = _flag(
+        "none", "optimisation", "learning rates x (global batch / --lr-base-batch) ^ 0, 1/2, 1", choices=LR_SCALINGS
+    )
+    lr_base_batch: int = _flag(32768, "optimisation", "the global batch that --lr is meant for; see --lr-scaling")
+    beta1: float = _flag(0.9, "optimisation", "beta1 (adafactor: momentum)")
+    beta2: float = _flag(0.98, "optimisation", "beta2 (adafactor: its cap)")
+    eps: float = _flag(1e-6, "optimisation", "epsilon of adamw, adamw8bit and lamb")
+    update_clip: float = _flag(1.0, "optimisation", "adafactor: root mean square of a parameter's update (0: no limit)")
+    wd: float = _flag(0.2, "optimisation", "weight decay of matrices (not norms, biases, embeddings of position)")
+    wd_mode: str = _flag(
+        "lr", "optimisation", "a step decays by --wd times lr, or times lr / peak lr (schedule)", choices=WD_MODES
+    )
+    warmup: int = _flag(10000, "optimisation", "warm-up steps")
+    warmup_samples: int | None = _flag(None, "optimisation", "warm-up samples, instead of --warmup")
+    lr_scheduler: str = _flag("cosine", "optimisation", "after the warm-up", choices=SCHEDULES)
+    epochs_cooldown: int | None = _flag(None, "optimisation", "const-cooldown: decay over the last n epochs")
+    lr_cooldown_end: float = _flag(0.0, "optimisation", "const-cooldown: learning rate at the end")
+    lr_cooldown_power: float = _flag(1.0, "optimisation", "const-cooldown: power of the decay")
+    max_skipped_steps: int = _flag(
+        20,
+        "optimisation",
+        "end the run (with a checkpoint) when more steps in a row are not finite",
+    )
+    grad_clip_norm: float | None = _flag(None, "optimisation", "clip the global gradient norm [no clipping]")
+    ema_decay: float | None = _flag(None, "optimisation", "keep a moving average of the weights, e.g. 0.9999 [none]")
+    ema_eval: bool = _flag(False, "optimisation", "evaluate, and export at the end, the averaged weights")
+
+    precision: str | None = _flag(
+        None,
+        "system",
+        "amp_bf16: fp32 parameters, bf16 autocast; bf16, fp16: low-precision parameters, fp32 masters (ZeRO >= 1) "
+        "[what --deepspeed_config says, else amp_bf16 on a GPU, fp32 on a CPU]",
+        choices=PRECISIONS,
+    )
+    compile_blocks: str = _flag(
+        "auto", "system", "torch.compile of the towers' blocks; auto: on a GPU", choices=("auto", "on", "off")
+    )
+    resident_micro_batches: str = _flag(
+        "1", "system", "micro-batches that keep their graphs between the passes: N, or auto: what GPU memory allows"
+    )
+    pixel_cache_gb: str = _flag(
+        "auto",
+        "system",
+        "GB of pixels a rank keeps between the passes, the rest is decoded twice; auto: 0.6 of the free host memory",
+    )
+    pixel_cache: str = _flag("host", "system", "where kept pixels are", choices=("host", "gpu"))
+    encode_micro_batches: int = _flag(
+        1, "system", "micro-batches that the first pass (no graph) encodes at once; needs patch dropout 0"
+    )
+    deepspeed_config: str = _flag("ds_configs/zero1.json", "system", "ZeRO preset")
+    tensor_parallel_size: int = _flag(
+        1, "system", "ranks that share every layer (megatron-core); the rest of the world is data-parallel"
+    )
+    sequence_parallel: bool = _flag(
+        False, "system", "split activations between the shared layers over the tensor-parallel ranks too"
+    )
+    device: str = _flag("auto", "system", "auto: cuda where there is a GPU", choices=("auto", "cuda", "cpu"))
+    interface: str | None = _flag(
+        None, "system", "network interface of all connections; nothing listens on another one"
+    )
+    host_timeout: float = _flag(40.0, "system", "seconds of silence after which a host counts as lost and the run ends")
+    dist_timeout: float = _flag(30.0, "system", "minutes after which a hung collective ends the run")
+    skip_memory_check: bool = _flag(False, "system", "start although the estimate says that memory is too small")
+    deterministic: bool = _flag(False, "system", "bitwise repeatable kernels (slower)")
+    seed: int = _flag(0, "system", "seed of initialisation, data order, augmentation and dropout")
+
+    logs: str = _flag("./logs/", "run", "folder of run folders")
+    name: str | None = _flag(None, "run", "run folder's name [time-model-lr-b-j-p]")
+    resume: str | None = _flag(None, "run", "'latest' (starts anew where there is nothing) or a checkpoint folder")
+    overwrite: bool = _flag(False, "run", "train again although the run folder holds a finished run")
+    save_frequency: int = _flag(1, "run", "checkpoint every n epochs (0: only at the end)")
+    save_every_n_steps: int = _flag(0, "run", "checkpoint every n steps too (0: off)")
+    save_every_minutes: float = _flag(0.0, "run", "checkpoint every x minutes too (0: off)")
+    keep_checkpoints: int = _flag(3, "run", "keep the last n checkpoints (0: all)")
+    keep_every_n_steps: int = _flag(0, "run", "and those of every n-th step (0: none)")
+    val_frequency: int = _flag(1, "run", "retrieval on --val-data every n epochs (0: only at the end)")
+    zeroshot_frequency: int = _flag(2, "run", "zero-shot on --zeroshot-data every n epochs (0: only at the end)")
+    log_every_n_steps: int = _flag(100, "run", "print a line every n steps where there is no terminal")
+    report_to: str = _flag("tensorboard", "run", "where metrics go beside metrics.jsonl", choices=REPORT_TO)
+    wandb_project_name: str = _flag("infcl", "run", "project of --report-to wandb (WANDB_MODE=offline keeps it local)")
+    profile: int = _flag(0, "run", "profile n steps after 5 warm-up steps: a trace and a table in RUN/profile (0: off)")
+    dry_run: bool = _flag(False, "run", "print the plan (batch, steps, data, parameters, memory) and exit")
+    debug: bool = _flag(False, "run", "show tracebacks of configuration errors and debug logging")
+
+    def to_json(self) -> str:
+        return json.dumps(dataclasses.asdict(self), indent=2) + "\n"
+
+
+def option_of(name: str) -> str:
+    """The flag of a field: 'batch_size' -> '--batch-size'."""
+    return "--deepspeed_config" if name == "deepspeed_config" else "--" + name.replace("_", "-")
