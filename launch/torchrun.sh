@@ -14,5 +14,6 @@ else
   : "${NODE_RANK:?NODE_RANK: which of the $NODES hosts this is, from 0}" "${MASTER_ADDR:?MASTER_ADDR: the address of host 0}"
   where=(--nnodes "$NODES" --node-rank "$NODE_RANK" --master-addr "$MASTER_ADDR" --master-port "${MASTER_PORT:-29500}")
 fi
-exec torchrun "${where[@]}" --nproc-per-node "$RANKS" pretrain_clip.py \
+# without "--", torchrun takes --logs for an abbreviation of its own flags
+exec torchrun "${where[@]}" --nproc-per-node "$RANKS" -- pretrain_clip.py \
   --deepspeed_config "${PRESET:-ds_configs/zero1.json}" ${INTERFACE:+--interface "$INTERFACE"} "$@"

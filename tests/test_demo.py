@@ -23,7 +23,7 @@ def hashes(folder: Path) -> dict[str, str]:
 
 
 def test_the_same_parameters_give_the_same_bytes(folder, tmp_path):
-    again = demo.prepare_demo(tmp_path / "again", num_train=600, seed=3)
+    again = demo.prepare_demo(tmp_path / "again", num_train=600, seed=3, jobs=2)
     assert hashes(again) == hashes(folder)
     assert [p.name for p in tmp_path.iterdir()] == ["again"]  # no temporary folder stays
     other = demo.render_demo(tmp_path / "other", num_train=600, seed=4)

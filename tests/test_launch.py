@@ -77,7 +77,7 @@ def test_slurm_needs_to_know_what_to_resume(tmp_path):
 def test_torchrun_of_several_nodes_needs_rank_and_address(tmp_path):
     programs = {"torchrun": 'printf "%s|" "$@"\n'}
     alone = run("torchrun.sh", "--model", "a b", tmp_path=tmp_path, programs=programs)
-    assert "--standalone|--nproc-per-node|gpu|pretrain_clip.py" in alone.stdout and "--model|a b|" in alone.stdout
+    assert "--standalone|--nproc-per-node|gpu|--|pretrain_clip.py" in alone.stdout and "--model|a b|" in alone.stdout
     missing = run("torchrun.sh", tmp_path=tmp_path, programs=programs, NODES="2")
     assert missing.returncode != 0 and "NODE_RANK" in missing.stderr
     many = run("torchrun.sh", tmp_path=tmp_path, programs=programs, NODES="2", NODE_RANK="1", MASTER_ADDR="10.0.0.1")

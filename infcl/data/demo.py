@@ -1,6 +1,6 @@
 """The embedded data set: real handwritten digits and rendered scenes, written as webdataset shards from a seed.
 
-    python -m infcl.data.demo --out DIR [--gallery FILE.png]
+    python -m infcl.data.demo --out DIR [--num-train N] [--jobs N] [--gallery FILE.png]
 
     DIR/train/00000.tar ... 00007.tar   16,384 pairs in shards of unequal size; 40% digits, 60% scenes
     DIR/val/00000.tar, 00001.tar        1,024 held-out scenes with unique captions, for retrieval
@@ -25,8 +25,9 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Iterator, Sequence
-from functools import cache
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from functools import cache, partial
 from itertools import permutations
 from pathlib import Path
 
@@ -66,18 +67,19 @@ _TRAIN, _VAL, _ZEROSHOT, _SPLIT = range(4)  # the second word of the key of ever
 Pair = tuple[np.ndarray, str, dict]  # uint8 [32, 32, 3], caption, metadata
 
 
-def prepare_demo(folder: str | os.PathLike, *, num_train: int = 16384, seed: int = 0) -> Path:
+def prepare_demo(folder: str | os.PathLike, *, num_train: int = 16384, seed: int = 0, jobs: int = 1) -> Path:
     """Shards and tokenizer, rendered unless they are there. Returns the folder."""
-    folder = render_demo(folder, num_train=num_train, seed=seed)
+    folder = render_demo(folder, num_train=num_train, seed=seed, jobs=jobs)
     model = folder / "tokenizer.model"
     if not model.exists():
         train_tokenizer(shard_captions(str(folder / "train"), num_train), model, VOCAB_SIZE)
     return folder
 
 
-def render_demo(folder: str | os.PathLike, *, num_train: int = 16384, seed: int = 0) -> Path:
+def render_demo(folder: str | os.PathLike, *, num_train: int = 16384, seed: int = 0, jobs: int = 1) -> Path:
     """Render all shards into a temporary folder and rename it; a finished folder with the same parameters is reused.
 
+    jobs: processes that write the training shards, a shard each; the bytes do not depend on it.
     Raises ValueError if `folder` holds something else.
     """
     folder = Path(folder)
@@ -91,9 +93,9 @@ def render_demo(folder: str | os.PathLike, *, num_train: int = 16384, seed: int 
         raise ValueError(f"{folder} is not empty and holds no finished demo data set: use another folder")
     temporary = folder.with_name(f"{folder.name}.{os.getpid()}.tmp")
     try:
-        _write_shards(temporary / "train", train_pairs(num_train, seed), num_train, SHARD_WEIGHTS)
-        _write_shards(temporary / "val", val_scenes(seed), VAL_SCENES, VAL_WEIGHTS)
-        _write_shards(temporary / "zeroshot", zeroshot_digits(seed), 10 * HELD_OUT_PER_CLASS, (1,))
+        _write_shards(temporary / "train", partial(train_pairs, num_train, seed), num_train, SHARD_WEIGHTS, jobs)
+        _write_shards(temporary / "val", partial(val_scenes, seed), VAL_SCENES, VAL_WEIGHTS)
+        _write_shards(temporary / "zeroshot", partial(zeroshot_digits, seed), 10 * HELD_OUT_PER_CLASS, (1,))
         (temporary / "zeroshot" / "classnames.txt").write_text("\n".join(DIGIT_NAMES) + "\n")
         (temporary / "zeroshot" / "templates.txt").write_text("\n".join(prompt_templates()) + "\n")
         (temporary / "demo.json").write_text(json.dumps(parameters) + "\n")
@@ -123,12 +125,12 @@ def load_digits() -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     return bitmaps, labels, np.setdiff1d(order, held_out), np.sort(held_out)
 
 
-def train_pairs(count: int, seed: int) -> Iterator[Pair]:
-    """The training set in its order: digits and scenes mixed."""
+def train_pairs(count: int, seed: int, first: int = 0, last: int | None = None) -> Iterator[Pair]:
+    """The training set of `count` pairs in its order, digits and scenes mixed; its pairs first to last - 1."""
     _, _, digits, _ = load_digits()
     scenes = _compositions(seed)[1]
     is_digit = random_order(count, seed, _TRAIN) < round(DIGIT_FRACTION * count)
-    for i in range(count):
+    for i in range(first, count if last is None else last):
         pick = int(draw(seed, _TRAIN, i, stream=1, count=1)[0])
         if is_digit[i]:
             yield _digit(int(digits[pick % len(digits)]), seed, _TRAIN, i)
@@ -136,15 +138,15 @@ def train_pairs(count: int, seed: int) -> Iterator[Pair]:
             yield _scene(scenes[pick % len(scenes)], seed, _TRAIN, i)
 
 
-def val_scenes(seed: int) -> Iterator[Pair]:
-    for i, composition in enumerate(_compositions(seed)[0]):
-        yield _scene(composition, seed, _VAL, i)
+def val_scenes(seed: int, first: int, last: int) -> Iterator[Pair]:
+    for i in range(first, last):
+        yield _scene(_compositions(seed)[0][i], seed, _VAL, i)
 
 
-def zeroshot_digits(seed: int) -> Iterator[Pair]:
+def zeroshot_digits(seed: int, first: int, last: int) -> Iterator[Pair]:
     _, _, _, held_out = load_digits()
-    for i, number in enumerate(held_out.tolist()):
-        yield _digit(number, seed, _ZEROSHOT, i)
+    for i in range(first, last):
+        yield _digit(int(held_out[i]), seed, _ZEROSHOT, i)
 
 
 @cache
@@ -188,24 +190,35 @@ def _scene(composition: tuple, seed: int, split: int, i: int) -> Pair:
     return draw_scene((first, second), horizontal, background, u[1:]), caption, {}
 
 
-def _write_shards(folder: Path, pairs: Iterator[Pair], count: int, weights: Sequence[int]) -> None:
-    """Write `count` pairs as tars whose sizes are in the ratio of `weights`."""
+def _write_shards(
+    folder: Path, pairs: Callable[[int, int], Iterator[Pair]], count: int, weights: Sequence[int], jobs: int = 1
+) -> None:
+    """Write `count` pairs as tars whose sizes are in the ratio of `weights`; pairs(first, last) yields some of them."""
+    folder.mkdir(parents=True)
+    ends = (np.cumsum(weights) * count // sum(weights)).tolist()
+    tasks = list(zip(range(len(ends)), [0, *ends[:-1]], ends))
+    if jobs == 1:
+        for task in tasks:
+            _write_shard(folder, pairs, *task)
+        return
+    with ProcessPoolExecutor(min(jobs, len(tasks))) as pool:
+        for done in [pool.submit(_write_shard, folder, pairs, *task) for task in tasks]:
+            done.result()
+
+
+def _write_shard(folder: Path, pairs: Callable[[int, int], Iterator[Pair]], shard: int, first: int, last: int) -> None:
     from PIL import Image
     from webdataset import TarWriter
 
-    folder.mkdir(parents=True)
-    ends = np.cumsum(weights) * count // sum(weights)
-    for shard, size in enumerate(np.diff(ends, prepend=0).tolist()):
-        # mtime=0 and bytes only: the same pairs give the same file
-        with TarWriter(str(folder / f"{shard:05d}.tar"), encoder=False, mtime=0) as writer:
-            for i in range(size):
-                picture, caption, metadata = next(pairs)
-                png, key = io.BytesIO(), f"{shard:05d}{i:04d}"
-                Image.fromarray(picture).save(png, "PNG")
-                height, width, _ = picture.shape
-                metadata = {"key": key, "caption": caption, "width": width, "height": height, **metadata}
-                members = {"png": png.getvalue(), "txt": caption.encode(), "json": json.dumps(metadata).encode()}
-                writer.write({"__key__": key, **members})
+    # mtime=0 and bytes only: the same pairs give the same file
+    with TarWriter(str(folder / f"{shard:05d}.tar"), encoder=False, mtime=0) as writer:
+        for i, (picture, caption, metadata) in enumerate(pairs(first, last)):
+            png, key = io.BytesIO(), f"{shard:05d}{i:04d}"
+            Image.fromarray(picture).save(png, "PNG")
+            height, width, _ = picture.shape
+            metadata = {"key": key, "caption": caption, "width": width, "height": height, **metadata}
+            members = {"png": png.getvalue(), "txt": caption.encode(), "json": json.dumps(metadata).encode()}
+            writer.write({"__key__": key, **members})
 
 
 def write_gallery(folder: str | os.PathLike, file: str | os.PathLike, *, rows: int = 3, columns: int = 6) -> None:
@@ -235,10 +248,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", required=True, help="folder to write")
     parser.add_argument("--num-train", type=int, default=16384, help="training pairs")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), help="processes that render")
     parser.add_argument("--gallery", help="also write a picture of some training pairs to this PNG")
     args = parser.parse_args(arguments)
     start, reused = time.perf_counter(), (Path(args.out) / "tokenizer.model").exists()
-    folder = prepare_demo(args.out, num_train=args.num_train, seed=args.seed)
+    folder = prepare_demo(args.out, num_train=args.num_train, seed=args.seed, jobs=args.jobs)
     tokenizer = Tokenizer(folder / "tokenizer.model")
     done = "there already" if reused else f"written in {time.perf_counter() - start:.1f} s"
     print(f"{folder} ({done}): {args.num_train} training pairs in {len(SHARD_WEIGHTS)} shards, {VAL_SCENES} validation")

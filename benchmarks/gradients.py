@@ -1,0 +1,158 @@
+"""The gradients of one step, loss beside loss: `python -m benchmarks.gradients --out docs/results`.
+
+The demo model's initial weights (or --weights of a run or export), the same batch of the demo data, and each loss over
+--ranks processes: gloo on CPUs, NCCL with --device cuda. Each rank encodes its share, takes the loss, and the gradients
+of its towers are averaged over the ranks, as ZeRO does. Reference: the definition (two cross entropies of the whole
+matrix) with towers and features in float64, in one process. A row per loss:
+
+    image, text, scale   |gradient - reference| / |reference| of each tower's parameters together, and of logit_scale
+    from_clip            |gradient - that of loss clip| / |that of loss clip|, all parameters
+"""
+
+import argparse
+import os
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from benchmarks.accuracy import append
+from benchmarks.clock import hardware
+from infcl.config import parse_args
+from infcl.data.demo import prepare_demo
+from infcl.data.loader import TrainLoader
+from infcl.import_weights import load_pretrained
+from infcl.loss.contrastive import ContrastiveLoss
+from infcl.towers.clip import CLIP
+from infcl.train.build import build_tokenizer_and_model_config
+
+LOSSES = ("clip", "open_clip", "disco", "inf_cl")
+PARTS = ("image", "text", "scale")
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="folder of accuracy_gradients.csv; rows are appended")
+    parser.add_argument("--work", type=Path, default=Path(".data"), help="folder of the data set")
+    parser.add_argument("--num-train", type=int, default=16384)
+    parser.add_argument("--batch", type=int, default=1024, help="global batch")
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--weights", default=None, help="of the model; default: its initial weights, seed 0")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--autocast", action="store_true", help="towers under bf16 autocast")
+    parser.add_argument("--commit", default=None)
+    options = parser.parse_args(arguments)
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": os.environ.get("MASTER_PORT", "29613")}
+    data = prepare_demo(options.work / f"demo_{options.num_train}", num_train=options.num_train)
+    torch.multiprocessing.spawn(_compare, (options, data), nprocs=options.ranks)
+
+
+def _compare(rank: int, options: argparse.Namespace, data: Path) -> None:
+    torch.set_num_threads(1)
+    device = torch.device(options.device, rank if options.device == "cuda" else None)
+    if options.device == "cuda":
+        torch.cuda.set_device(rank)
+    backend = {"cuda": "nccl", "cpu": "gloo"}[options.device]
+    dist.init_process_group(backend, rank=rank, world_size=options.ranks)
+    model, (images, texts) = _model_and_batch(options, data)
+    model, images, texts = model.to(device), images.to(device), texts.to(device)
+    own = slice(rank * len(texts) // options.ranks, (rank + 1) * len(texts) // options.ranks)
+    gradients = {
+        name: loss_gradients(model, images[own], texts[own], name, dist.group.WORLD, autocast=options.autocast)
+        for name in LOSSES
+    }
+    if rank == 0:
+        reference = dense_gradients(model.double(), images, texts)
+        for name, found in gradients.items():
+            row = {"loss": name, "ranks": options.ranks, "global_batch": options.batch}
+            row |= {"weights": "initial" if options.weights is None else "trained"}
+            row |= {"precision": "amp_bf16" if options.autocast else "fp32"}
+            row |= {part: _difference(found[part], reference[part]) for part in PARTS}
+            row |= {"from_clip": _difference(_all(found), _all(gradients["clip"]))}
+            append(options.out / "accuracy_gradients.csv", [row | hardware(options.commit)])
+            print(
+                "  ".join(
+                    f"{key} {value:.2e}" if isinstance(value, float) else str(value) for key, value in row.items()
+                )
+            )
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _model_and_batch(options: argparse.Namespace, data: Path) -> tuple[CLIP, tuple[torch.Tensor, torch.Tensor]]:
+    """The model and a whole global batch, the same on all ranks."""
+    flags = ["--train-data", f"{data}/train", "--tokenizer", f"{data}/tokenizer.model", "--model", "demo"]
+    tokenizer, model_config = build_tokenizer_and_model_config(parse_args(flags))
+    torch.manual_seed(0)
+    model = CLIP(model_config)
+    load_pretrained(model, options.weights, None, None)
+    loader = TrainLoader(
+        f"{data}/train",
+        tokenizer,
+        image_size=model_config.vision_cfg.image_size,
+        micro_batch_size=options.batch,
+        num_micro_batches=1,
+        rank=0,
+        world_size=1,
+        seed=0,
+        num_workers=0,
+    )
+    (micro_batch,) = next(iter(loader))
+    return model, (micro_batch["images"], micro_batch["texts"])
+
+
+def loss_gradients(
+    model: CLIP,
+    images: torch.Tensor,
+    texts: torch.Tensor,
+    name: str,
+    group: dist.ProcessGroup,
+    *,
+    autocast: bool = False,
+) -> dict[str, torch.Tensor]:
+    """Of this rank's share of a batch through loss `name`, averaged over `group`: {part: float64 vector}."""
+    model.zero_grad()
+    with torch.autocast(images.device.type, torch.bfloat16, enabled=autocast):
+        features = model(images, texts)
+    loss = ContrastiveLoss(name, group=group)
+    loss(features["image_features"], features["text_features"], features["logit_scale"].exp()).backward()
+    found = _parts(model)
+    for gradient in found.values():
+        dist.all_reduce(gradient, group=group)
+        gradient /= dist.get_world_size(group)
+    return found
+
+
+def dense_gradients(model: CLIP, images: torch.Tensor, texts: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Of a whole batch, by the definition, in the model's precision: {part: float64 vector}."""
+    model.zero_grad()
+    dtype = model.logit_scale.dtype
+    image = F.normalize(model.visual(images), dim=-1)
+    text = F.normalize(model.encode_text(texts), dim=-1)
+    assert image.dtype == text.dtype == dtype
+    logits = model.logit_scale.exp() * image @ text.T
+    labels = torch.arange(len(logits), device=logits.device)
+    ((F.cross_entropy(logits, labels) + F.cross_entropy(logits.T, labels)) / 2).backward()
+    return _parts(model)
+
+
+def _parts(model: CLIP) -> dict[str, torch.Tensor]:
+    vectors: dict[str, list[torch.Tensor]] = {part: [] for part in PARTS}
+    for name, parameter in model.named_parameters():
+        part = "scale" if name == "logit_scale" else "image" if name.startswith("visual.") else "text"
+        if parameter.grad is not None:
+            vectors[part].append(parameter.grad.double().flatten())
+    return {part: torch.cat(vector) for part, vector in vectors.items()}
+
+
+def _all(parts: dict[str, torch.Tensor]) -> torch.Tensor:
+    return torch.cat([parts[part] for part in PARTS])
+
+
+def _difference(found: torch.Tensor, reference: torch.Tensor) -> float:
+    return ((found - reference).norm() / reference.norm()).item()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,131 @@
+"""Many trainings of pretrain_clip.py, several at once on one machine.
+
+In:  trainings (a name, flags of pretrain_clip.py). Out: what each run folder says when it is finished, as it comes.
+One rank runs as plain `python pretrain_clip.py`, several under torchrun. On GPUs the runs take turns: run k gets the
+next --ranks of the machine's GPUs, and several runs may share one.
+"""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+PATIENCE = 15  # seconds
+
+
+@dataclass(frozen=True)
+class Training:
+    name: str  # of its run folder
+    flags: list[str]
+    key: dict = field(default_factory=dict)  # columns of its row that say what it is
+
+
+@dataclass(frozen=True)
+class Machine:
+    """jobs: runs at once. device: cuda or cpu. ranks: of each run. gpus: that the runs share out."""
+
+    jobs: int
+    device: str
+    ranks: int = 1
+    gpus: int = 1
+
+    def environment(self, slot: int) -> dict[str, str]:
+        """Of the run in place `slot` of the `jobs`."""
+        processes = self.jobs * self.ranks
+        threads = max(1, len(os.sched_getaffinity(0)) // processes) if self.device == "cpu" else 1
+        result = os.environ | {"OMP_NUM_THREADS": str(threads)}
+        if self.device == "cpu":
+            return result | {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
+        own = [(slot * self.ranks + i) % self.gpus for i in range(self.ranks)]
+        return result | {"CUDA_VISIBLE_DEVICES": ",".join(map(str, own))}
+
+    def command(self, flags: list[str]) -> list[str]:
+        # without "--", torchrun takes --logs for an abbreviation of its own flags
+        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={self.ranks}", "--"]
+        return [sys.executable, *(launcher if self.ranks > 1 else []), "pretrain_clip.py", *flags]
+
+
+def train_all(
+    trainings: Sequence[Training],
+    machine: Machine,
+    folder: Path,
+    finished: Callable[[Training, Path, float], None],
+    *,
+    time_out: float,
+) -> list[str]:
+    """Run them all; `finished(training, run folder, seconds)` for each that came to its end. Names of the others.
+
+    Each run has `time_out` seconds. Runs are ended with this process (SIGTERM, Ctrl-C).
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    waiting, running, failed = list(trainings), {}, []
+    with _terminating(running):
+        while waiting or running:
+            while waiting and len(running) < machine.jobs:
+                slot = min(set(range(machine.jobs)) - set(running))
+                running[slot] = _start(waiting.pop(0), machine, slot, folder)
+            time.sleep(0.2)
+            for slot, (training, process, start) in list(running.items()):
+                seconds = time.monotonic() - start
+                if process.poll() is None and seconds < time_out:
+                    continue
+                del running[slot]
+                if process.poll() == 0:
+                    finished(training, folder / training.name, seconds)
+                    continue
+                _end(process)
+                failed.append(training.name)
+                tail = (folder / f"{training.name}.log").read_text(errors="replace").splitlines()[-5:]
+                print(f"{training.name}: no result after {seconds:.0f} s\n  " + "\n  ".join(tail), flush=True)
+    return failed
+
+
+def _start(training: Training, machine: Machine, slot: int, folder: Path) -> tuple[Training, subprocess.Popen, float]:
+    flags = [*training.flags, "--device", machine.device, "--logs", str(folder), "--name", training.name, "--overwrite"]
+    with (folder / f"{training.name}.log").open("w") as log:
+        process = subprocess.Popen(
+            machine.command(flags),
+            env=machine.environment(slot),
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    return training, process, time.monotonic()
+
+
+@contextlib.contextmanager
+def _terminating(running: dict):
+    """SIGTERM becomes an exception, and whatever ends this block ends the runs."""
+
+    def stop(*_):
+        raise KeyboardInterrupt("SIGTERM")
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        _end(*(process for _, process, _ in running.values()))
+
+
+def _end(*processes: subprocess.Popen) -> None:
+    """A launcher gets some seconds to end its ranks, which are in sessions of their own."""
+    for process in processes:
+        _signal(process, signal.SIGTERM)
+    deadline = time.monotonic() + PATIENCE
+    for process in processes:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(max(0.0, deadline - time.monotonic()))
+    for process in processes:
+        _signal(process, signal.SIGKILL)
+        process.wait()
+
+
+def _signal(process: subprocess.Popen, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, number)
