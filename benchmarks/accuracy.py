@@ -15,15 +15,14 @@ What it has written, `python -m benchmarks.paper --table 3 --figure 5` shows. Gr
 """
 
 import argparse
-import csv
 import json
 import os
 import shutil
 from pathlib import Path
 
 from benchmarks.clock import hardware
+from benchmarks.rows import append
 from benchmarks.trainings import Machine, Training, train_all
-from infcl.config import LR_SCALINGS
 from infcl.data.demo import prepare_demo
 from infcl.report import read_metrics
 
@@ -31,6 +30,7 @@ CURVE_POINTS = 70
 LAST = 0.05  # of the steps: over which `final_loss` is the mean
 LOSSES = ("clip", "open_clip", "disco", "inf_cl", "siglip")
 LEARNING_RATE, DEMO_BATCH, ACCUMULATE = 3e-3, 256, 2  # launch/demo.sh's
+EXPONENTS = {"none": 0, "sqrt": 0.5, "linear": 1}  # --lr-scaling
 BATCHES = [512 << i for i in range(7)]
 RESULTS = {
     "zero_shot_top1": ("zero_shot", "top1"),
@@ -82,7 +82,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--micro-batch", type=int, default=4096, help="batch-size: pairs of a rank's micro-batch at most"
     )
-    parser.add_argument("--lr-scalings", nargs="+", choices=LR_SCALINGS, default=list(LR_SCALINGS))
+    parser.add_argument("--lr-scalings", nargs="+", choices=tuple(EXPONENTS), default=list(EXPONENTS))
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
@@ -114,7 +114,7 @@ def batch_trainings(options: argparse.Namespace, data: Path) -> list[Training]:
     for batch in sorted(options.batches):
         micro = min(options.micro_batch, batch // options.ranks)
         for scaling in options.lr_scalings if batch > base else ["none"]:
-            factor = (batch / base) ** {"none": 0, "sqrt": 0.5, "linear": 1}[scaling]
+            factor = (batch / base) ** EXPONENTS[scaling]
             for seed in range(options.seeds):
                 flags = ["--batch-size", str(micro), "--accum-freq", str(batch // options.ranks // micro)]
                 flags += ["--steps", str(options.samples // batch), "--warmup-samples", str(options.samples // 14)]
@@ -155,16 +155,6 @@ def thin_curve(records: list[dict], points: int = CURVE_POINTS) -> list[dict]:
         {"samples_seen": stretch[-1]["samples_seen"], "loss": round(sum(r["loss"] for r in stretch) / len(stretch), 5)}
         for stretch in stretches
     ]
-
-
-def append(path: Path, rows: list[dict]) -> None:
-    """Rows of the same columns, to a CSV that gets its header with the first."""
-    new = not path.exists()
-    with path.open("a", newline="") as file:
-        writer = csv.DictWriter(file, rows[0])
-        if new:
-            writer.writeheader()
-        writer.writerows(rows)
 
 
 if __name__ == "__main__":

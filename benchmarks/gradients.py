@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from benchmarks.accuracy import append
 from benchmarks.clock import hardware
+from benchmarks.rows import append
 from infcl.config import parse_args
 from infcl.data.demo import prepare_demo
 from infcl.data.loader import TrainLoader

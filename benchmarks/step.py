@@ -56,7 +56,7 @@ def main() -> None:
     if options.sweep is not None:
         _sweep(options, trainer_flags)
     elif options.gpus > 1 and "RANK" not in os.environ:
-        sys.exit(subprocess.run(_command(options.gpus, sys.argv[1:])).returncode)
+        sys.exit(subprocess.run(command(options.gpus, sys.argv[1:])).returncode)
     elif options.peer is not None:
         from benchmarks.step_peer import measure_open_clip
 
@@ -81,6 +81,8 @@ def _parse() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--sweep", type=Path, default=None)
     parser.add_argument("--time-out", type=float, default=120.0, help="seconds for each setting of a sweep")
     parser.add_argument("--peer", type=Path, default=None)
+    parser.add_argument("--abridged", action="store_true", help="see benchmarks/abridged.py: for memory, not for speed")
+    parser.add_argument("--memory-gb", type=float, default=None, help="1e9 bytes that each process may allocate")
     return parser.parse_known_args()
 
 
@@ -94,11 +96,16 @@ def measure(options: argparse.Namespace, trainer_flags: list[str]) -> None:
         config = _config(options, trainer_flags, folder)
         parallel = init_parallel(config.device)
         rate = library_tflops() if parallel.device.type == "cuda" else float("nan")
+        if options.memory_gb is not None and parallel.device.type == "cuda":
+            total = torch.cuda.get_device_properties(parallel.device).total_memory
+            torch.cuda.set_per_process_memory_fraction(min(1.0, options.memory_gb * 1e9 / total), parallel.device)
 
+        from benchmarks.abridged import AbridgedTrainer
         from infcl.train.run_folder import claim_run_folder
         from infcl.train.trainer import Trainer
 
-        trainer = Trainer(config, parallel, claim_run_folder(config, parallel))
+        trainer_class = AbridgedTrainer if options.abridged else Trainer
+        trainer = trainer_class(config, parallel, claim_run_folder(config, parallel))
         with trainer.signals:
             trainer._train()
         trainer.metrics.say(trainer.profiler.close() or "")
@@ -222,21 +229,21 @@ def _sweep(options: argparse.Namespace, trainer_flags: list[str]) -> None:
         gpus = argparse.ArgumentParser(allow_abbrev=False)
         gpus.add_argument("--gpus", type=int, default=1)
         process = subprocess.Popen(
-            _command(gpus.parse_known_args(flags)[0].gpus, flags),
+            command(gpus.parse_known_args(flags)[0].gpus, flags),
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
         )  # fmt: skip
         try:
             output, _ = process.communicate(timeout=options.time_out)
             if process.returncode:
-                print(f"{setting}\n  FAILED ({process.returncode}): " + "\n  ".join(_reason(output)), flush=True)
+                print(f"{setting}\n  FAILED ({process.returncode}): " + "\n  ".join(reason(output)), flush=True)
             else:
                 print(_rows(output), flush=True)
         except subprocess.TimeoutExpired:
-            output = _end(process)
-            print(f"{setting}\n  no result in {options.time_out:.0f} s: " + "\n  ".join(_reason(output)), flush=True)
+            output = end_process(process)
+            print(f"{setting}\n  no result in {options.time_out:.0f} s: " + "\n  ".join(reason(output)), flush=True)
 
 
-def _end(process: subprocess.Popen) -> str:
+def end_process(process: subprocess.Popen) -> str:
     """Its output. The launcher gets the time to end its ranks, which are in sessions of their own."""
     os.killpg(process.pid, signal.SIGTERM)
     try:
@@ -246,7 +253,8 @@ def _end(process: subprocess.Popen) -> str:
         return process.communicate()[0]
 
 
-def _command(gpus: int, flags: list[str]) -> list[str]:
+def command(gpus: int, flags: list[str]) -> list[str]:
+    """That measures one setting, with a process for each GPU."""
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={gpus}"] if gpus > 1 else []
     return [sys.executable, *launcher, "-m", "benchmarks.step", *flags]
 
@@ -266,7 +274,7 @@ def _rows(output: str) -> str:
     return "\n".join(line for line in output.splitlines() if line.strip() and not any(n in line for n in noise))
 
 
-def _reason(output: str) -> list[str]:
+def reason(output: str) -> list[str]:
     """What looks like the cause, and the last lines."""
     lines = [line[:300] for line in output.strip().splitlines() if line.strip()]
     causes = [line for line in lines if re.search(r"\w+(Error|Exception)\b.*:", line)]

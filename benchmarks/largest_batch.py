@@ -1,0 +1,178 @@
+"""The largest global batch that fits (the paper's Table 2): `python -m benchmarks.largest_batch --gpus 4 ...`
+
+Real steps of benchmarks.step on synthetic images, each trial in fresh processes with --memory-gb of GPU memory each,
+which the allocator enforces. Abridged (benchmarks/abridged.py): the towers see a few micro-batches, all else is whole.
+The planner says where to begin; then up or down in growing strides until the largest batch that fits and the smallest
+that does not are within --tolerance. One CSV row per trial; `found` is 1 in the row of the answer.
+
+    --pixels gpu     pixels wait on the GPU between the passes (as in the paper without data offload; here as bytes)
+    --pixels host    in host memory, as far as it has room, the rest is read twice (its "data offload")
+    --max-batch N    no larger trial: the loss of N pairs takes time that grows with its square
+
+Other flags are pretrain_clip.py's.
+"""
+
+import argparse
+import subprocess
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.rows import append, read
+from benchmarks.step import command, end_process, reason
+from infcl.plan.memory import memory_of
+from infcl.plan.setting import Setting, load_gpu
+from infcl.towers.config import load_model_config
+
+
+@dataclass(frozen=True)
+class Trial:
+    batch: int
+    peak_gib: float | None  # None: it did not fit
+    said: str = ""
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options, trainer_flags = _parser().parse_known_args(arguments)
+    unit = options.gpus * options.batch_size
+    start = options.start or planned(options, unit)
+    print(
+        f"{options.model}, {options.gpus} GPU(s) of {options.memory_gb:g} GB, pixels on the {options.pixels}",
+        flush=True,
+    )
+    print(f"the plan says {start:,} pairs", flush=True)
+    rows: list[dict] = []
+
+    def trial(batch: int) -> Trial:
+        result, row = run_trial(options, trainer_flags, batch)
+        shown = f"{result.peak_gib:.1f} GiB" if result.peak_gib is not None else f"does not fit ({result.said})"
+        print(f"{batch:>12,} pairs: {shown}", flush=True)
+        rows.append(row)
+        return result
+
+    try:
+        best = search(trial, start, unit, tolerance=options.tolerance, limit=options.max_batch, trials=options.trials)
+    finally:
+        fitting = [row["global_batch"] for row in rows if row["fits"]]
+        for row in rows:
+            row["found"] = int(bool(row["fits"]) and row["global_batch"] == max(fitting))
+        if rows and options.csv is not None:
+            options.csv.parent.mkdir(parents=True, exist_ok=True)
+            append(options.csv, rows)
+    print(f"largest that fits: {best:,} pairs" if best else "nothing fits", flush=True)
+    return 0 if best else 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("--model", default="ViT-B-16")
+    parser.add_argument("--gpus", type=int, default=1)
+    parser.add_argument("--memory-gb", type=float, default=80.0, help="1e9 bytes that each process may allocate")
+    parser.add_argument("--batch-size", type=int, default=256, help="micro-batch")
+    parser.add_argument("--pixels", choices=("gpu", "host"), default="gpu")
+    parser.add_argument("--steps", type=int, default=2, help="of each trial")
+    parser.add_argument("--tolerance", type=float, default=0.05)
+    parser.add_argument("--start", type=int, default=None, help="pairs of the first trial [the plan's]")
+    parser.add_argument("--max-batch", type=int, default=1 << 40)
+    parser.add_argument("--trials", type=int, default=8, help="at most")
+    parser.add_argument("--time-out", type=float, default=120.0, help="seconds of a trial")
+    parser.add_argument("--csv", type=Path, default=None)
+    parser.add_argument("--commit", default=None)
+    return parser
+
+
+def planned(options: argparse.Namespace, unit: int) -> int:
+    """The largest batch by the planner's account of memory, less 3%; a multiple of `unit`."""
+    model = load_model_config(options.model)
+    usable = 0.97 * options.memory_gb * 1e9
+
+    def peak(count: int) -> float:
+        setting = Setting(
+            model=model, gpu=load_gpu("h200"), gpus=options.gpus, gpus_per_node=options.gpus, compiled=False,
+            global_batch=count * unit, micro_batch=options.batch_size, precision="bf16",
+        )  # fmt: skip
+        kept = 3 * model.vision_cfg.image_size**2 if options.pixels == "gpu" else 0
+        return memory_of(setting)["peak"] + count * options.batch_size * (kept + 8 * model.text_cfg.context_length)
+
+    count = 2
+    while peak(count * 2) <= usable:
+        count *= 2
+    stride = count // 2
+    while stride:
+        count += stride if peak(count + stride) <= usable else 0
+        stride //= 2
+    return min(count * unit, options.max_batch // unit * unit)
+
+
+def search(trial: Callable[[int], Trial], start: int, unit: int, *, tolerance: float, limit: int, trials: int) -> int:
+    """The largest batch that fits, within `tolerance` of one that does not (or of `limit`); 0 when none was found."""
+    below, above, stride, batch = 0, None, tolerance, start
+    for _ in range(trials):
+        if trial(batch).peak_gib is None:
+            above = batch
+        else:
+            below = batch
+        if below and above is not None and above <= below * (1 + tolerance) + unit:
+            break
+        if below and below >= limit // unit * unit:
+            break
+        if below and above is not None:
+            batch = (below + above) // 2
+        else:
+            batch = min(limit, int(batch * (1 + stride))) if below else int(batch / (1 + stride))
+            stride *= 2
+        batch = max(unit, below + unit, batch // unit * unit)
+        if batch > limit or batch == above:
+            break
+    return below
+
+
+def run_trial(options: argparse.Namespace, trainer_flags: list[str], batch: int) -> tuple[Trial, dict]:
+    """One batch in processes of its own."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "step.csv"
+        flags = ["--gpus", str(options.gpus), "--model", options.model, "--zero", "1", "--precision", "bf16"]
+        flags += [
+            "--batch-size",
+            str(options.batch_size),
+            "--accum-freq",
+            str(batch // options.gpus // options.batch_size),
+        ]
+        flags += [
+            "--abridged",
+            "--memory-gb",
+            str(options.memory_gb),
+            "--grad-checkpointing",
+            "--compile-blocks",
+            "off",
+        ]
+        flags += ["--measured-steps", "1", "--warm-up-steps", str(options.steps - 1), "--pixel-cache", options.pixels]
+        flags += ["--skip-memory-check", "--csv", str(path), "--label", "largest batch"]
+        flags += ["--commit", options.commit] if options.commit else []
+        process = subprocess.Popen(
+            command(options.gpus, [*flags, *trainer_flags]),
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
+        )  # fmt: skip
+        try:
+            output = process.communicate(timeout=options.time_out)[0]
+        except subprocess.TimeoutExpired:
+            output = end_process(process) + f"\nTimeoutError: no result in {options.time_out:.0f} s"
+        measured = next(iter(read(path)), None)
+    key = {"model": options.model, "gpus": options.gpus, "memory_gb": options.memory_gb, "pixels": options.pixels}
+    key |= {"micro_batch": options.batch_size, "global_batch": batch, "fits": int(measured is not None)}
+    names = ("peak_gib", "seconds_loss", "step_seconds", "device", "torch", "triton", "deepspeed", "commit")
+    row = key | {name: (measured or {}).get(name, "") for name in names} | {"said": "", "found": 0}
+    if measured is not None:
+        return Trial(batch, float(measured["peak_gib"])), row
+    causes = [line for line in reason(output) if "OutOfMemory" in line] or reason(output)[:1]
+    if not any("OutOfMemory" in cause or "out of memory" in cause for cause in causes):
+        print(output[-3000:], flush=True)  # not what was asked
+    row["said"] = causes[0][:200]
+    return Trial(batch, None, causes[0][:100]), row
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
