@@ -3,7 +3,7 @@
 Real steps of benchmarks.step on synthetic images, each trial in fresh processes with --memory-gb of GPU memory each,
 which the allocator enforces. Abridged (benchmarks/abridged.py): the towers see a few micro-batches, all else is whole.
 The planner says where to begin; then up or down in growing strides until the largest batch that fits and the smallest
-that does not are within --tolerance. One CSV row per trial; `found` is 1 in the row of the answer.
+that does not are within --tolerance. One CSV row per trial.
 
     --pixels gpu     pixels wait on the GPU between the passes (as in the paper without data offload; here as bytes)
     --pixels host    in host memory, as far as it has room, the rest is read twice (its "data offload")
@@ -13,7 +13,9 @@ Other flags are pretrain_clip.py's.
 """
 
 import argparse
+import signal
 import subprocess
+import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -42,24 +44,17 @@ def main(arguments: list[str] | None = None) -> int:
         flush=True,
     )
     print(f"the plan says {start:,} pairs", flush=True)
-    rows: list[dict] = []
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended before an answer was found"))
 
     def trial(batch: int) -> Trial:
         result, row = run_trial(options, trainer_flags, batch)
         shown = f"{result.peak_gib:.1f} GiB" if result.peak_gib is not None else f"does not fit ({result.said})"
         print(f"{batch:>12,} pairs: {shown}", flush=True)
-        rows.append(row)
+        if options.csv is not None:
+            append(options.csv, [row])
         return result
 
-    try:
-        best = search(trial, start, unit, tolerance=options.tolerance, limit=options.max_batch, trials=options.trials)
-    finally:
-        fitting = [row["global_batch"] for row in rows if row["fits"]]
-        for row in rows:
-            row["found"] = int(bool(row["fits"]) and row["global_batch"] == max(fitting))
-        if rows and options.csv is not None:
-            options.csv.parent.mkdir(parents=True, exist_ok=True)
-            append(options.csv, rows)
+    best = search(trial, start, unit, tolerance=options.tolerance, limit=options.max_batch, trials=options.trials)
     print(f"largest that fits: {best:,} pairs" if best else "nothing fits", flush=True)
     return 0 if best else 1
 
@@ -160,11 +155,14 @@ def run_trial(options: argparse.Namespace, trainer_flags: list[str], batch: int)
             output = process.communicate(timeout=options.time_out)[0]
         except subprocess.TimeoutExpired:
             output = end_process(process) + f"\nTimeoutError: no result in {options.time_out:.0f} s"
+        finally:
+            if process.poll() is None:
+                end_process(process)
         measured = next(iter(read(path)), None)
     key = {"model": options.model, "gpus": options.gpus, "memory_gb": options.memory_gb, "pixels": options.pixels}
     key |= {"micro_batch": options.batch_size, "global_batch": batch, "fits": int(measured is not None)}
     names = ("peak_gib", "seconds_loss", "step_seconds", "device", "torch", "triton", "deepspeed", "commit")
-    row = key | {name: (measured or {}).get(name, "") for name in names} | {"said": "", "found": 0}
+    row = key | {name: (measured or {}).get(name, "") for name in names} | {"said": ""}
     if measured is not None:
         return Trial(batch, float(measured["peak_gib"])), row
     causes = [line for line in reason(output) if "OutOfMemory" in line] or reason(output)[:1]
