@@ -3,7 +3,8 @@
 Real steps of benchmarks.step on synthetic images, each trial in fresh processes with --memory-gb of GPU memory each,
 which the allocator enforces. Abridged (benchmarks/abridged.py): the towers see a few micro-batches, all else is whole.
 The planner says where to begin; then up or down in growing strides until the largest batch that fits and the smallest
-that does not are within --tolerance. One CSV row per trial.
+that does not are within --tolerance. One CSV row per trial. --at B ... tries these batches instead, up to the first
+that does not fit (the paper's Table 1).
 
     --pixels gpu     pixels wait on the GPU between the passes (as in the paper without data offload; here as bytes)
     --pixels host    in host memory, as far as it has room, the rest is read twice (its "data offload")
@@ -23,6 +24,7 @@ from pathlib import Path
 
 from benchmarks.rows import append, read
 from benchmarks.step import command, end_process, reason
+from infcl.loss.contrastive import LOSSES
 from infcl.plan.memory import memory_of
 from infcl.plan.setting import Setting, load_gpu
 from infcl.towers.config import load_model_config
@@ -38,12 +40,15 @@ class Trial:
 def main(arguments: list[str] | None = None) -> int:
     options, trainer_flags = _parser().parse_known_args(arguments)
     unit = options.gpus * options.batch_size
+    if odd := [batch for batch in options.at if batch % unit]:
+        raise SystemExit(f"--at {odd[0]} is no multiple of {options.gpus} GPUs x --batch-size {options.batch_size}")
     start = options.start or planned(options, unit)
     print(
         f"{options.model}, {options.gpus} GPU(s) of {options.memory_gb:g} GB, pixels on the {options.pixels}",
         flush=True,
     )
-    print(f"the plan says {start:,} pairs", flush=True)
+    if not options.at:
+        print(f"begin at {start:,} pairs", flush=True)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended before an answer was found"))
 
     def trial(batch: int) -> Trial:
@@ -54,6 +59,11 @@ def main(arguments: list[str] | None = None) -> int:
             append(options.csv, [row])
         return result
 
+    if options.at:
+        for batch in sorted(options.at):
+            if trial(batch).peak_gib is None:
+                break
+        return 0
     best = search(trial, start, unit, tolerance=options.tolerance, limit=options.max_batch, trials=options.trials)
     print(f"largest that fits: {best:,} pairs" if best else "nothing fits", flush=True)
     return 0 if best else 1
@@ -68,6 +78,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--memory-gb", type=float, default=80.0, help="1e9 bytes that each process may allocate")
     parser.add_argument("--batch-size", type=int, default=256, help="micro-batch")
     parser.add_argument("--pixels", choices=("gpu", "host"), default="gpu")
+    parser.add_argument("--loss", choices=LOSSES, default="inf_cl")
+    parser.add_argument("--precision", choices=("bf16", "amp_bf16", "fp32"), default="bf16")
+    parser.add_argument("--no-checkpointing", action="store_true")
+    parser.add_argument("--at", type=int, nargs="+", default=[], help="pairs: these batches instead of a search")
     parser.add_argument("--steps", type=int, default=2, help="of each trial")
     parser.add_argument("--tolerance", type=float, default=0.05)
     parser.add_argument("--start", type=int, default=None, help="pairs of the first trial [the plan's]")
@@ -87,7 +101,8 @@ def planned(options: argparse.Namespace, unit: int) -> int:
     def peak(count: int) -> float:
         setting = Setting(
             model=model, gpu=load_gpu("h200"), gpus=options.gpus, gpus_per_node=options.gpus, compiled=False,
-            global_batch=count * unit, micro_batch=options.batch_size, precision="bf16",
+            global_batch=count * unit, micro_batch=options.batch_size, precision=options.precision,
+            checkpointing=not options.no_checkpointing, loss={"disco": "open_clip"}.get(options.loss, options.loss),
         )  # fmt: skip
         kept = 3 * model.vision_cfg.image_size**2 if options.pixels == "gpu" else 0
         return memory_of(setting)["peak"] + count * options.batch_size * (kept + 8 * model.text_cfg.context_length)
@@ -129,7 +144,19 @@ def run_trial(options: argparse.Namespace, trainer_flags: list[str], batch: int)
     """One batch in processes of its own."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "step.csv"
-        flags = ["--gpus", str(options.gpus), "--model", options.model, "--zero", "1", "--precision", "bf16"]
+        flags = [
+            "--gpus",
+            str(options.gpus),
+            "--model",
+            options.model,
+            "--zero",
+            "1",
+            "--precision",
+            options.precision,
+            "--loss",
+            options.loss,
+        ]
+        flags += [] if options.no_checkpointing else ["--grad-checkpointing"]
         flags += [
             "--batch-size",
             str(options.batch_size),
@@ -160,6 +187,7 @@ def run_trial(options: argparse.Namespace, trainer_flags: list[str], batch: int)
                 end_process(process)
         measured = next(iter(read(path)), None)
     key = {"model": options.model, "gpus": options.gpus, "memory_gb": options.memory_gb, "pixels": options.pixels}
+    key |= {"loss": options.loss, "precision": options.precision, "checkpointing": int(not options.no_checkpointing)}
     key |= {"micro_batch": options.batch_size, "global_batch": batch, "fits": int(measured is not None)}
     names = ("peak_gib", "seconds_loss", "step_seconds", "device", "torch", "triton", "deepspeed", "commit")
     row = key | {name: (measured or {}).get(name, "") for name in names} | {"said": ""}
