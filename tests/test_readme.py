@@ -4,14 +4,22 @@ import re
 import subprocess
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parent.parent
 
 
-def tree_block() -> str:
-    """The names of the tree, without what is said of them."""
+def tree() -> set[str]:
+    """The paths that the tree names; folders end with a slash."""
     text = (ROOT / "README.md").read_text()
     block = text.split("## What is where", 1)[1].split("\n## ", 1)[0]
-    return "\n".join(re.split(r" {2,}", line.strip())[0] for line in block.splitlines())
+    paths, above = set(), []
+    for line in block.strip("\n").splitlines():
+        depth = (len(line) - len(line.lstrip())) // 2 - 2  # the block itself is indented by four
+        names = re.match(r"[\w./]+(, [\w./]+)*", line.strip())[0].split(", ")
+        above = above[:depth] + [names[-1] if names[-1].endswith("/") else ""]
+        paths |= {"".join(above[:depth]) + name for name in names}
+    return paths
 
 
 def tracked(*patterns: str) -> list[Path]:
@@ -24,26 +32,40 @@ def tracked(*patterns: str) -> list[Path]:
 
 
 def test_every_module_of_the_package_is_in_the_tree():
-    named = set(re.findall(r"[\w.]+\.py\b", tree_block()))
     modules = {
-        path.name
+        path.as_posix()
         for path in tracked("infcl/*.py", "megatron_patches/*.py")
         if path.name not in ("__init__.py", "__main__.py")
     }
-    assert modules - named == set()
+    assert modules - tree() == set()
 
 
-def test_every_file_in_the_tree_exists():
-    on_disk = {path.name for path in tracked()}
-    named = set(re.findall(r"[\w.]+\.(?:py|json|txt|toml)\b", tree_block()))
-    assert named - on_disk == set()
+def test_every_path_in_the_tree_exists():
+    files = {path.as_posix() for path in tracked()}
+    folders = {f"{parent.as_posix()}/" for path in tracked() for parent in path.parents}
+    assert tree() - files - folders == set()
 
 
 def test_every_top_level_folder_is_in_the_tree():
     folders = {path.parts[0] for path in tracked() if len(path.parts) > 1 and not path.parts[0].startswith(".")}
-    assert all(f"{folder}/" in tree_block() for folder in folders)
+    assert {f"{folder}/" for folder in folders} - tree() == set()
 
 
-def test_every_link_of_the_readme_leads_somewhere():
-    for target in re.findall(r"\]\(([^)#]+)\)", (ROOT / "README.md").read_text()):
-        assert target.startswith("http") or (ROOT / target).exists(), target
+def test_every_link_of_the_documents_leads_somewhere():
+    for document in (ROOT / name for name in tracked("*.md")):
+        for target in re.findall(r"\]\(([^)#]+)\)", document.read_text()):
+            assert target.startswith("http") or (document.parent / target).exists(), f"{document}: {target}"
+
+
+def test_every_document_is_linked_from_the_readme():
+    text = (ROOT / "README.md").read_text()
+    linked = set(re.findall(r"\]\(([^)#]+)\)", text))
+    assert {path.as_posix() for path in tracked("*.md") if len(path.parts) < 3} - linked - {"README.md"} == set()
+
+
+def test_the_citation_names_this_version_and_the_paper():
+    yaml = pytest.importorskip("yaml")
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert citation["version"] == re.search(r'version = "(.+)"', (ROOT / "pyproject.toml").read_text())[1]
+    assert f"## {citation['version']}, {citation['date-released']}\n" in (ROOT / "CHANGELOG.md").read_text()
+    assert citation["cff-version"] == "1.2.0" and citation["references"][0]["url"].endswith("2410.17243")

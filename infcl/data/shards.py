@@ -200,14 +200,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "storage": storage,
         "max_missing": args.max_missing_shards,
     }
-    if args.jobs > 1:
-        with ProcessPoolExecutor(args.jobs) as pool:  # ranks that begin at different shards, as in a run
-            parts = [
-                pool.submit(load_manifest, args.urls, rank=i, world_size=args.jobs, **options) for i in range(args.jobs)
-            ]
-            for part in parts:
-                part.result()
-    manifest = load_manifest(args.urls, **options)
+    try:
+        if args.jobs > 1:
+            with ProcessPoolExecutor(args.jobs) as pool:  # ranks that begin at different shards, as in a run
+                shares = [{"rank": rank, "world_size": args.jobs} for rank in range(args.jobs)]
+                parts = [pool.submit(load_manifest, args.urls, **share, **options) for share in shares]
+                for part in parts:
+                    part.result()
+        manifest = load_manifest(args.urls, **options)
+    except ValueError as error:
+        parser.error(str(error))
     print(f"{len(manifest.shards)} shards, {manifest.num_samples} samples, sha256 {manifest.sha256[:16]}")
     for cause, count in sorted(manifest.rejected.items()):
         print(f"  left out, {cause}: {count}")

@@ -161,13 +161,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--json-text-key", help="captions from this key of the json member ('a;b': the first found)")
     args = parser.parse_args(arguments)
     keys = SampleKeys(text=args.text_key, json_text=args.json_text_key)
-    train_tokenizer(
-        shard_captions(args.train_data, args.max_captions, keys=keys),
-        args.out,
-        args.vocab_size,
-        args.model_type,
-        byte_fallback=args.byte_fallback,
-    )
+    captions = shard_captions(args.train_data, args.max_captions, keys=keys)
+    try:
+        train_tokenizer(captions, args.out, args.vocab_size, args.model_type, byte_fallback=args.byte_fallback)
+    except ValueError as error:
+        parser.error(str(error))
     tokenizer = Tokenizer(args.out)
     print(f"{args.out}: {tokenizer.vocab_size} pieces, sha256 {tokenizer.sha256[:16]}")
 

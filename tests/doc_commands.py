@@ -1,0 +1,283 @@
+"""What is executed for each command of the documentation: the shown line, and beside it a line with stand-in data.
+
+A line runs by bash in a copy of the repository (test_docs.py's `clone`) with data/ (the demo set), spm.model,
+tiny.json (a model), runs/first, runs/demo-zero1, runs/other (finished runs of three steps) and weights.safetensors (of
+one of them). It has every flag of the shown one; long runs are made short by more flags.
+
+    here      on a CPU; marker slow
+    gpu       on a machine with a GPU, multigpu with two; markers of these names
+    cluster   as root, on hosts made of namespaces; marker cluster
+    by        the test that runs the shown command in some other way
+    only      why nothing of ours runs
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Command:
+    shown: str
+    here: str | None = None
+    gpu: str | None = None
+    multigpu: str | None = None
+    cluster: str | None = None
+    by: str | None = None
+    only: str | None = None
+    without: tuple[str, ...] = ()  # flags that the executed line cannot have
+
+
+SHARDS = "'data/train/{00000..00007}.tar'"
+DEMO = f"--train-data {SHARDS} --tokenizer data/tokenizer.model"
+TINY = "--model tiny.json --batch-size 8 --accum-freq 2 --warmup 1 --workers 1 --lr 1e-3"
+VIT_B = "--batch-size 32 --accum-freq 2 --warmup 1 --workers 4 --steps 3"
+COLLECT = "--collect-only -q"
+PLAN = "python -m infcl.plan --model ViT-L-14 --gpus 32 --gpu a800-80g"
+TOKENIZER = "python -m infcl.data.tokenizer train --train-data"
+
+COMMANDS = [
+    # ---- make
+    Command(
+        "make train",
+        here='make train -o "$VENV/.installed" NAME=new FLAGS="--steps 20"',
+        gpu='make train -o "$VENV/.installed" NAME=new FLAGS="--steps 20"',
+    ),
+    Command("make train PRESET=zero3", here='make train -o "$VENV/.installed" PRESET=zero3 NAME=new FLAGS="--steps 5"'),
+    Command("make test", here='make test -o "$VENV/.installed" --dry-run'),
+    Command("make lint", here='make lint -o "$VENV/.installed"'),
+    # ---- tests: found and collected, for the suite does not run itself
+    Command(
+        ".venv/bin/python -m pytest tests/test_engine.py -k zero3",
+        here=f"python -m pytest tests/test_engine.py -k zero3 {COLLECT}",
+    ),
+    Command("python -m pytest -m gpu -o addopts=''", here=f"python -m pytest -m gpu -o addopts='' {COLLECT}"),
+    Command("python -m pytest -m multigpu -o addopts=''", here=f"python -m pytest -m multigpu -o addopts='' {COLLECT}"),
+    Command("python -m pytest -m cluster -o addopts=''", here=f"python -m pytest -m cluster -o addopts='' {COLLECT}"),
+    Command("pytest -m slow tests/test_data_fuzz.py", here=f"pytest -m slow tests/test_data_fuzz.py {COLLECT}"),
+    Command(
+        "python -m pytest -m slow -s tests/test_nt_xent.py",
+        here=f"python -m pytest -m slow -s tests/test_nt_xent.py {COLLECT}",
+    ),
+    Command(
+        "python -m pytest -m slow -o addopts='' tests/test_docs.py",
+        here=f"python -m pytest -m slow -o addopts='' tests/test_docs.py {COLLECT}",
+    ),
+    Command("python -m tests.data_faults docs/data_faults.md", here="python -m tests.data_faults docs/data_faults.md"),
+    # ---- data
+    Command(
+        TOKENIZER + " '/data/{00000..00331}.tar' --vocab-size 32000 --out spm.model",
+        here=f"{TOKENIZER} {SHARDS} --vocab-size 60 --out new.model",
+    ),
+    Command(
+        TOKENIZER + " 'shards/{00000..00414}.tar' --vocab-size 32000 --out my.model",
+        here=f"{TOKENIZER} {SHARDS} --vocab-size 60 --out my.model",
+    ),
+    Command(
+        "python -m infcl.data.shards index 'shards/{00000..00414}.tar' --jobs 8",
+        here=f"python -m infcl.data.shards index {SHARDS} --jobs 2",
+    ),
+    Command(
+        "python -m infcl.data.demo --out DIR [--gallery picture.png]",
+        here="python -m infcl.data.demo --out new --gallery picture.png",
+    ),
+    # ---- training on one host
+    Command(
+        "deepspeed pretrain_clip.py --train-data '/data/{00000..00331}.tar' --tokenizer spm.model --model ViT-B-16 "
+        "--batch-size 256 --accum-freq 16 --grad-checkpointing --warmup 100 --deepspeed_config ds_configs/zero1.json "
+        "--epochs 8 --name first",
+        here=f"deepspeed pretrain_clip.py --train-data {SHARDS} --tokenizer spm.model {TINY} --grad-checkpointing "
+        "--deepspeed_config ds_configs/zero1.json --epochs 1 --name new",
+        gpu=f"deepspeed pretrain_clip.py --train-data {SHARDS} --tokenizer spm.model --model ViT-B-16 {VIT_B} "
+        "--grad-checkpointing --deepspeed_config ds_configs/zero1.json --epochs 1 --name new",
+    ),
+    Command(
+        "bash launch/local.sh --train-data '/data/{00000..00331}.tar' --tokenizer spm.model --model ViT-B-16 ...",
+        here=f"bash launch/local.sh {DEMO} {TINY} --steps 2",
+        multigpu=f"bash launch/local.sh {DEMO} --model ViT-B-16 {VIT_B}",
+    ),
+    Command(
+        "bash launch/torchrun.sh --train-data '/data/{00000..00331}.tar' --tokenizer spm.model --model ViT-B-16 ...",
+        here=f"RANKS=2 bash launch/torchrun.sh {DEMO} {TINY} --steps 2",
+        multigpu=f"bash launch/torchrun.sh {DEMO} --model ViT-B-16 {VIT_B}",
+    ),
+    Command("bash launch/torchrun.sh FLAGS", here=f"RANKS=2 bash launch/torchrun.sh {DEMO} {TINY} --steps 2"),
+    Command(
+        "IMAGE=W bash launch/lit.sh --train-data ... --tokenizer ...",
+        here=f"IMAGE=runs/first bash launch/lit.sh {DEMO} {TINY} --steps 2",
+    ),
+    Command(
+        "IMAGE=ViT-B-16.safetensors bash launch/lit.sh --train-data '/data/{00000..41455}.tar' --tokenizer spm.model "
+        "--global-batch-size 262144 --warmup-samples 140000000",
+        here=f"IMAGE=weights.safetensors bash launch/lit.sh {DEMO} {TINY} --accum-freq 1 --global-batch-size 16 "
+        "--warmup-samples 16 --steps 2",
+    ),
+    Command(
+        "deepspeed ... pretrain_clip.py ... --dry-run",
+        here=f"deepspeed --num_gpus 2 pretrain_clip.py {DEMO} {TINY} --epochs 1 --dry-run",
+    ),
+    Command(
+        "deepspeed pretrain_clip.py --model ViT-bigG-14 --tensor-parallel-size 4 --sequence-parallel ...",
+        by="tests/test_megatron_trainer.py::test_the_launcher_trains_with_tensor_parallel_ranks",
+        multigpu=f"deepspeed pretrain_clip.py {DEMO} --model ViT-B-32 {VIT_B} --tensor-parallel-size 2 "
+        "--sequence-parallel",
+    ),
+    Command(
+        "bash launch/supervise.sh runs/first bash launch/local.sh --logs runs --name first --resume latest ...",
+        here=f"bash launch/supervise.sh runs/new bash launch/local.sh {DEMO} {TINY} --steps 2 --logs runs --name new "
+        "--resume latest",
+    ),
+    Command(
+        "bash launch/supervise.sh RUN_FOLDER COMMAND...",
+        by="tests/test_faults.py::test_supervise_restarts_a_killed_run_until_it_is_finished",
+    ),
+    # ---- several hosts
+    *(
+        Command(shown, by="tests/test_cluster.py::test_two_hosts_train_resume_evaluate_and_export_as_one_rank_does")
+        for shown in (
+            "deepspeed --hostfile hosts pretrain_clip.py ...",
+            "deepspeed --hostfile hosts pretrain_clip.py --train-data ... --deepspeed_config ds_configs/zero1.json",
+        )
+    ),
+    *(
+        Command(shown, by="tests/test_cluster_faults.py::test_flags_with_spaces_and_shell_characters_survive_ssh")
+        for shown in (
+            "HOSTS=hosts bash launch/hostfile.sh FLAGS",
+            "HOSTS=hosts bash launch/hostfile.sh --train-data '/data/{00000..41455}.tar' --tokenizer spm.model ...",
+        )
+    ),
+    *(
+        Command(shown, by="tests/test_cluster.py::test_the_openmpi_launcher_trains_too")
+        for shown in (
+            "LAUNCHER=openmpi HOSTS=hosts bash launch/hostfile.sh FLAGS",
+            "LAUNCHER=openmpi HOSTS=hosts INTERFACE=ib0 bash launch/hostfile.sh ...",
+        )
+    ),
+    *(
+        Command(
+            shown, by="tests/test_cluster.py::test_check_finds_equal_hosts_right_and_names_a_dead_one_and_a_slow_one"
+        )
+        for shown in (
+            "bash launch/check.sh hosts",
+            "bash launch/check.sh hosts /shared/folder",
+            "bash launch/check.sh HOSTFILE [SHARED_FOLDER]",
+        )
+    ),
+    *(
+        Command(
+            shown,
+            by="tests/test_cluster_faults.py::test_after_a_crash_supervise_goes_on_with_the_hosts_that_are_left",
+        )
+        for shown in (
+            "bash launch/supervise.sh --hostfile hosts --min-hosts 3 --batch 32768 logs/first bash launch/hostfile.sh "
+            "--logs logs --name first --global-batch-size 32768 --resume latest ...",
+            "bash launch/supervise.sh logs/first bash launch/hostfile.sh --logs logs --name first --resume latest ...",
+        )
+    ),
+    *(
+        Command(shown, by="tests/test_launch.py::test_slurm_is_finished_when_the_summary_is_there")
+        for shown in (
+            "sbatch --nodes 4 launch/slurm.sbatch FLAGS",
+            "sbatch --nodes 4 launch/slurm.sbatch --logs /shared/logs --name first "
+            "--train-data '/data/{00000..41455}.tar' ...",
+        )
+    ),
+    Command(
+        "kubectl apply -f launch/kubernetes.yaml",
+        by="tests/test_launch.py::test_the_kubernetes_job_is_valid_yaml_of_four_pods",
+    ),
+    # ---- before and behind a run
+    Command(
+        PLAN + " --global-batch 12288k --zero 3",
+        here=PLAN + " --global-batch 12288k --zero 3",
+    ),
+    Command(
+        PLAN + " --link nic-200 --global-batch 12288k --zero 3",
+        here=PLAN + " --link nic-200 --global-batch 12288k --zero 3",
+    ),
+    Command(
+        "python -m infcl.plan --compare docs/results/plan_steps_8gpu.csv",
+        here="python -m infcl.plan --compare docs/results/plan_steps.csv",
+    ),
+    Command("python -m infcl.plan", here="python -m infcl.plan --help"),
+    Command("python -m infcl.report runs/demo-zero1", here="python -m infcl.report runs/demo-zero1"),
+    Command(
+        "python -m infcl.report runs/demo-zero1 runs/other", here="python -m infcl.report runs/demo-zero1 runs/other"
+    ),
+    Command("python -m infcl.export RUN", here="python -m infcl.export runs/first"),
+    Command(
+        "python -m infcl.export RUN --format open_clip", here="python -m infcl.export runs/first --format open_clip"
+    ),
+    Command("python -m infcl.export RUN --format hf", here="python -m infcl.export runs/first --format hf"),
+    Command(
+        "python -m infcl.export RUN --format safetensors", here="python -m infcl.export runs/first --format safetensors"
+    ),
+    Command("python -m infcl.export RUN --ema", here="python -m infcl.export runs/first --ema"),
+    Command(
+        "python -m infcl.evaluate --checkpoint RUN --ema ...",
+        here="python -m infcl.evaluate --checkpoint runs/first --ema --task zeroshot --data data/zeroshot",
+    ),
+    Command("python -m infcl.evaluate", here="python -m infcl.evaluate --help"),
+    Command(
+        "python -m infcl.evaluate --checkpoint runs/first --task zeroshot --data imagenet/val "
+        "--zeroshot-classnames names.txt --zeroshot-templates templates.txt",
+        here="python -m infcl.evaluate --checkpoint runs/first --task zeroshot --data data/zeroshot "
+        "--zeroshot-classnames data/zeroshot/classnames.txt --zeroshot-templates data/zeroshot/templates.txt",
+    ),
+    Command(
+        "torchrun --nproc-per-node 8 -m infcl.evaluate --checkpoint ViT-B-32.safetensors --model ViT-B-32 "
+        "--task retrieval --data coco/captions.jsonl --precision amp_bf16 --out results.jsonl",
+        here="torchrun --nproc-per-node 2 -m infcl.evaluate --checkpoint weights.safetensors --model tiny.json "
+        "--tokenizer data/tokenizer.model --task retrieval --data captions.jsonl --precision amp_bf16 "
+        "--out results.jsonl",
+    ),
+    # ---- measurements
+    Command("python -m benchmarks.data", here="python -m benchmarks.data --images 8 --rounds 1 --size 256"),
+    Command(
+        "python -m benchmarks.data_memory", here="python -m benchmarks.data_memory --epochs 8 --settle 6 --images 64"
+    ),
+    Command(
+        "python -m benchmarks.retrieval --pairs 1048576 --gpus 1",
+        here="python -m benchmarks.retrieval --pairs 512 --gpus 0",
+        gpu="python -m benchmarks.retrieval --pairs 65536 --gpus 1",
+    ),
+    Command(
+        "python -m benchmarks.retrieval --pairs 4096,16384 --dim 512 --tile 2048 "
+        "--open-clip .../open_clip_train/metrics.py --dense-max 4096",
+        here="python -m benchmarks.retrieval --pairs 256,512 --dim 512 --tile 2048 --dense-max 256",
+        without=("--open-clip",),
+    ),
+    Command(
+        "python -m benchmarks.loss --impl ... --batch ...",
+        gpu="python -m benchmarks.loss --impl inf_cl,clip,siglip --batch 4096,8192",
+    ),
+    Command("python -m benchmarks.loss --check", gpu="python -m benchmarks.loss --check"),
+    Command("python -m benchmarks.tiling", gpu="python -m benchmarks.tiling --batch 16384"),
+    Command(
+        "python -m benchmarks.step", gpu="python -m benchmarks.step --model ViT-B-32 --batch-size 64 --measured-steps 1"
+    ),
+    Command(
+        "python -m benchmarks.step --gpus 8 --sweep benchmarks/sweeps/plan.txt --csv docs/results/plan_steps_8gpu.csv",
+        multigpu="grep -v '#' benchmarks/sweeps/plan.txt | tail -1 > one.txt && "
+        "python -m benchmarks.step --gpus 2 --sweep one.txt --csv new.csv && python -m infcl.plan --compare new.csv",
+    ),
+    Command(
+        "python -m benchmarks.tensor_parallel --gpus 8",
+        multigpu="python -m benchmarks.tensor_parallel --gpus 2 --models ViT-B-32 --sizes 1,2 --stages 1",
+    ),
+    Command("python -m benchmarks.tensor_parallel_layers", multigpu="python -m benchmarks.tensor_parallel_layers"),
+    Command(
+        "python -m benchmarks.rings --csv docs/results/rings.csv",
+        cluster="python -m benchmarks.rings --csv new.csv --hosts 2 --ranks 2 --rows 32 --repeats 1",
+    ),
+    # ---- others' packages
+    *(
+        Command(shown, only="installs a package of others")
+        for shown in ("pip install s3fs", "pip install wandb", "pip install 'bitsandbytes>=0.49,<0.51'")
+    ),
+]
+
+# File and number of a python block -> the test that executes it.
+PYTHON_BLOCKS = {
+    "README.md 0": "tests/test_docs.py::test_the_readmes_loss_runs_as_shown",
+    "docs/loss.md 0": "tests/test_drop_in.py::test_the_documented_ddp_loop_trains_as_one_process_on_the_whole_batch",
+    "docs/megatron.md 0": "tests/test_docs.py::test_the_documented_megatron_loop_is_made_of_what_there_is",
+}

@@ -1,0 +1,234 @@
+"""Every command and python block of the documentation: known, with flags that exist, and executed (doc_commands.py).
+
+Those that a CPU can run: python -m pytest -m slow -o addopts='' tests/test_docs.py; the others: gpu, multigpu, cluster.
+"""
+
+import argparse
+import importlib
+import json
+import os
+import re
+import runpy
+import shlex
+import shutil
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from infcl.config import make_parser
+from infcl.towers import load_model_config
+from tests.doc_commands import COMMANDS, PYTHON_BLOCKS
+from tests.shown_commands import ROOT, documents, python_blocks, shown_commands
+
+PLACES = ("here", "gpu", "multigpu", "cluster")
+# Flags of other programs, or of open_clip as it is compared with.
+OTHERS = set("--hostfile --nodes --nproc-per-node --local-loss --gather-with-grad".split())
+SCRIPTS = {"launch/supervise.sh": {"--hostfile", "--min-hosts", "--batch"}}
+
+
+def executed() -> list[tuple[str, str, str]]:
+    return [
+        (place, line, command.shown) for command in COMMANDS for place in PLACES if (line := getattr(command, place))
+    ]
+
+
+def flags_of(line: str) -> set[str]:
+    return set(re.findall(r"(?<![\w-])--[a-z][\w-]*", line))
+
+
+@cache
+def parser_of(module: str) -> argparse.ArgumentParser:
+    """The parser with which `python -m module` begins."""
+    found = []
+
+    def take(self, *_, **__):
+        found.append(self)
+        raise SystemExit
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(argparse.ArgumentParser, "parse_args", take)
+        patch.setattr(argparse.ArgumentParser, "parse_known_args", take)
+        patch.setattr(sys, "argv", [module])
+        with pytest.raises(SystemExit):
+            runpy.run_module(module, run_name="__main__")
+    return found[0]
+
+
+def programs_of(line: str) -> list[tuple[str, list[str]]]:
+    """The modules that a line starts, with their arguments."""
+    words = [word for word in shlex.split(line, comments=True) if word not in ("...", "FLAGS")]
+    starts = [
+        (place, words[place + 1] if word == "-m" else "pretrain_clip.py", place + 1 + (word == "-m"))
+        for place, word in enumerate(words)
+        if word.endswith("pretrain_clip.py")
+        or re.fullmatch(r"launch/(local|torchrun|lit|hostfile)\.sh|launch/slurm.sbatch", word)
+        or (word == "-m" and words[place + 1].startswith(("infcl.", "benchmarks.")))
+    ]
+    ends = [place for place, _, _ in starts[1:]] + [len(words)]
+    return [(program, words[first:end]) for (_, program, first), end in zip(starts, ends)]
+
+
+def options_of(program: str) -> set[str]:
+    parsers = [make_parser() if program == "pretrain_clip.py" else parser_of(program)]
+    if program == "benchmarks.step":
+        parsers.append(make_parser())
+    options = set()
+    for parser in parsers:
+        for action in parser._actions:
+            options |= set(action.option_strings)
+            if isinstance(action, argparse._SubParsersAction):
+                parsers += action.choices.values()
+    return options
+
+
+def test_every_command_of_the_documentation_is_executed_somewhere():
+    known = {command.shown for command in COMMANDS}
+    shown = shown_commands()
+    assert len(known) == len(COMMANDS)
+    unknown = {command: files for command, files in shown.items() if command not in known}
+    assert not unknown, f"say in tests/doc_commands.py what is executed for {unknown}"
+    assert known - set(shown) == set(), "no document shows these any more"
+    for command in COMMANDS:
+        assert any(getattr(command, place) for place in (*PLACES, "by", "only")), command.shown
+
+
+def test_the_tests_that_stand_for_a_command_exist():
+    for name in {command.by for command in COMMANDS if command.by} | set(PYTHON_BLOCKS.values()):
+        file, _, function = name.partition("::")
+        assert f"def {function}(" in (ROOT / file).read_text(), name
+    assert set(PYTHON_BLOCKS) == set(python_blocks())
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.shown[:60])
+def test_what_is_executed_has_the_flags_that_are_shown(command):
+    for place in PLACES:
+        if line := getattr(command, place):
+            assert flags_of(command.shown) - set(command.without) <= flags_of(line)
+
+
+@pytest.mark.filterwarnings("ignore:.*found in sys.modules:RuntimeWarning")
+def test_flags_of_shown_and_executed_commands_exist():
+    lines = [command.shown for command in COMMANDS] + [line for _, line, _ in executed()]
+    for line in lines:
+        for program, words in programs_of(line):
+            assert flags_of(" ".join(words)) - {"--help"} <= options_of(program), line
+
+
+def test_flags_in_the_prose_exist():
+    modules = {program for _, line, _ in executed() for program, _ in programs_of(line)}
+    known = OTHERS.union(*SCRIPTS.values(), *map(options_of, modules))
+    for path in documents():
+        text = re.sub(r"```.*?```", "", path.read_text(), flags=re.DOTALL)
+        assert flags_of(text) - known == set(), path
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("infcl.data.shards", "index", "/no/such.tar"),
+        ("infcl.data.tokenizer", "train", "--train-data", "/no/such.tar", "--vocab-size", "60", "--out", "x.model"),
+    ],
+    ids=lambda arguments: arguments[0],
+)
+def test_a_wrong_path_is_one_line_and_exit_code_2(arguments, capsys):
+    with pytest.raises(SystemExit) as stop:
+        importlib.import_module(arguments[0]).main(arguments[1:])
+    assert stop.value.code == 2 and "/no/such.tar" in capsys.readouterr().err
+
+
+# ---- executed ----
+
+
+@pytest.fixture(scope="module")
+def clone(tmp_path_factory, demo_folder) -> Path:
+    """A copy of the working tree with the data and runs that the table's head names."""
+    from tests.test_readme import tracked
+
+    root = tmp_path_factory.mktemp("clone") / "infcl"
+    for path in tracked():
+        (root / path).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(ROOT / path, root / path)
+    shutil.copytree(demo_folder, root / "data")
+    shutil.copy(root / "data" / "tokenizer.model", root / "spm.model")
+    fields = load_model_config("demo").to_dict()  # without what CLIPModel of transformers has not
+    del fields["vision_cfg"]["conv_stem"]
+    (root / "tiny.json").write_text(json.dumps(fields | {"vision_cfg": fields["vision_cfg"] | {"pool_type": "tok"}}))
+    train = (
+        "python pretrain_clip.py --train-data data/train --tokenizer data/tokenizer.model --val-data data/val "
+        "--zeroshot-data data/zeroshot --model tiny.json --batch-size 16 --warmup 1 --workers 1 --steps 3 "
+        "--ema-decay 0.9 --logs runs --name first"
+    )
+    result = execute(train, root)
+    assert result.returncode == 0, result.stdout + result.stderr
+    for other in ("runs/demo-zero1", "runs/other"):
+        shutil.copytree(root / "runs" / "first", root / other)
+    shutil.copy(root / "runs/first/export/open_clip_model.safetensors", root / "weights.safetensors")
+    write_captions(root)
+    return root
+
+
+def write_captions(root: Path) -> None:
+    from PIL import Image
+
+    with open(root / "captions.jsonl", "w") as file:
+        for number in range(4):
+            Image.new("RGB", (32, 32), (60 * number, 9, 90)).save(root / f"{number}.png")
+            file.write(json.dumps({"image": f"{number}.png", "captions": [f"colour {number}", "plain"]}) + "\n")
+
+
+def execute(line: str, root: Path) -> subprocess.CompletedProcess:
+    on_cpu = {} if torch.cuda.is_available() else {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+    programs = Path(sys.executable).parent
+    environment = os.environ | on_cpu | {"PATH": f"{programs}:{os.environ['PATH']}", "VENV": str(programs.parent)}
+    for new in ("runs/new", "logs/new", "new"):
+        shutil.rmtree(root / new, ignore_errors=True)
+    return subprocess.run(["bash", "-c", line], cwd=root, env=environment, capture_output=True, text=True, timeout=280)
+
+
+def marked(place: str, line: str, shown: str):
+    mark = getattr(pytest.mark, "slow" if place == "here" else place)
+    return pytest.param(line, id=f"{place}: {shown[:70]}", marks=mark)
+
+
+@pytest.mark.parametrize("line", [marked(*entry) for entry in executed()])
+def test_the_command_runs(clone, line):
+    result = execute(line, clone)
+    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
+
+
+def test_the_readmes_loss_runs_as_shown():
+    features = [torch.nn.functional.normalize(torch.randn(5, 8), dim=1).requires_grad_() for _ in range(2)]
+    names = {"torch": torch, "logit_scale": torch.tensor(2.0, requires_grad=True)}
+    names |= {"image_features": features[0], "text_features": features[1]}
+    store = dist.HashStore()
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        exec(python_blocks()["README.md 0"], names)
+    finally:
+        dist.destroy_process_group()
+    logits = names["logit_scale"].exp() * features[0] @ features[1].T
+    labels = torch.arange(5)
+    expected = (torch.nn.functional.cross_entropy(x, labels) for x in (logits, logits.T))
+    torch.testing.assert_close(names["loss"], sum(expected) / 2)
+    assert features[0].grad is not None and names["logit_scale"].grad is not None
+
+
+def test_the_documented_megatron_loop_is_made_of_what_there_is(monkeypatch):
+    from tests.test_megatron_lm import encode, get_batch, stub_training_package
+
+    for module in ("megatron.training", "megatron.training.training"):
+        monkeypatch.setitem(sys.modules, module, None)
+    stub_training_package()
+    import megatron.training.training as loop
+
+    plain, started = loop.get_forward_backward_func, []
+    names = {"get_batch": get_batch, "encode": encode, "pretrain": lambda *arguments: started.append(arguments)}
+    names |= dict.fromkeys(("datasets_provider", "model_provider"))
+    names["ModelType"] = argparse.Namespace(encoder_or_decoder=None)
+    exec(python_blocks()["docs/megatron.md 0"], names)
+    assert started[0][-1] is names["step"] and loop.get_forward_backward_func is not plain
