@@ -26,7 +26,7 @@ from infcl.towers.clip import CLIP
 from infcl.towers.config import CLIPConfig
 from infcl.towers.transformer import ResidualBlock, Transformer
 from megatron_patches.linear import ColumnAttention, ColumnLinear, RowLinear, Sharing
-from megatron_patches.split import Split, split_parameter
+from megatron_patches.split import ATTRIBUTE, Split, split_parameter
 
 
 def check_divides(cfg: CLIPConfig, size: int) -> None:
@@ -45,6 +45,8 @@ def check_divides(cfg: CLIPConfig, size: int) -> None:
 
 def split_towers(model: CLIP, group: dist.ProcessGroup, *, sequence_parallel: bool = False) -> None:
     """Cut `model`, whole and equal on the ranks of `group`, into this rank's part. Before deepspeed.initialize.
+
+    Blocks may have been cut already (`cut_block`), one by one as they were made.
 
     sequence_parallel: between the split layers each rank keeps 1 / T of a micro-batch's samples only.
     """
@@ -75,8 +77,9 @@ class SampleParallelTransformer(Transformer):
         return gather_from_sequence_parallel_region(x, tensor_parallel_output_grad=False, group=group)[:rows]
 
 
-def _split_block(block: ResidualBlock, sharing: Sharing) -> None:
-    heads, rows, columns = (Split(dim, stacked, sharing.group) for dim, stacked in ((0, 3), (0, 1), (1, 1)))
+def cut_block(block: ResidualBlock, group: dist.ProcessGroup) -> None:
+    """Leave `block` this rank's part of its parameters, unless that is done; it cannot run before `split_towers`."""
+    heads, rows, columns = (Split(dim, stacked, group) for dim, stacked in ((0, 3), (0, 1), (1, 1)))
     for owner, name, split in (
         (block.attn, "in_proj_weight", heads),
         (block.attn, "in_proj_bias", heads),
@@ -85,7 +88,12 @@ def _split_block(block: ResidualBlock, sharing: Sharing) -> None:
         (block.mlp.c_fc, "bias", rows),
         (block.mlp.c_proj, "weight", columns),
     ):
-        split_parameter(owner, name, split)
+        if not hasattr(getattr(owner, name), ATTRIBUTE):
+            split_parameter(owner, name, split)
+
+
+def _split_block(block: ResidualBlock, sharing: Sharing) -> None:
+    cut_block(block, sharing.group)
     for module, parallel_class in (
         (block.attn, ColumnAttention),
         (block.attn.out_proj, RowLinear),

@@ -1,9 +1,12 @@
 """From flags to the parts of a run: tokenizer, model, loader, evaluations. Each refuses what cannot work."""
 
+import contextlib
 import math
+from collections.abc import Iterator
 
 import torch.distributed as dist
 from torch import nn
+from torch.nn.modules.module import register_module_module_registration_hook
 
 from infcl.config import BatchPlan, TrainConfig, parse_factors
 from infcl.data.loader import TrainLoader
@@ -18,6 +21,7 @@ from infcl.loss.contrastive import ContrastiveLoss
 from infcl.parallel import Parallel
 from infcl.towers.clip import CLIP
 from infcl.towers.config import CLIPConfig, load_model_config, with_overrides, with_tokenizer
+from infcl.towers.transformer import ResidualBlock
 
 
 def build_tokenizer_and_model_config(config: TrainConfig) -> tuple[Tokenizer | None, CLIPConfig]:
@@ -53,17 +57,46 @@ def build_tokenizer_and_model_config(config: TrainConfig) -> tuple[Tokenizer | N
     )
 
 
-def build_model(config: TrainConfig, model_config: CLIPConfig) -> CLIP:
-    """CLIP with the flags' locks. SigLIP's loss has its own starting point: scale 10, bias -10 (Zhai et al. 2023)."""
+def build_model(config: TrainConfig, model_config: CLIPConfig, parallel: Parallel | None = None) -> CLIP:
+    """CLIP with the flags' locks. SigLIP's loss has its own starting point: scale 10, bias -10 (Zhai et al. 2023).
+
+    With `parallel`, a block goes to the rank's device as soon as it is made, and only this tensor-parallel rank's part
+    of it, so that the host never holds the model once a rank. What other weights are loaded into is cut afterwards.
+    The numbers are those of a model that is made whole: they are drawn on the CPU in the same order.
+    """
     siglip = config.loss == "siglip"
     start = {"init_logit_scale": math.log(10), "init_logit_bias": -10.0} if siglip else {}
-    model = CLIP(model_config, activation_checkpointing=config.grad_checkpointing, **start)
-    load_pretrained(model, config.pretrained, config.pretrained_image, config.pretrained_text)
+    pretrained = (config.pretrained, config.pretrained_image, config.pretrained_text)
+    with _placed_blocks(parallel, cut=not any(pretrained)):
+        model = CLIP(model_config, activation_checkpointing=config.grad_checkpointing, **start)
+    load_pretrained(model, *pretrained)
     if config.lock_image:
         model.lock_image_tower(config.lock_image_unlocked_groups, keep_trunk=config.frozen_trunk == "keep")
     if config.lock_text:
         model.lock_text_tower(config.lock_text_unlocked_layers, keep_trunk=config.frozen_trunk == "keep")
     return model
+
+
+@contextlib.contextmanager
+def _placed_blocks(parallel: Parallel | None, *, cut: bool) -> Iterator[None]:
+    """Within, each residual block is cut and moved when its tower takes it in, before the next one is made."""
+    if parallel is None:
+        yield
+        return
+
+    def place(owner: nn.Module, name: str, module: nn.Module) -> None:
+        if isinstance(module, ResidualBlock):
+            if cut and parallel.tp_size > 1:
+                from megatron_patches.towers import cut_block
+
+                cut_block(module, parallel.tp_group)
+            module.to(parallel.device)
+
+    handle = register_module_module_registration_hook(place)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 def split_model(model: CLIP, config: TrainConfig, parallel: Parallel) -> None:

@@ -123,7 +123,7 @@ class Engine:
         mpu = _megatron_groups() if parallel.tp_size > 1 else None
         deepspeed.utils.groups.mpu = mpu  # DeepSpeed would keep that of an earlier engine
         offloads = "offload_optimizer" in preset.get("zero_optimization", {})
-        exact = _fp32_copy(model) if self.low_precision_parameters else {}
+        exact = _fp32_copy(model) if self.low_precision_parameters and parallel.dp_rank == 0 else {}
         model.to(parallel.device)
         self.engine, *_ = deepspeed.initialize(
             model=model,
@@ -139,9 +139,8 @@ class Engine:
         )
         self.sums_are_old = True  # of gradients over micro-batches
         self.state = ZeroState(self.engine, self.zero_stage)
-        for name, parameter in self.state.parameters():
-            if name in exact:  # DeepSpeed makes the masters from parameters that it has rounded already
-                self.state.write_part(parameter, exact.pop(name))
+        if self.low_precision_parameters:  # DeepSpeed makes the masters from parameters that it has rounded already
+            self.state.write_first_copy(exact)
         if config.ema_decay is not None:
             self.state.start_average(config.ema_decay)
         self.dp_group = self.engine.seq_data_parallel_group  # ZeRO averages over it

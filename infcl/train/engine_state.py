@@ -109,6 +109,17 @@ class ZeroState:
         if key is None:
             self._show(parameter, value)
 
+    def write_first_copy(self, values: dict[str, torch.Tensor]) -> None:
+        """Set the masters from `values` (by name, fp32) of data-parallel rank 0; the others need none. Collective."""
+        source = dist.get_global_rank(self.group, 0)
+        for name, parameter in self.parameters():
+            if parameter in self.pieces:
+                whole = torch.empty(self._part_shape(parameter), dtype=torch.float32, device=self.engine.device)
+                if name in values:
+                    whole.copy_(values.pop(name))
+                dist.broadcast(whole, source, group=self.group)
+                self.write_part(parameter, whole)
+
     @contextlib.contextmanager
     def showing_average(self) -> Iterator[None]:
         """Within, the module's parameters are the averages; then the weights again, bit for bit. Collective."""

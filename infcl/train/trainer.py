@@ -67,12 +67,12 @@ class Trainer:
         )
 
         seed_everything(config.seed, deterministic=config.deterministic)
-        model = build_model(config, model_config)
+        model = build_model(config, model_config, parallel)
         self.model_config = model.cfg
-        self.num_parameters = sum(p.numel() for p in model.parameters())
         split_model(model, config, parallel)
         self.compiled = prepare_blocks(model, config, parallel, precision, self.batch)
         self.engine = Engine(model, config, parallel, self.batch)
+        self.num_parameters = sum(self.engine.state.shape(p).numel() for _, p in self.engine.state.parameters())
         self.resident = resident_micro_batches(config, self.engine, self.batch, self.model_config, parallel)
         self.pixels = build_pixel_cache(
             config,
