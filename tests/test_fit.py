@@ -51,6 +51,18 @@ def test_what_is_proposed_fits_and_keeps_the_batch():
     Fit(proposal, question.cfg, question.counts, "amp_bf16", question.preset, 8, question.capacity).check()
 
 
+def test_a_small_model_on_cpus_is_not_refused_for_buckets_that_it_leaves_empty():
+    cfg = load_model_config("demo")
+    with torch.device("meta"):
+        counts = parameter_counts(CLIP(cfg))
+    config = parse_args([*SYNTHETIC, "--model", "demo", "--batch-size", "2"])
+    preset = {"zero_optimization": {"stage": 1, "overlap_comm": True}}
+    question = Fit(config, cfg, counts, "fp32", preset, 32, 1 * GIB)
+    with pytest.raises(ValueError, match="gradient buckets 3.7 GiB"):
+        question.check()
+    dataclasses.replace(question, on_cpu=True).check()
+
+
 def test_auto_takes_the_largest_size_that_fits_and_divides():
     question = fit("--global-batch-size", "65536", "--batch-size", "auto", gib=80)
     chosen = question.choose()

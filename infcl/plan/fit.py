@@ -30,7 +30,8 @@ def fit_to_memory(config: TrainConfig, parallel: Parallel) -> TrainConfig:
         warnings.filterwarnings("ignore", message=".*which is a no-op")
         counts = parameter_counts(build_model(config, cfg))
     preset, precision = read_preset(config, parallel.device.type)
-    fit = Fit(config, cfg, counts, precision, preset, parallel.dp_size, memory_of_device(parallel))
+    on_cpu, capacity = parallel.device.type == "cpu", memory_of_device(parallel)
+    fit = Fit(config, cfg, counts, precision, preset, parallel.dp_size, capacity, on_cpu)
     if config.batch_size == 0:
         return fit.choose()
     fit.check()
@@ -46,7 +47,10 @@ def memory_of_device(parallel: Parallel) -> float:
 
 @dataclasses.dataclass
 class Fit:
-    """The memory question of one run on `dp_size` ranks with `capacity` bytes each."""
+    """The memory question of one run on `dp_size` ranks with `capacity` bytes each.
+
+    on_cpu: a bucket's pages are taken when a gradient first lies in them, so small models leave most of it alone.
+    """
 
     config: TrainConfig
     cfg: CLIPConfig
@@ -55,6 +59,7 @@ class Fit:
     preset: dict
     dp_size: int
     capacity: float
+    on_cpu: bool = False
 
     def parts(self, config: TrainConfig, stage: int | None = None) -> dict[str, float]:
         """{part: bytes per rank, "total"} under `config`, in this preset's stage or another."""
@@ -65,6 +70,9 @@ class Fit:
         for name, offload in (("optimizer", "offload_optimizer"), ("parameters", "offload_param")):
             if offload in zero:
                 parts[name] = 0.0
+        if self.on_cpu:
+            gradients = 4.0 * sum(trainable for _, trainable in self.counts.values())
+            parts["gradient buckets"] = min(parts["gradient buckets"], 2 * gradients)
         return parts | {"total": sum(parts.values())}
 
     def check(self) -> None:
@@ -87,7 +95,7 @@ class Fit:
             if plan.micro_batch_size == size and self.parts(other)["total"] <= _ROOM * self.capacity:
                 return other
         one = dataclasses.replace(self.config, batch_size=1)
-        Fit(one, self.cfg, self.counts, self.precision, self.preset, self.dp_size, self.capacity).check()
+        dataclasses.replace(self, config=one).check()
         return one
 
     def _proposal(self) -> str:
