@@ -1,4 +1,5 @@
 # make train   set up, train on the embedded data set, evaluate, export          make test   set up, run the test suite
+#   make test-cluster   the tests over several hosts, which are made of network namespaces (root)
 #
 #   PRESET=zero3 make train       another ZeRO preset of ds_configs/
 #   make train FLAGS="--lr 1e-3"  other flags of pretrain_clip.py (give NAME=... too: a finished run is not trained over)
@@ -12,14 +13,21 @@ NAME   ?= demo-$(PRESET)
 DATA   ?= .data/demo
 LOGS   ?= runs
 FLAGS  ?=
+CLUSTER_SECONDS ?= 1500
+CLUSTER_TESTS   := tests/test_cluster.py tests/test_cluster_faults.py
 
-.PHONY: train test lint clean
+.PHONY: train test test-cluster lint clean
 
 train: $(VENV)/.installed
 	@PATH="$$PWD/$(BIN):$$PATH" DATA=$(DATA) LOGS=$(LOGS) NAME=$(NAME) PRESET=$(PRESET) bash launch/demo.sh $(FLAGS)
 
 test: lint
 	$(BIN)/python -m pytest
+
+# Hosts made of network namespaces; skips, with the reason, where they cannot be made (root, openssh-server, pdsh).
+test-cluster: $(VENV)/.installed
+	timeout --kill-after 60 $(CLUSTER_SECONDS) $(BIN)/python -m pytest -m cluster -o addopts='' -v -rs \
+		--durations 0 --durations-min 1 $(CLUSTER_TESTS)
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .

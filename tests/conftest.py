@@ -3,6 +3,15 @@
 import pytest
 
 
+def pytest_runtest_setup(item):
+    """Tests over several hosts are skipped, with the reason, where hosts cannot be made; looked at when one comes."""
+    if item.get_closest_marker("cluster"):
+        from tests.hosts import missing
+
+        if reason := missing():
+            pytest.skip(reason)
+
+
 @pytest.fixture(scope="session")
 def demo_folder(tmp_path_factory):
     """The embedded data set with 1,536 training pairs: shards, tokenizer, evaluation sets."""

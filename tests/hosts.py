@@ -10,6 +10,7 @@ with the same paths everywhere. Needs root, iproute2, util-linux and openssh-ser
     host.crash()                 every process of it is killed at once
 """
 
+import functools
 import itertools
 import os
 import shutil
@@ -28,15 +29,20 @@ _SSHD_OPTIONS = (
 )  # fmt: skip
 
 
+@functools.cache
 def missing() -> str | None:
-    """Why hosts cannot be made here; None where they can."""
+    """Why hosts cannot be made here; None where they can: the smallest one was made."""
     if os.geteuid() != 0:
         return "making network namespaces needs root"
     programs = ("ip", "tc", "unshare", "nsenter", "ssh", "ssh-keygen", "/usr/sbin/sshd", "pdsh")
     if absent := [program for program in programs if shutil.which(program) is None]:
         return f"not installed: {', '.join(absent)} (iproute2, util-linux, openssh-server, pdsh)"
-    tried = subprocess.run(["unshare", "--net", "--pid", "--fork", "true"], capture_output=True)
-    return None if tried.returncode == 0 else "namespaces cannot be made here"
+    try:
+        with Hosts(1) as hosts:
+            hosts[0].shape("tbf rate 1gbit burst 64kb latency 400ms")
+    except (RuntimeError, OSError, AssertionError, psutil.Error) as error:
+        return f"hosts cannot be made of namespaces here: {error}"
+    return None
 
 
 class Host:
@@ -56,29 +62,20 @@ class Host:
         sshd += [word for option in options for word in ("-o", option)]
         self.process = subprocess.Popen(
             [
-                *(
-                    "nice",
-                    "-n",
-                    "5",
-                    "ip",
-                    "netns",
-                    "exec",
-                    self.namespace,
-                    "unshare",
-                    "--uts",
-                    "--pid",
-                    "--mount-proc",
-                    "--fork",
-                ),
-                *("--kill-child", "sh", "-c", 'hostname "$0" && exec "$@"', self.name, *map(str, sshd)),
+                *f"nice -n 5 ip netns exec {self.namespace}".split(),
+                *"unshare --uts --pid --mount-proc --fork --kill-child".split(),
+                *("sh", "-c", 'hostname "$0" && exec "$@"', self.name, *map(str, sshd)),
             ],
             stdin=subprocess.DEVNULL,
         )
 
     def command(self, arguments: list, cwd=None) -> list[str]:
         """`arguments` as a command line that runs on this host."""
-        inside = psutil.Process(self.process.pid).children()[0].pid
-        enter = ["nsenter", "-t", str(inside), "--net", "--uts", "--pid", "--mount", f"--wd={cwd or Path.cwd()}"]
+        deadline = time.monotonic() + 20
+        while not (inside := psutil.Process(self.process.pid).children()):  # it has just been started
+            assert time.monotonic() < deadline, f"{self.name} was not started"
+            time.sleep(0.05)
+        enter = ["nsenter", "-t", str(inside[0].pid), "--net", "--uts", "--pid", "--mount", f"--wd={cwd or Path.cwd()}"]
         return [*enter, "--", *map(str, arguments)]
 
     def run(self, arguments: list, cwd=None, **options) -> subprocess.CompletedProcess:

@@ -89,18 +89,7 @@ def test_check_finds_equal_hosts_right_and_names_a_dead_one_and_a_slow_one(tmp_p
 
 def test_32_ranks_on_four_hosts_train_as_one_rank_does(demo_folder, tmp_path):
     """Two-level rings, the whole trainer; one rank takes the same 64 pairs a step alone."""
-    more = (
-        "--steps",
-        "2",
-        "--ring",
-        "two-level",
-        "--global-batch-size",
-        "64",
-        "--accum-freq",
-        "1",
-        "--host-timeout",
-        "600",
-    )
+    more = "--steps 2 --ring two-level --global-batch-size 64 --accum-freq 1 --host-timeout 600".split()
     with Hosts(4, slots=8) as hosts:
         code, output = train(hosts, flags(demo_folder, tmp_path, *more, "--batch-size", "2"))
     assert code == 0 and "32 x cpu" in output, output

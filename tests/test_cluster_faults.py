@@ -3,7 +3,10 @@
 In each case every rank on every host ends within the time-outs, the exit code is not zero, and the host is named.
 """
 
+import json
+import re
 import shutil
+import signal
 import time
 
 import pytest
@@ -13,8 +16,11 @@ from tests.cluster_run import (
     PATH,
     finish,
     flags,
+    kill,
     launch_script,
     losses,
+    ranks_on,
+    small_disk,
     start,
     wait_for_checkpoint,
     wait_until_gone,
@@ -97,6 +103,50 @@ def test_a_slow_host_changes_nothing_but_the_time(demo_folder, tmp_path, hosts, 
     assert losses(tmp_path)[:3] == pytest.approx(one_rank_losses[:3], rel=1e-4)
 
 
+def test_a_host_that_stands_still_for_a_while_is_waited_for(demo_folder, tmp_path, hosts, one_rank_losses):
+    process = launch_script(hosts, fault_flags(demo_folder, tmp_path))
+    wait_for_checkpoint(tmp_path, process)
+    stopped = ranks_on(hosts[1])
+    for rank in stopped:
+        kill(rank, signal.SIGSTOP)
+    time.sleep(HOST_TIMEOUT / 2)
+    for rank in stopped:
+        kill(rank, signal.SIGCONT)
+    code, output = finish(process)
+    assert code == 0, output
+    assert losses(tmp_path) == pytest.approx(one_rank_losses, rel=1e-4)
+
+
+def test_a_host_that_stands_still_for_good_ends_the_run_and_is_named(demo_folder, tmp_path, hosts):
+    """Its kernel still answers, so no connection breaks: only its silence shows. It ends when it can run again."""
+    process = launch_script(hosts, fault_flags(demo_folder, tmp_path))
+    wait_for_checkpoint(tmp_path, process)
+    frozen = hosts[1].processes("pretrain_clip.py")  # the ranks and their launcher
+    assert len(frozen) >= 2
+    for one in frozen:
+        kill(one, signal.SIGSTOP)
+    deadline = time.monotonic() + 6 * HOST_TIMEOUT
+    while ranks_on(hosts[0]):
+        assert time.monotonic() < deadline, "the other host goes on"
+        time.sleep(0.2)
+    for one in frozen:
+        kill(one, signal.SIGCONT)
+    wait_until_gone(hosts, seconds=6 * HOST_TIMEOUT)
+    code, output = finish(process)
+    assert code != 0 and "worker-1: worker-2 (rank 1) has not been heard of for" in output, output
+
+
+def test_a_full_shared_disk_is_said_and_the_run_goes_on(demo_folder, tmp_path, one_rank_losses):
+    """No checkpoint fits, nothing half-written stays; what ends the run is the export, which does not fit either."""
+    with small_disk(tmp_path / "small", 2) as logs, Hosts(2, folder=tmp_path / "hosts") as hosts:
+        code, output = finish(launch_script(hosts, fault_flags(demo_folder, logs, "--steps", "4", "--warmup", "5")))
+        assert "could not be written" in output and "training goes on" in output, output
+        assert losses(logs)[:3] == pytest.approx(one_rank_losses[:3], rel=1e-4)
+        assert not list((logs / "run" / "checkpoints").glob("step_*"))
+        assert code != 0 and re.search(r"worker-1: .*No space left on device", output), output
+        wait_until_gone(hosts, seconds=30)
+
+
 def test_a_dead_entry_of_the_hostfile_is_named(demo_folder, tmp_path, hosts):
     hosts.hostfile.write_text("worker-1 slots=1\nworker-9 slots=1\n")
     code, output = finish(launch_script(hosts, fault_flags(demo_folder, tmp_path, "--dist-timeout", "0.5")))
@@ -141,6 +191,4 @@ def test_flags_with_spaces_and_shell_characters_survive_ssh(tmp_path, hosts):
     )
     code, output = finish(process)
     assert code == 0, output
-    import json
-
     assert [json.loads((tmp_path / f"out{rank}").read_text()) for rank in (0, 1)] == [words, words]
