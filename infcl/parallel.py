@@ -198,6 +198,15 @@ def describe_ranks(parallel: Parallel) -> str:
     return f"{text} ({parallel.tp_size} tensor-parallel x {parallel.dp_size} data-parallel)"
 
 
+def join_parts(parallel: Parallel, part: torch.Tensor) -> torch.Tensor:
+    """[n, ...] of each of the T tensor-parallel ranks -> [T n, ...], theirs one behind another. Collective."""
+    if parallel.tp_size == 1:
+        return part
+    whole = part.new_empty(parallel.tp_size * len(part), *part.shape[1:])
+    dist.all_gather_into_tensor(whole, part.contiguous(), group=parallel.tp_group)
+    return whole
+
+
 def mean_over(group: dist.ProcessGroup, value: torch.Tensor) -> torch.Tensor:
     """Mean of a float tensor over the ranks of `group`; a new tensor."""
     total = value.detach().clone()

@@ -279,6 +279,19 @@ def test_ranks_partition_each_step_and_the_global_batch_does_not_depend_on_their
     assert steps[1] == steps[2] == steps[4] == [list(range(12 * s, 12 * s + 12)) for s in range(3)]
 
 
+def test_parts_of_a_micro_batch_put_together_are_what_one_process_reads():
+    """Tensor-parallel ranks: the same samples in the same places, for any number of parts."""
+    for rank in range(2):
+        whole = [p + i for p in Share(12, 3, rank, 2).positions(1, 3, range(1, 3)) for i in range(12)]
+        for parts in (2, 3, 4):
+            shares = [Share(12, 3, rank, 2, part, parts) for part in range(parts)]
+            rows = zip(*(share.positions(1, 3, range(1, 3)) for share in shares))
+            assert [p + i for starts in rows for p in starts for i in range(12 // parts)] == whole
+    assert sorted(Share(12, 3, rank, 2, part, 3).reader for rank in (0, 1) for part in range(3)) == list(range(6))
+    with pytest.raises(ValueError, match="5 parts must divide a micro-batch of 12"):
+        Share(12, 3, 0, 2, 0, 5)
+
+
 def test_too_few_samples_for_a_batch_is_an_error_with_the_numbers():
     with pytest.raises(ValueError, match="hold 100.*global batch of 128 \\(4 ranks x 2 micro-batches x 16\\)"):
         Share(16, 2, 0, 4).steps_per_epoch(100, "the shards hold 100")

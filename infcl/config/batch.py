@@ -32,7 +32,8 @@ class BatchPlan:
                 f"--global-batch-size {config.global_batch_size} cannot be shared by {ranks} ranks: use a multiple "
                 f"of {ranks}, or ranks that divide it"
             )
-        micro = next(size for size in range(min(config.batch_size, share), 0, -1) if share % size == 0)
+        parts = config.tensor_parallel_size
+        micro = next(n for n in range(min(config.batch_size, share), 0, -1) if share % n == 0 and n % parts == 0)
         return cls(dp_size, share // micro, micro)
 
     @property

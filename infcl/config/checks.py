@@ -171,13 +171,13 @@ def _check_optimizer(config: TrainConfig) -> None:
 
 
 def _check_tensor_parallel(config: TrainConfig) -> None:
-    size, rows = config.tensor_parallel_size, config.accum_freq * config.batch_size
+    size, rows = config.tensor_parallel_size, config.batch_size
     if size == 1 and config.sequence_parallel:
         raise ValueError("--sequence-parallel needs --tensor-parallel-size of 2 or more: it splits over those ranks")
-    if rows % size and config.global_batch_size is None:
+    if rows and (rows < size if config.global_batch_size else rows % size):  # 0: auto
         raise ValueError(
-            f"--tensor-parallel-size {size} does not divide the {rows} pairs of a step (--accum-freq "
-            f"{config.accum_freq} x --batch-size {config.batch_size}): each of these ranks takes its share of the loss"
+            f"--tensor-parallel-size {size} does not divide --batch-size {rows}: each of these ranks reads its share "
+            "of a micro-batch, and takes it in the loss"
         )
     if size > 1 and not (importlib.util.find_spec("megatron") and _is_installed("megatron.core")):
         raise ValueError(

@@ -94,7 +94,7 @@ class PlanSampler:
         chunk = chunk_size(self.share.global_batch_size)
         plan = EpochPlan(self.counts, chunk=chunk, seed=self.seed, epoch=epoch, factors=self.factors)
         for start in self.share.positions(first_step, self.steps_per_epoch, self.again):
-            yield epoch, start, plan.samples(start, start + self.share.micro_batch_size)
+            yield epoch, start, plan.samples(start, start + self.share.rows)
 
 
 class IndexedSource:
@@ -127,12 +127,12 @@ class IndexedSource:
             IndexedDataset(collection, decoder, self.board),
             num_workers=num_workers,
             prefetch_factor=prefetch_factor,
-            item_bytes=decoder.batch_bytes(share.micro_batch_size),
+            item_bytes=decoder.batch_bytes(share.rows),
             timeout=timeout if num_workers else 0,
             sampler=self._sampler,
             persistent_workers=num_workers > 0,
         )
-        if share.rank == 0:
+        if share.reader == 0:
             for line in collection.warnings:
                 _log.warning("%s", line)
 

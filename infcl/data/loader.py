@@ -86,7 +86,7 @@ class StepLoader:
         self._examples: dict[str, str] = {}
         self._by_shard: Counter[tuple[str, str]] = Counter()  # (shard, cause)
         self._next_warning: dict[str, float] = {}
-        self._window = min(_WINDOW, self.steps_per_epoch * share.local_batch_size)
+        self._window = min(_WINDOW, self.steps_per_epoch * share.num_micro_batches * share.rows)
         self._window_good, self._window_bad = 0, 0
         self._epoch, self._step = 0, 0
 
@@ -198,7 +198,8 @@ class StepLoader:
 
 
 class TrainLoader(StepLoader):
-    """Image-text pairs from webdataset shards or a table of files; `rank` of `world_size` reads m * M samples per step.
+    """Image-text pairs from webdataset shards or a table of files; `rank` of `world_size` reads m * M samples per step,
+    or, as one of `parts` processes, 1 / parts of each micro-batch.
 
     urls: see `expand_shards`. dataset_type: "webdataset" or "csv" (table.py; `csv_options` are TableReader's names).
     reader: "indexed" (exact) or "streaming" (streaming.py says what it gives up). num_samples: samples per epoch; fewer
@@ -221,6 +222,8 @@ class TrainLoader(StepLoader):
         rank: int,
         world_size: int,
         seed: int,
+        part: int = 0,
+        parts: int = 1,
         num_workers: int = 4,
         aug: dict[str, Any] | None = None,
         max_bad_fraction: float = 0.01,
@@ -243,7 +246,7 @@ class TrainLoader(StepLoader):
         keys = SampleKeys(image_key, text_key, json_text_key, tuple(json_text_probs))
         limits = ImageLimits(max_pixels=max_image_pixels)
         decoder = SampleDecoder(tokenizer, TrainTransform(image_size, **aug or {}), seed=seed, keys=keys, limits=limits)
-        share = Share(micro_batch_size, num_micro_batches, rank, world_size)
+        share = Share(micro_batch_size, num_micro_batches, rank, world_size, part, parts)
         common = {"num_samples": num_samples, "timeout": timeout}
         common |= {"num_workers": num_workers, "prefetch_factor": prefetch_factor}
         factors = upsampling_factors
@@ -266,8 +269,8 @@ class TrainLoader(StepLoader):
                 index_cache=index_cache,
                 storage=storage,
                 max_missing=max_missing_shards,
-                rank=rank,
-                world_size=world_size,
+                rank=share.reader,
+                world_size=share.readers,
             )
             source = IndexedSource(ShardReader(manifest, keys, storage=storage), decoder, share, **common)
         super().__init__(source, share, seed=seed, max_bad_fraction=max_bad_fraction, tokenizer_sha256=tokenizer.sha256)

@@ -21,12 +21,18 @@ _SUBSET_STREAM = 1 << 32  # of `draw`: which part of a source an epoch sees once
 
 @dataclass(frozen=True)
 class Share:
-    """One rank's part of every step: M micro-batches of m samples."""
+    """One data-parallel rank's part of every step: M micro-batches of m samples.
+
+    Where several processes hold such a rank together (tensor parallelism), each reads m / parts samples of every
+    micro-batch: the part-th ones.
+    """
 
     micro_batch_size: int
     num_micro_batches: int
     rank: int
     world_size: int
+    part: int = 0
+    parts: int = 1
 
     def __post_init__(self):
         if (
@@ -34,6 +40,22 @@ class Share:
             or not 0 <= self.rank < self.world_size
         ):
             raise ValueError(f"sizes must be at least 1 and 0 <= rank < world_size: {self}")
+        if not 0 <= self.part < self.parts or self.micro_batch_size % self.parts:
+            raise ValueError(f"{self.parts} parts must divide a micro-batch of {self.micro_batch_size}: {self}")
+
+    @property
+    def rows(self) -> int:
+        """Samples of a micro-batch that this process reads."""
+        return self.micro_batch_size // self.parts
+
+    @property
+    def reader(self) -> int:
+        """This process among all `readers`."""
+        return self.rank * self.parts + self.part
+
+    @property
+    def readers(self) -> int:
+        return self.world_size * self.parts
 
     @property
     def local_batch_size(self) -> int:
@@ -53,12 +75,12 @@ class Share:
         return num_samples // self.global_batch_size
 
     def positions(self, first_step: int, last_step: int, again: range = range(0)) -> Iterator[int]:
-        """The first position of each of this rank's micro-batches in the steps [first_step, last_step).
+        """The first position of what this process reads of each micro-batch in the steps [first_step, last_step).
 
         Those of the micro-batches `again` come a second time behind each step's.
         """
         for step in range(first_step, last_step):
-            start = step * self.global_batch_size + self.rank * self.local_batch_size
+            start = step * self.global_batch_size + self.rank * self.local_batch_size + self.part * self.rows
             for index in (*range(self.num_micro_batches), *again):
                 yield start + index * self.micro_batch_size
 

@@ -112,11 +112,11 @@ class StreamingDataset(torch.utils.data.IterableDataset):
                 ids.append(number)
             except BadSample as bad:
                 log["skipped"].append((bad.cause, record.shard, f"{record.where}: {bad}"))
-                if len(log["skipped"]) > _BAD_PER_MICRO_BATCH * self.share.micro_batch_size:
+                if len(log["skipped"]) > _BAD_PER_MICRO_BATCH * self.share.rows:
                     raise RuntimeError(
                         f"{len(log['skipped'])} bad samples for {len(samples)} good ones: {bad}"
                     ) from bad
-            if len(samples) == self.share.micro_batch_size:
+            if len(samples) == self.share.rows:
                 batch = self.decoder.batch(samples, ids, log)
                 self.board.rests()
                 yield batch, {kind: entries[:] for kind, entries in log.items()}
@@ -130,9 +130,9 @@ class StreamingDataset(torch.utils.data.IterableDataset):
 
         info = torch.utils.data.get_worker_info()
         worker, workers = (info.id, info.num_workers) if info else (0, 1)
-        part = worker * self.share.world_size + self.share.rank
+        part = worker * self.share.readers + self.share.reader
         order = random_order(len(self.shards), self.decoder.seed, self.epoch).tolist()
-        numbers = order[part :: self.share.world_size * workers]
+        numbers = order[part :: self.share.readers * workers]
         begin = int(len(numbers) * self.done)
         numbers = numbers[begin:] + numbers[:begin]
         mine = [self.shards[i] for i in numbers]
@@ -174,7 +174,7 @@ class StreamingSource:
         max_missing: float,
     ):
         shards, missing = find_shards(urls, allow_pipe=storage.allow_pipe, max_missing=max_missing)
-        readers = share.world_size * max(1, num_workers)
+        readers = share.readers * max(1, num_workers)
         if num_samples is None:
             num_samples = known_samples(shards)
         if num_samples is None:
@@ -184,7 +184,7 @@ class StreamingSource:
             )
         if len(shards) < readers:
             raise ValueError(
-                f"{len(shards)} shards are too few for {share.world_size} ranks x {max(1, num_workers)} workers: the "
+                f"{len(shards)} shards are too few for {share.readers} ranks x {max(1, num_workers)} workers: the "
                 f"streaming reader needs {readers}; use fewer workers, or the indexed reader"
             )
         self.num_samples, self.found = num_samples, {"index/missing_shards": len(missing)} if missing else {}
@@ -196,7 +196,7 @@ class StreamingSource:
             self._dataset,
             num_workers=num_workers,
             prefetch_factor=prefetch_factor,
-            item_bytes=decoder.batch_bytes(share.micro_batch_size),
+            item_bytes=decoder.batch_bytes(share.rows),
             timeout=timeout if num_workers else 0,
         )
 

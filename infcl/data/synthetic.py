@@ -31,9 +31,11 @@ class SyntheticLoader(StepLoader):
         world_size: int,
         seed: int,
         num_samples: int,
+        part: int = 0,
+        parts: int = 1,
         pool: int = 8,
     ):
-        share = Share(micro_batch_size, num_micro_batches, rank, world_size)
+        share = Share(micro_batch_size, num_micro_batches, rank, world_size, part, parts)
         shapes = (image_size, context_length, vocab_size)
         super().__init__(_SyntheticSource(share, *shapes, seed, num_samples, pool), share, seed=seed)
 
@@ -69,12 +71,14 @@ class _SyntheticSource:
             texts = torch.randint(2, self.vocab_size, (m, length), generator=generator)
             eos = torch.randint(1, length, (m, 1), generator=generator)
             texts = texts.masked_fill(place == eos, EOS_ID).masked_fill(place > eos, PAD_ID)
-            batch = {"images": images, "texts": texts}
+            own = slice(self.share.part * self.share.rows, (self.share.part + 1) * self.share.rows)
+            batch = {"images": images[own].clone(), "texts": texts[own].clone()}
             pool.append({k: v.pin_memory() if torch.cuda.is_available() else v for k, v in batch.items()})
         return pool
 
     def micro_batches(self, epoch: int, step: int, again: range = range(0)) -> Iterator[tuple[MicroBatch, ReadLog]]:
         for start in self.share.positions(step, self.steps_per_epoch, again):
-            pick = int(draw(self.seed, epoch, start, stream=0, count=1)[0] % self.pool_size)
-            ids = torch.arange(start, start + self.share.micro_batch_size)
+            first = start - self.share.part * self.share.rows  # of the whole micro-batch
+            pick = int(draw(self.seed, epoch, first, stream=0, count=1)[0] % self.pool_size)
+            ids = torch.arange(start, start + self.share.rows)
             yield {**self.pool[pick], "ids": ids}, {"skipped": [], "noted": []}

@@ -125,9 +125,8 @@ def describe(setting: Setting) -> str:
 def _pixels(setting: Setting) -> float:
     from infcl.config import BatchPlan
 
-    return (
-        pixel_bytes(setting.model, BatchPlan(setting.dp_size, setting.num_micro_batches, setting.micro_batch)) / 2**30
-    )
+    batch = BatchPlan(setting.dp_size, setting.num_micro_batches, setting.micro_batch)
+    return pixel_bytes(setting.model, batch, setting.tensor_parallel) / 2**30
 
 
 def _short(setting: Setting) -> str:

@@ -54,7 +54,7 @@ def describe_plan(config: TrainConfig, parallel: Parallel) -> str:
     offloaded = [name for name in ("offload_optimizer", "offload_param") if name in zero_optimization]
     if offloaded:
         lines.append(f"  This preset has {' and '.join(offloaded)}: those parts are in host memory instead.")
-    pixels = _size(pixel_bytes(cfg, batch))
+    pixels = _size(pixel_bytes(cfg, batch, parallel.tp_size))
     lines.append(f"  Host memory: {pixels} a rank for a step's pixels and tokens, and what the loader reads ahead.")
     return "\n".join([*lines, ""])
 

@@ -94,7 +94,7 @@ class Fit:
             plan = BatchPlan.of(other, self.dp_size)
             if plan.micro_batch_size == size and self.parts(other)["total"] <= _ROOM * self.capacity:
                 return other
-        one = dataclasses.replace(self.config, batch_size=1)
+        one = dataclasses.replace(self.config, batch_size=self.config.tensor_parallel_size)
         dataclasses.replace(self, config=one).check()
         return one
 
@@ -104,7 +104,7 @@ class Fit:
         batch = BatchPlan.of(config, self.dp_size)
         for stage, checkpointing in ((None, config.grad_checkpointing), (None, True), (3, True)):
             for size in _SIZES:
-                if size > batch.micro_batch_size or batch.rank_batch_size % size:
+                if size > batch.micro_batch_size or batch.rank_batch_size % size or size % config.tensor_parallel_size:
                     continue
                 accumulate = {"accum_freq": batch.rank_batch_size // size} if config.global_batch_size is None else {}
                 changes = {"batch_size": size, "grad_checkpointing": checkpointing, **accumulate}

@@ -119,9 +119,10 @@ def cast_bytes(parameters: int, *, precision: str, checkpointing: bool) -> float
     return 2.0 * parameters if precision == "amp_bf16" and not checkpointing else 0.0
 
 
-def pixel_bytes(cfg: CLIPConfig, batch: BatchPlan) -> float:
+def pixel_bytes(cfg: CLIPConfig, batch: BatchPlan, tensor_parallel: int = 1) -> float:
     """Host bytes per rank of a step's images and tokens, which wait there between the two passes."""
-    return batch.rank_batch_size * (3 * cfg.vision_cfg.image_size**2 + 8 * cfg.text_cfg.context_length)
+    rows = batch.rank_batch_size / tensor_parallel
+    return rows * (3 * cfg.vision_cfg.image_size**2 + 8 * cfg.text_cfg.context_length)
 
 
 def memory_plan(

@@ -17,7 +17,7 @@ are used in turn. Bytes: 3 S^2 a sample (150,528 at 224 px).
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -34,6 +34,8 @@ class PixelCache:
     num_micro_batches, resident, kept    M, R, K
     together         micro-batches that are used at once
     replays_pixels   whether pass 2 needs pixels; not with a locked image tower: its "images" are None then
+    join             where several ranks read a part of each micro-batch: the part on the device -> all of it. Only
+                     the part waits, and travels to the device
     """
 
     def __init__(
@@ -47,8 +49,10 @@ class PixelCache:
         together: int = 1,
         replays_pixels: bool = True,
         on_gpu: bool = False,
+        join: Callable[[torch.Tensor], torch.Tensor] = lambda part: part,
     ):
         self.device, self.num_micro_batches = device, num_micro_batches
+        self.join = join
         self.micro_batch_size, self.image_bytes = images[0], images[1] * images[2] * images[3]
         replayed = max(0, num_micro_batches - max(1, resident)) if replays_pixels else 0
         self.again = range(min(kept, replayed), replayed)
@@ -83,7 +87,7 @@ class PixelCache:
             images = None
         else:
             images = self.copies(self.kept[index])
-        return {"images": images, "texts": self.tokens[index]}
+        return {"images": None if images is None else self.join(images), "texts": self.tokens[index]}
 
     def check(self) -> None:
         """Raise RuntimeError when something was not read twice alike. Waits for the device where anything was."""
@@ -96,7 +100,7 @@ class PixelCache:
 
     def _read_first(self, index: int) -> torch.Tensor:
         batch, self.first = self.first or self._next(), None
-        self.tokens.append(batch["texts"].to(self.device, non_blocking=True))
+        self.tokens.append(self.join(batch["texts"].to(self.device, non_blocking=True)))
         self.ids.append(batch["ids"].clone())
         if index < len(self.kept):
             self.kept[index].copy_(batch["images"], non_blocking=self.kept.is_cuda)

@@ -138,6 +138,8 @@ def build_loader(
         "num_micro_batches": batch.num_micro_batches,
         "rank": parallel.dp_rank,
         "world_size": parallel.dp_size,
+        "part": parallel.tp_rank,
+        "parts": parallel.tp_size,
         "seed": config.seed,
     }
     if config.dataset_type == "synthetic":

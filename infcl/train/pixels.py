@@ -1,9 +1,10 @@
 """How many micro-batches' pixels a rank keeps between the two passes of a step: --pixel-cache-gb in numbers."""
 
+from functools import partial
 from pathlib import Path
 
 from infcl.config import BatchPlan, TrainConfig
-from infcl.parallel import Parallel, max_over
+from infcl.parallel import Parallel, join_parts, max_over
 from infcl.step.offload import PixelCache
 from infcl.towers.clip import CLIP
 
@@ -18,9 +19,10 @@ def build_pixel_cache(
     repeats: whether the loader can read micro-batches a second time.
     """
     image_size = model.cfg.vision_cfg.image_size
-    images = (batch.micro_batch_size, 3, image_size, image_size)
+    rows = batch.micro_batch_size // parallel.tp_size
+    images = (rows, 3, image_size, image_size)
     replays_pixels = not (model.frozen["image"] or model.keeps_trunk["image"])
-    micro_batch_bytes = 3 * image_size**2 * batch.micro_batch_size
+    micro_batch_bytes = 3 * image_size**2 * rows
     replayed = batch.num_micro_batches - min(resident, batch.num_micro_batches) if replays_pixels else 0
     on_gpu = config.pixel_cache == "gpu"
     ranks = parallel.ranks_per_node or parallel.world_size
@@ -50,6 +52,7 @@ def build_pixel_cache(
         together=config.encode_micro_batches,
         replays_pixels=replays_pixels,
         on_gpu=on_gpu,
+        join=partial(join_parts, parallel),
     )
 
 

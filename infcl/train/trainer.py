@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from infcl.config import BatchPlan, TrainConfig, total_steps
-from infcl.parallel import Parallel, describe_ranks, max_over, mean_over, micro_batch_seed, seed_everything
+from infcl.parallel import Parallel, describe_ranks, join_parts, max_over, mean_over, micro_batch_seed, seed_everything
 from infcl.report import draw_loss_curve
 from infcl.step.grad_cache import grad_cache_step
 from infcl.train.build import (
@@ -176,7 +176,7 @@ class Trainer:
         self.skipped_steps += not applied
         bad = sum(n for name, n in self.loader.report().items() if name.startswith("skipped/"))
         own = torch.cat([output.loss.view(1), self.sampled_loss.values, output.loss.new_tensor([bad])])
-        loss, *sampled, skipped_samples = mean_over(self.engine.dp_group, own).tolist()
+        loss, *sampled, skipped_samples = mean_over(dist.group.WORLD, own).tolist()
         phases = self.timer.read()
         if applied and not math.isfinite(loss):
             raise RuntimeError(
@@ -199,7 +199,7 @@ class Trainer:
                 "peak_memory_mb": peak_memory_mb(self.parallel.device),
                 "worker_memory_mb": max(self.loader.worker_memory_mb(), default=0.0),
                 "skipped_steps": self.skipped_steps,
-                "skipped_samples": round(skipped_samples * self.parallel.dp_size),
+                "skipped_samples": round(skipped_samples * self.parallel.world_size),
                 "loss_scale": self.engine.loss_scale(),
             }
             | self.schedule.tower_rates(self.step - 1)
@@ -211,7 +211,8 @@ class Trainer:
             self.metrics.say(news)
         self.skipped_in_a_row = 0 if applied else self.skipped_in_a_row + 1
         if not applied:
-            self._explain_skipped_step(self.finite.findings(output, self.pixels.ids))
+            ids = [join_parts(self.parallel, own.to(self.parallel.device)).cpu() for own in self.pixels.ids]
+            self._explain_skipped_step(self.finite.findings(output, ids))
 
     def _explain_skipped_step(self, own_findings: list[str]) -> None:
         """Say which rank, tower and micro-batch; end the run, with a checkpoint, after too many steps in a row."""
@@ -339,8 +340,8 @@ class Trainer:
 
     def _data_report(self) -> dict[str, int]:
         """The loader's counters summed over ranks; what the index left out is the same on every rank."""
-        reports: list[dict[str, int]] = [{}] * self.parallel.dp_size
-        dist.all_gather_object(reports, self.loader.report(), group=self.engine.dp_group)
+        reports: list[dict[str, int]] = [{}] * self.parallel.world_size
+        dist.all_gather_object(reports, self.loader.report())
         total = Counter({name: n for name, n in reports[0].items() if name.startswith("index/")})
         for report in reports:
             total.update({name: n for name, n in report.items() if not name.startswith("index/")})
