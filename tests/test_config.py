@@ -90,6 +90,13 @@ def test_a_wrong_flag_is_refused_with_the_value_and_the_fix(flags, message):
         parse_args([*SYNTHETIC, *flags])
 
 
+def test_a_password_in_a_url_is_refused_and_not_printed():
+    urls = "pipe:curl -s https://me:hunter2@host/{00..03}.tar"
+    with pytest.raises(ValueError, match="--train-data holds a password") as refused:
+        parse_args(["--train-data", urls, "--tokenizer", "x"])
+    assert "hunter2" not in str(refused.value)
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [

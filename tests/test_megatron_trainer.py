@@ -77,6 +77,21 @@ def test_a_run_continues_under_another_tensor_parallel_size(demo_folder, tmp_pat
     assert [losses[step] for step in sorted(losses)] == pytest.approx(whole, rel=2e-5)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", ["lion", "adamw8bit"])
+def test_other_optimizers_train_and_resume_too(demo_folder, tmp_path, model, optimizer):
+    """Within what a last bit may do: Lion takes signs, and blocks of 8-bit states begin elsewhere in a part."""
+    if optimizer == "adamw8bit":
+        pytest.importorskip("bitsandbytes")
+    flags = {"opt": optimizer, "steps": 6, "save_every_n_steps": 3, "force_patch_dropout": None}
+    whole = run_losses(1, config_of(demo_folder, tmp_path / "whole", model, 1, 1, **flags))
+    split = config_of(demo_folder, tmp_path / "split", model, 2, 1, resume="latest", **flags)
+    run_ranks(fit, 2, split, 4, timeout=200)
+    moved = dataclasses.replace(split, tensor_parallel_size=1)
+    losses = run_ranks(fit, 1, moved, None, timeout=200)[0]
+    assert [losses[step] for step in sorted(losses)] == pytest.approx(whole, rel=2e-3)
+
+
 @pytest.mark.parametrize(
     "locks",
     [{"lock_image": True}, pytest.param({"lock_text": True, "lock_text_unlocked_layers": 1}, marks=pytest.mark.slow)],

@@ -1,6 +1,7 @@
 """What can be refused without looking at files, devices or other ranks: each wrong value, with the fix."""
 
 import importlib.util
+import re
 from pathlib import Path
 
 from infcl.config.settings import AUGMENTATIONS, TrainConfig, option_of
@@ -60,6 +61,7 @@ PATHS = (
     "pretrained_image",
     "pretrained_text",
 )
+_PASSWORD = re.compile(r"://[^/@\s:]*:[^/@\s]+@")  # of scheme://user:password@host
 
 
 def validate(config: TrainConfig) -> None:
@@ -200,6 +202,11 @@ def _is_installed(package: str) -> bool:
 
 def _check_plain_path(option: str, value: str | None) -> None:
     """A missing path is refused here; patterns, lists and remote urls are looked at by the data layer."""
+    if value is not None and _PASSWORD.search(value):
+        raise ValueError(
+            f"{option} holds a password: every user of the hosts could read it in the command line, and the run folder "
+            "would keep it. Leave it in a file of the hosts (~/.netrc and 'pipe:curl --netrc ...', ~/.aws/credentials)"
+        )
     if value is None or any(mark in value for mark in ("::", "{", "*", ":")):
         return
     if not Path(value).exists():
