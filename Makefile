@@ -14,7 +14,6 @@ DATA   ?= .data/demo
 LOGS   ?= runs
 FLAGS  ?=
 CLUSTER_SECONDS ?= 1500
-CLUSTER_TESTS   := tests/test_cluster.py tests/test_cluster_faults.py
 
 .PHONY: train test test-cluster lint clean
 
@@ -26,8 +25,7 @@ test: lint
 
 # Hosts made of network namespaces; skips, with the reason, where they cannot be made (root, openssh-server, pdsh).
 test-cluster: $(VENV)/.installed
-	timeout --kill-after 60 $(CLUSTER_SECONDS) $(BIN)/python -m pytest -m cluster -o addopts='' -v -rs \
-		--durations 0 --durations-min 1 $(CLUSTER_TESTS)
+	timeout --kill-after 60 $(CLUSTER_SECONDS) $(BIN)/python -m pytest -m cluster -o addopts='' -v -rs --durations 0 --durations-min 1
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .

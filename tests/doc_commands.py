@@ -43,6 +43,7 @@ COMMANDS = [
     ),
     Command("make train PRESET=zero3", here='make train -o "$VENV/.installed" PRESET=zero3 NAME=new FLAGS="--steps 5"'),
     Command("make test", here='make test -o "$VENV/.installed" --dry-run'),
+    Command("make test-cluster", here='make test-cluster -o "$VENV/.installed" --dry-run'),
     Command("make lint", here='make lint -o "$VENV/.installed"'),
     # ---- tests: found and collected, for the suite does not run itself
     Command(
@@ -51,7 +52,6 @@ COMMANDS = [
     ),
     Command("python -m pytest -m gpu -o addopts=''", here=f"python -m pytest -m gpu -o addopts='' {COLLECT}"),
     Command("python -m pytest -m multigpu -o addopts=''", here=f"python -m pytest -m multigpu -o addopts='' {COLLECT}"),
-    Command("python -m pytest -m cluster -o addopts=''", here=f"python -m pytest -m cluster -o addopts='' {COLLECT}"),
     Command("pytest -m slow tests/test_data_fuzz.py", here=f"pytest -m slow tests/test_data_fuzz.py {COLLECT}"),
     Command(
         "python -m pytest -m slow -s tests/test_nt_xent.py",
@@ -194,7 +194,7 @@ COMMANDS = [
         here=PLAN + " --link nic-200 --global-batch 12288k --zero 3",
     ),
     Command(
-        "python -m infcl.plan --compare docs/results/plan_steps_8gpu.csv",
+        "python -m infcl.plan --compare docs/results/plan_steps_4gpu.csv",
         here="python -m infcl.plan --compare docs/results/plan_steps.csv",
     ),
     Command("python -m infcl.plan", here="python -m infcl.plan --help"),
@@ -255,7 +255,7 @@ COMMANDS = [
         "python -m benchmarks.step", gpu="python -m benchmarks.step --model ViT-B-32 --batch-size 64 --measured-steps 1"
     ),
     Command(
-        "python -m benchmarks.step --gpus 8 --sweep benchmarks/sweeps/plan.txt --csv docs/results/plan_steps_8gpu.csv",
+        "python -m benchmarks.step --gpus 4 --sweep benchmarks/sweeps/plan.txt --csv docs/results/plan_steps_4gpu.csv",
         multigpu="grep -v '#' benchmarks/sweeps/plan.txt | tail -1 > one.txt && "
         "python -m benchmarks.step --gpus 2 --sweep one.txt --csv new.csv && python -m infcl.plan --compare new.csv",
     ),
