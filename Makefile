@@ -1,5 +1,6 @@
 # make train   set up, train on the embedded data set, evaluate, export          make test   set up, run the test suite
 #   make test-cluster   the tests over several hosts, which are made of network namespaces (root)
+#   make docs   docstrings as HTML in build/docs       make coverage   the suite, and the lines that it runs
 #
 #   PRESET=zero3 make train       another ZeRO preset of ds_configs/
 #   make train FLAGS="--lr 1e-3"  other flags of pretrain_clip.py (give NAME=... too: a finished run is not trained over)
@@ -15,7 +16,7 @@ LOGS   ?= runs
 FLAGS  ?=
 CLUSTER_SECONDS ?= 1500
 
-.PHONY: train test test-cluster lint clean
+.PHONY: train test test-cluster lint docs coverage clean
 
 train: $(VENV)/.installed
 	@PATH="$$PWD/$(BIN):$$PATH" DATA=$(DATA) LOGS=$(LOGS) NAME=$(NAME) PRESET=$(PRESET) bash launch/demo.sh $(FLAGS)
@@ -30,6 +31,12 @@ test-cluster: $(VENV)/.installed
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+coverage: $(VENV)/.installed
+	$(BIN)/coverage erase
+	$(BIN)/coverage run -m pytest
+	$(BIN)/coverage combine --quiet
+	$(BIN)/coverage report
 
 $(VENV)/.installed: requirements.txt
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 12))' \

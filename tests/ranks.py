@@ -97,5 +97,10 @@ def free_port() -> int:
 
 @atexit.register
 def _close_all() -> None:
+    for pool in _pools.values():
+        for pipe in pool.pipes:
+            pipe.close()  # a rank that waits for work ends, and what it covered is written
     for pool in list(_pools.values()):
+        for process in pool.processes:
+            process.join(5)
         pool.close()
