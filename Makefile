@@ -32,6 +32,9 @@ lint: $(VENV)/.installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
+docs: $(VENV)/.installed
+	$(BIN)/python docs/render.py build/docs
+
 coverage: $(VENV)/.installed
 	$(BIN)/coverage erase
 	$(BIN)/coverage run -m pytest
@@ -46,4 +49,4 @@ $(VENV)/.installed: requirements.txt
 	@touch $@
 
 clean:
-	rm -rf $(VENV) .data runs .pytest_cache .ruff_cache
+	rm -rf $(VENV) .data runs build .coverage* .mypy_cache .pytest_cache .ruff_cache

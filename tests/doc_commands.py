@@ -44,6 +44,8 @@ COMMANDS = [
     Command("make train PRESET=zero3", here='make train -o "$VENV/.installed" PRESET=zero3 NAME=new FLAGS="--steps 5"'),
     Command("make test", here='make test -o "$VENV/.installed" --dry-run'),
     Command("make test-cluster", here='make test-cluster -o "$VENV/.installed" --dry-run'),
+    Command("make docs", here='make docs -o "$VENV/.installed"'),
+    Command("make coverage", here='make coverage -o "$VENV/.installed" --dry-run'),
     Command("make lint", here='make lint -o "$VENV/.installed"'),
     # ---- tests: found and collected, for the suite does not run itself
     Command(

@@ -1,0 +1,4 @@
+"""TOWER GRADIENTS -> ZeRO STEP, and the loop around it.
+
+Reading order: build -> trainer -> engine, engine_state -> optim, optimizers -> run_folder, checkpoint -> metrics.
+"""
