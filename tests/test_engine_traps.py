@@ -1,5 +1,6 @@
 """What DeepSpeed does silently wrong when asked in the obvious way, held on our engine: each test is one trap."""
 
+import json
 import re
 
 import pytest
@@ -79,3 +80,29 @@ def test_gradients_are_reduced_once_a_step_where_deepspeed_allows_it(preset):
     """Stages 0 and 1 reduce every gradient once a step; 2 and 3, which keep no whole gradients, at each micro-batch."""
     counts = [run_ranks(count_reductions, 2, preset, micro_batches)[0] for micro_batches in (1, 4)]
     assert counts == ([1, 1] if preset in ("zero0", "zero1") else [1, 4])
+
+
+def gathers_of_a_backward(rank, world_size, preset):
+    """Gathering collectives of the last backward of a step of a gradient cache: passes without a graph, then with one."""
+    from infcl.parallel import init_parallel
+
+    config = settings("zero3", precision="fp32", grad_clip_norm=None, deepspeed_config=preset)
+    engine = Engine(ToyCLIP(), config, init_parallel("cpu"), BatchPlan(world_size, 4, 4))
+    batch = global_batch(4)
+    with torch.no_grad():
+        for _ in range(4):
+            engine.encode(*batch)
+    for index in range(4):
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            _backward(engine, *batch, last=index == 3)
+    engine.step(LR)
+    return sum(bool(re.match(r"c10d::.*gather", event.name)) for event in profile.events())
+
+
+def test_stage_3_gathers_nothing_again_in_a_backward_that_follows_its_forward(tmp_path):
+    """What the passes without a graph released at once was cached, and released at once ever after."""
+    preset = tmp_path / "preset.json"
+    zero = {"stage": 3, "stage3_param_persistence_threshold": 0, "stage3_prefetch_bucket_size": 1}
+    preset.write_text(json.dumps({"zero_optimization": zero}))
+    forward = len(list(ToyCLIP().parameters()))
+    assert run_ranks(gathers_of_a_backward, 2, str(preset))[0] <= forward

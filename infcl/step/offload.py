@@ -17,6 +17,7 @@ are used in turn. Bytes: 3 S^2 a sample (150,528 at 224 px).
 """
 
 import time
+import weakref
 from collections.abc import Callable, Iterator
 
 import torch
@@ -183,4 +184,5 @@ def _buffer(shape: tuple[int, ...], device: torch.device | None) -> torch.Tensor
                 f"{tensor.numel() / 1e9:.1f} GB of host memory could not be pinned for pixels (CUDA error {status}): "
                 "use a smaller --pixel-cache-gb, or raise the limit of locked memory (ulimit -l)"
             )
+        weakref.finalize(tensor.untyped_storage(), torch.cuda.cudart().cudaHostUnregister, tensor.data_ptr())
     return tensor
