@@ -83,7 +83,7 @@ def test_gradients_are_reduced_once_a_step_where_deepspeed_allows_it(preset):
 
 
 def gathers_of_a_backward(rank, world_size, preset):
-    """Gathering collectives of the last backward of a step of a gradient cache: passes without a graph, then with one."""
+    """Gathering collectives in the last backward of a step that encodes without graphs first, then with them."""
     from infcl.parallel import init_parallel
 
     config = settings("zero3", precision="fp32", grad_clip_norm=None, deepspeed_config=preset)
