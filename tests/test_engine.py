@@ -254,6 +254,7 @@ def preset_file(tmp_path, content) -> str:
         ({"train_batch_size": 8}, {}, "--batch-size and --accum-freq"),
         ({"optimizer": {}}, {}, "--lr"),
         ({"gradient_clip": 1.0}, {}, "unknown key 'gradient_clip'"),
+        ({"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme"}}}, {}, "zero3_offload"),
         ({"bf16": {"enabled": True}, "fp16": {"enabled": True}}, {}, "both bf16 and fp16"),
         ({"zero_optimization": {"stage": 1}, "bf16": {"enabled": True}}, {"precision": "fp32"}, "contradicts"),
         ({"zero_optimization": {"stage": 0}}, {"precision": "bf16"}, "stage >= 1"),

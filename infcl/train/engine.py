@@ -47,7 +47,6 @@ _PRESET_KEYS = {
     "data_types",
     "communication_data_type",
     "zero_force_ds_cpu_optimizer",
-    "aio",
     "comms_logger",
     "wall_clock_breakdown",
     "memory_breakdown",
@@ -67,6 +66,12 @@ def read_preset(config: TrainConfig, device_type: str) -> tuple[dict, str]:
         if key not in _PRESET_KEYS:
             raise ValueError(
                 f"--deepspeed_config {path}: unknown key {key!r} (known: {', '.join(sorted(_PRESET_KEYS))})"
+            )
+    for name in ("offload_optimizer", "offload_param"):
+        if preset.get("zero_optimization", {}).get(name, {}).get("device") == "nvme":
+            raise ValueError(
+                f"--deepspeed_config {path} has {name} on nvme: checkpoints read and write whole values of the state, "
+                'which is not in memory there; use "device": "cpu", as ds_configs/zero3_offload.json does'
             )
     in_preset = [name for name in ("bf16", "fp16") if preset.get(name, {}).get("enabled")]
     if len(in_preset) == 2:
