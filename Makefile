@@ -4,6 +4,7 @@
 #
 #   PRESET=zero3 make train       another ZeRO preset of ds_configs/
 #   make train FLAGS="--lr 1e-3"  other flags of pretrain_clip.py (give NAME=... too: a finished run is not trained over)
+#   make results                  docs' tables and plots again, from docs/results
 #   make train FLAGS=--overwrite  train a finished run again
 SHELL := /bin/bash
 PYTHON ?= python3
@@ -16,7 +17,7 @@ LOGS   ?= runs
 FLAGS  ?=
 CLUSTER_SECONDS ?= 1500
 
-.PHONY: train test test-cluster lint docs coverage clean
+.PHONY: train test test-cluster lint docs coverage results clean
 
 train: $(VENV)/.installed
 	@PATH="$$PWD/$(BIN):$$PATH" DATA=$(DATA) LOGS=$(LOGS) NAME=$(NAME) PRESET=$(PRESET) bash launch/demo.sh $(FLAGS)

@@ -82,6 +82,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--micro-batch", type=int, default=4096, help="batch-size: pairs of a rank's micro-batch at most"
     )
+    parser.add_argument("--lr", type=float, default=LEARNING_RATE, help="batch-size: at the smallest batch")
     parser.add_argument("--lr-scalings", nargs="+", choices=tuple(EXPONENTS), default=list(EXPONENTS))
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--ranks", type=int, default=1)
@@ -118,8 +119,8 @@ def batch_trainings(options: argparse.Namespace, data: Path) -> list[Training]:
             for seed in range(options.seeds):
                 flags = ["--batch-size", str(micro), "--accum-freq", str(batch // options.ranks // micro)]
                 flags += ["--steps", str(options.samples // batch), "--warmup-samples", str(options.samples // 14)]
-                flags += ["--lr", str(LEARNING_RATE), "--lr-scaling", scaling, "--lr-base-batch", str(base)]
-                key = {"loss": "inf_cl", "seed": seed, "global_batch": batch, "lr": LEARNING_RATE * factor}
+                flags += ["--lr", str(options.lr), "--lr-scaling", scaling, "--lr-base-batch", str(base)]
+                key = {"loss": "inf_cl", "seed": seed, "global_batch": batch, "lr": options.lr * factor}
                 key |= {"lr_scaling": scaling}
                 name = f"{batch}-{scaling}-{seed}"
                 result.append(Training(name, [*_demo_flags(data), *flags, "--seed", str(seed)], key))

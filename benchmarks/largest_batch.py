@@ -95,26 +95,43 @@ def _parser() -> argparse.ArgumentParser:
 
 def planned(options: argparse.Namespace, unit: int) -> int:
     """The largest batch by the planner's account of memory, less 3%; a multiple of `unit`."""
-    model = load_model_config(options.model)
-    usable = 0.97 * options.memory_gb * 1e9
+    pairs, _ = planned_for(
+        options.model,
+        options.gpus,
+        0.97e9 * options.memory_gb,
+        pixels=options.pixels,
+        micro_batch=options.batch_size,
+        precision=options.precision,
+        checkpointing=not options.no_checkpointing,
+        loss=options.loss,
+    )
+    return min(pairs, options.max_batch // unit * unit)
+
+
+def planned_for(
+    model: str, gpus: int, usable_bytes: float, *, pixels: str, micro_batch: int = 256, loss: str = "inf_cl", **changes
+) -> tuple[int, float]:
+    """(pairs, bytes of a GPU): the largest batch whose planned peak is at most `usable_bytes`; at least two units."""
+    config = load_model_config(model)
+    unit, kept = gpus * micro_batch, 3 * config.vision_cfg.image_size**2 if pixels == "gpu" else 0
+    per_pair = kept + 8 * config.text_cfg.context_length  # what waits on the GPU between the passes: bytes, tokens
+    common = {"precision": "bf16", "compiled": False, "loss": {"disco": "open_clip"}.get(loss, loss)} | changes
 
     def peak(count: int) -> float:
         setting = Setting(
-            model=model, gpu=load_gpu("h200"), gpus=options.gpus, gpus_per_node=options.gpus, compiled=False,
-            global_batch=count * unit, micro_batch=options.batch_size, precision=options.precision,
-            checkpointing=not options.no_checkpointing, loss={"disco": "open_clip"}.get(options.loss, options.loss),
+            model=config, gpu=load_gpu("h200"), gpus=gpus, gpus_per_node=min(gpus, 8), global_batch=count * unit,
+            micro_batch=micro_batch, **common,
         )  # fmt: skip
-        kept = 3 * model.vision_cfg.image_size**2 if options.pixels == "gpu" else 0
-        return memory_of(setting)["peak"] + count * options.batch_size * (kept + 8 * model.text_cfg.context_length)
+        return memory_of(setting)["peak"] + count * micro_batch * per_pair
 
     count = 2
-    while peak(count * 2) <= usable:
+    while peak(count * 2) <= usable_bytes:
         count *= 2
     stride = count // 2
     while stride:
-        count += stride if peak(count + stride) <= usable else 0
+        count += stride if peak(count + stride) <= usable_bytes else 0
         stride //= 2
-    return min(count * unit, options.max_batch // unit * unit)
+    return count * unit, peak(count)
 
 
 def search(trial: Callable[[int], Trial], start: int, unit: int, *, tolerance: float, limit: int, trials: int) -> int:

@@ -270,10 +270,53 @@ COMMANDS = [
         "python -m benchmarks.rings --csv docs/results/rings.csv",
         cluster="python -m benchmarks.rings --csv new.csv --hosts 2 --ranks 2 --rows 32 --repeats 1",
     ),
+    # ---- the paper's tables and figures
+    Command("make results", here='make results -o "$VENV/.installed"'),
+    Command("python -m benchmarks.paper --table 1 --figure 4", here="python -m benchmarks.paper --table 1 --figure 4"),
+    Command(
+        "python -m benchmarks.accuracy --study losses --seeds 5 --out docs/results --work .data/accuracy",
+        here="python -m benchmarks.accuracy --study losses --seeds 1 --out new --work work --num-train 600 --steps 2 "
+        "--losses clip siglip",
+    ),
+    Command(
+        "python -m benchmarks.accuracy --study batch-size --num-train 131072 --out docs/results --work .data/accuracy",
+        here="python -m benchmarks.accuracy --study batch-size --num-train 600 --out new --work work --seeds 1 "
+        "--samples 512 --batches 64 128 --lr-scalings sqrt",
+    ),
+    Command(
+        "python -m benchmarks.gradients --out docs/results",
+        here="python -m benchmarks.gradients --out new --work work --num-train 600 --batch 32 --ranks 2",
+    ),
+    Command(
+        "python -m benchmarks.hard_negatives --out docs/results",
+        here="python -m benchmarks.hard_negatives --out new --seeds 1 --steps 3 --batch 16",
+    ),
+    Command(
+        "python -m benchmarks.largest_batch --model ViT-L-14 --gpus 4 --at 32768 262144",
+        here="python -m benchmarks.largest_batch --model demo --gpus 2 --at 64 96 --batch-size 16 --pixels host "
+        "--device cpu --precision fp32",
+        multigpu="python -m benchmarks.largest_batch --model ViT-B-32 --gpus 2 --at 32768",
+    ),
+    Command(
+        "python -m benchmarks.largest_batch --model ViT-B-16 --gpus 4 --pixels gpu",
+        multigpu="python -m benchmarks.largest_batch --model ViT-B-32 --gpus 2 --pixels gpu --memory-gb 8",
+    ),
+    Command(
+        "python -m benchmarks.loss --gpus 4 --impl inf_cl,official_open_clip,official --batch 131072 "
+        "--open-clip-loss DIR/src/open_clip/loss.py",
+        multigpu="python -m benchmarks.loss --gpus 2 --impl inf_cl,open_clip --batch 16384",
+        without=("--open-clip-loss",),
+    ),
+    Command("python -m benchmarks.step --peer CHECKOUT", only="needs a checkout of open_clip and a GPU"),
     # ---- others' packages
     *(
         Command(shown, only="installs a package of others")
-        for shown in ("pip install s3fs", "pip install wandb", "pip install 'bitsandbytes>=0.49,<0.51'")
+        for shown in (
+            "pip install s3fs",
+            "pip install wandb",
+            "pip install 'bitsandbytes>=0.49,<0.51'",
+            "pip install inf_cl==1.2.1",
+        )
     ),
 ]
 

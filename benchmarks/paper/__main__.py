@@ -1,0 +1,88 @@
+"""python -m benchmarks.paper --table 3 --figure 5: prints tables, draws figures into docs/; --write: all of them.
+
+--write (make results) makes every region of docs/results.md, reviewers.md and peers.md anew from the raw results under
+docs/results, and draws the plots whose data has changed.
+"""
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+
+from benchmarks.paper import accuracy, memory, speed, towers
+from benchmarks.paper.draw import digest, digest_of, draw
+from benchmarks.paper.regions import fill
+
+DOCS = Path(__file__).parents[2] / "docs"
+PAGES = ("results.md", "reviewers.md", "peers.md")
+REGIONS: dict[str, Callable[[], str]] = {
+    "table-1-planned": memory.table_1_planned,
+    "table-1-loss": memory.table_1_loss,
+    "table-1-measured": memory.table_1_measured,
+    "table-2": memory.table_2,
+    "table-3": accuracy.table_3,
+    "table-3-pairs": accuracy.table_3_pairs,
+    "table-4": speed.table_4,
+    "figure-5": accuracy.table_5,
+    "gradients": accuracy.gradients,
+    "loss-1-gpu": speed.loss_one_gpu,
+    "loss-4-gpus": speed.loss_four_gpus,
+    "loss-others": speed.loss_others,
+    "loss-origin": speed.loss_origin,
+    "tiling": speed.tiling,
+    "symmetry": speed.symmetry,
+    "siglip-disco": speed.side_by_side,
+    "precision": speed.precision,
+    "retrieval": speed.retrieval,
+    "towers": towers.towers,
+    "thousands": towers.thousands,
+    "steps": towers.measured_steps,
+    "peer-steps": towers.peer_steps,
+    "hard-negatives": accuracy.hard_negatives,
+}
+TABLES = {
+    "1": ("table-1-measured", "table-1-loss", "table-1-planned"),
+    "2": ("table-2",),
+    "3": ("table-3", "table-3-pairs", "gradients"),
+    "4": ("table-4",),
+}
+FIGURES: dict[str, tuple[Callable[[], dict], dict]] = {  # file under docs/results: (what it shows, how)
+    "figure_1.png": (memory.figure_1, {"x": ("global batch", "global batch", "GPUs"), "y": "GiB per GPU"}),
+    "figure_4.png": (speed.figure_4, {"x": ("global batch",) * 2, "y": "ms, forward + backward"}),
+    "figure_5.png": (accuracy.figure_5, {"x": ("global batch",) * 2, "y": "accuracy", "log_y": False}),
+    "loss_curves.png": (
+        accuracy.loss_curves,
+        {"x": ("samples seen",) * 2, "y": "loss", "log_x": False, "log_y": False, "ticks": "", "overlaid": True},
+    ),
+}
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--table", action="append", default=[], choices=tuple(TABLES))
+    parser.add_argument("--figure", action="append", default=[], choices=("1", "4", "5", "losses"))
+    parser.add_argument("--write", action="store_true")
+    options = parser.parse_args(arguments)
+    for table in options.table:
+        print("\n\n".join(REGIONS[name]() for name in TABLES[table]), "\n")
+    for figure in options.figure:
+        draw_if_new("loss_curves.png" if figure == "losses" else f"figure_{figure}.png")
+    if options.write:
+        for page in PAGES:
+            path = DOCS / page
+            path.write_text(fill(path.read_text(), REGIONS))
+        for name in FIGURES:
+            draw_if_new(name)
+
+
+def draw_if_new(name: str) -> None:
+    """Draw docs/results/`name`, unless it shows this data already, or there is none yet."""
+    panels, path = FIGURES[name][0](), DOCS / "results" / name
+    if not any(panels.values()):
+        print(f"{name}: no raw results yet")
+    elif digest_of(path) != digest(panels):
+        draw(panels, path, **FIGURES[name][1])
+        print(f"drew {path}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,151 @@
+"""What is learned: Table 3 (losses side by side), gradients of one step, Figure 5 (batch sizes)."""
+
+import statistics
+
+from benchmarks.accuracy import EXPONENTS
+from benchmarks.paper.raw import NOT_MEASURED, batch, markdown, mean_and_deviation, origin, rows, where
+
+LOSSES = {"clip": "CLIP", "open_clip": "OpenCLIP", "disco": "DisCo-CLIP", "inf_cl": "infcl", "siglip": "SigLIP"}
+METRICS = {"zero_shot_top1": "zero-shot", "image_to_text_r1": "image->text R@1", "text_to_image_r1": "text->image R@1"}
+SCALINGS = {"none": "lr as it is", "sqrt": "lr x sqrt(batch)", "linear": "lr x batch"}
+
+
+def table_3() -> str:
+    found = rows("accuracy_losses.csv")
+    if not found:
+        return f"{NOT_MEASURED.capitalize()} yet."
+    lines = []
+    for loss, name in LOSSES.items():
+        own = where(found, loss=loss)
+        if own:
+            cells = [mean_and_deviation([row[metric] for row in own]) for metric in METRICS]
+            lines.append([name, len(own), *cells, mean_and_deviation([row["final_loss"] for row in own], 4)])
+    text = markdown(["loss", "seeds", *METRICS.values(), "loss of the last 5% of steps"], lines)
+    one = found[0]
+    return (
+        f"{text}\n\n{one['steps']} steps of {one['global_batch']} pairs, {one['ranks']} rank(s) each, "
+        f"{one['jobs']} trainings at once; {origin(found)}."
+    )
+
+
+def table_3_pairs() -> str:
+    """Each loss against clip, seed by seed: both start from the same weights and see the same pairs."""
+    found = rows("accuracy_losses.csv")
+    by_loss = {loss: {row["seed"]: row for row in where(found, loss=loss)} for loss in LOSSES}
+    spread = {
+        metric: statistics.stdev([row[metric] for row in by_loss["clip"].values()]) if len(by_loss["clip"]) > 1 else 0.0
+        for metric in METRICS
+    }
+    lines = []
+    for loss in ("open_clip", "disco", "inf_cl"):
+        seeds = sorted(set(by_loss[loss]) & set(by_loss["clip"]))
+        if not seeds:
+            continue
+        cells = []
+        for metric in METRICS:
+            differences = [by_loss[loss][seed][metric] - by_loss["clip"][seed][metric] for seed in seeds]
+            cells.append(f"{statistics.mean(differences):+.3f} +- {_standard_error(differences):.3f}")
+        lines.append([f"{LOSSES[loss]} - CLIP", *cells])
+    if not lines:
+        return f"{NOT_MEASURED.capitalize()} yet."
+    lines.append(["spread of CLIP over seeds", *(f"{spread[metric]:.3f}" for metric in METRICS)])
+    return markdown(["mean over seeds +- its standard error", *METRICS.values()], lines)
+
+
+def _standard_error(values: list[float]) -> float:
+    return statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else 0.0
+
+
+def gradients() -> str:
+    found = rows("accuracy_gradients.csv")
+    lines = []
+    for row in found:
+        if row["loss"] == "clip":
+            continue
+        lines.append([
+            LOSSES[row["loss"]], row["precision"], row["device"], row["ranks"], row["weights"],
+            f"{row['from_clip']:.1e}", *(f"{row[part]:.1e}" for part in ("image", "text", "scale")),
+        ])  # fmt: skip
+    header = ["loss", "precision", "device", "ranks", "weights", "from CLIP's", "image tower", "text tower", "scale"]
+    batches = ", ".join(sorted({f"{row['global_batch']:,}" for row in found}))
+    return f"{markdown(header, lines)}\n\nGlobal batches of {batches}; {origin(found)}."
+
+
+def hard_negatives() -> str:
+    found = rows("hard_negatives.csv")
+    if not found:
+        return f"{NOT_MEASURED.capitalize()} yet."
+    lines = []
+    for hard in (0, 1):
+        own = where(found, hard_negatives=hard)
+        values = [mean_and_deviation([row[name] for row in own]) for name in ("relation", "recall_at_1")]
+        lines.append(["with hard negatives" if hard else "negatives of the batch alone", len(own), *values])
+    header = ["trained", "seeds", "relation right (chance 0.5)", f"R@1 among {found[0]['documents']:,}"]
+    return markdown(header, lines) + f"\n\n{found[0]['steps']} steps of {found[0]['batch']} queries; {origin(found)}."
+
+
+def table_5() -> str:
+    """The batch-size study as a table: zero-shot / image->text R@1 by batch, learning rate and its scaling."""
+    studies = _batch_studies()
+    if not studies:
+        return f"{NOT_MEASURED.capitalize()} yet."
+    lines = []
+    for rate, found in studies.items():
+        for pairs in sorted({row["global_batch"] for row in found}):
+            steps = where(found, global_batch=pairs)[0]["steps"]
+            cells = [f"{rate:g}", batch(pairs) if pairs >= 1024 else pairs, steps]
+            for scaling in SCALINGS:
+                own = where(found, global_batch=pairs, lr_scaling=scaling)
+                values = [mean_and_deviation([row[metric] for row in own]) for metric in METRICS if own]
+                cells.append(" / ".join(values[:2]) if own else "")
+            lines.append(cells)
+    text = markdown(["lr at 512", "batch", "steps", *(f"{name}: zero-shot / R@1" for name in SCALINGS.values())], lines)
+    every = [row for found in studies.values() for row in found]
+    one = every[0]
+    return f"{text}\n\n{one['samples_seen']:,} samples seen of {one['num_train']:,} pairs; {origin(every)}."
+
+
+def _batch_studies() -> dict[float, list[dict]]:
+    """{learning rate at the smallest batch: rows}; that batch's row stands for all scalings, which agree there."""
+    found = rows("accuracy_batches.csv")
+    base = min((row["global_batch"] for row in found), default=0)
+    studies: dict[float, list[dict]] = {}
+    for row in found:
+        rate = float(f"{row['lr'] / (row['global_batch'] / base) ** EXPONENTS[row['lr_scaling']]:.6g}")
+        same = SCALINGS if row["global_batch"] == base else [row["lr_scaling"]]
+        studies.setdefault(rate, []).extend(row | {"lr_scaling": scaling} for scaling in same)
+    return dict(sorted(studies.items()))
+
+
+def figure_5() -> dict:
+    """{panel: {label: [(batch, accuracy)]}}."""
+    panels = {}
+    for rate, found in _batch_studies().items():
+        for metric, name in list(METRICS.items())[:2]:
+            series = {}
+            for scaling, label in SCALINGS.items():
+                own = where(found, lr_scaling=scaling)
+                series[label] = [
+                    (pairs, statistics.mean(row[metric] for row in where(own, global_batch=pairs)))
+                    for pairs in sorted({row["global_batch"] for row in own})
+                ]
+            panels[f"{name}, lr {rate:g} at 512"] = series
+    return panels
+
+
+def loss_curves() -> dict:
+    """{panel: {label: [(samples seen, loss, standard deviation)]}}; SigLIP's is another loss, on a panel of its own."""
+    curves = rows("accuracy_losses_curves.csv")
+    panels: dict = {"softmax losses": {}, "SigLIP's loss": {}}
+    for loss, name in LOSSES.items():
+        at: dict[int, list[float]] = {}
+        for row in curves:
+            if str(row["run"]).rsplit("-", 1)[0] == loss:
+                at.setdefault(row["samples_seen"], []).append(row["loss"])
+        points = [
+            (samples, statistics.mean(values), statistics.stdev(values) if len(values) > 1 else 0.0)
+            for samples, values in sorted(at.items())
+        ]
+        if points:
+            panels["SigLIP's loss" if loss == "siglip" else "softmax losses"][name] = points
+    return {panel: series for panel, series in panels.items() if series}

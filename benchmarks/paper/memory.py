@@ -1,0 +1,149 @@
+"""Memory of whole steps: the paper's Tables 1 and 2 beside ours, measured and planned; Figure 1."""
+
+from benchmarks.paper.raw import NOT_MEASURED, batch, markdown, origin, rows, where
+from infcl.plan.memory import loss_bytes, memory_of
+from infcl.plan.paper import paper_memory
+from infcl.plan.setting import Setting, load_gpu
+from infcl.towers.config import load_model_config
+
+GIB = 2**30
+FIGURE_1_GPUS = (8, 16, 32, 64, 128, 256)
+BATCHES_K = (32, 64, 128, 256, 1024)
+LOSSES = {("clip", 0): "CLIP", ("open_clip", 0): "OpenCLIP", ("inf_cl", 0): "Inf-CL", ("inf_cl", 1): "Inf-CL, offload"}
+
+
+def _paper(table: int, **wanted) -> list[dict]:
+    return where(rows("paper_memory.csv"), table=table, **wanted)
+
+
+def table_1_planned() -> str:
+    """Peak memory, GiB: the paper's and what is planned for its trainer, then infcl's plan, on its 8 and 32 A800s."""
+    lines = []
+    for gpus in (8, 32):
+        for (loss, offload), name in LOSSES.items():
+            cells = [f"{gpus} x A800, {name}: paper / its trainer, planned"]
+            for batch_k in BATCHES_K:
+                row = where(_paper(1, gpus=gpus, loss=loss, offload=offload), batch_k=batch_k)
+                said = (f"{row[0]['peak_gib']:.1f}" if row[0]["fits"] else "x") if row else "-"
+                cells.append(f"{said} / {_planned(gpus, loss, batch_k, offload, ours=False)}")
+            lines.append(cells)
+        for offload, what in ((0, "pixels on the GPU"), (1, "pixels in host memory")):
+            plan = [_planned(gpus, "inf_cl", batch_k, offload, ours=True) for batch_k in BATCHES_K]
+            lines.append([f"{gpus} x A800, infcl, {what}: planned", *plan])
+    return markdown(["peak of a step, GiB", *(f"{k}k" for k in BATCHES_K)], lines)
+
+
+def _planned(gpus: int, loss: str, batch_k: int, offload: int, *, ours: bool) -> str:
+    card = load_gpu("a800-80g")
+    setting = Setting(
+        model=load_model_config("ViT-L-14"), gpu=card, gpus=gpus, global_batch=batch_k * 1024, micro_batch=128,
+        zero=1 if ours else 0, loss=loss, pixels="host" if ours or offload else "device", checkpointing=False,
+    )  # fmt: skip
+    if ours:
+        kept = 0 if offload else setting.rank_batch * 3 * setting.model.vision_cfg.image_size**2  # as bytes
+        peak = memory_of(setting)["peak"] + kept + setting.rank_batch * 8 * setting.model.text_cfg.context_length
+        return f"{peak / GIB:.1f}" if peak <= card.usable_bytes else "x"
+    peak = paper_memory(setting)["peak"]
+    return f"{peak / GIB:.1f}" if peak <= card.memory_gib * GIB else "x"
+
+
+def table_1_loss() -> str:
+    """Memory of the loss alone, GiB: the paper's 8 A800s, and ours on one and four H200s."""
+    from benchmarks.paper.speed import loss_rows, out_of_memory
+
+    impls = {"clip": "clip", "open_clip": "official_open_clip", "inf_cl": "inf_cl"}
+    lines = []
+    for gpus in (1, 4):
+        for loss, impl in impls.items():
+            cells = [f"{gpus} H200{'s' if gpus > 1 else ''}, {LOSSES[loss, 0].replace('Inf-CL', 'infcl')}"]
+            for batch_k in BATCHES_K:
+                found = where(loss_rows(), impl=impl, gpus=gpus, dim=768, global_batch=batch_k * 1024)
+                failed = where(out_of_memory(), impl=impl, gpus=gpus, dim=768, global_batch=batch_k * 1024)
+                cells.append(f"{found[-1]['extra_mib'] / 1024:.2f}" if found else "x" if failed else "")
+            lines.append(cells)
+    for loss in impls:
+        cells = [f"paper, 8 A800s, {LOSSES[loss, 0]}"]
+        for batch_k in BATCHES_K:
+            row = where(_paper(1, gpus=8, loss=loss, batch_k=batch_k, offload=0), fits=1)
+            cells.append(f"{row[0]['loss_gib']:.2f}" if row else "x")
+        lines.append(cells)
+    return markdown(["loss alone, GiB per GPU", *(f"{k}k" for k in BATCHES_K)], lines)
+
+
+def table_1_measured() -> str:
+    """Peak memory of whole steps on H200s held to 80 GB, GiB."""
+    found = rows("table1_h200.csv")
+    if not found:
+        return f"Whole steps on H200s held to 80 GB: {NOT_MEASURED}."
+    names = {("clip", "gpu"): "CLIP", ("open_clip", "gpu"): "OpenCLIP", ("inf_cl", "gpu"): "infcl"}
+    names |= {("inf_cl", "host"): "infcl, pixels not on the GPU"}
+    lines = []
+    for gpus in sorted({row["gpus"] for row in found}):
+        for (loss, pixels), name in names.items():
+            own = where(found, gpus=gpus, loss=loss, pixels=pixels)
+            failed = [row["global_batch"] for row in own if not row["fits"]]
+            cells = [f"{gpus} H200s, {name}"]
+            for batch_k in BATCHES_K:
+                row = where(own, global_batch=batch_k * 1024, fits=1)
+                beyond = failed and batch_k * 1024 >= min(failed)
+                cells.append(f"{row[-1]['peak_gib']:.1f}" if row else "x" if beyond else "")
+            lines.append(cells)
+    return markdown(["peak of a step, GiB", *(f"{k}k" for k in BATCHES_K)], lines) + f"\n\n{origin(found)}."
+
+
+def table_2() -> str:
+    """The largest batches: the paper's, ours as found on H200s held to 80 GB, ours as planned for its A800s."""
+    found, lines = rows("largest_batch.csv"), []
+    for row in _paper(2):
+        name = LOSSES[row["loss"], 0]
+        where_ = "offload" if row["offload"] else ""
+        lines.append([row["model"], f"{row['gpus']} x A800", name, where_, "paper", f"{row['batch_k']}k", "", ""])
+        if row["loss"] == "inf_cl":
+            batch_, peak = _planned_largest(row["model"], row["gpus"], row["offload"])
+            cells = [
+                row["model"],
+                f"{row['gpus']} x A800",
+                "infcl",
+                where_,
+                "planned",
+                batch(batch_),
+                "",
+                f"{peak:.1f}",
+            ]
+            lines.append(cells)
+    settings = {(row["model"], row["gpus"], row["pixels"], row["loss"]): row for row in found}
+    for (model, gpus, pixels, loss), _ in settings.items():
+        own = where(found, model=model, gpus=gpus, pixels=pixels, loss=loss)
+        fitting = [row for row in own if row["fits"]]
+        failed = [row["global_batch"] for row in own if not row["fits"]]
+        if fitting:
+            best = max(fitting, key=lambda row: row["global_batch"])
+            limit = batch(min(failed)) if failed else "not tried"
+            where_ = "offload" if pixels == "host" else ""
+            lines.append([model, f"{gpus} x H200 at 80 GB", LOSSES[loss, 0].replace("Inf-CL", "infcl"), where_,
+                          "measured", batch(best["global_batch"]), limit, f"{best['peak_gib']:.1f}"])  # fmt: skip
+    order = {"paper": 0, "planned": 1, "measured": 2}
+    lines.sort(key=lambda line: (line[0], line[3], order[line[4]]))
+    header = ["model", "GPUs", "loss", "pixels", "", "largest batch", "does not fit", "peak, GiB"]
+    return markdown(header, lines)
+
+
+def _planned_largest(model: str, gpus: int, offload: int) -> tuple[int, float]:
+    """(pairs, GiB at that batch) for infcl with checkpointing, bf16, micro-batch 256, ZeRO-1."""
+    from benchmarks.largest_batch import planned_for
+
+    card = load_gpu("a800-80g")
+    pairs, peak = planned_for(model, gpus, card.usable_bytes, pixels="host" if offload else "gpu")
+    return pairs, peak / GIB
+
+
+def figure_1() -> dict:
+    """{panel: {label: [(x, GiB)]}}: memory of the loss against the batch, measured; against the GPUs, planned."""
+    from benchmarks.paper.speed import memory_curves
+
+    panels = {f"loss alone, {name}": series for name, series in memory_curves().items()}
+    series = {}
+    for loss, name in (("inf_cl", "infcl"), ("open_clip", "OpenCLIP"), ("clip", "CLIP")):
+        sizes = ((gpus, loss_bytes(loss, rows=2**18 // gpus, ranks=gpus, width=768)) for gpus in FIGURE_1_GPUS)
+        series[name] = [(gpus, sum(parts.values()) / GIB) for gpus, parts in sizes]
+    return panels | {"loss alone, 256k pairs, planned": series}

@@ -1,0 +1,182 @@
+"""The losses alone: tables by batch, the paper's Table 4 and Figure 4, what tiling costs."""
+
+from benchmarks.paper.raw import NOT_MEASURED, markdown, ms, origin, rows, size, where
+
+LABELS = {
+    "inf_cl": "infcl",
+    "official": "official inf_cl 1.2.1",
+    "clip": "CLIP (b x b)",
+    "clip_compiled": "CLIP (b x b), compiled",
+    "official_open_clip": "open_clip's ClipLoss",
+    "siglip": "infcl, SigLIP",
+    "official_siglip": "open_clip's SigLipLoss",
+    "disco": "DisCo-CLIP",
+}
+
+
+def loss_rows() -> list[dict]:
+    """Rows that have a result; of repeated settings all, in their order."""
+    return [row for row in rows("loss_h200.csv", "loss_figures.csv") if row["median_ms"] != ""]
+
+
+def out_of_memory() -> list[dict]:
+    return [row for row in rows("loss_h200.csv", "loss_figures.csv") if row["median_ms"] == ""]
+
+
+def loss_table(gpus: int, impls: tuple[str, ...], dim: int = 768) -> str:
+    """ms and extra memory by global batch; 'x': out of memory; of repeated runs the range of times."""
+    measured, failed = loss_rows(), out_of_memory()
+    ours = where(measured, gpus=gpus, dim=dim)
+    batches = sorted({row["global_batch"] for row in ours if row["impl"] in impls})
+    lines = []
+    for pairs in batches:
+        line = [f"{pairs:,}"]
+        for impl in impls:
+            found = where(ours, impl=impl, global_batch=pairs)
+            oom = where(failed, gpus=gpus, dim=dim, impl=impl, global_batch=pairs)
+            line.append(_cell(found) if found else "x" if oom else "")
+        inf = where(ours, impl="inf_cl", global_batch=pairs)
+        line.append(f"{inf[-1]['ratio_to_cublas']:.2f}" if inf else "")
+        lines.append(line)
+    return markdown(["b", *(LABELS[impl] for impl in impls), "infcl / library"], lines)
+
+
+def _cell(found: list[dict]) -> str:
+    times = sorted(row["median_ms"] for row in found)
+    spread = times[-1] > 1.03 * times[0]
+    return f"{ms(times[0])}{f'-{ms(times[-1])}' if spread else ''} ms, {size(found[-1]['extra_mib'])}"
+
+
+def loss_one_gpu() -> str:
+    return loss_table(1, ("inf_cl", "clip_compiled", "clip", "official_open_clip", "official"))
+
+
+def loss_four_gpus() -> str:
+    return loss_table(4, ("inf_cl", "clip", "official_open_clip", "official"))
+
+
+def loss_others() -> str:
+    """What else one H200 was asked: SigLIP, other widths, NT-Xent."""
+    one = where(loss_rows(), gpus=1)
+    names = {
+        ("siglip", 768): "SigLIP",
+        ("official_siglip", 768): "SigLIP, open_clip's",
+        ("inf_cl", 512): "infcl, D = 512",
+        ("inf_cl", 1024): "infcl, D = 1024",
+        ("nt_xent", 768): "NT-Xent (half of the matrix)",
+        ("views", 768): "the same views through infcl (all of it)",
+        ("info_nce", 768): "InfoNCE, b queries, 2 b documents",
+    }
+    lines = [
+        [names[row["impl"], row["dim"]], f"{row['global_batch']:,}", ms(row["median_ms"]), size(row["extra_mib"])]
+        for key in names
+        for row in _latest(where(one, impl=key[0], dim=key[1]))
+    ]
+    return markdown(["loss", "b", "ms", "memory"], lines)
+
+
+def _latest(found: list[dict]) -> list[dict]:
+    return list({row["global_batch"]: row for row in sorted(found, key=lambda row: row["global_batch"])}.values())
+
+
+def table_4() -> str:
+    """The paper's ablation: vanilla, in-GPU... as rows: no tiling, OpenCLIP, ring alone, ring and tiles."""
+    found = where(loss_rows(), gpus=4, global_batch=65536, dim=768)
+    names = {
+        "clip": "no tiles: b x b on every GPU (CLIP)",
+        "official_open_clip": "b/n x b on every GPU (OpenCLIP, local loss)",
+        "one_tile": "cross-GPU tiles only: the ring, a block pair as one float32 matrix",
+        "inf_cl": "cross-GPU and in-GPU tiles (infcl)",
+    }
+    lines = []
+    for impl, name in names.items():
+        own = where(found, impl=impl)
+        lines.append([name, ms(own[-1]["median_ms"]), size(own[-1]["extra_mib"])] if own else [name, NOT_MEASURED, ""])
+    return markdown(["4 GPUs, b = 65,536, D = 768", "ms", "memory"], lines)
+
+
+def side_by_side() -> str:
+    """SigLIP and DisCo-CLIP beside the others, one and four GPUs."""
+    lines = []
+    for impl in ("inf_cl", "siglip", "official_siglip", "disco", "official_open_clip"):
+        cells = [LABELS[impl]]
+        for gpus, pairs in ((1, 65536), (4, 65536), (4, 131072)):
+            own = where(loss_rows(), impl=impl, gpus=gpus, global_batch=pairs, dim=768)
+            cells.append(_cell(own[-1:]) if own else NOT_MEASURED)
+        lines.append(cells)
+    return markdown(["loss", "1 GPU, b = 65,536", "4 GPUs, 65,536", "4 GPUs, 131,072"], lines)
+
+
+def symmetry() -> str:
+    """Products and time with and without the symmetry of the problem."""
+    one = where(loss_rows(), gpus=1, dim=768)
+    lines = []
+    for name, impl, against, pairs in (
+        ("both directions in one pass (ours / official)", "inf_cl", "official", 65536),
+        ("half of a symmetric matrix (NT-Xent / all of it)", "nt_xent", "views", 65536),
+        ("half of a symmetric matrix (NT-Xent / all of it)", "nt_xent", "views", 32768),
+    ):
+        ours, theirs = where(one, impl=impl, global_batch=pairs), where(one, impl=against, global_batch=pairs)
+        if ours and theirs:
+            times = ours[-1]["median_ms"], theirs[-1]["median_ms"]
+            lines.append([name, f"{pairs:,}", ms(times[0]), ms(times[1]), f"{times[1] / times[0]:.2f}x"])
+    return markdown(["what is used", "b", "with, ms", "without, ms", ""], lines)
+
+
+def tiling() -> str:
+    lines = []
+    for row in rows("tiling_h200.csv"):
+        bare, tiles = row["products ms"], row["tiles ms"]
+        line = [row["gpus"], f"{row['global_batch']:,}", f"{bare:.1f}", f"{tiles:.1f} ({tiles / bare:.2f})"]
+        for name in ("ring, waiting", "ring"):
+            value = row.get(f"{name} ms")
+            line.append(f"{value:.1f} +- {row[f'{name} std']:.1f} ({value / bare:.2f})" if value else "")
+        lines.append(line)
+    header = ["GPUs", "b", "bare products", "tiles", "ring, waiting for each message", "ring, overlapped"]
+    return markdown(header, lines)
+
+
+def retrieval() -> str:
+    lines = [
+        [row["impl"], f"{row['pairs']:,}", row["dim"], row["device"], f"{row['seconds']:.2f} s", size(row["peak_mib"])]
+        for row in rows("retrieval.csv", "retrieval_h200.csv")
+    ]
+    return markdown(["", "pairs", "D", "device", "time", "memory above the features"], lines)
+
+
+def precision() -> str:
+    lines = [
+        [row["impl"], row["dtype"], row["tile_dtype"] or row["dtype"], *(f"{row[name]:.1e}" for name in names)]
+        for names in [("loss_error", "image_gradient_error", "text_gradient_error", "scale_gradient_error")]
+        for row in rows("precision_h200.csv")
+        if row["features"] == "random"
+    ]
+    header = ["loss", "features", "products", "loss, absolute", "image gradients", "text gradients", "scale's gradient"]
+    return markdown(header, lines)
+
+
+def loss_origin() -> str:
+    return f"{origin(loss_rows())}."
+
+
+def figure_4() -> dict:
+    """Time of the loss against the batch: {panel: {label: [(pairs, ms)]}}."""
+    return _curves("median_ms", 1.0)
+
+
+def memory_curves() -> dict:
+    """Memory of the loss against the batch: {panel: {label: [(pairs, GiB)]}}."""
+    return _curves("extra_mib", 1024.0)
+
+
+def _curves(column: str, unit: float) -> dict:
+    panels = {}
+    for gpus in (1, 4):
+        own = where(loss_rows(), gpus=gpus, dim=768)
+        series = {}
+        for impl in ("inf_cl", "official_open_clip", "clip", "official"):
+            points = _latest(where(own, impl=impl))
+            if points:
+                series[LABELS[impl]] = [(row["global_batch"], row[column] / unit) for row in points]
+        panels[f"{gpus} H200{'s' if gpus > 1 else ''}"] = series
+    return panels

@@ -1,0 +1,71 @@
+"""Steps of whole towers: measured ones beside the plan, other towers, thousands of GPUs."""
+
+from benchmarks.paper.raw import NOT_MEASURED, RESULTS, markdown, origin, rows
+from infcl.plan.compare import compare, read_steps, table
+from infcl.plan.memory import memory_of
+from infcl.plan.search import fastest
+from infcl.plan.setting import Setting, load_gpu, parameters_of
+from infcl.plan.timing import phases_of, samples_per_second
+from infcl.towers.config import load_model_config
+
+GIB = 2**30
+TOWERS = ("ViT-B-32", "ViT-B-16", "ViT-L-14", "ViT-H-14", "ViT-bigG-14")
+
+
+def measured_steps() -> str:
+    """Every measured step of benchmarks.step, beside the plan."""
+    files = ["step.csv", "plan_steps.csv", *sorted(path.name for path in RESULTS.glob("plan_steps_*gpu.csv"))]
+    found = [row for name in files for row in read_steps(RESULTS / name)]
+    return table(compare(found, load_gpu("h200")))
+
+
+def peer_steps() -> str:
+    """open_clip's towers alone, from benchmarks.step --peer."""
+    found = rows("step_peer.csv")
+    if not found:
+        return f"{NOT_MEASURED.capitalize()} yet."
+    lines = [
+        [row["label"], row["micro_batch"], f"{row['samples_per_second']:.0f}", f"{row['peak_gib']:.1f}"]
+        for row in found
+    ]
+    return markdown(["", "micro-batch", "samples/s", "GiB"], lines) + f"\n\n{origin(found)}."
+
+
+def towers() -> str:
+    """Eight H200s, 32k pairs, ZeRO-1 with checkpointing, bf16: the fastest micro-batch, as planned."""
+    lines = []
+    for name in TOWERS:
+        model = load_model_config(name)
+        setting = Setting(
+            model=model, gpu=load_gpu("h200"), gpus=8, global_batch=32768, micro_batch=128, precision="bf16"
+        )
+        seconds, best = fastest(setting, count=1)[0]
+        loss = sum(phase.exposed for phase in phases_of(best) if phase.name in ("loss", "ring"))
+        words = f"ZeRO-{best.zero}, micro-batch {best.micro_batch}" + (", checkpointing" if best.checkpointing else "")
+        lines.append([
+            name, f"{parameters_of(model) / 1e6:.0f}M", words, f"{samples_per_second(best):,.0f}", f"{seconds:.1f} s",
+            f"{1000 * loss:.0f} ms ({loss / seconds:.1%})", f"{memory_of(best)['peak'] / GIB:.0f} GiB",
+        ])  # fmt: skip
+    header = ["towers", "parameters", "fastest setting", "samples/s", "step", "of it the loss", "peak"]
+    return markdown(header, lines)
+
+
+def thousands() -> str:
+    """From the committed sweeps: what grows with the GPUs at a fixed batch per GPU."""
+    lines = []
+    for name, what in (("scaling_nic400.csv", "400 Gb/s a GPU"), ("scaling_eth100.csv", "100 Gb/s a host")):
+        found = rows(name)
+        for gpus in (8, 64, 512, 4096):
+            cells = [what, f"{gpus:,}"]
+            for ring in ("flat", "two-level"):
+                row = next((row for row in found if row["ring"] == ring and row["gpus"] == gpus), None)
+                if row is None:
+                    cells += ["", ""]
+                    continue
+                one = next(other for other in found if other["ring"] == ring and other["gpus"] == 8)
+                rate = row["samples_per_second_per_gpu"] / one["samples_per_second_per_gpu"]
+                cells += [f"{row['seconds']:.2f} s", f"{rate:.0%}"]
+            row = next(row for row in found if row["gpus"] == gpus)
+            lines.append([*cells[:2], f"{row['global_batch']:,}", *cells[2:]])
+    header = ["network", "GPUs", "global batch", "flat: step", "rate per GPU", "two-level: step", "rate per GPU"]
+    return markdown(header, lines)
