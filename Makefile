@@ -33,6 +33,9 @@ lint: $(VENV)/.installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
+results: $(VENV)/.installed
+	$(BIN)/python -m benchmarks.paper --write
+
 docs: $(VENV)/.installed
 	$(BIN)/python docs/render.py build/docs
 
