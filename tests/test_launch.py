@@ -122,3 +122,9 @@ def test_the_kubernetes_job_is_valid_yaml_of_four_pods():
     assert {name: spec["replicas"] for name, spec in replicas.items()} == {"Master": 1, "Worker": 3}
     assert replicas["Worker"]["template"] == replicas["Master"]["template"]
     assert os.environ.get("HOME") and job["kind"] == "PyTorchJob"
+    container = replicas["Master"]["template"]["spec"]["containers"][0]
+    from torch.distributed.run import parse_args
+
+    read = parse_args(container["args"])
+    assert container["command"] == ["torchrun"] and read.training_script == "pretrain_clip.py"
+    assert "--logs=/data/logs" in read.training_script_args
