@@ -32,6 +32,7 @@ test-cluster: $(VENV)/.installed
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/mypy
 
 results: $(VENV)/.installed
 	$(BIN)/python -m benchmarks.paper --write

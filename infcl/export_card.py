@@ -7,6 +7,7 @@ Only names of data are shown, never paths of the machine it was trained on.
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -87,8 +88,8 @@ def _model_rows(cfg: CLIPConfig) -> dict[str, object]:
     }
 
 
-def _training_rows(card: Mapping[str, object], flags: Mapping[str, object]) -> dict[str, object]:
-    rows: dict[str, object] = {}
+def _training_rows(card: Mapping[str, Any], flags: Mapping[str, Any]) -> dict[str, Any]:
+    rows: dict[str, Any] = {}
     if flags.get("train_data"):
         rows["data"] = ", ".join("/".join(part.split("/")[-2:]) for part in str(flags["train_data"]).split("::"))
     for key in ("samples_seen", "steps", "skipped_steps", "train_seconds", "world_size", "zero_stage"):

@@ -71,7 +71,8 @@ def from_hf(state_dict: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """CLIPModel's weights under our names; position_ids are dropped, other foreign names kept as they are."""
     names = {theirs: ours for ours, theirs in _TOP.items()}
     towers, parts = ({theirs: ours for ours, theirs in table.items()} for table in (_TOWERS, _BLOCK))
-    out, thirds = {}, {}
+    out: dict[str, torch.Tensor] = {}
+    thirds: dict[str, dict[str, torch.Tensor]] = {}
     for name, value in state_dict.items():
         block = _THEIR_BLOCK.match(name)
         if name.endswith(".position_ids"):
@@ -109,7 +110,7 @@ def hf_config(cfg: CLIPConfig) -> dict[str, Any]:
             + "; ".join(what for what, is_so in refused.items() if is_so)
             + ". Export it as open_clip or safetensors"
         )
-    common = {"hidden_act": "quick_gelu" if cfg.quick_gelu else "gelu", "projection_dim": cfg.embed_dim}
+    common: dict[str, Any] = {"hidden_act": "quick_gelu" if cfg.quick_gelu else "gelu", "projection_dim": cfg.embed_dim}
     common |= {"layer_norm_eps": 1e-5, "attention_dropout": 0.0}
     return {
         "architectures": ["CLIPModel"],

@@ -71,7 +71,10 @@ def read_environment() -> tuple[int, int, int]:
     """(rank, world size, local rank) as the launcher set them; (0, 1, 0) without a launcher."""
     for names in _ENVIRONMENTS:
         if names[0] in os.environ:
-            return tuple(int(os.environ.get(name, default)) for name, default in zip(names, ("0", "1", "0")))
+            rank, world_size, local_rank = (
+                int(os.environ.get(name, default)) for name, default in zip(names, ("0", "1", "0"))
+            )
+            return rank, world_size, local_rank
     return 0, 1, 0
 
 

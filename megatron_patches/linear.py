@@ -45,6 +45,8 @@ class Sharing:
 class ColumnAttention(Attention):
     """Attention over this rank's heads; in_proj_weight [3 w / T, w], in_proj_bias [3 w / T]."""
 
+    sharing: Sharing
+
     def project_in(self, x: torch.Tensor) -> torch.Tensor:
         return columns(x, self.in_proj_weight, self.in_proj_bias, self.sharing)
 
@@ -52,12 +54,16 @@ class ColumnAttention(Attention):
 class ColumnLinear(Linear):
     """weight [out / T, in], bias [out / T]."""
 
+    sharing: Sharing
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return columns(x, self.weight, self.bias, self.sharing)
 
 
 class RowLinear(Linear):
     """weight [out, in / T], bias [out], the same on every rank and added once."""
+
+    sharing: Sharing
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = F.linear(x, self.weight)

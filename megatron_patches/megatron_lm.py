@@ -129,12 +129,12 @@ def one_loss_step(
     Gradients accumulate where the model's hooks put them, are synchronised at the last backward, and are finalised, all
     by the functions of the model's config, as Megatron's schedule without pipelining does.
     """
-    model, data_iterator = (x[0] if isinstance(x, (list, tuple)) else x for x in (model, data_iterator))
-    config, loss = get_model_config(model), step.loss
-    batches = [step.get_batch(data_iterator) for _ in range(num_microbatches)]
+    module, micro_batches = _first(model), _first(data_iterator)
+    config, loss = get_model_config(module), step.loss
+    batches = [step.get_batch(micro_batches) for _ in range(num_microbatches)]
     if forward_only:
         with torch.no_grad():
-            features = [_encode(step, model, config, batch) for batch in batches]
+            features = [_encode(step, module, config, batch) for batch in batches]
             joined = {name: torch.cat([one[name] for one in features]) for name in ("image_features", "text_features")}
             return [step.loss_func({**features[-1], **joined})[1]]
 
@@ -149,7 +149,7 @@ def one_loss_step(
     with _own_randomness() as replay:
         output = grad_cache_step(
             list(enumerate(batches)),
-            encode=lambda item: replay(item[0], lambda: _encode(step, model, config, item[1])),
+            encode=lambda item: replay(item[0], lambda: _encode(step, module, config, item[1])),
             loss=loss,
             backward=backward,
             seeds=[micro_batch_seed(torch.initial_seed() % 2**32, step.steps, i, rank) for i in range(len(batches))],
@@ -160,6 +160,10 @@ def one_loss_step(
         forced = {"force_all_reduce": True} if force_all_reduce else {}
         config.finalize_model_grads_func([model], None, **groups, **forced)
     return [report(output.loss)]
+
+
+def _first(one_or_several: Any) -> Any:
+    return one_or_several[0] if isinstance(one_or_several, (list, tuple)) else one_or_several
 
 
 def _encode(step: ContrastiveStep, model: nn.Module, config: Any, batch: Any) -> Features:

@@ -50,6 +50,6 @@ def split_parameter(module: nn.Module, name: str, split: Split) -> None:
     """Replace `module`'s parameter by this rank's part of it; marked, so that norms count every rank's part."""
     whole = getattr(module, name)
     part = nn.Parameter(split.part(whole.detach()), requires_grad=whole.requires_grad)
-    part.tensor_model_parallel = True  # DeepSpeed's norm and clip, and Megatron's, look for this name
+    part.tensor_model_parallel = True  # type: ignore[attr-defined]  # DeepSpeed's norm and clip, and Megatron's, look for this name
     setattr(part, ATTRIBUTE, split)
     setattr(module, name, part)

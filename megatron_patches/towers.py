@@ -69,6 +69,8 @@ class SampleParallelTransformer(Transformer):
     not; the tokens of a sample meet only in attention, which has all of them.
     """
 
+    sharing: Sharing
+
     def forward(self, x: torch.Tensor, begin: int = 0, end: int | None = None) -> torch.Tensor:
         rows, group = len(x), self.sharing.group
         padding = -rows % dist.get_world_size(group)  # the last batch of an evaluation
@@ -109,7 +111,7 @@ def _split_block(block: ResidualBlock, sharing: Sharing) -> None:
 
 def _switch(module: nn.Module, parallel_class: type[nn.Module], sharing: Sharing) -> None:
     module.__class__ = parallel_class
-    module.sharing = sharing
+    module.sharing = sharing  # type: ignore[assignment]  # torch's stub: tensors and modules only
 
 
 def _reduce_gradient(parameter: nn.Parameter, group: dist.ProcessGroup, *, mean: bool) -> None:

@@ -91,7 +91,7 @@ def _rounds(ranks: list[int]) -> list[list[tuple[int, int]]]:
     rounds = []
     for _ in range(len(ring) - 1):
         pairs = [(ring[i], ring[-1 - i]) for i in range(len(ring) // 2)]
-        rounds.append([tuple(sorted(pair)) for pair in pairs if None not in pair])
+        rounds.append([(min(pair), max(pair)) for pair in pairs if None not in pair])
         ring = [ring[0], ring[-1], *ring[1:-1]]
     return rounds
 

@@ -36,7 +36,8 @@ class HostWatch:
         timeout: float,
         exit: Callable[[int], None] = os._exit,
     ):
-        self.store, self.nodes, self.rank, self.timeout, self.exit = store.clone(), nodes, rank, timeout, exit
+        self.store = store.clone()  # type: ignore[attr-defined]  # torch's stub lacks it
+        self.nodes, self.rank, self.timeout, self.exit = nodes, rank, timeout, exit
         self.interval = min(5.0, timeout / 5)
         self._closed = threading.Event()
         self._reached_at = time.monotonic()  # when the store last answered

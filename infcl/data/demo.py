@@ -159,7 +159,9 @@ def _compositions(seed: int) -> tuple[list[tuple], list[tuple]]:
         for horizontal in (True, False)
         for background in BACKGROUNDS
     ]
-    held_out, training, words = [], [], set()
+    held_out: list[tuple] = []
+    training: list[tuple] = []
+    words: set[tuple] = set()
     for i in random_order(len(scenes), seed, _SPLIT).tolist():
         (a, b), _, background = scenes[i]
         bag = (*sorted((a[0], b[0])), *sorted((a[1], b[1])), background)

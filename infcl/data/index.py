@@ -17,6 +17,7 @@ import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -134,7 +135,7 @@ def ensure_index(
     """
     file = retry(lambda: open_shard(path, storage), path, storage)
     file.close()
-    expected = {"format": _FORMAT, "image_key": keys.image, "text_key": keys.text}
+    expected: dict[str, Any] = {"format": _FORMAT, "image_key": keys.image, "text_key": keys.text}
     expected |= {"file_bytes": file.file_bytes, "version": file.version}
     digest = hashlib.sha256((path if is_remote(path) else os.path.abspath(path)).encode()).hexdigest()[:32]
     folder = Path(cache_folder) if cache_folder else Path.home() / ".cache" / "infcl" / "index"

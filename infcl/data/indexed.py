@@ -27,11 +27,21 @@ class Collection(Protocol):
     """Samples that can be read at random: shards (records.ShardReader) or a table of files (table.TableReader)."""
 
     keys: SampleKeys
-    counts: np.ndarray  # int64 [parts]: samples of each part; their numbers count through the parts
-    factors: np.ndarray  # float [parts]: how often an epoch sees each
-    sha256: str
-    found: dict[str, int]  # what is wrong with the data, known before the first read
-    warnings: list[str]
+
+    @property
+    def counts(self) -> np.ndarray: ...  # int64 [parts]: samples of each part; their numbers count through the parts
+
+    @property
+    def factors(self) -> np.ndarray: ...  # float [parts]: how often an epoch sees each
+
+    @property
+    def sha256(self) -> str: ...
+
+    @property
+    def found(self) -> dict[str, int]: ...  # what is wrong with the data, known before the first read
+
+    @property
+    def warnings(self) -> list[str]: ...
 
     def read(self, samples: np.ndarray, *, on_part: Callable[[int], None]) -> list[Record]: ...
 

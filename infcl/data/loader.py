@@ -18,13 +18,14 @@ sizes: not of workers, not of where the run was resumed; and the global batch do
 import logging
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
 
 from infcl.data.index import SampleKeys
 from infcl.data.indexed import IndexedSource
+from infcl.data.open_clip_tokenizer import OpenClipTokenizer
 from infcl.data.plan import Share
 from infcl.data.records import ShardReader
 from infcl.data.samples import ImageLimits, ReadLog, SampleDecoder
@@ -99,7 +100,7 @@ class StepLoader:
         for step in self.steps():
             yield list(step)
 
-    def steps(self, again: range = range(0)) -> Iterator[Iterator[MicroBatch]]:
+    def steps(self, again: range = range(0)) -> Generator[Iterator[MicroBatch], None, None]:
         """The remaining steps of the current epoch, each an iterator over its M micro-batches, read as they are taken.
 
         Behind them come those with an index in `again` a second time, the same to the last bit. A step must be taken to
@@ -214,7 +215,7 @@ class TrainLoader(StepLoader):
     def __init__(
         self,
         urls: str | Sequence[str],
-        tokenizer: Tokenizer,
+        tokenizer: Tokenizer | OpenClipTokenizer,
         *,
         image_size: int,
         micro_batch_size: int,
@@ -247,7 +248,7 @@ class TrainLoader(StepLoader):
         limits = ImageLimits(max_pixels=max_image_pixels)
         decoder = SampleDecoder(tokenizer, TrainTransform(image_size, **aug or {}), seed=seed, keys=keys, limits=limits)
         share = Share(micro_batch_size, num_micro_batches, rank, world_size, part, parts)
-        common = {"num_samples": num_samples, "timeout": timeout}
+        common: dict[str, Any] = {"num_samples": num_samples, "timeout": timeout}
         common |= {"num_workers": num_workers, "prefetch_factor": prefetch_factor}
         factors = upsampling_factors
         if dataset_type not in ("webdataset", "csv"):

@@ -36,7 +36,7 @@ class OpenClipTokenizer:
         return self.name, self.context_length
 
     def __setstate__(self, state: tuple[str, int]) -> None:
-        self.__init__(*state)
+        OpenClipTokenizer.__init__(self, *state)
 
     def __call__(self, captions: Sequence[str]) -> torch.Tensor:
         """n captions -> int64 [n, context_length]; one that is too long is cut so that the end stays last."""

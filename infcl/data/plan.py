@@ -11,7 +11,7 @@ Only raw output of the Philox counter generator is used (numpy guarantees that i
 distributions (which may change between releases).
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -109,7 +109,15 @@ class EpochPlan:
     sample and once more a half of them, another half in every epoch. An epoch has `epoch_size` samples.
     """
 
-    def __init__(self, counts: np.ndarray, *, chunk: int, seed: int, epoch: int, factors: np.ndarray | None = None):
+    def __init__(
+        self,
+        counts: Sequence[int] | np.ndarray,
+        *,
+        chunk: int,
+        seed: int,
+        epoch: int,
+        factors: np.ndarray | None = None,
+    ):
         counts = np.asarray(counts, dtype=np.int64)  # [shards]
         chunks_per_shard = -(-counts // chunk)
         shard = np.repeat(np.arange(len(counts)), chunks_per_shard)  # [chunks]

@@ -117,7 +117,8 @@ class ShardReader:
                 data, fault = [None] * (3 * len(rows)), error
             for k, (slot, row) in enumerate(zip(slots.tolist(), rows.tolist())):
                 where = f"{shard.path} sample {row}"
-                records[slot] = Record(*data[3 * k : 3 * k + 3], where, shard.path, fault)
+                image, text, json = data[3 * k : 3 * k + 3]
+                records[slot] = Record(image, text, json, where, shard.path, fault)
         return records
 
     def _read_shard(self, i: int, rows: np.ndarray, images: bool) -> list[bytes | None]:

@@ -14,7 +14,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable
-from typing import BinaryIO, TypeVar
+from typing import Any, BinaryIO, TypeVar
 from urllib.parse import urljoin, urlsplit
 
 from infcl.data.storage import ShardFault, StorageOptions
@@ -31,7 +31,8 @@ class HttpFile:
     """Ranged requests. Every answer carries the file's size and tag, so a change is seen with the bytes it concerns."""
 
     def __init__(self, url: str, options: StorageOptions):
-        self._url, self._options, self._connection, self._final = url, options, None, url
+        self._url, self._options, self._final = url, options, url
+        self._connection: http.client.HTTPConnection | None = None
         response = self._request({"Range": "bytes=0-0"})
         self.ranges = response.status == 206
         self.file_bytes, self.version = _http_state(response)
@@ -166,7 +167,7 @@ class FsspecFile:
 
 def within(seconds: float, call: Callable[[], T], what: str) -> T:
     """call(), or TimeoutError after `seconds`; a call that hangs is left behind in its daemon thread."""
-    outcome: list[tuple[bool, object]] = []
+    outcome: list[tuple[bool, Any]] = []
 
     def run() -> None:
         try:

@@ -23,6 +23,7 @@ import numpy as np
 import torch
 
 from infcl.data.index import DEFAULT_KEYS, SampleKeys
+from infcl.data.open_clip_tokenizer import OpenClipTokenizer
 from infcl.data.plan import draw, uniforms
 from infcl.data.records import MAX_CAPTION_BYTES, Record
 from infcl.data.tokenizer import Tokenizer
@@ -189,7 +190,13 @@ class SampleDecoder:
     """Records -> one micro-batch {"images" uint8 [m, 3, S, S], "texts" int64 [m, L], "ids" int64 [m]} and its log."""
 
     def __init__(
-        self, tokenizer: Tokenizer, transform: TrainTransform, *, seed: int, keys: SampleKeys, limits: ImageLimits
+        self,
+        tokenizer: Tokenizer | OpenClipTokenizer,
+        transform: TrainTransform,
+        *,
+        seed: int,
+        keys: SampleKeys,
+        limits: ImageLimits,
     ):
         self.tokenizer, self.transform, self.seed, self.keys, self.limits = tokenizer, transform, seed, keys, limits
 

@@ -56,7 +56,8 @@ def _expand(names: list[str], allow_pipe: bool) -> tuple[list[list[str]], list[s
     """(the shards of each name, those that are missing)."""
     from braceexpand import braceexpand
 
-    sources, missing = [], []
+    sources: list[list[str]] = []
+    missing: list[str] = []
     for name in names:
         shards: list[str] = []
         for part in braceexpand(name):
@@ -153,7 +154,8 @@ def load_manifest(
     _check_missing(absent, len(paths), max_missing)
     factor_of = [factor for source, factor in zip(sources, factors or [1.0] * len(names)) for _ in source]
     shards: list[Shard | None] = [None] * len(paths)
-    rejected, damaged = Counter(), {}
+    rejected: Counter[str] = Counter()
+    damaged: dict[str, str] = {}
     for step in range(len(paths)):
         i = (step + rank * len(paths) // world_size) % len(paths)
         try:

@@ -57,7 +57,8 @@ class _SyntheticSource:
         self.image_size, self.context_length, self.vocab_size = image_size, context_length, vocab_size
         self.steps_per_epoch = share.steps_per_epoch(num_samples, f"an epoch has {num_samples} synthetic samples")
         self.board = WorkerBoard(0, 0.0, str)
-        self.sha256, self.found = f"synthetic {image_size} {context_length} {vocab_size} {num_samples}", {}
+        self.sha256 = f"synthetic {image_size} {context_length} {vocab_size} {num_samples}"
+        self.found: dict[str, int] = {}
 
     @cached_property
     def pool(self) -> list[MicroBatch]:

@@ -40,7 +40,8 @@ class TableReader:
         self.paths, self.storage = split_sources(urls), storage
         if factors is not None and (len(factors) != len(self.paths) or min(factors) <= 0):
             raise ValueError(f"{len(self.paths)} sources need as many upsampling factors above 0, not {list(factors)}")
-        digest, block, ends, counts, found = hashlib.sha256(), bytearray(), [0], [], Counter()
+        digest, block, ends, counts = hashlib.sha256(), bytearray(), [0], []
+        found: Counter[str] = Counter()
         for path in self.paths:
             rows, problems = _read_table(path, separator, image_column, caption_column)
             found.update(problems)
@@ -53,7 +54,8 @@ class TableReader:
         self.counts = np.array(counts, dtype=np.int64)
         self.factors = np.array(factors or [1.0] * len(counts), dtype=np.float64)
         digest.update(self._block.tobytes() + self._ends.tobytes() + self.factors.tobytes())
-        self.sha256, self.found, self.warnings = digest.hexdigest(), dict(found), []
+        self.sha256, self.found = digest.hexdigest(), dict(found)
+        self.warnings: list[str] = []
 
     def __str__(self) -> str:
         return f"{len(self.paths)} tables hold {int(self.counts.sum())} rows"
@@ -107,7 +109,8 @@ def _read_table(
     """((image path, caption) of each row, what was left out)."""
     if len(separator) != 1:
         raise ValueError(f"--csv-separator {separator!r} must be one character")
-    rows, problems = [], Counter()
+    rows = []
+    problems: Counter[str] = Counter()
     before = csv.field_size_limit(_MAX_FIELD)
     try:
         with open(path, encoding="utf-8", errors="surrogateescape", newline="") as file:

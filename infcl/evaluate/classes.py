@@ -34,7 +34,7 @@ def read_classes(
     """
     fields = [line.split("\t", 1) for line in read_lines(classnames, "--zeroshot-classnames")]
     names = [line[-1].strip() for line in fields]
-    indices = {name: (k,) for k, name in enumerate(names) if names.count(name) == 1}
+    indices: dict[str, tuple[int, ...]] = {name: (k,) for k, name in enumerate(names) if names.count(name) == 1}
     indices |= {str(k): (k,) for k in range(len(names))}
     indices |= {line[0].strip(): (k,) for k, line in enumerate(fields) if len(line) == 2}
     if folders is not None and subset is None:

@@ -5,12 +5,13 @@ each, so a missing one would hang the others): a rank that has run out encodes a
 """
 
 from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 
-def in_step(batches: Iterable, filler, group: dist.ProcessGroup, device: torch.device) -> Iterator[tuple[object, bool]]:
+def in_step(batches: Iterable, filler, group: dist.ProcessGroup, device: torch.device) -> Iterator[tuple[Any, bool]]:
     """(batch, is_real) until every rank is out of batches; `filler` stands in on ranks that are out already.
 
     A ValueError of one rank's data (a label out of range) is raised on all. One all-reduce of two numbers per batch.
@@ -34,7 +35,7 @@ def in_step(batches: Iterable, filler, group: dist.ProcessGroup, device: torch.d
         yield (filler, False) if batch is None else (batch, True)
 
 
-def batches_of(samples: Iterable, size: int, collate: Callable[[list], object]) -> Iterator[object]:
+def batches_of(samples: Iterable, size: int, collate: Callable[[list], Any]) -> Iterator[Any]:
     """Group samples into collated batches; the last may be smaller."""
     held = []
     for sample in samples:
@@ -48,9 +49,9 @@ def batches_of(samples: Iterable, size: int, collate: Callable[[list], object]) 
 
 def gather_rows(rows: torch.Tensor, group: dist.ProcessGroup) -> tuple[torch.Tensor, int]:
     """All ranks' rows [n_r, ...] (n_r may differ) in rank order -> ([sum n_r, ...], where this rank's rows start)."""
-    counts = [torch.zeros(1, dtype=torch.int64, device=rows.device) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(counts, torch.tensor([len(rows)], device=rows.device), group=group)
-    counts = [int(count) for count in counts]
+    gathered_counts = [torch.zeros(1, dtype=torch.int64, device=rows.device) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(gathered_counts, torch.tensor([len(rows)], device=rows.device), group=group)
+    counts = [int(count) for count in gathered_counts]
     padded = rows.new_zeros((max(counts), *rows.shape[1:]))
     padded[: len(rows)] = rows
     gathered = [torch.empty_like(padded) for _ in counts]

@@ -64,7 +64,7 @@ def encode_pairs(
         counts = [torch.zeros(0, dtype=torch.int64)]
     images, texts, captions = torch.cat(image_rows), torch.cat(text_rows), torch.cat(counts).to(device)
     owner = torch.repeat_interleave(torch.arange(len(images), device=device), captions)
-    scalars = {name: output[name] for name in ("logit_scale", "logit_bias") if name in output}
+    scalars: dict[str, torch.Tensor] = {name: output[name] for name in ("logit_scale", "logit_bias") if name in output}
     return Features(images, texts, owner, scalars)
 
 

@@ -5,6 +5,7 @@ A task is built before training starts, so that a missing file is refused then, 
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -53,7 +54,7 @@ class RetrievalTask:
         self, encode, parallel: Parallel, scalar_values: Callable[[Scalars], Scalars] = lambda returned: returned
     ) -> dict[str, float]:
         """encode(images, texts) -> features dict, through the engine; scalar_values: its exact scalars. Collective."""
-        where = {"group": parallel.dp_group, "device": parallel.device}
+        where: dict[str, Any] = {"group": parallel.dp_group, "device": parallel.device}
         samples = self.source(
             image_size=self.image_size, rank=parallel.dp_rank, world_size=parallel.dp_size, resize=self.resize
         )
@@ -111,7 +112,7 @@ class ZeroShotTask:
 
     def run(self, encode, parallel: Parallel, scalar_values: object = None) -> dict[str, float]:
         """encode(images or None, texts or None) -> features dict, through the engine. Collective."""
-        where = {"group": parallel.dp_group, "device": parallel.device}
+        where: dict[str, Any] = {"group": parallel.dp_group, "device": parallel.device}
         classifier = build_classifier(
             lambda texts: encode(None, texts)["text_features"],
             self.tokenizer,
@@ -131,9 +132,7 @@ class ZeroShotTask:
         labelled = ((image, row) for image, row in rows if row is not None)
         metrics = evaluate_zero_shot(
             lambda images: encode(images, None)["image_features"],
-            batches_of(
-                ((image, row) for image, row in labelled if row is not None), self.batch_size, _collate_labelled
-            ),
+            batches_of(labelled, self.batch_size, _collate_labelled),
             _collate_labelled([(_blank(self.image_size), 0)]),
             classifier,
             right=self.classes.right,

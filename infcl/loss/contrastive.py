@@ -4,6 +4,8 @@ In: image and text features [b, D] of this rank, scale (and bias). Out: a float3
 the group to those of the global mean loss, whichever name is chosen.
 """
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -41,7 +43,7 @@ class ContrastiveLoss(nn.Module):
         if name not in LOSSES:
             raise ValueError(f"unknown loss '{name}'; one of {LOSSES}")
         self.name = name
-        self.options = {"group": group}
+        self.options: dict[str, Any] = {"group": group}
         if name in TILED:
             self.options |= {"tile": tile, "tile_dtype": tile_dtype, "workspace_bytes": workspace_bytes}
             self.options |= {"ring": ring, "ranks_per_node": ranks_per_node, "ring_overlap": ring_overlap}

@@ -114,8 +114,8 @@ def ring_backward(
     for hop, (block, block_lse) in ring.blocks(views, lse):
         if hop == 0:
             parts = [tensor.chunk(2) for tensor in (views, lse, d_views)]
-            for part in zip(*parts):
-                _add_self_gradient(*part, scale, tile, workspace_bytes)
+            for own, own_lse, d_own in zip(*parts):
+                _add_self_gradient(own, own_lse, d_own, scale, tile, workspace_bytes)
             (first, second), (first_lse, second_lse), (d_first, d_second) = parts
             tile.softmax_backward(
                 first, second, scale, first_lse, second_lse, d_first, d_second,

@@ -10,6 +10,8 @@ backward the same and W hops of b*D float32 gradients. Per-rank averages as in l
 Source: SigLIP, arXiv 2303.15343, Algorithm 1 (signs) and section 3.3 (the loss in blocks).
 """
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -46,7 +48,8 @@ def ring_forward(
     rows: Tensor, columns: Tensor, scale: Tensor, bias: Tensor, ring: RingExchange, tile: Tile, workspace_bytes: int
 ) -> tuple[Tensor, Tensor]:
     """Sums over all pairs of one's own rows: of the losses and of dS (the bias gradient), both 0-dim."""
-    loss = slope = 0
+    loss: Any = 0
+    slope: Any = 0
     for hop, (block,) in ring.blocks(columns):
         row_loss, row_slope = tile.sigmoid_forward(
             rows, block, scale, bias, diagonal=hop == 0, workspace_bytes=workspace_bytes

@@ -7,7 +7,7 @@ Sizes: P parameters, T trainable ones, N data-parallel ranks, m micro-batch size
 width, S pixels per side, L tokens.
 """
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -98,7 +98,7 @@ def activation_bytes(
     """
     vision, text = cfg.vision_cfg, cfg.text_cfg
     total = 0.0
-    shapes = {
+    shapes: dict[str, tuple[int, Any]] = {
         "image": (1 + int(vision.num_patches * (1 - vision.patch_dropout)), vision),
         "text": (text.context_length, text),
     }
@@ -141,7 +141,7 @@ def memory_plan(
     parameters, trainable = (sum(column) // share for column in zip(*counts.values()))
     columns = []
     for stage in STAGES:
-        sizes = {"stage": stage, "ranks": batch.dp_size, "precision": precision}
+        sizes: dict[str, Any] = {"stage": stage, "ranks": batch.dp_size, "precision": precision}
         parts = state_bytes(parameters, trainable, moments=state_bytes_per_element(config), **sizes)
         parts["gradient buckets"] = bucket_bytes(zero_optimization, stage=stage, precision=precision)
         rows = batch.rank_batch_size // share
@@ -169,7 +169,7 @@ def memory_of(setting: "Setting") -> dict[str, float]:
 
     model, share = setting.model, setting.tensor_parallel
     parameters = parameters_of(model) // share
-    sizes = {"stage": setting.zero, "precision": setting.precision}
+    sizes: dict[str, Any] = {"stage": setting.zero, "precision": setting.precision}
     parts = state_bytes(parameters, parameters, ranks=setting.dp_size, **sizes)
     if setting.offload:
         parts["optimizer"] = 0.0

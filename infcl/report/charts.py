@@ -5,6 +5,7 @@ run the colour is the quantity.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 from infcl.report.records import Run
 
@@ -142,7 +143,7 @@ def _chart(
             xs, ys = zip(*known)
             several = len(runs) > 1
             text = (f"{run.name} · {label}" if len(quantities) > 1 else run.name) if several else label
-            look = {"colour": r, "dash": q} if several else {"colour": q}
+            look: dict[str, Any] = {"colour": r, "dash": q} if several else {"colour": q}
             series.append(Series(text, list(xs), list(ys), noisy=noisy, points=points, **look))
     return Chart(name, title, series, **options) if series else None
 
@@ -155,7 +156,7 @@ def _with_validation(runs: list[Run], chart: Chart | None) -> Chart | None:
     several = len(runs) > 1
     for series in held_out.series:
         label = f"{series.label} · validation" if several else series.label
-        look = {"colour": series.colour, "dash": 1} if several else {"colour": 1}
+        look: dict[str, Any] = {"colour": series.colour, "dash": 1} if several else {"colour": 1}
         chart.series.append(Series(label, series.xs, series.ys, points=True, **look))
     return chart
 

@@ -23,11 +23,20 @@ Shapes: m rows per micro-batch, M micro-batches, b = M m rows per rank, D embedd
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any, Protocol
 
 import torch
 
 Features = dict[str, torch.Tensor]  # image_features, text_features [m, D] f32; logit_scale [1]; maybe logit_bias [1]
 SIDES = ("image_features", "text_features")
+
+
+class MicroBatches(Protocol):
+    """A step's: a list, or what makes them when they are asked for (offload.PixelCache)."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> Any: ...
 
 
 @dataclass
@@ -41,9 +50,9 @@ class StepOutput:
 
 
 def grad_cache_step(
-    micro_batches: Sequence[object],
+    micro_batches: MicroBatches,
     *,
-    encode: Callable[[object], Features],
+    encode: Callable[[Any], Features],
     loss: Callable[..., torch.Tensor],
     backward: Callable[[torch.Tensor, bool], None],
     seeds: Sequence[int],
@@ -51,7 +60,7 @@ def grad_cache_step(
     on_phase: Callable[[str], None] = lambda phase: None,
     resident: int = 1,
     encode_together: int = 1,
-    merge: Callable[[Sequence[object]], object] | None = None,
+    merge: Callable[[Sequence[Any]], Any] | None = None,
     encode_again: Callable[..., Features] | None = None,
 ) -> StepOutput:
     """Encode, take the loss once, replay. Gradients end up where `backward` puts them.
@@ -90,7 +99,9 @@ def grad_cache_step(
 
     on_phase("loss")
     features = {name: torch.cat([output[name].detach() for output in outputs]) for name in SIDES}  # [b, D] each
-    scalars = {name: outputs[-1][name].detach() for name in ("logit_scale", "logit_bias") if name in outputs[-1]}
+    scalars: Features = {
+        name: outputs[-1][name].detach() for name in ("logit_scale", "logit_bias") if name in outputs[-1]
+    }
     if scalar_values is not None:
         scalars = scalar_values(scalars)
     kept = {n: torch.cat([o[n].detach() for o in outputs]) for n in outputs[-1] if n.endswith("_trunk")}
@@ -111,7 +122,7 @@ def grad_cache_step(
             output = _encode_seeded(again, micro_batches[index], seeds[index])
             begin, first = first, first + _rows(output)
         own = slice(begin, begin + _rows(output))
-        surrogate = sum((output[name] * grads[name][own]).sum() for name in SIDES if name in output)
+        surrogate: Any = sum((output[name] * grads[name][own]).sum() for name in SIDES if name in output)
         surrogate = surrogate + sum((output[name] * (grads[name] / num_micro_batches)).sum() for name in scalars)
         del output
         backward(surrogate, first == last)
@@ -122,7 +133,7 @@ def _rows(output: Features) -> int:
     return next(len(output[name]) for name in SIDES if name in output)
 
 
-def _encode_seeded(encode: Callable[[object], Features], micro_batch: object, seed: int) -> Features:
+def _encode_seeded(encode: Callable[[Any], Features], micro_batch: Any, seed: int) -> Features:
     torch.manual_seed(seed)  # all devices
     return encode(micro_batch)
 

@@ -63,7 +63,9 @@ class PixelCache:
     def begin(self, items: Iterator[MicroBatch]) -> None:
         """Forget the step before, wait for the first micro-batch of this one."""
         self.copies.finish()
-        self.items, self.tokens, self.ids = items, [], []
+        self.items = items
+        self.tokens: list[torch.Tensor] = []
+        self.ids: list[torch.Tensor] = []
         self.checksums: dict[int, torch.Tensor] = {}
         self.differs: dict[int, torch.Tensor] = {}
         self.waited = 0.0  # seconds of this step that the host waited for the loader

@@ -9,6 +9,7 @@ Shapes: m rows of a micro-batch, S pixels per side, L tokens, D embed_dim.
 
 import dataclasses
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -91,7 +92,12 @@ class CLIP(TextTower):
         visual = self.visual
         blocks = list(visual.transformer.resblocks)
         stem = [visual.conv1, visual.class_embedding, visual.positional_embedding, visual.ln_pre]
-        groups = [stem, *([block] for block in blocks[:-1]), [blocks[-1], visual.ln_post], [visual.proj]]
+        groups: list[list[Any]] = [
+            stem,
+            *([block] for block in blocks[:-1]),
+            [blocks[-1], visual.ln_post],
+            [visual.proj],
+        ]
         _freeze(groups, unlocked_groups)
         self.frozen["image"] = unlocked_groups == 0
         visual.trunk_blocks = visual.transformer.first_trained = _frozen_blocks(blocks, unlocked_groups)
@@ -106,10 +112,9 @@ class CLIP(TextTower):
         """
         blocks = list(self.transformer.resblocks)
         stem = [self.token_embedding, self.positional_embedding]
-        _freeze(
-            [stem, *([block] for block in blocks[:-1]), [blocks[-1], self.ln_final], [self.text_projection]],
-            unlocked_layers,
-        )
+        groups: list[list[Any]] = [stem, *([block] for block in blocks[:-1])]
+        groups += [[blocks[-1], self.ln_final], [self.text_projection]]
+        _freeze(groups, unlocked_layers)
         self.frozen["text"] = unlocked_layers == 0
         self.text_trunk_blocks = self.transformer.first_trained = _frozen_blocks(blocks, unlocked_layers)
         self.keeps_trunk["text"] = unlocked_layers == 1 or (keep_trunk and 0 < self.text_trunk_blocks <= len(blocks))

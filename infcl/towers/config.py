@@ -206,7 +206,7 @@ def _check_keys(cls: type, fields: Any, where: str) -> None:
 
 def _json_types(annotation: Any) -> set[type]:
     """The types that `json` may give for a field: an int for a float, a list for a tuple, a dict for a tower."""
-    also = {float: {float, int}, tuple: {tuple, list}, VisionConfig: {dict}, TextConfig: {dict}}
+    also: dict[Any, set[type]] = {float: {float, int}, tuple: {tuple, list}, VisionConfig: {dict}, TextConfig: {dict}}
     kinds = get_args(annotation) if isinstance(annotation, UnionType) else (annotation,)
     kinds = [get_origin(kind) or kind for kind in kinds]
     return {kind for each in kinds for kind in also.get(each, {each})}

@@ -3,6 +3,7 @@
 import contextlib
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import torch.distributed as dist
 from torch import nn
@@ -24,7 +25,9 @@ from infcl.towers.config import CLIPConfig, load_model_config, with_overrides, w
 from infcl.towers.transformer import ResidualBlock
 
 
-def build_tokenizer_and_model_config(config: TrainConfig) -> tuple[Tokenizer | None, CLIPConfig]:
+def build_tokenizer_and_model_config(
+    config: TrainConfig,
+) -> tuple[Tokenizer | OpenClipTokenizer | None, CLIPConfig]:
     """The model config with the flags' overrides, adapted to the tokenizer's vocabulary where there is one."""
     model_config = with_overrides(
         load_model_config(config.model),
@@ -129,7 +132,7 @@ def build_loader(
     config: TrainConfig,
     batch: BatchPlan,
     model_config: CLIPConfig,
-    tokenizer: Tokenizer | None,
+    tokenizer: Tokenizer | OpenClipTokenizer | None,
     parallel: Parallel,
 ) -> TrainLoader | SyntheticLoader:
     common = {
@@ -185,13 +188,13 @@ def build_loader(
 
 
 def build_tasks(
-    config: TrainConfig, batch: BatchPlan, model_config: CLIPConfig, tokenizer: Tokenizer | None
+    config: TrainConfig, batch: BatchPlan, model_config: CLIPConfig, tokenizer: Tokenizer | OpenClipTokenizer | None
 ) -> dict[str, RetrievalTask | ZeroShotTask]:
     """The evaluations that the flags name; ValueError when their data is missing."""
     tasks: dict[str, RetrievalTask | ZeroShotTask] = {}
     if (config.val_data or config.zeroshot_data) and tokenizer is None:
         raise ValueError("--val-data and --zeroshot-data need --tokenizer")
-    common = {
+    common: dict[str, Any] = {
         "tokenizer": tokenizer,
         "image_size": model_config.vision_cfg.image_size,
         "batch_size": batch.micro_batch_size,

@@ -136,7 +136,7 @@ def consolidated_state_dict(run: str | Path, *, ema: bool = False) -> dict[str, 
             continue
         if ema and "ema_updates" not in manifest["counters"]:
             raise ValueError(f"{candidate} has no averaged weights: it was trained without --ema-decay")
-        wanted = {"model": {}, EMA: {}}  # what is frozen has no average
+        wanted: dict[str, dict[str, torch.Tensor]] = {"model": {}, EMA: {}}  # what is frozen has no average
         for key, value in _tensors(candidate, manifest):
             kind, _, name = key.partition("/")
             if kind == "model" or (ema and kind == EMA):

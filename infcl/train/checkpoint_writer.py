@@ -37,7 +37,9 @@ class CheckpointWriter:
     def __init__(self, engine: Engine, run: RunFolder, parallel: Parallel, *, keep_last: int, keep_every: int):
         self.engine, self.run, self.parallel = engine, run, parallel
         self.keep = {"keep_last": keep_last, "keep_every": keep_every}
-        self.failed, self.newest, self.begun_step = 0, None, None
+        self.failed = 0
+        self.newest: Path | None = None
+        self.begun_step: int | None = None
         self._thread: threading.Thread | None = None
 
     @property

@@ -13,6 +13,7 @@ cannot be compiled is told then, with its cause, and everything stays eager.
 import copy
 import logging
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -52,9 +53,9 @@ def compile_blocks(model: CLIP, device: torch.device, precision: str, batch_size
         cause = (str(error).strip().splitlines() or [""])[0]
         _log.warning("the towers' blocks run eagerly, torch.compile failed: %s: %s", type(error).__name__, cause)
         return False
-    for block in model.modules():
-        if isinstance(block, ResidualBlock):
-            block.forward = partial(run, block)
+    for module in model.modules():
+        if isinstance(module, ResidualBlock):
+            module.forward = partial(run, module)  # type: ignore[method-assign]
     return True
 
 
@@ -62,7 +63,7 @@ def _run(compiled, batch_sizes: frozenset[int], block: ResidualBlock, x: torch.T
     return compiled(block, x) if len(x) in batch_sizes else ResidualBlock.forward(block, x)
 
 
-def _examples(model: CLIP, precision: str) -> list[tuple[ResidualBlock, int, torch.dtype]]:
+def _examples(model: CLIP, precision: str) -> list[tuple[Any, int, torch.dtype]]:
     """(a block, tokens that it will see, dtype of its input) of each tower."""
     vision = model.cfg.vision_cfg
     tokens = 1 + kept_patches(vision.num_patches, vision.patch_dropout)

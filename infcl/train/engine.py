@@ -17,6 +17,7 @@ import json
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -154,7 +155,8 @@ class Engine:
         self.dp_group = self.engine.seq_data_parallel_group  # ZeRO averages over it
 
     @property
-    def module(self) -> nn.Module:
+    def module(self) -> Any:
+        """The model: CLIP, or one with its forward and attributes."""
         return self.engine.module
 
     def train(self, mode: bool = True) -> None:
@@ -248,10 +250,11 @@ class Engine:
             from deepspeed.utils import safe_get_local_grad
 
             return safe_get_local_grad(parameter)
-        mapping = parameter._hp_mapping
+        of_deepspeed: Any = parameter
+        mapping = of_deepspeed._hp_mapping
         if mapping is None:
             return None
-        gradient = mapping.get_lp_grad_fragment(parameter._index_in_param_group).flatten()
+        gradient = mapping.get_lp_grad_fragment(of_deepspeed._index_in_param_group).flatten()
         fragment = mapping.lp_fragment_address
         return gradient.narrow(0, fragment.start, fragment.numel) if len(gradient) == parameter.numel() else gradient
 
@@ -299,7 +302,7 @@ class Engine:
         scaler = self._loss_scaler()
         return counts | ({name: getattr(scaler, name) for name in _SCALER_FIELDS} if scaler is not None else {})
 
-    def set_counters(self, counts: dict[str, float]) -> None:
+    def set_counters(self, counts: dict[str, Any]) -> None:
         for name in _COUNTERS:
             setattr(self.engine, name, counts[name])
         self.state.set_updates(counts["optimizer_step"])

@@ -7,6 +7,8 @@ that give one are taken on the device while a step goes on and cost nothing; the
     backward     the gradient that arrives below a tower's blocks, per micro-batch: its backward failed
 """
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -22,9 +24,10 @@ class FiniteWatch:
     def __init__(self, model: nn.Module):
         self.sums: dict[str, list[torch.Tensor]] = {}
         for tower, name in _TOWERS.items():
-            model.get_submodule(name).on_input_gradient = lambda gradient, tower=tower: self.sums.setdefault(
-                tower, []
-            ).append(gradient.sum(dtype=torch.float32))
+            module: Any = model.get_submodule(name)
+            module.on_input_gradient = lambda gradient, tower=tower: self.sums.setdefault(tower, []).append(
+                gradient.sum(dtype=torch.float32)
+            )
 
     def begin(self) -> None:
         self.sums = {}

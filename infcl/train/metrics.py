@@ -7,6 +7,7 @@ import json
 import math
 import resource
 import time
+from typing import Any
 
 import torch
 
@@ -23,9 +24,9 @@ class PhaseTimer:
 
     def __init__(self, device: torch.device):
         self.on_gpu = device.type == "cuda"
-        self.marks: list[tuple[str, object]] = []
+        self.marks: list[tuple[str, Any]] = []  # CUDA events, or seconds
         self.named = False
-        self.range = None
+        self.range: torch.profiler.record_function | None = None
 
     def mark(self, name: str) -> None:
         if self.range is not None:

@@ -8,6 +8,7 @@ A group has beside torch's keys `lr_scale`: its learning rate in units of the sc
 
 import math
 import re
+from typing import Any
 
 import torch
 from torch import nn
@@ -51,7 +52,7 @@ def parameter_groups(model: nn.Module, config: TrainConfig, peak: float) -> list
         decay = config.wd if decays(name, owners[name]) else 0.0
         if config.wd_mode == "schedule" and decay:
             decay /= peak * scale
-        group = {"params": [], "weight_decay": decay, "lr": peak * scale, "lr_scale": scale}
+        group: dict[str, Any] = {"params": [], "weight_decay": decay, "lr": peak * scale, "lr_scale": scale}
         groups.setdefault((decay == 0, -scale, factored), group)["params"].append(parameter)
     for group in groups.values():
         # ZeRO lays a group's parameters end to end. After one of odd size (logit_scale) no tensor would start at a

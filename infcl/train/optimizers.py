@@ -17,6 +17,8 @@ every rank.
 Decoupled weight decay everywhere, param *= 1 - lr * weight_decay, but for Lamb, where it is part of the update.
 """
 
+from collections.abc import Callable
+
 import torch
 import torch.distributed as dist
 
@@ -41,6 +43,9 @@ class AdamW(torch.optim.AdamW):
 
 class _ByPiece(torch.optim.Optimizer):
     """Calls `_update(tensor, gradient, state, options)` for every tensor with a gradient."""
+
+    _new_state: Callable[[torch.Tensor, list[Piece]], dict[str, torch.Tensor]]
+    _update: Callable[[torch.Tensor, torch.Tensor, dict, dict], None]
 
     def __init__(self, params, **defaults):
         super().__init__(params, defaults)

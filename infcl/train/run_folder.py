@@ -18,6 +18,7 @@ import socket
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -71,7 +72,7 @@ class RunFolder:
         deadline = time.monotonic() + wait_s
         while not (sees := _text_of(self.root / "environment.json") == said[0]) and time.monotonic() < deadline:
             time.sleep(0.2)
-        everyone = [None] * dist.get_world_size()
+        everyone: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, (socket.gethostname(), sees))
         if blind := dict.fromkeys(host for host, sees in everyone if not sees):
             raise ValueError(

@@ -11,6 +11,7 @@ import ctypes
 import os
 import signal
 from pathlib import Path
+from typing import Any
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
@@ -39,7 +40,7 @@ class StopSignals:
 
     def __init__(self):
         self.received = 0
-        self._before: dict[int, object] = {}
+        self._before: dict[int, Any] = {}
 
     def __enter__(self) -> "StopSignals":
         self._before = {number: signal.signal(number, self._note) for number in SIGNALS}
