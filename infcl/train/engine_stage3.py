@@ -4,6 +4,7 @@ Stage 3 follows a trace of the modules of a pass, to prefetch what comes next an
 """
 
 from functools import _lru_cache_wrapper
+from typing import Any
 
 import torch
 
@@ -11,7 +12,7 @@ _COORDINATOR = "_PartitionedParameterCoordinator__"  # where Python puts that cl
 _FETCHES_AHEAD = 64  # parameters whose gathering the host may have ordered without waiting for it
 
 
-def mend_stage_3(optimizer: object) -> None:
+def mend_stage_3(optimizer: Any) -> None:
     """Let a stage-3 optimizer of DeepSpeed's gather what a step needs without repeating itself or waiting.
 
     AttributeError, with the symbol, where DeepSpeed is another version.
@@ -21,7 +22,7 @@ def mend_stage_3(optimizer: object) -> None:
     _let_the_host_run_ahead(coordinator)
 
 
-def _forget_what_an_old_trace_released(coordinator: object) -> None:
+def _forget_what_an_old_trace_released(coordinator: Any) -> None:
     """Which parameters a module's end releases is computed once for each place in the trace, and cached. The cache
     outlives the trace: what the first pass (forward only) found, "nothing here is used again", then holds for the
     passes with a backward too, and each block is gathered three times where once would do.
@@ -37,7 +38,7 @@ def _forget_what_an_old_trace_released(coordinator: object) -> None:
     coordinator._invalidate_trace = invalidate_and_forget
 
 
-def _let_the_host_run_ahead(coordinator: object) -> None:
+def _let_the_host_run_ahead(coordinator: Any) -> None:
     """With more than two fetches under way DeepSpeed makes the host wait for the oldest, lest memory be allocated too
     far ahead; a block is a dozen fetches, so the host waits in every block, and the GPU then for the host.
     """
