@@ -57,18 +57,18 @@ def _standard_error(values: list[float]) -> float:
 
 
 def gradients() -> str:
-    found = rows("accuracy_gradients.csv")
-    lines = []
-    for row in found:
-        if row["loss"] == "clip":
-            continue
-        lines.append([
-            LOSSES[row["loss"]], row["precision"], row["device"], row["ranks"], row["weights"],
-            f"{row['from_clip']:.1e}", *(f"{row[part]:.1e}" for part in ("image", "text", "scale")),
-        ])  # fmt: skip
-    header = ["loss", "precision", "device", "ranks", "weights", "from CLIP's", "image tower", "text tower", "scale"]
-    batches = ", ".join(sorted({f"{row['global_batch']:,}" for row in found}))
-    return f"{markdown(header, lines)}\n\nGlobal batches of {batches}; {origin(found)}."
+    """A line per setting: how far each loss's gradients are from the whole matrix's, and infcl's from float64."""
+    found, lines = rows("accuracy_gradients.csv"), []
+    settings = ("device", "precision", "ranks", "global_batch", "weights")
+    for setting in dict.fromkeys(tuple(row[name] for name in settings) for row in found):
+        own = {row["loss"]: row for row in where(found, **dict(zip(settings, setting)))}
+        device, precision, ranks, pairs, weights = setting
+        losses = [f"{own[loss]['from_clip']:.1e}" for loss in ("open_clip", "disco", "inf_cl")]
+        true = {loss: " / ".join(f"{own[loss][part]:.1e}" for part in ("image", "text", "scale")) for loss in own}
+        lines.append([f"{device}, {precision}", ranks, f"{pairs:,}", weights, *losses, true["inf_cl"], true["clip"]])
+    header = ["", "ranks", "batch", "weights", *(f"{LOSSES[loss]} - CLIP" for loss in ("open_clip", "disco", "inf_cl"))]
+    header += ["infcl - float64: image / text / scale", "CLIP - float64"]
+    return f"{markdown(header, lines)}\n\n{origin(found)}."
 
 
 def hard_negatives() -> str:

@@ -60,7 +60,8 @@ def table_1_loss() -> str:
                 found = where(loss_rows(), impl=impl, gpus=gpus, dim=768, global_batch=batch_k * 1024)
                 failed = where(out_of_memory(), impl=impl, gpus=gpus, dim=768, global_batch=batch_k * 1024)
                 cells.append(f"{found[-1]['extra_mib'] / 1024:.2f}" if found else "x" if failed else "")
-            lines.append(cells)
+            if any(cells[1:]):
+                lines.append(cells)
     for loss in impls:
         cells = [f"paper, 8 A800s, {LOSSES[loss, 0]}"]
         for batch_k in BATCHES_K:
@@ -122,8 +123,8 @@ def table_2() -> str:
             where_ = "offload" if pixels == "host" else ""
             lines.append([model, f"{gpus} x H200 at 80 GB", LOSSES[loss, 0].replace("Inf-CL", "infcl"), where_,
                           "measured", batch(best["global_batch"]), limit, f"{best['peak_gib']:.1f}"])  # fmt: skip
-    order = {"paper": 0, "planned": 1, "measured": 2}
-    lines.sort(key=lambda line: (line[0], line[3], order[line[4]]))
+    order = ("paper", "planned", "measured")
+    lines.sort(key=lambda line: (line[0], line[3], "H200" in line[1], int(line[1].split()[0]), order.index(line[4])))
     header = ["model", "GPUs", "loss", "pixels", "", "largest batch", "does not fit", "peak, GiB"]
     return markdown(header, lines)
 

@@ -44,7 +44,7 @@ def towers() -> str:
         words = f"ZeRO-{best.zero}, micro-batch {best.micro_batch}" + (", checkpointing" if best.checkpointing else "")
         lines.append([
             name, f"{parameters_of(model) / 1e6:.0f}M", words, f"{samples_per_second(best):,.0f}", f"{seconds:.1f} s",
-            f"{1000 * loss:.0f} ms ({loss / seconds:.1%})", f"{memory_of(best)['peak'] / GIB:.0f} GiB",
+            f"{1000 * loss:.0f} ms ({loss / seconds:.2%})", f"{memory_of(best)['peak'] / GIB:.0f} GiB",
         ])  # fmt: skip
     header = ["towers", "parameters", "fastest setting", "samples/s", "step", "of it the loss", "peak"]
     return markdown(header, lines)
