@@ -5,7 +5,7 @@ import pytest
 from benchmarks.paper.__main__ import DOCS, FIGURES, PAGES, REGIONS
 from benchmarks.paper.accuracy import table_3_pairs
 from benchmarks.paper.draw import digest, digest_of, draw
-from benchmarks.paper.raw import markdown, mean_and_deviation
+from benchmarks.paper.raw import markdown, mean_and_deviation, rows
 from benchmarks.paper.regions import fill, names
 
 
@@ -44,6 +44,12 @@ def test_a_plot_carries_the_digest_of_its_data(tmp_path):
     assert digest_of(tmp_path / "plot.png") == digest(panels)
     assert digest(panels) != digest({"a": {"infcl": [(1024, 1.0), (2048, 2.1)]}})
     assert digest_of(tmp_path / "none.png") is None
+
+
+def test_numbers_are_read_as_such_and_commits_are_not(tmp_path, monkeypatch):
+    (tmp_path / "a.csv").write_text("commit,gpus,ms,said\n6e15030,4,1.5,\n")
+    monkeypatch.setattr("benchmarks.paper.raw.RESULTS", tmp_path)
+    assert rows("a.csv", "none.csv") == [{"commit": "6e15030", "gpus": 4, "ms": 1.5, "said": ""}]
 
 
 def test_means_and_paired_differences(monkeypatch):

@@ -12,10 +12,12 @@ NOT_MEASURED = "not measured"
 
 def rows(*names: str) -> list[dict]:
     """Of CSV files under docs/results, one after another; a file that is not there has no rows."""
-    return [{key: _value(text) for key, text in row.items()} for name in names for row in read(RESULTS / name)]
+    return [{key: _value(key, text) for key, text in row.items()} for name in names for row in read(RESULTS / name)]
 
 
-def _value(text: str):
+def _value(column: str, text: str):
+    if column in ("commit", "run"):  # 6e15030 is no number
+        return text
     for kind in (int, float):
         try:
             return kind(text)
