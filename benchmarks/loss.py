@@ -130,7 +130,7 @@ def _measure(impl: str, batch: int, dim: int, group: dist.ProcessGroup | None, a
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
-        times = timed(step, arguments.repeats, group)
+        times = timed(step, arguments.repeats, group, warm_up=arguments.warm_up)
         extra = torch.cuda.max_memory_allocated() - before
     except torch.OutOfMemoryError:
         torch.cuda.empty_cache()

@@ -25,7 +25,7 @@ from torch import nn
 from infcl.config import BatchPlan, TrainConfig
 from infcl.parallel import Parallel
 from infcl.towers.transformer import ResidualBlock
-from infcl.train.engine_stage3 import mend_stage_3
+from infcl.train.engine_stage3 import release_by_the_present_trace
 from infcl.train.engine_state import EMA, ZeroState
 from infcl.train.optim import build_optimizer
 
@@ -145,7 +145,7 @@ class Engine:
             dist_init_required=False,
         )
         if self.zero_stage == 3:
-            mend_stage_3(self.engine.optimizer)
+            release_by_the_present_trace(self.engine.optimizer)
         self.sums_are_old = True  # of gradients over micro-batches
         self.state = ZeroState(self.engine, self.zero_stage)
         if self.low_precision_parameters:  # DeepSpeed makes the masters from parameters that it has rounded already
