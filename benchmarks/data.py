@@ -14,7 +14,6 @@ cache).
 """
 
 import argparse
-import csv
 import io
 import json
 import os
@@ -29,6 +28,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from benchmarks.rows import append
 from infcl.data.index import SampleKeys, scan_shard
 from infcl.data.indexed import IndexedDataset
 from infcl.data.plan import EpochPlan
@@ -57,8 +57,7 @@ def main() -> None:
     if arguments.json:
         arguments.json.parent.mkdir(parents=True, exist_ok=True)
         arguments.json.write_text(json.dumps(result, indent=2) + "\n")
-    if arguments.csv:
-        _append(arguments.csv, result)
+    append(arguments.csv, _rows(result))
 
 
 def _parse() -> argparse.Namespace:
@@ -248,17 +247,14 @@ def _print(result: dict, arguments: argparse.Namespace) -> None:
         )
 
 
-def _append(path: Path, result: dict) -> None:
-    new = not path.exists()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a", newline="") as file:
-        writer = csv.writer(file)
-        if new:
-            writer.writerow(["stage", "samples_per_second_per_core", "images", "cpu", "load", "torch", "commit"])
-        for name, value in result.items():
-            if "/" in name and isinstance(value, float):
-                what = [result[key] for key in ("images", "cpu", "load", "torch", "commit")]
-                writer.writerow([name, value, *what])
+def _rows(result: dict) -> list[dict]:
+    """One for each stage of each implementation."""
+    what = {key: result[key] for key in ("images", "cpu", "load", "torch", "commit")}
+    return [
+        {"stage": name, "samples_per_second_per_core": value} | what
+        for name, value in result.items()
+        if "/" in name and isinstance(value, float)
+    ]
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ Prints a table; --csv appends the rows with commit, hardware and versions. --che
 """
 
 import argparse
-import csv
 import socket
 import statistics
 from pathlib import Path
@@ -21,6 +20,7 @@ from benchmarks.clock import hardware as device_hardware
 from benchmarks.clock import library_tflops, timed
 from benchmarks.loss_check import check
 from benchmarks.loss_impls import NAMES, OTHERS, make
+from benchmarks.rows import append
 from infcl.loss.contrastive import TILED
 from infcl.loss.links import RINGS
 
@@ -154,7 +154,7 @@ def _check(arguments: argparse.Namespace) -> None:
             numbers = "  ".join(f"{key} {value:9.2e}" for key, value in row.items() if isinstance(value, float))
             which = f"{row['features']:>10} {row['impl']:>9} {row['dtype']:>9} {row['tile_dtype']:>5}"
             print(which, numbers, flush=True)
-            _append(row | {"dim": dim}, tuple(row) + ("dim",), arguments.csv)
+            append(arguments.csv, [row | {"dim": dim}])
 
 
 def _report(row: dict, path: Path | None) -> None:
@@ -168,20 +168,7 @@ def _report(row: dict, path: Path | None) -> None:
             f"{row['extra_mib']:9.0f}",
             flush=True,
         )
-    _append(row, COLUMNS, path)
-
-
-def _append(row: dict, columns: tuple[str, ...], path: Path | None) -> None:
-    """To a CSV file with these columns."""
-    if path is None:
-        return
-    new = not path.exists()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a", newline="") as file:
-        writer = csv.DictWriter(file, columns)
-        if new:
-            writer.writeheader()
-        writer.writerow(row)
+    append(path, [row], COLUMNS)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ features. --csv appends the rows with commit, hardware and versions.
 """
 
 import argparse
-import csv
 import importlib.util
 import socket
 import time
@@ -20,6 +19,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from benchmarks.rows import append
 from infcl.evaluate.retrieval import retrieval_ranks
 
 COLUMNS = (
@@ -154,13 +154,7 @@ def _report(row: dict, arguments: argparse.Namespace) -> None:
 
     row["commit"] = arguments.commit or git_commit()
     print("  ".join(f"{name} {row[name]}" for name in COLUMNS if name in row), flush=True)
-    if arguments.csv is not None:
-        new = not arguments.csv.exists()
-        with open(arguments.csv, "a", newline="") as file:
-            writer = csv.DictWriter(file, COLUMNS)
-            if new:
-                writer.writeheader()
-            writer.writerow(row)
+    append(arguments.csv, [row], COLUMNS)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ rings and what hides behind what only in part.
 """
 
 import argparse
-import csv
 import os
 import statistics
 import subprocess
@@ -15,6 +14,8 @@ import sys
 import time
 from datetime import timedelta
 from pathlib import Path
+
+from benchmarks.rows import append
 
 ROOT = Path(__file__).parent.parent
 
@@ -35,11 +36,7 @@ def main() -> None:
         for ring in ("flat", "two-level", "flat", "two-level"):
             rows.append(_measure(hosts, ring, arguments))
             print(f"{ring:<10}{rows[-1]['median_ms']:>9.0f} ms  (fastest {rows[-1]['fastest_ms']:.0f})", flush=True)
-    if arguments.csv:
-        with open(arguments.csv, "w", newline="") as file:
-            writer = csv.DictWriter(file, rows[0])
-            writer.writeheader()
-            writer.writerows(rows)
+    append(arguments.csv, rows)
 
 
 def _parse() -> argparse.Namespace:

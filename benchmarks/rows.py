@@ -1,14 +1,21 @@
 """Raw results: rows of a CSV."""
 
 import csv
+from collections.abc import Sequence
 from pathlib import Path
 
 
-def append(path: Path, rows: list[dict]) -> None:
-    """Rows of the same columns, to a CSV that gets its header with the first."""
+def append(path: Path | None, rows: list[dict], columns: Sequence[str] | None = None) -> None:
+    """Rows to a CSV that gets its header with the first; without a path nowhere.
+
+    columns: what of a row is written, None: the keys of the first; one that a row lacks stays empty.
+    """
+    if path is None:
+        return
     new = not path.exists()
+    path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a", newline="") as file:
-        writer = csv.DictWriter(file, rows[0])
+        writer = csv.DictWriter(file, columns or list(rows[0]), extrasaction="ignore" if columns else "raise")
         if new:
             writer.writeheader()
         writer.writerows(rows)

@@ -15,7 +15,6 @@ commit, hardware and versions:
 """
 
 import argparse
-import csv
 import json
 import os
 import re
@@ -34,6 +33,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.clock import hardware, library_tflops
+from benchmarks.rows import append
 from infcl.config import TrainConfig, parse_args
 from infcl.parallel import destroy_parallel, init_parallel, max_over
 from infcl.report import read_metrics
@@ -204,14 +204,7 @@ def report(row: dict, path: Path | None) -> None:
         f"{row['hfu']:6.3f} {row['peak_gib']:6.1f}           {seconds}  {row['label']}",
         flush=True,
     )
-    if path is not None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        new = not path.exists()
-        with path.open("a", newline="") as file:
-            writer = csv.DictWriter(file, COLUMNS)
-            if new:
-                writer.writeheader()
-            writer.writerow({name: row.get(name) for name in COLUMNS})
+    append(path, [row], COLUMNS)
 
 
 # ---- many settings ----

@@ -13,7 +13,6 @@ Models: names of infcl/model_configs, or
 """
 
 import argparse
-import csv
 import dataclasses
 import json
 import os
@@ -28,6 +27,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from benchmarks.rows import append
 from infcl.train.run_folder import git_commit
 
 ROOT = Path(__file__).parent.parent
@@ -211,14 +211,7 @@ def _report(row: dict, path: Path | None) -> None:
     else:
         head += row["status"]
     print(head, flush=True)
-    if path is not None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        is_new = not path.exists()
-        with open(path, "a", newline="") as file:
-            writer = csv.DictWriter(file, COLUMNS, extrasaction="ignore")
-            if is_new:
-                writer.writeheader()
-            writer.writerow(row)
+    append(path, [row], COLUMNS)
 
 
 def _parse() -> argparse.Namespace:

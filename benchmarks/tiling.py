@@ -6,7 +6,6 @@ messages overlapped ("of it not hidden"). One GPU has no ring: two parts.
 """
 
 import argparse
-import csv
 import os
 import statistics
 from pathlib import Path
@@ -17,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.clock import hardware, timed
+from benchmarks.rows import append
 from infcl import inf_cl_loss
 from infcl.kernels import WORKSPACE_BYTES
 
@@ -108,13 +108,7 @@ def _report(times: dict[str, tuple[float, float]], arguments: argparse.Namespace
     for name, (median, deviation) in times.items():
         row |= {f"{name} ms": round(median, 3), f"{name} std": round(deviation, 3)}
     row |= hardware(arguments.commit)
-    if arguments.csv is not None:
-        new = not arguments.csv.exists()
-        with arguments.csv.open("a", newline="") as file:
-            writer = csv.DictWriter(file, row)
-            if new:
-                writer.writeheader()
-            writer.writerow(row)
+    append(arguments.csv, [row])
     if arguments.plot is not None:
         _plot({name: median for name, (median, _) in times.items()}, arguments)
 
