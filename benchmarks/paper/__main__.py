@@ -15,12 +15,14 @@ from benchmarks.paper.regions import fill
 DOCS = Path(__file__).parents[2] / "docs"
 PAGES = ("results.md", "reviewers.md", "peers.md")
 REGIONS: dict[str, Callable[[], str]] = {
+    "demo": accuracy.demo,
     "table-1-planned": memory.table_1_planned,
     "table-1-loss": memory.table_1_loss,
     "table-1-measured": memory.table_1_measured,
     "table-2": memory.table_2,
     "table-3": accuracy.table_3,
     "table-3-pairs": accuracy.table_3_pairs,
+    "table-3-ranks": accuracy.table_3_ranks,
     "table-4": speed.table_4,
     "figure-5": accuracy.table_5,
     "gradients": accuracy.gradients,
@@ -42,7 +44,7 @@ REGIONS: dict[str, Callable[[], str]] = {
 TABLES = {
     "1": ("table-1-measured", "table-1-loss", "table-1-planned"),
     "2": ("table-2",),
-    "3": ("table-3", "table-3-pairs", "gradients"),
+    "3": ("table-3", "table-3-pairs", "table-3-ranks", "gradients"),
     "4": ("table-4",),
 }
 FIGURES: dict[str, tuple[Callable[[], dict], dict]] = {  # file under docs/results: (what it shows, how)

@@ -10,6 +10,14 @@ METRICS = {"zero_shot_top1": "zero-shot", "image_to_text_r1": "image->text R@1",
 SCALINGS = {"none": "lr as it is", "sqrt": "lr x sqrt(batch)", "linear": "lr x batch"}
 
 
+def demo() -> str:
+    lines = [
+        [row["where"], row["preset"], *(f"{row[metric]:.3f}" for metric in METRICS), f"{row['train_seconds']:.0f} s"]
+        for row in rows("demo.csv")
+    ]
+    return markdown(["where", "preset", *METRICS.values(), "training"], lines)
+
+
 def table_3() -> str:
     found = rows("accuracy_losses.csv")
     if not found:
@@ -26,6 +34,22 @@ def table_3() -> str:
         f"{text}\n\n{one['steps']} steps of {one['global_batch']} pairs, {one['ranks']} rank(s) each, "
         f"{one['jobs']} trainings at once; {origin(found)}."
     )
+
+
+def table_3_ranks() -> str:
+    """Trainings over several ranks: the loss while rounding has not yet parted them, and what they come to."""
+    found, curves = rows("accuracy_losses_ranks.csv"), rows("accuracy_losses_ranks_curves.csv")
+    if not found:
+        return f"{NOT_MEASURED.capitalize()} yet."
+    lines = []
+    for row in found:
+        own = where(curves, run=row["run"])
+        early = [f"{point['loss']:.5f}" for point in own[:3]]
+        lines.append([LOSSES[row["loss"]], row["seed"], *early, f"{row['final_loss']:.3f}",
+                      *(f"{row[metric]:.3f}" for metric in METRICS)])  # fmt: skip
+    pairs = [f"{point['samples_seen']:,}" for point in where(curves, run=found[0]["run"])[:3]]
+    header = ["loss", "seed", *(f"loss to {count} pairs" for count in pairs), "last 5%", *METRICS.values()]
+    return f"{markdown(header, lines)}\n\n{found[0]['ranks']} ranks, fp32, gloo; {origin(found)}."
 
 
 def table_3_pairs() -> str:
