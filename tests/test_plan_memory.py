@@ -129,12 +129,14 @@ def test_the_total_of_the_memory_plan_falls_with_the_stage_from_one_on(demo_fold
         counts = parameter_counts(CLIP(cfg))
     plan = memory_plan(cfg, BatchPlan(8, 4, 64), demo_config(demo_folder, tmp_path), counts, "amp_bf16", {})
     assert plan["total"] == [pytest.approx(sum(column)) for column in zip(*(plan[p] for p in plan if p != "total"))]
-    assert plan["total"][1] > plan["total"][2] > plan["total"][3]
+    assert plan["total"][1] > plan["total"][2] >= plan["total"][3]
+    # DeepSpeed keeps up to a billion gathered parameters: a small model is whole on every rank in stage 3 too.
+    assert plan["parameters"][2] == pytest.approx(plan["parameters"][3] + plan["gathered parameters"][3])
 
 
 @pytest.mark.parametrize(
     ("ranks", "stage", "measured"),
-    [(1, 1, 18.5), (1, 3, 14.1), (2, 3, 10.4)],  # GiB on H200s: docs/results.md
+    [(1, 1, 18.5), (1, 3, 14.1)],  # GiB on an H200: docs/results.md; more in tests/test_plan.py
 )
 def test_the_estimate_is_near_what_was_measured(demo_folder, tmp_path, ranks, stage, measured):
     cfg = load_model_config("ViT-L-14")

@@ -60,6 +60,12 @@ def bucket_bytes(zero_optimization: dict, *, stage: int, precision: str) -> floa
     return size * (2 if stage < 3 and zero_optimization.get("overlap_comm", False) else 1)
 
 
+def gathered_bytes(parameters: int, zero_optimization: dict, *, stage: int, ranks: int, precision: str) -> float:
+    """Bytes per rank of what stage 3 gathered of the other ranks' parameters: all that it may keep for a next use."""
+    live = min(parameters, zero_optimization.get("stage3_max_live_parameters", 1e9)) if stage == 3 else 0
+    return live * (2 if precision in ("bf16", "fp16") else 4) * (1 - 1 / ranks)
+
+
 def loss_bytes(name: str, *, rows: int, ranks: int, width: int) -> dict[str, float]:
     """{"features", "loss workspace"}: bytes per rank, for b `rows` of D `width` a rank.
 
@@ -144,6 +150,7 @@ def memory_plan(
         sizes: dict[str, Any] = {"stage": stage, "ranks": batch.dp_size, "precision": precision}
         parts = state_bytes(parameters, trainable, moments=state_bytes_per_element(config), **sizes)
         parts["gradient buckets"] = bucket_bytes(zero_optimization, stage=stage, precision=precision)
+        parts["gathered parameters"] = gathered_bytes(parameters, zero_optimization, **sizes)
         rows = batch.rank_batch_size // share
         parts |= loss_bytes(config.loss, rows=rows, ranks=batch.dp_size * share, width=cfg.embed_dim)
         parts["activations"] = activation_bytes(
@@ -174,6 +181,7 @@ def memory_of(setting: "Setting") -> dict[str, float]:
     if setting.offload:
         parts["optimizer"] = 0.0
     parts["gradient buckets"] = bucket_bytes({"overlap_comm": setting.overlap_comm}, **sizes)
+    parts["gathered parameters"] = gathered_bytes(parameters, {}, ranks=setting.dp_size, **sizes)
     graph = activation_bytes(
         model,
         micro_batch_size=setting.micro_batch,
