@@ -7,6 +7,7 @@ from benchmarks.paper.raw import NOT_MEASURED, batch, markdown, mean_and_deviati
 
 LOSSES = {"clip": "CLIP", "open_clip": "OpenCLIP", "disco": "DisCo-CLIP", "inf_cl": "infcl", "siglip": "SigLIP"}
 METRICS = {"zero_shot_top1": "zero-shot", "image_to_text_r1": "image->text R@1", "text_to_image_r1": "text->image R@1"}
+EARLY = (0, 2, 5, 9)  # points of a curve, each the mean of some steps
 SCALINGS = {"none": "lr as it is", "sqrt": "lr x sqrt(batch)", "linear": "lr x batch"}
 
 
@@ -44,11 +45,12 @@ def table_3_ranks() -> str:
     lines = []
     for row in found:
         own = where(curves, run=row["run"])
-        early = [f"{point['loss']:.5f}" for point in own[:3]]
+        early = [f"{own[i]['loss']:.5f}" for i in EARLY if i < len(own)]
         lines.append([LOSSES[row["loss"]], row["seed"], *early, f"{row['final_loss']:.3f}",
                       *(f"{row[metric]:.3f}" for metric in METRICS)])  # fmt: skip
-    pairs = [f"{point['samples_seen']:,}" for point in where(curves, run=found[0]["run"])[:3]]
-    header = ["loss", "seed", *(f"loss to {count} pairs" for count in pairs), "last 5%", *METRICS.values()]
+    curve = where(curves, run=found[0]["run"])
+    pairs = [f"{curve[i]['samples_seen']:,}" for i in EARLY if i < len(curve)]
+    header = ["loss", "seed", *(f"loss at {count} pairs" for count in pairs), "last 5%", *METRICS.values()]
     return f"{markdown(header, lines)}\n\n{found[0]['ranks']} ranks, fp32, gloo; {origin(found)}."
 
 
