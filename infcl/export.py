@@ -143,13 +143,18 @@ def _check_tokenizer(tokenizer_model: str | Path, cfg: CLIPConfig) -> None:
 
 
 def _write_weights(state_dict: Mapping[str, torch.Tensor], path: Path) -> None:
+    """OSError when the disk does not take it."""
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     weights = {name: value.detach().to("cpu", torch.float32).contiguous() for name, value in state_dict.items()}
     for name in SCALARS:
         if name in weights:
             weights[name] = weights[name].reshape(())
-    save_file(weights, path, metadata={"format": "pt"})
+    try:
+        save_file(weights, path, metadata={"format": "pt"})
+    except SafetensorError as error:  # its own type for a failed write
+        raise OSError(str(error)) from error
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

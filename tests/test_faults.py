@@ -4,7 +4,9 @@ In each case all processes end within 60 s, the exit code is not zero, and `--re
 uninterrupted run: no sample skipped or repeated, at most the work since the last save done again.
 """
 
+import functools
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,7 +20,7 @@ from infcl.report import read_metrics
 from tests.ranks import free_port
 from tests.test_entry import ON_CPU, ROOT, command
 
-STEPS, SAVE_EVERY, FAULT_STEP = 8, 3, 5
+STEPS, SAVE_EVERY, FAULT_STEP, SIGNAL_STEP = 8, 3, 5, 7
 LAUNCHER = [sys.executable, "-m", "deepspeed.launcher.runner", "-q", "--num_gpus", "2", "--master_port"]
 
 
@@ -65,6 +67,19 @@ def uninterrupted(demo_folder, tmp_path_factory):
     return losses(logs)
 
 
+@pytest.fixture(scope="module")
+def ended_by(demo_folder, tmp_path_factory):
+    """signal -> (logs of a run whose rank 1 got it in step SIGNAL_STEP, exit code, output); one run for each signal."""
+
+    @functools.cache
+    def run(number: signal.Signals) -> tuple[Path, int, str]:
+        logs = tmp_path_factory.mktemp(number.name)
+        fault = ["tests/fault_run.py", "1", str(SIGNAL_STEP), "encode", str(int(number))]
+        return logs, *finish(start(fault, flags(demo_folder, logs)))
+
+    return run
+
+
 def resume_and_compare(demo_folder, logs, uninterrupted):
     code, output = finish(start(["pretrain_clip.py"], flags(demo_folder, logs, "--resume", "latest")))
     assert code == 0, output
@@ -95,13 +110,13 @@ def test_a_rank_killed_in_any_phase_ends_the_run_and_it_resumes_exactly(demo_fol
 @pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGTERM, 143), pytest.param(signal.SIGUSR1, 138, marks=pytest.mark.slow)]
 )
-def test_a_signal_saves_and_ends_with_its_code(demo_folder, tmp_path, uninterrupted, number, code):
-    fault = ["tests/fault_run.py", "1", str(FAULT_STEP), "encode", str(int(number))]
-    returned, output = finish(start(fault, flags(demo_folder, tmp_path)))
+def test_a_signal_saves_and_ends_with_its_code(demo_folder, tmp_path, uninterrupted, ended_by, number, code):
+    logs, returned, output = ended_by(number)
     assert returned == code, output
-    assert f"{number.name} received at step {FAULT_STEP}" in output
+    assert f"{number.name} received at step {SIGNAL_STEP}" in output
+    shutil.copytree(logs, tmp_path, dirs_exist_ok=True)
     output = resume_and_compare(demo_folder, tmp_path, uninterrupted)
-    assert f"at step {FAULT_STEP}" in output
+    assert f"at step {SIGNAL_STEP}" in output
 
 
 @pytest.mark.slow
@@ -112,9 +127,8 @@ def test_sigterm_during_a_save_does_not_damage_it(demo_folder, tmp_path, uninter
     resume_and_compare(demo_folder, tmp_path, uninterrupted)
 
 
-def test_a_damaged_newest_checkpoint_is_passed_over_for_the_one_before(demo_folder, tmp_path, uninterrupted):
-    fault = ["tests/fault_run.py", "1", "7", "encode", str(int(signal.SIGTERM))]
-    finish(start(fault, flags(demo_folder, tmp_path)))
+def test_a_damaged_newest_checkpoint_is_passed_over_for_the_one_before(demo_folder, tmp_path, uninterrupted, ended_by):
+    shutil.copytree(ended_by(signal.SIGTERM)[0], tmp_path, dirs_exist_ok=True)
     newest = tmp_path / "run" / "checkpoints" / "step_00000007"
     with open(newest / "state_00001.safetensors", "r+b") as file:
         file.seek(-3, os.SEEK_END)
@@ -135,6 +149,9 @@ def test_a_full_disk_is_reported_and_training_goes_on(demo_folder, tmp_path, uni
         code, output = finish(start(["pretrain_clip.py"], flags(demo_folder, logs)))
         assert "could not be written" in output and "training goes on" in output, output
         assert f"step {STEPS}/{STEPS}" in output
+        assert code == 1 and "Make room and start again with --resume latest" in output, output
+        assert "Timed out" not in output  # nobody waits for the rank that could not write
+        assert not (logs / "run" / "summary.json").exists()
         assert not list((logs / "run" / "checkpoints").glob("step_*"))
         assert losses(logs) == uninterrupted
     finally:

@@ -351,6 +351,7 @@ class Trainer:
         results = {name: self._run_task(name) for name in self.tasks}
         weights = full_weights(self.engine, keep=self.parallel.rank == 0, ema=self.config.ema_eval)
         peak = max_over(dist.group.WORLD, [peak_memory_mb(self.parallel.device)], self.parallel.device)[0]
+        newest = self.checkpoints.newest
         summary = {
             "zero_shot_top1": results.get("zero_shot", {}).get("top1"),
             "image_to_text_r1": results.get("retrieval", {}).get("image_to_text_r1"),
@@ -370,16 +371,28 @@ class Trainer:
                 "run": str(self.run.root),
                 "loss_curve": str(self.run.loss_curve),
                 "export": str(self.run.export),
-                "checkpoint": None if (newest := self.checkpoints.newest) is None else str(newest),
+                "checkpoint": str(newest) if newest else None,
             },
         }
         self.metrics.close()
+        problem: list[str | None] = [None]
         if self.parallel.rank == 0:
-            from infcl.export import export_model
-
-            draw_loss_curve(self.run.metrics, self.run.loss_curve)
-            tokenizer_path = self.run.tokenizer if self.run.tokenizer.is_file() else None
-            export_model(weights, self.model_config, tokenizer_path, self.run.export, card=summary)
-            write_atomic(self.run.summary, json.dumps(summary, indent=2) + "\n")
-        dist.barrier()
+            try:
+                self._write_results(weights, summary)
+            except OSError as error:  # a full disk; the other ranks must not wait for this one
+                problem = [str(error.strerror or error)]
+        dist.broadcast_object_list(problem, src=0)
+        if problem[0] is not None:
+            raise RuntimeError(
+                f"the trained model could not be written to {self.run.root} ({problem[0]}); newest checkpoint: "
+                f"{newest or 'none'}. Make room and start again with --resume latest"
+            )
         return summary
+
+    def _write_results(self, weights: dict[str, torch.Tensor], summary: dict) -> None:
+        from infcl.export import export_model
+
+        draw_loss_curve(self.run.metrics, self.run.loss_curve)
+        tokenizer_path = self.run.tokenizer if self.run.tokenizer.is_file() else None
+        export_model(weights, self.model_config, tokenizer_path, self.run.export, card=summary)
+        write_atomic(self.run.summary, json.dumps(summary, indent=2) + "\n")
