@@ -122,7 +122,7 @@ def batch_trainings(options: argparse.Namespace, data: Path) -> list[Training]:
                 flags += ["--lr", str(options.lr), "--lr-scaling", scaling, "--lr-base-batch", str(base)]
                 key = {"loss": "inf_cl", "seed": seed, "global_batch": batch, "lr": options.lr * factor}
                 key |= {"lr_scaling": scaling}
-                name = f"{batch}-{scaling}-{seed}"
+                name = f"{batch}-{scaling}-{options.lr:g}-{seed}"
                 result.append(Training(name, [*_demo_flags(data), *flags, "--seed", str(seed)], key))
     return result
 
