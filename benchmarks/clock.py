@@ -1,12 +1,13 @@
 """What every GPU benchmark needs: times from CUDA events, the rate of the library's matrix product, what ran where."""
 
 import statistics
-import subprocess
 from collections.abc import Callable
 from importlib import metadata
 
 import torch
 import torch.distributed as dist
+
+from infcl.cluster.facts import git_commit
 
 
 def timed(step: Callable, repeats: int, group: dist.ProcessGroup | None = None, *, warm_up: int = 2) -> list[float]:
@@ -36,11 +37,11 @@ def library_tflops() -> float:
 
 
 def hardware(commit: str | None) -> dict[str, str]:
-    """Device, versions and commit (git's HEAD unless given)."""
-    head = ["git", "rev-parse", "--short", "HEAD"]
+    """Device, versions and commit: git's HEAD unless given, "+" with local changes, empty outside a checkout."""
+    found = git_commit() or ""
     return {
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
         "torch": torch.__version__,
         "triton": metadata.version("triton"),
-        "commit": commit or subprocess.run(head, capture_output=True, text=True, check=True).stdout.strip(),
+        "commit": commit or found[:7] + found[40:],
     }

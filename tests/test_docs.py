@@ -28,6 +28,7 @@ from tests.shown_commands import ROOT, documents, python_blocks, shown_commands
 PLACES = ("here", "gpu", "multigpu", "cluster")
 # Flags of other programs, or of open_clip as it is compared with.
 OTHERS = set("--hostfile --nodes --nproc-per-node --local-loss --gather-with-grad".split())
+NOT_COPIED = (".git", ".venv", ".*_cache", "__pycache__", ".hypothesis", ".data", "runs", "logs", "build")
 SCRIPTS = {"launch/supervise.sh": {"--hostfile", "--min-hosts", "--batch"}}
 
 
@@ -147,12 +148,8 @@ def test_a_wrong_path_is_one_line_and_exit_code_2(arguments, capsys):
 @pytest.fixture(scope="module")
 def clone(tmp_path_factory, demo_folder) -> Path:
     """A copy of the working tree with the data and runs that the table's head names."""
-    from tests.test_readme import tracked
-
     root = tmp_path_factory.mktemp("clone") / "infcl"
-    for path in tracked():
-        (root / path).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy2(ROOT / path, root / path)
+    shutil.copytree(ROOT, root, ignore=shutil.ignore_patterns(*NOT_COPIED))
     shutil.copytree(demo_folder, root / "data")
     shutil.copy(root / "data" / "tokenizer.model", root / "spm.model")
     fields = load_model_config("demo").to_dict()  # without what CLIPModel of transformers has not

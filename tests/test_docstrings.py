@@ -9,9 +9,13 @@ import sys
 import pytest
 
 import infcl
-from tests.test_readme import ROOT, tracked
+from tests.shown_commands import ROOT
 
-MODULES = [path.as_posix() for path in tracked("infcl/*.py", "megatron_patches/*.py", "benchmarks/*.py")]
+MODULES = [
+    path.relative_to(ROOT).as_posix()
+    for package in ("infcl", "megatron_patches", "benchmarks")
+    for path in sorted((ROOT / package).rglob("*.py"))
+]
 
 
 def test_every_module_says_what_it_is():
