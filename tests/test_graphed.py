@@ -3,6 +3,7 @@
 tests/test_triton_tile.py holds real graphs to ordinary calls.
 """
 
+import logging
 from types import SimpleNamespace
 
 import pytest
@@ -45,3 +46,22 @@ def test_replays_overlap_and_are_differentiated_twice_over(dtype, tolerance):
                 assert relative_error(value, truth) < max(tolerance, 1e-5)
         with pytest.raises(RuntimeError, match="double backward"):
             torch.autograd.grad(loss, batch, create_graph=True)
+
+
+def test_what_cannot_be_recorded_is_computed_as_ever_and_tried_once(monkeypatch, caplog):
+    tried = []
+
+    def fail(record, inputs):
+        tried.append(len(inputs[0]))
+        raise RuntimeError("operation not permitted when stream is capturing\nmore")
+
+    monkeypatch.setattr(graphed, "Recorded", fail)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "stream")
+    monkeypatch.setattr(graphed, "_refused", set())
+    inputs = (torch.ones(5, 3), torch.ones(5, 3), torch.ones(()))
+    with caplog.at_level(logging.WARNING):
+        assert [graphed.find(None, inputs, "options") for _ in range(6)] == [None] * 6
+    assert tried == [5]
+    assert [r.getMessage() for r in caplog.records] == [
+        "the loss of 5 rows is not recorded as a CUDA graph: operation not permitted when stream is capturing"
+    ]

@@ -105,7 +105,7 @@ class TrainConfig:
     loss: str = _flag("inf_cl", "loss", "which loss, all over the data-parallel group", choices=LOSS_NAMES)
     tile: str = _flag("auto", "loss", "tile kernel; auto: triton on a GPU", choices=("auto", "torch", "triton"))
     ring: str = _flag(
-        "flat", "loss", "two-level: rings within nodes inside a ring of nodes", choices=("auto", "flat", "two-level")
+        "auto", "loss", "two-level: rings within nodes inside a ring of nodes", choices=("auto", "flat", "two-level")
     )
     ring_overlap: str = _flag("on", "loss", "off: wait for each message, to measure it", choices=("on", "off"))
 

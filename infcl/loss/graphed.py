@@ -7,9 +7,11 @@ launches). A replay is one launch of the same kernels.
 
 A graph has inputs and outputs of its own, so features are copied in and gradients copied out. It keeps its temporary
 memory: b^2 operands of at most 2 bytes (128 MiB at b = 8192) and some 20 bytes a feature. KEPT graphs are kept. Shapes
-are recorded when they come for the third time, so that passing ones cost nothing.
+are recorded when they come for the third time, so that passing ones cost nothing. What cannot be recorded is computed
+as ever, with a warning that says why.
 """
 
+import logging
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 
@@ -27,7 +29,9 @@ _CALLS_BEFORE = 2
 Inputs = tuple[Tensor, Tensor, Tensor]
 Record = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, tuple[Tensor, Tensor, Tensor]]]
 
+_log = logging.getLogger(__name__)
 _calls: OrderedDict[Hashable, int] = OrderedDict()
+_refused: set[Hashable] = set()  # shapes whose recording failed
 _kept: OrderedDict[Hashable, "Recorded"] = OrderedDict()
 
 
@@ -65,12 +69,14 @@ def worthwhile(inputs: Inputs, ring: RingExchange, tile: Tile, workspace_bytes: 
 
 
 def find(record: Record, inputs: Inputs, options: Hashable) -> Recorded | None:
-    """The graph for inputs of these shapes, recorded now if they come for the third time; None before.
+    """The graph for inputs of these shapes, recorded now if they come for the third time; None before, or if it fails.
 
     `options`: what else distinguishes `record` from another of the same shapes.
     """
     features = inputs[0]
     key = (features.shape, features.dtype, torch.cuda.current_stream(features.device), options)
+    if key in _refused:
+        return None
     if key not in _kept:
         _calls[key] = _calls.pop(key, 0) + 1
         while len(_calls) > 16:
@@ -79,7 +85,13 @@ def find(record: Record, inputs: Inputs, options: Hashable) -> Recorded | None:
             return None
         while len(_kept) >= KEPT:
             _kept.popitem(last=False)
-        _kept[key] = Recorded(record, inputs)
+        try:
+            _kept[key] = Recorded(record, inputs)
+        except RuntimeError as error:  # out of memory, or something on this thread that a capture does not allow
+            _refused.add(key)
+            cause = (str(error).strip().splitlines() or [""])[0]
+            _log.warning("the loss of %d rows is not recorded as a CUDA graph: %s", len(features), cause)
+            return None
     _kept.move_to_end(key)
     return _kept[key]
 
