@@ -298,10 +298,10 @@ COMMANDS = [
         multigpu="python -m benchmarks.largest_batch --model ViT-B-32 --gpus 2 --at 32768",
     ),
     Command(
-        "python -m benchmarks.largest_batch --model ViT-L-14 --gpus 1 --batch-size 128 --pixels host --pixel-cache-gb 2 "
-        "--memory-gb 139 --at 4096 131072",
-        here="python -m benchmarks.largest_batch --model demo --gpus 1 --at 32 64 --batch-size 16 --pixels host "
-        "--device cpu --precision fp32",
+        "python -m benchmarks.largest_batch --model ViT-L-14 --gpus 1 --batch-size 128 --pixels host "
+        "--pixel-cache-gb 2 --memory-gb 139 --at 4096 131072",
+        here="python -m benchmarks.largest_batch --model demo --gpus 1 --batch-size 16 --pixels host "
+        "--pixel-cache-gb 2 --memory-gb 139 --at 32 64 --device cpu --precision fp32",
     ),
     Command(
         "python -m benchmarks.largest_batch --model ViT-B-16 --gpus 4 --pixels gpu",
