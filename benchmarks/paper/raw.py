@@ -47,7 +47,7 @@ def batch(pairs: int) -> str:
 
 
 def ms(value: float) -> str:
-    return f"{value:.2f}" if value < 2 else f"{value:.1f}" if value < 200 else f"{value:.0f}"
+    return f"{value:.2f}" if value < 2 else f"{value:.1f}" if value < 200 else f"{value:,.0f}"
 
 
 def size(mib: float) -> str:
