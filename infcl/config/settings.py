@@ -104,6 +104,12 @@ class TrainConfig:
 
     loss: str = _flag("inf_cl", "loss", "which loss, all over the data-parallel group", choices=LOSS_NAMES)
     tile: str = _flag("auto", "loss", "tile kernel; auto: triton on a GPU", choices=("auto", "torch", "triton"))
+    tile_dtype: str = _flag(
+        "auto",
+        "loss",
+        "precision of the loss's matrix products; auto: on a GPU that of --precision, on a CPU fp32",
+        choices=("auto", "bf16", "fp16", "tf32", "fp32"),
+    )
     ring: str = _flag(
         "auto", "loss", "two-level: rings within nodes inside a ring of nodes", choices=("auto", "flat", "two-level")
     )

@@ -1,0 +1,29 @@
+"""Parts of a run, as the flags name them."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from infcl.config import TrainConfig
+from infcl.train.build import tile_dtype_of
+
+
+@pytest.mark.parametrize(
+    ("device", "flags", "expected"),
+    [
+        ("cuda", {}, "bf16"),  # autocast is the default on a GPU
+        ("cuda", {"precision": "bf16"}, "bf16"),
+        ("cuda", {"deepspeed_config": "ds_configs/zero2_bf16.json"}, "bf16"),
+        ("cuda", {"deepspeed_config": "ds_configs/zero2_fp16.json"}, "fp16"),
+        ("cuda", {"precision": "fp32"}, None),
+        ("cuda", {"precision": "fp32", "tile_dtype": "tf32"}, "tf32"),
+        ("cuda", {"tile_dtype": "fp32"}, "fp32"),
+        ("cpu", {"precision": "bf16"}, None),
+        ("cpu", {"tile_dtype": "bf16"}, "bf16"),
+    ],
+)
+def test_the_loss_multiplies_in_the_precision_of_the_towers_on_a_gpu(device, flags, expected):
+    """float32 features would be multiplied as such, at a fortieth of the rate."""
+    config = TrainConfig(dataset_type="synthetic", train_num_samples=1, **flags)
+    assert tile_dtype_of(config, SimpleNamespace(device=torch.device(device))) == expected
