@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from infcl.config import TrainConfig
+from infcl.config import TrainConfig, parse_args
 from infcl.train.build import tile_dtype_of
 
 
@@ -27,3 +27,11 @@ def test_the_loss_multiplies_in_the_precision_of_the_towers_on_a_gpu(device, fla
     """float32 features would be multiplied as such, at a fortieth of the rate."""
     config = TrainConfig(dataset_type="synthetic", train_num_samples=1, **flags)
     assert tile_dtype_of(config, SimpleNamespace(device=torch.device(device))) == expected
+
+
+def test_a_precision_that_a_dense_loss_would_ignore_is_refused(capsys):
+    flags = ["--dataset-type", "synthetic", "--train-num-samples", "9", "--loss", "clip", "--tile-dtype"]
+    with pytest.raises(SystemExit):
+        parse_args([*flags, "bf16"])
+    assert "--tile-dtype bf16 is for --loss inf_cl and siglip" in capsys.readouterr().err
+    assert parse_args([*flags, "fp32"]).tile_dtype == "fp32"

@@ -70,6 +70,7 @@ def validate(config: TrainConfig) -> None:
     _check_data(config)
     _check_schedule_and_towers(config)
     _check_memory_and_reports(config)
+    _check_loss(config)
     _check_optimizer(config)
     _check_tensor_parallel(config)
     for name in PATHS:
@@ -151,6 +152,14 @@ def _check_memory_and_reports(config: TrainConfig) -> None:
         raise ValueError(f"--resident-micro-batches {count} is neither a number above 0 nor auto")
     if config.report_to in ("wandb", "all") and not _is_installed("wandb"):
         raise ValueError(f"--report-to {config.report_to}: wandb is not installed (pip install 'wandb>=0.19')")
+
+
+def _check_loss(config: TrainConfig) -> None:
+    if config.loss in ("clip", "open_clip", "disco") and config.tile_dtype not in ("auto", "fp32"):
+        raise ValueError(
+            f"--tile-dtype {config.tile_dtype} is for --loss inf_cl and siglip: {config.loss} has no tiles and "
+            "multiplies the towers' float32 features as they are"
+        )
 
 
 def _check_optimizer(config: TrainConfig) -> None:

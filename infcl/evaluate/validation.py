@@ -16,11 +16,12 @@ from infcl.parallel import mean_over
 
 
 class ValidationLoss(NamedTuple):
-    """Which loss, on which tile, and how many pairs of a global batch are a rank's."""
+    """Which loss, on which tile, in which precision, and how many pairs of a global batch are a rank's."""
 
     name: str = "inf_cl"
     tile: str = "auto"
     rank_batch_size: int = 64
+    tile_dtype: str | None = None
 
 
 @torch.no_grad()
@@ -40,7 +41,7 @@ def validation_loss(
     size = min(int(rows), plan.rank_batch_size)
     if size == 0:
         return {}
-    loss = ContrastiveLoss(plan.name, group=group, tile=plan.tile)
+    loss = ContrastiveLoss(plan.name, group=group, tile=plan.tile, tile_dtype=plan.tile_dtype)
     total, batches = torch.zeros((), dtype=torch.float64, device=texts.device), int(rows) // size
     for k in range(batches):
         chunk = slice(k * size, (k + 1) * size)

@@ -83,7 +83,10 @@ def build_model(config: TrainConfig, model_config: CLIPConfig, parallel: Paralle
 
 @contextlib.contextmanager
 def _placed_blocks(parallel: Parallel | None, *, cut: bool) -> Iterator[None]:
-    """Within, each residual block is cut and moved when its tower takes it in, before the next one is made."""
+    """Within, each residual block is cut and moved when its tower takes it in, before the next one is made.
+
+    A model that is to be split but not yet (`cut` false: weights are loaded into it first) stays on the host.
+    """
     if parallel is None:
         yield
         return
@@ -94,7 +97,8 @@ def _placed_blocks(parallel: Parallel | None, *, cut: bool) -> Iterator[None]:
                 from megatron_patches.towers import cut_block
 
                 cut_block(module, parallel.tp_group)
-            module.to(parallel.device)
+            if cut or parallel.tp_size == 1:
+                module.to(parallel.device)
 
     handle = register_module_module_registration_hook(place)
     try:
@@ -203,9 +207,13 @@ def build_loader(
 
 
 def build_tasks(
-    config: TrainConfig, batch: BatchPlan, model_config: CLIPConfig, tokenizer: Tokenizer | OpenClipTokenizer | None
+    config: TrainConfig,
+    batch: BatchPlan,
+    model_config: CLIPConfig,
+    tokenizer: Tokenizer | OpenClipTokenizer | None,
+    tile_dtype: str | None = None,
 ) -> dict[str, RetrievalTask | ZeroShotTask]:
-    """The evaluations that the flags name; ValueError when their data is missing."""
+    """The evaluations that the flags name (tile_dtype: of their loss); ValueError when their data is missing."""
     tasks: dict[str, RetrievalTask | ZeroShotTask] = {}
     if (config.val_data or config.zeroshot_data) and tokenizer is None:
         raise ValueError("--val-data and --zeroshot-data need --tokenizer")
@@ -215,7 +223,7 @@ def build_tasks(
         "batch_size": batch.micro_batch_size,
     }
     if config.val_data:
-        loss = ValidationLoss(config.loss, config.tile, batch.rank_batch_size)
+        loss = ValidationLoss(config.loss, config.tile, batch.rank_batch_size, tile_dtype)
         tasks["retrieval"] = RetrievalTask(config.val_data, loss=loss, **common)
     if config.zeroshot_data:
         files = {name: getattr(config, f"zeroshot_{name}") for name in ("classnames", "templates", "classes")}

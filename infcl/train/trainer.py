@@ -26,6 +26,7 @@ from infcl.train.build import (
     build_tasks,
     build_tokenizer_and_model_config,
     split_model,
+    tile_dtype_of,
 )
 from infcl.train.checkpoint import find_checkpoint, full_weights, load_checkpoint
 from infcl.train.checkpoint_writer import CheckpointWriter
@@ -57,7 +58,8 @@ class Trainer:
         self.tokenizer, model_config = build_tokenizer_and_model_config(config)
         self.loader = build_loader(config, self.batch, model_config, self.tokenizer, parallel)
         check_encode_width(config, model_config)
-        self.tasks = build_tasks(config, self.batch, model_config, self.tokenizer)
+        tile_dtype = tile_dtype_of(config, parallel)
+        self.tasks = build_tasks(config, self.batch, model_config, self.tokenizer, tile_dtype)
         self.total_steps = total_steps(config, self.loader.steps_per_epoch)
         self.schedule = Schedule(
             config,
