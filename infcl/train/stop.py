@@ -3,6 +3,9 @@
 The handler only takes a note; the training loop looks at it after each step, all ranks together, saves, and raises
 `Stopped`. So a signal during a save does not touch the save, and one rank's signal ends all.
 
+Ctrl-C ends a rank at once. Python drops an exception that is raised within a destructor or a callback, a
+KeyboardInterrupt too; so that is noted as well, and raised again after the step.
+
 A launcher that is killed outright leaves its ranks behind (and the `deepspeed` command then reports success); ranks
 that it started ask the kernel for a SIGTERM when it dies.
 """
@@ -11,6 +14,7 @@ import ctypes
 import os
 import signal
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
@@ -40,10 +44,13 @@ class StopSignals:
 
     def __init__(self):
         self.received = 0
+        self.interrupted = False
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> "StopSignals":
         self._before = {number: signal.signal(number, self._note) for number in SIGNALS}
+        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            self._before[signal.SIGINT] = signal.signal(signal.SIGINT, self._interrupt)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -52,3 +59,12 @@ class StopSignals:
 
     def _note(self, number: int, _frame: object) -> None:
         self.received = number
+
+    def _interrupt(self, number: int, frame: FrameType | None) -> None:
+        self.interrupted = True
+        signal.default_int_handler(number, frame)
+
+    def raise_if_interrupted(self) -> None:
+        """KeyboardInterrupt after Ctrl-C, if the one that it raised was lost."""
+        if self.interrupted:
+            raise KeyboardInterrupt

@@ -134,6 +134,7 @@ class Trainer:
             with contextlib.closing(self.loader.steps(self.pixels.again)) as steps, self.pixels:  # ends the workers
                 for micro_batches in steps:
                     self._train_step(micro_batches)
+                    self.signals.raise_if_interrupted()
                     self._save_if_due()
                     if self.step == self.total_steps:
                         break
