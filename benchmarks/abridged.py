@@ -43,4 +43,7 @@ class AbridgedTrainer(Trainer):
         features = {
             name: F.normalize(torch.randn(shape, device=device), dim=1) for name in ("image_features", "text_features")
         }
-        return features | {"logit_scale": torch.full([1], 2.659, device=device)}
+        scalars = {"logit_scale": 2.659, "logit_bias": self.model_config.init_logit_bias}
+        return features | {
+            n: torch.full([1], value, device=device) for n, value in scalars.items() if value is not None
+        }

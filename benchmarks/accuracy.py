@@ -44,11 +44,11 @@ RESULTS = {
 
 def main(arguments: list[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
+    machine = Machine(jobs=options.jobs, device=options.device, ranks=options.ranks, gpus=options.gpus)
     data = prepare_demo(
         options.work / f"demo_{options.num_train}", num_train=options.num_train, jobs=len(os.sched_getaffinity(0))
     )
     trainings = {"losses": loss_trainings, "batch-size": batch_trainings}[options.study](options, data)
-    machine = Machine(jobs=options.jobs, device=options.device, ranks=options.ranks, gpus=options.gpus)
     where = hardware(options.commit) | {"jobs": options.jobs, "ranks": options.ranks, "num_train": options.num_train}
     name = {"losses": "accuracy_losses", "batch-size": "accuracy_batches"}[options.study]
     options.out.mkdir(parents=True, exist_ok=True)
@@ -75,9 +75,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--seeds", type=int, default=5, help="seeds 0 to N - 1")
     parser.add_argument("--steps", type=int, default=700, help="losses: steps of 256 pairs")
     parser.add_argument("--num-train", type=int, default=16384, help="pairs of the training set")
-    parser.add_argument(
-        "--batches", nargs="+", type=int, default=[512 << i for i in range(7)], help="batch-size: pairs"
-    )
+    parser.add_argument("--batches", nargs="+", type=int, default=BATCHES, help="batch-size: pairs")
     parser.add_argument("--samples", type=int, default=1 << 20, help="batch-size: samples seen")
     parser.add_argument(
         "--micro-batch", type=int, default=4096, help="batch-size: pairs of a rank's micro-batch at most"
@@ -128,12 +126,15 @@ def batch_trainings(options: argparse.Namespace, data: Path) -> list[Training]:
 
 
 def _demo_flags(data: Path) -> list[str]:
-    """What all have in common; blocks are not compiled, which for this model takes longer than the training."""
+    """What all have in common; blocks are not compiled, which for this model takes longer than the training.
+
+    The dense losses multiply features in float32, which they are: so do the others here.
+    """
     flags = ["--train-data", f"{data}/train", "--val-data", f"{data}/val", "--zeroshot-data", f"{data}/zeroshot"]
     flags += ["--tokenizer", f"{data}/tokenizer.model", "--model", "demo", "--workers", "1"]
     flags += ["--wd", "0.05", "--beta2", "0.98", "--aug-cfg", "scale=(1.0,1.0)", "ratio=(1.0,1.0)"]
     flags += ["--val-frequency", "0", "--zeroshot-frequency", "0", "--save-frequency", "0", "--report-to", "none"]
-    return [*flags, "--compile-blocks", "off", "--deepspeed_config", "ds_configs/zero1.json"]
+    return [*flags, "--tile-dtype", "fp32", "--compile-blocks", "off", "--deepspeed_config", "ds_configs/zero1.json"]
 
 
 def read_result(run: Path) -> tuple[dict, list[dict]]:

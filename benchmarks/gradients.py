@@ -7,6 +7,7 @@ matrix) with towers and features in float64, in one process. A row per loss:
 
     image, text, scale   |gradient - reference| / |reference| of each tower's parameters together, and of logit_scale
     from_clip            |gradient - that of loss clip| / |that of loss clip|, all parameters
+    tile_dtype           of infcl's products; the dense losses multiply the float32 features as they are
 """
 
 import argparse
@@ -19,13 +20,13 @@ import torch.nn.functional as F
 
 from benchmarks.clock import hardware
 from benchmarks.rows import append
-from infcl.config import parse_args
+from infcl.config import TrainConfig, parse_args
 from infcl.data.demo import prepare_demo
 from infcl.data.loader import TrainLoader
 from infcl.import_weights import load_pretrained
 from infcl.loss.contrastive import ContrastiveLoss
 from infcl.towers.clip import CLIP
-from infcl.train.build import build_tokenizer_and_model_config
+from infcl.train.build import build_tokenizer_and_model_config, tile_dtype_of
 
 LOSSES = ("clip", "open_clip", "disco", "inf_cl")
 PARTS = ("image", "text", "scale")
@@ -41,8 +42,11 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--weights", default=None, help="of the model; default: its initial weights, seed 0")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--autocast", action="store_true", help="towers under bf16 autocast")
+    parser.add_argument("--tile-dtype", default="auto", help="of infcl's products; auto: as the trainer's")
     parser.add_argument("--commit", default=None)
     options = parser.parse_args(arguments)
+    if options.batch % options.ranks:
+        parser.error(f"--batch {options.batch} is no multiple of --ranks {options.ranks}")
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": os.environ.get("MASTER_PORT", "29613")}
     data = prepare_demo(options.work / f"demo_{options.num_train}", num_train=options.num_train)
     torch.multiprocessing.spawn(_compare, (options, data), nprocs=options.ranks)
@@ -55,11 +59,15 @@ def _compare(rank: int, options: argparse.Namespace, data: Path) -> None:
         torch.cuda.set_device(rank)
     backend = {"cuda": "nccl", "cpu": "gloo"}[options.device]
     dist.init_process_group(backend, rank=rank, world_size=options.ranks)
-    model, (images, texts) = _model_and_batch(options, data)
+    config = _config(options, data)
+    tile_dtype = tile_dtype_of(config, options.device)
+    model, (images, texts) = _model_and_batch(config, options)
     model, images, texts = model.to(device), images.to(device), texts.to(device)
     own = slice(rank * len(texts) // options.ranks, (rank + 1) * len(texts) // options.ranks)
     gradients = {
-        name: loss_gradients(model, images[own], texts[own], name, dist.group.WORLD, autocast=options.autocast)
+        name: loss_gradients(
+            model, images[own], texts[own], name, dist.group.WORLD, autocast=options.autocast, tile_dtype=tile_dtype
+        )
         for name in LOSSES
     }
     if rank == 0:
@@ -67,7 +75,7 @@ def _compare(rank: int, options: argparse.Namespace, data: Path) -> None:
         for name, found in gradients.items():
             row = {"loss": name, "ranks": options.ranks, "global_batch": options.batch}
             row |= {"weights": "initial" if options.weights is None else "trained"}
-            row |= {"precision": "amp_bf16" if options.autocast else "fp32"}
+            row |= {"precision": config.precision, "tile_dtype": tile_dtype or "fp32"}
             row |= {part: _difference(found[part], reference[part]) for part in PARTS}
             row |= {"from_clip": _difference(_all(found), _all(gradients["clip"]))}
             append(options.out / "accuracy_gradients.csv", [row | hardware(options.commit)])
@@ -80,15 +88,23 @@ def _compare(rank: int, options: argparse.Namespace, data: Path) -> None:
     dist.destroy_process_group()
 
 
-def _model_and_batch(options: argparse.Namespace, data: Path) -> tuple[CLIP, tuple[torch.Tensor, torch.Tensor]]:
-    """The model and a whole global batch, the same on all ranks."""
+def _config(options: argparse.Namespace, data: Path) -> TrainConfig:
+    """Of a training that would take these gradients."""
     flags = ["--train-data", f"{data}/train", "--tokenizer", f"{data}/tokenizer.model", "--model", "demo"]
-    tokenizer, model_config = build_tokenizer_and_model_config(parse_args(flags))
+    flags += ["--precision", "amp_bf16" if options.autocast else "fp32", "--tile-dtype", options.tile_dtype]
+    return parse_args(flags)
+
+
+def _model_and_batch(
+    config: TrainConfig, options: argparse.Namespace
+) -> tuple[CLIP, tuple[torch.Tensor, torch.Tensor]]:
+    """The model and a whole global batch, the same on all ranks."""
+    tokenizer, model_config = build_tokenizer_and_model_config(config)
     torch.manual_seed(0)
     model = CLIP(model_config)
     load_pretrained(model, options.weights, None, None)
     loader = TrainLoader(
-        f"{data}/train",
+        config.train_data,
         tokenizer,
         image_size=model_config.vision_cfg.image_size,
         micro_batch_size=options.batch,
@@ -110,12 +126,13 @@ def loss_gradients(
     group: dist.ProcessGroup,
     *,
     autocast: bool = False,
+    tile_dtype: str | None = None,
 ) -> dict[str, torch.Tensor]:
     """Of this rank's share of a batch through loss `name`, averaged over `group`: {part: float64 vector}."""
     model.zero_grad()
     with torch.autocast(images.device.type, torch.bfloat16, enabled=autocast):
         features = model(images, texts)
-    loss = ContrastiveLoss(name, group=group)
+    loss = ContrastiveLoss(name, group=group, tile_dtype=tile_dtype)
     loss(features["image_features"], features["text_features"], features["logit_scale"].exp()).backward()
     found = _parts(model)
     for gradient in found.values():

@@ -4,7 +4,7 @@ Real steps of benchmarks.step on synthetic images, each trial in fresh processes
 which the allocator enforces. Abridged (benchmarks/abridged.py): the towers see a few micro-batches, all else is whole.
 The planner says where to begin; then up or down in growing strides until the largest batch that fits and the smallest
 that does not are within --tolerance. One CSV row per trial. --at B ... tries these batches instead, up to the first
-that does not fit (the paper's Table 1).
+that does not fit (the paper's Table 1). A trial that fails for another reason than GPU memory ends the command.
 
     --pixels gpu     pixels wait on the GPU between the passes (as in the paper without data offload; here as bytes)
     --pixels host    in host memory, as far as it has room, the rest is read twice (its "data offload")
@@ -14,6 +14,7 @@ Other flags are pretrain_clip.py's.
 """
 
 import argparse
+import re
 import signal
 import subprocess
 import sys
@@ -154,45 +155,45 @@ def search(trial: Callable[[int], Trial], start: int, unit: int, *, tolerance: f
         batch = max(unit, below + unit, batch // unit * unit)
         if batch > limit or batch == above:
             break
+    else:
+        beyond = "no batch was too large" if above is None else f"{above:,} do not fit"
+        print(f"{trials} trials are spent: {below:,} pairs fit, {beyond}", flush=True)
     return below
 
 
+def trial_flags(options: argparse.Namespace, batch: int, path: Path) -> list[str]:
+    """Of benchmarks.step, for one trial whose row goes to `path`."""
+    values = {
+        "--gpus": options.gpus, "--model": options.model, "--zero": 1, "--precision": options.precision,
+        "--loss": options.loss, "--batch-size": options.batch_size,
+        "--accum-freq": batch // options.gpus // options.batch_size, "--memory-gb": options.memory_gb,
+        "--compile-blocks": "off", "--measured-steps": 1, "--warm-up-steps": options.steps - 1,
+        "--pixel-cache": options.pixels, "--csv": path, "--label": "largest batch",
+    }  # fmt: skip
+    values |= {"--commit": options.commit} if options.commit else {}
+    flags = [str(word) for pair in values.items() for word in pair]
+    return [
+        *flags,
+        "--abridged",
+        "--skip-memory-check",
+        *([] if options.no_checkpointing else ["--grad-checkpointing"]),
+    ]
+
+
+def memory_cause(output: str) -> str | None:
+    """The line of a failed trial's output that says GPU memory ran out, None: it failed for another reason."""
+    lines = (line.strip() for line in output.splitlines())
+    return next(
+        (line for line in lines if re.search(r"OutOfMemoryError|CUDA\b.*out of memory|_ALLOC_FAILED", line)), None
+    )
+
+
 def run_trial(options: argparse.Namespace, trainer_flags: list[str], batch: int) -> tuple[Trial, dict]:
-    """One batch in processes of its own."""
+    """One batch in processes of its own; SystemExit with the reason where it fails for another one than GPU memory."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "step.csv"
-        flags = [
-            "--gpus",
-            str(options.gpus),
-            "--model",
-            options.model,
-            "--zero",
-            "1",
-            "--precision",
-            options.precision,
-            "--loss",
-            options.loss,
-        ]
-        flags += [] if options.no_checkpointing else ["--grad-checkpointing"]
-        flags += [
-            "--batch-size",
-            str(options.batch_size),
-            "--accum-freq",
-            str(batch // options.gpus // options.batch_size),
-        ]
-        flags += [
-            "--abridged",
-            "--memory-gb",
-            str(options.memory_gb),
-            "--grad-checkpointing",
-            "--compile-blocks",
-            "off",
-        ]
-        flags += ["--measured-steps", "1", "--warm-up-steps", str(options.steps - 1), "--pixel-cache", options.pixels]
-        flags += ["--skip-memory-check", "--csv", str(path), "--label", "largest batch"]
-        flags += ["--commit", options.commit] if options.commit else []
         process = subprocess.Popen(
-            command(options.gpus, [*flags, *trainer_flags]),
+            command(options.gpus, [*trial_flags(options, batch, path), *trainer_flags]),
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
         )  # fmt: skip
         try:
@@ -210,11 +211,13 @@ def run_trial(options: argparse.Namespace, trainer_flags: list[str], batch: int)
     row = key | {name: (measured or {}).get(name, "") for name in names} | {"said": ""}
     if measured is not None:
         return Trial(batch, float(measured["peak_gib"])), row
-    causes = [line for line in reason(output) if "OutOfMemory" in line] or reason(output)[:1]
-    if not any("OutOfMemory" in cause or "out of memory" in cause for cause in causes):
-        print(output[-3000:], flush=True)  # not what was asked
-    row["said"] = causes[0][:200]
-    return Trial(batch, None, causes[0][:100]), row
+    cause = memory_cause(output)
+    if cause is None:
+        raise SystemExit(
+            f"{output[-3000:]}\n{batch:,} pairs: no answer, for another reason than memory: {reason(output)[0]}"
+        )
+    row["said"] = cause[:200]
+    return Trial(batch, None, cause[:100]), row
 
 
 if __name__ == "__main__":

@@ -36,6 +36,8 @@ def main() -> None:
         for ring in ("flat", "two-level", "flat", "two-level"):
             rows.append(_measure(hosts, ring, arguments))
             print(f"{ring:<10}{rows[-1]['median_ms']:>9.0f} ms  (fastest {rows[-1]['fastest_ms']:.0f})", flush=True)
+    if arguments.csv is not None:
+        arguments.csv.unlink(missing_ok=True)  # one run, one file
     append(arguments.csv, rows)
 
 

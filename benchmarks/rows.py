@@ -9,13 +9,18 @@ def append(path: Path | None, rows: list[dict], columns: Sequence[str] | None = 
     """Rows to a CSV that gets its header with the first; without a path nowhere.
 
     columns: what of a row is written, None: the keys of the first; one that a row lacks stays empty.
+    Raises ValueError where the file's header has others.
     """
     if path is None:
         return
+    names = list(columns or rows[0])
     new = not path.exists()
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a", newline="") as file:
-        writer = csv.DictWriter(file, columns or list(rows[0]), extrasaction="ignore" if columns else "raise")
+    with path.open("a+", newline="") as file:
+        file.seek(0)
+        if not new and (header := next(csv.reader(file), [])) != names:
+            raise ValueError(f"{path} has the columns {', '.join(header)}; these rows have {', '.join(names)}")
+        writer = csv.DictWriter(file, names, extrasaction="ignore" if columns else "raise")
         if new:
             writer.writeheader()
         writer.writerows(rows)

@@ -20,6 +20,11 @@ from benchmarks.rows import append
 from infcl import inf_cl_loss
 from infcl.kernels import WORKSPACE_BYTES
 
+COLUMNS = (
+    "gpus", "global_batch", "dim", "products ms", "products std", "tiles ms", "tiles std", "device", "torch", "triton",
+    "commit", "ring, waiting ms", "ring, waiting std", "ring ms", "ring std",
+)  # fmt: skip
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -108,7 +113,7 @@ def _report(times: dict[str, tuple[float, float]], arguments: argparse.Namespace
     for name, (median, deviation) in times.items():
         row |= {f"{name} ms": round(median, 3), f"{name} std": round(deviation, 3)}
     row |= hardware(arguments.commit)
-    append(arguments.csv, [row])
+    append(arguments.csv, [row], COLUMNS)
     if arguments.plot is not None:
         _plot({name: median for name, (median, _) in times.items()}, arguments)
 

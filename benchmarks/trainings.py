@@ -34,6 +34,10 @@ class Machine:
     ranks: int = 1
     gpus: int = 1
 
+    def __post_init__(self):
+        if self.device == "cuda" and self.ranks > self.gpus:
+            raise ValueError(f"{self.ranks} ranks of a run need as many GPUs, there are {self.gpus}: --ranks, --gpus")
+
     def environment(self, slot: int) -> dict[str, str]:
         """Of the run in place `slot` of the `jobs`."""
         processes = self.jobs * self.ranks

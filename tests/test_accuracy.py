@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks import gradients
 from benchmarks.accuracy import _parser, batch_trainings, loss_trainings, read_result, thin_curve
 from benchmarks.gradients import PARTS, _difference, dense_gradients, loss_gradients
 from benchmarks.trainings import Machine, Training, train_all
@@ -28,6 +29,7 @@ def test_trainings_of_one_seed_differ_in_the_loss_alone():
     flags = [vars(flags_of(training)) for training in trainings if training.key["seed"] == 1]
     assert {flag["loss"] for flag in flags} == {"clip", "open_clip", "disco", "inf_cl", "siglip"}
     assert all(flag | {"loss": ""} == flags[0] | {"loss": ""} for flag in flags)
+    assert flags[0]["tile_dtype"] == "fp32"  # as the dense losses multiply
     assert flags[0]["batch_size"] * flags[0]["accum_freq"] * 2 == 256 and flags[0]["seed"] == 1
 
 
@@ -88,6 +90,8 @@ def test_runs_share_out_the_gpus():
     machine = Machine(jobs=3, device="cuda", ranks=2, gpus=4)
     assert [machine.environment(slot)["CUDA_VISIBLE_DEVICES"] for slot in range(3)] == ["0,1", "2,3", "0,1"]
     assert "--nproc-per-node=2" in machine.command(["--logs", "x"])
+    with pytest.raises(ValueError, match="4 ranks of a run need as many GPUs, there are 2"):
+        Machine(jobs=1, device="cuda", ranks=4, gpus=2)
     assert Machine(jobs=1, device="cpu").command(["--logs", "x"])[1:] == ["pretrain_clip.py", "--logs", "x"]
 
 
@@ -109,3 +113,9 @@ def gradients_of(rank: int, world_size: int, name: str) -> dict[str, torch.Tenso
 def test_gradients_averaged_over_ranks_are_those_of_the_definition(name):
     for differences in run_ranks(gradients_of, 3, name):
         assert max(differences.values()) < 1e-4
+
+
+def test_a_batch_that_the_ranks_cannot_share_is_refused(capsys):
+    with pytest.raises(SystemExit):
+        gradients.main(["--out", "out", "--batch", "1024", "--ranks", "3"])
+    assert "--batch 1024 is no multiple of --ranks 3" in capsys.readouterr().err

@@ -1,9 +1,6 @@
 """Parts of a run, as the flags name them."""
 
-from types import SimpleNamespace
-
 import pytest
-import torch
 
 from infcl.config import TrainConfig, parse_args
 from infcl.train.build import tile_dtype_of
@@ -26,7 +23,7 @@ from infcl.train.build import tile_dtype_of
 def test_the_loss_multiplies_in_the_precision_of_the_towers_on_a_gpu(device, flags, expected):
     """float32 features would be multiplied as such, at a fortieth of the rate."""
     config = TrainConfig(dataset_type="synthetic", train_num_samples=1, **flags)
-    assert tile_dtype_of(config, SimpleNamespace(device=torch.device(device))) == expected
+    assert tile_dtype_of(config, device) == expected
 
 
 def test_a_precision_that_a_dense_loss_would_ignore_is_refused():

@@ -2,11 +2,13 @@
 
 import pytest
 
+from benchmarks.paper import memory
 from benchmarks.paper.__main__ import DOCS, FIGURES, PAGES, REGIONS
 from benchmarks.paper.accuracy import table_3_pairs
 from benchmarks.paper.draw import digest, digest_of, draw
 from benchmarks.paper.raw import markdown, mean_and_deviation, rows
 from benchmarks.paper.regions import fill, names
+from benchmarks.paper.towers import measured_steps, steps
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -64,3 +66,29 @@ def test_means_and_paired_differences(monkeypatch):
     monkeypatch.setattr("benchmarks.paper.accuracy.rows", lambda name: stored)
     assert "| infcl - CLIP | +0.020 +- 0.000 |" in table_3_pairs()
     assert "| spread of CLIP over seeds | 0.100 |" in table_3_pairs()
+
+
+def test_largest_batches_of_different_settings_are_rows_of_their_own(monkeypatch):
+    common = {
+        "model": "ViT-B-16",
+        "gpus": 1,
+        "pixels": "gpu",
+        "loss": "inf_cl",
+        "precision": "bf16",
+        "checkpointing": 1,
+    }
+    common |= {"memory_gb": 80.0, "global_batch": 2048, "fits": 1, "peak_gib": 60.0}
+    changes = ({}, {"memory_gb": 139.0}, {"precision": "amp_bf16"}, {"checkpointing": 0})
+    stored = [common | change | {"global_batch": 1024 * i} for i, change in enumerate(changes, 2)]
+    monkeypatch.setattr(memory, "rows", lambda name: stored if name == "largest_batch.csv" else [])
+    shown = [line for line in memory.table_2().splitlines() if "measured" in line]
+    assert len(set(shown)) == 4 and any("at 139 GB | infcl |" in line and "| 3k |" in line for line in shown)
+    assert any("infcl, amp_bf16 |" in line for line in shown) and any(
+        "infcl, no checkpointing |" in line for line in shown
+    )
+
+
+def test_steps_of_replaced_code_are_not_shown():
+    assert not [row for row in steps() if row["zero"] == "3" and row.get("commit") == "188be76"]
+    table = measured_steps()
+    assert "+58%" not in table and "parameters persistent |" in table

@@ -5,8 +5,9 @@ import json
 
 import pytest
 
+from benchmarks.paper.towers import steps
 from infcl.plan.__main__ import main, parser, read_batch, setting_of
-from infcl.plan.compare import compare, read_steps
+from infcl.plan.compare import compare
 from infcl.plan.memory import memory_of
 from infcl.plan.paper import paper_memory
 from infcl.plan.search import candidates, fastest, fits, largest_batch
@@ -65,10 +66,7 @@ def test_the_largest_batches_of_the_papers_table_2_fit_and_their_losses_are_met(
 # ---- H200s ----
 
 
-FILES = (RESULTS / "step.csv", *sorted(RESULTS.glob("plan_steps*.csv")))
-MEASURED = [row for path in FILES for row in read_steps(path)]
-BEFORE = "188be76"  # a commit at which ZeRO-3 gathered every block three times
-STEPS = compare([r for r in MEASURED if (r["zero"], r.get("commit")) != ("3", BEFORE)], load_gpu("h200"))
+STEPS = compare(steps(), load_gpu("h200"))
 
 
 @pytest.mark.parametrize("one", STEPS, ids=lambda one: f"{one['row']['gpus']} GPUs, {one['row']['label']}")

@@ -85,13 +85,14 @@ def _standard_error(values: list[float]) -> float:
 def gradients() -> str:
     """A line per setting: how far each loss's gradients are from the whole matrix's, and infcl's from float64."""
     found, lines = rows("accuracy_gradients.csv"), []
-    settings = ("device", "precision", "ranks", "global_batch", "weights")
+    settings = ("device", "precision", "tile_dtype", "ranks", "global_batch", "weights")
     for setting in dict.fromkeys(tuple(row[name] for name in settings) for row in found):
         own = {row["loss"]: row for row in where(found, **dict(zip(settings, setting)))}
-        device, precision, ranks, pairs, weights = setting
+        device, precision, tile_dtype, ranks, pairs, weights = setting
         losses = [f"{own[loss]['from_clip']:.1e}" for loss in ("open_clip", "disco", "inf_cl")]
         true = {loss: " / ".join(f"{own[loss][part]:.1e}" for part in ("image", "text", "scale")) for loss in own}
-        lines.append([f"{device}, {precision}", ranks, f"{pairs:,}", weights, *losses, true["inf_cl"], true["clip"]])
+        where_ = f"{device}, {precision}" + (f", products {tile_dtype}" if tile_dtype != "fp32" else "")
+        lines.append([where_, ranks, f"{pairs:,}", weights, *losses, true["inf_cl"], true["clip"]])
     header = ["", "ranks", "batch", "weights", *(f"{LOSSES[loss]} - CLIP" for loss in ("open_clip", "disco", "inf_cl"))]
     header += ["infcl - float64: image / text / scale", "CLIP - float64"]
     return f"{markdown(header, lines)}\n\n{origin(found)}."

@@ -123,16 +123,19 @@ def table_2() -> str:
                 f"{peak:.1f}",
             ]
             lines.append(cells)
-    settings = {(row["model"], row["gpus"], row["pixels"], row["loss"]): row for row in found}
-    for (model, gpus, pixels, loss), _ in settings.items():
-        own = where(found, model=model, gpus=gpus, pixels=pixels, loss=loss)
+    names = ("model", "gpus", "pixels", "loss", "memory_gb", "precision", "checkpointing")
+    for setting in dict.fromkeys(tuple(row[name] for name in names) for row in found):
+        model, gpus, pixels, loss, memory_gb, precision, checkpointing = setting
+        own = where(found, **dict(zip(names, setting)))
         fitting = [row for row in own if row["fits"]]
         failed = [row["global_batch"] for row in own if not row["fits"]]
         if fitting:
             best = max(fitting, key=lambda row: row["global_batch"])
             limit = batch(min(failed)) if failed else "not tried"
             where_ = "offload" if pixels == "host" else ""
-            lines.append([model, f"{gpus} x H200 at 80 GB", LOSSES[loss, 0].replace("Inf-CL", "infcl"), where_,
+            shown = LOSSES[loss, 0].replace("Inf-CL", "infcl") + (f", {precision}" if precision != "bf16" else "")
+            shown += "" if checkpointing else ", no checkpointing"
+            lines.append([model, f"{gpus} x H200 at {memory_gb:g} GB", shown, where_,
                           "measured", batch(best["global_batch"]), limit, f"{best['peak_gib']:.1f}"])  # fmt: skip
     order = ("paper", "planned", "measured")
     lines.sort(key=lambda line: (line[0], line[3], "H200" in line[1], int(line[1].split()[0]), order.index(line[4])))

@@ -1,6 +1,7 @@
 """The planner beside what benchmarks/step.py measured: python -m infcl.plan --compare FILE.csv [--gpu h200]."""
 
 import csv
+import json
 from pathlib import Path
 
 from infcl.plan.memory import memory_of
@@ -47,6 +48,13 @@ def compare(rows: list[dict], gpu: Gpu) -> list[dict]:
     return compared
 
 
+def _options(row: dict) -> list[str]:
+    """Of ZeRO, beyond the preset's."""
+    options = json.loads(row.get("zero_options") or "{}")
+    words = ("parameters persistent" if "persistence" in name else f"{name} {options[name]}" for name in options)
+    return list(dict.fromkeys(words))
+
+
 def table(compared: list[dict]) -> str:
     """Markdown."""
     lines = ["| GPUs | setting | samples/s measured / plan | GiB measured / plan |", "|---|---|---|---|"]
@@ -54,7 +62,7 @@ def table(compared: list[dict]) -> str:
         row = one["row"]
         words = [row["model"], f"ZeRO-{row['zero']}", row.get("precision") or "amp_bf16", row["blocks"]]
         words += ["checkpointing"] if row["checkpointing"] == "True" else []
-        words += [f"{row['micro_batches']} x {row['micro_batch']}", f"R = {row['resident']}"]
+        words += [f"{row['micro_batches']} x {row['micro_batch']}", f"R = {row['resident']}", *_options(row)]
         speed = f"{float(row['samples_per_second']):.0f} / {one['samples_per_second']:.0f} ({one['speed_error']:+.0%})"
         memory = f"{float(row['peak_gib']):.1f} / {one['peak_gib']:.1f} ({one['memory_error']:+.0%})"
         lines.append(f"| {row['gpus']} | {', '.join(words)} | {speed} | {memory} |")

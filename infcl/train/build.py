@@ -122,7 +122,7 @@ def build_loss(config: TrainConfig, parallel: Parallel) -> nn.Module:
         config.loss,
         group=group,
         tile=config.tile,
-        tile_dtype=tile_dtype_of(config, parallel),
+        tile_dtype=tile_dtype_of(config, parallel.device.type),
         ring=config.ring,
         ranks_per_node=parallel.ranks_per_node,
         ring_overlap=config.ring_overlap,
@@ -134,16 +134,16 @@ def build_loss(config: TrainConfig, parallel: Parallel) -> nn.Module:
     return TensorParallelLoss(loss, parallel.tp_group)
 
 
-def tile_dtype_of(config: TrainConfig, parallel: Parallel) -> str | None:
+def tile_dtype_of(config: TrainConfig, device_type: str) -> str | None:
     """Precision of the loss's matrix products. None: that of the features, which leave the towers in fp32.
 
     Under bf16 and autocast the features carry no more than 16 bits' worth, and a GPU multiplies those 40 times as fast.
     """
     if config.tile_dtype != "auto":
         return config.tile_dtype
-    if parallel.device.type != "cuda":
+    if device_type != "cuda":
         return None
-    precision = read_preset(config, parallel.device.type)[1]
+    precision = read_preset(config, device_type)[1]
     return {"amp_bf16": "bf16", "bf16": "bf16", "fp16": "fp16"}.get(precision)
 
 

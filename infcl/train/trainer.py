@@ -58,7 +58,7 @@ class Trainer:
         self.tokenizer, model_config = build_tokenizer_and_model_config(config)
         self.loader = build_loader(config, self.batch, model_config, self.tokenizer, parallel)
         check_encode_width(config, model_config)
-        tile_dtype = tile_dtype_of(config, parallel)
+        tile_dtype = tile_dtype_of(config, parallel.device.type)
         self.tasks = build_tasks(config, self.batch, model_config, self.tokenizer, tile_dtype)
         self.total_steps = total_steps(config, self.loader.steps_per_epoch)
         self.schedule = Schedule(
