@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from infcl.config import BatchPlan
-from infcl.plan.memory import activation_bytes, loss_bytes, memory_plan, parameter_counts, state_bytes
+from infcl.plan.memory import activation_bytes, gathered_bytes, loss_bytes, memory_plan, parameter_counts, state_bytes
 from infcl.towers import CLIP, load_model_config
 from infcl.train.build import build_model
 from tests.test_entry import alone, command
@@ -31,6 +31,18 @@ def test_parameters_are_counted_by_tower_with_what_a_lock_leaves_trainable():
 def test_state_of_four_ranks_by_stage(stage, precision, per_parameter):
     parts = state_bytes(1000, 1000, stage=stage, ranks=4, precision=precision)
     assert sum(parts.values()) == 1000 * per_parameter
+
+
+@pytest.mark.parametrize(
+    ("options", "kept"),
+    [({}, 1.05e9), ({"stage3_max_reuse_distance": 0}, 5e7), ({"stage3_max_live_parameters": 0}, 1.05e9),
+     ({"stage3_max_reuse_distance": 1e12}, 3e9),
+     ({"stage3_max_reuse_distance": 2e8, "stage3_prefetch_bucket_size": 0}, 2e8)],
+)  # fmt: skip
+def test_what_stays_gathered_follows_the_reuse_distance_and_not_the_limit_of_prefetching(options, kept):
+    sizes = {"ranks": 4, "precision": "bf16"}
+    assert gathered_bytes(3 * 10**9, options, stage=3, **sizes) == pytest.approx(kept * 2 * 3 / 4)
+    assert gathered_bytes(3 * 10**9, options, stage=2, **sizes) == 0
 
 
 def test_a_tiled_loss_needs_memory_linear_in_the_batch_and_a_dense_one_the_square():

@@ -61,9 +61,14 @@ def bucket_bytes(zero_optimization: dict, *, stage: int, precision: str) -> floa
 
 
 def gathered_bytes(parameters: int, zero_optimization: dict, *, stage: int, ranks: int, precision: str) -> float:
-    """Bytes per rank of what stage 3 gathered of the other ranks' parameters: all that it may keep for a next use."""
-    live = min(parameters, zero_optimization.get("stage3_max_live_parameters", 1e9)) if stage == 3 else 0
-    return live * (2 if precision in ("bf16", "fp16") else 4) * (1 - 1 / ranks)
+    """Bytes per rank of what stage 3 gathered of the other ranks' parameters: at most.
+
+    What is used again within `stage3_max_reuse_distance` parameters stays, and a prefetch bucket is on its way. Of
+    `stage3_max_live_parameters` DeepSpeed 0.19.8 only stops prefetching.
+    """
+    reach = zero_optimization.get("stage3_max_reuse_distance", 1e9)
+    reach += zero_optimization.get("stage3_prefetch_bucket_size", 5e7)
+    return (min(parameters, reach) if stage == 3 else 0) * (2 if precision in ("bf16", "fp16") else 4) * (1 - 1 / ranks)
 
 
 def loss_bytes(name: str, *, rows: int, ranks: int, width: int) -> dict[str, float]:

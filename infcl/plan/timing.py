@@ -16,8 +16,8 @@ from infcl.plan.setting import Setting, parameters_of
 from infcl.towers.flops import forward_flops
 
 # ZeRO-3 around one module, a pass, gathering included: from ZeRO-3 against ZeRO-1 (ViT-L-14, M = 8, 31 passes) on one
-# H200 (451 and 498 samples/s: 21 us) and four (1619 and 1967: 44 us).
-HOOK_SECONDS = 0.00003
+# H200 (451 and 498 samples/s: 22 us) and four (1793 and 1967: 20 us).
+HOOK_SECONDS = 0.000021
 MODULES_PER_BLOCK = 9
 LOSS_LAUNCH_SECONDS = 0.0017  # host time of a step's loss (docs/log.md)
 
