@@ -115,7 +115,7 @@ class ZeroState:
         for name, parameter in self.parameters():
             if parameter in self.pieces:
                 whole = torch.empty(self._part_shape(parameter), dtype=torch.float32, device=self.engine.device)
-                if name in values:
+                if dist.get_rank() == source:
                     whole.copy_(values.pop(name))
                 dist.broadcast(whole, source, group=self.group)
                 self.write_part(parameter, whole)
