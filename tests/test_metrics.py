@@ -1,6 +1,9 @@
 """What a run writes and shows while it goes on: records, sinks over samples_seen, console, profile."""
 
+import errno
+import io
 import json
+import os
 import sys
 import types
 
@@ -57,6 +60,32 @@ def test_what_is_not_a_number_is_left_out_and_lines_stay_json(tmp_path):
     records = write(tmp_path, grad_norm=float("nan"), grad_norm_text=float("inf"), mfu=None)
     assert [record["kind"] for record in records] == ["train", "train", "zero_shot"]
     assert set(records[0]) == {"kind", "step", "samples_seen", *VALUES}
+
+
+class FullDisk(io.StringIO):
+    """Takes nothing, neither lines nor, at its close, what is left of them."""
+
+    def write(self, text):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def close(self):
+        self.write("")
+
+
+def test_a_full_disk_is_said_once_and_neither_stops_the_run_nor_the_sinks(tmp_path, wandb, capsys, monkeypatch):
+    writer = MetricsWriter(RunFolder(tmp_path), enabled=True, total_steps=4, log_every_n_steps=1, report_to="wandb")
+    monkeypatch.setattr(writer, "file", FullDisk())
+    writer.step(1, 64, VALUES)
+    writer.evaluation("zero_shot", 1, 64, {"top1": 0.5})
+    assert writer.lost == 2
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", FullDisk())
+        writer.step(2, 128, VALUES)  # a record and a line of the console
+    writer.close()
+    shown = capsys.readouterr().out
+    assert shown.count("No space left on device") == 1 and "step 1/4" in shown and "zero_shot at step 1" in shown
+    assert writer.lost == 5
+    assert [call[0] for call in wandb.calls][-4:] == ["log", "log", "log", "finish"]
 
 
 def test_tensorboard_has_the_curves_over_samples_seen(tmp_path):

@@ -212,6 +212,27 @@ def refusal(rank, world_size, config):
         return str(error)
 
 
+def broken_export(rank, world_size, config):
+    """What a rank hears when rank 0 cannot export."""
+    import infcl.export
+
+    def export_model(*arguments, **options):
+        assert rank == 0
+        raise KeyError("logit_scale")
+
+    infcl.export.export_model = export_model
+    try:
+        fit(rank, world_size, config)
+    except RuntimeError as error:
+        return str(error)
+
+
+def test_a_failure_to_export_ends_every_rank_and_says_what_it_was(demo_folder, tmp_path):
+    messages = run_ranks(broken_export, 2, demo_config(demo_folder, tmp_path, steps=1, warmup=0, batch_size=4))
+    assert messages[0] == messages[1] and "could not be written" in messages[0], messages
+    assert "KeyError: 'logit_scale'" in messages[0] and "step_00000001" in messages[0]
+
+
 def test_a_refused_resume_leaves_the_run_as_it_was(demo_folder, tmp_path):
     config = demo_config(demo_folder, tmp_path, steps=3, save_every_n_steps=1)
     run_ranks(fit, 1, config, 2)

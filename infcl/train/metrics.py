@@ -7,6 +7,7 @@ import json
 import math
 import resource
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -59,6 +60,9 @@ class MetricsWriter:
 
     What is not a finite number (a norm of overflowed gradients, the utilisation of an unknown device) is left out of a
     record: a key that is missing means "not known", and every line stays valid JSON.
+
+    What cannot be written (OSError: a full disk) is said once, counted in `lost` and dropped: raised, it would end rank
+    0 alone, and the other ranks would wait for it.
     """
 
     def __init__(
@@ -72,6 +76,7 @@ class MetricsWriter:
         wandb_project_name: str = "infcl",
     ):
         self.enabled = enabled
+        self.lost = 0
         if enabled:
             self.file = open(run.metrics, "a", buffering=1)
             self.sinks = open_sinks(report_to, run.root, wandb_project_name=wandb_project_name)
@@ -80,7 +85,8 @@ class MetricsWriter:
     def step(self, step: int, samples_seen: int, values: dict[str, float | None]) -> None:
         """Record optimizer step `step` (counted from 1); console.py says which values it shows."""
         if self.enabled:
-            self.console.step(step, self._write("train", step, samples_seen, values))
+            known = self._write("train", step, samples_seen, values)
+            self._try(self.console.step, step, known)
 
     def evaluation(self, name: str, step: int, samples_seen: int, values: dict[str, float]) -> None:
         if not self.enabled:
@@ -92,21 +98,28 @@ class MetricsWriter:
     def say(self, text: str) -> None:
         """A line above the progress bar."""
         if self.enabled:
-            self.console.say(text)
+            self._try(self.console.say, text)
 
     def close(self) -> None:
         if self.enabled:
-            self.console.close()
-            for sink in self.sinks:
-                sink.close()
-            self.file.close()
+            for close in (self.console.close, *(sink.close for sink in self.sinks), self.file.close):
+                self._try(close)
 
     def _write(self, kind: str, step: int, samples_seen: int, values: dict[str, float | None]) -> dict[str, float]:
         known = {key: value for key, value in values.items() if value is not None and math.isfinite(value)}
-        self.file.write(json.dumps({"kind": kind, "step": step, "samples_seen": samples_seen} | known) + "\n")
+        record = {"kind": kind, "step": step, "samples_seen": samples_seen} | known
+        self._try(self.file.write, json.dumps(record) + "\n")
         for sink in self.sinks:
-            sink.log(kind, step, samples_seen, known)
+            self._try(sink.log, kind, step, samples_seen, known)
         return known
+
+    def _try(self, write: Callable, *arguments) -> None:
+        try:
+            write(*arguments)
+        except OSError as error:
+            self.lost += 1
+            if self.lost == 1:
+                self.say(f"metrics could not be written ({error.strerror or error}); training goes on without them")
 
 
 def peak_memory_mb(device: torch.device) -> float:

@@ -363,6 +363,7 @@ class Trainer:
             "steps": self.step,
             "skipped_steps": self.skipped_steps,
             "failed_saves": self.checkpoints.failed,
+            "lost_metrics": self.metrics.lost,
             "train_seconds": round(self.train_seconds, 1),
             "peak_memory_mb": round(peak, 1),
             "zero_stage": self.engine.zero_stage,
@@ -377,19 +378,20 @@ class Trainer:
                 "checkpoint": str(newest) if newest else None,
             },
         }
-        self.metrics.close()
         problem: list[str | None] = [None]
+        cause: Exception | None = None
         if self.parallel.rank == 0:
             try:
                 self._write_results(weights, summary)
-            except OSError as error:  # a full disk; the other ranks must not wait for this one
-                problem = [str(error.strerror or error)]
+            except Exception as error:  # a full disk, or worse; the other ranks must not wait for this one
+                cause, said = error, error.strerror if isinstance(error, OSError) else None
+                problem = [said or f"{type(error).__name__}: {error}"]
         dist.broadcast_object_list(problem, src=0)
         if problem[0] is not None:
             raise RuntimeError(
                 f"the trained model could not be written to {self.run.root} ({problem[0]}); newest checkpoint: "
-                f"{newest or 'none'}. Make room and start again with --resume latest"
-            )
+                f"{newest or 'none'}. When that is mended, start again with --resume latest"
+            ) from cause
         return summary
 
     def _write_results(self, weights: dict[str, torch.Tensor], summary: dict) -> None:
