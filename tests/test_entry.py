@@ -95,8 +95,9 @@ def test_without_a_launcher_a_mistake_is_refused_the_same_way(demo_folder, tmp_p
 def test_ctrl_c_ends_the_run_with_130_and_a_hint(demo_folder, tmp_path):
     arguments = command(demo_folder, tmp_path, "--steps", "100000", "--save-every-n-steps", "2")
     process = subprocess.Popen(
-        [sys.executable, *arguments], cwd=ROOT, env=os.environ | ON_CPU, stdout=subprocess.PIPE, text=True
-    )
+        [sys.executable, *arguments], cwd=ROOT, env=os.environ | ON_CPU, stdout=subprocess.PIPE, text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a suite in the background inherits "ignored"
+    )  # fmt: skip
     deadline = time.time() + 120
     while not (tmp_path / "run" / "checkpoints" / "latest").exists():
         assert time.time() < deadline and process.poll() is None

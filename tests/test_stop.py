@@ -14,6 +14,14 @@ class Swallows:
         sum(range(1000))  # the handler runs here, and Python drops what it raises
 
 
+@pytest.fixture(autouse=True)
+def python_handles_interrupts():
+    """A suite that a script started in the background inherits ignored interrupts."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_an_interrupt_that_python_drops_is_raised_after_the_step():
     before = signal.getsignal(signal.SIGINT)
