@@ -3,9 +3,12 @@
 import json
 import os
 import socket
+import subprocess
+import sys
 import threading
 import time
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
@@ -16,6 +19,7 @@ from infcl.cluster.meeting import Node, interface_address, meet, nodes_of, open_
 from infcl.cluster.watch import HOST_LOST, HostWatch
 
 SHORT = timedelta(seconds=2)
+ROOT = Path(__file__).parents[1]
 
 
 @pytest.fixture
@@ -158,3 +162,24 @@ class _Unreachable:
 def test_what_ranks_say_is_plain_json(store, monkeypatch):
     meet_all(store, monkeypatch, [("a", {})], 1)
     assert json.loads(store.get("all"))[0]["host"] == "a"
+
+
+ENDS_WHILE_WATCHING = """
+import sys, time
+import torch.distributed as dist
+from infcl.cluster.meeting import Node
+from infcl.cluster.watch import HostWatch
+
+store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+watches = [HostWatch(store, [Node("here", 0, 1)], 0, timeout=5.0) for _ in range(24)]
+for watch in watches:
+    watch.interval = 1e-6  # the threads are in the store most of the time
+time.sleep(1.2)
+sys.exit(2)
+"""
+
+
+def test_a_process_that_ends_while_it_watches_keeps_its_exit_code():
+    """A thread that came back from the store while the interpreter was taken down aborted the process (134)."""
+    result = subprocess.run([sys.executable, "-c", ENDS_WHILE_WATCHING], cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 2, result.stderr

@@ -10,6 +10,7 @@ A thread cannot end what the main thread waits for, so the process exits at once
 since the last checkpoint is lost, a checkpoint half-written is not used.
 """
 
+import atexit
 import os
 import sys
 import threading
@@ -45,6 +46,14 @@ class HostWatch:
         self.threads = [threading.Thread(target=run, daemon=True) for run in (self._beat, self._wait)]
         for thread in self.threads:
             thread.start()
+        atexit.register(self._leave)
+
+    def _leave(self) -> None:
+        """This process ends, maybe by a mistake that others are to miss it for. A thread that came back from the
+        store's C++ while the interpreter is taken down would abort the process, and its exit code with it."""
+        self._closed.set()
+        for thread in self.threads:
+            thread.join(timeout=2)
 
     def close(self) -> None:
         """This host has finished: the others must not miss it."""
