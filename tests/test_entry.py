@@ -103,7 +103,10 @@ def test_ctrl_c_ends_the_run_with_130_and_a_hint(demo_folder, tmp_path):
         assert time.time() < deadline and process.poll() is None
         time.sleep(0.1)
     process.send_signal(signal.SIGINT)
-    output, _ = process.communicate(timeout=60)
+    try:
+        output, _ = process.communicate(timeout=60)
+    finally:
+        process.kill()
     assert process.returncode == 130
     assert "--resume latest continues" in output
 
