@@ -2,6 +2,8 @@ import hashlib
 import json
 import pickle
 import random
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -403,3 +405,18 @@ def test_a_stream_is_not_read_twice(shards, tokenizer):
     loader = make(shards, tokenizer, reader="streaming", num_samples=24)
     with pytest.raises(ValueError, match="cannot read micro-batches a second time"):
         next(loader.steps(range(1)))
+
+
+def test_a_rank_that_ends_by_an_error_does_not_wait_for_its_workers():
+    """A worker outlives one SIGTERM for a time that is endless here, but not that of its own rank's end."""
+    script = (
+        "import signal\n"
+        "from infcl.data.workers import make_dataloader\n"
+        "signal.alarm = lambda seconds: None\n"
+        "loader = make_dataloader(range(9), num_workers=1, prefetch_factor=1, item_bytes=1, persistent_workers=True)\n"
+        "items = iter(loader)\n"
+        "next(items)\n"
+        "raise RuntimeError('the end')\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100)
+    assert ended.returncode == 1 and "RuntimeError: the end" in ended.stderr, ended.stderr

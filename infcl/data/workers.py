@@ -1,11 +1,13 @@
 """Worker processes: torch's DataLoader with what both readers need, a check of the shared memory that it uses, and the
 board on which workers leave word of what they read and how much memory they hold."""
 
+import atexit
 import os
 import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -86,15 +88,20 @@ def resident_mb() -> float:
         return 0.0
 
 
-def outlive_first_sigterm(_worker: int) -> None:
+def outlive_first_sigterm(rank_ends: torch.Tensor, _worker: int) -> None:
     """In a worker: schedulers and launchers send SIGTERM to every process of a run, and the rank that uses this worker
     still has a step and a checkpoint to make. The worker ends 30 s later, or at the second one; quietly, since the rank
-    takes any other end of a worker for a failure."""
+    takes any other end of a worker for a failure.
+
+    rank_ends: bool [] in shared memory. A rank that ends by an error sends SIGTERM too, and waits for its workers.
+    """
 
     def end(_number: int, _frame: Any) -> None:
         os._exit(0)
 
-    def first(number: int, _frame: Any) -> None:
+    def first(number: int, frame: Any) -> None:
+        if rank_ends:
+            end(number, frame)
         signal.signal(number, end)
         signal.alarm(30)
 
@@ -120,13 +127,15 @@ def make_dataloader(
                 f"{needed / 2**20:.0f} MiB of {_SHARED_MEMORY} for each rank, and {free / 2**20:.0f} MiB are free: "
                 f"use fewer --workers, a smaller --batch-size, or more shared memory (docker run --shm-size)"
             )
+    rank_ends = torch.zeros((), dtype=torch.bool).share_memory_()
+    atexit.register(rank_ends.fill_, True)  # before multiprocessing's own, which ends the workers
     return DataLoader(
         dataset,
         batch_size=None,
         num_workers=num_workers,
         prefetch_factor=prefetch_factor if num_workers else None,
         pin_memory=torch.cuda.is_available(),
-        worker_init_fn=outlive_first_sigterm,
+        worker_init_fn=partial(outlive_first_sigterm, rank_ends),
         generator=torch.Generator(),  # its own, so that starting an epoch leaves the training's random state alone
         **options,
     )
