@@ -47,7 +47,7 @@ def read_model(model_path: str | Path) -> Any:
     """The ModelProto of a .model file."""
     from sentencepiece import sentencepiece_model_pb2
 
-    proto = sentencepiece_model_pb2.ModelProto()  # type: ignore[attr-defined]  # made when it is imported
+    proto = sentencepiece_model_pb2.ModelProto()  # type: ignore[attr-defined]  # made at import
     proto.ParseFromString(Path(model_path).read_bytes())
     return proto
 

@@ -17,6 +17,7 @@ Shapes: n rows of any leading dimensions, T ranks; under sequence parallelism a 
 """
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -40,6 +41,12 @@ class Sharing:
 
     def __deepcopy__(self, memo: dict) -> "Sharing":
         return self  # a group is one object in a process
+
+
+class Shared(Protocol):
+    """What the parallel classes have beside their bases' attributes."""
+
+    sharing: Sharing
 
 
 class ColumnAttention(Attention):

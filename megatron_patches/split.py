@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 ATTRIBUTE = "tensor_parallel_split"  # on a parameter: its Split; infcl.train.engine_state reads and writes through it
+_MARK = "tensor_model_parallel"  # on a parameter: the name that DeepSpeed's norm and clip, and Megatron's, look for
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,6 @@ def split_parameter(module: nn.Module, name: str, split: Split) -> None:
     """Replace `module`'s parameter by this rank's part of it; marked, so that norms count every rank's part."""
     whole = getattr(module, name)
     part = nn.Parameter(split.part(whole.detach()), requires_grad=whole.requires_grad)
-    part.tensor_model_parallel = True  # type: ignore[attr-defined]  # DeepSpeed's norm and clip, and Megatron's, look for this name
+    setattr(part, _MARK, True)
     setattr(part, ATTRIBUTE, split)
     setattr(module, name, part)

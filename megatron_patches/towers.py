@@ -13,6 +13,8 @@ Random choices (patch dropout) are drawn outside the blocks from a generator tha
 so tensor-parallel ranks drop the same patches.
 """
 
+from typing import cast
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -25,7 +27,7 @@ from torch import nn
 from infcl.towers.clip import CLIP
 from infcl.towers.config import CLIPConfig
 from infcl.towers.transformer import ResidualBlock, Transformer
-from megatron_patches.linear import ColumnAttention, ColumnLinear, RowLinear, Sharing
+from megatron_patches.linear import ColumnAttention, ColumnLinear, RowLinear, Shared, Sharing
 from megatron_patches.split import ATTRIBUTE, Split, split_parameter
 
 
@@ -111,7 +113,7 @@ def _split_block(block: ResidualBlock, sharing: Sharing) -> None:
 
 def _switch(module: nn.Module, parallel_class: type[nn.Module], sharing: Sharing) -> None:
     module.__class__ = parallel_class
-    module.sharing = sharing  # type: ignore[assignment]  # torch's stub: tensors and modules only
+    cast(Shared, module).sharing = sharing
 
 
 def _reduce_gradient(parameter: nn.Parameter, group: dist.ProcessGroup, *, mean: bool) -> None:

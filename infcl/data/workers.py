@@ -76,7 +76,7 @@ def stack(tensors: list[torch.Tensor]) -> torch.Tensor:
     first = tensors[0]
     shape = (len(tensors), *first.shape)
     storage = torch.UntypedStorage._new_shared(len(tensors) * first.numel() * first.element_size())
-    return torch.stack(tensors, out=torch.empty(0, dtype=first.dtype).set_(storage, 0, shape))  # type: ignore[call-overload]  # torch's stub lacks UntypedStorage
+    return torch.stack(tensors, out=torch.empty(0, dtype=first.dtype).set_(storage).view(shape))
 
 
 def resident_mb() -> float:

@@ -55,7 +55,7 @@ def compile_blocks(model: CLIP, device: torch.device, precision: str, batch_size
         return False
     for module in model.modules():
         if isinstance(module, ResidualBlock):
-            module.forward = partial(run, module)  # type: ignore[method-assign]
+            module.forward = partial(run, module)  # type: ignore[method-assign]  # hooks stay around it
     return True
 
 
