@@ -141,7 +141,7 @@ class Hosts:
     def __enter__(self) -> "Hosts":
         try:
             self._make()
-        except BaseException:
+        except BaseException:  # namespaces would stay behind
             self.__exit__()
             raise
         return self

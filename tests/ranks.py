@@ -50,7 +50,7 @@ class _Pool:
                 if kind == "error":
                     raise RuntimeError(f"rank {rank} of {self.world_size} failed:\n{value}")
                 results.append(value)
-        except BaseException:
+        except BaseException:  # KeyboardInterrupt and pytest's time-out too: the ranks are in an unknown state
             self.close()
             raise
         return results
@@ -84,7 +84,7 @@ def _serve(rank: int, world_size: int, port: int, pipe) -> None:
             return
         try:
             answer = pickle.dumps(("result", function(rank, world_size, *args, **kwargs)))
-        except BaseException:
+        except BaseException:  # run() raises it in the test
             answer = pickle.dumps(("error", traceback.format_exc()))
         pipe.send_bytes(answer)
 

@@ -88,6 +88,36 @@ def test_a_full_disk_is_said_once_and_neither_stops_the_run_nor_the_sinks(tmp_pa
     assert [call[0] for call in wandb.calls][-4:] == ["log", "log", "log", "finish"]
 
 
+class CommError(Exception):
+    """W&B's errors are no OSErrors."""
+
+
+def test_a_sink_that_fails_in_its_own_way_is_said_once_and_the_others_go_on(tmp_path, wandb, capsys, monkeypatch):
+    def fail(*_):
+        raise CommError("the service is gone")
+
+    writer = MetricsWriter(RunFolder(tmp_path), enabled=True, total_steps=4, log_every_n_steps=1, report_to="wandb")
+    after = types.SimpleNamespace(log=lambda *arguments: kinds.append(arguments[0]), close=lambda: kinds.append("end"))
+    kinds = []
+    writer.sinks.append(after)
+    for name in ("log", "finish"):
+        monkeypatch.setattr(writer.sinks[0].run, name, fail)
+    writer.step(1, 64, VALUES)
+    writer.evaluation("zero_shot", 1, 64, {"top1": 0.5})
+    writer.close()
+    assert writer.lost == 3 and kinds == ["train", "zero_shot", "end"] and writer.file.closed
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
+    shown = capsys.readouterr().out
+    assert shown.count("CommError: the service is gone") == 1 and "step 1/4" in shown
+
+
+def test_a_mistake_in_what_is_recorded_is_not_taken_for_a_full_disk(tmp_path):
+    writer = MetricsWriter(RunFolder(tmp_path), enabled=True, total_steps=4, log_every_n_steps=1)
+    with pytest.raises(KeyError, match="samples_per_second"):
+        writer.step(1, 64, {"loss": 1.0})
+    writer.close()
+
+
 def test_tensorboard_has_the_curves_over_samples_seen(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 

@@ -136,8 +136,8 @@ class ShardReader:
                 if file.changed():
                     raise ShardFault("shard_changed", f"{path} changed during the run")
                 return data
-            except BaseException:
-                if i in self._open:  # a stale handle does not recover
+            except BaseException:  # KeyboardInterrupt in the middle of an answer too: a stale handle does not recover
+                if i in self._open:
                     self._open.pop(i)[0].close()
                 raise
 

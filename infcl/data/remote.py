@@ -172,7 +172,7 @@ def within(seconds: float, call: Callable[[], T], what: str) -> T:
     def run() -> None:
         try:
             outcome.append((True, call()))
-        except BaseException as error:
+        except BaseException as error:  # raised again below, in the caller's thread
             outcome.append((False, error))
 
     thread = threading.Thread(target=run, daemon=True)

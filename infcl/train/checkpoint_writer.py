@@ -22,7 +22,7 @@ import torch.distributed as dist
 from infcl.parallel import Parallel
 from infcl.train.checkpoint import FORMAT, prune_checkpoints
 from infcl.train.engine import Engine
-from infcl.train.run_folder import RunFolder, sha256, write_atomic
+from infcl.train.run_folder import RunFolder, sha256, why_not_written, write_atomic
 
 log = logging.getLogger(__name__)
 
@@ -86,7 +86,7 @@ class CheckpointWriter:
         self._thread = None
         if self._error is not None and not isinstance(self._error, OSError):
             raise self._error
-        problem = None if self._error is None else f"rank {self.parallel.rank}: {self._error.strerror or self._error}"
+        problem = None if self._error is None else f"rank {self.parallel.rank}: {why_not_written(self._error)}"
         answers: list = [None] * self.parallel.world_size
         dist.all_gather_object(answers, (_file_name(self.parallel.rank), self._written, problem))
         problems = [answer[2] for answer in answers if answer[2]]
@@ -152,5 +152,5 @@ def _publish(partial: Path, final: Path, manifest: dict, run: RunFolder) -> str 
         os.replace(partial, final)
         write_atomic(run.checkpoints / "latest", final.name + "\n")
     except OSError as error:
-        return str(error.strerror or error)
+        return why_not_written(error)
     return None

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from infcl.train.console import Console
-from infcl.train.run_folder import RunFolder
+from infcl.train.run_folder import RunFolder, why_not_written
 from infcl.train.sinks import open_sinks
 
 
@@ -61,8 +61,8 @@ class MetricsWriter:
     What is not a finite number (a norm of overflowed gradients, the utilisation of an unknown device) is left out of a
     record: a key that is missing means "not known", and every line stays valid JSON.
 
-    What cannot be written (OSError: a full disk) is said once, counted in `lost` and dropped: raised, it would end rank
-    0 alone, and the other ranks would wait for it.
+    What cannot be written (a full disk, a service that does not answer) is said once, counted in `lost` and dropped:
+    raised, it would end rank 0 alone, and the other ranks would wait for it.
     """
 
     def __init__(
@@ -102,24 +102,28 @@ class MetricsWriter:
 
     def close(self) -> None:
         if self.enabled:
-            for close in (self.console.close, *(sink.close for sink in self.sinks), self.file.close):
+            for close in (self.console.close, self.file.close):
                 self._try(close)
+            for sink in self.sinks:
+                self._try(sink.close, of_sink=True)
 
     def _write(self, kind: str, step: int, samples_seen: int, values: dict[str, float | None]) -> dict[str, float]:
         known = {key: value for key, value in values.items() if value is not None and math.isfinite(value)}
         record = {"kind": kind, "step": step, "samples_seen": samples_seen} | known
         self._try(self.file.write, json.dumps(record) + "\n")
         for sink in self.sinks:
-            self._try(sink.log, kind, step, samples_seen, known)
+            self._try(sink.log, kind, step, samples_seen, known, of_sink=True)
         return known
 
-    def _try(self, write: Callable, *arguments) -> None:
+    def _try(self, write: Callable, *arguments, of_sink: bool = False) -> None:
         try:
             write(*arguments)
-        except OSError as error:
+        except Exception as error:
+            if not of_sink and not isinstance(error, OSError):
+                raise  # a mistake of ours; sinks' libraries and services raise types of their own
             self.lost += 1
             if self.lost == 1:
-                self.say(f"metrics could not be written ({error.strerror or error}); training goes on without them")
+                self.say(f"metrics could not be written ({why_not_written(error)}); training goes on without them")
 
 
 def peak_memory_mb(device: torch.device) -> float:

@@ -33,6 +33,11 @@ _MAY_DIFFER = {  # between a run and its repetition
 }
 
 
+def why_not_written(error: BaseException) -> str:
+    """The system's words for an OSError that has them ("No space left on device"); of others the type and message."""
+    return getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
+
+
 class RunFolder:
     """The paths of a run, and what is written there once."""
 

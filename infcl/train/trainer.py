@@ -39,7 +39,7 @@ from infcl.train.optim import Schedule
 from infcl.train.pixels import build_pixel_cache, describe_pixels
 from infcl.train.profiler import StepProfiler
 from infcl.train.resident import check_encode_width, merge_micro_batches, resident_micro_batches
-from infcl.train.run_folder import RunFolder, write_atomic
+from infcl.train.run_folder import RunFolder, why_not_written, write_atomic
 from infcl.train.stop import Stopped, StopSignals
 
 log = logging.getLogger(__name__)
@@ -383,9 +383,8 @@ class Trainer:
         if self.parallel.rank == 0:
             try:
                 self._write_results(weights, summary)
-            except Exception as error:  # a full disk, or worse; the other ranks must not wait for this one
-                cause, said = error, error.strerror if isinstance(error, OSError) else None
-                problem = [said or f"{type(error).__name__}: {error}"]
+            except Exception as error:  # whatever it is: the other ranks wait to be told, then all raise it
+                cause, problem = error, [why_not_written(error)]
         dist.broadcast_object_list(problem, src=0)
         if problem[0] is not None:
             raise RuntimeError(
