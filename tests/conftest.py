@@ -3,6 +3,27 @@
 import pytest
 
 
+def pytest_addoption(parser):
+    parser.addoption("--skips-fail", action="store_true", help="a skipped test fails: nothing may be missing")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item):
+    return not_skipped((yield), item.config)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(collector):
+    return not_skipped((yield), collector.config)
+
+
+def not_skipped(report, config):
+    if report.skipped and config.getoption("skips_fail"):
+        path, line, reason = report.longrepr
+        report.outcome, report.longrepr = "failed", f"{path}:{line}: {reason} (--skips-fail)"
+    return report
+
+
 def pytest_runtest_setup(item):
     """Tests over several hosts are skipped, with the reason, where hosts cannot be made; looked at when one comes."""
     if item.get_closest_marker("cluster"):

@@ -17,6 +17,7 @@ import psutil
 import pytest
 
 from infcl.report import read_metrics
+from tests.cluster_run import small_disk
 from tests.ranks import free_port
 from tests.test_entry import ON_CPU, ROOT, command
 
@@ -138,14 +139,8 @@ def test_a_damaged_newest_checkpoint_is_passed_over_for_the_one_before(demo_fold
     assert "at step 6" in output
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small file system needs root")
 def test_a_full_disk_is_reported_and_training_goes_on(demo_folder, tmp_path, uninterrupted):
-    logs = tmp_path / "small"
-    logs.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(logs)], capture_output=True)
-    if mounted.returncode != 0:
-        pytest.skip("no tmpfs can be mounted here")
-    try:
+    with small_disk(tmp_path / "small", 2) as logs:
         code, output = finish(start(["pretrain_clip.py"], flags(demo_folder, logs)))
         assert "could not be written" in output and "training goes on" in output, output
         assert f"step {STEPS}/{STEPS}" in output
@@ -154,8 +149,6 @@ def test_a_full_disk_is_reported_and_training_goes_on(demo_folder, tmp_path, uni
         assert not (logs / "run" / "summary.json").exists()
         assert not list((logs / "run" / "checkpoints").glob("step_*"))
         assert losses(logs) == uninterrupted
-    finally:
-        subprocess.run(["umount", str(logs)], check=True)
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])

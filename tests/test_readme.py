@@ -1,7 +1,9 @@
 """The README's tree is the tree on disk, and what it names exists."""
 
+import importlib.util
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -69,3 +71,11 @@ def test_the_citation_names_this_version_and_the_paper():
     assert citation["version"] == re.search(r'version = "(.+)"', (ROOT / "pyproject.toml").read_text())[1]
     assert f"## {citation['version']}, {citation['date-released']}\n" in (ROOT / "CHANGELOG.md").read_text()
     assert citation["cff-version"] == "1.2.0" and citation["references"][0]["url"].endswith("2410.17243")
+
+
+def test_no_test_is_skipped_for_want_of_what_requirements_txt_installs():
+    text = "".join((ROOT / path).read_text() for path in tracked("tests/*.py"))
+    packages = set(re.findall(r'importorskip\("(\w+)', text))
+    optional = {"bitsandbytes", "pyarrow"} | ({"transformers", "tokenizers"} if sys.version_info < (3, 11) else set())
+    assert optional < packages
+    assert {name for name in packages - optional if importlib.util.find_spec(name) is None} == set()
