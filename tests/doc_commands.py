@@ -35,6 +35,18 @@ PLAN = "python -m infcl.plan --model ViT-L-14 --gpus 32 --gpu a800-80g"
 TOKENIZER = "python -m infcl.data.tokenizer train --train-data"
 
 COMMANDS = [
+    # ---- executed as they are shown
+    *(
+        Command(shown, here=shown)
+        for shown in (
+            PLAN + " --global-batch 12288k --zero 3",
+            PLAN + " --link nic-200 --global-batch 12288k --zero 3",
+            "python -m infcl.report runs/demo-zero1",
+            "python -m infcl.report runs/demo-zero1 runs/other",
+            "python -m tests.data_faults docs/data_faults.md",
+            "python -m benchmarks.paper --table 1 --figure 4",
+        )
+    ),
     # ---- make
     Command(
         "make train",
@@ -63,7 +75,6 @@ COMMANDS = [
         "python -m pytest -m slow -o addopts='' tests/test_docs.py",
         here=f"python -m pytest -m slow -o addopts='' tests/test_docs.py {COLLECT}",
     ),
-    Command("python -m tests.data_faults docs/data_faults.md", here="python -m tests.data_faults docs/data_faults.md"),
     # ---- data
     Command(
         TOKENIZER + " '/data/{00000..00331}.tar' --vocab-size 32000 --out spm.model",
@@ -188,31 +199,14 @@ COMMANDS = [
     ),
     # ---- before and behind a run
     Command(
-        PLAN + " --global-batch 12288k --zero 3",
-        here=PLAN + " --global-batch 12288k --zero 3",
-    ),
-    Command(
-        PLAN + " --link nic-200 --global-batch 12288k --zero 3",
-        here=PLAN + " --link nic-200 --global-batch 12288k --zero 3",
-    ),
-    Command(
         "python -m infcl.plan --compare docs/results/plan_steps_4gpu.csv",
         here="python -m infcl.plan --compare docs/results/plan_steps.csv",
     ),
     Command("python -m infcl.plan", here="python -m infcl.plan --help"),
-    Command("python -m infcl.report runs/demo-zero1", here="python -m infcl.report runs/demo-zero1"),
-    Command(
-        "python -m infcl.report runs/demo-zero1 runs/other", here="python -m infcl.report runs/demo-zero1 runs/other"
+    *(
+        Command(f"python -m infcl.export RUN{flags}", here=f"python -m infcl.export runs/first{flags}")
+        for flags in ("", " --format open_clip", " --format hf", " --format safetensors", " --ema")
     ),
-    Command("python -m infcl.export RUN", here="python -m infcl.export runs/first"),
-    Command(
-        "python -m infcl.export RUN --format open_clip", here="python -m infcl.export runs/first --format open_clip"
-    ),
-    Command("python -m infcl.export RUN --format hf", here="python -m infcl.export runs/first --format hf"),
-    Command(
-        "python -m infcl.export RUN --format safetensors", here="python -m infcl.export runs/first --format safetensors"
-    ),
-    Command("python -m infcl.export RUN --ema", here="python -m infcl.export runs/first --ema"),
     Command(
         "python -m infcl.evaluate --checkpoint RUN --ema ...",
         here="python -m infcl.evaluate --checkpoint runs/first --ema --task zeroshot --data data/zeroshot",
@@ -272,7 +266,6 @@ COMMANDS = [
     ),
     # ---- the paper's tables and figures
     Command("make results", here='make results -o "$VENV/.installed"'),
-    Command("python -m benchmarks.paper --table 1 --figure 4", here="python -m benchmarks.paper --table 1 --figure 4"),
     Command(
         "python -m benchmarks.accuracy --study losses --seeds 5 --out docs/results --work .data/accuracy",
         here="python -m benchmarks.accuracy --study losses --seeds 1 --out new --work work --num-train 600 --steps 2 "

@@ -58,12 +58,8 @@ class Share:
         return self.world_size * self.parts
 
     @property
-    def local_batch_size(self) -> int:
-        return self.micro_batch_size * self.num_micro_batches
-
-    @property
     def global_batch_size(self) -> int:
-        return self.local_batch_size * self.world_size
+        return self.world_size * self.num_micro_batches * self.micro_batch_size
 
     def steps_per_epoch(self, num_samples: int, where: str) -> int:
         """Whole global batches in an epoch. Raises ValueError if there is none; `where` says what was counted."""
@@ -80,9 +76,9 @@ class Share:
         Those of the micro-batches `again` come a second time behind each step's.
         """
         for step in range(first_step, last_step):
-            start = step * self.global_batch_size + self.rank * self.local_batch_size + self.part * self.rows
+            first = (step * self.world_size + self.rank) * self.num_micro_batches  # counted in micro-batches
             for index in (*range(self.num_micro_batches), *again):
-                yield start + index * self.micro_batch_size
+                yield (first + index) * self.micro_batch_size + self.part * self.rows
 
 
 def chunk_size(global_batch_size: int) -> int:
