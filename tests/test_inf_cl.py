@@ -130,15 +130,26 @@ def test_ring_functions_need_no_autograd():
     images, texts = features("random", 11, 24, torch.float64)
     scale = torch.tensor(5.0, dtype=torch.float64)
     tile, ring = select_tile(images), RingExchange(None)
-    row_lse, col_lse, matched = ring_forward(images, texts, scale, ring, tile, 1000)
+    row_others, col_others, matched = ring_forward(images, texts, scale, ring, tile, 1000)
     logits = scale * images @ texts.T
-    torch.testing.assert_close(row_lse, logits.logsumexp(1))
-    torch.testing.assert_close(col_lse, logits.logsumexp(0))
+    others = logits.clone().fill_diagonal_(-float("inf"))
+    torch.testing.assert_close(row_others, others.logsumexp(1))
+    torch.testing.assert_close(col_others, others.logsumexp(0))
     torch.testing.assert_close(matched, logits.diagonal())
     d_logits = (logits.softmax(1) + logits.softmax(0)) / 2 - torch.eye(11)
-    d_rows, d_columns = ring_backward(images, texts, scale, row_lse, col_lse, ring, tile, 1000)
+    d_rows, d_columns = ring_backward(images, texts, scale, row_others, col_others, matched, ring, tile, 1000)
     torch.testing.assert_close(d_rows, d_logits @ texts)
     torch.testing.assert_close(d_columns, d_logits.T @ images)
+
+
+@pytest.mark.parametrize("name", ["inf_cl", "siglip"])
+def test_what_is_left_where_pairs_are_told_apart_is_precise_too(name):
+    """Relative to the tiny loss and gradients themselves, which a float32 LSE less the matched logit would not give."""
+    case = Case(name, 40, 256, 100.0, "apart", bias=-30.0)
+    truth, result = oracle(case), evaluate(case)
+    assert 0 < truth.loss < 1e-4
+    for field in ("loss", "d_images", "d_texts", "d_scale"):
+        assert relative_error(getattr(result, field), getattr(truth, field)) < 1e-3, field
 
 
 def test_autocast_changes_nothing():

@@ -3,8 +3,9 @@
 import math
 
 import torch
+import torch.nn.functional as F
 
-from infcl.loss.lse import contrastive_loss_of, merge_lse
+from infcl.loss.lse import cross_entropies, matched_slopes, merge_lse
 
 
 def test_merged_parts_equal_the_log_sum_exp_of_the_whole():
@@ -29,6 +30,9 @@ def test_merge_never_falls_below_either_part():
     assert (merged >= a).all() and (merged >= b).all()
 
 
-def test_loss_is_the_mean_over_rows_and_columns():
-    row, col, matched = torch.tensor([[3.0, 4.0], [5.0, 6.0], [1.0, 2.0]])
-    assert contrastive_loss_of(row, col, matched).item() == ((2 + 2) + (4 + 4)) / 4
+def test_losses_and_slopes_keep_their_precision_where_pairs_are_told_apart():
+    others = torch.tensor([-math.inf, 3.0, 10.0, 31.0, 95.0, 1e30, -1e30])
+    matched = torch.tensor([5.0, 3.5, 30.0, 30.0, 30.0, 1e30, 1e30])
+    difference = (others.double() - matched.double()).clamp_min(-1e4)
+    torch.testing.assert_close(cross_entropies(others, matched).double(), F.softplus(difference, threshold=100))
+    torch.testing.assert_close(matched_slopes(others, matched).double(), -difference.sigmoid())

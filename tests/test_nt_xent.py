@@ -77,8 +77,8 @@ def test_half_of_the_tiles_and_the_leaves_are_computed():
         softmax_backward=lambda r, c, *a, **k: (areas.append(len(r) * len(c)), tile.softmax_backward(r, c, *a, **k))[1],
     )
     scale = torch.tensor(10.0)
-    lse, _ = ring_forward(views, scale, RingExchange(None, reach=0), counting, 2**20)
-    ring_backward(views, scale, lse, RingExchange(None, reach=0), counting, 2**20)
+    others, matched = ring_forward(views, scale, RingExchange(None, reach=0), counting, 2**20)
+    ring_backward(views, scale, others, matched, RingExchange(None, reach=0), counting, 2**20)
     assert 0.5 * 2 * whole < sum(areas) < 0.54 * 2 * whole
 
 

@@ -1,5 +1,6 @@
 """The reference tile equals the dense formulas for rectangular blocks, and its memory is bounded."""
 
+import math
 import subprocess
 import sys
 
@@ -20,35 +21,40 @@ def _block(rows, columns, dim=24, scale=20.0):
 
 
 @pytest.mark.parametrize("rows, columns", [(1, 1), (7, 7), (13, 5), (5, 13)])
-@pytest.mark.parametrize("diagonal", [True, False])
+@pytest.mark.parametrize("masked", [True, False])
 @pytest.mark.parametrize("workspace_bytes", [1, 700, 10**6])
-def test_tiles_of_rectangular_blocks_equal_the_dense_formulas(rows, columns, diagonal, workspace_bytes):
+def test_tiles_of_rectangular_blocks_equal_the_dense_formulas(rows, columns, masked, workspace_bytes):
     r, c, scale = _block(rows, columns)
     bias = torch.tensor(-3.0, dtype=torch.float64)
-    options = {"diagonal": diagonal, "workspace_bytes": workspace_bytes}
-    logits, eye = scale * r @ c.T, torch.eye(rows, columns, dtype=torch.float64) * diagonal
+    options = {"masked": masked, "workspace_bytes": workspace_bytes}
+    dense, eye = scale * r @ c.T, torch.eye(rows, columns, dtype=torch.bool) & masked
+    logits = dense.masked_fill(eye, -math.inf)
 
     row_lse, col_lse, matched = torch_tile.softmax_forward(r, c, scale, **options)
     torch.testing.assert_close((row_lse, col_lse), (logits.logsumexp(1), logits.logsumexp(0)))
-    if diagonal:
-        torch.testing.assert_close(matched, logits.diagonal())
+    if masked:
+        torch.testing.assert_close(matched, dense.diagonal())
     else:
         assert matched is None
 
     # Statistics of a larger batch: this block's probabilities sum to less than one.
-    row_lse, col_lse = row_lse + 0.5, col_lse + 1.0
-    d_logits = ((logits - row_lse[:, None]).exp() + (logits - col_lse).exp()) / 2 - eye
+    row_lse, col_lse = dense.logsumexp(1) + 0.5, dense.logsumexp(0) + 1.0
+    d_logits = ((logits - row_lse[:, None]).exp() + (logits - col_lse).exp()) / 2
     d_rows, d_columns = torch.ones_like(r), torch.ones_like(c)
     torch_tile.softmax_backward(r, c, scale, row_lse, col_lse, d_rows, d_columns, **options)
     torch.testing.assert_close((d_rows, d_columns), (1 + d_logits @ c, 1 + d_logits.T @ r))
 
     logits = logits + bias
-    row_loss, row_slope = torch_tile.sigmoid_forward(r, c, scale, bias, **options)
-    torch.testing.assert_close(row_loss, -F.logsigmoid((2 * eye - 1) * logits).sum(1))
-    torch.testing.assert_close(row_slope, (logits.sigmoid() - eye).sum(1))
+    row_loss, row_slope, matched = torch_tile.sigmoid_forward(r, c, scale, bias, **options)
+    torch.testing.assert_close(row_loss, -F.logsigmoid(-logits).sum(1))
+    torch.testing.assert_close(row_slope, logits.sigmoid().sum(1))
+    if masked:
+        torch.testing.assert_close(matched, dense.diagonal() + bias)
+    else:
+        assert matched is None
     d_rows, d_columns = torch.zeros_like(r), torch.zeros_like(c)
     torch_tile.sigmoid_backward(r, c, scale, bias, d_rows, d_columns, **options)
-    torch.testing.assert_close((d_rows, d_columns), ((logits.sigmoid() - eye) @ c, (logits.sigmoid() - eye).T @ r))
+    torch.testing.assert_close((d_rows, d_columns), (logits.sigmoid() @ c, logits.sigmoid().T @ r))
 
 
 class _LargestTensor(TorchDispatchMode):
@@ -68,12 +74,10 @@ def test_nothing_larger_than_features_or_workspace_is_made():
     for rows in (64, 256):
         r, c, scale = (t.float() for t in _block(rows, rows, dim=16))
         with _LargestTensor() as largest:
-            row_lse, col_lse, _ = torch_tile.softmax_forward(
-                r, c, scale, diagonal=True, workspace_bytes=workspace_bytes
-            )
+            row_lse, col_lse, _ = torch_tile.softmax_forward(r, c, scale, masked=True, workspace_bytes=workspace_bytes)
             torch_tile.softmax_backward(
                 r, c, scale, row_lse, col_lse, torch.zeros_like(r), torch.zeros_like(c),
-                diagonal=True, workspace_bytes=workspace_bytes,
+                masked=True, workspace_bytes=workspace_bytes,
             )  # fmt: skip
         assert largest.elements <= max(rows * 16, 32 * 32)
 

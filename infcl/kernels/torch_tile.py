@@ -4,12 +4,12 @@ In: r row features and c column features. Out: softmax or sigmoid statistics of 
 gradients (backward). The r x c logits exist only chunk by chunk, in a workspace of bounded size.
 
     logits = scale * rows @ columns.T                                           # [r, c], never whole
-    softmax: dS = (exp(logits - row_lse[:, None]) + exp(logits - col_lse)) / 2  # minus I on the diagonal
-    sigmoid: dS = sigmoid(logits + bias)                                        # minus I on the diagonal
+    softmax: dS = (exp(logits - row_lse[:, None]) + exp(logits - col_lse)) / 2
+    sigmoid: dS = sigmoid(logits + bias)
     d_rows = dS @ columns; d_columns = dS.T @ rows                              # without the factor scale
 
-`diagonal=True` says that row i and column i are a matched pair, i < min(r, c): the block is the rank's own.
-`masked=True` leaves these entries out instead, as logits of -inf would: rows and columns are the same things.
+`masked=True` leaves the entries (i, i) out, i < min(r, c), as if they were not there: those of matched pairs, which the
+losses add in float32 (loss/lse says why), or of features with themselves.
 Low-precision features are widened chunk by chunk, so every sum is float32 or wider.
 Shapes: rows [r, D], columns [c, D]; scale, bias 0-dim; row statistics [r], column statistics [c].
 """
@@ -26,23 +26,22 @@ _TEMPORARIES = 4  # how many [chunk, chunk] tensors the widest step below holds 
 
 
 def softmax_forward(
-    rows: Tensor, columns: Tensor, scale: Tensor, *, diagonal: bool, workspace_bytes: int, masked: bool = False
+    rows: Tensor, columns: Tensor, scale: Tensor, *, masked: bool, workspace_bytes: int
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """`logits.logsumexp(1), logits.logsumexp(0), logits.diagonal() if diagonal else None`, in float32 or wider."""
+    """`logits.logsumexp(1), logits.logsumexp(0)`, in float32 or wider, and the entries masked, [min(r, c)], or None."""
     statistic = _accumulator_like(rows)
     row_lse = rows.new_full((len(rows),), -math.inf, dtype=statistic)
     col_lse = rows.new_full((len(columns),), -math.inf, dtype=statistic)
-    matched = rows.new_empty(min(len(rows), len(columns)), dtype=statistic) if diagonal else None
+    matched = rows.new_empty(min(len(rows), len(columns)), dtype=statistic) if masked else None
     for chunk in _chunks(rows, columns, workspace_bytes):
         logits = chunk.row_features @ chunk.column_features.T * scale
         if masked:
+            matched[chunk.pairs] = chunk.diagonal_of(logits)
             chunk.diagonal_of(logits).fill_(-math.inf)
         part = row_lse[chunk.rows]
         torch.logaddexp(part, logits.logsumexp(1), out=part)
         part = col_lse[chunk.columns]
         torch.logaddexp(part, logits.logsumexp(0), out=part)
-        if diagonal:
-            matched[chunk.pairs] = chunk.diagonal_of(logits)
     return row_lse, col_lse, matched
 
 
@@ -55,13 +54,12 @@ def softmax_backward(
     d_rows: Tensor | None,
     d_columns: Tensor | None,
     *,
-    diagonal: bool,
+    masked: bool,
     workspace_bytes: int,
-    masked: bool = False,
 ) -> None:
     """Add dS @ columns to d_rows [r, D] and dS.T @ rows to d_columns [c, D] (float32 or wider, in place; None skips).
 
-    col_lse None: the loss of the rows alone, dS = exp(logits - row_lse[:, None]), minus I on the diagonal.
+    col_lse None: the loss of the rows alone, dS = exp(logits - row_lse[:, None]).
     No probability exceeds one, so the exponents are clamped at zero: logits so large that their own rounding is
     large (huge norms) would otherwise overflow.
     """
@@ -71,32 +69,30 @@ def softmax_backward(
         if col_lse is not None:
             d_logits += (logits - col_lse[chunk.columns]).clamp_(max=0).exp_()
             d_logits *= 0.5
-        if diagonal:
-            chunk.diagonal_of(d_logits).sub_(1)
         if masked:
             chunk.diagonal_of(d_logits).zero_()
         chunk.accumulate(d_logits, d_rows, d_columns)
 
 
 def sigmoid_forward(
-    rows: Tensor, columns: Tensor, scale: Tensor, bias: Tensor, *, diagonal: bool, workspace_bytes: int
-) -> tuple[Tensor, Tensor]:
-    """Per row the sum over columns of the pairs' losses and of dS, both [r] in float32 or wider.
+    rows: Tensor, columns: Tensor, scale: Tensor, bias: Tensor, *, masked: bool, workspace_bytes: int
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Per row the sum over columns of the losses of pairs that do not match and of dS, both [r] in float32 or wider.
 
-    `-logsigmoid(z * (logits + bias)).sum(1), dS.sum(1)` with z = 1 on the diagonal and -1 elsewhere.
+    `-logsigmoid(-(logits + bias)).sum(1), dS.sum(1)`, and the entries masked of `logits + bias` or None.
     """
     row_loss = rows.new_zeros(len(rows), dtype=_accumulator_like(rows))
     row_slope = torch.zeros_like(row_loss)
+    matched = row_loss.new_empty(min(len(rows), len(columns))) if masked else None
     for chunk in _chunks(rows, columns, workspace_bytes):
         logits = chunk.row_features @ chunk.column_features.T * scale + bias
+        if masked:
+            matched[chunk.pairs] = chunk.diagonal_of(logits)
+            chunk.diagonal_of(logits).fill_(-math.inf)
         d_logits = logits.sigmoid()
-        if diagonal:
-            chunk.diagonal_of(logits).neg_()
-            matched = chunk.diagonal_of(d_logits)
-            matched.copy_(-chunk.diagonal_of(logits).sigmoid())  # sigmoid(l) - 1 without the cancellation
         row_loss[chunk.rows] += F.softplus(logits, threshold=50).sum(1)
         row_slope[chunk.rows] += d_logits.sum(1)
-    return row_loss, row_slope
+    return row_loss, row_slope, matched
 
 
 def sigmoid_backward(
@@ -107,15 +103,15 @@ def sigmoid_backward(
     d_rows: Tensor | None,
     d_columns: Tensor | None,
     *,
-    diagonal: bool,
+    masked: bool,
     workspace_bytes: int,
 ) -> None:
     """Add dS @ columns to d_rows and dS.T @ rows to d_columns, as softmax_backward does."""
     for chunk in _chunks(rows, columns, workspace_bytes):
         logits = chunk.row_features @ chunk.column_features.T * scale + bias
         d_logits = logits.sigmoid()
-        if diagonal:
-            chunk.diagonal_of(d_logits).copy_(-(-chunk.diagonal_of(logits)).sigmoid())
+        if masked:
+            chunk.diagonal_of(d_logits).zero_()
         chunk.accumulate(d_logits, d_rows, d_columns)
 
 

@@ -2,8 +2,8 @@
 
 In: features, their statistics over the whole batch. Out: dS @ columns and dS.T @ rows, added to float32 accumulators.
 dS is formed for one chunk at a time, [chunk, chunk] in the operands' type in a bounded workspace, by a fused matrix
-product whose epilogue works in float32 (the subtraction on the diagonal included) and rounds once; the library's matrix
-products then multiply it with the features. For D >= 512 that beats keeping a [128, D] float32 accumulator on the chip.
+product whose epilogue works in float32 and rounds once; the library's matrix products then multiply it with the
+features. For D >= 512 that beats keeping a [128, D] float32 accumulator on the chip.
 
 One exponential serves both directions where the LSE lie within 80 (in log2) of each other:
 
@@ -14,7 +14,7 @@ With m in their middle no factor overflows, and a first exponential that underfl
 Which it is, is known on the GPU only: both kernels are launched, and one of them returns at once. (As two branches of
 one kernel they share its registers, and the first becomes a tenth slower.)
 
-dS lies within [-1, 1] and is about 1/B off the diagonal, where float16 has no precision left for large batches B: it is
+dS lies within [0, 1] and is about 1/B on average, where float16 has no precision left for large batches B: it is
 stored times 2^15 there, which costs nothing and is exact.
 
 6 r c D flops; the workspace is written once and read twice.
@@ -51,9 +51,8 @@ def softmax_backward(
     d_rows: Tensor | None,
     d_columns: Tensor | None,
     *,
-    diagonal: bool,
+    masked: bool,
     workspace_bytes: int,
-    masked: bool = False,
     tf32: bool = False,
 ) -> None:
     """As torch_tile.softmax_backward; rows [r, D] and columns [c, D] in bf16, fp16 or f32, d_rows and d_columns f32.
@@ -66,8 +65,7 @@ def softmax_backward(
         shift = row_lse.max() * math.log2(math.e)
     else:
         shift = middle(row_lse, col_lse)
-    mark = "masked" if masked else "matched" if diagonal else ""
-    _accumulate(rows, columns, scale, row_lse, col_lse, shift, d_rows, d_columns, mark, workspace_bytes, tf32)
+    _accumulate(rows, columns, scale, row_lse, col_lse, shift, d_rows, d_columns, masked, workspace_bytes, tf32)
 
 
 def sigmoid_backward(
@@ -78,13 +76,12 @@ def sigmoid_backward(
     d_rows: Tensor | None,
     d_columns: Tensor | None,
     *,
-    diagonal: bool,
+    masked: bool,
     workspace_bytes: int,
     tf32: bool = False,
 ) -> None:
     """As torch_tile.sigmoid_backward."""
-    mark = "matched" if diagonal else ""
-    _accumulate(rows, columns, scale, None, None, bias, d_rows, d_columns, mark, workspace_bytes, tf32)
+    _accumulate(rows, columns, scale, None, None, bias, d_rows, d_columns, masked, workspace_bytes, tf32)
 
 
 def _accumulate(
@@ -96,7 +93,7 @@ def _accumulate(
     shift: Tensor,
     d_rows: Tensor | None,
     d_columns: Tensor | None,
-    mark: str,
+    masked: bool,
     workspace_bytes: int,
     tf32: bool,
 ) -> None:
@@ -130,7 +127,7 @@ def _accumulate(
                         num_columns,
                         i - j,
                         DIM=walked_dim(row_operand, launch),
-                        DIAGONAL=mark if i < j + width and j < i + height else "",
+                        MASKED=masked and i < j + width and j < i + height,
                         SIGMOID=row_lse is None,
                         SINGLE=single,
                         SHARED=shared_exp2(rows),
@@ -156,7 +153,7 @@ def _d_logits_kernel(
     num_columns,
     offset,  # row i matches column i + offset
     DIM: tl.constexpr,
-    DIAGONAL: tl.constexpr,  # what entries (i, i) are: "matched" (1 is subtracted), "masked" (0), or "" nothing special
+    MASKED: tl.constexpr,  # 0 where a row meets its match
     SIGMOID: tl.constexpr,
     SINGLE: tl.constexpr,  # one exponential, for a shift that is not NaN; else two, for one that is
     SHARED: tl.constexpr,  # of triton_exp2.exp2
@@ -167,7 +164,7 @@ def _d_logits_kernel(
     GROUP: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """`((logits - row_lse).exp() + (logits - col_lse).exp()) / 2` or `sigmoid(logits + bias)`, minus 1 at matches.
+    """`((logits - row_lse).exp() + (logits - col_lse).exp()) / 2` or `sigmoid(logits + bias)`.
 
     A persistent grid: program p forms tiles p, p + programs, ...
     """
@@ -204,10 +201,9 @@ def _d_logits_kernel(
             else:
                 d_logits = 0.5 * tl.exp2(tl.minimum(logits * scale2 - row_lse[:, None], 0.0))
                 d_logits += 0.5 * tl.exp2(tl.minimum(logits * scale2 - col_lse[None, :], 0.0))
-        if DIAGONAL != "":
+        if MASKED:
             if (first_row + offset < first_column + BLOCK_N) & (first_column < first_row + offset + BLOCK_M):
-                special = d_logits - 1.0 if DIAGONAL == "matched" else 0.0
-                d_logits = tl.where((rows + offset)[:, None] == columns[None, :], special, d_logits)
+                d_logits = tl.where((rows + offset)[:, None] == columns[None, :], 0.0, d_logits)
         d_logits_desc.store([first_row, first_column], (d_logits * GAIN).to(d_logits_desc.dtype))
 
 

@@ -40,9 +40,8 @@ def softmax_forward(
     columns: Tensor,
     scale: Tensor,
     *,
-    diagonal: bool,
+    masked: bool,
     workspace_bytes: int,
-    masked: bool = False,
     tf32: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """As torch_tile.softmax_forward; rows [r, D] and columns [c, D] in bf16, fp16 or f32, results f32."""
@@ -51,9 +50,9 @@ def softmax_forward(
     row_sums, col_sums = _tile_sums(
         rows, columns, scale, shift, workspace_bytes, tf32=tf32, sigmoid=False, masked=masked
     )
-    row_lse, col_lse = finish(row_sums, col_sums, shift, matched if diagonal else None)
+    row_lse, col_lse = finish(row_sums, col_sums, shift)
     repair(row_lse, col_lse, rows, columns, scale, tf32=tf32, masked=masked)
-    return row_lse, col_lse, matched[: min(len(rows), len(columns))] if diagonal else None
+    return row_lse, col_lse, matched[: min(len(rows), len(columns))] if masked else None
 
 
 def sigmoid_forward(
@@ -62,19 +61,15 @@ def sigmoid_forward(
     scale: Tensor,
     bias: Tensor,
     *,
-    diagonal: bool,
+    masked: bool,
     workspace_bytes: int,
     tf32: bool = False,
-) -> tuple[Tensor, Tensor]:
-    """As torch_tile.sigmoid_forward. A matched pair's loss is softplus(logit) - logit, its slope sigmoid(logit) - 1."""
-    row_loss, row_slope = (
-        part.sum(0) for part in _tile_sums(rows, columns, scale, bias, workspace_bytes, tf32=tf32, sigmoid=True)
-    )
-    if diagonal:
-        matched = squares(rows, columns, scale)[2][: min(len(rows), len(columns))]
-        row_loss[: len(matched)] -= matched + bias
-        row_slope[: len(matched)] -= 1
-    return row_loss, row_slope
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """As torch_tile.sigmoid_forward."""
+    sums = _tile_sums(rows, columns, scale, bias, workspace_bytes, tf32=tf32, sigmoid=True, masked=masked)
+    row_loss, row_slope = (part.sum(0) for part in sums)
+    matched = squares(rows, columns, scale)[2][: min(len(rows), len(columns))] + bias if masked else None
+    return row_loss, row_slope, matched
 
 
 def _tile_sums(
@@ -86,7 +81,7 @@ def _tile_sums(
     *,
     tf32: bool,
     sigmoid: bool,
-    masked: bool = False,
+    masked: bool,
 ) -> tuple[Tensor, Tensor]:
     """Partial sums over the tiles: softmax, of rows [m, r] and of columns [n, c]; sigmoid, two of rows [m, r].
 
@@ -149,7 +144,7 @@ def _tile_sums_kernel(
     split_tiles,  # row tiles per split
     DIM: tl.constexpr,
     SIGMOID: tl.constexpr,
-    MASKED: tl.constexpr,  # softmax without the entries (i, i)
+    MASKED: tl.constexpr,  # without the entries (i, i)
     EDGE: tl.constexpr,  # the last column block is not whole
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -183,6 +178,9 @@ def _tile_sums_kernel(
             if EDGE:
                 losses = tl.where((columns < num_columns)[None, :], losses, 0.0)
                 slopes = tl.where((columns < num_columns)[None, :], slopes, 0.0)
+            if MASKED:
+                losses = tl.where(rows[:, None] == columns[None, :], 0.0, losses)
+                slopes = tl.where(rows[:, None] == columns[None, :], 0.0, slopes)
             tl.store(row_partial_ptr + rows, tl.sum(losses, 1), mask=rows < num_rows)
             tl.store(slope_partial_ptr + rows, tl.sum(slopes, 1), mask=rows < num_rows)
         else:

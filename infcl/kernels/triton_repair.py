@@ -123,6 +123,7 @@ def _repair_block(
             if MASKED:
                 logits = tl.where(own[:, None] == other[None, :], float("-inf"), logits)
             new_maxima = tl.maximum(maxima, tl.max(logits, 1))
-            sums = sums * tl.exp2(maxima - new_maxima) + tl.sum(tl.exp2(logits - new_maxima[:, None]), 1)
+            shift = tl.where(new_maxima == float("-inf"), 0.0, new_maxima)  # nothing but what is masked so far
+            sums = sums * tl.exp2(maxima - shift) + tl.sum(tl.exp2(logits - shift[:, None]), 1)
             maxima = new_maxima
         tl.store(lse_ptr + own, (maxima + tl.log2(sums)) / LOG2E, mask=unknown & (own < num_own))

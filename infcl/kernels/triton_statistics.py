@@ -103,13 +103,10 @@ def _reference_kernel(
     tl.store(result_ptr, bound * tl.abs(tl.load(scale_ptr).to(tl.float32)) * LOG2E - _HEADROOM)
 
 
-def finish(
-    row_partial: Tensor, col_partial: Tensor, reference: Tensor, matched: Tensor | None
-) -> tuple[Tensor, Tensor]:
+def finish(row_partial: Tensor, col_partial: Tensor, reference: Tensor) -> tuple[Tensor, Tensor]:
     """`(partial.sum(0).log2() + reference) / log2(e)` for row_partial [m, r] and col_partial [n, c]; f32 [r], [c].
 
-    NaN where a sum is too small (or not finite) to be trusted. At least the matched logit, which is one of the terms:
-    rounding must not make a loss negative.
+    NaN where a sum is too small (or not finite) to be trusted.
     """
     num_rows, num_columns, block = row_partial.shape[1], col_partial.shape[1], 128
     row_lse, col_lse = row_partial.new_empty(num_rows), col_partial.new_empty(num_columns)
@@ -117,14 +114,12 @@ def finish(
         row_partial,
         col_partial,
         reference,
-        reference if matched is None else matched,
         row_lse,
         col_lse,
         len(row_partial),
         len(col_partial),
         num_rows,
         num_columns,
-        HAS_MATCHED=matched is not None,
         BLOCK=block,
         num_warps=4,
     )
@@ -136,39 +131,31 @@ def _finish_kernel(
     row_partial_ptr,  # f32 [row_parts, r], read
     col_partial_ptr,  # f32 [col_parts, c], read
     reference_ptr,  # f32, read
-    matched_ptr,  # f32 [max(r, c)], read if HAS_MATCHED
     row_lse_ptr,  # f32 [r], written
     col_lse_ptr,  # f32 [c], written
     row_parts,
     col_parts,
     num_rows,
     num_columns,
-    HAS_MATCHED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row_blocks = tl.cdiv(num_rows, BLOCK)
     block = tl.program_id(0)
     if block < row_blocks:
-        _finish_block(
-            row_partial_ptr, reference_ptr, matched_ptr, row_lse_ptr, block, row_parts, num_rows, HAS_MATCHED, BLOCK
-        )
+        _finish_block(row_partial_ptr, reference_ptr, row_lse_ptr, block, row_parts, num_rows, BLOCK)
     else:
         block -= row_blocks
-        _finish_block(
-            col_partial_ptr, reference_ptr, matched_ptr, col_lse_ptr, block, col_parts, num_columns, HAS_MATCHED, BLOCK
-        )
+        _finish_block(col_partial_ptr, reference_ptr, col_lse_ptr, block, col_parts, num_columns, BLOCK)
 
 
 @triton.jit
 def _finish_block(
     partial_ptr,
     reference_ptr,
-    matched_ptr,
     lse_ptr,
     block,
     parts,
     count,
-    HAS_MATCHED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     PARTS: tl.constexpr = 32
@@ -180,8 +167,6 @@ def _finish_block(
         total += tl.load(partial_ptr + offsets, mask=(part < parts)[:, None] & (index < count)[None, :], other=0.0)
     sums = tl.sum(total, 0)
     lse = (tl.log2(sums) + tl.load(reference_ptr)) / LOG2E
-    if HAS_MATCHED:
-        lse = tl.maximum(lse, tl.load(matched_ptr + index, mask=index < count, other=0.0))
     trusted = (sums >= _SMALLEST_SUM) & (sums < float("inf"))
     tl.store(lse_ptr + index, tl.where(trusted, lse, float("nan")), mask=index < count)
 

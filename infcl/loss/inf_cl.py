@@ -26,11 +26,12 @@ from torch import Tensor, nn
 
 from infcl.kernels import WORKSPACE_BYTES, Tile, select_tile
 from infcl.loss import graphed
-from infcl.loss.lse import contrastive_loss_of, merge_lse
+from infcl.loss.lse import cross_entropies, matched_slopes, merge_lse
 from infcl.loss.operands import (
     as_operand,
     check_features,
     inner_product,
+    matched_gradient,
     refuse_double_backward,
     scalar_like,
     scaled,
@@ -152,26 +153,30 @@ def _group_of(rank: int, world_size: int, group: dist.ProcessGroup | None) -> di
 def ring_forward(
     rows: Tensor, columns: Tensor, scale: Tensor, ring: RingExchange, tile: Tile, workspace_bytes: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Row LSE, column LSE (of one's own columns) and matched logits, all [b], over the group's global batch."""
-    row_lse = matched = None
+    """Row LSE and column LSE (of one's own columns) over all that do not match, and matched logits, all [b].
+
+    Over the group's global batch.
+    """
+    row_others = matched = None
     for hop, (block,) in ring.blocks(columns):
-        row_part, col_part, diagonal = tile.softmax_forward(
-            rows, block, scale, diagonal=hop == 0, workspace_bytes=workspace_bytes
+        row_part, col_part, own_matched = tile.softmax_forward(
+            rows, block, scale, masked=hop == 0, workspace_bytes=workspace_bytes
         )
         if hop == 0:
-            row_lse, matched = row_part, diagonal
+            row_others, matched = row_part, own_matched
         else:
-            merge_lse(row_lse, row_part)
+            merge_lse(row_others, row_part)
         ring.carry("col_lse", hop, col_part, merge_lse)
-    return row_lse, ring.home("col_lse", merge_lse), matched
+    return row_others, ring.home("col_lse", merge_lse), matched
 
 
 def ring_backward(
     rows: Tensor,
     columns: Tensor,
     scale: Tensor,
-    row_lse: Tensor,
-    col_lse: Tensor,
+    row_others: Tensor,
+    col_others: Tensor,
+    matched: Tensor,
     ring: RingExchange,
     tile: Tile,
     workspace_bytes: int,
@@ -183,15 +188,27 @@ def ring_backward(
 
     A side that needs no gradient (a locked tower) costs no matrix product and no message.
     """
-    d_rows = torch.zeros_like(rows, dtype=row_lse.dtype) if rows_need else None
+    row_lse, col_lse = (torch.logaddexp(others, matched) for others in (row_others, col_others))
+    slopes = (matched_slopes(row_others, matched) + matched_slopes(col_others, matched)) / 2
+    d_rows = matched_gradient(slopes, columns) if rows_need else None
     for hop, (block, block_lse) in ring.blocks(columns, col_lse):
-        d_block = torch.zeros_like(block, dtype=row_lse.dtype) if columns_need else None
+        if not columns_need:
+            d_block = None
+        elif hop == 0:
+            d_block = matched_gradient(slopes, rows)
+        else:
+            d_block = torch.zeros_like(block, dtype=slopes.dtype)
         tile.softmax_backward(
-            rows, block, scale, row_lse, block_lse, d_rows, d_block, diagonal=hop == 0, workspace_bytes=workspace_bytes
+            rows, block, scale, row_lse, block_lse, d_rows, d_block, masked=hop == 0, workspace_bytes=workspace_bytes
         )
         if columns_need:
             ring.carry("d_columns", hop, d_block, Tensor.add_)
     return d_rows, ring.home("d_columns", Tensor.add_) if columns_need else None
+
+
+def _mean_loss(row_others: Tensor, col_others: Tensor, matched: Tensor) -> Tensor:
+    """Mean over a rank's own rows and columns of `(cross entropy of the row + cross entropy of the column) / 2`."""
+    return (cross_entropies(row_others, matched) + cross_entropies(col_others, matched)).mean() / 2
 
 
 class _InfCL(torch.autograd.Function):
@@ -199,25 +216,23 @@ class _InfCL(torch.autograd.Function):
     def forward(ctx, image_features, text_features, scale, new_ring, tile, workspace_bytes):
         rows, columns = as_operand(image_features, tile), as_operand(text_features, tile)
         with torch.autocast(rows.device.type, enabled=False):
-            row_lse, col_lse, matched = ring_forward(rows, columns, scale, new_ring(), tile, workspace_bytes)
-            loss = contrastive_loss_of(row_lse, col_lse, matched)
-        ctx.save_for_backward(rows, columns, scale, row_lse, col_lse)
+            statistics = ring_forward(rows, columns, scale, new_ring(), tile, workspace_bytes)
+        ctx.save_for_backward(rows, columns, scale, *statistics)
         ctx.new_ring, ctx.tile, ctx.workspace_bytes = new_ring, tile, workspace_bytes
         ctx.feature_dtypes = image_features.dtype, text_features.dtype
-        return loss
+        return _mean_loss(*statistics)
 
     @staticmethod
     def backward(ctx, d_loss):
         refuse_double_backward("inf_cl")
-        rows, columns, scale, row_lse, col_lse = ctx.saved_tensors
+        rows, columns, scale, *statistics = ctx.saved_tensors
         images_need, texts_need, scale_needs = ctx.needs_input_grad[:3]
         with torch.autocast(rows.device.type, enabled=False):
             d_rows, d_columns = ring_backward(
                 rows,
                 columns,
                 scale,
-                row_lse,
-                col_lse,
+                *statistics,
                 ctx.new_ring(),
                 ctx.tile,
                 ctx.workspace_bytes,
@@ -241,8 +256,8 @@ def _loss_and_gradients(
 ) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
     """The loss, and its gradients in float32, at once: what graphed.py records."""
     rows, columns = as_operand(image_features, tile), as_operand(text_features, tile)
-    row_lse, col_lse, matched = ring_forward(rows, columns, scale, new_ring(), tile, workspace_bytes)
-    d_rows, d_columns = ring_backward(rows, columns, scale, row_lse, col_lse, new_ring(), tile, workspace_bytes)
+    statistics = ring_forward(rows, columns, scale, new_ring(), tile, workspace_bytes)
+    d_rows, d_columns = ring_backward(rows, columns, scale, *statistics, new_ring(), tile, workspace_bytes)
     d_scale = inner_product(rows, d_rows) / len(rows)
     factor = scale / len(rows)
-    return contrastive_loss_of(row_lse, col_lse, matched), (d_rows * factor, d_columns * factor, d_scale)
+    return _mean_loss(*statistics), (d_rows * factor, d_columns * factor, d_scale)

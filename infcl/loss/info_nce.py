@@ -16,8 +16,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from infcl.kernels import WORKSPACE_BYTES, Tile, select_tile
-from infcl.loss.lse import merge_lse
-from infcl.loss.operands import as_operand, inner_product, refuse_double_backward, scalar_like, scaled
+from infcl.loss.lse import cross_entropies, matched_slopes, merge_lse
+from infcl.loss.operands import (
+    as_operand,
+    inner_product,
+    matched_gradient,
+    refuse_double_backward,
+    scalar_like,
+    scaled,
+)
 from infcl.loss.ring import RingExchange, ring_maker
 
 
@@ -57,28 +64,28 @@ class _InfoNCE(torch.autograd.Function):
         order, misplaced = _positives_first(positives, len(documents))
         rows, columns = as_operand(queries, tile), as_operand(documents, tile)[order]
         with torch.autocast(rows.device.type, enabled=False):
-            row_lse = None
-            for _, (block,) in new_ring().blocks(columns):
-                part, _, _ = tile.softmax_forward(rows, block, scale, diagonal=False, workspace_bytes=workspace_bytes)
-                row_lse = part if row_lse is None else merge_lse(row_lse, part)
+            row_lse, losses, slopes = ring_forward(rows, columns, scale, new_ring(), tile, workspace_bytes)
             place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))[positives]
-            wide = scale.dtype
-            matched = torch.linalg.vecdot(rows.to(wide), columns[place].to(wide)) * scale
-        ctx.save_for_backward(rows, columns, scale, row_lse, order, misplaced, place)
+            place, wide = place[misplaced], scale.dtype
+            logits = torch.linalg.vecdot(rows[misplaced].to(wide), columns[place].to(wide)) * scale
+            # The positive's logit is one of those summed; its own rounding may differ by an ulp.
+            losses[misplaced] = (row_lse[misplaced] - logits).clamp_(min=0)
+            slopes[misplaced[misplaced < len(slopes)]] += 1
+        ctx.save_for_backward(rows, columns, scale, row_lse, slopes, order, misplaced, place)
         ctx.new_ring, ctx.tile, ctx.workspace_bytes = new_ring, tile, workspace_bytes
         ctx.dtypes = queries.dtype, documents.dtype
-        # The matched logit is one of those summed; its own rounding may differ by an ulp.
-        return (row_lse - matched).clamp_(min=0).mean()
+        return losses.mean()
 
     @staticmethod
     def backward(ctx, d_loss):
         refuse_double_backward("info_nce")
-        rows, columns, scale, row_lse, order, misplaced, place = ctx.saved_tensors
+        rows, columns, scale, row_lse, slopes, order, misplaced, place = ctx.saved_tensors
         with torch.autocast(rows.device.type, enabled=False):
             d_rows, d_columns = ring_backward(
-                rows, columns, scale, row_lse, ctx.new_ring(), ctx.tile, ctx.workspace_bytes
+                rows, columns, scale, row_lse, slopes, ctx.new_ring(), ctx.tile, ctx.workspace_bytes
             )
-            _correct(d_rows, d_columns, rows, columns, misplaced, place)
+            d_rows.index_add_(0, misplaced, columns[place].to(d_rows.dtype), alpha=-1)
+            d_columns.index_add_(0, place, rows[misplaced].to(d_rows.dtype), alpha=-1)
             factor = d_loss / len(rows)
             d_scale = factor * inner_product(rows, d_rows)
             d_queries = scaled(d_rows, factor * scale, ctx.dtypes[0])
@@ -87,15 +94,48 @@ class _InfoNCE(torch.autograd.Function):
         return d_queries, d_documents, None, d_scale, None, None, None
 
 
+def ring_forward(
+    rows: Tensor, columns: Tensor, scale: Tensor, ring: RingExchange, tile: Tile, workspace_bytes: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Row LSE [q], losses [q] (unset past d) and dS at the matches [min(q, d)], if document i answers query i."""
+    row_lse = matched = None
+    for hop, (block,) in ring.blocks(columns):
+        part, _, own_matched = tile.softmax_forward(
+            rows, block, scale, masked=hop == 0, workspace_bytes=workspace_bytes
+        )
+        if hop == 0:
+            row_lse, matched = part, own_matched
+        else:
+            merge_lse(row_lse, part)
+    others, losses = row_lse[: len(matched)], torch.empty_like(row_lse)
+    losses[: len(matched)], slopes = cross_entropies(others, matched), matched_slopes(others, matched)
+    merge_lse(others, matched)
+    return row_lse, losses, slopes
+
+
 def ring_backward(
-    rows: Tensor, columns: Tensor, scale: Tensor, row_lse: Tensor, ring: RingExchange, tile: Tile, workspace_bytes: int
+    rows: Tensor,
+    columns: Tensor,
+    scale: Tensor,
+    row_lse: Tensor,
+    slopes: Tensor,
+    ring: RingExchange,
+    tile: Tile,
+    workspace_bytes: int,
 ) -> tuple[Tensor, Tensor]:
-    """`dS @ all_columns` and `dS.T @ all_rows` with dS = exp(logits - row_lse) - I, [q, D] and [d, D] f32 or wider."""
+    """`dS @ all_columns` and `dS.T @ all_rows`, [q, D] and [d, D] float32 or wider.
+
+    dS = exp(logits - row_lse), and the slopes on the diagonal of one's own block.
+    """
+    count = len(slopes)
     d_rows = torch.zeros_like(rows, dtype=scale.dtype)
+    d_rows[:count] = matched_gradient(slopes, columns[:count])
     for hop, (block,) in ring.blocks(columns):
         d_block = torch.zeros_like(block, dtype=scale.dtype)
+        if hop == 0:
+            d_block[:count] = matched_gradient(slopes, rows[:count])
         tile.softmax_backward(
-            rows, block, scale, row_lse, None, d_rows, d_block, diagonal=hop == 0, workspace_bytes=workspace_bytes
+            rows, block, scale, row_lse, None, d_rows, d_block, masked=hop == 0, workspace_bytes=workspace_bytes
         )
         ring.carry("d_columns", hop, d_block, Tensor.add_)
     return d_rows, ring.home("d_columns", Tensor.add_)
@@ -104,8 +144,8 @@ def ring_backward(
 def _positives_first(positives: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """An order of the documents with query i's positive in place i, and the queries whose positive stands elsewhere.
 
-    So the tile subtracts the ones of dS on its diagonal, before rounding. A positive that several queries share can
-    stand in one place only; `_correct` mends the others.
+    So most positives lie on the diagonal, which the tile leaves out. One that several queries share can stand in one
+    place only: for the others, the misplaced, document i is a negative and the positive is one of those summed.
     """
     queries = torch.arange(len(positives), device=positives.device)
     first_user = torch.full((count,), len(positives), device=positives.device)
@@ -117,18 +157,6 @@ def _positives_first(positives: Tensor, count: int) -> tuple[Tensor, Tensor]:
     free[positives[placed]] = False
     order[order < 0] = free.nonzero().squeeze(1)
     return order, (~placed).nonzero().squeeze(1)
-
-
-def _correct(
-    d_rows: Tensor, d_columns: Tensor, rows: Tensor, columns: Tensor, misplaced: Tensor, place: Tensor
-) -> None:
-    """For the misplaced queries: take back the tile's ones on the diagonal and subtract them where they belong."""
-    wrong = misplaced[misplaced < len(columns)]
-    d_rows.index_add_(0, wrong, columns[wrong].to(d_rows.dtype))
-    d_columns.index_add_(0, wrong, rows[wrong].to(d_rows.dtype))
-    right = place[misplaced]
-    d_rows.index_add_(0, misplaced, columns[right].to(d_rows.dtype), alpha=-1)
-    d_columns.index_add_(0, right, rows[misplaced].to(d_rows.dtype), alpha=-1)
 
 
 def _check(queries: Tensor, documents: Tensor, positives: Tensor, ring: RingExchange) -> None:

@@ -1,9 +1,18 @@
-"""Merge log-sum-exps of parts into the log-sum-exp of the whole, and read a loss off them.
+"""Log-sum-exps over parts of a row: merge them, and read its loss and its match's gradient off them.
 
-Tensors: row_lse, col_lse, matched [b], float32 (float64 when the features are).
+Row i has its matched logit s and o, the LSE over all others (the tiles leave matched pairs out). Then
+
+    cross entropy    log(exp(o) + exp(s)) - s = softplus(o - s)                 # >= 0 whatever is rounded
+    dS at the match  exp(s) / (exp(o) + exp(s)) - 1 = -sigmoid(o - s)
+
+Both in float32, of the difference: an LSE and the logit that dominates it do not cancel where pairs are told apart,
+and the entry of dS that outweighs its row never passes through 16 bits.
+
+Tensors: LSE and matched logits [b], float32 (float64 when the features are).
 """
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -16,9 +25,11 @@ def merge_lse(total: Tensor, part: Tensor) -> Tensor:
     return torch.logaddexp(total, part, out=total)
 
 
-def contrastive_loss_of(row_lse: Tensor, col_lse: Tensor, matched: Tensor) -> Tensor:
-    """Mean over a rank's own rows and columns of `(cross entropy of the row + cross entropy of the column) / 2`.
+def cross_entropies(others_lse: Tensor, matched: Tensor) -> Tensor:
+    """The losses of rows from the LSE over their other columns and their matched logits, [b], each >= 0."""
+    return -F.logsigmoid(matched - others_lse)
 
-    Each lse is at least the matched logit, so no term is negative. Returns a 0-dim tensor.
-    """
-    return (row_lse + col_lse).sub_(matched, alpha=2).mean() / 2
+
+def matched_slopes(others_lse: Tensor, matched: Tensor) -> Tensor:
+    """dS at the matches, [b], within [-1, 0]."""
+    return -torch.sigmoid(others_lse - matched)

@@ -26,8 +26,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from infcl.kernels import WORKSPACE_BYTES, Tile, select_tile
-from infcl.loss.lse import merge_lse
-from infcl.loss.operands import as_operand, check_features, inner_product, refuse_double_backward, scalar_like, scaled
+from infcl.loss.lse import cross_entropies, matched_slopes, merge_lse
+from infcl.loss.operands import (
+    as_operand,
+    check_features,
+    inner_product,
+    matched_gradient,
+    refuse_double_backward,
+    scalar_like,
+    scaled,
+)
 from infcl.loss.ring import RingExchange, ring_maker
 
 # Rows of the largest square that is computed whole, by tile. On a GPU smaller ones would take longer to launch.
@@ -63,18 +71,18 @@ class _NTXent(torch.autograd.Function):
     def forward(ctx, first_views, second_views, scale, new_ring, tile, workspace_bytes):
         views = torch.cat([as_operand(first_views, tile), as_operand(second_views, tile)])  # [2b, D]
         with torch.autocast(views.device.type, enabled=False):
-            lse, matched = ring_forward(views, scale, new_ring(), tile, workspace_bytes)
-        ctx.save_for_backward(views, scale, lse)
+            others, matched = ring_forward(views, scale, new_ring(), tile, workspace_bytes)
+        ctx.save_for_backward(views, scale, others, matched)
         ctx.new_ring, ctx.tile, ctx.workspace_bytes = new_ring, tile, workspace_bytes
         ctx.feature_dtype = first_views.dtype
-        return (lse.view(2, -1) - matched).clamp_(min=0).mean()
+        return cross_entropies(others.view(2, -1), matched).mean()
 
     @staticmethod
     def backward(ctx, d_loss):
         refuse_double_backward("nt_xent")
-        views, scale, lse = ctx.saved_tensors
+        views, scale, others, matched = ctx.saved_tensors
         with torch.autocast(views.device.type, enabled=False):
-            d_views = ring_backward(views, scale, lse, ctx.new_ring(), ctx.tile, ctx.workspace_bytes)
+            d_views = ring_backward(views, scale, others, matched, ctx.new_ring(), ctx.tile, ctx.workspace_bytes)
             factor = d_loss / len(views)
             d_scale = factor * inner_product(views, d_views)
             d_views = scaled(d_views, 2 * factor * scale, ctx.feature_dtype)
@@ -84,20 +92,20 @@ class _NTXent(torch.autograd.Function):
 def ring_forward(
     views: Tensor, scale: Tensor, ring: RingExchange, tile: Tile, workspace_bytes: int
 ) -> tuple[Tensor, Tensor]:
-    """LSE over all other views of each own view [2b], and the logits of own matched views [b]."""
+    """LSE of each own view over all but itself and its match [2b], and the logits of own matched views [b]."""
     for hop, (block,) in ring.blocks(views):
         if hop == 0:
             first, second = views.chunk(2)
             lse = torch.cat([_self_lse(part, scale, tile, workspace_bytes) for part in (first, second)])
             row_part, col_part, matched = tile.softmax_forward(
-                first, second, scale, diagonal=True, workspace_bytes=workspace_bytes
+                first, second, scale, masked=True, workspace_bytes=workspace_bytes
             )
             merge_lse(lse[: len(first)], row_part)
             merge_lse(lse[len(first) :], col_part)
             continue
         rows, columns = _share(hop, ring, len(views))
         row_part, col_part, _ = tile.softmax_forward(
-            views[rows], block[columns], scale, diagonal=False, workspace_bytes=workspace_bytes
+            views[rows], block[columns], scale, masked=False, workspace_bytes=workspace_bytes
         )
         merge_lse(lse[rows], row_part)
         block_lse = torch.full_like(lse, -float("inf"))
@@ -107,26 +115,35 @@ def ring_forward(
 
 
 def ring_backward(
-    views: Tensor, scale: Tensor, lse: Tensor, ring: RingExchange, tile: Tile, workspace_bytes: int
+    views: Tensor,
+    scale: Tensor,
+    others: Tensor,
+    matched: Tensor,
+    ring: RingExchange,
+    tile: Tile,
+    workspace_bytes: int,
 ) -> Tensor:
     """`(dS + dS.T) / 2 @ all_views` for one's own views, [2b, D] float32 or wider."""
-    d_views = torch.zeros_like(views, dtype=scale.dtype)
+    lse = torch.logaddexp(others.view(2, -1), matched).view(-1)
+    slopes = matched_slopes(others.view(2, -1), matched).mean(0)
+    first, second = views.chunk(2)
+    d_views = torch.cat([matched_gradient(slopes, second), matched_gradient(slopes, first)])
     for hop, (block, block_lse) in ring.blocks(views, lse):
         if hop == 0:
             parts = [tensor.chunk(2) for tensor in (views, lse, d_views)]
             for own, own_lse, d_own in zip(*parts):
                 _add_self_gradient(own, own_lse, d_own, scale, tile, workspace_bytes)
-            (first, second), (first_lse, second_lse), (d_first, d_second) = parts
+            _, (first_lse, second_lse), (d_first, d_second) = parts
             tile.softmax_backward(
                 first, second, scale, first_lse, second_lse, d_first, d_second,
-                diagonal=True, workspace_bytes=workspace_bytes,
+                masked=True, workspace_bytes=workspace_bytes,
             )  # fmt: skip
             continue
         rows, columns = _share(hop, ring, len(views))
         d_block = torch.zeros_like(d_views)
         tile.softmax_backward(
             views[rows], block[columns], scale, lse[rows], block_lse[columns], d_views[rows], d_block[columns],
-            diagonal=False, workspace_bytes=workspace_bytes,
+            masked=False, workspace_bytes=workspace_bytes,
         )  # fmt: skip
         ring.carry("d_views", hop, d_block, Tensor.add_)
     return d_views if ring.reach == 0 else d_views.add_(ring.home("d_views", Tensor.add_))
@@ -148,12 +165,11 @@ def _share(hop: int, ring: RingExchange, count: int) -> tuple[slice, slice]:
 
 def _self_lse(views: Tensor, scale: Tensor, tile: Tile, workspace_bytes: int) -> Tensor:
     """`(scale * views @ views.T).fill_diagonal_(-inf).logsumexp(1)`, [n]."""
-    options = {"diagonal": False, "workspace_bytes": workspace_bytes}
     if len(views) <= _LEAF[tile.name]:
-        return tile.softmax_forward(views, views, scale, masked=True, **options)[0]
+        return tile.softmax_forward(views, views, scale, masked=True, workspace_bytes=workspace_bytes)[0]
     upper, lower = views[: len(views) // 2], views[len(views) // 2 :]
     lse = torch.cat([_self_lse(part, scale, tile, workspace_bytes) for part in (upper, lower)])
-    row_part, col_part, _ = tile.softmax_forward(upper, lower, scale, **options)
+    row_part, col_part, _ = tile.softmax_forward(upper, lower, scale, masked=False, workspace_bytes=workspace_bytes)
     merge_lse(lse[: len(upper)], row_part)
     merge_lse(lse[len(upper) :], col_part)
     return lse
@@ -163,13 +179,22 @@ def _add_self_gradient(
     views: Tensor, lse: Tensor, d_views: Tensor, scale: Tensor, tile: Tile, workspace_bytes: int
 ) -> None:
     """`d_views += ((logits - lse[:, None]).exp() + (logits - lse).exp()) / 2 @ views`, the diagonal left out."""
-    options = {"diagonal": False, "workspace_bytes": workspace_bytes}
     if len(views) <= _LEAF[tile.name]:
-        tile.softmax_backward(views, views, scale, lse, lse, d_views, None, masked=True, **options)
+        tile.softmax_backward(
+            views, views, scale, lse, lse, d_views, None, masked=True, workspace_bytes=workspace_bytes
+        )
         return
     half = len(views) // 2
     for part in (slice(0, half), slice(half, len(views))):
         _add_self_gradient(views[part], lse[part], d_views[part], scale, tile, workspace_bytes)
     tile.softmax_backward(
-        views[:half], views[half:], scale, lse[:half], lse[half:], d_views[:half], d_views[half:], **options
+        views[:half],
+        views[half:],
+        scale,
+        lse[:half],
+        lse[half:],
+        d_views[:half],
+        d_views[half:],
+        masked=False,
+        workspace_bytes=workspace_bytes,
     )

@@ -42,6 +42,14 @@ def scaled(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.mul(gradient, factor, out=out)
 
 
+def matched_gradient(slopes: Tensor, partners: Tensor) -> Tensor:
+    """The matched pairs' part of a gradient, to which the others' is added: `slopes[:, None] * partners`, [n, D].
+
+    slopes [n]: dS at the matches, in the gradient's dtype. partners [n, D]: what each row is matched with.
+    """
+    return slopes[:, None] * partners  # promoted element by element, without a copy of the partners
+
+
 def inner_product(features: Tensor, gradient: Tensor) -> Tensor:
     """`(features * gradient).sum()` in the gradient's dtype, 0-dim, by pieces so that no [b, D] temporary is made."""
     total = (features[:16384] * gradient[:16384]).sum()

@@ -14,10 +14,19 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 from infcl.kernels import WORKSPACE_BYTES, Tile, select_tile
-from infcl.loss.operands import as_operand, check_features, inner_product, refuse_double_backward, scalar_like, scaled
+from infcl.loss.operands import (
+    as_operand,
+    check_features,
+    inner_product,
+    matched_gradient,
+    refuse_double_backward,
+    scalar_like,
+    scaled,
+)
 from infcl.loss.ring import RingExchange, ring_maker
 
 
@@ -46,27 +55,38 @@ def siglip_loss(
 
 def ring_forward(
     rows: Tensor, columns: Tensor, scale: Tensor, bias: Tensor, ring: RingExchange, tile: Tile, workspace_bytes: int
-) -> tuple[Tensor, Tensor]:
-    """Sums over all pairs of one's own rows: of the losses and of dS (the bias gradient), both 0-dim."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Sums of the losses and of dS (the bias gradient) over one's own rows, 0-dim, and dS at the matches, [b]."""
     loss: Any = 0
     slope: Any = 0
+    slopes: Any = None
     for hop, (block,) in ring.blocks(columns):
-        row_loss, row_slope = tile.sigmoid_forward(
-            rows, block, scale, bias, diagonal=hop == 0, workspace_bytes=workspace_bytes
+        row_loss, row_slope, matched = tile.sigmoid_forward(
+            rows, block, scale, bias, masked=hop == 0, workspace_bytes=workspace_bytes
         )
+        if hop == 0:
+            slopes = -torch.sigmoid(-matched)
+            row_loss, row_slope = row_loss - F.logsigmoid(matched), row_slope + slopes
         loss, slope = loss + row_loss.sum(), slope + row_slope.sum()
-    return loss, slope
+    return loss, slope, slopes
 
 
 def ring_backward(
-    rows: Tensor, columns: Tensor, scale: Tensor, bias: Tensor, ring: RingExchange, tile: Tile, workspace_bytes: int
+    rows: Tensor,
+    columns: Tensor,
+    scale: Tensor,
+    bias: Tensor,
+    slopes: Tensor,
+    ring: RingExchange,
+    tile: Tile,
+    workspace_bytes: int,
 ) -> tuple[Tensor, Tensor]:
     """`dS @ all_columns` for one's own rows and `dS.T @ all_rows` for one's own columns, [b, D] float32 or wider."""
-    d_rows = torch.zeros_like(rows, dtype=scale.dtype)
+    d_rows = matched_gradient(slopes, columns)
     for hop, (block,) in ring.blocks(columns):
-        d_block = torch.zeros_like(block, dtype=scale.dtype)
+        d_block = matched_gradient(slopes, rows) if hop == 0 else torch.zeros_like(d_rows)
         tile.sigmoid_backward(
-            rows, block, scale, bias, d_rows, d_block, diagonal=hop == 0, workspace_bytes=workspace_bytes
+            rows, block, scale, bias, d_rows, d_block, masked=hop == 0, workspace_bytes=workspace_bytes
         )
         ring.carry("d_columns", hop, d_block, Tensor.add_)
     return d_rows, ring.home("d_columns", Tensor.add_)
@@ -77,8 +97,8 @@ class _SigLip(torch.autograd.Function):
     def forward(ctx, image_features, text_features, scale, bias, new_ring, tile, workspace_bytes):
         rows, columns = as_operand(image_features, tile), as_operand(text_features, tile)
         with torch.autocast(rows.device.type, enabled=False):
-            loss, slope = ring_forward(rows, columns, scale, bias, new_ring(), tile, workspace_bytes)
-        ctx.save_for_backward(rows, columns, scale, bias, slope)
+            loss, slope, slopes = ring_forward(rows, columns, scale, bias, new_ring(), tile, workspace_bytes)
+        ctx.save_for_backward(rows, columns, scale, bias, slope, slopes)
         ctx.new_ring, ctx.tile, ctx.workspace_bytes = new_ring, tile, workspace_bytes
         ctx.feature_dtype = image_features.dtype
         return loss / len(rows)
@@ -86,9 +106,11 @@ class _SigLip(torch.autograd.Function):
     @staticmethod
     def backward(ctx, d_loss):
         refuse_double_backward("siglip")
-        rows, columns, scale, bias, slope = ctx.saved_tensors
+        rows, columns, scale, bias, slope, slopes = ctx.saved_tensors
         with torch.autocast(rows.device.type, enabled=False):
-            d_rows, d_columns = ring_backward(rows, columns, scale, bias, ctx.new_ring(), ctx.tile, ctx.workspace_bytes)
+            d_rows, d_columns = ring_backward(
+                rows, columns, scale, bias, slopes, ctx.new_ring(), ctx.tile, ctx.workspace_bytes
+            )
             factor = d_loss / len(rows)
             d_scale = factor * inner_product(rows, d_rows)
             d_images = scaled(d_rows, factor * scale, ctx.feature_dtype)
