@@ -190,7 +190,8 @@ def _tile_sums_kernel(
             if EDGE:
                 terms = tl.where((columns < num_columns)[None, :], terms, 0.0)
             if MASKED:
-                terms = tl.where(rows[:, None] == columns[None, :], 0.0, terms)
+                if (tile * BLOCK_M < first_column + BLOCK_N) & (first_column < (tile + 1) * BLOCK_M):
+                    terms = tl.where(rows[:, None] == columns[None, :], 0.0, terms)
             row_sums = tl.sum(tl.sum(tl.reshape(terms, [BLOCK_M, BLOCK_N // 8, 8]), 1), 1)
             tl.store(row_partial_ptr + rows, row_sums, mask=rows < num_rows)
             col_sums += tl.sum(tl.reshape(terms, [BLOCK_M // 16, 2, 8, BLOCK_N]), 1)
