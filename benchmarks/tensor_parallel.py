@@ -2,18 +2,23 @@
 
     python -m benchmarks.tensor_parallel --gpus 8 --models bigG,5B --sizes 1,2,4,8 --stages 1,3 --csv FILE
 
-Every setting is a process group of its own with a time limit; what runs out of memory or time becomes a row that says
-so. A step is the trainer's: gradient cache over --accum-freq micro-batches of --batch-size pairs per data-parallel
-rank, the ring over all ranks, AdamW, amp_bf16, compiled blocks, random pixels and tokens. samples/s: median of
---repeats steps after two, over all GPUs; peak memory: torch's, largest rank, without what only building the model took.
+Every tensor-parallel size is a process group of its own, which measures stages and batch sizes one after the other with
+a time limit; what runs out of memory or time becomes a row that says so, and so do the rows behind it. A step is the
+trainer's: gradient cache over --accum-freq micro-batches of --batch-sizes pairs per data-parallel rank, the ring over
+all ranks, AdamW, amp_bf16, compiled blocks, random pixels and tokens. samples/s: median of --repeats steps after two,
+over all GPUs; loss: of the last of them, which no lever may change; peak memory: torch's, largest rank, without what only building the model took.
 
 Models: names of infcl/model_configs, or
     bigG  ViT-bigG-14 with 16 text heads instead of 20, which 8 ranks cannot share; sizes and flops are the same
     5B    an image tower of 5.0 B (width 3072, 44 layers, 24 heads) with a text tower of 0.4 B
+
+Levers against the host's time, one row each (--levers): none; cpp, torch.compile's C++ wrapper; graphs, CUDA graphs of
+whole towers (infcl/train/graphs.py, ZeRO 0-2).
 """
 
 import argparse
 import dataclasses
+import gc
 import json
 import os
 import signal
@@ -33,8 +38,8 @@ from infcl.train.run_folder import git_commit
 ROOT = Path(__file__).parent.parent
 COLUMNS = (
     "model", "gpus", "tensor_parallel", "sequence_parallel", "zero_stage", "checkpointing", "batch_size", "accum_freq",
-    "compiled", "status", "samples_per_second", "step_ms", "peak_gib", "mfu", "parameters_m", "device", "torch",
-    "commit",
+    "compiled", "lever", "status", "samples_per_second", "step_ms", "loss", "peak_gib", "mfu", "parameters_m",
+    "device", "torch", "commit",
 )  # fmt: skip
 RESULT = "RESULT "
 
@@ -44,10 +49,11 @@ def main() -> None:
     if arguments.one:
         run_setting(json.loads(arguments.one))
         return
-    print(f"{'model':>9}  T  SP ZeRO  samples/s       ms  peak GiB    MFU", flush=True)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # and its processes end with this one
+    print(f"{'model':>9}  T  SP ZeRO    m  lever  samples/s       ms  peak GiB    MFU", flush=True)
     for setting in settings(arguments):
-        row = _in_child(setting, arguments.timeout) | {"commit": arguments.commit or git_commit()}
-        _report(row, arguments.csv)
+        for row in _in_child(setting, arguments.timeout):
+            _report(row | {"commit": arguments.commit or git_commit()}, arguments.csv)
 
 
 def settings(arguments: argparse.Namespace) -> list[dict]:
@@ -55,14 +61,17 @@ def settings(arguments: argparse.Namespace) -> list[dict]:
     return [
         {
             "model": model, "gpus": arguments.gpus, "tensor_parallel": size, "sequence_parallel": sequence == "on",
-            "zero_stage": stage, "checkpointing": arguments.grad_checkpointing, "batch_size": arguments.batch_size,
+            "checkpointing": arguments.grad_checkpointing, "rows": [
+                {"zero_stage": int(stage), "batch_size": int(batch_size)}
+                for stage in arguments.stages.split(",") for batch_size in arguments.batch_sizes.split(",")
+            ],
             "accum_freq": arguments.accum_freq, "compile_blocks": arguments.compile_blocks,
-            "repeats": arguments.repeats, "device": arguments.device,
+            "repeats": arguments.repeats, "device": arguments.device, "lever": lever,
         }
         for model in arguments.models.split(",")
-        for stage in map(int, arguments.stages.split(","))
         for size in map(int, arguments.sizes.split(","))
         for sequence in (arguments.sequence_parallel.split(",") if size > 1 else ["off"])
+        for lever in arguments.levers.split(",")
     ]  # fmt: skip
 
 
@@ -97,24 +106,27 @@ def _rank(rank: int, setting: dict, port: int) -> None:
     os.environ.update({name: str(value) for name, value in names.items()})
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     try:
-        row = _measure(setting)
+        for index, row in enumerate(setting["rows"]):
+            measured = _measure(setting | row)
+            if rank == 0:
+                print(RESULT + json.dumps([index, measured]), flush=True)
+            gc.collect()  # an engine is full of cycles
     except torch.OutOfMemoryError:
-        print(RESULT + json.dumps({"status": "out of memory"}), flush=True)
+        print(RESULT + json.dumps([index, {"status": "out of memory"}]), flush=True)
         os._exit(1)  # the other ranks wait for this one
-    if rank == 0:
-        print(RESULT + json.dumps(row), flush=True)
     os._exit(0)  # nothing to clean up that the end of the process does not
 
 
 def _measure(setting: dict) -> dict:
     from infcl.config import BatchPlan, TrainConfig
-    from infcl.parallel import init_parallel, max_over, seed_everything
+    from infcl.parallel import init_parallel, max_over, mean_over, seed_everything
     from infcl.step.grad_cache import grad_cache_step
     from infcl.towers import CLIP
     from infcl.train.build import build_loss, split_model
     from infcl.train.compiled import prepare_blocks
     from infcl.train.diagnostics import utilisation
     from infcl.train.engine import Engine, read_preset
+    from infcl.train.graphs import graph_towers
 
     config = TrainConfig(
         dataset_type="synthetic", train_num_samples=1, deepspeed_config=f"ds_configs/zero{setting['zero_stage']}.json",
@@ -135,6 +147,8 @@ def _measure(setting: dict) -> dict:
     split_model(model, config, parallel)
     compiled = prepare_blocks(model, config, parallel, read_preset(config, parallel.device.type)[1], batch)
     engine = Engine(model, config, parallel, batch)
+    if setting["lever"] == "graphs":
+        graph_towers(engine.module)
     loss, micro_batches = build_loss(config, parallel), _micro_batches(cfg, batch, parallel)
     if on_gpu:
         torch.cuda.empty_cache()
@@ -143,7 +157,7 @@ def _measure(setting: dict) -> dict:
     for _ in range(2 + setting["repeats"]):
         dist.barrier()
         started = time.perf_counter()
-        grad_cache_step(
+        output = grad_cache_step(
             micro_batches,
             encode=lambda pair: engine.encode(*pair),
             loss=loss,
@@ -161,7 +175,7 @@ def _measure(setting: dict) -> dict:
     peak = max_over(dist.group.WORLD, [torch.cuda.max_memory_allocated() if on_gpu else 0], parallel.device)[0]
     return {
         "status": "ok", "compiled": compiled, "samples_per_second": round(rate, 2), "step_ms": round(1e3 * median, 1),
-        "peak_gib": round(peak / 2**30, 2), "mfu": None if mfu is None else round(mfu, 4),
+        "loss": round(float(mean_over(engine.dp_group, output.loss)), 4), "peak_gib": round(peak / 2**30, 2), "mfu": None if mfu is None else round(mfu, 4),
         "parameters_m": round(parameters / 1e6, 1), "torch": torch.__version__,
         "device": torch.cuda.get_device_name() if on_gpu else "cpu",
     }  # fmt: skip
@@ -183,28 +197,33 @@ def _micro_batches(cfg, batch, parallel) -> list[tuple[torch.Tensor, torch.Tenso
 # ---- the parent ----
 
 
-def _in_child(setting: dict, timeout: float) -> dict:
-    """The setting with what its process reported: a row, or a status that says why there is none."""
+def _in_child(setting: dict, timeout: float) -> list[dict]:
+    """Of each of the setting's rows what its process reported, or a status that says why there is nothing."""
     command = [sys.executable, "-m", "benchmarks.tensor_parallel", "--one", json.dumps(setting)]
+    environment = os.environ | ({"TORCHINDUCTOR_CPP_WRAPPER": "1"} if setting["lever"] == "cpp" else {})
     process = subprocess.Popen(
-        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
-    )
+        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        start_new_session=True,
+    )  # fmt: skip
+    status = ""
     try:
-        output, _ = process.communicate(timeout=timeout)
-    except subprocess.TimeoutExpired:
+        output, _ = process.communicate(timeout=timeout * len(setting["rows"]))
+    except BaseException as error:
         os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
-        return setting | {"status": f"no result after {timeout:.0f} s"}
-    results = [json.loads(line[len(RESULT) :]) for line in output.splitlines() if line.startswith(RESULT)]
-    if not results:
+        output, _ = process.communicate()
+        if not isinstance(error, subprocess.TimeoutExpired):
+            raise
+        status = f"no result in {timeout:.0f} s a row"
+    results = dict(json.loads(line[len(RESULT) :]) for line in output.splitlines() if line.startswith(RESULT))
+    if len(results) < len(setting["rows"]):
         print(output[-3000:], flush=True)
-        return setting | {"status": f"failed with exit code {process.returncode}"}
-    return setting | results[-1]
+    failed = {"status": status or f"failed with exit code {process.returncode}"}
+    return [setting | row | results.get(index, failed) for index, row in enumerate(setting["rows"])]
 
 
 def _report(row: dict, path: Path | None) -> None:
     head = f"{row['model']:>9} {row['tensor_parallel']:>2} {'on' if row['sequence_parallel'] else '-':>3} "
-    head += f"{row['zero_stage']:>4} "
+    head += f"{row['zero_stage']:>4} {row['batch_size']:>4} {row['lever']:>6} "
     if row["status"] == "ok":
         mfu = "-" if row["mfu"] is None else f"{row['mfu']:.3f}"
         head += f"{row['samples_per_second']:>10.1f} {row['step_ms']:>8.0f} {row['peak_gib']:>9.1f} {mfu:>6}"
@@ -223,10 +242,11 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--sequence-parallel", default="on", help="on, off or on,off; of sizes above 1")
     parser.add_argument("--grad-checkpointing", action="store_true")
     parser.add_argument("--compile-blocks", default="auto", choices=("auto", "on", "off"))
-    parser.add_argument("--batch-size", type=int, default=64, help="pairs per micro-batch")
+    parser.add_argument("--levers", default="none", help="of: none, cpp, graphs")
+    parser.add_argument("--batch-sizes", default="64", help="pairs per micro-batch")
     parser.add_argument("--accum-freq", type=int, default=2, help="micro-batches per step")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--timeout", type=float, default=120.0, help="seconds that one setting may take")
+    parser.add_argument("--timeout", type=float, default=120.0, help="seconds that one row may take")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--csv", type=Path, default=None, help="append the rows to this file")
     parser.add_argument("--commit", default=None, help="for the CSV; default: git's HEAD")
