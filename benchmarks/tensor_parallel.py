@@ -6,7 +6,8 @@ Every tensor-parallel size is a process group of its own, which measures stages 
 a time limit; what runs out of memory or time becomes a row that says so, and so do the rows behind it. A step is the
 trainer's: gradient cache over --accum-freq micro-batches of --batch-sizes pairs per data-parallel rank, the ring over
 all ranks, AdamW, amp_bf16, compiled blocks, random pixels and tokens. samples/s: median of --repeats steps after two,
-over all GPUs; loss: of the last of them, which no lever may change; peak memory: torch's, largest rank, without what only building the model took.
+over all GPUs; loss: of the last of them, which no lever may change; peak memory: torch's, largest rank, without what
+only building the model took.
 
 Models: names of infcl/model_configs, or
     bigG  ViT-bigG-14 with 16 text heads instead of 20, which 8 ranks cannot share; sizes and flops are the same
@@ -175,7 +176,8 @@ def _measure(setting: dict) -> dict:
     peak = max_over(dist.group.WORLD, [torch.cuda.max_memory_allocated() if on_gpu else 0], parallel.device)[0]
     return {
         "status": "ok", "compiled": compiled, "samples_per_second": round(rate, 2), "step_ms": round(1e3 * median, 1),
-        "loss": round(float(mean_over(engine.dp_group, output.loss)), 4), "peak_gib": round(peak / 2**30, 2), "mfu": None if mfu is None else round(mfu, 4),
+        "loss": round(float(mean_over(engine.dp_group, output.loss)), 4),
+        "peak_gib": round(peak / 2**30, 2), "mfu": None if mfu is None else round(mfu, 4),
         "parameters_m": round(parameters / 1e6, 1), "torch": torch.__version__,
         "device": torch.cuda.get_device_name() if on_gpu else "cpu",
     }  # fmt: skip
