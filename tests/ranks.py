@@ -1,9 +1,10 @@
 """Run a function on W gloo ranks: `run_ranks(function, world_size, *args, **kwargs)` -> results of ranks 0 to W-1.
 
-The processes of a world size are started once per test run and reused (importing torch costs seconds, a call
-milliseconds). A function takes (rank, world_size, *args), must be importable (module level), and may use
-torch.distributed's WORLD group. An exception on any rank is raised here with its traceback; a hang ends after `timeout`
-seconds. In both cases the processes of that world size are thrown away, since their collectives may be out of step.
+The processes of a world size are started once per test run and reused, forked from one that has imported all they need
+(preload.py: importing costs each rank seconds of a core, a call milliseconds). A function takes (rank, world_size,
+*args), must be importable (module level), and may use torch.distributed's WORLD group. An exception on any rank is
+raised here with its traceback; a hang ends after `timeout` seconds. In both cases the processes of that world size are
+thrown away, since their collectives may be out of step.
 Plain pickle carries arguments and results (not torch's shared-memory reductions, which outlive a killed process).
 """
 
@@ -26,7 +27,8 @@ def run_ranks(function, world_size: int, *args, timeout: float = 120.0, **kwargs
 
 class _Pool:
     def __init__(self, world_size: int):
-        context = mp.get_context("spawn")
+        context = mp.get_context("forkserver")
+        context.set_forkserver_preload(["tests.preload"])
         self.world_size = world_size
         port = free_port()
         self.pipes, self.processes = [], []
