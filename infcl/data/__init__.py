@@ -1,7 +1,7 @@
 """SHARD -> SAMPLE -> BATCH. Reading order:
 
 storage.py, remote.py, spool.py   a shard, wherever it lies -> bytes at (offset, size)
-index.py       one tar -> where its members lie
+tar.py, index.py   one tar -> its members -> where its samples lie
 shards.py      urls -> manifest of indexed shards; sizes.py: how many samples, from the files beside them
 records.py     sample numbers -> undecoded members; table.py: the same for rows of a csv table
 plan.py        (seed, epoch) -> the order of all samples; which of them a rank reads in a step

@@ -1,0 +1,106 @@
+"""The members of a tar, whole or damaged, by its headers alone: name, where the data lies, how long it is.
+
+The header layout is POSIX ustar, with PAX ('x') and GNU ('L') long names and base-256 sizes. In a damaged tar the
+search goes on at the next valid header: only the members that are damaged are lost, and the caller is told.
+"""
+
+from collections.abc import Callable, Iterator
+
+_BLOCK = 512
+_SEARCH_BYTES = 1 << 20
+_MAX_PADDING = 64 << 10  # tar programs pad to a multiple of 10 KB, some of 32 KB
+
+
+def tar_members(
+    pread: Callable[[int, int], bytes], file_bytes: int, damage: list[str]
+) -> Iterator[tuple[str, int, int]]:
+    """(name, data offset, size) of each regular member that lies whole in the file; `damage` gets what is wrong."""
+    position, long_name, long_size, after_damage = 0, None, None, False
+    while True:
+        header = pread(_BLOCK, position)
+        if len(header) < _BLOCK:
+            damage.append(f"ends at byte {file_bytes} without an end-of-archive block")
+            return
+        size = _number(header[124:136])
+        if size is None or _number(header[148:156]) != sum(header) - sum(header[148:156]) + 8 * 32:
+            following, blank = _next_header(pread, position + _BLOCK, file_bytes)
+            if any(header):
+                damage.append(f"bad header at byte {position}")
+            elif following is not None or not blank:
+                damage.append(f"an end-of-archive block at byte {position}, and more behind it")
+            elif not _BLOCK < file_bytes - position <= _MAX_PADDING:  # two blocks end a tar, padding may follow
+                damage.append(f"{file_bytes - position} zero bytes at the end: was it cut or never filled?")
+            if following is None:
+                return
+            position, long_name, long_size, after_damage = following, None, None, True
+            continue
+        kind, data = header[156:157], position + _BLOCK
+        if long_size is not None and kind in b"0\x007":
+            size = long_size
+        position = data + (size + _BLOCK - 1) // _BLOCK * _BLOCK
+        if data + size > file_bytes:
+            damage.append(f"ends at byte {file_bytes} inside a member that needs {data + size}")
+            return
+        if kind == b"L":
+            long_name = pread(min(size, 1 << 16), data).split(b"\0", 1)[0]
+        elif kind == b"x":
+            records = _pax_records(pread(min(size, 1 << 20), data))
+            long_name = records.get(b"path", long_name)
+            long_size = _decimal(records.get(b"size", b""))
+        elif kind in b"0\x007":
+            name, shortened = long_name or _short_name(header), long_name is None and header[99] != 0
+            long_name = long_size = None
+            if not (after_damage and shortened):  # else its long name may have been what was damaged
+                yield name.decode("utf-8", "surrogateescape"), data, size
+            after_damage = False
+        elif kind not in b"gK":  # a link, folder or device: nothing to read
+            long_name = long_size = None
+
+
+def _next_header(pread: Callable[[int, int], bytes], start: int, file_bytes: int) -> tuple[int | None, bool]:
+    """(where the next valid header lies, at or after `start`, or None; whether only zeros lie before it)."""
+    blank = True
+    for block in range(start, file_bytes, _SEARCH_BYTES):
+        data = pread(_SEARCH_BYTES + _BLOCK, block)
+        at = data.find(b"ustar")
+        while at >= 0:
+            begin = at - 257
+            header = data[begin : begin + _BLOCK] if begin >= 0 else b""
+            if (block + begin) % _BLOCK == 0 and len(header) == _BLOCK:
+                if _number(header[148:156]) == sum(header) - sum(header[148:156]) + 8 * 32:
+                    return block + begin, blank and not any(data[:begin])
+            at = data.find(b"ustar", at + 1)
+        blank = blank and data.count(0) == len(data)
+    return None, blank
+
+
+def _short_name(header: bytes) -> bytes:
+    name, prefix = header[:100].split(b"\0", 1)[0], header[345:500].split(b"\0", 1)[0]
+    return prefix + b"/" + name if prefix and header[257:263] == b"ustar\0" else name
+
+
+def _number(field: bytes) -> int | None:
+    """A numeric header field: octal digits, or base 256 when the first bit is set; None if it is neither."""
+    if field[0] & 0x80:
+        return int.from_bytes(field[1:], "big") if field[0] == 0x80 else None  # 0xff: negative, never valid here
+    digits = field.strip(b" \0") or b"0"
+    return int(digits, 8) if not digits.strip(b"01234567") else None
+
+
+def _pax_records(data: bytes) -> dict[bytes, bytes]:
+    """{key: value} of PAX 'length key=value\\n' records; stops at the first one that is malformed."""
+    records = {}
+    while data:
+        number, _, _ = data.partition(b" ")
+        length = _decimal(number)
+        if length is None or not len(number) + 1 < length <= len(data):
+            break
+        key, equals, value = data[len(number) + 1 : length - 1].partition(b"=")
+        if equals:
+            records[key] = value
+        data = data[length:]
+    return records
+
+
+def _decimal(digits: bytes) -> int | None:
+    return int(digits) if digits.isdigit() and len(digits) < 20 else None
