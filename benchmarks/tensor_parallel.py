@@ -126,8 +126,9 @@ def _measure(setting: dict) -> dict:
     from infcl.train.build import build_loss, split_model
     from infcl.train.compiled import prepare_blocks
     from infcl.train.diagnostics import utilisation
-    from infcl.train.engine import Engine, read_preset
+    from infcl.train.engine import Engine
     from infcl.train.graphs import graph_towers
+    from infcl.train.preset import read_preset
 
     config = TrainConfig(
         dataset_type="synthetic", train_num_samples=1, deepspeed_config=f"ds_configs/zero{setting['zero_stage']}.json",

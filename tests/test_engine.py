@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from infcl.config import BatchPlan, TrainConfig
-from infcl.train.engine import Engine, read_preset
+from infcl.train.engine import Engine
+from infcl.train.preset import read_preset
 from tests.ranks import run_ranks
 from tests.step_oracle import EPS, LR, ToyCLIP, global_batch, oracle_steps
 

@@ -12,8 +12,8 @@ from infcl.config import BatchPlan, TrainConfig, total_steps
 from infcl.parallel import Parallel, describe_ranks
 from infcl.plan.memory import STAGES, memory_plan, parameter_counts, pixel_bytes
 from infcl.train.diagnostics import model_flops
-from infcl.train.engine import read_preset, zero_stage
 from infcl.train.optim import Schedule, checkpoint_bytes
+from infcl.train.preset import read_preset, zero_stage
 
 
 def describe_plan(config: TrainConfig, parallel: Parallel) -> str:

@@ -13,7 +13,7 @@ from infcl.config import BatchPlan, TrainConfig
 from infcl.parallel import Parallel
 from infcl.plan.memory import memory_plan, parameter_counts
 from infcl.towers.config import CLIPConfig
-from infcl.train.engine import read_preset, zero_stage
+from infcl.train.preset import read_preset, zero_stage
 
 _ROOM = 0.90  # of the memory, for --batch-size auto and for what is proposed
 _SIZES = tuple(2**power for power in range(12, -1, -1))

@@ -23,7 +23,7 @@ from infcl.parallel import Parallel
 from infcl.towers.clip import CLIP
 from infcl.towers.config import CLIPConfig, load_model_config, with_overrides, with_tokenizer
 from infcl.towers.transformer import ResidualBlock
-from infcl.train.engine import read_preset
+from infcl.train.preset import read_preset
 
 
 def build_tokenizer_and_model_config(

@@ -1,4 +1,4 @@
-"""All that is DeepSpeed's: config merge, forward, backward, step, clamp (its sharded state: engine_state.py).
+"""All that is DeepSpeed's: forward, backward, step, clamp (its config: preset.py, its sharded state: engine_state.py).
 
 The recipe that is exact for ZeRO 0-3 (docs/precision.md has the reasons):
 
@@ -13,10 +13,8 @@ Tested with DeepSpeed 0.19.8.
 """
 
 import contextlib
-import json
 import warnings
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,95 +22,13 @@ from torch import nn
 
 from infcl.config import BatchPlan, TrainConfig
 from infcl.parallel import Parallel
-from infcl.towers.transformer import ResidualBlock
 from infcl.train.engine_stage3 import release_by_the_present_trace
 from infcl.train.engine_state import EMA, ZeroState
 from infcl.train.optim import build_optimizer
+from infcl.train.preset import deepspeed_config, read_preset, zero_stage
 
-_OWNED_BY_FLAGS = {
-    "train_batch_size": "--batch-size and --accum-freq",
-    "train_micro_batch_size_per_gpu": "--batch-size",
-    "gradient_accumulation_steps": "--accum-freq",
-    "gradient_clipping": "--grad-clip-norm",
-    "optimizer": "--opt, --lr, --wd, --beta1, --beta2 and --eps",
-    "scheduler": "--lr-scheduler and --warmup",
-    "torch_autocast": "--precision amp_bf16",
-    "steps_per_print": "--log-every-n-steps",
-}
 _COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
 _SCALER_FIELDS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
-_PRESET_KEYS = {
-    "zero_optimization",
-    "bf16",
-    "fp16",
-    "data_types",
-    "communication_data_type",
-    "zero_force_ds_cpu_optimizer",
-    "comms_logger",
-    "wall_clock_breakdown",
-    "memory_breakdown",
-}
-
-
-def read_preset(config: TrainConfig, device_type: str) -> tuple[dict, str]:
-    """(preset, precision) of a run; ValueError for a broken preset or one that contradicts the flags."""
-    path = Path(config.deepspeed_config)
-    try:
-        preset = json.loads(path.read_text())
-    except json.JSONDecodeError as error:
-        raise ValueError(f"--deepspeed_config {path}: not JSON ({error})") from None
-    for key in preset:
-        if key in _OWNED_BY_FLAGS:
-            raise ValueError(f"--deepspeed_config {path} sets {key!r}: use {_OWNED_BY_FLAGS[key]} instead")
-        if key not in _PRESET_KEYS:
-            raise ValueError(
-                f"--deepspeed_config {path}: unknown key {key!r} (known: {', '.join(sorted(_PRESET_KEYS))})"
-            )
-    for name in ("offload_optimizer", "offload_param"):
-        if preset.get("zero_optimization", {}).get(name, {}).get("device") == "nvme":
-            raise ValueError(
-                f"--deepspeed_config {path} has {name} on nvme: checkpoints read and write whole values of the state, "
-                'which is not in memory there; use "device": "cpu", as ds_configs/zero3_offload.json does'
-            )
-    in_preset = [name for name in ("bf16", "fp16") if preset.get(name, {}).get("enabled")]
-    if len(in_preset) == 2:
-        raise ValueError(f"--deepspeed_config {path} enables both bf16 and fp16: choose one")
-    precision = config.precision or (in_preset[0] if in_preset else "amp_bf16" if device_type == "cuda" else "fp32")
-    if in_preset and precision != in_preset[0]:
-        raise ValueError(
-            f"--precision {precision} contradicts {path}, which enables {in_preset[0]}: change one of them"
-        )
-    if precision in ("bf16", "fp16") and zero_stage(preset) == 0:
-        raise ValueError(
-            f"--precision {precision} needs ZeRO stage >= 1 ({path} has stage 0, where DeepSpeed keeps no exact fp32 "
-            "masters); use ds_configs/zero1.json or --precision amp_bf16"
-        )
-    return preset, precision
-
-
-def zero_stage(preset: dict) -> int:
-    return preset.get("zero_optimization", {}).get("stage", 0)
-
-
-def deepspeed_config(preset: dict, precision: str, batch: BatchPlan, grad_clip_norm: float | None) -> dict:
-    """The preset with everything that flags own written in."""
-    merged = dict(preset)
-    merged["train_micro_batch_size_per_gpu"] = batch.micro_batch_size
-    merged["gradient_accumulation_steps"] = batch.num_micro_batches
-    merged["train_batch_size"] = batch.global_batch_size
-    merged["gradient_clipping"] = grad_clip_norm or 0.0
-    merged["steps_per_print"] = 10**9
-    merged["zero_allow_untested_optimizer"] = True
-    if zero_stage(preset) == 3:  # one gather, one set of hooks per block, and a block that can be compiled whole
-        zero = dict(merged["zero_optimization"])
-        zero.setdefault("leaf_module", {"classes": [f"{ResidualBlock.__module__}.{ResidualBlock.__qualname__}"]})
-        merged["zero_optimization"] = zero
-    if precision == "amp_bf16":
-        merged["torch_autocast"] = {"enabled": True, "dtype": "bfloat16"}
-    if precision in ("bf16", "fp16"):
-        merged[precision] = merged.get(precision, {}) | {"enabled": True}
-        merged.setdefault("data_types", {}).setdefault("grad_accum_dtype", "fp32")
-    return merged
 
 
 class Engine:
