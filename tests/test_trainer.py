@@ -220,11 +220,11 @@ def broken_export(rank, world_size, config):
         assert rank == 0
         raise KeyError("logit_scale")
 
-    infcl.export.export_model = export_model
-    try:
-        fit(rank, world_size, config)
-    except RuntimeError as error:
-        return str(error)
+    with pytest.MonkeyPatch.context() as patch:  # this process runs other tests too
+        patch.setattr(infcl.export, "export_model", export_model)
+        with pytest.raises(RuntimeError) as failure:
+            fit(rank, world_size, config)
+    return str(failure.value)
 
 
 def test_a_failure_to_export_ends_every_rank_and_says_what_it_was(demo_folder, tmp_path):

@@ -10,12 +10,14 @@ that give one are taken on the device while a step goes on and cost nothing; the
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from infcl.step.grad_cache import StepOutput
 
 _TOWERS = {"image": "visual.transformer", "text": "transformer"}
 _MAX_IDS = 8  # sample numbers in a sentence
+_MAX_FINDINGS = 8  # sentences about one skipped step
 
 
 class FiniteWatch:
@@ -53,3 +55,11 @@ class FiniteWatch:
                 if not total.isfinite():
                     found.append(f"{tower} tower, micro-batch {index}: gradients are not finite")
         return found
+
+
+def findings_of_all(own: list[str], world_size: int) -> str:
+    """What the ranks found, a line each, the first few; "" when none found anything. Collective."""
+    gathered: list[list[str]] = [[]] * world_size
+    dist.all_gather_object(gathered, own)
+    found = [f"rank {rank}, {finding}" for rank, findings in enumerate(gathered) for finding in findings]
+    return "\n  ".join(found[:_MAX_FINDINGS]) + ("\n  ..." if len(found) > _MAX_FINDINGS else "")

@@ -5,11 +5,9 @@ and the learning rate all follow from the step number, so a resumed run repeats 
 """
 
 import contextlib
-import json
 import logging
 import math
 import time
-from collections import Counter
 from collections.abc import Iterator
 
 import torch
@@ -17,7 +15,6 @@ import torch.distributed as dist
 
 from infcl.config import BatchPlan, TrainConfig, total_steps
 from infcl.parallel import Parallel, describe_ranks, join_parts, max_over, mean_over, micro_batch_seed, seed_everything
-from infcl.report import draw_loss_curve
 from infcl.step.grad_cache import grad_cache_step
 from infcl.train.build import (
     build_loader,
@@ -32,19 +29,20 @@ from infcl.train.checkpoint import find_checkpoint, full_weights, load_checkpoin
 from infcl.train.checkpoint_writer import CheckpointWriter
 from infcl.train.compiled import prepare_blocks
 from infcl.train.diagnostics import SampledLoss, utilisation
-from infcl.train.engine import Engine, read_preset
-from infcl.train.finite import FiniteWatch
+from infcl.train.engine import Engine
+from infcl.train.finite import FiniteWatch, findings_of_all
 from infcl.train.metrics import MetricsWriter, PhaseTimer, peak_memory_mb
 from infcl.train.optim import Schedule
 from infcl.train.pixels import build_pixel_cache, describe_pixels
+from infcl.train.preset import read_preset
 from infcl.train.profiler import StepProfiler
 from infcl.train.resident import check_encode_width, merge_micro_batches, resident_micro_batches
-from infcl.train.run_folder import RunFolder, why_not_written, write_atomic
+from infcl.train.results import sum_reports, write_results
+from infcl.train.run_folder import RunFolder
 from infcl.train.stop import Stopped, StopSignals
 
 log = logging.getLogger(__name__)
 
-MAX_FINDINGS = 8  # sentences about one skipped step
 MAX_LOGIT_SCALE = math.log(100)  # OpenAI's bound; the clamp holds through the next step in every ZeRO stage
 
 
@@ -219,12 +217,9 @@ class Trainer:
 
     def _explain_skipped_step(self, own_findings: list[str]) -> None:
         """Say which rank, tower and micro-batch; end the run, with a checkpoint, after too many steps in a row."""
-        gathered: list[list[str]] = [[]] * self.parallel.world_size
-        dist.all_gather_object(gathered, own_findings)
-        found = [f"rank {rank}, {finding}" for rank, findings in enumerate(gathered) for finding in findings]
-        if not found:  # in fp16, now and then, by design: the loss scale was too large
-            found = [f"in no tower alone; loss scale now {self.engine.loss_scale():g}"]
-        shown = "\n  ".join(found[:MAX_FINDINGS]) + ("\n  ..." if len(found) > MAX_FINDINGS else "")
+        shown = findings_of_all(own_findings, self.parallel.world_size)
+        if not shown:  # in fp16, now and then, by design: the loss scale was too large
+            shown = f"in no tower alone; loss scale now {self.engine.loss_scale():g}"
         self.metrics.say(f"step {self.step} was skipped, its gradients are not finite:\n  {shown}")
         if self.skipped_in_a_row > self.config.max_skipped_steps:
             self._save()
@@ -341,15 +336,6 @@ class Trainer:
         }
         self.checkpoints.begin(self.step, state)
 
-    def _data_report(self) -> dict[str, int]:
-        """The loader's counters summed over ranks; what the index left out is the same on every rank."""
-        reports: list[dict[str, int]] = [{}] * self.parallel.world_size
-        dist.all_gather_object(reports, self.loader.report())
-        total = Counter({name: n for name, n in reports[0].items() if name.startswith("index/")})
-        for report in reports:
-            total.update({name: n for name, n in report.items() if not name.startswith("index/")})
-        return dict(total)
-
     def _finish(self) -> dict:
         results = {name: self._run_task(name) for name in self.tasks}
         weights = full_weights(self.engine, keep=self.parallel.rank == 0, ema=self.config.ema_eval)
@@ -368,7 +354,7 @@ class Trainer:
             "peak_memory_mb": round(peak, 1),
             "zero_stage": self.engine.zero_stage,
             "world_size": self.parallel.world_size,
-            "data": self._data_report(),
+            "data": sum_reports(self.loader.report(), self.parallel),
             "evaluation": results,
             "ema": self.config.ema_eval,
             "paths": {
@@ -378,25 +364,5 @@ class Trainer:
                 "checkpoint": str(newest) if newest else None,
             },
         }
-        problem: list[str | None] = [None]
-        cause: Exception | None = None
-        if self.parallel.rank == 0:
-            try:
-                self._write_results(weights, summary)
-            except Exception as error:  # whatever it is: the other ranks wait to be told, then all raise it
-                cause, problem = error, [why_not_written(error)]
-        dist.broadcast_object_list(problem, src=0)
-        if problem[0] is not None:
-            raise RuntimeError(
-                f"the trained model could not be written to {self.run.root} ({problem[0]}); newest checkpoint: "
-                f"{newest or 'none'}. When that is mended, start again with --resume latest"
-            ) from cause
+        write_results(self.run, self.parallel, weights, self.model_config, summary)
         return summary
-
-    def _write_results(self, weights: dict[str, torch.Tensor], summary: dict) -> None:
-        from infcl.export import export_model
-
-        draw_loss_curve(self.run.metrics, self.run.loss_curve)
-        tokenizer_path = self.run.tokenizer if self.run.tokenizer.is_file() else None
-        export_model(weights, self.model_config, tokenizer_path, self.run.export, card=summary)
-        write_atomic(self.run.summary, json.dumps(summary, indent=2) + "\n")

@@ -1,0 +1,53 @@
+"""What a finished run leaves beside its checkpoints: loss curve, exported model, and last summary.json."""
+
+import json
+from collections import Counter
+
+import torch
+import torch.distributed as dist
+
+from infcl.parallel import Parallel
+from infcl.report import draw_loss_curve
+from infcl.towers.config import CLIPConfig
+from infcl.train.run_folder import RunFolder, why_not_written, write_atomic
+
+
+def write_results(
+    run: RunFolder, parallel: Parallel, weights: dict[str, torch.Tensor], model_config: CLIPConfig, summary: dict
+) -> None:
+    """Rank 0 writes; weights: the whole model's, on rank 0. Collective.
+
+    Raises RuntimeError on every rank, with the cause and the newest checkpoint, where rank 0 could not write.
+    """
+    problem: list[str | None] = [None]
+    cause: Exception | None = None
+    if parallel.rank == 0:
+        try:
+            _write(run, weights, model_config, summary)
+        except Exception as error:  # whatever it is: the other ranks wait to be told, then all raise it
+            cause, problem = error, [why_not_written(error)]
+    dist.broadcast_object_list(problem, src=0)
+    if problem[0] is not None:
+        raise RuntimeError(
+            f"the trained model could not be written to {run.root} ({problem[0]}); newest checkpoint: "
+            f"{summary['paths']['checkpoint'] or 'none'}. When that is mended, start again with --resume latest"
+        ) from cause
+
+
+def _write(run: RunFolder, weights: dict[str, torch.Tensor], model_config: CLIPConfig, summary: dict) -> None:
+    from infcl.export import export_model
+
+    draw_loss_curve(run.metrics, run.loss_curve)
+    tokenizer_path = run.tokenizer if run.tokenizer.is_file() else None
+    export_model(weights, model_config, tokenizer_path, run.export, card=summary)
+    write_atomic(run.summary, json.dumps(summary, indent=2) + "\n")
+
+
+def sum_reports(report: dict[str, int], parallel: Parallel) -> dict[str, int]:
+    """The loaders' counters summed over ranks; what the index left out is the same on every rank. Collective."""
+    reports: list[dict[str, int]] = [{}] * parallel.world_size
+    dist.all_gather_object(reports, report)
+    total = Counter({name: n for name, n in reports[0].items() if name.startswith("index/")})
+    for each in reports:
+        total.update({name: n for name, n in each.items() if not name.startswith("index/")})
+    return dict(total)
