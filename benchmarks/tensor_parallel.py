@@ -13,8 +13,9 @@ Models: names of infcl/model_configs, or
     bigG  ViT-bigG-14 with 16 text heads instead of 20, which 8 ranks cannot share; sizes and flops are the same
     5B    an image tower of 5.0 B (width 3072, 44 layers, 24 heads) with a text tower of 0.4 B
 
-Levers against the host's time, one row each (--levers): none; cpp, torch.compile's C++ wrapper; graphs, CUDA graphs of
-whole towers (infcl/train/graphs.py, ZeRO 0-2).
+Levers (--levers none,graphs+halves: a row each): cpp, torch.compile's C++ wrapper; graphs, CUDA graphs of whole towers
+(infcl/train/graphs.py, ZeRO 0-2); halves, two halves of a micro-batch in turn (megatron_patches/halves.py, T > 1);
+priority, NCCL's kernels before others.
 """
 
 import argparse
@@ -43,6 +44,7 @@ COLUMNS = (
     "device", "torch", "commit",
 )  # fmt: skip
 RESULT = "RESULT "
+ENVIRONMENTS = {"cpp": {"TORCHINDUCTOR_CPP_WRAPPER": "1"}, "priority": {"TORCH_NCCL_HIGH_PRIORITY": "1"}}  # of levers
 
 
 def main() -> None:
@@ -51,7 +53,7 @@ def main() -> None:
         run_setting(json.loads(arguments.one))
         return
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # and its processes end with this one
-    print(f"{'model':>9}  T  SP ZeRO    m  lever  samples/s       ms  peak GiB    MFU", flush=True)
+    print(f"{'model':>9}  T  SP ZeRO    m           lever  samples/s       ms  peak GiB    MFU", flush=True)
     for setting in settings(arguments):
         for row in _in_child(setting, arguments.timeout):
             _report(row | {"commit": arguments.commit or git_commit()}, arguments.csv)
@@ -147,9 +149,16 @@ def _measure(setting: dict) -> dict:
         model = CLIP(cfg, activation_checkpointing=setting["checkpointing"])
     parameters = sum(p.numel() for p in model.parameters())
     split_model(model, config, parallel)
-    compiled = prepare_blocks(model, config, parallel, read_preset(config, parallel.device.type)[1], batch)
+    levers = setting["lever"].split("+")
+    if "halves" in levers:
+        from megatron_patches.halves import send_halves
+
+        compiled = setting["compile_blocks"] == "on" or (setting["compile_blocks"] == "auto" and on_gpu)
+        send_halves(model, compiles=compiled)
+    else:
+        compiled = prepare_blocks(model, config, parallel, read_preset(config, parallel.device.type)[1], batch)
     engine = Engine(model, config, parallel, batch)
-    if setting["lever"] == "graphs":
+    if "graphs" in levers:
         graph_towers(engine.module)
     loss, micro_batches = build_loss(config, parallel), _micro_batches(cfg, batch, parallel)
     if on_gpu:
@@ -203,7 +212,9 @@ def _micro_batches(cfg, batch, parallel) -> list[tuple[torch.Tensor, torch.Tenso
 def _in_child(setting: dict, timeout: float) -> list[dict]:
     """Of each of the setting's rows what its process reported, or a status that says why there is nothing."""
     command = [sys.executable, "-m", "benchmarks.tensor_parallel", "--one", json.dumps(setting)]
-    environment = os.environ | ({"TORCHINDUCTOR_CPP_WRAPPER": "1"} if setting["lever"] == "cpp" else {})
+    environment = dict(os.environ)
+    for lever in setting["lever"].split("+"):
+        environment |= ENVIRONMENTS.get(lever, {})
     process = subprocess.Popen(
         command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         start_new_session=True,
@@ -226,7 +237,7 @@ def _in_child(setting: dict, timeout: float) -> list[dict]:
 
 def _report(row: dict, path: Path | None) -> None:
     head = f"{row['model']:>9} {row['tensor_parallel']:>2} {'on' if row['sequence_parallel'] else '-':>3} "
-    head += f"{row['zero_stage']:>4} {row['batch_size']:>4} {row['lever']:>6} "
+    head += f"{row['zero_stage']:>4} {row['batch_size']:>4} {row['lever']:>15} "
     if row["status"] == "ok":
         mfu = "-" if row["mfu"] is None else f"{row['mfu']:.3f}"
         head += f"{row['samples_per_second']:>10.1f} {row['step_ms']:>8.0f} {row['peak_gib']:>9.1f} {mfu:>6}"
@@ -245,7 +256,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--sequence-parallel", default="on", help="on, off or on,off; of sizes above 1")
     parser.add_argument("--grad-checkpointing", action="store_true")
     parser.add_argument("--compile-blocks", default="auto", choices=("auto", "on", "off"))
-    parser.add_argument("--levers", default="none", help="of: none, cpp, graphs")
+    parser.add_argument("--levers", default="none", help="none, or of the above, + between them")
     parser.add_argument("--batch-sizes", default="64", help="pairs per micro-batch")
     parser.add_argument("--accum-freq", type=int, default=2, help="micro-batches per step")
     parser.add_argument("--repeats", type=int, default=3)

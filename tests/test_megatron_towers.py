@@ -1,5 +1,7 @@
 """Towers in parts equal the whole ones: state dict, features, gradients; what must not be split stays equal."""
 
+import dataclasses
+
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -69,8 +71,6 @@ def test_a_model_that_is_cut_while_it_is_made_has_the_same_weights(tmp_path, siz
 
 def test_a_block_is_on_the_device_before_the_next_one_is_made(monkeypatch):
     """Host memory then holds one block and the embeddings at a time. The "meta" device stands for a GPU."""
-    import dataclasses
-
     from infcl.parallel import init_parallel
     from infcl.towers.transformer import ResidualBlock
     from infcl.train.build import build_model
@@ -180,3 +180,40 @@ def fifty_steps(rank, world_size, preset, sequence_parallel):
 def test_replicated_parameters_stay_equal_to_the_bit_over_fifty_steps(preset, sequence_parallel):
     first, second = run_ranks(fifty_steps, 2, preset, sequence_parallel)
     assert len(first) > 30 and [name for name in first if first[name] != second[name]] == []
+
+
+def order_of_a_backward(rank, world_size):
+    """-> the collectives, waits and products of a compiled block's backward, in the order of its code."""
+    import re
+
+    from torch._inductor.utils import run_and_get_code
+
+    from infcl.train.compiled import compile_blocks
+    from megatron_patches.towers import split_towers
+
+    text = dataclasses.replace(CFG.text_cfg, width=64, context_length=16, mlp_ratio=4.0, layers=1)
+    vision = dataclasses.replace(CFG.vision_cfg, width=32, head_width=8, layers=1)
+    model = CLIP(dataclasses.replace(CFG, text_cfg=text, vision_cfg=vision))
+    split_towers(model, layout(world_size).tp_group)
+    assert compile_blocks(model, torch.device("cpu"), "amp_bf16", {8}, communicates=True)
+    torch.compiler.reset()  # what was tried on a copy is made again, to be seen
+    block = model.transformer.resblocks[0]
+
+    def step():
+        with torch.autocast("cpu", torch.bfloat16):
+            y = block(torch.zeros(8, 16, 64, requires_grad=True))
+        y.sum().backward()
+
+    _, codes = run_and_get_code(step)
+    backward = codes[-1].split("def call(")[1]
+    return re.findall(r"_c10d_functional\.(all_reduce_|wait_tensor)|extern_kernels\.(?:add)?(mm)\(", backward)
+
+
+@pytest.mark.slow
+def test_a_compiled_backward_multiplies_while_it_sends():
+    """Behind the start of each column layer's sum comes its weight's gradient, then the wait."""
+    for found in run_ranks(order_of_a_backward, 2, timeout=200):
+        names = [sent or product for sent, product in found]
+        starts = [i for i, name in enumerate(names) if name == "all_reduce_"]
+        assert len(starts) == 2
+        assert all(names[i : i + 3] == ["all_reduce_", "mm", "wait_tensor"] for i in starts), names

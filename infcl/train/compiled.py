@@ -36,16 +36,23 @@ def prepare_blocks(model: CLIP, config: TrainConfig, parallel: Parallel, precisi
     groups = {min(config.encode_micro_batches, batch.num_micro_batches), 1}
     share = parallel.tp_size if config.sequence_parallel else 1  # a block then sees its rank's samples only
     sizes = {-(-n * batch.micro_batch_size // share) for n in groups}
-    return wanted and compile_blocks(model, parallel.device, precision, sizes)
+    return wanted and compile_blocks(model, parallel.device, precision, sizes, communicates=parallel.tp_size > 1)
 
 
-def compile_blocks(model: CLIP, device: torch.device, precision: str, batch_sizes: set[int]) -> bool:
-    """Compile the blocks of both towers for `batch_sizes`. False when that failed: then nothing has changed."""
+def compile_blocks(
+    model: CLIP, device: torch.device, precision: str, batch_sizes: set[int], *, communicates: bool = False
+) -> bool:
+    """Compile the blocks of both towers for `batch_sizes`. False when that failed: then nothing has changed.
+
+    communicates: blocks send while they compute; the compiler then keeps their order, and does not save memory by it.
+    """
     torch._dynamo.config.recompile_limit = max(_RECOMPILE_LIMIT, torch._dynamo.config.recompile_limit)
     if odd := [n for n, p in model.named_parameters() if ".resblocks." in n and p.numel() % ALIGNED]:
         _log.warning("the towers' blocks run eagerly: the size of %s is no multiple of %d", odd[0], ALIGNED)
         return False
-    run = partial(_run, torch.compile(ResidualBlock.forward, dynamic=False), frozenset(batch_sizes))
+    options: Any = {"reorder_for_peak_memory": False} if communicates else None
+    compiled = torch.compile(ResidualBlock.forward, dynamic=False, options=options)
+    run = partial(_run, compiled, frozenset(batch_sizes))
     try:
         for block, length, dtype in _examples(model, precision):
             _try(block, run, length, dtype, device, precision, batch_sizes)
