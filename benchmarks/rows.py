@@ -20,7 +20,7 @@ def append(path: Path | None, rows: list[dict], columns: Sequence[str] | None = 
         file.seek(0)
         if not new and (header := next(csv.reader(file), [])) != names:
             raise ValueError(f"{path} has the columns {', '.join(header)}; these rows have {', '.join(names)}")
-        writer = csv.DictWriter(file, names, extrasaction="ignore" if columns else "raise")
+        writer = csv.DictWriter(file, names, lineterminator="\n", extrasaction="ignore" if columns else "raise")
         if new:
             writer.writeheader()
         writer.writerows(rows)

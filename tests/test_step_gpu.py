@@ -94,6 +94,37 @@ def test_fp16_overflows_skip_steps_and_leave_everything_consistent(tmp_path):
         assert float((value.cpu() - expected).norm() / expected.norm()) < 2e-2, name
 
 
+@pytest.mark.parametrize("stage", [1, 3])
+def test_the_host_never_waits_for_the_gpu_between_the_first_encoding_and_the_last_backward(tmp_path, stage):
+    from infcl.config import BatchPlan, TrainConfig
+    from infcl.loss.contrastive import ContrastiveLoss
+    from infcl.parallel import init_parallel
+    from infcl.step.grad_cache import grad_cache_step
+    from infcl.train.engine import Engine
+
+    preset = tmp_path / "preset.json"
+    preset.write_text(json.dumps({"zero_optimization": {"stage": stage}}))
+    config = TrainConfig(deepspeed_config=str(preset), lr=LR, eps=EPS, dataset_type="synthetic", train_num_samples=1)
+    engine = Engine(ToyCLIP(), config, init_parallel("cuda"), BatchPlan(1, 3, 5))
+    loss = ContrastiveLoss("inf_cl", group=engine.dp_group)
+    images, texts = (side.cuda().split(5) for side in global_batch(15))
+    try:
+        for step in range(6):  # the first ones compile kernels and record the loss as a graph
+            torch.cuda.set_sync_debug_mode("error" if step >= 4 else "default")
+            grad_cache_step(
+                list(zip(images, texts)),
+                encode=lambda pair: engine.encode(*pair),
+                loss=loss,
+                backward=engine.backward,
+                seeds=[0] * 3,
+                scalar_values=engine.scalar_values,
+            )
+            torch.cuda.set_sync_debug_mode("default")
+            engine.step(LR)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
 LEVERS = {
     "compiled": ["--compile-blocks", "on"],
     "compiled bf16": ["--compile-blocks", "on", "--precision", "bf16"],

@@ -157,7 +157,7 @@ def main(argv: list[str] | None = None) -> int:
     except ValueError as error:
         print(f"infcl.plan: error: {error}", file=sys.stderr)
         return 2
-    writer = csv.DictWriter(sys.stdout, rows[0])
+    writer = csv.DictWriter(sys.stdout, rows[0], lineterminator="\n")
     writer.writeheader()
     for row in rows:
         writer.writerow({name: f"{value:.4g}" if isinstance(value, float) else value for name, value in row.items()})
