@@ -6,8 +6,8 @@ Every tensor-parallel size is a process group of its own, which measures stages 
 a time limit; what runs out of memory or time becomes a row that says so, and so do the rows behind it. A step is the
 trainer's: gradient cache over --accum-freq micro-batches of --batch-sizes pairs per data-parallel rank, the ring over
 all ranks, AdamW, amp_bf16, compiled blocks, random pixels and tokens. samples/s: median of --repeats steps after two,
-over all GPUs; loss: of the last of them, which no lever may change; peak memory: torch's, largest rank, without what
-only building the model took.
+over all GPUs; loss: of the last of them, which no lever may change; peak memory: torch's, largest rank, of the steps
+after the first, and what recorded graphs keep.
 
 Models: names of infcl/model_configs, or
     bigG  ViT-bigG-14 with 16 text heads instead of 20, which 8 ranks cannot share; sizes and flops are the same
@@ -129,7 +129,7 @@ def _measure(setting: dict) -> dict:
     from infcl.train.compiled import prepare_blocks
     from infcl.train.diagnostics import utilisation
     from infcl.train.engine import Engine
-    from infcl.train.graphs import graph_towers
+    from infcl.train.graphs import bytes_of_graphs, graph_towers
     from infcl.train.preset import read_preset
 
     config = TrainConfig(
@@ -165,7 +165,9 @@ def _measure(setting: dict) -> dict:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     seconds = []
-    for _ in range(2 + setting["repeats"]):
+    for repeat in range(2 + setting["repeats"]):
+        if on_gpu and repeat == 1:
+            torch.cuda.reset_peak_memory_stats()  # what compiling and recording took
         dist.barrier()
         started = time.perf_counter()
         output = grad_cache_step(
@@ -183,7 +185,8 @@ def _measure(setting: dict) -> dict:
     median = statistics.median(seconds[2:])
     rate = batch.global_batch_size / median
     mfu = utilisation(cfg, parallel.device, engine.precision)(rate / parallel.world_size)
-    peak = max_over(dist.group.WORLD, [torch.cuda.max_memory_allocated() if on_gpu else 0], parallel.device)[0]
+    peak = torch.cuda.max_memory_allocated() + bytes_of_graphs() if on_gpu else 0
+    peak = max_over(dist.group.WORLD, [peak], parallel.device)[0]
     return {
         "status": "ok", "compiled": compiled, "samples_per_second": round(rate, 2), "step_ms": round(1e3 * median, 1),
         "loss": round(float(mean_over(engine.dp_group, output.loss)), 4),

@@ -158,6 +158,12 @@ class CudaGraphs:
         return outputs, graph.replay
 
 
+def bytes_of_graphs() -> int:
+    """Memory of this process's GPU that graphs keep for what they compute, which torch does not count as allocated."""
+    segments = (s for s in torch.cuda.memory_snapshot() if tuple(s.get("segment_pool_id", (0, 0))) != (0, 0))
+    return sum(segment["total_size"] - segment["allocated_size"] for segment in segments)
+
+
 def _shadow(transformer: Transformer) -> Transformer:
     """A copy whose parameters share the memory of the real ones and nothing else: no hooks, no gradients."""
     memo: dict[int, Any] = {
