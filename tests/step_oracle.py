@@ -44,6 +44,19 @@ def dense_loss(image_features, text_features, scale) -> torch.Tensor:
     return (cross_entropy(logits, labels) + cross_entropy(logits.T, labels)) / 2
 
 
+def whole_batch_gradients(model, micro_batches, seeds):
+    """(loss, gradients by name) of all micro-batches in one graph, no cache; each under its own seed."""
+    model.zero_grad()
+    outputs = []
+    for batch, seed in zip(micro_batches, seeds):
+        torch.manual_seed(seed)
+        outputs.append(model(*batch))
+    image, text = (torch.cat([o[name] for o in outputs]) for name in ("image_features", "text_features"))
+    loss = dense_loss(image, text, sum(o["logit_scale"] for o in outputs).div(len(outputs)).exp())
+    loss.backward()
+    return loss.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.requires_grad}
+
+
 def adamw(groups):
     return torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.98), eps=EPS)
 

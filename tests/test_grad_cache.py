@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from infcl.step.grad_cache import grad_cache_step
-from tests.step_oracle import ToyCLIP, dense_loss, global_batch
+from tests.step_oracle import ToyCLIP, dense_loss, global_batch, whole_batch_gradients
 
 
 def merge(micro_batches):
@@ -24,19 +24,6 @@ def cached_gradients(model, micro_batches, seeds, encode=None, **options):
         **options,
     )
     return output, {name: p.grad.clone() for name, p in model.named_parameters()}
-
-
-def whole_batch_gradients(model, micro_batches, seeds):
-    """Every graph kept alive, no cache; each micro-batch under its own seed."""
-    model.zero_grad()
-    outputs = []
-    for batch, seed in zip(micro_batches, seeds):
-        torch.manual_seed(seed)
-        outputs.append(model(*batch))
-    image, text = (torch.cat([o[name] for o in outputs]) for name in ("image_features", "text_features"))
-    loss = dense_loss(image, text, sum(o["logit_scale"] for o in outputs).div(len(outputs)).exp())
-    loss.backward()
-    return loss.detach(), {name: p.grad.clone() for name, p in model.named_parameters()}
 
 
 def worst_error(got, expected):

@@ -7,7 +7,7 @@ import torch
 
 from infcl.step.grad_cache import grad_cache_step
 from infcl.towers import CLIP, load_model_config
-from tests.step_oracle import dense_loss
+from tests.step_oracle import dense_loss, whole_batch_gradients
 
 SIZES = [3, 4, 1, 5]
 
@@ -77,16 +77,8 @@ def test_gradients_equal_those_of_the_whole_batch_and_the_frozen_blocks_run_once
     assert calls[side] == (len(SIZES) if runs_once else twice)
     assert calls["text" if side == "image" else "image"] == twice
     cached = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-    model.zero_grad()
-    outputs = []
-    for batch, seed in zip(batches, seeds):
-        torch.manual_seed(seed)
-        outputs.append(model(*batch))
-    images, texts = (torch.cat([o[name] for o in outputs]) for name in ("image_features", "text_features"))
-    loss = dense_loss(images, texts, sum(o["logit_scale"] for o in outputs).div(len(outputs)).exp())
-    loss.backward()
+    loss, trained = whole_batch_gradients(model, batches, seeds)
     assert float(output.loss) == pytest.approx(loss.item(), rel=1e-6)
-    trained = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     assert set(cached) == set(trained) == {name for name, p in model.named_parameters() if p.requires_grad}
     for name in trained:
         assert float((cached[name] - trained[name]).norm()) <= 1e-5 * float(trained[name].norm()), name
