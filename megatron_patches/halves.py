@@ -4,8 +4,8 @@
                           half 1 on the wire    half 2 on the wire    half 1 on the wire    half 2 on the wire
 
 A row layer starts its sum; what reads it waits for it. A piece, which torch.compile takes as one graph, is what lies
-between: it waits for the sum of the piece before, adds it, and starts its own. In the backward each column layer's sum
-goes beside its weight's gradient, as everywhere. It pays where the GPU is the limit, so with CUDA graphs
+between: it waits for the sum of the piece before, adds it, and starts its own. In the backward a column layer's sum
+goes beside the gradients of the piece's weights. It pays where the GPU is the limit, so with CUDA graphs
 (infcl/train/graphs.py) or large micro-batches: there are twice as many products, of half the rows.
 
 The blocks' own forwards are passed over, so none of this goes with ZeRO-3, activation checkpointing, sequence
@@ -26,6 +26,11 @@ from infcl.towers.transformer import Linear, ResidualBlock, Transformer
 from megatron_patches.linear import Sharing
 
 _collectives = torch.ops._c10d_functional
+_SENDS_EARLY: Any = {  # in the backward of a piece both weights' gradients come after its one sum has been started
+    "reorder_for_peak_memory": False,
+    "reorder_for_compute_comm_overlap": True,
+    "reorder_for_compute_comm_overlap_passes": ["raise_comms"],
+}
 _VARIANTS = 64  # of a compiled piece: two towers, the first block, with and without gradient, batch sizes
 
 
@@ -65,7 +70,7 @@ def send_halves(model: CLIP, *, compiles: bool) -> None:
     """Let both towers of a model that `split_towers` has cut do so. ValueError for what it does not go with."""
     torch._dynamo.config.recompile_limit = max(_VARIANTS, torch._dynamo.config.recompile_limit)
     pieces = (
-        [torch.compile(piece, dynamic=False, options={"reorder_for_peak_memory": False}) for piece in (_attend, _feed)]
+        [torch.compile(piece, dynamic=False, options=_SENDS_EARLY) for piece in (_attend, _feed)]
         if compiles
         else [_attend, _feed]
     )
