@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from tests.ranks import run_ranks
-from tests.tensor_parallel import global_batch, layout, new_model
+from tests.tensor_parallel import global_batch, layout, new_model, settings, train_steps
 from tests.test_graphs import Recomputing
+from tests.test_megatron_engine import STEPS, check
 from tests.test_megatron_towers import whole_values
 
 ROWS = (6, 5)  # an odd micro-batch goes whole
@@ -64,3 +65,21 @@ def sequence(rank, world_size):
 
 def test_what_does_not_go_with_halves_is_refused():
     run_ranks(sequence, 2)
+
+
+def graphed_steps(rank, world_size, preset):
+    from infcl.train.checkpoint import full_weights
+    from infcl.train.graphs import graph_towers
+    from megatron_patches.halves import send_halves
+
+    def placed(model):
+        send_halves(model, compiles=False)
+        graph_towers(model, Recomputing)
+
+    engine, *values = train_steps(layout(2), settings(preset, 2), STEPS, placed=placed)
+    return *values, full_weights(engine, keep=True)
+
+
+@pytest.mark.parametrize("preset", ["zero1", *(pytest.param(f"zero{n}", marks=pytest.mark.slow) for n in (0, 2))])
+def test_steps_of_graphed_halves_equal_the_single_process_ones(preset):
+    check(run_ranks(graphed_steps, 4, preset), 2)
