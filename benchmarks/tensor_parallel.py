@@ -225,7 +225,7 @@ def _in_child(setting: dict, timeout: float) -> list[dict]:
     status = ""
     try:
         output, _ = process.communicate(timeout=timeout * len(setting["rows"]))
-    except BaseException as error:
+    except BaseException as error:  # Ctrl-C and SIGTERM too: its processes end with this one
         os.killpg(process.pid, signal.SIGKILL)
         output, _ = process.communicate()
         if not isinstance(error, subprocess.TimeoutExpired):

@@ -32,7 +32,7 @@ def graph_towers(model: CLIP, recorder: Callable[[], Any] | None = None) -> None
     recorder() -> an object with `warm_up` and `record` of CudaGraphs; None: that.
     """
     for transformer in (model.visual.transformer, model.transformer):
-        transformer.forward = GraphedTower(transformer, recorder or CudaGraphs)  # type: ignore[method-assign]
+        transformer.forward = GraphedTower(transformer, recorder or CudaGraphs)  # type: ignore[method-assign]  # hooks stay around it
 
 
 class GraphedTower:
