@@ -7,15 +7,14 @@ a time limit; what runs out of memory or time becomes a row that says so, and so
 trainer's: gradient cache over --accum-freq micro-batches of --batch-sizes pairs per data-parallel rank, the ring over
 all ranks, AdamW, amp_bf16, compiled blocks, random pixels and tokens. samples/s: median of --repeats steps after two,
 over all GPUs; loss: of the last of them, which no lever may change; peak memory: torch's, largest rank, of the steps
-after the first, and what recorded graphs keep.
+after the first.
 
 Models: names of infcl/model_configs, or
     bigG  ViT-bigG-14 with 16 text heads instead of 20, which 8 ranks cannot share; sizes and flops are the same
     5B    an image tower of 5.0 B (width 3072, 44 layers, 24 heads) with a text tower of 0.4 B
 
-Levers (--levers none,graphs+halves: a row each): cpp, torch.compile's C++ wrapper; graphs, CUDA graphs of whole towers
-(infcl/train/graphs.py, ZeRO 0-2); halves, two halves of a micro-batch in turn (megatron_patches/halves.py, T > 1);
-priority, NCCL's kernels before others.
+Levers (--levers none,priority: a row each): cpp, torch.compile's C++ wrapper; priority, NCCL's kernels before others.
+Rows of "graphs" are of one that is gone: docs/log.md.
 """
 
 import argparse
@@ -129,7 +128,6 @@ def _measure(setting: dict) -> dict:
     from infcl.train.compiled import prepare_blocks
     from infcl.train.diagnostics import utilisation
     from infcl.train.engine import Engine
-    from infcl.train.graphs import bytes_of_graphs, graph_towers
     from infcl.train.preset import read_preset
 
     config = TrainConfig(
@@ -149,17 +147,8 @@ def _measure(setting: dict) -> dict:
         model = CLIP(cfg, activation_checkpointing=setting["checkpointing"])
     parameters = sum(p.numel() for p in model.parameters())
     split_model(model, config, parallel)
-    levers = setting["lever"].split("+")
-    if "halves" in levers:
-        from megatron_patches.halves import send_halves
-
-        compiled = setting["compile_blocks"] == "on" or (setting["compile_blocks"] == "auto" and on_gpu)
-        send_halves(model, compiles=compiled)
-    else:
-        compiled = prepare_blocks(model, config, parallel, read_preset(config, parallel.device.type)[1], batch)
+    compiled = prepare_blocks(model, config, parallel, read_preset(config, parallel.device.type)[1], batch)
     engine = Engine(model, config, parallel, batch)
-    if "graphs" in levers:
-        graph_towers(engine.module)
     loss, micro_batches = build_loss(config, parallel), _micro_batches(cfg, batch, parallel)
     if on_gpu:
         torch.cuda.empty_cache()
@@ -167,7 +156,7 @@ def _measure(setting: dict) -> dict:
     seconds = []
     for repeat in range(2 + setting["repeats"]):
         if on_gpu and repeat == 1:
-            torch.cuda.reset_peak_memory_stats()  # what compiling and recording took
+            torch.cuda.reset_peak_memory_stats()  # what compiling took
         dist.barrier()
         started = time.perf_counter()
         output = grad_cache_step(
@@ -185,7 +174,7 @@ def _measure(setting: dict) -> dict:
     median = statistics.median(seconds[2:])
     rate = batch.global_batch_size / median
     mfu = utilisation(cfg, parallel.device, engine.precision)(rate / parallel.world_size)
-    peak = torch.cuda.max_memory_allocated() + bytes_of_graphs() if on_gpu else 0
+    peak = torch.cuda.max_memory_allocated() if on_gpu else 0
     peak = max_over(dist.group.WORLD, [peak], parallel.device)[0]
     return {
         "status": "ok", "compiled": compiled, "samples_per_second": round(rate, 2), "step_ms": round(1e3 * median, 1),

@@ -1,7 +1,6 @@
 """Small towers whose heads divide by 2 and 4, ranks laid out as T x D, and the float64 step they must reproduce."""
 
 import math
-from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -63,18 +62,9 @@ def global_batch(size: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def train_steps(
-    parallel: Parallel,
-    config: TrainConfig,
-    steps: int,
-    *,
-    micro_batches: int = MICRO_BATCHES,
-    placed: Callable[[CLIP], None] = lambda model: None,
-    **model_options,
+    parallel: Parallel, config: TrainConfig, steps: int, *, micro_batches: int = MICRO_BATCHES, **model_options
 ):
-    """Optimizer steps over this rank's share -> (engine, losses, gradient norms, [image, text] gradient norms).
-
-    placed: is called with the model when the engine has it.
-    """
+    """Optimizer steps over this rank's share -> (engine, losses, gradient norms, [image, text] gradient norms)."""
     from infcl.step.grad_cache import grad_cache_step
     from infcl.train.build import build_loss, split_model
     from infcl.train.compiled import prepare_blocks
@@ -85,7 +75,6 @@ def train_steps(
     split_model(model, config, parallel)
     assert prepare_blocks(model, config, parallel, "fp32", batch) == (config.compile_blocks == "on")
     engine = Engine(model, config, parallel, batch)
-    placed(engine.module)
     loss, losses, norms, tower_norms = build_loss(config, parallel), [], [], []
     engine.train()
     for step in range(steps):
