@@ -114,16 +114,16 @@ def planned_for(
 ) -> tuple[int, float]:
     """(pairs, bytes of a GPU): the largest batch whose planned peak is at most `usable_bytes`; at least two units."""
     config = load_model_config(model)
-    unit, kept = gpus * micro_batch, 3 * config.vision_cfg.image_size**2 if pixels == "gpu" else 0
-    per_pair = kept + 8 * config.text_cfg.context_length  # what waits on the GPU between the passes: bytes, tokens
+    unit = gpus * micro_batch
     common = {"precision": "bf16", "compiled": False, "loss": {"disco": "open_clip"}.get(loss, loss)} | changes
+    common["pixels"] = {"gpu": "device"}.get(pixels, pixels)
 
     def peak(count: int) -> float:
         setting = Setting(
             model=config, gpu=load_gpu("h200"), gpus=gpus, gpus_per_node=min(gpus, 8), global_batch=count * unit,
             micro_batch=micro_batch, **common,
         )  # fmt: skip
-        return memory_of(setting)["peak"] + count * micro_batch * per_pair
+        return memory_of(setting)["peak"]
 
     count = 2
     while peak(count * 2) <= usable_bytes:

@@ -37,11 +37,10 @@ def _planned(gpus: int, loss: str, batch_k: int, offload: int, *, ours: bool) ->
     card = load_gpu("a800-80g")
     setting = Setting(
         model=load_model_config("ViT-L-14"), gpu=card, gpus=gpus, global_batch=batch_k * 1024, micro_batch=128,
-        zero=1 if ours else 0, loss=loss, pixels="host" if ours or offload else "device", checkpointing=False,
+        zero=1 if ours else 0, loss=loss, pixels="host" if offload else "device", checkpointing=False,
     )  # fmt: skip
     if ours:
-        kept = 0 if offload else setting.rank_batch * 3 * setting.model.vision_cfg.image_size**2  # as bytes
-        peak = memory_of(setting)["peak"] + kept + setting.rank_batch * 8 * setting.model.text_cfg.context_length
+        peak = memory_of(setting)["peak"]
         return f"{peak / GIB:.1f}" if peak <= card.usable_bytes else "x"
     peak = paper_memory(setting)["peak"]
     return f"{peak / GIB:.1f}" if peak <= card.memory_gib * GIB else "x"

@@ -16,11 +16,18 @@ OUTDATED = "188be76"  # a commit at which ZeRO-3 gathered every block three time
 
 
 def steps() -> list[dict]:
-    """Measured steps of benchmarks.step as read_steps reads them, without those of code that has been replaced."""
+    """Measured steps of benchmarks.step as read_steps reads them, without those of code that has been replaced.
+
+    And without those that were not warmed up: their times are also those of compiling.
+    """
     files = [RESULTS / "step.csv", *sorted(RESULTS.glob("plan_steps*.csv"))]
     found = [row for path in files for row in read_steps(path)]
     return [
-        row for row in found if (row["zero"], row.get("commit")) != ("3", OUTDATED) and "not kept" not in row["label"]
+        row
+        for row in found
+        if (row["zero"], row.get("commit")) != ("3", OUTDATED)
+        and "not kept" not in row["label"]
+        and "warm-up-steps 0" not in row["label"]
     ]
 
 

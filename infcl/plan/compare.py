@@ -31,6 +31,7 @@ def setting_of_row(row: dict, gpu: Gpu) -> Setting:
         compiled=row["blocks"] == "compiled",
         resident=int(row["resident"]),
         precision=row.get("precision") or "amp_bf16",
+        pixels="device" if "pixel-cache gpu" in row.get("label", "") else "host",
     )
 
 

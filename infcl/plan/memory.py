@@ -197,9 +197,8 @@ def memory_of(setting: "Setting") -> dict[str, float]:
     )
     parts["activations"] = graph * max(1, min(setting.resident, setting.num_micro_batches))
     parts["activations"] += cast_bytes(parameters, precision=setting.precision, checkpointing=setting.checkpointing)
-    parts["cached data"] = 0.0
-    if setting.pixels == "device":
-        parts["cached data"] = setting.rank_batch * (4.0 * 3 * model.vision_cfg.image_size**2 + 8 * 77)
+    pixels = 3 * model.vision_cfg.image_size**2 if setting.pixels == "device" else 0
+    parts["cached data"] = setting.rank_batch * (pixels + 8.0 * model.text_cfg.context_length) / share
     parts |= loss_bytes(setting.loss, rows=setting.loss_rows, ranks=setting.gpus, width=model.embed_dim)
     parts["features"] += 4.0 * (setting.rank_batch - setting.loss_rows) * model.embed_dim * 4
     return parts | {"peak": sum(parts.values())}

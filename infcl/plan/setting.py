@@ -60,7 +60,7 @@ class Setting:
     compiled: bool = True
     resident: int = 1  # micro-batches that keep their graphs between the passes
     offload: bool = False  # optimizer state in host memory
-    pixels: str = "host"  # where a step's pixels wait: "host", or "device" as in the paper's trainer
+    pixels: str = "host"  # where a step's pixels wait: "host" or "device", as bytes
     loss: str = "inf_cl"
     ring: str = "auto"
     precision: str = "amp_bf16"
