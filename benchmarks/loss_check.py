@@ -2,8 +2,8 @@
 
 Four kinds of features: random unit vectors; pairs as in the middle of a training (scale 100, a loss of about 2); pairs
 that are told apart (a loss of 1e-5); matched pairs of cosine 1. Errors are norms of differences over norms of the
-float64 gradients or, where these vanish (at a perfect match), over a tenth of what they are in the first steps of a
-training: scale / sqrt(b), and 1e-2 for the scale's.
+float64 gradients or, where these vanish (1e-36 at a perfect match), over a tenth of what they are in the first steps
+of a training: scale / sqrt(b), and 1e-2 for the scale's.
 """
 
 from collections.abc import Iterator
@@ -72,4 +72,5 @@ def _evaluate(loss, features: list[Tensor], scale: float) -> tuple[Tensor, ...]:
 
 
 def _relative(value: Tensor, truth: Tensor, floor: float) -> float:
-    return ((value.double() - truth.double()).norm() / truth.double().norm().clamp_min(floor)).item()
+    size = truth.double().norm().item()
+    return (value.double() - truth.double()).norm().item() / (size if size > 1e-9 * floor else floor)

@@ -251,6 +251,12 @@ COMMANDS = [
         "python -m benchmarks.step", gpu="python -m benchmarks.step --model ViT-B-32 --batch-size 64 --measured-steps 1"
     ),
     Command(
+        "python -m benchmarks.step --gpus 4 --model ViT-B-16 --batch-size 512 --accum-freq 512 --zero 1 "
+        "--precision bf16 --measured-steps 1 --warm-up-steps 0 --pixel-cache gpu",
+        multigpu="python -m benchmarks.step --gpus 2 --model ViT-B-32 --batch-size 64 --accum-freq 4 --zero 1 "
+        "--precision bf16 --measured-steps 1 --warm-up-steps 0 --pixel-cache gpu",
+    ),
+    Command(
         "python -m benchmarks.step --gpus 4 --sweep benchmarks/sweeps/plan.txt --csv docs/results/plan_steps_4gpu.csv",
         multigpu="grep -v '#' benchmarks/sweeps/plan.txt | tail -1 > one.txt && "
         "python -m benchmarks.step --gpus 2 --sweep one.txt --csv new.csv && python -m infcl.plan --compare new.csv",

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from infcl import InfCLLoss, inf_cl_loss
+from infcl import InfCLLoss, inf_cl_loss, info_nce_loss, nt_xent_loss
 from infcl.kernels import select_tile
 from infcl.loss.inf_cl import ring_backward, ring_forward
 from infcl.loss.ring import RingExchange
@@ -130,26 +130,34 @@ def test_ring_functions_need_no_autograd():
     images, texts = features("random", 11, 24, torch.float64)
     scale = torch.tensor(5.0, dtype=torch.float64)
     tile, ring = select_tile(images), RingExchange(None)
-    row_others, col_others, matched = ring_forward(images, texts, scale, ring, tile, 1000)
+    losses, matched = ring_forward(images, texts, scale, ring, tile, 1000)
     logits = scale * images @ texts.T
-    others = logits.clone().fill_diagonal_(-float("inf"))
-    torch.testing.assert_close(row_others, others.logsumexp(1))
-    torch.testing.assert_close(col_others, others.logsumexp(0))
+    torch.testing.assert_close(losses[0], logits.logsumexp(1) - logits.diagonal())
+    torch.testing.assert_close(losses[1], logits.logsumexp(0) - logits.diagonal())
     torch.testing.assert_close(matched, logits.diagonal())
     d_logits = (logits.softmax(1) + logits.softmax(0)) / 2 - torch.eye(11)
-    d_rows, d_columns = ring_backward(images, texts, scale, row_others, col_others, matched, ring, tile, 1000)
+    d_rows, d_columns = ring_backward(images, texts, scale, losses, matched, ring, tile, 1000)
     torch.testing.assert_close(d_rows, d_logits @ texts)
     torch.testing.assert_close(d_columns, d_logits.T @ images)
 
 
-@pytest.mark.parametrize("name", ["inf_cl", "siglip"])
-def test_what_is_left_where_pairs_are_told_apart_is_precise_too(name):
+@pytest.mark.parametrize("name, kind", [("inf_cl", "apart"), ("siglip", "aligned")])
+def test_what_is_left_where_pairs_are_told_apart_is_precise_too(name, kind):
     """Relative to the tiny loss and gradients themselves, which a float32 LSE less the matched logit would not give."""
-    case = Case(name, 40, 256, 100.0, "apart", bias=-30.0)
+    case = Case(name, 40, 256, 100.0, kind, bias=-45.0)
     truth, result = oracle(case), evaluate(case)
     assert 0 < truth.loss < 1e-4
     for field in ("loss", "d_images", "d_texts", "d_scale"):
         assert relative_error(getattr(result, field), getattr(truth, field)) < 1e-3, field
+
+
+def test_a_feature_that_is_not_finite_is_seen_in_the_loss():
+    for value in (float("inf"), float("nan")):
+        images, texts = torch.full((2, 3, 4), 0.5)
+        images[0, 0], texts[1, 0] = value, -0.5
+        assert inf_cl_loss(images, texts, 1.0).isnan()
+        assert info_nce_loss(images, texts, torch.arange(3), 1.0).isnan()
+        assert nt_xent_loss(images, texts, 1.0).isnan()
 
 
 def test_autocast_changes_nothing():

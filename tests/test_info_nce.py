@@ -6,7 +6,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from infcl import info_nce_loss
-from tests.loss_oracle import relative_error
+from tests.loss_oracle import features, relative_error
 from tests.ranks import run_ranks
 
 # (queries per rank, documents per rank, D, scale, how positives are drawn)
@@ -79,6 +79,36 @@ def test_info_nce_equals_the_dense_float64_cross_entropy(world_size):
 
 def test_info_nce_is_exact_over_a_two_level_ring():
     _assert_equal(run_ranks(_evaluate, 4, CASES, {"ring": "two-level", "ranks_per_node": 2}), 4)
+
+
+def test_what_is_left_where_documents_are_told_apart_is_precise_too():
+    queries, documents = features("apart", 40, 256)
+    positives = torch.randperm(40, generator=torch.Generator().manual_seed(0))
+    documents = documents[positives.argsort()]
+    results = []
+    for dtype in (torch.float32, torch.float64):
+        q, d = (side.to(dtype).requires_grad_() for side in (queries, documents))
+        scale = torch.tensor(100.0, dtype=dtype, requires_grad=True)
+        if dtype == torch.float32:
+            loss = info_nce_loss(q, d, positives, scale, workspace_bytes=448)
+        else:
+            loss = F.cross_entropy(scale * q @ d.T, positives)
+        results.append((loss.detach(), *torch.autograd.grad(loss, (q, d, scale))))
+    assert 0 < results[1][0] < 1e-4
+    for value, truth in zip(*results):
+        assert relative_error(value, truth) < 1e-3
+
+
+@pytest.mark.parametrize("dtype, tile_dtype", [(torch.float64, "fp32"), (torch.float32, "fp64")])
+def test_products_of_another_width_than_the_features(dtype, tile_dtype):
+    q, d, positives = _global_batch(CASES[1], 1)
+    q, d = q.to(dtype).requires_grad_(), d.to(dtype).requires_grad_()
+    loss = info_nce_loss(q, d, positives[0], CASES[1][3], tile_dtype=tile_dtype)
+    truth, d_queries, d_documents, _ = _oracle(CASES[1], 1)
+    gradients = torch.autograd.grad(loss, (q, d))
+    assert all(gradient.dtype == dtype for gradient in gradients)
+    for value, expected in zip((loss.detach(), *gradients), (truth, d_queries, d_documents)):
+        assert relative_error(value, expected, floor=0.1) < 1e-5
 
 
 def test_wrong_positives_are_refused_with_the_numbers():

@@ -5,7 +5,7 @@ import math
 import torch
 import torch.nn.functional as F
 
-from infcl.loss.lse import cross_entropies, matched_slopes, merge_lse
+from infcl.loss.lse import cross_entropies, merge_lse
 
 
 def test_merged_parts_equal_the_log_sum_exp_of_the_whole():
@@ -30,9 +30,17 @@ def test_merge_never_falls_below_either_part():
     assert (merged >= a).all() and (merged >= b).all()
 
 
-def test_losses_and_slopes_keep_their_precision_where_pairs_are_told_apart():
+def test_losses_keep_their_precision_where_pairs_are_told_apart():
     others = torch.tensor([-math.inf, 3.0, 10.0, 31.0, 95.0, 1e30, -1e30])
     matched = torch.tensor([5.0, 3.5, 30.0, 30.0, 30.0, 1e30, 1e30])
+    losses = cross_entropies(others, matched)
     difference = (others.double() - matched.double()).clamp_min(-1e4)
-    torch.testing.assert_close(cross_entropies(others, matched).double(), F.softplus(difference, threshold=100))
-    torch.testing.assert_close(matched_slopes(others, matched).double(), -difference.sigmoid())
+    torch.testing.assert_close(losses.double(), F.softplus(difference, threshold=100))
+    torch.testing.assert_close(torch.expm1(-losses).double(), -difference.sigmoid())
+    assert not losses.signbit().any()
+
+
+def test_a_matched_logit_that_is_not_finite_is_not_hidden():
+    others = torch.tensor([[-math.inf, 3.0, math.inf, 3.0], [2.0, math.inf, 3.0, math.nan]])
+    assert cross_entropies(others, torch.full((4,), math.inf)).isnan().all()
+    assert cross_entropies(others, torch.full((4,), math.nan)).isnan().all()

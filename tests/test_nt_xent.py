@@ -68,6 +68,14 @@ def test_half_of_the_matrix_gives_the_dense_float64_loss(world_size):
             assert relative_error(value, truth, floor) < 2e-5, case
 
 
+def test_what_is_left_where_views_are_told_apart_is_precise_too():
+    case = (20, 256, 100.0, "apart")
+    (result,), truth = _evaluate(0, 1, [case]), _oracle(case, 1)
+    assert 0 < truth[0] < 1e-4
+    for value, expected in zip(result, truth):
+        assert relative_error(value, expected) < 1e-3
+
+
 def test_half_of_the_tiles_and_the_leaves_are_computed():
     views = torch.cat(features("random", 2000, 24))
     whole, areas = len(views) ** 2, []
@@ -77,8 +85,8 @@ def test_half_of_the_tiles_and_the_leaves_are_computed():
         softmax_backward=lambda r, c, *a, **k: (areas.append(len(r) * len(c)), tile.softmax_backward(r, c, *a, **k))[1],
     )
     scale = torch.tensor(10.0)
-    others, matched = ring_forward(views, scale, RingExchange(None, reach=0), counting, 2**20)
-    ring_backward(views, scale, others, matched, RingExchange(None, reach=0), counting, 2**20)
+    losses, matched = ring_forward(views, scale, RingExchange(None, reach=0), counting, 2**20)
+    ring_backward(views, scale, losses, matched, RingExchange(None, reach=0), counting, 2**20)
     assert 0.5 * 2 * whole < sum(areas) < 0.54 * 2 * whole
 
 

@@ -94,8 +94,8 @@ def test_fp16_overflows_skip_steps_and_leave_everything_consistent(tmp_path):
         assert float((value.cpu() - expected).norm() / expected.norm()) < 2e-2, name
 
 
-@pytest.mark.parametrize("stage", [1, 3])
-def test_the_host_never_waits_for_the_gpu_between_the_first_encoding_and_the_last_backward(tmp_path, stage):
+def test_the_host_never_waits_for_the_gpu_between_the_first_encoding_and_the_last_backward(tmp_path):
+    """On one GPU. Over several the ring's check of sizes waits once a step; in ZeRO-3 DeepSpeed once a backward."""
     from infcl.config import BatchPlan, TrainConfig
     from infcl.loss.contrastive import ContrastiveLoss
     from infcl.parallel import init_parallel
@@ -103,7 +103,7 @@ def test_the_host_never_waits_for_the_gpu_between_the_first_encoding_and_the_las
     from infcl.train.engine import Engine
 
     preset = tmp_path / "preset.json"
-    preset.write_text(json.dumps({"zero_optimization": {"stage": stage}}))
+    preset.write_text(json.dumps({"zero_optimization": {"stage": 1}}))
     config = TrainConfig(deepspeed_config=str(preset), lr=LR, eps=EPS, dataset_type="synthetic", train_num_samples=1)
     engine = Engine(ToyCLIP(), config, init_parallel("cuda"), BatchPlan(1, 3, 5))
     loss = ContrastiveLoss("inf_cl", group=engine.dp_group)

@@ -125,12 +125,12 @@ class _Chunk(NamedTuple):
 
     @property
     def pairs(self) -> slice:
-        """Indices i whose matched pair (i, i) lies in this chunk (possibly none)."""
+        """Indices i whose entry (i, i) lies in this chunk (possibly none)."""
         start = max(self.rows.start, self.columns.start)
         return slice(start, max(start, min(self.rows.stop, self.columns.stop)))
 
     def diagonal_of(self, matrix: Tensor) -> Tensor:
-        """View of the matched pairs' entries in a matrix of this chunk's shape."""
+        """View of these entries in a matrix of this chunk's shape."""
         i, j, count = self.pairs.start - self.rows.start, self.pairs.start - self.columns.start, self.pairs
         return matrix[i : i + count.stop - count.start, j : j + count.stop - count.start].diagonal()
 

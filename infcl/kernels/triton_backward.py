@@ -57,15 +57,15 @@ def softmax_backward(
 ) -> None:
     """As torch_tile.softmax_backward; rows [r, D] and columns [c, D] in bf16, fp16 or f32, d_rows and d_columns f32.
 
-    The loss of the rows alone is the same kernel with columns whose exponentials vanish and rows that count twice.
+    The loss of the rows alone is the same kernel with columns whose exponentials vanish, and the result counted twice.
     """
+    count = 1
     if col_lse is None:
-        row_lse = row_lse - math.log(2)
-        col_lse = torch.full_like(columns[:, 0], math.inf, dtype=row_lse.dtype)
-        shift = row_lse.max() * math.log2(math.e)
+        col_lse, count = torch.full_like(columns[:, 0], math.inf, dtype=row_lse.dtype), 2
+        shift = middle(row_lse, row_lse)
     else:
         shift = middle(row_lse, col_lse)
-    _accumulate(rows, columns, scale, row_lse, col_lse, shift, d_rows, d_columns, masked, workspace_bytes, tf32)
+    _accumulate(rows, columns, scale, row_lse, col_lse, shift, d_rows, d_columns, masked, workspace_bytes, tf32, count)
 
 
 def sigmoid_backward(
@@ -96,6 +96,7 @@ def _accumulate(
     masked: bool,
     workspace_bytes: int,
     tf32: bool,
+    count: int = 1,
 ) -> None:
     """Walk the chunks: form dS, multiply. No LSE: sigmoid with the bias `shift`; LSE with their `shift`: softmax."""
     launch = launch_options(_LAUNCH, rows, tf32)
@@ -131,7 +132,7 @@ def _accumulate(
                         SIGMOID=row_lse is None,
                         SINGLE=single,
                         SHARED=shared_exp2(rows),
-                        GAIN=gain,
+                        GAIN=count * gain,
                         **launch,
                     )
                 if d_rows is not None:
@@ -151,9 +152,9 @@ def _d_logits_kernel(
     col_lse_ptr,  # f32 [c], read unless SIGMOID
     num_rows,
     num_columns,
-    offset,  # row i matches column i + offset
+    offset,  # entry (i, i + offset) is masked
     DIM: tl.constexpr,
-    MASKED: tl.constexpr,  # 0 where a row meets its match
+    MASKED: tl.constexpr,  # without these entries
     SIGMOID: tl.constexpr,
     SINGLE: tl.constexpr,  # one exponential, for a shift that is not NaN; else two, for one that is
     SHARED: tl.constexpr,  # of triton_exp2.exp2

@@ -173,18 +173,21 @@ def _tile_sums_kernel(
         if SIGMOID:
             logits = logits * scale + shift
             small = tl.exp2(-tl.abs(logits) * LOG2E)  # in (0, 1]
-            losses = tl.maximum(logits, 0.0) + tl.log(1.0 + small)
+            # log(1 + small), by its series where 1 + small would lose it
+            series = small * (1.0 - small * (0.5 - small * (1.0 / 3.0)))
+            losses = tl.maximum(logits, 0.0) + tl.where(small < 0.02, series, tl.log(1.0 + small))
             slopes = tl.where(logits >= 0, 1.0, small) / (1.0 + small)
             if EDGE:
                 losses = tl.where((columns < num_columns)[None, :], losses, 0.0)
                 slopes = tl.where((columns < num_columns)[None, :], slopes, 0.0)
             if MASKED:
-                losses = tl.where(rows[:, None] == columns[None, :], 0.0, losses)
-                slopes = tl.where(rows[:, None] == columns[None, :], 0.0, slopes)
+                if (tile * BLOCK_M < first_column + BLOCK_N) & (first_column < (tile + 1) * BLOCK_M):
+                    losses = tl.where(rows[:, None] == columns[None, :], 0.0, losses)
+                    slopes = tl.where(rows[:, None] == columns[None, :], 0.0, slopes)
             tl.store(row_partial_ptr + rows, tl.sum(losses, 1), mask=rows < num_rows)
             tl.store(slope_partial_ptr + rows, tl.sum(slopes, 1), mask=rows < num_rows)
         else:
-            # No branch and short chains of additions, so that sums run in the shadow of the exponentials.
+            # Short chains of additions, so that sums run in the shadow of the exponentials.
             row_shift = tl.where(rows < num_rows, shift, float("inf"))
             terms = tl.exp2(logits * (scale * LOG2E) - row_shift[:, None])
             if EDGE:

@@ -26,7 +26,8 @@ def ceil_div(a: int, b: int) -> int:
 def squares(rows: Tensor, columns: Tensor, scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """`(rows**2).sum(1), (columns**2).sum(1), scale * (rows * columns).sum(1)`, f32 [max(r, c)]; 0 past an end."""
     count, dim, block = max(len(rows), len(columns)), rows.shape[1], 8
-    row_square, col_square, matched = rows.new_empty(3, count, dtype=torch.float32)
+    row_square, col_square = rows.new_empty(2, count, dtype=torch.float32)
+    matched = rows.new_empty(count, dtype=torch.float32)  # of its own: it outlives the others
     _squares_kernel[(ceil_div(count, block),)](
         rows,
         columns,

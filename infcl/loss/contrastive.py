@@ -55,7 +55,7 @@ class ContrastiveLoss(nn.Module):
         logit_scale: Tensor | float,
         logit_bias: Tensor | float | None = None,
     ) -> Tensor:
-        """0-dim, float32 (float64 for float64 features). Only siglip uses a bias (None: 0); softmaxes cancel it."""
+        """0-dim, float32 (float64 for float64 products). Only siglip uses a bias (None: 0); softmaxes cancel it."""
         arguments = [image_features, text_features, logit_scale]
         if self.name == "siglip":
             arguments.append(0.0 if logit_bias is None else logit_bias)

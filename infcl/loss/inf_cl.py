@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from infcl.kernels import WORKSPACE_BYTES, Tile, select_tile
 from infcl.loss import graphed
-from infcl.loss.lse import cross_entropies, matched_slopes, merge_lse
+from infcl.loss.lse import cross_entropies, merge_lse
 from infcl.loss.operands import (
     as_operand,
     check_features,
@@ -54,7 +54,7 @@ def inf_cl_loss(
     ring_overlap: str = "on",
     cuda_graph: bool = True,
 ) -> Tensor:
-    """The contrastive loss of the group's global batch; 0-dim, float32 (float64 for float64 features).
+    """The contrastive loss of the group's global batch; 0-dim, float32 (float64 for float64 products).
 
     image_features, text_features: [b, D], row i of one matches row i of the other; usually L2-normalised.
     logit_scale: multiplies the cosines (exp of the learned parameter, as open_clip's ClipLoss takes it); float or one
@@ -152,11 +152,8 @@ def _group_of(rank: int, world_size: int, group: dist.ProcessGroup | None) -> di
 
 def ring_forward(
     rows: Tensor, columns: Tensor, scale: Tensor, ring: RingExchange, tile: Tile, workspace_bytes: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Row LSE and column LSE (of one's own columns) over all that do not match, and matched logits, all [b].
-
-    Over the group's global batch.
-    """
+) -> tuple[Tensor, Tensor]:
+    """Losses of one's own rows and columns over the group's global batch, [2, b], and their matched logits, [b]."""
     row_others = matched = None
     for hop, (block,) in ring.blocks(columns):
         row_part, col_part, own_matched = tile.softmax_forward(
@@ -167,15 +164,15 @@ def ring_forward(
         else:
             merge_lse(row_others, row_part)
         ring.carry("col_lse", hop, col_part, merge_lse)
-    return row_others, ring.home("col_lse", merge_lse), matched
+    others = torch.stack([row_others, ring.home("col_lse", merge_lse)])
+    return cross_entropies(others, matched), matched
 
 
 def ring_backward(
     rows: Tensor,
     columns: Tensor,
     scale: Tensor,
-    row_others: Tensor,
-    col_others: Tensor,
+    losses: Tensor,
     matched: Tensor,
     ring: RingExchange,
     tile: Tile,
@@ -186,10 +183,11 @@ def ring_backward(
 ) -> tuple[Tensor | None, Tensor | None]:
     """`dS @ all_columns` for one's own rows and `dS.T @ all_rows` for one's own columns, [b, D] float32 or wider.
 
-    A side that needs no gradient (a locked tower) costs no matrix product and no message.
+    losses, matched: of ring_forward. A side that needs no gradient (a locked tower) costs no matrix product and no
+    message.
     """
-    row_lse, col_lse = (torch.logaddexp(others, matched) for others in (row_others, col_others))
-    slopes = (matched_slopes(row_others, matched) + matched_slopes(col_others, matched)) / 2
+    row_lse, col_lse = losses + matched
+    slopes = torch.expm1(-losses).mean(0)
     d_rows = matched_gradient(slopes, columns) if rows_need else None
     for hop, (block, block_lse) in ring.blocks(columns, col_lse):
         if not columns_need:
@@ -206,33 +204,29 @@ def ring_backward(
     return d_rows, ring.home("d_columns", Tensor.add_) if columns_need else None
 
 
-def _mean_loss(row_others: Tensor, col_others: Tensor, matched: Tensor) -> Tensor:
-    """Mean over a rank's own rows and columns of `(cross entropy of the row + cross entropy of the column) / 2`."""
-    return (cross_entropies(row_others, matched) + cross_entropies(col_others, matched)).mean() / 2
-
-
 class _InfCL(torch.autograd.Function):
     @staticmethod
     def forward(ctx, image_features, text_features, scale, new_ring, tile, workspace_bytes):
         rows, columns = as_operand(image_features, tile), as_operand(text_features, tile)
         with torch.autocast(rows.device.type, enabled=False):
-            statistics = ring_forward(rows, columns, scale, new_ring(), tile, workspace_bytes)
-        ctx.save_for_backward(rows, columns, scale, *statistics)
+            losses, matched = ring_forward(rows, columns, scale, new_ring(), tile, workspace_bytes)
+        ctx.save_for_backward(rows, columns, scale, losses, matched)
         ctx.new_ring, ctx.tile, ctx.workspace_bytes = new_ring, tile, workspace_bytes
         ctx.feature_dtypes = image_features.dtype, text_features.dtype
-        return _mean_loss(*statistics)
+        return losses.mean()
 
     @staticmethod
     def backward(ctx, d_loss):
         refuse_double_backward("inf_cl")
-        rows, columns, scale, *statistics = ctx.saved_tensors
+        rows, columns, scale, losses, matched = ctx.saved_tensors
         images_need, texts_need, scale_needs = ctx.needs_input_grad[:3]
         with torch.autocast(rows.device.type, enabled=False):
             d_rows, d_columns = ring_backward(
                 rows,
                 columns,
                 scale,
-                *statistics,
+                losses,
+                matched,
                 ctx.new_ring(),
                 ctx.tile,
                 ctx.workspace_bytes,
@@ -256,8 +250,8 @@ def _loss_and_gradients(
 ) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
     """The loss, and its gradients in float32, at once: what graphed.py records."""
     rows, columns = as_operand(image_features, tile), as_operand(text_features, tile)
-    statistics = ring_forward(rows, columns, scale, new_ring(), tile, workspace_bytes)
-    d_rows, d_columns = ring_backward(rows, columns, scale, *statistics, new_ring(), tile, workspace_bytes)
+    losses, matched = ring_forward(rows, columns, scale, new_ring(), tile, workspace_bytes)
+    d_rows, d_columns = ring_backward(rows, columns, scale, losses, matched, new_ring(), tile, workspace_bytes)
     d_scale = inner_product(rows, d_rows) / len(rows)
     factor = scale / len(rows)
-    return _mean_loss(*statistics), (d_rows * factor, d_columns * factor, d_scale)
+    return losses.mean(), (d_rows * factor, d_columns * factor, d_scale)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from infcl.kernels import WORKSPACE_BYTES, Tile, select_tile
-from infcl.loss.lse import cross_entropies, matched_slopes, merge_lse
+from infcl.loss.lse import cross_entropies, merge_lse
 from infcl.loss.operands import (
     as_operand,
     inner_product,
@@ -64,13 +64,16 @@ class _InfoNCE(torch.autograd.Function):
         order, misplaced = _positives_first(positives, len(documents))
         rows, columns = as_operand(queries, tile), as_operand(documents, tile)[order]
         with torch.autocast(rows.device.type, enabled=False):
-            row_lse, losses, slopes = ring_forward(rows, columns, scale, new_ring(), tile, workspace_bytes)
+            row_lse, losses = ring_forward(rows, columns, scale, new_ring(), tile, workspace_bytes)
+            slopes = torch.expm1(-losses)
             place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))[positives]
-            place, wide = place[misplaced], scale.dtype
-            logits = torch.linalg.vecdot(rows[misplaced].to(wide), columns[place].to(wide)) * scale
+            place, wide = place[misplaced], losses.dtype
+            logits = torch.linalg.vecdot(rows[misplaced].to(wide), columns[place].to(wide)) * scale.to(wide)
+            wrong = misplaced[misplaced < len(slopes)]
+            slopes[wrong] = torch.exp(-losses[wrong])  # a negative: its probability
             # The positive's logit is one of those summed; its own rounding may differ by an ulp.
-            losses[misplaced] = (row_lse[misplaced] - logits).clamp_(min=0)
-            slopes[misplaced[misplaced < len(slopes)]] += 1
+            shared = (row_lse[misplaced] - logits).clamp_(min=0)
+            losses = torch.cat([losses, losses.new_zeros(len(rows) - len(losses))]).index_copy_(0, misplaced, shared)
         ctx.save_for_backward(rows, columns, scale, row_lse, slopes, order, misplaced, place)
         ctx.new_ring, ctx.tile, ctx.workspace_bytes = new_ring, tile, workspace_bytes
         ctx.dtypes = queries.dtype, documents.dtype
@@ -96,8 +99,8 @@ class _InfoNCE(torch.autograd.Function):
 
 def ring_forward(
     rows: Tensor, columns: Tensor, scale: Tensor, ring: RingExchange, tile: Tile, workspace_bytes: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Row LSE [q], losses [q] (unset past d) and dS at the matches [min(q, d)], if document i answers query i."""
+) -> tuple[Tensor, Tensor]:
+    """Row LSE [q], and the losses [min(q, d)] if document i answers query i."""
     row_lse = matched = None
     for hop, (block,) in ring.blocks(columns):
         part, _, own_matched = tile.softmax_forward(
@@ -107,10 +110,9 @@ def ring_forward(
             row_lse, matched = part, own_matched
         else:
             merge_lse(row_lse, part)
-    others, losses = row_lse[: len(matched)], torch.empty_like(row_lse)
-    losses[: len(matched)], slopes = cross_entropies(others, matched), matched_slopes(others, matched)
-    merge_lse(others, matched)
-    return row_lse, losses, slopes
+    losses = cross_entropies(row_lse[: len(matched)], matched)
+    torch.add(losses, matched, out=row_lse[: len(matched)])
+    return row_lse, losses
 
 
 def ring_backward(
@@ -128,12 +130,12 @@ def ring_backward(
     dS = exp(logits - row_lse), and the slopes on the diagonal of one's own block.
     """
     count = len(slopes)
-    d_rows = torch.zeros_like(rows, dtype=scale.dtype)
-    d_rows[:count] = matched_gradient(slopes, columns[:count])
+    d_rows = torch.zeros_like(rows, dtype=slopes.dtype)
+    matched_gradient(slopes, columns[:count], out=d_rows[:count])
     for hop, (block,) in ring.blocks(columns):
-        d_block = torch.zeros_like(block, dtype=scale.dtype)
+        d_block = torch.zeros_like(block, dtype=slopes.dtype)
         if hop == 0:
-            d_block[:count] = matched_gradient(slopes, rows[:count])
+            matched_gradient(slopes, rows[:count], out=d_block[:count])
         tile.softmax_backward(
             rows, block, scale, row_lse, None, d_rows, d_block, masked=hop == 0, workspace_bytes=workspace_bytes
         )

@@ -1,14 +1,15 @@
-"""Log-sum-exps over parts of a row: merge them, and read its loss and its match's gradient off them.
+"""Log-sum-exps over parts of a row: merge them, and read its loss off them.
 
 Row i has its matched logit s and o, the LSE over all others (the tiles leave matched pairs out). Then
 
-    cross entropy    log(exp(o) + exp(s)) - s = softplus(o - s)                 # >= 0 whatever is rounded
-    dS at the match  exp(s) / (exp(o) + exp(s)) - 1 = -sigmoid(o - s)
+    cross entropy    log(exp(o) + exp(s)) - s = softplus(o - s)                 # l >= 0, whatever is rounded
+    LSE of all       s + l
+    dS at the match  exp(s) / (exp(o) + exp(s)) - 1 = expm1(-l)
 
-Both in float32, of the difference: an LSE and the logit that dominates it do not cancel where pairs are told apart,
-and the entry of dS that outweighs its row never passes through 16 bits.
+all in float32, of the difference: an LSE and the logit that dominates it do not cancel where pairs are told apart, and
+the entry of dS that outweighs its row never passes through 16 bits.
 
-Tensors: LSE and matched logits [b], float32 (float64 when the features are).
+Tensors: LSE and matched logits [b], or of rows and columns [2, b]; float32 (float64 when the features are).
 """
 
 import torch
@@ -26,10 +27,6 @@ def merge_lse(total: Tensor, part: Tensor) -> Tensor:
 
 
 def cross_entropies(others_lse: Tensor, matched: Tensor) -> Tensor:
-    """The losses of rows from the LSE over their other columns and their matched logits, [b], each >= 0."""
-    return -F.logsigmoid(matched - others_lse)
-
-
-def matched_slopes(others_lse: Tensor, matched: Tensor) -> Tensor:
-    """dS at the matches, [b], within [-1, 0]."""
-    return -torch.sigmoid(others_lse - matched)
+    """The losses l of rows, each >= 0: [b] or [2, b] as `others_lse`. NaN where a matched logit is not finite."""
+    difference = torch.sub(others_lse, matched).add_(matched, alpha=0)
+    return F.softplus(difference, threshold=50)

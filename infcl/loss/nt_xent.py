@@ -12,8 +12,8 @@ The matrix is symmetric, so a tile that yields row and column statistics serves 
 * within a rank: first x second is one rectangle with the matches on its diagonal; first x first and second x second are
   halved again and again, a rectangle each time, down to squares that are computed whole.
 
-Gradient: d_z = (dS + dS.T) @ z, and dS + dS.T = exp(logits - lse[:, None]) + exp(logits - lse) - 2 I', with I' one at
-the matches: twice the dS of CLIP's tiles.
+Gradient: d_z = (dS + dS.T) @ z, and dS + dS.T = exp(logits - lse[:, None]) + exp(logits - lse) is twice the dS of
+CLIP's tiles; matches are left out of them and added as there (loss/lse).
 
 16 W b^2 D flops per rank forward and backward, half of what all tiles need (docs/log.md has measured times). Per pass
 W // 2 hops of 2b*D operands; forward as many of 2b float32, backward of 2b*D float32. Flat ring. Averages as in
@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from infcl.kernels import WORKSPACE_BYTES, Tile, select_tile
-from infcl.loss.lse import cross_entropies, matched_slopes, merge_lse
+from infcl.loss.lse import cross_entropies, merge_lse
 from infcl.loss.operands import (
     as_operand,
     check_features,
@@ -71,18 +71,18 @@ class _NTXent(torch.autograd.Function):
     def forward(ctx, first_views, second_views, scale, new_ring, tile, workspace_bytes):
         views = torch.cat([as_operand(first_views, tile), as_operand(second_views, tile)])  # [2b, D]
         with torch.autocast(views.device.type, enabled=False):
-            others, matched = ring_forward(views, scale, new_ring(), tile, workspace_bytes)
-        ctx.save_for_backward(views, scale, others, matched)
+            losses, matched = ring_forward(views, scale, new_ring(), tile, workspace_bytes)
+        ctx.save_for_backward(views, scale, losses, matched)
         ctx.new_ring, ctx.tile, ctx.workspace_bytes = new_ring, tile, workspace_bytes
         ctx.feature_dtype = first_views.dtype
-        return cross_entropies(others.view(2, -1), matched).mean()
+        return losses.mean()
 
     @staticmethod
     def backward(ctx, d_loss):
         refuse_double_backward("nt_xent")
-        views, scale, others, matched = ctx.saved_tensors
+        views, scale, losses, matched = ctx.saved_tensors
         with torch.autocast(views.device.type, enabled=False):
-            d_views = ring_backward(views, scale, others, matched, ctx.new_ring(), ctx.tile, ctx.workspace_bytes)
+            d_views = ring_backward(views, scale, losses, matched, ctx.new_ring(), ctx.tile, ctx.workspace_bytes)
             factor = d_loss / len(views)
             d_scale = factor * inner_product(views, d_views)
             d_views = scaled(d_views, 2 * factor * scale, ctx.feature_dtype)
@@ -92,7 +92,7 @@ class _NTXent(torch.autograd.Function):
 def ring_forward(
     views: Tensor, scale: Tensor, ring: RingExchange, tile: Tile, workspace_bytes: int
 ) -> tuple[Tensor, Tensor]:
-    """LSE of each own view over all but itself and its match [2b], and the logits of own matched views [b]."""
+    """Losses of own first and second views over the group's, [2, b], and the logits of own matched views, [b]."""
     for hop, (block,) in ring.blocks(views):
         if hop == 0:
             first, second = views.chunk(2)
@@ -111,29 +111,31 @@ def ring_forward(
         block_lse = torch.full_like(lse, -float("inf"))
         block_lse[columns] = col_part
         ring.carry("lse", hop, block_lse, merge_lse)
-    return (lse if ring.reach == 0 else merge_lse(lse, ring.home("lse", merge_lse))), matched
+    others = lse if ring.reach == 0 else merge_lse(lse, ring.home("lse", merge_lse))
+    return cross_entropies(others.view(2, -1), matched), matched
 
 
 def ring_backward(
     views: Tensor,
     scale: Tensor,
-    others: Tensor,
+    losses: Tensor,
     matched: Tensor,
     ring: RingExchange,
     tile: Tile,
     workspace_bytes: int,
 ) -> Tensor:
     """`(dS + dS.T) / 2 @ all_views` for one's own views, [2b, D] float32 or wider."""
-    lse = torch.logaddexp(others.view(2, -1), matched).view(-1)
-    slopes = matched_slopes(others.view(2, -1), matched).mean(0)
-    first, second = views.chunk(2)
-    d_views = torch.cat([matched_gradient(slopes, second), matched_gradient(slopes, first)])
+    lse = (losses + matched).view(-1)
+    slopes = torch.expm1(-losses).mean(0)
+    d_views = torch.empty_like(views, dtype=lse.dtype)
+    for d_half, partners in zip(d_views.chunk(2), reversed(views.chunk(2))):
+        matched_gradient(slopes, partners, out=d_half)
     for hop, (block, block_lse) in ring.blocks(views, lse):
         if hop == 0:
             parts = [tensor.chunk(2) for tensor in (views, lse, d_views)]
             for own, own_lse, d_own in zip(*parts):
                 _add_self_gradient(own, own_lse, d_own, scale, tile, workspace_bytes)
-            _, (first_lse, second_lse), (d_first, d_second) = parts
+            (first, second), (first_lse, second_lse), (d_first, d_second) = parts
             tile.softmax_backward(
                 first, second, scale, first_lse, second_lse, d_first, d_second,
                 masked=True, workspace_bytes=workspace_bytes,

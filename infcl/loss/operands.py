@@ -42,12 +42,13 @@ def scaled(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.mul(gradient, factor, out=out)
 
 
-def matched_gradient(slopes: Tensor, partners: Tensor) -> Tensor:
+def matched_gradient(slopes: Tensor, partners: Tensor, out: Tensor | None = None) -> Tensor:
     """The matched pairs' part of a gradient, to which the others' is added: `slopes[:, None] * partners`, [n, D].
 
-    slopes [n]: dS at the matches, in the gradient's dtype. partners [n, D]: what each row is matched with.
+    slopes [n]: dS at the matches, in the gradient's dtype. partners [n, D]: what each row is matched with; promoted
+    element by element, without a copy.
     """
-    return slopes[:, None] * partners  # promoted element by element, without a copy of the partners
+    return torch.mul(slopes[:, None], partners, out=out)
 
 
 def inner_product(features: Tensor, gradient: Tensor) -> Tensor:
