@@ -7,7 +7,7 @@ matrix) with towers and features in float64, in one process. A row per loss:
 
     image, text, scale   |gradient - reference| / |reference| of each tower's parameters together, and of logit_scale
     from_clip            |gradient - that of loss clip| / |that of loss clip|, all parameters
-    tile_dtype           of infcl's products; the dense losses multiply the float32 features as they are
+    tile_dtype           of the loss's products: of infcl --tile-dtype, of the dense losses that of the features, fp32
 """
 
 import argparse
@@ -24,7 +24,7 @@ from infcl.config import TrainConfig, parse_args
 from infcl.data.demo import prepare_demo
 from infcl.data.loader import TrainLoader
 from infcl.import_weights import load_pretrained
-from infcl.loss.contrastive import ContrastiveLoss
+from infcl.loss.contrastive import TILED, ContrastiveLoss
 from infcl.towers.clip import CLIP
 from infcl.train.build import build_tokenizer_and_model_config, tile_dtype_of
 
@@ -75,7 +75,7 @@ def _compare(rank: int, options: argparse.Namespace, data: Path) -> None:
         for name, found in gradients.items():
             row = {"loss": name, "ranks": options.ranks, "global_batch": options.batch}
             row |= {"weights": "initial" if options.weights is None else "trained"}
-            row |= {"precision": config.precision, "tile_dtype": tile_dtype or "fp32"}
+            row |= {"precision": config.precision, "tile_dtype": tile_dtype if name in TILED and tile_dtype else "fp32"}
             row |= {part: _difference(found[part], reference[part]) for part in PARTS}
             row |= {"from_clip": _difference(_all(found), _all(gradients["clip"]))}
             append(options.out / "accuracy_gradients.csv", [row | hardware(options.commit)])

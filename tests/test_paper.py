@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.paper import memory
+from benchmarks.paper import accuracy, memory, speed
 from benchmarks.paper.__main__ import DOCS, FIGURES, PAGES, REGIONS
 from benchmarks.paper.accuracy import table_3_pairs
 from benchmarks.paper.draw import digest, digest_of, draw
@@ -77,7 +77,7 @@ def test_largest_batches_of_different_settings_are_rows_of_their_own(monkeypatch
         "precision": "bf16",
         "checkpointing": 1,
     }
-    common |= {"memory_gb": 80.0, "global_batch": 2048, "fits": 1, "peak_gib": 60.0}
+    common |= {"memory_gb": 80.0, "global_batch": 2048, "fits": 1, "peak_gib": 60.0, "commit": "a"}
     changes = ({}, {"memory_gb": 139.0}, {"precision": "amp_bf16"}, {"checkpointing": 0})
     stored = [common | change | {"global_batch": 1024 * i} for i, change in enumerate(changes, 2)]
     monkeypatch.setattr(memory, "rows", lambda name: stored if name == "largest_batch.csv" else [])
@@ -86,6 +86,42 @@ def test_largest_batches_of_different_settings_are_rows_of_their_own(monkeypatch
     assert any("infcl, amp_bf16 |" in line for line in shown) and any(
         "infcl, no checkpointing |" in line for line in shown
     )
+
+
+def test_a_table_of_losses_shows_the_newest_commit_of_each_setting(monkeypatch):
+    common = {"gpus": 1, "dim": 768, "global_batch": 1024, "extra_mib": 9.0, "ratio_to_cublas": 0.5}
+    common |= {"device": "h", "torch": "t"}
+    times = [("inf_cl", "a", 40.0), ("clip", "a", 60.0), ("inf_cl", "b", 50.0), ("inf_cl", "a", 41.0)]
+    stored = [common | {"impl": impl, "commit": commit, "median_ms": time} for impl, commit, time in times]
+    monkeypatch.setattr(speed, "rows", lambda *names: stored)
+    shown = lambda: speed.loss_table(1, ("inf_cl", "clip")).splitlines()[-1]  # noqa: E731
+    assert shown() == "| 1,024 | 41.0 ms, 9 MiB | 60.0 ms, 9 MiB | 0.50 |"  # 40 and 41 are within 3%
+    stored[-1]["median_ms"] = 44.0
+    assert "| 40.0-44.0 ms, 9 MiB |" in shown()
+    stored.append(stored[2] | {"commit": "c", "extra_mib": 8.0})
+    assert "| 50.0 ms, 8 MiB |" in shown() and speed.loss_origin() == "h, torch t, commits a, c."
+    stored.append(stored[2] | {"commit": "d", "median_ms": "", "ratio_to_cublas": ""})
+    assert shown() == "| 1,024 | x | 60.0 ms, 9 MiB |  |"
+
+
+def test_gradients_of_infcl_stand_beside_those_of_their_own_run(monkeypatch):
+    parts = dict.fromkeys(("image", "text", "scale"), 0.0)
+    common = {"device": "h", "torch": "t", "precision": "amp_bf16", "ranks": 1, "global_batch": 8, "weights": "initial"}
+    stored = [
+        common | parts | {"loss": loss, "commit": commit, "from_clip": distance, "tile_dtype": tile_dtype}
+        for commit, distance, ours in (("a", 0.1, "fp32"), ("b", 0.2, "bf16"))
+        for loss, tile_dtype in (("clip", "fp32"), ("open_clip", "fp32"), ("disco", "fp32"), ("inf_cl", ours))
+    ]
+    monkeypatch.setattr(accuracy, "rows", lambda name: stored)
+    lines = accuracy.gradients().splitlines()[2:4]
+    assert "| h, amp_bf16 | 1 | 8 | initial | 1.0e-01 | 1.0e-01 | 1.0e-01 |" in lines[0]
+    assert "| h, amp_bf16, products bf16 | 1 | 8 | initial | 2.0e-01 | 2.0e-01 | 2.0e-01 |" in lines[1]
+
+
+def test_measured_steps_of_one_setting_are_told_apart():
+    lines = [line.split(" | ")[:2] for line in measured_steps().splitlines()[2:]]
+    assert len(lines) == len({tuple(line) for line in lines})
+    assert sum("a slower machine" in line[1] for line in lines) == 1
 
 
 def test_steps_of_replaced_code_are_not_shown():

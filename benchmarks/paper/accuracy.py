@@ -3,7 +3,7 @@
 import statistics
 
 from benchmarks.accuracy import EXPONENTS
-from benchmarks.paper.raw import NOT_MEASURED, batch, markdown, mean_and_deviation, origin, rows, where
+from benchmarks.paper.raw import NOT_MEASURED, batch, latest, markdown, mean_and_deviation, origin, rows, where
 
 LOSSES = {"clip": "CLIP", "open_clip": "OpenCLIP", "disco": "DisCo-CLIP", "inf_cl": "infcl", "siglip": "SigLIP"}
 METRICS = {"zero_shot_top1": "zero-shot", "image_to_text_r1": "image->text R@1", "text_to_image_r1": "text->image R@1"}
@@ -20,7 +20,7 @@ def demo() -> str:
 
 
 def table_3() -> str:
-    found = rows("accuracy_losses.csv")
+    found = latest(rows("accuracy_losses.csv"), "run")
     if not found:
         return f"{NOT_MEASURED.capitalize()} yet."
     lines = []
@@ -39,7 +39,8 @@ def table_3() -> str:
 
 def table_3_ranks() -> str:
     """Trainings over several ranks: the loss while rounding has not yet parted them, and what they come to."""
-    found, curves = rows("accuracy_losses_ranks.csv"), rows("accuracy_losses_ranks_curves.csv")
+    found = latest(rows("accuracy_losses_ranks.csv"), "run")
+    curves = latest(rows("accuracy_losses_ranks_curves.csv"), "run", "samples_seen")
     if not found:
         return f"{NOT_MEASURED.capitalize()} yet."
     lines = []
@@ -83,12 +84,14 @@ def _standard_error(values: list[float]) -> float:
 
 
 def gradients() -> str:
-    """A line per setting: how far each loss's gradients are from the whole matrix's, and infcl's from float64."""
+    """A line per row of infcl, beside the other losses of its run: distances from the whole matrix's, from float64."""
     found, lines = rows("accuracy_gradients.csv"), []
-    settings = ("device", "precision", "tile_dtype", "ranks", "global_batch", "weights")
-    for setting in dict.fromkeys(tuple(row[name] for name in settings) for row in found):
-        own = {row["loss"]: row for row in where(found, **dict(zip(settings, setting)))}
-        device, precision, tile_dtype, ranks, pairs, weights = setting
+    settings = ("device", "precision", "ranks", "global_batch", "weights")
+    for ours in latest(where(found, loss="inf_cl"), *settings, "tile_dtype"):
+        run = {name: ours[name] for name in (*settings, "commit")}
+        own = {row["loss"]: row for row in where(found, **run)} | {"inf_cl": ours}
+        device, precision, ranks, pairs, weights = (ours[name] for name in settings)
+        tile_dtype = ours["tile_dtype"]
         losses = [f"{own[loss]['from_clip']:.1e}" for loss in ("open_clip", "disco", "inf_cl")]
         true = {loss: " / ".join(f"{own[loss][part]:.1e}" for part in ("image", "text", "scale")) for loss in own}
         where_ = f"{device}, {precision}" + (f", products {tile_dtype}" if tile_dtype != "fp32" else "")
@@ -99,7 +102,7 @@ def gradients() -> str:
 
 
 def hard_negatives() -> str:
-    found = rows("hard_negatives.csv")
+    found = latest(rows("hard_negatives.csv"), "hard_negatives", "seed")
     if not found:
         return f"{NOT_MEASURED.capitalize()} yet."
     lines = []
@@ -134,7 +137,7 @@ def table_5() -> str:
 
 def _batch_studies() -> dict[float, list[dict]]:
     """{learning rate at the smallest batch: rows}; that batch's row stands for all scalings, which agree there."""
-    found = rows("accuracy_batches.csv")
+    found = latest(rows("accuracy_batches.csv"), "run")
     base = min((row["global_batch"] for row in found), default=0)
     studies: dict[float, list[dict]] = {}
     for row in found:
@@ -162,7 +165,7 @@ def figure_5() -> dict:
 
 def loss_curves() -> dict:
     """{panel: {label: [(samples seen, loss, standard deviation)]}}; SigLIP's is another loss, on a panel of its own."""
-    curves = rows("accuracy_losses_curves.csv")
+    curves = latest(rows("accuracy_losses_curves.csv"), "run", "samples_seen")
     panels: dict = {"softmax losses": {}, "SigLIP's loss": {}}
     for loss, name in LOSSES.items():
         at: dict[int, list[float]] = {}

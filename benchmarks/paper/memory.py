@@ -1,6 +1,6 @@
 """Memory of whole steps: the paper's Tables 1 and 2 beside ours, measured and planned; Figure 1."""
 
-from benchmarks.paper.raw import NOT_MEASURED, batch, markdown, origin, rows, where
+from benchmarks.paper.raw import NOT_MEASURED, batch, latest, markdown, newest, origin, rows, where
 from infcl.plan.memory import loss_bytes, memory_of
 from infcl.plan.paper import paper_memory
 from infcl.plan.setting import Setting, load_gpu
@@ -48,7 +48,7 @@ def _planned(gpus: int, loss: str, batch_k: int, offload: int, *, ours: bool) ->
 
 def table_1_loss() -> str:
     """Memory of the loss alone, GiB: the paper's 8 A800s, and ours on one and four H200s."""
-    from benchmarks.paper.speed import loss_rows, out_of_memory
+    from benchmarks.paper.speed import tried
 
     impls = {"clip": "clip", "open_clip": "official_open_clip", "inf_cl": "inf_cl"}
     lines = []
@@ -56,9 +56,9 @@ def table_1_loss() -> str:
         for loss, impl in impls.items():
             cells = [f"{gpus} H200{'s' if gpus > 1 else ''}, {LOSSES[loss, 0].replace('Inf-CL', 'infcl')}"]
             for batch_k in BATCHES_K:
-                found = where(loss_rows(), impl=impl, gpus=gpus, dim=768, global_batch=batch_k * 1024)
-                failed = where(out_of_memory(), impl=impl, gpus=gpus, dim=768, global_batch=batch_k * 1024)
-                cells.append(f"{found[-1]['extra_mib'] / 1024:.2f}" if found else "x" if failed else "")
+                found = where(tried(), impl=impl, gpus=gpus, dim=768, global_batch=batch_k * 1024)
+                fits = found and found[-1]["median_ms"] != ""
+                cells.append(f"{found[-1]['extra_mib'] / 1024:.2f}" if fits else "x" if found else "")
             if any(cells[1:]):
                 lines.append(cells)
     for loss in impls:
@@ -84,7 +84,7 @@ def table_1_measured() -> str:
             failed = [row["global_batch"] for row in own if not row["fits"]]
             cells = [f"{gpus} H200s, {name}"]
             for batch_k in BATCHES_K:
-                row = where(own, global_batch=batch_k * 1024, fits=1)
+                row = where(where(own, global_batch=batch_k * 1024)[-1:], fits=1)
                 beyond = failed and batch_k * 1024 >= min(failed)
                 cells.append(f"{row[-1]['peak_gib']:.1f}" if row else "x" if beyond else "")
             lines.append(cells)
@@ -93,10 +93,11 @@ def table_1_measured() -> str:
 
 def _steps_at(found: list[dict]) -> str:
     """Trials of benchmarks.largest_batch, one a line."""
+    names = ("gpus", "model", "memory_gb", "loss", "precision", "checkpointing", "pixels", "global_batch")
     lines = [
         [row["gpus"], row["model"], row["loss"], row["precision"], "yes" if row["checkpointing"] else "no",
          row["pixels"], f"{row['global_batch']:,}", f"{row['peak_gib']:.1f}" if row["fits"] else "x"]
-        for row in found
+        for row in latest(found, *names)
     ]  # fmt: skip
     header = ["GPUs", "model", "loss", "precision", "checkpointing", "pixels on the", "pairs", "peak, GiB"]
     return markdown(header, lines) + (f"\n\n{origin(found)}." if found else "")
@@ -125,7 +126,7 @@ def table_2() -> str:
     names = ("model", "gpus", "pixels", "loss", "memory_gb", "precision", "checkpointing")
     for setting in dict.fromkeys(tuple(row[name] for name in names) for row in found):
         model, gpus, pixels, loss, memory_gb, precision, checkpointing = setting
-        own = where(found, **dict(zip(names, setting)))
+        own = newest(where(found, **dict(zip(names, setting))))
         fitting = [row for row in own if row["fits"]]
         failed = [row["global_batch"] for row in own if not row["fits"]]
         if fitting:

@@ -30,6 +30,16 @@ def where(found: Iterable[dict], **wanted) -> list[dict]:
     return [row for row in found if all(row.get(name) == value for name, value in wanted.items())]
 
 
+def newest(found: Sequence[dict]) -> list[dict]:
+    """Of one setting's rows, oldest first, those of the last one's commit: what ran before is replaced."""
+    return where(found, commit=found[-1]["commit"]) if found else []
+
+
+def latest(found: Iterable[dict], *names: str) -> list[dict]:
+    """The last row of each setting; settings differ in the columns `names`."""
+    return list({tuple(row[name] for name in names): row for row in found}.values())
+
+
 def markdown(header: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
     text = [header, ["---"] * len(header), *lines]
     return "\n".join("| " + " | ".join(str(cell) for cell in line) + " |" for line in text)

@@ -1,6 +1,6 @@
 """The losses alone: tables by batch, the paper's Table 4 and Figure 4, what tiling costs."""
 
-from benchmarks.paper.raw import NOT_MEASURED, markdown, ms, origin, rows, size, where
+from benchmarks.paper.raw import NOT_MEASURED, latest, markdown, ms, newest, origin, rows, size, where
 
 LABELS = {
     "inf_cl": "infcl",
@@ -14,37 +14,38 @@ LABELS = {
 }
 
 
+def tried() -> list[dict]:
+    """Of repeated settings all rows, in their order; one that ran out of memory has no time."""
+    return rows("loss_h200.csv", "loss_figures.csv")
+
+
 def loss_rows() -> list[dict]:
-    """Rows that have a result; of repeated settings all, in their order."""
-    return [row for row in rows("loss_h200.csv", "loss_figures.csv") if row["median_ms"] != ""]
-
-
-def out_of_memory() -> list[dict]:
-    return [row for row in rows("loss_h200.csv", "loss_figures.csv") if row["median_ms"] == ""]
+    return [row for row in tried() if row["median_ms"] != ""]
 
 
 def loss_table(gpus: int, impls: tuple[str, ...], dim: int = 768) -> str:
-    """ms and extra memory by global batch; 'x': out of memory; of repeated runs the range of times."""
-    measured, failed = loss_rows(), out_of_memory()
-    ours = where(measured, gpus=gpus, dim=dim)
-    batches = sorted({row["global_batch"] for row in ours if row["impl"] in impls})
+    """ms and extra memory by global batch, of each setting's newest commit; 'x': out of memory."""
+    ours = where(tried(), gpus=gpus, dim=dim)
+    batches = sorted({row["global_batch"] for row in ours if row["impl"] in impls and row["median_ms"] != ""})
     lines = []
     for pairs in batches:
-        line = [f"{pairs:,}"]
-        for impl in impls:
-            found = where(ours, impl=impl, global_batch=pairs)
-            oom = where(failed, gpus=gpus, dim=dim, impl=impl, global_batch=pairs)
-            line.append(_cell(found) if found else "x" if oom else "")
+        cells = [_cell(where(ours, impl=impl, global_batch=pairs)) for impl in impls]
         inf = where(ours, impl="inf_cl", global_batch=pairs)
-        line.append(f"{inf[-1]['ratio_to_cublas']:.2f}" if inf else "")
-        lines.append(line)
+        ratio = f"{inf[-1]['ratio_to_cublas']:.2f}" if inf and inf[-1]["median_ms"] != "" else ""
+        lines.append([f"{pairs:,}", *cells, ratio])
     return markdown(["b", *(LABELS[impl] for impl in impls), "infcl / library"], lines)
 
 
 def _cell(found: list[dict]) -> str:
-    times = sorted(row["median_ms"] for row in found)
+    """The last row's time and memory; the range of times where those of its commit spread over 3%."""
+    if not found:
+        return ""
+    if found[-1]["median_ms"] == "":
+        return "x"
+    times = sorted(row["median_ms"] for row in newest(found) if row["median_ms"] != "")
     spread = times[-1] > 1.03 * times[0]
-    return f"{ms(times[0])}{f'-{ms(times[-1])}' if spread else ''} ms, {size(found[-1]['extra_mib'])}"
+    shown = f"{ms(times[0])}-{ms(times[-1])}" if spread else ms(found[-1]["median_ms"])
+    return f"{shown} ms, {size(found[-1]['extra_mib'])}"
 
 
 def loss_one_gpu() -> str:
@@ -70,13 +71,13 @@ def loss_others() -> str:
     lines = [
         [names[row["impl"], row["dim"]], f"{row['global_batch']:,}", ms(row["median_ms"]), size(row["extra_mib"])]
         for key in names
-        for row in _latest(where(one, impl=key[0], dim=key[1]))
+        for row in _by_batch(where(one, impl=key[0], dim=key[1]))
     ]
     return markdown(["loss", "b", "ms", "memory"], lines)
 
 
-def _latest(found: list[dict]) -> list[dict]:
-    return list({row["global_batch"]: row for row in sorted(found, key=lambda row: row["global_batch"])}.values())
+def _by_batch(found: list[dict]) -> list[dict]:
+    return sorted(latest(found, "global_batch"), key=lambda row: row["global_batch"])
 
 
 def table_4() -> str:
@@ -102,7 +103,7 @@ def side_by_side() -> str:
         cells = [LABELS[impl]]
         for gpus, pairs in ((1, 65536), (4, 65536), (4, 131072)):
             own = where(loss_rows(), impl=impl, gpus=gpus, global_batch=pairs, dim=768)
-            cells.append(_cell(own[-1:]) if own else NOT_MEASURED)
+            cells.append(_cell(own) or NOT_MEASURED)
         lines.append(cells)
     return markdown(["loss", "1 GPU, b = 65,536", "4 GPUs, 65,536", "4 GPUs, 131,072"], lines)
 
@@ -125,7 +126,7 @@ def symmetry() -> str:
 
 def tiling() -> str:
     lines = []
-    for row in rows("tiling_h200.csv"):
+    for row in latest(rows("tiling_h200.csv"), "gpus", "global_batch"):
         bare, tiles = row["products ms"], row["tiles ms"]
         line = [row["gpus"], f"{row['global_batch']:,}", f"{bare:.1f}", f"{tiles:.1f} ({tiles / bare:.2f})"]
         for name in ("ring, waiting", "ring"):
@@ -139,7 +140,7 @@ def tiling() -> str:
 def retrieval() -> str:
     lines = [
         [row["impl"], f"{row['pairs']:,}", row["dim"], row["device"], f"{row['seconds']:.2f} s", size(row["peak_mib"])]
-        for row in rows("retrieval.csv", "retrieval_h200.csv")
+        for row in latest(rows("retrieval.csv", "retrieval_h200.csv"), "impl", "pairs", "dim", "device")
     ]
     return markdown(["", "pairs", "D", "device", "time", "memory above the features"], lines)
 
@@ -160,7 +161,15 @@ def precision() -> str:
 
 
 def loss_origin() -> str:
-    return f"{origin(loss_rows())}."
+    """Of the rows that are shown: each setting's newest commit."""
+    found = loss_rows()
+    last = {_setting(row): row["commit"] for row in found}
+    shown = [row for row in found if row["commit"] == last[_setting(row)]]
+    return f"{origin(shown)}."
+
+
+def _setting(row: dict) -> tuple:
+    return tuple(row[name] for name in ("impl", "gpus", "global_batch", "dim"))
 
 
 def figure_4() -> dict:
@@ -179,7 +188,7 @@ def _curves(column: str, unit: float) -> dict:
         own = where(loss_rows(), gpus=gpus, dim=768)
         series = {}
         for impl in ("inf_cl", "official_open_clip", "clip", "official"):
-            points = _latest(where(own, impl=impl))
+            points = _by_batch(where(own, impl=impl))
             if points:
                 series[LABELS[impl]] = [(row["global_batch"], row[column] / unit) for row in points]
         panels[f"{gpus} H200{'s' if gpus > 1 else ''}"] = series

@@ -57,14 +57,22 @@ def _options(row: dict) -> list[str]:
 
 
 def table(compared: list[dict]) -> str:
-    """Markdown."""
+    """Markdown. Rows of one setting name their commits, and a machine that their label calls slower."""
+    settings = [_words(one["row"]) for one in compared]
     lines = ["| GPUs | setting | samples/s measured / plan | GiB measured / plan |", "|---|---|---|---|"]
-    for one in compared:
+    for one, words in zip(compared, settings):
         row = one["row"]
-        words = [row["model"], f"ZeRO-{row['zero']}", row.get("precision") or "amp_bf16", row["blocks"]]
-        words += ["checkpointing"] if row["checkpointing"] == "True" else []
-        words += [f"{row['micro_batches']} x {row['micro_batch']}", f"R = {row['resident']}", *_options(row)]
+        if settings.count(words) > 1:
+            words = [*words, f"at {(row.get('commit') or 'no commit')[:7]}"]
+            words += ["a slower machine"] if "slower machine" in row.get("label", "") else []
         speed = f"{float(row['samples_per_second']):.0f} / {one['samples_per_second']:.0f} ({one['speed_error']:+.0%})"
         memory = f"{float(row['peak_gib']):.1f} / {one['peak_gib']:.1f} ({one['memory_error']:+.0%})"
-        lines.append(f"| {row['gpus']} | {', '.join(words)} | {speed} | {memory} |")
+        lines.append(f"| {row['gpus']} | {', '.join(words[1:])} | {speed} | {memory} |")
     return "\n".join(lines)
+
+
+def _words(row: dict) -> list[str]:
+    """A setting in words, the number of GPUs first."""
+    words = [row["gpus"], row["model"], f"ZeRO-{row['zero']}", row.get("precision") or "amp_bf16", row["blocks"]]
+    words += ["checkpointing"] if row["checkpointing"] == "True" else []
+    return [*words, f"{row['micro_batches']} x {row['micro_batch']}", f"R = {row['resident']}", *_options(row)]
