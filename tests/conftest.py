@@ -33,6 +33,18 @@ def pytest_runtest_setup(item):
             pytest.skip(reason)
 
 
+@pytest.fixture(autouse=True)
+def _process_groups_end_with_their_test(request):
+    """A test that leaves one makes others fail, by their order. Those on a GPU share one, as DeepSpeed wants it."""
+    import torch.distributed as dist
+
+    before = dist.is_initialized()
+    yield
+    if dist.is_initialized() and not before and not request.node.get_closest_marker("gpu"):
+        dist.destroy_process_group()
+        pytest.fail("this test left a process group behind: run_ranks has processes with one")
+
+
 @pytest.fixture(scope="session")
 def demo_folder(tmp_path_factory):
     """The embedded data set with 1,536 training pairs: shards, tokenizer, evaluation sets."""

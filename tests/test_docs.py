@@ -18,11 +18,11 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from infcl.config import make_parser
 from infcl.towers import load_model_config
 from tests.doc_commands import COMMANDS, PYTHON_BLOCKS
+from tests.ranks import run_ranks
 from tests.shown_commands import ROOT, documents, python_blocks, shown_commands
 
 PLACES = ("here", "gpu", "multigpu", "cluster")
@@ -198,21 +198,22 @@ def test_the_command_runs(clone, line):
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
 
 
-def test_the_readmes_loss_runs_as_shown():
+def readmes_loss(rank, world_size):
+    """-> the loss as the README takes it, the definition's."""
     features = [torch.nn.functional.normalize(torch.randn(5, 8), dim=1).requires_grad_() for _ in range(2)]
     names = {"torch": torch, "logit_scale": torch.tensor(2.0, requires_grad=True)}
     names |= {"image_features": features[0], "text_features": features[1]}
-    store = dist.HashStore()
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    try:
-        exec(python_blocks()["README.md 0"], names)
-    finally:
-        dist.destroy_process_group()
+    exec(python_blocks()["README.md 0"], names)
     logits = names["logit_scale"].exp() * features[0] @ features[1].T
     labels = torch.arange(5)
     expected = (torch.nn.functional.cross_entropy(x, labels) for x in (logits, logits.T))
-    torch.testing.assert_close(names["loss"], sum(expected) / 2)
     assert features[0].grad is not None and names["logit_scale"].grad is not None
+    return names["loss"].detach(), (sum(expected) / 2).detach()
+
+
+def test_the_readmes_loss_runs_as_shown():
+    (found,) = run_ranks(readmes_loss, 1)
+    torch.testing.assert_close(*found)
 
 
 def test_the_documented_megatron_loop_is_made_of_what_there_is(monkeypatch):
