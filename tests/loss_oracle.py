@@ -3,6 +3,7 @@
 Also the features that tests use, and how each rank's share of a global batch is evaluated.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -102,17 +103,16 @@ def evaluate_on_rank(rank: int, world_size: int, cases: list[Case], options: dic
     return [evaluate(case, rank, world_size, **options) for case in cases]
 
 
-def averaged(per_rank: list[Evaluation]) -> Evaluation:
-    """What data parallelism makes of the ranks' results: their mean; a feature row lives on one rank only."""
-    world_size = len(per_rank)
-    loss, d_images, d_texts, d_scale, d_bias = zip(*per_rank)
-    return Evaluation(
-        torch.stack(loss).mean(),
-        torch.cat(d_images) / world_size,
-        torch.cat(d_texts) / world_size,
-        torch.stack(d_scale).mean(),
-        torch.stack(d_bias).mean(),
-    )
+def means_over_ranks(per_rank: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+    """What data parallelism makes of the ranks' results: their mean; a feature's row lives on one rank only."""
+    return [
+        torch.stack(values).mean() if values[0].ndim == 0 else torch.cat(values) / len(values)
+        for values in zip(*per_rank)
+    ]
+
+
+def averaged(per_rank: Sequence[Evaluation]) -> Evaluation:
+    return Evaluation(*means_over_ranks(per_rank))
 
 
 def relative_error(value: Tensor, truth: Tensor, floor: float = 0.0) -> float:

@@ -6,7 +6,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from infcl import info_nce_loss
-from tests.loss_oracle import features, relative_error
+from tests.loss_oracle import features, means_over_ranks, relative_error
 from tests.ranks import run_ranks
 
 # (queries per rank, documents per rank, D, scale, how positives are drawn)
@@ -59,14 +59,7 @@ def _oracle(case, world_size):
 
 def _assert_equal(per_rank, world_size):
     for case, results in zip(CASES, zip(*per_rank)):
-        loss, d_queries, d_documents, d_scale = zip(*results)
-        means = (
-            torch.stack(loss).mean(),
-            torch.cat(d_queries) / world_size,
-            torch.cat(d_documents) / world_size,
-            torch.stack(d_scale).mean(),
-        )
-        for value, truth in zip(means, _oracle(case, world_size)):
+        for value, truth in zip(means_over_ranks(results), _oracle(case, world_size)):
             assert relative_error(value, truth, floor=0.1) < 1e-5, case
 
 

@@ -13,7 +13,7 @@ from infcl import inf_cl_loss, nt_xent_loss
 from infcl.kernels import select_tile
 from infcl.loss.nt_xent import ring_backward, ring_forward
 from infcl.loss.ring import RingExchange
-from tests.loss_oracle import features, relative_error
+from tests.loss_oracle import features, means_over_ranks, relative_error
 from tests.ranks import run_ranks
 
 # (samples per rank, D, scale, kind of features)
@@ -55,16 +55,9 @@ def _oracle(case, world_size):
 def test_half_of_the_matrix_gives_the_dense_float64_loss(world_size):
     per_rank = run_ranks(_evaluate, world_size, CASES) if world_size > 1 else [_evaluate(0, 1, CASES)]
     for case, results in zip(CASES, zip(*per_rank)):
-        loss, d_first, d_second, d_scale = zip(*results)
-        means = (
-            torch.stack(loss).mean(),
-            torch.cat(d_first) / world_size,
-            torch.cat(d_second) / world_size,
-            torch.stack(d_scale).mean(),
-        )
         truths = _oracle(case, world_size)
         largest = case[2] / (case[0] * world_size) ** 0.5  # gradients vanish at perfect matches
-        for value, truth, floor in zip(means, truths, (1.0, largest, largest, 1.0)):
+        for value, truth, floor in zip(means_over_ranks(results), truths, (1.0, largest, largest, 1.0)):
             assert relative_error(value, truth, floor) < 2e-5, case
 
 
