@@ -176,8 +176,10 @@ def _tile_sums_kernel(
             losses = tl.maximum(logits, 0.0) + _log1p(small)
             slopes = tl.where(logits >= 0, 1.0, small) / (1.0 + small)
             if EDGE:
-                losses = tl.where((columns < num_columns)[None, :], losses, 0.0)
-                slopes = tl.where((columns < num_columns)[None, :], slopes, 0.0)
+                if first_column + BLOCK_N > num_columns:
+                    within = (tl.arange(0, BLOCK_N) < num_columns - first_column)[None, :]
+                    losses = tl.where(within, losses, 0.0)
+                    slopes = tl.where(within, slopes, 0.0)
             if MASKED:
                 away = first_column - tile * BLOCK_M
                 if (away > -BLOCK_N) & (away < BLOCK_M):
@@ -191,7 +193,9 @@ def _tile_sums_kernel(
             row_shift = tl.where(rows < num_rows, shift, float("inf"))
             terms = tl.exp2(logits * (scale * LOG2E) - row_shift[:, None])
             if EDGE:
-                terms = tl.where((columns < num_columns)[None, :], terms, 0.0)
+                if first_column + BLOCK_N > num_columns:
+                    within = (tl.arange(0, BLOCK_N) < num_columns - first_column)[None, :]
+                    terms = tl.where(within, terms, 0.0)
             if MASKED:
                 away = first_column - tile * BLOCK_M
                 if (away > -BLOCK_N) & (away < BLOCK_M):  # else column numbers stay in registers through the loop

@@ -1,0 +1,77 @@
+"""Registers, stack and shared memory of the tile kernels, compiled for a GPU that need not be there.
+
+`python -m benchmarks.registers` takes a minute on one core. A stack is what did not fit into 255 registers: it is
+written to memory and read again in every tile. Compiled is what the launches in infcl/kernels compile for D = 768.
+"""
+
+import re
+import subprocess
+import tempfile
+from pathlib import Path
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, CompiledKernel
+
+from infcl.kernels import triton_backward, triton_forward
+
+_TYPES = {2: "bf16", 4: "fp32"}
+_OPTIONS = ("num_warps", "num_stages")
+
+
+def compiled_forward(*, itemsize: int, sigmoid: bool, masked: bool, edge: bool = False) -> CompiledKernel:
+    """The forward tile for operands of this size in bytes (2: bf16, 4: float32); edge: columns that fill no block."""
+    constants = {"SIGMOID": sigmoid, "MASKED": masked, "EDGE": edge}
+    return _compiled(triton_forward._tile_sums_kernel, triton_forward._LAUNCH[itemsize], itemsize, constants)
+
+
+def compiled_backward(*, itemsize: int, sigmoid: bool, masked: bool) -> CompiledKernel:
+    """The kernel that forms dS, with one exponential for both directions."""
+    constants = {"SIGMOID": sigmoid, "MASKED": masked, "SINGLE": True, "SHARED": itemsize == 2, "GAIN": 1.0}
+    return _compiled(triton_backward._d_logits_kernel, triton_backward._LAUNCH[itemsize], itemsize, constants)
+
+
+def _compiled(kernel, launch: dict, itemsize: int, constants: dict) -> CompiledKernel:
+    """Every argument's type by its name: descriptors of blocks, pointers to float32, int32 sizes."""
+    options = {name: launch[name] for name in _OPTIONS}
+    constants = constants | {name: value for name, value in launch.items() if name not in _OPTIONS}
+    constants |= {"DIM": 768, "PRECISION": "ieee"}
+    m, n, k = (launch[name] for name in ("BLOCK_M", "BLOCK_N", "BLOCK_K"))
+    blocks = {"rows_desc": (m, k), "columns_desc": (n, k), "d_logits_desc": (m, n)}
+    signature = {}
+    for name in kernel.arg_names:
+        if name in constants:
+            signature[name] = "constexpr"
+        elif name in blocks:
+            signature[name] = f"tensordesc<{_TYPES[itemsize]}[{blocks[name][0]},{blocks[name][1]}]>"
+        else:
+            signature[name] = "*fp32" if name.endswith("_ptr") else "i32"
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+
+
+def usage(kernel: CompiledKernel) -> dict[str, int]:
+    """{"registers", "stack", "shared"} of a thread, a thread, and a block; the first two as cuobjdump tells them."""
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        Path(file.name).write_bytes(kernel.asm["cubin"])
+        said = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+)", said)
+    if found is None:
+        raise ValueError(f"cuobjdump says nothing of registers: {said!r}")
+    return {"registers": int(found[1]), "stack": int(found[2]), "shared": kernel.metadata.shared}
+
+
+def main() -> None:
+    print(f"Triton {triton.__version__}, sm_90, D = 768: registers and bytes of stack a thread, shared memory a block")
+    for itemsize, name in _TYPES.items():
+        for sigmoid in (False, True):
+            for masked in (False, True):
+                for tile, compile_ in (("forward", compiled_forward), ("backward", compiled_backward)):
+                    used = usage(compile_(itemsize=itemsize, sigmoid=sigmoid, masked=masked))
+                    what = f"{name} {'sigmoid' if sigmoid else 'softmax'} {tile}{' masked' if masked else ''}"
+                    print(f"{what:30} {used['registers']:4} {used['stack']:6} {used['shared']:8}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

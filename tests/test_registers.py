@@ -1,0 +1,25 @@
+"""The tile kernels compile for a Hopper GPU, also where none is: what Triton's interpreter does not check."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+PROGRAM = """
+from benchmarks.registers import compiled_backward, compiled_forward, usage
+for sigmoid, edge in ((False, False), (False, True), (True, True)):
+    used = usage(compiled_forward(itemsize=2, sigmoid=sigmoid, masked=True, edge=edge))
+    assert 32 < used["registers"] <= 255 and 0 < used["shared"] <= 232448, used
+    assert sigmoid or used["stack"] == 0, f"the forward tile spills {used['stack']} bytes"
+used = usage(compiled_backward(itemsize=2, sigmoid=False, masked=True))
+assert 0 < used["shared"] <= 232448 and used["stack"] == 0, used
+"""
+
+
+def test_kernels_compile_and_the_softmax_tiles_fit_into_registers():
+    """In a process of its own: TRITON_INTERPRET must not be set."""
+    pytest.importorskip("triton")
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    run = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, env=environment)
+    assert run.returncode == 0, run.stderr
