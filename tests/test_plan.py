@@ -69,11 +69,20 @@ def test_the_largest_batches_of_the_papers_table_2_fit_and_their_losses_are_met(
 STEPS = compare(steps(), load_gpu("h200"))
 
 
-@pytest.mark.parametrize("one", STEPS, ids=lambda one: f"{one['row']['gpus']} GPUs, {one['row']['label']}")
+def _name(one: dict) -> str:
+    return f"{one['row']['gpus']} GPUs, {one['row']['label']}"
+
+
+@pytest.mark.parametrize("one", STEPS, ids=_name)
 def test_measured_steps_on_h200s(one):
     offloads = one["row"]["zero"].endswith("offload")  # what waits on the GPU for the host is counted whole: too much
     assert abs(one["speed_error"]) < 0.15
     assert -0.05 < one["memory_error"] < (0.3 if offloads else 0.05)
+
+
+@pytest.mark.parametrize("one", compare(steps(), load_gpu(str(RESULTS / "h200_measured.json"))), ids=_name)
+def test_the_profile_that_measure_wrote_plans_them_as_well(one):
+    assert abs(one["speed_error"]) < 0.15
 
 
 def test_the_comparison_is_printed_as_a_table(capsys):
@@ -86,7 +95,10 @@ def test_the_comparison_is_printed_as_a_table(capsys):
 
 @pytest.mark.parametrize(
     ("gpus", "batch", "milliseconds"),
-    [(1, 65536, 43.0), (2, 131072, 91.4), (4, 65536, 13.96), (4, 131072, 46.7), (4, 262144, 180.7)],
+    [
+        *((1, 65536, 43.0), (1, 4194304, 187_487)),
+        *((2, 131072, 91.4), (4, 65536, 13.96), (4, 131072, 46.7), (4, 262144, 180.7), (4, 12582912, 413_039)),
+    ],
 )
 def test_measured_losses_on_h200s(gpus, batch, milliseconds):
     phases = phases_of(planned(gpus=gpus, global_batch=batch))
