@@ -2,24 +2,22 @@
 
     python -m benchmarks.tensor_parallel --gpus 8 --models bigG,5B --sizes 1,2,4,8 --stages 1,3 --csv FILE
 
-Every tensor-parallel size is a process group of its own, which measures stages and batch sizes one after the other with
-a time limit; what runs out of memory or time becomes a row that says so, and so do the rows behind it. A step is the
-trainer's: gradient cache over --accum-freq micro-batches of --batch-sizes pairs per data-parallel rank, the ring over
-all ranks, AdamW, amp_bf16, compiled blocks, random pixels and tokens. samples/s: median of --repeats steps after two,
-over all GPUs; loss: of the last of them, which no lever may change; peak memory: torch's, largest rank, of the steps
-after the first.
+Every setting runs in processes of its own (DeepSpeed's engine is never freed, so a second one's peak would hold the
+first) with a time limit; what runs out of memory or time becomes a row that says so. A step is the trainer's: gradient
+cache over --accum-freq micro-batches of --batch-sizes pairs per data-parallel rank, the ring over all ranks, AdamW,
+amp_bf16, compiled blocks, random pixels and tokens. samples/s: median of --repeats steps after two, over all GPUs;
+loss: of the last of them; peak memory: torch's, largest rank, of the steps after the first.
 
 Models: names of infcl/model_configs, or
     bigG  ViT-bigG-14 with 16 text heads instead of 20, which 8 ranks cannot share; sizes and flops are the same
     5B    an image tower of 5.0 B (width 3072, 44 layers, 24 heads) with a text tower of 0.4 B
 
-Levers (--levers none,priority: a row each): cpp, torch.compile's C++ wrapper; priority, NCCL's kernels before others.
-Rows of "graphs" are of one that is gone: docs/log.md.
+In the CSV, rows of the lever "graphs" are of one that is gone (docs/log.md); a peak that is missing was one of a second
+engine in its process.
 """
 
 import argparse
 import dataclasses
-import gc
 import json
 import os
 import signal
@@ -43,7 +41,6 @@ COLUMNS = (
     "device", "torch", "commit",
 )  # fmt: skip
 RESULT = "RESULT "
-ENVIRONMENTS = {"cpp": {"TORCHINDUCTOR_CPP_WRAPPER": "1"}, "priority": {"TORCH_NCCL_HIGH_PRIORITY": "1"}}  # of levers
 
 
 def main() -> None:
@@ -52,10 +49,10 @@ def main() -> None:
         run_setting(json.loads(arguments.one))
         return
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # and its processes end with this one
-    print(f"{'model':>9}  T  SP ZeRO    m           lever  samples/s       ms  peak GiB    MFU", flush=True)
+    print(f"{'model':>9}  T  SP ZeRO    m  samples/s       ms  peak GiB    MFU", flush=True)
     for setting in settings(arguments):
-        for row in _in_child(setting, arguments.timeout):
-            _report(row | {"commit": arguments.commit or git_commit()}, arguments.csv)
+        row = setting | _in_child(setting, arguments.timeout)
+        _report(row | {"commit": arguments.commit or git_commit()}, arguments.csv)
 
 
 def settings(arguments: argparse.Namespace) -> list[dict]:
@@ -63,17 +60,15 @@ def settings(arguments: argparse.Namespace) -> list[dict]:
     return [
         {
             "model": model, "gpus": arguments.gpus, "tensor_parallel": size, "sequence_parallel": sequence == "on",
-            "checkpointing": arguments.grad_checkpointing, "rows": [
-                {"zero_stage": int(stage), "batch_size": int(batch_size)}
-                for stage in arguments.stages.split(",") for batch_size in arguments.batch_sizes.split(",")
-            ],
+            "zero_stage": stage, "checkpointing": arguments.grad_checkpointing, "batch_size": batch_size,
             "accum_freq": arguments.accum_freq, "compile_blocks": arguments.compile_blocks,
-            "repeats": arguments.repeats, "device": arguments.device, "lever": lever,
+            "repeats": arguments.repeats, "device": arguments.device, "lever": "none",
         }
         for model in arguments.models.split(",")
         for size in map(int, arguments.sizes.split(","))
         for sequence in (arguments.sequence_parallel.split(",") if size > 1 else ["off"])
-        for lever in arguments.levers.split(",")
+        for stage in map(int, arguments.stages.split(","))
+        for batch_size in map(int, arguments.batch_sizes.split(","))
     ]  # fmt: skip
 
 
@@ -108,13 +103,11 @@ def _rank(rank: int, setting: dict, port: int) -> None:
     os.environ.update({name: str(value) for name, value in names.items()})
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     try:
-        for index, row in enumerate(setting["rows"]):
-            measured = _measure(setting | row)
-            if rank == 0:
-                print(RESULT + json.dumps([index, measured]), flush=True)
-            gc.collect()  # an engine is full of cycles
+        measured = _measure(setting)
+        if rank == 0:
+            print(RESULT + json.dumps(measured), flush=True)
     except torch.OutOfMemoryError:
-        print(RESULT + json.dumps([index, {"status": "out of memory"}]), flush=True)
+        print(RESULT + json.dumps({"status": "out of memory"}), flush=True)
         os._exit(1)  # the other ranks wait for this one
     os._exit(0)  # nothing to clean up that the end of the process does not
 
@@ -201,35 +194,31 @@ def _micro_batches(cfg, batch, parallel) -> list[tuple[torch.Tensor, torch.Tenso
 # ---- the parent ----
 
 
-def _in_child(setting: dict, timeout: float) -> list[dict]:
-    """Of each of the setting's rows what its process reported, or a status that says why there is nothing."""
+def _in_child(setting: dict, timeout: float) -> dict:
+    """What the setting's processes reported, or a status that says why there is nothing."""
     command = [sys.executable, "-m", "benchmarks.tensor_parallel", "--one", json.dumps(setting)]
-    environment = dict(os.environ)
-    for lever in setting["lever"].split("+"):
-        environment |= ENVIRONMENTS.get(lever, {})
     process = subprocess.Popen(
-        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        start_new_session=True,
-    )  # fmt: skip
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
     status = ""
     try:
-        output, _ = process.communicate(timeout=timeout * len(setting["rows"]))
+        output, _ = process.communicate(timeout=timeout)
     except BaseException as error:  # Ctrl-C and SIGTERM too: its processes end with this one
         os.killpg(process.pid, signal.SIGKILL)
         output, _ = process.communicate()
         if not isinstance(error, subprocess.TimeoutExpired):
             raise
-        status = f"no result in {timeout:.0f} s a row"
-    results = dict(json.loads(line[len(RESULT) :]) for line in output.splitlines() if line.startswith(RESULT))
-    if len(results) < len(setting["rows"]):
-        print(output[-3000:], flush=True)
-    failed = {"status": status or f"failed with exit code {process.returncode}"}
-    return [setting | row | results.get(index, failed) for index, row in enumerate(setting["rows"])]
+        status = f"no result in {timeout:.0f} s"
+    for line in output.splitlines():
+        if line.startswith(RESULT):
+            return json.loads(line[len(RESULT) :])
+    print(output[-3000:], flush=True)
+    return {"status": status or f"failed with exit code {process.returncode}"}
 
 
 def _report(row: dict, path: Path | None) -> None:
     head = f"{row['model']:>9} {row['tensor_parallel']:>2} {'on' if row['sequence_parallel'] else '-':>3} "
-    head += f"{row['zero_stage']:>4} {row['batch_size']:>4} {row['lever']:>15} "
+    head += f"{row['zero_stage']:>4} {row['batch_size']:>4} "
     if row["status"] == "ok":
         mfu = "-" if row["mfu"] is None else f"{row['mfu']:.3f}"
         head += f"{row['samples_per_second']:>10.1f} {row['step_ms']:>8.0f} {row['peak_gib']:>9.1f} {mfu:>6}"
@@ -248,11 +237,10 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--sequence-parallel", default="on", help="on, off or on,off; of sizes above 1")
     parser.add_argument("--grad-checkpointing", action="store_true")
     parser.add_argument("--compile-blocks", default="auto", choices=("auto", "on", "off"))
-    parser.add_argument("--levers", default="none", help="none, or of the above, + between them")
     parser.add_argument("--batch-sizes", default="64", help="pairs per micro-batch")
     parser.add_argument("--accum-freq", type=int, default=2, help="micro-batches per step")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--timeout", type=float, default=120.0, help="seconds that one row may take")
+    parser.add_argument("--timeout", type=float, default=120.0, help="seconds that one setting may take")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--csv", type=Path, default=None, help="append the rows to this file")
     parser.add_argument("--commit", default=None, help="for the CSV; default: git's HEAD")
