@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -88,7 +89,9 @@ def kill(process, number: int = signal.SIGKILL) -> None:
 
 @contextlib.contextmanager
 def small_disk(folder: Path, megabytes: int) -> Iterator[Path]:
-    """A file system of its own; hosts that are made within share it. Skips the test where mount refuses."""
+    """A file system of its own; hosts that are made within share it. Skips where mount is missing or refuses."""
+    if absent := [program for program in ("mount", "umount") if shutil.which(program) is None]:
+        pytest.skip(f"not installed: {', '.join(absent)} (util-linux)")
     folder.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", f"size={megabytes}m", "tmpfs", folder]
     if (mounted := subprocess.run(mount, capture_output=True, text=True)).returncode != 0:

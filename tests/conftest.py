@@ -18,9 +18,9 @@ def pytest_make_collect_report(collector):
 
 
 def not_skipped(report, config):
-    if report.skipped and config.getoption("skips_fail"):
-        path, line, reason = report.longrepr
-        report.outcome, report.longrepr = "failed", f"{path}:{line}: {reason} (--skips-fail)"
+    if report.skipped and not hasattr(report, "wasxfail") and config.getoption("skips_fail"):
+        why = report.longrepr if isinstance(report.longrepr, tuple) else (report.longrepr,)
+        report.outcome, report.longrepr = "failed", f"{': '.join(map(str, why))} (--skips-fail)"
     return report
 
 

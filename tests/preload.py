@@ -4,6 +4,7 @@ import contextlib
 import importlib
 import os
 
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # a process that is forked has one thread: numpy would start others
 os.environ["DS_ACCELERATOR"] = "cpu"  # DeepSpeed looks when it is imported, and would touch a GPU
 
 for _name in (

@@ -5,6 +5,8 @@ The processes of a world size are started once per test run and reused, forked f
 *args), must be importable (module level), and may use torch.distributed's WORLD group. An exception on any rank is
 raised here with its traceback; a hang ends after `timeout` seconds. In both cases the processes of that world size are
 thrown away, since their collectives may be out of step.
+Forked ranks share the seed of Python's hashes, which launched ones do not: a result that depends on the order of a set
+differs between ranks under a launcher only. Their random states are their own.
 Plain pickle carries arguments and results (not torch's shared-memory reductions, which outlive a killed process).
 """
 
@@ -74,9 +76,11 @@ def _serve(rank: int, world_size: int, port: int, pipe) -> None:
         GLOO_SOCKET_IFNAME="lo",
         DS_ACCELERATOR="cpu",
     )
+    import numpy
     import torch
     import torch.distributed as dist
 
+    numpy.random.seed()  # as a process of its own would start; Python's random does it at a fork
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     while True:

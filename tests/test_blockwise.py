@@ -5,7 +5,10 @@ import torch
 
 from infcl.train.blockwise import BLOCK, Blockwise
 
-bitsandbytes = pytest.importorskip("bitsandbytes")
+
+@pytest.fixture(autouse=True)
+def _bitsandbytes():
+    pytest.importorskip("bitsandbytes")
 
 
 def random_state(count: int, table_index: int) -> tuple[Blockwise, torch.Tensor]:

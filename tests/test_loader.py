@@ -1,5 +1,6 @@
 import hashlib
 import json
+import os
 import pickle
 import random
 import subprocess
@@ -13,6 +14,7 @@ from infcl.data.loader import TrainLoader
 from infcl.data.storage import StorageOptions
 from infcl.data.synthetic import SyntheticLoader
 from infcl.data.tokenizer import EOS_ID, Tokenizer, train_tokenizer
+from infcl.data.workers import make_dataloader
 from tests.shard_files import Payload, encode, pair_members, picture, write_shards, write_tar
 
 SIZES = [7, 19, 0, 4, 23]  # 53 samples
@@ -405,6 +407,16 @@ def test_a_stream_is_not_read_twice(shards, tokenizer):
     loader = make(shards, tokenizer, reader="streaming", num_samples=24)
     with pytest.raises(ValueError, match="cannot read micro-batches a second time"):
         next(loader.steps(range(1)))
+
+
+def test_loaders_keep_no_file_open_without_workers_and_one_with():
+    files = len(os.listdir("/proc/self/fd"))
+    for _ in range(5):
+        make_dataloader(range(3), num_workers=0, prefetch_factor=1, item_bytes=1)
+    assert len(os.listdir("/proc/self/fd")) == files
+    for _ in range(5):
+        make_dataloader(range(3), num_workers=1, prefetch_factor=1, item_bytes=1)
+    assert len(os.listdir("/proc/self/fd")) <= files + 1
 
 
 def test_a_rank_that_ends_by_an_error_does_not_wait_for_its_workers():

@@ -111,6 +111,19 @@ def test_a_sink_that_fails_in_its_own_way_is_said_once_and_the_others_go_on(tmp_
     assert shown.count("CommError: the service is gone") == 1 and "step 1/4" in shown
 
 
+def test_what_a_sink_loses_at_its_close_is_said_before_the_console_ends(tmp_path, monkeypatch):
+    def fail():
+        raise CommError("the service is gone")
+
+    writer = MetricsWriter(RunFolder(tmp_path), enabled=True, total_steps=4, log_every_n_steps=1)
+    writer.sinks.append(types.SimpleNamespace(close=fail))
+    calls = []
+    monkeypatch.setattr(writer.console, "say", calls.append)
+    monkeypatch.setattr(writer.console, "close", lambda: calls.append("closed"))
+    writer.close()
+    assert len(calls) == 2 and "the service is gone" in calls[0] and calls[1] == "closed"
+
+
 def test_a_mistake_in_what_is_recorded_is_not_taken_for_a_full_disk(tmp_path):
     writer = MetricsWriter(RunFolder(tmp_path), enabled=True, total_steps=4, log_every_n_steps=1)
     with pytest.raises(KeyError, match="samples_per_second"):

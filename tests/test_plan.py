@@ -85,6 +85,13 @@ def test_the_profile_that_measure_wrote_plans_them_as_well(one):
     assert abs(one["speed_error"]) < 0.15
 
 
+def test_steps_that_were_not_warmed_up_are_called_so(capsys):
+    assert main(["--compare", str(RESULTS / "step.csv")]) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if "not warmed up" in line]
+    assert len(lines) == sum("warm-up-steps 0" in row["label"] for row in stored("step.csv")) > 0
+    assert not any("warm-up-steps 0" in one["row"]["label"] for one in STEPS)
+
+
 def test_the_comparison_is_printed_as_a_table(capsys):
     assert main(["--compare", str(RESULTS / "plan_steps.csv")]) == 0
     assert (

@@ -1,4 +1,6 @@
 import os
+import subprocess
+import sys
 import time
 from dataclasses import replace
 
@@ -224,6 +226,36 @@ def test_the_spool_keeps_what_was_used_last_and_fetches_once(tmp_path):
     with pytest.raises(OSError, match="connection lost"):
         spooled("d", breaks, options)
     assert not [name for name in os.listdir(options.cache) if name.endswith(".tmp")]
+
+
+def test_the_spool_removes_what_dead_writers_left_and_counts_what_living_ones_write(tmp_path):
+    options = StorageOptions(cache=str(tmp_path), cache_bytes=2500)
+    killed = (
+        "import os\n"
+        "from infcl.data.spool import spooled\n"
+        "from infcl.data.storage import StorageOptions\n"
+        "write = lambda file: (file.write(bytes(1000)), file.flush(), os.kill(os.getpid(), 9))\n"
+        f"spooled('dead', write, StorageOptions(cache={str(tmp_path)!r}))\n"
+    )
+    assert subprocess.run([sys.executable, "-c", killed]).returncode == -9
+    (left,) = tmp_path.glob("*.tmp")
+    os.utime(left, (0, 0))
+
+    def writes_long(file):
+        file.write(bytes(2000))
+        file.flush()
+        (ours,) = set(tmp_path.glob("*.tmp")) - {left}
+        os.utime(ours, (0, 0))  # silent for long, but its lock is held
+        spooled("short", lambda other: other.write(bytes(400)), options)
+        assert list(tmp_path.glob("*.tmp")) == [ours]
+        assert not before.exists()  # 2000 + 400 + 400 bytes are too many
+
+    before = spooled("before", lambda file: file.write(bytes(400)), options)
+    assert left.exists() is False and before.exists()
+    left.write_bytes(bytes(1000))
+    os.utime(left, (0, 0))
+    long = spooled("long", writes_long, options)
+    assert long.stat().st_size == 2000 and not list(tmp_path.glob("*.tmp"))
 
 
 def test_retry_waits_longer_each_time_and_says_what_was_last(monkeypatch):

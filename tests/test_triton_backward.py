@@ -2,13 +2,17 @@
 
 import pytest
 
-pytest.importorskip("triton")
-from infcl.kernels.triton_backward import _chunk_shape
+
+@pytest.fixture(autouse=True)
+def _triton():
+    pytest.importorskip("triton")
 
 
 @pytest.mark.parametrize("dim", [24, 512, 768, 1024])
 @pytest.mark.parametrize("elements", [2**21, 2**25, 2**27, 2**28])
 def test_chunks_fit_the_workspace_and_use_a_good_part_of_it(dim, elements):
+    from infcl.kernels.triton_backward import _chunk_shape
+
     for rows in (1, 1000, 1449, 5000, 11585, 11586, 12000, 17000, 30001, 65536, 10**6):
         for columns in (rows, 4 * rows):
             height, width = _chunk_shape(rows, columns, dim, elements, 132)

@@ -1,7 +1,7 @@
 """Steps of whole towers: measured ones beside the plan, other towers, thousands of GPUs."""
 
 from benchmarks.paper.raw import NOT_MEASURED, RESULTS, markdown, origin, rows
-from infcl.plan.compare import compare, read_steps, table
+from infcl.plan.compare import compare, read_steps, table, warmed_up
 from infcl.plan.memory import memory_of
 from infcl.plan.search import fastest
 from infcl.plan.setting import Setting, load_gpu, parameters_of
@@ -25,9 +25,7 @@ def steps() -> list[dict]:
     return [
         row
         for row in found
-        if (row["zero"], row.get("commit")) != ("3", OUTDATED)
-        and "not kept" not in row["label"]
-        and "warm-up-steps 0" not in row["label"]
+        if (row["zero"], row.get("commit")) != ("3", OUTDATED) and "not kept" not in row["label"] and warmed_up(row)
     ]
 
 

@@ -3,7 +3,8 @@
 In:  a url and a function that writes its bytes.
 Out: a local path. A shard is fetched once for all processes of a host (a lock per shard), under a temporary name that
      is renamed when it is complete, so a file in the spool is whole. Beyond the limit, the shards used longest ago
-     are removed; a process that still has one open keeps reading it.
+     are removed; a process that still has one open keeps reading it. What a killed process left of a shard is removed
+     too, when another one is spooled.
 """
 
 import fcntl
@@ -18,7 +19,7 @@ from infcl.data.remote import copy_http, copy_pipe
 from infcl.data.storage import StorageOptions, is_remote, open_shard, retry
 
 _COPY_BYTES = 8 << 20
-_STALE_SECONDS = 24 * 3600  # a temporary file that old belongs to a process that has died
+_GROWS_WITHIN_SECONDS = 60  # a file that is being written: on shared storage, locks may not reach other hosts
 
 
 def spooled(url: str, write: Callable[[BinaryIO], None], options: StorageOptions) -> Path:
@@ -78,18 +79,31 @@ def spool_folder(options: StorageOptions) -> Path:
     return Path(options.cache) if options.cache else Path.home() / ".cache" / "infcl" / "shards"
 
 
+def _removed_if_left_over(temporary: Path) -> bool:
+    """Remove a temporary file that nobody writes: a writer holds its shard's lock, and a lock ends with its process."""
+    try:
+        with open(temporary.with_name(f"{temporary.name.split('.')[0]}.lock"), "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            temporary.unlink(missing_ok=True)
+    except OSError:  # it is being written, or is another user's
+        return False
+    return True
+
+
 def _make_room(folder: Path, newest: Path, limit: int) -> None:
-    shards = []
+    shards, total = [], 0
     for path in folder.iterdir():
         try:
             stat = path.stat()
         except FileNotFoundError:
             continue  # another process made room
-        if path.suffix == ".tmp" and time.time() - stat.st_mtime > _STALE_SECONDS:
-            path.unlink(missing_ok=True)
+        if path.suffix == ".tmp":
+            if time.time() - stat.st_mtime > _GROWS_WITHIN_SECONDS and _removed_if_left_over(path):
+                continue
+            total += stat.st_size
         elif path.suffix == ".tar":
             shards.append((stat.st_atime_ns, stat.st_size, path))
-    total = sum(size for _, size, _ in shards)
+            total += stat.st_size
     for _, size, path in sorted(shards):
         if total <= limit:
             break

@@ -7,7 +7,7 @@ import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import cache, partial
 from typing import Any, TypeVar
 
 import torch
@@ -88,12 +88,21 @@ def resident_mb() -> float:
         return 0.0
 
 
+@cache
+def end_of_rank() -> torch.Tensor:
+    """bool [] in shared memory: whether this process, the rank, has begun to end. One for all of its DataLoaders."""
+    flag = torch.zeros((), dtype=torch.bool).share_memory_()
+    atexit.register(flag.fill_, True)  # before multiprocessing's own, which ends the workers
+    return flag
+
+
 def outlive_first_sigterm(rank_ends: torch.Tensor, _worker: int) -> None:
     """In a worker: schedulers and launchers send SIGTERM to every process of a run, and the rank that uses this worker
     still has a step and a checkpoint to make. The worker ends 30 s later, or at the second one; quietly, since the rank
     takes any other end of a worker for a failure.
 
-    rank_ends: bool [] in shared memory. A rank that ends by an error sends SIGTERM too, and waits for its workers.
+    rank_ends: the rank's end_of_rank(). Where the rank ends, by an error or not, it sends SIGTERM too and waits for its
+    workers, so they end at once. A shard that one was spooling stays behind unfinished; spool.py removes it later.
     """
 
     def end(_number: int, _frame: Any) -> None:
@@ -127,15 +136,13 @@ def make_dataloader(
                 f"{needed / 2**20:.0f} MiB of {_SHARED_MEMORY} for each rank, and {free / 2**20:.0f} MiB are free: "
                 f"use fewer --workers, a smaller --batch-size, or more shared memory (docker run --shm-size)"
             )
-    rank_ends = torch.zeros((), dtype=torch.bool).share_memory_()
-    atexit.register(rank_ends.fill_, True)  # before multiprocessing's own, which ends the workers
     return DataLoader(
         dataset,
         batch_size=None,
         num_workers=num_workers,
         prefetch_factor=prefetch_factor if num_workers else None,
         pin_memory=torch.cuda.is_available(),
-        worker_init_fn=partial(outlive_first_sigterm, rank_ends),
+        worker_init_fn=partial(outlive_first_sigterm, end_of_rank()) if num_workers else None,
         generator=torch.Generator(),  # its own, so that starting an epoch leaves the training's random state alone
         **options,
     )

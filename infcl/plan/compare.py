@@ -35,6 +35,11 @@ def setting_of_row(row: dict, gpu: Gpu) -> Setting:
     )
 
 
+def warmed_up(row: dict) -> bool:
+    """Whether steps were made before those that were timed; without, compiling is in the times."""
+    return "warm-up-steps 0" not in row.get("label", "")
+
+
 def compare(rows: list[dict], gpu: Gpu) -> list[dict]:
     """[{"row", "samples_per_second", "speed_error", "peak_gib", "memory_error"}]: the plan, and its errors."""
     compared = []
@@ -75,4 +80,5 @@ def _words(row: dict) -> list[str]:
     """A setting in words, the number of GPUs first."""
     words = [row["gpus"], row["model"], f"ZeRO-{row['zero']}", row.get("precision") or "amp_bf16", row["blocks"]]
     words += ["checkpointing"] if row["checkpointing"] == "True" else []
-    return [*words, f"{row['micro_batches']} x {row['micro_batch']}", f"R = {row['resident']}", *_options(row)]
+    words += [f"{row['micro_batches']} x {row['micro_batch']}", f"R = {row['resident']}", *_options(row)]
+    return words if warmed_up(row) else [*words, "not warmed up"]

@@ -102,10 +102,10 @@ class MetricsWriter:
 
     def close(self) -> None:
         if self.enabled:
-            for close in (self.console.close, self.file.close):
-                self._try(close)
+            self._try(self.file.close)
             for sink in self.sinks:
                 self._try(sink.close, of_sink=True)
+            self._try(self.console.close)  # last: it says what the others lost
 
     def _write(self, kind: str, step: int, samples_seen: int, values: dict[str, float | None]) -> dict[str, float]:
         known = {key: value for key, value in values.items() if value is not None and math.isfinite(value)}

@@ -1,0 +1,46 @@
+"""The tests' own tools: forked ranks are like launched ones, and what is missing is said."""
+
+import numpy
+import pytest
+
+from tests.cluster_run import small_disk
+from tests.ranks import run_ranks
+
+pytest_plugins = ["pytester"]
+
+
+def draw(rank: int, world_size: int) -> float:
+    return numpy.random.random()
+
+
+def test_forked_ranks_draw_their_own_random_numbers():
+    first, second = run_ranks(draw, 2)
+    assert first != second
+
+
+def test_with_skips_fail_a_skip_fails_and_an_expected_failure_does_not(pytester):
+    pytester.makepyfile(
+        """
+        import pytest
+
+        @pytest.mark.xfail
+        def test_fails():
+            assert False
+
+        @pytest.mark.xfail(run=False)
+        def test_is_not_run():
+            assert False
+
+        def test_is_skipped():
+            pytest.skip("no cable")
+        """
+    )
+    result = pytester.runpytest_inprocess("-p", "tests.conftest", "--skips-fail")
+    result.assert_outcomes(xfailed=2, failed=1)
+    result.stdout.fnmatch_lines(["*no cable (--skips-fail)*"])
+
+
+def test_a_small_disk_skips_where_there_is_no_mount(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(pytest.skip.Exception, match="not installed: mount, umount"), small_disk(tmp_path / "disk", 1):
+        pass
