@@ -6,13 +6,14 @@ The processes of a world size are started once per test run and reused, forked f
 raised here with its traceback; a hang ends after `timeout` seconds. In both cases the processes of that world size are
 thrown away, since their collectives may be out of step.
 Forked ranks share the seed of Python's hashes, which launched ones do not: a result that depends on the order of a set
-differs between ranks under a launcher only. Their random states are their own.
+differs between ranks under a launcher only. Python's and numpy's random states are new on each rank with each call.
 Plain pickle carries arguments and results (not torch's shared-memory reductions, which outlive a killed process).
 """
 
 import atexit
 import os
 import pickle
+import random
 import socket
 import traceback
 
@@ -80,7 +81,6 @@ def _serve(rank: int, world_size: int, port: int, pipe) -> None:
     import torch
     import torch.distributed as dist
 
-    numpy.random.seed()  # as a process of its own would start; Python's random does it at a fork
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     while True:
@@ -88,6 +88,7 @@ def _serve(rank: int, world_size: int, port: int, pipe) -> None:
             function, args, kwargs = pickle.loads(pipe.recv_bytes())
         except EOFError:
             return
+        numpy.random.seed(), random.seed()  # as in a process of its own, whatever the test before has seeded
         try:
             answer = pickle.dumps(("result", function(rank, world_size, *args, **kwargs)))
         except BaseException:  # run() raises it in the test

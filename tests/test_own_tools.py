@@ -1,5 +1,7 @@
 """The tests' own tools: forked ranks are like launched ones, and what is missing is said."""
 
+import random
+
 import numpy
 import pytest
 
@@ -9,13 +11,16 @@ from tests.ranks import run_ranks
 pytest_plugins = ["pytester"]
 
 
-def draw(rank: int, world_size: int) -> float:
-    return numpy.random.random()
+def draw_and_seed(rank: int, world_size: int) -> tuple[float, float]:
+    drawn = numpy.random.random(), random.random()
+    numpy.random.seed(0), random.seed(0)
+    return drawn
 
 
-def test_forked_ranks_draw_their_own_random_numbers():
-    first, second = run_ranks(draw, 2)
-    assert first != second
+def test_ranks_draw_their_own_random_numbers_whatever_was_seeded_before():
+    run_ranks(draw_and_seed, 2)
+    first, second = run_ranks(draw_and_seed, 2)
+    assert first[0] != second[0] and first[1] != second[1]
 
 
 def test_with_skips_fail_a_skip_fails_and_an_expected_failure_does_not(pytester):
