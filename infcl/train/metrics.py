@@ -116,11 +116,10 @@ class MetricsWriter:
         return known
 
     def _try(self, write: Callable, *arguments, of_sink: bool = False) -> None:
+        expected = Exception if of_sink else OSError  # sinks' libraries and services raise types of their own
         try:
             write(*arguments)
-        except Exception as error:
-            if not of_sink and not isinstance(error, OSError):
-                raise  # a mistake of ours; sinks' libraries and services raise types of their own
+        except expected as error:
             self.lost += 1
             if self.lost == 1:
                 self.say(f"metrics could not be written ({why_not_written(error)}); training goes on without them")
