@@ -1,10 +1,11 @@
 """The largest global batch that fits (the paper's Table 2): `python -m benchmarks.largest_batch --gpus 4 ...`
 
-Real steps of benchmarks.step on synthetic images, each trial in fresh processes with --memory-gb of GPU memory each,
-which the allocator enforces. Abridged (benchmarks/abridged.py): the towers see a few micro-batches, all else is whole.
-The planner says where to begin; then up or down in growing strides until the largest batch that fits and the smallest
-that does not are within --tolerance. One CSV row per trial. --at B ... tries these batches instead, up to the first
-that does not fit (the paper's Table 1). A trial that fails for another reason than GPU memory ends the command.
+Steps of the trainer on synthetic images, in real processes with --memory-gb of GPU memory each, which the allocator
+enforces. Abridged (benchmarks/abridged.py): the towers see a few micro-batches, all else is whole. One engine takes all
+batches, one after another (benchmarks/trials.py). The planner says where to begin; then up or down in growing strides
+until the largest batch that fits and the smallest that does not are within --tolerance. One CSV row per trial.
+--at B ... tries these batches instead, up to the first that does not fit (the paper's Table 1); several of --loss and
+--pixels are tried one after another. A trial that fails for another reason than GPU memory ends the command.
 
     --pixels gpu     pixels wait on the GPU between the passes (as in the paper without data offload; here as bytes)
     --pixels host    in host memory, as far as it has room, the rest is read twice (its "data offload")
@@ -14,13 +15,17 @@ Other flags are pretrain_clip.py's.
 """
 
 import argparse
+import json
 import re
 import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from benchmarks.rows import append, read
@@ -35,39 +40,63 @@ from infcl.towers.config import load_model_config
 class Trial:
     batch: int
     peak_gib: float | None  # None: it did not fit
-    said: str = ""
 
 
 def main(arguments: list[str] | None = None) -> int:
+    arguments = sys.argv[1:] if arguments is None else arguments
     options, trainer_flags = _parser().parse_known_args(arguments)
+    if options.rows is not None:
+        from benchmarks.trials import run
+
+        run(options, trainer_flags, lambda trials: _plan(options, trials, say=lambda text: None))
+        return 0
     unit = options.gpus * options.batch_size
     if odd := [batch for batch in options.at if batch % unit]:
         raise SystemExit(f"--at {odd[0]} is no multiple of {options.gpus} GPUs x --batch-size {options.batch_size}")
-    start = options.start or planned(options, unit)
-    print(
-        f"{options.model}, {options.gpus} GPU(s) of {options.memory_gb:g} GB, pixels on the {options.pixels}",
-        flush=True,
-    )
-    if not options.at:
-        print(f"begin at {start:,} pairs", flush=True)
+    if "siglip" in options.loss and len(options.loss) > 1:
+        raise SystemExit("--loss siglip makes another model (its scale and bias): try it in a command of its own")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended before an answer was found"))
+    with tempfile.TemporaryDirectory() as folder:
+        rows = Path(folder) / "rows.csv"
+        while True:
+            answers = {(row["loss"], row["pixels"], int(row["global_batch"])): row for row in read(rows)}
+            try:
+                _plan(options, partial(_answer, answers), say=print)
+                return 0 if any(int(row["fits"]) for row in answers.values()) else 1
+            except _Unanswered:
+                _launch(options, arguments, rows)
 
-    def trial(batch: int) -> Trial:
-        result, row = run_trial(options, trainer_flags, batch)
-        shown = f"{result.peak_gib:.1f} GiB" if result.peak_gib is not None else f"does not fit ({result.said})"
-        print(f"{batch:>12,} pairs: {shown}", flush=True)
-        if options.csv is not None:
-            append(options.csv, [row])
-        return result
 
-    if options.at:
-        for batch in sorted(options.at):
-            if trial(batch).peak_gib is None:
-                break
-        return 0
-    best = search(trial, start, unit, tolerance=options.tolerance, limit=options.max_batch, trials=options.trials)
-    print(f"largest that fits: {best:,} pairs" if best else "nothing fits", flush=True)
-    return 0 if best else 1
+class _Unanswered(LookupError):
+    """A trial that has no row yet."""
+
+
+def _answer(answers: dict[tuple[str, str, int], dict], *trial) -> dict:
+    if trial not in answers:
+        raise _Unanswered(trial)
+    return answers[trial]
+
+
+def _plan(options: argparse.Namespace, trials: Callable[[str, str, int], dict], say: Callable[[str], None]) -> None:
+    """What all ranks do together, and afterwards the command with their answers: trials(loss, pixels, batch) -> row."""
+    unit = options.gpus * options.batch_size
+    for loss in options.loss:
+        for pixels in options.pixels:
+
+            def trial(batch: int, loss=loss, pixels=pixels) -> Trial:
+                row = trials(loss, pixels, batch)
+                return Trial(batch, float(row["peak_gib"]) if int(row["fits"]) else None)
+
+            if options.at:
+                for batch in sorted(options.at):
+                    if trial(batch).peak_gib is None:
+                        break
+                continue
+            start = max(unit, (options.first or planned(options, loss, pixels, unit)) // unit * unit)
+            best, said = search(
+                trial, start, unit, tolerance=options.tolerance, limit=options.max_batch, trials=options.trials
+            )
+            say(said + f"{loss}, pixels {pixels}: " + (f"at most {best:,} pairs fit" if best else "nothing fits"))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -78,33 +107,33 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--gpus", type=int, default=1)
     parser.add_argument("--memory-gb", type=float, default=80.0, help="1e9 bytes that each process may allocate")
     parser.add_argument("--batch-size", type=int, default=256, help="micro-batch")
-    parser.add_argument("--pixels", choices=("gpu", "host"), default="gpu")
-    parser.add_argument("--loss", choices=LOSSES, default="inf_cl")
+    parser.add_argument("--pixels", choices=("gpu", "host"), nargs="+", default=["gpu"])
+    parser.add_argument("--loss", choices=LOSSES, nargs="+", default=["inf_cl"])
     parser.add_argument("--precision", choices=("bf16", "amp_bf16", "fp32"), default="bf16")
     parser.add_argument("--no-checkpointing", action="store_true")
     parser.add_argument("--at", type=int, nargs="+", default=[], help="pairs: these batches instead of a search")
-    parser.add_argument("--steps", type=int, default=2, help="of each trial")
     parser.add_argument("--tolerance", type=float, default=0.05)
-    parser.add_argument("--start", type=int, default=None, help="pairs of the first trial [the plan's]")
+    parser.add_argument("--first", type=int, default=None, help="pairs of the first trial [the plan's]")
     parser.add_argument("--max-batch", type=int, default=1 << 40)
-    parser.add_argument("--trials", type=int, default=8, help="at most")
-    parser.add_argument("--time-out", type=float, default=120.0, help="seconds of a trial")
+    parser.add_argument("--trials", type=int, default=8, help="of a search, at most")
+    parser.add_argument("--time-out", type=float, default=300.0, help="seconds without the end of a trial")
     parser.add_argument("--csv", type=Path, default=None)
     parser.add_argument("--commit", default=None)
+    parser.add_argument("--rows", type=Path, default=None, help=argparse.SUPPRESS)  # in the processes of the trials
     return parser
 
 
-def planned(options: argparse.Namespace, unit: int) -> int:
+def planned(options: argparse.Namespace, loss: str, pixels: str, unit: int) -> int:
     """The largest batch by the planner's account of memory, less 3%; a multiple of `unit`."""
     pairs, _ = planned_for(
         options.model,
         options.gpus,
         0.97e9 * options.memory_gb,
-        pixels=options.pixels,
+        pixels=pixels,
         micro_batch=options.batch_size,
         precision=options.precision,
         checkpointing=not options.no_checkpointing,
-        loss=options.loss,
+        loss=loss,
     )
     return min(pairs, options.max_batch // unit * unit)
 
@@ -135,8 +164,13 @@ def planned_for(
     return count * unit, peak(count)
 
 
-def search(trial: Callable[[int], Trial], start: int, unit: int, *, tolerance: float, limit: int, trials: int) -> int:
-    """The largest batch that fits, within `tolerance` of one that does not (or of `limit`); 0 when none was found."""
+def search(
+    trial: Callable[[int], Trial], start: int, unit: int, *, tolerance: float, limit: int, trials: int
+) -> tuple[int, str]:
+    """(the largest batch that fits, within `tolerance` of one that does not or of `limit`; 0 when none was found,
+    what is to be said of a search that ended before).
+    """
+    said = ""
     below, above, stride, batch = 0, None, tolerance, start
     for _ in range(trials):
         if trial(batch).peak_gib is None:
@@ -157,27 +191,8 @@ def search(trial: Callable[[int], Trial], start: int, unit: int, *, tolerance: f
             break
     else:
         beyond = "no batch was too large" if above is None else f"{above:,} do not fit"
-        print(f"{trials} trials are spent: {below:,} pairs fit, {beyond}", flush=True)
-    return below
-
-
-def trial_flags(options: argparse.Namespace, batch: int, path: Path) -> list[str]:
-    """Of benchmarks.step, for one trial whose row goes to `path`."""
-    values = {
-        "--gpus": options.gpus, "--model": options.model, "--zero": 1, "--precision": options.precision,
-        "--loss": options.loss, "--batch-size": options.batch_size,
-        "--accum-freq": batch // options.gpus // options.batch_size, "--memory-gb": options.memory_gb,
-        "--compile-blocks": "off", "--measured-steps": 1, "--warm-up-steps": options.steps - 1,
-        "--pixel-cache": options.pixels, "--csv": path, "--label": "largest batch",
-    }  # fmt: skip
-    values |= {"--commit": options.commit} if options.commit else {}
-    flags = [str(word) for pair in values.items() for word in pair]
-    return [
-        *flags,
-        "--abridged",
-        "--skip-memory-check",
-        *([] if options.no_checkpointing else ["--grad-checkpointing"]),
-    ]
+        said = f"{trials} trials are spent: {below:,} pairs fit, {beyond}\n"
+    return below, said
 
 
 def memory_cause(output: str) -> str | None:
@@ -188,36 +203,61 @@ def memory_cause(output: str) -> str | None:
     )
 
 
-def run_trial(options: argparse.Namespace, trainer_flags: list[str], batch: int) -> tuple[Trial, dict]:
-    """One batch in processes of its own; SystemExit with the reason where it fails for another one than GPU memory."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "step.csv"
+def _launch(options: argparse.Namespace, arguments: list[str], rows: Path) -> None:
+    """Processes that run the trials which `rows` does not have yet, to the end or until memory runs out amid one.
+
+    SystemExit with the reason where one fails for another. Whatever happens, --csv gets what was measured.
+    """
+    begun, errors, done = rows.with_name("begun.json"), rows.with_name("errors.txt"), len(read(rows))
+    with errors.open("w") as file:
         process = subprocess.Popen(
-            command(options.gpus, [*trial_flags(options, batch, path), *trainer_flags]),
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
+            command(options.gpus, [*arguments, "--rows", str(rows)], "benchmarks.largest_batch"),
+            stderr=file, start_new_session=True,
         )  # fmt: skip
-        try:
-            output = process.communicate(timeout=options.time_out)[0]
-        except subprocess.TimeoutExpired:
-            output = end_process(process) + f"\nTimeoutError: no result in {options.time_out:.0f} s"
-        finally:
-            if process.poll() is None:
-                end_process(process)
-        measured = next(iter(read(path)), None)
-    key = {"model": options.model, "gpus": options.gpus, "memory_gb": options.memory_gb, "pixels": options.pixels}
-    key |= {"loss": options.loss, "precision": options.precision, "checkpointing": int(not options.no_checkpointing)}
-    key |= {"micro_batch": options.batch_size, "global_batch": batch, "fits": int(measured is not None)}
-    names = ("peak_gib", "seconds_loss", "step_seconds", "device", "torch", "triton", "deepspeed", "commit")
-    row = key | {name: (measured or {}).get(name, "") for name in names} | {"said": ""}
-    if measured is not None:
-        return Trial(batch, float(measured["peak_gib"])), row
-    cause = memory_cause(output)
-    if cause is None:
-        raise SystemExit(
-            f"{output[-3000:]}\n{batch:,} pairs: no answer, for another reason than memory: {reason(output)[0]}"
-        )
-    row["said"] = cause[:200]
-    return Trial(batch, None, cause[:100]), row
+        late = _wait(process, rows, done, options.csv, options.time_out)
+    if process.returncode == 0:
+        if len(read(rows)) == done:
+            raise SystemExit("the processes ended without a trial")
+        return
+    output = errors.read_text(errors="replace") + late
+    cause, key = memory_cause(output), json.loads(begun.read_text()) if begun.exists() else {}
+    if cause is None or not key:
+        where = f"{key['global_batch']:,} pairs" if key else "before the first trial"
+        why = f"no answer, for another reason than memory: {reason(output)[0]}" if cause is None else cause
+        raise SystemExit(f"{output[-3000:]}\n{where}: {why}")
+    from benchmarks.trials import COLUMNS, versions
+
+    row = key | versions(options.commit) | {"fits": 0, "said": cause[:200]}
+    append(rows, [row], COLUMNS)
+    append(options.csv, [row], COLUMNS)
+    print(f"{key['loss']:>10} {key['pixels']:>5} {key['global_batch']:>12,} pairs: does not fit", flush=True)
+    begun.unlink()
+
+
+def _wait(process: subprocess.Popen, rows: Path, done: int, csv: Path | None, seconds: float) -> str:
+    """Until the process ends, or no row has come for so long: then it is ended; what is to be said of it.
+
+    Rows that come behind the first `done` are copied to `csv` at once.
+    """
+    since = time.monotonic()
+
+    def copy() -> int:
+        new = read(rows)[done:]
+        if new:
+            append(csv, new)
+        return len(new)
+
+    try:
+        while process.poll() is None and time.monotonic() - since < seconds:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=min(1.0, seconds))
+            if new := copy():
+                done, since = done + new, time.monotonic()
+        return f"\nTimeoutError: no result in {seconds:.0f} s" if process.poll() is None else ""
+    finally:
+        copy()
+        if process.poll() is None:
+            end_process(process)
 
 
 if __name__ == "__main__":

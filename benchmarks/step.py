@@ -47,6 +47,7 @@ COLUMNS = (
     *(f"seconds_{phase}" for phase in PHASES), "step_seconds", "peak_gib", "mfu", "hfu", "library_tflops", "steps",
     "loss", "zero_options", "device", "torch", "triton", "deepspeed", "commit",
 )  # fmt: skip
+SYNTHETIC = ["--dataset-type", "synthetic", "--train-num-samples", str(10**9)]
 _PHASE_NAMES = " ".join(f"{phase:>7}" for phase in PHASES)
 HEADER = f"{'samples/s':>9} {'per GPU':>8} {'MFU':>6} {'HFU':>6} {'GiB':>6}  seconds: {_PHASE_NAMES}  setting"
 
@@ -81,8 +82,6 @@ def _parse() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--sweep", type=Path, default=None)
     parser.add_argument("--time-out", type=float, default=120.0, help="seconds for each setting of a sweep")
     parser.add_argument("--peer", type=Path, default=None)
-    parser.add_argument("--abridged", action="store_true", help="see benchmarks/abridged.py: for memory, not for speed")
-    parser.add_argument("--memory-gb", type=float, default=None, help="1e9 bytes that each process may allocate")
     return parser.parse_known_args()
 
 
@@ -92,20 +91,16 @@ def _parse() -> tuple[argparse.Namespace, list[str]]:
 def measure(options: argparse.Namespace, trainer_flags: list[str]) -> None:
     """Train a few steps and report them."""
     choose_attention(options.sdpa)
-    with _folder() as folder:
-        config = _config(options, trainer_flags, folder)
+    with shared_folder() as folder:
+        steps = options.warm_up_steps + options.measured_steps
+        config = config_of(options.zero, options.zero_options, steps, trainer_flags, folder)
         parallel = init_parallel(config.device)
         rate = library_tflops() if parallel.device.type == "cuda" else float("nan")
-        if options.memory_gb is not None and parallel.device.type == "cuda":
-            total = torch.cuda.get_device_properties(parallel.device).total_memory
-            torch.cuda.set_per_process_memory_fraction(min(1.0, options.memory_gb * 1e9 / total), parallel.device)
 
-        from benchmarks.abridged import AbridgedTrainer
         from infcl.train.run_folder import claim_run_folder
         from infcl.train.trainer import Trainer
 
-        trainer_class = AbridgedTrainer if options.abridged else Trainer
-        trainer = trainer_class(config, parallel, claim_run_folder(config, parallel))
+        trainer = Trainer(config, parallel, claim_run_folder(config, parallel))
         with trainer.signals:
             trainer._train()
         trainer.metrics.say(trainer.profiler.close() or "")
@@ -122,7 +117,7 @@ def measure(options: argparse.Namespace, trainer_flags: list[str]) -> None:
 
 
 @contextmanager
-def _folder() -> Iterator[Path]:
+def shared_folder() -> Iterator[Path]:
     """A temporary folder that all processes of a launch share: they have one parent."""
     folder = Path(tempfile.gettempdir(), f"infcl-step-{os.getppid() if 'RANK' in os.environ else os.getpid()}")
     folder.mkdir(exist_ok=True)
@@ -141,15 +136,15 @@ def choose_attention(name: str) -> None:
         torch.backends.cuda.enable_mem_efficient_sdp(name == "efficient")
 
 
-def _config(options: argparse.Namespace, trainer_flags: list[str], folder: Path) -> TrainConfig:
-    preset = json.loads(Path(f"ds_configs/zero{options.zero}.json").read_text())
-    preset["zero_optimization"] |= options.zero_options
+def config_of(zero: str, zero_options: dict, steps: int, trainer_flags: list[str], folder: Path) -> TrainConfig:
+    """Of a run of `steps` steps on synthetic data, with a preset of ds_configs/; what it writes goes to `folder`."""
+    preset = json.loads(Path(f"ds_configs/zero{zero}.json").read_text())
+    preset["zero_optimization"] |= zero_options
     path = folder / "preset.json"
     own = folder / f"preset_{os.getpid()}.json"  # each rank writes it, and none may read a half of it
     own.write_text(json.dumps(preset))
     own.replace(path)
-    steps = options.warm_up_steps + options.measured_steps
-    given = ["--dataset-type", "synthetic", "--train-num-samples", str(10**9), "--model", "ViT-L-14"]
+    given = [*SYNTHETIC, "--model", "ViT-L-14"]
     given += ["--report-to", "none", "--save-frequency", "0", "--log-every-n-steps", str(10**9), "--warmup", "0"]
     given += ["--logs", str(folder), "--name", "run", "--deepspeed_config", str(path), "--steps", str(steps)]
     return parse_args([*given, *trainer_flags])
@@ -246,10 +241,10 @@ def end_process(process: subprocess.Popen) -> str:
         return process.communicate()[0]
 
 
-def command(gpus: int, flags: list[str]) -> list[str]:
+def command(gpus: int, flags: list[str], module: str = "benchmarks.step") -> list[str]:
     """That measures one setting, with a process for each GPU."""
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={gpus}"] if gpus > 1 else []
-    return [sys.executable, *launcher, "-m", "benchmarks.step", *flags]
+    return [sys.executable, *launcher, "-m", module, *flags]
 
 
 def _rows(output: str) -> str:
