@@ -3,7 +3,9 @@
 import pytest
 
 from infcl.config import TrainConfig, parse_args
-from infcl.train.build import tile_dtype_of
+from infcl.parallel import init_parallel
+from infcl.train.build import build_loss, tile_dtype_of
+from tests.ranks import run_ranks
 
 
 @pytest.mark.parametrize(
@@ -31,3 +33,13 @@ def test_a_precision_that_a_dense_loss_would_ignore_is_refused():
     with pytest.raises(ValueError, match="--tile-dtype bf16 is for --loss inf_cl and siglip"):
         parse_args([*flags, "bf16"])
     assert parse_args([*flags, "fp32"]).tile_dtype == "fp32"
+
+
+def _fixed_shape(rank, world_size):
+    config = TrainConfig(dataset_type="synthetic", train_num_samples=1)
+    return build_loss(config, init_parallel("cpu")).fixed_shape
+
+
+def test_a_training_compares_the_shapes_of_its_ranks_once():
+    """What that means: test_contrastive."""
+    assert run_ranks(_fixed_shape, 1) == [True]

@@ -5,6 +5,7 @@ import torch
 import torch.distributed as dist
 
 from infcl.loss.contrastive import LOSSES, ContrastiveLoss
+from infcl.loss.ring import RingExchange
 from tests.loss_oracle import Case, features, oracle, relative_error
 from tests.ranks import run_ranks
 
@@ -49,6 +50,46 @@ def test_losses_stay_inside_the_group_they_are_given():
             assert mean == pytest.approx(alone.item(), rel=1e-5), name
             gradient = torch.cat([results[m][i][1] for m in members]) / 2
             torch.testing.assert_close(gradient, images_alone.grad, rtol=1e-4, atol=1e-6)
+
+
+def _fixed_shape(rank, world_size, name):
+    """-> (what an unequal first call says; losses of both kinds and comparisons of 3 calls; what a later shape says)"""
+    compared = []
+    plain = RingExchange.require_equal
+
+    def require_equal(self, *arguments):
+        compared.append(arguments)
+        return plain(self, *arguments)
+
+    def message(rows):
+        try:
+            fixed(*features("random", rows, 24), 10.0, -3.0)
+        except ValueError as error:
+            return str(error)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RingExchange, "require_equal", require_equal)
+        fixed = ContrastiveLoss(name, group=dist.group.WORLD, fixed_shape=True)
+        unequal = message(4 + rank)
+        compared.clear()
+        losses = []
+        for seed in range(3):
+            pairs = features("random", 5, 24, seed=world_size * seed + rank)
+            losses.append(
+                [loss(*pairs, 10.0, -3.0).item() for loss in (fixed, ContrastiveLoss(name, group=dist.group.WORLD))]
+            )
+            compared.pop()  # of the loss that always compares
+        return unequal, losses, len(compared), message(5 + (rank == 1)) if rank == 1 else None
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_fixed_shape_is_compared_once_and_refused_with_the_numbers_when_it_changes(world_size, name):
+    results = run_ranks(_fixed_shape, world_size, name)
+    for unequal, losses, compared, _ in results:
+        assert str([4, 5, 6][:world_size]) in unequal
+        assert all(got == expected for got, expected in losses) and compared == 1
+    assert "rank 1 has features of shape (6, 24), all ranks had (5, 24)" in results[1][-1]
 
 
 def test_an_unknown_loss_is_refused_with_the_names():

@@ -1,6 +1,7 @@
-"""The losses over NCCL, one process per GPU: averages equal the float64 single-process loss and gradients."""
+"""Over NCCL, one process per GPU: averaged losses and gradients equal the float64 ones; the host waits for no GPU."""
 
-import socket
+import json
+import os
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ import torch.distributed as dist
 
 from infcl.loss.contrastive import LOSSES
 from tests.loss_oracle import Case, averaged, evaluate, oracle, relative_error
+from tests.ranks import free_port
 
 pytestmark = pytest.mark.multigpu
 WORKSPACE_BYTES = 2**24
@@ -46,10 +48,8 @@ def test_losses_over_nccl_average_to_the_float64_loss(ring, tmp_path):
     nodes_of = RINGS[ring].get("ranks_per_node", 1)
     if world_size % nodes_of or world_size == nodes_of:
         pytest.skip(f"{world_size} GPUs are not several nodes of {nodes_of}")
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    torch.multiprocessing.spawn(_evaluate_on_gpu, (world_size, port, str(tmp_path), RINGS[ring]), nprocs=world_size)
+    arguments = world_size, free_port(), str(tmp_path), RINGS[ring]
+    torch.multiprocessing.spawn(_evaluate_on_gpu, arguments, nprocs=world_size)
     per_rank = [torch.load(tmp_path / f"{rank}.pt") for rank in range(world_size)]
     for case, *results in zip(CASES, *per_rank):
         truth, result = oracle(case), averaged(results)
@@ -60,3 +60,20 @@ def test_losses_over_nccl_average_to_the_float64_loss(ring, tmp_path):
             tolerance = 2e-5 if exact else 5e-3 if tiled else 5e-2
             assert relative_error(result[1 + i], truth[1 + i]) < tolerance, (case, field)
         assert relative_error(result.d_scale, truth.d_scale, floor=1e-2) < (1e-4 if exact else 1e-2), case
+
+
+def _steps_without_waiting(rank: int, world_size: int, port: int, preset: str, last_backward: bool) -> None:
+    from tests.test_step_gpu import steps_without_waiting
+
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), MASTER_ADDR="127.0.0.1")
+    os.environ["MASTER_PORT"] = str(port)
+    steps_without_waiting(preset, last_backward=last_backward)
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_the_host_never_waits_for_a_gpu_between_the_first_encoding_and_the_last_backward(overlap, tmp_path):
+    """Where reductions overlap the backward, DeepSpeed waits at the end of the last one."""
+    preset = tmp_path / "preset.json"
+    preset.write_text(json.dumps({"zero_optimization": {"stage": 1, "overlap_comm": overlap}}))
+    torch.multiprocessing.spawn(_steps_without_waiting, (2, free_port(), str(preset), not overlap), nprocs=2)

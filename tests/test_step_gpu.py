@@ -94,28 +94,36 @@ def test_fp16_overflows_skip_steps_and_leave_everything_consistent(tmp_path):
         assert float((value.cpu() - expected).norm() / expected.norm()) < 2e-2, name
 
 
-def test_the_host_never_waits_for_the_gpu_between_the_first_encoding_and_the_last_backward(tmp_path):
-    """On one GPU. Over several the ring's check of sizes waits once a step; in ZeRO-3 DeepSpeed once a backward."""
+def steps_without_waiting(preset, *, last_backward: bool = True) -> None:
+    """Six steps on a micro-batch a rank; from the fifth on a wait of the host for the GPU is an error.
+
+    last_backward: whether that holds in the last backward too, behind which there is nothing left to issue.
+    """
     from infcl.config import BatchPlan, TrainConfig
-    from infcl.loss.contrastive import ContrastiveLoss
     from infcl.parallel import init_parallel
     from infcl.step.grad_cache import grad_cache_step
+    from infcl.train.build import build_loss
     from infcl.train.engine import Engine
 
-    preset = tmp_path / "preset.json"
-    preset.write_text(json.dumps({"zero_optimization": {"stage": 1}}))
     config = TrainConfig(deepspeed_config=str(preset), lr=LR, eps=EPS, dataset_type="synthetic", train_num_samples=1)
-    engine = Engine(ToyCLIP(), config, init_parallel("cuda"), BatchPlan(1, 3, 5))
-    loss = ContrastiveLoss("inf_cl", group=engine.dp_group)
-    images, texts = (side.cuda().split(5) for side in global_batch(15))
+    parallel = init_parallel("cuda")
+    engine = Engine(ToyCLIP(), config, parallel, BatchPlan(parallel.world_size, 3, 5))
+    loss = build_loss(config, parallel)
+    images, texts = (side.cuda().split(5) for side in global_batch(15, seed=1 + parallel.rank))
+
+    def backward(surrogate, is_last):
+        if is_last and not last_backward:
+            torch.cuda.set_sync_debug_mode("default")
+        engine.backward(surrogate, is_last)
+
     try:
-        for step in range(6):  # the first ones compile kernels and record the loss as a graph
+        for step in range(6):  # the first ones compile kernels and, on one GPU, record the loss as a graph
             torch.cuda.set_sync_debug_mode("error" if step >= 4 else "default")
             grad_cache_step(
                 list(zip(images, texts)),
                 encode=lambda pair: engine.encode(*pair),
                 loss=loss,
-                backward=engine.backward,
+                backward=backward,
                 seeds=[0] * 3,
                 scalar_values=engine.scalar_values,
             )
@@ -123,6 +131,13 @@ def test_the_host_never_waits_for_the_gpu_between_the_first_encoding_and_the_las
             engine.step(LR)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+def test_the_host_never_waits_for_the_gpu_between_the_first_encoding_and_the_last_backward(tmp_path):
+    """On one GPU; over several: test_multigpu. In ZeRO-3 DeepSpeed waits once a backward."""
+    preset = tmp_path / "preset.json"
+    preset.write_text(json.dumps({"zero_optimization": {"stage": 1}}))
+    steps_without_waiting(preset)
 
 
 LEVERS = {

@@ -24,9 +24,10 @@ def clip_loss(
     logit_scale: Tensor | float,
     *,
     group: dist.ProcessGroup | None = None,
+    compare_ranks: bool = True,
 ) -> Tensor:
     """The loss of the global batch from the whole [B, B] matrix, the same on every rank; 0-dim, float32 or wider."""
-    scale = _checked_scale("clip", image_features, text_features, logit_scale, group)
+    scale = _checked_scale("clip", image_features, text_features, logit_scale, group, compare_ranks)
     images, texts = _GatherOwnGradient.apply(image_features, group), _GatherOwnGradient.apply(text_features, group)
     logits = (scale * images) @ texts.T  # [B, B]
     labels = torch.arange(len(logits), device=logits.device)
@@ -39,9 +40,10 @@ def open_clip_loss(
     logit_scale: Tensor | float,
     *,
     group: dist.ProcessGroup | None = None,
+    compare_ranks: bool = True,
 ) -> Tensor:
     """Mean over this rank's rows and columns, the gradients of other ranks' features reduced by autograd."""
-    scale = _checked_scale("open_clip", image_features, text_features, logit_scale, group)
+    scale = _checked_scale("open_clip", image_features, text_features, logit_scale, group, compare_ranks)
     all_images, all_texts = (
         _GatherAllGradients.apply(image_features, group),
         _GatherAllGradients.apply(text_features, group),
@@ -58,9 +60,10 @@ def disco_loss(
     logit_scale: Tensor | float,
     *,
     group: dist.ProcessGroup | None = None,
+    compare_ranks: bool = True,
 ) -> Tensor:
     """open_clip_loss with the gradients formed in the forward pass and exchanged without autograd."""
-    scale = _checked_scale("disco", image_features, text_features, logit_scale, group)
+    scale = _checked_scale("disco", image_features, text_features, logit_scale, group, compare_ranks)
     return _Disco.apply(image_features, text_features, scale, group)
 
 
@@ -174,6 +177,8 @@ def _checked_scale(
     text_features: Tensor,
     logit_scale: Tensor | float,
     group: dist.ProcessGroup | None,
+    compare_ranks: bool,
 ) -> Tensor:
-    check_features(name, image_features, text_features, RingExchange(checked_group(group)))
+    ring = RingExchange(checked_group(group))
+    check_features(name, image_features, text_features, ring, compare_ranks=compare_ranks)
     return scalar_like(image_features, logit_scale)

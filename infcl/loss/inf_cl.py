@@ -52,6 +52,7 @@ def inf_cl_loss(
     ring: str = "auto",
     ranks_per_node: int | None = None,
     ring_overlap: str = "on",
+    compare_ranks: bool = True,
     cuda_graph: bool = True,
 ) -> Tensor:
     """The contrastive loss of the group's global batch; 0-dim, float32 (float64 for float64 products).
@@ -66,6 +67,8 @@ def inf_cl_loss(
     ring: "flat", "two-level" (a ring within each node inside a ring of nodes), or "auto": two-level where the group
         lies on several nodes of ranks_per_node ranks each. ring_overlap: "off" waits for every message where it is
         sent, so that the gain of overlapping can be measured. Exact either way; loss/ring has the schedule and cost.
+    compare_ranks: whether to compare the ranks' shapes, for which the host waits for the GPU. False only where all
+        ranks are known to have the same: unequal ones would then hang or mix up rows.
     cuda_graph: on one GPU alone, replay small batches as a CUDA graph (loss/graphed says which, and what memory it
         keeps), where issuing the step would take longer than computing it.
 
@@ -73,7 +76,7 @@ def inf_cl_loss(
     differentiated twice.
     """
     new_ring = ring_maker(group, ring=ring, ranks_per_node=ranks_per_node, overlap=ring_overlap)
-    check_features("inf_cl", image_features, text_features, checked := new_ring())
+    check_features("inf_cl", image_features, text_features, checked := new_ring(), compare_ranks=compare_ranks)
     selected = select_tile(image_features, tile=tile, tile_dtype=tile_dtype)
     inputs = image_features, text_features, scalar_like(image_features, logit_scale)
     if cuda_graph and graphed.worthwhile(inputs, checked, selected, workspace_bytes):

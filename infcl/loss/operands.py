@@ -7,8 +7,10 @@ from infcl.kernels import Tile
 from infcl.loss.ring import RingExchange
 
 
-def check_features(name: str, image_features: Tensor, text_features: Tensor, ring: RingExchange) -> None:
-    """ValueError with the shapes unless both are [b, D] floats, b > 0, equal on all ranks."""
+def check_features(
+    name: str, image_features: Tensor, text_features: Tensor, ring: RingExchange, *, compare_ranks: bool = True
+) -> None:
+    """ValueError with the shapes unless both are [b, D] floats, b > 0, and, where ranks are compared, equal on all."""
     shapes = tuple(image_features.shape), tuple(text_features.shape)
     if image_features.ndim != 2 or shapes[0] != shapes[1] or image_features.numel() == 0:
         raise ValueError(f"{name} needs image and text features of one shape [b, D], not empty; got {shapes}")
@@ -16,9 +18,10 @@ def check_features(name: str, image_features: Tensor, text_features: Tensor, rin
         raise ValueError(
             f"{name} needs floating point features of one dtype; got {image_features.dtype}, {text_features.dtype}"
         )
-    rows, dim = shapes[0]
-    numbers = {"rows": rows, "feature dimensions": dim, "ranks in a lap": ring.lap}
-    ring.require_equal(name, numbers, image_features.device)
+    if compare_ranks:
+        rows, dim = shapes[0]
+        numbers = {"rows": rows, "feature dimensions": dim, "ranks in a lap": ring.lap}
+        ring.require_equal(name, numbers, image_features.device)
 
 
 def as_operand(features: Tensor, tile: Tile) -> Tensor:

@@ -44,10 +44,11 @@ def siglip_loss(
     ring: str = "auto",
     ranks_per_node: int | None = None,
     ring_overlap: str = "on",
+    compare_ranks: bool = True,
 ) -> Tensor:
     """The sigmoid loss of the group's global batch; arguments as in `inf_cl_loss`, gradient flows to logit_bias too."""
     new_ring = ring_maker(group, ring=ring, ranks_per_node=ranks_per_node, overlap=ring_overlap)
-    check_features("siglip", image_features, text_features, new_ring())
+    check_features("siglip", image_features, text_features, new_ring(), compare_ranks=compare_ranks)
     selected = select_tile(image_features, tile=tile, tile_dtype=tile_dtype)
     scale, bias = scalar_like(image_features, logit_scale), scalar_like(image_features, logit_bias)
     return _SigLip.apply(image_features, text_features, scale, bias, new_ring, selected, workspace_bytes)

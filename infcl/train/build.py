@@ -126,6 +126,7 @@ def build_loss(config: TrainConfig, parallel: Parallel) -> nn.Module:
         ring=config.ring,
         ranks_per_node=parallel.ranks_per_node,
         ring_overlap=config.ring_overlap,
+        fixed_shape=True,
     )
     if parallel.tp_size == 1:
         return loss
