@@ -140,6 +140,38 @@ def test_the_host_never_waits_for_the_gpu_between_the_first_encoding_and_the_las
     steps_without_waiting(preset)
 
 
+def trained(demo_folder, logs, opt: str, device: str = "cuda") -> tuple[list[float], float]:
+    """-> (losses of twenty steps, bytes of optimizer state an element)"""
+    from infcl.parallel import init_parallel
+    from infcl.train.run_folder import claim_run_folder
+    from infcl.train.trainer import Trainer
+    from tests.test_trainer import demo_config
+
+    config = demo_config(demo_folder, logs, opt=opt, precision="bf16", compile_blocks="off")
+    parallel = init_parallel(device)
+    trainer = Trainer(config, parallel, claim_run_folder(config, parallel))
+    trainer.fit()
+    states = trainer.engine.state.optimizer.state
+    size = sum(_bytes(value) for state in states.values() for key, value in state.items() if key != "step")
+    records = read_metrics(trainer.run.metrics, "train")
+    return [record["loss"] for record in records], size / sum(tensor.numel() for tensor in states)
+
+
+def _bytes(value) -> int:
+    return sum(x.nbytes for x in ([value] if isinstance(value, torch.Tensor) else [value.codes, value.largest]))
+
+
+def test_adamw_in_8_bits_trains_as_adamw_does_with_a_quarter_of_its_state(demo_folder, tmp_path):
+    """That it resumes exactly: test_deterministic."""
+    pytest.importorskip("bitsandbytes")
+    plain, plain_bytes = trained(demo_folder, tmp_path / "plain", "adamw")
+    losses, state_bytes = trained(demo_folder, tmp_path / "8 bits", "adamw8bit")
+    worst = max(abs(a / b - 1) for a, b in zip(losses, plain))
+    print(f"state: {plain_bytes:.3f} and {state_bytes:.3f} bytes an element; losses differ by {worst:.2e} at most")
+    assert losses == pytest.approx(plain, rel=2e-2) and losses != plain and plain[-1] < plain[0] - 0.5
+    assert plain_bytes == 8 and 2 < state_bytes < 2.1
+
+
 LEVERS = {
     "compiled": ["--compile-blocks", "on"],
     "compiled bf16": ["--compile-blocks", "on", "--precision", "bf16"],
