@@ -10,11 +10,13 @@ commit, hardware and versions:
     HFU         operations that were executed: with the second encoding, and the recomputation of checkpointed blocks
 
     --sweep FILE   one setting a line (flags; # comments), each in its own processes, ended after --time-out seconds
+    --one-process  all of them in this process, which starts and compiles once: for short sweeps on one GPU
     --peer DIR     open_clip from this checkout: forward, and forward + backward, eager and compiled; a gradient cache
                    of it would take both for each sample. No optimizer, no loss, no data: an upper bound
 """
 
 import argparse
+import gc
 import json
 import os
 import re
@@ -53,9 +55,9 @@ HEADER = f"{'samples/s':>9} {'per GPU':>8} {'MFU':>6} {'HFU':>6} {'GiB':>6}  sec
 
 
 def main() -> None:
-    options, trainer_flags = _parse()
+    options, trainer_flags = _parse(sys.argv[1:])
     if options.sweep is not None:
-        _sweep(options, trainer_flags)
+        (_sweep_in_process if options.one_process else _sweep)(options)
     elif options.gpus > 1 and "RANK" not in os.environ:
         sys.exit(subprocess.run(command(options.gpus, sys.argv[1:])).returncode)
     elif options.peer is not None:
@@ -64,9 +66,10 @@ def main() -> None:
         measure_open_clip(options, trainer_flags)
     else:
         measure(options, trainer_flags)
+        destroy_parallel()
 
 
-def _parse() -> tuple[argparse.Namespace, list[str]]:
+def _parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
@@ -80,9 +83,10 @@ def _parse() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--csv", type=Path, default=None, help="append the row to this file")
     parser.add_argument("--commit", default=None, help="for the CSV; default: git's HEAD")
     parser.add_argument("--sweep", type=Path, default=None)
+    parser.add_argument("--one-process", action="store_true")
     parser.add_argument("--time-out", type=float, default=120.0, help="seconds for each setting of a sweep")
     parser.add_argument("--peer", type=Path, default=None)
-    return parser.parse_known_args()
+    return parser.parse_known_args(arguments)
 
 
 # ---- one setting ----
@@ -91,6 +95,8 @@ def _parse() -> tuple[argparse.Namespace, list[str]]:
 def measure(options: argparse.Namespace, trainer_flags: list[str]) -> None:
     """Train a few steps and report them."""
     choose_attention(options.sdpa)
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
     with shared_folder() as folder:
         steps = options.warm_up_steps + options.measured_steps
         config = config_of(options.zero, options.zero_options, steps, trainer_flags, folder)
@@ -113,7 +119,8 @@ def measure(options: argparse.Namespace, trainer_flags: list[str]) -> None:
             table = trainer.run.root / "profile" / "table.txt"
             if table.is_file():
                 print(table.read_text())
-    destroy_parallel()
+        if options.one_process:
+            trainer.engine.engine.destroy()  # its hooks would keep all its memory (stage 3's do even so)
 
 
 @contextmanager
@@ -205,15 +212,32 @@ def report(row: dict, path: Path | None) -> None:
 # ---- many settings ----
 
 
-def _sweep(options: argparse.Namespace, trainer_flags: list[str]) -> None:
-    """Every line of the file, with this command's flags before it; a setting that fails or hangs says so and ends."""
-    settings = [line.split("#")[0].strip() for line in options.sweep.read_text().splitlines()]
+def _settings(options: argparse.Namespace) -> Iterator[tuple[str, list[str]]]:
+    """(line, all of its flags) for every line of the file, with this command's flags before it."""
     common = _without(sys.argv[1:], "--sweep")
+    for line in options.sweep.read_text().splitlines():
+        if setting := line.split("#")[0].strip():
+            flags = [*common, *shlex.split(setting)]
+            if "--label" not in flags:
+                flags += ["--label", " ".join(_shown_flags(shlex.split(setting)))]
+            yield setting, flags
+
+
+def _sweep_in_process(options: argparse.Namespace) -> None:
+    """One setting behind the other; ends where one fails. Says what a setting has left on the GPU."""
     print(HEADER, flush=True)
-    for setting in filter(None, settings):
-        flags = [*common, *shlex.split(setting)]
-        if "--label" not in flags:
-            flags += ["--label", " ".join(_shown_flags(shlex.split(setting)))]
+    for _, flags in _settings(options):
+        measure(*_parse(flags))
+        gc.collect()
+        if torch.cuda.is_available() and (left := torch.cuda.memory_allocated() / 2**30) > 0.1:
+            print(f"{left:.1f} GiB are still allocated: the peaks of the next rows hold them", flush=True)
+    destroy_parallel()
+
+
+def _sweep(options: argparse.Namespace) -> None:
+    """Each setting in processes of its own; one that fails or hangs says so and ends."""
+    print(HEADER, flush=True)
+    for setting, flags in _settings(options):
         gpus = argparse.ArgumentParser(allow_abbrev=False)
         gpus.add_argument("--gpus", type=int, default=1)
         process = subprocess.Popen(
@@ -249,16 +273,8 @@ def command(gpus: int, flags: list[str], module: str = "benchmarks.step") -> lis
 
 def _rows(output: str) -> str:
     """The rows of a child's output, and what it warned of."""
-    noise = (
-        "parameters;",
-        "pairs a step",
-        "the run ends inside",
-        "pixels:",
-        "*****",
-        "OMP_NUM_THREADS",
-        "data wait",
-        "warm-up steps",
-    )
+    noise = ("parameters;", "pairs a step", "the run ends inside", "pixels:", "*****", "OMP_NUM_THREADS", "data wait")
+    noise += ("warm-up steps",)
     return "\n".join(line for line in output.splitlines() if line.strip() and not any(n in line for n in noise))
 
 

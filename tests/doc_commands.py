@@ -1,8 +1,8 @@
 """What is executed for each command of the documentation: the shown line, and beside it a line with stand-in data.
 
-A line runs by bash in a copy of the repository (test_docs.py's `clone`) with data/ (the demo set), spm.model,
-tiny.json (a model), runs/first, runs/demo-zero1, runs/other (finished runs of three steps) and weights.safetensors (of
-one of them). It has every flag of the shown one; long runs are made short by more flags.
+A line runs by bash in a copy of the repository (test_docs.py's `clone`) with data/ (the demo set), spm.model and
+tiny.json (a model); where it names them also runs/first, runs/demo-zero1, runs/other (finished runs of three steps) and
+weights.safetensors (of one of them). It has every flag of the shown one; long runs are made short by more flags.
 
     here      on a CPU; marker slow
     gpu       on a machine with a GPU, multigpu with two; markers of these names
@@ -29,7 +29,7 @@ class Command:
 SHARDS = "'data/train/{00000..00007}.tar'"
 DEMO = f"--train-data {SHARDS} --tokenizer data/tokenizer.model"
 TINY = "--model tiny.json --batch-size 8 --accum-freq 2 --warmup 1 --workers 1 --lr 1e-3"
-VIT_B = "--batch-size 32 --accum-freq 2 --warmup 1 --workers 4 --steps 3"
+VIT_B = "--batch-size 32 --accum-freq 2 --warmup 1 --workers 4 --steps 3 --compile-blocks off"
 COLLECT = "--collect-only -q"
 PLAN = "python -m infcl.plan --model ViT-L-14 --gpus 32 --gpu a800-80g"
 TOKENIZER = "python -m infcl.data.tokenizer train --train-data"
@@ -51,7 +51,7 @@ COMMANDS = [
     Command(
         "make train",
         here='make train -o "$VENV/.installed" NAME=new FLAGS="--steps 20"',
-        gpu='make train -o "$VENV/.installed" NAME=new FLAGS="--steps 20"',
+        gpu='make train -o "$VENV/.installed" NAME=new DATA=data FLAGS="--steps 20 --compile-blocks off"',
     ),
     Command("make train PRESET=zero3", here='make train -o "$VENV/.installed" PRESET=zero3 NAME=new FLAGS="--steps 5"'),
     Command("make test", here='make test -o "$VENV/.installed" --dry-run'),
@@ -233,7 +233,7 @@ COMMANDS = [
     Command(
         "python -m benchmarks.retrieval --pairs 1048576 --gpus 1",
         here="python -m benchmarks.retrieval --pairs 512 --gpus 0",
-        gpu="python -m benchmarks.retrieval --pairs 65536 --gpus 1",
+        gpu="python -m benchmarks.retrieval --pairs 16384 --gpus 1",
     ),
     Command(
         "python -m benchmarks.retrieval --pairs 4096,16384 --dim 512 --tile 2048 "
@@ -243,29 +243,36 @@ COMMANDS = [
     ),
     Command(
         "python -m benchmarks.loss --impl ... --batch ...",
-        gpu="python -m benchmarks.loss --impl inf_cl,clip,siglip --batch 4096,8192",
+        gpu="python -m benchmarks.loss --impl inf_cl,clip,siglip --batch 4096 --repeats 2",
     ),
     Command("python -m benchmarks.loss --check", gpu="python -m benchmarks.loss --check"),
-    Command("python -m benchmarks.tiling", gpu="python -m benchmarks.tiling --batch 16384"),
+    Command("python -m benchmarks.tiling", gpu="python -m benchmarks.tiling --batch 16384 --repeats 2"),
     Command(
-        "python -m benchmarks.step", gpu="python -m benchmarks.step --model ViT-B-32 --batch-size 64 --measured-steps 1"
+        "python -m benchmarks.step",
+        gpu="python -m benchmarks.step --model ViT-B-32 --batch-size 64 --measured-steps 1 --warm-up-steps 0 "
+        "--compile-blocks off",
     ),
     Command(
         "python -m benchmarks.step --gpus 4 --model ViT-B-16 --batch-size 512 --accum-freq 512 --zero 1 "
         "--precision bf16 --measured-steps 1 --warm-up-steps 0 --pixel-cache gpu",
         multigpu="python -m benchmarks.step --gpus 2 --model ViT-B-32 --batch-size 64 --accum-freq 4 --zero 1 "
-        "--precision bf16 --measured-steps 1 --warm-up-steps 0 --pixel-cache gpu",
+        "--precision bf16 --measured-steps 1 --warm-up-steps 0 --pixel-cache gpu --compile-blocks off",
     ),
     Command(
         "python -m benchmarks.step --gpus 4 --sweep benchmarks/sweeps/plan.txt --csv docs/results/plan_steps_4gpu.csv",
         multigpu="grep -v '#' benchmarks/sweeps/plan.txt | tail -1 > one.txt && "
-        "python -m benchmarks.step --gpus 2 --sweep one.txt --csv new.csv && python -m infcl.plan --compare new.csv",
+        "python -m benchmarks.step --gpus 2 --measured-steps 1 --sweep one.txt --csv new.csv && "
+        "python -m infcl.plan --compare new.csv",
     ),
     Command(
         "python -m benchmarks.tensor_parallel --gpus 8",
-        multigpu="python -m benchmarks.tensor_parallel --gpus 2 --models ViT-B-32 --sizes 1,2 --stages 1",
+        multigpu="python -m benchmarks.tensor_parallel --gpus 2 --models ViT-B-32 --sizes 1,2 --stages 1 --repeats 1 "
+        "--compile-blocks off",
     ),
-    Command("python -m benchmarks.tensor_parallel_layers", multigpu="python -m benchmarks.tensor_parallel_layers"),
+    Command(
+        "python -m benchmarks.tensor_parallel_layers",
+        multigpu="python -m benchmarks.tensor_parallel_layers --repeats 2",
+    ),
     Command(
         "python -m benchmarks.rings --csv docs/results/rings.csv",
         cluster="python -m benchmarks.rings --csv new.csv --hosts 2 --ranks 2 --rows 32 --repeats 1",
@@ -294,7 +301,7 @@ COMMANDS = [
         "python -m benchmarks.largest_batch --model ViT-L-14 --gpus 4 --at 32768 262144",
         here="python -m benchmarks.largest_batch --model demo --gpus 2 --at 64 96 --batch-size 16 --pixels host "
         "--device cpu --precision fp32",
-        multigpu="python -m benchmarks.largest_batch --model ViT-B-32 --gpus 2 --at 32768",
+        multigpu="python -m benchmarks.largest_batch --model ViT-B-32 --gpus 2 --at 8192 --steps 1",
     ),
     Command(
         "python -m benchmarks.largest_batch --model ViT-L-14 --gpus 1 --batch-size 128 --pixels host "
@@ -304,12 +311,13 @@ COMMANDS = [
     ),
     Command(
         "python -m benchmarks.largest_batch --model ViT-B-16 --gpus 4 --pixels gpu",
-        multigpu="python -m benchmarks.largest_batch --model ViT-B-32 --gpus 2 --pixels gpu --memory-gb 8",
+        multigpu="python -m benchmarks.largest_batch --model ViT-B-32 --gpus 2 --pixels gpu --memory-gb 8 --steps 1 "
+        "--max-batch 16384",
     ),
     Command(
         "python -m benchmarks.loss --gpus 4 --impl inf_cl,official_open_clip,official --batch 131072 "
         "--open-clip-loss DIR/src/open_clip/loss.py",
-        multigpu="python -m benchmarks.loss --gpus 2 --impl inf_cl,open_clip --batch 16384",
+        multigpu="python -m benchmarks.loss --gpus 2 --impl inf_cl,open_clip --batch 16384 --repeats 2",
         without=("--open-clip-loss",),
     ),
     Command("python -m benchmarks.step --peer CHECKOUT", only="needs a checkout of open_clip and a GPU"),
