@@ -224,13 +224,13 @@ def _settings(options: argparse.Namespace) -> Iterator[tuple[str, list[str]]]:
 
 
 def _sweep_in_process(options: argparse.Namespace) -> None:
-    """One setting behind the other; ends where one fails. Says what a setting has left on the GPU."""
+    """One setting behind the other; ends where one fails. Says what a setting leaves on the GPU (stage 3: all)."""
     print(HEADER, flush=True)
     for _, flags in _settings(options):
         measure(*_parse(flags))
         gc.collect()
         if torch.cuda.is_available() and (left := torch.cuda.memory_allocated() / 2**30) > 0.1:
-            print(f"{left:.1f} GiB are still allocated: the peaks of the next rows hold them", flush=True)
+            print(f"{left:.1f} GiB are still allocated: the next row's peak may hold them", flush=True)
     destroy_parallel()
 
 
