@@ -301,7 +301,7 @@ COMMANDS = [
         "python -m benchmarks.largest_batch --model ViT-L-14 --gpus 4 --at 32768 262144",
         here="python -m benchmarks.largest_batch --model demo --gpus 2 --at 64 96 --batch-size 16 --pixels host "
         "--device cpu --precision fp32",
-        multigpu="python -m benchmarks.largest_batch --model ViT-B-32 --gpus 2 --at 8192 --steps 1",
+        multigpu="python -m benchmarks.largest_batch --model ViT-B-32 --gpus 2 --at 8192",
     ),
     Command(
         "python -m benchmarks.largest_batch --model ViT-L-14 --gpus 1 --batch-size 128 --pixels host "
@@ -311,7 +311,7 @@ COMMANDS = [
     ),
     Command(
         "python -m benchmarks.largest_batch --model ViT-B-16 --gpus 4 --pixels gpu",
-        multigpu="python -m benchmarks.largest_batch --model ViT-B-32 --gpus 2 --pixels gpu --memory-gb 8 --steps 1 "
+        multigpu="python -m benchmarks.largest_batch --model ViT-B-32 --gpus 2 --pixels gpu --memory-gb 8 "
         "--max-batch 16384",
     ),
     Command(
