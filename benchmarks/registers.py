@@ -27,7 +27,8 @@ def compiled_forward(*, itemsize: int, sigmoid: bool, masked: bool, edge: bool =
 
 def compiled_backward(*, itemsize: int, sigmoid: bool, masked: bool) -> CompiledKernel:
     """The kernel that forms dS, with one exponential for both directions."""
-    constants = {"SIGMOID": sigmoid, "MASKED": masked, "SINGLE": True, "SHARED": itemsize == 2, "GAIN": 1.0}
+    constants = {"SIGMOID": sigmoid, "MASKED": masked, "EDGE": False, "SINGLE": True, "SHARED": itemsize == 2}
+    constants |= {"GAIN": 1.0, "SUMMED": True}
     return _compiled(triton_backward._d_logits_kernel, triton_backward._LAUNCH[itemsize], itemsize, constants)
 
 
@@ -45,7 +46,7 @@ def _compiled(kernel, launch: dict, itemsize: int, constants: dict) -> CompiledK
         elif name in blocks:
             signature[name] = f"tensordesc<{_TYPES[itemsize]}[{blocks[name][0]},{blocks[name][1]}]>"
         else:
-            signature[name] = "*fp32" if name.endswith("_ptr") else "i32"
+            signature[name] = "*fp64" if name == "sums_ptr" else "*fp32" if name.endswith("_ptr") else "i32"
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
 

@@ -136,7 +136,8 @@ def test_ring_functions_need_no_autograd():
     torch.testing.assert_close(losses[1], logits.logsumexp(0) - logits.diagonal())
     torch.testing.assert_close(matched, logits.diagonal())
     d_logits = (logits.softmax(1) + logits.softmax(0)) / 2 - torch.eye(11)
-    d_rows, d_columns = ring_backward(images, texts, scale, losses, matched, ring, tile, 1000)
+    d_rows, d_columns, d_scale = ring_backward(images, texts, scale, losses, matched, ring, tile, 1000)
+    torch.testing.assert_close(d_scale, (d_logits * (images @ texts.T)).sum())
     torch.testing.assert_close(d_rows, d_logits @ texts)
     torch.testing.assert_close(d_columns, d_logits.T @ images)
 

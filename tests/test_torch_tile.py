@@ -40,9 +40,10 @@ def test_tiles_of_rectangular_blocks_equal_the_dense_formulas(rows, columns, mas
     # Statistics of a larger batch: this block's probabilities sum to less than one.
     row_lse, col_lse = dense.logsumexp(1) + 0.5, dense.logsumexp(0) + 1.0
     d_logits = ((logits - row_lse[:, None]).exp() + (logits - col_lse).exp()) / 2
-    d_rows, d_columns = torch.ones_like(r), torch.ones_like(c)
-    torch_tile.softmax_backward(r, c, scale, row_lse, col_lse, d_rows, d_columns, **options)
+    d_rows, d_columns, d_scale = torch.ones_like(r), torch.ones_like(c), torch.ones_like(scale)
+    torch_tile.softmax_backward(r, c, scale, row_lse, col_lse, d_rows, d_columns, d_scale, **options)
     torch.testing.assert_close((d_rows, d_columns), (1 + d_logits @ c, 1 + d_logits.T @ r))
+    torch.testing.assert_close(d_scale, 1 + (d_logits * (r @ c.T)).sum())
 
     logits = logits + bias
     row_loss, row_slope, matched = torch_tile.sigmoid_forward(r, c, scale, bias, **options)
@@ -52,9 +53,10 @@ def test_tiles_of_rectangular_blocks_equal_the_dense_formulas(rows, columns, mas
         torch.testing.assert_close(matched, dense.diagonal() + bias)
     else:
         assert matched is None
-    d_rows, d_columns = torch.zeros_like(r), torch.zeros_like(c)
-    torch_tile.sigmoid_backward(r, c, scale, bias, d_rows, d_columns, **options)
+    d_rows, d_columns, d_scale = torch.zeros_like(r), torch.zeros_like(c), torch.zeros_like(scale)
+    torch_tile.sigmoid_backward(r, c, scale, bias, d_rows, d_columns, d_scale, **options)
     torch.testing.assert_close((d_rows, d_columns), (logits.sigmoid() @ c, logits.sigmoid().T @ r))
+    torch.testing.assert_close(d_scale, (logits.sigmoid() * (r @ c.T)).sum())
 
 
 class _LargestTensor(TorchDispatchMode):
@@ -76,7 +78,7 @@ def test_nothing_larger_than_features_or_workspace_is_made():
         with _LargestTensor() as largest:
             row_lse, col_lse, _ = torch_tile.softmax_forward(r, c, scale, masked=True, workspace_bytes=workspace_bytes)
             torch_tile.softmax_backward(
-                r, c, scale, row_lse, col_lse, torch.zeros_like(r), torch.zeros_like(c),
+                r, c, scale, row_lse, col_lse, torch.zeros_like(r), torch.zeros_like(c), torch.zeros_like(scale),
                 masked=True, workspace_bytes=workspace_bytes,
             )  # fmt: skip
         assert largest.elements <= max(rows * 16, 32 * 32)

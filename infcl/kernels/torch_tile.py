@@ -7,6 +7,7 @@ gradients (backward). The r x c logits exist only chunk by chunk, in a workspace
     softmax: dS = (exp(logits - row_lse[:, None]) + exp(logits - col_lse)) / 2
     sigmoid: dS = sigmoid(logits + bias)
     d_rows = dS @ columns; d_columns = dS.T @ rows                              # without the factor scale
+    d_scale = (dS * (rows @ columns.T)).sum()
 
 `masked=True` leaves the entries (i, i) out, i < min(r, c), as if they were not there: those of matched pairs, which the
 losses add in float32 (loss/lse says why), or of features with themselves.
@@ -53,25 +54,28 @@ def softmax_backward(
     col_lse: Tensor | None,
     d_rows: Tensor | None,
     d_columns: Tensor | None,
+    d_scale: Tensor | None,
     *,
     masked: bool,
     workspace_bytes: int,
 ) -> None:
-    """Add dS @ columns to d_rows [r, D] and dS.T @ rows to d_columns [c, D] (float32 or wider, in place; None skips).
+    """Add dS @ columns to d_rows [r, D], dS.T @ rows to d_columns [c, D] and <dS, rows @ columns.T> to d_scale, 0-dim.
 
+    Float32 or wider, in place; None skips.
     col_lse None: the loss of the rows alone, dS = exp(logits - row_lse[:, None]).
     No probability exceeds one, so the exponents are clamped at zero: logits so large that their own rounding is
     large (huge norms) would otherwise overflow.
     """
     for chunk in _chunks(rows, columns, workspace_bytes):
-        logits = chunk.row_features @ chunk.column_features.T * scale
+        cosines = chunk.row_features @ chunk.column_features.T
+        logits = cosines * scale
         d_logits = (logits - row_lse[chunk.rows, None]).clamp_(max=0).exp_()
         if col_lse is not None:
             d_logits += (logits - col_lse[chunk.columns]).clamp_(max=0).exp_()
             d_logits *= 0.5
         if masked:
             chunk.diagonal_of(d_logits).zero_()
-        chunk.accumulate(d_logits, d_rows, d_columns)
+        chunk.accumulate(d_logits, cosines, d_rows, d_columns, d_scale)
 
 
 def sigmoid_forward(
@@ -102,17 +106,18 @@ def sigmoid_backward(
     bias: Tensor,
     d_rows: Tensor | None,
     d_columns: Tensor | None,
+    d_scale: Tensor | None,
     *,
     masked: bool,
     workspace_bytes: int,
 ) -> None:
-    """Add dS @ columns to d_rows and dS.T @ rows to d_columns, as softmax_backward does."""
+    """Add dS @ columns to d_rows, dS.T @ rows to d_columns, <dS, rows @ columns.T> to d_scale, as softmax_backward."""
     for chunk in _chunks(rows, columns, workspace_bytes):
-        logits = chunk.row_features @ chunk.column_features.T * scale + bias
-        d_logits = logits.sigmoid()
+        cosines = chunk.row_features @ chunk.column_features.T
+        d_logits = (cosines * scale + bias).sigmoid_()
         if masked:
             chunk.diagonal_of(d_logits).zero_()
-        chunk.accumulate(d_logits, d_rows, d_columns)
+        chunk.accumulate(d_logits, cosines, d_rows, d_columns, d_scale)
 
 
 class _Chunk(NamedTuple):
@@ -134,11 +139,20 @@ class _Chunk(NamedTuple):
         i, j, count = self.pairs.start - self.rows.start, self.pairs.start - self.columns.start, self.pairs
         return matrix[i : i + count.stop - count.start, j : j + count.stop - count.start].diagonal()
 
-    def accumulate(self, d_logits: Tensor, d_rows: Tensor | None, d_columns: Tensor | None) -> None:
+    def accumulate(
+        self,
+        d_logits: Tensor,
+        cosines: Tensor,
+        d_rows: Tensor | None,
+        d_columns: Tensor | None,
+        d_scale: Tensor | None,
+    ) -> None:
         if d_rows is not None:
             d_rows[self.rows].addmm_(d_logits, self.column_features)
         if d_columns is not None:
             d_columns[self.columns].addmm_(d_logits.T, self.row_features)
+        if d_scale is not None:
+            d_scale += torch.dot(d_logits.view(-1), cosines.view(-1))
 
 
 def _chunks(rows: Tensor, columns: Tensor, workspace_bytes: int) -> Iterator[_Chunk]:

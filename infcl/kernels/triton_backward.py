@@ -1,9 +1,11 @@
 """Gradients of one pair of feature blocks on a GPU: torch_tile's backward functions.
 
-In: features, their statistics over the whole batch. Out: dS @ columns and dS.T @ rows, added to float32 accumulators.
+In: features, their statistics over the whole batch. Out: dS @ columns, dS.T @ rows and <dS, rows @ columns.T> (the
+scale's gradient), added to float32 accumulators.
 dS is formed for one chunk at a time, [chunk, chunk] in the operands' type in a bounded workspace, by a fused matrix
 product whose epilogue works in float32 and rounds once; the library's matrix products then multiply it with the
-features. For D >= 512 that beats keeping a [128, D] float32 accumulator on the chip.
+features. For D >= 512 that beats keeping a [128, D] float32 accumulator on the chip. The scale's gradient is summed
+before the rounding: what matched pairs and others give it nearly cancels where a training has got somewhere.
 
 One exponential serves both directions where the LSE lie within 80 (in log2) of each other:
 
@@ -50,6 +52,7 @@ def softmax_backward(
     col_lse: Tensor | None,
     d_rows: Tensor | None,
     d_columns: Tensor | None,
+    d_scale: Tensor | None,
     *,
     masked: bool,
     workspace_bytes: int,
@@ -65,7 +68,8 @@ def softmax_backward(
         shift = middle(row_lse, row_lse)
     else:
         shift = middle(row_lse, col_lse)
-    _accumulate(rows, columns, scale, row_lse, col_lse, shift, d_rows, d_columns, masked, workspace_bytes, tf32, count)
+    gradients = d_rows, d_columns, d_scale
+    _accumulate(rows, columns, scale, row_lse, col_lse, shift, gradients, masked, workspace_bytes, tf32, count)
 
 
 def sigmoid_backward(
@@ -75,13 +79,15 @@ def sigmoid_backward(
     bias: Tensor,
     d_rows: Tensor | None,
     d_columns: Tensor | None,
+    d_scale: Tensor | None,
     *,
     masked: bool,
     workspace_bytes: int,
     tf32: bool = False,
 ) -> None:
     """As torch_tile.sigmoid_backward."""
-    _accumulate(rows, columns, scale, None, None, bias, d_rows, d_columns, masked, workspace_bytes, tf32)
+    gradients = d_rows, d_columns, d_scale
+    _accumulate(rows, columns, scale, None, None, bias, gradients, masked, workspace_bytes, tf32)
 
 
 def _accumulate(
@@ -91,20 +97,21 @@ def _accumulate(
     row_lse: Tensor | None,
     col_lse: Tensor | None,
     shift: Tensor,
-    d_rows: Tensor | None,
-    d_columns: Tensor | None,
+    gradients: tuple[Tensor | None, Tensor | None, Tensor | None],
     masked: bool,
     workspace_bytes: int,
     tf32: bool,
     count: int = 1,
 ) -> None:
     """Walk the chunks: form dS, multiply. No LSE: sigmoid with the bias `shift`; LSE with their `shift`: softmax."""
+    d_rows, d_columns, d_scale = gradients
     launch = launch_options(_LAUNCH, rows, tf32)
     row_operand, column_operand = aligned(rows), aligned(columns)
     gain = 2.0**15 if rows.dtype == torch.float16 else 1.0
     elements, processors = workspace_bytes // rows.dtype.itemsize, multiprocessors(rows.device)
     height, width = _chunk_shape(len(rows), len(columns), rows.shape[1], elements, processors)
     workspace = rows.new_empty(height, width)
+    sums = rows.new_zeros(processors, dtype=torch.float64)
     with _float32_products(tf32) if rows.dtype == torch.float32 else nullcontext():
         for i in range(0, len(rows), height):
             row_slice = slice(i, min(i + height, len(rows)))
@@ -124,21 +131,27 @@ def _accumulate(
                         shift,
                         scale if row_lse is None else row_lse[row_slice],
                         scale if col_lse is None else col_lse[column_slice],
+                        sums,
                         num_rows,
                         num_columns,
                         i - j,
                         DIM=walked_dim(row_operand, launch),
                         MASKED=masked and i < j + width and j < i + height,
+                        EDGE=row_lse is not None
+                        and (num_rows % launch["BLOCK_M"] + num_columns % launch["BLOCK_N"]) > 0,
                         SIGMOID=row_lse is None,
                         SINGLE=single,
                         SHARED=shared_exp2(rows),
                         GAIN=count * gain,
+                        SUMMED=d_scale is not None,
                         **launch,
                     )
                 if d_rows is not None:
                     _add_product(d_rows[row_slice], d_logits, columns[column_slice], 1 / gain)
                 if d_columns is not None:
                     _add_product(d_columns[column_slice], d_logits.T, rows[row_slice], 1 / gain)
+    if d_scale is not None:
+        d_scale.add_(sums.sum(), alpha=count)
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_columns", "offset"])
@@ -150,15 +163,18 @@ def _d_logits_kernel(
     shift_ptr,  # f32: the bias (sigmoid) or the middle of the LSE in log2 (softmax; NaN: two exponentials), read
     row_lse_ptr,  # f32 [r], read unless SIGMOID
     col_lse_ptr,  # f32 [c], read unless SIGMOID
+    sums_ptr,  # f64 [programs], added to if SUMMED
     num_rows,
     num_columns,
     offset,  # entry (i, i + offset) is masked
     DIM: tl.constexpr,
     MASKED: tl.constexpr,  # without these entries
+    EDGE: tl.constexpr,  # the last blocks are not whole (softmax)
     SIGMOID: tl.constexpr,
     SINGLE: tl.constexpr,  # one exponential, for a shift that is not NaN; else two, for one that is
     SHARED: tl.constexpr,  # of triton_exp2.exp2
     GAIN: tl.constexpr,
+    SUMMED: tl.constexpr,  # the inner product of dS and rows @ columns.T is wanted
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -176,6 +192,8 @@ def _d_logits_kernel(
     if not SIGMOID:
         if (shift == shift) != SINGLE:
             return
+    # The sum stays spread over the threads that hold its terms: [warps, 8, 4].
+    inner = tl.zeros([BLOCK_M // 16, 8, 4], tl.float32)
     for tile in tl.range(tl.program_id(0), row_tiles * column_tiles, tl.num_programs(0), flatten=True):
         group = tile // (GROUP * column_tiles)
         group_rows = tl.minimum(row_tiles - group * GROUP, GROUP)
@@ -202,10 +220,22 @@ def _d_logits_kernel(
             else:
                 d_logits = 0.5 * tl.exp2(tl.minimum(logits * scale2 - row_lse[:, None], 0.0))
                 d_logits += 0.5 * tl.exp2(tl.minimum(logits * scale2 - col_lse[None, :], 0.0))
+        if EDGE:  # logits are zero past the edges, which may be far above an LSE
+            if (first_row + BLOCK_M > num_rows) | (first_column + BLOCK_N > num_columns):
+                within = (rows < num_rows)[:, None] & (columns < num_columns)[None, :]
+                d_logits = tl.where(within, d_logits, 0.0)
         if MASKED:
-            if (first_row + offset < first_column + BLOCK_N) & (first_column < first_row + offset + BLOCK_M):
-                d_logits = tl.where((rows + offset)[:, None] == columns[None, :], 0.0, d_logits)
+            away = first_column - first_row - offset
+            if (away > -BLOCK_N) & (away < BLOCK_M):
+                own = tl.arange(0, BLOCK_M)[:, None] == away + tl.arange(0, BLOCK_N)[None, :]
+                d_logits = tl.where(own, 0.0, d_logits)
+        if SUMMED:
+            products = tl.reshape(d_logits * logits, [BLOCK_M // 16, 2, 8, BLOCK_N // 8, 4, 2])
+            inner += tl.sum(tl.sum(tl.sum(products, 5), 3), 1)
         d_logits_desc.store([first_row, first_column], (d_logits * GAIN).to(d_logits_desc.dtype))
+    if SUMMED:
+        sum_ptr = sums_ptr + tl.program_id(0)
+        tl.store(sum_ptr, tl.load(sum_ptr) + tl.sum(tl.sum(tl.sum(inner, 2), 1), 0).to(tl.float64))
 
 
 @cache

@@ -183,15 +183,19 @@ def ring_backward(
     *,
     rows_need: bool = True,
     columns_need: bool = True,
-) -> tuple[Tensor | None, Tensor | None]:
-    """`dS @ all_columns` for one's own rows and `dS.T @ all_rows` for one's own columns, [b, D] float32 or wider.
+) -> tuple[Tensor | None, Tensor | None, Tensor]:
+    """`dS @ all_columns` for one's own rows, `dS.T @ all_rows` for one's own columns, [b, D], and <dS, logits / scale>.
 
+    All float32 or wider; the last is 0-dim, the sum over one's own rows.
     losses, matched: of ring_forward. A side that needs no gradient (a locked tower) costs no matrix product and no
     message.
     """
     row_lse, col_lse = losses + matched
     slopes = torch.expm1(-losses).mean(0)
-    d_rows = matched_gradient(slopes, columns) if rows_need else None
+    d_rows = matched_gradient(slopes, columns)
+    d_scale = inner_product(rows, d_rows)
+    if not rows_need:
+        d_rows = None
     for hop, (block, block_lse) in ring.blocks(columns, col_lse):
         if not columns_need:
             d_block = None
@@ -200,11 +204,12 @@ def ring_backward(
         else:
             d_block = torch.zeros_like(block, dtype=slopes.dtype)
         tile.softmax_backward(
-            rows, block, scale, row_lse, block_lse, d_rows, d_block, masked=hop == 0, workspace_bytes=workspace_bytes
-        )
+            rows, block, scale, row_lse, block_lse, d_rows, d_block, d_scale,
+            masked=hop == 0, workspace_bytes=workspace_bytes,
+        )  # fmt: skip
         if columns_need:
             ring.carry("d_columns", hop, d_block, Tensor.add_)
-    return d_rows, ring.home("d_columns", Tensor.add_) if columns_need else None
+    return d_rows, ring.home("d_columns", Tensor.add_) if columns_need else None, d_scale
 
 
 class _InfCL(torch.autograd.Function):
@@ -222,9 +227,9 @@ class _InfCL(torch.autograd.Function):
     def backward(ctx, d_loss):
         refuse_double_backward("inf_cl")
         rows, columns, scale, losses, matched = ctx.saved_tensors
-        images_need, texts_need, scale_needs = ctx.needs_input_grad[:3]
+        images_need, texts_need = ctx.needs_input_grad[:2]
         with torch.autocast(rows.device.type, enabled=False):
-            d_rows, d_columns = ring_backward(
+            d_rows, d_columns, d_scale = ring_backward(
                 rows,
                 columns,
                 scale,
@@ -233,19 +238,14 @@ class _InfCL(torch.autograd.Function):
                 ctx.new_ring(),
                 ctx.tile,
                 ctx.workspace_bytes,
-                rows_need=images_need or (scale_needs and not texts_need),
+                rows_need=images_need,
                 columns_need=texts_need,
             )
             factor = d_loss / len(rows)
             image_dtype, text_dtype = ctx.feature_dtypes
-            # <dS, logits / scale>, by rows or by columns: the sums over the group are the same.
-            d_scale = None
-            if scale_needs:
-                side = (rows, d_rows) if d_rows is not None else (columns, d_columns)
-                d_scale = factor * inner_product(*side)
             d_images = scaled(d_rows, factor * scale, image_dtype) if images_need else None
             d_texts = scaled(d_columns, factor * scale, text_dtype) if texts_need else None
-        return d_images, d_texts, d_scale, None, None, None
+        return d_images, d_texts, factor * d_scale, None, None, None
 
 
 def _loss_and_gradients(
@@ -254,7 +254,6 @@ def _loss_and_gradients(
     """The loss, and its gradients in float32, at once: what graphed.py records."""
     rows, columns = as_operand(image_features, tile), as_operand(text_features, tile)
     losses, matched = ring_forward(rows, columns, scale, new_ring(), tile, workspace_bytes)
-    d_rows, d_columns = ring_backward(rows, columns, scale, losses, matched, new_ring(), tile, workspace_bytes)
-    d_scale = inner_product(rows, d_rows) / len(rows)
+    d_rows, d_columns, d_scale = ring_backward(rows, columns, scale, losses, matched, new_ring(), tile, workspace_bytes)
     factor = scale / len(rows)
-    return losses.mean(), (d_rows * factor, d_columns * factor, d_scale)
+    return losses.mean(), (d_rows * factor, d_columns * factor, d_scale / len(rows))

@@ -84,17 +84,18 @@ class _InfoNCE(torch.autograd.Function):
         refuse_double_backward("info_nce")
         rows, columns, scale, row_lse, slopes, order, misplaced, place = ctx.saved_tensors
         with torch.autocast(rows.device.type, enabled=False):
-            d_rows, d_columns = ring_backward(
+            d_rows, d_columns, d_scale = ring_backward(
                 rows, columns, scale, row_lse, slopes, ctx.new_ring(), ctx.tile, ctx.workspace_bytes
             )
-            d_rows.index_add_(0, misplaced, columns[place].to(d_rows.dtype), alpha=-1)
-            d_columns.index_add_(0, place, rows[misplaced].to(d_rows.dtype), alpha=-1)
+            queries, documents = rows[misplaced].to(d_rows.dtype), columns[place].to(d_rows.dtype)
+            d_rows.index_add_(0, misplaced, documents, alpha=-1)
+            d_columns.index_add_(0, place, queries, alpha=-1)
+            d_scale -= inner_product(queries, documents)
             factor = d_loss / len(rows)
-            d_scale = factor * inner_product(rows, d_rows)
             d_queries = scaled(d_rows, factor * scale, ctx.dtypes[0])
             d_documents = torch.empty_like(d_columns, dtype=ctx.dtypes[1])
             d_documents[order] = scaled(d_columns, factor * scale, ctx.dtypes[1])
-        return d_queries, d_documents, None, d_scale, None, None, None
+        return d_queries, d_documents, None, factor * d_scale, None, None, None
 
 
 def ring_forward(
@@ -124,23 +125,25 @@ def ring_backward(
     ring: RingExchange,
     tile: Tile,
     workspace_bytes: int,
-) -> tuple[Tensor, Tensor]:
-    """`dS @ all_columns` and `dS.T @ all_rows`, [q, D] and [d, D] float32 or wider.
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`dS @ all_columns`, `dS.T @ all_rows` and <dS, logits / scale>, [q, D], [d, D] and 0-dim, float32 or wider.
 
     dS = exp(logits - row_lse), and the slopes on the diagonal of one's own block.
     """
     count = len(slopes)
     d_rows = torch.zeros_like(rows, dtype=slopes.dtype)
     matched_gradient(slopes, columns[:count], out=d_rows[:count])
+    d_scale = inner_product(rows, d_rows)
     for hop, (block,) in ring.blocks(columns):
         d_block = torch.zeros_like(block, dtype=slopes.dtype)
         if hop == 0:
             matched_gradient(slopes, rows[:count], out=d_block[:count])
         tile.softmax_backward(
-            rows, block, scale, row_lse, None, d_rows, d_block, masked=hop == 0, workspace_bytes=workspace_bytes
-        )
+            rows, block, scale, row_lse, None, d_rows, d_block, d_scale,
+            masked=hop == 0, workspace_bytes=workspace_bytes,
+        )  # fmt: skip
         ring.carry("d_columns", hop, d_block, Tensor.add_)
-    return d_rows, ring.home("d_columns", Tensor.add_)
+    return d_rows, ring.home("d_columns", Tensor.add_), d_scale
 
 
 def _positives_first(positives: Tensor, count: int) -> tuple[Tensor, Tensor]:

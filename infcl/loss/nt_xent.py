@@ -82,11 +82,12 @@ class _NTXent(torch.autograd.Function):
         refuse_double_backward("nt_xent")
         views, scale, losses, matched = ctx.saved_tensors
         with torch.autocast(views.device.type, enabled=False):
-            d_views = ring_backward(views, scale, losses, matched, ctx.new_ring(), ctx.tile, ctx.workspace_bytes)
+            d_views, d_scale = ring_backward(
+                views, scale, losses, matched, ctx.new_ring(), ctx.tile, ctx.workspace_bytes
+            )
             factor = d_loss / len(views)
-            d_scale = factor * inner_product(views, d_views)
             d_views = scaled(d_views, 2 * factor * scale, ctx.feature_dtype)
-        return *d_views.chunk(2), d_scale, None, None, None
+        return *d_views.chunk(2), factor * d_scale, None, None, None
 
 
 def ring_forward(
@@ -123,32 +124,40 @@ def ring_backward(
     ring: RingExchange,
     tile: Tile,
     workspace_bytes: int,
-) -> Tensor:
-    """`(dS + dS.T) / 2 @ all_views` for one's own views, [2b, D] float32 or wider."""
+) -> tuple[Tensor, Tensor]:
+    """`(dS + dS.T) / 2 @ all_views` for one's own views, [2b, D], and <dS, logits / scale>, 0-dim; float32 or wider.
+
+    The inner product counts what this rank computes, rectangles twice; the group's sum is that of the whole matrix.
+    """
     lse = (losses + matched).view(-1)
     slopes = torch.expm1(-losses).mean(0)
     d_views = torch.empty_like(views, dtype=lse.dtype)
     for d_half, partners in zip(d_views.chunk(2), reversed(views.chunk(2))):
         matched_gradient(slopes, partners, out=d_half)
+    d_scale = inner_product(views, d_views)
+    d_rectangles = torch.zeros_like(d_scale)
     for hop, (block, block_lse) in ring.blocks(views, lse):
         if hop == 0:
             parts = [tensor.chunk(2) for tensor in (views, lse, d_views)]
             for own, own_lse, d_own in zip(*parts):
-                _add_self_gradient(own, own_lse, d_own, scale, tile, workspace_bytes)
+                _add_self_gradient(own, own_lse, d_own, d_scale, d_rectangles, scale, tile, workspace_bytes)
             (first, second), (first_lse, second_lse), (d_first, d_second) = parts
             tile.softmax_backward(
-                first, second, scale, first_lse, second_lse, d_first, d_second,
+                first, second, scale, first_lse, second_lse, d_first, d_second, d_rectangles,
                 masked=True, workspace_bytes=workspace_bytes,
             )  # fmt: skip
             continue
         rows, columns = _share(hop, ring, len(views))
         d_block = torch.zeros_like(d_views)
         tile.softmax_backward(
-            views[rows], block[columns], scale, lse[rows], block_lse[columns], d_views[rows], d_block[columns],
+            views[rows], block[columns], scale, lse[rows], block_lse[columns],
+            d_views[rows], d_block[columns], d_rectangles,
             masked=False, workspace_bytes=workspace_bytes,
         )  # fmt: skip
         ring.carry("d_views", hop, d_block, Tensor.add_)
-    return d_views if ring.reach == 0 else d_views.add_(ring.home("d_views", Tensor.add_))
+    if ring.reach > 0:
+        d_views += ring.home("d_views", Tensor.add_)
+    return d_views, d_scale + 2 * d_rectangles
 
 
 def _share(hop: int, ring: RingExchange, count: int) -> tuple[slice, slice]:
@@ -178,17 +187,27 @@ def _self_lse(views: Tensor, scale: Tensor, tile: Tile, workspace_bytes: int) ->
 
 
 def _add_self_gradient(
-    views: Tensor, lse: Tensor, d_views: Tensor, scale: Tensor, tile: Tile, workspace_bytes: int
+    views: Tensor,
+    lse: Tensor,
+    d_views: Tensor,
+    d_squares: Tensor,
+    d_rectangles: Tensor,
+    scale: Tensor,
+    tile: Tile,
+    workspace_bytes: int,
 ) -> None:
-    """`d_views += ((logits - lse[:, None]).exp() + (logits - lse).exp()) / 2 @ views`, the diagonal left out."""
+    """`d_views += ((logits - lse[:, None]).exp() + (logits - lse).exp()) / 2 @ views`, the diagonal left out.
+
+    d_squares, d_rectangles: inner products with the cosines, of squares and of one of two equal rectangles.
+    """
     if len(views) <= _LEAF[tile.name]:
         tile.softmax_backward(
-            views, views, scale, lse, lse, d_views, None, masked=True, workspace_bytes=workspace_bytes
+            views, views, scale, lse, lse, d_views, None, d_squares, masked=True, workspace_bytes=workspace_bytes
         )
         return
     half = len(views) // 2
     for part in (slice(0, half), slice(half, len(views))):
-        _add_self_gradient(views[part], lse[part], d_views[part], scale, tile, workspace_bytes)
+        _add_self_gradient(views[part], lse[part], d_views[part], d_squares, d_rectangles, scale, tile, workspace_bytes)
     tile.softmax_backward(
         views[:half],
         views[half:],
@@ -197,6 +216,7 @@ def _add_self_gradient(
         lse[half:],
         d_views[:half],
         d_views[half:],
+        d_rectangles,
         masked=False,
         workspace_bytes=workspace_bytes,
     )

@@ -81,16 +81,20 @@ def ring_backward(
     ring: RingExchange,
     tile: Tile,
     workspace_bytes: int,
-) -> tuple[Tensor, Tensor]:
-    """`dS @ all_columns` for one's own rows and `dS.T @ all_rows` for one's own columns, [b, D] float32 or wider."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`dS @ all_columns` for one's own rows, `dS.T @ all_rows` for one's own columns, [b, D], and <dS, logits / scale>.
+
+    All float32 or wider; the last is 0-dim, the sum over one's own rows.
+    """
     d_rows = matched_gradient(slopes, columns)
+    d_scale = inner_product(rows, d_rows)
     for hop, (block,) in ring.blocks(columns):
         d_block = matched_gradient(slopes, rows) if hop == 0 else torch.zeros_like(d_rows)
         tile.sigmoid_backward(
-            rows, block, scale, bias, d_rows, d_block, masked=hop == 0, workspace_bytes=workspace_bytes
+            rows, block, scale, bias, d_rows, d_block, d_scale, masked=hop == 0, workspace_bytes=workspace_bytes
         )
         ring.carry("d_columns", hop, d_block, Tensor.add_)
-    return d_rows, ring.home("d_columns", Tensor.add_)
+    return d_rows, ring.home("d_columns", Tensor.add_), d_scale
 
 
 class _SigLip(torch.autograd.Function):
@@ -109,11 +113,10 @@ class _SigLip(torch.autograd.Function):
         refuse_double_backward("siglip")
         rows, columns, scale, bias, slope, slopes = ctx.saved_tensors
         with torch.autocast(rows.device.type, enabled=False):
-            d_rows, d_columns = ring_backward(
+            d_rows, d_columns, d_scale = ring_backward(
                 rows, columns, scale, bias, slopes, ctx.new_ring(), ctx.tile, ctx.workspace_bytes
             )
             factor = d_loss / len(rows)
-            d_scale = factor * inner_product(rows, d_rows)
             d_images = scaled(d_rows, factor * scale, ctx.feature_dtype)
             d_texts = scaled(d_columns, factor * scale, ctx.feature_dtype)
-        return d_images, d_texts, d_scale, factor * slope, None, None, None
+        return d_images, d_texts, factor * d_scale, factor * slope, None, None, None
