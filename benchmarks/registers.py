@@ -25,9 +25,11 @@ def compiled_forward(*, itemsize: int, sigmoid: bool, masked: bool, edge: bool =
     return _compiled(triton_forward._tile_sums_kernel, triton_forward._LAUNCH[itemsize], itemsize, constants)
 
 
-def compiled_backward(*, itemsize: int, sigmoid: bool, masked: bool) -> CompiledKernel:
-    """The kernel that forms dS, with one exponential for both directions."""
-    constants = {"SIGMOID": sigmoid, "MASKED": masked, "EDGE": False, "SINGLE": True, "SHARED": itemsize == 2}
+def compiled_backward(
+    *, itemsize: int, sigmoid: bool, masked: bool, edge: bool = False, single: bool = True
+) -> CompiledKernel:
+    """The kernel that forms dS; single: with one exponential for both directions."""
+    constants = {"SIGMOID": sigmoid, "MASKED": masked, "EDGE": edge, "SINGLE": single, "SHARED": itemsize == 2}
     constants |= {"GAIN": 1.0, "SUMMED": True}
     return _compiled(triton_backward._d_logits_kernel, triton_backward._LAUNCH[itemsize], itemsize, constants)
 

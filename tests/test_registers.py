@@ -15,6 +15,9 @@ for sigmoid, edge in ((False, False), (False, True), (True, True)):
 for masked, most in ((False, 0), (True, 128)):  # masked: a block pair on the diagonal, one of W
     used = usage(compiled_backward(itemsize=2, sigmoid=False, masked=masked))
     assert 0 < used["shared"] <= 232448 and used["stack"] <= most, used
+for single in (True, False):
+    compiled_backward(itemsize=2, sigmoid=False, masked=True, edge=True, single=single)
+compiled_backward(itemsize=2, sigmoid=True, masked=True)
 """
 
 

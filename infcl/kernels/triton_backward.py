@@ -222,8 +222,8 @@ def _d_logits_kernel(
                 d_logits += 0.5 * tl.exp2(tl.minimum(logits * scale2 - col_lse[None, :], 0.0))
         if EDGE:  # logits are zero past the edges, which may be far above an LSE
             if (first_row + BLOCK_M > num_rows) | (first_column + BLOCK_N > num_columns):
-                within = (rows < num_rows)[:, None] & (columns < num_columns)[None, :]
-                d_logits = tl.where(within, d_logits, 0.0)
+                inside = (rows < num_rows)[:, None] & (columns < num_columns)[None, :]
+                d_logits = tl.where(inside, d_logits, 0.0)
         if MASKED:
             away = first_column - first_row - offset
             if (away > -BLOCK_N) & (away < BLOCK_M):
