@@ -146,18 +146,19 @@ def retrieval() -> str:
 
 
 def precision() -> str:
-    """A line per loss and precision; of each kind of features the error of the images' gradients."""
+    """A line per loss and precision; of each kind of features the errors of loss, images' gradients and scale's."""
     found = where(rows("precision_h200.csv"), dim=768)
     kinds = list(dict.fromkeys(row["features"] for row in found))
+    errors = ("loss_error", "image_gradient_error", "scale_gradient_error")
     lines = []
     for impl, dtype, tile in dict.fromkeys((row["impl"], row["dtype"], row["tile_dtype"]) for row in found):
         own = {row["features"]: row for row in where(found, impl=impl, dtype=dtype, tile_dtype=tile)}
         cells = [
-            f"{own[kind]['loss_error']:.0e}; {own[kind]['image_gradient_error']:.1e}" if kind in own else ""
+            "; ".join(f"{own[kind][error]:.1e}" for error in errors) if kind in own else ""
             for kind in kinds
         ]
         lines.append([impl, dtype, tile or dtype, *cells])
-    return markdown(["loss", "features", "products", *(f"{kind} pairs: loss; gradients" for kind in kinds)], lines)
+    return markdown(["loss", "features", "products", *(f"{kind} pairs: loss; features; scale" for kind in kinds)], lines)
 
 
 def loss_origin() -> str:
