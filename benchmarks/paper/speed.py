@@ -153,12 +153,10 @@ def precision() -> str:
     lines = []
     for impl, dtype, tile in dict.fromkeys((row["impl"], row["dtype"], row["tile_dtype"]) for row in found):
         own = {row["features"]: row for row in where(found, impl=impl, dtype=dtype, tile_dtype=tile)}
-        cells = [
-            "; ".join(f"{own[kind][error]:.1e}" for error in errors) if kind in own else ""
-            for kind in kinds
-        ]
+        cells = ["; ".join(f"{own[kind][error]:.1e}" for error in errors) if kind in own else "" for kind in kinds]
         lines.append([impl, dtype, tile or dtype, *cells])
-    return markdown(["loss", "features", "products", *(f"{kind} pairs: loss; features; scale" for kind in kinds)], lines)
+    heads = [f"{kind} pairs: loss; features; scale" for kind in kinds]
+    return markdown(["loss", "features", "products", *heads], lines)
 
 
 def loss_origin() -> str:
