@@ -51,7 +51,7 @@ COMMANDS = [
     Command(
         "make train",
         here='make train -o "$VENV/.installed" NAME=new FLAGS="--steps 20"',
-        gpu='make train -o "$VENV/.installed" NAME=new DATA=data FLAGS="--steps 20 --compile-blocks off"',
+        gpu='make train -o "$VENV/.installed" NAME=new FLAGS="--steps 20 --compile-blocks off"',
     ),
     Command("make train PRESET=zero3", here='make train -o "$VENV/.installed" PRESET=zero3 NAME=new FLAGS="--steps 5"'),
     Command("make test", here='make test -o "$VENV/.installed" --dry-run'),
