@@ -30,6 +30,20 @@ def timed(step: Callable, repeats: int, group: dist.ProcessGroup | None = None, 
     return times
 
 
+def affordable(seconds: float, milliseconds: float, warm_up: int, repeats: int) -> tuple[int, int, int] | None:
+    """(steps to compile, to warm up, to time) within `seconds`, if one takes about so long; None: not even one.
+
+    Three compile (the third call of a loss records a graph), or none where `warm_up` is 0 and one step alone is asked
+    for. Where not all have room, compiling is left out first, then repeats, then warming up.
+    """
+    compiling = 3 if warm_up else 0
+    if (compiling + warm_up + repeats) * milliseconds <= 1000 * seconds:
+        return compiling, warm_up, repeats
+    steps = int(1000 * seconds / milliseconds)
+    warm_up = max(0, min(warm_up, steps - 1))
+    return (0, warm_up, min(repeats, steps - warm_up)) if steps else None
+
+
 def library_tflops() -> float:
     """TFLOP/s of an 8192^3 bf16 product, after a third of a second of them: at its power limit a GPU runs slower."""
     a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))

@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from benchmarks.clock import affordable, library_tflops, timed
 from benchmarks.clock import hardware as device_hardware
-from benchmarks.clock import library_tflops, timed
 from benchmarks.loss_check import check
 from benchmarks.loss_impls import NAMES, OTHERS, make
 from benchmarks.rows import append
@@ -59,6 +59,12 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--ring-overlap", default="on", choices=("on", "off"), help="off: wait for each message")
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--warm-up", type=int, default=2, help="steps that are not timed, after three; 0: none at all")
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=float("inf"),
+        help="of a setting at most, going by the same loss at the batch before: fewer steps, or none at all",
+    )
     parser.add_argument("--open-clip-loss", type=Path, default=None, help="open_clip's loss.py, for its own losses")
     parser.add_argument("--check", action="store_true", help="errors against float64 instead of times, on one GPU")
     parser.add_argument("--csv", type=Path, default=None, help="append the rows to this file")
@@ -83,16 +89,31 @@ def _measure_all(rank: int, arguments: argparse.Namespace, port: int) -> None:
             f"{'impl':>10} {'batch':>9} {'dim':>5} {'median':>9} {'mean':>9} {'std':>7} ms  TFLOP/s  ratio  extra MiB"
         )
     for dim in map(int, arguments.dim.split(",")):
+        last: dict[str, tuple[int, float]] = {}  # of each loss: the batch before, ms
         for batch in map(int, arguments.batch.split(",")):
             for impl in arguments.impl.split(","):
-                row = _measure(impl, batch, dim, group, arguments)
+                pairs, ms = last.get(impl, (batch, 0.0))
+                steps = affordable(arguments.seconds, ms * (batch / pairs) ** 2, arguments.warm_up, arguments.repeats)
+                if steps is None:
+                    continue
+                row = _measure(impl, batch, dim, group, arguments, *steps)
+                last[impl] = (batch, row["median_ms"] or 0.0)  # what ran out of memory does so again at once
                 if rank == 0:
                     _report(row | hardware, arguments.csv)
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
-def _measure(impl: str, batch: int, dim: int, group: dist.ProcessGroup | None, arguments: argparse.Namespace) -> dict:
+def _measure(
+    impl: str,
+    batch: int,
+    dim: int,
+    group: dist.ProcessGroup | None,
+    arguments: argparse.Namespace,
+    compiling: int,
+    warm_up: int,
+    repeats: int,
+) -> dict:
     """Times of `repeats` forward and backward passes after warm-up; the slowest rank counts."""
     generator = torch.Generator("cuda").manual_seed(dist.get_rank() if group else 0)
     rows = batch // arguments.gpus
@@ -124,13 +145,12 @@ def _measure(impl: str, batch: int, dim: int, group: dist.ProcessGroup | None, a
         variant += " no overlap"
     row = {"impl": variant, "gpus": arguments.gpus, "global_batch": batch, "dim": dim, "dtype": arguments.dtype}
     try:
-        # compilation, unless one step alone is asked for; the third call records a graph
-        for _ in range(3 if arguments.warm_up else 0):
+        for _ in range(compiling):
             step()
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
-        times = timed(step, arguments.repeats, group, warm_up=arguments.warm_up)
+        times = timed(step, repeats, group, warm_up=warm_up)
         extra = torch.cuda.max_memory_allocated() - before
     except torch.OutOfMemoryError:
         torch.cuda.empty_cache()

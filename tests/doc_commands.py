@@ -298,10 +298,13 @@ COMMANDS = [
         here="python -m benchmarks.hard_negatives --out new --seeds 1 --steps 3 --batch 16",
     ),
     Command(
-        "python -m benchmarks.largest_batch --model ViT-L-14 --gpus 4 --at 32768 262144",
-        here="python -m benchmarks.largest_batch --model demo --gpus 2 --at 64 96 --batch-size 16 --pixels host "
-        "--device cpu --precision fp32",
-        multigpu="python -m benchmarks.largest_batch --model ViT-B-32 --gpus 2 --at 8192",
+        "python -m benchmarks.largest_batch --gpus 4 --model ViT-L-14 --batch-size 128 --precision amp_bf16 "
+        "--no-checkpointing --loss inf_cl clip open_clip --pixels gpu host --pixel-cache-gb 0 "
+        "--at 32768 65536 131072 262144 1048576",
+        here="python -m benchmarks.largest_batch --gpus 2 --model demo --batch-size 16 --precision fp32 "
+        "--no-checkpointing --loss inf_cl clip open_clip --pixels gpu host --pixel-cache-gb 0 --at 64 96 --device cpu",
+        multigpu="python -m benchmarks.largest_batch --gpus 2 --model ViT-B-32 --batch-size 128 --precision amp_bf16 "
+        "--no-checkpointing --loss inf_cl clip open_clip --pixels gpu host --pixel-cache-gb 0 --at 8192",
     ),
     Command(
         "python -m benchmarks.largest_batch --model ViT-L-14 --gpus 1 --batch-size 128 --pixels host "
@@ -310,9 +313,10 @@ COMMANDS = [
         "--pixel-cache-gb 2 --memory-gb 139 --at 32 64 --device cpu --precision fp32",
     ),
     Command(
-        "python -m benchmarks.largest_batch --model ViT-B-16 --gpus 4 --pixels gpu",
-        multigpu="python -m benchmarks.largest_batch --model ViT-B-32 --gpus 2 --pixels gpu --memory-gb 8 "
-        "--max-batch 16384",
+        "python -m benchmarks.largest_batch --model ViT-L-14 --gpus 4 --pixels gpu host --pixel-cache-gb 0 "
+        "--max-batch 4194304",
+        multigpu="python -m benchmarks.largest_batch --model ViT-B-32 --gpus 2 --pixels gpu host --pixel-cache-gb 0 "
+        "--max-batch 16384 --memory-gb 8",
     ),
     Command(
         "python -m benchmarks.loss --gpus 4 --impl inf_cl,official_open_clip,official --batch 131072 "

@@ -16,6 +16,8 @@ COLOURS = {
     "open_clip's ClipLoss": "#d98b2b",
     "DisCo-CLIP": "#5b8c3e",
     "SigLIP": "#8d5aa8",
+    "infcl, SigLIP": "#8d5aa8",
+    "open_clip's SigLipLoss": "#c7a3d6",
     "lr as it is": "#1f4e79",
     "lr x sqrt(batch)": "#d98b2b",
     "lr x batch": "#c0504d",

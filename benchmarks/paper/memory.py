@@ -1,5 +1,7 @@
 """Memory of whole steps: the paper's Tables 1 and 2 beside ours, measured and planned; Figure 1."""
 
+import itertools
+
 from benchmarks.paper.raw import NOT_MEASURED, batch, latest, markdown, newest, origin, rows, where
 from infcl.plan.memory import loss_bytes, memory_of
 from infcl.plan.paper import paper_memory
@@ -75,12 +77,13 @@ def table_1_measured() -> str:
     found = rows("table1_h200.csv")
     if not found:
         return f"On H200s held to 80 GB: {NOT_MEASURED}. With more memory:\n\n{_steps_at(rows('memory_rows.csv'))}"
-    names = {("clip", "gpu"): "CLIP", ("open_clip", "gpu"): "OpenCLIP", ("inf_cl", "gpu"): "infcl"}
-    names |= {("inf_cl", "host"): "infcl, pixels not on the GPU"}
     lines = []
-    for gpus in sorted({row["gpus"] for row in found}):
-        for (loss, pixels), name in names.items():
-            own = where(found, gpus=gpus, loss=loss, pixels=pixels)
+    for gpus, loss, pixels in itertools.product(
+        sorted({row["gpus"] for row in found}), ("clip", "open_clip", "inf_cl"), ("gpu", "host")
+    ):
+        own = where(found, gpus=gpus, loss=loss, pixels=pixels)
+        if own:
+            name = LOSSES[loss, 0].replace("Inf-CL", "infcl") + (", pixels not on the GPU" if pixels == "host" else "")
             failed = [row["global_batch"] for row in own if not row["fits"]]
             cells = [f"{gpus} H200s, {name}"]
             for batch_k in BATCHES_K:

@@ -16,7 +16,7 @@ LABELS = {
 
 def tried() -> list[dict]:
     """Of repeated settings all rows, in their order; one that ran out of memory has no time."""
-    return rows("loss_h200.csv", "loss_figures.csv")
+    return rows("loss_h200.csv")
 
 
 def loss_rows() -> list[dict]:
@@ -186,7 +186,7 @@ def _curves(column: str, unit: float) -> dict:
     for gpus in (1, 4):
         own = where(loss_rows(), gpus=gpus, dim=768)
         series = {}
-        for impl in ("inf_cl", "official_open_clip", "clip", "official"):
+        for impl in ("inf_cl", "official_open_clip", "clip", "disco", "official", "siglip", "official_siglip"):
             points = _by_batch(where(own, impl=impl))
             if points:
                 series[LABELS[impl]] = [(row["global_batch"], row[column] / unit) for row in points]
