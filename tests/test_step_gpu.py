@@ -134,7 +134,7 @@ def steps_without_waiting(preset, *, last_backward: bool = True) -> None:
 
 
 def test_the_host_never_waits_for_the_gpu_between_the_first_encoding_and_the_last_backward(tmp_path):
-    """On one GPU; over several: test_multigpu. In ZeRO-3 DeepSpeed waits once a backward."""
+    """On one GPU; over several: test_multigpu. In ZeRO-2 (overlap_comm) and 3 DeepSpeed waits once a backward."""
     preset = tmp_path / "preset.json"
     preset.write_text(json.dumps({"zero_optimization": {"stage": 1}}))
     steps_without_waiting(preset)
