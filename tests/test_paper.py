@@ -90,7 +90,7 @@ def test_largest_batches_of_different_settings_are_rows_of_their_own(monkeypatch
 
 def test_a_table_of_losses_shows_the_newest_commit_of_each_setting(monkeypatch):
     common = {"gpus": 1, "dim": 768, "global_batch": 1024, "extra_mib": 9.0, "ratio_to_cublas": 0.5}
-    common |= {"device": "h", "torch": "t"}
+    common |= {"device": "h", "torch": "t", "cublas_tflops": 700.0}
     times = [("inf_cl", "a", 40.0), ("clip", "a", 60.0), ("inf_cl", "b", 50.0), ("inf_cl", "a", 41.0)]
     stored = [common | {"impl": impl, "commit": commit, "median_ms": time} for impl, commit, time in times]
     monkeypatch.setattr(speed, "rows", lambda *names: stored)
@@ -99,7 +99,8 @@ def test_a_table_of_losses_shows_the_newest_commit_of_each_setting(monkeypatch):
     stored[-1]["median_ms"] = 44.0
     assert "| 40.0-44.0 ms, 9 MiB |" in shown()
     stored.append(stored[2] | {"commit": "c", "extra_mib": 8.0})
-    assert "| 50.0 ms, 8 MiB |" in shown() and speed.loss_origin() == "h, torch t, commits a, c."
+    assert "| 50.0 ms, 8 MiB |" in shown() and speed.loss_origin().startswith("h, torch t, commits a, c;")
+    assert speed.loss_origin().splitlines()[-2:] == ["| a | 1 | clip: 1k |", "| c | 1 | inf_cl: 1k |"]
     stored.append(stored[2] | {"commit": "d", "median_ms": "", "ratio_to_cublas": ""})
     assert shown() == "| 1,024 | x | 60.0 ms, 9 MiB |  |"
 

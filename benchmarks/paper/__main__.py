@@ -1,7 +1,7 @@
 """python -m benchmarks.paper --table 3 --figure 5: prints tables, draws figures into docs/; --write: all of them.
 
---write (make results) makes every region of docs/results.md, reviewers.md and peers.md anew from the raw results under
-docs/results, and draws the plots whose data has changed.
+--write (make results) makes every region of the pages below anew from the raw results under docs/results, and draws the
+plots whose data has changed.
 """
 
 import argparse
@@ -13,7 +13,7 @@ from benchmarks.paper.draw import digest, digest_of, draw
 from benchmarks.paper.regions import fill
 
 DOCS = Path(__file__).parents[2] / "docs"
-PAGES = ("results.md", "reviewers.md", "peers.md")
+PAGES = ("results.md", "reviewers.md", "peers.md", "scaling.md")
 REGIONS: dict[str, Callable[[], str]] = {
     "demo": accuracy.demo,
     "table-1-planned": memory.table_1_planned,
@@ -38,6 +38,8 @@ REGIONS: dict[str, Callable[[], str]] = {
     "towers": towers.towers,
     "thousands": towers.thousands,
     "steps": towers.measured_steps,
+    "plan-errors": towers.plan_errors,
+    "plan-losses": towers.planned_losses,
     "peer-steps": towers.peer_steps,
     "hard-negatives": accuracy.hard_negatives,
 }

@@ -1,6 +1,6 @@
 """The losses alone: tables by batch, the paper's Table 4 and Figure 4, what tiling costs."""
 
-from benchmarks.paper.raw import NOT_MEASURED, latest, markdown, ms, newest, origin, rows, size, where
+from benchmarks.paper.raw import NOT_MEASURED, batch, latest, markdown, ms, newest, origin, rows, size, where
 
 LABELS = {
     "inf_cl": "infcl",
@@ -160,11 +160,23 @@ def precision() -> str:
 
 
 def loss_origin() -> str:
-    """Of the rows that are shown: each setting's newest commit."""
+    """Of the rows that are shown, each setting's newest commit: hardware, and which of them each commit measured."""
     found = loss_rows()
     last = {_setting(row): row["commit"] for row in found}
     shown = [row for row in found if row["commit"] == last[_setting(row)]]
-    return f"{origin(shown)}."
+    rates = sorted(row["cublas_tflops"] for row in shown)
+    text = f"{origin(shown)}; the library's product: {rates[0]:.0f} to {rates[-1]:.0f} TFLOP/s."
+    lines = []
+    for commit in dict.fromkeys(row["commit"] for row in shown):
+        for gpus in (1, 4):
+            batches: dict[str, set[int]] = {}
+            for row in where(shown, commit=commit, gpus=gpus):
+                name = row["impl"] + (f", D = {row['dim']}" if row["dim"] != 768 else "")
+                batches.setdefault(name, set()).add(row["global_batch"])
+            words = [f"{name}: {', '.join(map(batch, sorted(pairs)))}" for name, pairs in batches.items()]
+            if words:
+                lines.append([commit[:7], gpus, "; ".join(words)])
+    return f"{text}\n\n{markdown(['commit', 'GPUs', 'what it measured (names of --impl, pairs)'], lines)}"
 
 
 def _setting(row: dict) -> tuple:

@@ -1,6 +1,7 @@
 """Steps of whole towers: measured ones beside the plan, other towers, thousands of GPUs."""
 
-from benchmarks.paper.raw import NOT_MEASURED, RESULTS, markdown, origin, rows
+from benchmarks.paper.raw import NOT_MEASURED, RESULTS, latest, markdown, ms, origin, rows, where
+from benchmarks.paper.speed import loss_rows
 from infcl.plan.compare import compare, read_steps, table, warmed_up
 from infcl.plan.memory import memory_of
 from infcl.plan.search import fastest
@@ -32,6 +33,36 @@ def steps() -> list[dict]:
 def measured_steps() -> str:
     """Every measured step of benchmarks.step, beside the plan."""
     return table(compare(steps(), load_gpu("h200")))
+
+
+def plan_errors() -> str:
+    """How far the plan is from the measured steps, under the shipped profile and the one that --measure wrote."""
+    measured, spans = steps(), []
+    for profile in ("h200", str(RESULTS / "h200_measured.json")):
+        errors = [one["speed_error"] for one in compare(measured, load_gpu(profile))]
+        spans.append(f"{min(errors):+.0%} and {max(errors):+.0%}")
+    return (
+        f"Samples/s of the {len(measured)} measured steps below are planned within {spans[0]} by the shipped profile,\n"
+        f"within {spans[1]} by what `--measure` wrote on an H200 ([h200_measured.json](results/h200_measured.json))."
+    )
+
+
+def planned_losses() -> str:
+    """The loss alone of large batches, ms: measured, and what the plan has for it and the ring."""
+    found = where(loss_rows(), impl="inf_cl", dim=768)
+    lines = []
+    for row in sorted(latest(found, "gpus", "global_batch"), key=lambda row: (row["gpus"], row["global_batch"])):
+        gpus, pairs = row["gpus"], row["global_batch"]
+        if pairs // gpus < 16384:  # the host's time
+            continue
+        setting = Setting(
+            model=load_model_config("ViT-L-14"), gpu=load_gpu("h200"), gpus=gpus, gpus_per_node=gpus,
+            global_batch=pairs, micro_batch=128, precision="bf16",
+        )  # fmt: skip
+        plan = 1000 * sum(phase.exposed for phase in phases_of(setting) if phase.name in ("loss", "ring"))
+        error = plan / row["median_ms"] - 1
+        lines.append([gpus, f"{pairs:,}", f"{ms(row['median_ms'])} / {ms(plan)} ({error:+.0%})"])
+    return markdown(["GPUs", "b", "ms measured / plan"], lines)
 
 
 def peer_steps() -> str:
