@@ -6,6 +6,7 @@ random unit vectors for features and no backward, which would need no memory bey
 """
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -34,7 +35,9 @@ class AbridgedTrainer(Trainer):
         """Another batch, loss or place of the pixels (fields of the config) for the same engine; one step of it."""
         self.config = replace(self.config, **changes)
         self.batch = BatchPlan.of(self.config, self.parallel.dp_size)
+        before: Any = self.loader
         self.loader = build_loader(self.config, self.batch, self.model_config, self.tokenizer, self.parallel)
+        self.loader._source.pool = before._source.pool  # the same random images: drawing and pinning takes a second
         self.pixels = build_pixel_cache(
             self.config,
             self.batch,
