@@ -15,6 +15,8 @@ OPTIONS = [  # (T, D, preset, flags)
     (4, 1, "zero3", {"sequence_parallel": True}),
     pytest.param(2, 1, "zero3", {"sequence_parallel": True, "compile_blocks": "on"}, marks=pytest.mark.slow),
     pytest.param(2, 1, "zero1", {"compile_blocks": "on"}, marks=pytest.mark.slow),
+    pytest.param(2, 2, "zero2", {"compile_blocks": "on"}, marks=pytest.mark.slow),
+    pytest.param(2, 2, "zero0", {"compile_blocks": "on", "grad_checkpointing": True}, marks=pytest.mark.slow),
 ]
 
 
@@ -22,7 +24,9 @@ def steps_of(rank, world_size, size, preset, flags):
     from infcl.train.checkpoint import full_weights
 
     with mock.patch("infcl.train.compiled.ALIGNED", 1):  # these towers' sizes are no multiples of 8; CPUs do not mind
-        engine, *values = train_steps(layout(size), settings(preset, size, **flags), STEPS)
+        config = settings(preset, size, **flags)
+        options = {"activation_checkpointing": config.grad_checkpointing}
+        engine, *values = train_steps(layout(size), config, STEPS, **options)
     return *values, full_weights(engine, keep=True)
 
 

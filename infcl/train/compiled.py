@@ -4,6 +4,7 @@ In:  a CLIP model that no engine holds yet. Out: the same modules, whose blocks'
 
 One block is one graph, and all blocks of a tower share it: compiling takes seconds, not minutes. What surrounds a block
 stays outside: DeepSpeed's hooks (ZeRO-3 gathers a whole block at once, engine.py), activation checkpointing, the seeds.
+Where nothing of that comes between blocks, tensor-parallel ones are compiled in runs (megatron_patches/halves.py).
 
 The graph is made for the batch sizes of training. Other batches (the last one of an evaluation) run eagerly instead of
 compiling again. Each tower's graphs are made and run once at start, on a copy of a block, forward and backward: what
@@ -11,11 +12,15 @@ cannot be compiled is told then, with its cause, and everything stays eager.
 """
 
 import copy
+import itertools
 import logging
+import math
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 
 from infcl.config import BatchPlan, TrainConfig
 from infcl.parallel import Parallel
@@ -23,9 +28,11 @@ from infcl.towers.clip import CLIP
 from infcl.towers.config import kept_patches
 from infcl.towers.transformer import ResidualBlock
 from infcl.train.optim import ALIGNED
+from infcl.train.preset import read_preset, zero_stage
 
 _log = logging.getLogger(__name__)
 _RECOMPILE_LIMIT = 64  # variants: two towers, with and without gradient, each batch size
+BLOCKS_OF_A_RUN = 4  # at most, a divisor of the tower's
 PARAMETER_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}  # of other precisions: float32
 
 
@@ -36,52 +43,88 @@ def prepare_blocks(model: CLIP, config: TrainConfig, parallel: Parallel, precisi
     groups = {min(config.encode_micro_batches, batch.num_micro_batches), 1}
     share = parallel.tp_size if config.sequence_parallel else 1  # a block then sees its rank's samples only
     sizes = {-(-n * batch.micro_batch_size // share) for n in groups}
-    return wanted and compile_blocks(model, parallel.device, precision, sizes, communicates=parallel.tp_size > 1)
+    alone = zero_stage(read_preset(config, parallel.device.type)[0]) == 3 or config.grad_checkpointing
+    alone = alone or config.lock_image or config.lock_text or parallel.tp_size == 1
+    run = 1 if alone else BLOCKS_OF_A_RUN
+    return wanted and compile_blocks(
+        model, parallel.device, precision, sizes, communicates=parallel.tp_size > 1, blocks_of_a_run=run
+    )
 
 
 def compile_blocks(
-    model: CLIP, device: torch.device, precision: str, batch_sizes: set[int], *, communicates: bool = False
+    model: CLIP,
+    device: torch.device,
+    precision: str,
+    batch_sizes: set[int],
+    *,
+    communicates: bool = False,
+    blocks_of_a_run: int = 1,
 ) -> bool:
     """Compile the blocks of both towers for `batch_sizes`. False when that failed: then nothing has changed.
 
-    communicates: blocks send while they compute; the compiler then keeps their order, and does not save memory by it.
+    communicates: blocks send while they compute, in halves of a micro-batch; the compiler keeps their order.
+    blocks_of_a_run: so many blocks, or a divisor of that, are one graph, which is the forward of the first of them.
     """
     torch._dynamo.config.recompile_limit = max(_RECOMPILE_LIMIT, torch._dynamo.config.recompile_limit)
     if odd := [n for n, p in model.named_parameters() if ".resblocks." in n and p.numel() % ALIGNED]:
         _log.warning("the towers' blocks run eagerly: the size of %s is no multiple of %d", odd[0], ALIGNED)
         return False
-    options: Any = {"reorder_for_peak_memory": False} if communicates else None
-    compiled = torch.compile(ResidualBlock.forward, dynamic=False, options=options)
-    run = partial(_run, compiled, frozenset(batch_sizes))
+    forward, options = _in_halves() if communicates else (_in_turn, None)
+    compiled = torch.compile(forward, dynamic=False, options=options)
+    runner = partial(_run, forward, compiled, frozenset(batch_sizes))
+    towers = [
+        _runs(tower.resblocks, math.gcd(len(tower.resblocks), blocks_of_a_run))
+        for tower in (model.visual.transformer, model.transformer)
+    ]
     try:
-        for block, length, dtype in _examples(model, precision):
-            _try(block, run, length, dtype, device, precision, batch_sizes)
+        for (blocks, *_), (length, dtype) in zip(towers, _inputs(model, precision)):
+            _try(blocks, runner, length, dtype, device, precision, batch_sizes)
     except Exception as error:  # compilers raise many types; whatever it is, eager blocks need none of it
         cause = (str(error).strip().splitlines() or [""])[0]
         _log.warning("the towers' blocks run eagerly, torch.compile failed: %s: %s", type(error).__name__, cause)
         return False
-    for module in model.modules():
-        if isinstance(module, ResidualBlock):
-            module.forward = partial(run, module)  # type: ignore[method-assign]  # hooks stay around it
+    for blocks in itertools.chain(*towers):
+        for block in blocks:
+            block.forward = _computed_by_the_first  # hooks stay around it
+        blocks[0].forward = partial(runner, blocks)
     return True
 
 
-def _run(compiled, batch_sizes: frozenset[int], block: ResidualBlock, x: torch.Tensor) -> torch.Tensor:
-    return compiled(block, x) if len(x) in batch_sizes else ResidualBlock.forward(block, x)
+def _runs(blocks: nn.ModuleList, length: int) -> list[nn.ModuleList]:
+    return [blocks[begin : begin + length] for begin in range(0, len(blocks), length)]
 
 
-def _examples(model: CLIP, precision: str) -> list[tuple[Any, int, torch.dtype]]:
-    """(a block, tokens that it will see, dtype of its input) of each tower."""
+def _run(forward, compiled, batch_sizes: frozenset[int], blocks: nn.ModuleList, x: torch.Tensor) -> torch.Tensor:
+    return (compiled if len(x) in batch_sizes else forward)(blocks, x)
+
+
+def _in_turn(blocks: Iterable[Any], x: torch.Tensor) -> torch.Tensor:
+    for block in blocks:
+        x = ResidualBlock.forward(block, x)
+    return x
+
+
+def _in_halves() -> tuple[Callable, dict[str, Any]]:
+    from megatron_patches.halves import OPTIONS, in_halves
+
+    return in_halves, OPTIONS
+
+
+def _computed_by_the_first(x: torch.Tensor) -> torch.Tensor:
+    return x
+
+
+def _inputs(model: CLIP, precision: str) -> list[tuple[int, torch.dtype]]:
+    """(tokens, dtype) of what the blocks of each tower will see."""
     vision = model.cfg.vision_cfg
     tokens = 1 + kept_patches(vision.num_patches, vision.patch_dropout)
     dtype = PARAMETER_DTYPES.get(precision, torch.float32)
     image_dtype = torch.bfloat16 if precision == "amp_bf16" else dtype  # the first convolution's; texts start in fp32
-    image, text = model.visual.transformer.resblocks[0], model.transformer.resblocks[0]
-    return [(image, tokens, image_dtype), (text, model.context_length, dtype)]
+    return [(tokens, image_dtype), (model.context_length, dtype)]
 
 
 def _try(
-    block: ResidualBlock,
+    blocks: nn.ModuleList,
     run,
     length: int,
     dtype: torch.dtype,
@@ -89,14 +132,15 @@ def _try(
     precision: str,
     batch_sizes: set[int],
 ) -> None:
-    """Compile and run a copy of `block` as training will: without gradients, and (the smallest batch) with them."""
-    block = copy.deepcopy(block).to(device, PARAMETER_DTYPES.get(precision, torch.float32))
-    trains = any(parameter.requires_grad for parameter in block.parameters())
-    width = block.attn.out_proj.in_features
+    """Compile and run a copy of `blocks` as training will: without gradients, and (the smallest batch) with them."""
+    blocks = copy.deepcopy(blocks).to(device, PARAMETER_DTYPES.get(precision, torch.float32))
+    trains = any(parameter.requires_grad for parameter in blocks.parameters())
+    first: Any = blocks[0]
+    width = first.attn.out_proj.in_features
     with torch.autocast(device.type, torch.bfloat16, enabled=precision == "amp_bf16"):
         for size in sorted(batch_sizes):
             x = torch.zeros(size, length, width, device=device, dtype=dtype)
             with torch.no_grad():
-                run(block, x)
+                run(blocks, x)
             if trains and size == min(batch_sizes):
-                run(block, x.requires_grad_()).sum().backward()
+                run(blocks, x.requires_grad_()).sum().backward()

@@ -1,0 +1,84 @@
+"""Compiled blocks that compute one half of a micro-batch while the other half's sum is on the wire.
+
+    attention of half 1 | attention of half 2 | MLP of half 1       | MLP of half 2       | attention of half 1 ...
+                          half 1 on the wire    half 2 on the wire    half 1 on the wire    half 2 on the wire
+
+The backward goes the same way, and there weights' gradients hide sums too. Both halves are in one compiled graph, so
+nothing is asynchronous but torch's functional collectives, and none is on its way where a graph ends. The order alone
+does it: a collective as soon as it can be, a wait when nothing else is left to do before the next collective. A graph
+of several blocks leaves but the last block's last sum with nothing beside it.
+
+Shapes: m samples, L tokens, w width.
+"""
+
+from collections.abc import Iterable
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+
+from infcl.towers.transformer import ResidualBlock
+
+_c10d = torch.ops._c10d_functional
+_WAIT = _c10d.wait_tensor.default
+_STARTS = {
+    _c10d.all_reduce.default,
+    _c10d.all_gather_into_tensor.default,
+    _c10d.reduce_scatter_tensor.default,
+}
+
+
+def in_halves(blocks: Iterable[ResidualBlock], x: torch.Tensor) -> torch.Tensor:
+    """[m, L, w] -> [m, L, w], what the blocks compute one after the other; an odd m goes whole."""
+    halves = list(x.chunk(2)) if len(x) % 2 == 0 else [x]
+    for block in blocks:
+        halves = [half + block.attn(block.ln_1(half)) for half in halves]
+        halves = [half + block.mlp(block.ln_2(half)) for half in halves]
+    return torch.cat(halves)
+
+
+class LateWaits(CustomGraphPass):
+    """Moves waits, and what needs them, behind the start of the next collective that does not need them.
+
+    For graphs that change no tensor in place, as those of blocks are. Inductor lets a collective start only after all
+    waits that the graph has before the collective's predecessor's end, so its own passes cannot do this later.
+    """
+
+    def __call__(self, graph: torch.fx.Graph) -> None:
+        placed: dict[torch.fx.Node, None] = {}  # in their new order
+        held: list[torch.fx.Node] = []  # waits, and what needs them, in their old order
+        for node in graph.nodes:
+            held.append(node)
+            now = set(held) if node.op == "output" else _needed(node) if node.target in _STARTS else set()
+            for other in sorted(held, key=lambda one: one not in now):
+                free = other.target != _WAIT and all(source in placed for source in other.all_input_nodes)
+                if free or other in now:
+                    placed[other] = None
+            held = [other for other in held if other not in placed]
+        for before, after in pairwise(placed):
+            before.append(after)
+
+    def uuid(self) -> Any:
+        return get_hash_for_files((__file__,))
+
+
+def _needed(node: torch.fx.Node) -> set[torch.fx.Node]:
+    """`node` and all that it needs, directly or not."""
+    found: set[torch.fx.Node] = set()
+    new = [node]
+    while new:
+        if (one := new.pop()) not in found:
+            found.add(one)
+            new.extend(one.all_input_nodes)
+    return found
+
+
+OPTIONS: dict[str, Any] = {  # of torch.compile, for blocks that send while they compute
+    "post_grad_custom_post_pass": LateWaits(),
+    # Fused kernels may have moved waits forward again: what adds both halves' gradients of a bias.
+    "reorder_for_compute_comm_overlap": True,
+    "reorder_for_compute_comm_overlap_passes": ["sink_waits"],
+    "reorder_for_peak_memory": False,  # it would put a weight's gradient before the sum that it hides
+    "score_fusion_memory_threshold": 2**20,  # bytes: no kernel for both halves because both read a bias
+}
