@@ -98,6 +98,7 @@ def forward_backward(rank, world_size, size, sequence_parallel, checkpointing, r
 
     in_halves: by what torch.compile gets for its blocks, without compiling it.
     """
+    from megatron_patches import halves
     from megatron_patches.towers import split_towers
 
     model = new_model(activation_checkpointing=checkpointing).double()
@@ -105,6 +106,7 @@ def forward_backward(rank, world_size, size, sequence_parallel, checkpointing, r
         split_towers(model, layout(size).tp_group, sequence_parallel=sequence_parallel)
     if in_halves:
         sizes, cpu = {rows // size if sequence_parallel else rows}, torch.device("cpu")
+        halves.LEAST_ELEMENTS = 1
         with mock.patch("torch.compile", lambda run, **_: run), mock.patch("infcl.train.compiled.ALIGNED", 1):
             assert compile_blocks(model, cpu, "fp32", sizes, communicates=True, blocks_of_a_run=2)
     images, texts = global_batch(rows, seed=5)
