@@ -1,6 +1,7 @@
 """The ring loss equals the dense float64 loss: value, feature gradients, logit_scale gradient."""
 
 import itertools
+import os
 
 import pytest
 import torch
@@ -217,19 +218,30 @@ def test_wrong_options_are_refused_by_name():
         inf_cl_loss(images, texts, 1.0, tile_dtype="int8")
     with pytest.raises(ValueError, match=r"\(5, 24\)"):
         inf_cl_loss(images, texts, images)
+    with pytest.raises(ValueError, match="of one element, not None"):
+        inf_cl_loss(images, texts, None)
+    with pytest.raises(ValueError, match="unknown ring 'two'"):  # of one rank as of several
+        inf_cl_loss(images, texts, 1.0, ring="two")
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        with pytest.raises(ValueError, match="needs features on a GPU, not on cpu"):
+            inf_cl_loss(images, texts, 1.0, tile="triton")
 
 
-def _unequal_rows(rank, world_size):
-    images, texts = features("random", 4 + rank, 8)
-    try:
-        inf_cl_loss(images, texts, 1.0, group=dist.group.WORLD)
-    except ValueError as error:
-        return str(error)
+def _unequal_ranks(rank, world_size):
+    messages = []
+    for rows, dtype in ((4 + rank, torch.float32), (4, torch.bfloat16 if rank == 1 else torch.float32)):
+        images, texts = features("random", rows, 8, dtype)
+        try:
+            inf_cl_loss(images, texts, 1.0, group=dist.group.WORLD)
+        except ValueError as error:
+            messages.append(str(error))
+    return messages
 
 
-def test_unequal_rows_are_refused_on_every_rank():
-    for message in run_ranks(_unequal_rows, 3):
-        assert "[4, 5, 6]" in message
+def test_unequal_rows_and_dtypes_are_refused_on_every_rank():
+    for rows, dtypes in run_ranks(_unequal_ranks, 3):
+        assert "number of rows" in rows and "[4, 5, 6]" in rows
+        assert "bytes per element (dtype)" in dtypes and "[4, 2, 4]" in dtypes
 
 
 def _missing_group(rank, world_size):

@@ -98,7 +98,9 @@ def test_a_two_level_ring_that_cannot_be_is_refused_with_the_numbers():
     with pytest.raises(ValueError, match="needs ranks_per_node"):
         lap_length(list(range(6)), ring="two-level", ranks_per_node=None)
     with pytest.raises(ValueError, match="unknown ring 'round'"):
-        lap_length(list(range(6)), ring="round", ranks_per_node=2)
+        RingExchange(None, ring="round")
+    with pytest.raises(ValueError, match="ranks_per_node 0 must be"):
+        RingExchange(None, ranks_per_node=0)
     with pytest.raises(ValueError, match="'on' or 'off', not 'maybe'"):
         RingExchange(None, overlap="maybe")
 

@@ -4,6 +4,7 @@
 (a CUDA GPU). Triton is imported only when its tile is selected, so the package works where only torch is installed.
 """
 
+import os
 from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
@@ -59,6 +60,8 @@ def select_tile(features: Tensor, *, tile: str = "auto", tile_dtype: str | None 
         return Tile("torch", operand_dtype, *(getattr(torch_tile, name) for name in Tile._fields[2:]))
     if tile_dtype == "fp64":
         raise ValueError("the Triton tile has no float64; use tile='torch'")
+    if not features.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
+        raise ValueError(f"tile 'triton' needs features on a GPU, not on {features.device}: use 'auto' or 'torch'")
     from infcl.kernels import triton_backward, triton_forward
 
     tf32 = tile_dtype == "tf32"

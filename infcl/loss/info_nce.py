@@ -179,4 +179,5 @@ def _check(queries: Tensor, documents: Tensor, positives: Tensor, ring: RingExch
     if low < 0 or high >= len(documents):
         raise ValueError(f"positives lie in {low}..{high}; this rank's documents are 0..{len(documents) - 1}")
     numbers = {"queries": shapes[0][0], "documents": shapes[1][0], "feature dimensions": shapes[0][1]}
-    ring.require_equal("info_nce", numbers | {"ranks in a lap": ring.lap}, queries.device)
+    numbers |= {"ranks in a lap": ring.lap, "bytes per element (dtype)": queries.element_size()}
+    ring.require_equal("info_nce", numbers, queries.device)

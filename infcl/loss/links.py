@@ -41,8 +41,12 @@ def links_of(
 ) -> Links:
     """This rank's links. `reach`: hops that a block makes in a lap, lap - 1 unless told; results go home from there.
 
-    ValueError for a two-level ring on a group whose ranks do not fill nodes evenly and in order.
+    ValueError for an unknown ring, or a two-level ring on a group whose ranks do not fill nodes evenly and in order.
     """
+    if ring not in RINGS:  # refused on one rank too: a mistake is not left for the cluster to find
+        raise ValueError(f"unknown ring '{ring}'; one of {RINGS}")
+    if ranks_per_node is not None and ranks_per_node < 1:
+        raise ValueError(f"ranks_per_node {ranks_per_node} must be at least 1")
     if group is None or dist.get_world_size(group) == 1:
         alone = Link(None, 0, 0)
         return Links(1, alone, alone, alone)
@@ -65,10 +69,6 @@ def lap_length(ranks: list[int], *, ring: str, ranks_per_node: int | None) -> in
     ranks: the group's, as global ranks. ranks_per_node: how many the launcher started on each node (LOCAL_WORLD_SIZE).
     "auto" is two-level where the group has several nodes with the same number (above 1) of neighbouring ranks each.
     """
-    if ring not in RINGS:
-        raise ValueError(f"unknown ring '{ring}'; one of {RINGS}")
-    if ranks_per_node is not None and ranks_per_node < 1:
-        raise ValueError(f"ranks_per_node {ranks_per_node} must be at least 1")
     if ring == "flat" or (ring == "auto" and ranks_per_node is None):
         return len(ranks)
     if ranks_per_node is None:

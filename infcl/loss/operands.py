@@ -1,5 +1,7 @@
 """What every tiled loss does with its inputs and gradients: check, convert, scale."""
 
+from typing import SupportsFloat
+
 import torch
 from torch import Tensor
 
@@ -13,7 +15,7 @@ def check_features(
     """ValueError with the shapes unless both are [b, D] floats, b > 0, and, where ranks are compared, equal on all."""
     shapes = tuple(image_features.shape), tuple(text_features.shape)
     if image_features.ndim != 2 or shapes[0] != shapes[1] or image_features.numel() == 0:
-        raise ValueError(f"{name} needs image and text features of one shape [b, D], not empty; got {shapes}")
+        raise ValueError(f"{name} needs two sets of features of one shape [b, D], not empty; got {shapes}")
     if image_features.dtype != text_features.dtype or not image_features.is_floating_point():
         raise ValueError(
             f"{name} needs floating point features of one dtype; got {image_features.dtype}, {text_features.dtype}"
@@ -21,6 +23,7 @@ def check_features(
     if compare_ranks:
         rows, dim = shapes[0]
         numbers = {"rows": rows, "feature dimensions": dim, "ranks in a lap": ring.lap}
+        numbers["bytes per element (dtype)"] = image_features.element_size()
         ring.require_equal(name, numbers, image_features.device)
 
 
@@ -33,9 +36,13 @@ def scalar_like(features: Tensor, value: Tensor | float) -> Tensor:
     """A float or one-element tensor as a 0-dim tensor on the features' device, float32 or wider; differentiable."""
     dtype = torch.promote_types(features.dtype, torch.float32)
     if not isinstance(value, Tensor):
+        if not isinstance(value, SupportsFloat):
+            raise ValueError(f"logit_scale and logit_bias are a float or a tensor of one element, not {value!r}")
         return torch.full((), float(value), dtype=dtype, device=features.device)
     if value.numel() != 1:
-        raise ValueError(f"expected a scalar or one element, got a tensor of shape {tuple(value.shape)}")
+        raise ValueError(
+            f"logit_scale and logit_bias are a float or a tensor of one element, not of shape {tuple(value.shape)}"
+        )
     return value.reshape(()).to(device=features.device, dtype=dtype)
 
 
