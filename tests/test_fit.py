@@ -73,6 +73,11 @@ def test_auto_takes_the_largest_size_that_fits_and_divides():
     assert more.batch_size > chosen.batch_size
 
 
+def test_auto_takes_any_divisor():
+    assert fit("--global-batch-size", str(8 * 300), "--batch-size", "auto", gib=10_000).choose().batch_size == 300
+    assert fit("--global-batch-size", str(8 * 101), "--batch-size", "auto", gib=10_000).choose().batch_size == 101
+
+
 def test_auto_with_nothing_that_fits_is_refused():
     with pytest.raises(ValueError, match="needs about"):
         fit("--global-batch-size", "64", "--batch-size", "auto", gib=1).choose()
@@ -88,7 +93,7 @@ def test_the_trainer_takes_auto(demo_folder, tmp_path):
     flags[flags.index("--accum-freq") + 1] = "1"
     result = alone(flags)
     assert result.returncode == 0, result.stderr
-    assert "48 pairs a step = 1 ranks x 3 micro-batches (--accum-freq) x 16" in result.stdout
+    assert "48 pairs a step = 1 ranks x 1 micro-batches (--accum-freq) x 48" in result.stdout
 
 
 def test_the_trainer_refuses_what_no_host_can_hold_and_can_be_overruled(tmp_path):

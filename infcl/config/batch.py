@@ -3,6 +3,7 @@
 global_batch_size = dp_size * num_micro_batches * micro_batch_size
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from infcl.config.settings import TrainConfig
@@ -32,9 +33,24 @@ class BatchPlan:
                 f"--global-batch-size {config.global_batch_size} cannot be shared by {ranks} ranks: use a multiple "
                 f"of {ranks}, or ranks that divide it"
             )
-        parts = config.tensor_parallel_size
-        micro = next(n for n in range(min(config.batch_size, share), 0, -1) if share % n == 0 and n % parts == 0)
+        micro = next(cls(dp_size, 1, share).divisors(config.batch_size, config.tensor_parallel_size))
         return cls(dp_size, share // micro, micro)
+
+    def divisors(self, largest: int, parts: int = 1) -> Iterator[int]:
+        """Micro-batches, the largest first, that divide a rank's share and can be split into `parts`."""
+        share = self.rank_batch_size
+        return (n for n in range(min(largest, share), 0, -1) if share % n == 0 and n % parts == 0)
+
+    def smaller_than_asked(self, config: TrainConfig) -> str | None:
+        """A line for the user where --batch-size does not divide a rank's share and a smaller one had to be taken."""
+        wanted = min(config.batch_size, self.rank_batch_size)
+        if self.micro_batch_size >= wanted:
+            return None
+        return (
+            f"micro-batches of {self.micro_batch_size}, not --batch-size {config.batch_size}, which does not divide "
+            f"the {self.rank_batch_size} pairs of a rank: a --global-batch-size that is a multiple of "
+            f"{self.dp_size * wanted} makes them full"
+        )
 
     @property
     def rank_batch_size(self) -> int:

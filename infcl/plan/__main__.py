@@ -95,7 +95,8 @@ def describe(setting: Setting) -> str:
     lines = [
         f"{setting.gpus} x {setting.gpu.name}, {setting.nodes} hosts, {setting.link.name} between them",
         f"{setting.global_batch:,} pairs a step = {setting.dp_size} ranks x {setting.num_micro_batches} x "
-        f"{setting.micro_batch}; ZeRO-{setting.zero}, {setting.precision}, loss {setting.loss}, "
+        f"{setting.micro_batch}; ZeRO-{setting.zero}, {'checkpointing, ' if setting.checkpointing else ''}"
+        f"{setting.precision}, loss {setting.loss}, "
         f"{'two-level' if setting.two_level else 'flat'} ring",
         "",
         "memory per GPU",

@@ -34,7 +34,7 @@ def describe_plan(config: TrainConfig, parallel: Parallel) -> str:
     evaluations = [f"{name} {_every(every[name])}" for name in tasks]
     flops = model_flops(cfg, train_image=counts["image"][1] > 0, train_text=counts["text"][1] > 0)
     rows = [
-        ("batch", str(batch)),
+        ("batch", "; ".join(filter(None, [str(batch), batch.smaller_than_asked(config)]))),
         ("steps", _steps_line(steps, loader, batch)),
         ("learning rate", _learning_rate_line(config, steps, loader.steps_per_epoch, batch)),
         ("data", _data_line(config, loader)),
@@ -49,7 +49,8 @@ def describe_plan(config: TrainConfig, parallel: Parallel) -> str:
     lines = ["The plan (--dry-run: nothing is trained)", ""]
     lines += [*(f"  {name:<{width}}  {value}" for name, value in rows), ""]
     zero_optimization = preset.get("zero_optimization", {})
-    plan = memory_plan(cfg, batch, config, counts, precision, zero_optimization)
+    on_cpu = parallel.device.type == "cpu"
+    plan = memory_plan(cfg, batch, config, counts, precision, zero_optimization, on_cpu=on_cpu)
     lines += _memory_table(plan, zero_stage(preset))
     offloaded = [name for name in ("offload_optimizer", "offload_param") if name in zero_optimization]
     if offloaded:

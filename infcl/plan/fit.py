@@ -5,6 +5,7 @@ Only what can be known beforehand is refused: an estimate above the whole memory
 
 import dataclasses
 import warnings
+from typing import Any
 
 import psutil
 import torch
@@ -16,7 +17,7 @@ from infcl.towers.config import CLIPConfig
 from infcl.train.preset import read_preset, zero_stage
 
 _ROOM = 0.90  # of the memory, for --batch-size auto and for what is proposed
-_SIZES = tuple(2**power for power in range(12, -1, -1))
+_LARGEST = 4096  # micro-batch that is considered
 
 
 def fit_to_memory(config: TrainConfig, parallel: Parallel) -> TrainConfig:
@@ -47,10 +48,7 @@ def memory_of_device(parallel: Parallel) -> float:
 
 @dataclasses.dataclass
 class Fit:
-    """The memory question of one run on `dp_size` ranks with `capacity` bytes each.
-
-    on_cpu: a bucket's pages are taken when a gradient first lies in them, so small models leave most of it alone.
-    """
+    """The memory question of one run on `dp_size` ranks with `capacity` bytes each."""
 
     config: TrainConfig
     cfg: CLIPConfig
@@ -64,15 +62,13 @@ class Fit:
     def parts(self, config: TrainConfig, stage: int | None = None) -> dict[str, float]:
         """{part: bytes per rank, "total"} under `config`, in this preset's stage or another."""
         zero = self.preset.get("zero_optimization", {})
-        plan = memory_plan(self.cfg, BatchPlan.of(config, self.dp_size), config, self.counts, self.precision, zero)
+        batch = BatchPlan.of(config, self.dp_size)
+        plan = memory_plan(self.cfg, batch, config, self.counts, self.precision, zero, on_cpu=self.on_cpu)
         stage = zero_stage(self.preset) if stage is None else stage
         parts = {name: column[stage] for name, column in plan.items() if name != "total"}
         for name, offload in (("optimizer", "offload_optimizer"), ("parameters", "offload_param")):
             if offload in zero:
                 parts[name] = 0.0
-        if self.on_cpu:
-            gradients = 4.0 * sum(trainable for _, trainable in self.counts.values())
-            parts["gradient buckets"] = min(parts["gradient buckets"], 2 * gradients)
         return parts | {"total": sum(parts.values())}
 
     def check(self) -> None:
@@ -89,25 +85,23 @@ class Fit:
 
     def choose(self) -> TrainConfig:
         """The largest micro-batch size that fits and divides a rank's share; ValueError when not even one pair does."""
-        for size in _SIZES:
+        parts = self.config.tensor_parallel_size
+        least = dataclasses.replace(self.config, batch_size=parts)
+        for size in BatchPlan.of(least, self.dp_size).divisors(_LARGEST, parts):
             other = dataclasses.replace(self.config, batch_size=size)
-            plan = BatchPlan.of(other, self.dp_size)
-            if plan.micro_batch_size == size and self.parts(other)["total"] <= _ROOM * self.capacity:
+            if self.parts(other)["total"] <= _ROOM * self.capacity:
                 return other
-        one = dataclasses.replace(self.config, batch_size=self.config.tensor_parallel_size)
-        dataclasses.replace(self, config=one).check()
-        return one
+        dataclasses.replace(self, config=least).check()
+        return least
 
     def _proposal(self) -> str:
         """The least change that fits: smaller micro-batches of the same batch, then checkpointing, then ZeRO-3."""
         config = self.config
         batch = BatchPlan.of(config, self.dp_size)
         for stage, checkpointing in ((None, config.grad_checkpointing), (None, True), (3, True)):
-            for size in _SIZES:
-                if size > batch.micro_batch_size or batch.rank_batch_size % size or size % config.tensor_parallel_size:
-                    continue
+            for size in batch.divisors(batch.micro_batch_size, config.tensor_parallel_size):
                 accumulate = {"accum_freq": batch.rank_batch_size // size} if config.global_batch_size is None else {}
-                changes = {"batch_size": size, "grad_checkpointing": checkpointing, **accumulate}
+                changes: dict[str, Any] = {"batch_size": size, "grad_checkpointing": checkpointing, **accumulate}
                 total = self.parts(dataclasses.replace(config, **changes), stage)["total"]
                 if total <= _ROOM * self.capacity:
                     flags = [f"--batch-size {size}"]

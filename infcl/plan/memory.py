@@ -143,10 +143,13 @@ def memory_plan(
     counts: dict[str, tuple[int, int]],
     precision: str,
     zero_optimization: dict,
+    *,
+    on_cpu: bool = False,
 ) -> dict[str, list[float]]:
     """{part: bytes per rank under ZeRO 0, 1, 2, 3} of device memory; the last part is the total.
 
     counts: of the whole model; tensor-parallel ranks share it (but for embeddings and norms, which are left out here).
+    on_cpu: a bucket's pages are taken when a gradient first lies in them, so small models leave most of it alone.
     """
     share = config.tensor_parallel_size
     parameters, trainable = (sum(column) // share for column in zip(*counts.values()))
@@ -155,6 +158,8 @@ def memory_plan(
         sizes: dict[str, Any] = {"stage": stage, "ranks": batch.dp_size, "precision": precision}
         parts = state_bytes(parameters, trainable, moments=state_bytes_per_element(config), **sizes)
         parts["gradient buckets"] = bucket_bytes(zero_optimization, stage=stage, precision=precision)
+        if on_cpu:
+            parts["gradient buckets"] = min(parts["gradient buckets"], 8.0 * trainable)
         parts["gathered parameters"] = gathered_bytes(parameters, zero_optimization, **sizes)
         rows = batch.rank_batch_size // share
         parts |= loss_bytes(config.loss, rows=rows, ranks=batch.dp_size * share, width=cfg.embed_dim)

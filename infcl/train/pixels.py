@@ -61,10 +61,11 @@ def describe_pixels(cache: PixelCache) -> str:
     total, kept, again = cache.num_micro_batches, len(cache.kept), len(cache.again)
     bytes_per_sample = cache.image_bytes
     where = "GPU" if cache.kept.is_cuda else "host"
-    text = (
-        f"pixels: {bytes_per_sample:,} bytes a sample, {total * cache.micro_batch_size:,} samples a rank; between the "
-        f"passes {kept} of {kept + again} micro-batches wait in {cache.kept.numel() / 1e9:.2f} GB of {where} memory"
-    )
+    text = f"pixels: {bytes_per_sample:,} bytes a sample, {total * cache.micro_batch_size:,} samples a rank"
+    if kept + again == 0:
+        return text
+    text += f"; between the passes {kept} of {kept + again} micro-batches wait in {cache.kept.numel() / 1e9:.2f} GB of "
+    text += f"{where} memory"
     return text + (f", {again} are read and decoded twice ({1 + again / total:.2f}x the decoding)" if again else "")
 
 
