@@ -104,6 +104,9 @@ def init_parallel(
         use_cuda = torch.cuda.is_available() and os.environ.get("DS_ACCELERATOR") != "cpu"
     if use_cuda:
         visible = torch.cuda.device_count()
+        if visible == 0:
+            build = "" if torch.version.cuda else f" (torch {torch.__version__} is built without CUDA)"
+            raise ValueError(f"--device cuda: no GPU is visible{build}; --device cpu runs without one")
         if local_rank >= visible:
             raise ValueError(f"local rank {local_rank} has no GPU: {visible} visible; start at most {visible} per host")
         torch.cuda.set_device(local_rank)

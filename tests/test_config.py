@@ -63,6 +63,9 @@ def test_every_field_has_a_flag_a_group_and_one_line_of_help(capsys):
     [
         (["--no-such-flag"], "unrecognized arguments: --no-such-flag"),
         (["--batch-siz", "3"], "unrecognized arguments: --batch-siz"),
+        (["--batch_size", "3"], r"--batch_size 3 \(--batch_size: did you mean --batch-size\?\)"),
+        (["--local-loss"], "--local-loss is not needed: every loss here is over all ranks"),
+        (["--pretrained", "openai"], "openai: no such file or folder: a file or folder of weights is needed here"),
         (["--batch-size", "0"], "--batch-size 0 must be greater than 0"),
         (["--batch-size", "many"], "invalid int value: 'many'"),
         (["--lr", "-1"], "--lr -1.0 must be greater than 0"),
@@ -148,6 +151,21 @@ def test_a_global_batch_is_kept_whatever_the_ranks(ranks, batch_size, plan):
     config = parse_args([*SYNTHETIC, "--global-batch-size", "4096", "--batch-size", str(batch_size)])
     assert BatchPlan.of(config, ranks) == BatchPlan(*plan)
     assert BatchPlan.of(config, ranks).global_batch_size == 4096
+
+
+def test_a_micro_batch_that_becomes_smaller_than_asked_is_told_with_a_batch_that_fills_it():
+    def told(global_batch, batch_size):
+        config = parse_args([*SYNTHETIC, "--global-batch-size", str(global_batch), "--batch-size", str(batch_size)])
+        return BatchPlan.of(config, 8).smaller_than_asked(config)
+
+    message = told(8 * 101, 50)
+    assert "micro-batches of 1, not --batch-size 50" in message and "multiple of 400" in message
+    assert told(400, 50) is None and told(800, 50) is None and told(8, 50) is None  # the last: a share below 50
+
+
+def test_patterns_are_left_to_the_data_layer():
+    for pattern in ("shards/0000?.tar", "shards/[0-3].tar", "shards/*.tar"):
+        assert parse_args(["--train-data", pattern, "--tokenizer", __file__]).train_data == pattern
 
 
 def test_a_global_batch_that_the_ranks_cannot_share_is_refused():

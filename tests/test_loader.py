@@ -205,7 +205,7 @@ def test_a_wrong_position_or_state_is_refused_with_both_values(shards, tokenizer
         make(shards, tokenizer, seed=6).load_state_dict(state)
     with pytest.raises(ValueError, match="global_batch_size is 3 now and was 6"):
         make(shards, tokenizer, num_micro_batches=1).load_state_dict(state)
-    with pytest.raises(ValueError, match="manifest_sha256 is"):
+    with pytest.raises(ValueError, match="of the shards' names, sizes.*--pretrained RUN"):
         make(shards + "/{00000,00001}.tar", tokenizer).load_state_dict(state)
 
 
@@ -276,7 +276,7 @@ def test_too_many_bad_samples_end_the_run_with_a_table_of_causes(faulty, tokeniz
 
 def test_data_without_a_single_image_ends_the_run(tmp_path, tokenizer):
     write_tar(tmp_path / "1.tar", [(f"{i}.txt", b"text") for i in range(9)])
-    with pytest.raises(ValueError, match="1 shards hold 0 usable samples \\(index/no_image: 9\\), fewer than"):
+    with pytest.raises(ValueError, match=r"hold 0 usable samples \(index/no_image: 9\): are these tars .* --text-key"):
         make(str(tmp_path), tokenizer)
     write_tar(tmp_path / "0.tar", [(f"{i}.{e}", b"text") for i in range(9) for e in ("png", "txt")])
     with pytest.raises(RuntimeError, match="8 samples in a row could not be used .the last: not_an_image"):

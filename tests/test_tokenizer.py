@@ -87,8 +87,12 @@ def test_a_tokenizer_pickles_without_its_file(model, tmp_path):
 
 
 def test_impossible_requests_are_refused(model, tmp_path):
-    with pytest.raises(ValueError, match="no tokenizer of 5000 pieces.*<= "):
+    with pytest.raises(ValueError, match=r"no tokenizer of 5000 pieces.*they give at most \d+ \(--vocab-size"):
         train_tokenizer(CAPTIONS, tmp_path / "x.model", 5000)
+    with pytest.raises(ValueError, match=r"no tokenizer of 4 pieces.*their characters alone are \d+"):
+        train_tokenizer(CAPTIONS, tmp_path / "x.model", 4, "unigram")
+    with pytest.raises(ValueError, match="x.model cannot be written"):
+        train_tokenizer(CAPTIONS, "/dev/full/x.model", 60)
     with pytest.raises(ValueError, match="'bpe' or 'unigram'"):
         train_tokenizer(CAPTIONS, tmp_path / "x.model", 60, "word")
     with pytest.raises(ValueError, match="context length 1"):
@@ -116,6 +120,10 @@ def test_the_command_learns_from_shards(tmp_path, capsys):
     out = tmp_path / "new" / "x.model"
     main(["train", "--train-data", folder, "--vocab-size", "30", "--model-type", "bpe", "--out", str(out)])
     assert Tokenizer(out).vocab_size == 30 and "30 pieces" in capsys.readouterr().out
+    for nowhere in (str(tmp_path), f"{out}/x.model"):  # a folder; below a file
+        with pytest.raises(SystemExit):
+            main(["train", "--train-data", folder, "--vocab-size", "30", "--out", nowhere])
+        assert "name a file in a folder that can be written to" in capsys.readouterr().err
     keys = SampleKeys(json_text="caption")
     assert all(caption.startswith("from json") for caption in shard_captions(folder, 9, keys=keys))
 

@@ -216,7 +216,9 @@ def _check_plain_path(option: str, value: str | None) -> None:
             f"{option} holds a password: every user of the hosts could read it in the command line, and the run folder "
             "would keep it. Leave it in a file of the hosts (~/.netrc and 'pipe:curl --netrc ...', ~/.aws/credentials)"
         )
-    if value is None or any(mark in value for mark in ("::", "{", "*", ":")):
+    if value is None or any(mark in value for mark in ("::", "{", "*", "?", "[", ":")):
         return
     if not Path(value).exists():
-        raise ValueError(f"{option} {value}: no such file or folder")
+        named = option.startswith("--pretrained") and "/" not in value
+        hint = ": a file or folder of weights is needed here, nothing is downloaded by name" if named else ""
+        raise ValueError(f"{option} {value}: no such file or folder{hint}")

@@ -3,9 +3,12 @@
 import argparse
 import ast
 import dataclasses
+import difflib
 
 from infcl.config.checks import validate
 from infcl.config.settings import TrainConfig, option_of
+
+_NOT_NEEDED = ("--local-loss", "--gather-with-grad")  # open_clip's: which part of the loss a rank takes
 
 
 def parse_args(argv: list[str] | None = None) -> TrainConfig:
@@ -26,6 +29,22 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str):
         raise ValueError(f"{message} (see --help)")
 
+    def parse_args(self, args=None, namespace=None):
+        arguments, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            hints = [hint for text in unknown if (hint := self._hint(text))]
+            self.error(f"unrecognized arguments: {' '.join([*unknown, *hints])}")
+        return arguments
+
+    def _hint(self, text: str) -> str:
+        """What is said of an unknown argument: the flag that was perhaps meant, or why there is none."""
+        flag = text.partition("=")[0]
+        if flag in _NOT_NEEDED:
+            return f"({flag} is not needed: every loss here is over all ranks, with exact gradients)"
+        known = [name for name, action in self._option_string_actions.items() if action.help != argparse.SUPPRESS]
+        close = difflib.get_close_matches(flag.replace("_", "-"), known, n=1, cutoff=0.75) if flag[:2] == "--" else []
+        return f"({flag}: did you mean {close[0]}?)" if close else ""
+
 
 def make_parser() -> argparse.ArgumentParser:
     """The parser whose --help the user sees; its errors are ValueErrors."""
@@ -43,7 +62,7 @@ def make_parser() -> argparse.ArgumentParser:
         default = entry.default if entry.default is not dataclasses.MISSING else []
         help = entry.metadata["help"]
         if default not in (None, False, []):
-            help += f" [{default}]"
+            help += f" [{'tab' if default == chr(9) else default}]"
         spellings = [option_of(entry.name)] + (["--micro-batch-size"] if entry.name == "batch_size" else [])
         if entry.name == "deepspeed_config":
             spellings.append("--deepspeed-config")

@@ -63,6 +63,13 @@ class Source(Protocol):
         """
 
 
+_MEANT = {  # behind a value of the fingerprint that is not the run's
+    "global_batch_size": " (ranks x --accum-freq x --batch-size, or --global-batch-size)",
+    "manifest_sha256": " (of the shards' names, sizes, sample counts and factors)",
+    "tokenizer_sha256": " (of the model file)",
+}
+
+
 class StepLoader:
     """Position, state and report, whatever the source; TrainLoader and SyntheticLoader say what the source is.
 
@@ -139,12 +146,15 @@ class StepLoader:
         Raises ValueError when seed, global batch, data or tokenizer are not the same.
         """
         different = [
-            f"{name} is {value!r} now and was {state.get(name)!r}"
+            f"{name} is {value!r} now and was {state.get(name)!r}{_MEANT.get(name, '')}"
             for name, value in self._fingerprint.items()
             if state.get(name) != value
         ]
         if different:
-            raise ValueError("cannot continue inside an epoch of other data: " + "; ".join(different))
+            raise ValueError(
+                f"cannot continue inside an epoch of other data: {'; '.join(different)}. Give what it was, or start "
+                "from its weights under another --name: --pretrained RUN"
+            )
         self.set_position(state["epoch"], state["step"])
 
     def report(self) -> dict[str, int]:

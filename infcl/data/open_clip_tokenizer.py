@@ -21,8 +21,13 @@ class OpenClipTokenizer:
         try:
             from open_clip import get_tokenizer
             from open_clip.tokenizer import SimpleTokenizer
-        except (ImportError, RuntimeError) as error:  # torchvision under another torch raises RuntimeError
+        except ModuleNotFoundError as error:
             raise ValueError(f"--tokenizer {name} needs open_clip: pip install open_clip_torch ({error})") from error
+        except (ImportError, RuntimeError) as error:
+            raise ValueError(
+                f"--tokenizer {name}: open_clip is installed but cannot be imported ({error}); are torch and "
+                "torchvision of one build (CPU or CUDA)?"
+            ) from error
         model = name.removeprefix(PREFIX)
         self._bpe = get_tokenizer(model, context_length=context_length)
         if type(self._bpe) is not SimpleTokenizer:

@@ -12,9 +12,11 @@ is removed, letters are lowered, white space is collapsed.
 """
 
 import argparse
+import contextlib
 import hashlib
 import io
 import os
+import re
 import string
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -46,7 +48,8 @@ def train_tokenizer(
 
     The same captions, options and `num_threads` give the same file; for "unigram" another number of threads may not.
     `byte_fallback` spells unknown characters in bytes (256 more ids) instead of one unk: for many languages.
-    Raises ValueError if the captions cannot fill `vocab_size`, with the largest possible size.
+    Raises ValueError if the captions cannot fill `vocab_size`, with the largest possible size, or if `path` cannot be
+    written.
     """
     import sentencepiece
 
@@ -68,11 +71,31 @@ def train_tokenizer(
             minloglevel=2,
         )
     except RuntimeError as error:
-        raise ValueError(f"no tokenizer of {vocab_size} pieces from these captions: {error}") from error
+        raise ValueError(f"no tokenizer of {vocab_size} pieces from these captions: {_reason(error)}") from error
+    _write(Path(path), model.getvalue())
+
+
+def _reason(error: RuntimeError) -> str:
+    """sentencepiece's message in the words of the flags, where it is one of the two about the vocabulary's size."""
+    if most := re.search(r"Please set it to a value <= (\d+)", str(error)):
+        return f"they give at most {most[1]} (--vocab-size {most[1]}, or more captions)"
+    if least := re.search(r"smaller than required_chars\. \d+ vs (\d+)", str(error)):
+        return f"their characters alone are {least[1]} (--vocab-size above that)"
+    return str(error)
+
+
+def _write(path: Path, content: bytes) -> None:
+    """Atomically; ValueError, with nothing left behind, when the disk does not take it."""
     temporary = Path(f"{path}.{os.urandom(4).hex()}.tmp")
-    temporary.parent.mkdir(parents=True, exist_ok=True)
-    temporary.write_bytes(model.getvalue())
-    os.replace(temporary, path)
+    try:
+        temporary.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_bytes(content)
+        os.replace(temporary, path)
+    except OSError as error:
+        raise ValueError(f"{path} cannot be written ({error.strerror})") from error
+    finally:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
 
 
 class Tokenizer:
@@ -161,6 +184,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--json-text-key", help="captions from this key of the json member ('a;b': the first found)")
     args = parser.parse_args(arguments)
     keys = SampleKeys(text=args.text_key, json_text=args.json_text_key)
+    folder = next(path for path in Path(args.out).absolute().parents if path.exists())
+    if not folder.is_dir() or not os.access(folder, os.W_OK) or Path(args.out).is_dir():  # before an hour's reading
+        parser.error(f"--out {args.out}: name a file in a folder that can be written to")
     captions = shard_captions(args.train_data, args.max_captions, keys=keys)
     try:
         train_tokenizer(captions, args.out, args.vocab_size, args.model_type, byte_fallback=args.byte_fallback)
