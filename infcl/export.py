@@ -169,6 +169,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from infcl.train.checkpoint import consolidated_state_dict
 
     try:
+        if not (args.run / "model_config.json").is_file():
+            raise ValueError(f"{args.run} is no run folder: a run writes model_config.json and checkpoints/ there")
         cfg = load_model_config(args.run / "model_config.json")
         tokenizer = args.run / "tokenizer.model"
         out = export_model(
@@ -184,6 +186,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"infcl.export: {error}", file=sys.stderr)
         return 2
     print(out)
+    if args.format == "open_clip" and not cfg.loads_in_open_clip:
+        print("open_clip cannot load this model, which has a convolutional stem: infcl.export.load_exported can")
     return 0
 
 

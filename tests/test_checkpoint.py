@@ -129,13 +129,19 @@ def test_a_damaged_or_foreign_checkpoint_is_refused_when_named(finished, tmp_pat
     assert messages[0] == messages[1]
 
 
+def test_a_run_folder_is_no_checkpoint_and_one_of_its_own_is_named(finished, tmp_path):
+    run, config = finished
+    message = run_ranks(resume_error, 1, dataclasses.replace(config, resume=str(run.root), logs=str(tmp_path)))[0]
+    assert f"name one of its checkpoints, like {complete_checkpoints(run)[0]}" in message
+
+
 def test_a_checkpoint_of_another_model_is_refused_with_the_names(finished, tmp_path, demo_folder):
     run, config = finished
     other = dataclasses.replace(
         config, resume=str(complete_checkpoints(run)[0]), logs=str(tmp_path), force_context_length=24
     )
     message = run_ranks(resume_error, 2, other)[0]
-    assert "positional_embedding has shape" in message
+    assert "positional_embedding has shape" in message and "give the --model of the run" in message
 
 
 def test_weights_come_out_of_the_newest_intact_checkpoint(finished, tmp_path):

@@ -166,4 +166,12 @@ def test_command_exports_the_last_checkpoint_of_a_run(tokenizer_model, tmp_path,
     assert export.main([str(run), "--format", "safetensors"]) == 0
     assert (run / "export-safetensors" / "tokenizer.model").read_bytes() == tokenizer_model.read_bytes()
     assert export.main([str(tmp_path / "nothing")]) == 2
-    assert "no model" in capsys.readouterr().err
+    printed = capsys.readouterr()
+    assert "nothing is no run folder" in printed.err and "open_clip cannot" not in printed.out
+    demo = CLIP(load_model_config("demo"))
+    save_file({f"model/{name}": value for name, value in demo.state_dict().items()}, file)
+    entry |= {"bytes": file.stat().st_size, "sha256": hashlib.sha256(file.read_bytes()).hexdigest()}
+    (checkpoint / "infcl.json").write_text(json.dumps(manifest))
+    (run / "model_config.json").write_text(demo.cfg.to_json())
+    assert export.main([str(run)]) == 0
+    assert "open_clip cannot load this model" in capsys.readouterr().out

@@ -14,6 +14,7 @@ from infcl.report.charts import Chart, Series
 from infcl.report.drawing import MAX_POINTS, draw_svg, short, smooth, thin, ticks
 from infcl.report.gallery import Gallery, retrieval_gallery
 from infcl.report.records import read_run
+from infcl.report.summary import summary_table
 from infcl.towers import CLIP, load_model_config
 from infcl.towers.config import with_tokenizer
 
@@ -103,6 +104,7 @@ def test_the_page_shows_curves_evaluation_data_and_settings(page):
         "text tower", "Learning rate", "Samples per second", "Peak memory", "Recall@1", "Zero-shot accuracy",
         "R@1 50.0%", "top-1 75.0%", "validation", "replay 10.0 ms (20%)", "broken image", "left out by the index",
         "512 MiB", "1 min 15 s", "--batch-size", "pretrain_clip.py --lr 1e-3", "finished", "No gallery",
+        "Over samples seen",
     ):  # fmt: skip
         assert shown in text, shown
     assert text.count('<figure class="card chart">') == 11
@@ -203,3 +205,16 @@ def test_curves_of_a_single_step_or_a_constant_are_drawn():
         xs = [64.0 * (n + 1) for n in range(len(ys))]
         for options in ({}, {"log": True}, {"percent": True, "from_zero": True}):
             assert "nan" not in draw_svg(Chart("c", "constant", [Series("y", xs, ys, 0, noisy=True)], **options))
+
+
+def test_the_closing_table_tells_failed_saves_and_what_open_clip_cannot_load(tmp_path):
+    write_run(tmp_path / "run")
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    summary |= {"samples_seen": 960, "steps": 30, "train_seconds": 3.0}
+    summary |= {"peak_memory_mb": 512.0, "zero_stage": 1, "world_size": 2}
+    summary["paths"] = {"run": "R", "loss_curve": "L", "export": "E", "checkpoint": "R/checkpoints/step_9"}
+    whole = summary_table(summary | {"failed_saves": 0, "loads_in_open_clip": True})
+    assert "failed saves" not in whole and "open_clip" not in whole
+    torn = summary_table(summary | {"failed_saves": 2, "loads_in_open_clip": False})
+    assert re.search(r"failed saves +2; the newest checkpoint is R/checkpoints/step_9", torn)
+    assert re.search(r"exported model +E  \(for infcl.export.load_exported", torn)

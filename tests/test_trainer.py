@@ -212,6 +212,15 @@ def refusal(rank, world_size, config):
         return str(error)
 
 
+def said(rank, world_size, config) -> str:
+    """What a whole run says."""
+    from unittest import mock
+
+    with mock.patch("infcl.train.console.Console.say") as say:
+        fit(rank, world_size, config)
+    return "\n".join(call.args[0] for call in say.call_args_list)
+
+
 def broken_export(rank, world_size, config):
     """What a rank hears when rank 0 cannot export."""
     import infcl.export
@@ -248,11 +257,12 @@ def test_a_refused_resume_leaves_the_run_as_it_was(demo_folder, tmp_path):
         ({"batch_size": 4096}, "1536 usable samples, fewer than one global batch of 16384"),
         ({"train_data": "/no/such/{0..3}.tar"}, "/no/such/"),
         ({"model": "ViT-Z-99"}, "no model 'ViT-Z-99'"),
-        ({"resume": "/no/such/checkpoint"}, "no checkpoint of this trainer"),
+        ({"resume": "/no/such/checkpoint"}, "no checkpoint of this trainer (there is no such folder)"),
+        ({"logs": "/dev/null/runs"}, "/dev/null/runs/run cannot be written (Not a directory)"),
     ],
 )
 def test_what_cannot_work_is_refused_by_every_rank_alike(demo_folder, tmp_path, changes, message):
-    messages = run_ranks(refusal, 2, demo_config(demo_folder, tmp_path, **changes))
+    messages = run_ranks(refusal, 2, dataclasses.replace(demo_config(demo_folder, tmp_path), **changes))
     assert message in messages[0]
     assert messages[0] == messages[1]
 
@@ -261,7 +271,9 @@ def test_a_run_folder_is_never_trained_over_unasked(demo_folder, tmp_path):
     config = demo_config(demo_folder, tmp_path, steps=2)
     run_ranks(fit, 1, config, 1)
     assert "unfinished run: --resume latest" in run_ranks(refusal, 1, config)[0]
-    run_losses(1, dataclasses.replace(config, resume="latest"))
+    config = dataclasses.replace(config, keep_checkpoints=2)
+    said_first = run_ranks(said, 1, dataclasses.replace(config, resume="latest"))[0]
+    assert "flags that the run had otherwise: keep_checkpoints 3 there, 2 now" in said_first
     other = dataclasses.replace(config, lr=2e-3)
     assert "other flags (lr 0.001 there, 0.002 now)" in run_ranks(refusal, 1, other)[0]
     inside = str(next((tmp_path / "run" / "checkpoints").glob("step_*")))

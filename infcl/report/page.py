@@ -68,7 +68,8 @@ def _section(title: str, body: str) -> str:
 
 
 def _charts(charts: list[Chart]) -> str:
-    return f'<div class="charts">{"".join(_figure(chart) for chart in charts)}</div>' if charts else ""
+    figures = "".join(_figure(chart) for chart in charts)
+    return f'<p class="note">Over samples seen.</p><div class="charts">{figures}</div>' if charts else ""
 
 
 def _figure(chart: Chart) -> str:

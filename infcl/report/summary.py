@@ -1,5 +1,7 @@
 """The table that ends a run in a terminal."""
 
+_NO_OPEN_CLIP = "  (for infcl.export.load_exported: open_clip has no convolutional stem)"
+
 
 def summary_table(summary: dict) -> str:
     """summary.json -> aligned lines for a terminal; evaluations that did not run are left out."""
@@ -10,11 +12,12 @@ def summary_table(summary: dict) -> str:
         ("text->image recall@1", _share(summary["text_to_image_r1"])),
         ("samples seen", f"{summary['samples_seen']:,}  ({summary['steps']} steps, {summary['train_seconds']:.0f} s)"),
         ("skipped samples", _skipped(summary["data"])),
+        ("failed saves", _failed_saves(summary)),
         ("peak memory", f"{summary['peak_memory_mb']:,.0f} MiB a rank"),
         ("engine", f"ZeRO-{summary['zero_stage']}, {summary['world_size']} rank(s)"),
         ("run folder", paths["run"]),
         ("loss curve", paths["loss_curve"]),
-        ("exported model", paths["export"]),
+        ("exported model", paths["export"] + ("" if summary.get("loads_in_open_clip", True) else _NO_OPEN_CLIP)),
     ]
     rows = [(name, value) for name, value in rows if value is not None]
     width = max(len(name) for name, _ in rows)
@@ -28,6 +31,12 @@ def skipped_by_cause(data: dict) -> dict[str, int]:
 
 def _share(value: float | None) -> str | None:
     return None if value is None else f"{value:.3f}"
+
+
+def _failed_saves(summary: dict) -> str | None:
+    """Nothing where every checkpoint was written."""
+    count, newest = summary.get("failed_saves"), summary["paths"].get("checkpoint")
+    return f"{count}; the newest checkpoint is {newest or 'none'}" if count else None
 
 
 def _skipped(data: dict) -> str:

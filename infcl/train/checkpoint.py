@@ -98,14 +98,15 @@ def load_checkpoint(engine: Engine, path: Path) -> dict:
     for key, value in _tensors(path, manifest):
         kind, _, name = key.partition("/")
         if name not in parameters:
-            raise ValueError(f"{path}: parameter {name} is not in this model")
+            raise ValueError(f"{path}: parameter {name} is not in this model: give the --model and --loss of the run")
         if key not in missing:
             continue  # an average that this run does not keep, the optimizer's state of what is locked now
         missing.remove(key)
         state = None if kind == "model" else kind
         shape = tuple(engine.state.shape(parameters[name], state))
         if tuple(value.shape) != shape:
-            raise ValueError(f"{path}: {name} has shape {tuple(value.shape)}, this model's has {shape}")
+            other = f"{name} has shape {tuple(value.shape)}, this model's has {shape}"
+            raise ValueError(f"{path}: {other}: give the --model of the run")
         engine.state.write(parameters[name], value, state)
     if engine.state.average is not None and "ema_updates" not in manifest["counters"]:
         engine.state.start_average(engine.state.average.decay)
@@ -162,7 +163,10 @@ def _read_manifest(path: Path) -> dict:
     try:
         manifest = json.loads((path / "infcl.json").read_text())
     except FileNotFoundError:
-        raise DamagedCheckpoint("no checkpoint of this trainer (infcl.json is missing)") from None
+        inside = complete_checkpoints(RunFolder(path))
+        hint = f"; it is a run: name one of its checkpoints, like {inside[0]}" if inside else ""
+        missing = "infcl.json is missing" if path.is_dir() else "there is no such folder"
+        raise DamagedCheckpoint(f"no checkpoint of this trainer ({missing}){hint}") from None
     except ValueError:
         raise DamagedCheckpoint("infcl.json is damaged") from None
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:

@@ -61,6 +61,28 @@ class RunFolder:
         if config.tokenizer is not None and Path(config.tokenizer).is_file():  # open_clip's has no file of its own
             shutil.copyfile(config.tokenizer, self.tokenizer)
 
+    def open(self, config: TrainConfig, model_config_json: str, parallel: Parallel) -> list[str]:
+        """Clear what is to be replaced and write the identity. Collective; ValueError on all ranks when that fails.
+
+        Returns, on rank 0, which flags an unfinished run here was started with that `config` is not; see other_flags.
+        """
+        problem: list[str | None] = [None]
+        changed: list[str] = []
+        if parallel.rank == 0:
+            try:
+                if self.is_replaced:
+                    self.clear()
+                elif (self.root / "config.json").is_file():
+                    changed = self.other_flags(config)
+                self.write_identity(config, model_config_json, parallel)
+            except (OSError, ValueError) as error:  # the other ranks wait to be told; ValueError: a torn config.json
+                problem = [why_not_written(error)]
+        dist.broadcast_object_list(problem, src=0)
+        if problem[0] is not None:
+            raise ValueError(f"{self.root} cannot be written ({problem[0]}): mend that, or give other --logs")
+        self.require_shared()
+        return changed
+
     def other_flags(self, config: TrainConfig) -> list[str]:
         """What the run here was started with and `config` is not: ["lr 0.001 there, 0.002 now", ...]."""
         there, now = json.loads((self.root / "config.json").read_text()), json.loads(config.to_json())

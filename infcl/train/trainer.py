@@ -273,11 +273,7 @@ class Trainer:
             self.loader.load_state_dict(state["loader"])
             self.step, self.skipped_steps = state["step"], state["skipped_steps"]
             self.train_seconds = state["train_seconds"]
-        if self.parallel.rank == 0:
-            if self.run.is_replaced:
-                self.run.clear()
-            self.run.write_identity(self.config, self.model_config.to_json(), self.parallel)
-        self.run.require_shared()
+        changed = self.run.open(self.config, self.model_config.to_json(), self.parallel)
         self.metrics = MetricsWriter(
             self.run,
             enabled=self.parallel.rank == 0,
@@ -298,14 +294,19 @@ class Trainer:
             f"{describe_pixels(self.pixels)}\n"
             f"{self.config.opt}, learning rate {self.schedule}, {self.schedule.warmup} warm-up steps"
         )
+        if smaller := self.batch.smaller_than_asked(self.config):
+            self.metrics.say(smaller)
         if self.total_steps <= self.schedule.warmup:
             self.metrics.say(
                 f"the run ends inside the warm-up: {self.total_steps} steps, {self.schedule.warmup} of warm-up; "
-                f"lr reaches {self.schedule(self.total_steps - 1):.2g} of {self.schedule.peak:.2g}"
+                f"lr reaches {self.schedule(self.total_steps - 1):.2g} of {self.schedule.peak:.2g} "
+                "(--warmup, --warmup-samples)"
             )
         if checkpoint is not None:
             self.checkpoints.begun_step = self.step
             self.metrics.say(f"resumed from {checkpoint} at step {self.step}")
+        if changed:
+            self.metrics.say(f"flags that the run had otherwise: {'; '.join(changed)}")
 
     def _save_if_due(self) -> None:
         """Save by step count, by the clock (rank 0's) or because a signal came; all ranks come to the same answer."""
@@ -357,6 +358,7 @@ class Trainer:
             "data": sum_reports(self.loader.report(), self.parallel),
             "evaluation": results,
             "ema": self.config.ema_eval,
+            "loads_in_open_clip": self.model_config.loads_in_open_clip,
             "paths": {
                 "run": str(self.run.root),
                 "loss_curve": str(self.run.loss_curve),
