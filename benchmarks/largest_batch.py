@@ -142,17 +142,10 @@ def planned_for(
     model: str, gpus: int, usable_bytes: float, *, pixels: str, micro_batch: int = 256, loss: str = "inf_cl", **changes
 ) -> tuple[int, float]:
     """(pairs, bytes of a GPU): the largest batch whose planned peak is at most `usable_bytes`; at least two units."""
-    config = load_model_config(model)
     unit = gpus * micro_batch
-    common = {"precision": "bf16", "compiled": False, "loss": {"disco": "open_clip"}.get(loss, loss)} | changes
-    common["pixels"] = {"gpu": "device"}.get(pixels, pixels)
 
     def peak(count: int) -> float:
-        setting = Setting(
-            model=config, gpu=load_gpu("h200"), gpus=gpus, gpus_per_node=min(gpus, 8), global_batch=count * unit,
-            micro_batch=micro_batch, **common,
-        )  # fmt: skip
-        return memory_of(setting)["peak"]
+        return planned_peak(model, gpus, count * unit, pixels=pixels, micro_batch=micro_batch, loss=loss, **changes)
 
     count = 2
     while peak(count * 2) <= usable_bytes:
@@ -162,6 +155,16 @@ def planned_for(
         count += stride if peak(count + stride) <= usable_bytes else 0
         stride //= 2
     return count * unit, peak(count)
+
+
+def planned_peak(model: str, gpus: int, pairs: int, *, pixels: str, micro_batch: int, loss: str, **changes) -> float:
+    """Bytes of a GPU in a step of so many pairs, blocks eager; `changes` of a Setting."""
+    setting = Setting(
+        model=load_model_config(model), gpu=load_gpu("h200"), gpus=gpus, gpus_per_node=min(gpus, 8), global_batch=pairs,
+        micro_batch=micro_batch, pixels={"gpu": "device"}.get(pixels, pixels), loss=loss,
+        **{"precision": "bf16", "compiled": False} | changes,
+    )  # fmt: skip
+    return memory_of(setting)["peak"]
 
 
 def search(

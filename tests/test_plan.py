@@ -5,6 +5,8 @@ import json
 
 import pytest
 
+from benchmarks.paper.memory import planned_for_trial
+from benchmarks.paper.raw import rows
 from benchmarks.paper.towers import steps
 from infcl.plan.__main__ import main, parser, read_batch, setting_of
 from infcl.plan.compare import compare
@@ -80,6 +82,16 @@ def test_measured_steps_on_h200s(one):
     assert -0.05 < one["memory_error"] < (0.3 if offloads else 0.05)
 
 
+@pytest.mark.parametrize("row", rows("table1_h200.csv", "largest_batch.csv", "memory_rows.csv"), ids=str)
+def test_measured_peaks_of_whole_steps_on_h200s(row):
+    """Of three losses, held to 80 GB or not; the limit itself is met within 1%."""
+    plan, limit = planned_for_trial(row), row["memory_gb"] * 1e9 / GIB
+    if row["fits"]:
+        assert plan == pytest.approx(row["peak_gib"], rel=0.05) and plan < limit
+    else:
+        assert plan > 0.99 * limit
+
+
 @pytest.mark.parametrize("one", compare(steps(), load_gpu(str(RESULTS / "h200_measured.json"))), ids=_name)
 def test_the_profile_that_measure_wrote_plans_them_as_well(one):
     assert abs(one["speed_error"]) < 0.15
@@ -103,8 +115,8 @@ def test_the_comparison_is_printed_as_a_table(capsys):
 @pytest.mark.parametrize(
     ("gpus", "batch", "milliseconds"),
     [
-        *((1, 65536, 43.0), (1, 4194304, 187_487)),
-        *((2, 131072, 91.4), (4, 65536, 13.96), (4, 131072, 46.7), (4, 262144, 180.7), (4, 12582912, 413_039)),
+        *((1, 65536, 44.0), (1, 131072, 174.9), (1, 262144, 714), (1, 4194304, 187_487), (2, 131072, 91.4)),
+        *((4, 65536, 13.3), (4, 131072, 48.3), (4, 262144, 184.5), (4, 1048576, 2891), (4, 12582912, 413_039)),
     ],
 )
 def test_measured_losses_on_h200s(gpus, batch, milliseconds):
@@ -183,7 +195,7 @@ def test_the_command_prints_parts_phases_and_advice(capsys):
     printed = capsys.readouterr().out
     for shown in (
         "optimizer",
-        "loss workspace",
+        "feature gradients",
         "it fits",
         "behind loss",
         "samples/s",

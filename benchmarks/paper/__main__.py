@@ -19,6 +19,8 @@ REGIONS: dict[str, Callable[[], str]] = {
     "table-1-planned": memory.table_1_planned,
     "table-1-loss": memory.table_1_loss,
     "table-1-measured": memory.table_1_measured,
+    "step-memory": memory.step_memory,
+    "plan-peaks": memory.plan_peaks,
     "table-2": memory.table_2,
     "table-3": accuracy.table_3,
     "table-3-pairs": accuracy.table_3_pairs,
@@ -44,7 +46,7 @@ REGIONS: dict[str, Callable[[], str]] = {
     "hard-negatives": accuracy.hard_negatives,
 }
 TABLES = {
-    "1": ("table-1-measured", "table-1-loss", "table-1-planned"),
+    "1": ("table-1-measured", "step-memory", "table-1-loss", "table-1-planned"),
     "2": ("table-2",),
     "3": ("table-3", "table-3-pairs", "table-3-ranks", "gradients"),
     "4": ("table-4",),

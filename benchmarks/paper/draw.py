@@ -71,7 +71,9 @@ def draw(
 
     columns = len(panels) if len(panels) <= 3 else 2
     lines = -(-len(panels) // columns)
-    size = (4.4 * columns + 0.4, 3.5 * lines)
+    many = max(map(len, panels.values())) > 4  # curves: no corner is free of them
+    below = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.32), "ncols": 2}
+    size = (4.4 * columns + 0.4, (4.4 if many else 3.5) * lines)
     figure, axes = pyplot.subplots(lines, columns, figsize=size, dpi=110, squeeze=False, facecolor=GROUND)
     for axis, name, (panel, series) in zip(axes.flat, [*x, *[x[-1]] * len(panels)], panels.items()):
         axis.set_facecolor(GROUND)
@@ -81,7 +83,8 @@ def draw(
             width = (7.0, 4.8, 3.0, 1.3)[min(order, 3)] if overlaid and len(series) > 1 else 1.8
             marker = None if overlaid else "o"
             alpha = 0.55 if overlaid and order < 3 and len(series) > 1 else 1.0
-            axis.plot(xs, ys, color=colour, linewidth=width, alpha=alpha, marker=marker, markersize=4, label=label)
+            style = {"linewidth": width, "alpha": alpha, "marker": marker, "markersize": 4}
+            axis.plot(xs, ys, color=colour, label=label, zorder=2 if overlaid else 3 - order / 100, **style)
             if overlaid and len(points[0]) > 2:
                 low, high = [p[1] - p[2] for p in points], [p[1] + p[2] for p in points]
                 axis.fill_between(xs, low, high, color=colour, alpha=0.12, linewidth=0)
@@ -96,11 +99,12 @@ def draw(
         axis.set_xlabel(name, color=INK)
         axis.tick_params(colors=INK, labelsize=8)
         axis.grid(alpha=0.25, which="major")
-        axis.legend(frameon=False, fontsize=8)
+        axis.legend(frameon=False, fontsize=8, **(below if many else {}))
     for axis in axes[:, 0]:
         axis.set_ylabel(y, color=INK)
     figure.tight_layout()
-    figure.savefig(picture, facecolor=GROUND, metadata={"Description": digest(panels), "Software": None})
+    metadata = {"Description": digest(panels), "Software": None}
+    figure.savefig(picture, facecolor=GROUND, bbox_inches="tight", metadata=metadata)
     pyplot.close(figure)
 
 

@@ -12,7 +12,7 @@ import torch
 
 from infcl.config import BatchPlan, TrainConfig
 from infcl.parallel import Parallel
-from infcl.plan.memory import memory_plan, parameter_counts
+from infcl.plan.memory import memory_plan, parameter_counts, peak_bytes
 from infcl.towers.config import CLIPConfig
 from infcl.train.preset import read_preset, zero_stage
 
@@ -69,7 +69,7 @@ class Fit:
         for name, offload in (("optimizer", "offload_optimizer"), ("parameters", "offload_param")):
             if offload in zero:
                 parts[name] = 0.0
-        return parts | {"total": sum(parts.values())}
+        return parts | {"total": peak_bytes(parts, stage=stage, precision=self.precision)}
 
     def check(self) -> None:
         parts = self.parts(self.config)

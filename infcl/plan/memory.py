@@ -1,7 +1,8 @@
 """Bytes per GPU, part by part, from sizes alone: of a run's flags (`memory_plan`), of a planned setting (`memory_of`).
 
 An estimate: the allocator's fragments, the CUDA context and the layers that ZeRO-3 gathers come on top (a profile's
-`usable` leaves room for them). Within 4% of the measured peak of ViT-L-14 on H200s, ZeRO-1 and 3 (docs/results.md).
+`usable` leaves room for them). Within 5% of the measured peaks of ViT-L-14 on H200s, ZeRO-1 and 3, losses that hold
+their logits included (docs/results.md, Table 1; docs/scaling.md).
 
 Sizes: P parameters, T trainable ones, N data-parallel ranks, m micro-batch size, M micro-batches, b = M m, D embedding
 width, S pixels per side, L tokens.
@@ -72,16 +73,29 @@ def gathered_bytes(parameters: int, zero_optimization: dict, *, stage: int, rank
 
 
 def loss_bytes(name: str, *, rows: int, ranks: int, width: int) -> dict[str, float]:
-    """{"features", "loss workspace"}: bytes per rank, for b `rows` of D `width` a rank.
+    """{"feature gradients", "loss"}: bytes per rank, for b `rows` of D `width` a rank.
 
-    Features and their fp32 gradients of both sides; around a ring, also two blocks that travel and the gradients that
-    travel with them. The tiled losses need a bounded workspace, the dense baselines their logits and those' gradient.
+    fp32 gradients of both sides' features, which stay until the last replay; and what the loss alone needs: features,
+    around a ring also two blocks that travel and the gradients that travel with them, a bounded workspace. The
+    baselines hold logits and softmax of both directions in fp32, DisCo-CLIP those of one at a time.
     """
-    features = rows * width * 4
-    ring = 4 * features if ranks > 1 else 0
-    matrix = {"clip": (rows * ranks) ** 2, "open_clip": 2 * rows * rows * ranks, "disco": 2 * rows * rows * ranks}
-    workspace = 8 * matrix[name] if name in matrix else min(WORKSPACE_BYTES, 16 * rows * rows)
-    return {"features": 4 * features + ring, "loss workspace": workspace}
+    block = rows * width * 4
+    matrix = {"clip": 16 * ranks * rows * rows * ranks, "open_clip": 16 * rows * rows * ranks}
+    matrix["disco"] = 8 * rows * rows * ranks
+    workspace = matrix[name] if name in matrix else min(WORKSPACE_BYTES, 16 * rows * rows)
+    return {"feature gradients": 2 * block, "loss": (2 + (4 if ranks > 1 else 0)) * block + workspace}
+
+
+def peak_bytes(parts: dict[str, float], *, stage: int, precision: str) -> float:
+    """The most that is there at once, of two moments: the loss, before a backward has begun, and the replays after it.
+
+    Before the first backward DeepSpeed's stages 1 and 2 have no buckets, and stage 1 no gradients but the float32 sums
+    of its BF16_Optimizer.
+    """
+    late = parts.get("eager backward", 0.0) + (parts["gradient buckets"] if stage in (1, 2) else 0.0)
+    if stage == 1:
+        late += parts["gradients"] * (1 / 3 if precision in ("bf16", "fp16") else 1)
+    return sum(parts.values()) - min(late, parts["loss"])
 
 
 # What a block keeps for its backward, bytes per token and width at an MLP ratio of 4: the inputs of both norms and of
@@ -146,7 +160,7 @@ def memory_plan(
     *,
     on_cpu: bool = False,
 ) -> dict[str, list[float]]:
-    """{part: bytes per rank under ZeRO 0, 1, 2, 3} of device memory; the last part is the total.
+    """{part: bytes per rank under ZeRO 0, 1, 2, 3} of device memory; the last, "total", is what there is at once.
 
     counts: of the whole model; tensor-parallel ranks share it (but for embeddings and norms, which are left out here).
     on_cpu: a bucket's pages are taken when a gradient first lies in them, so small models leave most of it alone.
@@ -173,7 +187,7 @@ def memory_plan(
             towers=tuple(tower for tower in ("image", "text") if counts[tower][1]),
         )
         parts["activations"] += cast_bytes(parameters, precision=precision, checkpointing=config.grad_checkpointing)
-        columns.append(parts | {"total": sum(parts.values())})
+        columns.append(parts | {"total": peak_bytes(parts, stage=stage, precision=precision)})
     return {part: [column[part] for column in columns] for part in columns[0]}
 
 
@@ -192,18 +206,23 @@ def memory_of(setting: "Setting") -> dict[str, float]:
         parts["optimizer"] = 0.0
     parts["gradient buckets"] = bucket_bytes({"overlap_comm": setting.overlap_comm}, **sizes)
     parts["gathered parameters"] = gathered_bytes(parameters, {}, ranks=setting.dp_size, **sizes)
-    graph = activation_bytes(
-        model,
-        micro_batch_size=setting.micro_batch,
-        precision=setting.precision,
-        checkpointing=setting.checkpointing,
-        tensor_parallel=share,
-        compiled=setting.compiled,
+    graph, eager = (
+        activation_bytes(
+            model,
+            micro_batch_size=setting.micro_batch,
+            precision=setting.precision,
+            checkpointing=setting.checkpointing,
+            tensor_parallel=share,
+            compiled=compiled,
+        )
+        for compiled in (True, setting.compiled)
     )
     parts["activations"] = graph * max(1, min(setting.resident, setting.num_micro_batches))
     parts["activations"] += cast_bytes(parameters, precision=setting.precision, checkpointing=setting.checkpointing)
+    parts["eager backward"] = eager - graph
     pixels = 3 * model.vision_cfg.image_size**2 if setting.pixels == "device" else 0
     parts["cached data"] = setting.rank_batch * (pixels + 8.0 * model.text_cfg.context_length) / share
     parts |= loss_bytes(setting.loss, rows=setting.loss_rows, ranks=setting.gpus, width=model.embed_dim)
-    parts["features"] += 4.0 * (setting.rank_batch - setting.loss_rows) * model.embed_dim * 4
-    return parts | {"peak": sum(parts.values())}
+    parts["feature gradients"] += 2.0 * (setting.rank_batch - setting.loss_rows) * model.embed_dim * 4
+    parts["loss"] += 2.0 * (setting.rank_batch - setting.loss_rows) * model.embed_dim * 4
+    return parts | {"peak": peak_bytes(parts, stage=setting.zero, precision=setting.precision)}
