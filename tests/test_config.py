@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from infcl.config import LOSS_NAMES, BatchPlan, TrainConfig, make_parser, parse_args, total_steps
+from infcl.config.command_line import _OF_OTHERS
 from infcl.loss.contrastive import LOSSES
 
 ROOT = Path(__file__).parent.parent
@@ -46,6 +47,12 @@ def test_flags_that_open_clip_has_keep_its_names_and_defaults():
     assert {name: getattr(config, name) for name in OPEN_CLIP_DEFAULTS} == OPEN_CLIP_DEFAULTS
 
 
+def test_flags_of_others_are_answered_with_flags_that_there_are():
+    flags = make_parser()._option_string_actions
+    for other, said in _OF_OTHERS.items():
+        assert other not in flags and (said.startswith("not needed: ") or said.split()[0] in flags)
+
+
 def test_every_field_has_a_flag_a_group_and_one_line_of_help(capsys):
     with pytest.raises(SystemExit) as stop:
         parse_args(["--help"])
@@ -65,7 +72,11 @@ def test_every_field_has_a_flag_a_group_and_one_line_of_help(capsys):
         (["--batch-siz", "3"], "unrecognized arguments: --batch-siz"),
         (["--batch_size", "3"], r"--batch_size 3 \(--batch_size: did you mean --batch-size\?\)"),
         (["--local-loss"], "--local-loss is not needed: every loss here is over all ranks"),
-        (["--pretrained", "openai"], "openai: no such file or folder: a file or folder of weights is needed here"),
+        (["--imagenet-val", "x"], r"--imagenet-val x \(--imagenet-val is --zeroshot-data here\)"),
+        (["--weight_decay=0.1"], r"\(--weight_decay is --wd here\)"),
+        (["--pretrained", "openai"], r"openai: no such file or folder \(.* nothing is downloaded by name\)"),
+        (["--tokenizer", "ViT-B-32"], "no such file or folder .*or open_clip:ViT-B-32 for CLIP's own"),
+        (["--deepspeed_config", "zero1"], r"no such file or folder \(it takes a file, like ds_configs/zero1.json\)"),
         (["--batch-size", "0"], "--batch-size 0 must be greater than 0"),
         (["--batch-size", "many"], "invalid int value: 'many'"),
         (["--lr", "-1"], "--lr -1.0 must be greater than 0"),

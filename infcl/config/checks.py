@@ -61,6 +61,14 @@ PATHS = (
     "pretrained_image",
     "pretrained_text",
 )
+_WEIGHTS = "it takes a file or folder of weights; nothing is downloaded by name"
+_MEANT = {  # by those who give a name instead of a path
+    "--tokenizer": "it takes a sentencepiece model, or open_clip:ViT-B-32 for CLIP's own",
+    "--deepspeed_config": "it takes a file, like ds_configs/zero1.json",
+    "--pretrained": _WEIGHTS,
+    "--pretrained-image": _WEIGHTS,
+    "--pretrained-text": _WEIGHTS,
+}
 _PASSWORD = re.compile(r"://[^/@\s:]*:[^/@\s]+@")  # of scheme://user:password@host
 
 
@@ -219,6 +227,5 @@ def _check_plain_path(option: str, value: str | None) -> None:
     if value is None or any(mark in value for mark in ("::", "{", "*", "?", "[", ":")):
         return
     if not Path(value).exists():
-        named = option.startswith("--pretrained") and "/" not in value
-        hint = ": a file or folder of weights is needed here, nothing is downloaded by name" if named else ""
-        raise ValueError(f"{option} {value}: no such file or folder{hint}")
+        meant = f" ({_MEANT[option]})" if option in _MEANT else ""
+        raise ValueError(f"{option} {value}: no such file or folder{meant}")

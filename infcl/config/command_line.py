@@ -8,7 +8,33 @@ import difflib
 from infcl.config.checks import validate
 from infcl.config.settings import TrainConfig, option_of
 
-_NOT_NEEDED = ("--local-loss", "--gather-with-grad")  # open_clip's: which part of the loss a rank takes
+_GATHERING = "not needed: every loss here is over all ranks, with exact gradients"
+_OF_OTHERS = {  # flags of open_clip and of transformers' Trainer, with dashes: what is said of them
+    "--local-loss": _GATHERING,
+    "--gather-with-grad": _GATHERING,
+    "--dataset-resampled": "not needed: samples are read without replacement",
+    "--val-num-samples": "not needed: all of --val-data is evaluated",
+    "--siglip": "--loss siglip here",
+    "--imagenet-val": "--zeroshot-data here",
+    "--imagenet-v2": "--zeroshot-data here",
+    "--torchcompile": "--compile-blocks here",
+    "--delete-previous-checkpoint": "--keep-checkpoints 1 here",
+    "--save-most-recent": "--keep-checkpoints 1 here",
+    "--wandb": "--report-to wandb here",
+    "--output-dir": "--logs here",
+    "--learning-rate": "--lr here",
+    "--weight-decay": "--wd here",
+    "--warmup-steps": "--warmup here",
+    "--max-grad-norm": "--grad-clip-norm here",
+    "--max-steps": "--steps here",
+    "--num-train-epochs": "--epochs here",
+    "--per-device-train-batch-size": "--batch-size here",
+    "--gradient-accumulation-steps": "--accum-freq here",
+    "--resume-from-checkpoint": "--resume here",
+    "--bf16": "--precision bf16 here",
+    "--fp16": "--precision fp16 here",
+    "--amp": "--precision amp_bf16 here",
+}
 
 
 def parse_args(argv: list[str] | None = None) -> TrainConfig:
@@ -39,10 +65,11 @@ class _Parser(argparse.ArgumentParser):
     def _hint(self, text: str) -> str:
         """What is said of an unknown argument: the flag that was perhaps meant, or why there is none."""
         flag = text.partition("=")[0]
-        if flag in _NOT_NEEDED:
-            return f"({flag} is not needed: every loss here is over all ranks, with exact gradients)"
+        dashed = flag.replace("_", "-")
+        if dashed in _OF_OTHERS:
+            return f"({flag} is {_OF_OTHERS[dashed]})"
         known = [name for name, action in self._option_string_actions.items() if action.help != argparse.SUPPRESS]
-        close = difflib.get_close_matches(flag.replace("_", "-"), known, n=1, cutoff=0.75) if flag[:2] == "--" else []
+        close = difflib.get_close_matches(dashed, known, n=1, cutoff=0.75) if flag[:2] == "--" else []
         return f"({flag}: did you mean {close[0]}?)" if close else ""
 
 
