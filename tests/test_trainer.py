@@ -275,8 +275,11 @@ def test_a_run_folder_is_never_trained_over_unasked(demo_folder, tmp_path):
     said_first = run_ranks(said, 1, dataclasses.replace(config, resume="latest"))[0]
     assert "flags that the run had otherwise: keep_checkpoints 3 there, 2 now" in said_first
     other = dataclasses.replace(config, lr=2e-3)
-    assert "other flags (lr 0.001 there, 0.002 now)" in run_ranks(refusal, 1, other)[0]
+    refused = run_ranks(refusal, 1, other)[0]
+    assert "other flags (lr 0.001 there, 0.002 now)" in refused and "checkpoints/STEP to go on from there" in refused
     inside = str(next((tmp_path / "run" / "checkpoints").glob("step_*")))
+    shorter = dataclasses.replace(config, name="shorter", resume=inside, steps=1)
+    assert "is of step 2, the flags end the run at 1" in run_ranks(refusal, 1, shorter)[0]
     refused = [{"model": "nope"}, {"batch_size": 4096}, {"resume": inside}]
     for changes in refused:  # a command that cannot work removes and rewrites nothing
         before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}

@@ -132,8 +132,8 @@ def claim_run_folder(config: TrainConfig, parallel: Parallel) -> RunFolder:
     if run.summary.is_file():
         if others := run.other_flags(config):
             raise ValueError(
-                f"{run.root} holds a finished run with other flags ({'; '.join(others)}): "
-                "choose another --name, or --overwrite"
+                f"{run.root} holds a finished run with other flags ({'; '.join(others)}): choose another --name (with "
+                f"--resume {run.checkpoints}/STEP to go on from there), or --overwrite"
             )
     elif config.resume is None:
         raise ValueError(f"{run.root} holds an unfinished run: --resume latest continues it, --overwrite starts over")

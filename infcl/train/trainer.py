@@ -272,6 +272,8 @@ class Trainer:
             state = load_checkpoint(self.engine, checkpoint)
             self.loader.load_state_dict(state["loader"])
             self.step, self.skipped_steps = state["step"], state["skipped_steps"]
+            if self.step > self.total_steps:
+                raise ValueError(f"{checkpoint} is of step {self.step}, the flags end the run at {self.total_steps}")
             self.train_seconds = state["train_seconds"]
         changed = self.run.open(self.config, self.model_config.to_json(), self.parallel)
         self.metrics = MetricsWriter(
