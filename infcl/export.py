@@ -182,7 +182,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             name=args.name or args.run.resolve().name,
             card=_summary(args.run, ema=args.ema),
         )
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         print(f"infcl.export: {error}", file=sys.stderr)
         return 2
     print(out)

@@ -44,7 +44,7 @@ def test_the_layout_is_the_documented_one(folder):
     assert len(templates) == 8 and all(template.count("{}") == 1 for template in templates)
 
 
-def test_a_finished_folder_is_reused_and_any_other_is_left_alone(folder, tmp_path):
+def test_a_finished_folder_is_reused_and_any_other_is_left_alone(folder, tmp_path, capsys):
     before = (folder / "demo.json").stat().st_mtime_ns
     assert demo.prepare_demo(folder, num_train=600, seed=3) == folder
     assert (folder / "demo.json").stat().st_mtime_ns == before
@@ -53,6 +53,9 @@ def test_a_finished_folder_is_reused_and_any_other_is_left_alone(folder, tmp_pat
     (tmp_path / "mine.txt").write_text("x")
     with pytest.raises(ValueError, match="not empty"):
         demo.render_demo(tmp_path)
+    with pytest.raises(SystemExit):
+        demo.main(["--out", str(tmp_path / "mine.txt")])
+    assert "mine.txt: [Errno 20] Not a directory" in capsys.readouterr().err
 
 
 def test_forty_percent_of_the_training_pairs_are_digits(folder):

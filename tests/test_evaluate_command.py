@@ -272,6 +272,22 @@ def test_mistakes_are_refused_by_every_rank_alike(data, exports, checkpoint, mor
     assert message in messages[0] and messages[0] == messages[1]
 
 
+def on_a_full_disk(rank, world_size, arguments):
+    """The error, and what was printed."""
+    from unittest import mock
+
+    with mock.patch("infcl.evaluate.__main__.report_mistake") as report, mock.patch("sys.stdout", io.StringIO()) as out:
+        main([*arguments, "--out", "/dev/full"])
+    return str(report.call_args.args[1]), out.getvalue()
+
+
+def test_a_result_that_cannot_be_written_is_printed(data, exports):
+    arguments = ["--task", "retrieval", "--data", str(data / "captions"), "--checkpoint", str(exports / "open_clip")]
+    error, printed = run_ranks(on_a_full_disk, 1, [*arguments, "--device", "cpu"])[0]
+    assert error == "--out /dev/full: No space left on device"
+    assert json.loads(printed.splitlines()[-1])["metrics"]["num_samples"] == IMAGES
+
+
 def test_a_mistake_is_one_line_with_exit_code_2(data, tmp_path):
     result = subprocess.run(
         [sys.executable, "-m", "infcl.evaluate", "--task", "retrieval", "--data", str(data / "captions"),

@@ -175,3 +175,5 @@ def test_command_exports_the_last_checkpoint_of_a_run(tokenizer_model, tmp_path,
     (run / "model_config.json").write_text(demo.cfg.to_json())
     assert export.main([str(run)]) == 0
     assert "open_clip cannot load this model" in capsys.readouterr().out
+    assert export.main([str(run), "--out", str(file)]) == 2
+    assert "File exists" in capsys.readouterr().err

@@ -151,6 +151,9 @@ def test_what_is_no_run_is_refused_in_one_line(tmp_path, capsys):
     (tmp_path / "metrics.jsonl").write_text("")
     assert main([str(tmp_path)]) == 2
     assert "no step yet" in capsys.readouterr().err
+    write_run(tmp_path / "run")
+    assert main([str(tmp_path / "run"), "--out", str(tmp_path / "metrics.jsonl")]) == 2
+    assert "File exists" in capsys.readouterr().err
 
 
 def test_the_gallery_shows_the_best_of_the_validation_data(demo_folder, tmp_path):

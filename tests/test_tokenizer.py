@@ -95,6 +95,10 @@ def test_impossible_requests_are_refused(model, tmp_path):
         train_tokenizer(CAPTIONS, "/dev/full/x.model", 60)
     with pytest.raises(ValueError, match="'bpe' or 'unigram'"):
         train_tokenizer(CAPTIONS, tmp_path / "x.model", 60, "word")
+    with pytest.raises(ValueError, match=r"test_tokenizer.py is no sentencepiece model \(it cannot be parsed\)"):
+        Tokenizer(__file__)
+    with pytest.raises(ValueError, match=r"is no sentencepiece model \(Is a directory\)"):
+        Tokenizer(tmp_path)
     with pytest.raises(ValueError, match="context length 1"):
         Tokenizer(model, context_length=1)
     assert not list(tmp_path.iterdir())

@@ -254,7 +254,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--gallery", help="also write a picture of some training pairs to this PNG")
     args = parser.parse_args(arguments)
     start, reused = time.perf_counter(), (Path(args.out) / "tokenizer.model").exists()
-    folder = prepare_demo(args.out, num_train=args.num_train, seed=args.seed, jobs=args.jobs)
+    try:
+        folder = prepare_demo(args.out, num_train=args.num_train, seed=args.seed, jobs=args.jobs)
+    except (OSError, ValueError) as error:
+        parser.error(f"--out {args.out}: {error}")
     tokenizer = Tokenizer(folder / "tokenizer.model")
     done = "there already" if reused else f"written in {time.perf_counter() - start:.1f} s"
     print(f"{folder} ({done}): {args.num_train} training pairs in {len(SHARD_WEIGHTS)} shards, {VAL_SCENES} validation")

@@ -102,11 +102,15 @@ class Tokenizer:
     """A sentencepiece model with a context length. Pickles as its bytes, so workers need no file.
 
     Attributes: vocab_size, context_length, pad_id, eos_id, sha256 (of the model file), truncated (captions cut so far
-    by this instance).
+    by this instance). Raises ValueError if the file is no such model.
     """
 
     def __init__(self, model_path: str | os.PathLike, context_length: int = 64):
-        self._load(Path(model_path).read_bytes(), context_length)
+        try:
+            self._load(Path(model_path).read_bytes(), context_length)
+        except (OSError, RuntimeError) as error:  # RuntimeError: sentencepiece's, of a file that it did not write
+            why = error.strerror if isinstance(error, OSError) else "it cannot be parsed"
+            raise ValueError(f"tokenizer {model_path} is no sentencepiece model ({why})") from error
 
     def _load(self, model: bytes, context_length: int) -> None:
         import sentencepiece

@@ -36,11 +36,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if rank == 0:
         print(table(result), flush=True)
         line = json.dumps(result)
-        if args.out is None:
-            print(line, flush=True)
-        else:
-            with open(args.out, "a", encoding="utf-8") as file:
-                file.write(line + "\n")
+        try:
+            with open(args.out, "a", encoding="utf-8") if args.out else contextlib.nullcontext(sys.stdout) as file:
+                print(line, file=file, flush=True)
+        except OSError as error:
+            print(line, flush=True)  # an hour's work is not lost
+            return report_mistake("infcl.evaluate", ValueError(f"--out {args.out}: {error.strerror}"))
     destroy_parallel(parallel)
     return 0
 

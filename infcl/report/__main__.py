@@ -18,10 +18,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = parser.parse_args(arguments)
     try:
         runs = [read_run(root) for root in args.runs]
-    except ValueError as error:
+        print(write_report(runs, args.out or args.runs[0] / "report"))
+    except (OSError, ValueError) as error:
         print(f"infcl.report: {error}", file=sys.stderr)
         return 2
-    print(write_report(runs, args.out or args.runs[0] / "report"))
     return 0
 
 
