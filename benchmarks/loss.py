@@ -174,7 +174,7 @@ def _check(arguments: argparse.Namespace) -> None:
             numbers = "  ".join(f"{key} {value:9.2e}" for key, value in row.items() if isinstance(value, float))
             which = f"{row['features']:>10} {row['impl']:>9} {row['dtype']:>9} {row['tile_dtype']:>5}"
             print(which, numbers, flush=True)
-            append(arguments.csv, [row | {"dim": dim}])
+            append(arguments.csv, [row | {"dim": dim} | device_hardware(arguments.commit)])
 
 
 def _report(row: dict, path: Path | None) -> None:

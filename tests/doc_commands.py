@@ -32,6 +32,7 @@ TINY = "--model tiny.json --batch-size 8 --accum-freq 2 --warmup 1 --workers 1 -
 VIT_B = "--batch-size 32 --accum-freq 2 --warmup 1 --workers 4 --steps 3 --compile-blocks off"
 COLLECT = "--collect-only -q"
 PLAN = "python -m infcl.plan --model ViT-L-14 --gpus 32 --gpu a800-80g"
+SWEEP = "python -m infcl.plan --gpu h200 --gpus 8"
 TOKENIZER = "python -m infcl.data.tokenizer train --train-data"
 
 COMMANDS = [
@@ -41,6 +42,8 @@ COMMANDS = [
         for shown in (
             PLAN + " --global-batch 12288k --zero 3",
             PLAN + " --link nic-200 --global-batch 12288k --zero 3",
+            f"{SWEEP} --model ViT-L-14 --global-batch 32768 --micro-batch-size 256 --link nic-400 --sweep gpus=8:4096",
+            f"{SWEEP} --model ViT-B-32 --global-batch 65536 --micro-batch-size 1024 --link eth-100 --sweep gpus=8:4096",
             "python -m infcl.report runs/demo-zero1",
             "python -m infcl.report runs/demo-zero1 runs/other",
             "python -m tests.data_faults docs/data_faults.md",

@@ -177,6 +177,18 @@ def test_a_sweep_keeps_the_batch_per_gpu_and_the_loss_comes_to_dominate(tmp_path
     assert (tmp_path / "sweep.png").stat().st_size > 10_000
 
 
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("scaling_nic400.csv", "ViT-L-14 --global-batch 32768 --micro-batch-size 256 --link nic-400"),
+        ("scaling_eth100.csv", "ViT-B-32 --global-batch 65536 --micro-batch-size 1024 --link eth-100"),
+    ],
+)
+def test_the_sweeps_of_the_documents_are_what_the_planner_says_now(name, words, capsys):
+    assert main(f"--gpu h200 --gpus 8 --sweep gpus=8:4096 --model {words}".split()) == 0
+    assert capsys.readouterr().out == (RESULTS / name).read_text()
+
+
 @pytest.mark.parametrize("text", ["gpus=8", "8:16", "gpus=16:8", "nodes=1:2", "gpus=a:b"])
 def test_a_wrong_sweep_is_refused(text):
     with pytest.raises(ValueError, match="gpus=FIRST:LAST"):

@@ -81,12 +81,15 @@ def _by_batch(found: list[dict]) -> list[dict]:
 
 
 def table_4() -> str:
-    """The paper's ablation: vanilla, in-GPU... as rows: no tiling, OpenCLIP, ring alone, ring and tiles."""
+    """The paper's ablation as rows: no tiles, OpenCLIP, tiles of one kind, of both."""
     found = where(loss_rows(), gpus=4, global_batch=65536, dim=768)
+    alone = where(loss_rows(), gpus=1, global_batch=65536, dim=768, impl="inf_cl")
+    found += [row | {"impl": "in_gpu"} for row in alone]
     names = {
         "clip": "no tiles: b x b on every GPU (CLIP)",
         "official_open_clip": "b/n x b on every GPU (OpenCLIP, local loss)",
         "one_tile": "cross-GPU tiles only: the ring, a block pair as one float32 matrix",
+        "in_gpu": "in-GPU tiles only: b x b on every GPU, in tiles (as one GPU alone does it)",
         "inf_cl": "cross-GPU and in-GPU tiles (infcl)",
     }
     lines = []
@@ -158,7 +161,7 @@ def precision() -> str:
         cells = ["; ".join(f"{own[kind][error]:.1e}" for error in errors) if kind in own else "" for kind in kinds]
         lines.append([impl, dtype, tile or dtype, *cells])
     heads = [f"{kind} pairs: loss; features; scale" for kind in kinds]
-    return markdown(["loss", "features", "products", *heads], lines)
+    return markdown(["loss", "features", "products", *heads], lines) + f"\n\n{origin(found)}."
 
 
 def loss_origin() -> str:
