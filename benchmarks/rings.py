@@ -15,6 +15,7 @@ import time
 from datetime import timedelta
 from pathlib import Path
 
+from benchmarks.clock import hardware
 from benchmarks.rows import append
 
 ROOT = Path(__file__).parent.parent
@@ -36,8 +37,6 @@ def main() -> None:
         for ring in ("flat", "two-level", "flat", "two-level"):
             rows.append(_measure(hosts, ring, arguments))
             print(f"{ring:<10}{rows[-1]['median_ms']:>9.0f} ms  (fastest {rows[-1]['fastest_ms']:.0f})", flush=True)
-    if arguments.csv is not None:
-        arguments.csv.unlink(missing_ok=True)  # one run, one file
     append(arguments.csv, rows)
 
 
@@ -71,6 +70,7 @@ def _measure(hosts, ring: str, arguments: argparse.Namespace) -> dict:
     times = [float(word) for word in printed[0].split()]
     settings = {name: getattr(arguments, name) for name in ("hosts", "ranks", "rows", "dim", "nic_mbit", "ratio")}
     row = {"ring": ring, **settings, "median_ms": statistics.median(times), "fastest_ms": min(times)}
+    row |= hardware(None)
     return {name: round(value, 1) if isinstance(value, float) else value for name, value in row.items()}
 
 
