@@ -1,8 +1,8 @@
-"""What tiling costs: `python -m benchmarks.tiling --gpus 4 --batch 262144 --csv ... --plot ...`, one stacked bar.
+"""What tiling costs: `python -m benchmarks.tiling --gpus 4 --batch 262144 --csv ...`; benchmarks.paper draws it.
 
 The same tiles, four times: the bare matrix products of the library; the tiled loss without a ring (exponentials, sums,
-rounding and launches come to it: "epilogue"); the ring, waiting for each message ("communication"); the ring with
-messages overlapped ("of it not hidden", or what overlapping costs). One GPU has no ring: two parts.
+rounding and launches come to it); the ring, waiting for each message; the ring with messages overlapped. One GPU has no
+ring.
 """
 
 import argparse
@@ -33,7 +33,6 @@ def main() -> None:
     parser.add_argument("--dim", type=int, default=768)
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--csv", type=Path, default=None, help="append a row")
-    parser.add_argument("--plot", type=Path, default=None, help="PNG of this run")
     parser.add_argument("--commit", default=None, help="for the CSV; default: git's HEAD")
     arguments = parser.parse_args()
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
@@ -114,34 +113,6 @@ def _report(times: dict[str, tuple[float, float]], arguments: argparse.Namespace
         row |= {f"{name} ms": round(median, 3), f"{name} std": round(deviation, 3)}
     row |= hardware(arguments.commit)
     append(arguments.csv, [row], COLUMNS)
-    if arguments.plot is not None:
-        _plot({name: median for name, (median, _) in times.items()}, arguments)
-
-
-def _plot(times: dict[str, float], arguments: argparse.Namespace) -> None:
-    import matplotlib
-
-    matplotlib.use("agg")
-    from matplotlib import pyplot
-
-    parts = {"matrix products": times["products"], "epilogue, launches": times["tiles"] - times["products"]}
-    if "ring" in times:
-        waiting, overlapped = (times[name] - times["tiles"] for name in ("ring, waiting", "ring"))
-        if overlapped < waiting:
-            parts["communication, not hidden"] = overlapped
-            parts["communication that overlapping hides"] = waiting - overlapped
-        else:
-            parts["communication, waited for"] = waiting
-            parts["more where it is overlapped"] = overlapped - waiting
-    figure, axes = pyplot.subplots(figsize=(7, 1.8))
-    left = 0.0
-    for (name, width), colour in zip(parts.items(), ("#3b6ea8", "#e0a33a", "#b5473c", "#d9d9d9")):
-        axes.barh([0], [max(width, 0.0)], left=left, color=colour, label=f"{name}: {width:.1f} ms")
-        left += max(width, 0.0)
-    axes.set_yticks([])
-    axes.set_xlabel(f"ms, forward + backward, b = {arguments.batch:,}, D = {arguments.dim}, {arguments.gpus} GPU(s)")
-    axes.legend(ncols=2, loc="lower center", bbox_to_anchor=(0.5, 1.0), frameon=False, fontsize=8)
-    figure.savefig(arguments.plot, dpi=150, bbox_inches="tight")
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ import pytest
 from benchmarks.paper import accuracy, memory, speed
 from benchmarks.paper.__main__ import DOCS, FIGURES, PAGES, REGIONS
 from benchmarks.paper.accuracy import table_3_pairs
-from benchmarks.paper.draw import digest, digest_of, draw
+from benchmarks.paper.draw import digest, digest_of, draw, draw_bar
 from benchmarks.paper.raw import markdown, mean_and_deviation, rows
 from benchmarks.paper.regions import fill, names
 from benchmarks.paper.towers import measured_steps, steps
@@ -46,6 +46,19 @@ def test_a_plot_carries_the_digest_of_its_data(tmp_path):
     assert digest_of(tmp_path / "plot.png") == digest(panels)
     assert digest(panels) != digest({"a": {"infcl": [(1024, 1.0), (2048, 2.1)]}})
     assert digest_of(tmp_path / "none.png") is None
+
+
+def test_the_bar_of_tiling_says_what_overlapping_hides_or_costs(tmp_path, monkeypatch):
+    row = {"gpus": 4, "global_batch": 8, "dim": 2, "products ms": 5.0, "tiles ms": 6.0, "ring, waiting ms": 8.0}
+    parts = {}
+    for ring in (7.0, 8.5):
+        monkeypatch.setattr(speed, "rows", lambda name, ring=ring: [row | {"ring ms": ring}])
+        parts[ring] = {name: width for (name, [(width,)]) in next(iter(speed.tiling_bar().values())).items()}
+    assert parts[7.0] | {"communication, not hidden": 1.0, "communication that overlapping hides": 1.0} == parts[7.0]
+    assert parts[8.5] | {"communication, waited for": 2.0, "more where it is overlapped": 0.5} == parts[8.5]
+    assert [sum(widths.values()) for widths in parts.values()] == [8.0, 8.5]
+    draw_bar(speed.tiling_bar(), tmp_path / "bar.png")
+    assert digest_of(tmp_path / "bar.png") == digest(speed.tiling_bar())
 
 
 def test_numbers_are_read_as_such_and_commits_are_not(tmp_path, monkeypatch):

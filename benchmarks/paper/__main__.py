@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks.paper import accuracy, memory, speed, towers
-from benchmarks.paper.draw import digest, digest_of, draw
+from benchmarks.paper.draw import digest, digest_of, draw, draw_bar
 from benchmarks.paper.regions import fill
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -51,7 +51,8 @@ TABLES = {
     "3": ("table-3", "table-3-pairs", "table-3-ranks", "gradients"),
     "4": ("table-4",),
 }
-FIGURES: dict[str, tuple[Callable[[], dict], dict]] = {  # file under docs/results: (what it shows, how)
+# file under docs/results: (what it shows, how; None: as one bar)
+FIGURES: dict[str, tuple[Callable[[], dict], dict | None]] = {
     "figure_1.png": (memory.figure_1, {"x": ("global batch", "global batch", "GPUs"), "y": "GiB per GPU"}),
     "figure_4.png": (speed.figure_4, {"x": ("global batch",) * 2, "y": "ms, forward + backward"}),
     "figure_5.png": (accuracy.figure_5, {"x": ("global batch",) * 2, "y": "accuracy", "log_y": False}),
@@ -59,19 +60,21 @@ FIGURES: dict[str, tuple[Callable[[], dict], dict]] = {  # file under docs/resul
         accuracy.loss_curves,
         {"x": ("samples seen",) * 2, "y": "loss", "log_x": False, "log_y": False, "ticks": "", "overlaid": True},
     ),
+    "tiling_4.png": (speed.tiling_bar, None),
 }
+FILES = {"losses": "loss_curves.png", "tiling": "tiling_4.png"} | {name: f"figure_{name}.png" for name in "145"}
 
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--table", action="append", default=[], choices=tuple(TABLES))
-    parser.add_argument("--figure", action="append", default=[], choices=("1", "4", "5", "losses"))
+    parser.add_argument("--figure", action="append", default=[], choices=tuple(FILES))
     parser.add_argument("--write", action="store_true")
     options = parser.parse_args(arguments)
     for table in options.table:
         print("\n\n".join(REGIONS[name]() for name in TABLES[table]), "\n")
     for figure in options.figure:
-        draw_if_new("loss_curves.png" if figure == "losses" else f"figure_{figure}.png")
+        draw_if_new(FILES[figure])
     if options.write:
         for page in PAGES:
             path = DOCS / page
@@ -86,7 +89,8 @@ def draw_if_new(name: str) -> None:
     if not any(panels.values()):
         print(f"{name}: no raw results yet")
     elif digest_of(path) != digest(panels):
-        draw(panels, path, **FIGURES[name][1])
+        how = FIGURES[name][1]
+        draw_bar(panels, path) if how is None else draw(panels, path, **how)
         print(f"drew {path}")
 
 

@@ -103,6 +103,33 @@ def draw(
     for axis in axes[:, 0]:
         axis.set_ylabel(y, color=INK)
     figure.tight_layout()
+    _save(figure, picture, panels)
+
+
+def draw_bar(panels: dict, picture: Path) -> None:
+    """{axis: {part: [(width,)]}} of one panel -> PNG: the parts as one stacked bar, each labelled with its width."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    ((axis_label, parts),) = panels.items()
+    figure, axis = pyplot.subplots(figsize=(7, 1.8), dpi=110, facecolor=GROUND)
+    axis.set_facecolor(GROUND)
+    left = 0.0
+    for (name, [(width,)]), colour in zip(parts.items(), ("#3b6ea8", "#e0a33a", "#b5473c", "#b9b9b9")):
+        axis.barh([0], [width], left=left, color=colour, label=f"{name}: {width:.1f}")
+        left += width
+    axis.set_yticks([])
+    axis.set_xlabel(axis_label, color=INK)
+    axis.tick_params(colors=INK, labelsize=8)
+    axis.legend(ncols=2, loc="lower center", bbox_to_anchor=(0.5, 1.0), frameon=False, fontsize=8)
+    _save(figure, picture, panels)
+
+
+def _save(figure, picture: Path, panels: dict) -> None:
+    from matplotlib import pyplot
+
     metadata = {"Description": digest(panels), "Software": None}
     figure.savefig(picture, facecolor=GROUND, bbox_inches="tight", metadata=metadata)
     pyplot.close(figure)

@@ -142,6 +142,22 @@ def tiling() -> str:
     return markdown(header, lines)
 
 
+def tiling_bar() -> dict:
+    """{what was measured: {part of a rank's time on four GPUs: [(ms,)]}}."""
+    row = where(rows("tiling_h200.csv"), gpus=4)[-1]
+    times = {name: row[f"{name} ms"] for name in ("products", "tiles", "ring, waiting", "ring")}
+    parts = {"matrix products": times["products"], "epilogue, launches": times["tiles"] - times["products"]}
+    waiting, overlapped = (times[name] - times["tiles"] for name in ("ring, waiting", "ring"))
+    if overlapped < waiting:
+        parts["communication, not hidden"] = overlapped
+        parts["communication that overlapping hides"] = waiting - overlapped
+    else:
+        parts["communication, waited for"] = waiting
+        parts["more where it is overlapped"] = overlapped - waiting
+    what = f"ms, forward + backward, b = {row['global_batch']:,}, D = {row['dim']}, {row['gpus']} GPUs"
+    return {what: {name: [(width,)] for name, width in parts.items()}}
+
+
 def retrieval() -> str:
     lines = [
         [row["impl"], f"{row['pairs']:,}", row["dim"], row["device"], f"{row['seconds']:.2f} s", size(row["peak_mib"])]
