@@ -38,6 +38,7 @@ REGIONS: dict[str, Callable[[], str]] = {
     "precision": speed.precision,
     "retrieval": speed.retrieval,
     "towers": towers.towers,
+    "smaller-towers": towers.smaller_towers,
     "thousands": towers.thousands,
     "steps": towers.measured_steps,
     "plan-errors": towers.plan_errors,

@@ -96,6 +96,13 @@ def towers() -> str:
     return markdown(header, lines)
 
 
+def smaller_towers() -> str:
+    """ViT-B-16, from which nothing of the plan was set: a step on one H200, and a huge one, not warmed up, on four."""
+    warm = [row for row in read_steps(RESULTS / "optimizers.csv") if row["label"].endswith("opt adamw")]
+    huge = [row for row in read_steps(RESULTS / "step.csv") if row["model"] == "ViT-B-16"]
+    return table(compare(warm + huge, load_gpu("h200")))
+
+
 def thousands() -> str:
     """From the committed sweeps: what grows with the GPUs at a fixed batch per GPU."""
     lines = []
