@@ -38,14 +38,15 @@ def state_bytes(
 ) -> dict[str, float]:
     """{"parameters", "gradients", "optimizer"}: bytes per rank of what training keeps between steps.
 
-    fp32 and amp_bf16: parameters and gradients of 4 bytes; bf16 and fp16: of 2, with gradients accumulated in fp32 (in
-    stage 1 by DeepSpeed's BF16_Optimizer, which makes no copy of a rank's own share).
+    fp32 and amp_bf16: parameters and gradients of 4 bytes; in stage 1 these twice, as measured on one and four GPUs:
+    their sums, and about as much while a backward runs. bf16 and fp16: of 2, with gradients accumulated in fp32 (in
+    stage 1 by DeepSpeed's BF16_Optimizer).
     Optimizer: `moments` bytes an element (8: two of Adam's) and, from stage 1 on, the fp32 master of the rank's share.
     """
     low = precision in ("bf16", "fp16")
     width, share = 2 if low else 4, 1 / ranks
     whole, own = trainable * (width + (4 if low else 0)), trainable * share * 4
-    first = whole if low else whole + own
+    first = whole if low else 2.0 * whole
     return {
         "parameters": parameters * width * (share if stage == 3 else 1),
         "gradients": {0: whole, 1: first}.get(stage, own),
