@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+from torch._inductor.pattern_matcher import stable_topological_sort
 
 from infcl.towers.transformer import ResidualBlock
 
@@ -27,8 +28,10 @@ LEAST_ELEMENTS = 2**26  # m L w: ViT-L-14 gains 7% at 256 samples (67.4 million)
 
 _c10d = torch.ops._c10d_functional
 _WAIT = _c10d.wait_tensor.default
+_SUMS = _c10d.all_reduce_coalesced.default  # of gradients: linear.py
 _STARTS = {
     _c10d.all_reduce.default,
+    _SUMS,
     _c10d.all_gather_into_tensor.default,
     _c10d.reduce_scatter_tensor.default,
 }
@@ -51,6 +54,7 @@ class LateWaits(CustomGraphPass):
     """
 
     def __call__(self, graph: torch.fx.Graph) -> None:
+        _in_one_message(graph)
         placed: dict[torch.fx.Node, None] = {}  # in their new order
         held: list[torch.fx.Node] = []  # waits, and what needs them, in their old order
         for node in graph.nodes:
@@ -68,6 +72,24 @@ class LateWaits(CustomGraphPass):
         return get_hash_for_files((__file__,))
 
 
+def _in_one_message(graph: torch.fx.Graph) -> None:
+    """All sums of parameters' gradients, which nothing in the graph needs, as one collective where the last one is."""
+    sums = [node for node in graph.nodes if node.target == _SUMS]
+    if len({node.args[1:] for node in sums}) != 1 or len(sums) == 1:
+        return
+    gradients = [gradient for node in sums for gradient in node.args[0]]
+    with graph.inserting_before(sums[-1]):
+        total = graph.call_function(_SUMS, (gradients, *sums[-1].args[1:]))
+        total.meta["val"] = [gradient.meta["val"] for gradient in gradients]
+    first = 0
+    for node in sums:
+        for item in list(node.users):
+            item.args = (total, first + item.args[1])
+        first += len(node.args[0])
+        graph.erase_node(node)
+    stable_topological_sort(graph)
+
+
 def _needed(node: torch.fx.Node) -> set[torch.fx.Node]:
     """`node` and all that it needs, directly or not."""
     found: set[torch.fx.Node] = set()
@@ -79,11 +101,17 @@ def _needed(node: torch.fx.Node) -> set[torch.fx.Node]:
     return found
 
 
-OPTIONS: dict[str, Any] = {  # of torch.compile, for blocks that send while they compute
+LATE_WAITS: dict[str, Any] = {  # options of torch.compile for blocks that send while they compute
     "post_grad_custom_post_pass": LateWaits(),
-    # Fused kernels may have moved waits forward again: what adds both halves' gradients of a bias.
-    "reorder_for_compute_comm_overlap": True,
-    "reorder_for_compute_comm_overlap_passes": ["sink_waits"],
     "reorder_for_peak_memory": False,  # it would put a weight's gradient before the sum that it hides
-    "score_fusion_memory_threshold": 2**20,  # bytes: no kernel for both halves because both read a bias
 }
+IN_HALVES = (
+    in_halves,
+    LATE_WAITS
+    | {
+        # Fused kernels may have moved waits forward again: what adds both halves' gradients of a bias.
+        "reorder_for_compute_comm_overlap": True,
+        "reorder_for_compute_comm_overlap_passes": ["sink_waits"],
+        "score_fusion_memory_threshold": 2**20,  # bytes: no kernel for both halves because both read a bias
+    },
+)

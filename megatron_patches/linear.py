@@ -5,7 +5,8 @@
 
 A pair column -> row costs one all-reduce in the forward and one in the backward. Under sequence parallelism the
 tensors between such pairs are split over the ranks by their first dimension: an all-reduce becomes an all-gather and a
-reduce-scatter, of as many bytes together, and the backward gathers the rows again instead of keeping them.
+reduce-scatter, of as many bytes together, and the backward gathers the rows again instead of keeping them. Then rows
+travel while they are multiplied (products.py), and gradients of what lies between the pairs are summed.
 
 A row layer is megatron-core's mapping behind torch's product. A column layer's backward communicates while it computes
 the weight's gradient, as megatron-core's LinearWithGradAccumulationAndAsyncCommunication does. That function is not
@@ -22,12 +23,10 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from megatron.core.tensor_parallel.mappings import (
-    reduce_from_tensor_model_parallel_region,
-    reduce_scatter_to_sequence_parallel_region,
-)
+from megatron.core.tensor_parallel.mappings import reduce_from_tensor_model_parallel_region
 
-from infcl.towers.transformer import Attention, Linear
+from infcl.towers.transformer import Attention, LayerNorm, Linear
+from megatron_patches.products import gather_multiply, gather_multiply_both, multiply_scatter, multiply_scatter_both
 
 _collectives = torch.ops._c10d_functional  # in place of nothing, asynchronous until wait_tensor
 
@@ -38,6 +37,11 @@ class Sharing:
 
     group: dist.ProcessGroup
     sequence_parallel: bool
+
+    @property
+    def name(self) -> tuple[int, str]:
+        """Its size and name: what operators of torch know a group by."""
+        return dist.get_world_size(self.group), self.group.group_name
 
     def __deepcopy__(self, memo: dict) -> "Sharing":
         return self  # a group is one object in a process
@@ -73,33 +77,51 @@ class RowLinear(Linear):
     sharing: Sharing
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = F.linear(x, self.weight)
         if self.sharing.sequence_parallel:
-            y = reduce_scatter_to_sequence_parallel_region(y, group=self.sharing.group)
-        else:
-            y = reduce_from_tensor_model_parallel_region(y, group=self.sharing.group)
+            (bias,) = summed_gradients([self.bias], self.sharing)
+            x, weight, bias = _in_autocast(x, self.weight, bias)
+            return _ScatteredRows.apply(x, weight, *self.sharing.name) + bias
+        y = F.linear(x, self.weight)
+        y = reduce_from_tensor_model_parallel_region(y, group=self.sharing.group)
         return y + self.bias.to(y.dtype)
 
 
-def columns(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, sharing: Sharing) -> torch.Tensor:
-    """This rank's output features of all rows: [n, out / T] from x [n, in] (sequence parallel: [n / T, in]).
+class SampleParallelNorm(LayerNorm):
+    """Each rank norms its own rows, with parameters that all have: their gradients are summed."""
 
-    In autocast's dtype where that is on, so that what is sent has it too.
-    """
-    if torch.is_autocast_enabled(x.device.type):
-        dtype = torch.get_autocast_dtype(x.device.type)
-        x, weight, bias = x.to(dtype), weight.to(dtype), bias.to(dtype)
-    size, name = dist.get_world_size(sharing.group), sharing.group.group_name
-    return _Columns.apply(x, weight, bias, size, name, sharing.sequence_parallel)
+    sharing: Sharing
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight, bias = summed_gradients([self.weight, self.bias], self.sharing)
+        return F.layer_norm(x, self.normalized_shape, weight, bias, self.eps).to(x.dtype)
+
+
+def columns(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, sharing: Sharing) -> torch.Tensor:
+    """This rank's output features of all rows: [n, out / T] from x [n, in] (sequence parallel: [n / T, in])."""
+    function = _GatheredColumns if sharing.sequence_parallel else _Columns
+    return function.apply(*_in_autocast(x, weight, bias), *sharing.name)
+
+
+def summed_gradients(parameters: list[torch.Tensor], sharing: Sharing) -> tuple[torch.Tensor, ...]:
+    """The parameters, of which each rank's gradient is a part: the backward sums them, in one message."""
+    if not torch.is_grad_enabled():
+        return tuple(parameters)  # torch.compile breaks a graph at a function that returns views of its inputs
+    return _SummedGradients.apply(sharing.name[1], *parameters)
+
+
+def _in_autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """In autocast's dtype where that is on, so that what is sent has it too."""
+    kind = tensors[0].device.type
+    if not torch.is_autocast_enabled(kind):
+        return tensors
+    return tuple(tensor.to(torch.get_autocast_dtype(kind)) for tensor in tensors)
 
 
 class _Columns(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, bias, size, group_name, sequence_parallel):
+    def forward(ctx, x, weight, bias, size, group_name):
         ctx.save_for_backward(x, weight)
-        ctx.size, ctx.group_name, ctx.sequence_parallel = size, group_name, sequence_parallel
-        if sequence_parallel:
-            x = _collectives.wait_tensor(_collectives.all_gather_into_tensor(x.contiguous(), size, group_name))
+        ctx.group_name = group_name
         return F.linear(x, weight, bias)
 
     @staticmethod
@@ -107,16 +129,8 @@ class _Columns(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         x_needs, weight_needs, bias_needs = ctx.needs_input_grad[:3]
         d_x = d_weight = d_bias = None
-        if ctx.sequence_parallel and weight_needs:
-            x = _collectives.all_gather_into_tensor(x.contiguous(), ctx.size, ctx.group_name)
         if x_needs:  # on the wire while the rest is computed
-            d_x = d_y @ weight
-            if ctx.sequence_parallel:
-                d_x = _collectives.reduce_scatter_tensor(d_x, "sum", ctx.size, ctx.group_name)
-            else:
-                d_x = _collectives.all_reduce(d_x, "sum", ctx.group_name)
-        if ctx.sequence_parallel and weight_needs:
-            x = _collectives.wait_tensor(x)
+            d_x = _collectives.all_reduce(d_y @ weight, "sum", ctx.group_name)
         d_rows = d_y.flatten(0, -2)  # [n, out / T]
         if weight_needs:
             d_weight = d_rows.T @ x.flatten(0, -2)
@@ -124,4 +138,43 @@ class _Columns(torch.autograd.Function):
             d_bias = d_rows.sum(0)
         if x_needs:
             d_x = _collectives.wait_tensor(d_x)
-        return d_x, d_weight, d_bias, None, None, None
+        return d_x, d_weight, d_bias, None, None
+
+
+class _GatheredColumns(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, bias, size, group_name):
+        ctx.save_for_backward(x, weight)
+        ctx.names = size, group_name
+        return gather_multiply(x, weight, bias, size, group_name)
+
+    @staticmethod
+    def backward(ctx, d_y):
+        x, weight = ctx.saved_tensors
+        d_x, d_weight = multiply_scatter_both(d_y, x, weight, *ctx.names)
+        return d_x, d_weight, d_y.flatten(0, -2).sum(0), None, None
+
+
+class _ScatteredRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, size, group_name):
+        ctx.save_for_backward(x, weight)
+        ctx.names = size, group_name
+        return multiply_scatter(x, weight, size, group_name)
+
+    @staticmethod
+    def backward(ctx, d_y):
+        x, weight = ctx.saved_tensors
+        return *gather_multiply_both(d_y, x, weight, *ctx.names), None, None
+
+
+class _SummedGradients(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, group_name, *parameters):
+        ctx.group_name = group_name
+        return tuple(parameter.view_as(parameter) for parameter in parameters)
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        sums = _collectives.all_reduce_coalesced(list(gradients), "sum", ctx.group_name)
+        return None, *(_collectives.wait_tensor(total) for total in sums)

@@ -27,7 +27,7 @@ from torch import nn
 from infcl.towers.clip import CLIP
 from infcl.towers.config import CLIPConfig
 from infcl.towers.transformer import ResidualBlock, Transformer
-from megatron_patches.linear import ColumnAttention, ColumnLinear, RowLinear, Shared, Sharing
+from megatron_patches.linear import ColumnAttention, ColumnLinear, RowLinear, SampleParallelNorm, Shared, Sharing
 from megatron_patches.split import ATTRIBUTE, Split, split_parameter
 
 
@@ -61,7 +61,7 @@ def split_towers(model: CLIP, group: dist.ProcessGroup, *, sequence_parallel: bo
             _switch(module, SampleParallelTransformer, sharing)
         elif isinstance(module, nn.Conv2d):
             for parameter in module.parameters(recurse=False):
-                _reduce_gradient(parameter, group, mean=True)
+                _average_gradient(parameter, group)
 
 
 class SampleParallelTransformer(Transformer):
@@ -98,17 +98,16 @@ def cut_block(block: ResidualBlock, group: dist.ProcessGroup) -> None:
 
 def _split_block(block: ResidualBlock, sharing: Sharing) -> None:
     cut_block(block, sharing.group)
-    for module, parallel_class in (
+    classes: list[tuple[nn.Module, type[nn.Module]]] = [
         (block.attn, ColumnAttention),
         (block.attn.out_proj, RowLinear),
         (block.mlp.c_fc, ColumnLinear),
         (block.mlp.c_proj, RowLinear),
-    ):
-        _switch(module, parallel_class, sharing)
+    ]
     if sharing.sequence_parallel:
-        between = [*block.ln_1.parameters(), *block.ln_2.parameters(), block.attn.out_proj.bias, block.mlp.c_proj.bias]
-        for parameter in between:
-            _reduce_gradient(parameter, sharing.group, mean=False)
+        classes += [(block.ln_1, SampleParallelNorm), (block.ln_2, SampleParallelNorm)]
+    for module, parallel_class in classes:
+        _switch(module, parallel_class, sharing)
 
 
 def _switch(module: nn.Module, parallel_class: type[nn.Module], sharing: Sharing) -> None:
@@ -116,14 +115,14 @@ def _switch(module: nn.Module, parallel_class: type[nn.Module], sharing: Sharing
     cast(Shared, module).sharing = sharing
 
 
-def _reduce_gradient(parameter: nn.Parameter, group: dist.ProcessGroup, *, mean: bool) -> None:
-    """Sum (or average) the parameter's gradient over the group in every backward, before anything accumulates it."""
+def _average_gradient(parameter: nn.Parameter, group: dist.ProcessGroup) -> None:
+    """Over the group, in every backward, before anything accumulates it."""
     if not parameter.requires_grad:
         return
 
-    def reduce(gradient: torch.Tensor) -> torch.Tensor:
+    def average(gradient: torch.Tensor) -> torch.Tensor:
         gradient = gradient.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(gradient, group=group)
-        return gradient / dist.get_world_size(group) if mean else gradient
+        return gradient / dist.get_world_size(group)
 
-    parameter.register_hook(reduce)
+    parameter.register_hook(average)

@@ -29,6 +29,11 @@ RUNS = {  # name: (flags, the run that it must follow, tolerance)
         "amp_bf16",
         3e-2,
     ),
+    "T=2 amp_bf16, sequence parallel, compiled": (
+        {"precision": "amp_bf16", "tensor_parallel_size": 2, "sequence_parallel": True, "compile_blocks": "on"},
+        "amp_bf16",
+        3e-2,
+    ),
 }
 
 
@@ -46,6 +51,7 @@ def train(flags: dict):
     from infcl.parallel import init_parallel, mean_over
     from infcl.step.grad_cache import grad_cache_step
     from infcl.train.build import build_loss, split_model
+    from infcl.train.compiled import prepare_blocks
     from infcl.train.engine import Engine
     from megatron_patches.groups import init_tensor_parallel
 
@@ -58,6 +64,8 @@ def train(flags: dict):
     with parallel.device:
         model = CLIP(load_model_config(MODEL))
     split_model(model, config, parallel)
+    if config.compile_blocks == "on":
+        assert prepare_blocks(model, config, parallel, config.precision, batch)
     engine, loss = Engine(model, config, parallel, batch), build_loss(config, parallel)
     losses, norms = [], []
     for step in range(STEPS):

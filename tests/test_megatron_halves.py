@@ -23,7 +23,7 @@ def orders_of_a_run(rank, world_size):
     model = CLIP(dataclasses.replace(CFG, text_cfg=text, vision_cfg=vision))
     split_towers(model, layout(world_size).tp_group)
     halves.LEAST_ELEMENTS = 1
-    assert compile_blocks(model, torch.device("cpu"), "amp_bf16", {8}, communicates=True, blocks_of_a_run=2)
+    assert compile_blocks(model, torch.device("cpu"), "amp_bf16", {8}, way=halves.IN_HALVES, blocks_of_a_run=2)
     torch.compiler.reset()  # what was tried on a copy is made again, to be seen
 
     def step():

@@ -108,7 +108,7 @@ def forward_backward(rank, world_size, size, sequence_parallel, checkpointing, r
         sizes, cpu = {rows // size if sequence_parallel else rows}, torch.device("cpu")
         halves.LEAST_ELEMENTS = 1
         with mock.patch("torch.compile", lambda run, **_: run), mock.patch("infcl.train.compiled.ALIGNED", 1):
-            assert compile_blocks(model, cpu, "fp32", sizes, communicates=True, blocks_of_a_run=2)
+            assert compile_blocks(model, cpu, "fp32", sizes, way=halves.IN_HALVES, blocks_of_a_run=2)
     images, texts = global_batch(rows, seed=5)
     features = model.visual(images.double()), model.encode_text(texts)
     generator = torch.Generator().manual_seed(6)

@@ -33,6 +33,7 @@ from infcl.train.preset import read_preset, zero_stage
 _log = logging.getLogger(__name__)
 _RECOMPILE_LIMIT = 64  # variants: two towers, with and without gradient, each batch size
 BLOCKS_OF_A_RUN = 4  # at most, a divisor of the tower's
+Way = tuple[Callable, dict[str, Any] | None]  # (forward of some blocks, options of torch.compile)
 PARAMETER_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}  # of other precisions: float32
 
 
@@ -46,9 +47,17 @@ def prepare_blocks(model: CLIP, config: TrainConfig, parallel: Parallel, precisi
     alone = zero_stage(read_preset(config, parallel.device.type)[0]) == 3 or config.grad_checkpointing
     alone = alone or config.lock_image or config.lock_text or parallel.tp_size == 1
     run = 1 if alone else BLOCKS_OF_A_RUN
-    return wanted and compile_blocks(
-        model, parallel.device, precision, sizes, communicates=parallel.tp_size > 1, blocks_of_a_run=run
-    )
+    way = way_to_compile(parallel, config.sequence_parallel)
+    return wanted and compile_blocks(model, parallel.device, precision, sizes, way=way, blocks_of_a_run=run)
+
+
+def way_to_compile(parallel: Parallel, sequence_parallel: bool) -> Way | None:
+    """Tensor-parallel blocks send while they compute, and the compiler has to keep their order."""
+    if parallel.tp_size == 1:
+        return None
+    from megatron_patches.halves import IN_HALVES, LATE_WAITS
+
+    return (_in_turn, LATE_WAITS) if sequence_parallel else IN_HALVES
 
 
 def compile_blocks(
@@ -57,19 +66,19 @@ def compile_blocks(
     precision: str,
     batch_sizes: set[int],
     *,
-    communicates: bool = False,
+    way: Way | None = None,
     blocks_of_a_run: int = 1,
 ) -> bool:
     """Compile the blocks of both towers for `batch_sizes`. False when that failed: then nothing has changed.
 
-    communicates: blocks send while they compute, in halves of a micro-batch; the compiler keeps their order.
+    way: the blocks' forward, and torch.compile's options for it; one after the other, and none, when it is None.
     blocks_of_a_run: so many blocks, or a divisor of that, are one graph, which is the forward of the first of them.
     """
     torch._dynamo.config.recompile_limit = max(_RECOMPILE_LIMIT, torch._dynamo.config.recompile_limit)
     if odd := [n for n, p in model.named_parameters() if ".resblocks." in n and p.numel() % ALIGNED]:
         _log.warning("the towers' blocks run eagerly: the size of %s is no multiple of %d", odd[0], ALIGNED)
         return False
-    forward, options = _in_halves() if communicates else (_in_turn, None)
+    forward, options = way or (_in_turn, None)
     compiled = torch.compile(forward, dynamic=False, options=options)
     runner = partial(_run, forward, compiled, frozenset(batch_sizes))
     towers = [
@@ -102,12 +111,6 @@ def _in_turn(blocks: Iterable[Any], x: torch.Tensor) -> torch.Tensor:
     for block in blocks:
         x = ResidualBlock.forward(block, x)
     return x
-
-
-def _in_halves() -> tuple[Callable, dict[str, Any]]:
-    from megatron_patches.halves import OPTIONS, in_halves
-
-    return in_halves, OPTIONS
 
 
 def _computed_by_the_first(x: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,104 @@
+"""Rows between tensor-parallel ranks, and products over them, equal what one process computes from all rows."""
+
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.ranks import free_port, run_ranks
+
+SIZES = (2, 3, 4)
+
+
+def product_errors(rank, size, device="cpu", dtype=torch.float64, shape=(3, 5), width=7, features=11, repeats=1):
+    """Each operator's largest deviation, relative to the largest element, from the dense product in float64."""
+    from megatron_patches import products
+
+    device = torch.device(device, rank) if device == "cuda" else torch.device(device)
+    name, worst = dist.group.WORLD.group_name, {}
+    for repeat in range(repeats):
+        generator = torch.Generator(device).manual_seed(repeat)
+        rows = torch.randn(size, *shape, width, generator=generator, device=device, dtype=dtype)
+        inside = (size, size * shape[0], *shape[1:], features)
+        parts = torch.randn(inside, generator=generator, device=device, dtype=dtype)
+        weights = torch.randn(size, features, width, generator=generator, device=device, dtype=dtype)
+        bias = torch.randn(features, generator=generator, device=device, dtype=dtype)
+        if device.type == "cuda":
+            torch.cuda._sleep((10_000_000, 0)[(rank + repeat) % 2])  # one GPU is late, then the other
+        got = {
+            "gather": products.gather_multiply(rows[rank], weights[rank], bias, size, name),
+            "scatter": products.multiply_scatter(parts[rank], weights[rank].T.contiguous(), size, name),
+            "gather both": products.gather_multiply_both(rows[rank], parts[rank], weights[rank].T, size, name),
+            "scatter both": products.multiply_scatter_both(parts[rank], rows[rank], weights[rank], size, name),
+        }
+        r, p, w = rows.flatten(0, 1).double(), parts.double(), weights.double()
+        summed = sum(part @ weight for part, weight in zip(p, w)).chunk(size)[rank]
+        want = {
+            "gather": r @ w[rank].T + bias.double(),
+            "scatter": summed,
+            "gather both": (r @ w[rank].T, r.flatten(0, -2).T @ p[rank].flatten(0, -2)),
+            "scatter both": (summed, p[rank].flatten(0, -2).T @ r.flatten(0, -2)),
+        }
+        for what in want:
+            pairs = zip(*([x] if isinstance(x, torch.Tensor) else x for x in (got[what], want[what])))
+            error = max(float((a.double() - b).abs().max() / b.abs().max()) for a, b in pairs)
+            worst[what] = max(error, worst.get(what, 0))
+    return worst
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_products_over_travelling_rows_equal_the_dense_ones(size):
+    for errors in run_ranks(product_errors, size):
+        assert len(errors) == 4 and max(errors.values()) < 1e-12
+
+
+def what_arrives(rank, size):
+    from megatron_patches.exchange import exchange_of
+
+    exchange = exchange_of(dist.group.WORLD.group_name, torch.device("cpu"))
+    swaps = [(step, exchange.swap(torch.full((3, 2), 10.0 * rank + step), step)) for step in range(1, size)]
+    rows = [(step, arrival.source, arrival.wait().unique().tolist()) for step, arrival in swaps]
+    exchange.finish()
+    return rows
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_swap_brings_the_rows_of_the_rank_so_many_places_before(size):
+    for rank, rows in enumerate(run_ranks(what_arrives, size)):
+        for step, source, values in rows:
+            assert source == (rank - step) % size and values == [10.0 * source + step]
+
+
+SHAPES = (
+    ((3, 5), 7, 11),
+    ((16, 257), 1024, 512),
+    ((1, 33), 40, 24),
+    ((32, 257), 1024, 1536),
+)  # of more and fewer bytes
+
+
+def on_gpus(rank, size, port):
+    from megatron_patches.exchange import PeerMemory, exchange_of
+
+    torch.cuda.set_device(rank)
+    torch.backends.cuda.matmul.allow_tf32 = False
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    dist.init_process_group("nccl", rank=rank, world_size=size, device_id=torch.device("cuda", rank))
+    assert isinstance(exchange_of(dist.group.WORLD.group_name, torch.device("cuda", rank)), PeerMemory)
+    for shape, width, features in SHAPES:
+        for dtype, bound in ((torch.float32, 1e-5), (torch.bfloat16, 2e-2)):
+            given = {"shape": shape, "width": width, "features": features, "repeats": 12}
+            errors = product_errors(rank, size, "cuda", dtype, **given)
+            assert max(errors.values()) < bound, (rank, shape, dtype, errors)
+    dist.barrier()
+    os._exit(0)
+
+
+@pytest.mark.multigpu
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("size", (2, 4))
+def test_products_over_peers_memory_equal_the_dense_ones_whoever_is_late(size):
+    if torch.cuda.device_count() < size:
+        pytest.skip(f"needs {size} GPUs")
+    torch.multiprocessing.spawn(on_gpus, (size, free_port()), nprocs=size)
