@@ -11,7 +11,14 @@ import logging
 import sys
 
 from infcl.config import parse_args
-from infcl.parallel import describe_failure, destroy_parallel, init_parallel, read_environment, report_mistake
+from infcl.parallel import (
+    describe_failure,
+    destroy_parallel,
+    init_parallel,
+    leave_gloo,
+    read_environment,
+    report_mistake,
+)
 from infcl.plan.dry_run import describe_plan
 from infcl.plan.fit import fit_to_memory
 from infcl.report import summary_table
@@ -56,6 +63,7 @@ def main(argv: list[str] | None = None) -> int:
         return report_mistake("pretrain_clip.py", error)
     except KeyboardInterrupt:
         say(rank, "interrupted before the first step")
+        leave_gloo()
         return 130
     try:
         summary = trainer.fit()
@@ -63,6 +71,7 @@ def main(argv: list[str] | None = None) -> int:
         newest = trainer.checkpoints.newest
         resume = f"--resume latest continues from {newest.name}" if newest else "no checkpoint was written yet"
         say(rank, f"interrupted at step {trainer.step}; {resume}")
+        leave_gloo()
         return 130
     except Stopped as stop:
         say(rank, f"{stop} at step {trainer.step}; --resume latest continues from here")

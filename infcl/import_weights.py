@@ -10,6 +10,7 @@ embeddings are interpolated when the image size differs (bicubic, as open_clip d
 
 import json
 import pickle
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -165,9 +166,11 @@ def _read_file(path: Path) -> dict[str, torch.Tensor]:
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
+        found = re.search(r"WeightsUnpickler error:\s*(.+)", str(error))  # not torch's advice to run the file's code
+        cause = found[1] if found else str(error).splitlines()[0]
         raise ValueError(
-            f"{path}: refused by torch.load(weights_only=True): {str(error).splitlines()[0]} Only tensors, numbers and "
-            "strings are read; save the state dict alone, or convert a TorchScript archive to safetensors"
+            f"{path}: refused by torch.load(weights_only=True) ({cause}): it is no file of torch's, or holds more than "
+            "tensors, numbers and strings. Save the state dict alone, or convert a TorchScript archive to safetensors"
         ) from error
     content = content.get("state_dict", content) if isinstance(content, dict) else content
     if not isinstance(content, dict) or not all(isinstance(value, torch.Tensor) for value in content.values()):

@@ -156,6 +156,15 @@ def destroy_parallel(parallel: Parallel | None = None) -> None:
         dist.destroy_process_group()
 
 
+def leave_gloo() -> None:
+    """Before an end that other ranks may not share: NCCL's group would wait for them.
+
+    gloo's threads, alive when the interpreter ends, turn two exits in a hundred into an abort with code 134.
+    """
+    if dist.is_initialized() and dist.get_backend() == "gloo":
+        dist.destroy_process_group()
+
+
 def describe_failure(parallel: Parallel, error: Exception) -> str:
     """One line for a rank that failed among several hosts: where it ran, why it failed, which ranks are whose."""
     here = next(node.host for node in reversed(parallel.nodes) if node.first_rank <= parallel.rank)
@@ -173,8 +182,7 @@ def report_mistake(program: str, error: ValueError) -> int:
     if rank != 0:
         time.sleep(5 if local_rank == 0 else 10)
     print(f"{program}: error: {error}", file=sys.stderr, flush=True)
-    if dist.is_initialized() and dist.get_backend() == "gloo":  # left open, one exit in a hundred aborts: code 134
-        dist.destroy_process_group()
+    leave_gloo()
     return 2
 
 

@@ -264,6 +264,7 @@ def refusal(rank, world_size, arguments):
         ("open_clip", ["--model", "ViT-B-32"], "brings its own config; leave --model out"),
         ("open_clip", ["--zeroshot-classnames", "/no/file"], "--zeroshot-classnames /no/file: No such file"),
         ("nothing", [], "no such file or folder"),
+        ("open_clip", ["--batch-size", "0"], "--batch-size 0 must be greater than 0"),
     ],
 )
 def test_mistakes_are_refused_by_every_rank_alike(data, exports, checkpoint, more, message):

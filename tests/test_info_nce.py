@@ -112,3 +112,5 @@ def test_wrong_positives_are_refused_with_the_numbers():
         info_nce_loss(queries, documents, torch.tensor([0, 1, 2]), 1.0)
     with pytest.raises(ValueError, match=r"\(2, 8\), \(3, 9\)"):
         info_nce_loss(queries, torch.ones(3, 9), torch.tensor([0, 1]), 1.0)
+    with pytest.raises(ValueError, match="on one device; got cpu, cpu, meta"):
+        info_nce_loss(queries, documents, torch.tensor([0, 1], device="meta"), 1.0)

@@ -11,7 +11,7 @@ from infcl.export import export_model
 from infcl.report import read_metrics
 from infcl.report.__main__ import main
 from infcl.report.charts import Chart, Series
-from infcl.report.drawing import MAX_POINTS, draw_svg, short, smooth, thin, ticks
+from infcl.report.drawing import MAX_POINTS, draw_png, draw_svg, short, smooth, thin, ticks
 from infcl.report.gallery import Gallery, retrieval_gallery
 from infcl.report.records import read_run
 from infcl.report.summary import summary_table
@@ -180,7 +180,7 @@ def test_the_gallery_shows_the_best_of_the_validation_data(demo_folder, tmp_path
     assert main([str(root)]) == 0
     assert len(Page((root / "report" / "index.html").read_text()).loads) == 36
     (root / "config.json").write_text(json.dumps({"val_data": "/no/such/folder"}))
-    assert "is not there any more" in retrieval_gallery(read_run(root))
+    assert "is not there (" in retrieval_gallery(read_run(root))
 
 
 def test_ticks_are_round_and_inside():
@@ -201,6 +201,20 @@ def test_smoothing_is_centred_and_keeps_lines():
     line = [float(n) for n in range(300)]
     assert smooth(line) == pytest.approx(line)
     assert smooth([2.0]) == [2.0]
+
+
+def test_a_picture_has_the_pages_marks_its_note_and_starts_at_zero(tmp_path, monkeypatch):
+    plt = pytest.importorskip("matplotlib.pyplot")
+    monkeypatch.setattr(plt, "close", lambda figure: None)
+    series = Series("top-1", [50_000.0, 100_000.0], [0.5, 1.0], colour=0, points=True)
+    draw_png(Chart("x", "Accuracy", [series], note="of all", percent=True, from_zero=True), tmp_path / "x.png")
+    figure = plt.gcf()
+    monkeypatch.undo()
+    (axis,) = figure.axes
+    assert [label.get_text() for label in axis.get_yticklabels()] == ["0%", "20%", "40%", "60%", "80%", "100%"]
+    assert "100k" in [label.get_text() for label in axis.get_xticklabels()] and axis.get_xlim()[0] == 0
+    assert [text.get_text() for text in axis.texts] == ["of all"]
+    plt.close(figure)
 
 
 def test_curves_of_a_single_step_or_a_constant_are_drawn():

@@ -5,6 +5,7 @@ In:  shards (anything that webdataset opens), or a folder with one sub-folder pe
 Out: `EvalSample`s: the image after the evaluation transform, captions, the json member (class labels), key.
 """
 
+import contextlib
 import json
 import os
 from abc import ABC, abstractmethod
@@ -81,11 +82,14 @@ class EvalSamples(ABC):
             metadata = parse_json(record.json) if record.json is not None else {}
         except BadSample as bad:
             return bad
-        try:
-            caption, _ = decode_caption(record, self.keys)
-        except BadSample:
-            caption = ""
-        return EvalSample(image, caption, metadata, key)
+        return EvalSample(image, self._caption(record), metadata, key)
+
+    def _caption(self, record: Record) -> str:
+        """By the keys, or else where the format has captions; "" without one."""
+        for keys in (self.keys, DEFAULT_KEYS):
+            with contextlib.suppress(BadSample):
+                return decode_caption(record, keys)[0]
+        return ""
 
     @abstractmethod
     def _records(self) -> Iterable[tuple[str, Record]]:

@@ -118,7 +118,9 @@ def _json_caption(values: dict[str, Any], keys: SampleKeys, random: np.ndarray |
         names = [name for _, _, name in sorted(zip(waits, range(len(names)), names))]
     texts = [values[name] for name in names if isinstance(values.get(name), str)]
     if not texts:
-        raise BadSample("no_caption", f"json has no text under {keys.json_text or 'caption'!r}")
+        there = ", ".join(name[:30] for name, value in list(values.items())[:9] if isinstance(value, str)) or "none"
+        wanted = keys.json_text or "caption"
+        raise BadSample("no_caption", f"json has no text under {wanted!r}, but {there}: see --json-text-key")
     return next((text for text in texts if text.strip()), texts[0])
 
 

@@ -67,7 +67,8 @@ def _expand(names: list[str], allow_pipe: bool) -> tuple[list[list[str]], list[s
                 shards.append(part)
             elif os.path.isdir(part):
                 found = sorted(glob(os.path.join(escape(part), "*.tar")))
-                (shards if found else missing).extend(found or [f"{part} (no *.tar in this folder)"])
+                nothing = f"{part} (no *.tar in this folder; --dataset-type csv reads loose images)"
+                (shards if found else missing).extend(found or [nothing])
             elif os.path.exists(part):
                 shards.append(part)
             else:

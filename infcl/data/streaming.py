@@ -80,7 +80,7 @@ def stream_records(
     members = tar_file_expander(opened(), handler=handler, select_files=select)
     for sample in group_by_keys(members, handler=handler):
         image = next((sample[e] for e in images if e in sample), None)
-        text = next((sample[e] for e in texts if e in sample), None) if keys.json_text is None else None
+        text = next((sample[e] for e in texts if e in sample), None)
         key = sample["__key__"].encode("utf-8", "backslashreplace").decode()  # a name may be any bytes
         url = sample["__url__"]
         yield key, Record(image, text, sample.get("json"), f"{url} {key}", url)

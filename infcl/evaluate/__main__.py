@@ -48,6 +48,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def evaluate(args: argparse.Namespace, parallel: Parallel) -> dict[str, object]:
     """What was evaluated on what, and its metrics. Collective: every rank returns the same."""
+    if args.batch_size < 1:
+        raise ValueError(f"--batch-size {args.batch_size} must be greater than 0")
     options = {"model": args.model, "tokenizer": args.tokenizer, "ema": args.ema}
     clip, tokenizer = load_model(args.checkpoint, device=parallel.device, **options)
     common = {

@@ -4,6 +4,7 @@ A task is built before training starts, so that a missing file is refused then, 
 """
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from infcl.data.evaluation import EvalSample, EvalSamples, eval_source
-from infcl.data.index import SampleKeys
+from infcl.data.index import DEFAULT_KEYS, SampleKeys
 from infcl.data.shards import expand_shards
 from infcl.evaluate.classes import read_classes, read_templates
 from infcl.evaluate.features import batches_of
@@ -29,6 +30,8 @@ class RetrievalTask:
 
     An image's captions are the list "captions" of its json record; without one, its caption, or with captions="lines"
     each line of it (CLIP-benchmark's shards of COCO and Flickr). With `loss`, the same features give val_loss too.
+    keys: which members of shards make a sample; where they give no caption, those of the format do.
+    ValueError when no sample has an image and a caption.
     """
 
     def __init__(
@@ -39,25 +42,23 @@ class RetrievalTask:
         image_size: int,
         batch_size: int,
         captions: str = "one",
+        keys: SampleKeys = DEFAULT_KEYS,
         resize: str = "torch",
         loss: ValidationLoss | None = None,
     ):
-        self.source, self.tokenizer, self.image_size, self.batch_size = (
-            eval_source(data),
-            tokenizer,
-            image_size,
-            batch_size,
-        )
-        self.captions, self.resize, self.loss = captions, resize, loss
+        self.tokenizer, self.image_size, self.batch_size = tokenizer, image_size, batch_size
+        self.source = partial(eval_source(data), image_size=image_size, keys=keys, resize=resize)
+        self.captions, self.loss = captions, loss
+        samples = self.source(threads=1)
+        if not any(self._captions(sample) for sample in samples):
+            raise ValueError(f"{data}: no image with a caption{_told(samples)}; docs/evaluation.md has the format")
 
     def run(
         self, encode, parallel: Parallel, scalar_values: Callable[[Scalars], Scalars] = lambda returned: returned
     ) -> dict[str, float]:
         """encode(images, texts) -> features dict, through the engine; scalar_values: its exact scalars. Collective."""
         where: dict[str, Any] = {"group": parallel.dp_group, "device": parallel.device}
-        samples = self.source(
-            image_size=self.image_size, rank=parallel.dp_rank, world_size=parallel.dp_size, resize=self.resize
-        )
+        samples = self.source(rank=parallel.dp_rank, world_size=parallel.dp_size)
         blank = EvalSample(_blank(self.image_size), "-", {}, "")
         usable = (sample for sample in samples if self._captions(sample))
         batches = batches_of(usable, self.batch_size, self._collate)
@@ -86,6 +87,7 @@ class ZeroShotTask:
 
     classnames, templates: text files, by default classnames.txt and templates.txt in the data's folder; classes: which
     classes compete, for sets that have only some (infcl.evaluate.classes describes the files).
+    ValueError when no sample has an image and a class, or the first that has an image has a wrong one.
     """
 
     def __init__(
@@ -101,7 +103,7 @@ class ZeroShotTask:
         resize: str = "torch",
     ):
         self.data, self.tokenizer, self.image_size, self.batch_size = data, tokenizer, image_size, batch_size
-        self.source, self.resize = eval_source(data), resize
+        self.source = partial(eval_source(data), image_size=image_size, keys=SampleKeys(text="cls"), resize=resize)
         path = Path(data)
         is_folder = path.is_dir() and not any(path.glob("*.tar"))
         beside = path if is_folder else Path(expand_shards(data)[0]).parent
@@ -109,6 +111,9 @@ class ZeroShotTask:
         self.classes = read_classes(classnames or beside / "classnames.txt", classes, folders=folders)
         self.templates = read_templates(templates or beside / "templates.txt")
         self.leaves_out = classes is not None
+        samples = self.source(threads=1)
+        if all(self._row(sample) is None for sample in samples):
+            raise ValueError(f"{data}: no image of a class{_told(samples)}; docs/evaluation.md has the format")
 
     def run(self, encode, parallel: Parallel, scalar_values: object = None) -> dict[str, float]:
         """encode(images or None, texts or None) -> features dict, through the engine. Collective."""
@@ -121,13 +126,7 @@ class ZeroShotTask:
             batch_size=self.batch_size,
             **where,
         )
-        samples = self.source(
-            image_size=self.image_size,
-            rank=parallel.dp_rank,
-            world_size=parallel.dp_size,
-            keys=SampleKeys(text="cls"),
-            resize=self.resize,
-        )
+        samples = self.source(rank=parallel.dp_rank, world_size=parallel.dp_size)
         rows = ((sample.image, self._row(sample)) for sample in samples)
         labelled = ((image, row) for image, row in rows if row is not None)
         metrics = evaluate_zero_shot(
@@ -157,6 +156,12 @@ def _skipped(samples: EvalSamples, parallel: Parallel) -> dict[str, float]:
     total = torch.tensor([samples.skipped.total()], device=parallel.device)
     dist.all_reduce(total, group=parallel.dp_group)
     return {"num_skipped": int(total)}
+
+
+def _told(samples: EvalSamples) -> str:
+    """What was left out, for a message."""
+    counts = ", ".join(f"{cause}: {count}" for cause, count in samples.skipped.items())
+    return f" ({counts})" if counts else ""
 
 
 def _blank(image_size: int) -> torch.Tensor:

@@ -170,6 +170,9 @@ def _check(queries: Tensor, documents: Tensor, positives: Tensor, ring: RingExch
         raise ValueError(f"info_nce needs queries [q, D] and documents [d, D], not empty; got {shapes}")
     if queries.dtype != documents.dtype or not queries.is_floating_point():
         raise ValueError(f"info_nce needs floating point features of one dtype; got {queries.dtype}, {documents.dtype}")
+    if not queries.device == documents.device == positives.device:
+        devices = f"{queries.device}, {documents.device}, {positives.device}"
+        raise ValueError(f"info_nce needs queries, documents and positives on one device; got {devices}")
     if positives.shape != queries.shape[:1] or positives.dtype != torch.int64:
         raise ValueError(
             f"info_nce needs one int64 positive per query, [{len(queries)}]; "

@@ -20,6 +20,8 @@ def check_features(
         raise ValueError(
             f"{name} needs floating point features of one dtype; got {image_features.dtype}, {text_features.dtype}"
         )
+    if image_features.device != text_features.device:
+        raise ValueError(f"{name} needs features on one device; got {image_features.device}, {text_features.device}")
     if compare_ranks:
         rows, dim = shapes[0]
         numbers = {"rows": rows, "feature dimensions": dim, "ranks in a lap": ring.lap}

@@ -34,7 +34,8 @@ def describe_plan(config: TrainConfig, parallel: Parallel) -> str:
     evaluations = [f"{name} {_every(every[name])}" for name in tasks]
     flops = model_flops(cfg, train_image=counts["image"][1] > 0, train_text=counts["text"][1] > 0)
     rows = [
-        ("batch", "; ".join(filter(None, [str(batch), batch.smaller_than_asked(config)]))),
+        ("batch", str(batch)),
+        *([("", smaller)] if (smaller := batch.smaller_than_asked(config)) else []),
         ("steps", _steps_line(steps, loader, batch)),
         ("learning rate", _learning_rate_line(config, steps, loader.steps_per_epoch, batch)),
         ("data", _data_line(config, loader)),

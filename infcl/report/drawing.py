@@ -5,6 +5,7 @@ import math
 from html import escape
 from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
 from infcl.report.charts import Chart, Series
 from infcl.report.records import read_metrics
@@ -63,15 +64,24 @@ def draw_png(chart: Chart, picture: Path) -> None:
     plt = _pyplot()
     figure, axis = plt.subplots(figsize=(7, 4), dpi=110)
     for series in chart.series:
-        look = {
+        look: dict[str, Any] = {
             "color": PNG_COLOURS[series.colour % len(PNG_COLOURS)],
             "linestyle": _PNG_DASHES[series.dash % len(_PNG_DASHES)],
         }
         if series.noisy:
             axis.plot(series.xs, series.ys, linewidth=0.7, alpha=0.3, **look)
         ys = smooth(series.ys) if series.noisy else series.ys
-        axis.plot(series.xs, ys, linewidth=1.7, marker="o" if series.points else None, label=series.label, **look)
-    axis.set(title=chart.title, xlabel="samples seen", ylim=_range(chart), yscale="log" if chart.log else "linear")
+        if series.points:
+            look |= {"marker": "o", "clip_on": False, "zorder": 3}  # an accuracy of 1 lies on the frame
+        axis.plot(series.xs, ys, linewidth=1.7, label=series.label, **look)
+    low, high = _range(chart)
+    axis.set(xlabel="samples seen", xlim=(0, None), ylim=(low, high), yscale="log" if chart.log else "linear")
+    axis.set_title(chart.title, pad=22 if chart.note else 8)
+    axis.text(0.5, 1.02, chart.note, transform=axis.transAxes, ha="center", fontsize="small", color="0.4")
+    marks = ticks(low, high, log=chart.log)
+    axis.set_yticks(marks, labels=[_text(mark, chart) for mark in marks])
+    axis.set_yticks([], minor=True)
+    axis.xaxis.set_major_formatter(lambda value, _: short(value))
     axis.grid(alpha=0.25)
     if len(chart.series) > 1:
         axis.legend(frameon=False)
@@ -89,6 +99,7 @@ def draw_loss_curve(metrics: Path, picture: Path) -> None:
     axis.plot(samples, loss, color="#9db8d2", linewidth=0.8, label="loss of the global batch")
     axis.plot(samples, smooth(loss), color="#1f4e79", linewidth=1.8, label="smoothed")
     axis.set_xlabel("samples seen")
+    axis.xaxis.set_major_formatter(lambda value, _: short(value))
     axis.set_ylabel("contrastive loss")
     axis.grid(alpha=0.25)
     scale = axis.twinx()

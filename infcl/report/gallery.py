@@ -50,7 +50,7 @@ def retrieval_gallery(run: Run) -> Gallery | str:
     try:
         return _gallery(run, data)
     except (ValueError, FileNotFoundError):
-        return f"No gallery: the validation data ({data}) is not there any more."
+        return f"No gallery: the validation data ({data}) is not there (a relative path is looked for from here)."
 
 
 def _gallery(run: Run, data: str) -> Gallery | str:

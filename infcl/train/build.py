@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
 from infcl.config import BatchPlan, TrainConfig, parse_factors
+from infcl.data.index import DEFAULT_KEYS, SampleKeys
 from infcl.data.loader import TrainLoader
 from infcl.data.open_clip_tokenizer import PREFIX, OpenClipTokenizer
 from infcl.data.storage import StorageOptions
@@ -225,7 +226,9 @@ def build_tasks(
     }
     if config.val_data:
         loss = ValidationLoss(config.loss, config.tile, batch.rank_batch_size, tile_dtype)
-        tasks["retrieval"] = RetrievalTask(config.val_data, loss=loss, **common)
+        image, text = f"{config.image_key};{DEFAULT_KEYS.image}", f"{config.text_key};{DEFAULT_KEYS.text}"
+        keys = SampleKeys(image, text, config.json_text_key)
+        tasks["retrieval"] = RetrievalTask(config.val_data, loss=loss, keys=keys, **common)
     if config.zeroshot_data:
         files = {name: getattr(config, f"zeroshot_{name}") for name in ("classnames", "templates", "classes")}
         tasks["zero_shot"] = ZeroShotTask(config.zeroshot_data, **files, **common)
