@@ -16,6 +16,7 @@ round k, on whose rows A's new ones fall.
 
 import ctypes
 import functools
+import logging
 import socket
 from typing import Protocol
 
@@ -24,6 +25,7 @@ import torch.distributed as dist
 
 ROUND = 2  # swaps for a step in a round, at most
 _ALIGNED = 256  # bytes: where slots begin, and flags
+_log = logging.getLogger(__name__)
 _BITS = 0xFFFFFFFF  # of a flag
 
 
@@ -54,7 +56,14 @@ def exchange_of(group_name: str, device: torch.device) -> Exchange:
     """The group's one exchange, peer to peer where its GPUs can. Collective the first time."""
     group = dist.distributed_c10d._resolve_process_group(group_name)  # type: ignore[arg-type]
     if device.type == "cuda" and _reach_each_other(group, device):
-        return PeerMemory(group, device)
+        try:
+            exchange, problem = PeerMemory(group, device), None
+        except (ImportError, OSError, RuntimeError) as error:  # containers may forbid what sharing memory needs
+            problem = f"{type(error).__name__}: {error}"
+        problem = next(filter(None, _gathered(problem, group)), None)
+        if problem is None:
+            return exchange
+        _log.warning("rows travel slowly, by send and receive, since GPUs cannot share memory here: %s", problem)
     return SendReceive(group)
 
 
@@ -86,7 +95,10 @@ class _Received:
 
 
 class PeerMemory:
-    """Addresses are what this process sees; the driver issues every part of a swap."""
+    """Addresses are what this process sees; the driver issues every part of a swap.
+
+    Memory: 2 ROUND (T - 1) slots of the largest rows that were swapped so far.
+    """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device):
         self.group, self.rank, self.size = group, dist.get_rank(group), dist.get_world_size(group)
@@ -95,6 +107,7 @@ class PeerMemory:
         self.stream, self._driver = torch.cuda.Stream(device), _driver()
         self._raw = self.stream.cuda_stream
         self._ready, self._sent = torch.cuda.Event(), torch.cuda.Event()
+        self._allocate(_ALIGNED)  # what cannot be shared is known from the start
 
     def swap(self, rows: torch.Tensor, step: int) -> Arrival:
         if rows.nbytes > self.slot_bytes:

@@ -8,8 +8,8 @@ nothing is asynchronous but torch's functional collectives, and none is on its w
 does it: a collective as soon as it can be, a wait when nothing else is left to do before the next collective. A graph
 of several blocks leaves but the last block's last sum with nothing beside it.
 
-Halves have twice the launches and products of half the size; below LEAST_ELEMENTS these cost more than the sums do
-(docs/megatron.md has the figures), and a micro-batch goes whole.
+Halves have twice the launches; below LEAST_ELEMENTS these cost as much as the sums do (docs/megatron.md), and a
+micro-batch goes whole. Under sequence parallelism it does too: its products hide what they send (products.py).
 
 Shapes: m samples, L tokens, w width.
 """
@@ -24,7 +24,7 @@ from torch._inductor.pattern_matcher import stable_topological_sort
 
 from infcl.towers.transformer import ResidualBlock
 
-LEAST_ELEMENTS = 2**26  # m L w: ViT-L-14 gains 7% at 256 samples (67.4 million) and loses 7% at 128
+LEAST_ELEMENTS = 2**26  # m L w: ViT-L-14 gains 7% at 256 samples (67.4 million) and nothing at 128
 
 _c10d = torch.ops._c10d_functional
 _WAIT = _c10d.wait_tensor.default

@@ -70,6 +70,25 @@ def test_a_swap_brings_the_rows_of_the_rank_so_many_places_before(size):
             assert source == (rank - step) % size and values == [10.0 * source + step]
 
 
+def without_shared_memory(rank, size):
+    """What is taken, and said, where GPUs reach one another and still cannot share memory: here there are none."""
+    from unittest import mock
+
+    from megatron_patches import exchange
+
+    with (
+        mock.patch.object(exchange, "_reach_each_other", return_value=True),
+        mock.patch.object(exchange, "_log") as log,
+    ):
+        taken = exchange.exchange_of(dist.group.WORLD.group_name, torch.device("cuda", rank))
+    return type(taken).__name__, log.warning.call_count
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU can share its memory")
+def test_where_memory_cannot_be_shared_rows_are_sent_and_the_run_says_so():
+    assert run_ranks(without_shared_memory, 2) == [("SendReceive", 1)] * 2
+
+
 SHAPES = (
     ((3, 5), 7, 11),
     ((16, 257), 1024, 512),
