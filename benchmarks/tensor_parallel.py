@@ -12,8 +12,8 @@ Models: names of infcl/model_configs, or
     bigG  ViT-bigG-14 with 16 text heads instead of 20, which 8 ranks cannot share; sizes and flops are the same
     5B    an image tower of 5.0 B (width 3072, 44 layers, 24 heads) with a text tower of 0.4 B
 
-In the CSV, rows of the lever "graphs" are of one that is gone (docs/log.md); a peak that is missing was one of a second
-engine in its process.
+In the CSV, the lever "none" is the trainer's way at that commit; others ("graphs", "one block a graph", "halves") are
+of what was tried (docs/log.md, docs/megatron.md). A peak that is missing was one of a second engine in its process.
 """
 
 import argparse
