@@ -9,7 +9,7 @@ from infcl.config.checks import validate
 from infcl.config.settings import TrainConfig, option_of
 
 _GATHERING = "not needed: every loss here is over all ranks, with exact gradients"
-_OF_OTHERS = {  # flags of open_clip and of transformers' Trainer, with dashes: what is said of them
+_OF_OTHERS = {  # flags of open_clip, transformers' Trainer and others, with dashes: what is said of them
     "--local-loss": _GATHERING,
     "--gather-with-grad": _GATHERING,
     "--dataset-resampled": "not needed: samples are read without replacement",
@@ -34,6 +34,15 @@ _OF_OTHERS = {  # flags of open_clip and of transformers' Trainer, with dashes: 
     "--bf16": "--precision bf16 here",
     "--fp16": "--precision fp16 here",
     "--amp": "--precision amp_bf16 here",
+    "--gradient-clipping": "--grad-clip-norm here",
+    "--zero-stage": "--deepspeed_config ds_configs/zero1.json here",
+    "--offload": "--deepspeed_config ds_configs/zero3_offload.json here",
+    "--num-gpus": "the launcher's, before pretrain_clip.py",
+    "--data": "--train-data here",
+    "--dataset": "--train-data here",
+    "--output": "--logs here",
+    "--patch-size": "in the JSON file that --model names",
+    "--ema": "--ema-decay here",
 }
 
 
