@@ -3,6 +3,7 @@
 import math
 import subprocess
 import sys
+from unittest import mock
 
 import pytest
 import torch
@@ -101,3 +102,9 @@ def test_the_loss_works_where_only_torch_is_installed():
     )
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
+
+
+def test_features_on_another_gpu_than_the_current_one_are_refused_for_the_triton_tile():
+    features = mock.Mock(spec=torch.Tensor, is_cuda=True, dtype=torch.bfloat16, device="cuda:1", get_device=lambda: 1)
+    with mock.patch("torch.cuda.current_device", return_value=0), pytest.raises(ValueError, match="cuda:1.*cuda:0"):
+        select_tile(features)

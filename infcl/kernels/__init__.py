@@ -62,6 +62,11 @@ def select_tile(features: Tensor, *, tile: str = "auto", tile_dtype: str | None 
         raise ValueError("the Triton tile has no float64; use tile='torch'")
     if not features.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
         raise ValueError(f"tile 'triton' needs features on a GPU, not on {features.device}: use 'auto' or 'torch'")
+    if features.is_cuda and features.get_device() != torch.cuda.current_device():
+        raise ValueError(
+            f"the features are on {features.device}, and kernels run on the current device, "
+            f"cuda:{torch.cuda.current_device()}: call torch.cuda.set_device first"
+        )
     from infcl.kernels import triton_backward, triton_forward
 
     tf32 = tile_dtype == "tf32"
