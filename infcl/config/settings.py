@@ -187,7 +187,7 @@ class TrainConfig:
         1, "system", "ranks that share every layer (megatron-core); the rest of the world is data-parallel"
     )
     sequence_parallel: bool = _flag(
-        False, "system", "split activations between the shared layers over the tensor-parallel ranks too"
+        False, "system", "split what lies between the shared layers too: less memory; faster from --batch-size 256 on"
     )
     device: str = _flag("auto", "system", "auto: cuda where there is a GPU", choices=("auto", "cuda", "cpu"))
     interface: str | None = _flag(
