@@ -4,19 +4,23 @@ import csv
 import json
 
 import pytest
+import torch
 
 from benchmarks.paper.memory import planned_for_trial
 from benchmarks.paper.raw import rows
 from benchmarks.paper.towers import steps
+from benchmarks.tensor_parallel import model_config
+from infcl.config import BatchPlan, TrainConfig
 from infcl.plan.__main__ import main, parser, read_batch, setting_of
 from infcl.plan.compare import compare
-from infcl.plan.memory import memory_of
+from infcl.plan.memory import memory_of, memory_plan, parameter_counts
 from infcl.plan.paper import paper_memory
 from infcl.plan.search import candidates, fastest, fits, largest_batch
 from infcl.plan.setting import Gpu, Setting, load_gpu, load_link
 from infcl.plan.sweep import crossover, draw, read_range, sweep
 from infcl.plan.timing import phases_of, step_seconds
-from infcl.towers import load_model_config
+from infcl.towers import CLIP, load_model_config
+from infcl.train.preset import read_preset
 from tests.test_entry import ROOT
 
 GIB = 2**30
@@ -90,6 +94,32 @@ def test_measured_peaks_of_whole_steps_on_h200s(row):
         assert plan == pytest.approx(row["peak_gib"], rel=0.05) and plan < limit
     else:
         assert plan > 0.99 * limit
+
+
+TENSOR_PARALLEL = [
+    row
+    for row in stored("tensor_parallel.csv")
+    if row["peak_gib"]
+    and row["lever"] == "none"
+    and row["commit"][:7] not in ("96af64e", "38ac390")  # counted otherwise
+]
+
+
+@pytest.mark.parametrize("row", TENSOR_PARALLEL, ids=str)
+def test_measured_peaks_under_tensor_parallelism(row):
+    size, stage = int(row["tensor_parallel"]), int(row["zero_stage"])
+    config = TrainConfig(
+        dataset_type="synthetic", train_num_samples=1, deepspeed_config=f"ds_configs/zero{stage}.json",
+        tensor_parallel_size=size, sequence_parallel=row["sequence_parallel"] == "True",
+        grad_checkpointing=row["checkpointing"] == "True",
+    )  # fmt: skip
+    cfg, (preset, precision) = model_config(row["model"]), read_preset(config, "cuda")
+    with torch.device("meta"):
+        counts = parameter_counts(CLIP(cfg))
+    batch = BatchPlan(int(row["gpus"]) // size, int(row["accum_freq"]), int(row["batch_size"]))
+    plan = memory_plan(cfg, batch, config, counts, precision, preset["zero_optimization"])
+    both = size > 2 and stage == 3
+    assert plan["total"][stage] / GIB == pytest.approx(float(row["peak_gib"]), rel=0.08 if both else 0.05)
 
 
 @pytest.mark.parametrize("one", compare(steps(), load_gpu(str(RESULTS / "h200_measured.json"))), ids=_name)

@@ -25,7 +25,7 @@ def test_parameters_are_counted_by_tower_with_what_a_lock_leaves_trainable():
 
 @pytest.mark.parametrize(
     ("stage", "precision", "per_parameter"),
-    [(0, "fp32", 4 + 4 + 8), (1, "fp32", 4 + 8 + 3), (2, "amp_bf16", 4 + 1 + 3), (3, "fp32", 1 + 1 + 3),
+    [(0, "fp32", 4 + 4 + 8), (1, "fp32", 4 + 4 + 3), (2, "amp_bf16", 4 + 1 + 3), (3, "fp32", 1 + 1 + 3),
      (1, "bf16", 2 + 6 + 3), (3, "fp16", 0.5 + 1 + 3)],
 )  # fmt: skip
 def test_state_of_four_ranks_by_stage(stage, precision, per_parameter):

@@ -38,28 +38,30 @@ def state_bytes(
 ) -> dict[str, float]:
     """{"parameters", "gradients", "optimizer"}: bytes per rank of what training keeps between steps.
 
-    fp32 and amp_bf16: parameters and gradients of 4 bytes; in stage 1 these twice, as measured on one and four GPUs:
-    their sums, and about as much while a backward runs. bf16 and fp16: of 2, with gradients accumulated in fp32 (in
+    fp32 and amp_bf16: parameters and gradients of 4 bytes. bf16 and fp16: of 2, with gradients accumulated in fp32 (in
     stage 1 by DeepSpeed's BF16_Optimizer).
     Optimizer: `moments` bytes an element (8: two of Adam's) and, from stage 1 on, the fp32 master of the rank's share.
     """
     low = precision in ("bf16", "fp16")
     width, share = 2 if low else 4, 1 / ranks
     whole, own = trainable * (width + (4 if low else 0)), trainable * share * 4
-    first = whole if low else 2.0 * whole
     return {
         "parameters": parameters * width * (share if stage == 3 else 1),
-        "gradients": {0: whole, 1: first}.get(stage, own),
+        "gradients": whole if stage < 2 else own,
         "optimizer": trainable * (moments if stage == 0 else (4 + moments) * share),
     }
 
 
-def bucket_bytes(zero_optimization: dict, *, stage: int, precision: str) -> float:
-    """Bytes per rank of DeepSpeed's buffers for gradients on their way: allocated whole, whatever the model's size."""
+def bucket_bytes(zero_optimization: dict, trainable: int, *, stage: int, precision: str) -> float:
+    """Bytes per rank of DeepSpeed's buffers for gradients on their way: allocated whole, whatever the model's size.
+
+    Stage 1 has one more while it reduces, of what gradients there are: it flattens them a bucket at a time.
+    """
     if stage == 0 or (stage == 1 and precision in ("bf16", "fp16")):  # BF16_Optimizer has none
         return 0.0
     size = zero_optimization.get("reduce_bucket_size", 5e8) * (2 if precision in ("bf16", "fp16") else 4)
-    return size * (2 if stage < 3 and zero_optimization.get("overlap_comm", False) else 1)
+    flattened = min(4.0 * trainable, size) if stage == 1 else 0.0
+    return size * (2 if stage < 3 and zero_optimization.get("overlap_comm", False) else 1) + flattened
 
 
 def gathered_bytes(parameters: int, zero_optimization: dict, *, stage: int, ranks: int, precision: str) -> float:
@@ -172,9 +174,9 @@ def memory_plan(
     for stage in STAGES:
         sizes: dict[str, Any] = {"stage": stage, "ranks": batch.dp_size, "precision": precision}
         parts = state_bytes(parameters, trainable, moments=state_bytes_per_element(config), **sizes)
-        parts["gradient buckets"] = bucket_bytes(zero_optimization, stage=stage, precision=precision)
+        parts["gradient buckets"] = bucket_bytes(zero_optimization, trainable, stage=stage, precision=precision)
         if on_cpu:
-            parts["gradient buckets"] = min(parts["gradient buckets"], 8.0 * trainable)
+            parts["gradient buckets"] = min(parts["gradient buckets"], 12.0 * trainable)
         parts["gathered parameters"] = gathered_bytes(parameters, zero_optimization, **sizes)
         rows = batch.rank_batch_size // share
         parts |= loss_bytes(config.loss, rows=rows, ranks=batch.dp_size * share, width=cfg.embed_dim)
@@ -205,7 +207,7 @@ def memory_of(setting: "Setting") -> dict[str, float]:
     parts = state_bytes(parameters, parameters, ranks=setting.dp_size, **sizes)
     if setting.offload:
         parts["optimizer"] = 0.0
-    parts["gradient buckets"] = bucket_bytes({"overlap_comm": setting.overlap_comm}, **sizes)
+    parts["gradient buckets"] = bucket_bytes({"overlap_comm": setting.overlap_comm}, parameters, **sizes)
     parts["gathered parameters"] = gathered_bytes(parameters, {}, ranks=setting.dp_size, **sizes)
     graph, eager = (
         activation_bytes(
