@@ -12,6 +12,7 @@ from infcl.config import TrainConfig
 from infcl.export import load_exported
 from infcl.report import read_metrics
 from infcl.train.checkpoint import consolidated_state_dict
+from infcl.train.run_folder import RunFolder
 from tests.ranks import run_ranks
 from tests.tensor_parallel import layout as tensor_parallel_layout
 
@@ -277,6 +278,10 @@ def test_a_run_folder_is_never_trained_over_unasked(demo_folder, tmp_path):
     other = dataclasses.replace(config, lr=2e-3)
     refused = run_ranks(refusal, 1, other)[0]
     assert "other flags (lr 0.001 there, 0.002 now)" in refused and "checkpoints/STEP to go on from there" in refused
+    written = (tmp_path / "run" / "config.json").read_text()
+    (tmp_path / "run" / "config.json").write_text(written[:40])
+    assert RunFolder(tmp_path / "run").other_flags(config) == ["config.json there is damaged"]
+    (tmp_path / "run" / "config.json").write_text(written)
     inside = str(next((tmp_path / "run" / "checkpoints").glob("step_*")))
     shorter = dataclasses.replace(config, name="shorter", resume=inside, steps=1)
     assert "is of step 2, the flags end the run at 1" in run_ranks(refusal, 1, shorter)[0]

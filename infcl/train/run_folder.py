@@ -75,7 +75,7 @@ class RunFolder:
                 elif (self.root / "config.json").is_file():
                     changed = self.other_flags(config)
                 self.write_identity(config, model_config_json, parallel)
-            except (OSError, ValueError) as error:  # the other ranks wait to be told; ValueError: a torn config.json
+            except OSError as error:  # the other ranks wait to be told
                 problem = [why_not_written(error)]
         dist.broadcast_object_list(problem, src=0)
         if problem[0] is not None:
@@ -85,7 +85,10 @@ class RunFolder:
 
     def other_flags(self, config: TrainConfig) -> list[str]:
         """What the run here was started with and `config` is not: ["lr 0.001 there, 0.002 now", ...]."""
-        there, now = json.loads((self.root / "config.json").read_text()), json.loads(config.to_json())
+        try:
+            there, now = json.loads((self.root / "config.json").read_text()), json.loads(config.to_json())
+        except ValueError:  # cut off, as by a full disk; checkpoints do not need it
+            return ["config.json there is damaged"]
         names = sorted((set(there) | set(now)) - _MAY_DIFFER)
         return [f"{n} {there.get(n)} there, {now.get(n)} now" for n in names if there.get(n) != now.get(n)]
 
