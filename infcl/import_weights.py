@@ -9,7 +9,6 @@ embeddings are interpolated when the image size differs (bicubic, as open_clip d
 """
 
 import json
-import pickle
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -165,9 +164,11 @@ def _read_file(path: Path) -> dict[str, torch.Tensor]:
             raise ValueError(f"{path}: not a safetensors file ({error})") from error
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
+    except OSError as error:
+        raise ValueError(f"{path}: {error.strerror}") from error
+    except Exception as error:  # unpickling bytes that are no pickle raises many types, IndexError and KeyError too
         found = re.search(r"WeightsUnpickler error:\s*(.+)", str(error))  # not torch's advice to run the file's code
-        cause = found[1] if found else str(error).splitlines()[0]
+        cause = found[1] if found else f"{type(error).__name__}: {error}".splitlines()[0]
         raise ValueError(
             f"{path}: refused by torch.load(weights_only=True) ({cause}): it is no file of torch's, or holds more than "
             "tensors, numbers and strings. Save the state dict alone, or convert a TorchScript archive to safetensors"

@@ -163,11 +163,13 @@ def test_a_loss_s_own_bias_may_be_missing_or_left_over(source, tmp_path):
 def test_files_that_would_run_code_are_refused(tmp_path):
     torch.save({"a": Payload(tmp_path / "ran")}, tmp_path / "evil.pt")
     (tmp_path / "noise.bin").write_bytes(b"not a checkpoint")
+    for number, content in enumerate((b"", b"\x80", b"other bytes\n")):  # each raises another type in torch.load
+        (tmp_path / f"{number}.bin").write_bytes(content)
     (tmp_path / "noise.safetensors").write_bytes(b"not a checkpoint")
     torch.save({"state_dict": [1, 2]}, tmp_path / "list.pt")
     for name, message in (
         ("evil.pt", "weights_only"),
-        ("noise.bin", "weights_only"),
+        *((f"{name}.bin", "weights_only.*no file of torch's") for name in ("noise", 0, 1, 2)),
         ("noise.safetensors", "not a safetensors file"),
         ("list.pt", "no state dict"),
         ("nothing.pt", "no such file"),
