@@ -60,24 +60,24 @@ class Fit:
     on_cpu: bool = False
 
     def parts(self, config: TrainConfig, stage: int | None = None) -> dict[str, float]:
-        """{part: bytes per rank, "total"} under `config`, in this preset's stage or another."""
+        """{part: bytes per rank, "peak"} under `config`, in this preset's stage or another."""
         zero = self.preset.get("zero_optimization", {})
         batch = BatchPlan.of(config, self.dp_size)
         plan = memory_plan(self.cfg, batch, config, self.counts, self.precision, zero, on_cpu=self.on_cpu)
         stage = zero_stage(self.preset) if stage is None else stage
-        parts = {name: column[stage] for name, column in plan.items() if name != "total"}
+        parts = {name: column[stage] for name, column in plan.items() if name != "peak"}
         for name, offload in (("optimizer", "offload_optimizer"), ("parameters", "offload_param")):
             if offload in zero:
                 parts[name] = 0.0
-        return parts | {"total": peak_bytes(parts, stage=stage, precision=self.precision)}
+        return parts | {"peak": peak_bytes(parts, stage=stage, precision=self.precision)}
 
     def check(self) -> None:
         parts = self.parts(self.config)
-        if parts["total"] <= self.capacity:
+        if parts["peak"] <= self.capacity:
             return
-        largest = sorted(((size, name) for name, size in parts.items() if name != "total"), reverse=True)[:3]
+        largest = sorted(((size, name) for name, size in parts.items() if name != "peak"), reverse=True)[:3]
         named = ", ".join(f"{name} {_gib(size)}" for size, name in largest)
-        needed = f"{self.config.model} needs about {_gib(parts['total'])} a rank"
+        needed = f"{self.config.model} needs about {_gib(parts['peak'])} a rank"
         raise ValueError(
             f"{needed}, {_gib(self.capacity)} are there: {named}. "
             f"{self._proposal()} (--skip-memory-check starts it anyway)"
@@ -89,7 +89,7 @@ class Fit:
         least = dataclasses.replace(self.config, batch_size=parts)
         for size in BatchPlan.of(least, self.dp_size).divisors(_LARGEST, parts):
             other = dataclasses.replace(self.config, batch_size=size)
-            if self.parts(other)["total"] <= _ROOM * self.capacity:
+            if self.parts(other)["peak"] <= _ROOM * self.capacity:
                 return other
         dataclasses.replace(self, config=least).check()
         return least
@@ -102,13 +102,13 @@ class Fit:
             for size in batch.divisors(batch.micro_batch_size, config.tensor_parallel_size):
                 accumulate = {"accum_freq": batch.rank_batch_size // size} if config.global_batch_size is None else {}
                 changes: dict[str, Any] = {"batch_size": size, "grad_checkpointing": checkpointing, **accumulate}
-                total = self.parts(dataclasses.replace(config, **changes), stage)["total"]
-                if total <= _ROOM * self.capacity:
+                peak = self.parts(dataclasses.replace(config, **changes), stage)["peak"]
+                if peak <= _ROOM * self.capacity:
                     flags = [f"--batch-size {size}"]
                     flags += [f"--accum-freq {accumulate['accum_freq']}"] if accumulate else []
                     flags += ["--grad-checkpointing"] if checkpointing else []
                     flags += ["--deepspeed_config ds_configs/zero3.json"] if stage == 3 else []
-                    return f"{' '.join(flags)} fits, with {_gib(total)}."
+                    return f"{' '.join(flags)} fits, with {_gib(peak)}."
         return "No micro-batch size, checkpointing or ZeRO stage fits: it takes more GPUs, or offloading."
 
 

@@ -163,7 +163,7 @@ def memory_plan(
     *,
     on_cpu: bool = False,
 ) -> dict[str, list[float]]:
-    """{part: bytes per rank under ZeRO 0, 1, 2, 3} of device memory; the last, "total", is what there is at once.
+    """{part: bytes per rank under ZeRO 0, 1, 2, 3} of device memory; the last, "peak", is what there is at once.
 
     counts: of the whole model; tensor-parallel ranks share it (but for embeddings and norms, which are left out here).
     on_cpu: a bucket's pages are taken when a gradient first lies in them, so small models leave most of it alone.
@@ -190,7 +190,7 @@ def memory_plan(
             towers=tuple(tower for tower in ("image", "text") if counts[tower][1]),
         )
         parts["activations"] += cast_bytes(parameters, precision=precision, checkpointing=config.grad_checkpointing)
-        columns.append(parts | {"total": peak_bytes(parts, stage=stage, precision=precision)})
+        columns.append(parts | {"peak": peak_bytes(parts, stage=stage, precision=precision)})
     return {part: [column[part] for column in columns] for part in columns[0]}
 
 
