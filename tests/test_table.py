@@ -55,7 +55,7 @@ def test_an_epoch_over_a_table_uses_every_good_row(table, tmp_path_factory):
     assert [int(batch["ids"]) for (batch,) in workers] == used[2:]
 
 
-def test_columns_and_separator_can_be_named(table, tmp_path):
+def test_columns_and_separator_can_be_named(table, tmp_path, tmp_path_factory):
     text = table.read_text().replace("\t", ";").replace("title", "text").replace("filepath", "file")
     other = table.with_name("other.csv")
     other.write_text(text)
@@ -65,6 +65,9 @@ def test_columns_and_separator_can_be_named(table, tmp_path):
         ValueError, match=r"no columns 'filepath' and 'title' but \['number;text;file'\]: say --csv-img"
     ):
         TableReader(str(other))
+    other.write_text("filepath\ttitle\n")
+    with pytest.raises(ValueError, match="1 tables hold 0 rows: a table has a line of column names"):
+        make(other, tmp_path_factory)
     with pytest.raises(ValueError, match="one character"):
         TableReader(str(other), separator="::")
     with pytest.raises(ValueError, match="No such file"):

@@ -49,6 +49,9 @@ class Collection(Protocol):
 
     def name_of(self, part: int) -> str: ...
 
+    @property
+    def if_empty(self) -> str: ...  # what to look at where not a single sample was found
+
 
 class IndexedDataset:
     """Map-style dataset of torch's DataLoader; its keys are the items of `PlanSampler`."""
@@ -127,6 +130,8 @@ class IndexedSource:
         self.found = collection.found
         if self.found:
             where += f" ({', '.join(f'{name}: {count}' for name, count in self.found.items())})"
+        if total == 0:
+            raise ValueError(f"{where}: {collection.if_empty}")
         if num_samples is not None and num_samples > total:
             raise ValueError(f"{num_samples} samples per epoch were asked for, but {where}")
         self.num_samples = total if num_samples is None else num_samples

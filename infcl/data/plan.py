@@ -64,11 +64,6 @@ class Share:
     def steps_per_epoch(self, num_samples: int, where: str) -> int:
         """Whole global batches in an epoch. Raises ValueError if there is none; `where` says what was counted."""
         if num_samples < self.global_batch_size:
-            if num_samples == 0:
-                raise ValueError(
-                    f"{where}: are these tars of jpg, png or webp with a txt or a json of the same name? --image-key "
-                    "and --text-key name other extensions; python -m infcl.data.shards index looks at each"
-                )
             raise ValueError(
                 f"{where}, fewer than one global batch of {self.global_batch_size} ({self.world_size} ranks x "
                 f"{self.num_micro_batches} micro-batches x {self.micro_batch_size}): use a smaller batch or more data"

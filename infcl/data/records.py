@@ -87,6 +87,13 @@ class ShardReader:
         damaged = [f"damaged shard, what is whole is used: {p}: {why}" for p, why in self.manifest.damaged.items()]
         return damaged + [f"shard left out: {path}: {why}" for path, why in self.manifest.missing.items()]
 
+    @property
+    def if_empty(self) -> str:
+        return (
+            "are these tars of jpg, png or webp with a txt or a json of the same name? --image-key and --text-key name "
+            "other extensions; python -m infcl.data.shards index looks at each"
+        )
+
     def __str__(self) -> str:
         return f"{len(self.manifest.shards)} shards hold {self.manifest.num_samples} usable samples"
 

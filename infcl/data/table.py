@@ -56,6 +56,7 @@ class TableReader:
         digest.update(self._block.tobytes() + self._ends.tobytes() + self.factors.tobytes())
         self.sha256, self.found = digest.hexdigest(), dict(found)
         self.warnings: list[str] = []
+        self.if_empty = "a table has a line of column names, then a line for each image (docs/data.md)"
 
     def __str__(self) -> str:
         return f"{len(self.paths)} tables hold {int(self.counts.sum())} rows"
