@@ -167,13 +167,17 @@ def test_a_global_batch_is_kept_whatever_the_ranks(ranks, batch_size, plan):
 
 
 def test_a_micro_batch_that_becomes_smaller_than_asked_is_told_with_a_batch_that_fills_it():
-    def told(global_batch, batch_size):
+    def told(global_batch, batch_size, parts=1):
         config = parse_args([*SYNTHETIC, "--global-batch-size", str(global_batch), "--batch-size", str(batch_size)])
+        config = dataclasses.replace(config, tensor_parallel_size=parts)
         return BatchPlan.of(config, 8).smaller_than_asked(config)
 
     message = told(8 * 101, 50)
     assert "micro-batches of 1, not --batch-size 50" in message and "multiple of 400" in message
     assert told(400, 50) is None and told(800, 50) is None and told(8, 50) is None  # the last: a share below 50
+    message = told(8 * 60, 30, parts=4)
+    assert "of 20, not --batch-size 30" in message and "4 tensor-parallel ranks" in message and "of 224" in message
+    assert told(8 * 56, 30, parts=4) is None
 
 
 def test_patterns_are_left_to_the_data_layer():

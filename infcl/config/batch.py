@@ -42,14 +42,16 @@ class BatchPlan:
         return (n for n in range(min(largest, share), 0, -1) if share % n == 0 and n % parts == 0)
 
     def smaller_than_asked(self, config: TrainConfig) -> str | None:
-        """A line for the user where --batch-size does not divide a rank's share and a smaller one had to be taken."""
-        wanted = min(config.batch_size, self.rank_batch_size)
+        """A line for the user where a micro-batch had to be smaller than --batch-size."""
+        parts = config.tensor_parallel_size
+        wanted = min(config.batch_size, self.rank_batch_size) // parts * parts
         if self.micro_batch_size >= wanted:
             return None
+        split = f" and that {parts} tensor-parallel ranks can share" if parts > 1 else ""
         return (
-            f"micro-batches of {self.micro_batch_size}, not --batch-size {config.batch_size}, which does not divide "
-            f"the {self.rank_batch_size} pairs of a rank: a --global-batch-size that is a multiple of "
-            f"{self.dp_size * wanted} makes them full"
+            f"micro-batches of {self.micro_batch_size}, not --batch-size {config.batch_size}: the largest that divides "
+            f"the {self.rank_batch_size} pairs of a rank{split}. A --global-batch-size that is a multiple of "
+            f"{self.dp_size * wanted} makes them {wanted}"
         )
 
     @property
