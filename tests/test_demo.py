@@ -54,6 +54,9 @@ def test_a_finished_folder_is_reused_and_any_other_is_left_alone(folder, tmp_pat
     with pytest.raises(ValueError, match="not empty"):
         demo.render_demo(tmp_path)
     with pytest.raises(SystemExit):
+        demo.main(["--out", str(folder), "--num-train", "5"])
+    assert f"error: {folder} holds a demo data set of" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
         demo.main(["--out", str(tmp_path / "mine.txt")])
     assert "mine.txt: [Errno 20] Not a directory" in capsys.readouterr().err
 

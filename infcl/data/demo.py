@@ -256,8 +256,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     start, reused = time.perf_counter(), (Path(args.out) / "tokenizer.model").exists()
     try:
         folder = prepare_demo(args.out, num_train=args.num_train, seed=args.seed, jobs=args.jobs)
-    except (OSError, ValueError) as error:
+    except OSError as error:
         parser.error(f"--out {args.out}: {error}")
+    except ValueError as error:  # another folder's contents, or too few captions for the tokenizer
+        parser.error(str(error))
     tokenizer = Tokenizer(folder / "tokenizer.model")
     done = "there already" if reused else f"written in {time.perf_counter() - start:.1f} s"
     print(f"{folder} ({done}): {args.num_train} training pairs in {len(SHARD_WEIGHTS)} shards, {VAL_SCENES} validation")
