@@ -148,6 +148,27 @@ def test_the_total_of_the_memory_plan_falls_with_the_stage_from_one_on(demo_fold
     assert plan["parameters"][2] == pytest.approx(plan["parameters"][3] + plan["gathered parameters"][3])
 
 
+def test_a_run_s_plan_counts_its_resident_graphs_and_what_eager_blocks_add(demo_folder, tmp_path):
+    cfg = load_model_config("ViT-B-32")
+    with torch.device("meta"):
+        counts = parameter_counts(CLIP(cfg))
+    sizes = {"micro_batch_size": 16, "precision": "amp_bf16", "checkpointing": False}
+    graph, eager = (activation_bytes(cfg, compiled=compiled, **sizes) for compiled in (True, False))
+
+    def parts(on_cpu=False, **flags):
+        config = demo_config(demo_folder, tmp_path, **flags)
+        plan = memory_plan(cfg, BatchPlan(1, 4, 16), config, counts, "amp_bf16", {}, on_cpu=on_cpu)
+        return {part: column[1] for part, column in plan.items()}
+
+    one = parts(compile_blocks="auto")
+    for resident, graphs in (("auto", 1), ("3", 3), ("9", 4)):  # of the four that a batch has
+        more = parts(compile_blocks="auto", resident_micro_batches=resident)["activations"] - one["activations"]
+        assert more == pytest.approx((graphs - 1) * graph)
+    assert one["eager backward"] == parts(on_cpu=True, compile_blocks="on")["eager backward"] == 0
+    for off in (parts(compile_blocks="off"), parts(on_cpu=True, compile_blocks="auto")):
+        assert off["eager backward"] == pytest.approx(eager - graph) and off["eager backward"] > 0
+
+
 @pytest.mark.parametrize(
     ("ranks", "stage", "measured"),
     [(1, 1, 18.5), (1, 3, 14.1)],  # GiB on an H200: docs/results.md; more in tests/test_plan.py

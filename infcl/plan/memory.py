@@ -95,7 +95,7 @@ def peak_bytes(parts: dict[str, float], *, stage: int, precision: str) -> float:
     Before the first backward DeepSpeed's stages 1 and 2 have no buckets, and stage 1 no gradients but the float32 sums
     of its BF16_Optimizer.
     """
-    late = parts.get("eager backward", 0.0) + (parts["gradient buckets"] if stage in (1, 2) else 0.0)
+    late = parts["eager backward"] + (parts["gradient buckets"] if stage in (1, 2) else 0.0)
     if stage == 1:
         late += parts["gradients"] * (1 / 3 if precision in ("bf16", "fp16") else 1)
     return sum(parts.values()) - min(late, parts["loss"])
@@ -147,6 +147,21 @@ def cast_bytes(parameters: int, *, precision: str, checkpointing: bool) -> float
     return 2.0 * parameters if precision == "amp_bf16" and not checkpointing else 0.0
 
 
+def graph_bytes(
+    cfg: CLIPConfig, parameters: int, *, compiled: bool, resident: int = 1, **sizes: Any
+) -> dict[str, float]:
+    """{"activations", "eager backward"}: of the graphs that are kept, one at least, and what eager blocks add to one.
+
+    sizes: those of `activation_bytes`. resident: micro-batches that are encoded once.
+    """
+    kept = activation_bytes(cfg, **sizes)
+    cast = cast_bytes(parameters, precision=sizes["precision"], checkpointing=sizes["checkpointing"])
+    return {
+        "activations": kept * max(1, resident) + cast,
+        "eager backward": activation_bytes(cfg, compiled=compiled, **sizes) - kept,
+    }
+
+
 def pixel_bytes(cfg: CLIPConfig, batch: BatchPlan, tensor_parallel: int = 1) -> float:
     """Host bytes per rank of a step's images and tokens, which wait there between the two passes."""
     rows = batch.rank_batch_size / tensor_parallel
@@ -166,10 +181,13 @@ def memory_plan(
     """{part: bytes per rank under ZeRO 0, 1, 2, 3} of device memory; the last, "peak", is what there is at once.
 
     counts: of the whole model; tensor-parallel ranks share it (but for embeddings and norms, which are left out here).
-    on_cpu: a bucket's pages are taken when a gradient first lies in them, so small models leave most of it alone.
+    Of resident micro-batches `auto` counts one: the run measures how many more there is room for.
+    on_cpu: a bucket's pages are taken when a gradient first lies in them, so small models leave most of it alone; and
+    blocks are compiled only where that is asked for.
     """
     share = config.tensor_parallel_size
     parameters, trainable = (sum(column) // share for column in zip(*counts.values()))
+    resident = 1 if config.resident_micro_batches == "auto" else int(config.resident_micro_batches)
     columns = []
     for stage in STAGES:
         sizes: dict[str, Any] = {"stage": stage, "ranks": batch.dp_size, "precision": precision}
@@ -180,8 +198,11 @@ def memory_plan(
         parts["gathered parameters"] = gathered_bytes(parameters, zero_optimization, **sizes)
         rows = batch.rank_batch_size // share
         parts |= loss_bytes(config.loss, rows=rows, ranks=batch.dp_size * share, width=cfg.embed_dim)
-        parts["activations"] = activation_bytes(
+        parts |= graph_bytes(
             cfg,
+            parameters,
+            compiled=config.compile_blocks == "on" or (config.compile_blocks == "auto" and not on_cpu),
+            resident=min(resident, batch.num_micro_batches),
             micro_batch_size=batch.micro_batch_size,
             precision=precision,
             checkpointing=config.grad_checkpointing,
@@ -189,7 +210,6 @@ def memory_plan(
             sequence_parallel=config.sequence_parallel,
             towers=tuple(tower for tower in ("image", "text") if counts[tower][1]),
         )
-        parts["activations"] += cast_bytes(parameters, precision=precision, checkpointing=config.grad_checkpointing)
         columns.append(parts | {"peak": peak_bytes(parts, stage=stage, precision=precision)})
     return {part: [column[part] for column in columns] for part in columns[0]}
 
@@ -209,20 +229,16 @@ def memory_of(setting: "Setting") -> dict[str, float]:
         parts["optimizer"] = 0.0
     parts["gradient buckets"] = bucket_bytes({"overlap_comm": setting.overlap_comm}, parameters, **sizes)
     parts["gathered parameters"] = gathered_bytes(parameters, {}, ranks=setting.dp_size, **sizes)
-    graph, eager = (
-        activation_bytes(
-            model,
-            micro_batch_size=setting.micro_batch,
-            precision=setting.precision,
-            checkpointing=setting.checkpointing,
-            tensor_parallel=share,
-            compiled=compiled,
-        )
-        for compiled in (True, setting.compiled)
+    parts |= graph_bytes(
+        model,
+        parameters,
+        compiled=setting.compiled,
+        resident=min(setting.resident, setting.num_micro_batches),
+        micro_batch_size=setting.micro_batch,
+        precision=setting.precision,
+        checkpointing=setting.checkpointing,
+        tensor_parallel=share,
     )
-    parts["activations"] = graph * max(1, min(setting.resident, setting.num_micro_batches))
-    parts["activations"] += cast_bytes(parameters, precision=setting.precision, checkpointing=setting.checkpointing)
-    parts["eager backward"] = eager - graph
     pixels = 3 * model.vision_cfg.image_size**2 if setting.pixels == "device" else 0
     parts["cached data"] = setting.rank_batch * (pixels + 8.0 * model.text_cfg.context_length) / share
     parts |= loss_bytes(setting.loss, rows=setting.loss_rows, ranks=setting.gpus, width=model.embed_dim)
