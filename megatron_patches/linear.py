@@ -103,9 +103,12 @@ def columns(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, sharing: 
 
 
 def summed_gradients(parameters: list[torch.Tensor], sharing: Sharing) -> tuple[torch.Tensor, ...]:
-    """The parameters, of which each rank's gradient is a part: the backward sums them, in one message."""
-    if not torch.is_grad_enabled():
-        return tuple(parameters)  # torch.compile breaks a graph at a function that returns views of its inputs
+    """The parameters, of which each rank's gradient is a part: the backward sums them, in one message.
+
+    Without gradients (pass 1, frozen blocks) themselves: torch.compile breaks a graph at a function that returns views.
+    """
+    if not torch.is_grad_enabled() or not any(parameter.requires_grad for parameter in parameters):
+        return tuple(parameters)
     return _SummedGradients.apply(sharing.name[1], *parameters)
 
 

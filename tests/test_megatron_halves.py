@@ -1,10 +1,12 @@
 """In compiled blocks one half of a micro-batch is computed while the other half's sum is on the wire."""
 
 import dataclasses
+import operator
 import re
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch._inductor.utils import run_and_get_code
 
 from infcl.towers import CLIP
@@ -75,3 +77,48 @@ def test_waits_come_after_the_starts_that_do_not_need_them():
         names.get(str(node.target).split(".")[-2], "") for node in graph.nodes if node.op == "call_function"
     )
     assert order == "PSGPSG" + "WPSG" + "WPSG" + "WW"
+
+
+def graph_of_sums(groups):
+    """Gradients of two parameters for each group's name, summed as autograd traces it, and each sum waited for."""
+    graph, c10d, totals = torch.fx.Graph(), torch.ops._c10d_functional, []
+    for i, group in enumerate(groups):
+        gradients = [graph.placeholder(f"{name}{i}") for name in "ab"]
+        for gradient in gradients:
+            gradient.meta["val"] = None
+        total = graph.call_function(c10d.all_reduce_coalesced.default, (gradients, "sum", group))
+        parts = [graph.call_function(operator.getitem, (total, k)) for k in range(2)]
+        totals += [graph.call_function(c10d.wait_tensor.default, (part,)) for part in parts]
+    graph.output(tuple(totals))
+    return graph
+
+
+@pytest.mark.parametrize(("groups", "messages"), [("ttt", 1), ("t", 1), ("tu", 2), ("", 0)])
+def test_a_graph_sends_all_gradients_of_one_group_at_once(groups, messages):
+    """And every parameter gets the sum of its own. Those of several groups are left as they are."""
+    from megatron_patches.halves import LateWaits
+
+    graph = graph_of_sums(groups)
+    LateWaits()(graph)
+    graph.lint()
+    sums = [node for node in graph.nodes if "all_reduce_coalesced" in str(node.target)]
+    assert len(sums) == messages
+    output = next(node for node in graph.nodes if node.op == "output")
+    parts = [wait.args[0] for wait in output.args[0]]
+    summed = [total.args[0][index].name for total, index in (part.args for part in parts)]
+    assert summed == [f"{name}{i}" for i in range(len(groups)) for name in "ab"]
+
+
+@pytest.mark.parametrize("trained", [True, False])
+def test_blocks_of_pass_1_and_frozen_ones_are_whole_graphs(trained):
+    """A norm whose gradients nobody wants sends none. Asking for them would break the graph."""
+    from megatron_patches.linear import SampleParallelNorm, Sharing
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    norm = SampleParallelNorm(8).requires_grad_(trained)
+    norm.sharing = Sharing(dist.group.WORLD, sequence_parallel=True)
+    compiled = torch.compile(lambda x: norm(x), backend="eager", fullgraph=True)
+    x = torch.randn(3, 8)
+    with torch.set_grad_enabled(not trained):
+        assert torch.equal(compiled(x), norm(x))
+    dist.destroy_process_group()
