@@ -10,8 +10,8 @@ after it and receives from the one before. Two ways, one interface:
 Swaps come in rounds: one or two for each step 1 .. T - 1, the same on all ranks, all waited for before the round ends.
 Each rank has slots of peer-visible memory for two rounds, used in turn, and behind them a flag for each slot, with
 the number of the swap whose rows lie there. Streams write flags and wait for them without a kernel. That a slot may be
-written over needs no flag: rank A, in round k + 2, has had B's rows of round k + 1, which B sent when it had done with
-round k, on whose rows A's new ones fall.
+written over needs no flag: what rank A sends B in round k + 2 falls on rows of round k, or older ones. A has had B's
+rows of round k + 1 by then, which B sent when it had done with round k. So a rank issues all its rounds to one stream.
 """
 
 import ctypes
@@ -51,18 +51,24 @@ class Exchange(Protocol):
         """Ends a round: what was sent may be written over or freed."""
 
 
-@functools.cache
 def exchange_of(group_name: str, device: torch.device) -> Exchange:
     """The group's one exchange, peer to peer where its GPUs can. Collective the first time."""
-    group = dist.distributed_c10d._resolve_process_group(group_name)  # type: ignore[arg-type]
-    if device.type == "cuda" and _reach_each_other(group, device):
-        try:
-            exchange, problem = PeerMemory(group, device), None
-        except (ImportError, OSError, RuntimeError) as error:  # containers may forbid what sharing memory needs
-            problem = f"{type(error).__name__}: {error}"
-        problem = next(filter(None, _gathered(problem, group)), None)
-        if problem is None:
-            return exchange
+    # by the group: after destroy_process_group, torch gives another one the same name
+    return _exchange_of(dist.distributed_c10d._resolve_process_group(group_name), device)  # type: ignore[arg-type]
+
+
+@functools.cache
+def _exchange_of(group: dist.ProcessGroup, device: torch.device) -> Exchange:
+    if device.type == "cuda":
+        problem: str | None = "a rank does not see another's GPU, or cannot write into its memory"
+        if _reach_each_other(group, device):
+            try:
+                exchange, problem = PeerMemory(group, device), None
+            except (ImportError, OSError, RuntimeError) as error:  # containers may forbid what sharing memory needs
+                problem = f"{type(error).__name__}: {error}"
+            problem = next(filter(None, _gathered(problem, group)), None)
+            if problem is None:
+                return exchange
         _log.warning("rows travel slowly, by send and receive, since GPUs cannot share memory here: %s", problem)
     return SendReceive(group)
 

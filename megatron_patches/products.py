@@ -10,8 +10,8 @@ beside it: what must be sent first, what has to be received last.
     gather_multiply_both      d_x = gather(d_y) @ w,   d_w = gather(d_y).T @ x
     multiply_scatter_both     d_x = scatter(sum of d_y @ w),   d_w = d_y.T @ gather(x)
 
-Each is one operator of torch, which torch.compile leaves whole. A weight's gradient adds up its T pieces in its own
-dtype (bfloat16 under autocast). What travels how: exchange.py.
+Each is one operator of torch, which torch.compile leaves whole. A weight's gradient adds up its T pieces, and scattered
+rows those of T ranks, in their own dtype (bfloat16 under autocast). What travels how: exchange.py.
 
 Shapes: n rows of any leading dimensions; `x`, `d_y` hold this rank's n rows or all T n, as the formulas say.
 """

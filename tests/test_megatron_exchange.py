@@ -89,6 +89,20 @@ def test_where_memory_cannot_be_shared_rows_are_sent_and_the_run_says_so():
     assert run_ranks(without_shared_memory, 2) == [("SendReceive", 1)] * 2
 
 
+def test_a_group_has_its_own_exchange_though_one_before_had_its_name():
+    from megatron_patches.exchange import exchange_of
+
+    names, cpu = [], torch.device("cpu")
+    for _ in range(2):
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        group = dist.new_group([0])
+        exchange = exchange_of(group.group_name, cpu)
+        assert exchange.group is group and exchange_of(group.group_name, cpu) is exchange
+        names.append(group.group_name)
+        dist.destroy_process_group()
+    assert names[0] == names[1]
+
+
 SHAPES = (
     ((3, 5), 7, 11),
     ((16, 257), 1024, 512),
