@@ -98,17 +98,6 @@ def _gather_along_first_dim(input_, group, output_split_sizes=None, use_global_b
     return output
 
 
-def _reduce_scatter_along_first_dim(input_, group, input_split_sizes=None, use_global_buffer=False):
-    """[T n, ...] -> this rank's [n, ...] of the sum over the group, on the input's device."""
-    assert group is not None and input_split_sizes is None, "equal splits only"
-    if group.size() == 1:
-        return input_
-    assert len(input_) % group.size() == 0, f"{len(input_)} rows do not divide among {group.size()} ranks"
-    output = input_.new_empty((len(input_) // group.size(), *input_.shape[1:]))
-    dist.reduce_scatter_tensor(output, input_.contiguous(), group=group)
-    return output
-
-
 _MAPPINGS = "megatron.core.tensor_parallel.mappings"
 _ON_GPU_ONLY = "allocates on torch.cuda.current_device(), so it cannot run on a CPU"
 ALWAYS = (
@@ -126,13 +115,6 @@ ON_CPU = (
         _ON_GPU_ONLY,
         ("input_", "group", "output_split_sizes", "use_global_buffer"),
         replace=lambda installed: _gather_along_first_dim,
-        gone=lambda source: "torch.cuda.current_device()" not in source,
-    ),
-    Patch(
-        f"{_MAPPINGS}._reduce_scatter_along_first_dim",
-        _ON_GPU_ONLY,
-        ("input_", "group", "input_split_sizes", "use_global_buffer"),
-        replace=lambda installed: _reduce_scatter_along_first_dim,
         gone=lambda source: "torch.cuda.current_device()" not in source,
     ),
 )
