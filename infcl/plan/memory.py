@@ -194,7 +194,7 @@ def memory_plan(
         parts = state_bytes(parameters, trainable, moments=state_bytes_per_element(config), **sizes)
         parts["gradient buckets"] = bucket_bytes(zero_optimization, trainable, stage=stage, precision=precision)
         if on_cpu:
-            parts["gradient buckets"] = min(parts["gradient buckets"], 12.0 * trainable)
+            parts["gradient buckets"] = min(parts["gradient buckets"], (12.0 if stage == 1 else 8.0) * trainable)
         parts["gathered parameters"] = gathered_bytes(parameters, zero_optimization, **sizes)
         rows = batch.rank_batch_size // share
         parts |= loss_bytes(config.loss, rows=rows, ranks=batch.dp_size * share, width=cfg.embed_dim)
