@@ -144,19 +144,20 @@ def test_features_and_gradients_equal_the_whole_models(size, sequence_parallel, 
 
 
 class SentDtypes(TorchDispatchMode):
-    """The dtype of every tensor that is all-reduced."""
+    """The dtype of every tensor that is all-reduced, or travels while it is multiplied."""
 
     def __init__(self):
         super().__init__()
         self.dtypes = []
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if function.name() in ("c10d::allreduce_", "_c10d_functional::all_reduce"):
+        sums = ("c10d::allreduce_", "_c10d_functional::all_reduce", "_c10d_functional::all_reduce_coalesced")
+        if function.name() in sums or function.namespace == "infcl":
             self.dtypes.append(torch.utils._pytree.tree_leaves(args[0])[0].dtype)
         return function(*args, **kwargs or {})
 
 
-def autocast_dtypes(rank, world_size):
+def autocast_dtypes(rank, world_size, sequence_parallel):
     """Under autocast: [dtype of what the ranks send], and gradients beside those of the whole model."""
     from megatron_patches.towers import split_towers
 
@@ -165,7 +166,7 @@ def autocast_dtypes(rank, world_size):
     for split in (False, True):
         model = new_model()
         if split:
-            split_towers(model, layout(world_size).tp_group)
+            split_towers(model, layout(world_size).tp_group, sequence_parallel=sequence_parallel)
         with sent:
             with torch.autocast("cpu", torch.bfloat16):
                 out = model(images, texts)
@@ -174,10 +175,21 @@ def autocast_dtypes(rank, world_size):
     return sent.dtypes, gradients
 
 
-def test_under_autocast_the_ranks_send_bfloat16_and_gradients_agree_within_its_rounding():
-    sent, (plain, split) = run_ranks(autocast_dtypes, 2)[0]
+@pytest.mark.parametrize(
+    ("sequence_parallel", "activations", "gradients"),
+    [
+        (False, 4, 0),
+        (True, 8, 4),  # each gather and each scatter; two norms and two biases
+    ],
+)
+def test_under_autocast_the_ranks_send_bfloat16_and_gradients_agree_within_its_rounding(
+    sequence_parallel, activations, gradients
+):
+    """activations, gradients (of whole parameters, float32): so many are sent for a block; and conv1's gradient."""
+    sent, (plain, split) = run_ranks(autocast_dtypes, 2, sequence_parallel)[0]
     layers = CFG.vision_cfg.layers + CFG.text_cfg.layers
-    assert sent.count(torch.bfloat16) == 4 * layers and sent.count(torch.float32) == 1  # the one: conv1's gradient
+    assert sent.count(torch.bfloat16) == activations * layers
+    assert sent.count(torch.float32) == gradients * layers + 1
     for name, expected in plain.items():
         if not name.endswith("in_proj_bias"):
             assert float((split[name] - expected).norm()) <= 0.05 * float(expected.norm()), name
