@@ -39,8 +39,8 @@ class Sharing:
     sequence_parallel: bool
 
     @property
-    def name(self) -> tuple[int, str]:
-        """Its size and name: what operators of torch know a group by."""
+    def size_and_name(self) -> tuple[int, str]:
+        """What operators of torch know the group by."""
         return dist.get_world_size(self.group), self.group.group_name
 
     def __deepcopy__(self, memo: dict) -> "Sharing":
@@ -80,7 +80,7 @@ class RowLinear(Linear):
         if self.sharing.sequence_parallel:
             (bias,) = summed_gradients([self.bias], self.sharing)
             x, weight, bias = _in_autocast(x, self.weight, bias)
-            return _ScatteredRows.apply(x, weight, *self.sharing.name) + bias
+            return _ScatteredRows.apply(x, weight, *self.sharing.size_and_name) + bias
         y = F.linear(x, self.weight)
         y = reduce_from_tensor_model_parallel_region(y, group=self.sharing.group)
         return y + self.bias.to(y.dtype)
@@ -99,7 +99,7 @@ class SampleParallelNorm(LayerNorm):
 def columns(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, sharing: Sharing) -> torch.Tensor:
     """This rank's output features of all rows: [n, out / T] from x [n, in] (sequence parallel: [n / T, in])."""
     function = _GatheredColumns if sharing.sequence_parallel else _Columns
-    return function.apply(*_in_autocast(x, weight, bias), *sharing.name)
+    return function.apply(*_in_autocast(x, weight, bias), *sharing.size_and_name)
 
 
 def summed_gradients(parameters: list[torch.Tensor], sharing: Sharing) -> tuple[torch.Tensor, ...]:
@@ -109,7 +109,7 @@ def summed_gradients(parameters: list[torch.Tensor], sharing: Sharing) -> tuple[
     """
     if not torch.is_grad_enabled() or not any(parameter.requires_grad for parameter in parameters):
         return tuple(parameters)
-    return _SummedGradients.apply(sharing.name[1], *parameters)
+    return _SummedGradients.apply(sharing.group.group_name, *parameters)
 
 
 def _in_autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -148,13 +148,13 @@ class _GatheredColumns(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias, size, group_name):
         ctx.save_for_backward(x, weight)
-        ctx.names = size, group_name
+        ctx.size_and_name = size, group_name
         return gather_multiply(x, weight, bias, size, group_name)
 
     @staticmethod
     def backward(ctx, d_y):
         x, weight = ctx.saved_tensors
-        d_x, d_weight = multiply_scatter_both(d_y, x, weight, *ctx.names)
+        d_x, d_weight = multiply_scatter_both(d_y, x, weight, *ctx.size_and_name)
         return d_x, d_weight, d_y.flatten(0, -2).sum(0), None, None
 
 
@@ -162,13 +162,13 @@ class _ScatteredRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, size, group_name):
         ctx.save_for_backward(x, weight)
-        ctx.names = size, group_name
+        ctx.size_and_name = size, group_name
         return multiply_scatter(x, weight, size, group_name)
 
     @staticmethod
     def backward(ctx, d_y):
         x, weight = ctx.saved_tensors
-        return *gather_multiply_both(d_y, x, weight, *ctx.names), None, None
+        return *gather_multiply_both(d_y, x, weight, *ctx.size_and_name), None, None
 
 
 class _SummedGradients(torch.autograd.Function):
