@@ -9,7 +9,9 @@ embeddings are interpolated when the image size differs (bicubic, as open_clip d
 """
 
 import json
+import pickle
 import re
+import struct
 from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -28,6 +30,18 @@ _UNSEEN = {
     "image": ("quick_gelu", "vision_cfg.head_width", "vision_cfg.pool_type"),
     "text": ("quick_gelu", "text_cfg.heads", "text_cfg.pool_type", "text_cfg.eos_id", "text_cfg.no_causal_mask"),
 }
+
+_UNREADABLE = (  # what torch.load(weights_only=True) raised for damaged files and for bytes that are no file of torch's
+    pickle.PickleError,
+    RuntimeError,
+    ValueError,
+    EOFError,
+    LookupError,
+    struct.error,
+    AssertionError,
+    TypeError,
+    AttributeError,
+)
 
 
 class Weights(NamedTuple):
@@ -166,7 +180,7 @@ def _read_file(path: Path) -> dict[str, torch.Tensor]:
         content = torch.load(path, map_location="cpu", weights_only=True)
     except OSError as error:
         raise ValueError(f"{path}: {error.strerror}") from error
-    except Exception as error:  # unpickling bytes that are no pickle raises many types, IndexError and KeyError too
+    except _UNREADABLE as error:
         found = re.search(r"WeightsUnpickler error:\s*(.+)", str(error))  # not torch's advice to run the file's code
         cause = found[1] if found else f"{type(error).__name__}: {error}".splitlines()[0]
         raise ValueError(

@@ -1,6 +1,7 @@
 """Others' weights into these towers: every kind of source gives its features; what does not fit is told in full."""
 
 import json
+import random
 
 import pytest
 import torch
@@ -158,6 +159,24 @@ def test_a_loss_s_own_bias_may_be_missing_or_left_over(source, tmp_path):
     assert with_bias.logit_bias.item() == -10.0
     (tmp_path / "other").mkdir()
     load_pretrained(seeded(config(), 3), str(write("safetensors", with_bias, tmp_path / "other")))
+
+
+@pytest.mark.filterwarnings("ignore:Detected pickle protocol")
+@pytest.mark.parametrize("zipped", [True, False])
+def test_a_damaged_file_is_refused_or_read_whatever_torch_makes_of_it(tmp_path, zipped):
+    """Never another error: torch.load raises a dozen types."""
+    torch.save({"a": torch.ones(3, 4), "b": "text"}, tmp_path / "whole.pt", _use_new_zipfile_serialization=zipped)
+    whole, chance, refused = (tmp_path / "whole.pt").read_bytes(), random.Random(0), 0
+    for _ in range(300):
+        damaged = bytearray(whole[: chance.randrange(len(whole) + 1)] if chance.random() < 0.3 else whole)
+        for place in chance.choices(range(min(300, len(damaged)) or 1), k=3):
+            damaged[place : place + 1] = bytes([chance.randrange(256)])
+        (tmp_path / "damaged.pt").write_bytes(damaged)
+        try:
+            read_weights(tmp_path / "damaged.pt")
+        except ValueError:
+            refused += 1
+    assert refused > 100
 
 
 def test_files_that_would_run_code_are_refused(tmp_path):
