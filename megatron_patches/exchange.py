@@ -18,10 +18,13 @@ import ctypes
 import functools
 import logging
 import socket
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol, cast
 
 import torch
 import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from torch.distributed.distributed_c10d import GroupName
 
 ROUND = 2  # swaps for a step in a round, at most
 _ALIGNED = 256  # bytes: where slots begin, and flags
@@ -54,7 +57,7 @@ class Exchange(Protocol):
 def exchange_of(group_name: str, device: torch.device) -> Exchange:
     """The group's one exchange, peer to peer where its GPUs can. Collective the first time."""
     # by the group: after destroy_process_group, torch gives another one the same name
-    return _exchange_of(dist.distributed_c10d._resolve_process_group(group_name), device)  # type: ignore[arg-type]
+    return _exchange_of(dist.distributed_c10d._resolve_process_group(cast("GroupName", group_name)), device)
 
 
 @functools.cache

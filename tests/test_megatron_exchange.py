@@ -103,12 +103,12 @@ def test_a_group_has_its_own_exchange_though_one_before_had_its_name():
     assert names[0] == names[1]
 
 
-SHAPES = (
+SHAPES = (  # leading dimensions, width, features: of more bytes and of fewer, in turn
     ((3, 5), 7, 11),
     ((16, 257), 1024, 512),
     ((1, 33), 40, 24),
     ((32, 257), 1024, 1536),
-)  # of more and fewer bytes
+)
 
 
 def on_gpus(rank, size, port):
@@ -130,8 +130,12 @@ def on_gpus(rank, size, port):
 
 @pytest.mark.multigpu
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize("size", (2, 4))
+@pytest.mark.parametrize(
+    "size",
+    [
+        pytest.param(n, marks=pytest.mark.skipif(torch.cuda.device_count() < n, reason=f"needs {n} GPUs"))
+        for n in (2, 4)
+    ],
+)
 def test_products_over_peers_memory_equal_the_dense_ones_whoever_is_late(size):
-    if torch.cuda.device_count() < size:
-        pytest.skip(f"needs {size} GPUs")
     torch.multiprocessing.spawn(on_gpus, (size, free_port()), nprocs=size)
