@@ -18,7 +18,8 @@ import ctypes
 import functools
 import logging
 import socket
-from typing import TYPE_CHECKING, Protocol, cast
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Protocol, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -30,6 +31,7 @@ ROUND = 2  # swaps for a step in a round, at most
 _ALIGNED = 256  # bytes: where slots begin, and flags
 _log = logging.getLogger(__name__)
 _BITS = 0xFFFFFFFF  # of a flag
+_Result = TypeVar("_Result")
 
 
 class Arrival(Protocol):
@@ -63,15 +65,12 @@ def exchange_of(group_name: str, device: torch.device) -> Exchange:
 @functools.cache
 def _exchange_of(group: dist.ProcessGroup, device: torch.device) -> Exchange:
     if device.type == "cuda":
-        problem: str | None = "a rank does not see another's GPU, or cannot write into its memory"
+        problem = "a rank does not see another's GPU, or cannot write into its memory"
         if _reach_each_other(group, device):
             try:
-                exchange, problem = PeerMemory(group, device), None
-            except (ImportError, OSError, RuntimeError) as error:  # containers may forbid what sharing memory needs
-                problem = f"{type(error).__name__}: {error}"
-            problem = next(filter(None, _gathered(problem, group)), None)
-            if problem is None:
-                return exchange
+                return PeerMemory(group, device)
+            except _RankFailed as error:  # containers may forbid what sharing memory needs
+                problem = str(error)
         _log.warning("rows travel slowly, by send and receive, since GPUs cannot share memory here: %s", problem)
     return SendReceive(group)
 
@@ -113,7 +112,7 @@ class PeerMemory:
         self.group, self.rank, self.size = group, dist.get_rank(group), dist.get_world_size(group)
         self.device, self.slots, self.slot_bytes = device, 2 * ROUND * (self.size - 1), 0
         self.swaps, self.arrivals = 0, 0
-        self.stream, self._driver = torch.cuda.Stream(device), _driver()
+        self.stream, self._driver = _on_all(group, lambda: (torch.cuda.Stream(device), _driver()))
         self._raw = self.stream.cuda_stream
         self._ready, self._sent = torch.cuda.Event(), torch.cuda.Event()
         self._allocate(_ALIGNED)  # what cannot be shared is known from the start
@@ -144,17 +143,24 @@ class PeerMemory:
             raise RuntimeError(
                 f"{slot_bytes} bytes do not fit the slots of {self.slot_bytes} that are still waited for"
             )
-        torch.cuda.synchronize(self.device)
-        dist.barrier(self.group, device_ids=[self.device.index])
-        self.slot_bytes = -(-slot_bytes // _ALIGNED) * _ALIGNED
-        size = self._flag(self.slots)
-        self._memory = symmetric_memory.empty(size, dtype=torch.uint8, device=self.device)
-        self._addresses = list(symmetric_memory.rendezvous(self._memory, self.group).buffer_ptrs)
-        self._memory[self._flag(0) :].zero_()
+        slot_bytes = -(-slot_bytes // _ALIGNED) * _ALIGNED
+        flags, size = self.slots * slot_bytes, self.slots * (slot_bytes + _ALIGNED)
+
+        def allocate() -> torch.Tensor:
+            torch.cuda.synchronize(self.device)
+            return symmetric_memory.empty(size, dtype=torch.uint8, device=self.device)
+
+        def share() -> list[int]:
+            addresses = list(symmetric_memory.rendezvous(memory, self.group).buffer_ptrs)
+            memory[flags:].zero_()
+            torch.cuda.synchronize(self.device)
+            return addresses
+
+        memory = _on_all(self.group, allocate)
+        self._addresses = _on_all(self.group, share)  # all have done with the slots so far, and zeroed their new flags
+        self._memory, self.slot_bytes = memory, slot_bytes
         self._views: dict[tuple, torch.Tensor] = {}
         self.swaps, self.arrivals = 0, 0
-        torch.cuda.synchronize(self.device)
-        dist.barrier(self.group, device_ids=[self.device.index])
 
     def _flag(self, slot: int) -> int:
         """Its place behind the slots."""
@@ -191,6 +197,23 @@ def _reach_each_other(group: dist.ProcessGroup, device: torch.device) -> bool:
     others = [gpus.get(name) for name in used if gpus.get(name) != device.index]
     able = all(other is not None and torch.cuda.can_device_access_peer(device.index, other) for other in others)
     return all(_gathered(able, group))
+
+
+class _RankFailed(RuntimeError):
+    """One rank of a group failed, and this is raised on all."""
+
+
+def _on_all(group: dist.ProcessGroup, own: Callable[[], _Result]) -> _Result:
+    """What `own` returns, once every rank's has; where one rank's fails, the others would wait for it: all raise."""
+    result = problem = cause = None
+    try:
+        result = own()
+    except (AttributeError, ImportError, OSError, RuntimeError) as error:  # a library or a symbol is missing; memory
+        problem, cause = f"{type(error).__name__}: {error}", error
+    for rank, told in enumerate(_gathered(problem, group)):
+        if told is not None:
+            raise _RankFailed(f"rank {rank} of {dist.get_world_size(group)}: {told}") from cause
+    return cast(_Result, result)
 
 
 def _gathered(value, group: dist.ProcessGroup) -> list:

@@ -89,6 +89,66 @@ def test_where_memory_cannot_be_shared_rows_are_sent_and_the_run_says_so():
     assert run_ranks(without_shared_memory, 2) == [("SendReceive", 1)] * 2
 
 
+def where_one_rank_fails(rank, size, failing, part, largest):
+    """(the exchange taken, warnings, the error of a larger swap) where `part` fails on one rank; CUDA's are stand-ins.
+
+    largest: bytes from which on it fails.
+    """
+    from types import SimpleNamespace
+    from unittest import mock
+
+    import torch.distributed._symmetric_memory as symmetric_memory
+
+    from megatron_patches import exchange
+
+    def failing_at(name, result):
+        def call(amount=0, *_, **__):
+            if name == part and rank == failing and getattr(amount, "nbytes", amount) >= largest:
+                raise OSError("libcuda.so.1 is missing") if name == "driver" else torch.OutOfMemoryError("CUDA is full")
+            return result(amount)
+
+        return call
+
+    with (
+        mock.patch.multiple(torch.cuda, Stream=mock.Mock(), Event=mock.Mock(), synchronize=mock.Mock()),
+        mock.patch.object(exchange, "_reach_each_other", return_value=True),
+        mock.patch.object(exchange, "_driver", failing_at("driver", lambda _: None)),
+        mock.patch.object(symmetric_memory, "empty", failing_at("empty", lambda n: torch.ones(n, dtype=torch.uint8))),
+        mock.patch.object(
+            symmetric_memory,
+            "rendezvous",
+            failing_at("rendezvous", lambda memory: SimpleNamespace(buffer_ptrs=[memory.data_ptr()] * size)),
+        ),
+        mock.patch.object(exchange, "_log") as log,
+    ):
+        taken = exchange.exchange_of(dist.new_group().group_name, torch.device("cuda", rank))
+        error = None
+        if isinstance(taken, exchange.PeerMemory):
+            kept = taken.slot_bytes
+            try:
+                taken._allocate(100_000)
+            except RuntimeError as failure:
+                error = str(failure)
+            assert taken.slot_bytes == (100_096 if error is None else kept)
+            assert len(taken._memory) == taken._flag(taken.slots) and not taken._memory[taken._flag(0) :].any()
+    return type(taken).__name__, [call.args[1] for call in log.warning.call_args_list], error
+
+
+@pytest.mark.parametrize("part", ["driver", "empty", "rendezvous"])
+@pytest.mark.parametrize("failing", [0, 2])
+def test_memory_that_one_rank_cannot_share_sends_the_rows_of_all_and_all_say_why(part, failing):
+    for taken, warnings, _ in run_ranks(where_one_rank_fails, 3, failing, part, 0, timeout=30):
+        assert taken == "SendReceive" and len(warnings) == 1
+        assert f"rank {failing} of 3: " in warnings[0] and ("missing" in warnings[0] or "is full" in warnings[0])
+
+
+@pytest.mark.parametrize("part", ["empty", "rendezvous", "neither"])
+def test_larger_slots_that_one_rank_cannot_share_fail_on_all(part):
+    for taken, warnings, error in run_ranks(where_one_rank_fails, 3, 1, part, 100_000, timeout=30):
+        assert taken == "PeerMemory" and not warnings
+        assert error == (None if part == "neither" else "rank 1 of 3: OutOfMemoryError: CUDA is full")
+
+
 def test_a_group_has_its_own_exchange_though_one_before_had_its_name():
     from megatron_patches.exchange import exchange_of
 
