@@ -4,6 +4,9 @@ Four kinds of features: random unit vectors; pairs as in the middle of a trainin
 that are told apart (a loss of 1e-5); matched pairs of cosine 1. Errors are norms of differences over norms of the
 float64 gradients or, where these vanish (1e-36 at a perfect match), over a tenth of what they are in the first steps
 of a training: scale / sqrt(b), and 1e-2 for the scale's.
+
+float16 features have their loss multiplied by 2^16, as their training's loss scale does: their gradients are float16
+too, and 1e-8 for an entry where pairs are told apart, which float16 without that factor hardly holds.
 """
 
 from collections.abc import Iterator
@@ -25,6 +28,7 @@ _ROWS = (  # implementation, features' dtype, operands of the tile
     ("official", torch.bfloat16, None),
     ("official", torch.float32, None),
 )
+_FLOAT16_LOSS_SCALE = 2.0**16
 
 
 def check(rows: int, dim: int) -> Iterator[dict]:
@@ -64,11 +68,14 @@ def _kinds(rows: int, dim: int) -> Iterator[tuple[str, float, Tensor, Tensor]]:
 
 
 def _evaluate(loss, features: list[Tensor], scale: float) -> tuple[Tensor, ...]:
+    """The loss, and its gradients for images, texts and the scale."""
     inputs = [x.clone().requires_grad_() for x in features]
     inputs.append(torch.tensor(scale, device="cuda", dtype=torch.promote_types(features[0].dtype, torch.float32)))
     inputs[-1].requires_grad_()
     value = loss(*inputs, torch.zeros((), device="cuda"))
-    return value.detach(), *torch.autograd.grad(value, inputs)
+    factor = _FLOAT16_LOSS_SCALE if features[0].dtype == torch.float16 else 1.0
+    gradients = torch.autograd.grad(value * factor, inputs)
+    return value.detach(), *(gradient.double() / factor for gradient in gradients)
 
 
 def _relative(value: Tensor, truth: Tensor, floor: float) -> float:

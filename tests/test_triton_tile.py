@@ -150,6 +150,19 @@ def check_tails_are_precise(device):
         assert relative_error(result.d_images, truth.d_images) < 1e-3, case
 
 
+def check_gradients_of_sixteen_bit_features(device):
+    """Off by 2e-3 at most, with the loss multiplied as fp16 trainings do: fp16 hardly holds gradients of 1e-8."""
+    for dtype in (torch.float16,) + (torch.bfloat16,) * (device == "cuda"):
+        for kind in ("random", "training", "apart"):
+            images, texts = (side.to(device).requires_grad_() for side in features(kind, 150, 100, dtype))
+            loss = inf_cl_loss(images, texts, 100.0, tile="triton", workspace_bytes=2**16)
+            value = torch.autograd.grad(2.0**16 * loss, (images, texts))
+            truth = oracle(Case("inf_cl", 150, 100, 100.0, kind, dtype))
+            for gradient, true in zip(value, (truth.d_images, truth.d_texts)):
+                error = relative_error(gradient.cpu().double() / 2**16, true)
+                assert error < 2e-3, (dtype, kind, error)
+
+
 def check_other_losses(device):
     """info_nce (documents that several queries share, fewer of them than queries) and nt_xent, as the torch tile."""
     queries, documents = features("random", 70, 40)
