@@ -231,7 +231,8 @@ def test_wrong_options_are_refused_by_name():
 
 def _unequal_ranks(rank, world_size):
     messages = []
-    for rows, dtype in ((4 + rank, torch.float32), (4, torch.bfloat16 if rank == 1 else torch.float32)):
+    halves = torch.float16 if rank == 1 else torch.bfloat16  # of as many bytes
+    for rows, dtype in ((4 + rank, torch.float32), (4, torch.float64 if rank == 1 else torch.float32), (4, halves)):
         images, texts = features("random", rows, 8, dtype)
         try:
             inf_cl_loss(images, texts, 1.0, group=dist.group.WORLD)
@@ -241,9 +242,10 @@ def _unequal_ranks(rank, world_size):
 
 
 def test_unequal_rows_and_dtypes_are_refused_on_every_rank():
-    for rows, dtypes in run_ranks(_unequal_ranks, 3):
+    for rows, dtypes, halves in run_ranks(_unequal_ranks, 3):
         assert "number of rows" in rows and "[4, 5, 6]" in rows
-        assert "bytes per element (dtype)" in dtypes and "[4, 2, 4]" in dtypes
+        assert "same dtype" in dtypes and "['torch.float32', 'torch.float64', 'torch.float32']" in dtypes
+        assert "['torch.bfloat16', 'torch.float16', 'torch.bfloat16']" in halves
 
 
 def _missing_group(rank, world_size):

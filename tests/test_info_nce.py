@@ -114,3 +114,21 @@ def test_wrong_positives_are_refused_with_the_numbers():
         info_nce_loss(queries, torch.ones(3, 9), torch.tensor([0, 1]), 1.0)
     with pytest.raises(ValueError, match="on one device; got cpu, cpu, meta"):
         info_nce_loss(queries, documents, torch.tensor([0, 1], device="meta"), 1.0)
+
+
+def _two_kinds_of_half(rank, world_size):
+    half = torch.float16 if rank == 1 else torch.bfloat16
+    with pytest.raises(ValueError) as raised:
+        info_nce_loss(
+            torch.ones(2, 8, dtype=half),
+            torch.ones(3, 8, dtype=half),
+            torch.tensor([0, 1]),
+            1.0,
+            group=dist.group.WORLD,
+        )
+    return str(raised.value)
+
+
+def test_dtypes_of_as_many_bytes_are_told_apart_on_every_rank():
+    for message in run_ranks(_two_kinds_of_half, 3):
+        assert "dtype" in message and "['torch.bfloat16', 'torch.float16', 'torch.bfloat16']" in message

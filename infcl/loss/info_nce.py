@@ -181,6 +181,5 @@ def _check(queries: Tensor, documents: Tensor, positives: Tensor, ring: RingExch
     low, high = int(positives.min()), int(positives.max())
     if low < 0 or high >= len(documents):
         raise ValueError(f"positives lie in {low}..{high}; this rank's documents are 0..{len(documents) - 1}")
-    numbers = {"queries": shapes[0][0], "documents": shapes[1][0], "feature dimensions": shapes[0][1]}
-    numbers |= {"ranks in a lap": ring.lap, "bytes per element (dtype)": queries.element_size()}
-    ring.require_equal("info_nce", numbers, queries.device)
+    compared = {"queries": shapes[0][0], "documents": shapes[1][0], "feature dimensions": shapes[0][1]}
+    ring.require_equal("info_nce", compared | {"ranks in a lap": ring.lap, "dtype": queries.dtype}, queries.device)

@@ -24,9 +24,8 @@ def check_features(
         raise ValueError(f"{name} needs features on one device; got {image_features.device}, {text_features.device}")
     if compare_ranks:
         rows, dim = shapes[0]
-        numbers = {"rows": rows, "feature dimensions": dim, "ranks in a lap": ring.lap}
-        numbers["bytes per element (dtype)"] = image_features.element_size()
-        ring.require_equal(name, numbers, image_features.device)
+        compared: dict[str, int | torch.dtype] = {"rows": rows, "feature dimensions": dim, "ranks in a lap": ring.lap}
+        ring.require_equal(name, compared | {"dtype": image_features.dtype}, image_features.device)
 
 
 def as_operand(features: Tensor, tile: Tile) -> Tensor:

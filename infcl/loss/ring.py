@@ -24,8 +24,9 @@ computation. Here all G ranks of a node send at once, G times less each, and eac
 (the last one of the results has none). The price: two more buffers for a block, three for a result.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property, partial
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
@@ -182,19 +183,24 @@ class RingExchange:
         total = combine(self.wait(across), total) if across in self._pending else total.clone()
         self.post(across, total, self._across)
 
-    def require_equal(self, what: str, values: dict[str, int], device: torch.device) -> None:
-        """Raise the same ValueError on every rank, with the numbers, unless all ranks have the same values.
+    def require_equal(self, what: str, values: Mapping[str, int | torch.dtype], device: torch.device) -> None:
+        """Raise the same ValueError on every rank, with all ranks' values, unless they have the same.
 
-        One all-gather of len(values) integers.
+        One all-gather of len(values) integers; a dtype is compared by its name's checksum.
         """
         if self.world_size == 1:
             return
-        mine = torch.tensor(list(values.values()), dtype=torch.int64, device=device)
+        numbers = [crc32(str(v).encode()) if isinstance(v, torch.dtype) else v for v in values.values()]
+        mine = torch.tensor(numbers, dtype=torch.int64, device=device)
         gathered = mine.new_empty(self.world_size * len(values))
         dist.all_gather_into_tensor(gathered, mine, group=self.group)
         for name, per_rank in zip(values, gathered.view(self.world_size, -1).T.tolist()):
             if len(set(per_rank)) > 1:
-                raise ValueError(f"{what} needs the same number of {name} on every rank; ranks 0.. have {per_rank}")
+                wanted = f"number of {name}"
+                if isinstance(values[name], torch.dtype):
+                    wanted = name
+                    dist.all_gather_object(per_rank, str(values[name]), group=self.group)
+                raise ValueError(f"{what} needs the same {wanted} on every rank; ranks 0.. have {per_rank}")
 
 
 def ring_maker(group: dist.ProcessGroup | None, **options) -> Callable[[], RingExchange]:
