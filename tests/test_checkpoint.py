@@ -135,6 +135,19 @@ def test_a_run_folder_is_no_checkpoint_and_one_of_its_own_is_named(finished, tmp
     assert f"name one of its checkpoints, like {complete_checkpoints(run)[0]}" in message
 
 
+def test_a_run_does_not_go_back_under_its_later_checkpoints(finished):
+    """They would count as its newest: kept instead of what it writes then, and taken by the next --resume latest."""
+    run, config = finished
+    before = [path.stat().st_ino for path in sorted(run.root.rglob("*"))]
+    back = dataclasses.replace(config, resume=str(run.checkpoints / "step_00000001"))
+    messages = run_ranks(resume_error, 2, back)
+    assert "went on from there, to step_00000003" in messages[0] and "step_00000002, step_00000003" in messages[0]
+    assert messages[0] == messages[1]
+    assert [path.stat().st_ino for path in sorted(run.root.rglob("*"))] == before
+    elsewhere = run_ranks(fit, 2, dataclasses.replace(back, name="elsewhere"))[0]
+    assert sorted(elsewhere) == [2, 3]
+
+
 def test_a_checkpoint_of_another_model_is_refused_with_the_names(finished, tmp_path, demo_folder):
     run, config = finished
     other = dataclasses.replace(

@@ -215,6 +215,37 @@ def test_six_hundred_bf16_micro_batches_accumulate_without_loss():
     assert run_ranks(accumulate_ones, 2, "zero2_bf16")[0] == pytest.approx(600.0, rel=1e-6)
 
 
+def counters_of_loss_scalers(rank, world_size):
+    """The counters of engines with these loss scalers, each given those of the first before they are read."""
+    from types import SimpleNamespace
+
+    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+
+    from infcl.train.engine import Engine
+
+    def dynamic(scale):
+        return DynamicLossScaler(scale, 1000, 1, 2, False)  # window, least, hysteresis
+
+    counters = []
+    for scaler in (dynamic(2**8), LossScaler(1024), dynamic(2**16)):
+        engine = object.__new__(Engine)
+        engine.precision = "fp16"
+        counts = dict.fromkeys(("global_steps", "global_samples", "micro_steps", "skipped_steps"), 0)
+        engine.engine = SimpleNamespace(optimizer=SimpleNamespace(loss_scaler=scaler), **counts)
+        engine.state = SimpleNamespace(average=None, updates=lambda: 0, set_updates=lambda step: None)
+        if counters:
+            engine.set_counters(counters[0])
+        counters.append(engine.counters() | {"scale": scaler.cur_scale})
+    return counters
+
+
+def test_a_static_loss_scale_is_the_presets_and_a_dynamic_one_the_checkpoints():
+    first, static, dynamic = run_ranks(counters_of_loss_scalers, 1)[0]
+    assert first["cur_scale"] == 2**8 and first["cur_hysteresis"] == 2
+    assert static["scale"] == 1024 and "cur_scale" not in static
+    assert dynamic == first
+
+
 def unclipped_norm(rank, world_size, preset, grad_clip_norm):
     from infcl.parallel import init_parallel
     from infcl.train.checkpoint import full_weights

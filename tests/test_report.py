@@ -145,6 +145,14 @@ def test_a_run_that_died_is_still_shown(tmp_path):
     assert "not finished" in text and "causes are counted at the end" in text
 
 
+def test_what_a_resumed_run_had_done_behind_its_checkpoint_is_forgotten(tmp_path):
+    steps = [("train", 1), ("train", 2), ("val", 2), ("train", 3), ("train", 4), ("val", 4), ("train", 3), ("train", 4)]
+    lines = [json.dumps({"kind": kind, "step": step, "line": line}) for line, (kind, step) in enumerate(steps)]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
+    kept = {kind: [r["line"] for r in read_metrics(tmp_path / "metrics.jsonl", kind)] for kind in ("train", "val")}
+    assert kept == {"train": [0, 1, 6, 7], "val": [2]}
+
+
 def test_what_is_no_run_is_refused_in_one_line(tmp_path, capsys):
     assert main([str(tmp_path)]) == 2
     assert "not a run folder" in capsys.readouterr().err

@@ -252,6 +252,15 @@ def test_a_refused_resume_leaves_the_run_as_it_was(demo_folder, tmp_path):
     assert {path: path.read_bytes() for path in before} == before
 
 
+def test_a_resume_into_epochs_of_another_length_is_refused(demo_folder, tmp_path):
+    """Step 3 is in the second epoch of 128 samples, in the first of 256: samples would be left out or repeated."""
+    config = demo_config(demo_folder, tmp_path, steps=9, train_num_samples=128, save_every_n_steps=1)
+    run_ranks(fit, 1, config, 3)
+    longer = dataclasses.replace(config, resume="latest", train_num_samples=256)
+    message = run_ranks(refusal, 1, longer)[0]
+    assert "epoch 1, step 0; an epoch has 4 steps now: give the --train-num-samples of the run" in message
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

@@ -50,9 +50,15 @@ def read_run(root: str | Path) -> Run:
 
 
 def read_metrics(path: Path, kind: str) -> list[dict]:
-    """The records of one kind, ordered by step; of steps that a resumed run did again, the last stands."""
-    by_step = {record["step"]: record for record in _records(path) if record["kind"] == kind}
-    return [by_step[step] for step in sorted(by_step)]
+    """The records of one kind, ordered by step: a run that was resumed forgets what it had done behind that step."""
+    kept: list[dict] = []
+    for record in _records(path):
+        if record["kind"] in ("train", kind):
+            while kept and kept[-1]["step"] >= record["step"]:
+                kept.pop()
+        if record["kind"] == kind:
+            kept.append(record)
+    return kept
 
 
 def _records(path: Path) -> list[dict]:

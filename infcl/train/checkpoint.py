@@ -60,13 +60,15 @@ def find_checkpoint(resume: str | None, run: RunFolder, parallel: Parallel) -> P
     """The intact checkpoint that `--resume` means; None to start anew. Collective: ranks share the checking.
 
     'latest' takes the newest intact one and says which it passed over; ValueError when there are some and none is
-    intact, or when a named one is missing or damaged.
+    intact, when a named one is missing or damaged, or when this run has gone on from it.
     """
     if resume is None:
         return None
     if resume != "latest":
-        if problem := _check_together(Path(resume), parallel):
-            raise ValueError(f"--resume {resume}: {problem}")
+        found = [_check_together(Path(resume), parallel) or _later_ones(Path(resume), run)]
+        dist.broadcast_object_list(found, src=0)
+        if found[0]:
+            raise ValueError(f"--resume {resume}: {found[0]}")
         return Path(resume)
     candidates = [complete_checkpoints(run)]
     dist.broadcast_object_list(candidates, src=0)
@@ -81,6 +83,20 @@ def find_checkpoint(resume: str | None, run: RunFolder, parallel: Parallel) -> P
     if problems:
         raise ValueError(f"--resume latest: no intact checkpoint in {run.checkpoints} ({'; '.join(problems)})")
     return None
+
+
+def _later_ones(path: Path, run: RunFolder) -> str | None:
+    """Why the run cannot go back to one of its checkpoints: --resume latest, and what prunes, would take the later ones
+    for its newest."""
+    if path.resolve().parent != run.checkpoints.resolve():
+        return None
+    later = [other.name for other in complete_checkpoints(run) if other.name > path.resolve().name]
+    if not later:
+        return None
+    return (
+        f"this run went on from there, to {later[0]}: --resume latest continues it. To go back, give another --name, "
+        f"or move the later ones away ({', '.join(reversed(later))})"
+    )
 
 
 def load_checkpoint(engine: Engine, path: Path) -> dict:

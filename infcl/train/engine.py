@@ -231,7 +231,9 @@ class Engine:
                     setattr(scaler, name, counts[name])
 
     def _loss_scaler(self):
-        return self.engine.optimizer.loss_scaler if self.precision == "fp16" else None
+        """None where it has nothing to count: a static one is what the preset says."""
+        scaler = self.engine.optimizer.loss_scaler if self.precision == "fp16" else None
+        return scaler if scaler is not None and scaler.dynamic else None
 
 
 def _megatron_groups():

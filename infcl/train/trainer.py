@@ -272,6 +272,12 @@ class Trainer:
             state = load_checkpoint(self.engine, checkpoint)
             self.loader.load_state_dict(state["loader"])
             self.step, self.skipped_steps = state["step"], state["skipped_steps"]
+            position = state["loader"]["epoch"], state["loader"]["step"]
+            if position != divmod(self.step, self.loader.steps_per_epoch):
+                raise ValueError(
+                    f"{checkpoint} is of step {self.step} = epoch {position[0]}, step {position[1]}; an epoch has "
+                    f"{self.loader.steps_per_epoch} steps now: give the --train-num-samples of the run"
+                )
             if self.step > self.total_steps:
                 raise ValueError(f"{checkpoint} is of step {self.step}, the flags end the run at {self.total_steps}")
             self.train_seconds = state["train_seconds"]
