@@ -1,8 +1,11 @@
 """Steps of whole towers: measured ones beside the plan, other towers, thousands of GPUs."""
 
+import dataclasses
+
 from benchmarks.paper.raw import NOT_MEASURED, RESULTS, latest, markdown, ms, origin, rows, where
 from benchmarks.paper.speed import loss_rows
 from infcl.plan.compare import compare, read_steps, table, warmed_up
+from infcl.plan.loss_time import loss_seconds
 from infcl.plan.memory import memory_of
 from infcl.plan.search import fastest
 from infcl.plan.setting import Setting, load_gpu, parameters_of
@@ -47,22 +50,30 @@ def plan_errors() -> str:
     )
 
 
+def measured_losses() -> list[dict]:
+    """What was measured last of the loss alone, 16-bit features, by GPUs and batch."""
+    found = latest(where(loss_rows(), impl="inf_cl", dtype="bfloat16"), "gpus", "global_batch", "dim")
+    return sorted(found, key=lambda row: (row["gpus"], row["global_batch"], row["dim"]))
+
+
+def planned_loss(gpus: int, pairs: int, dim: int) -> float:
+    """ms of the loss and its ring on H200s of one host, as planned."""
+    model = dataclasses.replace(load_model_config("ViT-L-14"), embed_dim=dim)
+    setting = Setting(
+        model=model, gpu=load_gpu("h200"), gpus=gpus, gpus_per_node=gpus, global_batch=pairs, micro_batch=128
+    )
+    return 1000 * loss_seconds(setting)
+
+
 def planned_losses() -> str:
-    """The loss alone of large batches, ms: measured, and what the plan has for it and the ring."""
-    found = where(loss_rows(), impl="inf_cl", dim=768)
+    """The loss alone, ms: measured, and what the plan has for it and the ring."""
     lines = []
-    for row in sorted(latest(found, "gpus", "global_batch"), key=lambda row: (row["gpus"], row["global_batch"])):
-        gpus, pairs = row["gpus"], row["global_batch"]
-        if pairs // gpus < 16384:  # the host's time
-            continue
-        setting = Setting(
-            model=load_model_config("ViT-L-14"), gpu=load_gpu("h200"), gpus=gpus, gpus_per_node=gpus,
-            global_batch=pairs, micro_batch=128, precision="bf16",
-        )  # fmt: skip
-        plan = 1000 * sum(phase.exposed for phase in phases_of(setting) if phase.name in ("loss", "ring"))
+    for row in measured_losses():
+        plan = planned_loss(row["gpus"], row["global_batch"], row["dim"])
         error = plan / row["median_ms"] - 1
-        lines.append([gpus, f"{pairs:,}", f"{ms(row['median_ms'])} / {ms(plan)} ({error:+.0%})"])
-    return markdown(["GPUs", "b", "ms measured / plan"], lines)
+        times = f"{ms(row['median_ms'])} / {ms(plan)} ({error:+.0%})"
+        lines.append([row["gpus"], f"{row['global_batch']:,}", row["dim"], times])
+    return markdown(["GPUs", "b", "D", "ms measured / plan"], lines)
 
 
 def peer_steps() -> str:

@@ -25,7 +25,6 @@ stored times 2^15 there, which costs nothing and is exact.
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from functools import cache
 
 import torch
 import triton
@@ -33,9 +32,10 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from infcl.kernels.shapes import ceil_div, chunk_shape
 from infcl.kernels.triton_exp2 import exp2, shared_exp2
 from infcl.kernels.triton_launch import aligned, launch_options, multiprocessors, walked_dim
-from infcl.kernels.triton_statistics import LOG2E, ceil_div, middle
+from infcl.kernels.triton_statistics import LOG2E, middle
 
 # Block shapes and launch options by operand size in bytes; GROUP row blocks are walked together, for the L2 cache.
 _LAUNCH = {
@@ -109,7 +109,7 @@ def _accumulate(
     row_operand, column_operand = aligned(rows), aligned(columns)
     gain = 2.0**15 if rows.dtype == torch.float16 else 1.0
     elements, processors = workspace_bytes // rows.dtype.itemsize, multiprocessors(rows.device)
-    height, width = _chunk_shape(len(rows), len(columns), rows.shape[1], elements, processors)
+    height, width = chunk_shape(len(rows), len(columns), rows.shape[1], elements, processors)
     workspace = rows.new_empty(height, width)
     sums = rows.new_zeros(processors, dtype=torch.float64)
     with _float32_products(tf32) if rows.dtype == torch.float32 else nullcontext():
@@ -236,34 +236,6 @@ def _d_logits_kernel(
     if SUMMED:
         sum_ptr = sums_ptr + tl.program_id(0)
         tl.store(sum_ptr, tl.load(sum_ptr) + tl.sum(tl.sum(tl.sum(inner, 2), 1), 0).to(tl.float64))
-
-
-@cache
-def _chunk_shape(num_rows: int, num_columns: int, dim: int, elements: int, processors: int) -> tuple[int, int]:
-    """Height (of 128s) and width (of 256s) of the workspace: at most `elements` where possible, pieces of equal size.
-
-    The pieces differ in how evenly their three products fill the GPU. All are taken to run in 128 x 256 tiles, in waves
-    of one per multiprocessor, a wave costing its depth; forming dS costs 330 more, the start and end of a chunk 4000.
-    """
-
-    def waves(height: int, width: int) -> int:
-        return ceil_div(ceil_div(height, 128) * ceil_div(width, 256), processors)
-
-    def cost(shape: tuple[int, int]) -> int:
-        height, width = shape
-        chunk = waves(height, width) * (dim + 330) + waves(height, dim) * width + waves(width, dim) * height + 4000
-        return ceil_div(num_rows, height) * ceil_div(num_columns, width) * chunk
-
-    side = math.isqrt(elements)
-    heights, widths = _even_pieces(num_rows, side, 128), _even_pieces(num_columns, side, 256)
-    shapes = [(height, width) for height in heights for width in widths if height * width <= elements]
-    return min(shapes, key=cost, default=(128, 256))
-
-
-def _even_pieces(length: int, side: int, multiple: int) -> list[int]:
-    """Sizes between 2/3 and 3/2 of `side` that cut a length into equal pieces, rounded up to a multiple."""
-    fewest, most = ceil_div(2 * length, 3 * side), ceil_div(3 * length, 2 * side)
-    return sorted({ceil_div(ceil_div(length, pieces), multiple) * multiple for pieces in range(fewest, most + 1)})
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor, factor: float) -> None:

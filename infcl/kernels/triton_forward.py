@@ -16,17 +16,16 @@ the result never rests on the bound.
 Sizes: r rows, c columns, D features. No atomics: all sums are taken in a fixed order, bitwise repeatable.
 """
 
-from functools import cache
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from infcl.kernels.shapes import ceil_div, row_splits
 from infcl.kernels.triton_launch import aligned, launch_options, multiprocessors, walked_dim
 from infcl.kernels.triton_repair import repair
-from infcl.kernels.triton_statistics import LOG2E, ceil_div, finish, reference, squares
+from infcl.kernels.triton_statistics import LOG2E, finish, reference, squares
 
 # Block shapes and launch options by operand size in bytes.
 _LAUNCH = {
@@ -95,7 +94,7 @@ def _tile_sums(
     kinds = 2 if sigmoid else 1
     chunk_tiles = max(1, min(column_tiles, workspace_bytes // (4 * num_rows * kinds)))
     chunks = ceil_div(column_tiles, chunk_tiles)
-    splits = _row_splits(row_tiles, chunk_tiles, multiprocessors(rows.device))
+    splits = row_splits(row_tiles, chunk_tiles, multiprocessors(rows.device))
     partials = list(rows.new_empty(kinds, chunk_tiles, num_rows, dtype=torch.float32))
     chunk_sums = list(rows.new_empty(kinds, chunks, num_rows, dtype=torch.float32)) if chunks > 1 else []
     col_partial = rows.new_empty(0 if sigmoid else splits, num_columns, dtype=torch.float32)
@@ -220,18 +219,3 @@ def _log1p(x):
     quotient = quotient * x - 0.4999744892120
     quotient = quotient * x + 0.9999998211861
     return x * quotient
-
-
-@cache
-def _row_splits(row_tiles: int, column_tiles: int, processors: int) -> int:
-    """How many programs share a column block: enough to fill the GPU evenly.
-
-    Up to four where it costs nothing: fewer column blocks are then in use at a time, and stay in the L2 cache.
-    """
-
-    def cost(splits: int) -> float:  # tiles on the longest chain of programs, and a start-up of a third of a tile each
-        return ceil_div(column_tiles * splits, processors) * (ceil_div(row_tiles, splits) + 0.33)
-
-    candidates = range(1, min(row_tiles, 2 * processors) + 1)
-    best = min(candidates, key=cost)
-    return max((s for s in candidates if s <= 4 and cost(s) <= 1.03 * cost(best)), default=best)

@@ -9,8 +9,9 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from infcl.kernels.shapes import ceil_div
 from infcl.kernels.triton_launch import aligned, launch_options, walked_dim
-from infcl.kernels.triton_statistics import LOG2E, ceil_div
+from infcl.kernels.triton_statistics import LOG2E
 
 # Launch options by operand size in bytes.
 _LAUNCH = {

@@ -12,15 +12,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from infcl.kernels.shapes import ceil_div
+
 LOG2E = tl.constexpr(math.log2(math.e))
 _HEADROOM = tl.constexpr(96.0)  # sums of up to 2^30 terms of at most 2^96 stay below 2^127
 _SMALLEST_SUM = tl.constexpr(2.0**-76)  # what underflows below 2^-126 is 2^-50 of it
 _WINDOW = tl.constexpr(80.0)  # largest spread of the LSE, in log2, for which one exponential is exact
 _LARGEST = tl.constexpr(2.0**12)  # largest LSE, in log2, whose rounding leaves a probability at most 1 + 2^-11
-
-
-def ceil_div(a: int, b: int) -> int:
-    return -(-a // b)
 
 
 def squares(rows: Tensor, columns: Tensor, scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -35,6 +35,7 @@ def measure() -> str:
         "link_gbs": round(_copy_rate(device, torch.device("cuda", 1))) if torch.cuda.device_count() > 1 else 25,
         "pcie_gbs": round(_copy_rate(torch.device("cpu"), device)),
         "source": "measured by python -m infcl.plan --measure",
+        "multiprocessors": torch.cuda.get_device_properties(device).multi_processor_count,
     }
     return json.dumps(profile, indent=2) + "\n"
 

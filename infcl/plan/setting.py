@@ -30,6 +30,7 @@ class Gpu:
     link_gbs: float  # GB/s in each direction to the other GPUs of the host (NVLink)
     pcie_gbs: float  # GB/s to host memory
     source: str  # where the figures come from
+    multiprocessors: int = 132  # Hopper's
 
     @property
     def usable_bytes(self) -> float:

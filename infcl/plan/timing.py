@@ -10,8 +10,8 @@ A rate of a profile is a sustained one. What is hidden is counted optimistically
 phase. ZeRO-3's own cost on one GPU (hooks, partitioning) is measured, see HOOK_SECONDS.
 """
 
-from dataclasses import dataclass
-
+from infcl.plan.loss_time import loss_phases
+from infcl.plan.phases import Phase, hidden
 from infcl.plan.setting import Setting, parameters_of
 from infcl.towers.flops import forward_flops
 
@@ -19,23 +19,12 @@ from infcl.towers.flops import forward_flops
 # H200 (451 and 498 samples/s: 22 us) and four (1793 and 1967: 20 us).
 HOOK_SECONDS = 0.000021
 MODULES_PER_BLOCK = 9
-LOSS_LAUNCH_SECONDS = 0.0017  # host time of a step's loss (docs/log.md)
-
-
-@dataclass(frozen=True)
-class Phase:
-    """`seconds` of work; `exposed` of it lengthen the step, the rest hides behind `behind`."""
-
-    name: str
-    seconds: float
-    exposed: float
-    behind: str = ""
 
 
 def phases_of(setting: Setting) -> list[Phase]:
     """The phases of one step; their `exposed` seconds add up to it."""
     towers = _tower_phases(setting)
-    loss = _loss_phases(setting)
+    loss = loss_phases(setting, _bus_bandwidth(setting, setting.gpus))
     return [*towers, *loss, *_zero_phases(setting, {phase.name: phase for phase in towers}), *_host_phases(setting)]
 
 
@@ -78,52 +67,6 @@ def _tensor_parallel_phase(setting: Setting, encoded: int) -> Phase:
     return Phase("tensor parallel", seconds, seconds)
 
 
-# ---- loss ----
-
-
-def _loss_phases(setting: Setting) -> list[Phase]:
-    gpu, width, size = setting.gpu, setting.model.embed_dim, setting.gpus
-    rows = setting.loss_rows
-    compute = 8.0 * rows * setting.global_batch * width / (gpu.matmul_tflops * 1e12 * gpu.loss_efficiency)
-    compute += LOSS_LAUNCH_SECONDS
-    if setting.loss in ("clip", "open_clip"):
-        gathered = 2 * 4.0 * setting.global_batch * width / _bus_bandwidth(setting, size) * 2
-        whole = size if setting.loss == "clip" else 1
-        return [Phase("loss", compute * whole, compute * whole), Phase("gather features", gathered, gathered)]
-    if size == 1:
-        return [Phase("loss", compute, compute)]
-    block, result = 2.0 * rows * width, 4.0 * rows * width  # bf16 operands travel, fp32 gradients come home
-    passes = ((compute / 4, block + 4 * rows, 4.0 * rows), (3 * compute / 4, block + 4 * rows, result))
-    travelling = exposed = 0.0
-    for seconds, there, home in passes:
-        wire, longer = (_two_level_lap if setting.two_level else _flat_lap)(setting, seconds, there, home)
-        travelling, exposed = travelling + wire, exposed + longer
-    return [Phase("loss", compute, compute), Phase("ring", travelling, exposed, "loss")]
-
-
-def _flat_lap(setting: Setting, compute: float, block: float, result: float) -> tuple[float, float]:
-    """(seconds on the wire, seconds beyond computing): one hop at a time, the slowest link sets the pace of all."""
-    size = setting.gpus
-    hop = _message(setting, block + result, crossing=setting.nodes > 1)
-    return size * hop, size * max(0.0, hop - compute / size) + hop
-
-
-def _two_level_lap(setting: Setting, compute: float, block: float, result: float) -> tuple[float, float]:
-    """N laps of G hops within the node; each crossing has its lap to hide behind, the last one of the results none."""
-    nodes, lap = setting.nodes, setting.gpus_per_node
-    hop = _message(setting, block + result, crossing=False)
-    crossing = _message(setting, block + result, crossing=True)
-    inside = lap * max(hop, compute / setting.gpus)
-    wire = nodes * (lap * hop + crossing)
-    return wire, nodes * max(inside, crossing) - compute + _message(setting, result, crossing=nodes > 1)
-
-
-def _message(setting: Setting, size: float, *, crossing: bool) -> float:
-    if crossing:
-        return size / (setting.link.gbs * 1e9) + setting.link.latency_us * 1e-6
-    return size / (setting.gpu.link_gbs * 1e9) + 10e-6
-
-
 # ---- ZeRO ----
 
 
@@ -136,11 +79,11 @@ def _zero_phases(setting: Setting, towers: dict[str, Phase]) -> list[Phase]:
     backward = towers["replay"].exposed * (0.75 if setting.checkpointing else 2 / 3)
     if size > 1:
         if setting.zero == 0:
-            phases.append(_hidden("gradients", 2 * once, backward / micro_batches, "the last backward"))
+            phases.append(hidden("gradients", 2 * once, backward / micro_batches, "the last backward"))
         elif setting.zero == 1:
-            phases.append(_hidden("gradients", once, backward / micro_batches, "the last backward"))
+            phases.append(hidden("gradients", once, backward / micro_batches, "the last backward"))
         else:
-            phases.append(_hidden("gradients", once * micro_batches, backward, "replay"))
+            phases.append(hidden("gradients", once * micro_batches, backward, "replay"))
         if setting.zero in (1, 2):
             phases.append(Phase("parameters", once, once))
     if setting.zero == 3:
@@ -148,16 +91,12 @@ def _zero_phases(setting: Setting, towers: dict[str, Phase]) -> list[Phase]:
         passes = encoded + micro_batches * (3 if setting.checkpointing else 2)
         if size > 1:
             computing = towers["encode"].exposed + towers["replay"].exposed
-            phases.append(_hidden("parameters", once * passes, computing, "encode and replay"))
+            phases.append(hidden("parameters", once * passes, computing, "encode and replay"))
         model = setting.model
         modules = MODULES_PER_BLOCK * (model.vision_cfg.layers + model.text_cfg.layers)
         hooks = HOOK_SECONDS * modules * passes
         phases.append(Phase("ZeRO-3 hooks", hooks, hooks))
     return phases
-
-
-def _hidden(name: str, seconds: float, room: float, behind: str) -> Phase:
-    return Phase(name, seconds, max(0.0, seconds - room), behind)
 
 
 def _bus_bandwidth(setting: Setting, size: int) -> float:
