@@ -3,7 +3,8 @@
 Every implementation runs on the same features, in one process per GPU. The rate of the library's 8192^3 bf16 matrix
 product is measured in the same run, after a third of a second of such products: at its power limit a GPU runs slower.
 TFLOP/s counts 8 B^2 D operations for every loss (what one pass over the tiles needs: 1 product forward, 3 backward),
-divided by the GPUs. Extra memory is the peak above what is allocated before the call (features), so gradients count.
+divided by the GPUs. Extra memory is the peak above what is allocated before the call (features), so gradients count,
+and what the ring keeps for its messages.
 Prints a table; --csv appends the rows with commit, hardware and versions. --check prints precision instead.
 """
 
@@ -22,7 +23,9 @@ from benchmarks.loss_check import check
 from benchmarks.loss_impls import NAMES, OTHERS, make
 from benchmarks.rows import append
 from infcl.loss.contrastive import TILED
+from infcl.loss.copies import kept_bytes
 from infcl.loss.links import RINGS
+from infcl.loss.ring import OVERLAPS
 
 COLUMNS = (
     "impl", "gpus", "global_batch", "dim", "dtype", "median_ms", "mean_ms", "std_ms", "repeats",
@@ -56,7 +59,9 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--gpus", type=int, default=1)
     parser.add_argument("--ring", default="flat", choices=RINGS, help="of the tiled losses")
     parser.add_argument("--ranks-per-node", type=int, default=None, help="two-level ring: as if nodes had so many GPUs")
-    parser.add_argument("--ring-overlap", default="on", choices=("on", "off"), help="off: wait for each message")
+    parser.add_argument(
+        "--ring-overlap", default="on", choices=OVERLAPS, help="sends: no copy engines; off: wait for each message"
+    )
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--warm-up", type=int, default=2, help="steps that are not timed, after three; 0: none at all")
     parser.add_argument(
@@ -141,8 +146,8 @@ def _measure(
     variant = impl
     if impl in TILED and arguments.ring != "flat":
         variant += f" {arguments.ring}/{arguments.ranks_per_node}"
-    if impl in TILED and arguments.ring_overlap == "off":
-        variant += " no overlap"
+    if impl in TILED and arguments.ring_overlap != "on":
+        variant += " no overlap" if arguments.ring_overlap == "off" else " sends"
     row = {"impl": variant, "gpus": arguments.gpus, "global_batch": batch, "dim": dim, "dtype": arguments.dtype}
     try:
         for _ in range(compiling):
@@ -151,7 +156,7 @@ def _measure(
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
         times = timed(step, repeats, group, warm_up=warm_up)
-        extra = torch.cuda.max_memory_allocated() - before
+        extra = torch.cuda.max_memory_allocated() - before + kept_bytes()
     except torch.OutOfMemoryError:
         torch.cuda.empty_cache()
         return row | {"median_ms": None}

@@ -1,8 +1,8 @@
 """What tiling costs: `python -m benchmarks.tiling --gpus 4 --batch 262144 --csv ...`; benchmarks.paper draws it.
 
 The same tiles, four times: the bare matrix products of the library; the tiled loss without a ring (exponentials, sums,
-rounding and launches come to it); the ring, waiting for each message; the ring with messages overlapped. One GPU has no
-ring.
+rounding and launches come to it); the ring, waiting for each message; the ring with messages overlapped, by the process
+group's sends; the same by copy engines. One GPU has no ring.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from infcl.kernels import WORKSPACE_BYTES
 
 COLUMNS = (
     "gpus", "global_batch", "dim", "products ms", "products std", "tiles ms", "tiles std", "device", "torch", "triton",
-    "commit", "ring, waiting ms", "ring, waiting std", "ring ms", "ring std",
+    "commit", "ring, waiting ms", "ring, waiting std", "ring ms", "ring std", "ring, sends ms", "ring, sends std",
 )  # fmt: skip
 
 
@@ -71,6 +71,7 @@ def _measure(rank: int, arguments: argparse.Namespace) -> None:
     steps = {"products": products, "tiles": alone}
     if arguments.gpus > 1:
         steps["ring, waiting"] = lambda: loss(group=group, ring="flat", ring_overlap="off")
+        steps["ring, sends"] = lambda: loss(group=group, ring="flat", ring_overlap="sends")
         steps["ring"] = lambda: loss(group=group, ring="flat", ring_overlap="on")
     times = {name: time(step) for name, step in steps.items()}
     if rank == 0:

@@ -9,29 +9,27 @@ after it and receives from the one before. Two ways, one interface:
 
 Swaps come in rounds: one or two for each step 1 .. T - 1, the same on all ranks, all waited for before the round ends.
 Each rank has slots of peer-visible memory for two rounds, used in turn, and behind them a flag for each slot, with
-the number of the swap whose rows lie there. Streams write flags and wait for them without a kernel. That a slot may be
-written over needs no flag: what rank A sends B in round k + 2 falls on rows of round k, or older ones. A has had B's
-rows of round k + 1 by then, which B sent when it had done with round k. So a rank issues all its rounds to one stream.
+the number of the swap whose rows lie there (infcl/peer_memory: no part of it is a kernel). That a slot may be written
+over needs no flag: what rank A sends B in round k + 2 falls on rows of round k, or older ones. A has had
+B's rows of round k + 1 by then, which B sent when it had done with round k. So a rank issues all its rounds to one
+stream.
 """
 
-import ctypes
 import functools
 import logging
-import socket
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Protocol, cast
 
 import torch
 import torch.distributed as dist
+
+from infcl import peer_memory
+from infcl.peer_memory import ALIGNED
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import GroupName
 
 ROUND = 2  # swaps for a step in a round, at most
-_ALIGNED = 256  # bytes: where slots begin, and flags
 _log = logging.getLogger(__name__)
-_BITS = 0xFFFFFFFF  # of a flag
-_Result = TypeVar("_Result")
 
 
 class Arrival(Protocol):
@@ -66,10 +64,10 @@ def exchange_of(group_name: str, device: torch.device) -> Exchange:
 def _exchange_of(group: dist.ProcessGroup, device: torch.device) -> Exchange:
     if device.type == "cuda":
         problem = "a rank does not see another's GPU, or cannot write into its memory"
-        if _reach_each_other(group, device):
+        if peer_memory.reach_each_other(group, device):
             try:
                 return PeerMemory(group, device)
-            except _RankFailed as error:  # containers may forbid what sharing memory needs
+            except peer_memory.RankFailed as error:  # containers may forbid what sharing memory needs
                 problem = str(error)
         _log.warning("rows travel slowly, by send and receive, since GPUs cannot share memory here: %s", problem)
     return SendReceive(group)
@@ -112,10 +110,10 @@ class PeerMemory:
         self.group, self.rank, self.size = group, dist.get_rank(group), dist.get_world_size(group)
         self.device, self.slots, self.slot_bytes = device, 2 * ROUND * (self.size - 1), 0
         self.swaps, self.arrivals = 0, 0
-        self.stream, self._driver = _on_all(group, lambda: (torch.cuda.Stream(device), _driver()))
+        self.stream, self._driver = peer_memory.on_all(group, lambda: (torch.cuda.Stream(device), peer_memory.Driver()))
         self._raw = self.stream.cuda_stream
         self._ready, self._sent = torch.cuda.Event(), torch.cuda.Event()
-        self._allocate(_ALIGNED)  # what cannot be shared is known from the start
+        self._allocate(ALIGNED)  # what cannot be shared is known from the start
 
     def swap(self, rows: torch.Tensor, step: int) -> Arrival:
         if rows.nbytes > self.slot_bytes:
@@ -125,10 +123,8 @@ class PeerMemory:
         target = self._addresses[(self.rank + step) % self.size]
         self._ready.record()
         self.stream.wait_event(self._ready)
-        _check(
-            self._driver.cuMemcpyDtoDAsync_v2(target + slot * self.slot_bytes, rows.data_ptr(), rows.nbytes, self._raw)
-        )
-        _check(self._driver.cuStreamWriteValue32_v2(self._raw, target + self._flag(slot), self.swaps & _BITS, 0))
+        self._driver.copy(self._raw, target + slot * self.slot_bytes, rows.data_ptr(), rows.nbytes)
+        self._driver.write_flag(self._raw, target + self._flag(slot), self.swaps)
         return _Written(self, (self.rank - step) % self.size, self.swaps, self._rows(slot, rows.shape, rows.dtype))
 
     def finish(self) -> None:
@@ -137,34 +133,20 @@ class PeerMemory:
 
     def _allocate(self, slot_bytes: int) -> None:
         """Larger slots, on all ranks at once."""
-        import torch.distributed._symmetric_memory as symmetric_memory
-
         if self.arrivals < self.swaps:
             raise RuntimeError(
                 f"{slot_bytes} bytes do not fit the slots of {self.slot_bytes} that are still waited for"
             )
-        slot_bytes = -(-slot_bytes // _ALIGNED) * _ALIGNED
-        flags, size = self.slots * slot_bytes, self.slots * (slot_bytes + _ALIGNED)
-
-        def allocate() -> torch.Tensor:
-            torch.cuda.synchronize(self.device)
-            return symmetric_memory.empty(size, dtype=torch.uint8, device=self.device)
-
-        def share() -> list[int]:
-            addresses = list(symmetric_memory.rendezvous(memory, self.group).buffer_ptrs)
-            memory[flags:].zero_()
-            torch.cuda.synchronize(self.device)
-            return addresses
-
-        memory = _on_all(self.group, allocate)
-        self._addresses = _on_all(self.group, share)  # all have done with the slots so far, and zeroed their new flags
+        slot_bytes = -(-slot_bytes // ALIGNED) * ALIGNED
+        flags, size = self.slots * slot_bytes, self.slots * (slot_bytes + ALIGNED)
+        memory, self._addresses = peer_memory.allocate(size, slice(flags, None), self.group, self.device)
         self._memory, self.slot_bytes = memory, slot_bytes
         self._views: dict[tuple, torch.Tensor] = {}
         self.swaps, self.arrivals = 0, 0
 
     def _flag(self, slot: int) -> int:
         """Its place behind the slots."""
-        return self.slots * self.slot_bytes + slot * _ALIGNED
+        return self.slots * self.slot_bytes + slot * ALIGNED
 
     def _rows(self, slot: int, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
         """What lies in a slot of this rank."""
@@ -184,60 +166,6 @@ class _Written:
         exchange = self._exchange
         flag = exchange._addresses[exchange.rank] + exchange._flag((self._number - 1) % exchange.slots)
         stream = torch.cuda.current_stream().cuda_stream
-        _check(exchange._driver.cuStreamWaitValue32_v2(stream, flag, self._number & _BITS, 0))
+        exchange._driver.wait_flag(stream, flag, self._number)
         exchange.arrivals += 1
         return self._rows
-
-
-def _reach_each_other(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Whether every GPU of the group can write into every other's memory."""
-    visible = range(torch.cuda.device_count())
-    gpus = {f"{socket.gethostname()} {torch.cuda.get_device_properties(index).uuid}": index for index in visible}
-    used = _gathered(next(name for name, index in gpus.items() if index == device.index), group)
-    others = [gpus.get(name) for name in used if gpus.get(name) != device.index]
-    able = all(other is not None and torch.cuda.can_device_access_peer(device.index, other) for other in others)
-    return all(_gathered(able, group))
-
-
-class _RankFailed(RuntimeError):
-    """One rank of a group failed, and this is raised on all."""
-
-
-def _on_all(group: dist.ProcessGroup, own: Callable[[], _Result]) -> _Result:
-    """What `own` returns, once every rank's has; where one rank's fails, the others would wait for it: all raise."""
-    result = problem = cause = None
-    try:
-        result = own()
-    except (AttributeError, ImportError, OSError, RuntimeError) as error:  # a library or a symbol is missing; memory
-        problem, cause = f"{type(error).__name__}: {error}", error
-    for rank, told in enumerate(_gathered(problem, group)):
-        if told is not None:
-            raise _RankFailed(f"rank {rank} of {dist.get_world_size(group)}: {told}") from cause
-    return cast(_Result, result)
-
-
-def _gathered(value, group: dist.ProcessGroup) -> list:
-    values: list = [None] * dist.get_world_size(group)
-    dist.all_gather_object(values, value, group=group)
-    return values
-
-
-def _driver() -> ctypes.CDLL:
-    """CUDA's driver. Its copies and flags need no kernel, so no product has to end before them.
-
-    cuMemcpyDtoDAsync(target, source, bytes, stream): addresses of any GPU that this process reaches.
-    cuStreamWriteValue32(stream, address, value, 0): after all that the stream did before, which who sees it sees too.
-    cuStreamWaitValue32(stream, address, value, 0): until the 32 bits there are at least `value`, by their difference's
-    sign.
-    """
-    driver = ctypes.CDLL("libcuda.so.1")
-    stream, address, value, size = ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_size_t
-    driver.cuMemcpyDtoDAsync_v2.argtypes = (address, address, size, stream)
-    driver.cuStreamWaitValue32_v2.argtypes = (stream, address, value, value)
-    driver.cuStreamWriteValue32_v2.argtypes = (stream, address, value, value)
-    return driver
-
-
-def _check(error: int) -> None:
-    if error:
-        raise RuntimeError(f"a copy to another GPU failed with CUDA's error {error}")

@@ -21,6 +21,8 @@ FILES = sorted(
 LAYERS = {
     "infcl.kernels": 0,
     "infcl.loss.lse": 0,
+    "infcl.peer_memory": 1,
+    "infcl.loss.copies": 1,
     "infcl.loss.links": 1,
     "infcl.loss.ring": 1,
     "infcl.loss": 2,
@@ -45,7 +47,14 @@ HOMES = {
 }
 WITHOUT = {
     "torch.distributed": ("infcl/kernels/*", "infcl/loss/lse.py", "infcl/towers/*", "infcl/data/*", "infcl/step/*"),
-    "torch.autograd": ("infcl/kernels/*", "infcl/loss/lse.py", "infcl/loss/links.py", "infcl/loss/ring.py"),
+    "torch.autograd": (
+        "infcl/kernels/*",
+        "infcl/loss/lse.py",
+        "infcl/loss/links.py",
+        "infcl/loss/ring.py",
+        "infcl/loss/copies.py",
+        "infcl/peer_memory.py",
+    ),
 }
 
 

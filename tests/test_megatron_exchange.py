@@ -74,10 +74,11 @@ def without_shared_memory(rank, size):
     """What is taken, and said, where GPUs reach one another and still cannot share memory: here there are none."""
     from unittest import mock
 
+    from infcl import peer_memory
     from megatron_patches import exchange
 
     with (
-        mock.patch.object(exchange, "_reach_each_other", return_value=True),
+        mock.patch.object(peer_memory, "reach_each_other", return_value=True),
         mock.patch.object(exchange, "_log") as log,
     ):
         taken = exchange.exchange_of(dist.group.WORLD.group_name, torch.device("cuda", rank))
@@ -99,6 +100,7 @@ def where_one_rank_fails(rank, size, failing, part, largest):
 
     import torch.distributed._symmetric_memory as symmetric_memory
 
+    from infcl import peer_memory
     from megatron_patches import exchange
 
     def failing_at(name, result):
@@ -111,8 +113,8 @@ def where_one_rank_fails(rank, size, failing, part, largest):
 
     with (
         mock.patch.multiple(torch.cuda, Stream=mock.Mock(), Event=mock.Mock(), synchronize=mock.Mock()),
-        mock.patch.object(exchange, "_reach_each_other", return_value=True),
-        mock.patch.object(exchange, "_driver", failing_at("driver", lambda _: None)),
+        mock.patch.object(peer_memory, "reach_each_other", return_value=True),
+        mock.patch.object(peer_memory, "Driver", failing_at("driver", lambda _: None)),
         mock.patch.object(symmetric_memory, "empty", failing_at("empty", lambda n: torch.ones(n, dtype=torch.uint8))),
         mock.patch.object(
             symmetric_memory,

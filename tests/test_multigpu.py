@@ -2,12 +2,15 @@
 
 import json
 import os
+import time
+from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from infcl.loss.contrastive import LOSSES
+from infcl.loss.copies import kept_bytes
 from tests.loss_oracle import Case, averaged, evaluate, oracle, relative_error
 from tests.ranks import free_port
 
@@ -23,21 +26,23 @@ CASES = [
 RINGS = {
     "flat": {},
     "no overlap": {"ring_overlap": "off"},
+    "sends": {"ring_overlap": "sends"},
     "nodes of 2": {"ring": "two-level", "ranks_per_node": 2},
     "nodes of 4": {"ring": "two-level", "ranks_per_node": 4},
 }
 
 
-def _evaluate_on_gpu(rank: int, world_size: int, port: int, folder: str, options: dict) -> None:
+def _start(rank: int, world_size: int, port: int, **options) -> None:
     torch.cuda.set_device(rank)
-    dist.init_process_group(
-        "nccl",
-        init_method=f"tcp://127.0.0.1:{port}",
-        rank=rank,
-        world_size=world_size,
-        device_id=torch.device("cuda", rank),
-    )
-    results = [evaluate(case, rank, world_size, device="cuda", **options) for case in CASES]
+    where = f"tcp://127.0.0.1:{port}"
+    options |= {"rank": rank, "world_size": world_size, "device_id": torch.device("cuda", rank)}
+    dist.init_process_group("nccl", init_method=where, **options)
+
+
+def _evaluate_on_gpu(rank: int, world_size: int, port: int, folder: str, options: dict) -> None:
+    _start(rank, world_size, port)
+    for _ in range(2):  # again with the memory that the ring keeps
+        results = [evaluate(case, rank, world_size, device="cuda", **options) for case in CASES]
     torch.save([tuple(result) for result in results], f"{folder}/{rank}.pt")
     dist.destroy_process_group()
 
@@ -60,6 +65,50 @@ def test_losses_over_nccl_average_to_the_float64_loss(ring, tmp_path):
             tolerance = 2e-5 if exact else 5e-3 if tiled else 5e-2
             assert relative_error(result[1 + i], truth[1 + i]) < tolerance, (case, field)
         assert relative_error(result.d_scale, truth.d_scale, floor=1e-2) < (1e-4 if exact else 1e-2), case
+
+
+def _compare_with_sends(rank: int, world_size: int, port: int) -> None:
+    _start(rank, world_size, port)
+    for repeat in range(12):
+        rows, dim = ((257, 768), (64, 40), (4096, 512))[repeat % 3]
+        case = Case("inf_cl", rows * world_size, dim, 50.0, dtype=torch.bfloat16, workspace_bytes=WORKSPACE_BYTES)
+        results = []
+        for overlap in ("on", "sends", "off"):
+            torch.cuda._sleep((50_000_000, 0)[(rank + repeat) % 2])  # one GPU is late, then the other
+            results.append(evaluate(case, rank, world_size, device="cuda", ring_overlap=overlap))
+        for result in results[1:]:
+            assert all(torch.equal(a, b) for a, b in zip(results[0], result)), (repeat, case)
+    assert kept_bytes() > 4 * 4096 * 512 * 2, "the copy engines were not asked"
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def test_copy_engines_bring_what_sends_bring_whoever_is_late():
+    world_size = min(torch.cuda.device_count(), 8)
+    torch.multiprocessing.spawn(_compare_with_sends, (world_size, free_port()), nprocs=world_size)
+
+
+def _hang(rank: int, world_size: int, port: int) -> None:
+    _start(rank, world_size, port, timeout=timedelta(seconds=10))
+    case = Case("inf_cl", 257 * world_size, 768, 50.0, dtype=torch.bfloat16)
+    evaluate(case, rank, world_size, device="cuda")
+    torch.cuda.synchronize()
+    if rank == 1:
+        time.sleep(600)
+    evaluate(case, rank, world_size, device="cuda").loss.item()
+
+
+def test_a_rank_that_hangs_ends_the_others_by_the_time_out():
+    context = torch.multiprocessing.get_context("spawn")
+    port = free_port()
+    ranks = [context.Process(target=_hang, args=(rank, 2, port)) for rank in range(2)]
+    for process in ranks:
+        process.start()
+    ranks[0].join(90)
+    exit_code = ranks[0].exitcode
+    for process in ranks:
+        process.kill()
+    assert exit_code not in (None, 0), "NCCL's watchdog ends what waits for a rank that never comes"
 
 
 def _steps_without_waiting(rank: int, world_size: int, port: int, preset: str, last_backward: bool) -> None:

@@ -124,7 +124,7 @@ def retrieval_ranks(
                 _count_above(scores, own_image[rows, None], 1, above_image[rows])
                 _count_above(scores, block_right[None, cols], 0, above_text[cols])
         ring.carry("above_text", hop, above_text, torch.Tensor.add_)
-    above_text = ring.wait("above_text")
+    above_text = ring.home("above_text", torch.Tensor.add_)
     return (1 + above_image[:n] / 2).float(), (1 + above_text[:t] / 2).float()
 
 

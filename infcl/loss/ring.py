@@ -22,9 +22,11 @@ of the ranks of node n - k go once round node n:
 In a flat ring over nodes one rank of each node sends all that crosses, and each crossing must hide behind one block's
 computation. Here all G ranks of a node send at once, G times less each, and each crossing has G blocks to hide behind
 (the last one of the results has none). The price: two more buffers for a block, three for a result.
+
+On GPUs of one host, copy engines carry the messages (loss/copies); elsewhere the process group sends and receives.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from zlib import crc32
 
@@ -32,16 +34,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from infcl.loss.copies import Message, PeerCopies, copies_of
 from infcl.loss.links import Link, links_of, second_group
 
 Combine = Callable[[Tensor, Tensor], Tensor]
+OVERLAPS = ("on", "sends", "off")
 
 
 class RingExchange:
     """Post and wait of named, double-buffered tensors between ring neighbours.
 
-    ring, ranks_per_node: "flat", "two-level" or "auto" (see links.lap_length). overlap: "on", or "off" to wait for each
-    message where it is posted, so that what overlapping gains can be measured; the results are the same.
+    ring, ranks_per_node: "flat", "two-level" or "auto" (see links.lap_length). overlap: "on"; "sends" without copy
+    engines; "off" to wait for each message where it is posted. Results are the same; what each gains can be measured.
     reach: a flat ring whose blocks make only so many hops (default W - 1); results go home from there directly.
 
     Received tensors belong to the ring: one is valid until the next `post` of its name that does not send it on. Posted
@@ -59,10 +63,10 @@ class RingExchange:
         overlap: str = "on",
         reach: int | None = None,
     ):
-        if overlap not in ("on", "off"):
-            raise ValueError(f"ring overlap is 'on' or 'off', not {overlap!r}")
+        if overlap not in OVERLAPS:
+            raise ValueError(f"ring overlap is one of {OVERLAPS}, not {overlap!r}")
         self.group = group
-        self.overlap = overlap == "on"
+        self.overlap = overlap
         self.world_size = 1 if group is None else dist.get_world_size(group)
         self.links = links_of(group, ring=ring, ranks_per_node=ranks_per_node, reach=reach)
         self.lap = self.links.lap
@@ -71,7 +75,10 @@ class RingExchange:
         assert self.laps == 1 or reach is None, "only a flat ring can stop half-way"
         self._step = 0
         self._buffers: dict[str, list[Tensor]] = {}
-        self._pending: dict[str, tuple[list[dist.Work], Link, Tensor, Tensor]] = {}
+        self._copies: PeerCopies | None = None  # known with the first message of a pass
+        self._begun = False
+        self._copied: set[str] = set()  # the names whose buffers are its
+        self._pending: dict[str, tuple[list[dist.Work | Message], Link, Tensor, Tensor]] = {}
 
     def blocks(self, *tensors: Tensor) -> Iterator[tuple[int, tuple[Tensor, ...]]]:
         """Yield (hop, tensors) for W hops: first one's own tensors, then another rank's each (`owner` says whose).
@@ -90,6 +97,7 @@ class RingExchange:
                     tensors = self._wait_all("block", len(tensors))
             if lap + 1 < self.laps:
                 tensors = self._wait_all("lap", len(tensors))
+        self._rest()
 
     def owner(self, hop: int) -> int:
         """The group rank whose block `blocks` yields at this hop."""
@@ -113,11 +121,15 @@ class RingExchange:
         self.post(name, part, self.links.home if turn == self.reach else self.links.next)
 
     def home(self, name: str, combine: Combine) -> Tensor:
-        """The complete result for one's own block, after the last `carry`."""
-        if self.laps == 1:
-            return self.wait(name)
-        self._end_lap(name, combine)
-        return self.wait(f"{name}, between nodes")
+        """The complete result for one's own block, after the last `carry`; the caller's to keep."""
+        if self.laps > 1:
+            self._end_lap(name, combine)
+            name = f"{name}, between nodes"
+        result = self.wait(name)
+        if name in self._copied:
+            result = result.clone()
+        self._rest()
+        return result
 
     def post(self, name: str, tensor: Tensor, link: Link | None = None) -> None:
         """Start sending `tensor` along a link (default: to the next rank) and receiving its like."""
@@ -127,25 +139,54 @@ class RingExchange:
             self._pending[name] = ([], link, tensor, tensor)
             return
         if name not in self._buffers:
-            self._buffers[name] = [torch.empty_like(tensor) for _ in range(2)]
+            self._buffers[name] = self._new_buffers(name, tensor, link)
         first, second = self._buffers[name]
         received = second if tensor is first else first
-        operations = [
-            dist.P2POp(dist.isend, tensor, link.to, group=link.group),
-            dist.P2POp(dist.irecv, received, link.source, group=link.group),
-        ]
         try:
-            works = dist.batch_isend_irecv(operations)
+            works = list(self._sent(name, tensor, received, link))
         except RuntimeError as error:
             raise self._failure(name, f"to rank {link.to} or from rank {link.source}", error) from error
         self._pending[name] = (works, link, tensor, received)
-        if not self.overlap:
+        if self.overlap == "off":
             self._finish(name)
 
     def wait(self, name: str) -> Tensor:
         """What the link's source posted under this name; on a GPU the current stream waits, not the host."""
         self._finish(name)
         return self._pending.pop(name)[-1]
+
+    def _new_buffers(self, name: str, like: Tensor, link: Link) -> list[Tensor]:
+        if not self._begun and self.overlap != "sends":
+            self._begun, self._copies = True, copies_of(self.group, like.device)
+            if self._copies is not None:
+                self._copies.begin()
+        if self._copies is not None and link.group is self.group:
+            shared = self._copies.buffers(like)
+            if shared is not None:
+                self._copied.add(name)
+                return shared
+        return [torch.empty_like(like) for _ in range(2)]
+
+    def _sent(self, name: str, tensor: Tensor, received: Tensor, link: Link) -> Sequence[dist.Work | Message]:
+        if self._copies is not None and name in self._copied:
+            to, source = (dist.get_group_rank(link.group, peer) for peer in (link.to, link.source))
+            return [self._copies.post(tensor, received, to, source)]
+        operations = [
+            dist.P2POp(dist.isend, tensor, link.to, group=link.group),
+            dist.P2POp(dist.irecv, received, link.source, group=link.group),
+        ]
+        return dist.batch_isend_irecv(operations)
+
+    def _rest(self) -> None:
+        """Called where a pass may have ended. What it shared is the next one's, of this ring or another."""
+        if self._pending or self._copies is None:
+            return
+        self._begun = False
+        if self._copied:
+            self._copies.end()
+        for name in self._copied:
+            del self._buffers[name]
+        self._copied.clear()
 
     @cached_property
     def _across(self) -> Link:

@@ -1,0 +1,116 @@
+"""Memory of a GPU into which the other GPUs of its host write by their copy engines.
+
+Collectives, sends and receives of NCCL are kernels: they take multiprocessors from what computes beside them. Here the
+driver issues all parts of a transfer to a stream, and none is a kernel: copies into a peer's memory, flags written
+there behind them, and waiting until a flag in one's own memory has been written.
+
+What such transfers need to be right (when memory may be written over) is up to who uses them: loss/copies.py for the
+ring, megatron_patches/exchange.py for products over rows that travel.
+"""
+
+import ctypes
+import socket
+from collections.abc import Callable
+from typing import TypeVar, cast
+
+import torch
+import torch.distributed as dist
+
+ALIGNED = 256  # bytes: where what is copied begins, and flags
+_BITS = 0xFFFFFFFF  # of a flag
+_Result = TypeVar("_Result")
+
+
+class RankFailed(RuntimeError):
+    """One rank of a group failed, and this is raised on all."""
+
+
+def reach_each_other(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether every GPU of the group can write into every other's memory. Collective."""
+    visible = range(torch.cuda.device_count())
+    gpus = {f"{socket.gethostname()} {torch.cuda.get_device_properties(index).uuid}": index for index in visible}
+    used = _gathered(next(name for name, index in gpus.items() if index == device.index), group)
+    others = [gpus.get(name) for name in used if gpus.get(name) != device.index]
+    able = all(other is not None and torch.cuda.can_device_access_peer(device.index, other) for other in others)
+    return all(_gathered(able, group))
+
+
+def allocate(
+    num_bytes: int, flags: slice, group: dist.ProcessGroup, device: torch.device
+) -> tuple[torch.Tensor, list[int]]:
+    """Memory that all ranks of the group share: this rank's, uint8 [num_bytes], and the addresses of every rank's.
+
+    flags: the bytes of it that begin as zeros. All ranks at once, each waiting for its GPU first; RankFailed on all
+    where one cannot.
+    """
+
+    def reserve() -> torch.Tensor:
+        import torch.distributed._symmetric_memory as symmetric_memory
+
+        torch.cuda.synchronize(device)
+        try:
+            return symmetric_memory.empty(num_bytes, dtype=torch.uint8, device=device)
+        except torch.OutOfMemoryError:  # unless torch's allocator holds what is free
+            torch.cuda.empty_cache()
+            return symmetric_memory.empty(num_bytes, dtype=torch.uint8, device=device)
+
+    def share() -> list[int]:
+        import torch.distributed._symmetric_memory as symmetric_memory
+
+        addresses = list(symmetric_memory.rendezvous(memory, group).buffer_ptrs)
+        memory[flags].zero_()
+        torch.cuda.synchronize(device)
+        return addresses
+
+    memory = on_all(group, reserve)
+    return memory, on_all(group, share)  # all GPUs have ended what they did before, and zeroed their flags
+
+
+def on_all(group: dist.ProcessGroup, own: Callable[[], _Result]) -> _Result:
+    """What `own` returns, once every rank's has; where one rank's fails, the others would wait for it: all raise."""
+    result = problem = cause = None
+    try:
+        result = own()
+    except (AttributeError, ImportError, OSError, RuntimeError) as error:  # a library or a symbol is missing; memory
+        problem, cause = f"{type(error).__name__}: {error}", error
+    for rank, told in enumerate(_gathered(problem, group)):
+        if told is not None:
+            raise RankFailed(f"rank {rank} of {dist.get_world_size(group)}: {told}") from cause
+    return cast(_Result, result)
+
+
+def _gathered(value, group: dist.ProcessGroup) -> list:
+    values: list = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return values
+
+
+class Driver:
+    """CUDA's driver. `stream`: a torch.cuda.Stream's cuda_stream; addresses: of any GPU that this process reaches."""
+
+    def __init__(self):
+        cuda = ctypes.CDLL("libcuda.so.1")
+        self._copy, self._write, self._wait = (
+            cuda.cuMemcpyDtoDAsync_v2,
+            cuda.cuStreamWriteValue32_v2,
+            cuda.cuStreamWaitValue32_v2,
+        )
+        stream, address, value, size = ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_size_t
+        self._copy.argtypes = (address, address, size, stream)
+        self._write.argtypes = self._wait.argtypes = (stream, address, value, value)
+
+    def copy(self, stream: int, target: int, source: int, num_bytes: int) -> None:
+        _check(self._copy(target, source, num_bytes, stream))
+
+    def write_flag(self, stream: int, address: int, value: int) -> None:
+        """After all that the stream did before: who sees the value sees that too."""
+        _check(self._write(stream, address, value & _BITS, 0))
+
+    def wait_flag(self, stream: int, address: int, value: int) -> None:
+        """Until the 32 bits there are at least `value`, by their difference's sign: numbers may begin again."""
+        _check(self._wait(stream, address, value & _BITS, 0))
+
+
+def _check(error: int) -> None:
+    if error:
+        raise RuntimeError(f"a transfer to another GPU failed with CUDA's error {error}")
