@@ -145,16 +145,27 @@ def hf_config(cfg: CLIPConfig) -> dict[str, Any]:
 
 
 def from_hf_config(config: Mapping[str, Any], source: str) -> CLIPConfig:
-    """The model config of a CLIPModel's config.json; what it leaves out has CLIPConfig's defaults in transformers."""
+    """The model config of a CLIPModel's config.json; what it leaves out has CLIPConfig's defaults in transformers.
+
+    ValueError for another kind of model, or a setting that these towers do not have.
+    """
     if config.get("model_type") != "clip":
         raise ValueError(f"{source}: model_type {config.get('model_type')!r} is not transformers' CLIPModel ('clip')")
-    vision, text = config.get("vision_config", {}), config.get("text_config", {})
+    vision, text = (_section(config, name) for name in ("vision_config", "text_config"))
+    activations = {section.get("hidden_act", "quick_gelu") for section in (vision, text)}
+    epsilons = {section.get("layer_norm_eps", 1e-5) for section in (vision, text)}
+    if len(activations) > 1 or not activations <= {"quick_gelu", "gelu"} or epsilons != {1e-5}:
+        raise ValueError(
+            f"{source}: hidden_act {sorted(activations)} and layer_norm_eps {sorted(epsilons)}; these towers have "
+            "quick_gelu in both or gelu in both, and 1e-05"
+        )
     vision_width, text_width = vision.get("hidden_size", 768), text.get("hidden_size", 512)
-    eos_id = text.get("eos_token_id", 49407)
-    pooling = {"pool_type": "argmax"} if eos_id in (2, 49407) else {"pool_type": "eos", "eos_id": eos_id}
+    eos_id, vocab_size = text.get("eos_token_id", 49407), text.get("vocab_size", 49408)
+    pools_at_largest = eos_id in (2, vocab_size - 1)  # for 2 CLIPModel does so, and no id is larger than the last
+    pooling = {"pool_type": "argmax"} if pools_at_largest else {"pool_type": "eos", "eos_id": eos_id}
     fields = {
         "embed_dim": config.get("projection_dim", 512),
-        "quick_gelu": text.get("hidden_act", "quick_gelu") == "quick_gelu",
+        "quick_gelu": activations == {"quick_gelu"},
         "vision_cfg": {
             "image_size": vision.get("image_size", 224),
             "patch_size": vision.get("patch_size", 32),
@@ -165,7 +176,7 @@ def from_hf_config(config: Mapping[str, Any], source: str) -> CLIPConfig:
         },
         "text_cfg": {
             "context_length": text.get("max_position_embeddings", 77),
-            "vocab_size": text.get("vocab_size", 49408),
+            "vocab_size": vocab_size,
             "layers": text.get("num_hidden_layers", 12),
             "width": text_width,
             "heads": text.get("num_attention_heads", 8),
@@ -175,6 +186,12 @@ def from_hf_config(config: Mapping[str, Any], source: str) -> CLIPConfig:
         },
     }
     return parse_model_config(fields, source=source)
+
+
+def _section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """Of old files, "text_config_dict" is what counts."""
+    older = config.get(f"{name}_dict")
+    return (config.get(name) or {}) if older is None else older
 
 
 def _ratio(hidden: int, width: int) -> float:

@@ -6,13 +6,14 @@ Out: `Weights`: a state dict in our names, and the model config where the source
 
 Files are read as data alone: safetensors, or torch.load with weights_only, which refuses to run code. Position
 embeddings are interpolated when the image size differs (bicubic, as open_clip does), and cut when the text is shorter.
+Where a folder says that its pixels were normalised otherwise than here, its first convolution is changed to match.
 """
 
 import json
 import pickle
 import re
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,6 +22,7 @@ import torch.nn.functional as F
 
 from infcl.hf_clip import from_hf, from_hf_config
 from infcl.towers import CLIP, CLIPConfig, load_model_config
+from infcl.towers.vision import IMAGE_MEAN, IMAGE_STD
 
 _SCALARS = ("logit_scale", "logit_bias")
 _WRAPPERS = ("module.", "_orig_mod.")  # DistributedDataParallel, torch.compile
@@ -71,7 +73,8 @@ def read_weights(path: str | Path, *, ema: bool = False) -> Weights:
     file = next((path / name for name in _FILES if (path / name).is_file()), None)
     if file is None:
         raise ValueError(f"{path}: no weights there (looked for {', '.join(_FILES)}, and checkpoints/ of a run)")
-    return Weights(_our_names(_read_file(file)), _folder_config(path), str(path))
+    state = _for_our_pixels(_our_names(_read_file(file)), *_folder_pixels(path))
+    return Weights(state, _folder_config(path), str(path))
 
 
 def load_pretrained(
@@ -200,6 +203,37 @@ def _our_names(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     if any(name.startswith(("vision_model.", "text_model.")) for name in state):
         return from_hf(state)
     return {name.removeprefix("text."): value for name, value in state.items()}
+
+
+def _folder_pixels(path: Path) -> tuple[Sequence[float], Sequence[float]]:
+    """(mean, std) that the folder's pixels were normalised with, per channel; ours where it does not say."""
+    said: dict[str, Sequence[float]] = {}
+    for name, prefix in (("open_clip_config.json", ""), ("preprocessor_config.json", "image_")):
+        if (path / name).is_file():
+            fields = json.loads((path / name).read_text(encoding="utf-8"))
+            fields = fields if prefix else fields.get("preprocess_cfg") or {}
+            said = {kind: fields[prefix + kind] for kind in ("mean", "std") if fields.get(prefix + kind)} | said
+    return said.get("mean", IMAGE_MEAN), said.get("std", IMAGE_STD)
+
+
+def _for_our_pixels(
+    state: dict[str, torch.Tensor], mean: Sequence[float], std: Sequence[float]
+) -> dict[str, torch.Tensor]:
+    """An image tower that saw (pixels - mean) / std -> the same function of ours: (pixels - IMAGE_MEAN) / IMAGE_STD.
+
+    One is an affine function of the other. Its factor goes into the first convolution, and what its constant gives,
+    which is the same at every patch, into the patches' position embeddings.
+    """
+    convolution, positions = "visual.conv1.weight", "visual.positional_embedding"
+    if (tuple(mean), tuple(std)) == (IMAGE_MEAN, IMAGE_STD) or not {convolution, positions} <= state.keys():
+        return state
+    factor = torch.tensor(IMAGE_STD, dtype=torch.float64) / torch.tensor(std, dtype=torch.float64)
+    constant = (torch.tensor(IMAGE_MEAN, dtype=torch.float64) - torch.tensor(mean)) / torch.tensor(std)
+    weight = state[convolution].double()  # [w, 3, p, p]
+    moved = state[positions].double()  # [1 + g^2, w]
+    moved[1:] += weight.sum((2, 3)) @ constant
+    changed = {convolution: weight * factor.view(3, 1, 1), positions: moved}
+    return state | {name: value.float() for name, value in changed.items()}
 
 
 def _folder_config(path: Path) -> CLIPConfig | None:

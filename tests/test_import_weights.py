@@ -9,6 +9,7 @@ from safetensors.torch import save_file
 
 from infcl.config import TrainConfig
 from infcl.export import export_model
+from infcl.hf_clip import from_hf_config
 from infcl.import_weights import load_pretrained, read_weights, resize_image_positions
 from infcl.towers import CLIP
 from infcl.towers.config import parse_model_config
@@ -83,6 +84,31 @@ def test_weights_saved_by_open_clip_give_its_features(tmp_path):
         assert out["logit_scale"].item() == 1.5
 
 
+@pytest.mark.parametrize("kind", ["folder_open_clip", "folder_hf"])
+@pytest.mark.parametrize("image_size", [32, 48])
+def test_a_tower_of_pixels_normalised_otherwise_sees_ours_as_it_saw_its_own(kind, image_size, source, tmp_path):
+    """open_clip's ViT-L-14 laion2b_s32b_b82k has mean and std 0.5."""
+    mean, std = [0.5, 0.4, 0.3], [0.5, 0.25, 0.2]
+    path = write(kind, source, tmp_path)
+    name = {"folder_open_clip": "open_clip_config.json", "folder_hf": "preprocessor_config.json"}[kind]
+    said = json.loads((path / name).read_text())
+    given = (
+        {"image_mean": mean, "image_std": std}
+        if kind == "folder_hf"
+        else {"preprocess_cfg": {"mean": mean, "std": std}}
+    )
+    (path / name).write_text(json.dumps(said | given))
+    ours, theirs = (seeded(config(vision={"image_size": image_size}), seed) for seed in (2, 3))
+    load_pretrained(ours, image=str(path))
+    load_pretrained(theirs, str(write("pt", source, tmp_path)))  # a bare file does not say: as it is
+    pixels = torch.randint(256, (3, 3, image_size, image_size), dtype=torch.uint8)
+    normalised = (pixels / 255 - torch.tensor(mean).view(3, 1, 1)) / torch.tensor(std).view(3, 1, 1)
+    with torch.no_grad():
+        expected, got = theirs(normalised)["image_features"], ours(pixels)["image_features"]
+        torch.testing.assert_close(got, expected, rtol=0, atol=2e-6)
+        assert (theirs(pixels)["image_features"] - expected).abs().max() > 1e-2
+
+
 @pytest.mark.parametrize("tower", ["image", "text"])
 def test_one_tower_alone_leaves_the_other_and_the_scale_as_they_were(tower, source, tmp_path):
     path, model = str(write("safetensors", source, tmp_path)), seeded(config(), 2)
@@ -151,6 +177,29 @@ def test_settings_that_shapes_do_not_show_must_agree(kind, source, tmp_path):
         with pytest.raises(ValueError, match=message):
             load_pretrained(seeded(cfg, 2), path)
     load_pretrained(seeded(config(text={"heads": 2}), 2), image=path)
+
+
+def test_what_a_clip_model_computes_otherwise_is_refused(source, tmp_path):
+    path = write("folder_hf", source, tmp_path)
+    written = json.loads((path / "config.json").read_text())
+    for section, change in (
+        ("text_config", {"hidden_act": "gelu_new"}),
+        ("vision_config", {"hidden_act": "quick_gelu"}),
+        ("vision_config", {"layer_norm_eps": 1e-6}),
+    ):
+        (path / "config.json").write_text(json.dumps(written | {section: written[section] | change}))
+        with pytest.raises(ValueError, match=f"{next(iter(change.values()))}.*these towers have quick_gelu in both or"):
+            read_weights(path)
+
+
+@pytest.mark.parametrize(
+    ("eos_id", "vocab_size", "pooling"), [(2, 49408, "argmax"), (49407, 49408, "argmax"), (49407, 49410, "eos")]
+)
+def test_clip_model_pools_at_the_eos_that_it_names_also_where_larger_ids_exist(eos_id, vocab_size, pooling):
+    text = {"eos_token_id": eos_id, "vocab_size": vocab_size, "num_attention_heads": 8}
+    cfg = from_hf_config({"model_type": "clip", "text_config_dict": text, "text_config": {"vocab_size": 9}}, "here")
+    assert (cfg.text_cfg.pool_type, cfg.text_cfg.vocab_size) == (pooling, vocab_size)
+    assert pooling == "argmax" or cfg.text_cfg.eos_id == eos_id
 
 
 def test_a_loss_s_own_bias_may_be_missing_or_left_over(source, tmp_path):
