@@ -297,6 +297,17 @@ def test_a_wrong_preset_is_refused_with_the_fix(tmp_path, content, flags, messag
         read_preset(settings("zero1", deepspeed_config=preset_file(tmp_path, content), **flags), "cpu")
 
 
+def test_fp16_on_a_cpu_without_it_is_refused_by_the_flag_that_asks_for_it(monkeypatch):
+    monkeypatch.setattr("infcl.train.preset.cpu_computes_fp16", lambda: False)
+    with pytest.raises(ValueError, match="--precision fp16: this CPU has no .* fp32 or bf16"):
+        read_preset(settings("zero1", precision="fp16"), "cpu")
+    with pytest.raises(ValueError, match=r"--deepspeed_config .*zero2_fp16.json: this CPU has no"):
+        read_preset(settings("zero2_fp16"), "cpu")
+    monkeypatch.setattr("infcl.train.preset.cpu_computes_fp16", lambda: True)
+    for device in ("cpu", "cuda"):
+        assert read_preset(settings("zero2_fp16"), device)[1] == "fp16"
+
+
 @pytest.mark.parametrize(("device", "precision"), [("cpu", "fp32"), ("cuda", "amp_bf16")])
 def test_without_a_flag_the_precision_follows_the_device(device, precision):
     assert read_preset(settings("zero1"), device)[1] == precision

@@ -7,6 +7,8 @@ and written in, so that there is one place to look.
 import json
 from pathlib import Path
 
+import torch
+
 from infcl.config import BatchPlan, TrainConfig
 from infcl.towers.transformer import ResidualBlock
 
@@ -61,12 +63,22 @@ def read_preset(config: TrainConfig, device_type: str) -> tuple[dict, str]:
         raise ValueError(
             f"--precision {precision} contradicts {path}, which enables {in_preset[0]}: change one of them"
         )
+    if precision == "fp16" and device_type == "cpu" and not cpu_computes_fp16():
+        raise ValueError(
+            f"{'--precision fp16' if config.precision else f'--deepspeed_config {path}'}: this CPU has no arithmetic "
+            "for fp16, and no GPU is visible, or --device cpu was given. On a CPU train in fp32 or bf16"
+        )
     if precision in ("bf16", "fp16") and zero_stage(preset) == 0:
         raise ValueError(
             f"--precision {precision} needs ZeRO stage >= 1 ({path} has stage 0, where DeepSpeed keeps no exact fp32 "
             "masters); use ds_configs/zero1.json or --precision amp_bf16"
         )
     return preset, precision
+
+
+def cpu_computes_fp16() -> bool:
+    """What DeepSpeed asks, with a message that names no flag, after the data have been read."""
+    return torch.ops.mkldnn._is_mkldnn_fp16_supported()
 
 
 def zero_stage(preset: dict) -> int:
