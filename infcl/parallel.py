@@ -12,7 +12,9 @@ import re
 import socket
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
@@ -29,6 +31,8 @@ _ENVIRONMENTS = (
 )
 # torchrun, deepspeed, mpirun, srun: how many ranks this node has; "8(x2)" is Slurm's "8 on each of two nodes"
 _NODE_SIZES = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "SLURM_TASKS_PER_NODE")
+
+_Answer = TypeVar("_Answer")
 
 
 @dataclass(frozen=True)
@@ -212,6 +216,21 @@ def describe_ranks(parallel: Parallel) -> str:
     if parallel.tp_size == 1:
         return text
     return f"{text} ({parallel.tp_size} tensor-parallel x {parallel.dp_size} data-parallel)"
+
+
+def from_first_rank(own: Callable[[], _Answer]) -> _Answer:
+    """What `own` returns on rank 0, on every rank; or the ValueError that it raises there. Collective."""
+    answer, problem = None, None
+    if dist.get_rank() == 0:
+        try:
+            answer = own()
+        except ValueError as error:  # the other ranks wait to be told
+            problem = str(error)
+    told: list[Any] = [answer, problem]
+    dist.broadcast_object_list(told, src=0)
+    if told[1] is not None:
+        raise ValueError(told[1])
+    return cast(_Answer, told[0])
 
 
 def join_parts(parallel: Parallel, part: torch.Tensor) -> torch.Tensor:

@@ -3,11 +3,14 @@
 import json
 
 import pytest
+import torch.distributed as dist
 
 from infcl.config import BatchPlan, parse_args
+from infcl.evaluate import tasks
 from infcl.evaluate.tasks import RetrievalTask, ZeroShotTask
 from infcl.towers import load_model_config
 from infcl.train.build import build_tasks
+from tests.ranks import run_ranks
 from tests.shard_files import encode, picture, write_tar
 
 COMMON = {"tokenizer": lambda texts: None, "image_size": 8, "batch_size": 2}
@@ -20,17 +23,87 @@ def shard(folder, image, **members):
     return str(folder)
 
 
+@pytest.fixture
+def one_rank():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def classes_file(folder, text):
+    (folder / "classes.txt").write_text(text)
+    return {"classes": str(folder / "classes.txt")}
+
+
 @pytest.mark.parametrize("task", [RetrievalTask, ZeroShotTask])
-def test_a_set_without_a_usable_sample_is_refused_when_the_task_is_built(tmp_path, task):
+def test_a_set_without_a_usable_sample_is_refused_before_it_is_evaluated(tmp_path, task, one_rank):
     (tmp_path / "classnames.txt").write_text("cat\ndog\n")
     (tmp_path / "templates.txt").write_text("a {}\n")
     options = COMMON | {f"{n}s": str(tmp_path / f"{n}s.txt") for n in ("classname", "template") if task is ZeroShotTask}
     good = json.dumps({"caption": "a cat", "label": 1}).encode()
-    task(shard(tmp_path / "good", encode(picture(1)), json=good), **options)
+    task(shard(tmp_path / "good", encode(picture(1)), json=good), **options).check()
     with pytest.raises(ValueError, match=r"broken: no image .*\(not_an_image: 1\)"):
-        task(shard(tmp_path / "broken", b"<html>", json=good), **options)
+        task(shard(tmp_path / "broken", b"<html>", json=good), **options).check()
     with pytest.raises(ValueError, match="no image with a caption|has label 'bird'"):
-        task(shard(tmp_path / "bare", encode(picture(1)), json=b'{"label": "bird"}'), **options)
+        task(shard(tmp_path / "bare", encode(picture(1)), json=b'{"label": "bird"}'), **options).check()
+
+
+def _refusal(rank, world_size, data):
+    """What a rank is told, and whether it read the data itself."""
+    task = RetrievalTask(data, **COMMON)
+    read, source = [], task.source
+    task.source = lambda **options: read.append(rank) or source(**options)
+    with pytest.raises(ValueError) as refused:
+        task.check()
+    return str(refused.value), read
+
+
+def test_one_rank_tries_the_data_and_all_are_told(tmp_path):
+    data = shard(tmp_path / "broken", b"<html>", txt=b"a cat")
+    (told, _), *others = results = run_ranks(_refusal, 3, data)
+    assert "broken: no image with a caption (not_an_image: 1)" in told
+    assert [read for _, read in results] == [[0], [], []] and all(other == told for other, _ in others)
+
+
+def test_no_more_than_the_first_samples_are_tried(tmp_path, one_rank, monkeypatch, caplog):
+    """A set that begins with what is of no use may be long; sorted by class it may do so rightly."""
+    (tmp_path / "classnames.txt").write_text("cat\ndog\n")
+    (tmp_path / "templates.txt").write_text("a {}\n")
+    options = COMMON | {f"{name}s": str(tmp_path / f"{name}s.txt") for name in ("classname", "template")}
+    samples = [(b"0", None)] * 5 + [(b"1", b"a dog")]
+    members = [
+        (f"{i}.{kind}", value)
+        for i, (label, caption) in enumerate(samples)
+        for kind, value in (("jpg", encode(picture(i))), ("cls", label), ("txt", caption))
+        if value is not None
+    ]
+    write_tar(tmp_path / "sorted.tar", members)
+    data = str(tmp_path / "sorted.tar")
+    late = ZeroShotTask(data, **options, **classes_file(tmp_path, "1\n"))
+    for tried, begins in ((6, None), (5, "first 5 samples"), (2, "first 2 samples")):
+        monkeypatch.setattr(tasks, "TRIED", tried)
+        caplog.clear()
+        late.check()
+        assert (begins is None and not caplog.messages) or begins in caplog.messages[0]
+        if begins is None:
+            RetrievalTask(data, **COMMON).check()
+        else:
+            with pytest.raises(ValueError, match=f"no image with a caption among its {begins}; docs"):
+                RetrievalTask(data, **COMMON).check()
+    write_tar(tmp_path / "sorted.tar", members[:-3])  # without its dog, and no longer than what is tried
+    monkeypatch.setattr(tasks, "TRIED", 5)
+    with pytest.raises(ValueError, match="no image of a class; docs"):
+        late.check()
+
+
+def test_folders_of_no_class_are_refused_before_an_image_is_read(tmp_path):
+    for name in ("classnames.txt", "templates.txt"):
+        (tmp_path / name).write_text("cat {}\ndog {}\n")
+    (tmp_path / "set" / "bird").mkdir(parents=True)
+    (tmp_path / "set" / "bird" / "1.jpg").write_bytes(b"")
+    options = COMMON | {f"{name}s": str(tmp_path / f"{name}s.txt") for name in ("classname", "template")}
+    with pytest.raises(ValueError, match="none of its 1 folders is a class of .*classes.txt"):
+        ZeroShotTask(str(tmp_path / "set"), **options, **classes_file(tmp_path, "1\n"))
 
 
 @pytest.mark.parametrize(

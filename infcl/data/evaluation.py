@@ -43,6 +43,7 @@ class EvalSamples(ABC):
 
     A few threads decode ahead (the decoders and the resize let go of the interpreter). Samples without a usable image
     are left out and counted by cause in `skipped`; a missing caption is not an error here (classification needs none).
+    limit: the set ends after so many, and `is_cut` says whether it was longer.
     resize: "torch" as in training, or "pil": Pillow's, which published figures used (`PillowTransform`).
     """
 
@@ -56,14 +57,15 @@ class EvalSamples(ABC):
         limits: ImageLimits = EVAL_LIMITS,
         resize: str = "torch",
         threads: int = 4,
+        limit: int | None = None,
     ):
         self.transform = (PillowTransform if resize == "pil" else EvalTransform)(image_size)
         self.rank, self.world_size, self.threads = rank, world_size, threads
-        self.keys, self.limits = keys, limits
+        self.keys, self.limits, self.limit, self.is_cut = keys, limits, limit, False
         self.skipped: Counter[str] = Counter()
 
     def __iter__(self) -> Iterator[EvalSample]:
-        own = (named for i, named in enumerate(self._records()) if i % self.world_size == self.rank)
+        own = self._own()
         ahead: deque[Future] = deque()
         with ThreadPoolExecutor(self.threads) as pool:
             while True:
@@ -75,6 +77,14 @@ class EvalSamples(ABC):
                     self.skipped[sample.cause] += 1
                 else:
                     yield sample
+
+    def _own(self) -> Iterator[tuple[str, Record]]:
+        for i, named in enumerate(self._records()):
+            if i == self.limit:
+                self.is_cut = True
+                return
+            if i % self.world_size == self.rank:
+                yield named
 
     def _decode(self, key: str, record: Record) -> EvalSample | BadSample:
         try:

@@ -70,6 +70,7 @@ def evaluate(args: argparse.Namespace, parallel: Parallel) -> dict[str, object]:
                 )
             loss = ValidationLoss(args.loss, "auto", args.loss_batch_size // parallel.dp_size)
         task = RetrievalTask(args.data, captions=args.captions, loss=loss, **common)
+    task.check()
     started = time.perf_counter()
     metrics = task.run(encoder(clip, args.precision), parallel)
     seconds = round(time.perf_counter() - started, 2)

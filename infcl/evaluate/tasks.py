@@ -1,8 +1,10 @@
 """Evaluations that a trainer or a command line can run: data and a tokenizer in, metrics out, on all ranks.
 
-A task is built before training starts, so that a missing file is refused then, and run as often as wanted.
+A task is built and checked before training starts, so that missing files and useless data are refused then, and run as
+often as wanted.
 """
 
+import logging
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -19,8 +21,11 @@ from infcl.evaluate.features import batches_of
 from infcl.evaluate.retrieval import encode_pairs, retrieval_metrics
 from infcl.evaluate.validation import ValidationLoss, validation_loss
 from infcl.evaluate.zero_shot import build_classifier, evaluate_zero_shot
-from infcl.parallel import Parallel
+from infcl.parallel import Parallel, from_first_rank
 
+log = logging.getLogger(__name__)
+
+TRIED = 1000  # samples of a set that are read, at most, to see whether it is of use
 Tokenize = Callable[[list[str]], torch.Tensor]  # n texts -> int64 [n, L]
 Scalars = dict[str, torch.Tensor]
 
@@ -31,7 +36,6 @@ class RetrievalTask:
     An image's captions are the list "captions" of its json record; without one, its caption, or with captions="lines"
     each line of it (CLIP-benchmark's shards of COCO and Flickr). With `loss`, the same features give val_loss too.
     keys: which members of shards make a sample; where they give no caption, those of the format do.
-    ValueError when no sample has an image and a caption.
     """
 
     def __init__(
@@ -46,12 +50,21 @@ class RetrievalTask:
         resize: str = "torch",
         loss: ValidationLoss | None = None,
     ):
-        self.tokenizer, self.image_size, self.batch_size = tokenizer, image_size, batch_size
+        self.data, self.tokenizer, self.image_size, self.batch_size = data, tokenizer, image_size, batch_size
         self.source = partial(eval_source(data), image_size=image_size, keys=keys, resize=resize)
         self.captions, self.loss = captions, loss
-        samples = self.source(threads=1)
-        if not any(self._captions(sample) for sample in samples):
-            raise ValueError(f"{data}: no image with a caption{_told(samples)}; docs/evaluation.md has the format")
+
+    def check(self) -> None:
+        """ValueError when none of the first TRIED samples has an image and a caption. Rank 0 reads; collective."""
+
+        def try_data() -> None:
+            samples = self.source(limit=TRIED)
+            if not any(self._captions(sample) for sample in samples):
+                raise ValueError(
+                    f"{self.data}: no image with a caption{_told(samples)}; docs/evaluation.md has the format"
+                )
+
+        from_first_rank(try_data)
 
     def run(
         self, encode, parallel: Parallel, scalar_values: Callable[[Scalars], Scalars] = lambda returned: returned
@@ -87,7 +100,6 @@ class ZeroShotTask:
 
     classnames, templates: text files, by default classnames.txt and templates.txt in the data's folder; classes: which
     classes compete, for sets that have only some (infcl.evaluate.classes describes the files).
-    ValueError when no sample has an image and a class, or the first that has an image has a wrong one.
     """
 
     def __init__(
@@ -111,9 +123,26 @@ class ZeroShotTask:
         self.classes = read_classes(classnames or beside / "classnames.txt", classes, folders=folders)
         self.templates = read_templates(templates or beside / "templates.txt")
         self.leaves_out = classes is not None
-        samples = self.source(threads=1)
-        if all(self._row(sample) is None for sample in samples):
-            raise ValueError(f"{data}: no image of a class{_told(samples)}; docs/evaluation.md has the format")
+        if folders and not folders & self.classes.rows.keys():
+            raise ValueError(f"{data}: none of its {len(folders)} folders is a class of {classes}")
+
+    def check(self) -> None:
+        """ValueError when none of the first TRIED samples has an image and a class, or one before has a wrong one.
+
+        With a classes file those may all be of other classes: then only a shorter set is refused. Rank 0 reads;
+        collective.
+        """
+
+        def try_data() -> None:
+            samples = self.source(limit=TRIED)
+            if any(self._row(sample) is not None for sample in samples):
+                return
+            problem = f"{self.data}: no image of a class{_told(samples)}"
+            if not (self.leaves_out and samples.is_cut):
+                raise ValueError(f"{problem}; docs/evaluation.md has the format")
+            log.warning("%s; the others are looked at when they are evaluated", problem)
+
+        from_first_rank(try_data)
 
     def run(self, encode, parallel: Parallel, scalar_values: object = None) -> dict[str, float]:
         """encode(images or None, texts or None) -> features dict, through the engine. Collective."""
@@ -159,9 +188,10 @@ def _skipped(samples: EvalSamples, parallel: Parallel) -> dict[str, float]:
 
 
 def _told(samples: EvalSamples) -> str:
-    """What was left out, for a message."""
+    """How much was read and what was left out, for a message."""
     counts = ", ".join(f"{cause}: {count}" for cause, count in samples.skipped.items())
-    return f" ({counts})" if counts else ""
+    among = f" among its first {samples.limit:,} samples" if samples.is_cut else ""
+    return f"{among} ({counts})" if counts else among
 
 
 def _blank(image_size: int) -> torch.Tensor:

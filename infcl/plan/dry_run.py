@@ -17,7 +17,7 @@ from infcl.train.preset import read_preset, zero_stage
 
 
 def describe_plan(config: TrainConfig, parallel: Parallel) -> str:
-    """The resolved plan as text. ValueError for whatever the run would refuse before it builds the engine."""
+    """The resolved plan as text. ValueError: what the run would refuse before it builds the engine. Collective."""
     from infcl.train.build import build_loader, build_model, build_tasks, build_tokenizer_and_model_config
 
     preset, precision = read_preset(config, parallel.device.type)
@@ -25,6 +25,8 @@ def describe_plan(config: TrainConfig, parallel: Parallel) -> str:
     tokenizer, cfg = build_tokenizer_and_model_config(config)
     loader = build_loader(config, batch, cfg, tokenizer, parallel)
     tasks = build_tasks(config, batch, cfg, tokenizer)
+    for task in tasks.values():
+        task.check()
     steps = total_steps(config, loader.steps_per_epoch)
     with torch.device("meta"), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*which is a no-op")  # --pretrained: names and shapes are checked

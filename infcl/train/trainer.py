@@ -58,6 +58,8 @@ class Trainer:
         check_encode_width(config, model_config)
         tile_dtype = tile_dtype_of(config, parallel.device.type)
         self.tasks = build_tasks(config, self.batch, model_config, self.tokenizer, tile_dtype)
+        for task in self.tasks.values():
+            task.check()
         self.total_steps = total_steps(config, self.loader.steps_per_epoch)
         self.schedule = Schedule(
             config,
