@@ -100,7 +100,7 @@ def _write_open_clip(
     out.mkdir(parents=True, exist_ok=True)
     if tokenizer_model is not None:
         model_cfg["text_cfg"].setdefault("hf_tokenizer_name", name)
-        model_cfg["text_cfg"]["tokenizer_kwargs"] = {"clean": "canonicalize"}  # what infcl.data.tokenizer does
+        model_cfg["text_cfg"]["tokenizer_kwargs"] = {"clean": "canonicalize"}  # infcl.data.tokenizer's, after ftfy
         export_tokenizer(tokenizer_model, out, context_length=cfg.text_cfg.context_length)
     config = {"model_cfg": model_cfg, "preprocess_cfg": dict(preprocess)}
     (out / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

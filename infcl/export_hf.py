@@ -22,10 +22,14 @@ from infcl.towers import CLIPConfig
 from infcl.towers.vision import IMAGE_MEAN, IMAGE_STD
 
 WEIGHTS = "model.safetensors"
-# infcl.data.tokenizer.canonicalise: '_' is a space, other ASCII punctuation goes, letters are lowered
+# infcl.data.tokenizer.canonicalise: '_' is a space, other ASCII punctuation goes, letters are lowered. What Python
+# counts as space and the model's charsmap removes is a space here too; a sigma at a word's end has a small letter of
+# its own, which "Lowercase", letter by letter, does not know.
 _CLEAN = [
     {"type": "Replace", "pattern": {"String": "_"}, "content": " "},
     {"type": "Replace", "pattern": {"Regex": r"[!-/:-@\[-`{-~]"}, "content": ""},
+    {"type": "Replace", "pattern": {"Regex": r"[\x0b\x1c-\x1f\x{85}]"}, "content": " "},
+    {"type": "Replace", "pattern": {"Regex": r"(?<=[\p{Lu}\p{Ll}\p{Lt}])Σ(?![\p{Lu}\p{Ll}\p{Lt}])"}, "content": "ς"},
     {"type": "Lowercase"},
 ]
 

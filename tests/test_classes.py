@@ -27,6 +27,13 @@ def test_a_label_may_be_an_index_a_label_of_the_file_or_the_name(names):
         assert right_classes(classes, label) == [name]
 
 
+def test_folders_that_are_all_names_are_not_taken_for_numbers(tmp_path):
+    names = write(tmp_path / "classnames.txt", "\ufeff1", "2", "10")  # a mark that Windows' editors leave in front
+    classes = read_classes(names, folders=["1", "10", "2"])
+    assert [right_classes(classes, label) for label in ("1", "2", "10")] == [["1"], ["2"], ["10"]]
+    assert right_classes(read_classes(names, folders=["0", "1", "2"]), "1") == ["2"]
+
+
 def test_unknown_folders_are_taken_in_sorted_order_only_if_they_are_as_many_as_classes(tmp_path):
     names = write(tmp_path / "classnames.txt", "tench", "shark", "cock")
     classes = read_classes(names, folders=["c", "a", "b"])

@@ -37,6 +37,15 @@ def test_ranks_share_a_caption_list_and_a_missing_image_is_counted(tmp_path):
     assert sets[1].skipped == {"unreadable_file": 1} and not sets[0].skipped
 
 
+def test_a_caption_list_has_lines_where_its_json_has(tmp_path):
+    """Not at the other separators that str.splitlines knows, which captions from the web contain."""
+    captions = ["one\u2028two\x85three\u2029four", "b\u000bc"]
+    lines = [{"image": "x.png", "captions": [caption]} for caption in captions]
+    text = "\r\n".join(json.dumps(line, ensure_ascii=False) for line in lines)
+    (tmp_path / "c.jsonl").write_bytes(b"\xef\xbb\xbf" + text.encode())
+    assert [record["captions"][0] for _, record in caption_list(tmp_path / "c.jsonl")] == captions
+
+
 @pytest.mark.parametrize(
     "line", ["not json", '{"image": "a.jpg"}', '{"image": 3, "captions": []}', '{"captions": [1]}']
 )

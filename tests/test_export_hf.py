@@ -4,11 +4,12 @@ transformers comes with requirements.txt (from Python 3.11 on); the tests that l
 """
 
 import json
+import unicodedata
 
 import pytest
 import torch
 
-from infcl.data.tokenizer import Tokenizer
+from infcl.data.tokenizer import Tokenizer, canonicalise
 from infcl.export import export_model, load_exported, main
 from infcl.export_card import LOSS_CURVE
 from infcl.hf_clip import from_hf, hf_config, to_hf
@@ -81,6 +82,14 @@ def test_auto_tokenizer_gives_our_ids_for_raw_captions(exported, tokenizer_model
     ]
     ids = theirs(texts, padding="max_length", truncation=True, return_tensors="pt").input_ids
     assert torch.equal(ids, Tokenizer(tokenizer_model, CONTEXT_LENGTH)(texts))
+
+
+def test_raw_captions_are_cleaned_as_for_training_whatever_their_characters(exported):
+    """What the tokenizer makes of a raw text is what it makes of the cleaned one."""
+    clean = import_transformers().AutoTokenizer.from_pretrained(exported[1]).backend_tokenizer.normalizer.normalize_str
+    letters = [chr(code) for code in range(1, 0x3000) if unicodedata.category(chr(code)) not in ("Cn", "Cs")]
+    texts = [text for letter in letters for text in (f"A{letter}b", f"_ {letter}Σ{letter}", f"Σ{letter}")]
+    assert [text for text in texts if clean(text) != clean(canonicalise(text))] == []
 
 
 def test_image_processor_gives_open_clips_pixels(exported):

@@ -175,7 +175,7 @@ def class_folders(folder: Path) -> list[tuple[Path, dict[str, Any]]]:
 def caption_list(path: Path) -> list[tuple[Path, dict[str, Any]]]:
     """[(image, {"captions": [...], ...}), ...] of a .jsonl file; ValueError names the first wrong line."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8-sig").split("\n")  # splitlines() splits inside captions, at U+2028
     except OSError as error:
         raise ValueError(f"{path}: {error.strerror}") from None
     files = []

@@ -29,13 +29,16 @@ def read_classes(
 ) -> ClassSet:
     """The classes of the files; `folders`: all labels of a class-folder data set, for those files that name no labels.
 
-    A label is an index into the classnames file, its LABEL, or the class name itself. If no folder is any of these,
-    they are taken in sorted order, if there are as many as classes. ValueError for folders that fit none of this.
+    A label is an index into the classnames file, its LABEL, or the class name itself; where a number is both, it is the
+    name if all folders are names, else the index. If no folder is any of these, they are taken in sorted order, if
+    there are as many as classes. ValueError for folders that fit none of this.
     """
     fields = [line.split("\t", 1) for line in read_lines(classnames, "--zeroshot-classnames")]
     names = [line[-1].strip() for line in fields]
-    indices: dict[str, tuple[int, ...]] = {name: (k,) for k, name in enumerate(names) if names.count(name) == 1}
-    indices |= {str(k): (k,) for k in range(len(names))}
+    by_name: dict[str, tuple[int, ...]] = {name: (k,) for k, name in enumerate(names) if names.count(name) == 1}
+    by_number = {str(k): (k,) for k in range(len(names))}
+    all_are_names = folders is not None and set(folders) <= by_name.keys()
+    indices = by_number | by_name if all_are_names else by_name | by_number
     indices |= {line[0].strip(): (k,) for k, line in enumerate(fields) if len(line) == 2}
     if folders is not None and subset is None:
         indices = _folder_indices(sorted(folders), indices, len(names), classnames)
@@ -61,7 +64,7 @@ def read_templates(path: str | Path) -> list[str]:
 def read_lines(path: str | Path, flag: str) -> list[str]:
     """The lines of a text file that are not blank, stripped; ValueError names the flag where there are none."""
     try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
+        lines = Path(path).read_text(encoding="utf-8-sig").split("\n")
     except OSError as error:
         raise ValueError(f"{flag} {path}: {error.strerror}") from None
     lines = [line.strip() for line in lines if line.strip()]
