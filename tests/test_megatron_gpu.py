@@ -1,7 +1,13 @@
-"""Tensor parallelism over NCCL on four GPUs: ViT-L-14 at T = 2 x D = 2 follows T = 1 x D = 4 for twenty steps."""
+"""Tensor parallelism over NCCL: twenty steps of ViT-L-14 at T = 2 x D = 2 follow T = 1 x D = 4 (on two GPUs D = 1, 2).
+
+In float32 loss by loss. bf16's twenty steps part from float32's whatever T is, at the end by a tenth of a loss of 0.06,
+and so do two runs of T = 1 that differ in the micro-batch alone: at T = 2 they may part from float32 as far as at T = 1.
+"""
 
 import gc
+import math
 import os
+import statistics
 import time
 
 import pytest
@@ -12,28 +18,23 @@ from infcl.towers import CLIP, load_model_config
 from tests.ranks import free_port
 
 pytestmark = [pytest.mark.multigpu, pytest.mark.timeout(600)]
-MODEL, DEVICE, GPUS = "ViT-L-14", "cuda", 4
+MODEL, DEVICE, GPUS = "ViT-L-14", "cuda", min(torch.cuda.device_count(), 4) // 2 * 2
 GLOBAL_BATCH, MICRO_BATCH_SIZE, STEPS = 64, 16, 20
 ZERO3 = "ds_configs/zero3.json"
-RUNS = {  # name: (flags, the run that it must follow, tolerance)
-    "fp32": ({"precision": "fp32"}, None, None),
-    "amp_bf16": ({"precision": "amp_bf16"}, None, None),
-    "T=2 fp32": ({"precision": "fp32", "tensor_parallel_size": 2}, "fp32", 2e-3),
-    "T=2 fp32, sequence parallel, ZeRO-3": (
-        {"precision": "fp32", "tensor_parallel_size": 2, "sequence_parallel": True, "deepspeed_config": ZERO3},
-        "fp32",
-        2e-3,
-    ),
-    "T=2 amp_bf16, sequence parallel": (
-        {"precision": "amp_bf16", "tensor_parallel_size": 2, "sequence_parallel": True},
-        "amp_bf16",
-        3e-2,
-    ),
-    "T=2 amp_bf16, sequence parallel, compiled": (
-        {"precision": "amp_bf16", "tensor_parallel_size": 2, "sequence_parallel": True, "compile_blocks": "on"},
-        "amp_bf16",
-        3e-2,
-    ),
+BF16 = {"precision": "amp_bf16"}
+SPLIT = {"tensor_parallel_size": 2}
+RUNS = {  # of each precision, name: flags
+    "fp32": {
+        "T=1": {},
+        "T=2": SPLIT,
+        "T=2, sequence parallel, ZeRO-3": SPLIT | {"sequence_parallel": True, "deepspeed_config": ZERO3},
+    },
+    "amp_bf16": {
+        "T=1": {},
+        "T=1, bf16": BF16,
+        "T=2, bf16, sequence parallel": SPLIT | BF16 | {"sequence_parallel": True},
+        "T=2, bf16, sequence parallel, compiled": SPLIT | BF16 | {"sequence_parallel": True, "compile_blocks": "on"},
+    },
 }
 
 
@@ -55,7 +56,8 @@ def train(flags: dict):
     from infcl.train.engine import Engine
     from megatron_patches.groups import init_tensor_parallel
 
-    config = TrainConfig(dataset_type="synthetic", train_num_samples=1, wd=0.1, grad_clip_norm=1.0, **flags)
+    flags = {"precision": "fp32", "wd": 0.1, "grad_clip_norm": 1.0} | flags
+    config = TrainConfig(dataset_type="synthetic", train_num_samples=1, **flags)
     parallel = init_parallel(DEVICE, timeout_minutes=5)
     if config.tensor_parallel_size > 1:
         parallel = init_tensor_parallel(parallel, config.tensor_parallel_size)
@@ -90,15 +92,15 @@ def train(flags: dict):
     return losses, norms, replicated
 
 
-def train_all(rank: int, port: int, folder: str, runs: list[str]) -> None:
-    """RUNS one after the other, in the same processes: starting them takes longer than training."""
+def train_all(rank: int, port: int, folder: str, runs: dict[str, dict]) -> None:
+    """Runs one after the other, in the same processes: starting them takes longer than training."""
     names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": GPUS, "LOCAL_WORLD_SIZE": GPUS, "MASTER_PORT": port}
     os.environ.update({name: str(value) for name, value in names.items()} | {"MASTER_ADDR": "127.0.0.1"})
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     results = {}
-    for name in runs:
+    for name, flags in runs.items():
         started = time.perf_counter()
-        results[name] = train(RUNS[name][0])
+        results[name] = train(flags)
         gc.collect()
         if rank == 0:
             losses = ", ".join(f"{loss:.5f}" for loss in results[name][0])
@@ -108,20 +110,30 @@ def train_all(rank: int, port: int, folder: str, runs: list[str]) -> None:
     torch.distributed.destroy_process_group()
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < GPUS and DEVICE == "cuda", reason=f"needs {GPUS} GPUs")
-@pytest.mark.parametrize("precision", ["fp32", "amp_bf16"])
+def apart(losses: list[float], others: list[float]) -> float:
+    """Root of the mean square of differences."""
+    return math.sqrt(statistics.fmean((a - b) ** 2 for a, b in zip(losses, others)))
+
+
+@pytest.mark.skipif(GPUS < 2, reason="needs two GPUs, better four")
+@pytest.mark.parametrize("precision", RUNS)
 def test_twenty_steps_of_vit_l_14_follow_those_without_tensor_parallelism(tmp_path, precision):
-    runs = [name for name, (flags, _, _) in RUNS.items() if flags["precision"] == precision]
+    runs = RUNS[precision]
     torch.multiprocessing.spawn(train_all, (free_port(), str(tmp_path), runs), nprocs=GPUS)
     results = [torch.load(tmp_path / f"{rank}.pt") for rank in range(GPUS)]
+    truth, truth_norms, _ = results[0]["T=1"]
     for name in runs:
-        _, followed, tolerance = RUNS[name]
         losses, norms, _ = results[0][name]
         assert min(losses) < losses[0] - 0.05, name
-        if followed is None:
-            continue
-        assert losses == pytest.approx(results[0][followed][0], rel=tolerance), name
-        assert norms[:5] == pytest.approx(results[0][followed][1][:5], rel=5 * tolerance), name
-        for copy in (0, 2):  # what is not split stays equal to the bit within a tensor-parallel group
+        if precision == "fp32":
+            assert losses == pytest.approx(truth, rel=2e-3), name
+            assert norms[:5] == pytest.approx(truth_norms[:5], rel=1e-2), name
+        elif "T=2" in name:
+            bound = 1.5 * apart(results[0]["T=1, bf16"][0], truth)
+            assert losses[:5] == pytest.approx(truth[:5], rel=3e-3), name
+            assert apart(losses, truth) < bound < 0.02, (name, apart(losses, truth), bound)
+            assert norms[:5] == pytest.approx(truth_norms[:5], rel=5e-2), name
+        for copy in range(0, GPUS, 2) if "T=2" in name else ():
             pair = results[copy][name][2], results[copy + 1][name][2]
-            assert [key for key in pair[0] if pair[0][key] != pair[1][key]] == [], name
+            unequal = [key for key in pair[0] if pair[0][key] != pair[1][key]]
+            assert unequal == [], f"{name}: what is not split stays equal to the bit within a tensor-parallel group"
