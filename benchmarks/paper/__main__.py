@@ -43,6 +43,7 @@ REGIONS: dict[str, Callable[[], str]] = {
     "steps": towers.measured_steps,
     "plan-errors": towers.plan_errors,
     "plan-losses": towers.planned_losses,
+    "plan-tensor-parallel": towers.planned_tensor_parallel,
     "peer-steps": towers.peer_steps,
     "hard-negatives": accuracy.hard_negatives,
 }

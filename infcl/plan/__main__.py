@@ -46,6 +46,7 @@ def parser() -> argparse.ArgumentParser:
     flags.add_argument("--loss", default="inf_cl", choices=("inf_cl", "clip", "open_clip"))
     flags.add_argument("--ring", default="auto", choices=("auto", "flat", "two-level"))
     flags.add_argument("--tensor-parallel-size", type=int, default=1)
+    flags.add_argument("--sequence-parallel", action="store_true", help="with --tensor-parallel-size above 1")
     flags.add_argument("--sweep", help="gpus=8:4096: the batch per GPU stays, the GPUs double")
     flags.add_argument("--plot", type=Path, help="with --sweep: write a PNG")
     flags.add_argument("--measure", type=Path, help="measure this machine's first GPU, write its profile, and exit")
@@ -75,6 +76,7 @@ def setting_of(arguments: argparse.Namespace) -> Setting:
         ring=arguments.ring,
         precision=arguments.precision,
         tensor_parallel=arguments.tensor_parallel_size,
+        sequence_parallel=arguments.sequence_parallel,
     )
     if arguments.micro_batch_size != "auto":
         if not arguments.micro_batch_size.isdigit() or arguments.micro_batch_size == "0":

@@ -66,6 +66,7 @@ class Setting:
     ring: str = "auto"
     precision: str = "amp_bf16"
     tensor_parallel: int = 1
+    sequence_parallel: bool = False  # with tensor_parallel > 1
     gpus_per_node: int = 8
     link: Link = Link("nic-400", 45.0, 8.0, "estimated")  # between hosts
     overlap_comm: bool = True

@@ -10,9 +10,10 @@ _GROUPS = {
     "loss": ("loss", "gather features"),
     "ring traffic": ("ring",),
     "ZeRO traffic": ("gradients", "parameters"),
-    "optimizer": ("optimizer", "optimizer on the host"),
+    "host": ("host",),
+    "optimizer": ("optimizer", "optimizer on the host", "gradients to it"),
 }
-_COLOURS = ("#4878a8", "#e0a030", "#c04848", "#6a9a58", "#8a8a8a")
+_COLOURS = ("#4878a8", "#e0a030", "#c04848", "#6a9a58", "#303030", "#8a8a8a")
 
 
 def sweep(setting: Setting, sizes: list[int]) -> list[dict]:

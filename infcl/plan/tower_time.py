@@ -1,0 +1,134 @@
+"""Seconds of the towers: products, attention, what is neither, the sums of tensor-parallel ranks; and the host's.
+
+A block of width w takes, for each token of L and forward:
+
+    products     (8 + 4 ratio) w^2 flops, at PRODUCTS of the profile's rate       split over T ranks
+    attention    4 L w flops, at ATTENTION of it (wider heads are faster)          split over T ranks
+    the rest     w times what the profile's efficiency leaves at ViT-L-14's width  split but for UNSPLIT
+    sums         two of m L w values over the host's links                         T > 1
+
+so narrow towers reach less of a GPU than wide ones. A backward takes two forwards. The constants are of ViT-L-14 on
+H200s, profiled block by block (docs/results/tensor_parallel_blocks.csv).
+
+Sizes: m samples, L tokens, T tensor-parallel ranks, M micro-batches.
+"""
+
+from infcl.plan.phases import Phase
+from infcl.plan.setting import Gpu, Setting
+from infcl.towers.config import kept_patches
+from infcl.towers.flops import forward_flops
+
+PRODUCTS, ATTENTION = 0.91, 0.2
+UNSPLIT = 0.43  # of the rest: norms and residuals, which each of T ranks computes whole, but for sequence parallelism
+SIXTEEN_BIT = 0.76  # of the rest where eager blocks hold 16-bit parameters: no casts, a stream of half the bytes
+# Of what travels between tensor-parallel ranks, what does not hide: sums; sums in halves (megatron_patches/halves.py),
+# less what these cost; rows of sequence parallelism.
+SUMS_SHOW, HALVES_SHOW, ROWS_SHOW = 0.67, 0.52, 0.21
+LEAST_ELEMENTS = 2**26  # for halves
+_WIDTH, _TOKENS, _HEAD = 1024, 257, 64  # where a profile's efficiencies hold
+
+# The host's, from steps that wait for it. To issue a compiled block's forward (a backward is two), eager 77 / 60 of it;
+# a sum over tensor-parallel ranks, of which a forward has two and a backward three; a swap of rows with the products
+# of its pieces, of which a forward has four and a backward six for each other rank.
+BLOCK_SECONDS, EAGER_BLOCK_SECONDS = 0.00047, 0.0006
+SUM_SECONDS, SWAP_SECONDS = 0.000255, 0.00038
+HOOK_SECONDS = 0.000047  # around a module in ZeRO-3, a pass: bigG at T = 4, 778 ms a step and 588 under ZeRO-1
+MODULES_PER_BLOCK = 9
+_NEITHER_HIDES = 4  # exponent: see together
+
+
+def tower_phases(setting: Setting) -> list[Phase]:
+    """GPU seconds of all passes over the micro-batches."""
+    micro_batches = setting.num_micro_batches
+    encoded = micro_batches - min(setting.resident, micro_batches)
+    replayed = (4 if setting.checkpointing else 3) * micro_batches  # in forwards
+    forward = sum(_tower_seconds(setting, *shape) for shape in _shapes(setting)) + _ends_seconds(setting)
+    phases = [
+        Phase("encode", forward * encoded, forward * encoded),
+        Phase("replay", forward * replayed, forward * replayed),
+    ]
+    if setting.tensor_parallel > 1:
+        phases.append(_travelling(setting, forwards(setting) + micro_batches))
+    return phases
+
+
+def forwards(setting: Setting) -> int:
+    """Passes forward over a micro-batch in a step, recomputation included; there are M backward."""
+    micro_batches = setting.num_micro_batches
+    encoded = micro_batches - min(setting.resident, micro_batches)
+    return encoded + micro_batches * (2 if setting.checkpointing else 1)
+
+
+def host_seconds(setting: Setting) -> float:
+    """To issue all passes."""
+    block = BLOCK_SECONDS if setting.compiled else EAGER_BLOCK_SECONDS
+    there = back = 0.0
+    if setting.tensor_parallel > 1 and setting.sequence_parallel:
+        there, back = (swaps * (setting.tensor_parallel - 1) * SWAP_SECONDS for swaps in (4, 6))
+    elif setting.tensor_parallel > 1:
+        there, back = 2 * SUM_SECONDS, 3 * SUM_SECONDS
+    if setting.zero == 3:
+        there, back = there + MODULES_PER_BLOCK * HOOK_SECONDS, back + MODULES_PER_BLOCK * HOOK_SECONDS
+    blocks = setting.model.vision_cfg.layers + setting.model.text_cfg.layers
+    return blocks * (forwards(setting) * (block + there) + setting.num_micro_batches * (2 * block + back))
+
+
+def together(gpus: float, host: float) -> float:
+    """Seconds of what the host issues and the GPUs compute: a step is wide blocks and narrow ones, forwards and
+    backwards, so where both take equally long neither hides behind the other whole.
+
+    The exponent fits ViT-L-14 at T = 2 with 64, 128 and 256 samples.
+    """
+    return (gpus**_NEITHER_HIDES + host**_NEITHER_HIDES) ** (1 / _NEITHER_HIDES)
+
+
+def _shapes(setting: Setting) -> list[tuple[int, int, int, float, int]]:
+    """(tokens, width, layers, MLP ratio, head width) of both towers."""
+    vision, text = setting.model.vision_cfg, setting.model.text_cfg
+    tokens = 1 + kept_patches(vision.num_patches, vision.patch_dropout)
+    return [
+        (tokens, vision.width, vision.layers, vision.mlp_ratio, vision.head_width),
+        (text.context_length, text.width, text.layers, text.mlp_ratio, text.width // text.heads),
+    ]
+
+
+def _tower_seconds(setting: Setting, tokens: int, width: int, layers: int, ratio: float, head: int) -> float:
+    """A forward of one micro-batch through a tower's blocks."""
+    rate, share = setting.gpu.matmul_tflops * 1e12, setting.tensor_parallel
+    products = (8 + 4 * ratio) * width**2 / (rate * PRODUCTS)
+    attention = 4 * tokens * width / (rate * ATTENTION * min(2.0, head / _HEAD))
+    rest = width * _rest(setting.gpu, compiled=setting.compiled)
+    if not setting.compiled and setting.precision in ("bf16", "fp16"):
+        rest *= SIXTEEN_BIT
+    split = 1 / share if setting.sequence_parallel else UNSPLIT + (1 - UNSPLIT) / share
+    return setting.micro_batch * tokens * layers * ((products + attention) / share + rest * split)
+
+
+def _rest(gpu: Gpu, *, compiled: bool) -> float:
+    """Seconds of a token and unit of width that are neither product nor attention, of a forward."""
+    rate, efficiency = gpu.matmul_tflops * 1e12, gpu.compiled_efficiency if compiled else gpu.tower_efficiency
+    products, attention = 24 * _WIDTH**2, 4 * _TOKENS * _WIDTH
+    whole = (products + attention) / (rate * efficiency)
+    return max(0.0, whole - products / (rate * PRODUCTS) - attention / (rate * ATTENTION)) / _WIDTH
+
+
+def _ends_seconds(setting: Setting) -> float:
+    """Patches and the projections to features, which tensor parallelism does not split."""
+    flops = float(sum(forward_flops(setting.model).values()))
+    for tokens, width, layers, ratio, _ in _shapes(setting):
+        flops -= layers * tokens * ((8 + 4 * ratio) * width**2 + 4 * tokens * width)
+    return setting.micro_batch * flops / (setting.gpu.matmul_tflops * 1e12 * PRODUCTS)
+
+
+def _travelling(setting: Setting, passes: int) -> Phase:
+    """Two sums of a block's activations a pass; under sequence parallelism rows travel beside the products instead."""
+    size, behind = setting.tensor_parallel, "products"
+    rows = [(tokens * width, layers) for tokens, width, layers, _, _ in _shapes(setting)]
+    values = setting.micro_batch * sum(row * layers for row, layers in rows)
+    once = 2 * (size - 1) / size * 2 * values / (setting.gpu.link_gbs * 1e9)  # of all layers, in 16 bits
+    if setting.sequence_parallel:  # half a sum each, 4 forward and 6 backward
+        seconds = (4 * forwards(setting) + 6 * setting.num_micro_batches) * once / 2
+        return Phase("tensor parallel", seconds, ROWS_SHOW * seconds, behind)
+    seconds = 2 * passes * once
+    halves = setting.compiled and setting.micro_batch * rows[0][0] >= LEAST_ELEMENTS
+    return Phase("tensor parallel", seconds, (HALVES_SHOW if halves else SUMS_SHOW) * seconds, behind)
