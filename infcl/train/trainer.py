@@ -14,8 +14,9 @@ import torch
 import torch.distributed as dist
 
 from infcl.config import BatchPlan, TrainConfig, total_steps
-from infcl.parallel import Parallel, describe_ranks, join_parts, max_over, mean_over, micro_batch_seed, seed_everything
+from infcl.parallel import Parallel, join_parts, max_over, mean_over, micro_batch_seed, seed_everything
 from infcl.step.grad_cache import grad_cache_step
+from infcl.train.account import opening, summary_of
 from infcl.train.build import (
     build_loader,
     build_loss,
@@ -33,11 +34,11 @@ from infcl.train.engine import Engine
 from infcl.train.finite import FiniteWatch, findings_of_all
 from infcl.train.metrics import MetricsWriter, PhaseTimer, peak_memory_mb
 from infcl.train.optim import Schedule
-from infcl.train.pixels import build_pixel_cache, describe_pixels
+from infcl.train.pixels import build_pixel_cache
 from infcl.train.preset import read_preset
 from infcl.train.profiler import StepProfiler
 from infcl.train.resident import check_encode_width, merge_micro_batches, resident_micro_batches
-from infcl.train.results import sum_reports, write_results
+from infcl.train.results import write_results
 from infcl.train.run_folder import RunFolder
 from infcl.train.stop import Stopped, StopSignals
 
@@ -296,22 +297,8 @@ class Trainer:
         self.profiler = StepProfiler(
             self.config.profile, self.run.root / "profile", self.timer, enabled=self.parallel.rank == 0
         )
-        self.metrics.say(
-            f"{self.config.model}: {self.num_parameters / 1e6:.2f}M parameters; {self.loader.num_samples} pairs\n"
-            f"{self.batch}; {self.total_steps} steps; loss {self.config.loss}; ZeRO-{self.engine.zero_stage}, "
-            f"{self.engine.precision}, {describe_ranks(self.parallel)}; "
-            f"{'compiled' if self.compiled else 'eager'} blocks, {self.resident} resident micro-batches\n"
-            f"{describe_pixels(self.pixels)}\n"
-            f"{self.config.opt}, learning rate {self.schedule}, {self.schedule.warmup} warm-up steps"
-        )
-        if smaller := self.batch.smaller_than_asked(self.config):
-            self.metrics.say(smaller)
-        if self.total_steps <= self.schedule.warmup:
-            self.metrics.say(
-                f"the run ends inside the warm-up: {self.total_steps} steps, {self.schedule.warmup} of warm-up; "
-                f"lr reaches {self.schedule(self.total_steps - 1):.2g} of {self.schedule.peak:.2g} "
-                "(--warmup, --warmup-samples)"
-            )
+        for lines in opening(self):
+            self.metrics.say(lines)
         if checkpoint is not None:
             self.checkpoints.begun_step = self.step
             self.metrics.say(f"resumed from {checkpoint} at step {self.step}")
@@ -350,31 +337,6 @@ class Trainer:
     def _finish(self) -> dict:
         results = {name: self._run_task(name) for name in self.tasks}
         weights = full_weights(self.engine, keep=self.parallel.rank == 0, ema=self.config.ema_eval)
-        peak = max_over(dist.group.WORLD, [peak_memory_mb(self.parallel.device)], self.parallel.device)[0]
-        newest = self.checkpoints.newest
-        summary = {
-            "zero_shot_top1": results.get("zero_shot", {}).get("top1"),
-            "image_to_text_r1": results.get("retrieval", {}).get("image_to_text_r1"),
-            "text_to_image_r1": results.get("retrieval", {}).get("text_to_image_r1"),
-            "samples_seen": self.samples_seen,
-            "steps": self.step,
-            "skipped_steps": self.skipped_steps,
-            "failed_saves": self.checkpoints.failed,
-            "lost_metrics": self.metrics.lost,
-            "train_seconds": round(self.train_seconds, 1),
-            "peak_memory_mb": round(peak, 1),
-            "zero_stage": self.engine.zero_stage,
-            "world_size": self.parallel.world_size,
-            "data": sum_reports(self.loader.report(), self.parallel),
-            "evaluation": results,
-            "ema": self.config.ema_eval,
-            "loads_in_open_clip": self.model_config.loads_in_open_clip,
-            "paths": {
-                "run": str(self.run.root),
-                "loss_curve": str(self.run.loss_curve),
-                "export": str(self.run.export),
-                "checkpoint": str(newest) if newest else None,
-            },
-        }
+        summary = summary_of(self, results)
         write_results(self.run, self.parallel, weights, self.model_config, summary)
         return summary

@@ -1,0 +1,64 @@
+"""What a trainer tells of its run: the lines with which it opens, the summary with which it ends."""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+
+from infcl.parallel import describe_ranks, max_over
+from infcl.train.metrics import peak_memory_mb
+from infcl.train.pixels import describe_pixels
+from infcl.train.results import sum_reports
+
+if TYPE_CHECKING:
+    from infcl.train.trainer import Trainer
+
+
+def opening(trainer: "Trainer") -> Iterator[str]:
+    """What the run is, and what in its flags may not be what was meant."""
+    config, batch, schedule, steps = trainer.config, trainer.batch, trainer.schedule, trainer.total_steps
+    yield (
+        f"{config.model}: {trainer.num_parameters / 1e6:.2f}M parameters; {trainer.loader.num_samples} pairs\n"
+        f"{batch}; {steps} steps; loss {config.loss}; ZeRO-{trainer.engine.zero_stage}, "
+        f"{trainer.engine.precision}, {describe_ranks(trainer.parallel)}; "
+        f"{'compiled' if trainer.compiled else 'eager'} blocks, {trainer.resident} resident micro-batches\n"
+        f"{describe_pixels(trainer.pixels)}\n"
+        f"{config.opt}, learning rate {schedule}, {schedule.warmup} warm-up steps"
+    )
+    if smaller := batch.smaller_than_asked(config):
+        yield smaller
+    if steps <= schedule.warmup:
+        yield (
+            f"the run ends inside the warm-up: {steps} steps, {schedule.warmup} of warm-up; "
+            f"lr reaches {schedule(steps - 1):.2g} of {schedule.peak:.2g} (--warmup, --warmup-samples)"
+        )
+
+
+def summary_of(trainer: "Trainer", results: dict[str, dict[str, float]]) -> dict:
+    """summary.json of a trained run with these evaluations. Collective."""
+    parallel, model_config, newest = trainer.parallel, trainer.model_config, trainer.checkpoints.newest
+    peak = max_over(dist.group.WORLD, [peak_memory_mb(parallel.device)], parallel.device)[0]
+    return {
+        "zero_shot_top1": results.get("zero_shot", {}).get("top1"),
+        "image_to_text_r1": results.get("retrieval", {}).get("image_to_text_r1"),
+        "text_to_image_r1": results.get("retrieval", {}).get("text_to_image_r1"),
+        "samples_seen": trainer.samples_seen,
+        "steps": trainer.step,
+        "skipped_steps": trainer.skipped_steps,
+        "failed_saves": trainer.checkpoints.failed,
+        "lost_metrics": trainer.metrics.lost,
+        "train_seconds": round(trainer.train_seconds, 1),
+        "peak_memory_mb": round(peak, 1),
+        "zero_stage": trainer.engine.zero_stage,
+        "world_size": parallel.world_size,
+        "data": sum_reports(trainer.loader.report(), parallel),
+        "evaluation": results,
+        "ema": trainer.config.ema_eval,
+        "loads_in_open_clip": model_config.loads_in_open_clip,
+        "paths": {
+            "run": str(trainer.run.root),
+            "loss_curve": str(trainer.run.loss_curve),
+            "export": str(trainer.run.export),
+            "checkpoint": str(newest) if newest else None,
+        },
+    }
