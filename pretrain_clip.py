@@ -31,8 +31,8 @@ def main(argv: list[str] | None = None) -> int:
     rank, argv = read_environment()[0], sys.argv[1:] if argv is None else argv
     if rank != 0 and {"-h", "--help"} & set(argv):
         return 0  # rank 0 prints it
-    end_with_launcher()
     try:
+        end_with_launcher()
         config = parse_args(argv)
         logging.basicConfig(level=logging.DEBUG if config.debug else logging.WARNING)
         parallel = init_parallel(

@@ -2,10 +2,12 @@
 
 import os
 import signal
+import subprocess
+import time
 
 import pytest
 
-from infcl.train.stop import StopSignals
+from infcl.train.stop import StopSignals, lost_its_parent
 
 
 class Swallows:
@@ -42,3 +44,20 @@ def test_a_request_to_end_is_noted_only():
         os.kill(os.getpid(), signal.SIGTERM)
         sum(range(1000))
         assert signals.received == signal.SIGTERM and not signals.interrupted
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="Linux tells of parents in /proc")
+def test_a_process_whose_parent_was_interrupted_is_told_from_one_that_has_its_parent():
+    """As `deepspeed` and its launcher: in a session of their own, the command the first."""
+    command = "sleep 60 & echo $!; wait"
+    with subprocess.Popen(["sh", "-c", command], start_new_session=True, stdout=subprocess.PIPE, text=True) as shell:
+        launcher = int(shell.stdout.readline())
+        try:
+            assert not lost_its_parent(launcher) and not lost_its_parent(shell.pid)
+            shell.kill(), shell.wait()
+            deadline = time.monotonic() + 20
+            while not lost_its_parent(launcher) and time.monotonic() < deadline:
+                time.sleep(0.01)
+            assert lost_its_parent(launcher)
+        finally:
+            os.kill(launcher, signal.SIGKILL)

@@ -7,7 +7,8 @@ Ctrl-C ends a rank at once. Python drops an exception that is raised within a de
 KeyboardInterrupt too; so that is noted as well, and raised again after the step.
 
 A launcher that is killed outright leaves its ranks behind (and the `deepspeed` command then reports success); ranks
-that it started ask the kernel for a SIGTERM when it dies.
+that it started ask the kernel for a SIGTERM when it dies. And one Ctrl-C may end the command and not the launcher:
+torch drops an interrupt that comes while it imports numpy. A launcher without its command is one that was interrupted.
 """
 
 import ctypes
@@ -21,7 +22,10 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
 
 def end_with_launcher() -> None:
-    """Have this process told to end when the deepspeed launcher that started it dies. Linux; elsewhere nothing."""
+    """Have this process told to end when the deepspeed launcher that started it dies. Linux; elsewhere nothing.
+
+    KeyboardInterrupt where the launcher itself has lost the `deepspeed` that started it.
+    """
     try:
         launcher = Path(f"/proc/{os.getppid()}/cmdline").read_bytes()
     except OSError:
@@ -29,6 +33,18 @@ def end_with_launcher() -> None:
     if b"deepspeed.launcher.launch" in launcher:
         set_parent_death_signal = 1  # prctl's PR_SET_PDEATHSIG
         ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGTERM)
+        if lost_its_parent(os.getppid()):
+            raise KeyboardInterrupt
+
+
+def lost_its_parent(process: int) -> bool:
+    """Whether another session's process has taken it over, as happens when its parent ends."""
+    try:
+        parent = int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
+        session = os.getsid(process)
+        return parent != 0 and session not in (process, os.getsid(parent))  # 0: outside of this container
+    except OSError:  # one of them ends just now
+        return False
 
 
 class Stopped(Exception):
