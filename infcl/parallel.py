@@ -20,7 +20,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from infcl.cluster.meeting import Node, meet, open_store
+from infcl.cluster.meeting import LOOPBACK, Node, meet, open_store
 from infcl.cluster.watch import HostWatch
 
 # launcher -> its names of (rank, world size, local rank); the first whose rank is set is taken
@@ -147,7 +147,7 @@ def _use_interface(interface: str | None) -> None:
     if interface is not None:
         os.environ["GLOO_SOCKET_IFNAME"] = interface
         os.environ["NCCL_SOCKET_IFNAME"] = f"={interface}"
-    elif os.environ.get("MASTER_ADDR", "127.0.0.1") in ("127.0.0.1", "localhost"):
+    elif os.environ.get("MASTER_ADDR", LOOPBACK[0]) in LOOPBACK:
         if "lo" in dict(socket.if_nameindex()).values():
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 

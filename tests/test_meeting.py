@@ -17,6 +17,7 @@ from infcl.cluster import meeting
 from infcl.cluster.facts import differences, software
 from infcl.cluster.meeting import Node, interface_address, meet, nodes_of, open_store
 from infcl.cluster.watch import HOST_LOST, HostWatch
+from tests.ranks import free_port
 
 SHORT = timedelta(seconds=2)
 ROOT = Path(__file__).parents[1]
@@ -92,6 +93,26 @@ def test_the_store_of_one_host_listens_on_the_loopback_alone(monkeypatch, world_
     store = open_store(0, world_size, interface=None, timeout=SHORT)
     assert listening_on(int(os.environ["MASTER_PORT"])) == {"0100007F"}
     del store
+
+
+@pytest.mark.parametrize("listens", ["on the loopback", "everywhere"])
+def test_two_runs_on_one_port_do_not_meet_and_the_second_is_told(monkeypatch, listens):
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    monkeypatch.setenv("MASTER_PORT", str(port := free_port()))
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    if listens == "everywhere":
+        monkeypatch.setattr(meeting, "_listen_address", lambda host, interface: None)
+    launchers = {}
+    for launcher in (1, 2):
+        monkeypatch.setattr(meeting, "deepspeed_launcher", lambda launcher=launcher: launcher)
+        if launcher == 1:
+            launchers[launcher, 0] = open_store(0, 2, interface=None, timeout=SHORT)
+        else:
+            with pytest.raises(ValueError, match=f"port {port} of localhost is in use, .* deepspeed --master_port"):
+                open_store(0, 2, interface=None, timeout=SHORT)
+        launchers[launcher, 1] = open_store(1, 2, interface=None, timeout=SHORT)
+        launchers[launcher, 1].set("rank 1", str(launcher))
+    assert launchers[1, 0].get("rank 1") == b"1"
 
 
 def test_an_unknown_interface_is_refused_with_those_that_there_are():

@@ -4,16 +4,20 @@
 refuses hosts that run something else. Nothing here needs torch to be the same version everywhere.
 """
 
+import errno
 import json
 import os
 import socket
 import time
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 
 import torch.distributed as dist
 
 from infcl.cluster.facts import differences, software
+
+LOOPBACK = ("127.0.0.1", "localhost")
 
 
 @dataclass(frozen=True)
@@ -32,7 +36,8 @@ class Node:
 def open_store(rank: int, world_size: int, *, interface: str | None, timeout: timedelta) -> dist.Store:
     """The store at MASTER_ADDR:MASTER_PORT, served by rank 0 unless torchrun serves it already.
 
-    It listens on the loopback where MASTER_ADDR is that, on `interface` alone where one is given, else on all.
+    It listens on the loopback where MASTER_ADDR is that, on `interface` alone where one is given, else on all. Two runs
+    of one host may be given one port: the second's rank 0 raises ValueError, and no other rank of it meets the first's.
     """
     by_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if world_size == 1 and not by_launcher:
@@ -41,15 +46,34 @@ def open_store(rank: int, world_size: int, *, interface: str | None, timeout: ti
         raise ValueError(f"{' and '.join(missing)} not set: the launcher has to say where rank 0 listens")
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     listening = None
-    if rank == 0 and not by_launcher and (address := _listen_address(host, interface)):
-        listening = socket.create_server((address, port), backlog=4096)
-        port = listening.getsockname()[1]
-        os.environ["MASTER_PORT"] = str(port)
-    store = dist.TCPStore(
-        host, port, is_master=rank == 0 and not by_launcher, timeout=timeout, wait_for_workers=False,
-        master_listen_fd=None if listening is None else listening.detach(),
-    )  # fmt: skip
-    return dist.PrefixStore(f"infcl {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    try:
+        if rank == 0 and not by_launcher and (address := _listen_address(host, interface)):
+            listening = socket.create_server((address, port), backlog=4096)
+            port = listening.getsockname()[1]
+            os.environ["MASTER_PORT"] = str(port)
+        store = dist.TCPStore(
+            host, port, is_master=rank == 0 and not by_launcher, timeout=timeout, wait_for_workers=False,
+            master_listen_fd=None if listening is None else listening.detach(),
+        )  # fmt: skip
+    except (OSError, dist.DistNetworkError) as error:
+        if os.strerror(errno.EADDRINUSE).lower() not in str(error).lower():
+            raise
+        raise ValueError(
+            f"port {port} of {host} is in use, probably by another run: give this one its own, "
+            "deepspeed --master_port N or torchrun --master-port N"
+        ) from error
+    launcher = deepspeed_launcher() if host in LOOPBACK else None  # of several hosts each has its own
+    return dist.PrefixStore(f"infcl {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')} {launcher}", store)
+
+
+def deepspeed_launcher() -> int | None:
+    """The process of DeepSpeed's launcher that started this one, where there is one. Linux; elsewhere None."""
+    parent = os.getppid()
+    try:
+        command = Path(f"/proc/{parent}/cmdline").read_bytes()
+    except OSError:
+        return None
+    return parent if b"deepspeed.launcher.launch" in command else None
 
 
 def meet(store: dist.Store, rank: int, local_rank: int, world_size: int, *, timeout: timedelta) -> list[Node]:

@@ -18,6 +18,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from infcl.cluster.meeting import deepspeed_launcher
+
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
 
@@ -26,14 +28,10 @@ def end_with_launcher() -> None:
 
     KeyboardInterrupt where the launcher itself has lost the `deepspeed` that started it.
     """
-    try:
-        launcher = Path(f"/proc/{os.getppid()}/cmdline").read_bytes()
-    except OSError:
-        return
-    if b"deepspeed.launcher.launch" in launcher:
+    if launcher := deepspeed_launcher():
         set_parent_death_signal = 1  # prctl's PR_SET_PDEATHSIG
         ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGTERM)
-        if lost_its_parent(os.getppid()):
+        if lost_its_parent(launcher):
             raise KeyboardInterrupt
 
 
