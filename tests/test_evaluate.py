@@ -28,13 +28,13 @@ def captioned():
     return images, texts, owner
 
 
-def retrieve(rank, world_size, tile):
+def retrieve(rank, world_size, tile, count=IMAGES):
     from infcl.evaluate.retrieval import encode_pairs, retrieval_metrics
 
     images, texts, owner = captioned()
-    mine = torch.arange(rank, IMAGES, world_size)
-    batches = []
-    for chunk in mine.split(20):
+    mine = torch.arange(count)[rank::world_size]
+    filler, batches = (images[:1], texts[:1], CAPTIONS[:1]), []
+    for chunk in mine.split(20) if len(mine) else ():
         rows = torch.cat([(owner == i).nonzero()[:, 0] for i in chunk])
         batches.append((images[chunk], texts[rows], CAPTIONS[chunk]))
     forwards = []
@@ -44,7 +44,7 @@ def retrieve(rank, world_size, tile):
         return {"image_features": image, "text_features": text}
 
     group = torch.distributed.group.WORLD
-    features = encode_pairs(encode, batches, batches[0], group=group, device=torch.device("cpu"))
+    features = encode_pairs(encode, batches, filler, group=group, device=torch.device("cpu"))
     return retrieval_metrics(features, group=group, tile=tile), len(forwards)
 
 
@@ -73,6 +73,16 @@ def test_retrieval_with_several_captions_equals_the_full_matrix(world_size, tile
                 assert metrics[f"{name}_r{k}"] == pytest.approx(float((ranks <= k).float().mean()))
             assert metrics[f"{name}_median_rank"] == float(ranks.median())
         assert forwards == results[0][1], "every rank must make the same number of forwards"
+
+
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_a_set_may_have_fewer_images_than_there_are_ranks(count):
+    images, texts, owner = captioned()
+    image_ranks, text_ranks = plain_ranks(images[:count], texts[owner < count], owner[owner < count])
+    for metrics, _ in run_ranks(retrieve, 4, 64, count):
+        assert (metrics["num_samples"], metrics["num_captions"]) == (count, len(text_ranks))
+        assert metrics["image_to_text_r1"] == pytest.approx(float((image_ranks <= 1).float().mean()))
+        assert metrics["text_to_image_r1"] == pytest.approx(float((text_ranks <= 1).float().mean()))
 
 
 @pytest.mark.parametrize("tile", [1, 64, 100, 4096])

@@ -109,7 +109,8 @@ def retrieval_ranks(
     own_image = images.new_full((capacity[0],), -torch.inf)
     own_image.scatter_reduce_(0, owner, own_text[:t], "amax")
     above_image = torch.zeros(capacity[0], dtype=torch.float64, device=device)  # twice the wrong candidates above
-    spans = [(int(chunk.min()), int(chunk.max())) for chunk in owner.cpu().split(tile)]  # images of a column of tiles
+    chunks = owner.cpu().split(tile) if t else ()
+    spans = [(int(chunk.min()), int(chunk.max())) for chunk in chunks]  # images of a column of tiles
     rank = 0 if group is None else dist.get_rank(group)
     for hop, (block, block_right) in ring.blocks(texts, own_text):
         columns = sizes[(rank - hop) % ring.world_size][1]
