@@ -19,8 +19,11 @@ EVALUATION_KEYS = ("evaluation", "zero_shot_top1", "image_to_text_r1", "text_to_
 _FLAGS = {
     "opt": "optimizer",
     "lr": "learning rate",
+    "lr_scaling": "scaled by the batch",
+    "lr_base_batch": "from a batch of",
     "wd": "weight decay",
     "warmup": "warm-up steps",
+    "warmup_samples": "warm-up samples",
     "precision": "precision",
     "loss": "loss",
 }
@@ -88,7 +91,7 @@ def _model_rows(cfg: CLIPConfig) -> dict[str, object]:
     }
 
 
-def _training_rows(card: Mapping[str, Any], flags: Mapping[str, Any]) -> dict[str, Any]:
+def _training_rows(card: Mapping[str, Any], flags: dict[str, Any]) -> dict[str, Any]:
     rows: dict[str, Any] = {}
     if flags.get("train_data"):
         rows["data"] = ", ".join("/".join(part.split("/")[-2:]) for part in str(flags["train_data"]).split("::"))
@@ -97,10 +100,14 @@ def _training_rows(card: Mapping[str, Any], flags: Mapping[str, Any]) -> dict[st
             rows[key.replace("_", " ")] = f"{card[key]:,}" if isinstance(card[key], int) else card[key]
     if card.get("steps") and isinstance(card.get("samples_seen"), int):
         rows["batch"] = f"{card['samples_seen'] // card['steps']:,} pairs, one loss over all of them"
-        if {"batch_size", "accum_freq"} <= flags.keys():
+        if {"batch_size", "accum_freq"} <= flags.keys() and not flags.get("global_batch_size"):
             rows["batch"] += f" ({flags['accum_freq']} micro-batches of {flags['batch_size']} a rank)"
     if card.get("ema"):
         rows["weights"] = f"moving average over the steps, decay {flags.get('ema_decay', 'unknown')}"
+    if flags.get("warmup_samples") is not None:
+        flags = flags | {"warmup": None}
+    if flags.get("lr_scaling", "none") == "none":
+        flags = flags | {"lr_scaling": None, "lr_base_batch": None}
     return rows | {label: flags[flag] for flag, label in _FLAGS.items() if flags.get(flag) is not None}
 
 

@@ -223,4 +223,15 @@ def test_card_tells_data_batch_curve_and_evaluation(tmp_path):
     ):  # fmt: skip
         assert row in card, row
     assert "/home" not in card and str(tmp_path) not in card
+    flags |= {"global_batch_size": 512, "accum_freq": 1, "warmup": 10000, "warmup_samples": 4096, "lr_scaling": "sqrt"}
+    (run / "config.json").write_text(json.dumps(flags))
+    export_model(model.state_dict(), model.cfg, None, tmp_path / "out", format="hf", name="mine", card=summary)
+    card = (tmp_path / "out" / "README.md").read_text()
+    for row in (
+        "| batch | 512 pairs, one loss over all of them |",
+        "| warm-up samples | 4096 |",
+        "| scaled by the batch | sqrt |",
+    ):
+        assert row in card, row
+    assert "10000" not in card
     assert (tmp_path / "out" / LOSS_CURVE).exists()
