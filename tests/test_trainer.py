@@ -2,8 +2,11 @@
 
 import dataclasses
 import json
+import socket
+import subprocess
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from safetensors import safe_open
@@ -194,6 +197,7 @@ def test_what_a_finished_run_leaves(demo_folder, tmp_path):
         assert Path(path).exists(), path
     names = {path.name for path in root.iterdir()}
     assert {"config.json", "environment.json", "model_config.json", "metrics.jsonl", "tensorboard"} <= names
+    assert "running.json" not in names
     assert (root / "loss_curve.png").read_bytes()[:4] == b"\x89PNG"
     assert (root / "tokenizer.model").read_bytes() == (demo_folder / "tokenizer.model").read_bytes()
     environment = json.loads((root / "environment.json").read_text())
@@ -300,3 +304,36 @@ def test_a_run_folder_is_never_trained_over_unasked(demo_folder, tmp_path):
         assert run_ranks(refusal, 1, dataclasses.replace(other, overwrite=True, **changes))[0]
         assert {path: path.read_bytes() for path in before} == before
     assert len(run_losses(1, dataclasses.replace(other, overwrite=True))) == 2
+
+
+def opened(rank, world_size, config):
+    """What a rank hears that would train in the folder; it does not."""
+    from infcl.parallel import init_parallel
+    from infcl.train.run_folder import claim_run_folder
+
+    try:
+        parallel = init_parallel("cpu")
+        claim_run_folder(config, parallel).open(config, "{}", parallel)
+    except ValueError as error:
+        return str(error)
+
+
+def test_two_processes_do_not_train_in_one_folder(demo_folder, tmp_path):
+    config = demo_config(demo_folder, tmp_path, resume="latest")
+    running = tmp_path / "run" / "running.json"
+    assert run_ranks(opened, 1, config) == [None]
+    holder = json.loads(running.read_text())["pid"]
+    for overwrite in (False, True):
+        refused = run_ranks(opened, 2, dataclasses.replace(config, overwrite=overwrite))
+        assert f"is being trained by process {holder} of this host" in refused[0] and refused[0] == refused[1]
+    assert run_ranks(opened, 1, config) == [None]  # the same process again
+    process = subprocess.Popen(["sleep", "60"])
+    gone = {"host": socket.gethostname(), "pid": process.pid, "created": psutil.Process(process.pid).create_time()}
+    running.write_text(json.dumps(gone | {"created": gone["created"] - 100}))  # a number that is used again
+    assert run_ranks(opened, 2, config) == [None, None]
+    running.write_text(json.dumps(gone))
+    assert str(process.pid) in run_ranks(opened, 1, config)[0]
+    process.kill(), process.wait()
+    assert run_ranks(opened, 1, config) == [None]
+    running.write_text("{")  # a full disk's
+    assert run_ranks(opened, 2, config) == [None, None]

@@ -7,8 +7,10 @@ LOGS/NAME/
   checkpoints/        see checkpoint.py
   loss_curve.png      export/                       summary.json       written last: a run with it is finished
   report/             python -m infcl.report        profile/, wandb/   by --profile, --report-to wandb
+  running.json        the process of rank 0, while it trains
 """
 
+import contextlib
 import hashlib
 import json
 import os
@@ -20,12 +22,13 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 import torch.distributed as dist
 
 from infcl.cluster.facts import git_commit, package_versions
 from infcl.config import TrainConfig
-from infcl.parallel import Parallel
+from infcl.parallel import Parallel, from_first_rank
 
 _MAY_DIFFER = {  # between a run and its repetition
     *("resume", "overwrite", "logs", "name", "debug"),
@@ -51,6 +54,7 @@ class RunFolder:
         self.export = self.root / "export"
         self.tokenizer = self.root / "tokenizer.model"
         self.model_config = self.root / "model_config.json"
+        self.running = self.root / "running.json"
 
     def write_identity(self, config: TrainConfig, model_config_json: str, parallel: Parallel) -> None:
         """config.json, model_config.json, environment.json and the tokenizer. Rank 0 only."""
@@ -64,24 +68,45 @@ class RunFolder:
     def open(self, config: TrainConfig, model_config_json: str, parallel: Parallel) -> list[str]:
         """Clear what is to be replaced and write the identity. Collective; ValueError on all ranks when that fails.
 
-        Returns, on rank 0, which flags an unfinished run here was started with that `config` is not; see other_flags.
+        Returns which flags an unfinished run here was started with that `config` is not; see other_flags.
         """
-        problem: list[str | None] = [None]
-        changed: list[str] = []
-        if parallel.rank == 0:
+
+        def prepare() -> list[str]:
+            changed: list[str] = []
+            self.require_free()
             try:
                 if self.is_replaced:
                     self.clear()
                 elif (self.root / "config.json").is_file():
                     changed = self.other_flags(config)
                 self.write_identity(config, model_config_json, parallel)
-            except OSError as error:  # the other ranks wait to be told
-                problem = [why_not_written(error)]
-        dist.broadcast_object_list(problem, src=0)
-        if problem[0] is not None:
-            raise ValueError(f"{self.root} cannot be written ({problem[0]}): mend that, or give other --logs")
+                write_atomic(self.running, json.dumps(_this_process()))
+            except OSError as error:
+                why = why_not_written(error)
+                raise ValueError(f"{self.root} cannot be written ({why}): mend that, or give other --logs") from error
+            return changed
+
+        changed = from_first_rank(prepare)
         self.require_shared()
         return changed
+
+    def require_free(self) -> None:
+        """ValueError while another process of this host trains here: the two would write over each other's files."""
+        try:
+            there = json.loads(self.running.read_text())
+            pid, host = there["pid"], there["host"]
+        except (OSError, ValueError, KeyError):
+            return
+        if host == socket.gethostname() and pid != os.getpid() and _is_alive(pid, there["created"]):
+            raise ValueError(
+                f"{self.root} is being trained by process {pid} of this host: wait until it ends, end it, or choose "
+                "another --name"
+            )
+
+    def leave(self) -> None:
+        """Training here is over. Rank 0 only."""
+        with contextlib.suppress(OSError):  # what stays is taken for a process that has ended
+            self.running.unlink(missing_ok=True)
 
     def other_flags(self, config: TrainConfig) -> list[str]:
         """What the run here was started with and `config` is not: ["lr 0.001 there, 0.002 now", ...]."""
@@ -124,6 +149,7 @@ def claim_run_folder(config: TrainConfig, parallel: Parallel) -> RunFolder:
     name = [config.name or default_name(config, parallel.world_size)]
     dist.broadcast_object_list(name, src=0)
     run = RunFolder(Path(config.logs) / name[0])
+    from_first_rank(run.require_free)
     if not (run.root / "config.json").is_file():
         return run
     if config.overwrite:
@@ -155,6 +181,19 @@ def default_name(config: TrainConfig, world_size: int) -> str:
         f"p_{config.precision or 'auto'}",
     ]
     return "-".join(parts)
+
+
+def _this_process() -> dict:
+    return {"host": socket.gethostname(), "pid": os.getpid(), "created": psutil.Process().create_time()}
+
+
+def _is_alive(pid: int, created: float) -> bool:
+    """Whether the process that was created then is there: its number may be another's by now."""
+    try:
+        process = psutil.Process(pid)
+        return abs(process.create_time() - created) < 2 and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def _text_of(path: Path) -> str | None:

@@ -114,6 +114,8 @@ class Trainer:
             return self._fit()
         finally:
             self.metrics.close()
+            if self.parallel.rank == 0:
+                self.run.leave()
 
     def _fit(self) -> dict:
         with self.signals:
