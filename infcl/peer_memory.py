@@ -6,15 +6,24 @@ there behind them, and waiting until a flag in one's own memory has been written
 
 What such transfers need to be right (when memory may be written over) is up to who uses them: loss/copies.py for the
 ring, megatron_patches/exchange.py for products over rows that travel.
+
+A stream waits for a flag without end, and NCCL's watchdog sees none of it: `Watch` ends a process that waits too long.
 """
 
+import collections
 import ctypes
+import os
 import socket
+import sys
+import threading
+import time
 from collections.abc import Callable
 from typing import TypeVar, cast
 
 import torch
 import torch.distributed as dist
+
+from infcl.loss.links import timeout_of
 
 ALIGNED = 256  # bytes: where what is copied begins, and flags
 _BITS = 0xFFFFFFFF  # of a flag
@@ -83,6 +92,48 @@ def _gathered(value, group: dist.ProcessGroup) -> list:
     values: list = [None] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group=group)
     return values
+
+
+class Watch:
+    """Ends this process once its GPU has not come past a mark for as long as the group waits for a message.
+
+    describe: what it waits for; called then, by a thread, and may use streams of its own.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, describe: Callable[[], str]):
+        self._seconds, self._device, self._describe = timeout_of(group).total_seconds(), device, describe
+        self._marks = 0
+        self._stream: torch.cuda.Stream | None = None
+        self._thread: threading.Thread | None = None
+
+    def mark(self, stream: torch.cuda.Stream) -> None:
+        """The stream is to come past here. Costs next to nothing."""
+        self._marks += 1
+        self._stream = stream
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="infcl peer memory", daemon=True)
+            self._thread.start()
+
+    def _run(self) -> None:
+        torch.cuda.set_device(self._device)
+        seen, ahead = 0, collections.deque[tuple[torch.cuda.Event, float]]()
+        while True:
+            time.sleep(min(1.0, self._seconds / 10))
+            if self._marks != seen:
+                seen, event = self._marks, torch.cuda.Event()
+                event.record(self._stream)
+                ahead.append((event, time.monotonic()))
+            while ahead and ahead[0][0].query():
+                ahead.popleft()
+            if ahead and time.monotonic() - ahead[0][1] > self._seconds:
+                self._end()
+
+    def _end(self) -> None:
+        """Nothing that waits for this GPU can be ended but the process."""
+        try:
+            print(f"After {self._seconds:.0f} s on {self._device}: {self._describe()}", file=sys.stderr, flush=True)
+        finally:
+            os._exit(1)
 
 
 class Driver:

@@ -113,6 +113,7 @@ class PeerMemory:
         self.stream, self._driver = peer_memory.on_all(group, lambda: (torch.cuda.Stream(device), peer_memory.Driver()))
         self._raw = self.stream.cuda_stream
         self._ready, self._sent = torch.cuda.Event(), torch.cuda.Event()
+        self._watch = peer_memory.Watch(group, device, self._missing)
         self._allocate(ALIGNED)  # what cannot be shared is known from the start
 
     def swap(self, rows: torch.Tensor, step: int) -> Arrival:
@@ -129,7 +130,15 @@ class PeerMemory:
 
     def finish(self) -> None:
         self._sent.record(self.stream)
-        torch.cuda.current_stream().wait_event(self._sent)
+        current = torch.cuda.current_stream()
+        current.wait_event(self._sent)
+        self._watch.mark(current)
+
+    def _missing(self) -> str:
+        return (
+            f"rank {dist.get_rank()} waits for rows of another rank of its tensor-parallel group, "
+            f"{dist.get_process_group_ranks(self.group)}: one ended, hangs, or waits for one that does."
+        )
 
     def _allocate(self, slot_bytes: int) -> None:
         """Larger slots, on all ranks at once."""

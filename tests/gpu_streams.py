@@ -30,6 +30,7 @@ class Gpus:
             mock.patch.object(torch.distributed, "get_world_size", lambda group: self.size),
             mock.patch.object(peer_memory, "Driver", lambda: self),
             mock.patch.object(peer_memory, "on_all", lambda group, own: own()),
+            mock.patch.object(peer_memory, "Watch"),
         ]
 
     def compute(self, operation) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import sys
 import time
 from datetime import timedelta
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from infcl import inf_cl_loss
 from infcl.loss.contrastive import LOSSES
 from infcl.loss.copies import kept_bytes
 from tests.loss_oracle import Case, averaged, evaluate, oracle, relative_error
@@ -88,27 +90,31 @@ def test_copy_engines_bring_what_sends_bring_whoever_is_late():
     torch.multiprocessing.spawn(_compare_with_sends, (world_size, free_port()), nprocs=world_size)
 
 
-def _hang(rank: int, world_size: int, port: int) -> None:
+def _hang(rank: int, world_size: int, port: int, folder: str) -> None:
+    sys.stderr = open(f"{folder}/{rank}", "w")
     _start(rank, world_size, port, timeout=timedelta(seconds=10))
-    case = Case("inf_cl", 257 * world_size, 768, 50.0, dtype=torch.bfloat16)
-    evaluate(case, rank, world_size, device="cuda")
-    torch.cuda.synchronize()
-    if rank == 1:
-        time.sleep(600)
-    evaluate(case, rank, world_size, device="cuda").loss.item()
+    features = [torch.randn(257, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(2)]
+    for step in range(4):
+        if (rank, step) == (1, 3):
+            time.sleep(600)
+        loss = inf_cl_loss(*features, 50.0, group=dist.group.WORLD, compare_ranks=step == 0)
+        loss.backward()
+        loss.item()
 
 
-def test_a_rank_that_hangs_ends_the_others_by_the_time_out():
+def test_a_rank_that_hangs_ends_the_others_by_the_time_out_and_is_named(tmp_path):
     context = torch.multiprocessing.get_context("spawn")
-    port = free_port()
-    ranks = [context.Process(target=_hang, args=(rank, 2, port)) for rank in range(2)]
+    arguments = 2, free_port(), str(tmp_path)
+    ranks = [context.Process(target=_hang, args=(rank, *arguments)) for rank in range(2)]
     for process in ranks:
         process.start()
-    ranks[0].join(90)
+    ranks[0].join(60)
     exit_code = ranks[0].exitcode
     for process in ranks:
         process.kill()
-    assert exit_code not in (None, 0), "NCCL's watchdog ends what waits for a rank that never comes"
+    said = (tmp_path / "0").read_text()
+    assert exit_code == 1, said
+    assert "'block 0' of ring step 1 of 2 has not come from rank 1 to rank 0" in said
 
 
 def _steps_without_waiting(rank: int, world_size: int, port: int, preset: str, last_backward: bool) -> None:

@@ -15,6 +15,7 @@ no room, up to LIMIT, and kept. Messages that would need more are the process gr
 great loss: where blocks are large a tile's work, which grows with the square of the rows, hides what messages cost.
 """
 
+import collections
 import functools
 import logging
 
@@ -57,7 +58,9 @@ class PeerCopies:
         self._stream, self._driver = peer_memory.on_all(
             group, lambda: (torch.cuda.Stream(device), peer_memory.Driver())
         )
-        self._current, self._alive = torch.cuda.current_stream(device), torch.zeros(1, device=device)
+        self._current = torch.cuda.current_stream(device)
+        self._last = collections.deque[tuple[int, str, int]](maxlen=1024)  # messages: number, what, from which rank
+        self._watch = peer_memory.Watch(group, device, self._missing)
         self._posted, self._rooms = 0, []  # type: int, list[_Room]
         self._flags = self._new_room(2 * self.size * ALIGNED)  # what cannot be shared is known from the start
 
@@ -93,14 +96,15 @@ class PeerCopies:
         places = (room.memory[start : start + like.nbytes] for start in (begin, begin + size))
         return [place.view(like.dtype).view(like.shape) for place in places]
 
-    def post(self, tensor: Tensor, received: Tensor, to: int, source: int) -> "Message":
+    def post(self, tensor: Tensor, received: Tensor, to: int, source: int, what: str) -> "Message":
         """Send a contiguous tensor to rank `to` of the group, and receive its like from rank `source` into `received`.
 
         received: of `buffers`; every rank receives this message into the same one. Nothing on this rank's current
-        stream still reads or writes there.
+        stream still reads or writes there. what: names the message where it does not come.
         """
         assert tensor.is_contiguous(), "only memory without gaps is copied"
         self._posted += 1
+        self._last.append((self._posted, what, source))
         current, flags = torch.cuda.current_stream(self.device), self._flags.addresses
         self._driver.write_flag(current.cuda_stream, flags[source] + self._grant(self.rank), self._posted)
         ready, sent = torch.cuda.Event(), torch.cuda.Event()
@@ -114,11 +118,20 @@ class PeerCopies:
         return Message(self, source, self._posted, sent)
 
     def end(self) -> None:
-        """A pass has ended: NCCL is given something to wait for, so that its watchdog sees a rank that never gets here.
+        """A pass has ended: should it never come so far on the GPU, the process ends by the group's time-out."""
+        self._watch.mark(torch.cuda.current_stream(self.device))
 
-        Streams wait for flags without end. No stream waits for this.
-        """
-        self._work = dist.all_reduce(self._alive, dist.ReduceOp.MAX, group=self.group, async_op=True)
+    def _missing(self) -> str:
+        """What this rank waits for, by the flags."""
+        with torch.cuda.stream(torch.cuda.Stream(self.device)):
+            flags = self._flags.memory.cpu().view(torch.int32)[:: ALIGNED // 4].tolist()
+        for number, what, source in self._last:
+            if (flags[source] - number) % 2**32 >= 2**31:
+                return (
+                    f"{what} has not come from rank {dist.get_global_rank(self.group, source)} to rank "
+                    f"{dist.get_rank()}: that rank ended, hangs, or waits for one that does."
+                )
+        return f"rank {dist.get_rank()} waits, though all messages of its ring have come."
 
     def _new_room(self, num_bytes: int) -> "_Room":
         return _Room(*peer_memory.allocate(num_bytes, slice(None), self.group, self.device))

@@ -51,7 +51,8 @@ class RingExchange:
     Received tensors belong to the ring: one is valid until the next `post` of its name that does not send it on. Posted
     tensors must not be written to until the `wait` of their name. All ranks must post and wait in the same order, with
     equal shapes (`require_equal` checks that). A message that fails, or is not there after the group's timeout, raises
-    a RuntimeError that names the step and the peer (gloo; under NCCL the host does not wait, its watchdog ends a run).
+    a RuntimeError that names the step and the peer (gloo). On GPUs the host does not wait: after the same time the
+    process ends, by loss/copies with step and peer on stderr, or by NCCL's watchdog.
     """
 
     def __init__(
@@ -170,7 +171,7 @@ class RingExchange:
     def _sent(self, name: str, tensor: Tensor, received: Tensor, link: Link) -> Sequence[dist.Work | Message]:
         if self._copies is not None and name in self._copied:
             to, source = (dist.get_group_rank(link.group, peer) for peer in (link.to, link.source))
-            return [self._copies.post(tensor, received, to, source)]
+            return [self._copies.post(tensor, received, to, source, f"'{name}' of {self._place()}")]
         operations = [
             dist.P2POp(dist.isend, tensor, link.to, group=link.group),
             dist.P2POp(dist.irecv, received, link.source, group=link.group),
@@ -206,9 +207,12 @@ class RingExchange:
 
     def _failure(self, name: str, peer: str, error: RuntimeError) -> RuntimeError:
         return RuntimeError(
-            f"ring step {self._step + 1} of {self.laps * (self.reach + 1)}: rank {dist.get_rank()} could not pass "
+            f"{self._place()}: rank {dist.get_rank()} could not pass "
             f"'{name}' {peer} (global ranks): that rank ended, hangs, or waits for one that does. {error}"
         )
+
+    def _place(self) -> str:
+        return f"ring step {self._step + 1} of {self.laps * (self.reach + 1)}"
 
     def _post_all(self, name: str, tensors: tuple[Tensor, ...], link: Link) -> None:
         for i, tensor in enumerate(tensors):
