@@ -2,7 +2,7 @@
 
 The same tiles, four times: the bare matrix products of the library; the tiled loss without a ring (exponentials, sums,
 rounding and launches come to it); the ring, waiting for each message; the ring with messages overlapped, by the process
-group's sends; the same by copy engines. One GPU has no ring.
+group's sends; the same by copy engines. One GPU has no ring. They take turns: a GPU's clock falls as it warms.
 """
 
 import argparse
@@ -31,7 +31,7 @@ def main() -> None:
     parser.add_argument("--gpus", type=int, default=1)
     parser.add_argument("--batch", type=int, default=65536, help="global batch")
     parser.add_argument("--dim", type=int, default=768)
-    parser.add_argument("--repeats", type=int, default=10)
+    parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--csv", type=Path, default=None, help="append a row")
     parser.add_argument("--commit", default=None, help="for the CSV; default: git's HEAD")
     arguments = parser.parse_args()
@@ -49,10 +49,6 @@ def _measure(rank: int, arguments: argparse.Namespace) -> None:
         F.normalize(torch.randn(rows, arguments.dim, device="cuda", generator=generator), dim=1).bfloat16()
         for _ in range(2)
     ]
-
-    def time(step) -> tuple[float, float]:
-        times = timed(step, arguments.repeats, group)
-        return statistics.median(times), statistics.stdev(times)
 
     def loss(**options):
         images, texts = (x.clone().requires_grad_() for x in features)
@@ -73,7 +69,11 @@ def _measure(rank: int, arguments: argparse.Namespace) -> None:
         steps["ring, waiting"] = lambda: loss(group=group, ring="flat", ring_overlap="off")
         steps["ring, sends"] = lambda: loss(group=group, ring="flat", ring_overlap="sends")
         steps["ring"] = lambda: loss(group=group, ring="flat", ring_overlap="on")
-    times = {name: time(step) for name, step in steps.items()}
+    turns: dict[str, list[float]] = {name: [] for name in steps}
+    for turn in range(arguments.repeats):
+        for name, step in steps.items():
+            turns[name] += timed(step, 1, group, warm_up=0 if turn else 2)
+    times = {name: (statistics.median(all_turns), statistics.stdev(all_turns)) for name, all_turns in turns.items()}
     if rank == 0:
         _report(times, arguments)
     dist.destroy_process_group()
