@@ -205,13 +205,20 @@ def _our_names(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name.removeprefix("text."): value for name, value in state.items()}
 
 
+_PREPROCESSING = (  # file, section of it, prefix of its keys: open_clip's, a CLIPImageProcessor's, a CLIPProcessor's
+    ("open_clip_config.json", "preprocess_cfg", ""),
+    ("preprocessor_config.json", None, "image_"),
+    ("processor_config.json", "image_processor", "image_"),
+)
+
+
 def _folder_pixels(path: Path) -> tuple[Sequence[float], Sequence[float]]:
     """(mean, std) that the folder's pixels were normalised with, per channel; ours where it does not say."""
     said: dict[str, Sequence[float]] = {}
-    for name, prefix in (("open_clip_config.json", ""), ("preprocessor_config.json", "image_")):
+    for name, section, prefix in _PREPROCESSING:
         if (path / name).is_file():
             fields = json.loads((path / name).read_text(encoding="utf-8"))
-            fields = fields if prefix else fields.get("preprocess_cfg") or {}
+            fields = (fields.get(section) or {}) if section else fields
             said = {kind: fields[prefix + kind] for kind in ("mean", "std") if fields.get(prefix + kind)} | said
     return said.get("mean", IMAGE_MEAN), said.get("std", IMAGE_STD)
 

@@ -84,20 +84,19 @@ def test_weights_saved_by_open_clip_give_its_features(tmp_path):
         assert out["logit_scale"].item() == 1.5
 
 
-@pytest.mark.parametrize("kind", ["folder_open_clip", "folder_hf"])
+@pytest.mark.parametrize("place", ["open_clip_config", "preprocessor_config", "processor_config"])
 @pytest.mark.parametrize("image_size", [32, 48])
-def test_a_tower_of_pixels_normalised_otherwise_sees_ours_as_it_saw_its_own(kind, image_size, source, tmp_path):
+def test_a_tower_of_pixels_normalised_otherwise_sees_ours_as_it_saw_its_own(place, image_size, source, tmp_path):
     """open_clip's ViT-L-14 laion2b_s32b_b82k has mean and std 0.5."""
     mean, std = [0.5, 0.4, 0.3], [0.5, 0.25, 0.2]
-    path = write(kind, source, tmp_path)
-    name = {"folder_open_clip": "open_clip_config.json", "folder_hf": "preprocessor_config.json"}[kind]
-    said = json.loads((path / name).read_text())
-    given = (
-        {"image_mean": mean, "image_std": std}
-        if kind == "folder_hf"
-        else {"preprocess_cfg": {"mean": mean, "std": std}}
-    )
-    (path / name).write_text(json.dumps(said | given))
+    path = write("folder_open_clip" if place == "open_clip_config" else "folder_hf", source, tmp_path)
+    (path / "preprocessor_config.json").unlink(missing_ok=True)
+    said = {"image_mean": mean, "image_std": std}
+    if place == "open_clip_config":
+        said = json.loads((path / f"{place}.json").read_text()) | {"preprocess_cfg": {"mean": mean, "std": std}}
+    elif place == "processor_config":
+        said = {"image_processor": said}
+    (path / f"{place}.json").write_text(json.dumps(said))
     ours, theirs = (seeded(config(vision={"image_size": image_size}), seed) for seed in (2, 3))
     load_pretrained(ours, image=str(path))
     load_pretrained(theirs, str(write("pt", source, tmp_path)))  # a bare file does not say: as it is
