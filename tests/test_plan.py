@@ -104,7 +104,8 @@ TENSOR_PARALLEL = [
     for row in stored("tensor_parallel.csv")
     if row["peak_gib"]
     and row["lever"] == "none"
-    and row["commit"][:7] not in ("96af64e", "38ac390")  # counted otherwise
+    # of these also the first step was counted, which compiles
+    and (row["tensor_parallel"] == "1" or row["commit"][:7] not in ("96af64e", "38ac390"))
 ]
 
 
@@ -121,8 +122,8 @@ def test_measured_peaks_under_tensor_parallelism(row):
         counts = parameter_counts(CLIP(cfg))
     batch = BatchPlan(int(row["gpus"]) // size, int(row["accum_freq"]), int(row["batch_size"]))
     plan = memory_plan(cfg, batch, config, counts, precision, preset["zero_optimization"])
-    both = size > 2 and stage == 3
-    assert plan["peak"][stage] / GIB == pytest.approx(float(row["peak_gib"]), rel=0.08 if both else 0.05)
+    allocated = plan["peak"][stage] - plan["travelling rows"][stage]  # which torch does not count
+    assert allocated / GIB == pytest.approx(float(row["peak_gib"]), rel=0.05)
 
 
 @pytest.mark.parametrize(("row", "setting"), tensor_parallel_steps(), ids=str)
@@ -303,6 +304,7 @@ def test_the_command_prints_parts_phases_and_advice(capsys):
         ("--link wet-string", "known: .*nic-200, nic-400, nic-800"),
         ("--gpus 12", "12 GPUs do not fill nodes of 8"),
         ("--global-batch 1000 --micro-batch-size 64", "1000 is no multiple of 8 data-parallel ranks x micro-batch 64"),
+        ("--sequence-parallel", "--tensor-parallel-size is 1"),
         ("--tensor-parallel-size 3", "8 GPUs are no multiple of tensor-parallel 3"),
         ("--micro-batch-size many", "a number of pairs, or auto"),
         ("--sweep 8:16", "gpus=FIRST:LAST"),

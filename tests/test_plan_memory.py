@@ -6,7 +6,15 @@ import pytest
 import torch
 
 from infcl.config import BatchPlan
-from infcl.plan.memory import activation_bytes, gathered_bytes, loss_bytes, memory_plan, parameter_counts, state_bytes
+from infcl.plan.memory import (
+    activation_bytes,
+    exchange_bytes,
+    gathered_bytes,
+    loss_bytes,
+    memory_plan,
+    parameter_counts,
+    state_bytes,
+)
 from infcl.towers import CLIP, load_model_config
 from infcl.train.build import build_model
 from tests.test_entry import alone, command
@@ -111,11 +119,22 @@ def test_tensor_parallel_ranks_share_the_model_and_with_sequence_parallelism_all
         "sequence": {"tensor_parallel_size": 4, "sequence_parallel": True},
     }.items():  # fmt: skip
         config = demo_config(demo_folder, tmp_path, **flags)
-        plans[name] = memory_plan(cfg, BatchPlan(2, 1, 64), config, counts, "amp_bf16", {})
+        plans[name] = memory_plan(cfg, BatchPlan(2, 1, 64), config, counts, "bf16", {})
     parts = {name: {part: row[1] for part, row in plan.items()} for name, plan in plans.items()}
     assert parts["split"]["parameters"] == pytest.approx(parts["plain"]["parameters"] / 4, rel=1e-6)
     assert parts["sequence"]["activations"] == pytest.approx(parts["plain"]["activations"] / 4)
     assert parts["sequence"]["activations"] < 0.6 * parts["split"]["activations"]
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_travelling_rows_have_the_slots_of_the_exchange(size):
+    from megatron_patches.exchange import ROUND
+
+    cfg = load_model_config("ViT-L-14")
+    sizes = {"micro_batch_size": 256, "precision": "amp_bf16", "tensor_parallel": size}
+    rows = 256 // size * 257 * 1024 * 2
+    assert exchange_bytes(cfg, sequence_parallel=True, **sizes) == 2 * ROUND * (size - 1) * rows
+    assert exchange_bytes(cfg, sequence_parallel=False, **sizes) == 0
 
 
 def test_the_plan_knows_the_optimizer_the_average_and_what_is_locked(demo_folder, tmp_path):

@@ -137,6 +137,7 @@ def _short(setting: Setting) -> str:
     words += ["checkpointing"] if setting.checkpointing else []
     words += ["offload"] if setting.offload else []
     words += [f"T={setting.tensor_parallel}"] if setting.tensor_parallel > 1 else []
+    words += ["sequence parallel"] if setting.sequence_parallel else []
     return f"{', '.join(words)} ({memory_of(setting)['peak'] / 2**30:.1f} GiB)"
 
 

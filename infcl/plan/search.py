@@ -33,18 +33,22 @@ def largest_batch(setting: Setting) -> int:
 
 
 def candidates(setting: Setting) -> Iterator[Setting]:
-    """The same model, GPUs and global batch with every micro-batch size, ZeRO stage, checkpointing, offload and T."""
+    """The same model, GPUs and global batch with every micro-batch size, ZeRO stage, checkpointing, offload and T; of T
+    above 1 with sequence parallelism and without.
+    """
     for tensor_parallel in (1, 2, 4, 8):
         if setting.gpus % tensor_parallel or tensor_parallel > setting.gpus_per_node:
             continue
         for zero in (1, 2, 3):
             for checkpointing in (False, True):
                 for offload in (False, True) if zero == 3 else (False,):
-                    for micro_batch in MICRO_BATCHES:
-                        changes = {"tensor_parallel": tensor_parallel, "zero": zero, "offload": offload}
-                        other = setting.with_(micro_batch=micro_batch, checkpointing=checkpointing, **changes)
-                        if other.global_batch % (other.dp_size * micro_batch) == 0:
-                            yield other
+                    for sequence in (False, True) if tensor_parallel > 1 else (False,):
+                        changes = {"zero": zero, "checkpointing": checkpointing, "offload": offload}
+                        changes |= {"tensor_parallel": tensor_parallel, "sequence_parallel": sequence}
+                        for micro_batch in MICRO_BATCHES:
+                            other = setting.with_(micro_batch=micro_batch, **changes)
+                            if other.global_batch % (other.dp_size * micro_batch) == 0:
+                                yield other
 
 
 def fastest(setting: Setting, count: int = 5) -> list[tuple[float, Setting]]:

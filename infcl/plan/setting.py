@@ -101,6 +101,8 @@ class Setting:
         """ValueError with the numbers for what cannot be."""
         if self.gpus % self.tensor_parallel:
             raise ValueError(f"{self.gpus} GPUs are no multiple of tensor-parallel {self.tensor_parallel}")
+        if self.sequence_parallel and self.tensor_parallel == 1:
+            raise ValueError("--sequence-parallel shares rows over tensor-parallel ranks: --tensor-parallel-size is 1")
         if self.gpus > self.gpus_per_node and self.gpus % self.gpus_per_node:
             raise ValueError(f"{self.gpus} GPUs do not fill nodes of {self.gpus_per_node}")
         if self.global_batch % (self.dp_size * self.micro_batch):
