@@ -304,6 +304,11 @@ def test_a_run_folder_is_never_trained_over_unasked(demo_folder, tmp_path):
         assert run_ranks(refusal, 1, dataclasses.replace(other, overwrite=True, **changes))[0]
         assert {path: path.read_bytes() for path in before} == before
     assert len(run_losses(1, dataclasses.replace(other, overwrite=True))) == 2
+    summary = tmp_path / "run" / "summary.json"
+    finished = json.loads(summary.read_text())
+    summary.unlink()  # as after an export that failed: nothing is left to train, and the checkpoint is still the run's
+    run_ranks(fit, 1, dataclasses.replace(other, resume="latest"))
+    assert json.loads(summary.read_text())["paths"] == finished["paths"]
 
 
 def opened(rank, world_size, config):

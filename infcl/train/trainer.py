@@ -303,6 +303,8 @@ class Trainer:
             self.metrics.say(lines)
         if checkpoint is not None:
             self.checkpoints.begun_step = self.step
+            if checkpoint.resolve().parent == self.run.checkpoints.resolve():
+                self.checkpoints.newest = checkpoint
             self.metrics.say(f"resumed from {checkpoint} at step {self.step}")
         if changed:
             self.metrics.say(f"flags that the run had otherwise: {'; '.join(changed)}")
