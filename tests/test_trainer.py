@@ -127,6 +127,15 @@ def test_siglip_trains_with_its_bias(demo_folder, tmp_path):
     assert losses[-1] < 0.9 * losses[0]
 
 
+def test_a_run_with_siglips_bias_goes_on_with_clips_loss(demo_folder, tmp_path):
+    first = demo_config(demo_folder, tmp_path, batch_size=8, steps=1, loss="siglip", name="first")
+    run_ranks(fit, 1, first)
+    model = str(tmp_path / "first" / "model_config.json")
+    second = dataclasses.replace(first, loss="inf_cl", name="second", model=model, pretrained=str(tmp_path / "first"))
+    assert len(run_losses(1, second)) == 1
+    assert "init_logit_bias" not in json.loads((tmp_path / "second" / "model_config.json").read_text())
+
+
 @pytest.mark.parametrize("preset", ["zero0", "zero1", "zero2", "zero3", "zero2_bf16"])
 def test_a_resumed_run_continues_bit_for_bit(demo_folder, tmp_path, preset):
     """Patch dropout on; saved after step 7, which lies inside an epoch, and ended abruptly two steps later."""

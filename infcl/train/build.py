@@ -1,6 +1,7 @@
 """From flags to the parts of a run: tokenizer, model, loader, evaluations. Each refuses what cannot work."""
 
 import contextlib
+import dataclasses
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -63,7 +64,8 @@ def build_tokenizer_and_model_config(
 
 
 def build_model(config: TrainConfig, model_config: CLIPConfig, parallel: Parallel | None = None) -> CLIP:
-    """CLIP with the flags' locks. SigLIP's loss has its own starting point: scale 10, bias -10 (Zhai et al. 2023).
+    """CLIP with the flags' locks. SigLIP's loss has its own starting point: scale 10, bias -10 (Zhai et al. 2023); for
+    the others a config's bias is left out: a softmax cancels it, so it would have no gradient.
 
     With `parallel`, a block goes to the rank's device as soon as it is made, and only this tensor-parallel rank's part
     of it, so that the host never holds the model once a rank. What other weights are loaded into is cut afterwards.
@@ -71,6 +73,7 @@ def build_model(config: TrainConfig, model_config: CLIPConfig, parallel: Paralle
     """
     siglip = config.loss == "siglip"
     start = {"init_logit_scale": math.log(10), "init_logit_bias": -10.0} if siglip else {}
+    model_config = dataclasses.replace(model_config, init_logit_bias=None)
     pretrained = (config.pretrained, config.pretrained_image, config.pretrained_text)
     with _placed_blocks(parallel, cut=not any(pretrained)):
         model = CLIP(model_config, activation_checkpointing=config.grad_checkpointing, **start)
