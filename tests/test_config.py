@@ -119,6 +119,7 @@ def test_a_password_in_a_url_is_refused_and_not_printed():
         ([], "--train-data is missing"),
         (["--train-data", "/no/such/folder", "--tokenizer", "x"], "/no/such/folder: no such file or folder"),
         (["--train-data", "{0..3}.tar"], "--tokenizer is missing"),
+        (["--train-data", "/data/Pairs.CSV"], "Pairs.CSV is a table: add --dataset-type csv"),
         (["--dataset-type", "synthetic"], "needs --train-num-samples"),
     ],
 )

@@ -130,6 +130,11 @@ def _check_data(config: TrainConfig) -> None:
         return
     if config.train_data is None:
         raise ValueError("--train-data is missing: name the training data, or use --dataset-type synthetic")
+    if config.dataset_type == "webdataset" and config.train_data.lower().endswith((".csv", ".tsv")):
+        raise ValueError(
+            f"--train-data {config.train_data} is a table: add --dataset-type csv, and --csv-separator , where commas "
+            "separate its columns"
+        )
     if config.tokenizer is None:
         raise ValueError(
             "--tokenizer is missing: name a sentencepiece model "

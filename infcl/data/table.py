@@ -19,6 +19,7 @@ from infcl.data.records import Record
 from infcl.data.shards import split_sources
 from infcl.data.storage import DEFAULT_STORAGE, ShardFault, StorageOptions, open_shard, retry
 
+_TRIED = 1000  # images of a table that are looked for, at most, before training
 _MAX_FIELD = 16 << 20  # characters; Python's limit would end at 128 K
 
 
@@ -146,9 +147,20 @@ def _read_table(
 
 
 def _from_beside(rows: list[tuple[str, str]], path: str) -> list[tuple[str, str]]:
-    """Rows with paths that work: relative ones are looked for where the first of them is found."""
-    relative = [image for image, _ in rows if not os.path.isabs(image) and "://" not in image]
+    """Rows with paths that work: relative ones are looked for where the first that is anywhere is found.
+
+    ValueError when none of the first _TRIED local images is anywhere.
+    """
+    local = [image for image, _ in rows if "://" not in image][:_TRIED]
     folder = os.path.dirname(path)
-    if not relative or os.path.exists(relative[0]) or not os.path.exists(os.path.join(folder, relative[0])):
-        return rows
-    return [(os.path.join(folder, image) if "://" not in image else image, caption) for image, caption in rows]
+    for image in local:
+        if os.path.exists(image):
+            return rows
+        if os.path.exists(os.path.join(folder, image)):
+            return [(os.path.join(folder, other) if "://" not in other else other, caption) for other, caption in rows]
+    if local:
+        raise ValueError(
+            f"{path}: none of its first {len(local):,} images is there (the first: {local[0]!r}); a path that is not "
+            f"absolute is taken from the working directory or from {folder or '.'}"
+        )
+    return rows
