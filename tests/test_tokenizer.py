@@ -6,7 +6,18 @@ import torch
 from infcl.data.index import SampleKeys
 from infcl.data.loader import TrainLoader
 from infcl.data.open_clip_tokenizer import OpenClipTokenizer
-from infcl.data.tokenizer import EOS_ID, PAD_ID, UNK_ID, Tokenizer, canonicalise, main, shard_captions, train_tokenizer
+from infcl.data.table import TableReader
+from infcl.data.tokenizer import (
+    EOS_ID,
+    PAD_ID,
+    UNK_ID,
+    Tokenizer,
+    canonicalise,
+    main,
+    shard_captions,
+    table_captions,
+    train_tokenizer,
+)
 from tests.open_clip_stub import import_open_clip
 from tests.shard_files import write_shards
 
@@ -89,6 +100,8 @@ def test_a_tokenizer_pickles_without_its_file(model, tmp_path):
 def test_impossible_requests_are_refused(model, tmp_path):
     with pytest.raises(ValueError, match=r"no tokenizer of 5000 pieces.*they give at most \d+ \(--vocab-size"):
         train_tokenizer(CAPTIONS, tmp_path / "x.model", 5000)
+    with pytest.raises(ValueError, match=r"at most \d+ .*or --model-type bpe"):
+        train_tokenizer(CAPTIONS, tmp_path / "x.model", 5000, "unigram")
     with pytest.raises(ValueError, match=r"no tokenizer of 4 pieces.*their characters alone are \d+"):
         train_tokenizer(CAPTIONS, tmp_path / "x.model", 4, "unigram")
     with pytest.raises(ValueError, match="x.model cannot be written"):
@@ -130,6 +143,24 @@ def test_the_command_learns_from_shards(tmp_path, capsys):
         assert "name a file in a folder that can be written to" in capsys.readouterr().err
     keys = SampleKeys(json_text="caption")
     assert all(caption.startswith("from json") for caption in shard_captions(folder, 9, keys=keys))
+
+
+def test_the_command_learns_from_tables_what_it_learns_from_shards(tmp_path, capsys):
+    captions = list(shard_captions(write_shards(tmp_path / "a", [30, 10]), 1000))
+    (tmp_path / "x.jpg").write_bytes(b"")
+    (tmp_path / "t.csv").write_text("\n".join(["title;filepath", *(f"{caption};x.jpg" for caption in captions)]))
+    assert sorted(table_captions(TableReader(str(tmp_path / "t.csv"), separator=";"), 1000)) == sorted(captions)
+    command = ["train", "--train-data", str(tmp_path / "t.csv"), "--vocab-size", "30", "--model-type", "bpe"]
+    command += ["--out", str(tmp_path / "x.model")]
+    main([*command, "--dataset-type", "csv", "--csv-separator", ";"])
+    assert Tokenizer(tmp_path / "x.model").vocab_size == 30
+    with pytest.raises(SystemExit):
+        main(command)
+    assert "there is none among them (--text-key, --json-text-key; --dataset-type csv" in capsys.readouterr().err
+    (tmp_path / "t.csv").write_text("title;filepath\n!;x.jpg\n")
+    with pytest.raises(SystemExit):
+        main([*command, "--dataset-type", "csv", "--csv-separator", ";"])
+    assert "there is none among them" in capsys.readouterr().err
 
 
 def test_open_clips_tokenizer_has_the_same_interface_and_open_clips_ids():

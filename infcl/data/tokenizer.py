@@ -8,7 +8,7 @@ Ids: pad 0, eos 1, unk 2, no bos (the layout of T5 and SigLIP). The text tower i
 Captions are canonicalised before training and before encoding, as SigLIP does: '_' becomes a space, ASCII punctuation
 is removed, letters are lowered, white space is collapsed.
 
-`python -m infcl.data.tokenizer train --train-data URLS --vocab-size N --out FILE` learns a model from shards.
+`python -m infcl.data.tokenizer train --train-data URLS --vocab-size N --out FILE` learns a model from shards or tables.
 """
 
 import argparse
@@ -20,10 +20,15 @@ import re
 import string
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
 from infcl.data.index import DEFAULT_KEYS, SampleKeys
+
+if TYPE_CHECKING:
+    from infcl.data.records import ShardReader
+    from infcl.data.table import TableReader
 
 PAD_ID, EOS_ID, UNK_ID = 0, 1, 2
 _REMOVE_PUNCTUATION = str.maketrans("_", " ", string.punctuation.replace("_", ""))
@@ -71,14 +76,18 @@ def train_tokenizer(
             minloglevel=2,
         )
     except RuntimeError as error:
-        raise ValueError(f"no tokenizer of {vocab_size} pieces from these captions: {_reason(error)}") from error
+        why = _reason(error, model_type)
+        raise ValueError(f"no tokenizer of {vocab_size} pieces from these captions: {why}") from error
     _write(Path(path), model.getvalue())
 
 
-def _reason(error: RuntimeError) -> str:
-    """sentencepiece's message in the words of the flags, where it is one of the two about the vocabulary's size."""
+def _reason(error: RuntimeError, model_type: str) -> str:
+    """sentencepiece's message in the words of the flags: of the vocabulary's size, or that there is no caption."""
     if most := re.search(r"Please set it to a value <= (\d+)", str(error)):
-        return f"they give at most {most[1]} (--vocab-size {most[1]}, or more captions)"
+        more = "" if model_type == "bpe" else ", or --model-type bpe, which makes more of few"
+        return f"they give at most {most[1]} (--vocab-size {most[1]}, or more captions{more})"
+    if "sentences_.empty()" in str(error):
+        return "there is none among them (--text-key, --json-text-key; --dataset-type csv for tables)"
     if least := re.search(r"smaller than required_chars\. \d+ vs (\d+)", str(error)):
         return f"their characters alone are {least[1]} (--vocab-size above that)"
     return str(error)
@@ -156,19 +165,27 @@ def shard_captions(
     urls: str | Sequence[str], limit: int, *, seed: int = 0, keys: SampleKeys = DEFAULT_KEYS
 ) -> Iterator[str]:
     """Up to `limit` captions from all over the shards, in a seeded order, without reading an image."""
-    from infcl.data.plan import EpochPlan
     from infcl.data.records import ShardReader
-    from infcl.data.samples import BadSample, decode_caption
     from infcl.data.shards import load_manifest
 
     manifest = load_manifest(urls, keys=keys)
-    reader = ShardReader(manifest, keys)
-    plan = EpochPlan([shard.samples for shard in manifest.shards], chunk=64, seed=seed, epoch=0)
-    total = min(limit, manifest.num_samples)
+    return _captions(ShardReader(manifest, keys), [shard.samples for shard in manifest.shards], limit, seed)
+
+
+def table_captions(table: "TableReader", limit: int, *, seed: int = 0) -> Iterator[str]:
+    """The same of tables."""
+    return _captions(table, table.counts.tolist(), limit, seed)
+
+
+def _captions(reader: "ShardReader | TableReader", sizes: list[int], limit: int, seed: int) -> Iterator[str]:
+    from infcl.data.plan import EpochPlan
+    from infcl.data.samples import BadSample, decode_caption
+
+    plan, total = EpochPlan(sizes, chunk=64, seed=seed, epoch=0), min(limit, sum(sizes))
     for start in range(0, total, 1024):
         for record in reader.read(plan.samples(start, min(start + 1024, total)), images=False):
             try:
-                yield decode_caption(record, keys)[0]
+                yield decode_caption(record, reader.keys)[0]
             except BadSample:
                 continue  # training counts and reports it
 
@@ -178,7 +195,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         prog="python -m infcl.data.tokenizer", description="Learn a tokenizer from shards."
     )
     parser.add_argument("command", choices=["train"])
-    parser.add_argument("--train-data", required=True, help="tars, braces, a '::' list, a glob or a folder")
+    parser.add_argument("--train-data", required=True, help="tars, braces, a '::' list, a glob or a folder; tables")
+    parser.add_argument("--dataset-type", choices=["webdataset", "csv"], default="webdataset")
+    parser.add_argument("--csv-separator", default="\t")
+    parser.add_argument("--csv-img-key", default="filepath")
+    parser.add_argument("--csv-caption-key", default="title")
     parser.add_argument("--vocab-size", type=int, required=True)
     parser.add_argument("--out", required=True, help="the model file to write")
     parser.add_argument("--model-type", choices=["bpe", "unigram"], default="unigram")
@@ -191,8 +212,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     folder = next(path for path in Path(args.out).absolute().parents if path.exists())
     if not folder.is_dir() or not os.access(folder, os.W_OK) or Path(args.out).is_dir():  # before an hour's reading
         parser.error(f"--out {args.out}: name a file in a folder that can be written to")
-    captions = shard_captions(args.train_data, args.max_captions, keys=keys)
     try:
+        if args.dataset_type == "csv":
+            from infcl.data.table import TableReader
+
+            columns = {"image_column": args.csv_img_key, "caption_column": args.csv_caption_key}
+            table = TableReader(args.train_data, separator=args.csv_separator, **columns)
+            captions = table_captions(table, args.max_captions)
+        else:
+            captions = shard_captions(args.train_data, args.max_captions, keys=keys)
         train_tokenizer(captions, args.out, args.vocab_size, args.model_type, byte_fallback=args.byte_fallback)
     except ValueError as error:
         parser.error(str(error))
