@@ -106,3 +106,59 @@ def test_stage_3_gathers_nothing_again_in_a_backward_that_follows_its_forward(tm
     preset.write_text(json.dumps({"zero_optimization": zero}))
     forward = len(list(ToyCLIP().parameters()))
     assert run_ranks(gathers_of_a_backward, 2, str(preset))[0] <= forward
+
+
+def fp16_on_a_cpu(rank, world_size, preset, finite):
+    """Seven steps in fp16, which DeepSpeed refuses on CPUs without fast arithmetic for it:
+    [(applied, loss scale after, gradient norm)], the weights, the counters."""
+    from unittest import mock
+
+    from deepspeed.accelerator import get_accelerator
+
+    from infcl.parallel import init_parallel
+    from infcl.train.checkpoint import full_weights
+
+    accelerator = type(get_accelerator())
+    with (
+        mock.patch.object(accelerator, "is_fp16_supported", lambda self: True),
+        mock.patch.object(accelerator, "supported_dtypes", lambda self: [torch.float32, torch.float16]),
+        mock.patch("infcl.train.preset.cpu_computes_fp16", lambda: True),
+    ):
+        config = settings("", deepspeed_config=preset, grad_clip_norm=None, wd=0.0)
+        engine = Engine(ToyCLIP(logit_scale=1.0), config, init_parallel("cpu"), BatchPlan(world_size, 1, 5))
+    images, texts = (side[5 * rank : 5 * rank + 5] for side in global_batch(5 * world_size))
+    steps = []
+    for _ in range(7):
+        output = engine.encode(images, texts)
+        total = (output["image_features"] * output["text_features"]).sum() + output["logit_scale"].sum()
+        engine.backward(total if finite else total * torch.inf, True)
+        applied = engine.step(LR)
+        steps.append((applied, engine.loss_scale(), engine.grad_norm()))
+    return steps, full_weights(engine, keep=True), engine.counters()
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_growing_loss_scale_changes_no_step(stage, tmp_path):
+    """A power of two more or less rounds nothing: the steps are those of a static scale, to the last bit."""
+    results = {}
+    for name, fp16 in (
+        ("static", {"loss_scale": 64}),
+        ("growing", {"initial_scale_power": 4, "loss_scale_window": 2, "hysteresis": 1}),
+    ):
+        path = tmp_path / f"{name}.json"
+        path.write_text(json.dumps({"zero_optimization": {"stage": stage}, "fp16": {"enabled": True} | fp16}))
+        results[name] = run_ranks(fp16_on_a_cpu, 2, str(path), True)[0]
+    (static, weights, counters), (growing, same, counters_of_growing) = results.values()
+    assert [scale for _, scale, _ in growing] == [16, 16, 32, 32, 64, 64, 128]
+    assert [norm for *_, norm in growing] == [norm for *_, norm in static] and all(applied for applied, *_ in static)
+    assert all(torch.equal(weights[name], same[name]) for name in weights)
+    assert counters_of_growing["cur_scale"] == 128 and "cur_scale" not in counters
+
+
+def test_at_the_least_loss_scale_steps_are_skipped_on(tmp_path):
+    """DeepSpeed's own error would end the run before --max-skipped-steps does, without a checkpoint."""
+    fp16 = {"enabled": True, "initial_scale_power": 2, "hysteresis": 1, "min_loss_scale": 1}
+    (tmp_path / "p.json").write_text(json.dumps({"zero_optimization": {"stage": 2}, "fp16": fp16}))
+    steps, _, counters = run_ranks(fp16_on_a_cpu, 2, str(tmp_path / "p.json"), False)[0]
+    assert [(applied, scale) for applied, scale, _ in steps] == [(False, max(1, 4 / 2**n)) for n in range(1, 8)]
+    assert counters["skipped_steps"] == 7 and counters["optimizer_step"] == 0

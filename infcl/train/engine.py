@@ -22,6 +22,7 @@ from torch import nn
 
 from infcl.config import BatchPlan, TrainConfig
 from infcl.parallel import Parallel
+from infcl.train.engine_fp16 import scale_between_steps
 from infcl.train.engine_stage3 import release_by_the_present_trace
 from infcl.train.engine_state import EMA, ZeroState
 from infcl.train.optim import build_optimizer
@@ -62,6 +63,8 @@ class Engine:
         )
         if self.zero_stage == 3:
             release_by_the_present_trace(self.engine.optimizer)
+        scaler = self._loss_scaler()
+        self._settle_loss_scale = (lambda: None) if scaler is None else scale_between_steps(scaler)
         self.sums_are_old = True  # of gradients over micro-batches
         self.state = ZeroState(self.engine, self.zero_stage)
         if self.low_precision_parameters:  # DeepSpeed makes the masters from parameters that it has rounded already
@@ -116,6 +119,7 @@ class Engine:
                 self._drop_gradients()
                 return False
         self.engine.step()
+        self._settle_loss_scale()
         return self.engine.skipped_steps == skipped_before
 
     def _drop_gradients(self) -> None:
