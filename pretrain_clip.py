@@ -3,9 +3,10 @@
     parse the flags -> join the process group -> claim the run folder -> build the parts -> fit -> say what came out
 
 Exit codes: 0 finished; 2 a mistake in the command (one line says which, printed by one rank); 130 interrupted; 143, 138
-told to end by SIGTERM, SIGUSR1, after a checkpoint; any other is a failure with its traceback.
+told to end by SIGTERM, SIGUSR1 (129: SIGHUP), after a checkpoint; any other is a failure with its traceback.
 """
 
+import contextlib
 import json
 import logging
 import sys
@@ -88,7 +89,8 @@ def main(argv: list[str] | None = None) -> int:
 
 def say(rank: int, text: str) -> None:
     if rank == 0:
-        print(text, flush=True)
+        with contextlib.suppress(OSError):  # the terminal is gone
+            print(text, flush=True)
 
 
 if __name__ == "__main__":

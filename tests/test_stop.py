@@ -39,11 +39,23 @@ def test_an_interrupt_that_python_drops_is_raised_after_the_step():
     assert signal.getsignal(signal.SIGINT) is before
 
 
-def test_a_request_to_end_is_noted_only():
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP])
+def test_a_request_to_end_is_noted_only(number):
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
     with StopSignals() as signals:
-        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), number)
         sum(range(1000))
-        assert signals.received == signal.SIGTERM and not signals.interrupted
+        assert signals.received == number and not signals.interrupted
+    assert signal.signal(signal.SIGHUP, before) is signal.SIG_DFL
+
+
+def test_under_nohup_a_closed_terminal_is_nothing():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    with StopSignals() as signals:
+        os.kill(os.getpid(), signal.SIGHUP)
+        sum(range(1000))
+        assert signals.received == 0
+    assert signal.signal(signal.SIGHUP, before) is signal.SIG_IGN
 
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="Linux tells of parents in /proc")

@@ -116,7 +116,8 @@ def outlive_first_sigterm(rank_ends: torch.Tensor, _worker: int) -> None:
 
     signal.signal(signal.SIGALRM, end)
     signal.signal(signal.SIGTERM, first)
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    for of_the_rank in (signal.SIGUSR1, signal.SIGHUP):
+        signal.signal(of_the_rank, signal.SIG_IGN)
 
 
 def make_dataloader(

@@ -1,4 +1,5 @@
-"""Being told to end: SIGTERM and SIGUSR1 (a scheduler's pre-emption) become a checkpoint and an orderly end.
+"""Being told to end: SIGTERM, SIGUSR1 (a scheduler's pre-emption) and SIGHUP (a terminal that is closed, a connection
+that is lost; not under nohup) become a checkpoint and an orderly end.
 
 The handler only takes a note; the training loop looks at it after each step, all ranks together, saves, and raises
 `Stopped`. So a signal during a save does not touch the save, and one rank's signal ends all.
@@ -20,7 +21,7 @@ from typing import Any
 
 from infcl.cluster.meeting import deepspeed_launcher
 
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
 
 def end_with_launcher() -> None:
@@ -62,7 +63,9 @@ class StopSignals:
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> "StopSignals":
-        self._before = {number: signal.signal(number, self._note) for number in SIGNALS}
+        ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN  # nohup: meant to outlive its terminal
+        noted = [number for number in SIGNALS if number != signal.SIGHUP or not ignored]
+        self._before = {number: signal.signal(number, self._note) for number in noted}
         if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
             self._before[signal.SIGINT] = signal.signal(signal.SIGINT, self._interrupt)
         return self
