@@ -162,3 +162,43 @@ def test_at_the_least_loss_scale_steps_are_skipped_on(tmp_path):
     steps, _, counters = run_ranks(fp16_on_a_cpu, 2, str(tmp_path / "p.json"), False)[0]
     assert [(applied, scale) for applied, scale, _ in steps] == [(False, max(1, 4 / 2**n)) for n in range(1, 8)]
     assert counters["skipped_steps"] == 7 and counters["optimizer_step"] == 0
+
+
+def error_of_the_mean(rank, world_size, preset, precision):
+    """Largest relative error of this rank's part of any parameter's gradient, against the float64 mean of what the
+    ranks' backwards give on a copy of the model. Three micro-batches, other pairs on each rank."""
+    from infcl.parallel import init_parallel
+
+    model, parallel = ToyCLIP(logit_scale=1.0), init_parallel("cpu")
+    copy = ToyCLIP(logit_scale=1.0).to(torch.bfloat16 if precision == "bf16" else torch.float32)
+    config = settings(preset, precision=precision, grad_clip_norm=None, wd=0.0)
+    engine, weights = Engine(model, config, parallel, BatchPlan(world_size, 3, 4)), torch.linspace(-1, 2, 8)
+    mean = {name: torch.zeros(parameter.shape, dtype=torch.float64) for name, parameter in copy.named_parameters()}
+
+    def total(output):
+        return sum((output[name] * weights).sum() for name in ("image_features", "text_features", "logit_scale"))
+
+    for index in range(3):
+        pairs = global_batch(4, seed=3 * rank + index)
+        engine.backward(total(engine.encode(*pairs)), index == 2)
+        with torch.autocast("cpu", torch.bfloat16, enabled=precision == "amp_bf16"):
+            copy.zero_grad(), total(copy(*pairs)).backward()
+        for name, parameter in copy.named_parameters():
+            mean[name] += parameter.grad.double() / world_size
+    errors = [0.0]
+    for name, parameter in engine.state.parameters():
+        torch.distributed.all_reduce(mean[name])
+        own, piece = engine._own_gradient(parameter), engine.state.pieces[parameter]
+        if piece.numel:
+            expected = mean[name].flatten()[piece.start : piece.start + piece.numel]
+            got = own.double().flatten()[: piece.numel]  # stage 3 pads
+            errors.append(float((got - expected).norm() / expected.norm()))
+    return max(errors)
+
+
+@pytest.mark.parametrize(
+    ("preset", "precision"), [*((f"zero{stage}", "amp_bf16") for stage in range(4)), ("zero1", "bf16")]
+)
+def test_gradients_are_not_rounded_on_their_way_between_ranks(preset, precision):
+    """By default DeepSpeed sends those of nn.Linear and nn.Conv2d in 16 bits under autocast, all of them in bf16."""
+    assert max(run_ranks(error_of_the_mean, 3, preset, precision)) < 1e-6

@@ -99,8 +99,13 @@ def deepspeed_config(preset: dict, precision: str, batch: BatchPlan, grad_clip_n
         zero.setdefault("leaf_module", {"classes": [f"{ResidualBlock.__module__}.{ResidualBlock.__qualname__}"]})
         merged["zero_optimization"] = zero
     if precision == "amp_bf16":
-        merged["torch_autocast"] = {"enabled": True, "dtype": "bfloat16"}
+        # by default DeepSpeed rounds the gradients of torch's own linear and convolution classes (conv1) on their way
+        merged["torch_autocast"] = {"enabled": True, "dtype": "bfloat16", "lower_precision_safe_modules": []}
     if precision in ("bf16", "fp16"):
         merged[precision] = merged.get(precision, {}) | {"enabled": True}
         merged.setdefault("data_types", {}).setdefault("grad_accum_dtype", "fp32")
+    if (
+        precision == "bf16" and zero_stage(preset) == 1
+    ):  # once a step, of float32 sums; DeepSpeed would round them first
+        merged.setdefault("communication_data_type", "fp32")
     return merged
