@@ -60,6 +60,7 @@ def test_data_that_is_not_there_is_refused_at_once(tmp_path):
     for data, message in (
         (tmp_path / "none.jsonl", "No such file"),
         (tmp_path / "none.tar", "1 of 1 shards are missing"),
+        (tmp_path / "pairs.CSV", "pairs.CSV is a table, which evaluations do not read: .*jsonl"),
         (tmp_path / "empty", "neither .*shards nor class folders"),
     ):
         with pytest.raises(ValueError, match=message):

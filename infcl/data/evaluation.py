@@ -148,6 +148,11 @@ def eval_source(data: str) -> Callable[..., EvalSamples]:
     record, in which "captions" is a list.
     """
     path = Path(data)
+    if path.suffix.lower() in (".csv", ".tsv"):
+        raise ValueError(
+            f"{data} is a table, which evaluations do not read: name shards, or a .jsonl file with a line "
+            '{"image": "a.jpg", "captions": ["..."]} for each image'
+        )
     if path.suffix == ".jsonl":
         files = caption_list(path)
     elif path.is_dir() and not any(path.glob("*.tar")):
