@@ -131,8 +131,9 @@ def test_a_damaged_or_foreign_checkpoint_is_refused_when_named(finished, tmp_pat
 
 def test_a_run_folder_is_no_checkpoint_and_one_of_its_own_is_named(finished, tmp_path):
     run, config = finished
-    message = run_ranks(resume_error, 1, dataclasses.replace(config, resume=str(run.root), logs=str(tmp_path)))[0]
-    assert f"name one of its checkpoints, like {complete_checkpoints(run)[0]}" in message
+    for folder in (run.root, run.checkpoints):
+        message = run_ranks(resume_error, 1, dataclasses.replace(config, resume=str(folder), logs=str(tmp_path)))[0]
+        assert f"name one of the run's checkpoints, like {complete_checkpoints(run)[0]}" in message
 
 
 def test_a_run_does_not_go_back_under_its_later_checkpoints(finished):

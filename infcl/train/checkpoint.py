@@ -179,8 +179,8 @@ def _read_manifest(path: Path) -> dict:
     try:
         manifest = json.loads((path / "infcl.json").read_text())
     except FileNotFoundError:
-        inside = complete_checkpoints(RunFolder(path))
-        hint = f"; it is a run: name one of its checkpoints, like {inside[0]}" if inside else ""
+        inside = [found for run in (path, path.parent) for found in complete_checkpoints(RunFolder(run))]
+        hint = f"; name one of the run's checkpoints, like {inside[0]}" if inside else ""
         missing = "infcl.json is missing" if path.is_dir() else "there is no such folder"
         raise DamagedCheckpoint(f"no checkpoint of this trainer ({missing}){hint}") from None
     except ValueError:
