@@ -10,13 +10,13 @@ ring, megatron_patches/exchange.py for products over rows that travel.
 A stream waits for a flag without end, and NCCL's watchdog sees none of it: `Watch` ends a process that waits too long.
 """
 
+import atexit
 import collections
 import ctypes
 import os
 import socket
 import sys
 import threading
-import time
 from collections.abc import Callable
 from typing import TypeVar, cast
 
@@ -26,8 +26,12 @@ import torch.distributed as dist
 from infcl.loss.links import timeout_of
 
 ALIGNED = 256  # bytes: where what is copied begins, and flags
+TELLING = 10.0  # seconds, at most, in which a process that ends says what it waited for
 _BITS = 0xFFFFFFFF  # of a flag
 _Result = TypeVar("_Result")
+
+
+_rendezvous = 0  # how often this process has shared memory, with any group
 
 
 class RankFailed(RuntimeError):
@@ -35,12 +39,19 @@ class RankFailed(RuntimeError):
 
 
 def reach_each_other(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Whether every GPU of the group can write into every other's memory. Collective."""
+    """Whether every GPU of the group can write into every other's memory. Collective.
+
+    Hosts where such writes do not arrive have NCCL_P2P_DISABLE=1, which holds here too. A rank must see all GPUs of its
+    group: with CUDA_VISIBLE_DEVICES naming its own alone they are taken for out of reach.
+    """
+    if torch.version.hip is not None:
+        return False  # what writes is CUDA's driver
     visible = range(torch.cuda.device_count())
     gpus = {f"{socket.gethostname()} {torch.cuda.get_device_properties(index).uuid}": index for index in visible}
     used = _gathered(next(name for name, index in gpus.items() if index == device.index), group)
     others = [gpus.get(name) for name in used if gpus.get(name) != device.index]
-    able = all(other is not None and torch.cuda.can_device_access_peer(device.index, other) for other in others)
+    able = len(set(used)) == len(used) and os.environ.get("NCCL_P2P_DISABLE", "0") in ("", "0")
+    able &= all(other is not None and torch.cuda.can_device_access_peer(device.index, other) for other in others)
     return all(_gathered(able, group))
 
 
@@ -52,26 +63,32 @@ def allocate(
     flags: the bytes of it that begin as zeros. All ranks at once, each waiting for its GPU first; RankFailed on all
     where one cannot.
     """
+    global _rendezvous
 
     def reserve() -> torch.Tensor:
-        import torch.distributed._symmetric_memory as symmetric_memory
+        from torch.distributed._symmetric_memory import empty
 
         torch.cuda.synchronize(device)
         try:
-            return symmetric_memory.empty(num_bytes, dtype=torch.uint8, device=device)
-        except torch.OutOfMemoryError:  # unless torch's allocator holds what is free
+            return empty(num_bytes, dtype=torch.uint8, device=device)
+        except RuntimeError:  # out of memory, unless torch's allocator holds what is free; not always by that name
             torch.cuda.empty_cache()
-            return symmetric_memory.empty(num_bytes, dtype=torch.uint8, device=device)
+            return empty(num_bytes, dtype=torch.uint8, device=device)
 
     def share() -> list[int]:
-        import torch.distributed._symmetric_memory as symmetric_memory
+        from torch.distributed._symmetric_memory import rendezvous
 
-        addresses = list(symmetric_memory.rendezvous(memory, group).buffer_ptrs)
+        addresses = list(rendezvous(memory, group).buffer_ptrs)
+        if len(addresses) != dist.get_world_size(group) or addresses[dist.get_rank(group)] != memory.data_ptr():
+            raise RuntimeError("torch shares memory that lies elsewhere than its tensor")
         memory[flags].zero_()
         torch.cuda.synchronize(device)
         return addresses
 
-    memory = on_all(group, reserve)
+    memory, counts = on_all(group, reserve), _gathered(_rendezvous, group)
+    if len(set(counts)) > 1:  # by this number torch's ranks find each other, else wait for their store's time-out
+        raise RankFailed(f"ranks 0.. have shared memory {counts} times before, with other groups too")
+    _rendezvous += 1
     return memory, on_all(group, share)  # all GPUs have ended what they did before, and zeroed their flags
 
 
@@ -102,38 +119,58 @@ class Watch:
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, describe: Callable[[], str]):
         self._seconds, self._device, self._describe = timeout_of(group).total_seconds(), device, describe
-        self._marks = 0
-        self._stream: torch.cuda.Stream | None = None
+        self._newest: torch.cuda.Event | None = None
         self._thread: threading.Thread | None = None
+        self._leaving = threading.Event()
 
-    def mark(self, stream: torch.cuda.Stream) -> None:
-        """The stream is to come past here. Costs next to nothing."""
-        self._marks += 1
-        self._stream = stream
+    def mark(self, event: torch.cuda.Event) -> None:
+        """The GPU is to come past this event, recorded where it has come past those marked before."""
+        self._newest = event
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="infcl peer memory", daemon=True)
             self._thread.start()
+            atexit.register(self._leave)
+
+    def _leave(self) -> None:
+        """A thread that came back from CUDA while the interpreter is taken down would abort the process."""
+        self._leaving.set()
+        if self._thread is not None:
+            self._thread.join(timeout=2)
 
     def _run(self) -> None:
         torch.cuda.set_device(self._device)
-        seen, ahead = 0, collections.deque[tuple[torch.cuda.Event, float]]()
-        while True:
-            time.sleep(min(1.0, self._seconds / 10))
-            if self._marks != seen:
-                seen, event = self._marks, torch.cuda.Event()
-                event.record(self._stream)
-                ahead.append((event, time.monotonic()))
-            while ahead and ahead[0][0].query():
-                ahead.popleft()
-            if ahead and time.monotonic() - ahead[0][1] > self._seconds:
+        _let_others_capture()
+        nap, naps, newest = min(1.0, self._seconds / 10), 0, None
+        ahead = collections.deque[tuple[torch.cuda.Event, int]]()
+        while not self._leaving.wait(nap):
+            naps += 1  # a clock would count the time in which all ranks were stopped, to go on later
+            if self._newest is not newest:
+                newest = self._newest
+                ahead.append((newest, naps))
+            try:
+                while ahead and ahead[0][0].query():
+                    ahead.popleft()
+            except RuntimeError:
+                return  # the GPU has failed, which whoever computes on it is told
+            if ahead and (naps - ahead[0][1]) * nap > self._seconds:
                 self._end()
 
     def _end(self) -> None:
         """Nothing that waits for this GPU can be ended but the process."""
-        try:
-            print(f"After {self._seconds:.0f} s on {self._device}: {self._describe()}", file=sys.stderr, flush=True)
-        finally:
-            os._exit(1)
+        telling = threading.Thread(target=self._tell, daemon=True)  # the driver may hold up what asks it, too
+        telling.start()
+        telling.join(TELLING)
+        os._exit(1)
+
+    def _tell(self) -> None:
+        print(f"For {self._seconds:.0f} s {self._device} has waited for another GPU.", file=sys.stderr, flush=True)
+        print(self._describe(), file=sys.stderr, flush=True)
+
+
+def _let_others_capture() -> None:
+    """This thread's questions to CUDA do not make the CUDA graph invalid that another thread captures meanwhile."""
+    relaxed = ctypes.c_int(2)
+    ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode(ctypes.byref(relaxed))
 
 
 class Driver:

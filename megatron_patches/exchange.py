@@ -132,7 +132,9 @@ class PeerMemory:
         self._sent.record(self.stream)
         current = torch.cuda.current_stream()
         current.wait_event(self._sent)
-        self._watch.mark(current)
+        done = torch.cuda.Event()
+        done.record(current)
+        self._watch.mark(done)
 
     def _missing(self) -> str:
         return (

@@ -6,6 +6,7 @@ bytes at a time.
 
 import ctypes
 import random
+from contextlib import nullcontext
 from unittest import mock
 
 import torch
@@ -24,6 +25,7 @@ class Gpus:
     def patched(self) -> list:
         return [
             mock.patch.object(torch.cuda, "Stream", lambda device: Stream(self)),
+            mock.patch.object(torch.cuda, "device", lambda device: nullcontext()),
             mock.patch.object(torch.cuda, "Event", lambda: Event(self)),
             mock.patch.object(torch.cuda, "current_stream", lambda *_: self.computing[self.rank]),
             mock.patch.object(torch.distributed, "get_rank", lambda group: self.rank),

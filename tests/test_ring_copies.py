@@ -4,7 +4,7 @@ The real RingExchange and PeerCopies issue their passes, for every rank, to simu
 """
 
 import itertools
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from unittest import mock
 
 import pytest
@@ -16,7 +16,8 @@ from infcl.loss import ring as ring_module
 from infcl.loss.copies import PeerCopies
 from infcl.loss.links import Link, Links
 from infcl.loss.ring import RingExchange
-from tests.gpu_streams import Gpus
+from infcl.peer_memory import ALIGNED
+from tests.gpu_streams import Gpus, Stream
 
 GROUP = "the group"  # nothing here asks it for anything
 
@@ -27,8 +28,10 @@ def copies_of_ranks(gpus: Gpus, first: int) -> list[PeerCopies]:
     for rank in range(gpus.size):
         gpus.rank = rank
         made.append(PeerCopies(GROUP, torch.device("cpu")))
-        made[-1]._posted = first
-        made[-1]._flags.memory.view(torch.int32).fill_(first - 2**32 if first >= 2**31 else first)
+    gpus.run()
+    for copies in made:
+        copies._posted = first
+        copies._flags.memory.view(torch.int32).fill_(first - 2**32 if first >= 2**31 else first)
     return made
 
 
@@ -56,8 +59,18 @@ def links_of(rank: int, size: int, reach: int) -> Links:
     return Links(size, away(1), away(-reach), away(size))
 
 
-def misread(size: int, reach: int, passes: list[tuple[int, bool]], seed: int, first: int = 0) -> list:
-    """Passes of so many travelling tensors, with or without a result -> [(read, expected)] where these differ."""
+def misread(
+    size: int,
+    reach: int,
+    passes: list[tuple[int, bool]],
+    seed: int,
+    first: int = 0,
+    left: tuple[int, int] | None = None,
+) -> list:
+    """Passes of so many travelling tensors, with or without a result -> [(read, expected)] where these differ.
+
+    left: which pass all ranks leave, as by an exception, and at which hop.
+    """
     gpus, wrong = Gpus(size, seed), []
     kept = []  # until streams have done with it: a GPU's allocator knows the order of a stream
 
@@ -101,6 +114,11 @@ def misread(size: int, reach: int, passes: list[tuple[int, bool]], seed: int, fi
                         kept.append(part := torch.empty(40))
                         gpus.compute(lambda to=part, what=8.0**rank: to.fill_(what))
                         ring.carry("result", hop, part, add)
+                    if (number, hop) == left:
+                        break
+                if left is not None and left[0] == number:
+                    kept.append(ring)
+                    continue
                 if result:
                     results.append(ring.home("result", add))
                 assert not ring._copied and not ring._pending
@@ -119,9 +137,54 @@ def test_blocks_and_results_arrive_whole_whoever_is_late(size, reach):
         assert misread(size, reach, list(passes), seed) == [], passes
 
 
+@pytest.mark.parametrize("size, reach", [(3, 1), (4, 3), (5, 2)])
+def test_a_pass_that_was_left_half_way_does_not_disturb_the_next(size, reach):
+    for seed, hop in itertools.product(range(10), range(reach + 1)):
+        assert misread(size, reach, [(1, True), (2, True)], seed, left=(0, hop)) == [], (seed, hop)
+
+
 def test_numbers_of_messages_may_begin_again():
     for seed in range(10):
         assert misread(3, 2, [(2, True)] * 2, seed, first=2**32 - 7) == []
+
+
+@pytest.mark.parametrize(
+    "arrived, asked, told",
+    [
+        ((2, 1), (2, 2), "'block 0' of step 2 has not come from rank 2 to rank 0"),
+        ((2, 2), (1, 2), "'block 0' of step 2 has not been asked for by rank 1, to which rank 0 sends it"),
+        ((2, 2), (2, 2), "all messages of its ring have come"),
+    ],
+)
+def test_what_is_missing_is_told_with_its_rank(arrived, asked, told):
+    """arrived, asked: what rank 0's flags say of ranks 1 and 2. It posted two messages, to rank 1 and from rank 2."""
+    gpus = Gpus(3, 0)
+    with ExitStack() as stack:
+        for patch in (
+            *gpus.patched(),
+            mock.patch.object(torch.cuda, "Stream", lambda device, priority=0: Stream(gpus)),
+            mock.patch.object(torch.cuda, "stream", lambda stream: nullcontext()),
+            mock.patch.object(dist, "get_rank", lambda group=GROUP: 0),
+            mock.patch.object(dist, "get_global_rank", lambda group, rank: rank),
+            mock.patch.object(peer_memory, "allocate", Shared(gpus)),
+        ):
+            stack.enter_context(patch)
+        copies, blocks = copies_of_ranks(gpus, 0)[0], [torch.zeros(3)] * 2
+        for step in (1, 2):
+            copies.post(blocks[0], copies.buffers(blocks[0])[0], 1, 2, f"'block 0' of step {step}")
+        numbers = torch.tensor([0, *arrived, 0, *asked], dtype=torch.int32)
+        copies._flags.memory.view(torch.int32)[:: ALIGNED // 4] = numbers
+        assert told in copies._missing()
+
+
+def test_a_driver_that_knows_no_flags_is_noticed_before_the_first_message():
+    gpus = Gpus(2, 0)
+    with ExitStack() as stack:
+        for patch in (*gpus.patched(), mock.patch.object(peer_memory, "allocate", Shared(gpus))):
+            stack.enter_context(patch)
+        stack.enter_context(mock.patch.object(gpus, "wait_flag", side_effect=RuntimeError("CUDA's error 801")))
+        with pytest.raises(RuntimeError, match="801"):
+            PeerCopies(GROUP, torch.device("cpu"))
 
 
 def test_memory_is_kept_and_used_again_up_to_the_limit():

@@ -33,17 +33,27 @@ _kept: list["PeerCopies"] = []
 _log = logging.getLogger(__name__)
 
 
-@functools.cache
 def copies_of(group: dist.ProcessGroup, device: torch.device) -> "PeerCopies | None":
-    """The group's one set of buffers; None where its GPUs do not reach each other. Collective the first time."""
-    if device.type != "cuda" or dist.get_backend(group) != "nccl" or not peer_memory.reach_each_other(group, device):
+    """The group's one set of buffers; None where its GPUs do not reach each other. Collective the first time.
+
+    None while a CUDA graph is captured: replayed, it would wait for flags that were written long ago.
+    """
+    if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
         return None
-    try:
-        _kept.append(PeerCopies(group, device))
-        return _kept[-1]
-    except peer_memory.RankFailed as error:  # containers may forbid what sharing memory needs
-        _log.info("the ring's messages are the process group's, since GPUs cannot share memory here: %s", error)
-        return None
+    return _copies_of(group, device)
+
+
+@functools.cache
+def _copies_of(group: dist.ProcessGroup, device: torch.device) -> "PeerCopies | None":
+    with torch.cuda.device(device):  # where objects are gathered
+        if dist.get_backend(group) != "nccl" or not peer_memory.reach_each_other(group, device):
+            return None
+        try:
+            _kept.append(PeerCopies(group, device))
+            return _kept[-1]
+        except peer_memory.RankFailed as error:  # containers may forbid what sharing memory needs
+            _log.info("the ring's messages are the process group's, since GPUs cannot share memory here: %s", error)
+            return None
 
 
 def kept_bytes() -> int:
@@ -59,23 +69,30 @@ class PeerCopies:
             group, lambda: (torch.cuda.Stream(device), peer_memory.Driver())
         )
         self._current = torch.cuda.current_stream(device)
-        self._last = collections.deque[tuple[int, str, int]](maxlen=1024)  # messages: number, what, from which rank
+        self._last = collections.deque[tuple[int, str, int, int]](maxlen=1024)  # messages: number, what, to, from
         self._watch = peer_memory.Watch(group, device, self._missing)
         self._posted, self._rooms = 0, []  # type: int, list[_Room]
+        self._under_way: dict[int, Message] = {}
         self._flags = self._new_room(2 * self.size * ALIGNED)  # what cannot be shared is known from the start
+        peer_memory.on_all(group, self._try_flags)  # nor what the driver refuses
 
     @property
     def kept_bytes(self) -> int:
         return sum(len(room.memory) for room in (self._flags, *self._rooms))
 
     def begin(self) -> None:
-        """A pass of the ring begins: it may use all that is kept."""
+        """A pass of the ring begins: it may use all that is kept.
+
+        What the last one left under way is waited for: an exception may have ended it on all ranks, at the same place.
+        """
         for room in self._rooms:
             room.taken = 0
         current = torch.cuda.current_stream(self.device)
         if current != self._current:  # the last pass had another stream, which may still use the buffers
             current.wait_stream(self._current)
             self._current = current
+        for message in list(self._under_way.values()):
+            message.wait()
 
     def buffers(self, like: Tensor) -> list[Tensor] | None:
         """Two tensors like this one to receive into until the next pass; None where there is no room for them."""
@@ -104,37 +121,53 @@ class PeerCopies:
         """
         assert tensor.is_contiguous(), "only memory without gaps is copied"
         self._posted += 1
-        self._last.append((self._posted, what, source))
-        current, flags = torch.cuda.current_stream(self.device), self._flags.addresses
-        self._driver.write_flag(current.cuda_stream, flags[source] + self._grant(self.rank), self._posted)
-        ready, sent = torch.cuda.Event(), torch.cuda.Event()
-        ready.record(current)
-        self._stream.wait_event(ready)
-        raw = self._stream.cuda_stream
-        self._driver.wait_flag(raw, flags[self.rank] + self._grant(to), self._posted)
-        self._driver.copy(raw, self._at(received, to), tensor.data_ptr(), tensor.nbytes)
-        self._driver.write_flag(raw, flags[to] + self._arrival(self.rank), self._posted)
-        sent.record(self._stream)
-        return Message(self, source, self._posted, sent)
+        self._last.append((self._posted, what, to, source))
+        flags, raw = self._flags.addresses, self._stream.cuda_stream
+        with torch.cuda.device(self.device):  # whose default stream is meant
+            current, ready, sent = torch.cuda.current_stream(self.device), torch.cuda.Event(), torch.cuda.Event()
+            self._driver.write_flag(current.cuda_stream, flags[source] + self._grant(self.rank), self._posted)
+            ready.record(current)
+            self._stream.wait_event(ready)
+            self._driver.wait_flag(raw, flags[self.rank] + self._grant(to), self._posted)
+            self._driver.copy(raw, self._at(received, to), tensor.data_ptr(), tensor.nbytes)
+            self._driver.write_flag(raw, flags[to] + self._arrival(self.rank), self._posted)
+            sent.record(self._stream)
+        self._watch.mark(sent)
+        message = self._under_way[self._posted] = Message(self, source, self._posted, sent)
+        return message
 
     def end(self) -> None:
         """A pass has ended: should it never come so far on the GPU, the process ends by the group's time-out."""
-        self._watch.mark(torch.cuda.current_stream(self.device))
+        with torch.cuda.device(self.device):
+            last = torch.cuda.Event()
+            last.record(torch.cuda.current_stream(self.device))
+        self._watch.mark(last)
+
+    def _try_flags(self) -> None:
+        """Flags that change nothing, to all ranks: RuntimeError where the driver refuses them."""
+        stream, flags = self._current.cuda_stream, self._flags.addresses
+        for address in flags:
+            self._driver.write_flag(stream, address + self._grant(self.rank), 0)
+        self._driver.wait_flag(stream, flags[self.rank], 0)
 
     def _missing(self) -> str:
         """What this rank waits for, by the flags."""
-        with torch.cuda.stream(torch.cuda.Stream(self.device)):
+        with torch.cuda.stream(torch.cuda.Stream(self.device, priority=-1)):  # never the one that waits
             flags = self._flags.memory.cpu().view(torch.int32)[:: ALIGNED // 4].tolist()
-        for number, what, source in self._last:
-            if (flags[source] - number) % 2**32 >= 2**31:
-                return (
-                    f"{what} has not come from rank {dist.get_global_rank(self.group, source)} to rank "
-                    f"{dist.get_rank()}: that rank ended, hangs, or waits for one that does."
-                )
-        return f"rank {dist.get_rank()} waits, though all messages of its ring have come."
+        own = dist.get_rank()
+        for number, what, to, source in list(self._last):
+            sender, receiver = (dist.get_global_rank(self.group, peer) for peer in (source, to))
+            for flag, missing in (
+                (flags[source], f"has not come from rank {sender} to rank {own}"),
+                (flags[self.size + to], f"has not been asked for by rank {receiver}, to which rank {own} sends it"),
+            ):
+                if (flag - number) % 2**32 >= 2**31:
+                    return f"{what} {missing}: that rank ended, hangs, or waits for one that does."
+        return f"rank {own} waits, though all messages of its ring have come."
 
     def _new_room(self, num_bytes: int) -> "_Room":
-        return _Room(*peer_memory.allocate(num_bytes, slice(None), self.group, self.device))
+        with torch.cuda.device(self.device):
+            return _Room(*peer_memory.allocate(num_bytes, slice(None), self.group, self.device))
 
     def _at(self, received: Tensor, rank: int) -> int:
         """The address on a rank of what lies at the same place there."""
@@ -170,7 +203,10 @@ class Message:
 
     def wait(self) -> None:
         """The current stream waits until the message has arrived, and this rank's own has left."""
-        copies, current = self._copies, torch.cuda.current_stream(self._copies.device)
+        copies = self._copies
         flag = copies._flags.addresses[copies.rank] + copies._arrival(self._source)
-        copies._driver.wait_flag(current.cuda_stream, flag, self._number)
-        current.wait_event(self._sent)
+        with torch.cuda.device(copies.device):
+            current = torch.cuda.current_stream(copies.device)
+            copies._driver.wait_flag(current.cuda_stream, flag, self._number)
+            current.wait_event(self._sent)
+        copies._under_way.pop(self._number, None)

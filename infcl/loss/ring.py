@@ -48,7 +48,8 @@ class RingExchange:
     engines; "off" to wait for each message where it is posted. Results are the same; what each gains can be measured.
     reach: a flat ring whose blocks make only so many hops (default W - 1); results go home from there directly.
 
-    Received tensors belong to the ring: one is valid until the next `post` of its name that does not send it on. Posted
+    Received tensors belong to the ring: one is valid until the next `post` of its name that does not send it on, and
+    until the pass ends (its blocks have gone round and its results are home); one pass of a group at a time. Posted
     tensors must not be written to until the `wait` of their name. All ranks must post and wait in the same order, with
     equal shapes (`require_equal` checks that). A message that fails, or is not there after the group's timeout, raises
     a RuntimeError that names the step and the peer (gloo). On GPUs the host does not wait: after the same time the

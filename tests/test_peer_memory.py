@@ -1,0 +1,170 @@
+"""Memory that GPUs share is taken where all of them can, and a GPU that waits too long for another ends its process."""
+
+import os
+import threading
+from datetime import timedelta
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from infcl import peer_memory
+from infcl.loss import copies
+from infcl.peer_memory import RankFailed, Watch
+from tests.ranks import run_ranks
+
+CUDA0 = torch.device("cuda", 0)
+
+
+def reached(rank, size, gpus, environment):
+    """gpus: which one each rank computes on. All ranks see all, each its own as number 0; or rank 1 its own alone."""
+    seen = [gpus[rank], *sorted({*gpus, 7} - {gpus[rank]})]
+    if rank == 1 and "CUDA_VISIBLE_DEVICES" in environment:
+        del seen[1:]
+    with (
+        mock.patch.object(torch.cuda, "device_count", return_value=len(seen)),
+        mock.patch.object(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(uuid=seen[index])),
+        mock.patch.object(torch.cuda, "can_device_access_peer", lambda own, other: seen[other] != 5),
+        mock.patch.dict(os.environ, environment if rank == 1 else {}),
+    ):
+        return peer_memory.reach_each_other(dist.group.WORLD, CUDA0)
+
+
+@pytest.mark.parametrize(
+    "gpus, environment, able",
+    [
+        ((0, 1, 2), {}, True),
+        ((0, 5, 2), {}, False),
+        ((0, 1, 1), {}, False),
+        ((0, 1, 2), {"CUDA_VISIBLE_DEVICES": "1"}, False),
+        ((0, 1, 2), {"NCCL_P2P_DISABLE": "0"}, True),
+        ((0, 1, 2), {"NCCL_P2P_DISABLE": "1"}, False),
+    ],
+)
+def test_all_ranks_agree_whether_every_gpu_reaches_every_other(gpus, environment, able):
+    assert run_ranks(reached, 3, gpus, environment) == [able] * 3
+
+
+def allocated(rank, size, what):
+    """(bytes, address of this rank) or why it failed; CUDA's part is a stand-in."""
+    import torch.distributed._symmetric_memory as symmetric_memory
+
+    calls = []
+
+    def empty(num_bytes, **_):
+        calls.append(num_bytes)
+        if what == "full until the cache is emptied" and rank == 1 and len(calls) == 1:
+            raise RuntimeError("CUDA driver error: out of memory")
+        return torch.ones(num_bytes, dtype=torch.uint8)
+
+    shift = 512 if what == "inside a pool" and rank == 1 else 0
+    with (
+        mock.patch.object(torch.cuda, "synchronize"),
+        mock.patch.object(symmetric_memory, "empty", empty),
+        mock.patch.object(
+            symmetric_memory,
+            "rendezvous",
+            lambda memory, _: SimpleNamespace(buffer_ptrs=[memory.data_ptr() - shift] * size),
+        ),
+        mock.patch.object(peer_memory, "_rendezvous", 3 * rank if what == "shared before" else 0),
+    ):
+        try:
+            memory, addresses = peer_memory.allocate(1024, slice(512, None), dist.group.WORLD, CUDA0)
+        except RankFailed as error:
+            return str(error)
+        assert addresses[rank] == memory.data_ptr() and peer_memory._rendezvous == 1
+        return memory.tolist() == [1] * 512 + [0] * 512
+
+
+@pytest.mark.parametrize(
+    "what, expected",
+    [
+        ("nothing", True),
+        ("full until the cache is emptied", True),
+        ("inside a pool", "rank 1 of 2: RuntimeError: torch shares memory that lies elsewhere than its tensor"),
+        ("shared before", "ranks 0.. have shared memory [0, 3] times before, with other groups too"),
+    ],
+)
+def test_memory_that_ranks_cannot_find_of_each_other_is_refused_on_all(what, expected):
+    assert run_ranks(allocated, 2, what) == [expected] * 2
+
+
+NEVER, FAILS = float("inf"), -1
+
+
+class Ended(BaseException):
+    pass
+
+
+class Naps:
+    """In the place of Watch's `_leaving`: `at` is called with the number of each nap, and nothing is waited for."""
+
+    def __init__(self, last: int, at=lambda nap: None):
+        self.last, self.at, self.nap = last, at, 0
+
+    def wait(self, seconds: float) -> bool:
+        self.nap += 1
+        self.at(self.nap)
+        return self.nap > self.last
+
+
+def watched(marks: dict[int, float], naps: int, describe=lambda: "rank 3 is missing") -> int | None:
+    """The nap at which the process ended. marks: the nap at which an event is marked -> that at which it has passed."""
+
+    def at(nap: int) -> None:
+        if nap in marks:
+            watch.mark(SimpleNamespace(query=lambda: has_passed(nap)))
+
+    def has_passed(nap: int) -> bool:
+        if marks[nap] == FAILS:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+        return watch._leaving.nap >= marks[nap]
+
+    with (
+        mock.patch.object(peer_memory, "timeout_of", return_value=timedelta(seconds=600)),
+        mock.patch.object(torch.cuda, "set_device"),
+        mock.patch.object(peer_memory, "_let_others_capture"),
+        mock.patch.object(os, "_exit", side_effect=Ended),
+    ):
+        watch = Watch("the group", CUDA0, describe)
+        watch._thread, watch._leaving = threading.current_thread(), Naps(naps, at)
+        try:
+            watch._run()
+        except Ended:
+            assert os._exit.call_args.args == (1,)
+            return watch._leaving.nap
+    return None
+
+
+def test_a_gpu_that_does_not_come_past_a_mark_ends_the_process_and_says_what_is_missing(capsys):
+    assert watched({5: 5, 7: NEVER}, 2000) == 7 + 601
+    assert watched({5: 400, 300: NEVER, 301: NEVER}, 2000) == 300 + 601, "each from its own mark on"
+    assert capsys.readouterr().err == 2 * "For 600 s cuda:0 has waited for another GPU.\nrank 3 is missing\n"
+
+
+def test_long_work_and_long_idleness_end_no_process():
+    assert watched({5: 5 + 600, 6: 6 + 600, 3000: 3000}, 10_000) is None
+
+
+def test_the_process_ends_though_what_is_missing_cannot_be_read(capsys):
+    never = threading.Event()
+    with mock.patch.object(peer_memory, "TELLING", 0.01):
+        assert watched({1: NEVER}, 2000, describe=never.wait) == 602
+    never.set()
+    assert "cuda:0 has waited" in capsys.readouterr().err
+
+
+def test_a_gpu_that_failed_is_watched_no_more():
+    assert watched({1: FAILS, 2: NEVER}, 2000) is None
+
+
+def test_a_ring_that_a_cuda_graph_captures_goes_by_sends():
+    """Flags have the numbers of messages, which a graph would write and wait for again."""
+    with (
+        mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=True),
+        mock.patch.object(copies, "_copies_of") as asked,
+    ):
+        assert copies.copies_of("the group", CUDA0) is None
+    asked.assert_not_called()
