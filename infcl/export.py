@@ -166,21 +166,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--name", help="name of the model on its card [the run's]")
     args = parser.parse_args(arguments)
 
-    from infcl.train.checkpoint import consolidated_state_dict
+    from infcl.train.checkpoint import newest_intact, weights_of
 
     try:
         if not (args.run / "model_config.json").is_file():
             raise ValueError(f"{args.run} is no run folder: a run writes model_config.json and checkpoints/ there")
         cfg = load_model_config(args.run / "model_config.json")
         tokenizer = args.run / "tokenizer.model"
+        checkpoint, manifest = newest_intact(args.run)
         out = export_model(
-            consolidated_state_dict(args.run, ema=args.ema),
+            weights_of(checkpoint, manifest, ema=args.ema),
             cfg,
             tokenizer if tokenizer.is_file() else None,
             args.out or args.run / ("export" if args.format == "open_clip" else f"export-{args.format}"),
             format=args.format,
             name=args.name or args.run.resolve().name,
-            card=_summary(args.run, ema=args.ema),
+            card=_summary(args.run, manifest["trainer"], ema=args.ema),
         )
     except (OSError, ValueError) as error:
         print(f"infcl.export: {error}", file=sys.stderr)
@@ -191,19 +192,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _summary(run: Path, *, ema: bool) -> dict[str, object]:
-    """summary.json of a finished run; of an unfinished one, what its last checkpoint says.
+def _summary(run: Path, trained: Mapping[str, Any], *, ema: bool) -> dict[str, object]:
+    """summary.json of a finished run; where the exported checkpoint is not its last, what that says (`trained`).
 
     Without the evaluation when that was of the other weights (the averaged ones, or not).
     """
-    from infcl.train.checkpoint import complete_checkpoints
-    from infcl.train.run_folder import RunFolder
-
-    if (run / "summary.json").is_file():
-        summary = json.loads((run / "summary.json").read_text())
-    else:
-        summary = json.loads((complete_checkpoints(RunFolder(run))[0] / "infcl.json").read_text())["trainer"]
-        summary["steps"] = summary.get("step")
+    finished = run / "summary.json"
+    summary: dict[str, Any] = json.loads(finished.read_text()) if finished.is_file() else {}
+    if summary.get("steps") != trained["step"]:
+        summary = {**trained, "steps": trained["step"]}
     if summary.get("ema", False) != ema:
         summary = {key: value for key, value in summary.items() if key not in EVALUATION_KEYS}
     summary["ema"] = ema

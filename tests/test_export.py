@@ -163,6 +163,12 @@ def test_command_exports_the_last_checkpoint_of_a_run(tokenizer_model, tmp_path,
     assert torch.equal(load_exported(tmp_path / "out")[0].visual.proj, model.visual.proj)
     card = (tmp_path / "out" / "README.md").read_text()
     assert card.count("# mine") == 1 and "| samples seen | 192 |" in card
+    damaged = run / "checkpoints" / "step_00000004"
+    damaged.mkdir()
+    (damaged / "infcl.json").write_text(json.dumps(manifest | {"trainer": {"step": 4, "samples_seen": 256}}))
+    (run / "summary.json").write_text(json.dumps({"steps": 4, "samples_seen": 256, "zero_shot_top1": 0.5}))
+    assert export.main([str(run), "--out", str(tmp_path / "out"), "--name", "mine"]) == 0
+    assert (tmp_path / "out" / "README.md").read_text() == card, "it is of the checkpoint that was exported"
     assert export.main([str(run), "--format", "safetensors"]) == 0
     assert (run / "export-safetensors" / "tokenizer.model").read_bytes() == tokenizer_model.read_bytes()
     assert export.main([str(tmp_path / "nothing")]) == 2

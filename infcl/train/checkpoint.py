@@ -141,6 +141,11 @@ def consolidated_state_dict(run: str | Path, *, ema: bool = False) -> dict[str, 
 
     ema: the averaged weights; ValueError when the run kept none.
     """
+    return weights_of(*newest_intact(run), ema=ema)
+
+
+def newest_intact(run: str | Path) -> tuple[Path, dict]:
+    """A run's newest intact checkpoint, or the checkpoint folder that is named, and its manifest. No process group."""
     path = Path(run)
     candidates = [path] if (path / "infcl.json").is_file() else complete_checkpoints(RunFolder(path))
     for candidate in candidates:
@@ -151,15 +156,20 @@ def consolidated_state_dict(run: str | Path, *, ema: bool = False) -> dict[str, 
         except DamagedCheckpoint as damage:
             log.warning("checkpoint %s is passed over: %s", candidate, damage)
             continue
-        if ema and "ema_updates" not in manifest["counters"]:
-            raise ValueError(f"{candidate} has no averaged weights: it was trained without --ema-decay")
-        wanted: dict[str, dict[str, torch.Tensor]] = {"model": {}, EMA: {}}  # what is frozen has no average
-        for key, value in _tensors(candidate, manifest):
-            kind, _, name = key.partition("/")
-            if kind == "model" or (ema and kind == EMA):
-                wanted[kind][name] = value
-        return wanted["model"] | wanted[EMA]
+        return candidate, manifest
     raise ValueError(f"{run}: no intact checkpoint there")
+
+
+def weights_of(checkpoint: Path, manifest: dict, *, ema: bool = False) -> dict[str, torch.Tensor]:
+    """`consolidated_state_dict` of a checkpoint that was found intact."""
+    if ema and "ema_updates" not in manifest["counters"]:
+        raise ValueError(f"{checkpoint} has no averaged weights: it was trained without --ema-decay")
+    wanted: dict[str, dict[str, torch.Tensor]] = {"model": {}, EMA: {}}  # what is frozen has no average
+    for key, value in _tensors(checkpoint, manifest):
+        kind, _, name = key.partition("/")
+        if kind == "model" or (ema and kind == EMA):
+            wanted[kind][name] = value
+    return wanted["model"] | wanted[EMA]
 
 
 def full_weights(engine: Engine, *, keep: bool, ema: bool = False) -> dict[str, torch.Tensor]:
