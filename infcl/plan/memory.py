@@ -1,8 +1,8 @@
 """Bytes per GPU, part by part, from sizes alone: of a run's flags (`memory_plan`), of a planned setting (`memory_of`).
 
 An estimate: the allocator's fragments, the CUDA context and the layers that ZeRO-3 gathers come on top (a profile's
-`usable` leaves room for them). Within 5% of the measured peaks of ViT-L-14 on H200s, ZeRO-1 and 3, losses that hold
-their logits included (docs/results.md, Table 1; docs/scaling.md).
+`usable` leaves room for them). Within 5% of the peaks measured on H200s (ZeRO-1 and 3, losses that hold their logits
+included), but for offload: docs/scaling.md.
 
 Sizes: P parameters, T trainable ones, N data-parallel ranks, m micro-batch size, M micro-batches, b = M m, D embedding
 width, S pixels per side, L tokens.
@@ -56,13 +56,18 @@ def state_bytes(
 def bucket_bytes(zero_optimization: dict, trainable: int, *, stage: int, precision: str) -> float:
     """Bytes per rank of DeepSpeed's buffers for gradients on their way: allocated whole, whatever the model's size.
 
-    Stage 1 has one more while it reduces, of what gradients there are: it flattens them a bucket at a time.
+    Of each type in which gradients travel it has one of 4 bytes an element, with overlap_comm two; of stage 3 one, in
+    that type. Under autocast the convolution's gradient travels in 16 bits (DeepSpeed goes by the layer's class), all
+    others in float32. Float32 buckets that fill before the backward ends are flattened while activations are there.
     """
     if stage == 0 or (stage == 1 and precision in ("bf16", "fp16")):  # BF16_Optimizer has none
         return 0.0
-    size = zero_optimization.get("reduce_bucket_size", 5e8) * (2 if precision in ("bf16", "fp16") else 4)
-    flattened = min(4.0 * trainable, size) if stage == 1 else 0.0
-    return size * (2 if stage < 3 and zero_optimization.get("overlap_comm", False) else 1) + flattened
+    size = zero_optimization.get("reduce_bucket_size", 5e8)
+    if precision in ("bf16", "fp16"):
+        return size * 2 * (2 if stage < 3 and zero_optimization.get("overlap_comm", False) else 1)
+    widths = [4, 2 if stage == 3 else 4] if precision == "amp_bf16" else [4]
+    buffers = size * sum(widths) * (2 if stage < 3 and zero_optimization.get("overlap_comm", False) else 1)
+    return buffers + (4 * size if trainable > size else 0.0)
 
 
 def gathered_bytes(parameters: int, zero_optimization: dict, *, stage: int, ranks: int, precision: str) -> float:
@@ -96,22 +101,21 @@ def peak_bytes(parts: dict[str, float], *, stage: int, precision: str) -> float:
     Before the first backward DeepSpeed's stages 1 and 2 have no buckets, and stage 1 no gradients but the float32 sums
     of its BF16_Optimizer.
     """
-    late = parts["eager backward"] + (parts["gradient buckets"] if stage in (1, 2) else 0.0)
+    late = parts["backward"] + (parts["gradient buckets"] if stage in (1, 2) else 0.0)
     if stage == 1:
         late += parts["gradients"] * (1 / 3 if precision in ("bf16", "fp16") else 1)
     return sum(parts.values()) - min(late, parts["loss"])
 
 
 # What a block keeps for its backward, bytes per token and width at an MLP ratio of 4: the inputs of both norms and of
-# the four linear layers, q, k and v, and what GELU saw; attention keeps no matrix. Under autocast the residual stream,
-# which the norms keep, is fp32 and the rest bf16. tests/test_plan_memory.py counts them.
+# the four linear layers, q, k and v, and what GELU saw; attention keeps no matrix. Under autocast norms work in fp32
+# and keep their inputs so, the rest is bf16. tests/test_plan_memory.py counts them.
 BLOCK_BYTES = {"fp32": 64, "amp_bf16": 36, "bf16": 32, "fp16": 32}
-_STREAM_BYTES = {"fp32": 4, "amp_bf16": 4, "bf16": 2, "fp16": 2}
-# A compiled graph under autocast keeps attention's 16-bit output instead of the float32 stream behind it, once a graph;
-# in runs of blocks whose micro-batches go in halves neither. Counted by tests/test_megatron_saved.py. At T = 1 it is
-# left out: peaks there are as if nothing were spared up to 128 samples of ViT-L-14, and 5% below at 256.
-_SPARED_BYTES = 2.0
-LEAST_ELEMENTS = 2**26  # of a micro-batch that goes in halves: megatron_patches/halves.py
+# The residual stream under autocast: the convolution's 16 bits in the image tower, the embedding's fp32 in the text's.
+_STREAM_BYTES = {"fp32": (4, 4), "amp_bf16": (2, 4), "bf16": (2, 2), "fp16": (2, 2)}
+# A compiled graph under autocast keeps norms' inputs as they come: 16 bits for 32 in the image tower, in the text tower
+# only attention's output, once a graph. tests/test_megatron_saved.py counts them.
+_SPARED_BYTES = {"image": 4.0, "text": 2.0}
 
 
 def activation_bytes(
@@ -134,18 +138,17 @@ def activation_bytes(
     """
     vision, text = cfg.vision_cfg, cfg.text_cfg
     total = 0.0
-    shapes: dict[str, tuple[int, Any]] = {
-        "image": (1 + int(vision.num_patches * (1 - vision.patch_dropout)), vision),
-        "text": (text.context_length, text),
+    image_stream, text_stream = _STREAM_BYTES[precision]
+    shapes: dict[str, tuple[int, Any, float]] = {
+        "image": (1 + int(vision.num_patches * (1 - vision.patch_dropout)), vision, image_stream),
+        "text": (text.context_length, text, text_stream),
     }
-    for tokens, tower in (shapes[name] for name in towers):
+    for name in towers:
+        tokens, tower, stream = shapes[name]
         inside = (8 + 4 * tower.mlp_ratio) * (2 if precision == "fp32" else 1)  # of it 2 x ratio each around GELU
         outside = BLOCK_BYTES[precision] - 24 * (2 if precision == "fp32" else 1)
-        outside += 3 if precision == "amp_bf16" and not compiled else 0  # measured: eager norms' casts
-        if precision == "amp_bf16" and compiled and tensor_parallel > 1:
-            halves = not sequence_parallel and micro_batch_size * tokens * tower.width >= LEAST_ELEMENTS
-            outside -= 0 if halves and blocks_of_a_graph > 1 else _SPARED_BYTES / blocks_of_a_graph
-        stream = _STREAM_BYTES[precision]
+        if precision == "amp_bf16" and compiled:
+            outside -= _SPARED_BYTES[name] / (blocks_of_a_graph if name == "text" else 1)
         if sequence_parallel:
             outside, stream = outside / tensor_parallel, stream / tensor_parallel
         block = (outside + inside / tensor_parallel) * tokens * tower.width
@@ -170,18 +173,19 @@ def cast_bytes(parameters: int, *, precision: str, checkpointing: bool) -> float
     return 2.0 * parameters if precision == "amp_bf16" and not checkpointing else 0.0
 
 
-def graph_bytes(
-    cfg: CLIPConfig, parameters: int, *, compiled: bool, resident: int = 1, **sizes: Any
-) -> dict[str, float]:
-    """{"activations", "eager backward"}: of the graphs that are kept, one at least, and what eager blocks add to one.
+def graph_bytes(cfg: CLIPConfig, parameters: int, *, resident: int = 1, **sizes: Any) -> dict[str, float]:
+    """{"activations", "backward"}: of the graphs that are kept, one at least, and what passes back through a block.
 
+    backward: gradients of GELU and the stream, in a block of the image tower.
     sizes: those of `activation_bytes`. resident: micro-batches that are encoded once.
     """
-    kept = activation_bytes(cfg, **sizes)
     cast = cast_bytes(parameters, precision=sizes["precision"], checkpointing=sizes["checkpointing"])
+    tower, width = cfg.vision_cfg, 4 if sizes["precision"] == "fp32" else 2
+    gradients = width * (tower.mlp_ratio / sizes.get("tensor_parallel", 1) + 2) * (1 + tower.num_patches) * tower.width
+    trained = "image" in sizes.get("towers", ("image", "text"))
     return {
-        "activations": kept * max(1, resident) + cast,
-        "eager backward": activation_bytes(cfg, compiled=compiled, **sizes) - kept,
+        "activations": activation_bytes(cfg, **sizes) * max(1, resident) + cast,
+        "backward": sizes["micro_batch_size"] * gradients if trained else 0.0,
     }
 
 
@@ -211,7 +215,7 @@ def memory_plan(
     share = config.tensor_parallel_size
     parameters, trainable = (sum(column) // share for column in zip(*counts.values()))
     resident = 1 if config.resident_micro_batches == "auto" else int(config.resident_micro_batches)
-    alone = config.grad_checkpointing or config.lock_image or config.lock_text
+    alone = share == 1 or config.grad_checkpointing or config.lock_image or config.lock_text
     columns = []
     for stage in STAGES:
         sizes: dict[str, Any] = {"stage": stage, "ranks": batch.dp_size, "precision": precision}
@@ -271,7 +275,7 @@ def memory_of(setting: "Setting") -> dict[str, float]:
         checkpointing=setting.checkpointing,
         tensor_parallel=share,
         sequence_parallel=setting.sequence_parallel and share > 1,
-        blocks_of_a_graph=1 if setting.zero == 3 or setting.checkpointing else BLOCKS_OF_A_RUN,
+        blocks_of_a_graph=1 if share == 1 or setting.zero == 3 or setting.checkpointing else BLOCKS_OF_A_RUN,
     )
     parts["travelling rows"] = exchange_bytes(
         model,

@@ -24,7 +24,9 @@ def paper_memory(setting: Setting) -> dict[str, float]:
     block = rows * model.embed_dim * 4.0
     gathered = 4.0 * batch * model.embed_dim * 4
     loss = {"clip": 16.0 * batch * batch + gathered, "open_clip": 16.0 * rows * batch + gathered}
-    graph = activation_bytes(model, micro_batch_size=setting.micro_batch, precision="amp_bf16", checkpointing=False)
+    graph = activation_bytes(
+        model, micro_batch_size=setting.micro_batch, precision="amp_bf16", checkpointing=False, compiled=False
+    )
     parts = {
         "parameters": 4.0 * parameters,
         "gradients": 4.0 * parameters,

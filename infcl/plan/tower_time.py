@@ -13,7 +13,6 @@ H200s, profiled block by block (docs/results/tensor_parallel_blocks.csv).
 Sizes: m samples, L tokens, T tensor-parallel ranks, M micro-batches.
 """
 
-from infcl.plan.memory import LEAST_ELEMENTS
 from infcl.plan.phases import Phase
 from infcl.plan.setting import Gpu, Setting
 from infcl.towers.config import kept_patches
@@ -25,6 +24,7 @@ SIXTEEN_BIT = 0.76  # of the rest where eager blocks hold 16-bit parameters: no 
 # Of what travels between tensor-parallel ranks, what does not hide: sums; sums in halves (megatron_patches/halves.py),
 # less what these cost; rows of sequence parallelism.
 SUMS_SHOW, HALVES_SHOW, ROWS_SHOW = 0.67, 0.52, 0.21
+LEAST_ELEMENTS = 2**26  # of a micro-batch that goes in halves
 _WIDTH, _TOKENS, _HEAD = 1024, 257, 64  # where a profile's efficiencies hold
 
 # The host's, from steps that wait for it. To issue a compiled block's forward (a backward is two), eager 77 / 60 of it;
