@@ -235,6 +235,23 @@ def said(rank, world_size, config) -> str:
     return "\n".join(call.args[0] for call in say.call_args_list)
 
 
+def broken_evaluation(rank, world_size, config):
+    """The checkpoints that a run leaves whose first evaluation fails."""
+    from infcl.train.trainer import Trainer
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Trainer, "_run_task", lambda trainer, name: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            fit(rank, world_size, config)
+    return sorted(path.name for path in (Path(config.logs) / config.name / "checkpoints").glob("step_*"))
+
+
+def test_the_epoch_before_an_evaluation_that_fails_is_saved(demo_folder, tmp_path):
+    flags = {"train_num_samples": 32, "batch_size": 8, "steps": 6, "save_frequency": 1}
+    config = demo_config(demo_folder, tmp_path, val_data=str(demo_folder / "val"), **flags)
+    assert run_ranks(broken_evaluation, 2, config)[0] == ["step_00000001"]
+
+
 def broken_export(rank, world_size, config):
     """What a rank hears when rank 0 cannot export."""
     import infcl.export

@@ -257,9 +257,11 @@ class Trainer:
     # ---- evaluation ----
 
     def _evaluate(self, frequencies: dict[str, int], epochs_done: int) -> None:
-        for name, frequency in frequencies.items():
-            if name in self.tasks and frequency and epochs_done % frequency == 0:
-                self._run_task(name)
+        due = [name for name, n in frequencies.items() if name in self.tasks and n and epochs_done % n == 0]
+        if due:
+            self.checkpoints.publish()  # an evaluation that fails, or is ended, takes no epoch with it
+        for name in due:
+            self._run_task(name)
 
     def _run_task(self, name: str) -> dict[str, float]:
         self.engine.train(False)
