@@ -78,6 +78,11 @@ class Stream:
         reached = event.reached
         self.gpus.issue(self.cuda_stream, lambda: bool(reached))
 
+    def wait_stream(self, other: "Stream") -> None:
+        event = Event(self.gpus)
+        event.record(other)
+        self.wait_event(event)
+
 
 class Event:
     def __init__(self, gpus: Gpus):

@@ -66,10 +66,12 @@ def misread(
     seed: int,
     first: int = 0,
     left: tuple[int, int] | None = None,
+    streams: int = 1,
 ) -> list:
     """Passes of so many travelling tensors, with or without a result -> [(read, expected)] where these differ.
 
-    left: which pass all ranks leave, as by an exception, and at which hop.
+    left: which pass all ranks leave, as by an exception, and at which hop. streams: how many the passes of a rank have,
+    in turn.
     """
     gpus, wrong = Gpus(size, seed), []
     kept = []  # until streams have done with it: a GPU's allocator knows the order of a stream
@@ -89,7 +91,7 @@ def misread(
     with ExitStack() as stack:
         for patch in (
             *gpus.patched(),
-            mock.patch.object(peer_memory, "allocate", Shared(gpus)),
+            mock.patch.object(peer_memory, "allocate", shared := Shared(gpus)),
             mock.patch.object(dist, "get_group_rank", lambda group, rank: rank),
             mock.patch.object(dist, "all_reduce"),
             mock.patch.object(torch.Tensor, "clone", later),
@@ -100,10 +102,12 @@ def misread(
         copies = copies_of_ranks(gpus, first)
         for rank in range(size):
             gpus.rank = rank
-            own = [torch.zeros(length) for length in (30, 5)]
-            kept.append(own)
+            of_streams = [[torch.zeros(length) for length in (30, 5)] for _ in range(streams)]
+            kept.append(of_streams)
+            computing = [gpus.computing[rank], *(Stream(gpus) for _ in range(1, streams))]
             results = []
             for number, (travelling, result) in enumerate(passes):
+                gpus.computing[rank], own = computing[number % streams], of_streams[number % streams]
                 ring = RingExchange(GROUP, reach=reach)
                 for which, tensor in enumerate(own):  # written over as soon as the last pass has ended
                     gpus.compute(lambda to=tensor, what=100 * number + 10 * which + rank: to.fill_(what))
@@ -120,11 +124,17 @@ def misread(
                     kept.append(ring)
                     continue
                 if result:
-                    results.append(ring.home("result", add))
+                    results.append((gpus.computing[rank], ring.home("result", add)))
                 assert not ring._copied and not ring._pending
-            for result in results:  # kept while later passes use the same buffers, for other blocks
+            for gpus.computing[
+                rank
+            ], result in results:  # kept while later passes use the same buffers, for other blocks
                 check(result, sum(8.0 ** ((rank + hop) % size) for hop in range(reach + 1)))
+            assert left is not None or not copies[rank]._under_way
         gpus.run()
+    assert len(shared.rooms) <= 1 + 2 + 1, "flags, blocks and a result: each pass has the memory of the one before"
+    whole, posted = len(passes) - (left is not None), sum(one._posted - first for one in copies)
+    assert copies[0]._watch.mark.call_count == posted + size * whole, "each message is watched, and the end of a pass"
     return wrong
 
 
@@ -141,6 +151,12 @@ def test_blocks_and_results_arrive_whole_whoever_is_late(size, reach):
 def test_a_pass_that_was_left_half_way_does_not_disturb_the_next(size, reach):
     for seed, hop in itertools.product(range(10), range(reach + 1)):
         assert misread(size, reach, [(1, True), (2, True)], seed, left=(0, hop)) == [], (seed, hop)
+
+
+@pytest.mark.parametrize("size, reach", [(2, 1), (3, 2), (4, 2)])
+def test_passes_may_have_other_streams(size, reach):
+    for seed in range(20):
+        assert misread(size, reach, [(2, True), (1, True), (2, False)], seed, streams=2) == [], seed
 
 
 def test_numbers_of_messages_may_begin_again():
@@ -203,3 +219,18 @@ def test_memory_is_kept_and_used_again_up_to_the_limit():
             assert all(end <= start for (_, end), (start, _) in itertools.pairwise(spans))
         copies.begin()
         assert copies.buffers(gradient) is None, "no piece that is kept is large enough"
+
+
+def test_memory_that_is_refused_once_is_not_asked_for_again():
+    gpus, asked = Gpus(1, 0), []
+
+    def refuse(*arguments):
+        asked.append(arguments)
+        raise peer_memory.RankFailed("rank 3 of 4: OutOfMemoryError")
+
+    with ExitStack() as stack:
+        for patch in (*gpus.patched(), mock.patch.object(peer_memory, "allocate", Shared(gpus))):
+            stack.enter_context(patch)
+        copies = PeerCopies(GROUP, torch.device("cpu"))
+        stack.enter_context(mock.patch.object(peer_memory, "allocate", refuse))
+        assert [copies.buffers(torch.empty(500)) for _ in range(3)] == [None] * 3 and len(asked) == 1
