@@ -1,6 +1,6 @@
 """What tiling costs: `python -m benchmarks.tiling --gpus 4 --batch 262144 --csv ...`; benchmarks.paper draws it.
 
-The same tiles, four times: the bare matrix products of the library; the tiled loss without a ring (exponentials, sums,
+The same products, five times: bare, by the library; in the tiled loss without a ring (exponentials, sums,
 rounding and launches come to it); the ring, waiting for each message; the ring with messages overlapped, by the process
 group's sends; the same by copy engines. One GPU has no ring. They take turns: a GPU's clock falls as it warms.
 """

@@ -168,3 +168,14 @@ def test_a_ring_that_a_cuda_graph_captures_goes_by_sends():
     ):
         assert copies.copies_of("the group", CUDA0) is None
     asked.assert_not_called()
+
+
+@pytest.mark.parametrize("config, asked", [("cuda:nccl", 1), ("cpu:gloo,cuda:nccl", 1), ("cpu:gloo,cuda:gloo", 0)])
+def test_messages_of_nccl_go_by_copies_whatever_the_group_has_for_cpus(config, asked):
+    with (
+        mock.patch.object(dist, "get_backend_config", return_value=config),
+        mock.patch.object(torch.cuda, "device"),
+        mock.patch.object(peer_memory, "reach_each_other", return_value=False) as reach,
+    ):
+        assert copies._copies_of.__wrapped__("the group", CUDA0) is None
+    assert reach.call_count == asked

@@ -46,7 +46,8 @@ def copies_of(group: dist.ProcessGroup, device: torch.device) -> "PeerCopies | N
 @functools.cache
 def _copies_of(group: dist.ProcessGroup, device: torch.device) -> "PeerCopies | None":
     with torch.cuda.device(device):  # where objects are gathered
-        if dist.get_backend(group) != "nccl" or not peer_memory.reach_each_other(group, device):
+        nccl = "cuda:nccl" in dist.get_backend_config(group).split(",")  # get_backend names none where there are two
+        if not nccl or not peer_memory.reach_each_other(group, device):
             return None
         try:
             _kept.append(PeerCopies(group, device))
