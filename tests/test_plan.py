@@ -14,7 +14,7 @@ from benchmarks.paper.towers import measured_losses, planned_loss, steps, tensor
 from benchmarks.tensor_parallel import model_config
 from infcl.config import BatchPlan, TrainConfig
 from infcl.plan.__main__ import main, parser, read_batch, setting_of
-from infcl.plan.compare import compare, read_steps
+from infcl.plan.compare import compare, convolution_apart, read_steps
 from infcl.plan.memory import memory_of, memory_plan, parameter_counts
 from infcl.plan.paper import paper_memory
 from infcl.plan.search import candidates, fastest, fits, largest_batch
@@ -121,7 +121,8 @@ def test_measured_peaks_under_tensor_parallelism(row):
     with torch.device("meta"):
         counts = parameter_counts(CLIP(cfg))
     batch = BatchPlan(int(row["gpus"]) // size, int(row["accum_freq"]), int(row["batch_size"]))
-    plan = memory_plan(cfg, batch, config, counts, precision, preset["zero_optimization"])
+    options = {"convolution_apart": convolution_apart(row)}
+    plan = memory_plan(cfg, batch, config, counts, precision, preset["zero_optimization"], **options)
     allocated = plan["peak"][stage] - plan["travelling rows"][stage]  # which torch does not count
     assert allocated / GIB == pytest.approx(float(row["peak_gib"]), rel=0.05)
 

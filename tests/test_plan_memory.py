@@ -193,14 +193,15 @@ def test_a_run_s_plan_counts_its_resident_graphs_and_what_eager_blocks_keep_more
 
 
 @pytest.mark.parametrize(
-    ("stage", "precision", "overlap", "buffers"),  # of one byte an element
-    [(0, "fp32", True, 0), (1, "fp32", True, 8), (1, "amp_bf16", True, 16), (1, "amp_bf16", False, 8),
-     (1, "bf16", True, 0), (2, "bf16", True, 4), (2, "amp_bf16", True, 16), (3, "amp_bf16", True, 6),
-     (3, "bf16", True, 2)],
+    ("stage", "precision", "overlap", "buffers", "apart"),  # of one byte an element; with the convolution's apart
+    [(0, "fp32", True, 0, 0), (1, "fp32", True, 8, 8), (1, "amp_bf16", True, 8, 16), (1, "amp_bf16", False, 4, 8),
+     (1, "bf16", True, 0, 0), (2, "bf16", True, 4, 4), (2, "amp_bf16", True, 8, 16), (3, "amp_bf16", True, 4, 6),
+     (3, "bf16", True, 2, 2)],
 )  # fmt: skip
-def test_gradients_on_their_way_have_buffers_of_each_type_they_travel_in(stage, precision, overlap, buffers):
+def test_gradients_on_their_way_have_buffers_of_each_type_they_travel_in(stage, precision, overlap, buffers, apart):
     options, sizes = {"reduce_bucket_size": 1000, "overlap_comm": overlap}, {"stage": stage, "precision": precision}
     assert bucket_bytes(options, 1000, **sizes) == 1000 * buffers
+    assert bucket_bytes(options, 1000, convolution_apart=True, **sizes) == 1000 * apart
     flattened = 0 if stage == 0 or precision == "bf16" else 4000
     assert bucket_bytes(options, 1001, **sizes) == 1000 * buffers + flattened
 
@@ -214,7 +215,9 @@ def test_the_estimate_is_near_what_was_measured(demo_folder, tmp_path, ranks, st
     with torch.device("meta"):
         counts = parameter_counts(CLIP(cfg))
     config = demo_config(demo_folder, tmp_path, grad_checkpointing=True)
-    plan = memory_plan(cfg, BatchPlan(ranks, 2, 128), config, counts, "amp_bf16", {"overlap_comm": True})
+    plan = memory_plan(
+        cfg, BatchPlan(ranks, 2, 128), config, counts, "amp_bf16", {"overlap_comm": True}, convolution_apart=True
+    )
     assert plan["peak"][stage] / 2**30 == pytest.approx(measured, rel=0.05)
 
 

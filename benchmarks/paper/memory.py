@@ -3,6 +3,7 @@
 import itertools
 
 from benchmarks.paper.raw import batch, latest, markdown, newest, origin, rows, where
+from infcl.plan.compare import convolution_apart
 from infcl.plan.memory import loss_bytes, memory_of
 from infcl.plan.paper import paper_memory
 from infcl.plan.setting import Setting, load_gpu
@@ -107,6 +108,7 @@ def planned_for_trial(row: dict) -> float:
 
     names = ("model", "gpus", "pixels", "micro_batch", "loss", "precision")
     setting = {name: row[name] for name in names} | {"checkpointing": bool(row["checkpointing"])}
+    setting["convolution_apart"] = convolution_apart(row)
     return planned_peak(pairs=row["global_batch"], **setting) / GIB
 
 

@@ -53,19 +53,21 @@ def state_bytes(
     }
 
 
-def bucket_bytes(zero_optimization: dict, trainable: int, *, stage: int, precision: str) -> float:
+def bucket_bytes(
+    zero_optimization: dict, trainable: int, *, stage: int, precision: str, convolution_apart: bool = False
+) -> float:
     """Bytes per rank of DeepSpeed's buffers for gradients on their way: allocated whole, whatever the model's size.
 
     Of each type in which gradients travel it has one of 4 bytes an element, with overlap_comm two; of stage 3 one, in
-    that type. Under autocast the convolution's gradient travels in 16 bits (DeepSpeed goes by the layer's class), all
-    others in float32. Float32 buckets that fill before the backward ends are flattened while activations are there.
+    that type. Float32 buckets that fill before the backward ends are flattened while activations are there.
+    convolution_apart: under autocast, as until 1f7968e: a convolution's gradient travels in 16 bits, all others in 32.
     """
     if stage == 0 or (stage == 1 and precision in ("bf16", "fp16")):  # BF16_Optimizer has none
         return 0.0
     size = zero_optimization.get("reduce_bucket_size", 5e8)
     if precision in ("bf16", "fp16"):
         return size * 2 * (2 if stage < 3 and zero_optimization.get("overlap_comm", False) else 1)
-    widths = [4, 2 if stage == 3 else 4] if precision == "amp_bf16" else [4]
+    widths = [4, 2 if stage == 3 else 4] if precision == "amp_bf16" and convolution_apart else [4]
     buffers = size * sum(widths) * (2 if stage < 3 and zero_optimization.get("overlap_comm", False) else 1)
     return buffers + (4 * size if trainable > size else 0.0)
 
@@ -204,13 +206,14 @@ def memory_plan(
     zero_optimization: dict,
     *,
     on_cpu: bool = False,
+    convolution_apart: bool = False,
 ) -> dict[str, list[float]]:
     """{part: bytes per rank under ZeRO 0, 1, 2, 3} of device memory; the last, "peak", is what there is at once.
 
     counts: of the whole model; tensor-parallel ranks share it (but for embeddings and norms, which are left out here).
     Of resident micro-batches `auto` counts one: the run measures how many more there is room for.
     on_cpu: a bucket's pages are taken when a gradient first lies in them, so small models leave most of it alone; and
-    blocks are compiled only where that is asked for.
+    blocks are compiled only where that is asked for. convolution_apart: see bucket_bytes.
     """
     share = config.tensor_parallel_size
     parameters, trainable = (sum(column) // share for column in zip(*counts.values()))
@@ -220,7 +223,9 @@ def memory_plan(
     for stage in STAGES:
         sizes: dict[str, Any] = {"stage": stage, "ranks": batch.dp_size, "precision": precision}
         parts = state_bytes(parameters, trainable, moments=state_bytes_per_element(config), **sizes)
-        parts["gradient buckets"] = bucket_bytes(zero_optimization, trainable, stage=stage, precision=precision)
+        parts["gradient buckets"] = bucket_bytes(
+            zero_optimization, trainable, stage=stage, precision=precision, convolution_apart=convolution_apart
+        )
         if on_cpu:
             parts["gradient buckets"] = min(parts["gradient buckets"], (12.0 if stage == 1 else 8.0) * trainable)
         parts["gathered parameters"] = gathered_bytes(parameters, zero_optimization, **sizes)
@@ -263,7 +268,9 @@ def memory_of(setting: "Setting") -> dict[str, float]:
     parts = state_bytes(parameters, parameters, ranks=setting.dp_size, **sizes)
     if setting.offload:
         parts["optimizer"] = 0.0
-    parts["gradient buckets"] = bucket_bytes({"overlap_comm": setting.overlap_comm}, parameters, **sizes)
+    parts["gradient buckets"] = bucket_bytes(
+        {"overlap_comm": setting.overlap_comm}, parameters, convolution_apart=setting.convolution_apart, **sizes
+    )
     parts["gathered parameters"] = gathered_bytes(parameters, {}, ranks=setting.dp_size, **sizes)
     parts |= graph_bytes(
         model,

@@ -70,6 +70,7 @@ class Setting:
     gpus_per_node: int = 8
     link: Link = Link("nic-400", 45.0, 8.0, "estimated")  # between hosts
     overlap_comm: bool = True
+    convolution_apart: bool = False  # until 1f7968e, see memory.bucket_bytes
 
     @property
     def dp_size(self) -> int:

@@ -57,7 +57,8 @@ def _zero_phases(setting: Setting, towers: dict[str, Phase]) -> list[Phase]:
         if setting.zero == 0:
             phases.append(hidden("gradients", 2 * once, backward / micro_batches, "the last backward"))
         elif setting.zero == 1:
-            phases.append(hidden("gradients", once, backward / micro_batches, "the last backward"))
+            sums = 2 * once if setting.precision == "bf16" else once  # float32 on their way too
+            phases.append(hidden("gradients", sums, backward / micro_batches, "the last backward"))
         else:
             phases.append(hidden("gradients", once * micro_batches, backward, "replay"))
         if setting.zero in (1, 2):
