@@ -12,12 +12,13 @@ A stream waits for a flag without end, and NCCL's watchdog sees none of it: `Wat
 
 import atexit
 import collections
+import contextlib
 import ctypes
 import os
 import socket
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TypeVar, cast
 
 import torch
@@ -68,6 +69,7 @@ def allocate(
     def reserve() -> torch.Tensor:
         from torch.distributed._symmetric_memory import empty
 
+        _check_socket()
         torch.cuda.synchronize(device)
         try:
             return empty(num_bytes, dtype=torch.uint8, device=device)
@@ -78,7 +80,8 @@ def allocate(
     def share() -> list[int]:
         from torch.distributed._symmetric_memory import rendezvous
 
-        addresses = list(rendezvous(memory, group).buffer_ptrs)
+        with _no_multicast():
+            addresses = list(rendezvous(memory, group).buffer_ptrs)
         if len(addresses) != dist.get_world_size(group) or addresses[dist.get_rank(group)] != memory.data_ptr():
             raise RuntimeError("torch shares memory that lies elsewhere than its tensor")
         memory[flags].zero_()
@@ -90,6 +93,29 @@ def allocate(
         raise RankFailed(f"ranks 0.. have shared memory {counts} times before, with other groups too")
     _rendezvous += 1
     return memory, on_all(group, share)  # all GPUs have ended what they did before, and zeroed their flags
+
+
+def _check_socket() -> None:
+    """torch's ranks pass each other handles over sockets, whose path it copies to where Linux has 108 bytes for it."""
+    folder = next((os.environ[name] for name in ("TMPDIR", "TMP", "TEMP", "TEMPDIR") if name in os.environ), "/tmp")
+    path = f"{folder}/symm_mem-{os.getpid()}"
+    if len(os.fsencode(path)) > 107:
+        raise RuntimeError(f"the path of a socket, {path}, has more than 107 bytes: a shorter TMPDIR helps")
+
+
+@contextlib.contextmanager
+def _no_multicast() -> Iterator[None]:
+    """torch would set up multicast for each piece of memory: nothing here uses it, and what it may do was not tried."""
+    name = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
+    before = os.environ.get(name)
+    os.environ[name] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
 
 
 def on_all(group: dist.ProcessGroup, own: Callable[[], _Result]) -> _Result:
