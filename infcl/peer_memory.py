@@ -40,7 +40,7 @@ class RankFailed(RuntimeError):
 
 
 def reach_each_other(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Whether every GPU of the group can write into every other's memory. Collective.
+    """Whether every GPU of the group can write into every other's memory, over NVLink. Collective.
 
     Hosts where such writes do not arrive have NCCL_P2P_DISABLE=1, which holds here too. A rank must see all GPUs of its
     group: with CUDA_VISIBLE_DEVICES naming its own alone they are taken for out of reach.
@@ -52,8 +52,26 @@ def reach_each_other(group: dist.ProcessGroup, device: torch.device) -> bool:
     used = _gathered(next(name for name, index in gpus.items() if index == device.index), group)
     others = [gpus.get(name) for name in used if gpus.get(name) != device.index]
     able = len(set(used)) == len(used) and os.environ.get("NCCL_P2P_DISABLE", "0") in ("", "0")
-    able &= all(other is not None and torch.cuda.can_device_access_peer(device.index, other) for other in others)
+    able &= all(
+        other is not None and torch.cuda.can_device_access_peer(device.index, other) and _in_order(device.index, other)
+        for other in others
+    )
     return all(_gathered(able, group))
+
+
+def _in_order(gpu: int, other: int) -> bool:
+    """Whether a flag that one GPU writes into the other's memory is seen there after what was copied before it.
+
+    So it is over NVLink, which is told by the atomics that only it carries. Over PCIe the other GPU may reorder what
+    arrives, and most cannot be told to flush it first (CUDA's driver API, CU_STREAM_WAIT_VALUE_FLUSH).
+    """
+    cuda, handles, value = ctypes.CDLL("libcuda.so.1"), (ctypes.c_int * 2)(), ctypes.c_int()
+    for place, index in enumerate((gpu, other)):
+        if cuda.cuDeviceGet(ctypes.byref(handles, place * ctypes.sizeof(ctypes.c_int)), index):
+            return False
+    native_atomics = 3
+    failed = cuda.cuDeviceGetP2PAttribute(ctypes.byref(value), native_atomics, handles[0], handles[1])
+    return not failed and bool(value.value)
 
 
 def allocate(
@@ -146,6 +164,8 @@ class Watch:
     def __init__(self, group: dist.ProcessGroup, device: torch.device, describe: Callable[[], str]):
         self._seconds, self._device, self._describe = timeout_of(group).total_seconds(), device, describe
         self._newest: torch.cuda.Event | None = None
+        self._here: torch.cuda.Event | None = None
+        self._seen: torch.cuda.Event | None = None
         self._thread: threading.Thread | None = None
         self._leaving = threading.Event()
 
@@ -157,6 +177,13 @@ class Watch:
             self._thread.start()
             atexit.register(self._leave)
 
+    def mark_here(self, stream: torch.cuda.Stream) -> None:
+        """The GPU is to come past what the stream has now. Where this is called often, few events are made."""
+        if self._here is None or self._here is self._seen:
+            self._here = torch.cuda.Event()
+        self._here.record(stream)
+        self.mark(self._here)
+
     def _leave(self) -> None:
         """A thread that came back from CUDA while the interpreter is taken down would abort the process."""
         self._leaving.set()
@@ -166,12 +193,12 @@ class Watch:
     def _run(self) -> None:
         torch.cuda.set_device(self._device)
         _let_others_capture()
-        nap, naps, newest = min(1.0, self._seconds / 10), 0, None
+        nap, naps = min(1.0, self._seconds / 10), 0
         ahead = collections.deque[tuple[torch.cuda.Event, int]]()
         while not self._leaving.wait(nap):
             naps += 1  # a clock would count the time in which all ranks were stopped, to go on later
-            if self._newest is not newest:
-                newest = self._newest
+            if (newest := self._newest) is not self._seen:
+                self._seen = newest  # is not recorded again
                 ahead.append((newest, naps))
             try:
                 while ahead and ahead[0][0].query():

@@ -132,9 +132,7 @@ class PeerMemory:
         self._sent.record(self.stream)
         current = torch.cuda.current_stream()
         current.wait_event(self._sent)
-        done = torch.cuda.Event()
-        done.record(current)
-        self._watch.mark(done)
+        self._watch.mark_here(current)
 
     def _missing(self) -> str:
         return (

@@ -28,6 +28,7 @@ def reached(rank, size, gpus, environment):
         mock.patch.object(torch.cuda, "device_count", return_value=len(seen)),
         mock.patch.object(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(uuid=seen[index])),
         mock.patch.object(torch.cuda, "can_device_access_peer", lambda own, other: seen[other] != 5),
+        mock.patch.object(peer_memory, "_in_order", lambda own, other: seen[other] != 6),  # 6 is behind PCIe
         mock.patch.dict(os.environ, environment if rank == 1 else {}),
     ):
         return peer_memory.reach_each_other(dist.group.WORLD, CUDA0)
@@ -38,6 +39,7 @@ def reached(rank, size, gpus, environment):
     [
         ((0, 1, 2), {}, True),
         ((0, 5, 2), {}, False),
+        ((0, 1, 6), {}, False),
         ((0, 1, 1), {}, False),
         ((0, 1, 2), {"CUDA_VISIBLE_DEVICES": "1"}, False),
         ((0, 1, 2), {"NCCL_P2P_DISABLE": "0"}, True),
@@ -148,6 +150,33 @@ def test_a_gpu_that_does_not_come_past_a_mark_ends_the_process_and_says_what_is_
     assert watched({5: 5, 7: NEVER}, 2000) == 7 + 601
     assert watched({5: 400, 300: NEVER, 301: NEVER}, 2000) == 300 + 601, "each from its own mark on"
     assert capsys.readouterr().err == 2 * "For 600 s cuda:0 has waited for another GPU.\nrank 3 is missing\n"
+
+
+def test_marks_between_two_looks_share_an_event_and_what_was_looked_at_is_not_recorded_again():
+    made, recorded = [], []
+
+    class Event:
+        def __init__(self):
+            made.append(self)
+
+        def record(self, stream):
+            recorded.append((made.index(self), stream))
+
+        def query(self):
+            return True
+
+    with (
+        mock.patch.object(peer_memory, "timeout_of", return_value=timedelta(seconds=600)),
+        mock.patch.object(torch.cuda, "set_device"),
+        mock.patch.object(torch.cuda, "Event", Event),
+        mock.patch.object(peer_memory, "_let_others_capture"),
+    ):
+        watch = Watch("the group", CUDA0, str)
+        watch._thread = threading.current_thread()
+        watch._leaving = Naps(3, lambda nap: [watch.mark_here(f"nap {nap}") for _ in range(2)])
+        watch._run()
+    looks = [(0, "nap 1"), (0, "nap 1"), (1, "nap 2"), (1, "nap 2"), (2, "nap 3"), (2, "nap 3"), (3, "nap 4")]
+    assert recorded[:7] == looks
 
 
 def test_long_work_and_long_idleness_end_no_process():

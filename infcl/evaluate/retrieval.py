@@ -99,7 +99,7 @@ def retrieval_ranks(
         text_ranks: the same with right = scores[owner, arange(t)] and sums over dim 0
     """
     device, n, t = images.device, len(images), len(texts)
-    ring = RingExchange(group)
+    ring = RingExchange(group, overlap="sends")  # the memory that copies would keep is for training
     sizes = _all_counts(n, t, group, device)
     tile = min(_round_up(tile, _ALIGN), _round_up(max(max(pair) for pair in sizes), _ALIGN))
     capacity = [_round_up(max(column), tile) for column in zip(*sizes)]  # rows and columns, the same on every rank

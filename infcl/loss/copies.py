@@ -46,15 +46,17 @@ def copies_of(group: dist.ProcessGroup, device: torch.device) -> "PeerCopies | N
 @functools.cache
 def _copies_of(group: dist.ProcessGroup, device: torch.device) -> "PeerCopies | None":
     with torch.cuda.device(device):  # where objects are gathered
-        nccl = "cuda:nccl" in dist.get_backend_config(group).split(",")  # get_backend names none where there are two
-        if not nccl or not peer_memory.reach_each_other(group, device):
+        if "cuda:nccl" not in dist.get_backend_config(group).split(","):  # get_backend names none where there are two
             return None
-        try:
-            _kept.append(PeerCopies(group, device))
-            return _kept[-1]
-        except peer_memory.RankFailed as error:  # containers may forbid what sharing memory needs
-            _log.info("the ring's messages are the process group's, since GPUs cannot share memory here: %s", error)
-            return None
+        problem = "not all GPUs see each other, over NVLink"
+        if peer_memory.reach_each_other(group, device):
+            try:
+                _kept.append(PeerCopies(group, device))
+                return _kept[-1]
+            except peer_memory.RankFailed as error:  # containers may forbid what sharing memory needs
+                problem = str(error)
+        _log.info("the ring's messages are the process group's sends: %s", problem)
+        return None
 
 
 def kept_bytes() -> int:
@@ -140,9 +142,7 @@ class PeerCopies:
     def end(self) -> None:
         """A pass has ended: should it never come so far on the GPU, the process ends by the group's time-out."""
         with torch.cuda.device(self.device):
-            last = torch.cuda.Event()
-            last.record(torch.cuda.current_stream(self.device))
-        self._watch.mark(last)
+            self._watch.mark_here(torch.cuda.current_stream(self.device))
 
     def _try_flags(self) -> None:
         """Flags that change nothing, to all ranks: RuntimeError where the driver refuses them."""
