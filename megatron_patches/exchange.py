@@ -63,7 +63,7 @@ def exchange_of(group_name: str, device: torch.device) -> Exchange:
 @functools.cache
 def _exchange_of(group: dist.ProcessGroup, device: torch.device) -> Exchange:
     if device.type == "cuda":
-        problem = "a rank does not see another's GPU, or cannot write into its memory"
+        problem = "a rank does not see another's GPU, or cannot write into its memory over NVLink"
         if peer_memory.reach_each_other(group, device):
             try:
                 return PeerMemory(group, device)
