@@ -9,8 +9,9 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 [ -n "${IMAGE:-}" ] || { echo "launch/lit.sh: set IMAGE to the weights of the image tower to lock" >&2; exit 2; }
-if [ -n "${HOSTS:-}" ]; then launcher=(deepspeed --hostfile "$HOSTS"); else launcher=(deepspeed); fi
-exec "${launcher[@]}" pretrain_clip.py --deepspeed_config "${PRESET:-ds_configs/zero1.json}" \
+script=local.sh
+[ -z "${HOSTS:-}" ] || script=hostfile.sh  # which quotes what is in brackets for the hosts' shells
+exec bash "launch/$script" \
   --model ViT-B-16-BERT-base --pretrained-image "$IMAGE" --lock-image --batch-size 256 --epochs 8 \
   --aug-cfg 'scale=(0.08,1.0)' 'ratio=(0.75,1.3333)' \
   --opt adafactor --lr 1e-3 --wd 1e-4 --beta1 0.9 --beta2 0.95 --lr-scheduler cosine --grad-clip-norm 1.0 "$@"

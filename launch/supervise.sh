@@ -30,6 +30,7 @@ child=0 stopped=0 last="" same=0 wait_for=$first_wait
 say() { echo "supervise: $*" >&2; }
 progress() { cat "$run/checkpoints/latest" 2>/dev/null || echo "no checkpoint"; }
 forward() { stopped=$1; [ "$child" -gt 0 ] && kill -s "$2" -- "-$child" 2>/dev/null; }
+end_stopped() { say "stopped; $(progress)"; exit "$stopped"; }
 trap 'forward 143 TERM' TERM
 trap 'forward 138 USR1' USR1
 trap 'forward 130 INT' INT
@@ -43,7 +44,9 @@ choose_hosts() {
 }
 
 while :; do
-  if choose_hosts; then
+  choose_hosts; chosen=$?
+  [ "$stopped" -gt 0 ] && end_stopped
+  if [ "$chosen" -eq 0 ]; then
     setsid "$@" &
     child=$!
     while :; do  # a trapped signal ends `wait` early
@@ -58,7 +61,7 @@ while :; do
     kill -s KILL -- "-$child" 2>/dev/null  # whoever stayed behind
   fi
   if [ -e "$run/summary.json" ]; then say "$run is finished"; exit 0; fi
-  [ "$stopped" -gt 0 ] && { say "stopped; $(progress)"; exit "$stopped"; }
+  [ "$stopped" -gt 0 ] && end_stopped
   case $code in
     2) say "the command is wrong (exit code 2); not restarted"; exit 2 ;;
     130) say "interrupted; not restarted"; exit 130 ;;
@@ -72,6 +75,7 @@ while :; do
     exit "$code"
   fi
   say "$now; restart in $wait_for s"
-  sleep "$wait_for"
+  child=0
+  for ((second = 0; second < wait_for && stopped == 0; second++)); do sleep 1; done  # a trap waits for its end
   wait_for=$((wait_for * 2 > 300 ? 300 : wait_for * 2))
 done

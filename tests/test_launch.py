@@ -128,3 +128,26 @@ def test_the_kubernetes_job_is_valid_yaml_of_four_pods():
     read = parse_args(container["args"])
     assert container["command"] == ["torchrun"] and read.training_script == "pretrain_clip.py"
     assert "--logs=/data/logs" in read.training_script_args
+
+
+def test_lit_goes_over_the_hosts_of_a_hostfile_with_its_brackets_quoted(tmp_path):
+    programs = {"python": "true", "ssh": "echo 10.0.0.7", "deepspeed": 'printf "%s\\n" "$@"'}
+    (tmp_path / "hosts").write_text("a slots=8\nb slots=8\n")
+    command = ("lit.sh", "--train-data", "x y.tar")
+    flags = run(*command, tmp_path=tmp_path, programs=programs, IMAGE="w", HOSTS="hosts").stdout.splitlines()
+    assert flags[flags.index("--hostfile") + 1] == "hosts" and flags.count("--deepspeed_config") == 1
+    brackets = flags[flags.index("--aug-cfg") + 1]
+    assert subprocess.run(["bash", "-c", f"printf %s {brackets}"], capture_output=True).stdout == b"scale=(0.08,1.0)"
+    alone = run(*command, tmp_path=tmp_path, programs=programs, IMAGE="w").stdout.splitlines()
+    assert "scale=(0.08,1.0)" in alone and "x y.tar" in alone and "--hostfile" not in alone
+
+
+def test_a_signal_between_two_starts_ends_the_supervision_at_once(tmp_path):
+    program = ["bash", "launch/supervise.sh", str(tmp_path), "bash", "-c", f"echo >> {tmp_path}/starts; exit 7"]
+    environment = os.environ | {"FIRST_WAIT": "300"}
+    with subprocess.Popen(program, cwd=ROOT, stderr=subprocess.PIPE, text=True, env=environment) as process:
+        assert "restart in 300 s" in process.stderr.readline()
+        process.terminate()
+        _, said = process.communicate(timeout=60)
+    assert process.returncode == 143 and "stopped" in said
+    assert (tmp_path / "starts").read_text() == "\n"
