@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from infcl.cluster.check import problems
+from infcl.cluster.check import ask, problems
 from infcl.cluster.host_report import shared_folder
 from infcl.cluster.links import _rounds, slow_ones
 from tests.test_entry import ROOT
@@ -97,3 +97,20 @@ def test_a_host_reports_itself_as_one_line_of_json(tmp_path):
     command = [sys.executable, "-m", "infcl.cluster.host_report", str(tmp_path)]
     printed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     assert set(json.loads(printed)) == {"host", "time", "software", "gpus", "shared"}
+
+
+@pytest.mark.parametrize(
+    ("ssh", "error"),
+    [
+        ("echo last login: today", "its report is no JSON but ends in 'last login: today'"),
+        ("true", "its report is no JSON but ends in ''"),
+        ("echo no route >&2; exit 255", "ssh failed: no route"),
+        (None, "ssh cannot be run here: No such file or directory"),
+    ],
+)
+def test_a_host_that_sends_no_report_is_a_problem_of_that_host(tmp_path, monkeypatch, ssh, error):
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin" if ssh else str(tmp_path))
+    if ssh:
+        (tmp_path / "ssh").write_text(f"#!/bin/bash\n{ssh}\n")
+        (tmp_path / "ssh").chmod(0o755)
+    assert ask("a", tmp_path) == {"error": error}

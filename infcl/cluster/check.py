@@ -33,10 +33,15 @@ def ask(host: str, shared: Path) -> dict:
         )  # fmt: skip
     except subprocess.TimeoutExpired:
         return {"error": f"did not answer within {TIMEOUT_S} s"}
+    except OSError as error:
+        return {"error": f"ssh cannot be run here: {error.strerror}"}
     if done.returncode != 0:
         last = (done.stderr.strip().splitlines() or ["no message"])[-1]
         return {"error": f"{'ssh failed' if done.returncode == 255 else 'its report failed'}: {last}"}
-    report = json.loads(done.stdout.splitlines()[-1])
+    try:
+        report = json.loads((done.stdout.strip().splitlines() or [""])[-1])
+    except ValueError:  # a login shell that prints at its end, or runs nothing
+        return {"error": f"its report is no JSON but ends in {done.stdout.strip()[-80:]!r}"}
     earliest, latest = sent - report["time"], time.time() - report["time"]
     report["skew_s"] = 0.0 if earliest <= 0 <= latest else min(abs(earliest), abs(latest))
     return report
