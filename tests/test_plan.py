@@ -316,6 +316,14 @@ def test_the_command_prints_parts_phases_and_advice(capsys):
         ("--micro-batch-size many", "a number of pairs, or auto"),
         ("--sweep 8:16", "gpus=FIRST:LAST"),
         ("--model ViT-Z-99", "ViT-Z-99"),
+        ("--gpus 0", "gpus 0 must be greater than 0"),
+        ("--tensor-parallel-size -1", "tensor-parallel -1 must be greater than 0"),
+        ("--gpus-per-node 0", "gpus-per-node 0 must be greater than 0"),
+        ("--resident-micro-batches 0", "resident 0 must be greater than 0"),
+        ("--compare none.csv", "No such file"),
+        ("--plot none/x.png --sweep gpus=8:16", "there is no folder none"),
+        ("--plot x.png", "give --sweep too"),
+        ("--gpu tests/golden/demo_20_steps.json", "a profile has name, memory_gib, .* and nothing else"),
     ],
 )
 def test_a_wrong_flag_is_one_line_and_exit_code_2(flags, message, capsys):

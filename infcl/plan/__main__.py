@@ -144,6 +144,10 @@ def _short(setting: Setting) -> str:
 def main(argv: list[str] | None = None) -> int:
     arguments = parser().parse_args(argv)
     try:
+        if arguments.plot and arguments.sweep is None:
+            raise ValueError("--plot draws a sweep: give --sweep too")
+        if arguments.plot and not arguments.plot.parent.is_dir():
+            raise ValueError(f"--plot {arguments.plot}: there is no folder {arguments.plot.parent}")
         if arguments.measure:
             from infcl.plan.measure import measure
 
@@ -158,7 +162,7 @@ def main(argv: list[str] | None = None) -> int:
             print(describe(setting))
             return 0
         rows = sweep(setting, read_range(arguments.sweep))
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         print(f"infcl.plan: error: {error}", file=sys.stderr)
         return 2
     writer = csv.DictWriter(sys.stdout, rows[0], lineterminator="\n")

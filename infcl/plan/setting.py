@@ -100,6 +100,9 @@ class Setting:
 
     def check(self) -> None:
         """ValueError with the numbers for what cannot be."""
+        for name in ("gpus", "gpus_per_node", "tensor_parallel", "resident", "micro_batch"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name.replace('_', '-')} {getattr(self, name)} must be greater than 0")
         if self.gpus % self.tensor_parallel:
             raise ValueError(f"{self.gpus} GPUs are no multiple of tensor-parallel {self.tensor_parallel}")
         if self.sequence_parallel and self.tensor_parallel == 1:
@@ -118,20 +121,28 @@ class Setting:
 
 def load_gpu(name_or_path: str) -> Gpu:
     """A profile of profiles/gpus, or the JSON file that `--measure` wrote. ValueError naming those that there are."""
-    return Gpu(**_load("gpu", name_or_path))
+    return Gpu(**_load("gpu", name_or_path, Gpu))
 
 
 def load_link(name_or_path: str) -> Link:
     """A profile of profiles/links, or a JSON file like them."""
-    return Link(**_load("link", name_or_path))
+    return Link(**_load("link", name_or_path, Link))
 
 
-def _load(kind: str, name: str) -> dict:
+def _load(kind: str, name: str, profile: type) -> dict:
     path = Path(name) if name.endswith(".json") else _PROFILES / f"{kind}s" / f"{name}.json"
     if not path.is_file():
         known = ", ".join(sorted(path.stem for path in (_PROFILES / f"{kind}s").glob("*.json")))
         raise ValueError(f"--{kind} {name}: no such profile (known: {known}; or a JSON file)")
-    return json.loads(path.read_text())
+    try:
+        values = json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"--{kind} {name}: no JSON ({error})") from None
+    fields = {field.name: field.default is dataclasses.MISSING for field in dataclasses.fields(profile)}
+    needed = {field for field, is_needed in fields.items() if is_needed}
+    if not isinstance(values, dict) or not needed <= set(values) <= set(fields):
+        raise ValueError(f"--{kind} {name}: a profile has {', '.join(fields)} and nothing else")
+    return values
 
 
 @lru_cache
