@@ -13,11 +13,13 @@ class Behaviour:
     ranges: honour Range. fail: this many next requests answer 503. stall: send nothing more after this many bytes of a
     body. short: close the connection after this many bytes of a body. tag: the ETag. redirect: send every
     request for /x to /moved/x first. trickle: after this many bytes of a body, a byte every 0.1 s.
+    shift: send so many bytes later than asked. tells_size: answers for ranges tell the file's size.
     """
 
     def __init__(self):
         self.ranges, self.fail, self.stall, self.short, self.tag, self.redirect = True, 0, None, None, "1", False
         self.trickle: int | None = None
+        self.shift, self.tells_size = 0, True
         self.requests: Counter[str] = Counter()
         self.released = threading.Event()
 
@@ -45,7 +47,9 @@ def serving(folder: Path):
             wanted = self.headers.get("Range")
             if wanted and behaviour.ranges:
                 first, last = (int(n) for n in wanted.removeprefix("bytes=").split("-"))
-                headers["Content-Range"] = f"bytes {first}-{min(last, len(data) - 1)}/{len(data)}"
+                first += behaviour.shift if last else 0
+                last = min(last + behaviour.shift, len(data) - 1)
+                headers["Content-Range"] = f"bytes {first}-{last}/{len(data) if behaviour.tells_size else '*'}"
                 data, status = data[first : last + 1], 206
             self._head(status, len(data), headers)
             limit = next((n for n in (behaviour.short, behaviour.stall, behaviour.trickle) if n is not None), None)

@@ -292,3 +292,20 @@ def test_a_worker_that_hangs_ends_the_run_with_the_name_of_its_shard(tmp_path, t
     with pytest.raises(RuntimeError, match=r"no batch for 1 s; worker 0 reads .*0.tar for [0-9]+ s"):
         next(iter(loader))
     loader._source._loader._iterator._workers[0].kill()  # or torch would wait for it
+
+
+def test_a_server_that_does_not_tell_a_files_size_is_read_whole(web, options, tmp_path):
+    url, behaviour = web
+    behaviour.tells_size = False
+    assert captions(url + "/{00000,00001}.tar", options, tmp_path) == EXPECTED
+    assert os.path.exists(options.cache)
+
+
+def test_bytes_from_another_place_than_asked_are_not_used(web, options):
+    url, behaviour = web
+    file = open_shard(url + "/00000.tar", options)
+    assert len(file.pread(10, 512)) == 10
+    behaviour.shift = 1
+    with pytest.raises(OSError, match="bytes from 512 were asked for, bytes 513-522/"):
+        file.pread(10, 512)
+    file.close()

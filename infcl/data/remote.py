@@ -34,8 +34,8 @@ class HttpFile:
         self._url, self._options, self._final = url, options, url
         self._connection: http.client.HTTPConnection | None = None
         response = self._request({"Range": "bytes=0-0"})
-        self.ranges = response.status == 206
         self.file_bytes, self.version = _http_state(response)
+        self.ranges = response.status == 206 and self.file_bytes >= 0  # "bytes 0-0/*" tells no size
         if self.ranges:
             response.read()
         else:
@@ -49,6 +49,8 @@ class HttpFile:
             response = self._request({"Range": f"bytes={offset}-{offset + size - 1}"})
             if response.status != 206 or _http_state(response) != (self.file_bytes, self.version):
                 raise ShardFault("shard_changed", f"{self._url} changed during the run")
+            if not _starts_at(response, offset):
+                raise OSError(f"bytes from {offset} were asked for, {response.getheader('Content-Range')} came")
             deadline = _deadline(size, self._options)
             parts = []
             while part := response.read1(_READ_BYTES):
@@ -112,6 +114,10 @@ def _http_state(response: http.client.HTTPResponse) -> tuple[int, int]:
     whole = response.getheader("Content-Range", "").rpartition("/")[2] or response.getheader("Content-Length", "")
     tag = response.getheader("ETag") or response.getheader("Last-Modified") or ""
     return int(whole) if whole.isdigit() else -1, _number_of(tag)
+
+
+def _starts_at(response: http.client.HTTPResponse, offset: int) -> bool:
+    return response.getheader("Content-Range", "").removeprefix("bytes").strip().startswith(f"{offset}-")
 
 
 class FsspecFile:
