@@ -205,3 +205,14 @@ def test_the_flags_of_launch_scripts_are_ours(script):
     flags = set(re.findall(r"(?<!\S)--[a-z][\w-]+", text.partition("pretrain_clip.py")[2]))
     known = {option for action in make_parser()._actions for option in action.option_strings}
     assert flags <= known
+
+
+def test_the_type_of_training_data_can_follow_from_its_name(tmp_path):
+    def chosen(name):
+        (tmp_path / name).touch()
+        return parse_args(["--dataset-type", "auto", "--train-data", str(tmp_path / name), "--tokenizer", __file__])
+
+    kinds = [chosen(name).dataset_type for name in ("a.csv", "a.TSV", "a.tar", "{0..3}.tar")]
+    assert kinds == ["csv", "csv", "webdataset", "webdataset"]
+    with pytest.raises(ValueError, match="--train-data is missing"):
+        parse_args(["--dataset-type", "auto"])

@@ -101,3 +101,32 @@ def test_several_tables_have_upsampling_factors(table, tmp_path_factory):
     assert loader.num_samples == 7 + 14 + 4  # round(3.5) is even
     with pytest.raises(ValueError, match="2 sources need as many"):
         TableReader(f"{table}::{table}", factors=[1])
+
+
+def test_a_quote_that_nothing_closes_is_told_with_what_it_took(tmp_path):
+    path = tmp_path / "t.csv"
+    rows = [
+        "a://0.jpg\tzero",
+        'a://1.jpg\t"5 inch nail',
+        "a://2.jpg\ttwo",
+        'a://3.jpg\t"quoted" dog',
+        "a://4.jpg\tfour",
+    ]
+    rows += ['a://5.jpg\t"two lines,\nof them a://x.jpg', 'one"', "a://6.jpg\tsix"]
+    path.write_text("\n".join(["filepath\ttitle", *rows]) + "\n")
+    reader = TableReader(str(path))
+    texts = [record.text.decode() for record in reader.read(np.arange(int(reader.counts.sum())), images=False)]
+    assert texts == ["zero", "four", "two lines,\nof them a://x.jpg\none", "six"]
+    assert reader.found == {"index/unclosed_quote": 3}
+    assert len(reader.warnings) == 1 and "t.csv, lines 3 to 5: one quoted field holds" in reader.warnings[0]
+    path.write_text("\n".join(["filepath\ttitle", *rows[:3]]))
+    with pytest.raises(ValueError, match="t.csv, line 3: a quote opens there, or in the 2 lines from there to the end"):
+        TableReader(str(path))
+
+
+def test_lines_of_a_field_that_is_too_long_are_all_counted(tmp_path, monkeypatch):
+    monkeypatch.setattr("infcl.data.table._MAX_FIELD", 40)
+    rows = ['a://1.jpg\t"' + "long " * 4, "a://2.jpg\t" + "long " * 4, "a://3.jpg\tthree"]
+    (tmp_path / "t.csv").write_text("\n".join(["filepath\ttitle", *rows]) + "\n")
+    reader = TableReader(str(tmp_path / "t.csv"))
+    assert reader.counts.tolist() == [1] and reader.found == {"index/bad_row": 2}

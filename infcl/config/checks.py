@@ -123,6 +123,10 @@ def _check_ranges(config: TrainConfig) -> None:
         raise ValueError(f"--force-patch-dropout {config.force_patch_dropout} must lie in [0, 1)")
 
 
+def is_table(train_data: str | None) -> bool:
+    return train_data is not None and train_data.lower().endswith((".csv", ".tsv"))
+
+
 def _check_data(config: TrainConfig) -> None:
     if config.dataset_type == "synthetic":
         if config.train_num_samples is None:
@@ -130,7 +134,7 @@ def _check_data(config: TrainConfig) -> None:
         return
     if config.train_data is None:
         raise ValueError("--train-data is missing: name the training data, or use --dataset-type synthetic")
-    if config.dataset_type == "webdataset" and config.train_data.lower().endswith((".csv", ".tsv")):
+    if config.dataset_type == "webdataset" and is_table(config.train_data):
         raise ValueError(
             f"--train-data {config.train_data} is a table: add --dataset-type csv, and --csv-separator , where commas "
             "separate its columns"

@@ -5,7 +5,7 @@ import ast
 import dataclasses
 import difflib
 
-from infcl.config.checks import validate
+from infcl.config.checks import is_table, validate
 from infcl.config.settings import TrainConfig, option_of
 
 _GATHERING = "not needed: every loss here is over all ranks, with exact gradients"
@@ -53,6 +53,8 @@ def parse_args(argv: list[str] | None = None) -> TrainConfig:
     for launcher_flag in ("local_rank", "deepspeed"):
         arguments.pop(launcher_flag)
     arguments["aug_cfg"] = _parse_aug_cfg(arguments["aug_cfg"])
+    if arguments["dataset_type"] == "auto":
+        arguments["dataset_type"] = "csv" if is_table(arguments["train_data"]) else "webdataset"
     config = TrainConfig(**arguments)
     validate(config)
     return config

@@ -43,7 +43,12 @@ class TrainConfig:
     zeroshot_classnames: str | None = _flag(None, "data", "one class name a line [classnames.txt beside the shards]")
     zeroshot_templates: str | None = _flag(None, "data", "one prompt a line, with {} [templates.txt beside the shards]")
     zeroshot_classes: str | None = _flag(None, "data", "which classes compete, a line each, for a subset [all]")
-    dataset_type: str = _flag("webdataset", "data", "what --train-data is", choices=("webdataset", "csv", "synthetic"))
+    dataset_type: str = _flag(
+        "webdataset",
+        "data",
+        "what --train-data is; auto: a table where it is named .csv or .tsv",
+        choices=("webdataset", "csv", "synthetic", "auto"),
+    )
     train_data_upsampling_factors: str | None = _flag(
         None,
         "data",

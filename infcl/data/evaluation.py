@@ -21,14 +21,13 @@ import torch
 
 from infcl.data.index import DEFAULT_KEYS, SampleKeys
 from infcl.data.records import Record
-from infcl.data.samples import BadSample, ImageLimits, decode_caption, decode_image, parse_json
+from infcl.data.samples import IMAGE_SUFFIXES, BadSample, ImageLimits, decode_caption, decode_image, parse_json
 from infcl.data.shards import expand_shards
 from infcl.data.streaming import stream_records
 from infcl.data.transforms import EvalTransform
 
 EVAL_LIMITS = ImageLimits(min_side=1)
 RESIZES = ("torch", "pil")
-_IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
 
 
 class EvalSample(NamedTuple):
@@ -170,7 +169,7 @@ def class_folders(folder: Path) -> list[tuple[Path, dict[str, Any]]]:
         (image, {"label": name})
         for name in classes
         for image in sorted((folder / name).rglob("*"))
-        if image.suffix.lower() in _IMAGE_SUFFIXES
+        if image.suffix.lower() in IMAGE_SUFFIXES
     ]
     if not files:
         raise ValueError(f"{folder}: neither *.tar shards nor class folders with images ({len(classes)} sub-folders)")

@@ -31,6 +31,7 @@ from infcl.data.transforms import TRANSFORM_DRAWS, TrainTransform
 from infcl.data.workers import stack
 
 _PILLOW_FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")  # none of them runs a program to decode
+IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")  # of files
 _TRANSFORM_STREAM = 0  # of `draw`; replacements of bad samples use streams 1, 2, ...
 _CAPTION_STREAM = 1 << 33
 

@@ -11,11 +11,13 @@ import hashlib
 import os
 from collections import Counter
 from collections.abc import Callable, Sequence
+from typing import TextIO
 
 import numpy as np
 
 from infcl.data.index import DEFAULT_KEYS, MAX_IMAGE_BYTES
 from infcl.data.records import Record
+from infcl.data.samples import IMAGE_SUFFIXES
 from infcl.data.shards import split_sources
 from infcl.data.storage import DEFAULT_STORAGE, ShardFault, StorageOptions, open_shard, retry
 
@@ -43,9 +45,11 @@ class TableReader:
             raise ValueError(f"{len(self.paths)} sources need as many upsampling factors above 0, not {list(factors)}")
         digest, block, ends, counts = hashlib.sha256(), bytearray(), [0], []
         found: Counter[str] = Counter()
+        self.warnings: list[str] = []
         for path in self.paths:
-            rows, problems = _read_table(path, separator, image_column, caption_column)
+            rows, problems, warnings = _read_table(path, separator, image_column, caption_column)
             found.update(problems)
+            self.warnings += warnings
             for image, caption in rows:
                 for field in (image, caption):
                     block += field.encode("utf-8", "surrogateescape")
@@ -56,7 +60,6 @@ class TableReader:
         self.factors = np.array(factors or [1.0] * len(counts), dtype=np.float64)
         digest.update(self._block.tobytes() + self._ends.tobytes() + self.factors.tobytes())
         self.sha256, self.found = digest.hexdigest(), dict(found)
-        self.warnings: list[str] = []
         self.if_empty = "a table has a line of column names, then a line for each image (docs/data.md)"
 
     def __str__(self) -> str:
@@ -107,16 +110,22 @@ class TableReader:
 
 def _read_table(
     path: str, separator: str, image_column: str, caption_column: str
-) -> tuple[list[tuple[str, str]], Counter]:
-    """((image path, caption) of each row, what was left out)."""
+) -> tuple[list[tuple[str, str]], Counter, list[str]]:
+    """((image path, caption) of each row, what was left out, what is said of it).
+
+    A quote at the start of a field that nothing closes takes the rows up to the next quote into its field: lines of it
+    that look like rows are left out with it, counted and told. ValueError where it takes all up to the end.
+    """
     if len(separator) != 1:
         raise ValueError(f"--csv-separator {separator!r} must be one character")
     rows = []
     problems: Counter[str] = Counter()
+    warnings: list[str] = []
     before = csv.field_size_limit(_MAX_FIELD)
     try:
         with open(path, encoding="utf-8", errors="surrogateescape", newline="") as file:
-            lines = csv.reader((line.replace("\0", "") for line in file), delimiter=separator)
+            text = _Lines(file)
+            lines = csv.reader(text, delimiter=separator)
             header = [name.removeprefix("\ufeff") for name in next(lines, [])]
             try:
                 image_at, caption_at = header.index(image_column), header.index(caption_column)
@@ -126,12 +135,28 @@ def _read_table(
                     f"say --csv-img-key, --csv-caption-key or --csv-separator (now {separator!r})"
                 ) from None
             while True:
+                first = lines.line_num + 1
                 try:
                     row = next(lines)
                 except StopIteration:
                     break
                 except csv.Error:
-                    problems["index/bad_row"] += 1
+                    problems["index/bad_row"] += lines.line_num + 1 - first
+                    continue
+                taken = lines.line_num + 1 - first
+                if text.ended:
+                    raise ValueError(
+                        f"--train-data {path}, line {first}: a quote opens there, or in the {taken} lines from there "
+                        "to the end, and is never closed: remove it, or double it within a quoted field"
+                    )
+                if taken > 1 and _holds_rows(row, len(header), image_at, separator):
+                    if not problems["index/unclosed_quote"]:
+                        warnings.append(
+                            f"{path}, lines {first} to {first + taken - 1}: one quoted field holds what look like "
+                            "rows; they are left out: remove the quote that opens it (index/unclosed_quote counts such "
+                            "lines)"
+                        )
+                    problems["index/unclosed_quote"] += taken
                     continue
                 if len(row) <= max(image_at, caption_at):
                     problems["index/bad_row"] += bool(row)  # an empty line is no row
@@ -143,7 +168,33 @@ def _read_table(
         raise ValueError(f"--train-data {path}: {error.strerror}") from error
     finally:
         csv.field_size_limit(before)
-    return _from_beside(rows, path), problems
+    return _from_beside(rows, path), +problems, warnings
+
+
+class _Lines:
+    """A file's lines without NULs. ended: more were asked for than there are."""
+
+    def __init__(self, file: TextIO):
+        self._file, self.ended = file, False
+
+    def __iter__(self) -> "_Lines":
+        return self
+
+    def __next__(self) -> str:
+        for line in self._file:
+            return line.replace("\0", "")
+        self.ended = True
+        raise StopIteration
+
+
+def _holds_rows(row: list[str], columns: int, image_at: int, separator: str) -> bool:
+    """Whether a field of several lines has one with all columns, that of the image ending as a picture's name does."""
+    for field in row:
+        for line in field.splitlines()[1:]:
+            parts = line.split(separator)
+            if len(parts) >= columns and parts[image_at].strip().lower().partition("?")[0].endswith(IMAGE_SUFFIXES):
+                return True
+    return False
 
 
 def _from_beside(rows: list[tuple[str, str]], path: str) -> list[tuple[str, str]]:
