@@ -243,3 +243,15 @@ def test_the_closing_table_tells_failed_saves_and_what_open_clip_cannot_load(tmp
     torn = summary_table(summary | {"failed_saves": 2, "loads_in_open_clip": False})
     assert re.search(r"failed saves +2; the newest checkpoint is R/checkpoints/step_9", torn)
     assert re.search(r"exported model +E  \(for infcl.export.load_exported", torn)
+
+
+def test_a_run_whose_losses_were_not_finite_and_whose_files_are_cut_off_is_still_shown(tmp_path, caplog):
+    root = tmp_path / "run"
+    root.mkdir()
+    record = {name: value for name, value in step_record(1).items() if not name.startswith(("loss", "micro"))}
+    (root / "metrics.jsonl").write_text(json.dumps(record) + "\n")
+    (root / "config.json").write_text('{"model": "de')
+    assert main([str(root)]) == 0
+    text = (root / "report" / "index.html").read_text()
+    Page(text)
+    assert "<b>not finite</b>" in text and "config.json is damaged" in caplog.text

@@ -41,8 +41,8 @@ def headline(run: Run) -> dict[str, str]:
     ):
         if summary.get(key) is not None:
             rows[label] = f"{summary[key]:.1%}"
-    tail = run.train[-max(1, len(run.train) // 20) :]
-    rows["loss, mean of the last 5%"] = f"{sum(record['loss'] for record in tail) / len(tail):.4f}"
+    tail = [record["loss"] for record in run.train[-max(1, len(run.train) // 20) :] if "loss" in record]
+    rows["loss, mean of the last 5%"] = f"{sum(tail) / len(tail):.4f}" if tail else "not finite"
     rows["steps"] = f"{run.last['step']:,}"
     rows["samples seen"] = f"{run.last['samples_seen']:,}"
     rows["samples/s, median"] = f"{_median(run, 'samples_per_second'):,.0f}"

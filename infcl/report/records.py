@@ -3,8 +3,11 @@ go on, and after they have died.
 """
 
 import json
+import logging
 from dataclasses import dataclass
 from pathlib import Path
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -33,7 +36,7 @@ def read_run(root: str | Path) -> Run:
     metrics = root / "metrics.jsonl"
     if not metrics.is_file():
         raise ValueError(f"{root}: not a run folder (no metrics.jsonl)")
-    kinds = {record["kind"] for record in _records(metrics)}
+    kinds = {record["kind"] for record in read_records(metrics)}
     run = Run(
         root=root,
         name=root.resolve().name,
@@ -52,7 +55,7 @@ def read_run(root: str | Path) -> Run:
 def read_metrics(path: Path, kind: str) -> list[dict]:
     """The records of one kind, ordered by step: a run that was resumed forgets what it had done behind that step."""
     kept: list[dict] = []
-    for record in _records(path):
+    for record in read_records(path):
         if record["kind"] in ("train", kind):
             while kept and kept[-1]["step"] >= record["step"]:
                 kept.pop()
@@ -61,7 +64,7 @@ def read_metrics(path: Path, kind: str) -> list[dict]:
     return kept
 
 
-def _records(path: Path) -> list[dict]:
+def read_records(path: Path) -> list[dict]:
     """All lines that are whole: a crash may tear the line it was writing, and only that one."""
     records = []
     for line in Path(path).read_text().splitlines():
@@ -73,4 +76,8 @@ def _records(path: Path) -> list[dict]:
 
 
 def _json(path: Path) -> dict | None:
-    return json.loads(path.read_text()) if path.is_file() else None
+    try:
+        return json.loads(path.read_text()) if path.is_file() else None
+    except ValueError:  # cut off, as by a full disk
+        log.warning("%s is damaged; the page goes without it", path)
+        return None
