@@ -173,15 +173,36 @@ def test_weights_come_out_of_the_newest_intact_checkpoint(finished, tmp_path):
         consolidated_state_dict(tmp_path)
 
 
+def add_checkpoints(run, *steps):
+    for step in steps:
+        folder = run.checkpoints / f"step_{step:08d}"
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "infcl.json").write_text("{}")
+
+
 @pytest.mark.parametrize(
     ("keep_last", "keep_every", "left"),
     [(0, 0, [9, 8, 7, 6, 5, 4, 3, 2, 1]), (2, 0, [9, 8]), (2, 3, [9, 8, 6, 3]), (1, 4, [9, 8, 4])],
 )
 def test_pruning_keeps_the_last_ones_and_every_nth(tmp_path, keep_last, keep_every, left):
     run = RunFolder(tmp_path)
-    for step in range(1, 10):
-        folder = run.checkpoints / f"step_{step:08d}"
-        folder.mkdir(parents=True)
-        (folder / "infcl.json").write_text("{}")
+    add_checkpoints(run, *range(1, 10))
     prune_checkpoints(run, keep_last=keep_last, keep_every=keep_every)
     assert [checkpoint_step(path) for path in complete_checkpoints(run)] == left
+
+
+def test_pruning_after_a_damaged_newer_checkpoint_keeps_what_the_run_went_on_to(tmp_path):
+    """Steps 6 and 8 are damaged: the run goes on from 4, and writes 8 anew."""
+    from types import SimpleNamespace
+
+    from infcl.train.checkpoint_writer import CheckpointWriter
+
+    run, left = RunFolder(tmp_path), []
+    writer = CheckpointWriter(None, run, SimpleNamespace(rank=0, world_size=1), keep_last=1, keep_every=0)
+    add_checkpoints(run, 1, 4, 6, 8)
+    writer.continue_from(run.checkpoints / "step_00000004", 4)
+    for step in (5, 7, 8):
+        add_checkpoints(run, step)
+        writer.prune(run.checkpoints / f"step_{step:08d}")
+        left.append([checkpoint_step(path) for path in complete_checkpoints(run)])
+    assert left == [[8, 6, 5], [8, 7], [8]]

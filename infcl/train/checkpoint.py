@@ -17,7 +17,7 @@ DeepSpeed's own format is not used: it pickles, and it loads under another world
 import json
 import logging
 import shutil
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 import torch
@@ -37,12 +37,17 @@ class DamagedCheckpoint(ValueError):
     """A checkpoint whose files are not what was written."""
 
 
-def prune_checkpoints(run: RunFolder, *, keep_last: int, keep_every: int) -> None:
-    """Remove all but the last `keep_last` checkpoints (0: keep all) and those of every `keep_every`-th step. Rank 0."""
-    if keep_last == 0:
+def prune_checkpoints(run: RunFolder, *, keep_last: int, keep_every: int, passed_over: Collection[str] = ()) -> None:
+    """Remove what is older than the last `keep_last` checkpoints (0: nothing), but those of every `keep_every`-th step.
+
+    passed_over: names of those that are not among these last ones, since the run could not go on from them. Rank 0.
+    """
+    paths = complete_checkpoints(run)
+    last = [path for path in paths if path.name not in passed_over][:keep_last]
+    if keep_last == 0 or len(last) < keep_last:
         return
-    for path in complete_checkpoints(run)[keep_last:]:
-        if keep_every == 0 or checkpoint_step(path) % keep_every:
+    for path in paths:
+        if path.name < last[-1].name and (keep_every == 0 or checkpoint_step(path) % keep_every):
             shutil.rmtree(path, ignore_errors=True)
 
 

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from infcl.parallel import Parallel
-from infcl.train.checkpoint import FORMAT, prune_checkpoints
+from infcl.train.checkpoint import FORMAT, checkpoint_step, complete_checkpoints, prune_checkpoints
 from infcl.train.engine import Engine
 from infcl.train.run_folder import RunFolder, sha256, why_not_written, write_atomic
 
@@ -40,6 +40,7 @@ class CheckpointWriter:
         self.failed = 0
         self.newest: Path | None = None
         self.begun_step: int | None = None
+        self._passed_over: set[str] = set()  # on rank 0
         self._thread: threading.Thread | None = None
 
     @property
@@ -51,6 +52,14 @@ class CheckpointWriter:
     def busy(self) -> bool:
         """This rank is still writing."""
         return self._thread is not None and self._thread.is_alive()
+
+    def continue_from(self, checkpoint: Path, step: int) -> None:
+        """The run goes on from this checkpoint; later ones of its folder are damaged, and count for nothing."""
+        self.begun_step = step
+        if checkpoint.resolve().parent == self.run.checkpoints.resolve():
+            self.newest = checkpoint
+            if self.parallel.rank == 0:
+                self._passed_over = {p.name for p in complete_checkpoints(self.run) if checkpoint_step(p) > step}
 
     def begin(self, step: int, state: dict) -> None:
         """Start checkpoints/step_<step>; an earlier one is published first. Collective.
@@ -102,9 +111,14 @@ class CheckpointWriter:
                 log.warning("%s could not be written (%s); training goes on", self._final.name, outcome[0])
             return None
         if self.parallel.rank == 0:
-            prune_checkpoints(self.run, **self.keep)
+            self.prune(self._final)
         self.newest = self._final
         return self._final
+
+    def prune(self, written: Path) -> None:
+        """Remove old checkpoints behind this new one. Rank 0."""
+        self._passed_over.discard(written.name)
+        prune_checkpoints(self.run, **self.keep, passed_over=self._passed_over)
 
     def _write(self, own: dict[str, torch.Tensor]) -> None:
         try:
