@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from infcl.config import TrainConfig, parse_args
+from infcl.report.records import read_records
 from infcl.train.console import Console, clock
 from infcl.train.metrics import MetricsWriter, PhaseTimer
 from infcl.train.profiler import WARM_UP_STEPS, StepProfiler, phase_table
@@ -53,7 +54,7 @@ def write(folder, report_to="none", **extra):
     writer.step(2, 128, VALUES | extra)
     writer.evaluation("zero_shot", 2, 128, {"top1": 0.5})
     writer.close()
-    return [json.loads(line) for line in run.metrics.read_text().splitlines()]
+    return read_records(run.metrics)
 
 
 def test_what_is_not_a_number_is_left_out_and_lines_stay_json(tmp_path):
@@ -207,3 +208,13 @@ def test_profile_flag_leaves_trace_and_table_in_the_run_folder(demo_folder, tmp_
     run_ranks(fit, 1, config)
     assert {path.name for path in (tmp_path / "run" / "profile").iterdir()} == {"trace_rank0.json.gz", "table.txt"}
     assert "phase/replay" in (tmp_path / "run" / "profile" / "table.txt").read_text()
+
+
+def test_a_record_behind_a_torn_line_is_not_lost_with_it(tmp_path):
+    write(tmp_path)
+    path = RunFolder(tmp_path).metrics
+    whole = path.read_text()
+    path.write_text(whole[: -len(whole.splitlines()[-1]) // 2 - 1])  # within the last record
+    write(tmp_path)
+    assert len(path.read_text().splitlines()) == len(whole.splitlines()) * 2
+    assert [r["step"] for r in read_records(path)] == [1, 2, *(r["step"] for r in map(json.loads, whole.splitlines()))]

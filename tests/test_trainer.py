@@ -1,7 +1,9 @@
 """The whole trainer on the embedded data set: golden losses, ZeRO stages, exact resume, and what it leaves on disk."""
 
+import contextlib
 import dataclasses
 import json
+import shutil
 import socket
 import subprocess
 from pathlib import Path
@@ -14,6 +16,7 @@ from safetensors import safe_open
 from infcl.config import TrainConfig
 from infcl.export import load_exported
 from infcl.report import read_metrics
+from infcl.report.records import read_records
 from infcl.train.checkpoint import consolidated_state_dict
 from infcl.train.run_folder import RunFolder
 from tests.ranks import run_ranks
@@ -368,3 +371,36 @@ def test_two_processes_do_not_train_in_one_folder(demo_folder, tmp_path):
     assert run_ranks(opened, 1, config) == [None]
     running.write_text("{")  # a full disk's
     assert run_ranks(opened, 2, config) == [None, None]
+
+
+def evaluations(rank, world_size, config):
+    """The evaluations in metrics.jsonl after a run that ends in its zero-shot evaluation of step 1, and after two more
+    that go on from there."""
+    from infcl.train.trainer import Trainer
+
+    def run_task(trainer, name):
+        if name in fails:
+            raise KeyboardInterrupt
+        trainer.metrics.evaluation(name, trainer.step, trainer.samples_seen, {})
+
+    kept, fails = [], {"zero_shot"}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Trainer, "_run_task", run_task)
+        patch.setattr(Trainer, "_finish", lambda trainer: {})
+        for _ in range(3):
+            with pytest.raises(KeyboardInterrupt) if fails else contextlib.nullcontext():
+                fit(rank, world_size, config)
+            fails.clear()
+            shutil.rmtree(Path(config.logs) / config.name / "checkpoints" / "step_00000002", ignore_errors=True)
+            records = read_records(Path(config.logs) / config.name / "metrics.jsonl")
+            kept.append([(r["kind"], r["step"]) for r in records if r["kind"] != "train"])
+    return kept
+
+
+def test_an_evaluation_that_a_run_ended_before_is_made_up_for_once(demo_folder, tmp_path):
+    flags = {"train_num_samples": 32, "batch_size": 16, "steps": 2, "save_frequency": 1, "resume": "latest"}
+    flags |= {"zeroshot_frequency": 1}
+    data = {"val_data": str(demo_folder / "val"), "zeroshot_data": str(demo_folder / "zeroshot")}
+    first, second, third = run_ranks(evaluations, 1, demo_config(demo_folder, tmp_path, **flags, **data))[0]
+    assert first == [("retrieval", 1)]
+    assert second == third == [("retrieval", 1), ("zero_shot", 1)]

@@ -5,6 +5,7 @@ Everything happens on rank 0; the x-axis is samples_seen everywhere.
 
 import json
 import math
+import os
 import resource
 import time
 from collections.abc import Callable
@@ -12,6 +13,7 @@ from typing import Any
 
 import torch
 
+from infcl.report.records import read_records
 from infcl.train.console import Console
 from infcl.train.run_folder import RunFolder, why_not_written
 from infcl.train.sinks import open_sinks
@@ -75,12 +77,13 @@ class MetricsWriter:
         report_to: str = "none",
         wandb_project_name: str = "infcl",
     ):
-        self.enabled = enabled
+        self.run, self.enabled = run, enabled
         self.lost = 0
         if enabled:
             self.file = open(run.metrics, "a", buffering=1)
             self.sinks = open_sinks(report_to, run.root, wandb_project_name=wandb_project_name)
             self.console = Console(total_steps, log_every_n_steps)
+            self._end_torn_line()
 
     def step(self, step: int, samples_seen: int, values: dict[str, float | None]) -> None:
         """Record optimizer step `step` (counted from 1); console.py says which values it shows."""
@@ -88,12 +91,24 @@ class MetricsWriter:
             known = self._write("train", step, samples_seen, values)
             self._try(self.console.step, step, known)
 
+    def _end_torn_line(self) -> None:
+        """What a crash left of a record gets a line of its own, or the next record would be lost with it."""
+        with open(self.file.name, "rb") as before:
+            if before.seek(0, os.SEEK_END):
+                before.seek(-1, os.SEEK_END)
+                if before.read() != b"\n":
+                    self._try(self.file.write, "\n")
+
     def evaluation(self, name: str, step: int, samples_seen: int, values: dict[str, float]) -> None:
         if not self.enabled:
             return
         self._write(name, step, samples_seen, values)
         shown = "  ".join(f"{key} {value:.4g}" for key, value in values.items())
         self.say(f"{name} at step {step}: {shown}")
+
+    def evaluated_at(self, step: int) -> set[str]:
+        """The evaluations that stand in metrics.jsonl for this step. Rank 0."""
+        return {record["kind"] for record in read_records(self.run.metrics) if record["step"] == step} - {"train"}
 
     def say(self, text: str) -> None:
         """A line above the progress bar."""

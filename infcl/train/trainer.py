@@ -8,13 +8,13 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 import torch
 import torch.distributed as dist
 
 from infcl.config import BatchPlan, TrainConfig, total_steps
-from infcl.parallel import Parallel, join_parts, max_over, mean_over, micro_batch_seed, seed_everything
+from infcl.parallel import Parallel, from_first_rank, join_parts, max_over, mean_over, micro_batch_seed, seed_everything
 from infcl.step.grad_cache import grad_cache_step
 from infcl.train.account import opening, summary_of
 from infcl.train.build import (
@@ -130,6 +130,9 @@ class Trainer:
 
     def _train(self) -> None:
         config, steps_per_epoch = self.config, self.loader.steps_per_epoch
+        if self.step < self.total_steps and self.checkpoints.newest and self.step % steps_per_epoch == 0:
+            done = from_first_rank(lambda: self.metrics.evaluated_at(self.step))
+            self._evaluate(self.step // steps_per_epoch, done)  # the run had ended between checkpoint and evaluation
         while self.step < self.total_steps:
             epoch = self.step // steps_per_epoch
             self.loader.set_position(epoch, self.step % steps_per_epoch)
@@ -146,7 +149,7 @@ class Trainer:
             if self.step < self.total_steps:
                 if config.save_frequency and epochs_done % config.save_frequency == 0:
                     self._save()
-                self._evaluate({"retrieval": config.val_frequency, "zero_shot": config.zeroshot_frequency}, epochs_done)
+                self._evaluate(epochs_done)
 
     def _train_step(self, micro_batches: Iterator[dict[str, torch.Tensor]]) -> None:
         """One step over the micro-batches that the loader yields: M, and those that are read again."""
@@ -256,8 +259,10 @@ class Trainer:
 
     # ---- evaluation ----
 
-    def _evaluate(self, frequencies: dict[str, int], epochs_done: int) -> None:
+    def _evaluate(self, epochs_done: int, done: Collection[str] = ()) -> None:
+        frequencies = {"retrieval": self.config.val_frequency, "zero_shot": self.config.zeroshot_frequency}
         due = [name for name, n in frequencies.items() if name in self.tasks and n and epochs_done % n == 0]
+        due = [name for name in due if name not in done]
         if due:
             self.checkpoints.publish()  # an evaluation that fails, or is ended, takes no epoch with it
         for name in due:
@@ -304,9 +309,7 @@ class Trainer:
         for lines in opening(self):
             self.metrics.say(lines)
         if checkpoint is not None:
-            self.checkpoints.begun_step = self.step
-            if checkpoint.resolve().parent == self.run.checkpoints.resolve():
-                self.checkpoints.newest = checkpoint
+            self.checkpoints.continue_from(checkpoint, self.step)
             self.metrics.say(f"resumed from {checkpoint} at step {self.step}")
         if changed:
             self.metrics.say(f"flags that the run had otherwise: {'; '.join(changed)}")
