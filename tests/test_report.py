@@ -122,22 +122,22 @@ def test_the_page_is_whole_and_loads_nothing(page):
 
 
 def test_two_runs_are_overlaid_and_the_flags_that_differ_listed(tmp_path):
-    first, second = write_run(tmp_path / "a"), write_run(tmp_path / "b", lr=2e-3)
+    first, second = write_run(tmp_path / "a $x_$"), write_run(tmp_path / "b", lr=2e-3)  # no formula
     assert main([str(first), str(second), "--out", str(tmp_path / "out")]) == 0
     text = (tmp_path / "out" / "compare_b.html").read_text()
     Page(text)
     differing = text[text.index("Flags that differ") : text.index("Learning</h2>")]
     assert "--lr" in differing and "0.002" in differing and "--batch-size" not in differing
-    assert "a · image→text" in text and "b · text→image" in text
+    assert "a $x_$ · image→text" in text and "b · text→image" in text
     assert (tmp_path / "out" / "compare_b_loss.png").is_file()
 
 
 def test_a_run_that_died_is_still_shown(tmp_path):
-    """No summary, no config, and the last line torn by the crash."""
+    """No summary, no config, the last line torn by the crash, bytes before it that are no text."""
     root = tmp_path / "dead"
     root.mkdir()
     lines = [json.dumps(step_record(step)) for step in (1, 2, 2, 3)]
-    (root / "metrics.jsonl").write_text("\n".join(lines) + '\n{"kind": "train", "st')
+    (root / "metrics.jsonl").write_bytes("\n".join(lines).encode() + b'\n\x00\xff\n0\n{}\n{"kind": "train", "st')
     assert [record["step"] for record in read_metrics(root / "metrics.jsonl", "train")] == [1, 2, 3]
     assert main([str(root)]) == 0
     text = (root / "report" / "index.html").read_text()

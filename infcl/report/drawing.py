@@ -73,7 +73,7 @@ def draw_png(chart: Chart, picture: Path) -> None:
         ys = smooth(series.ys) if series.noisy else series.ys
         if series.points:
             look |= {"marker": "o", "clip_on": False, "zorder": 3}  # an accuracy of 1 lies on the frame
-        axis.plot(series.xs, ys, linewidth=1.7, label=series.label, **look)
+        axis.plot(series.xs, ys, linewidth=1.7, label=series.label.replace("$", r"\$"), **look)
     low, high = _range(chart)
     axis.set(xlabel="samples seen", xlim=(0, None), ylim=(low, high), yscale="log" if chart.log else "linear")
     axis.set_title(chart.title, pad=22 if chart.note else 8)

@@ -65,13 +65,15 @@ def read_metrics(path: Path, kind: str) -> list[dict]:
 
 
 def read_records(path: Path) -> list[dict]:
-    """All lines that are whole: a crash may tear the line it was writing, and only that one."""
+    """All lines that are whole: a crash may tear the line it was writing, or leave bytes that are no text."""
     records = []
-    for line in Path(path).read_text().splitlines():
+    for line in Path(path).read_text(encoding="utf-8", errors="replace").splitlines():
         try:
-            records.append(json.loads(line))
+            record = json.loads(line)
         except json.JSONDecodeError:
             continue
+        if isinstance(record, dict) and {"kind", "step"} <= set(record):
+            records.append(record)
     return records
 
 
