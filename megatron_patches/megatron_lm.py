@@ -158,7 +158,7 @@ def one_loss_step(
     if config.finalize_model_grads_func is not None:
         groups = {} if pg_collection is None else {"pg_collection": pg_collection}
         forced = {"force_all_reduce": True} if force_all_reduce else {}
-        config.finalize_model_grads_func([model], None, **groups, **forced)
+        config.finalize_model_grads_func([module], None, **groups, **forced)
     return [report(output.loss)]
 
 

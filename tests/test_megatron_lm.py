@@ -70,6 +70,7 @@ class Events(list):
         return contextlib.nullcontext()
 
     def finalize(self, models, num_tokens, **given):
+        assert all(isinstance(model, nn.Module) for model in models)
         self.append("finalize")
 
 
