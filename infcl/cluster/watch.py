@@ -22,6 +22,7 @@ import torch.distributed as dist
 from infcl.cluster.meeting import Node
 
 HOST_LOST = 69
+LEAVING = 20.0  # seconds, at most, in which a call of the store comes back: on a busy host two were too few
 _MESSAGE = "lost host"
 
 
@@ -53,7 +54,7 @@ class HostWatch:
         store's C++ while the interpreter is taken down would abort the process, and its exit code with it."""
         self._closed.set()
         for thread in self.threads:
-            thread.join(timeout=2)
+            thread.join(timeout=LEAVING)
 
     def close(self) -> None:
         """This host has finished: the others must not miss it."""
