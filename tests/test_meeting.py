@@ -163,21 +163,37 @@ def test_a_host_that_has_finished_is_not_missed(store):
 
 
 def test_a_host_that_cannot_reach_rank_0_ends_by_itself(capfd):
-    ended = Ended()
-    HostWatch(_Unreachable(), NODES, 2, timeout=1, exit=ended)
+    ended, store = Ended(), _Unreachable()
+    HostWatch(store, NODES, 2, timeout=1, exit=ended)
     wait_until(lambda: ended)
+    store.mended.set()  # this process is not to wait for it when it ends
     assert set(ended) == {HOST_LOST}
     assert "b: rank 0's host, a (ranks 0-1), has not answered for" in capfd.readouterr().err
 
 
 class _Unreachable:
-    """A store behind a pulled cable: nothing answers, nothing fails."""
+    """A store behind a pulled cable: nothing answers, nothing fails, until it is mended."""
+
+    def __init__(self):
+        self.asked, self.mended = threading.Event(), threading.Event()
 
     def clone(self):
         return self
 
     def add(self, *_):
-        threading.Event().wait()
+        self.asked.set()
+        self.mended.wait()
+        raise dist.DistError("too late")
+
+
+def test_a_process_that_ends_waits_until_its_watch_has_come_back_from_a_slow_store():
+    """On a host with more ranks than cores two seconds were too few: it was aborted, after all it had to do."""
+    store = _Unreachable()
+    watch = HostWatch(store, NODES, 2, timeout=3, exit=Ended())
+    assert store.asked.wait(10)
+    threading.Timer(2.5, store.mended.set).start()
+    watch._leave()
+    assert not any(thread.is_alive() for thread in watch.threads)
 
 
 def test_what_ranks_say_is_plain_json(store, monkeypatch):
