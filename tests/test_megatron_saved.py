@@ -1,6 +1,7 @@
 """What compiled tensor-parallel blocks keep for their backward is what the planner counts."""
 
 import dataclasses
+import functools
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from infcl.plan import memory, tower_time
 from infcl.towers import CLIP, CLIPConfig, TextConfig, VisionConfig
 from infcl.train.compiled import _in_turn, compile_blocks
 from tests.ranks import run_ranks
+from tests.saved_tensors import saved_bytes
 from tests.tensor_parallel import layout
 
 SAMPLES = 8
@@ -44,19 +46,11 @@ def kept_by_four_blocks(rank, world_size, sequence_parallel, blocks_of_a_run, le
 
 
 def _kept(model: CLIP, x: torch.Tensor) -> int:
-    parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
-    found = {}
+    def forward():
+        with torch.autocast("cpu", torch.bfloat16):
+            functools.reduce(lambda rows, block: block(rows), model.visual.transformer.resblocks, x)
 
-    def keep(tensor):
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in parameters:
-            found[storage.data_ptr()] = (storage.nbytes(), tensor)  # alive, so that its address is not used again
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), torch.autocast("cpu", torch.bfloat16):
-        for block in model.visual.transformer.resblocks:
-            x = block(x)
-    return sum(size for size, _ in found.values())
+    return saved_bytes(model, forward)
 
 
 @pytest.mark.slow

@@ -18,6 +18,7 @@ from infcl.plan.memory import (
 )
 from infcl.towers import CLIP, load_model_config
 from infcl.train.build import build_model
+from tests.saved_tensors import saved_bytes
 from tests.test_entry import alone, command
 from tests.test_trainer import demo_config
 
@@ -74,24 +75,12 @@ def test_activation_checkpointing_and_half_precision_shrink_the_graph():
     assert sizes["fp32", False] > 1.7 * sizes["amp_bf16", False] > 4 * sizes["amp_bf16", True]
 
 
-def saved_bytes(cfg, micro_batch_size: int, dtype: torch.dtype, checkpointing: bool) -> int:
-    """What autograd keeps for the backward of a forward, without the parameters."""
+def saved_by_a_forward(cfg, micro_batch_size: int, dtype: torch.dtype, checkpointing: bool) -> int:
     model = CLIP(cfg, activation_checkpointing=checkpointing).train().to(dtype)
-    parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
-    kept = {}
-
-    def keep(tensor):
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in parameters:
-            kept[storage.data_ptr()] = (storage.nbytes(), tensor)  # alive, so that its address is not used again
-        return tensor
-
     side = cfg.vision_cfg.image_size
     images = torch.zeros(micro_batch_size, 3, side, side, dtype=torch.uint8)
     texts = torch.ones(micro_batch_size, cfg.text_cfg.context_length, dtype=torch.int64)
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        model(images, texts)
-    return sum(size for size, _ in kept.values())
+    return saved_bytes(model, lambda: model(images, texts))
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
@@ -106,7 +95,7 @@ def test_the_activations_of_a_block_are_what_autograd_keeps(precision, dtype, ch
     ]
     options = {"micro_batch_size": 2, "precision": precision, "checkpointing": checkpointing}
     one, three = (activation_bytes(cfg, **options) for cfg in cfgs)
-    kept_one, kept_three = (saved_bytes(cfg, 2, dtype, checkpointing) for cfg in cfgs)
+    kept_one, kept_three = (saved_by_a_forward(cfg, 2, dtype, checkpointing) for cfg in cfgs)
     assert kept_three - kept_one == pytest.approx(three - one, rel=0.02)
 
 
