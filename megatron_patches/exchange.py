@@ -10,9 +10,8 @@ after it and receives from the one before. Two ways, one interface:
 Swaps come in rounds: one or two for each step 1 .. T - 1, the same on all ranks, all waited for before the round ends.
 Each rank has slots of peer-visible memory for two rounds, used in turn, and behind them a flag for each slot, with
 the number of the swap whose rows lie there (infcl/peer_memory: no part of it is a kernel). That a slot may be written
-over needs no flag: what rank A sends B in round k + 2 falls on rows of round k, or older ones. A has had
-B's rows of round k + 1 by then, which B sent when it had done with round k. So a rank issues all its rounds to one
-stream.
+over needs no flag: what rank A sends B in round k + 2 falls on rows of round k, or older ones. A has had B's rows of
+round k + 1 by then, which B sent when it had done with round k. So a rank issues all its rounds to one stream.
 """
 
 import functools

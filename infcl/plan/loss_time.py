@@ -5,7 +5,8 @@ and epilogue of each), at the rate that the profile has for 65,536 pairs of widt
 once adds its bytes. In a step the host issues all of it while the towers run; alone, the loss takes at least as long as
 the host does. Small batches of one GPU are replayed as a graph (infcl/loss/graphed.py).
 
-Blocks that GPUs of one host pass on are not hidden: overlapping gained nothing there (docs/results/tiling_h200.csv).
+Blocks that GPUs of one host pass on are not hidden: with NCCL's sends overlapping gained nothing there
+(docs/results/tiling_h200.csv). Copy engines hide them on two GPUs; on more they have not been measured.
 Crossings between hosts are taken to hide.
 """
 

@@ -104,8 +104,6 @@ def deepspeed_config(preset: dict, precision: str, batch: BatchPlan, grad_clip_n
     if precision in ("bf16", "fp16"):
         merged[precision] = merged.get(precision, {}) | {"enabled": True}
         merged.setdefault("data_types", {}).setdefault("grad_accum_dtype", "fp32")
-    if (
-        precision == "bf16" and zero_stage(preset) == 1
-    ):  # once a step, of float32 sums; DeepSpeed would round them first
+    if precision == "bf16" and zero_stage(preset) == 1:  # once a step; DeepSpeed would round the float32 sums first
         merged.setdefault("communication_data_type", "fp32")
     return merged
