@@ -83,7 +83,13 @@ def test_columns_and_separator_can_be_named(table, tmp_path, tmp_path_factory):
         TableReader(str(tmp_path / "none.csv"))
 
 
-def test_a_table_is_data_and_runs_nothing(tmp_path):
+def test_a_table_is_data_and_runs_nothing(tmp_path, monkeypatch):
+    # From a folder of its own: whether ../../etc/hostname is there must not hang on where the clone lies.
+    work = tmp_path / "two" / "levels"
+    work.mkdir(parents=True)
+    monkeypatch.chdir(work)
+    (tmp_path / "etc").mkdir()
+    (tmp_path / "etc" / "hostname").write_text("not an image\n")
     (tmp_path / "t.csv").write_bytes(
         b"filepath\ttitle\npipe:touch %s/executed\tx\n" % str(tmp_path).encode()
         + b"../../etc/hostname\tx\n\x00\xff\tx\n"
