@@ -18,7 +18,7 @@ import os
 import socket
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar, cast
 
 import torch
@@ -37,6 +37,24 @@ _rendezvous = 0  # how often this process has shared memory, with any group
 
 class RankFailed(RuntimeError):
     """One rank of a group failed, and this is raised on all."""
+
+
+def may_wait(device: torch.device) -> bool:
+    """Whether streams may wait for flags now. A captured CUDA graph would, replayed, find those that were written long
+    ago, and what was sent before its capture."""
+    return device.type == "cuda" and not torch.cuda.is_current_stream_capturing()
+
+
+def on_peers(
+    group: dist.ProcessGroup, device: torch.device, make: Callable[[], _Result]
+) -> tuple[_Result | None, str | None]:
+    """(what `make` returns on every rank, None), or (None, why GPUs cannot share memory here). Collective."""
+    if not reach_each_other(group, device):
+        return None, "a rank does not see another's GPU, or cannot write into its memory over NVLink"
+    try:
+        return make(), None
+    except RankFailed as error:  # containers may forbid what sharing memory needs
+        return None, str(error)
 
 
 def reach_each_other(group: dist.ProcessGroup, device: torch.device) -> bool:
@@ -111,6 +129,13 @@ def allocate(
         raise RankFailed(f"ranks 0.. have shared memory {counts} times before, with other groups too")
     _rendezvous += 1
     return memory, on_all(group, share)  # all GPUs have ended what they did before, and zeroed their flags
+
+
+def try_flags(driver: "Driver", stream: int, targets: Iterable[int], own: int) -> None:
+    """Flags that change nothing: RuntimeError where the driver refuses them. They are zeros yet, at all addresses."""
+    for address in targets:
+        driver.write_flag(stream, address, 0)
+    driver.wait_flag(stream, own, 0)
 
 
 def _check_socket() -> None:

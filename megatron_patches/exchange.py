@@ -54,21 +54,26 @@ class Exchange(Protocol):
 
 
 def exchange_of(group_name: str, device: torch.device) -> Exchange:
-    """The group's one exchange, peer to peer where its GPUs can. Collective the first time."""
+    """The group's one exchange, peer to peer where its GPUs can. Collective the first time.
+
+    By send and receive while a CUDA graph is captured, too (peer_memory.may_wait).
+    """
     # by the group: after destroy_process_group, torch gives another one the same name
-    return _exchange_of(dist.distributed_c10d._resolve_process_group(cast("GroupName", group_name)), device)
+    group = dist.distributed_c10d._resolve_process_group(cast("GroupName", group_name))
+    return _by_copies(group, device) if peer_memory.may_wait(device) else _by_messages(group)
 
 
 @functools.cache
-def _exchange_of(group: dist.ProcessGroup, device: torch.device) -> Exchange:
-    if device.type == "cuda":
-        problem = "a rank does not see another's GPU, or cannot write into its memory over NVLink"
-        if peer_memory.reach_each_other(group, device):
-            try:
-                return PeerMemory(group, device)
-            except peer_memory.RankFailed as error:  # containers may forbid what sharing memory needs
-                problem = str(error)
-        _log.warning("rows travel slowly, by send and receive, since GPUs cannot share memory here: %s", problem)
+def _by_copies(group: dist.ProcessGroup, device: torch.device) -> Exchange:
+    exchange, problem = peer_memory.on_peers(group, device, lambda: PeerMemory(group, device))
+    if exchange is not None:
+        return exchange
+    _log.warning("rows travel slowly, by send and receive, since GPUs cannot share memory here: %s", problem)
+    return _by_messages(group)
+
+
+@functools.cache
+def _by_messages(group: dist.ProcessGroup) -> Exchange:
     return SendReceive(group)
 
 
@@ -113,7 +118,7 @@ class PeerMemory:
         self._raw = self.stream.cuda_stream
         self._ready, self._sent = torch.cuda.Event(), torch.cuda.Event()
         self._watch = peer_memory.Watch(group, device, self._missing)
-        self._allocate(ALIGNED)  # what cannot be shared is known from the start
+        self._allocate(ALIGNED)  # what cannot be shared, and flags that the driver refuses, are known from the start
 
     def swap(self, rows: torch.Tensor, step: int) -> Arrival:
         if rows.nbytes > self.slot_bytes:
@@ -147,8 +152,15 @@ class PeerMemory:
             )
         slot_bytes = -(-slot_bytes // ALIGNED) * ALIGNED
         flags, size = self.slots * slot_bytes, self.slots * (slot_bytes + ALIGNED)
-        memory, self._addresses = peer_memory.allocate(size, slice(flags, None), self.group, self.device)
-        self._memory, self.slot_bytes = memory, slot_bytes
+        memory, addresses = peer_memory.allocate(size, slice(flags, None), self.group, self.device)
+
+        def try_flags() -> None:
+            others = [address + flags for address in addresses]
+            peer_memory.try_flags(self._driver, self._raw, others, others[self.rank])
+            self.stream.synchronize()  # a zero that comes late would fall on the first swap's flag
+
+        peer_memory.on_all(self.group, try_flags)
+        self._memory, self._addresses, self.slot_bytes = memory, addresses, slot_bytes
         self._views: dict[tuple, torch.Tensor] = {}
         self.swaps, self.arrivals = 0, 0
 

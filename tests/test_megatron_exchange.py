@@ -78,6 +78,7 @@ def without_shared_memory(rank, size):
     from megatron_patches import exchange
 
     with (
+        mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=False),
         mock.patch.object(peer_memory, "reach_each_other", return_value=True),
         mock.patch.object(exchange, "_log") as log,
     ):
@@ -111,10 +112,13 @@ def where_one_rank_fails(rank, size, failing, part, largest):
 
         return call
 
+    wait = failing_at("flags", lambda value: None)
+    driver = SimpleNamespace(write_flag=mock.Mock(), wait_flag=lambda stream, address, value: wait(value))
     with (
         mock.patch.multiple(torch.cuda, Stream=mock.Mock(), Event=mock.Mock(), synchronize=mock.Mock()),
+        mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=False),
         mock.patch.object(peer_memory, "reach_each_other", return_value=True),
-        mock.patch.object(peer_memory, "Driver", failing_at("driver", lambda _: None)),
+        mock.patch.object(peer_memory, "Driver", failing_at("driver", lambda _: driver)),
         mock.patch.object(symmetric_memory, "empty", failing_at("empty", lambda n: torch.ones(n, dtype=torch.uint8))),
         mock.patch.object(
             symmetric_memory,
@@ -136,7 +140,7 @@ def where_one_rank_fails(rank, size, failing, part, largest):
     return type(taken).__name__, [call.args[1] for call in log.warning.call_args_list], error
 
 
-@pytest.mark.parametrize("part", ["driver", "empty", "rendezvous"])
+@pytest.mark.parametrize("part", ["driver", "empty", "rendezvous", "flags"])
 @pytest.mark.parametrize("failing", [0, 2])
 def test_memory_that_one_rank_cannot_share_sends_the_rows_of_all_and_all_say_why(part, failing):
     for taken, warnings, _ in run_ranks(where_one_rank_fails, 3, failing, part, 0, timeout=30):
@@ -149,6 +153,30 @@ def test_larger_slots_that_one_rank_cannot_share_fail_on_all(part):
     for taken, warnings, error in run_ranks(where_one_rank_fails, 3, 1, part, 100_000, timeout=30):
         assert taken == "PeerMemory" and not warnings
         assert error == (None if part == "neither" else "rank 1 of 3: OutOfMemoryError: CUDA is full")
+
+
+def while_captured(rank, size):
+    """What is taken before, while and after a CUDA graph is captured; of PeerMemory a stand-in."""
+    from unittest import mock
+
+    from infcl import peer_memory
+    from megatron_patches import exchange
+
+    name, taken = dist.new_group().group_name, []
+    with (
+        mock.patch.object(peer_memory, "reach_each_other", return_value=True),
+        mock.patch.object(exchange, "PeerMemory", lambda *_: "copies"),
+        mock.patch.object(torch.cuda, "is_current_stream_capturing", side_effect=[False, True, True, False]),
+    ):
+        for _ in range(4):
+            taken.append(exchange.exchange_of(name, torch.device("cuda", rank)))
+    return [one if isinstance(one, str) else type(one).__name__ for one in taken]
+
+
+def test_rows_that_a_cuda_graph_captures_go_by_sends():
+    """Flags have the numbers of swaps, which a graph would write and wait for again."""
+    expected = ["copies", "SendReceive", "SendReceive", "copies"]
+    assert run_ranks(while_captured, 2) == [expected] * 2
 
 
 def test_a_group_has_its_own_exchange_though_one_before_had_its_name():

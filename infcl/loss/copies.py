@@ -36,11 +36,9 @@ _log = logging.getLogger(__name__)
 def copies_of(group: dist.ProcessGroup, device: torch.device) -> "PeerCopies | None":
     """The group's one set of buffers; None where its GPUs do not reach each other. Collective the first time.
 
-    None while a CUDA graph is captured: replayed, it would wait for flags that were written long ago.
+    None while a CUDA graph is captured, too (peer_memory.may_wait).
     """
-    if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
-        return None
-    return _copies_of(group, device)
+    return _copies_of(group, device) if peer_memory.may_wait(device) else None
 
 
 @functools.cache
@@ -48,15 +46,12 @@ def _copies_of(group: dist.ProcessGroup, device: torch.device) -> "PeerCopies | 
     with torch.cuda.device(device):  # where objects are gathered
         if "cuda:nccl" not in dist.get_backend_config(group).split(","):  # get_backend names none where there are two
             return None
-        problem = "not all GPUs see each other, over NVLink"
-        if peer_memory.reach_each_other(group, device):
-            try:
-                _kept.append(PeerCopies(group, device))
-                return _kept[-1]
-            except peer_memory.RankFailed as error:  # containers may forbid what sharing memory needs
-                problem = str(error)
-        _log.info("the ring's messages are the process group's sends: %s", problem)
-        return None
+        copies, problem = peer_memory.on_peers(group, device, lambda: PeerCopies(group, device))
+        if copies is None:
+            _log.info("the ring's messages are the process group's sends: %s", problem)
+        else:
+            _kept.append(copies)
+        return copies
 
 
 def kept_bytes() -> int:
@@ -145,11 +140,9 @@ class PeerCopies:
             self._watch.mark_here(torch.cuda.current_stream(self.device))
 
     def _try_flags(self) -> None:
-        """Flags that change nothing, to all ranks: RuntimeError where the driver refuses them."""
-        stream, flags = self._current.cuda_stream, self._flags.addresses
-        for address in flags:
-            self._driver.write_flag(stream, address + self._grant(self.rank), 0)
-        self._driver.wait_flag(stream, flags[self.rank], 0)
+        flags = self._flags.addresses
+        grants = [address + self._grant(self.rank) for address in flags]
+        peer_memory.try_flags(self._driver, self._current.cuda_stream, grants, flags[self.rank])
 
     def _missing(self) -> str:
         """What this rank waits for, by the flags."""
