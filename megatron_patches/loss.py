@@ -18,17 +18,22 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from torch import nn
 
+from infcl.loss.contrastive import ContrastiveLoss
+from infcl.loss.ring import RingExchange
+
 
 class TensorParallelLoss(nn.Module):
-    """`inner` over all ranks, called like it.
+    """`inner`, whose group has all ranks, called like it.
 
     Cost beside the inner loss: one all-gather of [b, D] f32 per side in the backward, within the group.
-    ValueError when b does not divide by T.
+    ValueError, on all ranks, when b is not the same on all of them or does not divide by T. Rows are compared when the
+    inner loss compares them: with fixed_shape in the first call only.
     """
 
-    def __init__(self, inner: nn.Module, tp_group: dist.ProcessGroup):
+    def __init__(self, inner: ContrastiveLoss, tp_group: dist.ProcessGroup):
         super().__init__()
         self.inner, self.tp_group = inner, tp_group
+        self._compared = False
 
     def forward(
         self,
@@ -37,9 +42,14 @@ class TensorParallelLoss(nn.Module):
         logit_scale: torch.Tensor,
         logit_bias: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        size, rows = dist.get_world_size(self.tp_group), len(image_features)
-        if rows % size:
-            raise ValueError(f"{rows} pairs do not divide among {size} tensor-parallel ranks")
+        size, rows = dist.get_world_size(self.tp_group), {"images": len(image_features), "texts": len(text_features)}
+        if not (self.inner.fixed_shape and self._compared):  # a rank that refused alone would leave others in the ring
+            ring = RingExchange(self.inner.options["group"])
+            ring.require_equal("a loss over tensor-parallel ranks", rows, image_features.device)
+            self._compared = True
+        for what, count in rows.items():
+            if count % size:
+                raise ValueError(f"{count} {what} do not divide among {size} tensor-parallel ranks")
         own = [scatter_to_sequence_parallel_region(x, group=self.tp_group) for x in (image_features, text_features)]
         scalars = [x if x is None else self._shared(x) for x in (logit_scale, logit_bias)]
         return reduce_from_tensor_model_parallel_region(self.inner(*own, *scalars), group=self.tp_group) / size

@@ -39,6 +39,14 @@ from megatron_patches.loss import TensorParallelLoss
 from megatron_patches.patches import Patch, apply_patches
 
 REPORT = "contrastive loss"  # its name in Megatron's log
+NOT_FOLLOWED = (  # options of Megatron's config by which its schedule does more than `one_loss_step`
+    "num_moe_experts",
+    "mtp_num_layers",
+    "overlap_moe_expert_parallel_comm",
+    "hybrid_context_parallel",
+    "cuda_graph_impl",
+    "fine_grained_activation_offloading",
+)
 
 
 class ContrastiveStep:
@@ -59,15 +67,19 @@ class ContrastiveStep:
         """One micro-batch: (features, the function that Megatron takes the loss with)."""
         return self.encode(model, self.get_batch(data_iterator)), self.loss_func
 
-    def loss_func(self, features: Features) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """(loss, what Megatron reports): its [sum, count] pairs, which it adds up over data-parallel ranks."""
+    def loss_func(self, features: Features) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+        """(loss, 1, what Megatron reports): its [sum, count] pairs, which it adds up over data-parallel ranks.
+
+        Under calculate_per_token_loss Megatron sums gradients over data-parallel ranks and micro-batches and divides by
+        the sum of the second values; otherwise the 1 changes nothing.
+        """
         value = self.loss(
             features["image_features"],
             features["text_features"],
             features["logit_scale"].float().exp(),
             features.get("logit_bias"),
         )
-        return value, report(value)
+        return value, _one(value), report(value)
 
     @cached_property
     def loss(self) -> nn.Module:
@@ -98,6 +110,11 @@ def report(value: torch.Tensor) -> dict[str, torch.Tensor]:
     return {REPORT: torch.stack([value.detach().float(), torch.ones_like(value, dtype=torch.float32)])}
 
 
+def _one(value: torch.Tensor) -> torch.Tensor:
+    """What a mean loss has for its number of tokens, [] int32."""
+    return torch.ones_like(value, dtype=torch.int32)
+
+
 def _wrap(installed: Callable) -> Callable:
     def get_forward_backward_func(*args, **kwargs):
         schedule = installed(*args, **kwargs)
@@ -120,6 +137,7 @@ def one_loss_step(
     model: nn.Module | Sequence[nn.Module],
     num_microbatches: int,
     forward_only: bool = False,
+    first_val_step: bool | None = None,
     pg_collection: Any = None,
     force_all_reduce: bool = False,
     **unused: Any,
@@ -127,16 +145,22 @@ def one_loss_step(
     """A step's forwards and backwards, in the place of Megatron's schedule; [what is reported], one for all.
 
     Gradients accumulate where the model's hooks put them, are synchronised at the last backward, and are finalised, all
-    by the functions of the model's config, as Megatron's schedule without pipelining does.
+    by the functions of the model's config, as Megatron's schedule without pipelining does. ValueError where the config
+    asks for what that schedule does besides (NOT_FOLLOWED).
     """
     module, micro_batches = _first(model), _first(data_iterator)
     config, loss = get_model_config(module), step.loss
+    for name in NOT_FOLLOWED:
+        if (value := getattr(config, name, None)) not in (None, False, 0, "none"):
+            raise ValueError(f"{name} {value} is for Megatron's own schedule: share_one_loss does not follow it")
+    if hasattr(module, "set_is_first_microbatch") and (not forward_only or first_val_step is not False):
+        module.set_is_first_microbatch()  # weights in 8 bits are those of this step
     batches = [step.get_batch(micro_batches) for _ in range(num_microbatches)]
     if forward_only:
         with torch.no_grad():
             features = [_encode(step, module, config, batch) for batch in batches]
             joined = {name: torch.cat([one[name] for one in features]) for name in ("image_features", "text_features")}
-            return [step.loss_func({**features[-1], **joined})[1]]
+            return [step.loss_func({**features[-1], **joined})[-1]]
 
     def backward(surrogate: torch.Tensor, is_last: bool) -> None:
         if config.grad_scale_func is not None:
@@ -158,7 +182,8 @@ def one_loss_step(
     if config.finalize_model_grads_func is not None:
         groups = {} if pg_collection is None else {"pg_collection": pg_collection}
         forced = {"force_all_reduce": True} if force_all_reduce else {}
-        config.finalize_model_grads_func([module], None, **groups, **forced)
+        num_tokens = _one(output.loss) if config.calculate_per_token_loss else None
+        config.finalize_model_grads_func([module], num_tokens, **groups, **forced)
     return [report(output.loss)]
 
 

@@ -1,10 +1,12 @@
-"""The loss in Megatron-LM's loop: its training package is stubbed, megatron-core's own functions take the loss."""
+"""The loss in Megatron-LM's loop: its training package is stubbed, megatron-core's own schedule takes the loss."""
 
 import contextlib
 import sys
 import types
+from unittest import mock
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -23,35 +25,19 @@ def encode(model, batch):
     return model(*batch)
 
 
-def schedule_of_megatron(
-    *,
-    forward_step_func,
-    data_iterator,
-    model,
-    num_microbatches,
-    forward_only=False,
-    collect_non_loss_data=False,
-    **given,
-):
-    """What forward_backward_no_pipelining does, which itself needs a GPU; the loss is taken by megatron-core."""
-    from megatron.core.pipeline_parallel.schedules import forward_step_calc_loss
-
-    reports = []
-    for _ in range(num_microbatches):
-        output, loss_func = forward_step_func(data_iterator, model)
-        loss, _ = forward_step_calc_loss(
-            model, output, loss_func, model.config, None, False, num_microbatches, reports,
-            cp_group_size=1, is_last_stage=True,
-        )  # fmt: skip
-        if not forward_only:
-            loss.backward()
-    if not forward_only and model.config.finalize_model_grads_func is not None:
-        model.config.finalize_model_grads_func([model], None)
-    return reports
-
-
 def get_forward_backward_func(pp_size=None, vp_size=None):
-    return schedule_of_megatron
+    """megatron-core's own, which counts tokens on a GPU."""
+    from megatron.core.pipeline_parallel import schedules
+
+    def on_cpu(*shape, device=None, **options):
+        return zeros(*shape, **options)
+
+    def schedule(**given):
+        with mock.patch.object(torch, "zeros", on_cpu):
+            return schedules.forward_backward_no_pipelining(**given)
+
+    zeros = torch.zeros
+    return schedule
 
 
 def stub_training_package(function=get_forward_backward_func):
@@ -62,57 +48,75 @@ def stub_training_package(function=get_forward_backward_func):
     return training
 
 
-class Events(list):
-    """The order in which a model's gradients are synchronised and finalised."""
+class DataParallel(nn.Module):
+    """What the loop asks of Megatron's DistributedDataParallel. events: the order in which it was asked."""
+
+    def __init__(self, model, group, **config):
+        from megatron.core.distributed import DistributedDataParallelConfig, finalize_model_grads
+        from megatron.core.enums import ModelType
+        from megatron.core.transformer import TransformerConfig
+
+        super().__init__()
+        self.module, self.group, self.events, self.model_type = model, group, [], ModelType.encoder_or_decoder
+        self.config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1, **config)
+        self.ddp_config = DistributedDataParallelConfig()
+        self.config.finalize_model_grads_func, self.config.no_sync_func = finalize_model_grads, self.no_sync
+
+    def forward(self, *batch):
+        self.events.append("forward" if torch.is_grad_enabled() else "forward without graph")
+        return self.module(*batch)
+
+    def set_input_tensor(self, tensor):
+        assert tensor in (None, [None])  # there is no pipeline
+
+    def set_is_first_microbatch(self):
+        self.events.append("first micro-batch")
 
     def no_sync(self):
-        self.append("no_sync")
+        self.events.append("no_sync")
         return contextlib.nullcontext()
 
-    def finalize(self, models, num_tokens, **given):
-        assert all(isinstance(model, nn.Module) for model in models)
-        self.append("finalize")
+    def finish_grad_sync(self, force_all_reduce=False):
+        self.events.append("finish")
+        for parameter in self.parameters():
+            dist.all_reduce(parameter.grad, group=self.group)
+            if not self.config.calculate_per_token_loss:
+                parameter.grad /= dist.get_world_size(self.group)
+
+    def scale_gradients(self, factor):
+        for parameter in self.parameters():
+            parameter.grad *= factor
 
 
-def train_step(rank, world_size, size, shared, name, forward_only=False):
-    """One step of Megatron's loop -> (reports, gradients averaged over data-parallel ranks, events, patch outcomes)."""
-    from megatron.core.model_parallel_config import ModelParallelConfig
+def train_step(rank, world_size, size, shared, forward_only=False, config=types.MappingProxyType({})):
+    """One step of Megatron's loop -> (loss as it logs it, gradients that it hands the optimizer, events, outcomes)."""
+    from megatron.core import parallel_state
 
     from megatron_patches.megatron_lm import ContrastiveStep, share_one_loss
 
     parallel = layout(size)
-    if size == 1:
-        from megatron.core import parallel_state
-
+    if not parallel_state.is_initialized():
         parallel_state.initialize_model_parallel(create_gloo_process_groups=False)
-    training, model, events = stub_training_package(), ToyCLIP(), Events()
+    training, model = stub_training_package(), DataParallel(ToyCLIP(), parallel.dp_group, **config)
     outcomes = [share_one_loss(), share_one_loss()] if shared else []
-    model.config = ModelParallelConfig()
-    model.config.finalize_model_grads_func, model.config.no_sync_func = events.finalize, events.no_sync
-    step = ContrastiveStep(get_batch, encode, name=name)
     own = MICRO_BATCHES * MICRO_BATCH_SIZE
     sides = [side[parallel.dp_rank * own :][:own] for side in global_batch(parallel.dp_size * own)]
     reports = training.get_forward_backward_func()(
-        forward_step_func=step,
+        forward_step_func=ContrastiveStep(get_batch, encode),
         data_iterator=zip(*(side.split(MICRO_BATCH_SIZE) for side in sides)),
         model=[model],
         num_microbatches=MICRO_BATCHES,
         seq_length=1,
         micro_batch_size=MICRO_BATCH_SIZE,
+        decoder_seq_length=None,
         forward_only=forward_only,
-    ) if shared else schedule_of_megatron(
-        forward_step_func=step,
-        data_iterator=zip(*(side.split(MICRO_BATCH_SIZE) for side in sides)),
-        model=model,
-        num_microbatches=MICRO_BATCHES,
-    )  # fmt: skip
-    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    for gradient in gradients.values():  # what Megatron's DistributedDataParallel does
-        dist.all_reduce(gradient, group=parallel.dp_group)
-        gradient /= parallel.dp_size
-    total = sum(report["contrastive loss"] for report in reports)
-    dist.all_reduce(total, group=parallel.dp_group)  # what its training_log does
-    return float(total[0] / total[1]), gradients, list(events), outcomes
+        adjust_tensor_shapes_fn=None,
+        force_all_reduce=False,
+    )
+    gradients = {name: p.grad for name, p in model.module.named_parameters() if p.grad is not None}
+    total = torch.vstack([report["contrastive loss"].view(-1) for report in reports]).sum(dim=0)
+    dist.all_reduce(total, group=parallel.dp_group)
+    return float(total[0] / total[1]), gradients, model.events, outcomes
 
 
 def truth(copies: int, shared: bool):
@@ -137,26 +141,56 @@ def truth(copies: int, shared: bool):
     return value.item(), {name: p.grad for name, p in model.named_parameters()}
 
 
+@pytest.mark.parametrize("config", [{}, {"calculate_per_token_loss": True}], ids=["mean", "per token"])
 @pytest.mark.parametrize(
     ("size", "copies", "shared"),
-    [(1, 2, False), (2, 1, True), (2, 2, True)]
-    + [pytest.param(*case, marks=pytest.mark.slow) for case in [(1, 1, True), (1, 2, True), (2, 2, False)]],
+    [(1, 2, False), (1, 2, True), (2, 1, True), (2, 2, True)]
+    + [pytest.param(*case, marks=pytest.mark.slow) for case in [(1, 1, True), (2, 2, False)]],
 )
-def test_gradients_are_those_of_the_global_loss(size, copies, shared):
+def test_gradients_are_those_of_the_global_loss(size, copies, shared, config):
     expected_loss, expected = truth(copies, shared)
-    for loss, gradients, events, outcomes in run_ranks(train_step, size * copies, size, shared, "inf_cl"):
+    for loss, gradients, events, outcomes in run_ranks(train_step, size * copies, size, shared, config=config):
         assert loss == pytest.approx(expected_loss, rel=1e-5)
         assert set(gradients) == set(expected)
         for name, gradient in gradients.items():
             assert float((gradient.double() - expected[name]).norm() / expected[name].norm()) < 1e-5, name
+        assert events.count("first micro-batch") == 1 and events[-1] == "finish"
         if shared:
-            assert events == ["no_sync"] * (MICRO_BATCHES - 1) + ["finalize"]
+            cached = MICRO_BATCHES - 1
+            first_pass = ["forward without graph"] * cached + ["forward"]
+            first_pass = ["first micro-batch", *first_pass]
+            assert events == [*first_pass, "no_sync", *["forward", "no_sync"] * (cached - 1), "forward", "finish"]
             assert outcomes == ["applied", "already applied"]
 
 
+def test_gradients_carry_megatrons_loss_scale():
+    """Which its optimizer divides by."""
+    _, expected = truth(2, True)
+    for _, gradients, _, _ in run_ranks(train_step, 2, 1, True, config={"grad_scale_func": times_1024}):
+        for name, gradient in gradients.items():
+            assert float((gradient.double() / 1024 - expected[name]).norm() / expected[name].norm()) < 1e-5, name
+
+
+def times_1024(loss):
+    return loss * 1024
+
+
 def test_an_evaluation_step_takes_one_loss_without_gradients():
-    loss, gradients, events, _ = run_ranks(train_step, 2, 1, True, "inf_cl", True)[0]
-    assert loss == pytest.approx(truth(2, True)[0], rel=1e-5) and gradients == {} and events == []
+    loss, gradients, events, _ = run_ranks(train_step, 2, 1, True, True)[0]
+    assert loss == pytest.approx(truth(2, True)[0], rel=1e-5) and gradients == {}
+    assert events == ["first micro-batch"] + ["forward without graph"] * MICRO_BATCHES
+
+
+def refusal(rank, world_size, config):
+    with pytest.raises(ValueError) as error:
+        train_step(rank, world_size, 1, True, config=config)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("config", [{"num_moe_experts": 4}, {"mtp_num_layers": 1}, {"cuda_graph_impl": "local"}])
+def test_what_only_megatrons_schedule_does_is_refused(config):
+    ((name, value),) = config.items()
+    assert f"{name} {value} is for Megatron's own schedule" in run_ranks(refusal, 1, config)[0]
 
 
 def test_other_steps_go_through_megatrons_schedule(monkeypatch):

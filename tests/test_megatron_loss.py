@@ -69,16 +69,35 @@ def test_gradients_average_over_the_data_parallel_group_to_the_whole_ones(size, 
         assert all(other[0] == group[0][0] and other[2] == [ROWS // size] for other in group)
 
 
-def refusal(rank, world_size):
+def refusals(rank, world_size, rows):
+    """What each of several calls raises on this rank; rows: (images, texts) of the data-parallel ranks in each call."""
     from infcl.loss.contrastive import ContrastiveLoss
     from megatron_patches.loss import TensorParallelLoss
 
-    loss = TensorParallelLoss(ContrastiveLoss("inf_cl", group=torch.distributed.group.WORLD), layout(2).tp_group)
-    try:
-        loss(torch.ones(3, 4), torch.ones(3, 4), torch.ones(1))
-    except ValueError as error:
-        return str(error)
+    parallel, raised = layout(2), []
+    for fixed_shape in (False, True):
+        inner = ContrastiveLoss("inf_cl", group=torch.distributed.group.WORLD, fixed_shape=fixed_shape)
+        loss = TensorParallelLoss(inner, parallel.tp_group)
+        for call in rows:
+            images, texts = (torch.ones(count, 4) for count in call[parallel.dp_rank])
+            try:
+                loss(images, texts, torch.ones(1))
+            except ValueError as error:
+                raised.append(str(error))
+    return raised
 
 
-def test_pairs_that_do_not_divide_are_refused():
-    assert run_ranks(refusal, 2)[0] == "3 pairs do not divide among 2 tensor-parallel ranks"
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([(4, 4), (3, 3)], "the same number of images on every rank; ranks 0.. have [4, 4, 3, 3]"),
+        ([(4, 4), (4, 3)], "the same number of texts on every rank; ranks 0.. have [4, 4, 3, 3]"),
+        ([(2, 2), (1, 1)], "the same number of images on every rank; ranks 0.. have [2, 2, 1, 1]"),
+        ([(3, 3), (3, 3)], "3 images do not divide among 2 tensor-parallel ranks"),
+        ([(4, 2), (4, 2)], "needs two sets of features of one shape"),
+    ],
+)
+def test_rows_that_cannot_be_shared_out_are_refused_on_all_ranks_also_where_one_group_has_them(rows, message):
+    """A rank that refused them alone would leave the others in the ring. Then the ranks can go on."""
+    for raised in run_ranks(refusals, 4, [rows, [(4, 4)] * 2], timeout=30):
+        assert len(raised) == 2 and all(message in one for one in raised), raised
