@@ -1,6 +1,19 @@
-"""Fixtures that several test files share."""
+"""Fixtures that several test files share, and what makes a test's surroundings the same everywhere."""
+
+import os
+import random
+import re
+from pathlib import Path
 
 import pytest
+
+# What a launcher, a scheduler, a git hook or a terminal has set around the suite is not meant for what its tests run.
+_OF_THE_SURROUNDINGS = re.compile(
+    "(GROUP_|LOCAL_|ROLE_)?(RANK|WORLD_SIZE)|LOCAL_SIZE|MASTER_(ADDR|PORT)|(OMPI|PMIX?|SLURM|TORCHELASTIC)_.*"
+    "|GIT_(DIR|WORK_TREE|INDEX_FILE)|COLUMNS|LINES|(FORCE|NO)_COLOR|CLICOLOR.*|TRITON_INTERPRET"
+)
+for _name in filter(_OF_THE_SURROUNDINGS.fullmatch, list(os.environ)):
+    del os.environ[_name]
 
 
 def pytest_addoption(parser):
@@ -43,6 +56,22 @@ def _process_groups_end_with_their_test(request):
     if dist.is_initialized() and not before and not request.node.get_closest_marker("gpu"):
         dist.destroy_process_group()
         pytest.fail("this test left a process group behind: run_ranks has processes with one")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _from_the_repository():
+    """Presets are named as in the README, by paths below it."""
+    before = Path.cwd()
+    os.chdir(Path(__file__).parent.parent)
+    yield
+    os.chdir(before)
+
+
+@pytest.fixture(autouse=True)
+def _the_same_draws_in_any_order():
+    import torch
+
+    torch.manual_seed(0), random.seed(0)
 
 
 @pytest.fixture(scope="session")

@@ -6,6 +6,7 @@ many good samples were used, and what was counted. tests/test_data_faults.py hol
 
 import os
 import pickle
+import shlex
 import sys
 import tempfile
 import time
@@ -38,6 +39,11 @@ class Place:
     @property
     def shards(self) -> Path:
         return self.folder / "shards"
+
+    @property
+    def in_shell(self) -> str:
+        """`shards` as a word of a shell command."""
+        return shlex.quote(str(self.shards))
 
     def add(self, *members: tuple[str, bytes]) -> str:
         """One more shard, of these members and a good sample, which is number GOOD."""
@@ -75,10 +81,11 @@ def removed(place: Place) -> str:
     return str(place.shards)
 
 
-def stalling(case: Callable[[Place], str]) -> Callable[[Place], str]:
+def stalling(case: Callable[[Place], str], timeout: float = 0.15, attempts: int = 3) -> Callable[[Place], str]:
     def impatient(place: Place) -> str:
         urls = case(place)
-        place.options["storage"] = place.options.get("storage", {}) | {"timeout": 0.15}
+        storage = {"timeout": timeout, "attempts": attempts}
+        place.options["storage"] = place.options.get("storage", {}) | storage
         return urls
 
     return impatient
@@ -134,12 +141,12 @@ def overwriting(data: bytes) -> Callable[[Place], str]:
 
 
 def pipe_then(end: str) -> Callable[[Place], str]:
-    return lambda place: pipes(place) + f"::pipe:head -c 2000 {place.shards}/0.tar; {end}"
+    return lambda place: pipes(place) + f"::pipe:head -c 2000 {place.in_shell}/0.tar; {end}"
 
 
 def pipes(place: Place) -> str:
     place.options["storage"] = {"allow_pipe": True}
-    return f"pipe:cat {place.shards}/" + "{0..2}.tar"
+    return f"pipe:cat {place.in_shell}/" + "{0..2}.tar"
 
 
 _JPEG = encode(picture(0, 64, 64), "JPEG", quality=90)
@@ -190,11 +197,11 @@ CASES: list[tuple[str, Callable[[Place], str], int | None]] = [
     ("missing shard, up to 30% allowed", allowing(named("/no/such/shard.tar")), 0),
     ("shard replaced during the run", replaced, -10),
     ("shard removed during the run", removed, -10),
-    ("pipe: without --allow-pipe-urls", lambda place: f"pipe:cat {place.shards}/0.tar", ENDS),
+    ("pipe: without --allow-pipe-urls", lambda place: f"pipe:cat {place.in_shell}/0.tar", ENDS),
     ("pipe:", pipes, 0),
     ("pipe: that fails after 2 KB", pipe_then("exit 1"), ENDS),
     ("the same, up to 30% allowed", allowing(pipe_then("exit 1")), 0),
-    ("pipe: that stalls, up to 30% allowed", stalling(allowing(pipe_then("sleep 60"))), 0),
+    ("pipe: that stalls, up to 30% allowed", stalling(allowing(pipe_then("sleep 60")), 1.5, 1), 0),
     ("http, ranged", on_the_web(), 0),
     ("http that answers 503 twice", on_the_web(fail=2), 0),
     ("http that goes away during the run", on_the_web(fail=10**9), ENDS),
@@ -224,8 +231,8 @@ def run_case(case: Callable[[Place], str], reader: str, folder: Path, model: Pat
     with serving(folder / "shards") as (web_url, web):
         place = Place(folder, web, web_url)
         urls, options = case(place), place.options
-        before, storage = options.pop("before", None), {"timeout": 5.0} | options.pop("storage", {})
-        storage = StorageOptions(attempts=3, backoff=0.01, cache=str(folder / "spool"), **storage)
+        before, storage = options.pop("before", None), {"timeout": 5.0, "attempts": 3} | options.pop("storage", {})
+        storage = StorageOptions(backoff=0.01, cache=str(folder / "spool"), **storage)
         options |= {"num_samples": 200} if reader == "streaming" else {}
         try:
             loader = TrainLoader(
@@ -293,7 +300,7 @@ are the different samples that one epoch used; nothing crashed, hung, or execute
 replaced, and its replacement may be bad too, so a cause can count more than once. The streaming reader goes around its
 shards until 33 different samples or 200 steps are made, so only its causes are shown. [data.md](data.md) explains the
 names. Here a stalled
-read ends after 0.15 s and is tried 3 times.
+read ends after 0.15 s and is tried 3 times, a stalled pipe after 1.5 s and is not.
 
 | fault | indexed reader | streaming reader |
 |---|---|---|

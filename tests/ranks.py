@@ -6,11 +6,13 @@ The processes of a world size are started once per test run and reused, forked f
 raised here with its traceback; a hang ends after `timeout` seconds. In both cases the processes of that world size are
 thrown away, since their collectives may be out of step.
 Forked ranks share the seed of Python's hashes, which launched ones do not: a result that depends on the order of a set
-differs between ranks under a launcher only. Python's and numpy's random states are new on each rank with each call.
+differs between ranks under a launcher only. Python's and numpy's random states are new on each rank with each call,
+torch's is the same on all with each call.
 Plain pickle carries arguments and results (not torch's shared-memory reductions, which outlive a killed process).
 """
 
 import atexit
+import contextlib
 import os
 import pickle
 import random
@@ -20,6 +22,9 @@ import traceback
 import torch.multiprocessing as mp
 
 _pools: dict[int, "_Pool"] = {}
+
+
+STARTING = 240.0  # seconds for what the first call on so many ranks waits for beside its own timeout: imports
 
 
 def run_ranks(function, world_size: int, *args, timeout: float = 120.0, **kwargs) -> list:
@@ -42,6 +47,11 @@ class _Pool:
             theirs.close()
             self.pipes.append(ours)
             self.processes.append(process)
+        for rank, pipe in enumerate(self.pipes):
+            if not pipe.poll(STARTING):
+                self.close()
+                raise TimeoutError(f"rank {rank} of {world_size} did not start within {STARTING:.0f} s")
+            pipe.recv_bytes()
 
     def run(self, function, args, kwargs, timeout: float) -> list:
         results = []
@@ -83,12 +93,14 @@ def _serve(rank: int, world_size: int, port: int, pipe) -> None:
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
+    pipe.send_bytes(b"ready")
     while True:
         try:
             function, args, kwargs = pickle.loads(pipe.recv_bytes())
         except EOFError:
             return
-        numpy.random.seed(), random.seed()  # as in a process of its own, whatever the test before has seeded
+        # as in a process of its own, whatever the test before has seeded or drawn
+        numpy.random.seed(), random.seed(), torch.manual_seed(0)
         try:
             answer = pickle.dumps(("result", function(rank, world_size, *args, **kwargs)))
         except BaseException:  # run() raises it in the test
@@ -97,9 +109,12 @@ def _serve(rank: int, world_size: int, port: int, pipe) -> None:
 
 
 def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
+    """Not one of those that the system gives to connections: it could be taken again before it is listened on."""
+    while True:
+        port = random.SystemRandom().randrange(10_000, 30_000)  # not what a test has seeded: suites run side by side
+        with socket.socket() as s, contextlib.suppress(OSError):
+            s.bind(("127.0.0.1", port))
+            return port
 
 
 @atexit.register

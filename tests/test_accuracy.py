@@ -72,17 +72,17 @@ def test_a_run_becomes_a_row(tmp_path):
 
 def test_trainings_run_side_by_side_and_what_fails_or_hangs_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(Machine, "command", lambda self, flags: [sys.executable, "-c", flags[0]])
-    codes = {"good": "pass", "bad": "raise ValueError('seven')", "slow": "import time; time.sleep(60)", "last": "pass"}
+    codes = {"good": "pass", "bad": "raise ValueError('seven')", "more": "pass", "last": "pass"}
     finished = []
-    failed = train_all(
-        [Training(name, [code]) for name, code in codes.items()],
-        Machine(jobs=3, device="cpu"),
-        tmp_path,
-        lambda training, folder, seconds: finished.append((training.name, folder)),
-        time_out=4.0,
-    )
-    assert sorted(failed) == ["bad", "slow"]
-    assert sorted(finished) == [("good", tmp_path / "good"), ("last", tmp_path / "last")]
+
+    def run(time_out: float, **codes: str) -> list[str]:
+        trainings = [Training(name, [code]) for name, code in codes.items()]
+        took = lambda training, folder, seconds: finished.append((training.name, folder))  # noqa: E731
+        return train_all(trainings, Machine(jobs=3, device="cpu"), tmp_path, took, time_out=time_out)
+
+    assert run(120.0, **codes) == ["bad"]
+    assert sorted(finished) == [(name, tmp_path / name) for name in ("good", "last", "more")]
+    assert run(0.5, slow="import time; time.sleep(600)") == ["slow"] and len(finished) == 3
     assert "ValueError: seven" in (tmp_path / "bad.log").read_text()
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from infcl.report import read_metrics
+from tests.ranks import free_port
 
 ROOT = Path(__file__).parent.parent
 ON_CPU = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
@@ -27,6 +28,7 @@ def command(demo_folder, logs, *flags: str) -> list[str]:
 
 def launch(arguments: list[str], ranks: int, environment=ON_CPU) -> subprocess.CompletedProcess:
     launcher = [sys.executable, "-m", "deepspeed.launcher.runner", "-q", "--num_gpus", str(ranks)]
+    launcher += ["--master_port", str(free_port())]
     return subprocess.run(
         [*launcher, *arguments], cwd=ROOT, env=os.environ | environment, capture_output=True, text=True, timeout=240
     )
@@ -98,7 +100,7 @@ def test_ctrl_c_ends_the_run_with_130_and_a_hint(demo_folder, tmp_path):
         [sys.executable, *arguments], cwd=ROOT, env=os.environ | ON_CPU, stdout=subprocess.PIPE, text=True,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a suite in the background inherits "ignored"
     )  # fmt: skip
-    deadline = time.time() + 120
+    deadline = time.time() + 200
     while not (tmp_path / "run" / "checkpoints" / "latest").exists():
         assert time.time() < deadline and process.poll() is None
         time.sleep(0.1)

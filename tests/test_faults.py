@@ -6,6 +6,7 @@ uninterrupted run: no sample skipped or repeated, at most the work since the las
 
 import functools
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -47,9 +48,9 @@ def finish(process: subprocess.Popen, seconds: float = 200) -> tuple[int, str]:
 
 def ranks_alive(logs: Path) -> list[psutil.Process]:
     alive = []
-    for process in psutil.process_iter(["cmdline"]):
+    for process in psutil.process_iter(["cmdline", "status"]):
         line = process.info["cmdline"] or []
-        if str(logs) in line and process.status() != psutil.STATUS_ZOMBIE:
+        if str(logs) in line and process.info["status"] != psutil.STATUS_ZOMBIE:
             alive.append(process)
     return alive
 
@@ -183,10 +184,11 @@ def supervise(run: Path, script: str, **environment: str) -> subprocess.Complete
 
 def test_supervise_restarts_a_killed_run_until_it_is_finished(demo_folder, tmp_path, uninterrupted):
     more = ("--batch-size", "16", "--resume", "latest")  # one rank: the same global batch as two of 8
-    arguments = " ".join(f"'{a}'" for a in flags(demo_folder, tmp_path, *more))
-    fault = f"{sys.executable} tests/fault_run.py 0 {FAULT_STEP} replay {int(signal.SIGKILL)} {arguments}"
-    again = f"{sys.executable} pretrain_clip.py {arguments}"
-    script = f"if [ -e {tmp_path}/mark ]; then {again}; else touch {tmp_path}/mark; exec {fault}; fi"
+    arguments = flags(demo_folder, tmp_path, *more)
+    fault = ["tests/fault_run.py", str(0), str(FAULT_STEP), "replay", str(int(signal.SIGKILL))]
+    fault, again = (shlex.join([sys.executable, *script, *arguments]) for script in (fault, ["pretrain_clip.py"]))
+    mark = shlex.quote(f"{tmp_path}/mark")
+    script = f"if [ -e {mark} ]; then {again}; else touch {mark}; exec {fault}; fi"
     result = supervise(tmp_path / "run", script)
     assert result.returncode == 0, result.stdout + result.stderr
     assert "exit code 137 at step_00000003; restart" in result.stderr
@@ -208,9 +210,10 @@ def test_supervise_gives_up_where_a_restart_does_not_help(tmp_path, script, code
 
 
 def test_supervise_passes_a_signal_on_and_does_not_restart(tmp_path):
-    program = ["bash", "launch/supervise.sh", str(tmp_path), "bash", "-c", "trap 'exit 143' TERM; sleep 100 & wait"]
-    process = subprocess.Popen(program, cwd=ROOT, stderr=subprocess.PIPE, text=True)
-    time.sleep(1.5)
+    script = "trap 'exit 143' TERM; echo trapped; sleep 100 & wait"
+    program = ["bash", "launch/supervise.sh", str(tmp_path), "bash", "-c", script]
+    process = subprocess.Popen(program, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "trapped\n"
     process.terminate()
     _, output = process.communicate(timeout=60)
     assert process.returncode == 143 and "stopped" in output

@@ -1,3 +1,4 @@
+import gc
 import hashlib
 import json
 import os
@@ -5,6 +6,7 @@ import pickle
 import random
 import subprocess
 import sys
+from shlex import quote
 
 import pytest
 import torch
@@ -304,7 +306,7 @@ def test_streaming_splits_shards_over_ranks_and_repeats_from_its_seed(shards, to
 
 
 def test_streaming_reads_pipes_and_starts_each_epoch_in_another_order(shards, tokenizer, tmp_path):
-    pipe = f"pipe:cat {shards}/" + "{00001,00004}.tar"
+    pipe = f"pipe:cat {quote(shards)}/" + "{00001,00004}.tar"
     storage = StorageOptions(allow_pipe=True, cache=str(tmp_path))
     loader = make(pipe, tokenizer, reader="streaming", num_samples=42, storage=storage)
     first, second = sum(ids(loader), []), sum(ids(loader), [])
@@ -329,7 +331,7 @@ def test_streaming_skips_and_counts_what_is_bad(faulty, tokenizer):
     assert report["skipped/damaged_shard"] >= 1 and report["skipped/not_an_image"] >= 1
     assert not (faulty / "executed").exists()
     storage = StorageOptions(allow_pipe=True, cache=str(faulty / "spool"), attempts=2, backoff=0.01)
-    loader = make(f"pipe:cat {faulty}/missing.tar", tokenizer, storage=storage, **options)
+    loader = make(f"pipe:cat {quote(str(faulty))}/missing.tar", tokenizer, storage=storage, **options)
     with pytest.raises(RuntimeError, match="no sample in the 1 shards"):
         list(loader)
 
@@ -410,10 +412,11 @@ def test_a_stream_is_not_read_twice(shards, tokenizer):
 
 
 def test_loaders_keep_no_file_open_without_workers_and_one_with():
+    gc.collect()  # what other tests have left open is not to be closed in between
     files = len(os.listdir("/proc/self/fd"))
     for _ in range(5):
         make_dataloader(range(3), num_workers=0, prefetch_factor=1, item_bytes=1)
-    assert len(os.listdir("/proc/self/fd")) == files
+    assert len(os.listdir("/proc/self/fd")) <= files
     for _ in range(5):
         make_dataloader(range(3), num_workers=1, prefetch_factor=1, item_bytes=1)
     assert len(os.listdir("/proc/self/fd")) <= files + 1

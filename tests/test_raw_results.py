@@ -3,18 +3,13 @@
 import csv
 import json
 import re
-import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+from tests.checkout import ROOT, git, is_checkout
+
 RESULTS = ROOT / "docs" / "results"
-
-
-def git(*words: str) -> subprocess.CompletedProcess:
-    return subprocess.run(["git", "-C", str(ROOT), *words], capture_output=True, text=True)
 
 
 def commits_of(path: Path) -> set[str]:
@@ -28,8 +23,8 @@ def commits_of(path: Path) -> set[str]:
 
 
 def test_every_commit_that_raw_results_name_is_in_the_history():
-    if shutil.which("git") is None or git("rev-parse", "--show-toplevel").stdout.strip() != str(ROOT.resolve()):
-        pytest.skip("no checkout of the repository")
+    if not is_checkout():
+        pytest.skip("an archive has no commits, and without git none can be looked up")
     if git("rev-parse", "--is-shallow-repository").stdout.strip() != "false":
         pytest.skip("a shallow clone has not all commits")
     named = {path.name: commits_of(path) for path in [*RESULTS.glob("*.csv"), *RESULTS.glob("*.json")]}

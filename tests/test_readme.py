@@ -2,13 +2,11 @@
 
 import importlib.util
 import re
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
+from tests.checkout import ROOT, tracked
 
 
 def tree() -> set[str]:
@@ -22,15 +20,6 @@ def tree() -> set[str]:
         above = above[:depth] + [names[-1] if names[-1].endswith("/") else ""]
         paths |= {"".join(above[:depth]) + name for name in names}
     return paths
-
-
-def tracked(*patterns: str) -> list[Path]:
-    """Files of the working tree that git tracks or would track."""
-    listing = subprocess.run(
-        ["git", "ls-files", "--cached", "--others", "--exclude-standard", *patterns],
-        cwd=ROOT, capture_output=True, text=True, check=True,
-    ).stdout  # fmt: skip
-    return [Path(line) for line in listing.splitlines() if (ROOT / line).is_file()]
 
 
 def test_every_module_of_the_package_is_in_the_tree():

@@ -3,6 +3,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from shlex import quote
 
 import numpy as np
 import pytest
@@ -157,11 +158,11 @@ def test_missing_shards_are_left_out_only_as_far_as_allowed(web, options, tmp_pa
 
 def test_pipes_are_spooled_and_their_exit_status_counts(tmp_path, options):
     folder = write_shards(tmp_path / "a", SIZES)
-    assert captions(f"pipe:cat {folder}/" + "{00000,00001}.tar", options, tmp_path) == EXPECTED
+    assert captions(f"pipe:cat {quote(folder)}/" + "{00000,00001}.tar", options, tmp_path) == EXPECTED
     for command, message in [
-        (f"head -c 2000 {folder}/00000.tar; exit 3", "exit status 3 after 2000 bytes"),
+        (f"head -c 2000 {quote(folder)}/00000.tar; exit 3", "exit status 3 after 2000 bytes"),
         ("true", "exit status 0 after 0 bytes"),
-        (f"head -c 2000 {folder}/00000.tar; sleep 30", "no output for 0.4 s"),
+        (f"head -c 2000 {quote(folder)}/00000.tar; sleep 30", "no output for 0.4 s"),
     ]:
         impatient = replace(options, timeout=0.4 if "sleep" in command else 5.0)
         with pytest.raises(ShardFault, match=message) as caught:
@@ -174,7 +175,7 @@ def test_shards_that_do_not_fit_in_the_spool_are_refused_by_the_indexed_reader(t
     folder = write_shards(tmp_path / "a", SIZES)
     small = replace(options, cache_bytes=30_000)
     with pytest.raises(ValueError, match="2 shards of .* GB cannot be read at random.*or use --data-reader streaming"):
-        captions(f"pipe:cat {folder}/" + "{00000,00001}.tar", small, tmp_path)
+        captions(f"pipe:cat {quote(folder)}/" + "{00000,00001}.tar", small, tmp_path)
 
 
 def test_fsspec_reads_any_storage_and_ends_calls_that_hang(tmp_path, options, monkeypatch):
@@ -285,11 +286,11 @@ def test_a_worker_that_hangs_ends_the_run_with_the_name_of_its_shard(tmp_path, t
         world_size=1,
         seed=0,
         num_workers=1,
-        timeout=1.0,
+        timeout=3.0,  # within which the worker has begun to read
     )
     dataset = loader._source._loader.dataset
     dataset.collection._read_shard = lambda *a: open(tmp_path / "never")  # nobody ever writes to it
-    with pytest.raises(RuntimeError, match=r"no batch for 1 s; worker 0 reads .*0.tar for [0-9]+ s"):
+    with pytest.raises(RuntimeError, match=r"no batch for 3 s; worker 0 reads .*0.tar for [0-9]+ s"):
         next(iter(loader))
     loader._source._loader._iterator._workers[0].kill()  # or torch would wait for it
 

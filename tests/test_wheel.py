@@ -6,7 +6,7 @@ import zipfile
 
 import pytest
 
-from tests.test_readme import ROOT, tracked
+from tests.checkout import ROOT, tracked
 
 LOSS = """
 import sys, torch, infcl
