@@ -29,7 +29,14 @@ child=0 stopped=0 last="" same=0 wait_for=$first_wait
 
 say() { echo "supervise: $*" >&2; }
 progress() { cat "$run/checkpoints/latest" 2>/dev/null || echo "no checkpoint"; }
-forward() { stopped=$1; [ "$child" -gt 0 ] && kill -s "$2" -- "-$child" 2>/dev/null; }
+forward() {
+  stopped=$1
+  [ "$child" -gt 0 ] || return
+  for _ in $(seq 600); do  # a child that has just been started is no group yet
+    if kill -s "$2" -- "-$child" 2>/dev/null || ! kill -0 "$child" 2>/dev/null; then return; fi
+    sleep 0.05
+  done
+}
 end_stopped() { say "stopped; $(progress)"; exit "$stopped"; }
 trap 'forward 143 TERM' TERM
 trap 'forward 138 USR1' USR1

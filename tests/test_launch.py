@@ -153,3 +153,17 @@ def test_a_signal_between_two_starts_ends_the_supervision_at_once(tmp_path):
         _, said = process.communicate(timeout=60)
     assert process.returncode == 143 and "stopped" in said
     assert (tmp_path / "starts").read_text() == "\n"
+
+
+def test_a_signal_before_the_command_has_its_group_is_passed_on(tmp_path):
+    """On a busy machine it takes setsid long to begin; the training went on to its end."""
+    (tmp_path / "setsid").write_text(f'#!/bin/bash\necho begun\nsleep 1\nexec {shutil.which("setsid")} "$@"\n')
+    (tmp_path / "setsid").chmod(0o755)
+    environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    program = ["bash", "launch/supervise.sh", str(tmp_path), "sleep", "100"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(program, cwd=ROOT, env=environment, **pipes) as process:
+        assert process.stdout.readline() == "begun\n"
+        process.terminate()
+        _, said = process.communicate(timeout=60)
+    assert process.returncode == 143 and "stopped" in said
