@@ -27,6 +27,14 @@ def test_what_fits_is_not_refused():
     fit("--batch-size", "64", gib=80).check()
 
 
+def test_what_takes_all_memory_to_the_last_byte_fits_and_a_byte_more_does_not():
+    question = fit("--batch-size", "64", gib=80)
+    peak = question.parts(question.config)["peak"]
+    dataclasses.replace(question, capacity=peak).check()
+    with pytest.raises(ValueError, match="ViT-L-14 needs about"):
+        dataclasses.replace(question, capacity=peak - 1).check()
+
+
 @pytest.mark.parametrize(
     ("flags", "gib", "proposed"),
     [
