@@ -25,24 +25,10 @@ from megatron.core.tensor_parallel.mappings import (
 from torch import nn
 
 from infcl.towers.clip import CLIP
-from infcl.towers.config import CLIPConfig
+from infcl.towers.config import check_divides
 from infcl.towers.transformer import ResidualBlock, Transformer
 from megatron_patches.linear import ColumnAttention, ColumnLinear, RowLinear, SampleParallelNorm, Shared, Sharing
 from megatron_patches.split import ATTRIBUTE, Split, split_parameter
-
-
-def check_divides(cfg: CLIPConfig, size: int) -> None:
-    """ValueError, with the numbers, unless `size` tensor-parallel ranks can share both towers (a frozen one too)."""
-    for name, tower in (("image", cfg.vision_cfg), ("text", cfg.text_cfg)):
-        hidden = int(tower.width * tower.mlp_ratio)
-        for what, count in (("heads", tower.heads), ("MLP features", hidden)):
-            if count % size:
-                fitting = [n for n in range(2, count + 1) if tower.heads % n == 0 and hidden % n == 0]
-                raise ValueError(
-                    f"--tensor-parallel-size {size} does not divide the {count} {what} of the {name} tower "
-                    f"({tower.heads} heads, {hidden} MLP features); it can be split over "
-                    f"{', '.join(map(str, fitting)) or 'no'} ranks"
-                )
 
 
 def split_towers(model: CLIP, group: dist.ProcessGroup, *, sequence_parallel: bool = False) -> None:

@@ -8,7 +8,7 @@ import torch
 
 from infcl.config import BatchPlan, TrainConfig
 from infcl.train.engine import Engine
-from infcl.train.preset import read_preset
+from infcl.train.preset import offloads, read_preset
 from tests.ranks import run_ranks
 from tests.step_oracle import EPS, LR, ToyCLIP, global_batch, oracle_steps
 
@@ -290,11 +290,20 @@ def preset_file(tmp_path, content) -> str:
         ({"bf16": {"enabled": True}, "fp16": {"enabled": True}}, {}, "both bf16 and fp16"),
         ({"zero_optimization": {"stage": 1}, "bf16": {"enabled": True}}, {"precision": "fp32"}, "contradicts"),
         ({"zero_optimization": {"stage": 0}}, {"precision": "bf16"}, "stage >= 1"),
+        ({"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}, {}, "offloading .* needs ZeRO stage >= 1"),
     ],
 )
 def test_a_wrong_preset_is_refused_with_the_fix(tmp_path, content, flags, message):
     with pytest.raises(ValueError, match=message):
         read_preset(settings("zero1", deepspeed_config=preset_file(tmp_path, content), **flags), "cpu")
+
+
+def test_what_a_preset_moves_to_the_host_is_what_deepspeed_moves():
+    def moved(stage: int, device: str) -> list[str]:
+        zero = {"stage": stage} | {f"offload_{part}": {"device": device} for part in ("optimizer", "param")}
+        return [part for part in ("optimizer", "param") if offloads({"zero_optimization": zero}, part)]
+
+    assert moved(3, "cpu") == ["optimizer", "param"] and moved(2, "cpu") == ["optimizer"] and moved(3, "none") == []
 
 
 def test_fp16_on_a_cpu_without_it_is_refused_by_the_flag_that_asks_for_it(monkeypatch):

@@ -243,6 +243,18 @@ def test_the_fastest_setting_is_the_fastest_of_those_that_fit():
     assert first == pytest.approx(min(step_seconds(other) for other in possible), abs=1e-3)
 
 
+def test_only_settings_that_the_trainer_takes_are_advised():
+    """12 heads do not divide by 8; 300 pairs a rank are a micro-batch, as --batch-size auto finds."""
+    setting = planned(model=load_model_config("ViT-B-32"), global_batch=8 * 300, micro_batch=300)
+    found = list(candidates(setting))
+    for other in found:
+        other.check()
+    assert {other.tensor_parallel for other in found} == {1, 2, 4}
+    assert max(other.micro_batch for other in found if other.tensor_parallel == 1) == 300
+    flags = ["--model", "ViT-B-32", "--global-batch", "2400"]
+    assert setting_of(parser().parse_args(flags)).micro_batch == 300
+
+
 def test_a_two_level_ring_is_never_slower_and_wins_where_the_network_is_slow():
     for link, gain in (("nic-800", 1.0), ("eth-100", 1.5)):
         setting = planned(gpus=64, global_batch=64 * 1024, link=load_link(link))
@@ -275,6 +287,18 @@ def test_a_sweep_keeps_the_batch_per_gpu_and_the_loss_comes_to_dominate(tmp_path
 def test_the_sweeps_of_the_documents_are_what_the_planner_says_now(name, words, capsys):
     assert main(f"--gpu h200 --gpus 8 --sweep gpus=8:4096 --model {words}".split()) == 0
     assert capsys.readouterr().out == (RESULTS / name).read_text()
+
+
+def test_a_sweep_that_begins_below_a_host_has_the_same_hosts_as_one_that_does_not(capsys):
+    def printed(flags: str) -> dict[tuple, dict]:
+        assert main([*flags.split(), "--micro-batch-size", "64"]) == 0
+        return {(row["ring"], row["gpus"]): row for row in csv.DictReader(capsys.readouterr().out.splitlines())}
+
+    below = printed("--gpus 2 --global-batch 8192 --sweep gpus=2:32")
+    whole = printed("--gpus 8 --global-batch 32k --sweep gpus=8:32")
+    assert [below[place] for place in whole] == list(whole.values())
+    for gpus in ("2", "4", "8"):  # one host: there is nothing to cross
+        assert below["two-level", gpus] == below["flat", gpus] | {"ring": "two-level"}
 
 
 @pytest.mark.parametrize("text", ["gpus=8", "8:16", "gpus=16:8", "nodes=1:2", "gpus=a:b"])
@@ -325,11 +349,49 @@ def test_the_command_prints_parts_phases_and_advice(capsys):
         ("--plot none/x.png --sweep gpus=8:16", "there is no folder none"),
         ("--plot x.png", "give --sweep too"),
         ("--gpu tests/golden/demo_20_steps.json", "a profile has name, memory_gib, .* and nothing else"),
+        ("--zero 0 --offload", "offloading the optimizer needs ZeRO stage >= 1"),
+        ("--zero 0 --precision bf16", "--precision bf16 needs ZeRO stage >= 1"),
+        ("--tensor-parallel-size 8 --model ViT-B-32", "8 does not divide the 12 heads of the image tower"),
+        ("--tensor-parallel-size 2 --micro-batch-size 1", "2 does not divide micro-batch 1"),
+        ("--tensor-parallel-size 16 --gpus 16", "16 spans hosts of 8 GPUs"),
+        ("--micro-batch-size ²", "a number of pairs, or auto"),
+        ("--sweep gpus=²:8", "gpus=FIRST:LAST"),
+        ("--plot x.pgn --sweep gpus=8:16", "name it .png"),
+        ("--measure none/gpu.json", "there is no folder none"),
+        ("--compare docs/results/loss_h200.csv", "no column model, zero"),
     ],
 )
 def test_a_wrong_flag_is_one_line_and_exit_code_2(flags, message, capsys):
     assert main(flags.split()) == 2
     assert re.search(message, capsys.readouterr().err)
+
+
+@pytest.mark.parametrize(
+    ("kind", "field", "value", "message"),
+    [
+        ("gpu", "memory_gib", "80", "memory_gib is '80', which is no number"),
+        ("gpu", "hbm_gbs", True, "hbm_gbs is True, which is no number"),
+        ("gpu", "usable", 1.1, "usable is 1.1, a share: at most 1"),
+        ("gpu", "usable", -0.1, "a number above 0"),
+        ("gpu", "link_gbs", 0, "link_gbs is 0, which cannot be"),
+        ("gpu", "pcie_gbs", float("nan"), "pcie_gbs is nan"),
+        ("gpu", "hbm_gbs", float("inf"), "hbm_gbs is inf"),
+        ("gpu", "multiprocessors", 1.5, "multiprocessors is 1.5, which is no whole number"),
+        ("gpu", "name", 5, "name is 5, which is no text"),
+        ("link", "gbs", -1, "gbs is -1"),
+        ("link", "latency_us", None, "latency_us is None"),
+    ],
+)
+def test_a_value_that_a_profile_cannot_have_is_named(kind, field, value, message, tmp_path, capsys):
+    profile = {"gpu": load_gpu("h200"), "link": load_link("nic-400")}[kind]
+    (tmp_path / "own.json").write_text(json.dumps({**vars(profile), field: value}))
+    assert main([f"--{kind}", str(tmp_path / "own.json")]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_links_without_delay_are_a_profile(tmp_path):
+    (tmp_path / "own.json").write_text(json.dumps({**vars(load_link("nic-400")), "latency_us": 0}))
+    assert load_link(str(tmp_path / "own.json")).latency_us == 0
 
 
 def test_a_profile_of_ones_own_is_read(tmp_path):

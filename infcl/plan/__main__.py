@@ -11,7 +11,7 @@ from pathlib import Path
 
 from infcl.plan.compare import compare, read_steps, table
 from infcl.plan.memory import memory_of, pixel_bytes
-from infcl.plan.search import MICRO_BATCHES, fastest, fits, largest_batch
+from infcl.plan.search import fastest, fits, largest_batch, micro_batches
 from infcl.plan.setting import Setting, load_gpu, load_link
 from infcl.plan.sweep import crossover, draw, read_range, sweep
 from infcl.plan.timing import phases_of, samples_per_second
@@ -22,7 +22,7 @@ def read_batch(text: str) -> int:
     """'12288k' -> 12288 * 1024; 'm' is 1024k."""
     factor = {"k": 2**10, "m": 2**20}.get(text[-1:].lower(), 1)
     digits = text[:-1] if factor > 1 else text
-    if not digits.isdigit() or int(digits) == 0:
+    if not digits.isdecimal() or int(digits) == 0:
         raise argparse.ArgumentTypeError(f"{text!r} is no number of pairs, like 32768, 32k or 4m")
     return int(digits) * factor
 
@@ -63,7 +63,7 @@ def setting_of(arguments: argparse.Namespace) -> Setting:
         gpu=load_gpu(arguments.gpu),
         link=load_link(arguments.link),
         gpus=arguments.gpus,
-        gpus_per_node=min(arguments.gpus_per_node, arguments.gpus),
+        gpus_per_node=arguments.gpus_per_node,
         global_batch=arguments.global_batch,
         micro_batch=1,
         zero=arguments.zero,
@@ -79,15 +79,13 @@ def setting_of(arguments: argparse.Namespace) -> Setting:
         sequence_parallel=arguments.sequence_parallel,
     )
     if arguments.micro_batch_size != "auto":
-        if not arguments.micro_batch_size.isdigit() or arguments.micro_batch_size == "0":
+        if not arguments.micro_batch_size.isdecimal() or int(arguments.micro_batch_size) == 0:
             raise ValueError(f"--micro-batch-size {arguments.micro_batch_size}: a number of pairs, or auto")
         setting = setting.with_(micro_batch=int(arguments.micro_batch_size))
         setting.check()
         return setting
-    setting.check()
-    share = setting.rank_batch
-    choices = [setting.with_(micro_batch=size) for size in MICRO_BATCHES if share % size == 0]
-    choices = choices or [setting]
+    setting.with_(micro_batch=max(1, setting.tensor_parallel)).check()
+    choices = [setting.with_(micro_batch=size) for size in micro_batches(setting)]
     return max(filter(fits, choices), key=samples_per_second, default=choices[-1])
 
 
@@ -98,7 +96,7 @@ def describe(setting: Setting) -> str:
         f"{setting.gpus} x {setting.gpu.name}, {setting.nodes} hosts, {setting.link.name} between them",
         f"{setting.global_batch:,} pairs a step = {setting.dp_size} ranks x {setting.num_micro_batches} x "
         f"{setting.micro_batch}; ZeRO-{setting.zero}, {'checkpointing, ' if setting.checkpointing else ''}"
-        f"{setting.precision}, loss {setting.loss}, "
+        f"{setting.precision}, {min(setting.resident, setting.num_micro_batches)} graphs kept, loss {setting.loss}, "
         f"{'two-level' if setting.two_level else 'flat'} ring",
         "",
         "memory per GPU",
@@ -148,7 +146,11 @@ def main(argv: list[str] | None = None) -> int:
             raise ValueError("--plot draws a sweep: give --sweep too")
         if arguments.plot and not arguments.plot.parent.is_dir():
             raise ValueError(f"--plot {arguments.plot}: there is no folder {arguments.plot.parent}")
+        if arguments.plot and arguments.plot.suffix != ".png":
+            raise ValueError(f"--plot {arguments.plot}: it writes a PNG, so name it .png")
         if arguments.measure:
+            if not arguments.measure.absolute().parent.is_dir():
+                raise ValueError(f"--measure {arguments.measure}: there is no folder {arguments.measure.parent}")
             from infcl.plan.measure import measure
 
             arguments.measure.write_text(measure())

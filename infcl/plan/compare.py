@@ -13,6 +13,8 @@ from infcl.towers.config import load_model_config
 # convolution's gradient (memory.bucket_bytes).
 CONVOLUTION_APART = frozenset("0c83720 1de2850 38ac390 6591412 68ce065 6b83d03 7f09647 96af64e d7c9bff fe8de0c".split())
 
+_NEEDED = "model gpus zero checkpointing blocks resident micro_batch micro_batches samples_per_second peak_gib".split()
+
 
 def convolution_apart(row: dict) -> bool:
     """Whether a measured row's gradients travelled so. The first rows name no commit."""
@@ -21,9 +23,13 @@ def convolution_apart(row: dict) -> bool:
 
 
 def read_steps(path: Path) -> list[dict]:
-    """Rows of benchmarks/step.py's CSV, or of one with a part of its columns."""
+    """Rows of benchmarks/step.py's CSV, or of one with a part of its columns. ValueError where it lacks needed ones."""
     with open(path) as file:
-        return list(csv.DictReader(file))
+        reader = csv.DictReader(file)
+        rows, columns = list(reader), reader.fieldnames or []
+    if missing := [name for name in _NEEDED if name not in columns]:
+        raise ValueError(f"{path} is no CSV of benchmarks.step: it has no column {', '.join(missing)}")
+    return rows
 
 
 def setting_of_row(row: dict, gpu: Gpu) -> Setting:

@@ -2,11 +2,12 @@
 
 from collections.abc import Iterator
 
+from infcl.config import BatchPlan
 from infcl.plan.memory import memory_of
 from infcl.plan.setting import Setting
 from infcl.plan.timing import step_seconds
 
-MICRO_BATCHES = tuple(2**power for power in range(11, 2, -1))
+_LARGEST, _SMALLEST = 2048, 8  # micro-batches that are considered
 
 
 def fits(setting: Setting) -> bool:
@@ -32,12 +33,19 @@ def largest_batch(setting: Setting) -> int:
     return below * unit
 
 
+def micro_batches(setting: Setting) -> list[int]:
+    """Micro-batches, the largest first, that divide a rank's share; below 8 only where there are no others."""
+    share = BatchPlan(setting.dp_size, 1, setting.rank_batch)
+    sizes = list(share.divisors(_LARGEST, setting.tensor_parallel))
+    return [size for size in sizes if size >= _SMALLEST] or sizes
+
+
 def candidates(setting: Setting) -> Iterator[Setting]:
     """The same model, GPUs and global batch with every micro-batch size, ZeRO stage, checkpointing, offload and T; of T
     above 1 with sequence parallelism and without.
     """
     for tensor_parallel in (1, 2, 4, 8):
-        if setting.gpus % tensor_parallel or tensor_parallel > setting.gpus_per_node:
+        if not _can_be_shared(setting.with_(tensor_parallel=tensor_parallel, sequence_parallel=False)):
             continue
         for zero in (1, 2, 3):
             for checkpointing in (False, True):
@@ -45,10 +53,18 @@ def candidates(setting: Setting) -> Iterator[Setting]:
                     for sequence in (False, True) if tensor_parallel > 1 else (False,):
                         changes = {"zero": zero, "checkpointing": checkpointing, "offload": offload}
                         changes |= {"tensor_parallel": tensor_parallel, "sequence_parallel": sequence}
-                        for micro_batch in MICRO_BATCHES:
-                            other = setting.with_(micro_batch=micro_batch, **changes)
-                            if other.global_batch % (other.dp_size * micro_batch) == 0:
-                                yield other
+                        for micro_batch in micro_batches(setting.with_(**changes)):
+                            yield setting.with_(micro_batch=micro_batch, **changes)
+
+
+def _can_be_shared(setting: Setting) -> bool:
+    """Whether its GPUs, its model's heads and its batch divide by its T."""
+    sizes = micro_batches(setting) if setting.gpus % setting.tensor_parallel == 0 else []
+    try:
+        setting.with_(micro_batch=max(sizes, default=1), zero=1, offload=False).check()
+    except ValueError:
+        return False
+    return True
 
 
 def fastest(setting: Setting, count: int = 5) -> list[tuple[float, Setting]]:

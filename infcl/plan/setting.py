@@ -5,12 +5,14 @@ import json
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from infcl.plan.memory import parameter_counts
 from infcl.towers import CLIP
-from infcl.towers.config import CLIPConfig
+from infcl.towers.config import CLIPConfig, check_divides
+from infcl.train.preset import check_stage
 
 _PROFILES = Path(__file__).parent / "profiles"
 
@@ -96,10 +98,11 @@ class Setting:
 
     @property
     def two_level(self) -> bool:
-        return self.ring == "two-level" or (self.ring == "auto" and self.nodes > 1 and self.gpus_per_node > 1)
+        """Whether the ring has two levels; on one host, or with one GPU on each, it is flat whatever is asked for."""
+        return self.ring != "flat" and self.nodes > 1 and self.gpus_per_node > 1
 
     def check(self) -> None:
-        """ValueError with the numbers for what cannot be."""
+        """ValueError with the numbers for what cannot be, or what the trainer would refuse."""
         for name in ("gpus", "gpus_per_node", "tensor_parallel", "resident", "micro_batch"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name.replace('_', '-')} {getattr(self, name)} must be greater than 0")
@@ -109,6 +112,18 @@ class Setting:
             raise ValueError("--sequence-parallel shares rows over tensor-parallel ranks: --tensor-parallel-size is 1")
         if self.gpus > self.gpus_per_node and self.gpus % self.gpus_per_node:
             raise ValueError(f"{self.gpus} GPUs do not fill nodes of {self.gpus_per_node}")
+        if self.tensor_parallel > self.gpus_per_node:
+            raise ValueError(
+                f"tensor-parallel {self.tensor_parallel} spans hosts of {self.gpus_per_node} GPUs: what its sums take "
+                "between hosts is not planned"
+            )
+        check_divides(self.model, self.tensor_parallel)
+        check_stage(self.zero, self.precision, offloads=self.offload, source="the plan")
+        if self.micro_batch % self.tensor_parallel:
+            raise ValueError(
+                f"tensor-parallel {self.tensor_parallel} does not divide micro-batch {self.micro_batch}: each of these "
+                "ranks takes its share of one"
+            )
         if self.global_batch % (self.dp_size * self.micro_batch):
             raise ValueError(
                 f"a global batch of {self.global_batch} is no multiple of {self.dp_size} data-parallel ranks x "
@@ -142,7 +157,21 @@ def _load(kind: str, name: str, profile: type) -> dict:
     needed = {field for field, is_needed in fields.items() if is_needed}
     if not isinstance(values, dict) or not needed <= set(values) <= set(fields):
         raise ValueError(f"--{kind} {name}: a profile has {', '.join(fields)} and nothing else")
+    for field in dataclasses.fields(profile):
+        if field.name in values and (wrong := _wrong(field, values[field.name])):
+            raise ValueError(f"--{kind} {name}: {field.name} is {values[field.name]!r}, {wrong}")
     return values
+
+
+def _wrong(field: dataclasses.Field, value: Any) -> str | None:
+    """What a field of a profile should be, where it is not."""
+    if field.type is str:
+        return None if isinstance(value, str) else "which is no text"
+    if type(value) is not int and (field.type is int or type(value) is not float):
+        return "which is no whole number" if field.type is int else "which is no number"
+    if not 0 <= value < float("inf") or (value == 0 and field.name != "latency_us"):
+        return "which cannot be: a number above 0"
+    return "a share: at most 1" if field.name == "usable" and value > 1 else None
 
 
 @lru_cache

@@ -36,7 +36,7 @@ def read_range(text: str) -> list[int]:
     """'gpus=8:4096' -> [8, 16, ..., 4096]. ValueError for anything else."""
     name, _, limits = text.partition("=")
     first, _, last = limits.partition(":")
-    if name != "gpus" or not (first.isdigit() and last.isdigit()) or not 0 < int(first) <= int(last):
+    if name != "gpus" or not (first.isdecimal() and last.isdecimal()) or not 0 < int(first) <= int(last):
         raise ValueError(f"--sweep {text}: write gpus=FIRST:LAST, like gpus=8:4096")
     sizes = [int(first)]
     while sizes[-1] * 2 <= int(last):

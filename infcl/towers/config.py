@@ -119,6 +119,20 @@ def kept_patches(patches: int, dropout: float) -> int:
     return max(1, int(patches * (1 - dropout)))
 
 
+def check_divides(cfg: CLIPConfig, size: int) -> None:
+    """ValueError, with the numbers, unless `size` tensor-parallel ranks can share both towers (a frozen one too)."""
+    for name, tower in (("image", cfg.vision_cfg), ("text", cfg.text_cfg)):
+        hidden = int(tower.width * tower.mlp_ratio)
+        for what, count in (("heads", tower.heads), ("MLP features", hidden)):
+            if count % size:
+                fitting = [n for n in range(2, count + 1) if tower.heads % n == 0 and hidden % n == 0]
+                raise ValueError(
+                    f"--tensor-parallel-size {size} does not divide the {count} {what} of the {name} tower "
+                    f"({tower.heads} heads, {hidden} MLP features); it can be split over "
+                    f"{', '.join(map(str, fitting)) or 'no'} ranks"
+                )
+
+
 def list_models() -> list[str]:
     """The names that `load_model_config` knows without a path."""
     return sorted(path.stem for path in _CONFIG_DIR.glob("*.json"))

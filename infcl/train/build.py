@@ -23,7 +23,7 @@ from infcl.import_weights import load_pretrained
 from infcl.loss.contrastive import ContrastiveLoss
 from infcl.parallel import Parallel
 from infcl.towers.clip import CLIP
-from infcl.towers.config import CLIPConfig, load_model_config, with_overrides, with_tokenizer
+from infcl.towers.config import CLIPConfig, check_divides, load_model_config, with_overrides, with_tokenizer
 from infcl.towers.transformer import ResidualBlock
 from infcl.train.preset import read_preset
 
@@ -38,10 +38,7 @@ def build_tokenizer_and_model_config(
         context_length=config.force_context_length,
         patch_dropout=config.force_patch_dropout,
     )
-    if config.tensor_parallel_size > 1:
-        from megatron_patches.towers import check_divides
-
-        check_divides(model_config, config.tensor_parallel_size)
+    check_divides(model_config, config.tensor_parallel_size)
     if config.tokenizer is None:
         return None, model_config
     text = model_config.text_cfg

@@ -26,7 +26,7 @@ from infcl.train.engine_fp16 import scale_between_steps
 from infcl.train.engine_stage3 import release_by_the_present_trace
 from infcl.train.engine_state import EMA, ZeroState
 from infcl.train.optim import build_optimizer
-from infcl.train.preset import deepspeed_config, read_preset, zero_stage
+from infcl.train.preset import deepspeed_config, offloads, read_preset, zero_stage
 
 _COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
 _SCALER_FIELDS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
@@ -46,7 +46,6 @@ class Engine:
         deepspeed = _import_deepspeed()
         mpu = _megatron_groups() if parallel.tp_size > 1 else None
         deepspeed.utils.groups.mpu = mpu  # DeepSpeed would keep that of an earlier engine
-        offloads = "offload_optimizer" in preset.get("zero_optimization", {})
         exact = _fp32_copy(model) if self.low_precision_parameters and parallel.dp_rank == 0 else {}
         model.to(parallel.device)
         self.engine, *_ = deepspeed.initialize(
@@ -55,7 +54,7 @@ class Engine:
                 model,
                 config,
                 global_batch_size=batch.global_batch_size,
-                fused=parallel.device.type == "cuda" or offloads,
+                fused=parallel.device.type == "cuda" or offloads(preset, "optimizer"),
             ),
             config=deepspeed_config(preset, precision, batch, config.grad_clip_norm),
             mpu=mpu,

@@ -68,12 +68,28 @@ def read_preset(config: TrainConfig, device_type: str) -> tuple[dict, str]:
             f"{'--precision fp16' if config.precision else f'--deepspeed_config {path}'}: this CPU has no arithmetic "
             "for fp16, and no GPU is visible, or --device cpu was given. On a CPU train in fp32 or bf16"
         )
-    if precision in ("bf16", "fp16") and zero_stage(preset) == 0:
+    check_stage(zero_stage(preset), precision, offloads=bool(offloads(preset, "optimizer")), source=str(path))
+    return preset, precision
+
+
+def check_stage(stage: int, precision: str, *, offloads: bool, source: str) -> None:
+    """ValueError for what DeepSpeed's stage 0 has not; `source` says who asks for it."""
+    if stage == 0 and precision in ("bf16", "fp16"):
         raise ValueError(
-            f"--precision {precision} needs ZeRO stage >= 1 ({path} has stage 0, where DeepSpeed keeps no exact fp32 "
+            f"--precision {precision} needs ZeRO stage >= 1 ({source} has stage 0, where DeepSpeed keeps no exact fp32 "
             "masters); use ds_configs/zero1.json or --precision amp_bf16"
         )
-    return preset, precision
+    if stage == 0 and offloads:
+        raise ValueError(
+            f"offloading the optimizer needs ZeRO stage >= 1 ({source} has stage 0, where DeepSpeed leaves it on the "
+            "GPU); use ds_configs/zero3_offload.json"
+        )
+
+
+def offloads(preset: dict, part: str) -> bool:
+    """Whether DeepSpeed moves the "optimizer" or the "param" to host memory: parameters in stage 3 alone."""
+    device = preset.get("zero_optimization", {}).get(f"offload_{part}", {}).get("device", "none")
+    return device != "none" and (part == "optimizer" or zero_stage(preset) == 3)
 
 
 def cpu_computes_fp16() -> bool:
