@@ -122,6 +122,22 @@ def test_other_member_names_can_be_asked_for(tmp_path):
     assert len(scan_shard(path, SampleKeys(image="image;jpg", text="caption;alt")).members) == 1
 
 
+@pytest.mark.parametrize("members", [("short", "txt"), ("txt", "short")])
+def test_of_several_alternatives_the_one_named_first_is_read_wherever_it_lies(tmp_path, members):
+    pairs = [(f"0.{name}", name.encode()) for name in ("jpg", "png", *members)]
+    path = str(write_tar(tmp_path / "x.tar", pairs))
+    for image, text, expected in (
+        ("png;jpg", "short;txt;short", (b"png", b"short")),
+        ("jpg", "a;txt", (b"jpg", b"txt")),
+    ):
+        keys = SampleKeys(image, text)
+        index = scan_shard(path, keys)
+        assert index.rejected == {}  # nothing is there twice
+        (record,) = ShardReader(load_manifest(path, keys=keys), keys).read(np.arange(1))
+        ((_, streamed),) = stream_records([path], keys, None)
+        assert (record.image, record.text) == (streamed.image, streamed.text) == expected
+
+
 @pytest.mark.parametrize("cut", [1, 300, 511, 512, 513, 700, 1024, 1100])
 def test_a_truncated_tar_gives_every_complete_sample_and_is_reported(tmp_path, cut):
     members = three_pairs()
@@ -188,8 +204,25 @@ def test_the_sidecar_is_reused_until_the_shard_or_the_sidecar_changes(tmp_path):
     with open(sidecar, "r+b") as file:
         file.truncate(80)
     assert ensure_index(str(path), KEYS)[1]["samples"] == 2
-    assert ensure_index(str(path), SampleKeys(image="webp"))[1]["samples"] == 0
     assert sorted(os.listdir(tmp_path)) == ["x.tar", "x.tar.infcl.idx"]
+
+
+@pytest.mark.parametrize("beside", [True, False])
+def test_another_run_that_reads_other_members_leaves_the_index_of_this_one_alone(tmp_path, beside):
+    members = [
+        ("0.jpg", b"0"),
+        ("0.long", b"zero"),
+        *(pair for i in "12" for pair in ((f"{i}.jpg", b"i"), (f"{i}.txt", i.encode()))),
+    ]
+    path = str(write_tar(tmp_path / "x.tar", [*members, ("2.long", b"two")]))
+    if not beside:
+        (tmp_path / "x.tar.infcl.idx").mkdir()
+    cache = str(tmp_path / "cache")
+    default = ShardReader(load_manifest(path, index_cache=cache))  # opens its index when it reads first
+    for text in ("long;txt", "long"):
+        keys = SampleKeys(text=text)
+        assert load_manifest(path, keys=keys, index_cache=cache).num_samples == (2 if text == "long" else 3)
+    assert [record.text for record in default.read(np.arange(2))] == [b"1", b"2"]
 
 
 def test_the_index_goes_to_the_cache_where_the_folder_cannot_be_written(tmp_path):

@@ -2,7 +2,7 @@
 
 In:  a tar as webdataset and img2dataset write it (members of a sample share the name up to the first dot).
 Out: an int64 array [samples, 6] of byte offsets and lengths, in the order in which the samples first appear, kept in a
-     sidecar file `SHARD.tar.infcl.idx` so that it is built once.
+     sidecar file `SHARD.tar.infcl.idx` so that it is built once (one for each choice of keys).
 Why: with offsets, any sample is one `pread` away, so an epoch can be a permutation, a resume costs nothing and a bad
      sample can be replaced; reading headers only is an order of magnitude cheaper than streaming the tar. Nothing is
      ever extracted, member names are opaque keys, and members that are not asked for are never read.
@@ -24,7 +24,7 @@ COLUMNS = ("image_offset", "image_bytes", "text_offset", "text_bytes", "json_off
 ABSENT = -1  # offset and length of a member that the sample does not have
 MAX_IMAGE_BYTES = 256 << 20  # a larger image member is rejected unread
 MAX_JSON_BYTES = 1 << 20  # a larger json member is treated as absent
-_FORMAT = "infcl-index-2"
+_FORMAT = "infcl-index-3"
 SIDECAR = ".infcl.idx"  # other programs keep files of their own as .idx and .tar.idx
 _READ_AHEAD = 4 << 20  # of remote storage: headers lie so close that nearly everything is read anyway
 
@@ -32,6 +32,8 @@ _READ_AHEAD = 4 << 20  # of remote storage: headers lie so close that nearly eve
 @dataclass(frozen=True)
 class SampleKeys:
     """Which members make a sample: open_clip's --image-key, --text-key, --json-text-key (alternatives split by ';').
+
+    Of several alternatives that a sample has, the one that is named first counts.
 
     json_text: take the caption from the json member, from the first of these keys that holds text. None: from the text
     member, and where a sample has none, from the json member's "caption".
@@ -75,8 +77,9 @@ class ShardIndex:
 
 def scan_shard(path: str, keys: SampleKeys, storage: StorageOptions = DEFAULT_STORAGE) -> ShardIndex:
     """Index one tar by its headers. Raises ShardFault if it cannot be read, ValueError if it is compressed."""
-    image_ext, text_ext = keys.image.lower().split(";"), keys.text.lower().split(";")
-    rows: dict[str, list[int]] = {}
+    members = (keys.image.lower().split(";"), keys.text.lower().split(";"), ["json"])
+    places = {extension: (kind, i) for kind in (2, 1, 0) for i, extension in [*enumerate(members[kind])][::-1]}
+    rows: dict[str, list[int]] = {}  # by COLUMNS, then which of its alternatives each of the three members is
     rejected = dict.fromkeys(("no_image", "no_caption", "duplicate_member", "image_file_too_large"), 0)
     damage: list[str] = []
     file = retry(lambda: open_shard(path, storage), path, storage)
@@ -88,19 +91,15 @@ def scan_shard(path: str, keys: SampleKeys, storage: StorageOptions = DEFAULT_ST
             )
         for name, offset, size in tar_members(pread, file.file_bytes, damage):
             key, extension = split_name(name)
-            if extension in image_ext:
-                column = 0
-            elif extension in text_ext:
-                column = 2
-            elif extension == "json":
-                column = 4
-            else:
+            if extension not in places:
                 continue
-            row = rows.setdefault(key, [ABSENT] * 6)
-            if row[column] != ABSENT:
+            kind, alternative = places[extension]
+            row = rows.setdefault(key, [ABSENT] * 9)
+            if row[6 + kind] == alternative:
                 rejected["duplicate_member"] += 1
-            elif column != 4 or size <= MAX_JSON_BYTES:
-                row[column : column + 2] = offset, size
+            elif row[6 + kind] == ABSENT or alternative < row[6 + kind]:
+                if kind != 2 or size <= MAX_JSON_BYTES:
+                    row[2 * kind : 2 * kind + 2], row[6 + kind] = (offset, size), alternative
     finally:
         file.close()
     usable = []
@@ -112,10 +111,10 @@ def scan_shard(path: str, keys: SampleKeys, storage: StorageOptions = DEFAULT_ST
         elif row[1] > MAX_IMAGE_BYTES:
             rejected["image_file_too_large"] += 1
         else:
-            usable.append(row)
-    members = np.array(usable, dtype=np.int64).reshape(-1, 6)
+            usable.append(row[:6])
+    table = np.array(usable, dtype=np.int64).reshape(-1, 6)
     says = "; ".join(damage[:3]) + (f"; and {len(damage) - 3} more" if len(damage) > 3 else "")
-    return ShardIndex(members, {k: n for k, n in rejected.items() if n}, says or None, file.file_bytes, file.version)
+    return ShardIndex(table, {k: n for k, n in rejected.items() if n}, says or None, file.file_bytes, file.version)
 
 
 def ensure_index(
@@ -125,15 +124,18 @@ def ensure_index(
 
     The header: format, image_key, text_key, file_bytes, version, samples, rejected, damage. The sidecar is
     `PATH.infcl.idx`; where that place cannot be written to, or the shard is remote, it goes to `cache_folder` (default
-    ~/.cache/infcl/index). Writing is atomic, so processes that race write the same file.
+    ~/.cache/infcl/index). Writing is atomic, so processes that race write the same file. Other keys than DEFAULT_KEYS
+    have a sidecar of their own: a run opens its indexes when it needs them, and another run may have others meanwhile.
     """
     file = retry(lambda: open_shard(path, storage), path, storage)
     file.close()
     expected: dict[str, Any] = {"format": _FORMAT, "image_key": keys.image, "text_key": keys.text}
     expected |= {"file_bytes": file.file_bytes, "version": file.version}
-    digest = hashlib.sha256((path if is_remote(path) else os.path.abspath(path)).encode()).hexdigest()[:32]
+    digest = _digest(path if is_remote(path) else os.path.abspath(path))
     folder = Path(cache_folder) if cache_folder else Path.home() / ".cache" / "infcl" / "index"
-    places = ([] if is_remote(path) else [Path(path + SIDECAR)]) + [folder / f"{digest}.idx"]
+    is_default = (keys.image, keys.text) == (DEFAULT_KEYS.image, DEFAULT_KEYS.text)
+    of_keys = "" if is_default else f".{_digest(f'{keys.image} {keys.text}')[:8]}"
+    places = ([] if is_remote(path) else [Path(path + of_keys + SIDECAR)]) + [folder / f"{digest}{of_keys}.idx"]
     for place in places:
         header = _read_header(place)
         if header is not None and all(header.get(k) == v for k, v in expected.items()):
@@ -200,6 +202,10 @@ def _read_header(path: Path) -> dict | None:
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return header if whole and header.get("format") == _FORMAT else None
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()[:32]
 
 
 def _write(path: Path, header: dict, members: np.ndarray) -> None:
