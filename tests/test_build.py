@@ -1,11 +1,15 @@
 """Parts of a run, as the flags name them."""
 
+from types import SimpleNamespace
+
 import pytest
 
-from infcl.config import TrainConfig, parse_args
+from infcl.config import BatchPlan, TrainConfig, parse_args
 from infcl.parallel import init_parallel
-from infcl.train.build import build_loss, tile_dtype_of
+from infcl.towers import load_model_config
+from infcl.train.build import build_loader, build_loss, tile_dtype_of
 from tests.ranks import run_ranks
+from tests.shard_files import write_shards
 
 
 @pytest.mark.parametrize(
@@ -43,3 +47,25 @@ def _fixed_shape(rank, world_size):
 def test_a_training_compares_the_shapes_of_its_ranks_once():
     """What that means: test_contrastive."""
     assert run_ranks(_fixed_shape, 1) == [True]
+
+
+def _refusal(rank, world_size, folders):
+    config = TrainConfig(train_data=folders[rank], workers=0, max_missing_shards=0.5)
+    with pytest.raises(ValueError) as refused:
+        build_loader(
+            config,
+            BatchPlan(2, 1, 1),
+            load_model_config("demo"),
+            SimpleNamespace(sha256="", context_length=8),
+            init_parallel("cpu"),
+        )
+    return str(refused.value)
+
+
+def test_ranks_that_find_other_data_are_told(tmp_path):
+    """Each would read by a plan of its own: some samples twice, others never, and not the same number of steps."""
+    folders = [write_shards(tmp_path / name, sizes) for name, sizes in (("a", [2, 2]), ("b", [2, 2]))]
+    braces = [f"{folder}/{{00000..00001}}.tar" for folder in folders]
+    (tmp_path / "b" / "00001.tar").unlink()
+    told = run_ranks(_refusal, 2, braces)
+    assert told[0] == told[1] and "rank 1 on " in told[0] and "samples 2 there, 4 here" in told[0]

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import math
+import socket
 from collections.abc import Iterator
 from typing import Any
 
@@ -156,6 +157,7 @@ def build_loader(
     tokenizer: Tokenizer | OpenClipTokenizer | None,
     parallel: Parallel,
 ) -> TrainLoader | SyntheticLoader:
+    """What the flags name as data. ValueError where it cannot be used, or is not the same for all ranks. Collective."""
     common = {
         "image_size": model_config.vision_cfg.image_size,
         "micro_batch_size": batch.micro_batch_size,
@@ -180,7 +182,7 @@ def build_loader(
         cache_bytes=int(config.data_cache_gb * 1e9),
         allow_pipe=config.allow_pipe_urls,
     )
-    return TrainLoader(
+    loader = TrainLoader(
         config.train_data,
         tokenizer,
         num_workers=config.workers,
@@ -206,6 +208,27 @@ def build_loader(
         timeout=config.data_timeout,
         **common,
     )
+    _require_same_data(loader)
+    return loader
+
+
+def _require_same_data(loader: TrainLoader) -> None:
+    """ValueError on all ranks where one has found other data than the first: it would follow another plan. Collective.
+
+    A host's own copy of the shards may be another, and --max-missing-shards lets a rank go on without what it misses.
+    """
+    own = socket.gethostname(), {"samples": loader.num_samples} | loader.state_dict()
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, own)
+    for rank, (host, theirs) in enumerate(everyone):
+        different = [
+            f"{k} {v!r} there, {everyone[0][1][k]!r} here" for k, v in theirs.items() if v != everyone[0][1][k]
+        ]
+        if different:
+            raise ValueError(
+                f"rank {rank} on {host} has found other data than rank 0 on {everyone[0][0]}: {'; '.join(different)}. "
+                "All hosts need the same shards or tables, and the same tokenizer"
+            )
 
 
 def build_tasks(
