@@ -11,11 +11,13 @@ import sys
 import tarfile
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
 
 from infcl.data.demo import DIGIT_NAMES
+from infcl.data.evaluation import eval_source
 from infcl.evaluate.__main__ import main
 from infcl.export import export_model
 from infcl.towers import CLIP, with_tokenizer
@@ -245,6 +247,22 @@ def test_the_pillow_path_has_open_clips_pixels_and_the_torch_path_is_near(tmp_pa
     torch.testing.assert_close(normalize_pixels(pixels[None])[0], theirs, rtol=0, atol=1e-6)
     difference = (EvalTransform(24)(decode_image(data)).int() - pixels.int()).abs()
     assert difference.max() <= 1
+
+
+@pytest.mark.parametrize("mode", ["P", "1", "CMYK", "RGBA", "LA", "I;16"])
+def test_the_pillow_path_has_open_clips_pixels_of_images_that_are_not_rgb(tmp_path, mode):
+    open_clip = import_open_clip()
+    small = picture(3, 31, 50)
+    image = Image.fromarray(small[..., 0].astype(np.uint16) * 257) if mode == "I;16" else Image.fromarray(small)
+    image = image if mode == "I;16" else image.convert(mode)
+    if "A" in mode:
+        image.putalpha(Image.fromarray(small[..., 1]))
+    data = encode(image, "JPEG" if mode == "CMYK" else "PNG")
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "x.png").write_bytes(data)
+    (sample,) = eval_source(str(tmp_path))(image_size=24, resize="pil")
+    theirs = open_clip.image_transform(24, is_train=False, mean=(0, 0, 0), std=(1, 1, 1))(Image.open(io.BytesIO(data)))
+    assert torch.equal(sample.image, (255 * theirs).round().to(torch.uint8))
 
 
 def refusal(rank, world_size, arguments):

@@ -119,3 +119,11 @@ def test_validation_data_has_its_captions_where_training_data_has_them(tmp_path,
     config = parse_args(["--train-data", data, "--tokenizer", __file__, "--val-data", data, *flags])
     task = build_tasks(config, BatchPlan(1, 1, 2), load_model_config("demo"), lambda texts: None)["retrieval"]
     assert [task._captions(sample) for sample in task.source()] == [["a cat"]]
+
+
+def test_all_captions_of_a_long_text_member_count(tmp_path):
+    """Training cuts a text member at 4 KB; here it may hold many captions."""
+    captions = [f"{i} {'long ' * 30}".strip() for i in range(40)]
+    data = shard(tmp_path / "many", encode(picture(1)), txt="\n".join(captions).encode())
+    task = RetrievalTask(data, captions="lines", **COMMON)
+    assert [task._captions(sample) for sample in task.source()] == [captions]

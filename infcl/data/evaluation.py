@@ -14,20 +14,33 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 
 from infcl.data.index import DEFAULT_KEYS, SampleKeys
 from infcl.data.records import Record
-from infcl.data.samples import IMAGE_SUFFIXES, BadSample, ImageLimits, decode_caption, decode_image, parse_json
+from infcl.data.samples import (
+    IMAGE_SUFFIXES,
+    BadSample,
+    ImageLimits,
+    damage_refused,
+    decode_caption,
+    decode_image,
+    open_image,
+    parse_json,
+)
 from infcl.data.shards import expand_shards
 from infcl.data.streaming import stream_records
 from infcl.data.transforms import EvalTransform
 
+if TYPE_CHECKING:
+    from PIL import Image
+
 EVAL_LIMITS = ImageLimits(min_side=1)
 RESIZES = ("torch", "pil")
+MAX_TEXT_BYTES = 1 << 20  # of a text member, which may hold many captions
 
 
 class EvalSample(NamedTuple):
@@ -58,9 +71,9 @@ class EvalSamples(ABC):
         threads: int = 4,
         limit: int | None = None,
     ):
-        self.transform = (PillowTransform if resize == "pil" else EvalTransform)(image_size)
+        self.pixels = _pillow_pixels(image_size, limits) if resize == "pil" else _torch_pixels(image_size, limits)
         self.rank, self.world_size, self.threads = rank, world_size, threads
-        self.keys, self.limits, self.limit, self.is_cut = keys, limits, limit, False
+        self.keys, self.limit, self.is_cut = keys, limit, False
         self.skipped: Counter[str] = Counter()
 
     def __iter__(self) -> Iterator[EvalSample]:
@@ -87,7 +100,7 @@ class EvalSamples(ABC):
 
     def _decode(self, key: str, record: Record) -> EvalSample | BadSample:
         try:
-            image = self.transform(decode_image(self._bytes(record), self.limits))
+            image = self.pixels(self._bytes(record))
             metadata = parse_json(record.json) if record.json is not None else {}
         except BadSample as bad:
             return bad
@@ -97,7 +110,7 @@ class EvalSamples(ABC):
         """By the keys, or else where the format has captions; "" without one."""
         for keys in (self.keys, DEFAULT_KEYS):
             with contextlib.suppress(BadSample):
-                return decode_caption(record, keys)[0]
+                return decode_caption(record, keys, max_bytes=MAX_TEXT_BYTES)[0]
         return ""
 
     @abstractmethod
@@ -203,17 +216,38 @@ def caption_list(path: Path) -> list[tuple[Path, dict[str, Any]]]:
     return files
 
 
+def _torch_pixels(image_size: int, limits: ImageLimits) -> Callable[[bytes], torch.Tensor]:
+    """Bytes of an image -> uint8 [3, S, S] as in training."""
+    transform = EvalTransform(image_size)
+    return lambda data: transform(decode_image(data, limits))
+
+
+def _pillow_pixels(image_size: int, limits: ImageLimits) -> Callable[[bytes], torch.Tensor]:
+    """The same, decoded and resized by Pillow."""
+    transform = PillowTransform(image_size)
+
+    def pixels(data: bytes) -> torch.Tensor:
+        with damage_refused():
+            return transform(open_image(data, limits))
+
+    return pixels
+
+
 class PillowTransform(EvalTransform):
     """The same resize and crop through Pillow: the pixels of open_clip's and CLIP's own evaluation.
 
-    The two round differently: up to 1 % of the values differ from EvalTransform's, by one level.
+    As there, an image becomes RGB after it is resized: with a palette the nearest pixels are taken, and transparency is
+    dropped. The two round differently: up to 1 % of the values of RGB images differ from EvalTransform's, mostly by one
+    level.
     """
 
-    def __call__(self, image: np.ndarray) -> torch.Tensor:
-        """uint8 [H, W, 3] -> uint8 [3, S, S]."""
+    def __call__(self, image: "np.ndarray | Image.Image") -> torch.Tensor:
+        """uint8 [H, W, 3], or an image of Pillow's -> uint8 [3, S, S]."""
         from PIL import Image
 
-        height, width = self.resized(*image.shape[:2])
-        if (height, width) != image.shape[:2]:
-            image = np.array(Image.fromarray(image).resize((width, height), Image.Resampling.BICUBIC))
-        return self.crop(torch.from_numpy(image).permute(2, 0, 1))
+        if isinstance(image, np.ndarray):
+            image = Image.fromarray(image)
+        height, width = self.resized(image.height, image.width)
+        if (width, height) != image.size:
+            image = image.resize((width, height), Image.Resampling.BICUBIC)
+        return self.crop(torch.from_numpy(np.array(image.convert("RGB"))).permute(2, 0, 1))

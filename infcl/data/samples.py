@@ -12,12 +12,13 @@ Bytes are only ever parsed as an image, as text or as JSON. Nothing is unpickled
 """
 
 import codecs
+import contextlib
 import io
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -29,6 +30,9 @@ from infcl.data.records import MAX_CAPTION_BYTES, Record
 from infcl.data.tokenizer import Tokenizer
 from infcl.data.transforms import TRANSFORM_DRAWS, TrainTransform
 from infcl.data.workers import stack
+
+if TYPE_CHECKING:
+    from PIL import Image
 
 _PILLOW_FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")  # none of them runs a program to decode
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")  # of files
@@ -87,7 +91,10 @@ def decode_record(
 
 
 def decode_caption(
-    record: Record, keys: SampleKeys = DEFAULT_KEYS, random: np.ndarray | None = None
+    record: Record,
+    keys: SampleKeys = DEFAULT_KEYS,
+    random: np.ndarray | None = None,
+    max_bytes: int = MAX_CAPTION_BYTES,
 ) -> tuple[str, list[str]]:
     """(caption, notes). Raises BadSample."""
     notes = []
@@ -97,11 +104,11 @@ def decode_caption(
         raw = _json_caption(parse_json(record.json), keys, random).encode("utf-8", "replace")  # lone surrogate: '?'
     else:
         raise BadSample("no_caption")
-    if len(raw) > MAX_CAPTION_BYTES:
+    if len(raw) > max_bytes:
         notes.append("caption_cut")
     # An incremental decoder drops a character that the cut has split, instead of replacing it.
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
-    caption = decoder.decode(raw[:MAX_CAPTION_BYTES], final=len(raw) <= MAX_CAPTION_BYTES)
+    caption = decoder.decode(raw[:max_bytes], final=len(raw) <= max_bytes)
     if "\ufffd" in caption:
         notes.append("caption_not_utf8")
     if not any(character.isalnum() for character in caption):
@@ -143,8 +150,6 @@ def decode_image(
 
     shrink: (height, width) -> 1, 2, 4 or 8; a JPEG is then decoded at that fraction of its size, which costs less.
     """
-    if not data:
-        raise BadSample("empty_image_file")
     if data[:3] == b"\xff\xd8\xff":
         import simplejpeg
 
@@ -159,17 +164,27 @@ def decode_image(
             return simplejpeg.decode_jpeg(data, "RGB")
         except ValueError:
             pass  # CMYK, or damage that Pillow may bridge
+    with damage_refused():
+        return _rgb(open_image(data, limits))
+
+
+@contextlib.contextmanager
+def damage_refused() -> Iterator[None]:
+    """BadSample for whatever Pillow raises within: its decoders raise many types on malformed bytes; no I/O happens."""
     try:
-        return _decode_with_pillow(data, limits)
+        yield
     except BadSample:
         raise
-    except Exception as error:  # Pillow's decoders raise many types on malformed bytes; no I/O happens here
+    except Exception as error:
         raise BadSample("broken_image", f"{type(error).__name__}: {error}") from error
 
 
-def _decode_with_pillow(data: bytes, limits: ImageLimits) -> np.ndarray:
+def open_image(data: bytes, limits: ImageLimits = DEFAULT_LIMITS) -> "Image.Image":
+    """Pillow's image, of which only the header is read so far. Raises BadSample, within `damage_refused`."""
     from PIL import Image
 
+    if not data:
+        raise BadSample("empty_image_file")
     try:
         image = Image.open(io.BytesIO(data), formats=_PILLOW_FORMATS)
     except Image.DecompressionBombError as error:
@@ -177,6 +192,11 @@ def _decode_with_pillow(data: bytes, limits: ImageLimits) -> np.ndarray:
     except Image.UnidentifiedImageError as error:
         raise BadSample("not_an_image", f"starts with {data[:16]!r}") from error
     limits.check(*image.size)
+    return image
+
+
+def _rgb(image: "Image.Image") -> np.ndarray:
+    """uint8 [H, W, 3]; transparency on white, 16 bits scaled."""
     if image.mode.startswith("I"):  # 16 bits per pixel; Pillow's own conversion would clip it to white
         deep = np.asarray(image).astype(np.float32)
         return np.repeat(np.clip(deep / 257 + 0.5, 0, 255).astype(np.uint8)[:, :, None], 3, axis=2)
