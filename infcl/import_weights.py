@@ -13,9 +13,9 @@ import json
 import pickle
 import re
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -25,6 +25,7 @@ from infcl.towers import CLIP, CLIPConfig, load_model_config
 from infcl.towers.vision import IMAGE_MEAN, IMAGE_STD
 
 _SCALARS = ("logit_scale", "logit_bias")
+_ABOUT = ("input_resolution", "context_length", "vocab_size")  # numbers in the state dict of OpenAI's archives
 _WRAPPERS = ("module.", "_orig_mod.")  # DistributedDataParallel, torch.compile
 _FILES = ("open_clip_model.safetensors", "open_clip_pytorch_model.bin", "model.safetensors", "pytorch_model.bin")
 # Settings that the shapes do not show, by tower: a difference would load and be wrong.
@@ -197,9 +198,9 @@ def _read_file(path: Path) -> dict[str, torch.Tensor]:
 
 
 def _our_names(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Wrappers' prefixes and CustomTextCLIP's "text." removed; CLIPModel's names translated."""
+    """Wrappers' prefixes, CustomTextCLIP's "text." and OpenAI's sizes removed; CLIPModel's names translated."""
     for prefix in _WRAPPERS:
-        state = {name.removeprefix(prefix): value for name, value in state.items()}
+        state = {name.removeprefix(prefix): value for name, value in state.items() if name not in _ABOUT}
     if any(name.startswith(("vision_model.", "text_model.")) for name in state):
         return from_hf(state)
     return {name.removeprefix("text."): value for name, value in state.items()}
@@ -212,15 +213,30 @@ _PREPROCESSING = (  # file, section of it, prefix of its keys: open_clip's, a CL
 )
 
 
-def _folder_pixels(path: Path) -> tuple[Sequence[float], Sequence[float]]:
-    """(mean, std) that the folder's pixels were normalised with, per channel; ours where it does not say."""
-    said: dict[str, Sequence[float]] = {}
+def _preprocessing(path: Path) -> Iterator[tuple[dict[str, Any], str]]:
+    """(what a file of the folder says of it, prefix of mean and std), of each such file."""
     for name, section, prefix in _PREPROCESSING:
         if (path / name).is_file():
             fields = json.loads((path / name).read_text(encoding="utf-8"))
-            fields = (fields.get(section) or {}) if section else fields
-            said = {kind: fields[prefix + kind] for kind in ("mean", "std") if fields.get(prefix + kind)} | said
+            yield (fields.get(section) or {}) if section else fields, prefix
+
+
+def _folder_pixels(path: Path) -> tuple[Sequence[float], Sequence[float]]:
+    """(mean, std) that the folder's pixels were normalised with, per channel; ours where it does not say."""
+    said: dict[str, Sequence[float]] = {}
+    for fields, prefix in _preprocessing(path):
+        said = {kind: fields[prefix + kind] for kind in ("mean", "std") if fields.get(prefix + kind)} | said
     return said.get("mean", IMAGE_MEAN), said.get("std", IMAGE_STD)
+
+
+def other_resizing(path: Path) -> str:
+    """How a folder's images are brought to size otherwise than here: short side to S, bicubic, centre; "" if they are
+    not."""
+    fields: dict[str, Any] = next((fields for fields, _ in _preprocessing(path)), {})
+    ours = {"resize_mode": ("shortest",), "interpolation": ("bicubic", "random"), "resample": (3,)}
+    ours |= {"do_resize": (True,), "do_center_crop": (True,)}
+    said = {name: fields[name] for name in ours if fields.get(name) is not None}
+    return ", ".join(f"{name} {value!r}" for name, value in said.items() if value not in ours[name])
 
 
 def _for_our_pixels(

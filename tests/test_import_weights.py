@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import save_file
 
 from infcl.config import TrainConfig
+from infcl.evaluate import load
 from infcl.export import export_model
 from infcl.hf_clip import from_hf_config
 from infcl.import_weights import load_pretrained, read_weights, resize_image_positions
@@ -47,6 +48,9 @@ def write(kind, model, path):
     elif kind == "custom_text":
         top = ("visual.", "logit_scale")
         torch.save({n if n.startswith(top) else f"text.{n}": v for n, v in state.items()}, path / "w.bin")
+    elif kind == "openai":  # the state dict of its archive has sizes in it
+        sizes = {"input_resolution": 32, "context_length": 12, "vocab_size": 90}
+        torch.save(state | {name: torch.tensor(value) for name, value in sizes.items()}, path / "w.pt")
     elif kind == "safetensors":
         save_file(state, path / "w.safetensors")
     else:
@@ -55,7 +59,7 @@ def write(kind, model, path):
     return next(path.glob("w.*"))
 
 
-KINDS = ["pt", "ddp", "custom_text", "safetensors", "folder_open_clip", "folder_hf", "folder_safetensors"]
+KINDS = ["pt", "ddp", "openai", "custom_text", "safetensors", "folder_open_clip", "folder_hf", "folder_safetensors"]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -106,6 +110,31 @@ def test_a_tower_of_pixels_normalised_otherwise_sees_ours_as_it_saw_its_own(plac
         expected, got = theirs(normalised)["image_features"], ours(pixels)["image_features"]
         torch.testing.assert_close(got, expected, rtol=0, atol=2e-6)
         assert (theirs(pixels)["image_features"] - expected).abs().max() > 1e-2
+
+
+def test_a_folder_of_images_brought_to_size_otherwise_is_told_when_it_is_evaluated(
+    source, tmp_path, caplog, monkeypatch
+):
+    """open_clip's ViT-H-14-378 of DFN5B squashes its images."""
+    monkeypatch.setattr(load, "load_tokenizer", lambda source, cfg: None)
+    for kind, file, foreign, said in (
+        ("open_clip", "open_clip_config.json", {"preprocess_cfg": {"resize_mode": "squash"}}, "resize_mode 'squash'"),
+        (
+            "hf",
+            "preprocessor_config.json",
+            {"resample": 2, "do_center_crop": False},
+            "resample 2, do_center_crop False",
+        ),
+    ):
+        (tmp_path / kind).mkdir()
+        path = write(f"folder_{kind}", source, tmp_path / kind)
+        load.load_model(path, device=torch.device("cpu"))
+        assert not caplog.messages
+        (path / file).write_text(json.dumps(json.loads((path / file).read_text()) | foreign))
+        load.load_model(path, device=torch.device("cpu"))
+        (message,) = caplog.messages
+        caplog.clear()
+        assert f"brought to size with {said};" in message
 
 
 @pytest.mark.parametrize("tower", ["image", "text"])
@@ -259,14 +288,15 @@ def test_the_flags_reach_the_model(source, tmp_path):
 
 def test_open_clips_file_with_clips_own_tokenizer_evaluates_as_open_clip(tmp_path):
     open_clip = import_open_clip()
-    from infcl.evaluate.load import load_model
 
     cfg = config(text={"vocab_size": 49408, "context_length": 20, "pool_type": "argmax", "eos_id": 2})
     (tmp_path / "tiny.json").write_text(cfg.to_json())
     torch.manual_seed(6)
     theirs = open_clip.model.CLIP(**cfg.to_dict()).eval()
     torch.save(theirs.state_dict(), tmp_path / "epoch_1.pt")
-    ours, tokenize = load_model(tmp_path / "epoch_1.pt", device=torch.device("cpu"), model=str(tmp_path / "tiny.json"))
+    ours, tokenize = load.load_model(
+        tmp_path / "epoch_1.pt", device=torch.device("cpu"), model=str(tmp_path / "tiny.json")
+    )
     texts = ["a photo of a dog", "", "Two cats, asleep (1936) " * 9]
     expected = open_clip.tokenizer.SimpleTokenizer(context_length=20)(texts)
     assert torch.equal(tokenize(texts), expected)

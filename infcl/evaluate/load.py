@@ -4,6 +4,7 @@ In:  a run, a checkpoint, an export, an open_clip or CLIPModel folder, or a bare
 Out: CLIP in eval mode on the device, and a callable that turns texts into its token ids.
 """
 
+import logging
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,9 +12,10 @@ import torch
 
 from infcl.data.open_clip_tokenizer import PREFIX, OpenClipTokenizer
 from infcl.data.tokenizer import Tokenizer
-from infcl.import_weights import load_tower, read_weights
+from infcl.import_weights import load_tower, other_resizing, read_weights
 from infcl.towers import CLIP, CLIPConfig, load_model_config, with_tokenizer
 
+log = logging.getLogger(__name__)
 _SENTENCEPIECE = ("tokenizer.model", "spiece.model")
 
 Tokenize = Callable[[list[str]], torch.Tensor]
@@ -49,6 +51,13 @@ def load_model(
     has_bias = "logit_bias" in weights.state
     clip = CLIP(cfg, init_logit_bias=0.0 if has_bias and cfg.init_logit_bias is None else None)
     load_tower(clip, weights)
+    if resizing := other_resizing(Path(checkpoint)):
+        log.warning(
+            "%s: its images were brought to size with %s; here the short side is resized, bicubic, and the centre is "
+            "taken, so these are not the figures of its authors",
+            checkpoint,
+            resizing,
+        )
     return clip.to(device).eval(), tokenize
 
 
