@@ -69,13 +69,11 @@ def main(argv: list[str] | None = None) -> int:
     try:
         summary = trainer.fit()
     except KeyboardInterrupt:
-        newest = trainer.checkpoints.newest
-        resume = f"--resume latest continues from {newest.name}" if newest else "no checkpoint was written yet"
-        say(rank, f"interrupted at step {trainer.step}; {resume}")
+        say(rank, f"interrupted at step {trainer.step}; {trainer.checkpoints.hint}")
         leave_gloo()
         return 130
     except Stopped as stop:
-        say(rank, f"{stop} at step {trainer.step}; --resume latest continues from here")
+        say(rank, f"{stop} at step {trainer.step}; {trainer.checkpoints.hint}")
         destroy_parallel(parallel)
         return stop.exit_code
     except RuntimeError as error:

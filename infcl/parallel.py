@@ -20,7 +20,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from infcl.cluster.meeting import LOOPBACK, Node, meet, open_store
+from infcl.cluster.meeting import LOOPBACK, Node, interface_address, meet, open_store
 from infcl.cluster.watch import HostWatch
 
 # launcher -> its names of (rank, world size, local rank); the first whose rank is set is taken
@@ -145,6 +145,7 @@ def init_parallel(
 def _use_interface(interface: str | None) -> None:
     """Tell gloo and NCCL. Without an interface, ranks of one host (MASTER_ADDR is the loopback) use the loopback."""
     if interface is not None:
+        interface_address(interface)  # or it is a mistake
         os.environ["GLOO_SOCKET_IFNAME"] = interface
         os.environ["NCCL_SOCKET_IFNAME"] = f"={interface}"
     elif os.environ.get("MASTER_ADDR", LOOPBACK[0]) in LOOPBACK:

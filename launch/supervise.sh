@@ -10,7 +10,7 @@
 # asks before each start which hosts of HOSTS answer, and gives the command those in a file named by $HOSTS, as long as
 # they are MIN; with --batch only as many as divide that batch. --global-batch-size keeps the batch over fewer hosts.
 # Finished means that RUN_FOLDER/summary.json is there: the launcher's exit code 0 is not trusted. Not restarted: a
-# mistake in the command (2), Ctrl-C (130), and a signal to this script, which is passed on first.
+# mistake in the command (2), Ctrl-C (130), and a signal to this script, which is passed on first. --overwrite is refused.
 set -u
 hostfile="" min_hosts=1 batch=""
 while :; do
@@ -23,6 +23,9 @@ while :; do
 done
 [ $# -ge 2 ] || { echo "usage: $0 [--hostfile HOSTS --min-hosts N [--batch N]] RUN_FOLDER COMMAND..." >&2; exit 2; }
 run=$1; shift
+for flag in "$@"; do
+  [ "$flag" != --overwrite ] || { echo "supervise: --overwrite would start anew at each restart" >&2; exit 2; }
+done
 alive=$(mktemp); trap 'rm -f "$alive"' EXIT
 first_wait=${FIRST_WAIT:-5} same_failures_allowed=${SAME_FAILURES:-3}
 child=0 stopped=0 last="" same=0 wait_for=$first_wait

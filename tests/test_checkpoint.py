@@ -2,10 +2,12 @@
 
 import dataclasses
 import json
+import shutil
 
 import pytest
 import torch
 
+from infcl.report.records import read_records
 from infcl.train.checkpoint import (
     checkpoint_step,
     complete_checkpoints,
@@ -117,8 +119,6 @@ def damage_foreign(folder):
     ],
 )
 def test_a_damaged_or_foreign_checkpoint_is_refused_when_named(finished, tmp_path, damage, message):
-    import shutil
-
     run, config = finished
     copy = tmp_path / "step_00000003"
     shutil.copytree(complete_checkpoints(run)[0], copy)
@@ -131,7 +131,7 @@ def test_a_damaged_or_foreign_checkpoint_is_refused_when_named(finished, tmp_pat
 
 def test_a_run_folder_is_no_checkpoint_and_one_of_its_own_is_named(finished, tmp_path):
     run, config = finished
-    for folder in (run.root, run.checkpoints):
+    for folder in (run.root, run.checkpoints, run.checkpoints / "step_00000099"):
         message = run_ranks(resume_error, 1, dataclasses.replace(config, resume=str(folder), logs=str(tmp_path)))[0]
         assert f"name one of the run's checkpoints, like {complete_checkpoints(run)[0]}" in message
 
@@ -147,6 +147,29 @@ def test_a_run_does_not_go_back_under_its_later_checkpoints(finished):
     assert [path.stat().st_ino for path in sorted(run.root.rglob("*"))] == before
     elsewhere = run_ranks(fit, 2, dataclasses.replace(back, name="elsewhere"))[0]
     assert sorted(elsewhere) == [2, 3]
+
+
+def test_a_run_that_began_from_anothers_checkpoint_goes_on_from_its_own(finished):
+    """Or it would write below checkpoints that count as newer, which are kept in place of what it writes then."""
+    run, config = finished
+    began = dataclasses.replace(config, resume=str(run.checkpoints / "step_00000001"), name="began", keep_checkpoints=1)
+    own = RunFolder(run.root.parent / "began")
+    run_ranks(fit, 2, began, 3)
+    left = own.checkpoints / "step_00000077.partial"  # by a kill
+    left.mkdir()
+    other = dataclasses.replace(began, resume=str(run.checkpoints / "step_00000002"))
+    assert "checkpoints of its own, up to step_00000002" in run_ranks(resume_error, 2, other)[1]
+    assert left.exists()
+    run_ranks(fit, 2, began)  # the same command again
+    assert [record["step"] for record in read_records(own.metrics)] == [2, 3, 3], "step 2 is not done again"
+    assert [checkpoint_step(path) for path in complete_checkpoints(own)] == [3] and not left.exists()
+
+    again = run_ranks(fit, 2, dataclasses.replace(other, overwrite=True))[0]
+    assert sorted(again) == [3], "--overwrite starts where --resume says"
+    own.summary.unlink()
+    shutil.rmtree(own.checkpoints)
+    latest = dataclasses.replace(began, resume="latest")
+    assert f"began from {other.resume} and has no checkpoint yet" in run_ranks(resume_error, 2, latest)[0]
 
 
 def test_a_checkpoint_of_another_model_is_refused_with_the_names(finished, tmp_path, demo_folder):
@@ -189,6 +212,14 @@ def test_pruning_keeps_the_last_ones_and_every_nth(tmp_path, keep_last, keep_eve
     add_checkpoints(run, *range(1, 10))
     prune_checkpoints(run, keep_last=keep_last, keep_every=keep_every)
     assert [checkpoint_step(path) for path in complete_checkpoints(run)] == left
+
+
+def test_a_checkpoint_half_removed_does_not_look_complete(tmp_path, monkeypatch):
+    run = RunFolder(tmp_path)
+    add_checkpoints(run, 1, 2)
+    monkeypatch.setattr(shutil, "rmtree", lambda path, **_: None)  # killed as it begins
+    prune_checkpoints(run, keep_last=1, keep_every=0)
+    assert [checkpoint_step(path) for path in complete_checkpoints(run)] == [2]
 
 
 def test_pruning_after_a_damaged_newer_checkpoint_keeps_what_the_run_went_on_to(tmp_path):

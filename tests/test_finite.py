@@ -66,7 +66,7 @@ def test_too_many_skipped_steps_in_a_row_end_the_run_with_a_checkpoint(demo_fold
     config = demo_config(demo_folder, tmp_path, steps=9, max_skipped_steps=2)
     said, error = run_ranks(poisoned_fit, 1, config, "text features", {2, 4, 5, 6, 7})[0]
     assert "3 steps in a row had gradients that are not finite, more than --max-skipped-steps 2" in error
-    assert "saved at step 6" in error and "text tower, micro-batch 1" in error
+    assert "--resume latest continues from step_00000006" in error and "text tower, micro-batch 1" in error
     assert (tmp_path / "run" / "checkpoints" / "latest").read_text().strip() == "step_00000006"
     said, error = run_ranks(poisoned_fit, 1, dataclasses.replace(config, resume="latest"), "none", set())[0]
     assert error is None

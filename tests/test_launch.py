@@ -67,12 +67,25 @@ def test_slurm_is_finished_when_the_summary_is_there(tmp_path):
     result = slurm(tmp_path, 'touch logs/first/summary.json; echo "$MASTER_ADDR $*"; exit 138\n', *FLAGS, "--wd", "a b")
     assert result.returncode == 0 and "requeue" not in result.stdout
     assert result.stdout.startswith("n1 --kill-on-bad-exit=1 python -u pretrain_clip.py --deepspeed_config")
-    assert "--wd a b --resume latest" in result.stdout
+    assert "--resume latest --logs logs --name first --wd a b" in result.stdout
 
 
 def test_slurm_needs_to_know_what_to_resume(tmp_path):
     result = slurm(tmp_path, "exit 0\n", "--logs", "logs")
     assert result.returncode == 2 and "--logs and --name are needed" in result.stderr
+
+
+@pytest.mark.parametrize("form", [["--logs=logs", "--name=first"], ["--name", "x", *FLAGS]])
+def test_slurm_reads_the_folder_as_the_program_does(tmp_path, form):
+    (tmp_path / "logs" / "first").mkdir(parents=True)
+    assert slurm(tmp_path, "touch logs/first/summary.json; exit 1\n", *form).returncode == 0
+
+
+def test_what_starts_a_run_again_does_not_overwrite_it(tmp_path):
+    refused = slurm(tmp_path, "echo started\n", *FLAGS, "--overwrite")
+    assert refused.returncode == 2 and "anew after each requeue" in refused.stderr and not refused.stdout
+    supervised = run("supervise.sh", str(tmp_path), "echo", "--overwrite", tmp_path=tmp_path, programs={})
+    assert supervised.returncode == 2 and "anew at each restart" in supervised.stderr and not supervised.stdout
 
 
 def test_torchrun_of_several_nodes_needs_rank_and_address(tmp_path):

@@ -17,6 +17,7 @@ from infcl.cluster import meeting
 from infcl.cluster.facts import differences, software
 from infcl.cluster.meeting import Node, interface_address, meet, nodes_of, open_store
 from infcl.cluster.watch import HOST_LOST, HostWatch
+from infcl.parallel import _use_interface
 from tests.ranks import free_port
 
 SHORT, LONG = timedelta(seconds=2), timedelta(seconds=60)  # for who does not come; for who does, on a busy machine
@@ -119,6 +120,8 @@ def test_an_unknown_interface_is_refused_with_those_that_there_are():
     assert interface_address("lo") == "127.0.0.1"
     with pytest.raises(ValueError, match="--interface eth9: no such interface .*there are: .*lo"):
         interface_address("eth9")
+    with pytest.raises(ValueError, match="--interface eth9: no such interface"):
+        _use_interface("eth9")
 
 
 class Ended(list):

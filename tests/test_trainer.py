@@ -327,16 +327,21 @@ def test_a_run_folder_is_never_trained_over_unasked(demo_folder, tmp_path):
     inside = str(next((tmp_path / "run" / "checkpoints").glob("step_*")))
     shorter = dataclasses.replace(config, name="shorter", resume=inside, steps=1)
     assert "is of step 2, the flags end the run at 1" in run_ranks(refusal, 1, shorter)[0]
-    refused = [{"model": "nope"}, {"batch_size": 4096}, {"resume": inside}]
+    own = str(tmp_path / "run" / "tokenizer.model")
+    refused = [{"model": "nope"}, {"batch_size": 4096}, {"resume": inside}, {"tokenizer": own}, {"pretrained": inside}]
     for changes in refused:  # a command that cannot work removes and rewrites nothing
         before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
         assert run_ranks(refusal, 1, dataclasses.replace(other, overwrite=True, **changes))[0]
         assert {path: path.read_bytes() for path in before} == before
+    assert (
+        "--overwrite would remove"
+        in run_ranks(refusal, 1, dataclasses.replace(other, overwrite=True, tokenizer=own))[0]
+    )
     assert len(run_losses(1, dataclasses.replace(other, overwrite=True))) == 2
     summary = tmp_path / "run" / "summary.json"
     finished = json.loads(summary.read_text())
     summary.unlink()  # as after an export that failed: nothing is left to train, and the checkpoint is still the run's
-    run_ranks(fit, 1, dataclasses.replace(other, resume="latest"))
+    run_ranks(fit, 1, dataclasses.replace(other, resume="latest", tokenizer=own))  # its own copy of the same
     assert json.loads(summary.read_text())["paths"] == finished["paths"]
 
 

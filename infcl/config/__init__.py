@@ -7,15 +7,17 @@ settings: the fields; checks: what is refused; command_line: argparse; batch: pa
 """
 
 from infcl.config.batch import BatchPlan, total_steps
-from infcl.config.checks import parse_factors, validate
+from infcl.config.checks import PATHS, parse_factors, validate
 from infcl.config.command_line import make_parser, parse_args
-from infcl.config.settings import LOSS_NAMES, TrainConfig
+from infcl.config.settings import LOSS_NAMES, TrainConfig, option_of
 
 __all__ = [
     "LOSS_NAMES",
+    "PATHS",
     "BatchPlan",
     "TrainConfig",
     "make_parser",
+    "option_of",
     "parse_args",
     "parse_factors",
     "total_steps",

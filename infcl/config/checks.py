@@ -1,6 +1,8 @@
 """What can be refused without looking at files, devices or other ranks: each wrong value, with the fix."""
 
+import dataclasses
 import importlib.util
+import math
 import re
 from pathlib import Path
 
@@ -38,6 +40,8 @@ NOT_NEGATIVE = (
     "zeroshot_frequency",
     "lock_image_unlocked_groups",
     "lock_text_unlocked_layers",
+    "lr_cooldown_end",
+    "lr_cooldown_power",
 )
 POSITIVE_IF_GIVEN = (
     "steps",
@@ -49,6 +53,7 @@ POSITIVE_IF_GIVEN = (
     "image_lr",
     "text_lr",
     "warmup_samples",
+    "epochs_cooldown",
 )
 BELOW_ONE = ("beta1", "beta2", "max_bad_fraction", "max_missing_shards")
 PATHS = (
@@ -103,6 +108,10 @@ def parse_factors(text: str | None) -> list[float] | None:
 
 
 def _check_ranges(config: TrainConfig) -> None:
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ValueError(f"{option_of(field.name)} {value} must be a finite number")
     if config.batch_size == 0 and config.global_batch_size is None:
         raise ValueError("--batch-size 0 must be greater than 0; auto needs --global-batch-size, the pairs of a step")
     for name in POSITIVE:
@@ -116,6 +125,8 @@ def _check_ranges(config: TrainConfig) -> None:
             raise ValueError(f"{option_of(name)} {getattr(config, name)} must be greater than 0; leave it out for none")
     if config.global_batch_size is not None and config.accum_freq != 1:
         raise ValueError("--accum-freq follows from --global-batch-size: leave one of them out")
+    if not 0 <= config.seed < 2**63:
+        raise ValueError(f"--seed {config.seed} must lie in [0, 2**63)")
     for name in BELOW_ONE:
         if not 0 <= getattr(config, name) < 1:
             raise ValueError(f"{option_of(name)} {getattr(config, name)} must lie in [0, 1)")

@@ -14,6 +14,7 @@ What is not what was written (a size or checksum is wrong) is passed over for th
 DeepSpeed's own format is not used: it pickles, and it loads under another world size or stage only by conversion.
 """
 
+import contextlib
 import json
 import logging
 import shutil
@@ -23,7 +24,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from infcl.parallel import Parallel
+from infcl.parallel import Parallel, from_first_rank
 from infcl.train.engine import Engine
 from infcl.train.engine_state import EMA
 from infcl.train.run_folder import RunFolder, sha256
@@ -31,6 +32,7 @@ from infcl.train.run_folder import RunFolder, sha256
 log = logging.getLogger(__name__)
 
 FORMAT = 2  # of infcl.json and the files it lists
+PARTIAL = ".partial"  # behind the name of a checkpoint that is being written, or removed
 
 
 class DamagedCheckpoint(ValueError):
@@ -48,13 +50,15 @@ def prune_checkpoints(run: RunFolder, *, keep_last: int, keep_every: int, passed
         return
     for path in paths:
         if path.name < last[-1].name and (keep_every == 0 or checkpoint_step(path) % keep_every):
-            shutil.rmtree(path, ignore_errors=True)
+            with contextlib.suppress(OSError):
+                removed = path.rename(path.with_name(path.name + PARTIAL))  # half of it must not look complete
+                shutil.rmtree(removed, ignore_errors=True)
 
 
 def complete_checkpoints(run: RunFolder) -> list[Path]:
     """Newest first."""
     found = [path for path in run.checkpoints.glob("step_*") if (path / "infcl.json").is_file()]
-    return sorted((path for path in found if not path.name.endswith(".partial")), reverse=True)
+    return sorted((path for path in found if not path.name.endswith(PARTIAL)), reverse=True)
 
 
 def checkpoint_step(path: Path) -> int:
@@ -64,13 +68,15 @@ def checkpoint_step(path: Path) -> int:
 def find_checkpoint(resume: str | None, run: RunFolder, parallel: Parallel) -> Path | None:
     """The intact checkpoint that `--resume` means; None to start anew. Collective: ranks share the checking.
 
-    'latest' takes the newest intact one and says which it passed over; ValueError when there are some and none is
-    intact, when a named one is missing or damaged, or when this run has gone on from it.
+    'latest' takes the newest intact one of the run and says which it passed over; so does the command that is given
+    again, of a run that began from another's checkpoint. ValueError when there are some and none is intact, when a
+    named one is missing or damaged, or when the run has other checkpoints to go on from. A run that is replaced
+    (--overwrite) has none.
     """
-    if resume is None:
+    if resume is None or (resume == "latest" and run.is_replaced):
         return None
-    if resume != "latest":
-        found = [_check_together(Path(resume), parallel) or _later_ones(Path(resume), run)]
+    if resume != "latest" and not from_first_rank(lambda: _is_given_again(resume, run)):
+        found = [_check_together(Path(resume), parallel) or _own_ones(Path(resume), run)]
         dist.broadcast_object_list(found, src=0)
         if found[0]:
             raise ValueError(f"--resume {resume}: {found[0]}")
@@ -87,15 +93,32 @@ def find_checkpoint(resume: str | None, run: RunFolder, parallel: Parallel) -> P
             log.warning("checkpoint %s is passed over: %s", path, problem)
     if problems:
         raise ValueError(f"--resume latest: no intact checkpoint in {run.checkpoints} ({'; '.join(problems)})")
+    began = from_first_rank(lambda: run.flags().get("resume"))
+    if began not in (None, "latest"):
+        raise ValueError(f"--resume latest: {run.root} began from {began} and has no checkpoint yet: --resume {began}")
     return None
 
 
-def _later_ones(path: Path, run: RunFolder) -> str | None:
-    """Why the run cannot go back to one of its checkpoints: --resume latest, and what prunes, would take the later ones
-    for its newest."""
+def _is_given_again(resume: str, run: RunFolder) -> bool:
+    """Whether the run began from this checkpoint, which is another run's, and has its own by now."""
+    if run.is_replaced or Path(resume).resolve().parent == run.checkpoints.resolve() or not complete_checkpoints(run):
+        return False
+    began = run.flags().get("resume")
+    return began is not None and Path(began).resolve() == Path(resume).resolve()
+
+
+def _own_ones(path: Path, run: RunFolder) -> str | None:
+    """Why the run cannot go on from this checkpoint: --resume latest, and what prunes, would take others of its own for
+    its newest."""
+    own = [] if run.is_replaced else complete_checkpoints(run)
     if path.resolve().parent != run.checkpoints.resolve():
-        return None
-    later = [other.name for other in complete_checkpoints(run) if other.name > path.resolve().name]
+        if not own:
+            return None
+        return (
+            f"{run.root} has checkpoints of its own, up to {own[0].name}: --resume latest continues it. To go on from "
+            "another run's, give another --name, or --overwrite"
+        )
+    later = [other.name for other in own if other.name > path.resolve().name]
     if not later:
         return None
     return (
@@ -194,7 +217,7 @@ def _read_manifest(path: Path) -> dict:
     try:
         manifest = json.loads((path / "infcl.json").read_text())
     except FileNotFoundError:
-        inside = [found for run in (path, path.parent) for found in complete_checkpoints(RunFolder(run))]
+        inside = [found for run in (path, *path.parents[:2]) for found in complete_checkpoints(RunFolder(run))]
         hint = f"; name one of the run's checkpoints, like {inside[0]}" if inside else ""
         missing = "infcl.json is missing" if path.is_dir() else "there is no such folder"
         raise DamagedCheckpoint(f"no checkpoint of this trainer ({missing}){hint}") from None

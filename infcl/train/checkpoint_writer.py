@@ -5,8 +5,8 @@ to the disk. When every rank's thread is done, `publish` writes the manifest and
 caller has the ranks agree on when that is, since publishing is collective.
 
 A checkpoint is written under a temporary name, flushed, and renamed when complete; `latest` moves last. A crash in
-between leaves the previous one untouched. What cannot be written (a full disk) is reported and removed, and training
-goes on.
+between leaves the previous one untouched, and a part that the next one removes. What cannot be written (a full disk)
+is reported and removed, and training goes on.
 """
 
 import json
@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from infcl.parallel import Parallel
-from infcl.train.checkpoint import FORMAT, checkpoint_step, complete_checkpoints, prune_checkpoints
+from infcl.train.checkpoint import FORMAT, PARTIAL, checkpoint_step, complete_checkpoints, prune_checkpoints
 from infcl.train.engine import Engine
 from infcl.train.run_folder import RunFolder, sha256, why_not_written, write_atomic
 
@@ -53,6 +53,11 @@ class CheckpointWriter:
         """This rank is still writing."""
         return self._thread is not None and self._thread.is_alive()
 
+    @property
+    def hint(self) -> str:
+        """From where the run would go on, for people."""
+        return f"--resume latest continues from {self.newest.name}" if self.newest else "no checkpoint is written yet"
+
     def continue_from(self, checkpoint: Path, step: int) -> None:
         """The run goes on from this checkpoint; later ones of its folder are damaged, and count for nothing."""
         self.begun_step = step
@@ -69,7 +74,7 @@ class CheckpointWriter:
         self.publish()
         self.begun_step = step
         self._final = self.run.checkpoints / f"step_{step:08d}"
-        self._partial = self._final.with_name(self._final.name + ".partial")
+        self._partial = self._final.with_name(self._final.name + PARTIAL)
         self._manifest = {
             "format": FORMAT,
             "counters": self.engine.counters(),
@@ -79,7 +84,8 @@ class CheckpointWriter:
             "trainer": state,
         }
         if self.parallel.rank == 0:
-            shutil.rmtree(self._partial, ignore_errors=True)
+            for left in self.run.checkpoints.glob(f"step_*{PARTIAL}"):  # by a kill, in any step
+                shutil.rmtree(left, ignore_errors=True)
         own = _own_tensors(self.engine, self.parallel)
         dist.barrier()
         self._written: dict | None = None

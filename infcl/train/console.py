@@ -21,7 +21,7 @@ class Console:
             self.task = self.progress.add_task("train", total=total_steps, text="")
 
     def step(self, step: int, values: dict[str, float]) -> None:
-        """`values` are those of metrics.jsonl; `mfu` may be missing."""
+        """`values` are those of metrics.jsonl; what is not a finite number is missing."""
         now = time.perf_counter()
         if self.last is not None:  # the first step warms up and would spoil the time left
             self.recent.append((now - self.last, values["data_wait"]))
@@ -32,7 +32,7 @@ class Console:
         elif step % self.log_every_n_steps == 0 or step == self.total_steps:
             print(
                 f"step {step}/{self.total_steps}  {self._text(step, values)}  "
-                f"lr {values['lr']:.2e}  scale {values['logit_scale']:.1f}",
+                f"lr {values['lr']:.2e}  scale {values.get('logit_scale', math.nan):.1f}",
                 flush=True,
             )
 

@@ -5,6 +5,7 @@ and written in, so that there is one place to look.
 """
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -22,6 +23,7 @@ _OWNED_BY_FLAGS = {
     "torch_autocast": "--precision amp_bf16",
     "steps_per_print": "--log-every-n-steps",
 }
+_SECTIONS = {"zero_optimization", "bf16", "fp16", "data_types"}
 _PRESET_KEYS = {
     "zero_optimization",
     "bf16",
@@ -38,10 +40,7 @@ _PRESET_KEYS = {
 def read_preset(config: TrainConfig, device_type: str) -> tuple[dict, str]:
     """(preset, precision) of a run; ValueError for a broken preset or one that contradicts the flags."""
     path = Path(config.deepspeed_config)
-    try:
-        preset = json.loads(path.read_text())
-    except json.JSONDecodeError as error:
-        raise ValueError(f"--deepspeed_config {path}: not JSON ({error})") from None
+    preset = _read(path)
     for key in preset:
         if key in _OWNED_BY_FLAGS:
             raise ValueError(f"--deepspeed_config {path} sets {key!r}: use {_OWNED_BY_FLAGS[key]} instead")
@@ -49,12 +48,22 @@ def read_preset(config: TrainConfig, device_type: str) -> tuple[dict, str]:
             raise ValueError(
                 f"--deepspeed_config {path}: unknown key {key!r} (known: {', '.join(sorted(_PRESET_KEYS))})"
             )
+    for key in _left_open(preset):
+        raise ValueError(
+            f'--deepspeed_config {path}: {key} is "auto", which transformers would fill in: write a value, or leave it '
+            "out for DeepSpeed's own"
+        )
     for name in ("offload_optimizer", "offload_param"):
         if preset.get("zero_optimization", {}).get(name, {}).get("device") == "nvme":
             raise ValueError(
                 f"--deepspeed_config {path} has {name} on nvme: checkpoints read and write whole values of the state, "
                 'which is not in memory there; use "device": "cpu", as ds_configs/zero3_offload.json does'
             )
+    if preset.get("zero_optimization", {}).get("round_robin_gradients"):
+        raise ValueError(
+            f"--deepspeed_config {path} has round_robin_gradients: leave it out. DeepSpeed does not find a parameter's "
+            "gradient then, of which the towers' norms are taken"
+        )
     in_preset = [name for name in ("bf16", "fp16") if preset.get(name, {}).get("enabled")]
     if len(in_preset) == 2:
         raise ValueError(f"--deepspeed_config {path} enables both bf16 and fp16: choose one")
@@ -92,6 +101,39 @@ def offloads(preset: dict, part: str) -> bool:
     return device != "none" and (part == "optimizer" or zero_stage(preset) == 3)
 
 
+def _read(path: Path) -> dict:
+    """The preset of a file, of a shape that the rest can rely on; ValueError for others, with what is wrong."""
+    try:
+        preset = json.loads(path.read_text())
+    except json.JSONDecodeError as error:
+        raise ValueError(f"--deepspeed_config {path}: not JSON ({error})") from None
+    except OSError as error:
+        raise ValueError(f"--deepspeed_config {path} cannot be read: {error.strerror}") from None
+    _require_object(path, "the file", preset)
+    for key in _SECTIONS & set(preset):
+        _require_object(path, key, preset[key])
+    zero = preset.get("zero_optimization", {})
+    for key in ("offload_optimizer", "offload_param"):
+        if key in zero:
+            _require_object(path, key, zero[key])
+    if type(zero_stage(preset)) is not int or not 0 <= zero_stage(preset) <= 3:
+        raise ValueError(f"--deepspeed_config {path}: stage is {json.dumps(zero_stage(preset))}, not 0, 1, 2 or 3")
+    return preset
+
+
+def _require_object(path: Path, name: str, value: object) -> None:
+    if not isinstance(value, dict):
+        raise ValueError(f"--deepspeed_config {path}: {name} is {json.dumps(value)[:40]}, not {{...}}")
+
+
+def _left_open(values: dict) -> Iterator[str]:
+    for key, value in values.items():
+        if value == "auto":
+            yield key
+        elif isinstance(value, dict):
+            yield from _left_open(value)
+
+
 def cpu_computes_fp16() -> bool:
     """What DeepSpeed asks, with a message that names no flag, after the data have been read."""
     return torch.ops.mkldnn._is_mkldnn_fp16_supported()
@@ -110,6 +152,7 @@ def deepspeed_config(preset: dict, precision: str, batch: BatchPlan, grad_clip_n
     merged["gradient_clipping"] = grad_clip_norm or 0.0
     merged["steps_per_print"] = 10**9
     merged["zero_allow_untested_optimizer"] = True
+    merged.setdefault("zero_force_ds_cpu_optimizer", False)  # those of optimizers.py run on a CPU too
     if zero_stage(preset) == 3:  # one gather, one set of hooks per block, and a block that can be compiled whole
         zero = dict(merged["zero_optimization"])
         zero.setdefault("leaf_module", {"classes": [f"{ResidualBlock.__module__}.{ResidualBlock.__qualname__}"]})

@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 
 from infcl.cluster.facts import git_commit, package_versions
-from infcl.config import TrainConfig
+from infcl.config import PATHS, TrainConfig, option_of
 from infcl.parallel import Parallel, from_first_rank
 
 _MAY_DIFFER = {  # between a run and its repetition
@@ -62,7 +62,9 @@ class RunFolder:
         write_atomic(self.root / "config.json", config.to_json())
         write_atomic(self.model_config, model_config_json)
         write_atomic(self.root / "environment.json", json.dumps(describe_environment(parallel), indent=2) + "\n")
-        if config.tokenizer is not None and Path(config.tokenizer).is_file():  # open_clip's has no file of its own
+        if config.tokenizer is None or not Path(config.tokenizer).is_file():  # open_clip's has no file of its own
+            return
+        with contextlib.suppress(shutil.SameFileError):  # the run is resumed with its own copy
             shutil.copyfile(config.tokenizer, self.tokenizer)
 
     def open(self, config: TrainConfig, model_config_json: str, parallel: Parallel) -> list[str]:
@@ -108,12 +110,18 @@ class RunFolder:
         with contextlib.suppress(OSError):  # what stays is taken for a process that has ended
             self.running.unlink(missing_ok=True)
 
+    def flags(self) -> dict[str, Any]:
+        """What the run here was started with, {} where its config.json cannot be read: cut off, as by a full disk."""
+        try:
+            return json.loads((self.root / "config.json").read_text())
+        except (OSError, ValueError):
+            return {}
+
     def other_flags(self, config: TrainConfig) -> list[str]:
         """What the run here was started with and `config` is not: ["lr 0.001 there, 0.002 now", ...]."""
-        try:
-            there, now = json.loads((self.root / "config.json").read_text()), json.loads(config.to_json())
-        except ValueError:  # cut off, as by a full disk; checkpoints do not need it
-            return ["config.json there is damaged"]
+        there, now = self.flags(), json.loads(config.to_json())
+        if not there:
+            return ["config.json there is damaged"]  # checkpoints do not need it
         names = sorted((set(there) | set(now)) - _MAY_DIFFER)
         return [f"{n} {there.get(n)} there, {now.get(n)} now" for n in names if there.get(n) != now.get(n)]
 
@@ -153,10 +161,7 @@ def claim_run_folder(config: TrainConfig, parallel: Parallel) -> RunFolder:
     if not (run.root / "config.json").is_file():
         return run
     if config.overwrite:
-        if config.resume not in (None, "latest") and run.root.resolve() in Path(config.resume).resolve().parents:
-            raise ValueError(
-                f"--overwrite would remove {config.resume}, from which --resume continues: use another --name"
-            )
+        _require_nothing_inside(run, config)
         return RunFolder(run.root, is_replaced=True)
     if run.summary.is_file():
         if others := run.other_flags(config):
@@ -167,6 +172,16 @@ def claim_run_folder(config: TrainConfig, parallel: Parallel) -> RunFolder:
     elif config.resume is None:
         raise ValueError(f"{run.root} holds an unfinished run: --resume latest continues it, --overwrite starts over")
     return run
+
+
+def _require_nothing_inside(run: RunFolder, config: TrainConfig) -> None:
+    """ValueError where --overwrite would remove what the new run begins with."""
+    for name in ("resume", *PATHS):
+        path = getattr(config, name)
+        if path is None or (name == "resume" and path == "latest") or not os.path.exists(path):
+            continue
+        if run.root.resolve() in (Path(path).resolve(), *Path(path).resolve().parents):
+            raise ValueError(f"--overwrite would remove {path}, which {option_of(name)} needs: use another --name")
 
 
 def default_name(config: TrainConfig, world_size: int) -> str:

@@ -234,7 +234,7 @@ class Trainer:
             self.checkpoints.publish()
             raise RuntimeError(
                 f"{self.skipped_in_a_row} steps in a row had gradients that are not finite, more than "
-                f"--max-skipped-steps {self.config.max_skipped_steps}; saved at step {self.step}. Step {self.step}:\n"
+                f"--max-skipped-steps {self.config.max_skipped_steps}; {self.checkpoints.hint}. Step {self.step}:\n"
                 f"  {shown}"
             )
 
@@ -279,7 +279,7 @@ class Trainer:
 
     def _open_run_folder(self) -> None:
         """Continue or start anew; the folder is touched last, when nothing can be refused any more."""
-        checkpoint = None if self.run.is_replaced else find_checkpoint(self.config.resume, self.run, self.parallel)
+        checkpoint = find_checkpoint(self.config.resume, self.run, self.parallel)
         if checkpoint is not None:
             state = load_checkpoint(self.engine, checkpoint)
             self.loader.load_state_dict(state["loader"])
