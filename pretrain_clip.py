@@ -41,6 +41,7 @@ def main(argv: list[str] | None = None) -> int:
             timeout_minutes=config.dist_timeout,
             host_timeout=config.host_timeout,
             interface=config.interface,
+            run=config.name or config.model,
         )
         if config.tensor_parallel_size > 1:
             from megatron_patches.groups import init_tensor_parallel

@@ -96,11 +96,13 @@ def init_parallel(
     timeout_minutes: float = 30.0,
     host_timeout: float = 40.0,
     interface: str | None = None,
+    run: str = "",
 ) -> Parallel:
     """Start the process group. `device` is auto, cuda or cpu; ValueError when cuda is asked for and not there.
 
     auto is cuda where there is a GPU, unless DS_ACCELERATOR=cpu says otherwise. host_timeout: seconds of silence after
-    which a host is lost. interface: the network interface that all connections use.
+    which a host is lost. interface: the network interface that all connections use. run: what all ranks of this run,
+    and few others, call it; ranks that meet another one's raise ValueError.
     """
     rank, world_size, local_rank = read_environment()
     use_cuda = device == "cuda"
@@ -122,7 +124,7 @@ def init_parallel(
             os.environ.setdefault(name, str(value))
         _use_interface(interface)
         timeout = datetime.timedelta(minutes=timeout_minutes)
-        store = open_store(rank, world_size, interface=interface, timeout=timeout)
+        store = open_store(rank, world_size, interface=interface, timeout=timeout, run=run)
         nodes = meet(store, rank, local_rank, world_size, timeout=timeout)
         if len(nodes) > 1:
             sizes = {node.num_ranks for node in nodes}

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from infcl.cluster.facts import differences, software
 
+_RUN = "infcl run"  # in the store: what its ranks are
 LOOPBACK = ("127.0.0.1", "localhost")
 
 
@@ -33,11 +34,13 @@ class Node:
         return f"{self.host} (rank{'' if self.num_ranks == 1 else 's'} {_span(self.first_rank, last)})"
 
 
-def open_store(rank: int, world_size: int, *, interface: str | None, timeout: timedelta) -> dist.Store:
+def open_store(rank: int, world_size: int, *, interface: str | None, timeout: timedelta, run: str = "") -> dist.Store:
     """The store at MASTER_ADDR:MASTER_PORT, served by rank 0 unless torchrun serves it already.
 
     It listens on the loopback where MASTER_ADDR is that, on `interface` alone where one is given, else on all. Two runs
     of one host may be given one port: the second's rank 0 raises ValueError, and no other rank of it meets the first's.
+    Of two runs over several hosts the second's other ranks raise it too, where the runs differ in `run`, which says
+    what a run is, or in their size.
     """
     by_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if world_size == 1 and not by_launcher:
@@ -62,8 +65,25 @@ def open_store(rank: int, world_size: int, *, interface: str | None, timeout: ti
             f"port {port} of {host} is in use, probably by another run: give this one its own, "
             "deepspeed --master_port N or torchrun --master-port N"
         ) from error
+    _require_own(store, f"{run} of {world_size} ranks".strip(), rank, f"port {port} of {host}", timeout)
     launcher = deepspeed_launcher() if host in LOOPBACK else None  # of several hosts each has its own
     return dist.PrefixStore(f"infcl {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')} {launcher}", store)
+
+
+def _require_own(store: dist.Store, run: str, rank: int, where: str, timeout: timedelta) -> None:
+    """ValueError where the store is another run's, as where the hosts of two were given one port."""
+    if rank == 0:
+        store.set(_RUN, run)
+        return
+    try:
+        store.wait([_RUN], timeout)
+    except dist.DistStoreError:
+        raise _no_rank_0(rank, timeout) from None
+    if (other := store.get(_RUN).decode()) != run:
+        raise ValueError(
+            f"{where} is where another run meets ({other}, this one is {run}): give this one its own, "
+            "deepspeed --master_port N or torchrun --master-port N"
+        )
 
 
 def deepspeed_launcher() -> int | None:
@@ -88,7 +108,7 @@ def meet(store: dist.Store, rank: int, local_rank: int, world_size: int, *, time
     try:
         store.wait(["all"], timeout + timedelta(seconds=30))
     except dist.DistStoreError:
-        raise RuntimeError(f"rank {rank} on {told['host']}: rank 0 has not opened the run within {timeout}") from None
+        raise _no_rank_0(rank, timeout) from None
     everyone = json.loads(store.get("all"))
     store.add("have read", 1)
     if isinstance(everyone, str):
@@ -102,6 +122,10 @@ def meet(store: dist.Store, rank: int, local_rank: int, world_size: int, *, time
             _wait_for_readers(store, world_size)
         raise ValueError("the hosts do not run the same: " + "; ".join(lines))
     return nodes
+
+
+def _no_rank_0(rank: int, timeout: timedelta) -> RuntimeError:
+    return RuntimeError(f"rank {rank} on {socket.gethostname()}: rank 0 has not opened the run within {timeout}")
 
 
 def _gather(store: dist.Store, world_size: int, timeout: timedelta) -> list[dict] | str:
