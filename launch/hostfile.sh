@@ -21,7 +21,7 @@ for file in "${DS_ENV_FILE:-.deepspeed_env}" ~/"${DS_ENV_FILE:-.deepspeed_env}";
   [ -z "$secret" ] || fail "$file holds ${secret%=}: it would stand in the command line on every host; leave it in a file there (~/.netrc, ~/.aws/credentials)"
 done
 
-first=$(awk '!/^ *(#|$)/ {print $1; exit}' "$HOSTS")
+first=$(awk '{sub(/[#\r].*/, "")} NF {print $1; exit}' "$HOSTS")
 on_first() { ssh -oBatchMode=yes -oConnectTimeout=20 "$first" "$@"; }
 if [ -n "${INTERFACE:-}" ]; then
   address=$(on_first ip -4 -o addr show dev "$INTERFACE" | awk '{print $4; exit}') || true

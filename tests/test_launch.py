@@ -125,6 +125,7 @@ def test_an_unknown_launcher_and_a_silent_first_host_are_mistakes(tmp_path):
     (tmp_path / "hosts").write_text("a slots=1\n")
     result = run("hostfile.sh", tmp_path=tmp_path, programs=HOSTFILE, LAUNCHER="pigeon")
     assert result.returncode == 2 and "pdsh or openmpi" in result.stderr
+    (tmp_path / "hosts").write_bytes(b"\r\n\t# the first\r\n\ta slots=1 # here\r\n")
     silent = run("hostfile.sh", tmp_path=tmp_path, programs=HOSTFILE | {"ssh": "exit 255\n"})
     assert silent.returncode == 2 and "no address of a" in silent.stderr
 

@@ -198,6 +198,13 @@ def test_the_profile_is_of_the_steps_after_the_warm_up(tmp_path):
     assert profiler.close() is None
 
 
+def test_a_profile_that_cannot_be_written_ends_no_run(tmp_path):
+    (tmp_path / "file").write_text("")
+    profiler = StepProfiler(1, tmp_path / "file" / "profile", PhaseTimer(torch.device("cpu")), enabled=True)
+    news = [profiler.after_step({"data": 1.0}) for _ in range(WARM_UP_STEPS + 1)]
+    assert news[-1] == "the profile could not be written (Not a directory)"
+
+
 def test_a_run_too_short_for_its_profile_says_so(tmp_path):
     profiler = StepProfiler(2, tmp_path, PhaseTimer(torch.device("cpu")), enabled=True)
     profiler.after_step({"data": 1.0})

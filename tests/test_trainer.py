@@ -325,6 +325,8 @@ def test_a_run_folder_is_never_trained_over_unasked(demo_folder, tmp_path):
     assert RunFolder(tmp_path / "run").other_flags(config) == ["config.json there is damaged"]
     (tmp_path / "run" / "config.json").write_text(written)
     inside = str(next((tmp_path / "run" / "checkpoints").glob("step_*")))
+    from_there = run_ranks(said, 1, dataclasses.replace(config, name="from there", resume=inside, wd=0.1))[0]
+    assert "flags that the run had otherwise: wd 0.05 there, 0.1 now" in from_there
     shorter = dataclasses.replace(config, name="shorter", resume=inside, steps=1)
     assert "is of step 2, the flags end the run at 1" in run_ranks(refusal, 1, shorter)[0]
     own = str(tmp_path / "run" / "tokenizer.model")

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from infcl.train.metrics import PhaseTimer
+from infcl.train.run_folder import why_not_written
 
 WARM_UP_STEPS = 5
 ROWS = 25
@@ -57,6 +58,12 @@ class StepProfiler:
         profile, self.profile = self.profile, None
         self.timer.named = False
         profile.stop()
+        try:
+            return self._write(profile)
+        except OSError as error:  # rank 0 alone would end, and with it the run
+            return f"the profile could not be written ({why_not_written(error)})"
+
+    def _write(self, profile: torch.profiler.profile) -> str:
         self.folder.mkdir(parents=True, exist_ok=True)
         trace, table = self.folder / "trace_rank0.json.gz", self.folder / "table.txt"
         profile.export_chrome_trace(str(trace))

@@ -67,10 +67,13 @@ class RunFolder:
         with contextlib.suppress(shutil.SameFileError):  # the run is resumed with its own copy
             shutil.copyfile(config.tokenizer, self.tokenizer)
 
-    def open(self, config: TrainConfig, model_config_json: str, parallel: Parallel) -> list[str]:
+    def open(
+        self, config: TrainConfig, model_config_json: str, parallel: Parallel, begins_from: Path | None = None
+    ) -> list[str]:
         """Clear what is to be replaced and write the identity. Collective; ValueError on all ranks when that fails.
 
-        Returns which flags an unfinished run here was started with that `config` is not; see other_flags.
+        Returns which flags an unfinished run here was started with that `config` is not, or the run of the checkpoint
+        that this one begins from; see other_flags.
         """
 
         def prepare() -> list[str]:
@@ -79,8 +82,9 @@ class RunFolder:
             try:
                 if self.is_replaced:
                     self.clear()
-                elif (self.root / "config.json").is_file():
-                    changed = self.other_flags(config)
+                before = RunFolder(begins_from.resolve().parents[1]) if begins_from else self
+                if (before.root / "config.json").is_file():
+                    changed = before.other_flags(config)
                 self.write_identity(config, model_config_json, parallel)
                 write_atomic(self.running, json.dumps(_this_process()))
             except OSError as error:

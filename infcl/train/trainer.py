@@ -293,7 +293,7 @@ class Trainer:
             if self.step > self.total_steps:
                 raise ValueError(f"{checkpoint} is of step {self.step}, the flags end the run at {self.total_steps}")
             self.train_seconds = state["train_seconds"]
-        changed = self.run.open(self.config, self.model_config.to_json(), self.parallel)
+        changed = self.run.open(self.config, self.model_config.to_json(), self.parallel, checkpoint)
         self.metrics = MetricsWriter(
             self.run,
             enabled=self.parallel.rank == 0,
