@@ -172,6 +172,14 @@ def test_without_a_terminal_there_is_a_line_every_n_steps_and_at_the_end(capsys)
     assert [clock(seconds) for seconds in (59, 61, 7325)] == ["0:59", "1:01", "2:02:05"]
 
 
+def test_a_closed_output_takes_nothing_and_raises_nothing(monkeypatch):
+    monkeypatch.setattr("sys.stdout", None)  # as in a process that was started without it
+    console = Console(5, 1)
+    console.step(1, VALUES)
+    console.say("a message")
+    console.close()
+
+
 def test_in_a_terminal_there_is_a_bar_that_brackets_in_messages_do_not_disturb(capsys):
     console = Console(5, 2, terminal=True)
     console.step(1, VALUES)

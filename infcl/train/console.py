@@ -16,7 +16,9 @@ class Console:
         self.recent: deque[tuple[float, float]] = deque(maxlen=SMOOTHED_STEPS)  # (wall seconds, share waited) of steps
         self.progress = self.task = None
         self.last: float | None = None  # when the step before ended
-        if sys.stdout.isatty() if terminal is None else terminal:
+        if terminal is None:
+            terminal = sys.stdout is not None and sys.stdout.isatty()  # None: closed by whoever started this
+        if terminal:
             self.progress = _progress_bar()
             self.task = self.progress.add_task("train", total=total_steps, text="")
 
@@ -41,8 +43,7 @@ class Console:
         if self.progress is not None:
             self.progress.console.print(text, markup=False, highlight=False)
         else:
-            print(text)
-        sys.stdout.flush()
+            print(text, flush=True)
 
     def close(self) -> None:
         if self.progress is not None:
