@@ -3,6 +3,7 @@
 import os
 import random
 import re
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,8 @@ _OF_THE_SURROUNDINGS = re.compile(
     "(GROUP_|LOCAL_|ROLE_)?(RANK|WORLD_SIZE)|LOCAL_SIZE|MASTER_(ADDR|PORT)|(OMPI|PMIX?|SLURM|TORCHELASTIC)_.*"
     "|GIT_(DIR|WORK_TREE|INDEX_FILE)|COLUMNS|LINES|(FORCE|NO)_COLOR|CLICOLOR.*|TRITON_INTERPRET"
 )
+if len(os.fsencode(tempfile.gettempdir())) > 75:  # too long for the sockets of Python's process pools
+    os.environ["TMPDIR"], tempfile.tempdir = "/tmp", None
 for _name in filter(_OF_THE_SURROUNDINGS.fullmatch, list(os.environ)):
     del os.environ[_name]
 

@@ -30,7 +30,7 @@ def flags(demo_folder, logs, *more: str) -> list[str]:
     every = str(SAVE_EVERY)
     return command(
         demo_folder, logs, "--batch-size", "8", "--steps", str(STEPS), "--save-every-n-steps", every,
-        "--save-frequency", "0", "--log-every-n-steps", "1", "--dist-timeout", "0.5", "--device", "cpu", *more,
+        "--save-frequency", "0", "--log-every-n-steps", "1", "--dist-timeout", "2", "--device", "cpu", *more,
     )[1:]  # fmt: skip
 
 

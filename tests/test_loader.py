@@ -6,6 +6,7 @@ import pickle
 import random
 import subprocess
 import sys
+import tempfile
 from shlex import quote
 
 import pytest
@@ -214,6 +215,13 @@ def test_a_wrong_position_or_state_is_refused_with_both_values(shards, tokenizer
 def test_workers_that_would_overflow_shared_memory_are_refused(shards, tokenizer):
     with pytest.raises(ValueError, match="4 workers x 4 micro-batches of .* MiB are free: use fewer --workers"):
         make(shards, tokenizer, image_size=10**6, num_workers=4)
+
+
+def test_workers_whose_sockets_would_have_too_long_a_path_are_refused(shards, tokenizer, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", "/" + 75 * "t")
+    with pytest.raises(ValueError, match="1 workers need sockets .* has 76 bytes, 75 at most for that: set TMPDIR"):
+        make(shards, tokenizer, num_workers=1)
+    make(shards, tokenizer)
 
 
 def test_a_dataset_travels_to_a_spawned_worker(shards, tokenizer):

@@ -5,6 +5,7 @@ import atexit
 import os
 import shutil
 import signal
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from functools import cache, partial
@@ -14,6 +15,7 @@ import torch
 from torch.utils.data import DataLoader
 
 _SHARED_MEMORY = "/dev/shm"
+_TEMPORARY_BYTES = 107 - len("/pymp-12345678/listener-12345678")  # of 107 that Linux allows a socket's path
 T = TypeVar("T")
 
 
@@ -126,8 +128,15 @@ def make_dataloader(
     """Items of `dataset` as they are, one micro-batch each, in order; pinned where there is a GPU.
 
     Raises ValueError when this rank's workers alone would overflow shared memory: the workers' tensors lie there until
-    they are used, and overflowing it kills a worker with SIGBUS in the middle of a run.
+    they are used, and overflowing it kills a worker with SIGBUS in the middle of a run. Or when TMPDIR is so long that
+    workers could not open the sockets through which they pass them: the rank would wait for nothing until its time-out.
     """
+    folder = tempfile.gettempdir()
+    if num_workers and (length := len(os.fsencode(folder))) > _TEMPORARY_BYTES:
+        raise ValueError(
+            f"{num_workers} workers need sockets in the temporary folder, whose name has {length} bytes, "
+            f"{_TEMPORARY_BYTES} at most for that: set TMPDIR to a shorter one, or --workers 0 ({folder})"
+        )
     needed = num_workers * prefetch_factor * item_bytes
     if num_workers and os.path.isdir(_SHARED_MEMORY):
         free = shutil.disk_usage(_SHARED_MEMORY).free
