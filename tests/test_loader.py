@@ -285,6 +285,21 @@ def test_too_many_bad_samples_end_the_run_with_a_table_of_causes(faulty, tokeniz
         list(loader)
 
 
+def test_each_window_may_have_its_bad_samples_and_a_run_ends_when_one_cannot_end_well(shards, tokenizer, monkeypatch):
+    monkeypatch.setattr("infcl.data.loader._WINDOW", 10)
+    loader = make(shards, tokenizer, max_bad_fraction=0.2)
+
+    def account(good: int, bad: int) -> None:
+        log = {"skipped": [("broken_image", "0.tar", "cut off")] * bad, "noted": []}
+        loader._account({"ids": torch.zeros(good)}, log)
+
+    for good, bad in ((1, 2), (7, 0), (1, 2), (7, 0)):  # two windows of ten
+        account(good, bad)
+    account(1, 2)
+    with pytest.raises(RuntimeError, match="3 of the last 5 samples of this rank were bad"):
+        account(1, 1)
+
+
 def test_data_without_a_single_image_ends_the_run(tmp_path, tokenizer):
     write_tar(tmp_path / "1.tar", [(f"{i}.txt", b"text") for i in range(9)])
     with pytest.raises(ValueError, match=r"hold 0 usable samples \(index/no_image: 9\): are these tars .* --text-key"):

@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 import torch
 
+from benchmarks.paper import raw
 from infcl.config import BatchPlan
 from infcl.plan.memory import (
     activation_bytes,
@@ -61,6 +62,17 @@ def test_a_tiled_loss_needs_memory_linear_in_the_batch_and_a_dense_one_the_squar
 
     assert total("inf_cl", 2**18) / total("inf_cl", 2**17) < 2
     assert total("clip", 2**18) / total("clip", 2**17) > 3.9
+
+
+def test_dense_losses_take_about_what_was_measured():
+    tried = set()
+    for row in raw.rows("loss_h200.csv"):
+        if row["impl"] in ("clip", "open_clip", "disco") and row["extra_mib"] and row["extra_mib"] > 1000:
+            sizes = {"rows": row["global_batch"] // row["gpus"], "ranks": row["gpus"], "width": row["dim"]}
+            planned = sum(loss_bytes(row["impl"], **sizes).values()) / 2**20
+            assert planned == pytest.approx(row["extra_mib"], rel=0.2), row
+            tried.add((row["impl"], row["gpus"]))
+    assert tried >= {("clip", 1), ("clip", 4), ("open_clip", 4), ("disco", 4)}
 
 
 def test_activation_checkpointing_and_half_precision_shrink_the_graph():

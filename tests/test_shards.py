@@ -298,6 +298,8 @@ def test_a_range_of_a_plan_is_a_slice_of_the_whole():
 def test_plans_and_draws_never_change_between_releases():
     """Golden values: a change here breaks the resume of every run."""
     assert EpochPlan([10], chunk=1, seed=1, epoch=2).samples(0, 10).tolist() == [4, 2, 0, 6, 1, 5, 9, 8, 7, 3]
+    upsampled = EpochPlan([10], chunk=1, seed=1, epoch=2, factors=np.array([1.5])).samples(0, 15)
+    assert upsampled.tolist() == [4, 1, 2, 2, 0, 6, 1, 5, 4, 9, 8, 7, 9, 7, 3]
     assert draw(1, 2, 3, stream=4, count=2).tolist() == [479415053854723494, 8851612858779230248]
 
 
