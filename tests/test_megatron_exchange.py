@@ -143,14 +143,14 @@ def where_one_rank_fails(rank, size, failing, part, largest):
 @pytest.mark.parametrize("part", ["driver", "empty", "rendezvous", "flags"])
 @pytest.mark.parametrize("failing", [0, 2])
 def test_memory_that_one_rank_cannot_share_sends_the_rows_of_all_and_all_say_why(part, failing):
-    for taken, warnings, _ in run_ranks(where_one_rank_fails, 3, failing, part, 0, timeout=30):
+    for taken, warnings, _ in run_ranks(where_one_rank_fails, 3, failing, part, 0):
         assert taken == "SendReceive" and len(warnings) == 1
         assert f"rank {failing} of 3: " in warnings[0] and ("missing" in warnings[0] or "is full" in warnings[0])
 
 
 @pytest.mark.parametrize("part", ["empty", "rendezvous", "neither"])
 def test_larger_slots_that_one_rank_cannot_share_fail_on_all(part):
-    for taken, warnings, error in run_ranks(where_one_rank_fails, 3, 1, part, 100_000, timeout=30):
+    for taken, warnings, error in run_ranks(where_one_rank_fails, 3, 1, part, 100_000):
         assert taken == "PeerMemory" and not warnings
         assert error == (None if part == "neither" else "rank 1 of 3: OutOfMemoryError: CUDA is full")
 

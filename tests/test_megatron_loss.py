@@ -99,5 +99,5 @@ def refusals(rank, world_size, rows):
 )
 def test_rows_that_cannot_be_shared_out_are_refused_on_all_ranks_also_where_one_group_has_them(rows, message):
     """A rank that refused them alone would leave the others in the ring. Then the ranks can go on."""
-    for raised in run_ranks(refusals, 4, [rows, [(4, 4)] * 2], timeout=30):
+    for raised in run_ranks(refusals, 4, [rows, [(4, 4)] * 2]):
         assert len(raised) == 2 and all(message in one for one in raised), raised

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from infcl.towers import CLIP
+from infcl.towers import CLIP, load_model_config
+from infcl.towers.config import check_divides
 from infcl.train.compiled import compile_blocks
 from tests.ranks import run_ranks
 from tests.tensor_parallel import CFG, global_batch, layout, new_model
@@ -18,6 +19,13 @@ def whole_values(model, part_of=lambda parameter: parameter.detach()) -> dict[st
         split = getattr(parameter, "tensor_parallel_split", None)
         values[name] = part_of(parameter) if split is None else split.whole(part_of(parameter))
     return values
+
+
+def test_a_refused_size_names_those_that_divide_both_towers():
+    """ViT-L-14's image tower alone could be split over 8 ranks, its text tower over 3."""
+    for size, count in ((3, "16 heads of the image tower"), (8, "12 heads of the text tower")):
+        with pytest.raises(ValueError, match=f"size {size} does not divide the {count}.* over 2, 4 ranks"):
+            check_divides(load_model_config("ViT-L-14"), size)
 
 
 def split_and_back(rank, world_size):

@@ -121,15 +121,20 @@ def kept_patches(patches: int, dropout: float) -> int:
 
 def check_divides(cfg: CLIPConfig, size: int) -> None:
     """ValueError, with the numbers, unless `size` tensor-parallel ranks can share both towers (a frozen one too)."""
-    for name, tower in (("image", cfg.vision_cfg), ("text", cfg.text_cfg)):
-        hidden = int(tower.width * tower.mlp_ratio)
-        for what, count in (("heads", tower.heads), ("MLP features", hidden)):
+    vision, text = cfg.vision_cfg, cfg.text_cfg
+    counts = {
+        "heads": (vision.heads, text.heads),
+        "MLP features": (int(vision.width * vision.mlp_ratio), int(text.width * text.mlp_ratio)),
+    }
+    for what, both in counts.items():
+        for tower, count in zip(("image", "text"), both):
             if count % size:
-                fitting = [n for n in range(2, count + 1) if tower.heads % n == 0 and hidden % n == 0]
+                common = math.gcd(*counts["heads"], *counts["MLP features"])
+                fitting = ", ".join(str(n) for n in range(2, common + 1) if common % n == 0)
+                towers = " and ".join(f"{one} and {other} {name}" for name, (one, other) in counts.items())
                 raise ValueError(
-                    f"--tensor-parallel-size {size} does not divide the {count} {what} of the {name} tower "
-                    f"({tower.heads} heads, {hidden} MLP features); it can be split over "
-                    f"{', '.join(map(str, fitting)) or 'no'} ranks"
+                    f"--tensor-parallel-size {size} does not divide the {count} {what} of the {tower} tower; "
+                    f"image and text towers of {towers} can be split over {fitting or 'no'} ranks"
                 )
 
 
