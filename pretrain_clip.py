@@ -2,8 +2,9 @@
 
     parse the flags -> join the process group -> claim the run folder -> build the parts -> fit -> say what came out
 
-Exit codes: 0 finished; 2 a mistake in the command (one line says which, printed by one rank); 130 interrupted; 143, 138
-told to end by SIGTERM, SIGUSR1 (129: SIGHUP), after a checkpoint; any other is a failure with its traceback.
+Exit codes: 0 finished; 2 a mistake in the command (one line says which, printed by one rank), or a later run has taken
+the folder; 130 interrupted; 143, 138 told to end by SIGTERM, SIGUSR1 (129: SIGHUP), after a checkpoint; any other is a
+failure with its traceback.
 """
 
 import contextlib
@@ -23,7 +24,7 @@ from infcl.parallel import (
 from infcl.plan.dry_run import describe_plan
 from infcl.plan.fit import fit_to_memory
 from infcl.report import summary_table
-from infcl.train.run_folder import claim_run_folder
+from infcl.train.run_folder import FolderTaken, claim_run_folder
 from infcl.train.stop import Stopped, end_with_launcher
 from infcl.train.trainer import Trainer
 
@@ -77,6 +78,8 @@ def main(argv: list[str] | None = None) -> int:
         say(rank, f"{stop} at step {trainer.step}; {trainer.checkpoints.hint}")
         destroy_parallel(parallel)
         return stop.exit_code
+    except FolderTaken as taken:
+        return report_mistake("pretrain_clip.py", taken)
     except RuntimeError as error:
         if len(parallel.nodes) > 1:
             print(describe_failure(parallel, error), file=sys.stderr, flush=True)

@@ -179,7 +179,7 @@ def describe_failure(parallel: Parallel, error: Exception) -> str:
     return f"rank {parallel.rank} on {here}: {first_line}; the hosts: {', '.join(map(str, parallel.nodes))}"
 
 
-def report_mistake(program: str, error: ValueError) -> int:
+def report_mistake(program: str, error: Exception) -> int:
     """One line about a user's mistake, from one rank; the exit code 2 for all.
 
     Launchers end the other ranks within seconds once one has ended, so those wait for rank 0 to speak; one that is

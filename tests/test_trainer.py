@@ -380,6 +380,35 @@ def test_two_processes_do_not_train_in_one_folder(demo_folder, tmp_path):
     assert run_ranks(opened, 2, config) == [None, None]
 
 
+def robbed(rank, world_size, config):
+    """What the ranks of a run say whose folder a process of another host takes while step 2 goes on."""
+    from infcl.parallel import init_parallel
+    from infcl.train.run_folder import FolderTaken, claim_run_folder
+    from infcl.train.trainer import Trainer
+
+    parallel = init_parallel("cpu")
+    trainer = Trainer(config, parallel, claim_run_folder(config, parallel))
+    train_step = trainer._train_step
+
+    def step(micro_batches):
+        train_step(micro_batches)
+        if trainer.step == 2 and rank == 0:
+            trainer.run.running.write_text(json.dumps({"host": "other", "pid": 7, "created": 1.0}))
+
+    trainer._train_step = step
+    with pytest.raises(FolderTaken) as taken:
+        trainer.fit()
+    return str(taken.value)
+
+
+def test_a_run_whose_folder_another_host_has_taken_ends_at_its_next_checkpoint(demo_folder, tmp_path):
+    config = demo_config(demo_folder, tmp_path, steps=9, save_every_n_steps=3, batch_size=16)
+    said = run_ranks(robbed, 2, config)
+    assert "is trained by process 7 of other since" in said[0] and said[0] == said[1]
+    run = RunFolder(tmp_path / "run")
+    assert run.taken_by() == "process 7 of other" and not list(run.checkpoints.glob("step_????????"))
+
+
 def evaluations(rank, world_size, config):
     """The evaluations in metrics.jsonl after a run that ends in its zero-shot evaluation of step 1, and after two more
     that go on from there."""

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from infcl.parallel import Parallel
 from infcl.train.checkpoint import FORMAT, PARTIAL, checkpoint_step, complete_checkpoints, prune_checkpoints
 from infcl.train.engine import Engine
-from infcl.train.run_folder import RunFolder, sha256, why_not_written, write_atomic
+from infcl.train.run_folder import FolderTaken, RunFolder, sha256, why_not_written, write_atomic
 
 log = logging.getLogger(__name__)
 
@@ -94,7 +94,10 @@ class CheckpointWriter:
         self._thread.start()
 
     def publish(self) -> Path | None:
-        """Wait for the writing and move the checkpoint into place; None if there is none or it failed. Collective."""
+        """Wait for the writing and move the checkpoint into place; None if there is none or it failed. Collective.
+
+        FolderTaken, on all ranks, where another process has begun to train in the folder.
+        """
         if self._thread is None:
             return None
         self._thread.join()
@@ -105,11 +108,15 @@ class CheckpointWriter:
         answers: list = [None] * self.parallel.world_size
         dist.all_gather_object(answers, (_file_name(self.parallel.rank), self._written, problem))
         problems = [answer[2] for answer in answers if answer[2]]
-        outcome = [None]
-        if self.parallel.rank == 0:
+        outcome: list[str | None] = [None, None]
+        if self.parallel.rank == 0 and (other := self.run.taken_by()):
+            outcome[1] = f"{self.run.root} is trained by {other} since: this run ends, and leaves the folder to it"
+        elif self.parallel.rank == 0:
             manifest = self._manifest | {"files": {name: written for name, written, _ in answers}}
-            outcome = [problems[0] if problems else _publish(self._partial, self._final, manifest, self.run)]
+            outcome[0] = problems[0] if problems else _publish(self._partial, self._final, manifest, self.run)
         dist.broadcast_object_list(outcome, src=0)
+        if outcome[1] is not None:
+            raise FolderTaken(outcome[1])
         if outcome[0] is not None:
             self.failed, self.begun_step = self.failed + 1, None
             if self.parallel.rank == 0:

@@ -36,6 +36,13 @@ _MAY_DIFFER = {  # between a run and its repetition
 }
 
 
+_NOBODY = {"host": "", "pid": 0, "created": 0.0}  # what running.json holds, of no process
+
+
+class FolderTaken(RuntimeError):
+    """Another process trains in the run folder now."""
+
+
 def why_not_written(error: BaseException) -> str:
     """The system's words for an OSError that has them ("No space left on device"); of others the type and message."""
     return getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
@@ -55,6 +62,7 @@ class RunFolder:
         self.tokenizer = self.root / "tokenizer.model"
         self.model_config = self.root / "model_config.json"
         self.running = self.root / "running.json"
+        self._written: dict = {}  # there, by this process
 
     def write_identity(self, config: TrainConfig, model_config_json: str, parallel: Parallel) -> None:
         """config.json, model_config.json, environment.json and the tokenizer. Rank 0 only."""
@@ -86,7 +94,8 @@ class RunFolder:
                 if (before.root / "config.json").is_file():
                     changed = before.other_flags(config)
                 self.write_identity(config, model_config_json, parallel)
-                write_atomic(self.running, json.dumps(_this_process()))
+                self._written = _this_process()  # kept: a clock that is set changes what the system says of it
+                write_atomic(self.running, json.dumps(self._written))
             except OSError as error:
                 why = why_not_written(error)
                 raise ValueError(f"{self.root} cannot be written ({why}): mend that, or give other --logs") from error
@@ -98,21 +107,31 @@ class RunFolder:
 
     def require_free(self) -> None:
         """ValueError while another process of this host trains here: the two would write over each other's files."""
+        there = self._trainer()
+        if there["host"] == socket.gethostname() and there["pid"] != os.getpid() and _is_alive(**there):
+            raise ValueError(
+                f"{self.root} is being trained by process {there['pid']} of this host: wait until it ends, end it, or "
+                "choose another --name"
+            )
+
+    def taken_by(self) -> str | None:
+        """Who began to train here after this process did: on another host, which could not see whether it goes on."""
+        there = self._trainer()
+        return None if there in (_NOBODY, self._written) else f"process {there['pid']} of {there['host']}"
+
+    def _trainer(self) -> dict:
+        """The process that trains here, or has; a file that is missing or damaged (a full disk's) names none."""
         try:
             there = json.loads(self.running.read_text())
-            pid, host = there["pid"], there["host"]
+            return {name: there[name] for name in _NOBODY}
         except (OSError, ValueError, KeyError):
-            return
-        if host == socket.gethostname() and pid != os.getpid() and _is_alive(pid, there["created"]):
-            raise ValueError(
-                f"{self.root} is being trained by process {pid} of this host: wait until it ends, end it, or choose "
-                "another --name"
-            )
+            return _NOBODY
 
     def leave(self) -> None:
         """Training here is over. Rank 0 only."""
-        with contextlib.suppress(OSError):  # what stays is taken for a process that has ended
-            self.running.unlink(missing_ok=True)
+        if self.taken_by() is None:
+            with contextlib.suppress(OSError):  # what stays is taken for a process that has ended
+                self.running.unlink(missing_ok=True)
 
     def flags(self) -> dict[str, Any]:
         """What the run here was started with, {} where its config.json cannot be read: cut off, as by a full disk."""
@@ -206,8 +225,8 @@ def _this_process() -> dict:
     return {"host": socket.gethostname(), "pid": os.getpid(), "created": psutil.Process().create_time()}
 
 
-def _is_alive(pid: int, created: float) -> bool:
-    """Whether the process that was created then is there: its number may be another's by now."""
+def _is_alive(host: str, pid: int, created: float) -> bool:
+    """Whether this host's process that was created then is there: its number may be another's by now."""
     try:
         process = psutil.Process(pid)
         return abs(process.create_time() - created) < 2 and process.status() != psutil.STATUS_ZOMBIE
