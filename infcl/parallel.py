@@ -5,6 +5,7 @@ group itself (NCCL on GPUs, gloo on CPUs) so that the time-out after which a hun
 all ranks have met and said what they run (cluster/meeting.py); on several hosts it watches that all stay (watch.py).
 """
 
+import contextlib
 import datetime
 import os
 import random
@@ -32,6 +33,7 @@ _ENVIRONMENTS = (
 # torchrun, deepspeed, mpirun, srun: how many ranks this node has; "8(x2)" is Slurm's "8 on each of two nodes"
 _NODE_SIZES = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "SLURM_TASKS_PER_NODE")
 
+_SPOKEN, _HEARD = "mistake is told", "mistake was heard"  # in the group's store
 _Answer = TypeVar("_Answer")
 
 
@@ -182,15 +184,34 @@ def describe_failure(parallel: Parallel, error: Exception) -> str:
 def report_mistake(program: str, error: Exception) -> int:
     """One line about a user's mistake, from one rank; the exit code 2 for all.
 
-    Launchers end the other ranks within seconds once one has ended, so those wait for rank 0 to speak; one that is
-    still there speaks itself, since then the mistake is of its host alone (of a host's ranks the first speaks first).
+    Ranks that have met hear from rank 0 that it speaks. Before that, launchers end the other ranks within seconds once
+    one has ended, so those wait. One that is still there then speaks itself: the mistake is of its host alone (of a
+    host's ranks the first speaks first).
     """
-    rank, _, local_rank = read_environment()
-    if rank != 0:
-        time.sleep(5 if local_rank == 0 else 10)
-    print(f"{program}: error: {error}", file=sys.stderr, flush=True)
+    rank, world_size, local_rank = read_environment()
+    store = dist.distributed_c10d._get_default_store() if dist.is_initialized() else None
+    if rank == 0:
+        print(f"{program}: error: {error}", file=sys.stderr, flush=True)
+        if store is not None:
+            store.set(_SPOKEN, "")
+            _wait(5, lambda: store.add(_HEARD, 0) >= world_size - 1)  # the store may end with this process
+    elif not _wait(5 if local_rank == 0 else 10, lambda: store is not None and store.check([_SPOKEN])):
+        print(f"{program}: error: {error}", file=sys.stderr, flush=True)
+    elif store is not None:
+        store.add(_HEARD, 1)
     leave_gloo()
     return 2
+
+
+def _wait(seconds: float, until: Callable[[], bool]) -> bool:
+    """Whether that came in time; a store that has ended with its process tells nothing."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        with contextlib.suppress(dist.DistError):
+            if until():
+                return True
+        time.sleep(0.1)
+    return False
 
 
 def seed_everything(seed: int, *, deterministic: bool = False) -> None:

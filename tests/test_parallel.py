@@ -1,11 +1,16 @@
 """What the launcher says of nodes is read in one place, for each launcher's way to say it."""
 
+import contextlib
+import io
 import itertools
+import time
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
 
 from infcl import parallel
+from tests.ranks import run_ranks
 
 
 @pytest.mark.parametrize(
@@ -32,6 +37,32 @@ def test_every_micro_batch_has_a_seed_of_its_own_that_never_changes():
     places = list(itertools.product(range(3), range(5), range(4), range(3)))  # seed, step, micro-batch, rank
     assert len({parallel.micro_batch_seed(*place) for place in places}) == len(places)
     assert parallel.micro_batch_seed(1, 2, 3, 4) == 9130766517534196204
+
+
+def reported(rank, world_size, makers):
+    """What this rank prints of a mistake that the ranks `makers` make, rank 0 last."""
+    wait, said = parallel._wait, io.StringIO()
+    patience = 10 if 0 in makers else 0.1
+    with (
+        mock.patch.object(parallel, "_wait", lambda seconds, until: wait(seconds * patience, until)),
+        mock.patch.object(parallel, "leave_gloo"),
+        contextlib.redirect_stderr(said),
+    ):
+        if rank in makers:
+            time.sleep(0.3 if rank == 0 else 0)
+            assert parallel.report_mistake("program", ValueError("wrong")) == 2
+    dist.barrier()
+    store = dist.distributed_c10d._get_default_store()
+    for key in (parallel._SPOKEN, parallel._HEARD) if rank == 0 else ():
+        store.delete_key(key)
+    dist.barrier()
+    return said.getvalue()
+
+
+@pytest.mark.parametrize("makers", [(0, 1, 2), (1,)])
+def test_a_mistake_of_all_is_told_by_rank_0_and_that_of_one_by_itself(makers):
+    said = run_ranks(reported, 3, makers)
+    assert [bool(text) for text in said] == [rank == makers[0] for rank in range(3)], said
 
 
 def test_a_reported_mistake_leaves_no_group_behind(capsys):
