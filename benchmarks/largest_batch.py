@@ -31,7 +31,7 @@ from pathlib import Path
 from benchmarks.rows import append, read
 from benchmarks.step import command, end_process, reason
 from infcl.loss.contrastive import LOSSES
-from infcl.plan.memory import memory_of
+from infcl.plan.memory import counted_by_torch, memory_of
 from infcl.plan.setting import Setting, load_gpu
 from infcl.towers.config import load_model_config
 
@@ -164,7 +164,7 @@ def planned_peak(model: str, gpus: int, pairs: int, *, pixels: str, micro_batch:
         micro_batch=micro_batch, pixels={"gpu": "device"}.get(pixels, pixels), loss=loss,
         **{"precision": "bf16", "compiled": False} | changes,
     )  # fmt: skip
-    return memory_of(setting)["peak"]
+    return counted_by_torch(memory_of(setting))
 
 
 def search(

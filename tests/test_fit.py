@@ -71,6 +71,17 @@ def test_a_small_model_on_cpus_is_not_refused_for_buckets_that_it_leaves_empty()
     dataclasses.replace(question, on_cpu=True).check()
 
 
+def test_what_is_offloaded_is_not_on_the_gpu_but_on_a_cpu_in_the_same_memory():
+    question = fit("--batch-size", "8", gib=80, stage=3)
+
+    def optimizer(device: str, **changes) -> float:
+        preset = {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": device}}}
+        changed = dataclasses.replace(question, preset=preset, **changes)
+        return changed.parts(changed.config)["optimizer"]
+
+    assert optimizer("cpu") == 0 < optimizer("none") == optimizer("cpu", on_cpu=True)
+
+
 def test_auto_takes_the_largest_size_that_fits_and_divides():
     question = fit("--global-batch-size", "65536", "--batch-size", "auto", gib=80)
     chosen = question.choose()

@@ -6,7 +6,7 @@ import functools
 import pytest
 import torch
 
-from infcl.plan import memory, tower_time
+from infcl.plan import activations, tower_time
 from infcl.towers import CLIP, CLIPConfig, TextConfig, VisionConfig
 from infcl.train.compiled import _in_turn, compile_blocks
 from tests.ranks import run_ranks
@@ -61,7 +61,7 @@ def _kept(model: CLIP, x: torch.Tensor) -> int:
 def test_what_compiled_blocks_keep_is_planned(sequence_parallel, blocks, least_elements):
     sizes = {"micro_batch_size": SAMPLES, "precision": "amp_bf16", "checkpointing": False, "tensor_parallel": 2}
     four, eight = (
-        memory.activation_bytes(
+        activations.activation_bytes(
             with_layers(layers), sequence_parallel=sequence_parallel, blocks_of_a_graph=blocks, **sizes
         )
         for layers in (4, 8)

@@ -1,24 +1,35 @@
 """The plan of a run: its arithmetic, and --dry-run, which prints it and leaves nothing behind."""
 
 import dataclasses
+import functools
+import json
+from contextlib import ExitStack
+from unittest import mock
 
 import pytest
 import torch
+from torch import nn
 
 from benchmarks.paper import raw
-from infcl.config import BatchPlan
+from infcl import peer_memory
+from infcl.config import BatchPlan, TrainConfig
+from infcl.loss.copies import PeerCopies
+from infcl.plan.activations import activation_bytes, exchange_bytes
 from infcl.plan.memory import (
-    activation_bytes,
-    bucket_bytes,
-    exchange_bytes,
-    gathered_bytes,
-    loss_bytes,
+    counted_by_torch,
+    kept_trunks,
+    memory_of,
+    memory_of_run,
     memory_plan,
     parameter_counts,
-    state_bytes,
+    trained_blocks,
 )
+from infcl.plan.parts import bucket_bytes, gathered_bytes, landing_bytes, loss_bytes, state_bytes
+from infcl.plan.setting import Setting, load_gpu
 from infcl.towers import CLIP, load_model_config
 from infcl.train.build import build_model
+from tests.gpu_streams import Gpus
+from tests.ranks import run_ranks
 from tests.saved_tensors import saved_bytes
 from tests.test_entry import alone, command
 from tests.test_trainer import demo_config
@@ -37,11 +48,45 @@ def test_parameters_are_counted_by_tower_with_what_a_lock_leaves_trainable():
 @pytest.mark.parametrize(
     ("stage", "precision", "per_parameter"),
     [(0, "fp32", 4 + 4 + 8), (1, "fp32", 4 + 4 + 3), (2, "amp_bf16", 4 + 1 + 3), (3, "fp32", 1 + 1 + 3),
-     (1, "bf16", 2 + 6 + 3), (3, "fp16", 0.5 + 1 + 3)],
+     (1, "bf16", 2 + 6 + 3), (1, "fp16", 2 + 4 + 3), (3, "fp16", 0.5 + 1 + 3)],
 )  # fmt: skip
 def test_state_of_four_ranks_by_stage(stage, precision, per_parameter):
     parts = state_bytes(1000, 1000, stage=stage, ranks=4, precision=precision)
     assert sum(parts.values()) == 1000 * per_parameter
+
+
+def bytes_of_buckets(rank, world_size, presets):
+    """{precision: bytes of each element of ZeRO-1's buckets; 0 where its optimizer has none}."""
+    from deepspeed.accelerator import get_accelerator
+
+    from infcl.parallel import init_parallel
+    from infcl.train.engine import Engine
+
+    found = {}
+    with (
+        mock.patch("infcl.train.preset.cpu_computes_fp16", lambda: True),
+        mock.patch.object(type(get_accelerator()), "is_fp16_supported", lambda self: True),
+    ):
+        for precision, path in presets.items():
+            config = TrainConfig(
+                dataset_type="synthetic", train_num_samples=1, deepspeed_config=path, precision=precision
+            )
+            optimizer = Engine(nn.Linear(4, 4), config, init_parallel("cpu"), BatchPlan(1, 2, 3)).engine.optimizer
+            has_buckets = hasattr(optimizer, "_gradient_reduction_buffer_dtype")
+            found[precision] = optimizer._gradient_reduction_buffer_dtype().itemsize if has_buckets else 0
+    return found
+
+
+def test_the_buckets_of_stage_1_are_those_of_the_optimizer_that_deepspeed_takes(tmp_path):
+    """With fp16 parameters not BF16_Optimizer, which has none: 3.7 GiB had been left out of the plan."""
+    zero = {"stage": 1, "overlap_comm": True}
+    (tmp_path / "plain.json").write_text(json.dumps({"zero_optimization": zero}))
+    presets = dict.fromkeys(("fp32", "bf16", "fp16"), str(tmp_path / "plain.json"))
+    found = run_ranks(bytes_of_buckets, 1, presets)[0]
+    assert found == {"fp32": 4, "bf16": 0, "fp16": 4}
+    for precision, size in found.items():
+        assert bucket_bytes(zero, 1000, stage=1, precision=precision) == 2 * 5e8 * size
+    assert bucket_bytes(zero, 1000, stage=1, precision="bf16", offloaded=True) == 2 * 5e8 * 4
 
 
 @pytest.mark.parametrize(
@@ -154,6 +199,133 @@ def test_the_plan_knows_the_optimizer_the_average_and_what_is_locked(demo_folder
     locked = stage_1(lock_image=True)
     assert locked["parameters"] == plain["parameters"]
     assert locked["optimizer"] < 0.5 * plain["optimizer"] and locked["activations"] < 0.5 * plain["activations"]
+
+
+@pytest.mark.parametrize("unlocked", [0, 1, 2, 3, 12, 13, 14])
+@pytest.mark.parametrize("frozen_trunk", ["keep", "again"])
+def test_a_partly_locked_tower_counts_as_its_trained_blocks_and_what_it_keeps(
+    demo_folder, tmp_path, unlocked, frozen_trunk
+):
+    cfg = load_model_config("ViT-B-32")
+    flags = {"lock_image": True, "lock_image_unlocked_groups": unlocked, "frozen_trunk": frozen_trunk}
+    config = demo_config(demo_folder, tmp_path, **flags, compile_blocks="off")
+    with torch.device("meta"):
+        model = build_model(config, cfg)
+    assert sum(kept_trunks(config, cfg).values()) == model.trunk_numbers()
+    blocks = model.visual.transformer.resblocks
+    trained = sum(all(p.requires_grad for p in block.parameters()) for block in blocks)
+    assert trained_blocks(config, cfg) == {"image": trained, "text": 12}
+    parts = memory_of_run(cfg, BatchPlan(1, 2, 16), config, parameter_counts(model), "fp32", {}, stage=1)
+    whole = activation_bytes(cfg, micro_batch_size=16, precision="fp32", checkpointing=False, compiled=False)
+    text = activation_bytes(
+        cfg, micro_batch_size=16, precision="fp32", checkpointing=False, compiled=False, blocks={"image": 0, "text": 12}
+    )
+    assert parts["activations"] == pytest.approx(text + (whole - text) * trained / 12)
+
+
+def test_the_graph_of_a_partly_locked_tower_is_what_autograd_keeps(demo_folder, tmp_path):
+    """By differences of two more trained blocks."""
+    base = load_model_config("ViT-B-16")
+    vision = dataclasses.replace(base.vision_cfg, width=128, layers=6, image_size=80)
+    cfg = dataclasses.replace(
+        base, vision_cfg=vision, text_cfg=dataclasses.replace(base.text_cfg, layers=1, vocab_size=100)
+    )
+    kept, planned = [], []
+    for groups in (2, 4):
+        config = demo_config(demo_folder, tmp_path, lock_image=True, lock_image_unlocked_groups=groups)
+        model = build_model(config, cfg).train()
+        images, texts = torch.zeros(2, 3, 80, 80, dtype=torch.uint8), torch.ones(2, 77, dtype=torch.int64)
+        kept.append(saved_bytes(model, functools.partial(model, images, texts)))
+        sizes = {"micro_batch_size": 2, "precision": "fp32", "checkpointing": False}
+        planned.append(activation_bytes(cfg, blocks=trained_blocks(config, cfg), **sizes))
+    assert kept[1] - kept[0] == pytest.approx(planned[1] - planned[0], rel=0.02)
+
+
+def test_pixels_that_wait_on_the_gpu_are_counted_but_those_of_kept_graphs(demo_folder, tmp_path):
+    cfg, batch = load_model_config("ViT-B-32"), BatchPlan(2, 5, 8)
+    with torch.device("meta"):
+        counts = parameter_counts(CLIP(cfg))
+
+    def waiting(**flags) -> float:
+        config = demo_config(demo_folder, tmp_path, **flags)
+        return memory_of_run(cfg, batch, config, counts, "bf16", {}, stage=1)["cached data"] - host
+
+    host = 0.0
+    host = waiting()
+    image = 8 * 3 * 224**2
+    assert waiting(pixel_cache="gpu") == 4 * image
+    assert waiting(pixel_cache="gpu", resident_micro_batches="3") == 2 * image
+    assert waiting(pixel_cache="gpu", lock_image=True) == waiting(lock_image=True) == 0
+    assert waiting(encode_micro_batches=4) == 3 * image
+
+
+@pytest.mark.parametrize("rows", [1000, 32768, 40000, 100_000, 200_000])
+def test_landing_buffers_are_what_the_ring_keeps(rows):
+    """Block, statistics, and in the backward gradients, as infcl.loss.inf_cl posts them."""
+    gpus, width = Gpus(1, 0), 768
+
+    def allocate(num_bytes, *_):
+        device = "cpu" if num_bytes < 2**16 else "meta"  # flags are written
+        return torch.zeros(num_bytes, dtype=torch.uint8, device=device), [0]
+
+    with ExitStack() as stack:
+        for patch in (*gpus.patched(), mock.patch.object(peer_memory, "allocate", allocate)):
+            stack.enter_context(patch)
+        copies = PeerCopies("the group", torch.device("cpu"))
+        flags = copies.kept_bytes
+        block = torch.empty(rows, width, dtype=torch.bfloat16, device="meta")
+        statistic, gradient = torch.empty(rows, device="meta"), torch.empty(rows, width, device="meta")
+        for _ in range(2):
+            for posted in ((block, statistic), (block, statistic, gradient)):
+                copies.begin()
+                for tensor in posted:
+                    copies.buffers(tensor)
+        assert copies.kept_bytes - flags == pytest.approx(landing_bytes(rows, width, precision="bf16"), abs=2**16)
+
+
+def test_landing_buffers_stay_through_the_replays_and_are_not_torchs(demo_folder, tmp_path):
+    cfg = load_model_config("ViT-L-14")
+    with torch.device("meta"):
+        counts = parameter_counts(CLIP(cfg))
+
+    def parts(**flags) -> dict[str, float]:
+        config = demo_config(demo_folder, tmp_path, **flags)
+        return memory_of_run(cfg, BatchPlan(4, 64, 512), config, counts, "amp_bf16", {}, stage=1)
+
+    copies, sends = parts(), parts(ring_overlap="sends")
+    kept = copies["landing buffers"]
+    assert kept == landing_bytes(32768, 768, precision="amp_bf16") > 280 * 2**20 and sends["landing buffers"] == 0
+    assert copies["peak"] - sends["peak"] == pytest.approx(kept)
+    assert counted_by_torch(copies) == pytest.approx(counted_by_torch(sends)) == sends["peak"]
+    assert parts(loss="clip")["landing buffers"] == 0
+
+
+@pytest.mark.parametrize("precision", ["fp32", "amp_bf16", "bf16", "fp16"])
+@pytest.mark.parametrize(
+    ("ranks", "flags", "changes"),
+    [
+        (4, {}, {}),
+        (4, {"pixel_cache": "gpu", "resident_micro_batches": "2"}, {"pixels": "device", "resident": 2}),
+        (1, {"grad_checkpointing": True, "compile_blocks": "off"}, {"checkpointing": True, "compiled": False}),
+        (2, {"tensor_parallel_size": 2}, {"tensor_parallel": 2}),
+        (2, {"tensor_parallel_size": 2, "sequence_parallel": True}, {"tensor_parallel": 2, "sequence_parallel": True}),
+        (2, {"loss": "open_clip"}, {"loss": "open_clip"}),
+    ],
+)
+def test_a_run_s_plan_is_that_of_the_planner(demo_folder, tmp_path, precision, ranks, flags, changes):
+    cfg, batch = load_model_config("ViT-B-16"), BatchPlan(ranks, 6, 24)
+    with torch.device("meta"):
+        counts = parameter_counts(build_model(demo_config(demo_folder, tmp_path), cfg))
+    config = demo_config(demo_folder, tmp_path, **{"compile_blocks": "auto"} | flags)
+    for stage in (1, 2, 3):
+        run = memory_of_run(cfg, batch, config, counts, precision, {"overlap_comm": True}, stage=stage)
+        gpus = ranks * config.tensor_parallel_size
+        setting = Setting(
+            model=cfg, gpu=load_gpu("h200"), gpus=gpus, gpus_per_node=gpus, global_batch=batch.global_batch_size,
+            micro_batch=24, zero=stage, precision=precision, **{"checkpointing": False} | changes,
+        )  # fmt: skip
+        setting.check()
+        assert run == pytest.approx(memory_of(setting), rel=1e-6)
 
 
 def test_the_total_of_the_memory_plan_falls_with_the_stage_from_one_on(demo_folder, tmp_path):

@@ -4,8 +4,9 @@ import itertools
 
 from benchmarks.paper.raw import batch, latest, markdown, newest, origin, rows, where
 from infcl.plan.compare import convolution_apart
-from infcl.plan.memory import loss_bytes, memory_of
+from infcl.plan.memory import memory_of
 from infcl.plan.paper import paper_memory
+from infcl.plan.parts import loss_bytes
 from infcl.plan.setting import Setting, load_gpu
 from infcl.towers.config import load_model_config
 

@@ -13,7 +13,7 @@ from infcl.parallel import Parallel, describe_ranks
 from infcl.plan.memory import STAGES, memory_plan, parameter_counts, pixel_bytes
 from infcl.train.diagnostics import model_flops
 from infcl.train.optim import Schedule, checkpoint_bytes
-from infcl.train.preset import read_preset, zero_stage
+from infcl.train.preset import offloads, read_preset, zero_stage
 
 
 def describe_plan(config: TrainConfig, parallel: Parallel) -> str:
@@ -55,8 +55,8 @@ def describe_plan(config: TrainConfig, parallel: Parallel) -> str:
     on_cpu = parallel.device.type == "cpu"
     plan = memory_plan(cfg, batch, config, counts, precision, zero_optimization, on_cpu=on_cpu)
     lines += _memory_table(plan, zero_stage(preset))
-    offloaded = [name for name in ("offload_optimizer", "offload_param") if name in zero_optimization]
-    if offloaded:
+    offloaded = [f"offload_{part}" for part in ("optimizer", "param") if offloads(preset, part)]
+    if offloaded and not on_cpu:
         lines.append(f"  This preset has {' and '.join(offloaded)}: those parts are in host memory instead.")
     pixels = _size(pixel_bytes(cfg, batch, parallel.tp_size))
     lines.append(f"  Host memory: {pixels} a rank for a step's pixels and tokens, and what the loader reads ahead.")

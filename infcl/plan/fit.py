@@ -12,9 +12,9 @@ import torch
 
 from infcl.config import BatchPlan, TrainConfig
 from infcl.parallel import Parallel
-from infcl.plan.memory import memory_plan, parameter_counts, peak_bytes
+from infcl.plan.memory import memory_of_run, parameter_counts
 from infcl.towers.config import CLIPConfig
-from infcl.train.preset import read_preset, zero_stage
+from infcl.train.preset import offloads, read_preset, zero_stage
 
 _ROOM = 0.90  # of the memory, for --batch-size auto and for what is proposed
 _LARGEST = 4096  # micro-batch that is considered
@@ -63,13 +63,17 @@ class Fit:
         """{part: bytes per rank, "peak"} under `config`, in this preset's stage or another."""
         zero = self.preset.get("zero_optimization", {})
         batch = BatchPlan.of(config, self.dp_size)
-        plan = memory_plan(self.cfg, batch, config, self.counts, self.precision, zero, on_cpu=self.on_cpu)
-        stage = zero_stage(self.preset) if stage is None else stage
-        parts = {name: column[stage] for name, column in plan.items() if name != "peak"}
-        for name, offload in (("optimizer", "offload_optimizer"), ("parameters", "offload_param")):
-            if offload in zero:
-                parts[name] = 0.0
-        return parts | {"peak": peak_bytes(parts, stage=stage, precision=self.precision)}
+        return memory_of_run(
+            self.cfg,
+            batch,
+            config,
+            self.counts,
+            self.precision,
+            zero,
+            stage=zero_stage(self.preset) if stage is None else stage,
+            offloads=tuple(part for part in ("optimizer", "param") if offloads(self.preset, part)),
+            on_cpu=self.on_cpu,
+        )
 
     def check(self) -> None:
         parts = self.parts(self.config)

@@ -9,7 +9,7 @@ Fitted, each on cells of Table 1: a block keeps 40 bytes a token and width (8 GP
 features (8 GPUs, 256k against 32k); the tiled loss holds 16 copies (8 GPUs, 1024k against 256k, offload).
 """
 
-from infcl.plan.memory import BLOCK_BYTES, activation_bytes
+from infcl.plan.activations import BLOCK_BYTES, activation_bytes
 from infcl.plan.setting import Setting, parameters_of
 
 _BYTES_PER_TOKEN = 40

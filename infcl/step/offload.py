@@ -24,7 +24,7 @@ import torch
 
 MicroBatch = dict[str, torch.Tensor]
 _MULTIPLIER = -7046029254386353131  # odd, bits well mixed (2^64 / golden ratio, as int64)
-_LEAD = 2  # a copy may run beside what was enqueued since so many calls ago
+UPLOAD_LEAD = 2  # a copy may run beside what was enqueued since so many calls ago
 
 
 class PixelCache:
@@ -58,7 +58,7 @@ class PixelCache:
         replayed = max(0, num_micro_batches - max(1, resident)) if replays_pixels else 0
         self.again = range(min(kept, replayed), replayed)
         self.kept = _buffer((self.again.start, *images), device if on_gpu else None)
-        self.copies = _Upload(device, images, together + _LEAD)
+        self.copies = _Upload(device, images, together + UPLOAD_LEAD)
 
     def begin(self, items: Iterator[MicroBatch]) -> None:
         """Forget the step before, wait for the first micro-batch of this one."""
@@ -142,16 +142,18 @@ class _Upload:
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         if self.stream is not None:
             self.slots = [torch.empty(images, dtype=torch.uint8, device=device) for _ in range(slots)]
-            self.enqueued = [torch.cuda.Event() for _ in range(_LEAD + 1)]  # what was to be computed before a call
+            self.enqueued = [
+                torch.cuda.Event() for _ in range(UPLOAD_LEAD + 1)
+            ]  # what was to be computed before a call
             self.done, self.calls = torch.cuda.Event(), 0
 
     def __call__(self, host: torch.Tensor) -> torch.Tensor:
         if self.stream is None or host.is_cuda:
             return host
         compute, slot = torch.cuda.current_stream(), self.slots[self.calls % len(self.slots)]
-        self.enqueued[self.calls % (_LEAD + 1)].record(compute)
+        self.enqueued[self.calls % (UPLOAD_LEAD + 1)].record(compute)
         with torch.cuda.stream(self.stream):
-            self.stream.wait_event(self.enqueued[(self.calls + 1) % (_LEAD + 1)])  # of _LEAD calls ago
+            self.stream.wait_event(self.enqueued[(self.calls + 1) % (UPLOAD_LEAD + 1)])  # of UPLOAD_LEAD calls ago
             slot.copy_(host, non_blocking=True)
             self.done.record(self.stream)
         compute.wait_event(self.done)

@@ -100,7 +100,7 @@ class CLIP(TextTower):
         ]
         _freeze(groups, unlocked_groups)
         self.frozen["image"] = unlocked_groups == 0
-        visual.trunk_blocks = visual.transformer.first_trained = _frozen_blocks(blocks, unlocked_groups)
+        visual.trunk_blocks = visual.transformer.first_trained = frozen_blocks(len(blocks), unlocked_groups)
         self.keeps_trunk["image"] = unlocked_groups == 1 or (keep_trunk and 0 < visual.trunk_blocks <= len(blocks))
         self._image_in_eval = unlocked_groups < len(groups)
         self.train(self.training)
@@ -116,7 +116,7 @@ class CLIP(TextTower):
         groups += [[blocks[-1], self.ln_final], [self.text_projection]]
         _freeze(groups, unlocked_layers)
         self.frozen["text"] = unlocked_layers == 0
-        self.text_trunk_blocks = self.transformer.first_trained = _frozen_blocks(blocks, unlocked_layers)
+        self.text_trunk_blocks = self.transformer.first_trained = frozen_blocks(len(blocks), unlocked_layers)
         self.keeps_trunk["text"] = unlocked_layers == 1 or (keep_trunk and 0 < self.text_trunk_blocks <= len(blocks))
 
     def trunk_numbers(self) -> int:
@@ -142,9 +142,9 @@ def _freeze(groups: list[list[nn.Module | nn.Parameter]], unlocked: int) -> None
             member.requires_grad_(i >= len(groups) - unlocked)
 
 
-def _frozen_blocks(blocks: list[nn.Module], unlocked: int) -> int:
-    """Leading blocks that are frozen; one more when what pools their output is too."""
-    return max(0, len(blocks) + 1 - max(0, unlocked - 1) - (unlocked > 1))
+def frozen_blocks(blocks: int, unlocked: int) -> int:
+    """Leading ones of a locked tower's blocks that are frozen; one more when what pools their output is too."""
+    return max(0, blocks + 1 - max(0, unlocked - 1) - (unlocked > 1))
 
 
 def _reshape_scalars(module: CLIP, state_dict: dict[str, torch.Tensor], prefix: str, *_: object) -> None:

@@ -1,0 +1,99 @@
+"""Bytes that graphs of the towers keep between forward and backward, from sizes alone.
+
+Counted by tests/test_plan_memory.py and tests/test_megatron_saved.py.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from infcl.towers.config import CLIPConfig, kept_patches
+
+# What a block keeps for its backward, bytes per token and width at an MLP ratio of 4: the inputs of both norms and of
+# the four linear layers, q, k and v, and what GELU saw; attention keeps no matrix. Under autocast norms work in fp32
+# and keep their inputs so, the rest is bf16. tests/test_plan_memory.py counts them.
+BLOCK_BYTES = {"fp32": 64, "amp_bf16": 36, "bf16": 32, "fp16": 32}
+# The residual stream under autocast: the convolution's 16 bits in the image tower, the embedding's fp32 in the text's.
+_STREAM_BYTES = {"fp32": (4, 4), "amp_bf16": (2, 4), "bf16": (2, 2), "fp16": (2, 2)}
+# A compiled graph under autocast keeps norms' inputs as they come: 16 bits for 32 in the image tower, in the text tower
+# only attention's output, once a graph. tests/test_megatron_saved.py counts them.
+_SPARED_BYTES = {"image": 4.0, "text": 2.0}
+
+
+def activation_bytes(
+    cfg: CLIPConfig,
+    *,
+    micro_batch_size: int,
+    precision: str,
+    checkpointing: bool,
+    tensor_parallel: int = 1,
+    sequence_parallel: bool = False,
+    blocks: Mapping[str, int] | None = None,
+    compiled: bool = True,
+    blocks_of_a_graph: int = 1,
+) -> float:
+    """Bytes that the graph of one micro-batch keeps, of the blocks that are trained.
+
+    With activation checkpointing that is the input of every block, and one block whole. Tensor-parallel ranks share
+    what lies between the linear layers they split, with sequence parallelism all. Not counted: embeddings and heads.
+    blocks: how many of a tower's are trained, its last ones; all unless told. blocks_of_a_graph: of compiled
+    tensor-parallel blocks.
+    """
+    vision, text = cfg.vision_cfg, cfg.text_cfg
+    total = 0.0
+    shapes: dict[str, tuple[int, Any]] = {
+        "image": (1 + kept_patches(vision.num_patches, vision.patch_dropout), vision),
+        "text": (text.context_length, text),
+    }
+    for name, (tokens, tower) in shapes.items():
+        stream: float = stream_bytes(precision)[name]
+        layers = tower.layers if blocks is None else blocks[name]
+        if layers == 0:
+            continue
+        inside = (8 + 4 * tower.mlp_ratio) * (2 if precision == "fp32" else 1)  # of it 2 x ratio each around GELU
+        outside = BLOCK_BYTES[precision] - 24 * (2 if precision == "fp32" else 1)
+        if precision == "amp_bf16" and compiled:
+            outside -= _SPARED_BYTES[name] / (blocks_of_a_graph if name == "text" else 1)
+        if sequence_parallel:
+            outside, stream = outside / tensor_parallel, stream / tensor_parallel
+        block = (outside + inside / tensor_parallel) * tokens * tower.width
+        total += layers * stream * tokens * tower.width + block if checkpointing else layers * block
+    return total * micro_batch_size
+
+
+def stream_bytes(precision: str) -> dict[str, int]:
+    """{"image", "text"}: bytes of a number that one block hands to the next."""
+    return dict(zip(("image", "text"), _STREAM_BYTES[precision]))
+
+
+def exchange_bytes(
+    cfg: CLIPConfig, *, micro_batch_size: int, precision: str, tensor_parallel: int, sequence_parallel: bool
+) -> float:
+    """Slots for other ranks' rows (megatron_patches/exchange.py): 4 (T - 1) of a rank's. torch's peaks lack them."""
+    if not sequence_parallel or tensor_parallel == 1:
+        return 0.0
+    vision, text = cfg.vision_cfg, cfg.text_cfg
+    row = max((1 + vision.num_patches) * vision.width, text.context_length * text.width)
+    width = 4 if precision == "fp32" else 2
+    return 4 * (tensor_parallel - 1) * micro_batch_size / tensor_parallel * row * width
+
+
+def cast_bytes(trainable: int, *, precision: str, checkpointing: bool) -> float:
+    """The bf16 copies of the weights that autocast leaves in a graph; recomputed blocks keep only their own."""
+    return 2.0 * trainable if precision == "amp_bf16" and not checkpointing else 0.0
+
+
+def graph_bytes(cfg: CLIPConfig, trainable: int, *, resident: int = 1, **sizes: Any) -> dict[str, float]:
+    """{"activations", "backward"}: of the graphs that are kept, one at least, and what passes back through a block.
+
+    backward: gradients of GELU and the stream, in a block of the image tower.
+    sizes: those of `activation_bytes`. resident: micro-batches that are encoded once.
+    """
+    cast = cast_bytes(trainable, precision=sizes["precision"], checkpointing=sizes["checkpointing"])
+    tower, width = cfg.vision_cfg, 4 if sizes["precision"] == "fp32" else 2
+    tokens = 1 + kept_patches(tower.num_patches, tower.patch_dropout)
+    gradients = width * (tower.mlp_ratio / sizes.get("tensor_parallel", 1) + 2) * tokens * tower.width
+    trained = sizes.get("blocks") is None or sizes["blocks"]["image"] > 0
+    return {
+        "activations": activation_bytes(cfg, **sizes) * max(1, resident) + cast,
+        "backward": sizes["micro_batch_size"] * gradients if trained else 0.0,
+    }

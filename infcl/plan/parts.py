@@ -1,0 +1,115 @@
+"""Bytes per rank of single parts of a step's memory, from sizes alone: what ZeRO and the loss hold, and when.
+
+Sizes: P parameters, T trainable ones, N data-parallel ranks, b pairs of a rank, D embedding width.
+"""
+
+from infcl.kernels import WORKSPACE_BYTES
+from infcl.loss.copies import LIMIT
+
+
+def _is_bf16_optimizer(stage: int, precision: str, *, offloaded: bool) -> bool:
+    """Whether DeepSpeed takes its BF16_Optimizer, which has no buckets and keeps float32 sums beside the gradients."""
+    return stage == 1 and precision == "bf16" and not offloaded
+
+
+def state_bytes(
+    parameters: int,
+    trainable: int,
+    *,
+    stage: int,
+    ranks: int,
+    precision: str,
+    moments: int = 8,
+    offloaded: bool = False,
+) -> dict[str, float]:
+    """{"parameters", "gradients", "optimizer"}: bytes per rank of what training keeps between steps.
+
+    fp32 and amp_bf16: parameters and gradients of 4 bytes. bf16 and fp16: parameters of 2, gradients accumulated in
+    fp32; BF16_Optimizer keeps those of 2 bytes beside them. tests/test_plan_memory.py counts them.
+    Optimizer: `moments` bytes an element (8: two of Adam's) and, from stage 1 on, the fp32 master of the rank's share.
+    """
+    width, share = 2 if precision in ("bf16", "fp16") else 4, 1 / ranks
+    whole, own = (
+        trainable * (6 if _is_bf16_optimizer(stage, precision, offloaded=offloaded) else 4),
+        trainable * share * 4,
+    )
+    return {
+        "parameters": parameters * width * (share if stage == 3 else 1),
+        "gradients": whole if stage < 2 else own,
+        "optimizer": trainable * (moments if stage == 0 else (4 + moments) * share),
+    }
+
+
+def bucket_bytes(
+    zero_optimization: dict,
+    trainable: int,
+    *,
+    stage: int,
+    precision: str,
+    offloaded: bool = False,
+    convolution_apart: bool = False,
+) -> float:
+    """Bytes per rank of DeepSpeed's buffers for gradients on their way: allocated whole, whatever the model's size.
+
+    Of each type in which gradients travel it has one of 4 bytes an element, with overlap_comm two; of stage 3 one, in
+    that type, which with 16-bit parameters stage 2 has as well. Float32 buckets that fill before the backward ends are
+    flattened while activations are there.
+    convolution_apart: under autocast, as until 1f7968e: a convolution's gradient travels in 16 bits, all others in 32.
+    """
+    if stage == 0 or _is_bf16_optimizer(stage, precision, offloaded=offloaded):
+        return 0.0
+    size = zero_optimization.get("reduce_bucket_size", 5e8)
+    if stage > 1 and precision in ("bf16", "fp16"):
+        return size * 2 * (2 if stage < 3 and zero_optimization.get("overlap_comm", False) else 1)
+    widths = [4, 2 if stage == 3 else 4] if precision == "amp_bf16" and convolution_apart else [4]
+    buffers = size * sum(widths) * (2 if stage < 3 and zero_optimization.get("overlap_comm", False) else 1)
+    return buffers + (4 * size if trainable > size else 0.0)
+
+
+def gathered_bytes(parameters: int, zero_optimization: dict, *, stage: int, ranks: int, precision: str) -> float:
+    """Bytes per rank of what stage 3 gathered of the other ranks' parameters: at most.
+
+    What is used again within `stage3_max_reuse_distance` parameters stays, and a prefetch bucket is on its way. Of
+    `stage3_max_live_parameters` DeepSpeed 0.19.8 only stops prefetching.
+    """
+    reach = zero_optimization.get("stage3_max_reuse_distance", 1e9)
+    reach += zero_optimization.get("stage3_prefetch_bucket_size", 5e7)
+    return (min(parameters, reach) if stage == 3 else 0) * (2 if precision in ("bf16", "fp16") else 4) * (1 - 1 / ranks)
+
+
+def loss_bytes(name: str, *, rows: int, ranks: int, width: int) -> dict[str, float]:
+    """{"feature gradients", "loss"}: bytes per rank, for b `rows` of D `width` a rank.
+
+    fp32 gradients of both sides' features, which stay until the last replay; and what the loss alone needs: features,
+    around a ring also two blocks that travel and the gradients that travel with them, a bounded workspace. The
+    baselines hold logits and softmax of both directions in fp32, DisCo-CLIP those of one at a time.
+    """
+    block = rows * width * 4
+    matrix = {"clip": 16 * ranks * rows * rows * ranks, "open_clip": 16 * rows * rows * ranks}
+    matrix["disco"] = 8 * rows * rows * ranks
+    workspace = matrix[name] if name in matrix else min(WORKSPACE_BYTES, 16 * rows * rows)
+    return {"feature gradients": 2 * block, "loss": (2 + (4 if ranks > 1 else 0)) * block + workspace}
+
+
+def landing_bytes(rows: int, width: int, *, precision: str) -> float:
+    """Bytes of the buffers that the ring's copy engines land in (infcl/loss/copies.py), which stay between its passes.
+
+    Two for a block of `rows` with their statistics, two for the gradients that travel with it, as far as the limit
+    goes; what does not fit there is torch's, as without copy engines.
+    """
+    kept = 0.0
+    for size in ((4 if precision == "fp32" else 2) * rows * width, 4 * rows, 4 * rows * width):
+        kept += 2 * size if kept + 2 * size <= LIMIT else 0
+    return kept
+
+
+def peak_bytes(parts: dict[str, float], *, stage: int, precision: str, offloaded: bool = False) -> float:
+    """The most that is there at once, of two moments: the loss, before a backward has begun, and the replays after it.
+
+    Before the first backward DeepSpeed's stages 1 and 2 have no buckets, and stage 1 no gradients but the float32 sums
+    of its BF16_Optimizer.
+    """
+    late = parts["backward"] + (parts["gradient buckets"] if stage in (1, 2) else 0.0)
+    if stage == 1:
+        late += parts["gradients"] * (1 / 3 if _is_bf16_optimizer(stage, precision, offloaded=offloaded) else 1)
+    return sum(parts.values()) - min(late, parts["loss"])
