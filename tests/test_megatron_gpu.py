@@ -33,6 +33,7 @@ RUNS = {  # of each precision, name: flags
     "amp_bf16": {
         "T=1": {},
         "T=1, bf16": BF16,
+        "T=2, bf16, compiled": SPLIT | BF16 | {"compile_blocks": "on"},  # norms' gradients are no sum over the ranks
         "T=2, bf16, sequence parallel": SPLIT | BF16 | {"sequence_parallel": True},
         "T=2, bf16, sequence parallel, compiled": SPLIT | BF16 | {"sequence_parallel": True, "compile_blocks": "on"},
     },
