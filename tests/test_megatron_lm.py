@@ -41,13 +41,14 @@ def stub_training_package(function=get_forward_backward_func):
 
 @contextlib.contextmanager
 def without_cuda():
-    """megatron-core makes some tensors on the GPU by name."""
+    """megatron-core makes some tensors on the GPU by name; here there is none, whatever the host has."""
     zeros = torch.zeros
 
     def on_cpu(*shape, device=None, **options):
         return zeros(*shape, **options)
 
-    with mock.patch.object(torch.cuda, "current_device", lambda: "cpu"), mock.patch.object(torch, "zeros", on_cpu):
+    no_gpu = {"current_device": lambda: "cpu", "is_available": lambda: False}
+    with mock.patch.multiple(torch.cuda, **no_gpu), mock.patch.object(torch, "zeros", on_cpu):
         yield
 
 
