@@ -78,6 +78,9 @@ class Stream:
         reached = event.reached
         self.gpus.issue(self.cuda_stream, lambda: bool(reached))
 
+    def synchronize(self) -> None:
+        self.gpus.run()
+
     def wait_stream(self, other: "Stream") -> None:
         event = Event(self.gpus)
         event.record(other)

@@ -10,9 +10,11 @@ from unittest import mock
 import pytest
 import torch
 
+from infcl import peer_memory
 from infcl.peer_memory import ALIGNED
 from megatron_patches.exchange import ROUND, PeerMemory
 from tests.gpu_streams import Gpus
+from tests.test_ring_copies import Shared
 
 WIDTH = 6  # elements of a swap
 
@@ -63,3 +65,17 @@ def test_no_rows_fall_on_others_before_these_are_read(size, first):
     """In rounds of one and two swaps a step, in any order; also where the flags' numbers begin again."""
     for seed, rounds in enumerate(itertools.product(range(1, ROUND + 1), repeat=5)):
         assert misread(size, rounds, seed, first) == [], rounds
+
+
+def test_flags_that_are_tried_have_come_before_the_first_swap():
+    """A zero that came later would fall on a number that is waited for."""
+    gpus, written = Gpus(3, 0), []
+    with ExitStack() as stack:
+        for patch in (*gpus.patched(), mock.patch.object(peer_memory, "allocate", Shared(gpus))):
+            stack.enter_context(patch)
+        write = gpus.write_flag
+        stack.enter_context(mock.patch.object(gpus, "write_flag", lambda *flag: written.append(flag) or write(*flag)))
+        for rank in range(gpus.size):
+            gpus.rank = rank
+            PeerMemory(None, torch.device("cpu"))
+            assert len(written) == (rank + 1) * gpus.size and not any(gpus.queues)
