@@ -125,6 +125,7 @@ class Hosts:
     """
 
     def __init__(self, count: int, *, slots: int = 1, nics: int = 1, folder: Path | None = None):
+        self.temporary = folder is None
         self.folder = Path(folder or tempfile.mkdtemp(prefix="hosts-"))
         self.prefix = f"infcl{os.getpid()}s{next(_sets)}"
         self.bridge = f"{self.prefix}br"
@@ -185,7 +186,10 @@ class Hosts:
     def _wait_for(self, host: Host) -> None:
         deadline = time.monotonic() + 20
         while self[0].run(["ssh", host.name, "true"]).returncode != 0:
-            assert time.monotonic() < deadline, f"{host.name} does not answer: {self.folder}/{host.name}.log"
+            log = self.folder / f"{host.name}.log"
+            assert time.monotonic() < deadline, (
+                f"{host.name} does not answer: {log.read_text() if log.exists() else ''}"
+            )
             time.sleep(0.1)
 
     def __exit__(self, *_) -> None:
@@ -195,6 +199,8 @@ class Hosts:
             shutil.rmtree(Path("/etc/netns") / host.namespace, ignore_errors=True)
         for name in (*(host.namespace for host in self.all), self.bridge):
             subprocess.run(["ip", "netns", "del", name], capture_output=True)
+        if self.temporary:  # it holds keys
+            shutil.rmtree(self.folder, ignore_errors=True)
 
 
 def _run(*arguments) -> None:

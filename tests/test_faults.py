@@ -41,7 +41,7 @@ def start(script: list[str], arguments: list[str], **environment: str) -> subpro
     )  # fmt: skip
 
 
-def finish(process: subprocess.Popen, seconds: float = 200) -> tuple[int, str]:
+def finish(process: subprocess.Popen, seconds: float = 300) -> tuple[int, str]:
     output, _ = process.communicate(timeout=seconds)
     return process.returncode, output
 
@@ -95,16 +95,16 @@ def resume_and_compare(demo_folder, logs, uninterrupted):
 )
 def test_a_rank_killed_in_any_phase_ends_the_run_and_it_resumes_exactly(demo_folder, tmp_path, uninterrupted, phase):
     fault = ["tests/fault_run.py", "1", str(FAULT_STEP), phase, str(int(signal.SIGKILL))]
-    started = time.time()
+    started = time.monotonic()
     process = start(fault, flags(demo_folder, tmp_path))
     code, output = finish(process)
     assert code != 0, output
     assert "killed" in output.lower() or "return code" in output, output
-    deadline = time.time() + 60
+    deadline = time.monotonic() + 60
     while ranks_alive(tmp_path):
-        assert time.time() < deadline, "ranks stayed behind"
+        assert time.monotonic() < deadline, "ranks stayed behind"
         time.sleep(0.5)
-    print(f"{phase}: launcher ended {time.time() - started:.0f} s after start with {code}")
+    print(f"{phase}: launcher ended {time.monotonic() - started:.0f} s after start with {code}")
     output = resume_and_compare(demo_folder, tmp_path, uninterrupted)
     assert "at step 3" in output
 
@@ -156,16 +156,16 @@ def test_a_full_disk_is_reported_and_training_goes_on(demo_folder, tmp_path, uni
 def test_when_the_launcher_dies_the_ranks_save_and_end(demo_folder, tmp_path, number):
     """SIGKILL of it makes the deepspeed command report success and would leave the ranks running."""
     process = start(["pretrain_clip.py"], flags(demo_folder, tmp_path, "--steps", "100000"))
-    deadline = time.time() + 150
+    deadline = time.monotonic() + 300
     while not (tmp_path / "run" / "checkpoints" / "latest").exists():
-        assert time.time() < deadline and process.poll() is None
+        assert time.monotonic() < deadline and process.poll() is None
         time.sleep(0.2)
     for child in psutil.Process(process.pid).children(recursive=True):
         if "deepspeed.launcher.launch" in " ".join(child.cmdline()):
             child.send_signal(number)
-    deadline = time.time() + 60
+    deadline = time.monotonic() + 60
     while ranks_alive(tmp_path):
-        assert time.time() < deadline, "ranks stayed behind"
+        assert time.monotonic() < deadline, "ranks stayed behind"
         time.sleep(0.5)
     _, output = finish(process)
     stopped_at = int(output.split("SIGTERM received at step ")[1].split(";")[0])
@@ -179,7 +179,7 @@ def test_when_the_launcher_dies_the_ranks_save_and_end(demo_folder, tmp_path, nu
 def supervise(run: Path, script: str, **environment: str) -> subprocess.CompletedProcess:
     program = ["bash", "launch/supervise.sh", str(run), "bash", "-c", script]
     environment = os.environ | ON_CPU | {"FIRST_WAIT": "0"} | environment
-    return subprocess.run(program, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200)
+    return subprocess.run(program, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=500)
 
 
 def test_supervise_restarts_a_killed_run_until_it_is_finished(demo_folder, tmp_path, uninterrupted):
