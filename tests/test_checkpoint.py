@@ -1,11 +1,16 @@
 """Checkpoints: whole parameters under any layout, refused when they are not what was written, pruned as asked."""
 
 import dataclasses
+import errno
 import json
+import os
 import shutil
+import threading
 
 import pytest
 import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
 
 from infcl.report.records import read_records
 from infcl.train.checkpoint import (
@@ -14,8 +19,10 @@ from infcl.train.checkpoint import (
     consolidated_state_dict,
     prune_checkpoints,
 )
-from infcl.train.run_folder import RunFolder
+from infcl.train.run_folder import RunFolder, write_atomic
 from tests.ranks import run_ranks
+from tests.step_oracle import LR, ToyCLIP, global_batch
+from tests.test_engine import settings
 from tests.test_trainer import demo_config, fit, run_losses
 
 GLOBAL_BATCH = 48  # divides by 1, 2, 3 and 4 ranks
@@ -56,6 +63,65 @@ def test_a_run_continues_under_other_world_sizes_and_zero_stages(demo_folder, tm
             "resumed elsewhere"
         )
     assert [losses[step] for step in sorted(losses)] == pytest.approx(whole, rel=2e-5)
+
+
+def saved_while_a_step_is_made(rank, world_size, preset, folder):
+    """(weights before the step, those of the checkpoint that was begun then, weights after it, states in the files).
+
+    Behind it a second checkpoint is written, and a third that cannot be moved into place.
+    """
+    from unittest import mock
+
+    from infcl.config import BatchPlan
+    from infcl.parallel import init_parallel
+    from infcl.train import checkpoint_writer
+    from infcl.train.checkpoint import full_weights
+    from infcl.train.engine import Engine
+
+    parallel, run = init_parallel("cpu"), RunFolder(folder)
+    config = settings(preset, precision="fp32", grad_clip_norm=None)
+    engine = Engine(ToyCLIP(), config, parallel, BatchPlan(world_size, 1, 4))
+    writer = checkpoint_writer.CheckpointWriter(engine, run, parallel, keep_last=0, keep_every=0)
+    before, stepped, write = full_weights(engine, keep=True), threading.Event(), checkpoint_writer._write_tensors
+    replace = os.replace
+
+    def write_late(path, tensors):
+        assert stepped.wait(60)
+        return write(path, tensors)
+
+    def fail_to_move(source, target):
+        if checkpoint_writer.Path(target).name == "step_00000003":
+            raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+        replace(source, target)
+
+    with (
+        mock.patch.object(checkpoint_writer, "_write_tensors", write_late),
+        mock.patch.object(os, "replace", fail_to_move),
+    ):
+        writer.begin(1, {})
+        output = engine.encode(*global_batch(4, seed=rank))
+        engine.backward((output["image_features"] * output["text_features"]).sum() + output["logit_scale"].sum(), True)
+        engine.step(LR)
+        stepped.set()
+        writer.begin(2, {})
+        second = writer.publish()
+        writer.begin(3, {})
+        assert writer.publish() is None and writer.failed == 1 and writer.newest == second
+    dist.barrier()  # rank 0 cleans up
+    assert sorted(path.name for path in run.checkpoints.iterdir()) == ["latest", "step_00000001", "step_00000002"]
+    assert (run.checkpoints / "latest").read_text() == "step_00000002\n"
+    path = complete_checkpoints(run)[1]
+    states = load_file(path / f"state_{rank:05d}.safetensors")
+    return before, consolidated_state_dict(path), full_weights(engine, keep=True), states
+
+
+@pytest.mark.parametrize("preset", ["zero0", "zero1", "zero3"])
+def test_a_checkpoint_holds_what_there_was_when_it_was_begun_though_it_is_written_later(tmp_path, preset):
+    for before, saved, after, states in run_ranks(saved_while_a_step_is_made, 2, preset, tmp_path):
+        assert set(saved) == set(before) and all(torch.equal(saved[name], before[name]) for name in before)
+        assert not all(torch.equal(after[name], before[name]) for name in before)
+        moments = [value for key, value in states.items() if key.startswith("exp_avg")]
+        assert moments and not any(value.any() for value in moments)
 
 
 @pytest.fixture(scope="module")
@@ -194,6 +260,16 @@ def test_weights_come_out_of_the_newest_intact_checkpoint(finished, tmp_path):
     assert set(got) == set(expected) and all(torch.equal(got[name], expected[name]) for name in got)
     with pytest.raises(ValueError, match="no intact checkpoint"):
         consolidated_state_dict(tmp_path)
+
+
+def test_whoever_reads_a_text_that_is_replaced_gets_all_of_the_old_one(tmp_path):
+    path = tmp_path / "latest"
+    path.write_text("old " * 100_000)
+    with path.open() as reader:
+        reader.read(1)
+        write_atomic(path, "new")
+        assert len(reader.read()) == 399_999
+    assert path.read_text() == "new" and list(tmp_path.iterdir()) == [path]
 
 
 def add_checkpoints(run, *steps):
