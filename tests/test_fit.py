@@ -1,15 +1,19 @@
 """Flags that cannot fit are refused with what would; --batch-size auto takes the most that fits."""
 
 import dataclasses
+import json
+import re
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from infcl.config import BatchPlan, parse_args
-from infcl.plan.fit import Fit
+from infcl.plan.fit import Fit, memory_of_device
 from infcl.plan.memory import parameter_counts
 from infcl.towers import CLIP, load_model_config
-from tests.test_entry import alone, command
+from infcl.train.pixels import available_host_bytes
+from tests.test_entry import ROOT, alone, command
 
 SYNTHETIC = ["--dataset-type", "synthetic", "--train-num-samples", "1000000", "--model", "ViT-L-14"]
 GIB = 2**30
@@ -57,6 +61,31 @@ def test_what_is_proposed_fits_and_keeps_the_batch():
     proposal = dataclasses.replace(question.config, batch_size=256, accum_freq=4)
     assert BatchPlan.of(proposal, 8).global_batch_size == BatchPlan.of(question.config, 8).global_batch_size
     Fit(proposal, question.cfg, question.counts, "amp_bf16", question.preset, 8, question.capacity).check()
+
+
+def test_a_proposed_preset_is_asked_for_with_the_precision_it_was_planned_in_and_without_the_other_s_offload():
+    zero = {"stage": 1, "offload_optimizer": {"device": "cpu"}}
+    question = dataclasses.replace(
+        fit("--batch-size", "8", gib=4), precision="bf16", preset={"zero_optimization": zero, "bf16": {"enabled": True}}
+    )
+    with pytest.raises(ValueError, match=r"ds_configs/zero3.json --precision bf16 fits, with (\d\.\d) GiB") as refused:
+        question.check()
+    told = float(re.search(r"fits, with (\d\.\d) GiB", str(refused.value))[1])
+    size = int(re.search(r"--batch-size (\d+)", str(refused.value))[1])
+    shipped = json.loads((ROOT / "ds_configs" / "zero3.json").read_text())
+    proposed = dataclasses.replace(question.config, batch_size=size, accum_freq=8 // size, grad_checkpointing=True)
+    assert dataclasses.replace(question, preset=shipped).parts(proposed)["peak"] / GIB == pytest.approx(told, abs=0.05)
+
+
+def test_a_control_group_s_limit_is_a_cpu_rank_s_memory(tmp_path, monkeypatch):
+    monkeypatch.setattr("infcl.train.pixels._CONTROL_GROUP", tmp_path)
+    parallel = SimpleNamespace(device=torch.device("cpu"), ranks_per_node=2, world_size=4)
+    whole = memory_of_device(parallel)
+    for name, text in (("max", "max\n"), ("current", "4096\n")):
+        (tmp_path / f"memory.{name}").write_text(text)
+    assert memory_of_device(parallel) == whole
+    (tmp_path / "memory.max").write_text(f"{2**24}\n")
+    assert memory_of_device(parallel) == 2**23 and available_host_bytes() == 2**24 - 4096
 
 
 def test_a_small_model_on_cpus_is_not_refused_for_buckets_that_it_leaves_empty():

@@ -14,10 +14,12 @@ from infcl.config import BatchPlan, TrainConfig
 from infcl.parallel import Parallel
 from infcl.plan.memory import memory_of_run, parameter_counts
 from infcl.towers.config import CLIPConfig
+from infcl.train.pixels import control_group_bytes
 from infcl.train.preset import offloads, read_preset, zero_stage
 
 _ROOM = 0.90  # of the memory, for --batch-size auto and for what is proposed
 _LARGEST = 4096  # micro-batch that is considered
+_ZERO_3 = {"zero_optimization": {"stage": 3, "overlap_comm": True}}  # ds_configs/zero3.json, of it what memory is for
 
 
 def fit_to_memory(config: TrainConfig, parallel: Parallel) -> TrainConfig:
@@ -40,10 +42,11 @@ def fit_to_memory(config: TrainConfig, parallel: Parallel) -> TrainConfig:
 
 
 def memory_of_device(parallel: Parallel) -> float:
-    """Bytes that a rank may use: the GPU's memory; on a CPU the host's, shared by its ranks."""
+    """Bytes that a rank may use: the GPU's memory; on a CPU the host's or the control group's, shared by its ranks."""
     if parallel.device.type == "cuda":
         return float(torch.cuda.get_device_properties(parallel.device).total_memory)
-    return psutil.virtual_memory().total / (parallel.ranks_per_node or parallel.world_size)
+    total = min(psutil.virtual_memory().total, control_group_bytes()[0])
+    return total / (parallel.ranks_per_node or parallel.world_size)
 
 
 @dataclasses.dataclass
@@ -59,8 +62,8 @@ class Fit:
     capacity: float
     on_cpu: bool = False
 
-    def parts(self, config: TrainConfig, stage: int | None = None) -> dict[str, float]:
-        """{part: bytes per rank, "peak"} under `config`, in this preset's stage or another."""
+    def parts(self, config: TrainConfig) -> dict[str, float]:
+        """{part: bytes per rank, "peak"} under `config` and this preset."""
         zero = self.preset.get("zero_optimization", {})
         batch = BatchPlan.of(config, self.dp_size)
         return memory_of_run(
@@ -70,7 +73,7 @@ class Fit:
             self.counts,
             self.precision,
             zero,
-            stage=zero_stage(self.preset) if stage is None else stage,
+            stage=zero_stage(self.preset),
             offloads=tuple(part for part in ("optimizer", "param") if offloads(self.preset, part)),
             on_cpu=self.on_cpu,
         )
@@ -102,18 +105,24 @@ class Fit:
         """The least change that fits: smaller micro-batches of the same batch, then checkpointing, then ZeRO-3."""
         config = self.config
         batch = BatchPlan.of(config, self.dp_size)
-        for stage, checkpointing in ((None, config.grad_checkpointing), (None, True), (3, True)):
+        for preset, checkpointing in ((self.preset, config.grad_checkpointing), (self.preset, True), (_ZERO_3, True)):
+            question = dataclasses.replace(self, preset=preset)
             for size in batch.divisors(batch.micro_batch_size, config.tensor_parallel_size):
                 accumulate = {"accum_freq": batch.rank_batch_size // size} if config.global_batch_size is None else {}
                 changes: dict[str, Any] = {"batch_size": size, "grad_checkpointing": checkpointing, **accumulate}
-                peak = self.parts(dataclasses.replace(config, **changes), stage)["peak"]
+                peak = question.parts(dataclasses.replace(config, **changes))["peak"]
                 if peak <= _ROOM * self.capacity:
                     flags = [f"--batch-size {size}"]
                     flags += [f"--accum-freq {accumulate['accum_freq']}"] if accumulate else []
                     flags += ["--grad-checkpointing"] if checkpointing else []
-                    flags += ["--deepspeed_config ds_configs/zero3.json"] if stage == 3 else []
+                    flags += self._zero_3_flags() if preset is _ZERO_3 else []
                     return f"{' '.join(flags)} fits, with {_gib(peak)}."
         return "No micro-batch size, checkpointing or ZeRO stage fits: it takes more GPUs, or offloading."
+
+    def _zero_3_flags(self) -> list[str]:
+        """Those of ZeRO-3 in this precision, where it is the other preset that asks for it."""
+        in_preset = any(self.preset.get(name, {}).get("enabled") for name in ("bf16", "fp16"))
+        return ["--deepspeed_config ds_configs/zero3.json", *([f"--precision {self.precision}"] if in_preset else [])]
 
 
 def _gib(size: float) -> str:

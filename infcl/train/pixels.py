@@ -8,6 +8,7 @@ from infcl.parallel import Parallel, join_parts, max_over
 from infcl.step.offload import PixelCache
 from infcl.towers.clip import CLIP
 
+_CONTROL_GROUP = Path("/sys/fs/cgroup")
 _SHARE = 0.6  # of the free host memory, for `auto`: workers, page cache and checkpoints want the rest
 
 
@@ -75,7 +76,13 @@ def available_host_bytes() -> float:
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
             free = int(line.split()[1]) * 1024.0
-    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
+    limit, used = control_group_bytes()
+    return min(free, limit - used)
+
+
+def control_group_bytes() -> tuple[float, float]:
+    """What the control group of this process may take, and has taken; without a limit (inf, 0)."""
+    limit, used = (_CONTROL_GROUP / f"memory.{name}" for name in ("max", "current"))
     if limit.is_file() and used.is_file() and limit.read_text().strip() != "max":
-        free = min(free, float(limit.read_text()) - float(used.read_text()))
-    return free
+        return float(limit.read_text()), float(used.read_text())
+    return float("inf"), 0.0
