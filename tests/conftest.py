@@ -15,6 +15,10 @@ _OF_THE_SURROUNDINGS = re.compile(
 )
 if len(os.fsencode(tempfile.gettempdir())) > 75:  # too long for the sockets of Python's process pools
     os.environ["TMPDIR"], tempfile.tempdir = "/tmp", None
+_home = None
+if not os.access(os.path.expanduser("~"), os.W_OK):  # compilers keep their caches there
+    _home = tempfile.TemporaryDirectory(prefix="home-")
+    os.environ["HOME"] = _home.name
 for _name in filter(_OF_THE_SURROUNDINGS.fullmatch, list(os.environ)):
     del os.environ[_name]
 
