@@ -1,4 +1,5 @@
 import csv
+import shutil
 
 import numpy as np
 import pytest
@@ -128,6 +129,32 @@ def test_a_quote_that_nothing_closes_is_told_with_what_it_took(tmp_path):
     path.write_text("\n".join(["filepath\ttitle", *rows[:3]]))
     with pytest.raises(ValueError, match="t.csv, line 3: a quote opens there, or in the 2 lines from there to the end"):
         TableReader(str(path))
+
+
+@pytest.mark.parametrize("name", ["images/{}", "a://host/{}?size=9"])
+def test_rows_behind_a_stray_quote_are_seen_though_their_images_have_no_suffix(tmp_path, name):
+    """The caption would be a part of this row's and of the next one's, the image this row's."""
+    (tmp_path / "images").mkdir()
+    rows = []
+    for i in range(5):
+        (tmp_path / "images" / str(i)).write_bytes(encode(picture(i)))
+        rows.append(f"{name.format(i)},{i}")
+    rows[1:3] = [f'{name.format(1)},"5 inch nail', f'{name.format(2)},"a dog, running"']
+    rows[3] = f'{name.format(3)},"two lines,\nnot, a row"'
+    (tmp_path / "t.csv").write_text("\n".join(["filepath,title", *rows]) + "\n")
+    reader = TableReader(str(tmp_path / "t.csv"), separator=",")
+    texts = [record.text.decode() for record in reader.read(np.arange(int(reader.counts.sum())), images=False)]
+    assert texts == ["0", "two lines,\nnot, a row", "4"] and reader.found == {"index/unclosed_quote": 2}
+
+
+def test_a_table_that_lies_elsewhere_is_the_same_data(table, tmp_path, monkeypatch):
+    """A run is continued only with the data that it began with."""
+    here, copy = TableReader(str(table)).sha256, tmp_path / "copy"
+    shutil.copytree(table.parent, copy, ignore=lambda *_: ["copy"])
+    monkeypatch.chdir(copy)
+    assert TableReader(str(copy / "t.csv")).sha256 == TableReader("t.csv").sha256 == here
+    (copy / "t.csv").write_text(table.read_text().replace("number 4", "number 5"))
+    assert TableReader("t.csv").sha256 != here
 
 
 def test_lines_of_a_field_that_is_too_long_are_all_counted(tmp_path, monkeypatch):

@@ -9,6 +9,7 @@ Out: `TableReader`, which gives the records of rows at random. Rows are held as 
 import csv
 import hashlib
 import os
+import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import TextIO
@@ -21,6 +22,7 @@ from infcl.data.samples import IMAGE_SUFFIXES
 from infcl.data.shards import split_sources
 from infcl.data.storage import DEFAULT_STORAGE, ShardFault, StorageOptions, open_shard, retry
 
+_URL = re.compile(r"[A-Za-z][\w+.-]*://\S+")
 _TRIED = 1000  # images of a table that are looked for, at most, before training
 _MAX_FIELD = 16 << 20  # characters; Python's limit would end at 128 K
 
@@ -43,11 +45,13 @@ class TableReader:
         self.paths, self.storage = split_sources(urls), storage
         if factors is not None and (len(factors) != len(self.paths) or min(factors) <= 0):
             raise ValueError(f"{len(self.paths)} sources need as many upsampling factors above 0, not {list(factors)}")
-        digest, block, ends, counts = hashlib.sha256(), bytearray(), [0], []
+        block, ends, counts = bytearray(), [0], []
+        self._folders: list[str] = []  # of each table: where its relative paths begin
         found: Counter[str] = Counter()
         self.warnings: list[str] = []
         for path in self.paths:
             rows, problems, warnings = _read_table(path, separator, image_column, caption_column)
+            self._folders.append(_folder_of(rows, path))
             found.update(problems)
             self.warnings += warnings
             for image, caption in rows:
@@ -58,8 +62,8 @@ class TableReader:
         self._block, self._ends = np.frombuffer(bytes(block), dtype=np.uint8), np.array(ends, dtype=np.int64)
         self.counts = np.array(counts, dtype=np.int64)
         self.factors = np.array(factors or [1.0] * len(counts), dtype=np.float64)
-        digest.update(self._block.tobytes() + self._ends.tobytes() + self.factors.tobytes())
-        self.sha256, self.found = digest.hexdigest(), dict(found)
+        said = (self._block, self._ends, self.counts, self.factors)  # not the folders: a copy is the same
+        self.sha256, self.found = hashlib.sha256(b"".join(part.tobytes() for part in said)).hexdigest(), dict(found)
         self.if_empty = "a table has a line of column names, then a line for each image (docs/data.md)"
 
     def __str__(self) -> str:
@@ -81,6 +85,7 @@ class TableReader:
             on_part(part)
             begin, middle, end = self._ends[2 * row : 2 * row + 3].tolist()
             path = os.fsdecode(self._block[begin:middle].tobytes())
+            path = path if "://" in path else os.path.join(self._folders[part], path)
             caption, fault, image = self._block[middle:end].tobytes(), None, None
             try:
                 image = self._image(path) if images else None
@@ -149,7 +154,7 @@ def _read_table(
                         f"--train-data {path}, line {first}: a quote opens there, or in the {taken} lines from there "
                         "to the end, and is never closed: remove it, or double it within a quoted field"
                     )
-                if taken > 1 and _holds_rows(row, len(header), image_at, separator):
+                if taken > 1 and _holds_rows(row, len(header), image_at, separator, os.path.dirname(path)):
                     if not problems["index/unclosed_quote"]:
                         warnings.append(
                             f"{path}, lines {first} to {first + taken - 1}: one quoted field holds what look like "
@@ -168,7 +173,7 @@ def _read_table(
         raise ValueError(f"--train-data {path}: {error.strerror}") from error
     finally:
         csv.field_size_limit(before)
-    return _from_beside(rows, path), +problems, warnings
+    return rows, +problems, warnings
 
 
 class _Lines:
@@ -187,18 +192,25 @@ class _Lines:
         raise StopIteration
 
 
-def _holds_rows(row: list[str], columns: int, image_at: int, separator: str) -> bool:
-    """Whether a field of several lines has one with all columns, that of the image ending as a picture's name does."""
+def _holds_rows(row: list[str], columns: int, image_at: int, separator: str, folder: str) -> bool:
+    """Whether a field of several lines has one with all columns, that of the image being what names one: a file that is
+    there, a url, or what ends as a picture's name does."""
     for field in row:
         for line in field.splitlines()[1:]:
             parts = line.split(separator)
-            if len(parts) >= columns and parts[image_at].strip().lower().partition("?")[0].endswith(IMAGE_SUFFIXES):
+            if len(parts) >= columns and _names_image(parts[image_at].strip(), folder):
                 return True
     return False
 
 
-def _from_beside(rows: list[tuple[str, str]], path: str) -> list[tuple[str, str]]:
-    """Rows with paths that work: relative ones are looked for where the first that is anywhere is found.
+def _names_image(name: str, folder: str) -> bool:
+    if name.lower().partition("?")[0].endswith(IMAGE_SUFFIXES) or _URL.fullmatch(name):
+        return True
+    return bool(name) and (os.path.isfile(name) or os.path.isfile(os.path.join(folder, name)))
+
+
+def _folder_of(rows: list[tuple[str, str]], path: str) -> str:
+    """Where the relative paths of a table begin, "" or its folder: where the first image that is anywhere is found.
 
     ValueError when none of the first _TRIED local images is anywhere.
     """
@@ -206,12 +218,12 @@ def _from_beside(rows: list[tuple[str, str]], path: str) -> list[tuple[str, str]
     folder = os.path.dirname(path)
     for image in local:
         if os.path.exists(image):
-            return rows
+            return ""
         if os.path.exists(os.path.join(folder, image)):
-            return [(os.path.join(folder, other) if "://" not in other else other, caption) for other, caption in rows]
+            return folder
     if local:
         raise ValueError(
             f"{path}: none of its first {len(local):,} images is there (the first: {local[0]!r}); a path that is not "
             f"absolute is taken from the working directory or from {folder or '.'}"
         )
-    return rows
+    return ""
