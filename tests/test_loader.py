@@ -208,7 +208,9 @@ def test_a_wrong_position_or_state_is_refused_with_both_values(shards, tokenizer
         make(shards, tokenizer, seed=6).load_state_dict(state)
     with pytest.raises(ValueError, match="global_batch_size is 3 now and was 6"):
         make(shards, tokenizer, num_micro_batches=1).load_state_dict(state)
-    with pytest.raises(ValueError, match="of the shards' names, sizes.*--pretrained RUN"):
+    with pytest.raises(
+        ValueError, match="of the shards' names, sizes.*; now 2 shards hold .*, then 5 shards hold .*--pretrained RUN"
+    ):
         make(shards + "/{00000,00001}.tar", tokenizer).load_state_dict(state)
 
 

@@ -127,7 +127,7 @@ class IndexedSource:
         timeout: float,
     ):
         total, where = epoch_size(collection.counts, collection.factors), str(collection)
-        self.found = collection.found
+        self.found, self.about = collection.found, str(collection)
         if self.found:
             where += f" ({', '.join(f'{name}: {count}' for name, count in self.found.items())})"
         if total == 0:

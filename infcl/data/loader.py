@@ -46,11 +46,13 @@ _SECONDS_BETWEEN_WARNINGS = 60.0  # of the same cause
 
 
 class Source(Protocol):
-    """What a loader reads from. `found` counts what was wrong before the first read; `sha256` names the data."""
+    """What a loader reads from. `found` counts what was wrong before the first read; `sha256` names the data, `about`
+    says how much there is."""
 
     num_samples: int
     steps_per_epoch: int
     sha256: str
+    about: str
     found: dict[str, int]
     board: WorkerBoard
     repeats: bool
@@ -138,7 +140,7 @@ class StepLoader:
         self._epoch, self._step = epoch, step
 
     def state_dict(self) -> dict[str, Any]:
-        return {"epoch": self._epoch, "step": self._step, **self._fingerprint}
+        return {"epoch": self._epoch, "step": self._step, "data": self._source.about, **self._fingerprint}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where `state` was taken.
@@ -151,6 +153,8 @@ class StepLoader:
             if state.get(name) != value
         ]
         if different:
+            if state.get("data", self._source.about) != self._source.about:
+                different.append(f"now {self._source.about}, then {state['data']}")
             raise ValueError(
                 f"cannot continue inside an epoch of other data: {'; '.join(different)}. Give what it was, or start "
                 "from its weights under another --name: --pretrained RUN"

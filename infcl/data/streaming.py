@@ -189,7 +189,7 @@ class StreamingSource:
             )
         self.num_samples, self.found = num_samples, {"index/missing_shards": len(missing)} if missing else {}
         self.steps_per_epoch = share.steps_per_epoch(num_samples, f"an epoch has {num_samples} samples")
-        self.sha256 = hashlib.sha256("\n".join(shards).encode()).hexdigest()
+        self.sha256, self.about = hashlib.sha256("\n".join(shards).encode()).hexdigest(), f"{len(shards)} shards"
         self.board = WorkerBoard(num_workers, timeout, shards.__getitem__)
         self._dataset, self._share = StreamingDataset(shards, decoder, share, storage, self.board), share
         self._loader = make_dataloader(

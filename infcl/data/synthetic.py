@@ -58,6 +58,7 @@ class _SyntheticSource:
         self.steps_per_epoch = share.steps_per_epoch(num_samples, f"an epoch has {num_samples} synthetic samples")
         self.board = WorkerBoard(0, 0.0, str)
         self.sha256 = f"synthetic {image_size} {context_length} {vocab_size} {num_samples}"
+        self.about = f"{num_samples} synthetic samples"
         self.found: dict[str, int] = {}
 
     @cached_property
