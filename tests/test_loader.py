@@ -14,7 +14,9 @@ import torch
 
 from infcl.data.evaluation import EvalShards
 from infcl.data.loader import TrainLoader
-from infcl.data.storage import StorageOptions
+from infcl.data.plan import EpochPlan
+from infcl.data.records import ShardReader
+from infcl.data.storage import ShardFault, StorageOptions
 from infcl.data.synthetic import SyntheticLoader
 from infcl.data.tokenizer import EOS_ID, Tokenizer, train_tokenizer
 from infcl.data.workers import make_dataloader
@@ -429,6 +431,32 @@ def test_micro_batches_that_are_read_again_are_the_same_and_counted_once(shards,
         for batch, wanted in zip(got, [*micro_batches, *micro_batches[1:3]]):
             assert all(torch.equal(batch[name], wanted[name]) for name in ("images", "texts", "ids"))
     assert again.report() == plain.report()
+
+
+@pytest.mark.parametrize("failing", [(1,), (2,), (2, 3)])
+def test_a_read_that_fails_in_one_pass_only_leaves_both_passes_alike(faulty, tokenizer, monkeypatch, failing):
+    """The sample that stood in for the unread one in the first pass does so in the second: no run ends for it. Where
+    one is gone for good, another comes, and what reads (offload.PixelCache) compares, and ends the step."""
+    loader = make(str(faulty / "a"), tokenizer, num_micro_batches=4, micro_batch_size=2, aug={"scale": (0.5, 1.0)})
+    plan = EpochPlan(loader._source._sampler.counts, chunk=1, seed=5, epoch=0)
+    unread, calls = int(plan.samples(3, 4)[0]), []  # the second of micro-batch 1
+    read = ShardReader.read
+
+    def flaky(reader, samples, **options):
+        records = read(reader, samples, **options)
+        if len(samples) == 2 and unread in samples.tolist():
+            calls.append(samples)
+            if len(calls) in failing:
+                at = samples.tolist().index(unread)
+                records[at] = records[at]._replace(fault=ShardFault("shard_unreadable", "away"))
+        return records
+
+    monkeypatch.setattr(ShardReader, "read", flaky)
+    first = list(next(loader.steps(range(4))))
+    assert (unread in first[1]["ids"]) == (failing != (1,)) and len(calls) == (2 if failing == (1,) else 3)
+    for index, (before, after) in enumerate(zip(first[:4], first[4:], strict=True)):
+        alike = [torch.equal(before[name], after[name]) for name in ("images", "texts", "ids")]
+        assert alike == [index != 1 or failing != (2, 3)] * 3
 
 
 def test_a_stream_is_not_read_twice(shards, tokenizer):

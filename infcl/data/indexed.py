@@ -72,6 +72,13 @@ class IndexedDataset:
         self.board.rests()
         return batch, log
 
+    def exactly(self, epoch: int, first: int, ids: np.ndarray) -> dict[str, torch.Tensor]:
+        """The micro-batch of positions from `first` on that has used the samples `ids`. Raises BadSample, now."""
+        log: ReadLog = {"skipped": [], "noted": []}
+        records = self.collection.read(ids, on_part=lambda part: None)
+        samples = [self.decoder.decode(record, epoch, first + i, log) for i, record in enumerate(records)]
+        return self.decoder.batch(samples, ids.tolist(), log)
+
     def _decode_or_replace(self, record: Record, epoch: int, position: int, number: int, log: ReadLog):
         """((pixels, caption), sample number): of `record`, or of the first usable one of its replacements."""
         failures = []
@@ -138,8 +145,9 @@ class IndexedSource:
         self.steps_per_epoch = share.steps_per_epoch(self.num_samples, where)
         self.sha256, self.board = collection.sha256, WorkerBoard(num_workers, timeout, collection.name_of)
         self._sampler = PlanSampler(collection, share, seed=decoder.seed, steps_per_epoch=self.steps_per_epoch)
+        self._dataset = IndexedDataset(collection, decoder, self.board)
         self._loader = make_dataloader(
-            IndexedDataset(collection, decoder, self.board),
+            self._dataset,
             num_workers=num_workers,
             prefetch_factor=prefetch_factor,
             item_bytes=decoder.batch_bytes(share.rows),
@@ -156,3 +164,6 @@ class IndexedSource:
     ) -> Iterator[tuple[dict[str, torch.Tensor], ReadLog]]:
         self._sampler.start, self._sampler.again = (epoch, step), again
         return self.board.watch(iter(self._loader))
+
+    def exactly(self, epoch: int, first: int, ids: torch.Tensor) -> dict[str, torch.Tensor]:
+        return self._dataset.exactly(epoch, first, ids.numpy())

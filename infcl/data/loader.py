@@ -28,7 +28,7 @@ from infcl.data.indexed import IndexedSource
 from infcl.data.open_clip_tokenizer import OpenClipTokenizer
 from infcl.data.plan import Share
 from infcl.data.records import ShardReader
-from infcl.data.samples import ImageLimits, ReadLog, SampleDecoder
+from infcl.data.samples import BadSample, ImageLimits, ReadLog, SampleDecoder
 from infcl.data.shards import load_manifest
 from infcl.data.storage import DEFAULT_STORAGE, StorageOptions
 from infcl.data.streaming import StreamingSource
@@ -62,6 +62,12 @@ class Source(Protocol):
 
         Behind the M micro-batches of a step, those of them whose index is in `again` come a second time, the same to
         the last bit. `repeats` says whether the source can do that.
+        """
+
+    def exactly(self, epoch: int, first: int, ids: torch.Tensor) -> MicroBatch:
+        """What a micro-batch of the positions from `first` on was, of these samples. Only where the source `repeats`.
+
+        Raises BadSample where one of them cannot be used any more.
         """
 
 
@@ -112,23 +118,41 @@ class StepLoader:
     def steps(self, again: range = range(0)) -> Generator[Iterator[MicroBatch], None, None]:
         """The remaining steps of the current epoch, each an iterator over its M micro-batches, read as they are taken.
 
-        Behind them come those with an index in `again` a second time, the same to the last bit. A step must be taken to
-        its end before the next one. Raises ValueError where the source cannot read anything twice.
+        Behind them come those with an index in `again` a second time, the same to the last bit: where a read failed in
+        one of the two passes only, and a sample was replaced, the first one counts. A step must be taken to its end
+        before the next one. Raises ValueError where the source cannot read anything twice.
         """
         if again and not self._source.repeats:
             raise ValueError("the streaming reader cannot read micro-batches a second time; use --data-reader indexed")
         source = self._source.micro_batches(self._epoch, self._step, again)
         for _ in range(len(self)):
-            self._epoch, self._step = divmod(self._epoch * self.steps_per_epoch + self._step + 1, self.steps_per_epoch)
-            yield self._one_step(source, len(again))
+            epoch, step = self._epoch, self._step
+            self._epoch, self._step = divmod(epoch * self.steps_per_epoch + step + 1, self.steps_per_epoch)
+            yield self._one_step(source, epoch, step, again)
 
-    def _one_step(self, source: Iterator[tuple[MicroBatch, ReadLog]], num_again: int) -> Iterator[MicroBatch]:
-        for _ in range(self._share.num_micro_batches):
+    def _one_step(
+        self, source: Iterator[tuple[MicroBatch, ReadLog]], epoch: int, step: int, again: range
+    ) -> Iterator[MicroBatch]:
+        starts, used = list(self._share.positions(step, step + 1)), []
+        for _ in starts:
             batch, log = next(source)
             self._account(batch, log)
+            used.append(batch["ids"].clone())
             yield batch
-        for _ in range(num_again):
-            yield next(source)[0]
+        for index in again:
+            batch = next(source)[0]
+            if not torch.equal(batch["ids"], used[index]):
+                batch = self._as_before(batch, epoch, starts[index], used[index])
+            yield batch
+
+    def _as_before(self, batch: MicroBatch, epoch: int, first: int, ids: torch.Tensor) -> MicroBatch:
+        """The micro-batch of the samples `ids`; `batch`, which has others, where they cannot be read."""
+        _log.warning("other samples came when micro-batches were read again; reading those of before")
+        try:
+            return self._source.exactly(epoch, first, ids)
+        except BadSample as bad:
+            _log.warning("a sample of before cannot be read again: %s: %s", bad.cause, bad)
+            return batch
 
     def set_position(self, epoch: int, step: int) -> None:
         """The next step to be yielded. Raises ValueError outside 0 <= step < steps_per_epoch."""

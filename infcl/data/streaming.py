@@ -208,3 +208,6 @@ class StreamingSource:
         return islice(
             self.board.watch(iter(self._loader)), (self.steps_per_epoch - step) * self._share.num_micro_batches
         )
+
+    def exactly(self, epoch: int, first: int, ids: torch.Tensor) -> dict[str, torch.Tensor]:
+        raise AssertionError("a stream is read once")

@@ -84,3 +84,6 @@ class _SyntheticSource:
             pick = int(draw(self.seed, epoch, first, stream=0, count=1)[0] % self.pool_size)
             ids = torch.arange(start, start + self.share.rows)
             yield {**self.pool[pick], "ids": ids}, {"skipped": [], "noted": []}
+
+    def exactly(self, epoch: int, first: int, ids: torch.Tensor) -> MicroBatch:
+        raise AssertionError("what is drawn is the same each time")
