@@ -13,6 +13,7 @@ from infcl.plan.fit import Fit, memory_of_device
 from infcl.plan.memory import parameter_counts
 from infcl.towers import CLIP, load_model_config
 from infcl.train.pixels import available_host_bytes
+from tests.ranks import run_ranks
 from tests.test_entry import ROOT, alone, command
 
 SYNTHETIC = ["--dataset-type", "synthetic", "--train-num-samples", "1000000", "--model", "ViT-L-14"]
@@ -149,3 +150,26 @@ def test_the_trainer_refuses_what_no_host_can_hold_and_can_be_overruled(tmp_path
     result = alone(flags)
     assert result.returncode == 2 and result.stderr.count("error:") == 1 and "fits, with" in result.stderr
     assert alone([*flags, "--skip-memory-check"]).returncode == 0
+
+
+def chosen_beside_another(rank, world_size, gib):
+    """(--batch-size auto's choice, or its refusal) of a rank whose device has `gib[rank]`."""
+    from unittest import mock
+
+    from infcl.parallel import init_parallel
+    from infcl.plan import fit
+
+    config = parse_args([*SYNTHETIC, "--batch-size", "auto", "--global-batch-size", "2048"])
+    with mock.patch.object(fit, "memory_of_device", lambda parallel: float(gib[rank] * GIB)):
+        try:
+            return fit.fit_to_memory(config, init_parallel("cpu")).batch_size
+        except ValueError as error:
+            return str(error)
+
+
+def test_ranks_of_different_memory_take_the_micro_batch_of_the_least():
+    """With other micro-batches each, they would wait for one another."""
+    least = run_ranks(chosen_beside_another, 2, (40, 40))
+    assert run_ranks(chosen_beside_another, 2, (80, 40)) == least and least[0] == least[1] > 0
+    assert run_ranks(chosen_beside_another, 2, (80, 80))[0] > least[0]
+    assert all("1.0 GiB are there" in refusal for refusal in run_ranks(chosen_beside_another, 2, (80, 1)))

@@ -9,9 +9,10 @@ from typing import Any
 
 import psutil
 import torch
+import torch.distributed as dist
 
 from infcl.config import BatchPlan, TrainConfig
-from infcl.parallel import Parallel
+from infcl.parallel import Parallel, max_over
 from infcl.plan.memory import memory_of_run, parameter_counts
 from infcl.towers.config import CLIPConfig
 from infcl.train.pixels import control_group_bytes
@@ -33,7 +34,8 @@ def fit_to_memory(config: TrainConfig, parallel: Parallel) -> TrainConfig:
         warnings.filterwarnings("ignore", message=".*which is a no-op")
         counts = parameter_counts(build_model(config, cfg))
     preset, precision = read_preset(config, parallel.device.type)
-    on_cpu, capacity = parallel.device.type == "cpu", memory_of_device(parallel)
+    on_cpu, own = parallel.device.type == "cpu", memory_of_device(parallel)
+    capacity = -max_over(dist.group.WORLD, [-own], parallel.device)[0]  # the least: all need the same micro-batch
     fit = Fit(config, cfg, counts, precision, preset, parallel.dp_size, capacity, on_cpu)
     if config.batch_size == 0:
         return fit.choose()
