@@ -373,3 +373,14 @@ def test_a_foreign_or_damaged_index_is_never_followed(tmp_path):
     open(sidecar, "wb").write(data)
     records = ShardReader(load_manifest(str(path))).read(np.arange(3))
     assert {record.fault.cause for record in records} == {"shard_unreadable"} and "delete it" in str(records[0].fault)
+
+
+def test_a_shard_that_breaks_off_lends_no_image_to_the_next_one(tmp_path):
+    """Both begin with the same key, as where each shard counts its samples from 0."""
+    first = write_tar(tmp_path / "0.tar", [("0.jpg", b"A" * 100), ("0.txt", b"a" * 2000)])
+    first.write_bytes(first.read_bytes()[:1800])
+    second = write_tar(tmp_path / "1.tar", [("0.jpg", b"B"), ("0.txt", b"b")])
+    failed = []
+    streamed = stream_records([str(first), str(second)], KEYS, lambda cause, url, error: failed.append((cause, url)))
+    assert [(r.image, r.text) for _, r in streamed] == [(b"A" * 100, None), (b"B", b"b")]
+    assert failed == [("damaged_shard", str(first))]

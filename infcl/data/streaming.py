@@ -77,8 +77,12 @@ def stream_records(
             except OSError as error:
                 failed("shard_unreadable", current, error)
 
-    members = tar_file_expander(opened(), handler=handler, select_files=select)
-    for sample in group_by_keys(members, handler=handler):
+    def members() -> Iterator[dict[str, Any]]:
+        for source in opened():
+            yield from tar_file_expander([source], handler=handler, select_files=select)
+            yield {}  # ends the last sample, also where the shard breaks off: the next may begin with its key
+
+    for sample in group_by_keys(members(), handler=handler):
         image = next((sample[e] for e in images if e in sample), None)
         text = next((sample[e] for e in texts if e in sample), None)
         key = sample["__key__"].encode("utf-8", "backslashreplace").decode()  # a name may be any bytes
