@@ -223,6 +223,20 @@ def test_a_partly_locked_tower_counts_as_its_trained_blocks_and_what_it_keeps(
     assert parts["activations"] == pytest.approx(text + (whole - text) * trained / 12)
 
 
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize(("precision", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16)])
+def test_a_convolutional_stem_counts_as_what_autograd_keeps_of_it(precision, dtype, checkpointing):
+    """By the difference of one that is finer; nothing of a stem is recomputed."""
+    base = load_model_config("demo")
+    kept, planned = [], []
+    for stem in (((96, 8, 8),), ((40, 3, 2), (56, 3, 2), (96, 3, 2))):
+        cfg = dataclasses.replace(base, vision_cfg=dataclasses.replace(base.vision_cfg, image_size=64, conv_stem=stem))
+        kept.append(saved_by_a_forward(cfg, 3, dtype, checkpointing))
+        sizes = {"micro_batch_size": 3, "precision": precision, "checkpointing": checkpointing}
+        planned.append(activation_bytes(cfg, **sizes))
+    assert kept[1] - kept[0] == pytest.approx(planned[1] - planned[0], rel=0.01) and planned[1] > planned[0]
+
+
 def test_the_graph_of_a_partly_locked_tower_is_what_autograd_keeps(demo_folder, tmp_path):
     """By differences of two more trained blocks."""
     base = load_model_config("ViT-B-16")

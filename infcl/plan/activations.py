@@ -6,7 +6,7 @@ Counted by tests/test_plan_memory.py and tests/test_megatron_saved.py.
 from collections.abc import Mapping
 from typing import Any
 
-from infcl.towers.config import CLIPConfig, kept_patches
+from infcl.towers.config import CLIPConfig, VisionConfig, kept_patches
 
 # What a block keeps for its backward, bytes per token and width at an MLP ratio of 4: the inputs of both norms and of
 # the four linear layers, q, k and v, and what GELU saw; attention keeps no matrix. Under autocast norms work in fp32
@@ -34,7 +34,8 @@ def activation_bytes(
     """Bytes that the graph of one micro-batch keeps, of the blocks that are trained.
 
     With activation checkpointing that is the input of every block, and one block whole. Tensor-parallel ranks share
-    what lies between the linear layers they split, with sequence parallelism all. Not counted: embeddings and heads.
+    what lies between the linear layers they split, with sequence parallelism all. Not counted: heads and embeddings but
+    for a convolutional stem.
     blocks: how many of a tower's are trained, its last ones; all unless told. blocks_of_a_graph: of compiled
     tensor-parallel blocks.
     """
@@ -57,7 +58,18 @@ def activation_bytes(
             outside, stream = outside / tensor_parallel, stream / tensor_parallel
         block = (outside + inside / tensor_parallel) * tokens * tower.width
         total += layers * stream * tokens * tower.width + block if checkpointing else layers * block
+    if blocks is None or blocks["image"] == vision.layers:
+        total += stem_numbers(vision) * (4 if precision == "fp32" else 2)
     return total * micro_batch_size
+
+
+def stem_numbers(vision: VisionConfig) -> int:
+    """Of an image: what a convolutional stem keeps, which is not recomputed; inputs and outputs of its GELUs."""
+    numbers, side = 0, vision.image_size
+    for channels, _, stride in (vision.conv_stem or ())[:-1]:
+        side //= stride
+        numbers += 2 * channels * side**2
+    return numbers
 
 
 def stream_bytes(precision: str) -> dict[str, int]:
