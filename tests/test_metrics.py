@@ -2,6 +2,7 @@
 
 import errno
 import io
+import itertools
 import json
 import os
 import sys
@@ -16,6 +17,7 @@ from infcl.train.console import Console, clock
 from infcl.train.metrics import MetricsWriter, PhaseTimer
 from infcl.train.profiler import WARM_UP_STEPS, StepProfiler, phase_table
 from infcl.train.run_folder import RunFolder
+from infcl.train.sinks import open_sinks
 from tests.ranks import run_ranks
 from tests.test_trainer import demo_config, fit
 
@@ -140,6 +142,22 @@ def test_tensorboard_has_the_curves_over_samples_seen(tmp_path):
     events.Reload()
     assert [(event.step, event.value) for event in events.Scalars("train/loss")] == [(64, 1.5), (128, 1.5)]
     assert [event.step for event in events.Scalars("zero_shot/top1")] == [128]
+
+
+def test_tensorboard_forgets_what_a_resumed_run_does_again(tmp_path, monkeypatch):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from tensorboard.summary.writer import event_file_writer
+
+    seconds = itertools.count(10)  # names of event files begin with the time, and are read in their order
+    monkeypatch.setattr(event_file_writer, "time", types.SimpleNamespace(time=lambda: float(next(seconds))))
+    for seen, shown in ((0, (64, 128, 192)), (128, (192, 256)), (64, (128,))):
+        (sink,) = open_sinks("tensorboard", tmp_path, wandb_project_name="", samples_seen=seen)
+        for samples in shown:
+            sink.log("train", 1, samples, {"loss": float(seen)})
+        sink.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [(event.step, event.value) for event in events.Scalars("train/loss")] == [(64, 0.0), (128, 64.0)]
 
 
 def test_wandb_gets_the_same_curves_and_a_resumed_run_continues_its_own(tmp_path, wandb):

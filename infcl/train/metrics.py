@@ -76,12 +76,15 @@ class MetricsWriter:
         log_every_n_steps: int,
         report_to: str = "none",
         wandb_project_name: str = "infcl",
+        samples_seen: int = 0,
     ):
         self.run, self.enabled = run, enabled
         self.lost = 0
         if enabled:
             self.file = open(run.metrics, "a", buffering=1)
-            self.sinks = open_sinks(report_to, run.root, wandb_project_name=wandb_project_name)
+            self.sinks = open_sinks(
+                report_to, run.root, wandb_project_name=wandb_project_name, samples_seen=samples_seen
+            )
             self.console = Console(total_steps, log_every_n_steps)
             self._end_torn_line()
 

@@ -23,22 +23,24 @@ class Sink(Protocol):
     def close(self) -> None: ...
 
 
-def open_sinks(report_to: str, run: Path, *, wandb_project_name: str) -> list[Sink]:
-    """The sinks that --report-to names, writing below the run folder. Rank 0 only."""
+def open_sinks(report_to: str, run: Path, *, wandb_project_name: str, samples_seen: int = 0) -> list[Sink]:
+    """The sinks that --report-to names, writing below the run folder; a run that goes on has `samples_seen` behind it.
+    Rank 0 only.
+    """
     openers: dict[str, Callable[[], Sink]] = {
-        "tensorboard": lambda: TensorBoardSink(run),
+        "tensorboard": lambda: TensorBoardSink(run, samples_seen),
         "wandb": lambda: WandbSink(run, wandb_project_name),
     }
     return [openers[name]() for name in REPORT_TO[report_to]]
 
 
 class TensorBoardSink:
-    """RUN/tensorboard."""
+    """RUN/tensorboard. What was written behind `samples_seen` before a resume is done again, and shown no more."""
 
-    def __init__(self, run: Path):
+    def __init__(self, run: Path, samples_seen: int):
         from torch.utils.tensorboard import SummaryWriter
 
-        self.events = SummaryWriter(run / "tensorboard")
+        self.events = SummaryWriter(run / "tensorboard", purge_step=samples_seen + 1)
 
     def log(self, kind: str, step: int, samples_seen: int, values: dict[str, float]) -> None:
         for key, value in values.items():

@@ -301,6 +301,7 @@ class Trainer:
             wandb_project_name=self.config.wandb_project_name,
             total_steps=self.total_steps,
             log_every_n_steps=self.config.log_every_n_steps,
+            samples_seen=self.samples_seen,
         )
         self.timer = PhaseTimer(self.parallel.device)
         self.profiler = StepProfiler(
