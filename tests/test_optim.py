@@ -21,6 +21,17 @@ def rate(step, **flags):
     return schedule(**flags)(step)
 
 
+def test_a_peak_that_is_not_reached_is_told():
+    cooldown = {"lr_scheduler": "const-cooldown", "lr": 0.5}
+    assert "lr reaches 0.001 of 0.001" in schedule(warmup=TOTAL).oddity()
+    assert "80 of 100 steps, begins before the 50 of warm-up end: lr goes on from 0.31 of 0.5" in (
+        schedule(epochs_cooldown=4, warmup=50, **cooldown).oddity()
+    )
+    assert "lr goes on from 0.42 of 0.5" in schedule(epochs_cooldown=6, warmup=0, **cooldown).oddity()
+    for usual in ({}, {"epochs_cooldown": 5, "warmup": 0} | cooldown, {"epochs_cooldown": 4, "warmup": 20} | cooldown):
+        assert schedule(**usual).oddity() is None
+
+
 def test_weight_decay_is_for_matrices_only():
     model = CLIP(load_model_config("demo"))
     decayed, others = parameter_groups(model, TrainConfig(wd=0.2), LR)

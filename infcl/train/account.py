@@ -27,11 +27,8 @@ def opening(trainer: "Trainer") -> Iterator[str]:
     )
     if smaller := batch.smaller_than_asked(config):
         yield smaller
-    if steps <= schedule.warmup:
-        yield (
-            f"the run ends inside the warm-up: {steps} steps, {schedule.warmup} of warm-up; "
-            f"lr reaches {schedule(steps - 1):.2g} of {schedule.peak:.2g} (--warmup, --warmup-samples)"
-        )
+    if odd := schedule.oddity():
+        yield odd
 
 
 def summary_of(trainer: "Trainer", results: dict[str, dict[str, float]]) -> dict:

@@ -103,16 +103,32 @@ class Schedule:
     """
 
     def __init__(self, config: TrainConfig, *, global_batch_size: int, total_steps: int, steps_per_epoch: int):
-        self.config, self.total_steps, self.steps_per_epoch = config, total_steps, steps_per_epoch
+        self.config, self.total_steps = config, total_steps
         self.global_batch_size = global_batch_size
         self.factor = batch_size_factor(config, global_batch_size)
         self.peak = config.lr * self.factor
         self.warmup = config.warmup
         if config.warmup_samples is not None:
             self.warmup = math.ceil(config.warmup_samples / global_batch_size)
+        self.cooldown_steps = (config.epochs_cooldown or 0) * steps_per_epoch
 
     def __call__(self, step: int) -> float:
         return self.factor * self._unscaled(step)
+
+    def oddity(self) -> str | None:
+        """What in this schedule may not be what was meant: a peak that it does not reach."""
+        steps, warmup, cooldown = self.total_steps, self.warmup, self.cooldown_steps
+        if steps <= warmup:
+            return (
+                f"the run ends inside the warm-up: {steps} steps, {warmup} of warm-up; lr reaches "
+                f"{self(steps - 1):.2g} of {self.peak:.2g} (--warmup, --warmup-samples)"
+            )
+        if steps - cooldown < warmup:
+            return (
+                f"the cooldown, {cooldown} of {steps} steps, begins before the {warmup} of warm-up end: lr goes on "
+                f"from {self(warmup):.2g} of {self.peak:.2g} (--epochs-cooldown)"
+            )
+        return None
 
     def tower_rates(self, step: int) -> dict[str, float]:
         """{"lr_image": ..., "lr_text": ...} of the towers that have a learning rate of their own."""
@@ -141,11 +157,10 @@ class Schedule:
             return 0.5 * (1 + math.cos(math.pi * min(1.0, progress))) * config.lr
         if config.lr_scheduler == "const":
             return config.lr
-        cooldown_steps = config.epochs_cooldown * self.steps_per_epoch
-        into_cooldown = step - (total_steps - cooldown_steps)
+        into_cooldown = step - (total_steps - self.cooldown_steps)
         if into_cooldown < 0:
             return config.lr
-        decay = (1 - into_cooldown / cooldown_steps) ** config.lr_cooldown_power
+        decay = (1 - into_cooldown / self.cooldown_steps) ** config.lr_cooldown_power
         return decay * (config.lr - config.lr_cooldown_end) + config.lr_cooldown_end
 
 
