@@ -232,15 +232,16 @@ def test_curves_of_a_single_step_or_a_constant_are_drawn():
             assert "nan" not in draw_svg(Chart("c", "constant", [Series("y", xs, ys, 0, noisy=True)], **options))
 
 
-def test_the_closing_table_tells_failed_saves_and_what_open_clip_cannot_load(tmp_path):
+def test_the_closing_table_tells_failed_saves_skipped_steps_and_what_open_clip_cannot_load(tmp_path):
     write_run(tmp_path / "run")
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     summary |= {"samples_seen": 960, "steps": 30, "train_seconds": 3.0}
     summary |= {"peak_memory_mb": 512.0, "zero_stage": 1, "world_size": 2}
     summary["paths"] = {"run": "R", "loss_curve": "L", "export": "E", "checkpoint": "R/checkpoints/step_9"}
-    whole = summary_table(summary | {"failed_saves": 0, "loads_in_open_clip": True})
-    assert "failed saves" not in whole and "open_clip" not in whole
-    torn = summary_table(summary | {"failed_saves": 2, "loads_in_open_clip": False})
+    whole = summary_table(summary | {"failed_saves": 0, "skipped_steps": 0, "loads_in_open_clip": True})
+    assert "failed saves" not in whole and "skipped steps" not in whole and "open_clip" not in whole
+    torn = summary_table(summary | {"failed_saves": 2, "skipped_steps": 7, "loads_in_open_clip": False})
+    assert re.search(r"skipped steps +7 of 30: their gradients were not finite", torn)
     assert re.search(r"failed saves +2; the newest checkpoint is R/checkpoints/step_9", torn)
     assert re.search(r"exported model +E  \(for infcl.export.load_exported", torn)
 

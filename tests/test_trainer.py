@@ -276,6 +276,22 @@ def test_a_failure_to_export_ends_every_rank_and_says_what_it_was(demo_folder, t
     assert "KeyError: 'logit_scale'" in messages[0] and "step_00000001" in messages[0]
 
 
+def diverged_results(rank, world_size, folder):
+    from infcl.parallel import init_parallel
+    from infcl.train.results import write_results
+
+    weights = {"logit_scale": torch.ones(1), "visual.proj": torch.tensor([1.0, torch.nan])} if rank == 0 else {}
+    with pytest.raises(RuntimeError) as failure:
+        write_results(RunFolder(folder), init_parallel("cpu"), weights, None, {"paths": {"checkpoint": None}})
+    return str(failure.value)
+
+
+def test_a_model_that_is_not_finite_is_not_exported(tmp_path):
+    messages = run_ranks(diverged_results, 2, tmp_path)
+    assert "training has diverged: 1 weights are not finite, visual.proj first" in messages[0]
+    assert messages[0] == messages[1] and not list(tmp_path.iterdir())
+
+
 def test_a_refused_resume_leaves_the_run_as_it_was(demo_folder, tmp_path):
     config = demo_config(demo_folder, tmp_path, steps=3, save_every_n_steps=1)
     run_ranks(fit, 1, config, 2)
@@ -300,6 +316,7 @@ def test_a_resume_into_epochs_of_another_length_is_refused(demo_folder, tmp_path
         ({"batch_size": 4096}, "1536 usable samples, fewer than one global batch of 16384"),
         ({"train_data": "/no/such/{0..3}.tar"}, "/no/such/"),
         ({"model": "ViT-Z-99"}, "no model 'ViT-Z-99'"),
+        ({"tile": "triton"}, "tile 'triton' needs features on a GPU"),
         ({"resume": "/no/such/checkpoint"}, "no checkpoint of this trainer (there is no such folder)"),
         ({"logs": "/dev/null/runs"}, "/dev/null/runs/run cannot be written (Not a directory)"),
     ],

@@ -11,6 +11,7 @@ def summary_table(summary: dict) -> str:
         ("image->text recall@1", _share(summary["image_to_text_r1"])),
         ("text->image recall@1", _share(summary["text_to_image_r1"])),
         ("samples seen", f"{summary['samples_seen']:,}  ({summary['steps']} steps, {summary['train_seconds']:.0f} s)"),
+        ("skipped steps", _skipped_steps(summary)),
         ("skipped samples", _skipped(summary["data"])),
         ("failed saves", _failed_saves(summary)),
         ("peak memory", f"{summary['peak_memory_mb']:,.0f} MiB a rank"),
@@ -31,6 +32,12 @@ def skipped_by_cause(data: dict) -> dict[str, int]:
 
 def _share(value: float | None) -> str | None:
     return None if value is None else f"{value:.3f}"
+
+
+def _skipped_steps(summary: dict) -> str | None:
+    """Nothing where every step was taken."""
+    count = summary.get("skipped_steps")
+    return f"{count} of {summary['steps']}: their gradients were not finite" if count else None
 
 
 def _failed_saves(summary: dict) -> str | None:

@@ -7,6 +7,7 @@ import socket
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
@@ -21,6 +22,7 @@ from infcl.data.tokenizer import Tokenizer
 from infcl.evaluate.tasks import RetrievalTask, ZeroShotTask
 from infcl.evaluate.validation import ValidationLoss
 from infcl.import_weights import load_pretrained
+from infcl.kernels import select_tile
 from infcl.loss.contrastive import ContrastiveLoss
 from infcl.parallel import Parallel
 from infcl.towers.clip import CLIP
@@ -118,7 +120,11 @@ def split_model(model: CLIP, config: TrainConfig, parallel: Parallel) -> None:
 
 
 def build_loss(config: TrainConfig, parallel: Parallel) -> nn.Module:
-    """The loss that the flags name, over all ranks; tensor-parallel ranks share out the pairs that they hold."""
+    """The loss that the flags name, over all ranks; tensor-parallel ranks share out the pairs that they hold.
+
+    ValueError for a tile that does not run on this device.
+    """
+    select_tile(torch.empty(0, device=parallel.device), tile=config.tile)
     group = parallel.dp_group if parallel.tp_size == 1 else dist.group.WORLD
     loss = ContrastiveLoss(
         config.loss,

@@ -37,6 +37,8 @@ def write_results(
 def _write(run: RunFolder, weights: dict[str, torch.Tensor], model_config: CLIPConfig, summary: dict) -> None:
     from infcl.export import export_model
 
+    if diverged := [name for name, value in weights.items() if not value.isfinite().all()]:
+        raise ValueError(f"training has diverged: {len(diverged)} weights are not finite, {diverged[0]} first")
     draw_loss_curve(run.metrics, run.loss_curve)
     tokenizer_path = run.tokenizer if run.tokenizer.is_file() else None
     export_model(weights, model_config, tokenizer_path, run.export, card=summary)
