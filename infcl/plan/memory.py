@@ -65,7 +65,7 @@ class Load:
     sequence_parallel: bool = False
     blocks: dict[str, int] | None = None  # trained ones of each tower; None: all
     trunks: float = 0.0  # bytes a sample that frozen blocks give and the passes keep
-    pixels_on_gpu: bool = False
+    pixels_on_gpu: float = 0.0  # bytes, of those that wait there, at most
     uploads: int = 0  # micro-batches of pixels on their way to the GPU
     copies: bool = False  # the ring's messages go by copy engines
     offloads: tuple[str, ...] = ()  # "optimizer", "param": in host memory
@@ -109,8 +109,9 @@ def parts_of(load: Load) -> dict[str, float]:
     )
     parts["travelling rows"] = exchange_bytes(cfg, **layout)
     image_bytes, rows = 3.0 * cfg.vision_cfg.image_size**2 / share, batch.rank_batch_size // share
-    waiting = batch.num_micro_batches - min(load.resident, batch.num_micro_batches) if load.pixels_on_gpu else 0
-    parts["cached data"] = (waiting + load.uploads) * batch.micro_batch_size * image_bytes
+    waiting = batch.num_micro_batches - min(load.resident, batch.num_micro_batches)
+    one = batch.micro_batch_size * image_bytes
+    parts["cached data"] = one * (load.uploads + int(min(waiting, load.pixels_on_gpu / one)))
     parts["cached data"] += batch.rank_batch_size * (8.0 * cfg.text_cfg.context_length + load.trunks)
     parts |= loss_bytes(load.loss, rows=rows, ranks=batch.dp_size * share, width=cfg.embed_dim)
     others = 2.0 * (batch.rank_batch_size - rows) * cfg.embed_dim * 4  # of the tensor-parallel ranks beside this one
@@ -165,6 +166,7 @@ def memory_of_run(
     parameters, trainable = (sum(column) // share for column in zip(*counts.values()))
     blocks, trunks = trained_blocks(config, cfg), kept_trunks(config, cfg)
     replays_pixels = not trunks["image"] and not (config.lock_image and config.lock_image_unlocked_groups == 0)
+    pixels = float("inf") if config.pixel_cache_gb == "auto" else float(config.pixel_cache_gb) * 1e9
     if config.lock_image:
         cfg = with_overrides(cfg, patch_dropout=0.0)  # a locked tower drops none
     load = Load(
@@ -184,7 +186,7 @@ def memory_of_run(
         sequence_parallel=config.sequence_parallel,
         blocks=blocks,
         trunks=sum(trunks[tower] * size for tower, size in stream_bytes(precision).items()),
-        pixels_on_gpu=config.pixel_cache == "gpu" and config.pixel_cache_gb == "auto" and replays_pixels and not on_cpu,
+        pixels_on_gpu=pixels if config.pixel_cache == "gpu" and replays_pixels and not on_cpu else 0.0,
         uploads=0 if on_cpu else config.encode_micro_batches + UPLOAD_LEAD,
         copies=not on_cpu and ranks > 1 and config.loss in TILED and config.ring_overlap == "on",
         offloads=() if on_cpu else offloads,
@@ -243,7 +245,7 @@ def memory_of(setting: "Setting") -> dict[str, float]:
         resident=setting.resident,
         tensor_parallel=share,
         sequence_parallel=setting.sequence_parallel,
-        pixels_on_gpu=setting.pixels == "device",
+        pixels_on_gpu=float("inf") if setting.pixels == "device" else 0.0,
         uploads=1 + UPLOAD_LEAD,
         copies=setting.nodes == 1 and setting.gpus > 1 and setting.loss in TILED,
         offloads=("optimizer",) if setting.offload else (),
