@@ -1,10 +1,12 @@
 """Retrieval and zero-shot over several ranks equal a plain single-process computation, whatever the shares are."""
 
+import statistics
+
 import pytest
 import torch
 import torch.nn.functional as F
 
-from infcl.evaluate.retrieval import retrieval_ranks
+from infcl.evaluate.retrieval import Features, retrieval_metrics, retrieval_ranks
 from tests.ranks import run_ranks
 
 SAMPLES, WIDTH, CLASSES = 23, 6, 4
@@ -71,8 +73,15 @@ def test_retrieval_with_several_captions_equals_the_full_matrix(world_size, tile
         for name, ranks in expected.items():
             for k in (1, 5, 10):
                 assert metrics[f"{name}_r{k}"] == pytest.approx(float((ranks <= k).float().mean()))
-            assert metrics[f"{name}_median_rank"] == float(ranks.median())
+            assert metrics[f"{name}_median_rank"] == statistics.median(ranks.tolist())
         assert forwards == results[0][1], "every rank must make the same number of forwards"
+
+
+def test_the_median_of_an_even_number_of_ranks_lies_between_the_two_in_the_middle():
+    images = torch.eye(2)
+    texts = torch.tensor([[1.0, 0.0], [0.0, -1.0]])  # the second image likes the first caption better than its own
+    metrics = retrieval_metrics(Features(images, texts, torch.arange(2), {}), group=None)
+    assert metrics["image_to_text_r1"] == 0.5 and metrics["image_to_text_median_rank"] == 1.5
 
 
 @pytest.mark.parametrize("count", [1, 2, 5])

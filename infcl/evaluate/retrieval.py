@@ -77,7 +77,7 @@ def retrieval_metrics(features: Features, *, group: dist.ProcessGroup | None, ti
         metrics["num_samples" if name == "image_to_text" else "num_captions"] = len(ranks)
         for k in RECALLS:
             metrics[f"{name}_r{k}"] = float((ranks <= k).float().mean())
-        metrics[f"{name}_median_rank"] = float(ranks.median())
+        metrics[f"{name}_median_rank"] = float(ranks.median() - (-ranks).median()) / 2  # torch takes the lower of two
     return metrics
 
 
