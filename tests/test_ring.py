@@ -1,6 +1,7 @@
 """The ring moves what it is given, on any process group, and refuses unequal ranks with the numbers."""
 
 import os
+import re
 import signal
 from datetime import timedelta
 
@@ -8,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from infcl.loss.links import lap_length
+from infcl.loss.links import lap_length, second_group
 from infcl.loss.ring import RingExchange, checked_group
 from tests.ranks import run_ranks
 
@@ -173,6 +174,40 @@ def test_ring_runs_over_a_subgroup_whose_ranks_are_not_global_ranks():
     assert [label for _, label in results[1][0]] == [[0], [1]]
     assert [label for _, label in results[3][0]] == [[1], [0]]
     assert results[1][1] == [[11.0, 11.0]] * 3
+
+
+def _two_level_among_other_groups(rank, world_size):
+    """What goes round all ranks and round the first four, while two of these are in a group more; and when not."""
+    options = {"ring": "two-level", "ranks_per_node": 2}
+    groups = [dist.new_group(ranks, timeout=timedelta(seconds=20)) for ranks in (range(8), range(4), [1, 3])]
+    everyone, four, two = groups
+    found = [_go_round(RingExchange(everyone, **options), rank)[1]]
+    if rank < 4:
+        found.append(_error(lambda: _go_round(RingExchange(four, **options), rank)))
+    if rank in (1, 3):
+        dist.destroy_process_group(two)
+    if rank < 4:
+        found.append(_go_round(RingExchange(four, **options), rank)[1])
+    for group in [everyone, four][: 2 if rank < 4 else 1]:
+        dist.destroy_process_group(second_group(group))
+        dist.destroy_process_group(group)
+    return found
+
+
+def _error(function) -> str:
+    with pytest.raises(RuntimeError) as caught:
+        function()
+    return str(caught.value)
+
+
+def test_a_two_level_ring_needs_no_luck_with_other_groups():
+    """PyTorch names a group by how many groups each of its ranks is in: ranks in more waited for others in vain."""
+    for rank, found in enumerate(run_ranks(_two_level_among_other_groups, 8)):
+        assert found[0] == [[11111111.0] * 2] * 3
+        if rank < 4:
+            counts = [int(n) for n in re.search(r"they are in \[(.*)\]", found[1]).group(1).split(",")]
+            assert counts == [counts[0], counts[0] + 1] * 2
+            assert found[2] == [[1111.0] * 2] * 3
 
 
 def _message(function, *args) -> str:

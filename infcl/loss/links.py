@@ -95,17 +95,35 @@ def second_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
     NCCL sends the messages of one group one after another: on the group's own connections the hops within a node would
     queue behind the hop between nodes that they are to hide. Where WORLD was started with a device_id, PyTorch makes a
     group by splitting WORLD's communicator: then every rank of WORLD must come here, each with its own group (the
-    data-parallel groups of a run do).
+    data-parallel groups of a run do). RuntimeError, on all ranks, where PyTorch's ranks would not find each other.
     """
     if group not in _second_groups:
+        ranks = dist.get_process_group_ranks(group)
+        is_local = len(ranks) < dist.get_world_size()
+        if is_local:
+            _require_one_name(group)
         _second_groups[group] = dist.new_group(
-            dist.get_process_group_ranks(group),
+            ranks,
             timeout=timeout_of(group),
             backend=dist.get_backend(group),
-            use_local_synchronization=True,
+            use_local_synchronization=is_local,
             group_desc="infcl ring between nodes",
         )
     return _second_groups[group]
+
+
+def _require_one_name(group: dist.ProcessGroup) -> None:
+    """PyTorch names a group that not all of WORLD make by its ranks and by how many groups each of them is in.
+
+    Ranks that are in more would wait for the others under another name, until the group's time-out.
+    """
+    counts: list = [None] * dist.get_world_size(group)
+    dist.all_gather_object(counts, len(dist.distributed_c10d._world.pg_names), group=group)
+    if len(set(counts)) > 1:
+        raise RuntimeError(
+            f"a two-level ring needs a second group of its ranks, each in as many groups: they are in {counts}. Make "
+            "groups of which every rank is in one, or take ring='flat'"
+        )
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta:
