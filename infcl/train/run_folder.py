@@ -90,7 +90,7 @@ class RunFolder:
             try:
                 if self.is_replaced:
                     self.clear()
-                before = RunFolder(begins_from.resolve().parents[1]) if begins_from else self
+                before = RunFolder(begins_from.resolve().parent.parent) if begins_from else self
                 if (before.root / "config.json").is_file():
                     changed = before.other_flags(config)
                 self.write_identity(config, model_config_json, parallel)
