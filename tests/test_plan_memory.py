@@ -1,4 +1,4 @@
-"""The plan of a run: its arithmetic, and --dry-run, which prints it and leaves nothing behind."""
+"""The memory of a plan, part by part, counted against what live tensors and graphs take."""
 
 import dataclasses
 import functools
@@ -31,7 +31,6 @@ from infcl.train.build import build_model
 from tests.gpu_streams import Gpus
 from tests.ranks import run_ranks
 from tests.saved_tensors import saved_bytes
-from tests.test_entry import alone, command
 from tests.test_trainer import demo_config
 
 
@@ -407,28 +406,3 @@ def test_the_estimate_is_near_what_was_measured(demo_folder, tmp_path, ranks, st
         cfg, BatchPlan(ranks, 2, 128), config, counts, "amp_bf16", {"overlap_comm": True}, convolution_apart=True
     )
     assert plan["peak"][stage] / 2**30 == pytest.approx(measured, rel=0.05)
-
-
-def test_dry_run_prints_the_plan_and_leaves_nothing(demo_folder, tmp_path):
-    flags = ["--dry-run", "--val-data", f"{demo_folder}/val", "--deepspeed_config", "ds_configs/zero2.json"]
-    result = alone(command(demo_folder, tmp_path / "logs", *flags))
-    assert result.returncode == 0, result.stdout + result.stderr
-    for shown in (
-        "32 pairs a step = 1 ranks x 2 micro-batches",
-        "3 = 0.0625 epochs of 48",
-        "8 shards",
-        "1,536 usable samples; left out by the index: none",
-        "the run ends inside the warm-up",
-        "image tower 0.28M",
-        "ZeRO-2*",
-        "retrieval every epoch and at the end",
-    ):
-        assert shown in result.stdout
-    buckets = next(line for line in result.stdout.splitlines() if "gradient buckets" in line)
-    assert "MiB" in buckets and "GiB" not in buckets  # on a CPU a small model leaves most of a bucket untouched
-    assert not (tmp_path / "logs").exists()
-
-
-def test_dry_run_refuses_what_the_run_would_refuse(demo_folder, tmp_path):
-    result = alone(command(demo_folder, tmp_path, "--dry-run", "--batch-size", "4096"))
-    assert result.returncode == 2 and "fewer than one global batch of 8192" in result.stderr

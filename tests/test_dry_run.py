@@ -1,0 +1,48 @@
+"""--dry-run: what it prints is the run's plan, what the run would refuse it refuses, and it leaves nothing behind."""
+
+import json
+
+import torch
+
+from infcl.config import BatchPlan
+from infcl.plan.dry_run import _memory_table
+from infcl.plan.memory import memory_plan, parameter_counts
+from infcl.towers import CLIP, load_model_config
+from tests.checkout import ROOT
+from tests.test_entry import alone, command
+from tests.test_trainer import demo_config
+
+
+def test_the_table_in_the_docs_is_what_a_dry_run_prints(demo_folder, tmp_path):
+    sizes = {"model": "ViT-L-14", "batch_size": 128, "accum_freq": 2, "grad_checkpointing": True}
+    config, cfg = demo_config(demo_folder, tmp_path, **sizes), load_model_config("ViT-L-14")
+    with torch.device("meta"):
+        counts = parameter_counts(CLIP(cfg))
+    zero = json.loads((ROOT / "ds_configs" / "zero1.json").read_text())["zero_optimization"]
+    table = _memory_table(memory_plan(cfg, BatchPlan.of(config, 1), config, counts, "amp_bf16", zero), 1)
+    assert "".join(f"  {line.rstrip()}\n" for line in table) in (ROOT / "docs" / "report.md").read_text()
+
+
+def test_dry_run_prints_the_plan_and_leaves_nothing(demo_folder, tmp_path):
+    flags = ["--dry-run", "--val-data", f"{demo_folder}/val", "--deepspeed_config", "ds_configs/zero2.json"]
+    result = alone(command(demo_folder, tmp_path / "logs", *flags))
+    assert result.returncode == 0, result.stdout + result.stderr
+    for shown in (
+        "32 pairs a step = 1 ranks x 2 micro-batches",
+        "3 = 0.0625 epochs of 48",
+        "8 shards",
+        "1,536 usable samples; left out by the index: none",
+        "the run ends inside the warm-up",
+        "image tower 0.28M",
+        "ZeRO-2*",
+        "retrieval every epoch and at the end",
+    ):
+        assert shown in result.stdout
+    buckets = next(line for line in result.stdout.splitlines() if "gradient buckets" in line)
+    assert "MiB" in buckets and "GiB" not in buckets  # on a CPU a small model leaves most of a bucket untouched
+    assert not (tmp_path / "logs").exists()
+
+
+def test_dry_run_refuses_what_the_run_would_refuse(demo_folder, tmp_path):
+    result = alone(command(demo_folder, tmp_path, "--dry-run", "--batch-size", "4096"))
+    assert result.returncode == 2 and "fewer than one global batch of 8192" in result.stderr
