@@ -77,8 +77,10 @@ def test_trainings_run_side_by_side_and_what_fails_or_hangs_is_named(tmp_path, m
 
     def run(time_out: float, **codes: str) -> list[str]:
         trainings = [Training(name, [code]) for name, code in codes.items()]
-        took = lambda training, folder, seconds: finished.append((training.name, folder))  # noqa: E731
         return train_all(trainings, Machine(jobs=3, device="cpu"), tmp_path, took, time_out=time_out)
+
+    def took(training: Training, folder: Path, seconds: float) -> None:
+        finished.append((training.name, folder))
 
     assert run(120.0, **codes) == ["bad"]
     assert sorted(finished) == [(name, tmp_path / name) for name in ("good", "last", "more")]

@@ -170,12 +170,12 @@ def decode_image(
 
 @contextlib.contextmanager
 def damage_refused() -> Iterator[None]:
-    """BadSample for whatever Pillow raises within: its decoders raise many types on malformed bytes; no I/O happens."""
+    """BadSample for whatever Pillow raises within."""
     try:
         yield
     except BadSample:
         raise
-    except Exception as error:
+    except Exception as error:  # Pillow's decoders raise many types on malformed bytes; no I/O happens within
         raise BadSample("broken_image", f"{type(error).__name__}: {error}") from error
 
 
