@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import threading
-from pathlib import Path
 
 import pytest
 import torch
@@ -237,17 +236,6 @@ def test_a_run_that_began_from_anothers_checkpoint_goes_on_from_its_own(finished
     shutil.rmtree(own.checkpoints)
     latest = dataclasses.replace(began, resume="latest")
     assert f"began from {other.resume} and has no checkpoint yet" in run_ranks(resume_error, 2, latest)[0]
-
-
-def opened_from(rank, world_size, folder, checkpoint):
-    from infcl.parallel import init_parallel
-
-    return RunFolder(folder).open(settings("zero1", precision="fp32"), "{}", init_parallel("cpu"), checkpoint)
-
-
-def test_a_checkpoint_may_lie_beside_no_run(tmp_path):
-    """At the root, as a container has what is mounted, no folder is above it that could be a run's."""
-    assert run_ranks(opened_from, 2, tmp_path / "run", Path("/checkpoint")) == [[], []]
 
 
 def test_a_checkpoint_of_another_model_is_refused_with_the_names(finished, tmp_path, demo_folder):

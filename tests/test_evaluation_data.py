@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import torch
 
 from infcl.data.evaluation import EvalShards, caption_list, eval_source
 from tests.shard_files import encode, picture, write_shards, write_tar
@@ -76,3 +77,20 @@ def test_damaged_shards_are_counted_by_the_first_rank_alone(tmp_path):
         list(samples)
         skipped.append(samples.skipped.total())
     assert skipped[0] >= 1 and skipped[1] == 0
+
+
+def test_evaluation_yields_every_sample_once_over_the_ranks(shards):
+    whole = list(EvalShards(shards, image_size=16))
+    assert [sample.caption for sample in whole] == [f"picture number {i}" for i in range(53)]
+    assert [sample.metadata["number"] for sample in whole] == list(range(53))
+    assert whole[0].image.shape == (3, 16, 16) and whole[0].image.dtype == torch.uint8 and whole[0].key == "000000000"
+    parts = [[s.key for s in EvalShards(shards, image_size=16, rank=r, world_size=3)] for r in range(3)]
+    assert sorted(sum(parts, [])) == [sample.key for sample in whole]
+
+
+def test_evaluation_leaves_out_bad_images_and_keeps_samples_without_captions(faulty):
+    shards = EvalShards(str(faulty / "a" / "0.tar"), image_size=16)
+    captions = {sample.key: sample.caption for sample in shards}
+    assert captions["e"] == captions["n"] == "" and "h" not in captions and len(captions) == 23
+    assert shards.skipped == {"broken_image": 1, "not_an_image": 1, "bad_json": 1}
+    assert not (faulty / "executed").exists()

@@ -7,34 +7,18 @@ import random
 import subprocess
 import sys
 import tempfile
-from shlex import quote
 
 import pytest
 import torch
 
-from infcl.data.evaluation import EvalShards
 from infcl.data.loader import TrainLoader
 from infcl.data.plan import EpochPlan
 from infcl.data.records import ShardReader
-from infcl.data.storage import ShardFault, StorageOptions
+from infcl.data.storage import ShardFault
 from infcl.data.synthetic import SyntheticLoader
-from infcl.data.tokenizer import EOS_ID, Tokenizer, train_tokenizer
+from infcl.data.tokenizer import EOS_ID
 from infcl.data.workers import make_dataloader
-from tests.shard_files import Payload, encode, pair_members, picture, write_shards, write_tar
-
-SIZES = [7, 19, 0, 4, 23]  # 53 samples
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory):
-    path = tmp_path_factory.mktemp("tokenizer") / "x.model"
-    train_tokenizer([f"picture number {i} from json" for i in range(100)], path, 40)
-    return Tokenizer(path, context_length=12)
-
-
-@pytest.fixture(scope="module")
-def shards(tmp_path_factory):
-    return write_shards(tmp_path_factory.mktemp("shards"), SIZES)
+from tests.shard_files import picture, write_tar
 
 
 def make(urls, tokenizer, **options) -> TrainLoader:
@@ -246,23 +230,6 @@ def test_too_little_data_is_an_error_with_the_numbers(shards, tokenizer):
         make(shards, tokenizer, reader="magic")
 
 
-@pytest.fixture
-def faulty(tmp_path):
-    """29 good samples, four bad ones, a pickle that must not be opened, and a shard that breaks off."""
-    members = [member for i in range(20) for member in pair_members(i)]
-    members += [("t.jpg", encode(picture(0, 64, 64), "JPEG")[:500]), ("t.txt", b"truncated")]
-    members += [("h.png", b"<html>"), ("h.txt", b"a web page")]
-    members += [("e.png", encode(picture(1))), ("e.txt", b"  ")]
-    members += [("j.png", encode(picture(1))), ("j.json", b"{")]
-    members += [("n.png", encode(picture(1)))]
-    payload = pickle.dumps(Payload(tmp_path / "executed"))
-    members += [(f"p.{kind}", payload) for kind in ("pkl", "pickle", "pyd", "pth", "npy")] + pair_members(20, key="p")
-    write_tar(tmp_path / "a" / "0.tar", members)
-    path = write_tar(tmp_path / "a" / "1.tar", [member for i in range(21, 31) for member in pair_members(i)])
-    path.write_bytes(path.read_bytes()[:-12_000])
-    return tmp_path
-
-
 def test_bad_samples_are_replaced_alike_everywhere_and_counted_by_cause(faulty, tokenizer, caplog, monkeypatch):
     monkeypatch.setattr("infcl.data.loader._SECONDS_BETWEEN_WARNINGS", 1e9)  # more than a busy machine takes
     loaders = [make(str(faulty / "a"), tokenizer, num_workers=w, num_micro_batches=1) for w in (0, 1)]
@@ -319,73 +286,6 @@ def test_truncated_captions_are_noted(shards, tokenizer):
     loader = make(shards, short, num_samples=6)
     list(loader)
     assert loader.report() == {"samples": 6, "noted/caption_truncated": 6}
-
-
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_streaming_splits_shards_over_ranks_and_repeats_from_its_seed(shards, tokenizer, num_workers):
-    def run(rank: int) -> list[list[int]]:
-        options = {"reader": "streaming", "num_samples": 48, "num_workers": num_workers, "world_size": 2, "rank": rank}
-        return ids(make(shards + "/{00000,00001,00003,00004}.tar", tokenizer, num_micro_batches=1, **options))
-
-    ranks = [run(0), run(1)]
-    assert ranks == [run(0), run(1)]
-    assert [len(steps) for steps in ranks] == [8, 8]
-    assert not set(sum(ranks[0], [])) & set(sum(ranks[1], []))
-
-
-def test_streaming_reads_pipes_and_starts_each_epoch_in_another_order(shards, tokenizer, tmp_path):
-    pipe = f"pipe:cat {quote(shards)}/" + "{00001,00004}.tar"
-    storage = StorageOptions(allow_pipe=True, cache=str(tmp_path))
-    loader = make(pipe, tokenizer, reader="streaming", num_samples=42, storage=storage)
-    first, second = sum(ids(loader), []), sum(ids(loader), [])
-    assert len(set(first)) == len(first) and set(first) == set(second) and first != second
-    loader.set_position(2, 5)
-    assert len(ids(loader)) == 2
-
-
-def test_streaming_resumes_with_the_shard_that_the_step_had_reached(tmp_path, tokenizer, monkeypatch):
-    monkeypatch.setattr("infcl.data.streaming._SHUFFLE_BUFFER", 1)
-    loader = make(write_shards(tmp_path, [6] * 4), tokenizer, reader="streaming", num_samples=24)
-    whole = ids(loader)
-    loader.set_position(0, 3)  # of 4 steps of 6 samples: three of four shards lie behind
-    assert ids(loader) == whole[3:]
-
-
-def test_streaming_skips_and_counts_what_is_bad(faulty, tokenizer):
-    options = {"reader": "streaming", "num_samples": 30, "num_micro_batches": 1}
-    loader = make(str(faulty / "a"), tokenizer, **options)
-    list(loader)
-    report = loader.report()
-    assert report["skipped/damaged_shard"] >= 1 and report["skipped/not_an_image"] >= 1
-    assert not (faulty / "executed").exists()
-    storage = StorageOptions(allow_pipe=True, cache=str(faulty / "spool"), attempts=2, backoff=0.01)
-    loader = make(f"pipe:cat {quote(str(faulty))}/missing.tar", tokenizer, storage=storage, **options)
-    with pytest.raises(RuntimeError, match="no sample in the 1 shards"):
-        list(loader)
-
-
-def test_streaming_says_what_it_needs(shards, tokenizer, tmp_path):
-    with pytest.raises(ValueError, match="num_samples"):
-        make(write_shards(tmp_path, [5]), tokenizer, reader="streaming")
-    with pytest.raises(ValueError, match="5 shards are too few for 2 ranks x 3 workers"):
-        make(shards, tokenizer, reader="streaming", num_samples=50, world_size=2, num_workers=3)
-
-
-def test_evaluation_yields_every_sample_once_over_the_ranks(shards):
-    whole = list(EvalShards(shards, image_size=16))
-    assert [sample.caption for sample in whole] == [f"picture number {i}" for i in range(53)]
-    assert [sample.metadata["number"] for sample in whole] == list(range(53))
-    assert whole[0].image.shape == (3, 16, 16) and whole[0].image.dtype == torch.uint8 and whole[0].key == "000000000"
-    parts = [[s.key for s in EvalShards(shards, image_size=16, rank=r, world_size=3)] for r in range(3)]
-    assert sorted(sum(parts, [])) == [sample.key for sample in whole]
-
-
-def test_evaluation_leaves_out_bad_images_and_keeps_samples_without_captions(faulty):
-    shards = EvalShards(str(faulty / "a" / "0.tar"), image_size=16)
-    captions = {sample.key: sample.caption for sample in shards}
-    assert captions["e"] == captions["n"] == "" and "h" not in captions and len(captions) == 23
-    assert shards.skipped == {"broken_image": 1, "not_an_image": 1, "bad_json": 1}
-    assert not (faulty / "executed").exists()
 
 
 def test_synthetic_data_has_the_same_interface(shards, tokenizer):
@@ -459,18 +359,20 @@ def test_a_read_that_fails_in_one_pass_only_leaves_both_passes_alike(faulty, tok
         assert alike == [index != 1 or failing != (2, 3)] * 3
 
 
-def test_a_stream_is_not_read_twice(shards, tokenizer):
-    loader = make(shards, tokenizer, reader="streaming", num_samples=24)
-    with pytest.raises(ValueError, match="cannot read micro-batches a second time"):
-        next(loader.steps(range(1)))
+@pytest.fixture
+def no_collection():
+    """What other tests have left open is closed before, and nothing of it in between."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
 
 
-def test_loaders_keep_no_file_open_without_workers_and_one_with():
-    gc.collect()  # what other tests have left open is not to be closed in between
+def test_loaders_keep_no_file_open_without_workers_and_one_with(no_collection):
     files = len(os.listdir("/proc/self/fd"))
     for _ in range(5):
         make_dataloader(range(3), num_workers=0, prefetch_factor=1, item_bytes=1)
-    assert len(os.listdir("/proc/self/fd")) <= files
+    assert len(os.listdir("/proc/self/fd")) == files
     for _ in range(5):
         make_dataloader(range(3), num_workers=1, prefetch_factor=1, item_bytes=1)
     assert len(os.listdir("/proc/self/fd")) <= files + 1
