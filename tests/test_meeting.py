@@ -121,11 +121,11 @@ def test_a_rank_that_meets_another_run_is_told_whose(monkeypatch, second):
     monkeypatch.setenv("MASTER_ADDR", "localhost")
     monkeypatch.setenv("MASTER_PORT", "0")
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
-    first = open_store(0, 2, interface=None, timeout=SHORT, run="a")
-    assert open_store(1, 2, interface=None, timeout=SHORT, run="a").add("met", 1) == first.add("met", 0) == 1
+    first = open_store(0, 2, interface=None, timeout=LONG, run="a")
+    assert open_store(1, 2, interface=None, timeout=LONG, run="a").add("met", 1) == first.add("met", 0) == 1
     name, size = second
     with pytest.raises(ValueError, match=f"another run meets \\(a of 2 ranks, this one is {name} of {size} ranks\\)"):
-        open_store(1, size, interface=None, timeout=SHORT, run=name)
+        open_store(1, size, interface=None, timeout=LONG, run=name)
 
 
 def test_an_unknown_interface_is_refused_with_those_that_there_are():
