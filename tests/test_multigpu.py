@@ -13,6 +13,7 @@ import torch.distributed as dist
 from infcl import inf_cl_loss
 from infcl.loss.contrastive import LOSSES
 from infcl.loss.copies import kept_bytes
+from infcl.loss.links import second_group
 from tests.loss_oracle import Case, averaged, evaluate, oracle, relative_error
 from tests.ranks import free_port
 
@@ -88,6 +89,23 @@ def _compare_with_sends(rank: int, world_size: int, port: int) -> None:
 def test_copy_engines_bring_what_sends_bring_whoever_is_late():
     world_size = min(torch.cuda.device_count(), 8)
     torch.multiprocessing.spawn(_compare_with_sends, (world_size, free_port()), nprocs=world_size)
+
+
+def _second_groups(rank: int, world_size: int, port: int) -> None:
+    _start(rank, world_size, port)
+    dist.new_group([0])  # PyTorch names groups by number; here rank 0 is in one more than the others
+    second = second_group(dist.group.WORLD)
+    beside = [torch.full((1024,), float(rank), device="cuda") for _ in range(2)]
+    for group, message in zip((dist.group.WORLD, second), beside):
+        dist.all_reduce(message, group=group)
+    total = world_size * (world_size - 1) / 2
+    assert all((message == total).all() for message in beside), (rank, beside)
+    dist.destroy_process_group()
+
+
+def test_a_ring_over_all_ranks_gets_its_second_communicator_whatever_other_groups_there_are():
+    world_size = min(torch.cuda.device_count(), 8)
+    torch.multiprocessing.spawn(_second_groups, (world_size, free_port()), nprocs=world_size)
 
 
 def _hang(rank: int, world_size: int, port: int, folder: str) -> None:
