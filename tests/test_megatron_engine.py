@@ -1,11 +1,14 @@
 """Steps of tensor-parallel towers under DeepSpeed equal single-process float64 ones, in every ZeRO stage."""
 
+import math
 from unittest import mock
 
 import pytest
+import torch
 
+from infcl.config import BatchPlan
 from tests.ranks import run_ranks
-from tests.tensor_parallel import LAYOUTS, layout, oracle, settings, train_steps
+from tests.tensor_parallel import LAYOUTS, LR, global_batch, layout, new_model, oracle, settings, train_steps
 
 STEPS = 3
 
@@ -61,6 +64,50 @@ def test_bf16_parameters_follow_within_their_rounding():
     for name, reference in expected_state.items():
         if not name.endswith("in_proj_bias"):
             assert float((state[name].double() - reference).norm() / reference.norm()) < 5e-2, name
+
+
+POISONED = {1: "visual.ln_pre.weight", 3: "logit_scale"}  # step -> a whole parameter
+
+
+def steps_of_which_two_are_poisoned(rank, world_size, size, preset, precision):
+    """Five steps; in two the gradient of a whole parameter is not a number on tensor-parallel rank 1 of the first copy
+    -> whether each was applied, counters, the weights that this rank holds of whole parameters."""
+    from infcl.train.build import split_model
+    from infcl.train.engine import Engine
+
+    parallel, config = layout(size), settings(preset, size, precision=precision)
+    model, now, applied = new_model(), [], []
+    split_model(model, config, parallel)
+    for name, parameter in model.named_parameters():
+        if name in POISONED.values():
+            parameter.register_hook(lambda gradient, name=name: gradient * (math.nan if name in now else 1))
+    engine = Engine(model, config, parallel, BatchPlan(parallel.dp_size, 1, 4))
+    engine.train()
+    for step in range(5):
+        now[:] = [POISONED.get(step)] if parallel.tp_rank == 1 and parallel.dp_rank == 0 else []
+        output = engine.encode(*global_batch(4, seed=10 * step + parallel.dp_rank))
+        engine.backward(sum(value.float().flatten()[::3].sum() for value in output.values()), is_last=True)
+        if step != 1:  # `step` needs it, and asks for it where nobody did
+            assert engine.tower_grad_norms().isfinite().all()
+        applied.append(engine.step(LR))
+    whole = {name: p for name, p in engine.state.parameters() if not hasattr(p, "tensor_parallel_split")}
+    assert set(POISONED.values()) <= set(whole)
+    return applied, engine.counters(), {name: engine.state.read(p).clone() for name, p in whole.items()}
+
+
+@pytest.mark.parametrize(
+    ("preset", "precision"),
+    [(f"zero{stage}", "fp32") for stage in range(4)]
+    + [("zero3_offload", "fp32"), ("zero1", "bf16"), ("zero2_bf16", "bf16"), ("zero3", "bf16")],
+)
+def test_what_is_not_finite_on_a_later_tensor_parallel_rank_skips_the_step_on_all(preset, precision):
+    """A norm counts a whole parameter on tensor-parallel rank 0 only."""
+    results = run_ranks(steps_of_which_two_are_poisoned, 4, 2, preset, precision)
+    for applied, counters, weights in results:
+        assert applied == [True, False, True, False, True]
+        assert counters["optimizer_step"] == 3 and counters["skipped_steps"] == 2
+        for name, value in weights.items():
+            assert value.isfinite().all() and torch.equal(value, results[0][2][name]), name
 
 
 def check(results, copies):

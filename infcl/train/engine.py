@@ -14,7 +14,7 @@ Tested with DeepSpeed 0.19.8.
 
 import contextlib
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from torch import nn
 from infcl.config import BatchPlan, TrainConfig
 from infcl.parallel import Parallel
 from infcl.train.engine_fp16 import scale_between_steps
+from infcl.train.engine_norm import add_to_norm
 from infcl.train.engine_stage3 import release_by_the_present_trace
 from infcl.train.engine_state import EMA, ZeroState
 from infcl.train.optim import build_optimizer
@@ -65,6 +66,10 @@ class Engine:
         scaler = self._loss_scaler()
         self._settle_loss_scale = (lambda: None) if scaler is None else scale_between_steps(scaler)
         self.sums_are_old = True  # of gradients over micro-batches
+        self.norms_are_old = True  # of the towers, and so the flag
+        self.flag = torch.zeros(1, device=parallel.device)  # 0, or NaN: a gradient that no norm counts is not finite
+        if parallel.tp_size > 1 and self.zero_stage > 0:
+            add_to_norm(self.engine.optimizer, self.flag)
         self.state = ZeroState(self.engine, self.zero_stage)
         if self.low_precision_parameters:  # DeepSpeed makes the masters from parameters that it has rounded already
             self.state.write_first_copy(exact)
@@ -106,14 +111,15 @@ class Engine:
 
         Then parameters and optimizer stay as they are; the counters go on, and in fp16 the loss scale falls.
         """
+        if self.parallel.tp_size > 1 and self.norms_are_old:
+            self.tower_grad_norms()
         for group in self.engine.optimizer.param_groups:
             group["lr"] = learning_rate * group["lr_scale"]
-        self.sums_are_old, skipped_before = True, self.engine.skipped_steps
+        self.sums_are_old = self.norms_are_old = True
+        skipped_before = self.engine.skipped_steps
         if self.zero_stage == 0:  # DeepSpeed computes no norm there; the gradients are whole and averaged by now
-            gradients = [p.grad for p in self.module.parameters() if p.grad is not None and self._counts(p)]
-            self.stage_0_grad_norm = self._over_tensor_parallel(
-                torch.nn.utils.get_total_norm(gradients).square()
-            ).sqrt()
+            square = self._square_of(p.grad for p in self.module.parameters() if self._counts(p))
+            self.stage_0_grad_norm = self._over_tensor_parallel(square).sqrt() + self.flag[0]
             if not self.stage_0_grad_norm.isfinite():  # the other stages' optimizers see to it themselves
                 self._drop_gradients()
                 return False
@@ -136,21 +142,33 @@ class Engine:
     def tower_grad_norms(self) -> torch.Tensor:
         """[image tower, text tower] f32, norms of the averaged gradients before clipping; call before step().
 
-        Exact in every stage: each rank squares the fragments it owns, one all-reduce of two numbers adds them up. The
-        result stays on the device, so that the step need not wait for it.
+        Exact in every stage: each rank squares the fragments it owns, one all-reduce of three numbers adds them up. The
+        third is whether a gradient that only other tensor-parallel ranks' norms count is not finite; `step` heeds it.
+        The result stays on the device, so that the step need not wait for it.
         """
-        fragments: dict[str, list[torch.Tensor]] = {"image": [], "text": []}
+        fragments: dict[str, list[torch.Tensor | None]] = {"image": [], "text": [], "uncounted": []}
         for name, parameter in self.module.named_parameters():
-            if parameter.requires_grad and name not in ("logit_scale", "logit_bias") and self._counts(parameter):
+            if not parameter.requires_grad:
+                continue
+            if not self._counts(parameter):
+                fragments["uncounted"].append(self._own_gradient(parameter))
+            elif name not in ("logit_scale", "logit_bias"):
                 fragments["image" if name.startswith("visual.") else "text"].append(self._own_gradient(parameter))
-        squares = torch.zeros(2, dtype=torch.float32, device=self.parallel.device)
-        for index, tensors in enumerate(fragments.values()):
-            present = [tensor for tensor in tensors if tensor is not None and tensor.numel()]
-            if present:
-                squares[index] = torch.nn.utils.get_total_norm(present).float().square()
+        squares = torch.stack([self._square_of(tensors) for tensors in fragments.values()])
+        squares[2] *= 0  # NaN where it is not finite
         if self.zero_stage > 0:
             torch.distributed.all_reduce(squares, group=self.dp_group)
-        return self._over_tensor_parallel(squares).sqrt() / self.loss_scale()
+        self._over_tensor_parallel(squares)
+        self.flag.copy_(squares[2])
+        self.norms_are_old = False
+        return squares[:2].sqrt() / self.loss_scale()
+
+    def _square_of(self, tensors: Iterable[torch.Tensor | None]) -> torch.Tensor:
+        """[] f32 on the device: the sum of the squares of what is there."""
+        present = [tensor for tensor in tensors if tensor is not None and tensor.numel()]
+        if not present:
+            return torch.zeros((), device=self.parallel.device)
+        return torch.nn.utils.get_total_norm(present).to(self.parallel.device, torch.float32).square()
 
     def _counts(self, parameter: nn.Parameter) -> bool:
         """Whether this rank counts the parameter in a norm: every part of a split one, one copy of any other."""
