@@ -15,6 +15,7 @@ from benchmarks.tensor_parallel import model_config
 from infcl.config import BatchPlan, TrainConfig
 from infcl.plan.__main__ import main, parser, read_batch, setting_of
 from infcl.plan.compare import compare, convolution_apart, read_steps
+from infcl.plan.loss_time import loss_phases
 from infcl.plan.memory import counted_by_torch, memory_of, memory_plan, parameter_counts
 from infcl.plan.paper import paper_memory
 from infcl.plan.search import candidates, fastest, fits, largest_batch
@@ -263,6 +264,18 @@ def test_a_two_level_ring_is_never_slower_and_wins_where_the_network_is_slow():
             for ring in ("flat", "two-level")
         )
         assert flat >= gain * two_level
+
+
+@pytest.mark.parametrize("ring", ["flat", "two-level"])
+@pytest.mark.parametrize("link", ["nvlink", "nic-400", "eth-100"])
+def test_no_more_of_a_ring_is_exposed_than_its_messages_take(ring, link):
+    """With little to compute the flat ring's last hop had been counted twice."""
+    for gpus in (2, 8, 16, 64, 1024):
+        for pairs in (8, 256, 4096, 65536):
+            setting = planned(gpus=gpus, gpus_per_node=min(gpus, 8), global_batch=gpus * pairs, micro_batch=8)
+            setting = setting.with_(link=load_link(link), ring=ring)
+            phase = next(phase for phase in loss_phases(setting, 1e11) if phase.name == "ring")
+            assert 0 < phase.exposed <= phase.seconds * (1 + 1e-9), (gpus, pairs)
 
 
 def test_a_sweep_keeps_the_batch_per_gpu_and_the_loss_comes_to_dominate(tmp_path):

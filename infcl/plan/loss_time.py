@@ -91,22 +91,25 @@ def _ring(setting: Setting, compute: float) -> Phase:
 
 
 def _flat_lap(setting: Setting, compute: float, block: float, result: float) -> tuple[float, float]:
-    """(seconds on the wire, seconds beyond computing): one hop at a time, the slowest link sets the pace of all."""
+    """(seconds on the wire, seconds beyond computing): one hop at a time, the slowest link sets the pace of all. A hop
+    between hosts hides behind a block's computation; the last one, of results alone, has none left to hide behind.
+    """
     size = setting.gpus
     inside = _message(setting, block + result, crossing=False)
     hop = _message(setting, block + result, crossing=True) if setting.nodes > 1 else 0.0
-    pace = max(hop, compute / size + inside)
-    return size * max(hop, inside), size * pace - compute + (hop if setting.nodes > 1 else 0.0)
+    last = max(_message(setting, result, crossing=crossing) for crossing in {False, setting.nodes > 1})
+    return (size - 1) * max(hop, inside) + last, (size - 1) * max(hop - compute / size, inside) + last
 
 
 def _two_level_lap(setting: Setting, compute: float, block: float, result: float) -> tuple[float, float]:
-    """N laps of G hops within the node; each crossing has its lap to hide behind, the last one of the results none."""
+    """N laps of G hops within the node, the last of each of results alone; each crossing has its lap to hide behind,
+    the last one of the results none.
+    """
     nodes, lap = setting.nodes, setting.gpus_per_node
-    hop = _message(setting, block + result, crossing=False)
-    crossing = _message(setting, block + result, crossing=True)
-    inside = lap * (hop + compute / setting.gpus)
-    wire = nodes * (lap * hop + crossing)
-    return wire, nodes * max(inside, crossing) - compute + _message(setting, result, crossing=nodes > 1)
+    hops = (lap - 1) * _message(setting, block + result, crossing=False) + _message(setting, result, crossing=False)
+    crossing, last = (_message(setting, size, crossing=True) for size in (block + result, result))
+    hidden = max(crossing - hops - compute / nodes, 0.0)
+    return nodes * hops + (nodes - 1) * crossing + last, nodes * hops + (nodes - 1) * hidden + last
 
 
 def _message(setting: Setting, size: float, *, crossing: bool) -> float:
