@@ -61,7 +61,6 @@ class ContrastiveStep:
         **options: Any,
     ):
         self.get_batch, self.encode, self.name, self.options = get_batch, encode, name, options
-        self.steps = 0  # that shared one loss; seeds their random numbers
 
     def __call__(self, data_iterator: Iterator, model: nn.Module) -> tuple[Features, Callable]:
         """One micro-batch: (features, the function that Megatron takes the loss with)."""
@@ -169,16 +168,15 @@ def one_loss_step(
         with later():
             surrogate.backward()
 
-    rank = parallel_state.get_data_parallel_rank()
+    seeds = _seeds(len(batches))
     with _own_randomness() as replay:
         output = grad_cache_step(
             list(enumerate(batches)),
             encode=lambda item: replay(item[0], lambda: _encode(step, module, config, item[1])),
             loss=loss,
             backward=backward,
-            seeds=[micro_batch_seed(torch.initial_seed() % 2**32, step.steps, i, rank) for i in range(len(batches))],
+            seeds=seeds,
         )
-    step.steps += 1
     if config.finalize_model_grads_func is not None:
         groups = {} if pg_collection is None else {"pg_collection": pg_collection}
         forced = {"force_all_reduce": True} if force_all_reduce else {}
@@ -189,6 +187,14 @@ def one_loss_step(
 
 def _first(one_or_several: Any) -> Any:
     return one_or_several[0] if isinstance(one_or_several, (list, tuple)) else one_or_several
+
+
+def _seeds(micro_batches: int) -> list[int]:
+    """One for each, of Megatron's iteration, which its checkpoints bring back; equal on tensor-parallel ranks."""
+    from megatron.training import get_args
+
+    args, rank = get_args(), parallel_state.get_data_parallel_rank()
+    return [micro_batch_seed(args.seed, args.curr_iteration, index, rank) for index in range(micro_batches)]
 
 
 def _encode(step: ContrastiveStep, model: nn.Module, config: Any, batch: Any) -> Features:

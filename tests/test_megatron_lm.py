@@ -34,7 +34,10 @@ def get_forward_backward_func(pp_size=None, vp_size=None):
 def stub_training_package(function=get_forward_backward_func):
     training = types.ModuleType("megatron.training.training")
     training.get_forward_backward_func = function
-    sys.modules["megatron.training"] = types.ModuleType("megatron.training")
+    package = types.ModuleType("megatron.training")
+    package.args = types.SimpleNamespace(seed=1234, curr_iteration=0)
+    package.get_args = lambda: package.args
+    sys.modules["megatron.training"] = package
     sys.modules["megatron.training.training"] = training
     return training
 
@@ -85,8 +88,17 @@ def megatron_model(config, events):
     return parallel
 
 
-def train_step(rank, world_size, size, shared, forward_only=False, config=types.MappingProxyType({})):
-    """One step of Megatron's loop -> (loss as it logs it, gradients that it hands the optimizer, events, outcomes)."""
+def train_step(
+    rank,
+    world_size,
+    size,
+    shared,
+    forward_only=False,
+    config=types.MappingProxyType({}),
+    encode=encode,
+    iterations=range(1),
+):
+    """Steps of Megatron's loop -> (loss as it logs it, gradients that it hands the optimizer, events, outcomes)."""
     from megatron.core import parallel_state
 
     from megatron_patches.megatron_lm import ContrastiveStep, share_one_loss
@@ -99,19 +111,21 @@ def train_step(rank, world_size, size, shared, forward_only=False, config=types.
     own = MICRO_BATCHES * MICRO_BATCH_SIZE
     sides = [side[parallel.dp_rank * own :][:own] for side in global_batch(parallel.dp_size * own)]
     with without_cuda():
-        model = megatron_model(config, events)
-        reports = training.get_forward_backward_func()(
-            forward_step_func=ContrastiveStep(get_batch, encode),
-            data_iterator=zip(*(side.split(MICRO_BATCH_SIZE) for side in sides)),
-            model=[model],
-            num_microbatches=MICRO_BATCHES,
-            seq_length=1,
-            micro_batch_size=MICRO_BATCH_SIZE,
-            decoder_seq_length=None,
-            forward_only=forward_only,
-            adjust_tensor_shapes_fn=None,
-            force_all_reduce=False,
-        )
+        model, step = megatron_model(config, events), ContrastiveStep(get_batch, encode)
+        for iteration in iterations:
+            sys.modules["megatron.training"].args.curr_iteration = iteration
+            reports = training.get_forward_backward_func()(
+                forward_step_func=step,
+                data_iterator=zip(*(side.split(MICRO_BATCH_SIZE) for side in sides)),
+                model=[model],
+                num_microbatches=MICRO_BATCHES,
+                seq_length=1,
+                micro_batch_size=MICRO_BATCH_SIZE,
+                decoder_seq_length=None,
+                forward_only=forward_only,
+                adjust_tensor_shapes_fn=None,
+                force_all_reduce=False,
+            )
     gradients = {name: p.main_grad.clone() for name, p in model.module.towers.named_parameters()}
     total = torch.vstack([report["contrastive loss"].view(-1) for report in reports]).sum(dim=0)
     dist.all_reduce(total, group=parallel.dp_group)
@@ -177,6 +191,28 @@ def test_an_evaluation_step_takes_one_loss_without_gradients():
     loss, gradients, events, _ = run_ranks(train_step, 2, 1, True, True)[0]
     assert loss == pytest.approx(truth(2, True)[0], rel=1e-5) and not any(one.any() for one in gradients.values())
     assert events == ["first micro-batch"] + ["forward without graph"] * MICRO_BATCHES
+
+
+def draws(rank, world_size, iterations, seed):
+    """What torch's random numbers are in each encoding of these iterations of one process, [iterations, encodings]."""
+    drawn = []
+
+    def encode_and_draw(model, batch):
+        drawn.append(torch.rand(1).item())
+        return model(*batch)
+
+    torch.manual_seed(seed)
+    train_step(rank, world_size, 1, True, encode=encode_and_draw, iterations=iterations)
+    return torch.tensor(drawn).view(len(iterations), -1).tolist()
+
+
+def test_a_resumed_run_draws_what_the_uninterrupted_one_draws():
+    """Seeds follow from what Megatron's checkpoints bring back, whatever else has seeded torch."""
+    whole, resumed = run_ranks(draws, 2, range(5), 0), run_ranks(draws, 2, range(3, 5), 1)
+    for before, after in zip(whole, resumed):
+        assert before[3:] == after
+    different = {value for rank in whole for iteration in rank for value in iteration}
+    assert len(different) == 2 * 5 * MICRO_BATCHES, "ranks x iterations x micro-batches; the second pass repeats them"
 
 
 def refusal(rank, world_size, config):
