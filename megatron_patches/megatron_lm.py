@@ -214,14 +214,30 @@ def _own_randomness():
 
     def replay(index: int, encode: Callable[[], Features]) -> Features:
         if index in before:
-            tracker.set_states(dict(before[index]))
+            _restore(tracker, before[index])
             return encode()
-        before[index] = tracker.get_states()
+        before[index] = _states(tracker)
         features = encode()
-        behind.update(tracker.get_states())
+        behind.update(_states(tracker))
         return features
 
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
     with torch.random.fork_rng(devices=devices):
         yield replay
-    tracker.set_states(behind)
+    _restore(tracker, behind)
+
+
+def _states(tracker: Any) -> dict[str, torch.Tensor]:
+    """Of its generators. Transformer Engine's tracker, and one for CUDA graphs, holds generators instead of states."""
+    found = tracker.get_states().items()
+    return {name: state.get_state() if isinstance(state, torch.Generator) else state for name, state in found}
+
+
+def _restore(tracker: Any, states: dict[str, torch.Tensor]) -> None:
+    held = tracker.get_states()
+    for name, state in states.items():
+        if isinstance(held[name], torch.Generator):
+            held[name].set_state(state)
+        else:
+            held[name] = state
+    tracker.set_states(held)

@@ -215,6 +215,38 @@ def test_a_resumed_run_draws_what_the_uninterrupted_one_draws():
     assert len(different) == 2 * 5 * MICRO_BATCHES, "ranks x iterations x micro-batches; the second pass repeats them"
 
 
+def draws_of_megatrons_generators(rank, world_size, graph_safe):
+    """What layers draw in each encoding of two iterations from Megatron's tracker, whose states are tensors, or, with
+    Transformer Engine's or one for CUDA graphs, generators."""
+    from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
+
+    tracker, generator, drawn = CudaRNGStatesTracker(), torch.Generator().manual_seed(1), []
+    tracker.set_states({"model-parallel-rng": generator if graph_safe else generator.get_state()})
+
+    def encode_and_draw(model, batch):  # as in the tracker's fork
+        state = tracker.states_["model-parallel-rng"]
+        forked = state if graph_safe else torch.Generator()
+        if not graph_safe:
+            forked.set_state(state)
+        drawn.append(torch.rand(1, generator=forked).item())
+        tracker.states_["model-parallel-rng"] = forked if graph_safe else forked.get_state()
+        return model(*batch)
+
+    with mock.patch("megatron_patches.megatron_lm.get_cuda_rng_tracker", lambda: tracker):
+        train_step(rank, world_size, 1, True, encode=encode_and_draw, iterations=range(2))
+    return drawn
+
+
+@pytest.mark.parametrize("graph_safe", [False, True])
+def test_split_layers_draw_the_same_twice_and_then_go_on(graph_safe):
+    cached = MICRO_BATCHES - 1
+    generator, expected = torch.Generator().manual_seed(1), []
+    for _ in range(2):
+        first_pass = [torch.rand(1, generator=generator).item() for _ in range(MICRO_BATCHES)]
+        expected += first_pass + first_pass[:cached]
+    assert run_ranks(draws_of_megatrons_generators, 1, graph_safe)[0] == expected
+
+
 def refusal(rank, world_size, config):
     with pytest.raises(ValueError) as error:
         train_step(rank, world_size, 1, True, config=config)
