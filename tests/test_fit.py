@@ -104,12 +104,15 @@ def test_a_small_model_on_cpus_is_not_refused_for_buckets_that_it_leaves_empty()
 def test_what_is_offloaded_is_not_on_the_gpu_but_on_a_cpu_in_the_same_memory():
     question = fit("--batch-size", "8", gib=80, stage=3)
 
-    def optimizer(device: str, **changes) -> float:
+    def parts(device: str, **changes) -> dict[str, float]:
         preset = {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": device}}}
         changed = dataclasses.replace(question, preset=preset, **changes)
-        return changed.parts(changed.config)["optimizer"]
+        return changed.parts(changed.config)
 
-    assert optimizer("cpu") == 0 < optimizer("none") == optimizer("cpu", on_cpu=True)
+    assert parts("cpu")["optimizer"] == 0 < parts("none")["optimizer"]
+    beside = parts("cpu", on_cpu=True)["host"] - parts("none", on_cpu=True)["host"]
+    gradients = 2 * parts("none")["gradients"]
+    assert parts("cpu", on_cpu=True)["optimizer"] == 0 and beside == parts("none")["optimizer"] + gradients
 
 
 def test_auto_takes_the_largest_size_that_fits_and_divides():

@@ -10,7 +10,8 @@ import sys
 from pathlib import Path
 
 from infcl.plan.compare import compare, read_steps, table
-from infcl.plan.memory import memory_of, pixel_bytes
+from infcl.plan.host import host_bytes, host_parts
+from infcl.plan.memory import load_of, memory_of
 from infcl.plan.search import fastest, fits, largest_batch, micro_batches
 from infcl.plan.setting import Setting, load_gpu, load_link
 from infcl.plan.sweep import crossover, draw, read_range, sweep
@@ -91,6 +92,7 @@ def setting_of(arguments: argparse.Namespace) -> Setting:
 
 def describe(setting: Setting) -> str:
     memory, phases = memory_of(setting), phases_of(setting)
+    ranks = min(setting.gpus, setting.gpus_per_node)
     total = sum(phase.exposed for phase in phases)
     lines = [
         f"{setting.gpus} x {setting.gpu.name}, {setting.nodes} hosts, {setting.link.name} between them",
@@ -103,9 +105,10 @@ def describe(setting: Setting) -> str:
         *(f"  {name:<22}{size / 2**30:>9.2f} GiB" for name, size in memory.items()),
         f"  {'usable':<22}{setting.gpu.usable_bytes / 2**30:>9.2f} GiB: "
         + ("it fits" if fits(setting) else "it does NOT fit"),
-        f"  host memory for a step's pixels and tokens: {_pixels(setting):.1f} GiB a rank"
-        if setting.pixels == "host"
-        else "",
+        "",
+        "host memory per GPU",
+        *(f"  {name:<22}{size / 2**30:>9.2f} GiB" for name, size in host_parts(load_of(setting)).items()),
+        f"  {f'a host, {ranks} GPUs':<22}{host_bytes(load_of(setting), ranks) / 2**30:>9.2f} GiB",
         "",
         f"{'a step':<24}{'seconds':>9}{'exposed':>10}",
         *(
@@ -121,13 +124,6 @@ def describe(setting: Setting) -> str:
     for seconds, other in fastest(setting):
         lines.append(f"  {setting.global_batch / seconds:>9,.0f} samples/s  {_short(other)}")
     return "\n".join(line for line in lines if line is not None)
-
-
-def _pixels(setting: Setting) -> float:
-    from infcl.config import BatchPlan
-
-    batch = BatchPlan(setting.dp_size, setting.num_micro_batches, setting.micro_batch)
-    return pixel_bytes(setting.model, batch, setting.tensor_parallel) / 2**30
 
 
 def _short(setting: Setting) -> str:

@@ -3,16 +3,20 @@
 Nothing here builds an engine, reads an image or writes a file (but shard indexes, which the run needs anyway).
 """
 
+import dataclasses
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
 from infcl.config import BatchPlan, TrainConfig, total_steps
 from infcl.parallel import Parallel, describe_ranks
-from infcl.plan.memory import STAGES, memory_plan, parameter_counts, pixel_bytes
+from infcl.plan.host import host_bytes, host_parts
+from infcl.plan.memory import STAGES, Load, load_of_run, memory_plan, parameter_counts
 from infcl.train.diagnostics import model_flops
 from infcl.train.optim import Schedule, checkpoint_bytes
+from infcl.train.pixels import auto_budget, available_host_bytes, host_memory_bytes, ranks_of_host
 from infcl.train.preset import offloads, read_preset, zero_stage
 
 
@@ -55,12 +59,42 @@ def describe_plan(config: TrainConfig, parallel: Parallel) -> str:
     on_cpu = parallel.device.type == "cpu"
     plan = memory_plan(cfg, batch, config, counts, precision, zero_optimization, on_cpu=on_cpu)
     lines += _memory_table(plan, zero_stage(preset))
-    offloaded = [f"offload_{part}" for part in ("optimizer", "param") if offloads(preset, part)]
-    if offloaded and not on_cpu:
-        lines.append(f"  This preset has {' and '.join(offloaded)}: those parts are in host memory instead.")
-    pixels = _size(pixel_bytes(cfg, batch, parallel.tp_size))
-    lines.append(f"  Host memory: {pixels} a rank for a step's pixels and tokens, and what the loader reads ahead.")
+    parts = tuple(part for part in ("optimizer", "param") if offloads(preset, part))
+    if parts:
+        named = " and ".join(f"offload_{part}" for part in parts)
+        lines.append(f"  This preset has {named}: that lies in host memory instead, as follows.")
+
+    def load(pixel_cache_gb: str) -> Load:
+        flags = dataclasses.replace(config, pixel_cache_gb=pixel_cache_gb)
+        arguments = (cfg, batch, flags, counts, precision, zero_optimization)
+        return load_of_run(*arguments, stage=zero_stage(preset), offloads=parts, on_cpu=on_cpu)
+
+    lines += ["", *_host_table(load, config, ranks_of_host(parallel), on_cpu=on_cpu)]
     return "\n".join([*lines, ""])
+
+
+def _host_table(
+    load: Callable[[str], Load], config: TrainConfig, ranks: int, *, on_cpu: bool, free: float | None = None
+) -> list[str]:
+    """Host memory of a rank, and of so many on a host with `free` bytes (None: as it is now). load: of a
+    --pixel-cache-gb.
+    """
+    if config.pixel_cache_gb == "auto" and config.pixel_cache == "host":
+        free = available_host_bytes() if free is None else free
+        budget = auto_budget(free - ranks * sum(host_parts(load("0")).values()), ranks)
+        planned, pixels = load(str(budget / 1e9)), " (auto: of what is free now)"
+    else:
+        planned = load(config.pixel_cache_gb)
+        pixels = " (--pixel-cache gpu: they are in the device's)" if planned.pixels_on_gpu else ""
+    parts = host_parts(planned)
+    width = max(map(len, parts))
+    beside = ", in the same memory as the above" if on_cpu else ""
+    return [
+        f"  host memory a rank{beside}, estimated",
+        *(f"  {part:<{width}}{_size(n):>11}{pixels if part == 'pixels' else ''}" for part, n in parts.items()),
+        f"  {_size(host_bytes(planned, ranks))} for {ranks} ranks of {_size(host_memory_bytes())} a host, "
+        "beside programs and what the loader reads ahead",
+    ]
 
 
 def _steps_line(steps: int, loader, batch: BatchPlan) -> str:

@@ -1,21 +1,22 @@
 """Whether a run's flags fit into the memory there is: refused at start with what would fit; --batch-size auto.
 
-Only what can be known beforehand is refused: an estimate above the whole memory of the device.
+Only what can be known beforehand is refused: an estimate above the whole memory of the device, or of the host. Pixels
+of --pixel-cache-gb auto take what is left there, so they count as nothing.
 """
 
 import dataclasses
 import warnings
 from typing import Any
 
-import psutil
 import torch
 import torch.distributed as dist
 
 from infcl.config import BatchPlan, TrainConfig
 from infcl.parallel import Parallel, max_over
-from infcl.plan.memory import memory_of_run, parameter_counts
+from infcl.plan.host import host_bytes, host_parts
+from infcl.plan.memory import Load, load_of_run, parameter_counts, parts_of
 from infcl.towers.config import CLIPConfig
-from infcl.train.pixels import control_group_bytes
+from infcl.train.pixels import host_memory_bytes, ranks_of_host
 from infcl.train.preset import offloads, read_preset, zero_stage
 
 _ROOM = 0.90  # of the memory, for --batch-size auto and for what is proposed
@@ -34,9 +35,10 @@ def fit_to_memory(config: TrainConfig, parallel: Parallel) -> TrainConfig:
         warnings.filterwarnings("ignore", message=".*which is a no-op")
         counts = parameter_counts(build_model(config, cfg))
     preset, precision = read_preset(config, parallel.device.type)
-    on_cpu, own = parallel.device.type == "cpu", memory_of_device(parallel)
-    capacity = -max_over(dist.group.WORLD, [-own], parallel.device)[0]  # the least: all need the same micro-batch
-    fit = Fit(config, cfg, counts, precision, preset, parallel.dp_size, capacity, on_cpu)
+    on_cpu, own = parallel.device.type == "cpu", [-memory_of_device(parallel), -host_memory_bytes()]
+    capacity, host = (-most for most in max_over(dist.group.WORLD, own, parallel.device))  # the least: all decide alike
+    ranks = ranks_of_host(parallel)
+    fit = Fit(config, cfg, counts, precision, preset, parallel.dp_size, capacity, on_cpu, host, ranks)
     if config.batch_size == 0:
         return fit.choose()
     fit.check()
@@ -47,13 +49,15 @@ def memory_of_device(parallel: Parallel) -> float:
     """Bytes that a rank may use: the GPU's memory; on a CPU the host's or the control group's, shared by its ranks."""
     if parallel.device.type == "cuda":
         return float(torch.cuda.get_device_properties(parallel.device).total_memory)
-    total = min(psutil.virtual_memory().total, control_group_bytes()[0])
-    return total / (parallel.ranks_per_node or parallel.world_size)
+    return host_memory_bytes() / ranks_of_host(parallel)
 
 
 @dataclasses.dataclass
 class Fit:
-    """The memory question of one run on `dp_size` ranks with `capacity` bytes each."""
+    """The memory question of one run on `dp_size` ranks with `capacity` bytes each, `host` bytes for so many of them.
+
+    On a CPU `capacity` is a rank's share of the host, in which all lies.
+    """
 
     config: TrainConfig
     cfg: CLIPConfig
@@ -63,33 +67,51 @@ class Fit:
     dp_size: int
     capacity: float
     on_cpu: bool = False
+    host: float = float("inf")
+    ranks_of_host: int = 1
 
-    def parts(self, config: TrainConfig) -> dict[str, float]:
-        """{part: bytes per rank, "peak"} under `config` and this preset."""
-        zero = self.preset.get("zero_optimization", {})
-        batch = BatchPlan.of(config, self.dp_size)
-        return memory_of_run(
+    def load(self, config: TrainConfig) -> Load:
+        """What memory follows from under `config` and this preset; of pixels, what does not depend on free memory."""
+        if config.pixel_cache_gb == "auto" and config.pixel_cache == "host":
+            config = dataclasses.replace(config, pixel_cache_gb="0")
+        return load_of_run(
             self.cfg,
-            batch,
+            BatchPlan.of(config, self.dp_size),
             config,
             self.counts,
             self.precision,
-            zero,
+            self.preset.get("zero_optimization", {}),
             stage=zero_stage(self.preset),
             offloads=tuple(part for part in ("optimizer", "param") if offloads(self.preset, part)),
             on_cpu=self.on_cpu,
         )
 
+    def parts(self, config: TrainConfig) -> dict[str, float]:
+        """{part: bytes per rank, "peak"} of the device; on a CPU with what else is in the host's memory, as "host"."""
+        load = self.load(config)
+        parts = parts_of(load)
+        if self.on_cpu:
+            beside = sum(host_parts(load).values())
+            parts |= {"host": beside, "peak": parts["peak"] + beside}
+        return parts
+
     def check(self) -> None:
+        """ValueError with the numbers, and with what would fit, for what cannot."""
         parts = self.parts(self.config)
-        if parts["peak"] <= self.capacity:
-            return
+        if parts["peak"] > self.capacity:
+            self._refuse(parts, f"{_gib(parts['peak'])} a rank", self.capacity, self._proposal())
+        load = self.load(self.config)
+        needed = host_bytes(load, self.ranks_of_host)
+        if not self.on_cpu and needed > self.host:
+            where = f"{_gib(needed)} of host memory for {self.ranks_of_host} ranks"
+            self._refuse(host_parts(load), where, self.host, self._host_proposal())
+
+    def _refuse(self, parts: dict[str, float], needed: str, there: float, proposal: str) -> None:
         largest = sorted(((size, name) for name, size in parts.items() if name != "peak"), reverse=True)[:3]
         named = ", ".join(f"{name} {_gib(size)}" for size, name in largest)
-        needed = f"{self.config.model} needs about {_gib(parts['peak'])} a rank"
         raise ValueError(
-            f"{needed}, {_gib(self.capacity)} are there: {named}. "
-            f"{self._proposal()} (--skip-memory-check starts it anyway)"
+            f"{self.config.model} needs about {needed}, {_gib(there)} are there: {named}. "
+            f"{proposal} (--skip-memory-check starts it anyway)"
         )
 
     def choose(self) -> TrainConfig:
@@ -99,6 +121,7 @@ class Fit:
         for size in BatchPlan.of(least, self.dp_size).divisors(_LARGEST, parts):
             other = dataclasses.replace(self.config, batch_size=size)
             if self.parts(other)["peak"] <= _ROOM * self.capacity:
+                dataclasses.replace(self, config=other).check()
                 return other
         dataclasses.replace(self, config=least).check()
         return least
@@ -120,6 +143,25 @@ class Fit:
                     flags += self._zero_3_flags() if preset is _ZERO_3 else []
                     return f"{' '.join(flags)} fits, with {_gib(peak)}."
         return "No micro-batch size, checkpointing or ZeRO stage fits: it takes more GPUs, or offloading."
+
+    def _host_proposal(self) -> str:
+        """The least change that fits into the host: fewer pixels there, nothing pinned, nothing offloaded."""
+        if host_bytes(dataclasses.replace(self.load(self.config), pixels=0.0), self.ranks_of_host) <= self.host:
+            return "--pixel-cache-gb auto takes what is left."
+        load = self.load(dataclasses.replace(self.config, pixel_cache_gb="0"))
+        zero: dict[str, Any] = {
+            name: value | {"pin_memory": False} if name.startswith("offload_") else value
+            for name, value in load.zero.items()
+        }
+        if (unpinned := host_bytes(dataclasses.replace(load, zero=zero), self.ranks_of_host)) <= self.host:
+            return f'"pin_memory": false in {self.config.deepspeed_config} fits, with {_gib(unpinned)}.'
+        there = dataclasses.replace(self, preset=_ZERO_3)
+        peak, rest = there.parts(self.config)["peak"], host_bytes(there.load(self.config), self.ranks_of_host)
+        if peak <= _ROOM * self.capacity and rest <= self.host:
+            return (
+                f"{' '.join(self._zero_3_flags())} fits, with {_gib(peak)} on the GPU and {_gib(rest)} of host memory."
+            )
+        return "It takes more hosts, or more memory in them."
 
     def _zero_3_flags(self) -> list[str]:
         """Those of ZeRO-3 in this precision, where it is the other preset that asks for it."""

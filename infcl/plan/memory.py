@@ -1,8 +1,8 @@
 """Bytes per GPU, part by part, from sizes alone: of a run's flags (`memory_plan`), of a planned setting (`memory_of`).
 
 An estimate: the allocator's fragments, the CUDA context and the layers that ZeRO-3 gathers come on top (a profile's
-`usable` leaves room for them). Within 5% of the peaks measured on H200s (ZeRO-1 and 3, losses that hold their logits
-included), but for offload: docs/scaling.md.
+`usable` leaves room for them). Within 5% of the peaks measured on H200s (ZeRO-1 and 3, offload and losses that hold
+their logits included): docs/scaling.md. What lies in host memory is counted in host.py.
 
 Sizes: P parameters, T trainable ones, N data-parallel ranks, m micro-batch size, M micro-batches, b = M m, D embedding
 width, S pixels per side, L tokens.
@@ -16,12 +16,20 @@ from torch import nn
 from infcl.config import BatchPlan, TrainConfig
 from infcl.loss.contrastive import TILED
 from infcl.plan.activations import exchange_bytes, graph_bytes, stream_bytes
-from infcl.plan.parts import bucket_bytes, gathered_bytes, landing_bytes, loss_bytes, peak_bytes, state_bytes
+from infcl.plan.parts import (
+    bucket_bytes,
+    gathered_bytes,
+    landing_bytes,
+    loss_bytes,
+    passing_bytes,
+    peak_bytes,
+    state_bytes,
+)
 from infcl.step.offload import UPLOAD_LEAD
 from infcl.towers.clip import frozen_blocks
 from infcl.towers.config import CLIPConfig, with_overrides
 from infcl.train.compiled import BLOCKS_OF_A_RUN
-from infcl.train.optim import state_bytes_per_element
+from infcl.train.optim import checkpoint_bytes, state_bytes_per_element
 
 if TYPE_CHECKING:
     from infcl.plan.setting import Setting
@@ -37,12 +45,6 @@ def parameter_counts(model: nn.Module) -> dict[str, tuple[int, int]]:
         counts[part][0] += parameter.numel()
         counts[part][1] += parameter.numel() * parameter.requires_grad
     return {part: (total, trainable) for part, (total, trainable) in counts.items()}
-
-
-def pixel_bytes(cfg: CLIPConfig, batch: BatchPlan, tensor_parallel: int = 1) -> float:
-    """Host bytes per rank of a step's images and tokens, which wait there between the two passes."""
-    rows = batch.rank_batch_size / tensor_parallel
-    return rows * (3 * cfg.vision_cfg.image_size**2 + 8 * cfg.text_cfg.context_length)
 
 
 @dataclass(frozen=True)
@@ -65,12 +67,25 @@ class Load:
     sequence_parallel: bool = False
     blocks: dict[str, int] | None = None  # trained ones of each tower; None: all
     trunks: float = 0.0  # bytes a sample that frozen blocks give and the passes keep
-    pixels_on_gpu: float = 0.0  # bytes, of those that wait there, at most
+    pixels: float = float("inf")  # bytes that may wait between the passes
+    pixels_on_gpu: bool = False  # that is where they wait
     uploads: int = 0  # micro-batches of pixels on their way to the GPU
     copies: bool = False  # the ring's messages go by copy engines
     offloads: tuple[str, ...] = ()  # "optimizer", "param": in host memory
+    checkpoint: float = 0.0  # bytes of the copy that one is written from
     on_cpu: bool = False
     convolution_apart: bool = False
+
+    @property
+    def micro_batch_pixels(self) -> float:
+        """Bytes."""
+        return self.batch.micro_batch_size * 3.0 * self.cfg.vision_cfg.image_size**2 / self.tensor_parallel
+
+    @property
+    def waiting_pixels(self) -> float:
+        """Bytes of whole micro-batches' pixels that wait between the two passes: not those of kept graphs."""
+        waiting = self.batch.num_micro_batches - min(self.resident, self.batch.num_micro_batches)
+        return self.micro_batch_pixels * int(min(waiting, self.pixels / self.micro_batch_pixels))
 
 
 def parts_of(load: Load) -> dict[str, float]:
@@ -85,6 +100,11 @@ def parts_of(load: Load) -> dict[str, float]:
     for name, part in (("optimizer", "optimizer"), ("parameters", "param")):
         if part in load.offloads:
             parts[name] = 0.0
+    if "optimizer" in load.offloads:
+        passing = passing_bytes(
+            load.zero, load.trainable, stage=load.stage, ranks=batch.dp_size, precision=load.precision
+        )
+        parts["gradients"] = 0.0 if load.on_cpu and load.stage == 3 else passing  # nothing runs ahead there
     buckets = bucket_bytes(load.zero, load.trainable, convolution_apart=load.convolution_apart, **sizes)
     if load.on_cpu:  # a bucket's pages are taken when a gradient first lies in them: small models leave most of it
         buckets = min(buckets, (12.0 if load.stage == 1 else 8.0) * load.trainable)
@@ -108,10 +128,8 @@ def parts_of(load: Load) -> dict[str, float]:
         **layout,
     )
     parts["travelling rows"] = exchange_bytes(cfg, **layout)
-    image_bytes, rows = 3.0 * cfg.vision_cfg.image_size**2 / share, batch.rank_batch_size // share
-    waiting = batch.num_micro_batches - min(load.resident, batch.num_micro_batches)
-    one = batch.micro_batch_size * image_bytes
-    parts["cached data"] = one * (load.uploads + int(min(waiting, load.pixels_on_gpu / one)))
+    rows = batch.rank_batch_size // share
+    parts["cached data"] = load.micro_batch_pixels * load.uploads + load.pixels_on_gpu * load.waiting_pixels
     parts["cached data"] += batch.rank_batch_size * (8.0 * cfg.text_cfg.context_length + load.trunks)
     parts |= loss_bytes(load.loss, rows=rows, ranks=batch.dp_size * share, width=cfg.embed_dim)
     others = 2.0 * (batch.rank_batch_size - rows) * cfg.embed_dim * 4  # of the tensor-parallel ranks beside this one
@@ -142,7 +160,14 @@ def memory_plan(
     return {part: [column[part] for column in columns] for part in columns[0]}
 
 
-def memory_of_run(
+def memory_of_run(*arguments: Any, **options: Any) -> dict[str, float]:
+    """{part: bytes per rank} of device memory under a run's flags, those of `load_of_run`; the last, "peak", is what
+    there is at once.
+    """
+    return parts_of(load_of_run(*arguments, **options))
+
+
+def load_of_run(
     cfg: CLIPConfig,
     batch: BatchPlan,
     config: TrainConfig,
@@ -154,8 +179,8 @@ def memory_of_run(
     offloads: tuple[str, ...] = (),
     on_cpu: bool = False,
     convolution_apart: bool = False,
-) -> dict[str, float]:
-    """{part: bytes per rank} of device memory under a run's flags; the last, "peak", is what there is at once.
+) -> Load:
+    """What memory follows from under a run's flags.
 
     counts: of the whole model; tensor-parallel ranks share it (but for embeddings and norms, which are left out here).
     Of resident micro-batches `auto` counts one: the run measures how many more there is room for.
@@ -169,7 +194,7 @@ def memory_of_run(
     pixels = float("inf") if config.pixel_cache_gb == "auto" else float(config.pixel_cache_gb) * 1e9
     if config.lock_image:
         cfg = with_overrides(cfg, patch_dropout=0.0)  # a locked tower drops none
-    load = Load(
+    return Load(
         cfg=cfg,
         batch=batch,
         parameters=parameters,
@@ -186,14 +211,15 @@ def memory_of_run(
         sequence_parallel=config.sequence_parallel,
         blocks=blocks,
         trunks=sum(trunks[tower] * size for tower, size in stream_bytes(precision).items()),
-        pixels_on_gpu=pixels if config.pixel_cache == "gpu" and replays_pixels and not on_cpu else 0.0,
+        pixels=pixels if replays_pixels else 0.0,
+        pixels_on_gpu=config.pixel_cache == "gpu" and not on_cpu,
         uploads=0 if on_cpu else config.encode_micro_batches + UPLOAD_LEAD,
         copies=not on_cpu and ranks > 1 and config.loss in TILED and config.ring_overlap == "on",
-        offloads=() if on_cpu else offloads,
+        offloads=offloads,
+        checkpoint=checkpoint_bytes(config, parameters, trainable) / batch.dp_size,
         on_cpu=on_cpu,
         convolution_apart=convolution_apart,
     )
-    return parts_of(load)
 
 
 def trained_blocks(config: TrainConfig, cfg: CLIPConfig) -> dict[str, int]:
@@ -223,7 +249,12 @@ def _locks(config: TrainConfig, cfg: CLIPConfig) -> list[tuple[str, int, int, in
 
 
 def memory_of(setting: "Setting") -> dict[str, float]:
-    """{part: bytes per GPU} of a planned setting; the last is the "peak".
+    """{part: bytes per GPU} of a planned setting; the last is the "peak"."""
+    return parts_of(load_of(setting))
+
+
+def load_of(setting: "Setting") -> Load:
+    """What memory follows from in a planned setting, which saves Adam's two moments.
 
     Under tensor parallelism a rank has its share of the parameters and, with sequence parallelism, of all activations.
     """
@@ -231,7 +262,10 @@ def memory_of(setting: "Setting") -> dict[str, float]:
 
     share = setting.tensor_parallel
     parameters = parameters_of(setting.model) // share
-    load = Load(
+    zero: dict[str, Any] = {"overlap_comm": setting.overlap_comm}
+    if setting.offload:
+        zero["offload_optimizer"] = {"pin_memory": True}  # as in ds_configs/zero3_offload.json
+    return Load(
         cfg=setting.model,
         batch=BatchPlan(setting.dp_size, setting.num_micro_batches, setting.micro_batch),
         parameters=parameters,
@@ -241,14 +275,14 @@ def memory_of(setting: "Setting") -> dict[str, float]:
         loss=setting.loss,
         checkpointing=setting.checkpointing,
         compiled=setting.compiled,
-        zero={"overlap_comm": setting.overlap_comm},
+        zero=zero,
         resident=setting.resident,
         tensor_parallel=share,
         sequence_parallel=setting.sequence_parallel,
-        pixels_on_gpu=float("inf") if setting.pixels == "device" else 0.0,
+        pixels_on_gpu=setting.pixels == "device",
         uploads=1 + UPLOAD_LEAD,
         copies=setting.nodes == 1 and setting.gpus > 1 and setting.loss in TILED,
         offloads=("optimizer",) if setting.offload else (),
+        checkpoint=3 * 4 * parameters / setting.dp_size,
         convolution_apart=setting.convolution_apart,
     )
-    return parts_of(load)

@@ -5,6 +5,9 @@ Sizes: P parameters, T trainable ones, N data-parallel ranks, b pairs of a rank,
 
 from infcl.kernels import WORKSPACE_BYTES
 from infcl.loss.copies import LIMIT
+from infcl.train.preset import sums_gradients_on_host
+
+_BUCKETS_AHEAD = 3  # of DeepSpeed's stage 3: it waits for the third last (max_param_reduce_events)
 
 
 def _is_bf16_optimizer(stage: int, precision: str, *, offloaded: bool) -> bool:
@@ -38,6 +41,20 @@ def state_bytes(
         "gradients": whole if stage < 2 else own,
         "optimizer": trainable * (moments if stage == 0 else (4 + moments) * share),
     }
+
+
+def passing_bytes(zero_optimization: dict, trainable: int, *, stage: int, ranks: int, precision: str) -> float:
+    """Bytes per rank of gradients on a GPU under an offloaded optimizer: at most, while they are on their way to it.
+
+    ZeRO-3: the backward runs ahead by up to three buckets whose gradients wait for the stream that carries them away,
+    and the bucket that is on its way is there a second time, its rank's share of 16 bits in float32 too. ZeRO-2 keeps
+    the float32 sums of 16 bits, ZeRO-1 whole gradients until the last micro-batch.
+    """
+    if stage < 3:
+        return 0.0 if sums_gradients_on_host(stage, precision) else trainable * 4 / (ranks if stage == 2 else 1)
+    bucket, width = zero_optimization.get("reduce_bucket_size", 5e8), 2 if precision in ("bf16", "fp16") else 4
+    on_its_way = width + (4 / ranks if width == 2 else 0)
+    return min(trainable, _BUCKETS_AHEAD * bucket) * width + min(trainable, bucket) * on_its_way
 
 
 def bucket_bytes(

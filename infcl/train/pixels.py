@@ -3,13 +3,17 @@
 from functools import partial
 from pathlib import Path
 
+import psutil
+
 from infcl.config import BatchPlan, TrainConfig
 from infcl.parallel import Parallel, join_parts, max_over
 from infcl.step.offload import PixelCache
 from infcl.towers.clip import CLIP
+from infcl.train.optim import checkpoint_bytes
+from infcl.train.preset import offloads, read_preset, sums_gradients_on_host, zero_stage
 
 _CONTROL_GROUP = Path("/sys/fs/cgroup")
-_SHARE = 0.6  # of the free host memory, for `auto`: workers, page cache and checkpoints want the rest
+_SHARE = 0.6  # of the free host memory, for `auto`: workers and page cache want the rest
 
 
 def build_pixel_cache(
@@ -26,10 +30,10 @@ def build_pixel_cache(
     micro_batch_bytes = 3 * image_size**2 * rows
     replayed = batch.num_micro_batches - min(resident, batch.num_micro_batches) if replays_pixels else 0
     on_gpu = config.pixel_cache == "gpu"
-    ranks = parallel.ranks_per_node or parallel.world_size
-    free = available_host_bytes()
+    ranks = ranks_of_host(parallel)
+    free = available_host_bytes() - ranks * _later_bytes(config, model, parallel)
     if config.pixel_cache_gb == "auto":
-        budget = replayed * micro_batch_bytes if on_gpu else _SHARE * free / ranks
+        budget = replayed * micro_batch_bytes if on_gpu else auto_budget(free, ranks)
     else:
         budget = float(config.pixel_cache_gb) * 1e9
     kept = min(replayed, int(budget // micro_batch_bytes))
@@ -37,7 +41,8 @@ def build_pixel_cache(
     if not on_gpu and kept * micro_batch_bytes * ranks > free:
         raise ValueError(
             f"--pixel-cache-gb {config.pixel_cache_gb}: {ranks} ranks x {kept * micro_batch_bytes / 1e9:.2f} GB are "
-            f"more than the {free / 1e9:.1f} GB of host memory that are free; auto takes what fits"
+            f"more than the {free / 1e9:.1f} GB of host memory that are free beside a checkpoint's copy; auto takes "
+            "what fits"
         )
     if kept < replayed and not repeats:
         raise ValueError(
@@ -68,6 +73,31 @@ def describe_pixels(cache: PixelCache) -> str:
     text += f"; between the passes {kept} of {kept + again} micro-batches wait in {cache.kept.numel() / 1e9:.2f} GB of "
     text += f"{where} memory"
     return text + (f", {again} are read and decoded twice ({1 + again / total:.2f}x the decoding)" if again else "")
+
+
+def auto_budget(free: float, ranks: int) -> float:
+    """Bytes that --pixel-cache-gb auto gives to each of so many ranks of a host with so many bytes to spare."""
+    return _SHARE * max(0.0, free) / ranks
+
+
+def _later_bytes(config: TrainConfig, model: CLIP, parallel: Parallel) -> float:
+    """Host bytes that a rank takes after its pixels: the copy that a checkpoint is written from, and ZeRO-2's sums."""
+    preset, precision = read_preset(config, parallel.device.type)
+    sizes = [(getattr(p, "ds_numel", p.numel()), p.requires_grad) for p in model.parameters()]
+    trainable = sum(size for size, is_trained in sizes if is_trained)
+    sums = offloads(preset, "optimizer") and sums_gradients_on_host(zero_stage(preset), precision)
+    saved = checkpoint_bytes(config, sum(size for size, _ in sizes), trainable)
+    return (saved + (4 * trainable if sums else 0)) / parallel.dp_size
+
+
+def host_memory_bytes() -> float:
+    """All memory of this host, or of the control group that this process is confined to."""
+    return min(psutil.virtual_memory().total, control_group_bytes()[0])
+
+
+def ranks_of_host(parallel: Parallel) -> int:
+    """Ranks that share a host's memory; where hosts have different numbers, all."""
+    return parallel.ranks_per_node or parallel.world_size
 
 
 def available_host_bytes() -> float:

@@ -101,6 +101,13 @@ def offloads(preset: dict, part: str) -> bool:
     return device != "none" and (part == "optimizer" or zero_stage(preset) == 3)
 
 
+def sums_gradients_on_host(stage: int, precision: str) -> bool:
+    """Whether offloading ZeRO-2 adds up micro-batches' gradients there, parameter by parameter: but for 16 bits, whose
+    float32 sums stay on the GPU.
+    """
+    return stage == 2 and precision not in ("bf16", "fp16")
+
+
 def _read(path: Path) -> dict:
     """The preset of a file, of a shape that the rest can rely on; ValueError for others, with what is wrong."""
     try:

@@ -1,0 +1,66 @@
+"""Bytes of host memory, part by part: what ZeRO offloads, pixels that wait, the copy a checkpoint is written from.
+
+Counted as DeepSpeed 0.19.8 allocates it (tests/test_plan_host.py). Not counted: the process itself, the loader's
+workers and what it reads ahead, evaluations.
+
+Sizes: T trainable parameters, N data-parallel ranks; a rank owns T / N of the state.
+"""
+
+import math
+
+from infcl.plan.memory import Load
+from infcl.train.preset import sums_gradients_on_host
+
+_SUB_GROUP = 1e9  # elements: DeepSpeed's sub_group_size
+
+
+def host_parts(load: Load) -> dict[str, float]:
+    """{"optimizer", "gradients", "parameters", "pixels", "checkpoint"}: host bytes per rank.
+
+    Of what is offloaded, an element takes in ZeRO-3 its master (4), the optimizer's state and two gradients: the sum
+    over micro-batches, and what the optimizer is given. ZeRO-1 and 2 have one gradient and, instead of the sum, a copy
+    of the new parameter on its way to the GPU; ZeRO-2 in 32 bits sums there too.
+    On a CPU this lies beside `parts_of`, in the same memory.
+    """
+    width, own = 2 if load.precision in ("bf16", "fp16") else 4, load.trainable / load.batch.dp_size
+    parts = dict.fromkeys(("optimizer", "gradients", "parameters"), 0.0)
+    if "optimizer" in load.offloads:
+        size = _pinned if _pins(load, "optimizer") else _plain
+        if load.stage == 3:
+            group = load.zero.get("sub_group_size", _SUB_GROUP)
+            groups = int(own // group) * size(4 * group) + size(4 * (own % group))
+            parts["optimizer"], parts["gradients"] = (4 + load.moments) * own, groups + size(4 * own)
+        else:
+            parts["optimizer"] = size(4 * own) + load.moments * own
+            parts["gradients"], parts["parameters"] = size(4 * own), size(width * own)
+            if sums_gradients_on_host(load.stage, load.precision) and load.batch.num_micro_batches > 1:
+                parts["gradients"] += 4 * own
+    if "param" in load.offloads:
+        size = _pinned if _pins(load, "param") else _plain
+        parts["parameters"] += size(width * load.parameters / load.batch.dp_size)
+    return parts | {"pixels": 0.0 if load.pixels_on_gpu else load.waiting_pixels, "checkpoint": load.checkpoint}
+
+
+def host_bytes(load: Load, ranks: int) -> float:
+    """Of a host with so many ranks, the first of the run among them, at most at once.
+
+    That rank begins with float32 copies of 16-bit parameters, which are gone before pixels wait and checkpoints are
+    written.
+    """
+    parts = host_parts(load)
+    later = parts["pixels"] + parts["checkpoint"]
+    first = 4.0 * load.trainable * load.tensor_parallel if load.precision in ("bf16", "fp16") else 0.0
+    return ranks * (sum(parts.values()) - later) + max(first, ranks * later)
+
+
+def _pins(load: Load, part: str) -> bool:
+    return not load.on_cpu and load.zero.get(f"offload_{part}", {}).get("pin_memory", False)
+
+
+def _plain(size: float) -> float:
+    return size
+
+
+def _pinned(size: float) -> float:
+    """Torch pins memory in powers of 2."""
+    return 2.0 ** math.ceil(math.log2(size)) if size > 0 else 0.0
