@@ -12,7 +12,7 @@ import json
 import logging
 import sys
 
-from infcl.config import parse_args
+from infcl.config import parse_args, settings_of
 from infcl.parallel import (
     describe_failure,
     destroy_parallel,
@@ -43,6 +43,7 @@ def main(argv: list[str] | None = None) -> int:
             host_timeout=config.host_timeout,
             interface=config.interface,
             run=config.name or config.model,
+            settings=settings_of(config),
         )
         if config.tensor_parallel_size > 1:
             from megatron_patches.groups import init_tensor_parallel

@@ -13,8 +13,9 @@ import re
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, TypeVar, cast
 
 import numpy as np
@@ -99,12 +100,14 @@ def init_parallel(
     host_timeout: float = 40.0,
     interface: str | None = None,
     run: str = "",
+    settings: Mapping[str, str] = MappingProxyType({}),
 ) -> Parallel:
     """Start the process group. `device` is auto, cuda or cpu; ValueError when cuda is asked for and not there.
 
     auto is cuda where there is a GPU, unless DS_ACCELERATOR=cpu says otherwise. host_timeout: seconds of silence after
     which a host is lost. interface: the network interface that all connections use. run: what all ranks of this run,
-    and few others, call it; ranks that meet another one's raise ValueError.
+    and few others, call it; ranks that meet another one's raise ValueError, as do hosts whose `settings` or devices are
+    not the same.
     """
     rank, world_size, local_rank = read_environment()
     use_cuda = device == "cuda"
@@ -127,7 +130,8 @@ def init_parallel(
         _use_interface(interface)
         timeout = datetime.timedelta(minutes=timeout_minutes)
         store = open_store(rank, world_size, interface=interface, timeout=timeout, run=run)
-        nodes = meet(store, rank, local_rank, world_size, timeout=timeout)
+        said = {**settings, "device": target.type}
+        nodes = meet(store, rank, local_rank, world_size, timeout=timeout, settings=said)
         if len(nodes) > 1:
             sizes = {node.num_ranks for node in nodes}
             ranks_per_node = sizes.pop() if len(sizes) == 1 else None

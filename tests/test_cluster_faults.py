@@ -167,6 +167,16 @@ def test_a_host_with_another_version_of_the_code_is_refused(demo_folder, tmp_pat
     wait_until_gone(hosts, seconds=30)
 
 
+def test_a_host_with_another_preset_is_refused_with_host_and_key(demo_folder, tmp_path, hosts):
+    mounted = hosts[1].run(["mount", "--bind", ROOT / "ds_configs/zero3.json", ROOT / "ds_configs/zero1.json"])
+    assert mounted.returncode == 0, mounted.stderr
+    code, output = finish(launch_script(hosts, fault_flags(demo_folder, tmp_path)))
+    assert code == 2, output
+    key = "--deepspeed_config zero_optimization.stage"
+    assert f"{key}: 1 on worker-1 (rank 0); 3 on worker-2 (rank 1)" in output, output
+    wait_until_gone(hosts, seconds=30)
+
+
 def test_a_run_folder_that_is_not_shared_is_refused_with_the_host(demo_folder, tmp_path, hosts):
     logs = tmp_path / "logs"
     logs.mkdir()

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from infcl.cluster import meeting
+from infcl.cluster import facts, meeting
 from infcl.cluster.facts import differences, software
 from infcl.cluster.meeting import Node, interface_address, meet, nodes_of, open_store
 from infcl.cluster.watch import HOST_LOST, HostWatch
@@ -29,8 +29,11 @@ def store():
     return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=LONG)
 
 
-def meet_all(store, monkeypatch, ranks: list[tuple[str, dict]], ranks_per_node: int, timeout=LONG) -> list:
-    """Every rank in a thread, on hosts of `ranks_per_node`; what each got or raised. ranks: (host, other software)."""
+def meet_all(store, monkeypatch, ranks: list[tuple[str, dict]], ranks_per_node: int, timeout=LONG, settings=()) -> list:
+    """Every rank in a thread, on hosts of `ranks_per_node`; what each got or raised. ranks: (host, other software).
+
+    settings: of each rank, none for the rest.
+    """
     results: list = [None] * len(ranks)
     names = {}
     monkeypatch.setattr(socket, "gethostname", lambda: names[threading.get_ident()][0])
@@ -39,7 +42,8 @@ def meet_all(store, monkeypatch, ranks: list[tuple[str, dict]], ranks_per_node: 
     def take_part(rank):
         names[threading.get_ident()] = ranks[rank]
         try:
-            results[rank] = meet(store.clone(), rank, rank % ranks_per_node, len(ranks), timeout=timeout)
+            own = {"settings": settings[rank]} if settings else {}
+            results[rank] = meet(store.clone(), rank, rank % ranks_per_node, len(ranks), timeout=timeout, **own)
         except Exception as error:  # the tests look at what it is
             results[rank] = error
 
@@ -67,6 +71,27 @@ def test_different_software_is_refused_with_who_has_what(store, monkeypatch):
     for error in meet_all(store, monkeypatch, ranks, 1):
         assert isinstance(error, ValueError)
         assert "torch: 2.13.0 on a (rank 0), c (rank 2); 2.12.1 on b (rank 1)" in str(error)
+
+
+def test_different_settings_are_refused_on_all_ranks_with_who_has_what(store, monkeypatch):
+    ranks = [("a", {}), ("a", {}), ("b", {}), ("b", {})]
+    one, other = {"--lr": "1", "--deepspeed_config stage": "1"}, {"--lr": "1", "--deepspeed_config stage": "3"}
+    for error in meet_all(store, monkeypatch, ranks, 2, settings=[one, {}, other, {}]):
+        assert isinstance(error, ValueError)
+        assert str(error) == (
+            "the hosts were not given the same: --deepspeed_config stage: 1 on a (ranks 0-1); 3 on b (ranks 2-3)"
+        )
+
+
+@pytest.mark.parametrize("name", ["pretrain_clip.py", "megatron_patches/x.py", "infcl/model_configs/x.json"])
+def test_the_source_is_all_code_and_the_model_configs(tmp_path, monkeypatch, name):
+    for path in (name, "infcl/cluster/facts.py"):
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text("one")
+    monkeypatch.setattr(facts, "__file__", str(tmp_path / "infcl" / "cluster" / "facts.py"))
+    before = software()["source"]
+    (tmp_path / name).write_text("other")
+    assert software()["source"] != before
 
 
 def test_equal_software_has_no_differences_and_every_kind_is_looked_at():
@@ -217,7 +242,7 @@ def test_a_process_that_ends_waits_until_its_watch_has_come_back_from_a_slow_sto
 
 def test_what_ranks_say_is_plain_json(store, monkeypatch):
     meet_all(store, monkeypatch, [("a", {})], 1)
-    assert json.loads(store.get("all"))[0]["host"] == "a"
+    assert json.loads(store.get("all")) == {"ranks": [["a", 0]]}
 
 
 ENDS_WHILE_WATCHING = """

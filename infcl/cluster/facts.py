@@ -3,6 +3,7 @@
 import hashlib
 import platform
 import subprocess
+from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 
@@ -31,11 +32,15 @@ def software() -> dict[str, str | None]:
 
 
 def _source_digest() -> str:
-    """Of the package's code: two checkouts of one commit may hold different local changes."""
+    """Of code and model configs, also of what lies beside the package: checkouts of one commit may differ."""
     digest = hashlib.sha256()
     package = Path(__file__).resolve().parent.parent
-    for path in sorted(package.rglob("*.py")):
-        digest.update(f"{path.relative_to(package)}\n".encode() + path.read_bytes())
+    root = package.parent
+    paths = [*package.rglob("*.py"), *package.rglob("*.json"), *(root / "megatron_patches").rglob("*.py")]
+    if (entry := root / "pretrain_clip.py").is_file():  # not where the package alone is installed
+        paths.append(entry)
+    for path in sorted(paths):
+        digest.update(f"{path.relative_to(root)}\n".encode() + path.read_bytes())
     return digest.hexdigest()[:12]
 
 
@@ -52,8 +57,8 @@ def git_commit() -> str | None:
     return commit.stdout.strip() + ("+" if changes.stdout.strip() else "")
 
 
-def differences(there: dict[str, dict[str, str | None]]) -> list[str]:
-    """{host: its software} -> one line for each thing that is not the same everywhere, with who has what."""
+def differences(there: Mapping[str, Mapping[str, str | None]]) -> list[str]:
+    """{host: its software or settings} -> a line for each thing that is not the same everywhere, with who has what."""
     lines = []
     for name in sorted({name for facts in there.values() for name in facts}):
         having: dict[str, list[str]] = {}

@@ -1,7 +1,7 @@
 """Before the process group: every rank says on which host it is and what that host runs, through the launcher's store.
 
 `open_store` listens on one address only where it can; `meet` waits for all ranks, names those that do not come, and
-refuses hosts that run something else. Nothing here needs torch to be the same version everywhere.
+refuses hosts that run something else or were given other settings. Nothing here needs torch to be of one version.
 """
 
 import errno
@@ -9,9 +9,11 @@ import json
 import os
 import socket
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from types import MappingProxyType
 
 import torch.distributed as dist
 
@@ -96,32 +98,50 @@ def deepspeed_launcher() -> int | None:
     return parent if b"deepspeed.launcher.launch" in command else None
 
 
-def meet(store: dist.Store, rank: int, local_rank: int, world_size: int, *, timeout: timedelta) -> list[Node]:
+def meet(
+    store: dist.Store,
+    rank: int,
+    local_rank: int,
+    world_size: int,
+    *,
+    timeout: timedelta,
+    settings: Mapping[str, str] = MappingProxyType({}),
+) -> list[Node]:
     """All nodes of the run, in the order of ranks, once every rank is there.
 
-    ValueError when hosts run different software; RuntimeError naming the ranks that did not come within `timeout`.
+    settings: {name: value} of what this host was given, which must be equal on all; a host speaks through its first
+    rank. ValueError when hosts run different software or have different settings, with who has what; RuntimeError
+    naming the ranks that did not come within `timeout`.
     """
-    told = {"host": socket.gethostname(), "local_rank": local_rank, "software": software() if local_rank == 0 else {}}
+    told: dict = {"host": socket.gethostname(), "local_rank": local_rank}
+    if local_rank == 0:
+        told |= {"software": software(), "settings": dict(settings)}
     store.set(f"rank {rank}", json.dumps(told))
-    if rank == 0:
-        store.set("all", json.dumps(_gather(store, world_size, timeout)))
+    if rank == 0:  # it compares: what all say is long where the hosts are many
+        store.set("all", json.dumps(_compare(_gather(store, world_size, timeout))))
     try:
         store.wait(["all"], timeout + timedelta(seconds=30))
     except dist.DistStoreError:
         raise _no_rank_0(rank, timeout) from None
-    everyone = json.loads(store.get("all"))
+    found = json.loads(store.get("all"))
     store.add("have read", 1)
+    if "ranks" in found:
+        return nodes_of(found["ranks"])
+    if rank == 0:
+        _wait_for_readers(store, world_size if "mistake" in found else 0)
+    raise ValueError(found["mistake"]) if "mistake" in found else RuntimeError(found["absent"])
+
+
+def _compare(everyone: list[dict] | str) -> dict:
+    """{"ranks": [(host, local rank)]}, or {"mistake": who differs in what}, or {"absent": who did not come}."""
     if isinstance(everyone, str):
-        if rank == 0:
-            _wait_for_readers(store, 0)
-        raise RuntimeError(everyone)
-    nodes = nodes_of([(said["host"], said["local_rank"]) for said in everyone])
-    lines = differences({str(node): everyone[node.first_rank]["software"] for node in nodes})
-    if lines:
-        if rank == 0:
-            _wait_for_readers(store, world_size)
-        raise ValueError("the hosts do not run the same: " + "; ".join(lines))
-    return nodes
+        return {"absent": everyone}
+    ranks = [(said["host"], said["local_rank"]) for said in everyone]
+    firsts = {str(node): everyone[node.first_rank] for node in nodes_of(ranks)}
+    for kind, what in (("software", "do not run the same"), ("settings", "were not given the same")):
+        if lines := differences({node: said[kind] for node, said in firsts.items() if kind in said}):
+            return {"mistake": f"the hosts {what}: {'; '.join(lines)}"}
+    return {"ranks": ranks}
 
 
 def _no_rank_0(rank: int, timeout: timedelta) -> RuntimeError:

@@ -3,9 +3,11 @@
 The dataclass is the single source: `parse_args` derives argparse from its fields, and `config.json` in the run folder
 is the same fields again. Refusing a wrong flag needs no device and no other rank.
 
-settings: the fields; checks: what is refused; command_line: argparse; batch: pairs of a step, steps of a run.
+settings: the fields; checks: what is refused; command_line: argparse; batch: pairs of a step, steps of a run;
+agreement: what all hosts must have been given alike.
 """
 
+from infcl.config.agreement import settings_of
 from infcl.config.batch import BatchPlan, total_steps
 from infcl.config.checks import PATHS, parse_factors, validate
 from infcl.config.command_line import make_parser, parse_args
@@ -20,6 +22,7 @@ __all__ = [
     "option_of",
     "parse_args",
     "parse_factors",
+    "settings_of",
     "total_steps",
     "validate",
 ]

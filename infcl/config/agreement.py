@@ -1,0 +1,77 @@
+"""What the hosts of a run must have been given alike: flags, the preset, a model's JSON file, the tokenizer.
+
+Ranks that differ in them wait for each other until a time-out, or train something that nobody asked for.
+"""
+
+import dataclasses
+import hashlib
+import json
+from pathlib import Path
+
+from infcl.config.settings import TrainConfig, option_of
+
+# May differ, since hosts may keep them elsewhere: of paths it is compared only whether they are given.
+OWN_PATHS = (
+    "train_data",
+    "val_data",
+    "zeroshot_data",
+    "zeroshot_classnames",
+    "zeroshot_templates",
+    "zeroshot_classes",
+    "pretrained",
+    "pretrained_image",
+    "pretrained_text",
+    "index_cache",
+    "data_cache",
+    "interface",  # a name, but a host's own too
+    "logs",
+    "resume",
+)
+# May differ: how much a host has of cores, memory, disk and patience for its storage, and what it says of itself.
+OWN_VALUES = ("workers", "pixel_cache_gb", "data_cache_gb", "storage_timeout", "data_timeout", "device", "debug")
+# Their contents are compared, wherever they lie: JSON key by key, of what is no JSON the SHA-256.
+SAME_CONTENTS = ("deepspeed_config", "model", "tokenizer")
+
+
+def settings_of(config: TrainConfig) -> dict[str, str]:
+    """{"--lr": "0.0005", "--deepspeed_config zero_optimization.stage": "1", ...}: equal on all hosts of a run.
+
+    A path's value is never in it, so that nothing secret is printed. A file that cannot be read counts as its name.
+    """
+    settings: dict[str, str | None] = {}
+    for name, value in dataclasses.asdict(config).items():
+        option = option_of(name)
+        if name in OWN_VALUES:
+            continue
+        if name in SAME_CONTENTS and value is not None:
+            settings |= _contents(option, value)
+        elif name in OWN_PATHS:
+            settings[option] = value if value in (None, "latest") else "given"
+        else:
+            settings[option] = value if isinstance(value, str) else json.dumps(value)
+    return {option: "not given" if value is None else value for option, value in settings.items()}
+
+
+def _contents(option: str, path: str) -> dict[str, str]:
+    try:
+        data = Path(path).read_bytes()
+    except (OSError, ValueError):  # a name, like ViT-B-16 or open_clip:ViT-B-32
+        return {option: path}
+    try:
+        fields = json.loads(data)
+    except ValueError:
+        fields = None
+    if not isinstance(fields, dict):
+        return {option: f"sha256 {hashlib.sha256(data).hexdigest()[:12]}"}
+    return {f"{option} {key}": value for key, value in _leaves(fields).items()}
+
+
+def _leaves(fields: dict) -> dict[str, str]:
+    """{"a": {"b": 1}} -> {"a.b": "1"}."""
+    found: dict[str, str] = {}
+    for key, value in fields.items():
+        if isinstance(value, dict) and value:
+            found |= {f"{key}.{rest}": text for rest, text in _leaves(value).items()}
+        else:
+            found[str(key)] = json.dumps(value)
+    return found
