@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Looks at the hosts of a hostfile before a run: ssh, equal commit, source and versions, GPUs there and free, clocks, the
-# shared folder; then the speed of each GPU and link. Names what is wrong and whatever is below 0.8 of the median.
+# shared folder; then the speed of each GPU and link. Names what is wrong and whatever is below 0.8 of the median. Two hosts have
+# one link, which is its own median: look at its GB/s.
 #   command   bash launch/check.sh HOSTFILE [SHARED_FOLDER]      (INTERFACE=eth0, LAUNCHER=... as launch/hostfile.sh)
 #   hardware  as the run
 #   time      half a minute, and a second per host for the links
@@ -11,6 +12,10 @@ hosts=$(realpath "$hosts") shared=$(realpath "${2:-.}")
 cd "$(dirname "$0")/.."
 python -m infcl.cluster.check "$hosts" "$shared" || exit
 figures=$(HOSTS=$hosts SCRIPT="--module infcl.cluster.links" bash launch/hostfile.sh) || { echo "$figures"; exit 1; }
-figures=$(echo "$figures" | grep -oE '(all-reduce over|slow ).*')
-echo "$figures"
-! grep -q '^slow ' <<<"$figures"
+measured=$(grep -oE '(all-reduce over|least |slow ).*' <<<"$figures")
+slots=$(awk '{sub(/#.*/, "")} match($0, /slots=[0-9]+/) {n += substr($0, RSTART + 6)} END {print n}' "$hosts")
+if ! grep -q "^all-reduce over $slots ranks: " <<<"$measured"; then  # whatever the launcher's exit code
+  printf '%s\n' "$figures" "nothing was measured over the $slots ranks of the hosts"; exit 1
+fi
+echo "$measured"
+! grep -q '^slow ' <<<"$measured"

@@ -8,7 +8,7 @@ import pytest
 
 from infcl.cluster.check import ask, problems
 from infcl.cluster.host_report import shared_folder
-from infcl.cluster.links import _rounds, slow_ones
+from infcl.cluster.links import _rounds, extremes, slow_ones
 from tests.test_entry import ROOT
 
 HOSTS = {"a": 8, "b": 8, "c": 8}
@@ -17,7 +17,7 @@ HOSTS = {"a": 8, "b": 8, "c": 8}
 def report(host: str, **changes) -> dict:
     gpus = [{"name": "H200", "memory_used_mib": 4, "memory_mib": 143771}] * 8
     shared = {"error": None, "free_gb": 500.0, "files": [".check-a", ".check-b", ".check-c"]}
-    whole = {"host": host, "time": 0.0, "skew_s": 0.1, "software": {"torch": "2.11"}, "gpus": gpus, "shared": shared}
+    whole = {"host": host, "skew_s": 0.1, "software": {"torch": "2.11"}, "gpus": gpus, "shared": shared}
     return whole | changes
 
 
@@ -83,6 +83,15 @@ def test_a_slow_host_of_three_is_named_though_most_links_are_slow():
     assert slow_ones(figures() | {"between_hosts": links}) == ["slow link: all of c, 2 GB/s (usual 10)"]
 
 
+def test_the_least_and_the_median_are_said_of_two_hosts_one_link_too():
+    one_link = figures() | {"between_hosts": {"a - b": 0.012}}
+    assert slow_ones(one_link) == []
+    assert extremes(one_link) == [
+        "least tflops: 690 TFLOP/s (a:1), median 700",
+        "least between hosts: 0.012 GB/s (a - b), median 0.012",
+    ]
+
+
 def test_a_slow_gpu_is_named():
     result = figures() | {"tflops": {"a:0": 700.0, "a:1": 500.0, "b:0": 710.0}}
     assert slow_ones(result) == ["slow GPU or CPU: a:1, 500 TFLOP/s (usual 700)"]
@@ -96,7 +105,7 @@ def test_a_folder_that_cannot_be_written_is_said(tmp_path):
 def test_a_host_reports_itself_as_one_line_of_json(tmp_path):
     command = [sys.executable, "-m", "infcl.cluster.host_report", str(tmp_path)]
     printed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    assert set(json.loads(printed)) == {"host", "time", "software", "gpus", "shared"}
+    assert set(json.loads(printed)) == {"host", "software", "gpus", "shared"}
 
 
 @pytest.mark.parametrize(
@@ -114,3 +123,24 @@ def test_a_host_that_sends_no_report_is_a_problem_of_that_host(tmp_path, monkeyp
         (tmp_path / "ssh").write_text(f"#!/bin/bash\n{ssh}\n")
         (tmp_path / "ssh").chmod(0o755)
     assert ask("a", tmp_path) == {"error": error}
+
+
+@pytest.mark.parametrize("minutes", [-1, 0, 1])
+def test_a_clock_is_read_by_a_connection_of_its_own(tmp_path, monkeypatch, minutes):
+    """The report's own stamp was read, within the seconds that a report takes no error showed."""
+    (tmp_path / "ssh").write_text(
+        "#!/bin/bash\n"
+        f'case "${{@: -1}}" in date*) echo "last login"; date -d "{minutes} min" +%s.%N;; '
+        '*) echo "{\\"time\\": $(date +%s.%N)}";; esac\n'
+    )
+    (tmp_path / "ssh").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    skew = ask("a", tmp_path)["skew_s"]
+    assert 30 < skew <= 60 if minutes else skew == 0.0
+
+
+def test_a_clock_that_cannot_be_read_is_a_problem_of_that_host(tmp_path, monkeypatch):
+    (tmp_path / "ssh").write_text('#!/bin/bash\ncase "${@: -1}" in date*) ;; *) echo "{}";; esac\n')
+    (tmp_path / "ssh").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    assert "its clock cannot be read" in ask("a", tmp_path)["error"]

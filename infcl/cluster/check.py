@@ -25,12 +25,11 @@ _BUSY_MIB = 1024
 def ask(host: str, shared: Path) -> dict:
     """The host's own report with "skew_s", its clock against ours; {"error": ...} where it does not come."""
     remote = f"cd {shlex.quote(str(Path.cwd()))} && {shlex.quote(sys.executable)} -m infcl.cluster.host_report "
-    sent = time.time()
     try:
-        done = subprocess.run(
-            ["ssh", *SSH_OPTIONS, host, remote + shlex.quote(str(shared))],
-            capture_output=True, text=True, timeout=TIMEOUT_S, stdin=subprocess.DEVNULL,
-        )  # fmt: skip
+        done = _ssh(host, remote + shlex.quote(str(shared)))
+        sent = time.time()  # of a connection of its own: a report takes seconds, in which a clock's error would hide
+        clock = _ssh(host, "date +%s.%N")
+        received = time.time()
     except subprocess.TimeoutExpired:
         return {"error": f"did not answer within {TIMEOUT_S} s"}
     except OSError as error:
@@ -42,9 +41,17 @@ def ask(host: str, shared: Path) -> dict:
         report = json.loads((done.stdout.strip().splitlines() or [""])[-1])
     except ValueError:  # a login shell that prints at its end, or runs nothing
         return {"error": f"its report is no JSON but ends in {done.stdout.strip()[-80:]!r}"}
-    earliest, latest = sent - report["time"], time.time() - report["time"]
-    report["skew_s"] = 0.0 if earliest <= 0 <= latest else min(abs(earliest), abs(latest))
+    try:
+        there = float((clock.stdout.strip().splitlines() or [""])[-1])
+    except ValueError:
+        return {"error": f"its clock cannot be read: date +%s.%N ends in {clock.stdout.strip()[-80:]!r}"}
+    report["skew_s"] = max(sent - there, there - received, 0.0)
     return report
+
+
+def _ssh(host: str, command: str) -> subprocess.CompletedProcess[str]:
+    words = ["ssh", *SSH_OPTIONS, host, command]
+    return subprocess.run(words, capture_output=True, text=True, timeout=TIMEOUT_S, stdin=subprocess.DEVNULL)
 
 
 def problems(hosts: dict[str, int], reports: dict[str, dict]) -> list[str]:

@@ -6,17 +6,15 @@ import shutil
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 from infcl.cluster.facts import software
 
 
 def report(shared: Path) -> dict:
-    """{"host", "time", "software", "gpus", "shared"}; nothing of it needs a GPU or a process group."""
+    """{"host", "software", "gpus", "shared"}; nothing of it needs a GPU or a process group."""
     return {
         "host": socket.gethostname(),
-        "time": time.time(),
         "software": software(),
         "gpus": gpus(),
         "shared": shared_folder(shared),

@@ -4,7 +4,8 @@
 
 Measured: a matrix product on each rank, alone; messages between the first ranks of every two hosts, two hosts at a time
 (so that a slow link is seen by itself, whoever waits for whom in a ring), between neighbours of one host, and an
-all-reduce of all. A rank, link or host below 0.8 of the median is named.
+all-reduce of all. The least and the median are printed; a rank, link or host below 0.8 of the median is named. The one
+link of two hosts is its own median and never named.
 """
 
 import argparse
@@ -21,6 +22,11 @@ import torch.distributed as dist
 from infcl.parallel import Parallel, destroy_parallel, init_parallel
 
 SLOW = 0.8
+_KINDS = {
+    "tflops": ("GPU or CPU", "TFLOP/s"),
+    "within_hosts": ("link", "GB/s"),
+    "between_hosts": ("link", "GB/s"),
+}
 _CPU = {"side": 512, "megabytes": 8}
 _GPU = {"side": 8192, "megabytes": 256}
 
@@ -49,14 +55,20 @@ def measure(parallel: Parallel) -> dict:
     return result | {"all_reduce": rate}
 
 
+def extremes(result: dict) -> list[str]:
+    """The least and the median of each kind: of two hosts' one link nothing else says whether it is slow."""
+    return [
+        f"least {kind.replace('_', ' ')}: {min(rates.values()):.3g} {_KINDS[kind][1]} "
+        f"({min(rates, key=rates.__getitem__)}), median {median(rates.values()):.3g}"
+        for kind in _KINDS
+        if (rates := result[kind])
+    ]
+
+
 def slow_ones(result: dict) -> list[str]:
     """What is below 0.8 of the median: GPUs, links, and hosts by the median of their links."""
     lines = []
-    for kind, what, unit in (
-        ("tflops", "GPU or CPU", "TFLOP/s"),
-        ("within_hosts", "link", "GB/s"),
-        ("between_hosts", "link", "GB/s"),
-    ):
+    for kind, (what, unit) in _KINDS.items():
         usual = _usual(result[kind])
         slow = {name: value for name, value in result[kind].items() if value < SLOW * usual}
         if kind == "between_hosts":
@@ -165,7 +177,7 @@ def main(argv: list[str] | None = None) -> int:
         if arguments.json:
             arguments.json.write_text(json.dumps(result) + "\n")
         print(f"all-reduce over {parallel.world_size} ranks: {result['all_reduce']:.3g} GB/s")
-        for line in slow_ones(result):
+        for line in [*extremes(result), *slow_ones(result)]:
             print(line)
         sys.stdout.flush()
     destroy_parallel(parallel)
