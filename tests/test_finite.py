@@ -3,11 +3,13 @@
 import dataclasses
 import json
 import math
+import os
 from collections import Counter
 
 import pytest
 
 from tests.ranks import run_ranks
+from tests.test_engine import steps_with_a_poisoned_one
 from tests.test_trainer import demo_config
 
 
@@ -72,3 +74,13 @@ def test_too_many_skipped_steps_in_a_row_end_the_run_with_a_checkpoint(demo_fold
     assert error is None
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["steps"] == 9 and summary["skipped_steps"] == 4
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_an_offloaded_bf16_step_that_is_not_finite_leaves_no_sums_behind(tmp_path, stage):
+    """The next step would be skipped too, and all that follow."""
+    preset = tmp_path / "offload.json"
+    preset.write_text(json.dumps({"zero_optimization": {"stage": stage, "offload_optimizer": {"device": "cpu"}}}))
+    name = os.path.relpath(preset.with_suffix(""), "ds_configs")
+    for applied, _, state, _ in run_ranks(steps_with_a_poisoned_one, 2, name, "bf16"):
+        assert applied == [True, False, True] and all(value.isfinite().all() for value in state.values())

@@ -42,6 +42,7 @@ class Engine:
         self.precision = precision
         self.zero_stage = zero_stage(preset)
         self.low_precision_parameters = precision in ("bf16", "fp16")
+        self.offloads_optimizer = offloads(preset, "optimizer")
         self.optimizer_name = config.opt
         self.shown: str | None = None  # whether forwards see the weights or their average (EMA)
         deepspeed = _import_deepspeed()
@@ -55,7 +56,7 @@ class Engine:
                 model,
                 config,
                 global_batch_size=batch.global_batch_size,
-                fused=parallel.device.type == "cuda" or offloads(preset, "optimizer"),
+                fused=parallel.device.type == "cuda" or self.offloads_optimizer,
             ),
             config=deepspeed_config(preset, precision, batch, config.grad_clip_norm),
             mpu=mpu,
@@ -125,7 +126,11 @@ class Engine:
                 return False
         self.engine.step()
         self._settle_loss_scale()
-        return self.engine.skipped_steps == skipped_before
+        applied = self.engine.skipped_steps == skipped_before
+        if not applied and self.offloads_optimizer and self.zero_stage < 3:
+            sums = self.engine.optimizer.averaged_gradients  # DeepSpeed keeps them, and would add the next step's
+            sums.update(dict.fromkeys(sums))
+        return applied
 
     def _drop_gradients(self) -> None:
         """What `step` would do to the counters of stage 0, without an update."""
