@@ -40,7 +40,7 @@ def latest(found: Iterable[dict], *names: str) -> list[dict]:
     return list({tuple(row[name] for name in names): row for row in found}.values())
 
 
-def markdown(header: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
+def markdown(header: Sequence[str], lines: Iterable[Sequence]) -> str:
     text = [header, ["---"] * len(header), *lines]
     return "\n".join("| " + " | ".join(str(cell) for cell in line) + " |" for line in text)
 
