@@ -36,8 +36,9 @@ class AbridgedTrainer(Trainer):
         self.config = replace(self.config, **changes)
         self.batch = BatchPlan.of(self.config, self.parallel.dp_size)
         before: Any = self.loader
-        self.loader = build_loader(self.config, self.batch, self.model_config, self.tokenizer, self.parallel)
-        self.loader._source.pool = before._source.pool  # the same random images: drawing and pinning takes a second
+        loader: Any = build_loader(self.config, self.batch, self.model_config, self.tokenizer, self.parallel)
+        loader._source.pool = before._source.pool  # the same random images: drawing and pinning takes a second
+        self.loader = loader
         self.pixels = build_pixel_cache(
             self.config,
             self.batch,
@@ -53,7 +54,7 @@ class AbridgedTrainer(Trainer):
 
     def _train_step(self, micro_batches) -> None:
         self.encoded = 0
-        self.engine.backward = self._backward
+        self.engine.backward = self._backward  # type: ignore[method-assign]
         super()._train_step(micro_batches)
 
     def _backward(self, surrogate: torch.Tensor, is_last: bool) -> None:

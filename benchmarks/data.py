@@ -23,7 +23,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -51,7 +53,7 @@ def main() -> None:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         rates = measure(Path(folder), arguments)
-    result = {**hardware(), "images": f"{arguments.size} px crops of matplotlib's photograph", **rates}
+    result: dict[str, Any] = {**hardware(), "images": f"{arguments.size} px crops of matplotlib's photograph", **rates}
     result["gpus_fed"] = gpus_fed(rates["ours/batch"], arguments)
     _print(result, arguments)
     if arguments.json:
@@ -95,6 +97,9 @@ def measure(folder: Path, arguments: argparse.Namespace) -> dict[str, float]:
         transform = TrainTransform(size, **augmentation)
         return lambda: len([transform(image, random.random(33)) for image in pixels])
 
+    def a_batch(data: IndexedDataset) -> int:
+        return len(data[(0, 0, order)][0]["ids"])
+
     batches = {
         "ours/batch": dataset(),
         "ours/batch, scale (0.08, 1)": dataset(scale=(0.08, 1.0)),
@@ -112,7 +117,7 @@ def measure(folder: Path, arguments: argparse.Namespace) -> dict[str, float]:
         "ours/augment": augment(),
         "ours/augment, color jitter": augment(**JITTER),
         "ours/tokenise": lambda: sum(len(tokenizer(captions)) for _ in range(10)),
-        **{name: lambda data=data: len(data[(0, 0, order)][0]["ids"]) for name, data in batches.items()},
+        **{name: partial(a_batch, data) for name, data in batches.items()},
         **open_clip_stages(folder / "shards", jpegs, captions, size),
     }
     best = dict.fromkeys(stages, 0.0)
@@ -212,7 +217,7 @@ def gpus_fed(rate: float, arguments: argparse.Namespace) -> dict[str, dict[str, 
     return result
 
 
-def hardware() -> dict[str, str | int]:
+def hardware() -> dict[str, str | int | float]:
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
     cpu = platform.processor() or platform.machine()
     if os.path.exists("/proc/cpuinfo"):

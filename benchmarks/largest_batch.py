@@ -27,6 +27,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from benchmarks.rows import append, read
 from benchmarks.step import command, end_process, reason
@@ -159,10 +160,11 @@ def planned_for(
 
 def planned_peak(model: str, gpus: int, pairs: int, *, pixels: str, micro_batch: int, loss: str, **changes) -> float:
     """Bytes of a GPU in a step of so many pairs, blocks eager; `changes` of a Setting."""
+    options: dict[str, Any] = {"precision": "bf16", "compiled": False} | changes
     setting = Setting(
         model=load_model_config(model), gpu=load_gpu("h200"), gpus=gpus, gpus_per_node=min(gpus, 8), global_batch=pairs,
         micro_batch=micro_batch, pixels={"gpu": "device"}.get(pixels, pixels), loss=loss,
-        **{"precision": "bf16", "compiled": False} | changes,
+        **options,
     )  # fmt: skip
     return counted_by_torch(memory_of(setting))
 

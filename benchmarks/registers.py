@@ -29,8 +29,8 @@ def compiled_backward(
     *, itemsize: int, sigmoid: bool, masked: bool, edge: bool = False, single: bool = True
 ) -> CompiledKernel:
     """The kernel that forms dS; single: with one exponential for both directions."""
-    constants = {"SIGMOID": sigmoid, "MASKED": masked, "EDGE": edge, "SINGLE": single, "SHARED": itemsize == 2}
-    constants |= {"GAIN": 1.0, "SUMMED": True}
+    constants: dict[str, bool | float] = {"SIGMOID": sigmoid, "MASKED": masked, "EDGE": edge, "SINGLE": single}
+    constants |= {"SHARED": itemsize == 2, "GAIN": 1.0, "SUMMED": True}
     return _compiled(triton_backward._d_logits_kernel, triton_backward._LAUNCH[itemsize], itemsize, constants)
 
 

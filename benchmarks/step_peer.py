@@ -66,5 +66,5 @@ def _seconds(model, run, size: int) -> tuple[tuple[float, float], float]:
         model.zero_grad()
 
     torch.cuda.reset_peak_memory_stats()
-    seconds = tuple(statistics.median(timed(f, 10, warm_up=4)) / 1000 for f in (forward, both))
-    return seconds, torch.cuda.max_memory_allocated() / 2**30
+    one, two = (statistics.median(timed(f, 10, warm_up=4)) / 1000 for f in (forward, both))
+    return (one, two), torch.cuda.max_memory_allocated() / 2**30

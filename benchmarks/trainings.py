@@ -67,7 +67,8 @@ def train_all(
     Each run has `time_out` seconds. Runs are ended with this process (SIGTERM, Ctrl-C).
     """
     folder.mkdir(parents=True, exist_ok=True)
-    waiting, running, failed = list(trainings), {}, []
+    waiting, failed = list(trainings), []
+    running: dict[int, tuple[Training, subprocess.Popen, float]] = {}
     with _terminating(running):
         while waiting or running:
             while waiting and len(running) < machine.jobs:

@@ -9,7 +9,7 @@ import os
 import pytest
 import torch
 
-_libraries = []  # torch unregisters a library's operators when the object goes
+_libraries: list[torch.library.Library] = []  # torch unregisters a library's operators when the object goes
 
 
 def import_open_clip():
