@@ -1,6 +1,7 @@
 # make train   set up, train on the embedded data set, evaluate, export          make test   set up, run the test suite
 #   make test-cluster   the tests over several hosts, which are made of network namespaces (root);
 #                       SKIPS=--skips-fail: nothing may be missing here
+#   make test-slow      the tests that take minutes, among them the commands of the docs, executed; on a CPU
 #   make docs   docstrings as HTML in build/docs       make coverage   the suite, and the lines that it runs
 #
 #   PRESET=zero3 make train       another ZeRO preset of ds_configs/
@@ -19,13 +20,17 @@ FLAGS  ?=
 CLUSTER_SECONDS ?= 1500
 SKIPS  ?=
 
-.PHONY: train test test-cluster lint docs coverage results clean
+.PHONY: train test test-slow test-cluster lint docs coverage results clean
 
 train: $(VENV)/.installed
 	@PATH="$$PWD/$(BIN):$$PATH" DATA=$(DATA) LOGS=$(LOGS) NAME=$(NAME) PRESET=$(PRESET) bash launch/demo.sh $(FLAGS)
 
 test: lint
 	$(BIN)/python -m pytest
+
+# Those for GPUs and clusters have their own markers.
+test-slow: $(VENV)/.installed
+	$(BIN)/python -m pytest -m 'slow and not gpu and not multigpu and not cluster' -o addopts='' -q -rs $(SKIPS)
 
 # Hosts made of network namespaces; skips, with the reason, where they cannot be made (root, openssh-server, pdsh).
 test-cluster: $(VENV)/.installed

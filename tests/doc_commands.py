@@ -1,10 +1,11 @@
 """What is executed for each command of the documentation: the shown line, and beside it a line with stand-in data.
 
 A line runs by bash in a copy of the repository (test_docs.py's `clone`) with data/ (the demo set), spm.model and
-tiny.json (a model); where it names them also runs/first, runs/demo-zero1, runs/other (finished runs of three steps) and
-weights.safetensors (of one of them). It has every flag of the shown one; long runs are made short by more flags.
+tiny.json (a model), open_clip_loss.py (the installed package's); where it names them also runs/first, runs/demo-zero1,
+runs/other (finished runs of three steps) and weights.safetensors (of one of them). It has every flag of the shown one;
+long runs are made short by more flags.
 
-    here      on a CPU; marker slow
+    here      on a CPU; marker slow, but for the quick ones
     gpu       on a machine with a GPU, multigpu with two; markers of these names
     cluster   as root, on hosts made of namespaces; marker cluster
     by        the test that runs the shown command in some other way
@@ -24,6 +25,7 @@ class Command:
     by: str | None = None
     only: str | None = None
     without: tuple[str, ...] = ()  # flags that the executed line cannot have
+    quick: bool = False  # a second or two: in the default suite
 
 
 SHARDS = "'data/train/{00000..00007}.tar'"
@@ -36,6 +38,10 @@ SWEEP = "python -m infcl.plan --gpu h200 --gpus 8"
 TOKENIZER = "python -m infcl.data.tokenizer train --train-data"
 
 COMMANDS = [
+    Command(
+        "source .venv/bin/activate",
+        by="tests/test_docs.py::test_a_newcomers_shell_runs_a_shown_command_behind_the_shown_activation",
+    ),
     # ---- executed as they are shown
     *(
         Command(shown, here=shown)
@@ -57,10 +63,11 @@ COMMANDS = [
         gpu='make train -o "$VENV/.installed" NAME=new FLAGS="--steps 20 --compile-blocks off"',
     ),
     Command("make train PRESET=zero3", here='make train -o "$VENV/.installed" PRESET=zero3 NAME=new FLAGS="--steps 5"'),
-    Command("make test", here='make test -o "$VENV/.installed" --dry-run'),
-    Command("make test-cluster", here='make test-cluster -o "$VENV/.installed" --dry-run'),
+    *(
+        Command(shown, here=f'{shown} -o "$VENV/.installed" --dry-run', quick=True)
+        for shown in ("make test", "make test-slow", "make test-cluster", "make coverage")
+    ),
     Command("make docs", here='make docs -o "$VENV/.installed"'),
-    Command("make coverage", here='make coverage -o "$VENV/.installed" --dry-run'),
     Command("make lint", here='make lint -o "$VENV/.installed"'),
     # ---- tests: found and collected, for the suite does not run itself
     Command(
@@ -242,7 +249,7 @@ COMMANDS = [
         "python -m benchmarks.retrieval --pairs 4096,16384 --dim 512 --tile 2048 "
         "--open-clip .../open_clip_train/metrics.py --dense-max 4096",
         here="python -m benchmarks.retrieval --pairs 256,512 --dim 512 --tile 2048 --dense-max 256",
-        without=("--open-clip",),
+        without=("--open-clip",),  # no release has the chunked metrics that it wants
     ),
     Command(
         "python -m benchmarks.loss --impl ... --batch ...",
@@ -324,11 +331,15 @@ COMMANDS = [
     Command(
         "python -m benchmarks.loss --gpus 4 --impl inf_cl,official_open_clip,official --batch 131072 "
         "--open-clip-loss DIR/src/open_clip/loss.py",
-        multigpu="python -m benchmarks.loss --gpus 2 --impl inf_cl,open_clip --batch 16384 --repeats 2",
-        without=("--open-clip-loss",),
+        multigpu="python -m benchmarks.loss --gpus 2 --impl inf_cl,official_open_clip --batch 16384 --repeats 2 "
+        "--open-clip-loss open_clip_loss.py",
     ),
     Command("python -m benchmarks.step --peer CHECKOUT", only="needs a checkout of open_clip and a GPU"),
-    # ---- others' packages
+    # ---- packages: ours, others'
+    *(
+        Command(shown, by="tests/test_wheel.py::test_the_wheel_is_whole_and_the_loss_runs_from_it")
+        for shown in ("pip install .", "pip install '.[triton,megatron]'")
+    ),
     *(
         Command(shown, only="installs a package of others")
         for shown in (

@@ -8,7 +8,9 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-PROGRAMS = "make python .venv/bin/python pytest deepspeed torchrun bash sbatch kubectl pip git mpirun srun".split()
+PROGRAMS = (
+    "make python .venv/bin/python pytest deepspeed torchrun bash sbatch kubectl pip git mpirun srun source".split()
+)
 _COMMAND = re.compile(rf"(?:[A-Z_]+=\S+ )*(?:{'|'.join(map(re.escape, PROGRAMS))}) \S.*", re.DOTALL)
 
 

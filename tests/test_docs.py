@@ -4,7 +4,7 @@ Those that a CPU can run: python -m pytest -m slow -o addopts='' tests/test_docs
 """
 
 import argparse
-import importlib
+import importlib.util
 import json
 import os
 import re
@@ -21,7 +21,7 @@ import torch
 
 from infcl.config import make_parser
 from infcl.towers import load_model_config
-from tests.doc_commands import COMMANDS, PYTHON_BLOCKS
+from tests.doc_commands import COMMANDS, PYTHON_BLOCKS, Command
 from tests.ranks import run_ranks
 from tests.shown_commands import ROOT, documents, python_blocks, shown_commands
 
@@ -33,10 +33,8 @@ NOT_COPIED = (".git", ".venv", ".*_cache", "__pycache__", ".hypothesis", ".data"
 SCRIPTS = {"launch/supervise.sh": {"--hostfile", "--min-hosts", "--batch"}}
 
 
-def executed() -> list[tuple[str, str, str]]:
-    return [
-        (place, line, command.shown) for command in COMMANDS for place in PLACES if (line := getattr(command, place))
-    ]
+def executed() -> list[tuple[str, str, Command]]:
+    return [(place, line, command) for command in COMMANDS for place in PLACES if (line := getattr(command, place))]
 
 
 def flags_of(line: str) -> set[str]:
@@ -157,7 +155,13 @@ def clone(tmp_path_factory, demo_folder) -> Path:
     del fields["vision_cfg"]["conv_stem"]
     (root / "tiny.json").write_text(json.dumps(fields | {"vision_cfg": fields["vision_cfg"] | {"pool_type": "tok"}}))
     write_captions(root)
+    shutil.copy(open_clips_loss(), root / "open_clip_loss.py")
     return root
+
+
+def open_clips_loss() -> Path:
+    """loss.py of the installed package, which is not imported."""
+    return Path(importlib.util.find_spec("open_clip").origin).parent / "loss.py"
 
 
 @pytest.fixture(scope="module")
@@ -194,9 +198,9 @@ def execute(line: str, root: Path) -> subprocess.CompletedProcess:
     return subprocess.run(["bash", "-c", line], cwd=root, env=environment, capture_output=True, text=True, timeout=280)
 
 
-def marked(place: str, line: str, shown: str):
-    mark = getattr(pytest.mark, "slow" if place == "here" else place)
-    return pytest.param(line, id=f"{place}: {shown[:70]}", marks=mark)
+def marked(place: str, line: str, command: Command):
+    marks = () if place == "here" and command.quick else getattr(pytest.mark, "slow" if place == "here" else place)
+    return pytest.param(line, id=f"{place}: {command.shown[:70]}", marks=marks)
 
 
 @pytest.mark.parametrize("line", [marked(*entry) for entry in executed()])
@@ -204,6 +208,38 @@ def test_the_command_runs(request, line):
     needs_runs = re.search(r"\b(runs/(first|demo|other)|weights\.safetensors)", line) is not None
     result = execute(line, request.getfixturevalue("clone_with_runs" if needs_runs else "clone"))
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
+
+
+@pytest.mark.parametrize("document", ["README.md", "CONTRIBUTING.md"])
+def test_the_activation_is_shown_before_the_first_command_that_needs_it(document):
+    text = (ROOT / document).read_text()
+    first = re.search(r"(?m)(^ {4}|`)(python|pytest|deepspeed|torchrun) ", text)
+    assert 0 < text.find("source .venv/bin/activate") < first.start()
+
+
+def test_a_newcomers_shell_runs_a_shown_command_behind_the_shown_activation(tmp_path):
+    """In a PATH without the environment, which is made anew here and finds the packages of this one."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", ".venv"], cwd=tmp_path, check=True)
+    (packages,) = tmp_path.glob(".venv/lib/python*/site-packages")
+    (packages / "those_here.pth").write_text("\n".join(path for path in sys.path if path.endswith("-packages")))
+    (tmp_path / "infcl").symlink_to(ROOT / "infcl")
+    command = next(c.shown for c in COMMANDS if c.shown.startswith("python -m infcl.plan --model ViT-L-14 --gpus 32"))
+    assert command in shown_commands() and "source .venv/bin/activate" in shown_commands()
+    result = subprocess.run(
+        ["bash", "-c", f"source .venv/bin/activate && {command}"],
+        cwd=tmp_path, env={"PATH": "/usr/bin:/bin", "HOME": str(tmp_path)}, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert result.returncode == 0 and "GiB" in result.stdout, result.stdout + result.stderr
+
+
+def test_open_clips_own_loss_beside_ours_is_the_installed_packages():
+    from benchmarks.loss_impls import make
+
+    features = [torch.nn.functional.normalize(torch.randn(6, 8), dim=1) for _ in range(2)]
+    scale, bias = torch.tensor(7.0), torch.tensor(-10.0)
+    for theirs, ours in (("official_open_clip", "clip"), ("official_siglip", "siglip")):
+        loss, expected = (make(name, None, {}, open_clips_loss())(*features, scale, bias) for name in (theirs, ours))
+        torch.testing.assert_close(loss, expected)
 
 
 def readmes_loss(rank, world_size):

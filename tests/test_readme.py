@@ -54,6 +54,13 @@ def test_every_document_is_linked_from_the_readme():
     assert {path.as_posix() for path in tracked("*.md") if len(path.parts) < 3} - linked - {"README.md"} == set()
 
 
+def test_every_extra_of_the_package_is_in_the_readme():
+    pyproject = (ROOT / "pyproject.toml").read_text()
+    table = pyproject.split("[project.optional-dependencies]\n", 1)[1].split("\n[tool", 1)[0]
+    extras = set(re.findall(r"(?m)^(\w+) = \[", table))
+    assert extras and extras == set(re.findall(r"`\.\[(\w+)\]`", (ROOT / "README.md").read_text()))
+
+
 def test_the_citation_names_this_version_and_the_paper():
     yaml = pytest.importorskip("yaml")
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
