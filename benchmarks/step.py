@@ -39,8 +39,10 @@ from benchmarks.rows import append
 from infcl.config import TrainConfig, parse_args
 from infcl.parallel import destroy_parallel, init_parallel, max_over
 from infcl.report import read_metrics
+from infcl.towers.clip import CLIP
+from infcl.towers.config import CLIPConfig
 from infcl.towers.flops import forward_flops
-from infcl.train.diagnostics import model_flops
+from infcl.train.diagnostics import model_flops, trained_shares
 
 PHASES = ("data", "encode", "loss", "replay", "step")
 COLUMNS = (
@@ -165,9 +167,9 @@ def _row(trainer, options: argparse.Namespace, peak: float, rate: float) -> dict
         for name in ("samples_per_second", "loss", *(f"seconds_{phase}" for phase in PHASES))
     }
     per_gpu = median["samples_per_second"] / batch.dp_size
-    once = sum(forward_flops(trainer.model_config).values())
-    encodings = 1 + (batch.num_micro_batches - trainer.resident) / batch.num_micro_batches
-    executed = once * (encodings + config.grad_checkpointing + 2)
+    model, cfg = trainer.engine.module, trainer.model_config
+    again = 1 - trainer.resident / batch.num_micro_batches
+    executed = executed_flops(model, cfg, again=again, checkpointing=config.grad_checkpointing)
     default_label = " ".join(_shown_flags(sys.argv[1:]))
     return (
         median
@@ -187,7 +189,7 @@ def _row(trainer, options: argparse.Namespace, peak: float, rate: float) -> dict
             "samples_per_second_per_gpu": per_gpu,
             "step_seconds": batch.global_batch_size / median["samples_per_second"],
             "peak_gib": peak,
-            "mfu": model_flops(trainer.model_config) * per_gpu / rate / 1e12,
+            "mfu": model_flops(cfg, trained_shares(model)) * per_gpu / rate / 1e12,
             "hfu": executed * per_gpu / rate / 1e12,
             "library_tflops": rate,
             "steps": len(records),
@@ -196,6 +198,16 @@ def _row(trainer, options: argparse.Namespace, peak: float, rate: float) -> dict
         }
         | hardware(options.commit)
     )
+
+
+def executed_flops(model: CLIP, cfg: CLIPConfig, *, again: float, checkpointing: bool) -> float:
+    """FLOPs of the towers for a pair: `again` is the share of the micro-batches that are encoded a second time."""
+    total = 0.0
+    for tower, trained in trained_shares(model).items():
+        kept = model.frozen[tower] or model.keeps_trunk[tower]  # what frozen blocks gave is not computed again
+        encoded = 1 + again * (trained if kept else 1)
+        total += forward_flops(cfg)[tower] * (encoded + trained * (2 + checkpointing))
+    return total
 
 
 def report(row: dict, path: Path | None) -> None:

@@ -7,9 +7,17 @@ import torch
 import torch.nn.functional as F
 
 from infcl.report import read_metrics
+from infcl.towers.clip import CLIP
 from infcl.towers.config import load_model_config
 from infcl.towers.flops import forward_flops
-from infcl.train.diagnostics import SampledLoss, micro_batch_metrics, model_flops, peak_flops, utilisation
+from infcl.train.diagnostics import (
+    SampledLoss,
+    micro_batch_metrics,
+    model_flops,
+    peak_flops,
+    trained_shares,
+    utilisation,
+)
 from tests.ranks import run_ranks
 from tests.test_trainer import demo_config, fit
 
@@ -86,12 +94,37 @@ def test_what_a_step_logs(demo_folder, tmp_path):
     assert directions == pytest.approx(math.log(16), rel=0.3) and record["loss"] > directions
 
 
-def test_mfu_counts_forward_and_backward_once_and_a_locked_tower_forward_only():
+def test_mfu_counts_forward_once_and_backward_of_what_is_trained():
     cfg = load_model_config("ViT-B-16")
     forward = forward_flops(cfg)
     assert model_flops(cfg) == 3 * (forward["image"] + forward["text"])
-    assert model_flops(cfg, train_image=False) == forward["image"] + 3 * forward["text"]
+    assert model_flops(cfg, {"image": 0.0, "text": 1.0}) == forward["image"] + 3 * forward["text"]
     assert utilisation(cfg, torch.device("cpu"), "amp_bf16")(1e6) is None
+
+
+@pytest.mark.parametrize(
+    ("locks", "shares", "mfu", "hfu"),  # in forward passes of a tower: image and text, 12 blocks each
+    [
+        ({}, (1, 1), (3, 3), (4, 4)),
+        ({"image": 0}, (0, 1), (1, 3), (1, 4)),
+        ({"image": 4}, (0.25, 1), (1.5, 3), (1.75, 4)),
+        ({"image": 1, "text": 0}, (0, 0), (1, 1), (1, 1)),
+    ],
+)
+def test_flops_of_locked_towers_are_of_what_is_trained(locks, shares, mfu, hfu):
+    from benchmarks.step import executed_flops
+
+    cfg = load_model_config("ViT-B-16")
+    with torch.device("meta"):
+        model = CLIP(cfg)
+    for tower, unlocked in locks.items():
+        {"image": model.lock_image_tower, "text": model.lock_text_tower}[tower](unlocked)
+    found, forward = trained_shares(model), forward_flops(cfg)
+    assert (found["image"], found["text"]) == shares
+    flops = forward["image"], forward["text"]
+    assert model_flops(cfg, found) == pytest.approx(sum(a * b for a, b in zip(flops, mfu)))
+    executed = executed_flops(model, cfg, again=1.0, checkpointing=False)
+    assert executed == pytest.approx(sum(a * b for a, b in zip(flops, hfu)))
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from infcl.config import BatchPlan, TrainConfig, total_steps
 from infcl.parallel import Parallel, describe_ranks
 from infcl.plan.host import host_bytes, host_parts
 from infcl.plan.memory import STAGES, Load, load_of_run, memory_plan, parameter_counts
-from infcl.train.diagnostics import model_flops
+from infcl.train.diagnostics import model_flops, trained_shares
 from infcl.train.optim import Schedule, checkpoint_bytes
 from infcl.train.pixels import auto_budget, available_host_bytes, host_memory_bytes, ranks_of_host
 from infcl.train.preset import offloads, read_preset, zero_stage
@@ -38,7 +38,7 @@ def describe_plan(config: TrainConfig, parallel: Parallel) -> str:
     counts = parameter_counts(model)
     every = {"retrieval": config.val_frequency, "zero_shot": config.zeroshot_frequency}
     evaluations = [f"{name} {_every(every[name])}" for name in tasks]
-    flops = model_flops(cfg, train_image=counts["image"][1] > 0, train_text=counts["text"][1] > 0)
+    flops = model_flops(cfg, trained_shares(model))
     rows = [
         ("batch", str(batch)),
         *([("", smaller)] if (smaller := batch.smaller_than_asked(config)) else []),

@@ -10,14 +10,16 @@ Shapes: b rows per rank, m rows of the sample, D embedding width.
 """
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 import torch.nn.functional as F
 
+from infcl.towers.clip import CLIP
 from infcl.towers.config import CLIPConfig
 from infcl.towers.flops import forward_flops
 
+WHOLE = {"image": 1.0, "text": 1.0}  # no tower is locked
 MAX_SAMPLE_ROWS = 1024  # [m, m] f32 is 4 MiB at most
 
 # Dense bf16 FLOP/s by device name; the first name that is a word of the device's wins. Vendor data sheets, no sparsity.
@@ -79,14 +81,18 @@ def micro_batch_metrics(
     return torch.stack([F.cross_entropy(logits, labels), F.cross_entropy(logits.T, labels), accuracy])
 
 
-def model_flops(cfg: CLIPConfig, *, train_image: bool = True, train_text: bool = True) -> int:
-    """FLOPs that training on one pair needs: forward and backward of the towers, each once.
+def trained_shares(model: CLIP) -> dict[str, float]:
+    """{"image", "text"}: the share of a tower's blocks that are trained: 1 unless it is locked."""
+    blocks = {"image": model.visual.transformer, "text": model.transformer}
+    return {name: max(0, 1 - tower.first_trained / len(tower.resblocks)) for name, tower in blocks.items()}
+
+
+def model_flops(cfg: CLIPConfig, trained: Mapping[str, float] = WHOLE) -> float:
+    """FLOPs that training on one pair needs: the towers forward once, and backward what is trained (trained_shares).
 
     What the gradient cache encodes a second time, what activation checkpointing recomputes and the loss are not in it.
-    A tower that is wholly locked counts its forward only.
     """
-    forward = forward_flops(cfg)
-    return forward["image"] * (3 if train_image else 1) + forward["text"] * (3 if train_text else 1)
+    return sum(flops * (1 + 2 * trained[tower]) for tower, flops in forward_flops(cfg).items())
 
 
 def peak_flops(device_name: str, precision: str) -> float | None:
@@ -100,9 +106,9 @@ def peak_flops(device_name: str, precision: str) -> float | None:
 
 
 def utilisation(
-    cfg: CLIPConfig, device: torch.device, precision: str, *, train_image: bool = True, train_text: bool = True
+    cfg: CLIPConfig, device: torch.device, precision: str, trained: Mapping[str, float] = WHOLE
 ) -> Callable[[float], float | None]:
     """A function: pairs per second and GPU -> model FLOPs utilisation (MFU) in 0..1, None where the peak is unknown."""
     peak = peak_flops(torch.cuda.get_device_name(device), precision) if device.type == "cuda" else None
-    flops = model_flops(cfg, train_image=train_image, train_text=train_text)
+    flops = model_flops(cfg, trained)
     return lambda pairs_per_second: None if peak is None else flops * pairs_per_second / peak

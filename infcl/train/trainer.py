@@ -29,7 +29,7 @@ from infcl.train.build import (
 from infcl.train.checkpoint import find_checkpoint, full_weights, load_checkpoint
 from infcl.train.checkpoint_writer import CheckpointWriter
 from infcl.train.compiled import prepare_blocks
-from infcl.train.diagnostics import SampledLoss, utilisation
+from infcl.train.diagnostics import SampledLoss, trained_shares, utilisation
 from infcl.train.engine import Engine
 from infcl.train.finite import FiniteWatch, findings_of_all
 from infcl.train.metrics import MetricsWriter, PhaseTimer, peak_memory_mb
@@ -87,13 +87,8 @@ class Trainer:
         )
         self.loss = build_loss(config, parallel)
         self.sampled_loss = SampledLoss(self.loss, rows=self.batch.micro_batch_size)
-        self.mfu = utilisation(
-            self.model_config,
-            parallel.device,
-            self.engine.precision,
-            train_image=not config.lock_image or config.lock_image_unlocked_groups > 0,
-            train_text=not config.lock_text or config.lock_text_unlocked_layers > 0,
-        )
+        trained = trained_shares(self.engine.module)
+        self.mfu = utilisation(self.model_config, parallel.device, self.engine.precision, trained)
 
         self.finite = FiniteWatch(self.engine.module)
         self.step = self.skipped_steps = self.skipped_in_a_row = 0
