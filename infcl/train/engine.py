@@ -26,6 +26,7 @@ from infcl.train.engine_fp16 import scale_between_steps
 from infcl.train.engine_norm import add_to_norm
 from infcl.train.engine_stage3 import release_by_the_present_trace
 from infcl.train.engine_state import EMA, ZeroState
+from infcl.train.engine_unused import reduce_what_is_left
 from infcl.train.optim import build_optimizer
 from infcl.train.preset import deepspeed_config, offloads, read_preset, zero_stage
 
@@ -64,6 +65,7 @@ class Engine:
         )
         if self.zero_stage == 3:
             release_by_the_present_trace(self.engine.optimizer)
+        reduce_what_is_left(self.engine.optimizer, parallel.device)
         scaler = self._loss_scaler()
         self._settle_loss_scale = (lambda: None) if scaler is None else scale_between_steps(scaler)
         self.sums_are_old = True  # of gradients over micro-batches
