@@ -31,11 +31,17 @@ def poisoned_fit(rank, world_size, config, fault, steps, on_rank=0):
             if fault == "text features":
                 output["text_features"] = output["text_features"].clone()
                 output["text_features"][2] = math.nan
-            else:
+            elif fault == "image gradients":
                 output["image_features"].register_hook(lambda gradient: gradient * math.inf)
         return output
 
-    trainer.engine.encode = failing_encode
+    loss = trainer.sampled_loss.loss
+
+    def failing_loss(*features):
+        bad = fault == "loss" and rank == on_rank and trainer.step + 1 in steps
+        return loss(*features) + (math.inf if bad else 0)  # its gradients are what they are
+
+    trainer.engine.encode, trainer.sampled_loss.loss = failing_encode, failing_loss
     error = None
     try:
         trainer.fit()
@@ -49,6 +55,7 @@ def poisoned_fit(rank, world_size, config, fault, steps, on_rank=0):
     [
         ("text features", "rank 1, text tower, micro-batch 1: features of samples"),
         ("image gradients", "rank 1, image tower, micro-batch 1: gradients are not finite"),
+        ("loss", "in no tower: the loss is inf"),
     ],
 )
 def test_a_skipped_step_is_explained_and_the_run_goes_on(demo_folder, tmp_path, fault, sentence):
@@ -61,7 +68,7 @@ def test_a_skipped_step_is_explained_and_the_run_goes_on(demo_folder, tmp_path, 
     assert summary["steps"] == 5 and summary["skipped_steps"] == 1
     records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     with_loss = [record["step"] for record in records if "loss" in record]
-    assert with_loss == ([1, 2, 4, 5] if "features" in fault else [1, 2, 3, 4, 5])
+    assert with_loss == ([1, 2, 3, 4, 5] if "gradients" in fault else [1, 2, 4, 5])
 
 
 def test_too_many_skipped_steps_in_a_row_end_the_run_with_a_checkpoint(demo_folder, tmp_path):

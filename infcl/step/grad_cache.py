@@ -139,11 +139,17 @@ def _encode_seeded(encode: Callable[[Any], Features], micro_batch: Any, seed: in
 
 
 def _feature_grads(loss, features: Features, scalars: Features) -> tuple[torch.Tensor, Features]:
-    """The loss of the global batch, and its gradients: f32 [b, D] per side, [1] per scalar."""
+    """The loss of the global batch, and its gradients: f32 [b, D] per side, [1] per scalar.
+
+    Where the loss is not finite, logit_scale's gradient is NaN, whatever the others are: that the norm of all gradients
+    is not finite is by what a step is left out.
+    """
     leaves = {name: value.detach().float().requires_grad_() for name, value in (features | scalars).items()}
     with torch.enable_grad():
         value = loss(
             leaves["image_features"], leaves["text_features"], leaves["logit_scale"].exp(), leaves.get("logit_bias")
         )
         gradients = torch.autograd.grad(value, list(leaves.values()), allow_unused=False)
-    return value.detach(), dict(zip(leaves, gradients))
+    grads = dict(zip(leaves, gradients))
+    grads["logit_scale"] = grads["logit_scale"] + 0 * value.detach()
+    return value.detach(), grads

@@ -182,11 +182,6 @@ class Trainer:
         own = torch.cat([output.loss.view(1), self.sampled_loss.values, output.loss.new_tensor([bad])])
         loss, *sampled, skipped_samples = mean_over(dist.group.WORLD, own).tolist()
         phases = self.timer.read()
-        if applied and not math.isfinite(loss):
-            raise RuntimeError(
-                f"the loss of step {self.step} is {loss} and its gradients are finite: the last good checkpoint is in "
-                f"{self.run.root}"
-            )
         seconds = time.perf_counter() - started
         self.train_seconds += seconds
         self.metrics.step(
@@ -216,12 +211,14 @@ class Trainer:
         self.skipped_in_a_row = 0 if applied else self.skipped_in_a_row + 1
         if not applied:
             ids = [join_parts(self.parallel, own.to(self.parallel.device)).cpu() for own in self.pixels.ids]
-            self._explain_skipped_step(self.finite.findings(output, ids))
+            self._explain_skipped_step(self.finite.findings(output, ids), loss)
 
-    def _explain_skipped_step(self, own_findings: list[str]) -> None:
+    def _explain_skipped_step(self, own_findings: list[str], loss: float) -> None:
         """Say which rank, tower and micro-batch; end the run, with a checkpoint, after too many steps in a row."""
         shown = findings_of_all(own_findings, self.parallel.world_size)
-        if not shown:  # in fp16, now and then, by design: the loss scale was too large
+        if not shown and not math.isfinite(loss):
+            shown = f"in no tower: the loss is {loss}"
+        elif not shown:  # in fp16, now and then, by design: the loss scale was too large
             shown = f"in no tower alone; loss scale now {self.engine.loss_scale():g}"
         self.metrics.say(f"step {self.step} was skipped, its gradients are not finite:\n  {shown}")
         if self.skipped_in_a_row > self.config.max_skipped_steps:
