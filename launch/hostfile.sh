@@ -17,8 +17,11 @@ python -m infcl.cluster.hostfile check "$HOSTS"
 
 for file in "${DS_ENV_FILE:-.deepspeed_env}" ~/"${DS_ENV_FILE:-.deepspeed_env}"; do
   [ -r "$file" ] || continue
-  secret=$(grep -oiE '^[A-Z0-9_]*(KEY|TOKEN|SECRET|PASSWORD)[A-Z0-9_]*=' "$file" | head -1) || true
-  [ -z "$secret" ] || fail "$file holds ${secret%=}: it would stand in the command line on every host; leave it in a file there (~/.netrc, ~/.aws/credentials)"
+  name='^[[:blank:]]*(export[[:blank:]]+)?[A-Z0-9_]*'
+  secret=$(grep -iE -e "$name(KEY|TOKEN|SECRET|PASSW|PASSPHRASE|_PWD)[A-Z0-9_]*=" -e "${name}_AUTH=" \
+    -e "${name}CREDENTIALS?=[^/~]" -e "$name=.*://[^/@[:blank:]]*:[^/@[:blank:]]*@" "$file" \
+    | grep -viE '^[[:blank:]]*NCCL_IB_PKEY=' | sed 's/=.*//; s/.*[[:blank:]]//' | head -1) || true
+  [ -z "$secret" ] || fail "$file holds ${secret}: it would stand in the command line on every host; leave it in a file there (~/.netrc, ~/.aws/credentials)"
 done
 
 first=$(awk '{sub(/[#\r].*/, "")} NF {print $1; exit}' "$HOSTS")

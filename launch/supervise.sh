@@ -5,10 +5,11 @@
 #   hardware  any; runs beside the launcher on one host
 #   time      as long as the training; waits FIRST_WAIT (5) seconds before the first restart, twice as long before each
 #             further one without progress, at most 300
-# Several hosts: bash launch/supervise.sh --hostfile HOSTS --min-hosts 3 [--batch 32768] RUN_FOLDER \
-#                 bash launch/hostfile.sh --global-batch-size 32768 --resume latest ...
+# Several hosts: bash launch/supervise.sh --hostfile HOSTS --min-hosts 3 [--batch 49152] RUN_FOLDER \
+#                 bash launch/hostfile.sh --global-batch-size 49152 --resume latest ...
 # asks before each start which hosts of HOSTS answer, and gives the command those in a file named by $HOSTS, as long as
-# they are MIN; with --batch only as many as divide that batch. --global-batch-size keeps the batch over fewer hosts.
+# they are MIN; with --batch only as many as divide that batch (which those are is said at the start; a MIN that only all
+# hosts can meet is refused, unless it is their number). --global-batch-size keeps the batch over fewer hosts.
 # Finished means that RUN_FOLDER/summary.json is there: the launcher's exit code 0 is not trusted. Not restarted: a
 # mistake in the command (2), Ctrl-C (130), and a signal to this script, which is passed on first. --overwrite is refused.
 set -u
@@ -53,6 +54,11 @@ choose_hosts() {
   say "on $(tr '\n' ' ' < "$alive")"
 }
 
+if [ -n "$hostfile" ] && [ -n "$batch" ]; then
+  counts=$(cd "$(dirname "$0")/.." && python -m infcl.cluster.hostfile counts "$hostfile" --min-hosts "$min_hosts" \
+    --global-batch-size "$batch") || exit
+  say "$counts"
+fi
 while :; do
   choose_hosts; chosen=$?
   [ "$stopped" -gt 0 ] && end_stopped

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from infcl.config import LOSS_NAMES, BatchPlan, TrainConfig, make_parser, parse_args, total_steps
+from infcl.config.checks import _SECRET
 from infcl.config.command_line import _OF_OTHERS
 from infcl.loss.contrastive import LOSSES
 
@@ -117,9 +118,61 @@ def test_a_wrong_flag_is_refused_with_the_value_and_the_fix(flags, message):
 
 def test_a_password_in_a_url_is_refused_and_not_printed():
     urls = "pipe:curl -s https://me:hunter2@host/{00..03}.tar"
-    with pytest.raises(ValueError, match="--train-data holds a password") as refused:
+    with pytest.raises(ValueError, match="--train-data holds a password, token or signature") as refused:
         parse_args(["--train-data", urls, "--tokenizer", "x"])
     assert "hunter2" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "https://hunter2@host/{00..03}.tar",
+        "s3://me:hunter2@bucket/0.tar",
+        "https://host/0.tar?X-Amz-Algorithm=A&X-Amz-Signature=hunter2",
+        "https://host/0.tar?x-goog-signature=hunter2",
+        "https://host/0.tar?sv=2024&sig=hunter2",
+        "https://host/0.tar?access_token=hunter2",
+        "pipe:curl -s -u me:hunter2 https://host/0.tar",
+        "pipe:curl -sLu 'me:hunter2' https://host/0.tar",
+        "pipe:curl --user=me:hunter2 https://host/0.tar",
+        "pipe:curl -H 'Authorization: Bearer hunter2' https://host/0.tar",
+        'pipe:curl -H "PRIVATE-TOKEN: hunter2" https://host/0.tar',
+        "pipe:wget -qO- --header='Authorization: Basic hunter2' https://host/0.tar",
+        "pipe:wget -qO- --http-password=hunter2 https://host/0.tar",
+        "pipe:curl --oauth2-bearer hunter2 https://host/0.tar",
+    ],
+)
+def test_every_kind_of_secret_in_a_url_is_refused_and_not_printed(url):
+    with pytest.raises(ValueError, match="--train-data holds a password") as refused:
+        parse_args(["--train-data", url, "--tokenizer", "x"])
+    assert "hunter2" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "s3://bucket/{00..03}.tar",
+        "s3://me@bucket/0.tar",
+        "gs://me@bucket/0.tar",
+        "hdfs://me@host:8020/0.tar",
+        "pipe:ssh me@host cat /data/0.tar",
+        "ssh://me@host/0.tar",
+        "https://host:8080/a@b/0.tar",
+        "https://host/0.tar?versionId=3sL4kqtJlcpXroDTDmJ",
+        "https://host/0.tar?download=true&tokens=77&design=sig",
+        "https://host/0.tar?user=me@host",
+        "pipe:curl --netrc -s https://host/0.tar",
+        "pipe:curl -s --user-agent a:b https://host/0.tar",
+        "pipe:curl -H @/etc/header https://host/0.tar",
+        "pipe:curl -H 'Authorization: Bearer '$(cat ~/.token) https://host/0.tar",
+        'pipe:curl -H "Authorization: Bearer $TOKEN" https://host/0.tar',
+        'pipe:curl -u "$WHO:$WORD" https://host/0.tar',
+        "pipe:curl -H 'Accept: application/x-tar' https://host/0.tar",
+        "pipe:docker run -u 1000:1000 image cat 0.tar",
+    ],
+)
+def test_a_url_without_a_secret_is_not_refused(url):
+    assert not _SECRET.search(url)
 
 
 @pytest.mark.parametrize(

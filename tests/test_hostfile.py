@@ -2,7 +2,7 @@
 
 import pytest
 
-from infcl.cluster.hostfile import choose_alive, main, read_hostfile
+from infcl.cluster.hostfile import check_counts, choose_alive, dividing_counts, main, read_hostfile
 
 
 def written(tmp_path, text):
@@ -58,3 +58,27 @@ def test_hosts_are_left_out_until_the_ranks_divide_the_global_batch():
 def test_too_few_hosts_are_refused_with_their_names(alive, minimum):
     with pytest.raises(ValueError, match="at least . are needed .without an answer: .*d"):
         choose_alive(HOSTS, alive, min_hosts=minimum, global_batch_size=4096)
+
+
+def test_of_four_hosts_three_go_on_where_the_batch_allows_it():
+    alive = {"a", "b", "d"}
+    assert choose_alive(HOSTS, alive, min_hosts=3, global_batch_size=49152) == {"a": 8, "b": 8, "d": 8}
+    said = "a batch of 49152 is divided by the ranks of 1, 2, 3, 4 of 4 hosts"
+    assert check_counts(HOSTS, min_hosts=3, global_batch_size=49152) == said
+
+
+def test_hosts_of_different_slots_count_by_any_of_them():
+    assert dividing_counts({"a": 8, "b": 4, "c": 4}, 16) == [1, 2, 3]
+    assert dividing_counts({"a": 3, "b": 5}, 24) == [1, 2]
+    assert dividing_counts({"a": 5, "b": 7}, 16) == []
+
+
+@pytest.mark.parametrize(("minimum", "batch"), [(3, 32768), (5, 49152), (1, 7)])
+def test_a_minimum_that_no_lost_host_leaves_is_refused(tmp_path, minimum, batch, capsys):
+    path = written(tmp_path, "".join(f"{host} slots={slots}\n" for host, slots in HOSTS.items()))
+    assert main(["counts", str(path), "--min-hosts", str(minimum), "--global-batch-size", str(batch)]) == 2
+    assert f"--min-hosts {minimum}: " in capsys.readouterr().err
+
+
+def test_all_hosts_may_be_asked_for():
+    assert "1, 2, 4 of 4 hosts" in check_counts(HOSTS, min_hosts=4, global_batch_size=32768)

@@ -4,6 +4,7 @@ import os
 import shlex
 import shutil
 import subprocess
+import sys
 
 import pytest
 
@@ -127,6 +128,34 @@ def test_keys_in_the_environment_file_are_refused(tmp_path):
     assert result.returncode == 2 and "holds WANDB_API_KEY" in result.stderr and "0123" not in result.stderr
 
 
+@pytest.mark.parametrize(
+    ("line", "name"),
+    [
+        ("https_proxy=http://u:hunter2@proxy:3128", "https_proxy"),
+        ("HF_AUTH=hunter2", "HF_AUTH"),
+        ("PGPASSWD=hunter2", "PGPASSWD"),
+        ("MYSQL_PWD=hunter2", "MYSQL_PWD"),
+        ("AWS_CREDENTIALS=hunter2", "AWS_CREDENTIALS"),
+        (" HF_TOKEN=hunter2", "HF_TOKEN"),
+        ("export HF_TOKEN=hunter2", "HF_TOKEN"),
+    ],
+)
+def test_every_kind_of_secret_in_the_environment_file_is_refused(tmp_path, line, name):
+    (tmp_path / "hosts").write_text("a slots=1\n")
+    (tmp_path / ".deepspeed_env").write_text(f"OMP_NUM_THREADS=1\n{line}\n")
+    result = run("hostfile.sh", tmp_path=tmp_path, programs=HOSTFILE)
+    assert result.returncode == 2 and f"holds {name}:" in result.stderr and "hunter2" not in result.stderr
+
+
+def test_what_is_no_secret_in_the_environment_file_is_passed_on(tmp_path):
+    (tmp_path / "hosts").write_text("a slots=1\n")
+    lines = ["https_proxy=http://proxy:3128", "PWD=/a", "OLDPWD=/b", "SSH_AUTH_SOCK=/run/a", "XAUTHORITY=/c", "A=b@c"]
+    lines += ["GOOGLE_APPLICATION_CREDENTIALS=/etc/google.json", "NCCL_IB_PKEY=1", "AWS_SHARED_CREDENTIALS_FILE=/etc/a"]
+    (tmp_path / ".deepspeed_env").write_text("\n".join(lines))
+    result = run("hostfile.sh", tmp_path=tmp_path, programs=HOSTFILE)
+    assert result.returncode == 0, result.stderr
+
+
 @pytest.mark.parametrize("launcher", ["pdsh", "openmpi"])
 def test_the_launchers_get_address_interface_and_flags(tmp_path, launcher):
     (tmp_path / "hosts").write_text("a slots=1\n")
@@ -200,3 +229,30 @@ def test_a_signal_before_the_command_has_its_group_is_passed_on(tmp_path):
         process.terminate()
         _, said = process.communicate(timeout=60)
     assert process.returncode == 143 and "stopped" in said
+
+
+def supervised_hosts(tmp_path, batch: int):
+    """supervise.sh over four hosts of which three answer; its command writes down the hosts that it was given."""
+    (tmp_path / "hosts").write_text("".join(f"{name} slots=8\n" for name in "abcd"))
+    programs = {
+        "python": f'exec {shlex.quote(sys.executable)} "$@"\n',
+        "ssh": 'case "$*" in *" c true") exit 255;; esac\n',
+        "command": f'cat "$HOSTS"; touch {shlex.quote(str(tmp_path))}/summary.json\n',
+    }
+    options = ["--hostfile", tmp_path / "hosts", "--min-hosts", "3", "--batch", batch]
+    arguments = [*options, tmp_path, tmp_path / "bin" / "command"]
+    return run("supervise.sh", *arguments, tmp_path=tmp_path, programs=programs, PYTHONPATH=str(ROOT))
+
+
+def test_supervise_goes_on_with_three_of_four_hosts_and_says_which_numbers_divide_the_batch(tmp_path):
+    result = supervised_hosts(tmp_path, 49152)
+    assert result.returncode == 0, result.stderr
+    assert "supervise: a batch of 49152 is divided by the ranks of 1, 2, 3, 4 of 4 hosts" in result.stderr
+    assert result.stdout == "a slots=8\nb slots=8\nd slots=8\n"
+
+
+def test_supervise_refuses_a_minimum_that_only_all_hosts_can_meet(tmp_path):
+    result = supervised_hosts(tmp_path, 32768)
+    assert result.returncode == 2 and not result.stdout
+    assert "--min-hosts 3: no fewer than all hosts can be gone on with, since a batch of 32768" in result.stderr
+    assert "1, 2, 4 of 4 hosts" in result.stderr

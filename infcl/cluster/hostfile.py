@@ -3,6 +3,8 @@
     python -m infcl.cluster.hostfile check HOSTS                        say what is wrong, with the line
     python -m infcl.cluster.hostfile alive HOSTS --min-hosts 3 [--global-batch-size N]
                                                                         print the hostfile of the hosts that answer
+    python -m infcl.cluster.hostfile counts HOSTS --min-hosts 3 --global-batch-size N
+                                                                        print how many hosts divide the batch
 
 `alive` leaves out hosts that ssh does not reach, and then as many more as it takes for the ranks to divide the global
 batch, so that the run can go on with it.
@@ -78,15 +80,44 @@ def choose_alive(hosts: dict[str, int], alive: set[str], *, min_hosts: int, glob
     return chosen
 
 
+def dividing_counts(hosts: dict[str, int], global_batch_size: int) -> list[int]:
+    """Of how many of the hosts the ranks can divide the global batch, whichever of them answer."""
+    sums: list[set[int]] = [{0}, *(set() for _ in hosts)]  # [number of hosts] -> how many ranks they may have
+    for slots in hosts.values():
+        for count in range(len(hosts), 0, -1):
+            sums[count] |= {ranks + slots for ranks in sums[count - 1]}
+    return [count for count in range(1, len(sums)) if any(global_batch_size % ranks == 0 for ranks in sums[count])]
+
+
+def check_counts(hosts: dict[str, int], *, min_hosts: int, global_batch_size: int) -> str:
+    """Says which numbers of hosts divide the batch. ValueError where no lost host could be gone on without."""
+    counts = dividing_counts(hosts, global_batch_size)
+    text = f"a batch of {global_batch_size} is divided by the ranks of {_listed(counts)} of {len(hosts)} hosts"
+    if min_hosts > len(hosts):
+        raise ValueError(f"--min-hosts {min_hosts}: the file has {len(hosts)} hosts")
+    usable = [count for count in counts if count >= min_hosts]
+    if not usable or (usable == [len(hosts)] and min_hosts < len(hosts)):
+        raise ValueError(f"--min-hosts {min_hosts}: no fewer than all hosts can be gone on with, since {text}")
+    return text
+
+
+def _listed(counts: list[int]) -> str:
+    return ", ".join(map(str, counts)) or "none"
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m infcl.cluster.hostfile", description=__doc__.splitlines()[0])
-    parser.add_argument("action", choices=("check", "alive"))
+    parser.add_argument("action", choices=("check", "alive", "counts"))
     parser.add_argument("hostfile")
     parser.add_argument("--min-hosts", type=int, default=1)
     parser.add_argument("--global-batch-size", type=int)
     arguments = parser.parse_args(argv)
     try:
         hosts = read_hostfile(arguments.hostfile)
+        if arguments.action == "counts":
+            if arguments.global_batch_size is None:
+                parser.error("counts needs --global-batch-size")
+            print(check_counts(hosts, min_hosts=arguments.min_hosts, global_batch_size=arguments.global_batch_size))
         if arguments.action == "alive":
             with ThreadPoolExecutor(32) as pool:
                 alive = {host for host, answer in zip(hosts, pool.map(answers, hosts)) if answer}

@@ -74,7 +74,20 @@ _MEANT = {  # by those who give a name instead of a path
     "--pretrained-image": _WEIGHTS,
     "--pretrained-text": _WEIGHTS,
 }
-_PASSWORD = re.compile(r"://[^/@\s:]*:[^/@\s]+@")  # of scheme://user:password@host
+_FILLED_IN = r"(?![\"']?\$)"  # a value that the shell of a pipe: url fills in on the host is no secret here
+_SECRET = re.compile(
+    rf"""
+      ://[^/@\s:]*:[^/@\s]+@                         # scheme://user:password@host
+    | https?://[^/@\s?\#"']+@                        # https://TOKEN@host; elsewhere a user's name, as in ssh://me@host
+    | [?&](?:x-(?:amz|goog)-(?:signature|credential|security-token)|sig|signature|(?:access_?|auth_?)?token
+        |api[-_]?key|password|passwd|secret)={_FILLED_IN}[^&\s]
+    | \bcurl\b[^|;]*\s(?:-[a-z]*u\s*|--(?:proxy-)?user[=\s]\s*){_FILLED_IN}["']?[^\s:"']*:(?!\$)[^\s"']
+    | (?:-H|--header)[=\s]*["']?(?:(?:proxy-)?authorization|cookie|[\w-]*token|[\w-]*api-?key)\s*:
+        (?!\s*(?:\w+\s+)?["']?\$)\s*[^\s"']
+    | --(?:oauth2-bearer|(?:http-|ftp-|proxy-)?password)[=\s]\s*{_FILLED_IN}\S
+    """,
+    re.IGNORECASE | re.VERBOSE,
+)
 
 
 def validate(config: TrainConfig) -> None:
@@ -239,10 +252,10 @@ def _is_installed(package: str) -> bool:
 
 def _check_plain_path(option: str, value: str | None) -> None:
     """A missing path is refused here; patterns, lists and remote urls are looked at by the data layer."""
-    if value is not None and _PASSWORD.search(value):
+    if value is not None and _SECRET.search(value):
         raise ValueError(
-            f"{option} holds a password: every user of the hosts could read it in the command line, and the run folder "
-            "would keep it. Leave it in a file of the hosts (~/.netrc and 'pipe:curl --netrc ...', ~/.aws/credentials)"
+            f"{option} holds a password, token or signature: every user of the hosts could read it in the command line, "
+            "and the run folder would keep it. Leave it in a file of the hosts (~/.netrc and 'pipe:curl --netrc ...', ~/.aws/credentials)"
         )
     if value is None or any(mark in value for mark in ("::", "{", "*", "?", "[", ":")):
         return
