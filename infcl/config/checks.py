@@ -254,8 +254,9 @@ def _check_plain_path(option: str, value: str | None) -> None:
     """A missing path is refused here; patterns, lists and remote urls are looked at by the data layer."""
     if value is not None and _SECRET.search(value):
         raise ValueError(
-            f"{option} holds a password, token or signature: every user of the hosts could read it in the command line, "
-            "and the run folder would keep it. Leave it in a file of the hosts (~/.netrc and 'pipe:curl --netrc ...', ~/.aws/credentials)"
+            f"{option} holds a password, token or signature: every user of the hosts could read it in the command "
+            "line, and the run folder would keep it. Leave it in a file of the hosts (~/.netrc and "
+            "'pipe:curl --netrc ...', ~/.aws/credentials)"
         )
     if value is None or any(mark in value for mark in ("::", "{", "*", "?", "[", ":")):
         return
