@@ -54,6 +54,23 @@ def pytest_runtest_setup(item):
             pytest.skip(reason)
 
 
+def pytest_unconfigure(config):
+    """The last line of a run that has tests over several hosts: green must not mean that they were skipped."""
+    reporter = config.pluginmanager.get_plugin("terminalreporter")
+    if reporter is None:
+        return
+
+    def reports(*outcomes):
+        found = [report for outcome in outcomes for report in reporter.stats.get(outcome, ())]
+        return [report for report in found if "cluster" in getattr(report, "keywords", ())]
+
+    ran, skipped = {report.nodeid for report in reports("passed", "failed", "error")}, reports("skipped")
+    if ran or skipped:
+        why = sorted({str(report.longrepr[2]).removeprefix("Skipped: ") for report in skipped})
+        line = f"tests over several hosts: {len(ran)} ran, {len(skipped)} were skipped"
+        reporter.write_line(line + (f" ({'; '.join(why)})" if why else ""))
+
+
 @pytest.fixture(autouse=True)
 def _process_groups_end_with_their_test(request):
     """A test that leaves one makes others fail, by their order. Those on a GPU share one, as DeepSpeed wants it."""

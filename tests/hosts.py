@@ -8,16 +8,21 @@ with the same paths everywhere. Needs root, iproute2, util-linux and openssh-ser
     host.run([...])              on the host, in `cwd`        host.link("down")     its cable is pulled
     host.processes("text")       its processes by command     host.shape("tbf rate ...") tc on what it sends
     host.crash()                 every process of it is killed at once
+
+While hosts are there SIGTERM is a KeyboardInterrupt, so that they are taken down; it waits while they are.
 """
 
 import functools
 import itertools
 import os
 import shutil
+import signal
 import subprocess
 import tempfile
+import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -130,6 +135,7 @@ class Hosts:
         self.prefix = f"infcl{os.getpid()}s{next(_sets)}"
         self.bridge = f"{self.prefix}br"
         self.slots, self.nics = slots, nics
+        self.on_sigterm: Any = None  # what it did before
         self.all = [Host(self, number) for number in range(1, count + 1)]
 
     def __getitem__(self, index: int) -> Host:
@@ -141,6 +147,8 @@ class Hosts:
 
     def __enter__(self) -> "Hosts":
         try:
+            if threading.current_thread() is threading.main_thread():
+                self.on_sigterm = signal.signal(signal.SIGTERM, _interrupt)
             self._make()
         except BaseException:  # namespaces would stay behind
             self.__exit__()
@@ -193,6 +201,15 @@ class Hosts:
             time.sleep(0.1)
 
     def __exit__(self, *_) -> None:
+        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+        try:
+            self._take_down()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+            if self.on_sigterm is not None:
+                signal.signal(signal.SIGTERM, self.on_sigterm)
+
+    def _take_down(self) -> None:
         for host in self.all:
             if host.is_up:
                 host.crash()
@@ -201,6 +218,10 @@ class Hosts:
             subprocess.run(["ip", "netns", "del", name], capture_output=True)
         if self.temporary:  # it holds keys
             shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def _interrupt(*_) -> None:
+    raise KeyboardInterrupt("SIGTERM")
 
 
 def _run(*arguments) -> None:

@@ -6,6 +6,10 @@ python -m pytest -m cluster -o addopts=''        needs root, iproute2, openssh-s
 import json
 import shutil
 import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 import psutil
 import pytest
@@ -24,7 +28,7 @@ from tests.cluster_run import (
     wait_for_step,
 )
 from tests.hosts import Hosts
-from tests.test_entry import alone
+from tests.test_entry import ROOT, alone
 
 pytestmark = MARKS
 
@@ -60,6 +64,45 @@ def test_two_hosts_train_resume_evaluate_and_export_as_one_rank_does(demo_folder
     result = alone(flags(demo_folder, one, "--steps", "8", "--batch-size", "16"))
     assert result.returncode == 0, result.stderr
     assert losses(tmp_path) == pytest.approx(losses(one), rel=1e-4)
+
+
+INTERRUPTED = """
+import time
+from tests.hosts import Hosts
+
+def test_that_takes_long(tmp_path):
+    with Hosts(1, folder=tmp_path / "hosts") as hosts:
+        (tmp_path / "made").write_text(hosts[0].namespace)
+        time.sleep(600)
+"""
+
+
+def test_sigterm_to_the_tests_leaves_no_namespace_behind(tmp_path):
+    """As the Makefile's time limit sends it."""
+    (tmp_path / "test_interrupted.py").write_text(INTERRUPTED)
+    program = [sys.executable, "-m", "pytest", "-q", "-o", "addopts=", "--basetemp", tmp_path / "base", "--rootdir"]
+    command = [*map(str, program), str(tmp_path), "-p", "no:cacheprovider", str(tmp_path / "test_interrupted.py")]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        deadline = time.monotonic() + 120
+        while not (found := list((tmp_path / "base").glob("*/made"))) or not found[0].read_text():
+            assert process.poll() is None and time.monotonic() < deadline
+            time.sleep(0.1)
+        name = found[0].read_text()
+        process.terminate()
+        output, _ = process.communicate(timeout=120)
+    assert process.returncode == 2 and "KeyboardInterrupt" in output, output
+    assert name not in subprocess.run(["ip", "netns"], capture_output=True, text=True).stdout
+    assert not (Path("/etc/netns") / name).exists()
+
+
+def test_torchrun_on_each_of_two_hosts_trains(demo_folder, tmp_path, two_hosts):
+    words = flags(demo_folder, tmp_path, "--batch-size", "8")[1:]
+    settings = {"NODES": "2", "RANKS": "1", "INTERFACE": "eth0", "MASTER_ADDR": two_hosts[0].address}
+    command = ["bash", "launch/torchrun.sh", *words]
+    processes = [start(two_hosts, command, on=rank, NODE_RANK=str(rank), **settings) for rank in (0, 1)]
+    results = [finish(process) for process in processes]
+    assert [code for code, _ in results] == [0, 0], results
+    assert "2 x cpu" in results[0][1] and len(losses(tmp_path)) == 3
 
 
 @pytest.mark.skipif(shutil.which("mpirun") is None, reason="mpirun is not installed (openmpi-bin)")

@@ -5,6 +5,7 @@ import random
 import numpy
 import pytest
 
+from tests import hosts
 from tests.cluster_run import small_disk
 from tests.ranks import run_ranks
 
@@ -43,6 +44,34 @@ def test_with_skips_fail_a_skip_fails_and_an_expected_failure_does_not(pytester)
     result = pytester.runpytest_inprocess("-p", "tests.conftest", "--skips-fail")
     result.assert_outcomes(xfailed=2, failed=1)
     result.stdout.fnmatch_lines(["*no cable (--skips-fail)*"])
+
+
+@pytest.mark.parametrize(
+    ("missing", "line"),
+    [
+        ("no root", "tests over several hosts: 0 ran, 3 were skipped (no root)"),
+        (None, "tests over several hosts: 2 ran, 1 were skipped (no mpirun)"),
+    ],
+)
+def test_the_last_line_says_how_many_tests_over_hosts_ran(pytester, monkeypatch, missing, line):
+    monkeypatch.setattr(hosts, "missing", lambda: missing)
+    pytester.makepyfile(
+        """
+        import pytest
+
+        @pytest.mark.cluster
+        def test_passes(): pass
+
+        @pytest.mark.cluster
+        def test_fails(): assert False
+
+        @pytest.mark.cluster
+        def test_is_skipped(): pytest.skip("no mpirun")
+
+        def test_of_one_host(): pass
+        """
+    )
+    assert pytester.runpytest_inprocess("-p", "tests.conftest").stdout.lines[-1] == line
 
 
 def test_a_small_disk_skips_where_there_is_no_mount(tmp_path, monkeypatch):
