@@ -210,9 +210,13 @@ def accumulate_ones(rank, world_size, preset):
     return engine.grad_norm()
 
 
-def test_six_hundred_bf16_micro_batches_accumulate_without_loss():
+@pytest.mark.parametrize(
+    ("preset", "world_size"),
+    [("zero1", 1), ("zero2_bf16", 2), ("zero3", 1), pytest.param("zero3_offload", 2, marks=pytest.mark.slow)],
+)
+def test_six_hundred_bf16_micro_batches_accumulate_without_loss(preset, world_size):
     """In bf16, DeepSpeed's default, they sum to 256."""
-    assert run_ranks(accumulate_ones, 2, "zero2_bf16")[0] == pytest.approx(600.0, rel=1e-6)
+    assert run_ranks(accumulate_ones, world_size, preset)[0] == pytest.approx(600.0, rel=1e-6)
 
 
 def counters_of_loss_scalers(rank, world_size):

@@ -47,12 +47,15 @@ def step_with_dropout(rank, world_size, preset, resident, wrong_replay):
     return full_weights(engine, keep=True)
 
 
-def one_process_step(world_size):
-    model = ToyCLIP(dropout=DROPOUT).train()
+def toy():
+    return ToyCLIP(dropout=DROPOUT).train()
+
+
+def one_process_step(world_size, model, whole_batch=global_batch):
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=(0.9, 0.98), eps=EPS, weight_decay=0.0)
     size = world_size * MICRO_BATCHES * MICRO_BATCH_SIZE
     outputs = []
-    for number, pair in enumerate(zip(*(side.split(MICRO_BATCH_SIZE) for side in global_batch(size)))):
+    for number, pair in enumerate(zip(*(side.split(MICRO_BATCH_SIZE) for side in whole_batch(size)))):
         rank, index = divmod(number, MICRO_BATCHES)
         torch.manual_seed(micro_batch_seed(0, 0, index, rank))
         outputs.append(model(*pair))
@@ -69,10 +72,81 @@ CASES += [(preset, *more) for preset in ("zero1", "zero3") for more in ((1, 1), 
 @pytest.mark.parametrize(("preset", "world_size", "resident"), CASES)
 def test_a_step_with_dropout_equals_the_one_of_a_single_process(preset, world_size, resident):
     state = run_ranks(step_with_dropout, world_size, preset, resident, False)[0]
-    assert worst_error(state, one_process_step(world_size)) < 1e-5
+    assert worst_error(state, one_process_step(world_size, toy())) < 1e-5
 
 
 @pytest.mark.parametrize("preset", ["zero1", "zero3"])
 def test_another_seed_in_the_replay_is_noticed(preset):
     state = run_ranks(step_with_dropout, 2, preset, 1, True)[0]
-    assert worst_error(state, one_process_step(2)) > 1e-3
+    assert worst_error(state, one_process_step(2, toy())) > 1e-3
+
+
+# ---- the towers themselves ----
+
+
+def demo_model(checkpointing):
+    from infcl.towers import CLIP, load_model_config
+
+    torch.manual_seed(0)
+    return CLIP(load_model_config("demo"), patch_dropout=0.25, activation_checkpointing=checkpointing)
+
+
+def demo_batch(size):
+    generator = torch.Generator().manual_seed(1)
+    images = torch.randint(0, 256, (size, 3, 32, 32), generator=generator, dtype=torch.uint8)
+    return images, torch.randint(1, 300, (size, 20), generator=generator)
+
+
+def step_of_the_towers(rank, world_size, preset, resident, checkpointing, compiled):
+    from infcl.loss.contrastive import ContrastiveLoss
+    from infcl.parallel import init_parallel
+    from infcl.step.grad_cache import grad_cache_step
+    from infcl.train.checkpoint import full_weights
+    from infcl.train.compiled import prepare_blocks
+    from infcl.train.engine import Engine
+
+    parallel = init_parallel("cpu")
+    batch = BatchPlan(world_size, MICRO_BATCHES, MICRO_BATCH_SIZE)
+    config = settings(
+        preset, precision="fp32", grad_clip_norm=None, wd=0.0,
+        compile_blocks="on" if compiled else "off", grad_checkpointing=checkpointing,
+    )  # fmt: skip
+    model = demo_model(checkpointing)
+    assert prepare_blocks(model, config, parallel, "fp32", batch) == compiled
+    engine = Engine(model, config, parallel, batch)
+    engine.train()
+    own = slice(rank * batch.rank_batch_size, (rank + 1) * batch.rank_batch_size)
+    images, texts = (side[own].split(MICRO_BATCH_SIZE) for side in demo_batch(batch.global_batch_size))
+    grad_cache_step(
+        list(zip(images, texts)),
+        encode=lambda pair: engine.encode(*pair),
+        loss=ContrastiveLoss("inf_cl", group=engine.dp_group),
+        backward=engine.backward,
+        seeds=[micro_batch_seed(0, 0, index, rank) for index in range(MICRO_BATCHES)],
+        resident=resident,
+    )
+    assert engine.step(LR)
+    return full_weights(engine, keep=True)
+
+
+slow = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("preset", "world_size", "resident", "checkpointing", "compiled"),
+    [
+        ("zero0", 2, 1, True, False),
+        ("zero1", 2, 2, True, False),
+        ("zero3", 2, 2, True, False),
+        pytest.param("zero1", 1, 2, True, True, marks=slow),
+        pytest.param("zero2", 2, 1, False, True, marks=slow),
+        pytest.param("zero3", 2, 2, True, True, marks=slow),
+    ],
+)
+def test_a_step_of_the_towers_with_patch_dropout_equals_the_one_of_a_single_process(
+    preset, world_size, resident, checkpointing, compiled
+):
+    state = run_ranks(step_of_the_towers, world_size, preset, resident, checkpointing, compiled, timeout=250)[0]
+    expected = one_process_step(world_size, demo_model(checkpointing=False).train(), demo_batch)
+    moved = {name: value for name, value in expected.items() if value.norm() > 0}
+    assert worst_error({name: state[name] for name in moved}, moved) < 1e-5
