@@ -22,7 +22,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from infcl.cluster.meeting import LOOPBACK, Node, interface_address, meet, open_store
+from infcl.cluster.meeting import LOOPBACK, Node, interface_address, meet, open_store, require_hostfile
 from infcl.cluster.watch import HostWatch
 
 # launcher -> its names of (rank, world size, local rank); the first whose rank is set is taken
@@ -107,7 +107,7 @@ def init_parallel(
     auto is cuda where there is a GPU, unless DS_ACCELERATOR=cpu says otherwise. host_timeout: seconds of silence after
     which a host is lost. interface: the network interface that all connections use. run: what all ranks of this run,
     and few others, call it; ranks that meet another one's raise ValueError, as do hosts whose `settings` or devices are
-    not the same.
+    not the same, and a hostfile given to deepspeed that is not there.
     """
     rank, world_size, local_rank = read_environment()
     use_cuda = device == "cuda"
@@ -127,6 +127,7 @@ def init_parallel(
     if not dist.is_initialized():
         for name, value in zip(_ENVIRONMENTS[0], (rank, world_size, local_rank)):
             os.environ.setdefault(name, str(value))
+        require_hostfile()
         _use_interface(interface)
         timeout = datetime.timedelta(minutes=timeout_minutes)
         store = open_store(rank, world_size, interface=interface, timeout=timeout, run=run)

@@ -98,6 +98,32 @@ def deepspeed_launcher() -> int | None:
     return parent if b"deepspeed.launcher.launch" in command else None
 
 
+def require_hostfile() -> None:
+    """ValueError where DeepSpeed was given a hostfile that is not there: it warns, and trains on this host alone."""
+    launcher = deepspeed_launcher()
+    if launcher is None:
+        return
+    try:
+        status = Path(f"/proc/{launcher}/status").read_text()
+        runner = Path("/proc") / status.split("PPid:")[1].split()[0]
+        hostfile = _hostfile_of((runner / "cmdline").read_bytes().decode(errors="replace").split("\0"))
+        if hostfile is None or (runner / "cwd" / hostfile).is_file():
+            return
+    except OSError:  # the process has ended, or is another user's
+        return
+    raise ValueError(f"deepspeed was given --hostfile {hostfile}, which is not there: it started this host alone")
+
+
+def _hostfile_of(words: list[str]) -> str | None:
+    """What the command line of a `deepspeed` says."""
+    for word, following in zip(words, [*words[1:], ""]):
+        if word in ("-H", "--hostfile"):
+            return following
+        if word.startswith("--hostfile="):
+            return word.removeprefix("--hostfile=")
+    return None
+
+
 def meet(
     store: dist.Store,
     rank: int,
