@@ -16,6 +16,7 @@ commit, hardware and versions:
 """
 
 import argparse
+import dataclasses
 import gc
 import json
 import os
@@ -157,6 +158,17 @@ def config_of(zero: str, zero_options: dict, steps: int, trainer_flags: list[str
     given += ["--report-to", "none", "--save-frequency", "0", "--log-every-n-steps", str(10**9), "--warmup", "0"]
     given += ["--logs", str(folder), "--name", "run", "--deepspeed_config", str(path), "--steps", str(steps)]
     return parse_args([*given, *trainer_flags])
+
+
+def setting_of(label: str) -> tuple[TrainConfig, dict]:
+    """(config, preset) of a row by its label, which has the flags without their dashes."""
+    own = ("zero", "zero-options", "measured-steps", "warm-up-steps", "gpus")
+    names = {field.name.replace("_", "-") for field in dataclasses.fields(TrainConfig)}.union(own)
+    words = [f"--{word}" if word in names else word for word in label.split()]
+    options, flags = _parse(words)
+    path = f"ds_configs/zero{options.zero}.json"
+    config = parse_args([*SYNTHETIC, "--model", "ViT-L-14", "--deepspeed_config", path, *flags])
+    return config, json.loads(Path(path).read_text())
 
 
 def _row(trainer, options: argparse.Namespace, peak: float, rate: float) -> dict:

@@ -7,7 +7,7 @@ import re
 import pytest
 import torch
 
-from benchmarks.paper.memory import planned_for_trial
+from benchmarks.paper.memory import planned_at_start, planned_for_trial
 from benchmarks.paper.raw import rows, where
 from benchmarks.paper.speed import loss_rows
 from benchmarks.paper.towers import measured_losses, planned_loss, steps, tensor_parallel_steps
@@ -97,6 +97,11 @@ def test_measured_peaks_of_whole_steps_on_h200s(row):
         assert plan == pytest.approx(row["peak_gib"], rel=0.05) and plan < limit
     else:
         assert plan > 0.99 * limit
+
+
+@pytest.mark.parametrize("row", rows("step_peaks.csv"), ids=lambda row: row["label"])
+def test_peaks_are_those_that_the_check_at_start_reckons_from_the_flags(row):
+    assert planned_at_start(row["label"]) / GIB == pytest.approx(row["peak_gib"], rel=0.02)
 
 
 TENSOR_PARALLEL = [

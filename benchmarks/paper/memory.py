@@ -2,13 +2,17 @@
 
 import itertools
 
+import torch
+
 from benchmarks.paper.raw import batch, latest, markdown, newest, origin, rows, where
 from infcl.plan.compare import convolution_apart
-from infcl.plan.memory import memory_of
+from infcl.plan.fit import Fit
+from infcl.plan.memory import memory_of, parameter_counts
 from infcl.plan.paper import paper_memory
 from infcl.plan.parts import loss_bytes
 from infcl.plan.setting import Setting, load_gpu
 from infcl.towers.config import load_model_config
+from infcl.train.build import build_model, build_tokenizer_and_model_config
 
 GIB = 2**30
 FIGURE_1_GPUS = (8, 16, 32, 64, 128, 256)
@@ -137,6 +141,34 @@ def plan_peaks() -> str:
         f"2](results.md#the-papers-tables-and-figures)), are planned within {min(errors):+.1%} and {max(errors):+.1%}; "
         f"of {len(failed)} that ran out of\nmemory {above} are planned above the limit."
     )
+
+
+def plan_states() -> str:
+    """Peaks of steps on one H200 beside what the check at start reckons from the same flags."""
+    found = list(rows("step_peaks.csv"))
+    lines = []
+    for row in found:
+        flags = [word for word in row["label"].split(" measured-steps")[0].split() if word not in _SAID]
+        plan = planned_at_start(row["label"]) / GIB
+        peak = row["peak_gib"]
+        lines.append(
+            [row["model"], " ".join(flags), f"{peak:.1f} / {plan:.1f} ({round(plan / peak - 1, 3) + 0.0:+.1%})"]
+        )
+    return markdown(["model", "flags", "peak, GiB: measured / planned"], lines) + f"\n\n{origin(found)}."
+
+
+_SAID = ("model", "ViT-B-16", "compile-blocks", "on")  # by the table, or of all rows
+
+
+def planned_at_start(label: str) -> float:
+    """Bytes that infcl/plan/fit.py reckons for the flags of a row of benchmarks.step on one GPU."""
+    from benchmarks.step import setting_of
+
+    config, preset = setting_of(label)
+    _, cfg = build_tokenizer_and_model_config(config)
+    with torch.device("meta"):
+        counts = parameter_counts(build_model(config, cfg))
+    return Fit(config, cfg, counts, str(config.precision), preset, 1, float("inf")).parts(config)["peak"]
 
 
 def table_2() -> str:

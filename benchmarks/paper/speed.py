@@ -56,6 +56,17 @@ def loss_four_gpus() -> str:
     return loss_table(4, ("inf_cl", "clip", "official_open_clip", "official"))
 
 
+def loss_two_gpus() -> str:
+    """Two H200s: the ring by copy engines and by the process group's sends, with the spread of the repeats."""
+    names, lines = {"inf_cl": "copy engines", "inf_cl sends": "sends"}, []
+    for impl, name in names.items():
+        for row in _by_batch(where(loss_rows(), gpus=2, dim=768, impl=impl)):
+            time = f"{row['median_ms']:.1f} ({row['mean_ms']:.1f} +- {row['std_ms']:.1f}, {row['repeats']} repeats)"
+            rate = f"{row['tflops_per_gpu']:.0f} TFLOP/s, {row['ratio_to_cublas']:.2f}"
+            lines.append([f"{row['global_batch']:,}", name, time, size(row["extra_mib"]), rate])
+    return markdown(["b", "messages", "ms: median (mean)", "memory", "rate, of the library's"], lines)
+
+
 def loss_others() -> str:
     """What else one H200 was asked: SigLIP, other widths, NT-Xent."""
     one = where(loss_rows(), gpus=1)
@@ -191,7 +202,7 @@ def loss_origin() -> str:
     text = f"{origin(shown)}; the library's product: {rates[0]:.0f} to {rates[-1]:.0f} TFLOP/s."
     lines = []
     for commit in dict.fromkeys(row["commit"] for row in shown):
-        for gpus in (1, 4):
+        for gpus in (1, 2, 4):
             batches: dict[str, set[int]] = {}
             for row in where(shown, commit=commit, gpus=gpus):
                 name = row["impl"] + (f", D = {row['dim']}" if row["dim"] != 768 else "")

@@ -148,7 +148,7 @@ def towers() -> str:
 
 
 def smaller_towers() -> str:
-    """ViT-B-16, from which nothing of the plan was set: a step on one H200, and a huge one, not warmed up, on four."""
+    """ViT-B-16, which set one constant of the plan: a step on one H200, and a huge one, not warmed up, on four."""
     warm = [row for row in read_steps(RESULTS / "optimizers.csv") if row["label"].endswith("opt adamw")]
     huge = [row for row in read_steps(RESULTS / "step.csv") if row["model"] == "ViT-B-16"]
     return table(compare(warm + huge, load_gpu("h200")))
