@@ -9,6 +9,7 @@ from infcl.towers.clip import CLIP
 from infcl.towers.config import load_model_config
 from infcl.towers.transformer import ResidualBlock
 from infcl.train import compiled
+from tests.ranks import run_ranks
 
 CPU = torch.device("cpu")
 
@@ -49,6 +50,47 @@ def test_a_failed_compile_says_its_cause_and_leaves_the_blocks_eager(model, monk
     assert caplog.messages == ["the towers' blocks run eagerly, torch.compile failed: RuntimeError: no kernel for this"]
     assert all("forward" not in vars(block) for block in model.modules() if isinstance(block, ResidualBlock))
     model(*inputs(model, 4))["image_features"].sum().backward()
+
+
+class Doubled(torch.autograd.Function):
+    """Right forward, wrong backward."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return 2 * gradient
+
+
+def wrong(where: str):
+    """In the place of torch.compile: what it gives is wrong in one of its two passes."""
+
+    def compiling(function, **_):
+        return lambda blocks, x: Doubled.apply(function(blocks, x)) if where == "backward" else function(blocks, x) + 1
+
+    return compiling
+
+
+@pytest.mark.parametrize(("where", "named"), [("forward", "output is"), ("backward", " is 1 off")])
+@pytest.mark.parametrize("precision", ["fp32", "amp_bf16"])
+def test_compiled_blocks_that_compute_something_else_are_not_taken(model, monkeypatch, caplog, where, named, precision):
+    monkeypatch.setattr(torch, "compile", wrong(where))
+    with caplog.at_level(logging.WARNING):
+        assert not compiled.compile_blocks(model, CPU, precision, {4})
+    assert "compiled blocks compute something else than eager ones" in caplog.text and named in caplog.text
+
+
+def _compiled_where_one_fails(rank, world_size):
+    torch.manual_seed(0)
+    model = CLIP(load_model_config("demo"))
+    torch.compile = wrong("forward") if rank == 1 else lambda function, **_: function
+    return compiled.compile_blocks(model, CPU, "fp32", {4})
+
+
+def test_blocks_are_compiled_on_all_ranks_or_on_none():
+    assert run_ranks(_compiled_where_one_fails, 2) == [False, False]
 
 
 def test_only_the_batches_of_training_run_compiled(model, monkeypatch):

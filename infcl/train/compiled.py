@@ -7,8 +7,9 @@ stays outside: DeepSpeed's hooks (ZeRO-3 gathers a whole block at once, engine.p
 Where nothing of that comes between blocks, tensor-parallel ones are compiled in runs (megatron_patches/halves.py).
 
 The graph is made for the batch sizes of training. Other batches (the last one of an evaluation) run eagerly instead of
-compiling again. Each tower's graphs are made and run once at start, on a copy of a block, forward and backward: what
-cannot be compiled is told then, with its cause, and everything stays eager.
+compiling again. Each tower's graphs are made and run once at start, on a copy of a block, forward and backward, beside
+the eager block: what cannot be compiled, or computes something else, is told then, with its cause, and everything stays
+eager, on all ranks.
 """
 
 import copy
@@ -20,10 +21,11 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from infcl.config import BatchPlan, TrainConfig
-from infcl.parallel import Parallel
+from infcl.parallel import Parallel, max_over
 from infcl.towers.clip import CLIP
 from infcl.towers.config import kept_patches
 from infcl.towers.transformer import ResidualBlock
@@ -33,6 +35,9 @@ from infcl.train.preset import read_preset, zero_stage
 _log = logging.getLogger(__name__)
 _RECOMPILE_LIMIT = 64  # variants: two towers, with and without gradient, each batch size
 BLOCKS_OF_A_RUN = 4  # at most, a divisor of the tower's
+# What compiled blocks may differ from eager ones, of a tensor's norm. Rounding is a tenth of it; it is there for
+# garbage, which torch 2.11 has made on GPUs (docs/log.md).
+APART = {torch.float32: 0.02, torch.bfloat16: 0.2, torch.float16: 0.2}
 Way = tuple[Callable, dict[str, Any] | None]  # (forward of some blocks, options of torch.compile)
 PARAMETER_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}  # of other precisions: float32
 
@@ -85,12 +90,19 @@ def compile_blocks(
         _runs(tower.resblocks, math.gcd(len(tower.resblocks), blocks_of_a_run))
         for tower in (model.visual.transformer, model.transformer)
     ]
+    failed = False
     try:
         for (blocks, *_), (length, dtype) in zip(towers, _inputs(model, precision)):
-            _try(blocks, runner, length, dtype, device, precision, batch_sizes)
+            _try(blocks, runner, forward, length, dtype, device, precision, batch_sizes)
     except Exception as error:  # compilers raise many types; whatever it is, eager blocks need none of it
         cause = (str(error).strip().splitlines() or [""])[0]
         _log.warning("the towers' blocks run eagerly, torch.compile failed: %s: %s", type(error).__name__, cause)
+        failed = True
+    if dist.is_initialized() and max_over(dist.group.WORLD, [failed], device)[0]:
+        if not failed:
+            _log.warning("the towers' blocks run eagerly, since torch.compile failed on another rank")
+        return False  # tensor-parallel blocks send other messages when they are compiled
+    if failed:
         return False
     for blocks in itertools.chain(*towers):
         for block in blocks:
@@ -128,22 +140,50 @@ def _inputs(model: CLIP, precision: str) -> list[tuple[int, torch.dtype]]:
 
 def _try(
     blocks: nn.ModuleList,
-    run,
+    run: Callable,
+    eager: Callable,
     length: int,
     dtype: torch.dtype,
     device: torch.device,
     precision: str,
     batch_sizes: set[int],
 ) -> None:
-    """Compile and run a copy of `blocks` as training will: without gradients, and (the smallest batch) with them."""
+    """Compile and run a copy of `blocks` as training will: without gradients, and (the smallest batch) with them.
+
+    RuntimeError where `run` computes something else than `eager`.
+    """
     blocks = copy.deepcopy(blocks).to(device, PARAMETER_DTYPES.get(precision, torch.float32))
-    trains = any(parameter.requires_grad for parameter in blocks.parameters())
+    trained = {name: parameter for name, parameter in blocks.named_parameters() if parameter.requires_grad}
     first: Any = blocks[0]
     width = first.attn.out_proj.in_features
+    apart = APART[torch.bfloat16 if precision == "amp_bf16" else dtype]
+    generator = torch.Generator(device).manual_seed(0)
     with torch.autocast(device.type, torch.bfloat16, enabled=precision == "amp_bf16"):
         for size in sorted(batch_sizes):
-            x = torch.zeros(size, length, width, device=device, dtype=dtype)
+            x = torch.randn(size, length, width, generator=generator, device=device).to(dtype)
             with torch.no_grad():
-                run(blocks, x)
-            if trains and size == min(batch_sizes):
-                run(blocks, x.requires_grad_()).sum().backward()
+                _require_near({"output": run(blocks, x)}, {"output": eager(blocks, x)}, apart)
+            if trained and size == min(batch_sizes):
+                found, expected = (_gradients(forward, blocks, trained, x) for forward in (run, eager))
+                _require_near(found, expected, apart)
+
+
+def _gradients(forward: Callable, blocks, trained: dict[str, nn.Parameter], x: torch.Tensor) -> dict[str, torch.Tensor]:
+    """{parameter, "input": gradient} of a weighted sum of the blocks' outputs."""
+    x = x.clone().requires_grad_()
+    y = forward(blocks, x)
+    weights = torch.randn(y.shape, generator=torch.Generator(x.device).manual_seed(1), device=x.device)
+    gradients = torch.autograd.grad((y * weights).sum(), [x, *trained.values()])
+    return dict(zip(("input", *trained), gradients))
+
+
+def _require_near(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], apart: float) -> None:
+    """RuntimeError that names the tensor furthest off, by its norm, or by a hundredth of the largest norm there is."""
+    norms = {name: float(value.float().norm()) for name, value in expected.items()}
+    least = 1e-2 * max(norms.values())
+    off = {
+        name: float((found[name].float() - expected[name].float()).norm()) / max(norms[name], least) for name in norms
+    }
+    worst = max(off, key=lambda name: math.inf if math.isnan(off[name]) else off[name])
+    if not off[worst] <= apart:
+        raise RuntimeError(f"compiled blocks compute something else than eager ones: {worst} is {off[worst]:.3g} off")
