@@ -54,7 +54,7 @@ class AbridgedTrainer(Trainer):
 
     def _train_step(self, micro_batches) -> None:
         self.encoded = 0
-        self.engine.backward = self._backward  # type: ignore[method-assign]
+        self.engine.backward = self._backward  # type: ignore[method-assign]  # of this one engine
         super()._train_step(micro_batches)
 
     def _backward(self, surrogate: torch.Tensor, is_last: bool) -> None:

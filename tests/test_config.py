@@ -116,16 +116,10 @@ def test_a_wrong_flag_is_refused_with_the_value_and_the_fix(flags, message):
         parse_args([*SYNTHETIC, *flags])
 
 
-def test_a_password_in_a_url_is_refused_and_not_printed():
-    urls = "pipe:curl -s https://me:hunter2@host/{00..03}.tar"
-    with pytest.raises(ValueError, match="--train-data holds a password, token or signature") as refused:
-        parse_args(["--train-data", urls, "--tokenizer", "x"])
-    assert "hunter2" not in str(refused.value)
-
-
 @pytest.mark.parametrize(
     "url",
     [
+        "pipe:curl -s https://me:hunter2@host/{00..03}.tar",
         "https://hunter2@host/{00..03}.tar",
         "s3://me:hunter2@bucket/0.tar",
         "https://host/0.tar?X-Amz-Algorithm=A&X-Amz-Signature=hunter2",
@@ -143,7 +137,7 @@ def test_a_password_in_a_url_is_refused_and_not_printed():
     ],
 )
 def test_every_kind_of_secret_in_a_url_is_refused_and_not_printed(url):
-    with pytest.raises(ValueError, match="--train-data holds a password") as refused:
+    with pytest.raises(ValueError, match="--train-data holds a password, token or signature") as refused:
         parse_args(["--train-data", url, "--tokenizer", "x"])
     assert "hunter2" not in str(refused.value)
 

@@ -13,28 +13,16 @@ from tests.test_engine import settings, worst_error
 MICRO_BATCHES, MICRO_BATCH_SIZE, DROPOUT = 4, 3, 0.3
 
 
-def step_with_dropout(rank, world_size, preset, resident, wrong_replay):
+def weights_after_a_step(engine, batch, whole_batch, resident, encode):
+    """{name: whole tensor} once this rank's part of the batch has gone through a step."""
     from infcl.loss.contrastive import ContrastiveLoss
-    from infcl.parallel import init_parallel
     from infcl.step.grad_cache import grad_cache_step
     from infcl.train.checkpoint import full_weights
-    from infcl.train.engine import Engine
 
-    parallel = init_parallel("cpu")
-    batch = BatchPlan(world_size, MICRO_BATCHES, MICRO_BATCH_SIZE)
-    config = settings(preset, precision="fp32", grad_clip_norm=None, wd=0.0)
-    engine = Engine(ToyCLIP(dropout=DROPOUT), config, parallel, batch)
     engine.train()
+    rank = engine.parallel.rank
     own = slice(rank * batch.rank_batch_size, (rank + 1) * batch.rank_batch_size)
-    images, texts = (side[own].split(MICRO_BATCH_SIZE) for side in global_batch(batch.global_batch_size))
-    encodings = []
-
-    def encode(pair):
-        encodings.append(pair)
-        if wrong_replay and len(encodings) > MICRO_BATCHES:
-            torch.manual_seed(5)
-        return engine.encode(*pair)
-
+    images, texts = (side[own].split(MICRO_BATCH_SIZE) for side in whole_batch(batch.global_batch_size))
     grad_cache_step(
         list(zip(images, texts)),
         encode=encode,
@@ -45,6 +33,25 @@ def step_with_dropout(rank, world_size, preset, resident, wrong_replay):
     )
     assert engine.step(LR)
     return full_weights(engine, keep=True)
+
+
+def step_with_dropout(rank, world_size, preset, resident, wrong_replay):
+    from infcl.parallel import init_parallel
+    from infcl.train.engine import Engine
+
+    parallel = init_parallel("cpu")
+    batch = BatchPlan(world_size, MICRO_BATCHES, MICRO_BATCH_SIZE)
+    config = settings(preset, precision="fp32", grad_clip_norm=None, wd=0.0)
+    engine = Engine(ToyCLIP(dropout=DROPOUT), config, parallel, batch)
+    encodings = []
+
+    def encode(pair):
+        encodings.append(pair)
+        if wrong_replay and len(encodings) > MICRO_BATCHES:
+            torch.manual_seed(5)
+        return engine.encode(*pair)
+
+    return weights_after_a_step(engine, batch, global_batch, resident, encode)
 
 
 def toy():
@@ -98,10 +105,7 @@ def demo_batch(size):
 
 
 def step_of_the_towers(rank, world_size, preset, resident, checkpointing, compiled):
-    from infcl.loss.contrastive import ContrastiveLoss
     from infcl.parallel import init_parallel
-    from infcl.step.grad_cache import grad_cache_step
-    from infcl.train.checkpoint import full_weights
     from infcl.train.compiled import prepare_blocks
     from infcl.train.engine import Engine
 
@@ -114,19 +118,7 @@ def step_of_the_towers(rank, world_size, preset, resident, checkpointing, compil
     model = demo_model(checkpointing)
     assert prepare_blocks(model, config, parallel, "fp32", batch) == compiled
     engine = Engine(model, config, parallel, batch)
-    engine.train()
-    own = slice(rank * batch.rank_batch_size, (rank + 1) * batch.rank_batch_size)
-    images, texts = (side[own].split(MICRO_BATCH_SIZE) for side in demo_batch(batch.global_batch_size))
-    grad_cache_step(
-        list(zip(images, texts)),
-        encode=lambda pair: engine.encode(*pair),
-        loss=ContrastiveLoss("inf_cl", group=engine.dp_group),
-        backward=engine.backward,
-        seeds=[micro_batch_seed(0, 0, index, rank) for index in range(MICRO_BATCHES)],
-        resident=resident,
-    )
-    assert engine.step(LR)
-    return full_weights(engine, keep=True)
+    return weights_after_a_step(engine, batch, demo_batch, resident, lambda pair: engine.encode(*pair))
 
 
 slow = pytest.mark.slow

@@ -43,7 +43,7 @@ def digest_of(picture: Path) -> str | None:
     if not picture.is_file():
         return None
     with Image.open(picture) as image:
-        return image.text.get("Description")  # type: ignore[attr-defined]
+        return image.info.get("Description")
 
 
 def draw(
