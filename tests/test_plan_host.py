@@ -185,6 +185,8 @@ def test_auto_leaves_room_for_what_comes_after_the_pixels(demo_folder, tmp_path,
     assert kept(deepspeed_config=preset) == int(0.6 * (free - saved - 4 * numel) / 2 // one) < kept()
     with pytest.raises(ValueError, match="are free beside a checkpoint's copy"):
         kept(pixel_cache_gb=str((free - saved / 2) / 2 / 1e9))
+    monkeypatch.setattr(pixels, "available_host_bytes", lambda: saved / 2)  # what keeps nothing is not refused for it
+    assert kept() == kept(pixel_cache_gb="0") == 0
 
 
 def test_the_dry_run_s_pixels_are_where_they_are():
