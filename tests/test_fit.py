@@ -3,16 +3,14 @@
 import dataclasses
 import json
 import re
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 from infcl.config import BatchPlan, parse_args
-from infcl.plan.fit import Fit, memory_of_device
+from infcl.plan.fit import Fit
 from infcl.plan.memory import parameter_counts
 from infcl.towers import CLIP, load_model_config
-from infcl.train.pixels import available_host_bytes
 from tests.ranks import run_ranks
 from tests.test_entry import ROOT, alone, command
 
@@ -76,17 +74,6 @@ def test_a_proposed_preset_is_asked_for_with_the_precision_it_was_planned_in_and
     shipped = json.loads((ROOT / "ds_configs" / "zero3.json").read_text())
     proposed = dataclasses.replace(question.config, batch_size=size, accum_freq=8 // size, grad_checkpointing=True)
     assert dataclasses.replace(question, preset=shipped).parts(proposed)["peak"] / GIB == pytest.approx(told, abs=0.05)
-
-
-def test_a_control_group_s_limit_is_a_cpu_rank_s_memory(tmp_path, monkeypatch):
-    monkeypatch.setattr("infcl.train.pixels._CONTROL_GROUP", tmp_path)
-    parallel = SimpleNamespace(device=torch.device("cpu"), ranks_per_node=2, world_size=4)
-    whole = memory_of_device(parallel)
-    for name, text in (("max", "max\n"), ("current", "4096\n")):
-        (tmp_path / f"memory.{name}").write_text(text)
-    assert memory_of_device(parallel) == whole
-    (tmp_path / "memory.max").write_text(f"{2**24}\n")
-    assert memory_of_device(parallel) == 2**23 and available_host_bytes() == 2**24 - 4096
 
 
 def test_a_small_model_on_cpus_is_not_refused_for_buckets_that_it_leaves_empty():

@@ -15,8 +15,9 @@ from infcl.parallel import Parallel, describe_ranks
 from infcl.plan.host import host_bytes, host_parts
 from infcl.plan.memory import STAGES, Load, load_of_run, memory_plan, parameter_counts
 from infcl.train.diagnostics import model_flops, trained_shares
+from infcl.train.host_memory import available_host_bytes, host_memory_bytes, ranks_of_host
 from infcl.train.optim import Schedule, checkpoint_bytes
-from infcl.train.pixels import auto_budget, available_host_bytes, host_memory_bytes, ranks_of_host
+from infcl.train.pixels import auto_budget
 from infcl.train.preset import offloads, read_preset, zero_stage
 
 

@@ -16,7 +16,7 @@ from infcl.parallel import Parallel, max_over
 from infcl.plan.host import host_bytes, host_parts
 from infcl.plan.memory import Load, load_of_run, parameter_counts, parts_of
 from infcl.towers.config import CLIPConfig
-from infcl.train.pixels import host_memory_bytes, ranks_of_host
+from infcl.train.host_memory import host_memory_bytes, ranks_of_host
 from infcl.train.preset import offloads, read_preset, zero_stage
 
 _ROOM = 0.90  # of the memory, for --batch-size auto and for what is proposed

@@ -1,18 +1,15 @@
 """How many micro-batches' pixels a rank keeps between the two passes of a step: --pixel-cache-gb in numbers."""
 
 from functools import partial
-from pathlib import Path
-
-import psutil
 
 from infcl.config import BatchPlan, TrainConfig
 from infcl.parallel import Parallel, join_parts, max_over
 from infcl.step.offload import PixelCache
 from infcl.towers.clip import CLIP
+from infcl.train.host_memory import available_host_bytes, ranks_of_host
 from infcl.train.optim import checkpoint_bytes
 from infcl.train.preset import offloads, read_preset, sums_gradients_on_host, zero_stage
 
-_CONTROL_GROUP = Path("/sys/fs/cgroup")
 _SHARE = 0.6  # of the free host memory, for `auto`: workers and page cache want the rest
 
 
@@ -88,31 +85,3 @@ def _later_bytes(config: TrainConfig, model: CLIP, parallel: Parallel) -> float:
     sums = offloads(preset, "optimizer") and sums_gradients_on_host(zero_stage(preset), precision)
     saved = checkpoint_bytes(config, sum(size for size, _ in sizes), trainable)
     return (saved + (4 * trainable if sums else 0)) / parallel.dp_size
-
-
-def host_memory_bytes() -> float:
-    """All memory of this host, or of the control group that this process is confined to."""
-    return min(psutil.virtual_memory().total, control_group_bytes()[0])
-
-
-def ranks_of_host(parallel: Parallel) -> int:
-    """Ranks that share a host's memory; where hosts have different numbers, all."""
-    return parallel.ranks_per_node or parallel.world_size
-
-
-def available_host_bytes() -> float:
-    """Free memory of this host, or of the control group that this process is confined to."""
-    free = float("inf")
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            free = int(line.split()[1]) * 1024.0
-    limit, used = control_group_bytes()
-    return min(free, limit - used)
-
-
-def control_group_bytes() -> tuple[float, float]:
-    """What the control group of this process may take, and has taken; without a limit (inf, 0)."""
-    limit, used = (_CONTROL_GROUP / f"memory.{name}" for name in ("max", "current"))
-    if limit.is_file() and used.is_file() and limit.read_text().strip() != "max":
-        return float(limit.read_text()), float(used.read_text())
-    return float("inf"), 0.0
