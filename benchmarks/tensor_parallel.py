@@ -5,8 +5,8 @@
 Every setting runs in processes of its own (DeepSpeed's engine is never freed, so a second one's peak would hold the
 first) with a time limit; what runs out of memory or time becomes a row that says so. A step is the trainer's: gradient
 cache over --accum-freq micro-batches of --batch-sizes pairs per data-parallel rank, the ring over all ranks, AdamW,
-amp_bf16, compiled blocks, random pixels and tokens. samples/s: median of --repeats steps after two, over all GPUs;
-loss: of the last of them; peak memory: torch's, largest rank, of the steps after the first.
+amp_bf16, compiled blocks, random pixels and tokens. samples/s: median of --repeats (at least 3) steps after two, over
+all GPUs; loss: of the fifth step, whatever --repeats; peak memory: torch's, largest rank, of the steps after the first.
 
 Models: names of infcl/model_configs, or
     bigG  ViT-bigG-14 with 16 text heads instead of 20, which 8 ranks cannot share; sizes and flops are the same
@@ -14,6 +14,8 @@ Models: names of infcl/model_configs, or
 
 In the CSV, the lever "none" is the trainer's way at that commit; others ("graphs", "one block a graph", "halves") are
 of what was tried (docs/log.md, docs/megatron.md). A peak that is missing was one of a second engine in its process.
+Rows of the commits 96af64e to 68ce065 hold the loss of their last step, the (2 + --repeats)th, which was the fifth or
+sixth (ViT-L-14, 128 pairs x 2: 5.21 in the fifth, 4.88 in the sixth), so they do not compare with newer ones.
 """
 
 import argparse
@@ -41,6 +43,7 @@ COLUMNS = (
     "device", "torch", "commit",
 )  # fmt: skip
 RESULT = "RESULT "
+WARM_UP, LOSS_STEP = 2, 5  # steps are on the same pairs, so the loss falls with each: a row's is of one step
 
 
 def main() -> None:
@@ -146,8 +149,8 @@ def _measure(setting: dict) -> dict:
     if on_gpu:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-    seconds = []
-    for repeat in range(2 + setting["repeats"]):
+    seconds, losses = [], []
+    for repeat in range(WARM_UP + setting["repeats"]):
         if on_gpu and repeat == 1:
             torch.cuda.reset_peak_memory_stats()  # what compiling took
         dist.barrier()
@@ -164,14 +167,15 @@ def _measure(setting: dict) -> dict:
         if on_gpu:
             torch.cuda.synchronize()
         seconds.append(time.perf_counter() - started)
-    median = statistics.median(seconds[2:])
+        losses.append(output.loss)
+    median = statistics.median(seconds[WARM_UP:])
     rate = batch.global_batch_size / median
     mfu = utilisation(cfg, parallel.device, engine.precision)(rate / parallel.world_size)
     peak = torch.cuda.max_memory_allocated() if on_gpu else 0
     peak = max_over(dist.group.WORLD, [peak], parallel.device)[0]
     return {
         "status": "ok", "compiled": compiled, "samples_per_second": round(rate, 2), "step_ms": round(1e3 * median, 1),
-        "loss": round(float(mean_over(engine.dp_group, output.loss)), 4),
+        "loss": round(float(mean_over(engine.dp_group, losses[LOSS_STEP - 1])), 4),
         "peak_gib": round(peak / 2**30, 2), "mfu": None if mfu is None else round(mfu, 4),
         "parameters_m": round(parameters / 1e6, 1), "torch": torch.__version__,
         "device": torch.cuda.get_device_name() if on_gpu else "cpu",
@@ -239,13 +243,16 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--compile-blocks", default="auto", choices=("auto", "on", "off"))
     parser.add_argument("--batch-sizes", default="64", help="pairs per micro-batch")
     parser.add_argument("--accum-freq", type=int, default=2, help="micro-batches per step")
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--repeats", type=int, default=3, help="timed steps, 3 or more")
     parser.add_argument("--timeout", type=float, default=120.0, help="seconds that one setting may take")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--csv", type=Path, default=None, help="append the rows to this file")
     parser.add_argument("--commit", default=None, help="for the CSV; default: git's HEAD")
     parser.add_argument("--one", default=None, help=argparse.SUPPRESS)
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    if arguments.repeats < LOSS_STEP - WARM_UP:
+        parser.error(f"--repeats {arguments.repeats} is below {LOSS_STEP - WARM_UP}: a row has the fifth step's loss")
+    return arguments
 
 
 if __name__ == "__main__":

@@ -276,7 +276,7 @@ COMMANDS = [
     ),
     Command(
         "python -m benchmarks.tensor_parallel --gpus 8",
-        multigpu="python -m benchmarks.tensor_parallel --gpus 2 --models ViT-B-32 --sizes 1,2 --stages 1 --repeats 1 "
+        multigpu="python -m benchmarks.tensor_parallel --gpus 2 --models ViT-B-32 --sizes 1,2 --stages 1 --repeats 3 "
         "--compile-blocks off",
     ),
     Command(
