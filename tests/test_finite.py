@@ -7,10 +7,14 @@ import os
 from collections import Counter
 
 import pytest
+import torch
 
+from infcl.export import load_exported
+from infcl.report import read_metrics
 from tests.ranks import run_ranks
 from tests.test_engine import steps_with_a_poisoned_one
-from tests.test_trainer import demo_config
+from tests.test_engine_traps import fp16_allowed
+from tests.test_trainer import demo_config, fit
 
 
 def poisoned_fit(rank, world_size, config, fault, steps, on_rank=0):
@@ -33,6 +37,8 @@ def poisoned_fit(rank, world_size, config, fault, steps, on_rank=0):
                 output["text_features"][2] = math.nan
             elif fault == "image gradients":
                 output["image_features"].register_hook(lambda gradient: gradient * math.inf)
+            elif fault == "scale gradient":
+                output["logit_scale"].register_hook(lambda gradient: gradient * math.inf)
         return output
 
     loss = trainer.sampled_loss.loss
@@ -55,6 +61,7 @@ def poisoned_fit(rank, world_size, config, fault, steps, on_rank=0):
     [
         ("text features", "rank 1, text tower, micro-batch 1: features of samples"),
         ("image gradients", "rank 1, image tower, micro-batch 1: gradients are not finite"),
+        ("scale gradient", "in no tower alone"),
         ("loss", "in no tower: the loss is inf"),
     ],
 )
@@ -64,11 +71,12 @@ def test_a_skipped_step_is_explained_and_the_run_goes_on(demo_folder, tmp_path, 
     assert error is None
     explained = [text for text in said if "was skipped" in text]
     assert len(explained) == 1 and explained[0].startswith("step 3 was skipped") and sentence in explained[0]
+    assert "loss scale" not in explained[0]  # that is fp16's
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["steps"] == 5 and summary["skipped_steps"] == 1
     records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     with_loss = [record["step"] for record in records if "loss" in record]
-    assert with_loss == ([1, 2, 3, 4, 5] if "gradients" in fault else [1, 2, 4, 5])
+    assert with_loss == ([1, 2, 3, 4, 5] if "gradient" in fault else [1, 2, 4, 5])
 
 
 def test_too_many_skipped_steps_in_a_row_end_the_run_with_a_checkpoint(demo_folder, tmp_path):
@@ -81,6 +89,41 @@ def test_too_many_skipped_steps_in_a_row_end_the_run_with_a_checkpoint(demo_fold
     assert error is None
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["steps"] == 9 and summary["skipped_steps"] == 4
+
+
+def fit_in_fp16(rank, world_size, config, die_after=None):
+    with fp16_allowed():
+        fit(rank, world_size, config, die_after)
+
+
+def test_a_run_in_fp16_skips_until_the_loss_scale_has_come_down_and_resumes_with_it(demo_folder, tmp_path, capfd):
+    """A run killed amid the skipped steps goes on as the one that was not, to the last bit."""
+    fp16 = {"enabled": True, "initial_scale_power": 18, "hysteresis": 1, "min_loss_scale": 1}
+    (tmp_path / "p.json").write_text(json.dumps({"zero_optimization": {"stage": 2}, "fp16": fp16}))
+    config = demo_config(
+        demo_folder, tmp_path, batch_size=4, steps=10, lr=1e-4, warmup=1, precision="fp16",
+        deepspeed_config=str(tmp_path / "p.json"), save_every_n_steps=2,
+    )  # fmt: skip
+    cut = dataclasses.replace(config, name="cut")
+    run_ranks(fit_in_fp16, 2, config, timeout=200)
+    said = capfd.readouterr().out
+    run_ranks(fit_in_fp16, 2, cut, 3, timeout=200)
+    run_ranks(fit_in_fp16, 2, dataclasses.replace(cut, resume="latest"), timeout=200)
+    assert "step_00000002 at step 2" in capfd.readouterr().out
+    whole, resumed = (read_metrics(tmp_path / name / "metrics.jsonl", "train") for name in ("run", "cut"))
+    compared = ("step", "loss", "loss_scale", "skipped_steps", "lr", "grad_norm", "samples_seen")
+    assert [[r.get(name) for name in compared] for r in resumed] == [[r.get(name) for name in compared] for r in whole]
+    counts = [record["skipped_steps"] for record in whole]
+    skipped = [step for step, before, count in zip(range(1, 11), [0, *counts], counts) if count > before]
+    assert skipped[:3] == [1, 2, 3] and counts[-1] == len(skipped) < 9  # before and behind the kill
+    assert [record["loss_scale"] for record in whole] == [2.0 ** (18 - count) for count in counts]
+    assert [record["step"] for record in whole if "grad_norm" not in record] == skipped
+    for step in skipped:
+        now = f"{2.0 ** (18 - counts[step - 1]):g}"
+        assert f"step {step} was skipped, its gradients are not finite; loss scale now {now}:" in said
+    first, second = (load_exported(tmp_path / name / "export")[0].state_dict() for name in ("run", "cut"))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert json.loads((tmp_path / "cut" / "summary.json").read_text())["skipped_steps"] == len(skipped)
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])

@@ -218,9 +218,11 @@ class Trainer:
         shown = findings_of_all(own_findings, self.parallel.world_size)
         if not shown and not math.isfinite(loss):
             shown = f"in no tower: the loss is {loss}"
-        elif not shown:  # in fp16, now and then, by design: the loss scale was too large
-            shown = f"in no tower alone; loss scale now {self.engine.loss_scale():g}"
-        self.metrics.say(f"step {self.step} was skipped, its gradients are not finite:\n  {shown}")
+        elif not shown:
+            shown = "in no tower alone: in their sum over ranks, or beside the towers"
+        # in fp16, now and then, by design: the loss scale was too large
+        scale = f"; loss scale now {self.engine.loss_scale():g}" if self.engine.precision == "fp16" else ""
+        self.metrics.say(f"step {self.step} was skipped, its gradients are not finite{scale}:\n  {shown}")
         if self.skipped_in_a_row > self.config.max_skipped_steps:
             self._save()
             self.checkpoints.publish()
