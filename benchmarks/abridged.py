@@ -5,62 +5,23 @@ loss of all pairs over all ranks, feature gradients. Micro-batches between the f
 random unit vectors for features and no backward, which would need no memory beyond that of the others, only hours.
 """
 
-from dataclasses import replace
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 
-from infcl.config import BatchPlan
-from infcl.train.build import build_loader, build_loss
-from infcl.train.diagnostics import SampledLoss
-from infcl.train.metrics import PhaseTimer
-from infcl.train.pixels import build_pixel_cache
-from infcl.train.trainer import Trainer
+from benchmarks.reused import ReusedTrainer
 
 
-class AbridgedTrainer(Trainer):
+class AbridgedTrainer(ReusedTrainer):
     real = 2  # micro-batches at each end of a pass that are encoded
-    replaying = False  # whether a backward of the step has begun: what came before has changed nothing that stays
-
-    def fit(self) -> dict:
-        raise RuntimeError("an abridged trainer learns nothing: it measures memory")
-
-    def release(self) -> None:
-        """Let go of all that belongs to a batch; parameters, their gradients and the optimizer's state stay."""
-        for name in ("pixels", "loss", "sampled_loss"):
-            self.__dict__.pop(name, None)
-
-    def take(self, **changes) -> None:
-        """Another batch, loss or place of the pixels (fields of the config) for the same engine; one step of it."""
-        self.config = replace(self.config, **changes)
-        self.batch = BatchPlan.of(self.config, self.parallel.dp_size)
-        before: Any = self.loader
-        loader: Any = build_loader(self.config, self.batch, self.model_config, self.tokenizer, self.parallel)
-        loader._source.pool = before._source.pool  # the same random images: drawing and pinning takes a second
-        self.loader = loader
-        self.pixels = build_pixel_cache(
-            self.config,
-            self.batch,
-            self.engine.module,
-            self.parallel,
-            resident=self.resident,
-            repeats=self.loader.repeats,
-        )
-        self.loss = build_loss(self.config, self.parallel)
-        self.sampled_loss = SampledLoss(self.loss, rows=self.batch.micro_batch_size)
-        self.timer = PhaseTimer(self.parallel.device)
-        self.step, self.total_steps, self.replaying = 0, 1, False
 
     def _train_step(self, micro_batches) -> None:
         self.encoded = 0
-        self.engine.backward = self._backward  # type: ignore[method-assign]  # of this one engine
         super()._train_step(micro_batches)
 
     def _backward(self, surrogate: torch.Tensor, is_last: bool) -> None:
-        self.replaying = True
         if surrogate.requires_grad:
-            type(self.engine).backward(self.engine, surrogate, is_last)
+            super()._backward(surrogate, is_last)
+        self.replaying = True
 
     def _encode(self, micro_batch: dict) -> dict:
         index, self.encoded = self.encoded, self.encoded + 1

@@ -11,7 +11,6 @@ trials that are left. Ranks compare their fates over gloo: one that hangs in the
 
 import argparse
 import datetime
-import gc
 import json
 from collections.abc import Callable
 from importlib import metadata
@@ -90,7 +89,7 @@ class Trials:
         return row
 
     def _step(self, loss: str, pixels: str, micro_batches: int) -> None:
-        release_memory(self.trainer)
+        self.trainer.release()
         self.trainer.take(
             loss=loss, accum_freq=micro_batches, pixel_cache=pixels, pixel_cache_gb=self._gigabytes(pixels)
         )
@@ -100,15 +99,6 @@ class Trials:
     def _gigabytes(self, pixels: str):
         """The flag is about host memory; on the GPU all pixels wait."""
         return "auto" if pixels == "gpu" else self.pixel_cache_gb
-
-
-def release_memory(trainer: AbridgedTrainer) -> None:
-    """All of the batch before is freed, the peak begins anew."""
-    trainer.release()
-    gc.collect()
-    if trainer.parallel.device.type == "cuda":
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
 
 
 def versions(commit: str | None) -> dict[str, str]:

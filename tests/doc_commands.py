@@ -334,6 +334,13 @@ COMMANDS = [
         multigpu="python -m benchmarks.loss --gpus 2 --impl inf_cl,official_open_clip --batch 16384 --repeats 2 "
         "--open-clip-loss open_clip_loss.py",
     ),
+    Command(
+        "python -m benchmarks.step_losses --csv docs/results/step_losses.csv",
+        here="python -m benchmarks.step_losses --csv new.csv --model demo --batch-size 16 --batches 32 --repeats 1 "
+        "--warm-up 0 --impl inf_cl,clip,official_open_clip --device cpu",
+        gpu="python -m benchmarks.step_losses --csv new.csv --batches 1024,2048 --repeats 1 --warm-up 0 "
+        "--impl inf_cl,clip,official_open_clip --compile-blocks off",
+    ),
     Command("python -m benchmarks.step --peer CHECKOUT", only="needs a checkout of open_clip and a GPU"),
     # ---- packages: ours, others'
     *(

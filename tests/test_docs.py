@@ -4,7 +4,7 @@ Those that a CPU can run: python -m pytest -m slow -o addopts='' tests/test_docs
 """
 
 import argparse
-import importlib.util
+import importlib
 import json
 import os
 import re
@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.step_losses import installed_open_clip_loss
 from infcl.config import make_parser
 from infcl.towers import load_model_config
 from tests.doc_commands import COMMANDS, PYTHON_BLOCKS, Command
@@ -75,7 +76,7 @@ def programs_of(line: str) -> list[tuple[str, list[str]]]:
 
 def options_of(program: str) -> set[str]:
     parsers = [make_parser() if program == "pretrain_clip.py" else parser_of(program)]
-    if program in ("benchmarks.step", "benchmarks.largest_batch"):
+    if program in ("benchmarks.step", "benchmarks.step_losses", "benchmarks.largest_batch"):
         parsers.append(make_parser())
     options = set()
     for parser in parsers:
@@ -155,13 +156,8 @@ def clone(tmp_path_factory, demo_folder) -> Path:
     del fields["vision_cfg"]["conv_stem"]
     (root / "tiny.json").write_text(json.dumps(fields | {"vision_cfg": fields["vision_cfg"] | {"pool_type": "tok"}}))
     write_captions(root)
-    shutil.copy(open_clips_loss(), root / "open_clip_loss.py")
+    shutil.copy(installed_open_clip_loss(), root / "open_clip_loss.py")
     return root
-
-
-def open_clips_loss() -> Path:
-    """loss.py of the installed package, which is not imported."""
-    return Path(importlib.util.find_spec("open_clip").origin).parent / "loss.py"
 
 
 @pytest.fixture(scope="module")
@@ -238,7 +234,9 @@ def test_open_clips_own_loss_beside_ours_is_the_installed_packages():
     features = [torch.nn.functional.normalize(torch.randn(6, 8), dim=1) for _ in range(2)]
     scale, bias = torch.tensor(7.0), torch.tensor(-10.0)
     for theirs, ours in (("official_open_clip", "clip"), ("official_siglip", "siglip")):
-        loss, expected = (make(name, None, {}, open_clips_loss())(*features, scale, bias) for name in (theirs, ours))
+        loss, expected = (
+            make(name, None, {}, installed_open_clip_loss())(*features, scale, bias) for name in (theirs, ours)
+        )
         torch.testing.assert_close(loss, expected)
 
 

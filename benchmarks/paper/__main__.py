@@ -34,6 +34,7 @@ REGIONS: dict[str, Callable[[], str]] = {
     "loss-4-gpus": speed.loss_four_gpus,
     "loss-others": speed.loss_others,
     "loss-origin": speed.loss_origin,
+    "figure-4-steps": speed.steps_by_loss,
     "tiling": speed.tiling,
     "symmetry": speed.symmetry,
     "siglip-disco": speed.side_by_side,
@@ -59,6 +60,7 @@ TABLES = {
 FIGURES: dict[str, tuple[Callable[[], dict], dict | None]] = {
     "figure_1.png": (memory.figure_1, {"x": ("global batch", "global batch", "GPUs"), "y": "GiB per GPU"}),
     "figure_4.png": (speed.figure_4, {"x": ("global batch",) * 2, "y": "ms, forward + backward"}),
+    "figure_4_steps.png": (speed.figure_4_steps, {"x": ("global batch",) * 2, "y": "seconds, one GPU"}),
     "figure_5.png": (accuracy.figure_5, {"x": ("global batch",) * 2, "y": "accuracy", "log_y": False}),
     "loss_curves.png": (
         accuracy.loss_curves,
@@ -66,7 +68,8 @@ FIGURES: dict[str, tuple[Callable[[], dict], dict | None]] = {
     ),
     "tiling_4.png": (speed.tiling_bar, None),
 }
-FILES = {"losses": "loss_curves.png", "tiling": "tiling_4.png"} | {name: f"figure_{name}.png" for name in "145"}
+FILES = {"losses": "loss_curves.png", "tiling": "tiling_4.png", "4-steps": "figure_4_steps.png"}
+FILES |= {name: f"figure_{name}.png" for name in "145"}
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -1,4 +1,4 @@
-"""The losses alone: tables by batch, the paper's Table 4 and Figure 4, what tiling costs."""
+"""The losses alone and in whole steps: tables by batch, the paper's Table 4 and Figure 4, what tiling costs."""
 
 from benchmarks.paper.raw import NOT_MEASURED, batch, latest, markdown, ms, newest, origin, rows, size, where
 
@@ -220,6 +220,52 @@ def _setting(row: dict) -> tuple:
 def figure_4() -> dict:
     """Time of the loss against the batch: {panel: {label: [(pairs, ms)]}}."""
     return _curves("median_ms", 1.0)
+
+
+def whole_steps() -> list[dict]:
+    """The newest rows of benchmarks.step_losses; one that ran out of memory has no time."""
+    return latest(rows("step_losses.csv"), "impl", "model", "device", "global_batch")
+
+
+def steps_by_loss() -> str:
+    """Whole steps on one GPU: seconds, of them the loss, and peak memory, by batch and loss; the plot of them."""
+    found = whole_steps()
+    if not found:
+        return "Whole steps are not measured yet."
+    impls = [impl for impl in LABELS if where(found, impl=impl)]
+    lines = []
+    for pairs in sorted({row["global_batch"] for row in found}):
+        lines.append([f"{pairs:,}", *(_step_cell(where(found, impl=i, global_batch=pairs)) for i in impls)])
+    words = sorted({f"{row['model']}, {row['precision']}, blocks {row['blocks']}" for row in found})
+    micro_batches = sorted({row["micro_batch"] for row in found})
+    settings = f"{'; '.join(words)}, micro-batches of {', '.join(map(str, micro_batches))}; {origin(found)}."
+    picture = "![seconds of a step against batch](results/figure_4_steps.png)"
+    return f"{markdown(['b', *(LABELS[impl] for impl in impls)], lines)}\n\n{settings}\n\n{picture}"
+
+
+def _step_cell(found: list[dict]) -> str:
+    """'1.42 +- 0.01 s, loss 12.3 ms, 45.1 GiB' of a row; 'x': out of memory."""
+    if not found:
+        return ""
+    row = found[-1]
+    if row["median_s"] == "":
+        return "x"
+    spread = f" +- {row['std_s']:.2f}" if row["repeats"] > 1 else ""
+    return f"{row['median_s']:.2f}{spread} s, loss {ms(1000 * row['seconds_loss'])} ms, {row['peak_gib']:.1f} GiB"
+
+
+def figure_4_steps() -> dict:
+    """Seconds of a whole step, and of its loss, against the batch: {panel: {label: [(pairs, seconds)]}}."""
+    found = [row for row in whole_steps() if row["median_s"] != ""]
+    panels = {"a whole step": "median_s", "of it the loss": "seconds_loss"}
+    return {
+        panel: {
+            LABELS[impl]: sorted((row["global_batch"], row[column]) for row in where(found, impl=impl))
+            for impl in LABELS
+            if where(found, impl=impl)
+        }
+        for panel, column in panels.items()
+    }
 
 
 def memory_curves() -> dict:
