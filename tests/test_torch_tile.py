@@ -60,6 +60,19 @@ def test_tiles_of_rectangular_blocks_equal_the_dense_formulas(rows, columns, mas
     torch.testing.assert_close(d_scale, (logits.sigmoid() * (r @ c.T)).sum())
 
 
+def test_the_scale_gradient_of_a_large_chunk_is_summed_precisely():
+    """Its sixteen million float32 terms lose digits one after another, and what is left cancels with the matches'."""
+    sums = []
+    for dtype in (torch.float32, torch.float64):
+        r, c, scale = (t.to(dtype) for t in _block(4096, 4096, dim=16))
+        lse, d_scale = r.new_full((4096,), 10.0), torch.zeros_like(scale)
+        options = {"masked": True, "workspace_bytes": 2**29}
+        torch_tile.softmax_backward(r, c, scale, lse, lse, None, None, d_scale, **options)
+        torch_tile.sigmoid_backward(r, c, scale, scale - 30, None, None, d_scale, **options)
+        sums.append(d_scale.double())
+    torch.testing.assert_close(*sums, rtol=3e-7, atol=0)
+
+
 class _LargestTensor(TorchDispatchMode):
     """Remembers the largest tensor that any operation made."""
 

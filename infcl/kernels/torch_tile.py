@@ -152,7 +152,7 @@ class _Chunk(NamedTuple):
         if d_columns is not None:
             d_columns[self.columns].addmm_(d_logits.T, self.row_features)
         if d_scale is not None:
-            d_scale += torch.dot(d_logits.view(-1), cosines.view(-1))
+            d_scale += cosines.mul_(d_logits).sum()
 
 
 def _chunks(rows: Tensor, columns: Tensor, workspace_bytes: int) -> Iterator[_Chunk]:
