@@ -3,7 +3,7 @@
 Also the features that tests use, and how each rank's share of a global batch is evaluated.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -68,8 +68,9 @@ def features(
     return images.to(dtype).clone(), texts.to(dtype).clone()
 
 
-def oracle(case: Case) -> Evaluation:
-    images, texts = features(case.kind, case.rows, case.dim, case.dtype)
+def oracle(case: Case, rounded: Callable[[Tensor], Tensor] = torch.clone) -> Evaluation:
+    """rounded: what is done to the features first, as by a tile whose operands have fewer bits."""
+    images, texts = (rounded(side) for side in features(case.kind, case.rows, case.dim, case.dtype))
     images, texts = images.double().requires_grad_(), texts.double().requires_grad_()
     scale = torch.tensor(case.scale, dtype=torch.float64, requires_grad=True)
     bias = torch.tensor(case.bias, dtype=torch.float64, requires_grad=True)

@@ -15,6 +15,7 @@ import torch
 
 from infcl import inf_cl_loss, info_nce_loss, nt_xent_loss
 from infcl.kernels import select_tile, torch_tile
+from infcl.loss.operands import rounded_to_tf32
 from tests.loss_oracle import FEATURES, Case, evaluate, features, oracle, relative_error
 
 SHAPES = ((1, 1, 24), (33, 70, 25), (150, 300, 40))
@@ -264,6 +265,20 @@ def test_tf32_tiles_are_selected_by_name_only():
     exact, tf32 = (evaluate(case, device="cuda", tile_dtype=t, workspace_bytes=2**28) for t in (None, "tf32"))
     assert relative_error(exact.d_images, truth.d_images) < 1e-5
     assert 1e-5 < relative_error(tf32.d_images, truth.d_images) < 1e-2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("kind", "scale"), [("random", 50.0), ("training", 100.0)])
+@pytest.mark.parametrize("name", ["inf_cl", "siglip"])
+def test_tf32_products_bias_no_gradient_on_a_gpu(name, kind, scale):
+    """Against float64 of the features rounded to tf32; of random ones as they are, too, where little cancels."""
+    case = Case(name, 4096, 768, scale, kind, bias=-5.0, workspace_bytes=2**28)
+    result = evaluate(case, device="cuda", tile_dtype="tf32")
+    for truth in (oracle(case, rounded_to_tf32), *[oracle(case)] * (kind == "random")):
+        assert relative_error(result.loss, truth.loss) < 1e-4
+        assert relative_error(result.d_scale, truth.d_scale) < 1e-4
+        for field in ("d_images", "d_texts"):
+            assert relative_error(getattr(result, field), getattr(truth, field)) < 2e-3
 
 
 @pytest.mark.gpu

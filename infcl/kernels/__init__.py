@@ -30,6 +30,7 @@ class Tile(NamedTuple):
 
     name: str
     operand_dtype: torch.dtype  # of the features that go in
+    tf32: bool  # which are float32 then, rounded to its 11 bits: a tensor core would cut the others off
     softmax_forward: Callable
     softmax_backward: Callable
     sigmoid_forward: Callable
@@ -53,11 +54,12 @@ def select_tile(features: Tensor, *, tile: str = "auto", tile_dtype: str | None 
         )
     if tile == "auto":
         tile = "triton" if features.is_cuda and tile_dtype != "fp64" else "torch"
-    operand_dtype = _OPERANDS[tile_dtype]
+    operand_dtype, tf32 = _OPERANDS[tile_dtype], tile_dtype == "tf32"
     if tile == "torch":
         from infcl.kernels import torch_tile
 
-        return Tile("torch", operand_dtype, *(getattr(torch_tile, name) for name in Tile._fields[2:]))
+        functions = (getattr(torch_tile, name) for name in Tile._fields[3:])
+        return Tile("torch", operand_dtype, tf32, *functions)
     if tile_dtype == "fp64":
         raise ValueError("the Triton tile has no float64; use tile='torch'")
     if not features.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
@@ -69,10 +71,10 @@ def select_tile(features: Tensor, *, tile: str = "auto", tile_dtype: str | None 
         )
     from infcl.kernels import triton_backward, triton_forward
 
-    tf32 = tile_dtype == "tf32"
     return Tile(
         "triton",
         operand_dtype,
+        tf32,
         partial(triton_forward.softmax_forward, tf32=tf32),
         partial(triton_backward.softmax_backward, tf32=tf32),
         partial(triton_forward.sigmoid_forward, tf32=tf32),

@@ -8,6 +8,8 @@ from torch import Tensor
 from infcl.kernels import Tile
 from infcl.loss.ring import RingExchange
 
+_TF32_ROUNDS_BELOW = 2.0**128 - 2.0**116  # from there on to 2^128
+
 
 def check_features(
     name: str, image_features: Tensor, text_features: Tensor, ring: RingExchange, *, compare_ranks: bool = True
@@ -29,8 +31,21 @@ def check_features(
 
 
 def as_operand(features: Tensor, tile: Tile) -> Tensor:
-    """Features as the tile reads them: its operand type, contiguous."""
-    return features.detach().to(tile.operand_dtype).contiguous()
+    """Features as the tile reads them: its operand type (tf32: rounded to it), contiguous."""
+    operand = features.detach().to(tile.operand_dtype).contiguous()
+    return rounded_to_tf32(operand) if tile.tf32 else operand
+
+
+def rounded_to_tf32(features: Tensor) -> Tensor:
+    """float32 features with the 11 bits of tf32, rounded to nearest, ties to even; a new tensor.
+
+    Tensor cores would cut the other bits off: every cosine would be smaller, by 7e-4 of it, and the scale's gradient,
+    where most of that sum cancels, off by 1e-3 to 1e-2 of it. What is not finite stays, and so does what would become
+    so: the last half step below float32's largest number.
+    """
+    bits = features.view(torch.int32)
+    rounded = (bits >> 13).bitwise_and_(1).add_(0xFFF).add_(bits).bitwise_and_(-0x2000).view(torch.float32)
+    return torch.where(features.abs() < _TF32_ROUNDS_BELOW, rounded, features, out=rounded)
 
 
 def scalar_like(features: Tensor, value: Tensor | float) -> Tensor:
