@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Looks at the hosts of a hostfile before a run: ssh, equal commit, source and versions, GPUs there and free, clocks, the
-# shared folder; then the speed of each GPU and link. Names what is wrong and whatever is below 0.8 of the median. Two hosts have
-# one link, which is its own median: look at its GB/s.
+# shared folder; then the speed of each GPU, of its links, of one ring and an all-reduce of all. Names what is wrong and whatever
+# is below 0.8 of the median. Two hosts with a slot each have one link, which is its own median: look at its GB/s.
 #   command   bash launch/check.sh HOSTFILE [SHARED_FOLDER]      (INTERFACE=eth0, LAUNCHER=... as launch/hostfile.sh)
 #   hardware  as the run
 #   time      half a minute, and a second per host for the links

@@ -5,10 +5,14 @@ import subprocess
 import sys
 
 import pytest
+import torch
+import torch.distributed as dist
 
+from infcl.cluster import links
 from infcl.cluster.check import ask, problems
 from infcl.cluster.host_report import shared_folder
-from infcl.cluster.links import _rounds, extremes, slow_ones
+from infcl.cluster.links import _meetings, extremes, slow_ones
+from tests.ranks import run_ranks
 from tests.test_entry import ROOT
 
 HOSTS = {"a": 8, "b": 8, "c": 8}
@@ -54,42 +58,106 @@ def test_what_is_wrong_is_said_with_the_host(changes, line):
     assert any(line in said for said in found(**changes)), found(**changes)
 
 
-@pytest.mark.parametrize("ranks", [[0, 8], [0, 8, 16], [0, 4, 8, 12], list(range(0, 72, 8))])
-def test_every_two_hosts_meet_once_and_no_host_twice_in_a_round(ranks):
-    rounds = _rounds(ranks)
-    met = [pair for round_ in rounds for pair in round_]
-    assert sorted(met) == [(a, b) for a in ranks for b in ranks if a < b]
-    for round_ in rounds:
-        assert len({rank for pair in round_ for rank in pair}) == 2 * len(round_)
+@pytest.mark.parametrize("hosts", [[8, 8], [4, 4, 4], [1, 2, 3, 2], [1] * 9])
+def test_every_two_hosts_meet_once_with_all_ranks_and_no_host_twice_in_a_round(hosts):
+    everyone = [(f"h{host}", local) for host, size in enumerate(hosts) for local in range(size)]
+    rounds = [[(everyone[a], everyone[b]) for a, b in pairs] for pairs in _meetings(everyone)]
+    met = [(a[0], b[0], a[1]) for pairs in rounds for a, b in pairs]
+    numbers = range(len(hosts))
+    expected = [
+        (f"h{a}", f"h{b}", k) for a in numbers for b in numbers if a < b for k in range(min(hosts[a], hosts[b]))
+    ]
+    assert sorted(met) == sorted(expected)
+    for pairs in rounds:
+        assert all(a[1] == b[1] for a, b in pairs)
+        busy = {(a[0], b[0]) for a, b in pairs}
+        assert len({host for two in busy for host in two}) == 2 * len(busy)
 
 
-def figures(**between) -> dict:
-    links = {f"{a} - {b}": 10.0 for a in "abcd" for b in "abcd" if a < b} | between
-    return {"tflops": {"a:0": 700.0, "a:1": 690.0, "b:0": 710.0}, "within_hosts": {}, "between_hosts": links}
+def figures(hosts: str = "abcd", ranks: int = 2, slow: float = 2.0, at: tuple[str, ...] = ()) -> dict:
+    """Even ones but for the links, or all links of the ranks, that are named in `at`."""
+    names = [(f"{a}:{k}", f"{b}:{k}") for a in hosts for b in hosts if a < b for k in range(ranks)]
+    between = {f"{a} - {b}": slow if {a, b, f"{a} - {b}"} & set(at) else 10.0 for a, b in names}
+    return {
+        "tflops": {"a:0": 700.0, "a:1": 690.0, "b:0": 710.0},
+        "within_hosts": {},
+        "between_hosts": between,
+        "ring": {"a:0": 300.0, "a:1": 9.0},
+    }
 
 
 def test_even_figures_name_nobody():
+    """A ring's links to the next host are slower than those within one."""
     assert slow_ones(figures()) == []
 
 
-def test_one_slow_link_is_named_and_a_slow_host_instead_of_its_links():
-    assert slow_ones(figures(**{"a - b": 5.0})) == ["slow link: a - b, 5 GB/s (usual 10)"]
-    slow_host = figures(**{"a - c": 2.0, "b - c": 2.0, "c - d": 2.0})
-    assert slow_ones(slow_host) == ["slow link: all of c, 2 GB/s (usual 10)"]
-
-
-def test_a_slow_host_of_three_is_named_though_most_links_are_slow():
-    links = {"a - b": 10.0, "a - c": 2.0, "b - c": 2.0}
-    assert slow_ones(figures() | {"between_hosts": links}) == ["slow link: all of c, 2 GB/s (usual 10)"]
+@pytest.mark.parametrize(
+    ("hosts", "ranks", "at", "named"),
+    [
+        ("abcd", 2, ("a:1 - b:1",), ["a:1 - b:1"]),
+        ("abcd", 2, ("c:1",), ["all of c:1"]),  # a network card of one GPU
+        ("abcd", 2, ("c:0", "c:1"), ["all of c"]),
+        ("abc", 1, ("c:0",), ["all of c"]),  # though most links are slow
+        ("abcde", 2, ("c:0", "c:1", "a:0", "d:0 - e:0"), ["all of a:0", "all of c", "d:0 - e:0"]),
+        ("ab", 8, ("a:5",), ["a:5 - b:5"]),  # of two hosts nothing tells whose card it is
+        ("ab", 8, tuple(f"a:{k}" for k in range(8)), []),  # all alike
+    ],
+)
+def test_a_slow_link_is_named_and_a_slow_rank_or_host_instead_of_its_links(hosts, ranks, at, named):
+    found = slow_ones(figures(hosts, ranks, at=at))
+    assert found == [f"slow link: {name}, 2 GB/s (usual 10)" for name in named]
 
 
 def test_the_least_and_the_median_are_said_of_two_hosts_one_link_too():
-    one_link = figures() | {"between_hosts": {"a - b": 0.012}}
+    one_link = figures("ab", 1, slow=0.012, at=("a:0",))
     assert slow_ones(one_link) == []
     assert extremes(one_link) == [
         "least tflops: 690 TFLOP/s (a:1), median 700",
-        "least between hosts: 0.012 GB/s (a - b), median 0.012",
+        "least between hosts: 0.012 GB/s (a:0 - b:0), median 0.012",
+        "least in the ring: 9 GB/s (a:1), median 154",
     ]
+
+
+def measured_on_two_hosts(rank, world_size):
+    """Two hosts of two ranks; the clock of the first host's second one shows ten times the others' seconds."""
+    import itertools
+    from types import SimpleNamespace
+    from unittest import mock
+
+    from infcl.parallel import Parallel
+
+    ticks = (tick * (10 if rank == 1 else 1) for tick in itertools.count())
+    clock = SimpleNamespace(perf_counter=lambda: next(ticks))
+    host, device = f"host-{rank // 2}", torch.device("cpu")
+    with (
+        mock.patch.object(links, "time", clock),
+        mock.patch.object(links.socket, "gethostname", lambda: host),
+        mock.patch.object(links, "_CPU", {"side": 8, "megabytes": 1}),
+    ):
+        return links.measure(Parallel(rank, world_size, rank % 2, device, dist.group.WORLD))
+
+
+def test_all_ranks_of_two_hosts_are_measured_at_once_and_the_slow_one_is_named():
+    results, rate, product = run_ranks(measured_on_two_hosts, 4), 2**20 / 1e9, 2 * 8**3 / 1e12
+    all_reduce, slower = (results[rank].pop("all_reduce") for rank in (0, 1))
+    assert all_reduce == pytest.approx(1.5 * rate) and slower == pytest.approx(0.15 * rate)
+    assert results[0] == results[1]
+    assert results[0] == {
+        "tflops": {"host-0:0": product, "host-0:1": product / 10, "host-1:0": product, "host-1:1": product},
+        "within_hosts": {"host-0:0 - host-0:1": rate, "host-1:0 - host-1:1": rate},
+        "between_hosts": {"host-0:0 - host-1:0": rate, "host-0:1 - host-1:1": rate / 10},
+        "ring": {"host-0:0": rate, "host-0:1": rate / 10, "host-1:0": rate, "host-1:1": rate},
+    }
+    found = slow_ones(results[0])
+    assert [line.partition(",")[0] for line in found] == [
+        "slow GPU or CPU: host-0:1", "slow link: host-0:1 - host-1:1",
+    ]  # fmt: skip
+
+
+def test_one_rank_has_no_links():
+    result = run_ranks(measured_on_two_hosts, 1)[0]
+    assert result["within_hosts"] == result["between_hosts"] == result["ring"] == {} and slow_ones(result) == []
+    assert [line.split(":")[0] for line in extremes(result)] == ["least tflops"]
 
 
 def test_a_slow_gpu_is_named():

@@ -2,10 +2,11 @@
 
     deepspeed --hostfile HOSTS --module infcl.cluster.links [--json FILE]         (launch/check.sh does)
 
-Measured: a matrix product on each rank, alone; messages between the first ranks of every two hosts, two hosts at a time
-(so that a slow link is seen by itself, whoever waits for whom in a ring), between neighbours of one host, and an
-all-reduce of all. The least and the median are printed; a rank, link or host below 0.8 of the median is named. The one
-link of two hosts is its own median and never named.
+Measured: a matrix product on each rank, alone; messages between neighbours of one host; between every two hosts, all
+ranks of one at once with those in their place on the other, as a two-level ring sends, two hosts at a time (so that a
+slow link is seen by itself, whoever waits for whom in a ring); one ring of all ranks at once; an all-reduce of all. The
+least and the median are printed; a rank, link or host below 0.8 of the median is named. The one link of two hosts with
+a rank each is its own median and never named. GPUs that share a network card share its rate.
 """
 
 import argparse
@@ -26,41 +27,48 @@ _KINDS = {
     "tflops": ("GPU or CPU", "TFLOP/s"),
     "within_hosts": ("link", "GB/s"),
     "between_hosts": ("link", "GB/s"),
-}
+}  # of each what is measured should be equal; a ring's links are of two kinds
 _CPU = {"side": 512, "megabytes": 8}
 _GPU = {"side": 8192, "megabytes": 256}
 
 
 def measure(parallel: Parallel) -> dict:
-    """{"tflops": {rank name: ...}, "between_hosts": {"a - b": GB/s}, "within_hosts": {...}, "all_reduce": GB/s}.
+    """What was measured, by rank ("host:local rank") and by link ("host:local rank - host:local rank"). Collective.
 
-    GB/s in each direction, both at once; the all-reduce counts bus bandwidth, 2 (W-1)/W bytes a byte.
+    {"tflops": {rank: TFLOP/s}, "within_hosts": {link: GB/s}, "between_hosts": {link: GB/s}, "ring": {rank: GB/s},
+    "all_reduce": GB/s}
+
+    GB/s of a link in each direction, both at once; of a rank in the ring to the next one, while the one before sends to
+    it; the all-reduce counts bus bandwidth, 2 (W-1)/W bytes a byte.
     """
     sizes = _GPU if parallel.device.type == "cuda" else _CPU
     everyone: list = [None] * parallel.world_size
     dist.all_gather_object(everyone, (socket.gethostname(), parallel.local_rank))
-    firsts = [rank for rank, (_, local_rank) in enumerate(everyone) if local_rank == 0]
+    names, size = [f"{host}:{local_rank}" for host, local_rank in everyone], parallel.world_size
     block = torch.ones(sizes["megabytes"] << 20, dtype=torch.uint8, device=parallel.device)
-    neighbours = [(rank, rank + 1) for rank in range(parallel.world_size - 1) if rank + 1 not in firsts]
-    within = [[pair for pair in neighbours if (pair[0] % 2) == odd] for odd in (0, 1)]
+    inside = [(rank, rank + 1) for rank in range(size - 1) if everyone[rank][0] == everyone[rank + 1][0]]
+    within = [[pair for pair in inside if pair[0] % 2 == odd] for odd in (0, 1)]
+    around = {names[parallel.rank]: _send_around(parallel, block)} if size > 1 else {}
     own = {
-        "tflops": {_name(everyone[parallel.rank]): _matmul_tflops(parallel, sizes["side"])},
-        "between_hosts": _exchange(parallel, block, _rounds(firsts), [host for host, _ in everyone]),
-        "within_hosts": _exchange(parallel, block, within, [_name(who) for who in everyone]),
+        "tflops": {names[parallel.rank]: _matmul_tflops(parallel, sizes["side"])},
+        "within_hosts": _exchange(parallel, block, within, names),
+        "between_hosts": _exchange(parallel, block, _meetings(everyone), names),
+        "ring": around,
     }
     rate = _all_reduce(parallel, block)
-    gathered: list = [None] * parallel.world_size
+    gathered: list = [None] * size
     dist.all_gather_object(gathered, own)
     result = {kind: {name: value for one in gathered for name, value in one[kind].items()} for kind in own}
     return result | {"all_reduce": rate}
 
 
 def extremes(result: dict) -> list[str]:
-    """The least and the median of each kind: of two hosts' one link nothing else says whether it is slow."""
+    """The least and the median of each kind, without which nothing tells of two hosts' one link whether it is slow."""
+    units = {kind: unit for kind, (_, unit) in _KINDS.items()} | {"ring": "GB/s"}
     return [
-        f"least {kind.replace('_', ' ')}: {min(rates.values()):.3g} {_KINDS[kind][1]} "
+        f"least {'in the ring' if kind == 'ring' else kind.replace('_', ' ')}: {min(rates.values()):.3g} {unit} "
         f"({min(rates, key=rates.__getitem__)}), median {median(rates.values()):.3g}"
-        for kind in _KINDS
+        for kind, unit in units.items()
         if (rates := result[kind])
     ]
 
@@ -72,7 +80,7 @@ def slow_ones(result: dict) -> list[str]:
         usual = _usual(result[kind])
         slow = {name: value for name, value in result[kind].items() if value < SLOW * usual}
         if kind == "between_hosts":
-            slow = _blame_hosts(result[kind], slow)
+            slow = _blame(result[kind], slow)
         lines += [f"slow {what}: {name}, {value:.3g} {unit} (usual {usual:.3g})" for name, value in slow.items()]
     return lines
 
@@ -83,23 +91,45 @@ def _usual(rates: dict[str, float]) -> float:
     return median([max(rate for name, rate in rates.items() if end in name.split(" - ")) for end in ends] or [0.0])
 
 
-def _blame_hosts(links: dict[str, float], slow: dict[str, float]) -> dict[str, float]:
-    """Where most links of a host are slow it is the host's, and its links are named once."""
-    hosts = {host for name in links for host in name.split(" - ")}
-    if len(hosts) < 3:
-        return slow
-    blamed = {}
-    for host in sorted(hosts):
-        own = {name: value for name, value in links.items() if host in name.split(" - ")}
-        if sum(name in slow for name in own) > len(own) / 2:
-            blamed[f"all of {host}"] = median(own.values())
-    named = {host.removeprefix("all of ") for host in blamed}
-    return blamed | {name: value for name, value in slow.items() if not named & set(name.split(" - "))}
+def _blame(links: dict[str, float], slow: dict[str, float]) -> dict[str, float]:
+    """Where most of several links of a rank are slow it is the rank's, of all ranks of a host the host's; each is named
+    once, the worst rank first."""
+    blamed: dict[str, float] = {}
+    ranks = sorted({end for name in links for end in name.split(" - ")})
+    left = dict(links)
+    while True:
+        own = {rank: [name for name in left if rank in name.split(" - ")] for rank in set(ranks) - set(blamed)}
+        shares = {rank: sum(name in slow for name in its) / len(its) for rank, its in own.items() if len(its) > 1}
+        worst = max(sorted(shares), key=shares.__getitem__, default=None)
+        if worst is None or shares[worst] <= 0.5:
+            break
+        blamed[worst] = median(links[name] for name in links if worst in name.split(" - "))
+        left = {name: value for name, value in left.items() if worst not in name.split(" - ")}
+    for host in sorted({_host(rank) for rank in ranks}):
+        its = [rank for rank in ranks if _host(rank) == host]
+        if set(its) <= set(blamed):
+            blamed[host] = median(blamed.pop(rank) for rank in its)
+    return {f"all of {name}": blamed[name] for name in sorted(blamed)} | {n: v for n, v in slow.items() if n in left}
 
 
-def _rounds(ranks: list[int]) -> list[list[tuple[int, int]]]:
-    """Every two of `ranks` meet once; the pairs of a round have no rank in common (round-robin tournament)."""
-    ring: list[int | None] = [*ranks, *([None] if len(ranks) % 2 else [])]
+def _meetings(everyone: list[tuple[str, int]]) -> list[list[tuple[int, int]]]:
+    """Rounds of pairs of ranks: every two hosts meet once, rank by rank in their order there, as far as both have one.
+
+    everyone: (host, local rank) of each rank.
+    """
+    hosts: dict[str, list[int]] = {}
+    for rank, (host, _) in enumerate(everyone):
+        hosts.setdefault(host, []).append(rank)
+    ranks = list(hosts.values())
+    return [
+        [pair for one, other in pairs for pair in zip(ranks[one], ranks[other])]
+        for pairs in _rounds([*range(len(ranks))])
+    ]
+
+
+def _rounds(hosts: list[int]) -> list[list[tuple[int, int]]]:
+    """Every two of `hosts` meet once; the pairs of a round have none in common (round-robin tournament)."""
+    ring: list[int | None] = [*hosts, *([None] if len(hosts) % 2 else [])]
     rounds = []
     for _ in range(len(ring) - 1):
         pairs = [(ring[i], ring[-1 - i]) for i in range(len(ring) // 2)]
@@ -110,23 +140,36 @@ def _rounds(ranks: list[int]) -> list[list[tuple[int, int]]]:
 
 def _exchange(parallel: Parallel, block, rounds: list[list[tuple[int, int]]], names: list[str]) -> dict[str, float]:
     """GB/s of this rank's pairs, told by the lower rank; one pair at a time between hosts would take too long."""
-    rates, incoming = {}, torch.empty_like(block)
+    rates = {}
     for pairs in rounds:
         dist.barrier()
         peer = next((b if a == parallel.rank else a for a, b in pairs if parallel.rank in (a, b)), None)
         if peer is None:
             continue
-        seconds = []
-        for _ in range(4):
-            started = time.perf_counter()
-            ops = [dist.P2POp(dist.isend, block, peer), dist.P2POp(dist.irecv, incoming, peer)]
-            for work in dist.batch_isend_irecv(ops):
-                work.wait()
-            _synchronize(parallel)
-            seconds.append(time.perf_counter() - started)
+        rate = _send_and_receive(parallel, block, to=peer, source=peer)
         if parallel.rank < peer:
-            rates[f"{names[parallel.rank]} - {names[peer]}"] = block.numel() / median(seconds[1:]) / 1e9
+            rates[f"{names[parallel.rank]} - {names[peer]}"] = rate
     return rates
+
+
+def _send_around(parallel: Parallel, block: torch.Tensor) -> float:
+    """GB/s of this rank where all send to the next at once, as a flat ring does."""
+    rank, size = parallel.rank, parallel.world_size
+    dist.barrier()
+    return _send_and_receive(parallel, block, to=(rank + 1) % size, source=(rank - 1) % size)
+
+
+def _send_and_receive(parallel: Parallel, block: torch.Tensor, *, to: int, source: int) -> float:
+    """GB/s in each direction."""
+    incoming, seconds = torch.empty_like(block), []
+    for _ in range(4):
+        started = time.perf_counter()
+        ops = [dist.P2POp(dist.isend, block, to), dist.P2POp(dist.irecv, incoming, source)]
+        for work in dist.batch_isend_irecv(ops):
+            work.wait()
+        _synchronize(parallel)
+        seconds.append(time.perf_counter() - started)
+    return block.numel() / median(seconds[1:]) / 1e9
 
 
 def _all_reduce(parallel: Parallel, block: torch.Tensor) -> float:
@@ -160,8 +203,8 @@ def _synchronize(parallel: Parallel) -> None:
         torch.cuda.synchronize(parallel.device)
 
 
-def _name(who: tuple[str, int]) -> str:
-    return f"{who[0]}:{who[1]}"
+def _host(rank: str) -> str:
+    return rank.rpartition(":")[0]
 
 
 def main(argv: list[str] | None = None) -> int:
