@@ -341,6 +341,13 @@ COMMANDS = [
         gpu="python -m benchmarks.step_losses --csv new.csv --batches 1024,2048 --repeats 1 --warm-up 0 "
         "--impl inf_cl,clip,official_open_clip --compile-blocks off",
     ),
+    Command(
+        "python -m benchmarks.peers_train --csv docs/results/peers_train.csv",
+        here="python -m benchmarks.peers_train --csv new.csv --programs infcl --model $PWD/tiny.json --batch-size 8 "
+        "--accum-freq 2 --blocks eager --precision fp32 --workers 0 --steps 2 --warm-up 1 --device cpu",
+        gpu="python -m benchmarks.peers_train --csv new.csv --programs infcl --model ViT-B-32 --batch-size 32 "
+        "--accum-freq 2 --blocks eager --workers 0 --steps 2 --warm-up 1",
+    ),
     Command("python -m benchmarks.step --peer CHECKOUT", only="needs a checkout of open_clip and a GPU"),
     # ---- packages: ours, others'
     *(
@@ -354,6 +361,7 @@ COMMANDS = [
             "pip install wandb",
             "pip install 'bitsandbytes>=0.49,<0.51'",
             "pip install inf_cl==1.2.1",
+            "pip install pandas",
         )
     ),
 ]

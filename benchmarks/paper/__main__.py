@@ -48,6 +48,7 @@ REGIONS: dict[str, Callable[[], str]] = {
     "plan-losses": towers.planned_losses,
     "plan-tensor-parallel": towers.planned_tensor_parallel,
     "peer-steps": towers.peer_steps,
+    "peer-trainers": towers.peer_trainers,
     "hard-negatives": accuracy.hard_negatives,
 }
 TABLES = {

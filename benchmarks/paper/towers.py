@@ -128,6 +128,29 @@ def peer_steps() -> str:
     return markdown(["", "micro-batch", "samples/s", "GiB"], lines) + f"\n\n{origin(found)}."
 
 
+def peer_trainers() -> str:
+    """open_clip's trainer and ours, from benchmarks.peers_train: the last row of each setting."""
+    keys = ("program", "gpus", "model", "blocks", "checkpointing", "micro_batch", "accum_freq", "device")
+    found = latest(rows("peers_train.csv"), *keys)
+    if not found:
+        return "Both trainers are not measured side by side yet."
+    blocks, programs = ("eager", "compiled"), ("open_clip", "infcl")
+    found.sort(key=lambda row: (blocks.index(row["blocks"]), programs.index(row["program"])))
+    found.sort(key=lambda row: (row["gpus"], row["model"], row["accum_freq"]))
+    lines = []
+    for row in found:
+        name = row["program"] + (f" {row['version']}" if row["version"] != "" else "")
+        words = row["blocks"] + (", checkpointing" if row["checkpointing"] else "")
+        shape = f"{row['micro_batch']} x {row['accum_freq']}"
+        cells = [row["status"], "", ""]
+        if row["status"] == "ok":
+            rate = f"{row['samples_per_second']:,.0f} ({row['mean']:,.0f} +- {row['std']:,.0f}, {row['steps']} steps)"
+            cells = [rate, "" if row["waiting"] == "" else f"{row['waiting']:.0%}", f"{row['peak_gib']:.1f}"]
+        lines.append([row["gpus"], row["model"], shape, name, words, *cells])
+    header = ["GPUs", "model", "micro-batch x accumulation", "trainer", "blocks", "samples/s: median (mean)"]
+    return markdown([*header, "waiting for data", "peak, GiB"], lines) + f"\n\n{origin(found)}."
+
+
 def towers() -> str:
     """Eight H200s, 32k pairs, ZeRO-1 with checkpointing, bf16: the fastest micro-batch, as planned."""
     lines = []
