@@ -23,7 +23,6 @@ def init_tensor_parallel(parallel: Parallel, size: int) -> Parallel:
             f"--tensor-parallel-size {size} does not divide the {parallel.world_size} ranks: "
             f"start a multiple of {size}, or choose a divisor of {parallel.world_size}"
         )
-    apply_patches(parallel.device)
     if not parallel_state.is_initialized():
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=size,
@@ -31,22 +30,23 @@ def init_tensor_parallel(parallel: Parallel, size: int) -> Parallel:
             create_gloo_process_groups=False,
         )
     check_layout(size)
-    return dataclasses.replace(
-        parallel,
-        dp_group=parallel_state.get_data_parallel_group(),
-        tp_group=parallel_state.get_tensor_model_parallel_group(),
-    )
+    tp_group = parallel_state.get_tensor_model_parallel_group()
+    apply_patches(tp_group, parallel.device)
+    return dataclasses.replace(parallel, dp_group=parallel_state.get_data_parallel_group(), tp_group=tp_group)
 
 
 def check_layout(size: int | None = None) -> None:
     """ValueError unless megatron-core's layout is tensor- and data-parallel only (with tensor-parallel `size`)."""
     others = {
-        "pipeline": parallel_state.get_pipeline_model_parallel_world_size(),
-        "context": parallel_state.get_context_parallel_world_size(),
+        "pipeline-model-parallel": parallel_state.get_pipeline_model_parallel_world_size(),
+        "context-parallel": parallel_state.get_context_parallel_world_size(),
     }
     for name, found in others.items():
         if found > 1:
-            raise ValueError(f"{name}-parallel size {found}: these towers split over tensor-parallel ranks only, use 1")
+            raise ValueError(
+                f"{name} size {found}: towers are split over tensor-parallel ranks only, each of which needs the "
+                f"features of both for the loss; use 1 (Megatron-LM: --{name}-size 1)"
+            )
     found = parallel_state.get_tensor_model_parallel_world_size()
     if size is not None and found != size:
         raise ValueError(f"megatron-core is initialised with tensor-parallel size {found}, not {size}")

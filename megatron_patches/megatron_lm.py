@@ -50,7 +50,11 @@ NOT_FOLLOWED = (  # options of Megatron's config by which its schedule does more
 
 
 class ContrastiveStep:
-    """Megatron's forward_step_func for two towers. name, options: those of infcl's ContrastiveLoss, but its group."""
+    """Megatron's forward_step_func for two towers. name, options: those of infcl's ContrastiveLoss, but its group.
+
+    ValueError under pipeline or context parallelism, as soon as Megatron's groups exist: when it is made, or before the
+    first micro-batch is read, on every rank.
+    """
 
     def __init__(
         self,
@@ -61,9 +65,11 @@ class ContrastiveStep:
         **options: Any,
     ):
         self.get_batch, self.encode, self.name, self.options = get_batch, encode, name, options
+        _check_layout_if_made()
 
     def __call__(self, data_iterator: Iterator, model: nn.Module) -> tuple[Features, Callable]:
         """One micro-batch: (features, the function that Megatron takes the loss with)."""
+        _ = self.loss  # refuses on all ranks; of a pipeline's only the last stage's would come to the loss
         return self.encode(model, self.get_batch(data_iterator)), self.loss_func
 
     def loss_func(self, features: Features) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
@@ -82,21 +88,24 @@ class ContrastiveStep:
 
     @cached_property
     def loss(self) -> nn.Module:
-        """Made when it is first used: Megatron's groups exist by then. ValueError under pipeline parallelism."""
+        """Made when it is first used: Megatron's groups exist by then."""
         check_layout()
         if parallel_state.get_tensor_model_parallel_world_size() == 1:
             return ContrastiveLoss(self.name, group=parallel_state.get_data_parallel_group(), **self.options)
-        apply_patches(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+        tp_group = parallel_state.get_tensor_model_parallel_group()
+        apply_patches(tp_group, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
         inner = ContrastiveLoss(self.name, group=parallel_state.get_tensor_and_data_parallel_group(), **self.options)
-        return TensorParallelLoss(inner, parallel_state.get_tensor_model_parallel_group())
+        return TensorParallelLoss(inner, tp_group)
 
 
 def share_one_loss() -> str:
     """Make every step whose forward_step_func is a ContrastiveStep one loss over its micro-batches; idempotent.
 
     Other forward_step_funcs go on as before. "applied" or "already applied"; RuntimeError, with the path that was
-    expected, where Megatron-LM's training loop is not importable or looks different.
+    expected, where Megatron-LM's training loop is not importable or looks different. ValueError under pipeline or
+    context parallelism: here where Megatron's groups exist, otherwise when the loop asks for its schedule.
     """
+    _check_layout_if_made()
     return Patch(
         "megatron.training.training.get_forward_backward_func",
         "takes a loss per micro-batch, a contrastive loss needs all of them",
@@ -114,8 +123,14 @@ def _one(value: torch.Tensor) -> torch.Tensor:
     return torch.ones_like(value, dtype=torch.int32)
 
 
+def _check_layout_if_made() -> None:
+    if parallel_state.is_initialized():
+        check_layout()
+
+
 def _wrap(installed: Callable) -> Callable:
     def get_forward_backward_func(*args, **kwargs):
+        _check_layout_if_made()
         schedule = installed(*args, **kwargs)
 
         @functools.wraps(schedule)

@@ -1,15 +1,16 @@
 """What is changed in Megatron's own modules: one symbol each, with the reason, once, logged.
 
-A patch looks at the installed symbol first. If the reason is gone (a later version), it says so and leaves it alone; if
-the symbol is not there or takes other arguments, it raises a RuntimeError with the path that it expected.
+A patch tries the installed symbol first. If it does what the patch is for (a later version), it says so and leaves it
+alone; if the symbol is not there or takes other arguments, it raises a RuntimeError with the path that it expected.
 """
 
+import contextlib
 import functools
 import importlib
 import importlib.metadata
 import inspect
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -25,14 +26,15 @@ _MARK = "_infcl_patch"
 class Patch:
     """symbol: "package.module.name". parameters: of the installed symbol, as tested.
 
-    replace: installed function -> the one in its place. gone: whether the installed source has no need of it.
+    replace: installed function -> the one in its place. gone: whether the installed function does without it, tried;
+    one that raises does not.
     """
 
     symbol: str
     reason: str
     parameters: tuple[str, ...]
     replace: Callable[[Callable], Callable]
-    gone: Callable[[str], bool] = lambda source: False
+    gone: Callable[[Callable], bool] = lambda installed: False
 
     def apply(self) -> str:
         """What was done: "applied", "already applied", "not needed". RuntimeError for a symbol other than tested."""
@@ -40,7 +42,7 @@ class Patch:
         installed = _find(module, name, self.symbol)
         if getattr(installed, _MARK, False):
             return "already applied"
-        if self.gone(inspect.getsource(installed)):
+        if self._is_gone(installed):
             log.info("%s: the patch is not needed any more (%s)", self.symbol, self.reason)
             return "not needed"
         found = tuple(inspect.signature(installed).parameters)
@@ -55,11 +57,20 @@ class Patch:
         log.info("%s patched: %s (tested with megatron-core %s)", self.symbol, self.reason, TESTED)
         return "applied"
 
+    def _is_gone(self, installed: Callable) -> bool:
+        try:
+            return self.gone(installed)
+        except Exception as error:  # as the reason says, or because it takes other arguments, which `apply` looks at
+            log.debug("%s, tried: %s: %s", self.symbol, type(error).__name__, error)
+            return False
 
-def apply_patches(device: torch.device) -> dict[str, str]:
-    """{symbol: what was done}; those for CPUs only where the run is on one."""
-    chosen = ALWAYS if device.type == "cuda" else ALWAYS + ON_CPU
-    return {patch.symbol: patch.apply() for patch in chosen}
+
+def apply_patches(group: dist.ProcessGroup, device: torch.device) -> dict[str, str]:
+    """{symbol: what was done} with megatron-core's mappings, which a group of two ranks or more is to use on `device`.
+
+    Collective: what is installed is tried over the group.
+    """
+    return {patch.symbol: patch.apply() for patch in patches_of(group, device)}
 
 
 def _find(module: str, name: str, symbol: str):
@@ -98,23 +109,51 @@ def _gather_along_first_dim(input_, group, output_split_sizes=None, use_global_b
     return output
 
 
+# ---- what is patched ----
+
 _MAPPINGS = "megatron.core.tensor_parallel.mappings"
-_ON_GPU_ONLY = "allocates on torch.cuda.current_device(), so it cannot run on a CPU"
-ALWAYS = (
-    Patch(
+
+
+def patches_of(group: dist.ProcessGroup, device: torch.device) -> list[Patch]:
+    """What `device` needs, to be tried over `group`."""
+    always = Patch(
         f"{_MAPPINGS}._reduce",
         "returns its input unsummed where that is not contiguous (the sum goes to a copy)",
         ("input_", "group"),
         replace=lambda installed: _reduce,
-        gone=lambda source: "all_reduce(input_.contiguous()" not in source.replace(" ", ""),
-    ),
-)
-ON_CPU = (
-    Patch(
+        gone=lambda installed: _sums_any_layout(installed, group, device),
+    )
+    on_cpu = Patch(
         f"{_MAPPINGS}._gather_along_first_dim",
-        _ON_GPU_ONLY,
+        "allocates on torch.cuda.current_device(), so it cannot run on a CPU",
         ("input_", "group", "output_split_sizes", "use_global_buffer"),
         replace=lambda installed: _gather_along_first_dim,
-        gone=lambda source: "torch.cuda.current_device()" not in source,
-    ),
-)
+        gone=lambda installed: _gathers_on_cpu(installed, group),
+    )
+    return [always] if device.type == "cuda" else [always, on_cpu]
+
+
+def _sums_any_layout(reduce: Callable, group: dist.ProcessGroup, device: torch.device) -> bool:
+    ones = torch.ones(2, 3, device=device).T
+    return bool((reduce(ones, group) == group.size()).all())
+
+
+def _gathers_on_cpu(gather: Callable, group: dist.ProcessGroup) -> bool:
+    with _no_gpu():
+        gathered = gather(torch.ones(2, 3), group)
+    return torch.equal(gathered, torch.ones(2 * group.size(), 3))
+
+
+@contextlib.contextmanager
+def _no_gpu() -> Iterator[None]:
+    """Within, asking for the current GPU fails: on a host that has some, a run on the CPU would take memory there."""
+    before = torch.cuda.current_device
+
+    def refuse() -> int:
+        raise RuntimeError("this run is on a CPU")
+
+    torch.cuda.current_device = refuse
+    try:
+        yield
+    finally:
+        torch.cuda.current_device = before

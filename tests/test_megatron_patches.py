@@ -2,16 +2,17 @@
 
 import importlib
 import logging
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_patches.patches import ALWAYS, ON_CPU, Patch, apply_patches
+from megatron_patches.patches import Patch, apply_patches, patches_of
 from tests.ranks import run_ranks
 from tests.tensor_parallel import layout
 
-PATCHES = ALWAYS + ON_CPU
+CPU = torch.device("cpu")
 
 
 def summed_though_not_contiguous(rank, world_size):
@@ -27,11 +28,16 @@ def test_sums_reach_inputs_that_are_not_contiguous_and_gathers_run_on_a_cpu():
         assert summed == (torch.arange(6.0).view(2, 3).T * 3).tolist() and gathered == (6, 2)
 
 
+def outcomes_of_a_second_time(rank, world_size):
+    group = layout(world_size).tp_group
+    patches = patches_of(group, CPU)
+    before = [_installed(patch) for patch in patches]
+    outcomes = apply_patches(group, CPU)
+    return [(outcomes[patch.symbol], _installed(patch) is one) for patch, one in zip(patches, before)]
+
+
 def test_patches_are_applied_once():
-    apply_patches(torch.device("cpu"))
-    before = [_installed(patch) for patch in PATCHES]
-    assert set(apply_patches(torch.device("cpu")).values()) == {"already applied"}
-    assert [_installed(patch) for patch in PATCHES] == before
+    assert run_ranks(outcomes_of_a_second_time, 2) == [[("already applied", True)] * 2] * 2
 
 
 def _installed(patch: Patch):
@@ -39,10 +45,75 @@ def _installed(patch: Patch):
     return getattr(importlib.import_module(module), name)
 
 
+# Functions of a later megatron-core: written otherwise, some of them mended.
+
+
+def sum_that_forgets_the_copy(input_, group):
+    copied = input_.contiguous()
+    dist.all_reduce(copied, group=group)
+    return input_
+
+
+def sum_of_a_copy(input_, group):
+    copied = input_.contiguous()
+    dist.all_reduce(copied, group=group)
+    return copied
+
+
+def sum_with_another_argument(input_, group, in_place):
+    return input_
+
+
+def gather_on_the_gpu(input_, group, output_split_sizes=None, use_global_buffer=False):
+    device = torch.device("cuda", torch.cuda.current_device())
+    gathered = torch.empty(group.size() * len(input_), *input_.shape[1:], device=device)
+    dist.all_gather_into_tensor(gathered, input_.contiguous(), group=group)
+    return gathered
+
+
+def gather_beside_the_input(input_, group, output_split_sizes=None, use_global_buffer=False):
+    """On a GPU it asks torch.cuda.current_device()."""
+    gathered = input_.new_empty(group.size() * len(input_), *input_.shape[1:])
+    dist.all_gather_into_tensor(gathered, input_.contiguous(), group=group)
+    return gathered
+
+
+LATER = {
+    "_reduce": [sum_that_forgets_the_copy, sum_of_a_copy, sum_with_another_argument],
+    "_gather_along_first_dim": [gather_on_the_gpu, gather_beside_the_input],
+}
+
+
+def outcomes_of_later_versions(rank, world_size):
+    from megatron.core.tensor_parallel import mappings
+
+    outcomes = {}
+    for patch in patches_of(layout(world_size).tp_group, CPU):
+        name = patch.symbol.rpartition(".")[2]
+        for later in LATER[name]:
+            with mock.patch.object(mappings, name, later):
+                try:
+                    outcomes[later.__name__] = patch.apply()
+                except RuntimeError as error:
+                    outcomes[later.__name__] = str(error)
+    return outcomes
+
+
+def test_a_later_version_is_judged_by_what_it_does_and_not_by_how_it_is_written():
+    for outcomes in run_ranks(outcomes_of_later_versions, 2):
+        assert "expected (input_, group)" in outcomes.pop("sum_with_another_argument")
+        assert outcomes == {
+            "sum_that_forgets_the_copy": "applied",
+            "sum_of_a_copy": "not needed",
+            "gather_on_the_gpu": "applied",
+            "gather_beside_the_input": "not needed",
+        }
+
+
 @pytest.fixture
 def module(tmp_path, monkeypatch):
     """A module `patched` with a function of two arguments."""
-    (tmp_path / "patched.py").write_text("def add(a, b):\n    return a + b  # needs help\n")
+    (tmp_path / "patched.py").write_text("def add(a, b):\n    return a + b\n")
     monkeypatch.syspath_prepend(tmp_path)
     yield importlib.import_module("patched")
     importlib.sys.modules.pop("patched")
@@ -61,7 +132,7 @@ def test_a_patch_replaces_its_symbol_once_and_says_so(module, caplog):
 
 def test_a_patch_whose_reason_is_gone_leaves_the_symbol_alone(module, caplog):
     with caplog.at_level(logging.INFO):
-        assert patch_of(gone=lambda source: "needs help" in source).apply() == "not needed"
+        assert patch_of(gone=lambda add: add(1, 2) == 3).apply() == "not needed"
     assert module.add(1, 2) == 3 and "not needed any more" in caplog.text
 
 
@@ -83,26 +154,43 @@ def test_an_incompatible_version_is_refused_with_the_expected_path(module, patch
 
 
 def layout_errors(rank, world_size):
+    """What is raised with a layout that was made before; and whether the loop of Megatron-LM came to read its data."""
     from megatron.core import parallel_state
 
     from infcl.parallel import init_parallel
     from megatron_patches.groups import init_tensor_parallel
+    from megatron_patches.megatron_lm import ContrastiveStep, share_one_loss
+    from tests.test_megatron_lm import stub_training_package
 
-    errors = []
-    for sizes, wanted in (({"pipeline_model_parallel_size": 2}, 1), ({"tensor_model_parallel_size": 1}, 2)):
+    training, errors, read = stub_training_package(), [], []
+    for sizes, wanted in (
+        ({"pipeline_model_parallel_size": 2}, 1),
+        ({"context_parallel_size": 2}, 1),
+        ({"tensor_model_parallel_size": 1}, 2),
+    ):
         if parallel_state.is_initialized():
             parallel_state.destroy_model_parallel()
+        if wanted == 1:  # both wait for the groups
+            step = ContrastiveStep(read.append, None)
+            share_one_loss()
         parallel_state.initialize_model_parallel(**sizes, create_gloo_process_groups=False)
-        try:
-            init_tensor_parallel(init_parallel("cpu"), wanted)
-        except ValueError as error:
-            errors.append(str(error))
+        ways = [lambda wanted=wanted: init_tensor_parallel(init_parallel("cpu"), wanted)]
+        if wanted == 1:
+            ways += [training.get_forward_backward_func, lambda step=step: step(None, None)]
+            ways += [lambda: ContrastiveStep(read.append, None), share_one_loss]
+        for way in ways:
+            with pytest.raises(ValueError) as raised:
+                way()
+            errors.append(str(raised.value))
     parallel_state.destroy_model_parallel()
     assert dist.is_initialized()
-    return errors
+    return errors, read
 
 
-def test_a_layout_that_was_made_otherwise_is_refused_with_the_numbers():
-    for errors in run_ranks(layout_errors, 2):
-        assert len(errors) == 2 and "pipeline-parallel size 2" in errors[0]
-        assert "initialised with tensor-parallel size 1, not 2" in errors[1]
+def test_a_layout_that_was_made_otherwise_is_refused_with_the_numbers_on_all_ranks_before_data_are_read():
+    """The first rank is no pipeline's last one, which alone comes to the loss."""
+    for errors, read in run_ranks(layout_errors, 2):
+        assert len(errors) == 11 and read == []
+        assert all("pipeline-model-parallel size 2" in error for error in errors[:5])
+        assert all("--context-parallel-size 1" in error for error in errors[5:10])
+        assert "initialised with tensor-parallel size 1, not 2" in errors[10]
