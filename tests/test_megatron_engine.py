@@ -1,5 +1,6 @@
 """Steps of tensor-parallel towers under DeepSpeed equal single-process float64 ones, in every ZeRO stage."""
 
+import json
 import math
 from unittest import mock
 
@@ -9,6 +10,7 @@ import torch
 from infcl.config import BatchPlan
 from tests.ranks import run_ranks
 from tests.tensor_parallel import LAYOUTS, LR, global_batch, layout, new_model, oracle, settings, train_steps
+from tests.test_engine_traps import fp16_allowed
 
 STEPS = 3
 
@@ -50,7 +52,8 @@ def test_three_steps_equal_the_single_process_ones(size, copies, preset):
 
 @pytest.mark.parametrize(("size", "copies", "preset", "flags"), OPTIONS)
 def test_sequence_parallel_and_compiled_steps_equal_them_too(size, copies, preset, flags):
-    check(run_ranks(steps_of, size * copies, size, preset, flags), copies)
+    seconds = 480 if "compile_blocks" in flags else 120  # each rank compiles the graphs of two towers
+    check(run_ranks(steps_of, size * copies, size, preset, flags, timeout=seconds), copies)
 
 
 def test_bf16_parameters_follow_within_their_rounding():
@@ -66,16 +69,45 @@ def test_bf16_parameters_follow_within_their_rounding():
             assert float((state[name].double() - reference).norm() / reference.norm()) < 5e-2, name
 
 
+def steps_in_fp16(rank, world_size, size, preset, flags):
+    with fp16_allowed():
+        return steps_of(rank, world_size, size, "", {"precision": "fp16", "deepspeed_config": preset} | flags)
+
+
+def fp16_preset(path, stage: int) -> str:
+    """A scale that the first steps do not overflow."""
+    fp16 = {"enabled": True, "initial_scale_power": 8, "hysteresis": 1}
+    path.write_text(json.dumps({"zero_optimization": {"stage": stage}, "fp16": fp16}))
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("size", "copies", "stage", "flags"),
+    [(2, 2, 1, {}), (4, 1, 2, {"sequence_parallel": True}), (2, 2, 3, {"sequence_parallel": True})],
+)
+def test_fp16_parameters_follow_within_their_rounding(size, copies, stage, flags, tmp_path):
+    """The norms, and so the clip, are those of gradients that no loss scale multiplies. Seen: 7e-3, 8e-3 of a norm."""
+    expected_losses, expected_norms, expected_tower_norms, expected_state = oracle(copies, STEPS)
+    preset = fp16_preset(tmp_path / "preset.json", stage)
+    for losses, norms, tower_norms, state in run_ranks(steps_in_fp16, size * copies, size, preset, flags):
+        assert losses == pytest.approx(expected_losses, rel=2e-3)
+        assert norms == pytest.approx(expected_norms, rel=2e-2)
+        for got, wanted in zip(tower_norms, expected_tower_norms):
+            assert got == pytest.approx(wanted, rel=2e-2)
+        for name, reference in expected_state.items():
+            assert float((state[name].double() - reference).norm() / reference.norm()) < 2e-2, name
+
+
 POISONED = {1: "visual.ln_pre.weight", 3: "logit_scale"}  # step -> a whole parameter
 
 
-def steps_of_which_two_are_poisoned(rank, world_size, size, preset, precision):
+def steps_of_which_two_are_poisoned(rank, world_size, size, preset, **flags):
     """Five steps; in two the gradient of a whole parameter is not a number on tensor-parallel rank 1 of the first copy
     -> whether each was applied, counters, the weights that this rank holds of whole parameters."""
     from infcl.train.build import split_model
     from infcl.train.engine import Engine
 
-    parallel, config = layout(size), settings(preset, size, precision=precision)
+    parallel, config = layout(size), settings(preset, size, **flags)
     model, now, applied = new_model(), [], []
     split_model(model, config, parallel)
     for name, parameter in model.named_parameters():
@@ -102,7 +134,22 @@ def steps_of_which_two_are_poisoned(rank, world_size, size, preset, precision):
 )
 def test_what_is_not_finite_on_a_later_tensor_parallel_rank_skips_the_step_on_all(preset, precision):
     """A norm counts a whole parameter on tensor-parallel rank 0 only."""
-    results = run_ranks(steps_of_which_two_are_poisoned, 4, 2, preset, precision)
+    skipped_on_all(run_ranks(steps_of_which_two_are_poisoned, 4, 2, preset, precision=precision))
+
+
+def poisoned_in_fp16(rank, world_size, size, preset):
+    with fp16_allowed():
+        return steps_of_which_two_are_poisoned(rank, world_size, size, "", precision="fp16", deepspeed_config=preset)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_it_does_so_in_fp16_where_the_loss_scale_falls_on_all(stage, tmp_path):
+    results = run_ranks(poisoned_in_fp16, 4, 2, fp16_preset(tmp_path / "preset.json", stage))
+    skipped_on_all(results)
+    assert {counters["cur_scale"] for _, counters, _ in results} == {2**6}
+
+
+def skipped_on_all(results):
     for applied, counters, weights in results:
         assert applied == [True, False, True, False, True]
         assert counters["optimizer_step"] == 3 and counters["skipped_steps"] == 2
