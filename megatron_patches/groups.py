@@ -4,6 +4,7 @@ Neighbouring ranks make a tensor-parallel group: rank = dp_rank * T + tp_rank.
 """
 
 import dataclasses
+import logging
 
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -12,16 +13,27 @@ from infcl.loss.links import timeout_of
 from infcl.parallel import Parallel
 from megatron_patches.patches import apply_patches
 
+_log = logging.getLogger(__name__)
+
 
 def init_tensor_parallel(parallel: Parallel, size: int) -> Parallel:
     """`parallel` with its ranks in tensor-parallel groups of `size`. Collective; again with the same size: the same.
 
     ValueError when `size` does not divide the world size, or when megatron-core was initialised otherwise before.
     """
-    if parallel.world_size % size:
+    ranks = parallel.world_size
+    if ranks % size:
+        others = " or ".join(str(other) for other in range(1, ranks + 1) if ranks % other == 0)
         raise ValueError(
-            f"--tensor-parallel-size {size} does not divide the {parallel.world_size} ranks: "
-            f"start a multiple of {size}, or choose a divisor of {parallel.world_size}"
+            f"--tensor-parallel-size {size} does not divide the number of ranks, {ranks}: start a multiple of {size} "
+            f"(deepspeed --num_gpus {size} pretrain_clip.py ...), or use --tensor-parallel-size {others}"
+        )
+    if any(node.first_rank % size or node.num_ranks % size for node in parallel.nodes) and parallel.rank == 0:
+        _log.warning(
+            "--tensor-parallel-size %d shares layers between hosts, %s: what each layer sends goes over the network; a "
+            "size that divides the ranks of each host keeps it inside",
+            size,
+            ", ".join(map(str, parallel.nodes)),
         )
     if not parallel_state.is_initialized():
         parallel_state.initialize_model_parallel(

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from infcl.loss.contrastive import LOSSES
 from tests.ranks import run_ranks
 from tests.tensor_parallel import LAYOUTS, layout
 
@@ -50,7 +51,7 @@ def whole(copies: int, name: str):
     return value.item(), images.grad, texts.grad, [scalar.grad for scalar in scalars]
 
 
-@pytest.mark.parametrize("name", ["inf_cl", "siglip", "disco"])
+@pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize(("size", "copies"), LAYOUTS)
 def test_gradients_average_over_the_data_parallel_group_to_the_whole_ones(size, copies, name):
     value, d_images, d_texts, d_scalars = whole(copies, name)

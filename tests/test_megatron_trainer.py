@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from unittest import mock
 
 import pytest
 import torch
@@ -168,6 +169,30 @@ def test_over_nccl_two_tensor_parallel_ranks_follow_one_gpu(demo_folder, tmp_pat
 # ---- refusals ----
 
 
+def warnings_of_hosts(rank, world_size, sizes):
+    """What is said where hosts of so many ranks each are shared out in twos."""
+    from infcl.cluster.meeting import Node
+    from megatron_patches import groups
+    from tests.tensor_parallel import layout
+
+    firsts = [sum(sizes[:i]) for i in range(len(sizes))]
+    nodes = tuple(Node(f"host{i}", first, size) for i, (first, size) in enumerate(zip(firsts, sizes)))
+    parallel = dataclasses.replace(layout(2), nodes=nodes)
+    with mock.patch.object(groups, "_log") as log:
+        groups.init_tensor_parallel(parallel, 2)
+    return [call.args[0] % call.args[1:] for call in log.warning.call_args_list]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "hosts"),
+    [([4], None), ([2, 2], None), ([1, 3], "host0 (rank 0), host1 (ranks 1-3)"), ([1] * 4, "host3 (rank 3)")],
+)
+def test_layers_that_hosts_share_are_warned_of_once(sizes, hosts):
+    first, *others = run_ranks(warnings_of_hosts, 4, sizes)
+    assert others == [[]] * 3 and len(first) == (hosts is not None)
+    assert all("--tensor-parallel-size 2 shares layers between hosts" in one and hosts in one for one in first)
+
+
 def layout_refusal(rank, world_size, size):
     from tests.tensor_parallel import layout
 
@@ -179,7 +204,8 @@ def layout_refusal(rank, world_size, size):
 
 def test_sizes_that_do_not_fit_are_refused_with_the_numbers(demo_folder, tmp_path, model):
     refused = run_ranks(layout_refusal, 2, 4)
-    assert "--tensor-parallel-size 4 does not divide the 2 ranks" in refused[0] and refused[0] == refused[1]
+    assert "--tensor-parallel-size 4 does not divide the number of ranks, 2" in refused[0] and refused[0] == refused[1]
+    assert "deepspeed --num_gpus 4" in refused[0] and refused[0].endswith("or use --tensor-parallel-size 1 or 2")
     heads = demo_config(demo_folder, tmp_path, tensor_parallel_size=2)
     assert "the 3 heads of the image tower" in run_ranks(refusal, 2, heads)[0]
     locked = dataclasses.replace(heads, lock_image=True)
@@ -190,7 +216,8 @@ def test_sizes_that_do_not_fit_are_refused_with_the_numbers(demo_folder, tmp_pat
     ("changes", "message"),
     [
         ({"tensor_parallel_size": 0}, "--tensor-parallel-size 0 must be greater than 0"),
-        ({"tensor_parallel_size": 4, "batch_size": 9}, "does not divide --batch-size 9"),
+        ({"tensor_parallel_size": 4, "batch_size": 9}, "does not divide --batch-size 9: .* Use 8 or 12"),
+        ({"tensor_parallel_size": 4, "batch_size": 3}, "does not divide --batch-size 3: .* Use 4$"),
         ({"sequence_parallel": True}, "--sequence-parallel needs --tensor-parallel-size"),
     ],
 )

@@ -227,9 +227,10 @@ def _check_tensor_parallel(config: TrainConfig) -> None:
     if size == 1 and config.sequence_parallel:
         raise ValueError("--sequence-parallel needs --tensor-parallel-size of 2 or more: it splits over those ranks")
     if rows and (rows < size if config.global_batch_size else rows % size):  # 0: auto
+        below = rows // size * size
         raise ValueError(
             f"--tensor-parallel-size {size} does not divide --batch-size {rows}: each of these ranks reads its share "
-            "of a micro-batch, and takes it in the loss"
+            f"of a micro-batch, and takes it in the loss. Use {f'{below} or ' if below else ''}{below + size}"
         )
     if size > 1 and not (importlib.util.find_spec("megatron") and _is_installed("megatron.core")):
         raise ValueError(
