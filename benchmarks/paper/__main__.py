@@ -13,7 +13,7 @@ from benchmarks.paper.draw import digest, digest_of, draw, draw_bar
 from benchmarks.paper.regions import fill
 
 DOCS = Path(__file__).parents[2] / "docs"
-PAGES = ("results.md", "reviewers.md", "peers.md", "scaling.md")
+PAGES = ("results.md", "reviewers.md", "peers.md", "scaling.md", "megatron.md")
 REGIONS: dict[str, Callable[[], str]] = {
     "demo": accuracy.demo,
     "table-1-planned": memory.table_1_planned,
@@ -47,6 +47,7 @@ REGIONS: dict[str, Callable[[], str]] = {
     "plan-errors": towers.plan_errors,
     "plan-losses": towers.planned_losses,
     "plan-tensor-parallel": towers.planned_tensor_parallel,
+    "tensor-parallel-sizes": towers.tensor_parallel_sizes,
     "peer-steps": towers.peer_steps,
     "peer-trainers": towers.peer_trainers,
     "hard-negatives": accuracy.hard_negatives,

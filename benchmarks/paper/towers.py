@@ -4,9 +4,9 @@ import dataclasses
 
 from benchmarks.paper.raw import NOT_MEASURED, RESULTS, latest, markdown, ms, origin, rows, where
 from benchmarks.paper.speed import loss_rows
-from infcl.plan.compare import compare, read_steps, table, warmed_up
+from infcl.plan.compare import compare, convolution_apart, read_steps, table, warmed_up
 from infcl.plan.loss_time import loss_seconds
-from infcl.plan.memory import memory_of
+from infcl.plan.memory import counted_by_torch, memory_of
 from infcl.plan.search import fastest
 from infcl.plan.setting import Setting, load_gpu, parameters_of
 from infcl.plan.timing import phases_of, samples_per_second, step_seconds
@@ -114,6 +114,30 @@ def planned_tensor_parallel() -> str:
         errors = " to ".join(dict.fromkeys(f"{plan / time - 1:+.0%}" for time in (times[-1], times[0])))
         lines.append([*key, f"{said} / {plan:.0f} ({errors})"])
     return markdown(["", "GPUs", "T", "m", "ms measured / plan"], lines)
+
+
+def tensor_parallel_sizes() -> str:
+    """Towers that one GPU holds badly, by T and ZeRO stage: the last row of each setting; peaks as planned for the code
+    of then, and for that of today."""
+    names, last = {"bigG": "ViT-bigG-14", "5B": "5 B, checkpointing"}, {}
+    for row, setting in tensor_parallel_steps():
+        if row["model"] in names:
+            place = list(names).index(row["model"])
+            last[place, setting.tensor_parallel, setting.sequence_parallel, setting.zero] = row, setting
+    lines = []
+    for (place, *_), (row, setting) in sorted(last.items()):
+        whole = last.get((place, 1, False, setting.zero))
+        of_whole = f"{row['samples_per_second'] / whole[0]['samples_per_second']:.2f}" if whole else ""
+        size = f"{setting.tensor_parallel}" + (", `--sequence-parallel`" if setting.sequence_parallel else "")
+        then = setting.with_(convolution_apart=convolution_apart(row))
+        plans = [counted_by_torch(memory_of(one)) / GIB for one in (then, setting)]
+        peak = f"{row['peak_gib']:.1f}" if row["peak_gib"] else "?"
+        lines.append([
+            names[row["model"]], size, setting.zero, f"{row['samples_per_second']:.0f}", of_whole,
+            f"{peak} / {plans[0]:.1f}", f"{plans[1]:.1f}",
+        ])  # fmt: skip
+    header = ["towers", "T", "ZeRO", "samples/s", "of T = 1", "peak, GiB: measured / planned", "planned today"]
+    return markdown(header, lines)
 
 
 def peer_steps() -> str:
