@@ -336,8 +336,8 @@ COMMANDS = [
     ),
     Command(
         "python -m benchmarks.step_losses --csv docs/results/step_losses.csv --repeats 3 --seconds 35",
-        here="python -m benchmarks.step_losses --csv new.csv --model demo --batch-size 16 --batches 32 --repeats 1 --seconds 35 "
-        "--warm-up 0 --impl inf_cl,clip,official_open_clip --device cpu",
+        here="python -m benchmarks.step_losses --csv new.csv --model demo --batch-size 16 --batches 32 --repeats 1 "
+        "--seconds 35 --warm-up 0 --impl inf_cl,clip,official_open_clip --device cpu",
         gpu="python -m benchmarks.step_losses --csv new.csv --batches 1024,2048 --repeats 1 --seconds 35 --warm-up 0 "
         "--impl inf_cl,clip,official_open_clip --compile-blocks off",
     ),
