@@ -224,7 +224,7 @@ def hardware() -> dict[str, str | int | float]:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         cpu = next((line.split(": ", 1)[1] for line in lines if line.startswith("model name")), cpu)
     return {
-        "command": "python -m benchmarks.data " + " ".join(sys.argv[1:]),
+        "command": " ".join([f"python -m benchmarks.{Path(sys.argv[0]).stem}", *sys.argv[1:]]),
         "commit": commit,
         "cpu": cpu,
         "cores": os.cpu_count(),

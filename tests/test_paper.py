@@ -2,13 +2,14 @@
 
 import pytest
 
-from benchmarks.paper import accuracy, memory, speed
+from benchmarks.paper import accuracy, memory, speed, steps
 from benchmarks.paper.__main__ import DOCS, FIGURES, PAGES, REGIONS
 from benchmarks.paper.accuracy import table_3_pairs
 from benchmarks.paper.draw import digest, digest_of, draw, draw_bar
 from benchmarks.paper.raw import markdown, mean_and_deviation, rows
 from benchmarks.paper.regions import fill, names
-from benchmarks.paper.towers import measured_steps, steps
+from benchmarks.paper.towers import measured_steps
+from benchmarks.paper.towers import steps as planned_steps
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -139,6 +140,30 @@ def test_measured_steps_of_one_setting_are_told_apart():
 
 
 def test_steps_of_replaced_code_are_not_shown():
-    assert not [row for row in steps() if row["zero"] == "3" and row.get("commit") == "188be76"]
+    assert not [row for row in planned_steps() if row["zero"] == "3" and row.get("commit") == "188be76"]
     table = measured_steps()
     assert "+58%" not in table and "parameters persistent |" in table
+
+
+def test_stages_stand_beside_zero_1_of_their_commit_and_say_what_sets_them_apart(monkeypatch):
+    common = {"model": "ViT-L-14", "precision": "bf16", "gpus": 4, "label": "zero 3", "zero_options": "{}"}
+    common |= {"seconds_encode": 0.4, "seconds_replay": 1.0, "peak_gib": 7.0}
+    stored = [
+        common | {"commit": commit, "zero": zero, "samples_per_second_per_gpu": rate} | more
+        for commit, zero, rate, more in (
+            ("188be76", 3, 250.0, {"gpus": 2}),
+            ("a", 3, 450.0, {"label": "zero 3 (another machine)", "zero_options": '{"x_persistence_y": 1}'}),
+            ("a", 1, 500.0, {}),
+        )
+    ]
+    monkeypatch.setattr(steps, "rows", lambda name: stored)
+    assert [line.split(" | ")[:4] for line in steps.zero_3().splitlines()[2:]] == [
+        ["| 4", "1", "", "500"],
+        ["| 4", "3", "another machine, all parameters persistent", "450 (0.90 of ZeRO-1)"],
+        ["| 2", "3", "before the mend", "250"],
+    ]
+
+
+def test_each_optimizer_is_one_row():
+    names = [line.split(" | ")[0] for line in steps.optimizers().splitlines() if line.startswith("| `")][1:]
+    assert len(names) == len(set(names)) == 5

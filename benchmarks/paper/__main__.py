@@ -8,12 +8,12 @@ import argparse
 from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks.paper import accuracy, memory, speed, towers
+from benchmarks.paper import accuracy, data, memory, speed, steps, towers
 from benchmarks.paper.draw import digest, digest_of, draw, draw_bar
 from benchmarks.paper.regions import fill
 
 DOCS = Path(__file__).parents[2] / "docs"
-PAGES = ("results.md", "reviewers.md", "peers.md", "scaling.md", "megatron.md")
+PAGES = tuple(f"{name}.md" for name in "results reviewers peers scaling megatron step optimizers data".split())
 REGIONS: dict[str, Callable[[], str]] = {
     "demo": accuracy.demo,
     "table-1-planned": memory.table_1_planned,
@@ -36,6 +36,7 @@ REGIONS: dict[str, Callable[[], str]] = {
     "loss-origin": speed.loss_origin,
     "figure-4-steps": speed.steps_by_loss,
     "tiling": speed.tiling,
+    "ring-turns": speed.ring_turns,
     "symmetry": speed.symmetry,
     "siglip-disco": speed.side_by_side,
     "precision": speed.precision,
@@ -51,6 +52,11 @@ REGIONS: dict[str, Callable[[], str]] = {
     "peer-steps": towers.peer_steps,
     "peer-trainers": towers.peer_trainers,
     "hard-negatives": accuracy.hard_negatives,
+    "step-levers": steps.levers,
+    "step-zero-3": steps.zero_3,
+    "optimizers": steps.optimizers,
+    "locked-tower": steps.locked_tower,
+    "data-speed": data.speed,
 }
 TABLES = {
     "1": ("table-1-measured", "step-memory", "table-1-loss", "table-1-planned"),

@@ -154,6 +154,19 @@ def tiling() -> str:
     return markdown(header, lines)
 
 
+def ring_turns() -> str:
+    """Steps of two GPUs in turns: mean of each kind of messages +- its standard error."""
+    found, kinds = rows("ring_turns.csv"), ("waited for", "sends", "copy engines")
+    lines = []
+    for count in dict.fromkeys(row["rows"] for row in found):
+        own = {row["messages"]: row for row in where(found, rows=count)}
+        cells = [
+            f"{own[kind]['mean_ms']:.2f} +- {own[kind]['std_ms'] / own[kind]['steps'] ** 0.5:.2f}" for kind in kinds
+        ]
+        lines.append([f"{count:,}", *cells, own[kinds[0]]["steps"]])
+    return markdown(["rows a GPU", *(f"{kind}, ms" for kind in kinds), "steps"], lines)
+
+
 def tiling_bar() -> dict:
     """{what was measured: {part of a rank's time on four GPUs: [(ms,)]}}."""
     row = where(rows("tiling_h200.csv"), gpus=4)[-1]

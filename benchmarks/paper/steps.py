@@ -1,0 +1,75 @@
+"""What the levers of a step cost and bring, from rows of benchmarks.step: kinds of blocks, ZeRO stages, optimizers."""
+
+import json
+
+from benchmarks.paper.raw import markdown, origin, rows, where
+from benchmarks.paper.towers import OUTDATED
+
+
+def levers() -> str:
+    """ViT-L-14 on one H200 under ZeRO-1: precision, blocks, checkpointing, resident micro-batches; in their order."""
+    found = where(rows("step.csv"), gpus=1, model="ViT-L-14", zero=1)
+    lines = []
+    for row in found:
+        shape = f"{row['micro_batch']} x {row['micro_batches']}"
+        shape += ", checkpointing" if row["checkpointing"] == "True" else ""
+        shape += f", {row['resident']} resident (`auto`)" if row["resident"] > 1 else ""
+        rate = f"{row['samples_per_second']:.0f}"
+        used = [f"{row[name]:.3f}" for name in ("mfu", "hfu")]
+        lines.append([shape, row["precision"], row["blocks"], rate, *used, f"{row['peak_gib']:.1f} GiB", row["commit"]])
+    header = ["micro-batch x M", "precision", "blocks", "samples/s", "MFU", "HFU", "peak memory", "commit"]
+    return markdown(header, lines)
+
+
+def zero_3() -> str:
+    """ViT-L-14 on two and four H200s, checkpointing, bf16: ZeRO-3 beside ZeRO-1 of the same commit, newest first."""
+    found = [row for row in where(rows("step.csv"), model="ViT-L-14", precision="bf16") if row["gpus"] > 1]
+    commits = list(dict.fromkeys(row["commit"] for row in reversed(found)))
+    lines = []
+    for commit in commits:
+        own = where(found, commit=commit)
+        plain = where(own, zero=1)
+        for row in sorted(own, key=lambda row: row["zero"]):
+            rate = f"{row['samples_per_second_per_gpu']:.0f}"
+            if row["zero"] == 3 and plain:
+                rate += f" ({row['samples_per_second_per_gpu'] / plain[0]['samples_per_second_per_gpu']:.2f} of ZeRO-1)"
+            seconds = [f"{row[f'seconds_{phase}']:.3f} s" for phase in ("encode", "replay")]
+            lines.append([row["gpus"], row["zero"], _what(row), rate, *seconds, f"{row['peak_gib']:.1f} GiB", commit])
+    header = ["GPUs", "ZeRO", "", "samples/s per GPU", "encode", "replay", "peak memory", "commit"]
+    return markdown(header, lines)
+
+
+def _what(row: dict) -> str:
+    """What sets a row apart: what its label says in parentheses, options of ZeRO, code that was mended."""
+    note = row["label"].split("(")[1].rstrip(")") if "(" in row["label"] else ""
+    words = [note] if note and "printed row" not in note else []
+    words += ["all parameters persistent"] if "persistence" in json.dumps(row["zero_options"]) else []
+    words += ["before the mend"] if row["commit"] == OUTDATED and row["zero"] == 3 else []
+    return ", ".join(words)
+
+
+def optimizers() -> str:
+    """ViT-B-16 on one H200 with each --opt: samples/s, the update, peak memory."""
+    found = where(rows("optimizers.csv"), model="ViT-B-16")
+    lines = [
+        [
+            f"`{row['label'].split(' opt ')[1]}`", f"{row['samples_per_second']:.0f}",
+            f"{1000 * row['seconds_step']:.1f} ms", f"{row['peak_gib']:.1f} GiB",
+        ]
+        for row in found
+    ]  # fmt: skip
+    return markdown(["`--opt`", "samples/s", "update", "peak memory"], lines) + f"\n\n{origin(found)}."
+
+
+def locked_tower() -> str:
+    """The paper's LiT setting on one H200, both towers trained and the image tower locked."""
+    found = where(rows("optimizers.csv"), model="ViT-B-16-BERT-base")
+    lines = [
+        [
+            "`--lock-image`" if "lock-image" in row["label"] else "both trained", f"{row['samples_per_second']:.0f}",
+            *(f"{row[f'seconds_{phase}']:.2f} s" for phase in ("encode", "replay")), f"{row['peak_gib']:.1f} GiB",
+        ]
+        for row in found
+    ]  # fmt: skip
+    header = ["towers", "samples/s", "first pass", "second pass", "peak memory"]
+    return markdown(header, lines) + f"\n\n{origin(found)}."
