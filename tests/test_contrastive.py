@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from infcl import InfCLLoss, inf_cl_loss, info_nce_loss, nt_xent_loss, siglip_loss
 from infcl.loss.contrastive import LOSSES, ContrastiveLoss
 from infcl.loss.ring import RingExchange
 from tests.loss_oracle import Case, features, oracle, relative_error
@@ -90,6 +91,41 @@ def test_a_fixed_shape_is_compared_once_and_refused_with_the_numbers_when_it_cha
         assert str([4, 5, 6][:world_size]) in unequal
         assert all(got == expected for got, expected in losses) and compared == 1
     assert "rank 1 has features of shape (6, 24), all ranks had (5, 24)" in results[1][-1]
+
+
+LIBRARY = {
+    "inf_cl": lambda a, b, **options: inf_cl_loss(a, b, 10.0, **options),
+    "module": lambda a, b, group, **options: InfCLLoss(group=group, **options)(a, b, 10.0),
+    "siglip": lambda a, b, **options: siglip_loss(a, b, 10.0, -3.0, **options),
+    "info_nce": lambda a, b, **options: info_nce_loss(a, b, torch.arange(5), 10.0, **options),
+    "nt_xent": lambda a, b, **options: nt_xent_loss(a, b, 10.0, **options),
+}
+
+
+def _comparisons(rank, world_size):
+    """{loss: (comparisons of a call as it is, without compare_ranks, and whether both give the same)}"""
+    compared, plain = [], RingExchange.require_equal
+
+    def require_equal(self, *arguments):
+        compared.append(arguments)
+        return plain(self, *arguments)
+
+    found, pairs = {}, features("random", 5, 24, seed=rank)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RingExchange, "require_equal", require_equal)
+        for name, loss in LIBRARY.items():
+            counts, values = [], []
+            for compare_ranks in (True, False):
+                values.append(loss(*pairs, group=dist.group.WORLD, compare_ranks=compare_ranks))
+                counts.append(len(compared))
+                compared.clear()
+            found[name] = (*counts, bool(torch.equal(*values)))
+    return found
+
+
+def test_every_tiled_loss_leaves_the_comparison_of_ranks_out_where_it_is_told_to():
+    for found in run_ranks(_comparisons, 2):
+        assert found == dict.fromkeys(LIBRARY, (1, 0, True))
 
 
 def test_an_unknown_loss_is_refused_with_the_names():

@@ -1,5 +1,6 @@
 """InfCLLoss stands where open_clip's ClipLoss stood: its arguments, its averages, in a plain DDP loop."""
 
+import inspect
 import re
 from pathlib import Path
 
@@ -8,8 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from infcl import InfCLLoss
+from infcl import InfCLLoss, inf_cl_loss
 from tests.loss_oracle import relative_error
+from tests.open_clip_stub import import_open_clip
 from tests.ranks import run_ranks
 
 DOCUMENT = Path(__file__).parent.parent / "docs" / "loss.md"
@@ -55,6 +57,41 @@ def test_the_documented_ddp_loop_trains_as_one_process_on_the_whole_batch():
     for weights in run_ranks(_train, 2):
         for name, value in model.named_parameters():
             assert relative_error(weights[name], value.detach()) < 1e-5, name
+
+
+def test_its_arguments_stand_where_open_clips_do():
+    theirs = import_open_clip().ClipLoss
+    for function in ("__init__", "forward"):
+        ours, expected = (inspect.signature(getattr(cls, function)).parameters for cls in (InfCLLoss, theirs))
+        positional = {name: p for name, p in ours.items() if p.kind is p.POSITIONAL_OR_KEYWORD}
+        assert list(positional) == list(expected)
+        assert all(positional[name].default == parameter.default for name, parameter in expected.items())
+
+
+@pytest.mark.parametrize("init_logit_bias", [None, -10.0])
+def test_it_is_called_as_open_clips_trainer_calls_its_own(init_logit_bias):
+    """loss(**model_out, output_dict=True), and as its other losses call their base class."""
+    open_clip = import_open_clip()
+    vision = {"image_size": 32, "layers": 1, "width": 48, "head_width": 16, "patch_size": 8}
+    text = {"context_length": 12, "vocab_size": 90, "width": 32, "heads": 4, "layers": 1}
+    model = open_clip.model.CLIP(24, vision, text, init_logit_bias=init_logit_bias, output_dict=True)
+    model_out = model(torch.randn(5, 3, 32, 32), torch.randint(1, 90, (5, 12)))
+    ours, theirs = (loss(**model_out, output_dict=True) for loss in (InfCLLoss(), open_clip.ClipLoss()))
+    assert ours.keys() == theirs.keys()
+    torch.testing.assert_close(ours, theirs)
+    features = model_out["image_features"], model_out["text_features"], model_out["logit_scale"]
+    torch.testing.assert_close(InfCLLoss()(*features), open_clip.ClipLoss()(*features))
+
+
+def test_it_takes_all_options_of_the_function():
+    def keyword_only(function):
+        return {name for name, p in inspect.signature(function).parameters.items() if p.kind is p.KEYWORD_ONLY}
+
+    assert keyword_only(InfCLLoss.__init__) == keyword_only(inf_cl_loss)
+    loss = InfCLLoss(compare_ranks=False, cuda_graph=False, ring_overlap="off", workspace_bytes=1000)
+    assert loss.options.keys() == keyword_only(inf_cl_loss)
+    assert [loss.options[name] for name in ("compare_ranks", "cuda_graph", "ring_overlap")] == [False, False, "off"]
+    assert inspect.signature(InfCLLoss.__init__).parameters["cuda_graph"].default is True
 
 
 def _refusals(rank, world_size):

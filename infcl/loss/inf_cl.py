@@ -97,7 +97,8 @@ class InfCLLoss(nn.Module):
     local_loss features' gradients 1 / world_size of them; with it, without the other ranks' terms). local_loss=False
     differs in what a rank reports, not in what data parallelism averages: accepted. cache_labels has nothing to cache.
 
-    A logit_bias is accepted and changes nothing: a constant added to all logits cancels in both softmaxes.
+    A logit_bias is accepted and changes nothing: a constant added to all logits cancels in both softmaxes. The options
+    behind the `*` are those of `inf_cl_loss`.
     """
 
     def __init__(
@@ -116,6 +117,8 @@ class InfCLLoss(nn.Module):
         ring: str = "auto",
         ranks_per_node: int | None = None,
         ring_overlap: str = "on",
+        compare_ranks: bool = True,
+        cuda_graph: bool = True,
     ):
         super().__init__()
         if use_horovod:
@@ -129,16 +132,17 @@ class InfCLLoss(nn.Module):
             group = _group_of(rank, world_size, group)
         self.options = {"group": group, "tile": tile, "tile_dtype": tile_dtype, "workspace_bytes": workspace_bytes}
         self.options |= {"ring": ring, "ranks_per_node": ranks_per_node, "ring_overlap": ring_overlap}
+        self.options |= {"compare_ranks": compare_ranks, "cuda_graph": cuda_graph}
 
     def forward(
         self,
         image_features: Tensor,
         text_features: Tensor,
         logit_scale: Tensor | float,
-        logit_bias: Tensor | None = None,
-        *,
+        logit_bias: Tensor | float | None = None,
         output_dict: bool = False,
     ) -> Tensor | dict[str, Tensor]:
+        """The loss of `inf_cl_loss`, with output_dict as {"contrastive_loss": it}."""
         loss = inf_cl_loss(image_features, text_features, logit_scale, **self.options)
         return {"contrastive_loss": loss} if output_dict else loss
 

@@ -42,17 +42,19 @@ def info_nce_loss(
     ring: str = "auto",
     ranks_per_node: int | None = None,
     ring_overlap: str = "on",
+    compare_ranks: bool = True,
 ) -> Tensor:
     """Mean over this rank's queries of the cross entropy against all ranks' documents; 0-dim, float32 or wider.
 
     queries [q, D], documents [d, D]: q and d are the same on all ranks. positives int64 [q]: the index among this
     rank's own documents of the one that answers each query; several queries may share one. All other documents, of this
-    rank and of the others, are negatives. The options are those of `inf_cl_loss`.
+    rank and of the others, are negatives. The options are those of `inf_cl_loss`; the host waits for the GPU without
+    compare_ranks too, since it looks at the positives.
 
     Raises ValueError, on every rank where sizes differ, with the numbers. Cannot be differentiated twice.
     """
     new_ring = ring_maker(group, ring=ring, ranks_per_node=ranks_per_node, overlap=ring_overlap)
-    _check(queries, documents, positives, new_ring())
+    _check(queries, documents, positives, new_ring(), compare_ranks)
     selected = select_tile(queries, tile=tile, tile_dtype=tile_dtype)
     scale = scalar_like(queries, logit_scale)
     return _InfoNCE.apply(queries, documents, positives, scale, new_ring, selected, workspace_bytes)
@@ -164,7 +166,7 @@ def _positives_first(positives: Tensor, count: int) -> tuple[Tensor, Tensor]:
     return order, (~placed).nonzero().squeeze(1)
 
 
-def _check(queries: Tensor, documents: Tensor, positives: Tensor, ring: RingExchange) -> None:
+def _check(queries: Tensor, documents: Tensor, positives: Tensor, ring: RingExchange, compare_ranks: bool) -> None:
     shapes = tuple(queries.shape), tuple(documents.shape)
     if queries.ndim != 2 or documents.ndim != 2 or shapes[0][1] != shapes[1][1] or 0 in (*shapes[0], *shapes[1]):
         raise ValueError(f"info_nce needs queries [q, D] and documents [d, D], not empty; got {shapes}")
@@ -181,5 +183,6 @@ def _check(queries: Tensor, documents: Tensor, positives: Tensor, ring: RingExch
     low, high = int(positives.min()), int(positives.max())
     if low < 0 or high >= len(documents):
         raise ValueError(f"positives lie in {low}..{high}; this rank's documents are 0..{len(documents) - 1}")
-    compared = {"queries": shapes[0][0], "documents": shapes[1][0], "feature dimensions": shapes[0][1]}
-    ring.require_equal("info_nce", compared | {"ranks in a lap": ring.lap, "dtype": queries.dtype}, queries.device)
+    if compare_ranks:
+        compared = {"queries": shapes[0][0], "documents": shapes[1][0], "feature dimensions": shapes[0][1]}
+        ring.require_equal("info_nce", compared | {"ranks in a lap": ring.lap, "dtype": queries.dtype}, queries.device)

@@ -53,6 +53,7 @@ def nt_xent_loss(
     tile_dtype: str | None = None,
     workspace_bytes: int = WORKSPACE_BYTES,
     ring_overlap: str = "on",
+    compare_ranks: bool = True,
 ) -> Tensor:
     """Mean over this rank's 2b views of the cross entropy against all ranks' views; 0-dim, float32 or wider.
 
@@ -60,7 +61,7 @@ def nt_xent_loss(
     """
     reach = 0 if group is None else dist.get_world_size(group) // 2
     new_ring = ring_maker(group, overlap=ring_overlap, reach=reach)
-    check_features("nt_xent", first_views, second_views, new_ring())
+    check_features("nt_xent", first_views, second_views, new_ring(), compare_ranks=compare_ranks)
     selected = select_tile(first_views, tile=tile, tile_dtype=tile_dtype)
     scale = scalar_like(first_views, logit_scale)
     return _NTXent.apply(first_views, second_views, scale, new_ring, selected, workspace_bytes)
