@@ -128,6 +128,35 @@ def test_every_tiled_loss_leaves_the_comparison_of_ranks_out_where_it_is_told_to
         assert found == dict.fromkeys(LIBRARY, (1, 0, True))
 
 
+def _loss_and_gradients(loss, compiled):
+    def step(images, texts):
+        a, b = (torch.nn.functional.normalize(side, dim=1) for side in (images, texts))
+        return 2 * loss(a, b, group=None)
+
+    if compiled:
+        step = torch.compile(step, backend="aot_eager")
+    pairs = [side.requires_grad_() for side in features("random", 5, 24)]
+    value = step(*pairs)
+    return value.detach(), *torch.autograd.grad(value, pairs)
+
+
+@pytest.mark.parametrize("name", LIBRARY)
+def test_a_compiled_caller_has_the_same_loss_and_gradients(name):
+    torch._dynamo.reset(), torch._dynamo.utils.counters.clear()
+    eager, compiled = (_loss_and_gradients(LIBRARY[name], compiled) for compiled in (False, True))
+    assert all(torch.equal(a, b) for a, b in zip(eager, compiled))
+    counters = torch._dynamo.utils.counters
+    assert counters["stats"]["unique_graphs"] >= 2, "one before the loss and one behind it"
+    assert all("messages that all ranks issue" in reason for reason in counters["graph_break"])
+
+
+def test_torch_says_why_the_loss_is_in_no_graph():
+    torch._dynamo.reset()
+    step = torch.compile(InfCLLoss(), backend="eager", fullgraph=True)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="messages that all ranks issue in one order"):
+        step(*features("random", 5, 24), 10.0)
+
+
 def test_an_unknown_loss_is_refused_with_the_names():
     with pytest.raises(ValueError, match="'clippy'.*inf_cl.*siglip"):
         ContrastiveLoss("clippy")

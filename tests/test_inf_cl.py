@@ -186,12 +186,6 @@ def test_double_backward_says_that_it_is_not_supported():
         torch.autograd.grad(inf_cl_loss(images, texts, 10.0), images, create_graph=True)
 
 
-def test_torch_compile_runs_over_it():
-    images, texts = features("random", 5, 24)
-    step = torch.compile(lambda i, t: inf_cl_loss(2 * i, t, 10.0) + 1, backend="eager")
-    torch.testing.assert_close(step(images, texts), inf_cl_loss(2 * images, texts, 10.0) + 1)
-
-
 def test_low_precision_tiles_return_float32_gradients_for_float32_features():
     case = Case("inf_cl", 33, 64, 20.0)
     truth, result = oracle(case), evaluate(case, tile_dtype="bf16")

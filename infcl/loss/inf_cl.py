@@ -32,6 +32,7 @@ from infcl.loss.operands import (
     check_features,
     inner_product,
     matched_gradient,
+    not_compiled,
     refuse_double_backward,
     scalar_like,
     scaled,
@@ -39,7 +40,7 @@ from infcl.loss.operands import (
 from infcl.loss.ring import RingExchange, ring_maker
 
 
-@torch.compiler.disable
+@not_compiled
 def inf_cl_loss(
     image_features: Tensor,
     text_features: Tensor,

@@ -21,6 +21,7 @@ from infcl.loss.operands import (
     as_operand,
     inner_product,
     matched_gradient,
+    not_compiled,
     refuse_double_backward,
     scalar_like,
     scaled,
@@ -28,7 +29,7 @@ from infcl.loss.operands import (
 from infcl.loss.ring import RingExchange, ring_maker
 
 
-@torch.compiler.disable
+@not_compiled
 def info_nce_loss(
     queries: Tensor,
     documents: Tensor,

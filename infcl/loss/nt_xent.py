@@ -32,6 +32,7 @@ from infcl.loss.operands import (
     check_features,
     inner_product,
     matched_gradient,
+    not_compiled,
     refuse_double_backward,
     scalar_like,
     scaled,
@@ -42,7 +43,7 @@ from infcl.loss.ring import RingExchange, ring_maker
 _LEAF = {"torch": 256, "triton": 8192}
 
 
-@torch.compiler.disable
+@not_compiled
 def nt_xent_loss(
     first_views: Tensor,
     second_views: Tensor,

@@ -1,5 +1,6 @@
 """What every tiled loss does with its inputs and gradients: check, convert, scale."""
 
+from collections.abc import Callable
 from typing import SupportsFloat
 
 import torch
@@ -9,6 +10,17 @@ from infcl.kernels import Tile
 from infcl.loss.ring import RingExchange
 
 _TF32_ROUNDS_BELOW = 2.0**128 - 2.0**116  # from there on to 2^128
+
+
+def not_compiled(loss: Callable) -> Callable:
+    """A loss that torch.compile leaves as it is: graphs end before it and begin again behind it.
+
+    Its kernels are compiled already. What is left between them is the ring's messages, whose order all ranks must keep,
+    and what the host decides, by shapes, ranks and memory: none of it is for a compiler to move.
+    """
+    return torch.compiler.disable(
+        loss, reason="infcl's losses are kernels and messages that all ranks issue in one order"
+    )
 
 
 def check_features(

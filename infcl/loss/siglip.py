@@ -23,6 +23,7 @@ from infcl.loss.operands import (
     check_features,
     inner_product,
     matched_gradient,
+    not_compiled,
     refuse_double_backward,
     scalar_like,
     scaled,
@@ -30,7 +31,7 @@ from infcl.loss.operands import (
 from infcl.loss.ring import RingExchange, ring_maker
 
 
-@torch.compiler.disable
+@not_compiled
 def siglip_loss(
     image_features: Tensor,
     text_features: Tensor,
