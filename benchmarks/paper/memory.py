@@ -2,8 +2,6 @@
 
 import itertools
 
-import torch
-
 from benchmarks.paper.raw import batch, latest, markdown, newest, origin, rows, where
 from infcl.plan.compare import convolution_apart
 from infcl.plan.fit import Fit
@@ -12,7 +10,7 @@ from infcl.plan.paper import paper_memory
 from infcl.plan.parts import loss_bytes
 from infcl.plan.setting import Setting, load_gpu
 from infcl.towers.config import load_model_config
-from infcl.train.build import build_model, build_tokenizer_and_model_config
+from infcl.train.build import build_meta_model, build_tokenizer_and_model_config
 
 GIB = 2**30
 FIGURE_1_GPUS = (8, 16, 32, 64, 128, 256)
@@ -166,8 +164,7 @@ def planned_at_start(label: str) -> float:
 
     config, preset = setting_of(label)
     _, cfg = build_tokenizer_and_model_config(config)
-    with torch.device("meta"):
-        counts = parameter_counts(build_model(config, cfg))
+    counts = parameter_counts(build_meta_model(config, cfg))
     return Fit(config, cfg, counts, str(config.precision), preset, 1, float("inf")).parts(config)["peak"]
 
 

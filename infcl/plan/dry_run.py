@@ -4,11 +4,8 @@ Nothing here builds an engine, reads an image or writes a file (but shard indexe
 """
 
 import dataclasses
-import warnings
 from collections.abc import Callable
 from pathlib import Path
-
-import torch
 
 from infcl.config import BatchPlan, TrainConfig, total_steps
 from infcl.parallel import Parallel, describe_ranks
@@ -23,7 +20,7 @@ from infcl.train.preset import offloads, read_preset, zero_stage
 
 def describe_plan(config: TrainConfig, parallel: Parallel) -> str:
     """The resolved plan as text. ValueError: what the run would refuse before it builds the engine. Collective."""
-    from infcl.train.build import build_loader, build_model, build_tasks, build_tokenizer_and_model_config
+    from infcl.train.build import build_loader, build_meta_model, build_tasks, build_tokenizer_and_model_config
 
     preset, precision = read_preset(config, parallel.device.type)
     batch = BatchPlan.of(config, parallel.dp_size)
@@ -33,9 +30,7 @@ def describe_plan(config: TrainConfig, parallel: Parallel) -> str:
     for task in tasks.values():
         task.check()
     steps = total_steps(config, loader.steps_per_epoch)
-    with torch.device("meta"), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*which is a no-op")  # --pretrained: names and shapes are checked
-        model = build_model(config, cfg)
+    model = build_meta_model(config, cfg)
     counts = parameter_counts(model)
     every = {"retrieval": config.val_frequency, "zero_shot": config.zeroshot_frequency}
     evaluations = [f"{name} {_every(every[name])}" for name in tasks]

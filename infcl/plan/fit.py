@@ -5,7 +5,6 @@ of --pixel-cache-gb auto take what is left there, so they count as nothing.
 """
 
 import dataclasses
-import warnings
 from typing import Any
 
 import torch
@@ -28,12 +27,10 @@ def fit_to_memory(config: TrainConfig, parallel: Parallel) -> TrainConfig:
     """`config` with its micro-batch size chosen, where it is auto. ValueError, on every rank, when it cannot fit."""
     if config.skip_memory_check and config.batch_size:
         return config
-    from infcl.train.build import build_model, build_tokenizer_and_model_config
+    from infcl.train.build import build_meta_model, build_tokenizer_and_model_config
 
     _, cfg = build_tokenizer_and_model_config(config)
-    with torch.device("meta"), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*which is a no-op")
-        counts = parameter_counts(build_model(config, cfg))
+    counts = parameter_counts(build_meta_model(config, cfg))
     preset, precision = read_preset(config, parallel.device.type)
     on_cpu, own = parallel.device.type == "cpu", [-memory_of_device(parallel), -host_memory_bytes()]
     capacity, host = (-most for most in max_over(dist.group.WORLD, own, parallel.device))  # the least: all decide alike

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import math
 import socket
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -83,6 +84,13 @@ def build_model(config: TrainConfig, model_config: CLIPConfig, parallel: Paralle
     if config.lock_text:
         model.lock_text_tower(config.lock_text_unlocked_layers, keep_trunk=config.frozen_trunk == "keep")
     return model
+
+
+def build_meta_model(config: TrainConfig, model_config: CLIPConfig) -> CLIP:
+    """`build_model` without memory: names and shapes of parameters, locks; of weights to load, whether they match."""
+    with torch.device("meta"), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*which is a no-op")
+        return build_model(config, model_config)
 
 
 @contextlib.contextmanager
