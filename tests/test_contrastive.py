@@ -150,6 +150,27 @@ def test_a_compiled_caller_has_the_same_loss_and_gradients(name):
     assert all("messages that all ranks issue" in reason for reason in counters["graph_break"])
 
 
+def _twice(rank, world_size):
+    """{loss: whether value and gradients are the same twice}; in info_nce all queries share two documents."""
+    group = dist.group.WORLD if world_size > 1 else None
+    shared = torch.arange(200) % 2
+    losses = LIBRARY | {"info_nce": lambda a, b, **options: info_nce_loss(a, b, shared, 10.0, **options)}
+    pairs, same = [side.requires_grad_() for side in features("random", 200, 24, seed=rank)], {}
+    for name, loss in losses.items():
+        results = []
+        for _ in range(2):
+            value = loss(*pairs, group=group, tile_dtype="bf16")
+            results.append((value.detach(), *torch.autograd.grad(value, pairs)))
+        same[name] = all(torch.equal(a, b) for a, b in zip(*results))
+    return same
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_every_tiled_loss_is_the_same_twice_bit_for_bit(world_size):
+    for same in run_ranks(_twice, world_size) if world_size > 1 else [_twice(0, 1)]:
+        assert same == dict.fromkeys(LIBRARY, True)
+
+
 def test_torch_says_why_the_loss_is_in_no_graph():
     torch._dynamo.reset()
     step = torch.compile(InfCLLoss(), backend="eager", fullgraph=True)

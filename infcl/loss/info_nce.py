@@ -91,9 +91,9 @@ class _InfoNCE(torch.autograd.Function):
                 rows, columns, scale, row_lse, slopes, ctx.new_ring(), ctx.tile, ctx.workspace_bytes
             )
             queries, documents = rows[misplaced].to(d_rows.dtype), columns[place].to(d_rows.dtype)
-            d_rows.index_add_(0, misplaced, documents, alpha=-1)
-            d_columns.index_add_(0, place, queries, alpha=-1)
             d_scale -= inner_product(queries, documents)
+            d_rows.index_add_(0, misplaced, documents, alpha=-1)
+            _subtract_rows(d_columns, place, queries)
             factor = d_loss / len(rows)
             d_queries = scaled(d_rows, factor * scale, ctx.dtypes[0])
             d_documents = torch.empty_like(d_columns, dtype=ctx.dtypes[1])
@@ -165,6 +165,17 @@ def _positives_first(positives: Tensor, count: int) -> tuple[Tensor, Tensor]:
     free[positives[placed]] = False
     order[order < 0] = free.nonzero().squeeze(1)
     return order, (~placed).nonzero().squeeze(1)
+
+
+def _subtract_rows(total: Tensor, places: Tensor, rows: Tensor) -> None:
+    """`total.index_add_(0, places, rows, alpha=-1)`, in a fixed order where places come several times.
+
+    On a GPU index_add_ has atomics; index_put_ sorts there. On a CPU it is the other way round: index_put_ has threads.
+    """
+    if total.is_cuda:
+        total.index_put_((places,), -rows, accumulate=True)
+    else:
+        total.index_add_(0, places, rows, alpha=-1)
 
 
 def _check(queries: Tensor, documents: Tensor, positives: Tensor, ring: RingExchange, compare_ranks: bool) -> None:
