@@ -12,6 +12,7 @@ import inspect
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from types import ModuleType
 
 import torch
 import torch.distributed as dist
@@ -38,8 +39,7 @@ class Patch:
 
     def apply(self) -> str:
         """What was done: "applied", "already applied", "not needed". RuntimeError for a symbol other than tested."""
-        module, _, name = self.symbol.rpartition(".")
-        installed = _find(module, name, self.symbol)
+        module, name, installed = _find(self.symbol)
         if getattr(installed, _MARK, False):
             return "already applied"
         if self._is_gone(installed):
@@ -53,7 +53,7 @@ class Patch:
             )
         replacement = functools.wraps(installed)(self.replace(installed))
         setattr(replacement, _MARK, True)
-        setattr(importlib.import_module(module), name, replacement)
+        setattr(module, name, replacement)
         log.info("%s patched: %s (tested with megatron-core %s)", self.symbol, self.reason, TESTED)
         return "applied"
 
@@ -73,9 +73,12 @@ def apply_patches(group: dist.ProcessGroup, device: torch.device) -> dict[str, s
     return {patch.symbol: patch.apply() for patch in patches_of(group, device)}
 
 
-def _find(module: str, name: str, symbol: str):
+def _find(symbol: str) -> tuple[ModuleType, str, Callable]:
+    """(module, name in it, what is installed under that name)."""
+    path, _, name = symbol.rpartition(".")
     try:
-        return getattr(importlib.import_module(module), name)
+        module = importlib.import_module(path)
+        return module, name, getattr(module, name)
     except (ImportError, AttributeError) as error:
         raise RuntimeError(
             f"there is no {symbol} beside megatron-core {_version()}; the tested version is {TESTED}"

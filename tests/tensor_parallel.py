@@ -45,9 +45,9 @@ def settings(preset: str, size: int, **changes) -> TrainConfig:
     return TrainConfig(**given | {"tensor_parallel_size": size} | changes)
 
 
-def new_model(**options) -> CLIP:
+def new_model(cfg: CLIPConfig = CFG, **options) -> CLIP:
     torch.manual_seed(0)
-    model = CLIP(CFG, init_logit_scale=math.log(20), **options)
+    model = CLIP(cfg, init_logit_scale=math.log(20), **options)
     with torch.no_grad():  # biases start at zero, where a bias that is added twice would not show at first
         for name, parameter in model.named_parameters():
             if name.endswith("bias"):
@@ -55,10 +55,10 @@ def new_model(**options) -> CLIP:
     return model
 
 
-def global_batch(size: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+def global_batch(size: int, seed: int, cfg: CLIPConfig = CFG) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    images = torch.randn(size, 3, CFG.vision_cfg.image_size, CFG.vision_cfg.image_size, generator=generator)
-    return images, torch.randint(0, CFG.text_cfg.vocab_size, (size, CFG.text_cfg.context_length), generator=generator)
+    images = torch.randn(size, 3, cfg.vision_cfg.image_size, cfg.vision_cfg.image_size, generator=generator)
+    return images, torch.randint(0, cfg.text_cfg.vocab_size, (size, cfg.text_cfg.context_length), generator=generator)
 
 
 def train_steps(

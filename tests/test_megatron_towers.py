@@ -1,12 +1,13 @@
 """Towers in parts equal the whole ones: state dict, features, gradients; what must not be split stays equal."""
 
+import random
 from unittest import mock
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from infcl.towers import CLIP, load_model_config
+from infcl.towers import CLIP, CLIPConfig, TextConfig, VisionConfig, load_model_config
 from infcl.towers.config import check_divides
 from infcl.train.compiled import compile_blocks
 from tests.ranks import run_ranks
@@ -101,7 +102,7 @@ def test_a_block_is_on_the_device_before_the_next_one_is_made(monkeypatch):
     assert on_host[-1] > 0  # without a device, blocks wait where they are made
 
 
-def forward_backward(rank, world_size, size, sequence_parallel, checkpointing, rows, in_halves=False):
+def forward_backward(rank, world_size, size, sequence_parallel, checkpointing, rows, in_halves=False, cfg=CFG):
     """float64 gradients of a fixed surrogate -> (features, whole gradients).
 
     in_halves: by what torch.compile gets for its blocks, without compiling it.
@@ -109,7 +110,7 @@ def forward_backward(rank, world_size, size, sequence_parallel, checkpointing, r
     from megatron_patches import halves
     from megatron_patches.towers import split_towers
 
-    model = new_model(activation_checkpointing=checkpointing).double()
+    model = new_model(cfg, activation_checkpointing=checkpointing).double()
     if size > 1:
         split_towers(model, layout(size).tp_group, sequence_parallel=sequence_parallel)
     if in_halves:
@@ -117,7 +118,7 @@ def forward_backward(rank, world_size, size, sequence_parallel, checkpointing, r
         halves.LEAST_ELEMENTS = 1
         with mock.patch("torch.compile", lambda run, **_: run), mock.patch("infcl.train.compiled.ALIGNED", 1):
             assert compile_blocks(model, cpu, "fp32", sizes, way=halves.IN_HALVES, blocks_of_a_run=2)
-    images, texts = global_batch(rows, seed=5)
+    images, texts = global_batch(rows, 5, cfg)
     features = model.visual(images.double()), model.encode_text(texts)
     generator = torch.Generator().manual_seed(6)
     weights = [torch.randn(f.shape, generator=generator, dtype=f.dtype) for f in features]
@@ -141,14 +142,47 @@ def forward_backward(rank, world_size, size, sequence_parallel, checkpointing, r
 )
 def test_features_and_gradients_equal_the_whole_models(size, sequence_parallel, checkpointing, rows, in_halves):
     """Also where the samples do not divide by T under sequence parallelism, or by two in halves."""
-    features, gradients = forward_backward(0, 1, 1, False, False, rows)
-    given = size, sequence_parallel, checkpointing, rows, in_halves
+    require_those_of_the_whole_model(size, sequence_parallel, checkpointing, rows, in_halves, CFG)
+
+
+def drawn(seed: int, size: int) -> tuple:
+    """Arguments of forward_backward: towers down to one head, and one hidden feature, of each of `size` ranks."""
+    draw = random.Random(seed)
+    towers = {}
+    for tower in ("vision", "text"):
+        heads, head_width = size * draw.randint(1, 3), draw.randint(2, 9)
+        hidden, width = size * draw.randint(1, 20), heads * head_width
+        towers[tower] = {"width": width, "layers": draw.randint(1, 4), "mlp_ratio": hidden / width}
+        towers[tower] |= {"head_width": head_width} if tower == "vision" else {"heads": heads}
+    patch = draw.randint(2, 4)
+    cfg = CLIPConfig(
+        embed_dim=draw.randint(2, 25),
+        vision_cfg=VisionConfig(image_size=patch * draw.randint(1, 4), patch_size=patch, **towers["vision"]),
+        text_cfg=TextConfig(context_length=draw.randint(1, 9), vocab_size=draw.randint(2, 40), **towers["text"]),
+    )
+    sequence_parallel, in_halves, rows = draw.random() < 0.5, draw.random() < 0.5, draw.randint(1, 7)
+    rows = -(-rows // size) * size if sequence_parallel and in_halves else rows
+    return size, sequence_parallel, draw.random() < 0.3, rows, in_halves, cfg
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_towers_of_random_sizes_equal_the_whole_ones(size):
+    for seed in range(6):
+        require_those_of_the_whole_model(*drawn(seed, size))
+
+
+def require_those_of_the_whole_model(*given):
+    size, rows, cfg = given[0], given[3], given[5]
+    features, gradients = forward_backward(0, 1, 1, False, False, rows, cfg=cfg)
     for got_features, got_gradients in run_ranks(forward_backward, size, *given):
         for got, expected in zip(got_features, features):
-            assert float((got - expected).norm() / expected.norm()) < 1e-12
+            assert float((got - expected).norm() / expected.norm()) < 1e-12, given
         assert set(got_gradients) == set(gradients)
         for name, expected in gradients.items():
-            assert float((got_gradients[name] - expected).norm()) < 1e-11 * max(1.0, float(expected.norm())), name
+            assert float((got_gradients[name] - expected).norm()) < 1e-11 * max(1.0, float(expected.norm())), (
+                name,
+                given,
+            )
 
 
 class SentDtypes(TorchDispatchMode):
