@@ -12,6 +12,8 @@ from infcl.export import load_exported
 from infcl.report import read_metrics
 from infcl.towers import load_model_config
 from infcl.train.checkpoint import consolidated_state_dict
+from tests import cluster_run
+from tests.hosts import Hosts
 from tests.ranks import run_ranks
 from tests.test_entry import ON_CPU, alone, command, launch
 from tests.test_trainer import demo_config, fit, refusal, run_losses
@@ -148,6 +150,19 @@ def test_the_launcher_trains_with_tensor_parallel_ranks(demo_folder, tmp_path, m
     assert finished.returncode == 0, finished.stdout + finished.stderr
     assert "2 x cpu (2 tensor-parallel x 1 data-parallel)" in finished.stdout
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["samples_seen"] == 3 * 32
+
+
+@pytest.mark.cluster
+@pytest.mark.timeout(900)
+def test_two_hosts_that_share_layers_train_as_one_rank_does_and_are_warned_of(demo_folder, tmp_path, model):
+    logs = {name: tmp_path / name for name in ("one", "two")}
+    one = alone(cluster_run.flags(demo_folder, logs["one"], "--model", model))
+    assert one.returncode == 0, one.stderr
+    more = ("--model", model, "--tensor-parallel-size", "2", "--sequence-parallel")
+    with Hosts(2, folder=tmp_path / "hosts") as hosts:
+        code, output = cluster_run.train(hosts, cluster_run.flags(demo_folder, logs["two"], *more))
+    assert code == 0 and output.count("--tensor-parallel-size 2 shares layers between hosts") == 1, output
+    assert cluster_run.losses(logs["two"]) == pytest.approx(cluster_run.losses(logs["one"]), rel=1e-4)
 
 
 @pytest.mark.multigpu
