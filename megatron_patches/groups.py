@@ -23,17 +23,18 @@ def init_tensor_parallel(parallel: Parallel, size: int) -> Parallel:
     """
     ranks = parallel.world_size
     if ranks % size:
-        others = " or ".join(str(other) for other in range(1, ranks + 1) if ranks % other == 0)
+        others = " or ".join(str(smaller) for smaller in range(1, size) if ranks % smaller == 0)
         raise ValueError(
             f"--tensor-parallel-size {size} does not divide the number of ranks, {ranks}: start a multiple of {size} "
             f"(deepspeed --num_gpus {size} pretrain_clip.py ...), or use --tensor-parallel-size {others}"
         )
-    if any(node.first_rank % size or node.num_ranks % size for node in parallel.nodes) and parallel.rank == 0:
+    shared = [node for node in parallel.nodes if node.num_ranks % size]
+    if shared and parallel.rank == 0:
         _log.warning(
-            "--tensor-parallel-size %d shares layers between hosts, %s: what each layer sends goes over the network; a "
-            "size that divides the ranks of each host keeps it inside",
+            "--tensor-parallel-size %d shares layers between hosts, since it does not divide the ranks of %s: what "
+            "each layer sends goes over the network",
             size,
-            ", ".join(map(str, parallel.nodes)),
+            shared[0],
         )
     if not parallel_state.is_initialized():
         parallel_state.initialize_model_parallel(
@@ -56,8 +57,8 @@ def check_layout(size: int | None = None) -> None:
     for name, found in others.items():
         if found > 1:
             raise ValueError(
-                f"{name} size {found}: towers are split over tensor-parallel ranks only, each of which needs the "
-                f"features of both for the loss; use 1 (Megatron-LM: --{name}-size 1)"
+                f"{name} size {found}: towers are split over tensor-parallel ranks only, and the loss needs whole "
+                f"features on every rank; use 1 (Megatron-LM: --{name}-size 1)"
             )
     found = parallel_state.get_tensor_model_parallel_world_size()
     if size is not None and found != size:

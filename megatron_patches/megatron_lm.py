@@ -52,8 +52,8 @@ NOT_FOLLOWED = (  # options of Megatron's config by which its schedule does more
 class ContrastiveStep:
     """Megatron's forward_step_func for two towers. name, options: those of infcl's ContrastiveLoss, but its group.
 
-    ValueError under pipeline or context parallelism, as soon as Megatron's groups exist: when it is made, or before the
-    first micro-batch is read, on every rank.
+    ValueError for a loss that there is not, and under pipeline or context parallelism, as soon as Megatron's groups
+    exist: when it is made, or before the first micro-batch is read, on every rank.
     """
 
     def __init__(
@@ -65,6 +65,7 @@ class ContrastiveStep:
         **options: Any,
     ):
         self.get_batch, self.encode, self.name, self.options = get_batch, encode, name, options
+        ContrastiveLoss(name, **options)  # what it does not know is refused now, not behind Megatron's start
         _check_layout_if_made()
 
     def __call__(self, data_iterator: Iterator, model: nn.Module) -> tuple[Features, Callable]:

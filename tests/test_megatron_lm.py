@@ -259,6 +259,15 @@ def test_what_only_megatrons_schedule_does_is_refused(config):
     assert f"{name} {value} is for Megatron's own schedule" in run_ranks(refusal, 1, config)[0]
 
 
+def test_a_loss_that_there_is_not_is_refused_when_the_step_is_made():
+    from megatron_patches.megatron_lm import ContrastiveStep
+
+    with pytest.raises(ValueError, match="unknown loss 'infcl'; one of .*inf_cl"):
+        ContrastiveStep(get_batch, encode, name="infcl")
+    with pytest.raises(TypeError, match="tiles"):
+        ContrastiveStep(get_batch, encode, tiles="torch")
+
+
 def test_other_steps_go_through_megatrons_schedule(monkeypatch):
     from megatron_patches.megatron_lm import share_one_loss
 
