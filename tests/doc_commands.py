@@ -35,6 +35,7 @@ VIT_B = "--batch-size 32 --accum-freq 2 --warmup 1 --workers 4 --steps 3 --compi
 COLLECT = "--collect-only -q"
 PLAN = "python -m infcl.plan --model ViT-L-14 --gpus 32 --gpu a800-80g"
 SWEEP = "python -m infcl.plan --gpu h200 --gpus 8"
+SWEEPS = "tests/test_sweeps.py::test_each_line_of_a_sweep_is_a_setting_that_the_trainer_takes"
 TOKENIZER = "python -m infcl.data.tokenizer train --train-data"
 
 COMMANDS = [
@@ -275,6 +276,25 @@ COMMANDS = [
         "python -m infcl.plan --compare new.csv",
     ),
     Command(
+        "python -m benchmarks.step --sweep benchmarks/sweeps/step_1gpu.txt --csv docs/results/step.csv",
+        here="echo --model tiny.json --batch-size 8 --measured-steps 1 --warm-up-steps 0 --device cpu > one.txt && "
+        "python -m benchmarks.step --sweep one.txt --csv new.csv && grep -q eager new.csv",
+    ),
+    *(
+        Command(
+            f"python -m benchmarks.step {flags}--sweep benchmarks/sweeps/{name}.txt --csv docs/results/{out}.csv",
+            by=SWEEPS,
+        )
+        for flags, name, out in (
+            ("", "step_zero3_1gpu", "step"),
+            ("", "step_zero3_8gpu", "step"),
+            ("--time-out 400 ", "step_bigg_1gpu", "step"),
+            ("--time-out 400 ", "step_8gpu", "step"),
+            ("--time-out 400 ", "step_table1_8gpu", "step"),
+            ("--one-process ", "short_1gpu", "optimizers"),
+        )
+    ),
+    Command(
         "python -m benchmarks.tensor_parallel --gpus 8",
         multigpu="python -m benchmarks.tensor_parallel --gpus 2 --models ViT-B-32 --sizes 1,2 --stages 1 --repeats 3 "
         "--compile-blocks off",
@@ -290,14 +310,16 @@ COMMANDS = [
     # ---- the paper's tables and figures
     Command("make results", here='make results -o "$VENV/.installed"'),
     Command(
-        "python -m benchmarks.accuracy --study losses --seeds 5 --out docs/results --work .data/accuracy",
+        "python -m benchmarks.accuracy --study losses --seeds 5 --out docs/results --work .data/accuracy --device cuda "
+        "--jobs 13",
         here="python -m benchmarks.accuracy --study losses --seeds 1 --out new --work work --num-train 600 --steps 2 "
-        "--losses clip siglip",
+        "--losses clip siglip --device cpu --jobs 2",
     ),
     Command(
-        "python -m benchmarks.accuracy --study batch-size --num-train 131072 --out docs/results --work .data/accuracy",
+        "python -m benchmarks.accuracy --study batch-size --num-train 131072 --out docs/results --work .data/accuracy "
+        "--device cuda --jobs 19 --seeds 1",
         here="python -m benchmarks.accuracy --study batch-size --num-train 600 --out new --work work --seeds 1 "
-        "--samples 512 --batches 64 128 --lr-scalings sqrt",
+        "--samples 512 --batches 64 128 --lr-scalings sqrt --device cpu --jobs 2",
     ),
     Command(
         "python -m benchmarks.gradients --out docs/results",
