@@ -3,6 +3,7 @@
 import csv
 import json
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from benchmarks.paper.speed import loss_rows
 from benchmarks.paper.towers import measured_losses, planned_loss, steps, tensor_parallel_steps
 from benchmarks.tensor_parallel import model_config
 from infcl.config import BatchPlan, TrainConfig
+from infcl.plan import measure
 from infcl.plan.__main__ import main, parser, read_batch, setting_of
 from infcl.plan.compare import compare, convolution_apart, read_steps
 from infcl.plan.loss_time import loss_phases
@@ -396,6 +398,9 @@ def test_a_wrong_flag_is_one_line_and_exit_code_2(flags, message, capsys):
         ("gpu", "hbm_gbs", float("inf"), "hbm_gbs is inf"),
         ("gpu", "multiprocessors", 1.5, "multiprocessors is 1.5, which is no whole number"),
         ("gpu", "name", 5, "name is 5, which is no text"),
+        ("gpu", "estimated", "usable", "estimated is 'usable', which is no list of a profile's fields"),
+        ("gpu", "estimated", ["speed"], "estimated is ['speed'], which is no list"),
+        ("gpu", "estimated", [["usable"]], "which is no list"),
         ("link", "gbs", -1, "gbs is -1"),
         ("link", "latency_us", None, "latency_us is None"),
     ],
@@ -410,6 +415,47 @@ def test_a_value_that_a_profile_cannot_have_is_named(kind, field, value, message
 def test_links_without_delay_are_a_profile(tmp_path):
     (tmp_path / "own.json").write_text(json.dumps({**vars(load_link("nic-400")), "latency_us": 0}))
     assert load_link(str(tmp_path / "own.json")).latency_us == 0
+
+
+@pytest.mark.parametrize("gpus", [1, 2])
+def test_a_measured_profile_says_what_of_it_was_not_measured(gpus, tmp_path, monkeypatch, capsys):
+    """The measurements themselves are a GPU's."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Chip")
+    properties = SimpleNamespace(total_memory=80 * GIB, multi_processor_count=100)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(measure, "_matmul", lambda device: 600e12)
+    monkeypatch.setattr(measure, "_towers", lambda device, compiled: 300e12 + compiled * 60e12)
+    monkeypatch.setattr(measure, "_loss", lambda device: 500e12)
+    monkeypatch.setattr(measure, "_copy_rate", lambda source, target: 55 if source.type == "cpu" else 390.0)
+    assert main(["--measure", str(tmp_path / "gpu.json")]) == 0
+    told = capsys.readouterr().out
+    written = json.loads((tmp_path / "gpu.json").read_text())
+    assert written["estimated"] == ["usable", "link_gbs"][: 3 - gpus]
+    assert f"estimated usable 0.94{', link_gbs 25' if gpus == 1 else ''}\n" in told
+    assert "gpu.json: Chip: measured memory_gib 80.0, matmul_tflops 600, tower_efficiency 0.5, " in told
+    assert ("link_gbs 390" in told.partition("; estimated")[0]) == (gpus == 2)
+    assert written == vars(load_gpu(str(tmp_path / "gpu.json"))) | {"estimated": written["estimated"]}
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "infcl" / "plan" / "profiles").glob("*/*.json")), ids=lambda p: p.stem)
+def test_a_shipped_profile_says_which_figures_are_estimated(path):
+    profile = (load_gpu if path.parent.name == "gpus" else load_link)(path.stem)
+    rates = {name for name, value in vars(profile).items() if isinstance(value, float | int)}
+    rates -= {"memory_gib", "multiprocessors"}  # as the device or its data sheet tells
+    assert profile.estimated and set(profile.estimated) <= rates
+    if profile.source.startswith("estimated"):
+        assert set(profile.estimated) == rates
+
+
+def test_a_plan_says_which_figures_under_it_are_estimated(capsys):
+    assert main("--gpus 16 --micro-batch-size 64".split()) == 0
+    told = capsys.readouterr().out
+    assert "of h200 usable, hbm_gbs, pcie_gbs are estimated" in told
+    assert "of nic-400 gbs, latency_us are estimated" in told
+    assert main("--gpus 8 --micro-batch-size 64".split()) == 0
+    assert "of nic-400" not in capsys.readouterr().out  # one host has none
 
 
 def test_a_profile_of_ones_own_is_read(tmp_path):

@@ -6,6 +6,8 @@ scaling curve; --measure FILE a profile of this machine (measure.py). Figures ar
 
 import argparse
 import csv
+import dataclasses
+import json
 import sys
 from pathlib import Path
 
@@ -13,7 +15,7 @@ from infcl.plan.compare import compare, read_steps, table
 from infcl.plan.host import host_bytes, host_parts
 from infcl.plan.memory import load_of, memory_of
 from infcl.plan.search import fastest, fits, largest_batch, micro_batches
-from infcl.plan.setting import Setting, load_gpu, load_link
+from infcl.plan.setting import Gpu, Link, Setting, load_gpu, load_link
 from infcl.plan.sweep import crossover, draw, read_range, sweep
 from infcl.plan.timing import phases_of, samples_per_second
 from infcl.towers.config import load_model_config
@@ -90,12 +92,27 @@ def setting_of(arguments: argparse.Namespace) -> Setting:
     return max(filter(fits, choices), key=samples_per_second, default=choices[-1])
 
 
+def told(profile: Gpu | Link) -> str:
+    """Which of a profile's figures were measured and which were not."""
+    figures = {name: value for name, value in vars(profile).items() if isinstance(value, (int, float))}
+    parts = {
+        "measured": [f"{name} {value}" for name, value in figures.items() if name not in profile.estimated],
+        "estimated": [f"{name} {value}" for name, value in figures.items() if name in profile.estimated],
+    }
+    return f"{profile.name}: " + "; ".join(f"{how} {', '.join(names)}" for how, names in parts.items() if names)
+
+
 def describe(setting: Setting) -> str:
     memory, phases = memory_of(setting), phases_of(setting)
     ranks = min(setting.gpus, setting.gpus_per_node)
     total = sum(phase.exposed for phase in phases)
     lines = [
         f"{setting.gpus} x {setting.gpu.name}, {setting.nodes} hosts, {setting.link.name} between them",
+        *(
+            f"  of {profile.name} {', '.join(profile.estimated)} are estimated, not measured"
+            for profile in (setting.gpu, setting.link)
+            if profile.estimated and (profile is setting.gpu or setting.nodes > 1)
+        ),
         f"{setting.global_batch:,} pairs a step = {setting.dp_size} ranks x {setting.num_micro_batches} x "
         f"{setting.micro_batch}; ZeRO-{setting.zero}, {'checkpointing, ' if setting.checkpointing else ''}"
         f"{setting.precision}, {min(setting.resident, setting.num_micro_batches)} graphs kept, loss {setting.loss}, "
@@ -149,8 +166,9 @@ def main(argv: list[str] | None = None) -> int:
                 raise ValueError(f"--measure {arguments.measure}: there is no folder {arguments.measure.parent}")
             from infcl.plan.measure import measure
 
-            arguments.measure.write_text(measure())
-            print(f"wrote {arguments.measure}")
+            profile = measure()
+            arguments.measure.write_text(json.dumps(dataclasses.asdict(profile), indent=2) + "\n")
+            print(f"wrote {arguments.measure}: {told(profile)}")
             return 0
         if arguments.compare:
             print(table(compare(read_steps(arguments.compare), load_gpu(arguments.gpu))))

@@ -2,42 +2,44 @@
 
 Measured: an 8192^3 bf16 product; a transformer block of ViT-L-14's width, eager and compiled, forward and backward; the
 tiled loss; copies on the device and from pinned host memory. Between two GPUs of this host, one copy (NVLink or PCIe).
+Not measured, and said so: the share of memory that tensors may take and, where there is one GPU, the link. Links to
+other hosts are profiles of their own (--link): launch/check.sh measures theirs.
 """
 
-import json
 import statistics
 import time
 
 import torch
 
 from infcl.loss.inf_cl import inf_cl_loss
+from infcl.plan.setting import Gpu
 from infcl.towers.transformer import Transformer
 
 _WIDTH, _HEADS, _LAYERS, _TOKENS, _BATCH = 1024, 16, 4, 257, 128
 _ROWS, _DIM = 32768, 768
 
 
-def measure() -> str:
-    """The profile as JSON text. ValueError without a GPU."""
+def measure() -> Gpu:
+    """The profile. ValueError without a GPU."""
     if not torch.cuda.is_available():
         raise ValueError("--measure needs a GPU: use a profile of infcl/plan/profiles instead")
-    device = torch.device("cuda", 0)
-    matmul = _matmul(device)
-    profile = {
-        "name": torch.cuda.get_device_name(device),
-        "memory_gib": round(torch.cuda.get_device_properties(device).total_memory / 2**30, 1),
-        "usable": 0.94,
-        "matmul_tflops": round(matmul / 1e12),
-        "tower_efficiency": round(_towers(device, compiled=False) / matmul, 3),
-        "compiled_efficiency": round(_towers(device, compiled=True) / matmul, 3),
-        "loss_efficiency": round(_loss(device) / matmul, 3),
-        "hbm_gbs": round(_copy_rate(device, device) * 2),
-        "link_gbs": round(_copy_rate(device, torch.device("cuda", 1))) if torch.cuda.device_count() > 1 else 25,
-        "pcie_gbs": round(_copy_rate(torch.device("cpu"), device)),
-        "source": "measured by python -m infcl.plan --measure",
-        "multiprocessors": torch.cuda.get_device_properties(device).multi_processor_count,
-    }
-    return json.dumps(profile, indent=2) + "\n"
+    device, alone = torch.device("cuda", 0), torch.cuda.device_count() == 1
+    properties, matmul = torch.cuda.get_device_properties(device), _matmul(device)
+    return Gpu(
+        name=torch.cuda.get_device_name(device),
+        memory_gib=round(properties.total_memory / 2**30, 1),
+        usable=0.94,
+        matmul_tflops=round(matmul / 1e12),
+        tower_efficiency=round(_towers(device, compiled=False) / matmul, 3),
+        compiled_efficiency=round(_towers(device, compiled=True) / matmul, 3),
+        loss_efficiency=round(_loss(device) / matmul, 3),
+        hbm_gbs=round(_copy_rate(device, device) * 2),
+        link_gbs=25 if alone else round(_copy_rate(device, torch.device("cuda", 1))),
+        pcie_gbs=round(_copy_rate(torch.device("cpu"), device)),
+        source="measured by python -m infcl.plan --measure, but for what is estimated",
+        multiprocessors=properties.multi_processor_count,
+        estimated=("usable", "link_gbs") if alone else ("usable",),
+    )
 
 
 def _seconds(function, *, warm_up: int = 5, repeats: int = 10) -> float:

@@ -33,6 +33,7 @@ class Gpu:
     pcie_gbs: float  # GB/s to host memory
     source: str  # where the figures come from
     multiprocessors: int = 132  # Hopper's
+    estimated: tuple[str, ...] = ()  # the figures that nobody has measured
 
     @property
     def usable_bytes(self) -> float:
@@ -47,6 +48,7 @@ class Link:
     gbs: float  # GB/s in each direction, per GPU
     latency_us: float  # of a message
     source: str
+    estimated: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -70,7 +72,7 @@ class Setting:
     tensor_parallel: int = 1
     sequence_parallel: bool = False  # with tensor_parallel > 1
     gpus_per_node: int = 8
-    link: Link = Link("nic-400", 45.0, 8.0, "estimated")  # between hosts
+    link: Link = dataclasses.field(default_factory=lambda: load_link("nic-400"))  # between hosts
     overlap_comm: bool = True
     convolution_apart: bool = False  # until 1f7968e, see memory.bucket_bytes
 
@@ -158,13 +160,16 @@ def _load(kind: str, name: str, profile: type) -> dict:
     if not isinstance(values, dict) or not needed <= set(values) <= set(fields):
         raise ValueError(f"--{kind} {name}: a profile has {', '.join(fields)} and nothing else")
     for field in dataclasses.fields(profile):
-        if field.name in values and (wrong := _wrong(field, values[field.name])):
+        if field.name in values and (wrong := _wrong(field, values[field.name], known=set(fields))):
             raise ValueError(f"--{kind} {name}: {field.name} is {values[field.name]!r}, {wrong}")
-    return values
+    return values | {"estimated": tuple(values.get("estimated", ()))}
 
 
-def _wrong(field: dataclasses.Field, value: Any) -> str | None:
-    """What a field of a profile should be, where it is not."""
+def _wrong(field: dataclasses.Field, value: Any, *, known: set[str]) -> str | None:
+    """What a field of a profile should be, where it is not. known: the names of a profile's fields."""
+    if field.name == "estimated":
+        is_list = isinstance(value, list) and all(isinstance(name, str) for name in value)
+        return None if is_list and set(value) <= known else "which is no list of a profile's fields"
     if field.type is str:
         return None if isinstance(value, str) else "which is no text"
     if type(value) is not int and (field.type is int or type(value) is not float):
