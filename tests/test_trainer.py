@@ -2,7 +2,9 @@
 
 import contextlib
 import dataclasses
+import errno
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -250,6 +252,46 @@ def test_the_epoch_before_an_evaluation_that_fails_is_saved(demo_folder, tmp_pat
     flags = {"train_num_samples": 32, "batch_size": 8, "steps": 6, "save_frequency": 1}
     config = demo_config(demo_folder, tmp_path, val_data=str(demo_folder / "val"), **flags)
     assert run_ranks(broken_evaluation, 2, config)[0] == ["step_00000001"]
+
+
+def fit_with_lost_saves(rank, world_size, config, lost):
+    """Saves of the steps `lost` fail on the last rank -> (the step at the end, what ended the run)."""
+    from unittest import mock
+
+    from infcl.parallel import init_parallel
+    from infcl.train import checkpoint_writer
+    from infcl.train.run_folder import claim_run_folder
+    from infcl.train.trainer import Trainer
+
+    write = checkpoint_writer._write_tensors
+
+    def lose(path, tensors):
+        if rank == world_size - 1 and int(path.parent.name.split("_")[1].split(".")[0]) in lost:
+            raise OSError(errno.ENODEV, os.strerror(errno.ENODEV))
+        return write(path, tensors)
+
+    parallel = init_parallel("cpu")
+    trainer, ended = Trainer(config, parallel, claim_run_folder(config, parallel)), ""
+    with mock.patch.object(checkpoint_writer, "_write_tensors", lose):
+        try:
+            trainer.fit()
+        except RuntimeError as error:
+            ended = str(error)
+    return trainer.step, ended
+
+
+def test_a_run_whose_saves_all_fail_ends_on_every_rank_and_one_that_recovers_does_not(demo_folder, tmp_path):
+    config = demo_config(
+        demo_folder, tmp_path, batch_size=8, steps=8, save_every_n_steps=1, max_failed_saves=2, accum_freq=1
+    )
+    for step, ended in run_ranks(fit_with_lost_saves, 2, config, {2, 4, 5, 6}):
+        assert step in (6, 7)  # a save is published by the end of the next step
+        assert ended.startswith("3 checkpoints in a row could not be written to") and "--max-failed-saves 2" in ended
+        assert "rank 1: No such device" in ended and ended.endswith("--resume latest continues from step_00000003")
+    resumed = dataclasses.replace(config, resume="latest")
+    for step, ended in run_ranks(fit_with_lost_saves, 2, resumed, {4, 5, 7, 8}):
+        assert (step, ended) == (8, "")  # two in a row, twice; what fails at the end does not end it
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["failed_saves"] >= 4
 
 
 def broken_export(rank, world_size, config):

@@ -35,6 +35,7 @@ NOT_NEGATIVE = (
     "save_every_minutes",
     "keep_checkpoints",
     "keep_every_n_steps",
+    "max_failed_saves",
     "update_clip",
     "max_skipped_steps",
     "zeroshot_frequency",

@@ -214,6 +214,7 @@ class TrainConfig:
     save_every_n_steps: int = _flag(0, "run", "checkpoint every n steps too (0: off)")
     save_every_minutes: float = _flag(0.0, "run", "checkpoint every x minutes too (0: off)")
     keep_checkpoints: int = _flag(3, "run", "keep the last n checkpoints (0: all)")
+    max_failed_saves: int = _flag(3, "run", "end the run when more checkpoints in a row cannot be written")
     keep_every_n_steps: int = _flag(0, "run", "and those of every n-th step (0: none)")
     val_frequency: int = _flag(1, "run", "retrieval on --val-data every n epochs (0: only at the end)")
     zeroshot_frequency: int = _flag(2, "run", "zero-shot on --zeroshot-data every n epochs (0: only at the end)")

@@ -6,7 +6,7 @@ caller has the ranks agree on when that is, since publishing is collective.
 
 A checkpoint is written under a temporary name, flushed, and renamed when complete; `latest` moves last. A crash in
 between leaves the previous one untouched, and a part that the next one removes. What cannot be written (a full disk)
-is reported and removed, and training goes on.
+is reported and removed, and training goes on; the trainer ends a run of which too many in a row could not be.
 """
 
 import json
@@ -31,13 +31,14 @@ class CheckpointWriter:
     """One checkpoint at a time.
 
     begun_step: of the last one begun that did not fail; newest: the last one published; failed: how many could not be
-    written. All the same on every rank.
+    written; failed_in_a_row: of them since the newest, problem: why the last could not. All the same on every rank.
     """
 
     def __init__(self, engine: Engine, run: RunFolder, parallel: Parallel, *, keep_last: int, keep_every: int):
         self.engine, self.run, self.parallel = engine, run, parallel
         self.keep = {"keep_last": keep_last, "keep_every": keep_every}
-        self.failed = 0
+        self.failed = self.failed_in_a_row = 0
+        self.problem = ""
         self.newest: Path | None = None
         self.begun_step: int | None = None
         self._passed_over: set[str] = set()  # on rank 0
@@ -118,14 +119,15 @@ class CheckpointWriter:
         if outcome[1] is not None:
             raise FolderTaken(outcome[1])
         if outcome[0] is not None:
-            self.failed, self.begun_step = self.failed + 1, None
+            self.failed, self.failed_in_a_row = self.failed + 1, self.failed_in_a_row + 1
+            self.begun_step, self.problem = None, outcome[0]
             if self.parallel.rank == 0:
                 shutil.rmtree(self._partial, ignore_errors=True)
                 log.warning("%s could not be written (%s); training goes on", self._final.name, outcome[0])
             return None
         if self.parallel.rank == 0:
             self.prune(self._final)
-        self.newest = self._final
+        self.newest, self.failed_in_a_row = self._final, 0
         return self._final
 
     def prune(self, written: Path) -> None:

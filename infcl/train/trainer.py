@@ -322,6 +322,12 @@ class Trainer:
         if signal:
             self.checkpoints.publish()
             raise Stopped(int(signal))
+        if (failed := self.checkpoints.failed_in_a_row) > config.max_failed_saves:
+            raise RuntimeError(
+                f"{failed} checkpoints in a row could not be written to {self.run.checkpoints}, more than "
+                f"--max-failed-saves {config.max_failed_saves}: training on would keep nothing "
+                f"({self.checkpoints.problem}). When that is mended, {self.checkpoints.hint}"
+            )
 
     def _save(self) -> None:
         """Begin a checkpoint of this step, once; it is published when all ranks have written."""
