@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+from infcl.parallel import _NODE_SIZES, read_environment, read_ranks_per_node
 from tests.test_entry import ROOT
 
 
@@ -69,6 +70,41 @@ def test_slurm_is_finished_when_the_summary_is_there(tmp_path):
     assert result.returncode == 0 and "requeue" not in result.stdout
     assert result.stdout.startswith("n1 --kill-on-bad-exit=1 python -u pretrain_clip.py --deepspeed_config")
     assert "--resume latest --logs logs --name first --wd a b" in result.stdout
+
+
+STEP = """
+if [ "$1" != --kill-on-bad-exit=1 ]; then exit 3; fi
+for node in 0 1; do
+  for task in 0 1; do
+    export SLURM_PROCID=$((2 * node + task)) SLURM_LOCALID=$task SLURM_NTASKS=4 SLURM_TASKS_PER_NODE="2(x2)"
+    "${@:2}"
+  done
+done
+"""  # as srun starts a step of two nodes with two tasks each, one after another
+
+
+def test_each_slurm_task_gets_its_rank_and_all_the_same_meeting_place(tmp_path, monkeypatch):
+    """What the trainer reads of the environment that the tasks of two hosts are started in."""
+    python = 'env > "task-$SLURM_PROCID"; echo "$*" >> words\n'
+    scontrol = 'case "$*" in "show hostnames n[1-2]") echo n1; echo n2;; *) echo "scontrol $*";; esac\n'
+    programs = {"srun": STEP, "scontrol": scontrol, "python": python}
+    given = SLURM | {"SLURM_JOB_ID": "123456", "INTERFACE": "ib0", "SLURM_SUBMIT_DIR": str(tmp_path)}
+    result = run("slurm.sbatch", *FLAGS, "--wd", "a b", tmp_path=tmp_path, programs=programs, **given)
+    assert "scontrol requeue 123456" in result.stdout, result.stderr  # nothing has been trained
+    words = (tmp_path / "words").read_text().splitlines()
+    assert len(words) == 4 and set(words) == {
+        "-u pretrain_clip.py --interface ib0 --deepspeed_config ds_configs/zero1.json --resume latest --logs logs "
+        "--name first --wd a b"
+    }
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "OMPI_COMM_WORLD_RANK", *_NODE_SIZES):
+        monkeypatch.delenv(name, raising=False)
+    for rank in range(4):
+        task = dict(line.split("=", 1) for line in (tmp_path / f"task-{rank}").read_text().splitlines() if "=" in line)
+        assert (task["MASTER_ADDR"], task["MASTER_PORT"]) == ("n1", "23456")
+        for name, value in task.items():
+            if name.startswith("SLURM_"):
+                monkeypatch.setenv(name, value)
+        assert read_environment() == (rank, 4, rank % 2) and read_ranks_per_node() == 2
 
 
 def test_slurm_needs_to_know_what_to_resume(tmp_path):
