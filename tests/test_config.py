@@ -92,6 +92,7 @@ def test_every_field_has_a_flag_a_group_and_one_line_of_help(capsys):
         (["--seed", str(2**63)], r"must lie in \[0, 2\*\*63\)"),
         (["--loss", "triplet"], "invalid choice: 'triplet'"),
         (["--lock-image", "--lock-text"], "lock one tower"),
+        (["--lock-image", "--lock-text", "--lock-text-unlocked-layers", "-1"], "-1 must not be negative"),
         (["--lock-image-unlocked-groups", "2"], "needs --lock-image"),
         (["--lr-scheduler", "const-cooldown"], "needs --epochs-cooldown"),
         (

@@ -84,6 +84,31 @@ def test_gradients_equal_those_of_the_whole_batch_and_the_frozen_blocks_run_once
         assert float((cached[name] - trained[name]).norm()) <= 1e-5 * float(trained[name].norm()), name
 
 
+@pytest.mark.parametrize("resident", [1, 3])
+@pytest.mark.parametrize(("image", "text"), [(0, 2), (2, 0), (1, 0), (1, 1), (2, 3), (5, 1)])
+def test_both_towers_may_be_locked_where_groups_of_one_are_not(image, text, resident):
+    model, batches = locked("image", image), micro_batches()
+    model.lock_text_tower(text)
+    seeds = list(range(len(SIZES)))
+    encode, encode_again, calls = trainer_like(model)
+    grad_cache_step(
+        batches,
+        encode=encode,
+        encode_again=encode_again,
+        loss=lambda image, text, scale, bias: dense_loss(image, text, scale),
+        backward=lambda surrogate, is_last: surrogate.backward(),
+        seeds=seeds,
+        resident=resident,
+    )
+    assert calls["text"] == len(SIZES)
+    assert calls["image"] == (len(SIZES) if image < 4 else 2 * len(SIZES) - resident)
+    cached = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    _, trained = whole_batch_gradients(model, batches, seeds)
+    assert set(cached) == set(trained) == {name for name, p in model.named_parameters() if p.requires_grad}
+    for name in trained:
+        assert float((cached[name] - trained[name]).norm()) <= 1e-5 * float(trained[name].norm()), name
+
+
 @pytest.mark.parametrize(("unlocked", "in_eval"), [(0, True), (1, True), (4, True), (5, False)])
 def test_the_image_tower_is_in_eval_mode_while_its_embeddings_are_frozen(unlocked, in_eval):
     model = locked("image", unlocked, patch_dropout=0.5)

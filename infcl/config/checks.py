@@ -176,8 +176,12 @@ def _check_schedule_and_towers(config: TrainConfig) -> None:
         raise ValueError("--lr-scheduler const-cooldown needs --epochs-cooldown: the epochs over which lr decays")
     if config.epochs_cooldown and config.lr_scheduler != "const-cooldown":
         raise ValueError(f"--epochs-cooldown has no meaning with --lr-scheduler {config.lr_scheduler}")
-    if config.lock_image and config.lock_text:
-        raise ValueError("--lock-image with --lock-text leaves nothing to train but logit_scale: lock one tower")
+    unlocked_groups = config.lock_image_unlocked_groups + config.lock_text_unlocked_layers
+    if config.lock_image and config.lock_text and not unlocked_groups:
+        raise ValueError(
+            "--lock-image with --lock-text leaves nothing to train but logit_scale: lock one tower, or leave groups of "
+            "one trainable (--lock-image-unlocked-groups, --lock-text-unlocked-layers)"
+        )
     for lock, unlocked in (
         ("lock_image", "lock_image_unlocked_groups"),
         ("lock_text", "lock_text_unlocked_layers"),
