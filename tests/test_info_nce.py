@@ -33,17 +33,18 @@ def _global_batch(case, world_size):
     return q, d, torch.stack(rows)  # positives: [W, q], indices among a rank's own documents
 
 
-def _evaluate(rank, world_size, cases, options):
+def evaluate(rank, world_size, cases, device="cpu", **options):
     results = []
     for case in cases:
         q, d, positives = _global_batch(case, world_size)
-        own_q = q.chunk(world_size)[rank].clone().requires_grad_()
-        own_d = d.chunk(world_size)[rank].clone().requires_grad_()
-        scale = torch.tensor(case[3], requires_grad=True)
+        own_q = q.chunk(world_size)[rank].clone().to(device).requires_grad_()
+        own_d = d.chunk(world_size)[rank].clone().to(device).requires_grad_()
+        scale = torch.tensor(case[3], device=device, requires_grad=True)
         group = dist.group.WORLD if world_size > 1 else None
-        loss = info_nce_loss(own_q, own_d, positives[rank], scale, group=group, workspace_bytes=448, **options)
+        bound = {"workspace_bytes": 448, **options}
+        loss = info_nce_loss(own_q, own_d, positives[rank].to(device), scale, group=group, **bound)
         loss.backward()
-        results.append((loss.detach(), own_q.grad, own_d.grad, scale.grad))
+        results.append([value.cpu() for value in (loss.detach(), own_q.grad, own_d.grad, scale.grad)])
     return results
 
 
@@ -57,21 +58,22 @@ def _oracle(case, world_size):
     return loss.detach(), q.grad, d.grad, scale.grad
 
 
-def _assert_equal(per_rank, world_size):
-    for case, results in zip(CASES, zip(*per_rank)):
+def assert_equal(per_rank, cases, tolerance=1e-5):
+    world_size = len(per_rank)
+    for case, results in zip(cases, zip(*per_rank)):
         for value, truth in zip(means_over_ranks(results), _oracle(case, world_size)):
-            assert relative_error(value, truth, floor=0.1) < 1e-5, case
+            assert relative_error(value, truth, floor=0.1) < tolerance, case
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_info_nce_equals_the_dense_float64_cross_entropy(world_size):
     if world_size == 1:
-        return _assert_equal([_evaluate(0, 1, CASES, {})], 1)
-    _assert_equal(run_ranks(_evaluate, world_size, CASES, {}), world_size)
+        return assert_equal([evaluate(0, 1, CASES)], CASES)
+    assert_equal(run_ranks(evaluate, world_size, CASES), CASES)
 
 
 def test_info_nce_is_exact_over_a_two_level_ring():
-    _assert_equal(run_ranks(_evaluate, 4, CASES, {"ring": "two-level", "ranks_per_node": 2}), 4)
+    assert_equal(run_ranks(evaluate, 4, CASES, ring="two-level", ranks_per_node=2), CASES)
 
 
 def test_what_is_left_where_documents_are_told_apart_is_precise_too():

@@ -10,10 +10,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from infcl import inf_cl_loss
+from infcl import inf_cl_loss, kernels
 from infcl.loss.contrastive import LOSSES
 from infcl.loss.copies import kept_bytes
 from infcl.loss.links import second_group
+from tests import test_info_nce, test_nt_xent
 from tests.loss_oracle import Case, averaged, evaluate, oracle, relative_error
 from tests.ranks import free_port
 
@@ -50,15 +51,20 @@ def _evaluate_on_gpu(rank: int, world_size: int, port: int, folder: str, options
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("ring", RINGS)
-def test_losses_over_nccl_average_to_the_float64_loss(ring, tmp_path):
+def _on_all_gpus(function, ring: str, folder) -> list:
+    """What each rank saved; skips where there are too few GPUs for the nodes of this ring."""
     world_size = min(torch.cuda.device_count(), 8)
     nodes_of = RINGS[ring].get("ranks_per_node", 1)
     if world_size % nodes_of or world_size == nodes_of:
         pytest.skip(f"{world_size} GPUs are not several nodes of {nodes_of}")
-    arguments = world_size, free_port(), str(tmp_path), RINGS[ring]
-    torch.multiprocessing.spawn(_evaluate_on_gpu, arguments, nprocs=world_size)
-    per_rank = [torch.load(tmp_path / f"{rank}.pt") for rank in range(world_size)]
+    arguments = world_size, free_port(), str(folder), RINGS[ring]
+    torch.multiprocessing.spawn(function, arguments, nprocs=world_size)
+    return [torch.load(folder / f"{rank}.pt") for rank in range(world_size)]
+
+
+@pytest.mark.parametrize("ring", RINGS)
+def test_losses_over_nccl_average_to_the_float64_loss(ring, tmp_path):
+    per_rank = _on_all_gpus(_evaluate_on_gpu, ring, tmp_path)
     for case, *results in zip(CASES, *per_rank):
         truth, result = oracle(case), averaged(results)
         exact = case.dtype == torch.float32
@@ -68,6 +74,61 @@ def test_losses_over_nccl_average_to_the_float64_loss(ring, tmp_path):
             tolerance = 2e-5 if exact else 5e-3 if tiled else 5e-2
             assert relative_error(result[1 + i], truth[1 + i]) < tolerance, (case, field)
         assert relative_error(result.d_scale, truth.d_scale, floor=1e-2) < (1e-4 if exact else 1e-2), case
+
+
+INFO_NCE = [*test_info_nce.CASES, (131, 300, 72, 30.0, "shared"), (140, 140, 100, 30.0, "distinct")]
+NT_XENT = [*test_nt_xent.CASES, (131, 72, 30.0, "random")]
+
+
+def _evaluate_others_on_gpu(rank: int, world_size: int, port: int, folder: str, options: dict) -> None:
+    _start(rank, world_size, port)
+    bound = {"device": "cuda", "workspace_bytes": WORKSPACE_BYTES}
+    flat = {name: value for name, value in options.items() if name == "ring_overlap"}  # NT-Xent's only ring
+    for _ in range(2):
+        results = (
+            test_info_nce.evaluate(rank, world_size, INFO_NCE, **bound, **options),
+            test_nt_xent.evaluate(rank, world_size, NT_XENT, **bound, **flat),
+        )
+    torch.save(results, f"{folder}/{rank}.pt")
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("ring", RINGS)
+def test_info_nce_and_nt_xent_over_nccl_average_to_the_float64_losses(ring, tmp_path):
+    info_nce, nt_xent = zip(*_on_all_gpus(_evaluate_others_on_gpu, ring, tmp_path))
+    test_info_nce.assert_equal(info_nce, INFO_NCE, 5e-5)
+    test_nt_xent.assert_equal(nt_xent, NT_XENT, 5e-5)
+
+
+def _peaks(rank: int, world_size: int, port: int, folder: str, options: dict) -> None:
+    """Bytes that a step takes at rising rows a rank: of torch's allocator, and what the ring keeps beside it."""
+    _start(rank, world_size, port)
+    peaks = []
+    for rows in (ROWS[0], *ROWS):  # the first call lets the libraries take their own memory
+        pair = [torch.randn(rows, DIM, device="cuda", dtype=torch.bfloat16).requires_grad_() for _ in range(2)]
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        inf_cl_loss(*pair, 10.0, group=dist.group.WORLD, workspace_bytes=2 * WORKSPACE_BYTES, **options).backward()
+        torch.cuda.synchronize()
+        peaks.append(torch.cuda.max_memory_allocated() - before + kept_bytes())
+    torch.save(peaks[1:], f"{folder}/{rank}.pt")
+    dist.destroy_process_group()
+
+
+ROWS, DIM = (8192, 16384, 32768), 256
+
+
+@pytest.mark.parametrize("ring", ["flat", "sends", "nodes of 2"])
+def test_memory_over_ranks_is_the_workspace_plus_a_slope_in_the_rows_of_a_rank(ring, tmp_path):
+    """The matrix of one pair of blocks would take 128 MiB, 512 MiB and 2 GiB in bf16."""
+    for peaks in _on_all_gpus(_peaks, ring, tmp_path):
+        for rows, peak in zip(ROWS, peaks):
+            # float32: two gradients, two parts under way, two buffers, one result; bf16: features, blocks, gradients;
+            # of what is kept, rooms of the smaller passes
+            assert peak < 2 * WORKSPACE_BYTES + 64 * rows * DIM + 2**25, (rows, peaks)
+        assert peaks[2] - peaks[1] < 2.3 * (peaks[1] - peaks[0]) + 2**22, peaks
+    assert kernels.WORKSPACE_BYTES <= 512 * 2**20
 
 
 def _compare_with_sends(rank: int, world_size: int, port: int) -> None:
