@@ -9,8 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from infcl import inf_cl_loss
 from infcl.loss.links import lap_length, second_group
 from infcl.loss.ring import RingExchange, checked_group
+from tests.loss_oracle import features
 from tests.ranks import run_ranks
 
 
@@ -128,6 +130,37 @@ def test_a_rank_that_hangs_ends_in_an_error_that_names_the_step_and_the_peer():
     assert all("ring step 2 of 3" in answers[rank] and "'block 0'" in answers[rank] for rank in (0, 2))
     # Whoever gives up first names the culprit; the other may be told by the one that gave up.
     assert "to rank 1" in answers[0] or "from rank 1" in answers[2]
+
+
+def _never_come(rank, world_size, comes_to, compare_ranks):
+    """Rank 1 comes to so many of a step's two passes; what the others' step says after three seconds."""
+    dist.barrier()
+    group = dist.new_group(list(range(world_size)), timeout=timedelta(seconds=3))
+    images, texts = (side.requires_grad_() for side in features("random", 5, 24, seed=rank))
+    if rank == 1 and comes_to == 0:
+        return "never came"
+    loss = None
+    try:
+        loss = inf_cl_loss(images, texts, 10.0, group=group, compare_ranks=compare_ranks)
+        if rank == 1:
+            return "never came"
+        loss.backward()
+    except RuntimeError as error:
+        return "forward" if loss is None else "backward", str(error)
+
+
+@pytest.mark.parametrize("comes_to, phase", [(0, "forward"), (1, "backward")])
+def test_a_rank_that_never_comes_to_a_pass_of_the_loss_is_named(comes_to, phase):
+    answers = run_ranks(_never_come, 2, comes_to, False)
+    assert answers[1] == "never came"
+    assert answers[0][0] == phase
+    assert "ring step 1 of 2: rank 0 could not pass" in answers[0][1] and "rank 1 (global ranks)" in answers[0][1]
+
+
+def test_a_rank_that_never_comes_to_the_comparison_is_told_as_one():
+    answers = run_ranks(_never_come, 2, 0, True)
+    assert answers[0][0] == "forward"
+    assert "inf_cl: rank 0 could not compare its rows, " in answers[0][1] and "of ranks [0, 1]" in answers[0][1]
 
 
 def _die(rank, world_size, folder):

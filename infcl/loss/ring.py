@@ -232,14 +232,22 @@ class RingExchange:
     def require_equal(self, what: str, values: Mapping[str, int | torch.dtype], device: torch.device) -> None:
         """Raise the same ValueError on every rank, with all ranks' values, unless they have the same.
 
-        One all-gather of len(values) integers; a dtype is compared by its name's checksum.
+        One all-gather of len(values) integers; a dtype is compared by its name's checksum. RuntimeError (gloo) where a
+        rank does not come to it.
         """
         if self.world_size == 1:
             return
         numbers = [crc32(str(v).encode()) if isinstance(v, torch.dtype) else v for v in values.values()]
         mine = torch.tensor(numbers, dtype=torch.int64, device=device)
         gathered = mine.new_empty(self.world_size * len(values))
-        dist.all_gather_into_tensor(gathered, mine, group=self.group)
+        try:
+            dist.all_gather_into_tensor(gathered, mine, group=self.group)
+        except RuntimeError as error:
+            ranks = dist.get_process_group_ranks(self.group)
+            raise RuntimeError(
+                f"{what}: rank {dist.get_rank()} could not compare its {', '.join(values)} with those of ranks {ranks} "
+                f"(global ranks): one of them ended, hangs, or has not come so far. {error}"
+            ) from error
         for name, per_rank in zip(values, gathered.view(self.world_size, -1).T.tolist()):
             if len(set(per_rank)) > 1:
                 wanted = f"number of {name}"
