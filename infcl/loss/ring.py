@@ -78,8 +78,8 @@ class RingExchange:
         self._step = 0
         self._buffers: dict[str, list[Tensor]] = {}
         self._copies: PeerCopies | None = None  # known with the first message of a pass
-        self._begun = False
-        self._copied: set[str] = set()  # the names whose buffers are its
+        self._begun = False  # whether this pass has asked for it
+        self._copied: set[str] = set()  # the names whose buffers lie in memory that the ranks share
         self._pending: dict[str, tuple[list[dist.Work | Message], Link, Tensor, Tensor]] = {}
 
     def blocks(self, *tensors: Tensor) -> Iterator[tuple[int, tuple[Tensor, ...]]]:
@@ -157,6 +157,33 @@ class RingExchange:
         self._finish(name)
         return self._pending.pop(name)[-1]
 
+    def require_equal(self, what: str, values: Mapping[str, int | torch.dtype], device: torch.device) -> None:
+        """Raise the same ValueError on every rank, with all ranks' values, unless they have the same.
+
+        One all-gather of len(values) integers; a dtype is compared by its name's checksum. RuntimeError (gloo) where a
+        rank does not come to it.
+        """
+        if self.world_size == 1:
+            return
+        numbers = [crc32(str(v).encode()) if isinstance(v, torch.dtype) else v for v in values.values()]
+        mine = torch.tensor(numbers, dtype=torch.int64, device=device)
+        gathered = mine.new_empty(self.world_size * len(values))
+        try:
+            dist.all_gather_into_tensor(gathered, mine, group=self.group)
+        except RuntimeError as error:
+            ranks = dist.get_process_group_ranks(self.group)
+            raise RuntimeError(
+                f"{what}: rank {dist.get_rank()} could not compare its {', '.join(values)} with those of ranks {ranks} "
+                f"(global ranks): one of them ended, hangs, or has not come so far. {error}"
+            ) from error
+        for name, per_rank in zip(values, gathered.view(self.world_size, -1).T.tolist()):
+            if len(set(per_rank)) > 1:
+                wanted = f"number of {name}"
+                if isinstance(values[name], torch.dtype):
+                    wanted = name
+                    dist.all_gather_object(per_rank, str(values[name]), group=self.group)
+                raise ValueError(f"{what} needs the same {wanted} on every rank; ranks 0.. have {per_rank}")
+
     def _new_buffers(self, name: str, like: Tensor, link: Link) -> list[Tensor]:
         if not self._begun and self.overlap != "sends":
             self._begun, self._copies = True, copies_of(self.group, like.device)
@@ -228,33 +255,6 @@ class RingExchange:
         # The copy frees the buffer for the next lap's hops.
         total = combine(self.wait(across), total) if across in self._pending else total.clone()
         self.post(across, total, self._across)
-
-    def require_equal(self, what: str, values: Mapping[str, int | torch.dtype], device: torch.device) -> None:
-        """Raise the same ValueError on every rank, with all ranks' values, unless they have the same.
-
-        One all-gather of len(values) integers; a dtype is compared by its name's checksum. RuntimeError (gloo) where a
-        rank does not come to it.
-        """
-        if self.world_size == 1:
-            return
-        numbers = [crc32(str(v).encode()) if isinstance(v, torch.dtype) else v for v in values.values()]
-        mine = torch.tensor(numbers, dtype=torch.int64, device=device)
-        gathered = mine.new_empty(self.world_size * len(values))
-        try:
-            dist.all_gather_into_tensor(gathered, mine, group=self.group)
-        except RuntimeError as error:
-            ranks = dist.get_process_group_ranks(self.group)
-            raise RuntimeError(
-                f"{what}: rank {dist.get_rank()} could not compare its {', '.join(values)} with those of ranks {ranks} "
-                f"(global ranks): one of them ended, hangs, or has not come so far. {error}"
-            ) from error
-        for name, per_rank in zip(values, gathered.view(self.world_size, -1).T.tolist()):
-            if len(set(per_rank)) > 1:
-                wanted = f"number of {name}"
-                if isinstance(values[name], torch.dtype):
-                    wanted = name
-                    dist.all_gather_object(per_rank, str(values[name]), group=self.group)
-                raise ValueError(f"{what} needs the same {wanted} on every rank; ranks 0.. have {per_rank}")
 
 
 def ring_maker(group: dist.ProcessGroup | None, **options) -> Callable[[], RingExchange]:
