@@ -49,7 +49,7 @@ def candidates(setting: Setting) -> Iterator[Setting]:
             continue
         for zero in (1, 2, 3):
             for checkpointing in (False, True):
-                for offload in (False, True) if zero == 3 else (False,):
+                for offload in (False, True):
                     for sequence in (False, True) if tensor_parallel > 1 else (False,):
                         changes = {"zero": zero, "checkpointing": checkpointing, "offload": offload}
                         changes |= {"tensor_parallel": tensor_parallel, "sequence_parallel": sequence}
@@ -68,7 +68,19 @@ def _can_be_shared(setting: Setting) -> bool:
 
 
 def fastest(setting: Setting, count: int = 5) -> list[tuple[float, Setting]]:
-    """[(seconds of a step, setting)] of those that fit, the fastest first; of equals the one with less memory."""
+    """[(seconds of a step, setting)] of those that fit, the fastest first; of equals, to three digits (an estimate has
+    no more), the one with fewer moving parts, then the one with less memory."""
     timed = [(step_seconds(other), memory_of(other)["peak"], other) for other in candidates(setting) if fits(other)]
-    timed.sort(key=lambda entry: (round(entry[0], 4), entry[1]))
+    timed.sort(key=lambda entry: (float(f"{entry[0]:.3g}"), _moving_parts(entry[2]), entry[1]))
     return [(seconds, other) for seconds, _, other in timed[:count]]
+
+
+def _moving_parts(setting: Setting) -> tuple[int, bool, bool, bool, int]:
+    """What there is to go wrong, the worst first: tensor parallelism, offload, recomputation, what ZeRO shards."""
+    return (
+        setting.tensor_parallel,
+        setting.sequence_parallel,
+        setting.offload,
+        setting.checkpointing,
+        setting.zero,
+    )

@@ -15,6 +15,7 @@ from infcl.plan.loss_time import loss_host_seconds, loss_phases
 from infcl.plan.phases import Phase, hidden
 from infcl.plan.setting import Setting, parameters_of
 from infcl.plan.tower_time import MODULES_PER_BLOCK, forwards, host_seconds, together, tower_phases
+from infcl.train.preset import sums_gradients_on_host
 
 # What GPUs wait around one module in ZeRO-3, a pass, gathering included: from ZeRO-3 against ZeRO-1 (ViT-L-14, M = 8,
 # 31 passes) on one H200 (451 and 498 samples/s, 23 ms of it in the update: 19 us) and four (1750 to 1793 and 1869 to
@@ -95,7 +96,9 @@ def _update_phases(setting: Setting) -> list[Phase]:
     phases = [Phase("optimizer", update, update)]
     if setting.offload:
         seconds = 8.0 * own / (gpu.pcie_gbs * 1e9) + 28.0 * own / 50e9
-        gradients = 4.0 * own * setting.num_micro_batches / (gpu.pcie_gbs * 1e9)  # float32, of every micro-batch
+        adds_up = setting.zero == 3 or sums_gradients_on_host(setting.zero, setting.precision)
+        times = setting.num_micro_batches if adds_up else 1  # elsewhere sums stay on the GPU until the last micro-batch
+        gradients = 4.0 * own * times / (gpu.pcie_gbs * 1e9)  # float32
         phases = [Phase("optimizer on the host", seconds, seconds), Phase("gradients to it", gradients, gradients)]
     if setting.pixels == "host":
         pixels = setting.rank_batch * 3.0 * model.vision_cfg.image_size**2
