@@ -107,11 +107,11 @@ COMMANDS = [
     Command(
         "deepspeed pretrain_clip.py --train-data '/data/{00000..00331}.tar' --tokenizer spm.model --model ViT-B-16 "
         "--batch-size 256 --accum-freq 16 --grad-checkpointing --warmup 100 --deepspeed_config ds_configs/zero1.json "
-        "--epochs 8 --name first",
+        "--epochs 8 --logs runs --name first",
         here=f"deepspeed pretrain_clip.py --train-data {SHARDS} --tokenizer spm.model {TINY} --grad-checkpointing "
-        "--deepspeed_config ds_configs/zero1.json --epochs 1 --name new",
+        "--deepspeed_config ds_configs/zero1.json --epochs 1 --logs runs --name new",
         gpu=f"deepspeed pretrain_clip.py --train-data {SHARDS} --tokenizer spm.model --model ViT-B-16 {VIT_B} "
-        "--grad-checkpointing --deepspeed_config ds_configs/zero1.json --epochs 1 --name new",
+        "--grad-checkpointing --deepspeed_config ds_configs/zero1.json --epochs 1 --logs runs --name new",
     ),
     Command(
         "bash launch/local.sh --train-data '/data/{00000..00331}.tar' --tokenizer spm.model --model ViT-B-16 ...",
