@@ -5,7 +5,10 @@ overlap_comm) averages nothing and the owner steps with its own rank's gradient;
 misses what the step's earlier micro-batches gave, and keeps the gradient of the step before. So what is left is
 finished behind the last backward, with zeros as its gradient, before DeepSpeed closes its buckets.
 
-Ranks send what is left in the order of the parameters, so the same must be left on all of them.
+Ranks send what is left in the order of the parameters, so the same must be left on all of them. That is not compared:
+ranks that have nothing left would have to take part too, a collective in every step. The towers decide by flags alone,
+which are the same on all ranks (cluster/meeting.py), what a step reaches; a forward that decides by its data must not
+be trained so: its ranks would add up gradients of different parameters, or wait for each other until --dist-timeout.
 """
 
 from typing import Any
