@@ -223,6 +223,8 @@ def seed_everything(seed: int, *, deterministic: bool = False) -> None:
     """Seed python, numpy and torch (all devices); `deterministic` makes torch refuse what it cannot repeat bitwise.
 
     Compiled blocks then take their kernels' shapes by rule, not by timing them. Call it before anything is compiled.
+    Memory that nothing has written yet is not filled, as torch then would: nothing here reads any, and DeepSpeed's
+    buckets, reserved whole, would take 4 GB and most of a small model's step.
     """
     random.seed(seed)
     np.random.seed(seed % 2**32)
@@ -231,6 +233,7 @@ def seed_everything(seed: int, *, deterministic: bool = False) -> None:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts
         os.environ.setdefault("TORCHINDUCTOR_DETERMINISTIC", "1")  # read when torch's compiler is imported
         torch.use_deterministic_algorithms(True)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
 def micro_batch_seed(seed: int, step: int, micro_batch: int, dp_rank: int) -> int:

@@ -67,3 +67,17 @@ assert torch._inductor.config.deterministic and os.environ["CUBLAS_WORKSPACE_CON
 """
     result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, result.stderr
+
+
+def test_the_mode_does_not_write_to_reserved_memory():
+    """DeepSpeed's buckets are gigabytes, of which a small model fills little."""
+    code = """
+import psutil, torch
+from infcl.parallel import seed_everything
+seed_everything(0, deterministic=True)
+used = psutil.Process().memory_info().rss
+reserved = torch.empty(2**28, dtype=torch.uint8)
+assert psutil.Process().memory_info().rss - used < 2**26
+"""
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
