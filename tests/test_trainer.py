@@ -310,6 +310,27 @@ def test_a_run_whose_saves_all_fail_ends_on_every_rank_and_one_that_recovers_doe
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["failed_saves"] >= 4
 
 
+@pytest.mark.parametrize(
+    ("steps", "lost", "kept"),
+    [(4, {1, 2, 3}, ["step_00000004"]), (12, {2, 3, 4}, ["step_00000001"])],
+    ids=["at the last step: evaluated and exported", "before: no other is begun"],
+)
+def test_saves_that_fail_are_counted_before_the_next_is_begun(demo_folder, tmp_path, steps, lost, kept):
+    config = demo_config(
+        demo_folder,
+        tmp_path,
+        batch_size=4,
+        steps=steps,
+        save_every_n_steps=1,
+        max_failed_saves=2,
+        accum_freq=1,
+        warmup=0,
+    )
+    [(step, ended)] = run_ranks(fit_with_lost_saves, 1, config, lost)
+    assert sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir()) == ["latest", *kept]
+    assert (tmp_path / "run" / "summary.json").is_file() == (step == steps) == (ended == "")
+
+
 def broken_export(rank, world_size, config):
     """What a rank hears when rank 0 cannot export."""
     import infcl.export

@@ -315,17 +315,22 @@ class Trainer:
         overdue = minutes > 0 and self.parallel.rank == 0 and time.monotonic() - self.saved_at > 60 * minutes
         news = [self.signals.received, overdue, self.checkpoints.busy]
         signal, overdue, someone_writes = max_over(dist.group.WORLD, news, self.parallel.device)
-        if self.checkpoints.pending and not someone_writes:
+        due = signal or overdue or (config.save_every_n_steps and self.step % config.save_every_n_steps == 0)
+        if self.checkpoints.pending and (due or not someone_writes):  # whether it failed is known before the next
             self.checkpoints.publish()
-        if signal or overdue or (config.save_every_n_steps and self.step % config.save_every_n_steps == 0):
+        if not signal and self.step < self.total_steps:  # what is trained to the end is exported, saved or not
+            self._end_if_nothing_is_kept()
+        if due:
             self._save()
         if signal:
             self.checkpoints.publish()
             raise Stopped(int(signal))
-        if (failed := self.checkpoints.failed_in_a_row) > config.max_failed_saves:
+
+    def _end_if_nothing_is_kept(self) -> None:
+        if (failed := self.checkpoints.failed_in_a_row) > self.config.max_failed_saves:
             raise RuntimeError(
                 f"{failed} checkpoints in a row could not be written to {self.run.checkpoints}, more than "
-                f"--max-failed-saves {config.max_failed_saves}: training on would keep nothing "
+                f"--max-failed-saves {self.config.max_failed_saves}: training on would keep nothing "
                 f"({self.checkpoints.problem}). When that is mended, {self.checkpoints.hint}"
             )
 
