@@ -148,10 +148,14 @@ def test_steps_of_replaced_code_are_not_shown():
 def test_stages_stand_beside_zero_1_of_their_commit_and_say_what_sets_them_apart(monkeypatch):
     common = {"model": "ViT-L-14", "precision": "bf16", "gpus": 4, "label": "zero 3", "zero_options": "{}"}
     common |= {"seconds_encode": 0.4, "seconds_replay": 1.0, "peak_gib": 7.0}
+    common |= {"checkpointing": "True", "micro_batch": 128, "micro_batches": 8}
     stored = [
         common | {"commit": commit, "zero": zero, "samples_per_second_per_gpu": rate} | more
         for commit, zero, rate, more in (
             ("188be76", 3, 250.0, {"gpus": 2}),
+            ("a", 1, 510.0, {"micro_batches": 16}),
+            ("a", 1, 520.0, {"checkpointing": "False"}),
+            ("a", 1, 530.0, {"gpus": 8}),
             ("a", 3, 450.0, {"label": "zero 3 (another machine)", "zero_options": '{"x_persistence_y": 1}'}),
             ("a", 1, 500.0, {}),
         )
@@ -167,3 +171,30 @@ def test_stages_stand_beside_zero_1_of_their_commit_and_say_what_sets_them_apart
 def test_each_optimizer_is_one_row():
     names = [line.split(" | ")[0] for line in steps.optimizers().splitlines() if line.startswith("| `")][1:]
     assert len(names) == len(set(names)) == 5
+
+
+def test_levers_of_a_sweep_are_told_apart_and_a_profiled_step_is_none(monkeypatch):
+    stored = rows("step.csv")
+    row = next(
+        row for row in stored if row["label"] == "batch-size 128 accum-freq 8 zero 1 compile-blocks on precision bf16"
+    )
+    before = steps.levers().splitlines()
+    more = [
+        row | {"label": f"{row['label']} sdpa cudnn"},
+        row | {"label": f"{row['label']} profile 1"},
+        row | {"label": f"{row['label']} encode-micro-batches 4", "encode_together": 4},
+    ]
+    monkeypatch.setattr(steps, "rows", lambda name: stored + more)
+    assert [line.split(" | ")[0] for line in steps.levers().splitlines()[len(before) :]] == [
+        "| 128 x 8, attention cudnn",
+        "| 128 x 8, pass 1 of 4 at once",
+    ]
+
+
+@pytest.mark.parametrize("table", [steps.optimizers, steps.locked_tower])
+def test_a_second_run_of_the_optimizers_replaces_the_first(monkeypatch, table):
+    before = table().splitlines()
+    again = [row | {"samples_per_second": 1234.0} for row in rows("optimizers.csv")]
+    monkeypatch.setattr(steps, "rows", lambda name: rows(name) + again)
+    after = table().splitlines()
+    assert len(after) == len(before) and all(" 1234 |" in line for line in after[2:-2])

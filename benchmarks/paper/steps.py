@@ -1,19 +1,24 @@
 """What the levers of a step cost and bring, from rows of benchmarks.step: kinds of blocks, ZeRO stages, optimizers."""
 
 import json
+import re
 
-from benchmarks.paper.raw import markdown, origin, rows, where
+from benchmarks.paper.raw import latest, markdown, origin, rows, where
 from benchmarks.paper.towers import OUTDATED
 
 
 def levers() -> str:
-    """ViT-L-14 on one H200 under ZeRO-1: precision, blocks, checkpointing, resident micro-batches; in their order."""
+    """ViT-L-14 on one H200 under ZeRO-1: precision, blocks, checkpointing, attention, micro-batches; in their order."""
     found = where(rows("step.csv"), gpus=1, model="ViT-L-14", zero=1)
     lines = []
     for row in found:
+        if " profile " in row["label"]:  # a step under torch's profiler is a slower one
+            continue
         shape = f"{row['micro_batch']} x {row['micro_batches']}"
         shape += ", checkpointing" if row["checkpointing"] == "True" else ""
         shape += f", {row['resident']} resident (`auto`)" if row["resident"] > 1 else ""
+        shape += f", pass 1 of {row['encode_together']} at once" if row["encode_together"] > 1 else ""
+        shape += f", attention {sdpa[1]}" if (sdpa := re.search(r"\bsdpa (\w+)", row["label"])) else ""
         rate = f"{row['samples_per_second']:.0f}"
         used = [f"{row[name]:.3f}" for name in ("mfu", "hfu")]
         lines.append([shape, row["precision"], row["blocks"], rate, *used, f"{row['peak_gib']:.1f} GiB", row["commit"]])
@@ -22,8 +27,9 @@ def levers() -> str:
 
 
 def zero_3() -> str:
-    """ViT-L-14 on two and four H200s, checkpointing, bf16: ZeRO-3 beside ZeRO-1 of the same commit, newest first."""
-    found = [row for row in where(rows("step.csv"), model="ViT-L-14", precision="bf16") if row["gpus"] > 1]
+    """ViT-L-14 on two and four H200s, 128 x 8, checkpointing: ZeRO-3 beside ZeRO-1 of its commit, newest first."""
+    same = {"model": "ViT-L-14", "precision": "bf16", "checkpointing": "True", "micro_batch": 128, "micro_batches": 8}
+    found = [row for row in where(rows("step.csv"), **same) if row["gpus"] in (2, 4)]
     commits = list(dict.fromkeys(row["commit"] for row in reversed(found)))
     lines = []
     for commit in commits:
@@ -50,7 +56,7 @@ def _what(row: dict) -> str:
 
 def optimizers() -> str:
     """ViT-B-16 on one H200 with each --opt: samples/s, the update, peak memory."""
-    found = where(rows("optimizers.csv"), model="ViT-B-16")
+    found = latest(where(rows("optimizers.csv"), model="ViT-B-16"), "label")
     lines = [
         [
             f"`{row['label'].split(' opt ')[1]}`", f"{row['samples_per_second']:.0f}",
@@ -63,7 +69,7 @@ def optimizers() -> str:
 
 def locked_tower() -> str:
     """The paper's LiT setting on one H200, both towers trained and the image tower locked."""
-    found = where(rows("optimizers.csv"), model="ViT-B-16-BERT-base")
+    found = latest(where(rows("optimizers.csv"), model="ViT-B-16-BERT-base"), "label")
     lines = [
         [
             "`--lock-image`" if "lock-image" in row["label"] else "both trained", f"{row['samples_per_second']:.0f}",
