@@ -47,9 +47,11 @@ def main() -> None:
     micro_batches = {batch: batch // options.batch_size for batch in sorted(map(int, options.batches.split(",")))}
     if odd := [batch for batch, count in micro_batches.items() if not count or batch % options.batch_size]:
         raise SystemExit(f"--batches {odd[0]} is no multiple of --batch-size {options.batch_size}")
+    impls = options.impl.split(",")
+    refuse_missing(impls, options.open_clip_loss)
     with shared_folder() as folder:
         trainer = first_steps(options, trainer_flags, folder)
-        calls = {impl: loss_of(impl, trainer, options.open_clip_loss) for impl in options.impl.split(",")}
+        calls = {impl: loss_of(impl, trainer, options.open_clip_loss) for impl in impls}
         print(f"{'loss':>20} {'batch':>9} {'seconds':>9} {'std':>7} {'of it loss':>10} {'peak GiB':>9}", flush=True)
         last: dict[str, tuple[int, float]] = {}  # of each loss: the batch before, ms
         for batch, count in micro_batches.items():
@@ -66,6 +68,20 @@ def main() -> None:
     destroy_parallel()
 
 
+def refuse_missing(impls: list[str], open_clip_loss: Path | None = None) -> None:
+    """SystemExit for what is no loss of ours, or one whose package or file is not there; before anything is trained."""
+    if unknown := [impl for impl in impls if impl not in LOSSES]:
+        raise SystemExit(f"--impl: unknown loss '{unknown[0]}'; one of {', '.join(LOSSES)}")
+    if "official" in impls and importlib.util.find_spec("inf_cl") is None:
+        raise SystemExit("official is the inf_cl package: pip install inf_cl==1.2.1, or leave it out of --impl")
+    path = open_clip_loss or installed_open_clip_loss()
+    if "official_open_clip" in impls and (path is None or not path.is_file()):
+        raise SystemExit(
+            f"official_open_clip is open_clip's loss.py, which is not there ({path or 'no package'}): "
+            "pip install open_clip_torch, or say --open-clip-loss, or leave it out of --impl"
+        )
+
+
 def first_steps(options: argparse.Namespace, trainer_flags: list[str], folder: Path) -> ReusedTrainer:
     """A trainer behind two steps of two micro-batches, which compile and connect what there is to."""
     flags = ["--model", options.model, "--batch-size", str(options.batch_size), "--accum-freq", "2"]
@@ -77,16 +93,9 @@ def first_steps(options: argparse.Namespace, trainer_flags: list[str], folder: P
 
 
 def loss_of(impl: str, trainer: ReusedTrainer, open_clip_loss: Path | None = None) -> Callable | None:
-    """Of a peer, what the step calls: (images [b, D] f32, texts, scale [1] f32, bias or None) -> []; None: ours.
-
-    ValueError for another name, or where its package is not installed.
-    """
+    """Of a peer, what the step calls: (images [b, D] f32, texts, scale [1] f32, bias or None) -> []; None: ours."""
     if impl == "inf_cl":
         return None
-    if impl not in LOSSES:
-        raise ValueError(f"unknown loss '{impl}'; one of {LOSSES}")
-    if impl == "official" and importlib.util.find_spec("inf_cl") is None:
-        raise ValueError("official is the inf_cl package: pip install inf_cl==1.2.1, or leave it out of --impl")
     loss = make(impl, None, {}, open_clip_loss or installed_open_clip_loss())
     low = {"amp_bf16": torch.bfloat16, "bf16": torch.bfloat16, "fp16": torch.float16}
     dtype = torch.float32 if impl == "official" else low.get(trainer.engine.precision, torch.float32)
