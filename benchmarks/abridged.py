@@ -19,9 +19,9 @@ class AbridgedTrainer(ReusedTrainer):
         super()._train_step(micro_batches)
 
     def _backward(self, surrogate: torch.Tensor, is_last: bool) -> None:
+        self.replaying = True
         if surrogate.requires_grad:
             super()._backward(surrogate, is_last)
-        self.replaying = True
 
     def _encode(self, micro_batch: dict) -> dict:
         index, self.encoded = self.encoded, self.encoded + 1
