@@ -70,7 +70,9 @@ class ContrastiveStep:
 
     def __call__(self, data_iterator: Iterator, model: nn.Module) -> tuple[Features, Callable]:
         """One micro-batch: (features, the function that Megatron takes the loss with)."""
-        _ = self.loss  # refuses on all ranks; of a pipeline's only the last stage's would come to the loss
+        _ = (
+            self.loss
+        )  # collective at first; refuses on all ranks: of a pipeline's only the last stage comes to the loss
         return self.encode(model, self.get_batch(data_iterator)), self.loss_func
 
     def loss_func(self, features: Features) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
@@ -104,7 +106,7 @@ def share_one_loss() -> str:
 
     Other forward_step_funcs go on as before. "applied" or "already applied"; RuntimeError, with the path that was
     expected, where Megatron-LM's training loop is not importable or looks different. ValueError under pipeline or
-    context parallelism: here where Megatron's groups exist, otherwise when the loop asks for its schedule.
+    context parallelism: here where Megatron's groups exist, otherwise when such a step begins.
     """
     _check_layout_if_made()
     return Patch(
@@ -131,11 +133,12 @@ def _check_layout_if_made() -> None:
 
 def _wrap(installed: Callable) -> Callable:
     def get_forward_backward_func(*args, **kwargs):
-        _check_layout_if_made()
         schedule = installed(*args, **kwargs)
 
         @functools.wraps(schedule)
         def forward_backward(*, forward_step_func, collect_non_loss_data=False, **given):
+            if isinstance(forward_step_func, ContrastiveStep):
+                check_layout()  # on every stage of a pipeline
             if isinstance(forward_step_func, ContrastiveStep) and not collect_non_loss_data:
                 return one_loss_step(forward_step_func, **given)
             return schedule(forward_step_func=forward_step_func, collect_non_loss_data=collect_non_loss_data, **given)

@@ -28,7 +28,7 @@ class Patch:
     """symbol: "package.module.name". parameters: of the installed symbol, as tested.
 
     replace: installed function -> the one in its place. gone: whether the installed function does without it, tried;
-    one that raises does not.
+    one that takes other arguments, or asks for a GPU where there is none, does not.
     """
 
     symbol: str
@@ -60,7 +60,7 @@ class Patch:
     def _is_gone(self, installed: Callable) -> bool:
         try:
             return self.gone(installed)
-        except Exception as error:  # as the reason says, or because it takes other arguments, which `apply` looks at
+        except (TypeError, _AskedForGpu) as error:  # other arguments, which `apply` looks at; the reason of the patch
             log.debug("%s, tried: %s: %s", self.symbol, type(error).__name__, error)
             return False
 
@@ -147,13 +147,17 @@ def _gathers_on_cpu(gather: Callable, group: dist.ProcessGroup) -> bool:
     return torch.equal(gathered, torch.ones(2 * group.size(), 3))
 
 
+class _AskedForGpu(Exception):
+    """In a run on a CPU."""
+
+
 @contextlib.contextmanager
 def _no_gpu() -> Iterator[None]:
     """Within, asking for the current GPU fails: on a host that has some, a run on the CPU would take memory there."""
     before = torch.cuda.current_device
 
     def refuse() -> int:
-        raise RuntimeError("this run is on a CPU")
+        raise _AskedForGpu("this run is on a CPU")
 
     torch.cuda.current_device = refuse
     try:

@@ -12,6 +12,7 @@ from infcl.cluster import links
 from infcl.cluster.check import ask, problems
 from infcl.cluster.host_report import shared_folder
 from infcl.cluster.links import _meetings, extremes, slow_ones
+from infcl.cluster.meeting import nodes_of
 from tests.ranks import run_ranks
 from tests.test_entry import ROOT
 
@@ -61,7 +62,7 @@ def test_what_is_wrong_is_said_with_the_host(changes, line):
 @pytest.mark.parametrize("hosts", [[8, 8], [4, 4, 4], [1, 2, 3, 2], [1] * 9])
 def test_every_two_hosts_meet_once_with_all_ranks_and_no_host_twice_in_a_round(hosts):
     everyone = [(f"h{host}", local) for host, size in enumerate(hosts) for local in range(size)]
-    rounds = [[(everyone[a], everyone[b]) for a, b in pairs] for pairs in _meetings(everyone)]
+    rounds = [[(everyone[a], everyone[b]) for a, b in pairs] for pairs in _meetings(nodes_of(everyone))]
     met = [(a[0], b[0], a[1]) for pairs in rounds for a, b in pairs]
     numbers = range(len(hosts))
     expected = [
@@ -74,12 +75,19 @@ def test_every_two_hosts_meet_once_with_all_ranks_and_no_host_twice_in_a_round(h
         assert len({host for two in busy for host in two}) == 2 * len(busy)
 
 
+def test_containers_of_one_host_name_are_hosts_of_their_own():
+    nodes = nodes_of([("box", 0), ("box", 1), ("box", 0), ("box", 1), ("other", 0)])
+    names = [name for node in nodes for name in links._names(node, nodes)]
+    assert names == ["box@0:0", "box@0:1", "box@2:0", "box@2:1", "other:0"]
+    assert sorted(pair for pairs in _meetings(nodes) for pair in pairs) == [(0, 2), (0, 4), (1, 3), (2, 4)]
+
+
 def figures(hosts: str = "abcd", ranks: int = 2, slow: float = 2.0, at: tuple[str, ...] = ()) -> dict:
     """Even ones but for the links, or all links of the ranks, that are named in `at`."""
     names = [(f"{a}:{k}", f"{b}:{k}") for a in hosts for b in hosts if a < b for k in range(ranks)]
     between = {f"{a} - {b}": slow if {a, b, f"{a} - {b}"} & set(at) else 10.0 for a, b in names}
     return {
-        "tflops": {"a:0": 700.0, "a:1": 690.0, "b:0": 710.0},
+        "tflops": {f"{host}:{k}": 700.0 for host in hosts for k in range(ranks)} | {f"{hosts[0]}:{ranks}": 690.0},
         "within_hosts": {},
         "between_hosts": between,
         "ring": {"a:0": 300.0, "a:1": 9.0},
@@ -99,6 +107,8 @@ def test_even_figures_name_nobody():
         ("abcd", 2, ("c:0", "c:1"), ["all of c"]),
         ("abc", 1, ("c:0",), ["all of c"]),  # though most links are slow
         ("abcde", 2, ("c:0", "c:1", "a:0", "d:0 - e:0"), ["all of a:0", "all of c", "d:0 - e:0"]),
+        ("bacd", 1, ("a:0",), ["all of a"]),
+        ("acd", 1, ("a:0",), ["all of a:0"]),  # the first host has another rank, of which nothing is known
         ("ab", 8, ("a:5",), ["a:5 - b:5"]),  # of two hosts nothing tells whose card it is
         ("ab", 8, tuple(f"a:{k}" for k in range(8)), []),  # all alike
     ],
@@ -161,7 +171,7 @@ def test_one_rank_has_no_links():
 
 
 def test_a_slow_gpu_is_named():
-    result = figures() | {"tflops": {"a:0": 700.0, "a:1": 500.0, "b:0": 710.0}}
+    result = figures("ab") | {"tflops": {"a:0": 700.0, "a:1": 500.0, "b:0": 710.0, "b:1": 700.0}}
     assert slow_ones(result) == ["slow GPU or CPU: a:1, 500 TFLOP/s (usual 700)"]
 
 

@@ -6,6 +6,7 @@ import torch.distributed as dist
 
 from infcl import InfCLLoss, inf_cl_loss, info_nce_loss, nt_xent_loss, siglip_loss
 from infcl.loss.contrastive import LOSSES, ContrastiveLoss
+from infcl.loss.info_nce import _subtract_rows
 from infcl.loss.ring import RingExchange
 from tests.loss_oracle import Case, features, oracle, relative_error
 from tests.ranks import run_ranks
@@ -169,6 +170,21 @@ def _twice(rank, world_size):
 def test_every_tiled_loss_is_the_same_twice_bit_for_bit(world_size):
     for same in run_ranks(_twice, world_size) if world_size > 1 else [_twice(0, 1)]:
         assert same == dict.fromkeys(LIBRARY, True)
+
+
+def _sums_of_shared_rows(rank, world_size):
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    rows = torch.randn(3000, 24, generator=torch.Generator().manual_seed(0))
+    sums = [torch.zeros(3000, 24) for _ in range(6)]
+    for total in sums:
+        _subtract_rows(total, torch.arange(3000) % 2, rows)
+    torch.set_num_threads(threads)  # this process runs other tests too
+    return all(torch.equal(total, sums[0]) for total in sums)
+
+
+def test_many_queries_of_one_document_are_summed_in_a_fixed_order():
+    assert all(run_ranks(_sums_of_shared_rows, 1))
 
 
 def test_torch_says_why_the_loss_is_in_no_graph():

@@ -1,5 +1,6 @@
 """Patches of Megatron's modules: one symbol, once, logged; not where the need is gone; refused where it differs."""
 
+import functools
 import importlib
 import logging
 from unittest import mock
@@ -85,8 +86,16 @@ LATER = {
 
 
 def outcomes_of_later_versions(rank, world_size):
+    """As on a host with GPUs, which a run on the CPU is not to touch."""
     from megatron.core.tensor_parallel import mappings
 
+    outcomes = {}
+    with mock.patch("torch.cuda.current_device", side_effect=lambda: outcomes.update(touched=True) or 0):
+        outcomes.update(_outcomes(mappings, world_size))
+    return outcomes
+
+
+def _outcomes(mappings, world_size) -> dict[str, str]:
     outcomes = {}
     for patch in patches_of(layout(world_size).tp_group, CPU):
         name = patch.symbol.rpartition(".")[2]
@@ -176,7 +185,8 @@ def layout_errors(rank, world_size):
         parallel_state.initialize_model_parallel(**sizes, create_gloo_process_groups=False)
         ways = [lambda wanted=wanted: init_tensor_parallel(init_parallel("cpu"), wanted)]
         if wanted == 1:
-            ways += [training.get_forward_backward_func, lambda step=step: step(None, None)]
+            schedule = training.get_forward_backward_func()  # other steps go on as before
+            ways += [functools.partial(schedule, forward_step_func=step), lambda step=step: step(None, None)]
             ways += [lambda: ContrastiveStep(read.append, None), share_one_loss]
         for way in ways:
             with pytest.raises(ValueError) as raised:

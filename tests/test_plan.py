@@ -248,7 +248,7 @@ def test_the_fastest_setting_is_the_fastest_of_those_that_fit():
     setting = planned(gpu=load_gpu("a100-80g"))
     first = fastest(setting, count=1)[0][0]
     possible = [other for other in candidates(setting) if fits(other)]
-    assert first == pytest.approx(min(step_seconds(other) for other in possible), rel=5e-3)
+    assert first == pytest.approx(min(step_seconds(other) for other in possible), rel=1e-2)  # three digits
 
 
 def test_of_equally_fast_settings_the_one_with_fewer_moving_parts_comes_first(monkeypatch):

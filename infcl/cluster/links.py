@@ -6,7 +6,8 @@ Measured: a matrix product on each rank, alone; messages between neighbours of o
 ranks of one at once with those in their place on the other, as a two-level ring sends, two hosts at a time (so that a
 slow link is seen by itself, whoever waits for whom in a ring); one ring of all ranks at once; an all-reduce of all. The
 least and the median are printed; a rank, link or host below 0.8 of the median is named. The one link of two hosts with
-a rank each is its own median and never named. GPUs that share a network card share its rate.
+a rank each is its own median and never named. GPUs that share a network card share its rate. Ranks that have none in
+their place on any other host are in the ring's figures alone, of which the least is printed and none named.
 """
 
 import argparse
@@ -20,6 +21,7 @@ from statistics import median
 import torch
 import torch.distributed as dist
 
+from infcl.cluster.meeting import Node, nodes_of
 from infcl.parallel import Parallel, destroy_parallel, init_parallel
 
 SLOW = 0.8
@@ -44,15 +46,16 @@ def measure(parallel: Parallel) -> dict:
     sizes = _GPU if parallel.device.type == "cuda" else _CPU
     everyone: list = [None] * parallel.world_size
     dist.all_gather_object(everyone, (socket.gethostname(), parallel.local_rank))
-    names, size = [f"{host}:{local_rank}" for host, local_rank in everyone], parallel.world_size
+    nodes, size = nodes_of(everyone), parallel.world_size
+    names = [name for node in nodes for name in _names(node, nodes)]
     block = torch.ones(sizes["megabytes"] << 20, dtype=torch.uint8, device=parallel.device)
-    inside = [(rank, rank + 1) for rank in range(size - 1) if everyone[rank][0] == everyone[rank + 1][0]]
+    inside = [(rank, rank + 1) for rank in range(size - 1) if everyone[rank + 1][1] != 0]
     within = [[pair for pair in inside if pair[0] % 2 == odd] for odd in (0, 1)]
     around = {names[parallel.rank]: _send_around(parallel, block)} if size > 1 else {}
     own = {
         "tflops": {names[parallel.rank]: _matmul_tflops(parallel, sizes["side"])},
         "within_hosts": _exchange(parallel, block, within, names),
-        "between_hosts": _exchange(parallel, block, _meetings(everyone), names),
+        "between_hosts": _exchange(parallel, block, _meetings(nodes), names),
         "ring": around,
     }
     rate = _all_reduce(parallel, block)
@@ -80,7 +83,7 @@ def slow_ones(result: dict) -> list[str]:
         usual = _usual(result[kind])
         slow = {name: value for name, value in result[kind].items() if value < SLOW * usual}
         if kind == "between_hosts":
-            slow = _blame(result[kind], slow)
+            slow = _blame(result[kind], slow, list(result["tflops"]))
         lines += [f"slow {what}: {name}, {value:.3g} {unit} (usual {usual:.3g})" for name, value in slow.items()]
     return lines
 
@@ -91,9 +94,9 @@ def _usual(rates: dict[str, float]) -> float:
     return median([max(rate for name, rate in rates.items() if end in name.split(" - ")) for end in ends] or [0.0])
 
 
-def _blame(links: dict[str, float], slow: dict[str, float]) -> dict[str, float]:
+def _blame(links: dict[str, float], slow: dict[str, float], everyone: list[str]) -> dict[str, float]:
     """Where most of several links of a rank are slow it is the rank's, of all ranks of a host the host's; each is named
-    once, the worst rank first."""
+    once, the worst rank first. everyone: the names of all ranks, some of which may have no link."""
     blamed: dict[str, float] = {}
     ranks = sorted({end for name in links for end in name.split(" - ")})
     left = dict(links)
@@ -106,25 +109,26 @@ def _blame(links: dict[str, float], slow: dict[str, float]) -> dict[str, float]:
         blamed[worst] = median(links[name] for name in links if worst in name.split(" - "))
         left = {name: value for name, value in left.items() if worst not in name.split(" - ")}
     for host in sorted({_host(rank) for rank in ranks}):
-        its = [rank for rank in ranks if _host(rank) == host]
+        its = [rank for rank in everyone if _host(rank) == host]
         if set(its) <= set(blamed):
             blamed[host] = median(blamed.pop(rank) for rank in its)
     return {f"all of {name}": blamed[name] for name in sorted(blamed)} | {n: v for n, v in slow.items() if n in left}
 
 
-def _meetings(everyone: list[tuple[str, int]]) -> list[list[tuple[int, int]]]:
-    """Rounds of pairs of ranks: every two hosts meet once, rank by rank in their order there, as far as both have one.
-
-    everyone: (host, local rank) of each rank.
-    """
-    hosts: dict[str, list[int]] = {}
-    for rank, (host, _) in enumerate(everyone):
-        hosts.setdefault(host, []).append(rank)
-    ranks = list(hosts.values())
+def _meetings(nodes: list[Node]) -> list[list[tuple[int, int]]]:
+    """Rounds of pairs of ranks: every two nodes meet once, rank by rank in their order, as far as both have one."""
+    ranks = [range(node.first_rank, node.first_rank + node.num_ranks) for node in nodes]
     return [
         [pair for one, other in pairs for pair in zip(ranks[one], ranks[other])]
-        for pairs in _rounds([*range(len(ranks))])
+        for pairs in _rounds(list(range(len(ranks))))
     ]
+
+
+def _names(node: Node, nodes: list[Node]) -> list[str]:
+    """Of its ranks: host:local rank; host@first rank:local rank where two nodes (containers, say) have one name."""
+    alone = sum(other.host == node.host for other in nodes) == 1
+    host = node.host if alone else f"{node.host}@{node.first_rank}"
+    return [f"{host}:{local_rank}" for local_rank in range(node.num_ranks)]
 
 
 def _rounds(hosts: list[int]) -> list[list[tuple[int, int]]]:

@@ -160,7 +160,7 @@ class RingExchange:
     def require_equal(self, what: str, values: Mapping[str, int | torch.dtype], device: torch.device) -> None:
         """Raise the same ValueError on every rank, with all ranks' values, unless they have the same.
 
-        One all-gather of len(values) integers; a dtype is compared by its name's checksum. RuntimeError (gloo) where a
+        One all-gather of len(values) integers; a dtype is compared by its name's checksum. RuntimeError on CPUs where a
         rank does not come to it.
         """
         if self.world_size == 1:
@@ -171,6 +171,8 @@ class RingExchange:
         try:
             dist.all_gather_into_tensor(gathered, mine, group=self.group)
         except RuntimeError as error:
+            if device.type == "cuda":  # of what the GPU did before: NCCL's time-outs come later, and not here
+                raise
             ranks = dist.get_process_group_ranks(self.group)
             raise RuntimeError(
                 f"{what}: rank {dist.get_rank()} could not compare its {', '.join(values)} with those of ranks {ranks} "

@@ -146,7 +146,9 @@ def describe(setting: Setting) -> str:
 def _short(setting: Setting) -> str:
     words = [f"micro-batch {setting.micro_batch}", f"ZeRO-{setting.zero}"]
     words += ["checkpointing"] if setting.checkpointing else []
-    words += ["offload"] if setting.offload else []
+    if setting.offload:
+        host = host_bytes(load_of(setting), min(setting.gpus, setting.gpus_per_node))
+        words.append(f"offload (a host: {host / 2**30:.0f} GiB)")
     words += [f"T={setting.tensor_parallel}"] if setting.tensor_parallel > 1 else []
     words += ["sequence parallel"] if setting.sequence_parallel else []
     return f"{', '.join(words)} ({memory_of(setting)['peak'] / 2**30:.1f} GiB)"

@@ -159,17 +159,18 @@ def _load(kind: str, name: str, profile: type) -> dict:
     needed = {field for field, is_needed in fields.items() if is_needed}
     if not isinstance(values, dict) or not needed <= set(values) <= set(fields):
         raise ValueError(f"--{kind} {name}: a profile has {', '.join(fields)} and nothing else")
+    figures = {field.name for field in dataclasses.fields(profile) if field.type in (int, float)}
     for field in dataclasses.fields(profile):
-        if field.name in values and (wrong := _wrong(field, values[field.name], known=set(fields))):
+        if field.name in values and (wrong := _wrong(field, values[field.name], figures)):
             raise ValueError(f"--{kind} {name}: {field.name} is {values[field.name]!r}, {wrong}")
     return values | {"estimated": tuple(values.get("estimated", ()))}
 
 
-def _wrong(field: dataclasses.Field, value: Any, *, known: set[str]) -> str | None:
-    """What a field of a profile should be, where it is not. known: the names of a profile's fields."""
+def _wrong(field: dataclasses.Field, value: Any, figures: set[str]) -> str | None:
+    """What a field of a profile should be, where it is not. figures: the names of a profile's numbers."""
     if field.name == "estimated":
         is_list = isinstance(value, list) and all(isinstance(name, str) for name in value)
-        return None if is_list and set(value) <= known else "which is no list of a profile's fields"
+        return None if is_list and set(value) <= figures else "which is no list of a profile's figures"
     if field.type is str:
         return None if isinstance(value, str) else "which is no text"
     if type(value) is not int and (field.type is int or type(value) is not float):
