@@ -49,6 +49,7 @@ REGIONS: dict[str, Callable[[], str]] = {
     "plan-losses": towers.planned_losses,
     "plan-tensor-parallel": towers.planned_tensor_parallel,
     "tensor-parallel-sizes": towers.tensor_parallel_sizes,
+    "tensor-parallel-updates": towers.tensor_parallel_updates,
     "peer-steps": towers.peer_steps,
     "peer-trainers": towers.peer_trainers,
     "hard-negatives": accuracy.hard_negatives,

@@ -140,6 +140,20 @@ def tensor_parallel_sizes() -> str:
     return markdown(header, lines)
 
 
+def tensor_parallel_updates() -> str:
+    """The fifth step's loss of large micro-batches, by program and T; of settings that ran twice both."""
+    found = where(rows("tensor_parallel_updates.csv"), step=5)
+    losses: dict[str, list[str]] = {}
+    for row in found:
+        words = [f"T = {row['tensor_parallel']}" if row["program"] == "infcl" else row["program"]]
+        words += ["sequence parallel"] if row["sequence_parallel"] == "True" else []
+        words += ["compiled"] if row["compiled"] == "True" else []
+        words += [f"at {row['commit']}"] if row["commit"] != found[0]["commit"] else []
+        losses.setdefault(", ".join(words), []).append(f"{row['loss']:.4f}")
+    lines = [[name, ", ".join(values)] for name, values in losses.items()]
+    return markdown(["", "loss"], lines) + f"\n\n{origin(found[:1])}, where no other is named."
+
+
 def peer_steps() -> str:
     """open_clip's towers alone, from benchmarks.step --peer."""
     found = rows("step_peer.csv")
