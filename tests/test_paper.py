@@ -147,6 +147,7 @@ def test_steps_of_replaced_code_are_not_shown():
 
 def test_stages_stand_beside_zero_1_of_their_commit_and_say_what_sets_them_apart(monkeypatch):
     common = {"model": "ViT-L-14", "precision": "bf16", "gpus": 4, "label": "zero 3", "zero_options": "{}"}
+    common |= {"blocks": "compiled"}
     common |= {"seconds_encode": 0.4, "seconds_replay": 1.0, "peak_gib": 7.0}
     common |= {"checkpointing": "True", "micro_batch": 128, "micro_batches": 8}
     stored = [
@@ -157,6 +158,7 @@ def test_stages_stand_beside_zero_1_of_their_commit_and_say_what_sets_them_apart
             ("a", 1, 520.0, {"checkpointing": "False"}),
             ("a", 1, 530.0, {"gpus": 8}),
             ("a", 3, 450.0, {"label": "zero 3 (another machine)", "zero_options": '{"x_persistence_y": 1}'}),
+            ("a", 3, 400.0, {"blocks": "eager", "zero_options": '{"memory_efficient_linear": true}'}),
             ("a", 1, 500.0, {}),
         )
     ]
@@ -164,6 +166,7 @@ def test_stages_stand_beside_zero_1_of_their_commit_and_say_what_sets_them_apart
     assert [line.split(" | ")[:4] for line in steps.zero_3().splitlines()[2:]] == [
         ["| 4", "1", "", "500"],
         ["| 4", "3", "another machine, all parameters persistent", "450 (0.90 of ZeRO-1)"],
+        ["| 4", "3", "memory_efficient_linear, eager", "400 (0.80 of ZeRO-1)"],
         ["| 2", "3", "before the mend", "250"],
     ]
 

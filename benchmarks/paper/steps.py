@@ -50,6 +50,8 @@ def _what(row: dict) -> str:
     note = row["label"].split("(")[1].rstrip(")") if "(" in row["label"] else ""
     words = [note] if note and "printed row" not in note else []
     words += ["all parameters persistent"] if "persistence" in json.dumps(row["zero_options"]) else []
+    words += [name for name in json.loads(row["zero_options"]) if "persistence" not in name]
+    words += ["eager"] if row["blocks"] == "eager" else []
     words += ["before the mend"] if row["commit"] == OUTDATED and row["zero"] == 3 else []
     return ", ".join(words)
 
