@@ -1,4 +1,4 @@
-"""Whole training steps on one GPU, with our loss and with each peer's in its place (the paper's Figure 4).
+"""Whole training steps on one GPU, with our loss and with each peer's or our dense one instead (the paper's Figure 4).
 
     pip install inf_cl==1.2.1 open_clip_torch
     python -m benchmarks.step_losses --csv docs/results/step_losses.csv
@@ -8,7 +8,7 @@ only the loss changes. So the figure shows what a loss costs a training, not how
 (benchmarks.step --peer). Batches in rising order, of each the losses one after another; --csv gets every row at once.
 
     inf_cl               ours, as the trainer takes it
-    clip                 the whole b x b matrix, features in the towers' 16-bit type as under autocast
+    clip                 ours too, the whole b x b matrix, features in the towers' 16-bit type as under autocast
     official_open_clip   open_clip's ClipLoss, from the installed package or --open-clip-loss, the same features
     official             the inf_cl package 1.2.1, which computes from float32 features
 
