@@ -1,6 +1,8 @@
 """Steps whose numbers are not finite: skipped, explained, and at last the end of the run, with a checkpoint."""
 
+import contextlib
 import dataclasses
+import io
 import json
 import math
 import os
@@ -92,11 +94,13 @@ def test_too_many_skipped_steps_in_a_row_end_the_run_with_a_checkpoint(demo_fold
 
 
 def fit_in_fp16(rank, world_size, config, die_after=None):
-    with fp16_allowed():
+    """-> what the rank printed."""
+    with fp16_allowed(), contextlib.redirect_stdout(io.StringIO()) as printed:
         fit(rank, world_size, config, die_after)
+    return printed.getvalue()
 
 
-def test_a_run_in_fp16_skips_until_the_loss_scale_has_come_down_and_resumes_with_it(demo_folder, tmp_path, capfd):
+def test_a_run_in_fp16_skips_until_the_loss_scale_has_come_down_and_resumes_with_it(demo_folder, tmp_path):
     """A run killed amid the skipped steps goes on as the one that was not, to the last bit."""
     fp16 = {"enabled": True, "initial_scale_power": 18, "hysteresis": 1, "min_loss_scale": 1}
     (tmp_path / "p.json").write_text(json.dumps({"zero_optimization": {"stage": 2}, "fp16": fp16}))
@@ -105,11 +109,10 @@ def test_a_run_in_fp16_skips_until_the_loss_scale_has_come_down_and_resumes_with
         deepspeed_config=str(tmp_path / "p.json"), save_every_n_steps=2,
     )  # fmt: skip
     cut = dataclasses.replace(config, name="cut")
-    run_ranks(fit_in_fp16, 2, config, timeout=200)
-    said = capfd.readouterr().out
+    said = run_ranks(fit_in_fp16, 2, config, timeout=200)[0]
     run_ranks(fit_in_fp16, 2, cut, 3, timeout=200)
-    run_ranks(fit_in_fp16, 2, dataclasses.replace(cut, resume="latest"), timeout=200)
-    assert "step_00000002 at step 2" in capfd.readouterr().out
+    printed = run_ranks(fit_in_fp16, 2, dataclasses.replace(cut, resume="latest"), timeout=200)[0]
+    assert "step_00000002 at step 2" in printed
     whole, resumed = (read_metrics(tmp_path / name / "metrics.jsonl", "train") for name in ("run", "cut"))
     compared = ("step", "loss", "loss_scale", "skipped_steps", "lr", "grad_norm", "samples_seen")
     assert [[r.get(name) for name in compared] for r in resumed] == [[r.get(name) for name in compared] for r in whole]
