@@ -432,7 +432,7 @@ def test_a_wrong_flag_is_one_line_and_exit_code_2(flags, message, capsys):
         ("gpu", "hbm_gbs", float("inf"), "hbm_gbs is inf"),
         ("gpu", "multiprocessors", 1.5, "multiprocessors is 1.5, which is no whole number"),
         ("gpu", "name", 5, "name is 5, which is no text"),
-        ("gpu", "estimated", "usable", "estimated is 'usable', which is no list of a profile's fields"),
+        ("gpu", "estimated", "usable", "estimated is 'usable', which is no list of a profile's figures"),
         ("gpu", "estimated", ["speed"], "estimated is ['speed'], which is no list"),
         ("gpu", "estimated", [["usable"]], "which is no list"),
         ("link", "gbs", -1, "gbs is -1"),
