@@ -56,9 +56,8 @@ class ReusedTrainer(Trainer):
 
     def _train_step(self, micro_batches) -> None:
         self.replaying = False
-        self.engine.backward = self._backward  # type: ignore[method-assign]  # of this one engine
         super()._train_step(micro_batches)
 
     def _backward(self, surrogate: torch.Tensor, is_last: bool) -> None:
         self.replaying = True
-        type(self.engine).backward(self.engine, surrogate, is_last)
+        super()._backward(surrogate, is_last)

@@ -46,6 +46,29 @@ def trainer_like(model):
     return lambda batch: model(*batch), encode_again, calls
 
 
+def calls_of_a_right_step(model, resident) -> dict[str, int]:
+    """A step's loss and gradients are the whole batch's -> how often each tower's first block ran in it."""
+    batches, seeds = micro_batches(), list(range(len(SIZES)))
+    encode, encode_again, calls = trainer_like(model)
+    output = grad_cache_step(
+        batches,
+        encode=encode,
+        encode_again=encode_again,
+        loss=lambda image, text, scale, bias: dense_loss(image, text, scale),
+        backward=lambda surrogate, is_last: surrogate.backward(),
+        seeds=seeds,
+        resident=resident,
+    )
+    ran = dict(calls)
+    cached = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    loss, trained = whole_batch_gradients(model, batches, seeds)
+    assert float(output.loss) == pytest.approx(loss.item(), rel=1e-6)
+    assert set(cached) == set(trained) == {name for name, p in model.named_parameters() if p.requires_grad}
+    for name in trained:
+        assert float((cached[name] - trained[name]).norm()) <= 1e-5 * float(trained[name].norm()), name
+    return ran
+
+
 @pytest.mark.parametrize("resident", [1, 3])
 @pytest.mark.parametrize(
     ("side", "unlocked", "keep_trunk", "runs_once"),
@@ -61,52 +84,21 @@ def test_gradients_equal_those_of_the_whole_batch_and_the_frozen_blocks_run_once
 ):
     """Of groups: embeddings, three blocks (the last with its norm), projection; the first block is counted."""
     dropout = 0.25 if side == "text" else 0.0
-    model, batches = locked(side, unlocked, dropout, keep_trunk=keep_trunk), micro_batches()
-    seeds = list(range(len(SIZES)))
-    encode, encode_again, calls = trainer_like(model)
-    output = grad_cache_step(
-        batches,
-        encode=encode,
-        encode_again=encode_again,
-        loss=lambda image, text, scale, bias: dense_loss(image, text, scale),
-        backward=lambda surrogate, is_last: surrogate.backward(),
-        seeds=seeds,
-        resident=resident,
-    )
+    model = locked(side, unlocked, dropout, keep_trunk=keep_trunk)
+    calls = calls_of_a_right_step(model, resident)
     twice = 2 * len(SIZES) - resident
     assert calls[side] == (len(SIZES) if runs_once else twice)
     assert calls["text" if side == "image" else "image"] == twice
-    cached = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-    loss, trained = whole_batch_gradients(model, batches, seeds)
-    assert float(output.loss) == pytest.approx(loss.item(), rel=1e-6)
-    assert set(cached) == set(trained) == {name for name, p in model.named_parameters() if p.requires_grad}
-    for name in trained:
-        assert float((cached[name] - trained[name]).norm()) <= 1e-5 * float(trained[name].norm()), name
 
 
 @pytest.mark.parametrize("resident", [1, 3])
 @pytest.mark.parametrize(("image", "text"), [(0, 2), (2, 0), (1, 0), (1, 1), (2, 3), (5, 1)])
 def test_both_towers_may_be_locked_where_groups_of_one_are_not(image, text, resident):
-    model, batches = locked("image", image), micro_batches()
+    model = locked("image", image)
     model.lock_text_tower(text)
-    seeds = list(range(len(SIZES)))
-    encode, encode_again, calls = trainer_like(model)
-    grad_cache_step(
-        batches,
-        encode=encode,
-        encode_again=encode_again,
-        loss=lambda image, text, scale, bias: dense_loss(image, text, scale),
-        backward=lambda surrogate, is_last: surrogate.backward(),
-        seeds=seeds,
-        resident=resident,
-    )
+    calls = calls_of_a_right_step(model, resident)
     assert calls["text"] == len(SIZES)
     assert calls["image"] == (len(SIZES) if image < 4 else 2 * len(SIZES) - resident)
-    cached = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-    _, trained = whole_batch_gradients(model, batches, seeds)
-    assert set(cached) == set(trained) == {name for name, p in model.named_parameters() if p.requires_grad}
-    for name in trained:
-        assert float((cached[name] - trained[name]).norm()) <= 1e-5 * float(trained[name].norm()), name
 
 
 @pytest.mark.parametrize(("unlocked", "in_eval"), [(0, True), (1, True), (4, True), (5, False)])

@@ -157,7 +157,7 @@ class Trainer:
             self.pixels,
             encode=self._encode,
             loss=self.sampled_loss,
-            backward=self.engine.backward,
+            backward=self._backward,
             seeds=[
                 micro_batch_seed(self.config.seed, self.step, index, self.parallel.dp_rank)
                 for index in range(self.batch.num_micro_batches)
@@ -246,6 +246,9 @@ class Trainer:
             None if frozen["text"] else texts,
             **{name: trunk[rows] for name, trunk in kept.items()},
         )
+
+    def _backward(self, surrogate: torch.Tensor, is_last: bool) -> None:
+        self.engine.backward(surrogate, is_last)
 
     @property
     def samples_seen(self) -> int:
