@@ -4,7 +4,8 @@ The steps are the trainer's own (its build, engine, loop and metrics), on synthe
 listed below are pretrain_clip.py's; here --model is ViT-L-14 unless given. One line per setting, --csv appends it with
 commit, hardware and versions:
 
-    samples/s   of all GPUs, median of the measured steps (the first --warm-up-steps are not)
+    samples/s   of all GPUs, median of the measured steps (the first --warm-up-steps are not); the CSV also has their
+                mean and standard deviation
     MFU         operations that training on these samples needs (each tower forward and backward once) per second, over
                 the rate of the library's 8192^3 bf16 product measured in the same run
     HFU         operations that were executed: with the second encoding, and the recomputation of checkpointed blocks
@@ -49,8 +50,9 @@ PHASES = ("data", "encode", "loss", "replay", "step")
 COLUMNS = (
     "label", "gpus", "model", "zero", "precision", "blocks", "checkpointing", "micro_batch", "micro_batches",
     "global_batch", "resident", "encode_together", "samples_per_second", "samples_per_second_per_gpu",
-    *(f"seconds_{phase}" for phase in PHASES), "step_seconds", "peak_gib", "mfu", "hfu", "library_tflops", "steps",
-    "loss", "zero_options", "device", "torch", "triton", "deepspeed", "commit",
+    "samples_per_second_mean", "samples_per_second_std", *(f"seconds_{phase}" for phase in PHASES), "step_seconds",
+    "peak_gib", "mfu", "hfu", "library_tflops", "steps", "loss", "zero_options", "device", "torch",
+    "triton", "deepspeed", "commit",
 )  # fmt: skip
 SYNTHETIC = ["--dataset-type", "synthetic", "--train-num-samples", str(10**9)]
 _PHASE_NAMES = " ".join(f"{phase:>7}" for phase in PHASES)
@@ -178,6 +180,7 @@ def _row(trainer, options: argparse.Namespace, peak: float, rate: float) -> dict
         name: statistics.median(record.get(name, 0.0) for record in records)
         for name in ("samples_per_second", "loss", *(f"seconds_{phase}" for phase in PHASES))
     }
+    rates = [record["samples_per_second"] for record in records]
     per_gpu = median["samples_per_second"] / batch.dp_size
     model, cfg = trainer.engine.module, trainer.model_config
     again = 1 - trainer.resident / batch.num_micro_batches
@@ -199,6 +202,8 @@ def _row(trainer, options: argparse.Namespace, peak: float, rate: float) -> dict
             "resident": trainer.resident,
             "encode_together": config.encode_micro_batches,
             "samples_per_second_per_gpu": per_gpu,
+            "samples_per_second_mean": statistics.fmean(rates),
+            "samples_per_second_std": statistics.stdev(rates) if len(rates) > 1 else "",
             "step_seconds": batch.global_batch_size / median["samples_per_second"],
             "peak_gib": peak,
             "mfu": model_flops(cfg, trained_shares(model)) * per_gpu / rate / 1e12,

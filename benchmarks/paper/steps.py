@@ -19,7 +19,7 @@ def levers() -> str:
         shape += f", {row['resident']} resident (`auto`)" if row["resident"] > 1 else ""
         shape += f", pass 1 of {row['encode_together']} at once" if row["encode_together"] > 1 else ""
         shape += f", attention {sdpa[1]}" if (sdpa := re.search(r"\bsdpa (\w+)", row["label"])) else ""
-        rate = f"{row['samples_per_second']:.0f}"
+        rate = _rate(row)
         used = [f"{row[name]:.3f}" for name in ("mfu", "hfu")]
         lines.append([shape, row["precision"], row["blocks"], rate, *used, f"{row['peak_gib']:.1f} GiB", row["commit"]])
     header = ["micro-batch x M", "precision", "blocks", "samples/s", "MFU", "HFU", "peak memory", "commit"]
@@ -36,13 +36,20 @@ def zero_3() -> str:
         own = where(found, commit=commit)
         plain = where(own, zero=1)
         for row in sorted(own, key=lambda row: row["zero"]):
-            rate = f"{row['samples_per_second_per_gpu']:.0f}"
+            rate = _rate(row, per_gpu=True)
             if row["zero"] == 3 and plain:
                 rate += f" ({row['samples_per_second_per_gpu'] / plain[0]['samples_per_second_per_gpu']:.2f} of ZeRO-1)"
             seconds = [f"{row[f'seconds_{phase}']:.3f} s" for phase in ("encode", "replay")]
             lines.append([row["gpus"], row["zero"], _what(row), rate, *seconds, f"{row['peak_gib']:.1f} GiB", commit])
     header = ["GPUs", "ZeRO", "", "samples/s per GPU", "encode", "replay", "peak memory", "commit"]
     return markdown(header, lines)
+
+
+def _rate(row: dict, *, per_gpu: bool = False) -> str:
+    """Samples/s: the median of the row's steps, and their standard deviation where it was kept."""
+    rate = row["samples_per_second_per_gpu"] if per_gpu else row["samples_per_second"]
+    spread = row.get("samples_per_second_std") or 0
+    return f"{rate:.0f}" + (f" +- {spread / (row['gpus'] if per_gpu else 1):.1f}" if spread else "")
 
 
 def _what(row: dict) -> str:
@@ -61,7 +68,7 @@ def optimizers() -> str:
     found = latest(where(rows("optimizers.csv"), model="ViT-B-16"), "label")
     lines = [
         [
-            f"`{row['label'].split(' opt ')[1]}`", f"{row['samples_per_second']:.0f}",
+            f"`{row['label'].split(' opt ')[1]}`", _rate(row),
             f"{1000 * row['seconds_step']:.1f} ms", f"{row['peak_gib']:.1f} GiB",
         ]
         for row in found
@@ -74,7 +81,7 @@ def locked_tower() -> str:
     found = latest(where(rows("optimizers.csv"), model="ViT-B-16-BERT-base"), "label")
     lines = [
         [
-            "`--lock-image`" if "lock-image" in row["label"] else "both trained", f"{row['samples_per_second']:.0f}",
+            "`--lock-image`" if "lock-image" in row["label"] else "both trained", _rate(row),
             *(f"{row[f'seconds_{phase}']:.2f} s" for phase in ("encode", "replay")), f"{row['peak_gib']:.1f} GiB",
         ]
         for row in found
