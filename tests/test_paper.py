@@ -62,6 +62,16 @@ def test_the_bar_of_tiling_says_what_overlapping_hides_or_costs(tmp_path, monkey
     assert digest_of(tmp_path / "bar.png") == digest(speed.tiling_bar())
 
 
+def test_the_bar_of_tiling_has_no_negative_part_where_tiles_alone_take_longer(monkeypatch):
+    row = {"gpus": 4, "global_batch": 8, "dim": 2, "products ms": 40.0, "tiles ms": 50.0, "ring, waiting ms": 46.0}
+    found = [row | {"ring ms": 45.0}, row | {"global_batch": 4, "ring ms": 99.0}]
+    monkeypatch.setattr(speed, "rows", lambda *names: found)
+    (parts,) = speed.tiling_bar().values()
+    assert {name: width for name, [(width,)] in parts.items()} == {
+        "matrix products": 40.0, "epilogue, launches": 5.0, "communication that overlapping hides": 1.0
+    }  # fmt: skip
+
+
 def test_numbers_are_read_as_such_and_commits_are_not(tmp_path, monkeypatch):
     (tmp_path / "a.csv").write_text("commit,gpus,ms,said\n6e15030,4,1.5,\n")
     monkeypatch.setattr("benchmarks.paper.raw.RESULTS", tmp_path)

@@ -11,7 +11,8 @@ import torch
 from benchmarks.paper.memory import planned_at_start, planned_for_trial
 from benchmarks.paper.raw import rows, where
 from benchmarks.paper.speed import loss_rows
-from benchmarks.paper.towers import measured_losses, planned_loss, steps, tensor_parallel_steps
+from benchmarks.paper.tensor_parallel import measured_steps
+from benchmarks.paper.towers import measured_losses, planned_loss, steps
 from benchmarks.tensor_parallel import model_config
 from infcl.config import BatchPlan, TrainConfig
 from infcl.plan import measure
@@ -134,7 +135,7 @@ def test_measured_peaks_under_tensor_parallelism(row):
     assert allocated / GIB == pytest.approx(float(row["peak_gib"]), rel=0.05)
 
 
-@pytest.mark.parametrize(("row", "setting"), tensor_parallel_steps(), ids=str)
+@pytest.mark.parametrize(("row", "setting"), measured_steps(), ids=str)
 def test_measured_steps_under_tensor_parallelism(row, setting):
     assert 1000 * step_seconds(setting) == pytest.approx(row["step_ms"], rel=0.15)
 

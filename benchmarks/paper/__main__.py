@@ -8,7 +8,7 @@ import argparse
 from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks.paper import accuracy, data, memory, speed, steps, towers
+from benchmarks.paper import accuracy, data, memory, speed, steps, tensor_parallel, towers
 from benchmarks.paper.draw import digest, digest_of, draw, draw_bar
 from benchmarks.paper.regions import fill
 
@@ -47,14 +47,18 @@ REGIONS: dict[str, Callable[[], str]] = {
     "steps": towers.measured_steps,
     "plan-errors": towers.plan_errors,
     "plan-losses": towers.planned_losses,
-    "plan-tensor-parallel": towers.planned_tensor_parallel,
-    "tensor-parallel-sizes": towers.tensor_parallel_sizes,
-    "tensor-parallel-updates": towers.tensor_parallel_updates,
+    "plan-tensor-parallel": tensor_parallel.planned_steps,
+    "tensor-parallel-rates": tensor_parallel.rates,
+    "tensor-parallel-equal-memory": tensor_parallel.at_equal_memory,
+    "tensor-parallel-sizes": tensor_parallel.large_towers,
+    "tensor-parallel-losses": tensor_parallel.losses,
+    "tensor-parallel-updates": tensor_parallel.updates,
     "peer-steps": towers.peer_steps,
     "peer-trainers": towers.peer_trainers,
     "hard-negatives": accuracy.hard_negatives,
     "step-levers": steps.levers,
     "step-zero-3": steps.zero_3,
+    "step-slow-host": steps.slow_host,
     "optimizers": steps.optimizers,
     "locked-tower": steps.locked_tower,
     "data-speed": data.speed,

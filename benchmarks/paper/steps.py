@@ -45,6 +45,15 @@ def zero_3() -> str:
     return markdown(header, lines)
 
 
+def slow_host() -> str:
+    """ViT-L-14, 128 x 8, checkpointing, on machines whose processors were slow: what the host's work costs ZeRO-3."""
+    lines = []
+    for row in rows("step_slow_host.csv"):
+        seconds = [f"{row[f'seconds_{phase}']:.3f} s" for phase in ("encode", "replay", "step")]
+        lines.append([row["gpus"], row["zero"], _rate(row, per_gpu=True), *seconds, row["commit"]])
+    return markdown(["GPUs", "ZeRO", "samples/s per GPU", "encode", "replay", "update", "commit"], lines)
+
+
 def _rate(row: dict, *, per_gpu: bool = False) -> str:
     """Samples/s: the median of the row's steps, and their standard deviation where it was kept."""
     rate = row["samples_per_second_per_gpu"] if per_gpu else row["samples_per_second"]

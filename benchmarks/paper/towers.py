@@ -4,12 +4,12 @@ import dataclasses
 
 from benchmarks.paper.raw import NOT_MEASURED, RESULTS, latest, markdown, ms, origin, rows, where
 from benchmarks.paper.speed import loss_rows
-from infcl.plan.compare import compare, convolution_apart, read_steps, table, warmed_up
+from infcl.plan.compare import compare, read_steps, table, warmed_up
 from infcl.plan.loss_time import loss_seconds
-from infcl.plan.memory import counted_by_torch, memory_of
+from infcl.plan.memory import memory_of
 from infcl.plan.search import fastest
 from infcl.plan.setting import Setting, load_gpu, parameters_of
-from infcl.plan.timing import phases_of, samples_per_second, step_seconds
+from infcl.plan.timing import phases_of, samples_per_second
 from infcl.towers.config import load_model_config
 
 GIB = 2**30
@@ -74,84 +74,6 @@ def planned_losses() -> str:
         times = f"{ms(row['median_ms'])} / {ms(plan)} ({error:+.0%})"
         lines.append([row["gpus"], f"{row['global_batch']:,}", row["dim"], times])
     return markdown(["GPUs", "b", "D", "ms measured / plan"], lines)
-
-
-def tensor_parallel_steps() -> list[tuple[dict, Setting]]:
-    """Rows of benchmarks.tensor_parallel that the trainer's way at their commit made, and what is planned for them.
-
-    Without those of 96af64e with T above 1, which sent sums and rows in other ways.
-    """
-    from benchmarks.tensor_parallel import model_config
-
-    found = where(rows("tensor_parallel.csv"), lever="none", status="ok")
-    return [
-        (row, Setting(
-            model=model_config(row["model"]), gpu=load_gpu("h200"), gpus=row["gpus"], gpus_per_node=row["gpus"],
-            global_batch=row["gpus"] // row["tensor_parallel"] * row["accum_freq"] * row["batch_size"],
-            micro_batch=row["batch_size"], zero=row["zero_stage"], checkpointing=row["checkpointing"] == "True",
-            compiled=row["compiled"] == "True", tensor_parallel=row["tensor_parallel"],
-            sequence_parallel=row["sequence_parallel"] == "True", pixels="device",
-        ))
-        for row in found
-        if row["tensor_parallel"] == 1 or not row["commit"].startswith("96af64e")
-    ]  # fmt: skip
-
-
-def planned_tensor_parallel() -> str:
-    """Steps of benchmarks.tensor_parallel, ms: measured, of several rows the range, and planned."""
-    cells: dict[tuple, list[float]] = {}
-    plans = {}
-    for row, setting in tensor_parallel_steps():
-        words = f"{row['model']}, ZeRO-{row['zero_stage']}" + (", checkpointing" if setting.checkpointing else "")
-        size = f"{setting.tensor_parallel}" + (", sequence parallel" if setting.sequence_parallel else "")
-        key = (words, row["gpus"], size, row["batch_size"])
-        cells.setdefault(key, []).append(row["step_ms"])
-        plans[key] = 1000 * step_seconds(setting)
-    lines = []
-    for key in sorted(cells):
-        times, plan = sorted(cells[key]), plans[key]
-        said = "-".join(f"{time:.0f}" for time in dict.fromkeys((times[0], times[-1])))
-        errors = " to ".join(dict.fromkeys(f"{plan / time - 1:+.0%}" for time in (times[-1], times[0])))
-        lines.append([*key, f"{said} / {plan:.0f} ({errors})"])
-    return markdown(["", "GPUs", "T", "m", "ms measured / plan"], lines)
-
-
-def tensor_parallel_sizes() -> str:
-    """Towers that one GPU holds badly, by T and ZeRO stage: the last row of each setting; peaks as planned for the code
-    of then, and for that of today."""
-    names, last = {"bigG": "ViT-bigG-14", "5B": "5 B, checkpointing"}, {}
-    for row, setting in tensor_parallel_steps():
-        if row["model"] in names:
-            place = list(names).index(row["model"])
-            last[place, setting.tensor_parallel, setting.sequence_parallel, setting.zero] = row, setting
-    lines = []
-    for (place, *_), (row, setting) in sorted(last.items()):
-        whole = last.get((place, 1, False, setting.zero))
-        of_whole = f"{row['samples_per_second'] / whole[0]['samples_per_second']:.2f}" if whole else ""
-        size = f"{setting.tensor_parallel}" + (", `--sequence-parallel`" if setting.sequence_parallel else "")
-        then = setting.with_(convolution_apart=convolution_apart(row))
-        plans = [counted_by_torch(memory_of(one)) / GIB for one in (then, setting)]
-        peak = f"{row['peak_gib']:.1f}" if row["peak_gib"] else "?"
-        lines.append([
-            names[row["model"]], size, setting.zero, f"{row['samples_per_second']:.0f}", of_whole,
-            f"{peak} / {plans[0]:.1f}", f"{plans[1]:.1f}",
-        ])  # fmt: skip
-    header = ["towers", "T", "ZeRO", "samples/s", "of T = 1", "peak, GiB: measured / planned", "planned today"]
-    return markdown(header, lines)
-
-
-def tensor_parallel_updates() -> str:
-    """The fifth step's loss of large micro-batches, by program and T; of settings that ran twice both."""
-    found = where(rows("tensor_parallel_updates.csv"), step=5)
-    losses: dict[str, list[str]] = {}
-    for row in found:
-        words = [f"T = {row['tensor_parallel']}" if row["program"] == "infcl" else row["program"]]
-        words += ["sequence parallel"] if row["sequence_parallel"] == "True" else []
-        words += ["compiled"] if row["compiled"] == "True" else []
-        words += [f"at {row['commit']}"] if row["commit"] != found[0]["commit"] else []
-        losses.setdefault(", ".join(words), []).append(f"{row['loss']:.4f}")
-    lines = [[name, ", ".join(values)] for name, values in losses.items()]
-    return markdown(["", "loss"], lines) + f"\n\n{origin(found[:1])}, where no other is named."
 
 
 def peer_steps() -> str:
