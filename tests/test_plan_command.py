@@ -1,0 +1,146 @@
+"""The planner's command line: what it prints, which flags and profiles it refuses, what it measures."""
+
+import json
+import re
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from infcl.plan import measure
+from infcl.plan.__main__ import main, parser, setting_of
+from infcl.plan.setting import Gpu, load_gpu, load_link
+from tests.test_entry import ROOT
+
+GIB = 2**30
+
+
+def test_the_command_prints_parts_phases_and_advice(capsys):
+    assert main("--model ViT-L-14 --gpus 32 --gpu a800-80g --global-batch 12288k --zero 3".split()) == 0
+    printed = capsys.readouterr().out
+    for shown in (
+        "optimizer",
+        "feature gradients",
+        "it fits",
+        "behind loss",
+        "samples/s",
+        "largest global batch",
+        "ZeRO-2",
+    ):
+        assert shown in printed
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--gpu a900", "no such profile .known: a100-80g, a800-80g"),
+        ("--link wet-string", "known: .*nic-200, nic-400, nic-800"),
+        ("--gpus 12", "12 GPUs do not fill nodes of 8"),
+        ("--global-batch 1000 --micro-batch-size 64", "1000 is no multiple of 8 data-parallel ranks x micro-batch 64"),
+        ("--sequence-parallel", "--tensor-parallel-size is 1"),
+        ("--tensor-parallel-size 3", "8 GPUs are no multiple of tensor-parallel 3"),
+        ("--micro-batch-size many", "a number of pairs, or auto"),
+        ("--sweep 8:16", "gpus=FIRST:LAST"),
+        ("--model ViT-Z-99", "ViT-Z-99"),
+        ("--gpus 0", "gpus 0 must be greater than 0"),
+        ("--tensor-parallel-size -1", "tensor-parallel -1 must be greater than 0"),
+        ("--gpus-per-node 0", "gpus-per-node 0 must be greater than 0"),
+        ("--resident-micro-batches 0", "resident 0 must be greater than 0"),
+        ("--compare none.csv", "No such file"),
+        ("--plot none/x.png --sweep gpus=8:16", "there is no folder none"),
+        ("--plot x.png", "give --sweep too"),
+        ("--gpu tests/golden/demo_20_steps.json", "a profile has name, memory_gib, .* and nothing else"),
+        ("--zero 0 --offload", "offloading the optimizer needs ZeRO stage >= 1"),
+        ("--zero 0 --precision bf16", "--precision bf16 needs ZeRO stage >= 1"),
+        ("--tensor-parallel-size 8 --model ViT-B-32", "8 does not divide the 12 heads of the image tower"),
+        ("--tensor-parallel-size 2 --micro-batch-size 1", "2 does not divide micro-batch 1"),
+        ("--tensor-parallel-size 16 --gpus 16", "16 spans hosts of 8 GPUs"),
+        ("--micro-batch-size ²", "a number of pairs, or auto"),
+        ("--sweep gpus=²:8", "gpus=FIRST:LAST"),
+        ("--plot x.pgn --sweep gpus=8:16", "name it .png"),
+        ("--measure none/gpu.json", "there is no folder none"),
+        ("--compare docs/results/loss_h200.csv", "no column model, zero"),
+    ],
+)
+def test_a_wrong_flag_is_one_line_and_exit_code_2(flags, message, capsys):
+    assert main(flags.split()) == 2
+    assert re.search(message, capsys.readouterr().err)
+
+
+@pytest.mark.parametrize(
+    ("kind", "field", "value", "message"),
+    [
+        ("gpu", "memory_gib", "80", "memory_gib is '80', which is no number"),
+        ("gpu", "hbm_gbs", True, "hbm_gbs is True, which is no number"),
+        ("gpu", "usable", 1.1, "usable is 1.1, a share: at most 1"),
+        ("gpu", "usable", -0.1, "a number above 0"),
+        ("gpu", "link_gbs", 0, "link_gbs is 0, which cannot be"),
+        ("gpu", "pcie_gbs", float("nan"), "pcie_gbs is nan"),
+        ("gpu", "hbm_gbs", float("inf"), "hbm_gbs is inf"),
+        ("gpu", "multiprocessors", 1.5, "multiprocessors is 1.5, which is no whole number"),
+        ("gpu", "name", 5, "name is 5, which is no text"),
+        ("gpu", "estimated", "usable", "estimated is 'usable', which is no list of a profile's figures"),
+        ("gpu", "estimated", ["speed"], "estimated is ['speed'], which is no list"),
+        ("gpu", "estimated", [["usable"]], "which is no list"),
+        ("link", "gbs", -1, "gbs is -1"),
+        ("link", "latency_us", None, "latency_us is None"),
+    ],
+)
+def test_a_value_that_a_profile_cannot_have_is_named(kind, field, value, message, tmp_path, capsys):
+    profile = {"gpu": load_gpu("h200"), "link": load_link("nic-400")}[kind]
+    (tmp_path / "own.json").write_text(json.dumps({**vars(profile), field: value}))
+    assert main([f"--{kind}", str(tmp_path / "own.json")]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_links_without_delay_are_a_profile(tmp_path):
+    (tmp_path / "own.json").write_text(json.dumps({**vars(load_link("nic-400")), "latency_us": 0}))
+    assert load_link(str(tmp_path / "own.json")).latency_us == 0
+
+
+@pytest.mark.parametrize("gpus", [1, 2])
+def test_a_measured_profile_says_what_of_it_was_not_measured(gpus, tmp_path, monkeypatch, capsys):
+    """The measurements themselves are a GPU's."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Chip")
+    properties = SimpleNamespace(total_memory=80 * GIB, multi_processor_count=100)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(measure, "_matmul", lambda device: 600e12)
+    monkeypatch.setattr(measure, "_towers", lambda device, compiled: 300e12 + compiled * 60e12)
+    monkeypatch.setattr(measure, "_loss", lambda device: 500e12)
+    monkeypatch.setattr(measure, "_copy_rate", lambda source, target: 55 if source.type == "cpu" else 390.0)
+    assert main(["--measure", str(tmp_path / "gpu.json")]) == 0
+    told = capsys.readouterr().out
+    written = json.loads((tmp_path / "gpu.json").read_text())
+    assert written["estimated"] == ["usable", "link_gbs"][: 3 - gpus]
+    assert f"estimated usable 0.94{', link_gbs 25' if gpus == 1 else ''}\n" in told
+    assert "gpu.json: Chip: measured memory_gib 80.0, matmul_tflops 600, tower_efficiency 0.5, " in told
+    assert ("link_gbs 390" in told.partition("; estimated")[0]) == (gpus == 2)
+    assert written == vars(load_gpu(str(tmp_path / "gpu.json"))) | {"estimated": written["estimated"]}
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "infcl" / "plan" / "profiles").glob("*/*.json")), ids=lambda p: p.stem)
+def test_a_shipped_profile_says_which_figures_are_estimated(path):
+    profile = (load_gpu if path.parent.name == "gpus" else load_link)(path.stem)
+    rates = {name for name, value in vars(profile).items() if isinstance(value, float | int)}
+    rates -= {"memory_gib", "multiprocessors"}  # as the device or its data sheet tells
+    assert profile.estimated and set(profile.estimated) <= rates
+    if profile.source.startswith("estimated"):
+        assert set(profile.estimated) == rates
+
+
+def test_a_plan_says_which_figures_under_it_are_estimated(capsys):
+    assert main("--gpus 16 --micro-batch-size 64".split()) == 0
+    told = capsys.readouterr().out
+    assert "of h200 usable, hbm_gbs, pcie_gbs are estimated" in told
+    assert "of nic-400 gbs, latency_us are estimated" in told
+    assert main("--gpus 8 --micro-batch-size 64".split()) == 0
+    assert "of nic-400" not in capsys.readouterr().out  # one host has none
+
+
+def test_a_profile_of_ones_own_is_read(tmp_path):
+    own = {**vars(load_gpu("h200")), "name": "mine", "memory_gib": 40.0}
+    (tmp_path / "mine.json").write_text(json.dumps(own))
+    setting = setting_of(parser().parse_args(["--gpu", str(tmp_path / "mine.json"), "--micro-batch-size", "64"]))
+    assert setting.gpu == Gpu(**own) and setting.gpu.usable_bytes == pytest.approx(0.94 * 40 * GIB)
