@@ -5,7 +5,7 @@ import json
 import torch
 
 from infcl.config import BatchPlan
-from infcl.plan.dry_run import _memory_table
+from infcl.plan.dry_run import _flops, _memory_table
 from infcl.plan.memory import memory_plan, parameter_counts
 from infcl.towers import CLIP, load_model_config
 from tests.checkout import ROOT
@@ -28,7 +28,9 @@ def test_dry_run_prints_the_plan_and_leaves_nothing(demo_folder, tmp_path):
     result = alone(command(demo_folder, tmp_path / "logs", *flags))
     assert result.returncode == 0, result.stdout + result.stderr
     for shown in (
-        "32 pairs a step = 1 ranks x 2 micro-batches",
+        "32 pairs a step = 1 data-parallel rank x 2 micro-batches",
+        " GFLOP a step, towers alone",
+        "for 1 rank of ",
         "3 = 0.0625 epochs of 48",
         "8 shards",
         "1,536 usable samples; left out by the index: none",
@@ -41,6 +43,12 @@ def test_dry_run_prints_the_plan_and_leaves_nothing(demo_folder, tmp_path):
     buckets = next(line for line in result.stdout.splitlines() if "gradient buckets" in line)
     assert "MiB" in buckets and "GiB" not in buckets  # on a CPU a small model leaves most of a bucket untouched
     assert not (tmp_path / "logs").exists()
+
+
+def test_operations_are_told_in_a_unit_that_leaves_digits():
+    told = [_flops(count) for count in (0, 5.4e6, 1.234e9, 9.99e11, 1.5e12, 2.5e15, 4.2e19)]
+    assert told[:4] == ["0.00 MFLOP", "5.40 MFLOP", "1.23 GFLOP", "999.00 GFLOP"]
+    assert told[4:] == ["1.50 TFLOP", "2.50 PFLOP", "42,000.00 PFLOP"]
 
 
 def test_dry_run_refuses_what_the_run_would_refuse(demo_folder, tmp_path):

@@ -8,7 +8,7 @@ agreement: what all hosts must have been given alike.
 """
 
 from infcl.config.agreement import settings_of
-from infcl.config.batch import BatchPlan, total_steps
+from infcl.config.batch import BatchPlan, counted, total_steps
 from infcl.config.checks import PATHS, parse_factors, validate
 from infcl.config.command_line import make_parser, parse_args
 from infcl.config.settings import LOSS_NAMES, TrainConfig, option_of
@@ -18,6 +18,7 @@ __all__ = [
     "PATHS",
     "BatchPlan",
     "TrainConfig",
+    "counted",
     "make_parser",
     "option_of",
     "parse_args",

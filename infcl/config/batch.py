@@ -64,9 +64,15 @@ class BatchPlan:
 
     def __str__(self) -> str:
         return (
-            f"{self.global_batch_size} pairs a step = {self.dp_size} ranks x {self.num_micro_batches} micro-batches "
-            f"(--accum-freq) x {self.micro_batch_size} (--batch-size)"
+            f"{self.global_batch_size} pairs a step = {counted(self.dp_size, 'data-parallel rank')} x "
+            f"{counted(self.num_micro_batches, 'micro-batch', 'micro-batches')} (--accum-freq) x "
+            f"{self.micro_batch_size} (--batch-size)"
         )
+
+
+def counted(number: int, one: str, more: str | None = None) -> str:
+    """ "1 rank", "2,000 ranks"; more: a plural that is not `one` with an s."""
+    return f"{number:,} {one if number == 1 else more or f'{one}s'}"
 
 
 def total_steps(config: TrainConfig, steps_per_epoch: int) -> int:

@@ -64,8 +64,9 @@ class Share:
     def steps_per_epoch(self, num_samples: int, where: str) -> int:
         """Whole global batches in an epoch. Raises ValueError if there is none; `where` says what was counted."""
         if num_samples < self.global_batch_size:
+            ranks = f"{self.world_size} data-parallel rank{'' if self.world_size == 1 else 's'}"
             raise ValueError(
-                f"{where}, fewer than one global batch of {self.global_batch_size} ({self.world_size} ranks x "
+                f"{where}, fewer than one global batch of {self.global_batch_size} ({ranks} x "
                 f"{self.num_micro_batches} micro-batches x {self.micro_batch_size}): use a smaller batch or more data"
             )
         return num_samples // self.global_batch_size

@@ -11,6 +11,7 @@ import json
 import sys
 from pathlib import Path
 
+from infcl.config.batch import counted
 from infcl.plan.compare import compare, read_steps, table
 from infcl.plan.host import host_bytes, host_parts
 from infcl.plan.memory import load_of, memory_of
@@ -107,14 +108,15 @@ def describe(setting: Setting) -> str:
     ranks = min(setting.gpus, setting.gpus_per_node)
     total = sum(phase.exposed for phase in phases)
     lines = [
-        f"{setting.gpus} x {setting.gpu.name}, {setting.nodes} hosts, {setting.link.name} between them",
+        f"{setting.gpus} x {setting.gpu.name}, {counted(setting.nodes, 'host')}, {setting.link.name} between them",
         *(
             f"  of {profile.name} {', '.join(profile.estimated)} are estimated, not measured"
             for profile in (setting.gpu, setting.link)
             if profile.estimated and (profile is setting.gpu or setting.nodes > 1)
         ),
-        f"{setting.global_batch:,} pairs a step = {setting.dp_size} ranks x {setting.num_micro_batches} x "
-        f"{setting.micro_batch}; ZeRO-{setting.zero}, {'checkpointing, ' if setting.checkpointing else ''}"
+        f"{setting.global_batch:,} pairs a step = {counted(setting.dp_size, 'data-parallel rank')} x "
+        f"{setting.num_micro_batches} x {setting.micro_batch}; ZeRO-{setting.zero}, "
+        f"{'checkpointing, ' if setting.checkpointing else ''}"
         f"{setting.precision}, {min(setting.resident, setting.num_micro_batches)} graphs kept, loss {setting.loss}, "
         f"{'two-level' if setting.two_level else 'flat'} ring",
         "",

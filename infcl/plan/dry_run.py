@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 
-from infcl.config import BatchPlan, TrainConfig, total_steps
+from infcl.config import BatchPlan, TrainConfig, counted, total_steps
 from infcl.parallel import Parallel, describe_ranks
 from infcl.plan.host import host_bytes, host_parts
 from infcl.plan.memory import STAGES, Load, load_of_run, memory_plan, parameter_counts
@@ -42,7 +42,7 @@ def describe_plan(config: TrainConfig, parallel: Parallel) -> str:
         ("learning rate", _learning_rate_line(config, steps, loader.steps_per_epoch, batch)),
         ("data", _data_line(config, loader)),
         ("model", _model_line(config, counts)),
-        ("compute", f"{flops * batch.global_batch_size / 1e12:,.2f} TFLOP a step, towers alone"),
+        ("compute", f"{_flops(flops * batch.global_batch_size)} a step, towers alone"),
         ("system", f"{describe_ranks(parallel)}, {precision}, ZeRO-{zero_stage(preset)}"),
         ("evaluation", ", ".join(evaluations) or "none"),
         ("run folder", _folder_line(config)),
@@ -88,7 +88,7 @@ def _host_table(
     return [
         f"  host memory a rank{beside}, estimated",
         *(f"  {part:<{width}}{_size(n):>11}{pixels if part == 'pixels' else ''}" for part, n in parts.items()),
-        f"  {_size(host_bytes(planned, ranks))} for {ranks} ranks of {_size(host_memory_bytes())} a host, "
+        f"  {_size(host_bytes(planned, ranks))} for {counted(ranks, 'rank')} of {_size(host_memory_bytes())} a host, "
         "beside programs and what the loader reads ahead",
     ]
 
@@ -121,7 +121,8 @@ def _data_line(config: TrainConfig, loader) -> str:
     found = {name.removeprefix("index/"): n for name, n in loader.report().items() if name.startswith("index/") and n}
     left_out = ", ".join(f"{n:,} {name}" for name, n in sorted(found.items())) or "none"
     size = _size(sum(Path(path).stat().st_size for path in shards if Path(path).is_file()))
-    return f"{len(shards):,} shards, {size}, {loader.num_samples:,} usable samples; left out by the index: {left_out}"
+    usable = f"{counted(len(shards), 'shard')}, {size}, {loader.num_samples:,} usable samples"
+    return f"{usable}; left out by the index: {left_out}"
 
 
 def _model_line(config: TrainConfig, counts: dict[str, tuple[int, int]]) -> str:
@@ -165,6 +166,13 @@ def _memory_table(plan: dict[str, list[float]], stage: int) -> list[str]:
     heads = "".join(f"{f'ZeRO-{s}' + ('*' if s == stage else ' '):>12}" for s in STAGES)
     lines = ["  device memory a rank, estimated (* this preset)", f"  {'':<{width}}{heads}"]
     return lines + [f"  {part:<{width}}" + "".join(f"{_size(n):>11} " for n in row) for part, row in plan.items()]
+
+
+def _flops(count: float) -> str:
+    for unit, scale in (("PFLOP", 1e15), ("TFLOP", 1e12), ("GFLOP", 1e9)):
+        if count >= scale:
+            return f"{count / scale:,.2f} {unit}"
+    return f"{count / 1e6:,.2f} MFLOP"
 
 
 def _size(count: float) -> str:
