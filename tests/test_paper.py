@@ -204,6 +204,23 @@ def test_levers_of_a_sweep_are_told_apart_and_a_profiled_step_is_none(monkeypatc
     ]
 
 
+def test_rings_stand_side_by_side_as_they_took_turns(monkeypatch):
+    setting = {"hosts": 2, "ranks": 4, "nic_mbit": 40, "ratio": 6.4, "rows": 256, "dim": 64}
+    stored = [
+        setting | {"ring": ring, "nic_mbit": rate, "median_ms": time, "fastest_ms": time - 1, "commit": commit}
+        for rate, commit, times in ((40, "", (100, 50, 90, 30)), (80, "a", (60, 40)))
+        for ring, time in zip(("flat", "two-level") * 2, times)
+    ]
+    monkeypatch.setattr(speed, "rows", lambda name: stored)
+    *lines, _, last = speed.rings().splitlines()[2:]
+    assert lines == [
+        "| 2 x 4 | 40 / 256 | 256, 64 | 100 (99) | 50 (49) | 2.0 | not kept |",
+        "| 2 x 4 | 40 / 256 | 256, 64 | 90 (89) | 30 (29) | 3.0 | not kept |",
+        "| 2 x 4 | 80 / 512 | 256, 64 | 60 (59) | 40 (39) | 1.5 | a |",
+    ]
+    assert last == "The two-level ring is 1.5 to 3.0 times faster."
+
+
 @pytest.mark.parametrize("table", [steps.optimizers, steps.locked_tower])
 def test_a_second_run_of_the_optimizers_replaces_the_first(monkeypatch, table):
     before = table().splitlines()

@@ -37,6 +37,7 @@ REGIONS: dict[str, Callable[[], str]] = {
     "figure-4-steps": speed.steps_by_loss,
     "tiling": speed.tiling,
     "ring-turns": speed.ring_turns,
+    "rings": speed.rings,
     "symmetry": speed.symmetry,
     "siglip-disco": speed.side_by_side,
     "precision": speed.precision,

@@ -167,6 +167,24 @@ def ring_turns() -> str:
     return markdown(["rows a GPU", *(f"{kind}, ms" for kind in kinds), "steps"], lines)
 
 
+def rings() -> str:
+    """Flat and two-level rings over slow network cards: each turn of both, and the range of how much faster one is."""
+    turns: dict[tuple, dict[str, list[dict]]] = {}
+    for row in rows("rings.csv"):
+        setting = tuple(row[name] for name in ("hosts", "ranks", "nic_mbit", "ratio", "rows", "dim", "commit"))
+        turns.setdefault(setting, {"flat": [], "two-level": []})[row["ring"]].append(row)
+    lines, faster = [], []
+    for (hosts, ranks, card, ratio, pairs, dim, commit), found in turns.items():
+        for flat, two_level in zip(found["flat"], found["two-level"], strict=True):
+            faster.append(flat["median_ms"] / two_level["median_ms"])
+            times = [f"{row['median_ms']:,.0f} ({row['fastest_ms']:,.0f})" for row in (flat, two_level)]
+            shape = [f"{hosts} x {ranks}", f"{card:g} / {card * ratio:.0f}", f"{pairs}, {dim}"]
+            lines.append([*shape, *times, f"{faster[-1]:.1f}", commit or "not kept"])
+    header = ["hosts x ranks", "Mbit/s between / within hosts", "pairs a rank, D", "flat, ms", "two-level, ms"]
+    table = markdown([*header, "times faster", "commit"], lines)
+    return f"{table}\n\nThe two-level ring is {min(faster):.1f} to {max(faster):.1f} times faster."
+
+
 def tiling_bar() -> dict:
     """{what was measured: {part of a rank's time on four GPUs: [(ms,)]}}, of the largest batch's last row.
 
