@@ -19,6 +19,7 @@ LOGS   ?= runs
 FLAGS  ?=
 CLUSTER_SECONDS ?= 1500
 SKIPS  ?=
+WORKERS ?= 2
 
 .PHONY: train test test-slow test-cluster lint docs coverage results clean
 
@@ -26,7 +27,7 @@ train: $(VENV)/.installed
 	@PATH="$$PWD/$(BIN):$$PATH" DATA=$(DATA) LOGS=$(LOGS) NAME=$(NAME) PRESET=$(PRESET) bash launch/demo.sh $(FLAGS)
 
 test: lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
 # Those for GPUs and clusters have their own markers.
 test-slow: $(VENV)/.installed
