@@ -1,6 +1,7 @@
 """Training over the hosts of hosts.py as the README says, and what it leaves behind."""
 
 import contextlib
+import json
 import os
 import shutil
 import signal
@@ -14,7 +15,7 @@ import pytest
 
 from infcl.report import read_metrics
 from tests.hosts import Hosts
-from tests.test_entry import ROOT, command
+from tests.test_entry import ROOT, alone, command
 
 PATH = f"{Path(sys.executable).parent}:/usr/bin:/bin:/usr/sbin"
 MARKS = [pytest.mark.cluster, pytest.mark.timeout(900)]  # conftest.py skips them where hosts cannot be made
@@ -44,7 +45,7 @@ def finish(process: subprocess.Popen, seconds: float = 600) -> tuple[int, str]:
 
 def train(hosts: Hosts, arguments: list, **environment: str) -> tuple[int, str]:
     """The README's command, from the first host: (exit code, what it printed)."""
-    return finish(start(hosts, [*DEEPSPEED, hosts.hostfile, *arguments], **environment))
+    return finish(start(hosts, [*DEEPSPEED, hosts.hostfile, *arguments], on=0, **environment))
 
 
 def wait_for_step(logs: Path, step: int, process: subprocess.Popen, seconds: float = 150) -> None:
@@ -70,6 +71,23 @@ def losses(logs: Path) -> list[float]:
     return [record["loss"] for record in read_metrics(logs / "run" / "metrics.jsonl", "train")]
 
 
+def losses_of_hosts_and_of_one_rank(
+    demo_folder, folder: Path, *, hosts: int, slots: int, pairs: int, steps: int
+) -> tuple[list[float], list[float]]:
+    """Of `steps` steps of `pairs` pairs: the whole trainer's, with a two-level ring on all ranks, and one rank's."""
+    more, ranks = ("--steps", str(steps), "--accum-freq", "1"), hosts * slots
+    many = ("--ring", "two-level", "--global-batch-size", str(pairs), "--batch-size", str(pairs // ranks))
+    with Hosts(hosts, slots=slots) as made:
+        code, output = train(made, flags(demo_folder, folder, *more, *many, "--host-timeout", "600"))
+    assert code == 0 and f"{ranks} x cpu" in output, output
+    summary = json.loads((folder / "run" / "summary.json").read_text())
+    assert (summary["world_size"], summary["samples_seen"]) == (ranks, steps * pairs)
+    one = folder / "one"
+    result = alone(flags(demo_folder, one, *more, "--batch-size", str(pairs)))
+    assert result.returncode == 0, result.stderr
+    return losses(folder), losses(one)
+
+
 def ranks_on(host) -> list:
     return host.processes("--local_rank=")
 
@@ -93,7 +111,7 @@ def small_disk(folder: Path, megabytes: int) -> Iterator[Path]:
     if absent := [program for program in ("mount", "umount") if shutil.which(program) is None]:
         pytest.skip(f"not installed: {', '.join(absent)} (util-linux)")
     folder.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", f"size={megabytes}m", "tmpfs", folder]
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={megabytes}m", "tmpfs", str(folder)]
     if (mounted := subprocess.run(mount, capture_output=True, text=True)).returncode != 0:
         pytest.skip(f"this machine mounts no tmpfs: {mounted.stderr.strip()}")
     try:
@@ -105,4 +123,4 @@ def small_disk(folder: Path, megabytes: int) -> Iterator[Path]:
 def launch_script(hosts: Hosts, arguments: list, **environment: str) -> subprocess.Popen:
     """launch/hostfile.sh from the first host."""
     settings = {"HOSTS": str(hosts.hostfile), "INTERFACE": "eth0"} | environment
-    return start(hosts, ["bash", "launch/hostfile.sh", *arguments[1:]], **settings)
+    return start(hosts, ["bash", "launch/hostfile.sh", *arguments[1:]], on=0, **settings)

@@ -22,6 +22,7 @@ from tests.cluster_run import (
     kill,
     launch_script,
     losses,
+    losses_of_hosts_and_of_one_rank,
     ranks_on,
     start,
     train,
@@ -135,13 +136,5 @@ def test_32_ranks_on_four_hosts_train_as_one_rank_does(demo_folder, tmp_path):
     """Two-level rings, the whole trainer; one rank takes the same 64 pairs a step alone."""
     if (free := psutil.virtual_memory().available / 1e9) < 13:
         pytest.skip(f"32 ranks take 11 GB of memory, 2 GB stay for the rest: 13 GB are needed, {free:.1f} are free")
-    more = "--steps 2 --ring two-level --global-batch-size 64 --accum-freq 1 --host-timeout 600".split()
-    with Hosts(4, slots=8) as hosts:
-        code, output = train(hosts, flags(demo_folder, tmp_path, *more, "--batch-size", "2"))
-    assert code == 0 and "32 x cpu" in output, output
-    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
-    assert (summary["world_size"], summary["samples_seen"]) == (32, 128)
-    one = tmp_path / "one"
-    result = alone(flags(demo_folder, one, "--steps", "2", "--accum-freq", "1", "--batch-size", "64"))
-    assert result.returncode == 0, result.stderr
-    assert losses(tmp_path) == pytest.approx(losses(one), rel=1e-5)
+    many, one = losses_of_hosts_and_of_one_rank(demo_folder, tmp_path, hosts=4, slots=8, pairs=64, steps=2)
+    assert len(many) == 2 and many == pytest.approx(one, rel=1e-5)
