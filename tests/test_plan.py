@@ -9,6 +9,7 @@ import torch
 from benchmarks.paper.memory import planned_at_start, planned_for_trial
 from benchmarks.paper.raw import rows, where
 from benchmarks.paper.speed import loss_rows
+from benchmarks.paper.steps import steps_on_slow_hosts
 from benchmarks.paper.tensor_parallel import measured_steps
 from benchmarks.paper.towers import measured_losses, planned_loss, steps
 from benchmarks.tensor_parallel import model_config
@@ -85,6 +86,13 @@ def _name(one: dict) -> str:
 
 @pytest.mark.parametrize("one", STEPS, ids=_name)
 def test_measured_steps_on_h200s(one):
+    assert abs(one["speed_error"]) < 0.15
+    assert abs(one["memory_error"]) < 0.05
+
+
+@pytest.mark.parametrize("one", steps_on_slow_hosts(), ids=_name)
+def test_measured_steps_on_slow_hosts(one):
+    """One factor for the host meets ZeRO-1, which it hardly touches, and ZeRO-3, which it makes half as fast."""
     assert abs(one["speed_error"]) < 0.15
     assert abs(one["memory_error"]) < 0.05
 

@@ -109,10 +109,12 @@ def test_a_measured_profile_says_what_of_it_was_not_measured(gpus, tmp_path, mon
     monkeypatch.setattr(measure, "_matmul", lambda device: 600e12)
     monkeypatch.setattr(measure, "_towers", lambda device, compiled: 300e12 + compiled * 60e12)
     monkeypatch.setattr(measure, "_loss", lambda device: 500e12)
+    monkeypatch.setattr(measure, "host_factor", lambda: 1.251)
     monkeypatch.setattr(measure, "_copy_rate", lambda source, target: 55 if source.type == "cpu" else 390.0)
     assert main(["--measure", str(tmp_path / "gpu.json")]) == 0
     told = capsys.readouterr().out
     written = json.loads((tmp_path / "gpu.json").read_text())
+    assert written["host_factor"] == 1.25
     assert written["estimated"] == ["usable", "link_gbs"][: 3 - gpus]
     assert f"estimated usable 0.94{', link_gbs 25' if gpus == 1 else ''}\n" in told
     assert "gpu.json: Chip: measured memory_gib 80.0, matmul_tflops 600, tower_efficiency 0.5, " in told
@@ -120,11 +122,18 @@ def test_a_measured_profile_says_what_of_it_was_not_measured(gpus, tmp_path, mon
     assert written == vars(load_gpu(str(tmp_path / "gpu.json"))) | {"estimated": written["estimated"]}
 
 
+def test_a_slow_hosts_factor_is_what_its_loop_takes_longer(monkeypatch):
+    times = iter([10.0, 11.5])
+    monkeypatch.setattr(measure.time, "perf_counter", lambda: next(times))
+    monkeypatch.setattr(measure, "_LOOP", "total = 0\nfor i in range(10): total += i")
+    assert measure.host_factor() == pytest.approx(1.5 / 0.5)
+
+
 @pytest.mark.parametrize("path", sorted((ROOT / "infcl" / "plan" / "profiles").glob("*/*.json")), ids=lambda p: p.stem)
 def test_a_shipped_profile_says_which_figures_are_estimated(path):
     profile = (load_gpu if path.parent.name == "gpus" else load_link)(path.stem)
     rates = {name for name, value in vars(profile).items() if isinstance(value, float | int)}
-    rates -= {"memory_gib", "multiprocessors"}  # as the device or its data sheet tells
+    rates -= {"memory_gib", "multiprocessors", "host_factor"}  # as its data sheet tells; 1 is the host of no GPU
     assert profile.estimated and set(profile.estimated) <= rates
     if profile.source.startswith("estimated"):
         assert set(profile.estimated) == rates

@@ -49,7 +49,7 @@ def loss_seconds(setting: Setting) -> float:
     """Of the tiled loss and its ring alone, with nothing before them that the host could run ahead in."""
     gpus = sum(phase.exposed for phase in loss_phases(setting, 0.0))
     if _graphed(setting):
-        return max(GRAPH_SECONDS, gpus)
+        return max(loss_host_seconds(setting), gpus)
     return max(loss_host_seconds(setting), LEAD_SECONDS + gpus)
 
 
@@ -57,7 +57,8 @@ def loss_host_seconds(setting: Setting) -> float:
     """To issue the loss, which hides behind the towers in a step; the baselines' few products are not counted."""
     if setting.loss != "inf_cl":
         return 0.0
-    return GRAPH_SECONDS if _graphed(setting) else LEAD_SECONDS + setting.gpus * HOP_SECONDS
+    seconds = GRAPH_SECONDS if _graphed(setting) else LEAD_SECONDS + setting.gpus * HOP_SECONDS
+    return setting.gpu.host_factor * seconds
 
 
 def _graphed(setting: Setting) -> bool:

@@ -1,7 +1,8 @@
 """A profile of this machine's first GPU: what `python -m infcl.plan --measure FILE` writes.
 
 Measured: an 8192^3 bf16 product; a transformer block of ViT-L-14's width, eager and compiled, forward and backward; the
-tiled loss; copies on the device and from pinned host memory. Between two GPUs of this host, one copy (NVLink or PCIe).
+tiled loss; copies on the device and from pinned host memory; a Python loop. Between two GPUs of this host, one copy
+(NVLink or PCIe).
 Not measured, and said so: the share of memory that tensors may take and, where there is one GPU, the link. Links to
 other hosts are profiles of their own (--link): launch/check.sh measures theirs.
 """
@@ -17,6 +18,10 @@ from infcl.towers.transformer import Transformer
 
 _WIDTH, _HEADS, _LAYERS, _TOKENS, _BATCH = 1024, 16, 4, 257, 128
 _ROWS, _DIM = 32768, 768
+# What measure()'s loop takes on a host of host_factor 1. Of one machine: there it took 1.41 s, and three measured steps
+# are met with 2.8 (docs/scaling.md).
+_LOOP_SECONDS = 0.50
+_LOOP = "total = 0\nfor i in range(10_000_000): total += i"  # with a module's names, as it was measured
 
 
 def measure() -> Gpu:
@@ -38,8 +43,16 @@ def measure() -> Gpu:
         pcie_gbs=round(_copy_rate(torch.device("cpu"), device)),
         source="measured by python -m infcl.plan --measure, but for what is estimated",
         multiprocessors=properties.multi_processor_count,
+        host_factor=round(host_factor(), 2),
         estimated=("usable", "link_gbs") if alone else ("usable",),
     )
+
+
+def host_factor() -> float:
+    """How many times as long this host takes for a Python loop as one of factor 1: issuing work is Python too."""
+    started = time.perf_counter()
+    exec(_LOOP, {})
+    return (time.perf_counter() - started) / _LOOP_SECONDS
 
 
 def _seconds(function, *, warm_up: int = 5, repeats: int = 10) -> float:

@@ -33,6 +33,7 @@ class Gpu:
     pcie_gbs: float  # GB/s to host memory
     source: str  # where the figures come from
     multiprocessors: int = 132  # Hopper's
+    host_factor: float = 1.0  # how many times as long its host takes to issue work as those that were measured first
     estimated: tuple[str, ...] = ()  # the figures that nobody has measured
 
     @property

@@ -70,7 +70,8 @@ def host_seconds(setting: Setting) -> float:
     if setting.zero == 3:
         there, back = there + MODULES_PER_BLOCK * HOOK_SECONDS, back + MODULES_PER_BLOCK * HOOK_SECONDS
     blocks = setting.model.vision_cfg.layers + setting.model.text_cfg.layers
-    return blocks * (forwards(setting) * (block + there) + setting.num_micro_batches * (2 * block + back))
+    calls = forwards(setting) * (block + there) + setting.num_micro_batches * (2 * block + back)
+    return setting.gpu.host_factor * blocks * calls
 
 
 def together(gpus: float, host: float) -> float:
