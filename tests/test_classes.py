@@ -69,3 +69,6 @@ def test_templates_take_both_marks_and_need_one(tmp_path):
         read_templates(write(tmp_path / "t", "a photo"))
     with pytest.raises(ValueError, match="the file is empty"):
         read_templates(write(tmp_path / "t", ""))
+    (tmp_path / "t").write_bytes("une photo d'un {} ét".encode("latin-1"))
+    with pytest.raises(ValueError, match="--zeroshot-templates .*t is not UTF-8: .*byte 0xe9"):
+        read_templates(tmp_path / "t")

@@ -17,7 +17,8 @@ def test_order_and_pixels_do_not_depend_on_the_threads(tmp_path):
 
 
 def test_class_folders_give_every_image_with_its_folders_name(tmp_path):
-    for name in ("n2/a.PNG", "n1/deep/b.jpg", "n1/a.png", "n1/notes.txt"):
+    hidden = (".cache/a.png", "n1/.ipynb_checkpoints/a.png", "n1/._a.png")  # no class and no images
+    for name in ("n2/a.PNG", "n1/deep/b.jpg", "n1/a.png", "n1/notes.txt", *hidden):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_bytes(encode(picture(1), "JPEG" if name.endswith("jpg") else "PNG"))
     samples = list(eval_source(str(tmp_path))(image_size=8))
@@ -53,6 +54,12 @@ def test_a_caption_list_has_lines_where_its_json_has(tmp_path):
 def test_a_wrong_line_of_a_caption_list_is_named(tmp_path, line):
     (tmp_path / "c.jsonl").write_text('{"image": "a.jpg", "captions": ["x"]}\n\n' + line + "\n")
     with pytest.raises(ValueError, match="c.jsonl, line 3: "):
+        caption_list(tmp_path / "c.jsonl")
+
+
+def test_a_caption_list_that_is_no_utf8_is_named(tmp_path):
+    (tmp_path / "c.jsonl").write_bytes('{"image": "a.jpg", "captions": ["é"]}'.encode("latin-1"))
+    with pytest.raises(ValueError, match="c.jsonl is not UTF-8: .*byte 0xe9"):
         caption_list(tmp_path / "c.jsonl")
 
 

@@ -117,6 +117,14 @@ def test_samples_without_image_or_caption_are_left_out_and_counted(tmp_path):
     assert len(index.members) == 2 and index.rejected == {"no_image": 1, "no_caption": 1}
 
 
+def test_pairs_lost_to_a_dot_in_their_names_are_counted(tmp_path):
+    """Their key ends at the first dot. An image without a caption of its own, as of another view, is no lost pair."""
+    members = [("a.png", b"x"), ("a.txt", b"y"), ("a.left.png", b"x"), ("b.5x.png", b"x"), ("b.5x.txt", b"y")]
+    members += [("b.7x.PNG", b"x"), ("b.7x.json", b"{}"), ("v1.0/c.png", b"x"), ("v1.0/c.txt", b"y"), ("._d.png", b"x")]
+    index = scan_shard(str(write_tar(tmp_path / "x.tar", members)), KEYS)
+    assert len(index.members) == 2 and index.rejected == {"dotted_name": 2}
+
+
 def test_other_member_names_can_be_asked_for(tmp_path):
     path = str(write_tar(tmp_path / "x.tar", [("0.image", b"i"), ("0.alt", b"t"), *pair_members(1)]))
     assert len(scan_shard(path, SampleKeys(image="image;jpg", text="caption;alt")).members) == 1

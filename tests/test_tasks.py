@@ -101,6 +101,7 @@ def test_folders_of_no_class_are_refused_before_an_image_is_read(tmp_path):
         (tmp_path / name).write_text("cat {}\ndog {}\n")
     (tmp_path / "set" / "bird").mkdir(parents=True)
     (tmp_path / "set" / "bird" / "1.jpg").write_bytes(b"")
+    (tmp_path / "set" / ".cache").mkdir()
     options = COMMON | {f"{name}s": str(tmp_path / f"{name}s.txt") for name in ("classname", "template")}
     with pytest.raises(ValueError, match="none of its 1 folders is a class of .*classes.txt"):
         ZeroShotTask(str(tmp_path / "set"), **options, **classes_file(tmp_path, "1\n"))

@@ -176,17 +176,26 @@ def eval_source(data: str) -> Callable[..., EvalSamples]:
 
 
 def class_folders(folder: Path) -> list[tuple[Path, dict[str, Any]]]:
-    """[(image, {"label": its folder's name}), ...] of folder/<class>/**/<image>, sorted."""
-    classes = sorted(entry.name for entry in os.scandir(folder) if entry.is_dir())
+    """[(image, {"label": its folder's name}), ...] of folder/<class>/**/<image>, sorted.
+
+    What is hidden (.cache, .ipynb_checkpoints, ._a.jpg) is no class and no image.
+    """
+    classes = class_names(folder)
     files = [
         (image, {"label": name})
         for name in classes
         for image in sorted((folder / name).rglob("*"))
         if image.suffix.lower() in IMAGE_SUFFIXES
+        and not any(part.startswith(".") for part in image.relative_to(folder).parts)
     ]
     if not files:
         raise ValueError(f"{folder}: neither *.tar shards nor class folders with images ({len(classes)} sub-folders)")
     return files
+
+
+def class_names(folder: Path) -> list[str]:
+    """The sub-folders, sorted; hidden ones are no classes."""
+    return sorted(entry.name for entry in os.scandir(folder) if entry.is_dir() and not entry.name.startswith("."))
 
 
 def caption_list(path: Path) -> list[tuple[Path, dict[str, Any]]]:
@@ -195,6 +204,8 @@ def caption_list(path: Path) -> list[tuple[Path, dict[str, Any]]]:
         lines = path.read_text(encoding="utf-8-sig").split("\n")  # splitlines() splits inside captions, at U+2028
     except OSError as error:
         raise ValueError(f"{path}: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8: {error}") from None
     files = []
     for number, line in enumerate(lines, 1):
         if not line.strip():

@@ -80,7 +80,8 @@ def scan_shard(path: str, keys: SampleKeys, storage: StorageOptions = DEFAULT_ST
     members = (keys.image.lower().split(";"), keys.text.lower().split(";"), ["json"])
     places = {extension: (kind, i) for kind in (2, 1, 0) for i, extension in [*enumerate(members[kind])][::-1]}
     rows: dict[str, list[int]] = {}  # by COLUMNS, then which of its alternatives each of the three members is
-    rejected = dict.fromkeys(("no_image", "no_caption", "duplicate_member", "image_file_too_large"), 0)
+    rejected = dict.fromkeys(("no_image", "no_caption", "duplicate_member", "image_file_too_large", "dotted_name"), 0)
+    dotted: tuple[set[str], set[str]] = set(), set()  # images and captions whose key the first dot has cut: a.5x.jpg
     damage: list[str] = []
     file = retry(lambda: open_shard(path, storage), path, storage)
     try:
@@ -92,6 +93,9 @@ def scan_shard(path: str, keys: SampleKeys, storage: StorageOptions = DEFAULT_ST
         for name, offset, size in tar_members(pread, file.file_bytes, damage):
             key, extension = split_name(name)
             if extension not in places:
+                inner, _, last = extension.rpartition(".")
+                if inner and last in places:
+                    dotted[places[last][0] > 0].add(f"{key}.{inner}")
                 continue
             kind, alternative = places[extension]
             row = rows.setdefault(key, [ABSENT] * 9)
@@ -102,6 +106,7 @@ def scan_shard(path: str, keys: SampleKeys, storage: StorageOptions = DEFAULT_ST
                     row[2 * kind : 2 * kind + 2], row[6 + kind] = (offset, size), alternative
     finally:
         file.close()
+    rejected["dotted_name"] = len(dotted[0] & dotted[1])
     usable = []
     for row in rows.values():
         if row[0] == ABSENT:

@@ -67,6 +67,8 @@ def read_lines(path: str | Path, flag: str) -> list[str]:
         lines = Path(path).read_text(encoding="utf-8-sig").split("\n")
     except OSError as error:
         raise ValueError(f"{flag} {path}: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{flag} {path} is not UTF-8: {error}") from None
     lines = [line.strip() for line in lines if line.strip()]
     if not lines:
         raise ValueError(f"{flag} {path}: the file is empty")

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from infcl.data.evaluation import EvalSample, EvalSamples, eval_source
+from infcl.data.evaluation import EvalSample, EvalSamples, class_names, eval_source
 from infcl.data.index import DEFAULT_KEYS, SampleKeys
 from infcl.data.shards import expand_shards
 from infcl.evaluate.classes import read_classes, read_templates
@@ -119,7 +119,7 @@ class ZeroShotTask:
         path = Path(data)
         is_folder = path.is_dir() and not any(path.glob("*.tar"))
         beside = path if is_folder else Path(expand_shards(data)[0]).parent
-        folders = {entry.name for entry in path.iterdir() if entry.is_dir()} if is_folder else None
+        folders = set(class_names(path)) if is_folder else None
         self.classes = read_classes(classnames or beside / "classnames.txt", classes, folders=folders)
         self.templates = read_templates(templates or beside / "templates.txt")
         self.leaves_out = classes is not None
