@@ -9,12 +9,13 @@ import logging
 import math
 import time
 from collections.abc import Collection, Iterator
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from infcl.config import BatchPlan, TrainConfig, total_steps
-from infcl.parallel import Parallel, from_first_rank, join_parts, max_over, mean_over, micro_batch_seed, seed_everything
+from infcl.parallel import Parallel, from_first_rank, join_parts, mean_over, micro_batch_seed, seed_everything
 from infcl.step.grad_cache import grad_cache_step
 from infcl.train.account import opening, summary_of
 from infcl.train.build import (
@@ -40,7 +41,8 @@ from infcl.train.profiler import StepProfiler
 from infcl.train.resident import check_encode_width, merge_micro_batches, resident_micro_batches
 from infcl.train.results import write_results
 from infcl.train.run_folder import RunFolder
-from infcl.train.stop import Stopped, StopSignals
+from infcl.train.saves import Saves
+from infcl.train.stop import StopSignals
 
 log = logging.getLogger(__name__)
 
@@ -92,9 +94,10 @@ class Trainer:
 
         self.finite = FiniteWatch(self.engine.module)
         self.step = self.skipped_steps = self.skipped_in_a_row = 0
-        self.saved_at, self.signals = time.monotonic(), StopSignals()
         keep = {"keep_last": config.keep_checkpoints, "keep_every": config.keep_every_n_steps}
         self.checkpoints = CheckpointWriter(self.engine, run, parallel, **keep)
+        self.signals = StopSignals()
+        self.saves = Saves(config, parallel, self.checkpoints, self.signals, self._state)
         self.train_seconds = 0.0
         self._open_run_folder()
 
@@ -117,10 +120,8 @@ class Trainer:
             self._train()
             if news := self.profiler.close():
                 self.metrics.say(news)
-            self._save()
-            if self.checkpoints.publish() is None:
-                self._save()  # once more, if the last one could not be written
-                self.checkpoints.publish()
+            if self.saves.finish() is None:
+                self.saves.finish()  # once more, if the last one could not be written
         return self._finish()
 
     def _train(self) -> None:
@@ -136,14 +137,14 @@ class Trainer:
                 for micro_batches in steps:
                     self._train_step(micro_batches)
                     self.signals.raise_if_interrupted()
-                    self._save_if_due()
+                    self.saves.after_step(self.step, is_last=self.step == self.total_steps)
                     if self.step == self.total_steps:
                         break
                     self.timer.mark("data")
             epochs_done = self.step // steps_per_epoch
             if self.step < self.total_steps:
                 if config.save_frequency and epochs_done % config.save_frequency == 0:
-                    self._save()
+                    self.saves.begin()
                 self._evaluate(epochs_done)
 
     def _train_step(self, micro_batches: Iterator[dict[str, torch.Tensor]]) -> None:
@@ -224,8 +225,7 @@ class Trainer:
         scale = f"; loss scale now {self.engine.loss_scale():g}" if self.engine.precision == "fp16" else ""
         self.metrics.say(f"step {self.step} was skipped, its gradients are not finite{scale}:\n  {shown}")
         if self.skipped_in_a_row > self.config.max_skipped_steps:
-            self._save()
-            self.checkpoints.publish()
+            self.saves.finish()
             raise RuntimeError(
                 f"{self.skipped_in_a_row} steps in a row had gradients that are not finite, more than "
                 f"--max-skipped-steps {self.config.max_skipped_steps}; {self.checkpoints.hint}. Step {self.step}:\n"
@@ -278,18 +278,7 @@ class Trainer:
         """Continue or start anew; the folder is touched last, when nothing can be refused any more."""
         checkpoint = find_checkpoint(self.config.resume, self.run, self.parallel)
         if checkpoint is not None:
-            state = load_checkpoint(self.engine, checkpoint)
-            self.loader.load_state_dict(state["loader"])
-            self.step, self.skipped_steps = state["step"], state["skipped_steps"]
-            position = state["loader"]["epoch"], state["loader"]["step"]
-            if position != divmod(self.step, self.loader.steps_per_epoch):
-                raise ValueError(
-                    f"{checkpoint} is of step {self.step} = epoch {position[0]}, step {position[1]}; an epoch has "
-                    f"{self.loader.steps_per_epoch} steps now: give the --train-num-samples of the run"
-                )
-            if self.step > self.total_steps:
-                raise ValueError(f"{checkpoint} is of step {self.step}, the flags end the run at {self.total_steps}")
-            self.train_seconds = state["train_seconds"]
+            self._continue_from(checkpoint)
         changed = self.run.open(self.config, self.model_config.to_json(), self.parallel, checkpoint)
         self.metrics = MetricsWriter(
             self.run,
@@ -312,37 +301,9 @@ class Trainer:
         if changed:
             self.metrics.say(f"flags that the run had otherwise: {'; '.join(changed)}")
 
-    def _save_if_due(self) -> None:
-        """Save by step count, by the clock (rank 0's) or because a signal came; all ranks come to the same answer."""
-        config, minutes = self.config, self.config.save_every_minutes
-        overdue = minutes > 0 and self.parallel.rank == 0 and time.monotonic() - self.saved_at > 60 * minutes
-        news = [self.signals.received, overdue, self.checkpoints.busy]
-        signal, overdue, someone_writes = max_over(dist.group.WORLD, news, self.parallel.device)
-        due = signal or overdue or (config.save_every_n_steps and self.step % config.save_every_n_steps == 0)
-        if self.checkpoints.pending and (due or not someone_writes):  # whether it failed is known before the next
-            self.checkpoints.publish()
-        if not signal and self.step < self.total_steps:  # what is trained to the end is exported, saved or not
-            self._end_if_nothing_is_kept()
-        if due:
-            self._save()
-        if signal:
-            self.checkpoints.publish()
-            raise Stopped(int(signal))
-
-    def _end_if_nothing_is_kept(self) -> None:
-        if (failed := self.checkpoints.failed_in_a_row) > self.config.max_failed_saves:
-            raise RuntimeError(
-                f"{failed} checkpoints in a row could not be written to {self.run.checkpoints}, more than "
-                f"--max-failed-saves {self.config.max_failed_saves}: training on would keep nothing "
-                f"({self.checkpoints.problem}). When that is mended, {self.checkpoints.hint}"
-            )
-
-    def _save(self) -> None:
-        """Begin a checkpoint of this step, once; it is published when all ranks have written."""
-        if self.step == self.checkpoints.begun_step:
-            return
-        self.saved_at = time.monotonic()
-        state = {
+    def _state(self) -> dict:
+        """What a checkpoint holds of the loop."""
+        return {
             "step": self.step,
             "samples_seen": self.samples_seen,
             "skipped_steps": self.skipped_steps,
@@ -350,7 +311,21 @@ class Trainer:
             "world_size": self.parallel.world_size,
             "loader": self.loader.state_dict(),
         }
-        self.checkpoints.begin(self.step, state)
+
+    def _continue_from(self, checkpoint: Path) -> None:
+        """Engine, loader and loop as they were; ValueError where the flags do not fit what the run had."""
+        state = load_checkpoint(self.engine, checkpoint)
+        self.loader.load_state_dict(state["loader"])
+        self.step, self.skipped_steps = state["step"], state["skipped_steps"]
+        position = state["loader"]["epoch"], state["loader"]["step"]
+        if position != divmod(self.step, self.loader.steps_per_epoch):
+            raise ValueError(
+                f"{checkpoint} is of step {self.step} = epoch {position[0]}, step {position[1]}; an epoch has "
+                f"{self.loader.steps_per_epoch} steps now: give the --train-num-samples of the run"
+            )
+        if self.step > self.total_steps:
+            raise ValueError(f"{checkpoint} is of step {self.step}, the flags end the run at {self.total_steps}")
+        self.train_seconds = state["train_seconds"]
 
     def _finish(self) -> dict:
         results = {name: self._run_task(name) for name in self.tasks}

@@ -1,0 +1,74 @@
+"""When a run is saved: by step count, by the clock, for a signal, at its end; when it ends since nothing is kept.
+
+All ranks come to the same answer after each step, since beginning and publishing a checkpoint (checkpoint_writer.py)
+are collective. What the loop puts into it and takes from it is the trainer's.
+"""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch.distributed as dist
+
+from infcl.config import TrainConfig
+from infcl.parallel import Parallel, max_over
+from infcl.train.checkpoint_writer import CheckpointWriter
+from infcl.train.stop import Stopped, StopSignals
+
+
+class Saves:
+    """state: () -> what a checkpoint holds of the loop, JSON-able, with "step", the last one done."""
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        parallel: Parallel,
+        checkpoints: CheckpointWriter,
+        signals: StopSignals,
+        state: Callable[[], dict],
+    ):
+        self.config, self.parallel, self.state = config, parallel, state
+        self.checkpoints, self.signals = checkpoints, signals
+        self.begun_at = time.monotonic()
+
+    def begin(self) -> None:
+        """Begin a checkpoint of this step, once; it is published when all ranks have written. Collective."""
+        state = self.state()
+        if state["step"] == self.checkpoints.begun_step:
+            return
+        self.begun_at = time.monotonic()
+        self.checkpoints.begin(state["step"], state)
+
+    def finish(self) -> Path | None:
+        """A checkpoint of this step, on the disk; None where it was there, or could not be written. Collective."""
+        self.begin()
+        return self.checkpoints.publish()
+
+    def after_step(self, step: int, *, is_last: bool) -> None:
+        """Publish what is written, begin what is due by step count, by rank 0's clock or for a signal. Collective.
+
+        Raises Stopped, after a checkpoint, when a rank was told to end; RuntimeError after more failed checkpoints in
+        a row than --max-failed-saves, but not at the last step: what is trained to the end is exported, saved or not.
+        """
+        config, minutes = self.config, self.config.save_every_minutes
+        overdue = minutes > 0 and self.parallel.rank == 0 and time.monotonic() - self.begun_at > 60 * minutes
+        news = [self.signals.received, overdue, self.checkpoints.busy]
+        signal, overdue, someone_writes = max_over(dist.group.WORLD, news, self.parallel.device)
+        due = signal or overdue or (config.save_every_n_steps and step % config.save_every_n_steps == 0)
+        if self.checkpoints.pending and (due or not someone_writes):  # whether it failed is known before the next
+            self.checkpoints.publish()
+        if not signal and not is_last:
+            self._end_if_nothing_is_kept()
+        if due:
+            self.begin()
+        if signal:
+            self.checkpoints.publish()
+            raise Stopped(int(signal))
+
+    def _end_if_nothing_is_kept(self) -> None:
+        if (failed := self.checkpoints.failed_in_a_row) > self.config.max_failed_saves:
+            raise RuntimeError(
+                f"{failed} checkpoints in a row could not be written to {self.checkpoints.run.checkpoints}, more than "
+                f"--max-failed-saves {self.config.max_failed_saves}: training on would keep nothing "
+                f"({self.checkpoints.problem}). When that is mended, {self.checkpoints.hint}"
+            )
