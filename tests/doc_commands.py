@@ -307,6 +307,10 @@ COMMANDS = [
         "python -m benchmarks.rings --csv docs/results/rings.csv",
         cluster="python -m benchmarks.rings --csv new.csv --hosts 2 --ranks 2 --rows 32 --repeats 1",
     ),
+    Command(
+        "python -m benchmarks.ranks --csv docs/results/ranks_32.csv",
+        cluster="python -m benchmarks.ranks --csv new.csv --hosts 2 --slots 1 --steps 1",
+    ),
     # ---- the paper's tables and figures
     Command("make results", here='make results -o "$VENV/.installed"'),
     Command(

@@ -221,6 +221,20 @@ def test_rings_stand_side_by_side_as_they_took_turns(monkeypatch):
     assert last == "The two-level ring is 1.5 to 3.0 times faster."
 
 
+def test_losses_of_many_ranks_stand_beside_one_ranks_and_a_second_run_replaces_the_first(monkeypatch):
+    common = {"pairs": 64, "device": "cpu", "torch": "t", "commit": "a"}
+    stored = [
+        common | {"hosts": hosts, "ranks": ranks, "step": step, "loss": loss}
+        for hosts, ranks, losses in ((4, 32, (9.0, 9.0)), (1, 1, (8.0, 4.0)), (4, 32, (8.0, 4.002)))
+        for step, loss in enumerate(losses, 1)
+    ]
+    monkeypatch.setattr(accuracy, "rows", lambda name: stored)
+    header, _, *lines, _, last = accuracy.many_ranks().splitlines()
+    assert header == "| step | 32 ranks on 4 hosts | 1 rank |"
+    assert lines == ["| 1 | 8.0000000 | 8.0000000 |", "| 2 | 4.0020000 | 4.0000000 |"]
+    assert last == "Apart by 5.0e-04 at most (relative), 64 pairs a step; cpu, torch t, commit a."
+
+
 @pytest.mark.parametrize("table", [steps.optimizers, steps.locked_tower])
 def test_a_second_run_of_the_optimizers_replaces_the_first(monkeypatch, table):
     before = table().splitlines()

@@ -16,6 +16,7 @@ DOCS = Path(__file__).parents[2] / "docs"
 PAGES = tuple(f"{name}.md" for name in "results reviewers peers scaling megatron step optimizers data".split())
 REGIONS: dict[str, Callable[[], str]] = {
     "demo": accuracy.demo,
+    "ranks-32": accuracy.many_ranks,
     "table-1-planned": memory.table_1_planned,
     "table-1-loss": memory.table_1_loss,
     "table-1-measured": memory.table_1_measured,

@@ -19,6 +19,20 @@ def demo() -> str:
     return markdown(["where", "preset", *METRICS.values(), "training"], lines)
 
 
+def many_ranks() -> str:
+    """Losses of the whole trainer on many ranks of several hosts beside one rank's, of each step the last row."""
+    found = latest(rows("ranks_32.csv"), "hosts", "ranks", "step")
+    shapes = list(dict.fromkeys((row["hosts"], row["ranks"]) for row in found))
+    lines, apart = [], 0.0
+    for step in sorted({row["step"] for row in found}):
+        losses = [row["loss"] for row in where(found, step=step)]
+        apart = max(apart, max(losses) / min(losses) - 1)
+        lines.append([step, *(f"{loss:.7f}" for loss in losses)])
+    header = [f"{ranks} ranks on {hosts} hosts" if ranks > 1 else "1 rank" for hosts, ranks in shapes]
+    text = markdown(["step", *header], lines)
+    return f"{text}\n\nApart by {apart:.1e} at most (relative), {found[0]['pairs']} pairs a step; {origin(found)}."
+
+
 def table_3() -> str:
     found = latest(rows("accuracy_losses.csv"), "run")
     if not found:
