@@ -2,13 +2,16 @@
 
 import json
 import math
+import re
+from functools import partial
 
 import pytest
 import torch
 
 from infcl.config import BatchPlan, TrainConfig
 from infcl.train.engine import Engine
-from infcl.train.preset import offloads, read_preset
+from infcl.train.preset import offloads, read_preset, zero_stage
+from tests.checkout import ROOT
 from tests.ranks import run_ranks
 from tests.step_oracle import EPS, LR, ToyCLIP, global_batch, oracle_steps
 
@@ -82,6 +85,18 @@ def test_three_steps_equal_the_single_process_ones(preset, world_size):
     assert norms == pytest.approx(expected_norms, rel=1e-5)
     assert worst_error(state, expected_state) < 1e-5
     assert steps == STEPS
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_the_preset_that_is_shown_for_advised_offload_changes_no_step(tmp_path, stage):
+    (shown,) = re.findall(r"```json\n(.*?)```", (ROOT / "docs" / "scaling.md").read_text(), re.DOTALL)
+    path = preset_file(tmp_path, shown.replace('"stage": 2', f'"stage": {stage}'))
+    preset, _ = read_preset(settings("", deepspeed_config=path), "cpu")
+    assert offloads(preset, "optimizer") and zero_stage(preset) == stage
+    _, norms, _, state, _ = run_ranks(partial(engine_steps, deepspeed_config=path), 2, "")[0]
+    _, expected_norms, expected_state = expected(2)
+    assert norms == pytest.approx(expected_norms, rel=1e-5)
+    assert worst_error(state, expected_state) < 1e-5
 
 
 @pytest.mark.parametrize("preset", ["zero0", "zero1", "zero2", "zero3"])
