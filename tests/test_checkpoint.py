@@ -197,7 +197,7 @@ def test_a_damaged_or_foreign_checkpoint_is_refused_when_named(finished, tmp_pat
 
 def test_a_run_folder_is_no_checkpoint_and_one_of_its_own_is_named(finished, tmp_path):
     run, config = finished
-    for folder in (run.root, run.checkpoints, run.checkpoints / "step_00000099"):
+    for folder in (run.root, run.checkpoints, run.checkpoints / "step_00000099", run.checkpoints / "latest"):
         message = run_ranks(resume_error, 1, dataclasses.replace(config, resume=str(folder), logs=str(tmp_path)))[0]
         assert f"name one of the run's checkpoints, like {complete_checkpoints(run)[0]}" in message
 
@@ -213,6 +213,24 @@ def test_a_run_does_not_go_back_under_its_later_checkpoints(finished):
     assert [path.stat().st_ino for path in sorted(run.root.rglob("*"))] == before
     elsewhere = run_ranks(fit, 2, dataclasses.replace(back, name="elsewhere"))[0]
     assert sorted(elsewhere) == [2, 3]
+
+
+def test_a_checkpoint_that_was_copied_is_no_newer_one(finished, tmp_path):
+    """It stays, and its run continues from the newest; nor may the run go back to it."""
+    run, config = finished
+    again = RunFolder(tmp_path / "again")
+    shutil.copytree(run.root, again.root)
+    again.summary.unlink()
+    shutil.rmtree(again.checkpoints / "step_00000003")
+    kept = [again.checkpoints / name for name in ("step_best", "step_00000001_best", "step_00000009.bak")]
+    for copy in kept:
+        shutil.copytree(again.checkpoints / "step_00000001", copy)
+    config = dataclasses.replace(config, logs=str(tmp_path), name="again", keep_checkpoints=1)
+    back = run_ranks(resume_error, 1, dataclasses.replace(config, resume=str(kept[0])))[0]
+    assert "went on from there, to step_00000002" in back
+    run_ranks(fit, 2, dataclasses.replace(config, resume="latest"))
+    assert [record["step"] for record in read_records(again.metrics)] == [1, 2, 3, 3]
+    assert all((copy / "infcl.json").is_file() for copy in kept)
 
 
 def test_a_run_that_began_from_anothers_checkpoint_goes_on_from_its_own(finished):

@@ -17,6 +17,7 @@ DeepSpeed's own format is not used: it pickles, and it loads under another world
 import contextlib
 import json
 import logging
+import re
 import shutil
 from collections.abc import Collection, Iterator
 from pathlib import Path
@@ -33,6 +34,7 @@ log = logging.getLogger(__name__)
 
 FORMAT = 2  # of infcl.json and the files it lists
 PARTIAL = ".partial"  # behind the name of a checkpoint that is being written, or removed
+_NAME = re.compile(r"step_\d{8,}")
 
 
 class DamagedCheckpoint(ValueError):
@@ -48,17 +50,17 @@ def prune_checkpoints(run: RunFolder, *, keep_last: int, keep_every: int, passed
     last = [path for path in paths if path.name not in passed_over][:keep_last]
     if keep_last == 0 or len(last) < keep_last:
         return
-    for path in paths:
-        if path.name < last[-1].name and (keep_every == 0 or checkpoint_step(path) % keep_every):
+    for path in paths[paths.index(last[-1]) + 1 :]:
+        if keep_every == 0 or checkpoint_step(path) % keep_every:
             with contextlib.suppress(OSError):
                 removed = path.rename(path.with_name(path.name + PARTIAL))  # half of it must not look complete
                 shutil.rmtree(removed, ignore_errors=True)
 
 
 def complete_checkpoints(run: RunFolder) -> list[Path]:
-    """Newest first."""
-    found = [path for path in run.checkpoints.glob("step_*") if (path / "infcl.json").is_file()]
-    return sorted((path for path in found if not path.name.endswith(PARTIAL)), reverse=True)
+    """Newest first. Folders of other names, as a copy that somebody keeps, are left alone."""
+    found = [path for path in run.checkpoints.glob("step_*") if _NAME.fullmatch(path.name)]
+    return sorted((path for path in found if (path / "infcl.json").is_file()), key=checkpoint_step, reverse=True)
 
 
 def checkpoint_step(path: Path) -> int:
@@ -118,7 +120,8 @@ def _own_ones(path: Path, run: RunFolder) -> str | None:
             f"{run.root} has checkpoints of its own, up to {own[0].name}: --resume latest continues it. To go on from "
             "another run's, give another --name, or --overwrite"
         )
-    later = [other.name for other in own if other.name > path.resolve().name]
+    step = _read_manifest(path)["trainer"]["step"]
+    later = [other.name for other in own if checkpoint_step(other) > step]
     if not later:
         return None
     return (
@@ -216,10 +219,10 @@ def full_weights(engine: Engine, *, keep: bool, ema: bool = False) -> dict[str, 
 def _read_manifest(path: Path) -> dict:
     try:
         manifest = json.loads((path / "infcl.json").read_text())
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         inside = [found for run in (path, *path.parents[:2]) for found in complete_checkpoints(RunFolder(run))]
         hint = f"; name one of the run's checkpoints, like {inside[0]}" if inside else ""
-        missing = "infcl.json is missing" if path.is_dir() else "there is no such folder"
+        missing = "infcl.json is missing" if path.is_dir() else "a file" if path.exists() else "there is no such folder"
         raise DamagedCheckpoint(f"no checkpoint of this trainer ({missing}){hint}") from None
     except ValueError:
         raise DamagedCheckpoint("infcl.json is damaged") from None
