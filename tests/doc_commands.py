@@ -309,7 +309,7 @@ COMMANDS = [
     ),
     Command(
         "python -m benchmarks.ranks --csv docs/results/ranks_32.csv",
-        cluster="python -m benchmarks.ranks --csv new.csv --hosts 2 --slots 1 --steps 1",
+        cluster="python -m benchmarks.ranks --csv new/ranks.csv --hosts 2 --slots 1 --steps 1",
     ),
     # ---- the paper's tables and figures
     Command("make results", here='make results -o "$VENV/.installed"'),
