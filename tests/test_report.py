@@ -250,9 +250,12 @@ def test_a_run_whose_losses_were_not_finite_and_whose_files_are_cut_off_is_still
     root = tmp_path / "run"
     root.mkdir()
     record = {name: value for name, value in step_record(1).items() if not name.startswith(("loss", "micro"))}
-    (root / "metrics.jsonl").write_text(json.dumps(record) + "\n")
+    (root / "metrics.jsonl").write_text(f'{json.dumps(record)}\n{{"kind": "train", "step": "2"}}\n')
     (root / "config.json").write_text('{"model": "de')
+    (root / "environment.json").write_text("[]")  # JSON, but not what is written there
     assert main([str(root)]) == 0
     text = (root / "report" / "index.html").read_text()
     Page(text)
-    assert "<b>not finite</b>" in text and "config.json is damaged" in caplog.text
+    assert "<b>not finite</b>" in text and all(
+        f"{name}.json is damaged" in caplog.text for name in ("config", "environment")
+    )

@@ -72,14 +72,18 @@ def read_records(path: Path) -> list[dict]:
             record = json.loads(line)
         except json.JSONDecodeError:
             continue
-        if isinstance(record, dict) and {"kind", "step"} <= set(record):
+        if isinstance(record, dict) and "kind" in record and isinstance(record.get("step"), int):
             records.append(record)
     return records
 
 
 def _json(path: Path) -> dict | None:
-    try:
-        return json.loads(path.read_text()) if path.is_file() else None
-    except ValueError:  # cut off, as by a full disk
-        log.warning("%s is damaged; the page goes without it", path)
+    if not path.is_file():
         return None
+    try:
+        if isinstance(found := json.loads(path.read_text()), dict):
+            return found
+    except ValueError:  # cut off, as by a full disk
+        pass
+    log.warning("%s is damaged; the page goes without it", path)
+    return None
