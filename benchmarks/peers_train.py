@@ -9,8 +9,8 @@ processes of its own. A row: samples/s as each program says them for each step (
 mean and standard deviation of the steps after --warm-up, and peak memory (torch's, rank 0). Two differences stay:
 
     data          open_clip's synthetic images go through PIL's crop in --workers processes, ours are drawn once, so
-                  "waiting" is the share of a step that each program says it waited for data (open_clip: without
-                  accumulation)
+                  "waiting" is the share of a step that infcl waited for data; what open_clip calls so holds its wait
+                  for the GPU
     accumulation  with --accum-freq above 1 open_clip takes the loss once for each micro-batch, and keeps all pixels
 
 A setting that fails or hangs (--time-out) becomes a row that says so.
@@ -128,7 +128,7 @@ def command(setting: dict, flags: list[str]) -> list[str]:
 
 
 def train_open_clip(flags: list[str]) -> dict[str, list[float]]:
-    """open_clip's trainer in this process and folder. Of each step samples/s and the share of waiting; peak GiB.
+    """open_clip's trainer in this process and folder. Of each step samples/s; peak GiB.
 
     --model may be a JSON file of a model.
     """
@@ -144,10 +144,8 @@ def train_open_clip(flags: list[str]) -> dict[str, list[float]]:
     said: dict[str, list[float]] = {"samples_per_second": [], "waiting": []}
     if os.environ.get("RANK", "0") == "0":
         log = Path("none", name, "out.log").read_text()
-        for data, batch, rate in re.findall(r"Data \(t\): (\S+) Batch \(t\): (\S+), ([\d.e+]+)/s", log):
+        for rate in re.findall(r"Batch \(t\): \S+, ([\d.e+]+)/s", log):
             said["samples_per_second"].append(float(rate))
-            if flags[flags.index("--accum-freq") + 1] == "1":  # with more its own source calls the time unreliable
-                said["waiting"].append(float(data) / max(float(batch), 1e-9))
     return said | {"peak_gib": [torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else 0.0]}
 
 

@@ -3,7 +3,7 @@
 import statistics
 
 from benchmarks.accuracy import EXPONENTS
-from benchmarks.paper.raw import NOT_MEASURED, batch, latest, markdown, mean_and_deviation, origin, rows, where
+from benchmarks.paper.raw import NOT_MEASURED, batch, latest, markdown, mean_and_deviation, newest, origin, rows, where
 
 LOSSES = {"clip": "CLIP", "open_clip": "OpenCLIP", "disco": "DisCo-CLIP", "inf_cl": "infcl", "siglip": "SigLIP"}
 METRICS = {"zero_shot_top1": "zero-shot", "image_to_text_r1": "image->text R@1", "text_to_image_r1": "text->image R@1"}
@@ -20,12 +20,12 @@ def demo() -> str:
 
 
 def many_ranks() -> str:
-    """Losses of the whole trainer on many ranks of several hosts beside one rank's, of each step the last row."""
-    found = latest(rows("ranks_32.csv"), "hosts", "ranks", "step")
+    """Losses of the whole trainer on many ranks of several hosts beside one rank's, of the last run."""
+    found = latest(newest(rows("ranks_32.csv")), "hosts", "ranks", "step")
     shapes = list(dict.fromkeys((row["hosts"], row["ranks"]) for row in found))
     lines, apart = [], 0.0
     for step in sorted({row["step"] for row in found}):
-        losses = [row["loss"] for row in where(found, step=step)]
+        losses = [where(found, hosts=hosts, ranks=ranks, step=step)[0]["loss"] for hosts, ranks in shapes]
         apart = max(apart, max(losses) / min(losses) - 1)
         lines.append([step, *(f"{loss:.7f}" for loss in losses)])
     header = [f"{ranks} ranks on {hosts} hosts" if ranks > 1 else "1 rank" for hosts, ranks in shapes]

@@ -24,7 +24,7 @@ COLUMNS = ("image_offset", "image_bytes", "text_offset", "text_bytes", "json_off
 ABSENT = -1  # offset and length of a member that the sample does not have
 MAX_IMAGE_BYTES = 256 << 20  # a larger image member is rejected unread
 MAX_JSON_BYTES = 1 << 20  # a larger json member is treated as absent
-_FORMAT = "infcl-index-3"
+_FORMAT = "infcl-index-4"
 SIDECAR = ".infcl.idx"  # other programs keep files of their own as .idx and .tar.idx
 _READ_AHEAD = 4 << 20  # of remote storage: headers lie so close that nearly everything is read anyway
 

@@ -65,9 +65,10 @@ class Share:
         """Whole global batches in an epoch. Raises ValueError if there is none; `where` says what was counted."""
         if num_samples < self.global_batch_size:
             ranks = f"{self.world_size} data-parallel rank{'' if self.world_size == 1 else 's'}"
+            batches = f"{self.num_micro_batches} micro-batch{'' if self.num_micro_batches == 1 else 'es'}"
             raise ValueError(
                 f"{where}, fewer than one global batch of {self.global_batch_size} ({ranks} x "
-                f"{self.num_micro_batches} micro-batches x {self.micro_batch_size}): use a smaller batch or more data"
+                f"{batches} x {self.micro_batch_size}): use a smaller batch or more data"
             )
         return num_samples // self.global_batch_size
 

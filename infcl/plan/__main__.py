@@ -108,7 +108,8 @@ def describe(setting: Setting) -> str:
     ranks = min(setting.gpus, setting.gpus_per_node)
     total = sum(phase.exposed for phase in phases)
     lines = [
-        f"{setting.gpus} x {setting.gpu.name}, {counted(setting.nodes, 'host')}, {setting.link.name} between them",
+        f"{setting.gpus} x {setting.gpu.name}, {counted(setting.nodes, 'host')}"
+        + (f", {setting.link.name} between them" if setting.nodes > 1 else ""),
         *(
             f"  of {profile.name} {', '.join(profile.estimated)} are estimated, not measured"
             for profile in (setting.gpu, setting.link)
