@@ -1,6 +1,7 @@
 """The planner against what was measured: the paper's tables, steps and losses on H200s; and its own consistency."""
 
 import csv
+import dataclasses
 import re
 
 import pytest
@@ -16,7 +17,7 @@ from benchmarks.tensor_parallel import model_config
 from infcl.config import BatchPlan, TrainConfig
 from infcl.plan.__main__ import main, parser, read_batch, setting_of
 from infcl.plan.compare import compare, convolution_apart, read_steps
-from infcl.plan.loss_time import loss_phases
+from infcl.plan.loss_time import LEAD_SECONDS, loss_phases, loss_seconds
 from infcl.plan.memory import counted_by_torch, memory_of, memory_plan, parameter_counts
 from infcl.plan.paper import paper_memory
 from infcl.plan.search import candidates, fastest, fits, largest_batch
@@ -189,6 +190,14 @@ def test_measured_losses_on_h200s(gpus, pairs, dim, milliseconds):
     later = (gpus, pairs) == (2, 32768) or dim < 512
     bound = 0.08 if pairs // gpus >= 16384 and not later else 0.15
     assert planned_loss(gpus, pairs, dim) == pytest.approx(milliseconds, rel=bound)
+
+
+def test_a_slow_host_begins_a_long_loss_later_and_takes_as_much_longer_for_a_short_one():
+    setting = Setting(model=load_model_config("ViT-L-14"), gpu=load_gpu("h200"), gpus=1, global_batch=0, micro_batch=1)
+    slow = dataclasses.replace(load_gpu("h200"), host_factor=2.0)
+    long, short = (setting.with_(global_batch=pairs) for pairs in (2**17, 1024))
+    assert loss_seconds(long.with_(gpu=slow)) - loss_seconds(long) == pytest.approx(LEAD_SECONDS)
+    assert loss_seconds(short.with_(gpu=slow)) == pytest.approx(2 * loss_seconds(short))
 
 
 def test_losses_that_wait_for_the_host_are_planned_among_what_was_measured_of_them():

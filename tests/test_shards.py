@@ -5,6 +5,7 @@ import pickle
 import random
 import tarfile
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -212,6 +213,10 @@ def test_the_sidecar_is_reused_until_the_shard_or_the_sidecar_changes(tmp_path):
     with open(sidecar, "r+b") as file:
         file.truncate(80)
     assert ensure_index(str(path), KEYS)[1]["samples"] == 2
+    content = Path(sidecar).read_bytes()
+    Path(sidecar).write_bytes(content.replace(b"infcl-index-4", b"infcl-index-3"))  # an older one counts otherwise
+    ensure_index(str(path), KEYS)
+    assert Path(sidecar).read_bytes() == content
     assert sorted(os.listdir(tmp_path)) == ["x.tar", "x.tar.infcl.idx"]
 
 

@@ -23,6 +23,7 @@ class Saves:
         self,
         config: TrainConfig,
         parallel: Parallel,
+        *,
         checkpoints: CheckpointWriter,
         signals: StopSignals,
         state: Callable[[], dict],

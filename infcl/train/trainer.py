@@ -97,7 +97,7 @@ class Trainer:
         keep = {"keep_last": config.keep_checkpoints, "keep_every": config.keep_every_n_steps}
         self.checkpoints = CheckpointWriter(self.engine, run, parallel, **keep)
         self.signals = StopSignals()
-        self.saves = Saves(config, parallel, self.checkpoints, self.signals, self._state)
+        self.saves = Saves(config, parallel, checkpoints=self.checkpoints, signals=self.signals, state=self._state)
         self.train_seconds = 0.0
         self._open_run_folder()
 
