@@ -11,6 +11,7 @@ from pathlib import Path
 
 from benchmarks.clock import hardware
 from benchmarks.rows import append
+from infcl.config import counted
 
 
 def main() -> None:
@@ -38,7 +39,7 @@ def main() -> None:
         for step, loss in enumerate(losses, 1)
     ]
     for row in rows:
-        print(f"{row['hosts']} hosts, {row['ranks']} ranks, step {row['step']}: {row['loss']}")
+        print(f"{counted(row['hosts'], 'host')}, {counted(row['ranks'], 'rank')}, step {row['step']}: {row['loss']}")
     append(options.csv, rows)
 
 
