@@ -217,7 +217,7 @@ def test_the_dry_run_tells_the_host_s_memory(demo_folder, tmp_path):
     flags = ["--dry-run", "--deepspeed_config", "ds_configs/zero3_offload.json"]
     result = alone(command(demo_folder, tmp_path, *flags))
     assert result.returncode == 0, result.stderr
-    for shown in ("host memory a rank, in the same memory as the above", "checkpoint", "for 1 ranks of"):
+    for shown in ("host memory a rank, in the same memory as the above", "checkpoint", "for 1 rank of"):
         assert shown in result.stdout
 
 
