@@ -233,7 +233,8 @@ def seed_everything(seed: int, *, deterministic: bool = False) -> None:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts
         os.environ.setdefault("TORCHINDUCTOR_DETERMINISTIC", "1")  # read when torch's compiler is imported
         torch.use_deterministic_algorithms(True)
-        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # a module's property
+        of_memory: Any = torch.utils.deterministic
+        of_memory.fill_uninitialized_memory = False
 
 
 def micro_batch_seed(seed: int, step: int, micro_batch: int, dp_rank: int) -> int:
