@@ -220,7 +220,9 @@ def test_a_dataset_travels_to_a_spawned_worker(shards, tokenizer):
 
 
 def test_too_little_data_is_an_error_with_the_numbers(shards, tokenizer):
-    with pytest.raises(ValueError, match="hold 53 .*batch of 60 \\(2 data-parallel ranks x 3 micro-batches x 10\\)"):
+    with pytest.raises(
+        ValueError, match="hold 53 .*batch of 60 \\(data-parallel ranks x micro-batches x samples: 2 x 3 x 10\\)"
+    ):
         make(shards, tokenizer, micro_batch_size=10, num_micro_batches=3, world_size=2)
     with pytest.raises(ValueError, match="100 samples per epoch were asked for, but 5 shards hold 53"):
         make(shards, tokenizer, num_samples=100)

@@ -341,7 +341,9 @@ def test_parts_of_a_micro_batch_put_together_are_what_one_process_reads():
 
 
 def test_too_few_samples_for_a_batch_is_an_error_with_the_numbers():
-    with pytest.raises(ValueError, match="hold 100.*batch of 128 \\(4 data-parallel ranks x 2 micro-batches x 16\\)"):
+    with pytest.raises(
+        ValueError, match="hold 100.*batch of 128 \\(data-parallel ranks x micro-batches x samples: 4 x 2 x 16\\)"
+    ):
         Share(16, 2, 0, 4).steps_per_epoch(100, "the shards hold 100")
 
 

@@ -64,11 +64,10 @@ class Share:
     def steps_per_epoch(self, num_samples: int, where: str) -> int:
         """Whole global batches in an epoch. Raises ValueError if there is none; `where` says what was counted."""
         if num_samples < self.global_batch_size:
-            ranks = f"{self.world_size} data-parallel rank{'' if self.world_size == 1 else 's'}"
-            batches = f"{self.num_micro_batches} micro-batch{'' if self.num_micro_batches == 1 else 'es'}"
+            sizes = f"{self.world_size} x {self.num_micro_batches} x {self.micro_batch_size}"
             raise ValueError(
-                f"{where}, fewer than one global batch of {self.global_batch_size} ({ranks} x "
-                f"{batches} x {self.micro_batch_size}): use a smaller batch or more data"
+                f"{where}, fewer than one global batch of {self.global_batch_size} (data-parallel ranks x "
+                f"micro-batches x samples: {sizes}): use a smaller batch or more data"
             )
         return num_samples // self.global_batch_size
 

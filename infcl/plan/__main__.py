@@ -11,7 +11,7 @@ import json
 import sys
 from pathlib import Path
 
-from infcl.config.batch import counted
+from infcl.config import counted
 from infcl.plan.compare import compare, read_steps, table
 from infcl.plan.host import host_bytes, host_parts
 from infcl.plan.memory import load_of, memory_of

@@ -2,10 +2,9 @@
 
 Measured: an 8192^3 bf16 product; a transformer block of ViT-L-14's width, eager and compiled, forward and backward; the
 tiled loss; copies on the device and from pinned host memory; a Python loop. Between two GPUs of this host, one copy
-(NVLink or PCIe).
-Not measured, and said so: the share of memory that tensors may take, what the loop means for a step and, where there is
-one GPU, the link. Links to
-other hosts are profiles of their own (--link): launch/check.sh measures theirs.
+(NVLink or PCIe). Not measured, and said so: the share of memory that tensors may take, what the loop means for a step
+and, where there is one GPU, the link. Links to other hosts are profiles of their own (--link): launch/check.sh measures
+theirs.
 """
 
 import statistics
