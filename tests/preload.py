@@ -1,6 +1,7 @@
 """What the ranks of ranks.py import, imported once: they are forked from a process that does nothing else."""
 
 import contextlib
+import gc
 import importlib
 import os
 
@@ -17,3 +18,5 @@ for _name in (
 ):
     with contextlib.suppress(ImportError):  # the tests that need it say so
         importlib.import_module(_name)
+
+gc.freeze()  # what is imported stays: no collection in a rank walks through it, or copies its pages by doing so
