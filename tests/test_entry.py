@@ -1,17 +1,22 @@
 """pretrain_clip.py as a user starts it: through the deepspeed launcher, and alone; exit codes and what is printed."""
 
+import contextlib
+import io
 import json
+import logging
 import os
 import signal
 import subprocess
 import sys
 import time
+import traceback
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
 from infcl.report import read_metrics
-from tests.ranks import free_port
+from tests.ranks import free_port, run_ranks
 
 ROOT = Path(__file__).parent.parent
 ON_CPU = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
@@ -43,6 +48,33 @@ def alone(arguments: list[str], environment=ON_CPU) -> subprocess.CompletedProce
         text=True,
         timeout=400,
     )
+
+
+def forked(arguments: list[str], ranks: int) -> subprocess.CompletedProcess:
+    """`launch`, or `alone`, without what starting costs: main() in the ranks of run_ranks, with what they all printed.
+
+    For what no launcher and no end of a process is needed. The process group is theirs and stays; daemons, they may
+    have no workers.
+    """
+    done = run_ranks(_main, ranks, [*arguments[1:], "--workers", "0"], timeout=200)
+    codes, printed, told = zip(*done)
+    return subprocess.CompletedProcess(arguments, next(filter(None, codes), 0), "".join(printed), "".join(told))
+
+
+def _main(rank: int, world_size: int, arguments: list[str]) -> tuple[int, str, str]:
+    from pretrain_clip import main
+
+    with contextlib.ExitStack() as stack:
+        out, err = stack.enter_context(mock.patch("sys.stdout", io.StringIO())), io.StringIO()
+        stack.enter_context(mock.patch("sys.stderr", err))
+        stack.enter_context(mock.patch.object(logging.getLogger(), "handlers", []))  # main's would keep this stderr
+        stack.enter_context(mock.patch("torch.distributed.destroy_process_group"))
+        try:
+            code = main(arguments)
+        except Exception:
+            traceback.print_exc()
+            code = 1
+    return code, out.getvalue(), err.getvalue()
 
 
 def test_the_launcher_trains_evaluates_and_a_second_start_does_not_train_again(demo_folder, tmp_path):

@@ -2,6 +2,8 @@
 
 In each case all processes end within 60 s, the exit code is not zero, and `--resume latest` gives the losses of the
 uninterrupted run: no sample skipped or repeated, at most the work since the last save done again.
+
+What is hit runs under the deepspeed launcher; what only trains, before and after, in ranks that are forked.
 """
 
 import functools
@@ -20,7 +22,7 @@ import pytest
 from infcl.report import read_metrics
 from tests.cluster_run import small_disk
 from tests.ranks import free_port
-from tests.test_entry import ON_CPU, ROOT, command
+from tests.test_entry import ON_CPU, ROOT, command, forked
 
 STEPS, SAVE_EVERY, FAULT_STEP, SIGNAL_STEP = 8, 3, 5, 7
 LAUNCHER = [sys.executable, "-m", "deepspeed.launcher.runner", "-q", "--num_gpus", "2", "--master_port"]
@@ -46,6 +48,13 @@ def finish(process: subprocess.Popen, seconds: float = 300) -> tuple[int, str]:
     return process.returncode, output
 
 
+def train(arguments: list[str]) -> str:
+    """What a run that finishes prints."""
+    done = forked(["pretrain_clip.py", *arguments], 2)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
 def ranks_alive(logs: Path) -> list[psutil.Process]:
     alive = []
     for process in psutil.process_iter(["cmdline", "status"]):
@@ -64,8 +73,7 @@ def losses(logs: Path) -> list[float]:
 @pytest.fixture(scope="module")
 def uninterrupted(demo_folder, tmp_path_factory):
     logs = tmp_path_factory.mktemp("whole")
-    code, output = finish(start(["pretrain_clip.py"], flags(demo_folder, logs)))
-    assert code == 0, output
+    train(flags(demo_folder, logs))
     return losses(logs)
 
 
@@ -83,8 +91,7 @@ def ended_by(demo_folder, tmp_path_factory):
 
 
 def resume_and_compare(demo_folder, logs, uninterrupted):
-    code, output = finish(start(["pretrain_clip.py"], flags(demo_folder, logs, "--resume", "latest")))
-    assert code == 0, output
+    output = train(flags(demo_folder, logs, "--resume", "latest"))
     assert losses(logs) == uninterrupted
     return output
 
@@ -142,7 +149,8 @@ def test_a_damaged_newest_checkpoint_is_passed_over_for_the_one_before(demo_fold
 
 def test_a_full_disk_is_reported_and_training_goes_on(demo_folder, tmp_path, uninterrupted):
     with small_disk(tmp_path / "small", 2) as logs:
-        code, output = finish(start(["pretrain_clip.py"], flags(demo_folder, logs)))
+        done = forked(["pretrain_clip.py", *flags(demo_folder, logs)], 2)
+        code, output = done.returncode, done.stdout + done.stderr
         assert "could not be written" in output and "training goes on" in output, output
         assert f"step {STEPS}/{STEPS}" in output
         assert code == 1 and "No space left" in output and "start again with --resume latest" in output, output
