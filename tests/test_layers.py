@@ -106,7 +106,7 @@ import infcl.towers
 features = torch.nn.functional.normalize(torch.randn(2, 4, 8), dim=-1).requires_grad_()
 infcl.inf_cl_loss(features[0], features[1], torch.tensor(10.0)).backward()
 assert features.grad.isfinite().all()
-assert "numpy" not in sys.modules and "triton" not in sys.modules and "deepspeed" not in sys.modules
+assert not {"numpy", "triton", "deepspeed", "torch._dynamo"} & set(sys.modules)  # each takes its time
 """
     result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, result.stderr

@@ -1,7 +1,9 @@
 """What every tiled loss does with its inputs and gradients: check, convert, scale."""
 
+import functools
+import sys
 from collections.abc import Callable
-from typing import SupportsFloat
+from typing import Any, SupportsFloat
 
 import torch
 from torch import Tensor
@@ -18,9 +20,18 @@ def not_compiled(loss: Callable) -> Callable:
     Its kernels are compiled already. What is left between them is the ring's messages, whose order all ranks must keep,
     and what the host decides, by shapes, ranks and memory: none of it is for a compiler to move.
     """
-    return torch.compiler.disable(
-        loss, reason="infcl's losses are kernels and messages that all ranks issue in one order"
-    )
+    left_alone: list[Callable] = []
+
+    @functools.wraps(loss)
+    def call(*arguments: Any, **options: Any) -> Any:
+        if "torch._dynamo" not in sys.modules:  # nothing is compiled here; to import it takes seconds
+            return loss(*arguments, **options)
+        if not left_alone:
+            why = "infcl's losses are kernels and messages that all ranks issue in one order"
+            left_alone.append(torch.compiler.disable(loss, reason=why))
+        return left_alone[0](*arguments, **options)
+
+    return call
 
 
 def check_features(
