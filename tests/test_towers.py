@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from infcl.towers import CLIP, forward_flops, list_models, load_model_config, with_overrides, with_tokenizer
 from infcl.towers.config import parse_model_config
 from infcl.towers.text import pool_text
-from infcl.towers.vision import IMAGE_MEAN, IMAGE_STD, drop_patches, normalize_pixels
+from infcl.towers.vision import IMAGE_MEAN, IMAGE_STD, drop_patches, normalize_pixels, patches_times
 from tests.ranks import run_ranks
 
 FIELDS = {
@@ -241,6 +241,31 @@ def test_demo_model_is_the_size_that_was_measured():
     cfg = load_model_config("demo")
     assert cfg.vision_cfg.num_patches == 16 and not cfg.loads_in_open_clip
     assert sum(p.numel() for p in build(cfg).parameters()) == 433_489
+
+
+@pytest.mark.parametrize(("size", "side"), [(14, 56), (8, 40), (5, 35)])
+def test_a_product_of_patches_is_the_convolution(size, side):
+    """14: the fill is 4 numbers of 592; 8: there is none."""
+    inputs = torch.randn(3, 3, side, side, dtype=torch.float64), torch.randn(20, 3, size, size, dtype=torch.float64)
+    found = []
+    for ways in (patches_times, lambda images, weight: torch.nn.functional.conv2d(images, weight, stride=size)):
+        images, weight = (tensor.clone().requires_grad_() for tensor in inputs)
+        output = ways(images, weight)
+        found.append((output, *torch.autograd.grad(output.sin().sum(), (images, weight))))
+    for mine, other in zip(*found):
+        assert mine.shape == other.shape
+        assert torch.allclose(mine, other, rtol=1e-12, atol=1e-10)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_patches_are_embedded_on_a_gpu_as_on_a_cpu(dtype):
+    model = build(small_config()).double()
+    images = torch.randn(5, 3, 32, 32, dtype=torch.float64)
+    wanted = model.visual.conv1(images)
+    found = model.visual.conv1.to("cuda", dtype)(images.to("cuda", dtype)).cpu().double()
+    bound = {torch.float32: 2e-3, torch.bfloat16: 2e-2, torch.float16: 2e-3}[dtype]  # float32: tf32 may be on
+    assert float((found - wanted).norm() / wanted.norm()) < bound
 
 
 def test_conv_stem_yields_the_configured_grid():
