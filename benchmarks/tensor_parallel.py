@@ -177,7 +177,7 @@ def _measure(setting: dict) -> dict:
         "status": "ok", "compiled": compiled, "samples_per_second": round(rate, 2), "step_ms": round(1e3 * median, 1),
         "loss": round(float(mean_over(engine.dp_group, losses[LOSS_STEP - 1])), 4),
         "peak_gib": round(peak / 2**30, 2), "mfu": None if mfu is None else round(mfu, 4),
-        "parameters_m": round(parameters / 1e6, 1), "torch": torch.__version__,
+        "parameters_m": round(parameters / 1e6, 1), "torch": torch.__version__, "zero_stage": engine.zero_stage,
         "device": torch.cuda.get_device_name() if on_gpu else "cpu",
     }  # fmt: skip
 

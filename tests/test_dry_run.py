@@ -36,7 +36,8 @@ def test_dry_run_prints_the_plan_and_leaves_nothing(demo_folder, tmp_path):
         "1,536 usable samples; left out by the index: none",
         "the run ends inside the warm-up",
         "image tower 0.28M",
-        "ZeRO-2*",
+        "ZeRO-0 (stage 2 over one rank)",
+        "ZeRO-0*",
         "retrieval every epoch and at the end",
     ):
         assert shown in result.stdout

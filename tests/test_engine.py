@@ -332,6 +332,62 @@ def test_what_a_preset_moves_to_the_host_is_what_deepspeed_moves():
     assert moved(3, "cpu") == ["optimizer", "param"] and moved(2, "cpu") == ["optimizer"] and moved(3, "none") == []
 
 
+@pytest.mark.parametrize(
+    ("preset", "precision", "alone"),
+    [("zero0", "fp32", 0), ("zero1", "fp32", 0), ("zero2", "amp_bf16", 0), ("zero3", "fp32", 3), ("zero1", "bf16", 1),
+     ("zero2_bf16", None, 2), ("zero3_offload", "fp32", 3)],
+)  # fmt: skip
+def test_a_single_rank_shards_nothing_where_nothing_is_lost_by_it(preset, precision, alone):
+    config = settings(preset, precision=precision)
+    assert zero_stage(read_preset(config, "cuda", 1)[0]) == alone
+    for ranks in (None, 2):
+        assert zero_stage(read_preset(config, "cuda", ranks)[0]) == int(preset[4])
+
+
+def test_a_single_rank_keeps_the_stage_whose_state_is_in_host_memory(tmp_path):
+    offload = {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}}
+    config = settings("", deepspeed_config=preset_file(tmp_path, offload))
+    assert zero_stage(read_preset(config, "cpu", 1)[0]) == 1
+
+
+def calls_of_the_norm(rank, world_size, preset):
+    """(calls of torch's operators that the norm of DeepSpeed's optimizer takes, tensors that this rank owns of it)."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    from infcl.parallel import init_parallel
+
+    class Count(TorchDispatchMode):
+        calls = 0
+
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            self.calls += 1
+            return function(*args, **(kwargs or {}))
+
+    class Deep(ToyCLIP):
+        def __init__(self):
+            super().__init__()
+            self.deep = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(40)))
+
+        def forward(self, images, texts):
+            output = super().forward(images, texts)
+            return output | {"image_features": self.deep(output["image_features"])}
+
+    engine = Engine(Deep(), settings(preset), init_parallel("cpu"), BatchPlan(world_size, 1, 4))
+    output = engine.encode(*global_batch(4))
+    engine.backward(sum(value.sum() for value in output.values()), True)
+    optimizer = engine.engine.optimizer
+    with Count() as count:
+        optimizer.scaled_global_norm()
+    return count.calls, sum(len(tensors) for tensors in optimizer.averaged_gradients.values())
+
+
+@pytest.mark.parametrize("preset", ["zero1", "zero2"])
+def test_the_norm_takes_few_calls_however_many_tensors_there_are(preset):
+    """DeepSpeed's takes three for each, which a GPU waits for."""
+    for calls, tensors in run_ranks(calls_of_the_norm, 2, preset):
+        assert tensors > 35 and calls < tensors + 30  # one call a tensor, `float`, launches nothing
+
+
 def test_fp16_on_a_cpu_without_it_is_refused_by_the_flag_that_asks_for_it(monkeypatch):
     monkeypatch.setattr("infcl.train.preset.cpu_computes_fp16", lambda: False)
     with pytest.raises(ValueError, match="--precision fp16: this CPU has no .* fp32 or bf16"):

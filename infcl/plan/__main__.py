@@ -87,9 +87,9 @@ def setting_of(arguments: argparse.Namespace) -> Setting:
             raise ValueError(f"--micro-batch-size {arguments.micro_batch_size}: a number of pairs, or auto")
         setting = setting.with_(micro_batch=int(arguments.micro_batch_size))
         setting.check()
-        return setting
+        return setting.as_run()
     setting.with_(micro_batch=max(1, setting.tensor_parallel)).check()
-    choices = [setting.with_(micro_batch=size) for size in micro_batches(setting)]
+    choices = [setting.with_(micro_batch=size).as_run() for size in micro_batches(setting)]
     return max(filter(fits, choices), key=samples_per_second, default=choices[-1])
 
 

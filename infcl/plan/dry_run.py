@@ -15,14 +15,14 @@ from infcl.train.diagnostics import model_flops, trained_shares
 from infcl.train.host_memory import available_host_bytes, host_memory_bytes, ranks_of_host
 from infcl.train.optim import Schedule, checkpoint_bytes
 from infcl.train.pixels import auto_budget
-from infcl.train.preset import offloads, read_preset, zero_stage
+from infcl.train.preset import offloads, read_preset, stage_in_words, zero_stage
 
 
 def describe_plan(config: TrainConfig, parallel: Parallel) -> str:
     """The resolved plan as text. ValueError: what the run would refuse before it builds the engine. Collective."""
     from infcl.train.build import build_loader, build_meta_model, build_tasks, build_tokenizer_and_model_config
 
-    preset, precision = read_preset(config, parallel.device.type)
+    preset, precision = read_preset(config, parallel.device.type, parallel.dp_size)
     batch = BatchPlan.of(config, parallel.dp_size)
     tokenizer, cfg = build_tokenizer_and_model_config(config)
     loader = build_loader(config, batch, cfg, tokenizer, parallel)
@@ -35,6 +35,7 @@ def describe_plan(config: TrainConfig, parallel: Parallel) -> str:
     every = {"retrieval": config.val_frequency, "zero_shot": config.zeroshot_frequency}
     evaluations = [f"{name} {_every(every[name])}" for name in tasks]
     flops = model_flops(cfg, trained_shares(model))
+    stage = stage_in_words(config, parallel.device.type, parallel.dp_size)
     rows = [
         ("batch", str(batch)),
         *([("", smaller)] if (smaller := batch.smaller_than_asked(config)) else []),
@@ -43,7 +44,7 @@ def describe_plan(config: TrainConfig, parallel: Parallel) -> str:
         ("data", _data_line(config, loader)),
         ("model", _model_line(config, counts)),
         ("compute", f"{_flops(flops * batch.global_batch_size)} a step, towers alone"),
-        ("system", f"{describe_ranks(parallel)}, {precision}, ZeRO-{zero_stage(preset)}"),
+        ("system", f"{describe_ranks(parallel)}, {precision}, {stage}"),
         ("evaluation", ", ".join(evaluations) or "none"),
         ("run folder", _folder_line(config)),
         ("checkpoints", _checkpoint_line(config, counts)),

@@ -6,6 +6,7 @@ from infcl.config import BatchPlan
 from infcl.plan.memory import memory_of
 from infcl.plan.setting import Setting
 from infcl.plan.timing import step_seconds
+from infcl.train.preset import stage_over
 
 _LARGEST, _SMALLEST = 2048, 8  # micro-batches that are considered
 
@@ -47,9 +48,11 @@ def candidates(setting: Setting) -> Iterator[Setting]:
     for tensor_parallel in (1, 2, 4, 8):
         if not _can_be_shared(setting.with_(tensor_parallel=tensor_parallel, sequence_parallel=False)):
             continue
-        for zero in (1, 2, 3):
-            for checkpointing in (False, True):
-                for offload in (False, True):
+        ranks = setting.gpus // tensor_parallel
+        for offload in (False, True):
+            stages = (stage_over(ranks, zero, setting.precision, offloads=offload) for zero in (1, 2, 3))
+            for zero in dict.fromkeys(stages):
+                for checkpointing in (False, True):
                     for sequence in (False, True) if tensor_parallel > 1 else (False,):
                         changes = {"zero": zero, "checkpointing": checkpointing, "offload": offload}
                         changes |= {"tensor_parallel": tensor_parallel, "sequence_parallel": sequence}

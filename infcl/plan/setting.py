@@ -12,7 +12,7 @@ import torch
 from infcl.plan.memory import parameter_counts
 from infcl.towers import CLIP
 from infcl.towers.config import CLIPConfig, check_divides
-from infcl.train.preset import check_stage
+from infcl.train.preset import check_stage, stage_over
 
 _PROFILES = Path(__file__).parent / "profiles"
 
@@ -135,6 +135,10 @@ class Setting:
 
     def with_(self, **changes) -> "Setting":
         return dataclasses.replace(self, **changes)
+
+    def as_run(self) -> "Setting":
+        """With the ZeRO stage that the trainer runs where `zero` is asked for."""
+        return self.with_(zero=stage_over(self.dp_size, self.zero, self.precision, offloads=self.offload))
 
 
 def load_gpu(name_or_path: str) -> Gpu:

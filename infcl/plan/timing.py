@@ -22,8 +22,8 @@ from infcl.train.preset import sums_gradients_on_host
 # 1967: 11 to 17 us).
 HOOK_WAIT_SECONDS = 0.000017
 # Of an update, beside the rank's own state: what DeepSpeed flattens, casts, measures and clips, in bytes a parameter.
-# From the updates of ViT-L-14 in step.csv: 10 ms in bf16, 24 under autocast, 33 to 46 under ZeRO-3.
-AROUND_BYTES = {"16 bits": 77.0, "32 bits": 213.0, "zero3": 350.0}
+# From the updates of ViT-L-14 in step.csv: 10 ms in bf16, 24 under autocast (8 without ZeRO), 33 to 46 under ZeRO-3.
+AROUND_BYTES = {"16 bits": 77.0, "32 bits": 213.0, "zero0": 55.0, "zero3": 350.0}
 
 
 def phases_of(setting: Setting) -> list[Phase]:
@@ -91,7 +91,8 @@ def _update_phases(setting: Setting) -> list[Phase]:
     parameters = parameters_of(model) / setting.tensor_parallel
     own = parameters / (setting.dp_size if setting.zero else 1)
     sixteen = setting.precision in ("bf16", "fp16")
-    around = AROUND_BYTES["zero3" if setting.zero == 3 else "16 bits" if sixteen else "32 bits"] * parameters
+    kind = f"zero{setting.zero}" if setting.zero in (0, 3) else "16 bits" if sixteen else "32 bits"
+    around = AROUND_BYTES[kind] * parameters
     update = (28.0 * own + around) / (gpu.hbm_gbs * 1e9)  # reads gradient, master, two moments; writes three of them
     phases = [Phase("optimizer", update, update)]
     if setting.offload:

@@ -14,7 +14,7 @@ Tested with DeepSpeed 0.19.8.
 
 import contextlib
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -23,11 +23,11 @@ from torch import nn
 from infcl.config import BatchPlan, TrainConfig
 from infcl.parallel import Parallel
 from infcl.train.engine_fp16 import scale_between_steps
-from infcl.train.engine_norm import add_to_norm
+from infcl.train.engine_norm import add_to_norm, square_of, take_together
 from infcl.train.engine_stage3 import release_by_the_present_trace
 from infcl.train.engine_state import EMA, ZeroState
-from infcl.train.engine_unused import reduce_what_is_left
-from infcl.train.optim import build_optimizer
+from infcl.train.engine_unused import reduce_what_is_left, shards
+from infcl.train.optim import build_optimizer, tower
 from infcl.train.preset import deepspeed_config, offloads, read_preset, zero_stage
 
 _COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
@@ -38,7 +38,7 @@ class Engine:
     """A CLIP model under a DeepSpeed engine; under tensor parallelism this rank's part of it (build.split_model)."""
 
     def __init__(self, model: nn.Module, config: TrainConfig, parallel: Parallel, batch: BatchPlan):
-        preset, precision = read_preset(config, parallel.device.type)
+        preset, precision = read_preset(config, parallel.device.type, parallel.dp_size)
         self.parallel = parallel
         self.precision = precision
         self.zero_stage = zero_stage(preset)
@@ -65,7 +65,11 @@ class Engine:
         )
         if self.zero_stage == 3:
             release_by_the_present_trace(self.engine.optimizer)
+        if parallel.dp_size == 1 and not shards(self.engine.optimizer):
+            self.engine.enable_backward_allreduce = False  # all gradients would be copied into a bucket and back
         reduce_what_is_left(self.engine.optimizer, parallel.device)
+        if self.zero_stage in (1, 2):
+            take_together(self.engine.optimizer)
         scaler = self._loss_scaler()
         self._settle_loss_scale = (lambda: None) if scaler is None else scale_between_steps(scaler)
         self.sums_are_old = True  # of gradients over micro-batches
@@ -79,6 +83,7 @@ class Engine:
         if config.ema_decay is not None:
             self.state.start_average(config.ema_decay)
         self.dp_group = self.engine.seq_data_parallel_group  # ZeRO averages over it
+        self.measured = self._measured_parameters()
 
     @property
     def module(self) -> Any:
@@ -121,7 +126,7 @@ class Engine:
         self.sums_are_old = self.norms_are_old = True
         skipped_before = self.engine.skipped_steps
         if self.zero_stage == 0:  # DeepSpeed computes no norm there; the gradients are whole and averaged by now
-            square = self._square_of(p.grad for p in self.module.parameters() if self._counts(p))
+            square = square_of((p.grad for p in self.module.parameters() if self._counts(p)), self.parallel.device)
             self.stage_0_grad_norm = self._over_tensor_parallel(square).sqrt() + self.flag[0]
             if not self.stage_0_grad_norm.isfinite():  # the other stages' optimizers see to it themselves
                 self._drop_gradients()
@@ -153,15 +158,9 @@ class Engine:
         third is whether a gradient that only other tensor-parallel ranks' norms count is not finite; `step` heeds it.
         The result stays on the device, so that the step need not wait for it.
         """
-        fragments: dict[str, list[torch.Tensor | None]] = {"image": [], "text": [], "uncounted": []}
-        for name, parameter in self.module.named_parameters():
-            if not parameter.requires_grad:
-                continue
-            if not self._counts(parameter):
-                fragments["uncounted"].append(self._own_gradient(parameter))
-            elif name not in ("logit_scale", "logit_bias"):
-                fragments["image" if name.startswith("visual.") else "text"].append(self._own_gradient(parameter))
-        squares = torch.stack([self._square_of(tensors) for tensors in fragments.values()])
+        squares = torch.stack(
+            [square_of(map(self._own_gradient, parameters), self.parallel.device) for parameters in self.measured]
+        )
         squares[2] *= 0  # NaN where it is not finite
         if self.zero_stage > 0:
             torch.distributed.all_reduce(squares, group=self.dp_group)
@@ -170,12 +169,12 @@ class Engine:
         self.norms_are_old = False
         return squares[:2].sqrt() / self.loss_scale()
 
-    def _square_of(self, tensors: Iterable[torch.Tensor | None]) -> torch.Tensor:
-        """[] f32 on the device: the sum of the squares of what is there."""
-        present = [tensor for tensor in tensors if tensor is not None and tensor.numel()]
-        if not present:
-            return torch.zeros((), device=self.parallel.device)
-        return torch.nn.utils.get_total_norm(present).to(self.parallel.device, torch.float32).square()
+    def _measured_parameters(self) -> tuple[list[nn.Parameter], list[nn.Parameter], list[nn.Parameter]]:
+        """(image tower's, text tower's, what other tensor-parallel ranks count), of the trainable parameters."""
+        trainable = [(n, p) for n, p in self.module.named_parameters() if p.requires_grad]
+        counted = [(tower(name), parameter) for name, parameter in trainable if self._counts(parameter)]
+        image, text = ([p for part, p in counted if part == wanted] for wanted in ("image", "text"))
+        return image, text, [p for _, p in trainable if not self._counts(p)]
 
     def _counts(self, parameter: nn.Parameter) -> bool:
         """Whether this rank counts the parameter in a norm: every part of a split one, one copy of any other."""

@@ -22,7 +22,7 @@ def reduce_what_is_left(optimizer: Any, device: torch.device) -> None:
     Costs an entry in a set for each parameter and step where nothing is left. BF16_Optimizer (stage 1 in bf16) keeps
     all sums whole until the end, and is left as it is. AttributeError where DeepSpeed is another version.
     """
-    if not hasattr(optimizer, "overlapping_partition_gradients_reduce_epilogue"):
+    if not shards(optimizer):
         return
     reduce = optimizer.reduce_ready_partitions_and_remove_grads
     finish = optimizer.overlapping_partition_gradients_reduce_epilogue
@@ -47,6 +47,11 @@ def reduce_what_is_left(optimizer: Any, device: torch.device) -> None:
 
     optimizer.reduce_ready_partitions_and_remove_grads = reduce_and_note
     optimizer.overlapping_partition_gradients_reduce_epilogue = finish_all
+
+
+def shards(optimizer: Any) -> bool:
+    """Whether it takes a parameter's gradient as soon as a backward has it: not stage 0, and not BF16_Optimizer."""
+    return hasattr(optimizer, "overlapping_partition_gradients_reduce_epilogue")
 
 
 def _have_gradient(optimizer: Any, parameter: Any, device: torch.device) -> None:

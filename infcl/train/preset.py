@@ -37,8 +37,11 @@ _PRESET_KEYS = {
 }
 
 
-def read_preset(config: TrainConfig, device_type: str) -> tuple[dict, str]:
-    """(preset, precision) of a run; ValueError for a broken preset or one that contradicts the flags."""
+def read_preset(config: TrainConfig, device_type: str, ranks: int | None = None) -> tuple[dict, str]:
+    """(preset, precision) of a run, over so many data-parallel ranks where they are given: see `stage_over`.
+
+    ValueError for a broken preset or one that contradicts the flags.
+    """
     path = Path(config.deepspeed_config)
     preset = _read(path)
     for key in preset:
@@ -77,8 +80,23 @@ def read_preset(config: TrainConfig, device_type: str) -> tuple[dict, str]:
             f"{'--precision fp16' if config.precision else f'--deepspeed_config {path}'}: this CPU has no arithmetic "
             "for fp16, and no GPU is visible, or --device cpu was given. On a CPU train in fp32 or bf16"
         )
-    check_stage(zero_stage(preset), precision, offloads=bool(offloads(preset, "optimizer")), source=str(path))
+    stage, offloaded = zero_stage(preset), bool(offloads(preset, "optimizer"))
+    check_stage(stage, precision, offloads=offloaded, source=str(path))
+    if ranks is not None and (runs := stage_over(ranks, stage, precision, offloads=offloaded)) != stage:
+        preset = preset | {"zero_optimization": preset["zero_optimization"] | {"stage": runs}}
     return preset, precision
+
+
+def stage_over(ranks: int, stage: int, precision: str, *, offloads: bool) -> int:
+    """The ZeRO stage that runs over so many data-parallel ranks where `stage` is asked for.
+
+    A single rank has nobody to share with: stages 1 and 2 are stage 0 then, without DeepSpeed's flat copies of all
+    parameters and gradients (docs/step.md has what they cost). Masters of 16-bit parameters and state in host memory
+    need their stage, and stage 3 is asked for by those who want to see it.
+    """
+    if ranks == 1 and stage in (1, 2) and precision in ("fp32", "amp_bf16") and not offloads:
+        return 0
+    return stage
 
 
 def check_stage(stage: int, precision: str, *, offloads: bool, source: str) -> None:
@@ -106,6 +124,12 @@ def sums_gradients_on_host(stage: int, precision: str) -> bool:
     float32 sums stay on the GPU.
     """
     return stage == 2 and precision not in ("bf16", "fp16")
+
+
+def stage_in_words(config: TrainConfig, device_type: str, ranks: int) -> str:
+    """The ZeRO stage that runs; where the preset has another, it too."""
+    asked, runs = (zero_stage(read_preset(config, device_type, size)[0]) for size in (None, ranks))
+    return f"ZeRO-{runs}" + (f" (stage {asked} over one rank)" if asked != runs else "")
 
 
 def _read(path: Path) -> dict:
