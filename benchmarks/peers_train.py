@@ -119,12 +119,13 @@ def flags_of(setting: dict, steps: int, device: str, folder: str) -> list[str]:
 
 
 def command(setting: dict, flags: list[str]) -> list[str]:
-    """A process for each GPU."""
-    gpus = setting["gpus"]
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={gpus}"] if gpus > 1 else []
-    if setting["program"] == "infcl":
-        return [sys.executable, *launcher, str(ROOT / "pretrain_clip.py"), *flags]
-    return [sys.executable, *launcher, "-m", "benchmarks.peers_train", "--inside", *flags]
+    """A process for each GPU. Behind "--" nothing is torchrun's, which would take --logs for a flag of its own."""
+    infcl = setting["program"] == "infcl"
+    program = [str(ROOT / "pretrain_clip.py")] if infcl else ["-m", "benchmarks.peers_train", "--inside"]
+    if setting["gpus"] == 1:
+        return [sys.executable, *program, *flags]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={setting['gpus']}"]
+    return [*launcher, *([] if infcl else ["--module"]), "--", *(word for word in program if word != "-m"), *flags]
 
 
 def train_open_clip(flags: list[str]) -> dict[str, list[float]]:

@@ -32,7 +32,19 @@ def test_both_programs_get_the_same_setting():
     assert "--torchcompile" in theirs and ours[ours.index("--compile-blocks") + 1] == "on"
     several = peers_train.settings(options_of("--gpus", "2"))[0]
     assert {"--local-loss", "--gather-with-grad"} <= set(peers_train.flags_of(several, 6, "cuda", "F"))
-    assert "--nproc-per-node=2" in peers_train.command(several, [])
+
+
+@pytest.mark.parametrize("program", peers_train.PROGRAMS)
+def test_torchrun_takes_no_flag_of_a_program_for_its_own(program):
+    from torch.distributed.run import get_args_parser
+
+    setting = {"program": program, "gpus": 2}
+    _, *words = peers_train.command(setting, ["--logs", "F", "--name", "x"])
+    assert words[:2] == ["-m", "torch.distributed.run"]
+    parsed = get_args_parser().parse_args(words[2:])
+    assert parsed.nproc_per_node == "2" and parsed.module == (program == "open_clip")
+    assert parsed.training_script_args[-4:] == ["--logs", "F", "--name", "x"]
+    assert not {"--", "torch.distributed.run"} & set(peers_train.command(setting | {"gpus": 1}, ["--logs", "F"]))
 
 
 def test_the_flags_are_open_clips_own():
