@@ -270,6 +270,12 @@ COMMANDS = [
         "--precision bf16 --measured-steps 1 --warm-up-steps 0 --pixel-cache gpu --compile-blocks off",
     ),
     Command(
+        "python -m benchmarks.step --gpus 2 --batch-size 128 --zero 1 "
+        "--zero-options '{\"reduce_bucket_size\": 100000000}'",
+        multigpu="python -m benchmarks.step --gpus 2 --batch-size 8 --model ViT-B-32 --measured-steps 1 "
+        "--warm-up-steps 0 --zero 1 --zero-options '{\"reduce_bucket_size\": 100000000}' --compile-blocks off",
+    ),
+    Command(
         "python -m benchmarks.step --gpus 4 --sweep benchmarks/sweeps/plan.txt --csv docs/results/plan_steps_4gpu.csv",
         multigpu="grep -v '#' benchmarks/sweeps/plan.txt | tail -1 > one.txt && "
         "python -m benchmarks.step --gpus 2 --measured-steps 1 --sweep one.txt --csv new.csv && "

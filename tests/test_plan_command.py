@@ -9,6 +9,7 @@ import torch
 
 from infcl.plan import measure
 from infcl.plan.__main__ import main, parser, setting_of
+from infcl.plan.search import fastest
 from infcl.plan.setting import Gpu, load_gpu, load_link
 from tests.test_entry import ROOT
 
@@ -153,3 +154,23 @@ def test_a_profile_of_ones_own_is_read(tmp_path):
     (tmp_path / "mine.json").write_text(json.dumps(own))
     setting = setting_of(parser().parse_args(["--gpu", str(tmp_path / "mine.json"), "--micro-batch-size", "64"]))
     assert setting.gpu == Gpu(**own) and setting.gpu.usable_bytes == pytest.approx(0.94 * 40 * GIB)
+
+
+@pytest.mark.parametrize(
+    ("flags", "stage"),
+    [([], 0), (["--zero", "2"], 0), (["--precision", "bf16"], 1), (["--zero", "3"], 3), (["--offload"], 1)],
+)
+def test_a_single_rank_is_planned_as_it_is_run(flags, stage):
+    words = ["--model", "ViT-L-14", "--gpus", "1", "--gpus-per-node", "1", "--global-batch", "1024", *flags]
+    for size in ("128", "auto"):
+        assert setting_of(parser().parse_args([*words, "--micro-batch-size", size])).zero == stage
+    two = setting_of(parser().parse_args([*words, "--gpus", "2", "--gpus-per-node", "2", "--micro-batch-size", "128"]))
+    assert two.zero == max(stage, 1) if "2" not in flags else two.zero == 2
+
+
+def test_what_is_advised_for_a_single_gpu_is_what_runs_there():
+    setting = setting_of(
+        parser().parse_args("--gpus 1 --gpus-per-node 1 --global-batch 1024 --micro-batch-size 64".split())
+    )
+    found = [other for _, other in fastest(setting, count=100)]
+    assert {other.zero for other in found if not other.offload} == {0, 3} and len(set(found)) == len(found)

@@ -59,6 +59,7 @@ REGIONS: dict[str, Callable[[], str]] = {
     "peer-trainers": towers.peer_trainers,
     "hard-negatives": accuracy.hard_negatives,
     "step-levers": steps.levers,
+    "step-one-micro-batch": steps.one_micro_batch,
     "step-zero-3": steps.zero_3,
     "step-slow-host": steps.slow_host,
     "optimizers": steps.optimizers,

@@ -13,11 +13,11 @@ SLOW_HOST = 2.9  # host_factor of the machines of step_slow_host.csv, set by the
 
 
 def levers() -> str:
-    """ViT-L-14 on one H200 under ZeRO-1: precision, blocks, checkpointing, attention, micro-batches; in their order."""
-    found = where(rows("step.csv"), gpus=1, model="ViT-L-14", zero=1)
+    """ViT-L-14 on one H200: precision, blocks, checkpointing, attention, micro-batches; in their order."""
+    found = [row for row in where(rows("step.csv"), gpus=1, model="ViT-L-14") if row["zero"] in (0, 1)]
     lines = []
     for row in found:
-        if " profile " in row["label"]:  # a step under torch's profiler is a slower one
+        if " profile " in row["label"] or row["micro_batches"] == 1:  # slower under the profiler; see one_micro_batch
             continue
         shape = f"{row['micro_batch']} x {row['micro_batches']}"
         shape += ", checkpointing" if row["checkpointing"] == "True" else ""
@@ -26,9 +26,23 @@ def levers() -> str:
         shape += f", attention {sdpa[1]}" if (sdpa := re.search(r"\bsdpa (\w+)", row["label"])) else ""
         rate = _rate(row)
         used = [f"{row[name]:.3f}" for name in ("mfu", "hfu")]
-        lines.append([shape, row["precision"], row["blocks"], rate, *used, f"{row['peak_gib']:.1f} GiB", row["commit"]])
-    header = ["micro-batch x M", "precision", "blocks", "samples/s", "MFU", "HFU", "peak memory", "commit"]
+        memory = f"{row['peak_gib']:.1f} GiB"
+        lines.append([shape, row["precision"], row["blocks"], row["zero"], rate, *used, memory, row["commit"]])
+    header = ["micro-batch x M", "precision", "blocks", "ZeRO", "samples/s", "MFU", "HFU", "peak memory", "commit"]
     return markdown(header, lines)
+
+
+def one_micro_batch() -> str:
+    """Steps of a single micro-batch, where what is done once a step shows most: ZeRO-1 beside none."""
+    found = where(rows("step.csv"), model="ViT-L-14", micro_batches=1)
+    lines = [
+        [
+            row["gpus"], row["zero"], row["commit"], _rate(row, per_gpu=True),
+            f"{1000 * row['seconds_step']:.1f} ms", f"{row['peak_gib']:.1f} GiB",
+        ]
+        for row in sorted(found, key=lambda row: row["gpus"])
+    ]  # fmt: skip
+    return markdown(["GPUs", "ZeRO", "commit", "samples/s per GPU", "update", "peak memory"], lines)
 
 
 def zero_3() -> str:

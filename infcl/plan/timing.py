@@ -22,8 +22,9 @@ from infcl.train.preset import sums_gradients_on_host
 # 1967: 11 to 17 us).
 HOOK_WAIT_SECONDS = 0.000017
 # Of an update, beside the rank's own state: what DeepSpeed flattens, casts, measures and clips, in bytes a parameter.
-# From the updates of ViT-L-14 in step.csv: 10 ms in bf16, 24 under autocast (8 without ZeRO), 33 to 46 under ZeRO-3.
-AROUND_BYTES = {"16 bits": 77.0, "32 bits": 213.0, "zero0": 55.0, "zero3": 350.0}
+# From the updates of ViT-L-14 in step.csv: 10 ms in bf16; under autocast 13 to 15 on two GPUs, 8 without ZeRO; 33 to 46
+# under ZeRO-3.
+AROUND_BYTES = {"16 bits": 77.0, "32 bits": 130.0, "zero0": 55.0, "zero3": 350.0}
 
 
 def phases_of(setting: Setting) -> list[Phase]:
