@@ -377,11 +377,11 @@ def calls_of_the_norm(rank, world_size, preset):
     engine.backward(sum(value.sum() for value in output.values()), True)
     optimizer = engine.engine.optimizer
     with Count() as count:
-        optimizer.scaled_global_norm()
+        optimizer._get_norm_groups() if preset == "zero3" else optimizer.scaled_global_norm()
     return count.calls, sum(len(tensors) for tensors in optimizer.averaged_gradients.values())
 
 
-@pytest.mark.parametrize("preset", ["zero1", "zero2"])
+@pytest.mark.parametrize("preset", ["zero1", "zero2", "zero3"])
 def test_the_norm_takes_few_calls_however_many_tensors_there_are(preset):
     """DeepSpeed's takes three for each, which a GPU waits for."""
     for calls, tensors in run_ranks(calls_of_the_norm, 2, preset):

@@ -68,8 +68,7 @@ class Engine:
         if parallel.dp_size == 1 and not shards(self.engine.optimizer):
             self.engine.enable_backward_allreduce = False  # all gradients would be copied into a bucket and back
         reduce_what_is_left(self.engine.optimizer, parallel.device)
-        if self.zero_stage in (1, 2):
-            take_together(self.engine.optimizer)
+        take_together(self.engine.optimizer)
         scaler = self._loss_scaler()
         self._settle_loss_scale = (lambda: None) if scaler is None else scale_between_steps(scaler)
         self.sums_are_old = True  # of gradients over micro-batches

@@ -1,7 +1,7 @@
 """The norm of the gradients under ZeRO: two mends of DeepSpeed 0.19.8.
 
-`take_together`: stages 1 and 2 take it tensor by tensor, each copied into float64 first. That is 1,300 launches for the
-446 tensors of ViT-L-14, while the GPU has nothing else to do.
+`take_together`: it is taken tensor by tensor, each copied into float64 first. That is 1,300 launches for the 446
+tensors of ViT-L-14, while the GPU has nothing else to do.
 
 `add_to_norm`: what is not finite on a later tensor-parallel rank reaches the norm. It counts a whole parameter on
 tensor-parallel rank 0 only, and it is by the norm that stages 1 and 3, and 2 in fp32, find gradients that are not
@@ -17,22 +17,29 @@ import torch
 
 
 def take_together(optimizer: Any) -> None:
-    """Have a ZeRO optimizer of DeepSpeed's stages 1 and 2 take the norm in a few launches, in float32.
+    """Have a ZeRO optimizer of DeepSpeed's take the norm in a few launches, in float32.
 
     State in host memory, and BF16_Optimizer (stage 1 in bf16), are left as they are.
     """
-    if not hasattr(optimizer, "get_grad_norm_direct") or optimizer.cpu_offload:  # BF16_Optimizer has not
+    in_host_memory = getattr(optimizer, "cpu_offload", False) or getattr(optimizer, "offload_optimizer", False)
+    if not hasattr(optimizer, "get_grad_norm_direct") or in_host_memory:
         return
+    is_stage_3 = hasattr(optimizer, "fp16_groups")
     from deepspeed.runtime.utils import is_model_parallel_parameter
 
     def norm_of(gradients: list[torch.Tensor], parameters: list[torch.nn.Parameter], norm_type: float = 2):
         """[] f32, as get_grad_norm_direct: of these and all other ranks' gradients; -1 where it is not finite."""
         present = (gradient for gradient in gradients if not getattr(gradient, "_zero_padding", False))
-        first = optimizer.model_parallel_rank == 0
-        counted = [g for g, p in zip(present, parameters) if first or is_model_parallel_parameter(p)]
+        group, everywhere = optimizer.dp_process_group, False
+        if is_stage_3:
+            group = optimizer._get_param_partition_group(parameters[0])
+            everywhere = optimizer._grad_norm_counts_every_rank(parameters, group)
+        all_count = everywhere or optimizer.model_parallel_rank == 0
+        counted = [g for g, p in zip(present, parameters) if all_count or is_model_parallel_parameter(p)]
         square = square_of(counted, optimizer.device)
-        torch.distributed.all_reduce(square, group=optimizer.dp_process_group)
-        optimizer._model_parallel_all_reduce(tensor=square, op=torch.distributed.ReduceOp.SUM)
+        torch.distributed.all_reduce(square, group=group)
+        if not everywhere:
+            optimizer._model_parallel_all_reduce(tensor=square, op=torch.distributed.ReduceOp.SUM)
         norm = square.sqrt()
         return torch.where(norm.isfinite(), norm, -1.0)
 
