@@ -9,7 +9,7 @@ from infcl.plan.dry_run import _flops, _memory_table
 from infcl.plan.memory import memory_plan, parameter_counts
 from infcl.towers import CLIP, load_model_config
 from tests.checkout import ROOT
-from tests.test_entry import alone, command
+from tests.test_entry import command, forked
 from tests.test_trainer import demo_config
 
 
@@ -25,7 +25,7 @@ def test_the_table_in_the_docs_is_what_a_dry_run_prints(demo_folder, tmp_path):
 
 def test_dry_run_prints_the_plan_and_leaves_nothing(demo_folder, tmp_path):
     flags = ["--dry-run", "--val-data", f"{demo_folder}/val", "--deepspeed_config", "ds_configs/zero2.json"]
-    result = alone(command(demo_folder, tmp_path / "logs", *flags))
+    result = forked(command(demo_folder, tmp_path / "logs", *flags), 1)
     assert result.returncode == 0, result.stdout + result.stderr
     for shown in (
         "32 pairs a step = 1 data-parallel rank x 2 micro-batches",
@@ -53,5 +53,5 @@ def test_operations_are_told_in_a_unit_that_leaves_digits():
 
 
 def test_dry_run_refuses_what_the_run_would_refuse(demo_folder, tmp_path):
-    result = alone(command(demo_folder, tmp_path, "--dry-run", "--batch-size", "4096"))
+    result = forked(command(demo_folder, tmp_path, "--dry-run", "--batch-size", "4096"), 1)
     assert result.returncode == 2 and "fewer than one global batch of 8192" in result.stderr

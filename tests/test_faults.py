@@ -50,7 +50,7 @@ def finish(process: subprocess.Popen, seconds: float = 300) -> tuple[int, str]:
 
 def train(arguments: list[str]) -> str:
     """What a run that finishes prints."""
-    done = forked(["pretrain_clip.py", *arguments], 2)
+    done = forked(["pretrain_clip.py", *arguments, "--workers", "0"], 2)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout + done.stderr
 
@@ -149,7 +149,7 @@ def test_a_damaged_newest_checkpoint_is_passed_over_for_the_one_before(demo_fold
 
 def test_a_full_disk_is_reported_and_training_goes_on(demo_folder, tmp_path, uninterrupted):
     with small_disk(tmp_path / "small", 2) as logs:
-        done = forked(["pretrain_clip.py", *flags(demo_folder, logs)], 2)
+        done = forked(["pretrain_clip.py", *flags(demo_folder, logs, "--workers", "0")], 2)
         code, output = done.returncode, done.stdout + done.stderr
         assert "could not be written" in output and "training goes on" in output, output
         assert f"step {STEPS}/{STEPS}" in output

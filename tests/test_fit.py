@@ -12,7 +12,7 @@ from infcl.plan.fit import Fit
 from infcl.plan.memory import parameter_counts
 from infcl.towers import CLIP, load_model_config
 from tests.ranks import run_ranks
-from tests.test_entry import ROOT, alone, command
+from tests.test_entry import ROOT, command, forked
 
 SYNTHETIC = ["--dataset-type", "synthetic", "--train-num-samples", "1000000", "--model", "ViT-L-14"]
 GIB = 2**30
@@ -130,16 +130,16 @@ def test_auto_needs_the_global_batch():
 def test_the_trainer_takes_auto(demo_folder, tmp_path):
     flags = command(demo_folder, tmp_path, "--dry-run", "--global-batch-size", "48", "--batch-size", "auto")
     flags[flags.index("--accum-freq") + 1] = "1"
-    result = alone(flags)
+    result = forked(flags, 1)
     assert result.returncode == 0, result.stderr
     assert "48 pairs a step = 1 data-parallel rank x 1 micro-batch (--accum-freq) x 48" in result.stdout
 
 
 def test_the_trainer_refuses_what_no_host_can_hold_and_can_be_overruled(tmp_path):
     flags = ["pretrain_clip.py", *SYNTHETIC, "--batch-size", "65536", "--dry-run", "--logs", str(tmp_path)]
-    result = alone(flags)
+    result = forked(flags, 1)
     assert result.returncode == 2 and result.stderr.count("error:") == 1 and "fits, with" in result.stderr
-    assert alone([*flags, "--skip-memory-check"]).returncode == 0
+    assert forked([*flags, "--skip-memory-check"], 1).returncode == 0
 
 
 def chosen_beside_another(rank, world_size, gib):

@@ -19,7 +19,7 @@ from infcl.train import pixels
 from infcl.train.engine import Engine
 from infcl.train.optim import checkpoint_bytes
 from tests.ranks import run_ranks
-from tests.test_entry import ROOT, alone, command
+from tests.test_entry import ROOT, command, forked
 from tests.test_fit import fit
 from tests.test_trainer import demo_config
 
@@ -215,7 +215,7 @@ def test_the_dry_run_s_pixels_are_where_they_are():
 
 def test_the_dry_run_tells_the_host_s_memory(demo_folder, tmp_path):
     flags = ["--dry-run", "--deepspeed_config", "ds_configs/zero3_offload.json"]
-    result = alone(command(demo_folder, tmp_path, *flags))
+    result = forked(command(demo_folder, tmp_path, *flags), 1)
     assert result.returncode == 0, result.stderr
     for shown in ("host memory a rank, in the same memory as the above", "checkpoint", "for 1 rank of"):
         assert shown in result.stdout
