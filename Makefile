@@ -27,8 +27,9 @@ WORKERS ?= 2
 train: $(VENV)/.installed
 	@PATH="$$PWD/$(BIN):$$PATH" DATA=$(DATA) LOGS=$(LOGS) NAME=$(NAME) PRESET=$(PRESET) bash launch/demo.sh $(FLAGS)
 
+# The order of the files is conftest.py's: the longest first.
 test: lint
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 # Those for GPUs and clusters have their own markers.
 test-slow: $(VENV)/.installed
