@@ -31,8 +31,8 @@ def model(tmp_path_factory):
 
 
 def config_of(demo_folder, logs, model, size, copies, **changes):
-    """A global batch of 64 pairs on T x D ranks."""
-    flags = {"model": model, "batch_size": 16, "accum_freq": 4 // copies, "steps": 8, "force_patch_dropout": 0.25}
+    """A global batch of 32 pairs on T x D ranks."""
+    flags = {"model": model, "batch_size": 8, "accum_freq": 4 // copies, "steps": 8, "force_patch_dropout": 0.25}
     return demo_config(demo_folder, logs, **{"tensor_parallel_size": size} | flags | changes)
 
 
@@ -130,7 +130,7 @@ def test_evaluation_and_export_of_a_tensor_parallel_run_are_those_of_a_plain_one
         run_losses(2, config_of(demo_folder, tmp_path / name, model, size, 2 // size, **flags | split))
         root = tmp_path / name / "run"
         summary = json.loads((root / "summary.json").read_text())
-        assert summary["data"]["samples"] == summary["samples_seen"] == 3 * 64  # nothing is read by two ranks
+        assert summary["data"]["samples"] == summary["samples_seen"] == 3 * 32  # nothing is read by two ranks
         summaries.append(summary["evaluation"])
         exports.append(load_exported(root / "export")[0].state_dict())
         trained = consolidated_state_dict(root)

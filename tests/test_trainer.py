@@ -22,6 +22,7 @@ from tests.ranks import run_ranks
 from tests.tensor_parallel import layout as tensor_parallel_layout
 
 GOLDEN = Path(__file__).parent / "golden" / "demo_20_steps.json"
+FIRST = 12  # steps of the golden curve where stages, losses and compilers differ: the warm-up's five, and more
 
 
 def demo_config(demo_folder, logs, **changes) -> TrainConfig:
@@ -81,10 +82,13 @@ def run_losses(world_size, *arguments) -> list[float]:
     return [losses[step] for step in sorted(losses)]
 
 
+def golden(steps: int = 20) -> list[float]:
+    return json.loads(GOLDEN.read_text())["loss"][:steps]
+
+
 def test_twenty_steps_match_the_golden_curve(demo_folder, tmp_path):
     losses = run_losses(1, demo_config(demo_folder, tmp_path))
-    golden = json.loads(GOLDEN.read_text())["loss"]
-    assert losses == pytest.approx(golden, rel=2e-3)
+    assert losses == pytest.approx(golden(), rel=2e-3)
     assert losses[-1] < losses[0] - 0.5
 
 
@@ -92,7 +96,7 @@ def test_twenty_steps_match_the_golden_curve(demo_folder, tmp_path):
 def test_the_curve_does_not_depend_on_how_the_batch_is_split(demo_folder, tmp_path, world_size):
     """Same global batch, other ranks and micro-batches: the same losses up to the order of fp32 sums."""
     config = demo_config(demo_folder, tmp_path, batch_size=16, accum_freq=4 // world_size)
-    assert run_losses(world_size, config) == pytest.approx(json.loads(GOLDEN.read_text())["loss"], rel=2e-3)
+    assert run_losses(world_size, config) == pytest.approx(golden(), rel=2e-3)
 
 
 @pytest.mark.parametrize("preset", ["zero0", "zero2", "zero3", "zero3_offload"])
@@ -104,7 +108,7 @@ def test_zero_stages_with_activation_checkpointing_follow_the_golden_curve(demo_
         deepspeed_config=f"ds_configs/{preset}.json",
         grad_checkpointing=True,
     )
-    assert run_losses(2, config) == pytest.approx(json.loads(GOLDEN.read_text())["loss"], rel=2e-3)
+    assert run_losses(2, config, FIRST) == pytest.approx(golden(FIRST), rel=2e-3)
 
 
 @pytest.mark.parametrize("preset", [pytest.param("zero1", marks=pytest.mark.slow), "zero3"])
@@ -113,13 +117,13 @@ def test_compiled_blocks_with_everything_on_follow_the_golden_curve(demo_folder,
         demo_folder, tmp_path, batch_size=8, accum_freq=4, deepspeed_config=f"ds_configs/{preset}.json",
         compile_blocks="on", grad_checkpointing=True, resident_micro_batches="2", encode_micro_batches=2,
     )  # fmt: skip
-    assert run_losses(2, config) == pytest.approx(json.loads(GOLDEN.read_text())["loss"], rel=2e-3)
+    assert run_losses(2, config, FIRST) == pytest.approx(golden(FIRST), rel=2e-3)
 
 
 @pytest.mark.parametrize("loss", ["clip", "open_clip", "disco"])
 def test_the_dense_baselines_train_the_same_model(demo_folder, tmp_path, loss):
     config = demo_config(demo_folder, tmp_path, batch_size=16, loss=loss)
-    assert run_losses(2, config) == pytest.approx(json.loads(GOLDEN.read_text())["loss"], rel=2e-3)
+    assert run_losses(2, config, FIRST) == pytest.approx(golden(FIRST), rel=2e-3)
 
 
 def test_siglip_trains_with_its_bias(demo_folder, tmp_path):
@@ -140,26 +144,26 @@ def test_a_run_with_siglips_bias_goes_on_with_clips_loss(demo_folder, tmp_path):
 
 @pytest.mark.parametrize("preset", ["zero0", "zero1", "zero2", "zero3", "zero2_bf16"])
 def test_a_resumed_run_continues_bit_for_bit(demo_folder, tmp_path, preset):
-    """Patch dropout on; saved after step 7, which lies inside an epoch, and ended abruptly two steps later."""
+    """Patch dropout on; saved after step 5, which lies inside an epoch, and ended abruptly two steps later."""
     flags = {
-        "batch_size": 16,
+        "batch_size": 8,
         "force_patch_dropout": 0.25,
-        "steps": 12,
-        "save_every_n_steps": 7,
+        "steps": 8,
+        "save_every_n_steps": 5,
         "deepspeed_config": f"ds_configs/{preset}.json",
         "precision": "bf16" if preset == "zero2_bf16" else "fp32",
         "ema_decay": 0.9,
     }
     whole = run_losses(2, demo_config(demo_folder, tmp_path / "whole", **flags))
     stopped = demo_config(demo_folder, tmp_path / "stopped", **flags)
-    run_ranks(fit, 2, stopped, 9)
+    run_ranks(fit, 2, stopped, 7)
     resumed = run_losses(2, dataclasses.replace(stopped, resume="latest"))
     assert resumed == whole
     averages = [consolidated_state_dict(tmp_path / name / "run", ema=True) for name in ("whole", "stopped")]
     assert all(torch.equal(averages[0][name], averages[1][name]) for name in averages[0])
     lines = (tmp_path / "stopped" / "run" / "metrics.jsonl").read_text().splitlines()
     steps = [record["step"] for record in map(json.loads, lines) if record["kind"] == "train"]
-    assert steps == [*range(1, 10), *range(8, 13)], "it did not go on after step 7"
+    assert steps == [*range(1, 8), *range(6, 9)], "it did not go on after step 5"
 
 
 @pytest.mark.parametrize(
