@@ -73,7 +73,7 @@ def _main(rank: int, world_size: int, arguments: list[str]) -> tuple[int, str, s
         try:
             code = main(arguments)
         except SystemExit as end:
-            code = end.code
+            code = int(end.code)
         except Exception:
             traceback.print_exc()
             code = 1
