@@ -4,6 +4,7 @@ import statistics
 
 from benchmarks.accuracy import EXPONENTS
 from benchmarks.paper.raw import NOT_MEASURED, batch, latest, markdown, mean_and_deviation, newest, origin, rows, where
+from infcl.config import counted
 
 LOSSES = {"clip": "CLIP", "open_clip": "OpenCLIP", "disco": "DisCo-CLIP", "inf_cl": "infcl", "siglip": "SigLIP"}
 METRICS = {"zero_shot_top1": "zero-shot", "image_to_text_r1": "image->text R@1", "text_to_image_r1": "text->image R@1"}
@@ -46,7 +47,7 @@ def table_3() -> str:
     text = markdown(["loss", "seeds", *METRICS.values(), "loss of the last 5% of steps"], lines)
     one = found[0]
     return (
-        f"{text}\n\n{one['steps']} steps of {one['global_batch']} pairs, {one['ranks']} rank(s) each, "
+        f"{text}\n\n{one['steps']} steps of {one['global_batch']} pairs, {counted(one['ranks'], 'rank')} each, "
         f"{one['jobs']} trainings at once; {origin(found)}."
     )
 

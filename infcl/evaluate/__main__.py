@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from infcl.config import LOSS_NAMES
+from infcl.config import LOSS_NAMES, counted
 from infcl.data.evaluation import RESIZES
 from infcl.evaluate.load import load_model
 from infcl.evaluate.tasks import RetrievalTask, ZeroShotTask
@@ -98,7 +98,7 @@ def table(result: dict) -> str:
     for name, value in result["metrics"].items():
         is_share = name.startswith("top") or name.endswith(("_r1", "_r5", "_r10"))
         rows.append((name.replace("_", " "), f"{100 * value:.2f} %" if is_share else f"{value:,.6g}"))
-    rows.append(("seconds", f"{result['seconds']:,.1f} on {result['world_size']} rank(s)"))
+    rows.append(("seconds", f"{result['seconds']:,.1f} on {counted(result['world_size'], 'rank')}"))
     width = max(len(name) for name, _ in rows)
     return "\n".join(["", *(f"  {name:<{width}}  {value}" for name, value in rows), ""])
 

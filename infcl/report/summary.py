@@ -1,5 +1,7 @@
 """The table that ends a run in a terminal."""
 
+from infcl.config import counted
+
 _NO_OPEN_CLIP = "  (for infcl.export.load_exported: open_clip has no convolutional stem)"
 
 
@@ -15,7 +17,7 @@ def summary_table(summary: dict) -> str:
         ("skipped samples", _skipped(summary["data"])),
         ("failed saves", _failed_saves(summary)),
         ("peak memory", f"{summary['peak_memory_mb']:,.0f} MiB a rank"),
-        ("engine", f"ZeRO-{summary['zero_stage']}, {summary['world_size']} rank(s)"),
+        ("engine", f"ZeRO-{summary['zero_stage']}, {counted(summary['world_size'], 'rank')}"),
         ("run folder", paths["run"]),
         ("loss curve", paths["loss_curve"]),
         ("exported model", paths["export"] + ("" if summary.get("loads_in_open_clip", True) else _NO_OPEN_CLIP)),
