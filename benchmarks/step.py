@@ -192,7 +192,7 @@ def _row(trainer, options: argparse.Namespace, peak: float, rate: float) -> dict
             "label": options.label or default_label,
             "gpus": batch.dp_size,
             "model": config.model,
-            "zero": options.zero if options.zero[0] == str(stage := trainer.engine.zero_stage) else str(stage),
+            "zero": options.zero if trainer.engine.zero_stage == int(options.zero[0]) else trainer.engine.zero_stage,
             "precision": trainer.engine.precision,
             "blocks": "compiled" if trainer.compiled else "eager",
             "checkpointing": config.grad_checkpointing,

@@ -1,5 +1,6 @@
 """The planner's command line: what it prints, which flags and profiles it refuses, what it measures."""
 
+import csv
 import json
 import re
 from types import SimpleNamespace
@@ -26,7 +27,8 @@ def test_the_command_prints_parts_phases_and_advice(capsys):
         "behind loss",
         "samples/s",
         "largest global batch",
-        "ZeRO-2",
+        "; ZeRO-3, ",
+        "ZeRO-0 (",
     ):
         assert shown in printed
 
@@ -161,11 +163,21 @@ def test_a_profile_of_ones_own_is_read(tmp_path):
     [([], 0), (["--zero", "2"], 0), (["--precision", "bf16"], 1), (["--zero", "3"], 3), (["--offload"], 1)],
 )
 def test_a_single_rank_is_planned_as_it_is_run(flags, stage):
-    words = ["--model", "ViT-L-14", "--gpus", "1", "--gpus-per-node", "1", "--global-batch", "1024", *flags]
+    words = ["--model", "ViT-L-14", "--gpus", "1", "--gpus-per-node", "8", "--global-batch", "1024", *flags]
     for size in ("128", "auto"):
-        assert setting_of(parser().parse_args([*words, "--micro-batch-size", size])).zero == stage
-    two = setting_of(parser().parse_args([*words, "--gpus", "2", "--gpus-per-node", "2", "--micro-batch-size", "128"]))
-    assert two.zero == max(stage, 1) if "2" not in flags else two.zero == 2
+        assert setting_of(parser().parse_args([*words, "--micro-batch-size", size])).as_run().zero == stage
+
+
+@pytest.mark.parametrize("gpus", ["1", "2"])
+def test_a_sweep_shards_from_two_ranks_on_wherever_it_begins(gpus, capsys):
+    words = (
+        f"--model ViT-L-14 --gpu h200 --gpus {gpus} --global-batch {1024 * int(gpus)} --micro-batch-size 128 --zero 2"
+    )
+    assert main([*words.split(), "--sweep", "gpus=1:4"]) == 0
+    rows = list(csv.DictReader(capsys.readouterr().out.splitlines()))
+    assert [float(row["ZeRO traffic"]) > 0 for row in rows[:3]] == [False, True, True]
+    assert main(words.split()) == 0
+    assert ("ZeRO-0 (stage 2 over one rank)" if gpus == "1" else "; ZeRO-2, ") in capsys.readouterr().out
 
 
 def test_what_is_advised_for_a_single_gpu_is_what_runs_there():

@@ -5,7 +5,7 @@ import json
 import re
 
 from benchmarks.paper.raw import RESULTS, latest, markdown, origin, rows, where
-from benchmarks.paper.towers import OUTDATED
+from benchmarks.paper.towers import EACH_BLOCK_THREE_TIMES
 from infcl.plan.compare import compare, read_steps
 from infcl.plan.setting import load_gpu
 
@@ -34,13 +34,13 @@ def levers() -> str:
 
 def one_micro_batch() -> str:
     """Steps of a single micro-batch, where what is done once a step shows most: ZeRO-1 beside none."""
-    found = where(rows("step.csv"), model="ViT-L-14", micro_batches=1)
+    found = where(rows("step.csv"), model="ViT-L-14", micro_batches=1, precision="amp_bf16", blocks="eager")
     lines = [
         [
             row["gpus"], row["zero"], row["commit"], _rate(row, per_gpu=True),
             f"{1000 * row['seconds_step']:.1f} ms", f"{row['peak_gib']:.1f} GiB",
         ]
-        for row in sorted(found, key=lambda row: row["gpus"])
+        for row in sorted(found, key=lambda row: (row["gpus"], -row["zero"]))
     ]  # fmt: skip
     return markdown(["GPUs", "ZeRO", "commit", "samples/s per GPU", "update", "peak memory"], lines)
 
@@ -95,7 +95,7 @@ def _what(row: dict) -> str:
     words += ["all parameters persistent"] if "persistence" in json.dumps(row["zero_options"]) else []
     words += [name for name in json.loads(row["zero_options"]) if "persistence" not in name]
     words += ["eager"] if row["blocks"] == "eager" else []
-    words += ["before the mend"] if row["commit"] == OUTDATED and row["zero"] == 3 else []
+    words += ["before the mend"] if (row["commit"], row["zero"]) == (EACH_BLOCK_THREE_TIMES, 3) else []
     return ", ".join(words)
 
 

@@ -20,6 +20,7 @@ def not_compiled(loss: Callable) -> Callable:
     Its kernels are compiled already. What is left between them is the ring's messages, whose order all ranks must keep,
     and what the host decides, by shapes, ranks and memory: none of it is for a compiler to move.
     """
+    why = "infcl's losses are kernels and messages that all ranks issue in one order"
     left_alone: list[Callable] = []
 
     @functools.wraps(loss)
@@ -27,10 +28,11 @@ def not_compiled(loss: Callable) -> Callable:
         if "torch._dynamo" not in sys.modules:  # nothing is compiled here; to import it takes seconds
             return loss(*arguments, **options)
         if not left_alone:
-            why = "infcl's losses are kernels and messages that all ranks issue in one order"
             left_alone.append(torch.compiler.disable(loss, reason=why))
         return left_alone[0](*arguments, **options)
 
+    # what torch.compiler.disable says of its function: the compiler stops before it, and tells why
+    call.__dict__.update(_torchdynamo_disable=True, _torchdynamo_disable_msg=why)
     return call
 
 

@@ -20,6 +20,7 @@ from infcl.plan.setting import Gpu, Link, Setting, load_gpu, load_link
 from infcl.plan.sweep import crossover, draw, read_range, sweep
 from infcl.plan.timing import phases_of, samples_per_second
 from infcl.towers.config import load_model_config
+from infcl.train.preset import stage_in_words
 
 
 def read_batch(text: str) -> int:
@@ -87,10 +88,11 @@ def setting_of(arguments: argparse.Namespace) -> Setting:
             raise ValueError(f"--micro-batch-size {arguments.micro_batch_size}: a number of pairs, or auto")
         setting = setting.with_(micro_batch=int(arguments.micro_batch_size))
         setting.check()
-        return setting.as_run()
+        return setting
     setting.with_(micro_batch=max(1, setting.tensor_parallel)).check()
-    choices = [setting.with_(micro_batch=size).as_run() for size in micro_batches(setting)]
-    return max(filter(fits, choices), key=samples_per_second, default=choices[-1])
+    choices = {setting.with_(micro_batch=size).as_run(): size for size in micro_batches(setting)}
+    best = max(filter(fits, choices), key=samples_per_second, default=list(choices)[-1])
+    return setting.with_(micro_batch=choices[best])
 
 
 def told(profile: Gpu | Link) -> str:
@@ -104,6 +106,7 @@ def told(profile: Gpu | Link) -> str:
 
 
 def describe(setting: Setting) -> str:
+    setting, asked = setting.as_run(), setting.zero
     memory, phases = memory_of(setting), phases_of(setting)
     ranks = min(setting.gpus, setting.gpus_per_node)
     total = sum(phase.exposed for phase in phases)
@@ -116,7 +119,7 @@ def describe(setting: Setting) -> str:
             if profile.estimated and (profile is setting.gpu or setting.nodes > 1)
         ),
         f"{setting.global_batch:,} pairs a step = {counted(setting.dp_size, 'data-parallel rank')} x "
-        f"{setting.num_micro_batches} x {setting.micro_batch}; ZeRO-{setting.zero}, "
+        f"{setting.num_micro_batches} x {setting.micro_batch}; {stage_in_words(asked, setting.zero)}, "
         f"{'checkpointing, ' if setting.checkpointing else ''}"
         f"{setting.precision}, {min(setting.resident, setting.num_micro_batches)} graphs kept, loss {setting.loss}, "
         f"{'two-level' if setting.two_level else 'flat'} ring",

@@ -15,7 +15,7 @@ from infcl.train.diagnostics import model_flops, trained_shares
 from infcl.train.host_memory import available_host_bytes, host_memory_bytes, ranks_of_host
 from infcl.train.optim import Schedule, checkpoint_bytes
 from infcl.train.pixels import auto_budget
-from infcl.train.preset import offloads, read_preset, stage_in_words, zero_stage
+from infcl.train.preset import offloads, read_preset, stage_in_words, stage_over, zero_stage
 
 
 def describe_plan(config: TrainConfig, parallel: Parallel) -> str:
@@ -35,7 +35,8 @@ def describe_plan(config: TrainConfig, parallel: Parallel) -> str:
     every = {"retrieval": config.val_frequency, "zero_shot": config.zeroshot_frequency}
     evaluations = [f"{name} {_every(every[name])}" for name in tasks]
     flops = model_flops(cfg, trained_shares(model))
-    stage = stage_in_words(config, parallel.device.type, parallel.dp_size)
+    asked = read_preset(config, parallel.device.type)[0]
+    stage = stage_in_words(zero_stage(asked), zero_stage(preset))
     rows = [
         ("batch", str(batch)),
         *([("", smaller)] if (smaller := batch.smaller_than_asked(config)) else []),
@@ -55,8 +56,10 @@ def describe_plan(config: TrainConfig, parallel: Parallel) -> str:
     zero_optimization = preset.get("zero_optimization", {})
     on_cpu = parallel.device.type == "cpu"
     plan = memory_plan(cfg, batch, config, counts, precision, zero_optimization, on_cpu=on_cpu)
-    lines += _memory_table(plan, zero_stage(preset))
     parts = tuple(part for part in ("optimizer", "param") if offloads(preset, part))
+    ways = {"offloads": "optimizer" in parts}
+    stages = [s for s in STAGES if stage_over(parallel.dp_size, s, precision, **ways) == s]  # that can be had
+    lines += _memory_table(plan, stages, zero_stage(preset))
     if parts:
         named = " and ".join(f"offload_{part}" for part in parts)
         lines.append(f"  This preset has {named}: that lies in host memory instead, as follows.")
@@ -162,11 +165,14 @@ def _epochs(frequency: int) -> str:
     return "every epoch" if frequency == 1 else f"every {frequency} epochs"
 
 
-def _memory_table(plan: dict[str, list[float]], stage: int) -> list[str]:
+def _memory_table(plan: dict[str, list[float]], stages: list[int], stage: int) -> list[str]:
+    """Of these stages; `stage` is the run's."""
     width = max(len(part) for part in plan)
-    heads = "".join(f"{f'ZeRO-{s}' + ('*' if s == stage else ' '):>12}" for s in STAGES)
-    lines = ["  device memory a rank, estimated (* this preset)", f"  {'':<{width}}{heads}"]
-    return lines + [f"  {part:<{width}}" + "".join(f"{_size(n):>11} " for n in row) for part, row in plan.items()]
+    heads = "".join(f"{f'ZeRO-{s}' + ('*' if s == stage else ' '):>12}" for s in stages)
+    lines = ["  device memory a rank, estimated (* this run)", f"  {'':<{width}}{heads}"]
+    for part, column in plan.items():
+        lines.append(f"  {part:<{width}}" + "".join(f"{_size(column[s]):>11} " for s in stages))
+    return lines
 
 
 def _flops(count: float) -> str:

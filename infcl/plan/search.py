@@ -50,7 +50,8 @@ def candidates(setting: Setting) -> Iterator[Setting]:
             continue
         ranks = setting.gpus // tensor_parallel
         for offload in (False, True):
-            stages = (stage_over(ranks, zero, setting.precision, offloads=offload) for zero in (1, 2, 3))
+            least = 1 if offload or setting.precision in ("bf16", "fp16") else 0  # as preset.check_stage
+            stages = (stage_over(ranks, zero, setting.precision, offloads=offload) for zero in range(least, 4))
             for zero in dict.fromkeys(stages):
                 for checkpointing in (False, True):
                     for sequence in (False, True) if tensor_parallel > 1 else (False,):

@@ -24,7 +24,7 @@ def sweep(setting: Setting, sizes: list[int]) -> list[dict]:
         for size in sizes:
             other = setting.with_(gpus=size, global_batch=per_gpu * size, ring=ring)
             other.check()
-            phases = phases_of(other)
+            phases = phases_of(other.as_run())
             groups = {name: sum(p.exposed for p in phases if p.name in members) for name, members in _GROUPS.items()}
             total = sum(groups.values())
             rows.append({"ring": ring, "gpus": size, "global_batch": other.global_batch, "seconds": total, **groups})

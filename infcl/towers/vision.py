@@ -124,11 +124,13 @@ def patches_times(images: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     kernels want of every row.
     """
     width, channels, size, _ = weight.shape
-    m, side = len(images), images.shape[-1] // size
+    side = images.shape[-1] // size
     fill = -channels * size**2 % 8
     patches = images.unfold(2, size, size).unfold(3, size, size).permute(0, 2, 3, 1, 4, 5)  # [m, S/P, S/P, 3, P, P]
-    patches = F.pad(patches.reshape(m, side**2, -1), (0, fill))
-    return F.linear(patches, F.pad(weight.flatten(1), (0, fill))).transpose(1, 2).unflatten(2, (side, side))
+    patches, weight = patches.flatten(3).flatten(1, 2), weight.flatten(1)
+    if fill:  # F.pad copies in any case
+        patches, weight = F.pad(patches, (0, fill)), F.pad(weight, (0, fill))
+    return F.linear(patches, weight).transpose(1, 2).unflatten(2, (side, side))
 
 
 class StemConv(nn.Conv2d):

@@ -8,7 +8,6 @@ import torch.distributed as dist
 from infcl.parallel import describe_ranks, max_over
 from infcl.train.metrics import peak_memory_mb
 from infcl.train.pixels import describe_pixels
-from infcl.train.preset import stage_in_words
 from infcl.train.results import sum_reports
 
 if TYPE_CHECKING:
@@ -18,12 +17,10 @@ if TYPE_CHECKING:
 def opening(trainer: "Trainer") -> Iterator[str]:
     """What the run is, and what in its flags may not be what was meant."""
     config, batch, schedule, steps = trainer.config, trainer.batch, trainer.schedule, trainer.total_steps
-    parallel = trainer.parallel
-    stage = stage_in_words(config, parallel.device.type, parallel.dp_size)
     yield (
         f"{config.model}: {trainer.num_parameters / 1e6:.2f}M parameters; {trainer.loader.num_samples} pairs\n"
-        f"{batch}; {steps} steps; loss {config.loss}; {stage}, "
-        f"{trainer.engine.precision}, {describe_ranks(parallel)}; "
+        f"{batch}; {steps} steps; loss {config.loss}; {trainer.engine.stage}, "
+        f"{trainer.engine.precision}, {describe_ranks(trainer.parallel)}; "
         f"{'compiled' if trainer.compiled else 'eager'} blocks, {trainer.resident} resident micro-batches\n"
         f"{describe_pixels(trainer.pixels)}\n"
         f"{config.opt}, learning rate {schedule}, {schedule.warmup} warm-up steps"

@@ -82,17 +82,19 @@ def read_preset(config: TrainConfig, device_type: str, ranks: int | None = None)
         )
     stage, offloaded = zero_stage(preset), bool(offloads(preset, "optimizer"))
     check_stage(stage, precision, offloads=offloaded, source=str(path))
-    if ranks is not None and (runs := stage_over(ranks, stage, precision, offloads=offloaded)) != stage:
-        preset = preset | {"zero_optimization": preset["zero_optimization"] | {"stage": runs}}
+    sums = preset.get("data_types", {}).get("grad_accum_dtype", "fp32")
+    if ranks is not None and sums == "fp32":  # others need a sharding stage's sums
+        runs = stage_over(ranks, stage, precision, offloads=offloaded)
+        preset = preset | {"zero_optimization": preset.get("zero_optimization", {}) | {"stage": runs}}
     return preset, precision
 
 
 def stage_over(ranks: int, stage: int, precision: str, *, offloads: bool) -> int:
     """The ZeRO stage that runs over so many data-parallel ranks where `stage` is asked for.
 
-    A single rank has nobody to share with: stages 1 and 2 are stage 0 then, without DeepSpeed's flat copies of all
-    parameters and gradients (docs/step.md has what they cost). Masters of 16-bit parameters and state in host memory
-    need their stage, and stage 3 is asked for by those who want to see it.
+    A single rank has nobody to share with: stages 1 and 2 are stage 0 then, without DeepSpeed's second copy of the
+    parameters and its gradient buckets (docs/step.md has what they cost). Masters of 16-bit parameters and state in
+    host memory need their stage. Stage 3 stays, so that what it does can be looked at on one GPU.
     """
     if ranks == 1 and stage in (1, 2) and precision in ("fp32", "amp_bf16") and not offloads:
         return 0
@@ -126,9 +128,8 @@ def sums_gradients_on_host(stage: int, precision: str) -> bool:
     return stage == 2 and precision not in ("bf16", "fp16")
 
 
-def stage_in_words(config: TrainConfig, device_type: str, ranks: int) -> str:
-    """The ZeRO stage that runs; where the preset has another, it too."""
-    asked, runs = (zero_stage(read_preset(config, device_type, size)[0]) for size in (None, ranks))
+def stage_in_words(asked: int, runs: int) -> str:
+    """The ZeRO stage that runs; where another was asked for, it too."""
     return f"ZeRO-{runs}" + (f" (stage {asked} over one rank)" if asked != runs else "")
 
 
