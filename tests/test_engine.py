@@ -4,6 +4,7 @@ import json
 import math
 import re
 from functools import partial
+from unittest import mock
 
 import pytest
 import torch
@@ -363,42 +364,31 @@ def test_the_square_of_many_numbers_is_exact_on_a_cpu():
     assert float(found) == pytest.approx(float(numbers.double().square().sum()), rel=1e-6)
 
 
-def calls_of_the_norm(rank, world_size, preset):
-    """(calls of torch's operators that the norm of DeepSpeed's optimizer takes, tensors that this rank owns of it)."""
-    from torch.utils._python_dispatch import TorchDispatchMode
-
+def tensors_of_the_norm(rank, world_size, preset):
+    """(numbers of tensors that are measured together, tensors that this rank owns of each group)."""
     from infcl.parallel import init_parallel
 
-    class Count(TorchDispatchMode):
-        calls = 0
-
-        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            self.calls += 1
-            return function(*args, **(kwargs or {}))
-
-    class Deep(ToyCLIP):
-        def __init__(self):
-            super().__init__()
-            self.deep = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(40)))
-
-        def forward(self, images, texts):
-            output = super().forward(images, texts)
-            return output | {"image_features": self.deep(output["image_features"])}
-
-    engine = Engine(Deep(), settings(preset), init_parallel("cpu"), BatchPlan(world_size, 1, 4))
+    engine = Engine(ToyCLIP(), settings(preset), init_parallel("cpu"), BatchPlan(world_size, 1, 4))
     output = engine.encode(*global_batch(4))
     engine.backward(sum(value.sum() for value in output.values()), True)
-    optimizer = engine.engine.optimizer
-    with Count() as count:
+    optimizer, together = engine.engine.optimizer, []
+
+    def count(tensors, device):
+        tensors = list(tensors)
+        together.append(len(tensors))
+        return square_of(tensors, device)
+
+    with mock.patch("infcl.train.engine_norm.square_of", count):
         optimizer._get_norm_groups() if preset == "zero3" else optimizer.scaled_global_norm()
-    return count.calls, sum(len(tensors) for tensors in optimizer.averaged_gradients.values())
+    groups = optimizer.fp16_groups if preset == "zero3" else optimizer.params_in_partition
+    return together, [len(parameters) for parameters in groups]
 
 
 @pytest.mark.parametrize("preset", ["zero1", "zero2", "zero3"])
-def test_the_norm_takes_few_calls_however_many_tensors_there_are(preset):
-    """DeepSpeed's takes three for each, which a GPU waits for; there all are taken together."""
-    for calls, tensors in run_ranks(calls_of_the_norm, 2, preset):
-        assert tensors > 35 and calls < tensors + 30  # one a tensor on a CPU, which alone takes each by itself
+def test_the_norm_of_a_group_is_taken_at_once(preset):
+    """DeepSpeed's takes three launches for each tensor, which a GPU waits for."""
+    for together, owned in run_ranks(tensors_of_the_norm, 2, preset):
+        assert together == owned and len(owned) == 2 and max(owned) > 1
 
 
 def test_fp16_on_a_cpu_without_it_is_refused_by_the_flag_that_asks_for_it(monkeypatch):
