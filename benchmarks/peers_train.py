@@ -120,12 +120,13 @@ def flags_of(setting: dict, steps: int, device: str, folder: str) -> list[str]:
 
 def command(setting: dict, flags: list[str]) -> list[str]:
     """A process for each GPU. Behind "--" nothing is torchrun's, which would take --logs for a flag of its own."""
-    infcl = setting["program"] == "infcl"
-    program = [str(ROOT / "pretrain_clip.py")] if infcl else ["-m", "benchmarks.peers_train", "--inside"]
+    module, program = ["-m"], ["benchmarks.peers_train", "--inside"]
+    if setting["program"] == "infcl":
+        module, program = [], [str(ROOT / "pretrain_clip.py")]
     if setting["gpus"] == 1:
-        return [sys.executable, *program, *flags]
+        return [sys.executable, *module, *program, *flags]
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={setting['gpus']}"]
-    return [*launcher, *([] if infcl else ["--module"]), "--", *(word for word in program if word != "-m"), *flags]
+    return [*launcher, *module, "--", *program, *flags]
 
 
 def train_open_clip(flags: list[str]) -> dict[str, list[float]]:
