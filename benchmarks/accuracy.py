@@ -28,7 +28,9 @@ from infcl.report import read_metrics
 
 CURVE_POINTS = 70
 LAST = 0.05  # of the steps: over which `final_loss` is the mean
-LOSSES = ("clip", "open_clip", "disco", "inf_cl", "siglip")
+# name: (--loss, --tile-dtype). The dense losses multiply features in float32, which they are; so do others but one.
+LOSSES = {loss: (loss, "fp32") for loss in ("clip", "open_clip", "disco", "inf_cl", "siglip")}
+LOSSES["inf_cl_bf16"] = ("inf_cl", "bf16")  # what a trainer takes on a GPU by itself
 LEARNING_RATE, DEMO_BATCH, ACCUMULATE = 3e-3, 256, 2  # launch/demo.sh's
 EXPONENTS = {"none": 0, "sqrt": 0.5, "linear": 1}  # --lr-scaling
 BATCHES = [512 << i for i in range(7)]
@@ -71,7 +73,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--study", choices=("losses", "batch-size"), required=True)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--work", type=Path, required=True)
-    parser.add_argument("--losses", nargs="+", choices=LOSSES, default=LOSSES)
+    parser.add_argument("--losses", nargs="+", choices=tuple(LOSSES), default=list(LOSSES))
     parser.add_argument("--seeds", type=int, default=5, help="seeds 0 to N - 1")
     parser.add_argument("--steps", type=int, default=700, help="losses: steps of 256 pairs")
     parser.add_argument("--num-train", type=int, default=16384, help="pairs of the training set")
@@ -99,7 +101,7 @@ def loss_trainings(options: argparse.Namespace, data: Path) -> list[Training]:
     return [
         Training(
             f"{loss}-{seed}",
-            [*_demo_flags(data), *flags, "--lr", str(LEARNING_RATE), "--loss", loss, "--seed", str(seed)],
+            [*_demo_flags(data, *LOSSES[loss]), *flags, "--lr", str(LEARNING_RATE), "--seed", str(seed)],
             {"loss": loss, "seed": seed, "global_batch": DEMO_BATCH, "lr": LEARNING_RATE},
         )
         for seed in range(options.seeds)
@@ -125,16 +127,14 @@ def batch_trainings(options: argparse.Namespace, data: Path) -> list[Training]:
     return result
 
 
-def _demo_flags(data: Path) -> list[str]:
-    """What all have in common; blocks are not compiled, which for this model takes longer than the training.
-
-    The dense losses multiply features in float32, which they are: so do the others here.
-    """
+def _demo_flags(data: Path, loss: str = "inf_cl", tile_dtype: str = "fp32") -> list[str]:
+    """What all have in common; blocks are not compiled, which for this model takes longer than the training."""
     flags = ["--train-data", f"{data}/train", "--val-data", f"{data}/val", "--zeroshot-data", f"{data}/zeroshot"]
     flags += ["--tokenizer", f"{data}/tokenizer.model", "--model", "demo", "--workers", "1"]
     flags += ["--wd", "0.05", "--beta2", "0.98", "--aug-cfg", "scale=(1.0,1.0)", "ratio=(1.0,1.0)"]
     flags += ["--val-frequency", "0", "--zeroshot-frequency", "0", "--save-frequency", "0", "--report-to", "none"]
-    return [*flags, "--tile-dtype", "fp32", "--compile-blocks", "off", "--deepspeed_config", "ds_configs/zero1.json"]
+    flags += ["--loss", loss, "--tile-dtype", tile_dtype]
+    return [*flags, "--compile-blocks", "off", "--deepspeed_config", "ds_configs/zero1.json"]
 
 
 def read_result(run: Path) -> tuple[dict, list[dict]]:

@@ -23,13 +23,15 @@ def flags_of(training: Training):
     return make_parser().parse_args(training.flags)
 
 
-def test_trainings_of_one_seed_differ_in_the_loss_alone():
+def test_trainings_of_one_seed_differ_in_the_loss_alone_and_one_in_its_products():
     trainings = loss_trainings(options("--study", "losses", "--seeds", "2", "--ranks", "2"), Path("data"))
-    assert len(trainings) == 10 and len({training.name for training in trainings}) == 10
+    assert len(trainings) == 12 and len({training.name for training in trainings}) == 12
     flags = [vars(flags_of(training)) for training in trainings if training.key["seed"] == 1]
-    assert {flag["loss"] for flag in flags} == {"clip", "open_clip", "disco", "inf_cl", "siglip"}
-    assert all(flag | {"loss": ""} == flags[0] | {"loss": ""} for flag in flags)
-    assert flags[0]["tile_dtype"] == "fp32"  # as the dense losses multiply
+    compared = [(flag["loss"], flag["tile_dtype"]) for flag in flags]
+    as_the_dense_losses_multiply = {(loss, "fp32") for loss in ("clip", "open_clip", "disco", "inf_cl", "siglip")}
+    assert set(compared) == as_the_dense_losses_multiply | {("inf_cl", "bf16")}
+    same = {"loss": "", "tile_dtype": ""}
+    assert all(flag | same == flags[0] | same for flag in flags)
     assert flags[0]["batch_size"] * flags[0]["accum_freq"] * 2 == 256 and flags[0]["seed"] == 1
 
 

@@ -6,7 +6,8 @@ from benchmarks.accuracy import EXPONENTS
 from benchmarks.paper.raw import NOT_MEASURED, batch, latest, markdown, mean_and_deviation, newest, origin, rows, where
 from infcl.config import counted
 
-LOSSES = {"clip": "CLIP", "open_clip": "OpenCLIP", "disco": "DisCo-CLIP", "inf_cl": "infcl", "siglip": "SigLIP"}
+LOSSES = {"clip": "CLIP", "open_clip": "OpenCLIP", "disco": "DisCo-CLIP", "inf_cl": "infcl"}
+LOSSES |= {"inf_cl_bf16": "infcl, products bf16", "siglip": "SigLIP"}
 METRICS = {"zero_shot_top1": "zero-shot", "image_to_text_r1": "image->text R@1", "text_to_image_r1": "text->image R@1"}
 EARLY = (0, 2, 5, 9)  # points of a curve, each the mean of some steps
 SCALINGS = {"none": "lr as it is", "sqrt": "lr x sqrt(batch)", "linear": "lr x batch"}
@@ -79,7 +80,7 @@ def table_3_pairs() -> str:
         for metric in METRICS
     }
     lines = []
-    for loss in ("open_clip", "disco", "inf_cl"):
+    for loss in ("open_clip", "disco", "inf_cl", "inf_cl_bf16"):
         seeds = sorted(set(by_loss[loss]) & set(by_loss["clip"]))
         if not seeds:
             continue
