@@ -24,6 +24,7 @@ from infcl.config import BatchPlan, TrainConfig
 from infcl.parallel import Parallel
 from infcl.train.engine_fp16 import scale_between_steps
 from infcl.train.engine_norm import add_to_norm, square_of, take_together
+from infcl.train.engine_reduce import reduce_in_few_launches
 from infcl.train.engine_stage3 import release_by_the_present_trace
 from infcl.train.engine_state import EMA, ZeroState
 from infcl.train.engine_unused import reduce_what_is_left, shards
@@ -66,6 +67,7 @@ class Engine:
         )
         if self.zero_stage == 3:
             release_by_the_present_trace(self.engine.optimizer)
+            reduce_in_few_launches(self.engine.optimizer)
         if parallel.dp_size == 1 and not shards(self.engine.optimizer):
             self.engine.enable_backward_allreduce = False  # all gradients would be copied into a bucket and back
         reduce_what_is_left(self.engine.optimizer, parallel.device)
