@@ -23,6 +23,7 @@ from torch import nn
 from infcl.config import BatchPlan, TrainConfig
 from infcl.parallel import Parallel
 from infcl.train.engine_fp16 import scale_between_steps
+from infcl.train.engine_gather import KeptParameters
 from infcl.train.engine_norm import add_to_norm, square_of, take_together
 from infcl.train.engine_reduce import reduce_in_few_launches
 from infcl.train.engine_stage3 import release_by_the_present_trace
@@ -65,9 +66,11 @@ class Engine:
             mpu=mpu,
             dist_init_required=False,
         )
+        self.kept: KeptParameters | None = None
         if self.zero_stage == 3:
             release_by_the_present_trace(self.engine.optimizer)
             reduce_in_few_launches(self.engine.optimizer)
+            self.kept = KeptParameters(self.engine.optimizer, in_host_memory=offloads(preset, "param"))
         if parallel.dp_size == 1 and not shards(self.engine.optimizer):
             self.engine.enable_backward_allreduce = False  # all gradients would be copied into a bucket and back
         reduce_what_is_left(self.engine.optimizer, parallel.device)
@@ -93,7 +96,10 @@ class Engine:
         return self.engine.module
 
     def train(self, mode: bool = True) -> None:
+        """Train, or (False) evaluate, between steps."""
         self.engine.train(mode)
+        if self.kept is not None:
+            self.kept.keep(mode)
 
     def encode(
         self, images: torch.Tensor | None, texts: torch.Tensor | None, **trunks: torch.Tensor

@@ -1,0 +1,86 @@
+"""What ZeRO-3 gathers stays for the whole step, where it may: a faster way than DeepSpeed 0.19.8's.
+
+DeepSpeed gives a block's parameters back at the end of each pass that does not use them again soon. A gradient cache
+passes 2M times over M micro-batches, so they are gathered 2M times a step, and before and after each module the host
+counts its parameters. They do not change before the update, and up to `stage3_max_live_parameters` of them are there at
+once anyway, in the backward. So a model that has no more keeps what its first pass has gathered, until the update or an
+evaluation; of the modules that are whole no further hook does anything. Larger models, and those whose parameters wait
+in host memory, are left to DeepSpeed.
+"""
+
+from typing import Any
+
+_RELEASE = "_PartitionedParameterCoordinator__release_param"
+
+
+class KeptParameters:
+    """DeepSpeed's stage-3 hooks of an optimizer, which release nothing while `on`, but at the update.
+
+    AttributeError, with the symbol, where DeepSpeed is another version.
+    """
+
+    def __init__(self, optimizer: Any, *, in_host_memory: bool):
+        from deepspeed.runtime.zero import parameter_offload
+        from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+
+        hooks = optimizer.parameter_offload
+        total = sum(parameter.ds_numel for parameter in hooks.module.parameters())
+        self.fits = total <= hooks._max_available_parameters_in_numel and not in_host_memory
+        self.on = self.fits
+        self._available, self._stack = ZeroParamStatus.AVAILABLE, parameter_offload.FWD_MODULE_STACK
+        self._iterate, self._is_leaf = parameter_offload.iter_params, parameter_offload.z3_leaf_module
+        self._parameters: dict[Any, list[Any]] = {}  # of a module that is gathered as one
+        self._entered: set[tuple[Any, str]] = set()  # (module, pass) that DeepSpeed's hooks are in
+        if self.fits:
+            self._replace(hooks, hooks.get_param_coordinator())
+
+    def keep(self, wanted: bool) -> None:
+        """False: for forwards between steps, which release as DeepSpeed does."""
+        self.on = wanted and self.fits
+
+    def _replace(self, hooks: Any, coordinator: Any) -> None:
+        release, release_all = getattr(coordinator, _RELEASE), coordinator.release_and_reset_all
+
+        def release_unless_kept(parameter: Any, *args: Any, **options: Any) -> None:
+            if not self.on:
+                release(parameter, *args, **options)
+
+        def release_for_the_update(module: Any) -> None:
+            kept, self.on = self.on, False
+            try:
+                release_all(module)
+            finally:
+                self.on = kept
+
+        setattr(coordinator, _RELEASE, release_unless_kept)
+        coordinator.release_and_reset_all = release_for_the_update
+        before, after = hooks.pre_sub_module_forward_function, hooks.post_sub_module_forward_function
+        hooks.pre_sub_module_forward_function = self._on_entry("forward", before)
+        hooks.post_sub_module_forward_function = self._on_exit("forward", after)
+        before, after = hooks.pre_sub_module_backward_function, hooks.post_sub_module_backward_function
+        hooks.pre_sub_module_backward_function = self._on_entry("backward", before)
+        hooks.post_sub_module_backward_function = self._on_exit("backward", after)
+
+    def _on_entry(self, pass_: str, fetch: Any) -> Any:
+        def enter(module: Any) -> None:
+            if self.on and self._is_whole(module):
+                if pass_ == "forward":
+                    self._stack.append(module)  # the hook behind the forward takes it off again
+                return
+            self._entered.add((module, pass_))
+            fetch(module)
+
+        return enter
+
+    def _on_exit(self, pass_: str, leave: Any) -> Any:
+        def exit_(module: Any) -> None:
+            if (module, pass_) in self._entered:
+                self._entered.discard((module, pass_))
+                leave(module)
+
+        return exit_
+
+    def _is_whole(self, module: Any) -> bool:
+        if module not in self._parameters:
+            self._parameters[module] = list(self._iterate(module, recurse=self._is_leaf(module)))
+        return all(parameter.ds_status is self._available for parameter in self._parameters[module])

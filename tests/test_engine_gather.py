@@ -1,0 +1,146 @@
+"""ZeRO-3 gathers a model that fits once a step, and every forward sees the weights that it should."""
+
+import re
+
+import pytest
+import torch
+
+from infcl.config import BatchPlan
+from infcl.train.engine import Engine
+from tests.ranks import run_ranks
+from tests.step_oracle import LR
+from tests.test_engine import settings
+from tests.test_engine_reduce import MICRO_BATCHES, odd_clip, pairs, preset_of
+
+
+def engine_of(preset: str, world_size: int, **changes) -> Engine:
+    from infcl.parallel import init_parallel
+
+    config = settings("zero3", precision="fp32", deepspeed_config=preset, **changes)
+    return Engine(odd_clip(), config, init_parallel("cpu"), BatchPlan(world_size, MICRO_BATCHES, 4))
+
+
+def gathers(action) -> int:
+    """How many gathering collectives it starts."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        action()
+    return sum(bool(re.match(r"c10d::.*gather", event.name)) for event in profile.events())
+
+
+def encode_and_replay(engine: Engine, rank: int, step: int) -> None:
+    """Both passes of a step."""
+    batches = [pairs(100 * step + 10 * rank + index) for index in range(MICRO_BATCHES)]
+    engine.train()
+    with torch.no_grad():
+        for batch in batches:
+            engine.encode(*batch)
+    for index, batch in enumerate(batches):
+        output = engine.encode(*batch)
+        surrogate = (output["image_features"] * output["text_features"].roll(1, 0)).sum() + output["logit_scale"].sum()
+        engine.backward(surrogate, index == MICRO_BATCHES - 1)
+
+
+def whole_parameters(engine: Engine) -> int:
+    """How many are gathered."""
+    return sum(parameter.ds_status.name == "AVAILABLE" for parameter in engine.module.parameters())
+
+
+def gathers_of_steps(rank, world_size, preset):
+    """Of each step: gathers of its first forward, of all others and the backwards; parameters whole before and after
+    the update."""
+    engine, found = engine_of(preset, world_size), []
+    for step in range(3):
+        engine.train()
+        with torch.no_grad():
+            first = gathers(lambda: engine.encode(*pairs(0)))
+        others = gathers(lambda step=step: encode_and_replay(engine, rank, step))
+        before = whole_parameters(engine)
+        engine.step(LR)
+        found.append((first, others, before, whole_parameters(engine)))
+    return found, len(list(engine.module.parameters()))
+
+
+def test_what_fits_is_gathered_once_a_step(tmp_path):
+    steps, parameters = run_ranks(gathers_of_steps, 2, preset_of(tmp_path))[0]
+    for first, others, before, after in steps:
+        assert first > 0 and others == 0
+        assert before == parameters and after == 0
+
+
+def test_a_model_above_the_limit_is_gathered_by_each_pass(tmp_path):
+    preset = preset_of(tmp_path, stage3_max_live_parameters=1000, stage3_max_reuse_distance=1000)
+    steps, parameters = run_ranks(gathers_of_steps, 2, preset)[0]
+    for first, others, before, after in steps:
+        assert others >= 2 * MICRO_BATCHES * first and before < parameters and after == 0
+
+
+def weights_and_evaluations(rank, world_size, preset, kept):
+    """After three steps: the weights; and between them what evaluations saw, of the weights and of their average."""
+    from infcl.train.checkpoint import full_weights
+
+    engine, seen = engine_of(preset, world_size, ema_decay=0.5), []
+    assert engine.kept.fits
+    if not kept:
+        engine.kept.fits = engine.kept.on = False
+    for step in range(3):
+        encode_and_replay(engine, rank, step)
+        assert engine.step(LR)
+        engine.update_average()
+        engine.train(False)
+        with torch.no_grad():
+            seen.append(engine.encode(*pairs(1000))["image_features"])
+            with engine.showing_average():
+                seen.append(engine.encode(*pairs(1000))["image_features"])
+            seen.append(engine.encode(*pairs(1000))["image_features"])
+        if kept:  # DeepSpeed alone leaves what its trace of a step with backwards says is used again
+            assert whole_parameters(engine) == 0
+    return full_weights(engine, keep=True), seen
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_steps_and_evaluations_are_those_without_keeping_to_the_bit(world_size, tmp_path):
+    preset = preset_of(tmp_path)
+    (weights, seen), (expected, beside) = (
+        run_ranks(weights_and_evaluations, world_size, preset, kept)[0] for kept in (True, False)
+    )
+    assert all(torch.equal(weights[name], value) for name, value in expected.items())
+    assert all(torch.equal(a, b) for a, b in zip(seen, beside, strict=True))
+    assert not torch.equal(seen[0], seen[1]) and torch.equal(seen[0], seen[2])
+
+
+def forward_after_a_write(rank, world_size, preset):
+    """Features before and after a weight is written amid a step, as a checkpoint's are; a fresh engine's with it."""
+    engine, written = engine_of(preset, world_size), engine_of(preset, world_size)
+    parameter = dict(engine.module.named_parameters())["visual.proj"]
+    value = engine.state.read(parameter).flip(0)
+    with torch.no_grad():
+        before = engine.encode(*pairs(0))["image_features"]
+        engine.state.write(parameter, value)
+        written.state.write(dict(written.module.named_parameters())["visual.proj"], value)
+        return before, engine.encode(*pairs(0))["image_features"], written.encode(*pairs(0))["image_features"]
+
+
+def test_a_weight_that_is_written_while_all_is_kept_is_seen(tmp_path):
+    before, after, expected = run_ranks(forward_after_a_write, 2, preset_of(tmp_path))[0]
+    assert torch.equal(after, expected) and not torch.equal(before, after)
+
+
+def steps_that_are_left_out(rank, world_size, preset):
+    """(applied, parameters whole after it) of a step whose gradients are not finite, and of the next."""
+    engine, found = engine_of(preset, world_size), []
+    for step in range(2):
+        encode_and_replay(engine, rank, step)
+        if step == 0:
+            engine.engine.optimizer.grad_partitions_flat_buffer[0] = float("nan")
+        found.append((engine.step(LR), whole_parameters(engine)))
+    return found
+
+
+def test_a_step_that_is_left_out_releases_too(tmp_path):
+    assert run_ranks(steps_that_are_left_out, 2, preset_of(tmp_path))[0] == [(False, 0), (True, 0)]
+
+
+def test_parameters_in_host_memory_are_left_to_deepspeed(tmp_path):
+    preset = preset_of(tmp_path, offload_param={"device": "cpu"}, offload_optimizer={"device": "cpu"})
+    steps, parameters = run_ranks(gathers_of_steps, 2, preset)[0]
+    assert all(others > 0 and before < parameters for _, others, before, _ in steps)
