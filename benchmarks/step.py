@@ -162,6 +162,12 @@ def config_of(zero: str, zero_options: dict, steps: int, trainer_flags: list[str
     return parse_args([*given, *trainer_flags])
 
 
+def _said(zero: str) -> dict:
+    """What of a preset a row has to say beside its name: rows without have DeepSpeed's own."""
+    known = json.loads(Path(f"ds_configs/zero{zero}.json").read_text())["zero_optimization"]
+    return {name: known[name] for name in ("reduce_bucket_size",) if name in known}
+
+
 def setting_of(label: str) -> tuple[TrainConfig, dict]:
     """(config, preset) of a row by its label, which has the flags without their dashes."""
     own = ("zero", "zero-options", "measured-steps", "warm-up-steps", "gpus")
@@ -210,7 +216,7 @@ def _row(trainer, options: argparse.Namespace, peak: float, rate: float) -> dict
             "hfu": executed * per_gpu / rate / 1e12,
             "library_tflops": rate,
             "steps": len(records),
-            "zero_options": json.dumps(options.zero_options),
+            "zero_options": json.dumps(_said(options.zero) | options.zero_options),
             "deepspeed": metadata.version("deepspeed"),
         }
         | hardware(options.commit)

@@ -270,6 +270,12 @@ COMMANDS = [
         "--precision bf16 --measured-steps 1 --warm-up-steps 0 --pixel-cache gpu --compile-blocks off",
     ),
     Command(
+        "python -m benchmarks.step --gpus 2 --grad-checkpointing --precision bf16 --batch-size 256 --accum-freq 4 "
+        "--zero 3",
+        multigpu="python -m benchmarks.step --gpus 2 --grad-checkpointing --precision bf16 --batch-size 8 "
+        "--accum-freq 4 --zero 3 --model ViT-B-32 --measured-steps 1 --warm-up-steps 0 --compile-blocks off",
+    ),
+    Command(
         "python -m benchmarks.step --gpus 2 --batch-size 128 --zero 1 "
         "--zero-options '{\"reduce_bucket_size\": 100000000}'",
         multigpu="python -m benchmarks.step --gpus 2 --batch-size 8 --model ViT-B-32 --measured-steps 1 "
@@ -321,9 +327,9 @@ COMMANDS = [
     Command("make results", here='make results -o "$VENV/.installed"'),
     Command(
         "python -m benchmarks.accuracy --study losses --seeds 5 --out docs/results --work .data/accuracy --device cuda "
-        "--jobs 13",
+        "--gpus 2 --jobs 30",
         here="python -m benchmarks.accuracy --study losses --seeds 1 --out new --work work --num-train 600 --steps 2 "
-        "--losses clip siglip --device cpu --jobs 2",
+        "--losses clip siglip --device cpu --gpus 1 --jobs 2",
     ),
     Command(
         "python -m benchmarks.accuracy --study batch-size --num-train 131072 --out docs/results --work .data/accuracy "

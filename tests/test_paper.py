@@ -176,7 +176,7 @@ def test_stages_stand_beside_zero_1_of_their_commit_and_say_what_sets_them_apart
     assert [line.split(" | ")[:4] for line in steps.zero_3().splitlines()[2:]] == [
         ["| 4", "1", "", "500"],
         ["| 4", "3", "another machine, all parameters persistent", "450 (0.90 of ZeRO-1)"],
-        ["| 4", "3", "memory_efficient_linear, eager", "400 (0.80 of ZeRO-1)"],
+        ["| 4", "3", "`memory_efficient_linear` true, eager", "400 (0.80 of ZeRO-1)"],
         ["| 2", "3", "before the mend", "250"],
     ]
 

@@ -13,7 +13,7 @@ RESULTS = ROOT / "docs" / "results"
 # How many rows may say less, and why; no others may.
 BARE = {
     "accuracy_batches_curves.csv": 2280,  # the losses of the runs in accuracy_batches.csv
-    "accuracy_losses_curves.csv": 1750,  # in accuracy_losses.csv
+    "accuracy_losses_curves.csv": 2100,  # in accuracy_losses.csv
     "accuracy_losses_ranks_curves.csv": 280,  # in accuracy_losses_ranks.csv
     "demo.csv": 6,  # older than the columns, as the next two
     "plan_steps.csv": 1,

@@ -62,6 +62,7 @@ REGIONS: dict[str, Callable[[], str]] = {
     "step-one-micro-batch": steps.one_micro_batch,
     "step-zero-3": steps.zero_3,
     "step-slow-host": steps.slow_host,
+    "step-zero-3-hosts": steps.zero_3_hosts,
     "optimizers": steps.optimizers,
     "locked-tower": steps.locked_tower,
     "data-speed": data.speed,

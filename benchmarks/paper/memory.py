@@ -1,13 +1,14 @@
 """Memory of whole steps: the paper's Tables 1 and 2 beside ours, measured and planned; Figure 1."""
 
 import itertools
+import json
 
 from benchmarks.paper.raw import batch, latest, markdown, newest, origin, rows, where
 from infcl.plan.compare import convolution_apart
 from infcl.plan.fit import Fit
 from infcl.plan.memory import memory_of, parameter_counts
 from infcl.plan.paper import paper_memory
-from infcl.plan.parts import loss_bytes
+from infcl.plan.parts import BUCKET, loss_bytes
 from infcl.plan.setting import Setting, load_gpu
 from infcl.towers.config import load_model_config
 from infcl.train.build import build_meta_model, build_tokenizer_and_model_config
@@ -147,7 +148,7 @@ def plan_states() -> str:
     lines = []
     for row in found:
         flags = [word for word in row["label"].split(" measured-steps")[0].split() if word not in _SAID]
-        plan = planned_at_start(row["label"]) / GIB
+        plan = planned_at_start(row) / GIB
         peak = row["peak_gib"]
         lines.append(
             [row["model"], " ".join(flags), f"{peak:.1f} / {plan:.1f} ({round(plan / peak - 1, 3) + 0.0:+.1%})"]
@@ -158,11 +159,12 @@ def plan_states() -> str:
 _SAID = ("model", "ViT-B-16", "compile-blocks", "on")  # by the table, or of all rows
 
 
-def planned_at_start(label: str) -> float:
-    """Bytes that infcl/plan/fit.py reckons for the flags of a row of benchmarks.step on one GPU."""
+def planned_at_start(row: dict) -> float:
+    """Bytes that infcl/plan/fit.py reckons for the flags of a row of benchmarks.step on one GPU, with its buckets."""
     from benchmarks.step import setting_of
 
-    config, preset = setting_of(label)
+    config, preset = setting_of(row["label"])
+    preset["zero_optimization"] |= {"reduce_bucket_size": BUCKET} | json.loads(row["zero_options"] or "{}")
     _, cfg = build_tokenizer_and_model_config(config)
     counts = parameter_counts(build_meta_model(config, cfg))
     return Fit(config, cfg, counts, str(config.precision), preset, 1, float("inf")).parts(config)["peak"]

@@ -37,12 +37,12 @@ def one_micro_batch() -> str:
     found = where(rows("step.csv"), model="ViT-L-14", micro_batches=1, precision="amp_bf16", blocks="eager")
     lines = [
         [
-            row["gpus"], row["zero"], row["commit"], _rate(row, per_gpu=True),
+            row["gpus"], row["zero"], ", ".join(_options(row)), row["commit"], _rate(row, per_gpu=True),
             f"{1000 * row['seconds_step']:.1f} ms", f"{row['peak_gib']:.1f} GiB",
         ]
         for row in sorted(found, key=lambda row: (row["gpus"], -row["zero"]))
     ]  # fmt: skip
-    return markdown(["GPUs", "ZeRO", "commit", "samples/s per GPU", "update", "peak memory"], lines)
+    return markdown(["GPUs", "ZeRO", "", "commit", "samples/s per GPU", "update", "peak memory"], lines)
 
 
 def zero_3() -> str:
@@ -61,6 +61,26 @@ def zero_3() -> str:
             seconds = [f"{row[f'seconds_{phase}']:.3f} s" for phase in ("encode", "replay")]
             lines.append([row["gpus"], row["zero"], _what(row), rate, *seconds, f"{row['peak_gib']:.1f} GiB", commit])
     header = ["GPUs", "ZeRO", "", "samples/s per GPU", "encode", "replay", "peak memory", "commit"]
+    return markdown(header, lines)
+
+
+def zero_3_hosts() -> str:
+    """ViT-L-14 on two H200s, 1,024 pairs on each, checkpointing, bf16: stages 1 and 3, on unlike machines."""
+    found = sorted(
+        rows("step_hosts.csv"), key=lambda row: (row["python_loop_seconds"], row["micro_batch"], row["zero"])
+    )
+    lines = []
+    for row in found:
+        same = {name: row[name] for name in ("python_loop_seconds", "micro_batch")}
+        rate, plain = _rate(row, per_gpu=True), where(found, **same, zero=1)
+        if row["zero"] == 3 and plain:
+            rate += f" ({row['samples_per_second'] / plain[0]['samples_per_second']:.2f} of ZeRO-1)"
+        seconds = [f"{row[f'seconds_{phase}']:.3f} s" for phase in ("encode", "replay")]
+        lines.append([
+            f"{row['python_loop_seconds']:.2f} s", row["micro_batch"], row["zero"], _what(row), rate, *seconds,
+            f"{row['peak_gib']:.1f} GiB", row["commit"],
+        ])  # fmt: skip
+    header = ["Python loop", "m", "ZeRO", "", "samples/s per GPU", "encode", "replay", "peak memory", "commit"]
     return markdown(header, lines)
 
 
@@ -92,11 +112,17 @@ def _what(row: dict) -> str:
     """What sets a row apart: what its label says in parentheses, options of ZeRO, code that was mended."""
     note = row["label"].split("(")[1].rstrip(")") if "(" in row["label"] else ""
     words = [note] if note and "printed row" not in note else []
-    words += ["all parameters persistent"] if "persistence" in json.dumps(row["zero_options"]) else []
-    words += [name for name in json.loads(row["zero_options"]) if "persistence" not in name]
+    words += _options(row)
     words += ["eager"] if row["blocks"] == "eager" else []
     words += ["before the mend"] if (row["commit"], row["zero"]) == (EACH_BLOCK_THREE_TIMES, 3) else []
     return ", ".join(words)
+
+
+def _options(row: dict) -> list[str]:
+    """Of ZeRO, beyond DeepSpeed's and the preset's."""
+    options = json.loads(row["zero_options"])
+    words = ["all parameters persistent"] if any("persistence" in name for name in options) else []
+    return words + [f"`{name}` {json.dumps(value)}" for name, value in options.items() if "persistence" not in name]
 
 
 def optimizers() -> str:

@@ -6,6 +6,7 @@ import statistics
 from benchmarks.paper.raw import markdown, origin, rows, where
 from infcl.plan.compare import convolution_apart
 from infcl.plan.memory import counted_by_torch, memory_of
+from infcl.plan.parts import BUCKET
 from infcl.plan.setting import Setting, load_gpu
 from infcl.plan.timing import step_seconds
 
@@ -27,6 +28,7 @@ def measured_steps() -> list[tuple[dict, Setting]]:
             micro_batch=row["batch_size"], zero=row["zero_stage"], checkpointing=row["checkpointing"] == "True",
             compiled=row["compiled"] == "True", tensor_parallel=row["tensor_parallel"],
             sequence_parallel=row["sequence_parallel"] == "True", pixels="device",
+            reduce_bucket_size=row.get("reduce_bucket_size") or BUCKET,
         ))
         for row in found
         if row["tensor_parallel"] == 1 or not row["commit"].startswith("96af64e")
@@ -69,7 +71,8 @@ def large_towers() -> str:
         of_whole = f"{row['samples_per_second'] / whole[0]['samples_per_second']:.2f}" if whole else ""
         size = f"{setting.tensor_parallel}" + (", `--sequence-parallel`" if setting.sequence_parallel else "")
         then = setting.with_(convolution_apart=convolution_apart(row))
-        plans = [counted_by_torch(memory_of(one)) / GIB for one in (then, setting)]
+        today = setting.with_(reduce_bucket_size=None)
+        plans = [counted_by_torch(memory_of(one)) / GIB for one in (then, today)]
         peak = f"{row['peak_gib']:.1f}" if row["peak_gib"] else "?"
         lines.append([
             names[row["model"]], size, setting.zero, row["batch_size"], f"{row['samples_per_second']:.0f}", of_whole,

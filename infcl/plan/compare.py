@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 
 from infcl.plan.memory import counted_by_torch, memory_of
+from infcl.plan.parts import BUCKET
 from infcl.plan.setting import Gpu, Setting
 from infcl.plan.timing import samples_per_second
 from infcl.towers.config import load_model_config
@@ -34,6 +35,7 @@ def read_steps(path: Path) -> list[dict]:
 
 def setting_of_row(row: dict, gpu: Gpu) -> Setting:
     gpus, micro_batch, micro_batches = (int(row[name]) for name in ("gpus", "micro_batch", "micro_batches"))
+    options = json.loads(row.get("zero_options") or "{}")
     return Setting(
         model=load_model_config(row["model"]),
         gpu=gpu,
@@ -49,6 +51,8 @@ def setting_of_row(row: dict, gpu: Gpu) -> Setting:
         precision=row.get("precision") or "amp_bf16",
         pixels="device" if "pixel-cache gpu" in row.get("label", "") else "host",
         convolution_apart=convolution_apart(row),
+        overlap_comm=options.get("overlap_comm", True),
+        reduce_bucket_size=options.get("reduce_bucket_size", BUCKET),
     )
 
 

@@ -17,6 +17,8 @@ from infcl.config import BatchPlan, TrainConfig
 from infcl.loss.contrastive import TILED
 from infcl.plan.activations import exchange_bytes, graph_bytes, stream_bytes
 from infcl.plan.parts import (
+    BUCKET,
+    STAGE_3_BUCKET,
     bucket_bytes,
     gathered_bytes,
     landing_bytes,
@@ -105,10 +107,7 @@ def parts_of(load: Load) -> dict[str, float]:
             load.zero, load.trainable, stage=load.stage, ranks=batch.dp_size, precision=load.precision
         )
         parts["gradients"] = 0.0 if load.on_cpu and load.stage == 3 else passing  # nothing runs ahead there
-    buckets = bucket_bytes(load.zero, load.trainable, convolution_apart=load.convolution_apart, **sizes)
-    if load.on_cpu:  # a bucket's pages are taken when a gradient first lies in them: small models leave most of it
-        buckets = min(buckets, (12.0 if load.stage == 1 else 8.0) * load.trainable)
-    parts["gradient buckets"] = buckets
+    parts["gradient buckets"] = 0.0  # here among the parts; below, since it depends on the activations
     parts["gathered parameters"] = gathered_bytes(
         load.parameters, load.zero, stage=load.stage, ranks=batch.dp_size, precision=load.precision
     )
@@ -127,6 +126,12 @@ def parts_of(load: Load) -> dict[str, float]:
         blocks_of_a_graph=1 if alone else BLOCKS_OF_A_RUN,
         **layout,
     )
+    graph = parts["activations"] / max(1, min(load.resident, batch.num_micro_batches))
+    options: dict[str, Any] = {"convolution_apart": load.convolution_apart, "graph": graph}
+    buckets = bucket_bytes(load.zero, load.trainable, **options, **sizes)
+    if load.on_cpu:  # a bucket's pages are taken when a gradient first lies in them: small models leave most of it
+        buckets = min(buckets, (12.0 if load.stage == 1 else 8.0) * load.trainable)
+    parts["gradient buckets"] = buckets
     parts["travelling rows"] = exchange_bytes(cfg, **layout)
     rows = batch.rank_batch_size // share
     parts["cached data"] = load.micro_batch_pixels * load.uploads + load.pixels_on_gpu * load.waiting_pixels
@@ -263,6 +268,8 @@ def load_of(setting: "Setting") -> Load:
     share = setting.tensor_parallel
     parameters = parameters_of(setting.model) // share
     zero: dict[str, Any] = {"overlap_comm": setting.overlap_comm}
+    bucket = STAGE_3_BUCKET if setting.zero == 3 and not setting.offload else BUCKET
+    zero["reduce_bucket_size"] = setting.reduce_bucket_size or bucket
     if setting.offload:
         zero["offload_optimizer"] = {"pin_memory": True}  # as in ds_configs/zero3_offload.json
     return Load(

@@ -7,6 +7,7 @@ from infcl.kernels import WORKSPACE_BYTES
 from infcl.loss.copies import LIMIT
 from infcl.train.preset import sums_gradients_on_host
 
+BUCKET, STAGE_3_BUCKET = 5e8, 5e7  # elements: what DeepSpeed takes by itself, and what ds_configs/zero3.json says
 _BUCKETS_AHEAD = 3  # of DeepSpeed's stage 3: it waits for the third last (max_param_reduce_events)
 
 
@@ -52,7 +53,7 @@ def passing_bytes(zero_optimization: dict, trainable: int, *, stage: int, ranks:
     """
     if stage < 3:
         return 0.0 if sums_gradients_on_host(stage, precision) else trainable * 4 / (ranks if stage == 2 else 1)
-    bucket, width = zero_optimization.get("reduce_bucket_size", 5e8), 2 if precision in ("bf16", "fp16") else 4
+    bucket, width = zero_optimization.get("reduce_bucket_size", BUCKET), 2 if precision in ("bf16", "fp16") else 4
     on_its_way = width + (4 / ranks if width == 2 else 0)
     return min(trainable, _BUCKETS_AHEAD * bucket) * width + min(trainable, bucket) * on_its_way
 
@@ -65,22 +66,27 @@ def bucket_bytes(
     precision: str,
     offloaded: bool = False,
     convolution_apart: bool = False,
+    graph: float = 0.0,
 ) -> float:
     """Bytes per rank of DeepSpeed's buffers for gradients on their way: allocated whole, whatever the model's size.
 
     Of each type in which gradients travel it has one of 4 bytes an element, with overlap_comm two; of stage 3 one, in
     that type, which with 16-bit parameters stage 2 has as well. Float32 buckets that fill before the backward ends are
-    flattened while activations are there.
+    flattened while activations are there: all but the share of the `graph` bytes that is gone by then. Of stage 3 it is
+    gradients instead (engine_reduce.py): of the bucket that fills, of one that is on its way, and flattened; no more
+    than there are.
     convolution_apart: under autocast, as until 1f7968e: a convolution's gradient travels in 16 bits, all others in 32.
     """
     if stage == 0 or _is_bf16_optimizer(stage, precision, offloaded=offloaded):
         return 0.0
-    size = zero_optimization.get("reduce_bucket_size", 5e8)
+    size = zero_optimization.get("reduce_bucket_size", BUCKET)
+    widths = [4, 2 if stage == 3 else 4] if precision == "amp_bf16" and convolution_apart else [4]
+    if stage == 3 and not offloaded:
+        return min(3 * size, max(size, trainable)) * (2 if precision in ("bf16", "fp16") else sum(widths))
     if stage > 1 and precision in ("bf16", "fp16"):
         return size * 2 * (2 if stage < 3 and zero_optimization.get("overlap_comm", False) else 1)
-    widths = [4, 2 if stage == 3 else 4] if precision == "amp_bf16" and convolution_apart else [4]
     buffers = size * sum(widths) * (2 if stage < 3 and zero_optimization.get("overlap_comm", False) else 1)
-    return buffers + (4 * size if trainable > size else 0.0)
+    return buffers + (max(0.0, 4 * size - graph * size / trainable) if trainable > size else 0.0)
 
 
 def gathered_bytes(parameters: int, zero_optimization: dict, *, stage: int, ranks: int, precision: str) -> float:

@@ -75,6 +75,7 @@ class Setting:
     gpus_per_node: int = 8
     link: Link = dataclasses.field(default_factory=lambda: load_link("nic-400"))  # between hosts
     overlap_comm: bool = True
+    reduce_bucket_size: float | None = None  # elements; None: as the presets of ds_configs say
     convolution_apart: bool = False  # until 1f7968e, see memory.bucket_bytes
 
     @property

@@ -3,7 +3,8 @@
     encode      M - R forwards without a graph             replay    M forwards, backwards, and recomputations
     loss        8 rows B D flops a GPU                     ring      blocks of W ranks, behind the loss
     gradients   reduce (ZeRO 0, 1: once a step; 2, 3: for each micro-batch), behind the backward
-    parameters  gathered: ZeRO 1, 2 after the update; ZeRO 3 for each pass over a micro-batch, behind that pass
+    parameters  gathered: ZeRO 1, 2 after the update; ZeRO 3 in a step's first forward, and those of more than 1e9
+                for each pass over a micro-batch, behind that pass
     host        issues encode, loss and replay, mostly while the GPUs compute
     optimizer   reads and writes of the state, and of the gradients around it
 
@@ -21,6 +22,7 @@ from infcl.train.preset import sums_gradients_on_host
 # 31 passes) on one H200 (451 and 498 samples/s, 23 ms of it in the update: 19 us) and four (1750 to 1793 and 1869 to
 # 1967: 11 to 17 us).
 HOOK_WAIT_SECONDS = 0.000017
+STAGE_3_LIVE = 1e9  # parameters: DeepSpeed's stage3_max_live_parameters
 # Of an update, beside the rank's own state: what DeepSpeed flattens, casts, measures and clips, in bytes a parameter.
 # From the updates of ViT-L-14 in step.csv: 10 ms in bf16; under autocast 13 to 15 on two GPUs, 8 without ZeRO; 33 to 46
 # under ZeRO-3.
@@ -68,8 +70,11 @@ def _zero_phases(setting: Setting, towers: dict[str, Phase]) -> list[Phase]:
     if setting.zero == 3:
         passes = forwards(setting) + micro_batches
         if size > 1:
-            computing = towers["encode"].exposed + towers["replay"].exposed
-            phases.append(hidden("parameters", once * passes, computing, "encode and replay"))
+            kept = parameters <= STAGE_3_LIVE  # engine_gather.py
+            first = towers["encode" if micro_batches > 1 else "replay"].exposed / micro_batches
+            computing = first if kept else towers["encode"].exposed + towers["replay"].exposed
+            words = "the first forward" if kept else "encode and replay"
+            phases.append(hidden("parameters", once if kept else once * passes, computing, words))
         model = setting.model
         modules = MODULES_PER_BLOCK * (model.vision_cfg.layers + model.text_cfg.layers)
         hooks = HOOK_WAIT_SECONDS * modules * passes
