@@ -47,8 +47,9 @@ def whole_parameters(engine: Engine) -> int:
 
 def gathers_of_steps(rank, world_size, preset):
     """Of each step: gathers of its first forward, of all others and the backwards; parameters whole before and after
-    the update."""
+    the update; how many modules DeepSpeed's trace has then, by which it prefetches."""
     engine, found = engine_of(preset, world_size), []
+    coordinator = engine.engine.optimizer.parameter_offload.get_param_coordinator()
     for step in range(3):
         engine.train()
         with torch.no_grad():
@@ -56,22 +57,34 @@ def gathers_of_steps(rank, world_size, preset):
         others = gathers(lambda step=step: encode_and_replay(engine, rank, step))
         before = whole_parameters(engine)
         engine.step(LR)
-        found.append((first, others, before, whole_parameters(engine)))
+        trace = len(coordinator._PartitionedParameterCoordinator__submodule_order) * coordinator.is_complete_trace()
+        found.append((first, others, before, whole_parameters(engine), trace))
     return found, len(list(engine.module.parameters()))
 
 
-def test_what_fits_is_gathered_once_a_step(tmp_path):
-    steps, parameters = run_ranks(gathers_of_steps, 2, preset_of(tmp_path))[0]
-    for first, others, before, after in steps:
+PREFETCHES = {"all at once": {}, "in parts": {"stage3_prefetch_bucket_size": 20000}}
+PERSISTENT = {"stage3_param_persistence_threshold": 1000} | PREFETCHES["in parts"]
+
+
+@pytest.mark.parametrize("prefetch", PREFETCHES)
+def test_what_fits_is_gathered_once_a_step(prefetch, tmp_path):
+    steps, parameters = run_ranks(gathers_of_steps, 2, preset_of(tmp_path, **PREFETCHES[prefetch]))[0]
+    for first, others, before, after, trace in steps:
         assert first > 0 and others == 0
         assert before == parameters and after == 0
+        assert trace == steps[0][-1] > 10, "a forward's modules, in every step"
 
 
-def test_a_model_above_the_limit_is_gathered_by_each_pass(tmp_path):
-    preset = preset_of(tmp_path, stage3_max_live_parameters=1000, stage3_max_reuse_distance=1000)
-    steps, parameters = run_ranks(gathers_of_steps, 2, preset)[0]
-    for first, others, before, after in steps:
-        assert others >= 2 * MICRO_BATCHES * first and before < parameters and after == 0
+def test_small_parameters_stay_and_the_others_are_gathered_once_a_step(tmp_path):
+    steps, parameters = run_ranks(gathers_of_steps, 2, preset_of(tmp_path, **PERSISTENT))[0]
+    for first, others, before, after, _ in steps:
+        assert first > 0 and others == 0 and before == parameters and 0 < after < parameters
+
+
+@pytest.mark.parametrize("limit", ["stage3_max_live_parameters", "stage3_max_reuse_distance"])
+def test_a_model_above_a_limit_is_gathered_again(limit, tmp_path):
+    steps, _ = run_ranks(gathers_of_steps, 2, preset_of(tmp_path, **{limit: 1000}))[0]
+    assert all(first > 0 and others > 0 and after == 0 for first, others, _, after, _ in steps)
 
 
 def weights_and_evaluations(rank, world_size, preset, kept):
@@ -79,6 +92,7 @@ def weights_and_evaluations(rank, world_size, preset, kept):
     from infcl.train.checkpoint import full_weights
 
     engine, seen = engine_of(preset, world_size, ema_decay=0.5), []
+    persistent = sum(parameter.ds_persist for parameter in engine.module.parameters())
     assert engine.kept.fits
     if not kept:
         engine.kept.fits = engine.kept.on = False
@@ -93,13 +107,15 @@ def weights_and_evaluations(rank, world_size, preset, kept):
                 seen.append(engine.encode(*pairs(1000))["image_features"])
             seen.append(engine.encode(*pairs(1000))["image_features"])
         if kept:  # DeepSpeed alone leaves what its trace of a step with backwards says is used again
-            assert whole_parameters(engine) == 0
+            assert whole_parameters(engine) == persistent
     return full_weights(engine, keep=True), seen
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_steps_and_evaluations_are_those_without_keeping_to_the_bit(world_size, tmp_path):
-    preset = preset_of(tmp_path)
+@pytest.mark.parametrize(
+    ("world_size", "options"), [(1, {}), (2, {}), (3, {}), (2, PREFETCHES["in parts"]), (2, PERSISTENT)]
+)
+def test_steps_and_evaluations_are_those_without_keeping_to_the_bit(world_size, options, tmp_path):
+    preset = preset_of(tmp_path, **options)
     (weights, seen), (expected, beside) = (
         run_ranks(weights_and_evaluations, world_size, preset, kept)[0] for kept in (True, False)
     )
@@ -143,4 +159,4 @@ def test_a_step_that_is_left_out_releases_too(tmp_path):
 def test_parameters_in_host_memory_are_left_to_deepspeed(tmp_path):
     preset = preset_of(tmp_path, offload_param={"device": "cpu"}, offload_optimizer={"device": "cpu"})
     steps, parameters = run_ranks(gathers_of_steps, 2, preset)[0]
-    assert all(others > 0 and before < parameters for _, others, before, _ in steps)
+    assert all(others > 0 and before < parameters for _, others, before, _, _ in steps)

@@ -135,7 +135,10 @@ def steps_without_waiting(preset, *, last_backward: bool = True) -> None:
 
 @pytest.mark.parametrize("stage", [1, 3])
 def test_the_host_never_waits_for_the_gpu_between_the_first_encoding_and_the_last_backward(stage, tmp_path):
-    """On one GPU; over several: test_multigpu. In ZeRO-2 (overlap_comm) DeepSpeed waits once a backward."""
+    """On one GPU; over several: test_multigpu. In ZeRO-2 (overlap_comm) DeepSpeed waits once a backward.
+
+    Under ZeRO-3 of its sums of gradients alone: parameters as small as these are gathered behind the update.
+    """
     preset = tmp_path / "preset.json"
     preset.write_text(json.dumps({"zero_optimization": {"stage": stage, "overlap_comm": stage == 3}}))
     steps_without_waiting(preset, last_backward=stage != 3)

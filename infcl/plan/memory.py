@@ -107,16 +107,12 @@ def parts_of(load: Load) -> dict[str, float]:
             load.zero, load.trainable, stage=load.stage, ranks=batch.dp_size, precision=load.precision
         )
         parts["gradients"] = 0.0 if load.on_cpu and load.stage == 3 else passing  # nothing runs ahead there
-    parts["gradient buckets"] = 0.0  # here among the parts; below, since it depends on the activations
-    parts["gathered parameters"] = gathered_bytes(
-        load.parameters, load.zero, stage=load.stage, ranks=batch.dp_size, precision=load.precision
-    )
     layout: dict[str, Any] = {"precision": load.precision, "tensor_parallel": share}
     layout |= {"sequence_parallel": load.sequence_parallel and share > 1, "micro_batch_size": batch.micro_batch_size}
     trained = load.blocks or {"image": cfg.vision_cfg.layers, "text": cfg.text_cfg.layers}
     whole = trained == {"image": cfg.vision_cfg.layers, "text": cfg.text_cfg.layers}
     alone = share == 1 or load.stage == 3 or load.checkpointing or not whole
-    parts |= graph_bytes(
+    graphs = graph_bytes(
         cfg,
         load.trainable,
         resident=min(load.resident, batch.num_micro_batches),
@@ -126,12 +122,16 @@ def parts_of(load: Load) -> dict[str, float]:
         blocks_of_a_graph=1 if alone else BLOCKS_OF_A_RUN,
         **layout,
     )
-    graph = parts["activations"] / max(1, min(load.resident, batch.num_micro_batches))
+    graph = graphs["activations"] / max(1, min(load.resident, batch.num_micro_batches))
     options: dict[str, Any] = {"convolution_apart": load.convolution_apart, "graph": graph}
     buckets = bucket_bytes(load.zero, load.trainable, **options, **sizes)
     if load.on_cpu:  # a bucket's pages are taken when a gradient first lies in them: small models leave most of it
         buckets = min(buckets, (12.0 if load.stage == 1 else 8.0) * load.trainable)
     parts["gradient buckets"] = buckets
+    parts["gathered parameters"] = gathered_bytes(
+        load.parameters, load.zero, stage=load.stage, ranks=batch.dp_size, precision=load.precision
+    )
+    parts |= graphs
     parts["travelling rows"] = exchange_bytes(cfg, **layout)
     rows = batch.rank_batch_size // share
     parts["cached data"] = load.micro_batch_pixels * load.uploads + load.pixels_on_gpu * load.waiting_pixels

@@ -81,7 +81,7 @@ def bucket_bytes(
         return 0.0
     size = zero_optimization.get("reduce_bucket_size", BUCKET)
     widths = [4, 2 if stage == 3 else 4] if precision == "amp_bf16" and convolution_apart else [4]
-    if stage == 3 and not offloaded:
+    if stage == 3 and not offloaded and zero_optimization.get("reduce_scatter", True):
         return min(3 * size, max(size, trainable)) * (2 if precision in ("bf16", "fp16") else sum(widths))
     if stage > 1 and precision in ("bf16", "fp16"):
         return size * 2 * (2 if stage < 3 and zero_optimization.get("overlap_comm", False) else 1)

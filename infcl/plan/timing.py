@@ -20,7 +20,7 @@ from infcl.train.preset import sums_gradients_on_host
 
 # What GPUs wait around one module in ZeRO-3, a pass, gathering included: from ZeRO-3 against ZeRO-1 (ViT-L-14, M = 8,
 # 31 passes) on one H200 (451 and 498 samples/s, 23 ms of it in the update: 19 us) and four (1750 to 1793 and 1869 to
-# 1967: 11 to 17 us).
+# 1967: 11 to 17 us). Of DeepSpeed's own hooks: an upper bound where parameters stay for a step (engine_gather.py).
 HOOK_WAIT_SECONDS = 0.000017
 STAGE_3_LIVE = 1e9  # parameters: DeepSpeed's stage3_max_live_parameters
 # Of an update, beside the rank's own state: what DeepSpeed flattens, casts, measures and clips, in bytes a parameter.
@@ -71,8 +71,9 @@ def _zero_phases(setting: Setting, towers: dict[str, Phase]) -> list[Phase]:
         passes = forwards(setting) + micro_batches
         if size > 1:
             kept = parameters <= STAGE_3_LIVE  # engine_gather.py
-            first = towers["encode" if micro_batches > 1 else "replay"].exposed / micro_batches
-            computing = first if kept else towers["encode"].exposed + towers["replay"].exposed
+            towers_seconds = towers["encode"].exposed + towers["replay"].exposed
+            forward = towers_seconds / (forwards(setting) + 2 * micro_batches)  # a backward is two
+            computing = forward if kept else towers_seconds
             words = "the first forward" if kept else "encode and replay"
             phases.append(hidden("parameters", once if kept else once * passes, computing, words))
         model = setting.model

@@ -4,7 +4,7 @@
 
 Every parameter is initialised in the constructor of the module that owns it and used in that module's own forward.
 ZeRO-3 needs both: under deepspeed.zero.Init a parameter is a shard as soon as its module's constructor returns, and it
-is gathered for the duration of its module's forward only.
+is sure to be gathered for the duration of its module's forward only.
 
 Shapes: m samples, L tokens, w width, h heads, d = w / h.
 """

@@ -1,11 +1,14 @@
-"""What ZeRO-3 gathers stays for the whole step, where it may: a faster way than DeepSpeed 0.19.8's.
+"""What ZeRO-3 gathers stays for the whole step, where it may: fewer gathers than DeepSpeed 0.19.8 needs.
 
 DeepSpeed gives a block's parameters back at the end of each pass that does not use them again soon. A gradient cache
 passes 2M times over M micro-batches, so they are gathered 2M times a step, and before and after each module the host
-counts its parameters. They do not change before the update, and up to `stage3_max_live_parameters` of them are there at
-once anyway, in the backward. So a model that has no more keeps what its first pass has gathered, until the update or an
-evaluation; of the modules that are whole no further hook does anything. Larger models, and those whose parameters wait
-in host memory, are left to DeepSpeed.
+counts its parameters. They do not change before the update, and within `stage3_max_reuse_distance` of their next use
+(a forward's, its backward) DeepSpeed keeps them anyway. So a model that has no more than that in all, nor more than
+`stage3_max_live_parameters`, keeps what the first forward of a step has gathered, until the update or an evaluation;
+behind that forward no hook does anything for modules that are whole. Larger models, and those whose parameters wait in
+host memory, are left to DeepSpeed.
+
+The first forward is DeepSpeed's in every module, so that the trace by which it prefetches stays that of a forward.
 """
 
 from typing import Any
@@ -25,18 +28,22 @@ class KeptParameters:
 
         hooks = optimizer.parameter_offload
         total = sum(parameter.ds_numel for parameter in hooks.module.parameters())
-        self.fits = total <= hooks._max_available_parameters_in_numel and not in_host_memory
+        limit = min(hooks._max_available_parameters_in_numel, hooks._max_reuse_distance_in_numel)
+        self.fits = total <= limit and not in_host_memory
         self.on = self.fits
+        self.gathered = False  # by a whole forward since the last update
+        self._root = hooks.module
         self._available, self._stack = ZeroParamStatus.AVAILABLE, parameter_offload.FWD_MODULE_STACK
         self._iterate, self._is_leaf = parameter_offload.iter_params, parameter_offload.z3_leaf_module
         self._parameters: dict[Any, list[Any]] = {}  # of a module that is gathered as one
-        self._entered: set[tuple[Any, str]] = set()  # (module, pass) that DeepSpeed's hooks are in
+        self._entered: set[tuple[Any, str]] = set()  # (module, pass) that DeepSpeed's hooks are in, or that raised
         if self.fits:
             self._replace(hooks, hooks.get_param_coordinator())
 
     def keep(self, wanted: bool) -> None:
         """False: for forwards between steps, which release as DeepSpeed does."""
         self.on = wanted and self.fits
+        self.gathered = self.gathered and self.on
 
     def _replace(self, hooks: Any, coordinator: Any) -> None:
         release, release_all = getattr(coordinator, _RELEASE), coordinator.release_and_reset_all
@@ -47,6 +54,8 @@ class KeptParameters:
 
         def release_for_the_update(module: Any) -> None:
             kept, self.on = self.on, False
+            self.gathered = False
+            self._entered.clear()
             try:
                 release_all(module)
             finally:
@@ -63,7 +72,7 @@ class KeptParameters:
 
     def _on_entry(self, pass_: str, fetch: Any) -> Any:
         def enter(module: Any) -> None:
-            if self.on and self._is_whole(module):
+            if self.gathered and self._is_whole(module):
                 if pass_ == "forward":
                     self._stack.append(module)  # the hook behind the forward takes it off again
                 return
@@ -77,6 +86,8 @@ class KeptParameters:
             if (module, pass_) in self._entered:
                 self._entered.discard((module, pass_))
                 leave(module)
+            if module is self._root and pass_ == "forward":
+                self.gathered = self.on
 
         return exit_
 

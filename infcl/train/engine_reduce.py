@@ -1,9 +1,10 @@
-"""How ZeRO-3 adds up gradients over ranks and micro-batches: a faster way than DeepSpeed 0.19.8's.
+"""How ZeRO-3 adds up gradients over ranks and micro-batches: fewer launches than DeepSpeed 0.19.8 needs.
 
 DeepSpeed moves each gradient into a bucket, cuts the bucket, and adds each rank's pieces to its sums one parameter at a
 time, and after every backward the host waits for the GPU: some twenty launches a parameter and micro-batch, which with
-a gradient cache is most of what the host does (docs/step.md). Here a bucket takes six launches however many parameters
-it has, and the host waits once a step. The sums, their places and their rounding are DeepSpeed's:
+a gradient cache is a large part of what the host does (docs/step.md). Here a bucket takes a few launches (and one for
+each parameter that is no multiple of the ranks), and the host waits once a step. The sums, their places and their
+rounding are DeepSpeed's:
 
     gradients [n] of a bucket -> [ranks, n / ranks], side by side -> / ranks -> reduce-scatter -> += float32 sums
 
@@ -60,7 +61,7 @@ class _Reducer:
         self.optimizer, self.sums, self.travels_as, self.group = optimizer, sums, travels_as, group
         self.ranks = dist.get_world_size(group)
         self.stream = optimizer.reduce_and_partition_stream  # None on a CPU
-        self.waiting: list[Any] = []  # parameters whose gradients are there
+        self.waiting: dict[int, Any] = {}  # parameters whose gradients are there, by DeepSpeed's number
         self.elements = 0
         self.in_flight: deque[tuple[torch.cuda.Event, list[torch.Tensor]]] = deque()
 
@@ -68,12 +69,15 @@ class _Reducer:
         """A parameter's gradient of this micro-batch is there, whole."""
         if self.waiting and self.elements + parameter.ds_numel > self.optimizer.reduce_bucket_size:
             self.reduce()
-        self.waiting.append(parameter)
+        if parameter.ds_id in self.waiting:
+            raise RuntimeError(f"the gradient of {parameter.ds_summary()} came twice in one backward")
+        self.waiting[parameter.ds_id] = parameter
         self.elements += parameter.ds_numel
 
     def reduce(self) -> None:
         """Reduce what is waiting, on a stream of its own."""
-        parameters, self.waiting, self.elements = self.waiting, [], 0
+        parameters = [self.waiting[number] for number in sorted(self.waiting)]
+        self.waiting, self.elements = {}, 0
         if not parameters:
             return
         gradients = [parameter.grad for parameter in parameters]
@@ -88,7 +92,9 @@ class _Reducer:
             self._add_to_sums(parameters, gradients)
         self.in_flight.append((self.stream.record_event(), gradients))
         while len(self.in_flight) > IN_FLIGHT:  # the stream that owns their memory waits, not the host
-            current.wait_event(self.in_flight.popleft()[0])
+            reduced, gradients = self.in_flight.popleft()
+            current.wait_event(reduced)
+            del gradients
 
     @torch.no_grad()
     def _add_to_sums(self, parameters: list[Any], gradients: list[torch.Tensor]) -> None:

@@ -48,7 +48,7 @@ class ZeroState:
         return list(self.engine.module.named_parameters())
 
     def shape(self, parameter: nn.Parameter, key: str | None = None) -> torch.Size:
-        """Of the whole parameter or state; under stage 3 the parameter itself is empty between forwards."""
+        """Of the whole parameter or state; under stage 3 the parameter itself is empty between steps."""
         split, part = _split(parameter), self._part_shape(parameter, key)
         return part if split is None else split.whole_shape(part)
 
