@@ -7,27 +7,21 @@ there behind them, and waiting until a flag in one's own memory has been written
 What such transfers need to be right (when memory may be written over) is up to who uses them: loss/copies.py for the
 ring, megatron_patches/exchange.py for products over rows that travel.
 
-A stream waits for a flag without end, and NCCL's watchdog sees none of it: `Watch` ends a process that waits too long.
+A stream waits for a flag without end, and NCCL's watchdog sees none of it: gpu_watch.py ends a process that waits too
+long.
 """
 
-import atexit
-import collections
 import contextlib
 import ctypes
 import os
 import socket
-import sys
-import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar, cast
 
 import torch
 import torch.distributed as dist
 
-from infcl.loss.links import timeout_of
-
 ALIGNED = 256  # bytes: where what is copied begins, and flags
-TELLING = 10.0  # seconds, at most, in which a process that ends says what it waited for
 _BITS = 0xFFFFFFFF  # of a flag
 _Result = TypeVar("_Result")
 
@@ -178,77 +172,6 @@ def _gathered(value, group: dist.ProcessGroup) -> list:
     values: list = [None] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group=group)
     return values
-
-
-class Watch:
-    """Ends this process once its GPU has not come past a mark for as long as the group waits for a message.
-
-    describe: what it waits for; called then, by a thread, and may use streams of its own.
-    """
-
-    def __init__(self, group: dist.ProcessGroup, device: torch.device, describe: Callable[[], str]):
-        self._seconds, self._device, self._describe = timeout_of(group).total_seconds(), device, describe
-        self._newest: torch.cuda.Event | None = None
-        self._here: torch.cuda.Event | None = None
-        self._seen: torch.cuda.Event | None = None
-        self._thread: threading.Thread | None = None
-        self._leaving = threading.Event()
-
-    def mark(self, event: torch.cuda.Event) -> None:
-        """The GPU is to come past this event, recorded where it has come past those marked before."""
-        self._newest = event
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="infcl peer memory", daemon=True)
-            self._thread.start()
-            atexit.register(self._leave)
-
-    def mark_here(self, stream: torch.cuda.Stream) -> None:
-        """The GPU is to come past what the stream has now. Where this is called often, few events are made."""
-        if self._here is None or self._here is self._seen:
-            self._here = torch.cuda.Event()
-        self._here.record(stream)
-        self.mark(self._here)
-
-    def _leave(self) -> None:
-        """A thread that came back from CUDA while the interpreter is taken down would abort the process."""
-        self._leaving.set()
-        if self._thread is not None:
-            self._thread.join(timeout=2)
-
-    def _run(self) -> None:
-        torch.cuda.set_device(self._device)
-        _let_others_capture()
-        nap, naps = min(1.0, self._seconds / 10), 0
-        ahead = collections.deque[tuple[torch.cuda.Event, int]]()
-        while not self._leaving.wait(nap):
-            naps += 1  # a clock would count the time in which all ranks were stopped, to go on later
-            if (newest := self._newest) is not self._seen:
-                self._seen = newest  # is not recorded again
-                ahead.append((newest, naps))
-            try:
-                while ahead and ahead[0][0].query():
-                    ahead.popleft()
-            except RuntimeError:
-                return  # the GPU has failed, which whoever computes on it is told
-            if ahead and (naps - ahead[0][1]) * nap > self._seconds:
-                self._end()
-
-    def _end(self) -> None:
-        """Nothing that waits for this GPU can be ended but the process."""
-        telling = threading.Thread(target=self._tell, daemon=True)  # the driver may hold up what asks it, too
-        telling.start()
-        telling.join(TELLING)
-        os._exit(1)
-
-    def _tell(self) -> None:
-        print(f"For {self._seconds:.0f} s {self._device} has waited for another GPU.", file=sys.stderr, flush=True)
-        print(self._describe(), file=sys.stderr, flush=True)
-
-
-def _let_others_capture() -> None:
-    """This thread's questions to CUDA do not make the CUDA graph invalid that another thread captures meanwhile."""
-    relaxed = ctypes.c_int(2)
-    ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode(ctypes.byref(relaxed))
 
 
 class Driver:

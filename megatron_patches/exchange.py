@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Protocol, cast
 import torch
 import torch.distributed as dist
 
-from infcl import peer_memory
+from infcl import gpu_watch, peer_memory
 from infcl.peer_memory import ALIGNED
 
 if TYPE_CHECKING:
@@ -117,7 +117,7 @@ class PeerMemory:
         self.stream, self._driver = peer_memory.on_all(group, lambda: (torch.cuda.Stream(device), peer_memory.Driver()))
         self._raw = self.stream.cuda_stream
         self._ready, self._sent = torch.cuda.Event(), torch.cuda.Event()
-        self._watch = peer_memory.Watch(group, device, self._missing)
+        self._watch = gpu_watch.Watch(group, device, self._missing)
         self._allocate(ALIGNED)  # what cannot be shared, and flags that the driver refuses, are known from the start
 
     def swap(self, rows: torch.Tensor, step: int) -> Arrival:

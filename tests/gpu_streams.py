@@ -11,7 +11,7 @@ from unittest import mock
 
 import torch
 
-from infcl import peer_memory
+from infcl import gpu_watch, peer_memory
 
 
 class Gpus:
@@ -32,7 +32,7 @@ class Gpus:
             mock.patch.object(torch.distributed, "get_world_size", lambda group: self.size),
             mock.patch.object(peer_memory, "Driver", lambda: self),
             mock.patch.object(peer_memory, "on_all", lambda group, own: own()),
-            mock.patch.object(peer_memory, "Watch"),
+            mock.patch.object(gpu_watch, "Watch"),
         ]
 
     def compute(self, operation) -> None:
@@ -94,3 +94,6 @@ class Event:
     def record(self, stream: Stream | None = None) -> None:
         self.reached = reached = []
         self.gpus.issue((stream or torch.cuda.current_stream()).cuda_stream, lambda: reached.append(True))
+
+    def query(self) -> bool:
+        return bool(self.reached)

@@ -21,10 +21,12 @@ FILES = sorted(
 LAYERS = {
     "infcl.kernels": 0,
     "infcl.loss.lse": 0,
+    "infcl.gpu_watch": 1,
     "infcl.peer_memory": 1,
     "infcl.loss.copies": 1,
     "infcl.loss.links": 1,
     "infcl.loss.ring": 1,
+    "infcl.loss.sends": 1,
     "infcl.loss": 2,
     "infcl.loss.contrastive": 3,
     "infcl.towers": 4,
@@ -53,6 +55,8 @@ WITHOUT = {
         "infcl/loss/links.py",
         "infcl/loss/ring.py",
         "infcl/loss/copies.py",
+        "infcl/loss/sends.py",
+        "infcl/gpu_watch.py",
         "infcl/peer_memory.py",
     ),
 }

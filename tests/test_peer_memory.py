@@ -1,8 +1,6 @@
-"""Memory that GPUs share is taken where all of them can, and a GPU that waits too long for another ends its process."""
+"""Memory that GPUs share is taken where all of them can."""
 
 import os
-import threading
-from datetime import timedelta
 from types import SimpleNamespace
 from unittest import mock
 
@@ -12,7 +10,7 @@ import torch.distributed as dist
 
 from infcl import peer_memory
 from infcl.loss import copies
-from infcl.peer_memory import RankFailed, Watch
+from infcl.peer_memory import RankFailed
 from tests.ranks import run_ranks
 
 MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
@@ -97,118 +95,6 @@ def allocated(rank, size, what):
 def test_memory_that_ranks_cannot_find_of_each_other_is_refused_on_all(what, expected):
     for said in run_ranks(allocated, 2, what):
         assert said is expected if expected is True else said.startswith(expected)
-
-
-NEVER, FAILS = float("inf"), -1
-
-
-class Ended(BaseException):
-    pass
-
-
-class Naps:
-    """In the place of Watch's `_leaving`: `at` is called with the number of each nap, and nothing is waited for."""
-
-    def __init__(self, last: int, at=lambda nap: None):
-        self.last, self.at, self.nap = last, at, 0
-
-    def wait(self, seconds: float) -> bool:
-        self.nap += 1
-        self.at(self.nap)
-        return self.nap > self.last
-
-
-def watched(marks: dict[int, float], naps: int, describe=lambda: "rank 3 is missing") -> int | None:
-    """The nap at which the process ended. marks: the nap at which an event is marked -> that at which it has passed."""
-
-    def at(nap: int) -> None:
-        if nap in marks:
-            watch.mark(SimpleNamespace(query=lambda: has_passed(nap)))
-
-    def has_passed(nap: int) -> bool:
-        if marks[nap] == FAILS:
-            raise RuntimeError("CUDA error: an illegal memory access was encountered")
-        return watch._leaving.nap >= marks[nap]
-
-    with (
-        mock.patch.object(peer_memory, "timeout_of", return_value=timedelta(seconds=600)),
-        mock.patch.object(torch.cuda, "set_device"),
-        mock.patch.object(peer_memory, "_let_others_capture"),
-        mock.patch.object(os, "_exit", side_effect=Ended),
-    ):
-        watch = Watch("the group", CUDA0, describe)
-        watch._thread, watch._leaving = threading.current_thread(), Naps(naps, at)
-        try:
-            watch._run()
-        except Ended:
-            assert os._exit.call_args.args == (1,)
-            return watch._leaving.nap
-    return None
-
-
-def test_a_gpu_that_does_not_come_past_a_mark_ends_the_process_and_says_what_is_missing(capsys):
-    assert watched({5: 5, 7: NEVER}, 2000) == 7 + 601
-    assert watched({5: 400, 300: NEVER, 301: NEVER}, 2000) == 300 + 601, "each from its own mark on"
-    assert capsys.readouterr().err == 2 * "For 600 s cuda:0 has waited for another GPU.\nrank 3 is missing\n"
-
-
-def test_marks_between_two_looks_share_an_event_and_what_was_looked_at_is_not_recorded_again():
-    made, recorded = [], []
-
-    class Event:
-        def __init__(self):
-            made.append(self)
-
-        def record(self, stream):
-            recorded.append((made.index(self), stream))
-
-        def query(self):
-            return True
-
-    with (
-        mock.patch.object(peer_memory, "timeout_of", return_value=timedelta(seconds=600)),
-        mock.patch.object(torch.cuda, "set_device"),
-        mock.patch.object(torch.cuda, "Event", Event),
-        mock.patch.object(peer_memory, "_let_others_capture"),
-    ):
-        watch = Watch("the group", CUDA0, str)
-        watch._thread = threading.current_thread()
-        watch._leaving = Naps(3, lambda nap: [watch.mark_here(f"nap {nap}") for _ in range(2)])
-        watch._run()
-    looks = [(0, "nap 1"), (0, "nap 1"), (1, "nap 2"), (1, "nap 2"), (2, "nap 3"), (2, "nap 3"), (3, "nap 4")]
-    assert recorded[:7] == looks
-
-
-def test_long_work_and_long_idleness_end_no_process():
-    assert watched({5: 5 + 600, 6: 6 + 600, 3000: 3000}, 10_000) is None
-
-
-def test_the_process_ends_though_what_is_missing_cannot_be_read(capsys):
-    never = threading.Event()
-    with mock.patch.object(peer_memory, "TELLING", 0.01):
-        assert watched({1: NEVER}, 2000, describe=never.wait) == 602
-    never.set()
-    assert "cuda:0 has waited" in capsys.readouterr().err
-
-
-def test_the_watch_begins_with_the_first_mark_and_ends_with_the_process():
-    with (
-        mock.patch.object(peer_memory, "timeout_of", return_value=timedelta(hours=1)),
-        mock.patch.object(torch.cuda, "set_device"),
-        mock.patch.object(peer_memory, "_let_others_capture"),
-        mock.patch.object(peer_memory.atexit, "register") as at_exit,
-    ):
-        watch = Watch("the group", CUDA0, str)
-        for _ in range(2):
-            watch.mark(SimpleNamespace(query=lambda: True))
-        thread, (at_end,) = watch._thread, at_exit.call_args.args
-        assert thread.is_alive() and thread.daemon and at_exit.call_count == 1
-        at_end()
-    assert not thread.is_alive()
-
-
-def test_a_gpu_that_failed_is_watched_no_more():
-    assert watched({1: FAILS, 2: NEVER}, 2000) is None
 
 
 def test_a_ring_that_a_cuda_graph_captures_goes_by_sends():

@@ -23,7 +23,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from infcl import peer_memory
+from infcl import gpu_watch, peer_memory
+from infcl.loss.links import uses_nccl
 from infcl.peer_memory import ALIGNED
 
 # Bytes of GPU memory, kept between passes: enough for 32,768 rows a rank at D = 768 (two blocks in 16 bits, two
@@ -44,7 +45,7 @@ def copies_of(group: dist.ProcessGroup, device: torch.device) -> "PeerCopies | N
 @functools.cache
 def _copies_of(group: dist.ProcessGroup, device: torch.device) -> "PeerCopies | None":
     with torch.cuda.device(device):  # where objects are gathered
-        if "cuda:nccl" not in dist.get_backend_config(group).split(","):  # get_backend names none where there are two
+        if not uses_nccl(group):
             return None
         copies, problem = peer_memory.on_peers(group, device, lambda: PeerCopies(group, device))
         if copies is None:
@@ -68,7 +69,7 @@ class PeerCopies:
         )
         self._current = torch.cuda.current_stream(device)
         self._last = collections.deque[tuple[int, str, int, int]](maxlen=1024)  # messages: number, what, to, from
-        self._watch = peer_memory.Watch(group, device, self._missing)
+        self._watch = gpu_watch.Watch(group, device, self._missing)
         self._posted, self._rooms = 0, []  # type: int, list[_Room]
         self._under_way: dict[int, Message] = {}
         self._flags = self._new_room(2 * self.size * ALIGNED)  # what cannot be shared is known from the start
@@ -130,7 +131,7 @@ class PeerCopies:
             self._driver.copy(raw, self._at(received, to), tensor.data_ptr(), tensor.nbytes)
             self._driver.write_flag(raw, flags[to] + self._arrival(self.rank), self._posted)
             sent.record(self._stream)
-        self._watch.mark(sent)
+        self._watch.mark(sent.query)
         message = self._under_way[self._posted] = Message(self, source, self._posted, sent)
         return message
 

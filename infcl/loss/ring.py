@@ -34,6 +34,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from infcl.loss import sends
 from infcl.loss.copies import Message, PeerCopies, copies_of
 from infcl.loss.links import Link, links_of, second_group
 
@@ -52,8 +53,8 @@ class RingExchange:
     until the pass ends (its blocks have gone round and its results are home); one pass of a group at a time. Posted
     tensors must not be written to until the `wait` of their name. All ranks must post and wait in the same order, with
     equal shapes (`require_equal` checks that). A message that fails, or is not there after the group's timeout, raises
-    a RuntimeError that names the step and the peer (gloo). On GPUs the host does not wait: after the same time the
-    process ends, by loss/copies with step and peer on stderr, or by NCCL's watchdog.
+    a RuntimeError that names the step and the peer (gloo). On GPUs the host does not wait: step and peer are on stderr
+    after 0.9 of that time, and the process ends after it (infcl/gpu_watch.py).
     """
 
     def __init__(
@@ -206,7 +207,9 @@ class RingExchange:
             dist.P2POp(dist.isend, tensor, link.to, group=link.group),
             dist.P2POp(dist.irecv, received, link.source, group=link.group),
         ]
-        return dist.batch_isend_irecv(operations)
+        works = dist.batch_isend_irecv(operations)
+        sends.watch(works[-1], link, tensor.device, f"'{name}' of {self._place()}")
+        return works
 
     def _rest(self) -> None:
         """Called where a pass may have ended. What it shared is the next one's, of this ring or another."""
