@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import re
+from statistics import mean
 
 from benchmarks.paper.raw import RESULTS, latest, markdown, origin, rows, where
 from benchmarks.paper.towers import EACH_BLOCK_THREE_TIMES
@@ -74,7 +75,7 @@ def zero_3_hosts() -> str:
         same = {name: row[name] for name in ("python_loop_seconds", "micro_batch")}
         rate, plain = _rate(row, per_gpu=True), where(found, **same, zero=1)
         if row["zero"] == 3 and plain:
-            rate += f" ({row['samples_per_second'] / plain[0]['samples_per_second']:.2f} of ZeRO-1)"
+            rate += f" ({row['samples_per_second'] / mean(one['samples_per_second'] for one in plain):.2f} of ZeRO-1)"
         seconds = [f"{row[f'seconds_{phase}']:.3f} s" for phase in ("encode", "replay")]
         lines.append([
             f"{row['python_loop_seconds']:.2f} s", row["micro_batch"], row["zero"], _what(row), rate, *seconds,

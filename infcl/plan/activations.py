@@ -4,7 +4,7 @@ Counted by tests/test_plan_memory.py and tests/test_megatron_saved.py.
 """
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from infcl.towers.config import CLIPConfig, VisionConfig, kept_patches
 
@@ -19,7 +19,19 @@ _STREAM_BYTES = {"fp32": (4, 4), "amp_bf16": (2, 4), "bf16": (2, 2), "fp16": (2,
 _SPARED_BYTES = {"image": 4.0, "text": 2.0}
 
 
-def activation_bytes(
+def activation_bytes(cfg: CLIPConfig, **sizes: Any) -> float:
+    """Bytes that the graph of one micro-batch keeps from its forward to its backward; sizes: those of `_graphs`."""
+    return sum(graph.kept for graph in _graphs(cfg, **sizes).values())
+
+
+class _Graph(NamedTuple):
+    """Of a tower, in bytes: what its forward leaves, and what its backward adds to that in one block."""
+
+    kept: float
+    added: float
+
+
+def _graphs(
     cfg: CLIPConfig,
     *,
     micro_batch_size: int,
@@ -30,37 +42,39 @@ def activation_bytes(
     blocks: Mapping[str, int] | None = None,
     compiled: bool = True,
     blocks_of_a_graph: int = 1,
-) -> float:
-    """Bytes that the graph of one micro-batch keeps, of the blocks that are trained.
+) -> dict[str, _Graph]:
+    """{"image", "text"}: the graphs of one micro-batch, of the blocks that are trained.
 
-    With activation checkpointing that is the input of every block, and one block whole. Tensor-parallel ranks share
-    what lies between the linear layers they split, with sequence parallelism all. Not counted: heads and embeddings but
-    for a convolutional stem.
+    With activation checkpointing the forward leaves the input of every block, and the backward makes one block whole;
+    gradients of GELU and the stream pass through one in any case. Tensor-parallel ranks share what lies between the
+    linear layers they split, with sequence parallelism all. Not counted: heads and embeddings but for a convolutional
+    stem.
     blocks: how many of a tower's are trained, its last ones; all unless told. blocks_of_a_graph: of compiled
     tensor-parallel blocks.
     """
-    vision, text = cfg.vision_cfg, cfg.text_cfg
-    total = 0.0
+    vision, text, width = cfg.vision_cfg, cfg.text_cfg, 4 if precision == "fp32" else 2
     shapes: dict[str, tuple[int, Any]] = {
         "image": (1 + kept_patches(vision.num_patches, vision.patch_dropout), vision),
         "text": (text.context_length, text),
     }
+    graphs = {}
     for name, (tokens, tower) in shapes.items():
         stream: float = stream_bytes(precision)[name]
         layers = tower.layers if blocks is None else blocks[name]
-        if layers == 0:
-            continue
-        inside = (8 + 4 * tower.mlp_ratio) * (2 if precision == "fp32" else 1)  # of it 2 x ratio each around GELU
-        outside = BLOCK_BYTES[precision] - 24 * (2 if precision == "fp32" else 1)
+        inside = (8 + 4 * tower.mlp_ratio) * width / 2  # of it 2 x ratio each around GELU
+        outside = BLOCK_BYTES[precision] - 24 * width / 2
         if precision == "amp_bf16" and compiled:
             outside -= _SPARED_BYTES[name] / (blocks_of_a_graph if name == "text" else 1)
         if sequence_parallel:
             outside, stream = outside / tensor_parallel, stream / tensor_parallel
-        block = (outside + inside / tensor_parallel) * tokens * tower.width
-        total += layers * stream * tokens * tower.width + block if checkpointing else layers * block
+        block, passing = outside + inside / tensor_parallel, width * (tower.mlp_ratio / tensor_parallel + 2)
+        kept, added = (layers * stream, block + passing) if checkpointing else (layers * block, passing)
+        numbers = micro_batch_size * tokens * tower.width
+        graphs[name] = _Graph(kept * numbers, added * numbers if layers else 0.0)
     if blocks is None or blocks["image"] == vision.layers:
-        total += stem_numbers(vision) * (4 if precision == "fp32" else 2)
-    return total * micro_batch_size
+        stem = micro_batch_size * stem_numbers(vision) * width
+        graphs["image"] = graphs["image"]._replace(kept=graphs["image"].kept + stem)
+    return graphs
 
 
 def stem_numbers(vision: VisionConfig) -> int:
@@ -95,17 +109,15 @@ def cast_bytes(trainable: int, *, precision: str, checkpointing: bool) -> float:
 
 
 def graph_bytes(cfg: CLIPConfig, trainable: int, *, resident: int = 1, **sizes: Any) -> dict[str, float]:
-    """{"activations", "backward"}: of the graphs that are kept, one at least, and what passes back through a block.
+    """{"activations", "backward"}: of the graphs that are kept, one at least, and what a backward adds at most.
 
-    backward: gradients of GELU and the stream, in a block of the image tower.
-    sizes: those of `activation_bytes`. resident: micro-batches that are encoded once.
+    The text tower, which comes last in the forward, is first in the backward: its graph is gone when the image tower's
+    blocks have their turn.
+    sizes: those of `_graphs`. resident: micro-batches that are encoded once.
     """
     cast = cast_bytes(trainable, precision=sizes["precision"], checkpointing=sizes["checkpointing"])
-    tower, width = cfg.vision_cfg, 4 if sizes["precision"] == "fp32" else 2
-    tokens = 1 + kept_patches(tower.num_patches, tower.patch_dropout)
-    gradients = width * (tower.mlp_ratio / sizes.get("tensor_parallel", 1) + 2) * tokens * tower.width
-    trained = sizes.get("blocks") is None or sizes["blocks"]["image"] > 0
+    graphs = _graphs(cfg, **sizes)
     return {
-        "activations": activation_bytes(cfg, **sizes) * max(1, resident) + cast,
-        "backward": sizes["micro_batch_size"] * gradients if trained else 0.0,
+        "activations": sum(graph.kept for graph in graphs.values()) * max(1, resident) + cast,
+        "backward": max(graphs["text"].added, graphs["image"].added - graphs["text"].kept),
     }
