@@ -1,12 +1,11 @@
 """ZeRO-3 gathers a model that fits once a step, and every forward sees the weights that it should."""
 
-import re
-
 import pytest
 import torch
 
 from infcl.config import BatchPlan
 from infcl.train.engine import Engine
+from tests.collectives import collectives
 from tests.ranks import run_ranks
 from tests.step_oracle import LR
 from tests.test_engine import settings
@@ -18,13 +17,6 @@ def engine_of(preset: str, world_size: int, **changes) -> Engine:
 
     config = settings("zero3", precision="fp32", deepspeed_config=preset, **changes)
     return Engine(odd_clip(), config, init_parallel("cpu"), BatchPlan(world_size, MICRO_BATCHES, 4))
-
-
-def gathers(action) -> int:
-    """How many gathering collectives it starts."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        action()
-    return sum(bool(re.match(r"c10d::.*gather", event.name)) for event in profile.events())
 
 
 def encode_and_replay(engine: Engine, rank: int, step: int) -> None:
@@ -45,16 +37,16 @@ def whole_parameters(engine: Engine) -> int:
     return sum(parameter.ds_status.name == "AVAILABLE" for parameter in engine.module.parameters())
 
 
-def gathers_of_steps(rank, world_size, preset):
+def gathers_of_steps(rank, world_size, preset, step_count=3):
     """Of each step: gathers of its first forward, of all others and the backwards; parameters whole before and after
     the update; how many modules DeepSpeed's trace has then, by which it prefetches."""
     engine, found = engine_of(preset, world_size), []
     coordinator = engine.engine.optimizer.parameter_offload.get_param_coordinator()
-    for step in range(3):
+    for step in range(step_count):
         engine.train()
         with torch.no_grad():
-            first = gathers(lambda: engine.encode(*pairs(0)))
-        others = gathers(lambda step=step: encode_and_replay(engine, rank, step))
+            first = collectives("gather", lambda: engine.encode(*pairs(0)))
+        others = collectives("gather", lambda step=step: encode_and_replay(engine, rank, step))
         before = whole_parameters(engine)
         engine.step(LR)
         trace = len(coordinator._PartitionedParameterCoordinator__submodule_order) * coordinator.is_complete_trace()
@@ -83,7 +75,7 @@ def test_small_parameters_stay_and_the_others_are_gathered_once_a_step(tmp_path)
 
 @pytest.mark.parametrize("limit", ["stage3_max_live_parameters", "stage3_max_reuse_distance"])
 def test_a_model_above_a_limit_is_gathered_again(limit, tmp_path):
-    steps, _ = run_ranks(gathers_of_steps, 2, preset_of(tmp_path, **{limit: 1000}))[0]
+    steps, _ = run_ranks(gathers_of_steps, 2, preset_of(tmp_path, **{limit: 1000}), step_count=2)[0]
     assert all(first > 0 and others > 0 and after == 0 for first, others, _, after, _ in steps)
 
 
@@ -111,9 +103,7 @@ def weights_and_evaluations(rank, world_size, preset, kept):
     return full_weights(engine, keep=True), seen
 
 
-@pytest.mark.parametrize(
-    ("world_size", "options"), [(1, {}), (2, {}), (3, {}), (2, PREFETCHES["in parts"]), (2, PERSISTENT)]
-)
+@pytest.mark.parametrize(("world_size", "options"), [(1, {}), (3, {}), (2, PREFETCHES["in parts"]), (2, PERSISTENT)])
 def test_steps_and_evaluations_are_those_without_keeping_to_the_bit(world_size, options, tmp_path):
     preset = preset_of(tmp_path, **options)
     (weights, seen), (expected, beside) = (
@@ -158,5 +148,5 @@ def test_a_step_that_is_left_out_releases_too(tmp_path):
 
 def test_parameters_in_host_memory_are_left_to_deepspeed(tmp_path):
     preset = preset_of(tmp_path, offload_param={"device": "cpu"}, offload_optimizer={"device": "cpu"})
-    steps, parameters = run_ranks(gathers_of_steps, 2, preset)[0]
+    steps, parameters = run_ranks(gathers_of_steps, 2, preset, step_count=2)[0]
     assert all(others > 0 and before < parameters for _, others, before, _, _ in steps)

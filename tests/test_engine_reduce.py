@@ -1,9 +1,9 @@
 """ZeRO-3's sums of gradients, a bucket in few launches, are DeepSpeed's own to the bit, however late they are."""
 
+import functools
 import json
 import math
 import os
-import re
 from unittest import mock
 
 import pytest
@@ -13,6 +13,7 @@ from infcl.config import BatchPlan
 from infcl.train import engine_reduce
 from infcl.train.engine import Engine
 from infcl.train.engine_reduce import reduce_in_few_launches
+from tests.collectives import collectives
 from tests.ranks import free_port, run_ranks
 from tests.step_oracle import LR
 from tests.test_engine import settings
@@ -58,18 +59,20 @@ def steps(rank, world_size, preset, precision, device="cpu", ours=True, step_cou
     parallel = init_parallel(device)
     with mock.patch("infcl.train.engine.reduce_in_few_launches", reduce_in_few_launches if ours else lambda _: False):
         engine = Engine(odd_clip(), config, parallel, BatchPlan(world_size, MICRO_BATCHES, 4))
-    sums, activities = [], [torch.profiler.ProfilerActivity.CPU]
+
+    def backwards(step: int) -> None:
+        for index in range(MICRO_BATCHES):
+            images, texts = (side.to(parallel.device) for side in pairs(100 * step + 10 * rank + index))
+            output = engine.encode(images, texts)
+            similar = (output["image_features"] * output["text_features"].roll(1, 0)).sum()
+            engine.backward(similar + output["logit_scale"].sum(), index == MICRO_BATCHES - 1)
+
+    sums = []
     for step in range(step_count):
-        with torch.profiler.profile(activities=activities) as profile:
-            for index in range(MICRO_BATCHES):
-                images, texts = (side.to(parallel.device) for side in pairs(100 * step + 10 * rank + index))
-                output = engine.encode(images, texts)
-                similar = (output["image_features"] * output["text_features"].roll(1, 0)).sum()
-                engine.backward(similar + output["logit_scale"].sum(), index == MICRO_BATCHES - 1)
+        reductions = collectives("reduce", functools.partial(backwards, step))
         if engine.zero_stage == 3:
             sums.append(engine.engine.optimizer.grad_partitions_flat_buffer.clone().cpu())
         engine.step(LR)
-    reductions = sum(bool(re.match(r"c10d::.*reduce", event.name)) for event in profile.events())
     return sums, reductions, full_weights(engine, keep=True)
 
 

@@ -190,6 +190,7 @@ def supervise(run: Path, script: str, **environment: str) -> subprocess.Complete
     return subprocess.run(program, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=500)
 
 
+@pytest.mark.slow
 def test_supervise_restarts_a_killed_run_until_it_is_finished(demo_folder, tmp_path, uninterrupted):
     more = ("--batch-size", "16", "--resume", "latest")  # one rank: the same global batch as two of 8
     arguments = flags(demo_folder, tmp_path, *more)

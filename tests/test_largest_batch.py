@@ -182,6 +182,7 @@ def trials_on_this_rank(rank: int, world_size: int, folder: str, rows: str) -> l
     return found
 
 
+@pytest.mark.slow
 def test_one_engine_takes_batch_after_batch_also_behind_one_that_did_not_fit(tmp_path):
     path = tmp_path / "rows.csv"
     first, second = run_ranks(trials_on_this_rank, 2, str(tmp_path), str(path))

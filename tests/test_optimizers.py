@@ -121,7 +121,12 @@ def test_the_two_largest_dimensions_factor_when_both_have_32(shape, dims):
 
 @pytest.mark.parametrize(
     ("opt", "preset", "tolerance"),
-    [("lion", "zero1", 2e-5), ("lamb", "zero3", 2e-5), ("adafactor", "zero2", 2e-5), ("adamw8bit", "zero2", 2e-2)],
+    [
+        pytest.param("lion", "zero1", 2e-5, marks=pytest.mark.slow),
+        pytest.param("lamb", "zero3", 2e-5, marks=pytest.mark.slow),
+        ("adafactor", "zero2", 2e-5),
+        ("adamw8bit", "zero2", 2e-2),
+    ],
 )
 def test_a_run_with_it_resumes_bit_for_bit_and_moves_to_another_layout(demo_folder, tmp_path, opt, preset, tolerance):
     """In 8 bits the blocks lie elsewhere in another layout, and so does the rounding."""

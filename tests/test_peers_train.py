@@ -66,6 +66,7 @@ def test_a_row_is_of_the_steps_after_the_warm_up_and_one_without_them_says_so():
     assert peers_train.row_of(said, 3) == {"status": "only 4 steps are in its log"}
 
 
+@pytest.mark.slow
 def test_a_program_that_fails_is_a_row_with_its_cause():
     options = options_of("--programs", "infcl", "--device", "cpu", "--precision", "fp32", "--model", "no-such-model")
     said = peers_train.run(peers_train.settings(options)[0], options)
