@@ -26,10 +26,14 @@ class Watch:
     """Ends this process once its GPU has not come past a mark for as long as the group waits for a message.
 
     describe: what it waits for; called after NOTICE of that time, by a thread, and may use streams of its own.
+    grace: seconds after it that others have to end the process and say more.
     """
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device, describe: Callable[[], str]):
+    def __init__(
+        self, group: dist.ProcessGroup, device: torch.device, describe: Callable[[], str], *, grace: float = 0.0
+    ):
         self._seconds, self._device, self._describe = timeout_of(group).total_seconds(), device, describe
+        self._grace = grace
         self._newest: HasPassed | None = None
         self._seen: HasPassed | None = None
         self._here: tuple[torch.cuda.Event, HasPassed] | None = None
@@ -74,7 +78,7 @@ class Watch:
                 while ahead and ahead[0][0]():
                     ahead.popleft()
             except RuntimeError:
-                return  # the GPU has failed, which whoever computes on it is told
+                return  # the GPU or NCCL has failed, which whoever computes or sends is told
             if not ahead:
                 continue
             mark, since = ahead[0]
@@ -82,7 +86,7 @@ class Watch:
             if waited > NOTICE * self._seconds and mark is not told:
                 told = mark
                 self._tell(waited)
-            if waited > self._seconds:
+            if waited > self._seconds + self._grace:
                 os._exit(1)  # nothing that waits for this GPU can be ended but the process
 
     def _tell(self, waited: float) -> None:

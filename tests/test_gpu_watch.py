@@ -35,7 +35,7 @@ class Naps:
         return self.nap > self.last
 
 
-def watched(marks: dict[int, float], naps: int, describe=lambda: "rank 3 is missing") -> int | None:
+def watched(marks: dict[int, float], naps: int, describe=lambda: "rank 3 is missing", **options) -> int | None:
     """The nap at which the process ended. marks: the nap at which an event is marked -> that at which it has passed."""
 
     def at(nap: int) -> None:
@@ -53,7 +53,7 @@ def watched(marks: dict[int, float], naps: int, describe=lambda: "rank 3 is miss
         mock.patch.object(gpu_watch, "_let_others_capture"),
         mock.patch.object(os, "_exit", side_effect=Ended),
     ):
-        watch = Watch("the group", CUDA0, describe)
+        watch = Watch("the group", CUDA0, describe, **options)
         watch._thread, watch._leaving = threading.current_thread(), Naps(naps, at)
         try:
             watch._run()
@@ -102,15 +102,21 @@ def test_marks_between_two_looks_share_an_event_and_what_was_looked_at_is_not_re
     assert recorded[:7] == looks
 
 
+def test_others_have_their_grace_to_end_the_process():
+    assert watched({5: 5, 7: NEVER}, 2000, grace=30.0) == 7 + 631
+
+
 def test_long_work_and_long_idleness_end_no_process():
     assert watched({5: 5 + 600, 6: 6 + 600, 3000: 3000}, 10_000) is None
 
 
 def test_the_process_ends_though_what_is_missing_cannot_be_read(capsys):
-    never = threading.Event()
+    never, before = threading.Event(), set(threading.enumerate())
     with mock.patch.object(gpu_watch, "TELLING", 0.01):
         assert watched({1: NEVER}, 2000, describe=never.wait) == 602
     never.set()
+    for telling in set(threading.enumerate()) - before:
+        telling.join()
     assert "cuda:0 has waited" in capsys.readouterr().err
 
 

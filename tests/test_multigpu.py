@@ -182,25 +182,25 @@ def _hang(rank: int, world_size: int, port: int, folder: str, overlap: str) -> N
 
 
 @pytest.mark.parametrize(
-    "overlap, said",
+    "overlap, said, codes",
     [
-        ("on", "'block 0' of ring step 1 of 2 has not come from rank 1 to rank 0"),
-        ("sends", "'block 0' of ring step 1 of 2 has not come from rank 1 to rank 0, or could not be sent to rank 1"),
-        ("off", "'block 0' of ring step 1 of 2 has not come from rank 1 to rank 0"),
-    ],
+        ("on", "'block 0' of ring step 1 of 2 has not come from rank 1 to rank 0: ", [1]),
+        ("sends", "'block 0' of ring step 1 of 2 has not come from rank 1 to rank 0, or could not be sent", [1, -6]),
+        ("off", "'block 0' of ring step 1 of 2 has not come from rank 1 to rank 0: ", [1]),
+    ],  # -6: NCCL's watchdog aborts
 )
-def test_a_rank_that_hangs_ends_the_others_by_the_time_out_and_is_named(overlap, said, tmp_path):
+def test_a_rank_that_hangs_ends_the_others_by_the_time_out_and_is_named(overlap, said, codes, tmp_path):
     context = torch.multiprocessing.get_context("spawn")
     arguments = 2, free_port(), str(tmp_path), overlap
     ranks = [context.Process(target=_hang, args=(rank, *arguments)) for rank in range(2)]
     for process in ranks:
         process.start()
-    ranks[0].join(60)
+    ranks[0].join(90)
     exit_code = ranks[0].exitcode
     for process in ranks:
         process.kill()
     stderr = (tmp_path / "0").read_text()
-    assert exit_code not in (0, None), stderr
+    assert exit_code in codes, stderr
     assert said in stderr and "this process ends" in stderr
 
 

@@ -7,6 +7,7 @@ import re
 import pytest
 import torch
 
+from benchmarks.largest_batch import FILLED
 from benchmarks.paper.memory import planned_at_start, planned_for_trial
 from benchmarks.paper.raw import rows, where
 from benchmarks.paper.speed import loss_rows
@@ -99,31 +100,32 @@ def test_measured_steps_on_slow_hosts(one):
     assert abs(one["memory_error"]) < 0.05
 
 
-ONCE_A_STEP = "b9b1b9f", "852b337"  # commits at which ZeRO-3 gathers so
+EACH_PASS = "a1532d8", "42cacc8"  # commits at which ZeRO-3 gathers so
 
 
 @pytest.mark.parametrize("one", compare(read_steps(RESULTS / "step_hosts.csv"), load_gpu("h200")), ids=_name)
 def test_measured_steps_of_large_micro_batches_and_of_what_is_gathered_once(one):
     """On machines of several speeds: what DeepSpeed's own hooks cost there is the host's, not planned."""
     row = one["row"]
-    if row["zero"] == "1" or (row["commit"] in ONCE_A_STEP and "reuse_distance" not in row["zero_options"]):
+    each_pass = row["zero"] == "3" and (row["commit"] in EACH_PASS or "reuse_distance" in row["zero_options"])
+    if not each_pass or row["micro_batch"] == "256":
         assert abs(one["speed_error"]) < 0.15
     assert abs(one["memory_error"]) < 0.05
 
 
 @pytest.mark.parametrize("row", rows("table1_h200.csv", "largest_batch.csv", "memory_rows.csv"), ids=str)
 def test_measured_peaks_of_whole_steps_on_h200s(row):
-    """Of three losses, held to 80 GB or not; the limit itself is met within 2%."""
-    plan, limit = planned_for_trial(row), row["memory_gb"] * 1e9 / GIB
+    """Of three losses, held to 80 GB or not: what fits is planned to, and what does not is not."""
+    plan, limit = planned_for_trial(row), FILLED * row["memory_gb"] * 1e9 / GIB
     if row["fits"]:
         assert plan == pytest.approx(row["peak_gib"], rel=0.05) and plan < limit
     else:
-        assert plan > 0.98 * limit
+        assert plan > limit
 
 
 @pytest.mark.parametrize("row", rows("step_peaks.csv"), ids=lambda row: row["label"])
 def test_peaks_are_those_that_the_check_at_start_reckons_from_the_flags(row):
-    assert planned_at_start(row) / GIB == pytest.approx(row["peak_gib"], rel=0.025)
+    assert planned_at_start(row) / GIB == pytest.approx(row["peak_gib"], rel=0.02)
 
 
 TENSOR_PARALLEL = [

@@ -14,7 +14,7 @@ from benchmarks.paper import raw
 from infcl import peer_memory
 from infcl.config import BatchPlan, TrainConfig
 from infcl.loss.copies import PeerCopies
-from infcl.plan.activations import activation_bytes, exchange_bytes
+from infcl.plan.activations import activation_bytes, exchange_bytes, graph_bytes
 from infcl.plan.memory import (
     counted_by_torch,
     kept_trunks,
@@ -85,8 +85,8 @@ def test_the_buckets_of_stage_1_are_those_of_the_optimizer_that_deepspeed_takes(
     found = run_ranks(bytes_of_buckets, 2, presets)[0]
     assert found == {"fp32": 4, "bf16": 0, "fp16": 4}
     for precision, size in found.items():
-        assert bucket_bytes(zero, 1000, ranks=2, stage=1, precision=precision) == 2 * 5e8 * size
-    assert bucket_bytes(zero, 1000, ranks=2, stage=1, precision="bf16", offloaded=True) == 2 * 5e8 * 4
+        assert bucket_bytes(zero, 1000, stage=1, precision=precision) == 2 * 5e8 * size
+    assert bucket_bytes(zero, 1000, stage=1, precision="bf16", offloaded=True) == 2 * 5e8 * 4
 
 
 @pytest.mark.parametrize(
@@ -118,6 +118,19 @@ def test_dense_losses_take_about_what_was_measured():
             assert planned == pytest.approx(row["extra_mib"], rel=0.2), row
             tried.add((row["impl"], row["gpus"]))
     assert tried >= {("clip", 1), ("clip", 4), ("open_clip", 4), ("disco", 4)}
+
+
+def test_a_ring_holds_what_was_measured_around_one():
+    """Of sends, since copies land in memory that torch does not count; bf16 features, which the caller has."""
+    tried = 0
+    for row in raw.rows("loss_h200.csv"):
+        if row["impl"] == "inf_cl sends" and row["global_batch"] >= 2**15 * row["gpus"]:
+            rows = row["global_batch"] // row["gpus"]
+            given = (2 + 1) * rows * row["dim"] * 4  # float32 features, and their operands in 16 bits
+            planned = sum(loss_bytes("inf_cl", rows=rows, ranks=row["gpus"], width=row["dim"]).values()) - given
+            assert planned / 2**20 == pytest.approx(row["extra_mib"], rel=0.04), row
+            tried += 1
+    assert tried >= 3
 
 
 def test_activation_checkpointing_and_half_precision_shrink_the_graph():
@@ -156,6 +169,38 @@ def test_the_activations_of_a_block_are_what_autograd_keeps(precision, dtype, ch
     assert kept_three - kept_one == pytest.approx(three - one, rel=0.02)
 
 
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize(("precision", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16)])
+def test_a_whole_graph_is_what_autograd_keeps(precision, dtype, checkpointing):
+    """Of one sample more; embeddings and heads included."""
+    base = load_model_config("ViT-B-16")
+    text = dataclasses.replace(base.text_cfg, layers=2, vocab_size=100)
+    cfg = dataclasses.replace(base, text_cfg=text, vision_cfg=dataclasses.replace(base.vision_cfg, layers=2))
+    sizes = {"precision": precision, "checkpointing": checkpointing, "compiled": False}
+    planned = [activation_bytes(cfg, micro_batch_size=size, **sizes) for size in (2, 3)]
+    kept = [saved_by_a_forward(cfg, size, dtype, checkpointing) for size in (2, 3)]
+    assert planned[1] - planned[0] == pytest.approx(kept[1] - kept[0], rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("trained", "checkpointing", "tower"),
+    [((12, 12), True, "image"), ((12, 12), False, "text"), ((0, 12), True, "text"), ((12, 0), True, "image"),
+     ((12, 0), False, "image")],
+)  # fmt: skip
+def test_a_backward_adds_what_one_block_of_a_tower_needs(trained, checkpointing, tower):
+    """Of the image tower less what the text tower has freed by then, whichever tower's turn is worse."""
+    cfg, tokens = load_model_config("ViT-B-16"), {"image": 197, "text": 77}
+    blocks = dict(zip(("image", "text"), trained))
+    parts = graph_bytes(
+        cfg, 1, micro_batch_size=4, precision="bf16", checkpointing=checkpointing, compiled=True, blocks=blocks
+    )
+    added = {
+        name: 4 * tokens[name] * width * (12 + 32 * checkpointing) for name, width in (("image", 768), ("text", 512))
+    }
+    freed = 4 * 77 * 512 * trained[1] * (2 if checkpointing else 32) * (tower == "image")
+    assert parts["backward"] == pytest.approx(added[tower] - freed)
+
+
 def test_tensor_parallel_ranks_share_the_model_and_with_sequence_parallelism_all_activations(demo_folder, tmp_path):
     cfg = load_model_config("ViT-bigG-14")
     with torch.device("meta"):
@@ -169,7 +214,7 @@ def test_tensor_parallel_ranks_share_the_model_and_with_sequence_parallelism_all
         plans[name] = memory_plan(cfg, BatchPlan(2, 1, 64), config, counts, "bf16", {})
     parts = {name: {part: row[1] for part, row in plan.items()} for name, plan in plans.items()}
     assert parts["split"]["parameters"] == pytest.approx(parts["plain"]["parameters"] / 4, rel=1e-6)
-    assert parts["sequence"]["activations"] == pytest.approx(parts["plain"]["activations"] / 4)
+    assert parts["sequence"]["activations"] == pytest.approx(parts["plain"]["activations"] / 4, rel=0.01)
     assert parts["sequence"]["activations"] < 0.6 * parts["split"]["activations"]
 
 
@@ -220,7 +265,9 @@ def test_a_partly_locked_tower_counts_as_its_trained_blocks_and_what_it_keeps(
     text = activation_bytes(
         cfg, micro_batch_size=16, precision="fp32", checkpointing=False, compiled=False, blocks={"image": 0, "text": 12}
     )
-    assert parts["activations"] == pytest.approx(text + (whole - text) * trained / 12)
+    stream, pixels = 16 * 50 * 768 * 4, 16 * 3 * 224**2 * 4
+    around = stream * (trained > 0) + (stream + pixels) * (trained == 12)
+    assert parts["activations"] == pytest.approx(text + (whole - text - 2 * stream - pixels) * trained / 12 + around)
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
@@ -388,15 +435,13 @@ def test_a_run_s_plan_counts_its_resident_graphs_and_what_eager_blocks_keep_more
      (3, "bf16", True, 2, 2)],
 )  # fmt: skip
 def test_gradients_on_their_way_have_buffers_of_each_type_they_travel_in(stage, precision, overlap, buffers, apart):
-    options = {"reduce_bucket_size": 1000, "overlap_comm": overlap}
-    sizes = {"stage": stage, "precision": precision, "ranks": 2}
+    options, sizes = {"reduce_bucket_size": 1000, "overlap_comm": overlap}, {"stage": stage, "precision": precision}
     assert bucket_bytes(options, 1000, **sizes) == 1000 * buffers
     assert bucket_bytes(options, 1000, convolution_apart=True, **sizes) == 1000 * apart
-    if stage == 3:  # gradients that wait, of three buckets at most, one flattened, and half of its sum
-        own = 500 * (2 + 4 if precision == "bf16" else 4)
-        assert bucket_bytes(options, 900, **sizes) == 1000 * buffers
-        assert bucket_bytes(options, 1001, **sizes) == 2001 * buffers + own
-        assert bucket_bytes(options, 4000, **sizes) == 4000 * buffers + own
+    if stage == 3:  # gradients that wait, as many as there are: three buckets at most
+        assert [bucket_bytes(options, count, **sizes) for count in (900, 1001, 4000)] == [
+            count * buffers for count in (1000, 1001, 3000)
+        ]
         return
     flattened = 0 if stage == 0 or precision == "bf16" else 4000
     assert bucket_bytes(options, 1001, **sizes) == 1000 * buffers + flattened

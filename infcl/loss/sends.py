@@ -2,6 +2,7 @@
 
 NCCL's watchdog knows the collective, by a number; its timeout on stderr leaves open which step of which ring it was,
 and whom it waited for. NCCL itself cannot tell a message that has not come from one that was not taken: both are named.
+A work that NCCL fails by itself, where it notices that a peer has ended, counts as completed: that is NCCL's to say.
 """
 
 import collections
@@ -12,6 +13,8 @@ import torch.distributed as dist
 
 from infcl import gpu_watch, peer_memory
 from infcl.loss.links import Link, uses_nccl
+
+GRACE = 30.0  # seconds that NCCL has for its own end: it writes its flight recorder's dump then
 
 
 def watch(work: dist.Work, link: Link, device: torch.device, what: str) -> None:
@@ -30,7 +33,7 @@ class _Sends:
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device):
         self._under_way = collections.deque[tuple[dist.Work, Link, str]]()
-        self._watch = gpu_watch.Watch(group, device, self._missing)
+        self._watch = gpu_watch.Watch(group, device, self._missing, grace=GRACE)
 
     def add(self, work: dist.Work, link: Link, what: str) -> None:
         while self._under_way and self._under_way[0][0].is_completed():

@@ -47,8 +47,8 @@ def _graphs(
 
     With activation checkpointing the forward leaves the input of every block, and the backward makes one block whole;
     gradients of GELU and the stream pass through one in any case. Tensor-parallel ranks share what lies between the
-    linear layers they split, with sequence parallelism all. Not counted: heads and embeddings but for a convolutional
-    stem.
+    linear layers they split, with sequence parallelism all. Around the image tower's blocks there are its pixels, the
+    first norm's input, and all of the last block's output, of which the head takes a view.
     blocks: how many of a tower's are trained, its last ones; all unless told. blocks_of_a_graph: of compiled
     tensor-parallel blocks.
     """
@@ -71,9 +71,12 @@ def _graphs(
         kept, added = (layers * stream, block + passing) if checkpointing else (layers * block, passing)
         numbers = micro_batch_size * tokens * tower.width
         graphs[name] = _Graph(kept * numbers, added * numbers if layers else 0.0)
-    if blocks is None or blocks["image"] == vision.layers:
-        stem = micro_batch_size * stem_numbers(vision) * width
-        graphs["image"] = graphs["image"]._replace(kept=graphs["image"].kept + stem)
+    trained = vision.layers if blocks is None else blocks["image"]
+    stream = shapes["image"][0] * vision.width * stream_bytes(precision)["image"]
+    around = stream if trained else 0.0
+    if trained == vision.layers:
+        around += stream + (3 * vision.image_size**2 + stem_numbers(vision)) * width
+    graphs["image"] = graphs["image"]._replace(kept=graphs["image"].kept + micro_batch_size * around)
     return graphs
 
 
@@ -118,6 +121,6 @@ def graph_bytes(cfg: CLIPConfig, trainable: int, *, resident: int = 1, **sizes: 
     cast = cast_bytes(trainable, precision=sizes["precision"], checkpointing=sizes["checkpointing"])
     graphs = _graphs(cfg, **sizes)
     return {
-        "activations": sum(graph.kept for graph in graphs.values()) * max(1, resident) + cast,
+        "activations": activation_bytes(cfg, **sizes) * max(1, resident) + cast,
         "backward": max(graphs["text"].added, graphs["image"].added - graphs["text"].kept),
     }

@@ -124,7 +124,7 @@ def parts_of(load: Load) -> dict[str, float]:
     )
     graph = graphs["activations"] / max(1, min(load.resident, batch.num_micro_batches))
     options: dict[str, Any] = {"convolution_apart": load.convolution_apart, "graph": graph}
-    buckets = bucket_bytes(load.zero, load.trainable, ranks=batch.dp_size, **options, **sizes)
+    buckets = bucket_bytes(load.zero, load.trainable, **options, **sizes)
     if load.on_cpu:  # a bucket's pages are taken when a gradient first lies in them: small models leave most of it
         buckets = min(buckets, (12.0 if load.stage == 1 else 8.0) * load.trainable)
     parts["gradient buckets"] = buckets

@@ -5,7 +5,6 @@ Sizes: P parameters, T trainable ones, N data-parallel ranks, b pairs of a rank,
 
 from infcl.kernels import WORKSPACE_BYTES
 from infcl.loss.copies import LIMIT
-from infcl.train.engine_reduce import IN_FLIGHT
 from infcl.train.preset import sums_gradients_on_host
 
 BUCKET, STAGE_3_BUCKET = 5e8, 5e7  # elements: what DeepSpeed takes by itself, and what ds_configs/zero3.json says
@@ -65,7 +64,6 @@ def bucket_bytes(
     *,
     stage: int,
     precision: str,
-    ranks: int,
     offloaded: bool = False,
     convolution_apart: bool = False,
     graph: float = 0.0,
@@ -75,22 +73,17 @@ def bucket_bytes(
     Of each type in which gradients travel it has one of 4 bytes an element, with overlap_comm two; of stage 3 one, in
     that type, which with 16-bit parameters stage 2 has as well. Float32 buckets that fill before the backward ends are
     flattened while activations are there: all but the share of the `graph` bytes that is gone by then. Of stage 3 it is
-    gradients instead (engine_reduce.py): of the bucket that fills, of those on their way, of one flattened, and the
-    rank's share of its sum, in float32 too. A bucket that is larger than the model counts whole, as DeepSpeed's own
-    buffer did: what is there is between none and twice the model's gradients.
-    convolution_apart: under autocast, as until 1f7968e: a convolution's gradient travels in 16 bits, all others in 32,
-    and stage 3 reduces as DeepSpeed does, with what measured peaks say of it.
+    gradients instead (engine_reduce.py): of the bucket that fills, of one that is on its way, and flattened. A bucket
+    that is larger than the model counts whole, as DeepSpeed's own buffer did: what is there is between none and twice
+    the model's gradients.
+    convolution_apart: under autocast, as until 1f7968e: a convolution's gradient travels in 16 bits, all others in 32.
     """
     if stage == 0 or _is_bf16_optimizer(stage, precision, offloaded=offloaded):
         return 0.0
     size = zero_optimization.get("reduce_bucket_size", BUCKET)
     widths = [4, 2 if stage == 3 else 4] if precision == "amp_bf16" and convolution_apart else [4]
     if stage == 3 and not offloaded and zero_optimization.get("reduce_scatter", True):
-        width = 2 if precision in ("bf16", "fp16") else sum(widths)
-        if size >= trainable or convolution_apart:
-            return min(3 * size, max(size, trainable)) * width
-        waiting = min((IN_FLIGHT + 1) * size, trainable)
-        return (waiting + size) * width + size / ranks * (width + (4 if width == 2 else 0))
+        return min(3 * size, max(size, trainable)) * (2 if precision in ("bf16", "fp16") else sum(widths))
     if stage > 1 and precision in ("bf16", "fp16"):
         return size * 2 * (2 if stage < 3 and zero_optimization.get("overlap_comm", False) else 1)
     buffers = size * sum(widths) * (2 if stage < 3 and zero_optimization.get("overlap_comm", False) else 1)
@@ -113,8 +106,9 @@ def loss_bytes(name: str, *, rows: int, ranks: int, width: int) -> dict[str, flo
 
     fp32 gradients of both sides' features, which stay until the last replay; and what the loss alone needs: features,
     around a ring also two blocks that travel, two of the gradients that travel with them and what is added to these,
-    a bounded workspace. The baselines hold logits and softmax of both directions in fp32, DisCo-CLIP those of one at a
-    time.
+    a bounded workspace. A two-level ring's further buffers (two for a block, three for a result) are not counted. The
+    baselines hold logits and softmax of both directions in fp32, DisCo-CLIP those of one at a time, and gather no less
+    than travels around a ring.
     """
     block = rows * width * 4
     matrix = {"clip": 16 * ranks * rows * rows * ranks, "open_clip": 16 * rows * rows * ranks}

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from infcl.config import BatchPlan, TrainConfig
 from infcl.kernels import WORKSPACE_BYTES
 from infcl.parallel import Parallel, max_over
+from infcl.plan.parts import loss_bytes
 from infcl.towers.config import CLIPConfig
 from infcl.train.engine import Engine
 
@@ -68,6 +69,7 @@ def _free_bytes(engine: Engine, batch: BatchPlan, model_config: CLIPConfig, devi
     free, total = torch.cuda.mem_get_info(device)
     free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     gradients = 8 * sum(engine.state.shape(p).numel() for _, p in engine.state.parameters() if p.requires_grad)
-    features = 8 * 4 * batch.rank_batch_size * model_config.embed_dim  # both sides, gradients, travelling blocks
+    ring = {"rows": batch.rank_batch_size, "ranks": batch.dp_size, "width": model_config.embed_dim}
+    features = sum(loss_bytes("inf_cl", **ring).values())  # of the dense losses this is not known to be enough
     trunks = 2 * 4 * batch.rank_batch_size * engine.module.trunk_numbers()  # the parts and all of them
-    return free - gradients - features - trunks - 2 * WORKSPACE_BYTES - _HEADROOM * total
+    return free - gradients - features - trunks - WORKSPACE_BYTES - _HEADROOM * total
