@@ -43,7 +43,7 @@ class Trial:
     peak_gib: float | None  # None: it did not fit
 
 
-# Of a limit: more than this the allocator does not fill. A step planned at 0.988 of 80 GB ran out of them.
+# Of a limit: more than this the allocator does not fill. A step planned at 0.988 of 80 GB did not fit.
 FILLED = 0.985
 
 
