@@ -1,16 +1,23 @@
-"""open_clip's trainer and ours side by side, each started as its users start it: `python -m benchmarks.peers_train`.
+"""Trainers of others and ours side by side, each started as its users start it: `python -m benchmarks.peers_train`.
 
-    open_clip   open_clip_train.main of the installed open_clip_torch (3.3 was tested; it wants pandas beside it)
+    open_clip   the installed open_clip_torch
+    fast_clip   --fast-clip DIR, a checkout
+    eva_clip    --eva-clip DIR, a checkout
     infcl       pretrain_clip.py
 
 The same model, precision, micro-batch and accumulation, one process a GPU, synthetic data, AdamW, all else as each
-program has it by default; with several GPUs open_clip gets --local-loss --gather-with-grad. Every setting runs in
-processes of its own. A row: samples/s as each program says them for each step (both wait for the GPU there), median,
-mean and standard deviation of the steps after --warm-up, and peak memory (torch's, rank 0). Two differences stay:
+program has it by default (benchmarks/peer_trainers.py has the flags, and what it takes to start each); with several
+GPUs open_clip and eva_clip get --local-loss --gather-with-grad. Every setting runs in processes of its own; a kind of
+blocks or an accumulation that a program has not is left out. A row: samples/s as each program says them for each step
+(all wait for the GPU there), median, mean and standard deviation of the steps after --warm-up, and peak memory
+(torch's, rank 0). These differences stay:
 
-    data          open_clip's synthetic images go through PIL's crop in --workers processes, ours are drawn once, so
-                  "waiting" is the share of a step that infcl waited for data; what open_clip calls so holds its wait
-                  for the GPU
+    precision     eva_clip's autocast is to float16: with bfloat16 its weights and AdamW's states would be in it too
+    objective     fast_clip's is another, FastCLIP-v3: its rate says what a step of it costs, not what it is worth
+    data          synthetic images of open_clip and eva_clip go through PIL's crop in --workers processes; fast_clip
+                  wants a number in each sample, so it reads JPEGs from shards, and its steps are rounded up to a
+                  multiple of --workers; ours are drawn once, so "waiting" is the share of a step that infcl waited
+                  for data; what the others call so holds their wait for the GPU
     accumulation  with --accum-freq above 1 open_clip takes the loss once for each micro-batch, and keeps all pixels
 
 A setting that fails or hangs (--time-out) becomes a row that says so.
@@ -20,23 +27,21 @@ import argparse
 import importlib.util
 import json
 import os
-import re
 import statistics
 import subprocess
 import sys
 import tempfile
 from importlib import metadata
 from pathlib import Path
-
-import torch
+from typing import NamedTuple
 
 from benchmarks.clock import hardware
+from benchmarks.peer_trainers import ROOT, TRAINERS, shared_flags, train
 from benchmarks.rows import append
 from benchmarks.step import end_process, reason
+from infcl.cluster.facts import git_commit
 from infcl.report import read_metrics
 
-ROOT = Path(__file__).parent.parent
-PROGRAMS = ("open_clip", "infcl")
 COLUMNS = (
     "program", "version", "gpus", "model", "precision", "blocks", "checkpointing", "micro_batch", "accum_freq",
     "global_batch", "status", "samples_per_second", "mean", "std", "steps", "waiting", "peak_gib", "workers",
@@ -45,42 +50,86 @@ COLUMNS = (
 RESULT = "RESULT "
 
 
+class Checkout(NamedTuple):
+    folder: Path
+    commit: str  # short
+
+
 def main() -> None:
-    options = _parser().parse_args()
+    parser = _parser()
+    options = parser.parse_args()
     if options.inside is not None:
-        print(RESULT + json.dumps(train_open_clip(options.inside)), flush=True)
+        program, *flags = options.inside
+        print(RESULT + json.dumps(train(program, flags)), flush=True)
         return
-    if "open_clip" in options.programs.split(","):
-        missing = [name for name in ("open_clip_train", "pandas") if importlib.util.find_spec(name) is None]
-        if missing:
-            raise SystemExit(f"open_clip's trainer needs {', '.join(missing)}: pip install open_clip_torch pandas")
+    for program in programs(options):
+        if trouble := what_is_missing(program, checkout_of(program, options)):
+            parser.error(trouble)
+    if not settings(options):
+        parser.error("none of the programs has one of these --blocks and --accum-freq")
     print(f"{'program':>10} {'blocks':>9} {'m x M':>9} {'samples/s':>10} {'std':>7} {'waiting':>8} {'peak GiB':>9}")
     for setting in settings(options):
-        report(setting | run(setting, options) | hardware(options.commit), options.csv)
+        version = version_of(setting["program"], checkout_of(setting["program"], options))
+        report({"version": version} | setting | run(setting, options) | hardware(options.commit), options.csv)
+
+
+def programs(options: argparse.Namespace) -> list[str]:
+    """Those of --programs; without it open_clip, infcl and those whose checkout is given."""
+    if options.programs is not None:
+        return options.programs.split(",")
+    return [name for name, one in TRAINERS.items() if not one.folders or checkout_of(name, options)]
+
+
+def checkout_of(program: str, options: argparse.Namespace) -> Checkout | None:
+    return getattr(options, program, None)
+
+
+def what_is_missing(program: str, checkout: Checkout | None) -> str:
+    """To start a program here: a sentence, empty where nothing is missing."""
+    if program not in TRAINERS:
+        return f"no program {program!r}: one of {', '.join(TRAINERS)}"
+    trainer, flag = TRAINERS[program], "--" + program.replace("_", "-")
+    if trainer.folders and checkout is None:
+        return f"{program} needs {flag}, a checkout"
+    for folder in trainer.folders:
+        if not (checkout.folder / folder).is_dir():
+            return f"{flag}: no folder {folder} in {checkout.folder}"
+    names = [name for name in trainer.packages if importlib.util.find_spec(name) is None]
+    return f"{program}'s trainer needs the packages {', '.join(names)} (docs/peers.md)" if names else ""
+
+
+def version_of(program: str, checkout: Checkout | None) -> str:
+    """A release, or the commit of a checkout; ours is the row's own commit."""
+    if checkout is not None:
+        return checkout.commit
+    return metadata.version("open_clip_torch") if program == "open_clip" else ""
 
 
 def settings(options: argparse.Namespace) -> list[dict]:
-    """What is run, in order: of each accumulation and kind of blocks the programs one after the other."""
+    """What is run, in order: of each accumulation and kind of blocks the programs that have it, one after the other."""
     return [
         {
-            "program": program, "gpus": options.gpus, "model": options.model, "precision": options.precision,
+            "program": program, "gpus": options.gpus, "model": options.model,
+            "precision": TRAINERS[program].autocast if options.precision == "amp_bf16" else options.precision,
             "blocks": blocks, "checkpointing": int(options.grad_checkpointing), "micro_batch": options.batch_size,
             "accum_freq": accum_freq, "global_batch": options.gpus * options.batch_size * accum_freq,
             "workers": options.workers,
         }
         for accum_freq in map(int, options.accum_freq.split(","))
         for blocks in options.blocks.split(",")
-        for program in options.programs.split(",")
+        for program in programs(options)
+        if (accum_freq == 1 or TRAINERS[program].accumulates) and (blocks == "eager" or TRAINERS[program].compiles)
     ]  # fmt: skip
 
 
 def run(setting: dict, options: argparse.Namespace) -> dict:
     """What is added to a setting's row: what its program said, or a status that says why there is nothing."""
     with tempfile.TemporaryDirectory(prefix="infcl-peers-") as folder:
+        trainer = TRAINERS[setting["program"]]
+        trainer.data(setting, Path(folder))
         flags = flags_of(setting, options.warm_up + options.steps, options.device, folder)
         process = subprocess.Popen(
-            command(setting, flags), cwd=ROOT if setting["program"] == "infcl" else folder,
-            env=os.environ | {"PYTHONPATH": _python_path()},
+            command(setting, flags), cwd=folder if trainer.module else ROOT, env=_environment(setting, options),
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
         )  # fmt: skip
         try:
@@ -92,7 +141,7 @@ def run(setting: dict, options: argparse.Namespace) -> dict:
             raise
         if process.returncode:
             return {"status": f"exit code {process.returncode}: {_cause(output)}"}
-        said = _of_infcl(Path(folder)) if setting["program"] == "infcl" else _of_open_clip(output)
+        said = _of_another(output) if trainer.module else _of_infcl(Path(folder))
     return row_of(said, options.warm_up)
 
 
@@ -102,26 +151,14 @@ def _cause(output: str) -> str:
 
 
 def flags_of(setting: dict, steps: int, device: str, folder: str) -> list[str]:
-    """Of the setting's program, for so many optimizer steps; what it writes goes to `folder`."""
-    pairs = ("model", "precision", "micro_batch", "accum_freq", "workers")
-    names = {"micro_batch": "batch-size", "accum_freq": "accum-freq"}
-    flags = ["--dataset-type", "synthetic", "--train-num-samples", str(steps * setting["global_batch"])]
-    flags += [word for name in pairs for word in (f"--{names.get(name, name)}", str(setting[name]))]
-    flags += ["--epochs", "1", "--device", device, "--name", setting["program"]]
-    flags += ["--grad-checkpointing"] if setting["checkpointing"] else []
-    compiled = setting["blocks"] == "compiled"
-    if setting["program"] == "infcl":
-        flags += ["--compile-blocks", "on" if compiled else "off", "--logs", folder, "--report-to", "none"]
-        return [*flags, "--skip-memory-check"]
-    flags += ["--torchcompile"] if compiled else []
-    flags += ["--local-loss", "--gather-with-grad"] if setting["gpus"] > 1 else []
-    return [*flags, "--log-every-n-steps", "1", "--logs", "none"]  # none: no checkpoint, the log in ./none
+    """Of the setting's program, for so many optimizer steps; `folder` holds its data and what it writes."""
+    return shared_flags(setting, steps) + TRAINERS[setting["program"]].flags(setting, device, folder)
 
 
 def command(setting: dict, flags: list[str]) -> list[str]:
     """A process for each GPU. Behind "--" nothing is torchrun's, which would take --logs for a flag of its own."""
-    module, program = ["-m"], ["benchmarks.peers_train", "--inside"]
-    if setting["program"] == "infcl":
+    module, program = ["-m"], ["benchmarks.peers_train", "--inside", setting["program"]]
+    if not TRAINERS[setting["program"]].module:
         module, program = [], [str(ROOT / "pretrain_clip.py")]
     if setting["gpus"] == 1:
         return [sys.executable, *module, *program, *flags]
@@ -129,29 +166,7 @@ def command(setting: dict, flags: list[str]) -> list[str]:
     return [*launcher, *module, "--", *program, *flags]
 
 
-def train_open_clip(flags: list[str]) -> dict[str, list[float]]:
-    """open_clip's trainer in this process and folder. Of each step samples/s; peak GiB.
-
-    --model may be a JSON file of a model.
-    """
-    import open_clip
-    from open_clip_train.main import main as train
-
-    flags = list(flags)
-    model, name = flags.index("--model") + 1, flags[flags.index("--name") + 1]
-    if flags[model].endswith(".json"):
-        open_clip.add_model_config(flags[model])
-        flags[model] = Path(flags[model]).stem
-    train(flags)
-    said: dict[str, list[float]] = {"samples_per_second": [], "waiting": []}
-    if os.environ.get("RANK", "0") == "0":
-        log = Path("none", name, "out.log").read_text()
-        for rate in re.findall(r"Batch \(t\): \S+, ([\d.e+]+)/s", log):
-            said["samples_per_second"].append(float(rate))
-    return said | {"peak_gib": [torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else 0.0]}
-
-
-def _of_open_clip(output: str) -> dict[str, list[float]]:
+def _of_another(output: str) -> dict[str, list[float]]:
     found = [json.loads(line[len(RESULT) :]) for line in output.splitlines() if line.startswith(RESULT)]
     return next((said for said in found if said["samples_per_second"]), {"samples_per_second": []})
 
@@ -181,7 +196,6 @@ def row_of(said: dict[str, list[float]], warm_up: int) -> dict:
 
 def report(row: dict, path: Path | None) -> None:
     """Print a row; append it to the CSV."""
-    row = {"version": metadata.version("open_clip_torch") if row["program"] == "open_clip" else ""} | row
     shape = f"{row['micro_batch']} x {row['accum_freq']}"
     text = row["status"]
     if text == "ok":
@@ -191,20 +205,43 @@ def report(row: dict, path: Path | None) -> None:
     append(path, [row], COLUMNS)
 
 
-def _python_path() -> str:
-    return os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+def _environment(setting: dict, options: argparse.Namespace) -> dict[str, str]:
+    """Of a program: it finds our packages and its checkout's, and on --device cpu no GPU."""
+    checkout, folders = checkout_of(setting["program"], options), TRAINERS[setting["program"]].folders
+    paths = [str(ROOT), *(str(checkout.folder / folder) for folder in folders), os.environ.get("PYTHONPATH")]
+    found = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    return found | {"CUDA_VISIBLE_DEVICES": ""} if options.device == "cpu" else found
+
+
+def _checkout(text: str) -> Checkout:
+    """DIR, a git checkout, or DIR@COMMIT where it is none. Raises ArgumentTypeError."""
+    folder, commit = (text, "") if Path(text).is_dir() else text.rpartition("@")[::2]
+    path = Path(folder).resolve()
+    if not commit and (path / ".git").exists():
+        found = git_commit(path) or ""
+        commit = found[:7] + found[40:]
+    if not commit:
+        raise argparse.ArgumentTypeError(f"{text} is no git checkout; DIR@COMMIT says which commit it is of")
+    return Checkout(path, commit)
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    parser.add_argument("--programs", default=",".join(PROGRAMS), help="comma-separated")
-    parser.add_argument("--model", default="ViT-L-14", help="a name that both know, or a JSON file's absolute path")
+    parser.add_argument(
+        "--programs", default=None, help="comma-separated; default: all whose checkout is given or not needed"
+    )
+    for name, source in (("fast_clip", "Optimization-AI/fast_clip"), ("eva_clip", "baaivision/EVA")):
+        parser.add_argument(
+            f"--{name.replace('_', '-')}", type=_checkout, metavar="DIR", default=None,
+            help=f"a checkout of {source}, or DIR@COMMIT where it is unpacked without git's folder",
+        )  # fmt: skip
+    parser.add_argument("--model", default="ViT-L-14", help="a name that all know, or a JSON file's absolute path")
     parser.add_argument("--gpus", type=int, default=1)
     parser.add_argument("--batch-size", type=int, default=128, help="micro-batch of a GPU")
     parser.add_argument("--accum-freq", default="1,8", help="micro-batches a step, comma-separated")
-    parser.add_argument("--blocks", default="eager,compiled", help="of eager and compiled (open_clip: --torchcompile)")
+    parser.add_argument("--blocks", default="eager,compiled", help="of eager and compiled (others: --torchcompile)")
     parser.add_argument("--precision", default="amp_bf16", choices=("amp_bf16", "fp32"))
     parser.add_argument("--grad-checkpointing", action="store_true")
     parser.add_argument("--workers", type=int, default=12, help="processes that decode, of a GPU")

@@ -16,7 +16,7 @@ def rows(*names: str) -> list[dict]:
 
 
 def _value(column: str, text: str):
-    if column in ("commit", "run"):  # 6e15030 is no number
+    if column in ("commit", "run", "version"):  # 6e15030 is no number, and 3.10 not 3.1
         return text
     for kind in (int, float):
         try:

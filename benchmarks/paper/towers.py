@@ -4,6 +4,7 @@ import dataclasses
 
 from benchmarks.paper.raw import NOT_MEASURED, RESULTS, latest, markdown, ms, origin, rows, where
 from benchmarks.paper.speed import loss_rows
+from benchmarks.peer_trainers import TRAINERS
 from infcl.plan.compare import compare, read_steps, table, warmed_up
 from infcl.plan.loss_time import loss_seconds
 from infcl.plan.memory import memory_of
@@ -94,18 +95,19 @@ def peer_steps() -> str:
 
 
 def peer_trainers() -> str:
-    """open_clip's trainer and ours, from benchmarks.peers_train: the last row of each setting."""
-    keys = ("program", "gpus", "model", "blocks", "checkpointing", "micro_batch", "accum_freq", "device")
+    """Trainers of others and ours, from benchmarks.peers_train: the last row of each setting."""
+    keys = ("program", "gpus", "model", "precision", "blocks", "checkpointing", "micro_batch", "accum_freq", "device")
     found = latest(rows("peers_train.csv"), *keys)
     if not found:
-        return "Both trainers are not measured side by side yet."
-    blocks, programs = ("eager", "compiled"), ("open_clip", "infcl")
+        return "The trainers are not measured side by side yet."
+    blocks, programs = ("eager", "compiled"), tuple(TRAINERS)
     found.sort(key=lambda row: (blocks.index(row["blocks"]), programs.index(row["program"])))
     found.sort(key=lambda row: (row["gpus"], row["model"], row["accum_freq"]))
     lines = []
     for row in found:
         name = row["program"] + (f" {row['version']}" if row["version"] != "" else "")
         words = row["blocks"] + (", checkpointing" if row["checkpointing"] else "")
+        words += "" if row["precision"] == "amp_bf16" else f", {row['precision']}"
         shape = f"{row['micro_batch']} x {row['accum_freq']}"
         cells = [row["status"], "", ""]
         if row["status"] == "ok":

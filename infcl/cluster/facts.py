@@ -44,9 +44,12 @@ def _source_digest() -> str:
     return digest.hexdigest()[:12]
 
 
-def git_commit() -> str | None:
-    """Commit of the source tree, with '+' when it has local changes; None outside a checkout or without git."""
-    where = Path(__file__).resolve().parent
+def git_commit(where: Path | None = None) -> str | None:
+    """Commit of the tree around `where`, None: of this package, with '+' when it has local changes.
+
+    None outside a checkout or without git.
+    """
+    where = where or Path(__file__).resolve().parent
     try:
         commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=where, capture_output=True, text=True, check=True)
         changes = subprocess.run(
