@@ -124,9 +124,9 @@ def test_memory_over_ranks_is_the_workspace_plus_a_slope_in_the_rows_of_a_rank(r
     """The matrix of one pair of blocks would take 128 MiB, 512 MiB and 2 GiB in bf16."""
     for peaks in _on_all_gpus(_peaks, ring, tmp_path):
         for rows, peak in zip(ROWS, peaks):
-            # float32: two gradients, two parts under way, two buffers, one result; bf16: features, blocks, gradients;
+            # float32: two gradients, one part under way, two buffers, one result; bf16: features, blocks, gradients;
             # of what is kept, rooms of the smaller passes
-            assert peak < 2 * WORKSPACE_BYTES + 64 * rows * DIM + 2**25, (rows, peaks)
+            assert peak < 2 * WORKSPACE_BYTES + 60 * rows * DIM + 2**25, (rows, peaks)
         assert peaks[2] - peaks[1] < 2.3 * (peaks[1] - peaks[0]) + 2**22, peaks
     assert kernels.WORKSPACE_BYTES <= 512 * 2**20
 

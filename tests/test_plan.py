@@ -17,7 +17,7 @@ from benchmarks.paper.towers import measured_losses, planned_loss, steps
 from benchmarks.tensor_parallel import model_config
 from infcl.config import BatchPlan, TrainConfig
 from infcl.plan.__main__ import main, parser, read_batch, setting_of
-from infcl.plan.compare import compare, convolution_apart, read_steps
+from infcl.plan.compare import compare, past, read_steps
 from infcl.plan.loss_time import LEAD_SECONDS, loss_phases, loss_seconds
 from infcl.plan.memory import counted_by_torch, memory_of, memory_plan, parameter_counts
 from infcl.plan.paper import paper_memory
@@ -150,10 +150,9 @@ def test_measured_peaks_under_tensor_parallelism(row):
     with torch.device("meta"):
         counts = parameter_counts(CLIP(cfg))
     batch = BatchPlan(int(row["gpus"]) // size, int(row["accum_freq"]), int(row["batch_size"]))
-    options = {"convolution_apart": convolution_apart(row)}
     bucket = int(row["reduce_bucket_size"] or BUCKET)
     zero = preset["zero_optimization"] | {"reduce_bucket_size": bucket}
-    plan = memory_plan(cfg, batch, config, counts, precision, zero, **options)
+    plan = memory_plan(cfg, batch, config, counts, precision, zero, past=past(row))
     allocated = counted_by_torch({part: column[stage] for part, column in plan.items()})
     assert allocated / GIB == pytest.approx(float(row["peak_gib"]), rel=0.05)
 

@@ -15,6 +15,7 @@ from infcl import peer_memory
 from infcl.config import BatchPlan, TrainConfig
 from infcl.loss.copies import PeerCopies
 from infcl.plan.activations import activation_bytes, exchange_bytes
+from infcl.plan.compare import past
 from infcl.plan.memory import (
     counted_by_torch,
     kept_trunks,
@@ -127,7 +128,9 @@ def test_a_ring_holds_what_was_measured_around_one():
         if row["impl"] == "inf_cl sends" and row["global_batch"] >= 2**15 * row["gpus"]:
             rows = row["global_batch"] // row["gpus"]
             given = (2 + 1) * rows * row["dim"] * 4  # float32 features, and their operands in 16 bits
-            planned = sum(loss_bytes("inf_cl", rows=rows, ranks=row["gpus"], width=row["dim"]).values()) - given
+            sizes = {"rows": rows, "ranks": row["gpus"], "width": row["dim"]}
+            apart = "first part apart" in past(row)
+            planned = sum(loss_bytes("inf_cl", **sizes, first_part_apart=apart).values()) - given
             assert planned / 2**20 == pytest.approx(row["extra_mib"], rel=0.04), row
             tried += 1
     assert tried >= 3
@@ -377,7 +380,6 @@ def test_the_estimate_is_near_what_was_measured(demo_folder, tmp_path, ranks, st
     with torch.device("meta"):
         counts = parameter_counts(CLIP(cfg))
     config = demo_config(demo_folder, tmp_path, grad_checkpointing=True)
-    plan = memory_plan(
-        cfg, BatchPlan(ranks, 2, 128), config, counts, "amp_bf16", {"overlap_comm": True}, convolution_apart=True
-    )
+    past = frozenset({"convolution apart"})
+    plan = memory_plan(cfg, BatchPlan(ranks, 2, 128), config, counts, "amp_bf16", {"overlap_comm": True}, past=past)
     assert plan["peak"][stage] / 2**30 == pytest.approx(measured, rel=0.05)

@@ -25,7 +25,10 @@ def _go_round(ring: RingExchange, rank: int) -> tuple[list, list]:
         assert label.item() == ring.owner(hop)
         seen.append((block.tolist(), label.tolist()))
         # Every rank adds 10^rank to each block it meets: home comes one 1 per rank.
-        ring.carry("sum", hop, torch.full((3, 2), 10.0**rank), torch.Tensor.add_)
+        part = ring.part("sum", hop, block, torch.float64).fill_(10.0**rank)
+        landing = any(part is buffer for buffer in ring._buffers.get("sum", []))
+        assert landing == (hop == 0 and ring.world_size > 1), "only the first part has no memory of its own"
+        ring.carry("sum", hop, part, torch.Tensor.add_)
     return seen, ring.home("sum", torch.Tensor.add_).tolist()
 
 

@@ -115,7 +115,7 @@ def misread(
                     for which, block in enumerate(blocks):
                         check(block, 100 * number + 10 * which + (rank - hop) % size)
                     if result:
-                        kept.append(part := torch.empty(40))
+                        kept.append(part := ring.part("result", hop, torch.empty(40), torch.float32))
                         gpus.compute(lambda to=part, what=8.0**rank: to.fill_(what))
                         ring.carry("result", hop, part, add)
                     if (number, hop) == left:

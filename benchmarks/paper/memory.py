@@ -4,7 +4,7 @@ import itertools
 import json
 
 from benchmarks.paper.raw import batch, latest, markdown, newest, origin, rows, where
-from infcl.plan.compare import convolution_apart
+from infcl.plan.compare import past
 from infcl.plan.fit import Fit
 from infcl.plan.memory import memory_of, parameter_counts
 from infcl.plan.paper import paper_memory
@@ -114,7 +114,7 @@ def planned_for_trial(row: dict) -> float:
 
     names = ("model", "gpus", "pixels", "micro_batch", "loss", "precision")
     setting = {name: row[name] for name in names} | {"checkpointing": bool(row["checkpointing"])}
-    setting["convolution_apart"] = convolution_apart(row)
+    setting["past"] = past(row)
     return planned_peak(pairs=row["global_batch"], **setting) / GIB
 
 

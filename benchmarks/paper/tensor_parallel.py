@@ -4,7 +4,7 @@ import math
 import statistics
 
 from benchmarks.paper.raw import markdown, origin, rows, where
-from infcl.plan.compare import convolution_apart
+from infcl.plan.compare import past
 from infcl.plan.memory import counted_by_torch, memory_of
 from infcl.plan.parts import BUCKET
 from infcl.plan.setting import Setting, load_gpu
@@ -70,7 +70,7 @@ def large_towers() -> str:
         whole = next((one for key, one in last.items() if key[:2] == (place, 1) and key[3] == setting.zero), None)
         of_whole = f"{row['samples_per_second'] / whole[0]['samples_per_second']:.2f}" if whole else ""
         size = f"{setting.tensor_parallel}" + (", `--sequence-parallel`" if setting.sequence_parallel else "")
-        then = setting.with_(convolution_apart=convolution_apart(row))
+        then = setting.with_(past=past(row))
         today = setting.with_(reduce_bucket_size=None)
         plans = [counted_by_torch(memory_of(one)) / GIB for one in (then, today)]
         peak = f"{row['peak_gib']:.1f}" if row["peak_gib"] else "?"

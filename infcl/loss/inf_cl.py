@@ -205,10 +205,9 @@ def ring_backward(
     for hop, (block, block_lse) in ring.blocks(columns, col_lse):
         if not columns_need:
             d_block = None
-        elif hop == 0:
-            d_block = matched_gradient(slopes, rows)
         else:
-            d_block = torch.zeros_like(block, dtype=slopes.dtype)
+            d_block = ring.part("d_columns", hop, block, slopes.dtype)
+            matched_gradient(slopes, rows, out=d_block) if hop == 0 else d_block.zero_()
         tile.softmax_backward(
             rows, block, scale, row_lse, block_lse, d_rows, d_block, d_scale,
             masked=hop == 0, workspace_bytes=workspace_bytes,

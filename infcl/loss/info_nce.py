@@ -138,7 +138,7 @@ def ring_backward(
     matched_gradient(slopes, columns[:count], out=d_rows[:count])
     d_scale = inner_product(rows, d_rows)
     for hop, (block,) in ring.blocks(columns):
-        d_block = torch.zeros_like(block, dtype=slopes.dtype)
+        d_block = ring.part("d_columns", hop, block, slopes.dtype).zero_()
         if hop == 0:
             matched_gradient(slopes, rows[:count], out=d_block[:count])
         tile.softmax_backward(

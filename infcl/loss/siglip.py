@@ -90,7 +90,8 @@ def ring_backward(
     d_rows = matched_gradient(slopes, columns)
     d_scale = inner_product(rows, d_rows)
     for hop, (block,) in ring.blocks(columns):
-        d_block = matched_gradient(slopes, rows) if hop == 0 else torch.zeros_like(d_rows)
+        d_block = ring.part("d_columns", hop, block, slopes.dtype)
+        matched_gradient(slopes, rows, out=d_block) if hop == 0 else d_block.zero_()
         tile.sigmoid_backward(
             rows, block, scale, bias, d_rows, d_block, d_scale, masked=hop == 0, workspace_bytes=workspace_bytes
         )

@@ -10,17 +10,21 @@ from infcl.plan.setting import Gpu, Setting
 from infcl.plan.timing import samples_per_second
 from infcl.towers.config import load_model_config
 
-# Autocast's steps of these commits, all that were measured until 1f7968e, are planned with a bucket apart for the
-# convolution's gradient (memory.bucket_bytes).
-CONVOLUTION_APART = frozenset("0c83720 1de2850 38ac390 6591412 68ce065 6b83d03 7f09647 96af64e d7c9bff fe8de0c".split())
+# What was so at these commits, and is planned so for rows of theirs. Autocast's steps of the first, all that were
+# measured until 1f7968e, had a bucket apart for the convolution's gradient (parts.bucket_bytes); of the second, until
+# 381b506, the loss had a block more (parts.loss_bytes), where that makes a row's peak.
+PAST = {
+    "convolution apart": "0c83720 1de2850 38ac390 6591412 68ce065 6b83d03 7f09647 96af64e d7c9bff fe8de0c".split(),
+    "first part apart": "0c83720 61184ba 7f09647 88dc65e c57863d".split(),
+}
 
 _NEEDED = "model gpus zero checkpointing blocks resident micro_batch micro_batches samples_per_second peak_gib".split()
 
 
-def convolution_apart(row: dict) -> bool:
-    """Whether a measured row's gradients travelled so. The first rows name no commit."""
+def past(row: dict) -> frozenset[str]:
+    """How it was when a row was measured. The first rows name no commit."""
     commit = str(row.get("commit") or "")[:7]
-    return not commit or commit in CONVOLUTION_APART
+    return frozenset(name for name, commits in PAST.items() if not commit or commit in commits)
 
 
 def read_steps(path: Path) -> list[dict]:
@@ -50,7 +54,7 @@ def setting_of_row(row: dict, gpu: Gpu) -> Setting:
         resident=int(row["resident"]),
         precision=row.get("precision") or "amp_bf16",
         pixels="device" if "pixel-cache gpu" in row.get("label", "") else "host",
-        convolution_apart=convolution_apart(row),
+        past=past(row),
         overlap_comm=options.get("overlap_comm", True),
         reduce_bucket_size=options.get("reduce_bucket_size", BUCKET),
     )

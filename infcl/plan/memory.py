@@ -76,7 +76,7 @@ class Load:
     offloads: tuple[str, ...] = ()  # "optimizer", "param": in host memory
     checkpoint: float = 0.0  # bytes of the copy that one is written from
     on_cpu: bool = False
-    convolution_apart: bool = False
+    past: frozenset[str] = frozenset()
 
     @property
     def micro_batch_pixels(self) -> float:
@@ -123,7 +123,7 @@ def parts_of(load: Load) -> dict[str, float]:
         **layout,
     )
     graph = graphs["activations"] / max(1, min(load.resident, batch.num_micro_batches))
-    options: dict[str, Any] = {"convolution_apart": load.convolution_apart, "graph": graph}
+    options: dict[str, Any] = {"convolution_apart": "convolution apart" in load.past, "graph": graph}
     buckets = bucket_bytes(load.zero, load.trainable, **options, **sizes)
     if load.on_cpu:  # a bucket's pages are taken when a gradient first lies in them: small models leave most of it
         buckets = min(buckets, (12.0 if load.stage == 1 else 8.0) * load.trainable)
@@ -136,7 +136,8 @@ def parts_of(load: Load) -> dict[str, float]:
     rows = batch.rank_batch_size // share
     parts["cached data"] = load.micro_batch_pixels * load.uploads + load.pixels_on_gpu * load.waiting_pixels
     parts["cached data"] += batch.rank_batch_size * (8.0 * cfg.text_cfg.context_length + load.trunks)
-    parts |= loss_bytes(load.loss, rows=rows, ranks=batch.dp_size * share, width=cfg.embed_dim)
+    apart = "first part apart" in load.past
+    parts |= loss_bytes(load.loss, rows=rows, ranks=batch.dp_size * share, width=cfg.embed_dim, first_part_apart=apart)
     others = 2.0 * (batch.rank_batch_size - rows) * cfg.embed_dim * 4  # of the tensor-parallel ranks beside this one
     parts["feature gradients"] += others
     parts["loss"] += max(others, batch.rank_batch_size * load.trunks)  # trunks are copied together where it begins
@@ -183,14 +184,13 @@ def load_of_run(
     stage: int,
     offloads: tuple[str, ...] = (),
     on_cpu: bool = False,
-    convolution_apart: bool = False,
+    past: frozenset[str] = frozenset(),
 ) -> Load:
     """What memory follows from under a run's flags.
 
     counts: of the whole model; tensor-parallel ranks share it (but for embeddings and norms, which are left out here).
     Of resident micro-batches `auto` counts one: the run measures how many more there is room for.
-    on_cpu: blocks are compiled only where that is asked for, and pixels are where they are. convolution_apart: see
-    bucket_bytes.
+    on_cpu: blocks are compiled only where that is asked for, and pixels are where they are. past: see Setting.
     """
     share, ranks = config.tensor_parallel_size, batch.dp_size * config.tensor_parallel_size
     parameters, trainable = (sum(column) // share for column in zip(*counts.values()))
@@ -223,7 +223,7 @@ def load_of_run(
         offloads=offloads,
         checkpoint=checkpoint_bytes(config, parameters, trainable) / batch.dp_size,
         on_cpu=on_cpu,
-        convolution_apart=convolution_apart,
+        past=past,
     )
 
 
@@ -291,5 +291,5 @@ def load_of(setting: "Setting") -> Load:
         copies=setting.nodes == 1 and setting.gpus > 1 and setting.loss in TILED,
         offloads=("optimizer",) if setting.offload else (),
         checkpoint=3 * 4 * parameters / setting.dp_size,
-        convolution_apart=setting.convolution_apart,
+        past=setting.past,
     )

@@ -101,7 +101,7 @@ def gathered_bytes(parameters: int, zero_optimization: dict, *, stage: int, rank
     return (min(parameters, reach) if stage == 3 else 0) * (2 if precision in ("bf16", "fp16") else 4) * (1 - 1 / ranks)
 
 
-def loss_bytes(name: str, *, rows: int, ranks: int, width: int) -> dict[str, float]:
+def loss_bytes(name: str, *, rows: int, ranks: int, width: int, first_part_apart: bool = False) -> dict[str, float]:
     """{"feature gradients", "loss"}: bytes per rank, for b `rows` of D `width` a rank.
 
     fp32 gradients of both sides' features, which stay until the last replay; and what the loss alone needs: features,
@@ -109,12 +109,14 @@ def loss_bytes(name: str, *, rows: int, ranks: int, width: int) -> dict[str, flo
     a bounded workspace. A two-level ring's further buffers (two for a block, three for a result) are not counted. The
     baselines hold logits and softmax of both directions in fp32, DisCo-CLIP those of one at a time, and gather no less
     than travels around a ring.
+    first_part_apart: as until 381b506: the first addition to travelling gradients had memory of its own.
     """
     block = rows * width * 4
     matrix = {"clip": 16 * ranks * rows * rows * ranks, "open_clip": 16 * rows * rows * ranks}
     matrix["disco"] = 8 * rows * rows * ranks
     workspace = matrix[name] if name in matrix else min(WORKSPACE_BYTES, 16 * rows * rows)
-    return {"feature gradients": 2 * block, "loss": (2 + (5 if ranks > 1 else 0)) * block + workspace}
+    around = (4 + first_part_apart if ranks > 1 else 0) * block
+    return {"feature gradients": 2 * block, "loss": 2 * block + around + workspace}
 
 
 def landing_bytes(rows: int, width: int, *, precision: str) -> float:

@@ -76,7 +76,7 @@ class Setting:
     link: Link = dataclasses.field(default_factory=lambda: load_link("nic-400"))  # between hosts
     overlap_comm: bool = True
     reduce_bucket_size: float | None = None  # elements; None: as the presets of ds_configs say
-    convolution_apart: bool = False  # until 1f7968e, see memory.bucket_bytes
+    past: frozenset[str] = frozenset()  # "convolution apart", "first part apart": how it was, see parts
 
     @property
     def dp_size(self) -> int:

@@ -69,7 +69,8 @@ def _free_bytes(engine: Engine, batch: BatchPlan, model_config: CLIPConfig, devi
     free, total = torch.cuda.mem_get_info(device)
     free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     gradients = 8 * sum(engine.state.shape(p).numel() for _, p in engine.state.parameters() if p.requires_grad)
-    ring = {"rows": batch.rank_batch_size, "ranks": batch.dp_size, "width": model_config.embed_dim}
-    features = sum(loss_bytes("inf_cl", **ring).values())  # of the dense losses this is not known to be enough
+    # of the dense losses this is not known to be enough
+    ring = loss_bytes("inf_cl", rows=batch.rank_batch_size, ranks=batch.dp_size, width=model_config.embed_dim)
+    features = sum(ring.values())
     trunks = 2 * 4 * batch.rank_batch_size * engine.module.trunk_numbers()  # the parts and all of them
     return free - gradients - features - trunks - WORKSPACE_BYTES - _HEADROOM * total
