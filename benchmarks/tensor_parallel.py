@@ -12,9 +12,9 @@ Models: names of infcl/model_configs, or
     bigG  ViT-bigG-14 with 16 text heads instead of 20, which 8 ranks cannot share; sizes and flops are the same
     5B    an image tower of 5.0 B (width 3072, 44 layers, 24 heads) with a text tower of 0.4 B
 
-In the CSV, reduce_bucket_size is the preset's; rows without it have DeepSpeed's own (5e8). The lever "none" is the
-trainer's way at that commit; others ("graphs", "one block a graph", "halves") are of what was tried (docs/log.md,
-docs/megatron.md). A peak that is missing was one of a second engine in its process.
+In the CSV, reduce_bucket_size and overlap_comm (0, 1) are the preset's; rows without them have DeepSpeed's own bucket
+(5e8), and 1. The lever "none" is the trainer's way at that commit; others ("graphs", "one block a graph", "halves") are
+of what was tried (docs/log.md, docs/megatron.md). A peak that is missing was one of a second engine in its process.
 Rows of the commits 96af64e to 68ce065 hold the loss of their last step, the (2 + --repeats)th, which was the fifth or
 sixth (ViT-L-14, 128 pairs x 2: 5.21 in the fifth, 4.88 in the sixth), so they do not compare with newer ones.
 """
@@ -41,7 +41,7 @@ ROOT = Path(__file__).parent.parent
 COLUMNS = (
     "model", "gpus", "tensor_parallel", "sequence_parallel", "zero_stage", "checkpointing", "batch_size", "accum_freq",
     "compiled", "lever", "status", "samples_per_second", "step_ms", "loss", "peak_gib", "mfu", "parameters_m",
-    "reduce_bucket_size", "device", "torch", "commit",
+    "reduce_bucket_size", "overlap_comm", "device", "torch", "commit",
 )  # fmt: skip
 RESULT = "RESULT "
 WARM_UP, LOSS_STEP = 2, 5  # steps are on the same pairs, so the loss falls with each: a row's is of one step
@@ -181,6 +181,7 @@ def _measure(setting: dict) -> dict:
         "peak_gib": round(peak / 2**30, 2), "mfu": None if mfu is None else round(mfu, 4),
         "parameters_m": round(parameters / 1e6, 1), "torch": torch.__version__, "zero_stage": engine.zero_stage,
         "reduce_bucket_size": preset["zero_optimization"].get("reduce_bucket_size"),
+        "overlap_comm": int(preset["zero_optimization"].get("overlap_comm", False)),
         "device": torch.cuda.get_device_name() if on_gpu else "cpu",
     }  # fmt: skip
 

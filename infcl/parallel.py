@@ -58,6 +58,11 @@ class Parallel:
     nodes: tuple[Node, ...] = ()
 
     @property
+    def hosts(self) -> int:
+        """How many, 1 where this module did not start the process group."""
+        return max(1, len(self.nodes))
+
+    @property
     def dp_rank(self) -> int:
         return dist.get_rank(self.dp_group)
 

@@ -276,10 +276,15 @@ COMMANDS = [
         "--accum-freq 4 --zero 3 --model ViT-B-32 --measured-steps 1 --warm-up-steps 0 --compile-blocks off",
     ),
     Command(
-        "python -m benchmarks.step --gpus 2 --batch-size 128 --zero 1 "
-        "--zero-options '{\"reduce_bucket_size\": 100000000}'",
+        "python -m benchmarks.step --gpus 2 --batch-size 128 --zero 1 --compile-blocks on",
         multigpu="python -m benchmarks.step --gpus 2 --batch-size 8 --model ViT-B-32 --measured-steps 1 "
-        "--warm-up-steps 0 --zero 1 --zero-options '{\"reduce_bucket_size\": 100000000}' --compile-blocks off",
+        "--warm-up-steps 0 --zero 1 --compile-blocks on",
+    ),
+    Command(
+        "python -m benchmarks.step --gpus 2 --batch-size 128 --zero 1 --compile-blocks on "
+        "--zero-options '{\"overlap_comm\": true}'",
+        multigpu="python -m benchmarks.step --gpus 2 --batch-size 8 --model ViT-B-32 --measured-steps 1 "
+        "--warm-up-steps 0 --zero 1 --compile-blocks off --zero-options '{\"overlap_comm\": true}'",
     ),
     Command(
         "python -m benchmarks.step --gpus 4 --sweep benchmarks/sweeps/plan.txt --csv docs/results/plan_steps_4gpu.csv",

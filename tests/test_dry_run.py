@@ -1,6 +1,6 @@
 """--dry-run: what it prints is the run's plan, what the run would refuse it refuses, and it leaves nothing behind."""
 
-import json
+import dataclasses
 
 import torch
 
@@ -8,6 +8,7 @@ from infcl.config import BatchPlan
 from infcl.plan.dry_run import _flops, _memory_table
 from infcl.plan.memory import memory_plan, parameter_counts
 from infcl.towers import CLIP, load_model_config
+from infcl.train.preset import read_preset
 from tests.checkout import ROOT
 from tests.test_entry import command, forked
 from tests.test_trainer import demo_config
@@ -18,7 +19,7 @@ def test_the_table_in_the_docs_is_what_a_dry_run_prints(demo_folder, tmp_path):
     config, cfg = demo_config(demo_folder, tmp_path, **sizes), load_model_config("ViT-L-14")
     with torch.device("meta"):
         counts = parameter_counts(CLIP(cfg))
-    zero = json.loads((ROOT / "ds_configs" / "zero1.json").read_text())["zero_optimization"]
+    zero = read_preset(dataclasses.replace(config, precision="amp_bf16"), "cuda")[0]["zero_optimization"]
     table = _memory_table(memory_plan(cfg, BatchPlan.of(config, 2), config, counts, "amp_bf16", zero), [0, 1, 2, 3], 1)
     assert "".join(f"  {line.rstrip()}\n" for line in table) in (ROOT / "docs" / "report.md").read_text()
 

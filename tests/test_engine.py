@@ -89,6 +89,41 @@ def test_three_steps_equal_the_single_process_ones(preset, world_size):
     assert steps == STEPS
 
 
+def steps_across_hosts(rank, world_size, preset):
+    """As if each rank were another host's. And whether DeepSpeed's optimizer reduces beside the backward."""
+    from infcl.parallel import Parallel
+
+    seen: list[bool] = []
+    backward = Engine.backward
+
+    def noted(engine, *arguments):
+        seen.append(engine.engine.optimizer.overlap_comm)
+        backward(engine, *arguments)
+
+    with mock.patch.object(Parallel, "hosts", world_size), mock.patch.object(Engine, "backward", noted):
+        return engine_steps(rank, world_size, preset), seen
+
+
+@pytest.mark.parametrize("preset", ["zero1", "zero2"])
+def test_reductions_run_beside_the_backward_across_hosts_and_change_no_step(preset):
+    (_, norms, _, state, _), overlaps = run_ranks(steps_across_hosts, 2, preset)[0]
+    _, expected_norms, expected_state = expected(2)
+    assert norms == pytest.approx(expected_norms, rel=1e-5) and worst_error(state, expected_state) < 1e-5
+    assert overlaps and all(overlaps)
+
+
+@pytest.mark.parametrize(
+    ("preset", "within", "across"), [("zero1", False, True), ("zero2_bf16", False, True), ("zero3", True, True)]
+)
+def test_whether_reductions_overlap_follows_the_hosts_where_a_preset_leaves_it_open(preset, within, across, tmp_path):
+    for hosts, expected_value in ((1, within), (2, across)):
+        assert read_preset(settings(preset), "cpu", 4, hosts)[0]["zero_optimization"]["overlap_comm"] is expected_value
+        for said in (True, False):
+            own = preset_file(tmp_path, {"zero_optimization": {"stage": 1, "overlap_comm": said}})
+            read = read_preset(settings("", deepspeed_config=own), "cpu", 4, hosts)[0]
+            assert read["zero_optimization"]["overlap_comm"] is said
+
+
 @pytest.mark.parametrize("stage", [1, 2])
 def test_the_preset_that_is_shown_for_advised_offload_changes_no_step(tmp_path, stage):
     (shown,) = re.findall(r"```json\n(.*?)```", (ROOT / "docs" / "scaling.md").read_text(), re.DOTALL)

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+from unittest import mock
 
 import pytest
 import torch
@@ -40,14 +41,15 @@ def _backward(engine, images, texts, last=True):
 PATTERNS = ((True, True), (True, False), (False, False), (False, True), (True, True), (True, False))
 
 
-def steps_with_detours(rank, world_size, preset):
-    """The weights and the norm of the gradients after each step."""
-    from infcl.parallel import init_parallel
+def steps_with_detours(rank, world_size, preset, hosts=1):
+    """The weights and the norm of the gradients after each step, as if on so many hosts."""
+    from infcl.parallel import Parallel, init_parallel
     from infcl.train.checkpoint import full_weights
 
     model = Detour()
     config = settings(preset, precision="fp32", grad_clip_norm=None, wd=0.0)
-    engine, steps = Engine(model, config, init_parallel("cpu"), BatchPlan(world_size, 2, 4)), []
+    with mock.patch.object(Parallel, "hosts", hosts):  # across hosts stages 1 and 2 reduce beside the backward
+        engine, steps = Engine(model, config, init_parallel("cpu"), BatchPlan(world_size, 2, 4)), []
     for pattern in PATTERNS:
         for index, model.taken in enumerate(pattern):
             _backward(engine, *global_batch(4, seed=10 * rank + index), last=index == 1)
@@ -75,12 +77,14 @@ def float64_steps_with_detours(world_size):
 
 
 @pytest.mark.parametrize(
-    ("preset", "world_size"), [*((f"zero{stage}", 2) for stage in range(4)), ("zero3_offload", 1), ("zero3_offload", 2)]
-)
-def test_what_a_backward_does_not_reach_has_the_gradient_of_the_others(preset, world_size):
+    ("preset", "world_size", "hosts"),
+    [*((f"zero{stage}", 2, 1) for stage in range(4)), ("zero1", 2, 2), ("zero2", 2, 2), ("zero3_offload", 1, 1),
+     ("zero3_offload", 2, 1)],
+)  # fmt: skip
+def test_what_a_backward_does_not_reach_has_the_gradient_of_the_others(preset, world_size, hosts):
     """Left to itself stage 1 steps with one rank's gradient where the last backward of a step does not reach a
     parameter; stage 3 applies that of an earlier step again, or adds it; offloaded state does so and drops one too."""
-    steps = run_ranks(steps_with_detours, world_size, preset)[0]
+    steps = run_ranks(steps_with_detours, world_size, preset, hosts)[0]
     for (got, norm), (weights, true_norm) in zip(steps, float64_steps_with_detours(world_size)):
         assert norm == pytest.approx(true_norm, rel=1e-5)
         assert worst_error(got, weights) < 1e-5

@@ -165,7 +165,10 @@ def test_on_a_cpu_all_is_one_memory_and_nothing_counts_twice():
 def test_auto_leaves_room_for_what_comes_after_the_pixels(demo_folder, tmp_path, monkeypatch):
     """A checkpoint's copy, and under ZeRO-2 the sums of offloaded gradients, which the first backward makes."""
     config, cfg = demo_config(demo_folder, tmp_path, accum_freq=1000), load_model_config("demo")
-    model, parallel = CLIP(cfg), SimpleNamespace(device=torch.device("cpu"), tp_size=1, dp_size=2, ranks_per_node=2)
+    model, parallel = (
+        CLIP(cfg),
+        SimpleNamespace(device=torch.device("cpu"), tp_size=1, dp_size=2, ranks_per_node=2, hosts=1),
+    )
     numel, free = sum(parameter.numel() for parameter in model.parameters()), 100e6
     saved = checkpoint_bytes(config, numel, numel)
     monkeypatch.setattr(pixels, "available_host_bytes", lambda: free)

@@ -29,7 +29,7 @@ from infcl.plan.parts import bucket_bytes, gathered_bytes, landing_bytes, loss_b
 from infcl.plan.setting import Setting, load_gpu
 from infcl.towers import CLIP, load_model_config
 from infcl.train.build import build_model
-from tests.checkout import ROOT
+from infcl.train.preset import read_preset
 from tests.gpu_streams import Gpus
 from tests.ranks import run_ranks
 from tests.saved_tensors import saved_bytes
@@ -304,7 +304,8 @@ def test_a_run_s_plan_is_that_of_the_planner(demo_folder, tmp_path, precision, r
         counts = parameter_counts(build_model(demo_config(demo_folder, tmp_path), cfg))
     config = demo_config(demo_folder, tmp_path, **{"compile_blocks": "auto"} | flags)
     for stage in (1, 2, 3):
-        zero = json.loads((ROOT / f"ds_configs/zero{stage}.json").read_text())["zero_optimization"]
+        of_stage = dataclasses.replace(config, deepspeed_config=f"ds_configs/zero{stage}.json", precision=precision)
+        zero = read_preset(of_stage, "cuda")[0]["zero_optimization"]
         run = memory_of_run(cfg, batch, config, counts, precision, zero, stage=stage)
         gpus = ranks * config.tensor_parallel_size
         setting = Setting(

@@ -60,6 +60,7 @@ REGIONS: dict[str, Callable[[], str]] = {
     "hard-negatives": accuracy.hard_negatives,
     "step-levers": steps.levers,
     "step-one-micro-batch": steps.one_micro_batch,
+    "step-reductions": steps.reductions,
     "step-zero-3": steps.zero_3,
     "step-slow-host": steps.slow_host,
     "step-zero-3-hosts": steps.zero_3_hosts,

@@ -168,7 +168,9 @@ def planned_at_start(row: dict) -> float:
     from benchmarks.step import setting_of
 
     config, preset = setting_of(row["label"])
-    preset["zero_optimization"] |= {"reduce_bucket_size": BUCKET} | json.loads(row["zero_options"] or "{}")
+    preset["zero_optimization"] |= {"reduce_bucket_size": BUCKET, "overlap_comm": True} | json.loads(
+        row["zero_options"] or "{}"
+    )
     _, cfg = build_tokenizer_and_model_config(config)
     counts = parameter_counts(build_meta_model(config, cfg))
     return Fit(config, cfg, counts, str(config.precision), preset, 1, float("inf")).parts(config)["peak"]

@@ -8,6 +8,7 @@ from statistics import mean
 from benchmarks.paper.raw import RESULTS, latest, markdown, origin, rows, where
 from benchmarks.paper.towers import EACH_BLOCK_THREE_TIMES
 from infcl.plan.compare import compare, read_steps
+from infcl.plan.parts import BUCKET
 from infcl.plan.setting import load_gpu
 
 SLOW_HOST = 2.9  # host_factor of the machines of step_slow_host.csv, set by these rows
@@ -44,6 +45,23 @@ def one_micro_batch() -> str:
         for row in sorted(found, key=lambda row: (row["gpus"], -row["zero"]))
     ]  # fmt: skip
     return markdown(["GPUs", "ZeRO", "", "commit", "samples/s per GPU", "update", "peak memory"], lines)
+
+
+def reductions() -> str:
+    """ViT-L-14, autocast, compiled: how stages 1 and 2 reduce gradients, on two machines with two GPUs each."""
+    lines = []
+    for row in sorted(rows("step_reductions.csv"), key=lambda row: (row["machine"], row["micro_batches"], row["zero"])):
+        options = json.loads(row["zero_options"])
+        stated = row["gpus"] > 1 and row["zero"] > 0
+        bucket = f"{options.get('reduce_bucket_size', BUCKET):.1e}" if stated else ""
+        overlap = str(options.get("overlap_comm", True)).lower() if stated else ""
+        lines.append([
+            row["machine"], row["gpus"], f"{row['micro_batch']} x {row['micro_batches']}", row["zero"], bucket, overlap,
+            _rate(row, per_gpu=True), *[f"{1000 * row[f'seconds_{phase}']:.1f} ms" for phase in ("replay", "step")],
+            f"{row['peak_gib']:.1f} GiB",
+        ])  # fmt: skip
+    header = ["machine", "GPUs", "pairs", "ZeRO", "`reduce_bucket_size`", "`overlap_comm`", "samples/s per GPU"]
+    return markdown([*header, "replay", "update", "peak memory"], lines) + f"\n\n{origin(rows('step_reductions.csv'))}."
 
 
 def zero_3() -> str:

@@ -28,7 +28,7 @@ def measured_steps() -> list[tuple[dict, Setting]]:
             micro_batch=row["batch_size"], zero=row["zero_stage"], checkpointing=row["checkpointing"] == "True",
             compiled=row["compiled"] == "True", tensor_parallel=row["tensor_parallel"],
             sequence_parallel=row["sequence_parallel"] == "True", pixels="device",
-            reduce_bucket_size=row.get("reduce_bucket_size") or BUCKET,
+            reduce_bucket_size=row.get("reduce_bucket_size") or BUCKET, overlap_comm=row.get("overlap_comm") != 0,
         ))
         for row in found
         if row["tensor_parallel"] == 1 or not row["commit"].startswith("96af64e")
@@ -71,7 +71,7 @@ def large_towers() -> str:
         of_whole = f"{row['samples_per_second'] / whole[0]['samples_per_second']:.2f}" if whole else ""
         size = f"{setting.tensor_parallel}" + (", `--sequence-parallel`" if setting.sequence_parallel else "")
         then = setting.with_(past=past(row))
-        today = setting.with_(reduce_bucket_size=None)
+        today = setting.with_(reduce_bucket_size=None, overlap_comm=None)
         plans = [counted_by_torch(memory_of(one)) / GIB for one in (then, today)]
         peak = f"{row['peak_gib']:.1f}" if row["peak_gib"] else "?"
         lines.append([

@@ -22,7 +22,7 @@ def describe_plan(config: TrainConfig, parallel: Parallel) -> str:
     """The resolved plan as text. ValueError: what the run would refuse before it builds the engine. Collective."""
     from infcl.train.build import build_loader, build_meta_model, build_tasks, build_tokenizer_and_model_config
 
-    preset, precision = read_preset(config, parallel.device.type, parallel.dp_size)
+    preset, precision = read_preset(config, parallel.device.type, parallel.dp_size, parallel.hosts)
     batch = BatchPlan.of(config, parallel.dp_size)
     tokenizer, cfg = build_tokenizer_and_model_config(config)
     loader = build_loader(config, batch, cfg, tokenizer, parallel)

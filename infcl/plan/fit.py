@@ -33,7 +33,7 @@ def fit_to_memory(config: TrainConfig, parallel: Parallel) -> TrainConfig:
 
     _, cfg = build_tokenizer_and_model_config(config)
     counts = parameter_counts(build_meta_model(config, cfg))
-    preset, precision = read_preset(config, parallel.device.type, parallel.dp_size)
+    preset, precision = read_preset(config, parallel.device.type, parallel.dp_size, parallel.hosts)
     on_cpu, own = parallel.device.type == "cpu", [-memory_of_device(parallel), -host_memory_bytes()]
     capacity, host = (-most for most in max_over(dist.group.WORLD, own, parallel.device))  # the least: all decide alike
     ranks = ranks_of_host(parallel)

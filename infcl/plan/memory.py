@@ -17,8 +17,6 @@ from infcl.config import BatchPlan, TrainConfig
 from infcl.loss.contrastive import TILED
 from infcl.plan.activations import exchange_bytes, graph_bytes, stream_bytes
 from infcl.plan.parts import (
-    BUCKET,
-    STAGE_3_BUCKET,
     bucket_bytes,
     gathered_bytes,
     landing_bytes,
@@ -267,9 +265,7 @@ def load_of(setting: "Setting") -> Load:
 
     share = setting.tensor_parallel
     parameters = parameters_of(setting.model) // share
-    zero: dict[str, Any] = {"overlap_comm": setting.overlap_comm}
-    bucket = STAGE_3_BUCKET if setting.zero == 3 and not setting.offload else BUCKET
-    zero["reduce_bucket_size"] = setting.reduce_bucket_size or bucket
+    zero: dict[str, Any] = {"overlap_comm": setting.overlaps_reductions, "reduce_bucket_size": setting.bucket}
     if setting.offload:
         zero["offload_optimizer"] = {"pin_memory": True}  # as in ds_configs/zero3_offload.json
     return Load(

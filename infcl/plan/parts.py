@@ -7,7 +7,8 @@ from infcl.kernels import WORKSPACE_BYTES
 from infcl.loss.copies import LIMIT
 from infcl.train.preset import sums_gradients_on_host
 
-BUCKET, STAGE_3_BUCKET = 5e8, 5e7  # elements: what DeepSpeed takes by itself, and what ds_configs/zero3.json says
+BUCKET = 5e8  # elements: what DeepSpeed takes by itself
+STAGE_1_BUCKET, STAGE_3_BUCKET = 1e8, 5e7  # what ds_configs/zero1.json and zero2.json, and zero3.json say
 _BUCKETS_AHEAD = 3  # of DeepSpeed's stage 3: it waits for the third last (max_param_reduce_events)
 
 

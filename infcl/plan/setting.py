@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from infcl.plan.memory import parameter_counts
+from infcl.plan.parts import BUCKET, STAGE_1_BUCKET, STAGE_3_BUCKET
 from infcl.towers import CLIP
 from infcl.towers.config import CLIPConfig, check_divides
 from infcl.train.preset import check_stage, stage_over
@@ -74,9 +75,9 @@ class Setting:
     sequence_parallel: bool = False  # with tensor_parallel > 1
     gpus_per_node: int = 8
     link: Link = dataclasses.field(default_factory=lambda: load_link("nic-400"))  # between hosts
-    overlap_comm: bool = True
+    overlap_comm: bool | None = None  # None: as "auto" of ds_configs, see train/preset.py
     reduce_bucket_size: float | None = None  # elements; None: as the presets of ds_configs say
-    past: frozenset[str] = frozenset()  # "convolution apart", "first part apart": how it was, see parts
+    past: frozenset[str] = frozenset()  # how it was, see compare.PAST
 
     @property
     def dp_size(self) -> int:
@@ -95,6 +96,21 @@ class Setting:
     @property
     def num_micro_batches(self) -> int:
         return self.rank_batch // self.micro_batch
+
+    @property
+    def overlaps_reductions(self) -> bool:
+        if self.overlap_comm is not None:
+            return self.overlap_comm
+        return self.zero in (0, 3) or self.nodes > 1 or "reductions overlapped" in self.past
+
+    @property
+    def bucket(self) -> float:
+        """Elements of a bucket of gradients."""
+        if self.reduce_bucket_size is not None:
+            return self.reduce_bucket_size
+        if self.zero == 3:
+            return BUCKET if self.offload else STAGE_3_BUCKET
+        return BUCKET if "reductions overlapped" in self.past else STAGE_1_BUCKET
 
     @property
     def nodes(self) -> int:

@@ -2,7 +2,8 @@
 
     encode      M - R forwards without a graph             replay    M forwards, backwards, and recomputations
     loss        8 rows B D flops a GPU                     ring      blocks of W ranks, behind the loss
-    gradients   reduce (ZeRO 0, 1: once a step; 2, 3: for each micro-batch), behind the backward
+    gradients   reduce (ZeRO 0, 1: once a step; 2, 3: for each micro-batch); across hosts behind the backward, as with
+                overlap_comm and in ZeRO-3
     parameters  gathered: ZeRO 1, 2 after the update; ZeRO 3 in a step's first forward, and those of more than 1e9
                 for each pass over a micro-batch, behind that pass
     host        issues encode, loss and replay, mostly while the GPUs compute
@@ -56,15 +57,21 @@ def _zero_phases(setting: Setting, towers: dict[str, Phase]) -> list[Phase]:
     width = 2 if setting.precision in ("bf16", "fp16") else 4
     once = (size - 1) / size * width * parameters / _bus_bandwidth(setting, size)  # reduce-scatter or all-gather
     phases = []
+
+    def reduced(seconds: float, room: float, behind: str) -> Phase:
+        if setting.overlaps_reductions:
+            return hidden("gradients", seconds, room, behind)
+        return Phase("gradients", seconds, seconds)
+
     backward = towers["replay"].exposed * (0.75 if setting.checkpointing else 2 / 3)
     if size > 1:
         if setting.zero == 0:
-            phases.append(hidden("gradients", 2 * once, backward / micro_batches, "the last backward"))
+            phases.append(reduced(2 * once, backward / micro_batches, "the last backward"))
         elif setting.zero == 1:
             sums = 2 * once if setting.precision == "bf16" else once  # float32 on their way too
-            phases.append(hidden("gradients", sums, backward / micro_batches, "the last backward"))
+            phases.append(reduced(sums, backward / micro_batches, "the last backward"))
         else:
-            phases.append(hidden("gradients", once * micro_batches, backward, "replay"))
+            phases.append(reduced(once * micro_batches, backward, "replay"))
         if setting.zero in (1, 2):
             phases.append(Phase("parameters", once, once))
     if setting.zero == 3:

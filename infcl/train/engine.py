@@ -40,7 +40,7 @@ class Engine:
     """A CLIP model under a DeepSpeed engine; under tensor parallelism this rank's part of it (build.split_model)."""
 
     def __init__(self, model: nn.Module, config: TrainConfig, parallel: Parallel, batch: BatchPlan):
-        preset, precision = read_preset(config, parallel.device.type, parallel.dp_size)
+        preset, precision = read_preset(config, parallel.device.type, parallel.dp_size, parallel.hosts)
         self.parallel = parallel
         self.precision = precision
         self.zero_stage = zero_stage(preset)

@@ -79,7 +79,7 @@ def auto_budget(free: float, ranks: int) -> float:
 
 def _later_bytes(config: TrainConfig, model: CLIP, parallel: Parallel) -> float:
     """Host bytes that a rank takes after its pixels: the copy that a checkpoint is written from, and ZeRO-2's sums."""
-    preset, precision = read_preset(config, parallel.device.type, parallel.dp_size)
+    preset, precision = read_preset(config, parallel.device.type, parallel.dp_size, parallel.hosts)
     sizes = [(getattr(p, "ds_numel", p.numel()), p.requires_grad) for p in model.parameters()]
     trainable = sum(size for size, is_trained in sizes if is_trained)
     sums = offloads(preset, "optimizer") and sums_gradients_on_host(zero_stage(preset), precision)

@@ -37,9 +37,11 @@ _PRESET_KEYS = {
 }
 
 
-def read_preset(config: TrainConfig, device_type: str, ranks: int | None = None) -> tuple[dict, str]:
+def read_preset(config: TrainConfig, device_type: str, ranks: int | None = None, hosts: int = 1) -> tuple[dict, str]:
     """(preset, precision) of a run, over so many data-parallel ranks where they are given: see `stage_over`.
 
+    An `overlap_comm` that is "auto" is true across hosts and in stage 3: within a host the reductions of stages 1 and 2
+    cost less than what running beside the backward costs (docs/step.md).
     ValueError for a broken preset or one that contradicts the flags.
     """
     path = Path(config.deepspeed_config)
@@ -51,6 +53,9 @@ def read_preset(config: TrainConfig, device_type: str, ranks: int | None = None)
             raise ValueError(
                 f"--deepspeed_config {path}: unknown key {key!r} (known: {', '.join(sorted(_PRESET_KEYS))})"
             )
+    zero = preset.get("zero_optimization", {})
+    if zero.get("overlap_comm") == "auto":
+        zero["overlap_comm"] = hosts > 1 or zero_stage(preset) == 3
     for key in _left_open(preset):
         raise ValueError(
             f'--deepspeed_config {path}: {key} is "auto", which transformers would fill in: write a value, or leave it '
