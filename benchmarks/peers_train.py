@@ -215,7 +215,9 @@ def _environment(setting: dict, options: argparse.Namespace) -> dict[str, str]:
 
 def _checkout(text: str) -> Checkout:
     """DIR, a git checkout, or DIR@COMMIT where it is none. Raises ArgumentTypeError."""
-    folder, commit = (text, "") if Path(text).is_dir() else text.rpartition("@")[::2]
+    folder, commit = (text, "") if Path(text).is_dir() or "@" not in text else text.rpartition("@")[::2]
+    if not Path(folder).is_dir():
+        raise argparse.ArgumentTypeError(f"{folder} is no folder")
     path = Path(folder).resolve()
     if not commit and (path / ".git").exists():
         found = git_commit(path) or ""

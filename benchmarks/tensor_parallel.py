@@ -144,7 +144,7 @@ def _measure(setting: dict) -> dict:
         model = CLIP(cfg, activation_checkpointing=setting["checkpointing"])
     parameters = sum(p.numel() for p in model.parameters())
     split_model(model, config, parallel)
-    preset, precision = read_preset(config, parallel.device.type)
+    preset, precision = read_preset(config, parallel.device.type, parallel.dp_size, parallel.hosts)
     compiled = prepare_blocks(model, config, parallel, precision, batch)
     engine = Engine(model, config, parallel, batch)
     loss, micro_batches = build_loss(config, parallel), _micro_batches(cfg, batch, parallel)

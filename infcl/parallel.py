@@ -229,7 +229,7 @@ def seed_everything(seed: int, *, deterministic: bool = False) -> None:
 
     Compiled blocks then take their kernels' shapes by rule, not by timing them. Call it before anything is compiled.
     Memory that nothing has written yet is not filled, as torch then would: nothing here reads any, and DeepSpeed's
-    buckets, reserved whole, would take 4 GB and most of a small model's step.
+    buckets, reserved whole, would take up to 2 GB and most of a small model's step.
     """
     random.seed(seed)
     np.random.seed(seed % 2**32)

@@ -282,9 +282,10 @@ COMMANDS = [
     ),
     Command(
         "python -m benchmarks.step --gpus 2 --batch-size 128 --zero 1 --compile-blocks on "
-        "--zero-options '{\"overlap_comm\": true}'",
+        '--zero-options \'{"overlap_comm": true, "reduce_bucket_size": 500000000}\'',
         multigpu="python -m benchmarks.step --gpus 2 --batch-size 8 --model ViT-B-32 --measured-steps 1 "
-        "--warm-up-steps 0 --zero 1 --compile-blocks off --zero-options '{\"overlap_comm\": true}'",
+        "--warm-up-steps 0 --zero 1 --compile-blocks on "
+        '--zero-options \'{"overlap_comm": true, "reduce_bucket_size": 500000000}\'',
     ),
     Command(
         "python -m benchmarks.step --gpus 4 --sweep benchmarks/sweeps/plan.txt --csv docs/results/plan_steps_4gpu.csv",

@@ -130,6 +130,8 @@ def test_the_preset_that_is_shown_for_advised_offload_changes_no_step(tmp_path, 
     path = preset_file(tmp_path, shown.replace('"stage": 2', f'"stage": {stage}'))
     preset, _ = read_preset(settings("", deepspeed_config=path), "cpu")
     assert offloads(preset, "optimizer") and zero_stage(preset) == stage
+    shipped = read_preset(settings(f"zero{stage}"), "cpu")[0]["zero_optimization"]
+    assert all(preset["zero_optimization"][name] == shipped[name] for name in ("overlap_comm", "reduce_bucket_size"))
     _, norms, _, state, _ = run_ranks(partial(engine_steps, deepspeed_config=path), 2, "")[0]
     _, expected_norms, expected_state = expected(2)
     assert norms == pytest.approx(expected_norms, rel=1e-5)

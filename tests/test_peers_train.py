@@ -83,6 +83,9 @@ def test_a_checkout_has_its_folders_and_a_commit(checkouts, tmp_path, capsys):
     with pytest.raises(SystemExit):
         options_of("--fast-clip", str(tmp_path / "fast_clip"))
     assert "DIR@COMMIT" in capsys.readouterr().err
+    with pytest.raises(SystemExit):  # a mistyped one is not the commit of the folder that it is started in
+        options_of("--fast-clip", str(tmp_path / "fast_klip"))
+    assert "fast_klip is no folder" in capsys.readouterr().err
     git = ["git", "-C", str(tmp_path), "-c", "user.name=t", "-c", "user.email=t", "-c", "commit.gpgsign=false"]
     subprocess.run([*git, "init", "--quiet"], check=True)
     subprocess.run([*git, "commit", "--quiet", "--allow-empty", "-m", "first"], check=True)

@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+import weakref
 from datetime import timedelta
 from unittest import mock
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from infcl import inf_cl_loss
+from infcl import inf_cl_loss, info_nce_loss, nt_xent_loss, siglip_loss
 from infcl.loss.links import lap_length, second_group
 from infcl.loss.ring import RingExchange, checked_group
 from tests.loss_oracle import features
@@ -25,7 +26,7 @@ def _go_round(ring: RingExchange, rank: int) -> tuple[list, list]:
         assert label.item() == ring.owner(hop)
         seen.append((block.tolist(), label.tolist()))
         # Every rank adds 10^rank to each block it meets: home comes one 1 per rank.
-        part = ring.part("sum", hop, block, torch.float64).fill_(10.0**rank)
+        part = ring.part("sum", block, torch.float64).fill_(10.0**rank)
         landing = any(part is buffer for buffer in ring._buffers.get("sum", []))
         assert landing == (hop == 0 and ring.world_size > 1), "only the first part has no memory of its own"
         ring.carry("sum", hop, part, torch.Tensor.add_)
@@ -58,6 +59,40 @@ def test_a_two_level_ring_goes_round_each_node_once_per_node(nodes, ranks_per_no
         ]
         assert seen == [([[float(v)] * 2] * 3, [v]) for v in visitors]
         assert total == [[float("1" * world_size)] * 2] * 3
+
+
+def _live_parts(rank, world_size, name):
+    """How many parts of a loss's travelling gradient that lie in memory of their own are there, when one is made."""
+    live, found, part = weakref.WeakSet(), [], RingExchange.part
+
+    def counted(ring, *arguments):
+        made = part(ring, *arguments)
+        if all(made is not buffer for buffers in ring._buffers.values() for buffer in buffers):
+            live.add(made)
+            found.append(len(live))
+        return made
+
+    generator = torch.Generator().manual_seed(rank)
+    first, second = (torch.randn(12, 8, generator=generator).requires_grad_() for _ in range(2))
+    group = dist.group.WORLD
+    with mock.patch.object(RingExchange, "part", counted):
+        losses = {
+            "inf_cl": lambda: inf_cl_loss(first, second, 10.0, group=group),
+            "siglip": lambda: siglip_loss(first, second, 10.0, -5.0, group=group),
+            "info_nce": lambda: info_nce_loss(first, second, torch.arange(12), 10.0, group=group),
+            "nt_xent": lambda: nt_xent_loss(first, second, 10.0, group=group),
+        }
+        losses[name]().backward()
+    return found
+
+
+@pytest.mark.parametrize("name", ["inf_cl", "siglip", "info_nce", "nt_xent"])
+def test_one_part_at_a_time_has_memory_of_its_own(name):
+    """Beside two buffers, in which the first is computed: as many float32 blocks as the planner counts."""
+    for world_size in (2, 5):
+        parts = (world_size // 2 if name == "nt_xent" else world_size - 1) - (name == "nt_xent")
+        for found in run_ranks(_live_parts, world_size, name):
+            assert found == [1] * parts
 
 
 def _watched_messages(rank, world_size):

@@ -206,7 +206,7 @@ def ring_backward(
         if not columns_need:
             d_block = None
         else:
-            d_block = ring.part("d_columns", hop, block, slopes.dtype)
+            d_block = ring.part("d_columns", block, slopes.dtype)
             matched_gradient(slopes, rows, out=d_block) if hop == 0 else d_block.zero_()
         tile.softmax_backward(
             rows, block, scale, row_lse, block_lse, d_rows, d_block, d_scale,
@@ -214,6 +214,7 @@ def ring_backward(
         )  # fmt: skip
         if columns_need:
             ring.carry("d_columns", hop, d_block, Tensor.add_)
+        del d_block  # before memory for the next one is taken
     return d_rows, ring.home("d_columns", Tensor.add_) if columns_need else None, d_scale
 
 

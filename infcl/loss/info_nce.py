@@ -138,7 +138,7 @@ def ring_backward(
     matched_gradient(slopes, columns[:count], out=d_rows[:count])
     d_scale = inner_product(rows, d_rows)
     for hop, (block,) in ring.blocks(columns):
-        d_block = ring.part("d_columns", hop, block, slopes.dtype).zero_()
+        d_block = ring.part("d_columns", block, slopes.dtype).zero_()
         if hop == 0:
             matched_gradient(slopes, rows[:count], out=d_block[:count])
         tile.softmax_backward(
@@ -146,6 +146,7 @@ def ring_backward(
             masked=hop == 0, workspace_bytes=workspace_bytes,
         )  # fmt: skip
         ring.carry("d_columns", hop, d_block, Tensor.add_)
+        del d_block  # before memory for the next one is taken
     return d_rows, ring.home("d_columns", Tensor.add_), d_scale
 
 

@@ -150,13 +150,14 @@ def ring_backward(
             )  # fmt: skip
             continue
         rows, columns = _share(hop, ring, len(views))
-        d_block = torch.zeros_like(d_views)
+        d_block = ring.part("d_views", block, lse.dtype).zero_()
         tile.softmax_backward(
             views[rows], block[columns], scale, lse[rows], block_lse[columns],
             d_views[rows], d_block[columns], d_rectangles,
             masked=False, workspace_bytes=workspace_bytes,
         )  # fmt: skip
         ring.carry("d_views", hop, d_block, Tensor.add_)
+        del d_block  # before memory for the next one is taken
     if ring.reach > 0:
         d_views += ring.home("d_views", Tensor.add_)
     return d_views, d_scale + 2 * d_rectangles

@@ -110,17 +110,17 @@ class RingExchange:
         node, place = divmod(rank, self.lap)
         return (node - lap) % self.laps * self.lap + (place - turn) % self.lap
 
-    def part(self, name: str, hop: int, like: Tensor, dtype: torch.dtype) -> Tensor:
-        """Memory for this rank's part of what `carry` takes under this name at this hop: as `like`, not initialised.
+    def part(self, name: str, like: Tensor, dtype: torch.dtype) -> Tensor:
+        """Memory for this rank's next part of what `carry` takes under this name: as `like`, not initialised.
 
         At first two buffers wait for results to land in, and the second is not needed before the first part has left:
-        the first part is computed there. Later ones are computed while one result arrives and another leaves.
+        the first part is computed there. Later ones are computed while one result arrives and another leaves; the
+        caller lets go of each before it asks for the next.
         """
         part, link = torch.empty_like(like, dtype=dtype), self.links.next
-        if hop > 0 or link.group is None:
+        if name in self._buffers or link.group is None:
             return part
-        if name not in self._buffers:
-            self._buffers[name] = self._new_buffers(name, part, link)
+        self._buffers[name] = self._new_buffers(name, part, link)
         return self._buffers[name][1]
 
     def carry(self, name: str, hop: int, part: Tensor, combine: Combine) -> None:

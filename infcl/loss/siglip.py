@@ -90,12 +90,13 @@ def ring_backward(
     d_rows = matched_gradient(slopes, columns)
     d_scale = inner_product(rows, d_rows)
     for hop, (block,) in ring.blocks(columns):
-        d_block = ring.part("d_columns", hop, block, slopes.dtype)
+        d_block = ring.part("d_columns", block, slopes.dtype)
         matched_gradient(slopes, rows, out=d_block) if hop == 0 else d_block.zero_()
         tile.sigmoid_backward(
             rows, block, scale, bias, d_rows, d_block, d_scale, masked=hop == 0, workspace_bytes=workspace_bytes
         )
         ring.carry("d_columns", hop, d_block, Tensor.add_)
+        del d_block  # before memory for the next one is taken
     return d_rows, ring.home("d_columns", Tensor.add_), d_scale
 
 

@@ -10,13 +10,14 @@ from infcl.plan.setting import Gpu, Setting
 from infcl.plan.timing import samples_per_second
 from infcl.towers.config import load_model_config
 
-# What was so at these commits, and is planned so for rows of theirs. Autocast's steps of the first, all that were
-# measured until 1f7968e, had a bucket apart for the convolution's gradient (parts.bucket_bytes); of the second, until
-# 381b506, the loss had a block more (parts.loss_bytes), where that makes a row's peak.
+# What was so at these commits, and is planned so for rows of theirs:
+# convolution apart      until 1f7968e autocast's steps had a bucket apart for its gradient (parts.bucket_bytes)
+# first part apart       until 381b506 the loss had a block more (parts.loss_bytes); where that makes a row's peak
+# reductions overlapped  until 489f350 stages 1 and 2 did, with DeepSpeed's buckets; of rows that do not say how
 PAST = {
     "convolution apart": "0c83720 1de2850 38ac390 6591412 68ce065 6b83d03 7f09647 96af64e d7c9bff fe8de0c".split(),
-    "reductions overlapped": ["0c83720", "88dc65e"],
     "first part apart": "0c83720 61184ba 7f09647 88dc65e c57863d".split(),
+    "reductions overlapped": ["0c83720", "88dc65e"],
 }
 
 _NEEDED = "model gpus zero checkpointing blocks resident micro_batch micro_batches samples_per_second peak_gib".split()

@@ -101,7 +101,7 @@ class Setting:
     def overlaps_reductions(self) -> bool:
         if self.overlap_comm is not None:
             return self.overlap_comm
-        return self.zero in (0, 3) or self.nodes > 1 or "reductions overlapped" in self.past
+        return self.zero == 3 or self.zero > 0 and (self.nodes > 1 or "reductions overlapped" in self.past)
 
     @property
     def bucket(self) -> float:
