@@ -163,7 +163,7 @@ def config_of(zero: str, zero_options: dict, steps: int, trainer_flags: list[str
 
 
 def _said(zero: str) -> dict:
-    """What of a preset a row has to say beside its name: rows without have DeepSpeed's own."""
+    """What of a preset a row has to say beside its name: rows without have DeepSpeed's own bucket, and overlap_comm."""
     known = json.loads(Path(f"ds_configs/zero{zero}.json").read_text())["zero_optimization"]
     said = {name: known[name] for name in ("reduce_bucket_size",) if name in known}
     return said | ({"overlap_comm": False} if known.get("overlap_comm") == "auto" else {})  # all GPUs are of one host

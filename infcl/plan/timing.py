@@ -2,8 +2,8 @@
 
     encode      M - R forwards without a graph             replay    M forwards, backwards, and recomputations
     loss        8 rows B D flops a GPU                     ring      blocks of W ranks, behind the loss
-    gradients   reduce (ZeRO 0, 1: once a step; 2, 3: for each micro-batch); across hosts behind the backward, as with
-                overlap_comm and in ZeRO-3
+    gradients   reduce (ZeRO 0, 1: once a step; 2, 3: for each micro-batch), with overlap_comm behind the backward: in
+                ZeRO-3, and in ZeRO 1 and 2 across hosts
     parameters  gathered: ZeRO 1, 2 after the update; ZeRO 3 in a step's first forward, and those of more than 1e9
                 for each pass over a micro-batch, behind that pass
     host        issues encode, loss and replay, mostly while the GPUs compute
