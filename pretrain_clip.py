@@ -82,7 +82,7 @@ def main(argv: list[str] | None = None) -> int:
     except FolderTaken as taken:
         return report_mistake("pretrain_clip.py", taken)
     except RuntimeError as error:
-        if len(parallel.nodes) > 1:
+        if parallel.hosts > 1:
             print(describe_failure(parallel, error), file=sys.stderr, flush=True)
         raise
     say(rank, summary_table(summary))
