@@ -48,7 +48,7 @@ def one_micro_batch() -> str:
 
 
 def reductions() -> str:
-    """ViT-L-14, autocast, compiled: how stages 1 and 2 reduce gradients, on two machines with two GPUs each."""
+    """ViT-L-14, compiled: how stages 1 and 2 reduce gradients, on three machines with two GPUs each."""
     lines = []
     for row in sorted(rows("step_reductions.csv"), key=lambda row: (row["machine"], row["micro_batches"], row["zero"])):
         options = json.loads(row["zero_options"])
@@ -56,11 +56,13 @@ def reductions() -> str:
         bucket = f"{options.get('reduce_bucket_size', BUCKET):.1e}" if stated else ""
         overlap = str(options.get("overlap_comm", True)).lower() if stated else ""
         lines.append([
-            row["machine"], row["gpus"], f"{row['micro_batch']} x {row['micro_batches']}", row["zero"], bucket, overlap,
+            row["machine"], row["gpus"], f"{row['micro_batch']} x {row['micro_batches']}", row["precision"], row["zero"],
+            bucket, overlap,
             _rate(row, per_gpu=True), *[f"{1000 * row[f'seconds_{phase}']:.1f} ms" for phase in ("replay", "step")],
             f"{row['peak_gib']:.1f} GiB",
         ])  # fmt: skip
-    header = ["machine", "GPUs", "pairs", "ZeRO", "`reduce_bucket_size`", "`overlap_comm`", "samples/s per GPU"]
+    header = ["machine", "GPUs", "pairs", "precision", "ZeRO", "`reduce_bucket_size`", "`overlap_comm`"]
+    header += ["samples/s per GPU"]
     return markdown([*header, "replay", "update", "peak memory"], lines) + f"\n\n{origin(rows('step_reductions.csv'))}."
 
 
