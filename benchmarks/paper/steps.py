@@ -56,9 +56,9 @@ def reductions() -> str:
         bucket = f"{options.get('reduce_bucket_size', BUCKET):.1e}" if stated else ""
         overlap = str(options.get("overlap_comm", True)).lower() if stated else ""
         lines.append([
-            row["machine"], row["gpus"], f"{row['micro_batch']} x {row['micro_batches']}", row["precision"], row["zero"],
-            bucket, overlap,
-            _rate(row, per_gpu=True), *[f"{1000 * row[f'seconds_{phase}']:.1f} ms" for phase in ("replay", "step")],
+            row["machine"], row["gpus"], f"{row['micro_batch']} x {row['micro_batches']}", row["precision"],
+            row["zero"], bucket, overlap, _rate(row, per_gpu=True),
+            *[f"{1000 * row[f'seconds_{phase}']:.1f} ms" for phase in ("replay", "step")],
             f"{row['peak_gib']:.1f} GiB",
         ])  # fmt: skip
     header = ["machine", "GPUs", "pairs", "precision", "ZeRO", "`reduce_bucket_size`", "`overlap_comm`"]
