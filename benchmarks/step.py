@@ -9,6 +9,8 @@ commit, hardware and versions:
     MFU         operations that training on these samples needs (each tower forward and backward once) per second, over
                 the rate of the library's 8192^3 bf16 product measured in the same run
     HFU         operations that were executed: with the second encoding, and the recomputation of checkpointed blocks
+    text_share  how many of the text tower's places are computed, by which its operations are counted in both: captions
+                are packed unless --pack-captions is off
 
     --sweep FILE   one setting a line (flags; # comments), each in its own processes, ended after --time-out seconds
     --one-process  all of them in this process, which starts and compiles once: for short sweeps on one GPU
@@ -49,7 +51,7 @@ from infcl.train.diagnostics import model_flops, trained_shares
 PHASES = ("data", "encode", "loss", "replay", "step")
 COLUMNS = (
     "label", "gpus", "model", "zero", "precision", "blocks", "checkpointing", "micro_batch", "micro_batches",
-    "global_batch", "resident", "encode_together", "samples_per_second", "samples_per_second_per_gpu",
+    "global_batch", "resident", "encode_together", "text_share", "samples_per_second", "samples_per_second_per_gpu",
     "samples_per_second_mean", "samples_per_second_std", *(f"seconds_{phase}" for phase in PHASES), "step_seconds",
     "peak_gib", "mfu", "hfu", "library_tflops", "steps", "loss", "zero_options", "device", "torch",
     "triton", "deepspeed", "commit",
@@ -185,13 +187,14 @@ def _row(trainer, options: argparse.Namespace, peak: float, rate: float) -> dict
     records = [r for r in read_metrics(trainer.run.metrics, "train") if r["step"] > options.warm_up_steps]
     median = {
         name: statistics.median(record.get(name, 0.0) for record in records)
-        for name in ("samples_per_second", "loss", *(f"seconds_{phase}" for phase in PHASES))
+        for name in ("samples_per_second", "loss", "text_share", *(f"seconds_{phase}" for phase in PHASES))
     }
     rates = [record["samples_per_second"] for record in records]
     per_gpu = median["samples_per_second"] / batch.dp_size
     model, cfg = trainer.engine.module, trainer.model_config
     again = 1 - trainer.resident / batch.num_micro_batches
-    executed = executed_flops(model, cfg, again=again, checkpointing=config.grad_checkpointing)
+    share = median["text_share"]
+    executed = executed_flops(model, cfg, again=again, checkpointing=config.grad_checkpointing, text_share=share)
     default_label = " ".join(_shown_flags(sys.argv[1:]))
     return (
         median
@@ -213,7 +216,7 @@ def _row(trainer, options: argparse.Namespace, peak: float, rate: float) -> dict
             "samples_per_second_std": statistics.stdev(rates) if len(rates) > 1 else "",
             "step_seconds": batch.global_batch_size / median["samples_per_second"],
             "peak_gib": peak,
-            "mfu": model_flops(cfg, trained_shares(model)) * per_gpu / rate / 1e12,
+            "mfu": model_flops(cfg, trained_shares(model), share) * per_gpu / rate / 1e12,
             "hfu": executed * per_gpu / rate / 1e12,
             "library_tflops": rate,
             "steps": len(records),
@@ -224,13 +227,18 @@ def _row(trainer, options: argparse.Namespace, peak: float, rate: float) -> dict
     )
 
 
-def executed_flops(model: CLIP, cfg: CLIPConfig, *, again: float, checkpointing: bool) -> float:
-    """FLOPs of the towers for a pair: `again` is the share of the micro-batches that are encoded a second time."""
-    total = 0.0
+def executed_flops(
+    model: CLIP, cfg: CLIPConfig, *, again: float, checkpointing: bool, text_share: float = 1.0
+) -> float:
+    """FLOPs of the towers for a pair: `again` is the share of the micro-batches that are encoded a second time.
+
+    text_share: of the text tower's places that are computed.
+    """
+    total, shares = 0.0, {"image": 1.0, "text": text_share}
     for tower, trained in trained_shares(model).items():
         kept = model.frozen[tower] or model.keeps_trunk[tower]  # what frozen blocks gave is not computed again
         encoded = 1 + again * (trained if kept else 1)
-        total += forward_flops(cfg)[tower] * (encoded + trained * (2 + checkpointing))
+        total += shares[tower] * forward_flops(cfg)[tower] * (encoded + trained * (2 + checkpointing))
     return total
 
 

@@ -59,7 +59,11 @@ class SampleParallelTransformer(Transformer):
 
     sharing: Sharing
 
-    def forward(self, x: torch.Tensor, begin: int = 0, end: int | None = None) -> torch.Tensor:
+    def forward(
+        self, x: torch.Tensor, begin: int = 0, end: int | None = None, mask: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        if mask is not None:
+            raise ValueError("packed captions are not shared out among the ranks of a tensor-parallel group")
         rows, group = len(x), self.sharing.group
         padding = -rows % dist.get_world_size(group)  # the last batch of an evaluation
         x = scatter_to_sequence_parallel_region(F.pad(x, (0, 0, 0, 0, 0, padding)), group=group)

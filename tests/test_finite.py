@@ -30,8 +30,8 @@ def poisoned_fit(rank, world_size, config, fault, steps, on_rank=0):
     encode, encodings, said = trainer.engine.encode, Counter(), []
     trainer.metrics.say = said.append
 
-    def failing_encode(images, texts):
-        output = encode(images, texts)
+    def failing_encode(**micro_batch):
+        output = encode(**micro_batch)
         encodings[trainer.step] += 1
         if rank == on_rank and trainer.step + 1 in steps and encodings[trainer.step] == 2:  # micro-batch 1 of 2
             if fault == "text features":

@@ -177,6 +177,12 @@ class TrainConfig:
     compile_blocks: str = _flag(
         "auto", "system", "torch.compile of the towers' blocks; auto: on a GPU", choices=("auto", "on", "off")
     )
+    pack_captions: str = _flag(
+        "auto",
+        "system",
+        "captions end to end, so that the text tower computes no padding; auto: where it can",
+        choices=("auto", "on", "off"),
+    )
     resident_micro_batches: str = _flag(
         "1", "system", "micro-batches that keep their graphs between the passes: N, or auto: what GPU memory allows"
     )

@@ -8,7 +8,7 @@ from infcl.plan.memory import counted_by_torch, memory_of
 from infcl.plan.parts import BUCKET
 from infcl.plan.setting import Gpu, Setting
 from infcl.plan.timing import samples_per_second
-from infcl.towers.config import load_model_config
+from infcl.towers.config import load_model_config, with_overrides
 
 # What was so at these commits, and is planned so for rows of theirs:
 # convolution apart      until 1f7968e autocast's steps had a bucket apart for its gradient (parts.bucket_bytes)
@@ -42,8 +42,10 @@ def read_steps(path: Path) -> list[dict]:
 def setting_of_row(row: dict, gpu: Gpu) -> Setting:
     gpus, micro_batch, micro_batches = (int(row[name]) for name in ("gpus", "micro_batch", "micro_batches"))
     options = json.loads(row.get("zero_options") or "{}")
+    model = load_model_config(row["model"])
+    share = float(row.get("text_share") or 1)  # packed captions are to the tower as shorter ones
     return Setting(
-        model=load_model_config(row["model"]),
+        model=with_overrides(model, context_length=round(share * model.text_cfg.context_length)),
         gpu=gpu,
         gpus=gpus,
         gpus_per_node=gpus,

@@ -35,6 +35,7 @@ class PixelCache:
     num_micro_batches, resident, kept    M, R, K
     together         micro-batches that are used at once
     replays_pixels   whether pass 2 needs pixels; not with a locked image tower: its "images" are None then
+    texts            texts as the loader yields them -> {name: tensor}, as the model takes them
     join             where several ranks read a part of each micro-batch: the part on the device -> all of it. Only
                      the part waits, and travels to the device
     """
@@ -50,10 +51,11 @@ class PixelCache:
         together: int = 1,
         replays_pixels: bool = True,
         on_gpu: bool = False,
+        texts: Callable[[torch.Tensor], dict[str, torch.Tensor]] = lambda texts: {"texts": texts},
         join: Callable[[torch.Tensor], torch.Tensor] = lambda part: part,
     ):
         self.device, self.num_micro_batches = device, num_micro_batches
-        self.join = join
+        self.texts, self.join = texts, join
         self.micro_batch_size, self.image_bytes = images[0], images[1] * images[2] * images[3]
         replayed = max(0, num_micro_batches - max(1, resident)) if replays_pixels else 0
         self.again = range(min(kept, replayed), replayed)
@@ -64,7 +66,8 @@ class PixelCache:
         """Forget the step before, wait for the first micro-batch of this one."""
         self.copies.finish()
         self.items = items
-        self.tokens: list[torch.Tensor] = []
+        self.tokens: list[dict[str, torch.Tensor]] = []
+        self.places = [0, 0]  # of this step's texts: that are computed, that there are
         self.ids: list[torch.Tensor] = []
         self.checksums: dict[int, torch.Tensor] = {}
         self.differs: dict[int, torch.Tensor] = {}
@@ -90,7 +93,12 @@ class PixelCache:
             images = None
         else:
             images = self.copies(self.kept[index])
-        return {"images": None if images is None else self.join(images), "texts": self.tokens[index]}
+        return {"images": None if images is None else self.join(images), **self.tokens[index]}
+
+    @property
+    def text_share(self) -> float:
+        """The share of its texts' places that the text tower computes in a step."""
+        return self.places[0] / self.places[1]
 
     def check(self) -> None:
         """Raise RuntimeError when something was not read twice alike. Waits for the device where anything was."""
@@ -103,7 +111,9 @@ class PixelCache:
 
     def _read_first(self, index: int) -> torch.Tensor:
         batch, self.first = self.first or self._next(), None
-        self.tokens.append(self.join(batch["texts"].to(self.device, non_blocking=True)))
+        texts = self.texts(batch["texts"])
+        self.places = [self.places[0] + texts["texts"].numel(), self.places[1] + batch["texts"].numel()]
+        self.tokens.append({name: self.join(t.to(self.device, non_blocking=True)) for name, t in texts.items()})
         self.ids.append(batch["ids"].clone())
         if index < len(self.kept):
             self.kept[index].copy_(batch["images"], non_blocking=self.kept.is_cuda)

@@ -51,6 +51,7 @@ class CLIP(TextTower):
         images: torch.Tensor | None = None,
         texts: torch.Tensor | None = None,
         *,
+        text_ends: torch.Tensor | None = None,
         image_trunk: torch.Tensor | None = None,
         text_trunk: torch.Tensor | None = None,
     ) -> dict[str, torch.Tensor]:
@@ -58,6 +59,7 @@ class CLIP(TextTower):
 
         images   [m, 3, S, S], uint8 pixels or floating and normalised  -> image_features [m, D] f32, unit norm
         texts    [m, L] int64                                           -> text_features [m, D] f32, unit norm
+                 or packed rows [r, R], with text_ends [m] (towers/packing.py; not where `keeps_trunk` of texts)
         always                                                          -> logit_scale [1] f32, log-space
         if the model has one                                            -> logit_bias [1] f32
         in training, where `keeps_trunk`                                -> image_trunk, text_trunk
@@ -80,7 +82,8 @@ class CLIP(TextTower):
             out["text_trunk"] = text_trunk = self.encode_text(texts, part="trunk")
         if texts is not None:
             part = "all" if text_trunk is None else "head"
-            out["text_features"] = F.normalize(self.encode_text(texts, text_trunk, part=part).float(), dim=-1)
+            features = self.encode_text(texts, text_trunk, part=part, ends=text_ends)
+            out["text_features"] = F.normalize(features.float(), dim=-1)
         return out
 
     def lock_image_tower(self, unlocked_groups: int = 0, *, keep_trunk: bool = True) -> None:

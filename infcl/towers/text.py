@@ -3,13 +3,15 @@
 open_clip's state dict has `transformer.resblocks...`, `token_embedding.weight`, `positional_embedding`, `ln_final` and
 `text_projection` beside `visual.*`, without a prefix; hence CLIP *is* a TextTower with an image tower, by inheritance.
 
-Shapes: m texts, L tokens, w width, D embed_dim.
+Shapes: m texts, L tokens, w width, D embed_dim; r rows of R tokens where texts come packed (packing.py).
 """
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from infcl.towers.config import TextConfig
+from infcl.towers.packing import caption_places, pooled_places
 from infcl.towers.transformer import LayerNorm, Transformer
 
 
@@ -43,11 +45,21 @@ class TextTower(nn.Module):
         self.text_projection = nn.Parameter(cfg.width**-0.5 * torch.randn(cfg.width, embed_dim))
         self.text_trunk_blocks = 0  # of the trunk; one more than there are: and the pooling
 
-    def encode_text(self, texts: torch.Tensor, trunk: torch.Tensor | None = None, *, part: str = "all") -> torch.Tensor:
+    def encode_text(
+        self,
+        texts: torch.Tensor,
+        trunk: torch.Tensor | None = None,
+        *,
+        part: str = "all",
+        ends: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """int64 [m, L] with L <= context_length -> [m, D]. Part of forward: under ZeRO-3, call it only from there.
 
-        In two calls: texts -> trunk (part="trunk"), texts and trunk -> features (part="head").
+        With `ends`, int64 [m], texts are packed rows [r, R] (packing.pack_captions).
+        In two calls, of texts that are not: texts -> trunk (part="trunk"), texts and trunk -> features (part="head").
         """
+        if ends is not None:
+            return self._encode_packed(texts, ends)
         cut = 0 if part == "all" else self.text_trunk_blocks
         pools_in_trunk = cut > len(self.transformer.resblocks)
         x = trunk if part == "head" else self._embed_texts(texts)
@@ -57,6 +69,14 @@ class TextTower(nn.Module):
         if not pools_in_trunk:
             x = self._pool_texts(self.transformer(x, begin=cut), texts)
         return x @ self.text_projection
+
+    def _encode_packed(self, rows: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        """int64 [r, R], [m] -> [m, D]"""
+        positions, mask = caption_places(rows, ends)
+        last = self.context_length - 1  # what is left over of a row may be longer
+        x = self.token_embedding(rows) + F.embedding(positions.clamp(max=last), self.positional_embedding)
+        x = self.transformer(x, mask=mask)  # [r, R, w]
+        return self.ln_final(x.flatten(0, 1)[ends]) @ self.text_projection
 
     def _embed_texts(self, texts: torch.Tensor) -> torch.Tensor:
         if texts.ndim != 2 or texts.shape[1] > self.context_length:
@@ -81,5 +101,4 @@ def pool_text(x: torch.Tensor, texts: torch.Tensor, pool_type: str, eos_id: int)
         return x[:, 0]
     if pool_type == "last":
         return x[:, -1]
-    index = texts.argmax(dim=1) if pool_type == "argmax" else (texts == eos_id).int().argmax(dim=1)  # [m]
-    return x[torch.arange(len(x), device=x.device), index]
+    return x[torch.arange(len(x), device=x.device), pooled_places(texts, pool_type, eos_id)]

@@ -21,6 +21,8 @@ from torch.utils.checkpoint import checkpoint
 class Transformer(nn.Module):
     """[m, L, w] -> [m, L, w] in the dtype of the input, through blocks `begin` to `end` (all).
 
+    `mask`, bool [m, 1, L, L]: which tokens each one attends to, in the place of all of them, or of those before it.
+
     `gpt_init` scales the initial weights with width and depth, as OpenAI and open_clip do for the text tower; without
     it they are torch's defaults, which open_clip keeps for the image tower.
     """
@@ -47,7 +49,9 @@ class Transformer(nn.Module):
             for _ in range(layers)
         )
 
-    def forward(self, x: torch.Tensor, begin: int = 0, end: int | None = None) -> torch.Tensor:
+    def forward(
+        self, x: torch.Tensor, begin: int = 0, end: int | None = None, mask: torch.Tensor | None = None
+    ) -> torch.Tensor:
         recompute = self.activation_checkpointing and torch.is_grad_enabled()
         if self.on_input_gradient is not None and x.requires_grad:
             x.register_hook(self.on_input_gradient)
@@ -57,7 +61,8 @@ class Transformer(nn.Module):
                 x = x.detach().requires_grad_()
             # Non-reentrant: the reentrant form drops the gradient of the first block, whose input needs none.
             # Blocks draw no random numbers, so there is no generator state to keep.
-            x = checkpoint(block, x, use_reentrant=False, preserve_rng_state=False) if recompute else block(x)
+            given = (x,) if mask is None else (x, mask)
+            x = checkpoint(block, *given, use_reentrant=False, preserve_rng_state=False) if recompute else block(*given)
         return x
 
 
@@ -89,8 +94,8 @@ class ResidualBlock(nn.Module):
             out_std=residual_std,
         )
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x + self.attn(self.ln_1(x))
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        x = x + self.attn(self.ln_1(x), mask)
         return x + self.mlp(self.ln_2(x))
 
 
@@ -109,10 +114,10 @@ class Attention(nn.Module):
             nn.init.normal_(self.in_proj_weight, std=in_std)
         self.out_proj = Linear(width, width, std=out_std, zero_bias=True)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
         qkv = self.project_in(x).unflatten(-1, (3, -1, self.head_width))  # [m, L, 3, h, d]
         q, k, v = qkv.permute(2, 0, 3, 1, 4)  # each [m, h, L, d]
-        x = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
+        x = F.scaled_dot_product_attention(q, k, v, mask, is_causal=self.causal and mask is None)
         return self.out_proj(x.transpose(1, 2).flatten(2))
 
     def project_in(self, x: torch.Tensor) -> torch.Tensor:

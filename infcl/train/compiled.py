@@ -7,9 +7,9 @@ stays outside: DeepSpeed's hooks (ZeRO-3 gathers a whole block at once, engine.p
 Where nothing of that comes between blocks, tensor-parallel ones are compiled in runs (megatron_patches/halves.py).
 
 The graph is made for the batch sizes of training. Other batches (the last one of an evaluation) run eagerly instead of
-compiling again. Each tower's graphs are made and run once at start, on a copy of a block, forward and backward, beside
-the eager block: what cannot be compiled, or computes something else, is told then, with its cause, and everything stays
-eager, on all ranks.
+compiling again; packed captions, which come in any number of rows, have a graph for all numbers. Each tower's graphs
+are made and run once at start, on a copy of a block, forward and backward, beside the eager block: what cannot be
+compiled, or computes something else, is told then, with its cause, and everything stays eager, on all ranks.
 """
 
 import copy
@@ -17,6 +17,7 @@ import itertools
 import logging
 import math
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -28,7 +29,9 @@ from infcl.config import BatchPlan, TrainConfig
 from infcl.parallel import Parallel, max_over
 from infcl.towers.clip import CLIP
 from infcl.towers.config import kept_patches
+from infcl.towers.packing import row_length
 from infcl.towers.transformer import ResidualBlock
+from infcl.train.captions import packs_captions
 from infcl.train.optim import ALIGNED
 from infcl.train.preset import read_preset, zero_stage
 
@@ -39,6 +42,18 @@ BLOCKS_OF_A_RUN = 4  # at most, a divisor of the tower's
 # garbage, which torch 2.11 has made on GPUs (docs/log.md).
 APART = {torch.float32: 0.02, torch.bfloat16: 0.2, torch.float16: 0.2}
 Way = tuple[Callable, dict[str, Any] | None]  # (forward of some blocks, options of torch.compile)
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What the blocks of a tower will see: [m, tokens, w], and a mask where those are packed captions."""
+
+    tokens: int
+    dtype: torch.dtype
+    batch_sizes: frozenset[int]  # m, or, of packed captions, two of many
+    masked: bool = False
+
+
 PARAMETER_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}  # of other precisions: float32
 
 
@@ -53,7 +68,9 @@ def prepare_blocks(model: CLIP, config: TrainConfig, parallel: Parallel, precisi
     alone = alone or config.lock_image or config.lock_text or parallel.tp_size == 1
     run = 1 if alone else BLOCKS_OF_A_RUN
     way = way_to_compile(parallel, config.sequence_parallel)
-    return wanted and compile_blocks(model, parallel.device, precision, sizes, way=way, blocks_of_a_run=run)
+    packed = packs_captions(config, model.cfg)
+    ways: dict[str, Any] = {"way": way, "blocks_of_a_run": run, "packed": packed}
+    return wanted and compile_blocks(model, parallel.device, precision, sizes, **ways)
 
 
 def way_to_compile(parallel: Parallel, sequence_parallel: bool) -> Way | None:
@@ -73,11 +90,13 @@ def compile_blocks(
     *,
     way: Way | None = None,
     blocks_of_a_run: int = 1,
+    packed: bool = False,
 ) -> bool:
     """Compile the blocks of both towers for `batch_sizes`. False when that failed: then nothing has changed.
 
     way: the blocks' forward, and torch.compile's options for it; one after the other, and none, when it is None.
     blocks_of_a_run: so many blocks, or a divisor of that, are one graph, which is the forward of the first of them.
+    packed: texts come in rows, in any number of them, with a mask.
     """
     torch._dynamo.config.recompile_limit = max(_RECOMPILE_LIMIT, torch._dynamo.config.recompile_limit)
     if odd := [n for n, p in model.named_parameters() if ".resblocks." in n and p.numel() % ALIGNED]:
@@ -85,15 +104,16 @@ def compile_blocks(
         return False
     forward, options = way or (_in_turn, None)
     compiled = torch.compile(forward, dynamic=False, options=options)
-    runner = partial(_run, forward, compiled, frozenset(batch_sizes))
     towers = [
         _runs(tower.resblocks, math.gcd(len(tower.resblocks), blocks_of_a_run))
         for tower in (model.visual.transformer, model.transformer)
     ]
+    inputs = _inputs(model, precision, frozenset(batch_sizes), packed)
+    runners = [partial(_run, forward, compiled, one) for one in inputs]
     failed = False
     try:
-        for (blocks, *_), (length, dtype) in zip(towers, _inputs(model, precision)):
-            _try(blocks, runner, forward, length, dtype, device, precision, batch_sizes)
+        for (blocks, *_), runner, one in zip(towers, runners, inputs):
+            _try(blocks, runner, forward, one, device, precision)
     except Exception as error:  # compilers raise many types; whatever it is, eager blocks need none of it
         cause = (str(error).strip().splitlines() or [""])[0]
         _log.warning("the towers' blocks run eagerly, torch.compile failed: %s: %s", type(error).__name__, cause)
@@ -104,10 +124,11 @@ def compile_blocks(
         return False  # tensor-parallel blocks send other messages when they are compiled
     if failed:
         return False
-    for blocks in itertools.chain(*towers):
-        for block in blocks:
+    for runs, runner in zip(towers, runners):
+        for block in itertools.chain(*runs):
             block.forward = _computed_by_the_first  # hooks stay around it
-        blocks[0].forward = partial(runner, blocks)
+        for blocks in runs:
+            blocks[0].forward = partial(runner, blocks)
     return True
 
 
@@ -115,38 +136,46 @@ def _runs(blocks: nn.ModuleList, length: int) -> list[nn.ModuleList]:
     return [blocks[begin : begin + length] for begin in range(0, len(blocks), length)]
 
 
-def _run(forward, compiled, batch_sizes: frozenset[int], blocks: nn.ModuleList, x: torch.Tensor) -> torch.Tensor:
-    return (compiled if len(x) in batch_sizes else forward)(blocks, x)
+def _run(
+    forward: Callable, compiled: Callable, inputs: Inputs, blocks: nn.ModuleList, x: torch.Tensor, *mask: torch.Tensor
+) -> torch.Tensor:
+    if not inputs.masked:
+        return (compiled if len(x) in inputs.batch_sizes else forward)(blocks, x, *mask)
+    for tensor in (x, *mask) if mask else ():
+        torch._dynamo.maybe_mark_dynamic(tensor, 0)
+    return (compiled if mask else forward)(blocks, x, *mask)
 
 
-def _in_turn(blocks: Iterable[Any], x: torch.Tensor) -> torch.Tensor:
+def _in_turn(blocks: Iterable[Any], x: torch.Tensor, *mask: torch.Tensor) -> torch.Tensor:
     for block in blocks:
-        x = ResidualBlock.forward(block, x)
+        x = ResidualBlock.forward(block, x, *mask)
     return x
 
 
-def _computed_by_the_first(x: torch.Tensor) -> torch.Tensor:
+def _computed_by_the_first(x: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
     return x
 
 
-def _inputs(model: CLIP, precision: str) -> list[tuple[int, torch.dtype]]:
-    """(tokens, dtype) of what the blocks of each tower will see."""
+def _inputs(model: CLIP, precision: str, batch_sizes: frozenset[int], packed: bool) -> list[Inputs]:
+    """Of the image tower and the text tower."""
     vision = model.cfg.vision_cfg
     tokens = 1 + kept_patches(vision.num_patches, vision.patch_dropout)
     dtype = PARAMETER_DTYPES.get(precision, torch.float32)
     image_dtype = torch.bfloat16 if precision == "amp_bf16" else dtype  # the first convolution's; texts start in fp32
-    return [(tokens, image_dtype), (model.context_length, dtype)]
+    images = Inputs(tokens, image_dtype, batch_sizes)
+    if not packed:
+        return [images, Inputs(model.context_length, dtype, batch_sizes)]
+    rows = {max(2, -(-size // share)) for size in batch_sizes for share in (2, 4)}  # of whole captions, and of shorter
+    return [images, Inputs(row_length(model.context_length), dtype, frozenset(rows), masked=True)]
 
 
 def _try(
     blocks: nn.ModuleList,
     run: Callable,
     eager: Callable,
-    length: int,
-    dtype: torch.dtype,
+    inputs: Inputs,
     device: torch.device,
     precision: str,
-    batch_sizes: set[int],
 ) -> None:
     """Compile and run a copy of `blocks` as training will: without gradients, and (the smallest batch) with them.
 
@@ -156,22 +185,26 @@ def _try(
     trained = {name: parameter for name, parameter in blocks.named_parameters() if parameter.requires_grad}
     first: Any = blocks[0]
     width = first.attn.out_proj.in_features
-    apart = APART[torch.bfloat16 if precision == "amp_bf16" else dtype]
+    apart = APART[torch.bfloat16 if precision == "amp_bf16" else inputs.dtype]
     generator = torch.Generator(device).manual_seed(0)
     with torch.autocast(device.type, torch.bfloat16, enabled=precision == "amp_bf16"):
-        for size in sorted(batch_sizes):
-            x = torch.randn(size, length, width, generator=generator, device=device).to(dtype)
+        for size in sorted(inputs.batch_sizes):
+            x = torch.randn(size, inputs.tokens, width, generator=generator, device=device).to(inputs.dtype)
+            mask = torch.ones(size, 1, inputs.tokens, inputs.tokens, dtype=torch.bool, device=device).tril()
+            given = (x, mask) if inputs.masked else (x,)
             with torch.no_grad():
-                _require_near({"output": run(blocks, x)}, {"output": eager(blocks, x)}, apart)
-            if trained and size == min(batch_sizes):
-                found, expected = (_gradients(forward, blocks, trained, x) for forward in (run, eager))
+                _require_near({"output": run(blocks, *given)}, {"output": eager(blocks, *given)}, apart)
+            if trained and size == min(inputs.batch_sizes):
+                found, expected = (_gradients(forward, blocks, trained, *given) for forward in (run, eager))
                 _require_near(found, expected, apart)
 
 
-def _gradients(forward: Callable, blocks, trained: dict[str, nn.Parameter], x: torch.Tensor) -> dict[str, torch.Tensor]:
+def _gradients(
+    forward: Callable, blocks, trained: dict[str, nn.Parameter], x: torch.Tensor, *mask: torch.Tensor
+) -> dict[str, torch.Tensor]:
     """{parameter, "input": gradient} of a weighted sum of the blocks' outputs."""
     x = x.clone().requires_grad_()
-    y = forward(blocks, x)
+    y = forward(blocks, x, *mask)
     weights = torch.randn(y.shape, generator=torch.Generator(x.device).manual_seed(1), device=x.device)
     gradients = torch.autograd.grad((y * weights).sum(), [x, *trained.values()])
     return dict(zip(("input", *trained), gradients))

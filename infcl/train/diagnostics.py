@@ -87,12 +87,14 @@ def trained_shares(model: CLIP) -> dict[str, float]:
     return {name: max(0, 1 - tower.first_trained / len(tower.resblocks)) for name, tower in blocks.items()}
 
 
-def model_flops(cfg: CLIPConfig, trained: Mapping[str, float] = WHOLE) -> float:
+def model_flops(cfg: CLIPConfig, trained: Mapping[str, float] = WHOLE, text_share: float = 1.0) -> float:
     """FLOPs that training on one pair needs: the towers forward once, and backward what is trained (trained_shares).
 
+    text_share: of a text's places that are computed; packed captions leave padding out.
     What the gradient cache encodes a second time, what activation checkpointing recomputes and the loss are not in it.
     """
-    return sum(flops * (1 + 2 * trained[tower]) for tower, flops in forward_flops(cfg).items())
+    flops = forward_flops(cfg)
+    return flops["image"] * (1 + 2 * trained["image"]) + text_share * flops["text"] * (1 + 2 * trained["text"])
 
 
 def peak_flops(device_name: str, precision: str) -> float | None:
@@ -107,8 +109,14 @@ def peak_flops(device_name: str, precision: str) -> float | None:
 
 def utilisation(
     cfg: CLIPConfig, device: torch.device, precision: str, trained: Mapping[str, float] = WHOLE
-) -> Callable[[float], float | None]:
-    """A function: pairs per second and GPU -> model FLOPs utilisation (MFU) in 0..1, None where the peak is unknown."""
+) -> Callable[..., float | None]:
+    """A function: pairs per second and GPU, text_share -> model FLOPs utilisation (MFU) in 0..1.
+
+    None where the peak is unknown.
+    """
     peak = peak_flops(torch.cuda.get_device_name(device), precision) if device.type == "cuda" else None
-    flops = model_flops(cfg, trained)
-    return lambda pairs_per_second: None if peak is None else flops * pairs_per_second / peak
+
+    def mfu(pairs_per_second: float, text_share: float = 1.0) -> float | None:
+        return None if peak is None else model_flops(cfg, trained, text_share) * pairs_per_second / peak
+
+    return mfu

@@ -102,10 +102,10 @@ class Engine:
             self.kept.keep(mode)
 
     def encode(
-        self, images: torch.Tensor | None, texts: torch.Tensor | None, **trunks: torch.Tensor
+        self, images: torch.Tensor | None, texts: torch.Tensor | None, **others: torch.Tensor
     ) -> dict[str, torch.Tensor]:
-        """uint8 images [m, 3, H, W] and/or tokens [m, L] -> the model's features; `trunks`: see CLIP.forward."""
-        return self.engine(images, texts, **trunks)
+        """uint8 images [m, 3, H, W] and/or tokens [m, L] -> the model's features; `others`: see CLIP.forward."""
+        return self.engine(images, texts, **others)
 
     def backward(self, surrogate: torch.Tensor, is_last: bool) -> None:
         """Accumulate d surrogate / d parameters; reduce over ranks at the last one of a step (ZeRO-2/3: at each)."""

@@ -14,6 +14,7 @@ from infcl.kernels import WORKSPACE_BYTES
 from infcl.parallel import Parallel, max_over
 from infcl.plan.parts import loss_bytes
 from infcl.towers.config import CLIPConfig
+from infcl.train.captions import longest, merge_texts, texts_for_model
 from infcl.train.engine import Engine
 
 _HEADROOM = 0.08  # of the device's memory, for fragments and the library's workspaces
@@ -27,7 +28,8 @@ def resident_micro_batches(
         return min(int(config.resident_micro_batches), batch.num_micro_batches)
     if parallel.device.type != "cuda" or batch.num_micro_batches == 1:
         return 1
-    graph = _graph_bytes(engine, batch.micro_batch_size, model_config, parallel.device)
+    texts = texts_for_model(config, model_config)(longest(model_config.text_cfg, batch.micro_batch_size))
+    graph = _graph_bytes(engine, texts, batch.micro_batch_size, model_config, parallel.device)
     fitting = int((_free_bytes(engine, batch, model_config, parallel.device)) // graph)
     smallest = -max_over(dist.group.WORLD, [-fitting], parallel.device)[0]
     return max(1, min(int(smallest), batch.num_micro_batches))
@@ -45,19 +47,21 @@ def check_encode_width(config: TrainConfig, model_config: CLIPConfig) -> None:
 
 def merge_micro_batches(micro_batches: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     """One micro-batch of several."""
-    return {name: torch.cat([batch[name] for batch in micro_batches]) for name in ("images", "texts")}
+    return {"images": torch.cat([batch["images"] for batch in micro_batches])} | merge_texts(micro_batches)
 
 
-def _graph_bytes(engine: Engine, size: int, model_config: CLIPConfig, device: torch.device) -> int:
+def _graph_bytes(
+    engine: Engine, texts: dict[str, torch.Tensor], size: int, model_config: CLIPConfig, device: torch.device
+) -> int:
     """Device memory that the graph of one micro-batch holds."""
-    side, length = model_config.vision_cfg.image_size, model_config.text_cfg.context_length
+    side = model_config.vision_cfg.image_size
     images = torch.zeros(size, 3, side, side, dtype=torch.uint8, device=device)
-    texts = torch.zeros(size, length, dtype=torch.int64, device=device)
+    texts = {name: value.to(device) for name, value in texts.items()}
     engine.train()
     with torch.no_grad():
-        engine.encode(images, texts)  # libraries take their workspaces
+        engine.encode(images, **texts)  # libraries take their workspaces
     before = torch.cuda.memory_allocated(device)
-    output = engine.encode(images, texts)
+    output = engine.encode(images, **texts)
     held = torch.cuda.memory_allocated(device) - before
     del output
     return max(1, held)

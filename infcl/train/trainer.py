@@ -27,6 +27,7 @@ from infcl.train.build import (
     split_model,
     tile_dtype_of,
 )
+from infcl.train.captions import packs_captions
 from infcl.train.checkpoint import find_checkpoint, full_weights, load_checkpoint
 from infcl.train.checkpoint_writer import CheckpointWriter
 from infcl.train.compiled import prepare_blocks
@@ -59,6 +60,7 @@ class Trainer:
         self.tokenizer, model_config = build_tokenizer_and_model_config(config)
         self.loader = build_loader(config, self.batch, model_config, self.tokenizer, parallel)
         check_encode_width(config, model_config)
+        packs_captions(config, model_config)
         tile_dtype = tile_dtype_of(config, parallel.device.type)
         self.tasks = build_tasks(config, self.batch, model_config, self.tokenizer, tile_dtype)
         for task in self.tasks.values():
@@ -183,7 +185,7 @@ class Trainer:
         own = torch.cat([output.loss.view(1), self.sampled_loss.values, output.loss.new_tensor([bad])])
         loss, *sampled, skipped_samples = mean_over(dist.group.WORLD, own).tolist()
         phases = self.timer.read()
-        seconds = time.perf_counter() - started
+        seconds, text_share = time.perf_counter() - started, self.pixels.text_share
         self.train_seconds += seconds
         self.metrics.step(
             self.step,
@@ -194,7 +196,8 @@ class Trainer:
                 "lr": lr,
                 "grad_norm": self.engine.grad_norm(),
                 "samples_per_second": self.batch.global_batch_size / seconds,
-                "mfu": self.mfu(self.batch.global_batch_size / self.parallel.world_size / seconds),
+                "mfu": self.mfu(self.batch.global_batch_size / self.parallel.world_size / seconds, text_share),
+                "text_share": text_share,
                 "data_wait": self.pixels.waited / seconds,
                 "peak_memory_mb": peak_memory_mb(self.parallel.device),
                 "worker_memory_mb": max(self.loader.worker_memory_mb(), default=0.0),
@@ -233,19 +236,19 @@ class Trainer:
             )
 
     def _encode(self, micro_batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        return self.engine.encode(micro_batch["images"], micro_batch["texts"])
+        return self.engine.encode(**micro_batch)
 
     def _encode_again(
         self, micro_batch: dict[str, torch.Tensor], kept: dict[str, torch.Tensor], first: int
     ) -> dict[str, torch.Tensor]:
         """`_encode` of the towers that have gradients, from the trunks that pass 1 kept where those have none."""
-        images, texts, frozen = micro_batch["images"], micro_batch["texts"], self.engine.module.frozen
-        rows = slice(first, first + len(texts))
-        return self.engine.encode(
-            None if frozen["image"] or "image_trunk" in kept else images,
-            None if frozen["text"] else texts,
-            **{name: trunk[rows] for name, trunk in kept.items()},
-        )
+        frozen, again = self.engine.module.frozen, dict(micro_batch)
+        rows = slice(first, first + len(again.get("text_ends", again["texts"])))
+        if frozen["image"] or "image_trunk" in kept:
+            again["images"] = None
+        if frozen["text"]:
+            again["texts"] = None
+        return self.engine.encode(**again, **{name: trunk[rows] for name, trunk in kept.items()})
 
     def _backward(self, surrogate: torch.Tensor, is_last: bool) -> None:
         self.engine.backward(surrogate, is_last)

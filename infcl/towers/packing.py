@@ -1,0 +1,78 @@
+"""Captions end to end in rows, so that the text tower computes hardly any padding.
+
+A caption of 20 tokens fills a quarter of the 77 places that a text tower computes; under a causal mask nothing behind
+the token that is pooled can change it. So a micro-batch's captions, each cut there, are laid one behind the other in
+fewer, longer rows. In a row a token attends to its own caption only, and its position is counted from that caption's
+first token: features and gradients are those of the captions one by one, to rounding.
+
+`pack_captions` is done on the host, where the lengths are known without waiting for a GPU; `caption_places` says the
+rest where the rows are.
+
+Shapes: m captions, L context_length, r rows of R places (R = `row_length(L)`).
+"""
+
+import bisect
+
+import torch
+
+from infcl.towers.config import TextConfig
+
+ALIGNED = 16  # places: what fused attention wants of a mask's rows
+ROW_STEPS = 64  # sizes that r can have are m / 64 apart, so that memory of few sizes is asked for
+
+
+def packs(cfg: TextConfig) -> bool:
+    """Whether a tower's features end with the token that it pools: a causal mask, and no pooling at a fixed place."""
+    return not cfg.no_causal_mask and cfg.pool_type in ("argmax", "eos")
+
+
+def row_length(context_length: int) -> int:
+    """R: room for two whole captions, and as many short ones as there are."""
+    return -(-2 * context_length // ALIGNED) * ALIGNED
+
+
+def pooled_places(texts: torch.Tensor, pool_type: str, eos_id: int) -> torch.Tensor:
+    """int64 [m, L] -> [m]: where each caption is pooled; at its largest id, or its first `eos_id` (0 without one)."""
+    return texts.argmax(dim=1) if pool_type == "argmax" else (texts == eos_id).int().argmax(dim=1)
+
+
+def pack_captions(texts: torch.Tensor, cfg: TextConfig) -> tuple[torch.Tensor, torch.Tensor]:
+    """int64 [m, L] on the host -> rows int64 [r, R], ends int64 [m]: where in the flat rows each caption is pooled.
+
+    Long captions come first and each goes to the fullest row that has room for it. What is left over holds pad_id.
+    In pinned memory where `texts` is.
+    """
+    length, step = row_length(cfg.context_length), -(-len(texts) // ROW_STEPS)
+    lengths = pooled_places(texts, cfg.pool_type, cfg.eos_id) + 1  # [m]
+    needs = lengths.tolist()
+    starts, count = [0] * len(texts), 0
+    rooms: list[tuple[int, int]] = []  # (places left, row), sorted
+    for caption in sorted(range(len(texts)), key=needs.__getitem__, reverse=True):
+        needed = needs[caption]
+        at = bisect.bisect_left(rooms, (needed, 0))
+        if at < len(rooms):
+            room, row = rooms.pop(at)
+        else:
+            room, row, count = length, count, count + 1
+        starts[caption] = row * length + length - room
+        bisect.insort(rooms, (room - needed, row))
+    first = torch.tensor(starts)  # in the flat rows
+    rows = torch.full((max(2, -(-count // step) * step), length), cfg.pad_id)  # compiled code takes 1 for a case apart
+    kept = torch.arange(texts.shape[1]) < lengths[:, None]  # [m, L]
+    rows.view(-1)[(first[:, None] + torch.arange(texts.shape[1]))[kept]] = texts[kept]
+    ends = first + lengths - 1
+    return (rows.pin_memory(), ends.pin_memory()) if texts.is_pinned() else (rows, ends)
+
+
+def caption_places(rows: torch.Tensor, ends: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """rows [r, R], ends [m] -> each token's position in its caption, int64 [r, R]; who sees whom, bool [r, 1, R, R].
+
+    What follows the last caption of a row counts and attends as one more caption would.
+    """
+    marks = torch.zeros(rows.numel(), dtype=torch.int64, device=rows.device).index_fill_(0, ends, 1).view(rows.shape)
+    ended = marks.cumsum(1) - marks  # captions of the row that end before a place
+    column = torch.arange(rows.shape[1], device=rows.device)
+    begins = torch.nn.functional.pad(marks[:, :-1], (1, 0), value=1) > 0
+    position = column - torch.where(begins, column, 0).cummax(1).values
+    same = ended[:, :, None] == ended[:, None, :]
+    return position, (same & (column[:, None] >= column)).unsqueeze(1)
