@@ -304,6 +304,7 @@ COMMANDS = [
             by=SWEEPS,
         )
         for flags, name, out in (
+            ("--one-process ", "captions_1gpu", "step_captions"),
             ("", "step_zero3_1gpu", "step"),
             ("", "step_zero3_8gpu", "step"),
             ("--time-out 400 ", "step_bigg_1gpu", "step"),

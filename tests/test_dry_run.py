@@ -54,5 +54,10 @@ def test_operations_are_told_in_a_unit_that_leaves_digits():
 
 
 def test_dry_run_refuses_what_the_run_would_refuse(demo_folder, tmp_path):
-    result = forked(command(demo_folder, tmp_path, "--dry-run", "--batch-size", "4096"), 1)
-    assert result.returncode == 2 and "fewer than one global batch of 8192" in result.stderr
+    for flags, reason in (
+        (["--batch-size", "4096"], "fewer than one global batch of 8192"),
+        (["--pack-captions", "on", "--lock-text"], "kept caption by caption"),
+        (["--encode-micro-batches", "2", "--force-patch-dropout", "0.5"], "could not drop the same patches"),
+    ):
+        result = forked(command(demo_folder, tmp_path, "--dry-run", *flags), 1)
+        assert result.returncode == 2 and reason in " ".join(result.stderr.split()), (flags, result.stderr)

@@ -13,7 +13,7 @@ from infcl.towers.clip import CLIP
 from infcl.towers.config import TextConfig, load_model_config
 from infcl.towers.packing import caption_places, pack_captions, pooled_places, row_length
 from infcl.train import compiled
-from infcl.train.captions import longest, merge_texts, packed, packs_captions, texts_for_model
+from infcl.train.captions import longer_when_packed, longest, merge_texts, packed, packs_captions, texts_for_model
 
 CPU = torch.device("cpu")
 EOS = TextConfig(context_length=13, vocab_size=50, width=24, heads=3, layers=2, pool_type="eos", eos_id=1)
@@ -145,6 +145,10 @@ def test_where_captions_cannot_be_packed_they_are_not_or_the_reason_is_said(chan
     assert texts_for_model(config, other)(longest(other.text_cfg, 3)).keys() == {"texts"}
     with pytest.raises(ValueError, match=reason):
         packs_captions(dataclasses.replace(config, pack_captions="on"), other)
+
+
+def test_a_run_whose_captions_fill_their_places_is_told_so():
+    assert "--pack-captions off" in longer_when_packed(1.04) and not longer_when_packed(0.9)
 
 
 def test_the_share_of_places_is_that_of_a_steps_texts():

@@ -86,10 +86,13 @@ def golden(steps: int = 20) -> list[float]:
     return json.loads(GOLDEN.read_text())["loss"][:steps]
 
 
-def test_twenty_steps_match_the_golden_curve(demo_folder, tmp_path):
-    losses = run_losses(1, demo_config(demo_folder, tmp_path))
+@pytest.mark.parametrize("captions", ["on", "off"])
+def test_twenty_steps_match_the_golden_curve(demo_folder, tmp_path, captions):
+    losses = run_losses(1, demo_config(demo_folder, tmp_path, pack_captions=captions))
     assert losses == pytest.approx(golden(), rel=2e-3)
     assert losses[-1] < losses[0] - 0.5
+    shares = {record["text_share"] for record in read_metrics(tmp_path / "run" / "metrics.jsonl", "train")}
+    assert shares == {1.0} if captions == "off" else max(shares) < 0.8
 
 
 @pytest.mark.parametrize("world_size", [2, 4])

@@ -59,6 +59,7 @@ REGIONS: dict[str, Callable[[], str]] = {
     "peer-trainers": towers.peer_trainers,
     "hard-negatives": accuracy.hard_negatives,
     "step-levers": steps.levers,
+    "step-captions": steps.captions,
     "step-one-micro-batch": steps.one_micro_batch,
     "step-reductions": steps.reductions,
     "step-zero-3": steps.zero_3,

@@ -66,6 +66,18 @@ def reductions() -> str:
     return markdown([*header, "replay", "update", "peak memory"], lines) + f"\n\n{origin(rows('step_reductions.csv'))}."
 
 
+def captions() -> str:
+    """One H200, autocast, compiled: captions whole and packed, model by model."""
+    lines = []
+    for row in rows("step_captions.csv"):
+        how = "whole" if row["text_share"] == 1 else f"packed: {row['text_share']:.0%} of the places"
+        shape = f"{row['micro_batch']} x {row['micro_batches']}"
+        seconds = [f"{row[f'seconds_{phase}']:.3f} s" for phase in ("encode", "replay")]
+        lines.append([row["model"], shape, how, _rate(row), *seconds, f"{row['peak_gib']:.1f} GiB"])
+    header = ["model", "micro-batch x M", "captions", "samples/s", "encode", "replay", "peak memory"]
+    return markdown(header, lines) + f"\n\n{origin(rows('step_captions.csv'))}."
+
+
 def zero_3() -> str:
     """ViT-L-14 on two and four H200s, 128 x 8, checkpointing: ZeRO-3 beside ZeRO-1 of its commit, newest first."""
     same = {"model": "ViT-L-14", "precision": "bf16", "checkpointing": "True", "micro_batch": 128, "micro_batches": 8}

@@ -21,10 +21,14 @@ from infcl.train.preset import offloads, read_preset, stage_in_words, stage_over
 def describe_plan(config: TrainConfig, parallel: Parallel) -> str:
     """The resolved plan as text. ValueError: what the run would refuse before it builds the engine. Collective."""
     from infcl.train.build import build_loader, build_meta_model, build_tasks, build_tokenizer_and_model_config
+    from infcl.train.captions import packs_captions
+    from infcl.train.resident import check_encode_width
 
     preset, precision = read_preset(config, parallel.device.type, parallel.dp_size, parallel.hosts)
     batch = BatchPlan.of(config, parallel.dp_size)
     tokenizer, cfg = build_tokenizer_and_model_config(config)
+    check_encode_width(config, cfg)
+    packs_captions(config, cfg)
     loader = build_loader(config, batch, cfg, tokenizer, parallel)
     tasks = build_tasks(config, batch, cfg, tokenizer)
     for task in tasks.values():

@@ -14,6 +14,7 @@ from infcl.towers.config import CLIPConfig, TextConfig
 from infcl.towers.packing import pack_captions, packs
 
 Texts = dict[str, torch.Tensor]
+_PAYS = 0.95  # of the places: with more of them computed, a text tower takes longer than with whole captions
 
 
 def packs_captions(config: TrainConfig, model_config: CLIPConfig) -> bool:
@@ -59,6 +60,16 @@ def merge_texts(parts: Sequence[Texts]) -> Texts:
             before += part["texts"].numel()
         merged["text_ends"] = torch.cat(ends)
     return merged
+
+
+def longer_when_packed(text_share: float) -> str:
+    """What is said of a step whose text tower computed this share of its places; empty where packing pays."""
+    if text_share <= _PAYS:
+        return ""
+    return (
+        f"captions fill {text_share:.0%} of the text tower's places when they are packed: "
+        "--pack-captions off would be a little faster"
+    )
 
 
 def longest(cfg: TextConfig, size: int) -> torch.Tensor:

@@ -27,7 +27,7 @@ from infcl.train.build import (
     split_model,
     tile_dtype_of,
 )
-from infcl.train.captions import packs_captions
+from infcl.train.captions import longer_when_packed, packs_captions
 from infcl.train.checkpoint import find_checkpoint, full_weights, load_checkpoint
 from infcl.train.checkpoint_writer import CheckpointWriter
 from infcl.train.compiled import prepare_blocks
@@ -60,7 +60,7 @@ class Trainer:
         self.tokenizer, model_config = build_tokenizer_and_model_config(config)
         self.loader = build_loader(config, self.batch, model_config, self.tokenizer, parallel)
         check_encode_width(config, model_config)
-        packs_captions(config, model_config)
+        self.captions_are_new = packs_captions(config, model_config)  # until the first step has shown how long they are
         tile_dtype = tile_dtype_of(config, parallel.device.type)
         self.tasks = build_tasks(config, self.batch, model_config, self.tokenizer, tile_dtype)
         for task in self.tasks.values():
@@ -212,6 +212,9 @@ class Trainer:
         )
         if news := self.profiler.after_step(phases):
             self.metrics.say(news)
+        if self.captions_are_new and (news := longer_when_packed(text_share)):
+            self.metrics.say(news)
+        self.captions_are_new = False
         self.skipped_in_a_row = 0 if applied else self.skipped_in_a_row + 1
         if not applied:
             ids = [join_parts(self.parallel, own.to(self.parallel.device)).cpu() for own in self.pixels.ids]
