@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.reused import ReusedTrainer
+from infcl.towers.packing import num_texts
 
 
 class AbridgedTrainer(ReusedTrainer):
@@ -38,7 +39,7 @@ class AbridgedTrainer(ReusedTrainer):
         return index < self.real or index >= cached - self.real
 
     def _stand_in(self, micro_batch: dict) -> dict[str, torch.Tensor]:
-        device, shape = self.parallel.device, (len(micro_batch["texts"]), self.model_config.embed_dim)
+        device, shape = self.parallel.device, (num_texts(micro_batch), self.model_config.embed_dim)
         features = {
             name: F.normalize(torch.randn(shape, device=device), dim=1) for name in ("image_features", "text_features")
         }

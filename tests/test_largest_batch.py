@@ -202,9 +202,10 @@ def test_one_engine_takes_batch_after_batch_also_behind_one_that_did_not_fit(tmp
 def test_stand_ins_have_the_models_scalars(bias):
     config = SimpleNamespace(embed_dim=8, init_logit_bias=bias)
     trainer = SimpleNamespace(parallel=SimpleNamespace(device="cpu"), model_config=config)
-    features = AbridgedTrainer._stand_in(trainer, {"texts": [0, 1, 2]})
-    assert features["image_features"].shape == features["text_features"].shape == (3, 8)
-    assert ("logit_bias" in features) == (bias is not None)
+    for texts in ({"texts": torch.zeros(3, 9)}, {"texts": torch.zeros(2, 16), "text_ends": torch.zeros(3)}):
+        features = AbridgedTrainer._stand_in(trainer, texts)
+        assert features["image_features"].shape == features["text_features"].shape == (3, 8)
+        assert ("logit_bias" in features) == (bias is not None)
 
 
 def loss_of_steps(rank: int, world_size: int, folder: str, micro_batches: int, abridged: bool) -> float:

@@ -11,9 +11,17 @@ from infcl.config import TrainConfig
 from infcl.step.offload import PixelCache
 from infcl.towers.clip import CLIP
 from infcl.towers.config import TextConfig, load_model_config
-from infcl.towers.packing import caption_places, pack_captions, pooled_places, row_length
+from infcl.towers.packing import (
+    caption_places,
+    longest,
+    merge_texts,
+    pack_captions,
+    packed,
+    pooled_places,
+    row_length,
+)
 from infcl.train import compiled
-from infcl.train.captions import longer_when_packed, longest, merge_texts, packed, packs_captions, texts_for_model
+from infcl.train.captions import longer_when_packed, packs_captions, texts_for_model
 
 CPU = torch.device("cpu")
 EOS = TextConfig(context_length=13, vocab_size=50, width=24, heads=3, layers=2, pool_type="eos", eos_id=1)

@@ -11,6 +11,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
@@ -21,6 +22,7 @@ from infcl.evaluate.tasks import RetrievalTask, ZeroShotTask
 from infcl.evaluate.validation import ValidationLoss
 from infcl.parallel import Parallel, destroy_parallel, init_parallel, read_environment, report_mistake
 from infcl.towers import CLIP
+from infcl.towers.packing import packed, packs, whole
 
 PRECISIONS = {"fp32": None, "amp_bf16": torch.bfloat16, "amp_fp16": torch.float16}
 
@@ -81,13 +83,14 @@ def evaluate(args: argparse.Namespace, parallel: Parallel) -> dict[str, object]:
 
 
 def encoder(clip: CLIP, precision: str) -> Callable[..., dict[str, torch.Tensor]]:
-    """(images, texts) -> features, under autocast where the precision says so."""
-    dtype = PRECISIONS[precision]
+    """(images on the device, texts on the host) -> features, under autocast where the precision says so."""
+    dtype, device, cfg = PRECISIONS[precision], clip.logit_scale.device, clip.cfg.text_cfg
+    prepare = partial(packed, cfg) if packs(cfg) else whole
 
     def encode(images: torch.Tensor | None, texts: torch.Tensor | None) -> dict[str, torch.Tensor]:
-        device = (texts if images is None else images).device.type
-        with torch.autocast(device, dtype=dtype) if dtype else contextlib.nullcontext():
-            return clip(images, texts)
+        given = {} if texts is None else {name: value.to(device) for name, value in prepare(texts).items()}
+        with torch.autocast(device.type, dtype=dtype) if dtype else contextlib.nullcontext():
+            return clip(images, **given)
 
     return encode
 

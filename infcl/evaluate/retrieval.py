@@ -46,13 +46,13 @@ def encode_pairs(
 ) -> Features:
     """Features of this rank's (images [m, ...], tokens [sum of captions, L], captions per image [m]) batches.
 
-    encode   (images, tokens) -> dict with unit-norm image_features and text_features
+    encode   (images on the device, tokens on the host) -> dict with unit-norm image_features and text_features
     filler   a batch of the same kind for ranks that run out early: all ranks make the same number of forwards
     """
     image_rows, text_rows, counts, output = [], [], [], {}
     for (images, texts, captions), is_real in in_step(batches, filler, group, device):
         with torch.no_grad():
-            output = encode(images.to(device, non_blocking=True), texts.to(device, non_blocking=True))
+            output = encode(images.to(device, non_blocking=True), texts)
         if is_real:
             image_rows.append(output["image_features"].float())
             text_rows.append(output["text_features"].float())

@@ -69,7 +69,10 @@ class RetrievalTask:
     def run(
         self, encode, parallel: Parallel, scalar_values: Callable[[Scalars], Scalars] = lambda returned: returned
     ) -> dict[str, float]:
-        """encode(images, texts) -> features dict, through the engine; scalar_values: its exact scalars. Collective."""
+        """encode(images on the device, texts on the host) -> features dict, through the engine. Collective.
+
+        scalar_values: the engine's exact scalars.
+        """
         where: dict[str, Any] = {"group": parallel.dp_group, "device": parallel.device}
         samples = self.source(rank=parallel.dp_rank, world_size=parallel.dp_size)
         blank = EvalSample(_blank(self.image_size), "-", {}, "")
@@ -145,7 +148,7 @@ class ZeroShotTask:
         from_first_rank(try_data)
 
     def run(self, encode, parallel: Parallel, scalar_values: object = None) -> dict[str, float]:
-        """encode(images or None, texts or None) -> features dict, through the engine. Collective."""
+        """encode(images on the device or None, texts on the host or None) -> features dict. Collective."""
         where: dict[str, Any] = {"group": parallel.dp_group, "device": parallel.device}
         classifier = build_classifier(
             lambda texts: encode(None, texts)["text_features"],

@@ -23,7 +23,10 @@ def build_classifier(
     device: torch.device,
     batch_size: int = 256,
 ) -> torch.Tensor:
-    """Class embeddings [K, D] f32, unit norm, on every rank. Templates hold one {} for the class name."""
+    """Class embeddings [K, D] f32, unit norm, on every rank. Templates hold one {} for the class name.
+
+    encode_text   tokens [n, L] on the host -> features [n, D] on the device
+    """
     prompts = [(k, template.replace("{}", name)) for k, name in enumerate(classnames) for template in templates]
     chunks = [prompts[start : start + batch_size] for start in range(0, len(prompts), batch_size)]
     own_chunks = chunks[dist.get_rank(group) :: dist.get_world_size(group)]
@@ -31,7 +34,7 @@ def build_classifier(
     for chunk, is_real in in_step(own_chunks, chunks[0], group, device):
         labels = torch.tensor([k for k, _ in chunk], device=device)
         with torch.no_grad():
-            features = encode_text(tokenize([text for _, text in chunk]).to(device)).float()  # [chunk, D]
+            features = encode_text(tokenize([text for _, text in chunk])).float()  # [chunk, D]
         if sums is None:
             sums = torch.zeros(len(classnames), features.shape[1], device=device)
         if is_real:

@@ -6,17 +6,19 @@ fewer, longer rows. In a row a token attends to its own caption only, and its po
 first token: features and gradients are those of the captions one by one, to rounding.
 
 `pack_captions` is done on the host, where the lengths are known without waiting for a GPU; `caption_places` says the
-rest where the rows are.
+rest where the rows are. What CLIP's forward takes: {"texts": [m, L]}, or {"texts": [r, R], "text_ends": [m]}.
 
 Shapes: m captions, L context_length, r rows of R places (R = `row_length(L)`).
 """
 
 import bisect
+from collections.abc import Sequence
 
 import torch
 
 from infcl.towers.config import TextConfig
 
+Texts = dict[str, torch.Tensor]
 ALIGNED = 16  # places: what fused attention wants of a mask's rows
 ROW_STEPS = 64  # sizes that r can have are m / 64 apart, so that memory of few sizes is asked for
 
@@ -76,3 +78,35 @@ def caption_places(rows: torch.Tensor, ends: torch.Tensor) -> tuple[torch.Tensor
     position = column - torch.where(begins, column, 0).cummax(1).values
     same = ended[:, :, None] == ended[:, None, :]
     return position, (same & (column[:, None] >= column)).unsqueeze(1)
+
+
+def whole(texts: torch.Tensor) -> Texts:
+    return {"texts": texts}
+
+
+def packed(cfg: TextConfig, texts: torch.Tensor) -> Texts:
+    return dict(zip(("texts", "text_ends"), pack_captions(texts, cfg)))
+
+
+def num_texts(texts: Texts) -> int:
+    """m"""
+    return len(texts.get("text_ends", texts["texts"]))
+
+
+def merge_texts(parts: Sequence[Texts]) -> Texts:
+    """Those of several micro-batches as of one."""
+    merged = {"texts": torch.cat([part["texts"] for part in parts])}
+    if "text_ends" in parts[0]:
+        ends, before = [], 0
+        for part in parts:
+            ends.append(part["text_ends"] + before)
+            before += part["texts"].numel()
+        merged["text_ends"] = torch.cat(ends)
+    return merged
+
+
+def longest(cfg: TextConfig, size: int) -> torch.Tensor:
+    """int64 [size, L]: captions that fill a text tower's places."""
+    texts = torch.full((size, cfg.context_length), int(cfg.eos_id == 0))
+    texts[:, -1] = cfg.eos_id if cfg.pool_type == "eos" else cfg.vocab_size - 1
+    return texts

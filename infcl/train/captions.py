@@ -1,19 +1,14 @@
-"""--pack-captions: how a micro-batch's captions go to the text tower.
+"""--pack-captions: whether a run's captions go packed to the text tower (towers/packing.py)."""
 
-In:  texts as the loader yields them, int64 [m, L] on the host.
-Out: what the model takes in their place: {"texts": [m, L]}, or packed {"texts": [r, R], "text_ends": [m]}.
-"""
-
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 
 import torch
 
 from infcl.config import TrainConfig
 from infcl.towers.config import CLIPConfig, TextConfig
-from infcl.towers.packing import pack_captions, packs
+from infcl.towers.packing import Texts, packed, packs, whole
 
-Texts = dict[str, torch.Tensor]
 _PAYS = 0.95  # of the places: with more of them computed, a text tower takes longer than with whole captions
 
 
@@ -42,26 +37,6 @@ def texts_for_model(config: TrainConfig, model_config: CLIPConfig) -> Callable[[
     return partial(packed, model_config.text_cfg) if packs_captions(config, model_config) else whole
 
 
-def whole(texts: torch.Tensor) -> Texts:
-    return {"texts": texts}
-
-
-def packed(cfg: TextConfig, texts: torch.Tensor) -> Texts:
-    return dict(zip(("texts", "text_ends"), pack_captions(texts, cfg)))
-
-
-def merge_texts(parts: Sequence[Texts]) -> Texts:
-    """Those of several micro-batches as of one."""
-    merged = {"texts": torch.cat([part["texts"] for part in parts])}
-    if "text_ends" in parts[0]:
-        ends, before = [], 0
-        for part in parts:
-            ends.append(part["text_ends"] + before)
-            before += part["texts"].numel()
-        merged["text_ends"] = torch.cat(ends)
-    return merged
-
-
 def longer_when_packed(text_share: float) -> str:
     """What is said of a step whose text tower computed this share of its places; empty where packing pays."""
     if text_share <= _PAYS:
@@ -70,10 +45,3 @@ def longer_when_packed(text_share: float) -> str:
         f"captions fill {text_share:.0%} of the text tower's places when they are packed: "
         "--pack-captions off would be a little faster"
     )
-
-
-def longest(cfg: TextConfig, size: int) -> torch.Tensor:
-    """int64 [size, L]: captions that fill a text tower's places."""
-    texts = torch.full((size, cfg.context_length), int(cfg.eos_id == 0))
-    texts[:, -1] = cfg.eos_id if cfg.pool_type == "eos" else cfg.vocab_size - 1
-    return texts

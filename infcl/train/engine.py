@@ -102,7 +102,7 @@ class Engine:
             self.kept.keep(mode)
 
     def encode(
-        self, images: torch.Tensor | None, texts: torch.Tensor | None, **others: torch.Tensor
+        self, images: torch.Tensor | None, texts: torch.Tensor | None = None, **others: torch.Tensor
     ) -> dict[str, torch.Tensor]:
         """uint8 images [m, 3, H, W] and/or tokens [m, L] -> the model's features; `others`: see CLIP.forward."""
         return self.engine(images, texts, **others)

@@ -14,7 +14,8 @@ from infcl.kernels import WORKSPACE_BYTES
 from infcl.parallel import Parallel, max_over
 from infcl.plan.parts import loss_bytes
 from infcl.towers.config import CLIPConfig
-from infcl.train.captions import longest, merge_texts, texts_for_model
+from infcl.towers.packing import longest, merge_texts
+from infcl.train.captions import texts_for_model
 from infcl.train.engine import Engine
 
 _HEADROOM = 0.08  # of the device's memory, for fragments and the library's workspaces

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from infcl.config import BatchPlan, TrainConfig, total_steps
 from infcl.parallel import Parallel, from_first_rank, join_parts, mean_over, micro_batch_seed, seed_everything
 from infcl.step.grad_cache import grad_cache_step
+from infcl.towers.packing import num_texts
 from infcl.train.account import opening, summary_of
 from infcl.train.build import (
     build_loader,
@@ -246,7 +247,7 @@ class Trainer:
     ) -> dict[str, torch.Tensor]:
         """`_encode` of the towers that have gradients, from the trunks that pass 1 kept where those have none."""
         frozen, again = self.engine.module.frozen, dict(micro_batch)
-        rows = slice(first, first + len(again.get("text_ends", again["texts"])))
+        rows = slice(first, first + num_texts(again))
         if frozen["image"] or "image_trunk" in kept:
             again["images"] = None
         if frozen["text"]:
@@ -271,10 +272,17 @@ class Trainer:
         for name in due:
             self._run_task(name)
 
+    def _encode_for_evaluation(
+        self, images: torch.Tensor | None, texts: torch.Tensor | None
+    ) -> dict[str, torch.Tensor]:
+        """images on the device, texts on the host."""
+        given = {} if texts is None else self.pixels.texts(texts)
+        return self.engine.encode(images, **{name: value.to(self.parallel.device) for name, value in given.items()})
+
     def _run_task(self, name: str) -> dict[str, float]:
         self.engine.train(False)
         with self.engine.showing_average() if self.config.ema_eval else contextlib.nullcontext():
-            values = self.tasks[name].run(self.engine.encode, self.parallel, self.engine.scalar_values)
+            values = self.tasks[name].run(self._encode_for_evaluation, self.parallel, self.engine.scalar_values)
         self.metrics.evaluation(name, self.step, self.samples_seen, values)
         return values
 
