@@ -15,7 +15,7 @@ from infcl.train.diagnostics import model_flops, trained_shares
 from infcl.train.host_memory import available_host_bytes, host_memory_bytes, ranks_of_host
 from infcl.train.optim import Schedule, checkpoint_bytes
 from infcl.train.pixels import auto_budget
-from infcl.train.preset import offloads, read_preset, stage_in_words, stage_over, zero_stage
+from infcl.train.preset import describe_zero, offloads, read_preset, stage_over, zero_stage
 
 
 def describe_plan(config: TrainConfig, parallel: Parallel) -> str:
@@ -35,8 +35,7 @@ def describe_plan(config: TrainConfig, parallel: Parallel) -> str:
     every = {"retrieval": config.val_frequency, "zero_shot": config.zeroshot_frequency}
     evaluations = [f"{name} {_every(every[name])}" for name in tasks]
     flops = model_flops(cfg, trained_shares(model))
-    asked = read_preset(config, parallel.device.type)[0]
-    stage = stage_in_words(zero_stage(asked), zero_stage(preset))
+    zero = describe_zero(config, parallel, sum(own for _, own in counts.values()) // parallel.tp_size)
     rows = [
         ("batch", str(batch)),
         *([("", smaller)] if (smaller := batch.smaller_than_asked(config)) else []),
@@ -45,7 +44,7 @@ def describe_plan(config: TrainConfig, parallel: Parallel) -> str:
         ("data", _data_line(config, loader)),
         ("model", _model_line(config, counts)),
         ("compute", f"{_flops(flops * batch.global_batch_size)} a step, towers alone"),
-        ("system", f"{describe_ranks(parallel)}, {precision}, {stage}"),
+        ("system", f"{describe_ranks(parallel)}, {precision}, {zero}"),
         ("evaluation", ", ".join(evaluations) or "none"),
         ("run folder", _folder_line(config)),
         ("checkpoints", _checkpoint_line(config, counts)),

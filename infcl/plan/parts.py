@@ -5,16 +5,10 @@ Sizes: P parameters, T trainable ones, N data-parallel ranks, b pairs of a rank,
 
 from infcl.kernels import WORKSPACE_BYTES
 from infcl.loss.copies import LIMIT
-from infcl.train.preset import sums_gradients_on_host
+from infcl.train.preset import BUCKET, is_bf16_optimizer, sums_gradients_on_host
 
-BUCKET = 5e8  # elements: what DeepSpeed takes by itself
-STAGE_1_BUCKET, STAGE_3_BUCKET = 1e8, 5e7  # what ds_configs/zero1.json and zero2.json, and zero3.json say
+STAGE_1_BUCKET, STAGE_3_BUCKET = 1e8, 5e7  # elements: what ds_configs/zero1.json and zero2.json, and zero3.json say
 _BUCKETS_AHEAD = 3  # of DeepSpeed's stage 3: it waits for the third last (max_param_reduce_events)
-
-
-def _is_bf16_optimizer(stage: int, precision: str, *, offloaded: bool) -> bool:
-    """Whether DeepSpeed takes its BF16_Optimizer, which has no buckets and keeps float32 sums beside the gradients."""
-    return stage == 1 and precision == "bf16" and not offloaded
 
 
 def state_bytes(
@@ -35,7 +29,7 @@ def state_bytes(
     """
     width, share = 2 if precision in ("bf16", "fp16") else 4, 1 / ranks
     whole, own = (
-        trainable * (6 if _is_bf16_optimizer(stage, precision, offloaded=offloaded) else 4),
+        trainable * (6 if is_bf16_optimizer(stage, precision, offloaded=offloaded) else 4),
         trainable * share * 4,
     )
     return {
@@ -79,7 +73,7 @@ def bucket_bytes(
     the model's gradients.
     convolution_apart: under autocast, as until 1f7968e: a convolution's gradient travels in 16 bits, all others in 32.
     """
-    if stage == 0 or _is_bf16_optimizer(stage, precision, offloaded=offloaded):
+    if stage == 0 or is_bf16_optimizer(stage, precision, offloaded=offloaded):
         return 0.0
     size = zero_optimization.get("reduce_bucket_size", BUCKET)
     widths = [4, 2 if stage == 3 else 4] if precision == "amp_bf16" and convolution_apart else [4]
@@ -140,5 +134,5 @@ def peak_bytes(parts: dict[str, float], *, stage: int, precision: str, offloaded
     """
     late = parts["backward"] + (parts["gradient buckets"] if stage in (1, 2) else 0.0)
     if stage == 1:
-        late += parts["gradients"] * (1 / 3 if _is_bf16_optimizer(stage, precision, offloaded=offloaded) else 1)
+        late += parts["gradients"] * (1 / 3 if is_bf16_optimizer(stage, precision, offloaded=offloaded) else 1)
     return sum(parts.values()) - min(late, parts["loss"])
