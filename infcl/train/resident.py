@@ -28,7 +28,7 @@ def resident_micro_batches(
     if parallel.device.type != "cuda" or batch.num_micro_batches == 1:
         return 1
     graph = _graph_bytes(engine, batch.micro_batch_size, model_config, parallel.device)
-    fitting = int((_free_bytes(engine, batch, model_config, parallel.device)) // graph)
+    fitting = int(_free_bytes(config, engine, batch, model_config, parallel) // graph)
     smallest = -max_over(dist.group.WORLD, [-fitting], parallel.device)[0]
     return max(1, min(int(smallest), batch.num_micro_batches))
 
@@ -63,14 +63,16 @@ def _graph_bytes(engine: Engine, size: int, model_config: CLIPConfig, device: to
     return max(1, held)
 
 
-def _free_bytes(engine: Engine, batch: BatchPlan, model_config: CLIPConfig, device: torch.device) -> float:
-    """What graphs may take: free memory without gradients, the loss and headroom."""
+def _free_bytes(
+    config: TrainConfig, engine: Engine, batch: BatchPlan, model_config: CLIPConfig, parallel: Parallel
+) -> float:
+    """What graphs may take: free memory without gradients, what the loss of the flags needs, and headroom."""
     torch.cuda.empty_cache()
-    free, total = torch.cuda.mem_get_info(device)
-    free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    free, total = torch.cuda.mem_get_info(parallel.device)
+    free += torch.cuda.memory_reserved(parallel.device) - torch.cuda.memory_allocated(parallel.device)
     gradients = 8 * sum(engine.state.shape(p).numel() for _, p in engine.state.parameters() if p.requires_grad)
-    # of the dense losses this is not known to be enough
-    ring = loss_bytes("inf_cl", rows=batch.rank_batch_size, ranks=batch.dp_size, width=model_config.embed_dim)
-    features = sum(ring.values())
+    rows, width = batch.rank_batch_size // parallel.tp_size, model_config.embed_dim
+    loss = sum(loss_bytes(config.loss, rows=rows, ranks=parallel.world_size, width=width).values())
+    others = 2 * 2 * 4 * (batch.rank_batch_size - rows) * width  # rows of the tensor-parallel ranks beside this one
     trunks = 2 * 4 * batch.rank_batch_size * engine.module.trunk_numbers()  # the parts and all of them
-    return free - gradients - features - trunks - WORKSPACE_BYTES - _HEADROOM * total
+    return free - gradients - loss - others - trunks - WORKSPACE_BYTES - _HEADROOM * total
