@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from infcl.config import BatchPlan, TrainConfig
+from infcl.plan.parts import bucket_bytes
 from infcl.train.engine import Engine
 from infcl.train.engine_norm import square_of
 from infcl.train.preset import describe_zero, offloads, read_preset, zero_stage
@@ -173,6 +174,37 @@ def test_where_no_gradients_are_reduced_beside_others_nothing_is_said_of_it(tmp_
     assert run_ranks(what_is_said_of_reductions, 1, path, "bf16", 1, "cuda")[0][0] == "ZeRO-1"
     path = preset_file(tmp_path, {"zero_optimization": {"stage": 3, "overlap_comm": True}})
     assert run_ranks(what_is_said_of_reductions, 2, path, "fp32", 1, "cuda")[0][0] == "ZeRO-3"
+
+
+def bucket_of_deepspeed(rank, world_size, path):
+    from infcl.parallel import init_parallel
+
+    config = settings("", deepspeed_config=path, precision="fp32")
+    engine = Engine(ToyCLIP(), config, init_parallel("cpu"), BatchPlan(world_size, 1, 4))
+    return engine.engine.optimizer.reduce_bucket_size
+
+
+@pytest.mark.parametrize(
+    ("zero", "elements"),
+    [
+        ({"stage": 3}, 50_000_000),  # of which the engine has up to three
+        ({"stage": 3, "reduce_bucket_size": 1234}, 1234),
+        ({"stage": 3, "reduce_scatter": False}, 500_000_000),
+        ({"stage": 3, "offload_optimizer": {"device": "cpu"}}, 500_000_000),
+        ({"stage": 2}, 500_000_000),
+    ],
+)
+def test_a_preset_without_buckets_gets_deepspeeds_but_where_the_engine_reduces_them(tmp_path, zero, elements):
+    path = preset_file(tmp_path, {"zero_optimization": zero, "zero_force_ds_cpu_optimizer": False})
+    assert run_ranks(bucket_of_deepspeed, 2, path) == [elements] * 2
+    shown = json.loads((ROOT / "ds_configs" / "zero3.json").read_text())["zero_optimization"]
+    assert shown["reduce_bucket_size"] == 50_000_000
+    stage, offloaded = zero["stage"], "offload_optimizer" in zero
+    planned, told = (
+        bucket_bytes(given, 10**9, stage=stage, precision="fp32", offloaded=offloaded)
+        for given in (zero, zero | {"reduce_bucket_size": elements})
+    )
+    assert planned == told
 
 
 @pytest.mark.parametrize("stage", [1, 2])

@@ -5,9 +5,8 @@ Sizes: P parameters, T trainable ones, N data-parallel ranks, b pairs of a rank,
 
 from infcl.kernels import WORKSPACE_BYTES
 from infcl.loss.copies import LIMIT
-from infcl.train.preset import BUCKET, is_bf16_optimizer, sums_gradients_on_host
+from infcl.train.preset import bucket_elements, is_bf16_optimizer, sums_gradients_on_host
 
-STAGE_1_BUCKET, STAGE_3_BUCKET = 1e8, 5e7  # elements: what ds_configs/zero1.json and zero2.json, and zero3.json say
 _BUCKETS_AHEAD = 3  # of DeepSpeed's stage 3: it waits for the third last (max_param_reduce_events)
 
 
@@ -48,7 +47,7 @@ def passing_bytes(zero_optimization: dict, trainable: int, *, stage: int, ranks:
     """
     if stage < 3:
         return 0.0 if sums_gradients_on_host(stage, precision) else trainable * 4 / (ranks if stage == 2 else 1)
-    bucket, width = zero_optimization.get("reduce_bucket_size", BUCKET), 2 if precision in ("bf16", "fp16") else 4
+    bucket, width = bucket_elements(zero_optimization, 3), 2 if precision in ("bf16", "fp16") else 4
     on_its_way = width + (4 / ranks if width == 2 else 0)
     return min(trainable, _BUCKETS_AHEAD * bucket) * width + min(trainable, bucket) * on_its_way
 
@@ -75,7 +74,7 @@ def bucket_bytes(
     """
     if stage == 0 or is_bf16_optimizer(stage, precision, offloaded=offloaded):
         return 0.0
-    size = zero_optimization.get("reduce_bucket_size", BUCKET)
+    size = bucket_elements(zero_optimization, stage)
     widths = [4, 2 if stage == 3 else 4] if precision == "amp_bf16" and convolution_apart else [4]
     if stage == 3 and not offloaded and zero_optimization.get("reduce_scatter", True):
         return min(3 * size, max(size, trainable)) * (2 if precision in ("bf16", "fp16") else sum(widths))

@@ -24,7 +24,8 @@ _OWNED_BY_FLAGS = {
     "torch_autocast": "--precision amp_bf16",
     "steps_per_print": "--log-every-n-steps",
 }
-BUCKET = 5e8  # elements of `reduce_bucket_size`: what DeepSpeed takes by itself
+# Elements of `reduce_bucket_size`: DeepSpeed's own; those of ds_configs/zero1.json and zero2.json, and of zero3.json.
+BUCKET, STAGE_1_BUCKET, STAGE_3_BUCKET = 500_000_000, 100_000_000, 50_000_000
 _SECTIONS = {"zero_optimization", "bf16", "fp16", "data_types"}
 _PRESET_KEYS = {
     "zero_optimization",
@@ -61,7 +62,7 @@ def read_preset(config: TrainConfig, device_type: str, ranks: int | None = None,
     for key in _left_open(preset):
         raise ValueError(
             f'--deepspeed_config {path}: {key} is "auto", which transformers would fill in: write a value, or leave it '
-            "out for DeepSpeed's own"
+            "out for the default"
         )
     for name in ("offload_optimizer", "offload_param"):
         if preset.get("zero_optimization", {}).get(name, {}).get("device") == "nvme":
@@ -150,9 +151,19 @@ def describe_zero(config: TrainConfig, parallel: Parallel, trainable: int) -> st
     if stage not in (1, 2) or parallel.dp_size == 1:
         return text
     late = is_bf16_optimizer(stage, precision, offloaded=offloads(preset, "optimizer")) and sums_of(preset) == "fp32"
-    fills = trainable > zero.get("reduce_bucket_size", BUCKET)  # a bucket, before the backward ends
+    fills = trainable > bucket_elements(zero, stage)  # before the backward ends
     overlap = zero.get("overlap_comm") and fills and not late and parallel.device.type != "cpu"
     return f"{text}, {'' if overlap else 'no '}reductions overlap the backward"
+
+
+def bucket_elements(zero_optimization: dict, stage: int) -> int:
+    """Elements of gradients that are reduced at once, as a preset says, or by default.
+
+    That is DeepSpeed's but where buckets are reduced by engine_reduce.py, which has up to three of them at a time.
+    """
+    offloaded = offloads({"zero_optimization": zero_optimization}, "optimizer")
+    ours = stage == 3 and not offloaded and zero_optimization.get("reduce_scatter", True)
+    return zero_optimization.get("reduce_bucket_size", STAGE_3_BUCKET if ours else BUCKET)
 
 
 def is_bf16_optimizer(stage: int, precision: str, *, offloaded: bool) -> bool:
@@ -222,6 +233,7 @@ def deepspeed_config(preset: dict, precision: str, batch: BatchPlan, grad_clip_n
     if zero_stage(preset) == 3:  # one gather, one set of hooks per block, and a block that can be compiled whole
         zero = dict(merged["zero_optimization"])
         zero.setdefault("leaf_module", {"classes": [f"{ResidualBlock.__module__}.{ResidualBlock.__qualname__}"]})
+        zero["reduce_bucket_size"] = bucket_elements(zero, 3)
         merged["zero_optimization"] = zero
     if precision == "amp_bf16":
         # by default DeepSpeed rounds the gradients of torch's own linear and convolution classes (conv1) on their way
