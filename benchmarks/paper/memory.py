@@ -231,8 +231,11 @@ def figure_1() -> dict:
     from benchmarks.paper.speed import memory_curves
 
     panels = {f"loss alone, {name}": series for name, series in memory_curves().items()}
-    series = {}
+    series: dict[str, list[tuple[int, float]]] = {}
     for loss, name in (("inf_cl", "infcl"), ("open_clip", "OpenCLIP"), ("clip", "CLIP")):
-        sizes = ((gpus, loss_bytes(loss, rows=2**18 // gpus, ranks=gpus, width=768)) for gpus in FIGURE_1_GPUS)
-        series[name] = [(gpus, sum(parts.values()) / GIB) for gpus, parts in sizes]
+        series[name] = []
+        for gpus in FIGURE_1_GPUS:
+            two_level = loss == "inf_cl" and gpus > 8  # of a host
+            parts = loss_bytes(loss, rows=2**18 // gpus, ranks=gpus, width=768, two_level=two_level)
+            series[name].append((gpus, sum(parts.values()) / GIB))
     return panels | {"loss alone, 256k pairs, planned": series}

@@ -6,6 +6,7 @@ Nothing here builds an engine, reads an image or writes a file (but shard indexe
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from infcl.config import BatchPlan, TrainConfig, counted, total_steps
 from infcl.parallel import Parallel, describe_ranks
@@ -54,7 +55,8 @@ def describe_plan(config: TrainConfig, parallel: Parallel) -> str:
     lines += [*(f"  {name:<{width}}  {value}" for name, value in rows), ""]
     zero_optimization = preset.get("zero_optimization", {})
     on_cpu = parallel.device.type == "cpu"
-    plan = memory_plan(cfg, batch, config, counts, precision, zero_optimization, on_cpu=on_cpu)
+    where: dict[str, Any] = {"on_cpu": on_cpu, "ranks_of_host": ranks_of_host(parallel)}
+    plan = memory_plan(cfg, batch, config, counts, precision, zero_optimization, **where)
     parts = tuple(part for part in ("optimizer", "param") if offloads(preset, part))
     ways = {"offloads": "optimizer" in parts}
     stages = [s for s in STAGES if stage_over(parallel.dp_size, s, precision, **ways) == s]  # that can be had
@@ -66,7 +68,7 @@ def describe_plan(config: TrainConfig, parallel: Parallel) -> str:
     def load(pixel_cache_gb: str) -> Load:
         flags = dataclasses.replace(config, pixel_cache_gb=pixel_cache_gb)
         arguments = (cfg, batch, flags, counts, precision, zero_optimization)
-        return load_of_run(*arguments, stage=zero_stage(preset), offloads=parts, on_cpu=on_cpu)
+        return load_of_run(*arguments, stage=zero_stage(preset), offloads=parts, **where)
 
     lines += ["", *_host_table(load, config, ranks_of_host(parallel), on_cpu=on_cpu)]
     return "\n".join([*lines, ""])

@@ -82,6 +82,7 @@ class Fit:
             stage=zero_stage(self.preset),
             offloads=tuple(part for part in ("optimizer", "param") if offloads(self.preset, part)),
             on_cpu=self.on_cpu,
+            ranks_of_host=self.ranks_of_host,
         )
 
     def parts(self, config: TrainConfig) -> dict[str, float]:

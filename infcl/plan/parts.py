@@ -95,22 +95,38 @@ def gathered_bytes(parameters: int, zero_optimization: dict, *, stage: int, rank
     return (min(parameters, reach) if stage == 3 else 0) * (2 if precision in ("bf16", "fp16") else 4) * (1 - 1 / ranks)
 
 
-def loss_bytes(name: str, *, rows: int, ranks: int, width: int, first_part_apart: bool = False) -> dict[str, float]:
+def loss_bytes(
+    name: str,
+    *,
+    rows: int,
+    ranks: int,
+    width: int,
+    precision: str = "amp_bf16",
+    two_level: bool = False,
+    first_part_apart: bool = False,
+) -> dict[str, float]:
     """{"feature gradients", "loss"}: bytes per rank, for b `rows` of D `width` a rank.
 
     fp32 gradients of both sides' features, which stay until the last replay; and what the loss alone needs: features,
     around a ring also two blocks that travel, two of the gradients that travel with them and what is added to these,
-    a bounded workspace. A two-level ring's further buffers (two for a block, three for a result) are not counted. The
-    baselines hold logits and softmax of both directions in fp32, DisCo-CLIP those of one at a time, and gather no less
-    than travels around a ring.
+    a bounded workspace. A two-level ring has two blocks more, on their way to the next node, three of the gradients,
+    and each later lap's first part. The baselines hold logits and softmax of both directions in fp32, DisCo-CLIP those
+    of one at a time, and gather no less than travels around a ring.
     first_part_apart: as until 381b506: the first addition to travelling gradients had memory of its own.
     """
     block = rows * width * 4
     matrix = {"clip": 16 * ranks * rows * rows * ranks, "open_clip": 16 * rows * rows * ranks}
     matrix["disco"] = 8 * rows * rows * ranks
     workspace = matrix[name] if name in matrix else min(WORKSPACE_BYTES, 16 * rows * rows)
-    around = (4 + first_part_apart if ranks > 1 else 0) * block
+    around = (4 + (first_part_apart or two_level) if ranks > 1 else 0) * block
+    if two_level:
+        around += 2 * operand_bytes(precision) * rows * width + 3 * block
     return {"feature gradients": 2 * block, "loss": 2 * block + around + workspace}
+
+
+def operand_bytes(precision: str) -> int:
+    """Of a number in the blocks that travel."""
+    return 4 if precision == "fp32" else 2
 
 
 def landing_bytes(rows: int, width: int, *, precision: str) -> float:
@@ -120,7 +136,7 @@ def landing_bytes(rows: int, width: int, *, precision: str) -> float:
     goes; what does not fit there is torch's, as without copy engines.
     """
     kept = 0.0
-    for size in ((4 if precision == "fp32" else 2) * rows * width, 4 * rows, 4 * rows * width):
+    for size in (operand_bytes(precision) * rows * width, 4 * rows, 4 * rows * width):
         kept += 2 * size if kept + 2 * size <= LIMIT else 0
     return kept
 

@@ -12,9 +12,11 @@ import torch.distributed as dist
 from infcl.config import BatchPlan, TrainConfig
 from infcl.kernels import WORKSPACE_BYTES
 from infcl.parallel import Parallel, max_over
+from infcl.plan.memory import has_two_levels
 from infcl.plan.parts import loss_bytes
 from infcl.towers.config import CLIPConfig
 from infcl.train.engine import Engine
+from infcl.train.host_memory import ranks_of_host
 
 _HEADROOM = 0.08  # of the device's memory, for fragments and the library's workspaces
 
@@ -72,7 +74,14 @@ def _free_bytes(
     free += torch.cuda.memory_reserved(parallel.device) - torch.cuda.memory_allocated(parallel.device)
     gradients = 8 * sum(engine.state.shape(p).numel() for _, p in engine.state.parameters() if p.requires_grad)
     rows, width = batch.rank_batch_size // parallel.tp_size, model_config.embed_dim
-    loss = sum(loss_bytes(config.loss, rows=rows, ranks=parallel.world_size, width=width).values())
+    loss = loss_bytes(
+        config.loss,
+        rows=rows,
+        ranks=parallel.world_size,
+        width=width,
+        precision=engine.precision,
+        two_level=has_two_levels(config, parallel.world_size, ranks_of_host(parallel)),
+    )
     others = 2 * 2 * 4 * (batch.rank_batch_size - rows) * width  # rows of the tensor-parallel ranks beside this one
     trunks = 2 * 4 * batch.rank_batch_size * engine.module.trunk_numbers()  # the parts and all of them
-    return free - gradients - loss - others - trunks - WORKSPACE_BYTES - _HEADROOM * total
+    return free - gradients - sum(loss.values()) - others - trunks - WORKSPACE_BYTES - _HEADROOM * total
