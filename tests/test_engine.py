@@ -1,5 +1,6 @@
 """Steps through DeepSpeed equal single-process float64 ones: ZeRO stages, several world sizes, clip and clamp on."""
 
+import dataclasses
 import json
 import math
 import re
@@ -10,9 +11,10 @@ import pytest
 import torch
 
 from infcl.config import BatchPlan, TrainConfig
+from infcl.plan.parts import bucket_bytes
 from infcl.train.engine import Engine
 from infcl.train.engine_norm import square_of
-from infcl.train.preset import offloads, read_preset, zero_stage
+from infcl.train.preset import describe_zero, offloads, read_preset, zero_stage
 from tests.checkout import ROOT
 from tests.ranks import run_ranks
 from tests.step_oracle import EPS, LR, ToyCLIP, global_batch, oracle_steps
@@ -122,6 +124,87 @@ def test_whether_reductions_overlap_follows_the_hosts_where_a_preset_leaves_it_o
             own = preset_file(tmp_path, {"zero_optimization": {"stage": 1, "overlap_comm": said}})
             read = read_preset(settings("", deepspeed_config=own), "cpu", 4, hosts)[0]
             assert read["zero_optimization"]["overlap_comm"] is said
+
+
+def what_is_said_of_reductions(rank, world_size, path, precision, hosts, device):
+    """What a run on such a device says of its ZeRO stage; whether DeepSpeed overlaps; whether several buckets fill."""
+    from infcl.parallel import Parallel, init_parallel
+
+    config, reduced = settings("", deepspeed_config=path, precision=precision), []
+    with mock.patch.object(Parallel, "hosts", hosts):
+        parallel = init_parallel("cpu")
+        engine = Engine(ToyCLIP(), config, parallel, BatchPlan(world_size, 1, 4))
+        trainable = sum(p.numel() for p in engine.module.parameters())
+        said = describe_zero(config, dataclasses.replace(parallel, device=torch.device(device)), trainable)
+        assert engine.zero_in_words == describe_zero(config, parallel, trainable)
+    optimizer = engine.engine.optimizer
+    if hasattr(optimizer, "reduce_ipg_grads"):
+        reduce = optimizer.reduce_ipg_grads
+        optimizer.reduce_ipg_grads = lambda *args, **kwargs: (reduced.append(kwargs), reduce(*args, **kwargs))
+        engine.backward(sum(value.sum() for value in engine.encode(*global_batch(4)).values()), True)
+    return said, bool(getattr(optimizer, "overlap_comm", False)), len(reduced) > 1
+
+
+@pytest.mark.parametrize(
+    ("zero", "precision", "hosts", "said"),
+    [
+        ({"stage": 1, "overlap_comm": "auto", "reduce_bucket_size": 40}, "fp32", 2, "reductions overlap"),
+        ({"stage": 2, "overlap_comm": "auto", "reduce_bucket_size": 40}, "fp32", 2, "reductions overlap"),
+        ({"stage": 2, "overlap_comm": "auto", "reduce_bucket_size": 40}, "fp32", 1, "no reductions overlap"),
+        ({"stage": 1, "overlap_comm": True, "reduce_bucket_size": 40}, "fp32", 1, "reductions overlap"),
+        ({"stage": 1, "reduce_bucket_size": 40}, "fp32", 2, "no reductions overlap"),
+        ({"stage": 1, "overlap_comm": True}, "fp32", 2, "no reductions overlap"),  # one bucket takes all gradients
+        ({"stage": 1, "overlap_comm": True, "reduce_bucket_size": 40}, "bf16", 2, "no reductions overlap"),
+        ({"stage": 2, "overlap_comm": True, "reduce_bucket_size": 40}, "bf16", 2, "reductions overlap"),
+    ],
+)
+def test_a_run_says_whether_its_reductions_overlap_as_deepspeed_does_them(tmp_path, zero, precision, hosts, said):
+    path = preset_file(tmp_path, {"zero_optimization": zero})
+    words, on_a_stream, more_than_once = run_ranks(what_is_said_of_reductions, 2, path, precision, hosts, "cuda")[0]
+    assert words == f"ZeRO-{zero['stage']}, {said} the backward"
+    assert (said == "reductions overlap") == (on_a_stream and more_than_once)
+
+
+def test_where_no_gradients_are_reduced_beside_others_nothing_is_said_of_it(tmp_path):
+    zero = {"stage": 1, "overlap_comm": True, "reduce_bucket_size": 40}
+    path = preset_file(tmp_path, {"zero_optimization": zero})
+    said = run_ranks(what_is_said_of_reductions, 2, path, "fp32", 2, "cpu")[0][0]
+    assert said == "ZeRO-1, no reductions overlap the backward"  # there are no streams
+    assert run_ranks(what_is_said_of_reductions, 1, path, "fp32", 1, "cuda")[0][0] == "ZeRO-0 (stage 1 over one rank)"
+    assert run_ranks(what_is_said_of_reductions, 1, path, "bf16", 1, "cuda")[0][0] == "ZeRO-1"
+    path = preset_file(tmp_path, {"zero_optimization": {"stage": 3, "overlap_comm": True}})
+    assert run_ranks(what_is_said_of_reductions, 2, path, "fp32", 1, "cuda")[0][0] == "ZeRO-3"
+
+
+def bucket_of_deepspeed(rank, world_size, path):
+    from infcl.parallel import init_parallel
+
+    config = settings("", deepspeed_config=path, precision="fp32")
+    engine = Engine(ToyCLIP(), config, init_parallel("cpu"), BatchPlan(world_size, 1, 4))
+    return engine.engine.optimizer.reduce_bucket_size
+
+
+@pytest.mark.parametrize(
+    ("zero", "elements"),
+    [
+        ({"stage": 3}, 50_000_000),  # of which the engine has up to three
+        ({"stage": 3, "reduce_bucket_size": 1234}, 1234),
+        ({"stage": 3, "reduce_scatter": False}, 500_000_000),
+        ({"stage": 3, "offload_optimizer": {"device": "cpu"}}, 500_000_000),
+        ({"stage": 2}, 500_000_000),
+    ],
+)
+def test_a_preset_without_buckets_gets_deepspeeds_but_where_the_engine_reduces_them(tmp_path, zero, elements):
+    path = preset_file(tmp_path, {"zero_optimization": zero, "zero_force_ds_cpu_optimizer": False})
+    assert run_ranks(bucket_of_deepspeed, 2, path) == [elements] * 2
+    shown = json.loads((ROOT / "ds_configs" / "zero3.json").read_text())["zero_optimization"]
+    assert shown["reduce_bucket_size"] == 50_000_000
+    stage, offloaded = zero["stage"], "offload_optimizer" in zero
+    planned, told = (
+        bucket_bytes(given, 10**9, stage=stage, precision="fp32", offloaded=offloaded)
+        for given in (zero, zero | {"reduce_bucket_size": elements})
+    )
+    assert planned == told
 
 
 @pytest.mark.parametrize("stage", [1, 2])

@@ -21,14 +21,13 @@ from infcl.plan.compare import compare, past, read_steps
 from infcl.plan.loss_time import LEAD_SECONDS, loss_phases, loss_seconds
 from infcl.plan.memory import counted_by_torch, memory_of, memory_plan, parameter_counts
 from infcl.plan.paper import paper_memory
-from infcl.plan.parts import BUCKET
 from infcl.plan.search import candidates, fastest, fits, largest_batch
 from infcl.plan.setting import Setting, load_gpu, load_link, parameters_of
 from infcl.plan.sweep import crossover, draw, read_range, sweep
 from infcl.plan.timing import phases_of, step_seconds
 from infcl.towers import CLIP, load_model_config
 from infcl.towers.flops import forward_flops
-from infcl.train.preset import read_preset
+from infcl.train.preset import BUCKET, read_preset
 from tests.test_entry import ROOT
 
 GIB = 2**30

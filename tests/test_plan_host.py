@@ -18,6 +18,7 @@ from infcl.towers import CLIP, load_model_config
 from infcl.train import pixels
 from infcl.train.engine import Engine
 from infcl.train.optim import checkpoint_bytes
+from infcl.train.preset import BUCKET
 from tests.ranks import run_ranks
 from tests.test_entry import ROOT, command, forked
 from tests.test_fit import fit
@@ -151,7 +152,8 @@ def test_on_a_cpu_all_is_one_memory_and_nothing_counts_twice():
     def question(**changes) -> Fit:
         return dataclasses.replace(fit("--batch-size", "8", gib=1000, stage=3), on_cpu=True, **changes)
 
-    plain, offloaded = question(), question(preset=OFFLOAD)
+    buckets = {"zero_optimization": {"stage": 3, "reduce_bucket_size": BUCKET}}  # as large as where it offloads
+    plain, offloaded = question(preset=buckets), question(preset=OFFLOAD)
     load = offloaded.load(offloaded.config)
     own, difference = load.trainable / 8, offloaded.parts(offloaded.config)["peak"] - plain.parts(plain.config)["peak"]
     assert difference == pytest.approx(4 * own)  # the gradient that the optimizer is given, beside the sum

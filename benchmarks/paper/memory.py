@@ -8,10 +8,11 @@ from infcl.plan.compare import past
 from infcl.plan.fit import Fit
 from infcl.plan.memory import memory_of, parameter_counts
 from infcl.plan.paper import paper_memory
-from infcl.plan.parts import BUCKET, loss_bytes
+from infcl.plan.parts import loss_bytes
 from infcl.plan.setting import Setting, load_gpu
 from infcl.towers.config import load_model_config
 from infcl.train.build import build_meta_model, build_tokenizer_and_model_config
+from infcl.train.preset import BUCKET
 
 GIB = 2**30
 FIGURE_1_GPUS = (8, 16, 32, 64, 128, 256)
@@ -230,8 +231,11 @@ def figure_1() -> dict:
     from benchmarks.paper.speed import memory_curves
 
     panels = {f"loss alone, {name}": series for name, series in memory_curves().items()}
-    series = {}
+    series: dict[str, list[tuple[int, float]]] = {}
     for loss, name in (("inf_cl", "infcl"), ("open_clip", "OpenCLIP"), ("clip", "CLIP")):
-        sizes = ((gpus, loss_bytes(loss, rows=2**18 // gpus, ranks=gpus, width=768)) for gpus in FIGURE_1_GPUS)
-        series[name] = [(gpus, sum(parts.values()) / GIB) for gpus, parts in sizes]
+        series[name] = []
+        for gpus in FIGURE_1_GPUS:
+            two_level = loss == "inf_cl" and gpus > 8  # of a host
+            parts = loss_bytes(loss, rows=2**18 // gpus, ranks=gpus, width=768, two_level=two_level)
+            series[name].append((gpus, sum(parts.values()) / GIB))
     return panels | {"loss alone, 256k pairs, planned": series}

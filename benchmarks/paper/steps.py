@@ -8,8 +8,8 @@ from statistics import mean
 from benchmarks.paper.raw import RESULTS, latest, markdown, origin, rows, where
 from benchmarks.paper.towers import EACH_BLOCK_THREE_TIMES
 from infcl.plan.compare import compare, read_steps
-from infcl.plan.parts import BUCKET
 from infcl.plan.setting import load_gpu
+from infcl.train.preset import BUCKET
 
 SLOW_HOST = 2.9  # host_factor of the machines of step_slow_host.csv, set by these rows
 

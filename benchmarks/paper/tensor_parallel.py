@@ -6,9 +6,9 @@ import statistics
 from benchmarks.paper.raw import markdown, origin, rows, where
 from infcl.plan.compare import past
 from infcl.plan.memory import counted_by_torch, memory_of
-from infcl.plan.parts import BUCKET
 from infcl.plan.setting import Setting, load_gpu
 from infcl.plan.timing import step_seconds
+from infcl.train.preset import BUCKET
 
 GIB = 2**30
 

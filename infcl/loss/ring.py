@@ -21,7 +21,8 @@ of the ranks of node n - k go once round node n:
 
 In a flat ring over nodes one rank of each node sends all that crosses, and each crossing must hide behind one block's
 computation. Here all G ranks of a node send at once, G times less each, and each crossing has G blocks to hide behind
-(the last one of the results has none). The price: two more buffers for a block, three for a result.
+(the last one of the results has none). The price: two more buffers for a block, three for a result, and memory for the
+first part of each later lap, which finds both buffers of the hops in use.
 
 On GPUs of one host, copy engines carry the messages (loss/copies); elsewhere the process group sends and receives.
 """

@@ -5,10 +5,10 @@ import json
 from pathlib import Path
 
 from infcl.plan.memory import counted_by_torch, memory_of
-from infcl.plan.parts import BUCKET
 from infcl.plan.setting import Gpu, Setting
 from infcl.plan.timing import samples_per_second
 from infcl.towers.config import load_model_config, with_overrides
+from infcl.train.preset import BUCKET
 
 # What was so at these commits, and is planned so for rows of theirs:
 # convolution apart      until 1f7968e autocast's steps had a bucket apart for its gradient (parts.bucket_bytes)

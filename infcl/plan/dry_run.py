@@ -6,6 +6,7 @@ Nothing here builds an engine, reads an image or writes a file (but shard indexe
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from infcl.config import BatchPlan, TrainConfig, counted, total_steps
 from infcl.parallel import Parallel, describe_ranks
@@ -15,7 +16,7 @@ from infcl.train.diagnostics import model_flops, trained_shares
 from infcl.train.host_memory import available_host_bytes, host_memory_bytes, ranks_of_host
 from infcl.train.optim import Schedule, checkpoint_bytes
 from infcl.train.pixels import auto_budget
-from infcl.train.preset import offloads, read_preset, stage_in_words, stage_over, zero_stage
+from infcl.train.preset import describe_zero, offloads, read_preset, stage_over, zero_stage
 
 
 def describe_plan(config: TrainConfig, parallel: Parallel) -> str:
@@ -39,8 +40,7 @@ def describe_plan(config: TrainConfig, parallel: Parallel) -> str:
     every = {"retrieval": config.val_frequency, "zero_shot": config.zeroshot_frequency}
     evaluations = [f"{name} {_every(every[name])}" for name in tasks]
     flops = model_flops(cfg, trained_shares(model))
-    asked = read_preset(config, parallel.device.type)[0]
-    stage = stage_in_words(zero_stage(asked), zero_stage(preset))
+    zero = describe_zero(config, parallel, sum(own for _, own in counts.values()) // parallel.tp_size)
     rows = [
         ("batch", str(batch)),
         *([("", smaller)] if (smaller := batch.smaller_than_asked(config)) else []),
@@ -49,7 +49,7 @@ def describe_plan(config: TrainConfig, parallel: Parallel) -> str:
         ("data", _data_line(config, loader)),
         ("model", _model_line(config, counts)),
         ("compute", f"{_flops(flops * batch.global_batch_size)} a step, towers alone"),
-        ("system", f"{describe_ranks(parallel)}, {precision}, {stage}"),
+        ("system", f"{describe_ranks(parallel)}, {precision}, {zero}"),
         ("evaluation", ", ".join(evaluations) or "none"),
         ("run folder", _folder_line(config)),
         ("checkpoints", _checkpoint_line(config, counts)),
@@ -59,7 +59,8 @@ def describe_plan(config: TrainConfig, parallel: Parallel) -> str:
     lines += [*(f"  {name:<{width}}  {value}" for name, value in rows), ""]
     zero_optimization = preset.get("zero_optimization", {})
     on_cpu = parallel.device.type == "cpu"
-    plan = memory_plan(cfg, batch, config, counts, precision, zero_optimization, on_cpu=on_cpu)
+    where: dict[str, Any] = {"on_cpu": on_cpu, "ranks_of_host": ranks_of_host(parallel)}
+    plan = memory_plan(cfg, batch, config, counts, precision, zero_optimization, **where)
     parts = tuple(part for part in ("optimizer", "param") if offloads(preset, part))
     ways = {"offloads": "optimizer" in parts}
     stages = [s for s in STAGES if stage_over(parallel.dp_size, s, precision, **ways) == s]  # that can be had
@@ -71,7 +72,7 @@ def describe_plan(config: TrainConfig, parallel: Parallel) -> str:
     def load(pixel_cache_gb: str) -> Load:
         flags = dataclasses.replace(config, pixel_cache_gb=pixel_cache_gb)
         arguments = (cfg, batch, flags, counts, precision, zero_optimization)
-        return load_of_run(*arguments, stage=zero_stage(preset), offloads=parts, on_cpu=on_cpu)
+        return load_of_run(*arguments, stage=zero_stage(preset), offloads=parts, **where)
 
     lines += ["", *_host_table(load, config, ranks_of_host(parallel), on_cpu=on_cpu)]
     return "\n".join([*lines, ""])

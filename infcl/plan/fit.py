@@ -14,10 +14,9 @@ from infcl.config import BatchPlan, TrainConfig
 from infcl.parallel import Parallel, max_over
 from infcl.plan.host import host_bytes, host_parts
 from infcl.plan.memory import Load, load_of_run, parameter_counts, parts_of
-from infcl.plan.parts import STAGE_3_BUCKET
 from infcl.towers.config import CLIPConfig
 from infcl.train.host_memory import host_memory_bytes, ranks_of_host
-from infcl.train.preset import offloads, read_preset, zero_stage
+from infcl.train.preset import STAGE_3_BUCKET, offloads, read_preset, zero_stage
 
 _ROOM = 0.90  # of the memory, for --batch-size auto and for what is proposed
 _LARGEST = 4096  # micro-batch that is considered
@@ -83,6 +82,7 @@ class Fit:
             stage=zero_stage(self.preset),
             offloads=tuple(part for part in ("optimizer", "param") if offloads(self.preset, part)),
             on_cpu=self.on_cpu,
+            ranks_of_host=self.ranks_of_host,
         )
 
     def parts(self, config: TrainConfig) -> dict[str, float]:

@@ -15,6 +15,7 @@ from torch import nn
 
 from infcl.config import BatchPlan, TrainConfig
 from infcl.loss.contrastive import TILED
+from infcl.loss.links import lap_length
 from infcl.plan.activations import exchange_bytes, graph_bytes, stream_bytes
 from infcl.plan.parts import (
     bucket_bytes,
@@ -71,6 +72,7 @@ class Load:
     pixels_on_gpu: bool = False  # that is where they wait
     uploads: int = 0  # micro-batches of pixels on their way to the GPU
     copies: bool = False  # the ring's messages go by copy engines
+    two_level: bool = False  # the ring is one of nodes
     offloads: tuple[str, ...] = ()  # "optimizer", "param": in host memory
     checkpoint: float = 0.0  # bytes of the copy that one is written from
     on_cpu: bool = False
@@ -134,8 +136,15 @@ def parts_of(load: Load) -> dict[str, float]:
     rows = batch.rank_batch_size // share
     parts["cached data"] = load.micro_batch_pixels * load.uploads + load.pixels_on_gpu * load.waiting_pixels
     parts["cached data"] += batch.rank_batch_size * (8.0 * cfg.text_cfg.context_length + load.trunks)
-    apart = "first part apart" in load.past
-    parts |= loss_bytes(load.loss, rows=rows, ranks=batch.dp_size * share, width=cfg.embed_dim, first_part_apart=apart)
+    parts |= loss_bytes(
+        load.loss,
+        rows=rows,
+        ranks=batch.dp_size * share,
+        width=cfg.embed_dim,
+        precision=load.precision,
+        two_level=load.two_level,
+        first_part_apart="first part apart" in load.past,
+    )
     others = 2.0 * (batch.rank_batch_size - rows) * cfg.embed_dim * 4  # of the tensor-parallel ranks beside this one
     parts["feature gradients"] += others
     parts["loss"] += max(others, batch.rank_batch_size * load.trunks)  # trunks are copied together where it begins
@@ -182,15 +191,18 @@ def load_of_run(
     stage: int,
     offloads: tuple[str, ...] = (),
     on_cpu: bool = False,
+    ranks_of_host: int | None = None,
     past: frozenset[str] = frozenset(),
 ) -> Load:
     """What memory follows from under a run's flags.
 
     counts: of the whole model; tensor-parallel ranks share it (but for embeddings and norms, which are left out here).
     Of resident micro-batches `auto` counts one: the run measures how many more there is room for.
-    on_cpu: blocks are compiled only where that is asked for, and pixels are where they are. past: see Setting.
+    on_cpu: blocks are compiled only where that is asked for, and pixels are where they are. ranks_of_host: None where
+    there is one host. past: see Setting.
     """
     share, ranks = config.tensor_parallel_size, batch.dp_size * config.tensor_parallel_size
+    on_host = ranks_of_host or ranks
     parameters, trainable = (sum(column) // share for column in zip(*counts.values()))
     blocks, trunks = trained_blocks(config, cfg), kept_trunks(config, cfg)
     replays_pixels = not trunks["image"] and not (config.lock_image and config.lock_image_unlocked_groups == 0)
@@ -217,12 +229,20 @@ def load_of_run(
         pixels=pixels if replays_pixels else 0.0,
         pixels_on_gpu=config.pixel_cache == "gpu" and not on_cpu,
         uploads=0 if on_cpu else config.encode_micro_batches + UPLOAD_LEAD,
-        copies=not on_cpu and ranks > 1 and config.loss in TILED and config.ring_overlap == "on",
+        copies=not on_cpu and 1 < ranks <= on_host and config.loss in TILED and config.ring_overlap == "on",
+        two_level=has_two_levels(config, ranks, on_host),
         offloads=offloads,
         checkpoint=checkpoint_bytes(config, parameters, trainable) / batch.dp_size,
         on_cpu=on_cpu,
         past=past,
     )
+
+
+def has_two_levels(config: TrainConfig, ranks: int, ranks_of_host: int) -> bool:
+    """Whether the loss of so many ranks has a ring of nodes. ValueError where --ring asks for one that cannot be."""
+    if config.loss not in TILED or ranks == 1:
+        return False
+    return lap_length(list(range(ranks)), ring=config.ring, ranks_per_node=ranks_of_host) < ranks
 
 
 def trained_blocks(config: TrainConfig, cfg: CLIPConfig) -> dict[str, int]:
@@ -285,6 +305,7 @@ def load_of(setting: "Setting") -> Load:
         pixels_on_gpu=setting.pixels == "device",
         uploads=1 + UPLOAD_LEAD,
         copies=setting.nodes == 1 and setting.gpus > 1 and setting.loss in TILED,
+        two_level=setting.two_level and setting.loss in TILED,
         offloads=("optimizer",) if setting.offload else (),
         checkpoint=3 * 4 * parameters / setting.dp_size,
         past=setting.past,

@@ -5,16 +5,9 @@ Sizes: P parameters, T trainable ones, N data-parallel ranks, b pairs of a rank,
 
 from infcl.kernels import WORKSPACE_BYTES
 from infcl.loss.copies import LIMIT
-from infcl.train.preset import sums_gradients_on_host
+from infcl.train.preset import bucket_elements, is_bf16_optimizer, sums_gradients_on_host
 
-BUCKET = 5e8  # elements: what DeepSpeed takes by itself
-STAGE_1_BUCKET, STAGE_3_BUCKET = 1e8, 5e7  # what ds_configs/zero1.json and zero2.json, and zero3.json say
 _BUCKETS_AHEAD = 3  # of DeepSpeed's stage 3: it waits for the third last (max_param_reduce_events)
-
-
-def _is_bf16_optimizer(stage: int, precision: str, *, offloaded: bool) -> bool:
-    """Whether DeepSpeed takes its BF16_Optimizer, which has no buckets and keeps float32 sums beside the gradients."""
-    return stage == 1 and precision == "bf16" and not offloaded
 
 
 def state_bytes(
@@ -35,7 +28,7 @@ def state_bytes(
     """
     width, share = 2 if precision in ("bf16", "fp16") else 4, 1 / ranks
     whole, own = (
-        trainable * (6 if _is_bf16_optimizer(stage, precision, offloaded=offloaded) else 4),
+        trainable * (6 if is_bf16_optimizer(stage, precision, offloaded=offloaded) else 4),
         trainable * share * 4,
     )
     return {
@@ -54,7 +47,7 @@ def passing_bytes(zero_optimization: dict, trainable: int, *, stage: int, ranks:
     """
     if stage < 3:
         return 0.0 if sums_gradients_on_host(stage, precision) else trainable * 4 / (ranks if stage == 2 else 1)
-    bucket, width = zero_optimization.get("reduce_bucket_size", BUCKET), 2 if precision in ("bf16", "fp16") else 4
+    bucket, width = bucket_elements(zero_optimization, 3), 2 if precision in ("bf16", "fp16") else 4
     on_its_way = width + (4 / ranks if width == 2 else 0)
     return min(trainable, _BUCKETS_AHEAD * bucket) * width + min(trainable, bucket) * on_its_way
 
@@ -79,9 +72,9 @@ def bucket_bytes(
     the model's gradients.
     convolution_apart: under autocast, as until 1f7968e: a convolution's gradient travels in 16 bits, all others in 32.
     """
-    if stage == 0 or _is_bf16_optimizer(stage, precision, offloaded=offloaded):
+    if stage == 0 or is_bf16_optimizer(stage, precision, offloaded=offloaded):
         return 0.0
-    size = zero_optimization.get("reduce_bucket_size", BUCKET)
+    size = bucket_elements(zero_optimization, stage)
     widths = [4, 2 if stage == 3 else 4] if precision == "amp_bf16" and convolution_apart else [4]
     if stage == 3 and not offloaded and zero_optimization.get("reduce_scatter", True):
         return min(3 * size, max(size, trainable)) * (2 if precision in ("bf16", "fp16") else sum(widths))
@@ -102,22 +95,38 @@ def gathered_bytes(parameters: int, zero_optimization: dict, *, stage: int, rank
     return (min(parameters, reach) if stage == 3 else 0) * (2 if precision in ("bf16", "fp16") else 4) * (1 - 1 / ranks)
 
 
-def loss_bytes(name: str, *, rows: int, ranks: int, width: int, first_part_apart: bool = False) -> dict[str, float]:
+def loss_bytes(
+    name: str,
+    *,
+    rows: int,
+    ranks: int,
+    width: int,
+    precision: str = "amp_bf16",
+    two_level: bool = False,
+    first_part_apart: bool = False,
+) -> dict[str, float]:
     """{"feature gradients", "loss"}: bytes per rank, for b `rows` of D `width` a rank.
 
     fp32 gradients of both sides' features, which stay until the last replay; and what the loss alone needs: features,
     around a ring also two blocks that travel, two of the gradients that travel with them and what is added to these,
-    a bounded workspace. A two-level ring's further buffers (two for a block, three for a result) are not counted. The
-    baselines hold logits and softmax of both directions in fp32, DisCo-CLIP those of one at a time, and gather no less
-    than travels around a ring.
+    a bounded workspace. A two-level ring has two blocks more, on their way to the next node, three of the gradients,
+    and each later lap's first part. The baselines hold logits and softmax of both directions in fp32, DisCo-CLIP those
+    of one at a time, and gather no less than travels around a ring.
     first_part_apart: as until 381b506: the first addition to travelling gradients had memory of its own.
     """
     block = rows * width * 4
     matrix = {"clip": 16 * ranks * rows * rows * ranks, "open_clip": 16 * rows * rows * ranks}
     matrix["disco"] = 8 * rows * rows * ranks
     workspace = matrix[name] if name in matrix else min(WORKSPACE_BYTES, 16 * rows * rows)
-    around = (4 + first_part_apart if ranks > 1 else 0) * block
+    around = (4 + (first_part_apart or two_level) if ranks > 1 else 0) * block
+    if two_level:
+        around += 2 * operand_bytes(precision) * rows * width + 3 * block
     return {"feature gradients": 2 * block, "loss": 2 * block + around + workspace}
+
+
+def operand_bytes(precision: str) -> int:
+    """Of a number in the blocks that travel."""
+    return 4 if precision == "fp32" else 2
 
 
 def landing_bytes(rows: int, width: int, *, precision: str) -> float:
@@ -127,7 +136,7 @@ def landing_bytes(rows: int, width: int, *, precision: str) -> float:
     goes; what does not fit there is torch's, as without copy engines.
     """
     kept = 0.0
-    for size in ((4 if precision == "fp32" else 2) * rows * width, 4 * rows, 4 * rows * width):
+    for size in (operand_bytes(precision) * rows * width, 4 * rows, 4 * rows * width):
         kept += 2 * size if kept + 2 * size <= LIMIT else 0
     return kept
 
@@ -140,5 +149,5 @@ def peak_bytes(parts: dict[str, float], *, stage: int, precision: str, offloaded
     """
     late = parts["backward"] + (parts["gradient buckets"] if stage in (1, 2) else 0.0)
     if stage == 1:
-        late += parts["gradients"] * (1 / 3 if _is_bf16_optimizer(stage, precision, offloaded=offloaded) else 1)
+        late += parts["gradients"] * (1 / 3 if is_bf16_optimizer(stage, precision, offloaded=offloaded) else 1)
     return sum(parts.values()) - min(late, parts["loss"])

@@ -10,10 +10,9 @@ from typing import Any
 import torch
 
 from infcl.plan.memory import parameter_counts
-from infcl.plan.parts import BUCKET, STAGE_1_BUCKET, STAGE_3_BUCKET
 from infcl.towers import CLIP
 from infcl.towers.config import CLIPConfig, check_divides
-from infcl.train.preset import check_stage, stage_over
+from infcl.train.preset import BUCKET, STAGE_1_BUCKET, STAGE_3_BUCKET, check_stage, stage_over
 
 _PROFILES = Path(__file__).parent / "profiles"
 

@@ -19,9 +19,10 @@ def opening(trainer: "Trainer") -> Iterator[str]:
     config, batch, schedule, steps = trainer.config, trainer.batch, trainer.schedule, trainer.total_steps
     yield (
         f"{config.model}: {trainer.num_parameters / 1e6:.2f}M parameters; {trainer.loader.num_samples} pairs\n"
-        f"{batch}; {steps} steps; loss {config.loss}; {trainer.engine.stage}, "
+        f"{batch}; {steps} steps; loss {config.loss}; {trainer.engine.zero_in_words}, "
         f"{trainer.engine.precision}, {describe_ranks(trainer.parallel)}; "
-        f"{'compiled' if trainer.compiled else 'eager'} blocks, {trainer.resident} resident micro-batches\n"
+        f"{'compiled' if trainer.compiled else 'eager'} blocks, {trainer.resident} resident micro-batches, "
+        f"{'packed' if trainer.packed_captions else 'whole'} captions\n"
         f"{describe_pixels(trainer.pixels)}\n"
         f"{config.opt}, learning rate {schedule}, {schedule.warmup} warm-up steps"
     )

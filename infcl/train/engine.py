@@ -30,7 +30,7 @@ from infcl.train.engine_stage3 import release_by_the_present_trace
 from infcl.train.engine_state import EMA, ZeroState
 from infcl.train.engine_unused import reduce_what_is_left, shards
 from infcl.train.optim import build_optimizer, tower
-from infcl.train.preset import deepspeed_config, offloads, read_preset, stage_in_words, zero_stage
+from infcl.train.preset import deepspeed_config, describe_zero, offloads, read_preset, zero_stage
 
 _COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
 _SCALER_FIELDS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
@@ -44,7 +44,9 @@ class Engine:
         self.parallel = parallel
         self.precision = precision
         self.zero_stage = zero_stage(preset)
-        self.stage = stage_in_words(zero_stage(read_preset(config, parallel.device.type)[0]), self.zero_stage)
+        self.zero_in_words = describe_zero(
+            config, parallel, sum(p.numel() for p in model.parameters() if p.requires_grad)
+        )
         self.low_precision_parameters = precision in ("bf16", "fp16")
         self.offloads_optimizer = offloads(preset, "optimizer")
         self.optimizer_name = config.opt

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from infcl.config import BatchPlan, TrainConfig
+from infcl.parallel import Parallel
 from infcl.towers.transformer import ResidualBlock
 
 _OWNED_BY_FLAGS = {
@@ -23,6 +24,8 @@ _OWNED_BY_FLAGS = {
     "torch_autocast": "--precision amp_bf16",
     "steps_per_print": "--log-every-n-steps",
 }
+# Elements of `reduce_bucket_size`: DeepSpeed's own; those of ds_configs/zero1.json and zero2.json, and of zero3.json.
+BUCKET, STAGE_1_BUCKET, STAGE_3_BUCKET = 500_000_000, 100_000_000, 50_000_000
 _SECTIONS = {"zero_optimization", "bf16", "fp16", "data_types"}
 _PRESET_KEYS = {
     "zero_optimization",
@@ -59,7 +62,7 @@ def read_preset(config: TrainConfig, device_type: str, ranks: int | None = None,
     for key in _left_open(preset):
         raise ValueError(
             f'--deepspeed_config {path}: {key} is "auto", which transformers would fill in: write a value, or leave it '
-            "out for DeepSpeed's own"
+            "out for the default"
         )
     for name in ("offload_optimizer", "offload_param"):
         if preset.get("zero_optimization", {}).get(name, {}).get("device") == "nvme":
@@ -87,8 +90,7 @@ def read_preset(config: TrainConfig, device_type: str, ranks: int | None = None,
         )
     stage, offloaded = zero_stage(preset), bool(offloads(preset, "optimizer"))
     check_stage(stage, precision, offloads=offloaded, source=str(path))
-    sums = preset.get("data_types", {}).get("grad_accum_dtype", "fp32")
-    if ranks is not None and sums == "fp32":  # others need a sharding stage's sums
+    if ranks is not None and sums_of(preset) == "fp32":  # others need a sharding stage's sums
         runs = stage_over(ranks, stage, precision, offloads=offloaded)
         preset = preset | {"zero_optimization": preset.get("zero_optimization", {}) | {"stage": runs}}
     return preset, precision
@@ -136,6 +138,44 @@ def sums_gradients_on_host(stage: int, precision: str) -> bool:
 def stage_in_words(asked: int, runs: int) -> str:
     """The ZeRO stage that runs; where another was asked for, it too."""
     return f"ZeRO-{runs}" + (f" (stage {asked} over one rank)" if asked != runs else "")
+
+
+def describe_zero(config: TrainConfig, parallel: Parallel, trainable: int) -> str:
+    """The ZeRO stage that runs, and whether stages 1 and 2 reduce gradients of so many elements beside the backward.
+
+    None do where one bucket takes them all, nor on a CPU, which has no streams.
+    """
+    preset, precision = read_preset(config, parallel.device.type, parallel.dp_size, parallel.hosts)
+    stage, zero = zero_stage(preset), preset.get("zero_optimization", {})
+    text = stage_in_words(zero_stage(read_preset(config, parallel.device.type)[0]), stage)
+    if stage not in (1, 2) or parallel.dp_size == 1:
+        return text
+    late = is_bf16_optimizer(stage, precision, offloaded=offloads(preset, "optimizer")) and sums_of(preset) == "fp32"
+    fills = trainable > bucket_elements(zero, stage)  # before the backward ends
+    overlap = zero.get("overlap_comm") and fills and not late and parallel.device.type != "cpu"
+    return f"{text}, {'' if overlap else 'no '}reductions overlap the backward"
+
+
+def bucket_elements(zero_optimization: dict, stage: int) -> int:
+    """Elements of gradients that are reduced at once, as a preset says, or by default.
+
+    That is DeepSpeed's but where buckets are reduced by engine_reduce.py, which has up to three of them at a time.
+    """
+    offloaded = offloads({"zero_optimization": zero_optimization}, "optimizer")
+    ours = stage == 3 and not offloaded and zero_optimization.get("reduce_scatter", True)
+    return zero_optimization.get("reduce_bucket_size", STAGE_3_BUCKET if ours else BUCKET)
+
+
+def is_bf16_optimizer(stage: int, precision: str, *, offloaded: bool) -> bool:
+    """Whether DeepSpeed takes its BF16_Optimizer, which has no buckets, keeps float32 sums beside the gradients and
+    reduces them after the backward.
+    """
+    return stage == 1 and precision == "bf16" and not offloaded
+
+
+def sums_of(preset: dict) -> str:
+    """The type in which gradients add up over micro-batches, of parameters of 16 bits."""
+    return preset.get("data_types", {}).get("grad_accum_dtype", "fp32")
 
 
 def _read(path: Path) -> dict:
@@ -193,6 +233,7 @@ def deepspeed_config(preset: dict, precision: str, batch: BatchPlan, grad_clip_n
     if zero_stage(preset) == 3:  # one gather, one set of hooks per block, and a block that can be compiled whole
         zero = dict(merged["zero_optimization"])
         zero.setdefault("leaf_module", {"classes": [f"{ResidualBlock.__module__}.{ResidualBlock.__qualname__}"]})
+        zero["reduce_bucket_size"] = bucket_elements(zero, 3)
         merged["zero_optimization"] = zero
     if precision == "amp_bf16":
         # by default DeepSpeed rounds the gradients of torch's own linear and convolution classes (conv1) on their way

@@ -12,11 +12,13 @@ import torch.distributed as dist
 from infcl.config import BatchPlan, TrainConfig
 from infcl.kernels import WORKSPACE_BYTES
 from infcl.parallel import Parallel, max_over
+from infcl.plan.memory import has_two_levels
 from infcl.plan.parts import loss_bytes
 from infcl.towers.config import CLIPConfig
 from infcl.towers.packing import longest, merge_texts
 from infcl.train.captions import texts_for_model
 from infcl.train.engine import Engine
+from infcl.train.host_memory import ranks_of_host
 
 _HEADROOM = 0.08  # of the device's memory, for fragments and the library's workspaces
 
@@ -31,7 +33,7 @@ def resident_micro_batches(
         return 1
     texts = texts_for_model(config, model_config)(longest(model_config.text_cfg, batch.micro_batch_size))
     graph = _graph_bytes(engine, texts, batch.micro_batch_size, model_config, parallel.device)
-    fitting = int((_free_bytes(engine, batch, model_config, parallel.device)) // graph)
+    fitting = int(_free_bytes(config, engine, batch, model_config, parallel) // graph)
     smallest = -max_over(dist.group.WORLD, [-fitting], parallel.device)[0]
     return max(1, min(int(smallest), batch.num_micro_batches))
 
@@ -68,14 +70,23 @@ def _graph_bytes(
     return max(1, held)
 
 
-def _free_bytes(engine: Engine, batch: BatchPlan, model_config: CLIPConfig, device: torch.device) -> float:
-    """What graphs may take: free memory without gradients, the loss and headroom."""
+def _free_bytes(
+    config: TrainConfig, engine: Engine, batch: BatchPlan, model_config: CLIPConfig, parallel: Parallel
+) -> float:
+    """What graphs may take: free memory without gradients, what the loss of the flags needs, and headroom."""
     torch.cuda.empty_cache()
-    free, total = torch.cuda.mem_get_info(device)
-    free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    free, total = torch.cuda.mem_get_info(parallel.device)
+    free += torch.cuda.memory_reserved(parallel.device) - torch.cuda.memory_allocated(parallel.device)
     gradients = 8 * sum(engine.state.shape(p).numel() for _, p in engine.state.parameters() if p.requires_grad)
-    # of the dense losses this is not known to be enough
-    ring = loss_bytes("inf_cl", rows=batch.rank_batch_size, ranks=batch.dp_size, width=model_config.embed_dim)
-    features = sum(ring.values())
+    rows, width = batch.rank_batch_size // parallel.tp_size, model_config.embed_dim
+    loss = loss_bytes(
+        config.loss,
+        rows=rows,
+        ranks=parallel.world_size,
+        width=width,
+        precision=engine.precision,
+        two_level=has_two_levels(config, parallel.world_size, ranks_of_host(parallel)),
+    )
+    others = 2 * 2 * 4 * (batch.rank_batch_size - rows) * width  # rows of the tensor-parallel ranks beside this one
     trunks = 2 * 4 * batch.rank_batch_size * engine.module.trunk_numbers()  # the parts and all of them
-    return free - gradients - features - trunks - WORKSPACE_BYTES - _HEADROOM * total
+    return free - gradients - sum(loss.values()) - others - trunks - WORKSPACE_BYTES - _HEADROOM * total

@@ -61,7 +61,8 @@ class Trainer:
         self.tokenizer, model_config = build_tokenizer_and_model_config(config)
         self.loader = build_loader(config, self.batch, model_config, self.tokenizer, parallel)
         check_encode_width(config, model_config)
-        self.captions_are_new = packs_captions(config, model_config)  # until the first step has shown how long they are
+        self.packed_captions = packs_captions(config, model_config)
+        self.saw_captions = False
         tile_dtype = tile_dtype_of(config, parallel.device.type)
         self.tasks = build_tasks(config, self.batch, model_config, self.tokenizer, tile_dtype)
         for task in self.tasks.values():
@@ -213,9 +214,9 @@ class Trainer:
         )
         if news := self.profiler.after_step(phases):
             self.metrics.say(news)
-        if self.captions_are_new and (news := longer_when_packed(text_share)):
+        if self.packed_captions and not self.saw_captions and (news := longer_when_packed(text_share)):
             self.metrics.say(news)
-        self.captions_are_new = False
+        self.saw_captions = True
         self.skipped_in_a_row = 0 if applied else self.skipped_in_a_row + 1
         if not applied:
             ids = [join_parts(self.parallel, own.to(self.parallel.device)).cpu() for own in self.pixels.ids]

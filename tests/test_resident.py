@@ -1,0 +1,68 @@
+"""How many micro-batches may keep their graphs: what a step needs besides is left to it."""
+
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+
+from benchmarks.paper import raw
+from infcl.config import BatchPlan, TrainConfig
+from infcl.train.resident import _free_bytes
+
+TOTAL = 140 * 2**30
+
+
+def room(
+    loss: str, rows: int, ranks: int, width: int, tensor_parallel: int = 1, on_host: int | None = None, **flags
+) -> float:
+    """Bytes for graphs on an empty GPU of TOTAL bytes, beside a model without parameters."""
+    config = TrainConfig(dataset_type="synthetic", train_num_samples=1, loss=loss, **flags)
+    nothing = SimpleNamespace(parameters=list), SimpleNamespace(trunk_numbers=lambda: 0)
+    engine = SimpleNamespace(state=nothing[0], module=nothing[1], precision="amp_bf16")
+    parallel = SimpleNamespace(
+        device=torch.device("cuda"), tp_size=tensor_parallel, world_size=ranks, ranks_per_node=on_host
+    )
+    batch = BatchPlan(ranks // tensor_parallel, 1, rows * tensor_parallel)
+    with (
+        mock.patch("torch.cuda.empty_cache"),
+        mock.patch("torch.cuda.mem_get_info", lambda device: (TOTAL, TOTAL)),
+        mock.patch("torch.cuda.memory_reserved", lambda device: 0),
+        mock.patch("torch.cuda.memory_allocated", lambda device: 0),
+    ):
+        return _free_bytes(config, engine, batch, SimpleNamespace(embed_dim=width), parallel)
+
+
+def measured() -> list[tuple[str, int, int, int, float]]:
+    """(loss, rows, ranks, width, bytes above the features) of the losses that hold their logits."""
+    found = []
+    for row in raw.rows("loss_h200.csv"):
+        if row["impl"] in ("clip", "open_clip", "disco") and row["extra_mib"]:
+            ranks = row["gpus"]
+            found.append((row["impl"], row["global_batch"] // ranks, ranks, row["dim"], row["extra_mib"] * 2**20))
+    return found
+
+
+def test_graphs_leave_the_room_that_a_dense_loss_was_measured_to_take():
+    largest = {}
+    for name, *sizes, extra in measured():
+        assert room(name, *sizes) + extra <= TOTAL, (name, sizes)
+        largest[name] = max(extra - (TOTAL - room("inf_cl", *sizes)), largest.get(name, -TOTAL))
+    assert set(largest) == {"clip", "open_clip", "disco"}
+    assert all(missing > 0 for missing in largest.values()), "a tiled loss's room is not enough for them"
+
+
+@pytest.mark.parametrize("name", ["inf_cl", "siglip", "open_clip", "disco"])
+def test_tensor_parallel_ranks_count_their_share_of_the_pairs_and_the_features_of_all(name):
+    """The loss is that of as many ranks without tensor parallelism; beside it lie the rows of the others."""
+    alone, split = room(name, 4096, 8, 64), room(name, 4096, 8, 64, tensor_parallel=2)
+    assert alone - split == 4 * 4096 * 64 * 4
+
+
+def test_a_ring_of_nodes_is_left_the_room_for_its_further_buffers():
+    """Two of a block in 16 bits, three of a float32 result, a lap's first part: counted in test_plan_memory."""
+    sizes = 4096, 4, 64
+    alone, nodes = room("inf_cl", *sizes), room("inf_cl", *sizes, on_host=2)
+    assert alone - nodes == 4096 * 64 * (2 * 2 + 4 * 4)
+    assert room("inf_cl", *sizes, on_host=2, ring="flat") == room("inf_cl", *sizes, on_host=4) == alone
+    assert room("open_clip", 4096, 4, 64, on_host=2) == room("open_clip", 4096, 4, 64)
