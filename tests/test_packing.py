@@ -47,7 +47,7 @@ def model_of(text_cfg: TextConfig) -> CLIP:
 
 @pytest.mark.parametrize("cfg", [EOS, ARGMAX], ids=["eos", "argmax"])
 @settings(max_examples=60, deadline=None)
-@given(lengths=st.lists(st.integers(1, 13), min_size=1, max_size=150))
+@given(lengths=st.lists(st.integers(1, 13), max_size=150))
 def test_every_caption_lies_whole_in_one_row_and_nothing_else_does(cfg, lengths):
     texts = captions(cfg, lengths)
     rows, ends = pack_captions(texts, cfg)
@@ -64,7 +64,7 @@ def test_every_caption_lies_whole_in_one_row_and_nothing_else_does(cfg, lengths)
 
 
 @settings(max_examples=40, deadline=None)
-@given(lengths=st.lists(st.integers(1, 13), min_size=1, max_size=40))
+@given(lengths=st.lists(st.integers(1, 13), max_size=40))
 def test_a_token_sees_its_own_caption_up_to_itself(lengths):
     rows, ends = pack_captions(captions(EOS, lengths), EOS)
     position, mask = caption_places(rows, ends)

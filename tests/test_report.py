@@ -35,6 +35,7 @@ def step_record(step: int) -> dict:
         "lr": 1e-3,
         "samples_per_second": 100.0 + step,
         "data_wait": 0.1,
+        "text_share": 0.375,
         "peak_memory_mb": 500.0,
         "skipped_steps": 0,
         **{f"seconds_{phase}": 0.01 for phase in ("data", "encode", "loss", "replay", "step")},
@@ -104,7 +105,7 @@ def test_the_page_shows_curves_evaluation_data_and_settings(page):
         "text tower", "Learning rate", "Samples per second", "Peak memory", "Recall@1", "Zero-shot accuracy",
         "R@1 50.0%", "top-1 75.0%", "validation", "replay 10.0 ms (20%)", "broken image", "left out by the index",
         "512 MiB", "1 min 15 s", "--batch-size", "pretrain_clip.py --lr 1e-3", "finished", "No gallery",
-        "Over samples seen",
+        "Over samples seen", "text places computed", "37.5%",
     ):  # fmt: skip
         assert shown in text, shown
     assert text.count('<figure class="card chart">') == 11

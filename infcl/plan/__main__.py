@@ -19,7 +19,7 @@ from infcl.plan.search import fastest, fits, largest_batch, micro_batches
 from infcl.plan.setting import Gpu, Link, Setting, load_gpu, load_link
 from infcl.plan.sweep import crossover, draw, read_range, sweep
 from infcl.plan.timing import phases_of, samples_per_second
-from infcl.towers.config import load_model_config
+from infcl.towers.config import load_model_config, with_overrides
 from infcl.train.preset import stage_in_words
 
 
@@ -41,6 +41,7 @@ def parser() -> argparse.ArgumentParser:
     flags.add_argument("--link", default="nic-400", help="profile of infcl/plan/profiles/links, or a file like them")
     flags.add_argument("--global-batch", type=read_batch, default=read_batch("32k"), help="pairs, like 12288k")
     flags.add_argument("--micro-batch-size", default="auto", help="pairs per GPU and micro-batch; auto: the fastest")
+    flags.add_argument("--caption-tokens", type=int, help="of a packed caption, in the mean; default: whole captions")
     flags.add_argument("--zero", type=int, default=1, choices=(0, 1, 2, 3))
     flags.add_argument("--no-grad-checkpointing", action="store_true")
     flags.add_argument("--offload", action="store_true", help="optimizer state in host memory")
@@ -63,8 +64,14 @@ def parser() -> argparse.ArgumentParser:
 
 def setting_of(arguments: argparse.Namespace) -> Setting:
     """The setting that the flags say; with --micro-batch-size auto the fastest one that fits."""
+    model = load_model_config(arguments.model)
+    length, tokens = model.text_cfg.context_length, arguments.caption_tokens
+    if tokens is not None and not 1 <= tokens <= length:
+        raise ValueError(
+            f"--caption-tokens {tokens} must lie in [1, {length}], the context length of {arguments.model}"
+        )
     setting = Setting(
-        model=load_model_config(arguments.model),
+        model=with_overrides(model, context_length=tokens),  # to the tower, packed captions are as shorter ones
         gpu=load_gpu(arguments.gpu),
         link=load_link(arguments.link),
         gpus=arguments.gpus,

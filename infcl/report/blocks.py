@@ -50,6 +50,8 @@ def headline(run: Run) -> dict[str, str]:
         rows["MFU, median"] = f"{_median(run, 'mfu'):.1%}"
     if any("data_wait" in record for record in run.train):
         rows["data wait, median"] = f"{_median(run, 'data_wait'):.1%}"
+    if any(record.get("text_share", 1) < 1 for record in run.train):
+        rows["text places computed, median"] = f"{_median(run, 'text_share'):.1%}"
     peak = summary.get("peak_memory_mb") or max(record.get("peak_memory_mb", 0) for record in run.train)
     rows["peak memory a rank"] = f"{peak:,.0f} MiB"
     if run.finished:

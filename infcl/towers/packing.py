@@ -44,7 +44,7 @@ def pack_captions(texts: torch.Tensor, cfg: TextConfig) -> tuple[torch.Tensor, t
     Long captions come first and each goes to the fullest row that has room for it. What is left over holds pad_id.
     In pinned memory where `texts` is.
     """
-    length, step = row_length(cfg.context_length), -(-len(texts) // ROW_STEPS)
+    length, step = row_length(cfg.context_length), max(1, -(-len(texts) // ROW_STEPS))
     lengths = pooled_places(texts, cfg.pool_type, cfg.eos_id) + 1  # [m]
     needs = lengths.tolist()
     starts, count = [0] * len(texts), 0
@@ -58,7 +58,7 @@ def pack_captions(texts: torch.Tensor, cfg: TextConfig) -> tuple[torch.Tensor, t
             room, row, count = length, count, count + 1
         starts[caption] = row * length + length - room
         bisect.insort(rooms, (room - needed, row))
-    first = torch.tensor(starts)  # in the flat rows
+    first = torch.tensor(starts, dtype=torch.int64)  # in the flat rows
     rows = torch.full((max(2, -(-count // step) * step), length), cfg.pad_id)  # compiled code takes 1 for a case apart
     kept = torch.arange(texts.shape[1]) < lengths[:, None]  # [m, L]
     rows.view(-1)[(first[:, None] + torch.arange(texts.shape[1]))[kept]] = texts[kept]
