@@ -128,6 +128,7 @@ def _measure(setting: dict) -> dict:
     from infcl.train.preset import read_preset
 
     config = TrainConfig(
+        pack_captions="off",  # above T = 1 they are whole
         dataset_type="synthetic", train_num_samples=1, deepspeed_config=f"ds_configs/zero{setting['zero_stage']}.json",
         tensor_parallel_size=setting["tensor_parallel"], sequence_parallel=setting["sequence_parallel"],
         compile_blocks=setting["compile_blocks"],

@@ -133,4 +133,5 @@ def flags_of(options: argparse.Namespace, trainer_flags: list[str]) -> list[str]
     flags = ["--model", options.model, "--precision", options.precision, "--loss", options.loss[0]]
     flags += ["--batch-size", str(options.batch_size), "--accum-freq", str(WARM_UP_MICRO_BATCHES)]
     flags += ["--compile-blocks", "off", "--skip-memory-check"]
+    flags += ["--pack-captions", "off"]  # what fits has to fit with the longest captions too
     return [*flags, *([] if options.no_checkpointing else ["--grad-checkpointing"]), *trainer_flags]

@@ -41,7 +41,7 @@ def layout(size: int) -> Parallel:
 
 def settings(preset: str, size: int, **changes) -> TrainConfig:
     given = {"deepspeed_config": f"ds_configs/{preset}.json", "lr": LR, "eps": EPS, "wd": 0.1, "grad_clip_norm": 0.5}
-    given |= {"precision": "fp32", "dataset_type": "synthetic", "train_num_samples": 1}
+    given |= {"precision": "fp32", "dataset_type": "synthetic", "train_num_samples": 1, "pack_captions": "off"}
     return TrainConfig(**given | {"tensor_parallel_size": size} | changes)
 
 

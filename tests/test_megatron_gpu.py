@@ -66,7 +66,7 @@ def train(flags: dict, *, global_batch=GLOBAL_BATCH, micro_batch_size=MICRO_BATC
     from megatron_patches.groups import init_tensor_parallel
 
     flags = {"precision": "fp32", "wd": 0.1, "grad_clip_norm": 1.0} | flags
-    config = TrainConfig(dataset_type="synthetic", train_num_samples=1, **flags)
+    config = TrainConfig(dataset_type="synthetic", train_num_samples=1, pack_captions="off", **flags)
     parallel = init_parallel(DEVICE, timeout_minutes=5)
     if config.tensor_parallel_size > 1:
         parallel = init_tensor_parallel(parallel, config.tensor_parallel_size)

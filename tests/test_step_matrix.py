@@ -101,11 +101,14 @@ def demo_model(checkpointing):
 def demo_batch(size):
     generator = torch.Generator().manual_seed(1)
     images = torch.randint(0, 256, (size, 3, 32, 32), generator=generator, dtype=torch.uint8)
-    return images, torch.randint(1, 300, (size, 20), generator=generator)
+    texts = torch.randint(2, 300, (size, 20), generator=generator)
+    texts[torch.arange(size), torch.randint(20, (size,), generator=generator)] = 1  # where captions end, and are pooled
+    return images, texts
 
 
 def step_of_the_towers(rank, world_size, preset, resident, checkpointing, compiled):
     from infcl.parallel import init_parallel
+    from infcl.train.captions import texts_for_model
     from infcl.train.compiled import prepare_blocks
     from infcl.train.engine import Engine
 
@@ -117,8 +120,13 @@ def step_of_the_towers(rank, world_size, preset, resident, checkpointing, compil
     )  # fmt: skip
     model = demo_model(checkpointing)
     assert prepare_blocks(model, config, parallel, "fp32", batch) == compiled
-    engine = Engine(model, config, parallel, batch)
-    return weights_after_a_step(engine, batch, demo_batch, resident, lambda pair: engine.encode(*pair))
+    engine, packed = Engine(model, config, parallel, batch), texts_for_model(config, model.cfg)
+
+    def encode(pair):
+        images, texts = pair
+        return engine.encode(images, **packed(texts))
+
+    return weights_after_a_step(engine, batch, demo_batch, resident, encode)
 
 
 slow = pytest.mark.slow

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from infcl.towers.config import TextConfig
-from infcl.towers.packing import caption_places, pooled_places
+from infcl.towers.packing import caption_places, check_length, pooled_places
 from infcl.towers.transformer import LayerNorm, Transformer
 
 
@@ -73,17 +73,15 @@ class TextTower(nn.Module):
     def _encode_packed(self, rows: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
         """int64 [r, R], [m] -> [m, D]"""
         positions, mask = caption_places(rows, ends)
-        last = self.context_length - 1  # what is left over of a row may be longer
-        x = self.token_embedding(rows) + F.embedding(positions.clamp(max=last), self.positional_embedding)
+        positions = positions.clamp(max=self.context_length - 1)  # what is left over of a row may be longer
+        table = self.positional_embedding
+        summed = torch.promote_types(table.dtype, torch.float32)  # a position's gradient is a sum over all captions
+        x = self.token_embedding(rows) + F.embedding(positions, table.to(summed)).to(table.dtype)
         x = self.transformer(x, mask=mask)  # [r, R, w]
         return self.ln_final(x.flatten(0, 1)[ends]) @ self.text_projection
 
     def _embed_texts(self, texts: torch.Tensor) -> torch.Tensor:
-        if texts.ndim != 2 or texts.shape[1] > self.context_length:
-            raise ValueError(
-                f"texts of shape {list(texts.shape)}: this tower takes [m, L] with L <= context_length "
-                f"{self.context_length}"
-            )
+        check_length(texts, self.context_length)
         return self.token_embedding(texts) + self.positional_embedding[: texts.shape[1]]  # [m, L, w]
 
     def _pool_texts(self, x: torch.Tensor, texts: torch.Tensor) -> torch.Tensor:

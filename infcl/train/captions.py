@@ -42,6 +42,6 @@ def longer_when_packed(text_share: float) -> str:
     if text_share <= _PAYS:
         return ""
     return (
-        f"captions fill {text_share:.0%} of the text tower's places when they are packed: "
-        "--pack-captions off would be a little faster"
+        f"packed captions take {text_share:.0%} of the places that whole ones have, and packing has its cost: "
+        "--pack-captions off would be faster"
     )

@@ -1,7 +1,8 @@
 """How many micro-batches keep their graphs between the two passes of a step, and how several are encoded at once.
 
 A resident micro-batch is encoded once instead of twice; what it costs is the memory of its graph. `auto` measures one
-graph at start, on zeros, and takes as many as fit beside what a step needs besides; ranks take the smallest answer.
+graph at start, on zeros and the longest captions, and takes as many as fit beside what a step needs besides; ranks take
+the smallest answer.
 """
 
 from collections.abc import Sequence
