@@ -7,9 +7,10 @@ stays outside: DeepSpeed's hooks (ZeRO-3 gathers a whole block at once, engine.p
 Where nothing of that comes between blocks, tensor-parallel ones are compiled in runs (megatron_patches/halves.py).
 
 The graph is made for the batch sizes of training. Other batches (the last one of an evaluation) run eagerly instead of
-compiling again; packed captions, which come in any number of rows, have a graph for all numbers. Each tower's graphs
-are made and run once at start, on a copy of a block, forward and backward, beside the eager block: what cannot be
-compiled, or computes something else, is told then, with its cause, and everything stays eager, on all ranks.
+compiling again; packed captions, which come in any number of rows, have a graph for many numbers (the compiler may tell
+large ones from small). Each tower's graphs are made and run once at start, on a copy of a block, forward and backward,
+beside the eager block: what cannot be compiled, or computes something else, is told then, with its cause, and
+everything stays eager, on all ranks.
 """
 
 import copy
@@ -139,11 +140,11 @@ def _runs(blocks: nn.ModuleList, length: int) -> list[nn.ModuleList]:
 def _run(
     forward: Callable, compiled: Callable, inputs: Inputs, blocks: nn.ModuleList, x: torch.Tensor, *mask: torch.Tensor
 ) -> torch.Tensor:
-    if not inputs.masked:
-        return (compiled if len(x) in inputs.batch_sizes else forward)(blocks, x, *mask)
-    for tensor in (x, *mask) if mask else ():
+    if not mask:  # of the text tower of a run that packs its captions, whole ones have no graph
+        return (compiled if len(x) in inputs.batch_sizes and not inputs.masked else forward)(blocks, x)
+    for tensor in (x, *mask):
         torch._dynamo.maybe_mark_dynamic(tensor, 0)
-    return (compiled if mask else forward)(blocks, x, *mask)
+    return compiled(blocks, x, *mask)
 
 
 def _in_turn(blocks: Iterable[Any], x: torch.Tensor, *mask: torch.Tensor) -> torch.Tensor:
@@ -190,8 +191,9 @@ def _try(
     with torch.autocast(device.type, torch.bfloat16, enabled=precision == "amp_bf16"):
         for size in sorted(inputs.batch_sizes):
             x = torch.randn(size, inputs.tokens, width, generator=generator, device=device).to(inputs.dtype)
-            mask = torch.ones(size, 1, inputs.tokens, inputs.tokens, dtype=torch.bool, device=device).tril()
-            given = (x, mask) if inputs.masked else (x,)
+            given = [x]
+            if inputs.masked:
+                given.append(torch.ones(size, 1, *[inputs.tokens] * 2, dtype=torch.bool, device=device).tril())
             with torch.no_grad():
                 _require_near({"output": run(blocks, *given)}, {"output": eager(blocks, *given)}, apart)
             if trained and size == min(inputs.batch_sizes):
