@@ -15,7 +15,7 @@ from infcl.data.loader import TrainLoader
 from infcl.data.plan import EpochPlan
 from infcl.data.records import ShardReader
 from infcl.data.storage import ShardFault
-from infcl.data.synthetic import SyntheticLoader
+from infcl.data.synthetic import Captions, SyntheticLoader
 from infcl.data.tokenizer import EOS_ID
 from infcl.data.workers import make_dataloader
 from tests.shard_files import picture, write_tar
@@ -316,6 +316,16 @@ def test_synthetic_data_has_the_same_interface(shards, tokenizer):
     for name in real[0]:
         assert step[0][name].shape == real[0][name].shape and step[0][name].dtype == real[0][name].dtype
     assert ((step[0]["texts"] == EOS_ID).sum(1) == 1).all()
+
+
+@pytest.mark.parametrize(("length", "vocab", "end"), [(77, 49408, 49407), (77, 50, 2), (3, 5, 1)])
+def test_synthetic_captions_end_once_within_half_of_their_places(length, vocab, end):
+    texts = Captions(length, vocab, end, pad_id=0).draw(4000, torch.Generator().manual_seed(0))
+    ends, place = (texts == end).int().argmax(1, keepdim=True), torch.arange(length)
+    assert ((texts == end).sum(1) == 1).all() and not texts[place > ends].any()
+    assert set((ends + 1).flatten().tolist()) == set(range(2, max(2, length // 2) + 1))
+    before = texts[place < ends]
+    assert before.min() >= 2 and before.max() < vocab
 
 
 @pytest.mark.parametrize("workers", [0, 2])

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 
@@ -16,8 +17,8 @@ class SyntheticLoader(StepLoader):
     """Random images and token rows with TrainLoader's interface, for measuring without data (--dataset-type synthetic).
 
     A rank draws `pool` micro-batches once, from (seed, rank), and each (epoch, step, micro-batch) picks one of them.
-    A row of tokens is ids in [2, vocab_size), eos (1) at a random place, padding (0). A model that pools at the largest
-    id finds it anywhere before the eos: of 77 places 20 in the mean.
+    A caption has 2 to context_length / 2 tokens, each length as often (of 77 places 20 in the mean): ids in
+    [2, vocab_size), then `end_id`, which is nowhere else, then `pad_id`.
     """
 
     def __init__(
@@ -32,13 +33,30 @@ class SyntheticLoader(StepLoader):
         world_size: int,
         seed: int,
         num_samples: int,
+        end_id: int = EOS_ID,
+        pad_id: int = PAD_ID,
         part: int = 0,
         parts: int = 1,
         pool: int = 8,
     ):
         share = Share(micro_batch_size, num_micro_batches, rank, world_size, part, parts)
-        shapes = (image_size, context_length, vocab_size)
-        super().__init__(_SyntheticSource(share, *shapes, seed, num_samples, pool), share, seed=seed)
+        captions = Captions(context_length, vocab_size, end_id, pad_id)
+        super().__init__(_SyntheticSource(share, image_size, captions, seed, num_samples, pool), share, seed=seed)
+
+
+class Captions(NamedTuple):
+    context_length: int
+    vocab_size: int
+    end_id: int
+    pad_id: int
+
+    def draw(self, count: int, generator: torch.Generator) -> torch.Tensor:
+        """int64 [count, context_length]"""
+        place = torch.arange(self.context_length)
+        ids = torch.randint(2, self.vocab_size, (count, self.context_length), generator=generator)
+        ids[ids == self.end_id] = 2 + (self.end_id == 2)
+        end = torch.randint(1, max(2, self.context_length // 2), (count, 1), generator=generator)
+        return ids.masked_fill(place == end, self.end_id).masked_fill(place > end, self.pad_id)
 
 
 class _SyntheticSource:
@@ -48,17 +66,16 @@ class _SyntheticSource:
         self,
         share: Share,
         image_size: int,
-        context_length: int,
-        vocab_size: int,
+        captions: Captions,
         seed: int,
         num_samples: int,
         pool: int,
     ):
         self.share, self.seed, self.num_samples, self.pool_size = share, seed, num_samples, pool
-        self.image_size, self.context_length, self.vocab_size = image_size, context_length, vocab_size
+        self.image_size, self.captions = image_size, captions
         self.steps_per_epoch = share.steps_per_epoch(num_samples, f"an epoch has {num_samples} synthetic samples")
         self.board = WorkerBoard(0, 0.0, str)
-        self.sha256 = f"synthetic {image_size} {context_length} {vocab_size} {num_samples}"
+        self.sha256 = " ".join(map(str, ("synthetic", image_size, *captions, num_samples)))
         self.about = f"{num_samples} synthetic samples"
         self.found: dict[str, int] = {}
 
@@ -66,14 +83,11 @@ class _SyntheticSource:
     def pool(self) -> list[MicroBatch]:
         first = int(draw(self.seed, 0, self.share.rank, stream=0, count=1)[0] >> 1)
         generator = torch.Generator().manual_seed(first)
-        m, length, place = self.share.micro_batch_size, self.context_length, torch.arange(self.context_length)
-        pool = []
+        m, pool = self.share.micro_batch_size, []
         for _ in range(self.pool_size):
             shape = (m, 3, self.image_size, self.image_size)
             images = torch.randint(256, shape, dtype=torch.uint8, generator=generator)
-            texts = torch.randint(2, self.vocab_size, (m, length), generator=generator)
-            eos = torch.randint(1, length, (m, 1), generator=generator)
-            texts = texts.masked_fill(place == eos, EOS_ID).masked_fill(place > eos, PAD_ID)
+            texts = self.captions.draw(m, generator)
             own = slice(self.share.part * self.share.rows, (self.share.part + 1) * self.share.rows)
             batch = {"images": images[own].clone(), "texts": texts[own].clone()}
             pool.append({k: v.pin_memory() if torch.cuda.is_available() else v for k, v in batch.items()})

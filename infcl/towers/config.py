@@ -88,6 +88,11 @@ class TextConfig:
             if not 0 <= getattr(self, name) < self.vocab_size:
                 raise ValueError(f"text_cfg.{name} {getattr(self, name)} must lie in [0, vocab_size {self.vocab_size})")
 
+    @property
+    def end_id(self) -> int:
+        """The id that a caption ends with, and is pooled at: the largest, unless pooling goes by another."""
+        return self.eos_id if self.pool_type == "eos" else self.vocab_size - 1
+
 
 @dataclass(frozen=True)
 class CLIPConfig:

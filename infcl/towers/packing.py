@@ -118,5 +118,5 @@ def merge_texts(parts: Sequence[Texts]) -> Texts:
 def longest(cfg: TextConfig, size: int) -> torch.Tensor:
     """int64 [size, L]: captions that fill a text tower's places."""
     texts = torch.full((size, cfg.context_length), int(cfg.eos_id == 0))
-    texts[:, -1] = cfg.eos_id if cfg.pool_type == "eos" else cfg.vocab_size - 1
+    texts[:, -1] = cfg.end_id
     return texts

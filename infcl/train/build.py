@@ -188,6 +188,8 @@ def build_loader(
             num_samples=config.train_num_samples,
             context_length=text.context_length,
             vocab_size=text.vocab_size,
+            end_id=text.end_id,
+            pad_id=text.pad_id,
             **common,
         )
     storage = StorageOptions(
