@@ -41,6 +41,29 @@ def _backward(engine, images, texts, last=True):
 PATTERNS = ((True, True), (True, False), (False, False), (False, True), (True, True), (True, False))
 
 
+def waits_for_the_device(rank, world_size, preset):
+    """How often DeepSpeed waits for the whole device in each of four steps of two micro-batches."""
+    from deepspeed.accelerator import get_accelerator
+
+    from infcl.parallel import init_parallel
+
+    config = settings(preset, precision="fp32", grad_clip_norm=None, wd=0.0)
+    engine, waits = Engine(ToyCLIP(), config, init_parallel("cpu"), BatchPlan(world_size, 2, 4)), []
+    for _ in range(4):
+        with mock.patch.object(type(get_accelerator()), "synchronize") as synchronize:
+            for index in range(2):
+                _backward(engine, *global_batch(4, seed=10 * rank + index), last=index == 1)
+        waits.append(synchronize.call_count)
+        engine.step(LR)
+    return waits
+
+
+@pytest.mark.parametrize("preset", ["zero0", "zero1", "zero3"])
+def test_the_host_waits_for_the_device_before_no_forward(preset):
+    """By default DeepSpeed does from the third step on, to time it: what the host was ahead by is lost each time."""
+    assert run_ranks(waits_for_the_device, 1, preset) == [[0, 0, 0, 0]]
+
+
 def steps_with_detours(rank, world_size, preset, hosts=1):
     """The weights and the norm of the gradients after each step, as if on so many hosts."""
     from infcl.parallel import Parallel, init_parallel

@@ -2,6 +2,7 @@
 
 import json
 import math
+from unittest import mock
 
 import pytest
 import torch
@@ -97,6 +98,7 @@ def test_fp16_overflows_skip_steps_and_leave_everything_consistent(tmp_path):
 def steps_without_waiting(preset, *, last_backward: bool = True) -> None:
     """Six steps on a micro-batch a rank; from the fifth on a wait of the host for the GPU is an error.
 
+    Waits for the whole device are not among those that torch's mode finds.
     last_backward: whether that holds in the last backward too, behind which there is nothing left to issue.
     """
     from infcl.config import BatchPlan, TrainConfig
@@ -111,14 +113,19 @@ def steps_without_waiting(preset, *, last_backward: bool = True) -> None:
     loss = build_loss(config, parallel)
     images, texts = (side.cuda().split(5) for side in global_batch(15, seed=1 + parallel.rank))
 
+    def allow_waits(allowed):
+        torch.cuda.set_sync_debug_mode("default" if allowed else "error")
+        torch.cuda.synchronize = synchronize if allowed else mock.Mock(side_effect=AssertionError("waits for the GPU"))
+
     def backward(surrogate, is_last):
         if is_last and not last_backward:
-            torch.cuda.set_sync_debug_mode("default")
+            allow_waits(True)
         engine.backward(surrogate, is_last)
 
+    synchronize = torch.cuda.synchronize
     try:
         for step in range(6):  # the first ones compile kernels and, on one GPU, record the loss as a graph
-            torch.cuda.set_sync_debug_mode("error" if step >= 4 else "default")
+            allow_waits(step < 4)
             grad_cache_step(
                 list(zip(images, texts)),
                 encode=lambda pair: engine.encode(*pair),
@@ -127,10 +134,10 @@ def steps_without_waiting(preset, *, last_backward: bool = True) -> None:
                 seeds=[0] * 3,
                 scalar_values=engine.scalar_values,
             )
-            torch.cuda.set_sync_debug_mode("default")
+            allow_waits(True)
             engine.step(LR)
     finally:
-        torch.cuda.set_sync_debug_mode("default")
+        allow_waits(True)
 
 
 @pytest.mark.parametrize("stage", [1, 3])
