@@ -243,12 +243,16 @@ def test_demo_model_is_the_size_that_was_measured():
     assert sum(p.numel() for p in build(cfg).parameters()) == 433_489
 
 
+def _convolution(images, weight):
+    return torch.nn.functional.conv2d(images, weight, stride=weight.shape[-1]).flatten(2).transpose(1, 2)
+
+
 @pytest.mark.parametrize(("size", "side"), [(14, 56), (8, 40), (5, 35)])
 def test_a_product_of_patches_is_the_convolution(size, side):
     """14: the fill is 4 numbers of 592; 8: there is none."""
     inputs = torch.randn(3, 3, side, side, dtype=torch.float64), torch.randn(20, 3, size, size, dtype=torch.float64)
     found = []
-    for ways in (patches_times, lambda images, weight: torch.nn.functional.conv2d(images, weight, stride=size)):
+    for ways in (patches_times, _convolution):
         images, weight = (tensor.clone().requires_grad_() for tensor in inputs)
         output = ways(images, weight)
         found.append((output, *torch.autograd.grad(output.sin().sum(), (images, weight))))
@@ -271,7 +275,7 @@ def test_patches_are_embedded_on_a_gpu_as_on_a_cpu(dtype):
 def test_conv_stem_yields_the_configured_grid():
     stem = [[8, 4, 2], [16, 3, 1], [48, 5, 4]]
     model = build(small_config(vision_cfg={"conv_stem": stem}))
-    assert model.visual.conv1(torch.zeros(2, 3, 32, 32)).shape == (2, 48, 4, 4)
+    assert model.visual.conv1(torch.zeros(2, 3, 32, 32)).shape == (2, 16, 48)
     assert model(batch()[0])["image_features"].shape == (5, 24)
 
 

@@ -3,6 +3,8 @@
 Shapes: m images, S pixels per side, N patches, w width, D embed_dim.
 """
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -50,6 +52,7 @@ class VisionTransformer(nn.Module):
         self.ln_post = LayerNorm(cfg.width)
         self.proj = nn.Parameter(scale * torch.randn(cfg.width, embed_dim))
         self.trunk_blocks = 0  # of the trunk; one more than there are: and the pooling
+        self.add_positions = add_positions  # or a compiled one
 
     def forward(self, x: torch.Tensor, part: str = "all") -> torch.Tensor:
         """images -> features. In two calls: images -> trunk (part="trunk"), trunk -> features (part="head")."""
@@ -69,11 +72,7 @@ class VisionTransformer(nn.Module):
             raise ValueError(
                 f"images of shape {list(images.shape)}: this tower takes [m, 3, {self.image_size}, {self.image_size}]"
             )
-        if images.dtype == torch.uint8:
-            images = normalize_pixels(images)
-        x = self.conv1(images.to(self.class_embedding.dtype)).flatten(2).transpose(1, 2)  # [m, N, w]
-        class_token = self.class_embedding.to(x.dtype).expand(len(x), 1, -1)
-        x = torch.cat([class_token, x], dim=1) + self.positional_embedding.to(x.dtype)  # [m, 1 + N, w]
+        x = self.add_positions(self.conv1(images), self.class_embedding, self.positional_embedding)  # [m, 1 + N, w]
         if self.training and self.patch_dropout > 0:
             x = drop_patches(x, self.patch_dropout)
         return self.ln_pre(x)
@@ -82,17 +81,28 @@ class VisionTransformer(nn.Module):
         return self.ln_post(x[:, :1] if self.pool_type == "tok" else x[:, 1:]).mean(dim=1)  # [m, w]
 
 
-def normalize_pixels(images: torch.Tensor) -> torch.Tensor:
-    """uint8 [m, 3, S, S] -> float32: (images / 255 - mean) / std, per channel.
+def normalize_pixels(images: torch.Tensor, dim: int = 1) -> torch.Tensor:
+    """uint8 [m, 3, S, S], or with the channels at `dim` -> float32: (images / 255 - mean) / std, per channel.
 
     The constants are Python numbers on purpose: a buffer would be cast along with the model (DeepSpeed's bf16 mode
     rounds mean and std to 8 bits), and a tensor made here would be a synchronising copy to the device in every forward.
     """
     channels = [
-        images[:, c].float().mul_(1 / (255 * std)).sub_(mean / std)
+        images.select(dim, c).float().mul_(1 / (255 * std)).sub_(mean / std)
         for c, (mean, std) in enumerate(zip(IMAGE_MEAN, IMAGE_STD))
     ]
-    return torch.stack(channels, dim=1)
+    return torch.stack(channels, dim=dim)
+
+
+def normalized(images: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """In `dtype`; floating images are taken as normalised."""
+    return (normalize_pixels(images) if images.dtype == torch.uint8 else images).to(dtype)
+
+
+def add_positions(patches: torch.Tensor, class_embedding: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """[m, N, w], [w], [1 + N, w] -> [m, 1 + N, w]: the class token first, each with its position."""
+    class_token = class_embedding.to(patches.dtype).expand(len(patches), 1, -1)
+    return torch.cat([class_token, patches], dim=1) + positions.to(patches.dtype)
 
 
 def drop_patches(x: torch.Tensor, rate: float) -> torch.Tensor:
@@ -108,29 +118,50 @@ def drop_patches(x: torch.Tensor, rate: float) -> torch.Tensor:
 
 
 class PatchConv(nn.Conv2d):
-    """A convolution of patches that do not overlap; on a GPU a matrix product, which cuDNN makes slow work of."""
+    """A convolution of patches that do not overlap, [m, 3, S, S] -> [m, N, w]; on a GPU a matrix product, which cuDNN
+    makes slow work of."""
 
     def __init__(self, width: int, patch_size: int):
         super().__init__(3, width, patch_size, stride=patch_size, bias=False)
+        self.patch_rows = patch_rows  # or a compiled one
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
-        return patches_times(images, self.weight) if images.is_cuda else super().forward(images)
+        if images.is_cuda:
+            return patches_times(images, self.weight, self.patch_rows)
+        return super().forward(normalized(images, self.weight.dtype)).flatten(2).transpose(1, 2)
 
 
-def patches_times(images: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """conv2d(images [m, 3, S, S], weight [w, 3, P, P], stride=P) as a product -> [m, w, S / P, S / P].
+def patch_rows(images: torch.Tensor, size: int, dtype: torch.dtype) -> torch.Tensor:
+    """[m, 3, S, S] -> its patches, normalised, in `dtype`: [m, N, 3 P^2 and a fill].
 
-    A patch of 3 P^2 numbers is filled up with zeros to a multiple of 8: 16 bytes in 16 bits, which the product's fast
-    kernels want of every row.
+    The fill, of zeros, makes a row a multiple of 8 numbers: 16 bytes in 16 bits, which the product's fast kernels want.
     """
-    width, channels, size, _ = weight.shape
-    side = images.shape[-1] // size
-    fill = -channels * size**2 % 8
     patches = images.unfold(2, size, size).unfold(3, size, size).permute(0, 2, 3, 1, 4, 5)  # [m, S/P, S/P, 3, P, P]
-    patches, weight = patches.flatten(3).flatten(1, 2), weight.flatten(1)
-    if fill:  # F.pad copies in any case
-        patches, weight = F.pad(patches, (0, fill)), F.pad(weight, (0, fill))
-    return F.linear(patches, weight).transpose(1, 2).unflatten(2, (side, side))
+    if images.dtype == torch.uint8:
+        patches = normalize_pixels(patches, dim=3)
+    rows = patches.to(dtype).flatten(3).flatten(1, 2)
+    fill = -rows.shape[-1] % 8
+    return F.pad(rows, (0, fill)) if fill else rows  # F.pad copies in any case
+
+
+def patches_times(
+    images: torch.Tensor,
+    weight: torch.Tensor,
+    rows_of: Callable[[torch.Tensor, int, torch.dtype], torch.Tensor] = patch_rows,
+) -> torch.Tensor:
+    """conv2d(images [m, 3, S, S], weight [w, 3, P, P], stride=P) as a product -> [m, N, w]."""
+    autocast = torch.is_autocast_enabled(images.device.type)
+    rows = rows_of(images, weight.shape[-1], torch.get_autocast_dtype(images.device.type) if autocast else weight.dtype)
+    columns = weight.flatten(1)
+    fill = rows.shape[-1] - columns.shape[1]
+    return F.linear(rows, F.pad(columns, (0, fill)) if fill else columns)
+
+
+class Stem(nn.Sequential):
+    """[m, 3, S, S] -> [m, N, w]"""
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return super().forward(normalized(images, next(self.parameters()).dtype)).flatten(2).transpose(1, 2)
 
 
 class StemConv(nn.Conv2d):
@@ -151,4 +182,4 @@ def _patch_embedding(cfg: VisionConfig) -> nn.Module:
         padding = (kernel - stride + 1) // 2
         layers += [StemConv(channels, out_channels, kernel, stride=stride, padding=padding), nn.GELU()]
         channels = out_channels
-    return nn.Sequential(*layers[:-1])
+    return Stem(*layers[:-1])

@@ -29,10 +29,11 @@ from torch import nn
 from infcl.config import BatchPlan, TrainConfig
 from infcl.parallel import Parallel, max_over
 from infcl.towers.clip import CLIP
-from infcl.towers.config import kept_patches
+from infcl.towers.config import VisionConfig, kept_patches
 from infcl.towers.packing import row_length
 from infcl.towers.transformer import ResidualBlock
 from infcl.train.captions import packs_captions
+from infcl.train.compiled_embedding import CompiledEmbedding
 from infcl.train.optim import ALIGNED
 from infcl.train.preset import read_preset, zero_stage
 
@@ -111,8 +112,11 @@ def compile_blocks(
     ]
     inputs = _inputs(model, precision, frozenset(batch_sizes), packed)
     runners = [partial(_run, forward, compiled, one) for one in inputs]
+    embedding = CompiledEmbedding(inputs[0].batch_sizes) if device.type == "cuda" else None
     failed = False
     try:
+        if embedding is not None:
+            _try_embedding(embedding, model.cfg.vision_cfg, device, precision)
         for (blocks, *_), runner, one in zip(towers, runners, inputs):
             _try(blocks, runner, forward, one, device, precision)
     except Exception as error:  # compilers raise many types; whatever it is, eager blocks need none of it
@@ -125,6 +129,8 @@ def compile_blocks(
         return False  # tensor-parallel blocks send other messages when they are compiled
     if failed:
         return False
+    if embedding is not None:
+        embedding.install(model.visual)
     for runs, runner in zip(towers, runners):
         for block in itertools.chain(*runs):
             block.forward = _computed_by_the_first  # hooks stay around it
@@ -201,15 +207,32 @@ def _try(
                 _require_near(found, expected, apart)
 
 
+def _try_embedding(embedding: CompiledEmbedding, cfg: VisionConfig, device: torch.device, precision: str) -> None:
+    """RuntimeError where one of its functions computes something else than the eager one."""
+    dtype = PARAMETER_DTYPES.get(precision, torch.float32)
+    apart = APART[torch.bfloat16 if precision == "amp_bf16" else dtype]
+    with torch.autocast(device.type, torch.bfloat16, enabled=precision == "amp_bf16"):
+        for run, eager, given in embedding.trials(cfg, device, dtype):
+            with torch.no_grad():
+                _require_near({"output": run(*given)}, {"output": eager(*given)}, apart)
+            found, expected = ({"output": way(*given)} for way in (run, eager))
+            trained = {str(place): x for place, x in enumerate(given) if getattr(x, "requires_grad", False)}
+            if trained:
+                found, expected = (_of_weighted_sum(one["output"], trained) for one in (found, expected))
+            _require_near(found, expected, apart)
+
+
 def _gradients(
     forward: Callable, blocks, trained: dict[str, nn.Parameter], x: torch.Tensor, *mask: torch.Tensor
 ) -> dict[str, torch.Tensor]:
     """{parameter, "input": gradient} of a weighted sum of the blocks' outputs."""
     x = x.clone().requires_grad_()
-    y = forward(blocks, x, *mask)
-    weights = torch.randn(y.shape, generator=torch.Generator(x.device).manual_seed(1), device=x.device)
-    gradients = torch.autograd.grad((y * weights).sum(), [x, *trained.values()])
-    return dict(zip(("input", *trained), gradients))
+    return _of_weighted_sum(forward(blocks, x, *mask), {"input": x} | trained)
+
+
+def _of_weighted_sum(y: torch.Tensor, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    weights = torch.randn(y.shape, generator=torch.Generator(y.device).manual_seed(1), device=y.device)
+    return dict(zip(inputs, torch.autograd.grad((y * weights).sum(), list(inputs.values()))))
 
 
 def _require_near(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], apart: float) -> None:

@@ -1,0 +1,80 @@
+"""What comes before the image tower's blocks, compiled (on GPUs): its functions are those of eager torch."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from infcl.towers.clip import CLIP
+from infcl.towers.config import VisionConfig, load_model_config
+from infcl.towers.vision import normalize_pixels, patch_rows
+from infcl.train import compiled
+from infcl.train.compiled_embedding import CompiledEmbedding
+
+CPU = torch.device("cpu")
+PATCHES_OF_14 = VisionConfig(image_size=56, patch_size=14, width=64, layers=1, head_width=32)  # rows of 588 and 4 more
+
+
+@pytest.mark.parametrize("precision", ["fp32", "amp_bf16", "bf16"])
+def test_its_functions_and_their_gradients_are_those_of_eager_torch(precision):
+    compiled._try_embedding(CompiledEmbedding(frozenset({4})), PATCHES_OF_14, CPU, precision)
+
+
+@pytest.mark.parametrize("which", ["patch_rows", "add_positions", "norm"])
+def test_one_that_computes_something_else_is_found(which):
+    embedding = CompiledEmbedding(frozenset({4}))
+    right = getattr(embedding, which)
+    setattr(embedding, which, lambda x, *others: 2 * right(x, *others))
+    with pytest.raises(RuntimeError, match="something else than eager ones: output is 1 off"):
+        compiled._try_embedding(embedding, PATCHES_OF_14, CPU, "fp32")
+
+
+def test_only_batches_of_training_run_compiled(monkeypatch):
+    sizes = []
+
+    def counting(function, **_):
+        def run(x, *others):
+            sizes.append((function.__name__, len(x)))
+            return function(x, *others)
+
+        return run
+
+    monkeypatch.setattr(torch, "compile", counting)
+    cfg = dataclasses.replace(load_model_config("demo"), vision_cfg=PATCHES_OF_14)
+    torch.manual_seed(0)
+    visual, given = CLIP(cfg).visual, {size: torch.randn(size, 3, 56, 56) for size in (3, 4, 8)}
+    before = {size: visual(images) for size, images in given.items()}
+    CompiledEmbedding(frozenset({4, 8})).install(visual)
+    for size, images in given.items():
+        torch.testing.assert_close(visual(images), before[size], rtol=0, atol=0)
+    assert sizes == [(name, size) for size in (4, 8) for name in ("add_positions", "_norm")]  # rows: on a GPU
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_of_patches_are_the_pixels_normalised_in_their_order(dtype):
+    pixels = torch.randint(256, (3, 3, 28, 28), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    rows, normal = patch_rows(pixels, 14, dtype), normalize_pixels(pixels).to(dtype)
+    assert rows.shape == (3, 4, 592) and rows.dtype == dtype and not rows[..., 588:].any()
+    for patch, (y, x) in enumerate([(0, 0), (0, 14), (14, 0), (14, 14)]):
+        wanted = normal[:, :, y : y + 14, x : x + 14].flatten(1)
+        torch.testing.assert_close(rows[:, patch, :588], wanted, rtol=0, atol=0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", ["fp32", "amp_bf16", "bf16", "fp16"])
+@pytest.mark.parametrize("name", ["ViT-B-32", "ViT-L-14"])
+def test_on_a_gpu_they_are_those_of_eager_torch(name, precision):
+    cfg = load_model_config(name).vision_cfg
+    compiled._try_embedding(CompiledEmbedding(frozenset({32})), cfg, torch.device("cuda"), precision)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("size", "kernels"), [(14, 2), (32, 1)])  # 14: the fill is a pass of its own
+def test_pixels_become_rows_in_one_pass(size, kernels):
+    pixels = torch.randint(256, (16, 3, 224, 224), dtype=torch.uint8, device="cuda")
+    run = CompiledEmbedding(frozenset({16})).patch_rows
+    run(pixels, size, torch.bfloat16)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        run(pixels, size, torch.bfloat16)
+    on_gpu = [event.name for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    assert len(on_gpu) == kernels, on_gpu
