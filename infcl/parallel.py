@@ -138,6 +138,7 @@ def init_parallel(
         store = open_store(rank, world_size, interface=interface, timeout=timeout, run=run)
         said = {**settings, "device": target.type}
         nodes = meet(store, rank, local_rank, world_size, timeout=timeout, settings=said)
+        _share_cores(next(node.num_ranks for node in nodes if rank < node.first_rank + node.num_ranks))
         if len(nodes) > 1:
             sizes = {node.num_ranks for node in nodes}
             ranks_per_node = sizes.pop() if len(sizes) == 1 else None
@@ -154,6 +155,16 @@ def init_parallel(
     return Parallel(
         rank, world_size, local_rank, target, dist.group.WORLD, ranks_per_node, watch=watch, nodes=tuple(nodes)
     )
+
+
+def _share_cores(num_ranks: int) -> None:
+    """Leave this process its part of the host's cores, unless OMP_NUM_THREADS says how many threads it may have.
+
+    By default torch takes all cores in each of a host's ranks, and its threads wait for each other.
+    """
+    if "OMP_NUM_THREADS" not in os.environ:
+        share = len(os.sched_getaffinity(0)) // num_ranks
+        torch.set_num_threads(max(1, min(share, torch.get_num_threads())))
 
 
 def _use_interface(interface: str | None) -> None:

@@ -7,6 +7,7 @@ import time
 from unittest import mock
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from infcl import parallel
@@ -30,6 +31,21 @@ def test_ranks_per_node_are_read_from_every_launcher(monkeypatch, environment, r
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     assert parallel.read_ranks_per_node() == ranks_per_node
+
+
+@pytest.mark.parametrize(
+    ("ranks", "threads", "said", "left"),
+    [(1, 8, None, 8), (3, 8, None, 2), (16, 8, None, 1), (2, 1, None, 1), (2, 8, "8", None)],
+)
+def test_the_ranks_of_a_host_share_its_cores(monkeypatch, ranks, threads, said, left):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if said:
+        monkeypatch.setenv("OMP_NUM_THREADS", said)
+    monkeypatch.setattr(parallel.os, "sched_getaffinity", lambda _: set(range(8)))
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    with mock.patch.object(torch, "set_num_threads") as set_num_threads:
+        parallel._share_cores(ranks)
+    assert [call.args for call in set_num_threads.call_args_list] == ([] if left is None else [(left,)])
 
 
 def test_every_micro_batch_has_a_seed_of_its_own_that_never_changes():
