@@ -15,8 +15,7 @@ if [ "$gpus" -gt 0 ]; then
   ranks=$gpus
 else
   ranks=2
-  cores=$(python -c 'import os; print(len(os.sched_getaffinity(0)))')
-  export DS_ACCELERATOR=cpu OMP_NUM_THREADS=$(( cores > ranks ? cores / ranks : 1 ))
+  export DS_ACCELERATOR=cpu
 fi
 accumulate=2
 while (( GLOBAL_BATCH % (ranks * accumulate) )); do ranks=$(( ranks - 1 )); done  # as many as divide the batch

@@ -15,13 +15,14 @@ CPU = torch.device("cpu")
 PATCHES_OF_14 = VisionConfig(image_size=56, patch_size=14, width=64, layers=1, head_width=32)  # rows of 588 and 4 more
 
 
-@pytest.mark.parametrize("precision", ["fp32", "amp_bf16", "bf16"])
+@pytest.mark.parametrize("precision", ["fp32", "amp_bf16"])
 def test_its_functions_and_their_gradients_are_those_of_eager_torch(precision):
     compiled._try_embedding(CompiledEmbedding(frozenset({4})), PATCHES_OF_14, CPU, precision)
 
 
 @pytest.mark.parametrize("which", ["patch_rows", "add_positions", "norm"])
-def test_one_that_computes_something_else_is_found(which):
+def test_one_that_computes_something_else_is_found(which, monkeypatch):
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
     embedding = CompiledEmbedding(frozenset({4}))
     right = getattr(embedding, which)
     setattr(embedding, which, lambda x, *others: 2 * right(x, *others))

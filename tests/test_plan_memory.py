@@ -168,7 +168,7 @@ def most_bytes_around_a_ring(rank, world_size, loss, tile_dtype, ring):
     generator = torch.Generator().manual_seed(rank)
     sides = [torch.randn(ROWS, WIDTH, generator=generator).requires_grad_() for _ in range(2)]
     module = ContrastiveLoss(
-        loss, group=torch.distributed.group.WORLD, tile="torch", tile_dtype=tile_dtype, workspace_bytes=2**12,
+        loss, group=torch.distributed.group.WORLD, tile="torch", tile_dtype=tile_dtype, workspace_bytes=2**14,
         ring=ring, ranks_per_node=2,
     )  # fmt: skip
     with LiveBytes() as live:
