@@ -160,11 +160,12 @@ def init_parallel(
 def _share_cores(num_ranks: int) -> None:
     """Leave this process its part of the host's cores, unless OMP_NUM_THREADS says how many threads it may have.
 
-    By default torch takes all cores in each of a host's ranks, and its threads wait for each other.
+    By default torch takes all cores in each of a host's ranks, and its threads wait for each other. A launcher that
+    binds ranks to cores has done it already.
     """
     if "OMP_NUM_THREADS" not in os.environ:
-        share = len(os.sched_getaffinity(0)) // num_ranks
-        torch.set_num_threads(max(1, min(share, torch.get_num_threads())))
+        share = max(1, (os.cpu_count() or 1) // num_ranks)
+        torch.set_num_threads(min(share, torch.get_num_threads()))
 
 
 def _use_interface(interface: str | None) -> None:

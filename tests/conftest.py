@@ -22,7 +22,7 @@ if not os.access(os.path.expanduser("~"), os.W_OK):  # compilers keep their cach
     os.environ["HOME"] = _home.name
 for _name in filter(_OF_THE_SURROUNDINGS.fullmatch, list(os.environ)):
     del os.environ[_name]
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # more threads would wait for each other: the ranks of tests have the cores
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # more would wait for each other: the ranks of tests have the cores
 
 
 # In this order before all others, so that no worker of `make test` is left alone with a file of a minute at the end.

@@ -80,7 +80,7 @@ def test_compiled_blocks_that_compute_something_else_are_not_taken(model, monkey
     monkeypatch.setattr(torch, "compile", wrong(where))
     with caplog.at_level(logging.WARNING):
         assert not compiled.compile_blocks(model, CPU, precision, {4})
-    assert "compiled blocks compute something else than eager ones" in caplog.text and named in caplog.text
+    assert "compiled code computes something else than eager code" in caplog.text and named in caplog.text
 
 
 def _compiled_where_one_fails(rank, world_size):

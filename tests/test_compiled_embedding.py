@@ -1,13 +1,15 @@
-"""What comes before the image tower's blocks, compiled (on GPUs): its functions are those of eager torch."""
+"""What comes before the image tower's blocks, compiled: functions, and towers with them, are those of eager torch."""
 
+import copy
 import dataclasses
+import logging
 
 import pytest
 import torch
 
 from infcl.towers.clip import CLIP
 from infcl.towers.config import VisionConfig, load_model_config
-from infcl.towers.vision import normalize_pixels, patch_rows
+from infcl.towers.vision import add_positions, normalize_pixels, patch_rows
 from infcl.train import compiled
 from infcl.train.compiled_embedding import CompiledEmbedding
 
@@ -20,30 +22,70 @@ def test_its_functions_and_their_gradients_are_those_of_eager_torch(precision):
     compiled._try_embedding(CompiledEmbedding(frozenset({4})), PATCHES_OF_14, CPU, precision)
 
 
-@pytest.mark.parametrize("which", ["patch_rows", "add_positions", "norm"])
-def test_one_that_computes_something_else_is_found(which, monkeypatch):
-    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
-    embedding = CompiledEmbedding(frozenset({4}))
-    right = getattr(embedding, which)
-    setattr(embedding, which, lambda x, *others: 2 * right(x, *others))
-    with pytest.raises(RuntimeError, match="something else than eager ones: output is 1 off"):
-        compiled._try_embedding(embedding, PATCHES_OF_14, CPU, "fp32")
+@pytest.fixture
+def model():
+    torch.manual_seed(0)
+    return CLIP(dataclasses.replace(load_model_config("demo"), vision_cfg=PATCHES_OF_14))
 
 
-def test_only_batches_of_training_run_compiled(monkeypatch):
-    sizes = []
+@pytest.mark.parametrize("which", ["patch_rows", "add_positions", "_norm"])
+def test_one_that_computes_something_else_is_named_and_everything_stays_eager(which, model, monkeypatch, caplog):
+    def compiling(function, **_):
+        return (lambda *given: 2 * function(*given)) if function.__name__ == which else function
+
+    monkeypatch.setattr(torch, "compile", compiling)
+    with caplog.at_level(logging.WARNING):
+        assert not compiled.compile_blocks(model, CPU, "fp32", {4}, embed=True)
+    named = "ln_pre" if which == "_norm" else which
+    assert f"compiled code computes something else than eager code: {named} is 1 off" in caplog.text
+    assert model.visual.add_positions is add_positions and "forward" not in vars(model.visual.ln_pre)
+
+
+def test_whatever_training_runs_was_tried_at_start(monkeypatch):
+    """Every batch, and the norm with the patches that a dropout leaves."""
+    seen: set[tuple] = set()
 
     def counting(function, **_):
-        def run(x, *others):
-            sizes.append((function.__name__, len(x)))
-            return function(x, *others)
+        def run(x, *others, **named):
+            if isinstance(x, torch.Tensor) and x.is_floating_point():
+                seen.add((function.__name__, *x.shape, torch.is_grad_enabled() and x.requires_grad))
+            return function(x, *others, **named)
 
         return run
 
     monkeypatch.setattr(torch, "compile", counting)
-    cfg = dataclasses.replace(load_model_config("demo"), vision_cfg=PATCHES_OF_14)
     torch.manual_seed(0)
-    visual, given = CLIP(cfg).visual, {size: torch.randn(size, 3, 56, 56) for size in (3, 4, 8)}
+    vision = dataclasses.replace(PATCHES_OF_14, patch_dropout=0.5)
+    model = CLIP(dataclasses.replace(load_model_config("demo"), vision_cfg=vision))
+    assert compiled.compile_blocks(model, CPU, "fp32", {4, 8}, embed=True)
+    tried = set(seen)
+    model.visual(torch.randn(4, 3, 56, 56)).sum().backward()
+    with torch.no_grad():
+        for size in (4, 8):
+            model.visual(torch.randn(size, 3, 56, 56))
+    assert tried == seen and {name for name, *_ in tried} >= {"add_positions", "_norm"}
+
+
+def test_a_copy_of_the_model_has_its_own_norm(model, monkeypatch):
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+    CompiledEmbedding(frozenset({4})).install(model.visual)
+    other = copy.deepcopy(model.visual)
+    torch.nn.init.zeros_(other.ln_pre.weight)
+    assert not other.ln_pre(torch.randn(4, 17, 64)).any() and model.visual.ln_pre(torch.randn(4, 17, 64)).any()
+
+
+def test_only_batches_of_training_run_compiled(model, monkeypatch):
+    sizes = []
+
+    def counting(function, **_):
+        def run(x, *others, **named):
+            sizes.append((function.__name__, len(x)))
+            return function(x, *others, **named)
+
+        return run
+
+    monkeypatch.setattr(torch, "compile", counting)
+    visual, given = model.visual, {size: torch.randn(size, 3, 56, 56) for size in (3, 4, 8)}
     before = {size: visual(images) for size, images in given.items()}
     CompiledEmbedding(frozenset({4, 8})).install(visual)
     for size, images in given.items():
@@ -71,7 +113,7 @@ def test_on_a_gpu_they_are_those_of_eager_torch(name, precision):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("size", "kernels"), [(14, 2), (32, 1)])  # 14: the fill is a pass of its own
-def test_pixels_become_rows_in_one_pass(size, kernels):
+def test_pixels_become_rows_in_few_kernels(size, kernels):
     pixels = torch.randint(256, (16, 3, 224, 224), dtype=torch.uint8, device="cuda")
     run = CompiledEmbedding(frozenset({16})).patch_rows
     run(pixels, size, torch.bfloat16)

@@ -35,17 +35,35 @@ def test_ranks_per_node_are_read_from_every_launcher(monkeypatch, environment, r
 
 @pytest.mark.parametrize(
     ("ranks", "threads", "said", "left"),
-    [(1, 8, None, 8), (3, 8, None, 2), (16, 8, None, 1), (2, 1, None, 1), (2, 8, "8", None)],
+    [
+        (1, 96, None, 96),
+        (5, 96, None, 19),
+        (100, 96, None, 1),
+        (8, 12, None, 12),  # each bound to its twelve
+        (2, 1, None, 1),
+        (2, 96, "96", None),
+    ],
 )
 def test_the_ranks_of_a_host_share_its_cores(monkeypatch, ranks, threads, said, left):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     if said:
         monkeypatch.setenv("OMP_NUM_THREADS", said)
-    monkeypatch.setattr(parallel.os, "sched_getaffinity", lambda _: set(range(8)))
+    monkeypatch.setattr(parallel.os, "cpu_count", lambda: 96)
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     with mock.patch.object(torch, "set_num_threads") as set_num_threads:
         parallel._share_cores(ranks)
     assert [call.args for call in set_num_threads.call_args_list] == ([] if left is None else [(left,)])
+
+
+def shared_among(rank, world_size):
+    dist.destroy_process_group()
+    with mock.patch.object(parallel, "_share_cores") as share:
+        parallel.init_parallel("cpu")
+    return share.call_args.args
+
+
+def test_ranks_share_cores_when_they_start():
+    assert run_ranks(shared_among, 1) == [(1,)]
 
 
 def test_every_micro_batch_has_a_seed_of_its_own_that_never_changes():

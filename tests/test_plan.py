@@ -122,20 +122,22 @@ def test_measured_peaks_with_each_way_to_reduce_gradients(one):
 
 @pytest.mark.parametrize("one", compare(read_steps(RESULTS / "step_captions.csv"), load_gpu("h200")), ids=_name)
 def test_measured_steps_of_packed_and_whole_captions(one):
-    """Those of ViT-B-32 are planned too fast: the host waited before each forward, and for its own threads (log.md)."""
+    """Those of ViT-B-32 are planned too fast, captions whole or packed; why was not found."""
     assert abs(one["memory_error"]) < 0.05
     assert abs(one["speed_error"]) < (0.25 if one["row"]["model"] == "ViT-B-32" else 0.05)
 
 
-WITHOUT_WAITS = [row for row in read_steps(RESULTS / "step_waits.csv") if row["tree"].startswith("off")]
+WITHOUT_TIMER = [  # but for packed captions of ViT-B, for which busy cores let the host wait: docs/log.md
+    row
+    for row in read_steps(RESULTS / "step_waits.csv")
+    if row["tree"].startswith("off") and (row["text_share"] == "1.0" or row["model"] == "ViT-L-14")
+]
 
 
-@pytest.mark.parametrize("one", compare(WITHOUT_WAITS, load_gpu("h200")), ids=_name)
-def test_measured_steps_in_which_the_host_waits_for_nothing(one):
-    """Of packed captions it waited for its own threads: those of ViT-B-32 and B-16 took up to twice as long."""
+@pytest.mark.parametrize("one", compare(WITHOUT_TIMER, load_gpu("h200")), ids=_name)
+def test_measured_steps_without_deepspeeds_timer(one):
+    assert abs(one["speed_error"]) < 0.10
     assert abs(one["memory_error"]) < 0.05
-    if one["row"]["text_share"] == "1.0" or one["row"]["model"] == "ViT-L-14":
-        assert abs(one["speed_error"]) < 0.15
 
 
 @pytest.mark.parametrize("row", rows("table1_h200.csv", "largest_batch.csv", "memory_rows.csv"), ids=str)

@@ -175,7 +175,7 @@ class TrainConfig:
         choices=PRECISIONS,
     )
     compile_blocks: str = _flag(
-        "auto", "system", "torch.compile of the towers' blocks; auto: on a GPU", choices=("auto", "on", "off")
+        "auto", "system", "torch.compile of the towers; auto: on a GPU", choices=("auto", "on", "off")
     )
     pack_captions: str = _flag(
         "auto",

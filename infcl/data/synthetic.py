@@ -18,7 +18,7 @@ class SyntheticLoader(StepLoader):
 
     A rank draws `pool` micro-batches once, from (seed, rank), and each (epoch, step, micro-batch) picks one of them.
     A caption has 2 to context_length / 2 tokens, each length as often (of 77 places 20 in the mean): ids in
-    [2, vocab_size), then `end_id`, which is nowhere else, then `pad_id`.
+    [2, vocab_size), but for `end_id`, which comes behind them, then `pad_id`.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Captions(NamedTuple):
         """int64 [count, context_length]"""
         place = torch.arange(self.context_length)
         ids = torch.randint(2, self.vocab_size, (count, self.context_length), generator=generator)
-        ids[ids == self.end_id] = 2 + (self.end_id == 2)
+        ids[ids == self.end_id] = 2 - (self.end_id == 2)
         end = torch.randint(1, max(2, self.context_length // 2), (count, 1), generator=generator)
         return ids.masked_fill(place == end, self.end_id).masked_fill(place > end, self.pad_id)
 

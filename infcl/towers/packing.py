@@ -60,6 +60,7 @@ def pack_captions(texts: torch.Tensor, cfg: TextConfig) -> tuple[torch.Tensor, t
 
     check_length(texts, cfg.context_length)
     ids, count, pinned = texts.numpy(), len(texts), texts.is_pinned()
+    # pooled_places, by NumPy
     found = ids.argmax(1) if cfg.pool_type == "argmax" else (ids == cfg.eos_id).argmax(1)
     length, step = row_length(cfg.context_length), max(1, -(-count // ROW_STEPS))
     starts, num_rows = _placed((found + 1).tolist(), length)

@@ -1,6 +1,7 @@
 """torch.compile for the towers, one residual block at a time, with a way back to eager.
 
-In:  a CLIP model that no engine holds yet. Out: the same modules, whose blocks' `forward` runs a compiled graph.
+In:  a CLIP model that no engine holds yet. Out: the same modules, whose blocks' `forward` runs a compiled graph; on a
+     GPU what comes before the image tower's blocks does too (compiled_embedding.py).
 
 One block is one graph, and all blocks of a tower share it: compiling takes seconds, not minutes. What surrounds a block
 stays outside: DeepSpeed's hooks (ZeRO-3 gathers a whole block at once, engine.py), activation checkpointing, the seeds.
@@ -71,7 +72,9 @@ def prepare_blocks(model: CLIP, config: TrainConfig, parallel: Parallel, precisi
     run = 1 if alone else BLOCKS_OF_A_RUN
     way = way_to_compile(parallel, config.sequence_parallel)
     packed = packs_captions(config, model.cfg)
-    ways: dict[str, Any] = {"way": way, "blocks_of_a_run": run, "packed": packed}
+    # Tensor-parallel ranks must sum gradients alike; of some kernels the compiler takes what is fastest on each.
+    embed = parallel.device.type == "cuda" and parallel.tp_size == 1
+    ways: dict[str, Any] = {"way": way, "blocks_of_a_run": run, "packed": packed, "embed": embed}
     return wanted and compile_blocks(model, parallel.device, precision, sizes, **ways)
 
 
@@ -93,12 +96,14 @@ def compile_blocks(
     way: Way | None = None,
     blocks_of_a_run: int = 1,
     packed: bool = False,
+    embed: bool = False,
 ) -> bool:
     """Compile the blocks of both towers for `batch_sizes`. False when that failed: then nothing has changed.
 
     way: the blocks' forward, and torch.compile's options for it; one after the other, and none, when it is None.
     blocks_of_a_run: so many blocks, or a divisor of that, are one graph, which is the forward of the first of them.
     packed: texts come in rows, in any number of them, with a mask.
+    embed: compile what comes before the image tower's blocks too (compiled_embedding.py).
     """
     torch._dynamo.config.recompile_limit = max(_RECOMPILE_LIMIT, torch._dynamo.config.recompile_limit)
     if odd := [n for n, p in model.named_parameters() if ".resblocks." in n and p.numel() % ALIGNED]:
@@ -112,11 +117,12 @@ def compile_blocks(
     ]
     inputs = _inputs(model, precision, frozenset(batch_sizes), packed)
     runners = [partial(_run, forward, compiled, one) for one in inputs]
-    embedding = CompiledEmbedding(inputs[0].batch_sizes) if device.type == "cuda" else None
+    embedding = CompiledEmbedding(frozenset(batch_sizes)) if embed else None
     failed = False
     try:
         if embedding is not None:
-            _try_embedding(embedding, model.cfg.vision_cfg, device, precision)
+            trained = model.visual.class_embedding.requires_grad
+            _try_embedding(embedding, model.cfg.vision_cfg, device, precision, trained=trained)
         for (blocks, *_), runner, one in zip(towers, runners, inputs):
             _try(blocks, runner, forward, one, device, precision)
     except Exception as error:  # compilers raise many types; whatever it is, eager blocks need none of it
@@ -207,19 +213,25 @@ def _try(
                 _require_near(found, expected, apart)
 
 
-def _try_embedding(embedding: CompiledEmbedding, cfg: VisionConfig, device: torch.device, precision: str) -> None:
-    """RuntimeError where one of its functions computes something else than the eager one."""
+def _try_embedding(
+    embedding: CompiledEmbedding, cfg: VisionConfig, device: torch.device, precision: str, *, trained: bool = True
+) -> None:
+    """Run its functions as `_try` runs blocks. RuntimeError where one computes something else than the eager one."""
     dtype = PARAMETER_DTYPES.get(precision, torch.float32)
     apart = APART[torch.bfloat16 if precision == "amp_bf16" else dtype]
+    tokens = 1 + (kept_patches(cfg.num_patches, cfg.patch_dropout) if trained else cfg.num_patches)
     with torch.autocast(device.type, torch.bfloat16, enabled=precision == "amp_bf16"):
-        for run, eager, given in embedding.trials(cfg, device, dtype):
-            with torch.no_grad():
-                _require_near({"output": run(*given)}, {"output": eager(*given)}, apart)
-            found, expected = ({"output": way(*given)} for way in (run, eager))
-            trained = {str(place): x for place, x in enumerate(given) if getattr(x, "requires_grad", False)}
-            if trained:
-                found, expected = (_of_weighted_sum(one["output"], trained) for one in (found, expected))
-            _require_near(found, expected, apart)
+        for size in sorted(embedding.sizes):
+            for name, (run, eager, given) in embedding.trials(cfg, size, tokens, device, dtype, trained=trained):
+                with torch.no_grad():
+                    _require_near({name: run(*given)}, {name: eager(*given)}, apart)
+                if size > min(embedding.sizes):
+                    continue
+                found, expected = ({name: way(*given)} for way in (run, eager))
+                inputs = {f"{name}, {place}": x for place, x in enumerate(given) if getattr(x, "requires_grad", False)}
+                if inputs:
+                    found, expected = (_of_weighted_sum(one[name], inputs) for one in (found, expected))
+                _require_near(found, expected, apart)
 
 
 def _gradients(
@@ -244,4 +256,4 @@ def _require_near(found: dict[str, torch.Tensor], expected: dict[str, torch.Tens
     }
     worst = max(off, key=lambda name: math.inf if math.isnan(off[name]) else off[name])
     if not off[worst] <= apart:
-        raise RuntimeError(f"compiled blocks compute something else than eager ones: {worst} is {off[worst]:.3g} off")
+        raise RuntimeError(f"compiled code computes something else than eager code: {worst} is {off[worst]:.3g} off")

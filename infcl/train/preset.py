@@ -229,7 +229,7 @@ def deepspeed_config(preset: dict, precision: str, batch: BatchPlan, grad_clip_n
     merged["gradient_clipping"] = grad_clip_norm or 0.0
     merged["steps_per_print"] = 10**9
     merged["zero_allow_untested_optimizer"] = True
-    merged.setdefault("timers", {"throughput": {"enabled": False}})  # waits for the GPU before each forward
+    merged["timers"] = {"throughput": {"enabled": False}}  # waits for the GPU before each forward
     merged.setdefault("zero_force_ds_cpu_optimizer", False)  # those of optimizers.py run on a CPU too
     if zero_stage(preset) == 3:  # one gather, one set of hooks per block, and a block that can be compiled whole
         zero = dict(merged["zero_optimization"])
