@@ -4,6 +4,7 @@ import os
 import pickle
 import random
 import re
+import sys
 import tempfile
 from pathlib import Path
 
@@ -35,6 +36,13 @@ LONGEST = (
 def pytest_collection_modifyitems(items):
     places = {f"test_{name}.py": place for place, name in enumerate(LONGEST.split())}
     items.sort(key=lambda item: places.get(item.path.name, len(places)))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _ranks_end_with_a_file():
+    yield
+    if ranks := sys.modules.get("tests.ranks"):
+        ranks.end_ranks()
 
 
 def pytest_addoption(parser):

@@ -1,7 +1,9 @@
 """Run a function on W gloo ranks: `run_ranks(function, world_size, *args, **kwargs)` -> results of ranks 0 to W-1.
 
-The processes of a world size are started once per test run and reused, forked from one that has imported all they need
-(preload.py: importing costs each rank seconds of a core, a call milliseconds). A function takes (rank, world_size,
+The processes of a world size are started once for a file of tests and reused in it, forked from one that has imported
+all they need (preload.py: importing costs each rank seconds of a core, a call milliseconds). `end_ranks`, at the end of
+each file (conftest.py), ends them: every group that a test made leaves threads behind that wake a hundred times a
+second, and a hundred processes of them took a third of two cores. A function takes (rank, world_size,
 *args), must be importable (module level), and may use torch.distributed's WORLD group. An exception on any rank is
 raised here with its traceback; a hang ends after `timeout` seconds. In both cases the processes of that world size are
 thrown away, since their collectives may be out of step.
@@ -118,7 +120,7 @@ def free_port() -> int:
 
 
 @atexit.register
-def _close_all() -> None:
+def end_ranks() -> None:
     for pool in _pools.values():
         for pipe in pool.pipes:
             pipe.close()  # a rank that waits for work ends, and what it covered is written

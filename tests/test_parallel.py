@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from infcl import parallel
+from infcl.cluster.meeting import Node
 from tests.ranks import run_ranks
 
 
@@ -55,15 +56,18 @@ def test_the_ranks_of_a_host_share_its_cores(monkeypatch, ranks, threads, said, 
     assert [call.args for call in set_num_threads.call_args_list] == ([] if left is None else [(left,)])
 
 
-def shared_among(rank, world_size):
-    dist.destroy_process_group()
+def test_a_rank_shares_the_cores_of_its_own_host(monkeypatch):
+    nodes = [Node("a", 0, 2), Node("b", 2, 3)]
+    for name, value in {"RANK": 3, "WORLD_SIZE": 5, "LOCAL_RANK": 1, "DS_ACCELERATOR": "cpu"}.items():
+        monkeypatch.setenv(name, str(value))
+    for name in ("require_hostfile", "open_store", "_use_interface", "HostWatch"):
+        monkeypatch.setattr(parallel, name, mock.Mock())
+    monkeypatch.setattr(parallel, "meet", lambda *_, **__: nodes)
+    monkeypatch.setattr(dist, "is_initialized", lambda: False)
+    monkeypatch.setattr(dist, "init_process_group", mock.Mock())
     with mock.patch.object(parallel, "_share_cores") as share:
         parallel.init_parallel("cpu")
-    return share.call_args.args
-
-
-def test_ranks_share_cores_when_they_start():
-    assert run_ranks(shared_among, 1) == [(1,)]
+    share.assert_called_once_with(3)
 
 
 def test_every_micro_batch_has_a_seed_of_its_own_that_never_changes():
