@@ -14,6 +14,7 @@ Shapes: m captions, L context_length, r rows of R places (R = `row_length(L)`).
 
 import bisect
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -42,9 +43,12 @@ def check_length(texts: torch.Tensor, context_length: int) -> None:
         )
 
 
-def pooled_places(texts: torch.Tensor, pool_type: str, eos_id: int) -> torch.Tensor:
-    """int64 [m, L] -> [m]: where each caption is pooled; at its largest id, or its first `eos_id` (0 without one)."""
-    return texts.argmax(dim=1) if pool_type == "argmax" else (texts == eos_id).int().argmax(dim=1)
+def pooled_places(texts: Any, pool_type: str, eos_id: int) -> Any:
+    """int64 [m, L] -> [m]: where each caption is pooled; at its largest id, or its first `eos_id` (0 without one).
+
+    Of a tensor, or of NumPy's array.
+    """
+    return texts.argmax(1) if pool_type == "argmax" else ((texts == eos_id) * 1).argmax(1)
 
 
 def pack_captions(texts: torch.Tensor, cfg: TextConfig) -> tuple[torch.Tensor, torch.Tensor]:
@@ -60,8 +64,7 @@ def pack_captions(texts: torch.Tensor, cfg: TextConfig) -> tuple[torch.Tensor, t
 
     check_length(texts, cfg.context_length)
     ids, count, pinned = texts.numpy(), len(texts), texts.is_pinned()
-    # pooled_places, by NumPy
-    found = ids.argmax(1) if cfg.pool_type == "argmax" else (ids == cfg.eos_id).argmax(1)
+    found = pooled_places(ids, cfg.pool_type, cfg.eos_id)
     length, step = row_length(cfg.context_length), max(1, -(-count // ROW_STEPS))
     starts, num_rows = _placed((found + 1).tolist(), length)
     num_rows = max(2, -(-num_rows // step) * step)  # compiled code takes 1 for a case apart
