@@ -17,12 +17,12 @@ from infcl.parallel import (
     describe_failure,
     destroy_parallel,
     init_parallel,
-    leave_gloo,
     read_environment,
     report_mistake,
 )
 from infcl.plan.dry_run import describe_plan
 from infcl.plan.fit import fit_to_memory
+from infcl.program import run_program
 from infcl.report import summary_table
 from infcl.train.run_folder import FolderTaken, claim_run_folder
 from infcl.train.stop import Stopped, end_with_launcher
@@ -67,13 +67,11 @@ def main(argv: list[str] | None = None) -> int:
         return report_mistake("pretrain_clip.py", error)
     except KeyboardInterrupt:
         say(rank, "interrupted before the first step")
-        leave_gloo()
         return 130
     try:
         summary = trainer.fit()
     except KeyboardInterrupt:
         say(rank, f"interrupted at step {trainer.step}; {trainer.checkpoints.hint}")
-        leave_gloo()
         return 130
     except Stopped as stop:
         say(rank, f"{stop} at step {trainer.step}; {trainer.checkpoints.hint}")
@@ -97,4 +95,4 @@ def say(rank: int, text: str) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_program(main)

@@ -187,15 +187,6 @@ def destroy_parallel(parallel: Parallel | None = None) -> None:
         dist.destroy_process_group()
 
 
-def leave_gloo() -> None:
-    """Before an end that other ranks may not share: NCCL's group would wait for them.
-
-    gloo's threads, alive when the interpreter ends, turn two exits in a hundred into an abort with code 134.
-    """
-    if dist.is_initialized() and dist.get_backend() == "gloo":
-        dist.destroy_process_group()
-
-
 def describe_failure(parallel: Parallel, error: Exception) -> str:
     """One line for a rank that failed among several hosts: where it ran, why it failed, which ranks are whose."""
     here = next(node.host for node in reversed(parallel.nodes) if node.first_rank <= parallel.rank)
@@ -221,7 +212,6 @@ def report_mistake(program: str, error: Exception) -> int:
         print(f"{program}: error: {error}", file=sys.stderr, flush=True)
     elif store is not None:
         store.add(_HEARD, 1)
-    leave_gloo()
     return 2
 
 

@@ -34,6 +34,7 @@ LAYERS = {
     "infcl.step": 5,
     "infcl.config": 5,
     "infcl.parallel": 5,
+    "infcl.program": 5,
     "infcl.cluster": 5,
     "infcl": 6,
     "megatron_patches": 6,
