@@ -1,6 +1,6 @@
 """Training over several hosts through ssh, as the README says: hosts are network namespaces (hosts.py).
 
-python -m pytest -m cluster -o addopts=''        needs root, iproute2, openssh-server, pdsh
+python -m pytest -m cluster -o addopts=''        needs root, iproute2, openssh-server, pdsh (openmpi-bin)
 """
 
 import json

@@ -1,0 +1,129 @@
+"""A real Slurm over the hosts of hosts.py: `with Slurm(hosts, folder) as slurm:` starts its daemons.
+
+    job = slurm.submit(["--nodes", "2", "launch/slurm.sbatch", ...])      slurm.state(job)["JobState"]
+    slurm.run("scancel", "--signal=USR1", job)
+
+One munged serves all hosts through its socket. A job that is queued again waits for its credentials to expire: 5 s
+here, not two minutes. Nothing is confined (no control groups); each host has 16 cores, as far as Slurm knows. Seen to
+work with Slurm 22.05.
+"""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from tests.hosts import Hosts
+
+PROGRAMS = ("slurmctld", "slurmd", "munged")
+_CONF = """
+ClusterName=tests
+SlurmctldHost=worker-1({controller})
+SlurmUser=root
+SlurmdUser=root
+AuthType=auth/munge
+AuthInfo=socket={folder}/munge,cred_expire=5
+CredType=cred/munge
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/%n
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd-%n.pid
+SlurmdParameters=config_overrides
+ProctrackType=proctrack/pgid
+TaskPlugin=task/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_CPU
+SchedulerType=sched/builtin
+SchedulerParameters=batch_sched_delay=1,sched_interval=2
+JobAcctGatherType=jobacct_gather/none
+AccountingStorageType=accounting_storage/none
+SlurmdTimeout=6
+ReturnToService=2
+"""
+
+
+def missing() -> str | None:
+    """Why there can be no Slurm; None where there can."""
+    absent = [program for program in PROGRAMS if not (shutil.which(program) or Path("/usr/sbin", program).exists())]
+    return f"not installed: {', '.join(absent)} (slurm-wlm)" if absent else None
+
+
+class Slurm:
+    def __init__(self, hosts: Hosts, folder: Path):
+        self.hosts, self.folder = hosts, folder
+        self.daemons: list[subprocess.Popen] = []
+        path = f"{Path(sys.executable).parent}:/usr/bin:/bin:/usr/sbin"
+        self.environment = [f"SLURM_CONF={folder}/slurm.conf", f"PATH={path}", f"HOME={hosts.folder}"]
+
+    def __enter__(self) -> "Slurm":
+        try:
+            self._start()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def _start(self) -> None:
+        for folder in ("", "state", *(host.name for host in self.hosts.all)):
+            (self.folder / folder).mkdir(parents=True, exist_ok=True)
+        nodes = "".join(f"NodeName={host.name} NodeAddr={host.address} CPUs=16\n" for host in self.hosts.all)
+        settings = _CONF.format(controller=self.hosts[0].address, folder=self.folder)
+        (self.folder / "slurm.conf").write_text(f"{settings}{nodes}PartitionName=all Nodes=ALL Default=YES\n")
+        (self.folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")  # the kind that is not looked for at start
+        key = self.folder / "key"
+        key.write_bytes(os.urandom(128))
+        key.chmod(0o400)
+        own = [f"--{name}-file={self.folder}/munge.{name}" for name in ("pid", "seed", "log")]
+        munged = ["munged", "--foreground", "--force", f"--key-file={key}", f"--socket={self.folder}/munge", *own]
+        self._keep(munged, "munged", on=0)
+        self._keep(["slurmctld", "-D"], "slurmctld", on=0)
+        for number in range(len(self.hosts.all)):
+            self.start_node(number)
+        self.wait_until(lambda: self.run("sinfo", "-h", "-o", "%D %t") == f"{len(self.hosts.all)} idle\n", 30)
+
+    def start_node(self, number: int) -> None:
+        """At the start, and when a host is back."""
+        name = self.hosts[number].name
+        self._keep(["slurmd", "-D", "-N", name], name, on=number)
+
+    def _keep(self, command: list[str], name: str, on: int) -> None:
+        words = self.hosts[on].command(["env", "-i", *self.environment, *command])
+        with open(self.folder / f"{name}.out", "w") as output:
+            self.daemons.append(subprocess.Popen(words, stdout=output, stderr=output, stdin=subprocess.DEVNULL))
+
+    def wait_until(self, condition: Callable[[], bool], seconds: float) -> None:
+        """AssertionError, with what the daemons printed, when `condition` is not met in time."""
+        deadline = time.monotonic() + seconds
+        while not condition():
+            logs = {path.name: path.read_text()[-2000:] for path in self.folder.glob("*.out")}
+            assert time.monotonic() < deadline, logs
+            time.sleep(0.3)
+
+    def __exit__(self, *_) -> None:
+        for daemon in reversed(self.daemons):
+            daemon.kill()
+            daemon.wait()
+
+    def run(self, *words, cwd=None) -> str:
+        """What a command prints on the first host."""
+        done = self.hosts[0].run(["env", "-i", *self.environment, *words], cwd, timeout=60)
+        return done.stdout + done.stderr
+
+    def submit(self, words: list, cwd=None) -> str:
+        """The job's number."""
+        printed = self.run("sbatch", "--parsable", *words, cwd=cwd)
+        assert printed.strip().isdigit(), printed
+        return printed.strip()
+
+    def state(self, job: str) -> dict[str, str]:
+        return dict(re.findall(r"(\w+)=(\S+)", self.run("scontrol", "show", "job", job)))
+
+    def wait(self, job: str, seconds: float = 180) -> dict[str, str]:
+        """Its state when it has ended for good."""
+        ends = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
+        self.wait_until(lambda: self.state(job)["JobState"] in ends, seconds)
+        return self.state(job)
