@@ -8,6 +8,7 @@ with the same paths everywhere. Needs root, iproute2, util-linux and openssh-ser
     host.run([...])              on the host, in `cwd`        host.link("down")     its cable is pulled
     host.processes("text")       its processes by command     host.shape("tbf rate ...") tc on what it sends
     host.crash()                 every process of it is killed at once
+    host.delay(30, 5)            its cable takes 30 +- 5 ms, both ways
 
 While hosts are there SIGTERM is a KeyboardInterrupt, so that they are taken down; it waits while they are.
 """
@@ -18,6 +19,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -64,6 +66,7 @@ class Host:
         self.hosts, self.name, self.address = hosts, f"worker-{number}", f"{NET}.{number}"
         self.namespace, self.port = f"{hosts.prefix}h{number}", f"p{number}"
         self.process: subprocess.Popen | None = None
+        self.cable: subprocess.Popen | None = None  # a slow one's
 
     def start(self) -> None:
         folder = self.hosts.folder
@@ -114,8 +117,19 @@ class Host:
     def link(self, state: str) -> None:
         _run("ip", "-n", self.hosts.bridge, "link", "set", self.port, state)
 
+    def delay(self, milliseconds: float, jitter: float = 0.0) -> None:
+        """Another cable to the bridge, once: eth0 is new. By slow_cable.py: tc's netem is not in every kernel."""
+        known = self.run(["cat", "/sys/class/net/eth0/address"]).stdout.strip()  # to its neighbours
+        _run("ip", "-n", self.namespace, "link", "del", "eth0")
+        ends = (self.namespace, "eth0", self.hosts.bridge, self.port)
+        program = [sys.executable, Path(__file__).with_name("slow_cable.py"), *ends, milliseconds, jitter]
+        self.cable = subprocess.Popen([str(word) for word in program], stdout=subprocess.PIPE, text=True)
+        assert self.cable.stdout is not None and self.cable.stdout.readline() == "ready\n", "no slow cable"
+        _run("ip", "-n", self.namespace, "link", "set", "eth0", "address", known)
+        self.hosts._plug_in(self, "eth0", self.port, f"{self.address}/24")
+
     def shape(self, discipline: str, *, device: str = "eth0") -> None:
-        """RuntimeError where the kernel has not the queueing discipline (netem is often missing)."""
+        """RuntimeError where the kernel has not the queueing discipline."""
         _run("tc", "-n", self.namespace, "qdisc", "replace", "dev", device, "root", *discipline.split())
 
     def crash(self) -> None:
@@ -187,6 +201,9 @@ class Hosts:
         device, port = f"eth{number}", host.port if number == 0 else f"{host.port}n{number}"
         address = f"{NET.rsplit('.', 1)[0]}.{77 + number}.{host.address.rsplit('.', 1)[1]}/24"
         _run(*f"ip link add {device} netns {host.namespace} type veth peer name {port} netns {self.bridge}".split())
+        self._plug_in(host, device, port, address)
+
+    def _plug_in(self, host: Host, device: str, port: str, address: str) -> None:
         _run(*f"ip -n {self.bridge} link set {port} master br0 up".split())
         _run(*f"ip -n {host.namespace} addr add {address} dev {device}".split())
         _run(*f"ip -n {host.namespace} link set {device} up".split())
@@ -213,6 +230,9 @@ class Hosts:
         for host in self.all:
             if host.is_up:
                 host.crash()
+            if host.cable is not None:
+                host.cable.kill()
+                host.cable.communicate()
             shutil.rmtree(Path("/etc/netns") / host.namespace, ignore_errors=True)
         for name in (*(host.namespace for host in self.all), self.bridge):
             subprocess.run(["ip", "netns", "del", name], capture_output=True)
