@@ -180,7 +180,7 @@ def _use_interface(interface: str | None) -> None:
 
 
 def destroy_parallel(parallel: Parallel | None = None) -> None:
-    """Leave the process group, so that the interpreter ends without a warning or a hang."""
+    """Leave the process group, as the other ranks do: NCCL's waits for all."""
     if parallel is not None and parallel.watch is not None:
         parallel.watch.close()
     if dist.is_initialized():

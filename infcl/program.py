@@ -23,19 +23,21 @@ def run_program(main: Callable[[], int]) -> NoReturn:
     Threads are joined and atexit's functions run, in Python's own order; multiprocessing ends its processes so too.
     argparse's SystemExit, which comes before there is a process group, passes.
     """
+    failure = None  # its frames, and what lives in them, outlast atexit: loaders' workers are told to end there
     try:
         code = main()
     except Exception:
-        sys.excepthook(*sys.exc_info())
-        code = 1
+        failure, code = sys.exc_info(), 1
     except KeyboardInterrupt:
-        sys.excepthook(*sys.exc_info())
-        code = 130
+        failure, code = sys.exc_info(), 130
     try:
-        threading._shutdown()  # type: ignore[attr-defined]
+        if failure is not None:
+            sys.excepthook(*failure)
+        with contextlib.suppress(KeyboardInterrupt):  # a second one ends the wait for threads, as ever
+            threading._shutdown()  # type: ignore[attr-defined]
         atexit._run_exitfuncs()
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError, ValueError):  # whoever read it is gone, or it is closed
                 stream.flush()
-    finally:  # also when it is interrupted
+    finally:
         os._exit(code)

@@ -41,6 +41,7 @@ SchedulerType=sched/builtin
 SchedulerParameters=batch_sched_delay=1,sched_interval=2
 JobAcctGatherType=jobacct_gather/none
 AccountingStorageType=accounting_storage/none
+MessageTimeout=60
 SlurmdTimeout=6
 ReturnToService=2
 """
@@ -104,7 +105,10 @@ class Slurm:
             time.sleep(0.3)
 
     def __exit__(self, *_) -> None:
-        for daemon in reversed(self.daemons):
+        for host in self.hosts.all:  # what started the daemons is no parent of theirs
+            if host.is_up:
+                host.run(["pkill", "-KILL", "slurm|munged"])
+        for daemon in self.daemons:
             daemon.kill()
             daemon.wait()
 
@@ -120,10 +124,16 @@ class Slurm:
         return printed.strip()
 
     def state(self, job: str) -> dict[str, str]:
+        """What `scontrol show job` says; nothing where the controller does not answer in time."""
         return dict(re.findall(r"(\w+)=(\S+)", self.run("scontrol", "show", "job", job)))
+
+    def cancel_all(self) -> None:
+        """And wait until no job is left."""
+        self.run("scancel", "--user", "root")
+        self.wait_until(lambda: self.run("squeue", "-h") == "", 120)
 
     def wait(self, job: str, seconds: float = 180) -> dict[str, str]:
         """Its state when it has ended for good."""
         ends = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
-        self.wait_until(lambda: self.state(job)["JobState"] in ends, seconds)
+        self.wait_until(lambda: self.state(job).get("JobState") in ends, seconds)
         return self.state(job)

@@ -73,6 +73,7 @@ def test_slurm_gives_up_after_so_many_failures_without_a_new_checkpoint(tmp_path
     def told(program: str) -> str:
         result = slurm(tmp_path, program, *FLAGS, SLURM_RESTART_COUNT="50", MAX_RESTARTS="2")
         assert ("scontrol requeue 7" in result.stdout) == (result.returncode == 0) == ("queued again" in result.stdout)
+        assert result.stderr == ""
         return result.stdout.partition("; queued again")[2].splitlines()[0] if result.returncode == 0 else "given up"
 
     fails = f"exit {code}\n"
@@ -82,33 +83,45 @@ def test_slurm_gives_up_after_so_many_failures_without_a_new_checkpoint(tmp_path
     assert not (tmp_path / "logs" / "first.failures").exists()
 
 
-def test_slurm_does_not_queue_a_mistake_again(tmp_path):
-    result = slurm(tmp_path, f"{SAVES} exit 2\n", *FLAGS)
-    assert result.returncode == 2 and "requeue" not in result.stdout, result.stdout + result.stderr
+@pytest.mark.parametrize("code", [0, 2, 130])
+def test_slurm_does_not_queue_a_mistake_again_nor_what_trains_nothing(tmp_path, code):
+    result = slurm(tmp_path, f"{SAVES} exit {code}\n", *FLAGS)
+    assert (result.returncode, result.stdout, result.stderr) == (code, "", "")
+
+
+def test_slurm_gives_up_where_failures_cannot_be_counted(tmp_path):
+    """A full disk, say: it would be the first failure each time."""
+    (tmp_path / "logs" / "first.failures").mkdir(parents=True)
+    result = slurm(tmp_path, "exit 1\n", *FLAGS)
+    assert result.returncode == 1 and "requeue" not in result.stdout, result.stdout
+    nested = slurm(tmp_path, "exit 1\n", "--logs", "logs", "--name", "a/b")
+    assert "restart 1 of 10" in nested.stdout and (tmp_path / "logs" / "a" / "b.failures").read_text() == "7 1\n"
 
 
 def test_slurm_is_finished_when_the_summary_is_there(tmp_path):
     (tmp_path / "logs" / "first").mkdir(parents=True)
     result = slurm(tmp_path, 'touch logs/first/summary.json; echo "$MASTER_ADDR $*"; exit 138\n', *FLAGS, "--wd", "a b")
     assert result.returncode == 0 and "requeue" not in result.stdout
-    assert result.stdout.startswith("n1 --kill-on-bad-exit=0 --wait=60 python -u pretrain_clip.py --deepspeed_config")
+    assert result.stdout.startswith("n1 --kill-on-bad-exit=0 --wait=300 python -u pretrain_clip.py --deepspeed_config")
     assert "--resume latest --logs logs --name first --wd a b" in result.stdout
 
 
 STEP = """
-if [ "$1 $2" != "--kill-on-bad-exit=0 --wait=60" ]; then exit 3; fi
+if [ "$1 $2" != "--kill-on-bad-exit=0 --wait=300" ]; then exit 3; fi
 for node in 0 1; do
   for task in 0 1; do
     export SLURM_PROCID=$((2 * node + task)) SLURM_LOCALID=$task SLURM_NTASKS=4 SLURM_TASKS_PER_NODE="2(x2)"
     "${@:3}"
+    code=$?
   done
 done
+exit $code
 """  # as srun starts a step of two nodes with two tasks each, one after another
 
 
 def test_each_slurm_task_gets_its_rank_and_all_the_same_meeting_place(tmp_path, monkeypatch):
     """What the trainer reads of the environment that the tasks of two hosts are started in."""
-    python = 'env > "task-$SLURM_PROCID"; echo "$*" >> words\n'
+    python = 'env > "task-$SLURM_PROCID"; echo "$*" >> words; exit 1\n'
     scontrol = 'case "$*" in "show hostnames n[1-2]") echo n1; echo n2;; *) echo "scontrol $*";; esac\n'
     programs = {"srun": STEP, "scontrol": scontrol, "python": python}
     given = SLURM | {"SLURM_JOB_ID": "123456", "INTERFACE": "ib0", "SLURM_SUBMIT_DIR": str(tmp_path)}

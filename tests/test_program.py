@@ -38,6 +38,7 @@ class LeftBehind:
 def main():
     global left_behind
     left_behind = LeftBehind()
+    of_a_frame = LeftBehind() if {raises} else None  # those of a traceback are taken down after atexit, too
     atexit.register(print, "first registered")
     atexit.register(print, "last registered")
     threading.Thread(target=lambda: (time.sleep(0.3), print("thread"))).start()
@@ -71,10 +72,29 @@ def test_threads_that_return_from_cpp_leave_the_exit_code_alone():
     ],
 )
 def test_threads_atexit_and_streams_are_served_and_nothing_is_taken_down(end, code, error):
-    result = run(ENDS.format(end=end))
+    result = run(ENDS.format(end=end, raises=end.startswith("raise")))
     assert result.stdout.splitlines() == ["thread", "last registered", "first registered"]
     assert result.returncode == code
     assert error in result.stderr and bool(error) == bool(result.stderr), result.stderr
+
+
+INTERRUPTED_AT_ITS_END = """
+import atexit, os, signal, threading, time
+from infcl.program import run_program
+
+def main():
+    threading.Thread(target=threading.Event().wait).start()  # for good
+    threading.Thread(target=lambda: (time.sleep(0.5), os.kill(os.getpid(), signal.SIGINT)), daemon=True).start()
+    atexit.register(print, "at exit")
+    return 130
+
+run_program(main)
+"""
+
+
+def test_a_second_interrupt_ends_the_wait_for_threads_and_nothing_else():
+    result = run(INTERRUPTED_AT_ITS_END)
+    assert (result.returncode, result.stdout, result.stderr) == (130, "at exit\n", "")
 
 
 def test_a_reader_that_is_gone_does_not_change_the_exit_code():

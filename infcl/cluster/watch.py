@@ -50,8 +50,8 @@ class HostWatch:
         atexit.register(self._leave)
 
     def _leave(self) -> None:
-        """This process ends, maybe by a mistake that others are to miss it for. A thread that came back from the
-        store's C++ while the interpreter is taken down would abort the process, and its exit code with it."""
+        """This process ends, maybe by a mistake that others are to miss it for. Where that is not by program.py, a
+        thread that comes back from the store's C++ while the interpreter is taken down aborts it, exit code and all."""
         self._closed.set()
         for thread in self.threads:
             thread.join(timeout=LEAVING)
