@@ -1,7 +1,7 @@
 """What is executed for each command of the documentation: the shown line, and beside it a line with stand-in data.
 
 A line runs by bash in a copy of the repository (test_docs.py's `clone`) with data/ (the demo set), spm.model, tiny.json
-(a model) and build/open_clip_loss.py (the installed package's); where it names them also runs/first, runs/demo-zero1,
+(a model) and dist/open_clip_loss.py (the installed package's); where it names them also runs/first, runs/demo-zero1,
 runs/other (finished runs of three steps) and weights.safetensors (of one of them). It has every flag of the shown one;
 long runs are made short by more flags.
 
@@ -377,7 +377,7 @@ COMMANDS = [
         "python -m benchmarks.loss --gpus 4 --impl inf_cl,official_open_clip,official --batch 131072 "
         "--open-clip-loss DIR/src/open_clip/loss.py",
         multigpu="python -m benchmarks.loss --gpus 2 --impl inf_cl,official_open_clip --batch 16384 --repeats 2 "
-        "--open-clip-loss build/open_clip_loss.py",
+        "--open-clip-loss dist/open_clip_loss.py",
     ),
     Command(
         "python -m benchmarks.step_losses --csv docs/results/step_losses.csv --repeats 3 --seconds 35",

@@ -156,8 +156,8 @@ def clone(tmp_path_factory, demo_folder) -> Path:
     del fields["vision_cfg"]["conv_stem"]
     (root / "tiny.json").write_text(json.dumps(fields | {"vision_cfg": fields["vision_cfg"] | {"pool_type": "tok"}}))
     write_captions(root)
-    (root / "build").mkdir()  # not linted
-    shutil.copy(installed_open_clip_loss(), root / "build" / "open_clip_loss.py")
+    (root / "dist").mkdir()  # not linted
+    shutil.copy(installed_open_clip_loss(), root / "dist" / "open_clip_loss.py")
     return root
 
 
