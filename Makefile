@@ -35,7 +35,8 @@ test: lint
 test-slow: $(VENV)/.installed
 	$(BIN)/python -m pytest -m 'slow and not gpu and not multigpu and not cluster' -o addopts='' -q -rs $(SKIPS)
 
-# Hosts made of network namespaces; skips, with the reason, where they cannot be made (root, openssh-server, pdsh; openmpi-bin, slurm-wlm).
+# Hosts made of network namespaces; skips, with the reason, where they cannot be made (root, openssh-server, pdsh) and
+# the launchers that are not installed (openmpi-bin, slurm-wlm).
 test-cluster: $(VENV)/.installed
 	timeout --kill-after 60 $(CLUSTER_SECONDS) $(BIN)/python -m pytest -m cluster -o addopts='' -v -rs $(SKIPS) --durations 0 --durations-min 1
 

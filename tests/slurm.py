@@ -41,7 +41,7 @@ SchedulerType=sched/builtin
 SchedulerParameters=batch_sched_delay=1,sched_interval=2
 JobAcctGatherType=jobacct_gather/none
 AccountingStorageType=accounting_storage/none
-MessageTimeout=60
+MessageTimeout=30
 SlurmdTimeout=6
 ReturnToService=2
 """
@@ -114,7 +114,7 @@ class Slurm:
 
     def run(self, *words, cwd=None) -> str:
         """What a command prints on the first host."""
-        done = self.hosts[0].run(["env", "-i", *self.environment, *words], cwd, timeout=60)
+        done = self.hosts[0].run(["env", "-i", *self.environment, *words], cwd, timeout=120)
         return done.stdout + done.stderr
 
     def submit(self, words: list, cwd=None) -> str:

@@ -79,12 +79,17 @@ def test_threads_atexit_and_streams_are_served_and_nothing_is_taken_down(end, co
 
 
 INTERRUPTED_AT_ITS_END = """
-import atexit, os, signal, threading, time
+import atexit, os, signal, sys, threading, time
 from infcl.program import run_program
+
+def interrupt(waiting):
+    while sys._current_frames()[threading.main_thread().ident].f_code.co_name != waiting:
+        time.sleep(0.01)
+    os.kill(os.getpid(), signal.SIGINT)
 
 def main():
     threading.Thread(target=threading.Event().wait).start()  # for good
-    threading.Thread(target=lambda: (time.sleep(0.5), os.kill(os.getpid(), signal.SIGINT)), daemon=True).start()
+    threading.Thread(target=interrupt, args=("_shutdown",), daemon=True).start()
     atexit.register(print, "at exit")
     return 130
 
