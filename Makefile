@@ -18,7 +18,7 @@ NAME   ?= demo-$(PRESET)
 DATA   ?= .data/demo
 LOGS   ?= runs
 FLAGS  ?=
-CLUSTER_SECONDS ?= 1500
+CLUSTER_SECONDS ?= 1800
 SKIPS  ?=
 WORKERS ?= 2
 
