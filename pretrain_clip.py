@@ -22,7 +22,7 @@ from infcl.parallel import (
 )
 from infcl.plan.dry_run import describe_plan
 from infcl.plan.fit import fit_to_memory
-from infcl.program import run_program
+from infcl.program import end_process
 from infcl.report import summary_table
 from infcl.train.run_folder import FolderTaken, claim_run_folder
 from infcl.train.stop import Stopped, end_with_launcher
@@ -95,4 +95,4 @@ def say(rank: int, text: str) -> None:
 
 
 if __name__ == "__main__":
-    run_program(main)
+    end_process(main())

@@ -5,7 +5,6 @@ begins; `ring` is inside the loss, after the first block has been posted, and `s
 rank's own file.
 """
 
-import functools
 import os
 import signal
 import sys
@@ -66,8 +65,8 @@ if __name__ == "__main__":
     arguments = [argument for argument in sys.argv[1:] if not argument.startswith("--local_rank")]
     rank, step, phase, number = int(arguments[0]), int(arguments[1]), arguments[2], int(arguments[3])
     assert number in set(signal.Signals)
-    from infcl.program import run_program
+    from infcl.program import end_process
     from pretrain_clip import main
 
     plant(rank, step, phase, number)
-    run_program(functools.partial(main, arguments[4:]))
+    end_process(main(arguments[4:]))

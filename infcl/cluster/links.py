@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from infcl.cluster.meeting import Node, nodes_of
 from infcl.parallel import Parallel, destroy_parallel, init_parallel
-from infcl.program import run_program
+from infcl.program import end_process
 
 SLOW = 0.8
 _KINDS = {
@@ -233,4 +233,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    run_program(main)
+    end_process(main())

@@ -21,7 +21,7 @@ from infcl.evaluate.load import load_model
 from infcl.evaluate.tasks import RetrievalTask, ZeroShotTask
 from infcl.evaluate.validation import ValidationLoss
 from infcl.parallel import Parallel, destroy_parallel, init_parallel, read_environment, report_mistake
-from infcl.program import run_program
+from infcl.program import end_process
 from infcl.towers import CLIP
 from infcl.towers.packing import packed, packs, whole
 
@@ -135,4 +135,4 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    run_program(main)
+    end_process(main())
