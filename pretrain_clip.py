@@ -48,7 +48,8 @@ def main(argv: list[str] | None = None) -> int:
         if config.tensor_parallel_size > 1:
             from megatron_patches.groups import init_tensor_parallel
 
-            parallel = init_tensor_parallel(parallel, config.tensor_parallel_size)
+            packed = config.pack_captions == "on"
+            parallel = init_tensor_parallel(parallel, config.tensor_parallel_size, on_host=packed)
         config = fit_to_memory(config, parallel)
         if config.dry_run:
             say(rank, describe_plan(config, parallel))

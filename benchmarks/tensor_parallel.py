@@ -13,8 +13,9 @@ Models: names of infcl/model_configs, or
     5B    an image tower of 5.0 B (width 3072, 44 layers, 24 heads) with a text tower of 0.4 B
 
 In the CSV, reduce_bucket_size and overlap_comm (0, 1) are the preset's; rows without them have DeepSpeed's own bucket
-(5e8), and 1. The lever "none" is the trainer's way at that commit; others ("graphs", "one block a graph", "halves") are
-of what was tried (docs/log.md, docs/megatron.md). A peak that is missing was one of a second engine in its process.
+(5e8), and 1. The lever "none" is the trainer's way at that commit, captions whole; "packed captions" is --pack-captions
+on, with the trainer's synthetic ones, packed before the steps; others ("graphs", "one block a graph", "halves") are of
+what was tried (docs/log.md, docs/megatron.md). A peak that is missing was one of a second engine in its process.
 Rows of the commits 96af64e to 68ce065 hold the loss of their last step, the (2 + --repeats)th, which was the fifth or
 sixth (ViT-L-14, 128 pairs x 2: 5.21 in the fifth, 4.88 in the sixth), so they do not compare with newer ones.
 """
@@ -66,13 +67,15 @@ def settings(arguments: argparse.Namespace) -> list[dict]:
             "model": model, "gpus": arguments.gpus, "tensor_parallel": size, "sequence_parallel": sequence == "on",
             "zero_stage": stage, "checkpointing": arguments.grad_checkpointing, "batch_size": batch_size,
             "accum_freq": arguments.accum_freq, "compile_blocks": arguments.compile_blocks,
-            "repeats": arguments.repeats, "device": arguments.device, "lever": "none",
+            "repeats": arguments.repeats, "device": arguments.device,
+            "lever": "packed captions" if packed == "on" else "none",
         }
         for model in arguments.models.split(",")
         for size in map(int, arguments.sizes.split(","))
         for sequence in (arguments.sequence_parallel.split(",") if size > 1 else ["off"])
         for stage in map(int, arguments.stages.split(","))
         for batch_size in map(int, arguments.batch_sizes.split(","))
+        for packed in arguments.pack_captions.split(",")
     ]  # fmt: skip
 
 
@@ -128,7 +131,7 @@ def _measure(setting: dict) -> dict:
     from infcl.train.preset import read_preset
 
     config = TrainConfig(
-        pack_captions="off",  # above T = 1 they are whole
+        pack_captions="on" if setting["lever"] == "packed captions" else "off",
         dataset_type="synthetic", train_num_samples=1, deepspeed_config=f"ds_configs/zero{setting['zero_stage']}.json",
         tensor_parallel_size=setting["tensor_parallel"], sequence_parallel=setting["sequence_parallel"],
         compile_blocks=setting["compile_blocks"],
@@ -148,7 +151,7 @@ def _measure(setting: dict) -> dict:
     preset, precision = read_preset(config, parallel.device.type, parallel.dp_size, parallel.hosts)
     compiled = prepare_blocks(model, config, parallel, precision, batch)
     engine = Engine(model, config, parallel, batch)
-    loss, micro_batches = build_loss(config, parallel), _micro_batches(cfg, batch, parallel)
+    loss, micro_batches = build_loss(config, parallel), _micro_batches(config, cfg, batch, parallel)
     if on_gpu:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
@@ -160,7 +163,7 @@ def _measure(setting: dict) -> dict:
         started = time.perf_counter()
         output = grad_cache_step(
             micro_batches,
-            encode=lambda pair: engine.encode(*pair),
+            encode=lambda micro_batch: engine.encode(**micro_batch),
             loss=loss,
             backward=engine.backward,
             seeds=range(len(micro_batches)),
@@ -173,7 +176,8 @@ def _measure(setting: dict) -> dict:
         losses.append(output.loss)
     median = statistics.median(seconds[WARM_UP:])
     rate = batch.global_batch_size / median
-    mfu = utilisation(cfg, parallel.device, engine.precision)(rate / parallel.world_size)
+    share = sum(one["texts"].numel() for one in micro_batches) / (batch.rank_batch_size * cfg.text_cfg.context_length)
+    mfu = utilisation(cfg, parallel.device, engine.precision)(rate / parallel.world_size, share)
     peak = torch.cuda.max_memory_allocated() if on_gpu else 0
     peak = max_over(dist.group.WORLD, [peak], parallel.device)[0]
     return {
@@ -187,15 +191,25 @@ def _measure(setting: dict) -> dict:
     }  # fmt: skip
 
 
-def _micro_batches(cfg, batch, parallel) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def _micro_batches(config, cfg, batch, parallel) -> list[dict[str, torch.Tensor]]:
     """Random ones on the device, the same for tensor-parallel ranks."""
+    from infcl.data.synthetic import Captions
+    from infcl.train.captions import texts_for_model
+
     generator = torch.Generator().manual_seed(1 + parallel.dp_rank)
-    size, (m, text) = cfg.vision_cfg.image_size, (batch.micro_batch_size, cfg.text_cfg)
+    size, text = cfg.vision_cfg.image_size, cfg.text_cfg
+    captions = Captions(text.context_length, text.vocab_size, text.end_id, text.pad_id)
+    as_taken = texts_for_model(config, cfg)
     return [
-        (
-            torch.randint(256, (m, 3, size, size), dtype=torch.uint8, generator=generator).to(parallel.device),
-            torch.randint(text.vocab_size, (m, text.context_length), generator=generator).to(parallel.device),
-        )
+        {
+            name: value.to(parallel.device)
+            for name, value in {
+                "images": torch.randint(
+                    256, (batch.micro_batch_size, 3, size, size), dtype=torch.uint8, generator=generator
+                ),
+                **as_taken(captions.draw(batch.micro_batch_size, generator)),
+            }.items()
+        }
         for _ in range(batch.num_micro_batches)
     ]
 
@@ -244,6 +258,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--sizes", default="1,2,4,8", help="tensor-parallel sizes")
     parser.add_argument("--stages", default="1,3", help="ZeRO stages")
     parser.add_argument("--sequence-parallel", default="on", help="on, off or on,off; of sizes above 1")
+    parser.add_argument("--pack-captions", default="off", help="on, off or on,off")
     parser.add_argument("--grad-checkpointing", action="store_true")
     parser.add_argument("--compile-blocks", default="auto", choices=("auto", "on", "off"))
     parser.add_argument("--batch-sizes", default="64", help="pairs per micro-batch")

@@ -43,8 +43,9 @@ class Parallel:
     """Where this process stands. `dp_group` is the group over which ZeRO averages.
 
     ranks_per_node: None where nodes have different numbers. tp_group: the tensor-parallel ranks that hold one copy of
-    the model and see the same samples, None where every rank has its own. watch: on the first rank of each of several
-    hosts. nodes: all hosts, where this module started the process group.
+    the model and see the same samples, None where every rank has its own. tp_host_group: the same ranks, for
+    tensors in host memory (None on GPUs where none is sent). watch: on the first rank of each of several hosts. nodes:
+    all hosts, where this module started the process group.
     """
 
     rank: int
@@ -54,6 +55,7 @@ class Parallel:
     dp_group: dist.ProcessGroup
     ranks_per_node: int | None = None
     tp_group: dist.ProcessGroup | None = None
+    tp_host_group: dist.ProcessGroup | None = None
     watch: HostWatch | None = None
     nodes: tuple[Node, ...] = ()
 
@@ -279,6 +281,15 @@ def join_parts(parallel: Parallel, part: torch.Tensor) -> torch.Tensor:
         return part
     whole = part.new_empty(parallel.tp_size * len(part), *part.shape[1:])
     dist.all_gather_into_tensor(whole, part.contiguous(), group=parallel.tp_group)
+    return whole
+
+
+def join_on_host(parallel: Parallel, part: torch.Tensor) -> torch.Tensor:
+    """`join_parts` of what lies in host memory, with no GPU involved; pinned where `part` is. Collective."""
+    if parallel.tp_size == 1:
+        return part
+    whole = torch.empty(parallel.tp_size * len(part), *part.shape[1:], dtype=part.dtype, pin_memory=part.is_pinned())
+    dist.all_gather_into_tensor(whole, part.contiguous(), group=parallel.tp_host_group)
     return whole
 
 

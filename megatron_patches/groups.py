@@ -16,9 +16,10 @@ from megatron_patches.patches import apply_patches
 _log = logging.getLogger(__name__)
 
 
-def init_tensor_parallel(parallel: Parallel, size: int) -> Parallel:
+def init_tensor_parallel(parallel: Parallel, size: int, *, on_host: bool = False) -> Parallel:
     """`parallel` with its ranks in tensor-parallel groups of `size`. Collective; again with the same size: the same.
 
+    on_host: with a `tp_host_group` on GPUs too, where it is a gloo group more.
     ValueError when `size` does not divide the world size, or when megatron-core was initialised otherwise before.
     """
     ranks = parallel.world_size
@@ -36,16 +37,21 @@ def init_tensor_parallel(parallel: Parallel, size: int) -> Parallel:
             size,
             shared[0],
         )
+    timeout = timeout_of(dist.group.WORLD)
     if not parallel_state.is_initialized():
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=size,
-            distributed_timeout_minutes=timeout_of(dist.group.WORLD).total_seconds() / 60,
+            distributed_timeout_minutes=timeout.total_seconds() / 60,
             create_gloo_process_groups=False,
         )
     check_layout(size)
     tp_group = parallel_state.get_tensor_model_parallel_group()
     apply_patches(tp_group, parallel.device)
-    return dataclasses.replace(parallel, dp_group=parallel_state.get_data_parallel_group(), tp_group=tp_group)
+    host_group = tp_group if dist.get_backend(tp_group) == "gloo" else None
+    if on_host and host_group is None:
+        host_group, _ = dist.new_subgroups(size, backend="gloo", timeout=timeout)
+    dp_group = parallel_state.get_data_parallel_group()
+    return dataclasses.replace(parallel, dp_group=dp_group, tp_group=tp_group, tp_host_group=host_group)
 
 
 def check_layout(size: int | None = None) -> None:

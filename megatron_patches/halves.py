@@ -9,7 +9,8 @@ does it: a collective as soon as it can be, a wait when nothing else is left to 
 of several blocks leaves but the last block's last sum with nothing beside it.
 
 Halves have twice the launches; below LEAST_ELEMENTS these cost as much as the sums do (docs/megatron.md), and a
-micro-batch goes whole. Under sequence parallelism it does too: its products hide what they send (products.py).
+micro-batch goes whole. Packed captions do too, which are few rows, and under sequence parallelism all do: its products
+hide what they send (products.py).
 
 Shapes: m samples, L tokens, w width.
 """
@@ -32,11 +33,13 @@ _SUMS = _c10d.all_reduce_coalesced.default  # of gradients: linear.py
 _STARTS = {_c10d.all_reduce.default, _SUMS}
 
 
-def in_halves(blocks: Iterable[ResidualBlock], x: torch.Tensor) -> torch.Tensor:
-    """[m, L, w] -> [m, L, w], what the blocks compute one after the other; an odd or a small m goes whole."""
-    halves = list(x.chunk(2)) if len(x) % 2 == 0 and x.numel() >= LEAST_ELEMENTS else [x]
+def in_halves(blocks: Iterable[ResidualBlock], x: torch.Tensor, *mask: torch.Tensor) -> torch.Tensor:
+    """[m, L, w] -> [m, L, w], what the blocks compute one after the other; an odd or a small m goes whole, and one with
+    a mask (packed captions).
+    """
+    halves = list(x.chunk(2)) if not mask and len(x) % 2 == 0 and x.numel() >= LEAST_ELEMENTS else [x]
     for block in blocks:
-        halves = [half + block.attn(block.ln_1(half)) for half in halves]
+        halves = [half + block.attn(block.ln_1(half), *mask) for half in halves]
         halves = [half + block.mlp(block.ln_2(half)) for half in halves]
     return torch.cat(halves)
 

@@ -62,12 +62,12 @@ class SampleParallelTransformer(Transformer):
     def forward(
         self, x: torch.Tensor, begin: int = 0, end: int | None = None, mask: torch.Tensor | None = None
     ) -> torch.Tensor:
-        if mask is not None:
-            raise ValueError("packed captions are not shared out among the ranks of a tensor-parallel group")
         rows, group = len(x), self.sharing.group
-        padding = -rows % dist.get_world_size(group)  # the last batch of an evaluation
+        padding = -rows % dist.get_world_size(group)  # the last batch of an evaluation, packed captions
         x = scatter_to_sequence_parallel_region(F.pad(x, (0, 0, 0, 0, 0, padding)), group=group)
-        x = super().forward(x, begin, end)
+        if mask is not None:  # attention has all samples; those that fill up see themselves: none is without a token
+            mask = F.pad(mask, (0, 0, 0, 0, 0, 0, 0, padding), value=True)
+        x = super().forward(x, begin, end, mask)
         return gather_from_sequence_parallel_region(x, tensor_parallel_output_grad=False, group=group)[:rows]
 
 

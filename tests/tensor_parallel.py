@@ -67,6 +67,7 @@ def train_steps(
     """Optimizer steps over this rank's share -> (engine, losses, gradient norms, [image, text] gradient norms)."""
     from infcl.step.grad_cache import grad_cache_step
     from infcl.train.build import build_loss, split_model
+    from infcl.train.captions import texts_for_model
     from infcl.train.compiled import prepare_blocks
     from infcl.train.engine import Engine
 
@@ -76,13 +77,14 @@ def train_steps(
     assert prepare_blocks(model, config, parallel, "fp32", batch) == (config.compile_blocks == "on")
     engine = Engine(model, config, parallel, batch)
     loss, losses, norms, tower_norms = build_loss(config, parallel), [], [], []
+    as_taken = texts_for_model(config, CFG)
     engine.train()
     for step in range(steps):
         own = slice(parallel.dp_rank * batch.rank_batch_size, (parallel.dp_rank + 1) * batch.rank_batch_size)
         sides = [side[own].split(MICRO_BATCH_SIZE) for side in global_batch(batch.global_batch_size, seed=step)]
         output = grad_cache_step(
             list(zip(*sides)),
-            encode=lambda pair: engine.encode(*pair),
+            encode=lambda pair: engine.encode(pair[0], **as_taken(pair[1])),
             loss=loss,
             backward=engine.backward,
             seeds=[100 * step + 10 * parallel.dp_rank + i for i in range(micro_batches)],

@@ -15,12 +15,17 @@ from tests.test_engine_traps import fp16_allowed
 STEPS = 3
 
 
+PACKED_ROWS = {"pack_captions": "on", "sequence_parallel": True}
 OPTIONS = [  # (T, D, preset, flags)
     (2, 2, "zero1", {"sequence_parallel": True}),
     (4, 1, "zero3", {"sequence_parallel": True}),
+    (2, 2, "zero1", {"pack_captions": "on"}),
+    (4, 1, "zero3", PACKED_ROWS),
     pytest.param(2, 1, "zero3", {"sequence_parallel": True, "compile_blocks": "on"}, marks=pytest.mark.slow),
     pytest.param(2, 1, "zero1", {"compile_blocks": "on"}, marks=pytest.mark.slow),
     pytest.param(2, 2, "zero2", {"compile_blocks": "on"}, marks=pytest.mark.slow),
+    pytest.param(2, 2, "zero1", {"compile_blocks": "on", "pack_captions": "on"}, marks=pytest.mark.slow),
+    pytest.param(2, 1, "zero1", PACKED_ROWS | {"compile_blocks": "on"}, marks=pytest.mark.slow),
     pytest.param(2, 2, "zero0", {"compile_blocks": "on", "grad_checkpointing": True}, marks=pytest.mark.slow),
 ]
 
@@ -51,7 +56,7 @@ def test_three_steps_equal_the_single_process_ones(size, copies, preset):
 
 
 @pytest.mark.parametrize(("size", "copies", "preset", "flags"), OPTIONS)
-def test_sequence_parallel_and_compiled_steps_equal_them_too(size, copies, preset, flags):
+def test_sequence_parallel_packed_and_compiled_steps_equal_them_too(size, copies, preset, flags):
     seconds = 480 if "compile_blocks" in flags else 120  # each rank compiles the graphs of two towers
     check(run_ranks(steps_of, size * copies, size, preset, flags, timeout=seconds), copies)
 

@@ -29,14 +29,19 @@ RUNS = {  # of each precision, name: flags
     "fp32": {
         "T=1": {},
         "T=2": SPLIT,
+        "T=2, packed captions": SPLIT | {"pack_captions": "on"},
         "T=2, sequence parallel, ZeRO-3": SPLIT | {"sequence_parallel": True, "deepspeed_config": ZERO3},
     },
     "amp_bf16": {
         "T=1": {},
         "T=1, bf16": BF16,
         "T=2, bf16, compiled": SPLIT | BF16 | {"compile_blocks": "on"},  # norms' gradients are no sum over the ranks
+        "T=2, bf16, compiled, packed captions": SPLIT | BF16 | {"compile_blocks": "on", "pack_captions": "on"},
         "T=2, bf16, sequence parallel": SPLIT | BF16 | {"sequence_parallel": True},
         "T=2, bf16, sequence parallel, compiled": SPLIT | BF16 | {"sequence_parallel": True, "compile_blocks": "on"},
+        "T=2, bf16, sequence parallel, compiled, packed captions": SPLIT
+        | BF16
+        | {"sequence_parallel": True, "compile_blocks": "on", "pack_captions": "on"},
     },
 }
 LARGE = {"global_batch": 256, "micro_batch_size": 128, "steps": 5}
@@ -61,15 +66,16 @@ def train(flags: dict, *, global_batch=GLOBAL_BATCH, micro_batch_size=MICRO_BATC
     from infcl.parallel import init_parallel, mean_over
     from infcl.step.grad_cache import grad_cache_step
     from infcl.train.build import build_loss, split_model
+    from infcl.train.captions import texts_on_device
     from infcl.train.compiled import prepare_blocks
     from infcl.train.engine import Engine
     from megatron_patches.groups import init_tensor_parallel
 
-    flags = {"precision": "fp32", "wd": 0.1, "grad_clip_norm": 1.0} | flags
-    config = TrainConfig(dataset_type="synthetic", train_num_samples=1, pack_captions="off", **flags)
+    flags = {"precision": "fp32", "wd": 0.1, "grad_clip_norm": 1.0, "pack_captions": "off"} | flags
+    config = TrainConfig(dataset_type="synthetic", train_num_samples=1, **flags)
     parallel = init_parallel(DEVICE, timeout_minutes=5)
     if config.tensor_parallel_size > 1:
-        parallel = init_tensor_parallel(parallel, config.tensor_parallel_size)
+        parallel = init_tensor_parallel(parallel, config.tensor_parallel_size, on_host=True)
     micro_batch_size = min(micro_batch_size, global_batch // parallel.dp_size)
     batch = BatchPlan(parallel.dp_size, global_batch // parallel.dp_size // micro_batch_size, micro_batch_size)
     torch.manual_seed(0)
@@ -79,13 +85,15 @@ def train(flags: dict, *, global_batch=GLOBAL_BATCH, micro_batch_size=MICRO_BATC
     if config.compile_blocks == "on":
         assert prepare_blocks(model, config, parallel, config.precision, batch)
     engine, loss = Engine(model, config, parallel, batch), build_loss(config, parallel)
+    on_device = texts_on_device(config, model.cfg, parallel)
     losses, norms = [], []
     for step in range(steps):
         own = slice(parallel.dp_rank * batch.rank_batch_size, (parallel.dp_rank + 1) * batch.rank_batch_size)
-        sides = [side[own].to(parallel.device).split(micro_batch_size) for side in batch_of(step, global_batch)]
+        images, texts = (side[own].split(micro_batch_size) for side in batch_of(step, global_batch))
+        read = [one.chunk(parallel.tp_size)[parallel.tp_rank] for one in texts]  # by this rank
         output = grad_cache_step(
-            list(zip(*sides)),
-            encode=lambda pair: engine.encode(*pair),
+            [(one.to(parallel.device), on_device(part)) for one, part in zip(images, read)],
+            encode=lambda pair: engine.encode(pair[0], **pair[1]),
             loss=loss,
             backward=engine.backward,
             seeds=range(batch.num_micro_batches),

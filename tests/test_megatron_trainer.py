@@ -45,15 +45,18 @@ def plain(demo_folder, model, tmp_path_factory):
     }
 
 
+READ_TWICE_AND_PACKED = {"pixel_cache_gb": "0", "pack_captions": "on"}
+
+
 @pytest.mark.parametrize(
     ("size", "copies", "flags"),
     [
         (2, 1, {"deepspeed_config": "ds_configs/zero1.json"}),
-        (2, 2, {"deepspeed_config": "ds_configs/zero3.json", "grad_checkpointing": True, "pixel_cache_gb": "0"}),
+        (2, 2, {"deepspeed_config": "ds_configs/zero3.json", "grad_checkpointing": True, **READ_TWICE_AND_PACKED}),
         pytest.param(4, 1, {"deepspeed_config": "ds_configs/zero2.json"}, marks=pytest.mark.slow),
         pytest.param(2, 2, {"deepspeed_config": "ds_configs/zero0.json", "loss": "disco"}, marks=pytest.mark.slow),
     ],
-    ids=["2x1-zero1", "2x2-zero3-checkpointing-read-twice", "4x1-zero2", "2x2-zero0-disco"],
+    ids=["2x1-zero1", "2x2-zero3-checkpointing-read-twice-packed", "4x1-zero2", "2x2-zero0-disco"],
 )
 def test_tensor_parallel_runs_follow_the_plain_one(demo_folder, tmp_path, model, plain, size, copies, flags):
     losses = run_losses(size * copies, config_of(demo_folder, tmp_path, model, size, copies, **flags))
@@ -114,7 +117,7 @@ def test_a_locked_tower_is_split_and_trains_as_a_plain_one(demo_folder, tmp_path
 
 
 def test_a_resumed_tensor_parallel_run_continues_bit_for_bit(demo_folder, tmp_path, model):
-    flags = {"steps": 6, "save_every_n_steps": 3, "sequence_parallel": True}
+    flags = {"steps": 6, "save_every_n_steps": 3, "sequence_parallel": True, "pack_captions": "on"}
     whole = run_losses(2, config_of(demo_folder, tmp_path / "whole", model, 2, 1, **flags))
     stopped = config_of(demo_folder, tmp_path / "stopped", model, 2, 1, **flags)
     run_ranks(fit, 2, stopped, 4)

@@ -190,18 +190,19 @@ def test_levers_of_a_sweep_are_told_apart_and_a_profiled_step_is_none(monkeypatc
     stored = rows("step.csv")
     row = next(
         row for row in stored if row["label"] == "batch-size 128 accum-freq 8 zero 1 compile-blocks on precision bf16"
-    )
-    before = steps.levers().splitlines()
+    ) | {"commit": "of today"}
     more = [
         row | {"label": f"{row['label']} sdpa cudnn"},
         row | {"label": f"{row['label']} profile 1"},
         row | {"label": f"{row['label']} encode-micro-batches 4", "encode_together": 4},
     ]
     monkeypatch.setattr(steps, "rows", lambda name: stored + more)
-    assert [line.split(" | ")[0] for line in steps.levers().splitlines()[len(before) :]] == [
+    _, _, *lines = steps.levers().splitlines()  # newest first
+    assert [line.split(" | ")[0] for line in lines[:2]] == [
         "| 128 x 8, attention cudnn",
         "| 128 x 8, pass 1 of 4 at once",
     ]
+    assert not any("of today" in line for line in lines[2:])
 
 
 def test_rings_stand_side_by_side_as_they_took_turns(monkeypatch):

@@ -15,10 +15,11 @@ SLOW_HOST = 2.9  # host_factor of the machines of step_slow_host.csv, set by the
 
 
 def levers() -> str:
-    """ViT-L-14 on one H200: precision, blocks, checkpointing, attention, micro-batches; in their order."""
+    """ViT-L-14 on one H200: precision, blocks, checkpointing, attention, micro-batches; the newest commit first."""
     found = [row for row in where(rows("step.csv"), gpus=1, model="ViT-L-14") if row["zero"] in (0, 1)]
+    commits = list(dict.fromkeys(row["commit"] for row in reversed(found)))
     lines = []
-    for row in found:
+    for row in sorted(found, key=lambda row: commits.index(row["commit"])):
         if " profile " in row["label"] or row["micro_batches"] == 1:  # slower under the profiler; see one_micro_batch
             continue
         shape = f"{row['micro_batch']} x {row['micro_batches']}"
@@ -26,11 +27,13 @@ def levers() -> str:
         shape += f", {row['resident']} resident (`auto`)" if row["resident"] > 1 else ""
         shape += f", pass 1 of {row['encode_together']} at once" if row["encode_together"] > 1 else ""
         shape += f", attention {sdpa[1]}" if (sdpa := re.search(r"\bsdpa (\w+)", row["label"])) else ""
+        packed = "packed" if (row["text_share"] or 1) < 1 else "whole"
         rate = _rate(row)
         used = [f"{row[name]:.3f}" for name in ("mfu", "hfu")]
         memory = f"{row['peak_gib']:.1f} GiB"
-        lines.append([shape, row["precision"], row["blocks"], row["zero"], rate, *used, memory, row["commit"]])
-    header = ["micro-batch x M", "precision", "blocks", "ZeRO", "samples/s", "MFU", "HFU", "peak memory", "commit"]
+        lines.append([shape, row["precision"], row["blocks"], row["zero"], packed, rate, *used, memory, row["commit"]])
+    header = ["micro-batch x M", "precision", "blocks", "ZeRO", "captions", "samples/s", "MFU", "HFU", "peak memory"]
+    header += ["commit"]
     return markdown(header, lines)
 
 
@@ -67,15 +70,17 @@ def reductions() -> str:
 
 
 def captions() -> str:
-    """One H200, autocast, compiled: captions whole and packed, model by model."""
+    """One H200, autocast, compiled: captions whole and packed, model by model, the newest commit last."""
+    found = rows("step_captions.csv")
+    models = list(dict.fromkeys(row["model"] for row in found))
     lines = []
-    for row in rows("step_captions.csv"):
+    for row in sorted(found, key=lambda row: models.index(row["model"])):
         how = "whole" if row["text_share"] == 1 else f"packed: {row['text_share']:.0%} of the places"
         shape = f"{row['micro_batch']} x {row['micro_batches']}"
         seconds = [f"{row[f'seconds_{phase}']:.3f} s" for phase in ("encode", "replay")]
-        lines.append([row["model"], shape, how, _rate(row), *seconds, f"{row['peak_gib']:.1f} GiB"])
-    header = ["model", "micro-batch x M", "captions", "samples/s", "encode", "replay", "peak memory"]
-    return markdown(header, lines) + f"\n\n{origin(rows('step_captions.csv'))}."
+        lines.append([row["model"], shape, how, _rate(row), *seconds, f"{row['peak_gib']:.1f} GiB", row["commit"]])
+    header = ["model", "micro-batch x M", "captions", "samples/s", "encode", "replay", "peak memory", "commit"]
+    return markdown(header, lines) + f"\n\n{origin(found)}."
 
 
 def zero_3() -> str:

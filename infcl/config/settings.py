@@ -180,7 +180,8 @@ class TrainConfig:
     pack_captions: str = _flag(
         "auto",
         "system",
-        "captions end to end, so that the text tower computes no padding; auto: where it can",
+        "captions end to end, so that the text tower computes no padding; auto: where it can, but not with "
+        "--tensor-parallel-size",
         choices=("auto", "on", "off"),
     )
     resident_micro_batches: str = _flag(

@@ -84,8 +84,10 @@ def compare(rows: list[dict], gpu: Gpu) -> list[dict]:
 
 
 def _options(row: dict) -> list[str]:
-    """Of ZeRO, beyond the preset's."""
+    """Of ZeRO, beyond the preset's; those of reductions only where there are any."""
     options = json.loads(row.get("zero_options") or "{}")
+    if row["gpus"] == "1":
+        options = {name: value for name, value in options.items() if name not in ("reduce_bucket_size", "overlap_comm")}
     words = ("parameters persistent" if "persistence" in name else f"{name} {options[name]}" for name in options)
     return list(dict.fromkeys(words))
 
@@ -109,5 +111,8 @@ def _words(row: dict) -> list[str]:
     """A setting in words, the number of GPUs first."""
     words = [row["gpus"], row["model"], f"ZeRO-{row['zero']}", row.get("precision") or "amp_bf16", row["blocks"]]
     words += ["checkpointing"] if row["checkpointing"] == "True" else []
-    words += [f"{row['micro_batches']} x {row['micro_batch']}", f"R = {row['resident']}", *_options(row)]
+    words += [f"{row['micro_batches']} x {row['micro_batch']}", f"R = {row['resident']}"]
+    words += [f"pass 1 of {row['encode_together']} at once"] if int(row.get("encode_together") or 1) > 1 else []
+    words += ["captions packed"] if float(row.get("text_share") or 1) < 1 else []
+    words += _options(row)
     return words if warmed_up(row) else [*words, "not warmed up"]

@@ -35,9 +35,10 @@ class PixelCache:
     num_micro_batches, resident, kept    M, R, K
     together         micro-batches that are used at once
     replays_pixels   whether pass 2 needs pixels; not with a locked image tower: its "images" are None then
-    texts            texts as the loader yields them -> {name: tensor}, as the model takes them
-    join             where several ranks read a part of each micro-batch: the part on the device -> all of it. Only
-                     the part waits, and travels to the device
+    parts            ranks that read a part of each micro-batch each
+    texts            a part's texts as the loader yields them -> all parts' on the device, {name: tensor}, as the model
+                     takes them
+    join             a part's pixels on the device -> all parts'. Only the part waits, and travels to the device
     """
 
     def __init__(
@@ -51,11 +52,12 @@ class PixelCache:
         together: int = 1,
         replays_pixels: bool = True,
         on_gpu: bool = False,
+        parts: int = 1,
         texts: Callable[[torch.Tensor], dict[str, torch.Tensor]] = lambda texts: {"texts": texts},
         join: Callable[[torch.Tensor], torch.Tensor] = lambda part: part,
     ):
         self.device, self.num_micro_batches = device, num_micro_batches
-        self.texts, self.join = texts, join
+        self.parts, self.texts, self.join = parts, texts, join
         self.micro_batch_size, self.image_bytes = images[0], images[1] * images[2] * images[3]
         replayed = max(0, num_micro_batches - max(1, resident)) if replays_pixels else 0
         self.again = range(min(kept, replayed), replayed)
@@ -112,8 +114,9 @@ class PixelCache:
     def _read_first(self, index: int) -> torch.Tensor:
         batch, self.first = self.first or self._next(), None
         texts = self.texts(batch["texts"])
-        self.places = [self.places[0] + texts["texts"].numel(), self.places[1] + batch["texts"].numel()]
-        self.tokens.append({name: self.join(t.to(self.device, non_blocking=True)) for name, t in texts.items()})
+        self.places[0] += texts["texts"].numel()
+        self.places[1] += self.parts * batch["texts"].numel()
+        self.tokens.append(texts)
         self.ids.append(batch["ids"].clone())
         if index < len(self.kept):
             self.kept[index].copy_(batch["images"], non_blocking=self.kept.is_cuda)

@@ -54,7 +54,7 @@ class Inputs:
     tokens: int
     dtype: torch.dtype
     batch_sizes: frozenset[int]  # m, or, of packed captions, two of many
-    masked: bool = False
+    masks: int = 0  # for each of m: 1, under sequence parallelism those of T ranks
 
 
 PARAMETER_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}  # of other precisions: float32
@@ -74,7 +74,7 @@ def prepare_blocks(model: CLIP, config: TrainConfig, parallel: Parallel, precisi
     packed = packs_captions(config, model.cfg)
     # Tensor-parallel ranks must sum gradients alike; of some kernels the compiler takes what is fastest on each.
     embed = parallel.device.type == "cuda" and parallel.tp_size == 1
-    ways: dict[str, Any] = {"way": way, "blocks_of_a_run": run, "packed": packed, "embed": embed}
+    ways: dict[str, Any] = {"way": way, "blocks_of_a_run": run, "masks": share * packed, "embed": embed}
     return wanted and compile_blocks(model, parallel.device, precision, sizes, **ways)
 
 
@@ -95,14 +95,14 @@ def compile_blocks(
     *,
     way: Way | None = None,
     blocks_of_a_run: int = 1,
-    packed: bool = False,
+    masks: int = 0,
     embed: bool = False,
 ) -> bool:
     """Compile the blocks of both towers for `batch_sizes`. False when that failed: then nothing has changed.
 
     way: the blocks' forward, and torch.compile's options for it; one after the other, and none, when it is None.
     blocks_of_a_run: so many blocks, or a divisor of that, are one graph, which is the forward of the first of them.
-    packed: texts come in rows, in any number of them, with a mask.
+    masks: texts come packed, in any number of rows, with so many masks for each; 0: whole.
     embed: compile what comes before the image tower's blocks too (compiled_embedding.py).
     """
     torch._dynamo.config.recompile_limit = max(_RECOMPILE_LIMIT, torch._dynamo.config.recompile_limit)
@@ -115,7 +115,7 @@ def compile_blocks(
         _runs(tower.resblocks, math.gcd(len(tower.resblocks), blocks_of_a_run))
         for tower in (model.visual.transformer, model.transformer)
     ]
-    inputs = _inputs(model, precision, frozenset(batch_sizes), packed)
+    inputs = _inputs(model, precision, frozenset(batch_sizes), masks)
     runners = [partial(_run, forward, compiled, one) for one in inputs]
     embedding = CompiledEmbedding(frozenset(batch_sizes)) if embed else None
     failed = False
@@ -153,7 +153,7 @@ def _run(
     forward: Callable, compiled: Callable, inputs: Inputs, blocks: nn.ModuleList, x: torch.Tensor, *mask: torch.Tensor
 ) -> torch.Tensor:
     if not mask:  # of the text tower of a run that packs its captions, whole ones have no graph
-        return (compiled if len(x) in inputs.batch_sizes and not inputs.masked else forward)(blocks, x)
+        return (compiled if len(x) in inputs.batch_sizes and not inputs.masks else forward)(blocks, x)
     for tensor in (x, *mask):
         torch._dynamo.maybe_mark_dynamic(tensor, 0)
     return compiled(blocks, x, *mask)
@@ -169,17 +169,17 @@ def _computed_by_the_first(x: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
     return x
 
 
-def _inputs(model: CLIP, precision: str, batch_sizes: frozenset[int], packed: bool) -> list[Inputs]:
+def _inputs(model: CLIP, precision: str, batch_sizes: frozenset[int], masks: int) -> list[Inputs]:
     """Of the image tower and the text tower."""
     vision = model.cfg.vision_cfg
     tokens = 1 + kept_patches(vision.num_patches, vision.patch_dropout)
     dtype = PARAMETER_DTYPES.get(precision, torch.float32)
     image_dtype = torch.bfloat16 if precision == "amp_bf16" else dtype  # the first convolution's; texts start in fp32
     images = Inputs(tokens, image_dtype, batch_sizes)
-    if not packed:
+    if not masks:
         return [images, Inputs(model.context_length, dtype, batch_sizes)]
     rows = {max(2, -(-size // share)) for size in batch_sizes for share in (2, 4)}  # of whole captions, and of shorter
-    return [images, Inputs(row_length(model.context_length), dtype, frozenset(rows), masked=True)]
+    return [images, Inputs(row_length(model.context_length), dtype, frozenset(rows), masks)]
 
 
 def _try(
@@ -204,8 +204,9 @@ def _try(
         for size in sorted(inputs.batch_sizes):
             x = torch.randn(size, inputs.tokens, width, generator=generator, device=device).to(inputs.dtype)
             given = [x]
-            if inputs.masked:
-                given.append(torch.ones(size, 1, *[inputs.tokens] * 2, dtype=torch.bool, device=device).tril())
+            if inputs.masks:
+                square = inputs.tokens, inputs.tokens
+                given.append(torch.ones(inputs.masks * size, 1, *square, dtype=torch.bool, device=device).tril())
             with torch.no_grad():
                 _require_near({"output": run(blocks, *given)}, {"output": eager(blocks, *given)}, apart)
             if trained and size == min(inputs.batch_sizes):

@@ -6,7 +6,7 @@ from infcl.config import BatchPlan, TrainConfig
 from infcl.parallel import Parallel, join_parts, max_over
 from infcl.step.offload import PixelCache
 from infcl.towers.clip import CLIP
-from infcl.train.captions import texts_for_model
+from infcl.train.captions import texts_on_device
 from infcl.train.host_memory import available_host_bytes, ranks_of_host
 from infcl.train.optim import checkpoint_bytes
 from infcl.train.preset import offloads, read_preset, sums_gradients_on_host, zero_stage
@@ -56,7 +56,8 @@ def build_pixel_cache(
         together=config.encode_micro_batches,
         replays_pixels=replays_pixels,
         on_gpu=on_gpu,
-        texts=texts_for_model(config, model.cfg),
+        parts=parallel.tp_size,
+        texts=texts_on_device(config, model.cfg, parallel),
         join=partial(join_parts, parallel),
     )
 

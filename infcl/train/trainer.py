@@ -28,7 +28,7 @@ from infcl.train.build import (
     split_model,
     tile_dtype_of,
 )
-from infcl.train.captions import longer_when_packed, packs_captions
+from infcl.train.captions import longer_when_packed, packs_captions, texts_for_model
 from infcl.train.checkpoint import find_checkpoint, full_weights, load_checkpoint
 from infcl.train.checkpoint_writer import CheckpointWriter
 from infcl.train.compiled import prepare_blocks
@@ -62,6 +62,7 @@ class Trainer:
         self.loader = build_loader(config, self.batch, model_config, self.tokenizer, parallel)
         check_encode_width(config, model_config)
         self.packed_captions = packs_captions(config, model_config)
+        self.texts_for_model = texts_for_model(config, model_config)
         self.saw_captions = False
         tile_dtype = tile_dtype_of(config, parallel.device.type)
         self.tasks = build_tasks(config, self.batch, model_config, self.tokenizer, tile_dtype)
@@ -277,7 +278,7 @@ class Trainer:
         self, images: torch.Tensor | None, texts: torch.Tensor | None
     ) -> dict[str, torch.Tensor]:
         """images on the device, texts on the host."""
-        given = {} if texts is None else self.pixels.texts(texts)
+        given = {} if texts is None else self.texts_for_model(texts)
         return self.engine.encode(images, **{name: value.to(self.parallel.device) for name, value in given.items()})
 
     def _run_task(self, name: str) -> dict[str, float]:
