@@ -24,6 +24,7 @@ import torch.distributed as dist
 
 from infcl.cluster.meeting import LOOPBACK, Node, interface_address, meet, open_store, require_hostfile
 from infcl.cluster.watch import HostWatch
+from infcl.control_groups import core_quota
 
 # launcher -> its names of (rank, world size, local rank); the first whose rank is set is taken
 _ENVIRONMENTS = (
@@ -132,6 +133,7 @@ def init_parallel(
     target = torch.device("cuda", local_rank) if use_cuda else torch.device("cpu")
     ranks_per_node, watch, nodes = read_ranks_per_node(), None, []
     if not dist.is_initialized():
+        bound = _ENVIRONMENTS[0][0] not in os.environ  # by mpirun and srun: deepspeed and torchrun say RANK
         for name, value in zip(_ENVIRONMENTS[0], (rank, world_size, local_rank)):
             os.environ.setdefault(name, str(value))
         require_hostfile()
@@ -140,7 +142,7 @@ def init_parallel(
         store = open_store(rank, world_size, interface=interface, timeout=timeout, run=run)
         said = {**settings, "device": target.type}
         nodes = meet(store, rank, local_rank, world_size, timeout=timeout, settings=said)
-        _share_cores(next(node.num_ranks for node in nodes if rank < node.first_rank + node.num_ranks))
+        _share_cores(next(node.num_ranks for node in nodes if rank < node.first_rank + node.num_ranks), bound=bound)
         if len(nodes) > 1:
             sizes = {node.num_ranks for node in nodes}
             ranks_per_node = sizes.pop() if len(sizes) == 1 else None
@@ -159,15 +161,16 @@ def init_parallel(
     )
 
 
-def _share_cores(num_ranks: int) -> None:
+def _share_cores(num_ranks: int, *, bound: bool) -> None:
     """Leave this process its part of the host's cores, unless OMP_NUM_THREADS says how many threads it may have.
 
-    By default torch takes all cores in each of a host's ranks, and its threads wait for each other. A launcher that
-    binds ranks to cores has done it already.
+    By default torch takes all cores in each of a host's ranks, and its threads wait for each other. A container may
+    have a part of the host's cores: all its ranks together. bound: what this process may run on is its own alone, as
+    where mpirun and srun bind ranks.
     """
     if "OMP_NUM_THREADS" not in os.environ:
-        share = max(1, (os.cpu_count() or 1) // num_ranks)
-        torch.set_num_threads(min(share, torch.get_num_threads()))
+        cores = min(os.cpu_count() or 1 if bound else len(os.sched_getaffinity(0)), core_quota())
+        torch.set_num_threads(min(max(1, int(cores) // num_ranks), torch.get_num_threads()))
 
 
 def _use_interface(interface: str | None) -> None:

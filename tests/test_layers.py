@@ -35,6 +35,7 @@ LAYERS = {
     "infcl.config": 5,
     "infcl.parallel": 5,
     "infcl.program": 5,
+    "infcl.control_groups": 5,
     "infcl.cluster": 5,
     "infcl": 6,
     "megatron_patches": 6,

@@ -3,6 +3,7 @@
 import contextlib
 import io
 import itertools
+import math
 import time
 from unittest import mock
 
@@ -35,30 +36,42 @@ def test_ranks_per_node_are_read_from_every_launcher(monkeypatch, environment, r
 
 
 @pytest.mark.parametrize(
-    ("ranks", "threads", "said", "left"),
+    ("ranks", "cores", "threads", "bound", "quota", "left"),
     [
-        (1, 96, None, 96),
-        (5, 96, None, 19),
-        (100, 96, None, 1),
-        (8, 12, None, 12),  # each bound to its twelve
-        (2, 1, None, 1),
-        (2, 96, "96", None),
+        (1, 96, 96, False, math.inf, 96),
+        (5, 96, 96, False, math.inf, 19),
+        (100, 96, 96, False, math.inf, 1),
+        (2, 96, 1, False, math.inf, 1),
+        (8, 12, 12, True, math.inf, 12),  # each has its own twelve
+        (8, 16, 16, False, math.inf, 2),  # a container of sixteen, in which all are
+        (8, 96, 96, False, 20.5, 2),
+        (2, 96, 96, False, 0.5, 1),
+        (8, 96, 96, True, 32.0, 4),  # mpirun in such a container, that binds none
     ],
 )
-def test_the_ranks_of_a_host_share_its_cores(monkeypatch, ranks, threads, said, left):
+def test_the_ranks_of_a_host_share_its_cores(monkeypatch, ranks, cores, threads, bound, quota, left):
+    """cores: that a process may run on; threads: that torch would take."""
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    if said:
-        monkeypatch.setenv("OMP_NUM_THREADS", said)
     monkeypatch.setattr(parallel.os, "cpu_count", lambda: 96)
+    monkeypatch.setattr(parallel.os, "sched_getaffinity", lambda _: range(cores))
+    monkeypatch.setattr(parallel, "core_quota", lambda: quota)
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     with mock.patch.object(torch, "set_num_threads") as set_num_threads:
-        parallel._share_cores(ranks)
-    assert [call.args for call in set_num_threads.call_args_list] == ([] if left is None else [(left,)])
+        parallel._share_cores(ranks, bound=bound)
+        set_num_threads.assert_called_once_with(left)
+        monkeypatch.setenv("OMP_NUM_THREADS", "96")
+        parallel._share_cores(ranks, bound=bound)
+        set_num_threads.assert_called_once()
 
 
-def test_a_rank_shares_the_cores_of_its_own_host(monkeypatch):
+@pytest.mark.parametrize("bound", [False, True])
+def test_a_rank_shares_the_cores_of_its_own_host(monkeypatch, bound):
+    """srun binds ranks, deepspeed does not."""
     nodes = [Node("a", 0, 2), Node("b", 2, 3)]
-    for name, value in {"RANK": 3, "WORLD_SIZE": 5, "LOCAL_RANK": 1, "DS_ACCELERATOR": "cpu"}.items():
+    names = parallel._ENVIRONMENTS[2 if bound else 0]
+    for name in itertools.chain(*parallel._ENVIRONMENTS):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in {**dict(zip(names, (3, 5, 1))), "DS_ACCELERATOR": "cpu"}.items():
         monkeypatch.setenv(name, str(value))
     for name in ("require_hostfile", "open_store", "_use_interface", "HostWatch"):
         monkeypatch.setattr(parallel, name, mock.Mock())
@@ -67,7 +80,7 @@ def test_a_rank_shares_the_cores_of_its_own_host(monkeypatch):
     monkeypatch.setattr(dist, "init_process_group", mock.Mock())
     with mock.patch.object(parallel, "_share_cores") as share:
         parallel.init_parallel("cpu")
-    share.assert_called_once_with(3)
+    share.assert_called_once_with(3, bound=bound)
 
 
 def test_every_micro_batch_has_a_seed_of_its_own_that_never_changes():

@@ -1,7 +1,7 @@
 """Bytes of host memory that a run may take: the host's, or what the control groups leave that a process is confined to.
 
-Containers and schedulers (Docker, Kubernetes, Slurm) confine by control groups, version 1 or 2, one inside another; the
-kernel ends a process when any of them is full. Page cache is counted as taken there, but is given back before that.
+The kernel ends a process when any of the control groups around it is full (control_groups.py). Page cache is counted as
+taken there, but is given back before that.
 """
 
 from collections.abc import Iterator
@@ -9,9 +9,9 @@ from pathlib import Path
 
 import psutil
 
+from infcl.control_groups import groups_of
 from infcl.parallel import Parallel
 
-_PROCESS = Path("/proc/self")
 _UNLIMITED = 2.0**62  # bytes: version 1 has its largest number where there is no limit
 # file system of a version's mount -> its names of a group's limit, of what is taken, of the page cache in that
 _NAMES = {
@@ -45,32 +45,7 @@ def _taken(group: Path, kind: str) -> float:
 
 def _control_groups() -> Iterator[tuple[float, Path, str]]:
     """(limit, folder, file system) of each group with a limit that this process is in, at any depth."""
-    for kind, folder, mount in _own_folders():
-        limit = _NAMES[kind][0]
-        for group in (folder, *folder.parents):
-            if (group / limit).is_file() and (text := (group / limit).read_text().strip()) != "max":
-                if float(text) < _UNLIMITED:
-                    yield float(text), group, kind
-            if group == mount:
-                break
-
-
-def _own_folders() -> Iterator[tuple[str, Path, Path]]:
-    """(file system, this process's own folder, mount) of what may limit its memory.
-
-    A container may see its own group as the mount's root, under the host's or another name: paths that do not lie below
-    the mount's root lead to the mount. (So would a mount of a group that this process is not in.)
-    """
-    files = _PROCESS / "cgroup", _PROCESS / "mountinfo"
-    lines, mounts = (file.read_text().splitlines() if file.is_file() else [] for file in files)
-    paths = {controller: line.split(":", 2)[2] for line in lines for controller in line.split(":")[1].split(",")}
-    for line in mounts:
-        mounted, _, system = line.partition(" - ")
-        root, mount = mounted.split()[3:5]
-        kind, _, options = system.split(" ", 2)
-        controller = {"cgroup2": "", "cgroup": "memory"}.get(kind)
-        if controller in paths and (kind == "cgroup2" or "memory" in options.split(",")):
-            below = Path(paths[controller])
-            inside = below.relative_to(root) if below.is_relative_to(root) and ".." not in below.parts else Path()
-            own = Path(mount) / inside
-            yield kind, own if own.is_dir() else Path(mount), Path(mount)
+    for group, kind in groups_of("memory"):
+        limit = group / _NAMES[kind][0]
+        if limit.is_file() and (text := limit.read_text().strip()) != "max" and float(text) < _UNLIMITED:
+            yield float(text), group, kind

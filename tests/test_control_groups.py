@@ -1,5 +1,6 @@
-"""A host's memory is that of the control groups around the process: of a made-up /proc and /sys/fs/cgroup."""
+"""A host's memory and cores are what the process's control groups leave: of a made-up /proc and /sys/fs/cgroup."""
 
+import math
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -7,8 +8,9 @@ import psutil
 import pytest
 import torch
 
+from infcl import control_groups
+from infcl.control_groups import core_quota
 from infcl.plan.fit import memory_of_device
-from infcl.train import host_memory
 from infcl.train.host_memory import available_host_bytes, host_memory_bytes
 
 MIB = 2**20
@@ -18,7 +20,7 @@ UNLIMITED_V1 = "9223372036854771712"
 @pytest.fixture
 def host(tmp_path, monkeypatch):
     """A made-up host whose process is in no group yet."""
-    monkeypatch.setattr(host_memory, "_PROCESS", tmp_path / "proc")
+    monkeypatch.setattr(control_groups, "_PROCESS", tmp_path / "proc")
     (tmp_path / "proc").mkdir()
     (tmp_path / "proc" / "mountinfo").write_text("22 1 0:1 / / rw - ext4 /dev/sda1 rw\n")
     return tmp_path
@@ -122,5 +124,28 @@ def test_a_container_that_sees_its_group_as_the_mount_s_root_under_another_name(
     assert host_memory_bytes() == 16 * MIB and available_host_bytes() == 11 * MIB
 
 
+def test_cores_are_those_of_the_tightest_quota(host):
+    assert core_quota() == math.inf
+    confine(host, f"30 22 0:2 / {host}/cg rw - cgroup2 cgroup2 rw", "0::/pod/container")
+    (host / "cg" / "pod" / "container").mkdir(parents=True)
+    assert core_quota() == math.inf
+    for folder, said in (("pod", "1600000 100000"), ("pod/container", "max 100000")):
+        (host / "cg" / folder / "cpu.max").write_text(f"{said}\n")
+    assert core_quota() == 16
+    (host / "cg" / "pod" / "container" / "cpu.max").write_text("150000 100000\n")
+    assert core_quota() == 1.5
+
+
+def test_of_cores_version_1_has_files_of_its_own(host):
+    mounts = [f"33 31 0:{name} / {host}/{name} rw - cgroup cgroup rw,{name},{name}acct" for name in ("memory", "cpu")]
+    confine(host, "\n".join(mounts), "8:cpu,cpuacct:/job\n4:memory:/elsewhere")
+    (host / "cpu" / "job").mkdir(parents=True)
+    for folder, quota in (("cpu", -1), ("cpu/job", 250000)):
+        (host / folder / "cpu.cfs_quota_us").write_text(f"{quota}\n")
+        (host / folder / "cpu.cfs_period_us").write_text("100000\n")
+    assert core_quota() == 2.5
+
+
 def test_this_process_s_own_groups_raise_nothing():
+    assert core_quota() > 0
     assert 0 < available_host_bytes() <= host_memory_bytes() <= psutil.virtual_memory().total
