@@ -24,6 +24,7 @@ from infcl.plan.dry_run import describe_plan
 from infcl.plan.fit import fit_to_memory
 from infcl.program import end_process
 from infcl.report import summary_table
+from infcl.train.captions import may_pack
 from infcl.train.run_folder import FolderTaken, claim_run_folder
 from infcl.train.stop import Stopped, end_with_launcher
 from infcl.train.trainer import Trainer
@@ -48,8 +49,7 @@ def main(argv: list[str] | None = None) -> int:
         if config.tensor_parallel_size > 1:
             from megatron_patches.groups import init_tensor_parallel
 
-            packed = config.pack_captions == "on"
-            parallel = init_tensor_parallel(parallel, config.tensor_parallel_size, on_host=packed)
+            parallel = init_tensor_parallel(parallel, config.tensor_parallel_size, on_host=may_pack(config))
         config = fit_to_memory(config, parallel)
         if config.dry_run:
             say(rank, describe_plan(config, parallel))

@@ -5,8 +5,9 @@
 Every setting runs in processes of its own (DeepSpeed's engine is never freed, so a second one's peak would hold the
 first) with a time limit; what runs out of memory or time becomes a row that says so. A step is the trainer's: gradient
 cache over --accum-freq micro-batches of --batch-sizes pairs per data-parallel rank, the ring over all ranks, AdamW,
-amp_bf16, compiled blocks, random pixels and tokens. samples/s: median of --repeats (at least 3) steps after two, over
-all GPUs; loss: of the fifth step, whatever --repeats; peak memory: torch's, largest rank, of the steps after the first.
+amp_bf16, compiled blocks, random pixels, the trainer's synthetic captions. samples/s: median of --repeats (at least 3)
+steps after two, over all GPUs; loss: of the fifth step, whatever --repeats; peak memory: torch's, largest rank, of the
+steps after the first.
 
 Models: names of infcl/model_configs, or
     bigG  ViT-bigG-14 with 16 text heads instead of 20, which 8 ranks cannot share; sizes and flops are the same
@@ -14,10 +15,11 @@ Models: names of infcl/model_configs, or
 
 In the CSV, reduce_bucket_size and overlap_comm (0, 1) are the preset's; rows without them have DeepSpeed's own bucket
 (5e8), and 1. The lever "none" is the trainer's way at that commit, captions whole; "packed captions" is --pack-captions
-on, with the trainer's synthetic ones, packed before the steps; others ("graphs", "one block a graph", "halves") are of
+on; others ("graphs", "one block a graph", "halves") are of
 what was tried (docs/log.md, docs/megatron.md). A peak that is missing was one of a second engine in its process.
 Rows of the commits 96af64e to 68ce065 hold the loss of their last step, the (2 + --repeats)th, which was the fifth or
-sixth (ViT-L-14, 128 pairs x 2: 5.21 in the fifth, 4.88 in the sixth), so they do not compare with newer ones.
+sixth (ViT-L-14, 128 pairs x 2: 5.21 in the fifth, 4.88 in the sixth), so they do not compare with newer ones. Until
+3d6d09a captions were random ids in all places, and lay on the device: losses compare on either side of it only.
 """
 
 import argparse
@@ -41,8 +43,8 @@ from infcl.train.run_folder import git_commit
 ROOT = Path(__file__).parent.parent
 COLUMNS = (
     "model", "gpus", "tensor_parallel", "sequence_parallel", "zero_stage", "checkpointing", "batch_size", "accum_freq",
-    "compiled", "lever", "status", "samples_per_second", "step_ms", "loss", "peak_gib", "mfu", "parameters_m",
-    "reduce_bucket_size", "overlap_comm", "device", "torch", "commit",
+    "compiled", "lever", "text_share", "status", "samples_per_second", "step_ms", "loss", "peak_gib", "mfu",
+    "parameters_m", "reduce_bucket_size", "overlap_comm", "device", "torch", "commit",
 )  # fmt: skip
 RESULT = "RESULT "
 WARM_UP, LOSS_STEP = 2, 5  # steps are on the same pairs, so the loss falls with each: a row's is of one step
@@ -125,6 +127,7 @@ def _measure(setting: dict) -> dict:
     from infcl.step.grad_cache import grad_cache_step
     from infcl.towers import CLIP
     from infcl.train.build import build_loss, split_model
+    from infcl.train.captions import may_pack, texts_of_part
     from infcl.train.compiled import prepare_blocks
     from infcl.train.diagnostics import utilisation
     from infcl.train.engine import Engine
@@ -140,7 +143,7 @@ def _measure(setting: dict) -> dict:
     if setting["tensor_parallel"] > 1:
         from megatron_patches.groups import init_tensor_parallel
 
-        parallel = init_tensor_parallel(parallel, setting["tensor_parallel"])
+        parallel = init_tensor_parallel(parallel, setting["tensor_parallel"], on_host=may_pack(config))
     batch = BatchPlan(parallel.dp_size, setting["accum_freq"], setting["batch_size"])
     cfg, on_gpu = model_config(setting["model"]), parallel.device.type == "cuda"
     seed_everything(0)
@@ -151,7 +154,8 @@ def _measure(setting: dict) -> dict:
     preset, precision = read_preset(config, parallel.device.type, parallel.dp_size, parallel.hosts)
     compiled = prepare_blocks(model, config, parallel, precision, batch)
     engine = Engine(model, config, parallel, batch)
-    loss, micro_batches = build_loss(config, parallel), _micro_batches(config, cfg, batch, parallel)
+    loss, drawn, texts = build_loss(config, parallel), _micro_batches(cfg, batch, parallel), []
+    texts_of = texts_of_part(config, cfg, parallel)
     if on_gpu:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
@@ -161,12 +165,17 @@ def _measure(setting: dict) -> dict:
             torch.cuda.reset_peak_memory_stats()  # what compiling took
         dist.barrier()
         started = time.perf_counter()
+        texts = [
+            {name: value.to(parallel.device, non_blocking=True) for name, value in texts_of(part).items()}
+            for _, part in drawn
+        ]
+        micro_batches = [{"images": images} | own for (images, _), own in zip(drawn, texts)]
         output = grad_cache_step(
             micro_batches,
             encode=lambda micro_batch: engine.encode(**micro_batch),
             loss=loss,
             backward=engine.backward,
-            seeds=range(len(micro_batches)),
+            seeds=range(batch.num_micro_batches),
             scalar_values=engine.scalar_values,
         )
         engine.step(1e-5)
@@ -176,13 +185,13 @@ def _measure(setting: dict) -> dict:
         losses.append(output.loss)
     median = statistics.median(seconds[WARM_UP:])
     rate = batch.global_batch_size / median
-    share = sum(one["texts"].numel() for one in micro_batches) / (batch.rank_batch_size * cfg.text_cfg.context_length)
+    share = sum(own["texts"].numel() for own in texts) / (batch.rank_batch_size * cfg.text_cfg.context_length)
     mfu = utilisation(cfg, parallel.device, engine.precision)(rate / parallel.world_size, share)
     peak = torch.cuda.max_memory_allocated() if on_gpu else 0
     peak = max_over(dist.group.WORLD, [peak], parallel.device)[0]
     return {
         "status": "ok", "compiled": compiled, "samples_per_second": round(rate, 2), "step_ms": round(1e3 * median, 1),
-        "loss": round(float(mean_over(engine.dp_group, losses[LOSS_STEP - 1])), 4),
+        "loss": round(float(mean_over(engine.dp_group, losses[LOSS_STEP - 1])), 4), "text_share": round(share, 4),
         "peak_gib": round(peak / 2**30, 2), "mfu": None if mfu is None else round(mfu, 4),
         "parameters_m": round(parameters / 1e6, 1), "torch": torch.__version__, "zero_stage": engine.zero_stage,
         "reduce_bucket_size": preset["zero_optimization"].get("reduce_bucket_size"),
@@ -191,27 +200,19 @@ def _measure(setting: dict) -> dict:
     }  # fmt: skip
 
 
-def _micro_batches(config, cfg, batch, parallel) -> list[dict[str, torch.Tensor]]:
-    """Random ones on the device, the same for tensor-parallel ranks."""
+def _micro_batches(cfg, batch, parallel) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Random pixels on the device, the same for tensor-parallel ranks; this rank's part of the captions, pinned."""
     from infcl.data.synthetic import Captions
-    from infcl.train.captions import texts_for_model
 
     generator = torch.Generator().manual_seed(1 + parallel.dp_rank)
-    size, text = cfg.vision_cfg.image_size, cfg.text_cfg
+    size, (m, text) = cfg.vision_cfg.image_size, (batch.micro_batch_size, cfg.text_cfg)
     captions = Captions(text.context_length, text.vocab_size, text.end_id, text.pad_id)
-    as_taken = texts_for_model(config, cfg)
-    return [
-        {
-            name: value.to(parallel.device)
-            for name, value in {
-                "images": torch.randint(
-                    256, (batch.micro_batch_size, 3, size, size), dtype=torch.uint8, generator=generator
-                ),
-                **as_taken(captions.draw(batch.micro_batch_size, generator)),
-            }.items()
-        }
-        for _ in range(batch.num_micro_batches)
-    ]
+    drawn = []
+    for _ in range(batch.num_micro_batches):
+        images = torch.randint(256, (m, 3, size, size), dtype=torch.uint8, generator=generator)
+        part = captions.draw(m, generator).chunk(parallel.tp_size)[parallel.tp_rank].contiguous()
+        drawn.append((images.to(parallel.device), part.pin_memory() if parallel.device.type == "cuda" else part))
+    return drawn
 
 
 # ---- the parent ----
@@ -247,7 +248,7 @@ def _report(row: dict, path: Path | None) -> None:
         head += f"{row['samples_per_second']:>10.1f} {row['step_ms']:>8.0f} {row['peak_gib']:>9.1f} {mfu:>6}"
     else:
         head += row["status"]
-    print(head, flush=True)
+    print(head if row["lever"] == "none" else f"{head}  {row['lever']}", flush=True)
     append(path, [row], COLUMNS)
 
 

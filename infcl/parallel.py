@@ -279,20 +279,17 @@ def from_first_rank(own: Callable[[], _Answer]) -> _Answer:
 
 
 def join_parts(parallel: Parallel, part: torch.Tensor) -> torch.Tensor:
-    """[n, ...] of each of the T tensor-parallel ranks -> [T n, ...], theirs one behind another. Collective."""
+    """[n, ...] of each of the T tensor-parallel ranks -> [T n, ...], theirs one behind another. Collective.
+
+    Where `part` lies: on the device, or in host memory (`tp_host_group`), pinned as it is.
+    """
     if parallel.tp_size == 1:
         return part
-    whole = part.new_empty(parallel.tp_size * len(part), *part.shape[1:])
-    dist.all_gather_into_tensor(whole, part.contiguous(), group=parallel.tp_group)
-    return whole
-
-
-def join_on_host(parallel: Parallel, part: torch.Tensor) -> torch.Tensor:
-    """`join_parts` of what lies in host memory, with no GPU involved; pinned where `part` is. Collective."""
-    if parallel.tp_size == 1:
-        return part
-    whole = torch.empty(parallel.tp_size * len(part), *part.shape[1:], dtype=part.dtype, pin_memory=part.is_pinned())
-    dist.all_gather_into_tensor(whole, part.contiguous(), group=parallel.tp_host_group)
+    group = parallel.tp_group if part.is_cuda else parallel.tp_host_group
+    assert group is not None, "None would be all ranks"
+    shape = parallel.tp_size * len(part), *part.shape[1:]
+    whole = torch.empty(shape, dtype=part.dtype, device=part.device, pin_memory=part.is_pinned())
+    dist.all_gather_into_tensor(whole, part.contiguous(), group=group)
     return whole
 
 

@@ -14,12 +14,13 @@ from infcl.parallel import Parallel
 from megatron_patches.patches import apply_patches
 
 _log = logging.getLogger(__name__)
+_host_groups: dict[dist.ProcessGroup, dist.ProcessGroup] = {}  # of NCCL's: gloo's
 
 
 def init_tensor_parallel(parallel: Parallel, size: int, *, on_host: bool = False) -> Parallel:
     """`parallel` with its ranks in tensor-parallel groups of `size`. Collective; again with the same size: the same.
 
-    on_host: with a `tp_host_group` on GPUs too, where it is a gloo group more.
+    on_host: with a `tp_host_group` on GPUs too, where it is a gloo group beside NCCL's.
     ValueError when `size` does not divide the world size, or when megatron-core was initialised otherwise before.
     """
     ranks = parallel.world_size
@@ -47,9 +48,10 @@ def init_tensor_parallel(parallel: Parallel, size: int, *, on_host: bool = False
     check_layout(size)
     tp_group = parallel_state.get_tensor_model_parallel_group()
     apply_patches(tp_group, parallel.device)
-    host_group = tp_group if dist.get_backend(tp_group) == "gloo" else None
+    host_group = tp_group if dist.get_backend(tp_group) == "gloo" else _host_groups.get(tp_group)
     if on_host and host_group is None:
         host_group, _ = dist.new_subgroups(size, backend="gloo", timeout=timeout)
+        _host_groups[tp_group] = host_group
     dp_group = parallel_state.get_data_parallel_group()
     return dataclasses.replace(parallel, dp_group=dp_group, tp_group=tp_group, tp_host_group=host_group)
 

@@ -66,7 +66,7 @@ def train(flags: dict, *, global_batch=GLOBAL_BATCH, micro_batch_size=MICRO_BATC
     from infcl.parallel import init_parallel, mean_over
     from infcl.step.grad_cache import grad_cache_step
     from infcl.train.build import build_loss, split_model
-    from infcl.train.captions import texts_on_device
+    from infcl.train.captions import may_pack, texts_of_part
     from infcl.train.compiled import prepare_blocks
     from infcl.train.engine import Engine
     from megatron_patches.groups import init_tensor_parallel
@@ -75,7 +75,7 @@ def train(flags: dict, *, global_batch=GLOBAL_BATCH, micro_batch_size=MICRO_BATC
     config = TrainConfig(dataset_type="synthetic", train_num_samples=1, **flags)
     parallel = init_parallel(DEVICE, timeout_minutes=5)
     if config.tensor_parallel_size > 1:
-        parallel = init_tensor_parallel(parallel, config.tensor_parallel_size, on_host=True)
+        parallel = init_tensor_parallel(parallel, config.tensor_parallel_size, on_host=may_pack(config))
     micro_batch_size = min(micro_batch_size, global_batch // parallel.dp_size)
     batch = BatchPlan(parallel.dp_size, global_batch // parallel.dp_size // micro_batch_size, micro_batch_size)
     torch.manual_seed(0)
@@ -85,15 +85,15 @@ def train(flags: dict, *, global_batch=GLOBAL_BATCH, micro_batch_size=MICRO_BATC
     if config.compile_blocks == "on":
         assert prepare_blocks(model, config, parallel, config.precision, batch)
     engine, loss = Engine(model, config, parallel, batch), build_loss(config, parallel)
-    on_device = texts_on_device(config, model.cfg, parallel)
+    texts_of = texts_of_part(config, model.cfg, parallel)
     losses, norms = [], []
     for step in range(steps):
         own = slice(parallel.dp_rank * batch.rank_batch_size, (parallel.dp_rank + 1) * batch.rank_batch_size)
         images, texts = (side[own].split(micro_batch_size) for side in batch_of(step, global_batch))
         read = [one.chunk(parallel.tp_size)[parallel.tp_rank] for one in texts]  # by this rank
         output = grad_cache_step(
-            [(one.to(parallel.device), on_device(part)) for one, part in zip(images, read)],
-            encode=lambda pair: engine.encode(pair[0], **pair[1]),
+            [{"images": one, **texts_of(part)} for one, part in zip(images, read)],
+            encode=lambda batch: engine.encode(**{name: value.to(parallel.device) for name, value in batch.items()}),
             loss=loss,
             backward=engine.backward,
             seeds=range(batch.num_micro_batches),

@@ -9,6 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from infcl.towers import CLIP, CLIPConfig, TextConfig, VisionConfig, load_model_config
 from infcl.towers.config import check_divides
+from infcl.towers.packing import longest, pack_captions
 from infcl.train.compiled import compile_blocks
 from tests.ranks import run_ranks
 from tests.tensor_parallel import CFG, global_batch, layout, new_model
@@ -143,6 +144,55 @@ def forward_backward(rank, world_size, size, sequence_parallel, checkpointing, r
 def test_features_and_gradients_equal_the_whole_models(size, sequence_parallel, checkpointing, rows, in_halves):
     """Also where the samples do not divide by T under sequence parallelism, or by two in halves."""
     require_those_of_the_whole_model(size, sequence_parallel, checkpointing, rows, in_halves, CFG)
+
+
+def packed_features(rank, world_size, counts, compiled):
+    """Under sequence parallelism, of as many captions as each of `counts`: features and gradients beside the whole
+    model's; rows; the first block's own rows, and its mask. And how many graphs were made on the way.
+    """
+    from infcl.train.compiled import _in_turn
+    from megatron_patches.halves import LATE_WAITS
+    from megatron_patches.towers import split_towers
+
+    text, graphs = CFG.text_cfg, torch._dynamo.utils.counters["stats"]
+    whole, model, given = new_model(), new_model(), []
+    split_towers(model, layout(world_size).tp_group, sequence_parallel=True)
+    model.transformer.resblocks[0].register_forward_pre_hook(lambda _, inputs: given.append(inputs))
+    if compiled:
+        way = {"way": (_in_turn, LATE_WAITS), "masks": world_size}
+        with mock.patch("infcl.train.compiled.ALIGNED", 1):
+            assert compile_blocks(model, torch.device("cpu"), "fp32", {8 // world_size}, **way)
+    before, found = graphs["unique_graphs"], []
+    for count in counts:
+        texts = longest(text, count)
+        rows, ends = pack_captions(texts, text)
+        both = []
+        for features, table in (
+            (model.encode_text(rows, ends=ends), model.positional_embedding),
+            (whole.encode_text(texts), whole.positional_embedding),
+        ):
+            both += [features.detach(), *torch.autograd.grad(features.sin().sum(), table)]
+        x, mask = given.pop()
+        found.append((both, len(rows), len(x), mask))
+    return found, graphs["unique_graphs"] - before
+
+
+@pytest.mark.parametrize(
+    ("size", "counts", "compiled"),
+    [
+        (2, [1, 5, 6], False),
+        (4, [9], False),
+        pytest.param(2, [5, 8, 9, 13, 14, 1], True, marks=pytest.mark.slow),
+    ],
+)
+def test_packed_rows_are_filled_up_to_two_or_more_for_each_rank(size, counts, compiled):
+    """Two captions a row. One graph serves all numbers of rows."""
+    for found, graphs in run_ranks(packed_features, size, counts, compiled, timeout=300):
+        assert graphs == 0
+        for count, ((features, gradients, *expected), rows, own, mask) in zip(counts, found, strict=True):
+            assert rows == max(2, -(-count // 2)) and own == max(2, -(-rows // size))
+            assert len(mask) == own * size and mask[rows:].all() and not mask[:rows].all()
+            torch.testing.assert_close([features, gradients], expected, rtol=1e-4, atol=1e-5)
 
 
 def drawn(seed: int, size: int) -> tuple:

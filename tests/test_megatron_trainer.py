@@ -107,6 +107,8 @@ def test_a_locked_tower_is_split_and_trains_as_a_plain_one(demo_folder, tmp_path
     flags = {"steps": 4, "force_patch_dropout": None, "ema_decay": 0.9, "eps": 1e-3} | locks
     plain = run_losses(1, config_of(demo_folder, tmp_path / "plain", model, 1, 1, **flags))
     flags |= {"sequence_parallel": True, "deepspeed_config": "ds_configs/zero3.json"}
+    if "lock_text" not in locks:
+        flags |= {"pack_captions": "on", "encode_micro_batches": 3, "resident_micro_batches": "2"}
     assert run_losses(2, config_of(demo_folder, tmp_path / "split", model, 2, 1, **flags)) == pytest.approx(
         plain, rel=2e-5
     )
@@ -129,7 +131,7 @@ def test_evaluation_and_export_of_a_tensor_parallel_run_are_those_of_a_plain_one
     flags |= {"steps": 3, "force_patch_dropout": None}
     summaries, exports = [], []
     for size, name in ((1, "plain"), (2, "split")):
-        split = {"tensor_parallel_size": size, "sequence_parallel": size > 1}
+        split = {"tensor_parallel_size": size, "sequence_parallel": size > 1, "pack_captions": "on"}
         run_losses(2, config_of(demo_folder, tmp_path / name, model, size, 2 // size, **flags | split))
         root = tmp_path / name / "run"
         summary = json.loads((root / "summary.json").read_text())
@@ -170,18 +172,23 @@ def test_two_hosts_that_share_layers_train_as_one_rank_does_and_are_warned_of(de
 
 @pytest.mark.multigpu
 def test_over_nccl_two_tensor_parallel_ranks_follow_one_gpu(demo_folder, tmp_path, model):
-    """Their parts of a micro-batch meet on the GPU, in both passes; blocks are cut and placed as they are made."""
+    """Their parts of a micro-batch meet on the GPU, in both passes, or on the host, as captions that are packed do;
+    blocks are cut and placed as they are made.
+    """
     environment = {} if torch.cuda.is_available() else ON_CPU
     flags = ["--model", model, "--steps", "10", "--precision", "fp32", "--pixel-cache-gb", "0"]
     flags += ["--compile-blocks", "off"]  # compiling takes longer than all else
     losses = []
-    for size in (1, 2):
-        logs = tmp_path / str(size)
-        arguments = command(demo_folder, logs, *flags, "--tensor-parallel-size", str(size))
+    for size, pack in ((1, "off"), (2, "off"), (2, "on")):
+        logs = tmp_path / f"{size}_{pack}"
+        own = ["--tensor-parallel-size", str(size), "--pack-captions", pack]
+        arguments = command(demo_folder, logs, *flags, *own)
         finished = launch(arguments, 2, environment) if size == 2 else alone(arguments, environment)
         assert finished.returncode == 0, finished.stdout + finished.stderr
         losses.append([record["loss"] for record in read_metrics(logs / "run" / "metrics.jsonl", "train")])
-    assert len(losses[0]) == 10 and losses[1] == pytest.approx(losses[0], rel=2e-3)
+    assert len(losses[0]) == 10
+    for split in losses[1:]:
+        assert split == pytest.approx(losses[0], rel=2e-3)
 
 
 # ---- refusals ----

@@ -197,7 +197,7 @@ def test_levers_of_a_sweep_are_told_apart_and_a_profiled_step_is_none(monkeypatc
         row | {"label": f"{row['label']} encode-micro-batches 4", "encode_together": 4},
     ]
     monkeypatch.setattr(steps, "rows", lambda name: stored + more)
-    _, _, *lines = steps.levers().splitlines()  # newest first
+    _, _, *lines = steps.levers().splitlines()  # measured last
     assert [line.split(" | ")[0] for line in lines[:2]] == [
         "| 128 x 8, attention cudnn",
         "| 128 x 8, pass 1 of 4 at once",

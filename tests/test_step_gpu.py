@@ -26,10 +26,12 @@ def micro_batch(index: int) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("together", [1, 3])
 @pytest.mark.parametrize(("kept", "on_gpu"), [(0, False), (4, False), (M, False), (M, True)])
 def test_pixels_are_not_overwritten_while_they_are_used(together, kept, on_gpu):
-    """The compute stream is kept busy, so that the host runs far ahead of what is read from the slots."""
+    """The compute stream is kept busy, so that the host runs far ahead of what is read from the slots. Texts are on the
+    host for a moment only, as packed ones are.
+    """
     device = torch.device("cuda")
     options = {"num_micro_batches": M, "resident": 1, "kept": kept, "together": together, "on_gpu": on_gpu}
-    pixels = PixelCache(device, IMAGES, **options)
+    pixels = PixelCache(device, IMAGES, **options, texts=lambda texts: {"texts": texts.pin_memory()})
     assert on_gpu or not pixels.kept.numel() or pixels.kept.is_pinned()
     for _ in range(2):
         pixels.begin(micro_batch(i) for i in (*range(M), *pixels.again))
@@ -39,6 +41,7 @@ def test_pixels_are_not_overwritten_while_they_are_used(together, kept, on_gpu):
             for start in range(0, len(order), together):
                 group = [pixels[index] for index in order[start : start + together]]
                 torch.cuda._sleep(20_000_000)
+                assert all(batch["texts"].is_cuda for batch in group)
                 seen += [(batch["images"].clone(), batch["texts"].clone()) for batch in group]
         pixels.check()
         for index, (images, texts) in zip([*range(M), *range(M - 1)], seen, strict=True):

@@ -15,7 +15,7 @@ SLOW_HOST = 2.9  # host_factor of the machines of step_slow_host.csv, set by the
 
 
 def levers() -> str:
-    """ViT-L-14 on one H200: precision, blocks, checkpointing, attention, micro-batches; the newest commit first."""
+    """ViT-L-14 on one H200: precision, blocks, checkpointing, attention, micro-batches; measured last comes first."""
     found = [row for row in where(rows("step.csv"), gpus=1, model="ViT-L-14") if row["zero"] in (0, 1)]
     commits = list(dict.fromkeys(row["commit"] for row in reversed(found)))
     lines = []
@@ -70,11 +70,11 @@ def reductions() -> str:
 
 
 def captions() -> str:
-    """One H200, autocast, compiled: captions whole and packed, model by model, the newest commit last."""
+    """One H200, autocast, compiled: captions whole and packed, model by model; measured last comes first."""
     found = rows("step_captions.csv")
-    models = list(dict.fromkeys(row["model"] for row in found))
+    models, commits = (list(dict.fromkeys(row[name] for row in found)) for name in ("model", "commit"))
     lines = []
-    for row in sorted(found, key=lambda row: models.index(row["model"])):
+    for row in sorted(found, key=lambda row: (models.index(row["model"]), -commits.index(row["commit"]))):
         how = "whole" if row["text_share"] == 1 else f"packed: {row['text_share']:.0%} of the places"
         shape = f"{row['micro_batch']} x {row['micro_batches']}"
         seconds = [f"{row[f'seconds_{phase}']:.3f} s" for phase in ("encode", "replay")]

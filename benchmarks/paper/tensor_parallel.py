@@ -144,7 +144,7 @@ def _range(found: list[dict]) -> str:
 
 def at_one_global_batch() -> str:
     """ViT-L-14 on four GPUs of one machine: T = 1 and T = 2 at the same global batch, in as many micro-batches."""
-    found = where(rows("tensor_parallel.csv"), model="ViT-L-14", gpus=4, zero_stage=1, status="ok")
+    found = where(rows("tensor_parallel.csv"), lever="none", model="ViT-L-14", gpus=4, zero_stage=1, status="ok")
     found = where(found, commit=found[-1]["commit"])
     pairs = [row["accum_freq"] * row["batch_size"] * row["gpus"] // row["tensor_parallel"] for row in found]
     largest = [row for row, global_batch in zip(found, pairs) if global_batch == max(pairs)]

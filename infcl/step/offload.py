@@ -36,8 +36,7 @@ class PixelCache:
     together         micro-batches that are used at once
     replays_pixels   whether pass 2 needs pixels; not with a locked image tower: its "images" are None then
     parts            ranks that read a part of each micro-batch each
-    texts            a part's texts as the loader yields them -> all parts' on the device, {name: tensor}, as the model
-                     takes them
+    texts            a part's texts as the loader yields them -> all parts', {name: tensor}, as the model takes them
     join             a part's pixels on the device -> all parts'. Only the part waits, and travels to the device
     """
 
@@ -73,7 +72,7 @@ class PixelCache:
         self.ids: list[torch.Tensor] = []
         self.checksums: dict[int, torch.Tensor] = {}
         self.differs: dict[int, torch.Tensor] = {}
-        self.waited = 0.0  # seconds of this step that the host waited for the loader
+        self.waited = 0.0  # seconds of this step that the host waited for the loader, or another part's
         self.first: MicroBatch | None = self._next()
 
     def __enter__(self) -> "PixelCache":
@@ -113,18 +112,25 @@ class PixelCache:
 
     def _read_first(self, index: int) -> torch.Tensor:
         batch, self.first = self.first or self._next(), None
-        texts = self.texts(batch["texts"])
-        self.places[0] += texts["texts"].numel()
-        self.places[1] += self.parts * batch["texts"].numel()
-        self.tokens.append(texts)
         self.ids.append(batch["ids"].clone())
         if index < len(self.kept):
             self.kept[index].copy_(batch["images"], non_blocking=self.kept.is_cuda)
-            return self.copies(self.kept[index])
-        images = self.copies(batch["images"])
+            images = self.copies(self.kept[index])
+        else:
+            images = self.copies(batch["images"])
         if index in self.again:
             self.checksums[index] = checksum(images)
+        self._take_texts(batch["texts"])
         return images
+
+    def _take_texts(self, part: torch.Tensor) -> None:
+        started = time.perf_counter()
+        texts = self.texts(part)
+        if self.parts > 1:  # for those who read the others
+            self.waited += time.perf_counter() - started
+        self.places[0] += texts["texts"].numel()
+        self.places[1] += self.parts * part.numel()
+        self.tokens.append({name: value.to(self.device, non_blocking=True) for name, value in texts.items()})
 
     def _read_again(self, index: int) -> torch.Tensor:
         batch = self._next()

@@ -10,7 +10,7 @@ from functools import partial
 import torch
 
 from infcl.config import TrainConfig
-from infcl.parallel import Parallel, join_on_host, join_parts
+from infcl.parallel import Parallel, join_parts
 from infcl.towers.config import CLIPConfig, TextConfig
 from infcl.towers.packing import Texts, packed, packs, whole
 
@@ -18,16 +18,19 @@ _PAYS = 0.95  # of the places: with more of them computed, a text tower takes lo
 
 
 def packs_captions(config: TrainConfig, model_config: CLIPConfig) -> bool:
-    """Whether a run packs its captions. ValueError where --pack-captions on cannot be.
-
-    `auto` does not under tensor parallelism: what it brings on GPUs there has not been measured.
-    """
+    """Whether a run packs its captions. ValueError where --pack-captions on cannot be."""
     reason = _why_not(config, model_config.text_cfg)
     if config.pack_captions == "on" and reason:
         raise ValueError(f"--pack-captions on: {reason}; auto packs where it can")
-    if config.pack_captions == "auto":
-        return not reason and config.tensor_parallel_size == 1
-    return config.pack_captions == "on"
+    return may_pack(config) and not reason
+
+
+def may_pack(config: TrainConfig) -> bool:
+    """Whether the flags have captions packed, of a text tower that allows it.
+
+    `auto` does not under tensor parallelism: there it has not run on GPUs.
+    """
+    return config.pack_captions == "on" or (config.pack_captions == "auto" and config.tensor_parallel_size == 1)
 
 
 def _why_not(config: TrainConfig, cfg: TextConfig) -> str:
@@ -46,18 +49,14 @@ def texts_for_model(config: TrainConfig, model_config: CLIPConfig) -> Callable[[
     return partial(packed, model_config.text_cfg) if packs_captions(config, model_config) else whole
 
 
-def texts_on_device(
-    config: TrainConfig, model_config: CLIPConfig, parallel: Parallel
-) -> Callable[[torch.Tensor], Texts]:
+def texts_of_part(config: TrainConfig, model_config: CLIPConfig, parallel: Parallel) -> Callable[[torch.Tensor], Texts]:
     """int64 [m / T, L] on the host, this rank's part of a micro-batch's captions -> what CLIP's forward takes of all of
-    them, on the rank's device. Collective over the tensor-parallel ranks.
+    them, on the device or on their way to it. Collective over the tensor-parallel ranks.
     """
-    device, in_rows = parallel.device, partial(packed, model_config.text_cfg)
-    if not packs_captions(config, model_config):
-        return lambda part: whole(join_parts(parallel, part.to(device, non_blocking=True)))
-    return lambda part: {
-        name: value.to(device, non_blocking=True) for name, value in in_rows(join_on_host(parallel, part)).items()
-    }
+    as_taken = texts_for_model(config, model_config)
+    if packs_captions(config, model_config):
+        return lambda part: as_taken(join_parts(parallel, part))
+    return lambda part: as_taken(join_parts(parallel, part.to(parallel.device, non_blocking=True)))
 
 
 def longer_when_packed(text_share: float) -> str:

@@ -6,7 +6,7 @@ from infcl.config import BatchPlan, TrainConfig
 from infcl.parallel import Parallel, join_parts, max_over
 from infcl.step.offload import PixelCache
 from infcl.towers.clip import CLIP
-from infcl.train.captions import texts_on_device
+from infcl.train.captions import texts_of_part
 from infcl.train.host_memory import available_host_bytes, ranks_of_host
 from infcl.train.optim import checkpoint_bytes
 from infcl.train.preset import offloads, read_preset, sums_gradients_on_host, zero_stage
@@ -57,7 +57,7 @@ def build_pixel_cache(
         replays_pixels=replays_pixels,
         on_gpu=on_gpu,
         parts=parallel.tp_size,
-        texts=texts_on_device(config, model.cfg, parallel),
+        texts=texts_of_part(config, model.cfg, parallel),
         join=partial(join_parts, parallel),
     )
 
