@@ -15,11 +15,11 @@ Models: names of infcl/model_configs, or
 
 In the CSV, reduce_bucket_size and overlap_comm (0, 1) are the preset's; rows without them have DeepSpeed's own bucket
 (5e8), and 1. The lever "none" is the trainer's way at that commit, captions whole; "packed captions" is --pack-captions
-on; others ("graphs", "one block a graph", "halves") are of
-what was tried (docs/log.md, docs/megatron.md). A peak that is missing was one of a second engine in its process.
+on; others ("graphs", "one block a graph", "halves") are of what was tried (docs/log.md, docs/megatron.md). text_share:
+places that the text tower computes, of whole captions'. A peak that is missing was of a second engine in its process.
 Rows of the commits 96af64e to 68ce065 hold the loss of their last step, the (2 + --repeats)th, which was the fifth or
-sixth (ViT-L-14, 128 pairs x 2: 5.21 in the fifth, 4.88 in the sixth), so they do not compare with newer ones. Until
-3d6d09a captions were random ids in all places, and lay on the device: losses compare on either side of it only.
+sixth (ViT-L-14, 128 pairs x 2: 5.21 in the fifth, 4.88 in the sixth), so they do not compare with newer ones. Up to
+3d6d09a captions were random ids in all places, so losses do not compare with later ones either.
 """
 
 import argparse

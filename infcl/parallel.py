@@ -169,8 +169,11 @@ def _share_cores(num_ranks: int, *, bound: bool) -> None:
     where mpirun and srun bind ranks.
     """
     if "OMP_NUM_THREADS" not in os.environ:
-        cores = min(os.cpu_count() or 1 if bound else len(os.sched_getaffinity(0)), core_quota())
-        torch.set_num_threads(min(max(1, int(cores) // num_ranks), torch.get_num_threads()))
+        cores = os.cpu_count() or 1
+        if not bound and hasattr(os, "sched_getaffinity"):  # Linux
+            cores = len(os.sched_getaffinity(0))
+        share = int(min(cores, core_quota())) // num_ranks
+        torch.set_num_threads(min(max(1, share), torch.get_num_threads()))
 
 
 def _use_interface(interface: str | None) -> None:
