@@ -32,7 +32,7 @@ def _quota(of: tuple[Path, str]) -> float:
             allowed, period = (group / "cpu.max").read_text().split()
         else:
             allowed, period = ((group / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
-    except FileNotFoundError:  # the root has no files of its own, and groups inside may lack the controller
+    except OSError:  # the root has no files of its own, groups inside may lack the controller; or it may not be read
         return math.inf
     return math.inf if allowed == "max" or float(allowed) < 0 else float(allowed) / float(period)
 

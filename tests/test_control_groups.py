@@ -134,6 +134,9 @@ def test_cores_are_those_of_the_tightest_quota(host):
     assert core_quota() == 16
     (host / "cg" / "pod" / "container" / "cpu.max").write_text("150000 100000\n")
     assert core_quota() == 1.5
+    (host / "cg" / "pod" / "container" / "cpu.max").unlink()
+    (host / "cg" / "pod" / "container" / "cpu.max").mkdir()  # cannot be read
+    assert core_quota() == 16
 
 
 def test_of_cores_version_1_has_files_of_its_own(host):

@@ -93,7 +93,7 @@ def train(flags: dict, *, global_batch=GLOBAL_BATCH, micro_batch_size=MICRO_BATC
         read = [one.chunk(parallel.tp_size)[parallel.tp_rank] for one in texts]  # by this rank
         output = grad_cache_step(
             [{"images": one, **texts_of(part)} for one, part in zip(images, read)],
-            encode=lambda batch: engine.encode(**{name: value.to(parallel.device) for name, value in batch.items()}),
+            encode=lambda given: engine.encode(**{name: value.to(parallel.device) for name, value in given.items()}),
             loss=loss,
             backward=engine.backward,
             seeds=range(batch.num_micro_batches),
