@@ -17,6 +17,7 @@ from unittest import mock
 import pytest
 
 from infcl.report import read_metrics
+from tests import gpus
 from tests.ranks import free_port, run_ranks
 
 ROOT = Path(__file__).parent.parent
@@ -33,6 +34,8 @@ def command(demo_folder, logs, *flags: str) -> list[str]:
 
 
 def launch(arguments: list[str], ranks: int, environment=ON_CPU) -> subprocess.CompletedProcess:
+    if environment is not ON_CPU and gpus.RANKS_PER_GPU > 1:
+        return gpus.run(arguments, ranks, free_port(), cwd=ROOT)
     launcher = [sys.executable, "-m", "deepspeed.launcher.runner", "-q", "--num_gpus", str(ranks)]
     launcher += ["--master_port", str(free_port())]
     return subprocess.run(

@@ -17,10 +17,11 @@ import torch
 
 from infcl.config import BatchPlan, TrainConfig
 from infcl.towers import CLIP, load_model_config
+from tests import gpus
 from tests.ranks import free_port
 
 pytestmark = [pytest.mark.multigpu, pytest.mark.timeout(600)]
-MODEL, DEVICE, GPUS = "ViT-L-14", "cuda", min(torch.cuda.device_count(), 4) // 2 * 2
+MODEL, DEVICE, RANKS = "ViT-L-14", "cuda", gpus.num_ranks(4) // 2 * 2
 GLOBAL_BATCH, MICRO_BATCH_SIZE, STEPS = 64, 16, 20
 ZERO3 = "ds_configs/zero3.json"
 BF16 = {"precision": "amp_bf16"}
@@ -112,8 +113,7 @@ def train(flags: dict, *, global_batch=GLOBAL_BATCH, micro_batch_size=MICRO_BATC
 
 def train_all(rank: int, port: int, folder: str, runs: dict[str, dict], sizes: dict[str, int]) -> None:
     """Runs one after the other, in the same processes: starting them takes longer than training."""
-    names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": GPUS, "LOCAL_WORLD_SIZE": GPUS, "MASTER_PORT": port}
-    os.environ.update({name: str(value) for name, value in names.items()} | {"MASTER_ADDR": "127.0.0.1"})
+    os.environ.update(gpus.environment(rank, RANKS, port))
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     results = {}
     for name, flags in runs.items():
@@ -133,12 +133,12 @@ def apart(losses: list[float], others: list[float]) -> float:
     return math.sqrt(statistics.fmean((a - b) ** 2 for a, b in zip(losses, others)))
 
 
-@pytest.mark.skipif(GPUS < 2, reason="needs two GPUs, better four")
+@pytest.mark.skipif(RANKS < 2, reason="needs two GPUs, better four")
 @pytest.mark.parametrize("precision", RUNS)
 def test_twenty_steps_of_vit_l_14_follow_those_without_tensor_parallelism(tmp_path, precision):
     runs = RUNS[precision]
-    torch.multiprocessing.spawn(train_all, (free_port(), str(tmp_path), runs, {}), nprocs=GPUS)
-    results = [torch.load(tmp_path / f"{rank}.pt") for rank in range(GPUS)]
+    torch.multiprocessing.spawn(train_all, (free_port(), str(tmp_path), runs, {}), nprocs=RANKS)
+    results = [torch.load(tmp_path / f"{rank}.pt") for rank in range(RANKS)]
     truth, truth_norms, _ = results[0]["T=1"]
     for name in runs:
         losses, norms, _ = results[0][name]
@@ -151,15 +151,15 @@ def test_twenty_steps_of_vit_l_14_follow_those_without_tensor_parallelism(tmp_pa
             assert losses[:5] == pytest.approx(truth[:5], rel=3e-3), name
             assert apart(losses, truth) < bound < 0.02, (name, apart(losses, truth), bound)
             assert norms[:5] == pytest.approx(truth_norms[:5], rel=5e-2), name
-        for copy in range(0, GPUS, 2) if "T=2" in name else ():
+        for copy in range(0, RANKS, 2) if "T=2" in name else ():
             pair = results[copy][name][2], results[copy + 1][name][2]
             unequal = [key for key in pair[0] if pair[0][key] != pair[1][key]]
             assert unequal == [], f"{name}: what is not split stays equal to the bit within a tensor-parallel group"
 
 
-@pytest.mark.skipif(GPUS < 2, reason="needs two GPUs, better four")
+@pytest.mark.skipif(RANKS < 2, reason="needs two GPUs, better four")
 def test_steps_of_large_micro_batches_follow_those_without_tensor_parallelism(tmp_path):
-    torch.multiprocessing.spawn(train_all, (free_port(), str(tmp_path), LARGE_RUNS, LARGE), nprocs=GPUS)
+    torch.multiprocessing.spawn(train_all, (free_port(), str(tmp_path), LARGE_RUNS, LARGE), nprocs=RANKS)
     results = torch.load(tmp_path / "0.pt")
     truth, truth_norms, _ = results["T=1, bf16"]
     for name, (losses, norms, _) in results.items():

@@ -14,7 +14,7 @@ from infcl import inf_cl_loss, kernels
 from infcl.loss.contrastive import LOSSES
 from infcl.loss.copies import kept_bytes
 from infcl.loss.links import second_group
-from tests import test_info_nce, test_nt_xent
+from tests import gpus, test_info_nce, test_nt_xent
 from tests.loss_oracle import Case, averaged, evaluate, oracle, relative_error
 from tests.ranks import free_port
 
@@ -37,9 +37,8 @@ RINGS = {
 
 
 def _start(rank: int, world_size: int, port: int, **options) -> None:
-    torch.cuda.set_device(rank)
     where = f"tcp://127.0.0.1:{port}"
-    options |= {"rank": rank, "world_size": world_size, "device_id": torch.device("cuda", rank)}
+    options |= {"rank": rank, "world_size": world_size, "device_id": gpus.take(rank)}
     dist.init_process_group("nccl", init_method=where, **options)
 
 
@@ -53,7 +52,7 @@ def _evaluate_on_gpu(rank: int, world_size: int, port: int, folder: str, options
 
 def _on_all_gpus(function, ring: str, folder) -> list:
     """What each rank saved; skips where there are too few GPUs for the nodes of this ring."""
-    world_size = min(torch.cuda.device_count(), 8)
+    world_size = gpus.num_ranks()
     nodes_of = RINGS[ring].get("ranks_per_node", 1)
     if world_size % nodes_of or world_size == nodes_of:
         pytest.skip(f"{world_size} GPUs are not several nodes of {nodes_of}")
@@ -147,8 +146,9 @@ def _compare_with_sends(rank: int, world_size: int, port: int) -> None:
     dist.destroy_process_group()
 
 
+@gpus.one_each
 def test_copy_engines_bring_what_sends_bring_whoever_is_late():
-    world_size = min(torch.cuda.device_count(), 8)
+    world_size = gpus.num_ranks()
     torch.multiprocessing.spawn(_compare_with_sends, (world_size, free_port()), nprocs=world_size)
 
 
@@ -165,7 +165,7 @@ def _second_groups(rank: int, world_size: int, port: int) -> None:
 
 
 def test_a_ring_over_all_ranks_gets_its_second_communicator_whatever_other_groups_there_are():
-    world_size = min(torch.cuda.device_count(), 8)
+    world_size = gpus.num_ranks()
     torch.multiprocessing.spawn(_second_groups, (world_size, free_port()), nprocs=world_size)
 
 
@@ -207,8 +207,7 @@ def test_a_rank_that_hangs_ends_the_others_by_the_time_out_and_is_named(overlap,
 def _steps_without_waiting(rank: int, world_size: int, port: int, preset: str, last_backward: bool) -> None:
     from tests.test_step_gpu import steps_without_waiting
 
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), MASTER_ADDR="127.0.0.1")
-    os.environ["MASTER_PORT"] = str(port)
+    os.environ.update(gpus.environment(rank, world_size, port))
     steps_without_waiting(preset, last_backward=last_backward)
     dist.destroy_process_group()
 
