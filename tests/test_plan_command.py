@@ -41,7 +41,9 @@ def test_packed_captions_are_planned_smaller_and_faster():
     assert 1.2 < samples_per_second(packed) / samples_per_second(whole) < 1.8  # the text is 40% of its operations
     assert sum(memory_of(packed).values()) < sum(memory_of(whole).values())
     full = setting_of(parser().parse_args([*flags, "--caption-tokens", "77"]))
-    assert samples_per_second(full) == samples_per_second(whole)
+    # captions that fill their places gain nothing by it: longer rows, with a mask
+    assert 0.85 < samples_per_second(full) / samples_per_second(whole) < 1
+    assert sum(memory_of(full).values()) == sum(memory_of(whole).values())
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from infcl.plan.setting import Gpu, Link, Setting, load_gpu, load_link
 from infcl.plan.sweep import crossover, draw, read_range, sweep
 from infcl.plan.timing import phases_of, samples_per_second
 from infcl.towers.config import load_model_config, with_overrides
+from infcl.towers.packing import row_length
 from infcl.train.preset import stage_in_words
 
 
@@ -71,7 +72,8 @@ def setting_of(arguments: argparse.Namespace) -> Setting:
             f"--caption-tokens {tokens} must lie in [1, {length}], the context length of {arguments.model}"
         )
     setting = Setting(
-        model=with_overrides(model, context_length=tokens),  # to the tower, packed captions are as shorter ones
+        model=with_overrides(model, context_length=tokens),  # packed captions are as shorter ones
+        caption_row=None if tokens is None else row_length(length),
         gpu=load_gpu(arguments.gpu),
         link=load_link(arguments.link),
         gpus=arguments.gpus,

@@ -3,22 +3,26 @@
 A block of width w takes, for each token of L and forward:
 
     products     (8 + 4 ratio) w^2 flops, at PRODUCTS of the profile's rate       split over T ranks
-    attention    4 L w flops, at ATTENTION of it (wider heads are faster)          split over T ranks
+    attention    4 P^2 w / L flops, at ATTENTION of it (wider heads are faster)    split over T ranks
     the rest     w times what the profile's efficiency leaves at ViT-L-14's width  split but for UNSPLIT
     sums         two of m L w values over the host's links                         T > 1
 
 so narrow towers reach less of a GPU than wide ones. A backward takes two forwards. The constants are of ViT-L-14 on
-H200s, profiled block by block (docs/results/tensor_parallel_blocks.csv).
+H200s, profiled block by block (docs/results/tensor_parallel_blocks.csv); attention's of ViT-B-32 and ViT-B-16 too.
 
-Sizes: m samples, L tokens, T tensor-parallel ranks, M micro-batches.
+Sizes: m samples, L tokens, P tokens in whole tiles of fused attention, T tensor-parallel ranks, M micro-batches. Rows of
+packed captions are sequences of L places, whose attention takes MASKED times as long.
 """
+
+from typing import NamedTuple
 
 from infcl.plan.phases import Phase
 from infcl.plan.setting import Gpu, Setting
 from infcl.towers.config import kept_patches
 from infcl.towers.flops import forward_flops
 
-PRODUCTS, ATTENTION = 0.91, 0.2
+PRODUCTS, ATTENTION, MASKED = 0.91, 0.4, 2.0
+TILE = 128  # tokens: fused attention computes 50 as 128, and 257 as 384
 UNSPLIT = 0.43  # of the rest: norms and residuals, which each of T ranks computes whole, but for sequence parallelism
 SIXTEEN_BIT = 0.76  # of the rest where eager blocks hold 16-bit parameters: no casts, a stream of half the bytes
 # Of what travels between tensor-parallel ranks, what does not hide: sums; sums in halves (megatron_patches/halves.py),
@@ -42,7 +46,7 @@ def tower_phases(setting: Setting) -> list[Phase]:
     micro_batches = setting.num_micro_batches
     encoded = micro_batches - min(setting.resident, micro_batches)
     replayed = (4 if setting.checkpointing else 3) * micro_batches  # in forwards
-    forward = sum(_tower_seconds(setting, *shape) for shape in _shapes(setting)) + _ends_seconds(setting)
+    forward = sum(_tower_seconds(setting, shape) for shape in _shapes(setting)) + _ends_seconds(setting)
     phases = [
         Phase("encode", forward * encoded, forward * encoded),
         Phase("replay", forward * replayed, forward * replayed),
@@ -83,48 +87,68 @@ def together(gpus: float, host: float) -> float:
     return (gpus**_NEITHER_HIDES + host**_NEITHER_HIDES) ** (1 / _NEITHER_HIDES)
 
 
-def _shapes(setting: Setting) -> list[tuple[int, int, int, float, int]]:
-    """(tokens, width, layers, MLP ratio, head width) of both towers."""
+class _Shape(NamedTuple):
+    """Of a tower: tokens of a sample, places that attend to each other (a sample's tokens, or a row's), heads' width."""
+
+    tokens: int
+    places: int
+    width: int
+    layers: int
+    mlp_ratio: float
+    head: int
+
+
+def _shapes(setting: Setting) -> list[_Shape]:
+    """Of both towers."""
     vision, text = setting.model.vision_cfg, setting.model.text_cfg
-    tokens = 1 + kept_patches(vision.num_patches, vision.patch_dropout)
+    tokens, length = 1 + kept_patches(vision.num_patches, vision.patch_dropout), text.context_length
     return [
-        (tokens, vision.width, vision.layers, vision.mlp_ratio, vision.head_width),
-        (text.context_length, text.width, text.layers, text.mlp_ratio, text.width // text.heads),
+        _Shape(tokens, tokens, vision.width, vision.layers, vision.mlp_ratio, vision.head_width),
+        _Shape(
+            length, setting.caption_row or length, text.width, text.layers, text.mlp_ratio, text.width // text.heads
+        ),
     ]
 
 
-def _tower_seconds(setting: Setting, tokens: int, width: int, layers: int, ratio: float, head: int) -> float:
+def _attention_flops(places: int, width: int) -> float:
+    """Of a token, in whole tiles."""
+    return 4 * (-(-places // TILE) * TILE) ** 2 / places * width
+
+
+def _tower_seconds(setting: Setting, shape: _Shape) -> float:
     """A forward of one micro-batch through a tower's blocks."""
-    rate, share = setting.gpu.matmul_tflops * 1e12, setting.tensor_parallel
-    products = (8 + 4 * ratio) * width**2 / (rate * PRODUCTS)
-    attention = 4 * tokens * width / (rate * ATTENTION * min(2.0, head / _HEAD))
+    rate, share, width = setting.gpu.matmul_tflops * 1e12, setting.tensor_parallel, shape.width
+    products = (8 + 4 * shape.mlp_ratio) * width**2 / (rate * PRODUCTS)
+    attention = _attention_flops(shape.places, width) / (rate * ATTENTION * min(2.0, shape.head / _HEAD))
+    if shape.places > shape.tokens:
+        attention *= MASKED
     rest = width * _rest(setting.gpu, compiled=setting.compiled)
     if not setting.compiled and setting.precision in ("bf16", "fp16"):
         rest *= SIXTEEN_BIT
     split = 1 / share if setting.sequence_parallel else UNSPLIT + (1 - UNSPLIT) / share
-    return setting.micro_batch * tokens * layers * ((products + attention) / share + rest * split)
+    return setting.micro_batch * shape.tokens * shape.layers * ((products + attention) / share + rest * split)
 
 
 def _rest(gpu: Gpu, *, compiled: bool) -> float:
     """Seconds of a token and unit of width that are neither product nor attention, of a forward."""
     rate, efficiency = gpu.matmul_tflops * 1e12, gpu.compiled_efficiency if compiled else gpu.tower_efficiency
-    products, attention = 24 * _WIDTH**2, 4 * _TOKENS * _WIDTH
-    whole = (products + attention) / (rate * efficiency)
+    products, attention = 24 * _WIDTH**2, _attention_flops(_TOKENS, _WIDTH)
+    whole = (products + 4 * _TOKENS * _WIDTH) / (rate * efficiency)
     return max(0.0, whole - products / (rate * PRODUCTS) - attention / (rate * ATTENTION)) / _WIDTH
 
 
 def _ends_seconds(setting: Setting) -> float:
     """Patches and the projections to features, which tensor parallelism does not split."""
     flops = float(sum(forward_flops(setting.model).values()))
-    for tokens, width, layers, ratio, _ in _shapes(setting):
-        flops -= layers * tokens * ((8 + 4 * ratio) * width**2 + 4 * tokens * width)
+    for one in _shapes(setting):
+        flops -= one.layers * one.tokens * ((8 + 4 * one.mlp_ratio) * one.width**2 + 4 * one.tokens * one.width)
     return setting.micro_batch * flops / (setting.gpu.matmul_tflops * 1e12 * PRODUCTS)
 
 
 def _travelling(setting: Setting, passes: int) -> Phase:
     """Two sums of a block's activations a pass; under sequence parallelism rows travel beside the products instead."""
     size, behind = setting.tensor_parallel, "products"
-    rows = [(tokens * width, layers) for tokens, width, layers, _, _ in _shapes(setting)]
+    rows = [(one.tokens * one.width, one.layers) for one in _shapes(setting)]
     values = setting.micro_batch * sum(row * layers for row, layers in rows)
     once = 2 * (size - 1) / size * 2 * values / (setting.gpu.link_gbs * 1e9)  # of all layers, in 16 bits
     if setting.sequence_parallel:  # half a sum each, 4 forward and 6 backward
