@@ -10,8 +10,8 @@ A block of width w takes, for each token of L and forward:
 so narrow towers reach less of a GPU than wide ones. A backward takes two forwards. The constants are of ViT-L-14 on
 H200s, profiled block by block (docs/results/tensor_parallel_blocks.csv); attention's of ViT-B-32 and ViT-B-16 too.
 
-Sizes: m samples, L tokens, P tokens in whole tiles of fused attention, T tensor-parallel ranks, M micro-batches. Rows of
-packed captions are sequences of L places, whose attention takes MASKED times as long.
+Sizes: m samples, L tokens, P of them in whole tiles of fused attention, T tensor-parallel ranks, M micro-batches.
+Packed captions are sequences of a row's places, whose attention takes MASKED times as long.
 """
 
 from typing import NamedTuple
@@ -88,7 +88,7 @@ def together(gpus: float, host: float) -> float:
 
 
 class _Shape(NamedTuple):
-    """Of a tower: tokens of a sample, places that attend to each other (a sample's tokens, or a row's), heads' width."""
+    """Of a tower: a sample's tokens; places of what attends to each other, a sample or a row; a head's width."""
 
     tokens: int
     places: int
