@@ -96,17 +96,17 @@ class _Shape(NamedTuple):
     layers: int
     mlp_ratio: float
     head: int
+    masked: bool
 
 
 def _shapes(setting: Setting) -> list[_Shape]:
     """Of both towers."""
     vision, text = setting.model.vision_cfg, setting.model.text_cfg
     tokens, length = 1 + kept_patches(vision.num_patches, vision.patch_dropout), text.context_length
+    row, head = setting.caption_row, text.width // text.heads
     return [
-        _Shape(tokens, tokens, vision.width, vision.layers, vision.mlp_ratio, vision.head_width),
-        _Shape(
-            length, setting.caption_row or length, text.width, text.layers, text.mlp_ratio, text.width // text.heads
-        ),
+        _Shape(tokens, tokens, vision.width, vision.layers, vision.mlp_ratio, vision.head_width, False),
+        _Shape(length, row or length, text.width, text.layers, text.mlp_ratio, head, row is not None),
     ]
 
 
@@ -120,7 +120,7 @@ def _tower_seconds(setting: Setting, shape: _Shape) -> float:
     rate, share, width = setting.gpu.matmul_tflops * 1e12, setting.tensor_parallel, shape.width
     products = (8 + 4 * shape.mlp_ratio) * width**2 / (rate * PRODUCTS)
     attention = _attention_flops(shape.places, width) / (rate * ATTENTION * min(2.0, shape.head / _HEAD))
-    if shape.places > shape.tokens:
+    if shape.masked:
         attention *= MASKED
     rest = width * _rest(setting.gpu, compiled=setting.compiled)
     if not setting.compiled and setting.precision in ("bf16", "fp16"):
