@@ -1,0 +1,151 @@
+"""The towers' attention, alone, and without padding: `python -m benchmarks.attention --csv docs/results/attention.csv`.
+
+Milliseconds of one layer's attention, q|k|v in and its gradient out as in a tower's block: torch's kernels, compiled
+with what puts q|k|v's gradient together; and a Triton kernel that computes a sequence as one tile (short_attention.py),
+where none is longer than that. "packed" are captions of 1 to 39 tokens in rows of 160, which torch's see with a mask.
+The floor: bytes of q|k|v and of the result (backward: twice the first, once the second) at the rate of a copy.
+"""
+
+import argparse
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from benchmarks.clock import hardware, timed
+from benchmarks.rows import append
+from benchmarks.short_attention import LONGEST, ShortAttention
+from infcl.towers.config import TextConfig
+from infcl.towers.packing import caption_places, pack_captions
+
+BACKENDS = {
+    "by itself": None,
+    "cuDNN": SDPBackend.CUDNN_ATTENTION,
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "memory-efficient": SDPBackend.EFFICIENT_ATTENTION,
+}
+
+
+class Case(NamedTuple):
+    """Of a layer: m sequences of L tokens, h heads of width d."""
+
+    name: str
+    m: int
+    tokens: int
+    heads: int
+    causal: bool = False
+    packed: bool = False
+    width: int = 64
+
+
+CASES = (
+    Case("ViT-B-32 images", 1024, 50, 12),
+    Case("ViT-B-16 images", 512, 197, 12),
+    Case("ViT-L-14 images", 128, 257, 16),
+    Case("ViT-B-32 captions", 1024, 77, 8, causal=True),
+    Case("ViT-B-32 captions, packed", 1024, 77, 8, causal=True, packed=True),
+    Case("ViT-L-14 captions", 128, 77, 12, causal=True),
+    Case("ViT-L-14 captions, packed", 128, 77, 12, causal=True, packed=True),
+)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=30)
+    parser.add_argument("--csv", type=Path, help="append the rows to this file")
+    parser.add_argument("--commit", help="for the CSV; default: git's HEAD")
+    options = parser.parse_args()
+    rate = copy_rate()
+    for case in CASES:
+        qkv, lengths, starts, mask = inputs(case, "cuda", torch.bfloat16)
+        ways: dict[str, Callable[[Tensor], Tensor]] = {
+            name: torch.compile(by_torch(case, mask, backend), dynamic=False) for name, backend in BACKENDS.items()
+        }
+        if case.tokens <= LONGEST:
+            ways["one tile"] = in_one_tile(case, starts, lengths)
+        for name, attend in ways.items():
+            row = {"case": case.name, "way": name} | times_of(attend, qkv, rate, options.repeats)
+            print(f"{row['case']:>26} {row['way']:>16}", *(f"{row[key]:.3f}" for key in _TIMES), flush=True)
+            append(options.csv, [row | hardware(options.commit)])
+
+
+_TIMES = ("forward_ms", "forward_floor_ms", "both_ms", "both_std", "both_floor_ms")
+
+
+def inputs(case: Case, device: str, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """q|k|v [rows, places, 3, h, d], the lengths of sequences and where in the flat rows each begins, a mask."""
+    lengths, starts, mask, shape = torch.full((case.m,), case.tokens), None, None, (case.m, case.tokens)
+    if case.packed:
+        generator = torch.Generator().manual_seed(0)
+        lengths = torch.randint(1, min(40, case.tokens + 1), (case.m,), generator=generator)
+        texts = torch.ones(case.m, case.tokens, dtype=torch.int64)
+        texts[torch.arange(case.m), lengths - 1] = 2  # what is pooled
+        rows, ends = pack_captions(texts, TextConfig(context_length=case.tokens))
+        mask, shape, starts = caption_places(rows, ends)[1].to(device), rows.shape, ends - lengths + 1
+    if starts is None:
+        starts = torch.arange(case.m) * case.tokens
+    qkv = torch.randn(*shape, 3, case.heads, case.width, device=device, dtype=dtype).requires_grad_()
+    return qkv, lengths.to(device), starts.to(device), mask
+
+
+def by_torch(case: Case, mask: Tensor | None, backend: SDPBackend | None = None) -> Callable[[Tensor], Tensor]:
+    def attend(qkv: Tensor) -> Tensor:
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)
+        causal = case.causal and mask is None
+        if backend is None:
+            return F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal).transpose(1, 2)
+        with sdpa_kernel(backend):
+            return F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal).transpose(1, 2)
+
+    return attend
+
+
+def in_one_tile(case: Case, starts: Tensor, lengths: Tensor) -> Callable[[Tensor], Tensor]:
+    longest = int(lengths.max())
+
+    def attend(qkv: Tensor) -> Tensor:
+        flat = ShortAttention.apply(qkv.flatten(0, 1), starts, lengths, longest, case.causal)
+        return flat.view(*qkv.shape[:2], case.heads, case.width)
+
+    return attend
+
+
+def times_of(attend: Callable[[Tensor], Tensor], qkv: Tensor, bytes_per_ms: float, repeats: int) -> dict:
+    """Of a forward without and one with its backward; None where a kernel does not take the case."""
+    row: dict[str, float] = dict.fromkeys(_TIMES, float("nan"))
+    row["forward_floor_ms"] = qkv.nbytes * 4 / 3 / bytes_per_ms
+    row["both_floor_ms"] = qkv.nbytes * (4 + 7) / 3 / bytes_per_ms
+
+    def forward() -> None:
+        with torch.no_grad():
+            attend(qkv)
+
+    d_out = torch.randn_like(qkv[:, :, 0])
+
+    def both() -> None:
+        qkv.grad = None
+        attend(qkv).backward(d_out)
+
+    try:
+        forward_ms, both_ms = (timed(step, repeats, warm_up=5) for step in (forward, both))
+    except RuntimeError as error:
+        print(str(error).splitlines()[0], flush=True)
+        return row
+    row |= {"forward_ms": statistics.median(forward_ms), "both_ms": statistics.median(both_ms)}
+    return row | {"both_std": statistics.stdev(both_ms)}
+
+
+def copy_rate() -> float:
+    """Bytes read and written a millisecond."""
+    source = torch.empty(2**30, dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    return 2 * source.nbytes / statistics.median(timed(lambda: target.copy_(source), 20, warm_up=5))
+
+
+if __name__ == "__main__":
+    main()
