@@ -112,6 +112,7 @@ def test_a_rank_killed_in_any_phase_ends_the_run_and_it_resumes_exactly(demo_fol
         assert time.monotonic() < deadline, "ranks stayed behind"
         time.sleep(0.5)
     print(f"{phase}: launcher ended {time.monotonic() - started:.0f} s after start with {code}")
+    assert (tmp_path / "run" / "checkpoints" / "step_00000003").is_dir(), output
     output = resume_and_compare(demo_folder, tmp_path, uninterrupted)
     assert "at step 3" in output
 
