@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import logging
+from functools import partial
 
 import pytest
 import torch
@@ -17,8 +18,11 @@ CPU = torch.device("cpu")
 PATCHES_OF_14 = VisionConfig(image_size=56, patch_size=14, width=64, layers=1, head_width=32)  # rows of 588 and 4 more
 
 
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("precision", ["fp32", "amp_bf16"])
-def test_its_functions_and_their_gradients_are_those_of_eager_torch(precision):
+def test_its_functions_and_their_gradients_are_those_of_eager_torch(precision, backend, monkeypatch):
+    """aot_eager: graphs, each run by eager kernels; compiling C++ for them takes most of a minute."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
     compiled._try_embedding(CompiledEmbedding(frozenset({4})), PATCHES_OF_14, CPU, precision)
 
 

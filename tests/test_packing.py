@@ -1,6 +1,7 @@
 """Packed captions: features, gradients and whole runs are those of the captions one by one."""
 
 import dataclasses
+from functools import partial
 
 import pytest
 import torch
@@ -164,7 +165,8 @@ def test_the_longest_captions_fill_their_places(cfg):
     assert len(rows) == 3
 
 
-def test_one_graph_serves_any_number_of_rows():
+def test_one_graph_serves_any_number_of_rows(monkeypatch):
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))  # graphs without C++ for them
     torch.manual_seed(0)
     model = CLIP(load_model_config("demo"))
     cfg = model.cfg.text_cfg
