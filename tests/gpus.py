@@ -5,9 +5,13 @@ Ranks that share a GPU show that what NCCL carries is right, not how fast: to NC
 peers write into, which torch shares between GPUs only (`one_each`).
 """
 
+import contextlib
 import os
 import subprocess
 import sys
+import tempfile
+import time
+from typing import IO
 
 import pytest
 import torch
@@ -39,24 +43,27 @@ def environment(rank: int, world_size: int, port: int) -> dict[str, str]:
     return {name: str(value) for name, value in names.items()} | _seems_alone(rank)
 
 
-def run(arguments: list[str], world_size: int, port: int, **options) -> subprocess.CompletedProcess:
+def run(arguments: list[str], world_size: int, port: int, *, seconds=400, **options) -> subprocess.CompletedProcess:
     """A program on so many ranks that share GPUs, which no launcher would start: the first code that is not 0, all that
-    they said."""
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, *arguments],
-            env=os.environ | environment(rank, world_size, port),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            **options,
-        )
-        for rank in range(world_size)
-    ]
-    said = [process.communicate(timeout=400) for process in ranks]
-    codes = [process.returncode for process in ranks]
-    stdout, stderr = ("".join(texts) for texts in zip(*said))
+    they said. subprocess.TimeoutExpired after `seconds`; then, too, no rank is left."""
+    with contextlib.ExitStack() as stack:
+        files = [[stack.enter_context(tempfile.TemporaryFile("w+")) for _ in range(2)] for _ in range(world_size)]
+        ranks = []
+        for rank, (out, err) in enumerate(files):
+            told = os.environ | environment(rank, world_size, port)
+            process = subprocess.Popen([sys.executable, *arguments], env=told, stdout=out, stderr=err, **options)
+            stack.callback(process.wait)
+            stack.callback(process.kill)  # before it is waited for
+            ranks.append(process)
+        deadline = time.monotonic() + seconds
+        codes = [process.wait(max(0.0, deadline - time.monotonic())) for process in ranks]
+        stdout, stderr = ("".join(_read(pair[place]) for pair in files) for place in range(2))
     return subprocess.CompletedProcess(arguments, next(filter(None, codes), 0), stdout, stderr)
+
+
+def _read(file: IO[str]) -> str:
+    file.seek(0)
+    return file.read()
 
 
 def _seems_alone(rank: int) -> dict[str, str]:

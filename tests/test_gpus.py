@@ -1,5 +1,7 @@
 """Ranks of tests that share a GPU: what each is told, and that none is lost. Needs no GPU."""
 
+import signal
+import subprocess
 from unittest import mock
 
 import pytest
@@ -26,3 +28,15 @@ def test_programs_of_all_ranks_are_waited_for_and_heard():
     done = gpus.run(["-c", code], 3, 1234)
     assert done.returncode == 5 and done.stdout == "rank 0\nrank 1\nrank 2\n"
     assert gpus.run(["-c", "pass"], 2, 1234).returncode == 0
+
+
+def test_programs_that_hang_are_ended():
+    started, popen = [], subprocess.Popen
+
+    def starting(*arguments, **options):
+        started.append(popen(*arguments, **options))
+        return started[-1]
+
+    with mock.patch("subprocess.Popen", starting), pytest.raises(subprocess.TimeoutExpired):
+        gpus.run(["-c", "import time; time.sleep(60)"], 2, 1234, seconds=1)
+    assert [process.returncode for process in started] == [-signal.SIGKILL] * 2
