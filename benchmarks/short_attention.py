@@ -11,20 +11,26 @@ import torch
 import triton
 import triton.language as tl
 
-LONGEST = 128
 _TILES = (32, 64, 128)
+LONGEST = _TILES[-1]
 
 
 class ShortAttention(torch.autograd.Function):
-    """qkv [P, 3, h, d], starts int64 [m], lengths int64 [m] -> [P, h, d]; zeros where no sequence is.
+    """qkv [P, 3, h, d], starts int64 [m], lengths int64 [m] -> [P, h, d]; zeros where no sequence is. Of each sequence
 
-    longest: no length is above it, which is at most 128. Times 1 / sqrt(d), as in F.scaled_dot_product_attention.
+        q, k, v = qkv[start : start + length].permute(1, 2, 0, 3)
+        out[start : start + length] = F.scaled_dot_product_attention(q, k, v, is_causal=causal).transpose(0, 1)
+
+    longest: no length is above it. ValueError where it is above 128, or d is no power of two from 16 on.
     """
 
     @staticmethod
     def forward(ctx, qkv, starts, lengths, longest: int, causal: bool):
+        width = qkv.shape[-1]
         if longest > LONGEST:
             raise ValueError(f"sequences of {longest} tokens: one tile has {LONGEST}")
+        if width < 16 or width & (width - 1):
+            raise ValueError(f"heads of {width}: a tile has a power of two from 16 on")
         out = qkv.new_zeros(qkv.shape[0], *qkv.shape[2:])
         ctx.save_for_backward(qkv, starts, lengths)
         ctx.options = _options(qkv, longest, causal)
@@ -95,10 +101,15 @@ def _backward_tile(
     _put(d_qkv + H * D, tl.dot(tl.trans(d_s), q), n, 3 * H * D, D, B)
 
 
+# Both: qkv [P, 3, H, D], starts and lengths int64 [m] are read, one program for each of m H; a length above LARGEST
+# is left out.
+
+
 @triton.jit
 def _forward(
     qkv, out, starts, lengths, scale, H: tl.constexpr, D: tl.constexpr, LARGEST: tl.constexpr, CAUSAL: tl.constexpr
 ):
+    """out [P, H, D] is written."""
     sequence, head = tl.program_id(0) // H, tl.program_id(0) % H
     n, first = tl.load(lengths + sequence), tl.load(starts + sequence)
     qkv += first * (3 * H * D) + head * D
@@ -126,6 +137,7 @@ def _backward(
     LARGEST: tl.constexpr,
     CAUSAL: tl.constexpr,
 ):
+    """d_out [P, H, D] is read, d_qkv as qkv is written."""
     sequence, head = tl.program_id(0) // H, tl.program_id(0) % H
     n, first = tl.load(lengths + sequence), tl.load(starts + sequence)
     qkv += first * (3 * H * D) + head * D

@@ -1,8 +1,8 @@
 """GPUs for tests over several ranks: one each, or INFCL_RANKS_PER_GPU ranks on each.
 
 Ranks that share a GPU show that what NCCL carries is right, not how fast: to NCCL each seems to be on a host of its own
-(NCCL_HOSTID), whose messages go over sockets, and the GPU serves one process after the other. Not there: memory that
-peers write into, which torch shares between GPUs only (`one_each`).
+(NCCL_HOSTID), whose messages go over sockets, and the GPU serves one process after the other, or, under CUDA's MPS, all
+at once. Not there: memory that peers write into, which torch shares between GPUs only (`one_each`).
 """
 
 import contextlib
@@ -35,30 +35,37 @@ def take(rank: int) -> torch.device:
 
 def environment(rank: int, world_size: int, port: int) -> dict[str, str]:
     """What a launcher says to a rank of this host; ranks that share a GPU are told that each has a host for itself."""
+    local = {"LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": world_size}
     if RANKS_PER_GPU > 1:
-        local = {"LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "CUDA_VISIBLE_DEVICES": rank // RANKS_PER_GPU}
-    else:
-        local = {"LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": world_size}
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(world_size)))).split(",")
+        own = visible[rank // RANKS_PER_GPU]
+        local = {"LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "CUDA_VISIBLE_DEVICES": own}
     names = {"RANK": rank, "WORLD_SIZE": world_size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port} | local
     return {name: str(value) for name, value in names.items()} | _seems_alone(rank)
 
 
-def run(arguments: list[str], world_size: int, port: int, *, seconds=400, **options) -> subprocess.CompletedProcess:
-    """A program on so many ranks that share GPUs, which no launcher would start: the first code that is not 0, all that
-    they said. subprocess.TimeoutExpired after `seconds`; then, too, no rank is left."""
+def run(arguments: list[str], world_size: int, port: int, *, seconds=400, environ=None, **options):
+    """A program on so many ranks that share GPUs, which no launcher would start -> subprocess.CompletedProcess: the
+    first code that is not 0, all that they said. As under a launcher, the others are ended after that one; after
+    `seconds` all are, and what they said is in the AssertionError.
+    """
     with contextlib.ExitStack() as stack:
         files = [[stack.enter_context(tempfile.TemporaryFile("w+")) for _ in range(2)] for _ in range(world_size)]
         ranks = []
         for rank, (out, err) in enumerate(files):
-            told = os.environ | environment(rank, world_size, port)
+            told = os.environ | (environ or {}) | environment(rank, world_size, port)
             process = subprocess.Popen([sys.executable, *arguments], env=told, stdout=out, stderr=err, **options)
             stack.callback(process.wait)
             stack.callback(process.kill)  # before it is waited for
             ranks.append(process)
-        deadline = time.monotonic() + seconds
-        codes = [process.wait(max(0.0, deadline - time.monotonic())) for process in ranks]
+        deadline, code = time.monotonic() + seconds, None
+        while code is None and time.monotonic() < deadline:
+            codes = [process.poll() for process in ranks]
+            code = next(filter(None, codes), None if None in codes else 0)
+            time.sleep(0.1)
         stdout, stderr = ("".join(_read(pair[place]) for pair in files) for place in range(2))
-    return subprocess.CompletedProcess(arguments, next(filter(None, codes), 0), stdout, stderr)
+        assert code is not None, f"ranks that did not end within {seconds} s: {stdout}{stderr}"
+    return subprocess.CompletedProcess(arguments, code, stdout, stderr)
 
 
 def _read(file: IO[str]) -> str:

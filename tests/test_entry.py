@@ -34,8 +34,8 @@ def command(demo_folder, logs, *flags: str) -> list[str]:
 
 
 def launch(arguments: list[str], ranks: int, environment=ON_CPU) -> subprocess.CompletedProcess:
-    if environment is not ON_CPU and gpus.RANKS_PER_GPU > 1:
-        return gpus.run(arguments, ranks, free_port(), cwd=ROOT)
+    if gpus.RANKS_PER_GPU > 1 and environment.get("DS_ACCELERATOR") != "cpu":
+        return gpus.run(arguments, ranks, free_port(), environ=environment, cwd=ROOT)
     launcher = [sys.executable, "-m", "deepspeed.launcher.runner", "-q", "--num_gpus", str(ranks)]
     launcher += ["--master_port", str(free_port())]
     return subprocess.run(

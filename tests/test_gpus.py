@@ -10,7 +10,8 @@ from tests import gpus
 
 
 @pytest.mark.parametrize(("share", "places"), [(1, ["0", "1", "2", "3"]), (2, ["0", "0", "1", "1"]), (4, ["0"] * 4)])
-def test_a_rank_has_its_own_gpu_or_a_host_of_its_own_with_one(share, places):
+def test_a_rank_has_its_own_gpu_or_a_host_of_its_own_with_one(share, places, monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     with mock.patch.object(gpus, "RANKS_PER_GPU", share):
         told = [gpus.environment(rank, 4, 1234) for rank in range(4)]
     assert [one["RANK"] for one in told] == ["0", "1", "2", "3"]
@@ -23,20 +24,41 @@ def test_a_rank_has_its_own_gpu_or_a_host_of_its_own_with_one(share, places):
         assert len({one["NCCL_HOSTID"] for one in told}) == 4
 
 
+def test_gpus_are_counted_among_those_that_are_visible(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
+    with mock.patch.object(gpus, "RANKS_PER_GPU", 2):
+        assert [gpus.environment(rank, 4, 1234)["CUDA_VISIBLE_DEVICES"] for rank in range(4)] == ["3", "3", "5", "5"]
+
+
 def test_programs_of_all_ranks_are_waited_for_and_heard():
-    code = "import os, sys; rank = int(os.environ['RANK']); print('rank', rank); sys.exit(5 * (rank == 2))"
-    done = gpus.run(["-c", code], 3, 1234)
-    assert done.returncode == 5 and done.stdout == "rank 0\nrank 1\nrank 2\n"
-    assert gpus.run(["-c", "pass"], 2, 1234).returncode == 0
+    said = "import os; print('rank', os.environ['RANK'], os.environ['TOLD'])"
+    done = gpus.run(["-c", said], 3, 1234, environ={"TOLD": "x"})
+    assert done.returncode == 0 and done.stdout == "rank 0 x\nrank 1 x\nrank 2 x\n"
 
 
-def test_programs_that_hang_are_ended():
-    started, popen = [], subprocess.Popen
+@pytest.fixture
+def started():
+    """All processes that are started."""
+    popen, processes = subprocess.Popen, []
 
     def starting(*arguments, **options):
-        started.append(popen(*arguments, **options))
-        return started[-1]
+        processes.append(popen(*arguments, **options))
+        return processes[-1]
 
-    with mock.patch("subprocess.Popen", starting), pytest.raises(subprocess.TimeoutExpired):
-        gpus.run(["-c", "import time; time.sleep(60)"], 2, 1234, seconds=1)
+    with mock.patch("subprocess.Popen", starting):
+        yield processes
+
+
+HANG = "import os, time; print('rank', os.environ['RANK'], flush=True); "
+
+
+def test_one_that_fails_ends_the_others_and_is_heard(started):
+    done = gpus.run(["-c", HANG + "assert os.environ['RANK'] != '1', 'the cause'; time.sleep(60)"], 2, 1234)
+    assert done.returncode == 1 and "AssertionError: the cause" in done.stderr
+    assert [process.returncode for process in started] == [-signal.SIGKILL, 1]
+
+
+def test_programs_that_hang_are_ended_and_heard(started):
+    with pytest.raises(AssertionError, match="did not end within 2 s: rank 0\nrank 1\n"):
+        gpus.run(["-c", HANG + "time.sleep(60)"], 2, 1234, seconds=2)
     assert [process.returncode for process in started] == [-signal.SIGKILL] * 2

@@ -1,4 +1,7 @@
-"""Over NCCL, one process per GPU: averaged losses and gradients equal the float64 ones; the host waits for no GPU."""
+"""Over NCCL: averaged losses and gradients equal the float64 ones; the host waits for no GPU.
+
+One process per GPU, or several on each (tests/gpus.py).
+"""
 
 import json
 import os
@@ -55,7 +58,7 @@ def _on_all_gpus(function, ring: str, folder) -> list:
     world_size = gpus.num_ranks()
     nodes_of = RINGS[ring].get("ranks_per_node", 1)
     if world_size % nodes_of or world_size == nodes_of:
-        pytest.skip(f"{world_size} GPUs are not several nodes of {nodes_of}")
+        pytest.skip(f"{world_size} ranks are not several nodes of {nodes_of}")
     arguments = world_size, free_port(), str(folder), RINGS[ring]
     torch.multiprocessing.spawn(function, arguments, nprocs=world_size)
     return [torch.load(folder / f"{rank}.pt") for rank in range(world_size)]
@@ -184,7 +187,9 @@ def _hang(rank: int, world_size: int, port: int, folder: str, overlap: str) -> N
 @pytest.mark.parametrize(
     "overlap, said, codes",
     [
-        ("on", "'block 0' of ring step 1 of 2 has not come from rank 1 to rank 0: ", [1]),
+        pytest.param(
+            "on", "'block 0' of ring step 1 of 2 has not come from rank 1 to rank 0: ", [1], marks=gpus.one_each
+        ),
         ("sends", "'block 0' of ring step 1 of 2 has not come from rank 1 to rank 0, or could not be sent", [1, -6]),
         ("off", "'block 0' of ring step 1 of 2 has not come from rank 1 to rank 0: ", [1]),
     ],  # -6: NCCL's watchdog aborts

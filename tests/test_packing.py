@@ -165,8 +165,10 @@ def test_the_longest_captions_fill_their_places(cfg):
     assert len(rows) == 3
 
 
-def test_one_graph_serves_any_number_of_rows(monkeypatch):
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))  # graphs without C++ for them
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_one_graph_serves_any_number_of_rows(backend, monkeypatch):
+    """aot_eager: graphs, each run by eager kernels; compiling C++ for them takes most of a minute."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
     torch.manual_seed(0)
     model = CLIP(load_model_config("demo"))
     cfg = model.cfg.text_cfg

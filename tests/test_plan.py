@@ -16,6 +16,7 @@ from benchmarks.paper.tensor_parallel import measured_steps
 from benchmarks.paper.towers import measured_losses, planned_loss, steps
 from benchmarks.tensor_parallel import model_config
 from infcl.config import BatchPlan, TrainConfig
+from infcl.plan import tower_time
 from infcl.plan.__main__ import main, parser, read_batch, setting_of
 from infcl.plan.compare import compare, past, read_steps
 from infcl.plan.loss_time import LEAD_SECONDS, loss_phases, loss_seconds
@@ -122,9 +123,14 @@ def test_measured_peaks_with_each_way_to_reduce_gradients(one):
 
 @pytest.mark.parametrize("one", compare(read_steps(RESULTS / "step_captions.csv"), load_gpu("h200")), ids=_name)
 def test_measured_steps_of_packed_and_whole_captions(one):
-    """Those of ViT-B-32 are planned too fast, captions whole or packed; why was not found."""
+    """Those of ViT-B-32 are planned too fast: 5% whole, 7 to 9% packed."""
     assert abs(one["memory_error"]) < 0.05
-    assert abs(one["speed_error"]) < (0.25 if one["row"]["model"] == "ViT-B-32" else 0.05)
+    assert abs(one["speed_error"]) < (0.1 if one["row"]["model"] == "ViT-B-32" else 0.05)
+
+
+def test_attention_is_counted_in_whole_tiles():
+    counted = [tokens * tower_time._attention_flops(tokens, 64) for tokens in (50, 128, 129, 257)]
+    assert counted == pytest.approx([4 * 64 * places**2 for places in (128, 128, 256, 384)])
 
 
 WITHOUT_TIMER = [  # but for packed captions of ViT-B, for which busy cores let the host wait: docs/log.md

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from tests.loss_oracle import relative_error
 
@@ -41,6 +42,29 @@ def check(device: str, dtype: torch.dtype, bound: float, *, width: int) -> None:
         print(case.name, error)
 
 
+def check_lengths_of_every_tile(device: str, dtype: torch.dtype, bound: float, *, width: int) -> None:
+    from benchmarks.short_attention import ShortAttention
+
+    torch.manual_seed(0)
+    lengths, gap = torch.tensor([65, 1, 128, 32, 64, 33]), 3
+    starts = torch.cumsum(lengths + gap, 0) - lengths
+    places = int(starts[-1] + lengths[-1]) + gap
+    for causal in (False, True):
+        qkv = torch.randn(places, 3, 2, width, device=device, dtype=dtype).requires_grad_()
+        d_out = torch.randn(places, 2, width, device=device, dtype=dtype)
+        out = ShortAttention.apply(qkv, starts.to(device), lengths.to(device), 128, causal)
+        out.backward(d_out)
+        true_qkv, truth = qkv.detach().double().requires_grad_(), torch.zeros_like(out, dtype=torch.float64)
+        for start, length in zip(starts.tolist(), lengths.tolist()):
+            here = slice(start, start + length)
+            q, k, v = true_qkv[here].permute(1, 2, 0, 3)
+            truth[here] = F.scaled_dot_product_attention(q, k, v, is_causal=causal).transpose(0, 1)
+        truth.backward(d_out.double())
+        error = max(relative_error(out.detach(), truth.detach()), relative_error(qkv.grad, true_qkv.grad))
+        assert error < bound, (causal, error)
+        print("lengths of every tile", error)
+
+
 def test_results_and_gradients_are_those_of_torch():
     result = subprocess.run(
         [sys.executable, "-m", "tests.test_short_attention"],
@@ -51,13 +75,25 @@ def test_results_and_gradients_are_those_of_torch():
         timeout=300,
     )
     assert result.returncode == 0, result.stderr
-    assert len(result.stdout.splitlines()) == 5
+    assert len(result.stdout.splitlines()) == 7
+
+
+@pytest.mark.parametrize(("width", "longest", "why"), [(16, 129, "one tile has 128"), (80, 50, "a power of two")])
+def test_what_no_tile_holds_is_refused(width, longest, why):
+    from benchmarks.short_attention import ShortAttention
+
+    with pytest.raises(ValueError, match=why):
+        ShortAttention.apply(
+            torch.zeros(longest, 3, 1, width), torch.tensor([0]), torch.tensor([longest]), longest, False
+        )
 
 
 @pytest.mark.gpu
 def test_results_and_gradients_are_those_of_torch_on_a_gpu():
     check("cuda", torch.bfloat16, 5e-3, width=64)
+    check_lengths_of_every_tile("cuda", torch.bfloat16, 5e-3, width=64)
 
 
 if __name__ == "__main__":
     check("cpu", torch.float32, 1e-5, width=16)
+    check_lengths_of_every_tile("cpu", torch.float32, 1e-5, width=16)

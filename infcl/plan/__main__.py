@@ -16,11 +16,10 @@ from infcl.plan.compare import compare, read_steps, table
 from infcl.plan.host import host_bytes, host_parts
 from infcl.plan.memory import load_of, memory_of
 from infcl.plan.search import fastest, fits, largest_batch, micro_batches
-from infcl.plan.setting import Gpu, Link, Setting, load_gpu, load_link
+from infcl.plan.setting import Gpu, Link, Setting, captions_of, load_gpu, load_link
 from infcl.plan.sweep import crossover, draw, read_range, sweep
 from infcl.plan.timing import phases_of, samples_per_second
-from infcl.towers.config import load_model_config, with_overrides
-from infcl.towers.packing import row_length
+from infcl.towers.config import load_model_config
 from infcl.train.preset import stage_in_words
 
 
@@ -72,8 +71,7 @@ def setting_of(arguments: argparse.Namespace) -> Setting:
             f"--caption-tokens {tokens} must lie in [1, {length}], the context length of {arguments.model}"
         )
     setting = Setting(
-        model=with_overrides(model, context_length=tokens),  # packed captions are as shorter ones
-        caption_row=None if tokens is None else row_length(length),
+        **captions_of(model, tokens),
         gpu=load_gpu(arguments.gpu),
         link=load_link(arguments.link),
         gpus=arguments.gpus,

@@ -5,10 +5,9 @@ import json
 from pathlib import Path
 
 from infcl.plan.memory import counted_by_torch, memory_of
-from infcl.plan.setting import Gpu, Setting
+from infcl.plan.setting import Gpu, Setting, captions_of
 from infcl.plan.timing import samples_per_second
-from infcl.towers.config import load_model_config, with_overrides
-from infcl.towers.packing import row_length
+from infcl.towers.config import load_model_config
 from infcl.train.preset import BUCKET
 
 # What was so at these commits, and is planned so for rows of theirs:
@@ -43,11 +42,10 @@ def read_steps(path: Path) -> list[dict]:
 def setting_of_row(row: dict, gpu: Gpu) -> Setting:
     gpus, micro_batch, micro_batches = (int(row[name]) for name in ("gpus", "micro_batch", "micro_batches"))
     options = json.loads(row.get("zero_options") or "{}")
-    model = load_model_config(row["model"])
-    share, length = float(row.get("text_share") or 1), model.text_cfg.context_length
+    model, share = load_model_config(row["model"]), float(row.get("text_share") or 1)
+    tokens = round(share * model.text_cfg.context_length)  # above the context length, too: rows have places left
     return Setting(
-        model=with_overrides(model, context_length=round(share * length)),  # packed captions are as shorter ones
-        caption_row=row_length(length) if share < 1 else None,
+        **captions_of(model, None if share == 1 else tokens),
         gpu=gpu,
         gpus=gpus,
         gpus_per_node=gpus,

@@ -11,7 +11,8 @@ import torch
 
 from infcl.plan.memory import parameter_counts
 from infcl.towers import CLIP
-from infcl.towers.config import CLIPConfig, check_divides
+from infcl.towers.config import CLIPConfig, check_divides, with_overrides
+from infcl.towers.packing import packs, row_length
 from infcl.train.preset import BUCKET, STAGE_1_BUCKET, STAGE_3_BUCKET, check_stage, stage_over
 
 _PROFILES = Path(__file__).parent / "profiles"
@@ -156,6 +157,19 @@ class Setting:
     def as_run(self) -> "Setting":
         """With the ZeRO stage that the trainer runs where `zero` is asked for."""
         return self.with_(zero=stage_over(self.dp_size, self.zero, self.precision, offloads=self.offload))
+
+
+def captions_of(model: CLIPConfig, tokens: int | None) -> dict[str, Any]:
+    """A Setting's `model` and `caption_row`, captions packed, of so many tokens in the mean (None: whole).
+
+    To the tower they are shorter ones, which attend within rows. ValueError for a tower that sees what follows them.
+    """
+    if tokens is None:
+        return {"model": model}
+    if not packs(model.text_cfg):
+        raise ValueError("captions are not packed for a text tower that sees what follows one, or pools another place")
+    row = row_length(model.text_cfg.context_length)
+    return {"model": with_overrides(model, context_length=tokens), "caption_row": row}
 
 
 def load_gpu(name_or_path: str) -> Gpu:

@@ -3,15 +3,17 @@
 A block of width w takes, for each token of L and forward:
 
     products     (8 + 4 ratio) w^2 flops, at PRODUCTS of the profile's rate       split over T ranks
-    attention    4 P^2 w / L flops, at ATTENTION of it (wider heads are faster)    split over T ranks
+    attention    4 P^2 w / L flops, at ATTENTION of it (wider heads are faster),   split over T ranks
+                 CAUSAL or MASKED times as long
     the rest     w times what the profile's efficiency leaves at ViT-L-14's width  split but for UNSPLIT
     sums         two of m L w values over the host's links                         T > 1
 
 so narrow towers reach less of a GPU than wide ones. A backward takes two forwards. The constants are of ViT-L-14 on
-H200s, profiled block by block (docs/results/tensor_parallel_blocks.csv); attention's of ViT-B-32 and ViT-B-16 too.
+H200s, profiled block by block (docs/results/tensor_parallel_blocks.csv); attention's lies between those of ViT-B-32,
+ViT-B-16 and ViT-L-14 (0.36 to 0.45), all of cuDNN in 16 bits with heads of 64, and is taken for every GPU and type.
 
-Sizes: m samples, L tokens, P of them in whole tiles of fused attention, T tensor-parallel ranks, M micro-batches.
-Packed captions are sequences of a row's places, whose attention takes MASKED times as long.
+Sizes: m samples, L tokens of one, P: L, or the places of a row of packed captions, rounded up to whole tiles of fused
+attention; T tensor-parallel ranks, M micro-batches.
 """
 
 from typing import NamedTuple
@@ -21,8 +23,9 @@ from infcl.plan.setting import Gpu, Setting
 from infcl.towers.config import kept_patches
 from infcl.towers.flops import forward_flops
 
-PRODUCTS, ATTENTION, MASKED = 0.91, 0.4, 2.0
-TILE = 128  # tokens: fused attention computes 50 as 128, and 257 as 384
+PRODUCTS, ATTENTION = 0.91, 0.4
+TILE = 128  # tokens: cuDNN's attention computes 50 as 128, and 257 as 384
+CAUSAL, MASKED = 1.6, 2.0  # of attention, a tile: captions of 77 and rows of 160 (docs/log.md)
 UNSPLIT = 0.43  # of the rest: norms and residuals, which each of T ranks computes whole, but for sequence parallelism
 SIXTEEN_BIT = 0.76  # of the rest where eager blocks hold 16-bit parameters: no casts, a stream of half the bytes
 # Of what travels between tensor-parallel ranks, what does not hide: sums; sums in halves (megatron_patches/halves.py),
@@ -88,7 +91,7 @@ def together(gpus: float, host: float) -> float:
 
 
 class _Shape(NamedTuple):
-    """Of a tower: a sample's tokens; places of what attends to each other, a sample or a row; a head's width."""
+    """Of a tower. places: of what attends to each other, a sample or a row; slower: what a mask makes of a tile."""
 
     tokens: int
     places: int
@@ -96,17 +99,18 @@ class _Shape(NamedTuple):
     layers: int
     mlp_ratio: float
     head: int
-    masked: bool
+    slower: float
 
 
 def _shapes(setting: Setting) -> list[_Shape]:
-    """Of both towers."""
+    """The image tower's and the text tower's."""
     vision, text = setting.model.vision_cfg, setting.model.text_cfg
     tokens, length = 1 + kept_patches(vision.num_patches, vision.patch_dropout), text.context_length
     row, head = setting.caption_row, text.width // text.heads
+    slower = MASKED if row else 1.0 if text.no_causal_mask else CAUSAL
     return [
-        _Shape(tokens, tokens, vision.width, vision.layers, vision.mlp_ratio, vision.head_width, False),
-        _Shape(length, row or length, text.width, text.layers, text.mlp_ratio, head, row is not None),
+        _Shape(tokens, tokens, vision.width, vision.layers, vision.mlp_ratio, vision.head_width, 1.0),
+        _Shape(length, row or length, text.width, text.layers, text.mlp_ratio, head, slower),
     ]
 
 
@@ -119,9 +123,7 @@ def _tower_seconds(setting: Setting, shape: _Shape) -> float:
     """A forward of one micro-batch through a tower's blocks."""
     rate, share, width = setting.gpu.matmul_tflops * 1e12, setting.tensor_parallel, shape.width
     products = (8 + 4 * shape.mlp_ratio) * width**2 / (rate * PRODUCTS)
-    attention = _attention_flops(shape.places, width) / (rate * ATTENTION * min(2.0, shape.head / _HEAD))
-    if shape.masked:
-        attention *= MASKED
+    attention = shape.slower * _attention_flops(shape.places, width) / (rate * ATTENTION * min(2.0, shape.head / _HEAD))
     rest = width * _rest(setting.gpu, compiled=setting.compiled)
     if not setting.compiled and setting.precision in ("bf16", "fp16"):
         rest *= SIXTEEN_BIT
@@ -140,15 +142,16 @@ def _rest(gpu: Gpu, *, compiled: bool) -> float:
 def _ends_seconds(setting: Setting) -> float:
     """Patches and the projections to features, which tensor parallelism does not split."""
     flops = float(sum(forward_flops(setting.model).values()))
-    for one in _shapes(setting):
-        flops -= one.layers * one.tokens * ((8 + 4 * one.mlp_ratio) * one.width**2 + 4 * one.tokens * one.width)
+    for shape in _shapes(setting):
+        products = (8 + 4 * shape.mlp_ratio) * shape.width**2
+        flops -= shape.layers * shape.tokens * (products + 4 * shape.tokens * shape.width)
     return setting.micro_batch * flops / (setting.gpu.matmul_tflops * 1e12 * PRODUCTS)
 
 
 def _travelling(setting: Setting, passes: int) -> Phase:
     """Two sums of a block's activations a pass; under sequence parallelism rows travel beside the products instead."""
     size, behind = setting.tensor_parallel, "products"
-    rows = [(one.tokens * one.width, one.layers) for one in _shapes(setting)]
+    rows = [(shape.tokens * shape.width, shape.layers) for shape in _shapes(setting)]
     values = setting.micro_batch * sum(row * layers for row, layers in rows)
     once = 2 * (size - 1) / size * 2 * values / (setting.gpu.link_gbs * 1e9)  # of all layers, in 16 bits
     if setting.sequence_parallel:  # half a sum each, 4 forward and 6 backward

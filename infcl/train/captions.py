@@ -28,7 +28,7 @@ def packs_captions(config: TrainConfig, model_config: CLIPConfig) -> bool:
 def may_pack(config: TrainConfig) -> bool:
     """Whether the flags have captions packed, of a text tower that allows it.
 
-    `auto` does not under tensor parallelism: there it has not run on GPUs.
+    `auto` does not under tensor parallelism: there it has not been timed.
     """
     return config.pack_captions == "on" or (config.pack_captions == "auto" and config.tensor_parallel_size == 1)
 
