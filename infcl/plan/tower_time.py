@@ -12,8 +12,8 @@ so narrow towers reach less of a GPU than wide ones. A backward takes two forwar
 H200s, profiled block by block (docs/results/tensor_parallel_blocks.csv); attention's lies between those of ViT-B-32,
 ViT-B-16 and ViT-L-14 (0.36 to 0.45), all of cuDNN in 16 bits with heads of 64, and is taken for every GPU and type.
 
-Sizes: m samples, L tokens of one, P: L, or the places of a row of packed captions, rounded up to whole tiles of fused
-attention; T tensor-parallel ranks, M micro-batches.
+Sizes: m samples, L tokens of one (in attention, of packed captions: places of a row), P: L rounded up to whole tiles of
+attention, T tensor-parallel ranks, M micro-batches.
 """
 
 from typing import NamedTuple
