@@ -20,6 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from benchmarks.clock import hardware, timed
 from benchmarks.rows import append
 from benchmarks.short_attention import LONGEST, ShortAttention
+from infcl.plan.measure import copy_rate
 from infcl.towers.config import TextConfig
 from infcl.towers.packing import caption_places, pack_captions
 
@@ -60,7 +61,8 @@ def main() -> None:
     parser.add_argument("--csv", type=Path, help="append the rows to this file")
     parser.add_argument("--commit", help="for the CSV; default: git's HEAD")
     options = parser.parse_args()
-    rate = copy_rate()
+    device = torch.device("cuda")
+    rate = 2e6 * copy_rate(device, device)  # bytes read and written a millisecond
     for case in CASES:
         qkv, lengths, starts, mask = inputs(case, "cuda", torch.bfloat16)
         ways = {name: by_torch(case, mask, backend) for name, backend in BACKENDS.items()}
@@ -82,7 +84,8 @@ def main() -> None:
 
 def inputs(case: Case, device: str, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """q|k|v [rows, places, 3, h, d], the lengths of sequences and where in the flat rows each begins, a mask."""
-    lengths, starts, mask, shape = torch.full((case.m,), case.tokens), None, None, (case.m, case.tokens)
+    shape, mask = (case.m, case.tokens), None
+    lengths, starts = torch.full((case.m,), case.tokens), torch.arange(case.m) * case.tokens
     if case.packed:
         generator = torch.Generator().manual_seed(0)
         lengths = torch.randint(1, min(40, case.tokens + 1), (case.m,), generator=generator)
@@ -90,8 +93,6 @@ def inputs(case: Case, device: str, dtype: torch.dtype) -> tuple[Tensor, Tensor,
         texts[torch.arange(case.m), lengths - 1] = 2  # what is pooled
         rows, ends = pack_captions(texts, TextConfig(context_length=case.tokens))
         mask, shape, starts = caption_places(rows, ends)[1].to(device), rows.shape, ends - lengths + 1
-    if starts is None:
-        starts = torch.arange(case.m) * case.tokens
     qkv = torch.randn(*shape, 3, case.heads, case.width, device=device, dtype=dtype).requires_grad_()
     return qkv, lengths.to(device), starts.to(device), mask
 
@@ -139,13 +140,6 @@ def times_of(attend: Callable[[Tensor], Tensor], qkv: Tensor, bytes_per_ms: floa
         "both_std": statistics.stdev(both_ms),
         "both_floor_ms": qkv.nbytes * (4 + 7) / 3 / bytes_per_ms,
     }
-
-
-def copy_rate() -> float:
-    """Bytes read and written a millisecond."""
-    source = torch.empty(2**30, dtype=torch.uint8, device="cuda")
-    target = torch.empty_like(source)
-    return 2 * source.nbytes / statistics.median(timed(lambda: target.copy_(source), 20, warm_up=5))
 
 
 if __name__ == "__main__":

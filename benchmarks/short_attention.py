@@ -1,7 +1,7 @@
 """Attention over at most 128 tokens as one tile: a draft, for benchmarks.attention.
 
 One program computes a head of a sequence whole: scores, softmax and result stay on the chip, and the backward makes the
-probabilities again, so nothing is kept but q|k|v. torch's kernels compute 50 tokens as 128, and rows of packed captions
+probabilities again, so nothing is kept but q|k|v. cuDNN's kernel computes 50 tokens as 128, and rows of packed captions
 with all that a mask then hides; here a caption of 20 is computed as 32, wherever in its row it lies.
 
 Shapes: P places (of m sequences, one behind the other, with gaps or none), h heads of width d (a power of two).

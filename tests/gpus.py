@@ -44,10 +44,12 @@ def environment(rank: int, world_size: int, port: int) -> dict[str, str]:
     return {name: str(value) for name, value in names.items()} | _seems_alone(rank)
 
 
-def run(arguments: list[str], world_size: int, port: int, *, seconds=400, environ=None, **options):
-    """A program on so many ranks that share GPUs, which no launcher would start -> subprocess.CompletedProcess: the
-    first code that is not 0, all that they said. As under a launcher, the others are ended after that one; after
-    `seconds` all are, and what they said is in the AssertionError.
+def run(
+    arguments: list[str], world_size: int, port: int, *, seconds: float = 400, environ: dict | None = None, **options
+) -> subprocess.CompletedProcess:
+    """A program on so many ranks that share GPUs, which no launcher would start: the first code that is not 0, all that
+    they said. As under a launcher, the others are ended after that one; after `seconds` all are, and what they said is
+    in the AssertionError.
     """
     with contextlib.ExitStack() as stack:
         files = [[stack.enter_context(tempfile.TemporaryFile("w+")) for _ in range(2)] for _ in range(world_size)]

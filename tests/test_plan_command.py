@@ -137,7 +137,7 @@ def test_a_measured_profile_says_what_of_it_was_not_measured(gpus, tmp_path, mon
     monkeypatch.setattr(measure, "_towers", lambda device, compiled: 300e12 + compiled * 60e12)
     monkeypatch.setattr(measure, "_loss", lambda device: 500e12)
     monkeypatch.setattr(measure, "host_factor", lambda: 1.251)
-    monkeypatch.setattr(measure, "_copy_rate", lambda source, target: 55 if source.type == "cpu" else 390.0)
+    monkeypatch.setattr(measure, "copy_rate", lambda source, target: 55 if source.type == "cpu" else 390.0)
     assert main(["--measure", str(tmp_path / "gpu.json")]) == 0
     told = capsys.readouterr().out
     written = json.loads((tmp_path / "gpu.json").read_text())

@@ -38,9 +38,9 @@ def measure() -> Gpu:
         tower_efficiency=round(_towers(device, compiled=False) / matmul, 3),
         compiled_efficiency=round(_towers(device, compiled=True) / matmul, 3),
         loss_efficiency=round(_loss(device) / matmul, 3),
-        hbm_gbs=round(_copy_rate(device, device) * 2),
-        link_gbs=25 if alone else round(_copy_rate(device, torch.device("cuda", 1))),
-        pcie_gbs=round(_copy_rate(torch.device("cpu"), device)),
+        hbm_gbs=round(copy_rate(device, device) * 2),
+        link_gbs=25 if alone else round(copy_rate(device, torch.device("cuda", 1))),
+        pcie_gbs=round(copy_rate(torch.device("cpu"), device)),
         source="measured by python -m infcl.plan --measure, but for what is estimated",
         multiprocessors=properties.multi_processor_count,
         host_factor=round(host_factor(), 2),
@@ -99,8 +99,8 @@ def _loss(device: torch.device) -> float:
     return 8 * _ROWS**2 * _DIM / _seconds(lambda: inf_cl_loss(images, texts, 50.0).backward())
 
 
-def _copy_rate(source: torch.device, target: torch.device) -> float:
-    """GB/s of a 1 GiB copy."""
+def copy_rate(source: torch.device, target: torch.device) -> float:
+    """GB/s of a 1 GiB copy, counted once."""
     block = torch.empty(2**30, dtype=torch.uint8, device=source, pin_memory=source.type == "cpu")
     other = torch.empty(2**30, dtype=torch.uint8, device=target)
     return 2**30 / 1e9 / _seconds(lambda: other.copy_(block, non_blocking=True))
