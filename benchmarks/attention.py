@@ -1,28 +1,30 @@
 """The towers' attention, alone, and without padding: `python -m benchmarks.attention --csv docs/results/attention.csv`.
 
-Milliseconds of one layer's attention, q|k|v in and its gradient out as in a tower's block: torch's kernels, compiled
-with what puts q|k|v's gradient together; and a Triton kernel that computes a sequence as one tile (short_attention.py),
-where none is longer than that. "packed" are captions of 1 to 39 tokens in rows of 160, which torch's see with a mask.
+Milliseconds of one layer's attention, q|k|v in and its gradient out as in a tower's block, compiled: torch's kernels,
+and the Triton kernel that computes a sequence as one tile (kernels/triton_attention.py), where none is longer than
+that. "packed" are captions of 1 to 39 tokens in rows of 160, which torch's see with a mask.
 The floor: bytes of q|k|v and of the result (backward: twice the first, once the second) at the rate of a copy.
 """
 
 import argparse
 import statistics
 from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.clock import hardware, timed
 from benchmarks.rows import append
-from benchmarks.short_attention import LONGEST, ShortAttention
 from infcl.plan.measure import copy_rate
 from infcl.towers.config import TextConfig
-from infcl.towers.packing import caption_places, pack_captions
+from infcl.towers.packing import caption_places, caption_spans, pack_captions
+from infcl.towers.transformer import attend as attend_by_torch
+from infcl.train.attention import LONGEST, attend
 
 BACKENDS = {
     "by itself": None,
@@ -64,15 +66,14 @@ def main() -> None:
     device = torch.device("cuda")
     rate = 2e6 * copy_rate(device, device)  # bytes read and written a millisecond
     for case in CASES:
-        qkv, lengths, starts, mask = inputs(case, "cuda", torch.bfloat16)
+        qkv, spans, mask = inputs(case, "cuda", torch.bfloat16)
         ways = {name: by_torch(case, mask, backend) for name, backend in BACKENDS.items()}
         if case.tokens <= LONGEST:
-            ways["one tile"] = in_one_tile(case, starts, lengths)
-        for name, attend in ways.items():
+            ways["one tile"] = partial(attend, seen=spans, causal=case.causal, longest=case.tokens)
+        for name, way in ways.items():
             torch._dynamo.reset()  # it gives up on a function after eight graphs
-            compiled = attend if name == "one tile" else torch.compile(attend, dynamic=False)
             try:
-                times = times_of(compiled, qkv, rate, options.repeats)
+                times = times_of(torch.compile(way, dynamic=False), qkv, rate, options.repeats)
             except torch.OutOfMemoryError:
                 raise
             except RuntimeError as error:  # the kernel does not take this case
@@ -82,39 +83,24 @@ def main() -> None:
             append(options.csv, [{"case": case.name, "way": name} | times | hardware(options.commit)])
 
 
-def inputs(case: Case, device: str, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """q|k|v [rows, places, 3, h, d], the lengths of sequences and where in the flat rows each begins, a mask."""
-    shape, mask = (case.m, case.tokens), None
-    lengths, starts = torch.full((case.m,), case.tokens), torch.arange(case.m) * case.tokens
+def inputs(case: Case, device: str, dtype: torch.dtype) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """q|k|v [rows, places, 3, h, d]; of packed captions spans and mask."""
+    shape, spans, mask = (case.m, case.tokens), None, None
     if case.packed:
         generator = torch.Generator().manual_seed(0)
         lengths = torch.randint(1, min(40, case.tokens + 1), (case.m,), generator=generator)
         texts = torch.ones(case.m, case.tokens, dtype=torch.int64)
         texts[torch.arange(case.m), lengths - 1] = 2  # what is pooled
         rows, ends = pack_captions(texts, TextConfig(context_length=case.tokens))
-        mask, shape, starts = caption_places(rows, ends)[1].to(device), rows.shape, ends - lengths + 1
-    qkv = torch.randn(*shape, 3, case.heads, case.width, device=device, dtype=dtype).requires_grad_()
-    return qkv, lengths.to(device), starts.to(device), mask
+        spans, mask = (places(rows, ends)[1].to(device) for places in (caption_spans, caption_places))
+        shape = rows.shape
+    return torch.randn(*shape, 3, case.heads, case.width, device=device, dtype=dtype).requires_grad_(), spans, mask
 
 
-def by_torch(case: Case, mask: Tensor | None, backend: SDPBackend | None = None) -> Callable[[Tensor], Tensor]:
+def by_torch(case: Case, mask: Tensor | None, backend: SDPBackend | None) -> Callable[[Tensor], Tensor]:
     def attend(qkv: Tensor) -> Tensor:
-        q, k, v = qkv.permute(2, 0, 3, 1, 4)
-        causal = case.causal and mask is None
-        if backend is None:
-            return F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal).transpose(1, 2)
-        with sdpa_kernel(backend):
-            return F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal).transpose(1, 2)
-
-    return attend
-
-
-def in_one_tile(case: Case, starts: Tensor, lengths: Tensor) -> Callable[[Tensor], Tensor]:
-    longest = int(lengths.max())
-
-    def attend(qkv: Tensor) -> Tensor:
-        flat = ShortAttention.apply(qkv.flatten(0, 1), starts, lengths, longest, case.causal)
-        return flat.view(*qkv.shape[:2], case.heads, case.width)
+        with sdpa_kernel(backend) if backend is not None else nullcontext():
+            return attend_by_torch(qkv, mask, causal=case.causal)
 
     return attend
 

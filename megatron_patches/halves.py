@@ -33,13 +33,13 @@ _SUMS = _c10d.all_reduce_coalesced.default  # of gradients: linear.py
 _STARTS = {_c10d.all_reduce.default, _SUMS}
 
 
-def in_halves(blocks: Iterable[ResidualBlock], x: torch.Tensor, *mask: torch.Tensor) -> torch.Tensor:
-    """[m, L, w] -> [m, L, w], what the blocks compute one after the other; an odd or a small m goes whole, and one with
-    a mask (packed captions).
+def in_halves(blocks: Iterable[ResidualBlock], x: torch.Tensor, *seen: torch.Tensor) -> torch.Tensor:
+    """[m, L, w] -> [m, L, w], what the blocks compute one after the other; an odd or a small m goes whole, as do
+    packed captions.
     """
-    halves = list(x.chunk(2)) if not mask and len(x) % 2 == 0 and x.numel() >= LEAST_ELEMENTS else [x]
+    halves = list(x.chunk(2)) if not seen and len(x) % 2 == 0 and x.numel() >= LEAST_ELEMENTS else [x]
     for block in blocks:
-        halves = [half + block.attn(block.ln_1(half), *mask) for half in halves]
+        halves = [half + block.attn(block.ln_1(half), *seen) for half in halves]
         halves = [half + block.mlp(block.ln_2(half)) for half in halves]
     return torch.cat(halves)
 

@@ -60,17 +60,18 @@ class SampleParallelTransformer(Transformer):
     sharing: Sharing
 
     def forward(
-        self, x: torch.Tensor, begin: int = 0, end: int | None = None, mask: torch.Tensor | None = None
+        self, x: torch.Tensor, begin: int = 0, end: int | None = None, seen: torch.Tensor | None = None
     ) -> torch.Tensor:
         rows, group = len(x), self.sharing.group
         size = dist.get_world_size(group)
         padding = -rows % size  # the last batch of an evaluation, packed captions
-        if mask is not None:
+        if seen is not None:
             padding = max(padding, 2 * size - rows)  # compiled code takes 1 row for a case apart
+        if seen is not None and seen.dtype == torch.bool:
             # Attention has all ranks' rows; in those that fill up tokens attend to all: a softmax over none is nan.
-            mask = F.pad(mask, (0, 0, 0, 0, 0, 0, 0, padding), value=True)
+            seen = F.pad(seen, (0, 0, 0, 0, 0, 0, 0, padding), value=True)
         x = scatter_to_sequence_parallel_region(F.pad(x, (0, 0, 0, 0, 0, padding)), group=group)
-        x = super().forward(x, begin, end, mask)
+        x = super().forward(x, begin, end, seen)
         return gather_from_sequence_parallel_region(x, tensor_parallel_output_grad=False, group=group)[:rows]
 
 

@@ -184,6 +184,12 @@ class TrainConfig:
         "--tensor-parallel-size",
         choices=("auto", "on", "off"),
     )
+    attention: str = _flag(
+        "auto",
+        "system",
+        "kernels of the towers' attention; auto: triton for up to 128 tokens, on a GPU in 16 bits",
+        choices=("auto", "torch", "triton"),
+    )
     resident_micro_batches: str = _flag(
         "1", "system", "micro-batches that keep their graphs between the passes: N, or auto: what GPU memory allows"
     )

@@ -99,13 +99,30 @@ def caption_places(rows: torch.Tensor, ends: torch.Tensor) -> tuple[torch.Tensor
 
     What follows the last caption of a row counts and attends as one more caption would.
     """
-    marks = torch.zeros(rows.numel(), dtype=torch.int64, device=rows.device).index_fill_(0, ends, 1).view(rows.shape)
+    marks = _marks(rows, ends)
     ended = marks.cumsum(1) - marks  # captions of the row that end before a place
     column = torch.arange(rows.shape[1], device=rows.device)
-    begins = torch.nn.functional.pad(marks[:, :-1], (1, 0), value=1) > 0
-    position = column - torch.where(begins, column, 0).cummax(1).values
     same = ended[:, :, None] == ended[:, None, :]
-    return position, (same & (column[:, None] >= column)).unsqueeze(1)
+    return _positions(marks, column), (same & (column[:, None] >= column)).unsqueeze(1)
+
+
+def caption_spans(rows: torch.Tensor, ends: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """rows [r, R], ends [m] -> each token's position, as `caption_places` has it; where each caption lies in the flat
+    rows, int64 [m, 2]: its first place, and its tokens. What follows the last caption of a row is in none.
+    """
+    positions = _positions(_marks(rows, ends), torch.arange(rows.shape[1], device=rows.device))
+    before = positions.flatten()[ends]  # tokens of a caption before its last
+    return positions, torch.stack([ends - before, before + 1], dim=1)
+
+
+def _marks(rows: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """int64 [r, R]: 1 where a caption ends."""
+    return torch.zeros(rows.numel(), dtype=torch.int64, device=rows.device).index_fill_(0, ends, 1).view(rows.shape)
+
+
+def _positions(marks: torch.Tensor, column: torch.Tensor) -> torch.Tensor:
+    begins = torch.nn.functional.pad(marks[:, :-1], (1, 0), value=1) > 0
+    return column - torch.where(begins, column, 0).cummax(1).values
 
 
 def whole(texts: torch.Tensor) -> Texts:

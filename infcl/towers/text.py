@@ -44,6 +44,7 @@ class TextTower(nn.Module):
         self.ln_final = LayerNorm(cfg.width)
         self.text_projection = nn.Parameter(cfg.width**-0.5 * torch.randn(cfg.width, embed_dim))
         self.text_trunk_blocks = 0  # of the trunk; one more than there are: and the pooling
+        self.caption_places = caption_places  # or packing.caption_spans, for blocks that take these
 
     def encode_text(
         self,
@@ -72,12 +73,12 @@ class TextTower(nn.Module):
 
     def _encode_packed(self, rows: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
         """int64 [r, R], [m] -> [m, D]"""
-        positions, mask = caption_places(rows, ends)
+        positions, seen = self.caption_places(rows, ends)
         positions = positions.clamp(max=self.context_length - 1)  # what is left over of a row may be longer
         table = self.positional_embedding
         summed = torch.promote_types(table.dtype, torch.float32)  # a position's gradient is a sum over all captions
         x = self.token_embedding(rows) + F.embedding(positions, table.to(summed)).to(table.dtype)
-        x = self.transformer(x, mask=mask)  # [r, R, w]
+        x = self.transformer(x, seen=seen)  # [r, R, w]
         return self.ln_final(x.flatten(0, 1)[ends]) @ self.text_projection
 
     def _embed_texts(self, texts: torch.Tensor) -> torch.Tensor:

@@ -21,7 +21,8 @@ from torch.utils.checkpoint import checkpoint
 class Transformer(nn.Module):
     """[m, L, w] -> [m, L, w] in the dtype of the input, through blocks `begin` to `end` (all).
 
-    `mask`, bool [m, 1, L, L]: which tokens each one attends to, in the place of all of them, or of those before it.
+    `seen`: which tokens each one attends to, in the place of all of them, or of those before it; bool [m, 1, L, L], or
+    what else the blocks' `attend` takes.
 
     `gpt_init` scales the initial weights with width and depth, as OpenAI and open_clip do for the text tower; without
     it they are torch's defaults, which open_clip keeps for the image tower.
@@ -50,7 +51,7 @@ class Transformer(nn.Module):
         )
 
     def forward(
-        self, x: torch.Tensor, begin: int = 0, end: int | None = None, mask: torch.Tensor | None = None
+        self, x: torch.Tensor, begin: int = 0, end: int | None = None, seen: torch.Tensor | None = None
     ) -> torch.Tensor:
         recompute = self.activation_checkpointing and torch.is_grad_enabled()
         if self.on_input_gradient is not None and x.requires_grad:
@@ -61,7 +62,7 @@ class Transformer(nn.Module):
                 x = x.detach().requires_grad_()
             # Non-reentrant: the reentrant form drops the gradient of the first block, whose input needs none.
             # Blocks draw no random numbers, so there is no generator state to keep.
-            given = (x,) if mask is None else (x, mask)
+            given = (x,) if seen is None else (x, seen)
             x = checkpoint(block, *given, use_reentrant=False, preserve_rng_state=False) if recompute else block(*given)
         return x
 
@@ -94,13 +95,13 @@ class ResidualBlock(nn.Module):
             out_std=residual_std,
         )
 
-    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
-        x = x + self.attn(self.ln_1(x), mask)
+    def forward(self, x: torch.Tensor, seen: torch.Tensor | None = None) -> torch.Tensor:
+        x = x + self.attn(self.ln_1(x), seen)
         return x + self.mlp(self.ln_2(x))
 
 
 class Attention(nn.Module):
-    """Multi-head self-attention through torch's fused kernels; `in_proj_weight` is q | k | v, stacked along dim 0."""
+    """Multi-head self-attention; `in_proj_weight` is q | k | v, stacked along dim 0."""
 
     def __init__(self, width: int, heads: int, *, causal: bool, in_std: float | None, out_std: float | None):
         super().__init__()
@@ -113,15 +114,20 @@ class Attention(nn.Module):
         else:
             nn.init.normal_(self.in_proj_weight, std=in_std)
         self.out_proj = Linear(width, width, std=out_std, zero_bias=True)
+        self.attend: Callable[..., torch.Tensor] = attend  # or another's kernel
 
-    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
-        qkv = self.project_in(x).unflatten(-1, (3, -1, self.head_width))  # [m, L, 3, h, d]
-        q, k, v = qkv.permute(2, 0, 3, 1, 4)  # each [m, h, L, d]
-        x = F.scaled_dot_product_attention(q, k, v, mask, is_causal=self.causal and mask is None)
-        return self.out_proj(x.transpose(1, 2).flatten(2))
+    def forward(self, x: torch.Tensor, seen: torch.Tensor | None = None) -> torch.Tensor:
+        qkv = self.project_in(x).unflatten(-1, (3, -1, self.head_width))
+        return self.out_proj(self.attend(qkv, seen, causal=self.causal).flatten(2))
 
     def project_in(self, x: torch.Tensor) -> torch.Tensor:
         return F.linear(x, self.in_proj_weight, self.in_proj_bias)  # [m, L, 3w]
+
+
+def attend(qkv: torch.Tensor, seen: torch.Tensor | None, *, causal: bool) -> torch.Tensor:
+    """q|k|v [m, L, 3, h, d] -> [m, L, h, d], by torch's fused kernels. seen: bool [m, 1, L, L], or None."""
+    q, k, v = qkv.permute(2, 0, 3, 1, 4)  # each [m, h, L, d]
+    return F.scaled_dot_product_attention(q, k, v, seen, is_causal=causal and seen is None).transpose(1, 2)
 
 
 class MLP(nn.Module):

@@ -31,8 +31,9 @@ from infcl.config import BatchPlan, TrainConfig
 from infcl.parallel import Parallel, max_over
 from infcl.towers.clip import CLIP
 from infcl.towers.config import VisionConfig, kept_patches
-from infcl.towers.packing import row_length
+from infcl.towers.packing import caption_spans, row_length
 from infcl.towers.transformer import ResidualBlock
+from infcl.train.attention import choose_attention
 from infcl.train.captions import packs_captions
 from infcl.train.compiled_embedding import CompiledEmbedding
 from infcl.train.optim import ALIGNED
@@ -49,19 +50,25 @@ Way = tuple[Callable, dict[str, Any] | None]  # (forward of some blocks, options
 
 @dataclass(frozen=True)
 class Inputs:
-    """What the blocks of a tower will see: [m, tokens, w], and a mask where those are packed captions."""
+    """What the blocks of a tower will see: [m, tokens, w], and with packed captions who sees whom."""
 
     tokens: int
     dtype: torch.dtype
     batch_sizes: frozenset[int]  # m, or, of packed captions, two of many
     masks: int = 0  # for each of m: 1, under sequence parallelism those of T ranks
+    spans: bool = False  # in the place of masks (packing.caption_spans)
 
 
 PARAMETER_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}  # of other precisions: float32
 
 
 def prepare_blocks(model: CLIP, config: TrainConfig, parallel: Parallel, precision: str, batch: BatchPlan) -> bool:
-    """What --compile-blocks says, for the batch sizes that the two passes of a step have. True: blocks are compiled."""
+    """What --attention and --compile-blocks say, for the batch sizes that the two passes of a step have.
+
+    True: blocks are compiled. ValueError for --attention triton where no tower can have it.
+    """
+    if kernels := choose_attention(model, config.attention, parallel.device, compute_dtype(precision)):
+        _log.info("attention by the Triton kernel: %s", ", ".join(kernels))
     auto = config.compile_blocks == "auto" and parallel.device.type == "cuda"
     wanted = auto or config.compile_blocks == "on"
     groups = {min(config.encode_micro_batches, batch.num_micro_batches), 1}
@@ -76,6 +83,11 @@ def prepare_blocks(model: CLIP, config: TrainConfig, parallel: Parallel, precisi
     embed = parallel.device.type == "cuda" and parallel.tp_size == 1
     ways: dict[str, Any] = {"way": way, "blocks_of_a_run": run, "masks": share * packed, "embed": embed}
     return wanted and compile_blocks(model, parallel.device, precision, sizes, **ways)
+
+
+def compute_dtype(precision: str) -> torch.dtype:
+    """Of the towers' products."""
+    return torch.bfloat16 if precision == "amp_bf16" else PARAMETER_DTYPES.get(precision, torch.float32)
 
 
 def way_to_compile(parallel: Parallel, sequence_parallel: bool) -> Way | None:
@@ -150,18 +162,18 @@ def _runs(blocks: nn.ModuleList, length: int) -> list[nn.ModuleList]:
 
 
 def _run(
-    forward: Callable, compiled: Callable, inputs: Inputs, blocks: nn.ModuleList, x: torch.Tensor, *mask: torch.Tensor
+    forward: Callable, compiled: Callable, inputs: Inputs, blocks: nn.ModuleList, x: torch.Tensor, *seen: torch.Tensor
 ) -> torch.Tensor:
-    if not mask:  # of the text tower of a run that packs its captions, whole ones have no graph
+    if not seen:  # of the text tower of a run that packs its captions, whole ones have no graph
         return (compiled if len(x) in inputs.batch_sizes and not inputs.masks else forward)(blocks, x)
-    for tensor in (x, *mask):
+    for tensor in (x, *seen):
         torch._dynamo.maybe_mark_dynamic(tensor, 0)
-    return compiled(blocks, x, *mask)
+    return compiled(blocks, x, *seen)
 
 
-def _in_turn(blocks: Iterable[Any], x: torch.Tensor, *mask: torch.Tensor) -> torch.Tensor:
+def _in_turn(blocks: Iterable[Any], x: torch.Tensor, *seen: torch.Tensor) -> torch.Tensor:
     for block in blocks:
-        x = ResidualBlock.forward(block, x, *mask)
+        x = ResidualBlock.forward(block, x, *seen)
     return x
 
 
@@ -179,7 +191,8 @@ def _inputs(model: CLIP, precision: str, batch_sizes: frozenset[int], masks: int
     if not masks:
         return [images, Inputs(model.context_length, dtype, batch_sizes)]
     rows = {max(2, -(-size // share)) for size in batch_sizes for share in (2, 4)}  # of whole captions, and of shorter
-    return [images, Inputs(row_length(model.context_length), dtype, frozenset(rows), masks)]
+    spans = model.caption_places is caption_spans
+    return [images, Inputs(row_length(model.context_length), dtype, frozenset(rows), masks, spans)]
 
 
 def _try(
@@ -205,13 +218,21 @@ def _try(
             x = torch.randn(size, inputs.tokens, width, generator=generator, device=device).to(inputs.dtype)
             given = [x]
             if inputs.masks:
-                square = inputs.tokens, inputs.tokens
-                given.append(torch.ones(inputs.masks * size, 1, *square, dtype=torch.bool, device=device).tril())
+                given.append(_two_a_row(inputs, inputs.masks * size, device))
             with torch.no_grad():
                 _require_near({"output": run(blocks, *given)}, {"output": eager(blocks, *given)}, apart)
             if trained and size == min(inputs.batch_sizes):
                 found, expected = (_gradients(forward, blocks, trained, *given) for forward in (run, eager))
                 _require_near(found, expected, apart)
+
+
+def _two_a_row(inputs: Inputs, rows: int, device: torch.device) -> torch.Tensor:
+    """Spans of captions that fill half a row each, or the mask of whole rows."""
+    if inputs.spans:
+        half = inputs.tokens // 2
+        begins = torch.arange(2 * rows, device=device) * half
+        return torch.stack([begins, torch.full_like(begins, half)], dim=1)
+    return torch.ones(rows, 1, inputs.tokens, inputs.tokens, dtype=torch.bool, device=device).tril()
 
 
 def _try_embedding(
@@ -236,11 +257,11 @@ def _try_embedding(
 
 
 def _gradients(
-    forward: Callable, blocks, trained: dict[str, nn.Parameter], x: torch.Tensor, *mask: torch.Tensor
+    forward: Callable, blocks, trained: dict[str, nn.Parameter], x: torch.Tensor, *seen: torch.Tensor
 ) -> dict[str, torch.Tensor]:
     """{parameter, "input": gradient} of a weighted sum of the blocks' outputs."""
     x = x.clone().requires_grad_()
-    return _of_weighted_sum(forward(blocks, x, *mask), {"input": x} | trained)
+    return _of_weighted_sum(forward(blocks, x, *seen), {"input": x} | trained)
 
 
 def _of_weighted_sum(y: torch.Tensor, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

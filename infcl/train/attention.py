@@ -1,0 +1,159 @@
+"""--attention: whose kernels compute the towers' attention.
+
+    torch     torch's scaled_dot_product_attention, cuDNN's on a GPU
+    triton    kernels/triton_attention.py, for sequences of up to 128 tokens and heads whose width is a power of two
+    auto      triton where it can be, on a GPU in 16 bits, else torch
+
+A text tower that has it is told where packed captions lie (packing.caption_spans) in the place of a mask, and computes
+each as if it were alone. To torch.compile the kernel is one operator.
+"""
+
+import logging
+import os
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from infcl.towers.clip import CLIP
+from infcl.towers.config import kept_patches
+from infcl.towers.packing import caption_spans
+from infcl.towers.transformer import attend as attend_by_torch
+
+ATTENTION = ("auto", "torch", "triton")
+LONGEST = 128  # tokens: triton_attention.TILES
+APART = 0.02  # of a norm in 16 bits: rounding is a tenth of it
+_HEADS = (16, 32, 64, 128)
+_log = logging.getLogger(__name__)
+
+
+def choose_attention(model: CLIP, attention: str, device: torch.device, dtype: torch.dtype) -> list[str]:
+    """Give the towers what --attention names, before blocks are compiled; dtype: what attention computes in.
+
+    -> those that have the Triton kernel. ValueError where `triton` can be in neither, with the reasons. `auto` leaves
+    torch's, with a warning, where the kernel fails or computes something else.
+    """
+    if attention == "torch":
+        return []
+    visual, cfg = model.visual, model.cfg
+    tokens = 1 + kept_patches(cfg.vision_cfg.num_patches, cfg.vision_cfg.patch_dropout)
+    sequences = {"image": (visual.transformer, tokens), "text": (model.transformer, model.context_length)}
+    chosen, reasons = [], []
+    for name, (tower, length) in sequences.items():
+        blocks: Any = tower.resblocks
+        first = blocks[0].attn
+        reason = _why_not(length, first.head_width, device, dtype)
+        if not reason and (reason := _failure(length, first.head_width, first.causal, device, dtype)):
+            _log.warning("the %s tower's attention is torch's: %s", name, reason)
+        if reason:
+            reasons.append(f"{name} tower: {reason}")
+            continue
+        for block in blocks:
+            block.attn.attend = partial(attend, longest=length)
+        chosen.append(name)
+    if attention == "triton" and not chosen:
+        raise ValueError("--attention triton: " + "; ".join(reasons))
+    if "text" in chosen:
+        model.caption_places = caption_spans
+    return chosen
+
+
+def attend(qkv: Tensor, seen: Tensor | None, *, causal: bool, longest: int) -> Tensor:
+    """transformer.attend, where `seen` is None or spans int64 [n, 2] of `longest` tokens at most; sequences that are no
+    tile, as those of an evaluation without patch dropout may be, are torch's.
+    """
+    if seen is None and qkv.shape[1] > LONGEST:
+        return attend_by_torch(qkv, seen, causal=causal)
+    length = qkv.shape[1] if seen is None else longest
+    return torch.ops.infcl.attention(qkv.flatten(0, 1), seen, length, causal).view(*qkv.shape[:2], *qkv.shape[3:])
+
+
+def _why_not(length: int, head_width: int, device: torch.device, dtype: torch.dtype) -> str:
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    if device.type != "cuda" and not interpreted:
+        return f"its kernel needs a GPU, not {device}"
+    if dtype.itemsize != 2 and not interpreted:
+        return f"its kernel computes in 16 bits, not in {dtype}"
+    if length > LONGEST:
+        return f"sequences of {length} tokens, and a tile has {LONGEST}"
+    if head_width not in _HEADS:
+        return f"heads of {head_width}, and a tile has one of {_HEADS}"
+    return ""
+
+
+def _failure(length: int, head_width: int, causal: bool, device: torch.device, dtype: torch.dtype) -> str:
+    """Of the kernel beside torch's, with gradients, of whole sequences and, where these are causal, of parts."""
+    generator = torch.Generator(device).manual_seed(0)
+
+    def drawn(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, device=device).to(dtype)
+
+    qkv, d_out = drawn(2, length, 3, 2, head_width).requires_grad_(), drawn(2, length, 2, head_width)
+    begins = sorted({0, 1, length // 4})  # of spans in each row
+    ends = [*begins[1:], length]
+    spans = [[row * length + a, b - a] for row in range(2) for a, b in zip(begins, ends)]
+    places = torch.arange(length)
+    part = torch.bucketize(places, torch.tensor(begins), right=True)
+    mask = ((part[:, None] == part) & (places[:, None] >= places)).to(device)
+    try:
+        pairs: list[tuple[Tensor | None, Tensor | None]] = [(None, None)]
+        if causal:
+            pairs.append((torch.tensor(spans, device=device), mask.expand(2, 1, -1, -1)))
+        for seen, masked in pairs:
+            found = _with_gradient(partial(attend, longest=length), qkv, d_out, seen, causal)
+            expected = _with_gradient(attend_by_torch, qkv, d_out, masked, causal)
+            for one, other in zip(found, expected):
+                apart = float((one.float() - other.float()).norm() / other.float().norm())
+                if not apart <= APART:
+                    return f"its kernel computes something else, {apart:.3g} off"
+    except Exception as error:  # compilers and drivers raise many types; whatever it is, torch's needs none of it
+        return f"its kernel failed: {type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
+    return ""
+
+
+def _with_gradient(attend, qkv: Tensor, d_out: Tensor, seen: Tensor | None, causal: bool) -> tuple[Tensor, Tensor]:
+    out = attend(qkv, seen, causal=causal)
+    return out.detach(), torch.autograd.grad(out, qkv, d_out)[0]
+
+
+# ---- the kernel as an operator of torch: infcl::attention(qkv [P, 3, h, d], spans, length, causal) -> [P, h, d] ----
+
+
+def _forward(qkv: Tensor, spans: Tensor | None, length: int, causal: bool) -> Tensor:
+    from infcl.kernels.triton_attention import attention_forward
+
+    return attention_forward(qkv.contiguous(), spans, length, causal)
+
+
+def _backward(d_out: Tensor, qkv: Tensor, spans: Tensor | None, length: int, causal: bool) -> Tensor:
+    from infcl.kernels.triton_attention import attention_backward
+
+    return attention_backward(d_out.contiguous(), qkv.contiguous(), spans, length, causal)
+
+
+def _keep(ctx, inputs, output) -> None:
+    qkv, spans, *ctx.options = inputs
+    ctx.save_for_backward(qkv, spans)
+
+
+def _gradients(ctx, d_out: Tensor):
+    return torch.ops.infcl.attention_backward(d_out, *ctx.saved_tensors, *ctx.options), None, None, None
+
+
+def _operator(name: str, schema: str, function: Callable, fake: Callable) -> None:
+    torch.library.define(f"infcl::{name}", schema)
+    torch.library.impl(f"infcl::{name}", ("cpu", "cuda"), function)
+    torch.library.register_fake(f"infcl::{name}", fake)
+
+
+_GIVEN = "Tensor qkv, Tensor? spans, int length, bool causal"
+_operator("attention", f"({_GIVEN}) -> Tensor", _forward, lambda qkv, *_: qkv.new_empty(len(qkv), *qkv.shape[2:]))
+_operator(
+    "attention_backward",
+    f"(Tensor d_out, {_GIVEN}) -> Tensor",
+    _backward,
+    lambda d_out, qkv, *_: qkv.new_empty(qkv.shape),
+)
+torch.library.register_autograd("infcl::attention", _gradients, setup_context=_keep)

@@ -1,0 +1,210 @@
+"""--attention triton: the kernel of one tile a sequence, its operator, and towers that compute with it.
+
+In processes of their own where the kernel runs in Triton's interpreter, since TRITON_INTERPRET must be set before
+Triton is imported; on a GPU with its marker.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from infcl.towers import CLIP, CLIPConfig, TextConfig, VisionConfig
+from infcl.towers.packing import caption_places, caption_spans, pack_captions, packed
+from infcl.train.attention import LONGEST, attend, choose_attention
+from tests.loss_oracle import relative_error
+
+CFG = CLIPConfig(
+    embed_dim=16,
+    vision_cfg=VisionConfig(image_size=12, layers=2, width=32, head_width=16, patch_size=4, mlp_ratio=2.0),
+    text_cfg=TextConfig(context_length=7, vocab_size=31, width=32, heads=2, layers=2, mlp_ratio=2.0),
+)
+HALF = torch.bfloat16
+
+
+def check(device: str, dtype: torch.dtype, bound: float, *, width: int) -> None:
+    """Whole sequences and spans of every tile, with gaps between them, beside float64."""
+    for m, tokens, heads, causal in ((3, 50, 2, False), (2, 2, 1, False), (2, 77, 3, True), (1, 128, 1, False)):
+        torch.manual_seed(0)
+        qkv = torch.randn(m, tokens, 3, heads, width, device=device, dtype=dtype).requires_grad_()
+        spans = [[row * tokens, tokens] for row in range(m)]
+        compare(qkv, None, spans, tokens, causal, bound)
+    for lengths, longest in (([65, 1, 128, 32, 64, 33], 128), ([20, 1, 33, 64], 64), ([5, 32], 32)):
+        for causal in (False, True):
+            torch.manual_seed(1)
+            begins = [sum(lengths[:i]) + 3 * i for i in range(len(lengths))]
+            places = begins[-1] + lengths[-1] + 3
+            qkv = torch.randn(1, places, 3, 2, width, device=device, dtype=dtype).requires_grad_()
+            spans = [[begin, length] for begin, length in zip(begins, lengths)]
+            compare(qkv, torch.tensor(spans, device=device), spans, longest, causal, bound)
+
+
+def compare(qkv, seen, spans, longest, causal, bound) -> None:
+    out = attend(qkv, seen, causal=causal, longest=longest)
+    d_out = torch.randn_like(out)
+    out.backward(d_out)
+    true_qkv, truth = qkv.detach().double().requires_grad_(), torch.zeros_like(out, dtype=torch.float64)
+    for begin, length in spans:
+        q, k, v = true_qkv.flatten(0, 1)[begin : begin + length].permute(1, 2, 0, 3)
+        result = F.scaled_dot_product_attention(q, k, v, is_causal=causal).transpose(0, 1)
+        truth.view(-1, *truth.shape[2:])[begin : begin + length] = result
+    truth.backward(d_out.double())
+    error = max(relative_error(out.detach(), truth.detach()), relative_error(qkv.grad, true_qkv.grad))
+    assert error < bound, (spans, causal, error)
+    first = qkv.grad.clone()
+    qkv.grad = None
+    attend(qkv, seen, causal=causal, longest=longest).backward(d_out)
+    assert torch.equal(first, qkv.grad), "results repeat bit for bit"
+    print(spans, causal, error)
+
+
+def new_model() -> CLIP:
+    torch.manual_seed(0)
+    return CLIP(CFG)
+
+
+def step(model: CLIP, device: str, *, pack: bool, precision: torch.dtype | None) -> dict[str, torch.Tensor]:
+    """{name: features, or gradients of a sum of theirs}."""
+    model.to(device)
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randn(5, 3, 12, 12, generator=generator).to(device)
+    texts = torch.randint(1, 30, (5, 7), generator=generator)
+    texts[torch.arange(5), torch.tensor([0, 6, 3, 2, 6])] = 30  # what is pooled
+    given = packed(CFG.text_cfg, texts) if pack else {"texts": texts}
+    with torch.autocast(device, precision or HALF, enabled=precision is not None):
+        out = model(images, **{name: value.to(device) for name, value in given.items()})
+    features = torch.cat([out["image_features"], out["text_features"]])
+    weights = torch.randn(features.shape, generator=generator).to(device)
+    (features * weights).sum().backward()
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    return {"features": features.detach()} | gradients
+
+
+def check_towers(device: str, precision: torch.dtype | None, bound: float) -> None:
+    for pack in (False, True):
+        expected = step(new_model(), device, pack=pack, precision=None)
+        model = new_model().to(device)
+        assert choose_attention(model, "auto", torch.device(device), precision or torch.float32) == ["image", "text"]
+        found = step(model, device, pack=pack, precision=precision)
+        assert found.keys() == expected.keys()
+        for name, value in expected.items():
+            assert relative_error(found[name], value) < bound, (pack, name, relative_error(found[name], value))
+        print("towers", pack)
+
+
+def run(code: str) -> subprocess.CompletedProcess:
+    environ = os.environ | {"TRITON_INTERPRET": "1"}
+    command, root = [sys.executable, "-c", code], Path(__file__).parent.parent
+    return subprocess.run(command, cwd=root, env=environ, capture_output=True, text=True, timeout=300)
+
+
+def test_results_and_gradients_are_those_of_float64():
+    result = run("import torch; from tests.test_attention import *; check('cpu', torch.float32, 1e-5, width=16)")
+    assert result.returncode == 0, result.stderr
+    assert len(result.stdout.splitlines()) == 10
+
+
+def test_towers_compute_with_it_what_they_do_with_torchs():
+    result = run("from tests.test_attention import *; check_towers('cpu', None, 2e-5)")
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.splitlines() == ["towers False", "towers True"]
+
+
+def test_spans_are_where_the_mask_has_captions():
+    cfg, generator = TextConfig(context_length=11), torch.Generator().manual_seed(0)
+    for count in (1, 2, 9, 70):
+        texts = torch.ones(count, 11, dtype=torch.int64)
+        ends = torch.randint(11, (count,), generator=generator)
+        texts[torch.arange(count), ends] = 2
+        rows, places = pack_captions(texts, cfg)
+        positions, spans = caption_spans(rows, places)
+        expected, mask = caption_places(rows, places)
+        assert torch.equal(positions, expected)
+        assert spans[:, 1].tolist() == (ends + 1).tolist()
+        assert torch.equal(spans.sum(1) - 1, places)
+        length = rows.shape[1]
+        for begin, tokens in spans.tolist():
+            row, first = divmod(begin, length)
+            seen = mask[row, 0, first : first + tokens]
+            assert torch.equal(seen[:, first : first + tokens], torch.ones(tokens, tokens).tril().bool())
+            assert int(seen.sum()) == tokens * (tokens + 1) // 2
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "cfg", "why"),
+    [
+        ("cpu", HALF, CFG, "needs a GPU, not cpu"),
+        ("cuda", torch.float32, CFG, "in 16 bits, not in torch.float32"),
+        ("cuda", HALF, "heads", "heads of 12"),
+        ("cuda", HALF, "tokens", "sequences of 145 tokens, and a tile has 128"),
+    ],
+)
+def test_where_no_tower_can_have_it_the_reasons_are_said(device, dtype, cfg, why, monkeypatch):
+    import dataclasses
+
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    if cfg == "heads":
+        cfg = dataclasses.replace(
+            CFG,
+            vision_cfg=dataclasses.replace(CFG.vision_cfg, width=24, head_width=12),
+            text_cfg=dataclasses.replace(CFG.text_cfg, width=24),
+        )
+    elif cfg == "tokens":
+        cfg = dataclasses.replace(
+            CFG,
+            vision_cfg=dataclasses.replace(CFG.vision_cfg, image_size=48),
+            text_cfg=dataclasses.replace(CFG.text_cfg, context_length=145),
+        )
+    with torch.device("meta"):
+        model = CLIP(cfg)
+    with pytest.raises(ValueError, match=why):
+        choose_attention(model, "triton", torch.device(device), dtype)
+    assert choose_attention(model, "auto", torch.device(device), dtype) == []
+    assert choose_attention(model, "torch", torch.device("cuda"), HALF) == []
+    assert model.caption_places is caption_places
+
+
+def test_a_kernel_that_fails_or_computes_something_else_leaves_torchs(monkeypatch, caplog):
+    from infcl.train import attention
+
+    def broken(qkv, seen, *, causal, longest):
+        raise RuntimeError("out of resource: shared memory\nRequired: 131072")
+
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setattr(attention, "attend", broken)
+    assert choose_attention(new_model(), "auto", torch.device("cpu"), torch.float32) == []
+    assert "image tower's attention is torch's: its kernel failed: RuntimeError: out of resource" in caplog.text
+    caplog.clear()
+
+    def wrong(qkv, seen, *, causal, longest):
+        return 1.1 * attention.attend_by_torch(qkv, None, causal=causal)
+
+    monkeypatch.setattr(attention, "attend", wrong)
+    model = new_model()
+    assert choose_attention(model, "auto", torch.device("cpu"), torch.float32) == []
+    assert "text tower's attention is torch's: its kernel computes something else, 0.1 off" in caplog.text
+    with pytest.raises(ValueError, match="--attention triton: image tower: .* text tower: "):
+        choose_attention(model, "triton", torch.device("cpu"), torch.float32)
+
+
+def test_longer_sequences_are_torchs():
+    qkv = torch.randn(2, LONGEST + 1, 3, 1, 16)
+    q, k, v = qkv.permute(2, 0, 3, 1, 4)
+    expected = F.scaled_dot_product_attention(q, k, v).transpose(1, 2)
+    assert torch.equal(attend(qkv, None, causal=False, longest=50), expected)
+
+
+@pytest.mark.gpu
+def test_results_and_gradients_are_those_of_float64_on_a_gpu():
+    check("cuda", HALF, 5e-3, width=64)
+    check("cuda", torch.float16, 1e-3, width=32)
+    check("cuda", HALF, 5e-3, width=128)
+
+
+@pytest.mark.gpu
+def test_towers_compute_with_it_what_they_do_with_torchs_on_a_gpu():
+    check_towers("cuda", HALF, 0.05)
