@@ -4,10 +4,12 @@ Milliseconds of one layer's attention, q|k|v in and its gradient out as in a tow
 and the Triton kernel that computes a sequence as one tile (kernels/triton_attention.py), where none is longer than
 that. "packed" are captions of 1 to 39 tokens in rows of 160, which torch's see with a mask.
 The floor: bytes of q|k|v and of the result (backward: twice the first, once the second) at the rate of a copy.
+host_both_ms: until the host has issued a forward and a backward, where the GPU is slower the GPU's time.
 """
 
 import argparse
 import statistics
+import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
@@ -26,6 +28,7 @@ from infcl.towers.packing import caption_places, caption_spans, pack_captions
 from infcl.towers.transformer import attend as attend_by_torch
 from infcl.train.attention import LONGEST, attend
 
+_AHEAD = 4_000_000  # cycles, 2 ms: what the host takes to issue a forward and a backward
 BACKENDS = {
     "by itself": None,
     "cuDNN": SDPBackend.CUDNN_ATTENTION,
@@ -53,6 +56,7 @@ CASES = (
     Case("ViT-B-32 captions", 1024, 77, 8, causal=True),
     Case("ViT-B-32 captions, packed", 1024, 77, 8, causal=True, packed=True),
     Case("ViT-L-14 captions", 128, 77, 12, causal=True),
+    Case("ViT-B-16 images, half of the patches", 512, 99, 12),
     Case("ViT-L-14 captions, packed", 128, 77, 12, causal=True, packed=True),
 )
 
@@ -106,25 +110,30 @@ def by_torch(case: Case, mask: Tensor | None, backend: SDPBackend | None) -> Cal
 
 
 def times_of(attend: Callable[[Tensor], Tensor], qkv: Tensor, bytes_per_ms: float, repeats: int) -> dict:
-    """Of a forward alone, and of one with its backward."""
+    """Of a forward alone, and of one with its backward: on the GPU, and until the host has issued both."""
+    d_out = torch.randn_like(qkv[:, :, 0])
 
     def forward() -> None:
         with torch.no_grad():
             attend(qkv)
 
-    d_out = torch.randn_like(qkv[:, :, 0])
-
     def both() -> None:
-        qkv.grad = None
-        attend(qkv).backward(d_out)
+        torch.autograd.grad(attend(qkv), qkv, d_out)
 
-    forward_ms, both_ms = (timed(step, repeats, warm_up=5) for step in (forward, both))
+    forward_ms, both_ms = (timed(step, repeats, warm_up=5, ahead=_AHEAD) for step in (forward, both))
+    torch.cuda.synchronize()
+    started = time.perf_counter()
+    for _ in range(repeats):
+        both()
+    issued = time.perf_counter() - started
     return {
         "forward_ms": statistics.median(forward_ms),
+        "forward_std": statistics.stdev(forward_ms),
         "forward_floor_ms": qkv.nbytes * 4 / 3 / bytes_per_ms,
         "both_ms": statistics.median(both_ms),
         "both_std": statistics.stdev(both_ms),
         "both_floor_ms": qkv.nbytes * (4 + 7) / 3 / bytes_per_ms,
+        "host_both_ms": 1e3 * issued / repeats,
     }
 
 

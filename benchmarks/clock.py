@@ -10,14 +10,21 @@ import torch.distributed as dist
 from infcl.cluster.facts import git_commit
 
 
-def timed(step: Callable, repeats: int, group: dist.ProcessGroup | None = None, *, warm_up: int = 2) -> list[float]:
-    """Milliseconds of `repeats` calls after `warm_up` ones; of the slowest rank of `group`."""
+def timed(
+    step: Callable, repeats: int, group: dist.ProcessGroup | None = None, *, warm_up: int = 2, ahead: int = 0
+) -> list[float]:
+    """Milliseconds of `repeats` calls after `warm_up` ones; of the slowest rank of `group`.
+
+    ahead: cycles that the GPU waits before each, so that the host has issued what is shorter than that by then.
+    """
     times = []
     for repeat in range(warm_up + repeats):
         if group is not None:
             dist.barrier(group)
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda.synchronize()
+        if ahead:
+            torch.cuda._sleep(ahead)
         start.record()
         step()
         end.record()
