@@ -1,8 +1,8 @@
 """The towers' attention, alone, and without padding: `python -m benchmarks.attention --csv docs/results/attention.csv`.
 
 Milliseconds of one layer's attention, q|k|v in and its gradient out as in a tower's block, compiled: torch's kernels,
-and the Triton kernel that computes a sequence as one tile (kernels/triton_attention.py), where none is longer than
-that. "packed" are captions of 1 to 39 tokens in rows of 160, which torch's see with a mask.
+and the Triton kernels (kernels/triton_attention.py), where --attention auto takes them. "packed" are captions of 1 to
+39 tokens in rows of 160, which torch's see with a mask.
 The floor: bytes of q|k|v and of the result (backward: twice the first, once the second) at the rate of a copy.
 host_both_ms: until the host has issued a forward and a backward, where the GPU is slower the GPU's time.
 """
@@ -26,7 +26,7 @@ from infcl.plan.measure import copy_rate
 from infcl.towers.config import TextConfig
 from infcl.towers.packing import caption_places, caption_spans, pack_captions
 from infcl.towers.transformer import attend as attend_by_torch
-from infcl.train.attention import LONGEST, attend
+from infcl.train.attention import attend, fits
 
 _AHEAD = 4_000_000  # cycles, 2 ms: what the host takes to issue a forward and a backward
 BACKENDS = {
@@ -72,8 +72,8 @@ def main() -> None:
     for case in CASES:
         qkv, spans, mask = inputs(case, "cuda", torch.bfloat16)
         ways = {name: by_torch(case, mask, backend) for name, backend in BACKENDS.items()}
-        if case.tokens <= LONGEST:
-            ways["one tile"] = partial(attend, seen=spans, causal=case.causal, longest=case.tokens)
+        if case.packed or fits(case.tokens, causal=case.causal):
+            ways["ours"] = partial(attend, seen=spans, causal=case.causal, longest=case.tokens)
         for name, way in ways.items():
             torch._dynamo.reset()  # it gives up on a function after eight graphs
             try:

@@ -1,11 +1,11 @@
-"""Self-attention over at most 128 tokens, a sequence and head as one tile.
+"""Self-attention over few tokens: a sequence and head as one tile of up to 128, or as several blocks.
 
     out = softmax(q k^T / sqrt(d)) v        q|k|v as a tower's projection leaves them, their gradient in one tensor too
 
-cuDNN's kernel computes tiles of 128 x 128, 50 tokens as 128, and with a mask all that it hides; what puts the gradients
-of q, k and v together is a copy. Here one program computes a head of a sequence in the smallest tile that holds it, so
-that captions, packed or not, cost what they are long. Scores, softmax and the result stay on the chip: the backward
-makes the probabilities again, and nothing is kept but q|k|v.
+cuDNN's kernel computes tiles of 128 x 128, 50 tokens as 128 and 257 as 384, and with a mask all that it hides; what
+puts the gradients of q, k and v together is a copy. Here one program computes a head of a sequence in the smallest tile
+that holds it, so that captions, packed or not, cost what they are long. Scores and softmax stay on the chip, and the
+backward makes the probabilities again. Longer sequences: triton_attention_blocks.py.
 
 Products have operands of the type of q|k|v (probabilities and the scores' gradient are rounded to it), sums are
 float32. No atomics: results repeat bit for bit.
@@ -18,25 +18,35 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from infcl.kernels.triton_attention_blocks import blocks_backward, blocks_forward
+from infcl.kernels.triton_attention_loads import load_rows, store_rows
+
 TILES = (32, 64, 128)
-_WARPS = {32: 2, 64: 4, 128: 8}
+LONGEST = TILES[-1]
+_WARPS = {32: 2, 64: 4, 128: 4}
 
 
-def attention_forward(qkv: Tensor, spans: Tensor | None, length: int, causal: bool) -> Tensor:
-    """qkv [P, 3, h, d], contiguous -> [P, h, d].
+def attention_forward(qkv: Tensor, spans: Tensor | None, length: int, causal: bool) -> tuple[Tensor, Tensor]:
+    """qkv [P, 3, h, d], contiguous -> out [P, h, d]; lse, which the backward of several blocks needs, else empty.
 
     spans, int64 [m, 2]: first place of each sequence, and its tokens, at most `length` of them; what lies in none is
-    zero in the result. None: all P places are sequences of `length`.
+    zero in the result. None: all P places are sequences of `length`. More than one tile is neither causal nor in spans.
     """
     places, _, heads, width = qkv.shape
+    if length > LONGEST:
+        return blocks_forward(qkv, length)
     out = (qkv.new_empty if spans is None else qkv.new_zeros)(places, heads, width)
     for grid, options in _launches(qkv, spans, length, causal):
         _forward[grid](qkv, out, spans, length, width**-0.5, heads, width, **options)
-    return out
+    return out, qkv.new_empty(0, dtype=torch.float32)
 
 
-def attention_backward(d_out: Tensor, qkv: Tensor, spans: Tensor | None, length: int, causal: bool) -> Tensor:
-    """d_out [P, h, d], contiguous; what the forward took -> d_qkv [P, 3, h, d]."""
+def attention_backward(
+    d_out: Tensor, qkv: Tensor, out: Tensor, lse: Tensor, spans: Tensor | None, length: int, causal: bool
+) -> Tensor:
+    """d_out [P, h, d], contiguous; what the forward took and gave -> d_qkv [P, 3, h, d]."""
+    if length > LONGEST:
+        return blocks_backward(d_out, qkv, out, lse, length)
     d_qkv = torch.empty_like(qkv) if spans is None else torch.zeros_like(qkv)
     _, _, heads, width = qkv.shape
     for grid, options in _launches(qkv, spans, length, causal):
@@ -62,19 +72,6 @@ def _launches(qkv: Tensor, spans: Tensor | None, length: int, causal: bool) -> l
 
 
 @triton.jit
-def _load(base, n, stride, D: tl.constexpr, B: tl.constexpr):
-    """B rows of D, of which the first n are there."""
-    rows, columns = tl.arange(0, B)[:, None], tl.arange(0, D)[None, :]
-    return tl.load(base + rows * stride + columns, mask=rows < n, other=0.0)
-
-
-@triton.jit
-def _store(base, values, n, stride, D: tl.constexpr, B: tl.constexpr):
-    rows, columns = tl.arange(0, B)[:, None], tl.arange(0, D)[None, :]
-    tl.store(base + rows * stride + columns, values.to(base.dtype.element_ty), mask=rows < n)
-
-
-@triton.jit
 def _span(spans, length, sequence, SPANS: tl.constexpr):
     """First place and number of tokens of a sequence."""
     if SPANS:
@@ -91,7 +88,8 @@ def _weights(q, k, n, scale, B: tl.constexpr, CAUSAL: tl.constexpr):
     seen = columns < n
     if CAUSAL:
         seen = seen & (columns <= rows)
-    scores = tl.where(seen, tl.dot(q, tl.trans(k)) * (scale * 1.4426950408889634), -1e30)  # base 2
+    scores = tl.dot(q, tl.trans(k), input_precision="ieee") * (scale * 1.4426950408889634)  # to base 2
+    scores = tl.where(seen, scores, -1e30)
     weights = tl.exp2(scores - tl.max(scores, 1)[:, None])
     return weights, tl.sum(weights, 1)
 
@@ -115,11 +113,12 @@ def _forward(
     first, n = _span(spans, length, sequence, SPANS)
     if (n > LEAST) & (n <= B):
         qkv += first * (3 * H * D) + head * D
-        q = _load(qkv, n, 3 * H * D, D, B)
-        k = _load(qkv + H * D, n, 3 * H * D, D, B)
-        v = _load(qkv + 2 * H * D, n, 3 * H * D, D, B)
+        q = load_rows(qkv, n, 3 * H * D, D, B, False)
+        k = load_rows(qkv + H * D, n, 3 * H * D, D, B, False)
+        v = load_rows(qkv + 2 * H * D, n, 3 * H * D, D, B, False)
         weights, sums = _weights(q, k, n, scale, B, CAUSAL)
-        _store(out + first * (H * D) + head * D, tl.dot(weights.to(v.dtype), v) / sums[:, None], n, H * D, D, B)
+        result = tl.dot(weights.to(v.dtype), v, input_precision="ieee") / sums[:, None]
+        store_rows(out + first * (H * D) + head * D, result, n, H * D, D, B)
 
 
 @triton.jit
@@ -143,14 +142,15 @@ def _backward(
     if (n > LEAST) & (n <= B):
         qkv += first * (3 * H * D) + head * D
         d_qkv += first * (3 * H * D) + head * D
-        q = _load(qkv, n, 3 * H * D, D, B)
-        k = _load(qkv + H * D, n, 3 * H * D, D, B)
-        v = _load(qkv + 2 * H * D, n, 3 * H * D, D, B)
-        d_o = _load(d_out + first * (H * D) + head * D, n, H * D, D, B)
+        q = load_rows(qkv, n, 3 * H * D, D, B, False)
+        k = load_rows(qkv + H * D, n, 3 * H * D, D, B, False)
+        v = load_rows(qkv + 2 * H * D, n, 3 * H * D, D, B, False)
+        d_o = load_rows(d_out + first * (H * D) + head * D, n, H * D, D, B, False)
         weights, sums = _weights(q, k, n, scale, B, CAUSAL)
         p = weights * (1 / sums)[:, None]
-        _store(d_qkv + 2 * H * D, tl.dot(tl.trans(p.to(d_o.dtype)), d_o), n, 3 * H * D, D, B)
-        d_p = tl.dot(d_o, tl.trans(v))
+        d_v = tl.dot(tl.trans(p.to(d_o.dtype)), d_o, input_precision="ieee")
+        store_rows(d_qkv + 2 * H * D, d_v, n, 3 * H * D, D, B)
+        d_p = tl.dot(d_o, tl.trans(v), input_precision="ieee")
         d_s = (p * (d_p - tl.sum(p * d_p, 1)[:, None]) * scale).to(q.dtype)
-        _store(d_qkv, tl.dot(d_s, k), n, 3 * H * D, D, B)
-        _store(d_qkv + H * D, tl.dot(tl.trans(d_s), q), n, 3 * H * D, D, B)
+        store_rows(d_qkv, tl.dot(d_s, k, input_precision="ieee"), n, 3 * H * D, D, B)
+        store_rows(d_qkv + H * D, tl.dot(tl.trans(d_s), q, input_precision="ieee"), n, 3 * H * D, D, B)

@@ -1,7 +1,8 @@
 """--attention: whose kernels compute the towers' attention.
 
     torch     torch's scaled_dot_product_attention, cuDNN's on a GPU
-    triton    kernels/triton_attention.py, for sequences of up to 128 tokens and heads whose width is a power of two
+    triton    kernels/triton_attention.py, for sequences that cuDNN's tiles of 128 tokens fit badly (`fits`) and heads
+              whose width is a power of two
     auto      triton where it can be, on a GPU in 16 bits, else torch
 
 A text tower that has it is told where packed captions lie (packing.caption_spans) in the place of a mask, and computes
@@ -20,12 +21,14 @@ from torch import Tensor
 from infcl.towers.clip import CLIP
 from infcl.towers.config import kept_patches
 from infcl.towers.packing import caption_spans
+from infcl.towers.transformer import Attention
 from infcl.towers.transformer import attend as attend_by_torch
 
 ATTENTION = ("auto", "torch", "triton")
-LONGEST = 128  # tokens: triton_attention.TILES
+LONGEST = 128  # tokens of one tile: triton_attention.TILES
 APART = 0.02  # of a norm in 16 bits: rounding is a tenth of it
-_HEADS = (16, 32, 64, 128)
+_PAYS = 2  # times what cuDNN's tiles compute over what is asked for: 129 to 181 tokens, 257 to 271 (docs/log.md)
+_HEADS = (16, 32, 64)
 _log = logging.getLogger(__name__)
 
 
@@ -44,8 +47,8 @@ def choose_attention(model: CLIP, attention: str, device: torch.device, dtype: t
     for name, (tower, length) in sequences.items():
         blocks: Any = tower.resblocks
         first = blocks[0].attn
-        reason = _why_not(length, first.head_width, device, dtype)
-        if not reason and (reason := _failure(length, first.head_width, first.causal, device, dtype)):
+        reason = _why_not(length, first.head_width, first.causal, device, dtype)
+        if not reason and (reason := _failure(first, length, device, dtype)):
             _log.warning("the %s tower's attention is torch's: %s", name, reason)
         if reason:
             reasons.append(f"{name} tower: {reason}")
@@ -61,36 +64,47 @@ def choose_attention(model: CLIP, attention: str, device: torch.device, dtype: t
 
 
 def attend(qkv: Tensor, seen: Tensor | None, *, causal: bool, longest: int) -> Tensor:
-    """transformer.attend, where `seen` is None or spans int64 [n, 2] of `longest` tokens at most; sequences that are no
-    tile, as those of an evaluation without patch dropout may be, are torch's.
+    """transformer.attend, where `seen` is None or spans int64 [n, 2] of `longest` tokens at most. Whole sequences that
+    do not fit, as those of an evaluation without patch dropout may not, are torch's.
     """
-    if seen is None and qkv.shape[1] > LONGEST:
+    if seen is None and not fits(qkv.shape[1], causal=causal):
         return attend_by_torch(qkv, seen, causal=causal)
     length = qkv.shape[1] if seen is None else longest
-    return torch.ops.infcl.attention(qkv.flatten(0, 1), seen, length, causal).view(*qkv.shape[:2], *qkv.shape[3:])
+    out, _ = torch.ops.infcl.attention(qkv.flatten(0, 1), seen, length, causal)
+    return out.view(*qkv.shape[:2], *qkv.shape[3:])
 
 
-def _why_not(length: int, head_width: int, device: torch.device, dtype: torch.dtype) -> str:
+def fits(length: int, *, causal: bool) -> bool:
+    """Whether sequences of so many tokens are faster by the kernel: those of one tile, and whole ones of more where
+    cuDNN's tiles are half empty.
+    """
+    padded = -(-length // LONGEST) * LONGEST
+    return length <= LONGEST or (not causal and padded**2 >= _PAYS * length**2)
+
+
+def _why_not(length: int, head_width: int, causal: bool, device: torch.device, dtype: torch.dtype) -> str:
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     if device.type != "cuda" and not interpreted:
         return f"its kernel needs a GPU, not {device}"
     if dtype.itemsize != 2 and not interpreted:
         return f"its kernel computes in 16 bits, not in {dtype}"
-    if length > LONGEST:
-        return f"sequences of {length} tokens, and a tile has {LONGEST}"
+    if not fits(length, causal=causal):
+        return f"sequences of {length} tokens, which torch's kernels take better"
     if head_width not in _HEADS:
-        return f"heads of {head_width}, and a tile has one of {_HEADS}"
+        return f"heads of {head_width}, and the kernel has those of {', '.join(map(str, _HEADS))}"
     return ""
 
 
-def _failure(length: int, head_width: int, causal: bool, device: torch.device, dtype: torch.dtype) -> str:
+def _failure(attention: Attention, length: int, device: torch.device, dtype: torch.dtype) -> str:
     """Of the kernel beside torch's, with gradients, of whole sequences and, where these are causal, of parts."""
+    causal, heads = attention.causal, attention.in_proj_bias.numel() // 3 // attention.head_width
     generator = torch.Generator(device).manual_seed(0)
 
     def drawn(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator, device=device).to(dtype)
 
-    qkv, d_out = drawn(2, length, 3, 2, head_width).requires_grad_(), drawn(2, length, 2, head_width)
+    qkv = drawn(2, length, 3, heads, attention.head_width).requires_grad_()
+    d_out = drawn(2, length, heads, attention.head_width)
     begins = sorted({0, 1, length // 4})  # of spans in each row
     ends = [*begins[1:], length]
     spans = [[row * length + a, b - a] for row in range(2) for a, b in zip(begins, ends)]
@@ -118,27 +132,41 @@ def _with_gradient(attend, qkv: Tensor, d_out: Tensor, seen: Tensor | None, caus
     return out.detach(), torch.autograd.grad(out, qkv, d_out)[0]
 
 
-# ---- the kernel as an operator of torch: infcl::attention(qkv [P, 3, h, d], spans, length, causal) -> [P, h, d] ----
+# ---- the kernel as an operator of torch ----
 
 
-def _forward(qkv: Tensor, spans: Tensor | None, length: int, causal: bool) -> Tensor:
+def _forward(qkv: Tensor, spans: Tensor | None, length: int, causal: bool) -> tuple[Tensor, Tensor]:
     from infcl.kernels.triton_attention import attention_forward
 
     return attention_forward(qkv.contiguous(), spans, length, causal)
 
 
-def _backward(d_out: Tensor, qkv: Tensor, spans: Tensor | None, length: int, causal: bool) -> Tensor:
+def _fake_forward(qkv: Tensor, spans: Tensor | None, length: int, causal: bool) -> tuple[Tensor, Tensor]:
+    shape = (qkv.shape[0], qkv.shape[2]) if length > LONGEST else (0,)
+    lse = qkv.new_empty(shape, dtype=torch.float32)
+    return qkv.new_empty(qkv.shape[0], *qkv.shape[2:]), lse
+
+
+def _backward(
+    d_out: Tensor, qkv: Tensor, out: Tensor, lse: Tensor, spans: Tensor | None, length: int, causal: bool
+) -> Tensor:
     from infcl.kernels.triton_attention import attention_backward
 
-    return attention_backward(d_out.contiguous(), qkv.contiguous(), spans, length, causal)
+    return attention_backward(d_out.contiguous(), qkv.contiguous(), out, lse, spans, length, causal)
+
+
+def _fake_backward(d_out: Tensor, qkv: Tensor, *_) -> Tensor:
+    return qkv.new_empty(qkv.shape)
 
 
 def _keep(ctx, inputs, output) -> None:
     qkv, spans, *ctx.options = inputs
-    ctx.save_for_backward(qkv, spans)
+    ctx.save_for_backward(qkv, *output, spans)
+    ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)
 
 
-def _gradients(ctx, d_out: Tensor):
+def _gradients(ctx, d_out: Tensor, _):
     return torch.ops.infcl.attention_backward(d_out, *ctx.saved_tensors, *ctx.options), None, None, None
 
 
@@ -148,12 +176,8 @@ def _operator(name: str, schema: str, function: Callable, fake: Callable) -> Non
     torch.library.register_fake(f"infcl::{name}", fake)
 
 
-_GIVEN = "Tensor qkv, Tensor? spans, int length, bool causal"
-_operator("attention", f"({_GIVEN}) -> Tensor", _forward, lambda qkv, *_: qkv.new_empty(len(qkv), *qkv.shape[2:]))
-_operator(
-    "attention_backward",
-    f"(Tensor d_out, {_GIVEN}) -> Tensor",
-    _backward,
-    lambda d_out, qkv, *_: qkv.new_empty(qkv.shape),
-)
+_OPTIONS = "Tensor? spans, int length, bool causal"
+_operator("attention", f"(Tensor qkv, {_OPTIONS}) -> (Tensor, Tensor)", _forward, _fake_forward)
+_BACKWARD = f"(Tensor d_out, Tensor qkv, Tensor out, Tensor lse, {_OPTIONS}) -> Tensor"
+_operator("attention_backward", _BACKWARD, _backward, _fake_backward)
 torch.library.register_autograd("infcl::attention", _gradients, setup_context=_keep)
