@@ -46,15 +46,16 @@ from infcl.report import read_metrics
 from infcl.towers.clip import CLIP
 from infcl.towers.config import CLIPConfig
 from infcl.towers.flops import forward_flops
+from infcl.train.attention import towers_with_kernel
 from infcl.train.diagnostics import model_flops, trained_shares
 
 PHASES = ("data", "encode", "loss", "replay", "step")
 COLUMNS = (
     "label", "gpus", "model", "zero", "precision", "blocks", "checkpointing", "micro_batch", "micro_batches",
-    "global_batch", "resident", "encode_together", "text_share", "samples_per_second", "samples_per_second_per_gpu",
-    "samples_per_second_mean", "samples_per_second_std", *(f"seconds_{phase}" for phase in PHASES), "step_seconds",
-    "peak_gib", "mfu", "hfu", "library_tflops", "steps", "loss", "zero_options", "device", "torch",
-    "triton", "deepspeed", "commit",
+    "global_batch", "resident", "encode_together", "text_share", "attention", "samples_per_second",
+    "samples_per_second_per_gpu", "samples_per_second_mean", "samples_per_second_std",
+    *(f"seconds_{phase}" for phase in PHASES), "step_seconds", "peak_gib", "mfu", "hfu",
+    "library_tflops", "steps", "loss", "zero_options", "device", "torch", "triton", "deepspeed", "commit",
 )  # fmt: skip
 SYNTHETIC = ["--dataset-type", "synthetic", "--train-num-samples", str(10**9)]
 _PHASE_NAMES = " ".join(f"{phase:>7}" for phase in PHASES)
@@ -202,6 +203,7 @@ def _row(trainer, options: argparse.Namespace, peak: float, rate: float) -> dict
             "label": options.label or default_label,
             "gpus": batch.dp_size,
             "model": config.model,
+            "attention": "triton" if towers_with_kernel(model) else "torch",
             "zero": options.zero if trainer.engine.zero_stage == int(options.zero[0]) else trainer.engine.zero_stage,
             "precision": trainer.engine.precision,
             "blocks": "compiled" if trainer.compiled else "eager",

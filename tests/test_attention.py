@@ -17,6 +17,7 @@ from infcl.towers import CLIP, CLIPConfig, TextConfig, VisionConfig
 from infcl.towers.packing import caption_places, caption_spans, pack_captions, packed
 from infcl.train.attention import attend, choose_attention, fits
 from tests.loss_oracle import relative_error
+from tests.ranks import end_ranks, run_ranks
 
 CFG = CLIPConfig(
     embed_dim=16,
@@ -99,6 +100,35 @@ def check_towers(device: str, precision: torch.dtype | None, bound: float) -> No
         print("towers", pack)
 
 
+def tensor_parallel_step(rank: int, world_size: int, sequence_parallel: bool) -> tuple[list, list]:
+    """Features and a gradient of packed captions and images, of towers in two parts that have the kernel, and of whole
+    ones that have torch's."""
+    from megatron_patches.towers import split_towers
+    from tests.tensor_parallel import layout
+
+    whole, model = new_model(), new_model()
+    split_towers(model, layout(world_size).tp_group, sequence_parallel=sequence_parallel)
+    assert choose_attention(model, "triton", torch.device("cpu"), torch.float32) == ["image", "text"]
+    texts = torch.ones(5, 7, dtype=torch.int64)
+    texts[torch.arange(5), torch.tensor([0, 6, 3, 2, 6])] = 30
+    images = torch.randn(5, 3, 12, 12, generator=torch.Generator().manual_seed(0))
+    results = []
+    for one in (model, whole):
+        out = one(images, **packed(CFG.text_cfg, texts))
+        features = torch.cat([out["image_features"], out["text_features"]])
+        positions = [one.positional_embedding, one.visual.positional_embedding]
+        results.append([features.detach(), *torch.autograd.grad(features.sin().sum(), positions)])
+    return tuple(results)
+
+
+def check_tensor_parallel() -> None:
+    for sequence_parallel in (False, True):
+        for found, expected in run_ranks(tensor_parallel_step, 2, sequence_parallel):
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+        print("sequence parallel", sequence_parallel)
+    end_ranks()
+
+
 def run(code: str) -> subprocess.CompletedProcess:
     environ = os.environ | {"TRITON_INTERPRET": "1"}
     command, root = [sys.executable, "-c", code], Path(__file__).parent.parent
@@ -115,6 +145,12 @@ def test_towers_compute_with_it_what_they_do_with_torchs():
     result = run("from tests.test_attention import *; check_towers('cpu', None, 2e-5)")
     assert result.returncode == 0, result.stderr
     assert result.stdout.splitlines() == ["towers False", "towers True"]
+
+
+def test_tensor_parallel_towers_compute_with_it_what_whole_ones_do_with_torchs():
+    result = run("from tests.test_attention import *; check_tensor_parallel()")
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.splitlines() == ["sequence parallel False", "sequence parallel True"]
 
 
 def test_spans_are_where_the_mask_has_captions():

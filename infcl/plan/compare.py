@@ -2,12 +2,13 @@
 
 import csv
 import json
+import re
 from pathlib import Path
 
 from infcl.plan.memory import counted_by_torch, memory_of
 from infcl.plan.setting import Gpu, Setting, captions_of
 from infcl.plan.timing import samples_per_second
-from infcl.towers.config import load_model_config
+from infcl.towers.config import load_model_config, with_overrides
 from infcl.train.preset import BUCKET
 
 # What was so at these commits, and is planned so for rows of theirs:
@@ -42,7 +43,9 @@ def read_steps(path: Path) -> list[dict]:
 def setting_of_row(row: dict, gpu: Gpu) -> Setting:
     gpus, micro_batch, micro_batches = (int(row[name]) for name in ("gpus", "micro_batch", "micro_batches"))
     options = json.loads(row.get("zero_options") or "{}")
-    model, share = load_model_config(row["model"]), float(row.get("text_share") or 1)
+    label, share = row.get("label", ""), float(row.get("text_share") or 1)
+    dropout = re.search(r"force-patch-dropout ([\d.]+)", label)
+    model = with_overrides(load_model_config(row["model"]), patch_dropout=float(dropout[1]) if dropout else None)
     tokens = round(share * model.text_cfg.context_length)  # above the context length, too: rows have places left
     return Setting(
         **captions_of(model, None if share == 1 else tokens),
@@ -57,7 +60,8 @@ def setting_of_row(row: dict, gpu: Gpu) -> Setting:
         compiled=row["blocks"] == "compiled",
         resident=int(row["resident"]),
         precision=row.get("precision") or "amp_bf16",
-        pixels="device" if "pixel-cache gpu" in row.get("label", "") else "host",
+        pixels="device" if "pixel-cache gpu" in label else "host",
+        attention="auto" if row.get("attention") == "triton" else "torch",  # older files do not say
         past=past(row),
         overlap_comm=options.get("overlap_comm", True),
         reduce_bucket_size=options.get("reduce_bucket_size", BUCKET),
@@ -114,5 +118,6 @@ def _words(row: dict) -> list[str]:
     words += [f"{row['micro_batches']} x {row['micro_batch']}", f"R = {row['resident']}"]
     words += [f"pass 1 of {row['encode_together']} at once"] if int(row.get("encode_together") or 1) > 1 else []
     words += ["captions packed"] if float(row.get("text_share") or 1) < 1 else []
+    words += ["Triton attention"] if row.get("attention") == "triton" else []
     words += _options(row)
     return words if warmed_up(row) else [*words, "not warmed up"]

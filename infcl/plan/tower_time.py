@@ -4,16 +4,18 @@ A block of width w takes, for each token of L and forward:
 
     products     (8 + 4 ratio) w^2 flops, at PRODUCTS of the profile's rate       split over T ranks
     attention    4 P^2 w / L flops, at ATTENTION of it (wider heads are faster),   split over T ranks
-                 CAUSAL or MASKED times as long
+                 CAUSAL or MASKED times as long; where --attention auto takes
+                 the Triton kernels, at OURS of it, in their smaller tiles
     the rest     w times what the profile's efficiency leaves at ViT-L-14's width  split but for UNSPLIT
     sums         two of m L w values over the host's links                         T > 1
 
 so narrow towers reach less of a GPU than wide ones. A backward takes two forwards. The constants are of ViT-L-14 on
-H200s, profiled block by block (docs/results/tensor_parallel_blocks.csv); attention's lies between those of ViT-B-32,
-ViT-B-16 and ViT-L-14 (0.36 to 0.45), all of cuDNN in 16 bits with heads of 64, and is taken for every GPU and type.
+H200s, profiled block by block (docs/results/tensor_parallel_blocks.csv); ATTENTION lies between those of ViT-B-32,
+ViT-B-16 and ViT-L-14 (0.36 to 0.45), all of cuDNN in 16 bits with heads of 64, and is taken for every GPU and type, as
+OURS is (docs/results/attention.csv: 0.21 to 0.31 of whole sequences, a forward being a quarter of two and a backward).
 
-Sizes: m samples, L tokens of one (in attention, of packed captions: places of a row), P: L rounded up to whole tiles of
-attention, T tensor-parallel ranks, M micro-batches.
+Sizes: m samples, L tokens of one (in cuDNN's attention, of packed captions: places of a row), P: L rounded up to whole
+tiles of attention, T tensor-parallel ranks, M micro-batches.
 """
 
 from typing import NamedTuple
@@ -22,8 +24,9 @@ from infcl.plan.phases import Phase
 from infcl.plan.setting import Gpu, Setting
 from infcl.towers.config import kept_patches
 from infcl.towers.flops import forward_flops
+from infcl.train.attention import unfit
 
-PRODUCTS, ATTENTION = 0.91, 0.4
+PRODUCTS, ATTENTION, OURS = 0.91, 0.4, 0.25
 TILE = 128  # tokens: cuDNN's attention computes 50 as 128, and 257 as 384
 CAUSAL, MASKED = 1.6, 2.0  # of attention, a tile: captions of 77 and rows of 160 (docs/log.md)
 UNSPLIT = 0.43  # of the rest: norms and residuals, which each of T ranks computes whole, but for sequence parallelism
@@ -91,39 +94,68 @@ def together(gpus: float, host: float) -> float:
 
 
 class _Shape(NamedTuple):
-    """Of a tower. places: of what attends to each other, a sample or a row; slower: what a mask makes of a tile."""
+    """Of a tower. attention: a token's flops, of a forward in whole tiles, over what of the rate these have."""
 
     tokens: int
-    places: int
     width: int
     layers: int
     mlp_ratio: float
-    head: int
-    slower: float
+    attention: float
 
 
 def _shapes(setting: Setting) -> list[_Shape]:
     """The image tower's and the text tower's."""
     vision, text = setting.model.vision_cfg, setting.model.text_cfg
     tokens, length = 1 + kept_patches(vision.num_patches, vision.patch_dropout), text.context_length
-    row, head = setting.caption_row, text.width // text.heads
-    slower = MASKED if row else 1.0 if text.no_causal_mask else CAUSAL
+    row, causal, head = setting.caption_row, not text.no_causal_mask, text.width // text.heads
+    if _ours(setting, tokens, vision.head_width, causal=False):
+        images = _flops(tokens, _own_places(tokens), vision.width) / OURS
+    else:
+        images = _flops(tokens, _places(tokens), vision.width) / ATTENTION
+    # Packed captions are of many lengths. A tile holds those twice the mean, and all that a text tower takes at most.
+    if _ours(setting, 2 * length if row else length, head, causal=causal):
+        texts = _flops(length, _own_places(2 * length if row else length), text.width) / OURS
+    else:
+        slower = MASKED if row else CAUSAL if causal else 1.0
+        texts = slower * _flops(row or length, _places(row or length), text.width) / ATTENTION
     return [
-        _Shape(tokens, tokens, vision.width, vision.layers, vision.mlp_ratio, vision.head_width, 1.0),
-        _Shape(length, row or length, text.width, text.layers, text.mlp_ratio, head, slower),
+        _Shape(tokens, vision.width, vision.layers, vision.mlp_ratio, images / _wider(vision.head_width)),
+        _Shape(length, text.width, text.layers, text.mlp_ratio, texts / _wider(head)),
     ]
 
 
-def _attention_flops(places: int, width: int) -> float:
-    """Of a token, in whole tiles."""
-    return 4 * (-(-places // TILE) * TILE) ** 2 / places * width
+def _ours(setting: Setting, length: int, head: int, *, causal: bool) -> bool:
+    """Whether the Triton kernels compute a tower's attention."""
+    return setting.attention == "auto" and setting.precision != "fp32" and not unfit(length, head, causal=causal)
+
+
+def _flops(length: int, places: int, width: int) -> float:
+    """Of a token, where so many places are computed for `length` of them."""
+    return 4 * places**2 / length * width
+
+
+def _places(length: int) -> int:
+    """That cuDNN computes."""
+    return -(-length // TILE) * TILE
+
+
+def _own_places(length: int) -> int:
+    """That kernels/triton_attention.py computes: one tile, or blocks of 64 and a short one."""
+    if length <= TILE:
+        return next(tile for tile in (32, 64, 128) if tile >= length)
+    rest = length % 64
+    return length - rest + (next(tile for tile in (16, 32, 64) if tile >= rest) if rest else 0)
+
+
+def _wider(head: int) -> float:
+    return min(2.0, head / _HEAD)
 
 
 def _tower_seconds(setting: Setting, shape: _Shape) -> float:
     """A forward of one micro-batch through a tower's blocks."""
     rate, share, width = setting.gpu.matmul_tflops * 1e12, setting.tensor_parallel, shape.width
     products = (8 + 4 * shape.mlp_ratio) * width**2 / (rate * PRODUCTS)
-    attention = shape.slower * _attention_flops(shape.places, width) / (rate * ATTENTION * min(2.0, shape.head / _HEAD))
+    attention = shape.attention / rate
     rest = width * _rest(setting.gpu, compiled=setting.compiled)
     if not setting.compiled and setting.precision in ("bf16", "fp16"):
         rest *= SIXTEEN_BIT
@@ -134,7 +166,7 @@ def _tower_seconds(setting: Setting, shape: _Shape) -> float:
 def _rest(gpu: Gpu, *, compiled: bool) -> float:
     """Seconds of a token and unit of width that are neither product nor attention, of a forward."""
     rate, efficiency = gpu.matmul_tflops * 1e12, gpu.compiled_efficiency if compiled else gpu.tower_efficiency
-    products, attention = 24 * _WIDTH**2, _attention_flops(_TOKENS, _WIDTH)
+    products, attention = 24 * _WIDTH**2, _flops(_TOKENS, _places(_TOKENS), _WIDTH)
     whole = (products + 4 * _TOKENS * _WIDTH) / (rate * efficiency)
     return max(0.0, whole - products / (rate * PRODUCTS) - attention / (rate * ATTENTION)) / _WIDTH
 

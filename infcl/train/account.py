@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 
 from infcl.parallel import describe_ranks, max_over
+from infcl.train.attention import towers_with_kernel
 from infcl.train.metrics import peak_memory_mb
 from infcl.train.pixels import describe_pixels
 from infcl.train.results import sum_reports
@@ -17,11 +18,13 @@ if TYPE_CHECKING:
 def opening(trainer: "Trainer") -> Iterator[str]:
     """What the run is, and what in its flags may not be what was meant."""
     config, batch, schedule, steps = trainer.config, trainer.batch, trainer.schedule, trainer.total_steps
+    by_triton = ", ".join(towers_with_kernel(trainer.engine.module))
     yield (
         f"{config.model}: {trainer.num_parameters / 1e6:.2f}M parameters; {trainer.loader.num_samples} pairs\n"
         f"{batch}; {steps} steps; loss {config.loss}; {trainer.engine.zero_in_words}, "
         f"{trainer.engine.precision}, {describe_ranks(trainer.parallel)}; "
-        f"{'compiled' if trainer.compiled else 'eager'} blocks, {trainer.resident} resident micro-batches, "
+        f"{'compiled' if trainer.compiled else 'eager'} blocks, "
+        f"{f'Triton attention ({by_triton}), ' if by_triton else ''}{trainer.resident} resident micro-batches, "
         f"{'packed' if trainer.packed_captions else 'whole'} captions\n"
         f"{describe_pixels(trainer.pixels)}\n"
         f"{config.opt}, learning rate {schedule}, {schedule.warmup} warm-up steps"

@@ -47,7 +47,7 @@ def choose_attention(model: CLIP, attention: str, device: torch.device, dtype: t
     for name, (tower, length) in sequences.items():
         blocks: Any = tower.resblocks
         first = blocks[0].attn
-        reason = _why_not(length, first.head_width, first.causal, device, dtype)
+        reason = _not_here(device, dtype) or unfit(length, first.head_width, causal=first.causal)
         if not reason and (reason := _failure(first, length, device, dtype)):
             _log.warning("the %s tower's attention is torch's: %s", name, reason)
         if reason:
@@ -61,6 +61,12 @@ def choose_attention(model: CLIP, attention: str, device: torch.device, dtype: t
     if "text" in chosen:
         model.caption_places = caption_spans
     return chosen
+
+
+def towers_with_kernel(model: CLIP) -> list[str]:
+    """Those whose attention `choose_attention` has changed."""
+    towers: dict[str, Any] = {"image": model.visual.transformer, "text": model.transformer}
+    return [name for name, tower in towers.items() if tower.resblocks[0].attn.attend is not attend_by_torch]
 
 
 def attend(qkv: Tensor, seen: Tensor | None, *, causal: bool, longest: int) -> Tensor:
@@ -82,17 +88,21 @@ def fits(length: int, *, causal: bool) -> bool:
     return length <= LONGEST or (not causal and padded**2 >= _PAYS * length**2)
 
 
-def _why_not(length: int, head_width: int, causal: bool, device: torch.device, dtype: torch.dtype) -> str:
-    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
-    if device.type != "cuda" and not interpreted:
-        return f"its kernel needs a GPU, not {device}"
-    if dtype.itemsize != 2 and not interpreted:
-        return f"its kernel computes in 16 bits, not in {dtype}"
+def unfit(length: int, head_width: int, *, causal: bool) -> str:
+    """Why the kernel is not for such sequences; empty where it is."""
     if not fits(length, causal=causal):
         return f"sequences of {length} tokens, which torch's kernels take better"
     if head_width not in _HEADS:
         return f"heads of {head_width}, and the kernel has those of {', '.join(map(str, _HEADS))}"
     return ""
+
+
+def _not_here(device: torch.device, dtype: torch.dtype) -> str:
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        return ""
+    if device.type != "cuda":
+        return f"its kernel needs a GPU, not {device}"
+    return "" if dtype.itemsize == 2 else f"its kernel computes in 16 bits, not in {dtype}"
 
 
 def _failure(attention: Attention, length: int, device: torch.device, dtype: torch.dtype) -> str:

@@ -67,8 +67,7 @@ def prepare_blocks(model: CLIP, config: TrainConfig, parallel: Parallel, precisi
 
     True: blocks are compiled. ValueError for --attention triton where no tower can have it.
     """
-    if kernels := choose_attention(model, config.attention, parallel.device, compute_dtype(precision)):
-        _log.info("attention by the Triton kernel: %s", ", ".join(kernels))
+    choose_attention(model, config.attention, parallel.device, compute_dtype(precision))
     auto = config.compile_blocks == "auto" and parallel.device.type == "cuda"
     wanted = auto or config.compile_blocks == "on"
     groups = {min(config.encode_micro_batches, batch.num_micro_batches), 1}
