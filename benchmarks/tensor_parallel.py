@@ -43,8 +43,8 @@ from infcl.train.run_folder import git_commit
 ROOT = Path(__file__).parent.parent
 COLUMNS = (
     "model", "gpus", "tensor_parallel", "sequence_parallel", "zero_stage", "checkpointing", "batch_size", "accum_freq",
-    "compiled", "lever", "text_share", "status", "samples_per_second", "step_ms", "loss", "peak_gib", "mfu",
-    "parameters_m", "reduce_bucket_size", "overlap_comm", "device", "torch", "commit",
+    "compiled", "lever", "text_share", "attention", "status", "samples_per_second", "step_ms", "loss", "peak_gib",
+    "mfu", "parameters_m", "reduce_bucket_size", "overlap_comm", "device", "torch", "commit",
 )  # fmt: skip
 RESULT = "RESULT "
 WARM_UP, LOSS_STEP = 2, 5  # steps are on the same pairs, so the loss falls with each: a row's is of one step
@@ -126,6 +126,7 @@ def _measure(setting: dict) -> dict:
     from infcl.parallel import init_parallel, max_over, mean_over, seed_everything
     from infcl.step.grad_cache import grad_cache_step
     from infcl.towers import CLIP
+    from infcl.train.attention import towers_with_kernel
     from infcl.train.build import build_loss, split_model
     from infcl.train.captions import may_pack, texts_of_part
     from infcl.train.compiled import prepare_blocks
@@ -192,6 +193,7 @@ def _measure(setting: dict) -> dict:
     return {
         "status": "ok", "compiled": compiled, "samples_per_second": round(rate, 2), "step_ms": round(1e3 * median, 1),
         "loss": round(float(mean_over(engine.dp_group, losses[LOSS_STEP - 1])), 4), "text_share": round(share, 4),
+        "attention": "triton" if towers_with_kernel(model) else "torch",
         "peak_gib": round(peak / 2**30, 2), "mfu": None if mfu is None else round(mfu, 4),
         "parameters_m": round(parameters / 1e6, 1), "torch": torch.__version__, "zero_stage": engine.zero_stage,
         "reduce_bucket_size": preset["zero_optimization"].get("reduce_bucket_size"),

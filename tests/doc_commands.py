@@ -305,6 +305,7 @@ COMMANDS = [
         )
         for flags, name, out in (
             ("--one-process ", "captions_1gpu", "step_captions"),
+            ("--one-process ", "attention_1gpu", "step_attention"),
             ("", "step_zero3_1gpu", "step"),
             ("", "step_zero3_8gpu", "step"),
             ("--time-out 400 ", "step_bigg_1gpu", "step"),

@@ -66,6 +66,23 @@ def compare(qkv, seen, spans, longest, causal, bound) -> None:
     print(spans, causal, error)
 
 
+def check_that_nan_stays_where_it_is(device: str, dtype: torch.dtype) -> None:
+    torch.manual_seed(2)
+    spans = torch.tensor([[0, 20], [20, 33], [60, 4]], device=device)
+    qkv = torch.randn(1, 70, 3, 2, 16, device=device, dtype=dtype)
+    results = []
+    for value in (0.0, float("nan")):
+        one = qkv.clone()
+        one[0, 20:53] = value
+        one.requires_grad_()
+        out = attend(one, spans, causal=True, longest=33)
+        out.backward(torch.ones_like(out))
+        results.append((out.detach(), one.grad))
+    others = [*range(20), *range(53, 70)]
+    for clean, beside in zip(*results):
+        assert beside[0, 20:53].isnan().any() and torch.equal(clean[0, others], beside[0, others])
+
+
 def new_model() -> CLIP:
     torch.manual_seed(0)
     return CLIP(CFG)
@@ -136,7 +153,8 @@ def run(code: str) -> subprocess.CompletedProcess:
 
 
 def test_results_and_gradients_are_those_of_float64():
-    result = run("import torch; from tests.test_attention import *; check('cpu', torch.float32, 1e-5, width=16)")
+    code = "import torch; from tests.test_attention import *; check('cpu', torch.float32, 1e-5, width=16); "
+    result = run(code + "check_that_nan_stays_where_it_is('cpu', torch.float32)")
     assert result.returncode == 0, result.stderr
     assert len(result.stdout.splitlines()) == 14
 
@@ -247,6 +265,7 @@ def test_what_fits_is_what_tiles_of_128_leave_half_empty():
 def test_results_and_gradients_are_those_of_float64_on_a_gpu():
     check("cuda", HALF, 5e-3, width=64)
     check("cuda", torch.float16, 1e-3, width=32)
+    check_that_nan_stays_where_it_is("cuda", HALF)
 
 
 @pytest.mark.gpu

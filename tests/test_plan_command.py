@@ -43,9 +43,11 @@ def test_packed_captions_are_planned_smaller_and_faster():
     assert 1.2 < samples_per_second(packed) / samples_per_second(whole) < 1.8  # the text is 40% of its operations
     assert sum(memory_of(packed).values()) < sum(memory_of(whole).values())
     full = setting_of(parser().parse_args([*flags, "--caption-tokens", "77"]))
-    # captions that fill their places gain nothing by it: longer rows, with a mask. Measured: 10 to 14% of a text tower
-    assert 0.9 < samples_per_second(full) / samples_per_second(whole) < 0.99
+    assert samples_per_second(full) == samples_per_second(whole)  # captions that fill their places gain nothing by it
     assert sum(memory_of(full).values()) == sum(memory_of(whole).values())
+    # and lose with torch's attention: longer rows, with a mask. Measured: 10 to 14% of a text tower
+    full, whole = (setting.with_(attention="torch") for setting in (full, whole))
+    assert 0.9 < samples_per_second(full) / samples_per_second(whole) < 0.99
 
 
 def test_captions_that_training_does_not_pack_are_not_planned_packed():

@@ -60,6 +60,8 @@ REGIONS: dict[str, Callable[[], str]] = {
     "hard-negatives": accuracy.hard_negatives,
     "step-levers": steps.levers,
     "step-captions": steps.captions,
+    "step-attention": steps.attention,
+    "attention-layers": steps.attention_layers,
     "step-one-micro-batch": steps.one_micro_batch,
     "step-reductions": steps.reductions,
     "step-zero-3": steps.zero_3,

@@ -83,6 +83,48 @@ def captions() -> str:
     return markdown(header, lines) + f"\n\n{origin(found)}."
 
 
+def attention() -> str:
+    """One H200, autocast, compiled: whole steps with torch's attention and with the Triton kernels."""
+    found = rows("step_attention.csv")
+    lines = []
+    for row in found:
+        dropout = re.search(r"force-patch-dropout ([\d.]+)", row["label"])
+        model = f"{row['model']}, {float(dropout[1]):.0%} of the patches dropped" if dropout else row["model"]
+        captions = "whole" if row["text_share"] == 1 else "packed"
+        shape = f"{row['micro_batch']} x {row['micro_batches']}"
+        seconds = [f"{row[f'seconds_{phase}']:.3f} s" for phase in ("encode", "replay")]
+        rates = [f"{row['samples_per_second']:.0f}", _rate(row)]
+        lines.append([model, shape, captions, row["attention"], *rates, *seconds, f"{row['mfu']:.3f}"])
+    header = [
+        "model",
+        "micro-batch x M",
+        "captions",
+        "attention",
+        "samples/s, median",
+        "mean",
+        "encode",
+        "replay",
+        "MFU",
+    ]
+    return markdown(header, lines) + f"\n\n{origin(found)}."
+
+
+def attention_layers() -> str:
+    """One layer's attention, compiled: torch's kernels, the Triton kernels, and what a copy of its bytes takes."""
+    found = rows("attention.csv")
+    cases, ways = (list(dict.fromkeys(row[name] for row in found)) for name in ("case", "way"))
+    lines = []
+    for case in cases:
+        of_case = {row["way"]: row for row in where(found, case=case)}
+        floor = next(iter(of_case.values()))
+        cells = [
+            f"{of_case[way]['forward_ms']:.3f} / {of_case[way]['both_ms']:.3f}" if way in of_case else ""
+            for way in ways
+        ]
+        lines.append([case, *cells, f"{floor['forward_floor_ms']:.3f} / {floor['both_floor_ms']:.3f}"])
+    return markdown(["", *ways, "bytes at a copy's rate"], lines) + f"\n\nms. {origin(found)}."
+
+
 def zero_3() -> str:
     """ViT-L-14 on two and four H200s, 128 x 8, checkpointing: ZeRO-3 beside ZeRO-1 of its commit, newest first."""
     same = {"model": "ViT-L-14", "precision": "bf16", "checkpointing": "True", "micro_batch": 128, "micro_batches": 8}

@@ -28,6 +28,7 @@ def measured_steps() -> list[tuple[dict, Setting]]:
             micro_batch=row["batch_size"], zero=row["zero_stage"], checkpointing=row["checkpointing"] == "True",
             compiled=row["compiled"] == "True", tensor_parallel=row["tensor_parallel"],
             sequence_parallel=row["sequence_parallel"] == "True", pixels="device",
+            attention="auto" if row["attention"] == "triton" else "torch",
             reduce_bucket_size=row.get("reduce_bucket_size") or BUCKET, overlap_comm=row.get("overlap_comm") != 0,
         ))
         for row in found

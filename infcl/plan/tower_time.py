@@ -112,9 +112,9 @@ def _shapes(setting: Setting) -> list[_Shape]:
         images = _flops(tokens, _own_places(tokens), vision.width) / OURS
     else:
         images = _flops(tokens, _places(tokens), vision.width) / ATTENTION
-    # Packed captions are of many lengths. A tile holds those twice the mean, and all that a text tower takes at most.
-    if _ours(setting, 2 * length if row else length, head, causal=causal):
-        texts = _flops(length, _own_places(2 * length if row else length), text.width) / OURS
+    longest = min(2 * length, row // 2) if row else length  # of packed captions, those in most tiles
+    if _ours(setting, longest, head, causal=causal):
+        texts = _flops(length, _own_places(longest), text.width) / OURS
     else:
         slower = MASKED if row else CAUSAL if causal else 1.0
         texts = slower * _flops(row or length, _places(row or length), text.width) / ATTENTION

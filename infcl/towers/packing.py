@@ -3,11 +3,12 @@
 A caption of 20 tokens fills a quarter of the 77 places that a text tower computes; under a causal mask nothing behind
 the token that is pooled can change it. So a micro-batch's captions, each cut there, are laid one behind the other in
 fewer, longer rows. In a row a token attends to its own caption only, and its position is counted from that caption's
-first token: features and gradients are those of the captions one by one, to rounding. (But a token that is not finite
-makes its whole row so: masked or not, 0 times NaN is NaN.)
+first token: features and gradients are those of the captions one by one, to rounding. (But where a mask says so, a
+token that is not finite makes its whole row so: masked or not, 0 times NaN is NaN.)
 
 `pack_captions` is done on the host, where the lengths are known without waiting for a GPU; `caption_places` says the
-rest where the rows are. What CLIP's forward takes: {"texts": [m, L]}, or {"texts": [r, R], "text_ends": [m]}.
+rest where the rows are, or `caption_spans` for attention that needs no mask. What CLIP's forward takes:
+{"texts": [m, L]}, or {"texts": [r, R], "text_ends": [m]}.
 
 Shapes: m captions, L context_length, r rows of R places (R = `row_length(L)`).
 """
