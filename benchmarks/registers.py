@@ -1,7 +1,8 @@
-"""Registers, stack and shared memory of the tile kernels, compiled for a GPU that need not be there.
+"""Registers, stack and shared memory of the Triton kernels, compiled for a GPU that need not be there.
 
 `python -m benchmarks.registers` takes a minute on one core. A stack is what did not fit into 255 registers: it is
-written to memory and read again in every tile. Compiled is what the launches in infcl/kernels compile for D = 768.
+written to memory and read again in every tile. Compiled is what the launches in infcl/kernels compile for D = 768, and
+for attention with 16 heads of 64.
 """
 
 import re
@@ -13,10 +14,11 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel
 
-from infcl.kernels import triton_backward, triton_forward
+from infcl.kernels import triton_attention, triton_attention_blocks, triton_backward, triton_forward
 
 _TYPES = {2: "bf16", 4: "fp32"}
 _OPTIONS = ("num_warps", "num_stages")
+_HOPPER = GPUTarget("cuda", 90, 32)
 
 
 def compiled_forward(*, itemsize: int, sigmoid: bool, masked: bool, edge: bool = False) -> CompiledKernel:
@@ -50,7 +52,33 @@ def _compiled(kernel, launch: dict, itemsize: int, constants: dict) -> CompiledK
         else:
             signature[name] = "*fp64" if name == "sums_ptr" else "*fp32" if name.endswith("_ptr") else "i32"
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    return triton.compile(source, target=_HOPPER, options=options)
+
+
+def compiled_attention(tokens: int, *, packed: bool = False) -> dict[str, CompiledKernel]:
+    """{"forward", "backward"} of whole sequences of bf16, or of packed captions of up to so many tokens."""
+    if tokens > triton_attention.LONGEST:
+        kernels = triton_attention_blocks._forward, triton_attention_blocks._backward
+        constants = triton_attention_blocks._cut(tokens) | triton_attention_blocks._LAUNCH | {"H": 16, "D": 64}
+    else:
+        kernels = triton_attention._forward, triton_attention._backward
+        tile = next(tile for tile in triton_attention.TILES if tile >= tokens)
+        constants = {"B": tile, "LEAST": 0, "SPANS": packed, "CAUSAL": packed, "D": 64}
+        constants |= {"num_warps": triton_attention._WARPS[tile]} | ({} if packed else {"spans": None})
+    options = {"num_warps": constants.pop("num_warps")}
+    types = {"lse": "*fp32", "delta": "*fp32", "spans": "*i64", "length": "i32", "H": "i32", "scale": "fp32"}
+    compiled = {}
+    for name, kernel in zip(("forward", "backward"), kernels):
+        signature = {
+            argument: "constexpr" if argument in constants else types.get(argument, "*bf16")
+            for argument in kernel.arg_names
+        }
+        aligned = {
+            (place,): [["tt.divisibility", 16]] for place, kind in enumerate(signature.values()) if kind.startswith("*")
+        }
+        source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
+        compiled[name] = triton.compile(source, target=_HOPPER, options=options)
+    return compiled
 
 
 def usage(kernel: CompiledKernel) -> dict[str, int]:
@@ -72,8 +100,14 @@ def main() -> None:
             for masked in (False, True):
                 for tile, compile_ in (("forward", compiled_forward), ("backward", compiled_backward)):
                     used = usage(compile_(itemsize=itemsize, sigmoid=sigmoid, masked=masked))
-                    what = f"{name} {'sigmoid' if sigmoid else 'softmax'} {tile}{' masked' if masked else ''}"
-                    print(f"{what:30} {used['registers']:4} {used['stack']:6} {used['shared']:8}", flush=True)
+                    _say(f"{name} {'sigmoid' if sigmoid else 'softmax'} {tile}{' masked' if masked else ''}", used)
+    for tokens, packed in ((50, False), (77, False), (20, True), (60, True), (77, True), (145, False), (257, False)):
+        for name, kernel in compiled_attention(tokens, packed=packed).items():
+            _say(f"attention {name}, {tokens} tokens{' packed' if packed else ''}", usage(kernel))
+
+
+def _say(what: str, used: dict[str, int]) -> None:
+    print(f"{what:40} {used['registers']:4} {used['stack']:6} {used['shared']:8}", flush=True)
 
 
 if __name__ == "__main__":

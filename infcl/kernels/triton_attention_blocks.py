@@ -27,9 +27,9 @@ def blocks_forward(qkv: Tensor, length: int) -> tuple[Tensor, Tensor]:
     """qkv [P, 3, h, d], contiguous -> out [P, h, d], lse [P, h]."""
     places, _, heads, width = qkv.shape
     out, lse = qkv.new_empty(places, heads, width), qkv.new_empty(places, heads, dtype=torch.float32)
-    full, tail = _cut(length)
-    grid = full + (tail > 0), places // length * heads
-    _forward[grid](qkv, out, lse, length, width**-0.5, heads, width, FULL=full, TAIL=tail, **_LAUNCH)
+    cut = _cut(length)
+    grid = (cut["BLOCKS"] * (places // length) * heads,)
+    _forward[grid](qkv, out, lse, length, width**-0.5, heads, width, **cut, **_LAUNCH)
     return out, lse
 
 
@@ -38,21 +38,28 @@ def blocks_backward(d_out: Tensor, qkv: Tensor, out: Tensor, lse: Tensor, length
     places, _, heads, width = qkv.shape
     d_qkv, delta = torch.empty_like(qkv), torch.empty_like(lse)
     _delta[(triton.cdiv(places * heads, _ROWS),)](out, d_out, delta, places * heads, width, _ROWS)
-    full, tail = _cut(length)
-    grid = 2 * (full + (tail > 0)), places // length * heads
+    cut = _cut(length)
+    grid = (2 * cut["BLOCKS"] * (places // length) * heads,)
     given = (qkv, lse, delta, d_out, d_qkv, length, width**-0.5, heads, width)
-    _backward[grid](*given, FULL=full, TAIL=tail, **_LAUNCH)
+    _backward[grid](*given, **cut, **_LAUNCH)
     return d_qkv
 
 
-def _cut(length: int) -> tuple[int, int]:
-    """Whole blocks, and the tile of what is left over: 0 where that is nothing."""
+def _cut(length: int) -> dict[str, int]:
+    """FULL blocks; TAIL: the tile of what is left over, 0 where that is nothing; BLOCKS: all of them."""
     full, rest = divmod(length, _BLOCK)
-    return full, max(16, triton.next_power_of_2(rest)) if rest else 0
+    tail = max(16, triton.next_power_of_2(rest)) if rest else 0
+    return {"FULL": full, "TAIL": tail, "BLOCKS": full + (rest > 0)}
 
 
 # In what follows one sequence and head is seen: qkv, out, lse ... point at its first token. n: rows of a tile that are
 # there; those that are not are read as zeros. B: rows of the tile at hand, or of whole blocks in kernels.
+
+
+@triton.jit
+def _place(program, BLOCKS: tl.constexpr, H: tl.constexpr):
+    """Block, sequence, head. Blocks of a head are neighbours, which find its keys in the cache."""
+    return program % BLOCKS, program // BLOCKS // H, program // BLOCKS % H
 
 
 @triton.jit
@@ -67,10 +74,11 @@ def _forward(
     B: tl.constexpr,
     FULL: tl.constexpr,
     TAIL: tl.constexpr,
+    BLOCKS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Programs: (block of queries; sequence and head)."""
-    block, sequence, head = tl.program_id(0), tl.program_id(1) // H, tl.program_id(1) % H
+    """A program for each block of queries of each head of each sequence."""
+    block, sequence, head = _place(tl.program_id(0), BLOCKS, H)
     first = sequence.to(tl.int64) * length
     qkv += first * (3 * H * D) + head * D
     out += first * (H * D) + head * D
@@ -167,11 +175,12 @@ def _backward(
     B: tl.constexpr,
     FULL: tl.constexpr,
     TAIL: tl.constexpr,
+    BLOCKS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Programs: (block, of keys or of queries; sequence and head)."""
-    block, of_keys = tl.program_id(0) // 2, tl.program_id(0) % 2 == 0
-    sequence, head = tl.program_id(1) // H, tl.program_id(1) % H
+    """A program for each block of keys, and one for each of queries, of each head of each sequence."""
+    of_keys = tl.program_id(0) % 2 == 0
+    block, sequence, head = _place(tl.program_id(0) // 2, BLOCKS, H)
     first = sequence.to(tl.int64) * length
     qkv += first * (3 * H * D) + head * D
     d_qkv += first * (3 * H * D) + head * D
