@@ -84,7 +84,9 @@ def _parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--gpus", type=int, default=1, help="one process each")
     parser.add_argument("--zero", default="1", help="preset: ds_configs/zero<this>.json")
     parser.add_argument("--zero-options", type=json.loads, default={}, help="JSON: more keys of zero_optimization")
-    parser.add_argument("--sdpa", default="auto", choices=("auto", "flash", "cudnn", "efficient"), help="attention")
+    parser.add_argument(
+        "--sdpa", default="auto", choices=("auto", "flash", "cudnn", "efficient"), help="kernel of torch's attention"
+    )
     parser.add_argument("--measured-steps", type=int, default=4)
     parser.add_argument("--warm-up-steps", type=int, default=2)
     parser.add_argument("--label", default=None, help="of the row; default: the flags")
@@ -102,12 +104,13 @@ def _parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
 
 def measure(options: argparse.Namespace, trainer_flags: list[str]) -> None:
     """Train a few steps and report them."""
-    choose_attention(options.sdpa)
+    choose_sdpa(options.sdpa)
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
     with shared_folder() as folder:
         steps = options.warm_up_steps + options.measured_steps
-        config = config_of(options.zero, options.zero_options, steps, trainer_flags, folder)
+        own = ["--attention", "torch"] if options.sdpa != "auto" else []
+        config = config_of(options.zero, options.zero_options, steps, [*own, *trainer_flags], folder)
         parallel = init_parallel(config.device)
         rate = library_tflops() if parallel.device.type == "cuda" else float("nan")
 
@@ -143,7 +146,7 @@ def shared_folder() -> Iterator[Path]:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def choose_attention(name: str) -> None:
+def choose_sdpa(name: str) -> None:
     """Leave torch one kernel of scaled_dot_product_attention (beside the plain one), or its own choice."""
     if name != "auto":
         torch.backends.cuda.enable_flash_sdp(name == "flash")

@@ -319,7 +319,10 @@ COMMANDS = [
         multigpu="python -m benchmarks.tensor_parallel --gpus 2 --models ViT-B-32 --sizes 1,2 --stages 1 --repeats 3 "
         "--compile-blocks off",
     ),
-    Command("python -m benchmarks.attention", gpu="python -m benchmarks.attention --repeats 2"),
+    Command(
+        "python -m benchmarks.attention --csv docs/results/attention.csv",
+        gpu="python -m benchmarks.attention --repeats 2",
+    ),
     Command(
         "python -m benchmarks.tensor_parallel_layers",
         multigpu="python -m benchmarks.tensor_parallel_layers --repeats 2",

@@ -210,7 +210,9 @@ def test_tensor_parallel_ranks_pack_where_it_is_asked_for():
 
 
 def test_a_run_whose_captions_fill_their_places_is_told_so():
-    assert "--pack-captions off" in longer_when_packed(1.04) and not longer_when_packed(0.9)
+    for share, with_masks, without in ((0.9, False, False), (0.97, True, False), (1.04, True, True)):
+        assert ("--pack-captions off" in longer_when_packed(share, masks=True)) == with_masks
+        assert ("--pack-captions off" in longer_when_packed(share, masks=False)) == without
 
 
 @pytest.mark.parametrize(("parts", "rows_of_short", "rows_of_long"), [(1, 4, 4), (2, 4, 8)])

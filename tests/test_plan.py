@@ -27,6 +27,7 @@ from infcl.plan.setting import Setting, captions_of, load_gpu, load_link, parame
 from infcl.plan.sweep import crossover, draw, read_range, sweep
 from infcl.plan.timing import phases_of, step_seconds
 from infcl.towers import CLIP, load_model_config
+from infcl.towers.config import with_overrides
 from infcl.towers.flops import forward_flops
 from infcl.train.preset import BUCKET, read_preset
 from tests.test_entry import ROOT
@@ -136,9 +137,9 @@ def test_measured_steps_with_each_attention(one):
 
 
 def test_attention_is_counted_in_whole_tiles():
-    lengths = (20, 50, 99, 128, 129, 145, 257)
-    assert [tower_time._places(length) for length in lengths] == [128, 128, 128, 128, 256, 256, 384]
-    assert [tower_time._own_places(length) for length in lengths] == [32, 64, 128, 128, 144, 160, 272]
+    lengths = (20, 50, 99, 128, 129, 257)
+    assert [tower_time._places(length) for length in lengths] == [128, 128, 128, 128, 256, 384]
+    assert [tower_time._own_places(length) for length in lengths] == [32, 64, 128, 128, 144, 272]
 
 
 def test_own_attention_is_planned_where_training_has_it():
@@ -151,6 +152,17 @@ def test_own_attention_is_planned_where_training_has_it():
 
     for name, tokens in (("ViT-B-32", None), ("ViT-B-32", 20), ("ViT-B-32", 70), ("ViT-L-14", None)):
         assert seconds(name, "auto", tokens) < 0.99 * seconds(name, "torch", tokens)
+    assert seconds("ViT-B-32", "triton", 20) == seconds("ViT-B-32", "auto", 20)
+    long = with_overrides(
+        load_model_config("ViT-B-32"), context_length=248
+    )  # packed or not, no tile holds its captions
+    texts = [
+        tower_time._shapes(
+            Setting(**captions_of(long, 20), gpu=load_gpu("h200"), gpus=1, global_batch=8, micro_batch=8, attention=one)
+        )[1]
+        for one in ("auto", "torch")
+    ]
+    assert texts[0] == texts[1]
     assert seconds("ViT-B-32", "auto", precision="fp32") == seconds("ViT-B-32", "torch", precision="fp32")
     of_images = [
         tower_time._shapes(Setting(load_model_config("ViT-H-14"), load_gpu("h200"), 1, 1024, 128, attention=attention))[

@@ -208,6 +208,6 @@ def losses(demo_folder, logs, name, flags) -> list[float]:
 
 @pytest.mark.parametrize("lever", LEVERS)
 def test_no_lever_changes_the_curve(demo_folder, tmp_path, lever):
-    """Against eager fp32 parameters under bf16 autocast, over twelve steps."""
-    expected = losses(demo_folder, tmp_path, "plain", ["--compile-blocks", "off"])
+    """Against eager fp32 parameters under bf16 autocast and torch's attention, over twelve steps."""
+    expected = losses(demo_folder, tmp_path, "plain", ["--compile-blocks", "off", "--attention", "torch"])
     assert losses(demo_folder, tmp_path, "lever", LEVERS[lever]) == pytest.approx(expected, rel=2e-2)

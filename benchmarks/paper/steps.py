@@ -26,7 +26,7 @@ def levers() -> str:
         shape += ", checkpointing" if row["checkpointing"] == "True" else ""
         shape += f", {row['resident']} resident (`auto`)" if row["resident"] > 1 else ""
         shape += f", pass 1 of {row['encode_together']} at once" if row["encode_together"] > 1 else ""
-        shape += f", attention {sdpa[1]}" if (sdpa := re.search(r"\bsdpa (\w+)", row["label"])) else ""
+        shape += f", attention {sdpa[1]}" if (sdpa := re.search(r"\bsdpa (\w+)", row["label"])) else _whose(row)
         packed = "packed" if (row["text_share"] or 1) < 1 else "whole"
         rate = _rate(row)
         used = [f"{row[name]:.3f}" for name in ("mfu", "hfu")]
@@ -69,6 +69,10 @@ def reductions() -> str:
     return markdown([*header, "replay", "update", "peak memory"], lines) + f"\n\n{origin(rows('step_reductions.csv'))}."
 
 
+def _whose(row: dict) -> str:
+    return ", Triton attention" if row["attention"] == "triton" else ""
+
+
 def captions() -> str:
     """One H200, autocast, compiled: captions whole and packed, model by model; measured last comes first."""
     found = rows("step_captions.csv")
@@ -76,6 +80,7 @@ def captions() -> str:
     lines = []
     for row in sorted(found, key=lambda row: (models.index(row["model"]), -commits.index(row["commit"]))):
         how = "whole" if row["text_share"] == 1 else f"packed: {row['text_share']:.0%} of the places"
+        how += _whose(row)
         shape = f"{row['micro_batch']} x {row['micro_batches']}"
         seconds = [f"{row[f'seconds_{phase}']:.3f} s" for phase in ("encode", "replay")]
         lines.append([row["model"], shape, how, _rate(row), *seconds, f"{row['peak_gib']:.1f} GiB", row["commit"]])
@@ -93,20 +98,11 @@ def attention() -> str:
         captions = "whole" if row["text_share"] == 1 else "packed"
         shape = f"{row['micro_batch']} x {row['micro_batches']}"
         seconds = [f"{row[f'seconds_{phase}']:.3f} s" for phase in ("encode", "replay")]
-        rates = [f"{row['samples_per_second']:.0f}", _rate(row)]
+        mean = f"{row['samples_per_second_mean']:.0f} +- {row['samples_per_second_std']:.0f}"
+        rates = [f"{row['samples_per_second']:.0f}", mean]
         lines.append([model, shape, captions, row["attention"], *rates, *seconds, f"{row['mfu']:.3f}"])
-    header = [
-        "model",
-        "micro-batch x M",
-        "captions",
-        "attention",
-        "samples/s, median",
-        "mean",
-        "encode",
-        "replay",
-        "MFU",
-    ]
-    return markdown(header, lines) + f"\n\n{origin(found)}."
+    header = ["model", "micro-batch x M", "captions", "attention", "samples/s: median", "mean"]
+    return markdown([*header, "encode", "replay", "MFU"], lines) + f"\n\n{origin(found)}."
 
 
 def attention_layers() -> str:

@@ -187,7 +187,7 @@ class TrainConfig:
     attention: str = _flag(
         "auto",
         "system",
-        "kernels of the towers' attention; auto: triton for up to 128 tokens, on a GPU in 16 bits",
+        "kernels of the towers' attention; auto: triton where it is faster, on a GPU in 16 bits",
         choices=("auto", "torch", "triton"),
     )
     resident_micro_batches: str = _flag(

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from infcl.kernels.triton_attention_blocks import blocks_backward, blocks_forward
+from infcl.kernels.triton_attention_blocks import TAIL, blocks_backward, blocks_forward
 from infcl.kernels.triton_attention_loads import load_rows, store_rows
 
 TILES = (32, 64, 128)
@@ -30,10 +30,12 @@ def attention_forward(qkv: Tensor, spans: Tensor | None, length: int, causal: bo
     """qkv [P, 3, h, d], contiguous -> out [P, h, d]; lse, which the backward of several blocks needs, else empty.
 
     spans, int64 [m, 2]: first place of each sequence, and its tokens, at most `length` of them; what lies in none is
-    zero in the result. None: all P places are sequences of `length`. More than one tile is neither causal nor in spans.
+    zero in the result. None: all P places are sequences of `length`. Of several blocks: TAIL tokens at most more than
+    whole ones, neither causal nor in spans.
     """
     places, _, heads, width = qkv.shape
     if length > LONGEST:
+        assert spans is None and not causal and 0 < length % LONGEST <= TAIL
         return blocks_forward(qkv, length)
     out = (qkv.new_empty if spans is None else qkv.new_zeros)(places, heads, width)
     for grid, options in _launches(qkv, spans, length, causal):

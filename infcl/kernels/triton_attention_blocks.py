@@ -1,6 +1,6 @@
 """Self-attention over several blocks of tokens, for triton_attention.py: whole sequences that see all of themselves.
 
-Tokens go in blocks of 64, and what is left over, a class token say, in a tile as small as 16. One program computes a
+Tokens go in blocks of 64, and up to 16 that are left over, a class token say, in a tile of 16. One program computes a
 block's queries with the running softmax of FlashAttention-2 (Dao 2023, arXiv 2307.08691). Of the backward one computes
 the gradients of a block's keys and values, or of its queries: 7 products where 5 would do, but every result has one
 writer, so that there are no atomics.
@@ -18,18 +18,18 @@ from torch import Tensor
 
 from infcl.kernels.triton_attention_loads import load_rows, store_rows
 
-_BLOCK = 64
-_LAUNCH = {"B": _BLOCK, "STAGES": 3, "num_warps": 4}
+_BLOCK, TAIL = 64, 16
+_LAUNCH = {"B": _BLOCK, "TAIL": TAIL, "STAGES": 3, "num_warps": 4}
 _ROWS = 64  # of a program that computes delta
 
 
 def blocks_forward(qkv: Tensor, length: int) -> tuple[Tensor, Tensor]:
-    """qkv [P, 3, h, d], contiguous -> out [P, h, d], lse [P, h]."""
+    """qkv [P, 3, h, d], contiguous -> out [P, h, d], lse [P, h]; 1 to TAIL tokens more than whole blocks."""
     places, _, heads, width = qkv.shape
     out, lse = qkv.new_empty(places, heads, width), qkv.new_empty(places, heads, dtype=torch.float32)
-    cut = _cut(length)
-    grid = (cut["BLOCKS"] * (places // length) * heads,)
-    _forward[grid](qkv, out, lse, length, width**-0.5, heads, width, **cut, **_LAUNCH)
+    full = length // _BLOCK
+    grid = ((full + 1) * (places // length) * heads,)
+    _forward[grid](qkv, out, lse, length, width**-0.5, heads, width, FULL=full, **_LAUNCH)
     return out, lse
 
 
@@ -38,18 +38,11 @@ def blocks_backward(d_out: Tensor, qkv: Tensor, out: Tensor, lse: Tensor, length
     places, _, heads, width = qkv.shape
     d_qkv, delta = torch.empty_like(qkv), torch.empty_like(lse)
     _delta[(triton.cdiv(places * heads, _ROWS),)](out, d_out, delta, places * heads, width, _ROWS)
-    cut = _cut(length)
-    grid = (2 * cut["BLOCKS"] * (places // length) * heads,)
+    full = length // _BLOCK
+    grid = (2 * (full + 1) * (places // length) * heads,)
     given = (qkv, lse, delta, d_out, d_qkv, length, width**-0.5, heads, width)
-    _backward[grid](*given, **cut, **_LAUNCH)
+    _backward[grid](*given, FULL=full, **_LAUNCH)
     return d_qkv
-
-
-def _cut(length: int) -> dict[str, int]:
-    """FULL blocks; TAIL: the tile of what is left over, 0 where that is nothing; BLOCKS: all of them."""
-    full, rest = divmod(length, _BLOCK)
-    tail = max(16, triton.next_power_of_2(rest)) if rest else 0
-    return {"FULL": full, "TAIL": tail, "BLOCKS": full + (rest > 0)}
 
 
 # In what follows one sequence and head is seen: qkv, out, lse ... point at its first token. n: rows of a tile that are
@@ -57,9 +50,10 @@ def _cut(length: int) -> dict[str, int]:
 
 
 @triton.jit
-def _place(program, BLOCKS: tl.constexpr, H: tl.constexpr):
+def _place(program, FULL: tl.constexpr, H: tl.constexpr):
     """Block, sequence, head. Blocks of a head are neighbours, which find its keys in the cache."""
-    return program % BLOCKS, program // BLOCKS // H, program // BLOCKS % H
+    of_head = program // (FULL + 1)
+    return program % (FULL + 1), of_head // H, of_head % H
 
 
 @triton.jit
@@ -74,19 +68,17 @@ def _forward(
     B: tl.constexpr,
     FULL: tl.constexpr,
     TAIL: tl.constexpr,
-    BLOCKS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     """A program for each block of queries of each head of each sequence."""
-    block, sequence, head = _place(tl.program_id(0), BLOCKS, H)
+    block, sequence, head = _place(tl.program_id(0), FULL, H)
     first = sequence.to(tl.int64) * length
     qkv += first * (3 * H * D) + head * D
     out += first * (H * D) + head * D
     lse += first * H + head
     scale *= 1.4426950408889634  # scores to base 2
     if block == FULL:
-        if TAIL > 0:
-            _queries(qkv, out, lse, FULL * B, length, scale, H, D, TAIL, B, FULL, TAIL, STAGES)
+        _queries(qkv, out, lse, FULL * B, length, scale, H, D, TAIL, B, FULL, TAIL, STAGES)
     else:
         _queries(qkv, out, lse, block * B, length, scale, H, D, B, B, FULL, TAIL, STAGES)
 
@@ -116,10 +108,9 @@ def _queries(
     for j in tl.range(0, FULL, num_stages=STAGES):
         keys = qkv + j * BLOCK * ROW + H * D
         result, largest, total = _attend(q, keys, BLOCK, scale, result, largest, total, H, D, BLOCK, True)
-    if TAIL > 0:
-        keys = qkv + FULL * BLOCK * ROW + H * D
-        n = length - FULL * BLOCK
-        result, largest, total = _attend(q, keys, n, scale, result, largest, total, H, D, TAIL, False)
+    keys = qkv + FULL * BLOCK * ROW + H * D
+    n = length - FULL * BLOCK
+    result, largest, total = _attend(q, keys, n, scale, result, largest, total, H, D, TAIL, False)
     store_rows(out + at * H * D, result / total[:, None], length - at, H * D, D, B)
     places = tl.arange(0, B)
     tl.store(lse + (at + places) * H, largest + tl.log2(total), mask=places < length - at)
@@ -175,12 +166,11 @@ def _backward(
     B: tl.constexpr,
     FULL: tl.constexpr,
     TAIL: tl.constexpr,
-    BLOCKS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     """A program for each block of keys, and one for each of queries, of each head of each sequence."""
     of_keys = tl.program_id(0) % 2 == 0
-    block, sequence, head = _place(tl.program_id(0) // 2, BLOCKS, H)
+    block, sequence, head = _place(tl.program_id(0) // 2, FULL, H)
     first = sequence.to(tl.int64) * length
     qkv += first * (3 * H * D) + head * D
     d_qkv += first * (3 * H * D) + head * D
@@ -189,14 +179,12 @@ def _backward(
     delta += first * H + head
     if of_keys:
         if block == FULL:
-            if TAIL > 0:
-                _d_keys(qkv, lse, delta, d_out, d_qkv, FULL * B, length, scale, H, D, TAIL, B, FULL, TAIL, STAGES)
+            _d_keys(qkv, lse, delta, d_out, d_qkv, FULL * B, length, scale, H, D, TAIL, B, FULL, TAIL, STAGES)
         else:
             _d_keys(qkv, lse, delta, d_out, d_qkv, block * B, length, scale, H, D, B, B, FULL, TAIL, STAGES)
     else:
         if block == FULL:
-            if TAIL > 0:
-                _d_queries(qkv, lse, delta, d_out, d_qkv, FULL * B, length, scale, H, D, TAIL, B, FULL, TAIL, STAGES)
+            _d_queries(qkv, lse, delta, d_out, d_qkv, FULL * B, length, scale, H, D, TAIL, B, FULL, TAIL, STAGES)
         else:
             _d_queries(qkv, lse, delta, d_out, d_qkv, block * B, length, scale, H, D, B, B, FULL, TAIL, STAGES)
 
@@ -228,10 +216,9 @@ def _d_keys(
     for i in tl.range(0, FULL, num_stages=STAGES):
         rows = i * BLOCK
         d_k, d_v = _add_d_keys(k, v, d_k, d_v, qkv, lse, delta, d_out, rows, BLOCK, scale, H, D, BLOCK, True)
-    if TAIL > 0:
-        rows = FULL * BLOCK
-        n = length - rows
-        d_k, d_v = _add_d_keys(k, v, d_k, d_v, qkv, lse, delta, d_out, rows, n, scale, H, D, TAIL, False)
+    rows = FULL * BLOCK
+    n = length - rows
+    d_k, d_v = _add_d_keys(k, v, d_k, d_v, qkv, lse, delta, d_out, rows, n, scale, H, D, TAIL, False)
     store_rows(d_qkv + at * ROW + H * D, d_k * scale, length - at, ROW, D, B)
     store_rows(d_qkv + at * ROW + 2 * H * D, d_v, length - at, ROW, D, B)
 
@@ -296,10 +283,9 @@ def _d_queries(
     for j in tl.range(0, FULL, num_stages=STAGES):
         keys = qkv + j * BLOCK * ROW + H * D
         d_q = _add_d_queries(q, d_o, of_queries, expected, d_q, keys, BLOCK, scale, H, D, BLOCK, True)
-    if TAIL > 0:
-        keys = qkv + FULL * BLOCK * ROW + H * D
-        n = length - FULL * BLOCK
-        d_q = _add_d_queries(q, d_o, of_queries, expected, d_q, keys, n, scale, H, D, TAIL, False)
+    keys = qkv + FULL * BLOCK * ROW + H * D
+    n = length - FULL * BLOCK
+    d_q = _add_d_queries(q, d_o, of_queries, expected, d_q, keys, n, scale, H, D, TAIL, False)
     store_rows(d_qkv + at * ROW, d_q * scale, length - at, ROW, D, B)
 
 

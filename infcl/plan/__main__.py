@@ -49,7 +49,9 @@ def parser() -> argparse.ArgumentParser:
     flags.add_argument("--resident-micro-batches", type=int, default=1)
     flags.add_argument("--eager", action="store_true", help="blocks are not compiled")
     flags.add_argument("--precision", default="amp_bf16", choices=("amp_bf16", "bf16", "fp16", "fp32"))
-    flags.add_argument("--attention", default="auto", choices=("auto", "torch"), help="whose kernels the towers have")
+    flags.add_argument(
+        "--attention", default="auto", choices=("auto", "torch", "triton"), help="whose kernels the towers have"
+    )
     flags.add_argument("--loss", default="inf_cl", choices=("inf_cl", "clip", "open_clip"))
     flags.add_argument("--ring", default="auto", choices=("auto", "flat", "two-level"))
     flags.add_argument("--tensor-parallel-size", type=int, default=1)

@@ -77,7 +77,7 @@ class Setting:
     link: Link = dataclasses.field(default_factory=lambda: load_link("nic-400"))  # between hosts
     overlap_comm: bool | None = None  # None: as "auto" of ds_configs, see train/preset.py
     reduce_bucket_size: float | None = None  # elements; None: as the presets of ds_configs say
-    attention: str = "auto"  # of the towers, as --attention; "torch": cuDNN's
+    attention: str = "auto"  # of the towers, as --attention: "torch" is cuDNN's
     caption_row: int | None = None  # places of a row of packed captions, of context_length tokens each; None: whole
     past: frozenset[str] = frozenset()  # how it was, see compare.PAST
 

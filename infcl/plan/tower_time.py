@@ -112,9 +112,9 @@ def _shapes(setting: Setting) -> list[_Shape]:
         images = _flops(tokens, _own_places(tokens), vision.width) / OURS
     else:
         images = _flops(tokens, _places(tokens), vision.width) / ATTENTION
-    longest = min(2 * length, row // 2) if row else length  # of packed captions, those in most tiles
-    if _ours(setting, longest, head, causal=causal):
-        texts = _flops(length, _own_places(longest), text.width) / OURS
+    if _ours(setting, row // 2 if row else length, head, causal=causal):
+        tile = _own_places(min(2 * length, row // 2) if row else length)  # captions vary: those of twice the mean
+        texts = _flops(length, tile, text.width) / OURS
     else:
         slower = MASKED if row else CAUSAL if causal else 1.0
         texts = slower * _flops(row or length, _places(row or length), text.width) / ATTENTION
@@ -126,7 +126,7 @@ def _shapes(setting: Setting) -> list[_Shape]:
 
 def _ours(setting: Setting, length: int, head: int, *, causal: bool) -> bool:
     """Whether the Triton kernels compute a tower's attention."""
-    return setting.attention == "auto" and setting.precision != "fp32" and not unfit(length, head, causal=causal)
+    return setting.attention != "torch" and setting.precision != "fp32" and not unfit(length, head, causal=causal)
 
 
 def _flops(length: int, places: int, width: int) -> float:
@@ -140,11 +140,8 @@ def _places(length: int) -> int:
 
 
 def _own_places(length: int) -> int:
-    """That kernels/triton_attention.py computes: one tile, or blocks of 64 and a short one."""
-    if length <= TILE:
-        return next(tile for tile in (32, 64, 128) if tile >= length)
-    rest = length % 64
-    return length - rest + (next(tile for tile in (16, 32, 64) if tile >= rest) if rest else 0)
+    """That kernels/triton_attention.py computes: one tile, or whole ones and 16."""
+    return next(tile for tile in (32, 64, 128) if tile >= length) if length <= TILE else length // TILE * TILE + 16
 
 
 def _wider(head: int) -> float:

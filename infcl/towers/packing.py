@@ -109,11 +109,13 @@ def caption_places(rows: torch.Tensor, ends: torch.Tensor) -> tuple[torch.Tensor
 
 def caption_spans(rows: torch.Tensor, ends: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """rows [r, R], ends [m] -> each token's position, as `caption_places` has it; where each caption lies in the flat
-    rows, int64 [m, 2]: its first place, and its tokens. What follows the last caption of a row is in none.
+    rows, int64 [m, 2]: its first place, and its tokens. What follows the last caption of a row is in none. A single
+    caption is followed by an empty one, since compiled code takes 1 for a case apart.
     """
     positions = _positions(_marks(rows, ends), torch.arange(rows.shape[1], device=rows.device))
     before = positions.flatten()[ends]  # tokens of a caption before its last
-    return positions, torch.stack([ends - before, before + 1], dim=1)
+    spans = torch.stack([ends - before, before + 1], dim=1)
+    return positions, torch.nn.functional.pad(spans, (0, 0, 0, 1)) if len(ends) == 1 else spans
 
 
 def _marks(rows: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:

@@ -1,8 +1,8 @@
 """--attention: whose kernels compute the towers' attention.
 
     torch     torch's scaled_dot_product_attention, cuDNN's on a GPU
-    triton    kernels/triton_attention.py, for sequences that cuDNN's tiles of 128 tokens fit badly (`fits`) and heads
-              whose width is a power of two
+    triton    kernels/triton_attention.py, for sequences of up to 128 tokens, and of some more where cuDNN's tiles of
+              128 are half empty (`fits`); heads of 16, 32 or 64
     auto      triton where it can be, on a GPU in 16 bits, else torch
 
 A text tower that has it is told where packed captions lie (packing.caption_spans) in the place of a mask, and computes
@@ -13,60 +13,70 @@ import logging
 import os
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from infcl.parallel import max_over
 from infcl.towers.clip import CLIP
 from infcl.towers.config import kept_patches
 from infcl.towers.packing import caption_spans
-from infcl.towers.transformer import Attention
+from infcl.towers.transformer import Attention, Transformer
 from infcl.towers.transformer import attend as attend_by_torch
 
-ATTENTION = ("auto", "torch", "triton")
 LONGEST = 128  # tokens of one tile: triton_attention.TILES
+SHORT = 16  # tokens that may follow whole tiles: triton_attention_blocks.TAIL
 APART = 0.02  # of a norm in 16 bits: rounding is a tenth of it
-_PAYS = 2  # times what cuDNN's tiles compute over what is asked for: 129 to 181 tokens, 257 to 271 (docs/log.md)
-_HEADS = (16, 32, 64)
+_HEADS = (16, 32, 64)  # 64 was timed
+_KERNEL = "the Triton kernel"
 _log = logging.getLogger(__name__)
 
 
-def choose_attention(model: CLIP, attention: str, device: torch.device, dtype: torch.dtype) -> list[str]:
+def choose_attention(model: CLIP, attention: str, device: torch.device, dtype: torch.dtype) -> None:
     """Give the towers what --attention names, before blocks are compiled; dtype: what attention computes in.
 
-    -> those that have the Triton kernel. ValueError where `triton` can be in neither, with the reasons. `auto` leaves
-    torch's, with a warning, where the kernel fails or computes something else.
+    Collective where there are several ranks, which choose alike. ValueError where `triton` can be in neither tower,
+    with the reasons. `auto` leaves torch's, with a warning, where the kernel fails or computes something else.
     """
     if attention == "torch":
-        return []
-    visual, cfg = model.visual, model.cfg
-    tokens = 1 + kept_patches(cfg.vision_cfg.num_patches, cfg.vision_cfg.patch_dropout)
-    sequences = {"image": (visual.transformer, tokens), "text": (model.transformer, model.context_length)}
-    chosen, reasons = [], []
-    for name, (tower, length) in sequences.items():
-        blocks: Any = tower.resblocks
-        first = blocks[0].attn
-        reason = _not_here(device, dtype) or unfit(length, first.head_width, causal=first.causal)
-        if not reason and (reason := _failure(first, length, device, dtype)):
-            _log.warning("the %s tower's attention is torch's: %s", name, reason)
-        if reason:
-            reasons.append(f"{name} tower: {reason}")
-            continue
-        for block in blocks:
-            block.attn.attend = partial(attend, longest=length)
-        chosen.append(name)
-    if attention == "triton" and not chosen:
-        raise ValueError("--attention triton: " + "; ".join(reasons))
-    if "text" in chosen:
+        return
+    towers, reasons = _towers(model), {}
+    for name, (tower, lengths) in towers.items():
+        first: Any = tower.resblocks[0].attn
+        reason = _not_here(device, dtype) or unfit(lengths[0], first.head_width, causal=first.causal)
+        if not reason:
+            tried = [length for length in lengths if fits(length, causal=first.causal)]
+            reason = next(filter(None, (_failure(first, length, device, dtype) for length in tried)), "")
+            if reason:
+                _log.warning("the %s tower's attention is torch's: %s", name, reason)
+        reasons[name] = reason
+    if dist.is_initialized():
+        failed = max_over(dist.group.WORLD, [bool(reason) for reason in reasons.values()], device)
+        elsewhere = dict(zip(reasons, ("it failed on another rank" if one else "" for one in failed)))
+        reasons = {name: reason or elsewhere[name] for name, reason in reasons.items()}
+    if attention == "triton" and all(reasons.values()):
+        raise ValueError("--attention triton: " + "; ".join(f"{name} tower: {why}" for name, why in reasons.items()))
+    for tower, lengths in (towers[name] for name, reason in reasons.items() if not reason):
+        for block in cast(Any, tower.resblocks):
+            block.attn.attend = partial(attend, longest=lengths[0])
+    if not reasons["text"]:
         model.caption_places = caption_spans
-    return chosen
 
 
 def towers_with_kernel(model: CLIP) -> list[str]:
     """Those whose attention `choose_attention` has changed."""
-    towers: dict[str, Any] = {"image": model.visual.transformer, "text": model.transformer}
-    return [name for name, tower in towers.items() if tower.resblocks[0].attn.attend is not attend_by_torch]
+    firsts = {name: cast(Any, tower.resblocks[0]) for name, (tower, _) in _towers(model).items()}
+    return [name for name, first in firsts.items() if first.attn.attend is not attend_by_torch]
+
+
+def _towers(model: CLIP) -> dict[str, tuple[Transformer, list[int]]]:
+    """By name: the tower, and how many tokens its sequences have in training, and in evaluations where that differs."""
+    vision = model.cfg.vision_cfg
+    dropout = vision.patch_dropout if model.visual.training else 0.0  # a locked tower sees all patches
+    images = dict.fromkeys([1 + kept_patches(vision.num_patches, dropout), 1 + vision.num_patches])
+    return {"image": (model.visual.transformer, list(images)), "text": (model.transformer, [model.context_length])}
 
 
 def attend(qkv: Tensor, seen: Tensor | None, *, causal: bool, longest: int) -> Tensor:
@@ -81,11 +91,10 @@ def attend(qkv: Tensor, seen: Tensor | None, *, causal: bool, longest: int) -> T
 
 
 def fits(length: int, *, causal: bool) -> bool:
-    """Whether sequences of so many tokens are faster by the kernel: those of one tile, and whole ones of more where
-    cuDNN's tiles are half empty.
+    """Whether a forward with its backward over so many tokens is faster by the kernel: those of one tile, and whole
+    ones where few follow one or two of cuDNN's tiles, and another is computed for them in each direction.
     """
-    padded = -(-length // LONGEST) * LONGEST
-    return length <= LONGEST or (not causal and padded**2 >= _PAYS * length**2)
+    return length <= LONGEST or (not causal and length // LONGEST <= 2 and 0 < length % LONGEST <= SHORT)
 
 
 def unfit(length: int, head_width: int, *, causal: bool) -> str:
@@ -101,8 +110,8 @@ def _not_here(device: torch.device, dtype: torch.dtype) -> str:
     if os.environ.get("TRITON_INTERPRET") == "1":
         return ""
     if device.type != "cuda":
-        return f"its kernel needs a GPU, not {device}"
-    return "" if dtype.itemsize == 2 else f"its kernel computes in 16 bits, not in {dtype}"
+        return f"{_KERNEL} needs a GPU, not {device}"
+    return "" if dtype.itemsize == 2 else f"{_KERNEL} computes in 16 bits, not in {dtype}"
 
 
 def _failure(attention: Attention, length: int, device: torch.device, dtype: torch.dtype) -> str:
@@ -115,25 +124,24 @@ def _failure(attention: Attention, length: int, device: torch.device, dtype: tor
 
     qkv = drawn(2, length, 3, heads, attention.head_width).requires_grad_()
     d_out = drawn(2, length, heads, attention.head_width)
-    begins = sorted({0, 1, length // 4})  # of spans in each row
-    ends = [*begins[1:], length]
-    spans = [[row * length + a, b - a] for row in range(2) for a, b in zip(begins, ends)]
-    places = torch.arange(length)
-    part = torch.bucketize(places, torch.tensor(begins), right=True)
-    mask = ((part[:, None] == part) & (places[:, None] >= places)).to(device)
+    places, spans, masks = torch.arange(length), [], []
+    for row, begins in enumerate((sorted({0, min(1, length - 1), length // 4}), [0])):  # in parts, and whole
+        spans += [[row * length + a, b - a] for a, b in zip(begins, [*begins[1:], length])]
+        part = torch.bucketize(places, torch.tensor(begins), right=True)
+        masks.append((part[:, None] == part) & (places[:, None] >= places))
     try:
         pairs: list[tuple[Tensor | None, Tensor | None]] = [(None, None)]
         if causal:
-            pairs.append((torch.tensor(spans, device=device), mask.expand(2, 1, -1, -1)))
+            pairs.append((torch.tensor(spans, device=device), torch.stack(masks).unsqueeze(1).to(device)))
         for seen, masked in pairs:
             found = _with_gradient(partial(attend, longest=length), qkv, d_out, seen, causal)
             expected = _with_gradient(attend_by_torch, qkv, d_out, masked, causal)
             for one, other in zip(found, expected):
                 apart = float((one.float() - other.float()).norm() / other.float().norm())
                 if not apart <= APART:
-                    return f"its kernel computes something else, {apart:.3g} off"
+                    return f"{_KERNEL} computes something else, {apart:.3g} off at {length} tokens"
     except Exception as error:  # compilers and drivers raise many types; whatever it is, torch's needs none of it
-        return f"its kernel failed: {type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
+        return f"{_KERNEL} failed: {type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
     return ""
 
 

@@ -14,7 +14,7 @@ from infcl.parallel import Parallel, join_parts
 from infcl.towers.config import CLIPConfig, TextConfig
 from infcl.towers.packing import Texts, packed, packs, whole
 
-_PAYS = 0.95  # of the places: with more of them computed, a text tower takes longer than with whole captions
+_PAYS = 0.95  # of the places: with more of them, and masks, a text tower takes longer than with whole captions
 
 
 def packs_captions(config: TrainConfig, model_config: CLIPConfig) -> bool:
@@ -59,9 +59,11 @@ def texts_of_part(config: TrainConfig, model_config: CLIPConfig, parallel: Paral
     return lambda part: as_taken(join_parts(parallel, part.to(parallel.device, non_blocking=True)))
 
 
-def longer_when_packed(text_share: float) -> str:
-    """What is said of a step whose text tower computed this share of its places; empty where packing pays."""
-    if text_share <= _PAYS:
+def longer_when_packed(text_share: float, *, masks: bool) -> str:
+    """What is said of a step whose text tower computed this share of its places; empty where packing pays. masks: its
+    attention is torch's (attention.py).
+    """
+    if text_share <= (_PAYS if masks else 1):
         return ""
     return (
         f"packed captions take {text_share:.0%} of the places that whole ones have, and packing has its cost: "

@@ -55,8 +55,8 @@ class Inputs:
     tokens: int
     dtype: torch.dtype
     batch_sizes: frozenset[int]  # m, or, of packed captions, two of many
-    masks: int = 0  # for each of m: 1, under sequence parallelism those of T ranks
-    spans: bool = False  # in the place of masks (packing.caption_spans)
+    masks: int = 0  # rows of packed captions for each of m: 1, under sequence parallelism those of T ranks
+    spans: bool = False  # in the place of those rows' masks (packing.caption_spans)
 
 
 PARAMETER_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}  # of other precisions: float32
@@ -113,7 +113,7 @@ def compile_blocks(
 
     way: the blocks' forward, and torch.compile's options for it; one after the other, and none, when it is None.
     blocks_of_a_run: so many blocks, or a divisor of that, are one graph, which is the forward of the first of them.
-    masks: texts come packed, in any number of rows, with so many masks for each; 0: whole.
+    masks: texts come packed, in any number of rows, with masks or spans of so many rows for each; 0: whole.
     embed: compile what comes before the image tower's blocks too (compiled_embedding.py).
     """
     torch._dynamo.config.recompile_limit = max(_RECOMPILE_LIMIT, torch._dynamo.config.recompile_limit)

@@ -3,8 +3,8 @@
 DeepSpeed skips an update whose gradient norm is not finite, but not for every stage and never with a reason. The flags
 that give one are taken on the device while a step goes on and cost nothing; they are read after a skipped step only.
 
-    features     rows of pass 1 that are not finite: the forward of a tower failed; of packed captions the neighbours
-                 in a row are not finite either, and are named with the one that is to blame
+    features     rows of pass 1 that are not finite: the forward of a tower failed; where attention is torch's, packed
+                 captions' neighbours in a row are not finite either, and are named with the one that is to blame
     backward     the gradient that arrives below a tower's blocks, per micro-batch: its backward failed
 """
 

@@ -19,6 +19,7 @@ from infcl.parallel import Parallel, from_first_rank, join_parts, mean_over, mic
 from infcl.step.grad_cache import grad_cache_step
 from infcl.towers.packing import num_texts
 from infcl.train.account import opening, summary_of
+from infcl.train.attention import towers_with_kernel
 from infcl.train.build import (
     build_loader,
     build_loss,
@@ -215,8 +216,10 @@ class Trainer:
         )
         if news := self.profiler.after_step(phases):
             self.metrics.say(news)
-        if self.packed_captions and not self.saw_captions and (news := longer_when_packed(text_share)):
-            self.metrics.say(news)
+        if self.packed_captions and not self.saw_captions:
+            masks = "text" not in towers_with_kernel(self.engine.module)
+            if news := longer_when_packed(text_share, masks=masks):
+                self.metrics.say(news)
         self.saw_captions = True
         self.skipped_in_a_row = 0 if applied else self.skipped_in_a_row + 1
         if not applied:
