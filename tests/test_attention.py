@@ -17,8 +17,8 @@ import torch.nn.functional as F
 
 from infcl.towers import CLIP, CLIPConfig, TextConfig, VisionConfig
 from infcl.towers.packing import caption_places, caption_spans, pack_captions, packed
+from infcl.train.attention import LONGEST, SHORT, attend, choose_attention, fits, towers_with_kernel
 from infcl.train.attention import _towers as attention_towers
-from infcl.train.attention import attend, choose_attention, fits, towers_with_kernel
 from infcl.train.compiled import compile_blocks
 from tests.loss_oracle import relative_error
 from tests.ranks import end_ranks, run_ranks
@@ -356,6 +356,11 @@ def test_a_locked_tower_is_asked_with_all_its_patches():
 def test_what_fits_is_one_tile_or_few_tokens_more_than_one_or_two():
     assert [length for length in range(1, 600) if fits(length, causal=False)] == [*range(1, 145), *range(257, 273)]
     assert [length for length in range(1, 600) if fits(length, causal=True)] == [*range(1, 129)]
+
+
+def test_sizes_are_those_of_the_kernels():
+    kernels = pytest.importorskip("infcl.kernels.triton_attention")
+    assert (LONGEST, SHORT) == (kernels.LONGEST, kernels.TAIL)
 
 
 @pytest.mark.gpu
