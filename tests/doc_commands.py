@@ -321,7 +321,7 @@ COMMANDS = [
     ),
     Command(
         "python -m benchmarks.attention --csv docs/results/attention.csv",
-        gpu="python -m benchmarks.attention --repeats 2",
+        gpu="python -m benchmarks.attention --repeats 2 --csv new.csv",
     ),
     Command(
         "python -m benchmarks.tensor_parallel_layers",
