@@ -20,6 +20,7 @@ from torch import Tensor
 
 from infcl.kernels.triton_attention_blocks import TAIL, blocks_backward, blocks_forward
 from infcl.kernels.triton_attention_loads import load_rows, store_rows
+from infcl.kernels.triton_statistics import LOG2E
 
 TILES = (32, 64, 128)
 LONGEST = TILES[-1]
@@ -90,7 +91,7 @@ def _weights(q, k, n, scale, B: tl.constexpr, CAUSAL: tl.constexpr):
     seen = columns < n
     if CAUSAL:
         seen = seen & (columns <= rows)
-    scores = tl.dot(q, tl.trans(k), input_precision="ieee") * (scale * 1.4426950408889634)  # to base 2
+    scores = tl.dot(q, tl.trans(k), input_precision="ieee") * (scale * LOG2E)  # to base 2
     scores = tl.where(seen, scores, -1e30)
     weights = tl.exp2(scores - tl.max(scores, 1)[:, None])
     return weights, tl.sum(weights, 1)

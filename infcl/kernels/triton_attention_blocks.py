@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from infcl.kernels.triton_attention_loads import load_rows, store_rows
+from infcl.kernels.triton_statistics import LOG2E
 
 _BLOCK, TAIL = 64, 16
 _LAUNCH = {"B": _BLOCK, "TAIL": TAIL, "STAGES": 3, "num_warps": 4}
@@ -76,7 +77,7 @@ def _forward(
     qkv += first * (3 * H * D) + head * D
     out += first * (H * D) + head * D
     lse += first * H + head
-    scale *= 1.4426950408889634  # scores to base 2
+    scale *= LOG2E  # scores to base 2
     if block == FULL:
         _queries(qkv, out, lse, FULL * B, length, scale, H, D, TAIL, B, FULL, TAIL, STAGES)
     else:
@@ -247,7 +248,7 @@ def _add_d_keys(
     places = tl.arange(0, B)
     of_queries = tl.load(lse + (at + places) * H, mask=places < n, other=0.0)
     expected = tl.load(delta + (at + places) * H, mask=places < n, other=0.0)
-    scores = tl.dot(k, tl.trans(q), input_precision="ieee") * (scale * 1.4426950408889634)
+    scores = tl.dot(k, tl.trans(q), input_precision="ieee") * (scale * LOG2E)
     p = tl.exp2(scores - of_queries[None, :])
     d_v = tl.dot(p.to(d_o.dtype), d_o, d_v, input_precision="ieee")
     d_s = p * (tl.dot(v, tl.trans(d_o), input_precision="ieee") - expected[None, :])
@@ -307,7 +308,7 @@ def _add_d_queries(
     """With what B keys add."""
     k = load_rows(keys, n, 3 * H * D, D, B, WHOLE)
     v = load_rows(keys + H * D, n, 3 * H * D, D, B, WHOLE)
-    exponents = tl.dot(q, tl.trans(k), input_precision="ieee") * (scale * 1.4426950408889634) - of_queries[:, None]
+    exponents = tl.dot(q, tl.trans(k), input_precision="ieee") * (scale * LOG2E) - of_queries[:, None]
     if not WHOLE:
         exponents = tl.where(tl.arange(0, B)[None, :] < n, exponents, -1e30)
     d_s = tl.exp2(exponents) * (tl.dot(d_o, tl.trans(v), input_precision="ieee") - expected[:, None])
