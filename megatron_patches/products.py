@@ -16,11 +16,10 @@ rows those of T ranks, in their own dtype (bfloat16 under autocast). What travel
 Shapes: n rows of any leading dimensions; `x`, `d_y` hold this rank's n rows or all T n, as the formulas say.
 """
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
+from infcl.operators import operator
 from megatron_patches.exchange import Exchange, exchange_of
 
 
@@ -101,23 +100,15 @@ def _by_rank(rows: Tensor, size: int) -> list[Tensor]:
     return [piece.flatten(0, -2) for piece in rows.contiguous().chunk(size)]
 
 
-# ---- as operators of torch: defined by hand, which takes less of the host for a call than custom_op ----
+# ---- as operators of torch ----
 
 
-def _operator(function: Callable, schema: str, fake: Callable) -> Callable:
-    name = function.__name__.lstrip("_")
-    torch.library.define(f"infcl::{name}", schema)
-    torch.library.impl(f"infcl::{name}", ("cpu", "cuda"), function)
-    torch.library.register_fake(f"infcl::{name}", fake)
-    return getattr(torch.ops.infcl, name).default
-
-
-gather_multiply = _operator(
+gather_multiply = operator(
     _gather_multiply,
     "(Tensor x, Tensor weight, Tensor bias, int size, str group_name) -> Tensor",
     lambda x, weight, bias, size, group_name: x.new_empty(size * x.shape[0], *x.shape[1:-1], len(weight)),
 )
-multiply_scatter = _operator(
+multiply_scatter = operator(
     _multiply_scatter,
     "(Tensor x, Tensor weight, int size, str group_name) -> Tensor",
     lambda x, weight, size, group_name: x.new_empty(x.shape[0] // size, *x.shape[1:-1], len(weight)),
@@ -129,5 +120,5 @@ def _fake_both(d_y, x, weight, size, group_name):
     return x.new_empty(x.shape), weight.new_empty(weight.shape)
 
 
-gather_multiply_both = _operator(_gather_multiply_both, _BOTH, _fake_both)
-multiply_scatter_both = _operator(_multiply_scatter_both, _BOTH, _fake_both)
+gather_multiply_both = operator(_gather_multiply_both, _BOTH, _fake_both)
+multiply_scatter_both = operator(_multiply_scatter_both, _BOTH, _fake_both)

@@ -11,7 +11,6 @@ each as if it were alone. To torch.compile the kernel is one operator.
 
 import logging
 import os
-from collections.abc import Callable
 from functools import partial
 from typing import Any, cast
 
@@ -19,12 +18,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from infcl.operators import operator
 from infcl.parallel import max_over
 from infcl.towers.clip import CLIP
 from infcl.towers.config import kept_patches
 from infcl.towers.packing import caption_spans
 from infcl.towers.transformer import Attention, Transformer
 from infcl.towers.transformer import attend as attend_by_torch
+from infcl.train.trial import cause_of, require_near
 
 LONGEST = 128  # tokens of one tile: triton_attention.TILES
 SHORT = 16  # tokens that may follow whole tiles: triton_attention_blocks.TAIL
@@ -46,11 +47,13 @@ def choose_attention(model: CLIP, attention: str, device: torch.device, dtype: t
     for name, (tower, lengths) in towers.items():
         first: Any = tower.resblocks[0].attn
         reason = _not_here(device, dtype) or unfit(lengths[0], first.head_width, causal=first.causal)
-        if not reason:
-            tried = [length for length in lengths if fits(length, causal=first.causal)]
-            reason = next(filter(None, (_failure(first, length, device, dtype) for length in tried)), "")
-            if reason:
-                _log.warning("the %s tower's attention is torch's: %s", name, reason)
+        try:
+            for length in lengths if not reason else []:
+                if fits(length, causal=first.causal):
+                    _try(first, length, device, dtype)
+        except Exception as error:  # compilers and drivers raise many types; whatever it is, torch's needs none of it
+            reason = f"{_KERNEL} failed: {cause_of(error)}"
+            _log.warning("the %s tower's attention is torch's, %s", name, reason)
         reasons[name] = reason
     if dist.is_initialized():
         failed = max_over(dist.group.WORLD, [bool(reason) for reason in reasons.values()], device)
@@ -86,7 +89,7 @@ def attend(qkv: Tensor, seen: Tensor | None, *, causal: bool, longest: int) -> T
     if seen is None and not fits(qkv.shape[1], causal=causal):
         return attend_by_torch(qkv, seen, causal=causal)
     length = qkv.shape[1] if seen is None else longest
-    out, _ = torch.ops.infcl.attention(qkv.flatten(0, 1), seen, length, causal)
+    out, _ = _forward(qkv.flatten(0, 1), seen, length, causal)
     return out.view(*qkv.shape[:2], *qkv.shape[3:])
 
 
@@ -114,8 +117,11 @@ def _not_here(device: torch.device, dtype: torch.dtype) -> str:
     return "" if dtype.itemsize == 2 else f"{_KERNEL} computes in 16 bits, not in {dtype}"
 
 
-def _failure(attention: Attention, length: int, device: torch.device, dtype: torch.dtype) -> str:
-    """Of the kernel beside torch's, with gradients, of whole sequences and, where these are causal, of parts."""
+def _try(attention: Attention, length: int, device: torch.device, dtype: torch.dtype) -> None:
+    """The kernel beside torch's, with gradients, on whole sequences and, where these are causal, on parts.
+
+    RuntimeError where it computes something else.
+    """
     causal, heads = attention.causal, attention.in_proj_bias.numel() // 3 // attention.head_width
     generator = torch.Generator(device).manual_seed(0)
 
@@ -129,31 +135,24 @@ def _failure(attention: Attention, length: int, device: torch.device, dtype: tor
         spans += [[row * length + a, b - a] for a, b in zip(begins, [*begins[1:], length])]
         part = torch.bucketize(places, torch.tensor(begins), right=True)
         masks.append((part[:, None] == part) & (places[:, None] >= places))
-    try:
-        pairs: list[tuple[Tensor | None, Tensor | None]] = [(None, None)]
-        if causal:
-            pairs.append((torch.tensor(spans, device=device), torch.stack(masks).unsqueeze(1).to(device)))
-        for seen, masked in pairs:
-            found = _with_gradient(partial(attend, longest=length), qkv, d_out, seen, causal)
-            expected = _with_gradient(attend_by_torch, qkv, d_out, masked, causal)
-            for one, other in zip(found, expected):
-                apart = float((one.float() - other.float()).norm() / other.float().norm())
-                if not apart <= APART:
-                    return f"{_KERNEL} computes something else, {apart:.3g} off at {length} tokens"
-    except Exception as error:  # compilers and drivers raise many types; whatever it is, torch's needs none of it
-        return f"{_KERNEL} failed: {type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
-    return ""
+    pairs: list[tuple[Tensor | None, Tensor | None]] = [(None, None)]
+    if causal:
+        pairs.append((torch.tensor(spans, device=device), torch.stack(masks).unsqueeze(1).to(device)))
+    for seen, masked in pairs:
+        found = _with_gradient(partial(attend, longest=length), qkv, d_out, seen, causal)
+        expected = _with_gradient(attend_by_torch, qkv, d_out, masked, causal)
+        require_near(found, expected, APART, f"it computes something else at {length} tokens")
 
 
-def _with_gradient(attend, qkv: Tensor, d_out: Tensor, seen: Tensor | None, causal: bool) -> tuple[Tensor, Tensor]:
+def _with_gradient(attend, qkv: Tensor, d_out: Tensor, seen: Tensor | None, causal: bool) -> dict[str, Tensor]:
     out = attend(qkv, seen, causal=causal)
-    return out.detach(), torch.autograd.grad(out, qkv, d_out)[0]
+    return {"output": out.detach(), "gradient": torch.autograd.grad(out, qkv, d_out)[0]}
 
 
 # ---- the kernel as an operator of torch ----
 
 
-def _forward(qkv: Tensor, spans: Tensor | None, length: int, causal: bool) -> tuple[Tensor, Tensor]:
+def _attention(qkv: Tensor, spans: Tensor | None, length: int, causal: bool) -> tuple[Tensor, Tensor]:
     from infcl.kernels.triton_attention import attention_forward
 
     return attention_forward(qkv.contiguous(), spans, length, causal)
@@ -165,7 +164,7 @@ def _fake_forward(qkv: Tensor, spans: Tensor | None, length: int, causal: bool) 
     return qkv.new_empty(qkv.shape[0], *qkv.shape[2:]), lse
 
 
-def _backward(
+def _attention_backward(
     d_out: Tensor, qkv: Tensor, out: Tensor, lse: Tensor, spans: Tensor | None, length: int, causal: bool
 ) -> Tensor:
     from infcl.kernels.triton_attention import attention_backward
@@ -185,17 +184,12 @@ def _keep(ctx, inputs, output) -> None:
 
 
 def _gradients(ctx, d_out: Tensor, _):
-    return torch.ops.infcl.attention_backward(d_out, *ctx.saved_tensors, *ctx.options), None, None, None
-
-
-def _operator(name: str, schema: str, function: Callable, fake: Callable) -> None:
-    torch.library.define(f"infcl::{name}", schema)
-    torch.library.impl(f"infcl::{name}", ("cpu", "cuda"), function)
-    torch.library.register_fake(f"infcl::{name}", fake)
+    return _backward(d_out, *ctx.saved_tensors, *ctx.options), None, None, None
 
 
 _OPTIONS = "Tensor? spans, int length, bool causal"
-_operator("attention", f"(Tensor qkv, {_OPTIONS}) -> (Tensor, Tensor)", _forward, _fake_forward)
-_BACKWARD = f"(Tensor d_out, Tensor qkv, Tensor out, Tensor lse, {_OPTIONS}) -> Tensor"
-_operator("attention_backward", _BACKWARD, _backward, _fake_backward)
+_forward = operator(_attention, f"(Tensor qkv, {_OPTIONS}) -> (Tensor, Tensor)", _fake_forward)
+_backward = operator(
+    _attention_backward, f"(Tensor d_out, Tensor qkv, Tensor out, Tensor lse, {_OPTIONS}) -> Tensor", _fake_backward
+)
 torch.library.register_autograd("infcl::attention", _gradients, setup_context=_keep)

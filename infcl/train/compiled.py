@@ -38,6 +38,7 @@ from infcl.train.captions import packs_captions
 from infcl.train.compiled_embedding import CompiledEmbedding
 from infcl.train.optim import ALIGNED
 from infcl.train.preset import read_preset, zero_stage
+from infcl.train.trial import cause_of, require_near
 
 _log = logging.getLogger(__name__)
 _RECOMPILE_LIMIT = 64  # variants: two towers, with and without gradient, each batch size
@@ -45,6 +46,7 @@ BLOCKS_OF_A_RUN = 4  # at most, a divisor of the tower's
 # What compiled blocks may differ from eager ones, of a tensor's norm. Rounding is a tenth of it; it is there for
 # garbage, which torch 2.11 has made on GPUs (docs/log.md).
 APART = {torch.float32: 0.02, torch.bfloat16: 0.2, torch.float16: 0.2}
+_OTHER = "compiled code computes something else than eager code"
 Way = tuple[Callable, dict[str, Any] | None]  # (forward of some blocks, options of torch.compile)
 
 
@@ -137,8 +139,7 @@ def compile_blocks(
         for (blocks, *_), runner, one in zip(towers, runners, inputs):
             _try(blocks, runner, forward, one, device, precision)
     except Exception as error:  # compilers raise many types; whatever it is, eager blocks need none of it
-        cause = (str(error).strip().splitlines() or [""])[0]
-        _log.warning("the towers' blocks run eagerly, torch.compile failed: %s: %s", type(error).__name__, cause)
+        _log.warning("the towers' blocks run eagerly, torch.compile failed: %s", cause_of(error))
         failed = True
     if dist.is_initialized() and max_over(dist.group.WORLD, [failed], device)[0]:
         if not failed:
@@ -219,10 +220,10 @@ def _try(
             if inputs.masks:
                 given.append(_two_a_row(inputs, inputs.masks * size, device))
             with torch.no_grad():
-                _require_near({"output": run(blocks, *given)}, {"output": eager(blocks, *given)}, apart)
+                require_near({"output": run(blocks, *given)}, {"output": eager(blocks, *given)}, apart, _OTHER)
             if trained and size == min(inputs.batch_sizes):
                 found, expected = (_gradients(forward, blocks, trained, *given) for forward in (run, eager))
-                _require_near(found, expected, apart)
+                require_near(found, expected, apart, _OTHER)
 
 
 def _two_a_row(inputs: Inputs, rows: int, device: torch.device) -> torch.Tensor:
@@ -245,14 +246,14 @@ def _try_embedding(
         for size in sorted(embedding.sizes):
             for name, (run, eager, given) in embedding.trials(cfg, size, tokens, device, dtype, trained=trained):
                 with torch.no_grad():
-                    _require_near({name: run(*given)}, {name: eager(*given)}, apart)
+                    require_near({name: run(*given)}, {name: eager(*given)}, apart, _OTHER)
                 if size > min(embedding.sizes):
                     continue
                 found, expected = ({name: way(*given)} for way in (run, eager))
                 inputs = {f"{name}, {place}": x for place, x in enumerate(given) if getattr(x, "requires_grad", False)}
                 if inputs:
                     found, expected = (_of_weighted_sum(one[name], inputs) for one in (found, expected))
-                _require_near(found, expected, apart)
+                require_near(found, expected, apart, _OTHER)
 
 
 def _gradients(
@@ -266,15 +267,3 @@ def _gradients(
 def _of_weighted_sum(y: torch.Tensor, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     weights = torch.randn(y.shape, generator=torch.Generator(y.device).manual_seed(1), device=y.device)
     return dict(zip(inputs, torch.autograd.grad((y * weights).sum(), list(inputs.values()))))
-
-
-def _require_near(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], apart: float) -> None:
-    """RuntimeError that names the tensor furthest off, by its norm, or by a hundredth of the largest norm there is."""
-    norms = {name: float(value.float().norm()) for name, value in expected.items()}
-    least = 1e-2 * max(norms.values())
-    off = {
-        name: float((found[name].float() - expected[name].float()).norm()) / max(norms[name], least) for name in norms
-    }
-    worst = max(off, key=lambda name: math.inf if math.isnan(off[name]) else off[name])
-    if not off[worst] <= apart:
-        raise RuntimeError(f"compiled code computes something else than eager code: {worst} is {off[worst]:.3g} off")
