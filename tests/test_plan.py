@@ -16,18 +16,16 @@ from benchmarks.paper.tensor_parallel import measured_steps
 from benchmarks.paper.towers import measured_losses, planned_loss, steps
 from benchmarks.tensor_parallel import model_config
 from infcl.config import BatchPlan, TrainConfig
-from infcl.plan import tower_time
 from infcl.plan.__main__ import main, parser, read_batch, setting_of
 from infcl.plan.compare import compare, past, read_steps
 from infcl.plan.loss_time import LEAD_SECONDS, loss_phases, loss_seconds
 from infcl.plan.memory import counted_by_torch, memory_of, memory_plan, parameter_counts
 from infcl.plan.paper import paper_memory
 from infcl.plan.search import candidates, fastest, fits, largest_batch
-from infcl.plan.setting import Setting, captions_of, load_gpu, load_link, parameters_of
+from infcl.plan.setting import Setting, load_gpu, load_link, parameters_of
 from infcl.plan.sweep import crossover, draw, read_range, sweep
 from infcl.plan.timing import phases_of, step_seconds
 from infcl.towers import CLIP, load_model_config
-from infcl.towers.config import with_overrides
 from infcl.towers.flops import forward_flops
 from infcl.train.preset import BUCKET, read_preset
 from tests.test_entry import ROOT
@@ -127,50 +125,6 @@ def test_measured_steps_of_packed_and_whole_captions(one):
     """Those of ViT-B-32 are planned too fast: 5% whole, 7 to 9% packed."""
     assert abs(one["memory_error"]) < 0.05
     assert abs(one["speed_error"]) < (0.1 if one["row"]["model"] == "ViT-B-32" else 0.05)
-
-
-@pytest.mark.parametrize("one", compare(read_steps(RESULTS / "step_attention.csv"), load_gpu("h200")), ids=_name)
-def test_measured_steps_with_each_attention(one):
-    """torch's with half of ViT-B-16's patches, 99 tokens, is planned 8% too fast."""
-    assert abs(one["memory_error"]) < 0.05
-    assert abs(one["speed_error"]) < (0.1 if one["row"]["attention"] == "torch" else 0.05)
-
-
-def test_attention_is_counted_in_whole_tiles():
-    lengths = (20, 50, 99, 128, 129, 257)
-    assert [tower_time._places(length) for length in lengths] == [128, 128, 128, 128, 256, 384]
-    assert [tower_time._own_places(length) for length in lengths] == [32, 64, 128, 128, 144, 272]
-
-
-def test_own_attention_is_planned_where_training_has_it():
-    """Whole or packed; not in float32, not for heads of 80, not where torch's is asked for."""
-
-    def seconds(name: str, attention: str, tokens: int | None = None, **changes) -> float:
-        given = captions_of(load_model_config(name), tokens)
-        setting = Setting(**given, gpu=load_gpu("h200"), gpus=1, global_batch=1024, micro_batch=128)
-        return tower_time.tower_phases(setting.with_(attention=attention, **changes))[0].seconds
-
-    for name, tokens in (("ViT-B-32", None), ("ViT-B-32", 20), ("ViT-B-32", 70), ("ViT-L-14", None)):
-        assert seconds(name, "auto", tokens) < 0.99 * seconds(name, "torch", tokens)
-    assert seconds("ViT-B-32", "triton", 20) == seconds("ViT-B-32", "auto", 20)
-    long = with_overrides(
-        load_model_config("ViT-B-32"), context_length=248
-    )  # packed or not, no tile holds its captions
-    texts = [
-        tower_time._shapes(
-            Setting(**captions_of(long, 20), gpu=load_gpu("h200"), gpus=1, global_batch=8, micro_batch=8, attention=one)
-        )[1]
-        for one in ("auto", "torch")
-    ]
-    assert texts[0] == texts[1]
-    assert seconds("ViT-B-32", "auto", precision="fp32") == seconds("ViT-B-32", "torch", precision="fp32")
-    of_images = [
-        tower_time._shapes(Setting(load_model_config("ViT-H-14"), load_gpu("h200"), 1, 1024, 128, attention=attention))[
-            0
-        ]
-        for attention in ("auto", "torch")
-    ]
-    assert of_images[0] == of_images[1]
 
 
 WITHOUT_TIMER = [  # but for packed captions of ViT-B, for which busy cores let the host wait: docs/log.md
