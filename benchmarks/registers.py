@@ -59,7 +59,7 @@ def compiled_attention(tokens: int, *, packed: bool = False) -> dict[str, Compil
     """{"forward", "backward"} of whole sequences of bf16, or of packed captions of up to so many tokens."""
     if tokens > triton_attention.LONGEST:
         kernels = triton_attention_blocks._forward, triton_attention_blocks._backward
-        constants = triton_attention_blocks._LAUNCH | {"FULL": tokens // 64, "H": 16, "D": 64}
+        constants = triton_attention_blocks._LAUNCH | {"FULL": tokens // triton_attention.BLOCK, "H": 16, "D": 64}
     else:
         kernels = triton_attention._forward, triton_attention._backward
         tile = next(tile for tile in triton_attention.TILES if tile >= tokens)
@@ -101,7 +101,16 @@ def main() -> None:
                 for tile, compile_ in (("forward", compiled_forward), ("backward", compiled_backward)):
                     used = usage(compile_(itemsize=itemsize, sigmoid=sigmoid, masked=masked))
                     _say(f"{name} {'sigmoid' if sigmoid else 'softmax'} {tile}{' masked' if masked else ''}", used)
-    for tokens, packed in ((50, False), (77, False), (20, True), (60, True), (77, True), (129, False), (257, False)):
+    for tokens, packed in (
+        (50, False),
+        (77, False),
+        (20, True),
+        (60, True),
+        (77, True),
+        (129, False),
+        (197, False),
+        (257, False),
+    ):
         for name, kernel in compiled_attention(tokens, packed=packed).items():
             _say(f"attention {name}, {tokens} tokens{' packed' if packed else ''}", usage(kernel))
 

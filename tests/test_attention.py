@@ -18,7 +18,7 @@ import torch.nn.functional as F
 
 from infcl.towers import CLIP, CLIPConfig, TextConfig, VisionConfig
 from infcl.towers.packing import caption_places, caption_spans, pack_captions, packed
-from infcl.train.attention import LONGEST, SHORT, attend, choose_attention, fits, towers_with_kernel
+from infcl.train.attention import BLOCK, LONGEST, SHORT, attend, choose_attention, fits, towers_with_kernel
 from infcl.train.attention import _towers as attention_towers
 from infcl.train.compiled import compile_blocks
 from tests.loss_oracle import relative_error
@@ -35,7 +35,7 @@ HALF = torch.bfloat16
 def check(device: str, dtype: torch.dtype, bound: float, *, width: int) -> None:
     """Whole sequences and spans of every tile, with gaps between them, beside float64; several blocks and more."""
     whole = ((3, 50, 2, False), (2, 2, 1, False), (2, 77, 3, True), (1, 128, 1, False))
-    whole += ((2, 129, 2, False), (1, 257, 3, False), (2, 144, 1, False), (1, 272, 1, False))
+    whole += ((2, 129, 2, False), (1, 257, 3, False), (2, 144, 1, False), (1, 197, 2, False), (1, 272, 1, False))
     for m, tokens, heads, causal in whole:
         torch.manual_seed(0)
         qkv = torch.randn(m, tokens, 3, heads, width, device=device, dtype=dtype).requires_grad_()
@@ -338,7 +338,7 @@ def test_a_kernel_that_fails_or_computes_something_else_leaves_torchs(monkeypatc
 
 
 def test_other_sequences_are_torchs():
-    for length, causal in ((197, False), (129, True)):
+    for length, causal in ((145, False), (129, True)):
         qkv = torch.randn(2, length, 3, 1, 16)
         q, k, v = qkv.permute(2, 0, 3, 1, 4)
         expected = F.scaled_dot_product_attention(q, k, v, is_causal=causal).transpose(1, 2)
@@ -353,14 +353,15 @@ def test_a_locked_tower_is_asked_with_all_its_patches():
     assert [lengths for _, lengths in attention_towers(model).values()] == [[145], [7]]
 
 
-def test_what_fits_is_one_tile_or_few_tokens_more_than_one_or_two():
-    assert [length for length in range(1, 600) if fits(length, causal=False)] == [*range(1, 145), *range(257, 273)]
+def test_what_fits_is_one_tile_or_few_tokens_more_than_several_blocks():
+    several = [*range(129, 145), *range(193, 209), *range(257, 273)]
+    assert [length for length in range(1, 600) if fits(length, causal=False)] == [*range(1, 129), *several]
     assert [length for length in range(1, 600) if fits(length, causal=True)] == [*range(1, 129)]
 
 
 def test_sizes_are_those_of_the_kernels():
     kernels = pytest.importorskip("infcl.kernels.triton_attention")
-    assert (LONGEST, SHORT) == (kernels.LONGEST, kernels.TAIL)
+    assert (LONGEST, BLOCK, SHORT) == (kernels.LONGEST, kernels.BLOCK, kernels.TAIL)
 
 
 @pytest.mark.gpu

@@ -20,9 +20,9 @@ def test_measured_steps_with_each_attention(one):
 
 
 def test_attention_is_counted_in_whole_tiles():
-    lengths = (20, 50, 99, 128, 129, 257)
-    assert [tower_time._places(length) for length in lengths] == [128, 128, 128, 128, 256, 384]
-    assert [tower_time._own_places(length) for length in lengths] == [32, 64, 128, 128, 144, 272]
+    lengths = (20, 50, 99, 128, 129, 197, 257)
+    assert [tower_time._places(length) for length in lengths] == [128, 128, 128, 128, 256, 256, 384]
+    assert [tower_time._own_places(length) for length in lengths] == [32, 64, 128, 128, 144, 208, 272]
 
 
 def test_own_attention_is_planned_where_training_has_it():

@@ -20,7 +20,7 @@ compiled_backward(itemsize=2, sigmoid=True, masked=True)
 """
 ATTENTION = """
 from benchmarks.registers import compiled_attention, usage
-whole = [(50, False, 0), (77, False, 384), (129, False, 0), (257, False, 0)]
+whole = [(50, False, 0), (77, False, 384), (129, False, 0), (197, False, 0), (257, False, 0)]
 for tokens, packed, stack in [*whole, (20, True, 0), (60, True, 0), (77, True, 128)]:
     for name, kernel in compiled_attention(tokens, packed=packed).items():
         used = usage(kernel)

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from infcl.kernels.triton_attention_blocks import TAIL, blocks_backward, blocks_forward
+from infcl.kernels.triton_attention_blocks import BLOCK, TAIL, blocks_backward, blocks_forward
 from infcl.kernels.triton_attention_loads import load_rows, store_rows
 from infcl.kernels.triton_statistics import LOG2E
 
@@ -36,7 +36,7 @@ def attention_forward(qkv: Tensor, spans: Tensor | None, length: int, causal: bo
     """
     places, _, heads, width = qkv.shape
     if length > LONGEST:
-        assert spans is None and not causal and 0 < length % LONGEST <= TAIL
+        assert spans is None and not causal and 0 < length % BLOCK <= TAIL
         return blocks_forward(qkv, length)
     out = (qkv.new_empty if spans is None else qkv.new_zeros)(places, heads, width)
     for grid, options in _launches(qkv, spans, length, causal):

@@ -19,8 +19,8 @@ from torch import Tensor
 from infcl.kernels.triton_attention_loads import load_rows, store_rows
 from infcl.kernels.triton_statistics import LOG2E
 
-_BLOCK, TAIL = 64, 16
-_LAUNCH = {"B": _BLOCK, "TAIL": TAIL, "STAGES": 3, "num_warps": 4}
+BLOCK, TAIL = 64, 16
+_LAUNCH = {"B": BLOCK, "TAIL": TAIL, "STAGES": 3, "num_warps": 4}
 _ROWS = 64  # of a program that computes delta
 
 
@@ -28,7 +28,7 @@ def blocks_forward(qkv: Tensor, length: int) -> tuple[Tensor, Tensor]:
     """qkv [P, 3, h, d], contiguous -> out [P, h, d], lse [P, h]; 1 to TAIL tokens more than whole blocks."""
     places, _, heads, width = qkv.shape
     out, lse = qkv.new_empty(places, heads, width), qkv.new_empty(places, heads, dtype=torch.float32)
-    full = length // _BLOCK
+    full = length // BLOCK
     grid = ((full + 1) * (places // length) * heads,)
     _forward[grid](qkv, out, lse, length, width**-0.5, heads, width, FULL=full, **_LAUNCH)
     return out, lse
@@ -39,7 +39,7 @@ def blocks_backward(d_out: Tensor, qkv: Tensor, out: Tensor, lse: Tensor, length
     places, _, heads, width = qkv.shape
     d_qkv, delta = torch.empty_like(qkv), torch.empty_like(lse)
     _delta[(triton.cdiv(places * heads, _ROWS),)](out, d_out, delta, places * heads, width, _ROWS)
-    full = length // _BLOCK
+    full = length // BLOCK
     grid = (2 * (full + 1) * (places // length) * heads,)
     given = (qkv, lse, delta, d_out, d_qkv, length, width**-0.5, heads, width)
     _backward[grid](*given, FULL=full, **_LAUNCH)

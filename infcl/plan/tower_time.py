@@ -24,7 +24,7 @@ from infcl.plan.phases import Phase
 from infcl.plan.setting import Gpu, Setting
 from infcl.towers.config import kept_patches
 from infcl.towers.flops import forward_flops
-from infcl.train.attention import unfit
+from infcl.train.attention import BLOCK, LONGEST, SHORT, unfit
 
 PRODUCTS, ATTENTION, OURS = 0.91, 0.4, 0.25
 TILE = 128  # tokens: cuDNN's attention computes 50 as 128, and 257 as 384
@@ -140,8 +140,10 @@ def _places(length: int) -> int:
 
 
 def _own_places(length: int) -> int:
-    """That kernels/triton_attention.py computes: one tile, or whole ones and 16."""
-    return next(tile for tile in (32, 64, 128) if tile >= length) if length <= TILE else length // TILE * TILE + 16
+    """That kernels/triton_attention.py computes: one tile, or whole blocks and a short one."""
+    if length <= LONGEST:
+        return next(tile for tile in (32, 64, LONGEST) if tile >= length)
+    return length // BLOCK * BLOCK + SHORT
 
 
 def _wider(head: int) -> float:

@@ -28,7 +28,7 @@ from infcl.towers.transformer import attend as attend_by_torch
 from infcl.train.trial import cause_of, require_near
 
 LONGEST = 128  # tokens of one tile: triton_attention.TILES
-SHORT = 16  # tokens that may follow whole tiles: triton_attention_blocks.TAIL
+BLOCK, SHORT = 64, 16  # tokens of a block, and that may follow whole blocks: triton_attention_blocks
 APART = 0.02  # of a norm in 16 bits: rounding is a tenth of it
 _HEADS = (16, 32, 64)  # 64 was timed
 _KERNEL = "the Triton kernel"
@@ -95,9 +95,9 @@ def attend(qkv: Tensor, seen: Tensor | None, *, causal: bool, longest: int) -> T
 
 def fits(length: int, *, causal: bool) -> bool:
     """Whether a forward with its backward over so many tokens is faster by the kernel: those of one tile, and whole
-    ones where few follow one or two of cuDNN's tiles, and another is computed for them in each direction.
+    ones where few follow two, three or four blocks, of which cuDNN computes whole tiles of 128 in each direction.
     """
-    return length <= LONGEST or (not causal and length // LONGEST <= 2 and 0 < length % LONGEST <= SHORT)
+    return length <= LONGEST or (not causal and 2 <= length // BLOCK <= 4 and 0 < length % BLOCK <= SHORT)
 
 
 def unfit(length: int, head_width: int, *, causal: bool) -> str:
