@@ -74,7 +74,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--losses", nargs="+", choices=tuple(LOSSES), default=list(LOSSES))
-    parser.add_argument("--seeds", type=int, default=5, help="seeds 0 to N - 1")
+    parser.add_argument("--seeds", type=int, default=5, help="trainings of each setting, with seeds of their own")
+    parser.add_argument("--first-seed", type=int, default=0, help="the others follow it: more of them than there are")
     parser.add_argument("--steps", type=int, default=700, help="losses: steps of 256 pairs")
     parser.add_argument("--num-train", type=int, default=16384, help="pairs of the training set")
     parser.add_argument("--batches", nargs="+", type=int, default=BATCHES, help="batch-size: pairs")
@@ -104,7 +105,7 @@ def loss_trainings(options: argparse.Namespace, data: Path) -> list[Training]:
             [*_demo_flags(data, *LOSSES[loss]), *flags, "--lr", str(LEARNING_RATE), "--seed", str(seed)],
             {"loss": loss, "seed": seed, "global_batch": DEMO_BATCH, "lr": LEARNING_RATE},
         )
-        for seed in range(options.seeds)
+        for seed in range(options.first_seed, options.first_seed + options.seeds)
         for loss in options.losses
     ]
 
@@ -116,7 +117,7 @@ def batch_trainings(options: argparse.Namespace, data: Path) -> list[Training]:
         micro = min(options.micro_batch, batch // options.ranks)
         for scaling in options.lr_scalings if batch > base else ["none"]:
             factor = (batch / base) ** EXPONENTS[scaling]
-            for seed in range(options.seeds):
+            for seed in range(options.first_seed, options.first_seed + options.seeds):
                 flags = ["--batch-size", str(micro), "--accum-freq", str(batch // options.ranks // micro)]
                 flags += ["--steps", str(options.samples // batch), "--warmup-samples", str(options.samples // 14)]
                 flags += ["--lr", str(options.lr), "--lr-scaling", scaling, "--lr-base-batch", str(base)]
