@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from benchmarks.clock import hardware, timed
+from benchmarks.clock import hardware, require_gpus, timed
 from benchmarks.rows import append
 from infcl.plan.measure import copy_rate
 from infcl.towers.config import TextConfig
@@ -67,6 +67,7 @@ def main() -> None:
     parser.add_argument("--csv", type=Path, help="append the rows to this file")
     parser.add_argument("--commit", help="for the CSV; default: git's HEAD")
     options = parser.parse_args()
+    require_gpus("benchmarks.attention")
     device = torch.device("cuda")
     rate = 2e6 * copy_rate(device, device)  # bytes read and written a millisecond
     for case in CASES:

@@ -1,13 +1,31 @@
-"""What every GPU benchmark needs: times from CUDA events, the rate of the library's matrix product, what ran where."""
+"""What every GPU benchmark needs: GPUs, times from CUDA events, the rate of matrix products, what ran where."""
 
 import statistics
+import sys
 from collections.abc import Callable
 from importlib import metadata
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
 
 from infcl.cluster.facts import git_commit
+
+
+def require_gpus(program: str, count: int = 1) -> None:
+    """Refuse where fewer GPUs than `count` are visible."""
+    visible = torch.cuda.device_count()
+    if visible == 0 < count:
+        build = "" if torch.version.cuda else f" (torch {torch.__version__} is built without CUDA)"
+        refuse(program, f"it measures on GPUs, and none is visible{build}")
+    if visible < count:
+        refuse(program, f"--gpus {count}: {visible} visible here, and each process takes one")
+
+
+def refuse(program: str, why: str) -> NoReturn:
+    """A user's mistake: one line, exit code 2."""
+    print(f"{program}: error: {why}", file=sys.stderr)
+    sys.exit(2)
 
 
 def timed(

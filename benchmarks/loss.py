@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from benchmarks.clock import affordable, library_tflops, timed
+from benchmarks.clock import affordable, library_tflops, refuse, require_gpus, timed
 from benchmarks.clock import hardware as device_hardware
 from benchmarks.loss_check import check
 from benchmarks.loss_impls import NAMES, OTHERS, make
@@ -35,6 +35,9 @@ COLUMNS = (
 
 def main() -> None:
     arguments = _parse()
+    if unknown := [impl for impl in arguments.impl.split(",") if impl not in NAMES]:
+        refuse("benchmarks.loss", f"--impl: unknown loss '{unknown[0]}'; one of {', '.join(NAMES)}")
+    require_gpus("benchmarks.loss", 1 if arguments.check else arguments.gpus)
     if arguments.check:
         _check(arguments)
     elif arguments.gpus == 1:

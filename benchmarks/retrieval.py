@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from benchmarks.clock import require_gpus
 from benchmarks.rows import append
 from infcl.evaluate.retrieval import retrieval_ranks
 
@@ -40,6 +41,7 @@ def main() -> None:
     parser.add_argument("--csv", type=Path, help="append the rows to this file")
     parser.add_argument("--commit", help="for the CSV; default: git's HEAD")
     arguments = parser.parse_args()
+    require_gpus("benchmarks.retrieval", arguments.gpus)
     if arguments.gpus <= 1:
         _measure_all(0, arguments, 0)
         return

@@ -38,10 +38,10 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.clock import hardware, library_tflops
+from benchmarks.clock import hardware, library_tflops, require_gpus
 from benchmarks.rows import append
 from infcl.config import TrainConfig, parse_args
-from infcl.parallel import destroy_parallel, init_parallel, max_over
+from infcl.parallel import destroy_parallel, init_parallel, max_over, report_mistake
 from infcl.report import read_metrics
 from infcl.towers.clip import CLIP
 from infcl.towers.config import CLIPConfig
@@ -64,6 +64,8 @@ HEADER = f"{'samples/s':>9} {'per GPU':>8} {'MFU':>6} {'HFU':>6} {'GiB':>6}  sec
 
 def main() -> None:
     options, trainer_flags = _parse(sys.argv[1:])
+    if options.peer is not None:
+        require_gpus("benchmarks.step")
     if options.sweep is not None:
         (_sweep_in_process if options.one_process else _sweep)(options)
     elif options.gpus > 1 and "RANK" not in os.environ:
@@ -111,7 +113,10 @@ def measure(options: argparse.Namespace, trainer_flags: list[str]) -> None:
         steps = options.warm_up_steps + options.measured_steps
         own = ["--attention", "torch"] if options.sdpa != "auto" else []
         config = config_of(options.zero, options.zero_options, steps, [*own, *trainer_flags], folder)
-        parallel = init_parallel(config.device)
+        try:
+            parallel = init_parallel(config.device)
+        except ValueError as error:  # no GPU, or one too few
+            sys.exit(report_mistake("benchmarks.step", error))
         rate = library_tflops() if parallel.device.type == "cuda" else float("nan")
 
         from infcl.train.run_folder import claim_run_folder

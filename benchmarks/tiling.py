@@ -15,7 +15,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.clock import hardware, timed
+from benchmarks.clock import hardware, require_gpus, timed
 from benchmarks.rows import append
 from infcl import inf_cl_loss
 from infcl.kernels import WORKSPACE_BYTES
@@ -35,6 +35,7 @@ def main() -> None:
     parser.add_argument("--csv", type=Path, default=None, help="append a row")
     parser.add_argument("--commit", default=None, help="for the CSV; default: git's HEAD")
     arguments = parser.parse_args()
+    require_gpus("benchmarks.tiling", arguments.gpus)
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     os.environ.setdefault("MASTER_PORT", "29611")
     torch.multiprocessing.spawn(_measure, (arguments,), nprocs=arguments.gpus)

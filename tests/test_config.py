@@ -7,10 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from infcl.config import LOSS_NAMES, BatchPlan, TrainConfig, make_parser, parse_args, total_steps
+from infcl.config import LOSS_NAMES, BatchPlan, TrainConfig, make_parser, parse_args, settings_of, total_steps
 from infcl.config.checks import _SECRET
 from infcl.config.command_line import _OF_OTHERS
 from infcl.loss.contrastive import LOSSES
+from infcl.train.preset import read_preset
+from infcl.train.run_folder import RunFolder
 
 ROOT = Path(__file__).parent.parent
 
@@ -188,6 +190,39 @@ def test_missing_data_is_refused_before_anything_is_loaded(flags, message):
 def test_what_launchers_add_is_accepted():
     config = parse_args(["--local_rank=3", *SYNTHETIC, "--deepspeed", "--deepspeed-config", "ds_configs/zero3.json"])
     assert config.deepspeed_config == "ds_configs/zero3.json"
+
+
+def test_from_another_folder_the_default_preset_is_the_checkouts_and_the_same_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    here = parse_args(SYNTHETIC)
+    monkeypatch.chdir(tmp_path)
+    there = parse_args(SYNTHETIC)
+    assert (here.deepspeed_config, there.deepspeed_config) == ("ds_configs/zero1.json", f"{ROOT}/ds_configs/zero1.json")
+    assert read_preset(there, "cpu")[0]["zero_optimization"]["stage"] == 1
+    assert there.to_json() == here.to_json()  # what a repetition or a resumed run is compared by
+    (tmp_path / "config.json").write_text(here.to_json())
+    assert RunFolder(tmp_path).other_flags(there) == []
+    settings = settings_of(there)  # and the hosts of one run
+    assert settings["--deepspeed_config zero_optimization.stage"] == "1"
+    monkeypatch.chdir(ROOT)
+    assert settings == settings_of(here)
+
+
+def test_a_relative_preset_is_of_the_working_directory(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for given in ("zero1", "zero3"):
+        with pytest.raises(ValueError, match=f"{given}.json: no such file .*like {ROOT}/ds_configs/zero1.json"):
+            parse_args([*SYNTHETIC, "--deepspeed_config", f"ds_configs/{given}.json"])
+    (tmp_path / "ds_configs").mkdir()
+    (tmp_path / "ds_configs" / "zero1.json").write_text("{}")
+    assert parse_args(SYNTHETIC).deepspeed_config == "ds_configs/zero1.json"
+
+
+def test_without_a_checkout_the_missing_preset_is_told(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("infcl.config.settings._SHIPPED_PRESET", tmp_path / "none.json")  # as pip installs it
+    with pytest.raises(ValueError, match="ds_configs/zero1.json of infcl's repository, which pip does not install"):
+        parse_args(SYNTHETIC)
 
 
 def test_the_config_survives_json():

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from infcl.config import make_parser
 from infcl.plan import measure
 from infcl.plan.__main__ import main, parser, setting_of
 from infcl.plan.memory import memory_of
@@ -75,7 +76,9 @@ def test_captions_that_training_does_not_pack_are_not_planned_packed():
         ("--tensor-parallel-size -1", "tensor-parallel -1 must be greater than 0"),
         ("--gpus-per-node 0", "gpus-per-node 0 must be greater than 0"),
         ("--resident-micro-batches 0", "resident 0 must be greater than 0"),
-        ("--compare none.csv", "No such file"),
+        ("--compare none.csv", "--compare none.csv cannot be read: No such file"),
+        ("--compare docs", "--compare docs cannot be read: Is a directory"),
+        ("--sweep gpus=8:9", "from 8 to 16, and 9 would be left out; write gpus=8:8 or gpus=8:16$"),
         ("--plot none/x.png --sweep gpus=8:16", "there is no folder none"),
         ("--plot x.png", "give --sweep too"),
         ("--gpu tests/golden/demo_20_steps.json", "a profile has name, memory_gib, .* and nothing else"),
@@ -94,6 +97,20 @@ def test_captions_that_training_does_not_pack_are_not_planned_packed():
 def test_a_wrong_flag_is_one_line_and_exit_code_2(flags, message, capsys):
     assert main(flags.split()) == 2
     assert re.search(message, capsys.readouterr().err)
+
+
+def test_the_trainers_spellings_are_the_planners_too():
+    own = "--gpus 8 --global-batch 16k --micro-batch-size 64 --pixels device"
+    trainers = "--gpus 8 --global-batch-size 16384 --batch-size 64 --pixel-cache gpu"
+    assert setting_of(parser().parse_args(trainers.split())) == setting_of(parser().parse_args(own.split()))
+    words = set(make_parser()._option_string_actions)
+    assert {"--global-batch-size", "--batch-size", "--micro-batch-size", "--pixel-cache"} <= words
+
+
+def test_a_file_that_is_no_text_is_no_csv_of_steps(tmp_path, capsys):
+    (tmp_path / "steps.csv").write_bytes(b"\xff\xfe\x00")
+    assert main(["--compare", str(tmp_path / "steps.csv")]) == 2
+    assert "steps.csv is no CSV of benchmarks.step: it is no text" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import math
 import re
 from pathlib import Path
 
-from infcl.config.settings import AUGMENTATIONS, TrainConfig, option_of
+from infcl.config.settings import AUGMENTATIONS, DEFAULT_PRESET, TrainConfig, default_preset, option_of
 
 POSITIVE = (
     "accum_freq",
@@ -70,7 +70,6 @@ PATHS = (
 _WEIGHTS = "it takes a file or folder of weights; nothing is downloaded by name"
 _MEANT = {  # by those who give a name instead of a path
     "--tokenizer": "it takes a sentencepiece model, or open_clip:ViT-B-32 for CLIP's own",
-    "--deepspeed_config": "it takes a file, like ds_configs/zero1.json",
     "--pretrained": _WEIGHTS,
     "--pretrained-image": _WEIGHTS,
     "--pretrained-text": _WEIGHTS,
@@ -267,5 +266,12 @@ def _check_plain_path(option: str, value: str | None) -> None:
     if value is None or any(mark in value for mark in ("::", "{", "*", "?", "[", ":")):
         return
     if not Path(value).exists():
-        meant = f" ({_MEANT[option]})" if option in _MEANT else ""
-        raise ValueError(f"{option} {value}: no such file or folder{meant}")
+        meant = _preset_meant() if option == "--deepspeed_config" else _MEANT.get(option)
+        raise ValueError(f"{option} {value}: no such file or folder" + (f" ({meant})" if meant else ""))
+
+
+def _preset_meant() -> str:
+    preset = default_preset()
+    if Path(preset).exists():
+        return f"it takes a file, like {preset}"
+    return f"it takes a file, like {DEFAULT_PRESET} of infcl's repository, which pip does not install"

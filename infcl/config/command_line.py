@@ -6,7 +6,7 @@ import dataclasses
 import difflib
 
 from infcl.config.checks import is_table, validate
-from infcl.config.settings import TrainConfig, option_of
+from infcl.config.settings import TrainConfig, default_preset, option_of
 
 _GATHERING = "not needed: every loss here is over all ranks, with exact gradients"
 _OF_OTHERS = {  # flags of open_clip, transformers' Trainer and others, with dashes: what is said of them
@@ -104,6 +104,7 @@ def make_parser() -> argparse.ArgumentParser:
         spellings = [option_of(entry.name)] + (["--micro-batch-size"] if entry.name == "batch_size" else [])
         if entry.name == "deepspeed_config":
             spellings.append("--deepspeed-config")
+            default = default_preset()
         if entry.type in (bool, "bool"):
             options["action"] = "store_true"
         else:

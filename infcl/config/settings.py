@@ -7,6 +7,7 @@ import argparse
 import dataclasses
 import json
 from dataclasses import dataclass, field
+from pathlib import Path
 
 LOSS_NAMES = ("inf_cl", "clip", "open_clip", "disco", "siglip")
 PRECISIONS = ("fp32", "amp_bf16", "bf16", "fp16")
@@ -16,6 +17,13 @@ LR_SCALINGS = ("none", "sqrt", "linear")
 WD_MODES = ("lr", "schedule")
 OPTIMIZERS = ("adamw", "adamw8bit", "lion", "lamb", "adafactor")
 REPORT_TO = ("tensorboard", "wandb", "all", "none")
+DEFAULT_PRESET = "ds_configs/zero1.json"
+_SHIPPED_PRESET = Path(__file__).resolve().parents[2] / DEFAULT_PRESET  # of a checkout; pip installs none
+
+
+def default_preset() -> str:
+    """DEFAULT_PRESET as the working directory has it; where it has none the checkout's, beside pretrain_clip.py."""
+    return DEFAULT_PRESET if Path(DEFAULT_PRESET).exists() or not _SHIPPED_PRESET.exists() else str(_SHIPPED_PRESET)
 
 
 def pairs_or_auto(text: str) -> int:
@@ -202,7 +210,7 @@ class TrainConfig:
     encode_micro_batches: int = _flag(
         1, "system", "micro-batches that the first pass (no graph) encodes at once; needs patch dropout 0"
     )
-    deepspeed_config: str = _flag("ds_configs/zero1.json", "system", "ZeRO preset")
+    deepspeed_config: str = _flag(DEFAULT_PRESET, "system", "ZeRO preset")
     tensor_parallel_size: int = _flag(
         1, "system", "ranks that share every layer (megatron-core); the rest of the world is data-parallel"
     )
@@ -239,7 +247,11 @@ class TrainConfig:
     debug: bool = _flag(False, "run", "show tracebacks of configuration errors and debug logging")
 
     def to_json(self) -> str:
-        return json.dumps(dataclasses.asdict(self), indent=2) + "\n"
+        """The checkout's default preset is written as the flag's default: it is the same run from any folder."""
+        fields = dataclasses.asdict(self)
+        if fields["deepspeed_config"] == str(_SHIPPED_PRESET):
+            fields["deepspeed_config"] = DEFAULT_PRESET
+        return json.dumps(fields, indent=2) + "\n"
 
 
 def option_of(name: str) -> str:

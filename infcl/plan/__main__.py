@@ -39,13 +39,19 @@ def parser() -> argparse.ArgumentParser:
     flags.add_argument("--gpus-per-node", type=int, default=8)
     flags.add_argument("--gpu", default="h200", help="profile of infcl/plan/profiles/gpus, or a file of --measure")
     flags.add_argument("--link", default="nic-400", help="profile of infcl/plan/profiles/links, or a file like them")
-    flags.add_argument("--global-batch", type=read_batch, default=read_batch("32k"), help="pairs, like 12288k")
-    flags.add_argument("--micro-batch-size", default="auto", help="pairs per GPU and micro-batch; auto: the fastest")
+    flags.add_argument(  # where a flag has two spellings, the second is the trainer's
+        "--global-batch", "--global-batch-size", type=read_batch, default=read_batch("32k"), help="pairs, like 12288k"
+    )
+    flags.add_argument(
+        "--micro-batch-size", "--batch-size", default="auto", help="pairs per GPU and micro-batch; auto: the fastest"
+    )
     flags.add_argument("--caption-tokens", type=int, help="of a packed caption, in the mean; default: whole captions")
     flags.add_argument("--zero", type=int, default=1, choices=(0, 1, 2, 3))
     flags.add_argument("--no-grad-checkpointing", action="store_true")
     flags.add_argument("--offload", action="store_true", help="optimizer state in host memory")
-    flags.add_argument("--pixels", default="host", choices=("host", "device"))
+    flags.add_argument(
+        "--pixels", "--pixel-cache", default="host", choices=("host", "device", "gpu"), help="gpu: the same as device"
+    )
     flags.add_argument("--resident-micro-batches", type=int, default=1)
     flags.add_argument("--eager", action="store_true", help="blocks are not compiled")
     flags.add_argument("--precision", default="amp_bf16", choices=("amp_bf16", "bf16", "fp16", "fp32"))
@@ -56,7 +62,7 @@ def parser() -> argparse.ArgumentParser:
     flags.add_argument("--ring", default="auto", choices=("auto", "flat", "two-level"))
     flags.add_argument("--tensor-parallel-size", type=int, default=1)
     flags.add_argument("--sequence-parallel", action="store_true", help="with --tensor-parallel-size above 1")
-    flags.add_argument("--sweep", help="gpus=8:4096: the batch per GPU stays, the GPUs double")
+    flags.add_argument("--sweep", help="gpus=8:4096: the batch per GPU stays, the GPUs double up to the last")
     flags.add_argument("--plot", type=Path, help="with --sweep: write a PNG")
     flags.add_argument("--measure", type=Path, help="measure this machine's first GPU, write its profile, and exit")
     flags.add_argument(
@@ -86,7 +92,7 @@ def setting_of(arguments: argparse.Namespace) -> Setting:
         compiled=not arguments.eager,
         resident=arguments.resident_micro_batches,
         offload=arguments.offload,
-        pixels=arguments.pixels,
+        pixels="host" if arguments.pixels == "host" else "device",
         loss=arguments.loss,
         ring=arguments.ring,
         precision=arguments.precision,
@@ -104,6 +110,17 @@ def setting_of(arguments: argparse.Namespace) -> Setting:
     choices = {setting.with_(micro_batch=size).as_run(): size for size in micro_batches(setting)}
     best = max(filter(fits, choices), key=samples_per_second, default=list(choices)[-1])
     return setting.with_(micro_batch=choices[best])
+
+
+def sizes_of(text: str) -> list[int]:
+    """read_range, of which the last number is one of the sizes: ValueError where doubling passes over it."""
+    sizes, last = read_range(text), int(text.rpartition(":")[2])
+    if sizes[-1] != last:
+        raise ValueError(
+            f"--sweep {text}: the GPUs double, from {sizes[-1]} to {2 * sizes[-1]}, and {last} would be left out; "
+            f"write gpus={sizes[0]}:{sizes[-1]} or gpus={sizes[0]}:{2 * sizes[-1]}"
+        )
+    return sizes
 
 
 def told(profile: Gpu | Link) -> str:
@@ -196,7 +213,7 @@ def main(argv: list[str] | None = None) -> int:
         if arguments.sweep is None:
             print(describe(setting))
             return 0
-        rows = sweep(setting, read_range(arguments.sweep))
+        rows = sweep(setting, sizes_of(arguments.sweep))
     except (OSError, ValueError) as error:
         print(f"infcl.plan: error: {error}", file=sys.stderr)
         return 2

@@ -32,11 +32,16 @@ def past(row: dict) -> frozenset[str]:
 
 def read_steps(path: Path) -> list[dict]:
     """Rows of benchmarks/step.py's CSV, or of one with a part of its columns. ValueError where it lacks needed ones."""
-    with open(path) as file:
-        reader = csv.DictReader(file)
-        rows, columns = list(reader), reader.fieldnames or []
+    try:
+        with open(path) as file:
+            reader = csv.DictReader(file)
+            rows, columns = list(reader), reader.fieldnames or []
+    except OSError as error:
+        raise ValueError(f"--compare {path} cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ValueError(f"--compare {path} is no CSV of benchmarks.step: it is no text") from None
     if missing := [name for name in _NEEDED if name not in columns]:
-        raise ValueError(f"{path} is no CSV of benchmarks.step: it has no column {', '.join(missing)}")
+        raise ValueError(f"--compare {path} is no CSV of benchmarks.step: it has no column {', '.join(missing)}")
     return rows
 
 
