@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from benchmarks.clock import timed
+from benchmarks.clock import require_gpus, timed
 
 LAYERS = {"ViT-L-14": (1024, 4096), "ViT-bigG-14": (1664, 8192), "5B": (3072, 12288)}  # width, MLP features
 TOKENS = 257
@@ -30,6 +30,7 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=20)
     arguments = parser.parse_args()
+    require_gpus("benchmarks.tensor_parallel_layers", arguments.gpus)
     from tests.ranks import free_port
 
     torch.multiprocessing.spawn(_rank, (arguments, free_port()), nprocs=arguments.gpus)

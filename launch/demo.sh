@@ -2,7 +2,7 @@
 # Trains the demo model on the embedded data set through the path that a cluster uses.
 #   command   make train            (or: PATH=.venv/bin:$PATH bash launch/demo.sh [flags of pretrain_clip.py])
 #   hardware  2 ranks on CPU (gloo) without a GPU, one rank per GPU (NCCL) with
-#   time      3 to 5 minutes on 2 CPU cores
+#   time      2 to 5 minutes on 2 CPU cores
 set -euo pipefail
 cd "$(dirname "$0")/.."
 DATA=${DATA:-.data/demo} LOGS=${LOGS:-runs} PRESET=${PRESET:-zero1} NAME=${NAME:-demo-zero1}

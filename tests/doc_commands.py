@@ -306,6 +306,7 @@ COMMANDS = [
         for flags, name, out in (
             ("--one-process ", "captions_1gpu", "step_captions"),
             ("--one-process ", "attention_1gpu", "step_attention"),
+            ("--one-process ", "attention_vit_b_16", "step_attention"),
             ("", "step_zero3_1gpu", "step"),
             ("", "step_zero3_8gpu", "step"),
             ("--time-out 400 ", "step_bigg_1gpu", "step"),

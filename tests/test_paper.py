@@ -114,19 +114,30 @@ def test_largest_batches_of_different_settings_are_rows_of_their_own(monkeypatch
 
 def test_a_table_of_losses_shows_the_newest_commit_of_each_setting(monkeypatch):
     common = {"gpus": 1, "dim": 768, "global_batch": 1024, "extra_mib": 9.0, "ratio_to_cublas": 0.5}
-    common |= {"device": "h", "torch": "t", "cublas_tflops": 700.0}
+    common |= {"device": "h", "torch": "t", "cublas_tflops": 700.0, "repeats": 1, "std_ms": 0.0}
     times = [("inf_cl", "a", 40.0), ("clip", "a", 60.0), ("inf_cl", "b", 50.0), ("inf_cl", "a", 41.0)]
     stored = [common | {"impl": impl, "commit": commit, "median_ms": time} for impl, commit, time in times]
     monkeypatch.setattr(speed, "rows", lambda *names: stored)
     shown = lambda: speed.loss_table(1, ("inf_cl", "clip")).splitlines()[-1]  # noqa: E731
-    assert shown() == "| 1,024 | 41.0 ms, 9 MiB | 60.0 ms, 9 MiB | 0.50 |"  # 40 and 41 are within 3%
+    assert shown() == "| 1,024 | 41.0 ms, 9 MiB | 60.0 ms, 9 MiB | 0.50 | a |"  # 40 and 41 are within 3%
     stored[-1]["median_ms"] = 44.0
     assert "| 40.0-44.0 ms, 9 MiB |" in shown()
-    stored.append(stored[2] | {"commit": "c", "extra_mib": 8.0})
-    assert "| 50.0 ms, 8 MiB |" in shown() and speed.loss_origin().startswith("h, torch t, commits a, c;")
+    stored.append(stored[2] | {"commit": "c", "extra_mib": 8.0, "repeats": 2, "std_ms": 0.31})
+    assert "| 50.0 +- 0.31 ms, 8 MiB |" in shown() and shown().endswith("| c, a |")
+    assert speed.loss_origin().startswith("h, torch t, commits a, c;")
     assert speed.loss_origin().splitlines()[-2:] == ["| a | 1 | clip: 1k |", "| c | 1 | inf_cl: 1k |"]
     stored.append(stored[2] | {"commit": "d", "median_ms": "", "ratio_to_cublas": ""})
-    assert shown() == "| 1,024 | x | 60.0 ms, 9 MiB |  |"
+    assert shown() == "| 1,024 | x | 60.0 ms, 9 MiB |  | d, a |"
+
+
+def test_a_ratio_is_of_the_newest_rows_of_one_commit(monkeypatch):
+    common = {"gpus": 1, "dim": 768, "global_batch": 65536}
+    times = [("official", "a", 1500.0), ("inf_cl", "a", 40.0), ("inf_cl", "b", 50.0), ("official", "c", 1600.0)]
+    stored = [common | {"impl": impl, "commit": commit, "median_ms": time} for impl, commit, time in times]
+    monkeypatch.setattr(speed, "rows", lambda *names: stored)
+    assert "| 40.0 | 1,500 | 37.50x |" in speed.symmetry()
+    stored.append(common | {"impl": "inf_cl", "commit": "c", "median_ms": 50.0})
+    assert "| 50.0 | 1,600 | 32.00x |" in speed.symmetry()
 
 
 def test_gradients_of_infcl_stand_beside_those_of_their_own_run(monkeypatch):

@@ -24,7 +24,7 @@ def loss_rows() -> list[dict]:
 
 
 def loss_table(gpus: int, impls: tuple[str, ...], dim: int = 768) -> str:
-    """ms and extra memory by global batch, of each setting's newest commit; 'x': out of memory."""
+    """ms and extra memory by global batch, of each setting's newest commit; 'x': out of memory. Last: those commits."""
     ours = where(tried(), gpus=gpus, dim=dim)
     batches = sorted({row["global_batch"] for row in ours if row["impl"] in impls and row["median_ms"] != ""})
     lines = []
@@ -32,8 +32,10 @@ def loss_table(gpus: int, impls: tuple[str, ...], dim: int = 768) -> str:
         cells = [_cell(where(ours, impl=impl, global_batch=pairs)) for impl in impls]
         inf = where(ours, impl="inf_cl", global_batch=pairs)
         ratio = f"{inf[-1]['ratio_to_cublas']:.2f}" if inf and inf[-1]["median_ms"] != "" else ""
-        lines.append([f"{pairs:,}", *cells, ratio])
-    return markdown(["b", *(LABELS[impl] for impl in impls), "infcl / library"], lines)
+        shown = [found[-1] for impl in impls if (found := where(ours, impl=impl, global_batch=pairs))]
+        commits = dict.fromkeys(str(row["commit"])[:7] for row in shown)
+        lines.append([f"{pairs:,}", *cells, ratio, ", ".join(commits)])
+    return markdown(["b", *(LABELS[impl] for impl in impls), "infcl / library", "runs"], lines)
 
 
 def _cell(found: list[dict]) -> str:
@@ -45,7 +47,8 @@ def _cell(found: list[dict]) -> str:
     times = sorted(row["median_ms"] for row in newest(found) if row["median_ms"] != "")
     spread = times[-1] > 1.03 * times[0]
     shown = f"{ms(times[0])}-{ms(times[-1])}" if spread else ms(found[-1]["median_ms"])
-    return f"{shown} ms, {size(found[-1]['extra_mib'])}"
+    deviation = "" if spread or found[-1]["repeats"] == 1 else f" +- {found[-1]['std_ms']:.2g}"
+    return f"{shown}{deviation} ms, {size(found[-1]['extra_mib'])}"
 
 
 def loss_one_gpu() -> str:
@@ -133,11 +136,17 @@ def symmetry() -> str:
             for power in (15, 16, 17, 18)
         ),
     ):
-        ours, theirs = where(one, impl=impl, global_batch=pairs), where(one, impl=against, global_batch=pairs)
-        if ours and theirs:
-            times = ours[-1]["median_ms"], theirs[-1]["median_ms"]
+        pair = _of_one_run(where(one, impl=impl, global_batch=pairs), where(one, impl=against, global_batch=pairs))
+        if pair:
+            times = [row["median_ms"] for row in pair]
             lines.append([name, f"{pairs:,}", ms(times[0]), ms(times[1]), f"{times[1] / times[0]:.2f}x"])
     return markdown(["what is used", "b", "with, ms", "without, ms", ""], lines)
+
+
+def _of_one_run(ours: list[dict], theirs: list[dict]) -> tuple[dict, dict] | None:
+    """The newest rows of two implementations that were measured at one commit."""
+    pairs = [(own, their) for their in theirs for own in where(ours, commit=their["commit"])]
+    return pairs[-1] if pairs else None
 
 
 def tiling() -> str:

@@ -112,17 +112,6 @@ def setting_of(arguments: argparse.Namespace) -> Setting:
     return setting.with_(micro_batch=choices[best])
 
 
-def sizes_of(text: str) -> list[int]:
-    """read_range, of which the last number is one of the sizes: ValueError where doubling passes over it."""
-    sizes, last = read_range(text), int(text.rpartition(":")[2])
-    if sizes[-1] != last:
-        raise ValueError(
-            f"--sweep {text}: the GPUs double, from {sizes[-1]} to {2 * sizes[-1]}, and {last} would be left out; "
-            f"write gpus={sizes[0]}:{sizes[-1]} or gpus={sizes[0]}:{2 * sizes[-1]}"
-        )
-    return sizes
-
-
 def told(profile: Gpu | Link) -> str:
     """Which of a profile's figures were measured and which were not."""
     figures = {name: value for name, value in vars(profile).items() if isinstance(value, (int, float))}
@@ -213,7 +202,7 @@ def main(argv: list[str] | None = None) -> int:
         if arguments.sweep is None:
             print(describe(setting))
             return 0
-        rows = sweep(setting, sizes_of(arguments.sweep))
+        rows = sweep(setting, read_range(arguments.sweep))
     except (OSError, ValueError) as error:
         print(f"infcl.plan: error: {error}", file=sys.stderr)
         return 2

@@ -33,7 +33,7 @@ def sweep(setting: Setting, sizes: list[int]) -> list[dict]:
 
 
 def read_range(text: str) -> list[int]:
-    """'gpus=8:4096' -> [8, 16, ..., 4096]. ValueError for anything else."""
+    """'gpus=8:4096' -> [8, 16, ..., 4096]. ValueError for anything else, and where doubling passes over the last."""
     name, _, limits = text.partition("=")
     first, _, last = limits.partition(":")
     if name != "gpus" or not (first.isdecimal() and last.isdecimal()) or not 0 < int(first) <= int(last):
@@ -41,6 +41,11 @@ def read_range(text: str) -> list[int]:
     sizes = [int(first)]
     while sizes[-1] * 2 <= int(last):
         sizes.append(sizes[-1] * 2)
+    if sizes[-1] != int(last):
+        raise ValueError(
+            f"--sweep {text}: the GPUs double, from {sizes[-1]} to {2 * sizes[-1]}, and {last} would be left out; "
+            f"write gpus={sizes[0]}:{sizes[-1]} or gpus={sizes[0]}:{2 * sizes[-1]}"
+        )
     return sizes
 
 
