@@ -69,11 +69,13 @@ def oracle_steps(
     max_logit_scale: float,
     optimizer=adamw,
     after_step=lambda model: None,
+    seeds=None,
     **model_options,
 ):
     """float64 full-batch training -> ([loss, ...], [gradient norm, ...], state dict).
 
     optimizer: parameter groups -> torch optimizer; after_step(model) is called when all of a step is done.
+    seeds: with dropout, one for each micro-batch of each batch, under which it is encoded.
     """
     from infcl.config import TrainConfig
     from infcl.train.optim import parameter_groups
@@ -81,9 +83,10 @@ def oracle_steps(
     model = ToyCLIP(**model_options).double()
     optimizer = optimizer(parameter_groups(model, TrainConfig(wd=weight_decay), LR))
     losses, norms = [], []
-    for images, texts in batches:
-        image_features = nn.functional.normalize(model.image(images.double()), dim=-1)
-        text_features = nn.functional.normalize(model.text(texts.double()), dim=-1)
+    for batch, of_batch in zip(batches, seeds or [[0]] * len(batches), strict=True):
+        image_features, text_features = (
+            nn.functional.normalize(side, dim=-1) for side in _encode_seeded(model, batch, of_batch)
+        )
         loss = dense_loss(image_features, text_features, model.logit_scale.exp())
         optimizer.zero_grad()
         loss.backward()
@@ -94,3 +97,31 @@ def oracle_steps(
         after_step(model)
         losses.append(loss.item())
     return losses, norms, {name: value.detach().clone() for name, value in model.state_dict().items()}
+
+
+def _encode_seeded(model, batch, seeds):
+    """(image, text) outputs of the whole batch, each of its len(seeds) micro-batches under its seed."""
+    outputs = []
+    for seed, images, texts in zip(seeds, *(side.double().chunk(len(seeds)) for side in batch), strict=True):
+        torch.manual_seed(seed)
+        outputs.append((model.image(images), model.text(texts)))
+    return (torch.cat(side) for side in zip(*outputs))
+
+
+def worst_error(state, reference):
+    """The largest error of a parameter, in relation to the parameter; NaN where one is."""
+    assert set(state) == set(reference)
+    return _largest((state[n].double() - reference[n]).norm() / reference[n].norm() for n in reference)
+
+
+def worst_update_error(state, reference, start):
+    """The largest error of a parameter, in relation to how far it moves: 1 where one has stayed at its start.
+
+    A norm's weight moves by hundredths of itself, so an error of `worst_error` may be all of its update.
+    """
+    assert set(state) == set(reference) == set(start)
+    return _largest((state[n].double() - reference[n]).norm() / (reference[n] - start[n]).norm() for n in reference)
+
+
+def _largest(errors) -> float:
+    return float(torch.stack(list(errors)).max())  # Python's own max would pass over a NaN

@@ -7,15 +7,17 @@ import pytest
 import torch
 
 from infcl.config import BatchPlan, TrainConfig
+from infcl.parallel import micro_batch_seed
 from infcl.train.engine import Engine
 from infcl.train.engine_norm import square_of
 from tests.ranks import run_ranks
-from tests.step_oracle import EPS, LR, ToyCLIP, global_batch, oracle_steps
+from tests.step_oracle import EPS, LR, ToyCLIP, global_batch, oracle_steps, worst_error, worst_update_error
 
 MICRO_BATCHES, MICRO_BATCH_SIZE, STEPS = 3, 5, 3
 CLIP, DECAY = 0.5, 0.1
 START = math.log(90)
 CEILING = START - 0.05  # where the unclamped run (it falls by 0.03) does not come in the three steps
+BF16_UPDATE = 0.12  # of a parameter's update: twice the largest error that was seen (5.7e-2; six series of batches)
 
 
 def settings(preset: str, **changes) -> TrainConfig:
@@ -23,7 +25,7 @@ def settings(preset: str, **changes) -> TrainConfig:
     return TrainConfig(dataset_type="synthetic", train_num_samples=1, **(given | changes))
 
 
-def engine_steps(rank, world_size, preset, precision="fp32", resident=1, dropped=False, **changes):
+def engine_steps(rank, world_size, preset, precision="fp32", resident=1, dropped=False, dropout=0.0, **changes):
     """STEPS optimizer steps over this rank's share -> losses, norms, logit scales seen by the loss, whole weights.
 
     With an average of the weights, that is the last result, else the number of steps that DeepSpeed counted.
@@ -35,7 +37,8 @@ def engine_steps(rank, world_size, preset, precision="fp32", resident=1, dropped
 
     parallel = init_parallel("cpu")
     batch = BatchPlan(world_size, MICRO_BATCHES, MICRO_BATCH_SIZE)
-    engine = Engine(ToyCLIP(logit_scale=START), settings(preset, precision=precision, **changes), parallel, batch)
+    model = ToyCLIP(logit_scale=START, dropout=dropout)
+    engine = Engine(model, settings(preset, precision=precision, **changes), parallel, batch)
     loss = ContrastiveLoss("inf_cl", group=engine.dp_group)
     losses, norms, scales = [], [], []
     if dropped:
@@ -48,7 +51,7 @@ def engine_steps(rank, world_size, preset, precision="fp32", resident=1, dropped
             encode=lambda pair: engine.encode(*pair),
             loss=loss,
             backward=engine.backward,
-            seeds=[0] * MICRO_BATCHES,
+            seeds=seeds_of(step, rank),
             scalar_values=engine.scalar_values,
             resident=resident,
         )
@@ -62,15 +65,19 @@ def engine_steps(rank, world_size, preset, precision="fp32", resident=1, dropped
     return losses, norms, scales, full_weights(engine, keep=True), last
 
 
+def seeds_of(step, rank):
+    return [micro_batch_seed(0, step, index, rank) for index in range(MICRO_BATCHES)]
+
+
 def expected(world_size, **options):
     batches = [global_batch(world_size * MICRO_BATCHES * MICRO_BATCH_SIZE, seed=step) for step in range(STEPS)]
     fixed = {"grad_clip_norm": CLIP, "weight_decay": DECAY, "max_logit_scale": CEILING, "logit_scale": START}
-    return oracle_steps(batches, **fixed, **options)
+    seeds = [[seed for rank in range(world_size) for seed in seeds_of(step, rank)] for step in range(STEPS)]
+    return oracle_steps(batches, **fixed, seeds=seeds, **options)
 
 
-def worst_error(state, reference):
-    assert set(state) == set(reference)
-    return max(float((state[n].double() - reference[n]).norm() / reference[n].norm()) for n in reference)
+def at_start():
+    return ToyCLIP(logit_scale=START).state_dict()
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
@@ -141,15 +148,54 @@ def test_the_clamp_of_logit_scale_holds_through_the_next_step(preset):
     assert float(state["logit_scale"]) <= CEILING + 1e-6
 
 
+IN_BF16 = [("zero1", "bf16"), ("zero2_bf16", "bf16"), ("zero3", "bf16"), ("zero3_offload", "bf16")]
+IN_BF16 += [(f"zero{stage}", "amp_bf16") for stage in range(4)]
+
+
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_bf16_parameters_follow_the_float64_steps_within_bf16_rounding(world_size):
+@pytest.mark.parametrize(("preset", "precision"), IN_BF16)
+def test_steps_in_bf16_follow_the_float64_ones_within_its_rounding(preset, precision, world_size):
     """Logits of +-90 carry the 2^-9 rounding of bf16 activations into the loss; hence 2e-2 and not less."""
-    losses, norms, scales, state, _ = run_ranks(engine_steps, world_size, "zero2_bf16", "bf16")[0]
+    follow_in_bf16(run_ranks(engine_steps, world_size, preset, precision)[0], expected(world_size))
+
+
+@pytest.mark.parametrize(("preset", "precision"), IN_BF16)
+def test_steps_in_bf16_with_dropout_follow_the_float64_ones_too(preset, precision):
+    """As `test_step_matrix` has it in fp32: each micro-batch drops what its seed says, in both passes."""
+    got = run_ranks(engine_steps, 2, preset, precision, resident=2, dropout=0.3)[0]
+    follow_in_bf16(got, expected(2, dropout=0.3))
+
+
+def follow_in_bf16(got, wanted):
+    losses, norms, scales, state, _ = got
     assert scales[0] == pytest.approx(START, abs=1e-6), "masters must start from unrounded values"
-    expected_losses, expected_norms, expected_state = expected(world_size)
+    expected_losses, expected_norms, expected_state = wanted
     assert losses == pytest.approx(expected_losses, rel=2e-2)
     assert norms == pytest.approx(expected_norms, rel=2e-2)
     assert worst_error(state, expected_state) < 5e-2
+    assert worst_update_error(state, expected_state, at_start()) < BF16_UPDATE
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_norm_weight_that_stays_at_its_start_or_moves_the_wrong_way_is_noticed(world_size):
+    """In relation to the parameter it is not: two of 5e-2 still are."""
+    *got, state, steps = run_ranks(engine_steps, world_size, "zero2_bf16", "bf16")[0]
+    wanted, start, name = expected(world_size), at_start(), "image.1.weight"
+    follow_in_bf16((*got, state, steps), wanted)
+    for way, error in ((0, 1), (-1, 2)):
+        wrong = state | {name: start[name] + way * (state[name] - start[name])}
+        assert worst_error(wrong, wanted[2]) < 5e-2
+        assert worst_update_error(wrong, wanted[2], start) == pytest.approx(error, rel=BF16_UPDATE)
+        with pytest.raises(AssertionError):
+            follow_in_bf16((*got, wrong, steps), wanted)
+
+
+def test_a_parameter_that_is_not_a_number_is_noticed():
+    """Python's max takes the first of two when the second is NaN."""
+    _, _, state = expected(1)
+    wrong = state | {"text.4.bias": state["text.4.bias"] * math.nan}
+    assert worst_error(state, state) == 0 and math.isnan(worst_error(wrong, state))
+    assert math.isnan(worst_update_error(wrong, state, at_start()))
 
 
 def misaligned_parameters(rank, world_size, preset, precision):
@@ -216,6 +262,8 @@ def test_a_step_that_is_not_finite_changes_nothing(preset, tmp_path):
         batches, grad_clip_norm=CLIP, weight_decay=DECAY, max_logit_scale=CEILING, logit_scale=START
     )
     assert worst_error(state, expected_state) < (5e-2 if precision == "bf16" else 1e-5)
+    if precision == "bf16":
+        assert worst_update_error(state, expected_state, at_start()) < BF16_UPDATE
 
 
 def accumulate_ones(rank, world_size, preset):

@@ -9,6 +9,7 @@ import torch
 
 from infcl.config import BatchPlan
 from tests.ranks import run_ranks
+from tests.step_oracle import worst_error, worst_update_error
 from tests.tensor_parallel import LAYOUTS, LR, global_batch, layout, new_model, oracle, settings, train_steps
 from tests.test_engine_traps import fp16_allowed
 
@@ -61,17 +62,20 @@ def test_sequence_parallel_packed_and_compiled_steps_equal_them_too(size, copies
     check(run_ranks(steps_of, size * copies, size, preset, flags, timeout=seconds), copies)
 
 
-def test_bf16_parameters_follow_within_their_rounding():
+@pytest.mark.parametrize(
+    ("preset", "precision"), [("zero1", "bf16"), ("zero2_bf16", "bf16"), ("zero3", "bf16"), ("zero1", "amp_bf16")]
+)
+def test_steps_in_bf16_follow_within_its_rounding(preset, precision):
     """Masters start unrounded; activations are rounded to 8 bits, in parts and in sums of parts, and each step's
-    rounding moves the parameters that the next one starts from."""
-    losses, norms, _, state = run_ranks(steps_of, 4, 2, "zero2_bf16", {"precision": "bf16"})[0]
+    rounding moves the parameters that the next one starts from. Seen: 5.2e-2 of a parameter's update; of the first
+    norm 5e-3, under autocast 2.5e-2 (1.1e-2 without tensor parallelism)."""
+    losses, norms, _, state = run_ranks(steps_of, 4, 2, preset, {"precision": precision})[0]
     expected_losses, expected_norms, _, expected_state = oracle(2, STEPS)
     assert losses == pytest.approx(expected_losses, rel=2e-2)
-    assert norms[0] == pytest.approx(expected_norms[0], rel=2e-2)
+    assert norms[0] == pytest.approx(expected_norms[0], rel=2e-2 if precision == "bf16" else 5e-2)
     assert norms == pytest.approx(expected_norms, rel=0.15)
-    for name, reference in expected_state.items():
-        if not name.endswith("in_proj_bias"):
-            assert float((state[name].double() - reference).norm() / reference.norm()) < 5e-2, name
+    assert worst_error(state, expected_state) < 5e-2
+    assert worst_update_error(state, expected_state, new_model().state_dict()) < 0.11
 
 
 def steps_in_fp16(rank, world_size, size, preset, flags):
@@ -91,7 +95,8 @@ def fp16_preset(path, stage: int) -> str:
     [(2, 2, 1, {}), (4, 1, 2, {"sequence_parallel": True}), (2, 2, 3, {"sequence_parallel": True})],
 )
 def test_fp16_parameters_follow_within_their_rounding(size, copies, stage, flags, tmp_path):
-    """The norms, and so the clip, are those of gradients that no loss scale multiplies. Seen: 7e-3, 8e-3 of a norm."""
+    """The norms, and so the clip, are those of gradients that no loss scale multiplies. Seen: 7e-3, 8e-3 of a norm
+    and of a parameter's update."""
     expected_losses, expected_norms, expected_tower_norms, expected_state = oracle(copies, STEPS)
     preset = fp16_preset(tmp_path / "preset.json", stage)
     for losses, norms, tower_norms, state in run_ranks(steps_in_fp16, size * copies, size, preset, flags):
@@ -99,8 +104,8 @@ def test_fp16_parameters_follow_within_their_rounding(size, copies, stage, flags
         assert norms == pytest.approx(expected_norms, rel=2e-2)
         for got, wanted in zip(tower_norms, expected_tower_norms):
             assert got == pytest.approx(wanted, rel=2e-2)
-        for name, reference in expected_state.items():
-            assert float((state[name].double() - reference).norm() / reference.norm()) < 2e-2, name
+        assert worst_error(state, expected_state) < 2e-2
+        assert worst_update_error(state, expected_state, new_model().state_dict()) < 1.6e-2
 
 
 POISONED = {1: "visual.ln_pre.weight", 3: "logit_scale"}  # step -> a whole parameter
