@@ -14,8 +14,8 @@ from infcl.train.pieces import Piece
 from infcl.train.run_folder import RunFolder
 from tests.open_clip_stub import import_timm_optimizers
 from tests.ranks import run_ranks
-from tests.step_oracle import EPS, LR
-from tests.test_engine import engine_steps, expected, worst_error
+from tests.step_oracle import EPS, LR, worst_error
+from tests.test_engine import engine_steps, expected
 from tests.test_trainer import demo_config, refusal, run_losses
 
 FACTOR_FROM = 8  # the toy's matrices are 20 x 12, 8 x 20, 20 x 10

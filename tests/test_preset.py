@@ -15,8 +15,8 @@ from infcl.train.engine import Engine
 from infcl.train.preset import describe_zero, offloads, read_preset, zero_stage
 from tests.checkout import ROOT
 from tests.ranks import run_ranks
-from tests.step_oracle import ToyCLIP, global_batch
-from tests.test_engine import engine_steps, expected, settings, worst_error
+from tests.step_oracle import ToyCLIP, global_batch, worst_error
+from tests.test_engine import engine_steps, expected, settings
 
 
 def preset_file(tmp_path, content) -> str:

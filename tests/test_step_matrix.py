@@ -7,8 +7,8 @@ import torch
 from infcl.config import BatchPlan
 from infcl.parallel import micro_batch_seed
 from tests.ranks import run_ranks
-from tests.step_oracle import EPS, LR, ToyCLIP, dense_loss, global_batch
-from tests.test_engine import settings, worst_error
+from tests.step_oracle import EPS, LR, ToyCLIP, dense_loss, global_batch, worst_error
+from tests.test_engine import settings
 
 MICRO_BATCHES, MICRO_BATCH_SIZE, DROPOUT = 4, 3, 0.3
 

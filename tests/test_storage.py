@@ -129,8 +129,8 @@ def test_a_stalled_shard_costs_its_samples_and_not_the_run(web, options, tmp_pat
     (tmp_path / "served" / "00000.tar").unlink()
     used = {int(i) for (batch,) in loader for i in batch["ids"]}
     assert used == set(range(6, 15))
-    assert loader.report()["skipped/shard_missing"] >= 6 and "skipped/shard_missing in http" in loader.table()
-    assert list(loader.report_by_shard()) == [url + "/00000.tar"]
+    assert loader.report()["skipped/shard_missing"] >= 6
+    assert f"skipped/shard_missing in {url}/00000.tar" in loader.table() and loader.table().count(" in http") == 1
 
 
 def test_a_shard_that_is_replaced_on_the_server_is_noticed(web, options, tmp_path):

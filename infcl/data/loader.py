@@ -200,13 +200,6 @@ class StepLoader:
         lines += [f"{count:>10}  skipped/{cause} in {shard}" for (shard, cause), count in worst]
         return "\n".join(line.rstrip() for line in lines)
 
-    def report_by_shard(self) -> dict[str, dict[str, int]]:
-        """{shard: {cause: skipped samples}} of this rank, for the shards that had any."""
-        result: dict[str, dict[str, int]] = {}
-        for (shard, cause), count in self._by_shard.items():
-            result.setdefault(shard, {})[cause] = count
-        return result
-
     def worker_memory_mb(self) -> list[float]:
         """Resident memory of this rank's worker processes after their last batch; empty before the first."""
         return self._source.board.memory_mb()
