@@ -65,7 +65,7 @@ HEADER = f"{'samples/s':>9} {'per GPU':>8} {'MFU':>6} {'HFU':>6} {'GiB':>6}  sec
 def main() -> None:
     options, trainer_flags = _parse(sys.argv[1:])
     if options.peer is not None:
-        require_gpus("benchmarks.step")
+        require_gpus("benchmarks.step", 1 if "RANK" in os.environ else options.gpus)
     if options.sweep is not None:
         (_sweep_in_process if options.one_process else _sweep)(options)
     elif options.gpus > 1 and "RANK" not in os.environ:

@@ -208,14 +208,20 @@ def test_from_another_folder_the_default_preset_is_the_checkouts_and_the_same_ru
     assert settings == settings_of(here)
 
 
-def test_a_relative_preset_is_of_the_working_directory(tmp_path, monkeypatch):
+def test_a_relative_preset_is_of_the_working_directory_and_never_the_default(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for given in ("zero1", "zero3"):
         with pytest.raises(ValueError, match=f"{given}.json: no such file .*like {ROOT}/ds_configs/zero1.json"):
             parse_args([*SYNTHETIC, "--deepspeed_config", f"ds_configs/{given}.json"])
     (tmp_path / "ds_configs").mkdir()
     (tmp_path / "ds_configs" / "zero1.json").write_text("{}")
-    assert parse_args(SYNTHETIC).deepspeed_config == "ds_configs/zero1.json"
+    default = parse_args(SYNTHETIC)
+    assert default.deepspeed_config == f"{ROOT}/ds_configs/zero1.json"
+    named = parse_args([*SYNTHETIC, "--deepspeed_config", "ds_configs/zero1.json"])
+    assert read_preset(named, "cpu")[0] == {}
+    (tmp_path / "config.json").write_text(default.to_json())
+    changed = RunFolder(tmp_path).other_flags(named)  # a run that resumes under it is told so
+    assert changed == [f"deepspeed_config ds_configs/zero1.json there, {tmp_path.resolve()}/ds_configs/zero1.json now"]
 
 
 def test_without_a_checkout_the_missing_preset_is_told(tmp_path, monkeypatch):

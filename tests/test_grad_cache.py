@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from infcl.step.grad_cache import grad_cache_step
-from tests.step_oracle import ToyCLIP, dense_loss, global_batch, whole_batch_gradients
+from tests.step_oracle import ToyCLIP, dense_loss, global_batch, whole_batch_gradients, worst_error
 
 
 def merge(micro_batches):
@@ -24,10 +24,6 @@ def cached_gradients(model, micro_batches, seeds, encode=None, **options):
         **options,
     )
     return output, {name: p.grad.clone() for name, p in model.named_parameters()}
-
-
-def worst_error(got, expected):
-    return max(float((got[name] - expected[name]).norm() / expected[name].norm()) for name in expected)
 
 
 @pytest.mark.parametrize("sizes", [[7], [5, 5, 5], [3, 4, 1, 5]])

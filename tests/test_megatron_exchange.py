@@ -1,5 +1,6 @@
 """Rows between tensor-parallel ranks, and products over them, equal what one process computes from all rows."""
 
+import math
 import os
 
 import pytest
@@ -42,8 +43,9 @@ def product_errors(rank, size, device="cpu", dtype=torch.float64, shape=(3, 5), 
         }
         for what in want:
             pairs = zip(*([x] if isinstance(x, torch.Tensor) else x for x in (got[what], want[what])))
-            error = max(float((a.double() - b).abs().max() / b.abs().max()) for a, b in pairs)
-            worst[what] = max(error, worst.get(what, 0))
+            errors = [float((a.double() - b).abs().max() / b.abs().max()) for a, b in pairs]
+            assert all(map(math.isfinite, errors)), (what, errors)
+            worst[what] = max(*errors, worst.get(what, 0))
     return worst
 
 

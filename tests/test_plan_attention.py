@@ -33,7 +33,14 @@ def test_own_attention_is_planned_where_training_has_it():
         setting = Setting(**given, gpu=load_gpu("h200"), gpus=1, global_batch=1024, micro_batch=128)
         return tower_time.tower_phases(setting.with_(attention=attention, **changes))[0].seconds
 
-    for name, tokens in (("ViT-B-32", None), ("ViT-B-32", 20), ("ViT-B-32", 70), ("ViT-L-14", None)):
+    for name, tokens in (
+        ("ViT-B-32", None),
+        ("ViT-B-32", 20),
+        ("ViT-B-32", 70),
+        ("ViT-B-16", None),
+        ("ViT-B-16", 20),
+        ("ViT-L-14", None),
+    ):
         assert seconds(name, "auto", tokens) < 0.99 * seconds(name, "torch", tokens)
     assert seconds("ViT-B-32", "triton", 20) == seconds("ViT-B-32", "auto", 20)
     assert seconds("ViT-B-32", "auto", precision="fp32") == seconds("ViT-B-32", "torch", precision="fp32")

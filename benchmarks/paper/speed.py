@@ -47,7 +47,8 @@ def _cell(found: list[dict]) -> str:
     times = sorted(row["median_ms"] for row in newest(found) if row["median_ms"] != "")
     spread = times[-1] > 1.03 * times[0]
     shown = f"{ms(times[0])}-{ms(times[-1])}" if spread else ms(found[-1]["median_ms"])
-    deviation = "" if spread or found[-1]["repeats"] == 1 else f" +- {found[-1]['std_ms']:.2g}"
+    std = found[-1]["std_ms"]
+    deviation = "" if spread or found[-1]["repeats"] == 1 else f" +- {std:.2g}" if std < 99.5 else f" +- {std:,.0f}"
     return f"{shown}{deviation} ms, {size(found[-1]['extra_mib'])}"
 
 

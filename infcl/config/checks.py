@@ -6,7 +6,7 @@ import math
 import re
 from pathlib import Path
 
-from infcl.config.settings import AUGMENTATIONS, DEFAULT_PRESET, TrainConfig, default_preset, option_of
+from infcl.config.settings import AUGMENTATIONS, DEFAULT_PRESET, TrainConfig, option_of, shipped_preset
 
 POSITIVE = (
     "accum_freq",
@@ -271,7 +271,7 @@ def _check_plain_path(option: str, value: str | None) -> None:
 
 
 def _preset_meant() -> str:
-    preset = default_preset()
+    preset = shipped_preset()
     if Path(preset).exists():
         return f"it takes a file, like {preset}"
     return f"it takes a file, like {DEFAULT_PRESET} of infcl's repository, which pip does not install"

@@ -6,7 +6,7 @@ import dataclasses
 import difflib
 
 from infcl.config.checks import is_table, validate
-from infcl.config.settings import TrainConfig, default_preset, option_of
+from infcl.config.settings import TrainConfig, option_of, shipped_preset
 
 _GATHERING = "not needed: every loss here is over all ranks, with exact gradients"
 _OF_OTHERS = {  # flags of open_clip, transformers' Trainer and others, with dashes: what is said of them
@@ -35,8 +35,8 @@ _OF_OTHERS = {  # flags of open_clip, transformers' Trainer and others, with das
     "--fp16": "--precision fp16 here",
     "--amp": "--precision amp_bf16 here",
     "--gradient-clipping": "--grad-clip-norm here",
-    "--zero-stage": "--deepspeed_config ds_configs/zero1.json here",
-    "--offload": "--deepspeed_config ds_configs/zero3_offload.json here",
+    "--zero-stage": "--deepspeed_config here, with ds_configs/zero1.json of the checkout or another",
+    "--offload": "--deepspeed_config here, with ds_configs/zero3_offload.json of the checkout",
     "--num-gpus": "the launcher's, before pretrain_clip.py",
     "--data": "--train-data here",
     "--dataset": "--train-data here",
@@ -104,7 +104,7 @@ def make_parser() -> argparse.ArgumentParser:
         spellings = [option_of(entry.name)] + (["--micro-batch-size"] if entry.name == "batch_size" else [])
         if entry.name == "deepspeed_config":
             spellings.append("--deepspeed-config")
-            default = default_preset()
+            default = shipped_preset()
         if entry.type in (bool, "bool"):
             options["action"] = "store_true"
         else:

@@ -21,9 +21,14 @@ DEFAULT_PRESET = "ds_configs/zero1.json"
 _SHIPPED_PRESET = Path(__file__).resolve().parents[2] / DEFAULT_PRESET  # of a checkout; pip installs none
 
 
-def default_preset() -> str:
-    """DEFAULT_PRESET as the working directory has it; where it has none the checkout's, beside pretrain_clip.py."""
-    return DEFAULT_PRESET if Path(DEFAULT_PRESET).exists() or not _SHIPPED_PRESET.exists() else str(_SHIPPED_PRESET)
+def shipped_preset(name: str = "zero1") -> str:
+    """ds_configs/NAME.json of the checkout, beside pretrain_clip.py; by its short name there, and where there is none.
+
+    A file of that name in another working directory is somebody's own: it is taken where a flag names it.
+    """
+    short, shipped = f"ds_configs/{name}.json", _SHIPPED_PRESET.with_name(f"{name}.json")
+    there = shipped.exists() and not (Path(short).exists() and shipped.samefile(short))
+    return str(shipped) if there else short
 
 
 def pairs_or_auto(text: str) -> int:
@@ -247,10 +252,14 @@ class TrainConfig:
     debug: bool = _flag(False, "run", "show tracebacks of configuration errors and debug logging")
 
     def to_json(self) -> str:
-        """The checkout's default preset is written as the flag's default: it is the same run from any folder."""
+        """The checkout's default preset is written as the flag's default: it is the same run from any folder. Another
+        file of its name is not, and is written with its folder.
+        """
         fields = dataclasses.asdict(self)
         if fields["deepspeed_config"] == str(_SHIPPED_PRESET):
             fields["deepspeed_config"] = DEFAULT_PRESET
+        elif fields["deepspeed_config"] == DEFAULT_PRESET != shipped_preset() and Path(DEFAULT_PRESET).exists():
+            fields["deepspeed_config"] = str(Path(DEFAULT_PRESET).resolve())
         return json.dumps(fields, indent=2) + "\n"
 
 

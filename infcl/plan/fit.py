@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from infcl.config import BatchPlan, TrainConfig
+from infcl.config.settings import shipped_preset
 from infcl.parallel import Parallel, max_over
 from infcl.plan.host import host_bytes, host_parts
 from infcl.plan.memory import Load, load_of_run, parameter_counts, parts_of
@@ -165,7 +166,8 @@ class Fit:
     def _zero_3_flags(self) -> list[str]:
         """Those of ZeRO-3 in this precision, where it is the other preset that asks for it."""
         in_preset = any(self.preset.get(name, {}).get("enabled") for name in ("bf16", "fp16"))
-        return ["--deepspeed_config ds_configs/zero3.json", *([f"--precision {self.precision}"] if in_preset else [])]
+        precision = [f"--precision {self.precision}"] if in_preset else []
+        return [f"--deepspeed_config {shipped_preset('zero3')}", *precision]
 
 
 def _gib(size: float) -> str:

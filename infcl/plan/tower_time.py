@@ -5,14 +5,17 @@ A block of width w takes, for each token of L and forward:
     products     (8 + 4 ratio) w^2 flops, at PRODUCTS of the profile's rate       split over T ranks
     attention    4 P^2 w / L flops, at ATTENTION of it (wider heads are faster),   split over T ranks
                  CAUSAL or MASKED times as long; where --attention auto takes
-                 the Triton kernels, at OURS of it, in their smaller tiles
+                 the Triton kernels, in their smaller tiles: of one tile at
+                 ONE_TILE of the rate, of blocks at BLOCKS
     the rest     w times what the profile's efficiency leaves at ViT-L-14's width  split but for UNSPLIT
     sums         two of m L w values over the host's links                         T > 1
 
 so narrow towers reach less of a GPU than wide ones. A backward takes two forwards. The constants are of ViT-L-14 on
 H200s, profiled block by block (docs/results/tensor_parallel_blocks.csv); ATTENTION lies between those of ViT-B-32,
 ViT-B-16 and ViT-L-14 (0.36 to 0.45), all of cuDNN in 16 bits with heads of 64, and is taken for every GPU and type, as
-OURS is (docs/results/attention.csv: 0.21 to 0.31 of whole sequences, a forward being a quarter of two and a backward).
+ONE_TILE and BLOCKS are. Of a layer alone, whole sequences, forward and backward, these take 0.22 to 0.31 and 0.20 to
+0.25 (docs/results/attention.csv); what cuDNN's copy together there, "the rest" holds already, so a layer of blocks is
+planned faster than it is by itself, and steps of ViT-B-16 and ViT-L-14 with it are within 4% (step_attention.csv).
 
 Sizes: m samples, L tokens of one (in cuDNN's attention, of packed captions: places of a row), P: L rounded up to whole
 tiles of attention, T tensor-parallel ranks, M micro-batches.
@@ -26,7 +29,7 @@ from infcl.towers.config import kept_patches
 from infcl.towers.flops import forward_flops
 from infcl.train.attention import BLOCK, LONGEST, SHORT, unfit
 
-PRODUCTS, ATTENTION, OURS = 0.91, 0.4, 0.25
+PRODUCTS, ATTENTION, ONE_TILE, BLOCKS = 0.91, 0.4, 0.25, 0.3
 TILE = 128  # tokens: cuDNN's attention computes 50 as 128, and 257 as 384
 CAUSAL, MASKED = 1.6, 2.0  # of attention, a tile: captions of 77 and rows of 160 (docs/log.md)
 UNSPLIT = 0.43  # of the rest: norms and residuals, which each of T ranks computes whole, but for sequence parallelism
@@ -109,12 +112,12 @@ def _shapes(setting: Setting) -> list[_Shape]:
     tokens, length = 1 + kept_patches(vision.num_patches, vision.patch_dropout), text.context_length
     row, causal, head = setting.caption_row, not text.no_causal_mask, text.width // text.heads
     if _ours(setting, tokens, vision.head_width, causal=False):
-        images = _flops(tokens, _own_places(tokens), vision.width) / OURS
+        images = _own_flops(tokens, tokens, vision.width)
     else:
         images = _flops(tokens, _places(tokens), vision.width) / ATTENTION
     if _ours(setting, row // 2 if row else length, head, causal=causal):
-        tile = _own_places(min(2 * length, row // 2) if row else length)  # captions vary: those of twice the mean
-        texts = _flops(length, tile, text.width) / OURS
+        longest = min(2 * length, row // 2) if row else length  # captions vary: those of twice the mean
+        texts = _own_flops(length, longest, text.width)
     else:
         slower = MASKED if row else CAUSAL if causal else 1.0
         texts = slower * _flops(row or length, _places(row or length), text.width) / ATTENTION
@@ -132,6 +135,11 @@ def _ours(setting: Setting, length: int, head: int, *, causal: bool) -> bool:
 def _flops(length: int, places: int, width: int) -> float:
     """Of a token, where so many places are computed for `length` of them."""
     return 4 * places**2 / length * width
+
+
+def _own_flops(length: int, longest: int, width: int) -> float:
+    """Of a token of kernels/triton_attention.py, over what it takes of the rate, in tiles for `longest` tokens."""
+    return _flops(length, _own_places(longest), width) / (ONE_TILE if longest <= LONGEST else BLOCKS)
 
 
 def _places(length: int) -> int:

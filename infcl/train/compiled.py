@@ -205,7 +205,7 @@ def _try(
 ) -> None:
     """Compile and run a copy of `blocks` as training will: without gradients, and (the smallest batch) with them.
 
-    RuntimeError where `run` computes something else than `eager`.
+    SomethingElse where `run` is not what `eager` is.
     """
     blocks = copy.deepcopy(blocks).to(device, PARAMETER_DTYPES.get(precision, torch.float32))
     trained = {name: parameter for name, parameter in blocks.named_parameters() if parameter.requires_grad}
@@ -238,7 +238,7 @@ def _two_a_row(inputs: Inputs, rows: int, device: torch.device) -> torch.Tensor:
 def _try_embedding(
     embedding: CompiledEmbedding, cfg: VisionConfig, device: torch.device, precision: str, *, trained: bool = True
 ) -> None:
-    """Run its functions as `_try` runs blocks. RuntimeError where one computes something else than the eager one."""
+    """Run its functions as `_try` runs blocks. SomethingElse where one is not what the eager one is."""
     dtype = PARAMETER_DTYPES.get(precision, torch.float32)
     apart = APART[torch.bfloat16 if precision == "amp_bf16" else dtype]
     tokens = 1 + (kept_patches(cfg.num_patches, cfg.patch_dropout) if trained else cfg.num_patches)

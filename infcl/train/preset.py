@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from infcl.config import BatchPlan, TrainConfig
+from infcl.config.settings import shipped_preset
 from infcl.parallel import Parallel
 from infcl.towers.transformer import ResidualBlock
 
@@ -68,7 +69,7 @@ def read_preset(config: TrainConfig, device_type: str, ranks: int | None = None,
         if preset.get("zero_optimization", {}).get(name, {}).get("device") == "nvme":
             raise ValueError(
                 f"--deepspeed_config {path} has {name} on nvme: checkpoints read and write whole values of the state, "
-                'which is not in memory there; use "device": "cpu", as ds_configs/zero3_offload.json does'
+                f'which is not in memory there; use "device": "cpu", as {shipped_preset("zero3_offload")} does'
             )
     if preset.get("zero_optimization", {}).get("round_robin_gradients"):
         raise ValueError(
@@ -113,12 +114,12 @@ def check_stage(stage: int, precision: str, *, offloads: bool, source: str) -> N
     if stage == 0 and precision in ("bf16", "fp16"):
         raise ValueError(
             f"--precision {precision} needs ZeRO stage >= 1 ({source} has stage 0, where DeepSpeed keeps no exact fp32 "
-            "masters); use ds_configs/zero1.json or --precision amp_bf16"
+            f"masters); use {shipped_preset()} or --precision amp_bf16"
         )
     if stage == 0 and offloads:
         raise ValueError(
             f"offloading the optimizer needs ZeRO stage >= 1 ({source} has stage 0, where DeepSpeed leaves it on the "
-            "GPU); use ds_configs/zero3_offload.json"
+            f"GPU); use {shipped_preset('zero3_offload')}"
         )
 
 
