@@ -1,6 +1,7 @@
 """The trainers that benchmarks.peers_train starts: the flags of each, and how another's runs in a process of ours.
 
     open_clip   open_clip_train.main of the installed open_clip_torch; 3.3 was tested; it wants pandas beside it
+    inf_clip    inf_clip/train/main.py of a checkout of DAMO-NLP-SG/Inf-CLIP, with the inf_cl in it; d9f2833 was read
     fast_clip   src/training/main.py of a checkout of Optimization-AI/fast_clip; efd89d5 was tested
     eva_clip    EVA-CLIP/rei/training/main.py of a checkout of baaivision/EVA; 5623d08 was tested
     infcl       pretrain_clip.py
@@ -12,6 +13,13 @@ The code of others runs as it is, but for what keeps it from starting on one GPU
     torch._six        left torch in 2.0; eva_clip imports infinity from it, and gets a module with that
     end of a shard    webdataset 1.0 marks it by an item that fast_clip's reader takes for a file: marks are turned off
     model configs     a name that a program does not know (eva_clip: ViT-L-14) comes from infcl/model_configs
+    RANK, MASTER_...  inf_clip asks the environment for a group of a single process too: it gets what torchrun gives
+
+inf_clip trains with --infloss, and with its gradient cache where it accumulates, on GPUs alone (its models are in DDP,
+its memory is asked of NVML). Its log has means: `Batch (t)` is that of the steps since the line before. A line for each
+step would be its time, but for each line it takes the norm of each parameter's gradient and waits for it, some 450
+waits for ViT-L-14's, so it logs the first and the last step only. Each step's time is ours: torch's hook behind the
+optimizer's step, where the GPU is waited for as the lines of others' logs do. Their mean has to be its log's.
 
 eva_clip's amp_bf16 makes weights and AdamW's states bfloat16; so that these are float32, as the others' are, it gets
 amp, float16 with a loss scaler. Its recipes add DeepSpeed, and its EVA02 towers need xformers, and apex for their fused
@@ -25,16 +33,20 @@ import json
 import math
 import os
 import re
+import statistics
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
+from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
 
 import torch
 import torch.distributed as dist
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from infcl.towers.config import load_model_config
 
@@ -43,6 +55,7 @@ V3 = (
     "--fastclip --multiply_tau --temperature_scheme global_learnable --lr_tau 2e-4 --lr_tau_scheduler step_thresh "
     "--rho 6.5 --gamma 0.2 --gamma_schedule cosine --gamma_decay_epochs 18"
 )
+Reader = Callable[[str], list[float]]  # a log -> samples/s of all GPUs, of each step
 
 
 @dataclass(frozen=True)
@@ -56,6 +69,7 @@ class Trainer:
     folders: tuple[str, ...] = ()  # of its checkout, where it is imported from; none: it is installed
     data: Callable[[dict, Path], None] = lambda setting, folder: None  # writes what it trains on
     prepare: Callable[[], None] = lambda: None  # in its process, before it is imported
+    reader: Callable[[list[str]], Reader] = lambda flags: rates_of  # made when it starts, asked when it has ended
     autocast: str = "amp_bf16"  # its name of 16-bit autocast over float32 weights
     compiles: bool = True
     accumulates: bool = True
@@ -79,18 +93,51 @@ def train(program: str, flags: list[str]) -> dict[str, list[float]]:
         flags[at] = Path(flags[at]).stem
     elif flags[at] not in models.list_models():
         models.add_model_config(ROOT / "infcl" / "model_configs")
+    rates_of_log, rates = trainer.reader(flags), []
     import_module(trainer.module).main(flags)
-    rates = []
     if os.environ.get("RANK", "0") == "0":
         log = next(Path("none").glob(f"{program}*/out.log"))  # eva_clip puts the hour behind the name
-        rates = rates_of(log.read_text())
+        rates = rates_of_log(log.read_text())
     peak = torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else 0.0
     return {"samples_per_second": rates, "waiting": [], "peak_gib": [peak]}
 
 
 def rates_of(log: str) -> list[float]:
-    """Samples/s of all GPUs, of each step in a log."""
+    """A `Reader` of logs with a line for each step that says its rate."""
     return [float(rate) for rate in re.findall(r"Batch \(t\): \S+, ([\d.e+]+)/s", log)]
+
+
+def timed(flags: list[str]) -> Reader:
+    """Times each optimizer step from here on (the first with all that is before it), and holds their mean to the log's.
+
+    The reader raises RuntimeError where the log says otherwise.
+    """
+    times = [time.perf_counter()]
+
+    def note(*_: object) -> None:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        times.append(time.perf_counter())
+
+    hook = register_optimizer_step_post_hook(note)
+    numbers = [int(flags[flags.index(name) + 1]) for name in ("--batch-size", "--accum-freq")]
+    pairs = math.prod(numbers) * int(os.environ.get("WORLD_SIZE", "1"))
+
+    def rates(log: str) -> list[float]:
+        hook.remove()
+        seconds = [end - start for start, end in pairwise(times)]
+        ours, said = statistics.mean(seconds[1:]), mean_seconds(log)
+        if abs(ours - said) > 0.001 + 0.02 * said:  # its log has three decimals
+            raise RuntimeError(f"a step took {ours:.4f} s in the mean, but {said} s in the program's log")
+        return [pairs / step for step in seconds]
+
+    return rates
+
+
+def mean_seconds(log: str) -> float:
+    """Of the steps behind the first, in inf_clip's log with a line for the first step and one for the last."""
+    _, mean = re.findall(r"Batch \(t\): ([\d.]+) LR", log)
+    return float(mean)
 
 
 def _infcl_flags(setting: dict, device: str, folder: str) -> list[str]:
@@ -102,6 +149,11 @@ def _infcl_flags(setting: dict, device: str, folder: str) -> list[str]:
 def _open_clip_flags(setting: dict, device: str, folder: str) -> list[str]:
     flags = ["--dataset-type", "synthetic", "--accum-freq", str(setting["accum_freq"]), "--device", device]
     return flags + _torchcompile(setting) + _local_loss(setting) + LOG
+
+
+def _inf_clip_flags(setting: dict, device: str, folder: str) -> list[str]:
+    flags = ["--dataset-type", "synthetic", "--accum-freq", str(setting["accum_freq"]), "--infloss"]
+    return [*flags, *_torchcompile(setting), "--log_dir", "none", "--log-every-n-steps", str(10**9)]
 
 
 def _fast_clip_flags(setting: dict, device: str, folder: str) -> list[str]:
@@ -151,6 +203,11 @@ def _shards(setting: dict) -> int:
     return max(1, setting["workers"]) * setting["gpus"]
 
 
+def _prepare_inf_clip() -> None:
+    if "WORLD_SIZE" not in os.environ:
+        os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+
+
 def _prepare_fast_clip() -> None:
     import webdata
 
@@ -173,6 +230,15 @@ def _group_of_one() -> None:
 TRAINERS = {  # in the order of rows
     "open_clip": Trainer(
         _open_clip_flags, module="open_clip_train.main", models="open_clip", packages=("open_clip_train", "pandas")
+    ),
+    "inf_clip": Trainer(
+        _inf_clip_flags,
+        module="inf_clip.train.main",
+        models="inf_clip",
+        packages=("pandas", "braceexpand", "ftfy", "pynvml", "regex", "torchvision", "triton"),
+        folders=(".",),
+        prepare=_prepare_inf_clip,
+        reader=timed,
     ),
     "fast_clip": Trainer(
         _fast_clip_flags,

@@ -1,6 +1,7 @@
 """Trainers of others and ours side by side, each started as its users start it: `python -m benchmarks.peers_train`.
 
     open_clip   the installed open_clip_torch
+    inf_clip    --inf-clip DIR, a checkout; on GPUs only; it wants nvidia-ml-py (pynvml), pandas, ftfy and braceexpand
     fast_clip   --fast-clip DIR, a checkout
     eva_clip    --eva-clip DIR, a checkout
     infcl       pretrain_clip.py
@@ -9,16 +10,17 @@ The same model, precision, micro-batch and accumulation, one process a GPU, synt
 program has it by default (benchmarks/peer_trainers.py has the flags, and what it takes to start each); with several
 GPUs open_clip and eva_clip get --local-loss --gather-with-grad. Every setting runs in processes of its own; a kind of
 blocks or an accumulation that a program has not is left out. A row: samples/s as each program says them for each step
-(all wait for the GPU there), median, mean and standard deviation of the steps after --warm-up, and peak memory
-(torch's, rank 0). These differences stay:
+(all wait for the GPU there; inf_clip says means, so its steps are timed behind its optimizer's), median, mean and
+standard deviation of the steps after --warm-up, and peak memory (torch's, rank 0). These differences stay:
 
     precision     eva_clip's autocast is to float16: with bfloat16 its weights and AdamW's states would be in it too
     objective     fast_clip's is another, FastCLIP-v3: its rate says what a step of it costs, not what it is worth
-    data          synthetic images of open_clip and eva_clip go through PIL's crop in --workers processes; fast_clip
-                  wants a number in each sample, so it reads JPEGs from shards, and its steps are rounded up to a
-                  multiple of --workers; ours are drawn once, so "waiting" is the share of a step that infcl waited
-                  for data; what the others call so holds their wait for the GPU
-    accumulation  with --accum-freq above 1 open_clip takes the loss once for each micro-batch, and keeps all pixels
+    data          synthetic images of open_clip, inf_clip and eva_clip go through PIL's crop in --workers processes;
+                  fast_clip wants a number in each sample, so it reads JPEGs from shards, and its steps are rounded up
+                  to a multiple of --workers; ours are drawn once, so "waiting" is the share of a step that infcl
+                  waited for data; what the others call so holds their wait for the GPU
+    accumulation  with --accum-freq above 1 open_clip takes the loss once for each micro-batch, inf_clip (a gradient
+                  cache) and infcl once for all; open_clip and inf_clip keep all pixels on the GPU
 
 A setting that fails or hangs (--time-out) becomes a row that says so.
 """
@@ -47,6 +49,7 @@ COLUMNS = (
     "global_batch", "status", "samples_per_second", "mean", "std", "steps", "waiting", "peak_gib", "workers",
     "device", "torch", "triton", "commit",
 )  # fmt: skip
+SOURCES = {"inf_clip": "DAMO-NLP-SG/Inf-CLIP", "fast_clip": "Optimization-AI/fast_clip", "eva_clip": "baaivision/EVA"}
 RESULT = "RESULT "
 
 
@@ -91,9 +94,10 @@ def what_is_missing(program: str, checkout: Checkout | None) -> str:
     trainer, flag = TRAINERS[program], "--" + program.replace("_", "-")
     if trainer.folders and checkout is None:
         return f"{program} needs {flag}, a checkout"
-    for folder in trainer.folders:
-        if not (checkout.folder / folder).is_dir():
-            return f"{flag}: no folder {folder} in {checkout.folder}"
+    if trainer.folders:
+        package = Path(trainer.folders[0], trainer.module.partition(".")[0])
+        if not (checkout.folder / package).is_dir():
+            return f"{flag}: no folder {package} in {checkout.folder}"
     names = [name for name in trainer.packages if importlib.util.find_spec(name) is None]
     return f"{program}'s trainer needs the packages {', '.join(names)} (docs/peers.md)" if names else ""
 
@@ -234,7 +238,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--programs", default=None, help="comma-separated; default: all whose checkout is given or not needed"
     )
-    for name, source in (("fast_clip", "Optimization-AI/fast_clip"), ("eva_clip", "baaivision/EVA")):
+    for name, source in SOURCES.items():
         parser.add_argument(
             f"--{name.replace('_', '-')}", type=_checkout, metavar="DIR", default=None,
             help=f"a checkout of {source}, or DIR@COMMIT where it is unpacked without git's folder",

@@ -394,12 +394,12 @@ COMMANDS = [
     ),
     Command(
         "python -m benchmarks.peers_train --csv docs/results/peers_train.csv "
-        "--fast-clip ../fast_clip --eva-clip ../EVA",
+        "--inf-clip ../Inf-CLIP --fast-clip ../fast_clip --eva-clip ../EVA",
         here="python -m benchmarks.peers_train --csv new.csv --programs infcl --model $PWD/tiny.json --batch-size 8 "
         "--accum-freq 2 --blocks eager --precision fp32 --workers 0 --steps 2 --warm-up 1 --device cpu",
         gpu="python -m benchmarks.peers_train --csv new.csv --programs infcl --model ViT-B-32 --batch-size 32 "
         "--accum-freq 2 --blocks eager --workers 0 --steps 2 --warm-up 1",
-        without=("--fast-clip", "--eva-clip"),  # checkouts of others
+        without=("--inf-clip", "--fast-clip", "--eva-clip"),  # checkouts of others
     ),
     Command("python -m benchmarks.step --peer CHECKOUT", only="needs a checkout of open_clip and a GPU"),
     # ---- packages: ours, others'
@@ -414,7 +414,8 @@ COMMANDS = [
             "pip install wandb",
             "pip install 'bitsandbytes>=0.49,<0.51'",
             "pip install inf_cl==1.2.1",
-            "pip install pandas iopath",
+            "pip install pandas iopath nvidia-ml-py",
+            "git clone https://github.com/DAMO-NLP-SG/Inf-CLIP ../Inf-CLIP",
             "git clone https://github.com/Optimization-AI/fast_clip ../fast_clip",
             "git clone https://github.com/baaivision/EVA ../EVA",
         )

@@ -28,7 +28,7 @@ from tests.shown_commands import ROOT, documents, python_blocks, shown_commands
 
 PLACES = ("here", "gpu", "multigpu", "cluster")
 # Flags of other programs, or of open_clip as it is compared with.
-OTHERS = set("--hostfile --nodes --nproc-per-node --skips-fail --local-loss --gather-with-grad".split())
+OTHERS = set("--hostfile --nodes --nproc-per-node --skips-fail --local-loss --gather-with-grad --infloss".split())
 OTHERS |= {"--master_port", "--master-port", "--length-bucketing", "--kill-on-bad-exit", "--wait"}
 NOT_COPIED = (".git", ".venv", ".*_cache", "__pycache__", ".hypothesis", ".data", "runs", "logs", "build")
 SCRIPTS = {"launch/supervise.sh": {"--hostfile", "--min-hosts", "--batch"}}

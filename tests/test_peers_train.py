@@ -1,15 +1,19 @@
 """benchmarks.peers_train starts trainers of others and ours with the same setting, and reads what each says of it.
 
 Those that come from checkouts are not here: FastCLIP (efd89d5) and EVA-CLIP (5623d08) were run by hand on a CPU, beside
-the other two, with such a model as here, in float32 and under autocast; FastCLIP compiled too. What is held here is
-what they are started with, by stand-ins that ask for it as they do, and what is read of lines of their logs.
+the other two, with such a model as here, in float32 and under autocast; FastCLIP compiled too. Inf-CLIP (d9f2833)
+starts on GPUs alone: a copy with gloo, DDP without devices and dense tiles in place of its kernels ran on a CPU, eager
+and compiled, with and without its gradient cache, on one rank and two. What is held here is what they are started with,
+by stand-ins that ask for it as they do, and what is read of lines of their logs.
 """
 
 import json
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from benchmarks import peer_trainers, peers_train
 from benchmarks.paper import raw, towers
@@ -35,13 +39,14 @@ def checkouts(tmp_path):
         for folder in trainer.folders:
             (tmp_path / program / folder).mkdir(parents=True, exist_ok=True)
         if trainer.folders:
+            (tmp_path / program / trainer.folders[0] / trainer.module.partition(".")[0]).mkdir(exist_ok=True)
             flags += ["--" + program.replace("_", "-"), f"{tmp_path / program}@6e15030"]
     return flags
 
 
 def test_all_programs_get_the_same_setting(checkouts):
     settings = peers_train.settings(options_of("--accum-freq", "4", "--blocks", "compiled"))
-    settings += peers_train.settings(options_of("--grad-checkpointing", "--accum-freq", "1", *checkouts))[:4]
+    settings += peers_train.settings(options_of("--grad-checkpointing", "--accum-freq", "1", *checkouts))[:5]
     shared = "--train-num-samples {} --model ViT-L-14 --precision {} --batch-size 128 --workers 12 --epochs 1 --name {}"
     for setting in settings:
         flags = " ".join(peers_train.flags_of(setting, 6, "cuda", "F"))
@@ -57,6 +62,20 @@ def test_all_programs_get_the_same_setting(checkouts):
         assert {"--local-loss", "--gather-with-grad"} <= set(peers_train.flags_of(setting, 6, "cuda", "F"))
 
 
+def test_inf_clip_gets_its_own_loss_and_where_it_accumulates_its_gradient_cache():
+    options = options_of("--programs", "inf_clip", "--accum-freq", "1,8", "--gpus", "2")
+    settings = peers_train.settings(options)
+    assert [(one["blocks"], one["accum_freq"]) for one in settings] == [
+        *(("eager", 1), ("compiled", 1), ("eager", 8), ("compiled", 8)),
+    ]
+    for setting in settings:
+        flags = peers_train.flags_of(setting, 6, "cuda", "F")
+        assert flags[flags.index("--accum-freq") + 1] == str(setting["accum_freq"]) and "--infloss" in flags
+        assert flags[flags.index("--log_dir") + 1] == "none"  # no checkpoint
+        assert ("--torchcompile" in flags) == (setting["blocks"] == "compiled")
+        assert not {"--local-loss", "--device", "--logs"} & set(flags)
+
+
 def test_a_program_is_run_where_its_checkout_is_given_and_without_what_it_lacks(checkouts):
     def ran(*flags):
         settings = peers_train.settings(options_of(*flags))
@@ -68,7 +87,7 @@ def test_a_program_is_run_where_its_checkout_is_given_and_without_what_it_lacks(
         *("fast_clip eager 1", "eva_clip eager 1", "infcl eager 1", "fast_clip compiled 1", "infcl compiled 1"),
         *("infcl eager 4", "infcl compiled 4"),
     ]
-    assert peers_train.programs(options_of(*checkouts)) == ["open_clip", "fast_clip", "eva_clip", "infcl"]
+    assert peers_train.programs(options_of(*checkouts)) == ["open_clip", "inf_clip", "fast_clip", "eva_clip", "infcl"]
 
 
 def test_a_checkout_has_its_folders_and_a_commit(checkouts, tmp_path, capsys):
@@ -78,7 +97,11 @@ def test_a_checkout_has_its_folders_and_a_commit(checkouts, tmp_path, capsys):
     assert f"{tmp_path}/fast_clip/src:{tmp_path}/fast_clip/src/training" in found
     assert "a checkout" in peers_train.what_is_missing("fast_clip", None)
     there = peers_train.Checkout(tmp_path, "6e15030")
-    assert "no folder EVA-CLIP/rei" in peers_train.what_is_missing("eva_clip", there)
+    assert "no folder EVA-CLIP/rei/training" in peers_train.what_is_missing("eva_clip", there)
+    assert "no folder inf_clip" in peers_train.what_is_missing("inf_clip", peers_train.Checkout(tmp_path / "x", ""))
+    assert (
+        peers_train._environment({"program": "inf_clip"}, options)["PYTHONPATH"].split(":")[1] == f"{tmp_path}/inf_clip"
+    )
     assert "no program 'x'" in peers_train.what_is_missing("x", None)
     with pytest.raises(SystemExit):
         options_of("--fast-clip", str(tmp_path / "fast_clip"))
@@ -114,6 +137,40 @@ Loss(CLIP): 2.0794 (2.079) Grad Norm: 4.4100e-06 (4.410e-06) Loss Scaler: 0.0000
 Logit Scale: 14.286 i2t_acc: 12.50 t2i_acc: 12.50 Data (t): 0.012 Batch (t): 1.032, 7.75403/s
 """
     assert peer_trainers.rates_of(log) == [11.5474, 7.75403]
+
+
+LINE = (
+    "2024-11-24,02:46:30 | INFO | 0:00:01<0:00:10 Epoch: {epoch} Data (t): 0.268 Batch (t): {seconds} LR: 0.000000 "
+    "Grad Norm: 0.083 Logit Scale: 14.286 Contrastive_loss: 2.4849 (2.4849) Loss: 2.4849 (2.4849) Memory: 3.00GB \n"
+)
+INF_CLIPS_LOG = (
+    "2024-11-24,02:46:29 | INFO |   workers: 1\n2024-11-24,02:46:29 | INFO | Start epoch 0\n"
+    + LINE.format(epoch="0.25", seconds="7.797")
+    + LINE.format(epoch="1.00", seconds="2.333")
+)
+
+
+def test_the_mean_in_inf_clips_log_is_that_of_its_last_line():
+    assert peer_trainers.mean_seconds(INF_CLIPS_LOG) == 2.333
+    with pytest.raises(ValueError, match="values to unpack"):  # it stopped at once, or logs more often than is asked
+        peer_trainers.mean_seconds(INF_CLIPS_LOG + LINE.format(epoch="2.00", seconds="2.333"))
+
+
+def test_steps_are_timed_behind_the_optimizers_and_held_to_the_log(monkeypatch):
+    def reader_of_four_steps():
+        clock = iter([0.0, 8.0, 10.0, 12.5, 15.0])
+        monkeypatch.setattr(peer_trainers, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+        read_log = peer_trainers.timed(["--batch-size", "4", "--accum-freq", "5"])
+        for _ in range(4):
+            optimizer.step()
+        return read_log
+
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    optimizer = torch.optim.SGD([torch.ones(1, requires_grad=True)], lr=0.1)
+    assert reader_of_four_steps()(INF_CLIPS_LOG) == [5.0, 20.0, 16.0, 16.0]  # 40 pairs a step
+    optimizer.step()  # no longer timed
+    with pytest.raises(RuntimeError, match=r"2\.3333 s in the mean, but 3\.333 s"):
+        reader_of_four_steps()(INF_CLIPS_LOG.replace("2.333", "3.333"))
 
 
 def test_the_shards_for_fast_clip_have_a_batch_for_each_worker_and_a_number_for_each_pair(tmp_path):
@@ -192,6 +249,26 @@ def main(flags):
             log.write(f"Batch (t): 0.5, {{2.0 * step + 1}}/s\\n")
 """
 
+INF_CLIPS_MAIN = """
+import os, statistics, sys, time
+import inf_clip, torch
+def main(flags):
+    torch.distributed.init_process_group("gloo", init_method="env://")
+    value = lambda name: flags[flags.index(name) + 1]
+    assert value("--model") in inf_clip.list_models() and "--infloss" in flags and os.environ["LOCAL_RANK"] == "0"
+    optimizer = torch.optim.AdamW([torch.ones(1, requires_grad=True)])
+    os.makedirs(f"{value('--log_dir')}/{value('--name')}")
+    times = [time.time()]
+    for _ in range(int(value("--train-num-samples")) // int(value("--batch-size")) // int(value("--accum-freq"))):
+        time.sleep(0.1)
+        optimizer.step()
+        times.append(time.time())
+    mean = (times[-1] - times[1]) / (len(times) - 2)
+    with open(f"none/inf_clip/out.log", "w") as log:
+        for seconds in (times[1] - times[0], mean):
+            log.write(f"Epoch: 1.00 Data (t): 0.268 Batch (t): {seconds:.3f} LR: 0.000000 Grad Norm: 0.000\\n")
+"""
+
 READ_A_SHARD = """
     shard = options.train_data.replace("{00000..00000}", "00000")
     files = list(webdata.tar_file_expander(webdata.url_opener([{"url": shard}])))
@@ -200,9 +277,12 @@ READ_A_SHARD = """
 
 
 @pytest.mark.slow
-def test_what_a_trainer_from_a_checkout_asks_for_is_there(checkouts, tmp_path):
+def test_what_a_trainer_from_a_checkout_asks_for_is_there(checkouts, tmp_path, monkeypatch):
     """Stand-ins ask for it as the real ones do: a process group, torch._six, shards without marks at their ends."""
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
     texts = {
+        "inf_clip/inf_clip/__init__.py": MODELS,
+        "inf_clip/inf_clip/train/main.py": INF_CLIPS_MAIN,
         "fast_clip/src/fast_clip/__init__.py": MODELS,
         "fast_clip/src/training/webdata.py": "from webdataset.tariterators import tar_file_expander, url_opener",
         "fast_clip/src/training/main.py": MAIN.format(
@@ -222,6 +302,9 @@ def test_what_a_trainer_from_a_checkout_asks_for_is_there(checkouts, tmp_path):
     for setting in peers_train.settings(options):
         row = peers_train.run(setting, options)
         assert (row["status"], row.get("samples_per_second")) == ("ok", 4.0)
+    options = options_of("--programs", "inf_clip", *flags.replace("freq 1", "freq 2").split(), *checkouts)
+    row = peers_train.run(peers_train.settings(options)[0], options)
+    assert row["status"] == "ok" and 40 < row["samples_per_second"] <= 80  # 8 pairs in 0.1 s
 
 
 @pytest.mark.slow
