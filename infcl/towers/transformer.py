@@ -17,8 +17,6 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from infcl.towers.gelu import gelu
-
 
 class Transformer(nn.Module):
     """[m, L, w] -> [m, L, w] in the dtype of the input, through blocks `begin` to `end` (all).
@@ -138,7 +136,7 @@ class MLP(nn.Module):
     def __init__(self, width: int, hidden: int, *, quick_gelu: bool, in_std: float | None, out_std: float | None):
         super().__init__()
         self.c_fc = Linear(width, hidden, std=in_std)
-        self.activation = quick_gelu_activation if quick_gelu else gelu
+        self.activation = quick_gelu_activation if quick_gelu else F.gelu
         self.c_proj = Linear(hidden, width, std=out_std)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
