@@ -14,7 +14,7 @@ from infcl.towers import load_model_config
 from infcl.train.checkpoint import consolidated_state_dict
 from tests import cluster_run
 from tests.hosts import Hosts
-from tests.ranks import run_ranks
+from tests.ranks import refused, run_ranks
 from tests.test_entry import ON_CPU, alone, command, launch
 from tests.test_trainer import demo_config, fit, refusal, run_losses
 
@@ -221,10 +221,7 @@ def test_layers_that_hosts_share_are_warned_of_once(sizes, hosts):
 def layout_refusal(rank, world_size, size):
     from tests.tensor_parallel import layout
 
-    try:
-        layout(size)
-    except ValueError as error:
-        return str(error)
+    return refused(layout, size)
 
 
 def test_sizes_that_do_not_fit_are_refused_with_the_numbers(demo_folder, tmp_path, model):

@@ -18,7 +18,7 @@ from infcl.report import read_metrics
 from infcl.report.records import read_records
 from infcl.train.checkpoint import consolidated_state_dict
 from infcl.train.run_folder import RunFolder
-from tests.ranks import run_ranks
+from tests.ranks import refused, run_ranks
 from tests.tensor_parallel import layout as tensor_parallel_layout
 
 GOLDEN = Path(__file__).parent / "golden" / "demo_20_steps.json"
@@ -248,10 +248,7 @@ def test_what_a_finished_run_leaves(demo_folder, tmp_path):
 
 
 def refusal(rank, world_size, config):
-    try:
-        fit(rank, world_size, config)
-    except ValueError as error:
-        return str(error)
+    return refused(fit, rank, world_size, config)
 
 
 def said(rank, world_size, config) -> str:
