@@ -9,7 +9,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 import traceback
 from pathlib import Path
 from unittest import mock
@@ -19,6 +18,7 @@ import pytest
 from infcl.report import read_metrics
 from tests import gpus
 from tests.ranks import free_port, run_ranks
+from tests.waiting import finish, wait_for_checkpoint
 
 ROOT = Path(__file__).parent.parent
 ON_CPU = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
@@ -139,16 +139,13 @@ def test_ctrl_c_ends_the_run_with_130_and_a_hint(demo_folder, tmp_path):
         [sys.executable, *arguments], cwd=ROOT, env=os.environ | ON_CPU, stdout=subprocess.PIPE, text=True,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a suite in the background inherits "ignored"
     )  # fmt: skip
-    deadline = time.monotonic() + 200
-    while not (tmp_path / "run" / "checkpoints" / "latest").exists():
-        assert time.monotonic() < deadline and process.poll() is None
-        time.sleep(0.1)
-    process.send_signal(signal.SIGINT)
     try:
-        output, _ = process.communicate(timeout=60)
+        wait_for_checkpoint(tmp_path, process)
+        process.send_signal(signal.SIGINT)
+        code, output = finish(process, 60)
     finally:
         process.kill()
-    assert process.returncode == 130
+    assert code == 130
     assert "--resume latest continues" in output
 
 
