@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 
 from infcl.report import read_metrics
+from tests.checkout import ROOT
 from tests.hosts import PATH, Hosts
-from tests.test_entry import ROOT, alone, command
+from tests.test_entry import alone, command
 from tests.waiting import finish, wait_until
 
 MARKS = [pytest.mark.cluster, pytest.mark.timeout(900)]  # conftest.py skips them where hosts cannot be made

@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.checkout import ROOT
 from tests.cluster_run import (
     DEEPSPEED,
     MARKS,
@@ -26,7 +27,7 @@ from tests.cluster_run import (
     train,
 )
 from tests.hosts import Hosts
-from tests.test_entry import ROOT, alone
+from tests.test_entry import alone
 from tests.waiting import finish, wait_until
 
 pytestmark = MARKS

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.checkout import ROOT
 from tests.cluster_run import (
     MARKS,
     flags,
@@ -25,7 +26,7 @@ from tests.cluster_run import (
     wait_until_gone,
 )
 from tests.hosts import PATH, Hosts
-from tests.test_entry import ROOT, alone
+from tests.test_entry import alone
 from tests.waiting import finish, wait_for_checkpoint, wait_until
 
 pytestmark = MARKS

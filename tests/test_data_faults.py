@@ -1,7 +1,6 @@
-from pathlib import Path
-
 import pytest
 
+from tests.checkout import ROOT
 from tests.data_faults import CASES, ENDS, GOOD, run_case
 
 
@@ -27,7 +26,7 @@ def test_the_streaming_reader_survives_the_same(what, case, more, tmp_path, toke
 
 
 def test_the_page_of_faults_has_all_of_them():
-    page = (Path(__file__).parent.parent / "docs" / "data_faults.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "data_faults.md").read_text(encoding="utf-8")
     assert [line.split(" | ")[0][2:] for line in page.splitlines() if line.startswith("| ")][1:] == [
         c[0] for c in CASES
     ]

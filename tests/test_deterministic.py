@@ -8,7 +8,8 @@ import torch
 
 from infcl.report import read_metrics
 from infcl.train.checkpoint import consolidated_state_dict
-from tests.test_entry import ROOT, alone, command, launch
+from tests.checkout import ROOT
+from tests.test_entry import alone, command, launch
 
 STEPS, SAVED = 12, 7
 DEVICE = "cuda"

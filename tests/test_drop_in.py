@@ -2,7 +2,6 @@
 
 import inspect
 import re
-from pathlib import Path
 
 import pytest
 import torch
@@ -10,11 +9,12 @@ import torch.distributed as dist
 from torch import nn
 
 from infcl import InfCLLoss, inf_cl_loss
+from tests.checkout import ROOT
 from tests.loss_oracle import relative_error
 from tests.open_clip_stub import import_open_clip
 from tests.ranks import refused, run_ranks
 
-DOCUMENT = Path(__file__).parent.parent / "docs" / "loss.md"
+DOCUMENT = ROOT / "docs" / "loss.md"
 
 
 class _TwoTowers(nn.Module):

@@ -10,17 +10,16 @@ import signal
 import subprocess
 import sys
 import traceback
-from pathlib import Path
 from unittest import mock
 
 import pytest
 
 from infcl.report import read_metrics
 from tests import gpus
+from tests.checkout import ROOT
 from tests.ranks import free_port, run_ranks
 from tests.waiting import finish, wait_for_checkpoint
 
-ROOT = Path(__file__).parent.parent
 ON_CPU = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 
 

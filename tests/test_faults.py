@@ -20,9 +20,10 @@ import psutil
 import pytest
 
 from infcl.report import read_metrics
+from tests.checkout import ROOT
 from tests.cluster_run import small_disk
 from tests.ranks import free_port
-from tests.test_entry import ON_CPU, ROOT, command, forked
+from tests.test_entry import ON_CPU, command, forked
 from tests.waiting import finish, wait_for_checkpoint, wait_until
 
 STEPS, SAVE_EVERY, FAULT_STEP, SIGNAL_STEP = 8, 3, 5, 7

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from infcl.parallel import _NODE_SIZES, read_environment, read_ranks_per_node
-from tests.test_entry import ROOT
+from tests.checkout import ROOT
 
 
 def run(script: str, *arguments, tmp_path, programs: dict[str, str], **environment: str):

@@ -8,7 +8,6 @@ import sys
 import threading
 import time
 from datetime import timedelta
-from pathlib import Path
 
 import pytest
 import torch.distributed as dist
@@ -18,11 +17,11 @@ from infcl.cluster.facts import differences, software
 from infcl.cluster.meeting import Node, interface_address, meet, nodes_of, open_store
 from infcl.cluster.watch import HOST_LOST, HostWatch
 from infcl.parallel import _use_interface
+from tests.checkout import ROOT
 from tests.ranks import free_port
 from tests.waiting import wait_until
 
 SHORT, LONG = timedelta(seconds=2), timedelta(seconds=60)  # for who does not come; for who does, on a busy machine
-ROOT = Path(__file__).parents[1]
 
 
 @pytest.fixture

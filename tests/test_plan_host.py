@@ -19,8 +19,9 @@ from infcl.train import pixels
 from infcl.train.engine import Engine
 from infcl.train.optim import checkpoint_bytes
 from infcl.train.preset import BUCKET
+from tests.checkout import ROOT
 from tests.ranks import run_ranks
-from tests.test_entry import ROOT, command, forked
+from tests.test_entry import command, forked
 from tests.test_fit import fit
 from tests.test_trainer import demo_config
 
