@@ -15,6 +15,7 @@ from infcl.train.checkpoint import consolidated_state_dict
 from tests import cluster_run
 from tests.hosts import Hosts
 from tests.ranks import refused, run_ranks
+from tests.step_oracle import worst_error
 from tests.test_entry import ON_CPU, alone, command, launch
 from tests.test_trainer import demo_config, fit, refusal, run_losses
 
@@ -80,8 +81,8 @@ def test_a_run_continues_under_another_tensor_parallel_size(demo_folder, tmp_pat
             deepspeed_config=f"ds_configs/{preset}.json", resume="latest", **flags,
         )  # fmt: skip
         die_after = None if leg == len(path) else 3 * leg + 1
-        losses = run_ranks(fit, size * copies, config, die_after, timeout=200)[0]
-    assert [losses[step] for step in sorted(losses)] == pytest.approx(whole, rel=2e-5)
+        losses = run_losses(size * copies, config, die_after)
+    assert losses == pytest.approx(whole, rel=2e-5)
 
 
 @pytest.mark.slow
@@ -95,8 +96,7 @@ def test_other_optimizers_train_and_resume_too(demo_folder, tmp_path, model, opt
     split = config_of(demo_folder, tmp_path / "split", model, 2, 1, resume="latest", **flags)
     run_ranks(fit, 2, split, 4, timeout=200)
     moved = dataclasses.replace(split, tensor_parallel_size=1)
-    losses = run_ranks(fit, 1, moved, None, timeout=200)[0]
-    assert [losses[step] for step in sorted(losses)] == pytest.approx(whole, rel=2e-3)
+    assert run_losses(1, moved) == pytest.approx(whole, rel=2e-3)
 
 
 @pytest.mark.parametrize(
@@ -140,9 +140,9 @@ def test_evaluation_and_export_of_a_tensor_parallel_run_are_those_of_a_plain_one
         exports.append(load_exported(root / "export")[0].state_dict())
         trained = consolidated_state_dict(root)
         assert all(torch.equal(trained[n].reshape(-1), exports[-1][n].reshape(-1)) for n in exports[-1])
-    for name, value in exports[0].items():
-        if not name.endswith("in_proj_bias"):  # keys' biases cancel in the softmax: their gradient is rounding
-            assert float((exports[1][name] - value).norm() / value.norm()) < 1e-3, name
+    # keys' biases cancel in the softmax: their gradient is rounding
+    compared = ({n: v for n, v in export.items() if not n.endswith("in_proj_bias")} for export in exports)
+    assert worst_error(*compared) < 1e-3
     assert summaries[1]["retrieval"]["val_loss"] == pytest.approx(summaries[0]["retrieval"]["val_loss"], rel=1e-4)
     for task in summaries[0]:
         assert summaries[1][task] == pytest.approx(summaries[0][task], abs=0.02), task
