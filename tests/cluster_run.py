@@ -29,11 +29,11 @@ def flags(demo_folder, logs, *more: str) -> list[str]:
     return words[:start] + words[start + 3 :]
 
 
-def start(hosts: Hosts, arguments: list, *, on: int = 0, cwd=ROOT, **environment: str) -> subprocess.Popen:
+def start(hosts: Hosts, arguments: list, *, on: int = 0, **environment: str) -> subprocess.Popen:
     """`arguments` run on a host, as a user would type them there."""
     settings = [f"{name}={value}" for name, value in ({"PATH": PATH, "HOME": hosts.folder} | environment).items()]
     return subprocess.Popen(
-        hosts[on].command(["env", "-i", *settings, *arguments], cwd),
+        hosts[on].command(["env", "-i", *settings, *arguments], ROOT),
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, stdin=subprocess.DEVNULL,
     )  # fmt: skip
 

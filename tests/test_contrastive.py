@@ -1,5 +1,7 @@
 """All losses by name: same call, same averages, on any process group."""
 
+from unittest import mock
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -54,29 +56,27 @@ def test_losses_stay_inside_the_group_they_are_given():
             torch.testing.assert_close(gradient, images_alone.grad, rtol=1e-4, atol=1e-6)
 
 
+def counted_comparisons():
+    """A context: how often ranks compare their shapes in it."""
+    plain = RingExchange.require_equal
+    return mock.patch.object(RingExchange, "require_equal", autospec=True, side_effect=plain)
+
+
 def _fixed_shape(rank, world_size, name):
     """-> (what an unequal first call says; losses of both kinds and comparisons of 3 calls; what a later shape says)"""
-    compared = []
-    plain = RingExchange.require_equal
-
-    def require_equal(self, *arguments):
-        compared.append(arguments)
-        return plain(self, *arguments)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(RingExchange, "require_equal", require_equal)
+    with counted_comparisons() as compared:
         fixed = ContrastiveLoss(name, group=dist.group.WORLD, fixed_shape=True)
         unequal = refused(fixed, *features("random", 4 + rank, 24), 10.0, -3.0)
-        compared.clear()
+        compared.reset_mock()
         losses = []
         for seed in range(3):
             pairs = features("random", 5, 24, seed=world_size * seed + rank)
             losses.append(
                 [loss(*pairs, 10.0, -3.0).item() for loss in (fixed, ContrastiveLoss(name, group=dist.group.WORLD))]
             )
-            compared.pop()  # of the loss that always compares
+        own = compared.call_count - 3  # without those of the loss that always compares
         later = refused(fixed, *features("random", 6, 24), 10.0, -3.0) if rank == 1 else None
-        return unequal, losses, len(compared), later
+        return unequal, losses, own, later
 
 
 @pytest.mark.parametrize("name", LOSSES)
@@ -100,21 +100,14 @@ LIBRARY = {
 
 def _comparisons(rank, world_size):
     """{loss: (comparisons of a call as it is, without compare_ranks, and whether both give the same)}"""
-    compared, plain = [], RingExchange.require_equal
-
-    def require_equal(self, *arguments):
-        compared.append(arguments)
-        return plain(self, *arguments)
-
     found, pairs = {}, features("random", 5, 24, seed=rank)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(RingExchange, "require_equal", require_equal)
+    with counted_comparisons() as compared:
         for name, loss in LIBRARY.items():
             counts, values = [], []
             for compare_ranks in (True, False):
                 values.append(loss(*pairs, group=dist.group.WORLD, compare_ranks=compare_ranks))
-                counts.append(len(compared))
-                compared.clear()
+                counts.append(compared.call_count)
+                compared.reset_mock()
             found[name] = (*counts, bool(torch.equal(*values)))
     return found
 

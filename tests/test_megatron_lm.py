@@ -31,9 +31,9 @@ def get_forward_backward_func(pp_size=None, vp_size=None):
     return forward_backward_no_pipelining
 
 
-def stub_training_package(function=get_forward_backward_func):
+def stub_training_package():
     training = types.ModuleType("megatron.training.training")
-    training.get_forward_backward_func = function
+    training.get_forward_backward_func = get_forward_backward_func
     package = types.ModuleType("megatron.training")
     package.args = types.SimpleNamespace(seed=1234, curr_iteration=0)
     package.get_args = lambda: package.args
@@ -185,7 +185,7 @@ def times_1024(loss):
 
 
 def test_an_evaluation_step_takes_one_loss_without_gradients():
-    loss, gradients, events, _ = run_ranks(train_step, 2, 1, True, True)[0]
+    loss, gradients, events, _ = run_ranks(train_step, 2, 1, True, forward_only=True)[0]
     assert loss == pytest.approx(truth(2, True)[0], rel=1e-5) and not any(one.any() for one in gradients.values())
     assert events == ["first micro-batch"] + ["forward without graph"] * MICRO_BATCHES
 

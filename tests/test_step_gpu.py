@@ -145,7 +145,7 @@ def test_the_host_never_waits_for_the_gpu_between_the_first_encoding_and_the_las
     steps_without_waiting(preset, last_backward=stage != 3)
 
 
-def trained(demo_folder, logs, opt: str, device: str = "cuda") -> tuple[list[float], float]:
+def trained(demo_folder, logs, opt: str) -> tuple[list[float], float]:
     """-> (losses of twenty steps, bytes of optimizer state an element)"""
     from infcl.parallel import init_parallel
     from infcl.train.run_folder import claim_run_folder
@@ -153,7 +153,7 @@ def trained(demo_folder, logs, opt: str, device: str = "cuda") -> tuple[list[flo
     from tests.test_trainer import demo_config
 
     config = demo_config(demo_folder, logs, opt=opt, precision="bf16", compile_blocks="off")
-    parallel = init_parallel(device)
+    parallel = init_parallel("cuda")
     trainer = Trainer(config, parallel, claim_run_folder(config, parallel))
     trainer.fit()
     states = trainer.engine.state.optimizer.state

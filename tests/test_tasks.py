@@ -30,8 +30,8 @@ def one_rank():
     dist.destroy_process_group()
 
 
-def classes_file(folder, text):
-    (folder / "classes.txt").write_text(text)
+def second_class_only(folder):
+    (folder / "classes.txt").write_text("1\n")
     return {"classes": str(folder / "classes.txt")}
 
 
@@ -77,7 +77,7 @@ def test_no_more_than_the_first_samples_are_tried(tmp_path, one_rank, monkeypatc
     ]
     write_tar(tmp_path / "sorted.tar", members)
     data = str(tmp_path / "sorted.tar")
-    late = ZeroShotTask(data, **options, **classes_file(tmp_path, "1\n"))
+    late = ZeroShotTask(data, **options, **second_class_only(tmp_path))
     for tried, begins in ((6, None), (5, "first 5 samples"), (2, "first 2 samples")):
         monkeypatch.setattr(tasks, "TRIED", tried)
         caplog.clear()
@@ -102,7 +102,7 @@ def test_folders_of_no_class_are_refused_before_an_image_is_read(tmp_path):
     (tmp_path / "set" / ".cache").mkdir()
     options = COMMON | {f"{name}s": str(tmp_path / f"{name}s.txt") for name in ("classname", "template")}
     with pytest.raises(ValueError, match="none of its 1 folders is a class of .*classes.txt"):
-        ZeroShotTask(str(tmp_path / "set"), **options, **classes_file(tmp_path, "1\n"))
+        ZeroShotTask(str(tmp_path / "set"), **options, **second_class_only(tmp_path))
 
 
 @pytest.mark.parametrize(

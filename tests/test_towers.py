@@ -34,10 +34,10 @@ def build(cfg=None, seed=0, **options) -> CLIP:
     return CLIP(cfg or small_config(), **options)
 
 
-def batch(m=5, length=12):
+def batch(m=5):
     generator = torch.Generator().manual_seed(1)
     images = torch.randint(0, 256, (m, 3, 32, 32), dtype=torch.uint8, generator=generator)
-    texts = torch.randint(2, 89, (m, length), generator=generator)
+    texts = torch.randint(2, 89, (m, 12), generator=generator)
     texts[:, -2] = 89
     return images, texts
 
