@@ -12,10 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from infcl.report import read_metrics
 from tests.checkout import ROOT
 from tests.hosts import PATH, Hosts
-from tests.test_entry import alone, command
+from tests.test_entry import alone, command, losses
 from tests.waiting import finish, wait_until
 
 MARKS = [pytest.mark.cluster, pytest.mark.timeout(900)]  # conftest.py skips them where hosts cannot be made
@@ -41,10 +40,6 @@ def start(hosts: Hosts, arguments: list, *, on: int = 0, **environment: str) -> 
 def train(hosts: Hosts, arguments: list, **environment: str) -> tuple[int, str]:
     """The README's command, from the first host: (exit code, what it printed)."""
     return finish(start(hosts, [*DEEPSPEED, hosts.hostfile, *arguments], on=0, **environment))
-
-
-def losses(logs: Path) -> list[float]:
-    return [record["loss"] for record in read_metrics(logs / "run" / "metrics.jsonl", "train")]
 
 
 def losses_of_hosts_and_of_one_rank(

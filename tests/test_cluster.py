@@ -20,14 +20,13 @@ from tests.cluster_run import (
     flags,
     kill,
     launch_script,
-    losses,
     losses_of_hosts_and_of_one_rank,
     ranks_on,
     start,
     train,
 )
 from tests.hosts import Hosts
-from tests.test_entry import alone
+from tests.test_entry import alone, losses
 from tests.waiting import finish, wait_until
 
 pytestmark = MARKS

@@ -19,14 +19,13 @@ from tests.cluster_run import (
     flags,
     kill,
     launch_script,
-    losses,
     ranks_on,
     small_disk,
     start,
     wait_until_gone,
 )
 from tests.hosts import PATH, Hosts
-from tests.test_entry import alone
+from tests.test_entry import alone, losses
 from tests.waiting import finish, wait_for_checkpoint, wait_until
 
 pytestmark = MARKS

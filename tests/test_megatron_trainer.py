@@ -9,14 +9,13 @@ import torch
 
 from infcl.config import validate
 from infcl.export import load_exported
-from infcl.report import read_metrics
 from infcl.towers import load_model_config
 from infcl.train.checkpoint import consolidated_state_dict
 from tests import cluster_run
 from tests.hosts import Hosts
 from tests.ranks import refused, run_ranks
 from tests.step_oracle import worst_error
-from tests.test_entry import ON_CPU, alone, command, launch
+from tests.test_entry import ON_CPU, alone, command, launch, losses
 from tests.test_trainer import demo_config, fit, refusal, run_losses
 
 
@@ -167,7 +166,7 @@ def test_two_hosts_that_share_layers_train_as_one_rank_does_and_are_warned_of(de
     with Hosts(2, folder=tmp_path / "hosts") as hosts:
         code, output = cluster_run.train(hosts, cluster_run.flags(demo_folder, logs["two"], *more))
     assert code == 0 and output.count("--tensor-parallel-size 2 shares layers between hosts") == 1, output
-    assert cluster_run.losses(logs["two"]) == pytest.approx(cluster_run.losses(logs["one"]), rel=1e-4)
+    assert losses(logs["two"]) == pytest.approx(losses(logs["one"]), rel=1e-4)
 
 
 @pytest.mark.multigpu
@@ -178,17 +177,17 @@ def test_over_nccl_two_tensor_parallel_ranks_follow_one_gpu(demo_folder, tmp_pat
     environment = {} if torch.cuda.is_available() else ON_CPU
     flags = ["--model", model, "--steps", "10", "--precision", "fp32", "--pixel-cache-gb", "0"]
     flags += ["--compile-blocks", "off"]  # compiling takes longer than all else
-    losses = []
+    curves = []
     for size, pack in ((1, "off"), (2, "off"), (2, "on")):
         logs = tmp_path / f"{size}_{pack}"
         own = ["--tensor-parallel-size", str(size), "--pack-captions", pack]
         arguments = command(demo_folder, logs, *flags, *own)
         finished = launch(arguments, 2, environment) if size == 2 else alone(arguments, environment)
         assert finished.returncode == 0, finished.stdout + finished.stderr
-        losses.append([record["loss"] for record in read_metrics(logs / "run" / "metrics.jsonl", "train")])
-    assert len(losses[0]) == 10
-    for split in losses[1:]:
-        assert split == pytest.approx(losses[0], rel=2e-3)
+        curves.append(losses(logs))
+    assert len(curves[0]) == 10
+    for split in curves[1:]:
+        assert split == pytest.approx(curves[0], rel=2e-3)
 
 
 # ---- refusals ----

@@ -9,7 +9,7 @@ import torch
 from infcl.report import read_metrics
 from infcl.step.offload import PixelCache
 from tests.step_oracle import EPS, LR, ToyCLIP, global_batch, oracle_steps, worst_error
-from tests.test_entry import alone, command
+from tests.test_entry import alone, command, losses
 
 pytestmark = pytest.mark.gpu
 
@@ -189,16 +189,16 @@ LEVERS = {
 }
 
 
-def losses(demo_folder, logs, name, flags) -> list[float]:
+def losses_with(demo_folder, logs, name, flags) -> list[float]:
     fixed = ["--name", name, "--steps", "12", "--device", "cuda", "--accum-freq", "4", "--save-frequency", "0"]
     result = alone(command(demo_folder, logs, *fixed, *flags), environment={})
     assert result.returncode == 0, result.stdout + result.stderr
     assert "run eagerly" not in result.stderr, "the compiler failed"
-    return [record["loss"] for record in read_metrics(logs / name / "metrics.jsonl", "train")]
+    return losses(logs, name)
 
 
 @pytest.mark.parametrize("lever", LEVERS)
 def test_no_lever_changes_the_curve(demo_folder, tmp_path, lever):
     """Against eager fp32 parameters under bf16 autocast and torch's attention, over twelve steps."""
-    expected = losses(demo_folder, tmp_path, "plain", ["--compile-blocks", "off", "--attention", "torch"])
-    assert losses(demo_folder, tmp_path, "lever", LEVERS[lever]) == pytest.approx(expected, rel=2e-2)
+    expected = losses_with(demo_folder, tmp_path, "plain", ["--compile-blocks", "off", "--attention", "torch"])
+    assert losses_with(demo_folder, tmp_path, "lever", LEVERS[lever]) == pytest.approx(expected, rel=2e-2)
