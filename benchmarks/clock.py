@@ -10,14 +10,14 @@ import torch
 import torch.distributed as dist
 
 from infcl.cluster.facts import git_commit
+from infcl.parallel import why_no_gpu
 
 
 def require_gpus(program: str, count: int = 1) -> None:
     """Refuse where fewer GPUs than `count` are visible."""
     visible = torch.cuda.device_count()
     if visible == 0 < count:
-        build = "" if torch.version.cuda else f" (torch {torch.__version__} is built without CUDA)"
-        refuse(program, f"it measures on GPUs, and none is visible{build}")
+        refuse(program, f"it measures on GPUs, and none is visible{why_no_gpu()}")
     if visible < count:
         refuse(program, f"--gpus {count}: {visible} visible here, and each process takes one")
 

@@ -11,7 +11,6 @@ matrix) with towers and features in float64, in one process. A row per loss:
 """
 
 import argparse
-import os
 from pathlib import Path
 
 import torch
@@ -20,6 +19,7 @@ import torch.nn.functional as F
 
 from benchmarks.clock import hardware
 from benchmarks.rows import append
+from benchmarks.spawn import on_ranks
 from infcl.config import TrainConfig, parse_args
 from infcl.data.demo import prepare_demo
 from infcl.data.loader import TrainLoader
@@ -47,9 +47,8 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     if options.batch % options.ranks:
         parser.error(f"--batch {options.batch} is no multiple of --ranks {options.ranks}")
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": os.environ.get("MASTER_PORT", "29613")}
     data = prepare_demo(options.work / f"demo_{options.num_train}", num_train=options.num_train)
-    torch.multiprocessing.spawn(_compare, (options, data), nprocs=options.ranks)
+    on_ranks(_compare, options.ranks, options, data)
 
 
 def _compare(rank: int, options: argparse.Namespace, data: Path) -> None:
@@ -58,7 +57,7 @@ def _compare(rank: int, options: argparse.Namespace, data: Path) -> None:
     if options.device == "cuda":
         torch.cuda.set_device(rank)
     backend = {"cuda": "nccl", "cpu": "gloo"}[options.device]
-    dist.init_process_group(backend, rank=rank, world_size=options.ranks)
+    dist.init_process_group(backend)
     config = _config(options, data)
     tile_dtype = tile_dtype_of(config, options.device)
     model, (images, texts) = _model_and_batch(config, options)

@@ -9,7 +9,6 @@ Prints a table; --csv appends the rows with commit, hardware and versions. --che
 """
 
 import argparse
-import socket
 import statistics
 from pathlib import Path
 
@@ -22,6 +21,7 @@ from benchmarks.clock import hardware as device_hardware
 from benchmarks.loss_check import check
 from benchmarks.loss_impls import NAMES, OTHERS, make
 from benchmarks.rows import append
+from benchmarks.spawn import on_ranks
 from infcl.loss.contrastive import TILED
 from infcl.loss.copies import kept_bytes
 from infcl.loss.links import RINGS
@@ -40,13 +40,8 @@ def main() -> None:
     require_gpus("benchmarks.loss", 1 if arguments.check else arguments.gpus)
     if arguments.check:
         _check(arguments)
-    elif arguments.gpus == 1:
-        _measure_all(0, arguments, port=0)
     else:
-        with socket.socket() as s:
-            s.bind(("127.0.0.1", 0))
-            port = s.getsockname()[1]
-        torch.multiprocessing.spawn(_measure_all, (arguments, port), nprocs=arguments.gpus)
+        on_ranks(_measure_all, arguments.gpus, arguments)
 
 
 def _parse() -> argparse.Namespace:
@@ -80,14 +75,11 @@ def _parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _measure_all(rank: int, arguments: argparse.Namespace, port: int) -> None:
+def _measure_all(rank: int, arguments: argparse.Namespace) -> None:
     torch.cuda.set_device(rank)
     group = None
     if arguments.gpus > 1 or "official" in arguments.impl.split(","):  # which has its ring over WORLD only
-        dist.init_process_group(
-            "nccl", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=arguments.gpus,
-            device_id=torch.device("cuda", rank),
-        )  # fmt: skip
+        dist.init_process_group("nccl", device_id=torch.device("cuda", rank))
         group = dist.group.WORLD if arguments.gpus > 1 else None
     hardware = {"cublas_tflops": library_tflops(), **device_hardware(arguments.commit)}
     if rank == 0:

@@ -11,7 +11,6 @@ features. --csv appends the rows with commit, hardware and versions.
 
 import argparse
 import importlib.util
-import socket
 import time
 from pathlib import Path
 
@@ -21,6 +20,7 @@ import torch.nn.functional as F
 
 from benchmarks.clock import require_gpus
 from benchmarks.rows import append
+from benchmarks.spawn import on_ranks
 from infcl.evaluate.retrieval import retrieval_ranks
 
 COLUMNS = (
@@ -42,23 +42,16 @@ def main() -> None:
     parser.add_argument("--commit", help="for the CSV; default: git's HEAD")
     arguments = parser.parse_args()
     require_gpus("benchmarks.retrieval", arguments.gpus)
-    if arguments.gpus <= 1:
-        _measure_all(0, arguments, 0)
-        return
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    torch.multiprocessing.spawn(_measure_all, (arguments, port), nprocs=arguments.gpus)
+    on_ranks(_measure_all, max(1, arguments.gpus), arguments)
 
 
-def _measure_all(rank: int, arguments: argparse.Namespace, port: int) -> None:
+def _measure_all(rank: int, arguments: argparse.Namespace) -> None:
     device, group = torch.device("cpu"), None
     if arguments.gpus:
         device = torch.device("cuda", rank)
         torch.cuda.set_device(device)
     if arguments.gpus > 1:
-        address = {"init_method": f"tcp://127.0.0.1:{port}", "rank": rank, "world_size": arguments.gpus}
-        dist.init_process_group("nccl", device_id=device, **address)
+        dist.init_process_group("nccl", device_id=device)
         group = dist.group.WORLD
     for pairs in map(int, arguments.pairs.split(",")):
         images, texts = _features(pairs, arguments.dim, arguments.noise, device)

@@ -13,10 +13,12 @@ import subprocess
 import sys
 import time
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 from benchmarks.clock import hardware
 from benchmarks.rows import append
+from benchmarks.spawn import fork_ranks
 
 ROOT = Path(__file__).parent.parent
 
@@ -24,7 +26,7 @@ ROOT = Path(__file__).parent.parent
 def main() -> None:
     arguments = _parse()
     if arguments.host is not None:
-        sys.exit(_run_host(arguments))
+        sys.exit(fork_ranks(arguments.ranks, partial(_run_rank, arguments)))
     from tests.hosts import Hosts
 
     rows = []
@@ -72,25 +74,6 @@ def _measure(hosts, ring: str, arguments: argparse.Namespace) -> dict:
     row = {"ring": ring, **settings, "median_ms": statistics.median(times), "fastest_ms": min(times)}
     row |= hardware(None)
     return {name: round(value, 1) if isinstance(value, float) else value for name, value in row.items()}
-
-
-def _run_host(arguments: argparse.Namespace) -> int:
-    """The ranks of one host, forked from a process that has imported torch."""
-    import torch
-
-    torch.set_num_threads(1)
-    children = []
-    for local_rank in range(arguments.ranks):
-        if (child := os.fork()) == 0:
-            code = 1
-            try:
-                _run_rank(arguments, local_rank)
-                sys.stdout.flush()
-                code = 0
-            finally:
-                os._exit(code)
-        children.append(child)
-    return max(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children)
 
 
 def _run_rank(arguments: argparse.Namespace, local_rank: int) -> None:

@@ -27,7 +27,6 @@ import dataclasses
 import json
 import os
 import signal
-import socket
 import statistics
 import subprocess
 import sys
@@ -38,6 +37,8 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.rows import append
+from benchmarks.spawn import on_ranks
+from benchmarks.step import end_process
 from infcl.train.run_folder import git_commit
 
 ROOT = Path(__file__).parent.parent
@@ -53,7 +54,8 @@ WARM_UP, LOSS_STEP = 2, 5  # steps are on the same pairs, so the loss falls with
 def main() -> None:
     arguments = _parse()
     if arguments.one:
-        run_setting(json.loads(arguments.one))
+        setting = json.loads(arguments.one)
+        on_ranks(_rank, setting["gpus"], setting)
         return
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # and its processes end with this one
     print(f"{'model':>9}  T  SP ZeRO    m  samples/s       ms  peak GiB    MFU", flush=True)
@@ -100,17 +102,7 @@ def model_config(name: str):
 # ---- one setting, in a process of its own ----
 
 
-def run_setting(setting: dict) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    torch.multiprocessing.spawn(_rank, (setting, port), nprocs=setting["gpus"])
-
-
-def _rank(rank: int, setting: dict, port: int) -> None:
-    names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": setting["gpus"], "LOCAL_WORLD_SIZE": setting["gpus"]}
-    os.environ.update({name: str(value) for name, value in names.items()})
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+def _rank(rank: int, setting: dict) -> None:
     try:
         measured = _measure(setting)
         if rank == 0:
@@ -230,8 +222,7 @@ def _in_child(setting: dict, timeout: float) -> dict:
     try:
         output, _ = process.communicate(timeout=timeout)
     except BaseException as error:  # Ctrl-C and SIGTERM too: its processes end with this one
-        os.killpg(process.pid, signal.SIGKILL)
-        output, _ = process.communicate()
+        output = end_process(process)
         if not isinstance(error, subprocess.TimeoutExpired):
             raise
         status = f"no result in {timeout:.0f} s"

@@ -10,7 +10,6 @@ Median of --repeats, in milliseconds; the slowest rank counts.
 """
 
 import argparse
-import os
 import statistics
 from functools import partial
 
@@ -19,6 +18,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from benchmarks.clock import require_gpus, timed
+from benchmarks.spawn import on_ranks
 
 LAYERS = {"ViT-L-14": (1024, 4096), "ViT-bigG-14": (1664, 8192), "5B": (3072, 12288)}  # width, MLP features
 TOKENS = 257
@@ -31,14 +31,10 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=20)
     arguments = parser.parse_args()
     require_gpus("benchmarks.tensor_parallel_layers", arguments.gpus)
-    from tests.ranks import free_port
-
-    torch.multiprocessing.spawn(_rank, (arguments, free_port()), nprocs=arguments.gpus)
+    on_ranks(_rank, arguments.gpus, arguments)
 
 
-def _rank(rank: int, arguments: argparse.Namespace, port: int) -> None:
-    names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": arguments.gpus, "MASTER_PORT": port}
-    os.environ.update({name: str(value) for name, value in names.items()} | {"MASTER_ADDR": "127.0.0.1"})
+def _rank(rank: int, arguments: argparse.Namespace) -> None:
     from infcl.parallel import destroy_parallel, init_parallel
     from megatron_patches.groups import init_tensor_parallel
 

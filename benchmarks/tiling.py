@@ -6,7 +6,6 @@ group's sends; the same by copy engines. One GPU has no ring. They take turns: a
 """
 
 import argparse
-import os
 import statistics
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from torch import Tensor
 
 from benchmarks.clock import hardware, require_gpus, timed
 from benchmarks.rows import append
+from benchmarks.spawn import on_ranks
 from infcl import inf_cl_loss
 from infcl.kernels import WORKSPACE_BYTES
 
@@ -36,14 +36,12 @@ def main() -> None:
     parser.add_argument("--commit", default=None, help="for the CSV; default: git's HEAD")
     arguments = parser.parse_args()
     require_gpus("benchmarks.tiling", arguments.gpus)
-    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
-    os.environ.setdefault("MASTER_PORT", "29611")
-    torch.multiprocessing.spawn(_measure, (arguments,), nprocs=arguments.gpus)
+    on_ranks(_measure, arguments.gpus, arguments)
 
 
 def _measure(rank: int, arguments: argparse.Namespace) -> None:
     torch.cuda.set_device(rank)
-    dist.init_process_group("nccl", rank=rank, world_size=arguments.gpus, device_id=torch.device("cuda", rank))
+    dist.init_process_group("nccl", device_id=torch.device("cuda", rank))
     group, rows = dist.group.WORLD, arguments.batch // arguments.gpus
     generator = torch.Generator("cuda").manual_seed(rank)
     features = [

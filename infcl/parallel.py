@@ -82,6 +82,11 @@ class Parallel:
         return 1 if self.tp_group is None else dist.get_world_size(self.tp_group)
 
 
+def why_no_gpu() -> str:
+    """Behind "no GPU is visible": nothing, unless torch could not see one."""
+    return "" if torch.version.cuda else f" (torch {torch.__version__} is built without CUDA)"
+
+
 def read_environment() -> tuple[int, int, int]:
     """(rank, world size, local rank) as the launcher set them; (0, 1, 0) without a launcher."""
     for names in _ENVIRONMENTS:
@@ -124,8 +129,7 @@ def init_parallel(
     if use_cuda:
         visible = torch.cuda.device_count()
         if visible == 0:
-            build = "" if torch.version.cuda else f" (torch {torch.__version__} is built without CUDA)"
-            raise ValueError(f"--device cuda: no GPU is visible{build}; --device cpu runs without one")
+            raise ValueError(f"--device cuda: no GPU is visible{why_no_gpu()}; --device cpu runs without one")
         if local_rank >= visible:
             raise ValueError(f"local rank {local_rank} has no GPU: {visible} visible; start at most {visible} per host")
         torch.cuda.set_device(local_rank)

@@ -6,18 +6,17 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from infcl.report import read_metrics
-from tests.hosts import Hosts
-from tests.test_entry import ROOT, alone, command
+from tests.checkout import ROOT
+from tests.hosts import PATH, Hosts
+from tests.test_entry import alone, command, losses
+from tests.waiting import finish, wait_until
 
-PATH = f"{Path(sys.executable).parent}:/usr/bin:/bin:/usr/sbin"
 MARKS = [pytest.mark.cluster, pytest.mark.timeout(900)]  # conftest.py skips them where hosts cannot be made
 DEEPSPEED = ["deepspeed", "-q", "--launcher", "pdsh", "--hostfile"]
 
@@ -29,46 +28,18 @@ def flags(demo_folder, logs, *more: str) -> list[str]:
     return words[:start] + words[start + 3 :]
 
 
-def start(hosts: Hosts, arguments: list, *, on: int = 0, cwd=ROOT, **environment: str) -> subprocess.Popen:
+def start(hosts: Hosts, arguments: list, *, on: int = 0, **environment: str) -> subprocess.Popen:
     """`arguments` run on a host, as a user would type them there."""
     settings = [f"{name}={value}" for name, value in ({"PATH": PATH, "HOME": hosts.folder} | environment).items()]
     return subprocess.Popen(
-        hosts[on].command(["env", "-i", *settings, *arguments], cwd),
+        hosts[on].command(["env", "-i", *settings, *arguments], ROOT),
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, stdin=subprocess.DEVNULL,
     )  # fmt: skip
-
-
-def finish(process: subprocess.Popen, seconds: float = 600) -> tuple[int, str]:
-    output, _ = process.communicate(timeout=seconds)
-    return process.returncode, output
 
 
 def train(hosts: Hosts, arguments: list, **environment: str) -> tuple[int, str]:
     """The README's command, from the first host: (exit code, what it printed)."""
     return finish(start(hosts, [*DEEPSPEED, hosts.hostfile, *arguments], on=0, **environment))
-
-
-def wait_for_step(logs: Path, step: int, process: subprocess.Popen, seconds: float = 150) -> None:
-    """Return when `step` is in the metrics; an AssertionError with the output when the run ends before."""
-    deadline = time.monotonic() + seconds
-    path = logs / "run" / "metrics.jsonl"
-    while not path.exists() or f'"step": {step},' not in path.read_text():
-        assert process.poll() is None, process.stdout.read()
-        assert time.monotonic() < deadline, f"step {step} was not reached"
-        time.sleep(0.1)
-
-
-def wait_for_checkpoint(logs: Path, process: subprocess.Popen, seconds: float = 300) -> None:
-    """Return when the run has a checkpoint to resume from."""
-    deadline = time.monotonic() + seconds
-    while not (logs / "run" / "checkpoints" / "latest").exists():
-        assert process.poll() is None, process.stdout.read()
-        assert time.monotonic() < deadline, "no checkpoint was written"
-        time.sleep(0.05)
-
-
-def losses(logs: Path) -> list[float]:
-    return [record["loss"] for record in read_metrics(logs / "run" / "metrics.jsonl", "train")]
 
 
 def losses_of_hosts_and_of_one_rank(
@@ -94,10 +65,12 @@ def ranks_on(host) -> list:
 
 def wait_until_gone(hosts: Hosts, seconds: float) -> float:
     """Seconds until no rank is left on any host that is up."""
+
+    def left() -> list[tuple[str, int]]:
+        return [(host.name, process.pid) for host in hosts.all for process in ranks_on(host)]
+
     started = time.monotonic()
-    while left := [(host.name, process.pid) for host in hosts.all for process in ranks_on(host)]:
-        assert time.monotonic() - started < seconds, f"ranks stayed behind: {left}"
-        time.sleep(0.2)
+    wait_until(lambda: not left(), seconds, lambda: f"ranks stayed behind: {left()}")
     return time.monotonic() - started
 
 

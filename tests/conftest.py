@@ -141,12 +141,9 @@ def tokenizer_model(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def tokenizer(tmp_path_factory):
-    """Sentencepiece for the captions of shard_files, 12 tokens each."""
-    from infcl.data.tokenizer import Tokenizer, train_tokenizer
+    from tests.small_loader import caption_tokenizer
 
-    path = tmp_path_factory.mktemp("tokenizer") / "x.model"
-    train_tokenizer([f"picture number {i} from json" for i in range(100)], path, 40)
-    return Tokenizer(path, context_length=12)
+    return caption_tokenizer(tmp_path_factory.mktemp("tokenizer"))
 
 
 @pytest.fixture(scope="session")

@@ -22,13 +22,15 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
 import psutil
 
+from tests.waiting import wait_until
+
 NET = "10.203.77"
+PATH = f"{Path(sys.executable).parent}:/usr/bin:/bin:/usr/sbin"  # of what runs on a host
 _sets = itertools.count()
 _SSHD_OPTIONS = (
     "StrictModes=no", "PermitRootLogin=prohibit-password", "PasswordAuthentication=no", "UsePAM=no", "MaxStartups=100",
@@ -88,11 +90,10 @@ class Host:
 
     def command(self, arguments: list, cwd=None) -> list[str]:
         """`arguments` as a command line that runs on this host."""
-        deadline = time.monotonic() + 20
-        while not (inside := psutil.Process(self.process.pid).children()):  # it has just been started
-            assert time.monotonic() < deadline, f"{self.name} was not started"
-            time.sleep(0.05)
-        enter = ["nsenter", "-t", str(inside[0].pid), "--net", "--uts", "--pid", "--mount", f"--wd={cwd or Path.cwd()}"]
+        started = psutil.Process(self.process.pid)
+        wait_until(started.children, 20, f"{self.name} was not started")  # it may just have been
+        inside = str(started.children()[0].pid)
+        enter = ["nsenter", "-t", inside, "--net", "--uts", "--pid", "--mount", f"--wd={cwd or Path.cwd()}"]
         return [*enter, "--", *map(str, arguments)]
 
     def run(self, arguments: list, cwd=None, **options) -> subprocess.CompletedProcess:
@@ -209,13 +210,12 @@ class Hosts:
         _run(*f"ip -n {host.namespace} link set {device} up".split())
 
     def _wait_for(self, host: Host) -> None:
-        deadline = time.monotonic() + 20
-        while self[0].run(["ssh", host.name, "true"]).returncode != 0:
-            log = self.folder / f"{host.name}.log"
-            assert time.monotonic() < deadline, (
-                f"{host.name} does not answer: {log.read_text() if log.exists() else ''}"
-            )
-            time.sleep(0.1)
+        log = self.folder / f"{host.name}.log"
+        wait_until(
+            lambda: self[0].run(["ssh", host.name, "true"]).returncode == 0,
+            20,
+            lambda: f"{host.name} does not answer: {log.read_text() if log.exists() else ''}",
+        )
 
     def __exit__(self, *_) -> None:
         blocked = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])

@@ -15,6 +15,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import torch
 import torch.distributed as dist
 
+from benchmarks.spawn import fork_ranks
 from tests.loss_oracle import evaluate
 
 
@@ -28,18 +29,7 @@ def run_rank(rank: int, world_size: int, folder: Path, cases: list) -> None:
 
 
 def main(world_size: int, folder: Path, cases: list) -> int:
-    torch.set_num_threads(1)
-    children = []
-    for rank in range(world_size):
-        if (child := os.fork()) == 0:
-            code = 1
-            try:
-                run_rank(rank, world_size, folder, cases)
-                code = 0
-            finally:
-                os._exit(code)
-        children.append(child)
-    return max(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children)
+    return fork_ranks(world_size, lambda rank: run_rank(rank, world_size, folder, cases))
 
 
 if __name__ == "__main__":

@@ -35,6 +35,15 @@ def run_ranks(function, world_size: int, *args, timeout: float = 120.0, **kwargs
     return _pools[world_size].run(function, args, kwargs, timeout)
 
 
+def refused(function, *args, **kwargs) -> str | None:
+    """For a rank: what the ValueError says that function(*args, **kwargs) raises; None where it raises none."""
+    try:
+        function(*args, **kwargs)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
 class _Pool:
     def __init__(self, world_size: int):
         context = mp.get_context("forkserver")

@@ -34,12 +34,12 @@ def encode(image, format: str = "PNG", **options) -> bytes:
     return file.getvalue()
 
 
-def pair_members(number: int, *, key: str | None = None, caption: bytes | None = None) -> list[tuple[str, bytes]]:
+def pair_members(number: int, *, key: str | None = None) -> list[tuple[str, bytes]]:
     """jpg or png, json and txt of one good sample, in img2dataset's order."""
     key = key or f"{number:09d}"
-    text = f"picture number {number}".encode() if caption is None else caption
     image = ("png", encode(picture(number))) if number % 2 else ("jpg", encode(picture(number), "JPEG", quality=95))
     metadata = json.dumps({"key": key, "caption": f"from json {number}", "number": number}).encode()
+    text = f"picture number {number}".encode()
     return [(f"{key}.{image[0]}", image[1]), (f"{key}.json", metadata), (f"{key}.txt", text)]
 
 

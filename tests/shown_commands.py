@@ -7,7 +7,8 @@ CONTRIBUTING.md, docs/*.md and ds_configs/README.md, and what stands behind "com
 import re
 from pathlib import Path
 
-ROOT = Path(__file__).parent.parent
+from tests.checkout import ROOT
+
 PROGRAMS = (
     "make python .venv/bin/python pytest deepspeed torchrun bash sbatch kubectl pip git mpirun srun source".split()
 )

@@ -12,12 +12,11 @@ import os
 import re
 import shutil
 import subprocess
-import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.hosts import Hosts
+from tests.hosts import PATH, Hosts
+from tests.waiting import wait_until
 
 PROGRAMS = ("slurmctld", "slurmd", "munged")
 _CONF = """
@@ -57,8 +56,7 @@ class Slurm:
     def __init__(self, hosts: Hosts, folder: Path):
         self.hosts, self.folder = hosts, folder
         self.daemons: list[subprocess.Popen] = []
-        path = f"{Path(sys.executable).parent}:/usr/bin:/bin:/usr/sbin"
-        self.environment = [f"SLURM_CONF={folder}/slurm.conf", f"PATH={path}", f"HOME={hosts.folder}"]
+        self.environment = [f"SLURM_CONF={folder}/slurm.conf", f"PATH={PATH}", f"HOME={hosts.folder}"]
 
     def __enter__(self) -> "Slurm":
         try:
@@ -98,11 +96,9 @@ class Slurm:
 
     def wait_until(self, condition: Callable[[], bool], seconds: float) -> None:
         """AssertionError, with what the daemons printed, when `condition` is not met in time."""
-        deadline = time.monotonic() + seconds
-        while not condition():
-            logs = {path.name: path.read_text()[-2000:] for path in self.folder.glob("*.out")}
-            assert time.monotonic() < deadline, logs
-            time.sleep(0.3)
+        wait_until(
+            condition, seconds, lambda: {path.name: path.read_text()[-2000:] for path in self.folder.glob("*.out")}
+        )
 
     def __exit__(self, *_) -> None:
         for host in self.hosts.all:  # what started the daemons is no parent of theirs

@@ -61,35 +61,52 @@ def adamw(groups):
     return torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.98), eps=EPS)
 
 
-def oracle_steps(
+def oracle_steps(batches, *, seeds=None, logit_scale: float = math.log(10.0), dropout: float = 0.0, **options):
+    """`train_in_float64` of a ToyCLIP. seeds: with dropout, one for each micro-batch of each batch, under which it is
+    encoded."""
+    seeded = list(zip(batches, seeds or [[0]] * len(batches), strict=True))
+    return train_in_float64(ToyCLIP(logit_scale, dropout), seeded, _encode_seeded, **options)
+
+
+def _encode_seeded(model, seeded):
+    """(image, text) outputs of the whole batch, each of its len(seeds) micro-batches under its seed."""
+    batch, seeds = seeded
+    outputs = []
+    for seed, images, texts in zip(seeds, *(side.double().chunk(len(seeds)) for side in batch), strict=True):
+        torch.manual_seed(seed)
+        outputs.append((model.image(images), model.text(texts)))
+    return (torch.cat(side) for side in zip(*outputs))
+
+
+def train_in_float64(
+    model,
     batches,
+    encode,
     *,
     grad_clip_norm: float | None,
     weight_decay: float,
-    max_logit_scale: float,
+    max_logit_scale: float = math.inf,
     optimizer=adamw,
+    before_clip=lambda model: None,
     after_step=lambda model: None,
-    seeds=None,
-    **model_options,
 ):
-    """float64 full-batch training -> ([loss, ...], [gradient norm, ...], state dict).
+    """A step with each whole batch -> ([loss, ...], [gradient norm, ...], state dict).
 
-    optimizer: parameter groups -> torch optimizer; after_step(model) is called when all of a step is done.
-    seeds: with dropout, one for each micro-batch of each batch, under which it is encoded.
+    encode(model, batch): (image, text) outputs, not yet normalised. optimizer: parameter groups -> torch optimizer.
+    before_clip(model) is called when the step's gradients are there, after_step(model) when all of it is done.
     """
     from infcl.config import TrainConfig
     from infcl.train.optim import parameter_groups
 
-    model = ToyCLIP(**model_options).double()
+    model = model.double()
     optimizer = optimizer(parameter_groups(model, TrainConfig(wd=weight_decay), LR))
     losses, norms = [], []
-    for batch, of_batch in zip(batches, seeds or [[0]] * len(batches), strict=True):
-        image_features, text_features = (
-            nn.functional.normalize(side, dim=-1) for side in _encode_seeded(model, batch, of_batch)
-        )
+    for batch in batches:
+        image_features, text_features = (nn.functional.normalize(side, dim=-1) for side in encode(model, batch))
         loss = dense_loss(image_features, text_features, model.logit_scale.exp())
         optimizer.zero_grad()
         loss.backward()
+        before_clip(model)
         norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), grad_clip_norm or math.inf)))
         optimizer.step()
         with torch.no_grad():
@@ -97,15 +114,6 @@ def oracle_steps(
         after_step(model)
         losses.append(loss.item())
     return losses, norms, {name: value.detach().clone() for name, value in model.state_dict().items()}
-
-
-def _encode_seeded(model, batch, seeds):
-    """(image, text) outputs of the whole batch, each of its len(seeds) micro-batches under its seed."""
-    outputs = []
-    for seed, images, texts in zip(seeds, *(side.double().chunk(len(seeds)) for side in batch), strict=True):
-        torch.manual_seed(seed)
-        outputs.append((model.image(images), model.text(texts)))
-    return (torch.cat(side) for side in zip(*outputs))
 
 
 def worst_error(state, reference):

@@ -9,6 +9,7 @@ from torch import nn
 from infcl.config import BatchPlan, TrainConfig
 from infcl.parallel import Parallel, init_parallel, mean_over
 from infcl.towers import CLIP, CLIPConfig, TextConfig, VisionConfig
+from tests.step_oracle import EPS, LR, train_in_float64
 
 CFG = CLIPConfig(
     embed_dim=20,
@@ -17,7 +18,7 @@ CFG = CLIPConfig(
 )
 LAYOUTS = [(2, 1), (1, 2), (2, 2), (4, 1)]  # (T, D)
 _groups: set[dist.ProcessGroup] = set()  # what megatron-core has made in this process
-LR, EPS = 1e-2, 1e-3  # a large epsilon: with Adam's usual one a wrong gradient scale would not show
+GRAD_CLIP, DECAY = 0.5, 0.1
 MICRO_BATCHES, MICRO_BATCH_SIZE = 3, 4
 
 
@@ -40,9 +41,10 @@ def layout(size: int) -> Parallel:
 
 
 def settings(preset: str, size: int, **changes) -> TrainConfig:
-    given = {"deepspeed_config": f"ds_configs/{preset}.json", "lr": LR, "eps": EPS, "wd": 0.1, "grad_clip_norm": 0.5}
+    given = {"deepspeed_config": f"ds_configs/{preset}.json", "lr": LR, "eps": EPS, "wd": DECAY}
+    given |= {"grad_clip_norm": GRAD_CLIP, "tensor_parallel_size": size}
     given |= {"precision": "fp32", "dataset_type": "synthetic", "train_num_samples": 1, "pack_captions": "off"}
-    return TrainConfig(**given | {"tensor_parallel_size": size} | changes)
+    return TrainConfig(**given | changes)
 
 
 def new_model(cfg: CLIPConfig = CFG, **options) -> CLIP:
@@ -97,31 +99,24 @@ def train_steps(
     return engine, losses, norms, tower_norms
 
 
-def oracle(dp_size: int, steps: int, *, clip: float = 0.5, weight_decay: float = 0.1):
+def oracle(dp_size: int, steps: int):
     """One process in float64, the whole batch at once -> losses, norms, [image, text] norms, state dict."""
-    from infcl.config import TrainConfig
-    from infcl.train.optim import parameter_groups
+    batches = [global_batch(dp_size * MICRO_BATCHES * MICRO_BATCH_SIZE, seed=step) for step in range(steps)]
+    tower_norms = []
 
-    model = new_model().double()
-    optimizer = torch.optim.AdamW(
-        parameter_groups(model, TrainConfig(wd=weight_decay), LR), lr=LR, betas=(0.9, 0.98), eps=EPS
-    )
-    losses, norms, tower_norms = [], [], []
-    for step in range(steps):
-        images, texts = global_batch(dp_size * MICRO_BATCHES * MICRO_BATCH_SIZE, seed=step)
-        image_features = nn.functional.normalize(model.visual(images.double()), dim=-1)
-        text_features = nn.functional.normalize(model.encode_text(texts), dim=-1)
-        logits = model.logit_scale.exp() * image_features @ text_features.T
-        labels = torch.arange(len(logits))
-        loss = sum(nn.functional.cross_entropy(side, labels) for side in (logits, logits.T)) / 2
-        optimizer.zero_grad()
-        loss.backward()
+    def note_norms(model):
         towers = {True: [], False: []}
         for name, parameter in model.named_parameters():
             if not name.startswith("logit"):
                 towers[name.startswith("visual.")].append(parameter.grad)
         tower_norms.append([float(nn.utils.get_total_norm(towers[side])) for side in (True, False)])
-        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), clip or math.inf)))
-        optimizer.step()
-        losses.append(loss.item())
-    return losses, norms, tower_norms, {name: value.detach().clone() for name, value in model.state_dict().items()}
+
+    losses, norms, state = train_in_float64(
+        new_model(),
+        batches,
+        lambda model, batch: (model.visual(batch[0].double()), model.encode_text(batch[1])),
+        grad_clip_norm=GRAD_CLIP,
+        weight_decay=DECAY,
+        before_clip=note_norms,
+    )
+    return losses, norms, tower_norms, state

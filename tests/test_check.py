@@ -13,8 +13,8 @@ from infcl.cluster.check import ask, problems
 from infcl.cluster.host_report import shared_folder
 from infcl.cluster.links import _meetings, extremes, slow_ones
 from infcl.cluster.meeting import nodes_of
+from tests.checkout import ROOT
 from tests.ranks import run_ranks
-from tests.test_entry import ROOT
 
 HOSTS = {"a": 8, "b": 8, "c": 8}
 

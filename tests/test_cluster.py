@@ -8,28 +8,26 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import psutil
 import pytest
 
+from tests.checkout import ROOT
 from tests.cluster_run import (
     DEEPSPEED,
     MARKS,
-    finish,
     flags,
     kill,
     launch_script,
-    losses,
     losses_of_hosts_and_of_one_rank,
     ranks_on,
     start,
     train,
-    wait_for_step,
 )
 from tests.hosts import Hosts
-from tests.test_entry import ROOT, alone
+from tests.test_entry import alone, losses
+from tests.waiting import finish, wait_until
 
 pytestmark = MARKS
 
@@ -45,7 +43,8 @@ def test_two_hosts_train_resume_evaluate_and_export_as_one_rank_does(demo_folder
     more = ("--steps", "8", "--batch-size", "8", "--val-data", f"{demo_folder}/val", "--interface", "eth0")
     arguments = flags(demo_folder, tmp_path, *more, "--zeroshot-data", f"{demo_folder}/zeroshot")
     process = start(two_hosts, [*DEEPSPEED, two_hosts.hostfile, *arguments])
-    wait_for_step(tmp_path, 1, process)
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    wait_until(lambda: metrics.exists() and '"step": 1,' in metrics.read_text(), 150, "there was no step", process)
     for host in two_hosts.all:
         addresses = {line.split()[3].rsplit(":", 1)[0] for line in host.run(["ss", "-Hltn"]).stdout.splitlines()}
         assert addresses == {host.address}
@@ -84,14 +83,12 @@ def test_sigterm_to_the_tests_leaves_no_namespace_behind(tmp_path):
     program = [sys.executable, "-m", "pytest", "-q", "-o", "addopts=", "--basetemp", tmp_path / "base", "--rootdir"]
     command = [*map(str, program), str(tmp_path), "-p", "no:cacheprovider", str(tmp_path / "test_interrupted.py")]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
-        deadline = time.monotonic() + 120
-        while not (found := list((tmp_path / "base").glob("*/made"))) or not found[0].read_text():
-            assert process.poll() is None and time.monotonic() < deadline
-            time.sleep(0.1)
-        name = found[0].read_text()
+        made = (tmp_path / "base").glob
+        wait_until(lambda: [path for path in made("*/made") if path.read_text()], 120, "no host was made", process)
+        name = next(made("*/made")).read_text()
         process.terminate()
-        output, _ = process.communicate(timeout=120)
-    assert process.returncode == 2 and "KeyboardInterrupt" in output, output
+        code, output = finish(process, 120)
+    assert code == 2 and "KeyboardInterrupt" in output, output
     assert name not in subprocess.run(["ip", "netns"], capture_output=True, text=True).stdout
     assert not (Path("/etc/netns") / name).exists()
 

@@ -13,22 +13,20 @@ from pathlib import Path
 
 import pytest
 
+from tests.checkout import ROOT
 from tests.cluster_run import (
     MARKS,
-    PATH,
-    finish,
     flags,
     kill,
     launch_script,
-    losses,
     ranks_on,
     small_disk,
     start,
-    wait_for_checkpoint,
     wait_until_gone,
 )
-from tests.hosts import Hosts
-from tests.test_entry import ROOT, alone
+from tests.hosts import PATH, Hosts
+from tests.test_entry import alone, losses
+from tests.waiting import finish, wait_for_checkpoint, wait_until
 
 pytestmark = MARKS
 STEPS, BATCH = 30, 32
@@ -137,10 +135,7 @@ def test_a_host_that_stands_still_for_good_ends_the_run_and_is_named(demo_folder
     assert len(frozen) >= 2
     for one in frozen:
         kill(one, signal.SIGSTOP)
-    deadline = time.monotonic() + 6 * HOST_TIMEOUT
-    while ranks_on(hosts[0]):
-        assert time.monotonic() < deadline, "the other host goes on"
-        time.sleep(0.2)
+    wait_until(lambda: not ranks_on(hosts[0]), 6 * HOST_TIMEOUT, "the other host goes on")
     for one in frozen:
         kill(one, signal.SIGCONT)
     wait_until_gone(hosts, seconds=6 * HOST_TIMEOUT)

@@ -5,10 +5,11 @@ import re
 
 import pytest
 
-from tests.cluster_run import MARKS, flags, losses
+from tests.checkout import ROOT
+from tests.cluster_run import MARKS, flags
 from tests.hosts import Hosts
 from tests.slurm import Slurm, missing
-from tests.test_entry import ROOT
+from tests.test_entry import losses
 
 pytestmark = [*MARKS, pytest.mark.skipif(bool(missing()), reason=str(missing()))]
 

@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import re
-from pathlib import Path
 
 import pytest
 
@@ -13,8 +12,7 @@ from infcl.config.command_line import _OF_OTHERS
 from infcl.loss.contrastive import LOSSES
 from infcl.train.preset import read_preset
 from infcl.train.run_folder import RunFolder
-
-ROOT = Path(__file__).parent.parent
+from tests.checkout import ROOT
 
 SYNTHETIC = ["--dataset-type", "synthetic", "--train-num-samples", "64"]
 
@@ -55,7 +53,7 @@ def test_flags_of_others_are_answered_with_flags_that_there_are():
     for other, said in _OF_OTHERS.items():
         assert other not in flags and {word for word in said.split() if word.startswith("--")} <= set(flags)
         for preset in re.findall(r"ds_configs/\S+", said):
-            assert (Path(__file__).parent.parent / preset).is_file()
+            assert (ROOT / preset).is_file()
 
 
 def test_every_field_has_a_flag_a_group_and_one_line_of_help(capsys):

@@ -1,5 +1,7 @@
 """All losses by name: same call, same averages, on any process group."""
 
+from unittest import mock
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -9,7 +11,7 @@ from infcl.loss.contrastive import LOSSES, ContrastiveLoss
 from infcl.loss.info_nce import _subtract_rows
 from infcl.loss.ring import RingExchange
 from tests.loss_oracle import Case, features, oracle, relative_error
-from tests.ranks import run_ranks
+from tests.ranks import refused, run_ranks
 
 
 @pytest.mark.parametrize("name", LOSSES)
@@ -54,34 +56,27 @@ def test_losses_stay_inside_the_group_they_are_given():
             torch.testing.assert_close(gradient, images_alone.grad, rtol=1e-4, atol=1e-6)
 
 
+def counted_comparisons():
+    """A context: how often ranks compare their shapes in it."""
+    plain = RingExchange.require_equal
+    return mock.patch.object(RingExchange, "require_equal", autospec=True, side_effect=plain)
+
+
 def _fixed_shape(rank, world_size, name):
     """-> (what an unequal first call says; losses of both kinds and comparisons of 3 calls; what a later shape says)"""
-    compared = []
-    plain = RingExchange.require_equal
-
-    def require_equal(self, *arguments):
-        compared.append(arguments)
-        return plain(self, *arguments)
-
-    def message(rows):
-        try:
-            fixed(*features("random", rows, 24), 10.0, -3.0)
-        except ValueError as error:
-            return str(error)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(RingExchange, "require_equal", require_equal)
+    with counted_comparisons() as compared:
         fixed = ContrastiveLoss(name, group=dist.group.WORLD, fixed_shape=True)
-        unequal = message(4 + rank)
-        compared.clear()
+        unequal = refused(fixed, *features("random", 4 + rank, 24), 10.0, -3.0)
+        compared.reset_mock()
         losses = []
         for seed in range(3):
             pairs = features("random", 5, 24, seed=world_size * seed + rank)
             losses.append(
                 [loss(*pairs, 10.0, -3.0).item() for loss in (fixed, ContrastiveLoss(name, group=dist.group.WORLD))]
             )
-            compared.pop()  # of the loss that always compares
-        return unequal, losses, len(compared), message(5 + (rank == 1)) if rank == 1 else None
+        own = compared.call_count - 3  # without those of the loss that always compares
+        later = refused(fixed, *features("random", 6, 24), 10.0, -3.0) if rank == 1 else None
+        return unequal, losses, own, later
 
 
 @pytest.mark.parametrize("name", LOSSES)
@@ -105,21 +100,14 @@ LIBRARY = {
 
 def _comparisons(rank, world_size):
     """{loss: (comparisons of a call as it is, without compare_ranks, and whether both give the same)}"""
-    compared, plain = [], RingExchange.require_equal
-
-    def require_equal(self, *arguments):
-        compared.append(arguments)
-        return plain(self, *arguments)
-
     found, pairs = {}, features("random", 5, 24, seed=rank)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(RingExchange, "require_equal", require_equal)
+    with counted_comparisons() as compared:
         for name, loss in LIBRARY.items():
             counts, values = [], []
             for compare_ranks in (True, False):
                 values.append(loss(*pairs, group=dist.group.WORLD, compare_ranks=compare_ranks))
-                counts.append(len(compared))
-                compared.clear()
+                counts.append(compared.call_count)
+                compared.reset_mock()
             found[name] = (*counts, bool(torch.equal(*values)))
     return found
 

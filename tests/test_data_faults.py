@@ -1,21 +1,12 @@
-from pathlib import Path
-
 import pytest
 
-from infcl.data.tokenizer import train_tokenizer
+from tests.checkout import ROOT
 from tests.data_faults import CASES, ENDS, GOOD, run_case
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    path = tmp_path_factory.mktemp("tokenizer") / "x.model"
-    train_tokenizer([f"picture number {i} from json" for i in range(100)], path, 40)
-    return path
-
-
 @pytest.mark.parametrize("what, case, more", CASES, ids=[what for what, _, _ in CASES])
-def test_a_fault_costs_its_own_sample_and_is_counted(what, case, more, tmp_path, model):
-    outcome, executed = run_case(case, "indexed", tmp_path, model)
+def test_a_fault_costs_its_own_sample_and_is_counted(what, case, more, tmp_path, tokenizer):
+    outcome, executed = run_case(case, "indexed", tmp_path, tokenizer)
     assert not executed and outcome.seconds < 30
     if more is ENDS:
         assert outcome.error
@@ -26,8 +17,8 @@ def test_a_fault_costs_its_own_sample_and_is_counted(what, case, more, tmp_path,
 
 
 @pytest.mark.parametrize("what, case, more", CASES, ids=[what for what, _, _ in CASES])
-def test_the_streaming_reader_survives_the_same(what, case, more, tmp_path, model):
-    outcome, executed = run_case(case, "streaming", tmp_path, model)
+def test_the_streaming_reader_survives_the_same(what, case, more, tmp_path, tokenizer):
+    outcome, executed = run_case(case, "streaming", tmp_path, tokenizer)
     assert not executed and outcome.seconds < 30
     if more is not ENDS:
         assert not outcome.error and outcome.used >= 20
@@ -35,7 +26,7 @@ def test_the_streaming_reader_survives_the_same(what, case, more, tmp_path, mode
 
 
 def test_the_page_of_faults_has_all_of_them():
-    page = (Path(__file__).parent.parent / "docs" / "data_faults.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "data_faults.md").read_text(encoding="utf-8")
     assert [line.split(" | ")[0][2:] for line in page.splitlines() if line.startswith("| ")][1:] == [
         c[0] for c in CASES
     ]

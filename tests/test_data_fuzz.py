@@ -17,13 +17,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from infcl.data.index import SampleKeys, scan_shard
-from infcl.data.loader import TrainLoader
 from infcl.data.records import Record, ShardReader
 from infcl.data.samples import BadSample, decode_record
 from infcl.data.shards import load_manifest
 from infcl.data.streaming import stream_records
-from infcl.data.tokenizer import Tokenizer, train_tokenizer
 from tests.shard_files import Payload, encode, pair_members, picture, png_bomb, write_tar
+from tests.small_loader import small_loader
 
 FORMATS = st.sampled_from([tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
 COMMON = {
@@ -81,13 +80,6 @@ def broken_samples(draw):
     return samples, shards, draw(FORMATS)
 
 
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory):
-    path = tmp_path_factory.mktemp("tokenizer") / "x.model"
-    train_tokenizer([f"a picture number {i} long in json caf" for i in range(50)], path, 40)
-    return Tokenizer(path, context_length=8)
-
-
 def check_broken_samples(case, folder, tokenizer):
     samples, shards, tar_format = case
     payload = pickle.dumps(Payload(folder / "executed"))
@@ -113,18 +105,7 @@ def check_broken_samples(case, folder, tokenizer):
     assert found == {cause: n for cause, n in expected.items() if cause not in left_out}
 
     # an epoch of the loader: every good sample is used, bad ones are replaced
-    loader = TrainLoader(
-        str(folder),
-        tokenizer,
-        image_size=16,
-        micro_batch_size=1,
-        num_micro_batches=1,
-        rank=0,
-        world_size=1,
-        seed=0,
-        num_workers=0,
-        max_bad_fraction=1.0,
-    )
+    loader = small_loader(str(folder), tokenizer, max_bad_fraction=1.0)
     used = [int(batch["ids"]) for (batch,) in loader]
     report = loader.report()
     assert len(used) == manifest.num_samples and set(used) == set(range(manifest.num_samples)) - bad

@@ -8,7 +8,8 @@ import torch
 
 from infcl.report import read_metrics
 from infcl.train.checkpoint import consolidated_state_dict
-from tests.test_entry import ROOT, alone, command, launch
+from tests.checkout import ROOT
+from tests.test_entry import alone, command, launch
 
 STEPS, SAVED = 12, 7
 DEVICE = "cuda"
@@ -29,12 +30,9 @@ def run(demo_folder, logs, name: str, ranks: int, flags: list[str]):
     return curves, consolidated_state_dict(logs / name, ema=True)
 
 
-def check_bitwise(tmp_path, preset: str, opt: str, ranks: int) -> None:
+def check_bitwise(demo_folder, tmp_path, preset: str, opt: str, ranks: int) -> None:
     if opt == "adamw8bit":
         pytest.importorskip("bitsandbytes")
-    from infcl.data.demo import prepare_demo
-
-    demo_folder = prepare_demo(tmp_path / "demo", num_train=1536)
     flags = ["--deepspeed_config", f"ds_configs/{preset}.json", "--grad-checkpointing", "--opt", opt]
     whole, weights = run(demo_folder, tmp_path, "whole", ranks, flags)
     checkpoint = str(tmp_path / "whole" / "checkpoints" / f"step_{SAVED:08d}")
@@ -46,14 +44,14 @@ def check_bitwise(tmp_path, preset: str, opt: str, ranks: int) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("preset", "opt"), CASES)
-def test_on_a_gpu_runs_repeat_and_resume_bit_for_bit(tmp_path, preset, opt):
-    check_bitwise(tmp_path, preset, opt, ranks=1)
+def test_on_a_gpu_runs_repeat_and_resume_bit_for_bit(demo_folder, tmp_path, preset, opt):
+    check_bitwise(demo_folder, tmp_path, preset, opt, ranks=1)
 
 
 @pytest.mark.multigpu
 @pytest.mark.parametrize(("preset", "opt"), CASES)
-def test_on_two_gpus_runs_repeat_and_resume_bit_for_bit(tmp_path, preset, opt):
-    check_bitwise(tmp_path, preset, opt, ranks=2)
+def test_on_two_gpus_runs_repeat_and_resume_bit_for_bit(demo_folder, tmp_path, preset, opt):
+    check_bitwise(demo_folder, tmp_path, preset, opt, ranks=2)
 
 
 def test_the_mode_reaches_torch_cublas_and_the_compiler():

@@ -22,9 +22,10 @@ import torch
 from benchmarks.step_losses import installed_open_clip_loss
 from infcl.config import make_parser
 from infcl.towers import load_model_config
+from tests.checkout import ROOT
 from tests.doc_commands import COMMANDS, PYTHON_BLOCKS, Command
 from tests.ranks import run_ranks
-from tests.shown_commands import ROOT, documents, python_blocks, shown_commands
+from tests.shown_commands import documents, python_blocks, shown_commands
 
 PLACES = ("here", "gpu", "multigpu", "cluster")
 # Flags of other programs, or of open_clip as it is compared with.

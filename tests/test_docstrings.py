@@ -9,7 +9,7 @@ import sys
 import pytest
 
 import infcl
-from tests.shown_commands import ROOT
+from tests.checkout import ROOT
 
 MODULES = [
     path.relative_to(ROOT).as_posix()

@@ -2,7 +2,6 @@
 
 import inspect
 import re
-from pathlib import Path
 
 import pytest
 import torch
@@ -10,11 +9,12 @@ import torch.distributed as dist
 from torch import nn
 
 from infcl import InfCLLoss, inf_cl_loss
+from tests.checkout import ROOT
 from tests.loss_oracle import relative_error
 from tests.open_clip_stub import import_open_clip
-from tests.ranks import run_ranks
+from tests.ranks import refused, run_ranks
 
-DOCUMENT = Path(__file__).parent.parent / "docs" / "loss.md"
+DOCUMENT = ROOT / "docs" / "loss.md"
 
 
 class _TwoTowers(nn.Module):
@@ -101,12 +101,7 @@ def _refusals(rank, world_size):
         {"local_loss": True, "gather_with_grad": True, "rank": 1 - rank, "world_size": 2},
         {"local_loss": True, "gather_with_grad": True, "rank": rank, "world_size": 4},
     ]
-    messages = []
-    for options in arguments:
-        try:
-            InfCLLoss(**options)
-        except ValueError as error:
-            messages.append(str(error))
+    messages = [refused(InfCLLoss, **options) for options in arguments]
     accepted = InfCLLoss(False, True, True, rank, world_size)  # open_clip's order
     assert accepted.options["group"] is dist.group.WORLD
     return messages
@@ -114,7 +109,6 @@ def _refusals(rank, world_size):
 
 def test_contradictory_arguments_are_refused_with_the_numbers():
     for rank, messages in enumerate(run_ranks(_refusals, 2)):
-        assert len(messages) == 4
         assert all("world_size 2 with gather_with_grad=False" in message for message in messages[:2])
         assert f"rank {1 - rank}, world_size 2: the process group says {rank}, 2" in messages[2]
         assert f"rank {rank}, world_size 4: the process group says {rank}, 2" in messages[3]

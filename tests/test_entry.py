@@ -9,7 +9,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 import traceback
 from pathlib import Path
 from unittest import mock
@@ -18,9 +17,10 @@ import pytest
 
 from infcl.report import read_metrics
 from tests import gpus
+from tests.checkout import ROOT
 from tests.ranks import free_port, run_ranks
+from tests.waiting import finish, wait_for_checkpoint
 
-ROOT = Path(__file__).parent.parent
 ON_CPU = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 
 
@@ -83,6 +83,16 @@ def _main(rank: int, world_size: int, arguments: list[str]) -> tuple[int, str, s
     return code, out.getvalue(), err.getvalue()
 
 
+def golden(steps: int = 20) -> list[float]:
+    """The losses of the demo's first steps, 64 pairs each."""
+    return json.loads((ROOT / "tests" / "golden" / "demo_20_steps.json").read_text())["loss"][:steps]
+
+
+def losses(logs: Path, name: str = "run") -> list[float]:
+    """Of the steps that the run's metrics have."""
+    return [record["loss"] for record in read_metrics(logs / name / "metrics.jsonl", "train")]
+
+
 def test_the_launcher_trains_evaluates_and_a_second_start_does_not_train_again(demo_folder, tmp_path):
     arguments = command(
         demo_folder, tmp_path, "--deepspeed_config", "ds_configs/zero3.json", "--grad-checkpointing",
@@ -139,43 +149,31 @@ def test_ctrl_c_ends_the_run_with_130_and_a_hint(demo_folder, tmp_path):
         [sys.executable, *arguments], cwd=ROOT, env=os.environ | ON_CPU, stdout=subprocess.PIPE, text=True,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a suite in the background inherits "ignored"
     )  # fmt: skip
-    deadline = time.monotonic() + 200
-    while not (tmp_path / "run" / "checkpoints" / "latest").exists():
-        assert time.monotonic() < deadline and process.poll() is None
-        time.sleep(0.1)
-    process.send_signal(signal.SIGINT)
     try:
-        output, _ = process.communicate(timeout=60)
+        wait_for_checkpoint(tmp_path, process)
+        process.send_signal(signal.SIGINT)
+        code, output = finish(process, 60)
     finally:
         process.kill()
-    assert process.returncode == 130
+    assert code == 130
     assert "--resume latest continues" in output
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_the_triton_tile_follows_the_golden_curve(tmp_path):
-    from infcl.data.demo import prepare_demo
-
-    demo_folder = prepare_demo(tmp_path / "demo", num_train=1536)
+def test_on_a_gpu_the_triton_tile_follows_the_golden_curve(demo_folder, tmp_path):
     flags = ["--precision", "fp32", "--tile", "triton", "--batch-size", "32", "--steps", "20", "--device", "cuda"]
     result = alone(command(demo_folder, tmp_path, *flags), environment={})
     assert result.returncode == 0, result.stdout + result.stderr
-    golden = json.loads((ROOT / "tests" / "golden" / "demo_20_steps.json").read_text())["loss"]
-    losses = [record["loss"] for record in read_metrics(tmp_path / "run" / "metrics.jsonl", "train")]
-    assert losses == pytest.approx(golden, rel=5e-3)
+    assert losses(tmp_path) == pytest.approx(golden(), rel=5e-3)
 
 
 @pytest.mark.multigpu
 @pytest.mark.parametrize("preset", ["zero1", "zero2", "zero3", "zero3_offload", "zero2_bf16", "zero2_fp16"])
-def test_on_two_gpus_every_preset_trains_over_nccl(tmp_path, preset):
-    from infcl.data.demo import prepare_demo
-
-    demo_folder = prepare_demo(tmp_path / "demo", num_train=1536)
+def test_on_two_gpus_every_preset_trains_over_nccl(demo_folder, tmp_path, preset):
     flags = ["--deepspeed_config", f"ds_configs/{preset}.json", "--steps", "20", "--grad-checkpointing"]
     result = launch(command(demo_folder, tmp_path, *flags), 2, environment={})
     assert result.returncode == 0, result.stdout + result.stderr
-    golden = json.loads((ROOT / "tests" / "golden" / "demo_20_steps.json").read_text())["loss"]
     records = read_metrics(tmp_path / "run" / "metrics.jsonl", "train")
-    assert records[0]["loss"] == pytest.approx(golden[0], rel=2e-2)
+    assert records[0]["loss"] == pytest.approx(golden()[0], rel=2e-2)
     if records[-1]["skipped_steps"] == 0:
-        assert records[-1]["loss"] == pytest.approx(golden[-1], rel=5e-2)
+        assert records[-1]["loss"] == pytest.approx(golden()[-1], rel=5e-2)

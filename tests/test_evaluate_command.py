@@ -9,7 +9,6 @@ import os
 import subprocess
 import sys
 import tarfile
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -22,12 +21,12 @@ from infcl.evaluate.__main__ import main
 from infcl.export import export_model
 from infcl.towers import CLIP, with_tokenizer
 from infcl.towers.config import parse_model_config
+from tests.checkout import ROOT
 from tests.open_clip_stub import import_open_clip
-from tests.ranks import run_ranks
+from tests.ranks import refused, run_ranks
 from tests.shard_files import encode, picture, write_tar
 from tests.test_trainer import demo_config, fit
 
-ROOT = Path(__file__).parent.parent
 IMAGES = 120
 
 
@@ -269,10 +268,7 @@ def refusal(rank, world_size, arguments):
     from infcl.evaluate.__main__ import _parser, evaluate
     from infcl.parallel import init_parallel
 
-    try:
-        evaluate(_parser().parse_args(arguments), init_parallel("cpu"))
-    except ValueError as error:
-        return str(error)
+    return refused(evaluate, _parser().parse_args(arguments), init_parallel("cpu"))
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,6 @@ package is skipped. Alone: `python -m pytest tests/test_export.py`.
 import hashlib
 import json
 import random
-from pathlib import Path
 
 import pytest
 import torch
@@ -20,10 +19,11 @@ from infcl.export_tokenizer import read_model, tokenizer_json
 from infcl.towers import CLIP, load_model_config, with_tokenizer
 from infcl.towers.config import parse_model_config
 from infcl.train.checkpoint import FORMAT
+from tests.checkout import ROOT
 from tests.open_clip_stub import import_open_clip
 
 CONTEXT_LENGTH = 12
-TEXTS = (Path(__file__).parent.parent / "LICENSE").read_text().split("\n\n")
+TEXTS = (ROOT / "LICENSE").read_text().split("\n\n")
 CAPTIONS = [canonicalise(text) for text in TEXTS]
 
 

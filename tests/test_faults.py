@@ -20,9 +20,11 @@ import psutil
 import pytest
 
 from infcl.report import read_metrics
+from tests.checkout import ROOT
 from tests.cluster_run import small_disk
 from tests.ranks import free_port
-from tests.test_entry import ON_CPU, ROOT, command, forked
+from tests.test_entry import ON_CPU, command, forked
+from tests.waiting import finish, wait_for_checkpoint, wait_until
 
 STEPS, SAVE_EVERY, FAULT_STEP, SIGNAL_STEP = 8, 3, 5, 7
 LAUNCHER = [sys.executable, "-m", "deepspeed.launcher.runner", "-q", "--num_gpus", "2", "--master_port"]
@@ -41,11 +43,6 @@ def start(script: list[str], arguments: list[str], **environment: str) -> subpro
         [*LAUNCHER, str(free_port()), *script, *arguments], cwd=ROOT, env=os.environ | ON_CPU | environment,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
     )  # fmt: skip
-
-
-def finish(process: subprocess.Popen, seconds: float = 300) -> tuple[int, str]:
-    output, _ = process.communicate(timeout=seconds)
-    return process.returncode, output
 
 
 def train(arguments: list[str]) -> str:
@@ -85,7 +82,7 @@ def ended_by(demo_folder, tmp_path_factory):
     def run(number: signal.Signals) -> tuple[Path, int, str]:
         logs = tmp_path_factory.mktemp(number.name)
         fault = ["tests/fault_run.py", "1", str(SIGNAL_STEP), "encode", str(int(number))]
-        return logs, *finish(start(fault, flags(demo_folder, logs)))
+        return logs, *finish(start(fault, flags(demo_folder, logs)), 300)
 
     return run
 
@@ -104,13 +101,10 @@ def test_a_rank_killed_in_any_phase_ends_the_run_and_it_resumes_exactly(demo_fol
     fault = ["tests/fault_run.py", "1", str(FAULT_STEP), phase, str(int(signal.SIGKILL))]
     started = time.monotonic()
     process = start(fault, flags(demo_folder, tmp_path))
-    code, output = finish(process)
+    code, output = finish(process, 300)
     assert code != 0, output
     assert "killed" in output.lower() or "return code" in output, output
-    deadline = time.monotonic() + 60
-    while ranks_alive(tmp_path):
-        assert time.monotonic() < deadline, "ranks stayed behind"
-        time.sleep(0.5)
+    wait_until(lambda: not ranks_alive(tmp_path), 60, "ranks stayed behind")
     print(f"{phase}: launcher ended {time.monotonic() - started:.0f} s after start with {code}")
     assert (tmp_path / "run" / "checkpoints" / "step_00000003").is_dir(), output
     output = resume_and_compare(demo_folder, tmp_path, uninterrupted)
@@ -132,7 +126,7 @@ def test_a_signal_saves_and_ends_with_its_code(demo_folder, tmp_path, uninterrup
 @pytest.mark.slow
 def test_sigterm_during_a_save_does_not_damage_it(demo_folder, tmp_path, uninterrupted):
     fault = ["tests/fault_run.py", "0", str(SAVE_EVERY), "save", str(int(signal.SIGTERM))]
-    code, output = finish(start(fault, flags(demo_folder, tmp_path)))
+    code, output = finish(start(fault, flags(demo_folder, tmp_path)), 300)
     assert code == 143, output
     resume_and_compare(demo_folder, tmp_path, uninterrupted)
 
@@ -165,18 +159,12 @@ def test_a_full_disk_is_reported_and_training_goes_on(demo_folder, tmp_path, uni
 def test_when_the_launcher_dies_the_ranks_save_and_end(demo_folder, tmp_path, number):
     """SIGKILL of it makes the deepspeed command report success and would leave the ranks running."""
     process = start(["pretrain_clip.py"], flags(demo_folder, tmp_path, "--steps", "100000"))
-    deadline = time.monotonic() + 300
-    while not (tmp_path / "run" / "checkpoints" / "latest").exists():
-        assert time.monotonic() < deadline and process.poll() is None
-        time.sleep(0.2)
+    wait_for_checkpoint(tmp_path, process)
     for child in psutil.Process(process.pid).children(recursive=True):
         if "deepspeed.launcher.launch" in " ".join(child.cmdline()):
             child.send_signal(number)
-    deadline = time.monotonic() + 60
-    while ranks_alive(tmp_path):
-        assert time.monotonic() < deadline, "ranks stayed behind"
-        time.sleep(0.5)
-    _, output = finish(process)
+    wait_until(lambda: not ranks_alive(tmp_path), 60, "ranks stayed behind")
+    _, output = finish(process, 300)
     stopped_at = int(output.split("SIGTERM received at step ")[1].split(";")[0])
     newest = (tmp_path / "run" / "checkpoints" / "latest").read_text().strip()
     assert newest == f"step_{stopped_at:08d}"

@@ -11,8 +11,9 @@ from infcl.config import BatchPlan, parse_args
 from infcl.plan.fit import Fit
 from infcl.plan.memory import parameter_counts
 from infcl.towers import CLIP, load_model_config
+from tests.checkout import ROOT
 from tests.ranks import run_ranks
-from tests.test_entry import ROOT, command, forked
+from tests.test_entry import command, forked
 
 SYNTHETIC = ["--dataset-type", "synthetic", "--train-num-samples", "1000000", "--model", "ViT-L-14"]
 GIB = 2**30

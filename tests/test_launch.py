@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from infcl.parallel import _NODE_SIZES, read_environment, read_ranks_per_node
-from tests.test_entry import ROOT
+from tests.checkout import ROOT
 
 
 def run(script: str, *arguments, tmp_path, programs: dict[str, str], **environment: str):
@@ -193,16 +193,10 @@ def test_a_check_passes_only_when_all_ranks_were_measured(tmp_path, printed, cod
         assert "nothing was measured over the 24 ranks" in result.stdout
 
 
-def test_keys_in_the_environment_file_are_refused(tmp_path):
-    (tmp_path / "hosts").write_text("a slots=1\n")
-    (tmp_path / ".deepspeed_env").write_text("OMP_NUM_THREADS=1\nWANDB_API_KEY=0123\n")
-    result = run("hostfile.sh", tmp_path=tmp_path, programs=HOSTFILE)
-    assert result.returncode == 2 and "holds WANDB_API_KEY" in result.stderr and "0123" not in result.stderr
-
-
 @pytest.mark.parametrize(
     ("line", "name"),
     [
+        ("WANDB_API_KEY=hunter2", "WANDB_API_KEY"),
         ("https_proxy=http://u:hunter2@proxy:3128", "https_proxy"),
         ("HF_AUTH=hunter2", "HF_AUTH"),
         ("PGPASSWD=hunter2", "PGPASSWD"),

@@ -7,11 +7,11 @@ import ast
 import subprocess
 import sys
 from fnmatch import fnmatch
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
+from tests.checkout import ROOT
+
 FILES = sorted(
     path.relative_to(ROOT).as_posix()
     for path in [*ROOT.glob("infcl/**/*.py"), *ROOT.glob("megatron_patches/**/*.py"), ROOT / "pretrain_clip.py"]

@@ -19,11 +19,12 @@ from infcl.data.synthetic import Captions, SyntheticLoader
 from infcl.data.tokenizer import EOS_ID
 from infcl.data.workers import make_dataloader
 from tests.shard_files import picture, write_tar
+from tests.small_loader import small_loader
 
 
 def make(urls, tokenizer, **options) -> TrainLoader:
-    defaults = {"image_size": 16, "micro_batch_size": 3, "num_micro_batches": 2, "rank": 0, "world_size": 1, "seed": 5}
-    return TrainLoader(urls, tokenizer, **(defaults | {"num_workers": 0, "max_bad_fraction": 0.9} | options))
+    defaults = {"micro_batch_size": 3, "num_micro_batches": 2, "seed": 5, "max_bad_fraction": 0.9}
+    return small_loader(urls, tokenizer, **(defaults | options))
 
 
 def ids(loader) -> list[list[int]]:

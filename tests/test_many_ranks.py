@@ -6,8 +6,8 @@ import sys
 
 import torch
 
+from tests.checkout import ROOT
 from tests.loss_oracle import Case, averaged, oracle, relative_error
-from tests.test_entry import ROOT
 
 WORLD_SIZE = 32
 TWO_LEVEL = {"ring": "two-level", "ranks_per_node": 8}

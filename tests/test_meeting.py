@@ -8,7 +8,6 @@ import sys
 import threading
 import time
 from datetime import timedelta
-from pathlib import Path
 
 import pytest
 import torch.distributed as dist
@@ -18,10 +17,11 @@ from infcl.cluster.facts import differences, software
 from infcl.cluster.meeting import Node, interface_address, meet, nodes_of, open_store
 from infcl.cluster.watch import HOST_LOST, HostWatch
 from infcl.parallel import _use_interface
+from tests.checkout import ROOT
 from tests.ranks import free_port
+from tests.waiting import wait_until
 
 SHORT, LONG = timedelta(seconds=2), timedelta(seconds=60)  # for who does not come; for who does, on a busy machine
-ROOT = Path(__file__).parents[1]
 
 
 @pytest.fixture
@@ -200,13 +200,6 @@ def watch_all(store, nodes, timeout=5.0):
     return watches, ended
 
 
-def wait_until(condition, seconds=60):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
 NODES = [Node("a", 0, 2), Node("b", 2, 2), Node("c", 4, 2)]
 
 
@@ -214,7 +207,7 @@ def test_a_silent_host_is_named_and_ends_the_run_on_the_others(store, capfd):
     watches, ended = watch_all(store, NODES)
     watches[2]._closed.set()  # its threads end, nobody is told
     watches[0]._moved[2] = (0, time.monotonic() - 6)
-    wait_until(lambda: ended[0] and ended[1])
+    wait_until(lambda: ended[0] and ended[1], 60, "the run goes on")
     assert ended == [[HOST_LOST], [HOST_LOST], []]
     said = capfd.readouterr().err
     assert "a: c (ranks 4-5) has not been heard of for" in said and "b: c (ranks 4-5) has not been heard of" in said
@@ -235,7 +228,7 @@ def test_a_host_that_has_finished_is_not_missed(store):
 def test_a_host_that_cannot_reach_rank_0_ends_by_itself(capfd):
     ended, store = Ended(), _Unreachable()
     HostWatch(store, NODES, 2, timeout=1, exit=ended)
-    wait_until(lambda: ended)
+    wait_until(lambda: ended, 60, "the run goes on")
     store.mended.set()  # this process is not to wait for it when it ends
     assert set(ended) == {HOST_LOST}
     assert "b: rank 0's host, a (ranks 0-1), has not answered for" in capfd.readouterr().err

@@ -13,7 +13,7 @@ from infcl.step.grad_cache import grad_cache_step
 from infcl.step.offload import PixelCache, checksum
 from tests.ranks import run_ranks
 from tests.step_oracle import dense_loss
-from tests.test_trainer import demo_config, fit
+from tests.test_trainer import demo_config, fit, refusal
 
 M, ROWS, SIDE = 5, 3, 5
 CPU = torch.device("cpu")
@@ -34,8 +34,8 @@ class PixelModel(torch.nn.Module):
         return features | {"logit_scale": self.logit_scale + 0}
 
 
-def decode(index: int, seed: int = 0) -> dict[str, torch.Tensor]:
-    generator = torch.Generator().manual_seed(100 * seed + index)
+def decode(index: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(index)
     return {
         "images": torch.randint(256, (ROWS, 3, SIDE, SIDE), dtype=torch.uint8, generator=generator),
         "texts": torch.randint(10, (ROWS, 4), generator=generator),
@@ -199,13 +199,6 @@ def test_a_run_has_the_same_losses_whatever_is_kept(demo_folder, tmp_path):
         losses[name] = run_ranks(fit, 2, config, timeout=200)[0]
     assert len(losses["all"]) == 6
     assert losses["one"] == losses["all"] and losses["none"] == losses["all"]
-
-
-def refusal(rank, world_size, config):
-    try:
-        fit(rank, world_size, config)
-    except ValueError as error:
-        return str(error)
 
 
 def test_a_cache_that_cannot_be_is_refused(demo_folder, tmp_path):

@@ -28,7 +28,7 @@ from infcl.plan.timing import phases_of, step_seconds
 from infcl.towers import CLIP, load_model_config
 from infcl.towers.flops import forward_flops
 from infcl.train.preset import BUCKET, read_preset
-from tests.test_entry import ROOT
+from tests.checkout import ROOT
 
 GIB = 2**30
 RESULTS = ROOT / "docs" / "results"

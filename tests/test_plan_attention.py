@@ -7,7 +7,7 @@ from infcl.plan.compare import compare, read_steps
 from infcl.plan.setting import Setting, captions_of, load_gpu
 from infcl.towers import load_model_config
 from infcl.towers.config import with_overrides
-from tests.test_entry import ROOT
+from tests.checkout import ROOT
 
 STEPS = compare(read_steps(ROOT / "docs" / "results" / "step_attention.csv"), load_gpu("h200"))
 

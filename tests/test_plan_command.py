@@ -17,7 +17,7 @@ from infcl.plan.search import fastest
 from infcl.plan.setting import Gpu, captions_of, load_gpu, load_link
 from infcl.plan.timing import samples_per_second
 from infcl.towers.config import load_model_config
-from tests.test_entry import ROOT
+from tests.checkout import ROOT
 
 GIB = 2**30
 

@@ -19,8 +19,9 @@ from infcl.train import pixels
 from infcl.train.engine import Engine
 from infcl.train.optim import checkpoint_bytes
 from infcl.train.preset import BUCKET
+from tests.checkout import ROOT
 from tests.ranks import run_ranks
-from tests.test_entry import ROOT, command, forked
+from tests.test_entry import command, forked
 from tests.test_fit import fit
 from tests.test_trainer import demo_config
 
@@ -91,14 +92,14 @@ def test_what_is_offloaded_is_what_deepspeed_holds(stage, param, precision, worl
     assert planned["optimizer"] >= 12 * 60 * 32 * 33 / world_size and held == pytest.approx(planned, rel=0.03)
 
 
-def big_g(*flags: str, host: float = float("inf"), ranks_of_host: int = 8, dp_size: int = 8, **changes) -> Fit:
+def big_g(*flags: str, host: float = float("inf"), dp_size: int = 8, **changes) -> Fit:
     cfg = load_model_config("ViT-bigG-14")
     with torch.device("meta"):
         counts = parameter_counts(CLIP(cfg))
     shipped = ["--deepspeed_config", "ds_configs/zero3_offload.json", "--precision", "bf16", "--grad-checkpointing"]
     question = fit("--model", "ViT-bigG-14", "--batch-size", "64", *shipped, *flags, gib=139, ranks=dp_size)
     question = dataclasses.replace(question, cfg=cfg, counts=counts, precision="bf16", preset=OFFLOAD)
-    return dataclasses.replace(question, host=host * GIB, ranks_of_host=ranks_of_host, **changes)
+    return dataclasses.replace(question, host=host * GIB, ranks_of_host=8, **changes)
 
 
 def test_pinned_memory_is_counted_in_powers_of_2():

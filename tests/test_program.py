@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from tests.test_entry import ROOT
+from tests.checkout import ROOT
 
 RETURNS_FROM_CPP_ALL_THE_TIME = """
 import threading, time

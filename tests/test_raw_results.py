@@ -1,12 +1,12 @@
 """Raw results under docs/results name commits of this history, device and versions, so that they can be looked up."""
 
-import csv
 import json
 import re
 from pathlib import Path
 
 import pytest
 
+from benchmarks.rows import read
 from tests.checkout import ROOT, git, is_checkout
 
 RESULTS = ROOT / "docs" / "results"
@@ -40,8 +40,7 @@ def raw_results() -> list[Path]:
 def rows_of(path: Path) -> list[dict]:
     if path.suffix == ".json":
         return [json.loads(path.read_text())]
-    with path.open(newline="") as file:
-        return list(csv.DictReader(file))
+    return read(path)
 
 
 def says_where(row: dict) -> bool:

@@ -29,13 +29,15 @@ for tokens, packed, stack in [*whole, (20, True, 0), (60, True, 0), (77, True, 1
 """
 
 
-def test_attention_compiles_and_fits_into_registers_but_for_the_backward_of_128_tokens():
+def run(program: str) -> None:
     pytest.importorskip("triton")
-    run = subprocess.run([sys.executable, "-c", ATTENTION], capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_attention_compiles_and_fits_into_registers_but_for_the_backward_of_128_tokens():
+    run(ATTENTION)
 
 
 def test_kernels_compile_and_the_softmax_tiles_fit_into_registers():
-    pytest.importorskip("triton")
-    run = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr
+    run(PROGRAM)

@@ -15,7 +15,7 @@ from infcl import inf_cl_loss, info_nce_loss, nt_xent_loss, siglip_loss
 from infcl.loss.links import lap_length, second_group
 from infcl.loss.ring import RingExchange, checked_group
 from tests.loss_oracle import features
-from tests.ranks import run_ranks
+from tests.ranks import refused, run_ranks
 
 
 def _go_round(ring: RingExchange, rank: int) -> tuple[list, list]:
@@ -300,17 +300,9 @@ def test_a_two_level_ring_needs_no_luck_with_other_groups():
             assert found[2] == [[1111.0] * 2] * 3
 
 
-def _message(function, *args) -> str:
-    try:
-        function(*args)
-    except ValueError as error:
-        return str(error)
-    return "no error"
-
-
 def _unequal(rank, world_size):
     ring = RingExchange(dist.group.WORLD)
-    return _message(ring.require_equal, "the loss", {"rows": 5 + rank % 2, "columns": 4}, torch.device("cpu"))
+    return refused(ring.require_equal, "the loss", {"rows": 5 + rank % 2, "columns": 4}, torch.device("cpu"))
 
 
 def test_unequal_ranks_are_refused_with_the_numbers_on_every_rank():
@@ -319,7 +311,7 @@ def test_unequal_ranks_are_refused_with_the_numbers_on_every_rank():
 
 
 def _missing_group(rank, world_size):
-    return _message(checked_group, None)
+    return refused(checked_group, None)
 
 
 def test_a_missing_group_is_refused_where_several_ranks_run():

@@ -8,27 +8,13 @@ import pytest
 
 from infcl.config import parse_args, parse_factors
 from infcl.data.index import SampleKeys, ensure_index
-from infcl.data.loader import TrainLoader
 from infcl.data.plan import EpochPlan, epoch_size
 from infcl.data.records import Record
 from infcl.data.samples import BadSample, decode_caption
 from infcl.data.shards import expand_shards, load_manifest
 from infcl.data.sizes import known_samples
-from infcl.data.tokenizer import Tokenizer, train_tokenizer
 from tests.shard_files import encode, picture, write_shards, write_tar
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory):
-    path = tmp_path_factory.mktemp("tokenizer") / "x.model"
-    train_tokenizer([f"picture number {i}" for i in range(50)], path, 30)
-    return Tokenizer(path, context_length=8)
-
-
-def make(urls, tokenizer, **options) -> TrainLoader:
-    defaults = {"image_size": 16, "micro_batch_size": 1, "num_micro_batches": 1, "rank": 0, "world_size": 1, "seed": 0}
-    return TrainLoader(urls, tokenizer, **(defaults | {"num_workers": 0} | options))
-
+from tests.small_loader import small_loader
 
 # ---- upsampling ----
 
@@ -61,17 +47,17 @@ def test_factors_of_one_change_nothing():
 def test_upsampled_sources_resume_and_do_not_depend_on_workers(tmp_path, tokenizer):
     urls = f"{write_shards(tmp_path / 'a', [4, 3])}::{write_shards(tmp_path / 'b', [5])}"
     options = {"upsampling_factors": [1, 2.4], "micro_batch_size": 2}
-    loader = make(urls, tokenizer, **options)
+    loader = small_loader(urls, tokenizer, **options)
     assert loader.num_samples == 7 + 10 + 2
     epochs = [[batch["ids"].tolist() for (batch,) in loader] for _ in range(2)]
-    again = make(urls, tokenizer, num_workers=1, **options)
+    again = small_loader(urls, tokenizer, num_workers=1, **options)
     again.load_state_dict(loader.state_dict() | {"epoch": 1, "step": 3})
     assert [batch["ids"].tolist() for (batch,) in again] == epochs[1][3:] and epochs[0] != epochs[1]
     with pytest.raises(ValueError, match="manifest_sha256"):
-        make(urls, tokenizer, **options | {"upsampling_factors": [1, 2.2]}).load_state_dict(loader.state_dict())
+        small_loader(urls, tokenizer, **options | {"upsampling_factors": [1, 2.2]}).load_state_dict(loader.state_dict())
     for wrong in ([1], [1, 0], [1, 2, 3]):
         with pytest.raises(ValueError, match="2 sources need as many upsampling factors"):
-            make(urls, tokenizer, upsampling_factors=wrong)
+            small_loader(urls, tokenizer, upsampling_factors=wrong)
 
 
 # ---- captions in json ----
@@ -114,9 +100,9 @@ def test_drawn_captions_belong_to_the_position(tmp_path, tokenizer):
     def texts(loader):
         return [batch["texts"].tolist() for (batch,) in loader]
 
-    loader = make(str(tmp_path), tokenizer, **options)
+    loader = small_loader(str(tmp_path), tokenizer, **options)
     first, second = texts(loader), texts(loader)
-    assert texts(make(str(tmp_path), tokenizer, num_workers=1, **options)) == first != second
+    assert texts(small_loader(str(tmp_path), tokenizer, num_workers=1, **options)) == first != second
     assert len({str(row) for row in first}) == 2
 
 
@@ -172,12 +158,14 @@ def test_the_parquet_of_img2dataset_counts_successes(tmp_path):
 def test_the_streaming_reader_finds_how_many_samples_make_an_epoch(tmp_path, tokenizer):
     folder = write_shards(tmp_path / "a", [6, 6])
     load_manifest(folder)
-    loader = make(folder, tokenizer, reader="streaming", micro_batch_size=4)
+    loader = small_loader(folder, tokenizer, reader="streaming", micro_batch_size=4)
     assert loader.steps_per_epoch == len(list(loader)) == 3
 
 
 def test_one_shard_is_enough_for_any_number_of_ranks_and_workers(tmp_path, tokenizer):
     folder = write_shards(tmp_path / "a", [24])
-    ranks = [make(folder, tokenizer, rank=r, world_size=4, micro_batch_size=2, num_workers=r % 2) for r in range(4)]
+    ranks = [
+        small_loader(folder, tokenizer, rank=r, world_size=4, micro_batch_size=2, num_workers=r % 2) for r in range(4)
+    ]
     seen = [batch["ids"].tolist() for loader in ranks for (batch,) in loader]
     assert sorted(sum(seen, [])) == list(range(24)) and len(seen) == 12

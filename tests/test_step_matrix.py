@@ -7,7 +7,7 @@ import torch
 from infcl.config import BatchPlan
 from infcl.parallel import micro_batch_seed
 from tests.ranks import run_ranks
-from tests.step_oracle import EPS, LR, ToyCLIP, dense_loss, global_batch, worst_error
+from tests.step_oracle import LR, ToyCLIP, adamw, global_batch, whole_batch_gradients, worst_error
 from tests.test_engine import settings
 
 MICRO_BATCHES, MICRO_BATCH_SIZE, DROPOUT = 4, 3, 0.3
@@ -59,16 +59,10 @@ def toy():
 
 
 def one_process_step(world_size, model, whole_batch=global_batch):
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=(0.9, 0.98), eps=EPS, weight_decay=0.0)
-    size = world_size * MICRO_BATCHES * MICRO_BATCH_SIZE
-    outputs = []
-    for number, pair in enumerate(zip(*(side.split(MICRO_BATCH_SIZE) for side in whole_batch(size)))):
-        rank, index = divmod(number, MICRO_BATCHES)
-        torch.manual_seed(micro_batch_seed(0, 0, index, rank))
-        outputs.append(model(*pair))
-    image, text = (torch.cat([o[name] for o in outputs]) for name in ("image_features", "text_features"))
-    dense_loss(image, text, model.logit_scale.exp()).backward()
-    optimizer.step()
+    sides = whole_batch(world_size * MICRO_BATCHES * MICRO_BATCH_SIZE)
+    seeds = [micro_batch_seed(0, 0, index, rank) for rank in range(world_size) for index in range(MICRO_BATCHES)]
+    whole_batch_gradients(model, zip(*(side.split(MICRO_BATCH_SIZE) for side in sides), strict=True), seeds)
+    adamw([{"params": list(model.parameters()), "weight_decay": 0.0}]).step()
     return {name: value.detach() for name, value in model.state_dict().items()}
 
 

@@ -3,11 +3,11 @@
 import os
 import signal
 import subprocess
-import time
 
 import pytest
 
 from infcl.train.stop import StopSignals, lost_its_parent
+from tests.waiting import wait_until
 
 
 class Swallows:
@@ -67,9 +67,6 @@ def test_a_process_whose_parent_was_interrupted_is_told_from_one_that_has_its_pa
         try:
             assert not lost_its_parent(launcher) and not lost_its_parent(shell.pid)
             shell.kill(), shell.wait()
-            deadline = time.monotonic() + 20
-            while not lost_its_parent(launcher) and time.monotonic() < deadline:
-                time.sleep(0.01)
-            assert lost_its_parent(launcher)
+            wait_until(lambda: lost_its_parent(launcher), 20, "it seems to have its parent")
         finally:
             os.kill(launcher, signal.SIGKILL)

@@ -9,15 +9,14 @@ import numpy as np
 import pytest
 
 from infcl.data.index import SampleKeys, ensure_index
-from infcl.data.loader import TrainLoader
 from infcl.data.records import ShardReader
 from infcl.data.remote import within
 from infcl.data.shards import load_manifest
 from infcl.data.spool import local_copy, spooled
 from infcl.data.storage import ShardFault, StorageOptions, open_shard, retry
-from infcl.data.tokenizer import Tokenizer, train_tokenizer
 from tests.http_server import serving
 from tests.shard_files import pair_members, write_shards, write_tar
+from tests.small_loader import small_loader
 
 SIZES = [6, 9]
 
@@ -32,13 +31,6 @@ def web(tmp_path):
 @pytest.fixture
 def options(tmp_path):
     return StorageOptions(timeout=5.0, attempts=3, backoff=0.01, cache=str(tmp_path / "spool"), allow_pipe=True)
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory):
-    path = tmp_path_factory.mktemp("tokenizer") / "x.model"
-    train_tokenizer([f"picture number {i}" for i in range(50)], path, 30)
-    return Tokenizer(path, context_length=8)
 
 
 def captions(urls, options, tmp_path) -> list[str]:
@@ -112,16 +104,10 @@ def test_a_transfer_that_only_trickles_ends_too(web, options):
 
 def test_a_stalled_shard_costs_its_samples_and_not_the_run(web, options, tmp_path, tokenizer):
     url, behaviour = web
-    loader = TrainLoader(
+    loader = small_loader(
         url + "/{00000,00001}.tar",
         tokenizer,
-        image_size=16,
         micro_batch_size=3,
-        num_micro_batches=1,
-        rank=0,
-        world_size=1,
-        seed=0,
-        num_workers=0,
         max_bad_fraction=0.99,
         storage=options,
         index_cache=str(tmp_path / "index"),
@@ -276,15 +262,10 @@ def test_retry_waits_longer_each_time_and_says_what_was_last(monkeypatch):
 def test_a_worker_that_hangs_ends_the_run_with_the_name_of_its_shard(tmp_path, tokenizer):
     os.mkfifo(tmp_path / "never")
     write_tar(tmp_path / "0.tar", [member for i in range(6) for member in pair_members(i)])
-    loader = TrainLoader(
+    loader = small_loader(
         str(tmp_path),
         tokenizer,
-        image_size=16,
         micro_batch_size=2,
-        num_micro_batches=1,
-        rank=0,
-        world_size=1,
-        seed=0,
         num_workers=1,
         timeout=3.0,  # within which the worker has begun to read
     )

@@ -6,8 +6,8 @@ import pytest
 
 from infcl.data.loader import TrainLoader
 from infcl.data.table import TableReader
-from infcl.data.tokenizer import Tokenizer, train_tokenizer
 from tests.shard_files import encode, picture
+from tests.small_loader import small_loader
 
 
 @pytest.fixture
@@ -25,12 +25,8 @@ def table(tmp_path):
     return tmp_path / "t.csv"
 
 
-def make(path, tmp_path_factory, **options) -> TrainLoader:
-    model = tmp_path_factory.mktemp("tokenizer") / "x.model"
-    train_tokenizer([f"picture number {i}" for i in range(50)], model, 30)
-    defaults = {"image_size": 16, "micro_batch_size": 1, "num_micro_batches": 1, "rank": 0, "world_size": 1, "seed": 0}
-    defaults |= {"num_workers": 0, "max_bad_fraction": 1.0, "dataset_type": "csv"}
-    return TrainLoader(str(path), Tokenizer(model, 8), **(defaults | options))
+def make(path, tokenizer, **options) -> TrainLoader:
+    return small_loader(str(path), tokenizer, max_bad_fraction=1.0, dataset_type="csv", **options)
 
 
 def test_a_table_is_read_by_row_number(table):
@@ -54,18 +50,18 @@ def test_images_are_found_beside_the_table_though_its_first_is_gone_and_none_at_
         TableReader(str(table))
 
 
-def test_an_epoch_over_a_table_uses_every_good_row(table, tmp_path_factory):
-    loader = make(table, tmp_path_factory)
+def test_an_epoch_over_a_table_uses_every_good_row(table, tokenizer):
+    loader = make(table, tokenizer)
     used = [int(batch["ids"]) for (batch,) in loader]
     assert set(used) == set(range(5)) and len(used) == 7
     report = loader.report()
     assert report["skipped/missing_image_file"] >= 1 and report["skipped/not_an_image"] >= 1
-    workers = make(table, tmp_path_factory, num_workers=1)
+    workers = make(table, tokenizer, num_workers=1)
     workers.set_position(0, 2)
     assert [int(batch["ids"]) for (batch,) in workers] == used[2:]
 
 
-def test_columns_and_separator_can_be_named(table, tmp_path, tmp_path_factory):
+def test_columns_and_separator_can_be_named(table, tmp_path, tokenizer):
     text = table.read_text().replace("\t", ";").replace("title", "text").replace("filepath", "file")
     other = table.with_name("other.csv")
     other.write_text(text)
@@ -77,7 +73,7 @@ def test_columns_and_separator_can_be_named(table, tmp_path, tmp_path_factory):
         TableReader(str(other))
     other.write_text("filepath\ttitle\n")
     with pytest.raises(ValueError, match="1 tables hold 0 rows: a table has a line of column names"):
-        make(other, tmp_path_factory)
+        make(other, tokenizer)
     with pytest.raises(ValueError, match="one character"):
         TableReader(str(other), separator="::")
     with pytest.raises(ValueError, match="No such file"):
@@ -103,8 +99,8 @@ def test_a_table_is_data_and_runs_nothing(tmp_path, monkeypatch):
     assert len(records[3].text) == 500_000 and not (tmp_path / "executed").exists()
 
 
-def test_several_tables_have_upsampling_factors(table, tmp_path_factory):
-    loader = make(f"{table}::{table}", tmp_path_factory, upsampling_factors=[1, 2.5])
+def test_several_tables_have_upsampling_factors(table, tokenizer):
+    loader = make(f"{table}::{table}", tokenizer, upsampling_factors=[1, 2.5])
     assert loader.num_samples == 7 + 14 + 4  # round(3.5) is even
     with pytest.raises(ValueError, match="2 sources need as many"):
         TableReader(f"{table}::{table}", factors=[1])

@@ -10,7 +10,7 @@ from infcl.evaluate import tasks
 from infcl.evaluate.tasks import RetrievalTask, ZeroShotTask
 from infcl.towers import load_model_config
 from infcl.train.build import build_tasks
-from tests.ranks import run_ranks
+from tests.ranks import refused, run_ranks
 from tests.shard_files import encode, picture, write_tar
 
 COMMON = {"tokenizer": lambda texts: None, "image_size": 8, "batch_size": 2}
@@ -30,8 +30,8 @@ def one_rank():
     dist.destroy_process_group()
 
 
-def classes_file(folder, text):
-    (folder / "classes.txt").write_text(text)
+def second_class_only(folder):
+    (folder / "classes.txt").write_text("1\n")
     return {"classes": str(folder / "classes.txt")}
 
 
@@ -53,9 +53,7 @@ def _refusal(rank, world_size, data):
     task = RetrievalTask(data, **COMMON)
     read, source = [], task.source
     task.source = lambda **options: read.append(rank) or source(**options)
-    with pytest.raises(ValueError) as refused:
-        task.check()
-    return str(refused.value), read
+    return refused(task.check), read
 
 
 def test_one_rank_tries_the_data_and_all_are_told(tmp_path):
@@ -79,7 +77,7 @@ def test_no_more_than_the_first_samples_are_tried(tmp_path, one_rank, monkeypatc
     ]
     write_tar(tmp_path / "sorted.tar", members)
     data = str(tmp_path / "sorted.tar")
-    late = ZeroShotTask(data, **options, **classes_file(tmp_path, "1\n"))
+    late = ZeroShotTask(data, **options, **second_class_only(tmp_path))
     for tried, begins in ((6, None), (5, "first 5 samples"), (2, "first 2 samples")):
         monkeypatch.setattr(tasks, "TRIED", tried)
         caplog.clear()
@@ -104,7 +102,7 @@ def test_folders_of_no_class_are_refused_before_an_image_is_read(tmp_path):
     (tmp_path / "set" / ".cache").mkdir()
     options = COMMON | {f"{name}s": str(tmp_path / f"{name}s.txt") for name in ("classname", "template")}
     with pytest.raises(ValueError, match="none of its 1 folders is a class of .*classes.txt"):
-        ZeroShotTask(str(tmp_path / "set"), **options, **classes_file(tmp_path, "1\n"))
+        ZeroShotTask(str(tmp_path / "set"), **options, **second_class_only(tmp_path))
 
 
 @pytest.mark.parametrize(

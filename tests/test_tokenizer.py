@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from infcl.data.index import SampleKeys
-from infcl.data.loader import TrainLoader
 from infcl.data.open_clip_tokenizer import OpenClipTokenizer
 from infcl.data.table import TableReader
 from infcl.data.tokenizer import (
@@ -20,6 +19,7 @@ from infcl.data.tokenizer import (
 )
 from tests.open_clip_stub import import_open_clip
 from tests.shard_files import write_shards
+from tests.small_loader import small_loader
 
 CAPTIONS = [
     f"a {colour} {shape} {where} a {other}"
@@ -179,7 +179,6 @@ def test_another_tokenizer_is_refused_on_resume(model, tmp_path):
     folder = write_shards(tmp_path / "a", [6])
     other = tmp_path / "other.model"
     train_tokenizer(CAPTIONS, other, 70)
-    sizes = {"image_size": 8, "micro_batch_size": 2, "num_micro_batches": 1, "rank": 0, "world_size": 1, "seed": 0}
-    loaders = [TrainLoader(folder, Tokenizer(path, 8), num_workers=0, **sizes) for path in (model, other)]
+    loaders = [small_loader(folder, Tokenizer(path, 8)) for path in (model, other)]
     with pytest.raises(ValueError, match="tokenizer_sha256 is"):
         loaders[1].load_state_dict(loaders[0].state_dict())

@@ -14,11 +14,11 @@ from torch.utils._pytree import tree_leaves
 from infcl.kernels import select_tile, torch_tile
 
 
-def _block(rows, columns, dim=24, scale=20.0):
+def _block(rows, columns, dim=24):
     generator = torch.Generator().manual_seed(0)
     r = F.normalize(torch.randn(rows, dim, generator=generator, dtype=torch.float64), dim=1)
     c = F.normalize(torch.randn(columns, dim, generator=generator, dtype=torch.float64), dim=1)
-    return r, c, torch.tensor(scale, dtype=torch.float64)
+    return r, c, torch.tensor(20.0, dtype=torch.float64)
 
 
 @pytest.mark.parametrize("rows, columns", [(1, 1), (7, 7), (13, 5), (5, 13)])

@@ -18,10 +18,10 @@ from infcl.report import read_metrics
 from infcl.report.records import read_records
 from infcl.train.checkpoint import consolidated_state_dict
 from infcl.train.run_folder import RunFolder
-from tests.ranks import run_ranks
+from tests.ranks import refused, run_ranks
 from tests.tensor_parallel import layout as tensor_parallel_layout
+from tests.test_entry import golden
 
-GOLDEN = Path(__file__).parent / "golden" / "demo_20_steps.json"
 FIRST = 12  # steps of the golden curve where stages, losses and compilers differ: the warm-up's five, and more
 
 
@@ -80,10 +80,6 @@ def fit(rank, world_size, config: TrainConfig, die_after: int | None = None):
 def run_losses(world_size, *arguments) -> list[float]:
     losses = run_ranks(fit, world_size, *arguments, timeout=200)[0]
     return [losses[step] for step in sorted(losses)]
-
-
-def golden(steps: int = 20) -> list[float]:
-    return json.loads(GOLDEN.read_text())["loss"][:steps]
 
 
 @pytest.mark.parametrize("captions", ["on", "off"])
@@ -248,10 +244,7 @@ def test_what_a_finished_run_leaves(demo_folder, tmp_path):
 
 
 def refusal(rank, world_size, config):
-    try:
-        fit(rank, world_size, config)
-    except ValueError as error:
-        return str(error)
+    return refused(fit, rank, world_size, config)
 
 
 def said(rank, world_size, config) -> str:

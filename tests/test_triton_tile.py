@@ -8,7 +8,6 @@ import math
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,6 +15,7 @@ import torch
 from infcl import inf_cl_loss, info_nce_loss, nt_xent_loss, siglip_loss
 from infcl.kernels import select_tile, torch_tile
 from infcl.loss.operands import rounded_to_tf32
+from tests.checkout import ROOT
 from tests.loss_oracle import FEATURES, Case, evaluate, features, oracle, relative_error
 
 SHAPES = ((1, 1, 24), (33, 70, 25), (150, 300, 40))
@@ -208,7 +208,7 @@ def test_the_triton_tile_is_exact_in_the_interpreter():
     pytest.importorskip("triton")
     run = subprocess.run(
         [sys.executable, "-m", "tests.test_triton_tile"],
-        cwd=Path(__file__).parent.parent,
+        cwd=ROOT,
         env=os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,

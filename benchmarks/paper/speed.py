@@ -23,9 +23,9 @@ def loss_rows() -> list[dict]:
     return [row for row in tried() if row["median_ms"] != ""]
 
 
-def loss_table(gpus: int, impls: tuple[str, ...], dim: int = 768) -> str:
+def loss_table(gpus: int, impls: tuple[str, ...]) -> str:
     """ms and extra memory by global batch, of each setting's newest commit; 'x': out of memory. Last: those commits."""
-    ours = where(tried(), gpus=gpus, dim=dim)
+    ours = where(tried(), gpus=gpus, dim=768)
     batches = sorted({row["global_batch"] for row in ours if row["impl"] in impls and row["median_ms"] != ""})
     lines = []
     for pairs in batches:

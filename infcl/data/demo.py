@@ -223,7 +223,7 @@ def _write_shard(folder: Path, pairs: Callable[[int, int], Iterator[Pair]], shar
             writer.write({"__key__": key, **members})
 
 
-def write_gallery(folder: str | os.PathLike, file: str | os.PathLike, *, rows: int = 3, columns: int = 6) -> None:
+def write_gallery(folder: str | os.PathLike, file: str | os.PathLike) -> None:
     """A PNG of the first training pairs with their captions."""
     import textwrap
 
@@ -232,6 +232,7 @@ def write_gallery(folder: str | os.PathLike, file: str | os.PathLike, *, rows: i
 
     from infcl.data.evaluation import EvalShards
 
+    rows, columns = 3, 6
     figure = Figure(figsize=(2.1 * columns, 2.6 * rows), dpi=110)
     FigureCanvasAgg(figure)
     for i, sample in enumerate(EvalShards(str(Path(folder) / "train"), image_size=32)):

@@ -161,27 +161,25 @@ class Tokenizer:
         Path(path).write_bytes(self._model)
 
 
-def shard_captions(
-    urls: str | Sequence[str], limit: int, *, seed: int = 0, keys: SampleKeys = DEFAULT_KEYS
-) -> Iterator[str]:
-    """Up to `limit` captions from all over the shards, in a seeded order, without reading an image."""
+def shard_captions(urls: str | Sequence[str], limit: int, *, keys: SampleKeys = DEFAULT_KEYS) -> Iterator[str]:
+    """Up to `limit` captions from all over the shards, the same each time, without reading an image."""
     from infcl.data.records import ShardReader
     from infcl.data.shards import load_manifest
 
     manifest = load_manifest(urls, keys=keys)
-    return _captions(ShardReader(manifest, keys), [shard.samples for shard in manifest.shards], limit, seed)
+    return _captions(ShardReader(manifest, keys), [shard.samples for shard in manifest.shards], limit)
 
 
-def table_captions(table: "TableReader", limit: int, *, seed: int = 0) -> Iterator[str]:
+def table_captions(table: "TableReader", limit: int) -> Iterator[str]:
     """The same of tables."""
-    return _captions(table, table.counts.tolist(), limit, seed)
+    return _captions(table, table.counts.tolist(), limit)
 
 
-def _captions(reader: "ShardReader | TableReader", sizes: list[int], limit: int, seed: int) -> Iterator[str]:
+def _captions(reader: "ShardReader | TableReader", sizes: list[int], limit: int) -> Iterator[str]:
     from infcl.data.plan import EpochPlan
     from infcl.data.samples import BadSample, decode_caption
 
-    plan, total = EpochPlan(sizes, chunk=64, seed=seed, epoch=0), min(limit, sum(sizes))
+    plan, total = EpochPlan(sizes, chunk=64, seed=0, epoch=0), min(limit, sum(sizes))
     for start in range(0, total, 1024):
         for record in reader.read(plan.samples(start, min(start + 1024, total)), images=False):
             try:

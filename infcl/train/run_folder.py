@@ -148,14 +148,14 @@ class RunFolder:
         names = sorted((set(there) | set(now)) - _MAY_DIFFER)
         return [f"{n} {there.get(n)} there, {now.get(n)} now" for n in names if there.get(n) != now.get(n)]
 
-    def require_shared(self, *, wait_s: float = 15.0) -> None:
+    def require_shared(self) -> None:
         """Return when every rank sees what rank 0 wrote; ValueError on all ranks, naming the hosts that do not.
 
         A network file system may show a new file some seconds late.
         """
         said = [(self.root / "environment.json").read_text() if dist.get_rank() == 0 else ""]
         dist.broadcast_object_list(said, src=0)
-        deadline = time.monotonic() + wait_s
+        deadline = time.monotonic() + 15
         while not (sees := _text_of(self.root / "environment.json") == said[0]) and time.monotonic() < deadline:
             time.sleep(0.2)
         everyone: list[Any] = [None] * dist.get_world_size()

@@ -1,0 +1,45 @@
+"""Ranks on this host without a launcher, a process each."""
+
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+def on_ranks(function: Callable, world_size: int, *arguments: Any) -> None:
+    """function(rank, *arguments) on each, with what `init_process_group` and `init_parallel` read from a launcher; in
+    this process where there is one rank only."""
+    from tests.ranks import free_port
+
+    shared = (function, world_size, free_port(), arguments)
+    if world_size == 1:
+        _start(0, *shared)
+    else:
+        torch.multiprocessing.spawn(_start, shared, nprocs=world_size)
+
+
+def _start(rank: int, function: Callable, world_size: int, port: int, arguments: tuple) -> None:
+    names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
+    os.environ |= {name: str(value) for name, value in names.items()}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    function(rank, *arguments)
+
+
+def fork_ranks(count: int, run: Callable[[int], None]) -> int:
+    """run(0) to run(count - 1), for many ranks on CPUs: forked from this process, which has imported torch -> the
+    largest exit code."""
+    torch.set_num_threads(1)
+    children = []
+    for rank in range(count):
+        if (child := os.fork()) == 0:
+            code = 1
+            try:
+                run(rank)
+                sys.stdout.flush()
+                code = 0
+            finally:
+                os._exit(code)
+        children.append(child)
+    return max(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children)
