@@ -1,8 +1,8 @@
 """Samples/s, phase times and memory of whole optimizer steps: `python -m benchmarks.step --gpus 8 --zero 1 ...`.
 
 The steps are the trainer's own (its build, engine, loop and metrics), on synthetic uint8 images. Flags that are not
-listed below are pretrain_clip.py's; here --model is ViT-L-14 unless given. One line per setting, --csv appends it with
-commit, hardware and versions:
+listed below are pretrain_clip.py's; here --model is ViT-L-14 and --resident-micro-batches 1 unless given. One line per
+setting, --csv appends it with commit, hardware and versions:
 
     samples/s   of all GPUs, median of the measured steps (the first --warm-up-steps are not); the CSV also has their
                 mean and standard deviation
@@ -57,6 +57,7 @@ COLUMNS = (
     *(f"seconds_{phase}" for phase in PHASES), "step_seconds", "peak_gib", "mfu", "hfu",
     "library_tflops", "steps", "loss", "zero_options", "device", "torch", "triton", "deepspeed", "commit",
 )  # fmt: skip
+ONE_RESIDENT = ["--resident-micro-batches", "1"]  # so that rows do not depend on the GPU's memory; auto where asked for
 SYNTHETIC = ["--dataset-type", "synthetic", "--train-num-samples", str(10**9)]
 _PHASE_NAMES = " ".join(f"{phase:>7}" for phase in PHASES)
 HEADER = f"{'samples/s':>9} {'per GPU':>8} {'MFU':>6} {'HFU':>6} {'GiB':>6}  seconds: {_PHASE_NAMES}  setting"
@@ -167,7 +168,7 @@ def config_of(zero: str, zero_options: dict, steps: int, trainer_flags: list[str
     own = folder / f"preset_{os.getpid()}.json"  # each rank writes it, and none may read a half of it
     own.write_text(json.dumps(preset))
     own.replace(path)
-    given = [*SYNTHETIC, "--model", "ViT-L-14"]
+    given = [*SYNTHETIC, "--model", "ViT-L-14", *ONE_RESIDENT]
     given += ["--report-to", "none", "--save-frequency", "0", "--log-every-n-steps", str(10**9), "--warmup", "0"]
     given += ["--logs", str(folder), "--name", "run", "--deepspeed_config", str(path), "--steps", str(steps)]
     return parse_args([*given, *trainer_flags])

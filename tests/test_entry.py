@@ -29,7 +29,7 @@ def command(demo_folder, logs, *flags: str) -> list[str]:
         "pretrain_clip.py", "--train-data", f"{demo_folder}/train", "--tokenizer", f"{demo_folder}/tokenizer.model",
         "--model", "demo", "--workers", "1", "--batch-size", "16", "--accum-freq", "2", "--lr", "1e-3", "--wd", "0.05",
         "--warmup", "5", "--steps", "3", "--aug-cfg", "scale=(1.0,1.0)", "ratio=(1.0,1.0)", "--logs", str(logs),
-        "--name", "run", *flags,
+        "--name", "run", "--resident-micro-batches", "1", *flags,
     ]  # fmt: skip
 
 

@@ -8,13 +8,20 @@ import torch
 
 from benchmarks.paper import raw
 from infcl.config import BatchPlan, TrainConfig
-from infcl.train.resident import _free_bytes
+from infcl.train.resident import _free_bytes, resident_micro_batches
 
 TOTAL = 140 * 2**30
 
 
 def room(
-    loss: str, rows: int, ranks: int, width: int, tensor_parallel: int = 1, on_host: int | None = None, **flags
+    loss: str,
+    rows: int,
+    ranks: int,
+    width: int,
+    tensor_parallel: int = 1,
+    on_host: int | None = None,
+    micro_batches: int = 1,
+    **flags,
 ) -> float:
     """Bytes for graphs on an empty GPU of TOTAL bytes, beside a model without parameters."""
     config = TrainConfig(dataset_type="synthetic", train_num_samples=1, loss=loss, **flags)
@@ -23,14 +30,15 @@ def room(
     parallel = SimpleNamespace(
         device=torch.device("cuda"), tp_size=tensor_parallel, world_size=ranks, ranks_per_node=on_host
     )
-    batch = BatchPlan(ranks // tensor_parallel, 1, rows * tensor_parallel)
+    batch = BatchPlan(ranks // tensor_parallel, micro_batches, rows * tensor_parallel // micro_batches)
     with (
         mock.patch("torch.cuda.empty_cache"),
         mock.patch("torch.cuda.mem_get_info", lambda device: (TOTAL, TOTAL)),
         mock.patch("torch.cuda.memory_reserved", lambda device: 0),
         mock.patch("torch.cuda.memory_allocated", lambda device: 0),
     ):
-        return _free_bytes(config, engine, batch, SimpleNamespace(embed_dim=width), parallel)
+        model_config = SimpleNamespace(embed_dim=width, vision_cfg=SimpleNamespace(image_size=224))
+        return _free_bytes(config, engine, batch, model_config, parallel)
 
 
 def measured() -> list[tuple[str, int, int, int, float]]:
@@ -66,3 +74,21 @@ def test_a_ring_of_nodes_is_left_the_room_for_its_further_buffers():
     assert alone - nodes == 4096 * 64 * (2 * 2 + 4 * 4)
     assert room("inf_cl", *sizes, on_host=2, ring="flat") == room("inf_cl", *sizes, on_host=4) == alone
     assert room("open_clip", 4096, 4, 64, on_host=2) == room("open_clip", 4096, 4, 64)
+
+
+@pytest.mark.parametrize("tensor_parallel", [1, 2])
+def test_pixels_that_wait_on_the_gpu_are_left_their_room(tensor_parallel):
+    """Those of three micro-batches of four; the last one's are never kept. Each tensor-parallel rank has its share."""
+    sizes = {"loss": "inf_cl", "rows": 4096, "ranks": 2, "width": 64, "tensor_parallel": tensor_parallel}
+    beside = room(**sizes, micro_batches=4)
+    assert beside - room(**sizes, micro_batches=4, pixel_cache="gpu") == 3 * 1024 * 3 * 224**2
+    assert beside - room(**sizes, micro_batches=4, pixel_cache="gpu", pixel_cache_gb="0.2") == 0.2e9
+    assert room(**sizes, pixel_cache="gpu") == room(**sizes)
+
+
+@pytest.mark.parametrize(("device", "deterministic"), [("cpu", False), ("cuda", True)])
+def test_auto_is_one_where_there_is_no_gpu_and_where_sums_are_to_repeat(device, deterministic):
+    config = TrainConfig(dataset_type="synthetic", train_num_samples=1, deterministic=deterministic)
+    assert config.resident_micro_batches == "auto"
+    parallel = SimpleNamespace(device=torch.device(device))
+    assert resident_micro_batches(config, None, BatchPlan(1, 4, 8), None, parallel) == 1

@@ -42,6 +42,7 @@ def demo_config(demo_folder, logs, **changes) -> TrainConfig:
         logs=str(logs),
         name="run",
         save_frequency=0,
+        resident_micro_batches="1",  # auto keeps all graphs of a small model on a GPU, and would replay none
         precision="fp32",
         report_to="none",
     )

@@ -204,7 +204,10 @@ class TrainConfig:
         choices=("auto", "torch", "triton"),
     )
     resident_micro_batches: str = _flag(
-        "1", "system", "micro-batches that keep their graphs between the passes: N, or auto: what GPU memory allows"
+        "auto",
+        "system",
+        "micro-batches that keep their graphs between the passes, and are encoded once: N, or auto: what GPU memory "
+        "allows; 1 on a CPU and with --deterministic",
     )
     pixel_cache_gb: str = _flag(
         "auto",

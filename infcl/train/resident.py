@@ -27,10 +27,14 @@ _HEADROOM = 0.08  # of the device's memory, for fragments and the library's work
 def resident_micro_batches(
     config: TrainConfig, engine: Engine, batch: BatchPlan, model_config: CLIPConfig, parallel: Parallel
 ) -> int:
-    """What --resident-micro-batches says, at most M. `auto` is 1 on a CPU."""
+    """What --resident-micro-batches says, at most M.
+
+    `auto` is 1 on a CPU, and with --deterministic: another number sums in another order, and free memory is not the
+    same twice.
+    """
     if config.resident_micro_batches != "auto":
         return min(int(config.resident_micro_batches), batch.num_micro_batches)
-    if parallel.device.type != "cuda" or batch.num_micro_batches == 1:
+    if parallel.device.type != "cuda" or batch.num_micro_batches == 1 or config.deterministic:
         return 1
     texts = texts_for_model(config, model_config)(longest(model_config.text_cfg, batch.micro_batch_size))
     graph = _graph_bytes(engine, texts, batch.micro_batch_size, model_config, parallel.device)
@@ -74,7 +78,9 @@ def _graph_bytes(
 def _free_bytes(
     config: TrainConfig, engine: Engine, batch: BatchPlan, model_config: CLIPConfig, parallel: Parallel
 ) -> float:
-    """What graphs may take: free memory without gradients, what the loss of the flags needs, and headroom."""
+    """What graphs may take: free memory without gradients, what the loss of the flags needs, pixels that are to wait
+    beside them, and headroom.
+    """
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(parallel.device)
     free += torch.cuda.memory_reserved(parallel.device) - torch.cuda.memory_allocated(parallel.device)
@@ -90,4 +96,14 @@ def _free_bytes(
     )
     others = 2 * 2 * 4 * (batch.rank_batch_size - rows) * width  # rows of the tensor-parallel ranks beside this one
     trunks = 2 * 4 * batch.rank_batch_size * engine.module.trunk_numbers()  # the parts and all of them
-    return free - gradients - sum(loss.values()) - others - trunks - WORKSPACE_BYTES - _HEADROOM * total
+    pixels = _pixel_bytes(config, batch, model_config, parallel)
+    return free - gradients - sum(loss.values()) - others - trunks - pixels - WORKSPACE_BYTES - _HEADROOM * total
+
+
+def _pixel_bytes(config: TrainConfig, batch: BatchPlan, model_config: CLIPConfig, parallel: Parallel) -> float:
+    """On the device, of all micro-batches but one. A pair's graph takes a thousand times as much as its pixels."""
+    if config.pixel_cache != "gpu":
+        return 0.0
+    rows = (batch.rank_batch_size - batch.micro_batch_size) // parallel.tp_size
+    waiting = rows * 3.0 * model_config.vision_cfg.image_size**2
+    return waiting if config.pixel_cache_gb == "auto" else min(waiting, float(config.pixel_cache_gb) * 1e9)
