@@ -29,6 +29,7 @@ import argparse
 import importlib.util
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -70,6 +71,7 @@ def main() -> None:
             parser.error(trouble)
     if not settings(options):
         parser.error("none of the programs has one of these --blocks and --accum-freq")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("benchmarks.peers_train: ended by SIGTERM"))  # and its program
     print(f"{'program':>10} {'blocks':>9} {'m x M':>9} {'samples/s':>10} {'std':>7} {'waiting':>8} {'peak GiB':>9}")
     for setting in settings(options):
         version = version_of(setting["program"], checkout_of(setting["program"], options))
@@ -140,7 +142,7 @@ def run(setting: dict, options: argparse.Namespace) -> dict:
             output, _ = process.communicate(timeout=options.time_out)
         except subprocess.TimeoutExpired:
             return {"status": f"no result in {options.time_out:.0f} s: {_cause(end_process(process))}"}
-        except BaseException:  # Ctrl-C too: its processes end with this one
+        except BaseException:  # Ctrl-C and SIGTERM: its processes end with this one
             end_process(process)
             raise
         if process.returncode:

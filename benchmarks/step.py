@@ -65,6 +65,8 @@ HEADER = f"{'samples/s':>9} {'per GPU':>8} {'MFU':>6} {'HFU':>6} {'GiB':>6}  sec
 
 def main() -> None:
     options, trainer_flags = _parse(sys.argv[1:])
+    if options.sweep is not None:
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit("benchmarks.step: ended by SIGTERM"))
     if options.peer is not None:
         require_gpus("benchmarks.step", 1 if "RANK" in os.environ else options.gpus)
     if options.sweep is not None:
@@ -308,6 +310,9 @@ def _sweep(options: argparse.Namespace) -> None:
         except subprocess.TimeoutExpired:
             output = end_process(process)
             print(f"{setting}\n  no result in {options.time_out:.0f} s: " + "\n  ".join(reason(output)), flush=True)
+        except BaseException:  # Ctrl-C and SIGTERM: a setting left behind would keep its GPUs
+            end_process(process)
+            raise
 
 
 def end_process(process: subprocess.Popen) -> str:

@@ -294,6 +294,10 @@ COMMANDS = [
         "python -m infcl.plan --compare new.csv",
     ),
     Command(
+        "python -m benchmarks.kernels runs/NAME/profile/trace_rank0.json.gz --steps 3",
+        by="tests/test_kernel_times.py::test_a_trace_becomes_rows_and_shares",
+    ),
+    Command(
         "python -m benchmarks.step --sweep benchmarks/sweeps/step_1gpu.txt --csv docs/results/step.csv",
         here="echo --model tiny.json --batch-size 8 --measured-steps 1 --warm-up-steps 0 --device cpu > one.txt && "
         "python -m benchmarks.step --sweep one.txt --csv new.csv && grep -q eager new.csv",
@@ -307,6 +311,7 @@ COMMANDS = [
             ("--one-process ", "captions_1gpu", "step_captions"),
             ("--one-process ", "attention_1gpu", "step_attention"),
             ("--one-process ", "attention_vit_b_16", "step_attention"),
+            ("--one-process ", "resident_1gpu", "step_resident"),
             ("", "step_zero3_1gpu", "step"),
             ("", "step_zero3_8gpu", "step"),
             ("--time-out 400 ", "step_bigg_1gpu", "step"),

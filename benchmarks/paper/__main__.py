@@ -61,6 +61,8 @@ REGIONS: dict[str, Callable[[], str]] = {
     "step-levers": steps.levers,
     "step-captions": steps.captions,
     "step-attention": steps.attention,
+    "step-residents": steps.residents,
+    "step-kernels": steps.kernels,
     "attention-layers": steps.attention_layers,
     "step-one-micro-batch": steps.one_micro_batch,
     "step-reductions": steps.reductions,

@@ -105,6 +105,36 @@ def attention() -> str:
     return markdown([*header, "encode", "replay", "MFU"], lines) + f"\n\n{origin(found)}."
 
 
+def residents() -> str:
+    """One H200, autocast, compiled: one graph kept between the passes, and as many as fit."""
+    found = rows("step_resident.csv")
+    lines = []
+    for row in found:
+        kept = f"{row['resident']} of {row['micro_batches']}" + (" (`auto`)" if row["resident"] > 1 else "")
+        shape = f"{row['micro_batch']} x {row['micro_batches']}"
+        mean = f"{row['samples_per_second_mean']:.0f} +- {row['samples_per_second_std']:.0f}"
+        rates = [f"{row['samples_per_second']:.0f}", mean]
+        seconds = [f"{row[f'seconds_{phase}']:.3f} s" for phase in ("encode", "replay")]
+        used = [f"{row[name]:.3f}" for name in ("mfu", "hfu")]
+        memory = f"{row['peak_gib']:.1f} GiB"
+        lines.append([row["model"], shape, kept, *rates, *seconds, *used, memory, row["commit"]])
+    header = ["model", "micro-batch x M", "graphs kept", "samples/s: median", "mean", "encode", "replay", "MFU", "HFU"]
+    return markdown([*header, "peak memory", "commit"], lines) + f"\n\n{origin(found)}."
+
+
+def kernels() -> str:
+    """Where the GPU time of a step goes, by kinds of kernels."""
+    found = rows("kernels.csv")
+    kinds: dict[str, list[dict]] = {}
+    for row in found:
+        kinds.setdefault(row["kind"], []).append(row)
+    whole, lines = sum(row["ms"] for row in found), []
+    for kind, of_kind in sorted(kinds.items(), key=lambda entry: -sum(row["ms"] for row in entry[1])):
+        ms, calls = (sum(row[name] for row in of_kind) for name in ("ms", "calls"))
+        lines.append([kind, f"{ms:.1f} ms", f"{ms / whole:.1%}", f"{calls:,.0f}" if calls else ""])
+    return markdown([found[0]["label"], "a step", "share", "calls"], lines) + f"\n\n{origin(found)}."
+
+
 def attention_layers() -> str:
     """One layer's attention, compiled: torch's kernels, the Triton kernels, and what a copy of its bytes takes."""
     found = rows("attention.csv")
