@@ -92,3 +92,27 @@ def test_auto_is_one_where_there_is_no_gpu_and_where_sums_are_to_repeat(device, 
     assert config.resident_micro_batches == "auto"
     parallel = SimpleNamespace(device=torch.device(device))
     assert resident_micro_batches(config, None, BatchPlan(1, 4, 8), None, parallel) == 1
+
+
+@pytest.mark.parametrize(
+    ("before", "expected"),
+    [(None, 3), ({"world_size": 2}, 3), ({"world_size": 2, "resident": 2}, 2), ({"world_size": 2, "resident": 8}, 3),
+     ({"world_size": 4, "resident": 2}, 3)],
+)  # fmt: skip
+def test_a_run_that_continues_keeps_as_many_graphs_as_before_where_they_fit(before, expected, caplog):
+    """Of 5 graphs that would fit on one rank and 3 on the other, in batches of four micro-batches."""
+    config = TrainConfig(dataset_type="synthetic", train_num_samples=1)
+    parallel = SimpleNamespace(device=torch.device("cuda"), world_size=2, rank=0)
+    model_config = SimpleNamespace(text_cfg=None)
+    with (
+        mock.patch("infcl.train.resident.texts_for_model", lambda *given: lambda texts: texts),
+        mock.patch("infcl.train.resident.longest", lambda *given: None),
+        mock.patch("infcl.train.resident._graph_bytes", lambda *given: 10),
+        mock.patch("infcl.train.resident._free_bytes", lambda *given: 55.0),
+        mock.patch("infcl.train.resident.max_over", lambda group, values, device: [max(values[0], -3)]),
+    ):
+        assert (
+            resident_micro_batches(config, None, BatchPlan(2, 4, 8), model_config, parallel, before=before) == expected
+        )
+    kept_more = before is not None and before.get("resident") == 8
+    assert ("3 micro-batches' graphs fit on the GPU, the run kept 8" in caplog.text) == kept_more

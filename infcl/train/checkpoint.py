@@ -130,6 +130,11 @@ def _own_ones(path: Path, run: RunFolder) -> str | None:
     )
 
 
+def trainer_state(path: Path) -> dict:
+    """What a checkpoint that was found intact holds of the training loop."""
+    return _read_manifest(path)["trainer"]
+
+
 def load_checkpoint(engine: Engine, path: Path) -> dict:
     """Masters, optimizer state, averages and counters into the engine, whatever ranks and stage wrote them.
 

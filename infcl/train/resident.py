@@ -5,7 +5,9 @@ graph at start, on zeros and the longest captions, and takes as many as fit besi
 the smallest answer.
 """
 
+import logging
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,16 +23,24 @@ from infcl.train.captions import texts_for_model
 from infcl.train.engine import Engine
 from infcl.train.host_memory import ranks_of_host
 
+_log = logging.getLogger(__name__)
 _HEADROOM = 0.08  # of the device's memory, for fragments and the library's workspaces
 
 
 def resident_micro_batches(
-    config: TrainConfig, engine: Engine, batch: BatchPlan, model_config: CLIPConfig, parallel: Parallel
+    config: TrainConfig,
+    engine: Engine,
+    batch: BatchPlan,
+    model_config: CLIPConfig,
+    parallel: Parallel,
+    *,
+    before: dict[str, Any] | None = None,
 ) -> int:
     """What --resident-micro-batches says, at most M.
 
-    `auto` is 1 on a CPU, and with --deterministic: another number sums in another order, and free memory is not the
-    same twice.
+    Another number sums in another order, and free memory is not the same twice. So `auto` takes at most what the
+    checkpoint of as many ranks had from which the run continues (`before`: its trainer's state), warns where that does
+    not fit, and is 1 with --deterministic; on a CPU, too.
     """
     if config.resident_micro_batches != "auto":
         return min(int(config.resident_micro_batches), batch.num_micro_batches)
@@ -40,7 +50,17 @@ def resident_micro_batches(
     graph = _graph_bytes(engine, texts, batch.micro_batch_size, model_config, parallel.device)
     fitting = int(_free_bytes(config, engine, batch, model_config, parallel) // graph)
     smallest = -max_over(dist.group.WORLD, [-fitting], parallel.device)[0]
-    return max(1, min(int(smallest), batch.num_micro_batches))
+    fitting = max(1, min(int(smallest), batch.num_micro_batches))
+    if before is None or before.get("resident") is None or before["world_size"] != parallel.world_size:
+        return fitting
+    if fitting < min(before["resident"], batch.num_micro_batches) and parallel.rank == 0:
+        _log.warning(
+            "%d micro-batches' graphs fit on the GPU, the run kept %d: from here on gradients are summed in another "
+            "order",
+            fitting,
+            before["resident"],
+        )
+    return min(fitting, before["resident"])
 
 
 def check_encode_width(config: TrainConfig, model_config: CLIPConfig) -> None:

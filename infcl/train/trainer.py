@@ -30,7 +30,7 @@ from infcl.train.build import (
     tile_dtype_of,
 )
 from infcl.train.captions import longer_when_packed, packs_captions, texts_for_model
-from infcl.train.checkpoint import find_checkpoint, full_weights, load_checkpoint
+from infcl.train.checkpoint import find_checkpoint, full_weights, load_checkpoint, trainer_state
 from infcl.train.checkpoint_writer import CheckpointWriter
 from infcl.train.compiled import prepare_blocks
 from infcl.train.diagnostics import SampledLoss, trained_shares, utilisation
@@ -84,7 +84,11 @@ class Trainer:
         self.compiled = prepare_blocks(model, config, parallel, precision, self.batch)
         self.engine = Engine(model, config, parallel, self.batch)
         self.num_parameters = sum(self.engine.state.shape(p).numel() for _, p in self.engine.state.parameters())
-        self.resident = resident_micro_batches(config, self.engine, self.batch, self.model_config, parallel)
+        checkpoint = find_checkpoint(config.resume, run, parallel)
+        before = trainer_state(checkpoint) if checkpoint is not None else None
+        self.resident = resident_micro_batches(
+            config, self.engine, self.batch, self.model_config, parallel, before=before
+        )
         self.pixels = build_pixel_cache(
             config,
             self.batch,
@@ -105,7 +109,7 @@ class Trainer:
         self.signals = StopSignals()
         self.saves = Saves(config, parallel, checkpoints=self.checkpoints, signals=self.signals, state=self._state)
         self.train_seconds = 0.0
-        self._open_run_folder()
+        self._open_run_folder(checkpoint)
 
     # ---- the loop ----
 
@@ -293,9 +297,8 @@ class Trainer:
 
     # ---- checkpoints and the end ----
 
-    def _open_run_folder(self) -> None:
+    def _open_run_folder(self, checkpoint: Path | None) -> None:
         """Continue or start anew; the folder is touched last, when nothing can be refused any more."""
-        checkpoint = find_checkpoint(self.config.resume, self.run, self.parallel)
         if checkpoint is not None:
             self._continue_from(checkpoint)
         changed = self.run.open(self.config, self.model_config.to_json(), self.parallel, checkpoint)
@@ -328,6 +331,7 @@ class Trainer:
             "skipped_steps": self.skipped_steps,
             "train_seconds": self.train_seconds,
             "world_size": self.parallel.world_size,
+            "resident": self.resident,
             "loader": self.loader.state_dict(),
         }
 
