@@ -135,6 +135,7 @@ def _demo_flags(data: Path, loss: str = "inf_cl", tile_dtype: str = "fp32") -> l
     flags += ["--wd", "0.05", "--beta2", "0.98", "--aug-cfg", "scale=(1.0,1.0)", "ratio=(1.0,1.0)"]
     flags += ["--val-frequency", "0", "--zeroshot-frequency", "0", "--save-frequency", "0", "--report-to", "none"]
     flags += ["--loss", loss, "--tile-dtype", tile_dtype]
+    flags += ["--resident-micro-batches", "1"]  # several trainings may share a GPU
     return [*flags, "--compile-blocks", "off", "--deepspeed_config", "ds_configs/zero1.json"]
 
 

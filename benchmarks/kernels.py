@@ -20,7 +20,8 @@ from benchmarks.rows import append
 
 # The first that is in a kernel's name says what it is of: Inductor names kernels after the operations they hold.
 KINDS = (
-    ("products", ("nvjet", "cublas", "cutlass")),
+    ("products", ("nvjet", "cublas", "cutlass", "gemm", "gemv")),
+    ("between GPUs", ("nccl",)),
     ("GELU", ("gelu",)),
     ("norms", ("norm",)),
     ("sums over rows (biases)", ("_sum", "reduce_kernel")),

@@ -190,7 +190,7 @@ def setting_of(label: str) -> tuple[TrainConfig, dict]:
     words = [f"--{word}" if word in names else word for word in label.split()]
     options, flags = _parse(words)
     path = f"ds_configs/zero{options.zero}.json"
-    config = parse_args([*SYNTHETIC, "--model", "ViT-L-14", "--deepspeed_config", path, *flags])
+    config = parse_args([*SYNTHETIC, "--model", "ViT-L-14", *ONE_RESIDENT, "--deepspeed_config", path, *flags])
     return config, json.loads(Path(path).read_text())
 
 

@@ -5,7 +5,7 @@ import dataclasses
 import torch
 
 from infcl.config import BatchPlan
-from infcl.plan.dry_run import _flops, _memory_table
+from infcl.plan.dry_run import _flops, _graphs_line, _memory_table
 from infcl.plan.memory import memory_plan, parameter_counts
 from infcl.towers import CLIP, load_model_config
 from infcl.train.preset import read_preset
@@ -69,3 +69,19 @@ def test_dry_run_refuses_what_the_run_would_refuse(demo_folder, tmp_path):
     ):
         result = forked(command(demo_folder, tmp_path, "--dry-run", *flags), 1)
         assert result.returncode == 2 and reason in " ".join(result.stderr.split()), (flags, result.stderr)
+
+
+@pytest.mark.parametrize(
+    ("flags", "micro_batches", "on_cpu", "said"),
+    [
+        ({}, 4, False, True),
+        ({}, 1, False, False),
+        ({}, 4, True, False),
+        ({"deterministic": True}, 4, False, False),
+        ({"resident_micro_batches": "2"}, 4, False, False),
+    ],
+)
+def test_the_plan_says_where_a_run_keeps_more_graphs_than_it_counts(flags, micro_batches, on_cpu, said):
+    config = TrainConfig(dataset_type="synthetic", train_num_samples=1, **flags)
+    lines = _graphs_line(config, BatchPlan(2, micro_batches, 8), on_cpu=on_cpu)
+    assert ["up to 4, as many as fit" in line for line in lines] == [True] * said

@@ -2,12 +2,13 @@
 
 import gzip
 import json
+import re
 import subprocess
 import sys
 
 import pytest
 
-from benchmarks.kernels import kernels_of, kind_of
+from benchmarks.kernels import ATTENTION, kernels_of, kind_of
 from benchmarks.rows import read
 from tests.checkout import ROOT
 
@@ -42,11 +43,21 @@ def test_a_step_has_its_share_of_every_kernel_and_of_the_pauses():
         ("triton_poi_fused__to_copy_6", "casts"),
         ("_backward", "attention"),
         ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop", "attention"),
+        ("sm80_xmma_gemm_bf16bf16_bf16f32_f32_tn_n", "products"),
+        ("ncclDevKernel_ReduceScatter_Sum_f32_RING_LL", "between GPUs"),
         ("embedding_backward_feature_kernel", "others"),
     ],
 )
 def test_inductors_names_say_what_a_kernel_is_of(name, kind):
     assert kind_of(name) == kind
+
+
+def test_the_names_of_attentions_kernels_are_no_others():
+    files = {}
+    for path in (ROOT / "infcl" / "kernels").glob("*.py"):
+        for name in re.findall(r"@triton\.jit\ndef (\w+)", path.read_text()):
+            files.setdefault(name, set()).add(path.name.startswith("triton_attention"))
+    assert {name: files[name] for name in ATTENTION} == {name: {True} for name in ATTENTION}
 
 
 def test_a_trace_becomes_rows_and_shares(tmp_path):

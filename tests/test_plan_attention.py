@@ -19,6 +19,14 @@ def test_measured_steps_with_each_attention(one):
     assert abs(one["speed_error"]) < (0.1 if one["row"]["attention"] == "torch" else 0.05)
 
 
+KEPT = compare(read_steps(ROOT / "docs" / "results" / "step_resident.csv"), load_gpu("h200"))
+
+
+@pytest.mark.parametrize("one", KEPT, ids=lambda one: one["row"]["label"])
+def test_measured_steps_whose_graphs_stay(one):
+    assert abs(one["memory_error"]) < 0.02 and abs(one["speed_error"]) < 0.07
+
+
 def test_attention_is_counted_in_whole_tiles():
     lengths = (20, 50, 99, 128, 129, 197, 257)
     assert [tower_time._places(length) for length in lengths] == [128, 128, 128, 128, 256, 256, 384]

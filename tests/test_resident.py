@@ -8,7 +8,9 @@ import torch
 
 from benchmarks.paper import raw
 from infcl.config import BatchPlan, TrainConfig
-from infcl.train.resident import _free_bytes, resident_micro_batches
+from infcl.plan.activations import graph_bytes
+from infcl.towers import load_model_config
+from infcl.train.resident import _free_bytes, _passing_bytes, graphs_to_keep, resident_micro_batches
 
 TOTAL = 140 * 2**30
 
@@ -20,7 +22,6 @@ def room(
     width: int,
     tensor_parallel: int = 1,
     on_host: int | None = None,
-    micro_batches: int = 1,
     **flags,
 ) -> float:
     """Bytes for graphs on an empty GPU of TOTAL bytes, beside a model without parameters."""
@@ -30,15 +31,14 @@ def room(
     parallel = SimpleNamespace(
         device=torch.device("cuda"), tp_size=tensor_parallel, world_size=ranks, ranks_per_node=on_host
     )
-    batch = BatchPlan(ranks // tensor_parallel, micro_batches, rows * tensor_parallel // micro_batches)
+    batch = BatchPlan(ranks // tensor_parallel, 1, rows * tensor_parallel)
     with (
         mock.patch("torch.cuda.empty_cache"),
         mock.patch("torch.cuda.mem_get_info", lambda device: (TOTAL, TOTAL)),
         mock.patch("torch.cuda.memory_reserved", lambda device: 0),
         mock.patch("torch.cuda.memory_allocated", lambda device: 0),
     ):
-        model_config = SimpleNamespace(embed_dim=width, vision_cfg=SimpleNamespace(image_size=224))
-        return _free_bytes(config, engine, batch, model_config, parallel)
+        return _free_bytes(config, engine, batch, SimpleNamespace(embed_dim=width), parallel)
 
 
 def measured() -> list[tuple[str, int, int, int, float]]:
@@ -76,14 +76,35 @@ def test_a_ring_of_nodes_is_left_the_room_for_its_further_buffers():
     assert room("open_clip", 4096, 4, 64, on_host=2) == room("open_clip", 4096, 4, 64)
 
 
+def passing(batch: BatchPlan, **flags) -> float:
+    config = TrainConfig(dataset_type="synthetic", train_num_samples=1, **flags)
+    return _passing_bytes(config, "amp_bf16", batch, load_model_config("ViT-B-32"))
+
+
 @pytest.mark.parametrize("tensor_parallel", [1, 2])
-def test_pixels_that_wait_on_the_gpu_are_left_their_room(tensor_parallel):
-    """Those of three micro-batches of four; the last one's are never kept. Each tensor-parallel rank has its share."""
-    sizes = {"loss": "inf_cl", "rows": 4096, "ranks": 2, "width": 64, "tensor_parallel": tensor_parallel}
-    beside = room(**sizes, micro_batches=4)
-    assert beside - room(**sizes, micro_batches=4, pixel_cache="gpu") == pytest.approx(3 * 1024 * 3 * 224**2)
-    assert beside - room(**sizes, micro_batches=4, pixel_cache="gpu", pixel_cache_gb="0.2") == pytest.approx(0.2e9)
-    assert room(**sizes, pixel_cache="gpu") == room(**sizes)
+def test_pixels_on_the_gpu_are_left_their_room(tensor_parallel):
+    """Three micro-batches on their way; with --pixel-cache gpu three of four that wait, the last one's never do."""
+    own = 3 * 224**2 * 1024 / tensor_parallel
+    batch, flags = BatchPlan(2, 4, 1024), {"tensor_parallel_size": tensor_parallel}
+    moving = passing(batch, **flags)
+    assert moving >= 3 * own
+    assert passing(batch, **flags, pixel_cache="gpu") - moving == pytest.approx(3 * own)
+    assert passing(batch, **flags, pixel_cache="gpu", pixel_cache_gb=str(2.5 * own / 1e9)) - moving == pytest.approx(
+        2 * own
+    )
+    assert passing(BatchPlan(2, 1, 1024), **flags, pixel_cache="gpu") == pytest.approx(moving)
+
+
+def test_blocks_that_are_computed_again_are_left_their_room():
+    """Of ViT-B-32, 8192 pairs: three quarters of what a checkpointed graph holds."""
+    sizes = {"precision": "amp_bf16", "tensor_parallel": 1, "sequence_parallel": False, "micro_batch_size": 8192}
+    graphs = graph_bytes(
+        load_model_config("ViT-B-32"), 0, checkpointing=True, compiled=True, blocks={"image": 12, "text": 12},
+        blocks_of_a_graph=1, **sizes,
+    )  # fmt: skip
+    assert graphs["backward"] > 0.5 * graphs["activations"]
+    batch = BatchPlan(1, 8, 8192)
+    assert passing(batch, grad_checkpointing=True) == pytest.approx(graphs["backward"] + 3 * 8192 * 3 * 224**2)
 
 
 @pytest.mark.parametrize(("device", "deterministic"), [("cpu", False), ("cuda", True)])
@@ -94,25 +115,35 @@ def test_auto_is_one_where_there_is_no_gpu_and_where_sums_are_to_repeat(device, 
     assert resident_micro_batches(config, None, BatchPlan(1, 4, 8), None, parallel) == 1
 
 
+OURS = [2, 4, 8]  # ranks, micro-batches, their size
+
+
 @pytest.mark.parametrize(
-    ("before", "expected"),
-    [(None, 3), ({"world_size": 2}, 3), ({"world_size": 2, "resident": 2}, 2), ({"world_size": 2, "resident": 8}, 3),
-     ({"world_size": 4, "resident": 2}, 3)],
-)  # fmt: skip
-def test_a_run_that_continues_keeps_as_many_graphs_as_before_where_they_fit(before, expected, caplog):
+    ("began", "expected", "said"),
+    [
+        (None, 3, 3),
+        ({"kept": 2, "auto": True, "of": OURS}, 2, 2),
+        ({"kept": 4, "auto": True, "of": OURS}, 3, 4),  # where four fit again, it is four again
+        ({"kept": 1, "auto": False, "of": OURS}, 3, 3),
+        ({"kept": 2, "auto": True, "of": [4, 4, 8]}, 3, 3),
+        ({"kept": 2, "auto": True, "of": [2, 2, 16]}, 3, 3),
+    ],
+)
+def test_a_run_that_continues_keeps_as_many_graphs_as_it_began_with_where_they_fit(began, expected, said, caplog):
     """Of 5 graphs that would fit on one rank and 3 on the other, in batches of four micro-batches."""
     config = TrainConfig(dataset_type="synthetic", train_num_samples=1)
     parallel = SimpleNamespace(device=torch.device("cuda"), world_size=2, rank=0)
-    model_config = SimpleNamespace(text_cfg=None)
+    before = None if began is None else {"graphs": began}
+    inputs = config, BatchPlan(2, 4, 8), parallel
     with (
         mock.patch("infcl.train.resident.texts_for_model", lambda *given: lambda texts: texts),
         mock.patch("infcl.train.resident.longest", lambda *given: None),
         mock.patch("infcl.train.resident._graph_bytes", lambda *given: 10),
-        mock.patch("infcl.train.resident._free_bytes", lambda *given: 55.0),
+        mock.patch("infcl.train.resident._free_bytes", lambda *given: 57.0),
+        mock.patch("infcl.train.resident._passing_bytes", lambda *given: 2.0),
         mock.patch("infcl.train.resident.max_over", lambda group, values, device: [max(values[0], -3)]),
     ):
-        assert (
-            resident_micro_batches(config, None, BatchPlan(2, 4, 8), model_config, parallel, before=before) == expected
-        )
-    kept_more = before is not None and before.get("resident") == 8
-    assert ("3 micro-batches' graphs fit on the GPU, the run kept 8" in caplog.text) == kept_more
+        engine, model_config = SimpleNamespace(precision="amp_bf16"), SimpleNamespace(text_cfg=None)
+        kept = resident_micro_batches(config, engine, inputs[1], model_config, parallel, before=before)
+    assert (kept, graphs_to_keep(*inputs, kept, before)["kept"]) == (expected, said)
+    assert ("3 micro-batches' graphs fit on the GPU, the run began with 4" in caplog.text) == (said == 4)

@@ -24,7 +24,7 @@ def levers() -> str:
             continue
         shape = f"{row['micro_batch']} x {row['micro_batches']}"
         shape += ", checkpointing" if row["checkpointing"] == "True" else ""
-        shape += f", {row['resident']} resident (`auto`)" if row["resident"] > 1 else ""
+        shape += f", {row['resident']} resident{_by_auto(row)}" if row["resident"] > 1 else ""
         shape += f", pass 1 of {row['encode_together']} at once" if row["encode_together"] > 1 else ""
         shape += f", attention {sdpa[1]}" if (sdpa := re.search(r"\bsdpa (\w+)", row["label"])) else _whose(row)
         packed = "packed" if (row["text_share"] or 1) < 1 else "whole"
@@ -69,6 +69,10 @@ def reductions() -> str:
     return markdown([*header, "replay", "update", "peak memory"], lines) + f"\n\n{origin(rows('step_reductions.csv'))}."
 
 
+def _by_auto(row: dict) -> str:
+    return " (`auto`)" if "resident-micro-batches auto" in row["label"] else ""
+
+
 def _whose(row: dict) -> str:
     return ", Triton attention" if row["attention"] == "triton" else ""
 
@@ -110,7 +114,7 @@ def residents() -> str:
     found = rows("step_resident.csv")
     lines = []
     for row in found:
-        kept = f"{row['resident']} of {row['micro_batches']}" + (" (`auto`)" if row["resident"] > 1 else "")
+        kept = f"{row['resident']} of {row['micro_batches']}" + _by_auto(row)
         shape = f"{row['micro_batch']} x {row['micro_batches']}"
         mean = f"{row['samples_per_second_mean']:.0f} +- {row['samples_per_second_std']:.0f}"
         rates = [f"{row['samples_per_second']:.0f}", mean]
@@ -124,7 +128,8 @@ def residents() -> str:
 
 def kernels() -> str:
     """Where the GPU time of a step goes, by kinds of kernels."""
-    found = rows("kernels.csv")
+    newest = rows("kernels.csv")[-1]
+    found = where(rows("kernels.csv"), label=newest["label"], commit=newest["commit"])
     kinds: dict[str, list[dict]] = {}
     for row in found:
         kinds.setdefault(row["kind"], []).append(row)
@@ -132,7 +137,7 @@ def kernels() -> str:
     for kind, of_kind in sorted(kinds.items(), key=lambda entry: -sum(row["ms"] for row in entry[1])):
         ms, calls = (sum(row[name] for row in of_kind) for name in ("ms", "calls"))
         lines.append([kind, f"{ms:.1f} ms", f"{ms / whole:.1%}", f"{calls:,.0f}" if calls else ""])
-    return markdown([found[0]["label"], "a step", "share", "calls"], lines) + f"\n\n{origin(found)}."
+    return markdown([newest["label"], "a step", "share", "calls"], lines) + f"\n\n{origin(found)}."
 
 
 def attention_layers() -> str:

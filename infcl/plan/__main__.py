@@ -52,7 +52,12 @@ def parser() -> argparse.ArgumentParser:
     flags.add_argument(
         "--pixels", "--pixel-cache", default="host", choices=("host", "device", "gpu"), help="gpu: the same as device"
     )
-    flags.add_argument("--resident-micro-batches", type=int, default=1)
+    flags.add_argument(
+        "--resident-micro-batches",
+        type=int,
+        default=1,
+        help="graphs kept between the passes; the trainer's auto keeps what fits, and so takes more memory, less time",
+    )
     flags.add_argument("--eager", action="store_true", help="blocks are not compiled")
     flags.add_argument("--precision", default="amp_bf16", choices=("amp_bf16", "bf16", "fp16", "fp32"))
     flags.add_argument(

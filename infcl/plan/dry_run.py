@@ -64,7 +64,7 @@ def describe_plan(config: TrainConfig, parallel: Parallel) -> str:
     parts = tuple(part for part in ("optimizer", "param") if offloads(preset, part))
     ways = {"offloads": "optimizer" in parts}
     stages = [s for s in STAGES if stage_over(parallel.dp_size, s, precision, **ways) == s]  # that can be had
-    lines += _memory_table(plan, stages, zero_stage(preset))
+    lines += _memory_table(plan, stages, zero_stage(preset)) + _graphs_line(config, batch, on_cpu=on_cpu)
     if parts:
         named = " and ".join(f"offload_{part}" for part in parts)
         lines.append(f"  This preset has {named}: that lies in host memory instead, as follows.")
@@ -168,6 +168,16 @@ def _every(frequency: int) -> str:
 
 def _epochs(frequency: int) -> str:
     return "every epoch" if frequency == 1 else f"every {frequency} epochs"
+
+
+def _graphs_line(config: TrainConfig, batch: BatchPlan, *, on_cpu: bool) -> list[str]:
+    """That a run takes more than the table says, where it does."""
+    if config.resident_micro_batches != "auto" or on_cpu or config.deterministic or batch.num_micro_batches == 1:
+        return []
+    return [
+        f"  With one micro-batch's graph; the run keeps up to {batch.num_micro_batches}, as many as fit "
+        "(--resident-micro-batches auto)."
+    ]
 
 
 def _memory_table(plan: dict[str, list[float]], stages: list[int], stage: int) -> list[str]:

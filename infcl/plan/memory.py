@@ -90,6 +90,37 @@ class Load:
         return self.micro_batch_pixels * int(min(waiting, self.pixels / self.micro_batch_pixels))
 
 
+def _layout(load: Load) -> dict[str, Any]:
+    return {
+        "precision": load.precision,
+        "tensor_parallel": load.tensor_parallel,
+        "sequence_parallel": load.sequence_parallel and load.tensor_parallel > 1,
+        "micro_batch_size": load.batch.micro_batch_size,
+    }
+
+
+def graphs_of(load: Load) -> dict[str, float]:
+    """{"activations", "backward"}: bytes of the graphs that are kept, and of what a backward makes beside them."""
+    whole = {"image": load.cfg.vision_cfg.layers, "text": load.cfg.text_cfg.layers}
+    trained = load.blocks or whole
+    alone = load.tensor_parallel == 1 or load.stage == 3 or load.checkpointing or trained != whole
+    return graph_bytes(
+        load.cfg,
+        load.trainable,
+        resident=min(load.resident, load.batch.num_micro_batches),
+        checkpointing=load.checkpointing,
+        compiled=load.compiled,
+        blocks=trained,
+        blocks_of_a_graph=1 if alone else BLOCKS_OF_A_RUN,
+        **_layout(load),
+    )
+
+
+def pixels_on_device(load: Load) -> float:
+    """Bytes of those on their way, and of those that wait there."""
+    return load.micro_batch_pixels * load.uploads + load.pixels_on_gpu * load.waiting_pixels
+
+
 def parts_of(load: Load) -> dict[str, float]:
     """{part: bytes per rank}; the last is the "peak", which is not their sum where parts do not live at once."""
     cfg, batch, share = load.cfg, load.batch, load.tensor_parallel
@@ -107,21 +138,7 @@ def parts_of(load: Load) -> dict[str, float]:
             load.zero, load.trainable, stage=load.stage, ranks=batch.dp_size, precision=load.precision
         )
         parts["gradients"] = 0.0 if load.on_cpu and load.stage == 3 else passing  # nothing runs ahead there
-    layout: dict[str, Any] = {"precision": load.precision, "tensor_parallel": share}
-    layout |= {"sequence_parallel": load.sequence_parallel and share > 1, "micro_batch_size": batch.micro_batch_size}
-    trained = load.blocks or {"image": cfg.vision_cfg.layers, "text": cfg.text_cfg.layers}
-    whole = trained == {"image": cfg.vision_cfg.layers, "text": cfg.text_cfg.layers}
-    alone = share == 1 or load.stage == 3 or load.checkpointing or not whole
-    graphs = graph_bytes(
-        cfg,
-        load.trainable,
-        resident=min(load.resident, batch.num_micro_batches),
-        checkpointing=load.checkpointing,
-        compiled=load.compiled,
-        blocks=trained,
-        blocks_of_a_graph=1 if alone else BLOCKS_OF_A_RUN,
-        **layout,
-    )
+    graphs = graphs_of(load)
     graph = graphs["activations"] / max(1, min(load.resident, batch.num_micro_batches))
     options: dict[str, Any] = {"convolution_apart": "convolution apart" in load.past, "graph": graph}
     buckets = bucket_bytes(load.zero, load.trainable, **options, **sizes)
@@ -132,9 +149,9 @@ def parts_of(load: Load) -> dict[str, float]:
         load.parameters, load.zero, stage=load.stage, ranks=batch.dp_size, precision=load.precision
     )
     parts |= graphs
-    parts["travelling rows"] = exchange_bytes(cfg, **layout)
+    parts["travelling rows"] = exchange_bytes(cfg, **_layout(load))
     rows = batch.rank_batch_size // share
-    parts["cached data"] = load.micro_batch_pixels * load.uploads + load.pixels_on_gpu * load.waiting_pixels
+    parts["cached data"] = pixels_on_device(load)
     parts["cached data"] += batch.rank_batch_size * (8.0 * cfg.text_cfg.context_length + load.trunks)
     parts |= loss_bytes(
         load.loss,

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from infcl.config import BatchPlan, TrainConfig
 from infcl.kernels import WORKSPACE_BYTES
 from infcl.parallel import Parallel, max_over
-from infcl.plan.memory import has_two_levels
+from infcl.plan.memory import graphs_of, has_two_levels, load_of_run, pixels_on_device
 from infcl.plan.parts import loss_bytes
 from infcl.towers.config import CLIPConfig
 from infcl.towers.packing import longest, merge_texts
@@ -38,9 +38,9 @@ def resident_micro_batches(
 ) -> int:
     """What --resident-micro-batches says, at most M.
 
-    Another number sums in another order, and free memory is not the same twice. So `auto` takes at most what the
-    checkpoint of as many ranks had from which the run continues (`before`: its trainer's state), warns where that does
-    not fit, and is 1 with --deterministic; on a CPU, too.
+    Another number sums in another order, and free memory is not the same twice. So `auto` takes at most what it took
+    where the run began (`before`: the trainer's state in the checkpoint), of the same micro-batches on as many ranks,
+    and warns where that does not fit. It is 1 with --deterministic, and on a CPU.
     """
     if config.resident_micro_batches != "auto":
         return min(int(config.resident_micro_batches), batch.num_micro_batches)
@@ -48,19 +48,29 @@ def resident_micro_batches(
         return 1
     texts = texts_for_model(config, model_config)(longest(model_config.text_cfg, batch.micro_batch_size))
     graph = _graph_bytes(engine, texts, batch.micro_batch_size, model_config, parallel.device)
-    fitting = int(_free_bytes(config, engine, batch, model_config, parallel) // graph)
+    free = _free_bytes(config, engine, batch, model_config, parallel)
+    fitting = int((free - _passing_bytes(config, engine.precision, batch, model_config)) // graph)
     smallest = -max_over(dist.group.WORLD, [-fitting], parallel.device)[0]
     fitting = max(1, min(int(smallest), batch.num_micro_batches))
-    if before is None or before.get("resident") is None or before["world_size"] != parallel.world_size:
-        return fitting
-    if fitting < min(before["resident"], batch.num_micro_batches) and parallel.rank == 0:
+    began = graphs_to_keep(config, batch, parallel, fitting, before)["kept"]
+    if fitting < min(began, batch.num_micro_batches) and parallel.rank == 0:
         _log.warning(
-            "%d micro-batches' graphs fit on the GPU, the run kept %d: from here on gradients are summed in another "
-            "order",
+            "%d micro-batches' graphs fit on the GPU, the run began with %d: from here on gradients are summed in "
+            "another order",
             fitting,
-            before["resident"],
+            began,
         )
-    return min(fitting, before["resident"])
+    return min(fitting, began)
+
+
+def graphs_to_keep(
+    config: TrainConfig, batch: BatchPlan, parallel: Parallel, resident: int, before: dict[str, Any] | None
+) -> dict[str, Any]:
+    """What a checkpoint says of them: how many `auto` took where the run began, of which micro-batches."""
+    sizes = [parallel.world_size, batch.num_micro_batches, batch.micro_batch_size]
+    own = {"kept": resident, "auto": config.resident_micro_batches == "auto", "of": sizes}
+    began = (before or {}).get("graphs", {})
+    return began if own["auto"] and began.get("auto") and began["of"] == sizes else own
 
 
 def check_encode_width(config: TrainConfig, model_config: CLIPConfig) -> None:
@@ -98,9 +108,7 @@ def _graph_bytes(
 def _free_bytes(
     config: TrainConfig, engine: Engine, batch: BatchPlan, model_config: CLIPConfig, parallel: Parallel
 ) -> float:
-    """What graphs may take: free memory without gradients, what the loss of the flags needs, pixels that are to wait
-    beside them, and headroom.
-    """
+    """What graphs may take: free memory without gradients, what the loss of the flags needs, and headroom."""
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(parallel.device)
     free += torch.cuda.memory_reserved(parallel.device) - torch.cuda.memory_allocated(parallel.device)
@@ -116,14 +124,12 @@ def _free_bytes(
     )
     others = 2 * 2 * 4 * (batch.rank_batch_size - rows) * width  # rows of the tensor-parallel ranks beside this one
     trunks = 2 * 4 * batch.rank_batch_size * engine.module.trunk_numbers()  # the parts and all of them
-    pixels = _pixel_bytes(config, batch, model_config, parallel)
-    return free - gradients - sum(loss.values()) - others - trunks - pixels - WORKSPACE_BYTES - _HEADROOM * total
+    return free - gradients - sum(loss.values()) - others - trunks - WORKSPACE_BYTES - _HEADROOM * total
 
 
-def _pixel_bytes(config: TrainConfig, batch: BatchPlan, model_config: CLIPConfig, parallel: Parallel) -> float:
-    """On the device, of all micro-batches but one. A pair's graph takes a thousand times as much as its pixels."""
-    if config.pixel_cache != "gpu":
-        return 0.0
-    rows = (batch.rank_batch_size - batch.micro_batch_size) // parallel.tp_size
-    waiting = rows * 3.0 * model_config.vision_cfg.image_size**2
-    return waiting if config.pixel_cache_gb == "auto" else min(waiting, float(config.pixel_cache_gb) * 1e9)
+def _passing_bytes(config: TrainConfig, precision: str, batch: BatchPlan, model_config: CLIPConfig) -> float:
+    """As planned: what a backward makes beside the graphs (of recomputed blocks, more than half of one), pixels on
+    their way, and those that wait on the device.
+    """
+    load = load_of_run(model_config, batch, config, {"all": (0, 0)}, precision, {}, stage=0)
+    return graphs_of(load)["backward"] + pixels_on_device(load)

@@ -41,7 +41,7 @@ from infcl.train.optim import Schedule
 from infcl.train.pixels import build_pixel_cache
 from infcl.train.preset import read_preset
 from infcl.train.profiler import StepProfiler
-from infcl.train.resident import check_encode_width, merge_micro_batches, resident_micro_batches
+from infcl.train.resident import check_encode_width, graphs_to_keep, merge_micro_batches, resident_micro_batches
 from infcl.train.results import write_results
 from infcl.train.run_folder import RunFolder
 from infcl.train.saves import Saves
@@ -89,6 +89,7 @@ class Trainer:
         self.resident = resident_micro_batches(
             config, self.engine, self.batch, self.model_config, parallel, before=before
         )
+        self.graphs = graphs_to_keep(config, self.batch, parallel, self.resident, before)
         self.pixels = build_pixel_cache(
             config,
             self.batch,
@@ -331,7 +332,7 @@ class Trainer:
             "skipped_steps": self.skipped_steps,
             "train_seconds": self.train_seconds,
             "world_size": self.parallel.world_size,
-            "resident": self.resident,
+            "graphs": self.graphs,
             "loader": self.loader.state_dict(),
         }
 
