@@ -2,9 +2,10 @@
 
 import dataclasses
 
+import pytest
 import torch
 
-from infcl.config import BatchPlan
+from infcl.config import BatchPlan, TrainConfig
 from infcl.plan.dry_run import _flops, _graphs_line, _memory_table
 from infcl.plan.memory import memory_plan, parameter_counts
 from infcl.towers import CLIP, load_model_config
