@@ -111,8 +111,9 @@ def test_blocks_that_are_computed_again_are_left_their_room():
 def test_auto_is_one_where_there_is_no_gpu_and_where_sums_are_to_repeat(device, deterministic):
     config = TrainConfig(dataset_type="synthetic", train_num_samples=1, deterministic=deterministic)
     assert config.resident_micro_batches == "auto"
-    parallel = SimpleNamespace(device=torch.device(device))
-    assert resident_micro_batches(config, None, BatchPlan(1, 4, 8), None, parallel) == 1
+    batch, parallel = BatchPlan(1, 4, 8), SimpleNamespace(device=torch.device(device), world_size=1)
+    assert resident_micro_batches(config, None, batch, None, parallel) == 1
+    assert not graphs_to_keep(config, batch, parallel, 1, None)["measured"]  # no bound for one that goes on on a GPU
 
 
 OURS = [2, 4, 8]  # ranks, micro-batches, their size
@@ -122,11 +123,11 @@ OURS = [2, 4, 8]  # ranks, micro-batches, their size
     ("began", "expected", "said"),
     [
         (None, 3, 3),
-        ({"kept": 2, "auto": True, "of": OURS}, 2, 2),
-        ({"kept": 4, "auto": True, "of": OURS}, 3, 4),  # where four fit again, it is four again
-        ({"kept": 1, "auto": False, "of": OURS}, 3, 3),
-        ({"kept": 2, "auto": True, "of": [4, 4, 8]}, 3, 3),
-        ({"kept": 2, "auto": True, "of": [2, 2, 16]}, 3, 3),
+        ({"kept": 2, "measured": True, "of": OURS}, 2, 2),
+        ({"kept": 4, "measured": True, "of": OURS}, 3, 4),  # where four fit again, it is four again
+        ({"kept": 1, "measured": False, "of": OURS}, 3, 3),
+        ({"kept": 2, "measured": True, "of": [4, 4, 8]}, 3, 3),
+        ({"kept": 2, "measured": True, "of": [2, 2, 16]}, 3, 3),
     ],
 )
 def test_a_run_that_continues_keeps_as_many_graphs_as_it_began_with_where_they_fit(began, expected, said, caplog):

@@ -44,7 +44,7 @@ def resident_micro_batches(
     """
     if config.resident_micro_batches != "auto":
         return min(int(config.resident_micro_batches), batch.num_micro_batches)
-    if parallel.device.type != "cuda" or batch.num_micro_batches == 1 or config.deterministic:
+    if batch.num_micro_batches == 1 or not _measures(config, parallel):
         return 1
     texts = texts_for_model(config, model_config)(longest(model_config.text_cfg, batch.micro_batch_size))
     graph = _graph_bytes(engine, texts, batch.micro_batch_size, model_config, parallel.device)
@@ -66,11 +66,15 @@ def resident_micro_batches(
 def graphs_to_keep(
     config: TrainConfig, batch: BatchPlan, parallel: Parallel, resident: int, before: dict[str, Any] | None
 ) -> dict[str, Any]:
-    """What a checkpoint says of them: how many `auto` took where the run began, of which micro-batches."""
+    """What a checkpoint says of them: how many `auto` measured room for where the run began, of which micro-batches."""
     sizes = [parallel.world_size, batch.num_micro_batches, batch.micro_batch_size]
-    own = {"kept": resident, "auto": config.resident_micro_batches == "auto", "of": sizes}
+    own = {"kept": resident, "measured": _measures(config, parallel), "of": sizes}
     began = (before or {}).get("graphs", {})
-    return began if own["auto"] and began.get("auto") and began["of"] == sizes else own
+    return began if own["measured"] and began.get("measured") and began["of"] == sizes else own
+
+
+def _measures(config: TrainConfig, parallel: Parallel) -> bool:
+    return config.resident_micro_batches == "auto" and parallel.device.type == "cuda" and not config.deterministic
 
 
 def check_encode_width(config: TrainConfig, model_config: CLIPConfig) -> None:
