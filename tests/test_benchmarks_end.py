@@ -11,7 +11,8 @@ from tests.checkout import ROOT
 from tests.waiting import finish, wait_until
 
 CODE = """
-import sys
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's job in the background ignores it
 from benchmarks import {name} as benchmark
 child = "import os, pathlib, time; pathlib.Path(sys.argv[1]).write_text(str(os.getpid())); time.sleep(600)"
 benchmark.command = lambda *given: [sys.executable, "-c", "import sys; " + child, {started!r}]
