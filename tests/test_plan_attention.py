@@ -4,6 +4,7 @@ import pytest
 
 from infcl.plan import tower_time
 from infcl.plan.compare import compare, read_steps
+from infcl.plan.search import fits, with_graphs
 from infcl.plan.setting import Setting, captions_of, load_gpu
 from infcl.towers import load_model_config
 from infcl.towers.config import with_overrides
@@ -25,6 +26,18 @@ KEPT = compare(read_steps(ROOT / "docs" / "results" / "step_resident.csv"), load
 @pytest.mark.parametrize("one", KEPT, ids=lambda one: one["row"]["label"])
 def test_measured_steps_whose_graphs_stay(one):
     assert abs(one["memory_error"]) < 0.02 and abs(one["speed_error"]) < 0.07
+
+
+@pytest.mark.parametrize("one", KEPT, ids=lambda one: one["row"]["label"])
+def test_auto_is_planned_to_keep_the_graphs_that_it_kept(one):
+    row = one["row"]
+    given = captions_of(load_model_config(row["model"]), 20)
+    sizes = {"global_batch": int(row["global_batch"]), "micro_batch": int(row["micro_batch"])}
+    setting = Setting(**given, gpu=load_gpu("h200"), gpus=1, checkpointing=False, **sizes).as_run()
+    kept = with_graphs(setting).resident if "auto" in row["label"] else setting.resident
+    assert kept == int(row["resident"])
+    small = with_graphs(setting.with_(gpu=load_gpu("a100-80g")))  # as many as fit there, and never none
+    assert fits(small) or small.resident == 1
 
 
 def test_attention_is_counted_in_whole_tiles():

@@ -15,7 +15,7 @@ from infcl.config import counted
 from infcl.plan.compare import compare, read_steps, table
 from infcl.plan.host import host_bytes, host_parts
 from infcl.plan.memory import load_of, memory_of
-from infcl.plan.search import fastest, fits, largest_batch, micro_batches
+from infcl.plan.search import fastest, fits, largest_batch, micro_batches, with_graphs
 from infcl.plan.setting import Gpu, Link, Setting, captions_of, load_gpu, load_link
 from infcl.plan.sweep import crossover, draw, read_range, sweep
 from infcl.plan.timing import phases_of, samples_per_second
@@ -30,6 +30,14 @@ def read_batch(text: str) -> int:
     if not digits.isdecimal() or int(digits) == 0:
         raise argparse.ArgumentTypeError(f"{text!r} is no number of pairs, like 32768, 32k or 4m")
     return int(digits) * factor
+
+
+def graphs_or_auto(text: str) -> int | str:
+    """'2' -> 2, 'auto' as it is."""
+    try:
+        return text if text == "auto" else int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a number nor auto") from None
 
 
 def parser() -> argparse.ArgumentParser:
@@ -54,9 +62,9 @@ def parser() -> argparse.ArgumentParser:
     )
     flags.add_argument(
         "--resident-micro-batches",
-        type=int,
+        type=graphs_or_auto,
         default=1,
-        help="graphs kept between the passes; the trainer's auto keeps what fits, and so takes more memory, less time",
+        help="graphs kept between the passes, or auto, the trainer's default: what fits [1, the least memory]",
     )
     flags.add_argument("--eager", action="store_true", help="blocks are not compiled")
     flags.add_argument("--precision", default="amp_bf16", choices=("amp_bf16", "bf16", "fp16", "fp32"))
@@ -95,7 +103,7 @@ def setting_of(arguments: argparse.Namespace) -> Setting:
         zero=arguments.zero,
         checkpointing=not arguments.no_grad_checkpointing,
         compiled=not arguments.eager,
-        resident=arguments.resident_micro_batches,
+        resident=1 if arguments.resident_micro_batches == "auto" else arguments.resident_micro_batches,
         offload=arguments.offload,
         pixels="host" if arguments.pixels == "host" else "device",
         loss=arguments.loss,
@@ -127,11 +135,13 @@ def told(profile: Gpu | Link) -> str:
     return f"{profile.name}: " + "; ".join(f"{how} {', '.join(names)}" for how, names in parts.items() if names)
 
 
-def describe(setting: Setting) -> str:
-    setting, asked = setting.as_run(), setting.zero
+def describe(setting: Setting, *, graphs: bool = False) -> str:
+    """graphs: as many as fit are kept, here and in the fastest settings."""
+    asked, setting = setting.zero, with_graphs(setting.as_run()) if graphs else setting.as_run()
     memory, phases = memory_of(setting), phases_of(setting)
     ranks = min(setting.gpus, setting.gpus_per_node)
     total = sum(phase.exposed for phase in phases)
+    largest = largest_batch(setting.with_(resident=1) if graphs else setting)
     lines = [
         f"{setting.gpus} x {setting.gpu.name}, {counted(setting.nodes, 'host')}"
         + (f", {setting.link.name} between them" if setting.nodes > 1 else ""),
@@ -163,10 +173,10 @@ def describe(setting: Setting) -> str:
         f"  {'total':<31}{total:>10.3f}",
         f"  {setting.global_batch / total:,.0f} samples/s, {setting.global_batch / total / setting.gpus:,.0f} a GPU",
         "",
-        f"largest global batch that fits with this micro-batch: {largest_batch(setting):,}",
+        f"largest global batch that fits with this micro-batch: {largest:,}",
         "fastest settings for this batch",
     ]
-    for seconds, other in fastest(setting):
+    for seconds, other in fastest(setting, graphs=graphs):
         lines.append(f"  {setting.global_batch / seconds:>9,.0f} samples/s  {_short(other)}")
     return "\n".join(line for line in lines if line is not None)
 
@@ -174,6 +184,7 @@ def describe(setting: Setting) -> str:
 def _short(setting: Setting) -> str:
     words = [f"micro-batch {setting.micro_batch}", f"ZeRO-{setting.zero}"]
     words += ["checkpointing"] if setting.checkpointing else []
+    words += [f"{setting.resident} graphs"] if setting.resident > 1 else []
     if setting.offload:
         host = host_bytes(load_of(setting), min(setting.gpus, setting.gpus_per_node))
         words.append(f"offload (a host: {host / 2**30:.0f} GiB)")
@@ -205,8 +216,10 @@ def main(argv: list[str] | None = None) -> int:
             return 0
         setting = setting_of(arguments)
         if arguments.sweep is None:
-            print(describe(setting))
+            print(describe(setting, graphs=arguments.resident_micro_batches == "auto"))
             return 0
+        if arguments.resident_micro_batches == "auto":
+            raise ValueError("--sweep: --resident-micro-batches is a number there, the same for all")
         rows = sweep(setting, read_range(arguments.sweep))
     except (OSError, ValueError) as error:
         print(f"infcl.plan: error: {error}", file=sys.stderr)

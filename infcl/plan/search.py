@@ -7,6 +7,7 @@ from infcl.plan.memory import memory_of
 from infcl.plan.setting import Setting
 from infcl.plan.timing import step_seconds
 from infcl.train.preset import stage_over
+from infcl.train.resident import HEADROOM
 
 _LARGEST, _SMALLEST = 2048, 8  # micro-batches that are considered
 
@@ -71,10 +72,19 @@ def _can_be_shared(setting: Setting) -> bool:
     return True
 
 
-def fastest(setting: Setting, count: int = 5) -> list[tuple[float, Setting]]:
+def with_graphs(setting: Setting) -> Setting:
+    """With as many graphs as the trainer's --resident-micro-batches auto keeps."""
+    one, two = (memory_of(setting.with_(resident=count))["peak"] for count in (1, 2))
+    room = setting.gpu.usable_bytes * (1 - HEADROOM) - one
+    more = int(room // (two - one)) if room > 0 and two > one else 0
+    return setting.with_(resident=min(1 + more, setting.num_micro_batches))
+
+
+def fastest(setting: Setting, count: int = 5, *, graphs: bool = False) -> list[tuple[float, Setting]]:
     """[(seconds of a step, setting)] of those that fit, the fastest first; of equals, to three digits (an estimate has
-    no more), the one with fewer moving parts, then the one with less memory."""
-    timed = [(step_seconds(other), memory_of(other)["peak"], other) for other in candidates(setting) if fits(other)]
+    no more), the one with fewer moving parts, then the one with less memory. graphs: each keeps as many as fit."""
+    others = filter(fits, map(with_graphs, candidates(setting.with_(resident=1))) if graphs else candidates(setting))
+    timed = [(step_seconds(other), memory_of(other)["peak"], other) for other in others]
     timed.sort(key=lambda entry: (float(f"{entry[0]:.3g}"), _moving_parts(entry[2]), entry[1]))
     return [(seconds, other) for seconds, _, other in timed[:count]]
 

@@ -24,7 +24,7 @@ from infcl.train.engine import Engine
 from infcl.train.host_memory import ranks_of_host
 
 _log = logging.getLogger(__name__)
-_HEADROOM = 0.08  # of the device's memory, for fragments and the library's workspaces
+HEADROOM = 0.08  # of the device's memory, for fragments and the library's workspaces
 
 
 def resident_micro_batches(
@@ -128,7 +128,7 @@ def _free_bytes(
     )
     others = 2 * 2 * 4 * (batch.rank_batch_size - rows) * width  # rows of the tensor-parallel ranks beside this one
     trunks = 2 * 4 * batch.rank_batch_size * engine.module.trunk_numbers()  # the parts and all of them
-    return free - gradients - sum(loss.values()) - others - trunks - WORKSPACE_BYTES - _HEADROOM * total
+    return free - gradients - sum(loss.values()) - others - trunks - WORKSPACE_BYTES - HEADROOM * total
 
 
 def _passing_bytes(config: TrainConfig, precision: str, batch: BatchPlan, model_config: CLIPConfig) -> float:
