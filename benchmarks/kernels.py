@@ -16,7 +16,7 @@ from collections import defaultdict
 from pathlib import Path
 
 from benchmarks.clock import hardware
-from benchmarks.rows import append
+from benchmarks.rows import append, read
 
 # The first that is in a kernel's name says what it is of: Inductor names kernels after the operations they hold.
 KINDS = (
@@ -81,6 +81,8 @@ def main() -> None:
         print(f"{kind:<26}{ms:>10.1f} ms {ms / sum(kinds.values()):>7.1%}")
     where = hardware(options.commit) | {"device": trace["deviceProperties"][0]["name"]}
     where |= {name: value for name in ("torch", "triton") if (value := getattr(options, name))}
+    if options.csv and (options.label, where["commit"]) in {(row["label"], row["commit"]) for row in read(options.csv)}:
+        parser.error(f"{options.csv} has this --label at this commit already: give another, or take those rows out")
     append(options.csv, [{"label": options.label} | row | where for row in rows])
 
 

@@ -68,6 +68,9 @@ def test_a_trace_becomes_rows_and_shares(tmp_path):
     assert result.stdout.splitlines()[0].split() == ["products", "0.4", "ms", "66.7%"]
     rows = read(out)
     assert len(rows) == 4 and {(row["device"], row["commit"]) for row in rows} == {("NVIDIA H200", "abc")}
+    again = subprocess.run([*command, "--commit", "abc"], cwd=ROOT, capture_output=True, text=True)
+    assert again.returncode == 2 and "has this --label at this commit already" in again.stderr
+    assert read(out) == rows
     for broken, why in ((trace_of(EVENTS[-1:]), "no kernel is in it"), (None, "not a gzip")):
         trace.write_bytes(b"{}" if broken is None else gzip.compress(json.dumps(broken).encode()))
         result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)

@@ -4,7 +4,7 @@ import pytest
 
 from infcl.plan import tower_time
 from infcl.plan.compare import compare, read_steps
-from infcl.plan.search import fits, with_graphs
+from infcl.plan.search import with_graphs
 from infcl.plan.setting import Setting, captions_of, load_gpu
 from infcl.towers import load_model_config
 from infcl.towers.config import with_overrides
@@ -17,7 +17,7 @@ STEPS = compare(read_steps(ROOT / "docs" / "results" / "step_attention.csv"), lo
 def test_measured_steps_with_each_attention(one):
     """torch's with half of ViT-B-16's patches, 99 tokens, is planned 8% too fast."""
     assert abs(one["memory_error"]) < 0.05
-    assert abs(one["speed_error"]) < (0.1 if one["row"]["attention"] == "torch" else 0.05)
+    assert abs(one["speed_error"]) < (0.09 if one["row"]["attention"] == "torch" else 0.05)
 
 
 KEPT = compare(read_steps(ROOT / "docs" / "results" / "step_resident.csv"), load_gpu("h200"))
@@ -28,16 +28,26 @@ def test_measured_steps_whose_graphs_stay(one):
     assert abs(one["memory_error"]) < 0.02 and abs(one["speed_error"]) < 0.07
 
 
-@pytest.mark.parametrize("one", KEPT, ids=lambda one: one["row"]["label"])
+@pytest.mark.parametrize(
+    "one", [one for one in KEPT if "auto" in one["row"]["label"]], ids=lambda one: one["row"]["label"]
+)
 def test_auto_is_planned_to_keep_the_graphs_that_it_kept(one):
     row = one["row"]
     given = captions_of(load_model_config(row["model"]), 20)
     sizes = {"global_batch": int(row["global_batch"]), "micro_batch": int(row["micro_batch"])}
     setting = Setting(**given, gpu=load_gpu("h200"), gpus=1, checkpointing=False, **sizes).as_run()
-    kept = with_graphs(setting).resident if "auto" in row["label"] else setting.resident
-    assert kept == int(row["resident"])
-    small = with_graphs(setting.with_(gpu=load_gpu("a100-80g")))  # as many as fit there, and never none
-    assert fits(small) or small.resident == 1
+    assert with_graphs(setting).resident == int(row["resident"])
+
+
+@pytest.mark.parametrize(("micro_batch", "kept"), [(32, 9), (128, 2), (256, 1), (512, 1)])
+def test_on_a_smaller_gpu_fewer_graphs_are_planned_to_stay_and_never_none(micro_batch, kept):
+    """ViT-L-14 in 68 GiB, 92% of what tensors may take: a pair of a graph is 0.2 GiB, and 7 GiB are of all else."""
+    given = captions_of(load_model_config("ViT-L-14"), 20)
+    setting = Setting(
+        **given, gpu=load_gpu("a100-80g"), gpus=1, global_batch=16 * micro_batch, micro_batch=micro_batch,
+        checkpointing=False,
+    )  # fmt: skip
+    assert with_graphs(setting.as_run()).resident == kept
 
 
 def test_attention_is_counted_in_whole_tiles():

@@ -175,8 +175,8 @@ def _graphs_line(config: TrainConfig, batch: BatchPlan, *, on_cpu: bool) -> list
     if config.resident_micro_batches != "auto" or on_cpu or config.deterministic or batch.num_micro_batches == 1:
         return []
     return [
-        f"  With one micro-batch's graph; the run keeps up to {batch.num_micro_batches}, as many as fit "
-        "(--resident-micro-batches auto)."
+        f"  With one micro-batch's graph; the run keeps as many of {batch.num_micro_batches} as fit "
+        "(--resident-micro-batches auto), a resumed one at most what it began with."
     ]
 
 

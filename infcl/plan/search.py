@@ -73,7 +73,10 @@ def _can_be_shared(setting: Setting) -> bool:
 
 
 def with_graphs(setting: Setting) -> Setting:
-    """With as many graphs as the trainer's --resident-micro-batches auto keeps."""
+    """With as many graphs as are planned to fit, for --resident-micro-batches auto.
+
+    The trainer measures one, of whole captions, and may keep fewer: of ViT-L-14 128 x 8, eager, 3 where 4 are planned.
+    """
     one, two = (memory_of(setting.with_(resident=count))["peak"] for count in (1, 2))
     room = setting.gpu.usable_bytes * (1 - HEADROOM) - one
     more = int(room // (two - one)) if room > 0 and two > one else 0

@@ -49,17 +49,13 @@ def resident_micro_batches(
     texts = texts_for_model(config, model_config)(longest(model_config.text_cfg, batch.micro_batch_size))
     graph = _graph_bytes(engine, texts, batch.micro_batch_size, model_config, parallel.device)
     free = _free_bytes(config, engine, batch, model_config, parallel)
-    fitting = int((free - _passing_bytes(config, engine.precision, batch, model_config)) // graph)
+    fitting = int((free - _passing_bytes(config, engine, batch, model_config)) // graph)
     smallest = -max_over(dist.group.WORLD, [-fitting], parallel.device)[0]
     fitting = max(1, min(int(smallest), batch.num_micro_batches))
     began = graphs_to_keep(config, batch, parallel, fitting, before)["kept"]
-    if fitting < min(began, batch.num_micro_batches) and parallel.rank == 0:
-        _log.warning(
-            "%d micro-batches' graphs fit on the GPU, the run began with %d: from here on gradients are summed in "
-            "another order",
-            fitting,
-            began,
-        )
+    if fitting != began and parallel.rank == 0:
+        means = "gradients are summed in another order" if fitting < began else "they stay so many, for the same sums"
+        _log.warning("%d micro-batches' graphs fit on the GPU, the run began with %d: %s", fitting, began, means)
     return min(fitting, began)
 
 
@@ -131,9 +127,9 @@ def _free_bytes(
     return free - gradients - sum(loss.values()) - others - trunks - WORKSPACE_BYTES - HEADROOM * total
 
 
-def _passing_bytes(config: TrainConfig, precision: str, batch: BatchPlan, model_config: CLIPConfig) -> float:
+def _passing_bytes(config: TrainConfig, engine: Engine, batch: BatchPlan, model_config: CLIPConfig) -> float:
     """As planned: what a backward makes beside the graphs (of recomputed blocks, more than half of one), pixels on
     their way, and those that wait on the device.
     """
-    load = load_of_run(model_config, batch, config, {"all": (0, 0)}, precision, {}, stage=0)
+    load = load_of_run(model_config, batch, config, {"all": (0, 0)}, engine.precision, {}, stage=engine.zero_stage)
     return graphs_of(load)["backward"] + pixels_on_device(load)
