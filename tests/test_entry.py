@@ -16,6 +16,7 @@ from unittest import mock
 import pytest
 
 from infcl.report import read_metrics
+from infcl.train.checkpoint import trainer_state
 from tests import gpus
 from tests.checkout import ROOT
 from tests.ranks import free_port, run_ranks
@@ -177,3 +178,19 @@ def test_on_two_gpus_every_preset_trains_over_nccl(demo_folder, tmp_path, preset
     assert records[0]["loss"] == pytest.approx(golden()[0], rel=2e-2)
     if records[-1]["skipped_steps"] == 0:
         assert records[-1]["loss"] == pytest.approx(golden()[-1], rel=5e-2)
+
+
+@pytest.mark.multigpu
+@pytest.mark.parametrize("preset", ["zero1", "zero3"])
+def test_on_two_gpus_graphs_that_stay_change_nothing_and_a_resumed_run_keeps_as_many(demo_folder, tmp_path, preset):
+    flags = ["--deepspeed_config", f"ds_configs/{preset}.json", "--steps", "20", "--batch-size", "8"]
+    flags += ["--accum-freq", "4", "--resident-micro-batches", "auto", "--keep-checkpoints", "0"]
+    whole = launch(command(demo_folder, tmp_path, *flags, "--save-every-n-steps", "10"), 2, environment={})
+    assert whole.returncode == 0 and "4 resident micro-batches" in whole.stdout, whole.stdout + whole.stderr
+    assert losses(tmp_path) == pytest.approx(golden(), rel=5e-2)
+    checkpoint = tmp_path / "run" / "checkpoints" / "step_00000010"
+    assert trainer_state(checkpoint)["graphs"] == {"kept": 4, "measured": True, "of": [2, 4, 8]}
+    more = command(demo_folder, tmp_path, *flags, "--name", "resumed", "--resume", str(checkpoint))
+    resumed = launch(more, 2, environment={})
+    assert resumed.returncode == 0 and "4 resident micro-batches" in resumed.stdout, resumed.stdout + resumed.stderr
+    assert losses(tmp_path, "resumed") == pytest.approx(losses(tmp_path)[10:], rel=1e-3)

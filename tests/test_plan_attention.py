@@ -37,11 +37,13 @@ def test_auto_is_planned_to_keep_the_graphs_that_it_kept(one):
     sizes = {"global_batch": int(row["global_batch"]), "micro_batch": int(row["micro_batch"])}
     setting = Setting(**given, gpu=load_gpu("h200"), gpus=1, checkpointing=False, **sizes).as_run()
     assert with_graphs(setting).resident == int(row["resident"])
+    if sizes == {"global_batch": 1024, "micro_batch": 128}:
+        assert with_graphs(setting.with_(compiled=False)).resident == 3  # as in peers_train.py's eager run: docs/log.md
 
 
-@pytest.mark.parametrize(("micro_batch", "kept"), [(32, 9), (128, 2), (256, 1), (512, 1)])
+@pytest.mark.parametrize(("micro_batch", "kept"), [(32, 8), (128, 2), (256, 1), (512, 1)])
 def test_on_a_smaller_gpu_fewer_graphs_are_planned_to_stay_and_never_none(micro_batch, kept):
-    """ViT-L-14 in 68 GiB, 92% of what tensors may take: a pair of a graph is 0.2 GiB, and 7 GiB are of all else."""
+    """ViT-L-14 in 72 of 79.3 GiB: 8 are of all else, and graphs are 0.24 GiB a pair."""
     given = captions_of(load_model_config("ViT-L-14"), 20)
     setting = Setting(
         **given, gpu=load_gpu("a100-80g"), gpus=1, global_batch=16 * micro_batch, micro_batch=micro_batch,

@@ -1,6 +1,8 @@
 """The step on a GPU: pixels that travel beside the compute stream, fp16's skipped steps, every lever on."""
 
+import gc
 import json
+import math
 from unittest import mock
 
 import pytest
@@ -8,6 +10,7 @@ import torch
 
 from infcl.report import read_metrics
 from infcl.step.offload import PixelCache
+from infcl.towers.packing import longest
 from tests.step_oracle import EPS, LR, ToyCLIP, global_batch, oracle_steps, worst_error
 from tests.test_entry import alone, command, losses
 
@@ -175,6 +178,54 @@ def test_adamw_in_8_bits_trains_as_adamw_does_with_a_quarter_of_its_state(demo_f
     print(f"state: {plain_bytes:.3f} and {state_bytes:.3f} bytes an element; losses differ by {worst:.2e} at most")
     assert losses == pytest.approx(plain, rel=2e-2) and losses != plain and plain[-1] < plain[0] - 0.5
     assert plain_bytes == 8 and 2 < state_bytes < 2.1
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_auto_keeps_the_graphs_that_memory_has_room_for_and_leaves_the_headroom(tmp_path, checkpointing):
+    """All four of ViT-B-32 on an empty GPU; two where tensors lie on it that leave room for two and a half."""
+    from infcl.train import resident
+
+    roomy = synthetic_trainer(tmp_path / "roomy", checkpointing)
+    assert roomy.resident == 4
+    config, batch, cfg, parallel = roomy.config, roomy.batch, roomy.model_config, roomy.parallel
+    texts = roomy.texts_for_model(longest(cfg.text_cfg, batch.micro_batch_size))
+    graph = resident._graph_bytes(roomy.engine, texts, batch.micro_batch_size, cfg, parallel.device)
+    room = resident._free_bytes(parallel.device)
+    room -= resident._needed_bytes(config, roomy.engine, batch, cfg, parallel)
+    roomy.metrics.close()
+    roomy.engine.engine.destroy()
+    del roomy
+    gc.collect()
+
+    others = torch.empty(int(room - 2.5 * graph), dtype=torch.uint8, device="cuda")
+    torch.cuda.reset_peak_memory_stats()
+    narrow = synthetic_trainer(tmp_path / "narrow", checkpointing)
+    assert narrow.resident == 2
+    with narrow.signals:
+        narrow._train()
+    records = read_metrics(narrow.run.metrics, "train")
+    narrow.metrics.close()
+    narrow.engine.engine.destroy()
+    assert len(records) == 3 and all(math.isfinite(record["loss"]) for record in records)
+    total = torch.cuda.mem_get_info()[1]
+    peak = torch.cuda.max_memory_allocated()
+    print(f"others {others.nbytes / 2**30:.1f}, a graph {graph / 2**30:.2f}, peak {peak / 2**30:.1f} GiB")
+    assert peak <= (1 - resident.HEADROOM) * total
+
+
+def synthetic_trainer(logs, checkpointing: bool):
+    from infcl.config import TrainConfig
+    from infcl.parallel import init_parallel
+    from infcl.train.run_folder import claim_run_folder
+    from infcl.train.trainer import Trainer
+
+    config = TrainConfig(
+        dataset_type="synthetic", train_num_samples=4096, model="ViT-B-32", batch_size=512, accum_freq=4, steps=3,
+        grad_checkpointing=checkpointing, compile_blocks="off", save_frequency=0, report_to="none", logs=str(logs),
+        name="run",
+    )  # fmt: skip
+    parallel = init_parallel("cuda")
+    return Trainer(config, parallel, claim_run_folder(config, parallel))
 
 
 LEVERS = {

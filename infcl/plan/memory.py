@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from infcl.config import BatchPlan, TrainConfig
+from infcl.kernels import WORKSPACE_BYTES
 from infcl.loss.contrastive import TILED
 from infcl.loss.links import lap_length
 from infcl.plan.activations import exchange_bytes, graph_bytes, stream_bytes
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from infcl.plan.setting import Setting
 
 STAGES = (0, 1, 2, 3)
+HEADROOM = 0.08  # of the device's memory, which graphs that stay leave for fragments and the library's workspaces
 
 
 def parameter_counts(model: nn.Module) -> dict[str, tuple[int, int]]:
@@ -153,21 +155,40 @@ def parts_of(load: Load) -> dict[str, float]:
     rows = batch.rank_batch_size // share
     parts["cached data"] = pixels_on_device(load)
     parts["cached data"] += batch.rank_batch_size * (8.0 * cfg.text_cfg.context_length + load.trunks)
-    parts |= loss_bytes(
+    parts |= _loss_of(load)
+    kept = landing_bytes(rows, cfg.embed_dim, precision=load.precision) if load.copies else 0.0
+    parts["landing buffers"], parts["loss"] = kept, parts["loss"] - kept
+    return parts | {"peak": peak_bytes(parts, **sizes)}
+
+
+def _loss_of(load: Load) -> dict[str, float]:
+    """{"feature gradients", "loss"}, with the rows of the tensor-parallel ranks beside this one."""
+    batch, width = load.batch, load.cfg.embed_dim
+    rows = batch.rank_batch_size // load.tensor_parallel
+    parts = loss_bytes(
         load.loss,
         rows=rows,
-        ranks=batch.dp_size * share,
-        width=cfg.embed_dim,
+        ranks=batch.dp_size * load.tensor_parallel,
+        width=width,
         precision=load.precision,
         two_level=load.two_level,
         first_part_apart="first part apart" in load.past,
     )
-    others = 2.0 * (batch.rank_batch_size - rows) * cfg.embed_dim * 4  # of the tensor-parallel ranks beside this one
+    others = 2.0 * (batch.rank_batch_size - rows) * width * 4
     parts["feature gradients"] += others
     parts["loss"] += max(others, batch.rank_batch_size * load.trunks)  # trunks are copied together where it begins
-    kept = landing_bytes(rows, cfg.embed_dim, precision=load.precision) if load.copies else 0.0
-    parts["landing buffers"], parts["loss"] = kept, parts["loss"] - kept
-    return parts | {"peak": peak_bytes(parts, **sizes)}
+    return parts
+
+
+def bytes_beside_graphs(load: Load) -> float:
+    """What graphs that stay have to leave, beside HEADROOM and what is there before a step: parameters and optimizer.
+
+    Gradients and a bucket of them, the loss and its workspace, what a backward makes beside the graphs (of recomputed
+    blocks, more than half of one), trunks of frozen blocks, pixels on their way and those that wait on the device.
+    """
+    trunks = load.batch.rank_batch_size * load.trunks
+    passing = graphs_of(load)["backward"] + pixels_on_device(load) + trunks
+    return 8 * load.trainable + sum(_loss_of(load).values()) + WORKSPACE_BYTES + passing
 
 
 def counted_by_torch(parts: dict[str, float]) -> float:

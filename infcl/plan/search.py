@@ -3,13 +3,14 @@
 from collections.abc import Iterator
 
 from infcl.config import BatchPlan
-from infcl.plan.memory import memory_of
+from infcl.plan.memory import HEADROOM, bytes_beside_graphs, graphs_of, load_of, memory_of, parts_of
 from infcl.plan.setting import Setting
 from infcl.plan.timing import step_seconds
+from infcl.towers.config import with_overrides
 from infcl.train.preset import stage_over
-from infcl.train.resident import HEADROOM
 
 _LARGEST, _SMALLEST = 2048, 8  # micro-batches that are considered
+CONTEXT_BYTES = 2**30  # of device memory, about: the CUDA context and what libraries take at start
 
 
 def fits(setting: Setting) -> bool:
@@ -73,14 +74,18 @@ def _can_be_shared(setting: Setting) -> bool:
 
 
 def with_graphs(setting: Setting) -> Setting:
-    """With as many graphs as are planned to fit, for --resident-micro-batches auto.
+    """With as many graphs as --resident-micro-batches auto is planned to keep: the trainer's rule (train/resident.py).
 
-    The trainer measures one, of whole captions, and may keep fewer: of ViT-L-14 128 x 8, eager, 3 where 4 are planned.
+    The trainer measures the graph, of whole captions (a row has room for two), and what parameters and optimizer have
+    left; here all is planned.
     """
-    one, two = (memory_of(setting.with_(resident=count))["peak"] for count in (1, 2))
-    room = setting.gpu.usable_bytes * (1 - HEADROOM) - one
-    more = int(room // (two - one)) if room > 0 and two > one else 0
-    return setting.with_(resident=min(1 + more, setting.num_micro_batches))
+    model, row = setting.model, setting.caption_row
+    whole = model if row is None else with_overrides(model, context_length=row // 2)
+    load = load_of(setting.with_(resident=1, model=whole))
+    parts = parts_of(load)
+    room = setting.gpu.memory_gib * 2**30 * (1 - HEADROOM) - CONTEXT_BYTES - parts["parameters"] - parts["optimizer"]
+    kept = int((room - bytes_beside_graphs(load)) // graphs_of(load)["activations"])
+    return setting.with_(resident=max(1, min(kept, setting.num_micro_batches)))
 
 
 def fastest(setting: Setting, count: int = 5, *, graphs: bool = False) -> list[tuple[float, Setting]]:

@@ -13,10 +13,8 @@ import torch
 import torch.distributed as dist
 
 from infcl.config import BatchPlan, TrainConfig
-from infcl.kernels import WORKSPACE_BYTES
 from infcl.parallel import Parallel, max_over
-from infcl.plan.memory import graphs_of, has_two_levels, load_of_run, pixels_on_device
-from infcl.plan.parts import loss_bytes
+from infcl.plan.memory import HEADROOM, bytes_beside_graphs, load_of_run
 from infcl.towers.config import CLIPConfig
 from infcl.towers.packing import longest, merge_texts
 from infcl.train.captions import texts_for_model
@@ -24,7 +22,6 @@ from infcl.train.engine import Engine
 from infcl.train.host_memory import ranks_of_host
 
 _log = logging.getLogger(__name__)
-HEADROOM = 0.08  # of the device's memory, for fragments and the library's workspaces
 
 
 def resident_micro_batches(
@@ -48,8 +45,8 @@ def resident_micro_batches(
         return 1
     texts = texts_for_model(config, model_config)(longest(model_config.text_cfg, batch.micro_batch_size))
     graph = _graph_bytes(engine, texts, batch.micro_batch_size, model_config, parallel.device)
-    free = _free_bytes(config, engine, batch, model_config, parallel)
-    fitting = int((free - _passing_bytes(config, engine, batch, model_config)) // graph)
+    room = _free_bytes(parallel.device) - _needed_bytes(config, engine, batch, model_config, parallel)
+    fitting = int(room // graph)
     smallest = -max_over(dist.group.WORLD, [-fitting], parallel.device)[0]
     fitting = max(1, min(int(smallest), batch.num_micro_batches))
     began = graphs_to_keep(config, batch, parallel, fitting, before)["kept"]
@@ -105,31 +102,27 @@ def _graph_bytes(
     return max(1, held)
 
 
-def _free_bytes(
+def _free_bytes(device: torch.device) -> float:
+    """What a step may take, and graphs in it: all memory that is not in use but HEADROOM."""
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(device)
+    free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return free - HEADROOM * total
+
+
+def _needed_bytes(
     config: TrainConfig, engine: Engine, batch: BatchPlan, model_config: CLIPConfig, parallel: Parallel
 ) -> float:
-    """What graphs may take: free memory without gradients, what the loss of the flags needs, and headroom."""
-    torch.cuda.empty_cache()
-    free, total = torch.cuda.mem_get_info(parallel.device)
-    free += torch.cuda.memory_reserved(parallel.device) - torch.cuda.memory_allocated(parallel.device)
-    gradients = 8 * sum(engine.state.shape(p).numel() for _, p in engine.state.parameters() if p.requires_grad)
-    rows, width = batch.rank_batch_size // parallel.tp_size, model_config.embed_dim
-    loss = loss_bytes(
-        config.loss,
-        rows=rows,
-        ranks=parallel.world_size,
-        width=width,
-        precision=engine.precision,
-        two_level=has_two_levels(config, parallel.world_size, ranks_of_host(parallel)),
+    """As planned: what a step takes beside graphs, and beside parameters and optimizer, which are there by now."""
+    trainable = sum(engine.state.shape(p).numel() for _, p in engine.state.parameters() if p.requires_grad)
+    load = load_of_run(
+        model_config,
+        batch,
+        config,
+        {"all": (trainable, trainable)},
+        engine.precision,
+        {},
+        stage=engine.zero_stage,
+        ranks_of_host=ranks_of_host(parallel),
     )
-    others = 2 * 2 * 4 * (batch.rank_batch_size - rows) * width  # rows of the tensor-parallel ranks beside this one
-    trunks = 2 * 4 * batch.rank_batch_size * engine.module.trunk_numbers()  # the parts and all of them
-    return free - gradients - sum(loss.values()) - others - trunks - WORKSPACE_BYTES - HEADROOM * total
-
-
-def _passing_bytes(config: TrainConfig, engine: Engine, batch: BatchPlan, model_config: CLIPConfig) -> float:
-    """As planned: what a backward makes beside the graphs (of recomputed blocks, more than half of one), pixels on
-    their way, and those that wait on the device.
-    """
-    load = load_of_run(model_config, batch, config, {"all": (0, 0)}, engine.precision, {}, stage=engine.zero_stage)
-    return graphs_of(load)["backward"] + pixels_on_device(load)
+    return bytes_beside_graphs(load)
