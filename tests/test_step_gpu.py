@@ -180,12 +180,12 @@ def test_adamw_in_8_bits_trains_as_adamw_does_with_a_quarter_of_its_state(demo_f
     assert plain_bytes == 8 and 2 < state_bytes < 2.1
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_auto_keeps_the_graphs_that_memory_has_room_for_and_leaves_the_headroom(tmp_path, checkpointing):
+@pytest.mark.parametrize(("checkpointing", "size"), [(False, 512), (True, 2048)])
+def test_auto_keeps_the_graphs_that_memory_has_room_for_and_leaves_the_headroom(tmp_path, checkpointing, size):
     """All four of ViT-B-32 on an empty GPU; two where tensors lie on it that leave room for two and a half."""
     from infcl.train import resident
 
-    roomy = synthetic_trainer(tmp_path / "roomy", checkpointing)
+    roomy = synthetic_trainer(tmp_path / "roomy", checkpointing, size)
     assert roomy.resident == 4
     config, batch, cfg, parallel = roomy.config, roomy.batch, roomy.model_config, roomy.parallel
     texts = roomy.texts_for_model(longest(cfg.text_cfg, batch.micro_batch_size))
@@ -199,7 +199,7 @@ def test_auto_keeps_the_graphs_that_memory_has_room_for_and_leaves_the_headroom(
 
     others = torch.empty(int(room - 2.5 * graph), dtype=torch.uint8, device="cuda")
     torch.cuda.reset_peak_memory_stats()
-    narrow = synthetic_trainer(tmp_path / "narrow", checkpointing)
+    narrow = synthetic_trainer(tmp_path / "narrow", checkpointing, size)
     assert narrow.resident == 2
     with narrow.signals:
         narrow._train()
@@ -213,14 +213,14 @@ def test_auto_keeps_the_graphs_that_memory_has_room_for_and_leaves_the_headroom(
     assert peak <= (1 - resident.HEADROOM) * total
 
 
-def synthetic_trainer(logs, checkpointing: bool):
+def synthetic_trainer(logs, checkpointing: bool, size: int):
     from infcl.config import TrainConfig
     from infcl.parallel import init_parallel
     from infcl.train.run_folder import claim_run_folder
     from infcl.train.trainer import Trainer
 
     config = TrainConfig(
-        dataset_type="synthetic", train_num_samples=4096, model="ViT-B-32", batch_size=512, accum_freq=4, steps=3,
+        dataset_type="synthetic", train_num_samples=16384, model="ViT-B-32", batch_size=size, accum_freq=4, steps=3,
         grad_checkpointing=checkpointing, compile_blocks="off", save_frequency=0, report_to="none", logs=str(logs),
         name="run",
     )  # fmt: skip
