@@ -7,7 +7,8 @@ import torch
 
 from infcl.config import BatchPlan, TrainConfig
 from infcl.plan.dry_run import _flops, _graphs_line, _memory_table
-from infcl.plan.memory import memory_plan, parameter_counts
+from infcl.plan.loads import memory_plan
+from infcl.plan.memory import parameter_counts
 from infcl.towers import CLIP, load_model_config
 from infcl.train.preset import read_preset
 from tests.checkout import ROOT

@@ -76,6 +76,20 @@ def test_a_layer_imports_only_lower_ones(file):
                 assert imported.startswith(package), f"{module} imports {imported}"
 
 
+def test_modules_import_each_other_in_no_circle_but_in_these_two():
+    """What is imported for its types alone does not count. A shard's kind chooses who opens it; a command that learns a
+    tokenizer reads samples, which are made with one.
+    """
+    modules = {_module(file): file for file in FILES}
+    needs = {
+        module: {_known(name, modules) for name in _imports(file, types=False)} for module, file in modules.items()
+    }
+    reached = {module: _reached(module, needs) for module in modules}
+    circles = {frozenset(other for other in reached[m] if m in reached[other]) for m in modules if m in reached[m]}
+    of_data = ("remote", "spool", "storage"), ("samples", "table", "tokenizer")
+    assert circles == {frozenset(f"infcl.data.{name}" for name in names) for names in of_data}
+
+
 @pytest.mark.parametrize("package", HOMES)
 def test_heavy_packages_have_one_home(package):
     users = {file for file in FILES for name in _imports(file) if name.split(".")[0] == package}
@@ -127,16 +141,41 @@ def _layer(module: str) -> int:
     return LAYERS[max(prefixes, key=len)]
 
 
-def _imports(file: str) -> set[str]:
-    """Full names: `from a import b` gives a.b, for b may be a module. The project uses no relative imports."""
-    names = set()
-    for node in ast.walk(_tree(file)):
+def _imports(file: str, *, types: bool = True) -> set[str]:
+    """Full names: `from a import b` gives a.b, for b may be a module. The project uses no relative imports.
+
+    types: those under `if TYPE_CHECKING` too.
+    """
+    names, tree = set(), _tree(file)
+    of_types = [
+        node for node in ast.walk(tree) if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+    ]
+    left_out = set() if types else {inner for node in of_types for inner in ast.walk(node)}
+    for node in set(ast.walk(tree)) - left_out:
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{file}: relative import in line {node.lineno}"
             names |= {f"{node.module}.{alias.name}" for alias in node.names}
     return names
+
+
+def _known(name: str, modules: dict[str, str]) -> str:
+    """The module that a full name is in, "" where it is none of ours."""
+    while name and name not in modules:
+        name = name.rpartition(".")[0]
+    return name
+
+
+def _reached(module: str, needs: dict[str, set[str]]) -> set[str]:
+    """What it imports, and what that imports, and so on; itself, where that comes back to it."""
+    found: set[str] = set()
+    waiting = list(needs[module] - {module})
+    while waiting:
+        if (one := waiting.pop()) and one not in found:
+            found.add(one)
+            waiting += needs[one] - {one}
+    return found
 
 
 def _dotted_names(file: str) -> set[str]:

@@ -18,8 +18,9 @@ from benchmarks.tensor_parallel import model_config
 from infcl.config import BatchPlan, TrainConfig
 from infcl.plan.__main__ import main, parser, read_batch, setting_of
 from infcl.plan.compare import compare, past, read_steps
+from infcl.plan.loads import memory_of, memory_plan
 from infcl.plan.loss_time import LEAD_SECONDS, loss_phases, loss_seconds
-from infcl.plan.memory import counted_by_torch, memory_of, memory_plan, parameter_counts
+from infcl.plan.memory import counted_by_torch, parameter_counts
 from infcl.plan.paper import paper_memory
 from infcl.plan.search import candidates, fastest, fits, largest_batch
 from infcl.plan.setting import Setting, load_gpu, load_link, parameters_of

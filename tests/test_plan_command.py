@@ -12,7 +12,7 @@ import torch
 from infcl.config import make_parser
 from infcl.plan import measure
 from infcl.plan.__main__ import main, parser, setting_of
-from infcl.plan.memory import memory_of
+from infcl.plan.loads import memory_of
 from infcl.plan.search import fastest
 from infcl.plan.setting import Gpu, captions_of, load_gpu, load_link
 from infcl.plan.timing import samples_per_second

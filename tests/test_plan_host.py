@@ -13,7 +13,8 @@ from infcl.parallel import init_parallel
 from infcl.plan.dry_run import _host_table
 from infcl.plan.fit import Fit
 from infcl.plan.host import host_bytes, host_parts
-from infcl.plan.memory import load_of_run, parameter_counts, parts_of
+from infcl.plan.loads import load_of_run
+from infcl.plan.memory import parameter_counts, parts_of
 from infcl.towers import CLIP, load_model_config
 from infcl.train import pixels
 from infcl.train.engine import Engine

@@ -20,15 +20,8 @@ from infcl.loss.contrastive import ContrastiveLoss
 from infcl.loss.copies import PeerCopies
 from infcl.plan.activations import activation_bytes, exchange_bytes
 from infcl.plan.compare import past
-from infcl.plan.memory import (
-    counted_by_torch,
-    kept_trunks,
-    memory_of,
-    memory_of_run,
-    memory_plan,
-    parameter_counts,
-    trained_blocks,
-)
+from infcl.plan.loads import kept_trunks, memory_of, memory_of_run, memory_plan, trained_blocks
+from infcl.plan.memory import counted_by_torch, parameter_counts
 from infcl.plan.parts import bucket_bytes, gathered_bytes, landing_bytes, loss_bytes, state_bytes
 from infcl.plan.setting import Setting, load_gpu
 from infcl.towers import CLIP, load_model_config

@@ -6,7 +6,8 @@ import json
 from benchmarks.paper.raw import batch, latest, markdown, newest, origin, rows, where
 from infcl.plan.compare import past
 from infcl.plan.fit import Fit
-from infcl.plan.memory import memory_of, parameter_counts
+from infcl.plan.loads import memory_of
+from infcl.plan.memory import parameter_counts
 from infcl.plan.paper import paper_memory
 from infcl.plan.parts import loss_bytes
 from infcl.plan.setting import Setting, load_gpu

@@ -6,8 +6,8 @@ from benchmarks.paper.raw import NOT_MEASURED, RESULTS, latest, markdown, ms, or
 from benchmarks.paper.speed import loss_rows
 from benchmarks.peer_trainers import TRAINERS
 from infcl.plan.compare import compare, read_steps, table, warmed_up
+from infcl.plan.loads import memory_of
 from infcl.plan.loss_time import loss_seconds
-from infcl.plan.memory import memory_of
 from infcl.plan.search import fastest
 from infcl.plan.setting import Setting, load_gpu, parameters_of
 from infcl.plan.timing import phases_of, samples_per_second

@@ -1,7 +1,8 @@
 """What a run needs and how fast it goes, before it runs.
 
     setting.py    what is planned: model, GPUs, batch, ZeRO ...      profiles/*.json  what GPUs and links can do
-    memory.py     bytes per GPU, part by part (parts, activations)  timing.py        seconds of a step, phase by phase
+    loads.py      what memory follows from: flags, a setting        timing.py        seconds of a step, phase by phase
+    memory.py     bytes per GPU, part by part (parts, activations)
     search.py     the largest batch, the fastest setting            sweep.py         scaling curves
     dry_run.py    pretrain_clip.py --dry-run                        measure.py       a profile of this machine
     compare.py    the plan beside measured steps

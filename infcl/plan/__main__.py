@@ -14,7 +14,7 @@ from pathlib import Path
 from infcl.config import counted
 from infcl.plan.compare import compare, read_steps, table
 from infcl.plan.host import host_bytes, host_parts
-from infcl.plan.memory import load_of, memory_of
+from infcl.plan.loads import load_of, memory_of
 from infcl.plan.search import fastest, fits, largest_batch, micro_batches, with_graphs
 from infcl.plan.setting import Gpu, Link, Setting, captions_of, load_gpu, load_link
 from infcl.plan.sweep import crossover, draw, read_range, sweep

@@ -5,7 +5,8 @@ import json
 import re
 from pathlib import Path
 
-from infcl.plan.memory import counted_by_torch, memory_of
+from infcl.plan.loads import memory_of
+from infcl.plan.memory import counted_by_torch
 from infcl.plan.setting import Gpu, Setting, captions_of
 from infcl.plan.timing import samples_per_second
 from infcl.towers.config import load_model_config, with_overrides

@@ -11,7 +11,8 @@ from typing import Any
 from infcl.config import BatchPlan, TrainConfig, counted, total_steps
 from infcl.parallel import Parallel, describe_ranks
 from infcl.plan.host import host_bytes, host_parts
-from infcl.plan.memory import STAGES, Load, load_of_run, memory_plan, parameter_counts
+from infcl.plan.loads import STAGES, load_of_run, memory_plan
+from infcl.plan.memory import Load, parameter_counts
 from infcl.train.diagnostics import model_flops, trained_shares
 from infcl.train.host_memory import available_host_bytes, host_memory_bytes, ranks_of_host
 from infcl.train.optim import Schedule, checkpoint_bytes

@@ -14,7 +14,8 @@ from infcl.config import BatchPlan, TrainConfig
 from infcl.config.settings import shipped_preset
 from infcl.parallel import Parallel, max_over
 from infcl.plan.host import host_bytes, host_parts
-from infcl.plan.memory import Load, load_of_run, parameter_counts, parts_of
+from infcl.plan.loads import load_of_run
+from infcl.plan.memory import Load, parameter_counts, parts_of
 from infcl.towers.config import CLIPConfig
 from infcl.train.host_memory import host_memory_bytes, ranks_of_host
 from infcl.train.preset import STAGE_3_BUCKET, offloads, read_preset, zero_stage

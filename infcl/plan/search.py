@@ -3,7 +3,8 @@
 from collections.abc import Iterator
 
 from infcl.config import BatchPlan
-from infcl.plan.memory import HEADROOM, bytes_beside_graphs, graphs_of, load_of, memory_of, parts_of
+from infcl.plan.loads import load_of, memory_of
+from infcl.plan.memory import HEADROOM, bytes_beside_graphs, graphs_of, parts_of
 from infcl.plan.setting import Setting
 from infcl.plan.timing import step_seconds
 from infcl.towers.config import with_overrides

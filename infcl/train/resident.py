@@ -14,7 +14,8 @@ import torch.distributed as dist
 
 from infcl.config import BatchPlan, TrainConfig
 from infcl.parallel import Parallel, max_over
-from infcl.plan.memory import HEADROOM, bytes_beside_graphs, load_of_run
+from infcl.plan.loads import load_of_run
+from infcl.plan.memory import HEADROOM, bytes_beside_graphs
 from infcl.towers.config import CLIPConfig
 from infcl.towers.packing import longest, merge_texts
 from infcl.train.captions import texts_for_model

@@ -1,0 +1,168 @@
+"""What memory follows from under a run's flags (`load_of_run`) and in a planned setting (`load_of`)."""
+
+from typing import Any
+
+from infcl.config import BatchPlan, TrainConfig
+from infcl.loss.contrastive import TILED
+from infcl.loss.links import lap_length
+from infcl.plan.activations import stream_bytes
+from infcl.plan.memory import Load, parts_of
+from infcl.plan.setting import Setting, parameters_of
+from infcl.step.offload import UPLOAD_LEAD
+from infcl.towers.clip import frozen_blocks
+from infcl.towers.config import CLIPConfig, with_overrides
+from infcl.train.optim import checkpoint_bytes, state_bytes_per_element
+
+STAGES = (0, 1, 2, 3)
+
+
+def memory_plan(
+    cfg: CLIPConfig,
+    batch: BatchPlan,
+    config: TrainConfig,
+    counts: dict[str, tuple[int, int]],
+    precision: str,
+    zero_optimization: dict,
+    **options: Any,
+) -> dict[str, list[float]]:
+    """{part: bytes per rank under ZeRO 0, 1, 2, 3}, nothing offloaded; `options` of `memory_of_run`."""
+    arguments = (cfg, batch, config, counts, precision, zero_optimization)
+    columns = [memory_of_run(*arguments, stage=stage, **options) for stage in STAGES]
+    return {part: [column[part] for column in columns] for part in columns[0]}
+
+
+def memory_of_run(*arguments: Any, **options: Any) -> dict[str, float]:
+    """{part: bytes per rank} of device memory under a run's flags, those of `load_of_run`; the last, "peak", is what
+    there is at once.
+    """
+    return parts_of(load_of_run(*arguments, **options))
+
+
+def load_of_run(
+    cfg: CLIPConfig,
+    batch: BatchPlan,
+    config: TrainConfig,
+    counts: dict[str, tuple[int, int]],
+    precision: str,
+    zero_optimization: dict,
+    *,
+    stage: int,
+    offloads: tuple[str, ...] = (),
+    on_cpu: bool = False,
+    ranks_of_host: int | None = None,
+    past: frozenset[str] = frozenset(),
+) -> Load:
+    """What memory follows from under a run's flags.
+
+    counts: of the whole model; tensor-parallel ranks share it (but for embeddings and norms, which are left out here).
+    Of resident micro-batches `auto` counts one: the run measures how many more there is room for.
+    on_cpu: blocks are compiled only where that is asked for, and pixels are where they are. ranks_of_host: None where
+    there is one host. past: see Setting.
+    """
+    share, ranks = config.tensor_parallel_size, batch.dp_size * config.tensor_parallel_size
+    on_host = ranks_of_host or ranks
+    parameters, trainable = (sum(column) // share for column in zip(*counts.values()))
+    blocks, trunks = trained_blocks(config, cfg), kept_trunks(config, cfg)
+    replays_pixels = not trunks["image"] and not (config.lock_image and config.lock_image_unlocked_groups == 0)
+    pixels = float("inf") if config.pixel_cache_gb == "auto" else float(config.pixel_cache_gb) * 1e9
+    if config.lock_image:
+        cfg = with_overrides(cfg, patch_dropout=0.0)  # a locked tower drops none
+    return Load(
+        cfg=cfg,
+        batch=batch,
+        parameters=parameters,
+        trainable=trainable,
+        stage=stage,
+        precision=precision,
+        loss=config.loss,
+        checkpointing=config.grad_checkpointing,
+        compiled=config.compile_blocks == "on" or (config.compile_blocks == "auto" and not on_cpu),
+        zero=zero_optimization,
+        resident=1 if config.resident_micro_batches == "auto" else int(config.resident_micro_batches),
+        moments=state_bytes_per_element(config),
+        tensor_parallel=share,
+        sequence_parallel=config.sequence_parallel,
+        blocks=blocks,
+        trunks=sum(trunks[tower] * size for tower, size in stream_bytes(precision).items()),
+        pixels=pixels if replays_pixels else 0.0,
+        pixels_on_gpu=config.pixel_cache == "gpu" and not on_cpu,
+        uploads=0 if on_cpu else config.encode_micro_batches + UPLOAD_LEAD,
+        copies=not on_cpu and 1 < ranks <= on_host and config.loss in TILED and config.ring_overlap == "on",
+        two_level=has_two_levels(config, ranks, on_host),
+        offloads=offloads,
+        checkpoint=checkpoint_bytes(config, parameters, trainable) / batch.dp_size,
+        on_cpu=on_cpu,
+        past=past,
+    )
+
+
+def has_two_levels(config: TrainConfig, ranks: int, ranks_of_host: int) -> bool:
+    """Whether the loss of so many ranks has a ring of nodes. ValueError where --ring asks for one that cannot be."""
+    if config.loss not in TILED or ranks == 1:
+        return False
+    return lap_length(list(range(ranks)), ring=config.ring, ranks_per_node=ranks_of_host) < ranks
+
+
+def trained_blocks(config: TrainConfig, cfg: CLIPConfig) -> dict[str, int]:
+    """{"image", "text"}: how many of a tower's blocks are trained, its last ones."""
+    return {name: max(0, layers - frozen) for name, layers, frozen, _ in _locks(config, cfg)}
+
+
+def kept_trunks(config: TrainConfig, cfg: CLIPConfig) -> dict[str, int]:
+    """{"image", "text"}: numbers a sample that partly frozen towers keep between the passes (CLIP.trunk_numbers)."""
+    tokens = {"image": 1 + cfg.vision_cfg.num_patches, "text": cfg.text_cfg.context_length}
+    widths = {"image": cfg.vision_cfg.width, "text": cfg.text_cfg.width}
+    kept = {}
+    for name, layers, frozen, unlocked in _locks(config, cfg):
+        keeps = unlocked == 1 or (config.frozen_trunk == "keep" and 0 < frozen <= layers)
+        kept[name] = (1 if frozen > layers else tokens[name]) * widths[name] if unlocked and keeps else 0
+    return kept
+
+
+def _locks(config: TrainConfig, cfg: CLIPConfig) -> list[tuple[str, int, int, int]]:
+    """(tower, its blocks, how many of them are frozen, groups that a locked one has unlocked)."""
+    image, text = cfg.vision_cfg.layers, cfg.text_cfg.layers
+    groups = config.lock_image_unlocked_groups, config.lock_text_unlocked_layers
+    return [
+        ("image", image, frozen_blocks(image, groups[0]) if config.lock_image else 0, groups[0]),
+        ("text", text, frozen_blocks(text, groups[1]) if config.lock_text else 0, groups[1]),
+    ]
+
+
+def memory_of(setting: Setting) -> dict[str, float]:
+    """{part: bytes per GPU} of a planned setting; the last is the "peak"."""
+    return parts_of(load_of(setting))
+
+
+def load_of(setting: Setting) -> Load:
+    """What memory follows from in a planned setting, which saves Adam's two moments.
+
+    Under tensor parallelism a rank has its share of the parameters and, with sequence parallelism, of all activations.
+    """
+    share = setting.tensor_parallel
+    parameters = parameters_of(setting.model) // share
+    zero: dict[str, Any] = {"overlap_comm": setting.overlaps_reductions, "reduce_bucket_size": setting.bucket}
+    if setting.offload:
+        zero["offload_optimizer"] = {"pin_memory": True}  # as in ds_configs/zero3_offload.json
+    return Load(
+        cfg=setting.model,
+        batch=BatchPlan(setting.dp_size, setting.num_micro_batches, setting.micro_batch),
+        parameters=parameters,
+        trainable=parameters,
+        stage=setting.zero,
+        precision=setting.precision,
+        loss=setting.loss,
+        checkpointing=setting.checkpointing,
+        compiled=setting.compiled,
+        zero=zero,
+        resident=setting.resident,
+        tensor_parallel=share,
+        sequence_parallel=setting.sequence_parallel,
+        pixels_on_gpu=setting.pixels == "device",
+        uploads=1 + UPLOAD_LEAD,
+        copies=setting.nodes == 1 and setting.gpus > 1 and setting.loss in TILED,
+        two_level=setting.two_level and setting.loss in TILED,
+        offloads=("optimizer",) if setting.offload else (),
+        checkpoint=3 * 4 * parameters / setting.dp_size,
+        past=setting.past,
+    )
