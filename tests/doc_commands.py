@@ -360,6 +360,10 @@ COMMANDS = [
         here="python -m benchmarks.gradients --out new --work work --num-train 600 --batch 32 --ranks 2",
     ),
     Command(
+        "python -m benchmarks.demo --csv docs/results/demo.csv",
+        here="python -m benchmarks.demo --presets zero2,zero3 --data data --csv new.csv -- --steps 2",
+    ),
+    Command(
         "python -m benchmarks.hard_negatives --out docs/results",
         here="python -m benchmarks.hard_negatives --out new --seeds 1 --steps 3 --batch 16",
     ),

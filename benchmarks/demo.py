@@ -1,0 +1,64 @@
+"""The demo with each preset: `python -m benchmarks.demo --presets zero1,zero3 --csv docs/results/demo.csv`.
+
+launch/demo.sh, which `make train` runs, once for each preset, one after the other; a row of what its summary says, and
+on how many ranks. Seconds of training are of this machine as busy as it was. The table: `python -m benchmarks.paper`.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+
+from benchmarks.clock import hardware
+from benchmarks.rows import append
+from infcl.config import TrainConfig
+from infcl.train.preset import read_preset
+
+PRESETS = ("zero1", "zero2", "zero3", "zero3_offload", "zero2_bf16")
+TAKEN = ("zero_shot_top1", "image_to_text_r1", "text_to_image_r1", "train_seconds", "steps", "skipped_steps")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The first exit code of a demo that failed, else 0."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--presets", default=",".join(PRESETS), help="of ds_configs, comma-separated")
+    parser.add_argument("--data", type=Path, default=Path(".data/demo"), help="folder of the demo's data set")
+    parser.add_argument("--csv", type=Path, default=None, help="append the rows to this file")
+    parser.add_argument("--commit", default=None, help="for the CSV; default: git's HEAD")
+    parser.add_argument("flags", nargs="*", help="more flags of pretrain_clip.py, after --")
+    options = parser.parse_args(arguments)
+    for preset in options.presets.split(","):
+        with tempfile.TemporaryDirectory() as logs:
+            code = train(preset, options.data, Path(logs), options.flags)
+            if code:
+                print(f"{preset}: exit code {code}", file=sys.stderr)
+                return code
+            row = row_of(preset, Path(logs) / preset) | hardware(options.commit)
+        print(row, flush=True)
+        append(options.csv, [row])
+    return 0
+
+
+def train(preset: str, data: Path, logs: Path, flags: list[str]) -> int:
+    """launch/demo.sh's exit code."""
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    given = {"PATH": path, "DATA": str(data.absolute()), "LOGS": str(logs), "PRESET": preset, "NAME": preset}
+    return subprocess.run(["bash", "launch/demo.sh", *flags], env=os.environ | given).returncode
+
+
+def row_of(preset: str, run: Path) -> dict:
+    summary, flags = (json.loads((run / name).read_text()) for name in ("summary.json", "config.json"))
+    config = TrainConfig(dataset_type="synthetic", train_num_samples=1, deepspeed_config=flags["deepspeed_config"])
+    precision = read_preset(config, "cuda" if torch.cuda.is_available() else "cpu")[1]
+    pairs = summary["samples_seen"] // summary["steps"]
+    sizes = {"ranks": summary["world_size"], "precision": precision, "global_batch": pairs}
+    return {"preset": preset} | sizes | {name: summary[name] for name in TAKEN}
+
+
+if __name__ == "__main__":
+    sys.exit(main())
