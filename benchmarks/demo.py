@@ -7,6 +7,7 @@ on how many ranks. Seconds of training are of this machine as busy as it was. Th
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -16,6 +17,7 @@ import torch
 
 from benchmarks.clock import hardware
 from benchmarks.rows import append
+from benchmarks.step import end_process
 from infcl.config import TrainConfig
 from infcl.train.preset import read_preset
 
@@ -32,6 +34,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--commit", default=None, help="for the CSV; default: git's HEAD")
     parser.add_argument("flags", nargs="*", help="more flags of pretrain_clip.py, after --")
     options = parser.parse_args(arguments)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("benchmarks.demo: ended by SIGTERM"))
     for preset in options.presets.split(","):
         with tempfile.TemporaryDirectory() as logs:
             code = train(preset, options.data, Path(logs), options.flags)
@@ -45,10 +48,19 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def train(preset: str, data: Path, logs: Path, flags: list[str]) -> int:
-    """launch/demo.sh's exit code."""
+    """launch/demo.sh's exit code. It ends with this process (SIGTERM, Ctrl-C)."""
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     given = {"PATH": path, "DATA": str(data.absolute()), "LOGS": str(logs), "PRESET": preset, "NAME": preset}
-    return subprocess.run(["bash", "launch/demo.sh", *flags], env=os.environ | given).returncode
+    process = subprocess.Popen(command(flags), env=os.environ | given, start_new_session=True)
+    try:
+        return process.wait()
+    except BaseException:
+        end_process(process)
+        raise
+
+
+def command(flags: list[str]) -> list[str]:
+    return ["bash", "launch/demo.sh", *flags]
 
 
 def row_of(preset: str, run: Path) -> dict:
