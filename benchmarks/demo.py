@@ -2,6 +2,7 @@
 
 launch/demo.sh, which `make train` runs, once for each preset, one after the other; a row of what its summary says, and
 on how many ranks. Seconds of training are of this machine as busy as it was. The table: `python -m benchmarks.paper`.
+Other flags are pretrain_clip.py's.
 """
 
 import argparse
@@ -27,17 +28,18 @@ TAKEN = ("zero_shot_top1", "image_to_text_r1", "text_to_image_r1", "train_second
 
 def main(arguments: list[str] | None = None) -> int:
     """The first exit code of a demo that failed, else 0."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument("--presets", default=",".join(PRESETS), help="of ds_configs, comma-separated")
     parser.add_argument("--data", type=Path, default=Path(".data/demo"), help="folder of the demo's data set")
     parser.add_argument("--csv", type=Path, default=None, help="append the rows to this file")
     parser.add_argument("--commit", default=None, help="for the CSV; default: git's HEAD")
-    parser.add_argument("flags", nargs="*", help="more flags of pretrain_clip.py, after --")
-    options = parser.parse_args(arguments)
+    options, flags = parser.parse_known_args(arguments)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("benchmarks.demo: ended by SIGTERM"))
     for preset in options.presets.split(","):
         with tempfile.TemporaryDirectory() as logs:
-            code = train(preset, options.data, Path(logs), options.flags)
+            code = train(preset, options.data, Path(logs), flags)
             if code:
                 print(f"{preset}: exit code {code}", file=sys.stderr)
                 return code
