@@ -67,7 +67,8 @@ def command(flags: list[str]) -> list[str]:
 
 def row_of(preset: str, run: Path) -> dict:
     summary, flags = (json.loads((run / name).read_text()) for name in ("summary.json", "config.json"))
-    config = TrainConfig(dataset_type="synthetic", train_num_samples=1, deepspeed_config=flags["deepspeed_config"])
+    given = {name: flags[name] for name in ("deepspeed_config", "precision")}
+    config = TrainConfig(dataset_type="synthetic", train_num_samples=1, **given)
     precision = read_preset(config, "cuda" if torch.cuda.is_available() else "cpu")[1]
     pairs = summary["samples_seen"] // summary["steps"]
     sizes = {"ranks": summary["world_size"], "precision": precision, "global_batch": pairs}

@@ -15,8 +15,7 @@ BARE = {
     "accuracy_batches_curves.csv": 2280,  # the losses of the runs in accuracy_batches.csv
     "accuracy_losses_curves.csv": 2100,  # in accuracy_losses.csv
     "accuracy_losses_ranks_curves.csv": 280,  # in accuracy_losses_ranks.csv
-    "demo.csv": 6,  # older than the columns, as the next two
-    "plan_steps.csv": 1,
+    "plan_steps.csv": 1,  # older than the columns, as the next
     "rings.csv": 4,
     "h200_measured.json": 1,  # a profile for the planner
     "paper_memory.csv": 53,  # of the paper

@@ -14,11 +14,16 @@ SCALINGS = {"none": "lr as it is", "sqrt": "lr x sqrt(batch)", "linear": "lr x b
 
 
 def demo() -> str:
+    """The demo with each preset."""
+    found = latest(rows("demo.csv"), "preset", "ranks", "device")
     lines = [
-        [row["where"], row["preset"], *(f"{row[metric]:.3f}" for metric in METRICS), f"{row['train_seconds']:.0f} s"]
-        for row in rows("demo.csv")
+        [row["preset"], f"{counted(row['ranks'], 'rank')}, {row['precision']}"]
+        + [f"{row[metric]:.3f}" for metric in METRICS]
+        + [f"{row['train_seconds']:.0f} s"]
+        for row in found
     ]
-    return markdown(["where", "preset", *METRICS.values(), "training"], lines)
+    text = markdown(["preset", "how", *METRICS.values(), "training"], lines)
+    return f"{text}\n\n{found[0]['steps']} steps of {found[0]['global_batch']} pairs; {origin(found)}."
 
 
 def many_ranks() -> str:
