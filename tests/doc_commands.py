@@ -361,7 +361,7 @@ COMMANDS = [
     ),
     Command(
         "python -m benchmarks.demo --csv docs/results/demo.csv",
-        here="python -m benchmarks.demo --presets zero2,zero3 --data data --csv new.csv --steps 2",
+        here="python -m benchmarks.demo --presets zero2,zero3 --data new --csv new.csv --steps 2",
     ),
     Command(
         "python -m benchmarks.hard_negatives --out docs/results",
