@@ -101,6 +101,11 @@ def test_every_field_has_a_flag_a_group_and_one_line_of_help(capsys):
         ),
         (["--lr-cooldown-power", "-1"], "--lr-cooldown-power -1.0 must not be negative"),
         (["--epochs-cooldown", "2"], "no meaning with --lr-scheduler cosine"),
+        (["--lr-cooldown-end", "1e-5"], "--lr-cooldown-end has no meaning with --lr-scheduler cosine"),
+        (
+            ["--lr-scheduler", "const-cooldown", "--epochs-cooldown", "1", "--lr", "1e-3", "--lr-cooldown-end", "1"],
+            "--lr-cooldown-end 1, the learning rate at the end, is above --lr 0.001",
+        ),
         (["--ema-decay", "1.0"], r"--ema-decay 1.0 must lie in \[0, 1\)"),
         (["--ema-eval"], "--ema-eval needs --ema-decay"),
         (["--image-layer-decay", "0"], r"--image-layer-decay 0.0 must lie in \(0, 1\]"),

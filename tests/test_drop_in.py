@@ -1,6 +1,8 @@
 """InfCLLoss stands where open_clip's ClipLoss stood: its arguments, its averages, in a plain DDP loop."""
 
+import copy
 import inspect
+import pickle
 import re
 
 import pytest
@@ -103,7 +105,12 @@ def _refusals(rank, world_size):
     ]
     messages = [refused(InfCLLoss, **options) for options in arguments]
     accepted = InfCLLoss(False, True, True, rank, world_size)  # open_clip's order
-    assert accepted.options["group"] is dist.group.WORLD
+    features = torch.nn.functional.normalize(
+        torch.randn(2, 3, 8, generator=torch.Generator().manual_seed(rank)), dim=-1
+    )
+    everyone = inf_cl_loss(*features, 5.0, group=dist.group.WORLD)
+    for loss in (accepted, copy.deepcopy(accepted), pickle.loads(pickle.dumps(accepted))):
+        assert torch.equal(loss(*features, 5.0), everyone), "of all ranks, a copy of it too"
     return messages
 
 

@@ -137,15 +137,16 @@ def test_ranks_and_batch_sizes_change_no_figure(data, exports, tmp_path):
     assert many == one | {"val_loss": pytest.approx(one["val_loss"], rel=1e-5)}
 
 
-def test_images_that_cannot_be_read_are_counted_once_whatever_the_ranks(data, exports, tmp_path):
+def test_images_without_pixels_or_captions_are_counted_once_whatever_the_ranks(data, exports, tmp_path):
     good = encode(picture(1, 40, 30))
-    members = [(f"{i}.png", b"broken" if i in (2, 5) else good) for i in range(7)]
-    members = [pair for i, member in enumerate(members) for pair in (member, (f"{i}.txt", b"a picture"))]
+    members = [(f"{i}.png", b"broken" if i in (2, 5) else good) for i in range(9)]
+    captions = [b" " if i == 7 else b"a picture" for i in range(8)]  # the ninth has none
+    members = [pair for i, own in enumerate(members) for pair in (own, *[(f"{i}.txt", c) for c in captions[i : i + 1]])]
     write_tar(tmp_path / "shards" / "0.tar", members)
     arguments = ("--task", "retrieval", "--checkpoint", exports / "open_clip", "--data", tmp_path / "shards")
     for world_size in (1, 2):
         metrics = evaluate(world_size, tmp_path, *arguments)
-        assert (metrics["num_samples"], metrics["num_skipped"]) == (5, 2)
+        assert (metrics["num_samples"], metrics["num_skipped"]) == (5, 4)
         assert metrics["text_to_image_median_rank"] == 3.0, "equal images and captions are told apart by chance only"
 
 

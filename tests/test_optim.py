@@ -23,7 +23,9 @@ def rate(step, **flags):
 
 def test_a_peak_that_is_not_reached_is_told():
     cooldown = {"lr_scheduler": "const-cooldown", "lr": 0.5}
+    assert schedule(warmup=TOTAL).oddity().startswith("the run ends with the warm-up: ")
     assert "lr reaches 0.001 of 0.001" in schedule(warmup=TOTAL).oddity()
+    assert schedule(warmup=TOTAL + 1).oddity().startswith("the run ends inside the warm-up: ")
     assert "80 of 100 steps, begins before the 50 of warm-up end: lr goes on from 0.31 of 0.5" in (
         schedule(epochs_cooldown=4, warmup=50, **cooldown).oddity()
     )

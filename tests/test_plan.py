@@ -49,6 +49,21 @@ def planned(**changes) -> Setting:
     return Setting(**settings | changes)
 
 
+@pytest.mark.parametrize("gpus", [1, 8, 32, 256])
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_offload_is_planned_slower_on_any_number_of_gpus(gpus, zero):
+    setting = planned(gpus=gpus, zero=zero, micro_batch=64)
+    assert step_seconds(setting.with_(offload=True)) > step_seconds(setting)
+
+
+def test_float32_is_planned_at_the_rate_of_its_own_products():
+    """An H200's are a thirteenth of its bf16 ones; what is neither product nor attention takes its time in both."""
+    towers, loss = planned(), planned(global_batch=2**23)
+    assert step_seconds(towers.with_(precision="fp32")) > 5 * step_seconds(towers)
+    both = [loss_phases(loss.with_(precision=name), 0.0)[0].seconds for name in ("fp32", "amp_bf16")]
+    assert both[0] / both[1] == pytest.approx(683 / 50, rel=0.05)
+
+
 # ---- the paper ----
 
 

@@ -208,6 +208,8 @@ def test_a_plan_says_which_figures_under_it_are_estimated(capsys):
     assert main("--gpus 16 --micro-batch-size 64".split()) == 0
     told = capsys.readouterr().out
     assert "of h200 usable, hbm_gbs, pcie_gbs are estimated" in told
+    assert main("--gpus 16 --micro-batch-size 64 --precision fp32".split()) == 0
+    assert "of h200 fp32_tflops, usable, hbm_gbs, pcie_gbs are estimated" in capsys.readouterr().out
     assert "of nic-400 gbs, latency_us are estimated" in told
     assert main("--gpus 8 --micro-batch-size 64".split()) == 0
     assert "of nic-400" not in capsys.readouterr().out  # one host has none

@@ -1,5 +1,6 @@
 import io
 import json
+import re
 
 import numpy as np
 import pytest
@@ -200,9 +201,24 @@ def test_flipping_is_off_unless_asked_for():
     assert torch.equal(still, torch.from_numpy(image.copy()).permute(2, 0, 1)) and torch.equal(flipped, still.flip(-1))
 
 
-@pytest.mark.parametrize("options", [{"scale": (0, 1)}, {"scale": (1, 0.5)}, {"ratio": (2, 1)}, {"hflip": 2}])
-def test_impossible_augmentation_is_refused(options):
-    with pytest.raises(ValueError, match="need 0 < low <= high"):
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"scale": (0, 1)}, "scale (0, 1): need (low, high) with 0 < low <= high <= 1"),
+        ({"scale": (1, 0.5)}, "scale (1, 0.5): need"),
+        ({"scale": (1.5, 2.0)}, "<= 1 (shares of the image's area)"),
+        ({"scale": (0.1, 0.5, 0.9)}, "scale (0.1, 0.5, 0.9): need (low, high)"),
+        ({"scale": 0.5}, "scale 0.5: need (low, high)"),
+        ({"ratio": (2, 1)}, "ratio (2, 1): need (low, high) with 0 < low <= high"),
+        ({"ratio": 2}, "ratio 2: need"),
+        ({"hflip": 2}, "hflip 2: need a probability, 0 to 1"),
+        ({"hflip": (0, 1)}, "hflip (0, 1): need a probability"),
+        ({"scaled_decode": 3}, "scaled_decode 3: need True or False"),
+        ({"color_jitter": 0.4, "color_jitter_prob": 1}, "color_jitter 0.4: (brightness, contrast, saturation, hue)"),
+    ],
+)
+def test_impossible_augmentation_is_refused(options, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
         TrainTransform(16, **options)
 
 

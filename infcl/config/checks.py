@@ -173,6 +173,12 @@ def _check_data(config: TrainConfig) -> None:
 def _check_schedule_and_towers(config: TrainConfig) -> None:
     if config.lr_scheduler == "const-cooldown" and not config.epochs_cooldown:
         raise ValueError("--lr-scheduler const-cooldown needs --epochs-cooldown: the epochs over which lr decays")
+    if config.lr_scheduler == "const-cooldown" and config.lr_cooldown_end > config.lr:
+        raise ValueError(
+            f"--lr-cooldown-end {config.lr_cooldown_end:g}, the learning rate at the end, is above --lr {config.lr:g}"
+        )
+    if config.lr_cooldown_end and config.lr_scheduler != "const-cooldown":
+        raise ValueError(f"--lr-cooldown-end has no meaning with --lr-scheduler {config.lr_scheduler}")
     if config.epochs_cooldown and config.lr_scheduler != "const-cooldown":
         raise ValueError(f"--epochs-cooldown has no meaning with --lr-scheduler {config.lr_scheduler}")
     unlocked_groups = config.lock_image_unlocked_groups + config.lock_text_unlocked_layers

@@ -13,7 +13,8 @@ _LUMA = (0.299, 0.587, 0.114)  # ITU-R BT.601
 
 def check_jitter(amounts: tuple[float, ...]) -> tuple[float, float, float, float]:
     """(brightness, contrast, saturation, hue); a missing hue is 0. Raises ValueError outside their ranges."""
-    full = (*amounts, 0.0) if len(amounts) == 3 else tuple(amounts)
+    given = amounts if isinstance(amounts, (tuple, list)) else ()
+    full = (*given, 0.0) if len(given) == 3 else tuple(given)
     if len(full) != 4 or min(full) < 0 or full[3] > 0.5:
         raise ValueError(f"color_jitter {amounts}: (brightness, contrast, saturation, hue) >= 0 with hue <= 0.5")
     return full

@@ -222,8 +222,8 @@ class StepLoader:
         judged = max(seen, self._window)  # so that a run ends as soon as the window cannot end well
         if self._window_bad > self._max_bad_fraction * judged:
             raise RuntimeError(
-                f"{self._window_bad} of the last {seen} samples of this rank were bad, more than max_bad_fraction "
-                f"{self._max_bad_fraction:g} of {judged} allows:\n{self.table()}"
+                f"{self._window_bad} of the last {seen} samples of this rank were bad, more than --max-bad-fraction "
+                f"{self._max_bad_fraction:g} allows of {judged:,} (a window is {self._window:,}):\n{self.table()}"
             )
         if seen >= self._window:
             self._window_good = self._window_bad = 0

@@ -127,8 +127,10 @@ def _json_caption(values: dict[str, Any], keys: SampleKeys, random: np.ndarray |
     texts = [values[name] for name in names if isinstance(values.get(name), str)]
     if not texts:
         there = ", ".join(name[:30] for name, value in list(values.items())[:9] if isinstance(value, str)) or "none"
+        others = {name: type(values[name]).__name__ for name in names if name in values}
+        found = "".join(f" (a JSON {kind} is under {name!r})" for name, kind in others.items())
         wanted = keys.json_text or "caption"
-        raise BadSample("no_caption", f"json has no text under {wanted!r}, but {there}: see --json-text-key")
+        raise BadSample("no_caption", f"json has no text under {wanted!r}{found}; texts: {there} (--json-text-key)")
     return next((text for text in texts if text.strip()), texts[0])
 
 

@@ -5,6 +5,7 @@ centre. Resizing is antialiased bicubic on uint8.
 """
 
 import math
+from typing import Any
 
 import numpy as np
 import torch
@@ -42,10 +43,15 @@ class TrainTransform:
             "color_jitter_prob": color_jitter_prob,
             "gray_scale_prob": gray_scale_prob,
         }
-        if not (
-            0 < scale[0] <= scale[1] and 0 < ratio[0] <= ratio[1] and all(0 <= p <= 1 for p in probabilities.values())
-        ):
-            raise ValueError(f"need 0 < low <= high for scale {scale} and ratio {ratio}, 0..1 for {probabilities}")
+        for name, value, most in (("scale", scale, 1.0), ("ratio", ratio, math.inf)):
+            if not _is_range(value, most):
+                above = "<= 1 (shares of the image's area)" if most == 1 else ""
+                raise ValueError(f"{name} {value}: need (low, high) with 0 < low <= high {above}".rstrip())
+        for name, share in probabilities.items():
+            if not _is_number(share) or not 0 <= share <= 1:
+                raise ValueError(f"{name} {share}: need a probability, 0 to 1")
+        if not isinstance(scaled_decode, bool):
+            raise ValueError(f"scaled_decode {scaled_decode}: need True or False")
         if (color_jitter is None) != (color_jitter_prob == 0):
             raise ValueError(
                 f"color_jitter {color_jitter} and color_jitter_prob {color_jitter_prob} only work together: give both"
@@ -82,6 +88,15 @@ class TrainTransform:
                 return int(random[20] * (height - h + 1)), int(random[21] * (width - w + 1)), h, w
         w, h = min(width, round(height * self.ratio[1])), min(height, round(width / self.ratio[0]))
         return (height - h) // 2, (width - w) // 2, h, w
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _is_range(value: Any, most: float) -> bool:
+    numbers = isinstance(value, (tuple, list)) and len(value) == 2 and all(map(_is_number, value))
+    return numbers and 0 < value[0] <= value[1] <= most
 
 
 class EvalTransform:

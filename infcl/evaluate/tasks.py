@@ -5,7 +5,7 @@ often as wanted.
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -76,14 +76,21 @@ class RetrievalTask:
         where: dict[str, Any] = {"group": parallel.dp_group, "device": parallel.device}
         samples = self.source(rank=parallel.dp_rank, world_size=parallel.dp_size)
         blank = EvalSample(_blank(self.image_size), "-", {}, "")
-        usable = (sample for sample in samples if self._captions(sample))
-        batches = batches_of(usable, self.batch_size, self._collate)
+        batches = batches_of(self._with_captions(samples), self.batch_size, self._collate)
         features = encode_pairs(encode, batches, self._collate([blank]), **where)
         metrics = retrieval_metrics(features, group=parallel.dp_group) | _skipped(samples, parallel)
         if self.loss is not None:
             scalars = scalar_values(features.scalars)
             metrics |= validation_loss(features, self.loss, parallel.dp_group, scalars)
         return metrics
+
+    def _with_captions(self, samples: EvalSamples) -> Iterator[EvalSample]:
+        """Those without a caption are counted among the skipped ones."""
+        for sample in samples:
+            if self._captions(sample):
+                yield sample
+            else:
+                samples.skipped["no_caption"] += 1
 
     def _captions(self, sample: EvalSample) -> list[str]:
         listed = sample.metadata.get("captions")
@@ -184,7 +191,7 @@ class ZeroShotTask:
 
 
 def _skipped(samples: EvalSamples, parallel: Parallel) -> dict[str, float]:
-    """num_skipped: samples of all ranks without a usable image, and what damaged shards cost."""
+    """num_skipped: samples of all ranks without a usable image or caption, and what damaged shards cost."""
     total = torch.tensor([samples.skipped.total()], device=parallel.device)
     dist.all_reduce(total, group=parallel.dp_group)
     return {"num_skipped": int(total)}

@@ -129,8 +129,9 @@ class InfCLLoss(nn.Module):
                 f"world_size {world_size} with gather_with_grad=False asks for gradients that are not the exact ones; "
                 "pass local_loss=True, gather_with_grad=True"
             )
+        self.over_all = (world_size > 1 or rank > 0) and group is None  # not the group itself: that cannot be copied
         if world_size > 1 or rank > 0:
-            group = _group_of(rank, world_size, group)
+            _check_rank(rank, world_size, group)
         self.options = {"group": group, "tile": tile, "tile_dtype": tile_dtype, "workspace_bytes": workspace_bytes}
         self.options |= {"ring": ring, "ranks_per_node": ranks_per_node, "ring_overlap": ring_overlap}
         self.options |= {"compare_ranks": compare_ranks, "cuda_graph": cuda_graph}
@@ -144,19 +145,19 @@ class InfCLLoss(nn.Module):
         output_dict: bool = False,
     ) -> Tensor | dict[str, Tensor]:
         """The loss of `inf_cl_loss`, with output_dict as {"contrastive_loss": it}."""
-        loss = inf_cl_loss(image_features, text_features, logit_scale, **self.options)
+        options = self.options | ({"group": dist.group.WORLD} if self.over_all else {})
+        loss = inf_cl_loss(image_features, text_features, logit_scale, **options)
         return {"contrastive_loss": loss} if output_dict else loss
 
 
-def _group_of(rank: int, world_size: int, group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    """The group (None: WORLD) if this process is this rank of so many in it; ValueError otherwise."""
+def _check_rank(rank: int, world_size: int, group: dist.ProcessGroup | None) -> None:
+    """ValueError unless this process is this rank of so many in the group (None: WORLD)."""
     if not (dist.is_available() and dist.is_initialized()):
         raise ValueError(f"rank {rank}, world_size {world_size}: torch.distributed is not initialised")
     group = dist.group.WORLD if group is None else group
     actual = dist.get_rank(group), dist.get_world_size(group)
     if actual != (rank, world_size):
         raise ValueError(f"rank {rank}, world_size {world_size}: the process group says {actual[0]}, {actual[1]}")
-    return group
 
 
 def ring_forward(

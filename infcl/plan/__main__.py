@@ -146,9 +146,10 @@ def describe(setting: Setting, *, graphs: bool = False) -> str:
         f"{setting.gpus} x {setting.gpu.name}, {counted(setting.nodes, 'host')}"
         + (f", {setting.link.name} between them" if setting.nodes > 1 else ""),
         *(
-            f"  of {profile.name} {', '.join(profile.estimated)} are estimated, not measured"
+            f"  of {profile.name} {', '.join(names)} are estimated, not measured"
             for profile in (setting.gpu, setting.link)
-            if profile.estimated and (profile is setting.gpu or setting.nodes > 1)
+            if (names := [name for name in profile.estimated if name != "fp32_tflops" or setting.precision == "fp32"])
+            and (profile is setting.gpu or setting.nodes > 1)
         ),
         f"{setting.global_batch:,} pairs a step = {counted(setting.dp_size, 'data-parallel rank')} x "
         f"{setting.num_micro_batches} x {setting.micro_batch}; {stage_in_words(asked, setting.zero)}, "

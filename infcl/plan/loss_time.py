@@ -31,14 +31,14 @@ _REFERENCE = 65536, 768  # rows and width at which a profile's loss_efficiency h
 def loss_phases(setting: Setting, bus_bandwidth: float) -> list[Phase]:
     """The loss, and the ring or the gathering of features around it. bus_bandwidth: of a collective, bytes/s."""
     gpu, width, size = setting.gpu, setting.model.embed_dim, setting.gpus
-    rows = setting.loss_rows
+    rows, slower = setting.loss_rows, gpu.matmul_tflops * 1e12 / setting.product_rate
     if setting.loss in ("clip", "open_clip"):
-        compute = 8.0 * rows * setting.global_batch * width / _rate(gpu)
+        compute = slower * 8.0 * rows * setting.global_batch * width / _rate(gpu)
         gathered = 2 * 4.0 * setting.global_batch * width / bus_bandwidth * 2
         whole = size if setting.loss == "clip" else 1
         return [Phase("loss", compute * whole, compute * whole), Phase("gather features", gathered, gathered)]
     hops, once = (HOP_BYTES * size, STEP_BYTES) if size > 1 else (0, GRAPH_BYTES if _graphed(setting) else STEP_BYTES)
-    compute = size * tile_seconds(gpu, rows, width) + (hops + once) * rows * width / (gpu.hbm_gbs * 1e9)
+    compute = slower * size * tile_seconds(gpu, rows, width) + (hops + once) * rows * width / (gpu.hbm_gbs * 1e9)
     phases = [Phase("loss", compute, compute)]
     if size > 1:
         phases.append(_ring(setting, compute))

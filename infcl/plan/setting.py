@@ -34,6 +34,7 @@ class Gpu:
     pcie_gbs: float  # GB/s to host memory
     source: str  # where the figures come from
     multiprocessors: int = 132  # Hopper's
+    fp32_tflops: float = 50.0  # products in float32, which tensor cores do not compute: 0.75 of Hopper's data sheet
     host_factor: float = 1.0  # how many times as long its host takes to issue work as those that were measured first
     estimated: tuple[str, ...] = ()  # the figures that nobody has measured
 
@@ -80,6 +81,11 @@ class Setting:
     attention: str = "auto"  # of the towers, as --attention: "torch" is cuDNN's
     caption_row: int | None = None  # places of a row of packed captions, of context_length tokens each; None: whole
     past: frozenset[str] = frozenset()  # how it was, see compare.PAST
+
+    @property
+    def product_rate(self) -> float:
+        """Of large matrix products, flops a second."""
+        return 1e12 * (self.gpu.fp32_tflops if self.precision == "fp32" else self.gpu.matmul_tflops)
 
     @property
     def dp_size(self) -> int:

@@ -106,11 +106,11 @@ def _update_phases(setting: Setting) -> list[Phase]:
     own = parameters / (setting.dp_size if setting.zero else 1)
     sixteen = setting.precision in ("bf16", "fp16")
     kind = f"zero{setting.zero}" if setting.zero in (0, 3) else "16 bits" if sixteen else "32 bits"
-    around = AROUND_BYTES[kind] * parameters
-    update = (28.0 * own + around) / (gpu.hbm_gbs * 1e9)  # reads gradient, master, two moments; writes three of them
+    around = AROUND_BYTES[kind] * parameters / (gpu.hbm_gbs * 1e9)
+    update = 28.0 * own / (gpu.hbm_gbs * 1e9) + around  # reads gradient, master, two moments; writes three of them
     phases = [Phase("optimizer", update, update)]
     if setting.offload:
-        seconds = 8.0 * own / (gpu.pcie_gbs * 1e9) + 28.0 * own / 50e9
+        seconds = 8.0 * own / (gpu.pcie_gbs * 1e9) + 28.0 * own / 50e9 + around
         adds_up = setting.zero == 3 or sums_gradients_on_host(setting.zero, setting.precision)
         times = setting.num_micro_batches if adds_up else 1  # elsewhere sums stay on the GPU until the last micro-batch
         gradients = 4.0 * own * times / (gpu.pcie_gbs * 1e9)  # float32

@@ -160,7 +160,7 @@ def _wider(head: int) -> float:
 
 def _tower_seconds(setting: Setting, shape: _Shape) -> float:
     """A forward of one micro-batch through a tower's blocks."""
-    rate, share, width = setting.gpu.matmul_tflops * 1e12, setting.tensor_parallel, shape.width
+    rate, share, width = setting.product_rate, setting.tensor_parallel, shape.width
     products = (8 + 4 * shape.mlp_ratio) * width**2 / (rate * PRODUCTS)
     attention = shape.attention / rate
     rest = width * _rest(setting.gpu, compiled=setting.compiled)
@@ -184,7 +184,7 @@ def _ends_seconds(setting: Setting) -> float:
     for shape in _shapes(setting):
         products = (8 + 4 * shape.mlp_ratio) * shape.width**2
         flops -= shape.layers * shape.tokens * (products + 4 * shape.tokens * shape.width)
-    return setting.micro_batch * flops / (setting.gpu.matmul_tflops * 1e12 * PRODUCTS)
+    return setting.micro_batch * flops / (setting.product_rate * PRODUCTS)
 
 
 def _travelling(setting: Setting, passes: int) -> Phase:

@@ -119,8 +119,9 @@ class Schedule:
         """What in this schedule may not be what was meant: a peak that it does not reach."""
         steps, warmup, cooldown = self.total_steps, self.warmup, self.cooldown_steps
         if steps <= warmup:
+            ends = "inside" if steps < warmup else "with"
             return (
-                f"the run ends inside the warm-up: {steps} steps, {warmup} of warm-up; lr reaches "
+                f"the run ends {ends} the warm-up: {steps} steps, {warmup} of warm-up; lr reaches "
                 f"{self(steps - 1):.2g} of {self.peak:.2g} (--warmup, --warmup-samples)"
             )
         if steps - cooldown < warmup:
