@@ -93,7 +93,7 @@ def test_captions_that_training_does_not_pack_are_not_planned_packed():
         ("--gpus 0", "gpus 0 must be greater than 0"),
         ("--tensor-parallel-size -1", "tensor-parallel -1 must be greater than 0"),
         ("--gpus-per-node 0", "gpus-per-node 0 must be greater than 0"),
-        ("--resident-micro-batches 0", "resident 0 must be greater than 0"),
+        ("--resident-micro-batches 0", "resident-micro-batches 0 must be greater than 0"),
         ("--sweep gpus=8:16 --resident-micro-batches auto", "a number there, the same for all"),
         ("--compare none.csv", "--compare none.csv cannot be read: No such file"),
         ("--compare docs", "--compare docs cannot be read: Is a directory"),

@@ -35,6 +35,15 @@ def test_braces_lists_globs_and_folders_name_the_same_shards(tmp_path):
     assert expand_shards("pipe:cat x{0..1}.tar", allow_pipe=True) == ["pipe:cat x0.tar", "pipe:cat x1.tar"]
 
 
+def test_a_shard_that_is_named_twice_is_refused(tmp_path):
+    folder = str(tmp_path / "s")
+    write_shards(tmp_path / "s", [2, 2, 2])
+    with pytest.raises(ValueError, match="1 of 3 shards are named more than once, .*00001.tar: their samples"):
+        expand_shards(f"{folder}::{folder}/../s/00001.tar")
+    with pytest.raises(ValueError, match="1 of 1 shards .*upsampling-factors"):
+        expand_shards("https://host/0.tar::https://host/0.tar")
+
+
 def test_missing_shards_are_an_error_that_counts_them(tmp_path):
     folder = write_shards(tmp_path / "a", [1, 1])
     with pytest.raises(ValueError, match="2 of 4 shards are missing: .*00002.tar, .*00003.tar"):

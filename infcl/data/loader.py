@@ -73,7 +73,7 @@ class Source(Protocol):
 
 _MEANT = {  # behind a value of the fingerprint that is not the run's
     "global_batch_size": " (data-parallel ranks x --accum-freq x --batch-size, or --global-batch-size)",
-    "manifest_sha256": " (of the shards' names, sizes, sample counts and factors)",
+    "manifest_sha256": " (of the shards' names, sizes, sample counts and factors, as --data-reader counts them)",
     "tokenizer_sha256": " (of the model file)",
 }
 

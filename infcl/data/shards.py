@@ -40,6 +40,13 @@ def find_shards(
     sources, missing = _expand(split_sources(urls), allow_pipe)
     shards = [shard for source in sources for shard in source]
     _check_missing(missing, len(shards), max_missing)
+    times = Counter(shard if is_remote(shard) else os.path.abspath(shard) for shard in shards)
+    if twice := [shard for shard, count in times.items() if count > 1]:
+        raise ValueError(
+            f"{len(twice)} of {len(times)} shards are named more than once, {', '.join(twice[:3])}"
+            f"{', ...' * (len(twice) > 3)}: their samples would be each other's negatives; "
+            "--train-data-upsampling-factors shows a source's samples more often"
+        )
     if not shards:
         raise ValueError(
             f"no shards in {urls!r}: name tars, a folder of tars, or braces like 'data/{{00000..00041}}.tar'"

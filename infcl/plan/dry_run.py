@@ -8,7 +8,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from infcl.config import BatchPlan, TrainConfig, counted, total_steps
+from infcl.kernels import select_tile
 from infcl.parallel import Parallel, describe_ranks
 from infcl.plan.host import host_bytes, host_parts
 from infcl.plan.loads import STAGES, load_of_run, memory_plan
@@ -30,6 +33,7 @@ def describe_plan(config: TrainConfig, parallel: Parallel) -> str:
     batch = BatchPlan.of(config, parallel.dp_size)
     tokenizer, cfg = build_tokenizer_and_model_config(config)
     check_encode_width(config, cfg)
+    select_tile(torch.empty(0, device=parallel.device), tile=config.tile)
     packs_captions(config, cfg)
     loader = build_loader(config, batch, cfg, tokenizer, parallel)
     tasks = build_tasks(config, batch, cfg, tokenizer)

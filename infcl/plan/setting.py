@@ -133,7 +133,8 @@ class Setting:
         """ValueError with the numbers for what cannot be, or what the trainer would refuse."""
         for name in ("gpus", "gpus_per_node", "tensor_parallel", "resident", "micro_batch"):
             if getattr(self, name) < 1:
-                raise ValueError(f"{name.replace('_', '-')} {getattr(self, name)} must be greater than 0")
+                option = "resident-micro-batches" if name == "resident" else name.replace("_", "-")
+                raise ValueError(f"{option} {getattr(self, name)} must be greater than 0")
         if self.gpus % self.tensor_parallel:
             raise ValueError(f"{self.gpus} GPUs are no multiple of tensor-parallel {self.tensor_parallel}")
         if self.sequence_parallel and self.tensor_parallel == 1:

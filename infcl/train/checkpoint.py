@@ -158,7 +158,7 @@ def load_checkpoint(engine: Engine, path: Path) -> dict:
         shape = tuple(engine.state.shape(parameters[name], state))
         if tuple(value.shape) != shape:
             other = f"{name} has shape {tuple(value.shape)}, this model's has {shape}"
-            raise ValueError(f"{path}: {other}: give the --model of the run")
+            raise ValueError(f"{path}: {other}: give the --model and --tokenizer of the run")
         engine.state.write(parameters[name], value, state)
     if engine.state.average is not None and "ema_updates" not in manifest["counters"]:
         engine.state.start_average(engine.state.average.decay)
@@ -166,7 +166,7 @@ def load_checkpoint(engine: Engine, path: Path) -> dict:
     if missing:
         raise ValueError(
             f"{path}: {len(missing)} tensors that this run needs are missing, {min(missing)} first "
-            "(another model, or a tower that was locked there)"
+            "(another model or --loss, or a tower that was locked there)"
         )
     engine.set_counters(manifest["counters"])
     return manifest["trainer"]
