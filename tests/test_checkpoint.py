@@ -255,7 +255,7 @@ def test_a_checkpoint_of_another_model_is_refused_with_the_names(finished, tmp_p
         config, resume=str(complete_checkpoints(run)[0]), logs=str(tmp_path), force_context_length=24
     )
     message = run_ranks(refusal, 2, other)[0]
-    assert "positional_embedding has shape" in message and "give the --model of the run" in message
+    assert "positional_embedding has shape" in message and "give the --model and --tokenizer of the run" in message
 
 
 def test_weights_come_out_of_the_newest_intact_checkpoint(finished, tmp_path):
