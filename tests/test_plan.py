@@ -57,7 +57,7 @@ def test_offload_is_planned_slower_on_any_number_of_gpus(gpus, zero):
 
 
 def test_float32_is_planned_at_the_rate_of_its_own_products():
-    """An H200's are a thirteenth of its bf16 ones; what is neither product nor attention takes its time in both."""
+    """An H200's are planned at 1 / 13.7 of bf16's; what is neither product nor attention takes its time in both."""
     towers, loss = planned(), planned(global_batch=2**23)
     assert step_seconds(towers.with_(precision="fp32")) > 5 * step_seconds(towers)
     both = [loss_phases(loss.with_(precision=name), 0.0)[0].seconds for name in ("fp32", "amp_bf16")]

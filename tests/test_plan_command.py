@@ -171,7 +171,7 @@ def test_a_measured_profile_says_what_of_it_was_not_measured(gpus, tmp_path, mon
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Chip")
     properties = SimpleNamespace(total_memory=80 * GIB, multi_processor_count=100)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    monkeypatch.setattr(measure, "_matmul", lambda device: 600e12)
+    monkeypatch.setattr(measure, "_matmul", lambda device, dtype: 600e12 if dtype == torch.bfloat16 else 40e12)
     monkeypatch.setattr(measure, "_towers", lambda device, compiled: 300e12 + compiled * 60e12)
     monkeypatch.setattr(measure, "_loss", lambda device: 500e12)
     monkeypatch.setattr(measure, "host_factor", lambda: 1.251)
@@ -183,6 +183,7 @@ def test_a_measured_profile_says_what_of_it_was_not_measured(gpus, tmp_path, mon
     assert written["estimated"] == [*["usable", "link_gbs"][: 3 - gpus], "host_factor"]
     assert f"estimated usable 0.94{', link_gbs 25' if gpus == 1 else ''}, host_factor 1.25\n" in told
     assert "gpu.json: Chip: measured memory_gib 80.0, matmul_tflops 600, tower_efficiency 0.5, " in told
+    assert written["fp32_tflops"] == 40 and "fp32_tflops 40" in told.partition("; estimated")[0]
     assert ("link_gbs 390" in told.partition("; estimated")[0]) == (gpus == 2)
     assert written == vars(load_gpu(str(tmp_path / "gpu.json"))) | {"estimated": written["estimated"]}
 

@@ -29,7 +29,7 @@ def measure() -> Gpu:
     if not torch.cuda.is_available():
         raise ValueError("--measure needs a GPU: use a profile of infcl/plan/profiles instead")
     device, alone = torch.device("cuda", 0), torch.cuda.device_count() == 1
-    properties, matmul = torch.cuda.get_device_properties(device), _matmul(device)
+    properties, matmul = torch.cuda.get_device_properties(device), _matmul(device, torch.bfloat16)
     return Gpu(
         name=torch.cuda.get_device_name(device),
         memory_gib=round(properties.total_memory / 2**30, 1),
@@ -43,6 +43,7 @@ def measure() -> Gpu:
         pcie_gbs=round(copy_rate(torch.device("cpu"), device)),
         source="measured by python -m infcl.plan --measure, but for what is estimated",
         multiprocessors=properties.multi_processor_count,
+        fp32_tflops=round(_matmul(device, torch.float32) / 1e12),
         host_factor=round(host_factor(), 2),
         estimated=("usable", "link_gbs", "host_factor") if alone else ("usable", "host_factor"),
     )
@@ -73,8 +74,9 @@ def _seconds(function, *, warm_up: int = 5, repeats: int = 10) -> float:
     return statistics.median(times)
 
 
-def _matmul(device: torch.device) -> float:
-    a = torch.randn(8192, 8192, device=device, dtype=torch.bfloat16)
+def _matmul(device: torch.device, dtype: torch.dtype) -> float:
+    """Flops per second of an 8192^3 product; float32 without TF32, torch's default and the trainer's."""
+    a = torch.randn(8192, 8192, device=device, dtype=dtype)
     return 2 * 8192**3 / _seconds(lambda: a @ a, warm_up=50)
 
 
