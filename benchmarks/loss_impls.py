@@ -64,7 +64,12 @@ def make(name: str, group: dist.ProcessGroup | None, options: dict, open_clip_lo
             **options,
         )
     if name == "nt_xent":
-        return lambda images, texts, scale, bias: nt_xent_loss(*images.chunk(2), scale, group=group, **tiled)
+
+        def halves(images: Tensor, texts: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
+            first, second = images.chunk(2)
+            return nt_xent_loss(first, second, scale, group=group, **tiled)
+
+        return halves
     if name == "views":
         loss = ContrastiveLoss("inf_cl", group=group, **options)
         return lambda images, texts, scale, bias: loss(images, images, scale)

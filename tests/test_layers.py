@@ -21,6 +21,7 @@ FILES = sorted(
 LAYERS = {
     "infcl.kernels": 0,
     "infcl.loss.lse": 0,
+    "infcl.operators": 0,
     "infcl.gpu_watch": 1,
     "infcl.peer_memory": 1,
     "infcl.loss.copies": 1,

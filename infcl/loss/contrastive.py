@@ -4,6 +4,7 @@ In: image and text features [b, D] of this rank, scale (and bias). Out: a float3
 the group to those of the global mean loss, whichever name is chosen.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,8 +16,8 @@ from infcl.loss.dense import clip_loss, disco_loss, open_clip_loss
 from infcl.loss.inf_cl import inf_cl_loss
 from infcl.loss.siglip import siglip_loss
 
-TILED = {"inf_cl": inf_cl_loss, "siglip": siglip_loss}
-_DENSE = {"clip": clip_loss, "open_clip": open_clip_loss, "disco": disco_loss}
+TILED: dict[str, Callable[..., Tensor]] = {"inf_cl": inf_cl_loss, "siglip": siglip_loss}
+_DENSE: dict[str, Callable[..., Tensor]] = {"clip": clip_loss, "open_clip": open_clip_loss, "disco": disco_loss}
 LOSSES = ("inf_cl", "clip", "open_clip", "disco", "siglip")
 
 

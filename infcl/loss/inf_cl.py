@@ -19,28 +19,19 @@ Source: Inf-CL, arXiv 2410.17243, Algorithms 1-4, with the two passes over the t
 """
 
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from infcl.kernels import WORKSPACE_BYTES, Tile, select_tile
-from infcl.loss import graphed
+from infcl.kernels import WORKSPACE_BYTES, Tile
+from infcl.loss import graphed, tiled
 from infcl.loss.lse import cross_entropies, merge_lse
-from infcl.loss.operands import (
-    as_operand,
-    check_features,
-    inner_product,
-    matched_gradient,
-    not_compiled,
-    refuse_double_backward,
-    scalar_like,
-    scaled,
-)
-from infcl.loss.ring import RingExchange, ring_maker
+from infcl.loss.operands import as_operand, check_features, inner_product, matched_gradient, scaled
+from infcl.loss.ring import RingExchange
 
 
-@not_compiled
 def inf_cl_loss(
     image_features: Tensor,
     text_features: Tensor,
@@ -72,21 +63,14 @@ def inf_cl_loss(
     compare_ranks: whether to compare the ranks' shapes, for which the host waits for the GPU. False only where all
         ranks are known to have the same: unequal ones would then hang or mix up rows.
     cuda_graph: on one GPU alone, replay small batches as a CUDA graph (loss/graphed says which, and what memory it
-        keeps), where issuing the step would take longer than computing it.
+        keeps), where issuing the step would take longer than computing it; not in a caller that torch.compile compiles.
 
     Raises ValueError, on every rank, for unequal shapes or a missing group. Not affected by autocast; cannot be
     differentiated twice.
     """
-    new_ring = ring_maker(group, ring=ring, ranks_per_node=ranks_per_node, overlap=ring_overlap)
-    check_features("inf_cl", image_features, text_features, checked := new_ring(), compare_ranks=compare_ranks)
-    selected = select_tile(image_features, tile=tile, tile_dtype=tile_dtype)
-    inputs = image_features, text_features, scalar_like(image_features, logit_scale)
-    if cuda_graph and graphed.worthwhile(inputs, checked, selected, workspace_bytes):
-        record = partial(_loss_and_gradients, new_ring=new_ring, tile=selected, workspace_bytes=workspace_bytes)
-        recorded = graphed.find(record, inputs, (selected.operand_dtype, tile_dtype, workspace_bytes))
-        if recorded is not None:
-            return graphed.replay(recorded, inputs)
-    return _InfCL.apply(*inputs, new_ring, selected, workspace_bytes)
+    options = tiled.Options(group, tile, tile_dtype, workspace_bytes, ring, ranks_per_node, ring_overlap, compare_ranks)
+    eager = partial(_replayed, tile_dtype) if cuda_graph else None
+    return tiled.loss(_INF_CL, options, (image_features, text_features), (logit_scale,), eager)
 
 
 class InfCLLoss(nn.Module):
@@ -132,7 +116,12 @@ class InfCLLoss(nn.Module):
         self.over_all = (world_size > 1 or rank > 0) and group is None  # not the group itself: that cannot be copied
         if world_size > 1 or rank > 0:
             _check_rank(rank, world_size, group)
-        self.options = {"group": group, "tile": tile, "tile_dtype": tile_dtype, "workspace_bytes": workspace_bytes}
+        self.options: dict[str, Any] = {
+            "group": group,
+            "tile": tile,
+            "tile_dtype": tile_dtype,
+            "workspace_bytes": workspace_bytes,
+        }
         self.options |= {"ring": ring, "ranks_per_node": ranks_per_node, "ring_overlap": ring_overlap}
         self.options |= {"compare_ranks": compare_ranks, "cuda_graph": cuda_graph}
 
@@ -219,47 +208,65 @@ def ring_backward(
     return d_rows, ring.home("d_columns", Tensor.add_) if columns_need else None, d_scale
 
 
-class _InfCL(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, image_features, text_features, scale, new_ring, tile, workspace_bytes):
-        rows, columns = as_operand(image_features, tile), as_operand(text_features, tile)
-        with torch.autocast(rows.device.type, enabled=False):
-            losses, matched = ring_forward(rows, columns, scale, new_ring(), tile, workspace_bytes)
-        ctx.save_for_backward(rows, columns, scale, losses, matched)
-        ctx.new_ring, ctx.tile, ctx.workspace_bytes = new_ring, tile, workspace_bytes
-        ctx.feature_dtypes = image_features.dtype, text_features.dtype
-        return losses.mean()
+def _check(ring: RingExchange, compare_ranks: bool, image_features: Tensor, text_features: Tensor, *_) -> None:
+    check_features("inf_cl", image_features, text_features, ring, compare_ranks=compare_ranks)
 
-    @staticmethod
-    def backward(ctx, d_loss):
-        refuse_double_backward("inf_cl")
-        rows, columns, scale, losses, matched = ctx.saved_tensors
-        images_need, texts_need = ctx.needs_input_grad[:2]
-        with torch.autocast(rows.device.type, enabled=False):
-            d_rows, d_columns, d_scale = ring_backward(
-                rows,
-                columns,
-                scale,
-                losses,
-                matched,
-                ctx.new_ring(),
-                ctx.tile,
-                ctx.workspace_bytes,
-                rows_need=images_need,
-                columns_need=texts_need,
-            )
-            factor = d_loss / len(rows)
-            image_dtype, text_dtype = ctx.feature_dtypes
-            d_images = scaled(d_rows, factor * scale, image_dtype) if images_need else None
-            d_texts = scaled(d_columns, factor * scale, text_dtype) if texts_need else None
-        return d_images, d_texts, factor * d_scale, None, None, None
+
+def _forward(means: tiled.Means, image_features: Tensor, text_features: Tensor, scale: Tensor):
+    rows, columns = as_operand(image_features, means.tile), as_operand(text_features, means.tile)
+    losses, matched = ring_forward(rows, columns, scale, means.new_ring(), means.tile, means.workspace_bytes)
+    return losses.mean(), (losses, matched)
+
+
+def _backward(means: tiled.Means, d_loss: Tensor, inputs, statistics, needs):
+    image_features, text_features, scale = inputs
+    losses, matched = statistics
+    rows, columns = as_operand(image_features, means.tile), as_operand(text_features, means.tile)
+    d_rows, d_columns, d_scale = ring_backward(
+        rows,
+        columns,
+        scale,
+        losses,
+        matched,
+        means.new_ring(),
+        means.tile,
+        means.workspace_bytes,
+        rows_need=needs[0],
+        columns_need=needs[1],
+    )
+    factor = d_loss / len(rows)
+    d_images = scaled(d_rows, factor * scale, image_features.dtype) if needs[0] else None
+    d_texts = scaled(d_columns, factor * scale, text_features.dtype) if needs[1] else None
+    return d_images, d_texts, factor * d_scale
+
+
+def _statistics(image_features, text_features, scale):
+    rows = len(image_features)
+    return [((2, rows), None), ((rows,), None)]
+
+
+_INF_CL = tiled.register(tiled.Maths("inf_cl", _check, _forward, _backward, _statistics))
+
+
+def _replayed(
+    tile_dtype: str | None, means: tiled.Means, image_features: Tensor, text_features: Tensor, scale: Tensor
+) -> Tensor:
+    """The loss as a CUDA graph, where that is worth it and can be; else by autograd."""
+    inputs = image_features, text_features, scale
+    if graphed.worthwhile(inputs, means.new_ring(), means.tile, means.workspace_bytes):
+        options = means.tile.operand_dtype, tile_dtype, means.workspace_bytes
+        recorded = graphed.find(partial(_loss_and_gradients, means), inputs, options)
+        if recorded is not None:
+            return graphed.replay(recorded, inputs)
+    return tiled.differentiable(_INF_CL, means, *inputs)
 
 
 def _loss_and_gradients(
-    image_features: Tensor, text_features: Tensor, scale: Tensor, *, new_ring, tile: Tile, workspace_bytes: int
+    means: tiled.Means, image_features: Tensor, text_features: Tensor, scale: Tensor
 ) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
     """The loss, and its gradients in float32, at once: what graphed.py records."""
-    rows, columns = as_operand(image_features, tile), as_operand(text_features, tile)
+    rows, columns = as_operand(image_features, means.tile), as_operand(text_features, means.tile)
+    new_ring, tile, workspace_bytes = means
     losses, matched = ring_forward(rows, columns, scale, new_ring(), tile, workspace_bytes)
     d_rows, d_columns, d_scale = ring_backward(rows, columns, scale, losses, matched, new_ring(), tile, workspace_bytes)
     factor = scale / len(rows)

@@ -15,21 +15,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from infcl.kernels import WORKSPACE_BYTES, Tile, select_tile
+from infcl.kernels import WORKSPACE_BYTES, Tile
+from infcl.loss import tiled
 from infcl.loss.lse import cross_entropies, merge_lse
-from infcl.loss.operands import (
-    as_operand,
-    inner_product,
-    matched_gradient,
-    not_compiled,
-    refuse_double_backward,
-    scalar_like,
-    scaled,
-)
-from infcl.loss.ring import RingExchange, ring_maker
+from infcl.loss.operands import as_operand, inner_product, matched_gradient, scaled
+from infcl.loss.ring import RingExchange
 
 
-@not_compiled
 def info_nce_loss(
     queries: Tensor,
     documents: Tensor,
@@ -54,51 +46,8 @@ def info_nce_loss(
 
     Raises ValueError, on every rank where sizes differ, with the numbers. Cannot be differentiated twice.
     """
-    new_ring = ring_maker(group, ring=ring, ranks_per_node=ranks_per_node, overlap=ring_overlap)
-    _check(queries, documents, positives, new_ring(), compare_ranks)
-    selected = select_tile(queries, tile=tile, tile_dtype=tile_dtype)
-    scale = scalar_like(queries, logit_scale)
-    return _InfoNCE.apply(queries, documents, positives, scale, new_ring, selected, workspace_bytes)
-
-
-class _InfoNCE(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, queries, documents, positives, scale, new_ring, tile, workspace_bytes):
-        order, misplaced = _positives_first(positives, len(documents))
-        rows, columns = as_operand(queries, tile), as_operand(documents, tile)[order]
-        with torch.autocast(rows.device.type, enabled=False):
-            row_lse, losses = ring_forward(rows, columns, scale, new_ring(), tile, workspace_bytes)
-            slopes = torch.expm1(-losses)
-            place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))[positives]
-            place, wide = place[misplaced], losses.dtype
-            logits = torch.linalg.vecdot(rows[misplaced].to(wide), columns[place].to(wide)) * scale.to(wide)
-            wrong = misplaced[misplaced < len(slopes)]
-            slopes[wrong] = torch.exp(-losses[wrong])  # a negative: its probability
-            # The positive's logit is one of those summed; its own rounding may differ by an ulp.
-            shared = (row_lse[misplaced] - logits).clamp_(min=0)
-            losses = torch.cat([losses, losses.new_zeros(len(rows) - len(losses))]).index_copy_(0, misplaced, shared)
-        ctx.save_for_backward(rows, columns, scale, row_lse, slopes, order, misplaced, place)
-        ctx.new_ring, ctx.tile, ctx.workspace_bytes = new_ring, tile, workspace_bytes
-        ctx.dtypes = queries.dtype, documents.dtype
-        return losses.mean()
-
-    @staticmethod
-    def backward(ctx, d_loss):
-        refuse_double_backward("info_nce")
-        rows, columns, scale, row_lse, slopes, order, misplaced, place = ctx.saved_tensors
-        with torch.autocast(rows.device.type, enabled=False):
-            d_rows, d_columns, d_scale = ring_backward(
-                rows, columns, scale, row_lse, slopes, ctx.new_ring(), ctx.tile, ctx.workspace_bytes
-            )
-            queries, documents = rows[misplaced].to(d_rows.dtype), columns[place].to(d_rows.dtype)
-            d_scale -= inner_product(queries, documents)
-            d_rows.index_add_(0, misplaced, documents, alpha=-1)
-            _subtract_rows(d_columns, place, queries)
-            factor = d_loss / len(rows)
-            d_queries = scaled(d_rows, factor * scale, ctx.dtypes[0])
-            d_documents = torch.empty_like(d_columns, dtype=ctx.dtypes[1])
-            d_documents[order] = scaled(d_columns, factor * scale, ctx.dtypes[1])
-        return d_queries, d_documents, None, factor * d_scale, None, None, None
+    options = tiled.Options(group, tile, tile_dtype, workspace_bytes, ring, ranks_per_node, ring_overlap, compare_ranks)
+    return tiled.loss(_INFO_NCE, options, (queries, documents, positives), (logit_scale,))
 
 
 def ring_forward(
@@ -150,8 +99,49 @@ def ring_backward(
     return d_rows, ring.home("d_columns", Tensor.add_), d_scale
 
 
-def _positives_first(positives: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """An order of the documents with query i's positive in place i, and the queries whose positive stands elsewhere.
+def _forward(means: tiled.Means, queries: Tensor, documents: Tensor, positives: Tensor, scale: Tensor):
+    order = _positives_first(positives, len(documents))
+    rows, columns = as_operand(queries, means.tile), as_operand(documents, means.tile)[order]
+    row_lse, losses = ring_forward(rows, columns, scale, means.new_ring(), means.tile, means.workspace_bytes)
+    slopes = torch.expm1(-losses)
+    places, misplaced = _places(order, positives)
+    place, wide = places[misplaced], losses.dtype
+    logits = torch.linalg.vecdot(rows[misplaced].to(wide), columns[place].to(wide)) * scale.to(wide)
+    wrong = misplaced[misplaced < len(slopes)]
+    slopes[wrong] = torch.exp(-losses[wrong])  # a negative: its probability
+    # The positive's logit is one of those summed; its own rounding may differ by an ulp.
+    shared = (row_lse[misplaced] - logits).clamp_(min=0)
+    losses = torch.cat([losses, losses.new_zeros(len(rows) - len(losses))]).index_copy_(0, misplaced, shared)
+    return losses.mean(), (row_lse, slopes, order)
+
+
+def _backward(means: tiled.Means, d_loss: Tensor, inputs, statistics, needs):
+    queries, documents, positives, scale = inputs
+    row_lse, slopes, order = statistics
+    places, misplaced = _places(order, positives)
+    place = places[misplaced]
+    rows, columns = as_operand(queries, means.tile), as_operand(documents, means.tile)[order]
+    d_rows, d_columns, d_scale = ring_backward(
+        rows, columns, scale, row_lse, slopes, means.new_ring(), means.tile, means.workspace_bytes
+    )
+    some_queries, their_documents = rows[misplaced].to(d_rows.dtype), columns[place].to(d_rows.dtype)
+    d_scale -= inner_product(some_queries, their_documents)
+    d_rows.index_add_(0, misplaced, their_documents, alpha=-1)
+    _subtract_rows(d_columns, place, some_queries)
+    factor = d_loss / len(rows)
+    d_queries = scaled(d_rows, factor * scale, queries.dtype)
+    d_documents = torch.empty_like(d_columns, dtype=documents.dtype)
+    d_documents[order] = scaled(d_columns, factor * scale, documents.dtype)
+    return d_queries, d_documents, None, factor * d_scale
+
+
+def _statistics(queries, documents, *_):
+    rows, columns = len(queries), len(documents)
+    return [((rows,), None), ((min(rows, columns),), None), ((columns,), torch.int64)]
+
+
+def _positives_first(positives: Tensor, count: int) -> Tensor:
+    """An order of the documents, [count], with query i's positive in place i, for as many queries as can be.
 
     So most positives lie on the diagonal, which the tile leaves out. One that several queries share can stand in one
     place only: for the others, the misplaced, document i is a negative and the positive is one of those summed.
@@ -165,7 +155,14 @@ def _positives_first(positives: Tensor, count: int) -> tuple[Tensor, Tensor]:
     free = torch.ones(count, dtype=torch.bool, device=positives.device)
     free[positives[placed]] = False
     order[order < 0] = free.nonzero().squeeze(1)
-    return order, (~placed).nonzero().squeeze(1)
+    return order
+
+
+def _places(order: Tensor, positives: Tensor) -> tuple[Tensor, Tensor]:
+    """Where in this order each query's positive stands, [q], and the queries for which that is not their own place."""
+    place_of = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+    places = place_of[positives]
+    return places, (places != torch.arange(len(positives), device=order.device)).nonzero().squeeze(1)
 
 
 def _subtract_rows(total: Tensor, places: Tensor, rows: Tensor) -> None:
@@ -179,7 +176,7 @@ def _subtract_rows(total: Tensor, places: Tensor, rows: Tensor) -> None:
         total.index_add_(0, places, rows, alpha=-1)
 
 
-def _check(queries: Tensor, documents: Tensor, positives: Tensor, ring: RingExchange, compare_ranks: bool) -> None:
+def _check(ring: RingExchange, compare_ranks: bool, queries: Tensor, documents: Tensor, positives: Tensor, *_) -> None:
     shapes = tuple(queries.shape), tuple(documents.shape)
     if queries.ndim != 2 or documents.ndim != 2 or shapes[0][1] != shapes[1][1] or 0 in (*shapes[0], *shapes[1]):
         raise ValueError(f"info_nce needs queries [q, D] and documents [d, D], not empty; got {shapes}")
@@ -199,3 +196,6 @@ def _check(queries: Tensor, documents: Tensor, positives: Tensor, ring: RingExch
     if compare_ranks:
         compared = {"queries": shapes[0][0], "documents": shapes[1][0], "feature dimensions": shapes[0][1]}
         ring.require_equal("info_nce", compared | {"ranks in a lap": ring.lap, "dtype": queries.dtype}, queries.device)
+
+
+_INFO_NCE = tiled.register(tiled.Maths("info_nce", _check, _forward, _backward, _statistics))

@@ -25,25 +25,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from infcl.kernels import WORKSPACE_BYTES, Tile, select_tile
+from infcl.kernels import WORKSPACE_BYTES, Tile
+from infcl.loss import tiled
 from infcl.loss.lse import cross_entropies, merge_lse
-from infcl.loss.operands import (
-    as_operand,
-    check_features,
-    inner_product,
-    matched_gradient,
-    not_compiled,
-    refuse_double_backward,
-    scalar_like,
-    scaled,
-)
-from infcl.loss.ring import RingExchange, ring_maker
+from infcl.loss.operands import as_operand, check_features, inner_product, matched_gradient, scaled
+from infcl.loss.ring import RingExchange
 
 # Rows of the largest square that is computed whole, by tile. On a GPU smaller ones would take longer to launch.
 _LEAF = {"torch": 256, "triton": 8192}
 
 
-@not_compiled
 def nt_xent_loss(
     first_views: Tensor,
     second_views: Tensor,
@@ -60,36 +51,8 @@ def nt_xent_loss(
 
     first_views, second_views: [b, D], row i of both is the same sample. The options are those of `inf_cl_loss`.
     """
-    reach = 0 if group is None else dist.get_world_size(group) // 2
-    new_ring = ring_maker(group, overlap=ring_overlap, reach=reach)
-    check_features("nt_xent", first_views, second_views, new_ring(), compare_ranks=compare_ranks)
-    selected = select_tile(first_views, tile=tile, tile_dtype=tile_dtype)
-    scale = scalar_like(first_views, logit_scale)
-    return _NTXent.apply(first_views, second_views, scale, new_ring, selected, workspace_bytes)
-
-
-class _NTXent(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, first_views, second_views, scale, new_ring, tile, workspace_bytes):
-        views = torch.cat([as_operand(first_views, tile), as_operand(second_views, tile)])  # [2b, D]
-        with torch.autocast(views.device.type, enabled=False):
-            losses, matched = ring_forward(views, scale, new_ring(), tile, workspace_bytes)
-        ctx.save_for_backward(views, scale, losses, matched)
-        ctx.new_ring, ctx.tile, ctx.workspace_bytes = new_ring, tile, workspace_bytes
-        ctx.feature_dtype = first_views.dtype
-        return losses.mean()
-
-    @staticmethod
-    def backward(ctx, d_loss):
-        refuse_double_backward("nt_xent")
-        views, scale, losses, matched = ctx.saved_tensors
-        with torch.autocast(views.device.type, enabled=False):
-            d_views, d_scale = ring_backward(
-                views, scale, losses, matched, ctx.new_ring(), ctx.tile, ctx.workspace_bytes
-            )
-            factor = d_loss / len(views)
-            d_views = scaled(d_views, 2 * factor * scale, ctx.feature_dtype)
-        return *d_views.chunk(2), factor * d_scale, None, None, None
+    options = tiled.Options(group, tile, tile_dtype, workspace_bytes, "flat", None, ring_overlap, compare_ranks)
+    return tiled.loss(_NT_XENT, options, (first_views, second_views), (logit_scale,))
 
 
 def ring_forward(
@@ -161,6 +124,35 @@ def ring_backward(
     if ring.reach > 0:
         d_views += ring.home("d_views", Tensor.add_)
     return d_views, d_scale + 2 * d_rectangles
+
+
+def _check(ring: RingExchange, compare_ranks: bool, first_views: Tensor, second_views: Tensor, *_) -> None:
+    check_features("nt_xent", first_views, second_views, ring, compare_ranks=compare_ranks)
+
+
+def _forward(means: tiled.Means, first_views: Tensor, second_views: Tensor, scale: Tensor):
+    views = torch.cat([as_operand(first_views, means.tile), as_operand(second_views, means.tile)])  # [2b, D]
+    losses, matched = ring_forward(views, scale, means.new_ring(), means.tile, means.workspace_bytes)
+    return losses.mean(), (losses, matched)
+
+
+def _backward(means: tiled.Means, d_loss: Tensor, inputs, statistics, needs):
+    first_views, second_views, scale = inputs
+    losses, matched = statistics
+    views = torch.cat([as_operand(first_views, means.tile), as_operand(second_views, means.tile)])
+    d_views, d_scale = ring_backward(views, scale, losses, matched, means.new_ring(), means.tile, means.workspace_bytes)
+    factor = d_loss / len(views)
+    d_views = scaled(d_views, 2 * factor * scale, first_views.dtype)
+    return *d_views.chunk(2), factor * d_scale
+
+
+def _statistics(first_views, *_):
+    return [((2, len(first_views)), None), ((len(first_views),), None)]
+
+
+_NT_XENT = tiled.register(
+    tiled.Maths("nt_xent", _check, _forward, _backward, _statistics, reach=lambda world_size: world_size // 2)
+)
 
 
 def _share(hop: int, ring: RingExchange, count: int) -> tuple[slice, slice]:

@@ -1,9 +1,6 @@
 """What every tiled loss does with its inputs and gradients: check, convert, scale."""
 
-import functools
-import sys
-from collections.abc import Callable
-from typing import Any, SupportsFloat
+from typing import SupportsFloat
 
 import torch
 from torch import Tensor
@@ -12,28 +9,6 @@ from infcl.kernels import Tile
 from infcl.loss.ring import RingExchange
 
 _TF32_ROUNDS_BELOW = 2.0**128 - 2.0**116  # from there on to 2^128
-
-
-def not_compiled(loss: Callable) -> Callable:
-    """A loss that torch.compile leaves as it is: graphs end before it and begin again behind it.
-
-    Its kernels are compiled already. What is left between them is the ring's messages, whose order all ranks must keep,
-    and what the host decides, by shapes, ranks and memory: none of it is for a compiler to move.
-    """
-    why = "infcl's losses are kernels and messages that all ranks issue in one order"
-    left_alone: list[Callable] = []
-
-    @functools.wraps(loss)
-    def call(*arguments: Any, **options: Any) -> Any:
-        if "torch._dynamo" not in sys.modules:  # nothing is compiled here; to import it takes seconds
-            return loss(*arguments, **options)
-        if not left_alone:
-            left_alone.append(torch.compiler.disable(loss, reason=why))
-        return left_alone[0](*arguments, **options)
-
-    # what torch.compiler.disable says of its function: the compiler stops before it, and tells why
-    call.__dict__.update(_torchdynamo_disable=True, _torchdynamo_disable_msg=why)
-    return call
 
 
 def check_features(

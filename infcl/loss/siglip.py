@@ -17,21 +17,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from infcl.kernels import WORKSPACE_BYTES, Tile, select_tile
-from infcl.loss.operands import (
-    as_operand,
-    check_features,
-    inner_product,
-    matched_gradient,
-    not_compiled,
-    refuse_double_backward,
-    scalar_like,
-    scaled,
-)
-from infcl.loss.ring import RingExchange, ring_maker
+from infcl.kernels import WORKSPACE_BYTES, Tile
+from infcl.loss import tiled
+from infcl.loss.operands import as_operand, check_features, inner_product, matched_gradient, scaled
+from infcl.loss.ring import RingExchange
 
 
-@not_compiled
 def siglip_loss(
     image_features: Tensor,
     text_features: Tensor,
@@ -48,11 +39,8 @@ def siglip_loss(
     compare_ranks: bool = True,
 ) -> Tensor:
     """The sigmoid loss of the group's global batch; arguments as in `inf_cl_loss`, gradient flows to logit_bias too."""
-    new_ring = ring_maker(group, ring=ring, ranks_per_node=ranks_per_node, overlap=ring_overlap)
-    check_features("siglip", image_features, text_features, new_ring(), compare_ranks=compare_ranks)
-    selected = select_tile(image_features, tile=tile, tile_dtype=tile_dtype)
-    scale, bias = scalar_like(image_features, logit_scale), scalar_like(image_features, logit_bias)
-    return _SigLip.apply(image_features, text_features, scale, bias, new_ring, selected, workspace_bytes)
+    options = tiled.Options(group, tile, tile_dtype, workspace_bytes, ring, ranks_per_node, ring_overlap, compare_ranks)
+    return tiled.loss(_SIGLIP, options, (image_features, text_features), (logit_scale, logit_bias))
 
 
 def ring_forward(
@@ -100,26 +88,31 @@ def ring_backward(
     return d_rows, ring.home("d_columns", Tensor.add_), d_scale
 
 
-class _SigLip(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, image_features, text_features, scale, bias, new_ring, tile, workspace_bytes):
-        rows, columns = as_operand(image_features, tile), as_operand(text_features, tile)
-        with torch.autocast(rows.device.type, enabled=False):
-            loss, slope, slopes = ring_forward(rows, columns, scale, bias, new_ring(), tile, workspace_bytes)
-        ctx.save_for_backward(rows, columns, scale, bias, slope, slopes)
-        ctx.new_ring, ctx.tile, ctx.workspace_bytes = new_ring, tile, workspace_bytes
-        ctx.feature_dtype = image_features.dtype
-        return loss / len(rows)
+def _check(ring: RingExchange, compare_ranks: bool, image_features: Tensor, text_features: Tensor, *_) -> None:
+    check_features("siglip", image_features, text_features, ring, compare_ranks=compare_ranks)
 
-    @staticmethod
-    def backward(ctx, d_loss):
-        refuse_double_backward("siglip")
-        rows, columns, scale, bias, slope, slopes = ctx.saved_tensors
-        with torch.autocast(rows.device.type, enabled=False):
-            d_rows, d_columns, d_scale = ring_backward(
-                rows, columns, scale, bias, slopes, ctx.new_ring(), ctx.tile, ctx.workspace_bytes
-            )
-            factor = d_loss / len(rows)
-            d_images = scaled(d_rows, factor * scale, ctx.feature_dtype)
-            d_texts = scaled(d_columns, factor * scale, ctx.feature_dtype)
-        return d_images, d_texts, factor * d_scale, factor * slope, None, None, None
+
+def _forward(means: tiled.Means, image_features: Tensor, text_features: Tensor, scale: Tensor, bias: Tensor):
+    rows, columns = as_operand(image_features, means.tile), as_operand(text_features, means.tile)
+    loss, slope, slopes = ring_forward(rows, columns, scale, bias, means.new_ring(), means.tile, means.workspace_bytes)
+    return loss / len(rows), (slope, slopes)
+
+
+def _backward(means: tiled.Means, d_loss: Tensor, inputs, statistics, needs):
+    image_features, text_features, scale, bias = inputs
+    slope, slopes = statistics
+    rows, columns = as_operand(image_features, means.tile), as_operand(text_features, means.tile)
+    d_rows, d_columns, d_scale = ring_backward(
+        rows, columns, scale, bias, slopes, means.new_ring(), means.tile, means.workspace_bytes
+    )
+    factor = d_loss / len(rows)
+    d_images = scaled(d_rows, factor * scale, image_features.dtype)
+    d_texts = scaled(d_columns, factor * scale, text_features.dtype)
+    return d_images, d_texts, factor * d_scale, factor * slope
+
+
+def _statistics(image_features, *_):
+    return [((), None), ((len(image_features),), None)]
+
+
+_SIGLIP = tiled.register(tiled.Maths("siglip", _check, _forward, _backward, _statistics))
