@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from infcl import InfCLLoss, inf_cl_loss, info_nce_loss, nt_xent_loss
+from infcl import InfCLLoss, inf_cl_loss, info_nce_loss, nt_xent_loss, siglip_loss
 from infcl.kernels import select_tile
 from infcl.loss.inf_cl import ring_backward, ring_forward
 from infcl.loss.ring import RingExchange
@@ -95,14 +95,16 @@ def test_chunks_of_any_size_give_the_same_result():
         assert relative_error(result.d_texts, truth.d_texts) < 1e-5
 
 
-def test_a_side_without_gradient_leaves_the_others_exact():
-    case = Case("inf_cl", 15, 24, 20.0)
+@pytest.mark.parametrize("name", ["inf_cl", "siglip"])
+def test_a_side_without_gradient_leaves_the_others_exact(name):
+    case = Case(name, 15, 24, 20.0, bias=-4.0)
     truth = oracle(case)
     for need_images, need_texts in ((True, False), (False, True), (False, False)):
         images, texts = features(case.kind, case.rows, case.dim)
         images.requires_grad_(need_images), texts.requires_grad_(need_texts)
         scale = torch.tensor([case.scale], requires_grad=True)
-        inf_cl_loss(images, texts, scale).backward()
+        loss = inf_cl_loss(images, texts, scale) if name == "inf_cl" else siglip_loss(images, texts, scale, case.bias)
+        loss.backward()
         assert scale.grad.shape == (1,) and relative_error(scale.grad[0], truth.d_scale) < 1e-5
         assert images.grad is None or relative_error(images.grad, truth.d_images) < 1e-5
         assert texts.grad is None or relative_error(texts.grad, truth.d_texts) < 1e-5
@@ -239,6 +241,25 @@ def test_unequal_rows_and_dtypes_are_refused_on_every_rank():
         assert "number of rows" in rows and "[4, 5, 6]" in rows
         assert "same dtype" in dtypes and "['torch.float32', 'torch.float64', 'torch.float32']" in dtypes
         assert "['torch.bfloat16', 'torch.float16', 'torch.bfloat16']" in halves
+
+
+def _unequal_wishes(rank, world_size):
+    """What each loss says where rank 1 alone wants no gradient of its texts (or documents)."""
+    images, texts = (side.requires_grad_() for side in features("random", 4, 8))
+    texts.requires_grad_(rank != 1)
+    losses = {
+        "inf_cl": lambda: inf_cl_loss(images, texts, 1.0, group=dist.group.WORLD),
+        "siglip": lambda: siglip_loss(images, texts, 1.0, 0.0, group=dist.group.WORLD),
+        "info_nce": lambda: info_nce_loss(images, texts, torch.arange(4), 1.0, group=dist.group.WORLD),
+    }
+    return {name: refused(loss) for name, loss in losses.items()}
+
+
+def test_a_gradient_that_not_all_ranks_want_is_refused_on_every_rank():
+    """Gradients of columns travel: ranks that send them would wait for one that does not."""
+    for messages in run_ranks(_unequal_wishes, 3):
+        for name, message in messages.items():
+            assert f"{name} needs the same requires_grad of columns on every rank" in message and "[1, 0, 1]" in message
 
 
 def _missing_group(rank, world_size):

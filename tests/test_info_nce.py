@@ -7,7 +7,7 @@ import torch.nn.functional as F
 
 from infcl import info_nce_loss
 from tests.loss_oracle import features, means_over_ranks, relative_error
-from tests.ranks import run_ranks
+from tests.ranks import refused, run_ranks
 
 # (queries per rank, documents per rank, D, scale, how positives are drawn)
 CASES = [
@@ -116,6 +116,29 @@ def test_wrong_positives_are_refused_with_the_numbers():
         info_nce_loss(queries, torch.ones(3, 9), torch.tensor([0, 1]), 1.0)
     with pytest.raises(ValueError, match="on one device; got cpu, cpu, meta"):
         info_nce_loss(queries, documents, torch.tensor([0, 1], device="meta"), 1.0)
+
+
+def _one_misplaced(rank, world_size):
+    positives = torch.tensor([0, 3 if rank == 1 else 2])
+    return refused(info_nce_loss, torch.ones(2, 8), torch.ones(3, 8), positives, 1.0, group=dist.group.WORLD)
+
+
+def test_a_positive_outside_on_one_rank_is_refused_on_every_rank():
+    for rank, message in enumerate(run_ranks(_one_misplaced, 3)):
+        assert "place of positives (1: inside) on every rank; ranks 0.. have [1, 0, 1]" in message
+        assert ("positives lie in 0..3; this rank's documents are 0..2" in message) == (rank == 1)
+
+
+@pytest.mark.parametrize("wanted", [(True, False), (False, True), (False, False)])
+def test_a_side_without_gradient_leaves_the_others_exact(wanted):
+    q, d, positives = _global_batch(CASES[1], 1)
+    truth = dict(zip("qds", _oracle(CASES[1], 1)[1:]))
+    q.requires_grad_(wanted[0]), d.requires_grad_(wanted[1])
+    scale = torch.tensor(float(CASES[1][3]), requires_grad=True)
+    sides = {name: x for name, x in zip("qds", (q, d, scale)) if x.requires_grad}
+    loss = info_nce_loss(q, d, positives[0], scale)
+    for name, gradient in zip(sides, torch.autograd.grad(loss, list(sides.values()))):
+        assert relative_error(gradient, truth[name], floor=0.1) < 1e-5, name
 
 
 def _two_kinds_of_half(rank, world_size):

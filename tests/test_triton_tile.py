@@ -273,6 +273,35 @@ def test_a_captured_graph_replays_the_step():
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+def test_in_a_compiled_caller_the_tile_gives_what_it_gives_in_an_eager_one(mode):
+    """One graph with the loss in it, by Inductor and replayed as CUDA graphs around it; to the bit, call after call."""
+    positives = torch.arange(700, device="cuda").flip(0) // 2
+    losses = {
+        "inf_cl": lambda a, b, scale: inf_cl_loss(a, b, scale, cuda_graph=False),
+        "siglip": lambda a, b, scale: siglip_loss(a, b, scale, -scale),
+        "info_nce": lambda a, b, scale: info_nce_loss(a, b, positives, scale),
+        "nt_xent": lambda a, b, scale: nt_xent_loss(a, b, scale),
+    }
+    for name, loss in losses.items():
+
+        def step(images, texts, scale):
+            return 2 * loss(images, texts, scale)  # noqa: B023 (compiled and called in this turn)
+
+        torch._dynamo.reset()
+        compiled = torch.compile(step, fullgraph=True, mode=mode)
+        for seed in range(4):
+            pairs = [f.cuda().bfloat16().requires_grad_() for f in features("random", 700, 72, seed=seed)]
+            inputs = *pairs, torch.tensor(20.0, device="cuda", requires_grad=True)
+            results = []
+            for run in (step, compiled):
+                torch.compiler.cudagraph_mark_step_begin()
+                value = run(*inputs)
+                results.append([x.clone() for x in (value.detach(), *torch.autograd.grad(value, inputs))])
+            assert all(torch.equal(a, b) for a, b in zip(*results)), (name, seed)
+
+
+@pytest.mark.gpu
 def test_tf32_tiles_are_selected_by_name_only():
     case = Case("inf_cl", 1000, 256, 50.0)
     truth = oracle(case)

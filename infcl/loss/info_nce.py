@@ -18,7 +18,7 @@ from torch import Tensor
 from infcl.kernels import WORKSPACE_BYTES, Tile
 from infcl.loss import tiled
 from infcl.loss.lse import cross_entropies, merge_lse
-from infcl.loss.operands import as_operand, inner_product, matched_gradient, scaled
+from infcl.loss.operands import as_operand, gradients_wanted, inner_product, matched_gradient, scaled
 from infcl.loss.ring import RingExchange
 
 
@@ -77,26 +77,33 @@ def ring_backward(
     ring: RingExchange,
     tile: Tile,
     workspace_bytes: int,
-) -> tuple[Tensor, Tensor, Tensor]:
+    *,
+    rows_need: bool = True,
+    columns_need: bool = True,
+) -> tuple[Tensor | None, Tensor | None, Tensor]:
     """`dS @ all_columns`, `dS.T @ all_rows` and <dS, logits / scale>, [q, D], [d, D] and 0-dim, float32 or wider.
 
-    dS = exp(logits - row_lse), and the slopes on the diagonal of one's own block.
+    dS = exp(logits - row_lse), and the slopes on the diagonal of one's own block. A side that needs no gradient (a
+    frozen encoder) costs no matrix product and no message.
     """
     count = len(slopes)
     d_rows = torch.zeros_like(rows, dtype=slopes.dtype)
     matched_gradient(slopes, columns[:count], out=d_rows[:count])
     d_scale = inner_product(rows, d_rows)
+    if not rows_need:
+        d_rows = None
     for hop, (block,) in ring.blocks(columns):
-        d_block = ring.part("d_columns", block, slopes.dtype).zero_()
-        if hop == 0:
+        d_block = ring.part("d_columns", block, slopes.dtype).zero_() if columns_need else None
+        if hop == 0 and columns_need:
             matched_gradient(slopes, rows[:count], out=d_block[:count])
         tile.softmax_backward(
             rows, block, scale, row_lse, None, d_rows, d_block, d_scale,
             masked=hop == 0, workspace_bytes=workspace_bytes,
         )  # fmt: skip
-        ring.carry("d_columns", hop, d_block, Tensor.add_)
+        if columns_need:
+            ring.carry("d_columns", hop, d_block, Tensor.add_)
         del d_block  # before memory for the next one is taken
-    return d_rows, ring.home("d_columns", Tensor.add_), d_scale
+    return d_rows, ring.home("d_columns", Tensor.add_) if columns_need else None, d_scale
 
 
 def _forward(means: tiled.Means, queries: Tensor, documents: Tensor, positives: Tensor, scale: Tensor):
@@ -122,16 +129,27 @@ def _backward(means: tiled.Means, d_loss: Tensor, inputs, statistics, needs):
     place = places[misplaced]
     rows, columns = as_operand(queries, means.tile), as_operand(documents, means.tile)[order]
     d_rows, d_columns, d_scale = ring_backward(
-        rows, columns, scale, row_lse, slopes, means.new_ring(), means.tile, means.workspace_bytes
+        rows,
+        columns,
+        scale,
+        row_lse,
+        slopes,
+        means.new_ring(),
+        means.tile,
+        means.workspace_bytes,
+        rows_need=needs[0],
+        columns_need=needs[1],
     )
-    some_queries, their_documents = rows[misplaced].to(d_rows.dtype), columns[place].to(d_rows.dtype)
+    some_queries, their_documents = rows[misplaced].to(slopes.dtype), columns[place].to(slopes.dtype)
     d_scale -= inner_product(some_queries, their_documents)
-    d_rows.index_add_(0, misplaced, their_documents, alpha=-1)
-    _subtract_rows(d_columns, place, some_queries)
-    factor = d_loss / len(rows)
-    d_queries = scaled(d_rows, factor * scale, queries.dtype)
-    d_documents = torch.empty_like(d_columns, dtype=documents.dtype)
-    d_documents[order] = scaled(d_columns, factor * scale, documents.dtype)
+    factor, d_queries, d_documents = d_loss / len(rows), None, None
+    if needs[0]:
+        d_rows.index_add_(0, misplaced, their_documents, alpha=-1)
+        d_queries = scaled(d_rows, factor * scale, queries.dtype)
+    if needs[1]:
+        _subtract_rows(d_columns, place, some_queries)
+        d_documents = torch.empty_like(d_columns, dtype=documents.dtype)
+        d_documents[order] = scaled(d_columns, factor * scale, documents.dtype)
     return d_queries, d_documents, None, factor * d_scale
 
 
@@ -191,11 +209,18 @@ def _check(ring: RingExchange, compare_ranks: bool, queries: Tensor, documents: 
             f"got {tuple(positives.shape)} of {positives.dtype}"
         )
     low, high = int(positives.min()), int(positives.max())
-    if low < 0 or high >= len(documents):
-        raise ValueError(f"positives lie in {low}..{high}; this rank's documents are 0..{len(documents) - 1}")
+    wrong = f"positives lie in {low}..{high}; this rank's documents are 0..{len(documents) - 1}"
+    inside = 0 <= low and high < len(documents)
     if compare_ranks:
-        compared = {"queries": shapes[0][0], "documents": shapes[1][0], "feature dimensions": shapes[0][1]}
-        ring.require_equal("info_nce", compared | {"ranks in a lap": ring.lap, "dtype": queries.dtype}, queries.device)
+        compared: dict[str, int | torch.dtype] = {"queries": shapes[0][0], "documents": shapes[1][0]}
+        compared |= {"feature dimensions": shapes[0][1], "ranks in a lap": ring.lap, "dtype": queries.dtype}
+        compared |= {"place of positives (1: inside)": inside} | gradients_wanted(queries, documents)
+        try:
+            ring.require_equal("info_nce", compared, queries.device)
+        except ValueError as error:
+            raise ValueError(str(error) if inside else f"{error}; {wrong}") from None
+    if not inside:
+        raise ValueError(wrong)
 
 
 _INFO_NCE = tiled.register(tiled.Maths("info_nce", _check, _forward, _backward, _statistics))

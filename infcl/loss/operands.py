@@ -14,7 +14,10 @@ _TF32_ROUNDS_BELOW = 2.0**128 - 2.0**116  # from there on to 2^128
 def check_features(
     name: str, image_features: Tensor, text_features: Tensor, ring: RingExchange, *, compare_ranks: bool = True
 ) -> None:
-    """ValueError with the shapes unless both are [b, D] floats, b > 0, and, where ranks are compared, equal on all."""
+    """ValueError with the shapes unless both are [b, D] floats, b > 0, and, where ranks are compared, equal on all.
+
+    So is which of them wants a gradient: a side's gradient travels, or it does not.
+    """
     shapes = tuple(image_features.shape), tuple(text_features.shape)
     if image_features.ndim != 2 or shapes[0] != shapes[1] or image_features.numel() == 0:
         raise ValueError(f"{name} needs two sets of features of one shape [b, D], not empty; got {shapes}")
@@ -27,7 +30,15 @@ def check_features(
     if compare_ranks:
         rows, dim = shapes[0]
         compared: dict[str, int | torch.dtype] = {"rows": rows, "feature dimensions": dim, "ranks in a lap": ring.lap}
-        ring.require_equal(name, compared | {"dtype": image_features.dtype}, image_features.device)
+        compared["dtype"] = image_features.dtype
+        compared |= gradients_wanted(image_features, text_features)
+        ring.require_equal(name, compared, image_features.device)
+
+
+def gradients_wanted(rows: Tensor, columns: Tensor) -> dict[str, bool]:
+    """{what to call it: whether this rank's backward pass will ask for the gradient of that side}"""
+    sides = {"rows": rows, "columns": columns}
+    return {f"requires_grad of {name}": torch.is_grad_enabled() and x.requires_grad for name, x in sides.items()}
 
 
 def as_operand(features: Tensor, tile: Tile) -> Tensor:

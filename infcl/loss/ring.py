@@ -177,8 +177,8 @@ class RingExchange:
     def require_equal(self, what: str, values: Mapping[str, int | torch.dtype], device: torch.device) -> None:
         """Raise the same ValueError on every rank, with all ranks' values, unless they have the same.
 
-        One all-gather of len(values) integers; a dtype is compared by its name's checksum. RuntimeError on CPUs where a
-        rank does not come to it.
+        One all-gather of len(values) integers: numbers, booleans, and of a dtype its name's checksum. RuntimeError on
+        CPUs where a rank does not come to it.
         """
         if self.world_size == 1:
             return
@@ -197,9 +197,8 @@ class RingExchange:
             ) from error
         for name, per_rank in zip(values, gathered.view(self.world_size, -1).T.tolist()):
             if len(set(per_rank)) > 1:
-                wanted = f"number of {name}"
+                wanted = name if isinstance(values[name], bool | torch.dtype) else f"number of {name}"
                 if isinstance(values[name], torch.dtype):
-                    wanted = name
                     dist.all_gather_object(per_rank, str(values[name]), group=self.group)
                 raise ValueError(f"{what} needs the same {wanted} on every rank; ranks 0.. have {per_rank}")
 

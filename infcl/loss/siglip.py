@@ -70,22 +70,32 @@ def ring_backward(
     ring: RingExchange,
     tile: Tile,
     workspace_bytes: int,
-) -> tuple[Tensor, Tensor, Tensor]:
+    *,
+    rows_need: bool = True,
+    columns_need: bool = True,
+) -> tuple[Tensor | None, Tensor | None, Tensor]:
     """`dS @ all_columns` for one's own rows, `dS.T @ all_rows` for one's own columns, [b, D], and <dS, logits / scale>.
 
     All float32 or wider; the last is 0-dim, the sum over one's own rows.
+    A side that needs no gradient (a locked tower) costs no matrix product and no message.
     """
     d_rows = matched_gradient(slopes, columns)
     d_scale = inner_product(rows, d_rows)
+    if not rows_need:
+        d_rows = None
     for hop, (block,) in ring.blocks(columns):
-        d_block = ring.part("d_columns", block, slopes.dtype)
-        matched_gradient(slopes, rows, out=d_block) if hop == 0 else d_block.zero_()
+        if not columns_need:
+            d_block = None
+        else:
+            d_block = ring.part("d_columns", block, slopes.dtype)
+            matched_gradient(slopes, rows, out=d_block) if hop == 0 else d_block.zero_()
         tile.sigmoid_backward(
             rows, block, scale, bias, d_rows, d_block, d_scale, masked=hop == 0, workspace_bytes=workspace_bytes
         )
-        ring.carry("d_columns", hop, d_block, Tensor.add_)
+        if columns_need:
+            ring.carry("d_columns", hop, d_block, Tensor.add_)
         del d_block  # before memory for the next one is taken
-    return d_rows, ring.home("d_columns", Tensor.add_), d_scale
+    return d_rows, ring.home("d_columns", Tensor.add_) if columns_need else None, d_scale
 
 
 def _check(ring: RingExchange, compare_ranks: bool, image_features: Tensor, text_features: Tensor, *_) -> None:
@@ -103,11 +113,20 @@ def _backward(means: tiled.Means, d_loss: Tensor, inputs, statistics, needs):
     slope, slopes = statistics
     rows, columns = as_operand(image_features, means.tile), as_operand(text_features, means.tile)
     d_rows, d_columns, d_scale = ring_backward(
-        rows, columns, scale, bias, slopes, means.new_ring(), means.tile, means.workspace_bytes
+        rows,
+        columns,
+        scale,
+        bias,
+        slopes,
+        means.new_ring(),
+        means.tile,
+        means.workspace_bytes,
+        rows_need=needs[0],
+        columns_need=needs[1],
     )
     factor = d_loss / len(rows)
-    d_images = scaled(d_rows, factor * scale, image_features.dtype)
-    d_texts = scaled(d_columns, factor * scale, text_features.dtype)
+    d_images = scaled(d_rows, factor * scale, image_features.dtype) if needs[0] else None
+    d_texts = scaled(d_columns, factor * scale, text_features.dtype) if needs[1] else None
     return d_images, d_texts, factor * d_scale, factor * slope
 
 
