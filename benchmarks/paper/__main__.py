@@ -83,7 +83,7 @@ TABLES = {
 FIGURES: dict[str, tuple[Callable[[], dict], dict | None]] = {
     "figure_1.png": (memory.figure_1, {"x": ("global batch", "global batch", "GPUs"), "y": "GiB per GPU"}),
     "figure_4.png": (speed.figure_4, {"x": ("global batch",) * 2, "y": "ms, forward + backward"}),
-    "figure_4_steps.png": (speed.figure_4_steps, {"x": ("global batch",) * 2, "y": "seconds, one GPU"}),
+    "figure_4_steps.png": (speed.figure_4_steps, {"x": ("global batch",) * 2, "y": "one GPU"}),
     "figure_5.png": (accuracy.figure_5, {"x": ("global batch",) * 2, "y": "accuracy", "log_y": False}),
     "loss_curves.png": (
         accuracy.loss_curves,

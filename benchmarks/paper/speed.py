@@ -39,9 +39,9 @@ def loss_table(gpus: int, impls: tuple[str, ...]) -> str:
 
 
 def _cell(found: list[dict]) -> str:
-    """The last row's time and memory; the range of times where those of its commit spread over 3%."""
+    """The last row's time and memory; the range of times where those of its commit spread over 3%. '-': no row."""
     if not found:
-        return ""
+        return "-"
     if found[-1]["median_ms"] == "":
         return "x"
     times = sorted(row["median_ms"] for row in newest(found) if row["median_ms"] != "")
@@ -52,12 +52,16 @@ def _cell(found: list[dict]) -> str:
     return f"{shown}{deviation} ms, {size(found[-1]['extra_mib'])}"
 
 
+ONE_GPU = ("inf_cl", "clip_compiled", "clip", "official_open_clip", "official")
+FOUR_GPUS = ("inf_cl", "clip", "official_open_clip", "official")
+
+
 def loss_one_gpu() -> str:
-    return loss_table(1, ("inf_cl", "clip_compiled", "clip", "official_open_clip", "official"))
+    return loss_table(1, ONE_GPU)
 
 
 def loss_four_gpus() -> str:
-    return loss_table(4, ("inf_cl", "clip", "official_open_clip", "official"))
+    return loss_table(4, FOUR_GPUS)
 
 
 def loss_two_gpus() -> str:
@@ -71,21 +75,24 @@ def loss_two_gpus() -> str:
     return markdown(["b", "messages", "ms: median (mean)", "memory", "rate, of the library's"], lines)
 
 
+_OTHERS = {  # on one GPU: (--impl, D)
+    ("siglip", 768): "SigLIP",
+    ("official_siglip", 768): "SigLIP, open_clip's",
+    ("inf_cl", 512): "infcl, D = 512",
+    ("inf_cl", 1024): "infcl, D = 1024",
+    ("nt_xent", 768): "NT-Xent (half of the matrix)",
+    ("views", 768): "the same views through infcl (all of it)",
+    ("info_nce", 768): "InfoNCE, b queries, 2 b documents",
+    ("two_passes", 768): "infcl's loss as two passes of InfoNCE",
+}
+
+
 def loss_others() -> str:
     """What else one H200 was asked: SigLIP, other widths, NT-Xent."""
     one = where(loss_rows(), gpus=1)
-    names = {
-        ("siglip", 768): "SigLIP",
-        ("official_siglip", 768): "SigLIP, open_clip's",
-        ("inf_cl", 512): "infcl, D = 512",
-        ("inf_cl", 1024): "infcl, D = 1024",
-        ("nt_xent", 768): "NT-Xent (half of the matrix)",
-        ("views", 768): "the same views through infcl (all of it)",
-        ("info_nce", 768): "InfoNCE, b queries, 2 b documents",
-    }
     lines = [
-        [names[row["impl"], row["dim"]], f"{row['global_batch']:,}", ms(row["median_ms"]), size(row["extra_mib"])]
-        for key in names
+        [_OTHERS[row["impl"], row["dim"]], f"{row['global_batch']:,}", ms(row["median_ms"]), size(row["extra_mib"])]
+        for key in _OTHERS
         for row in _by_batch(where(one, impl=key[0], dim=key[1]))
     ]
     return markdown(["loss", "b", "ms", "memory"], lines)
@@ -114,16 +121,20 @@ def table_4() -> str:
     return markdown(["4 GPUs, b = 65,536, D = 768", "ms", "memory"], lines)
 
 
+_SIDE_BY_SIDE = ("inf_cl", "siglip", "official_siglip", "disco", "official_open_clip")
+_SETTINGS = ((1, 65536), (1, 131072), (4, 65536), (4, 131072), (4, 262144))
+
+
 def side_by_side() -> str:
     """SigLIP and DisCo-CLIP beside the others, one and four GPUs."""
-    settings, lines = ((1, 65536), (1, 131072), (4, 65536), (4, 131072), (4, 262144)), []
-    for impl in ("inf_cl", "siglip", "official_siglip", "disco", "official_open_clip"):
+    lines = []
+    for impl in _SIDE_BY_SIDE:
         cells = [LABELS[impl]]
-        for gpus, pairs in settings:
+        for gpus, pairs in _SETTINGS:
             own = where(tried(), impl=impl, gpus=gpus, global_batch=pairs, dim=768)
-            cells.append(_cell(own) or NOT_MEASURED)
+            cells.append(_cell(own))
         lines.append(cells)
-    return markdown(["loss", *(f"{gpus} GPU{'s' * (gpus > 1)}, {pairs:,}" for gpus, pairs in settings)], lines)
+    return markdown(["loss", *(f"{gpus} GPU{'s' * (gpus > 1)}, {pairs:,}" for gpus, pairs in _SETTINGS)], lines)
 
 
 def symmetry() -> str:
@@ -131,6 +142,10 @@ def symmetry() -> str:
     one = where(loss_rows(), gpus=1, dim=768)
     lines = []
     for name, impl, against, pairs in (
+        *(
+            ("both directions in one pass (one / two passes over the same tiles)", "inf_cl", "two_passes", 2**power)
+            for power in (15, 16, 17, 18)
+        ),
         ("both directions in one pass (ours / official)", "inf_cl", "official", 65536),
         *(
             ("half of a symmetric matrix (NT-Xent / all of it)", "nt_xent", "views", 2**power)
@@ -237,7 +252,7 @@ def precision() -> str:
 
 def loss_origin() -> str:
     """Of the rows that are shown, each setting's newest commit: hardware, and which of them each commit measured."""
-    found = loss_rows()
+    found = [row for row in loss_rows() if _is_shown(row)]
     last = {_setting(row): row["commit"] for row in found}
     shown = [row for row in found if row["commit"] == last[_setting(row)]]
     rates = sorted(row["cublas_tflops"] for row in shown)
@@ -253,6 +268,15 @@ def loss_origin() -> str:
             if words:
                 lines.append([commit[:7], gpus, "; ".join(words)])
     return f"{text}\n\n{markdown(['commit', 'GPUs', 'what it measured (names of --impl, pairs)'], lines)}"
+
+
+def _is_shown(row: dict) -> bool:
+    """Whether one of the tables above has a place for this row."""
+    impl, gpus, dim, pairs = (row[name] for name in ("impl", "gpus", "dim", "global_batch"))
+    if gpus == 1:
+        return (impl, dim) in _OTHERS or (dim == 768 and impl in ONE_GPU)
+    tables = {2: ("inf_cl", "inf_cl sends"), 4: (*FOUR_GPUS, *(["one_tile"] if pairs == 65536 else []))}
+    return dim == 768 and (impl in tables[gpus] or (impl in _SIDE_BY_SIDE and (gpus, pairs) in _SETTINGS))
 
 
 def _setting(row: dict) -> tuple:
@@ -286,9 +310,9 @@ def steps_by_loss() -> str:
 
 
 def _step_cell(found: list[dict]) -> str:
-    """'1.42 +- 0.01 s, loss 12.3 ms, 45.1 GiB' of a row; 'x': out of memory."""
+    """'1.42 +- 0.01 s, loss 12.3 ms, 45.1 GiB' of a row; 'x': out of memory; '-': no row."""
     if not found:
-        return ""
+        return "-"
     row = found[-1]
     if row["median_s"] == "":
         return "x"
@@ -297,16 +321,23 @@ def _step_cell(found: list[dict]) -> str:
 
 
 def figure_4_steps() -> dict:
-    """Seconds of a whole step, and of its loss, against the batch: {panel: {label: [(pairs, seconds)]}}."""
+    """A whole step, and of it the loss, against the batch: {panel: {label: [(pairs, value)]}}.
+
+    The step beside that with infcl's loss, since towers take nearly all of a step and seconds would lie on one line.
+    """
     found = [row for row in whole_steps() if row["median_s"] != ""]
-    panels = {"a whole step": "median_s", "of it the loss": "seconds_loss"}
+    ours = {row["global_batch"]: row["median_s"] for row in where(found, impl="inf_cl")}
+    values = {
+        "a whole step, times as long as infcl's": lambda row: row["median_s"] / ours[row["global_batch"]],
+        "of it the loss, seconds": lambda row: row["seconds_loss"],
+    }
     return {
         panel: {
-            LABELS[impl]: sorted((row["global_batch"], row[column]) for row in where(found, impl=impl))
+            LABELS[impl]: sorted((row["global_batch"], value(row)) for row in where(found, impl=impl))
             for impl in LABELS
             if where(found, impl=impl)
         }
-        for panel, column in panels.items()
+        for panel, value in values.items()
     }
 
 
