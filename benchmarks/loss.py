@@ -39,7 +39,7 @@ def main() -> None:
         refuse("benchmarks.loss", f"--impl: unknown loss '{unknown[0]}'; one of {', '.join(NAMES)}")
     require_gpus("benchmarks.loss", 1 if arguments.check else arguments.gpus)
     if arguments.check:
-        _check(arguments)
+        on_ranks(_check, 1, arguments)
     else:
         on_ranks(_measure_all, arguments.gpus, arguments)
 
@@ -166,8 +166,10 @@ def _measure(
     }
 
 
-def _check(arguments: argparse.Namespace) -> None:
-    """Print the precision table, and append it to --csv."""
+def _check(rank: int, arguments: argparse.Namespace) -> None:
+    """Print the precision table, and append it to --csv. In a process group, where the official gradient reduces."""
+    torch.cuda.set_device(rank)
+    dist.init_process_group("nccl", device_id=torch.device("cuda", rank))
     for dim in map(int, arguments.dim.split(",")):
         print(f"b = 4096, D = {dim}: errors against float64 of the same features")
         for row in check(4096, dim):
@@ -175,6 +177,7 @@ def _check(arguments: argparse.Namespace) -> None:
             which = f"{row['features']:>10} {row['impl']:>9} {row['dtype']:>9} {row['tile_dtype']:>5}"
             print(which, numbers, flush=True)
             append(arguments.csv, [row | {"dim": dim} | device_hardware(arguments.commit)])
+    dist.destroy_process_group()
 
 
 def _report(row: dict, path: Path | None) -> None:

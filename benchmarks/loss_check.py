@@ -40,7 +40,7 @@ def check(rows: int, dim: int) -> Iterator[dict]:
             try:
                 loss = make(name, None, {"tile_dtype": tile_dtype} if name == "inf_cl" else {}, None)
                 result = _evaluate(loss, inputs, scale)
-            except (ImportError, ValueError):  # not installed; its gradient of the scale needs a process group
+            except ImportError:  # not installed
                 continue
             floor = 0.1 * scale / rows**0.5
             yield {

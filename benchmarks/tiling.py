@@ -23,6 +23,7 @@ from infcl.kernels import WORKSPACE_BYTES
 COLUMNS = (
     "gpus", "global_batch", "dim", "products ms", "products std", "tiles ms", "tiles std", "device", "torch", "triton",
     "commit", "ring, waiting ms", "ring, waiting std", "ring ms", "ring std", "ring, sends ms", "ring, sends std",
+    "repeats", "products mean", "tiles mean", "ring, waiting mean", "ring mean", "ring, sends mean",
 )  # fmt: skip
 
 
@@ -72,9 +73,8 @@ def _measure(rank: int, arguments: argparse.Namespace) -> None:
     for turn in range(arguments.repeats):
         for name, step in steps.items():
             turns[name] += timed(step, 1, group, warm_up=0 if turn else 2)
-    times = {name: (statistics.median(all_turns), statistics.stdev(all_turns)) for name, all_turns in turns.items()}
     if rank == 0:
-        _report(times, arguments)
+        _report(turns, arguments)
     dist.destroy_process_group()
 
 
@@ -104,13 +104,14 @@ def _bare_products(rows: Tensor, columns: Tensor) -> None:
             torch.addmm(right, out.T, a, out_dtype=torch.float32, out=right)
 
 
-def _report(times: dict[str, tuple[float, float]], arguments: argparse.Namespace) -> None:
-    print(f"{arguments.gpus} GPUs, b = {arguments.batch}, D = {arguments.dim}; median and standard deviation, ms")
-    for name, (median, deviation) in times.items():
-        print(f"{name:>14} {median:9.2f} {deviation:7.2f}  {median / times['products'][0]:.3f} of the bare products")
-    row = {"gpus": arguments.gpus, "global_batch": arguments.batch, "dim": arguments.dim}
-    for name, (median, deviation) in times.items():
-        row |= {f"{name} ms": round(median, 3), f"{name} std": round(deviation, 3)}
+def _report(turns: dict[str, list[float]], arguments: argparse.Namespace) -> None:
+    print(f"{arguments.gpus} GPUs, b = {arguments.batch}, D = {arguments.dim}; ms: median, mean, standard deviation")
+    row = {"gpus": arguments.gpus, "global_batch": arguments.batch, "dim": arguments.dim, "repeats": arguments.repeats}
+    bare = statistics.median(turns["products"])
+    for name, times in turns.items():
+        median, mean, deviation = statistics.median(times), statistics.mean(times), statistics.stdev(times)
+        print(f"{name:>14} {median:9.2f} {mean:9.2f} {deviation:7.2f}  {median / bare:.3f} of the bare products")
+        row |= {f"{name} {what}": round(x, 3) for what, x in (("ms", median), ("mean", mean), ("std", deviation))}
     row |= hardware(arguments.commit)
     append(arguments.csv, [row], COLUMNS)
 

@@ -5,6 +5,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils.checkpoint import checkpoint
 
 from infcl import InfCLLoss, inf_cl_loss, info_nce_loss, nt_xent_loss, siglip_loss
 from infcl.loss.contrastive import LOSSES, ContrastiveLoss
@@ -178,8 +179,12 @@ def test_in_a_graph_too_a_side_without_a_gradient_gets_none(need_images, need_te
     scale = torch.tensor(10.0, requires_grad=True)
     torch._dynamo.reset()
     step = torch.compile(InfCLLoss(), backend="aot_eager", fullgraph=True)
-    wanted = [x for x in (images, texts, scale) if x.requires_grad]
-    gradients = [torch.autograd.grad(loss(images, texts, scale), wanted) for loss in (step, InfCLLoss())]
+    gradients = []
+    for loss in (step, InfCLLoss()):
+        images.grad = texts.grad = scale.grad = None
+        loss(images, texts, scale).backward()
+        assert (images.grad is not None, texts.grad is not None) == (need_images, need_texts)
+        gradients.append([x.grad for x in (images, texts, scale) if x.requires_grad])
     assert all(torch.equal(a, b) for a, b in zip(*gradients))
     with torch.no_grad():
         assert step(images, texts, scale) == InfCLLoss()(images, texts, scale)
@@ -196,7 +201,55 @@ def test_the_operators_of_a_graph_keep_torchs_rules():
         "info_nce": [images, texts, positives, scale],
         "nt_xent": [images, texts, scale],
     }.items():
-        torch.library.opcheck(torch.ops.infcl.tiled_loss.default, (name, inputs, *options))
+        wanted = [True, True, False][: 3 if name == "info_nce" else 2]
+        torch.library.opcheck(torch.ops.infcl.tiled_loss.default, (name, inputs, wanted, *options))
+
+
+def _disagreeing(rank, world_size):
+    """What is said, by an eager caller and by a compiled one, where ranks differ in what they want and in precision."""
+    images, texts = (side.requires_grad_() for side in features("random", 4, 8))
+    compiled = torch.compile(inf_cl_loss, backend="aot_eager", fullgraph=True)
+    messages = []
+    for loss in (inf_cl_loss, compiled):
+        frozen = texts.detach() if rank == 1 else texts
+        messages.append(refused(loss, images, frozen, 1.0, group=dist.group.WORLD))
+        half = "fp16" if rank == 1 else "bf16"
+        messages.append(refused(loss, images, texts, 1.0, group=dist.group.WORLD, tile_dtype=half))
+        single = "tf32" if rank == 1 else "fp32"
+        messages.append(refused(loss, images, texts, 1.0, group=dist.group.WORLD, tile_dtype=single))
+    return messages
+
+
+def test_ranks_that_want_other_gradients_or_products_are_told_so():
+    for messages in run_ranks(_disagreeing, 2):
+        for wishes, products, tf32 in (messages[:3], messages[3:]):
+            assert "same requires_grad of columns on every rank; ranks 0.. have [1, 0]" in wishes
+            assert "same dtype of products on every rank" in products and "'torch.float16'" in products
+            assert "same tf32 products on every rank; ranks 0.. have [0, 1]" in tf32
+
+
+@pytest.mark.parametrize("name", LIBRARY)
+def test_a_checkpoint_around_a_loss_computes_it_again(name):
+    """torch.utils.checkpoint and save_on_cpu give what was saved to whoever reads it once."""
+    plain, again = [], []
+    for found, call in (
+        (plain, lambda loss, a, b: loss(a, b, group=None)),
+        (again, lambda loss, a, b: checkpoint(lambda x, y: loss(x, y, group=None), a, b, use_reentrant=False)),
+    ):
+        pairs = [side.requires_grad_() for side in features("random", 5, 24)]
+        value = call(LIBRARY[name], *pairs)
+        found += [value.detach(), *torch.autograd.grad(value, pairs)]
+    assert all(torch.equal(a, b) for a, b in zip(plain, again))
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_in_a_graph_too_double_backward_is_refused(backend):
+    torch._dynamo.reset()
+    images, texts = (side.requires_grad_() for side in features("random", 5, 24))
+    loss = torch.compile(inf_cl_loss, backend=backend, fullgraph=True)(images, texts, torch.tensor(10.0))
+    with pytest.raises(RuntimeError, match="double backward"):
+        (gradient,) = torch.autograd.grad(loss, images, create_graph=True)
+        gradient.sum().backward()
 
 
 def test_what_is_refused_is_refused_in_a_graph_too():

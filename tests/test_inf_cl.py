@@ -219,6 +219,8 @@ def test_wrong_options_are_refused_by_name():
         inf_cl_loss(images, texts, images)
     with pytest.raises(ValueError, match="on one device; got cpu, meta"):
         inf_cl_loss(images, texts.to("meta"), 1.0)
+    with pytest.raises(ValueError, match="workspace_bytes 0 must be positive"):
+        inf_cl_loss(images, texts, 1.0, workspace_bytes=0)
     with pytest.raises(ValueError, match="of one element, not None"):
         inf_cl_loss(images, texts, None)
     with pytest.raises(ValueError, match="unknown ring 'two'"):  # of one rank as of several

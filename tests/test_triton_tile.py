@@ -107,6 +107,36 @@ def check_adversarial_features(device):
             _check_tile(device, 70, 70, 24, kind, scale, torch.float32, workspaces=(2**22,))
 
 
+def check_adversarial_features_of_sixteen_bits(device):
+    for kind in FEATURES:
+        for dtype in (torch.float16,) + (torch.bfloat16,) * (device == "cuda"):
+            if kind != "long":  # their norms are no float16
+                _check_tile(device, 40, 40, 24, kind, 100.0, dtype, workspaces=(2**22,))
+
+
+def check_features_that_start_anywhere_in_memory(device):
+    """Not at a multiple of 16 bytes: a slice of a flat buffer."""
+    for dtype in (torch.float16, torch.float32):
+        flat = torch.cat([side.flatten() for side in features("random", 6, 24, dtype)]).to(device)
+        shifted = torch.cat([flat[:1], flat])[1:]
+        (expected, d_expected), (value, d_value) = (
+            (loss.detach(), torch.autograd.grad(2.0**10 * loss, buffer)[0])
+            for buffer in (flat.requires_grad_(), shifted.requires_grad_())
+            for loss in [inf_cl_loss(*buffer.view(2, 6, 24), 10.0, tile="triton", cuda_graph=False)]
+        )
+        assert torch.equal(value, expected) and torch.equal(d_value, d_expected)
+
+
+def check_a_workspace_of_one_byte(device):
+    images, texts = (side.to(device) for side in features("random", 20, 24))
+    small, usual = (
+        inf_cl_loss(images.requires_grad_(), texts, 10.0, tile="triton", cuda_graph=False, workspace_bytes=size)
+        for size in (1, 2**20)
+    )
+    gradients = [torch.autograd.grad(loss, images)[0] for loss in (small, usual)]
+    torch.testing.assert_close((small, gradients[0]), (usual, gradients[1]))
+
+
 def check_scales_of_zero_and_below(device):
     for scale in (0.0, -30.0):
         _check_tile(device, 70, 70, 24, "random", scale, torch.float32, workspaces=(2**22,))
@@ -245,7 +275,7 @@ def test_low_precision_gradients_are_as_good_as_the_dense_ones(kind):
         assert relative_error(value, expected, floor) <= 1.1 * relative_error(peer, expected, floor) + 1e-4
         assert kind not in ("random", "training") or relative_error(value, expected) < 2e-3
     floor = 0.0 if kind in ("random", "training") else 1.0  # of the others the gradient vanishes
-    assert relative_error(result.d_scale, truth.d_scale, floor) < 1e-3
+    assert relative_error(result.d_scale, truth.d_scale, floor) < 1e-4
 
 
 @pytest.mark.gpu
@@ -367,6 +397,13 @@ def test_small_batches_are_replayed_with_the_values_of_ordinary_calls(dtype):
             assert value.dtype == expected.dtype
             assert relative_error(value, expected) < (1e-5 if dtype == torch.float32 else 5e-3)
     assert replays >= 8
+    for locked in range(3):  # a locked tower, a scale that is not learned: replayed too
+        inputs = [x.clone().requires_grad_(i != locked) for i, x in enumerate((images, texts, scale))]
+        losses = [inf_cl_loss(*inputs, cuda_graph=cuda_graph) for cuda_graph in (True, False)]
+        assert "Replay" in losses[0].grad_fn.name()
+        replayed, expected = ([*torch.autograd.grad(loss, [x for x in inputs if x.requires_grad])] for loss in losses)
+        for value, other in zip(replayed, expected):
+            assert relative_error(value, other) < (1e-5 if dtype == torch.float32 else 5e-3)
     with torch.no_grad():
         assert not inf_cl_loss(images, texts, scale).requires_grad
     evaluate_once(images, texts, scale, True)

@@ -73,7 +73,7 @@ def chunk_shape(num_rows: int, num_columns: int, dim: int, elements: int, proces
     def cost(shape: tuple[int, int]) -> int:
         return backward_cost(num_rows, num_columns, dim, shape, processors)
 
-    side = math.isqrt(elements)
+    side = max(1, math.isqrt(elements))
     heights, widths = _even_pieces(num_rows, side, _HEIGHT), _even_pieces(num_columns, side, _WIDTH)
     shapes = [(height, width) for height in heights for width in widths if height * width <= elements]
     return min(shapes, key=cost, default=(_HEIGHT, _WIDTH))

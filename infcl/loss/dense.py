@@ -14,7 +14,13 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from infcl.loss.operands import check_features, refuse_double_backward, scalar_like
+from infcl.loss.operands import (
+    check_features,
+    gradients_wanted,
+    named_wishes,
+    refuse_double_backward,
+    scalar_like,
+)
 from infcl.loss.ring import RingExchange, checked_group
 
 
@@ -180,5 +186,8 @@ def _checked_scale(
     compare_ranks: bool,
 ) -> Tensor:
     ring = RingExchange(checked_group(group))
-    check_features(name, image_features, text_features, ring, compare_ranks=compare_ranks)
+    compared = check_features(name, image_features, text_features)
+    if compare_ranks:
+        wishes = named_wishes(gradients_wanted((image_features, text_features)))
+        ring.require_equal(name, compared | {"dtype": image_features.dtype} | wishes, image_features.device)
     return scalar_like(image_features, logit_scale)

@@ -54,7 +54,7 @@ class Recorded:
 
 
 def worthwhile(inputs: Inputs, ring: RingExchange, tile: Tile, workspace_bytes: int) -> bool:
-    """Whether a replay would save time and nothing stands against it: one GPU alone, few rows, all gradients wanted."""
+    """Whether a replay would save time and nothing stands against it: one GPU alone, few rows, a gradient wanted."""
     rows = len(inputs[0])
     return (
         inputs[0].is_cuda
@@ -63,7 +63,7 @@ def worthwhile(inputs: Inputs, ring: RingExchange, tile: Tile, workspace_bytes: 
         and rows**2 * tile.operand_dtype.itemsize <= workspace_bytes
         and ring.world_size == 1
         and torch.is_grad_enabled()
-        and all(x.requires_grad for x in inputs)
+        and any(x.requires_grad for x in inputs)
         and not torch.cuda.is_current_stream_capturing()
     )
 

@@ -1,23 +1,18 @@
 """What every tiled loss does with its inputs and gradients: check, convert, scale."""
 
+from collections.abc import Sequence
 from typing import SupportsFloat
 
 import torch
 from torch import Tensor
 
 from infcl.kernels import Tile
-from infcl.loss.ring import RingExchange
 
 _TF32_ROUNDS_BELOW = 2.0**128 - 2.0**116  # from there on to 2^128
 
 
-def check_features(
-    name: str, image_features: Tensor, text_features: Tensor, ring: RingExchange, *, compare_ranks: bool = True
-) -> None:
-    """ValueError with the shapes unless both are [b, D] floats, b > 0, and, where ranks are compared, equal on all.
-
-    So is which of them wants a gradient: a side's gradient travels, or it does not.
-    """
+def check_features(name: str, image_features: Tensor, text_features: Tensor) -> dict[str, int]:
+    """{what: number} that all ranks must have alike. ValueError with the shapes unless these are [b, D] floats."""
     shapes = tuple(image_features.shape), tuple(text_features.shape)
     if image_features.ndim != 2 or shapes[0] != shapes[1] or image_features.numel() == 0:
         raise ValueError(f"{name} needs two sets of features of one shape [b, D], not empty; got {shapes}")
@@ -27,23 +22,25 @@ def check_features(
         )
     if image_features.device != text_features.device:
         raise ValueError(f"{name} needs features on one device; got {image_features.device}, {text_features.device}")
-    if compare_ranks:
-        rows, dim = shapes[0]
-        compared: dict[str, int | torch.dtype] = {"rows": rows, "feature dimensions": dim, "ranks in a lap": ring.lap}
-        compared["dtype"] = image_features.dtype
-        compared |= gradients_wanted(image_features, text_features)
-        ring.require_equal(name, compared, image_features.device)
+    return {"rows": shapes[0][0], "feature dimensions": shapes[0][1]}
 
 
-def gradients_wanted(rows: Tensor, columns: Tensor) -> dict[str, bool]:
-    """{what to call it: whether this rank's backward pass will ask for the gradient of that side}"""
-    sides = {"rows": rows, "columns": columns}
-    return {f"requires_grad of {name}": torch.is_grad_enabled() and x.requires_grad for name, x in sides.items()}
+def gradients_wanted(features: Sequence[Tensor]) -> list[bool]:
+    """Of rows, of columns, ...: whether this rank's backward pass will ask for the gradient."""
+    return [torch.is_grad_enabled() and x.requires_grad for x in features]
+
+
+def named_wishes(wanted: Sequence[bool]) -> dict[str, bool]:
+    """{what to call it: whether its gradient is wanted}, to compare: a side's gradient travels, or it does not."""
+    return {f"requires_grad of {side}": wish for side, wish in zip(("rows", "columns"), wanted)}
 
 
 def as_operand(features: Tensor, tile: Tile) -> Tensor:
-    """Features as the tile reads them: its operand type (tf32: rounded to it), contiguous."""
+    """Features as the tile reads them: its operand type (tf32: rounded to it), contiguous, from multiples of 16 bytes
+    on, which tensor descriptors need."""
     operand = features.detach().to(tile.operand_dtype).contiguous()
+    if tile.name == "triton" and operand.data_ptr() % 16:
+        operand = operand.clone()
     return rounded_to_tf32(operand) if tile.tf32 else operand
 
 

@@ -16,9 +16,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from infcl.kernels import Tile, select_tile
-from infcl.loss.operands import refuse_double_backward, scalar_like
+from infcl.loss.operands import gradients_wanted, named_wishes, refuse_double_backward, scalar_like
 from infcl.loss.ring import RingExchange, ring_maker
 from infcl.operators import operator
+
+Comparable = dict[str, int | torch.dtype]
 
 
 class Options(NamedTuple):
@@ -46,7 +48,8 @@ class Maths(NamedTuple):
     """A loss. Inputs: features (or views, or queries), then what else is a tensor; statistics: what backward needs of
     forward, of shapes that follow from the inputs'.
 
-    check(ring, compare_ranks, *inputs): ValueError for inputs that cannot be.
+    check(*features) -> (numbers that all ranks must have alike, what is wrong with this rank's values or "").
+        ValueError for features that cannot be, whatever other ranks have.
     forward(means, *inputs) -> (loss, statistics).
     backward(means, d_loss, inputs, statistics, needs) -> gradients, of which those that are not needed may be None.
     statistics(*inputs) -> shapes and dtypes of the statistics; a dtype of None is that of the sums.
@@ -54,7 +57,7 @@ class Maths(NamedTuple):
     """
 
     name: str
-    check: Callable[..., None]
+    check: Callable[..., tuple[Comparable, str]]
     forward: Callable[..., tuple[Tensor, tuple[Tensor, ...]]]
     backward: Callable[..., tuple[Tensor | None, ...]]
     statistics: Callable[..., list[tuple[Sequence[int], torch.dtype | None]]]
@@ -81,11 +84,12 @@ def loss(
     eager(means, *inputs): computes it in a caller that is not compiled, where that is not autograd's usual way.
     Raises ValueError, on every rank where ranks differ; in a compiled caller when the graph runs.
     """
+    wanted = gradients_wanted(features)
     if torch.compiler.is_compiling():
         group = None if options.group is None else options.group.group_name
         inputs = [*features, *(scalar_like(features[0], scalar) for scalar in scalars)]
-        return _operator(maths.name, inputs, *options._replace(group=group))[0]
-    means = _checked(maths, options, features)
+        return _operator(maths.name, inputs, wanted, *options._replace(group=group))[0]
+    means = _checked(maths, options, features, wanted)
     inputs = [*features, *(scalar_like(features[0], scalar) for scalar in scalars)]
     return differentiable(maths, means, *inputs) if eager is None else eager(means, *inputs)
 
@@ -107,16 +111,33 @@ class _Tiled(torch.autograd.Function):
     @staticmethod
     def backward(ctx, d_loss):
         refuse_double_backward(ctx.maths.name)
-        inputs, statistics = ctx.saved_tensors[: ctx.count], ctx.saved_tensors[ctx.count :]
+        saved = (
+            ctx.saved_tensors
+        )  # once: whoever packed them (torch.utils.checkpoint, save_on_cpu) unpacks them each time
+        inputs, statistics = saved[: ctx.count], saved[ctx.count :]
         with torch.autocast(inputs[0].device.type, enabled=False):
             gradients = ctx.maths.backward(ctx.means, d_loss, inputs, statistics, ctx.needs_input_grad[2:])
         return None, None, *gradients
 
 
-def _checked(maths: Maths, options: Options, inputs: Sequence[Tensor]) -> Means:
+def _checked(maths: Maths, options: Options, features: Sequence[Tensor], wanted: Sequence[bool]) -> Means:
+    """Of features and no other inputs."""
     new_ring = _new_ring(maths, options)
-    maths.check(new_ring(), options.compare_ranks, *inputs)
-    return Means(new_ring, _tile(options, inputs[0]), options.workspace_bytes)
+    compared, wrong = maths.check(*features)
+    tile = _tile(options, features[0])
+    if options.workspace_bytes < 1:
+        raise ValueError(f"{maths.name}: workspace_bytes {options.workspace_bytes} must be positive")
+    if options.compare_ranks:
+        ring = new_ring()
+        compared |= {"ranks in a lap": ring.lap, "dtype": features[0].dtype, "dtype of products": tile.operand_dtype}
+        compared |= {"tf32 products": tile.tf32} | named_wishes(wanted)
+        try:
+            ring.require_equal(maths.name, compared, features[0].device)
+        except ValueError as error:
+            raise ValueError(f"{error}; {wrong}" if wrong else str(error)) from None
+    if wrong:
+        raise ValueError(wrong)
+    return Means(new_ring, tile, options.workspace_bytes)
 
 
 def _new_ring(maths: Maths, options: Options) -> Callable[[], RingExchange]:
@@ -136,9 +157,9 @@ def _tile(options: Options, features: Tensor) -> Tile:
 # ---- as operators of torch ----
 
 
-def _tiled_loss(name: str, inputs: list[Tensor], *options) -> list[Tensor]:
+def _tiled_loss(name: str, inputs: list[Tensor], wanted: list[bool], *options) -> list[Tensor]:
     maths = _losses[name]
-    means = _checked(maths, Options(*options), inputs)
+    means = _checked(maths, Options(*options), inputs[: len(wanted)], wanted)
     with torch.autocast(inputs[0].device.type, enabled=False):
         loss, statistics = maths.forward(means, *inputs)
     return [_own(result) for result in (loss, *statistics)]
@@ -159,7 +180,7 @@ def _own(result: Tensor) -> Tensor:
     return result if result.nbytes == result.untyped_storage().nbytes() else result.clone()
 
 
-def _fake_loss(name, inputs, *options):
+def _fake_loss(name, inputs, wanted, *options):
     options, features = Options(*options), inputs[0]
     wide = torch.float64 if options.tile_dtype == "fp64" else torch.float32
     if options.tile_dtype is None:
@@ -173,25 +194,33 @@ def _fake_backward(name, d_loss, inputs, statistics, needs, *options):
 
 
 def _keep(ctx, inputs, output):
-    name, tensors, *ctx.options = inputs
+    name, tensors, _, *ctx.options = inputs
     ctx.save_for_backward(*tensors, *output[1:])
     ctx.name, ctx.count, ctx.needs = name, len(tensors), [x.requires_grad for x in tensors]
 
 
 def _gradients(ctx, d_outputs):
-    inputs, statistics = list(ctx.saved_tensors[: ctx.count]), list(ctx.saved_tensors[ctx.count :])
+    saved = list(ctx.saved_tensors)
+    inputs, statistics = saved[: ctx.count], saved[ctx.count :]
     needed = iter(_backward_operator(ctx.name, d_outputs[0], inputs, statistics, ctx.needs, *ctx.options))
-    return None, [next(needed) if need else None for need in ctx.needs], *[None] * len(ctx.options)
+    return None, [next(needed) if need else None for need in ctx.needs], None, *[None] * len(ctx.options)
+
+
+def _no_second_derivative(ctx, *_):
+    raise RuntimeError(
+        "infcl's losses do not support double backward (create_graph=True): they have no second derivative"
+    )
 
 
 _OPTIONS = (
     "str? group, str tile, str? tile_dtype, int workspace_bytes, str ring, int? ranks_per_node, str ring_overlap, "
     "bool compare_ranks"
 )
-_operator = operator(_tiled_loss, f"(str loss, Tensor[] inputs, {_OPTIONS}) -> Tensor[]", _fake_loss)
+_operator = operator(_tiled_loss, f"(str loss, Tensor[] inputs, bool[] wanted, {_OPTIONS}) -> Tensor[]", _fake_loss)
 _backward_operator = operator(
     _tiled_loss_backward,
     f"(str loss, Tensor d_loss, Tensor[] inputs, Tensor[] statistics, bool[] needs, {_OPTIONS}) -> Tensor[]",
     _fake_backward,
 )
 torch.library.register_autograd("infcl::tiled_loss", _gradients, setup_context=_keep)
+torch.library.register_autograd("infcl::tiled_loss_backward", _no_second_derivative)
