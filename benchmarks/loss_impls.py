@@ -24,6 +24,8 @@ OTHERS = {
     "clip_compiled": "the dense loss under torch.compile",
     "one_tile": "the ring alone: each block pair as one dense float32 matrix (the paper's cross-GPU tiling)",
     "no_graph": "inf_cl without the CUDA graph of small batches",
+    "in_graph": "inf_cl in a caller that torch.compile compiles",
+    "in_graph_replayed": "the same, by mode='reduce-overhead'",
     "official": "the inf_cl package, if installed",
     "official_siglip": "open_clip's SigLipLoss, from --open-clip-loss",
     "official_open_clip": "open_clip's ClipLoss, from --open-clip-loss",
@@ -51,6 +53,15 @@ def make(name: str, group: dist.ProcessGroup | None, options: dict, open_clip_lo
         return lambda images, texts, scale, bias: inf_cl_loss(
             images, texts, scale, group=group, cuda_graph=False, **options
         )
+    if name.startswith("in_graph"):
+        from infcl import inf_cl_loss
+
+        whole = torch.compile(
+            partial(inf_cl_loss, group=group, **options),
+            fullgraph=True,
+            mode="reduce-overhead" if name == "in_graph_replayed" else None,
+        )
+        return lambda images, texts, scale, bias: whole(images, texts, scale)
     if name == "official":
         return _official
     if name.startswith("official_"):
