@@ -278,14 +278,15 @@ def test_losses_that_wait_for_the_host_are_planned_among_what_was_measured_of_th
 # ---- consistency ----
 
 
-def test_the_parts_of_memory_and_time_add_up():
+def test_the_parts_of_memory_add_up_and_a_step_is_between_its_longest_phase_and_all_of_them():
     memory, setting = memory_of(planned(zero=3)), planned(zero=3)
     parts, either = (
         sum(size for name, size in memory.items() if name != "peak"),
         min(memory["loss"], memory["backward"]),
     )
     assert memory["peak"] == pytest.approx(parts - either)
-    assert step_seconds(setting) == pytest.approx(sum(phase.exposed for phase in phases_of(setting)))
+    seconds = [phase.seconds for phase in phases_of(setting)]
+    assert max(seconds) <= step_seconds(setting) <= sum(seconds) + 1e-3
     assert all(0 <= phase.exposed <= phase.seconds * 1.001 + 1e-4 for phase in phases_of(setting))
 
 

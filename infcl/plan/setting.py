@@ -181,8 +181,14 @@ def captions_of(model: CLIPConfig, tokens: int | None) -> dict[str, Any]:
 
 
 def load_gpu(name_or_path: str) -> Gpu:
-    """A profile of profiles/gpus, or the JSON file that `--measure` wrote. ValueError naming those that there are."""
-    return Gpu(**_load("gpu", name_or_path, Gpu))
+    """A profile of profiles/gpus, or the JSON file that `--measure` wrote. ValueError naming those that there are.
+
+    Of an older file, without the rate of float32, Hopper's is taken, as an estimate.
+    """
+    values = _load("gpu", name_or_path, Gpu)
+    if "fp32_tflops" not in values:
+        values["estimated"] += ("fp32_tflops",)
+    return Gpu(**values)
 
 
 def load_link(name_or_path: str) -> Link:
