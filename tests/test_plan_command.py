@@ -93,6 +93,8 @@ def test_captions_that_training_does_not_pack_are_not_planned_packed():
         ("--model ViT-Z-99", "ViT-Z-99"),
         ("--gpus 0", "gpus 0 must be greater than 0"),
         ("--tensor-parallel-size -1", "tensor-parallel -1 must be greater than 0"),
+        ("--host-memory-gib 0", "--host-memory-gib 0.0 must be a number above 0"),
+        ("--host-memory-gib nan", "--host-memory-gib nan must be a number above 0"),
         ("--gpus-per-node 0", "gpus-per-node 0 must be greater than 0"),
         ("--resident-micro-batches 0", "resident-micro-batches 0 must be greater than 0"),
         ("--sweep gpus=8:16 --resident-micro-batches auto", "a number there, the same for all"),
@@ -125,7 +127,7 @@ def test_a_plot_that_cannot_be_written_is_one_line_too(tmp_path, capsys):
     assert "it writes a PNG, so name a file" in capsys.readouterr().err
     pytest.importorskip("matplotlib")
     (tmp_path / "loop.png").symlink_to("loop.png")
-    assert main(["--sweep", "gpus=8:8", "--micro-batch-size", "64", "--plot", str(tmp_path / "loop.png")]) == 2
+    assert main(["--sweep", "gpus=8:16", "--micro-batch-size", "64", "--plot", str(tmp_path / "loop.png")]) == 2
     assert "loop.png cannot be written: Too many levels" in capsys.readouterr().err
 
 

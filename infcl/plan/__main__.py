@@ -15,7 +15,7 @@ from infcl.config import counted
 from infcl.plan.compare import compare, read_steps, table, trains_whole_towers
 from infcl.plan.host import host_bytes, host_parts
 from infcl.plan.loads import load_of, memory_of
-from infcl.plan.search import fastest, fits, largest_batch, micro_batches, with_graphs
+from infcl.plan.search import fastest, fits, fits_gpu, fits_host, largest_batch, micro_batches, with_graphs
 from infcl.plan.setting import Gpu, Link, Setting, captions_of, load_gpu, load_link
 from infcl.plan.sweep import crossover, draw, read_range, sweep
 from infcl.plan.timing import phases_of, samples_per_second
@@ -45,6 +45,7 @@ def parser() -> argparse.ArgumentParser:
     flags.add_argument("--model", default="ViT-L-14")
     flags.add_argument("--gpus", type=int, default=8)
     flags.add_argument("--gpus-per-node", type=int, default=8)
+    flags.add_argument("--host-memory-gib", type=float, help="of a host; without, whatever lies there is taken to fit")
     flags.add_argument("--gpu", default="h200", help="profile of infcl/plan/profiles/gpus, or a file of --measure")
     flags.add_argument("--link", default="nic-400", help="profile of infcl/plan/profiles/links, or a file like them")
     flags.add_argument(  # where a flag has two spellings, the second is the trainer's
@@ -98,6 +99,7 @@ def setting_of(arguments: argparse.Namespace) -> Setting:
         link=load_link(arguments.link),
         gpus=arguments.gpus,
         gpus_per_node=arguments.gpus_per_node,
+        host_memory_gib=arguments.host_memory_gib,
         global_batch=arguments.global_batch,
         micro_batch=1,
         zero=arguments.zero,
@@ -139,7 +141,6 @@ def describe(setting: Setting, *, graphs: bool = False) -> str:
     """graphs: as many as fit are kept, here and in the fastest settings."""
     asked, setting = setting.zero, with_graphs(setting.as_run()) if graphs else setting.as_run()
     memory, phases = memory_of(setting), phases_of(setting)
-    ranks = min(setting.gpus, setting.gpus_per_node)
     total = sum(phase.exposed for phase in phases)
     largest = largest_batch(setting.with_(resident=1) if graphs else setting)
     kept = counted(min(setting.resident, setting.num_micro_batches), "graph")
@@ -161,11 +162,12 @@ def describe(setting: Setting, *, graphs: bool = False) -> str:
         "memory per GPU",
         *(f"  {name:<22}{size / 2**30:>9.2f} GiB" for name, size in memory.items()),
         f"  {'usable':<22}{setting.gpu.usable_bytes / 2**30:>9.2f} GiB: "
-        + ("it fits" if fits(setting) else "it does NOT fit"),
+        + ("it fits" if fits_gpu(setting) else "it does NOT fit"),
         "",
         "host memory per GPU",
         *(f"  {name:<22}{size / 2**30:>9.2f} GiB" for name, size in host_parts(load_of(setting)).items()),
-        f"  {f'a host, {ranks} GPUs':<22}{host_bytes(load_of(setting), ranks) / 2**30:>9.2f} GiB",
+        f"  {'a host, ' + counted(setting.ranks_of_host, 'GPU'):<22}"
+        f"{host_bytes(load_of(setting), setting.ranks_of_host) / 2**30:>9.2f} GiB: {_of_host(setting)}",
         "",
         f"{'a step':<24}{'seconds':>9}{'exposed':>10}",
         *(
@@ -186,13 +188,25 @@ def describe(setting: Setting, *, graphs: bool = False) -> str:
     return "\n".join(line for line in lines if line is not None)
 
 
+def _of_host(setting: Setting) -> str:
+    """Whether a host holds what lies there."""
+    gib = setting.host_memory_gib
+    if gib is None:
+        return "--host-memory-gib says whether that fits"
+    if not fits_host(setting, gib):
+        return f"it does NOT fit into {gib:g}"
+    return f"it fits into {gib:g}" + (
+        "" if fits_host(setting, gib, pixels=True) else " but for pixels, read again then"
+    )
+
+
 def _short(setting: Setting) -> str:
     words = [f"micro-batch {setting.micro_batch}", f"ZeRO-{setting.zero}"]
     words += ["checkpointing"] if setting.checkpointing else []
     graphs = min(setting.resident, setting.num_micro_batches)
     words += [f"{graphs} graphs"] if graphs > 1 else []
     if setting.offload:
-        host = host_bytes(load_of(setting), min(setting.gpus, setting.gpus_per_node))
+        host = host_bytes(load_of(setting), setting.ranks_of_host)
         words.append(f"offload (a host: {host / 2**30:.0f} GiB)")
     words += [f"T={setting.tensor_parallel}"] if setting.tensor_parallel > 1 else []
     words += ["sequence parallel"] if setting.sequence_parallel else []
