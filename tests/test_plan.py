@@ -17,7 +17,7 @@ from benchmarks.paper.towers import measured_losses, planned_loss, steps
 from benchmarks.tensor_parallel import model_config
 from infcl.config import BatchPlan, TrainConfig
 from infcl.plan.__main__ import main, parser, read_batch, setting_of
-from infcl.plan.compare import compare, past, read_steps
+from infcl.plan.compare import compare, past, read_steps, trains_whole_towers
 from infcl.plan.loads import memory_of, memory_plan
 from infcl.plan.loss_time import LEAD_SECONDS, loss_phases, loss_seconds
 from infcl.plan.memory import counted_by_torch, parameter_counts
@@ -218,6 +218,15 @@ def test_measured_steps_of_smaller_towers(one):
 @pytest.mark.parametrize("one", compare(steps(), load_gpu(str(RESULTS / "h200_measured.json"))), ids=_name)
 def test_the_profile_that_measure_wrote_plans_them_as_well(one):
     assert abs(one["speed_error"]) < 0.15
+
+
+def test_the_docs_say_how_far_the_plan_is_from_the_rows_that_are_left_out_too():
+    told = re.findall(r"^\| (\+\d+%) \|.*\[(\w+\.csv)\]", (ROOT / "docs" / "scaling.md").read_text(), re.MULTILINE)
+    assert len(told) == 5
+    for worst, name in told:
+        rows = [row for row in read_steps(RESULTS / name) if trains_whole_towers(row)]
+        errors = [one["speed_error"] for one in compare(rows, load_gpu("h200"))]
+        assert f"{max(errors):+.0%}" == worst and min(errors) > -0.15, name
 
 
 def test_steps_that_were_not_warmed_up_are_called_so(capsys):
