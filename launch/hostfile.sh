@@ -4,14 +4,16 @@
 #             LAUNCHER=openmpi HOSTS=hosts INTERFACE=ib0 bash launch/hostfile.sh ...
 #   hardware  any number of hosts with GPUs; on the launching host pdsh, or mpirun
 #   time      as long as the training; the first step comes about a minute after the start
+# HOSTS may be relative to where this is started; a relative path in the flags is one of the repository, on each host.
 # bash launch/check.sh HOSTS looks before. INTERFACE=eth0 keeps every connection on that network interface. Flags may hold
 # spaces and shell characters (the login shell of the hosts has to be bash). A host that stops answering is given up after
 # half a minute, and the run with it. Of the environment only PYTHON*, NCCL* and what .deepspeed_env lists (KEY=VALUE lines, no
 # blank or comment line) reaches the other hosts, in a command line that every user there can read: no keys in it.
 set -euo pipefail
+HOSTS=$(realpath -m "${HOSTS:-hosts}")
 cd "$(dirname "$0")/.."
 source launch/quote.sh
-HOSTS=${HOSTS:-hosts} LAUNCHER=${LAUNCHER:-pdsh} PORT=${PORT:-29500}
+LAUNCHER=${LAUNCHER:-pdsh} PORT=${PORT:-29500}
 fail() { echo "launch/hostfile.sh: $*" >&2; exit 2; }
 python -m infcl.cluster.hostfile check "$HOSTS"
 
@@ -27,9 +29,10 @@ done
 first=$(awk '{sub(/[#\r].*/, "")} NF {print $1; exit}' "$HOSTS")
 on_first() { ssh -oBatchMode=yes -oConnectTimeout=20 "$first" "$@"; }
 if [ -n "${INTERFACE:-}" ]; then
-  address=$(on_first ip -4 -o addr show dev "$INTERFACE" | awk '{print $4; exit}') || true
-else
-  address=$(on_first hostname -I | awk '{print $1; exit}') || true
+  address=$(on_first ip -4 -o addr show dev "$INTERFACE" | awk '$3 == "inet" {print $4; exit}') || true
+else  # below whatever a login prints
+  is_address='^[0-9]+[.][0-9]+[.][0-9]+[.][0-9]+$|^[0-9a-fA-F]*:[0-9a-fA-F]*:[0-9a-fA-F:]*$'
+  address=$(on_first hostname -I | awk -v is_address="$is_address" '$1 ~ is_address {last = $1} END {print last}') || true
 fi
 [ -n "$address" ] || fail "no address of $first${INTERFACE:+ on its interface $INTERFACE} (ssh to it, and hostname -I or ip there)"
 options=(-q --hostfile "$HOSTS" --master_addr "${address%/*}" --master_port "$PORT" --force_multi --no_ssh_check)

@@ -7,11 +7,10 @@
 # IMAGE is open_clip's or CLIPModel's ViT-B-16; --warmup-samples is half an epoch of the data. docs/optimizers.md has the
 # recipe, and why its weight decay is 1e-7 a step. All can be overridden by flags behind.
 set -euo pipefail
-cd "$(dirname "$0")/.."
 [ -n "${IMAGE:-}" ] || { echo "launch/lit.sh: set IMAGE to the weights of the image tower to lock" >&2; exit 2; }
 script=local.sh
 [ -z "${HOSTS:-}" ] || script=hostfile.sh  # which quotes what is in brackets for the hosts' shells
-exec bash "launch/$script" \
-  --model ViT-B-16-BERT-base --pretrained-image "$IMAGE" --lock-image --batch-size 256 --epochs 8 \
+exec bash "$(dirname "$0")/$script" \
+  --model ViT-B-16-BERT-base --pretrained-image "$(realpath -ms "$IMAGE")" --lock-image --batch-size 256 --epochs 8 \
   --aug-cfg 'scale=(0.08,1.0)' 'ratio=(0.75,1.3333)' \
   --opt adafactor --lr 1e-3 --wd 1e-4 --beta1 0.9 --beta2 0.95 --lr-scheduler cosine --grad-clip-norm 1.0 "$@"

@@ -5,18 +5,20 @@
 #   hardware  any; runs beside the launcher on one host
 #   time      as long as the training; waits FIRST_WAIT (5) seconds before the first restart, twice as long before each
 #             further one without progress, at most 300
-# Several hosts: bash launch/supervise.sh --hostfile HOSTS --min-hosts 3 [--batch 49152] RUN_FOLDER \
+# Several hosts: bash launch/supervise.sh --hostfile HOSTS --min-hosts 3 RUN_FOLDER \
 #                 bash launch/hostfile.sh --global-batch-size 49152 --resume latest ...
 # asks before each start which hosts of HOSTS answer, and gives the command those in a file named by $HOSTS, as long as
-# they are MIN; with --batch only as many as divide that batch (which those are is said at the start; a MIN that only all
-# hosts can meet is refused, unless it is their number). --global-batch-size keeps the batch over fewer hosts.
+# they are MIN (1). --global-batch-size keeps the batch over fewer hosts, so only as many are taken as divide it (which
+# numbers do is said at the start; a MIN that only all hosts can meet is refused, unless it is their number); --batch N says
+# the batch where the command does not. A hostfile or a MIN that is wrong ends this with 2.
 # Finished means that RUN_FOLDER/summary.json is there: the launcher's exit code 0 is not trusted. Not restarted: a
 # mistake in the command (2), Ctrl-C (130), and a signal to this script, which is passed on first. --overwrite is refused.
+# The launch scripts take a relative --logs from the repository: started elsewhere, give RUN_FOLDER and --logs in full.
 set -u
 hostfile="" min_hosts=1 batch=""
 while :; do
   case ${1:-} in
-    --hostfile) hostfile=$(realpath "$2"); shift 2 ;;
+    --hostfile) hostfile=$(realpath -m "$2"); shift 2 ;;
     --min-hosts) min_hosts=$2; shift 2 ;;
     --batch) batch=$2; shift 2 ;;
     *) break ;;
@@ -24,9 +26,28 @@ while :; do
 done
 [ $# -ge 2 ] || { echo "usage: $0 [--hostfile HOSTS --min-hosts N [--batch N]] RUN_FOLDER COMMAND..." >&2; exit 2; }
 run=$1; shift
+root=$(realpath "$(dirname "$0")/..")
+refuse() { echo "supervise: $*" >&2; exit 2; }
+value_of() {  # the last one counts, as in the program
+  local name=$1 value=""
+  while shift && [ $# -gt 0 ]; do
+    case $1 in "$name") value=${2:-} ;; "$name"=*) value=${1#*=} ;; esac
+  done
+  echo "$value"
+}
+launched=""
 for flag in "$@"; do
-  [ "$flag" != --overwrite ] || { echo "supervise: --overwrite would start anew at each restart" >&2; exit 2; }
+  case $flag in
+    --overwrite) refuse "--overwrite would start anew at each restart" ;;
+    *launch/*.sh) launched=$flag ;;
+  esac
 done
+case "$(value_of --logs "$@")" in
+  /*) ;;
+  *) [ -z "$launched" ] || [ "${run#/}" != "$run" ] || [ . -ef "$root" ] ||
+    refuse "$launched takes a relative --logs from $root, RUN_FOLDER $run is one of $PWD: give both in full, or start there" ;;
+esac
+batch=${batch:-$(value_of --global-batch-size "$@")}
 alive=$(mktemp); trap 'rm -f "$alive"' EXIT
 first_wait=${FIRST_WAIT:-5} same_failures_allowed=${SAME_FAILURES:-3}
 child=0 stopped=0 last="" same=0 wait_for=$first_wait
@@ -48,15 +69,15 @@ trap 'forward 130 INT' INT
 
 choose_hosts() {
   [ -n "$hostfile" ] || return 0
-  (cd "$(dirname "$0")/.." && python -m infcl.cluster.hostfile alive "$hostfile" --min-hosts "$min_hosts" \
+  (cd "$root" && python -m infcl.cluster.hostfile alive "$hostfile" --min-hosts "$min_hosts" \
     ${batch:+--global-batch-size "$batch"}) > "$alive" || return
   export HOSTS=$alive
   say "on $(tr '\n' ' ' < "$alive")"
 }
 
-if [ -n "$hostfile" ] && [ -n "$batch" ]; then
-  counts=$(cd "$(dirname "$0")/.." && python -m infcl.cluster.hostfile counts "$hostfile" --min-hosts "$min_hosts" \
-    --global-batch-size "$batch") || exit
+if [ -n "$hostfile" ]; then
+  counts=$(cd "$root" && python -m infcl.cluster.hostfile counts "$hostfile" --min-hosts "$min_hosts" \
+    ${batch:+--global-batch-size "$batch"}) || exit
   say "$counts"
 fi
 while :; do
@@ -86,7 +107,7 @@ while :; do
   if [ "$now" = "$last" ]; then same=$((same + 1)); else same=1 wait_for=$first_wait; fi
   last=$now
   if [ "$same" -ge "$same_failures_allowed" ]; then
-    say "$now, $same times in a row; giving up"
+    say "$now, $same times in a row; giving up: there is no $(realpath -m "$run")/summary.json"
     [ "$code" -eq 0 ] && exit 1
     exit "$code"
   fi

@@ -191,7 +191,7 @@ COMMANDS = [
             by="tests/test_cluster_faults.py::test_after_a_crash_supervise_goes_on_with_the_hosts_that_are_left",
         )
         for shown in (
-            "bash launch/supervise.sh --hostfile hosts --min-hosts 3 --batch 49152 logs/first bash launch/hostfile.sh "
+            "bash launch/supervise.sh --hostfile hosts --min-hosts 3 logs/first bash launch/hostfile.sh "
             "--logs logs --name first --global-batch-size 49152 --resume latest ...",
             "bash launch/supervise.sh logs/first bash launch/hostfile.sh --logs logs --name first --resume latest ...",
         )

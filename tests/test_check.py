@@ -8,9 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from infcl.cluster import links
+from infcl.cluster import check, links
 from infcl.cluster.check import ask, problems
-from infcl.cluster.host_report import shared_folder
+from infcl.cluster.host_report import gpus, shared_folder
 from infcl.cluster.links import _meetings, extremes, slow_ones
 from infcl.cluster.meeting import nodes_of
 from tests.checkout import ROOT
@@ -19,16 +19,16 @@ from tests.ranks import run_ranks
 HOSTS = {"a": 8, "b": 8, "c": 8}
 
 
-def report(host: str, **changes) -> dict:
+def report(**changes) -> dict:
     gpus = [{"name": "H200", "memory_used_mib": 4, "memory_mib": 143771}] * 8
     shared = {"error": None, "free_gb": 500.0, "files": [".check-a", ".check-b", ".check-c"]}
-    whole = {"host": host, "skew_s": 0.1, "software": {"torch": "2.11"}, "gpus": gpus, "shared": shared}
+    whole = {"skew_s": 0.1, "software": {"torch": "2.11"}, "gpus": gpus, "gpu_error": None, "shared": shared}
     return whole | changes
 
 
 def found(**changes) -> list[str]:
     """The problems when host b's report is changed so."""
-    return problems(HOSTS, {host: report(host, **(changes if host == "b" else {})) for host in HOSTS})
+    return problems(HOSTS, {host: report(**(changes if host == "b" else {})) for host in HOSTS})
 
 
 def test_equal_hosts_have_no_problems():
@@ -46,6 +46,7 @@ READ_ONLY = {"error": "Read-only file system", "free_gb": 0.0, "files": []}
     [
         ({"skew_s": 7.2}, "b: its clock is 7 s off"),
         ({"gpus": []}, "b: slots=8, but 0 GPUs"),
+        ({"gpus": [], "gpu_error": "NVML: no (exit code 9)"}, "b: nvidia-smi fails: NVML: no (exit code 9)"),
         ({"software": {"torch": "2.10"}}, "torch: 2.11 on a, c; 2.10 on b"),
         ({"gpus": [USED] * 8}, "b: GPU 0 is in use (60000 of"),
         ({"gpus": [OTHER] * 8}, "GPUs of different kinds: H100, H200"),
@@ -176,14 +177,53 @@ def test_a_slow_gpu_is_named():
 
 
 def test_a_folder_that_cannot_be_written_is_said(tmp_path):
-    assert shared_folder(tmp_path)["error"] is None
-    assert "No such file" in shared_folder(tmp_path / "none")["error"]
+    assert shared_folder(tmp_path, "a")["error"] is None
+    assert "No such file" in shared_folder(tmp_path / "none", "a")["error"]
+
+
+def test_two_hosts_of_one_hostname_do_not_take_their_own_marks_for_the_others(tmp_path):
+    """Marks bear the hostfile's names: of clones of one image, each with a folder of its own, none would be missed."""
+    reports = {}
+    for name in ("10.0.0.1", "10.0.0.2"):
+        (tmp_path / name).mkdir()
+        reports[name] = report(shared=shared_folder(tmp_path / name, name))
+    found = problems(dict.fromkeys(reports, 8), reports)
+    assert [line for line in found if "not shared" in line] == [
+        "10.0.0.1: the folder is not shared: what 10.0.0.2 wrote there is not seen",
+        "10.0.0.2: the folder is not shared: what 10.0.0.1 wrote there is not seen",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("nvidia_smi", "expected"),
+    [
+        (None, ([], None)),
+        ("echo 'NVIDIA-SMI has failed'; exit 9", ([], "NVIDIA-SMI has failed (exit code 9)")),
+        ("echo 'H100, PCIe, 4, 81559'", ([{"name": "H100, PCIe", "memory_used_mib": 4, "memory_mib": 81559}], None)),
+    ],
+)
+def test_gpus_that_cannot_be_asked_are_no_host_without_any(tmp_path, monkeypatch, nvidia_smi, expected):
+    """On all hosts at once that was taken for hosts of CPUs."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    if nvidia_smi:
+        (tmp_path / "nvidia-smi").write_text(f"#!/bin/bash\n{nvidia_smi}\n")
+        (tmp_path / "nvidia-smi").chmod(0o755)
+    assert gpus() == expected
+
+
+def test_hosts_without_gpus_are_called_right_for_cpus_alone(tmp_path, monkeypatch, capsys):
+    (tmp_path / "hosts").write_text("a slots=1\nb slots=1\n")
+    shared = {"error": None, "free_gb": 500.0, "files": [".check-a", ".check-b"]}
+    monkeypatch.setattr(check, "ask", lambda host, folder: report(gpus=[], shared=shared))
+    assert check.main([str(tmp_path / "hosts"), str(tmp_path)]) == 0
+    assert capsys.readouterr().out == "2 hosts, 2 slots, 0 GPUs: right for ranks on CPUs (no host has nvidia-smi)\n"
 
 
 def test_a_host_reports_itself_as_one_line_of_json(tmp_path):
-    command = [sys.executable, "-m", "infcl.cluster.host_report", str(tmp_path)]
+    command = [sys.executable, "-m", "infcl.cluster.host_report", str(tmp_path), "a"]
     printed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    assert set(json.loads(printed)) == {"host", "software", "gpus", "shared"}
+    assert set(json.loads(printed)) == {"software", "gpus", "gpu_error", "shared"}
+    assert (tmp_path / ".check-a").is_file()
 
 
 @pytest.mark.parametrize(

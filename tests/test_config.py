@@ -140,6 +140,13 @@ def test_a_wrong_flag_is_refused_with_the_value_and_the_fix(flags, message):
         "pipe:wget -qO- --header='Authorization: Basic hunter2' https://host/0.tar",
         "pipe:wget -qO- --http-password=hunter2 https://host/0.tar",
         "pipe:curl --oauth2-bearer hunter2 https://host/0.tar",
+        "pipe:AWS_SECRET_ACCESS_KEY=hunter2 aws s3 cp s3://bucket/0.tar -",
+        "pipe:AWS_PROFILE=a AWS_SESSION_TOKEN='hunter2' aws s3 cp s3://bucket/0.tar -",
+        "pipe:export HF_TOKEN=hunter2; hf-cat 0.tar",
+        "pipe:env RESTIC_PASSWORD=hunter2 restic dump latest 0.tar",
+        "pipe:SSHPASS=hunter2 sshpass -e ssh host cat 0.tar",
+        "pipe:sshpass -p hunter2 ssh -p 22 host cat 0.tar",
+        "pipe:sshpass -v -P word -p'hunter2' ssh host cat 0.tar",
     ],
 )
 def test_every_kind_of_secret_in_a_url_is_refused_and_not_printed(url):
@@ -169,6 +176,16 @@ def test_every_kind_of_secret_in_a_url_is_refused_and_not_printed(url):
         'pipe:curl -u "$WHO:$WORD" https://host/0.tar',
         "pipe:curl -H 'Accept: application/x-tar' https://host/0.tar",
         "pipe:docker run -u 1000:1000 image cat 0.tar",
+        "pipe:HF_TOKEN=$(cat ~/.token) hf-cat 0.tar",
+        'pipe:HF_TOKEN="$TOKEN" hf-cat 0.tar',
+        "pipe:HF_TOKEN=`cat ~/.token` hf-cat 0.tar",
+        "pipe:HF_TOKEN_PATH=/home/me/.token KEYFILE=/etc/key hf-cat 0.tar",
+        "pipe:AWS_PROFILE=a AWS_SHARED_CREDENTIALS_FILE=/etc/aws aws s3 cp s3://bucket/0.tar -",
+        "pipe:sshpass -f /etc/word ssh -p 22 host cat 0.tar",
+        "pipe:sshpass -P word -f /etc/word ssh host cat 0.tar",
+        'pipe:sshpass -p "$WORD" ssh host cat 0.tar',
+        "/data/KEY=a/0.tar",
+        "https://host/0.tar?KEY=a",
     ],
 )
 def test_a_url_without_a_secret_is_not_refused(url):

@@ -113,6 +113,17 @@ def test_auto_takes_the_largest_size_that_fits_and_divides():
     assert more.batch_size > chosen.batch_size
 
 
+@pytest.mark.parametrize(("gib", "host"), [(1, 1000), (80, 0.1)])
+def test_the_check_can_be_skipped_with_auto_too(gib, host):
+    """As what refuses says, be it for the GPU or for the host."""
+    flags = ("--global-batch-size", "65536", "--batch-size", "auto")
+    refused = dataclasses.replace(fit(*flags, gib=gib), host=host * GIB)
+    with pytest.raises(ValueError, match="--skip-memory-check starts it anyway"):
+        refused.choose()
+    skipped = dataclasses.replace(fit(*flags, "--skip-memory-check", gib=gib), host=host * GIB)
+    assert skipped.choose().batch_size == (1 if gib == 1 else fit(*flags, gib=80).choose().batch_size)
+
+
 def test_auto_takes_any_divisor():
     assert fit("--global-batch-size", str(8 * 300), "--batch-size", "auto", gib=10_000).choose().batch_size == 300
     assert fit("--global-batch-size", str(8 * 101), "--batch-size", "auto", gib=10_000).choose().batch_size == 101

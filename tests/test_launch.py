@@ -1,6 +1,7 @@
 """The launch scripts as far as a shell can tell: what they run, what they refuse, when a run is queued again."""
 
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -12,8 +13,9 @@ from infcl.parallel import _NODE_SIZES, read_environment, read_ranks_per_node
 from tests.checkout import ROOT
 
 
-def run(script: str, *arguments, tmp_path, programs: dict[str, str], **environment: str):
-    """launch/SCRIPT with `programs` (name: shell script) before the PATH, in an empty copy of the repository."""
+def run(script: str, *arguments, tmp_path, programs: dict[str, str], where=None, **environment: str):
+    """launch/SCRIPT with `programs` (name: shell script) before the PATH, in an empty copy of the repository; started
+    there, or in the folder `where`."""
     bin_folder = tmp_path / "bin"
     bin_folder.mkdir(exist_ok=True)
     for name, text in programs.items():
@@ -23,16 +25,19 @@ def run(script: str, *arguments, tmp_path, programs: dict[str, str], **environme
         shutil.copytree(ROOT / "launch", tmp_path / "launch")
     environment = {"PATH": f"{bin_folder}:/usr/bin:/bin", "HOME": str(tmp_path)} | environment
     command = ["bash", str(tmp_path / "launch" / script), *map(str, arguments)]
-    return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
+    return subprocess.run(command, cwd=where or tmp_path, env=environment, capture_output=True, text=True, timeout=60)
 
 
-@pytest.mark.parametrize("script", sorted(path.name for path in (ROOT / "launch").glob("*.s*")))
-def test_every_script_is_valid_bash_and_says_command_hardware_and_time(script):
-    path = ROOT / "launch" / script
-    assert subprocess.run(["bash", "-n", path], capture_output=True).returncode == 0
-    if script != "quote.sh":
-        for word in ("command", "hardware", "time"):
-            assert f"#   {word} " in path.read_text()
+@pytest.mark.parametrize("path", sorted((ROOT / "launch").iterdir()), ids=lambda path: path.name)
+def test_every_script_is_valid_bash_and_says_command_hardware_and_time(path):
+    if path.suffix != ".yaml":
+        assert subprocess.run(["bash", "-n", path], capture_output=True).returncode == 0
+    if path.name == "quote.sh":
+        return
+    said = dict(re.findall(r"^#   (command|hardware|time) +(\S.*)$", path.read_text(), re.MULTILINE))
+    assert re.match(r"(\S+=\S+ )*(bash|sbatch|make|kubectl) ", said["command"])
+    assert re.search("GPU|any|as the run", said["hardware"])
+    assert re.match("as long as the training|.*(second|minute)", said["time"])
 
 
 def test_quoted_words_come_out_of_a_shell_as_they_went_in():
@@ -171,7 +176,8 @@ def test_torchrun_of_several_nodes_needs_rank_and_address(tmp_path):
     assert "--nnodes|2|--node-rank|1|--master-addr|10.0.0.1|" in many.stdout
 
 
-HOSTFILE = {"python": "exit 0\n", "ssh": 'echo "2: eth0 inet 10.0.0.1/24 brd"\n', "deepspeed": 'printf "%s|" "$@"\n'}
+SSH = 'case "$*" in *hostname*) echo "10.0.0.1 fe80::1 ";; *) echo "2: eth0    inet 10.0.0.1/24 brd";; esac\n'
+HOSTFILE = {"python": "exit 0\n", "ssh": SSH, "deepspeed": 'printf "%s|" "$@"\n'}
 
 
 MEASURED = "worker-1: all-reduce over 24 ranks: 9 GB/s\nworker-1: least between hosts: 8 GB/s (a - b), median 9"
@@ -244,6 +250,40 @@ def test_an_unknown_launcher_and_a_silent_first_host_are_mistakes(tmp_path):
     assert silent.returncode == 2 and "no address of a" in silent.stderr
 
 
+WELCOME = 'echo "Welcome to a"; echo "Last login: 10:02:11 from 10.0.0.9"; '
+
+
+@pytest.mark.parametrize("interface", [{}, {"INTERFACE": "eth0"}])
+def test_what_a_login_prints_is_not_taken_for_the_first_hosts_address(tmp_path, interface):
+    (tmp_path / "hosts").write_text("a slots=1\n")
+    greeted = run("hostfile.sh", tmp_path=tmp_path, programs=HOSTFILE | {"ssh": WELCOME + SSH}, **interface)
+    assert "--master_addr|10.0.0.1|" in greeted.stdout, greeted.stderr
+    only = run("hostfile.sh", tmp_path=tmp_path, programs=HOSTFILE | {"ssh": WELCOME}, **interface)
+    assert only.returncode == 2 and "no address of a" in only.stderr and not only.stdout
+
+
+@pytest.mark.parametrize(
+    ("printed", "address"), [("fe80::1 10.0.0.1", "fe80::1"), ("2001:db8:0:1::a", "2001:db8:0:1::a")]
+)
+def test_the_first_of_a_hosts_addresses_is_taken_of_either_kind(tmp_path, printed, address):
+    (tmp_path / "hosts").write_text("a slots=1\n")
+    result = run("hostfile.sh", tmp_path=tmp_path, programs=HOSTFILE | {"ssh": f"echo {printed}\n"})
+    assert f"--master_addr|{address}|" in result.stdout, result.stderr
+
+
+def test_a_relative_hostfile_is_one_of_where_the_script_is_started(tmp_path):
+    where = tmp_path / "elsewhere"
+    where.mkdir()
+    for name in ("hosts", "others"):
+        (where / name).write_text("a slots=1\n")
+    for given in ({}, {"HOSTS": "hosts"}, {"HOSTS": "others"}):
+        result = run("hostfile.sh", tmp_path=tmp_path, programs=HOSTFILE, where=where, **given)
+        assert f"--hostfile|{where}/{given.get('HOSTS', 'hosts')}|" in result.stdout, result.stderr
+    lit = {"IMAGE": "w", "HOSTS": "others"}
+    result = run("lit.sh", tmp_path=tmp_path, programs=HOSTFILE, where=where, **lit)
+    assert f"--hostfile|{where}/others|" in result.stdout and f"--pretrained-image|{where}/w|" in result.stdout
+
+
 def test_the_kubernetes_job_is_valid_yaml_of_four_pods():
     yaml = pytest.importorskip("yaml")
     job = yaml.safe_load((ROOT / "launch" / "kubernetes.yaml").read_text())
@@ -264,7 +304,7 @@ def test_lit_goes_over_the_hosts_of_a_hostfile_with_its_brackets_quoted(tmp_path
     (tmp_path / "hosts").write_text("a slots=8\nb slots=8\n")
     command = ("lit.sh", "--train-data", "x y.tar")
     flags = run(*command, tmp_path=tmp_path, programs=programs, IMAGE="w", HOSTS="hosts").stdout.splitlines()
-    assert flags[flags.index("--hostfile") + 1] == "hosts" and flags.count("--deepspeed_config") == 1
+    assert flags[flags.index("--hostfile") + 1] == str(tmp_path / "hosts") and flags.count("--deepspeed_config") == 1
     brackets = flags[flags.index("--aug-cfg") + 1]
     assert subprocess.run(["bash", "-c", f"printf %s {brackets}"], capture_output=True).stdout == b"scale=(0.08,1.0)"
     alone = run(*command, tmp_path=tmp_path, programs=programs, IMAGE="w").stdout.splitlines()
@@ -297,28 +337,91 @@ def test_a_signal_before_the_command_has_its_group_is_passed_on(tmp_path):
     assert process.returncode == 143 and "stopped" in said
 
 
-def supervised_hosts(tmp_path, batch: int):
+def supervised_hosts(tmp_path, *options, command=(), slots=8):
     """supervise.sh over four hosts of which three answer; its command writes down the hosts that it was given."""
-    (tmp_path / "hosts").write_text("".join(f"{name} slots=8\n" for name in "abcd"))
+    (tmp_path / "hosts").write_text("".join(f"{name} slots={slots}\n" for name in "abcd"))
     programs = {
         "python": f'exec {shlex.quote(sys.executable)} "$@"\n',
         "ssh": 'case "$*" in *" c true") exit 255;; esac\n',
         "command": f'cat "$HOSTS"; touch {shlex.quote(str(tmp_path))}/summary.json\n',
     }
-    options = ["--hostfile", tmp_path / "hosts", "--min-hosts", "3", "--batch", batch]
-    arguments = [*options, tmp_path, tmp_path / "bin" / "command"]
+    arguments = ["--hostfile", tmp_path / "hosts", *options, tmp_path, tmp_path / "bin" / "command", *command]
     return run("supervise.sh", *arguments, tmp_path=tmp_path, programs=programs, PYTHONPATH=str(ROOT))
 
 
-def test_supervise_goes_on_with_three_of_four_hosts_and_says_which_numbers_divide_the_batch(tmp_path):
-    result = supervised_hosts(tmp_path, 49152)
+BATCHES = [("--batch", "{}"), ("--global-batch-size", "{}"), ("--global-batch-size={}",)]
+
+
+def with_batch(tmp_path, form: tuple[str, ...], batch: int):
+    """--min-hosts 3, and the batch said to supervise.sh or in its command."""
+    words = [word.format(batch) for word in form]
+    options, command = (words, []) if form[0] == "--batch" else ([], ["--global-batch-size", "7", *words])
+    return supervised_hosts(tmp_path, "--min-hosts", "3", *options, command=command)
+
+
+@pytest.mark.parametrize("form", BATCHES)
+def test_supervise_goes_on_with_three_of_four_hosts_and_says_which_numbers_divide_the_batch(tmp_path, form):
+    result = with_batch(tmp_path, form, 49152)
     assert result.returncode == 0, result.stderr
     assert "supervise: a batch of 49152 is divided by the ranks of 1, 2, 3, 4 of 4 hosts" in result.stderr
     assert result.stdout == "a slots=8\nb slots=8\nd slots=8\n"
 
 
-def test_supervise_refuses_a_minimum_that_only_all_hosts_can_meet(tmp_path):
-    result = supervised_hosts(tmp_path, 32768)
+@pytest.mark.parametrize("form", BATCHES)
+def test_supervise_refuses_a_minimum_that_only_all_hosts_can_meet(tmp_path, form):
+    """24 ranks that do not divide the batch would end with a mistake, which is not restarted."""
+    result = with_batch(tmp_path, form, 32768)
     assert result.returncode == 2 and not result.stdout
     assert "--min-hosts 3: no fewer than all hosts can be gone on with, since a batch of 32768" in result.stderr
     assert "1, 2, 4 of 4 hosts" in result.stderr
+
+
+def test_supervise_without_a_batch_takes_the_hosts_that_answer(tmp_path):
+    result = supervised_hosts(tmp_path)
+    assert (result.returncode, result.stdout) == (0, "a slots=8\nb slots=8\nd slots=8\n"), result.stderr
+    assert "supervise: at least 1 of 4 hosts\n" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "slots", "message"),
+    [
+        (["--min-hosts", "0"], 8, "--min-hosts 0 must lie in [1, 4]"),
+        (["--min-hosts", "5"], 8, "--min-hosts 5 must lie in [1, 4]"),
+        (["--min-hosts", "x"], 8, "invalid int value: 'x'"),
+        ([], "eight", "line 1: 'a slots=eight': after the host comes slots=N"),
+        (["--hostfile", "none/hosts"], 8, "none/hosts: [Errno 2] No such file or directory"),
+    ],
+)
+def test_supervise_ends_with_a_mistake_in_hosts_or_minimum_and_starts_nothing(tmp_path, options, slots, message):
+    result = supervised_hosts(tmp_path, *options, slots=slots)
+    assert result.returncode == 2 and message in result.stderr and not result.stdout, result.stderr
+    assert "restart" not in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("run_folder", "flags", "refused"),
+    [
+        ("logs/first", ["--logs", "logs"], True),
+        ("logs/first", [], True),
+        ("{}/logs/first", ["--logs=logs"], False),
+        ("logs/first", ["--logs", "logs", "--logs={}/logs"], False),
+    ],
+)
+def test_supervise_refuses_a_run_folder_that_its_launch_script_does_not_write_to(tmp_path, run_folder, flags, refused):
+    """The script goes to the repository; summary.json was looked for where nothing came."""
+    where = tmp_path / "elsewhere"
+    (where / "logs" / "first").mkdir(parents=True)
+    (tmp_path / "logs" / "first").mkdir(parents=True)
+    for folder in (where, tmp_path):
+        (folder / "logs" / "first" / "summary.json").touch()
+    there = tmp_path if run_folder.startswith("{}") else where
+    flags = [flag.format(there) for flag in flags]
+    command = ["supervise.sh", run_folder.format(there), "bash", tmp_path / "launch" / "local.sh", *flags]
+    programs = {"deepspeed": "true\n"}
+    result = run(*command, tmp_path=tmp_path, programs=programs, where=where)
+    assert result.returncode == (2 if refused else 0), result.stderr
+    assert ("give both in full, or start there" in result.stderr) == refused
+    assert (
+        run("supervise.sh", "logs/first", "bash", "launch/local.sh", tmp_path=tmp_path, programs=programs).returncode
+        == 0
+    )

@@ -17,7 +17,7 @@ from benchmarks.paper.towers import measured_losses, planned_loss, steps
 from benchmarks.tensor_parallel import model_config
 from infcl.config import BatchPlan, TrainConfig
 from infcl.plan.__main__ import main, parser, read_batch, setting_of
-from infcl.plan.compare import compare, past, read_steps
+from infcl.plan.compare import compare, past, read_steps, trains_whole_towers
 from infcl.plan.loads import memory_of, memory_plan
 from infcl.plan.loss_time import LEAD_SECONDS, loss_phases, loss_seconds
 from infcl.plan.memory import counted_by_torch, parameter_counts
@@ -220,6 +220,15 @@ def test_the_profile_that_measure_wrote_plans_them_as_well(one):
     assert abs(one["speed_error"]) < 0.15
 
 
+def test_the_docs_say_how_far_the_plan_is_from_the_rows_that_are_left_out_too():
+    told = re.findall(r"^\| (\+\d+%) \|.*\[(\w+\.csv)\]", (ROOT / "docs" / "scaling.md").read_text(), re.MULTILINE)
+    assert len(told) == 5
+    for worst, name in told:
+        rows = [row for row in read_steps(RESULTS / name) if trains_whole_towers(row)]
+        errors = [one["speed_error"] for one in compare(rows, load_gpu("h200"))]
+        assert f"{max(errors):+.0%}" == worst and min(errors) > -0.15, name
+
+
 def test_steps_that_were_not_warmed_up_are_called_so(capsys):
     assert main(["--compare", str(RESULTS / "step.csv")]) == 0
     lines = [line for line in capsys.readouterr().out.splitlines() if "not warmed up" in line]
@@ -278,14 +287,15 @@ def test_losses_that_wait_for_the_host_are_planned_among_what_was_measured_of_th
 # ---- consistency ----
 
 
-def test_the_parts_of_memory_and_time_add_up():
+def test_the_parts_of_memory_add_up_and_a_step_is_between_its_longest_phase_and_all_of_them():
     memory, setting = memory_of(planned(zero=3)), planned(zero=3)
     parts, either = (
         sum(size for name, size in memory.items() if name != "peak"),
         min(memory["loss"], memory["backward"]),
     )
     assert memory["peak"] == pytest.approx(parts - either)
-    assert step_seconds(setting) == pytest.approx(sum(phase.exposed for phase in phases_of(setting)))
+    seconds = [phase.seconds for phase in phases_of(setting)]
+    assert max(seconds) <= step_seconds(setting) <= sum(seconds) + 1e-3
     assert all(0 <= phase.exposed <= phase.seconds * 1.001 + 1e-4 for phase in phases_of(setting))
 
 

@@ -4,6 +4,7 @@ import csv
 import dataclasses
 import json
 import re
+from importlib.util import find_spec
 from types import SimpleNamespace
 
 import pytest
@@ -45,7 +46,7 @@ def test_as_many_graphs_as_fit_are_planned_where_that_is_asked_for(capsys):
     def planned(graphs: str) -> tuple[str, float, str]:
         assert main([*flags.split(), "--resident-micro-batches", graphs]) == 0
         said = capsys.readouterr().out
-        kept, rate = (re.search(form, said)[1] for form in (r"(\d+) graphs kept", r"(\d+) samples/s, "))
+        kept, rate = (re.search(form, said)[1] for form in (r"(\d+) graphs? kept", r"(\d+) samples/s, "))
         return kept, float(rate), re.search(r"with this micro-batch: ([\d,]+)", said)[1]
 
     one, more = planned("1"), planned("auto")
@@ -92,6 +93,8 @@ def test_captions_that_training_does_not_pack_are_not_planned_packed():
         ("--model ViT-Z-99", "ViT-Z-99"),
         ("--gpus 0", "gpus 0 must be greater than 0"),
         ("--tensor-parallel-size -1", "tensor-parallel -1 must be greater than 0"),
+        ("--host-memory-gib 0", "--host-memory-gib 0.0 must be a number above 0"),
+        ("--host-memory-gib nan", "--host-memory-gib nan must be a number above 0"),
         ("--gpus-per-node 0", "gpus-per-node 0 must be greater than 0"),
         ("--resident-micro-batches 0", "resident-micro-batches 0 must be greater than 0"),
         ("--sweep gpus=8:16 --resident-micro-batches auto", "a number there, the same for all"),
@@ -108,7 +111,7 @@ def test_captions_that_training_does_not_pack_are_not_planned_packed():
         ("--tensor-parallel-size 16 --gpus 16", "16 spans hosts of 8 GPUs"),
         ("--micro-batch-size ²", "a number of pairs, or auto"),
         ("--sweep gpus=²:8", "gpus=FIRST:LAST"),
-        ("--plot x.pgn --sweep gpus=8:16", "name it .png"),
+        ("--plot x.pgn --sweep gpus=8:16", "name a file that ends in .png"),
         ("--measure none/gpu.json", "there is no folder none"),
         ("--compare docs/results/loss_h200.csv", "no column model, zero"),
     ],
@@ -116,6 +119,88 @@ def test_captions_that_training_does_not_pack_are_not_planned_packed():
 def test_a_wrong_flag_is_one_line_and_exit_code_2(flags, message, capsys):
     assert main(flags.split()) == 2
     assert re.search(message, capsys.readouterr().err)
+
+
+def test_a_plot_that_cannot_be_written_is_one_line_too(tmp_path, capsys):
+    (tmp_path / "folder.png").mkdir()
+    assert main(["--sweep", "gpus=8:8", "--plot", str(tmp_path / "folder.png")]) == 2
+    assert "it writes a PNG, so name a file" in capsys.readouterr().err
+    pytest.importorskip("matplotlib")
+    (tmp_path / "loop.png").symlink_to("loop.png")
+    assert main(["--sweep", "gpus=8:16", "--micro-batch-size", "64", "--plot", str(tmp_path / "loop.png")]) == 2
+    assert "loop.png cannot be written: Too many levels" in capsys.readouterr().err
+
+
+STEP = {
+    "model": "ViT-B-32", "gpus": "1", "zero": "1", "checkpointing": "False", "blocks": "eager", "resident": "1",
+    "micro_batch": "64", "micro_batches": "2", "samples_per_second": "900.5", "peak_gib": "9.5", "label": "",
+}  # fmt: skip
+
+
+def compare_rows(tmp_path, *rows: dict) -> int:
+    with open(tmp_path / "steps.csv", "w") as file:
+        writer = csv.DictWriter(file, STEP)
+        writer.writeheader()
+        writer.writerows(STEP | row for row in rows)
+    return main(["--compare", str(tmp_path / "steps.csv")])
+
+
+@pytest.mark.parametrize(
+    ("column", "value", "message"),
+    [
+        ("gpus", "0", "gpus is '0', no whole number from 1 on"),
+        ("micro_batch", "0", "micro_batch is '0', no whole number from 1 on"),
+        ("micro_batches", "", "micro_batches is '', no whole number from 1 on"),
+        ("resident", "-1", "resident is '-1', no whole number from 0 on"),
+        ("peak_gib", "0", "peak_gib is '0', no number above 0"),
+        ("peak_gib", "1.2.3", "peak_gib is '1.2.3', no number above 0"),
+        ("samples_per_second", "nan", "samples_per_second is 'nan', no number above 0"),
+        ("zero", "", "zero is '', no stage like 1 or 3_offload"),
+        ("model", "ViT-Z-99", "ViT-Z-99"),
+    ],
+)
+def test_a_value_of_a_step_that_cannot_be_is_named_with_its_line(column, value, message, tmp_path, capsys):
+    assert compare_rows(tmp_path, {}, {column: value}) == 2
+    said = capsys.readouterr()
+    assert message in said.err and not said.out
+    assert column == "model" or "steps.csv, line 3: " in said.err
+
+
+def test_a_row_that_ends_early_is_named(tmp_path, capsys):
+    (tmp_path / "steps.csv").write_text(f"{','.join(STEP)}\n{','.join(list(STEP.values())[:4])}\n")
+    assert main(["--compare", str(tmp_path / "steps.csv")]) == 2
+    assert "line 2: micro_batch is None, no whole number" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("lock", ["lock-image", "opt lion lock-text"])
+def test_steps_of_locked_towers_are_left_out_of_a_comparison(lock, tmp_path, capsys):
+    """They were planned as whole ones, at half their speed and three times their memory."""
+    assert compare_rows(tmp_path, {}, {"label": f"batch-size 64 {lock}"}) == 0
+    said = capsys.readouterr()
+    assert said.out.count("ViT-B-32") == 1 and said.err == "1 row left out: locked towers are not planned\n"
+
+
+def test_no_more_graphs_are_said_to_stay_than_a_step_has_micro_batches(capsys):
+    assert main("--global-batch 8k --micro-batch-size 256 --resident-micro-batches 99999".split()) == 0
+    kept = re.findall(r"micro-batch (\d+), .*?(\d+) graphs", capsys.readouterr().out)
+    assert kept and all(int(size) * int(graphs) == 1024 for size, graphs in kept)
+
+
+def test_where_nothing_fits_that_is_said(capsys):
+    assert main("--model ViT-bigG-14 --gpus 8 --global-batch 64m --micro-batch-size 256 --gpu a800-80g".split()) == 0
+    assert "fastest settings for this batch\n  none fits: " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("ring", "rings"), [("auto", {"flat", "two-level"}), *((r, {r}) for r in ("flat", "two-level"))]
+)
+def test_a_sweep_is_of_the_rings_that_are_asked_for(ring, rings, tmp_path, capsys):
+    words = ["--micro-batch-size", "64", "--ring", ring, "--sweep", "gpus=8:16"]
+    words += ["--plot", str(tmp_path / "curves.png")] if find_spec("matplotlib") else []
+    assert main(words) == 0
+    said = capsys.readouterr()
+    assert {row["ring"] for row in csv.DictReader(said.out.splitlines())} == rings
+    assert set(re.findall("^# (.+?): ", said.err, re.MULTILINE)) == rings
 
 
 def test_the_trainers_spellings_are_the_planners_too():
@@ -214,6 +299,15 @@ def test_a_plan_says_which_figures_under_it_are_estimated(capsys):
     assert "of nic-400 gbs, latency_us are estimated" in told
     assert main("--gpus 8 --micro-batch-size 64".split()) == 0
     assert "of nic-400" not in capsys.readouterr().out  # one host has none
+
+
+def test_an_older_profile_has_no_rate_of_float32_which_is_estimated_then(capsys):
+    old = ["--gpu", str(ROOT / "docs" / "results" / "h200_measured.json"), "--micro-batch-size", "64"]
+    assert load_gpu(old[1]).estimated == ("fp32_tflops",)
+    assert main([*old, "--precision", "fp32"]) == 0
+    assert "of NVIDIA H200 fp32_tflops are estimated, not measured" in capsys.readouterr().out
+    assert main(old) == 0
+    assert "estimated" not in capsys.readouterr().out
 
 
 def test_a_profile_of_ones_own_is_read(tmp_path):

@@ -147,7 +147,7 @@ def smaller_towers() -> str:
 def thousands() -> str:
     """From the committed sweeps: what grows with the GPUs at a fixed batch per GPU."""
     lines = []
-    for name, what in (("scaling_nic400.csv", "400 Gb/s a GPU"), ("scaling_eth100.csv", "100 Gb/s a host")):
+    for name, what in (("scaling_nic400.csv", "400 Gb/s a GPU"), ("scaling_eth100.csv", "100 Gb/s a GPU")):
         found = rows(name)
         for gpus in (8, 64, 512, 4096):
             cells = [what, f"{gpus:,}"]

@@ -24,9 +24,9 @@ _BUSY_MIB = 1024
 
 def ask(host: str, shared: Path) -> dict:
     """The host's own report with "skew_s", its clock against ours; {"error": ...} where it does not come."""
-    remote = f"cd {shlex.quote(str(Path.cwd()))} && {shlex.quote(sys.executable)} -m infcl.cluster.host_report "
+    words = [sys.executable, "-m", "infcl.cluster.host_report", str(shared), host]
     try:
-        done = _ssh(host, remote + shlex.quote(str(shared)))
+        done = _ssh(host, f"cd {shlex.quote(str(Path.cwd()))} && {shlex.join(words)}")
         sent = time.time()  # of a connection of its own: a report takes seconds, in which a clock's error would hide
         clock = _ssh(host, "date +%s.%N")
         received = time.time()
@@ -59,12 +59,14 @@ def problems(hosts: dict[str, int], reports: dict[str, dict]) -> list[str]:
     lines = [f"{host}: {report['error']}" for host, report in reports.items() if "error" in report]
     there = {host: report for host, report in reports.items() if "error" not in report}
     lines += differences({host: report["software"] for host, report in there.items()})
-    marks = {f".check-{report['host']}" for report in there.values()}
+    marks = {f".check-{host}" for host in there}
     with_gpus = any(report["gpus"] for report in there.values())
     for host, report in there.items():
         if report["skew_s"] > MAX_SKEW_S:
             lines.append(f"{host}: its clock is {report['skew_s']:.0f} s off")
-        if with_gpus and len(report["gpus"]) < hosts[host]:
+        if report["gpu_error"]:
+            lines.append(f"{host}: nvidia-smi fails: {report['gpu_error']}")
+        elif with_gpus and len(report["gpus"]) < hosts[host]:
             lines.append(f"{host}: slots={hosts[host]}, but {len(report['gpus'])} GPUs")
         for number, gpu in enumerate(report["gpus"][: hosts[host]]):
             if gpu["memory_used_mib"] > _BUSY_MIB:
@@ -101,9 +103,10 @@ def main(argv: list[str] | None = None) -> int:
     for line in found:
         print(line)
     gpus = sum(len(report.get("gpus", ())) for report in reports.values())
+    right = "right" if gpus else "right for ranks on CPUs (no host has nvidia-smi)"
     print(
         f"{len(hosts)} hosts, {sum(hosts.values())} slots, {gpus} GPUs: "
-        + (f"{len(found)} problems" if found else "right")
+        + (f"{len(found)} problems" if found else right)
     )
     return 1 if found else 0
 

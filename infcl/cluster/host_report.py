@@ -1,9 +1,11 @@
-"""One host about itself, one line of JSON: python -m infcl.cluster.host_report SHARED_FOLDER (check.py asks for it)."""
+"""One host about itself, one line of JSON: python -m infcl.cluster.host_report SHARED_FOLDER NAME.
+
+check.py asks for it. NAME is the host's in the hostfile: two hosts may have one hostname.
+"""
 
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -11,33 +13,34 @@ from pathlib import Path
 from infcl.cluster.facts import software
 
 
-def report(shared: Path) -> dict:
-    """{"host", "software", "gpus", "shared"}; nothing of it needs a GPU or a process group."""
-    return {
-        "host": socket.gethostname(),
-        "software": software(),
-        "gpus": gpus(),
-        "shared": shared_folder(shared),
-    }
+def report(shared: Path, name: str) -> dict:
+    """{"software", "gpus", "gpu_error", "shared"}; nothing of it needs a GPU or a process group."""
+    found, error = gpus()
+    return {"software": software(), "gpus": found, "gpu_error": error, "shared": shared_folder(shared, name)}
 
 
-def gpus() -> list[dict]:
-    """[{"name", "memory_used_mib", "memory_mib"}] by nvidia-smi; [] where there is none."""
+def gpus() -> tuple[list[dict], str | None]:
+    """[{"name", "memory_used_mib", "memory_mib"}] by nvidia-smi, [] where there is none; why it fails, if it does."""
     fields = "name,memory.used,memory.total"
     command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits"]
     try:
-        printed = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout
-    except (OSError, subprocess.SubprocessError):
-        return []
-    rows = [line.rsplit(",", 2) for line in printed.splitlines() if line.strip()]
-    return [{"name": name.strip(), "memory_used_mib": int(used), "memory_mib": int(all_)} for name, used, all_ in rows]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    except FileNotFoundError:
+        return [], None
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return [], str(error)
+    if done.returncode != 0:
+        said = (done.stdout + done.stderr).strip().splitlines() or ["no message"]
+        return [], f"{said[0]} (exit code {done.returncode})"
+    rows = [line.rsplit(",", 2) for line in done.stdout.splitlines() if line.strip()]
+    found = [{"name": name.strip(), "memory_used_mib": int(used), "memory_mib": int(all_)} for name, used, all_ in rows]
+    return found, None
 
 
-def shared_folder(folder: Path) -> dict:
+def shared_folder(folder: Path, name: str) -> dict:
     """{"error": None or what is wrong, "free_gb", "files": names of the marks that other hosts left}."""
-    mark = folder / f".check-{socket.gethostname()}"
     try:
-        mark.write_bytes(os.urandom(1 << 20))
+        (folder / f".check-{name}").write_bytes(os.urandom(1 << 20))
         marks = sorted(path.name for path in folder.glob(".check-*"))
         return {"error": None, "free_gb": shutil.disk_usage(folder).free / 1e9, "files": marks}
     except OSError as error:
@@ -45,4 +48,4 @@ def shared_folder(folder: Path) -> dict:
 
 
 if __name__ == "__main__":
-    print(json.dumps(report(Path(sys.argv[1]))))
+    print(json.dumps(report(Path(sys.argv[1]), sys.argv[2])))

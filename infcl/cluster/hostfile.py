@@ -3,11 +3,11 @@
     python -m infcl.cluster.hostfile check HOSTS                        say what is wrong, with the line
     python -m infcl.cluster.hostfile alive HOSTS --min-hosts 3 [--global-batch-size N]
                                                                         print the hostfile of the hosts that answer
-    python -m infcl.cluster.hostfile counts HOSTS --min-hosts 3 --global-batch-size N
-                                                                        print how many hosts divide the batch
+    python -m infcl.cluster.hostfile counts HOSTS --min-hosts 3 [--global-batch-size N]
+                                                                        print with how many hosts a run can go on
 
-`alive` leaves out hosts that ssh does not reach, and then as many more as it takes for the ranks to divide the global
-batch, so that the run can go on with it.
+`alive` leaves out hosts that ssh does not reach, and then those without which most ranks are left that divide the
+global batch, so that the run can go on with it.
 """
 
 import argparse
@@ -63,13 +63,17 @@ def answers(host: str) -> bool:
 
 
 def choose_alive(hosts: dict[str, int], alive: set[str], *, min_hosts: int, global_batch_size: int | None) -> dict:
-    """The hosts to go on with: those alive, less the last ones where their ranks do not divide the global batch.
+    """The hosts to go on with: of those alive the ones with the most ranks that divide the global batch, in the file's
+    order and rather the first than the last.
 
     ValueError with the names when fewer than `min_hosts` are left.
     """
-    chosen = {host: slots for host, slots in hosts.items() if host in alive}
-    while chosen and global_batch_size and global_batch_size % sum(chosen.values()):
-        chosen.popitem()
+    chosen = [host for host in hosts if host in alive]
+    if global_batch_size:
+        sets = _largest_sets({host: hosts[host] for host in chosen})
+        dividing = {ranks: those for ranks, those in sets.items() if ranks and global_batch_size % ranks == 0}
+        enough = {ranks: those for ranks, those in dividing.items() if len(those) >= min_hosts}
+        chosen = list(max((enough or dividing).items(), default=(0, ()))[1])
     if len(chosen) < min_hosts:
         silent = ", ".join(host for host in hosts if host not in alive) or "none"
         batch = f"; the ranks have to divide a batch of {global_batch_size}" if global_batch_size else ""
@@ -77,7 +81,17 @@ def choose_alive(hosts: dict[str, int], alive: set[str], *, min_hosts: int, glob
             f"{len(chosen)} of {len(hosts)} hosts can be used, at least {min_hosts} are needed "
             f"(without an answer: {silent}{batch})"
         )
-    return chosen
+    return {host: hosts[host] for host in chosen}
+
+
+def _largest_sets(hosts: dict[str, int]) -> dict[int, tuple[str, ...]]:
+    """{ranks: the most hosts that have so many together}, for every number of ranks that some of the hosts have."""
+    sets: dict[int, tuple[str, ...]] = {0: ()}
+    for host, slots in hosts.items():
+        for ranks, those in list(sets.items()):
+            if len(those) + 1 > len(sets.get(ranks + slots, ())):
+                sets[ranks + slots] = (*those, host)
+    return sets
 
 
 def dividing_counts(hosts: dict[str, int], global_batch_size: int) -> list[int]:
@@ -89,12 +103,14 @@ def dividing_counts(hosts: dict[str, int], global_batch_size: int) -> list[int]:
     return [count for count in range(1, len(sums)) if any(global_batch_size % ranks == 0 for ranks in sums[count])]
 
 
-def check_counts(hosts: dict[str, int], *, min_hosts: int, global_batch_size: int) -> str:
-    """Says which numbers of hosts divide the batch. ValueError where no lost host could be gone on without."""
+def check_counts(hosts: dict[str, int], *, min_hosts: int, global_batch_size: int | None) -> str:
+    """Says which numbers of hosts can be gone on with. ValueError where no lost host could be gone on without."""
+    if not 1 <= min_hosts <= len(hosts):
+        raise ValueError(f"--min-hosts {min_hosts} must lie in [1, {len(hosts)}], the hosts of the file")
+    if global_batch_size is None:
+        return f"at least {min_hosts} of {len(hosts)} hosts"
     counts = dividing_counts(hosts, global_batch_size)
     text = f"a batch of {global_batch_size} is divided by the ranks of {_listed(counts)} of {len(hosts)} hosts"
-    if min_hosts > len(hosts):
-        raise ValueError(f"--min-hosts {min_hosts}: the file has {len(hosts)} hosts")
     usable = [count for count in counts if count >= min_hosts]
     if not usable or (usable == [len(hosts)] and min_hosts < len(hosts)):
         raise ValueError(f"--min-hosts {min_hosts}: no fewer than all hosts can be gone on with, since {text}")
@@ -115,8 +131,6 @@ def main(argv: list[str] | None = None) -> int:
     try:
         hosts = read_hostfile(arguments.hostfile)
         if arguments.action == "counts":
-            if arguments.global_batch_size is None:
-                parser.error("counts needs --global-batch-size")
             print(check_counts(hosts, min_hosts=arguments.min_hosts, global_batch_size=arguments.global_batch_size))
         if arguments.action == "alive":
             with ThreadPoolExecutor(32) as pool:

@@ -74,7 +74,7 @@ _MEANT = {  # by those who give a name instead of a path
     "--pretrained-image": _WEIGHTS,
     "--pretrained-text": _WEIGHTS,
 }
-_FILLED_IN = r"(?![\"']?\$)"  # a value that the shell of a pipe: url fills in on the host is no secret here
+_FILLED_IN = r"(?![\"']?[$`])"  # a value that the shell of a pipe: url fills in on the host is no secret here
 _SECRET = re.compile(
     rf"""
       ://[^/@\s:]*:[^/@\s]+@                         # scheme://user:password@host
@@ -85,6 +85,9 @@ _SECRET = re.compile(
     | (?:-H|--header)[=\s]*["']?(?:(?:proxy-)?authorization|cookie|[\w-]*token|[\w-]*api-?key)\s*:
         (?!\s*(?:\w+\s+)?["']?\$)\s*[^\s"']
     | --(?:oauth2-bearer|(?:http-|ftp-|proxy-)?password)[=\s]\s*{_FILLED_IN}\S
+    | (?<![\w?&/.-])(?-i:[A-Z0-9_]*(?:KEY|TOKEN|SECRET|PASSW|PASSPHRASE|SSHPASS|_PWD)[A-Z0-9_]*)
+        (?<!FILE)(?<!PATH)(?<!DIR)={_FILLED_IN}["']?[^\s"';&|]   # AWS_SECRET_ACCESS_KEY=... before a pipe:'s command
+    | \bsshpass(?:\s+-v|\s+(?-i:-P)\s+\S+)*\s+(?-i:-p)\s*{_FILLED_IN}\S
     """,
     re.IGNORECASE | re.VERBOSE,
 )

@@ -12,10 +12,10 @@ import sys
 from pathlib import Path
 
 from infcl.config import counted
-from infcl.plan.compare import compare, read_steps, table
+from infcl.plan.compare import compare, read_steps, table, trains_whole_towers
 from infcl.plan.host import host_bytes, host_parts
 from infcl.plan.loads import load_of, memory_of
-from infcl.plan.search import fastest, fits, largest_batch, micro_batches, with_graphs
+from infcl.plan.search import fastest, fits, fits_gpu, fits_host, largest_batch, micro_batches, with_graphs
 from infcl.plan.setting import Gpu, Link, Setting, captions_of, load_gpu, load_link
 from infcl.plan.sweep import crossover, draw, read_range, sweep
 from infcl.plan.timing import phases_of, samples_per_second
@@ -45,6 +45,7 @@ def parser() -> argparse.ArgumentParser:
     flags.add_argument("--model", default="ViT-L-14")
     flags.add_argument("--gpus", type=int, default=8)
     flags.add_argument("--gpus-per-node", type=int, default=8)
+    flags.add_argument("--host-memory-gib", type=float, help="of a host; without, whatever lies there is taken to fit")
     flags.add_argument("--gpu", default="h200", help="profile of infcl/plan/profiles/gpus, or a file of --measure")
     flags.add_argument("--link", default="nic-400", help="profile of infcl/plan/profiles/links, or a file like them")
     flags.add_argument(  # where a flag has two spellings, the second is the trainer's
@@ -98,6 +99,7 @@ def setting_of(arguments: argparse.Namespace) -> Setting:
         link=load_link(arguments.link),
         gpus=arguments.gpus,
         gpus_per_node=arguments.gpus_per_node,
+        host_memory_gib=arguments.host_memory_gib,
         global_batch=arguments.global_batch,
         micro_batch=1,
         zero=arguments.zero,
@@ -139,9 +141,9 @@ def describe(setting: Setting, *, graphs: bool = False) -> str:
     """graphs: as many as fit are kept, here and in the fastest settings."""
     asked, setting = setting.zero, with_graphs(setting.as_run()) if graphs else setting.as_run()
     memory, phases = memory_of(setting), phases_of(setting)
-    ranks = min(setting.gpus, setting.gpus_per_node)
     total = sum(phase.exposed for phase in phases)
     largest = largest_batch(setting.with_(resident=1) if graphs else setting)
+    kept = counted(min(setting.resident, setting.num_micro_batches), "graph")
     lines = [
         f"{setting.gpus} x {setting.gpu.name}, {counted(setting.nodes, 'host')}"
         + (f", {setting.link.name} between them" if setting.nodes > 1 else ""),
@@ -154,17 +156,18 @@ def describe(setting: Setting, *, graphs: bool = False) -> str:
         f"{setting.global_batch:,} pairs a step = {counted(setting.dp_size, 'data-parallel rank')} x "
         f"{setting.num_micro_batches} x {setting.micro_batch}; {stage_in_words(asked, setting.zero)}, "
         f"{'checkpointing, ' if setting.checkpointing else ''}"
-        f"{setting.precision}, {min(setting.resident, setting.num_micro_batches)} graphs kept, loss {setting.loss}, "
+        f"{setting.precision}, {kept} kept, loss {setting.loss}, "
         f"{'two-level' if setting.two_level else 'flat'} ring",
         "",
         "memory per GPU",
         *(f"  {name:<22}{size / 2**30:>9.2f} GiB" for name, size in memory.items()),
         f"  {'usable':<22}{setting.gpu.usable_bytes / 2**30:>9.2f} GiB: "
-        + ("it fits" if fits(setting) else "it does NOT fit"),
+        + ("it fits" if fits_gpu(setting) else "it does NOT fit"),
         "",
         "host memory per GPU",
         *(f"  {name:<22}{size / 2**30:>9.2f} GiB" for name, size in host_parts(load_of(setting)).items()),
-        f"  {f'a host, {ranks} GPUs':<22}{host_bytes(load_of(setting), ranks) / 2**30:>9.2f} GiB",
+        f"  {'a host, ' + counted(setting.ranks_of_host, 'GPU'):<22}"
+        f"{host_bytes(load_of(setting), setting.ranks_of_host) / 2**30:>9.2f} GiB: {_of_host(setting)}",
         "",
         f"{'a step':<24}{'seconds':>9}{'exposed':>10}",
         *(
@@ -177,17 +180,33 @@ def describe(setting: Setting, *, graphs: bool = False) -> str:
         f"largest global batch that fits with this micro-batch: {largest:,}",
         "fastest settings for this batch",
     ]
-    for seconds, other in fastest(setting, graphs=graphs):
+    best = fastest(setting, graphs=graphs)
+    for seconds, other in best:
         lines.append(f"  {setting.global_batch / seconds:>9,.0f} samples/s  {_short(other)}")
+    if not best:
+        lines.append("  none fits: it takes more GPUs, or a smaller batch")
     return "\n".join(line for line in lines if line is not None)
+
+
+def _of_host(setting: Setting) -> str:
+    """Whether a host holds what lies there."""
+    gib = setting.host_memory_gib
+    if gib is None:
+        return "--host-memory-gib says whether that fits"
+    if not fits_host(setting, gib):
+        return f"it does NOT fit into {gib:g}"
+    return f"it fits into {gib:g}" + (
+        "" if fits_host(setting, gib, pixels=True) else " but for pixels, read again then"
+    )
 
 
 def _short(setting: Setting) -> str:
     words = [f"micro-batch {setting.micro_batch}", f"ZeRO-{setting.zero}"]
     words += ["checkpointing"] if setting.checkpointing else []
-    words += [f"{setting.resident} graphs"] if setting.resident > 1 else []
+    graphs = min(setting.resident, setting.num_micro_batches)
+    words += [f"{graphs} graphs"] if graphs > 1 else []
     if setting.offload:
-        host = host_bytes(load_of(setting), min(setting.gpus, setting.gpus_per_node))
+        host = host_bytes(load_of(setting), setting.ranks_of_host)
         words.append(f"offload (a host: {host / 2**30:.0f} GiB)")
     words += [f"T={setting.tensor_parallel}"] if setting.tensor_parallel > 1 else []
     words += ["sequence parallel"] if setting.sequence_parallel else []
@@ -201,8 +220,8 @@ def main(argv: list[str] | None = None) -> int:
             raise ValueError("--plot draws a sweep: give --sweep too")
         if arguments.plot and not arguments.plot.parent.is_dir():
             raise ValueError(f"--plot {arguments.plot}: there is no folder {arguments.plot.parent}")
-        if arguments.plot and arguments.plot.suffix != ".png":
-            raise ValueError(f"--plot {arguments.plot}: it writes a PNG, so name it .png")
+        if arguments.plot and (arguments.plot.suffix != ".png" or arguments.plot.is_dir()):
+            raise ValueError(f"--plot {arguments.plot}: it writes a PNG, so name a file that ends in .png")
         if arguments.measure:
             if not arguments.measure.absolute().parent.is_dir():
                 raise ValueError(f"--measure {arguments.measure}: there is no folder {arguments.measure.parent}")
@@ -213,7 +232,11 @@ def main(argv: list[str] | None = None) -> int:
             print(f"wrote {arguments.measure}: {told(profile)}")
             return 0
         if arguments.compare:
-            print(table(compare(read_steps(arguments.compare), load_gpu(arguments.gpu))))
+            rows = read_steps(arguments.compare)
+            whole = [row for row in rows if trains_whole_towers(row)]
+            print(table(compare(whole, load_gpu(arguments.gpu))))
+            if locked := len(rows) - len(whole):
+                print(f"{counted(locked, 'row')} left out: locked towers are not planned", file=sys.stderr)
             return 0
         setting = setting_of(arguments)
         if arguments.sweep is None:
@@ -223,13 +246,12 @@ def main(argv: list[str] | None = None) -> int:
             raise ValueError("--sweep: --resident-micro-batches is a number there, the same for all")
         rows = sweep(setting, read_range(arguments.sweep))
     except (OSError, ValueError) as error:
-        print(f"infcl.plan: error: {error}", file=sys.stderr)
-        return 2
+        return _refuse(str(error))
     writer = csv.DictWriter(sys.stdout, rows[0], lineterminator="\n")
     writer.writeheader()
     for row in rows:
         writer.writerow({name: f"{value:.4g}" if isinstance(value, float) else value for name, value in row.items()})
-    for ring in ("flat", "two-level"):
+    for ring in dict.fromkeys(row["ring"] for row in rows):
         for group in ("loss", "ring traffic", "ZeRO traffic"):
             first = crossover(rows, group, ring)
             print(
@@ -239,8 +261,16 @@ def main(argv: list[str] | None = None) -> int:
     if arguments.plot:
         per_gpu = setting.global_batch // setting.gpus
         title = f"{arguments.model}, {per_gpu:,} pairs a {setting.gpu.name}, ZeRO-{setting.zero}, {setting.link.name}"
-        draw(rows, title, arguments.plot)
+        try:
+            draw(rows, title, arguments.plot)
+        except OSError as error:
+            return _refuse(f"--plot {arguments.plot} cannot be written: {error.strerror}")
     return 0
+
+
+def _refuse(why: str) -> int:
+    print(f"infcl.plan: error: {why}", file=sys.stderr)
+    return 2
 
 
 if __name__ == "__main__":

@@ -32,7 +32,10 @@ def past(row: dict) -> frozenset[str]:
 
 
 def read_steps(path: Path) -> list[dict]:
-    """Rows of benchmarks/step.py's CSV, or of one with a part of its columns. ValueError where it lacks needed ones."""
+    """Rows of benchmarks/step.py's CSV, or of one with a part of its columns.
+
+    ValueError where it lacks needed ones, and with the line for a value that cannot be.
+    """
     try:
         with open(path) as file:
             reader = csv.DictReader(file)
@@ -43,7 +46,28 @@ def read_steps(path: Path) -> list[dict]:
         raise ValueError(f"--compare {path} is no CSV of benchmarks.step: it is no text") from None
     if missing := [name for name in _NEEDED if name not in columns]:
         raise ValueError(f"--compare {path} is no CSV of benchmarks.step: it has no column {', '.join(missing)}")
+    for line, row in enumerate(rows, start=2):
+        if wrong := _wrong(row):
+            raise ValueError(f"--compare {path}, line {line}: {wrong}")
     return rows
+
+
+def _wrong(row: dict) -> str | None:
+    """Which value of a row cannot be, where one cannot."""
+    for name, least in {"gpus": 1, "micro_batch": 1, "micro_batches": 1, "resident": 0}.items():
+        if not (row[name] or "").isdecimal() or int(row[name]) < least:
+            return f"{name} is {row[name]!r}, no whole number from {least} on"
+    for name in ("samples_per_second", "peak_gib"):
+        if not re.fullmatch(r"\d+(\.\d*)?(e[+-]?\d+)?", row[name] or "") or float(row[name]) == 0:
+            return f"{name} is {row[name]!r}, no number above 0"
+    if not re.fullmatch("[0-3](_offload)?", row["zero"] or ""):
+        return f"zero is {row['zero']!r}, no stage like 1 or 3_offload"
+    return None
+
+
+def trains_whole_towers(row: dict) -> bool:
+    """As every planned setting does; a row with a locked one has a part of its work and memory."""
+    return "lock-image" not in row.get("label", "") and "lock-text" not in row.get("label", "")
 
 
 def setting_of_row(row: dict, gpu: Gpu) -> Setting:

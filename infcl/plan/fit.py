@@ -97,7 +97,9 @@ class Fit:
         return parts
 
     def check(self) -> None:
-        """ValueError with the numbers, and with what would fit, for what cannot."""
+        """ValueError with the numbers, and with what would fit, for what cannot; not with --skip-memory-check."""
+        if self.config.skip_memory_check:
+            return
         parts = self.parts(self.config)
         if parts["peak"] > self.capacity:
             self._refuse(parts, f"{_gib(parts['peak'])} a rank", self.capacity, self._proposal())
@@ -116,7 +118,8 @@ class Fit:
         )
 
     def choose(self) -> TrainConfig:
-        """The largest micro-batch size that fits and divides a rank's share; ValueError when not even one pair does."""
+        """The largest micro-batch size that fits and divides a rank's share; ValueError when not even one pair does, or
+        one pair with --skip-memory-check."""
         parts = self.config.tensor_parallel_size
         least = dataclasses.replace(self.config, batch_size=parts)
         for size in BatchPlan.of(least, self.dp_size).divisors(_LARGEST, parts):

@@ -1,8 +1,10 @@
 """The largest batch that fits, and the fastest way to train on a given one."""
 
+import dataclasses
 from collections.abc import Iterator
 
 from infcl.config import BatchPlan
+from infcl.plan.host import host_bytes
 from infcl.plan.loads import load_of, memory_of
 from infcl.plan.memory import HEADROOM, bytes_beside_graphs, graphs_of, parts_of
 from infcl.plan.setting import Setting
@@ -15,7 +17,19 @@ CONTEXT_BYTES = 2**30  # of device memory, about: the CUDA context and what libr
 
 
 def fits(setting: Setting) -> bool:
+    """On its GPUs and, where their memory is known, on its hosts."""
+    return fits_gpu(setting) and (setting.host_memory_gib is None or fits_host(setting, setting.host_memory_gib))
+
+
+def fits_gpu(setting: Setting) -> bool:
     return memory_of(setting)["peak"] <= setting.gpu.usable_bytes
+
+
+def fits_host(setting: Setting, gib: float, *, pixels: bool = False) -> bool:
+    """Whether a host of so much memory holds what its ranks put there; pixels: all of a step's too, which the trainer's
+    default reads again where they find no room."""
+    load = load_of(setting) if pixels else dataclasses.replace(load_of(setting), pixels=0.0)
+    return host_bytes(load, setting.ranks_of_host) <= gib * 2**30
 
 
 def largest_batch(setting: Setting) -> int:

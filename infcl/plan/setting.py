@@ -75,6 +75,7 @@ class Setting:
     tensor_parallel: int = 1
     sequence_parallel: bool = False  # with tensor_parallel > 1
     gpus_per_node: int = 8
+    host_memory_gib: float | None = None  # of a host; None: not known, so anything fits there
     link: Link = dataclasses.field(default_factory=lambda: load_link("nic-400"))  # between hosts
     overlap_comm: bool | None = None  # None: as "auto" of ds_configs, see train/preset.py
     reduce_bucket_size: float | None = None  # elements; None: as the presets of ds_configs say
@@ -125,6 +126,10 @@ class Setting:
         return max(1, self.gpus // self.gpus_per_node)
 
     @property
+    def ranks_of_host(self) -> int:
+        return min(self.gpus, self.gpus_per_node)
+
+    @property
     def two_level(self) -> bool:
         """Whether the ring has two levels; on one host, or with one GPU on each, it is flat whatever is asked for."""
         return self.ring != "flat" and self.nodes > 1 and self.gpus_per_node > 1
@@ -135,6 +140,8 @@ class Setting:
             if getattr(self, name) < 1:
                 option = "resident-micro-batches" if name == "resident" else name.replace("_", "-")
                 raise ValueError(f"{option} {getattr(self, name)} must be greater than 0")
+        if self.host_memory_gib is not None and not 0 < self.host_memory_gib < float("inf"):
+            raise ValueError(f"--host-memory-gib {self.host_memory_gib} must be a number above 0")
         if self.gpus % self.tensor_parallel:
             raise ValueError(f"{self.gpus} GPUs are no multiple of tensor-parallel {self.tensor_parallel}")
         if self.sequence_parallel and self.tensor_parallel == 1:
@@ -181,8 +188,14 @@ def captions_of(model: CLIPConfig, tokens: int | None) -> dict[str, Any]:
 
 
 def load_gpu(name_or_path: str) -> Gpu:
-    """A profile of profiles/gpus, or the JSON file that `--measure` wrote. ValueError naming those that there are."""
-    return Gpu(**_load("gpu", name_or_path, Gpu))
+    """A profile of profiles/gpus, or the JSON file that `--measure` wrote. ValueError naming those that there are.
+
+    Of an older file, without the rate of float32, Hopper's is taken, as an estimate.
+    """
+    values = _load("gpu", name_or_path, Gpu)
+    if "fp32_tflops" not in values:
+        values["estimated"] += ("fp32_tflops",)
+    return Gpu(**values)
 
 
 def load_link(name_or_path: str) -> Link:

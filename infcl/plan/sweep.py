@@ -1,4 +1,4 @@
-"""Scaling curves: a step's phases over the number of GPUs, the batch per GPU held, for flat and two-level rings."""
+"""Scaling curves: a step's phases over the number of GPUs, the batch per GPU held, for each kind of ring."""
 
 from pathlib import Path
 
@@ -17,10 +17,11 @@ _COLOURS = ("#4878a8", "#e0a030", "#c04848", "#6a9a58", "#303030", "#8a8a8a")
 
 
 def sweep(setting: Setting, sizes: list[int]) -> list[dict]:
-    """One row a size and ring: GPUs, global batch, samples/s per GPU, exposed seconds of each group of phases."""
+    """One row a size and ring: GPUs, global batch, samples/s per GPU, exposed seconds of each group of phases; of both
+    rings where the setting says auto, else of the one it says."""
     per_gpu = setting.global_batch // setting.gpus
     rows = []
-    for ring in ("flat", "two-level"):
+    for ring in ("flat", "two-level") if setting.ring == "auto" else (setting.ring,):
         for size in sizes:
             other = setting.with_(gpus=size, global_batch=per_gpu * size, ring=ring)
             other.check()
@@ -60,8 +61,11 @@ def draw(rows: list[dict], title: str, path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(1, 2, figsize=(11, 4.2), sharey=True, layout="constrained")
-    for axis, ring in zip(axes, ("flat", "two-level")):
+    rings = list(dict.fromkeys(row["ring"] for row in rows))
+    figure, axes = pyplot.subplots(
+        1, len(rings), figsize=(5.5 * len(rings), 4.2), sharey=True, squeeze=False, layout="constrained"
+    )
+    for axis, ring in zip(axes[0], rings):
         own = [row for row in rows if row["ring"] == ring]
         shares = [[row[name] / row["seconds"] for row in own] for name in _GROUPS]
         axis.stackplot([row["gpus"] for row in own], shares, labels=list(_GROUPS), colors=_COLOURS)
@@ -71,9 +75,9 @@ def draw(rows: list[dict], title: str, path: Path) -> None:
         speed = axis.twinx()
         speed.plot([row["gpus"] for row in own], [row["samples_per_second_per_gpu"] for row in own], "k.-")
         speed.set(ylim=(0, 1.05 * max(row["samples_per_second_per_gpu"] for row in rows)))
-        speed.set_ylabel("samples/s per GPU (black)" if ring == "two-level" else "")
-    axes[0].set_ylabel("share of a step")
-    axes[0].legend(loc="lower left", fontsize=8)
+        speed.set_ylabel("samples/s per GPU (black)" if ring == rings[-1] else "")
+    axes[0][0].set_ylabel("share of a step")
+    axes[0][0].legend(loc="lower left", fontsize=8)
     figure.suptitle(title, fontsize=10)
     figure.savefig(path, dpi=130)
     pyplot.close(figure)
