@@ -218,4 +218,4 @@ def _check(queries: Tensor, documents: Tensor, positives: Tensor):
     )
 
 
-_INFO_NCE = tiled.register(tiled.Maths("info_nce", _check, _forward, _backward, _statistics))
+_INFO_NCE = tiled.register(tiled.Maths("info_nce", _check, _forward, _backward, _statistics, waits=True))

@@ -3,12 +3,14 @@
 In: the maths of a loss as plain functions of tensors (`Maths`), and how a call wants them computed (`Options`). Out:
 the loss, 0-dim, differentiable once.
 
-Compiled, a loss is two operators that no compiler looks into, infcl::tiled_loss and infcl::tiled_loss_backward: a
-graph goes through it. Their kernels are compiled already; between them are messages, which ranks issue in one order
-since they compile one program, as with torch's own functional collectives. A group is known there by its name.
+Compiled, a loss is two operators that no compiler looks into, infcl::tiled_loss and infcl::tiled_loss_backward (with
+"_that_waits" where a CUDA graph cannot hold them): a graph goes through it. Their kernels are compiled already; between
+them are messages, which ranks issue in one order since they compile one program, as with torch's own functional
+collectives. A group is known there by its name.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -53,6 +55,7 @@ class Maths(NamedTuple):
     forward(means, *inputs) -> (loss, statistics).
     backward(means, d_loss, inputs, statistics, needs) -> gradients, of which those that are not needed may be None.
     statistics(*inputs) -> shapes and dtypes of the statistics; a dtype of None is that of the sums.
+    waits: whether the host waits for the GPU, by one rank alone too.
     reach(world_size) -> how many hops a block makes; None: all of them.
     """
 
@@ -62,6 +65,7 @@ class Maths(NamedTuple):
     backward: Callable[..., tuple[Tensor | None, ...]]
     statistics: Callable[..., list[tuple[Sequence[int], torch.dtype | None]]]
     reach: Callable[[int], int] | None = None
+    waits: bool = False
 
 
 _losses: dict[str, Maths] = {}  # by the name under which the operators find them
@@ -88,7 +92,8 @@ def loss(
     if torch.compiler.is_compiling():
         group = None if options.group is None else options.group.group_name
         inputs = [*features, *(scalar_like(features[0], scalar) for scalar in scalars)]
-        return _operator(maths.name, inputs, wanted, *options._replace(group=group))[0]
+        operator = _waiting if maths.waits or group is not None else _capturable
+        return operator(maths.name, inputs, wanted, *options._replace(group=group))[0]
     means = _checked(maths, options, features, wanted)
     inputs = [*features, *(scalar_like(features[0], scalar) for scalar in scalars)]
     return differentiable(maths, means, *inputs) if eager is None else eager(means, *inputs)
@@ -199,10 +204,10 @@ def _keep(ctx, inputs, output):
     ctx.name, ctx.count, ctx.needs = name, len(tensors), [x.requires_grad for x in tensors]
 
 
-def _gradients(ctx, d_outputs):
+def _gradients(backward: Callable, ctx, d_outputs: list[Tensor]):
     saved = list(ctx.saved_tensors)
     inputs, statistics = saved[: ctx.count], saved[ctx.count :]
-    needed = iter(_backward_operator(ctx.name, d_outputs[0], inputs, statistics, ctx.needs, *ctx.options))
+    needed = iter(backward(ctx.name, d_outputs[0], inputs, statistics, ctx.needs, *ctx.options))
     return None, [next(needed) if need else None for need in ctx.needs], None, *[None] * len(ctx.options)
 
 
@@ -216,11 +221,18 @@ _OPTIONS = (
     "str? group, str tile, str? tile_dtype, int workspace_bytes, str ring, int? ranks_per_node, str ring_overlap, "
     "bool compare_ranks"
 )
-_operator = operator(_tiled_loss, f"(str loss, Tensor[] inputs, bool[] wanted, {_OPTIONS}) -> Tensor[]", _fake_loss)
-_backward_operator = operator(
-    _tiled_loss_backward,
-    f"(str loss, Tensor d_loss, Tensor[] inputs, Tensor[] statistics, bool[] needs, {_OPTIONS}) -> Tensor[]",
-    _fake_backward,
-)
-torch.library.register_autograd("infcl::tiled_loss", _gradients, setup_context=_keep)
-torch.library.register_autograd("infcl::tiled_loss_backward", _no_second_derivative)
+_FORWARD = f"(str loss, Tensor[] inputs, bool[] wanted, {_OPTIONS}) -> Tensor[]"
+_BACKWARD = f"(str loss, Tensor d_loss, Tensor[] inputs, Tensor[] statistics, bool[] needs, {_OPTIONS}) -> Tensor[]"
+
+
+def _operators(name: str, tags: Sequence[torch.Tag] = ()) -> Callable:
+    backward = operator(_tiled_loss_backward, _BACKWARD, _fake_backward, name=f"{name}_backward", tags=tags)
+    torch.library.register_autograd(f"infcl::{name}_backward", _no_second_derivative)
+    forward = operator(_tiled_loss, _FORWARD, _fake_loss, name=name, tags=tags)
+    torch.library.register_autograd(f"infcl::{name}", partial(_gradients, backward), setup_context=_keep)
+    return forward
+
+
+_capturable = _operators("tiled_loss")
+# The host waits for the GPU, or for other ranks: in no CUDA graph (mode="reduce-overhead").
+_waiting = _operators("tiled_loss_that_waits", [torch.Tag.cudagraph_unsafe])
