@@ -17,7 +17,8 @@ BARE = {
     "accuracy_losses_ranks_curves.csv": 280,  # in accuracy_losses_ranks.csv
     "plan_steps.csv": 1,  # older than the columns, as the next
     "rings.csv": 4,
-    "h200_measured.json": 1,  # a profile for the planner
+    "h100_measured.json": 1,  # a profile for the planner, as the next
+    "h200_measured.json": 1,
     "paper_memory.csv": 53,  # of the paper
     "scaling_eth100.csv": 20,  # planned, as the next
     "scaling_nic400.csv": 20,

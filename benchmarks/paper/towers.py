@@ -44,6 +44,13 @@ def measured_steps() -> str:
     return table(compare(steps(), load_gpu("h200")))
 
 
+def steps_h100() -> str:
+    """Steps of a card by whose steps no figure of the planner was set."""
+    return (
+        f"{table(compare(read_steps(RESULTS / 'step_h100.csv'), load_gpu('h100')))}\n\n{origin(rows('step_h100.csv'))}."
+    )
+
+
 def plan_errors() -> str:
     """How far the plan is from the measured steps, under the shipped profile and the one that --measure wrote."""
     measured, spans = steps(), []
