@@ -13,7 +13,7 @@ import re
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, TypeVar, cast
@@ -307,7 +307,7 @@ def mean_over(group: dist.ProcessGroup, value: torch.Tensor) -> torch.Tensor:
     return total / dist.get_world_size(group)
 
 
-def max_over(group: dist.ProcessGroup, values: list[float], device: torch.device) -> list[float]:
+def max_over(group: dist.ProcessGroup, values: Sequence[float], device: torch.device) -> list[float]:
     """Elementwise largest values of any rank of `group`."""
     largest = torch.tensor(values, dtype=torch.float64, device=device)
     dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)

@@ -229,7 +229,9 @@ def _own_randomness():
     That is for Megatron's own generators (dropout in split layers); torch's are seeded by the step. Afterwards
     Megatron's stand behind the first pass, torch's where they were.
     """
-    tracker, before, behind = get_cuda_rng_tracker(), {}, {}
+    tracker = get_cuda_rng_tracker()
+    before: dict[int, Any] = {}
+    behind: dict[str, Any] = {}
 
     def replay(index: int, encode: Callable[[], Features]) -> Features:
         if index in before:

@@ -9,7 +9,7 @@ from infcl.plan.compare import compare, read_steps, table, warmed_up
 from infcl.plan.loads import memory_of
 from infcl.plan.loss_time import loss_seconds
 from infcl.plan.search import fastest
-from infcl.plan.setting import Setting, load_gpu, parameters_of
+from infcl.plan.setting import Gpu, Setting, load_gpu, parameters_of
 from infcl.plan.timing import phases_of, samples_per_second
 from infcl.towers.config import load_model_config
 
@@ -44,11 +44,14 @@ def measured_steps() -> str:
     return table(compare(steps(), load_gpu("h200")))
 
 
+def h100() -> Gpu:
+    """The shipped profile, and of the machine that was measured how slow its host is."""
+    return dataclasses.replace(load_gpu("h100"), host_factor=load_gpu(str(RESULTS / "h100_measured.json")).host_factor)
+
+
 def steps_h100() -> str:
     """Steps of a card by whose steps no figure of the planner was set."""
-    return (
-        f"{table(compare(read_steps(RESULTS / 'step_h100.csv'), load_gpu('h100')))}\n\n{origin(rows('step_h100.csv'))}."
-    )
+    return f"{table(compare(read_steps(RESULTS / 'step_h100.csv'), h100()))}\n\n{origin(rows('step_h100.csv'))}."
 
 
 def plan_errors() -> str:
