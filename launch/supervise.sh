@@ -11,7 +11,8 @@
 # they are MIN; with --batch only as many as divide that batch (which those are is said at the start; a MIN that only all
 # hosts can meet is refused, unless it is their number). --global-batch-size keeps the batch over fewer hosts.
 # Finished means that RUN_FOLDER/summary.json is there: the launcher's exit code 0 is not trusted. Not restarted: a
-# mistake in the command (2), Ctrl-C (130), and a signal to this script, which is passed on first. --overwrite is refused.
+# mistake in the command (2), steps that stay not finite (65), Ctrl-C (130), and a signal to this script, which is passed
+# on first. --overwrite is refused.
 set -u
 hostfile="" min_hosts=1 batch=""
 while :; do
@@ -80,6 +81,7 @@ while :; do
   [ "$stopped" -gt 0 ] && end_stopped
   case $code in
     2) say "the command is wrong (exit code 2); not restarted"; exit 2 ;;
+    65) say "the steps stay not finite (exit code 65); not restarted"; exit 65 ;;
     130) say "interrupted; not restarted"; exit 130 ;;
   esac
   now="exit code $code at $(progress)"
