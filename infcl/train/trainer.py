@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from infcl.config import BatchPlan, TrainConfig, total_steps
+from infcl.data.workers import describe_death
 from infcl.parallel import Parallel, from_first_rank, join_parts, mean_over, micro_batch_seed, seed_everything
 from infcl.step.grad_cache import grad_cache_step
 from infcl.towers.packing import num_texts
@@ -121,6 +122,10 @@ class Trainer:
         """
         try:
             return self._fit()
+        except RuntimeError as error:
+            if death := describe_death(error, self.parallel.rank, self.loader.worker_memory_mb()):
+                raise RuntimeError(death) from None  # the line that it came up in has nothing to do with it
+            raise
         finally:
             self.metrics.close()
             if self.parallel.rank == 0:
