@@ -3,8 +3,8 @@
     parse the flags -> join the process group -> claim the run folder -> build the parts -> fit -> say what came out
 
 Exit codes: 0 finished; 2 a mistake in the command (one line says which, printed by one rank), or a later run has taken
-the folder; 130 interrupted; 143, 138 told to end by SIGTERM, SIGUSR1 (129: SIGHUP), after a checkpoint; any other is a
-failure with its traceback.
+the folder; 65 more steps in a row than --max-skipped-steps were not finite; 130 interrupted; 143, 138 told to end by
+SIGTERM, SIGUSR1 (129: SIGHUP), after a checkpoint; any other is a failure with its traceback.
 """
 
 import contextlib
@@ -25,6 +25,7 @@ from infcl.plan.fit import fit_to_memory
 from infcl.program import end_process
 from infcl.report import summary_table
 from infcl.train.captions import may_pack
+from infcl.train.finite import Diverged
 from infcl.train.run_folder import FolderTaken, claim_run_folder
 from infcl.train.stop import Stopped, end_with_launcher
 from infcl.train.trainer import Trainer
@@ -80,6 +81,9 @@ def main(argv: list[str] | None = None) -> int:
         return stop.exit_code
     except FolderTaken as taken:
         return report_mistake("pretrain_clip.py", taken)
+    except Diverged as diverged:
+        report_mistake("pretrain_clip.py", diverged)
+        return diverged.exit_code
     except RuntimeError as error:
         if parallel.hosts > 1:
             print(describe_failure(parallel, error), file=sys.stderr, flush=True)

@@ -80,20 +80,24 @@ def read_weights(path: str | Path, *, ema: bool = False) -> Weights:
 
 def load_pretrained(
     model: CLIP, whole: str | None = None, image: str | None = None, text: str | None = None
-) -> dict[str, str]:
-    """Load what is given, the single towers last. Returns {tower: source}. ValueError when anything does not fit."""
-    loaded = {}
+) -> list[str]:
+    """Load what is given, the single towers last. Returns a line for each: what came from where, and what was changed.
+
+    ValueError when anything does not fit.
+    """
+    lines = []
     for tower, path in (("whole", whole), ("image", image), ("text", text)):
         if path is not None:
             weights = read_weights(path)
-            load_tower(model, weights, tower)
-            loaded[tower] = weights.source
-    return loaded
+            changes = load_tower(model, weights, tower)
+            what = "all weights" if tower == "whole" else f"the {tower} tower's weights"
+            lines.append("; ".join([f"{what} are those of {weights.source}", *changes]))
+    return lines
 
 
 @torch.no_grad()
-def load_tower(model: CLIP, weights: Weights, tower: str = "whole") -> None:
-    """Load one tower ("image", "text") or the "whole" model; all or nothing.
+def load_tower(model: CLIP, weights: Weights, tower: str = "whole") -> list[str]:
+    """Load one tower ("image", "text") or the "whole" model; all or nothing. Returns what was not taken as it was.
 
     A tower is all of its parameters, its projection included, and not logit_scale. The whole is everything; logit_bias
     alone may be missing or left over, since it belongs to one loss. ValueError lists missing, unexpected and mismatched
@@ -106,7 +110,7 @@ def load_tower(model: CLIP, weights: Weights, tower: str = "whole") -> None:
     for name in _SCALARS:
         if name in given:
             given[name] = given[name].reshape(1)
-    _fit_positions(given, mine)
+    changes = _fit_positions(given, mine)
     missing = [name for name in mine if name not in given and name != "logit_bias"]
     unexpected = [name for name in given if name not in mine and name != "logit_bias"]
     wrong = [name for name in mine if name in given and given[name].shape != mine[name].shape]
@@ -121,6 +125,8 @@ def load_tower(model: CLIP, weights: Weights, tower: str = "whole") -> None:
             lines.append("  (another vocabulary: keep the source's tokenizer, or load --pretrained-image alone)")
         raise ValueError("\n".join(lines))
     model.load_state_dict({name: given[name].to(mine[name].dtype) for name in mine if name in given}, strict=False)
+    changes += ["logit_bias is not there: it begins as the loss's"] if mine.keys() - given.keys() else []
+    return changes + (["its logit_bias is left out"] if given.keys() - mine.keys() else [])
 
 
 def resize_image_positions(positions: torch.Tensor, tokens: int) -> torch.Tensor:
@@ -133,13 +139,20 @@ def resize_image_positions(positions: torch.Tensor, tokens: int) -> torch.Tensor
     return torch.cat([positions[:1], grid[0].flatten(1).T.to(positions.dtype)])
 
 
-def _fit_positions(given: dict[str, torch.Tensor], mine: Mapping[str, torch.Tensor]) -> None:
+def _fit_positions(given: dict[str, torch.Tensor], mine: Mapping[str, torch.Tensor]) -> list[str]:
+    """Returns what was changed."""
+    changes = []
     name = "visual.positional_embedding"
     if name in given and name in mine and given[name].shape[1:] == mine[name].shape[1:]:
-        given[name] = resize_image_positions(given[name], len(mine[name]))
+        there, needed = len(given[name]), len(mine[name])
+        given[name] = resize_image_positions(given[name], needed)
+        changes += [f"its {there} image positions are interpolated to {needed}"] if there != needed else []
     name = "positional_embedding"
     if name in given and name in mine:
-        given[name] = given[name][: len(mine[name])]
+        there, needed = len(given[name]), len(mine[name])
+        given[name] = given[name][:needed]
+        changes += [f"of its {there} text positions the first {needed} are taken"] if there > needed else []
+    return changes
 
 
 def _belongs(name: str, tower: str) -> bool:

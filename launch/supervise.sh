@@ -12,8 +12,13 @@
 # numbers do is said at the start; a MIN that only all hosts can meet is refused, unless it is their number); --batch N says
 # the batch where the command does not. A hostfile or a MIN that is wrong ends this with 2.
 # Finished means that RUN_FOLDER/summary.json is there: the launcher's exit code 0 is not trusted. Not restarted: a
+<<<<<<< HEAD
 # mistake in the command (2), Ctrl-C (130), and a signal to this script, which is passed on first. --overwrite is refused.
 # The launch scripts take a relative --logs from the repository: started elsewhere, give RUN_FOLDER and --logs in full.
+=======
+# mistake in the command (2), steps that stay not finite (65), Ctrl-C (130), and a signal to this script, which is passed
+# on first. --overwrite is refused.
+>>>>>>> fix3
 set -u
 hostfile="" min_hosts=1 batch=""
 while :; do
@@ -101,6 +106,7 @@ while :; do
   [ "$stopped" -gt 0 ] && end_stopped
   case $code in
     2) say "the command is wrong (exit code 2); not restarted"; exit 2 ;;
+    65) say "the steps stay not finite (exit code 65); not restarted"; exit 65 ;;
     130) say "interrupted; not restarted"; exit 130 ;;
   esac
   now="exit code $code at $(progress)"

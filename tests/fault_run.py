@@ -1,13 +1,15 @@
 """pretrain_clip.py with a planted fault: python tests/fault_run.py RANK STEP PHASE SIGNAL [flags of pretrain_clip.py].
 
-Rank RANK sends itself SIGNAL (a number) when phase PHASE (data, encode, loss, ring, replay, step, save) of step STEP
-begins; `ring` is inside the loss, after the first block has been posted, and `save` inside a checkpoint, after this
-rank's own file.
+Rank RANK sends itself SIGNAL (a number; 0: kills its loader's first worker) when phase PHASE (data, encode, loss, ring,
+replay, step, save) of step STEP begins; `ring` is inside the loss, after the first block has been posted, and
+`save` inside a checkpoint, after this rank's own file.
 """
 
+import multiprocessing
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
@@ -29,7 +31,11 @@ def plant(rank: int, step: int, phase: str, number: int) -> None:
     steps_done = {"count": 0}
 
     def strike():
-        os.kill(os.getpid(), number)
+        if number:
+            os.kill(os.getpid(), number)
+        else:
+            multiprocessing.active_children()[0].kill()
+            time.sleep(60)  # until word of it comes
 
     plain_mark = metrics.PhaseTimer.mark
 
@@ -64,7 +70,7 @@ if __name__ == "__main__":
     # launchers put --local_rank first
     arguments = [argument for argument in sys.argv[1:] if not argument.startswith("--local_rank")]
     rank, step, phase, number = int(arguments[0]), int(arguments[1]), arguments[2], int(arguments[3])
-    assert number in set(signal.Signals)
+    assert number in {0, *signal.Signals}
     from infcl.program import end_process
     from pretrain_clip import main
 

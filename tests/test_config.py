@@ -84,6 +84,7 @@ def test_every_field_has_a_flag_a_group_and_one_line_of_help(capsys):
         (["--batch-size", "many"], "invalid int value: 'many'"),
         (["--lr", "-1"], "--lr -1.0 must be greater than 0"),
         (["--warmup", "-1"], "--warmup -1 must not be negative"),
+        (["--warmup", "5", "--warmup-samples", "640"], "--warmup 5 steps and --warmup-samples 640 are two lengths"),
         (["--beta2", "1.0"], r"--beta2 1.0 must lie in \[0, 1\)"),
         (["--grad-clip-norm", "0"], "leave it out for none"),
         (["--wd", "nan"], "--wd nan must be a finite number"),

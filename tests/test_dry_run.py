@@ -68,6 +68,11 @@ def test_dry_run_refuses_what_the_run_would_refuse(demo_folder, tmp_path):
         (["--batch-size", "4096"], "fewer than one global batch of 8192"),
         (["--pack-captions", "on", "--lock-text"], "kept caption by caption"),
         (["--encode-micro-batches", "2", "--force-patch-dropout", "0.5"], "could not drop the same patches"),
+        (
+            ["--lock-image", "--lock-image-unlocked-groups", "9"],
+            "--lock-image-unlocked-groups 9: the image tower of demo",
+        ),
+        (["--lock-text", "--lock-text-unlocked-layers", "5"], "of demo has 3 groups: embeddings, 1 block, projection"),
         (["--tile", "triton", "--device", "cpu"], "tile 'triton' needs features on a GPU"),
     ):
         result = forked(command(demo_folder, tmp_path, "--dry-run", *flags), 1)

@@ -94,6 +94,14 @@ def losses(logs: Path, name: str = "run") -> list[float]:
     return [record["loss"] for record in read_metrics(logs / name / "metrics.jsonl", "train")]
 
 
+def test_steps_that_stay_not_finite_end_with_a_code_of_their_own(demo_folder, tmp_path):
+    """What starts a run again knows it by that; it writes one line, no traceback."""
+    arguments = command(demo_folder, tmp_path, "--lr", "1e30", "--warmup", "0", "--steps", "9", "--workers", "0")
+    ended = forked([*arguments, "--device", "cpu", "--max-skipped-steps", "1"], 2)
+    assert ended.returncode == 65 and "Traceback" not in ended.stderr
+    assert ended.stderr.count("pretrain_clip.py: error: 2 steps in a row had gradients that are not finite") == 1
+
+
 def test_the_launcher_trains_evaluates_and_a_second_start_does_not_train_again(demo_folder, tmp_path):
     arguments = command(
         demo_folder, tmp_path, "--deepspeed_config", "ds_configs/zero3.json", "--grad-checkpointing",

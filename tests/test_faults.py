@@ -23,7 +23,7 @@ from infcl.report import read_metrics
 from tests.checkout import ROOT
 from tests.cluster_run import small_disk
 from tests.ranks import free_port
-from tests.test_entry import ON_CPU, command, forked
+from tests.test_entry import ON_CPU, alone, command, forked
 from tests.waiting import finish, wait_for_checkpoint, wait_until
 
 STEPS, SAVE_EVERY, FAULT_STEP, SIGNAL_STEP = 8, 3, 5, 7
@@ -170,6 +170,15 @@ def test_when_the_launcher_dies_the_ranks_save_and_end(demo_folder, tmp_path, nu
     assert newest == f"step_{stopped_at:08d}"
 
 
+def test_a_loader_s_worker_that_is_killed_is_told_with_its_rank_and_memory(demo_folder, tmp_path):
+    """Not with a traceback of the line in which word of it came: torch raises from the handler of a signal."""
+    started = time.monotonic()
+    result = alone(["tests/fault_run.py", "0", "2", "replay", "0", *flags(demo_folder, tmp_path)])
+    assert result.returncode == 1 and time.monotonic() - started < 60, result.stderr
+    assert "RuntimeError: a worker of the loader of rank 0 has died" in result.stderr
+    assert "is killed by signal: Killed; its workers held " in result.stderr and "in strike" not in result.stderr
+
+
 # ---- launch/supervise.sh ----
 
 
@@ -199,6 +208,7 @@ def test_supervise_restarts_a_killed_run_until_it_is_finished(demo_folder, tmp_p
         ("exit 7", 7, "exit code 7 at no checkpoint, 3 times in a row; giving up"),
         ("exit 0", 1, "exit code 0 at no checkpoint, 3 times in a row; giving up"),
         ("exit 2", 2, "the command is wrong"),
+        ("exit 65", 65, "the steps stay not finite (exit code 65); not restarted"),
         ("exit 130", 130, "interrupted; not restarted"),
     ],
 )

@@ -82,12 +82,19 @@ def test_a_skipped_step_is_explained_and_the_run_goes_on(demo_folder, tmp_path, 
 
 
 def test_too_many_skipped_steps_in_a_row_end_the_run_with_a_checkpoint(demo_folder, tmp_path):
-    config = demo_config(demo_folder, tmp_path, steps=9, max_skipped_steps=2)
+    """Started again it ends in its first step that is skipped, and of no such checkpoint an older one is removed."""
+    often = {"save_every_n_steps": 3, "keep_checkpoints": 1}
+    config = demo_config(demo_folder, tmp_path, steps=9, max_skipped_steps=2, **often)
     said, error = run_ranks(poisoned_fit, 1, config, "text features", {2, 4, 5, 6, 7})[0]
     assert "3 steps in a row had gradients that are not finite, more than --max-skipped-steps 2" in error
     assert "--resume latest continues from step_00000006" in error and "text tower, micro-batch 1" in error
     assert (tmp_path / "run" / "checkpoints" / "latest").read_text().strip() == "step_00000006"
-    said, error = run_ranks(poisoned_fit, 1, dataclasses.replace(config, resume="latest"), "none", set())[0]
+    again = dataclasses.replace(config, resume="latest")
+    said, error = run_ranks(poisoned_fit, 1, again, "text features", {7})[0]
+    assert "4 steps in a row" in error and "--resume latest continues from step_00000006" in error
+    left = sorted(path.name for path in (tmp_path / "run" / "checkpoints").glob("step_*"))
+    assert left == ["step_00000003", "step_00000006"]
+    said, error = run_ranks(poisoned_fit, 1, again, "none", set())[0]
     assert error is None
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["steps"] == 9 and summary["skipped_steps"] == 4

@@ -141,7 +141,7 @@ def test_a_folder_of_images_brought_to_size_otherwise_is_told_when_it_is_evaluat
 def test_one_tower_alone_leaves_the_other_and_the_scale_as_they_were(tower, source, tmp_path):
     path, model = str(write("safetensors", source, tmp_path)), seeded(config(), 2)
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    assert load_pretrained(model, **{tower: path}) == {tower: path}
+    assert load_pretrained(model, **{tower: path}) == [f"the {tower} tower's weights are those of {path}"]
     for name, value in model.state_dict().items():
         loaded = name not in ("logit_scale", "logit_bias") and name.startswith("visual.") == (tower == "image")
         assert torch.equal(value, (source.state_dict() if loaded else before)[name]), name
@@ -232,10 +232,18 @@ def test_clip_model_pools_at_the_eos_that_it_names_also_where_larger_ids_exist(e
 
 def test_a_loss_s_own_bias_may_be_missing_or_left_over(source, tmp_path):
     with_bias = seeded(config(init_logit_bias=-10.0), 2)
-    load_pretrained(with_bias, str(write("pt", source, tmp_path)))
+    (told,) = load_pretrained(with_bias, str(write("pt", source, tmp_path)))
+    assert told.endswith("; logit_bias is not there: it begins as the loss's")
     assert with_bias.logit_bias.item() == -10.0
     (tmp_path / "other").mkdir()
-    load_pretrained(seeded(config(), 3), str(write("safetensors", with_bias, tmp_path / "other")))
+    (told,) = load_pretrained(seeded(config(), 3), str(write("safetensors", with_bias, tmp_path / "other")))
+    assert told.endswith("; its logit_bias is left out")
+
+
+def test_position_embeddings_that_are_resized_or_cut_are_told(source, tmp_path):
+    path, model = str(write("pt", source, tmp_path)), seeded(config({"image_size": 48}, {"context_length": 8}), 2)
+    changes = "its 17 image positions are interpolated to 37; of its 12 text positions the first 8 are taken"
+    assert load_pretrained(model, path) == [f"all weights are those of {path}; {changes}"]
 
 
 @pytest.mark.filterwarnings("ignore:Detected pickle protocol")
@@ -284,6 +292,7 @@ def test_the_flags_reach_the_model(source, tmp_path):
     model = build_model(TrainConfig(**flags), config())
     assert torch.equal(model.visual.proj, source.visual.proj) and not model.visual.proj.requires_grad
     assert not torch.equal(model.text_projection, source.text_projection)
+    assert model.loaded == [f"the image tower's weights are those of {path}"]
 
 
 def test_open_clips_file_with_clips_own_tokenizer_evaluates_as_open_clip(tmp_path):

@@ -88,7 +88,7 @@ def test_slurm_gives_up_after_so_many_failures_without_a_new_checkpoint(tmp_path
     assert not (tmp_path / "logs" / "first.failures").exists()
 
 
-@pytest.mark.parametrize("code", [0, 2, 130])
+@pytest.mark.parametrize("code", [0, 2, 65, 130])
 def test_slurm_does_not_queue_a_mistake_again_nor_what_trains_nothing(tmp_path, code):
     result = slurm(tmp_path, f"{SAVES} exit {code}\n", *FLAGS)
     assert (result.returncode, result.stdout, result.stderr) == (code, "", "")

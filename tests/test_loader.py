@@ -17,7 +17,7 @@ from infcl.data.records import ShardReader
 from infcl.data.storage import ShardFault
 from infcl.data.synthetic import Captions, SyntheticLoader
 from infcl.data.tokenizer import EOS_ID
-from infcl.data.workers import make_dataloader
+from infcl.data.workers import describe_death, make_dataloader
 from tests.shard_files import picture, write_tar
 from tests.small_loader import small_loader
 
@@ -404,3 +404,20 @@ def test_a_rank_that_ends_by_an_error_does_not_wait_for_its_workers():
     )
     ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100)
     assert ended.returncode == 1 and "RuntimeError: the end" in ended.stderr, ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("DataLoader worker (pid 12) is killed by signal: Bus error. It is possible that", "signal: Bus error. It is"),
+        ("DataLoader worker (pid 12) exited unexpectedly with exit code 3. Details", "unexpectedly with exit code 3."),
+        ("DataLoader worker (pid(s) 12, 13) exited unexpectedly", "(pid(s) 12, 13) exited unexpectedly; its"),
+        ("DataLoader timed out after 3 seconds", None),
+        ("a worker (pid 12) is killed by signal: Killed.", None),
+    ],
+)
+def test_a_worker_s_death_is_known_by_torch_s_words(words, told):
+    said = describe_death(RuntimeError(words), 3, [900.0, 850.4])
+    assert (said is None) == (told is None)
+    if said:
+        assert told in said and "loader of rank 3" in said and "held 1,750 MB" in said and "fewer --workers" in said

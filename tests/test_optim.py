@@ -140,6 +140,14 @@ def test_constant_stays_and_cooldown_falls_over_the_last_epochs():
     assert rate(80, **cooldown, lr_cooldown_power=2.0) == pytest.approx(1e-4 + 0.25 * (LR - 1e-4))
 
 
+def test_the_end_of_a_cooldown_scales_with_the_batch_and_is_told():
+    flags = {"lr_scheduler": "const-cooldown", "epochs_cooldown": 5, "warmup": 0, "lr_cooldown_end": 1e-4}
+    scaled = schedule(lr_scaling="linear", lr_base_batch=1024, **flags)
+    assert scaled(TOTAL) == pytest.approx(4e-4)
+    assert str(scaled).startswith("0.001 -> 0.004, at the end 0.0001 -> 0.0004 (linear: ")
+    assert str(schedule(**flags)) == "0.001, at the end 0.0001"
+
+
 def test_parameters_laid_end_to_end_start_at_multiples_of_16_bytes():
     """As ZeRO lays them out; kernels of compiled blocks read 16 bytes at a time. logit_scale has one element."""
     model = CLIP(load_model_config("demo"))

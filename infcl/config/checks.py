@@ -174,6 +174,11 @@ def _check_data(config: TrainConfig) -> None:
 
 
 def _check_schedule_and_towers(config: TrainConfig) -> None:
+    if config.warmup_samples is not None and config.warmup != TrainConfig.warmup:
+        raise ValueError(
+            f"--warmup {config.warmup} steps and --warmup-samples {config.warmup_samples} are two lengths of one "
+            "warm-up: leave one of them out"
+        )
     if config.lr_scheduler == "const-cooldown" and not config.epochs_cooldown:
         raise ValueError("--lr-scheduler const-cooldown needs --epochs-cooldown: the epochs over which lr decays")
     if config.lr_scheduler == "const-cooldown" and config.lr_cooldown_end > config.lr:

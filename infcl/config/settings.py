@@ -169,7 +169,7 @@ class TrainConfig:
     warmup_samples: int | None = _flag(None, "optimisation", "warm-up samples, instead of --warmup")
     lr_scheduler: str = _flag("cosine", "optimisation", "after the warm-up", choices=SCHEDULES)
     epochs_cooldown: int | None = _flag(None, "optimisation", "const-cooldown: decay over the last n epochs")
-    lr_cooldown_end: float = _flag(0.0, "optimisation", "const-cooldown: learning rate at the end")
+    lr_cooldown_end: float = _flag(0.0, "optimisation", "const-cooldown: lr at the end; scaled as --lr is")
     lr_cooldown_power: float = _flag(1.0, "optimisation", "const-cooldown: power of the decay")
     max_skipped_steps: int = _flag(
         20,
@@ -212,7 +212,8 @@ class TrainConfig:
     pixel_cache_gb: str = _flag(
         "auto",
         "system",
-        "GB of pixels a rank keeps between the passes, the rest is decoded twice; auto: 0.6 of the free host memory",
+        "GB of pixels a rank keeps between the passes, the rest is decoded twice; auto: 0.6 of the free host memory, "
+        "with --pixel-cache gpu all of them",
     )
     pixel_cache: str = _flag("host", "system", "where kept pixels are", choices=("host", "gpu"))
     encode_micro_batches: int = _flag(

@@ -3,11 +3,12 @@ board on which workers leave word of what they read and how much memory they hol
 
 import atexit
 import os
+import re
 import shutil
 import signal
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
 from typing import Any, TypeVar
 
@@ -88,6 +89,21 @@ def resident_mb() -> float:
             return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6
     except OSError:
         return 0.0
+
+
+def describe_death(error: RuntimeError, rank: int, memory_mb: Sequence[float]) -> str | None:
+    """What to tell of a worker that died, as torch has found out; None for other errors.
+
+    torch raises from the handler of a signal, so in whatever line the rank is. memory_mb: `WorkerBoard.memory_mb`.
+    """
+    words = str(error).partition("\n")[0]
+    if not re.match(r"DataLoader worker \(pid\S* [\d, ]+\) (is killed|exited unexpectedly)", words):
+        return None
+    held = f"its workers held {sum(memory_mb):,.0f} MB" if memory_mb else "there was no batch yet"
+    return (
+        f"a worker of the loader of rank {rank} has died ({words.rstrip('. ')}; {held}). Where nobody killed it, the "
+        "system did for want of memory: use fewer --workers, a smaller --batch-size, or more memory"
+    )
 
 
 @cache

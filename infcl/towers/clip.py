@@ -43,6 +43,7 @@ class CLIP(TextTower):
         self.logit_bias = None if cfg.init_logit_bias is None else nn.Parameter(torch.full([1], cfg.init_logit_bias))
         self.frozen = {"image": False, "text": False}  # the whole tower
         self.keeps_trunk = {"image": False, "text": False}  # training returns what its frozen blocks give
+        self.loaded: list[str] = []  # of weights that came from elsewhere: which, from where
         self._image_in_eval = False
         self.register_load_state_dict_pre_hook(_reshape_scalars)
 
@@ -143,6 +144,11 @@ def _freeze(groups: list[list[nn.Module | nn.Parameter]], unlocked: int) -> None
     for i, group in enumerate(groups):
         for member in group:
             member.requires_grad_(i >= len(groups) - unlocked)
+
+
+def lock_groups(blocks: int) -> int:
+    """Groups that a locked tower of so many blocks may leave trainable: those, its embeddings and its projection."""
+    return blocks + 2
 
 
 def frozen_blocks(blocks: int, unlocked: int) -> int:

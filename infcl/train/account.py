@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
+from infcl.config import TrainConfig
 from infcl.parallel import describe_ranks, max_over
 from infcl.train.attention import towers_with_kernel
 from infcl.train.metrics import peak_memory_mb
@@ -33,6 +34,24 @@ def opening(trainer: "Trainer") -> Iterator[str]:
         yield smaller
     if odd := schedule.oddity():
         yield odd
+    if trainer.step == 0:  # else the weights are a checkpoint's, and all this was said
+        yield from trainer.engine.module.loaded
+        yield from oddities(config)
+
+
+def oddities(config: TrainConfig) -> Iterator[str]:
+    """What in the flags of a run that begins may not be what was meant."""
+    if config.opt == "lamb" and config.wd == 0:
+        yield (
+            "--opt lamb with --wd 0 is Adam: only what decays is scaled by |parameter| / |update|; --wd 1e-6 has all "
+            "matrices scaled, and hardly decays"
+        )
+    for part in ("image", "text"):
+        if getattr(config, f"lock_{part}") and not (config.pretrained or getattr(config, f"pretrained_{part}")):
+            yield (
+                f"--lock-{part} without --pretrained or --pretrained-{part}: what is frozen of the {part} tower stays "
+                "as random as it begins"
+            )
 
 
 def summary_of(trainer: "Trainer", results: dict[str, dict[str, float]]) -> dict:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
-from infcl.config import BatchPlan, TrainConfig, parse_factors
+from infcl.config import BatchPlan, TrainConfig, counted, option_of, parse_factors
 from infcl.data.index import DEFAULT_KEYS, SampleKeys
 from infcl.data.loader import TrainLoader
 from infcl.data.open_clip_tokenizer import PREFIX, OpenClipTokenizer
@@ -26,7 +26,7 @@ from infcl.import_weights import load_pretrained
 from infcl.kernels import select_tile
 from infcl.loss.contrastive import ContrastiveLoss
 from infcl.parallel import Parallel
-from infcl.towers.clip import CLIP
+from infcl.towers.clip import CLIP, lock_groups
 from infcl.towers.config import CLIPConfig, check_divides, load_model_config, with_overrides, with_tokenizer
 from infcl.towers.transformer import ResidualBlock
 from infcl.train.preset import read_preset
@@ -43,6 +43,7 @@ def build_tokenizer_and_model_config(
         patch_dropout=config.force_patch_dropout,
     )
     check_divides(model_config, config.tensor_parallel_size)
+    _check_unlocked_groups(config, model_config)
     if config.tokenizer is None:
         return None, model_config
     text = model_config.text_cfg
@@ -64,6 +65,19 @@ def build_tokenizer_and_model_config(
     )
 
 
+def _check_unlocked_groups(config: TrainConfig, model_config: CLIPConfig) -> None:
+    """ValueError where a locked tower is to leave more groups trainable than it has."""
+    for part, layers, flag in (
+        ("image", model_config.vision_cfg.layers, "lock_image_unlocked_groups"),
+        ("text", model_config.text_cfg.layers, "lock_text_unlocked_layers"),
+    ):
+        if (asked := getattr(config, flag)) > lock_groups(layers):
+            raise ValueError(
+                f"{option_of(flag)} {asked}: the {part} tower of {config.model} has {lock_groups(layers)} groups: "
+                f"embeddings, {counted(layers, 'block')}, projection. To train them all leave out --lock-{part}"
+            )
+
+
 def build_model(config: TrainConfig, model_config: CLIPConfig, parallel: Parallel | None = None) -> CLIP:
     """CLIP with the flags' locks. SigLIP's loss has its own starting point: scale 10, bias -10 (Zhai et al. 2023); for
     the others a config's bias is left out: a softmax cancels it, so it would have no gradient.
@@ -78,7 +92,7 @@ def build_model(config: TrainConfig, model_config: CLIPConfig, parallel: Paralle
     pretrained = (config.pretrained, config.pretrained_image, config.pretrained_text)
     with _placed_blocks(parallel, cut=not any(pretrained)):
         model = CLIP(model_config, activation_checkpointing=config.grad_checkpointing, **start)
-    load_pretrained(model, *pretrained)
+    model.loaded = load_pretrained(model, *pretrained)
     if config.lock_image:
         model.lock_image_tower(config.lock_image_unlocked_groups, keep_trunk=config.frozen_trunk == "keep")
     if config.lock_text:

@@ -67,12 +67,13 @@ class CheckpointWriter:
             if self.parallel.rank == 0:
                 self._passed_over = {p.name for p in complete_checkpoints(self.run) if checkpoint_step(p) > step}
 
-    def begin(self, step: int, state: dict) -> None:
+    def begin(self, step: int, state: dict, *, prunes: bool = True) -> None:
         """Start checkpoints/step_<step>; an earlier one is published first. Collective.
 
-        state: what the trainer needs to go on (step, data position, ...), JSON-able.
+        state: what the trainer needs to go on (step, data position, ...), JSON-able. prunes: older ones may go for it.
         """
         self.publish()
+        self._prunes = prunes
         self.begun_step = step
         self._final = self.run.checkpoints / f"step_{step:08d}"
         self._partial = self._final.with_name(self._final.name + PARTIAL)
@@ -125,7 +126,7 @@ class CheckpointWriter:
                 shutil.rmtree(self._partial, ignore_errors=True)
                 log.warning("%s could not be written (%s); training goes on", self._final.name, outcome[0])
             return None
-        if self.parallel.rank == 0:
+        if self.parallel.rank == 0 and self._prunes:
             self.prune(self._final)
         self.newest, self.failed_in_a_row = self._final, 0
         return self._final

@@ -21,6 +21,12 @@ _MAX_IDS = 8  # sample numbers in a sentence
 _MAX_FINDINGS = 8  # sentences about one skipped step
 
 
+class Diverged(RuntimeError):
+    """More steps in a row than --max-skipped-steps. `exit_code`: what starts runs again takes it for their end."""
+
+    exit_code = 65  # EX_DATAERR of sysexits.h
+
+
 class FiniteWatch:
     """Watches the towers of one model; `begin()` before each step."""
 

@@ -141,6 +141,8 @@ class Schedule:
         for name in ("image_lr", "text_lr"):
             if (rate := getattr(self.config, name)) is not None:
                 rates.append(f"{name.partition('_')[0]} tower {rate:.3g}")
+        if self.config.lr_scheduler == "const-cooldown":
+            rates.append(f"at the end {self.config.lr_cooldown_end:.3g}")
         if self.config.lr_scaling == "none":
             return ", ".join(rates)
         scaled = ", ".join(f"{rate} -> {float(rate.rpartition(' ')[2]) * self.factor:.3g}" for rate in rates)

@@ -16,6 +16,7 @@ from infcl.config import BatchPlan, TrainConfig
 from infcl.parallel import Parallel, max_over
 from infcl.plan.loads import load_of_run
 from infcl.plan.memory import HEADROOM, bytes_beside_graphs
+from infcl.towers.clip import lock_groups
 from infcl.towers.config import CLIPConfig
 from infcl.towers.packing import longest, merge_texts
 from infcl.train.captions import texts_for_model
@@ -74,6 +75,8 @@ def _measures(config: TrainConfig, parallel: Parallel) -> bool:
 def check_encode_width(config: TrainConfig, model_config: CLIPConfig) -> None:
     """ValueError when pass 1 would draw other random numbers than pass 2."""
     dropout = model_config.vision_cfg.patch_dropout
+    if config.lock_image and config.lock_image_unlocked_groups < lock_groups(model_config.vision_cfg.layers):
+        return  # in eval mode it drops none
     if config.encode_micro_batches > 1 and dropout > 0:
         raise ValueError(
             f"--encode-micro-batches {config.encode_micro_batches} with patch dropout {dropout}: the second pass could "

@@ -17,7 +17,8 @@ from infcl.train.stop import Stopped, StopSignals
 
 
 class Saves:
-    """state: () -> what a checkpoint holds of the loop, JSON-able, with "step", the last one done."""
+    """state: () -> what a checkpoint holds of the loop, JSON-able, with "step", the last one done, and
+    "skipped_in_a_row", of the last steps those that changed nothing."""
 
     def __init__(
         self,
@@ -38,7 +39,7 @@ class Saves:
         if state["step"] == self.checkpoints.begun_step:
             return
         self.begun_at = time.monotonic()
-        self.checkpoints.begin(state["step"], state)
+        self.checkpoints.begin(state["step"], state, prunes=not state["skipped_in_a_row"])
 
     def finish(self) -> Path | None:
         """A checkpoint of this step, on the disk; None where it was there, or could not be written. Collective."""

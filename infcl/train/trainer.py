@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from infcl.config import BatchPlan, TrainConfig, total_steps
+from infcl.data.workers import describe_death
 from infcl.parallel import Parallel, from_first_rank, join_parts, mean_over, micro_batch_seed, seed_everything
 from infcl.step.grad_cache import grad_cache_step
 from infcl.towers.packing import num_texts
@@ -35,7 +36,7 @@ from infcl.train.checkpoint_writer import CheckpointWriter
 from infcl.train.compiled import prepare_blocks
 from infcl.train.diagnostics import SampledLoss, trained_shares, utilisation
 from infcl.train.engine import Engine
-from infcl.train.finite import FiniteWatch, findings_of_all
+from infcl.train.finite import Diverged, FiniteWatch, findings_of_all
 from infcl.train.metrics import MetricsWriter, PhaseTimer, peak_memory_mb
 from infcl.train.optim import Schedule
 from infcl.train.pixels import build_pixel_cache
@@ -121,6 +122,10 @@ class Trainer:
         """
         try:
             return self._fit()
+        except RuntimeError as error:
+            if death := describe_death(error, self.parallel.rank, self.loader.worker_memory_mb()):
+                raise RuntimeError(death) from None  # the line that it came up in has nothing to do with it
+            raise
         finally:
             self.metrics.close()
             if self.parallel.rank == 0:
@@ -232,7 +237,10 @@ class Trainer:
             self._explain_skipped_step(self.finite.findings(output, ids), loss)
 
     def _explain_skipped_step(self, own_findings: list[str], loss: float) -> None:
-        """Say which rank, tower and micro-batch; end the run, with a checkpoint, after too many steps in a row."""
+        """Say which rank, tower and micro-batch; end the run, with a checkpoint, after too many steps in a row.
+
+        A start that begins amid such steps writes none of its own: the weights are those of the one that it began from.
+        """
         shown = findings_of_all(own_findings, self.parallel.world_size)
         if not shown and not math.isfinite(loss):
             shown = f"in no tower: the loss is {loss}"
@@ -242,8 +250,10 @@ class Trainer:
         scale = f"; loss scale now {self.engine.loss_scale():g}" if self.engine.precision == "fp16" else ""
         self.metrics.say(f"step {self.step} was skipped, its gradients are not finite{scale}:\n  {shown}")
         if self.skipped_in_a_row > self.config.max_skipped_steps:
-            self.saves.finish()
-            raise RuntimeError(
+            self.checkpoints.publish()
+            if (self.checkpoints.begun_step or 0) <= self.step - self.skipped_in_a_row:
+                self.saves.finish()
+            raise Diverged(
                 f"{self.skipped_in_a_row} steps in a row had gradients that are not finite, more than "
                 f"--max-skipped-steps {self.config.max_skipped_steps}; {self.checkpoints.hint}. Step {self.step}:\n"
                 f"  {shown}"
@@ -330,6 +340,7 @@ class Trainer:
             "step": self.step,
             "samples_seen": self.samples_seen,
             "skipped_steps": self.skipped_steps,
+            "skipped_in_a_row": self.skipped_in_a_row,
             "train_seconds": self.train_seconds,
             "world_size": self.parallel.world_size,
             "graphs": self.graphs,
@@ -341,6 +352,7 @@ class Trainer:
         state = load_checkpoint(self.engine, checkpoint)
         self.loader.load_state_dict(state["loader"])
         self.step, self.skipped_steps = state["step"], state["skipped_steps"]
+        self.skipped_in_a_row = state.get("skipped_in_a_row", 0)  # 0.1.0 did not keep it
         position = state["loader"]["epoch"], state["loader"]["step"]
         if position != divmod(self.step, self.loader.steps_per_epoch):
             raise ValueError(
