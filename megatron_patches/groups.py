@@ -11,9 +11,23 @@ from megatron.core import parallel_state
 
 from infcl.loss.links import timeout_of
 from infcl.parallel import Parallel
-from megatron_patches.patches import apply_patches
+from megatron_patches.patches import apply_patches, require
 
 _log = logging.getLogger(__name__)
+_CALLED = {  # with these keywords; what is called without any is refused where it is missing
+    "megatron.core.parallel_state.initialize_model_parallel": (
+        "tensor_model_parallel_size",
+        "distributed_timeout_minutes",
+        "create_gloo_process_groups",
+    ),
+    "megatron.core.tensor_parallel.mappings.copy_to_tensor_model_parallel_region": ("group",),
+    "megatron.core.tensor_parallel.mappings.reduce_from_tensor_model_parallel_region": ("group",),
+    "megatron.core.tensor_parallel.mappings.scatter_to_sequence_parallel_region": ("group",),
+    "megatron.core.tensor_parallel.mappings.gather_from_sequence_parallel_region": (
+        "tensor_parallel_output_grad",
+        "group",
+    ),
+}
 _host_groups: dict[dist.ProcessGroup, dist.ProcessGroup] = {}  # of NCCL's: gloo's
 
 
@@ -21,11 +35,14 @@ def init_tensor_parallel(parallel: Parallel, size: int, *, on_host: bool = False
     """`parallel` with its ranks in tensor-parallel groups of `size`. Collective; again with the same size: the same.
 
     on_host: with a `tp_host_group` on GPUs too, where it is a gloo group beside NCCL's.
-    ValueError when `size` does not divide the world size, or when megatron-core was initialised otherwise before.
+    ValueError when `size` does not divide the world size, or when megatron-core was initialised otherwise before;
+    RuntimeError, with the symbol, for a megatron-core whose functions take other arguments than the tested one's.
     """
+    for symbol, keywords in _CALLED.items():
+        require(symbol, *keywords)
     ranks = parallel.world_size
     if ranks % size:
-        others = " or ".join(str(smaller) for smaller in range(1, size) if ranks % smaller == 0)
+        others = " or ".join(str(smaller) for smaller in range(1, ranks + 1) if ranks % smaller == 0)
         raise ValueError(
             f"--tensor-parallel-size {size} does not divide the number of ranks, {ranks}: start a multiple of {size} "
             f"(deepspeed --num_gpus {size} pretrain_clip.py ...), or use --tensor-parallel-size {others}"

@@ -21,6 +21,8 @@ log = logging.getLogger(__name__)
 
 TESTED = "0.16.1"  # of megatron-core
 _MARK = "_infcl_patch"
+_MAPPINGS = "megatron.core.tensor_parallel.mappings"
+_REDUCE, _GATHER = f"{_MAPPINGS}._reduce", f"{_MAPPINGS}._gather_along_first_dim"
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,24 @@ def apply_patches(group: dist.ProcessGroup, device: torch.device) -> dict[str, s
     return {patch.symbol: patch.apply() for patch in patches_of(group, device)}
 
 
+def require(symbol: str, *keywords: str) -> None:
+    """RuntimeError, with the path and what was expected, where `symbol` is not there or does not take the keywords."""
+    *_, installed = _find(symbol)
+    found = inspect.signature(installed).parameters
+    if missing := [name for name in keywords if name not in found]:
+        raise RuntimeError(
+            f"{symbol}({', '.join(found)}) beside megatron-core {_version()}: expected {', '.join(missing)} among its "
+            f"arguments, as of the tested version {TESTED}"
+        )
+
+
+def describe_patches() -> str:
+    """The installed megatron-core, and which of its mappings are patched, in words."""
+    changed = [symbol for symbol in (_REDUCE, _GATHER) if getattr(_find(symbol)[2], _MARK, False)]
+    tested = "" if _version() == TESTED else f" (tested: {TESTED})"
+    return f"megatron-core {_version()}{tested}, patched: {', '.join(changed) or 'nothing'}"
+
+
 def _find(symbol: str) -> tuple[ModuleType, str, Callable]:
     """(module, name in it, what is installed under that name)."""
     path, _, name = symbol.rpartition(".")
@@ -114,20 +134,18 @@ def _gather_along_first_dim(input_, group, output_split_sizes=None, use_global_b
 
 # ---- what is patched ----
 
-_MAPPINGS = "megatron.core.tensor_parallel.mappings"
-
 
 def patches_of(group: dist.ProcessGroup, device: torch.device) -> list[Patch]:
     """What `device` needs, to be tried over `group`."""
     always = Patch(
-        f"{_MAPPINGS}._reduce",
+        _REDUCE,
         "returns its input unsummed where that is not contiguous (the sum goes to a copy)",
         ("input_", "group"),
         replace=lambda installed: _reduce,
         gone=lambda installed: _sums_any_layout(installed, group, device),
     )
     on_cpu = Patch(
-        f"{_MAPPINGS}._gather_along_first_dim",
+        _GATHER,
         "allocates on torch.cuda.current_device(), so it cannot run on a CPU",
         ("input_", "group", "output_split_sizes", "use_global_buffer"),
         replace=lambda installed: _gather_along_first_dim,

@@ -1,9 +1,9 @@
 """Tensor parallelism over NCCL: twenty steps of ViT-L-14 at T = 2 x D = 2 follow T = 1 x D = 4 (on two GPUs D = 1, 2).
 
-In float32 loss by loss. In bf16 the first gradient: 4 to 5% from float32's whatever T is. Twenty steps part from
-float32's whatever T is, near the end by a tenth of a loss of 0.06, and two bf16 runs of T = 1 that differ in the
-micro-batch alone part by 4%; of T = 1 one run's distance was 0.0035, another's 0.0059. So at T = 2 they may part as far
-as the farther of T = 1's, by half as much again.
+In float32 loss by loss (seen: 1e-5, as printed). In bf16 the first gradient: 4 to 5% from float32's whatever T is.
+Twenty steps part from float32's whatever T is, near the end by a tenth of a loss of 0.06, and two bf16 runs of T = 1
+that differ in the micro-batch alone part by 4%; of T = 1 one run's distance was 0.0035, another's 0.0059. So at T = 2
+they may part as far as the farther of T = 1's, by half as much again.
 """
 
 import gc
@@ -165,7 +165,7 @@ def test_twenty_steps_of_vit_l_14_follow_those_without_tensor_parallelism(tmp_pa
         losses, norms, _, off = results[0][name]
         assert min(losses) < losses[0] - 0.05, name
         if precision == "fp32":
-            assert losses == pytest.approx(truth, rel=2e-3), name
+            assert losses == pytest.approx(truth, rel=1e-4, abs=5e-5), name
             assert norms[:5] == pytest.approx(truth_norms[:5], rel=1e-2), name
             assert max(off) < 1e-2, (name, off)
         elif "T=2" in name:

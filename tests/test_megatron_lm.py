@@ -97,6 +97,8 @@ def train_step(
     config=types.MappingProxyType({}),
     encode=encode,
     iterations=range(1),
+    force_all_reduce=False,
+    **groups,
 ):
     """Steps of Megatron's loop -> (loss as it logs it, gradients that it hands the optimizer, events, outcomes)."""
     from megatron.core import parallel_state
@@ -124,7 +126,8 @@ def train_step(
                 decoder_seq_length=None,
                 forward_only=forward_only,
                 adjust_tensor_shapes_fn=None,
-                force_all_reduce=False,
+                force_all_reduce=force_all_reduce,
+                **groups,
             )
     gradients = {name: p.main_grad.clone() for name, p in model.module.towers.named_parameters()}
     total = torch.vstack([report["contrastive loss"].view(-1) for report in reports]).sum(dim=0)
@@ -178,6 +181,21 @@ def test_gradients_carry_megatrons_loss_scale():
     _, expected = truth(2, True)
     for _, gradients, _, _ in run_ranks(train_step, 2, 1, True, config={"grad_scale_func": times_1024}):
         assert worst_error({name: gradient / 1024 for name, gradient in gradients.items()}, expected) < 1e-5
+
+
+def finalised_with(rank, world_size, **given):
+    """What the function of the model's config that finalises gradients is called with, beside the model."""
+    with mock.patch("megatron.core.distributed.finalize_model_grads") as finalise:
+        train_step(rank, world_size, 1, True, **given)
+    (call,) = finalise.call_args_list
+    return call.args[1:], call.kwargs
+
+
+def test_gradients_are_finalised_over_the_groups_that_megatrons_loop_names():
+    """As Megatron's own schedule hands them on."""
+    assert run_ranks(finalised_with, 1, pg_collection="groups") == [((None,), {"pg_collection": "groups"})]
+    assert run_ranks(finalised_with, 1, force_all_reduce=True) == [((None,), {"force_all_reduce": True})]
+    assert run_ranks(finalised_with, 1) == [((None,), {})]
 
 
 def times_1024(loss):

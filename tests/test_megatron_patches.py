@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_patches.patches import Patch, apply_patches, patches_of
+from megatron_patches.patches import Patch, apply_patches, describe_patches, patches_of
 from tests.ranks import run_ranks
 from tests.tensor_parallel import layout
 
@@ -39,6 +39,21 @@ def outcomes_of_a_second_time(rank, world_size):
 
 def test_patches_are_applied_once():
     assert run_ranks(outcomes_of_a_second_time, 2) == [[("already applied", True)] * 2] * 2
+
+
+def in_words(rank, world_size):
+    from megatron.core.tensor_parallel import mappings
+
+    layout(world_size)
+    with mock.patch.object(mappings, "_reduce", sum_of_a_copy):
+        later = describe_patches()
+    return describe_patches(), later
+
+
+def test_what_is_patched_is_said():
+    for both, one in run_ranks(in_words, 2):
+        assert both.endswith("patched: " + ", ".join(f"megatron.core.tensor_parallel.mappings.{n}" for n in LATER))
+        assert one.endswith("patched: megatron.core.tensor_parallel.mappings._gather_along_first_dim")
 
 
 def _installed(patch: Patch):
@@ -157,6 +172,33 @@ def test_an_incompatible_version_is_refused_with_the_expected_path(module, patch
     with pytest.raises(RuntimeError, match=message):
         patch.apply()
     assert module.add(1, 2) == 3
+
+
+def refusals_of_other_versions(rank, world_size):
+    """What a megatron-core is refused with whose groups are made otherwise, or whose mappings take no group."""
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel import mappings
+
+    def initialize(tensor_parallel, timeout=None):
+        raise AssertionError("not to be called")
+
+    errors = []
+    for module, name, other in (
+        (parallel_state, "initialize_model_parallel", initialize),
+        (mappings, "reduce_from_tensor_model_parallel_region", lambda input_: input_),
+    ):
+        with mock.patch.object(module, name, other), pytest.raises(RuntimeError) as raised:
+            layout(world_size)
+        errors.append(str(raised.value))
+    return errors
+
+
+def test_a_version_whose_functions_take_other_arguments_is_refused_before_they_are_called():
+    for groups, mapping in run_ranks(refusals_of_other_versions, 2):
+        assert "megatron.core.parallel_state.initialize_model_parallel(tensor_parallel, timeout) beside" in groups
+        assert "expected tensor_model_parallel_size, distributed_timeout_minutes, create_gloo" in groups
+        assert "mappings.reduce_from_tensor_model_parallel_region(input_) beside" in mapping
+        assert "expected group among its arguments, as of the tested version 0.16.1" in mapping
 
 
 # ---- the layout that megatron-core was given ----

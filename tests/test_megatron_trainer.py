@@ -153,6 +153,8 @@ def test_the_launcher_trains_with_tensor_parallel_ranks(demo_folder, tmp_path, m
     finished = launch(command(demo_folder, tmp_path, "--model", model, *flags), 2)
     assert finished.returncode == 0, finished.stdout + finished.stderr
     assert "2 x cpu (2 tensor-parallel x 1 data-parallel)" in finished.stdout
+    mappings = "megatron.core.tensor_parallel.mappings"
+    assert f"patched: {mappings}._reduce, {mappings}._gather_along_first_dim\n" in finished.stdout
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["samples_seen"] == 3 * 32
 
 
@@ -228,6 +230,7 @@ def test_sizes_that_do_not_fit_are_refused_with_the_numbers(demo_folder, tmp_pat
     assert "--tensor-parallel-size 4 does not divide the number of ranks, 2" in refused[0] and refused[0] == refused[1]
     assert "deepspeed --num_gpus 4" in refused[0] and refused[0].endswith("or use --tensor-parallel-size 1 or 2")
     heads = demo_config(demo_folder, tmp_path, tensor_parallel_size=2)
+    assert run_ranks(layout_refusal, 3, 2)[0].endswith("or use --tensor-parallel-size 1 or 3")
     assert "the 3 heads of the image tower" in run_ranks(refusal, 2, heads)[0]
     locked = dataclasses.replace(heads, lock_image=True)
     assert "the 3 heads of the image tower" in run_ranks(refusal, 2, locked)[0]

@@ -51,6 +51,22 @@ def test_a_wrong_preset_is_refused_with_the_fix(tmp_path, content, flags, messag
         read_preset(settings("zero1", deepspeed_config=preset_file(tmp_path, content), **flags), "cpu")
 
 
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("zero_hpz_partition_size", 2), ("zero_quantized_gradients", True), ("zero_quantized_weights", True)],
+)
+def test_what_deepspeed_does_across_tensor_parallel_ranks_is_refused(tmp_path, key, value):
+    """Trained with hpZ, T = 2 x D = 2 had other losses than T = 1 (5.130 instead of 4.124), without a word."""
+    path = preset_file(tmp_path, {"zero_optimization": {"stage": 3, key: value}})
+    config = settings("", deepspeed_config=path)
+    read_preset(config, "cpu")
+    split = dataclasses.replace(config, tensor_parallel_size=2)
+    with pytest.raises(ValueError, match=f"--tensor-parallel-size 2 with {key} {json.dumps(value)} .* leave it out"):
+        read_preset(split, "cpu")
+    preset_file(tmp_path, {"zero_optimization": {"stage": 3, key: type(value)(key == "zero_hpz_partition_size")}})
+    read_preset(split, "cpu")
+
+
 def test_what_a_preset_moves_to_the_host_is_what_deepspeed_moves():
     def moved(stage: int, device: str) -> list[str]:
         zero = {"stage": stage} | {f"offload_{part}": {"device": device} for part in ("optimizer", "param")}

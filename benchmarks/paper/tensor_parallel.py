@@ -114,10 +114,10 @@ def losses() -> str:
 
 
 def rates() -> str:
-    """ViT-L-14 under ZeRO-1 (0 over one rank): samples/s a GPU by T and micro-batch, the range; greatest peak."""
+    """ViT-L-14 under ZeRO-1: samples/s a GPU by T and micro-batch, the range; greatest peak."""
     cells: dict[tuple, list[dict]] = {}
     for row, setting in measured_steps():
-        if row["model"] == "ViT-L-14" and setting.zero in (0, 1):
+        if row["model"] == "ViT-L-14" and setting.zero == 1:
             kind = (setting.tensor_parallel, setting.sequence_parallel)
             cells.setdefault((row["batch_size"], *kind), []).append(row)
     lines = []

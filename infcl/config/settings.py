@@ -224,7 +224,9 @@ class TrainConfig:
         1, "system", "ranks that share every layer (megatron-core); the rest of the world is data-parallel"
     )
     sequence_parallel: bool = _flag(
-        False, "system", "split what lies between the shared layers too: less memory; faster from --batch-size 256 on"
+        False,
+        "system",
+        "split what lies between the shared layers too: less memory; with ViT-L-14 faster from --batch-size 256 on",
     )
     device: str = _flag("auto", "system", "auto: cuda where there is a GPU", choices=("auto", "cuda", "cpu"))
     interface: str | None = _flag(

@@ -30,6 +30,10 @@ def opening(trainer: "Trainer") -> Iterator[str]:
         f"{describe_pixels(trainer.pixels)}\n"
         f"{config.opt}, learning rate {schedule}, {schedule.warmup} warm-up steps"
     )
+    if trainer.parallel.tp_size > 1:
+        from megatron_patches.patches import describe_patches
+
+        yield describe_patches()
     if smaller := batch.smaller_than_asked(config):
         yield smaller
     if odd := schedule.oddity():

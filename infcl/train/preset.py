@@ -27,6 +27,12 @@ _OWNED_BY_FLAGS = {
 }
 # Elements of `reduce_bucket_size`: DeepSpeed's own; those of ds_configs/zero1.json and zero2.json, and of zero3.json.
 BUCKET, STAGE_1_BUCKET, STAGE_3_BUCKET = 500_000_000, 100_000_000, 50_000_000
+# What ZeRO++ does in DeepSpeed 0.19.8 across tensor-parallel ranks, which hold other parts of the parameters.
+_WRONG_OVER_PARTS = {
+    "zero_hpz_partition_size": "shares out a parameter among neighbouring ranks",
+    "zero_quantized_gradients": "sums gradients over the ranks of all hosts",
+    "zero_quantized_weights": "rounds parameters by what lies beside them, so the ranks' copies of one would differ",
+}
 _SECTIONS = {"zero_optimization", "bf16", "fp16", "data_types"}
 _PRESET_KEYS = {
     "zero_optimization",
@@ -76,6 +82,8 @@ def read_preset(config: TrainConfig, device_type: str, ranks: int | None = None,
             f"--deepspeed_config {path} has round_robin_gradients: leave it out. DeepSpeed does not find a parameter's "
             "gradient then, of which the towers' norms are taken"
         )
+    if config.tensor_parallel_size > 1:
+        _check_over_parts(preset, config.tensor_parallel_size, path)
     in_preset = [name for name in ("bf16", "fp16") if preset.get(name, {}).get("enabled")]
     if len(in_preset) == 2:
         raise ValueError(f"--deepspeed_config {path} enables both bf16 and fp16: choose one")
@@ -95,6 +103,18 @@ def read_preset(config: TrainConfig, device_type: str, ranks: int | None = None,
         runs = stage_over(ranks, stage, precision, offloads=offloaded)
         preset = preset | {"zero_optimization": preset.get("zero_optimization", {}) | {"stage": runs}}
     return preset, precision
+
+
+def _check_over_parts(preset: dict, size: int, path: Path) -> None:
+    """ValueError for what DeepSpeed does across the tensor-parallel ranks as if all held the same parameters."""
+    zero = preset.get("zero_optimization", {})
+    for key, why in _WRONG_OVER_PARTS.items():
+        if (value := zero.get(key, 0)) not in ((0, 1) if key == "zero_hpz_partition_size" else (0,)):
+            raise ValueError(
+                f"--tensor-parallel-size {size} with {key} {json.dumps(value)} of --deepspeed_config {path}: DeepSpeed "
+                f"{why}, and tensor-parallel ranks are neighbours that hold other parts; leave it out, or use "
+                "--tensor-parallel-size 1"
+            )
 
 
 def stage_over(ranks: int, stage: int, precision: str, *, offloads: bool) -> int:
