@@ -41,7 +41,11 @@ def many_ranks() -> str:
 
 
 def table_3() -> str:
-    found = latest(rows("accuracy_losses.csv"), "run")
+    return _of_seeds(latest(rows("accuracy_losses.csv"), "run"))
+
+
+def _of_seeds(found: list[dict]) -> str:
+    """What each loss comes to: mean and deviation over its seeds."""
     if not found:
         return f"{NOT_MEASURED.capitalize()} yet."
     lines = []
@@ -64,21 +68,23 @@ def table_3_ranks() -> str:
     curves = latest(rows("accuracy_losses_ranks_curves.csv"), "run", "samples_seen")
     if not found:
         return f"{NOT_MEASURED.capitalize()} yet."
+    first = [row for row in where(found, seed=found[0]["seed"]) if row["loss"] != "siglip"]
     lines = []
-    for row in found:
+    for row in first:
         own = where(curves, run=row["run"])
-        early = [f"{own[i]['loss']:.5f}" for i in EARLY if i < len(own)]
-        lines.append([LOSSES[row["loss"]], row["seed"], *early, f"{row['final_loss']:.3f}",
-                      *(f"{row[metric]:.3f}" for metric in METRICS)])  # fmt: skip
-    curve = where(curves, run=found[0]["run"])
-    pairs = [f"{curve[i]['samples_seen']:,}" for i in EARLY if i < len(curve)]
-    header = ["loss", "seed", *(f"loss at {count} pairs" for count in pairs), "last 5%", *METRICS.values()]
-    return f"{markdown(header, lines)}\n\n{found[0]['ranks']} ranks, fp32, gloo; {origin(found)}."
+        lines.append([LOSSES[row["loss"]], *(f"{own[i]['loss']:.5f}" for i in EARLY if i < len(own))])
+    curve = where(curves, run=first[0]["run"])
+    pairs = [f"loss at {curve[i]['samples_seen']:,} pairs" for i in EARLY if i < len(curve)]
+    early = markdown([f"seed {first[0]['seed']}", *pairs], lines)
+    return "\n\n".join([early, _beside_clip(found), _of_seeds(found)])
 
 
 def table_3_pairs() -> str:
+    return _beside_clip(rows("accuracy_losses.csv"))
+
+
+def _beside_clip(found: list[dict]) -> str:
     """Each loss against clip, seed by seed: both start from the same weights and see the same pairs."""
-    found = rows("accuracy_losses.csv")
     by_loss = {loss: {row["seed"]: row for row in where(found, loss=loss)} for loss in LOSSES}
     spread = {
         metric: statistics.stdev([row[metric] for row in by_loss["clip"].values()]) if len(by_loss["clip"]) > 1 else 0.0
