@@ -12,13 +12,9 @@
 # numbers do is said at the start; a MIN that only all hosts can meet is refused, unless it is their number); --batch N says
 # the batch where the command does not. A hostfile or a MIN that is wrong ends this with 2.
 # Finished means that RUN_FOLDER/summary.json is there: the launcher's exit code 0 is not trusted. Not restarted: a
-<<<<<<< HEAD
-# mistake in the command (2), Ctrl-C (130), and a signal to this script, which is passed on first. --overwrite is refused.
-# The launch scripts take a relative --logs from the repository: started elsewhere, give RUN_FOLDER and --logs in full.
-=======
 # mistake in the command (2), steps that stay not finite (65), Ctrl-C (130), and a signal to this script, which is passed
 # on first. --overwrite is refused.
->>>>>>> fix3
+# The launch scripts take a relative --logs from the repository: started elsewhere, give RUN_FOLDER and --logs in full.
 set -u
 hostfile="" min_hosts=1 batch=""
 while :; do
