@@ -59,18 +59,17 @@ def table_1_loss() -> str:
     """Memory of the loss alone, GiB: the paper's 8 A800s, and ours on one and four H200s."""
     from benchmarks.paper.speed import tried
 
-    impls = {"clip": "clip", "open_clip": "official_open_clip", "inf_cl": "inf_cl"}
+    measured = {"clip": "CLIP", "official_open_clip": "OpenCLIP", "official": "Inf-CL, official", "inf_cl": "infcl"}
     lines = []
     for gpus in (1, 4):
-        for loss, impl in impls.items():
-            cells = [f"{gpus} H200{'s' if gpus > 1 else ''}, {LOSSES[loss, 0].replace('Inf-CL', 'infcl')}"]
+        for impl, name in measured.items():
+            cells = [f"{gpus} H200{'s' if gpus > 1 else ''}, {name}"]
             for batch_k in BATCHES_K:
                 found = where(tried(), impl=impl, gpus=gpus, dim=768, global_batch=batch_k * 1024)
                 fits = found and found[-1]["median_ms"] != ""
-                cells.append(f"{found[-1]['extra_mib'] / 1024:.2f}" if fits else "x" if found else "")
-            if any(cells[1:]):
-                lines.append(cells)
-    for loss in impls:
+                cells.append(f"{found[-1]['extra_mib'] / 1024:.2f}" if fits else "x" if found else "-")
+            lines.append(cells)
+    for loss in ("clip", "open_clip", "inf_cl"):
         cells = [f"paper, 8 A800s, {LOSSES[loss, 0]}"]
         for batch_k in BATCHES_K:
             row = where(_paper(1, gpus=8, loss=loss, batch_k=batch_k, offload=0), fits=1)
@@ -228,10 +227,15 @@ def _planned_largest(model: str, gpus: int, offload: int) -> tuple[int, float]:
 
 
 def figure_1() -> dict:
-    """{panel: {label: [(x, GiB)]}}: memory of the loss against the batch, measured; against the GPUs, planned."""
-    from benchmarks.paper.speed import memory_curves
+    """{panel: {label: [(x, GiB)]}}: memory of the loss against the batch; against the GPUs, measured and planned."""
+    from benchmarks.paper.speed import LABELS, loss_rows, memory_curves
 
     panels = {f"loss alone, {name}": series for name, series in memory_curves().items()}
+    measured: dict[str, list[tuple[int, float]]] = {}
+    for impl in ("inf_cl", "official_open_clip"):
+        own = latest(where(loss_rows(), impl=impl, global_batch=2**17, dim=768), "gpus")
+        measured[LABELS[impl]] = sorted((row["gpus"], row["extra_mib"] / 1024) for row in own)
+    panels["loss alone, 128k pairs, H200s"] = measured
     series: dict[str, list[tuple[int, float]]] = {}
     for loss, name in (("inf_cl", "infcl"), ("open_clip", "OpenCLIP"), ("clip", "CLIP")):
         series[name] = []
