@@ -94,7 +94,7 @@ def test_the_table_and_the_plot_of_whole_steps(monkeypatch):
         "",
         "ViT-B-32, amp_bf16, blocks compiled, micro-batches of 512; h, torch t, commit a.",
         "",
-        "![seconds of a step against batch](results/figure_4_steps.png)",
+        "![a step beside infcl's, and its loss, against batch](results/figure_4_steps.png)",
     ]
     beside_ours = speed.figure_4_steps()["a whole step, times as long as infcl's"]
     assert beside_ours == {"infcl": [(1024, 1.0)], "CLIP (b x b)": [(1024, 2.0 / 1.5)]}

@@ -328,7 +328,7 @@ def steps_by_loss() -> str:
     words = sorted({f"{row['model']}, {row['precision']}, blocks {row['blocks']}" for row in found})
     micro_batches = sorted({row["micro_batch"] for row in found})
     settings = f"{'; '.join(words)}, micro-batches of {', '.join(map(str, micro_batches))}; {origin(found)}."
-    picture = "![seconds of a step against batch](results/figure_4_steps.png)"
+    picture = "![a step beside infcl's, and its loss, against batch](results/figure_4_steps.png)"
     return f"{markdown(['b', *(LABELS[impl] for impl in impls)], lines)}\n\n{settings}\n\n{picture}"
 
 
