@@ -13,9 +13,11 @@ def launch_options(table: dict[int, dict], features: Tensor, tf32: bool) -> dict
 
 
 def aligned(features: Tensor) -> Tensor:
-    """Features with D padded by zeros so that rows start at multiples of 16 bytes, as tensor descriptors need."""
+    """Features whose rows start at multiples of 16 bytes, as tensor descriptors need: D padded by zeros, or copied."""
     padding = -features.shape[1] % (16 // features.dtype.itemsize)
-    return F.pad(features, (0, padding)) if padding else features
+    if padding:
+        return F.pad(features, (0, padding))
+    return features.clone() if features.data_ptr() % 16 else features
 
 
 def walked_dim(features: Tensor, launch: dict) -> int:

@@ -36,11 +36,8 @@ def named_wishes(wanted: Sequence[bool]) -> dict[str, bool]:
 
 
 def as_operand(features: Tensor, tile: Tile) -> Tensor:
-    """Features as the tile reads them: its operand type (tf32: rounded to it), contiguous, from multiples of 16 bytes
-    on, which tensor descriptors need."""
+    """Features as the tile reads them: its operand type (tf32: rounded to it), contiguous."""
     operand = features.detach().to(tile.operand_dtype).contiguous()
-    if tile.name == "triton" and operand.data_ptr() % 16:
-        operand = operand.clone()
     return rounded_to_tf32(operand) if tile.tf32 else operand
 
 
