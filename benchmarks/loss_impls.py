@@ -42,6 +42,8 @@ def make(name: str, group: dist.ProcessGroup | None, options: dict, open_clip_lo
     tiled = {k: v for k, v in options.items() if k in ("tile_dtype", "workspace_bytes", "ring_overlap")}
     if name in LOSSES:
         return ContrastiveLoss(name, group=group, **options)
+    if name == "clip_compiled" or name.startswith("in_graph"):
+        torch._dynamo.reset()  # at the ninth wrapper of one kind it would compile no more
     if name == "clip_compiled":
         compiled = torch.compile(partial(clip_loss, group=group))
         return lambda images, texts, scale, bias: compiled(images, texts, scale)
