@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from infcl.kernels import WORKSPACE_BYTES, Tile
 from infcl.loss import graphed, tiled
 from infcl.loss.lse import cross_entropies, merge_lse
-from infcl.loss.operands import as_operand, check_features, inner_product, matched_gradient, scaled
+from infcl.loss.operands import check_features, inner_product, matched_gradient, scaled_sides
 from infcl.loss.ring import RingExchange
 
 
@@ -213,31 +213,20 @@ def _check(*features: Tensor):
 
 
 def _forward(means: tiled.Means, image_features: Tensor, text_features: Tensor, scale: Tensor):
-    rows, columns = as_operand(image_features, means.tile), as_operand(text_features, means.tile)
-    losses, matched = ring_forward(rows, columns, scale, means.new_ring(), means.tile, means.workspace_bytes)
+    rows, columns = means.operands(image_features, text_features)
+    losses, matched = ring_forward(rows, columns, scale, *means.of_a_pass())
     return losses.mean(), (losses, matched)
 
 
 def _backward(means: tiled.Means, d_loss: Tensor, inputs, statistics, needs):
-    image_features, text_features, scale = inputs
+    *sides, scale = inputs
     losses, matched = statistics
-    rows, columns = as_operand(image_features, means.tile), as_operand(text_features, means.tile)
-    d_rows, d_columns, d_scale = ring_backward(
-        rows,
-        columns,
-        scale,
-        losses,
-        matched,
-        means.new_ring(),
-        means.tile,
-        means.workspace_bytes,
-        rows_need=needs[0],
-        columns_need=needs[1],
+    rows, columns = means.operands(*sides)
+    *gradients, d_scale = ring_backward(
+        rows, columns, scale, losses, matched, *means.of_a_pass(), rows_need=needs[0], columns_need=needs[1]
     )
     factor = d_loss / len(rows)
-    d_images = scaled(d_rows, factor * scale, image_features.dtype) if needs[0] else None
-    d_texts = scaled(d_columns, factor * scale, text_features.dtype) if needs[1] else None
-    return d_images, d_texts, factor * d_scale
+    return *scaled_sides(gradients, factor * scale, sides), factor * d_scale
 
 
 def _statistics(image_features, text_features, scale):
@@ -265,9 +254,8 @@ def _loss_and_gradients(
     means: tiled.Means, image_features: Tensor, text_features: Tensor, scale: Tensor
 ) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
     """The loss, and its gradients in float32, at once: what graphed.py records."""
-    rows, columns = as_operand(image_features, means.tile), as_operand(text_features, means.tile)
-    new_ring, tile, workspace_bytes = means
-    losses, matched = ring_forward(rows, columns, scale, new_ring(), tile, workspace_bytes)
-    d_rows, d_columns, d_scale = ring_backward(rows, columns, scale, losses, matched, new_ring(), tile, workspace_bytes)
+    rows, columns = means.operands(image_features, text_features)
+    losses, matched = ring_forward(rows, columns, scale, *means.of_a_pass())
+    d_rows, d_columns, d_scale = ring_backward(rows, columns, scale, losses, matched, *means.of_a_pass())
     factor = scale / len(rows)
     return losses.mean(), (d_rows * factor, d_columns * factor, d_scale / len(rows))

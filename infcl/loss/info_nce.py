@@ -18,7 +18,7 @@ from torch import Tensor
 from infcl.kernels import WORKSPACE_BYTES, Tile
 from infcl.loss import tiled
 from infcl.loss.lse import cross_entropies, merge_lse
-from infcl.loss.operands import as_operand, inner_product, matched_gradient, scaled
+from infcl.loss.operands import inner_product, matched_gradient, scaled
 from infcl.loss.ring import RingExchange
 
 
@@ -108,8 +108,9 @@ def ring_backward(
 
 def _forward(means: tiled.Means, queries: Tensor, documents: Tensor, positives: Tensor, scale: Tensor):
     order = _positives_first(positives, len(documents))
-    rows, columns = as_operand(queries, means.tile), as_operand(documents, means.tile)[order]
-    row_lse, losses = ring_forward(rows, columns, scale, means.new_ring(), means.tile, means.workspace_bytes)
+    rows, columns = means.operands(queries, documents)
+    columns = columns[order]
+    row_lse, losses = ring_forward(rows, columns, scale, *means.of_a_pass())
     slopes = torch.expm1(-losses)
     places, misplaced = _places(order, positives)
     place, wide = places[misplaced], losses.dtype
@@ -127,18 +128,10 @@ def _backward(means: tiled.Means, d_loss: Tensor, inputs, statistics, needs):
     row_lse, slopes, order = statistics
     places, misplaced = _places(order, positives)
     place = places[misplaced]
-    rows, columns = as_operand(queries, means.tile), as_operand(documents, means.tile)[order]
+    rows, columns = means.operands(queries, documents)
+    columns = columns[order]
     d_rows, d_columns, d_scale = ring_backward(
-        rows,
-        columns,
-        scale,
-        row_lse,
-        slopes,
-        means.new_ring(),
-        means.tile,
-        means.workspace_bytes,
-        rows_need=needs[0],
-        columns_need=needs[1],
+        rows, columns, scale, row_lse, slopes, *means.of_a_pass(), rows_need=needs[0], columns_need=needs[1]
     )
     some_queries, their_documents = rows[misplaced].to(slopes.dtype), columns[place].to(slopes.dtype)
     d_scale -= inner_product(some_queries, their_documents)
@@ -212,10 +205,8 @@ def _check(queries: Tensor, documents: Tensor, positives: Tensor):
     inside = 0 <= low and high < len(documents)
     compared: tiled.Comparable = {"queries": shapes[0][0], "documents": shapes[1][0]}
     compared |= {"feature dimensions": shapes[0][1], "place of positives (1: inside)": inside}
-    return (
-        compared,
-        "" if inside else f"positives lie in {low}..{high}; this rank's documents are 0..{shapes[1][0] - 1}",
-    )
+    wrong = f"positives lie in {low}..{high}; this rank's documents are 0..{len(documents) - 1}"
+    return compared, "" if inside else wrong
 
 
 _INFO_NCE = tiled.register(tiled.Maths("info_nce", _check, _forward, _backward, _statistics, waits=True))

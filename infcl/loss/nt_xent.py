@@ -29,7 +29,7 @@ from torch import Tensor
 from infcl.kernels import WORKSPACE_BYTES, Tile
 from infcl.loss import tiled
 from infcl.loss.lse import cross_entropies, merge_lse
-from infcl.loss.operands import as_operand, check_features, inner_product, matched_gradient, scaled
+from infcl.loss.operands import check_features, inner_product, matched_gradient, scaled
 from infcl.loss.ring import RingExchange
 
 # Rows of the largest square that is computed whole, by tile. On a GPU smaller ones would take longer to launch.
@@ -132,16 +132,16 @@ def _check(*features: Tensor):
 
 
 def _forward(means: tiled.Means, first_views: Tensor, second_views: Tensor, scale: Tensor):
-    views = torch.cat([as_operand(first_views, means.tile), as_operand(second_views, means.tile)])  # [2b, D]
-    losses, matched = ring_forward(views, scale, means.new_ring(), means.tile, means.workspace_bytes)
+    views = torch.cat([*means.operands(first_views, second_views)])  # [2b, D]
+    losses, matched = ring_forward(views, scale, *means.of_a_pass())
     return losses.mean(), (losses, matched)
 
 
 def _backward(means: tiled.Means, d_loss: Tensor, inputs, statistics, needs):
     first_views, second_views, scale = inputs
     losses, matched = statistics
-    views = torch.cat([as_operand(first_views, means.tile), as_operand(second_views, means.tile)])
-    d_views, d_scale = ring_backward(views, scale, losses, matched, means.new_ring(), means.tile, means.workspace_bytes)
+    views = torch.cat([*means.operands(first_views, second_views)])
+    d_views, d_scale = ring_backward(views, scale, losses, matched, *means.of_a_pass())
     factor = d_loss / len(views)
     d_views = scaled(d_views, 2 * factor * scale, first_views.dtype)
     return *d_views.chunk(2), factor * d_scale

@@ -73,6 +73,11 @@ def scaled(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.mul(gradient, factor, out=out)
 
 
+def scaled_sides(gradients: Sequence[Tensor | None], factor: Tensor, sides: Sequence[Tensor]) -> list[Tensor | None]:
+    """`scaled` for each side that has a gradient, in the dtype of its features."""
+    return [None if g is None else scaled(g, factor, side.dtype) for g, side in zip(gradients, sides)]
+
+
 def matched_gradient(slopes: Tensor, partners: Tensor, out: Tensor | None = None) -> Tensor:
     """The matched pairs' part of a gradient, to which the others' is added: `slopes[:, None] * partners`, [n, D].
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from infcl.kernels import WORKSPACE_BYTES, Tile
 from infcl.loss import tiled
-from infcl.loss.operands import as_operand, check_features, inner_product, matched_gradient, scaled
+from infcl.loss.operands import check_features, inner_product, matched_gradient, scaled_sides
 from infcl.loss.ring import RingExchange
 
 
@@ -103,31 +103,20 @@ def _check(*features: Tensor):
 
 
 def _forward(means: tiled.Means, image_features: Tensor, text_features: Tensor, scale: Tensor, bias: Tensor):
-    rows, columns = as_operand(image_features, means.tile), as_operand(text_features, means.tile)
-    loss, slope, slopes = ring_forward(rows, columns, scale, bias, means.new_ring(), means.tile, means.workspace_bytes)
+    rows, columns = means.operands(image_features, text_features)
+    loss, slope, slopes = ring_forward(rows, columns, scale, bias, *means.of_a_pass())
     return loss / len(rows), (slope, slopes)
 
 
 def _backward(means: tiled.Means, d_loss: Tensor, inputs, statistics, needs):
-    image_features, text_features, scale, bias = inputs
+    *sides, scale, bias = inputs
     slope, slopes = statistics
-    rows, columns = as_operand(image_features, means.tile), as_operand(text_features, means.tile)
-    d_rows, d_columns, d_scale = ring_backward(
-        rows,
-        columns,
-        scale,
-        bias,
-        slopes,
-        means.new_ring(),
-        means.tile,
-        means.workspace_bytes,
-        rows_need=needs[0],
-        columns_need=needs[1],
+    rows, columns = means.operands(*sides)
+    *gradients, d_scale = ring_backward(
+        rows, columns, scale, bias, slopes, *means.of_a_pass(), rows_need=needs[0], columns_need=needs[1]
     )
     factor = d_loss / len(rows)
-    d_images = scaled(d_rows, factor * scale, image_features.dtype) if needs[0] else None
-    d_texts = scaled(d_columns, factor * scale, text_features.dtype) if needs[1] else None
-    return d_images, d_texts, factor * d_scale, factor * slope
+    return *scaled_sides(gradients, factor * scale, sides), factor * d_scale, factor * slope
 
 
 def _statistics(image_features, *_):

@@ -9,7 +9,7 @@ them are messages, which ranks issue in one order since they compile one program
 collectives. A group is known there by its name.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from infcl.kernels import Tile, select_tile
-from infcl.loss.operands import gradients_wanted, named_wishes, refuse_double_backward, scalar_like
+from infcl.loss.operands import as_operand, gradients_wanted, named_wishes, refuse_double_backward, scalar_like
 from infcl.loss.ring import RingExchange, ring_maker
 from infcl.operators import operator
 
@@ -44,6 +44,12 @@ class Means(NamedTuple):
     new_ring: Callable[[], RingExchange]
     tile: Tile
     workspace_bytes: int
+
+    def of_a_pass(self) -> tuple[RingExchange, Tile, int]:
+        return self.new_ring(), self.tile, self.workspace_bytes
+
+    def operands(self, *features: Tensor) -> Iterator[Tensor]:
+        return (as_operand(one, self.tile) for one in features)
 
 
 class Maths(NamedTuple):
@@ -92,8 +98,8 @@ def loss(
     if torch.compiler.is_compiling():
         group = None if options.group is None else options.group.group_name
         inputs = [*features, *(scalar_like(features[0], scalar) for scalar in scalars)]
-        operator = _waiting if maths.waits or group is not None else _capturable
-        return operator(maths.name, inputs, wanted, *options._replace(group=group))[0]
+        chosen = _waiting if maths.waits or group is not None else _capturable
+        return chosen(maths.name, inputs, wanted, *options._replace(group=group))[0]
     means = _checked(maths, options, features, wanted)
     inputs = [*features, *(scalar_like(features[0], scalar) for scalar in scalars)]
     return differentiable(maths, means, *inputs) if eager is None else eager(means, *inputs)
@@ -116,9 +122,7 @@ class _Tiled(torch.autograd.Function):
     @staticmethod
     def backward(ctx, d_loss):
         refuse_double_backward(ctx.maths.name)
-        saved = (
-            ctx.saved_tensors
-        )  # once: whoever packed them (torch.utils.checkpoint, save_on_cpu) unpacks them each time
+        saved = ctx.saved_tensors  # once: torch.utils.checkpoint gives them once, save_on_cpu copies them each time
         inputs, statistics = saved[: ctx.count], saved[ctx.count :]
         with torch.autocast(inputs[0].device.type, enabled=False):
             gradients = ctx.maths.backward(ctx.means, d_loss, inputs, statistics, ctx.needs_input_grad[2:])
