@@ -302,6 +302,10 @@ def test_a_captured_graph_replays_the_step():
         assert torch.equal(value, before)
 
 
+def _doubled(loss):
+    return lambda *inputs: 2 * loss(*inputs)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
 def test_in_a_compiled_caller_the_tile_gives_what_it_gives_in_an_eager_one(mode):
@@ -314,11 +318,8 @@ def test_in_a_compiled_caller_the_tile_gives_what_it_gives_in_an_eager_one(mode)
         "nt_xent": lambda a, b, scale: nt_xent_loss(a, b, scale),
     }
     for name, loss in losses.items():
-
-        def step(images, texts, scale):
-            return 2 * loss(images, texts, scale)  # noqa: B023 (compiled and called in this turn)
-
         torch._dynamo.reset()
+        step = _doubled(loss)
         compiled = torch.compile(step, fullgraph=True, mode=mode)
         for seed in range(4):
             pairs = [f.cuda().bfloat16().requires_grad_() for f in features("random", 700, 72, seed=seed)]
