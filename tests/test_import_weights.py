@@ -14,7 +14,7 @@ from infcl.hf_clip import from_hf_config
 from infcl.import_weights import load_pretrained, read_weights, resize_image_positions
 from infcl.towers import CLIP
 from infcl.towers.config import parse_model_config
-from infcl.train.build import build_model
+from infcl.train.build import model_and_sources
 from tests.open_clip_stub import import_open_clip
 from tests.shard_files import Payload
 
@@ -289,10 +289,10 @@ def test_files_that_would_run_code_are_refused(tmp_path):
 def test_the_flags_reach_the_model(source, tmp_path):
     path = str(write("pt", source, tmp_path))
     flags = {"dataset_type": "synthetic", "train_num_samples": 8, "pretrained_image": path, "lock_image": True}
-    model = build_model(TrainConfig(**flags), config())
+    model, sources = model_and_sources(TrainConfig(**flags), config())
     assert torch.equal(model.visual.proj, source.visual.proj) and not model.visual.proj.requires_grad
     assert not torch.equal(model.text_projection, source.text_projection)
-    assert model.loaded == [f"the image tower's weights are those of {path}"]
+    assert sources == [f"the image tower's weights are those of {path}"]
 
 
 def test_open_clips_file_with_clips_own_tokenizer_evaluates_as_open_clip(tmp_path):

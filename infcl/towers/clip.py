@@ -43,7 +43,6 @@ class CLIP(TextTower):
         self.logit_bias = None if cfg.init_logit_bias is None else nn.Parameter(torch.full([1], cfg.init_logit_bias))
         self.frozen = {"image": False, "text": False}  # the whole tower
         self.keeps_trunk = {"image": False, "text": False}  # training returns what its frozen blocks give
-        self.loaded: list[str] = []  # of weights that came from elsewhere: which, from where
         self._image_in_eval = False
         self.register_load_state_dict_pre_hook(_reshape_scalars)
 

@@ -39,7 +39,7 @@ def opening(trainer: "Trainer") -> Iterator[str]:
     if odd := schedule.oddity():
         yield odd
     if trainer.step == 0:  # else the weights are a checkpoint's, and all this was said
-        yield from trainer.engine.module.loaded
+        yield from trainer.sources_of_weights
         yield from oddities(config)
 
 

@@ -79,7 +79,16 @@ def _check_unlocked_groups(config: TrainConfig, model_config: CLIPConfig) -> Non
 
 
 def build_model(config: TrainConfig, model_config: CLIPConfig, parallel: Parallel | None = None) -> CLIP:
-    """CLIP with the flags' locks. SigLIP's loss has its own starting point: scale 10, bias -10 (Zhai et al. 2023); for
+    """The model of `model_and_sources`."""
+    return model_and_sources(config, model_config, parallel)[0]
+
+
+def model_and_sources(
+    config: TrainConfig, model_config: CLIPConfig, parallel: Parallel | None = None
+) -> tuple[CLIP, list[str]]:
+    """The model, and of weights that come from elsewhere a line for each: which, from where.
+
+    CLIP with the flags' locks. SigLIP's loss has its own starting point: scale 10, bias -10 (Zhai et al. 2023); for
     the others a config's bias is left out: a softmax cancels it, so it would have no gradient.
 
     With `parallel`, a block goes to the rank's device as soon as it is made, and only this tensor-parallel rank's part
@@ -92,12 +101,12 @@ def build_model(config: TrainConfig, model_config: CLIPConfig, parallel: Paralle
     pretrained = (config.pretrained, config.pretrained_image, config.pretrained_text)
     with _placed_blocks(parallel, cut=not any(pretrained)):
         model = CLIP(model_config, activation_checkpointing=config.grad_checkpointing, **start)
-    model.loaded = load_pretrained(model, *pretrained)
+    sources = load_pretrained(model, *pretrained)
     if config.lock_image:
         model.lock_image_tower(config.lock_image_unlocked_groups, keep_trunk=config.frozen_trunk == "keep")
     if config.lock_text:
         model.lock_text_tower(config.lock_text_unlocked_layers, keep_trunk=config.frozen_trunk == "keep")
-    return model
+    return model, sources
 
 
 def build_meta_model(config: TrainConfig, model_config: CLIPConfig) -> CLIP:

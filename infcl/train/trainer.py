@@ -24,9 +24,9 @@ from infcl.train.attention import towers_with_kernel
 from infcl.train.build import (
     build_loader,
     build_loss,
-    build_model,
     build_tasks,
     build_tokenizer_and_model_config,
+    model_and_sources,
     split_model,
     tile_dtype_of,
 )
@@ -79,7 +79,7 @@ class Trainer:
         )
 
         seed_everything(config.seed, deterministic=config.deterministic)
-        model = build_model(config, model_config, parallel)
+        model, self.sources_of_weights = model_and_sources(config, model_config, parallel)
         self.model_config = model.cfg
         split_model(model, config, parallel)
         self.compiled = prepare_blocks(model, config, parallel, precision, self.batch)
