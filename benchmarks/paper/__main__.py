@@ -53,6 +53,7 @@ REGIONS: dict[str, Callable[[], str]] = {
     "plan-losses": towers.planned_losses,
     "plan-tensor-parallel": tensor_parallel.planned_steps,
     "tensor-parallel-rates": tensor_parallel.rates,
+    "tensor-parallel-memory": tensor_parallel.sequence_parallel_memory,
     "tensor-parallel-one-batch": tensor_parallel.at_one_global_batch,
     "tensor-parallel-sizes": tensor_parallel.large_towers,
     "tensor-parallel-losses": tensor_parallel.losses,

@@ -14,17 +14,17 @@ from infcl.train.preset import BUCKET
 GIB = 2**30
 
 
-def measured_steps() -> list[tuple[dict, Setting]]:
+def measured_steps(name: str = "tensor_parallel.csv", gpu: str = "h200") -> list[tuple[dict, Setting]]:
     """Rows of benchmarks.tensor_parallel that the trainer's way at their commit made, and what is planned for them.
 
     Without those of 96af64e with T above 1, which sent sums and rows in other ways.
     """
     from benchmarks.tensor_parallel import model_config
 
-    found = where(rows("tensor_parallel.csv"), lever="none", status="ok")
+    found = where(rows(name), lever="none", status="ok")
     return [
         (row, Setting(
-            model=model_config(row["model"]), gpu=load_gpu("h200"), gpus=row["gpus"], gpus_per_node=row["gpus"],
+            model=model_config(row["model"]), gpu=load_gpu(gpu), gpus=row["gpus"], gpus_per_node=row["gpus"],
             global_batch=row["gpus"] // row["tensor_parallel"] * row["accum_freq"] * row["batch_size"],
             micro_batch=row["batch_size"], zero=row["zero_stage"], checkpointing=row["checkpointing"] == "True",
             compiled=row["compiled"] == "True", tensor_parallel=row["tensor_parallel"],
@@ -82,6 +82,21 @@ def large_towers() -> str:
         ])  # fmt: skip
     header = ["towers", "T", "ZeRO", "m", "samples/s", "of T = 1", "peak, GiB: measured / planned", "planned today"]
     return markdown([*header, "commit"], lines)
+
+
+def sequence_parallel_memory() -> str:
+    """ViT-L-14 at T = 2 on two H100s of one run, with and without `--sequence-parallel`: peaks and samples/s."""
+    found = measured_steps("tensor_parallel_h100.csv", "h100")
+    both = [(row, one) for row, one in found if row["commit"] == found[-1][0]["commit"]]
+    lines = [
+        [
+            row["batch_size"], "yes" if one.sequence_parallel else "", f"{row['samples_per_second'] / row['gpus']:.0f}",
+            f"{row['peak_gib']:.1f} / {counted_by_torch(memory_of(one)) / GIB:.1f}", f"{row['loss']:.4f}",
+        ]
+        for row, one in both
+    ]  # fmt: skip
+    header = ["m", "`--sequence-parallel`", "samples/s a GPU", "peak, GiB: measured / planned", "fifth loss"]
+    return markdown(header, lines) + f"\n\n{origin([row for row, _ in both])}."
 
 
 def updates() -> str:
