@@ -60,6 +60,7 @@ def draw(
     """{panel: {label: [(x, y) or (x, y, deviation)]}} -> PNG, up to three panels beside each other, four as two by two.
 
     x: the axis of each panel, the last one's for those behind it.
+    log_y: of panels whose values span a decade; within one a logarithmic axis has no readable ticks.
     ticks: "k": x positions as the data has them, in units of 1024; "": matplotlib chooses.
     overlaid: curves that are expected to hide each other: the first widest, each later one thinner and on top.
     """
@@ -89,7 +90,7 @@ def draw(
                 low, high = [p[1] - p[2] for p in points], [p[1] + p[2] for p in points]
                 axis.fill_between(xs, low, high, color=colour, alpha=0.12, linewidth=0)
         axis.set_xscale("log" if log_x else "linear", **({"base": 2} if log_x else {}))
-        axis.set_yscale("log" if log_y else "linear")
+        axis.set_yscale("log" if log_y and _spans_a_decade(series) else "linear")
         if ticks == "k":
             places = sorted({point[0] for points in series.values() for point in points})
             axis.xaxis.set_major_locator(FixedLocator(places))
@@ -125,6 +126,11 @@ def draw_bar(panels: dict, picture: Path) -> None:
     axis.tick_params(colors=INK, labelsize=8)
     axis.legend(ncols=2, loc="lower center", bbox_to_anchor=(0.5, 1.0), frameon=False, fontsize=8)
     _save(figure, picture, panels)
+
+
+def _spans_a_decade(series: dict) -> bool:
+    values = [point[1] for points in series.values() for point in points]
+    return max(values) > 10 * min(values)
 
 
 def _save(figure, picture: Path, panels: dict) -> None:
