@@ -7,13 +7,38 @@ import torch
 import torch.nn.functional as F
 
 from infcl.evaluate.retrieval import Features, retrieval_metrics, retrieval_ranks
-from tests.ranks import run_ranks
+from tests.ranks import refused, run_ranks
 
 SAMPLES, WIDTH, CLASSES = 23, 6, 4
 
 
 def own_batches(columns, rank, world_size, size):
     return list(zip(*(column[rank::world_size].split(size) for column in columns)))
+
+
+def batches_with_a_mistake(rank, world_size, place, others):
+    """What each rank hears of a mistake in rank 1's data behind `place` batches, where others have `others`."""
+    from infcl.evaluate.features import in_step
+
+    def own():
+        yield from range(place if rank == 1 else others)
+        if rank == 1:
+            raise ValueError("sample 7: its label is 9 of 4 classes")
+
+    seen = []
+
+    def go():
+        for batch, real in in_step(own(), "filler", torch.distributed.group.WORLD, torch.device("cpu")):
+            seen.append(batch if real else None)
+
+    return refused(go), seen
+
+
+@pytest.mark.parametrize(("place", "others"), [(0, 3), (2, 2), (3, 1)])
+def test_a_mistake_in_one_ranks_data_is_raised_on_all_at_the_same_batch(place, others):
+    for rank, (message, seen) in enumerate(run_ranks(batches_with_a_mistake, 3, place, others)):
+        assert message == "sample 7: its label is 9 of 4 classes"
+        assert seen == [batch if rank == 1 or batch < others else None for batch in range(place)]
 
 
 IMAGES = 150

@@ -174,7 +174,9 @@ def test_stages_stand_beside_zero_1_of_their_commit_and_say_what_sets_them_apart
     stored = [
         common | {"commit": commit, "zero": zero, "samples_per_second_per_gpu": rate} | more
         for commit, zero, rate, more in (
-            ("188be76", 3, 250.0, {"gpus": 2}),
+            ("before", 1, 490.0, {}),
+            ("a", 3, 250.0, {"gpus": 2}),
+            ("a", 3, 410.0, {"label": "zero 3 (host runs ahead: not kept)"}),
             ("a", 1, 510.0, {"micro_batches": 16}),
             ("a", 1, 520.0, {"checkpointing": "False"}),
             ("a", 1, 530.0, {"gpus": 8}),
@@ -186,10 +188,32 @@ def test_stages_stand_beside_zero_1_of_their_commit_and_say_what_sets_them_apart
     monkeypatch.setattr(steps, "rows", lambda name: stored)
     assert [line.split(" | ")[:4] for line in steps.zero_3().splitlines()[2:]] == [
         ["| 4", "1", "", "500"],
-        ["| 4", "3", "another machine, all parameters persistent", "450 (0.90 of ZeRO-1)"],
         ["| 4", "3", "`memory_efficient_linear` true, eager", "400 (0.80 of ZeRO-1)"],
-        ["| 2", "3", "before the mend", "250"],
+        ["| 4", "3", "another machine, all parameters persistent", "450 (0.90 of ZeRO-1)"],
     ]
+
+
+def test_what_the_presets_give_comes_first_and_what_they_replaced_says_so():
+    for table in (steps.reductions(), steps.one_micro_batch()):
+        of_zero_1 = [
+            line for line in table.splitlines() if line.startswith(("| 1 | 2 | 128 x 1 | amp_bf16 | 1", "| 2 | 1 "))
+        ]
+        assert "preset" in of_zero_1[0] and len(of_zero_1) > 1
+    assert [line.split(" | ")[2] for line in steps.one_micro_batch().splitlines() if "replaced" in line] == [
+        "replaced: stage 1 over one rank",
+        "replaced: DeepSpeed's norm",
+    ]
+    kept = [line.split(" | ")[2] for line in steps.residents().splitlines() if line.startswith("| ViT")]
+    assert ["(`auto`)" in words for words in kept] == [True, False] * (len(kept) // 2)
+
+
+def test_zero_3_says_how_it_gathers_on_machines_where_it_gathers_once():
+    lines = [line.split(" | ") for line in steps.zero_3_hosts().splitlines()[2:]]
+    assert {line[3] for line in lines if line[2] == "3"} == {"once a step", "in each pass"}
+    assert {line[3] for line in lines if line[2] == "1"} == {""}
+    for loop in {line[0] for line in lines}:
+        assert "once a step" in [line[3] for line in lines if line[0] == loop]
+    assert {line[-1].removesuffix(" |") for line in lines}.isdisjoint(steps.EACH_PASS)
 
 
 def test_each_optimizer_is_one_row():
@@ -200,7 +224,9 @@ def test_each_optimizer_is_one_row():
 def test_levers_of_a_sweep_are_told_apart_and_a_profiled_step_is_none(monkeypatch):
     stored = rows("step.csv")
     row = next(
-        row for row in stored if row["label"] == "batch-size 128 accum-freq 8 zero 1 compile-blocks on precision bf16"
+        row
+        for row in stored
+        if row["label"] == "batch-size 128 accum-freq 8 zero 1 compile-blocks on precision bf16" and row["text_share"]
     ) | {"commit": "of today"}
     more = [
         row | {"label": f"{row['label']} sdpa cudnn"},
@@ -214,6 +240,7 @@ def test_levers_of_a_sweep_are_told_apart_and_a_profiled_step_is_none(monkeypatc
         "| 128 x 8, pass 1 of 4 at once",
     ]
     assert not any("of today" in line for line in lines[2:])
+    assert not any(row["commit"] in line for row in stored if not row["text_share"] for line in lines)  # whole captions
 
 
 def test_rings_stand_side_by_side_as_they_took_turns(monkeypatch):

@@ -43,6 +43,18 @@ def test_float32_is_planned_at_the_rate_of_its_own_products():
     assert both[0] / both[1] == pytest.approx(683 / 50, rel=0.05)
 
 
+def test_a_loss_that_holds_its_matrix_is_planned_with_its_products_and_what_is_gathered():
+    """CLIP's whole matrix on every GPU, open_clip's rows of a rank; on one GPU they are the same."""
+    whole, rows = ({phase.name: phase for phase in phases_of(planned(loss=name))} for name in ("clip", "open_clip"))
+    assert whole["loss"].seconds == pytest.approx(8 * rows["loss"].seconds)
+    assert whole["gather features"].exposed == rows["gather features"].exposed > 0
+    assert "ring" not in whole and "ring" not in rows
+    alone = [loss_phases(planned(gpus=1, loss=name), 1.0)[0].seconds for name in ("clip", "open_clip")]
+    assert alone[0] == alone[1] == pytest.approx(whole["loss"].seconds)
+    tiled = loss_phases(planned(gpus=1), 1.0)[0].seconds
+    assert tiled == pytest.approx(alone[0], rel=0.1)  # 8 b^2 D flops at one rate
+
+
 # ---- the paper ----
 
 

@@ -11,7 +11,7 @@ from benchmarks.largest_batch import FILLED
 from benchmarks.paper.memory import planned_at_start, planned_for_trial
 from benchmarks.paper.raw import rows, where
 from benchmarks.paper.speed import loss_rows
-from benchmarks.paper.steps import steps_on_slow_hosts
+from benchmarks.paper.steps import EACH_PASS, steps_on_slow_hosts
 from benchmarks.paper.tensor_parallel import measured_steps
 from benchmarks.paper.towers import h100, measured_losses, planned_loss, steps
 from benchmarks.tensor_parallel import model_config
@@ -84,9 +84,6 @@ def test_measured_steps_on_slow_hosts(one):
     """One factor for the host meets ZeRO-1, which it makes an eighth slower, and ZeRO-3, a third slower."""
     assert abs(one["speed_error"]) < 0.15
     assert abs(one["memory_error"]) < 0.05
-
-
-EACH_PASS = "a1532d8", "42cacc8"  # commits at which ZeRO-3 gathers so
 
 
 @pytest.mark.parametrize("one", compare(read_steps(RESULTS / "step_hosts.csv"), load_gpu("h200")), ids=_name)

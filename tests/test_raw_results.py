@@ -53,6 +53,12 @@ def commits_of(path: Path) -> set[str]:
     return {(row.get("commit") or "").removesuffix("+") for row in rows_of(path)} - {""}
 
 
+def test_every_raw_result_is_shown_or_described():
+    said = "".join(path.read_text() for path in [*ROOT.glob("docs/*.md"), RESULTS / "README.md"])
+    said += "".join(path.read_text() for path in ROOT.glob("benchmarks/paper/*.py"))
+    assert not [path.name for path in RESULTS.iterdir() if path.name != "README.md" and path.name not in said]
+
+
 def test_every_row_names_its_commit_device_and_versions():
     bare = {path.name: sum(not says_where(row) for row in rows_of(path)) for path in raw_results()}
     assert {name: count for name, count in bare.items() if count} == BARE

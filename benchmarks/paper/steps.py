@@ -1,22 +1,30 @@
-"""What the levers of a step cost and bring, from rows of benchmarks.step: kinds of blocks, ZeRO stages, optimizers."""
+"""What the levers of a step cost and bring, from rows of benchmarks.step: kinds of blocks, ZeRO stages, optimizers.
+
+A table shows what holds now, the preset's or the default's rows first. Rows of code that has been replaced stay in the
+CSV; where one is shown to compare with, words say what it is.
+"""
 
 import dataclasses
 import json
 import re
 from statistics import mean
 
-from benchmarks.paper.raw import RESULTS, latest, markdown, origin, rows, where
-from benchmarks.paper.towers import EACH_BLOCK_THREE_TIMES
+from benchmarks.paper.raw import RESULTS, latest, markdown, newest, origin, rows, where
+from benchmarks.paper.towers import OUTDATED
 from infcl.plan.compare import compare, read_steps
 from infcl.plan.setting import load_gpu
+from infcl.plan.timing import STAGE_3_LIVE
 from infcl.train.preset import BUCKET
 
+PRESET = (100_000_000, False)  # of ds_configs/zero1.json and zero2.json within one host: bucket size, overlap
+EACH_PASS = ("a1532d8", "42cacc8")  # commits of step_hosts.csv before what fits was gathered once a step
 SLOW_HOST = 2.9  # host_factor of the machines of step_slow_host.csv, set by these rows
 
 
 def levers() -> str:
-    """ViT-L-14 on one H200: precision, blocks, checkpointing, attention, micro-batches; measured last comes first."""
+    """ViT-L-14 on one H200, packed captions: precision, blocks, checkpointing, micro-batches; newest first."""
     found = [row for row in where(rows("step.csv"), gpus=1, model="ViT-L-14") if row["zero"] in (0, 1)]
+    found = [row for row in found if (row["text_share"] or 1) < 1]  # whole captions: step-captions
     commits = list(dict.fromkeys(row["commit"] for row in reversed(found)))
     lines = []
     for row in sorted(found, key=lambda row: commits.index(row["commit"])):
@@ -27,13 +35,11 @@ def levers() -> str:
         shape += f", {row['resident']} resident{_by_auto(row)}" if row["resident"] > 1 else ""
         shape += f", pass 1 of {row['encode_together']} at once" if row["encode_together"] > 1 else ""
         shape += f", attention {sdpa[1]}" if (sdpa := re.search(r"\bsdpa (\w+)", row["label"])) else _whose(row)
-        packed = "packed" if (row["text_share"] or 1) < 1 else "whole"
         rate = _rate(row)
         used = [f"{row[name]:.3f}" for name in ("mfu", "hfu")]
         memory = f"{row['peak_gib']:.1f} GiB"
-        lines.append([shape, row["precision"], row["blocks"], row["zero"], packed, rate, *used, memory, row["commit"]])
-    header = ["micro-batch x M", "precision", "blocks", "ZeRO", "captions", "samples/s", "MFU", "HFU", "peak memory"]
-    header += ["commit"]
+        lines.append([shape, row["precision"], row["blocks"], row["zero"], rate, *used, memory, row["commit"]])
+    header = ["micro-batch x M", "precision", "blocks", "ZeRO", "samples/s", "MFU", "HFU", "peak memory", "commit"]
     return markdown(header, lines)
 
 
@@ -42,22 +48,31 @@ def one_micro_batch() -> str:
     found = where(rows("step.csv"), model="ViT-L-14", micro_batches=1, precision="amp_bf16", blocks="eager")
     lines = [
         [
-            row["gpus"], row["zero"], ", ".join(_options(row)), row["commit"], _rate(row, per_gpu=True),
-            f"{1000 * row['seconds_step']:.1f} ms", f"{row['peak_gib']:.1f} GiB",
+            row["gpus"], row["zero"], ", ".join(_replaced(row) or _as_preset(row) or _options(row)),
+            _rate(row, per_gpu=True), f"{1000 * row['seconds_step']:.1f} ms",
+            f"{row['peak_gib']:.1f} GiB", row["commit"],
         ]
-        for row in sorted(found, key=lambda row: (row["gpus"], -row["zero"]))
+        for row in sorted(found, key=lambda row: (row["gpus"], row["zero"], bool(_replaced(row)), *_unlike(row)))
     ]  # fmt: skip
-    return markdown(["GPUs", "ZeRO", "", "commit", "samples/s per GPU", "update", "peak memory"], lines)
+    return markdown(["GPUs", "ZeRO", "", "samples/s per GPU", "update", "peak memory", "commit"], lines)
+
+
+def _replaced(row: dict) -> list[str]:
+    """What a row under ZeRO-1 ran that the trainer does not any more."""
+    if (str(row["zero"]), row["commit"], row["precision"]) not in OUTDATED:
+        return []
+    return ["replaced: stage 1 over one rank" if row["gpus"] == 1 else "replaced: DeepSpeed's norm"]
 
 
 def reductions() -> str:
-    """ViT-L-14, compiled: how stages 1 and 2 reduce gradients, on three machines with two GPUs each."""
+    """ViT-L-14, compiled: how stages 1 and 2 reduce gradients, on three machines with two GPUs each; presets first."""
     lines = []
-    for row in sorted(rows("step_reductions.csv"), key=lambda row: (row["machine"], row["micro_batches"], row["zero"])):
-        options = json.loads(row["zero_options"])
+    order = ("machine", "micro_batches", "precision", "zero")
+    for row in sorted(rows("step_reductions.csv"), key=lambda row: [*(row[name] for name in order), *_unlike(row)]):
         stated = row["gpus"] > 1 and row["zero"] > 0
-        bucket = f"{options.get('reduce_bucket_size', BUCKET):.1e}" if stated else ""
-        overlap = str(options.get("overlap_comm", True)).lower() if stated else ""
+        bucket, overlap = _reduced(row)
+        bucket, overlap = (f"{bucket:.1e}", str(overlap).lower()) if stated else ("", "")
+        bucket += " (preset)" if stated and _reduced(row) == PRESET else ""
         lines.append([
             row["machine"], row["gpus"], f"{row['micro_batch']} x {row['micro_batches']}", row["precision"],
             row["zero"], bucket, overlap, _rate(row, per_gpu=True),
@@ -69,6 +84,20 @@ def reductions() -> str:
     return markdown([*header, "replay", "update", "peak memory"], lines) + f"\n\n{origin(rows('step_reductions.csv'))}."
 
 
+def _as_preset(row: dict) -> list[str]:
+    return ["as the preset"] if row["gpus"] > 1 and row["zero"] and _reduced(row) == PRESET else []
+
+
+def _reduced(row: dict) -> tuple[int, bool]:
+    """Bucket size and overlap of a row; where it does not say, they are DeepSpeed's, as in the presets of its time."""
+    options = json.loads(row["zero_options"])
+    return options.get("reduce_bucket_size", BUCKET), options.get("overlap_comm", True)
+
+
+def _unlike(row: dict) -> tuple:
+    return row["gpus"], _reduced(row) != PRESET
+
+
 def _by_auto(row: dict) -> str:
     return " (`auto`)" if "resident-micro-batches auto" in row["label"] else ""
 
@@ -78,11 +107,12 @@ def _whose(row: dict) -> str:
 
 
 def captions() -> str:
-    """One H200, autocast, compiled: captions whole and packed, model by model; measured last comes first."""
-    found = rows("step_captions.csv")
-    models, commits = (list(dict.fromkeys(row[name] for row in found)) for name in ("model", "commit"))
+    """One H200, autocast, compiled: captions packed and whole, model by model, as measured last."""
+    every = rows("step_captions.csv")
+    models = list(dict.fromkeys(row["model"] for row in every))
+    found = [row for model in models for row in newest(where(every, model=model))]
     lines = []
-    for row in sorted(found, key=lambda row: (models.index(row["model"]), -commits.index(row["commit"]))):
+    for row in sorted(found, key=lambda row: (models.index(row["model"]), row["text_share"])):
         how = "whole" if row["text_share"] == 1 else f"packed: {row['text_share']:.0%} of the places"
         how += _whose(row)
         shape = f"{row['micro_batch']} x {row['micro_batches']}"
@@ -110,10 +140,11 @@ def attention() -> str:
 
 
 def residents() -> str:
-    """One H200, autocast, compiled: one graph kept between the passes, and as many as fit."""
+    """One H200, autocast, compiled: as many graphs kept between the passes as fit, the default, and one."""
     found = rows("step_resident.csv")
+    shapes = list(dict.fromkeys((row["model"], row["micro_batch"]) for row in found))
     lines = []
-    for row in found:
+    for row in sorted(found, key=lambda row: (shapes.index((row["model"], row["micro_batch"])), not _by_auto(row))):
         kept = f"{row['resident']} of {row['micro_batches']}" + _by_auto(row)
         shape = f"{row['micro_batch']} x {row['micro_batches']}"
         mean = f"{row['samples_per_second_mean']:.0f} +- {row['samples_per_second_std']:.0f}"
@@ -157,15 +188,16 @@ def attention_layers() -> str:
 
 
 def zero_3() -> str:
-    """ViT-L-14 on two and four H200s, 128 x 8, checkpointing: ZeRO-3 beside ZeRO-1 of its commit, newest first."""
+    """ViT-L-14 on four H200s, 128 x 8, checkpointing: ZeRO-3 beside ZeRO-1 of its commit, newest first."""
     same = {"model": "ViT-L-14", "precision": "bf16", "checkpointing": "True", "micro_batch": 128, "micro_batches": 8}
-    found = [row for row in where(rows("step.csv"), **same) if row["gpus"] in (2, 4)]
+    found = [row for row in where(rows("step.csv"), **same, gpus=4) if "not kept" not in row["label"]]
     commits = list(dict.fromkeys(row["commit"] for row in reversed(found)))
+    commits = [commit for commit in commits if where(found, commit=commit, zero=3)]  # without, nothing to compare
     lines = []
     for commit in commits:
         own = where(found, commit=commit)
         plain = where(own, zero=1)
-        for row in sorted(own, key=lambda row: row["zero"]):
+        for row in sorted(own, key=lambda row: (row["zero"], _what(row))):
             rate = _rate(row, per_gpu=True)
             if row["zero"] == 3 and plain:
                 rate += f" ({row['samples_per_second_per_gpu'] / plain[0]['samples_per_second_per_gpu']:.2f} of ZeRO-1)"
@@ -176,23 +208,34 @@ def zero_3() -> str:
 
 
 def zero_3_hosts() -> str:
-    """ViT-L-14 on two H200s, 1,024 pairs on each, checkpointing, bf16: stages 1 and 3, on unlike machines."""
-    found = sorted(
-        rows("step_hosts.csv"), key=lambda row: (row["python_loop_seconds"], row["micro_batch"], row["zero"])
-    )
+    """ViT-L-14 on two H200s, 1,024 pairs on each, checkpointing, bf16: stages 1 and 3, on unlike machines.
+
+    Of machines on which stage 3 gathered once a step.
+    """
+    every = rows("step_hosts.csv")
+    machines = {row["python_loop_seconds"] for row in every if _gathers_once(row)}
+    found = [row for row in every if row["python_loop_seconds"] in machines]
     lines = []
-    for row in found:
+    for row in sorted(
+        found, key=lambda row: (row["python_loop_seconds"], row["micro_batch"], row["zero"], not _gathers_once(row))
+    ):
         same = {name: row[name] for name in ("python_loop_seconds", "micro_batch")}
         rate, plain = _rate(row, per_gpu=True), where(found, **same, zero=1)
         if row["zero"] == 3 and plain:
             rate += f" ({row['samples_per_second'] / mean(one['samples_per_second'] for one in plain):.2f} of ZeRO-1)"
         seconds = [f"{row[f'seconds_{phase}']:.3f} s" for phase in ("encode", "replay")]
+        gathered = ("once a step" if _gathers_once(row) else "in each pass") if row["zero"] == 3 else ""
         lines.append([
-            f"{row['python_loop_seconds']:.2f} s", row["micro_batch"], row["zero"], _what(row), rate, *seconds,
+            f"{row['python_loop_seconds']:.2f} s", row["micro_batch"], row["zero"], gathered, rate, *seconds,
             f"{row['peak_gib']:.1f} GiB", row["commit"],
         ])  # fmt: skip
-    header = ["Python loop", "m", "ZeRO", "", "samples/s per GPU", "encode", "replay", "peak memory", "commit"]
+    header = ["Python loop", "m", "ZeRO", "gathers", "samples/s per GPU", "encode", "replay", "peak memory", "commit"]
     return markdown(header, lines)
+
+
+def _gathers_once(row: dict) -> bool:
+    reuse = json.loads(row["zero_options"]).get("stage3_max_reuse_distance", STAGE_3_LIVE)
+    return row["zero"] == 3 and row["commit"] not in EACH_PASS and reuse >= STAGE_3_LIVE
 
 
 def slow_host() -> str:
@@ -225,7 +268,6 @@ def _what(row: dict) -> str:
     words = [note] if note and "printed row" not in note else []
     words += _options(row)
     words += ["eager"] if row["blocks"] == "eager" else []
-    words += ["before the mend"] if (row["commit"], row["zero"]) == (EACH_BLOCK_THREE_TIMES, 3) else []
     return ", ".join(words)
 
 

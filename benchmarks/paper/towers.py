@@ -20,7 +20,6 @@ TOWERS = ("ViT-B-32", "ViT-B-16", "ViT-L-14", "ViT-H-14", "ViT-bigG-14")
 # (ZeRO, commit, precision) of code that was replaced: ZeRO-3 gathered every block three times; ZeRO-1 took its norm
 # tensor by tensor, which shows in steps of one micro-batch.
 OUTDATED = (("3", "188be76", "bf16"), ("1", "4fe3df6", "amp_bf16"))
-EACH_BLOCK_THREE_TIMES = OUTDATED[0][1]
 
 
 def steps() -> list[dict]:
@@ -40,8 +39,10 @@ def steps() -> list[dict]:
 
 
 def measured_steps() -> str:
-    """Every measured step of benchmarks.step, beside the plan."""
-    return table(compare(steps(), load_gpu("h200")))
+    """Every measured step of benchmarks.step, beside the plan, newest first; those without a commit are oldest."""
+    found = compare(steps(), load_gpu("h200"))
+    commits = ["", *dict.fromkeys(one["row"]["commit"] for one in found if one["row"].get("commit"))]
+    return table(sorted(found, key=lambda one: -commits.index(one["row"].get("commit") or "")))
 
 
 def h100() -> Gpu:
