@@ -8,12 +8,13 @@ from shlex import quote
 import numpy as np
 import pytest
 
+from infcl.data.access import local_copy, open_shard
 from infcl.data.index import SampleKeys, ensure_index
 from infcl.data.records import ShardReader
 from infcl.data.remote import within
 from infcl.data.shards import load_manifest
-from infcl.data.spool import local_copy, spooled
-from infcl.data.storage import ShardFault, StorageOptions, open_shard, retry
+from infcl.data.spool import spooled
+from infcl.data.storage import ShardFault, StorageOptions, retry
 from tests.http_server import serving
 from tests.shard_files import pair_members, write_shards, write_tar
 from tests.small_loader import small_loader

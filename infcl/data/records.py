@@ -11,9 +11,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+from infcl.data.access import open_shard
 from infcl.data.index import ABSENT, DEFAULT_KEYS, SampleKeys, open_members
 from infcl.data.shards import Manifest
-from infcl.data.storage import DEFAULT_STORAGE, ShardFault, ShardFile, StorageOptions, is_remote, open_shard, retry
+from infcl.data.storage import DEFAULT_STORAGE, ShardFault, ShardFile, StorageOptions, is_remote, retry
 
 MAX_CAPTION_BYTES = 4096
 _MERGE_GAP = 4096  # members closer than this are read with one call
