@@ -190,6 +190,8 @@ def test_fsspec_reads_any_storage_and_ends_calls_that_hang(tmp_path, options, mo
     memory.rm("/bucket", recursive=True)
     with pytest.raises(ValueError, match="nosuch:// needs fsspec's driver"):
         open_shard("nosuch://bucket/x.tar", options)
+    with pytest.raises(ShardFault, match="names no host"):
+        open_shard("http:///x.tar", options)
 
 
 def test_the_spool_keeps_what_was_used_last_and_fetches_once(tmp_path):

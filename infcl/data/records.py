@@ -113,7 +113,7 @@ class ShardReader:
         `on_part` hears which shard is about to be read.
         """
         shard_of = np.searchsorted(self.manifest.ends, samples, side="right")
-        records: list[Record | None] = [None] * len(samples)
+        records: dict[int, Record] = {}
         for i in np.unique(shard_of).tolist():
             shard = self.manifest.shards[i]
             slots = np.flatnonzero(shard_of == i)
@@ -127,13 +127,14 @@ class ShardReader:
                 where = f"{shard.path} sample {row}"
                 image, text, json = data[3 * k : 3 * k + 3]
                 records[slot] = Record(image, text, json, where, shard.path, fault)
-        return records
+        return [records[slot] for slot in range(len(samples))]
 
     def _read_shard(self, i: int, rows: np.ndarray, images: bool) -> list[bytes | None]:
         """image, text, json, image, ... of the rows of shard i. Raises ShardFault."""
-        until, fault = self._faults.get(i, (0.0, None))
-        if time.monotonic() < until:
-            raise fault
+        if i in self._faults:
+            until, fault = self._faults[i]
+            if time.monotonic() < until:
+                raise fault
         path = self.manifest.shards[i].path
 
         def attempt() -> list[bytes | None]:

@@ -34,20 +34,24 @@ def ring_gradients(
     needs: of rows, of columns. A side without (a locked tower) costs no matrix product and no message.
     """
     rows_need, columns_need = needs
-    d_rows: Tensor | None = torch.empty_like(rows, dtype=slopes.dtype)
-    _set_to_matched(d_rows, slopes, columns)
-    d_scale = inner_product(rows, d_rows)
-    if not rows_need:
-        d_rows = None
+    d_rows, d_scale = _of_matched(rows, columns, slopes, rows_need)
     for hop, (block, *its) in ring.blocks(columns, *with_columns):
-        d_block = ring.part("d_columns", block, slopes.dtype) if columns_need else None
+        d_block = None
         if columns_need:
+            d_block = ring.part("d_columns", block, slopes.dtype)
             _set_to_matched(d_block, slopes, rows) if hop == 0 else d_block.zero_()
         add_tile(block, *its, d_rows, d_block, d_scale, masked=hop == 0)
-        if columns_need:
+        if d_block is not None:
             ring.carry("d_columns", hop, d_block, Tensor.add_)
         del d_block  # before memory for the next one is taken
     return d_rows, ring.home("d_columns", Tensor.add_) if columns_need else None, d_scale
+
+
+def _of_matched(rows: Tensor, columns: Tensor, slopes: Tensor, need: bool) -> tuple[Tensor | None, Tensor]:
+    """The matched pairs' part of the rows' gradient, None without need of it, and of <dS, logits / scale>."""
+    d_rows = torch.empty_like(rows, dtype=slopes.dtype)
+    _set_to_matched(d_rows, slopes, columns)
+    return d_rows if need else None, inner_product(rows, d_rows)
 
 
 def _set_to_matched(gradient: Tensor, slopes: Tensor, partners: Tensor) -> None:

@@ -155,7 +155,6 @@ def ring_forward(
     rows: Tensor, columns: Tensor, scale: Tensor, ring: RingExchange, tile: Tile, workspace_bytes: int
 ) -> tuple[Tensor, Tensor]:
     """Losses of one's own rows and columns over the group's global batch, [2, b], and their matched logits, [b]."""
-    row_others = matched = None
     for hop, (block,) in ring.blocks(columns):
         row_part, col_part, own_matched = tile.softmax_forward(
             rows, block, scale, masked=hop == 0, workspace_bytes=workspace_bytes
@@ -239,5 +238,6 @@ def _loss_and_gradients(
     rows, columns = means.operands(image_features, text_features)
     losses, matched = ring_forward(rows, columns, scale, *means.of_a_pass())
     d_rows, d_columns, d_scale = ring_backward(rows, columns, scale, losses, matched, *means.of_a_pass())
+    assert d_rows is not None and d_columns is not None, "both are needed unless said otherwise"
     factor = scale / len(rows)
     return losses.mean(), (d_rows * factor, d_columns * factor, d_scale / len(rows))

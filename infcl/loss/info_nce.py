@@ -57,7 +57,6 @@ def ring_forward(
     rows: Tensor, columns: Tensor, scale: Tensor, ring: RingExchange, tile: Tile, workspace_bytes: int
 ) -> tuple[Tensor, Tensor]:
     """Row LSE [q], and the losses [min(q, d)] if document i answers query i."""
-    row_lse = matched = None
     for hop, (block,) in ring.blocks(columns):
         part, _, own_matched = tile.softmax_forward(
             rows, block, scale, masked=hop == 0, workspace_bytes=workspace_bytes
@@ -120,10 +119,10 @@ def _backward(means: tiled.Means, d_loss: Tensor, inputs, statistics, needs):
     some_queries, their_documents = rows[misplaced].to(slopes.dtype), columns[place].to(slopes.dtype)
     d_scale -= inner_product(some_queries, their_documents)
     factor, d_queries, d_documents = d_loss / len(rows), None, None
-    if needs[0]:
+    if d_rows is not None:
         d_rows.index_add_(0, misplaced, their_documents, alpha=-1)
         d_queries = scaled(d_rows, factor * scale, queries.dtype)
-    if needs[1]:
+    if d_columns is not None:
         _subtract_rows(d_columns, place, some_queries)
         d_documents = torch.empty_like(d_columns, dtype=documents.dtype)
         d_documents[order] = scaled(d_columns, factor * scale, documents.dtype)
