@@ -37,7 +37,8 @@ from infcl.data.plan import EpochPlan
 from infcl.data.records import ShardReader
 from infcl.data.samples import ImageLimits, SampleDecoder, decode_image
 from infcl.data.shards import load_manifest
-from infcl.data.tokenizer import Tokenizer, train_tokenizer
+from infcl.data.tokenizer import Tokenizer
+from infcl.data.tokenizer.learn import train_tokenizer
 from infcl.data.transforms import TrainTransform
 from infcl.data.workers import WorkerBoard
 from infcl.towers.config import load_model_config

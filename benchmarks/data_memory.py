@@ -16,7 +16,8 @@ import torch
 
 from benchmarks.data import JITTER, hardware, write_images
 from infcl.data.loader import TrainLoader
-from infcl.data.tokenizer import Tokenizer, train_tokenizer
+from infcl.data.tokenizer import Tokenizer
+from infcl.data.tokenizer.learn import train_tokenizer
 
 LIMIT = 0.05
 

@@ -160,9 +160,9 @@ def init_parallel(
             timeout=timeout,
             device_id=target if use_cuda else None,
         )
-    return Parallel(
-        rank, world_size, local_rank, target, dist.group.WORLD, ranks_per_node, watch=watch, nodes=tuple(nodes)
-    )
+    world = dist.group.WORLD
+    assert world is not None, "init_process_group makes it"
+    return Parallel(rank, world_size, local_rank, target, world, ranks_per_node, watch=watch, nodes=tuple(nodes))
 
 
 def _share_cores(num_ranks: int, *, bound: bool) -> None:
@@ -300,15 +300,15 @@ def join_parts(parallel: Parallel, part: torch.Tensor) -> torch.Tensor:
     return whole
 
 
-def mean_over(group: dist.ProcessGroup, value: torch.Tensor) -> torch.Tensor:
-    """Mean of a float tensor over the ranks of `group`; a new tensor."""
+def mean_over(group: dist.ProcessGroup | None, value: torch.Tensor) -> torch.Tensor:
+    """Mean of a float tensor over the ranks of `group` (None: all); a new tensor."""
     total = value.detach().clone()
     dist.all_reduce(total, group=group)
     return total / dist.get_world_size(group)
 
 
-def max_over(group: dist.ProcessGroup, values: Sequence[float], device: torch.device) -> list[float]:
-    """Elementwise largest values of any rank of `group`."""
+def max_over(group: dist.ProcessGroup | None, values: Sequence[float], device: torch.device) -> list[float]:
+    """Elementwise largest values of any rank of `group` (None: all)."""
     largest = torch.tensor(values, dtype=torch.float64, device=device)
     dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
     return largest.tolist()

@@ -55,6 +55,7 @@ def init_tensor_parallel(parallel: Parallel, size: int, *, on_host: bool = False
             size,
             shared[0],
         )
+    assert dist.group.WORLD is not None
     timeout = timeout_of(dist.group.WORLD)
     if not parallel_state.is_initialized():
         parallel_state.initialize_model_parallel(

@@ -131,7 +131,7 @@ def demo_folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def tokenizer_model(tmp_path_factory):
     """A small BPE model, learned from the captions of test_export.py."""
-    from infcl.data.tokenizer import train_tokenizer
+    from infcl.data.tokenizer.learn import train_tokenizer
     from tests.test_export import CAPTIONS
 
     path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.model"

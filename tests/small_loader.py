@@ -3,7 +3,8 @@
 from pathlib import Path
 
 from infcl.data.loader import TrainLoader
-from infcl.data.tokenizer import Tokenizer, train_tokenizer
+from infcl.data.tokenizer import Tokenizer
+from infcl.data.tokenizer.learn import train_tokenizer
 
 SMALL = {"image_size": 16, "micro_batch_size": 1, "num_micro_batches": 1, "num_workers": 0}
 

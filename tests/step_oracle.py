@@ -131,5 +131,14 @@ def worst_update_error(state, reference, start):
     return _largest((state[n].double() - reference[n]).norm() / (reference[n] - start[n]).norm() for n in reference)
 
 
+def update_error(state, reference, start):
+    """The error of all parameters together, in relation to how far they move together."""
+
+    def distance(to):
+        return torch.cat([(to[name].double() - reference[name].double()).flatten() for name in reference]).norm()
+
+    return float(distance(state) / distance(start))
+
+
 def _largest(errors) -> float:
     return float(torch.stack(list(errors)).max())  # Python's own max would pass over a NaN

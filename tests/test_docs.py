@@ -133,7 +133,7 @@ def test_flags_in_the_prose_exist():
     "arguments",
     [
         ("infcl.data.shards", "index", "/no/such.tar"),
-        ("infcl.data.tokenizer", "train", "--train-data", "/no/such.tar", "--vocab-size", "60", "--out", "x.model"),
+        ("infcl.data.tokenizer.__main__", "train", "--train-data", "/no/such.tar", "--vocab-size", "60", "--out", "x"),
     ],
     ids=lambda arguments: arguments[0],
 )

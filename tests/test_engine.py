@@ -154,8 +154,9 @@ IN_BF16 += [(f"zero{stage}", "amp_bf16") for stage in range(4)]
 
 @pytest.mark.parametrize(
     ("preset", "precision", "world_size"),
-    [*((*case, ranks) for case in IN_BF16 for ranks in (1, 2)), ("zero1", "bf16", 3), ("zero3", "bf16", 3)],
-)
+    [*((*case, ranks) for case in IN_BF16 for ranks in (1, 2)), ("zero1", "bf16", 3), ("zero3", "bf16", 3),
+     ("zero1", "bf16", 4), ("zero2_bf16", "bf16", 4), ("zero3_offload", "bf16", 4), ("zero0", "amp_bf16", 4)],
+)  # fmt: skip
 def test_steps_in_bf16_follow_the_float64_ones_within_its_rounding(preset, precision, world_size):
     """Logits of +-90 carry the 2^-9 rounding of bf16 activations into the loss; hence 2e-2 and not less."""
     follow_in_bf16(run_ranks(engine_steps, world_size, preset, precision)[0], expected(world_size))

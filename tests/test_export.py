@@ -13,7 +13,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from infcl import export
-from infcl.data.tokenizer import Tokenizer, canonicalise, train_tokenizer
+from infcl.data.tokenizer import Tokenizer, canonicalise
+from infcl.data.tokenizer.learn import train_tokenizer
 from infcl.export import export_model, load_exported
 from infcl.export_tokenizer import read_model, tokenizer_json
 from infcl.towers import CLIP, load_model_config, with_tokenizer

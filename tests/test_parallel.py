@@ -79,6 +79,7 @@ def test_a_rank_shares_the_cores_of_its_own_host(monkeypatch, bound):
     monkeypatch.setattr(parallel, "meet", lambda *_, **__: nodes)
     monkeypatch.setattr(dist, "is_initialized", lambda: False)
     monkeypatch.setattr(dist, "init_process_group", mock.Mock())
+    monkeypatch.setattr(type(dist.group), "WORLD", mock.Mock())
     with mock.patch.object(parallel, "_share_cores") as share, mock.patch.dict(os.environ):  # it sets RANK and others
         parallel.init_parallel("cpu")
     share.assert_called_once_with(3, bound=bound)

@@ -8,12 +8,13 @@ from shlex import quote
 import numpy as np
 import pytest
 
+from infcl.data.access import local_copy, open_shard
 from infcl.data.index import SampleKeys, ensure_index
 from infcl.data.records import ShardReader
 from infcl.data.remote import within
 from infcl.data.shards import load_manifest
-from infcl.data.spool import local_copy, spooled
-from infcl.data.storage import ShardFault, StorageOptions, open_shard, retry
+from infcl.data.spool import spooled
+from infcl.data.storage import ShardFault, StorageOptions, retry
 from tests.http_server import serving
 from tests.shard_files import pair_members, write_shards, write_tar
 from tests.small_loader import small_loader
@@ -189,6 +190,8 @@ def test_fsspec_reads_any_storage_and_ends_calls_that_hang(tmp_path, options, mo
     memory.rm("/bucket", recursive=True)
     with pytest.raises(ValueError, match="nosuch:// needs fsspec's driver"):
         open_shard("nosuch://bucket/x.tar", options)
+    with pytest.raises(ShardFault, match="names no host"):
+        open_shard("http:///x.tar", options)
 
 
 def test_the_spool_keeps_what_was_used_last_and_fetches_once(tmp_path):

@@ -6,17 +6,9 @@ import torch
 from infcl.data.index import SampleKeys
 from infcl.data.open_clip_tokenizer import OpenClipTokenizer
 from infcl.data.table import TableReader
-from infcl.data.tokenizer import (
-    EOS_ID,
-    PAD_ID,
-    UNK_ID,
-    Tokenizer,
-    canonicalise,
-    main,
-    shard_captions,
-    table_captions,
-    train_tokenizer,
-)
+from infcl.data.tokenizer import EOS_ID, PAD_ID, UNK_ID, Tokenizer, canonicalise
+from infcl.data.tokenizer.__main__ import main
+from infcl.data.tokenizer.learn import shard_captions, table_captions, train_tokenizer
 from tests.open_clip_stub import import_open_clip
 from tests.shard_files import write_shards
 from tests.small_loader import small_loader

@@ -11,7 +11,7 @@ PACKAGES = ("torch", "triton", "deepspeed", "megatron-core", "sentencepiece", "w
 
 
 def package_versions() -> dict[str, str | None]:
-    versions = {}
+    versions: dict[str, str | None] = {}
     for name in PACKAGES:
         try:
             versions[name] = metadata.version(name)

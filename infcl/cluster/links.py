@@ -138,7 +138,7 @@ def _rounds(hosts: list[int]) -> list[list[tuple[int, int]]]:
     rounds = []
     for _ in range(len(ring) - 1):
         pairs = [(ring[i], ring[-1 - i]) for i in range(len(ring) // 2)]
-        rounds.append([(min(pair), max(pair)) for pair in pairs if None not in pair])
+        rounds.append([(min(a, b), max(a, b)) for a, b in pairs if a is not None and b is not None])
         ring = [ring[0], ring[-1], *ring[1:-1]]
     return rounds
 

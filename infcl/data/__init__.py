@@ -1,13 +1,13 @@
 """SHARD -> SAMPLE -> BATCH. Reading order:
 
-storage.py, remote.py, spool.py   a shard, wherever it lies -> bytes at (offset, size)
+storage.py, remote.py, spool.py, access.py   a shard, wherever it lies -> bytes at (offset, size)
 tar.py, index.py   one tar -> its members -> where its samples lie
 shards.py      urls -> manifest of indexed shards; sizes.py: how many samples, from the files beside them
 records.py     sample numbers -> undecoded members; table.py: the same for rows of a csv table
 plan.py        (seed, epoch) -> the order of all samples; which of them a rank reads in a step
 samples.py     bytes -> (image, caption), or the cause why not
 transforms.py, colour.py   image -> the tower's pixels, augmented
-tokenizer.py, open_clip_tokenizer.py   captions -> token ids
+tokenizer/, open_clip_tokenizer.py   captions -> token ids
 indexed.py, streaming.py, workers.py   two readers of micro-batches, over torch's DataLoader
 loader.py, synthetic.py   TrainLoader and SyntheticLoader: what the training loop iterates over
 evaluation.py  EvalShards: what the evaluations iterate over

@@ -44,7 +44,8 @@ from infcl.data.render import (
     draw_digit,
     draw_scene,
 )
-from infcl.data.tokenizer import Tokenizer, shard_captions, train_tokenizer
+from infcl.data.tokenizer import Tokenizer
+from infcl.data.tokenizer.learn import shard_captions, train_tokenizer
 
 DIGIT_NAMES = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 DIGIT_FRACTION = 0.4

@@ -17,7 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from infcl.data.storage import DEFAULT_STORAGE, ShardFault, StorageOptions, is_remote, open_shard, retry
+from infcl.data.access import open_shard
+from infcl.data.storage import DEFAULT_STORAGE, ShardFault, StorageOptions, is_remote, retry
 from infcl.data.tar import tar_members
 
 COLUMNS = ("image_offset", "image_bytes", "text_offset", "text_bytes", "json_offset", "json_bytes")

@@ -11,9 +11,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+from infcl.data.access import open_shard
 from infcl.data.index import ABSENT, DEFAULT_KEYS, SampleKeys, open_members
 from infcl.data.shards import Manifest
-from infcl.data.storage import DEFAULT_STORAGE, ShardFault, ShardFile, StorageOptions, is_remote, open_shard, retry
+from infcl.data.storage import DEFAULT_STORAGE, ShardFault, ShardFile, StorageOptions, is_remote, retry
 
 MAX_CAPTION_BYTES = 4096
 _MERGE_GAP = 4096  # members closer than this are read with one call
@@ -112,7 +113,7 @@ class ShardReader:
         `on_part` hears which shard is about to be read.
         """
         shard_of = np.searchsorted(self.manifest.ends, samples, side="right")
-        records: list[Record | None] = [None] * len(samples)
+        records: dict[int, Record] = {}
         for i in np.unique(shard_of).tolist():
             shard = self.manifest.shards[i]
             slots = np.flatnonzero(shard_of == i)
@@ -126,13 +127,14 @@ class ShardReader:
                 where = f"{shard.path} sample {row}"
                 image, text, json = data[3 * k : 3 * k + 3]
                 records[slot] = Record(image, text, json, where, shard.path, fault)
-        return records
+        return [records[slot] for slot in range(len(samples))]
 
     def _read_shard(self, i: int, rows: np.ndarray, images: bool) -> list[bytes | None]:
         """image, text, json, image, ... of the rows of shard i. Raises ShardFault."""
-        until, fault = self._faults.get(i, (0.0, None))
-        if time.monotonic() < until:
-            raise fault
+        if i in self._faults:
+            until, fault = self._faults[i]
+            if time.monotonic() < until:
+                raise fault
         path = self.manifest.shards[i].path
 
         def attempt() -> list[bytes | None]:

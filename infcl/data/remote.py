@@ -85,6 +85,8 @@ class HttpFile:
         url = self._url
         for _ in range(_REDIRECTS + 1):
             parts = urlsplit(url)
+            if not parts.hostname:
+                raise ShardFault("shard_unreadable", f"{self._url}: {url} names no host")
             kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
             self._connection = kind(parts.hostname, parts.port, timeout=self._options.timeout)
             response = self._ask(url, headers)
@@ -96,6 +98,7 @@ class HttpFile:
         raise OSError(f"more than {_REDIRECTS} redirects")
 
     def _ask(self, url: str, headers: dict[str, str]) -> http.client.HTTPResponse:
+        assert self._connection is not None, "the caller has made one"
         parts = urlsplit(url)
         target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
         self._connection.request("GET", target, headers={"Accept-Encoding": "identity"} | headers)
@@ -213,6 +216,7 @@ def copy_pipe(command: str, out: BinaryIO, options: StorageOptions) -> None:
     process = subprocess.Popen(
         command, shell=True, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, start_new_session=True
     )
+    assert process.stdout is not None, "it is a pipe"
     copied, started = 0, time.monotonic()
     try:
         while True:

@@ -120,6 +120,7 @@ def _json_caption(values: dict[str, Any], keys: SampleKeys, random: np.ndarray |
     """The first text under the keys, in their order or in a drawn one."""
     names = keys.json_keys
     if keys.json_probs:
+        assert random is not None, "keys with probabilities need a draw"
         weights = [*keys.json_probs, *[0.0] * (len(names) - len(keys.json_probs))]
         # exponential waiting times put the keys in an order drawn without replacement (Efraimidis and Spirakis 2006)
         waits = [-math.log1p(-u) / w if w else math.inf for u, w in zip(random.tolist(), weights)]

@@ -15,10 +15,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
 
-from infcl.data.remote import copy_http, copy_pipe
-from infcl.data.storage import StorageOptions, is_remote, open_shard, retry
+from infcl.data.storage import StorageOptions
 
-_COPY_BYTES = 8 << 20
 _GROWS_WITHIN_SECONDS = 60  # a file that is being written: on shared storage, locks may not reach other hosts
 
 
@@ -42,33 +40,6 @@ def spooled(url: str, write: Callable[[BinaryIO], None], options: StorageOptions
             temporary.unlink(missing_ok=True)
     _make_room(folder, path, options.cache_bytes)
     return path
-
-
-def local_copy(url: str, options: StorageOptions) -> str:
-    """A local path with the whole of a shard, for reading it from front to end. Raises ShardFault."""
-
-    def write(out: BinaryIO) -> None:
-        if url.startswith("pipe:"):
-            copy_pipe(url[5:], out, options)
-        elif url.startswith(("http://", "https://")):
-            copy_http(url, out, options)
-        else:
-            _copy_ranges(url, out, options)
-
-    if not is_remote(url):
-        return url
-    if url.startswith("pipe:") and not options.allow_pipe:
-        raise ValueError(f"{url!r} runs a shell command: give --allow-pipe-urls if you trust it")
-    return str(retry(lambda: spooled(url, write, options), url, options))
-
-
-def _copy_ranges(url: str, out: BinaryIO, options: StorageOptions) -> None:
-    file = open_shard(url, options)
-    try:
-        for offset in range(0, file.file_bytes, _COPY_BYTES):
-            out.write(file.pread(_COPY_BYTES, offset))
-    finally:
-        file.close()
 
 
 def spool_path(url: str, options: StorageOptions) -> Path:

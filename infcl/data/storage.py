@@ -1,9 +1,8 @@
 """Storage: one shard, wherever it lies, as a file that is read at (offset, size).
 
-In:  a path, `http(s)://`, any other `scheme://` that fsspec knows (s3, gs, hdfs, ...), or `pipe:COMMAND`.
-Out: `ShardFile`: its size, a number that changes when its content may have changed, and `pread`.
-How: local files by pread, the others by remote.py. What cannot be read at random (a pipe, a server that ignores ranges)
-     is spooled whole to local disk first (spool.py).
+A shard is a path, `http(s)://`, any other `scheme://` that fsspec knows (s3, gs, hdfs, ...), or `pipe:COMMAND`; opened
+(access.py) it is a `ShardFile`: its size, a number that changes when its content may have changed, and `pread`. Here is
+what all kinds share, and local files; the others are in remote.py.
 
 A read that fails is tried again with back-off (`retry`); what then still fails is a `ShardFault` with a cause, which
 is counted, and never a wrong byte.
@@ -62,26 +61,6 @@ class ShardFile(Protocol):
 
 def is_remote(url: str) -> bool:
     return url.startswith("pipe:") or "://" in url
-
-
-def open_shard(url: str, options: StorageOptions = DEFAULT_STORAGE) -> ShardFile:
-    """One attempt to open. Raises OSError or http.client.HTTPException (try again), ShardFault, or ValueError."""
-    from infcl.data.remote import FsspecFile, HttpFile, copy_http, copy_pipe
-    from infcl.data.spool import spooled
-
-    if not is_remote(url):
-        return LocalFile(url)
-    if url.startswith("pipe:"):
-        if not options.allow_pipe:
-            raise ValueError(f"{url!r} runs a shell command: give --allow-pipe-urls if you trust it")
-        return LocalFile(spooled(url, lambda file: copy_pipe(url[5:], file, options), options), fixed_version=0)
-    if url.startswith(("http://", "https://")):
-        file = HttpFile(url, options)
-        if file.ranges:
-            return file
-        file.close()
-        return LocalFile(spooled(url, lambda out: copy_http(url, out, options), options), fixed_version=file.version)
-    return FsspecFile(url, options)
 
 
 def retry(attempt: Callable[[], T], what: str, options: StorageOptions) -> T:

@@ -19,13 +19,13 @@ from typing import Any
 
 import torch
 
+from infcl.data.access import local_copy
 from infcl.data.index import SampleKeys, scan_shard, split_name
 from infcl.data.plan import Share, random_order
 from infcl.data.records import Record
 from infcl.data.samples import BadSample, ReadLog, SampleDecoder
 from infcl.data.shards import find_shards
 from infcl.data.sizes import known_samples
-from infcl.data.spool import local_copy
 from infcl.data.storage import DEFAULT_STORAGE, ShardFault, StorageOptions
 from infcl.data.workers import WorkerBoard, make_dataloader
 

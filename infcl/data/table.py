@@ -16,11 +16,12 @@ from typing import TextIO
 
 import numpy as np
 
+from infcl.data.access import open_shard
 from infcl.data.index import DEFAULT_KEYS, MAX_IMAGE_BYTES
 from infcl.data.records import Record
 from infcl.data.samples import IMAGE_SUFFIXES
 from infcl.data.shards import split_sources
-from infcl.data.storage import DEFAULT_STORAGE, ShardFault, StorageOptions, open_shard, retry
+from infcl.data.storage import DEFAULT_STORAGE, ShardFault, StorageOptions, retry
 
 _URL = re.compile(r"[A-Za-z][\w+.-]*://\S+")
 _TRIED = 1000  # images of a table that are looked for, at most, before training

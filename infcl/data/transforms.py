@@ -67,7 +67,7 @@ class TrainTransform:
         pixels = resize(image[top : top + height, left : left + width], self.image_size, self.image_size)
         if random[22] < self.hflip:
             pixels = pixels.flip(-1)
-        if random[_CROP_DRAWS] < self.color_jitter_prob:
+        if self.color_jitter is not None and random[_CROP_DRAWS] < self.color_jitter_prob:
             pixels = jitter(pixels, self.color_jitter, random[_CROP_DRAWS + 2 :])
         return grey(pixels) if random[_CROP_DRAWS + 1] < self.gray_scale_prob else pixels
 

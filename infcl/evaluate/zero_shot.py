@@ -39,6 +39,7 @@ def build_classifier(
             sums = torch.zeros(len(classnames), features.shape[1], device=device)
         if is_real:
             sums.index_add_(0, labels, features)
+    assert sums is not None, "there are prompts"
     dist.all_reduce(sums, group=group)
     return F.normalize(sums, dim=-1)
 

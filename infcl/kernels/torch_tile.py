@@ -36,7 +36,7 @@ def softmax_forward(
     matched = rows.new_empty(min(len(rows), len(columns)), dtype=statistic) if masked else None
     for chunk in _chunks(rows, columns, workspace_bytes):
         logits = chunk.row_features @ chunk.column_features.T * scale
-        if masked:
+        if matched is not None:
             matched[chunk.pairs] = chunk.diagonal_of(logits)
             chunk.diagonal_of(logits).fill_(-math.inf)
         part = row_lse[chunk.rows]
@@ -90,7 +90,7 @@ def sigmoid_forward(
     matched = row_loss.new_empty(min(len(rows), len(columns))) if masked else None
     for chunk in _chunks(rows, columns, workspace_bytes):
         logits = chunk.row_features @ chunk.column_features.T * scale + bias
-        if masked:
+        if matched is not None:
             matched[chunk.pairs] = chunk.diagonal_of(logits)
             chunk.diagonal_of(logits).fill_(-math.inf)
         d_logits = logits.sigmoid()

@@ -18,6 +18,7 @@ Megatron's data parallelism compute (open_clip's --local-loss --gather-with-grad
 Source: Inf-CL, arXiv 2410.17243, Algorithms 1-4, with the two passes over the tiles folded into one.
 """
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -27,8 +28,9 @@ from torch import Tensor, nn
 
 from infcl.kernels import WORKSPACE_BYTES, Tile
 from infcl.loss import graphed, tiled
+from infcl.loss.gradients import ring_gradients
 from infcl.loss.lse import cross_entropies, merge_lse
-from infcl.loss.operands import check_features, inner_product, matched_gradient, scaled_sides
+from infcl.loss.operands import check_features, scaled_sides
 from infcl.loss.ring import RingExchange
 
 
@@ -153,7 +155,6 @@ def ring_forward(
     rows: Tensor, columns: Tensor, scale: Tensor, ring: RingExchange, tile: Tile, workspace_bytes: int
 ) -> tuple[Tensor, Tensor]:
     """Losses of one's own rows and columns over the group's global batch, [2, b], and their matched logits, [b]."""
-    row_others = matched = None
     for hop, (block,) in ring.blocks(columns):
         row_part, col_part, own_matched = tile.softmax_forward(
             rows, block, scale, masked=hop == 0, workspace_bytes=workspace_bytes
@@ -176,36 +177,18 @@ def ring_backward(
     ring: RingExchange,
     tile: Tile,
     workspace_bytes: int,
-    *,
-    rows_need: bool = True,
-    columns_need: bool = True,
+    needs: Sequence[bool] = (True, True),
 ) -> tuple[Tensor | None, Tensor | None, Tensor]:
-    """`dS @ all_columns` for one's own rows, `dS.T @ all_rows` for one's own columns, [b, D], and <dS, logits / scale>.
-
-    All float32 or wider; the last is 0-dim, the sum over one's own rows.
-    losses, matched: of ring_forward. A side that needs no gradient (a locked tower) costs no matrix product and no
-    message.
-    """
+    """`ring_gradients` of half the sum of all losses, of rows and columns. losses, matched: of ring_forward."""
     row_lse, col_lse = losses + matched
     slopes = torch.expm1(-losses).mean(0)
-    d_rows = matched_gradient(slopes, columns)
-    d_scale = inner_product(rows, d_rows)
-    if not rows_need:
-        d_rows = None
-    for hop, (block, block_lse) in ring.blocks(columns, col_lse):
-        if not columns_need:
-            d_block = None
-        else:
-            d_block = ring.part("d_columns", block, slopes.dtype)
-            matched_gradient(slopes, rows, out=d_block) if hop == 0 else d_block.zero_()
+
+    def add_tile(block: Tensor, block_lse: Tensor, *gradients: Tensor | None, masked: bool) -> None:
         tile.softmax_backward(
-            rows, block, scale, row_lse, block_lse, d_rows, d_block, d_scale,
-            masked=hop == 0, workspace_bytes=workspace_bytes,
-        )  # fmt: skip
-        if columns_need:
-            ring.carry("d_columns", hop, d_block, Tensor.add_)
-        del d_block  # before memory for the next one is taken
-    return d_rows, ring.home("d_columns", Tensor.add_) if columns_need else None, d_scale
+            rows, block, scale, row_lse, block_lse, *gradients, masked=masked, workspace_bytes=workspace_bytes
+        )
+
+    return ring_gradients(add_tile, rows, columns, slopes, ring, with_columns=(col_lse,), needs=needs)
 
 
 def _check(*features: Tensor):
@@ -222,9 +205,7 @@ def _backward(means: tiled.Means, d_loss: Tensor, inputs, statistics, needs):
     *sides, scale = inputs
     losses, matched = statistics
     rows, columns = means.operands(*sides)
-    *gradients, d_scale = ring_backward(
-        rows, columns, scale, losses, matched, *means.of_a_pass(), rows_need=needs[0], columns_need=needs[1]
-    )
+    *gradients, d_scale = ring_backward(rows, columns, scale, losses, matched, *means.of_a_pass(), needs[:2])
     factor = d_loss / len(rows)
     return *scaled_sides(gradients, factor * scale, sides), factor * d_scale
 
@@ -257,5 +238,6 @@ def _loss_and_gradients(
     rows, columns = means.operands(image_features, text_features)
     losses, matched = ring_forward(rows, columns, scale, *means.of_a_pass())
     d_rows, d_columns, d_scale = ring_backward(rows, columns, scale, losses, matched, *means.of_a_pass())
+    assert d_rows is not None and d_columns is not None, "both are needed unless said otherwise"
     factor = scale / len(rows)
     return losses.mean(), (d_rows * factor, d_columns * factor, d_scale / len(rows))

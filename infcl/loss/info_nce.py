@@ -11,14 +11,17 @@ float32 gradients. No column statistics travel. Per-rank averages as in loss/inf
 Source: DPR, arXiv 2004.04906, section 3.2 (in-batch negatives and one hard negative a query).
 """
 
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from infcl.kernels import WORKSPACE_BYTES, Tile
 from infcl.loss import tiled
+from infcl.loss.gradients import ring_gradients
 from infcl.loss.lse import cross_entropies, merge_lse
-from infcl.loss.operands import inner_product, matched_gradient, scaled
+from infcl.loss.operands import inner_product, scaled
 from infcl.loss.ring import RingExchange
 
 
@@ -54,7 +57,6 @@ def ring_forward(
     rows: Tensor, columns: Tensor, scale: Tensor, ring: RingExchange, tile: Tile, workspace_bytes: int
 ) -> tuple[Tensor, Tensor]:
     """Row LSE [q], and the losses [min(q, d)] if document i answers query i."""
-    row_lse = matched = None
     for hop, (block,) in ring.blocks(columns):
         part, _, own_matched = tile.softmax_forward(
             rows, block, scale, masked=hop == 0, workspace_bytes=workspace_bytes
@@ -77,33 +79,16 @@ def ring_backward(
     ring: RingExchange,
     tile: Tile,
     workspace_bytes: int,
-    *,
-    rows_need: bool = True,
-    columns_need: bool = True,
+    needs: Sequence[bool] = (True, True),
 ) -> tuple[Tensor | None, Tensor | None, Tensor]:
-    """`dS @ all_columns`, `dS.T @ all_rows` and <dS, logits / scale>, [q, D], [d, D] and 0-dim, float32 or wider.
+    """`ring_gradients` with dS = exp(logits - row_lse), and the slopes on the diagonal of one's own block."""
 
-    dS = exp(logits - row_lse), and the slopes on the diagonal of one's own block. A side that needs no gradient (a
-    frozen encoder) costs no matrix product and no message.
-    """
-    count = len(slopes)
-    d_rows = torch.zeros_like(rows, dtype=slopes.dtype)
-    matched_gradient(slopes, columns[:count], out=d_rows[:count])
-    d_scale = inner_product(rows, d_rows)
-    if not rows_need:
-        d_rows = None
-    for hop, (block,) in ring.blocks(columns):
-        d_block = ring.part("d_columns", block, slopes.dtype).zero_() if columns_need else None
-        if hop == 0 and columns_need:
-            matched_gradient(slopes, rows[:count], out=d_block[:count])
+    def add_tile(block: Tensor, *gradients: Tensor | None, masked: bool) -> None:
         tile.softmax_backward(
-            rows, block, scale, row_lse, None, d_rows, d_block, d_scale,
-            masked=hop == 0, workspace_bytes=workspace_bytes,
-        )  # fmt: skip
-        if columns_need:
-            ring.carry("d_columns", hop, d_block, Tensor.add_)
-        del d_block  # before memory for the next one is taken
-    return d_rows, ring.home("d_columns", Tensor.add_) if columns_need else None, d_scale
+            rows, block, scale, row_lse, None, *gradients, masked=masked, workspace_bytes=workspace_bytes
+        )
+
+    return ring_gradients(add_tile, rows, columns, slopes, ring, needs=needs)
 
 
 def _forward(means: tiled.Means, queries: Tensor, documents: Tensor, positives: Tensor, scale: Tensor):
@@ -130,16 +115,14 @@ def _backward(means: tiled.Means, d_loss: Tensor, inputs, statistics, needs):
     place = places[misplaced]
     rows, columns = means.operands(queries, documents)
     columns = columns[order]
-    d_rows, d_columns, d_scale = ring_backward(
-        rows, columns, scale, row_lse, slopes, *means.of_a_pass(), rows_need=needs[0], columns_need=needs[1]
-    )
+    d_rows, d_columns, d_scale = ring_backward(rows, columns, scale, row_lse, slopes, *means.of_a_pass(), needs[:2])
     some_queries, their_documents = rows[misplaced].to(slopes.dtype), columns[place].to(slopes.dtype)
     d_scale -= inner_product(some_queries, their_documents)
     factor, d_queries, d_documents = d_loss / len(rows), None, None
-    if needs[0]:
+    if d_rows is not None:
         d_rows.index_add_(0, misplaced, their_documents, alpha=-1)
         d_queries = scaled(d_rows, factor * scale, queries.dtype)
-    if needs[1]:
+    if d_columns is not None:
         _subtract_rows(d_columns, place, some_queries)
         d_documents = torch.empty_like(d_columns, dtype=documents.dtype)
         d_documents[order] = scaled(d_columns, factor * scale, documents.dtype)

@@ -203,6 +203,7 @@ class RingExchange:
                 raise ValueError(f"{what} needs the same {wanted} on every rank; ranks 0.. have {per_rank}")
 
     def _new_buffers(self, name: str, like: Tensor, link: Link) -> list[Tensor]:
+        assert self.group is not None, "one rank alone sends nothing"
         if not self._begun and self.overlap != "sends":
             self._begun, self._copies = True, copies_of(self.group, like.device)
             if self._copies is not None:
@@ -215,6 +216,7 @@ class RingExchange:
         return [torch.empty_like(like) for _ in range(2)]
 
     def _sent(self, name: str, tensor: Tensor, received: Tensor, link: Link) -> Sequence[dist.Work | Message]:
+        assert link.group is not None, "one rank alone sends nothing"
         if self._copies is not None and name in self._copied:
             to, source = (dist.get_group_rank(link.group, peer) for peer in (link.to, link.source))
             return [self._copies.post(tensor, received, to, source, f"'{name}' of {self._place()}")]
@@ -238,6 +240,7 @@ class RingExchange:
     @cached_property
     def _across(self) -> Link:
         """The link to the next node, on connections of its own, made when they are first used."""
+        assert self.group is not None, "one rank alone has no other node"
         return self.links.next_node._replace(group=second_group(self.group))
 
     def _finish(self, name: str) -> None:

@@ -10,6 +10,7 @@ backward the same and W hops of b*D float32 gradients. Per-rank averages as in l
 Source: SigLIP, arXiv 2303.15343, Algorithm 1 (signs) and section 3.3 (the loss in blocks).
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,7 +20,8 @@ from torch import Tensor
 
 from infcl.kernels import WORKSPACE_BYTES, Tile
 from infcl.loss import tiled
-from infcl.loss.operands import check_features, inner_product, matched_gradient, scaled_sides
+from infcl.loss.gradients import ring_gradients
+from infcl.loss.operands import check_features, scaled_sides
 from infcl.loss.ring import RingExchange
 
 
@@ -70,32 +72,14 @@ def ring_backward(
     ring: RingExchange,
     tile: Tile,
     workspace_bytes: int,
-    *,
-    rows_need: bool = True,
-    columns_need: bool = True,
+    needs: Sequence[bool] = (True, True),
 ) -> tuple[Tensor | None, Tensor | None, Tensor]:
-    """`dS @ all_columns` for one's own rows, `dS.T @ all_rows` for one's own columns, [b, D], and <dS, logits / scale>.
+    """`ring_gradients` of the sum of all losses. slopes: of ring_forward."""
 
-    All float32 or wider; the last is 0-dim, the sum over one's own rows.
-    A side that needs no gradient (a locked tower) costs no matrix product and no message.
-    """
-    d_rows = matched_gradient(slopes, columns)
-    d_scale = inner_product(rows, d_rows)
-    if not rows_need:
-        d_rows = None
-    for hop, (block,) in ring.blocks(columns):
-        if not columns_need:
-            d_block = None
-        else:
-            d_block = ring.part("d_columns", block, slopes.dtype)
-            matched_gradient(slopes, rows, out=d_block) if hop == 0 else d_block.zero_()
-        tile.sigmoid_backward(
-            rows, block, scale, bias, d_rows, d_block, d_scale, masked=hop == 0, workspace_bytes=workspace_bytes
-        )
-        if columns_need:
-            ring.carry("d_columns", hop, d_block, Tensor.add_)
-        del d_block  # before memory for the next one is taken
-    return d_rows, ring.home("d_columns", Tensor.add_) if columns_need else None, d_scale
+    def add_tile(block: Tensor, *gradients: Tensor | None, masked: bool) -> None:
+        tile.sigmoid_backward(rows, block, scale, bias, *gradients, masked=masked, workspace_bytes=workspace_bytes)
+
+    return ring_gradients(add_tile, rows, columns, slopes, ring, needs=needs)
 
 
 def _check(*features: Tensor):
@@ -112,9 +96,7 @@ def _backward(means: tiled.Means, d_loss: Tensor, inputs, statistics, needs):
     *sides, scale, bias = inputs
     slope, slopes = statistics
     rows, columns = means.operands(*sides)
-    *gradients, d_scale = ring_backward(
-        rows, columns, scale, bias, slopes, *means.of_a_pass(), rows_need=needs[0], columns_need=needs[1]
-    )
+    *gradients, d_scale = ring_backward(rows, columns, scale, bias, slopes, *means.of_a_pass(), needs[:2])
     factor = d_loss / len(rows)
     return *scaled_sides(gradients, factor * scale, sides), factor * d_scale, factor * slope
 

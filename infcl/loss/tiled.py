@@ -181,7 +181,12 @@ def _tiled_loss_backward(
     means = Means(_new_ring(maths, options), _tile(options, inputs[0]), options.workspace_bytes)
     with torch.autocast(inputs[0].device.type, enabled=False):
         gradients = maths.backward(means, d_loss, inputs, statistics, needs)
-    return [_own(gradient.to(x.dtype)) for gradient, x, need in zip(gradients, inputs, needs) if need]
+    return [_needed(gradient, x.dtype) for gradient, x, need in zip(gradients, inputs, needs) if need]
+
+
+def _needed(gradient: Tensor | None, dtype: torch.dtype) -> Tensor:
+    assert gradient is not None, "only a gradient that is not needed may be left out"
+    return _own(gradient.to(dtype))
 
 
 def _own(result: Tensor) -> Tensor:

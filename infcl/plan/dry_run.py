@@ -131,6 +131,7 @@ def _data_line(config: TrainConfig, loader) -> str:
         return f"{loader.num_samples:,} synthetic pairs"
     from infcl.data.shards import expand_shards
 
+    assert config.train_data is not None, "config/checks.py asks for it where data is not synthetic"
     shards = expand_shards(config.train_data)
     found = {name.removeprefix("index/"): n for name, n in loader.report().items() if name.startswith("index/") and n}
     left_out = ", ".join(f"{n:,} {name}" for name, n in sorted(found.items())) or "none"

@@ -119,7 +119,7 @@ def data_block(runs: list[Run]) -> str:
     blocks = []
     for run in runs:
         name = f"<h3>{escape(run.name)}</h3>" if len(runs) > 1 else ""
-        if not run.finished:
+        if run.summary is None:
             bad = run.last.get("skipped_samples", 0)
             blocks.append(f'{name}<p class="note">{bad:,} samples skipped so far; causes are counted at the end.</p>')
             continue
@@ -188,7 +188,7 @@ def _text_query(result: Result) -> str:
         return f'<div class="{right}"><img src="{item.image}" alt="">{item.score:.2f}</div>'
 
     return (
-        f'<div class="result"><div class="query">“{escape(result.query.text)}” {_rank(result)}</div>'
+        f'<div class="result"><div class="query">“{escape(result.query.text or "")}” {_rank(result)}</div>'
         f'<div class="pictures">{"".join(map(cell, result.found))}</div></div>'
     )
 
@@ -196,7 +196,7 @@ def _text_query(result: Result) -> str:
 def _image_query(result: Result) -> str:
     def line(item: Item) -> str:
         tick, right = (" ✓", ' class="right"') if item.right else ("", "")
-        return f"<li{right}>{escape(item.text)}{tick} <span>{item.score:.2f}</span></li>"
+        return f"<li{right}>{escape(item.text or '')}{tick} <span>{item.score:.2f}</span></li>"
 
     return (
         f'<div class="result with-picture"><div><img src="{result.query.image}" alt=""></div>'

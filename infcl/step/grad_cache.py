@@ -88,10 +88,13 @@ def grad_cache_step(
     on_phase("encode")
     outputs: list[Features] = []
     with torch.no_grad():
-        together = num_cached // encode_together * encode_together if encode_together > 1 else 0
-        for i in range(0, together, encode_together):
-            group = [micro_batches[j] for j in range(i, i + encode_together)]
-            outputs.append(_encode_seeded(encode, merge(group), seeds[i]))
+        together = 0
+        if encode_together > 1:
+            assert merge is not None, "several micro-batches become one by `merge`"
+            together = num_cached // encode_together * encode_together
+            for i in range(0, together, encode_together):
+                group = [micro_batches[j] for j in range(i, i + encode_together)]
+                outputs.append(_encode_seeded(encode, merge(group), seeds[i]))
         for i in range(together, num_cached):
             outputs.append(_encode_seeded(encode, micro_batches[i], seeds[i]))
     graphs = [_encode_seeded(encode, micro_batches[i], seeds[i]) for i in range(num_cached, num_micro_batches)]

@@ -79,12 +79,12 @@ class PixelCache:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.items = self.first = None
+        self.items, self.first = iter(()), None
 
     def __len__(self) -> int:
         return self.num_micro_batches
 
-    def __getitem__(self, index: int) -> MicroBatch:
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor | None]:
         """Micro-batch `index` on the device. Its use must be enqueued before `together` others are asked for."""
         if index == len(self.tokens):
             images = self._read_first(index)

@@ -63,7 +63,7 @@ class TextTower(nn.Module):
             return self._encode_packed(texts, ends)
         cut = 0 if part == "all" else self.text_trunk_blocks
         pools_in_trunk = cut > len(self.transformer.resblocks)
-        x = trunk if part == "head" else self._embed_texts(texts)
+        x = self._embed_texts(texts) if trunk is None else trunk
         if part == "trunk":
             x = self.transformer(x, end=cut)
             return self._pool_texts(x, texts) if pools_in_trunk else x

@@ -169,6 +169,7 @@ class StemConv(nn.Conv2d):
 
     def reset_parameters(self) -> None:
         nn.init.kaiming_normal_(self.weight, nonlinearity="relu")
+        assert self.bias is not None
         nn.init.zeros_(self.bias)
 
 

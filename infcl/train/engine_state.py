@@ -163,7 +163,10 @@ class ZeroState:
     def _flat(self, piece: Piece, key: str | None) -> torch.Tensor | Blockwise:
         if key is None:
             return piece.tensor
-        return self.average.of(piece.tensor) if key == EMA else self.optimizer.state[piece.tensor][key]
+        if key == EMA:
+            assert self.average is not None, "only a run that averages has this state"
+            return self.average.of(piece.tensor)
+        return self.optimizer.state[piece.tensor][key]
 
     def _frozen(self, parameter: nn.Parameter) -> torch.Tensor:
         if self.stage < 3:

@@ -8,7 +8,7 @@ import math
 import os
 import resource
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -125,7 +125,7 @@ class MetricsWriter:
                 self._try(sink.close, of_sink=True)
             self._try(self.console.close)  # last: it says what the others lost
 
-    def _write(self, kind: str, step: int, samples_seen: int, values: dict[str, float | None]) -> dict[str, float]:
+    def _write(self, kind: str, step: int, samples_seen: int, values: Mapping[str, float | None]) -> dict[str, float]:
         known = {key: value for key, value in values.items() if value is not None and math.isfinite(value)}
         record = {"kind": kind, "step": step, "samples_seen": samples_seen} | known
         self._try(self.file.write, json.dumps(record) + "\n")

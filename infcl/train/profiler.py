@@ -56,6 +56,7 @@ class StepProfiler:
 
     def _stop(self) -> str:
         profile, self.profile = self.profile, None
+        assert profile is not None, "_start comes first"
         self.timer.named = False
         profile.stop()
         try:

@@ -1,0 +1,83 @@
+"""Captions -> token ids, by sentencepiece.
+
+In:  list of str.
+Out: int64 [n, L]: ids, one eos, then padding; a caption that is too long is cut so that eos stays last.
+Ids: pad 0, eos 1, unk 2, no bos (the layout of T5 and SigLIP). The text tower is causal and pools at the first eos, so
+     what follows it is inert.
+
+Captions are canonicalised before training and before encoding, as SigLIP does: '_' becomes a space, ASCII punctuation
+is removed, letters are lowered, white space is collapsed.
+
+`python -m infcl.data.tokenizer train --train-data URLS --vocab-size N --out FILE` learns a model (learn.py).
+"""
+
+import hashlib
+import os
+import string
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+PAD_ID, EOS_ID, UNK_ID = 0, 1, 2
+_REMOVE_PUNCTUATION = str.maketrans("_", " ", string.punctuation.replace("_", ""))
+
+
+def canonicalise(caption: str) -> str:
+    """'A_photo of  a Dog!' -> 'a photo of a dog'."""
+    text = caption.encode("utf-8", "replace").decode()  # sentencepiece raises on a lone surrogate
+    return " ".join(text.translate(_REMOVE_PUNCTUATION).lower().split())
+
+
+class Tokenizer:
+    """A sentencepiece model with a context length. Pickles as its bytes, so workers need no file.
+
+    Attributes: vocab_size, context_length, pad_id, eos_id, sha256 (of the model file), truncated (captions cut so far
+    by this instance). Raises ValueError if the file is no such model.
+    """
+
+    def __init__(self, model_path: str | os.PathLike, context_length: int = 64):
+        try:
+            self._load(Path(model_path).read_bytes(), context_length)
+        except (OSError, RuntimeError) as error:  # RuntimeError: sentencepiece's, of a file that it did not write
+            why = error.strerror if isinstance(error, OSError) else "it cannot be parsed"
+            raise ValueError(f"tokenizer {model_path} is no sentencepiece model ({why})") from error
+
+    def _load(self, model: bytes, context_length: int) -> None:
+        import sentencepiece
+
+        if context_length < 2:
+            raise ValueError(f"context length {context_length} leaves no room for a token and eos")
+        self._model = model
+        self._processor = sentencepiece.SentencePieceProcessor(model_proto=model)
+        self.context_length = context_length
+        self.vocab_size = self._processor.vocab_size()
+        self.pad_id, self.eos_id = self._processor.pad_id(), self._processor.eos_id()
+        self.sha256 = hashlib.sha256(model).hexdigest()
+        self.truncated = 0
+        if (self.pad_id, self.eos_id) != (PAD_ID, EOS_ID):
+            raise ValueError(
+                f"the tokenizer has pad id {self.pad_id} and eos id {self.eos_id}, not {PAD_ID} and {EOS_ID}: "
+                f"train one with `python -m infcl.data.tokenizer train`"
+            )
+
+    def __getstate__(self) -> tuple[bytes, int]:
+        return self._model, self.context_length
+
+    def __setstate__(self, state: tuple[bytes, int]) -> None:
+        self._load(*state)
+
+    def __call__(self, captions: Sequence[str]) -> torch.Tensor:
+        """n captions -> int64 [n, context_length]."""
+        ids = self._processor.encode([canonicalise(caption) for caption in captions], num_threads=1)
+        tokens = torch.full((len(ids), self.context_length), self.pad_id, dtype=torch.int64)
+        room = self.context_length - 1
+        for i, row in enumerate(ids):
+            self.truncated += len(row) > room
+            row = row[:room] + [self.eos_id]
+            tokens[i, : len(row)] = torch.tensor(row)
+        return tokens
+
+    def save(self, path: str | os.PathLike) -> None:
+        """Write the model file, byte for byte."""
+        Path(path).write_bytes(self._model)

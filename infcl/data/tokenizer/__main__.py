@@ -1,0 +1,51 @@
+"""python -m infcl.data.tokenizer train: learn a tokenizer from shards or tables, and write its file."""
+
+import argparse
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from infcl.data.index import DEFAULT_KEYS, SampleKeys
+from infcl.data.table import TableReader
+from infcl.data.tokenizer import Tokenizer
+from infcl.data.tokenizer.learn import shard_captions, table_captions, train_tokenizer
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m infcl.data.tokenizer", description="Learn a tokenizer from shards."
+    )
+    parser.add_argument("command", choices=["train"])
+    parser.add_argument("--train-data", required=True, help="tars, braces, a '::' list, a glob or a folder; tables")
+    parser.add_argument("--dataset-type", choices=["webdataset", "csv"], default="webdataset")
+    parser.add_argument("--csv-separator", default="\t")
+    parser.add_argument("--csv-img-key", default="filepath")
+    parser.add_argument("--csv-caption-key", default="title")
+    parser.add_argument("--vocab-size", type=int, required=True)
+    parser.add_argument("--out", required=True, help="the model file to write")
+    parser.add_argument("--model-type", choices=["bpe", "unigram"], default="unigram")
+    parser.add_argument("--byte-fallback", action="store_true", help="spell unknown characters in bytes")
+    parser.add_argument("--max-captions", type=int, default=2_000_000, help="captions to learn from")
+    parser.add_argument("--text-key", default=DEFAULT_KEYS.text, help="caption extensions, split by ';'")
+    parser.add_argument("--json-text-key", help="captions from this key of the json member ('a;b': the first found)")
+    args = parser.parse_args(arguments)
+    keys = SampleKeys(text=args.text_key, json_text=args.json_text_key)
+    folder = next(path for path in Path(args.out).absolute().parents if path.exists())
+    if not folder.is_dir() or not os.access(folder, os.W_OK) or Path(args.out).is_dir():  # before an hour's reading
+        parser.error(f"--out {args.out}: name a file in a folder that can be written to")
+    try:
+        if args.dataset_type == "csv":
+            columns = {"image_column": args.csv_img_key, "caption_column": args.csv_caption_key}
+            table = TableReader(args.train_data, separator=args.csv_separator, **columns)
+            captions = table_captions(table, args.max_captions)
+        else:
+            captions = shard_captions(args.train_data, args.max_captions, keys=keys)
+        train_tokenizer(captions, args.out, args.vocab_size, args.model_type, byte_fallback=args.byte_fallback)
+    except ValueError as error:
+        parser.error(str(error))
+    tokenizer = Tokenizer(args.out)
+    print(f"{args.out}: {tokenizer.vocab_size} pieces, sha256 {tokenizer.sha256[:16]}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,104 @@
+"""Learning a tokenizer: captions, of shards or tables or any others -> a sentencepiece model file."""
+
+import contextlib
+import io
+import os
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+from infcl.data.index import DEFAULT_KEYS, SampleKeys
+from infcl.data.plan import EpochPlan
+from infcl.data.records import ShardReader
+from infcl.data.samples import BadSample, decode_caption
+from infcl.data.shards import load_manifest
+from infcl.data.table import TableReader
+from infcl.data.tokenizer import EOS_ID, PAD_ID, UNK_ID, canonicalise
+
+
+def train_tokenizer(
+    captions: Iterable[str],
+    path: str | os.PathLike,
+    vocab_size: int,
+    model_type: str = "bpe",
+    *,
+    byte_fallback: bool = False,
+    num_threads: int = 4,
+) -> None:
+    """Learn a sentencepiece model from captions and write it to `path` (atomically).
+
+    The same captions, options and `num_threads` give the same file; for "unigram" another number of threads may not.
+    `byte_fallback` spells unknown characters in bytes (256 more ids) instead of one unk: for many languages.
+    Raises ValueError if the captions cannot fill `vocab_size`, with the largest possible size, or if `path` cannot be
+    written.
+    """
+    import sentencepiece
+
+    if model_type not in ("bpe", "unigram"):
+        raise ValueError(f"model_type is 'bpe' or 'unigram', not {model_type!r}")
+    model = io.BytesIO()
+    try:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=(text for text in map(canonicalise, captions) if text),
+            model_writer=model,
+            vocab_size=vocab_size,
+            model_type=model_type,
+            byte_fallback=byte_fallback,
+            num_threads=num_threads,
+            pad_id=PAD_ID,
+            eos_id=EOS_ID,
+            unk_id=UNK_ID,
+            bos_id=-1,
+            minloglevel=2,
+        )
+    except RuntimeError as error:
+        why = _reason(error, model_type)
+        raise ValueError(f"no tokenizer of {vocab_size} pieces from these captions: {why}") from error
+    _write(Path(path), model.getvalue())
+
+
+def _reason(error: RuntimeError, model_type: str) -> str:
+    """sentencepiece's message in the words of the flags: of the vocabulary's size, or that there is no caption."""
+    if most := re.search(r"Please set it to a value <= (\d+)", str(error)):
+        more = "" if model_type == "bpe" else ", or --model-type bpe, which makes more of few"
+        return f"they give at most {most[1]} (--vocab-size {most[1]}, or more captions{more})"
+    if "sentences_.empty()" in str(error):
+        return "there is none among them (--text-key, --json-text-key; --dataset-type csv for tables)"
+    if least := re.search(r"smaller than required_chars\. \d+ vs (\d+)", str(error)):
+        return f"their characters alone are {least[1]} (--vocab-size above that)"
+    return str(error)
+
+
+def _write(path: Path, content: bytes) -> None:
+    """Atomically; ValueError, with nothing left behind, when the disk does not take it."""
+    temporary = Path(f"{path}.{os.urandom(4).hex()}.tmp")
+    try:
+        temporary.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_bytes(content)
+        os.replace(temporary, path)
+    except OSError as error:
+        raise ValueError(f"{path} cannot be written ({error.strerror})") from error
+    finally:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+
+
+def shard_captions(urls: str | Sequence[str], limit: int, *, keys: SampleKeys = DEFAULT_KEYS) -> Iterator[str]:
+    """Up to `limit` captions from all over the shards, the same each time, without reading an image."""
+    manifest = load_manifest(urls, keys=keys)
+    return _captions(ShardReader(manifest, keys), [shard.samples for shard in manifest.shards], limit)
+
+
+def table_captions(table: TableReader, limit: int) -> Iterator[str]:
+    """The same of tables."""
+    return _captions(table, table.counts.tolist(), limit)
+
+
+def _captions(reader: ShardReader | TableReader, sizes: list[int], limit: int) -> Iterator[str]:
+    plan, total = EpochPlan(sizes, chunk=64, seed=0, epoch=0), min(limit, sum(sizes))
+    for start in range(0, total, 1024):
+        for record in reader.read(plan.samples(start, min(start + 1024, total)), images=False):
+            try:
+                yield decode_caption(record, reader.keys)[0]
+            except BadSample:
+                continue  # training counts and reports it
