@@ -58,4 +58,5 @@ def _set_to_matched(gradient: Tensor, slopes: Tensor, partners: Tensor) -> None:
     """The matched pairs' part of a gradient; 0 in the rows behind them."""
     count = len(slopes)
     matched_gradient(slopes, partners[:count], out=gradient[:count])
-    gradient[count:].zero_()
+    if count < len(gradient):
+        gradient[count:].zero_()
