@@ -26,6 +26,7 @@ from infcl.parallel import Parallel, destroy_parallel, init_parallel
 from infcl.program import end_process
 
 SLOW = 0.8
+_BESIDE_A_RUN = {"cpu": 1 << 18, "cuda": 1 << 24}  # bytes: as few as show a link's rate
 _KINDS = {
     "tflops": ("GPU or CPU", "TFLOP/s"),
     "within_hosts": ("link", "GB/s"),
@@ -66,6 +67,21 @@ def measure(parallel: Parallel) -> dict:
     return result | {"all_reduce": rate}
 
 
+def neighbours(parallel: Parallel) -> tuple[dict[str, float], list[str]]:
+    """(GB/s of the links between hosts that stand beside each other in the order of ranks, the names of all ranks).
+
+    Two hosts at a time, as in `measure`, with messages that are small enough for a run to send now and then. What is
+    measured is known on the ranks that measured it until they tell the others. Collective.
+    """
+    nodes = list(parallel.nodes)
+    names = [name for node in nodes for name in _names(node, nodes)]
+    block = torch.ones(_BESIDE_A_RUN[parallel.device.type], dtype=torch.uint8, device=parallel.device)
+    own = _exchange(parallel, block, _meet(nodes, _circle(len(nodes))), names)
+    gathered: list = [None] * parallel.world_size
+    dist.all_gather_object(gathered, own)
+    return {name: rate for one in gathered for name, rate in one.items()}, names
+
+
 def extremes(result: dict) -> list[str]:
     """The least and the median of each kind, without which nothing tells of two hosts' one link whether it is slow."""
     units = {kind: unit for kind, (_, unit) in _KINDS.items()} | {"ring": "GB/s"}
@@ -81,12 +97,18 @@ def slow_ones(result: dict) -> list[str]:
     """What is below 0.8 of the median: GPUs, links, and hosts by the median of their links."""
     lines = []
     for kind, (what, unit) in _KINDS.items():
-        usual = _usual(result[kind])
-        slow = {name: value for name, value in result[kind].items() if value < SLOW * usual}
-        if kind == "between_hosts":
-            slow = _blame(result[kind], slow, list(result["tflops"]))
+        everyone = list(result["tflops"]) if kind == "between_hosts" else []
+        slow, usual = slower_than_usual(result[kind], everyone)
         lines += [f"slow {what}: {name}, {value:.3g} {unit} (usual {usual:.3g})" for name, value in slow.items()]
     return lines
+
+
+def slower_than_usual(rates: dict[str, float], everyone: list[str]) -> tuple[dict[str, float], float]:
+    """({name: its rate} of what is slow, the usual rate). everyone: all ranks, where `rates` are those of links: a rank
+    or host that several slow ones have in common is named in their place."""
+    usual = _usual(rates)
+    slow = {name: rate for name, rate in rates.items() if rate < SLOW * usual}
+    return (_blame(rates, slow, everyone) if everyone else slow), usual
 
 
 def _usual(rates: dict[str, float]) -> float:
@@ -117,12 +139,21 @@ def _blame(links: dict[str, float], slow: dict[str, float], everyone: list[str])
 
 
 def _meetings(nodes: list[Node]) -> list[list[tuple[int, int]]]:
-    """Rounds of pairs of ranks: every two nodes meet once, rank by rank in their order, as far as both have one."""
+    """Rounds of pairs of ranks: every two nodes meet once."""
+    return _meet(nodes, _rounds(list(range(len(nodes)))))
+
+
+def _meet(nodes: list[Node], rounds: list[list[tuple[int, int]]]) -> list[list[tuple[int, int]]]:
+    """Pairs of nodes -> of their ranks, one by one in their order, as far as both have one."""
     ranks = [range(node.first_rank, node.first_rank + node.num_ranks) for node in nodes]
-    return [
-        [pair for one, other in pairs for pair in zip(ranks[one], ranks[other])]
-        for pairs in _rounds(list(range(len(ranks))))
-    ]
+    return [[pair for one, other in pairs for pair in zip(ranks[one], ranks[other])] for pairs in rounds]
+
+
+def _circle(count: int) -> list[list[tuple[int, int]]]:
+    """Each of three or more and the next one, the last and the first; the pairs of a round have none in common."""
+    line = [(place, place + 1) for place in range(count - 1)]
+    rounds, closing = [line[::2], line[1::2]], (0, count - 1)
+    return [rounds[0], [*rounds[1], closing]] if count % 2 == 0 else [*rounds, [closing]]
 
 
 def _names(node: Node, nodes: list[Node]) -> list[str]:

@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from infcl.cluster.stragglers import Stragglers
 from infcl.config import BatchPlan, TrainConfig, total_steps
 from infcl.data.workers import describe_death
 from infcl.parallel import Parallel, from_first_rank, join_parts, mean_over, micro_batch_seed, seed_everything
@@ -104,6 +105,9 @@ class Trainer:
         trained = trained_shares(self.engine.module)
         self.mfu = utilisation(self.model_config, parallel.device, self.engine.precision, trained)
 
+        self.stragglers = Stragglers(
+            parallel, every=config.log_every_n_steps, encoding_waits=self.engine.zero_stage == 3
+        )
         self.finite = FiniteWatch(self.engine.module)
         self.step = self.skipped_steps = self.skipped_in_a_row = 0
         keep = {"keep_last": config.keep_checkpoints, "keep_every": config.keep_every_n_steps}
@@ -201,6 +205,7 @@ class Trainer:
         phases = self.timer.read()
         seconds, text_share = time.perf_counter() - started, self.pixels.text_share
         self.train_seconds += seconds
+        of_ranks, slow_host = self.stragglers.after_step(self.step, seconds, phases, self.pixels.waited)
         self.metrics.step(
             self.step,
             self.samples_seen,
@@ -222,8 +227,11 @@ class Trainer:
             | self.schedule.tower_rates(self.step - 1)
             | dict(zip(self.sampled_loss.names, sampled))
             | dict(zip(("grad_norm_image", "grad_norm_text"), tower_norms.tolist()))
-            | {f"seconds_{name}": value for name, value in phases.items()},
+            | {f"seconds_{name}": value for name, value in phases.items()}
+            | of_ranks,
         )
+        if slow_host:
+            self.metrics.say(slow_host)
         if news := self.profiler.after_step(phases):
             self.metrics.say(news)
         if self.packed_captions and not self.saw_captions:
