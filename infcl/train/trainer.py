@@ -55,9 +55,12 @@ MAX_LOGIT_SCALE = math.log(100)  # OpenAI's bound; the clamp holds through the n
 
 
 class Trainer:
-    """Everything a run needs, built in the order in which mistakes are cheapest: flags, data, model, engine."""
+    """Everything a run needs, built in the order in which mistakes are cheapest: flags, data, model, engine.
 
-    def __init__(self, config: TrainConfig, parallel: Parallel, run: RunFolder):
+    noted: signals that came before, and will (see StopSignals).
+    """
+
+    def __init__(self, config: TrainConfig, parallel: Parallel, run: RunFolder, *, noted: list[int] | None = None):
         self.config, self.parallel, self.run = config, parallel, run
         _, precision = read_preset(config, parallel.device.type)
         self.batch = BatchPlan.of(config, parallel.dp_size)
@@ -112,7 +115,7 @@ class Trainer:
         self.step = self.skipped_steps = self.skipped_in_a_row = 0
         keep = {"keep_last": config.keep_checkpoints, "keep_every": config.keep_every_n_steps}
         self.checkpoints = CheckpointWriter(self.engine, run, parallel, **keep)
-        self.signals = StopSignals()
+        self.signals = StopSignals(noted)
         self.saves = Saves(config, parallel, checkpoints=self.checkpoints, signals=self.signals, state=self._state)
         self.train_seconds = 0.0
         self._open_run_folder(checkpoint)
