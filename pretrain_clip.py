@@ -31,6 +31,7 @@ from infcl.plan.fit import fit_to_memory
 from infcl.program import end_process
 from infcl.report import summary_table
 from infcl.train.captions import may_pack
+from infcl.train.checkpoint_writer import StorageHangs
 from infcl.train.finite import Diverged
 from infcl.train.run_folder import FolderTaken, claim_run_folder
 from infcl.train.stop import Stopped, end_with_launcher
@@ -88,9 +89,9 @@ def main(argv: list[str] | None = None, *, noted: list[int] | None = None) -> in
         return stop.exit_code
     except FolderTaken as taken:
         return report_mistake("pretrain_clip.py", taken)
-    except Diverged as diverged:
-        report_mistake("pretrain_clip.py", diverged)
-        return diverged.exit_code
+    except (Diverged, StorageHangs) as end:
+        report_mistake("pretrain_clip.py", end)
+        return end.exit_code
     except RuntimeError as error:
         if parallel.hosts > 1:
             print(describe_failure(parallel, error), file=sys.stderr, flush=True)

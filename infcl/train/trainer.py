@@ -113,8 +113,10 @@ class Trainer:
         )
         self.finite = FiniteWatch(self.engine.module)
         self.step = self.skipped_steps = self.skipped_in_a_row = 0
-        keep = {"keep_last": config.keep_checkpoints, "keep_every": config.keep_every_n_steps}
-        self.checkpoints = CheckpointWriter(self.engine, run, parallel, **keep)
+        self.checkpoints = CheckpointWriter(
+            self.engine, run, parallel, keep_last=config.keep_checkpoints, keep_every=config.keep_every_n_steps,
+            patience=0.8 * 60 * config.dist_timeout,  # before the others' collective ends them, and names nobody
+        )  # fmt: skip
         self.signals = StopSignals(noted)
         self.saves = Saves(config, parallel, checkpoints=self.checkpoints, signals=self.signals, state=self._state)
         self.train_seconds = 0.0
