@@ -129,8 +129,8 @@ def measured_beside_a_run(rank, world_size):
     parallel = Parallel(rank, world_size, 0, torch.device("cpu"), dist.group.WORLD, nodes=nodes)
     send_and_receive, met = links._send_and_receive, set()
 
-    def slowly(parallel, block, *, to, source):
-        send_and_receive(parallel, block, to=to, source=source)
+    def slowly(parallel, block, *, to, source, **options):
+        send_and_receive(parallel, block, to=to, source=source, **options)
         met.add(to)
         return 0.1 if 2 in (rank, to) else 1.0
 

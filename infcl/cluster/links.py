@@ -76,7 +76,7 @@ def neighbours(parallel: Parallel) -> tuple[dict[str, float], list[str]]:
     nodes = list(parallel.nodes)
     names = [name for node in nodes for name in _names(node, nodes)]
     block = torch.ones(_BESIDE_A_RUN[parallel.device.type], dtype=torch.uint8, device=parallel.device)
-    own = _exchange(parallel, block, _meet(nodes, _circle(len(nodes))), names)
+    own = _exchange(parallel, block, _meet(nodes, _circle(len(nodes))), names, of_several=min)
     gathered: list = [None] * parallel.world_size
     dist.all_gather_object(gathered, own)
     return {name: rate for one in gathered for name, rate in one.items()}, names
@@ -126,7 +126,8 @@ def _blame(links: dict[str, float], slow: dict[str, float], everyone: list[str])
     while True:
         own = {rank: [name for name in left if rank in name.split(" - ")] for rank in set(ranks) - set(blamed)}
         shares = {rank: sum(name in slow for name in its) / len(its) for rank, its in own.items() if len(its) > 1}
-        worst = max(sorted(shares), key=shares.__getitem__, default=None)
+        rates = {rank: median(links[name] for name in own[rank]) for rank in shares}
+        worst = max(sorted(shares), key=lambda rank: (shares[rank], -rates[rank]), default=None)
         if worst is None or shares[worst] <= 0.5:
             break
         blamed[worst] = median(links[name] for name in links if worst in name.split(" - "))
@@ -174,15 +175,20 @@ def _rounds(hosts: list[int]) -> list[list[tuple[int, int]]]:
     return rounds
 
 
-def _exchange(parallel: Parallel, block, rounds: list[list[tuple[int, int]]], names: list[str]) -> dict[str, float]:
-    """GB/s of this rank's pairs, told by the lower rank; one pair at a time between hosts would take too long."""
+def _exchange(
+    parallel: Parallel, block, rounds: list[list[tuple[int, int]]], names: list[str], *, of_several=median
+) -> dict[str, float]:
+    """GB/s of this rank's pairs, told by the lower rank; one pair at a time between hosts would take too long.
+
+    of_several: which seconds of a few messages count; the least where others may use the link.
+    """
     rates = {}
     for pairs in rounds:
         dist.barrier()
         peer = next((b if a == parallel.rank else a for a, b in pairs if parallel.rank in (a, b)), None)
         if peer is None:
             continue
-        rate = _send_and_receive(parallel, block, to=peer, source=peer)
+        rate = _send_and_receive(parallel, block, to=peer, source=peer, of_several=of_several)
         if parallel.rank < peer:
             rates[f"{names[parallel.rank]} - {names[peer]}"] = rate
     return rates
@@ -195,7 +201,7 @@ def _send_around(parallel: Parallel, block: torch.Tensor) -> float:
     return _send_and_receive(parallel, block, to=(rank + 1) % size, source=(rank - 1) % size)
 
 
-def _send_and_receive(parallel: Parallel, block: torch.Tensor, *, to: int, source: int) -> float:
+def _send_and_receive(parallel: Parallel, block: torch.Tensor, *, to: int, source: int, of_several=median) -> float:
     """GB/s in each direction."""
     incoming, seconds = torch.empty_like(block), []
     for _ in range(4):
@@ -205,7 +211,7 @@ def _send_and_receive(parallel: Parallel, block: torch.Tensor, *, to: int, sourc
             work.wait()
         _synchronize(parallel)
         seconds.append(time.perf_counter() - started)
-    return block.numel() / median(seconds[1:]) / 1e9
+    return block.numel() / of_several(seconds[1:]) / 1e9
 
 
 def _all_reduce(parallel: Parallel, block: torch.Tensor) -> float:
