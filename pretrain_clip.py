@@ -4,13 +4,19 @@
 
 Exit codes: 0 finished; 2 a mistake in the command (one line says which, printed by one rank), or a later run has taken
 the folder; 65 more steps in a row than --max-skipped-steps were not finite; 130 interrupted; 143, 138 told to end by
-SIGTERM, SIGUSR1 (129: SIGHUP), after a checkpoint; any other is a failure with its traceback.
+SIGTERM, SIGUSR1 (129: SIGHUP), after a checkpoint; any other is a failure with its traceback. Before the first step
+SIGTERM and SIGHUP end the process at once, SIGUSR1 behind that step, with a checkpoint.
 """
 
 import contextlib
 import json
 import logging
+import signal
 import sys
+
+if __name__ == "__main__":  # before what takes long to import: a scheduler's warning may come at any time
+    noted: list[int] = []
+    signal.signal(signal.SIGUSR1, lambda number, _: noted.append(number))
 
 from infcl.config import parse_args, settings_of
 from infcl.parallel import (
@@ -25,13 +31,15 @@ from infcl.plan.fit import fit_to_memory
 from infcl.program import end_process
 from infcl.report import summary_table
 from infcl.train.captions import may_pack
+from infcl.train.checkpoint_writer import StorageHangs
 from infcl.train.finite import Diverged
 from infcl.train.run_folder import FolderTaken, claim_run_folder
 from infcl.train.stop import Stopped, end_with_launcher
 from infcl.train.trainer import Trainer
 
 
-def main(argv: list[str] | None = None) -> int:
+def main(argv: list[str] | None = None, *, noted: list[int] | None = None) -> int:
+    """noted: signals that have come, and will, for which this run is to save and end."""
     rank, argv = read_environment()[0], sys.argv[1:] if argv is None else argv
     if rank != 0 and {"-h", "--help"} & set(argv):
         return 0  # rank 0 prints it
@@ -62,7 +70,7 @@ def main(argv: list[str] | None = None) -> int:
             say(rank, f"{run.root} is finished; --overwrite trains it again\n{summary_table(summary)}")
             destroy_parallel(parallel)
             return 0
-        trainer = Trainer(config, parallel, run)
+        trainer = Trainer(config, parallel, run, noted=noted)
     except ValueError as error:
         if "--debug" in argv:
             raise
@@ -81,9 +89,9 @@ def main(argv: list[str] | None = None) -> int:
         return stop.exit_code
     except FolderTaken as taken:
         return report_mistake("pretrain_clip.py", taken)
-    except Diverged as diverged:
-        report_mistake("pretrain_clip.py", diverged)
-        return diverged.exit_code
+    except (Diverged, StorageHangs) as end:
+        report_mistake("pretrain_clip.py", end)
+        return end.exit_code
     except RuntimeError as error:
         if parallel.hosts > 1:
             print(describe_failure(parallel, error), file=sys.stderr, flush=True)
@@ -100,4 +108,4 @@ def say(rank: int, text: str) -> None:
 
 
 if __name__ == "__main__":
-    end_process(main())
+    end_process(main(noted=noted))

@@ -201,9 +201,16 @@ def destroy_parallel(parallel: Parallel | None = None) -> None:
 
 def describe_failure(parallel: Parallel, error: Exception) -> str:
     """One line for a rank that failed among several hosts: where it ran, why it failed, which ranks are whose."""
-    here = next(node.host for node in reversed(parallel.nodes) if node.first_rank <= parallel.rank)
     first_line = (str(error).splitlines() or [type(error).__name__])[0]
-    return f"rank {parallel.rank} on {here}: {first_line}; the hosts: {', '.join(map(str, parallel.nodes))}"
+    return f"{rank_and_host(parallel)}: {first_line}; the hosts: {', '.join(map(str, parallel.nodes))}"
+
+
+def rank_and_host(parallel: Parallel) -> str:
+    """This process for people: "rank 5 on worker-2"; of one host "rank 5"."""
+    if parallel.hosts == 1:
+        return f"rank {parallel.rank}"
+    here = next(node.host for node in reversed(parallel.nodes) if node.first_rank <= parallel.rank)
+    return f"rank {parallel.rank} on {here}"
 
 
 def report_mistake(program: str, error: Exception) -> int:

@@ -119,6 +119,14 @@ def test_a_slow_link_is_named_and_a_slow_rank_or_host_instead_of_its_links(hosts
     assert found == [f"slow link: {name}, 2 GB/s (usual 10)" for name in named]
 
 
+def test_of_two_hosts_whose_links_are_slow_the_slower_one_is_blamed_first():
+    """In a circle each has two; that to the slowest is slow for the next one too."""
+    pairs = {("a", "b"): 4.0, ("b", "c"): 0.1, ("c", "d"): 0.1, ("d", "a"): 10.0}
+    between = {" - ".join(sorted(f"{host}:0" for host in pair)): rate for pair, rate in pairs.items()}
+    found = slow_ones(figures("abcd", 1) | {"between_hosts": between})
+    assert [line.partition(",")[0] for line in found] == ["slow link: all of c", "slow link: a:0 - b:0"]
+
+
 def test_the_least_and_the_median_are_said_of_two_hosts_one_link_too():
     one_link = figures("ab", 1, slow=0.012, at=("a:0",))
     assert slow_ones(one_link) == []

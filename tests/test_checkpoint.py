@@ -81,6 +81,7 @@ def saved_while_a_step_is_made(rank, world_size, preset, folder):
     parallel, run = init_parallel("cpu"), RunFolder(folder)
     config = settings(preset, precision="fp32", grad_clip_norm=None)
     engine = Engine(ToyCLIP(), config, parallel, BatchPlan(world_size, 1, 4))
+    run.checkpoints.mkdir(parents=True, exist_ok=True)
     writer = checkpoint_writer.CheckpointWriter(engine, run, parallel, keep_last=0, keep_every=0)
     before, stepped, write = full_weights(engine, keep=True), threading.Event(), checkpoint_writer._write_tensors
     replace = os.replace
@@ -113,6 +114,52 @@ def saved_while_a_step_is_made(rank, world_size, preset, folder):
     path = complete_checkpoints(run)[1]
     states = load_file(path / f"state_{rank:05d}.safetensors")
     return before, consolidated_state_dict(path), full_weights(engine, keep=True), states
+
+
+def saved_to_storage_that_hangs_or_is_gone(rank, world_size, folder) -> list[str]:
+    """Of three checkpoints the first finds no folder on rank 1, the last does not end there; what is said of them."""
+    from types import SimpleNamespace
+    from unittest import mock
+
+    from infcl.cluster.meeting import Node
+    from infcl.train import checkpoint_writer
+
+    parallel = SimpleNamespace(rank=rank, world_size=2, hosts=2, nodes=(Node("worker-1", 0, 1), Node("worker-2", 1, 1)))
+    run, released, said = RunFolder(folder / "run"), threading.Event(), []
+    run.checkpoints.mkdir(parents=True, exist_ok=True)
+    engine = SimpleNamespace(counters=dict, optimizer_name="adamw", zero_stage=1)
+    writer = checkpoint_writer.CheckpointWriter(engine, run, parallel, keep_last=0, keep_every=0, patience=5)
+
+    def write(path, tensors):
+        assert rank == 0 or writer.begun_step != 3 or released.wait(60)
+        path.write_bytes(b"")
+        return {}
+
+    with (
+        mock.patch.object(checkpoint_writer, "_own_tensors", lambda *_: {}),
+        mock.patch.object(checkpoint_writer, "_write_tensors", write),
+    ):
+        if rank == 1:
+            writer.run = RunFolder(folder / "unmounted" / "run")
+        writer.begin(1, {})
+        assert writer.publish() is None
+        said.append(writer.problem)
+        writer.run = run
+        writer.begin(2, {})
+        assert writer.publish() is not None
+        writer.begin(3, {})
+        with pytest.raises(checkpoint_writer.StorageHangs) as hangs:
+            writer.publish()
+        released.set()
+        assert not (folder / "unmounted").exists()
+    return [*said, str(hangs.value)]
+
+
+def test_storage_that_is_gone_or_hangs_on_one_host_is_named_with_it_and_written_to_no_more(tmp_path):
+    for gone, hangs in run_ranks(saved_to_storage_that_hangs_or_is_gone, 2, tmp_path):
+        assert gone == "rank 1 on worker-2: No such file or directory"
+        assert "checkpoints hangs (rank 1 on worker-2: still writes after 5 s)" in hangs
+        assert hangs.endswith("; --resume latest continues from step_00000002")
 
 
 @pytest.mark.parametrize("preset", ["zero0", "zero1", "zero3"])

@@ -4,6 +4,7 @@ python -m pytest -m cluster -o addopts=''        needs root, iproute2, openssh-s
 """
 
 import json
+import re
 import shutil
 import signal
 import subprocess
@@ -152,6 +153,35 @@ def test_check_finds_equal_hosts_right_and_names_a_dead_one_and_a_slow_one(tmp_p
         code, output = finish(start(hosts, check))
         assert code == 1 and "worker-9: ssh failed" in output
         assert "worker-2: the folder is not shared: what worker-1, worker-3 wrote there is not seen" in output
+
+
+def test_four_hosts_of_which_one_has_a_slow_link_name_it_resume_evaluate_and_export(demo_folder, tmp_path):
+    """Interrupted by a signal to the rank of the slow one."""
+    more = ("--steps", "9", "--accum-freq", "1", "--val-data", f"{demo_folder}/val")
+    more += ("--zeroshot-data", f"{demo_folder}/zeroshot", "--host-timeout", "120")
+    arguments = flags(demo_folder, tmp_path, *more, "--batch-size", "8")
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    with Hosts(4, folder=tmp_path / "hosts") as hosts:
+        hosts[2].shape("tbf rate 20mbit burst 32kb latency 400ms")
+        process = start(hosts, [*DEEPSPEED, hosts.hostfile, *arguments])
+        wait_until(lambda: metrics.exists() and '"step": 5,' in metrics.read_text(), 400, "no fifth step", process)
+        kill(ranks_on(hosts[2])[0], signal.SIGUSR1)
+        code, output = finish(process)
+        assert code == 138 and "SIGUSR1 received at step" in output, output
+        assert re.search(r"slow link: all of worker-3, 0\.0\d+ GB/s \(usual 0?\.?\d+", output), output
+        assert 5 <= len(losses(tmp_path)) < 9
+        hosts[2].shape("pfifo")  # all that follows would take minutes
+        code, output = train(hosts, [*arguments, "--resume", "latest"])
+    assert code == 0 and "resumed from" in output and "4 x cpu" in output, output
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert (summary["world_size"], summary["steps"], summary["samples_seen"]) == (4, 9, 9 * 32)
+    assert summary["zero_shot_top1"] is not None and summary["image_to_text_r1"] is not None
+    assert (tmp_path / "run" / "export" / "open_clip_config.json").is_file()
+
+    one = tmp_path / "one"
+    result = alone(flags(demo_folder, one, "--steps", "9", "--accum-freq", "1", "--batch-size", "32"))
+    assert result.returncode == 0, result.stderr
+    assert losses(tmp_path) == pytest.approx(losses(one), rel=1e-4)
 
 
 def test_32_ranks_on_four_hosts_train_as_one_rank_does(demo_folder, tmp_path):

@@ -90,6 +90,26 @@ def test_after_a_crash_supervise_goes_on_with_the_hosts_that_are_left(demo_folde
     assert losses(tmp_path) == pytest.approx(one_rank_losses, rel=1e-4)
 
 
+def test_after_the_first_host_lost_its_power_supervise_goes_on_with_the_others(demo_folder, tmp_path, one_rank_losses):
+    """Rank 0 and the run's store were there: no connection is closed, nothing answers. Started on a third host."""
+    with Hosts(3, folder=tmp_path / "hosts") as hosts:
+        hosts.hostfile.write_text("worker-1 slots=1\nworker-2 slots=1\n")
+        command = ["bash", "launch/hostfile.sh", *fault_flags(demo_folder, tmp_path)[1:]]
+        options = ["--hostfile", hosts.hostfile, "--min-hosts", "1", "--batch", str(BATCH)]
+        program = ["bash", "launch/supervise.sh", *options, tmp_path / "run", *command]
+        process = start(hosts, program, on=2, INTERFACE="eth0", FIRST_WAIT="0")
+        wait_for_checkpoint(tmp_path, process)
+        second = ranks_on(hosts[1])
+        hosts[0].link("down")
+        hosts[0].crash()
+        wait_until(lambda: not any(rank.is_running() for rank in second), 6 * HOST_TIMEOUT, "ranks stayed behind")
+        code, output = finish(process)
+    assert code == 0, output
+    assert "worker-2: rank 0's host, worker-1 (rank 0), has not answered for" in output, output
+    assert "supervise: on worker-2 slots=1 \n" in output and "resumed from" in output, output
+    assert losses(tmp_path) == pytest.approx(one_rank_losses, rel=1e-4)
+
+
 WITH_TAP = pytest.mark.skipif(not Path("/dev/net/tun").exists(), reason="no TAP devices here: /dev/net/tun is missing")
 CONNECT = """
 import socket, sys, time
@@ -152,6 +172,47 @@ def test_a_full_shared_disk_is_said_and_the_run_goes_on(demo_folder, tmp_path, o
         assert not list((logs / "run" / "checkpoints").glob("step_*"))
         assert code != 0 and re.search(r"worker-1: .*No space left on device", output), output
         wait_until_gone(hosts, seconds=30)
+
+
+def test_a_shared_disk_that_fails_on_one_host_and_then_is_gone_from_all_is_said_with_the_host(demo_folder, tmp_path):
+    """Read-only on one, a while, the run goes on; unmounted on all it ends, and leaves nothing in the empty folders."""
+    shown = tmp_path / "shown"
+    shown.touch()
+    with small_disk(tmp_path / "shared", 200) as logs, Hosts(2, folder=tmp_path / "hosts") as hosts:
+        more = ("--steps", "4000", "--warmup", "5", "--save-every-n-steps", "20")
+        words = fault_flags(demo_folder, logs, *more)[1:]
+        program = ["bash", "-c", 'exec bash launch/hostfile.sh "$@" > "$0" 2>&1', shown, *words]
+        process = start(hosts, program, HOSTS=str(hosts.hostfile), INTERFACE="eth0")
+
+        def wait_for(text: str, since: int = 0) -> int:
+            """Where the output ends when it has that text."""
+            wait_until(lambda: text in shown.read_text()[since:], 150, shown.read_text, process)
+            return len(shown.read_text())
+
+        def remount(option: str) -> None:
+            assert hosts[1].run(["mount", "-o", f"remount,bind,{option}", logs]).returncode == 0
+
+        wait_for_checkpoint(logs, process)
+        remount("ro")
+        wait_for("could not be written (rank 1 on worker-2: Read-only file system); training goes on")
+        remount("rw")
+        before = (logs / "run" / "checkpoints" / "latest").read_text()
+        wait_until(
+            lambda: (logs / "run" / "checkpoints" / "latest").read_text() != before, 60, shown.read_text, process
+        )
+        for host in hosts.all:
+            assert host.run(["umount", "--lazy", logs]).returncode == 0
+        gone = time.monotonic()
+        code, _ = finish(process)
+        print(f"shared disk gone: the command ended after {time.monotonic() - gone:.0f} s, exit code {code}")
+        wait_until_gone(hosts, seconds=30)
+        assert hosts[0].run(["ls", logs]).stdout == ""
+    output = shown.read_text()
+    assert code != 0, output
+    assert re.search(
+        r"rank 0 on worker-1: 4 checkpoints in a row could not be written to .*--max-failed-saves 3", output
+    )
+    assert "rank 0 on worker-1: No such file or directory, and 1 more" in output, output
 
 
 def test_a_dead_entry_of_the_hostfile_is_named(demo_folder, tmp_path, hosts):

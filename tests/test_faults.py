@@ -123,6 +123,29 @@ def test_a_signal_saves_and_ends_with_its_code(demo_folder, tmp_path, uninterrup
     assert f"at step {SIGNAL_STEP}" in output
 
 
+def notes(process: psutil.Process, number: signal.Signals) -> bool:
+    """Whether it has a handler for a signal, which would otherwise end it."""
+    status = Path(f"/proc/{process.pid}/status").read_text()
+    return bool(int(status.split("SigCgt:")[1].split()[0], 16) >> (number - 1) & 1)
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="Linux tells of handlers in /proc")
+def test_sigusr1_in_the_first_second_of_a_start_is_kept_until_there_is_something_to_save(demo_folder, tmp_path):
+    """To one rank, while it imports; each start of a job whose time ends within it gets on by a step."""
+    process = start(["pretrain_clip.py"], flags(demo_folder, tmp_path, "--workers", "0"))
+
+    def ranks() -> list[psutil.Process]:
+        return [one for one in ranks_alive(tmp_path) if "--local_rank=1" in one.cmdline()]
+
+    wait_until(lambda: any(notes(rank, signal.SIGUSR1) for rank in ranks()), 120, "no rank was started", process)
+    (rank,) = ranks()
+    assert not (tmp_path / "run").exists()
+    rank.send_signal(signal.SIGUSR1)
+    code, output = finish(process, 300)
+    assert code == 138, output
+    assert "SIGUSR1 received at step 1; --resume latest continues from step_00000001" in output, output
+
+
 @pytest.mark.slow
 def test_sigterm_during_a_save_does_not_damage_it(demo_folder, tmp_path, uninterrupted):
     fault = ["tests/fault_run.py", "0", str(SAVE_EVERY), "save", str(int(signal.SIGTERM))]

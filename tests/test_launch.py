@@ -167,13 +167,27 @@ def test_what_starts_a_run_again_does_not_overwrite_it(tmp_path):
 
 
 def test_torchrun_of_several_nodes_needs_rank_and_address(tmp_path):
-    programs = {"torchrun": 'printf "%s|" "$@"\n'}
+    programs = {"python": 'printf "%s|" "$@"\n'}
     alone = run("torchrun.sh", "--model", "a b", tmp_path=tmp_path, programs=programs)
-    assert "--standalone|--nproc-per-node|gpu|--|pretrain_clip.py" in alone.stdout and "--model|a b|" in alone.stdout
+    assert (
+        "-m|infcl.cluster.torchrun|--standalone|--nproc-per-node|gpu|--|pretrain_clip.py" in alone.stdout
+        and "--model|a b|" in alone.stdout
+    )
     missing = run("torchrun.sh", tmp_path=tmp_path, programs=programs, NODES="2")
     assert missing.returncode != 0 and "NODE_RANK" in missing.stderr
     many = run("torchrun.sh", tmp_path=tmp_path, programs=programs, NODES="2", NODE_RANK="1", MASTER_ADDR="10.0.0.1")
     assert "--nnodes|2|--node-rank|1|--master-addr|10.0.0.1|" in many.stdout
+
+
+@pytest.mark.parametrize(("end", "code"), [("sys.exit(65)", 65), ("os.kill(os.getpid(), 9)", 137), ("sys.exit(0)", 0)])
+def test_under_torchrun_a_failed_ranks_code_comes_out(tmp_path, end, code):
+    """By which supervise.sh knows what is not to be started again; the other rank is ended by torchrun."""
+    program = tmp_path / "program.py"
+    program.write_text(f"import os, sys, time\nif os.environ['RANK'] == '1': {end}\ntime.sleep({60 if code else 0})\n")
+    command = [sys.executable, "-m", "infcl.cluster.torchrun", "--standalone", "--nproc-per-node", "2", "--", program]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert ended.returncode == code, ended.stderr
+    assert (f"exitcode  : {'-9' if code == 137 else code}" in ended.stderr) == bool(code), ended.stderr
 
 
 SSH = 'case "$*" in *hostname*) echo "10.0.0.1 fe80::1 ";; *) echo "2: eth0    inet 10.0.0.1/24 brd";; esac\n'

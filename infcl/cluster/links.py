@@ -26,6 +26,7 @@ from infcl.parallel import Parallel, destroy_parallel, init_parallel
 from infcl.program import end_process
 
 SLOW = 0.8
+_BESIDE_A_RUN = {"cpu": 1 << 18, "cuda": 1 << 24}  # bytes: as few as show a link's rate
 _KINDS = {
     "tflops": ("GPU or CPU", "TFLOP/s"),
     "within_hosts": ("link", "GB/s"),
@@ -66,6 +67,21 @@ def measure(parallel: Parallel) -> dict:
     return result | {"all_reduce": rate}
 
 
+def neighbours(parallel: Parallel) -> tuple[dict[str, float], list[str]]:
+    """(GB/s of the links between hosts that stand beside each other in the order of ranks, the names of all ranks).
+
+    Two hosts at a time, as in `measure`, with messages that are small enough for a run to send now and then. What is
+    measured is known on the ranks that measured it until they tell the others. Collective.
+    """
+    nodes = list(parallel.nodes)
+    names = [name for node in nodes for name in _names(node, nodes)]
+    block = torch.ones(_BESIDE_A_RUN[parallel.device.type], dtype=torch.uint8, device=parallel.device)
+    own = _exchange(parallel, block, _meet(nodes, _circle(len(nodes))), names, of_several=min)
+    gathered: list = [None] * parallel.world_size
+    dist.all_gather_object(gathered, own)
+    return {name: rate for one in gathered for name, rate in one.items()}, names
+
+
 def extremes(result: dict) -> list[str]:
     """The least and the median of each kind, without which nothing tells of two hosts' one link whether it is slow."""
     units = {kind: unit for kind, (_, unit) in _KINDS.items()} | {"ring": "GB/s"}
@@ -81,12 +97,18 @@ def slow_ones(result: dict) -> list[str]:
     """What is below 0.8 of the median: GPUs, links, and hosts by the median of their links."""
     lines = []
     for kind, (what, unit) in _KINDS.items():
-        usual = _usual(result[kind])
-        slow = {name: value for name, value in result[kind].items() if value < SLOW * usual}
-        if kind == "between_hosts":
-            slow = _blame(result[kind], slow, list(result["tflops"]))
+        everyone = list(result["tflops"]) if kind == "between_hosts" else []
+        slow, usual = slower_than_usual(result[kind], everyone)
         lines += [f"slow {what}: {name}, {value:.3g} {unit} (usual {usual:.3g})" for name, value in slow.items()]
     return lines
+
+
+def slower_than_usual(rates: dict[str, float], everyone: list[str]) -> tuple[dict[str, float], float]:
+    """({name: its rate} of what is slow, the usual rate). everyone: all ranks, where `rates` are those of links: a rank
+    or host that several slow ones have in common is named in their place."""
+    usual = _usual(rates)
+    slow = {name: rate for name, rate in rates.items() if rate < SLOW * usual}
+    return (_blame(rates, slow, everyone) if everyone else slow), usual
 
 
 def _usual(rates: dict[str, float]) -> float:
@@ -104,7 +126,8 @@ def _blame(links: dict[str, float], slow: dict[str, float], everyone: list[str])
     while True:
         own = {rank: [name for name in left if rank in name.split(" - ")] for rank in set(ranks) - set(blamed)}
         shares = {rank: sum(name in slow for name in its) / len(its) for rank, its in own.items() if len(its) > 1}
-        worst = max(sorted(shares), key=shares.__getitem__, default=None)
+        rates = {rank: median(links[name] for name in own[rank]) for rank in shares}
+        worst = max(sorted(shares), key=lambda rank: (shares[rank], -rates[rank]), default=None)
         if worst is None or shares[worst] <= 0.5:
             break
         blamed[worst] = median(links[name] for name in links if worst in name.split(" - "))
@@ -117,12 +140,21 @@ def _blame(links: dict[str, float], slow: dict[str, float], everyone: list[str])
 
 
 def _meetings(nodes: list[Node]) -> list[list[tuple[int, int]]]:
-    """Rounds of pairs of ranks: every two nodes meet once, rank by rank in their order, as far as both have one."""
+    """Rounds of pairs of ranks: every two nodes meet once."""
+    return _meet(nodes, _rounds(list(range(len(nodes)))))
+
+
+def _meet(nodes: list[Node], rounds: list[list[tuple[int, int]]]) -> list[list[tuple[int, int]]]:
+    """Pairs of nodes -> of their ranks, one by one in their order, as far as both have one."""
     ranks = [range(node.first_rank, node.first_rank + node.num_ranks) for node in nodes]
-    return [
-        [pair for one, other in pairs for pair in zip(ranks[one], ranks[other])]
-        for pairs in _rounds(list(range(len(ranks))))
-    ]
+    return [[pair for one, other in pairs for pair in zip(ranks[one], ranks[other])] for pairs in rounds]
+
+
+def _circle(count: int) -> list[list[tuple[int, int]]]:
+    """Each of three or more and the next one, the last and the first; the pairs of a round have none in common."""
+    line = [(place, place + 1) for place in range(count - 1)]
+    rounds, closing = [line[::2], line[1::2]], (0, count - 1)
+    return [rounds[0], [*rounds[1], closing]] if count % 2 == 0 else [*rounds, [closing]]
 
 
 def _names(node: Node, nodes: list[Node]) -> list[str]:
@@ -143,15 +175,20 @@ def _rounds(hosts: list[int]) -> list[list[tuple[int, int]]]:
     return rounds
 
 
-def _exchange(parallel: Parallel, block, rounds: list[list[tuple[int, int]]], names: list[str]) -> dict[str, float]:
-    """GB/s of this rank's pairs, told by the lower rank; one pair at a time between hosts would take too long."""
+def _exchange(
+    parallel: Parallel, block, rounds: list[list[tuple[int, int]]], names: list[str], *, of_several=median
+) -> dict[str, float]:
+    """GB/s of this rank's pairs, told by the lower rank; one pair at a time between hosts would take too long.
+
+    of_several: which seconds of a few messages count; the least where others may use the link.
+    """
     rates = {}
     for pairs in rounds:
         dist.barrier()
         peer = next((b if a == parallel.rank else a for a, b in pairs if parallel.rank in (a, b)), None)
         if peer is None:
             continue
-        rate = _send_and_receive(parallel, block, to=peer, source=peer)
+        rate = _send_and_receive(parallel, block, to=peer, source=peer, of_several=of_several)
         if parallel.rank < peer:
             rates[f"{names[parallel.rank]} - {names[peer]}"] = rate
     return rates
@@ -164,7 +201,7 @@ def _send_around(parallel: Parallel, block: torch.Tensor) -> float:
     return _send_and_receive(parallel, block, to=(rank + 1) % size, source=(rank - 1) % size)
 
 
-def _send_and_receive(parallel: Parallel, block: torch.Tensor, *, to: int, source: int) -> float:
+def _send_and_receive(parallel: Parallel, block: torch.Tensor, *, to: int, source: int, of_several=median) -> float:
     """GB/s in each direction."""
     incoming, seconds = torch.empty_like(block), []
     for _ in range(4):
@@ -174,7 +211,7 @@ def _send_and_receive(parallel: Parallel, block: torch.Tensor, *, to: int, sourc
             work.wait()
         _synchronize(parallel)
         seconds.append(time.perf_counter() - started)
-    return block.numel() / median(seconds[1:]) / 1e9
+    return block.numel() / of_several(seconds[1:]) / 1e9
 
 
 def _all_reduce(parallel: Parallel, block: torch.Tensor) -> float:

@@ -148,10 +148,12 @@ class Setting:
             raise ValueError("--sequence-parallel shares rows over tensor-parallel ranks: --tensor-parallel-size is 1")
         if self.gpus > self.gpus_per_node and self.gpus % self.gpus_per_node:
             raise ValueError(f"{self.gpus} GPUs do not fill nodes of {self.gpus_per_node}")
-        if self.tensor_parallel > self.gpus_per_node:
+        if self.nodes > 1 and self.gpus_per_node % self.tensor_parallel:
+            within = [str(size) for size in range(1, self.gpus_per_node + 1) if self.gpus_per_node % size == 0]
             raise ValueError(
-                f"tensor-parallel {self.tensor_parallel} spans hosts of {self.gpus_per_node} GPUs: what its sums take "
-                "between hosts is not planned"
+                f"tensor-parallel {self.tensor_parallel} spans hosts of {self.gpus_per_node} GPUs: the sums of each "
+                "layer would go through their network cards, which is not planned, and the trainer warns of it; use "
+                f"{', '.join(within)} (a whole number of them fills a host), or ZeRO-3"
             )
         check_divides(self.model, self.tensor_parallel)
         check_stage(self.zero, self.precision, offloads=self.offload, source="the plan")

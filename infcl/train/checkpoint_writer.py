@@ -6,11 +6,15 @@ caller has the ranks agree on when that is, since publishing is collective.
 
 A checkpoint is written under a temporary name, flushed, and renamed when complete; `latest` moves last. A crash in
 between leaves the previous one untouched, and a part that the next one removes. What cannot be written (a full disk)
-is reported and removed, and training goes on; the trainer ends a run of which too many in a row could not be.
+is reported and removed, and training goes on; the trainer ends a run of which too many in a row could not be. A disk
+that is gone leaves an empty folder in its place, on each host its own: nothing is written there, since `checkpoints` is
+made once, at the start. One that hangs holds up its own thread alone, until the others have waited long enough.
 """
 
+import contextlib
 import json
 import logging
+import math
 import os
 import shutil
 import threading
@@ -19,7 +23,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from infcl.parallel import Parallel
+from infcl.parallel import Parallel, rank_and_host
 from infcl.train.checkpoint import FORMAT, PARTIAL, checkpoint_step, complete_checkpoints, prune_checkpoints
 from infcl.train.engine import Engine
 from infcl.train.run_folder import FolderTaken, RunFolder, sha256, why_not_written, write_atomic
@@ -27,15 +31,31 @@ from infcl.train.run_folder import FolderTaken, RunFolder, sha256, why_not_writt
 log = logging.getLogger(__name__)
 
 
+class StorageHangs(RuntimeError):
+    """A rank's thread writes without end: so would an exit that waits for threads, as after any other exception."""
+
+    exit_code = 1
+
+
 class CheckpointWriter:
     """One checkpoint at a time.
 
     begun_step: of the last one begun that did not fail; newest: the last one published; failed: how many could not be
     written; failed_in_a_row: of them since the newest, problem: why the last could not. All the same on every rank.
+    patience: seconds that a rank may still write when a checkpoint has to be published.
     """
 
-    def __init__(self, engine: Engine, run: RunFolder, parallel: Parallel, *, keep_last: int, keep_every: int):
-        self.engine, self.run, self.parallel = engine, run, parallel
+    def __init__(
+        self,
+        engine: Engine,
+        run: RunFolder,
+        parallel: Parallel,
+        *,
+        keep_last: int,
+        keep_every: int,
+        patience: float = math.inf,
+    ):
+        self.engine, self.run, self.parallel, self.patience = engine, run, parallel, patience
         self.keep = {"keep_last": keep_last, "keep_every": keep_every}
         self.failed = self.failed_in_a_row = 0
         self.problem = ""
@@ -86,8 +106,9 @@ class CheckpointWriter:
             "trainer": state,
         }
         if self.parallel.rank == 0:
-            for left in self.run.checkpoints.glob(f"step_*{PARTIAL}"):  # by a kill, in any step
-                shutil.rmtree(left, ignore_errors=True)
+            with contextlib.suppress(OSError):  # what fails here fails the writing too
+                for left in self.run.checkpoints.glob(f"step_*{PARTIAL}"):  # by a kill, in any step
+                    shutil.rmtree(left, ignore_errors=True)
         own = _own_tensors(self.engine, self.parallel)
         dist.barrier()
         self._written: dict | None = None
@@ -98,24 +119,30 @@ class CheckpointWriter:
     def publish(self) -> Path | None:
         """Wait for the writing and move the checkpoint into place; None if there is none or it failed. Collective.
 
-        FolderTaken, on all ranks, where another process has begun to train in the folder.
+        FolderTaken, on all ranks, where another process has begun to train in the folder; StorageHangs, on all ranks,
+        where one still writes after `patience`.
         """
         if self._thread is None:
             return None
-        self._thread.join()
-        self._thread = None
+        self._thread.join(None if self.patience == math.inf else self.patience)
+        hangs, self._thread = self._thread.is_alive(), None
         if self._error is not None and not isinstance(self._error, OSError):
             raise self._error
-        problem = None if self._error is None else f"rank {self.parallel.rank}: {why_not_written(self._error)}"
+        problem = None
+        if hangs or self._error is not None:
+            why = f"still writes after {self.patience:.0f} s" if hangs else why_not_written(self._error)
+            problem = f"{rank_and_host(self.parallel)}: {why}"
         answers: list = [None] * self.parallel.world_size
-        dist.all_gather_object(answers, (_file_name(self.parallel.rank), self._written, problem))
-        problems = [answer[2] for answer in answers if answer[2]]
+        dist.all_gather_object(answers, (_file_name(self.parallel.rank), self._written, problem, hangs))
+        problems = _in_words([answer[2] for answer in answers if answer[2]])
+        if any(answer[3] for answer in answers):
+            raise StorageHangs(f"the storage of {self.run.checkpoints} hangs ({problems}); {self.hint}")
         outcome: list[str | None] = [None, None]
         if self.parallel.rank == 0 and (other := self.run.taken_by()):
             outcome[1] = f"{self.run.root} is trained by {other} since: this run ends, and leaves the folder to it"
         elif self.parallel.rank == 0:
-            manifest = self._manifest | {"files": {name: written for name, written, _ in answers}}
-            outcome[0] = problems[0] if problems else _publish(self._partial, self._final, manifest, self.run)
+            manifest = self._manifest | {"files": {name: written for name, written, *_ in answers}}
+            outcome[0] = problems or _publish(self._partial, self._final, manifest, self.run)
         dist.broadcast_object_list(outcome, src=0)
         if outcome[1] is not None:
             raise FolderTaken(outcome[1])
@@ -138,10 +165,14 @@ class CheckpointWriter:
 
     def _write(self, own: dict[str, torch.Tensor]) -> None:
         try:
-            self._partial.mkdir(parents=True, exist_ok=True)
+            self._partial.mkdir(exist_ok=True)
             self._written = _write_tensors(self._partial / _file_name(self.parallel.rank), own)
         except BaseException as error:  # raised again in publish, on the main thread
             self._error = error
+
+
+def _in_words(problems: list[str]) -> str:
+    return f"{problems[0]}, and {len(problems) - 1} more" if len(problems) > 1 else "".join(problems)
 
 
 def _file_name(rank: int) -> str:

@@ -4,6 +4,10 @@ that is lost; not under nohup) become a checkpoint and an orderly end.
 The handler only takes a note; the training loop looks at it after each step, all ranks together, saves, and raises
 `Stopped`. So a signal during a save does not touch the save, and one rank's signal ends all.
 
+A start takes a minute or more, and a scheduler's SIGUSR1 may come within it. pretrain_clip.py notes it from its first
+lines on: the run then begins, takes one step, saves and ends, so that each start gets on. SIGTERM ends a start at once:
+whoever sends it may not wait for more.
+
 Ctrl-C ends a rank at once. Python drops an exception that is raised within a destructor or a callback, a
 KeyboardInterrupt too; so that is noted as well, and raised again after the step.
 
@@ -55,10 +59,13 @@ class Stopped(Exception):
 
 
 class StopSignals:
-    """`received` is the number of the last signal, 0 before any. Use as a context around the loop."""
+    """`received` is the number of the last signal, 0 before any. Use as a context around the loop.
 
-    def __init__(self):
-        self.received = 0
+    noted: what was received so far, by whoever else appends to it.
+    """
+
+    def __init__(self, noted: list[int] | None = None):
+        self.noted: list[int] = [] if noted is None else noted
         self.interrupted = False
         self._before: dict[int, Any] = {}
 
@@ -74,8 +81,12 @@ class StopSignals:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
+    @property
+    def received(self) -> int:
+        return self.noted[-1] if self.noted else 0
+
     def _note(self, number: int, _frame: object) -> None:
-        self.received = number
+        self.noted.append(number)
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
         self.interrupted = True

@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from infcl.cluster.stragglers import Stragglers
 from infcl.config import BatchPlan, TrainConfig, total_steps
 from infcl.data.workers import describe_death
 from infcl.parallel import Parallel, from_first_rank, join_parts, mean_over, micro_batch_seed, seed_everything
@@ -54,9 +55,12 @@ MAX_LOGIT_SCALE = math.log(100)  # OpenAI's bound; the clamp holds through the n
 
 
 class Trainer:
-    """Everything a run needs, built in the order in which mistakes are cheapest: flags, data, model, engine."""
+    """Everything a run needs, built in the order in which mistakes are cheapest: flags, data, model, engine.
 
-    def __init__(self, config: TrainConfig, parallel: Parallel, run: RunFolder):
+    noted: signals that came before, and will (see StopSignals).
+    """
+
+    def __init__(self, config: TrainConfig, parallel: Parallel, run: RunFolder, *, noted: list[int] | None = None):
         self.config, self.parallel, self.run = config, parallel, run
         _, precision = read_preset(config, parallel.device.type)
         self.batch = BatchPlan.of(config, parallel.dp_size)
@@ -104,11 +108,16 @@ class Trainer:
         trained = trained_shares(self.engine.module)
         self.mfu = utilisation(self.model_config, parallel.device, self.engine.precision, trained)
 
+        self.stragglers = Stragglers(
+            parallel, every=config.log_every_n_steps, encoding_waits=self.engine.zero_stage == 3
+        )
         self.finite = FiniteWatch(self.engine.module)
         self.step = self.skipped_steps = self.skipped_in_a_row = 0
-        keep = {"keep_last": config.keep_checkpoints, "keep_every": config.keep_every_n_steps}
-        self.checkpoints = CheckpointWriter(self.engine, run, parallel, **keep)
-        self.signals = StopSignals()
+        self.checkpoints = CheckpointWriter(
+            self.engine, run, parallel, keep_last=config.keep_checkpoints, keep_every=config.keep_every_n_steps,
+            patience=0.8 * 60 * config.dist_timeout,  # before the others' collective ends them, and names nobody
+        )  # fmt: skip
+        self.signals = StopSignals(noted)
         self.saves = Saves(config, parallel, checkpoints=self.checkpoints, signals=self.signals, state=self._state)
         self.train_seconds = 0.0
         self._open_run_folder(checkpoint)
@@ -201,6 +210,7 @@ class Trainer:
         phases = self.timer.read()
         seconds, text_share = time.perf_counter() - started, self.pixels.text_share
         self.train_seconds += seconds
+        of_ranks, slow_host = self.stragglers.after_step(self.step, seconds, phases, self.pixels.waited)
         self.metrics.step(
             self.step,
             self.samples_seen,
@@ -222,8 +232,11 @@ class Trainer:
             | self.schedule.tower_rates(self.step - 1)
             | dict(zip(self.sampled_loss.names, sampled))
             | dict(zip(("grad_norm_image", "grad_norm_text"), tower_norms.tolist()))
-            | {f"seconds_{name}": value for name, value in phases.items()},
+            | {f"seconds_{name}": value for name, value in phases.items()}
+            | of_ranks,
         )
+        if slow_host:
+            self.metrics.say(slow_host)
         if news := self.profiler.after_step(phases):
             self.metrics.say(news)
         if self.packed_captions and not self.saw_captions:

@@ -1,0 +1,25 @@
+"""torchrun, ending with the code of the rank that failed first: python -m infcl.cluster.torchrun TORCHRUN'S ARGUMENTS
+
+torchrun itself ends with 1 whatever its ranks ended with, and what starts a run again has to know a mistake in the
+command (2) and steps that stay not finite (65) from a failure: launch/torchrun.sh comes here. Ranks that torchrun ends
+after the first are not asked. A rank that a signal ended counts as in a shell, 128 + its number.
+"""
+
+import sys
+
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.run import main as torchrun
+
+
+def main(argv: list[str] | None = None) -> int:
+    try:
+        torchrun(argv)
+    except ChildFailedError as failed:
+        print(failed, file=sys.stderr, flush=True)
+        code = failed.get_first_failure()[1].exitcode
+        return code if code > 0 else 128 - code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
