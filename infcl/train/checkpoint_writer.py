@@ -128,10 +128,10 @@ class CheckpointWriter:
         hangs, self._thread = self._thread.is_alive(), None
         if self._error is not None and not isinstance(self._error, OSError):
             raise self._error
-        problem = None
-        if hangs or self._error is not None:
-            why = f"still writes after {self.patience:.0f} s" if hangs else why_not_written(self._error)
-            problem = f"{rank_and_host(self.parallel)}: {why}"
+        why = why_not_written(self._error) if self._error is not None else ""
+        if hangs:
+            why = f"still writes after {self.patience:.0f} s"
+        problem = f"{rank_and_host(self.parallel)}: {why}" if why else None
         answers: list = [None] * self.parallel.world_size
         dist.all_gather_object(answers, (_file_name(self.parallel.rank), self._written, problem, hangs))
         problems = _in_words([answer[2] for answer in answers if answer[2]])
