@@ -131,8 +131,8 @@ COMMANDS = [
     Command(
         "IMAGE=ViT-B-16.safetensors bash launch/lit.sh --train-data '/data/{00000..41455}.tar' --tokenizer spm.model "
         "--global-batch-size 262144 --warmup-samples 140000000",
-        here=f"IMAGE=weights.safetensors bash launch/lit.sh {DEMO} {TINY} --accum-freq 1 --global-batch-size 16 "
-        "--warmup-samples 16 --steps 2",
+        here=f"IMAGE=weights.safetensors bash launch/lit.sh {DEMO} {TINY.replace('--warmup 1 ', '')} --accum-freq 1 "
+        "--global-batch-size 16 --warmup-samples 16 --steps 2",
     ),
     Command(
         "deepspeed ... pretrain_clip.py ... --dry-run",

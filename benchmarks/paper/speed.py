@@ -76,8 +76,9 @@ def loss_two_gpus() -> str:
 
 
 def loss_h100() -> str:
-    """All that one H100 was asked, in one run."""
-    found = [row for row in rows("loss_h100.csv") if row["median_ms"] != ""]
+    """All that one or two H100s were asked: the last row of each setting."""
+    every = [row for row in rows("loss_h100.csv") if row["median_ms"] != ""]
+    found = latest(every, "gpus", "global_batch", "dim", "impl")
     names = LABELS | {
         "two_passes": "infcl's loss as two passes of InfoNCE",
         "no_graph": "infcl, without a CUDA graph",
@@ -86,6 +87,7 @@ def loss_h100() -> str:
     }
     lines = [
         [
+            row["gpus"],
             f"{row['global_batch']:,}",
             row["dim"],
             names[row["impl"]],
@@ -93,9 +95,9 @@ def loss_h100() -> str:
             size(row["extra_mib"]),
             f"{row['ratio_to_cublas']:.2f}",
         ]
-        for row in sorted(found, key=lambda row: (row["global_batch"], row["dim"]))
+        for row in sorted(found, key=lambda row: (row["gpus"], row["global_batch"], row["dim"]))
     ]
-    return f"{markdown(['b', 'D', 'loss', 'ms', 'memory', 'of the library'], lines)}\n\n{origin(found)}."
+    return f"{markdown(['GPUs', 'b', 'D', 'loss', 'ms', 'memory', 'of the library'], lines)}\n\n{origin(found)}."
 
 
 _OTHERS = {  # on one GPU: (--impl, D)
