@@ -5,7 +5,9 @@ import errno
 import json
 import os
 import shutil
+import signal
 import threading
+import time
 
 import pytest
 import torch
@@ -117,7 +119,8 @@ def saved_while_a_step_is_made(rank, world_size, preset, folder):
 
 
 def saved_to_storage_that_hangs_or_is_gone(rank, world_size, folder) -> list[str]:
-    """Of three checkpoints the first finds no folder on rank 1, the last does not end there; what is said of them."""
+    """Of four checkpoints the first finds no folder on rank 1, the third takes both ranks longer than they are patient,
+    the last does not end on rank 1; what is said of the first and the last."""
     from types import SimpleNamespace
     from unittest import mock
 
@@ -131,7 +134,8 @@ def saved_to_storage_that_hangs_or_is_gone(rank, world_size, folder) -> list[str
     writer = checkpoint_writer.CheckpointWriter(engine, run, parallel, keep_last=0, keep_every=0, patience=5)
 
     def write(path, tensors):
-        assert rank == 0 or writer.begun_step != 3 or released.wait(60)
+        time.sleep(6 * (writer.begun_step == 3))
+        assert rank == 0 or writer.begun_step != 4 or released.wait(60)
         path.write_bytes(b"")
         return {}
 
@@ -148,6 +152,8 @@ def saved_to_storage_that_hangs_or_is_gone(rank, world_size, folder) -> list[str
         writer.begin(2, {})
         assert writer.publish() is not None
         writer.begin(3, {})
+        assert writer.publish() is not None
+        writer.begin(4, {})
         with pytest.raises(checkpoint_writer.StorageHangs) as hangs:
             writer.publish()
         released.set()
@@ -159,7 +165,7 @@ def test_storage_that_is_gone_or_hangs_on_one_host_is_named_with_it_and_written_
     for gone, hangs in run_ranks(saved_to_storage_that_hangs_or_is_gone, 2, tmp_path):
         assert gone == "rank 1 on worker-2: No such file or directory"
         assert "checkpoints hangs (rank 1 on worker-2: still writes after 5 s)" in hangs
-        assert hangs.endswith("; --resume latest continues from step_00000002")
+        assert hangs.endswith("; --resume latest continues from step_00000003")
 
 
 @pytest.mark.parametrize("preset", ["zero0", "zero1", "zero3"])
@@ -178,6 +184,34 @@ def finished(demo_folder, tmp_path_factory):
     config = demo_config(demo_folder, logs, steps=3, batch_size=16, save_every_n_steps=1)
     run_ranks(fit, 2, config)
     return RunFolder(logs / "run"), config
+
+
+def told_to_end_while_the_last_is_written(rank, world_size, config) -> str:
+    from infcl.parallel import init_parallel
+    from infcl.train.run_folder import claim_run_folder
+    from infcl.train.stop import Stopped
+    from infcl.train.trainer import Trainer
+
+    parallel = init_parallel("cpu")
+    trainer = Trainer(config, parallel, claim_run_folder(config, parallel))
+    finish = trainer.saves.finish
+
+    def finish_late():
+        trainer.signals.noted += [signal.SIGUSR1] * (rank == 1)
+        return finish()
+
+    trainer.saves.finish = finish_late
+    with pytest.raises(Stopped) as stopped:
+        trainer.fit()
+    return str(stopped.value)
+
+
+def test_a_signal_behind_the_last_step_leaves_evaluation_and_export_to_the_next_start(demo_folder, tmp_path):
+    config = demo_config(demo_folder, tmp_path, steps=2, batch_size=16)
+    assert run_ranks(told_to_end_while_the_last_is_written, 2, config) == ["SIGUSR1 received"] * 2
+    assert complete_checkpoints(RunFolder(tmp_path / "run")) and not (tmp_path / "run" / "summary.json").exists()
+    run_ranks(fit, 2, dataclasses.replace(config, resume="latest"))
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["steps"] == 2
 
 
 def test_a_checkpoint_is_json_and_safetensors_only(finished):

@@ -213,6 +213,30 @@ def test_the_command_runs(request, line):
 NO_PAGES_TO_FOLLOW = {"data_faults.md", "log.md"}  # written by a program; what was run once
 
 
+PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("ds_configs/*.md")]
+
+
+def headings(page: Path) -> list[str]:
+    """As links name them: lower case, hyphens for spaces, without punctuation."""
+    text = re.sub(r"(?ms)^```.*?^```$", "", page.read_text())
+    return [re.sub(r"[^\w -]", "", line.lower()).replace(" ", "-") for line in re.findall(r"(?m)^#+ (.+)$", text)]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_to_a_file_or_to_one_heading_and_tables_have_a_line_for_each_row(page):
+    text, own = page.read_text(), headings(page)
+    links = [link for link in re.findall(r"\]\(([^)\s]+)\)", text) if not re.match(r"\w+:", link)]
+    for link in links:
+        name, _, heading = link.partition("#")
+        target = (page.parent / name).resolve() if name else page
+        assert target.exists(), link
+        assert not heading or headings(target).count(heading) == 1, link
+    assert page.name == "CHANGELOG.md" or len(own) == len(set(own))
+    lines = [line.strip() for line in text.splitlines()]
+    rows = [line for line in lines if re.search(r"\| ?:?-+:? ?\|", line) or line.startswith("|")]
+    assert not [row for row in rows if not row.startswith("|") or not row.endswith("|")]
+
+
 def test_the_activation_is_shown_before_the_first_command_that_needs_it():
     looked = 0
     for path in documents():

@@ -4,6 +4,7 @@ import os
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 
@@ -11,6 +12,7 @@ import pytest
 
 from infcl.parallel import _NODE_SIZES, read_environment, read_ranks_per_node
 from tests.checkout import ROOT
+from tests.waiting import wait_until
 
 
 def run(script: str, *arguments, tmp_path, programs: dict[str, str], where=None, **environment: str):
@@ -190,6 +192,17 @@ def test_under_torchrun_a_failed_ranks_code_comes_out(tmp_path, end, code):
     assert (f"exitcode  : {'-9' if code == 137 else code}" in ended.stderr) == bool(code), ended.stderr
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_torchrun_that_is_told_to_end_has_the_signals_code(tmp_path, number):
+    program, started = tmp_path / "program.py", tmp_path / "started"
+    program.write_text(f"import pathlib, time\npathlib.Path({str(started)!r}).touch()\ntime.sleep(60)\n")
+    command = [sys.executable, "-m", "infcl.cluster.torchrun", "--standalone", "--nproc-per-node", "1", "--", program]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
+        wait_until(started.exists, 60, "its rank did not start", process)
+        process.send_signal(number)
+        assert process.wait(60) == 128 + number
+
+
 SSH = 'case "$*" in *hostname*) echo "10.0.0.1 fe80::1 ";; *) echo "2: eth0    inet 10.0.0.1/24 brd";; esac\n'
 HOSTFILE = {"python": "exit 0\n", "ssh": SSH, "deepspeed": 'printf "%s|" "$@"\n'}
 
@@ -309,7 +322,8 @@ def test_the_kubernetes_job_is_valid_yaml_of_four_pods():
     from torch.distributed.run import parse_args
 
     read = parse_args(container["args"])
-    assert container["command"] == ["torchrun"] and read.training_script == "pretrain_clip.py"
+    assert container["command"] == ["python", "-m", "infcl.cluster.torchrun"]
+    assert read.training_script == "pretrain_clip.py"
     assert "--logs=/data/logs" in read.training_script_args
 
 

@@ -49,6 +49,16 @@ def test_a_request_to_end_is_noted_only(number):
     assert signal.signal(signal.SIGHUP, before) is signal.SIG_DFL
 
 
+def test_behind_the_loop_sigusr1_ends_the_process_again_though_its_start_took_note_of_it():
+    before = signal.signal(signal.SIGUSR1, lambda *_: None)
+    try:
+        with StopSignals([]):
+            pass
+        assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
 def test_under_nohup_a_closed_terminal_is_nothing():
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     with StopSignals() as signals:

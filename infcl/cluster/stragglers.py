@@ -10,7 +10,8 @@ A slow link shows in no rank's own seconds, and all messages of a ring are as la
 three hosts on (one link is its own median) neighbouring hosts are measured then as well, two at a time.
 
 Cost: a step that is not logged sends nothing and waits for nothing. One that is gathers two floats a rank; over three
-hosts and more it sends a few messages to the two neighbours (infcl/cluster/links.py).
+hosts and more all meet two or three times, send some messages of 16 MiB (256 KiB on CPUs) to the two neighbours
+(infcl/cluster/links.py), and gather the rates. It counts into that step's seconds.
 """
 
 from collections import defaultdict
@@ -41,15 +42,15 @@ class Stragglers:
         self._sums, self._steps = [0.0, 0.0, 0.0], 0  # own seconds, of them waiting for data, the whole steps'
 
     def after_step(
-        self, step: int, seconds: float, phases: Mapping[str, float], waited: float
+        self, step: int, seconds: float, phases: Mapping[str, float], waited: float, again: float = 0.0
     ) -> tuple[dict[str, float], str]:
         """(for metrics.jsonl, a warning or ""); on rank 0 what is known of all. Collective where `step` is logged.
 
-        phases: seconds of "data" and "encode"; waited: for data, in any phase.
+        phases: seconds of "data" and "encode"; waited: for data, in any phase; again: of them in the second reading.
         """
         if self.parallel.world_size == 1:
             return {}, ""
-        own = waited if self.encoding_waits else phases.get("data", 0.0) + phases.get("encode", 0.0)
+        own = waited if self.encoding_waits else phases.get("data", 0.0) + phases.get("encode", 0.0) + again
         self._sums = [total + value for total, value in zip(self._sums, (own, waited, seconds))]
         self._steps += 1
         if step % self.every:
@@ -100,19 +101,19 @@ class Warnings:
 
 
 def slow_ranks(owns: list[float], waits: list[float], step: float, nodes: tuple[Node, ...]) -> dict[str, str]:
-    """{host or rank: a line about it} of those that take longer than the others before the first message of a step.
+    """{host, or rank where no hosts are known: a line about its slow ranks}: those that keep the others waiting.
 
     owns: seconds by rank; waits: of them those for data; step: of a whole one. Of two ranks the faster is usual.
     """
     usual, usual_wait = median_low(owns), median_low(waits)
     slow = [r for r, own in enumerate(owns) if usual < SLOW * own and own - usual > NOTICEABLE * step]
     lines = {}
-    for name, ranks in _by_host(slow, nodes):
+    for place, name, ranks in _by_host(slow, nodes):
         worst = max(ranks, key=owns.__getitem__)
         late, waited = owns[worst] - usual, waits[worst]
         of_data = waited - usual_wait > late / 2
         where = "its storage, cores and --workers" if of_data else "other programs there, clocks and heat of its GPUs"
-        lines[name] = (
+        lines[place] = (
             f"{name} is slower than the others: {owns[worst]:.3g} s of a step until its pairs are read and encoded, "
             f"where {usual:.3g} s is usual ({waited:.3g} s of them waiting for data, usually {usual_wait:.3g}). All "
             f"wait for it, {late / step:.0%} of a step; look at {where}"
@@ -120,13 +121,13 @@ def slow_ranks(owns: list[float], waits: list[float], step: float, nodes: tuple[
     return lines
 
 
-def _by_host(ranks: list[int], nodes: tuple[Node, ...]) -> Iterator[tuple[str, list[int]]]:
-    """The ranks of each host under its name, and the numbers of those that are among them."""
+def _by_host(ranks: list[int], nodes: tuple[Node, ...]) -> Iterator[tuple[str, str, list[int]]]:
+    """(host, what to call its slow ranks, these). Hosts are what to count by: other ranks may be slow next time."""
     for node in nodes:
         its = [rank for rank in ranks if node.first_rank <= rank < node.first_rank + node.num_ranks]
         if len(its) == node.num_ranks:
-            yield str(node), its
+            yield node.host, str(node), its
         elif its:
-            yield f"{node.host} (rank{'s' * (len(its) > 1)} {', '.join(map(str, its))})", its
+            yield node.host, f"{node.host} (rank{'s' * (len(its) > 1)} {', '.join(map(str, its))})", its
     if not nodes:  # another program started the process group
-        yield from ((f"rank {rank}", [rank]) for rank in ranks)
+        yield from ((f"rank {rank}", f"rank {rank}", [rank]) for rank in ranks)

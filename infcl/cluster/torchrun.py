@@ -2,11 +2,12 @@
 
 torchrun itself ends with 1 whatever its ranks ended with, and what starts a run again has to know a mistake in the
 command (2) and steps that stay not finite (65) from a failure: launch/torchrun.sh comes here. Ranks that torchrun ends
-after the first are not asked. A rank that a signal ended counts as in a shell, 128 + its number.
+after the first are not asked. A rank that a signal ended counts as in a shell, 128 + its number, and so does torchrun.
 """
 
 import sys
 
+from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.run import main as torchrun
 
@@ -18,6 +19,8 @@ def main(argv: list[str] | None = None) -> int:
         print(failed, file=sys.stderr, flush=True)
         code = failed.get_first_failure()[1].exitcode
         return code if code > 0 else 128 - code
+    except SignalException as told:
+        return 128 + told.sigval
     return 0
 
 

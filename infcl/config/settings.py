@@ -250,7 +250,9 @@ class TrainConfig:
     keep_every_n_steps: int = _flag(0, "run", "and those of every n-th step (0: none)")
     val_frequency: int = _flag(1, "run", "retrieval on --val-data every n epochs (0: only at the end)")
     zeroshot_frequency: int = _flag(2, "run", "zero-shot on --zeroshot-data every n epochs (0: only at the end)")
-    log_every_n_steps: int = _flag(100, "run", "print a line every n steps where there is no terminal")
+    log_every_n_steps: int = _flag(
+        100, "run", "compare the ranks' speed, and print a line where there is no terminal, every n steps"
+    )
     report_to: str = _flag("tensorboard", "run", "where metrics go beside metrics.jsonl", choices=REPORT_TO)
     wandb_project_name: str = _flag("infcl", "run", "project of --report-to wandb (WANDB_MODE=offline keeps it local)")
     profile: int = _flag(0, "run", "profile n steps after 5 warm-up steps: a trace and a table in RUN/profile (0: off)")

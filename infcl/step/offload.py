@@ -73,6 +73,7 @@ class PixelCache:
         self.checksums: dict[int, torch.Tensor] = {}
         self.differs: dict[int, torch.Tensor] = {}
         self.waited = 0.0  # seconds of this step that the host waited for the loader, or another part's
+        self.waited_again = 0.0  # of them in the second reading
         self.first: MicroBatch | None = self._next()
 
     def __enter__(self) -> "PixelCache":
@@ -133,7 +134,9 @@ class PixelCache:
         self.tokens.append({name: value.to(self.device, non_blocking=True) for name, value in texts.items()})
 
     def _read_again(self, index: int) -> torch.Tensor:
+        before = self.waited
         batch = self._next()
+        self.waited_again += self.waited - before
         if not torch.equal(batch["ids"], self.ids[index]):
             raise RuntimeError(
                 f"micro-batch {index} had samples {self._shown(index)} and has {batch['ids'][:8].tolist()} when it is "

@@ -8,7 +8,8 @@ A checkpoint is written under a temporary name, flushed, and renamed when comple
 between leaves the previous one untouched, and a part that the next one removes. What cannot be written (a full disk)
 is reported and removed, and training goes on; the trainer ends a run of which too many in a row could not be. A disk
 that is gone leaves an empty folder in its place, on each host its own: nothing is written there, since `checkpoints` is
-made once, at the start. One that hangs holds up its own thread alone, until the others have waited long enough.
+made once, at the start. One that hangs on some hosts ends the run when the others have waited long enough; where it is
+as slow for all, all wait. (What rank 0 writes itself, metrics and names of checkpoints, it waits for without end.)
 """
 
 import contextlib
@@ -42,7 +43,7 @@ class CheckpointWriter:
 
     begun_step: of the last one begun that did not fail; newest: the last one published; failed: how many could not be
     written; failed_in_a_row: of them since the newest, problem: why the last could not. All the same on every rank.
-    patience: seconds that a rank may still write when a checkpoint has to be published.
+    patience: seconds that some ranks may still write, when a checkpoint has to be published and others have written.
     """
 
     def __init__(
@@ -120,12 +121,12 @@ class CheckpointWriter:
         """Wait for the writing and move the checkpoint into place; None if there is none or it failed. Collective.
 
         FolderTaken, on all ranks, where another process has begun to train in the folder; StorageHangs, on all ranks,
-        where one still writes after `patience`.
+        where some still write after `patience`, and others do not.
         """
         if self._thread is None:
             return None
-        self._thread.join(None if self.patience == math.inf else self.patience)
-        hangs, self._thread = self._thread.is_alive(), None
+        hangs = self._still_writes()
+        self._thread = None
         if self._error is not None and not isinstance(self._error, OSError):
             raise self._error
         why = why_not_written(self._error) if self._error is not None else ""
@@ -157,6 +158,16 @@ class CheckpointWriter:
             self.prune(self._final)
         self.newest, self.failed_in_a_row = self._final, 0
         return self._final
+
+    def _still_writes(self) -> bool:
+        """Wait until all ranks have written, or `patience` where some have; whether this one has not. Collective."""
+        assert self._thread is not None, "begun"
+        while True:
+            self._thread.join(None if self.patience == math.inf else self.patience)
+            writing = [None] * self.parallel.world_size
+            dist.all_gather_object(writing, self._thread.is_alive())
+            if not all(writing):
+                return self._thread.is_alive()
 
     def prune(self, written: Path) -> None:
         """Remove old checkpoints behind this new one. Rank 0."""

@@ -46,6 +46,10 @@ class Saves:
         self.begin()
         return self.checkpoints.publish()
 
+    def told_to_end(self) -> int:
+        """The number of a signal that any rank has received, or 0. Collective."""
+        return int(max_over(dist.group.WORLD, [self.signals.received], self.parallel.device)[0])
+
     def after_step(self, step: int, *, is_last: bool) -> None:
         """Publish what is written, begin what is due by step count, by rank 0's clock or for a signal. Collective.
 

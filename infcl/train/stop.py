@@ -61,7 +61,8 @@ class Stopped(Exception):
 class StopSignals:
     """`received` is the number of the last signal, 0 before any. Use as a context around the loop.
 
-    noted: what was received so far, by whoever else appends to it.
+    noted: what was received so far, by whoever else appends to it. Behind the loop nobody looks there any more, and
+    SIGUSR1 ends the process as it does by default.
     """
 
     def __init__(self, noted: list[int] | None = None):
@@ -79,7 +80,7 @@ class StopSignals:
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():
-            signal.signal(number, handler)
+            signal.signal(number, signal.SIG_DFL if number == signal.SIGUSR1 else handler)
 
     @property
     def received(self) -> int:

@@ -47,7 +47,7 @@ from infcl.train.resident import check_encode_width, graphs_to_keep, merge_micro
 from infcl.train.results import write_results
 from infcl.train.run_folder import RunFolder
 from infcl.train.saves import Saves
-from infcl.train.stop import StopSignals
+from infcl.train.stop import Stopped, StopSignals
 
 log = logging.getLogger(__name__)
 
@@ -115,7 +115,7 @@ class Trainer:
         self.step = self.skipped_steps = self.skipped_in_a_row = 0
         self.checkpoints = CheckpointWriter(
             self.engine, run, parallel, keep_last=config.keep_checkpoints, keep_every=config.keep_every_n_steps,
-            patience=0.8 * 60 * config.dist_timeout,  # before the others' collective ends them, and names nobody
+            patience=0.8 * 60 * config.dist_timeout,  # before a collective ends the others, and names nobody
         )  # fmt: skip
         self.signals = StopSignals(noted)
         self.saves = Saves(config, parallel, checkpoints=self.checkpoints, signals=self.signals, state=self._state)
@@ -147,6 +147,8 @@ class Trainer:
                 self.metrics.say(news)
             if self.saves.finish() is None:
                 self.saves.finish()  # once more, if the last one could not be written
+            if number := self.saves.told_to_end():  # so late that evaluation and export are the next start's
+                raise Stopped(number)
         return self._finish()
 
     def _train(self) -> None:
@@ -208,9 +210,11 @@ class Trainer:
         own = torch.cat([output.loss.view(1), self.sampled_loss.values, output.loss.new_tensor([bad])])
         loss, *sampled, skipped_samples = mean_over(dist.group.WORLD, own).tolist()
         phases = self.timer.read()
+        of_ranks, slow_host = self.stragglers.after_step(
+            self.step, time.perf_counter() - started, phases, self.pixels.waited, self.pixels.waited_again
+        )
         seconds, text_share = time.perf_counter() - started, self.pixels.text_share
         self.train_seconds += seconds
-        of_ranks, slow_host = self.stragglers.after_step(self.step, seconds, phases, self.pixels.waited)
         self.metrics.step(
             self.step,
             self.samples_seen,
