@@ -233,7 +233,7 @@ class TrainConfig:
         None, "system", "network interface of all connections; nothing listens on another one"
     )
     host_timeout: float = _flag(40.0, "system", "seconds of silence after which a host counts as lost and the run ends")
-    dist_timeout: float = _flag(30.0, "system", "minutes after which a hung collective ends the run")
+    dist_timeout: float = _flag(30.0, "system", "minutes until a hung collective ends the run (a hung disk: 0.8 of it)")
     skip_memory_check: bool = _flag(False, "system", "start although the estimate says that memory is too small")
     deterministic: bool = _flag(False, "system", "bitwise repeatable kernels (slower)")
     seed: int = _flag(0, "system", "seed of initialisation, data order, augmentation and dropout")
