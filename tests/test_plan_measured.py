@@ -190,7 +190,9 @@ def test_the_profile_that_measure_wrote_plans_them_as_well(one):
 
 @pytest.mark.parametrize("one", compare(read_steps(RESULTS / "step_h100.csv"), h100()), ids=_name)
 def test_steps_of_a_card_by_which_nothing_was_set(one):
-    assert abs(one["speed_error"]) < 0.15 and abs(one["memory_error"]) < 0.05
+    """Within 15 and 5%, as all measured steps; those of one GPU were met closer."""
+    speed, memory = (0.10, 0.02) if one["row"]["gpus"] == 1 else (0.15, 0.05)
+    assert abs(one["speed_error"]) < speed and abs(one["memory_error"]) < memory
 
 
 def test_the_docs_say_how_far_the_plan_is_from_the_rows_that_are_left_out_too():
