@@ -85,7 +85,7 @@ def measure(folder: Path, arguments: argparse.Namespace) -> dict[str, float]:
     tokenizer, reader = Tokenizer(model, 64), ShardReader(load_manifest(str(folder / "shards")))
     order = np.random.default_rng(0).permutation(arguments.images)
     records = reader.read(order)
-    jpegs = [record.image for record in records]
+    jpegs = [record.image for record in records if record.image is not None]  # all have one
     pixels = [decode_image(jpeg) for jpeg in jpegs[:32]]
     size, random = arguments.image_size, np.random.default_rng(0)
 
@@ -228,7 +228,7 @@ def hardware() -> dict[str, str | int | float]:
         "command": " ".join([f"python -m benchmarks.{Path(sys.argv[0]).stem}", *sys.argv[1:]]),
         "commit": commit,
         "cpu": cpu,
-        "cores": os.cpu_count(),
+        "cores": os.cpu_count() or 1,
         "load": round(os.getloadavg()[0], 1),
         "python": platform.python_version(),
         "torch": torch.__version__,

@@ -53,7 +53,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 def _compare(rank: int, options: argparse.Namespace, data: Path) -> None:
     torch.set_num_threads(1)
-    device = torch.device(options.device, rank if options.device == "cuda" else None)
+    device = torch.device(f"cuda:{rank}" if options.device == "cuda" else "cpu")
     if options.device == "cuda":
         torch.cuda.set_device(rank)
     backend = {"cuda": "nccl", "cpu": "gloo"}[options.device]
@@ -100,6 +100,7 @@ def _model_and_batch(
     """The model and a whole global batch, the same on all ranks."""
     tokenizer, model_config = build_tokenizer_and_model_config(config)
     torch.manual_seed(0)
+    assert config.train_data is not None and tokenizer is not None, "in the flags"
     model = CLIP(model_config)
     load_pretrained(model, options.weights, None, None)
     loader = TrainLoader(
@@ -122,7 +123,7 @@ def loss_gradients(
     images: torch.Tensor,
     texts: torch.Tensor,
     name: str,
-    group: dist.ProcessGroup,
+    group: dist.ProcessGroup | None,
     *,
     autocast: bool = False,
     tile_dtype: str | None = None,

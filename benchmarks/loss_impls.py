@@ -9,6 +9,7 @@ import importlib.util
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 
 import torch
 import torch.distributed as dist
@@ -106,12 +107,19 @@ def _official(images: Tensor, texts: Tensor, scale: Tensor, bias: Tensor) -> Ten
     return (cal_inf_loss(images, texts, scale=scale) + cal_inf_loss(texts, images, scale=scale)) / 2
 
 
+def peer_module(path: Path) -> ModuleType:
+    """A peer's file alone: its package, and what that imports, need not be installed."""
+    spec = importlib.util.spec_from_file_location(f"peer_{path.stem}", path)
+    assert spec is not None and spec.loader is not None, f"{path} is no Python file"
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
 def _open_clip(name: str, group: dist.ProcessGroup | None, path: Path | None) -> Loss:
     if path is None:
         raise ValueError(f"{name} needs --open-clip-loss .../open_clip/loss.py")
-    spec = importlib.util.spec_from_file_location("open_clip_loss", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = peer_module(path)
     place = {"rank": dist.get_rank(group), "world_size": dist.get_world_size(group)} if group is not None else {}
     if name == "official_siglip":
         siglip = module.SigLipLoss(**place)

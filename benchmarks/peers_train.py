@@ -96,7 +96,7 @@ def what_is_missing(program: str, checkout: Checkout | None) -> str:
     trainer, flag = TRAINERS[program], "--" + program.replace("_", "-")
     if trainer.folders and checkout is None:
         return f"{program} needs {flag}, a checkout"
-    if trainer.folders:
+    if checkout is not None:
         package = Path(trainer.folders[0], trainer.module.partition(".")[0])
         if not (checkout.folder / package).is_dir():
             return f"{flag}: no folder {package} in {checkout.folder}"
@@ -213,8 +213,9 @@ def report(row: dict, path: Path | None) -> None:
 
 def _environment(setting: dict, options: argparse.Namespace) -> dict[str, str]:
     """Of a program: it finds our packages and its checkout's, and on --device cpu no GPU."""
-    checkout, folders = checkout_of(setting["program"], options), TRAINERS[setting["program"]].folders
-    paths = [str(ROOT), *(str(checkout.folder / folder) for folder in folders), os.environ.get("PYTHONPATH")]
+    checkout = checkout_of(setting["program"], options)
+    own = [] if checkout is None else [checkout.folder / folder for folder in TRAINERS[setting["program"]].folders]
+    paths = [str(ROOT), *map(str, own), os.environ.get("PYTHONPATH")]
     found = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
     return found | {"CUDA_VISIBLE_DEVICES": ""} if options.device == "cpu" else found
 

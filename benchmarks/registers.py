@@ -59,7 +59,12 @@ def compiled_attention(tokens: int, *, packed: bool = False) -> dict[str, Compil
     """{"forward", "backward"} of whole sequences of bf16, or of packed captions of up to so many tokens."""
     if tokens > triton_attention.LONGEST:
         kernels = triton_attention_blocks._forward, triton_attention_blocks._backward
-        constants = triton_attention_blocks._LAUNCH | {"FULL": tokens // triton_attention.BLOCK, "H": 16, "D": 64}
+        constants: dict[str, int | None] = {
+            **triton_attention_blocks._LAUNCH,
+            "FULL": tokens // triton_attention.BLOCK,
+            "H": 16,
+            "D": 64,
+        }
     else:
         kernels = triton_attention._forward, triton_attention._backward
         tile = next(tile for tile in triton_attention.TILES if tile >= tokens)

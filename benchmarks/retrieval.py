@@ -10,7 +10,6 @@ features. --csv appends the rows with commit, hardware and versions.
 """
 
 import argparse
-import importlib.util
 import time
 from pathlib import Path
 
@@ -19,6 +18,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from benchmarks.clock import require_gpus
+from benchmarks.loss_impls import peer_module
 from benchmarks.rows import append
 from benchmarks.spawn import on_ranks
 from infcl.evaluate.retrieval import retrieval_ranks
@@ -77,9 +77,7 @@ def _implementations(arguments: argparse.Namespace, images, texts, rank: int, gr
 
     found = {"infcl": ours}
     if arguments.open_clip is not None and rank == 0 and world_size == 1:
-        spec = importlib.util.spec_from_file_location("open_clip_metrics", arguments.open_clip)
-        metrics = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(metrics)
+        metrics = peer_module(arguments.open_clip)
 
         def chunked():
             result = metrics.get_clip_metrics(

@@ -39,6 +39,7 @@ def _rank(rank: int, arguments: argparse.Namespace) -> None:
     from megatron_patches.groups import init_tensor_parallel
 
     parallel = init_tensor_parallel(init_parallel("cuda"), arguments.gpus)
+    assert parallel.tp_group is not None
     if rank == 0:
         print(f"{torch.cuda.get_device_name()}, T = {arguments.gpus}, m = {arguments.batch_size}", flush=True)
         print(f"{'layer':>12}" + "".join(f"{way:>10}" for way in ("ours", "mapping", "megatron", "alone")), flush=True)

@@ -77,7 +77,7 @@ def _main(rank: int, world_size: int, arguments: list[str]) -> tuple[int, str, s
         try:
             code = main(arguments)
         except SystemExit as end:
-            code = int(end.code)
+            code = int(end.code or 0)
         except RuntimeError:  # as python ends on what main() raises once a run has begun; others are a test's failure
             traceback.print_exc()
             code = 1

@@ -16,7 +16,7 @@ def wait_until(
     then; where `process` ends before, one with its output."""
     deadline = time.monotonic() + seconds
     while not reached():
-        assert process is None or process.poll() is None, process.stdout.read()
+        assert process is None or process.poll() is None, process.stdout and process.stdout.read()
         assert time.monotonic() < deadline, otherwise() if callable(otherwise) else otherwise
         time.sleep(0.1)
 

@@ -128,11 +128,11 @@ def _placed_blocks(parallel: Parallel | None, *, cut: bool) -> Iterator[None]:
 
     def place(owner: nn.Module, name: str, module: nn.Module) -> None:
         if isinstance(module, ResidualBlock):
-            if cut and parallel.tp_size > 1:
+            if cut and parallel.tp_group is not None:
                 from megatron_patches.towers import cut_block
 
                 cut_block(module, parallel.tp_group)
-            if cut or parallel.tp_size == 1:
+            if cut or parallel.tp_group is None:
                 module.to(parallel.device)
 
     handle = register_module_module_registration_hook(place)
@@ -144,7 +144,7 @@ def _placed_blocks(parallel: Parallel | None, *, cut: bool) -> Iterator[None]:
 
 def split_model(model: CLIP, config: TrainConfig, parallel: Parallel) -> None:
     """Leave this rank its part of the model, in place, where tensor-parallel ranks share one."""
-    if parallel.tp_size > 1:
+    if parallel.tp_group is not None:
         from megatron_patches.towers import split_towers
 
         split_towers(model, parallel.tp_group, sequence_parallel=config.sequence_parallel)
@@ -156,7 +156,7 @@ def build_loss(config: TrainConfig, parallel: Parallel) -> nn.Module:
     ValueError for a tile that does not run on this device.
     """
     select_tile(torch.empty(0, device=parallel.device), tile=config.tile)
-    group = parallel.dp_group if parallel.tp_size == 1 else dist.group.WORLD
+    group = parallel.dp_group if parallel.tp_group is None else dist.group.WORLD
     loss = ContrastiveLoss(
         config.loss,
         group=group,
@@ -167,7 +167,7 @@ def build_loss(config: TrainConfig, parallel: Parallel) -> nn.Module:
         ring_overlap=config.ring_overlap,
         fixed_shape=True,
     )
-    if parallel.tp_size == 1:
+    if parallel.tp_group is None:
         return loss
     from megatron_patches.loss import TensorParallelLoss
 
@@ -206,6 +206,7 @@ def build_loader(
         "seed": config.seed,
     }
     if config.dataset_type == "synthetic":
+        assert config.train_num_samples is not None, "checked with the flags"
         text = model_config.text_cfg
         return SyntheticLoader(
             num_samples=config.train_num_samples,
@@ -215,6 +216,7 @@ def build_loader(
             pad_id=text.pad_id,
             **common,
         )
+    assert config.train_data is not None and tokenizer is not None, "checked with the flags"
     storage = StorageOptions(
         timeout=config.storage_timeout,
         cache=config.data_cache,

@@ -48,15 +48,15 @@ PEAK_BF16_FLOPS = {
 class SampledLoss:
     """A loss that also looks at its first m rows: `sampled(...)` is `loss(...)`, `sampled.values` the sample's metrics.
 
-    values: [3] f32 on the device, in the order of `names`; a device value, so that asking for it waits for nothing.
+    values: [3] f32 of the last call, in the order of `names`; on the device, so that asking for it waits for nothing.
     Cost: one [m, m] matrix product a step, without gradient and without communication.
     """
 
+    values: torch.Tensor
     names = ("micro_loss_image_to_text", "micro_loss_text_to_image", "micro_accuracy")
 
     def __init__(self, loss: Callable[..., torch.Tensor], rows: int):
         self.loss, self.rows = loss, min(rows, MAX_SAMPLE_ROWS)
-        self.values: torch.Tensor | None = None
 
     def __call__(self, image_features, text_features, logit_scale, logit_bias=None) -> torch.Tensor:
         self.values = micro_batch_metrics(image_features[: self.rows], text_features[: self.rows], logit_scale)

@@ -56,7 +56,7 @@ class _ByPiece(torch.optim.Optimizer):
         self.state[tensor] = {"step": torch.zeros(())} | self._new_state(tensor, pieces)
 
     @torch.no_grad()
-    def step(self, closure=None) -> None:
+    def step(self, closure=None) -> None:  # type: ignore[override]  # a closure would be the engine's
         for group in self.param_groups:
             for tensor in group["params"]:
                 if tensor.grad is not None:
@@ -182,7 +182,7 @@ class AdaFactor(_ByPiece):
             return state | {"exp_avg_sq": torch.zeros_like(tensor)}
         assert len(factored) == len(pieces), "a tensor holds parameters that factor, or none"
         for piece in pieces:
-            for key, dim in zip(_MEANS, factored_dims(piece.shape)):
+            for key, dim in zip(_MEANS, _dims_of(piece)):
                 shape = [1 if i == dim else size for i, size in enumerate(piece.shape)]
                 state[f"{key}/{piece.name}"] = tensor.new_zeros(shape)
         return state
@@ -211,12 +211,12 @@ class AdaFactor(_ByPiece):
         update = torch.zeros_like(gradient)  # zeros remain where a flat tensor is padded
         for piece in pieces:
             means = []
-            for key, dim in zip(_MEANS, factored_dims(piece.shape)):
+            for key, dim in zip(_MEANS, _dims_of(piece)):
                 mean = state[f"{key}/{piece.name}"]
                 means.append(mean.lerp_(next(sums) / piece.shape[dim], 1 - beta2))
             if piece.numel:
                 row, column = means
-                row = (row / row.mean(dim=factored_dims(piece.shape)[1], keepdim=True)).rsqrt()
+                row = (row / row.mean(dim=_dims_of(piece)[1], keepdim=True)).rsqrt()
                 factors = _touched(piece, row) * _touched(piece, column.rsqrt())
                 lifted = piece.lift(piece.of(gradient))
                 piece.of(update).copy_(piece.lower(lifted.mul_(factors)))
@@ -227,9 +227,9 @@ class AdaFactor(_ByPiece):
         """Sums of this rank's squared gradients over each of the two factored dimensions, the shapes of the means."""
         sums = []
         squares = piece.lift(piece.of(gradient).square() + _TINY) if piece.numel else None
-        for dim in factored_dims(piece.shape):
+        for dim in _dims_of(piece):
             total = gradient.new_zeros([1 if i == dim else size for i, size in enumerate(piece.shape)])
-            if piece.numel:
+            if squares is not None:
                 _touched(piece, total).add_(squares.sum(dim=dim, keepdim=True))
             sums.append(total)
         return sums
@@ -254,6 +254,12 @@ def factored_dims(shape: torch.Size) -> tuple[int, int] | None:
         return None
     second, largest = sorted(range(len(shape)), key=lambda dim: (shape[dim], dim))[-2:]
     return (largest, second) if shape[second] >= MIN_FACTORED_SIZE else None
+
+
+def _dims_of(piece: Piece) -> tuple[int, int]:
+    dims = factored_dims(piece.shape)
+    assert dims is not None, f"{piece.name} {tuple(piece.shape)} is not factored"
+    return dims
 
 
 def _touched(piece: Piece, whole: torch.Tensor) -> torch.Tensor:

@@ -283,13 +283,15 @@ class Trainer:
         self, micro_batch: dict[str, torch.Tensor], kept: dict[str, torch.Tensor], first: int
     ) -> dict[str, torch.Tensor]:
         """`_encode` of the towers that have gradients, from the trunks that pass 1 kept where those have none."""
-        frozen, again = self.engine.module.frozen, dict(micro_batch)
-        rows = slice(first, first + num_texts(again))
-        if frozen["image"] or "image_trunk" in kept:
-            again["images"] = None
-        if frozen["text"]:
-            again["texts"] = None
-        return self.engine.encode(**again, **{name: trunk[rows] for name, trunk in kept.items()})
+        frozen, others = self.engine.module.frozen, dict(micro_batch)
+        images, texts = others.pop("images"), others.pop("texts")
+        rows = slice(first, first + num_texts(micro_batch))
+        return self.engine.encode(
+            images=None if frozen["image"] or "image_trunk" in kept else images,
+            texts=None if frozen["text"] else texts,
+            **others,
+            **{name: trunk[rows] for name, trunk in kept.items()},
+        )
 
     def _backward(self, surrogate: torch.Tensor, is_last: bool) -> None:
         self.engine.backward(surrogate, is_last)
