@@ -8,6 +8,7 @@ with the same paths everywhere. Needs root, iproute2, util-linux and openssh-ser
     host.run([...])              on the host, in `cwd`        host.link("down")     its cable is pulled
     host.processes("text")       its processes by command     host.shape("tbf rate ...") tc on what it sends
     host.crash()                 every process of it is killed at once
+    hosts.restart(1)             the second host is there again, with sshd alone
     host.delay(30, 5)            its cable takes 30 +- 5 ms, both ways
 
 While hosts are there SIGTERM is a KeyboardInterrupt, so that they are taken down; it waits while they are.
@@ -67,7 +68,7 @@ class Host:
     def __init__(self, hosts: "Hosts", number: int):
         self.hosts, self.name, self.address = hosts, f"worker-{number}", f"{NET}.{number}"
         self.namespace, self.port = f"{hosts.prefix}h{number}", f"p{number}"
-        self.process: subprocess.Popen | None = None
+        self.process: subprocess.Popen | None = None  # before `start`
         self.cable: subprocess.Popen | None = None  # a slow one's
 
     def start(self) -> None:
@@ -90,6 +91,7 @@ class Host:
 
     def command(self, arguments: list, cwd=None) -> list[str]:
         """`arguments` as a command line that runs on this host."""
+        assert self.process is not None, f"{self.name} was not started"
         started = psutil.Process(self.process.pid)
         wait_until(started.children, 20, f"{self.name} was not started")  # it may just have been
         inside = str(started.children()[0].pid)
@@ -101,8 +103,10 @@ class Host:
 
     def processes(self, text: str = "") -> list[psutil.Process]:
         """The host's living processes whose command line holds `text`, sshd and its sessions left out."""
+        if self.process is None or not self.is_up:
+            return []
         found = []
-        for process in psutil.Process(self.process.pid).children(recursive=True) if self.is_up else []:
+        for process in psutil.Process(self.process.pid).children(recursive=True):
             try:
                 line = " ".join(process.cmdline())
                 if text in line and "sshd" not in line and process.status() != psutil.STATUS_ZOMBIE:
@@ -134,6 +138,7 @@ class Host:
         _run("tc", "-n", self.namespace, "qdisc", "replace", "dev", device, "root", *discipline.split())
 
     def crash(self) -> None:
+        assert self.process is not None, f"{self.name} was not started"
         self.process.kill()
         self.process.wait()
 
@@ -208,6 +213,11 @@ class Hosts:
         _run(*f"ip -n {self.bridge} link set {port} master br0 up".split())
         _run(*f"ip -n {host.namespace} addr add {address} dev {device}".split())
         _run(*f"ip -n {host.namespace} link set {device} up".split())
+
+    def restart(self, number: int) -> None:
+        """Start a host that crashed, and wait until it answers."""
+        self[number].start()
+        self._wait_for(self[number])
 
     def _wait_for(self, host: Host) -> None:
         log = self.folder / f"{host.name}.log"

@@ -42,7 +42,7 @@ JobAcctGatherType=jobacct_gather/none
 AccountingStorageType=accounting_storage/none
 MessageTimeout=30
 SlurmdTimeout=6
-ReturnToService=2
+ReturnToService=0
 """
 
 
@@ -84,8 +84,19 @@ class Slurm:
             self.start_node(number)
         self.wait_until(lambda: self.run("sinfo", "-h", "-o", "%D %t") == f"{len(self.hosts.all)} idle\n", 30)
 
+    def return_node(self, number: int) -> None:
+        """A host that crashed is back, and as many administrators have it, it gets work when one has looked at it.
+
+        Once, with ReturnToService=2, a job that was started on a node within the second of its slurmd's start stood
+        still for three minutes.
+        """
+        self.hosts.restart(number)
+        self.start_node(number)
+        name = self.hosts[number].name
+        self.wait_until(lambda: self.run("sinfo", "-h", "-n", name, "-o", "%t") == "down\n", 60)  # down*: is silent
+        self.run("scontrol", "update", f"nodename={name}", "state=resume")
+
     def start_node(self, number: int) -> None:
-        """At the start, and when a host is back."""
         name = self.hosts[number].name
         self._keep(["slurmd", "-D", "-N", name], name, on=number)
 
@@ -95,10 +106,15 @@ class Slurm:
             self.daemons.append(subprocess.Popen(words, stdout=output, stderr=output, stdin=subprocess.DEVNULL))
 
     def wait_until(self, condition: Callable[[], bool], seconds: float) -> None:
-        """AssertionError, with what the daemons printed, when `condition` is not met in time."""
-        wait_until(
-            condition, seconds, lambda: {path.name: path.read_text()[-2000:] for path in self.folder.glob("*.out")}
-        )
+        """AssertionError, with what is known of nodes, jobs and daemons, when `condition` is not met in time."""
+        wait_until(condition, seconds, lambda: f"not within {seconds:.0f} s\n{self._known()}")
+
+    def _known(self) -> str:
+        jobs = self.run("scontrol", "--oneliner", "show", "job")
+        texts = {"nodes": self.run("sinfo", "--long", "--Node"), "jobs": jobs}
+        files = [*map(Path, re.findall(r"StdOut=(\S+)", jobs)), *sorted(self.folder.glob("*.out"))]
+        texts |= {path.name: path.read_text()[-2000:] for path in files if path.exists()}
+        return "\n".join(f"--- {name}\n{text}" for name, text in texts.items())
 
     def __exit__(self, *_) -> None:
         for host in self.hosts.all:  # what started the daemons is no parent of theirs

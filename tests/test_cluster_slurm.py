@@ -77,8 +77,7 @@ def test_a_job_that_lost_a_node_waits_for_it_and_goes_on(demo_folder, tmp_path, 
     slurm.hosts[1].crash()
     slurm.wait_until(lambda: "DOWN" in slurm.state(job).get("Reason", ""), 120)
     assert slurm.state(job)["JobState"] == "PENDING"
-    slurm.hosts[1].start()
-    slurm.start_node(1)
+    slurm.return_node(1)
     state, log = slurm.wait(job), (tmp_path / "job.log").read_text()
     assert (state["JobState"], state["ExitCode"], state["Restarts"]) == ("COMPLETED", "0:0", "1"), log
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["steps"] == len(losses(tmp_path)) == 80
