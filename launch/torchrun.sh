@@ -4,7 +4,8 @@
 #             on each of 4 hosts: NODES=4 NODE_RANK=0..3 MASTER_ADDR=10.0.0.1 bash launch/torchrun.sh ...
 #   hardware  one rank per visible GPU (RANKS=2 for two, also without a GPU)
 #   time      as long as the training; starts some seconds faster than the deepspeed command
-# It ends with the code of the rank that failed first, as launch/supervise.sh needs it; torchrun alone ends with 1.
+# It ends with the code of the rank that failed first, as launch/supervise.sh needs it; torchrun alone ends with 1. SIGTERM,
+# SIGINT, SIGHUP and SIGUSR1 go on to the ranks, which have five minutes to save and end.
 # torchrun's own store listens on all interfaces; launch/hostfile.sh with INTERFACE=... does not.
 set -euo pipefail
 cd "$(dirname "$0")/.."

@@ -8,6 +8,7 @@ import shutil
 import signal
 import threading
 import time
+from unittest import mock
 
 import pytest
 import torch
@@ -212,6 +213,28 @@ def test_a_signal_behind_the_last_step_leaves_evaluation_and_export_to_the_next_
     assert complete_checkpoints(RunFolder(tmp_path / "run")) and not (tmp_path / "run" / "summary.json").exists()
     run_ranks(fit, 2, dataclasses.replace(config, resume="latest"))
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["steps"] == 2
+
+
+def finished_on_a_full_disk(rank, world_size, config):
+    from infcl.parallel import init_parallel
+    from infcl.train.run_folder import claim_run_folder
+    from infcl.train.trainer import Trainer
+
+    parallel = init_parallel("cpu")
+    trainer = Trainer(config, parallel, claim_run_folder(config, parallel))
+    trainer.signals.noted += [signal.SIGUSR1] * (rank == 1)
+    trainer.saves.after_step = lambda *_, **__: None  # the signal comes behind it
+    full = OSError(errno.ENOSPC, "No space left on device")
+    with mock.patch("infcl.train.checkpoint_writer._write_tensors", side_effect=full):
+        return trainer.fit()["steps"]
+
+
+def test_what_could_not_be_saved_is_exported_though_a_signal_came(demo_folder, tmp_path):
+    """The trained model was lost: no checkpoint, and the export left to a start that had nothing to begin from."""
+    config = demo_config(demo_folder, tmp_path, steps=2, batch_size=16)
+    assert run_ranks(finished_on_a_full_disk, 2, config) == [2, 2]
+    run = RunFolder(tmp_path / "run")
+    assert not complete_checkpoints(run) and run.summary.is_file() and any(run.export.iterdir())
 
 
 def test_a_checkpoint_is_json_and_safetensors_only(finished):

@@ -59,6 +59,34 @@ def test_behind_the_loop_sigusr1_ends_the_process_again_though_its_start_took_no
         signal.signal(signal.SIGUSR1, before)
 
 
+def test_a_callers_own_handlers_are_there_again_behind_the_loop():
+    own = lambda *_: None  # noqa: E731
+    before = signal.signal(signal.SIGUSR1, own)
+    try:
+        with StopSignals():
+            assert signal.getsignal(signal.SIGUSR1) is not own
+        assert signal.getsignal(signal.SIGUSR1) is own
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+def test_what_comes_when_all_have_looked_does_what_it_does_behind_the_loop():
+    came = []
+    before = signal.signal(signal.SIGTERM, lambda number, _: came.append(number))
+    try:
+        with StopSignals() as signals:
+            pass
+        signals.act_on_late()
+        with signals:
+            os.kill(os.getpid(), signal.SIGTERM)
+            sum(range(1000))
+        assert came == []
+        signals.act_on_late()
+        assert came == [signal.SIGTERM]
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def test_under_nohup_a_closed_terminal_is_nothing():
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     with StopSignals() as signals:

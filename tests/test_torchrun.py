@@ -35,12 +35,17 @@ def test_under_torchrun_a_failed_ranks_code_comes_out(tmp_path, end, code):
     assert (f"exitcode  : {'-9' if code == 137 else code}" in ended.stderr) == bool(code), ended.stderr
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_torchrun_that_is_told_to_end_has_the_signals_code(tmp_path, number):
-    program, started = tmp_path / "program.py", tmp_path / "started"
-    program.write_text(f"import pathlib, time\npathlib.Path({str(started)!r}).touch()\ntime.sleep(60)\n")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+def test_torchrun_that_is_told_to_end_tells_its_ranks_and_has_the_signals_code(tmp_path, number):
+    """SIGUSR1, as launch/supervise.sh passes it on, ended torchrun alone and left the ranks behind."""
+    program, started, told = tmp_path / "program.py", tmp_path / "started", tmp_path / "told"
+    program.write_text(
+        "import pathlib, signal, sys, time\n"
+        f"signal.signal({number:d}, lambda *_: (pathlib.Path({str(told)!r}).touch(), sys.exit(1)))\n"
+        f"pathlib.Path({str(started)!r}).touch()\ntime.sleep(60)\n"
+    )
     command = [sys.executable, "-m", "infcl.cluster.torchrun", "--standalone", "--nproc-per-node", "1", "--", program]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
         wait_until(started.exists, 60, "its rank did not start", process)
         process.send_signal(number)
-        assert process.wait(60) == 128 + number
+        assert process.wait(60) == 128 + number and told.exists()

@@ -47,7 +47,8 @@ class Saves:
         return self.checkpoints.publish()
 
     def told_to_end(self) -> int:
-        """The number of a signal that any rank has received, or 0. Collective."""
+        """The number of a signal that any rank has received, or 0. Collective; ranks that are late are waited for."""
+        dist.barrier()  # a rank looks when all are there, not minutes before: rank 0 removes old checkpoints
         return int(max_over(dist.group.WORLD, [self.signals.received], self.parallel.device)[0])
 
     def after_step(self, step: int, *, is_last: bool) -> None:

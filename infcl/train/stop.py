@@ -62,11 +62,12 @@ class StopSignals:
     """`received` is the number of the last signal, 0 before any. Use as a context around the loop.
 
     noted: what was received so far, by whoever else appends to it. Behind the loop nobody looks there any more, and
-    SIGUSR1 ends the process as it does by default.
+    SIGUSR1 ends the process as it does by default; without `noted` it does what it did before.
     """
 
     def __init__(self, noted: list[int] | None = None):
         self.noted: list[int] = [] if noted is None else noted
+        self._taken_over = noted is not None
         self.interrupted = False
         self._before: dict[int, Any] = {}
 
@@ -80,11 +81,16 @@ class StopSignals:
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():
-            signal.signal(number, signal.SIG_DFL if number == signal.SIGUSR1 else handler)
+            signal.signal(number, signal.SIG_DFL if number == signal.SIGUSR1 and self._taken_over else handler)
 
     @property
     def received(self) -> int:
         return self.noted[-1] if self.noted else 0
+
+    def act_on_late(self) -> None:
+        """Behind the loop: what came when all had looked for the last time does what it would do now."""
+        if self.received:
+            signal.raise_signal(self.received)
 
     def _note(self, number: int, _frame: object) -> None:
         self.noted.append(number)

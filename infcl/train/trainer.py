@@ -109,7 +109,9 @@ class Trainer:
         self.mfu = utilisation(self.model_config, parallel.device, self.engine.precision, trained)
 
         self.stragglers = Stragglers(
-            parallel, every=config.log_every_n_steps, encoding_waits=self.engine.zero_stage == 3
+            parallel,
+            every=config.log_every_n_steps,
+            encoding_waits=self.engine.zero_stage == 3 or parallel.tp_size > 1,
         )
         self.finite = FiniteWatch(self.engine.module)
         self.step = self.skipped_steps = self.skipped_in_a_row = 0
@@ -147,8 +149,11 @@ class Trainer:
                 self.metrics.say(news)
             if self.saves.finish() is None:
                 self.saves.finish()  # once more, if the last one could not be written
-            if number := self.saves.told_to_end():  # so late that evaluation and export are the next start's
-                raise Stopped(number)
+            told = self.saves.told_to_end()
+            if told and self.checkpoints.begun_step == self.step:  # evaluation and export are the next start's
+                raise Stopped(told)  # what could not be saved is exported now
+        if not told:
+            self.signals.act_on_late()
         return self._finish()
 
     def _train(self) -> None:
@@ -211,7 +216,7 @@ class Trainer:
         loss, *sampled, skipped_samples = mean_over(dist.group.WORLD, own).tolist()
         phases = self.timer.read()
         of_ranks, slow_host = self.stragglers.after_step(
-            self.step, time.perf_counter() - started, phases, self.pixels.waited, self.pixels.waited_again
+            self.step, time.perf_counter() - started, phases, self.pixels.waited_for_data, self.pixels.waited_again
         )
         seconds, text_share = time.perf_counter() - started, self.pixels.text_share
         self.train_seconds += seconds
