@@ -25,21 +25,21 @@ def named(slow: dict[int, float], waits: dict[int, float] | None = None, nodes=H
     return slow_ranks(owns, [(waits or {}).get(rank, 0.1) for rank in range(count)], step, nodes)
 
 
-def called(slow: dict[str, str]) -> dict[str, str]:
-    return {place: line.split(" is slower")[0] for place, line in slow.items()}
+def called(slow: dict[str, str]) -> list[str]:
+    return [line.split(" is slower")[0] for line in slow.values()]
 
 
 def test_a_host_is_named_once_and_a_rank_with_its_host():
     assert named({}) == {} and named({5: 1.2}) == {}
-    assert called(named({5: 1.3})) == {"b": "b (rank 5)"}
+    assert called(named({5: 1.3})) == ["b (rank 5)"]
     everybody = named({1: 1.3, 2: 1.5, **dict.fromkeys(range(8, 12), 2.0)})
-    assert called(everybody) == {"a": "a (ranks 1, 2)", "c": "c (ranks 8-11)"}
-    assert called(named({1: 1.3}, nodes=(), count=2)) == {"rank 1": "rank 1"}  # of two the faster is usual
+    assert called(everybody) == ["a (ranks 1, 2)", "c (ranks 8-11)"]
+    assert called(named({1: 1.3}, nodes=(), count=2)) == ["rank 1"]  # of two the faster is usual
 
 
 def test_what_a_step_does_not_feel_is_not_said():
     assert named({5: 1.3}, step=10.0) == {}
-    assert list(named({5: 1.6}, step=10.0)) == ["b"]
+    assert called(named({5: 1.6}, step=10.0)) == ["b (rank 5)"]
 
 
 def test_the_line_has_the_figures_and_tells_a_loader_that_is_late_from_a_slow_gpu():
@@ -51,6 +51,22 @@ def test_the_line_has_the_figures_and_tells_a_loader_that_is_late_from_a_slow_gp
     )
     (late_loader,) = named({5: 2.0}, waits={5: 1.1}).values()
     assert "(1.1 s of them waiting for data, usually 0.1)" in late_loader and "look at its storage" in late_loader
+
+
+def test_where_encoding_waits_for_others_the_line_is_of_the_wait_for_data():
+    (line,) = slow_ranks([1.0, 2.0], None, 4.0, ()).values()
+    assert line == (
+        "rank 1 is slower than the others: 2 s of a step waiting for its data, where 1 s is usual. All wait for it, "
+        "25% of a step; look at its storage, cores and --workers"
+    )
+
+
+def test_two_hosts_of_one_name_are_two():
+    pods = (Node("pod", 0, 2), Node("pod", 2, 2), Node("c", 4, 4))
+    both = dict.fromkeys(range(4), 2.0)
+    assert called(named(both, nodes=pods, count=8)) == ["pod (ranks 0-1)", "pod (ranks 2-3)"]
+    warnings, turns = Warnings(), [{0: 2.0, 1: 2.0}, {2: 2.0, 3: 2.0}]
+    assert not any(warnings(named(turns[log % 2], nodes=pods, count=8)) for log in range(2 * IN_A_ROW))
 
 
 def test_who_stays_slow_is_warned_of_and_seldom_again():
@@ -105,6 +121,10 @@ def fit_with_naps(rank, world_size, config, where: str, naps: list[float]) -> li
     from infcl.train.trainer import Trainer
 
     parallel = init_parallel("cpu")
+    if config.tensor_parallel_size > 1:
+        from megatron_patches.groups import init_tensor_parallel
+
+        parallel = init_tensor_parallel(parallel, config.tensor_parallel_size, on_host=True)
     trainer = Trainer(config, parallel, claim_run_folder(config, parallel))
     encode, steps, said = trainer._encode, trainer.loader.steps, []
 
@@ -126,8 +146,8 @@ def fit_with_naps(rank, world_size, config, where: str, naps: list[float]) -> li
 
 
 def slower(demo_folder, logs, where: str, naps: list[float], **changes) -> list[str]:
-    config = demo_config(demo_folder, logs, batch_size=8, accum_freq=1, steps=8, log_every_n_steps=2, **changes)
-    said = run_ranks(fit_with_naps, 3, config, where, naps, timeout=200)[0]
+    config = demo_config(demo_folder, logs, batch_size=9, accum_freq=1, steps=8, log_every_n_steps=2, **changes)
+    said = run_ranks(fit_with_naps, len(naps), config, where, naps, timeout=200)[0]
     return [line for line in said if "slower" in line]
 
 
@@ -139,6 +159,13 @@ def test_a_rank_that_is_late_in_every_step_is_named_once(demo_folder, tmp_path, 
     assert [record["step"] for record in logged] == [2, 4, 6, 8]
     for record in logged:
         assert record["slowest_rank"] == 1 and record["seconds_own_slowest"] > 1.0
+
+
+@pytest.mark.parametrize(("where", "slow"), [("encoding", []), ("reading", ["rank 1"])])
+def test_of_ranks_that_share_a_model_only_one_whose_data_are_late_is_named(demo_folder, tmp_path, where, slow):
+    """They wait for each other in every layer: a slow one's whole group was named."""
+    said = slower(demo_folder, tmp_path, where, [0.1, 1.0, 0.1, 0.1, 0.1, 0.1], tensor_parallel_size=3)
+    assert [line.split(" is slower")[0] for line in said] == slow
 
 
 def test_even_ranks_are_not_named(demo_folder, tmp_path):

@@ -3,8 +3,9 @@
 In a step everybody's time is the same, since everybody waits in the first message for whoever comes last. What differs
 is what a rank does before that message: it reads its pairs and encodes them. So each rank adds up its own seconds of
 that, and at the steps that are logged all compare: a rank of less than 0.8 of the usual rate (`links.SLOW`), by enough
-for a step to feel it, several times in a row, is named with its host. Under ZeRO-3 encoding waits for the others'
-parameters, and only the wait for data is a rank's own.
+for a step to feel it, several times in a row, is named with its host. Encoding waits for others' parameters under
+ZeRO-3, and for others' parts of every layer where tensor-parallel ranks share a model: there only the wait for data is
+a rank's own, and a slow GPU stays unnamed (launch/check.sh finds it).
 
 A slow link shows in no rank's own seconds, and all messages of a ring are as late as those of its slowest link. So from
 three hosts on (one link is its own median) neighbouring hosts are measured then as well, two at a time.
@@ -31,7 +32,7 @@ NOTICEABLE = 0.05  # of a step: what others wait less for is not worth a line
 
 
 class Stragglers:
-    """every: a step of so many is logged. encoding_waits: for other ranks, as under ZeRO-3."""
+    """every: a step of so many is logged. encoding_waits: for other ranks, so only the wait for data is compared."""
 
     def __init__(self, parallel: Parallel, *, every: int, encoding_waits: bool = False):
         self.parallel, self.every, self.encoding_waits = parallel, every, encoding_waits
@@ -46,7 +47,8 @@ class Stragglers:
     ) -> tuple[dict[str, float], str]:
         """(for metrics.jsonl, a warning or ""); on rank 0 what is known of all. Collective where `step` is logged.
 
-        phases: seconds of "data" and "encode"; waited: for data, in any phase; again: of them in the second reading.
+        phases: seconds of "data" and "encode"; waited: for this rank's data, in any phase; again: of them in the second
+        reading.
         """
         if self.parallel.world_size == 1:
             return {}, ""
@@ -58,7 +60,8 @@ class Stragglers:
         means = [total / self._steps for total in self._sums]
         self._forget()
         owns, waits = self._gather(means[:2])
-        slow = {**slow_ranks(owns, waits, means[2], self.parallel.nodes), **self._slow_links()}
+        others = None if self.encoding_waits else waits
+        slow = {**slow_ranks(owns, others, means[2], self.parallel.nodes), **self._slow_links()}
         values = {"seconds_own_usual": median_low(owns), "seconds_own_slowest": max(owns)}
         return values | {"slowest_rank": owns.index(max(owns))}, self._warnings(slow)
 
@@ -100,34 +103,39 @@ class Warnings:
         return due
 
 
-def slow_ranks(owns: list[float], waits: list[float], step: float, nodes: tuple[Node, ...]) -> dict[str, str]:
+def slow_ranks(owns: list[float], waits: list[float] | None, step: float, nodes: tuple[Node, ...]) -> dict[str, str]:
     """{host, or rank where no hosts are known: a line about its slow ranks}: those that keep the others waiting.
 
-    owns: seconds by rank; waits: of them those for data; step: of a whole one. Of two ranks the faster is usual.
+    owns: seconds by rank; waits: of them those for data, None where they are nothing else; step: of a whole one. Of two
+    ranks the faster is usual.
     """
-    usual, usual_wait = median_low(owns), median_low(waits)
+    usual = median_low(owns)
     slow = [r for r, own in enumerate(owns) if usual < SLOW * own and own - usual > NOTICEABLE * step]
     lines = {}
     for place, name, ranks in _by_host(slow, nodes):
         worst = max(ranks, key=owns.__getitem__)
-        late, waited = owns[worst] - usual, waits[worst]
-        of_data = waited - usual_wait > late / 2
+        late, of_data, beside = owns[worst] - usual, True, ""
+        if waits is not None:
+            waited, usual_wait = waits[worst], median_low(waits)
+            of_data = waited - usual_wait > late / 2
+            beside = f" ({waited:.3g} s of them waiting for data, usually {usual_wait:.3g})"
         where = "its storage, cores and --workers" if of_data else "other programs there, clocks and heat of its GPUs"
+        what = "waiting for its data" if waits is None else "until its pairs are read and encoded"
         lines[place] = (
-            f"{name} is slower than the others: {owns[worst]:.3g} s of a step until its pairs are read and encoded, "
-            f"where {usual:.3g} s is usual ({waited:.3g} s of them waiting for data, usually {usual_wait:.3g}). All "
-            f"wait for it, {late / step:.0%} of a step; look at {where}"
+            f"{name} is slower than the others: {owns[worst]:.3g} s of a step {what}, where {usual:.3g} s is usual"
+            f"{beside}. All wait for it, {late / step:.0%} of a step; look at {where}"
         )
     return lines
 
 
 def _by_host(ranks: list[int], nodes: tuple[Node, ...]) -> Iterator[tuple[str, str, list[int]]]:
-    """(host, what to call its slow ranks, these). Hosts are what to count by: other ranks may be slow next time."""
+    """(a host, what to call its slow ranks, these). Hosts are what to count by: other ranks may be slow next time. Two
+    may have one name (containers, say), but not the same ranks."""
     for node in nodes:
         its = [rank for rank in ranks if node.first_rank <= rank < node.first_rank + node.num_ranks]
         if len(its) == node.num_ranks:
-            yield node.host, str(node), its
+            yield str(node), str(node), its
         elif its:
-            yield node.host, f"{node.host} (rank{'s' * (len(its) > 1)} {', '.join(map(str, its))})", its
+            yield str(node), f"{node.host} (rank{'s' * (len(its) > 1)} {', '.join(map(str, its))})", its
     if not nodes:  # another program started the process group
         yield from ((f"rank {rank}", f"rank {rank}", [rank]) for rank in ranks)

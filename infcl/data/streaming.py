@@ -155,7 +155,8 @@ class StreamingDataset(torch.utils.data.IterableDataset):
                 yield record
             if record is None:
                 raise RuntimeError(
-                    f"no sample in the {len(mine)} shards of a worker ({mine[0]}, ...): {log['skipped'][-3:]}"
+                    f"no sample in any of the {len(mine)} shards of a worker; the last ones: "
+                    + "; ".join(f"{url}: {why.removeprefix(f'{url}: ')}" for _, url, why in log["skipped"][-3:])
                 )
 
 

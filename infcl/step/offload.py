@@ -73,6 +73,7 @@ class PixelCache:
         self.checksums: dict[int, torch.Tensor] = {}
         self.differs: dict[int, torch.Tensor] = {}
         self.waited = 0.0  # seconds of this step that the host waited for the loader, or another part's
+        self.waited_for_parts = 0.0  # of them for another part's
         self.waited_again = 0.0  # of them in the second reading
         self.first: MicroBatch | None = self._next()
 
@@ -96,6 +97,11 @@ class PixelCache:
         else:
             images = self.copies(self.kept[index])
         return {"images": None if images is None else self.join(images), **self.tokens[index]}
+
+    @property
+    def waited_for_data(self) -> float:
+        """Seconds of this step that the host waited for its own loader."""
+        return self.waited - self.waited_for_parts
 
     @property
     def text_share(self) -> float:
@@ -128,6 +134,7 @@ class PixelCache:
         started = time.perf_counter()
         texts = self.texts(part)
         if self.parts > 1:  # for those who read the others
+            self.waited_for_parts += time.perf_counter() - started
             self.waited += time.perf_counter() - started
         self.places[0] += texts["texts"].numel()
         self.places[1] += self.parts * part.numel()
