@@ -169,6 +169,41 @@ def test_storage_that_is_gone_or_hangs_on_one_host_is_named_with_it_and_written_
         assert hangs.endswith("; --resume latest continues from step_00000003")
 
 
+def rank_0_waits_for_its_disk(rank, world_size, folder, where: str) -> str:
+    """What is said where rank 0 hears nothing of the disk, when a second checkpoint is begun or published."""
+    from types import SimpleNamespace
+
+    from infcl.cluster.meeting import Node
+    from infcl.train import checkpoint_writer
+
+    parallel = SimpleNamespace(rank=rank, world_size=2, hosts=2, nodes=(Node("worker-1", 0, 1), Node("worker-2", 1, 1)))
+    run, released = RunFolder(folder / where), threading.Event()
+    run.checkpoints.mkdir(parents=True, exist_ok=True)
+    engine = SimpleNamespace(counters=dict, optimizer_name="adamw", zero_stage=1)
+    writer = checkpoint_writer.CheckpointWriter(engine, run, parallel, keep_last=0, keep_every=0, patience=2)
+    with mock.patch.object(checkpoint_writer, "_own_tensors", lambda *_: {}):
+        writer.begin(1, {})
+        assert writer.publish() is not None
+        (run.checkpoints / "step_00000000.partial").mkdir(exist_ok=True)
+        call = {"begin": "shutil.rmtree", "publish": "os.replace"}[where]
+        with (
+            mock.patch(call, lambda *_, **__: released.wait(60)),
+            pytest.raises(checkpoint_writer.StorageHangs) as hangs,
+        ):
+            writer.begin(2, {})
+            assert where == "publish"
+            writer.publish()
+        released.set()
+    return str(hangs.value)
+
+
+@pytest.mark.parametrize("where", ["begin", "publish"])
+def test_a_disk_on_which_rank_0_hangs_alone_ends_all_with_its_host(tmp_path, where):
+    for said in run_ranks(rank_0_waits_for_its_disk, 2, tmp_path, where):
+        assert "checkpoints hangs (rank 0 on worker-1: no answer for 2 s)" in said
+        assert said.endswith("; --resume latest continues from step_00000001")
+
+
 @pytest.mark.parametrize("preset", ["zero0", "zero1", "zero3"])
 def test_a_checkpoint_holds_what_there_was_when_it_was_begun_though_it_is_written_later(tmp_path, preset):
     for before, saved, after, states in run_ranks(saved_while_a_step_is_made, 2, preset, tmp_path):

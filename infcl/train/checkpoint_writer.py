@@ -8,8 +8,9 @@ A checkpoint is written under a temporary name, flushed, and renamed when comple
 between leaves the previous one untouched, and a part that the next one removes. What cannot be written (a full disk)
 is reported and removed, and training goes on; the trainer ends a run of which too many in a row could not be. A disk
 that is gone leaves an empty folder in its place, on each host its own: nothing is written there, since `checkpoints` is
-made once, at the start. One that hangs on some hosts ends the run when the others have waited long enough; where it is
-as slow for all, all wait. (What rank 0 writes itself, metrics and names of checkpoints, it waits for without end.)
+made once, at the start. One that hangs on some hosts ends the run when the others have waited long enough, and so does
+one on which rank 0's names and manifests hang; where writing is as slow for all, all wait. (Metrics rank 0 waits for
+without end.)
 """
 
 import contextlib
@@ -19,7 +20,11 @@ import math
 import os
 import shutil
 import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as NotInTime
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -30,6 +35,7 @@ from infcl.train.engine import Engine
 from infcl.train.run_folder import FolderTaken, RunFolder, sha256, why_not_written, write_atomic
 
 log = logging.getLogger(__name__)
+_Answer = TypeVar("_Answer")
 
 
 class StorageHangs(RuntimeError):
@@ -43,7 +49,8 @@ class CheckpointWriter:
 
     begun_step: of the last one begun that did not fail; newest: the last one published; failed: how many could not be
     written; failed_in_a_row: of them since the newest, problem: why the last could not. All the same on every rank.
-    patience: seconds that some ranks may still write, when a checkpoint has to be published and others have written.
+    patience: seconds that some ranks may still write when a checkpoint has to be published and others have written, and
+    that rank 0 may take for what it does alone.
     """
 
     def __init__(
@@ -89,7 +96,7 @@ class CheckpointWriter:
                 self._passed_over = {p.name for p in complete_checkpoints(self.run) if checkpoint_step(p) > step}
 
     def begin(self, step: int, state: dict, *, prunes: bool = True) -> None:
-        """Start checkpoints/step_<step>; an earlier one is published first. Collective.
+        """Start checkpoints/step_<step>; an earlier one is published first. Collective; raises what `publish` does.
 
         state: what the trainer needs to go on (step, data position, ...), JSON-able. prunes: older ones may go for it.
         """
@@ -106,12 +113,8 @@ class CheckpointWriter:
             "world_size": self.parallel.world_size,
             "trainer": state,
         }
-        if self.parallel.rank == 0:
-            with contextlib.suppress(OSError):  # what fails here fails the writing too
-                for left in self.run.checkpoints.glob(f"step_*{PARTIAL}"):  # by a kill, in any step
-                    shutil.rmtree(left, ignore_errors=True)
         own = _own_tensors(self.engine, self.parallel)
-        dist.barrier()
+        self._on_rank_0(self._remove_parts)
         self._written: dict | None = None
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._write, args=(own,), name="checkpoint")
@@ -138,26 +141,54 @@ class CheckpointWriter:
         problems = _in_words([answer[2] for answer in answers if answer[2]])
         if any(answer[3] for answer in answers):
             raise StorageHangs(f"the storage of {self.run.checkpoints} hangs ({problems}); {self.hint}")
-        outcome: list[str | None] = [None, None]
-        if self.parallel.rank == 0 and (other := self.run.taken_by()):
-            outcome[1] = f"{self.run.root} is trained by {other} since: this run ends, and leaves the folder to it"
-        elif self.parallel.rank == 0:
-            manifest = self._manifest | {"files": {name: written for name, written, *_ in answers}}
-            outcome[0] = problems or _publish(self._partial, self._final, manifest, self.run)
-        dist.broadcast_object_list(outcome, src=0)
-        if outcome[1] is not None:
-            raise FolderTaken(outcome[1])
-        if outcome[0] is not None:
+        manifest = self._manifest | {"files": {name: written for name, written, *_ in answers}}
+        taken_by, problem = self._on_rank_0(lambda: self._move_into_place(manifest, problems))
+        if taken_by is not None:
+            raise FolderTaken(
+                f"{self.run.root} is trained by {taken_by} since: this run ends, and leaves the folder to it"
+            )
+        if problem:
             self.failed, self.failed_in_a_row = self.failed + 1, self.failed_in_a_row + 1
-            self.begun_step, self.problem = None, outcome[0]
+            self.begun_step, self.problem = None, problem
             if self.parallel.rank == 0:
-                shutil.rmtree(self._partial, ignore_errors=True)
-                log.warning("%s could not be written (%s); training goes on", self._final.name, outcome[0])
+                log.warning("%s could not be written (%s); training goes on", self._final.name, problem)
             return None
-        if self.parallel.rank == 0 and self._prunes:
-            self.prune(self._final)
         self.newest, self.failed_in_a_row = self._final, 0
         return self._final
+
+    def _move_into_place(self, manifest: dict, problem: str) -> tuple[str | None, str]:
+        """(who has taken the folder, why there is no checkpoint); what one that failed has left is removed. Rank 0."""
+        if other := self.run.taken_by():
+            return other, problem
+        problem = problem or _publish(self._partial, self._final, manifest, self.run) or ""
+        if problem:
+            shutil.rmtree(self._partial, ignore_errors=True)
+        elif self._prunes:
+            self.prune(self._final)
+        return None, problem
+
+    def _remove_parts(self) -> None:
+        """Those that a kill has left, in any step. Rank 0."""
+        with contextlib.suppress(OSError):  # what fails here fails the writing too
+            for left in self.run.checkpoints.glob(f"step_*{PARTIAL}"):
+                shutil.rmtree(left, ignore_errors=True)
+
+    def _on_rank_0(self, work: Callable[[], _Answer]) -> _Answer:
+        """What `work` returns on rank 0, or raises, on all ranks; StorageHangs after `patience`. Collective."""
+        told: list = [None, None]
+        if self.parallel.rank == 0:
+            done: Future = Future()
+            threading.Thread(target=_do, args=(work, done), name="checkpoint, rank 0", daemon=True).start()
+            try:
+                told[1] = done.exception(None if self.patience == math.inf else self.patience)
+                told[0] = None if told[1] else done.result()
+            except NotInTime:
+                why = f"{rank_and_host(self.parallel)}: no answer for {self.patience:.0f} s"
+                told[1] = StorageHangs(f"the storage of {self.run.checkpoints} hangs ({why}); {self.hint}")
+        dist.broadcast_object_list(told, src=0)
+        if told[1] is not None:
+            raise told[1]
+        return told[0]
 
     def _still_writes(self) -> bool:
         """Wait until all ranks have written, or `patience` where some have; whether this one has not. Collective."""
@@ -180,6 +211,13 @@ class CheckpointWriter:
             self._written = _write_tensors(self._partial / _file_name(self.parallel.rank), own)
         except BaseException as error:  # raised again in publish, on the main thread
             self._error = error
+
+
+def _do(work: Callable[[], object], done: Future) -> None:
+    try:
+        done.set_result(work())
+    except BaseException as error:  # raised again on the main thread
+        done.set_exception(error)
 
 
 def _in_words(problems: list[str]) -> str:
