@@ -66,9 +66,10 @@ def main(argv: list[str] | None = None, *, noted: list[int] | None = None) -> in
             destroy_parallel(parallel)
             return 0
         run = claim_run_folder(config, parallel)
-        if run.summary.is_file() and not run.is_replaced:
-            summary = json.loads(run.summary.read_text())
-            say(rank, f"{run.root} is finished; --overwrite trains it again\n{summary_table(summary)}")
+        if run.is_finished:
+            if rank == 0:
+                summary = json.loads(run.summary.read_text())
+                say(rank, f"{run.root} is finished; --overwrite trains it again\n{summary_table(summary)}")
             destroy_parallel(parallel)
             return 0
         trainer = Trainer(config, parallel, run, noted=noted)

@@ -87,8 +87,8 @@ class Slurm:
     def return_node(self, number: int) -> None:
         """A host that crashed is back, and as many administrators have it, it gets work when one has looked at it.
 
-        Once, with ReturnToService=2, a job that was started on a node within the second of its slurmd's start stood
-        still for three minutes.
+        With ReturnToService=2 a job is started there within the second of its slurmd's start, and what the controller
+        had still to tell the lost one, to end this job's tasks, may reach the new ones (1 of 72 times).
         """
         self.hosts.restart(number)
         self.start_node(number)

@@ -139,7 +139,7 @@ def test_each_slurm_task_gets_its_rank_and_all_the_same_meeting_place(tmp_path, 
         monkeypatch.delenv(name, raising=False)
     for rank in range(4):
         task = dict(line.split("=", 1) for line in (tmp_path / f"task-{rank}").read_text().splitlines() if "=" in line)
-        assert (task["MASTER_ADDR"], task["MASTER_PORT"]) == ("n1", "23456")
+        assert (task["MASTER_ADDR"], task["MASTER_PORT"]) == ("n1", "13456")
         for name, value in task.items():
             if name.startswith("SLURM_"):
                 monkeypatch.setenv(name, value)

@@ -66,6 +66,12 @@ def test_ranks_that_do_not_come_are_named_to_all_that_did(store, monkeypatch):
         assert "ranks 2-3, 5 of 6 did not come" in str(results[rank]) and "those on a, c" in str(results[rank])
 
 
+def test_who_is_waited_for_is_said_meanwhile(store, monkeypatch, capsys):
+    monkeypatch.setattr(meeting, "PATIENCE", 0.3)
+    meet_all(store, monkeypatch, [("a", {}), ("a", {}), None, None], 2, SHORT)
+    assert "waiting for ranks 2-3 of 4 for 0 s; here are those on a\n" in capsys.readouterr().err
+
+
 def test_different_software_is_refused_with_who_has_what(store, monkeypatch):
     ranks = [("a", {}), ("b", {"torch": "2.12.1"}), ("c", {})]
     for error in meet_all(store, monkeypatch, ranks, 1):

@@ -1,5 +1,6 @@
 """A run's folder: never trained over unasked, by one run at a time, and what a run that begins elsewhere is told."""
 
+import contextlib
 import dataclasses
 import json
 import socket
@@ -58,6 +59,29 @@ def opened(rank, world_size, config, begins_from=None):
 
     parallel = init_parallel("cpu")
     return refused(lambda: claim_run_folder(config, parallel).open(config, "{}", parallel, begins_from))
+
+
+def claimed(rank, world_size, config) -> tuple[bool, bool]:
+    """What a rank takes the folder for; a file system shows rank 1 other files."""
+    from unittest import mock
+
+    from infcl.parallel import init_parallel
+    from infcl.train.run_folder import claim_run_folder
+
+    parallel = init_parallel("cpu")
+    with mock.patch("pathlib.Path.is_file", lambda path: False) if rank == 1 else contextlib.nullcontext():
+        run = claim_run_folder(config, parallel)
+    return run.is_replaced, run.is_finished
+
+
+def test_what_a_folder_holds_is_what_rank_0_sees(demo_folder, tmp_path):
+    """Ranks that took it for different things waited for each other."""
+    config = demo_config(demo_folder, tmp_path, resume="latest")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.json").write_text(config.to_json())
+    assert run_ranks(claimed, 2, dataclasses.replace(config, overwrite=True)) == [(True, False)] * 2
+    (tmp_path / "run" / "summary.json").write_text("{}")
+    assert run_ranks(claimed, 2, config) == [(False, True)] * 2
 
 
 def test_two_processes_do_not_train_in_one_folder(demo_folder, tmp_path):

@@ -1,13 +1,15 @@
 """Before the process group: every rank says on which host it is and what that host runs, through the launcher's store.
 
-`open_store` listens on one address only where it can; `meet` waits for all ranks, names those that do not come, and
-refuses hosts that run something else or were given other settings. Nothing here needs torch to be of one version.
+`open_store` listens on one address only where it can; `meet` waits for all ranks, names those that do not come while
+it waits and in the end, and refuses hosts that run something else or were given other settings. Nothing here needs
+torch to be of one version.
 """
 
 import errno
 import json
 import os
 import socket
+import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -20,6 +22,7 @@ import torch.distributed as dist
 from infcl.cluster.facts import differences, software
 
 _RUN = "infcl run"  # in the store: what its ranks are
+PATIENCE = 30.0  # seconds between two lines about ranks that have not come
 LOOPBACK = ("127.0.0.1", "localhost")
 
 
@@ -175,15 +178,28 @@ def _no_rank_0(rank: int, timeout: timedelta) -> RuntimeError:
 
 
 def _gather(store: dist.Store, world_size: int, timeout: timedelta) -> list[dict] | str:
+    """What all ranks say, or who did not come; who is waited for is printed while it lasts."""
     keys = [f"rank {rank}" for rank in range(world_size)]
-    try:
-        store.wait(keys, timeout)
-    except dist.DistStoreError:
-        here = {rank: json.loads(store.get(key)) for rank, key in enumerate(keys) if store.check([key])}
-        hosts = ", ".join(dict.fromkeys(said["host"] for said in here.values()))
-        absent = _ranges([rank for rank in range(world_size) if rank not in here])
-        return f"ranks {absent} of {world_size} did not come within {timeout}; here are those on {hosts}"
+    began, told = time.monotonic(), 0.0
+    while not store.check(keys):  # not `wait`: torch's cannot be interrupted to say anything
+        waited = time.monotonic() - began
+        if waited > timeout.total_seconds():
+            absent, hosts = _absent(store, keys)
+            return f"ranks {absent} of {world_size} did not come within {timeout}; here are those on {hosts}"
+        if waited - told > PATIENCE:
+            absent, hosts = _absent(store, keys)
+            told = waited
+            line = f"waiting for ranks {absent} of {world_size} for {waited:.0f} s; here are those on {hosts}"
+            print(line, file=sys.stderr, flush=True)
+        time.sleep(0.05 if waited < 5 else 1.0)
     return [json.loads(said) for said in store.multi_get(keys)]
+
+
+def _absent(store: dist.Store, keys: list[str]) -> tuple[str, str]:
+    """The numbers of the ranks that have not come, the hosts of those that have."""
+    here = {rank: json.loads(store.get(key)) for rank, key in enumerate(keys) if store.check([key])}
+    hosts = ", ".join(dict.fromkeys(said["host"] for said in here.values()))
+    return _ranges([rank for rank in range(len(keys)) if rank not in here]), hosts
 
 
 def _wait_for_readers(store: dist.Store, readers: int) -> None:

@@ -175,6 +175,8 @@ class CheckpointWriter:
 
     def _on_rank_0(self, work: Callable[[], _Answer]) -> _Answer:
         """What `work` returns on rank 0, or raises, on all ranks; StorageHangs after `patience`. Collective."""
+        if self.parallel.world_size == 1:
+            return work()  # nobody else waits for it
         told: list = [None, None]
         if self.parallel.rank == 0:
             done: Future = Future()

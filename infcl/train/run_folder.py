@@ -54,6 +54,7 @@ class RunFolder:
     def __init__(self, root: Path, *, is_replaced: bool = False):
         self.root = Path(root)
         self.is_replaced = is_replaced  # an earlier run lies there, to be cleared when the new one is ready to start
+        self.is_finished = False  # by an earlier start
         self.checkpoints = self.root / "checkpoints"
         self.metrics = self.root / "metrics.jsonl"
         self.summary = self.root / "summary.json"
@@ -180,21 +181,28 @@ def claim_run_folder(config: TrainConfig, parallel: Parallel) -> RunFolder:
     name = [config.name or default_name(config, parallel.world_size)]
     dist.broadcast_object_list(name, src=0)
     run = RunFolder(Path(config.logs) / name[0])
-    from_first_rank(run.require_free)
+    run.is_replaced, run.is_finished = from_first_rank(lambda: _found(run, config))
+    return run
+
+
+def _found(run: RunFolder, config: TrainConfig) -> tuple[bool, bool]:
+    """(an earlier run there is to be replaced, it is finished). Rank 0."""
+    run.require_free()
     if not (run.root / "config.json").is_file():
-        return run
+        return False, run.summary.is_file()
     if config.overwrite:
         _require_nothing_inside(run, config)
-        return RunFolder(run.root, is_replaced=True)
+        return True, False
     if run.summary.is_file():
         if others := run.other_flags(config):
             raise ValueError(
                 f"{run.root} holds a finished run with other flags ({'; '.join(others)}): choose another --name (with "
                 f"--resume {run.checkpoints}/STEP to go on from there), or --overwrite"
             )
-    elif config.resume is None:
+        return False, True
+    if config.resume is None:
         raise ValueError(f"{run.root} holds an unfinished run: --resume latest continues it, --overwrite starts over")
-    return run
+    return False, False
 
 
 def _require_nothing_inside(run: RunFolder, config: TrainConfig) -> None:
