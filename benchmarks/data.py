@@ -218,7 +218,7 @@ def gpus_fed(rate: float, arguments: argparse.Namespace) -> dict[str, dict[str, 
     return result
 
 
-def hardware() -> dict[str, str | int | float]:
+def hardware() -> dict[str, str | int | float | None]:
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
     cpu = platform.processor() or platform.machine()
     if os.path.exists("/proc/cpuinfo"):
@@ -228,7 +228,7 @@ def hardware() -> dict[str, str | int | float]:
         "command": " ".join([f"python -m benchmarks.{Path(sys.argv[0]).stem}", *sys.argv[1:]]),
         "commit": commit,
         "cpu": cpu,
-        "cores": os.cpu_count() or 1,
+        "cores": os.cpu_count(),
         "load": round(os.getloadavg()[0], 1),
         "python": platform.python_version(),
         "torch": torch.__version__,

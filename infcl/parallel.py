@@ -278,17 +278,16 @@ def describe_ranks(parallel: Parallel) -> str:
 
 
 def from_first_rank(own: Callable[[], _Answer]) -> _Answer:
-    """What `own` returns on rank 0, on every rank; or the ValueError that it raises there. Collective."""
-    answer, problem = None, None
+    """What `own` returns on rank 0, on every rank; or the exception that it raises there. Collective."""
+    told: list[Any] = [None, None]
     if dist.get_rank() == 0:
         try:
-            answer = own()
-        except ValueError as error:  # the other ranks wait to be told
-            problem = str(error)
-    told: list[Any] = [answer, problem]
+            told[0] = own()
+        except Exception as error:  # the other ranks wait to be told
+            told[1] = error
     dist.broadcast_object_list(told, src=0)
     if told[1] is not None:
-        raise ValueError(told[1])
+        raise told[1]
     return cast(_Answer, told[0])
 
 

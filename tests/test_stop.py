@@ -60,7 +60,9 @@ def test_behind_the_loop_sigusr1_ends_the_process_again_though_its_start_took_no
 
 
 def test_a_callers_own_handlers_are_there_again_behind_the_loop():
-    own = lambda *_: None  # noqa: E731
+    def own(*_):
+        pass
+
     before = signal.signal(signal.SIGUSR1, own)
     try:
         with StopSignals():

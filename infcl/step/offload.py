@@ -134,8 +134,8 @@ class PixelCache:
         started = time.perf_counter()
         texts = self.texts(part)
         if self.parts > 1:  # for those who read the others
-            self.waited_for_parts += time.perf_counter() - started
-            self.waited += time.perf_counter() - started
+            seconds = time.perf_counter() - started
+            self.waited, self.waited_for_parts = self.waited + seconds, self.waited_for_parts + seconds
         self.places[0] += texts["texts"].numel()
         self.places[1] += self.parts * part.numel()
         self.tokens.append({name: value.to(self.device, non_blocking=True) for name, value in texts.items()})

@@ -29,7 +29,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from infcl.parallel import Parallel, rank_and_host
+from infcl.parallel import Parallel, from_first_rank, rank_and_host
 from infcl.train.checkpoint import FORMAT, PARTIAL, checkpoint_step, complete_checkpoints, prune_checkpoints
 from infcl.train.engine import Engine
 from infcl.train.run_folder import FolderTaken, RunFolder, sha256, why_not_written, write_atomic
@@ -174,23 +174,18 @@ class CheckpointWriter:
                 shutil.rmtree(left, ignore_errors=True)
 
     def _on_rank_0(self, work: Callable[[], _Answer]) -> _Answer:
-        """What `work` returns on rank 0, or raises, on all ranks; StorageHangs after `patience`. Collective."""
-        if self.parallel.world_size == 1:
-            return work()  # nobody else waits for it
-        told: list = [None, None]
-        if self.parallel.rank == 0:
-            done: Future = Future()
-            threading.Thread(target=_do, args=(work, done), name="checkpoint, rank 0", daemon=True).start()
-            try:
-                told[1] = done.exception(None if self.patience == math.inf else self.patience)
-                told[0] = None if told[1] else done.result()
-            except NotInTime:
-                why = f"{rank_and_host(self.parallel)}: no answer for {self.patience:.0f} s"
-                told[1] = StorageHangs(f"the storage of {self.run.checkpoints} hangs ({why}); {self.hint}")
-        dist.broadcast_object_list(told, src=0)
-        if told[1] is not None:
-            raise told[1]
-        return told[0]
+        """What `work` returns on rank 0, on all ranks; StorageHangs if it takes longer than `patience`. Collective."""
+        return from_first_rank(work if self.parallel.world_size == 1 else lambda: self._within_patience(work))
+
+    def _within_patience(self, work: Callable[[], _Answer]) -> _Answer:
+        """While others wait: in a thread, which may be left behind."""
+        done: Future = Future()
+        threading.Thread(target=_do, args=(work, done), name="checkpoint, rank 0", daemon=True).start()
+        try:
+            return done.result(None if self.patience == math.inf else self.patience)
+        except NotInTime:
+            why = f"{rank_and_host(self.parallel)}: no answer for {self.patience:.0f} s"
+            raise StorageHangs(f"the storage of {self.run.checkpoints} hangs ({why}); {self.hint}") from None
 
     def _still_writes(self) -> bool:
         """Wait until all ranks have written, or `patience` where some have; whether this one has not. Collective."""

@@ -56,7 +56,7 @@ class _ByPiece(torch.optim.Optimizer):
         self.state[tensor] = {"step": torch.zeros(())} | self._new_state(tensor, pieces)
 
     @torch.no_grad()
-    def step(self, closure=None) -> None:  # type: ignore[override]  # a closure would be the engine's
+    def step(self, closure=None):
         for group in self.param_groups:
             for tensor in group["params"]:
                 if tensor.grad is not None:
