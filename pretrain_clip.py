@@ -19,7 +19,10 @@ if __name__ == "__main__":  # before what takes long to import: a scheduler's wa
     noted: list[int] = []
     signal.signal(signal.SIGUSR1, lambda number, _: noted.append(number))
 
+from infcl.checkpoint.run_folder import FolderTaken, claim_run_folder
+from infcl.checkpoint.write import StorageHangs
 from infcl.config import parse_args, settings_of
+from infcl.models.captions import may_pack
 from infcl.parallel import (
     describe_failure,
     destroy_parallel,
@@ -27,15 +30,12 @@ from infcl.parallel import (
     read_environment,
     report_mistake,
 )
+from infcl.parallel.process import end_process
 from infcl.plan.dry_run import describe_plan
 from infcl.plan.fit import fit_to_memory
-from infcl.program import end_process
 from infcl.report import summary_table
-from infcl.train.captions import may_pack
-from infcl.train.checkpoint_writer import StorageHangs
 from infcl.train.finite import Diverged
-from infcl.train.run_folder import FolderTaken, claim_run_folder
-from infcl.train.stop import Stopped, end_with_launcher
+from infcl.train.signals import Stopped, end_with_launcher
 from infcl.train.trainer import Trainer
 
 

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.reused import ReusedTrainer
-from infcl.towers.packing import num_texts
+from infcl.models.packing import num_texts
 
 
 class AbridgedTrainer(ReusedTrainer):

@@ -22,11 +22,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.clock import hardware, require_gpus, timed
 from benchmarks.rows import append
+from infcl.models.attention import attend, fits
+from infcl.models.config import TextConfig
+from infcl.models.packing import caption_places, caption_spans, pack_captions
+from infcl.models.transformer import attend as attend_by_torch
 from infcl.plan.measure import copy_rate
-from infcl.towers.config import TextConfig
-from infcl.towers.packing import caption_places, caption_spans, pack_captions
-from infcl.towers.transformer import attend as attend_by_torch
-from infcl.train.attention import attend, fits
 
 _AHEAD = 4_000_000  # cycles, 2 ms: what the host takes to issue a forward and a backward
 BACKENDS = {

@@ -9,8 +9,8 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
-from infcl.cluster.facts import git_commit
 from infcl.parallel import why_no_gpu
+from infcl.parallel.host_info import git_commit
 
 
 def require_gpus(program: str, count: int = 1) -> None:

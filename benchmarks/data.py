@@ -41,8 +41,8 @@ from infcl.data.tokenizer import Tokenizer
 from infcl.data.tokenizer.learn import train_tokenizer
 from infcl.data.transforms import TrainTransform
 from infcl.data.workers import WorkerBoard
-from infcl.towers.config import load_model_config
-from infcl.towers.flops import forward_flops
+from infcl.models.config import load_model_config
+from infcl.models.flops import forward_flops
 
 WORDS = "a photo of the red old small house near river with two people walking under bright evening sky".split()
 MODELS = ("ViT-B-32", "ViT-B-16", "ViT-L-14", "ViT-H-14", "ViT-bigG-14")
@@ -170,7 +170,7 @@ def write_small(path: Path, count: int) -> Path:
 def open_clip_stages(shards: Path, jpegs: list[bytes], captions: list[str], size: int) -> dict[str, Callable[[], int]]:
     """open_clip's own worker path over the same shards; {} where it is not installed."""
     try:
-        from tests.open_clip_stub import declare_torchvision_operators
+        from tests.lib.open_clip_stub import declare_torchvision_operators
 
         declare_torchvision_operators()
         import open_clip

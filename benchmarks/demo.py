@@ -20,7 +20,7 @@ from benchmarks.clock import hardware
 from benchmarks.rows import append
 from benchmarks.step import end_process
 from infcl.config import TrainConfig
-from infcl.train.preset import read_preset
+from infcl.config.preset import read_preset
 
 PRESETS = ("zero1", "zero2", "zero3", "zero3_offload", "zero2_bf16")
 TAKEN = ("zero_shot_top1", "image_to_text_r1", "text_to_image_r1", "train_seconds", "steps", "skipped_steps")

@@ -21,11 +21,11 @@ from benchmarks.clock import hardware
 from benchmarks.rows import append
 from benchmarks.spawn import on_ranks
 from infcl.config import TrainConfig, parse_args
+from infcl.convert.import_weights import load_pretrained
 from infcl.data.demo import prepare_demo
 from infcl.data.loader import TrainLoader
-from infcl.import_weights import load_pretrained
 from infcl.loss.contrastive import TILED, ContrastiveLoss
-from infcl.towers.clip import CLIP
+from infcl.models.clip import CLIP
 from infcl.train.build import build_tokenizer_and_model_config, tile_dtype_of
 
 LOSSES = ("clip", "open_clip", "disco", "inf_cl")

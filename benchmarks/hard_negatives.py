@@ -21,8 +21,8 @@ from benchmarks.clock import hardware
 from benchmarks.rows import append
 from infcl import info_nce_loss
 from infcl.data.render import BACKGROUNDS, COLOURS, SHAPES
-from infcl.towers.config import TextConfig
-from infcl.towers.text import TextTower
+from infcl.models.config import TextConfig
+from infcl.models.text import TextTower
 
 RELATIONS = {"left": "right", "above": "below"}
 WORDS = ["", *COLOURS, *SHAPES, *BACKGROUNDS, *RELATIONS, *RELATIONS.values(), "with"]

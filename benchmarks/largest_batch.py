@@ -32,10 +32,10 @@ from typing import Any
 from benchmarks.rows import append, read
 from benchmarks.step import command, end_process, reason
 from infcl.loss.contrastive import LOSSES
+from infcl.models.config import load_model_config
 from infcl.plan.loads import memory_of
 from infcl.plan.memory import counted_by_torch
 from infcl.plan.setting import Setting, load_gpu
-from infcl.towers.config import load_model_config
 
 
 @dataclass(frozen=True)

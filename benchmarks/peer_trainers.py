@@ -12,7 +12,7 @@ The code of others runs as it is, but for what keeps it from starting on one GPU
                       one of a single process is made before they start
     torch._six        left torch in 2.0; eva_clip imports infinity from it, and gets a module with that
     end of a shard    webdataset 1.0 marks it by an item that fast_clip's reader takes for a file: marks are turned off
-    model configs     a name that a program does not know (eva_clip: ViT-L-14) comes from infcl/model_configs
+    model configs     a name that a program does not know (eva_clip: ViT-L-14) comes from infcl/models/configs
     RANK, MASTER_...  inf_clip asks the environment for a group of a single process too: it gets what torchrun gives
 
 inf_clip trains with --infloss, and with its gradient cache where it accumulates, on GPUs alone (its models are in DDP,
@@ -48,7 +48,7 @@ import torch
 import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from infcl.towers.config import load_model_config
+from infcl.models.config import load_model_config
 
 ROOT = Path(__file__).parent.parent
 V3 = (

@@ -42,7 +42,7 @@ from benchmarks.clock import hardware
 from benchmarks.peer_trainers import ROOT, TRAINERS, shared_flags, train
 from benchmarks.rows import append
 from benchmarks.step import end_process, reason
-from infcl.cluster.facts import git_commit
+from infcl.parallel.host_info import git_commit
 from infcl.report import read_metrics
 
 COLUMNS = (

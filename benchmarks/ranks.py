@@ -1,7 +1,7 @@
 """Losses of many ranks on several hosts, and of one rank with the same batch: `python -m benchmarks.ranks` (root).
 
-Hosts are network namespaces (tests/hosts.py) of SLOTS ranks, started through ssh as the README says; each trains on a
-CPU, over gloo. The run is that of tests/test_cluster.py, the whole trainer with a two-level ring: what is learned is
+Hosts are network namespaces (tests/lib/hosts.py) of SLOTS ranks, started through ssh as the README says; each trains on
+a CPU, over gloo. The run is that of tests/cluster/test_cluster.py with a two-level ring: what is learned is
 whether ranks and hosts change a loss, not how fast they are. Four hosts of eight ranks take 11 GB of memory.
 """
 
@@ -23,8 +23,8 @@ def main() -> None:
     parser.add_argument("--csv", type=Path)
     options = parser.parse_args()
     from infcl.data.demo import prepare_demo
-    from tests.cluster_run import losses_of_hosts_and_of_one_rank
-    from tests.hosts import missing
+    from tests.lib.cluster_run import losses_of_hosts_and_of_one_rank
+    from tests.lib.hosts import missing
 
     if reason := missing():
         raise SystemExit(reason)

@@ -14,7 +14,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel
 
-from infcl.kernels import triton_attention, triton_attention_blocks, triton_backward, triton_forward
+from infcl.kernels import triton_backward, triton_forward
+from infcl.models import triton_attention, triton_attention_blocks
 
 _TYPES = {2: "bf16", 4: "fp32"}
 _OPTIONS = ("num_warps", "num_stages")

@@ -143,7 +143,7 @@ def _features(pairs: int, dim: int, noise: float, device: torch.device) -> tuple
 
 
 def _report(row: dict, arguments: argparse.Namespace) -> None:
-    from infcl.cluster.facts import git_commit
+    from infcl.parallel.host_info import git_commit
 
     row["commit"] = arguments.commit or git_commit()
     print("  ".join(f"{name} {row[name]}" for name in COLUMNS if name in row), flush=True)

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 
 from infcl.config import BatchPlan
+from infcl.step.pixels import build_pixel_cache
 from infcl.train.build import build_loader, build_loss
 from infcl.train.diagnostics import SampledLoss
 from infcl.train.metrics import PhaseTimer
-from infcl.train.pixels import build_pixel_cache
 from infcl.train.trainer import Trainer
 
 

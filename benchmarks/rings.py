@@ -1,6 +1,6 @@
 """Flat against two-level rings between hosts whose links are slow: `python -m benchmarks.rings` (root, iproute2).
 
-Hosts are network namespaces (tests/hosts.py) of RANKS ranks with a NIC each, as GPU hosts have; tc holds every NIC to
+Hosts are network namespaces (tests/lib/hosts.py) of RANKS ranks with a NIC each; tc holds every NIC to
 --nic-mbit in each direction and the loopback, which stands for NVLink, to --ratio times that for each rank. What is
 timed is the loss, forward and backward, over gloo: computing it is small beside the messages, so this measures the
 rings and what hides behind what only in part.
@@ -27,7 +27,7 @@ def main() -> None:
     arguments = _parse()
     if arguments.host is not None:
         sys.exit(fork_ranks(arguments.ranks, partial(_run_rank, arguments)))
-    from tests.hosts import Hosts
+    from tests.lib.hosts import Hosts
 
     rows = []
     with Hosts(arguments.hosts, nics=arguments.ranks) as hosts:

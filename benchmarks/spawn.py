@@ -11,7 +11,7 @@ import torch
 def on_ranks(function: Callable, world_size: int, *arguments: Any) -> None:
     """function(rank, *arguments) on each, with what `init_process_group` and `init_parallel` read from a launcher; in
     this process where there is one rank only."""
-    from tests.ranks import free_port
+    from tests.lib.ranks import free_port
 
     shared = (function, world_size, free_port(), arguments)
     if world_size == 1:

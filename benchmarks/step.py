@@ -41,12 +41,12 @@ import torch
 from benchmarks.clock import hardware, library_tflops, require_gpus
 from benchmarks.rows import append
 from infcl.config import TrainConfig, parse_args
+from infcl.models.attention import towers_with_kernel
+from infcl.models.clip import CLIP
+from infcl.models.config import CLIPConfig
+from infcl.models.flops import forward_flops
 from infcl.parallel import destroy_parallel, init_parallel, max_over, report_mistake
 from infcl.report import read_metrics
-from infcl.towers.clip import CLIP
-from infcl.towers.config import CLIPConfig
-from infcl.towers.flops import forward_flops
-from infcl.train.attention import towers_with_kernel
 from infcl.train.diagnostics import model_flops, trained_shares
 
 PHASES = ("data", "encode", "loss", "replay", "step")
@@ -122,7 +122,7 @@ def measure(options: argparse.Namespace, trainer_flags: list[str]) -> None:
             sys.exit(report_mistake("benchmarks.step", error))
         rate = library_tflops() if parallel.device.type == "cuda" else float("nan")
 
-        from infcl.train.run_folder import claim_run_folder
+        from infcl.checkpoint.run_folder import claim_run_folder
         from infcl.train.trainer import Trainer
 
         trainer = Trainer(config, parallel, claim_run_folder(config, parallel))

@@ -30,9 +30,9 @@ from benchmarks.loss_impls import make
 from benchmarks.reused import ReusedTrainer
 from benchmarks.rows import append
 from benchmarks.step import config_of, shared_folder
+from infcl.checkpoint.run_folder import claim_run_folder
 from infcl.parallel import destroy_parallel, init_parallel
 from infcl.report import read_metrics
-from infcl.train.run_folder import claim_run_folder
 
 LOSSES = ("inf_cl", "clip", "official_open_clip", "official")
 PHASES = ("encode", "loss", "replay", "step")

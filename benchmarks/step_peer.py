@@ -8,8 +8,8 @@ import torch
 
 from benchmarks.clock import hardware, library_tflops, timed
 from infcl.config import parse_args
-from infcl.towers.config import load_model_config
-from infcl.towers.flops import forward_flops
+from infcl.models.config import load_model_config
+from infcl.models.flops import forward_flops
 
 
 def measure_open_clip(options: argparse.Namespace, trainer_flags: list[str]) -> None:

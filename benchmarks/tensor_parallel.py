@@ -9,7 +9,7 @@ amp_bf16, compiled blocks, random pixels, the trainer's synthetic captions. samp
 steps after two, over all GPUs; loss: of the fifth step, whatever --repeats; peak memory: torch's, largest rank, of the
 steps after the first.
 
-Models: names of infcl/model_configs, or
+Models: names of infcl/models/configs, or
     bigG  ViT-bigG-14 with 16 text heads instead of 20, which 8 ranks cannot share; sizes and flops are the same
     5B    an image tower of 5.0 B (width 3072, 44 layers, 24 heads) with a text tower of 0.4 B
 
@@ -39,7 +39,7 @@ import torch.distributed as dist
 from benchmarks.rows import append
 from benchmarks.spawn import on_ranks
 from benchmarks.step import end_process
-from infcl.train.run_folder import git_commit
+from infcl.checkpoint.run_folder import git_commit
 
 ROOT = Path(__file__).parent.parent
 COLUMNS = (
@@ -84,7 +84,7 @@ def settings(arguments: argparse.Namespace) -> list[dict]:
 
 
 def model_config(name: str):
-    from infcl.towers import TextConfig, VisionConfig, load_model_config
+    from infcl.models import TextConfig, VisionConfig, load_model_config
 
     if name == "bigG":
         cfg = load_model_config("ViT-bigG-14")
@@ -115,16 +115,16 @@ def _rank(rank: int, setting: dict) -> None:
 
 def _measure(setting: dict) -> dict:
     from infcl.config import BatchPlan, TrainConfig
+    from infcl.config.preset import read_preset
+    from infcl.engine.engine import Engine
+    from infcl.models import CLIP
+    from infcl.models.attention import towers_with_kernel
+    from infcl.models.captions import may_pack, texts_of_part
     from infcl.parallel import init_parallel, max_over, mean_over, seed_everything
     from infcl.step.grad_cache import grad_cache_step
-    from infcl.towers import CLIP
-    from infcl.train.attention import towers_with_kernel
     from infcl.train.build import build_loss, split_model
-    from infcl.train.captions import may_pack, texts_of_part
-    from infcl.train.compiled import prepare_blocks
+    from infcl.train.compile import prepare_blocks
     from infcl.train.diagnostics import utilisation
-    from infcl.train.engine import Engine
-    from infcl.train.preset import read_preset
 
     config = TrainConfig(
         pack_captions="on" if setting["lever"] == "packed captions" else "off",

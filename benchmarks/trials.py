@@ -23,10 +23,10 @@ from benchmarks.abridged import AbridgedTrainer
 from benchmarks.clock import hardware
 from benchmarks.rows import append, read
 from benchmarks.step import SYNTHETIC, config_of, shared_folder
+from infcl.checkpoint.run_folder import claim_run_folder
 from infcl.config import parse_args
 from infcl.parallel import Parallel, destroy_parallel, init_parallel, max_over
 from infcl.report import read_metrics
-from infcl.train.run_folder import claim_run_folder
 
 WARM_UP_MICRO_BATCHES = 6  # at both ends of a pass all that are computed, and one between
 KEY = ("model", "gpus", "memory_gb", "pixels", "loss", "precision", "checkpointing", "micro_batch", "global_batch")

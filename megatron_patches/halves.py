@@ -23,7 +23,7 @@ import torch
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch._inductor.pattern_matcher import stable_topological_sort
 
-from infcl.towers.transformer import ResidualBlock
+from infcl.models.transformer import ResidualBlock
 
 LEAST_ELEMENTS = 2**26  # m L w: ViT-L-14 gains 4% at 256 samples (67.4 million) and nothing at 128
 

@@ -25,7 +25,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core.tensor_parallel.mappings import reduce_from_tensor_model_parallel_region
 
-from infcl.towers.transformer import Attention, LayerNorm, Linear
+from infcl.models.transformer import Attention, LayerNorm, Linear
 from megatron_patches.products import gather_multiply, gather_multiply_both, multiply_scatter, multiply_scatter_both
 
 _collectives = torch.ops._c10d_functional  # in place of nothing, asynchronous until wait_tensor

@@ -19,7 +19,7 @@ Shapes: n rows of any leading dimensions; `x`, `d_y` hold this rank's n rows or 
 import torch
 from torch import Tensor
 
-from infcl.operators import operator
+from infcl.kernels.operators import operator
 from megatron_patches.exchange import Exchange, exchange_of
 
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-ATTRIBUTE = "tensor_parallel_split"  # on a parameter: its Split; infcl.train.engine_state reads and writes through it
+ATTRIBUTE = "tensor_parallel_split"  # on a parameter: its Split; infcl.engine.state reads and writes through it
 _MARK = "tensor_model_parallel"  # on a parameter: the name that DeepSpeed's norm and clip, and Megatron's, look for
 
 

@@ -24,9 +24,9 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from torch import nn
 
-from infcl.towers.clip import CLIP
-from infcl.towers.config import check_divides
-from infcl.towers.transformer import ResidualBlock, Transformer
+from infcl.models.clip import CLIP
+from infcl.models.config import check_divides
+from infcl.models.transformer import ResidualBlock, Transformer
 from megatron_patches.linear import ColumnAttention, ColumnLinear, RowLinear, SampleParallelNorm, Shared, Sharing
 from megatron_patches.split import ATTRIBUTE, Split, split_parameter
 

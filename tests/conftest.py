@@ -41,7 +41,7 @@ def pytest_collection_modifyitems(items):
 @pytest.fixture(scope="module", autouse=True)
 def _ranks_end_with_a_file():
     yield
-    if ranks := sys.modules.get("tests.ranks"):
+    if ranks := sys.modules.get("tests.lib.ranks"):
         ranks.end_ranks()
 
 
@@ -69,7 +69,7 @@ def not_skipped(report, config):
 def pytest_runtest_setup(item):
     """Tests over several hosts are skipped, with the reason, where hosts cannot be made; looked at when one comes."""
     if item.get_closest_marker("cluster"):
-        from tests.hosts import missing
+        from tests.lib.hosts import missing
 
         if reason := missing():
             pytest.skip(reason)
@@ -132,7 +132,7 @@ def demo_folder(tmp_path_factory):
 def tokenizer_model(tmp_path_factory):
     """A small BPE model, learned from the captions of test_export.py."""
     from infcl.data.tokenizer.learn import train_tokenizer
-    from tests.test_export import CAPTIONS
+    from tests.convert.test_export import CAPTIONS
 
     path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.model"
     train_tokenizer(CAPTIONS, path, 300, "bpe", num_threads=1)
@@ -141,7 +141,7 @@ def tokenizer_model(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def tokenizer(tmp_path_factory):
-    from tests.small_loader import caption_tokenizer
+    from tests.lib.small_loader import caption_tokenizer
 
     return caption_tokenizer(tmp_path_factory.mktemp("tokenizer"))
 
@@ -149,7 +149,7 @@ def tokenizer(tmp_path_factory):
 @pytest.fixture(scope="session")
 def shards(tmp_path_factory):
     """A folder of five shards with 53 samples, one of them empty; nobody writes to it."""
-    from tests.shard_files import write_shards
+    from tests.lib.shard_files import write_shards
 
     return write_shards(tmp_path_factory.mktemp("shards"), [7, 19, 0, 4, 23])
 
@@ -157,7 +157,7 @@ def shards(tmp_path_factory):
 @pytest.fixture
 def faulty(tmp_path):
     """29 good samples, four bad ones, a pickle that must not be opened, and a shard that breaks off."""
-    from tests.shard_files import Payload, encode, pair_members, picture, write_tar
+    from tests.lib.shard_files import Payload, encode, pair_members, picture, write_tar
 
     members = [member for i in range(20) for member in pair_members(i)]
     members += [("t.jpg", encode(picture(0, 64, 64), "JPEG")[:500]), ("t.txt", b"truncated")]

@@ -4,6 +4,8 @@ import itertools
 import json
 
 from benchmarks.paper.raw import batch, latest, markdown, newest, origin, rows, where
+from infcl.config.preset import BUCKET
+from infcl.models.config import load_model_config
 from infcl.plan.compare import past
 from infcl.plan.fit import Fit
 from infcl.plan.loads import memory_of
@@ -11,9 +13,7 @@ from infcl.plan.memory import parameter_counts
 from infcl.plan.paper import paper_memory
 from infcl.plan.parts import loss_bytes
 from infcl.plan.setting import Setting, load_gpu
-from infcl.towers.config import load_model_config
 from infcl.train.build import build_meta_model, build_tokenizer_and_model_config
-from infcl.train.preset import BUCKET
 
 GIB = 2**30
 FIGURE_1_GPUS = (8, 16, 32, 64, 128, 256)

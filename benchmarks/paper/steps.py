@@ -11,10 +11,10 @@ from statistics import mean
 
 from benchmarks.paper.raw import RESULTS, latest, markdown, newest, origin, rows, where
 from benchmarks.paper.towers import OUTDATED
+from infcl.config.preset import BUCKET
 from infcl.plan.compare import compare, read_steps
 from infcl.plan.setting import load_gpu
 from infcl.plan.timing import STAGE_3_LIVE
-from infcl.train.preset import BUCKET
 
 PRESET = (100_000_000, False)  # of ds_configs/zero1.json and zero2.json within one host: bucket size, overlap
 EACH_PASS = ("a1532d8", "42cacc8")  # commits of step_hosts.csv before what fits was gathered once a step

@@ -4,12 +4,12 @@ import math
 import statistics
 
 from benchmarks.paper.raw import markdown, origin, rows, where
+from infcl.config.preset import BUCKET
 from infcl.plan.compare import past
 from infcl.plan.loads import memory_of
 from infcl.plan.memory import counted_by_torch
 from infcl.plan.setting import Setting, load_gpu
 from infcl.plan.timing import step_seconds
-from infcl.train.preset import BUCKET
 
 GIB = 2**30
 

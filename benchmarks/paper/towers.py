@@ -5,13 +5,13 @@ import dataclasses
 from benchmarks.paper.raw import NOT_MEASURED, RESULTS, latest, markdown, ms, origin, rows, where
 from benchmarks.paper.speed import loss_rows
 from benchmarks.peer_trainers import TRAINERS
+from infcl.models.config import load_model_config
 from infcl.plan.compare import compare, read_steps, table, warmed_up
 from infcl.plan.loads import memory_of
 from infcl.plan.loss_time import loss_seconds
 from infcl.plan.search import fastest
 from infcl.plan.setting import Gpu, Setting, load_gpu, parameters_of
 from infcl.plan.timing import phases_of, samples_per_second
-from infcl.towers.config import load_model_config
 
 GIB = 2**30
 TOWERS = ("ViT-B-32", "ViT-B-16", "ViT-L-14", "ViT-H-14", "ViT-bigG-14")

@@ -13,8 +13,8 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from infcl.cluster.facts import differences
 from infcl.cluster.hostfile import SSH_OPTIONS, read_hostfile
+from infcl.parallel.host_info import differences
 
 TIMEOUT_S = 300  # a busy host imports torch slowly
 MAX_SKEW_S = 2.0

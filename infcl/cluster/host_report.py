@@ -10,7 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from infcl.cluster.facts import software
+from infcl.parallel.host_info import software
 
 
 def report(shared: Path, name: str) -> dict:

@@ -21,9 +21,9 @@ from statistics import median
 import torch
 import torch.distributed as dist
 
-from infcl.cluster.meeting import Node, nodes_of
 from infcl.parallel import Parallel, destroy_parallel, init_parallel
-from infcl.program import end_process
+from infcl.parallel.process import end_process
+from infcl.parallel.rendezvous import Node, nodes_of
 
 SLOW = 0.8
 _BESIDE_A_RUN = {"cpu": 1 << 18, "cuda": 1 << 24}  # bytes: as few as show a link's rate

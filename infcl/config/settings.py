@@ -101,7 +101,7 @@ class TrainConfig:
     storage_timeout: float = _flag(30.0, "data", "seconds without a byte after which a read is tried again")
     data_timeout: float = _flag(600.0, "data", "seconds without a batch after which the run ends")
 
-    model: str = _flag("ViT-B-32", "model", "name in infcl/model_configs or path of a JSON file in open_clip's schema")
+    model: str = _flag("ViT-B-32", "model", "name in infcl/models/configs or path of a JSON file in open_clip's schema")
     pretrained: str | None = _flag(None, "model", "start from these weights: open_clip file or folder, CLIPModel, run")
     pretrained_image: str | None = _flag(None, "model", "the same, of the image tower only")
     pretrained_text: str | None = _flag(None, "model", "the same, of the text tower only")

@@ -20,10 +20,10 @@ from infcl.data.evaluation import RESIZES
 from infcl.evaluate.load import load_model
 from infcl.evaluate.tasks import RetrievalTask, ZeroShotTask
 from infcl.evaluate.validation import ValidationLoss
+from infcl.models import CLIP
+from infcl.models.packing import packed, packs, whole
 from infcl.parallel import Parallel, destroy_parallel, init_parallel, read_environment, report_mistake
-from infcl.program import end_process
-from infcl.towers import CLIP
-from infcl.towers.packing import packed, packs, whole
+from infcl.parallel.process import end_process
 
 PRECISIONS = {"fp32": None, "amp_bf16": torch.bfloat16, "amp_fp16": torch.float16}
 

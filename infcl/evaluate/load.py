@@ -10,10 +10,10 @@ from pathlib import Path
 
 import torch
 
+from infcl.convert.import_weights import load_tower, other_resizing, read_weights
 from infcl.data.open_clip_tokenizer import PREFIX, OpenClipTokenizer
 from infcl.data.tokenizer import Tokenizer
-from infcl.import_weights import load_tower, other_resizing, read_weights
-from infcl.towers import CLIP, CLIPConfig, load_model_config, with_tokenizer
+from infcl.models import CLIP, CLIPConfig, load_model_config, with_tokenizer
 
 log = logging.getLogger(__name__)
 _SENTENCEPIECE = ("tokenizer.model", "spiece.model")

@@ -27,9 +27,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from infcl.kernels import WORKSPACE_BYTES, Tile
+from infcl.kernels.lse import cross_entropies, merge_lse
 from infcl.loss import graphed, tiled
 from infcl.loss.gradients import ring_gradients
-from infcl.loss.lse import cross_entropies, merge_lse
 from infcl.loss.operands import check_features, scaled_sides
 from infcl.loss.ring import RingExchange
 

@@ -18,9 +18,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from infcl.kernels import WORKSPACE_BYTES, Tile
+from infcl.kernels.lse import cross_entropies, merge_lse
 from infcl.loss import tiled
 from infcl.loss.gradients import ring_gradients
-from infcl.loss.lse import cross_entropies, merge_lse
 from infcl.loss.operands import inner_product, scaled
 from infcl.loss.ring import RingExchange
 

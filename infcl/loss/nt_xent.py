@@ -27,8 +27,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from infcl.kernels import WORKSPACE_BYTES, Tile
+from infcl.kernels.lse import cross_entropies, merge_lse
 from infcl.loss import tiled
-from infcl.loss.lse import cross_entropies, merge_lse
 from infcl.loss.operands import check_features, inner_product, matched_gradient, scaled
 from infcl.loss.ring import RingExchange
 

@@ -18,9 +18,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from infcl.kernels import Tile, select_tile
+from infcl.kernels.operators import operator
 from infcl.loss.operands import as_operand, gradients_wanted, named_wishes, refuse_double_backward, scalar_like
 from infcl.loss.ring import RingExchange, ring_maker
-from infcl.operators import operator
 
 Comparable = dict[str, int | torch.dtype]
 

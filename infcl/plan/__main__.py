@@ -12,6 +12,8 @@ import sys
 from pathlib import Path
 
 from infcl.config import counted
+from infcl.config.preset import stage_in_words
+from infcl.models.config import load_model_config
 from infcl.plan.compare import compare, read_steps, table, trains_whole_towers
 from infcl.plan.host import host_bytes, host_parts
 from infcl.plan.loads import load_of, memory_of
@@ -19,8 +21,6 @@ from infcl.plan.search import fastest, fits, fits_gpu, fits_host, largest_batch,
 from infcl.plan.setting import Gpu, Link, Setting, captions_of, load_gpu, load_link
 from infcl.plan.sweep import crossover, draw, read_range, sweep
 from infcl.plan.timing import phases_of, samples_per_second
-from infcl.towers.config import load_model_config
-from infcl.train.preset import stage_in_words
 
 
 def read_batch(text: str) -> int:

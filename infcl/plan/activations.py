@@ -1,21 +1,21 @@
 """Bytes that graphs of the towers keep between forward and backward, from sizes alone.
 
-Counted by tests/test_plan_memory.py and tests/test_megatron_saved.py.
+Counted by tests/plan/test_plan_memory.py and tests/megatron_patches/test_megatron_saved.py.
 """
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from infcl.towers.config import CLIPConfig, VisionConfig, kept_patches
+from infcl.models.config import CLIPConfig, VisionConfig, kept_patches
 
 # What a block keeps for its backward, bytes per token and width at an MLP ratio of 4: the inputs of both norms and of
 # the four linear layers, q, k and v, and what GELU saw; attention keeps no matrix. Under autocast norms work in fp32
-# and keep their inputs so, the rest is bf16. tests/test_plan_memory.py counts them.
+# and keep their inputs so, the rest is bf16. tests/plan/test_plan_memory.py counts them.
 BLOCK_BYTES = {"fp32": 64, "amp_bf16": 36, "bf16": 32, "fp16": 32}
 # The residual stream under autocast: the convolution's 16 bits in the image tower, the embedding's fp32 in the text's.
 _STREAM_BYTES = {"fp32": (4, 4), "amp_bf16": (2, 4), "bf16": (2, 2), "fp16": (2, 2)}
 # A compiled graph under autocast keeps norms' inputs as they come: 16 bits for 32 in the image tower, in the text tower
-# only attention's output, once a graph. tests/test_megatron_saved.py counts them.
+# only attention's output, once a graph. tests/megatron_patches/test_megatron_saved.py counts them.
 _SPARED_BYTES = {"image": 4.0, "text": 2.0}
 
 

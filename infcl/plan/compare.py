@@ -5,12 +5,12 @@ import json
 import re
 from pathlib import Path
 
+from infcl.config.preset import BUCKET
+from infcl.models.config import load_model_config, with_overrides
 from infcl.plan.loads import memory_of
 from infcl.plan.memory import counted_by_torch
 from infcl.plan.setting import Gpu, Setting, captions_of
 from infcl.plan.timing import samples_per_second
-from infcl.towers.config import load_model_config, with_overrides
-from infcl.train.preset import BUCKET
 
 # What was so at these commits, and is planned so for rows of theirs:
 # convolution apart      until 1f7968e autocast's steps had a bucket apart for its gradient (parts.bucket_bytes)

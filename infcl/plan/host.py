@@ -1,6 +1,6 @@
 """Bytes of host memory, part by part: what ZeRO offloads, pixels that wait, the copy a checkpoint is written from.
 
-Counted as DeepSpeed 0.19.8 allocates it (tests/test_plan_host.py). Not counted: the process itself, the loader's
+Counted as DeepSpeed 0.19.8 allocates it (tests/plan/test_plan_host.py). Not counted: the process itself, the loader's
 workers and what it reads ahead, evaluations.
 
 Sizes: T trainable parameters, N data-parallel ranks; a rank owns T / N of the state.
@@ -8,8 +8,8 @@ Sizes: T trainable parameters, N data-parallel ranks; a rank owns T / N of the s
 
 import math
 
+from infcl.config.preset import sums_gradients_on_host
 from infcl.plan.memory import Load
-from infcl.train.preset import sums_gradients_on_host
 
 _SUB_GROUP = 1e9  # elements: DeepSpeed's sub_group_size
 

@@ -3,15 +3,15 @@
 from typing import Any
 
 from infcl.config import BatchPlan, TrainConfig
+from infcl.engine.optim import checkpoint_bytes, state_bytes_per_element
 from infcl.loss.contrastive import TILED
 from infcl.loss.links import lap_length
+from infcl.models.clip import frozen_blocks
+from infcl.models.config import CLIPConfig, with_overrides
 from infcl.plan.activations import stream_bytes
 from infcl.plan.memory import Load, parts_of
 from infcl.plan.setting import Setting, parameters_of
 from infcl.step.offload import UPLOAD_LEAD
-from infcl.towers.clip import frozen_blocks
-from infcl.towers.config import CLIPConfig, with_overrides
-from infcl.train.optim import checkpoint_bytes, state_bytes_per_element
 
 STAGES = (0, 1, 2, 3)
 

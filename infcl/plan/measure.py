@@ -13,8 +13,8 @@ import time
 import torch
 
 from infcl.loss.inf_cl import inf_cl_loss
+from infcl.models.transformer import Transformer
 from infcl.plan.setting import Gpu
-from infcl.towers.transformer import Transformer
 
 _WIDTH, _HEADS, _LAYERS, _TOKENS, _BATCH = 1024, 16, 4, 257, 128
 _ROWS, _DIM = 32768, 768

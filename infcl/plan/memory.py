@@ -15,6 +15,7 @@ from torch import nn
 
 from infcl.config import BatchPlan
 from infcl.kernels import WORKSPACE_BYTES
+from infcl.models.config import CLIPConfig
 from infcl.plan.activations import exchange_bytes, graph_bytes
 from infcl.plan.parts import (
     bucket_bytes,
@@ -25,8 +26,7 @@ from infcl.plan.parts import (
     peak_bytes,
     state_bytes,
 )
-from infcl.towers.config import CLIPConfig
-from infcl.train.compiled import BLOCKS_OF_A_RUN
+from infcl.train.compile import BLOCKS_OF_A_RUN
 
 HEADROOM = 0.08  # of the device's memory, which graphs that stay leave for fragments and the library's workspaces
 

@@ -3,9 +3,9 @@
 Sizes: P parameters, T trainable ones, N data-parallel ranks, b pairs of a rank, D embedding width.
 """
 
+from infcl.config.preset import bucket_elements, is_bf16_optimizer, sums_gradients_on_host
 from infcl.kernels import WORKSPACE_BYTES
 from infcl.loss.copies import LIMIT
-from infcl.train.preset import bucket_elements, is_bf16_optimizer, sums_gradients_on_host
 
 _BUCKETS_AHEAD = 3  # of DeepSpeed's stage 3: it waits for the third last (max_param_reduce_events)
 
@@ -23,7 +23,7 @@ def state_bytes(
     """{"parameters", "gradients", "optimizer"}: bytes per rank of what training keeps between steps.
 
     fp32 and amp_bf16: parameters and gradients of 4 bytes. bf16 and fp16: parameters of 2, gradients accumulated in
-    fp32; BF16_Optimizer keeps those of 2 bytes beside them. tests/test_plan_memory.py counts them.
+    fp32; BF16_Optimizer keeps those of 2 bytes beside them. tests/plan/test_plan_memory.py counts them.
     Optimizer: `moments` bytes an element (8: two of Adam's) and, from stage 1 on, the fp32 master of the rank's share.
     """
     width, share = 2 if precision in ("bf16", "fp16") else 4, 1 / ranks

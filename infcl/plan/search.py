@@ -4,13 +4,13 @@ import dataclasses
 from collections.abc import Iterator
 
 from infcl.config import BatchPlan
+from infcl.config.preset import stage_over
+from infcl.models.config import with_overrides
 from infcl.plan.host import host_bytes
 from infcl.plan.loads import load_of, memory_of
 from infcl.plan.memory import HEADROOM, bytes_beside_graphs, graphs_of, parts_of
 from infcl.plan.setting import Setting
 from infcl.plan.timing import step_seconds
-from infcl.towers.config import with_overrides
-from infcl.train.preset import stage_over
 
 _LARGEST, _SMALLEST = 2048, 8  # micro-batches that are considered
 CONTEXT_BYTES = 2**30  # of device memory, about: the CUDA context and what libraries take at start

@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
+from infcl.config.preset import BUCKET, STAGE_1_BUCKET, STAGE_3_BUCKET, check_stage, stage_over
+from infcl.models import CLIP
+from infcl.models.config import CLIPConfig, check_divides, with_overrides
+from infcl.models.packing import packs, row_length
 from infcl.plan.memory import parameter_counts
-from infcl.towers import CLIP
-from infcl.towers.config import CLIPConfig, check_divides, with_overrides
-from infcl.towers.packing import packs, row_length
-from infcl.train.preset import BUCKET, STAGE_1_BUCKET, STAGE_3_BUCKET, check_stage, stage_over
 
 _PROFILES = Path(__file__).parent / "profiles"
 

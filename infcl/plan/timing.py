@@ -13,11 +13,11 @@ A rate of a profile is a sustained one. Unless measurements said otherwise, what
 all of a transfer that fits behind its phase. tower_time.py and loss_time.py have the first two lines and the host's.
 """
 
+from infcl.config.preset import sums_gradients_on_host
 from infcl.plan.loss_time import loss_host_seconds, loss_phases
 from infcl.plan.phases import Phase, hidden
 from infcl.plan.setting import Setting, parameters_of
 from infcl.plan.tower_time import MODULES_PER_BLOCK, forwards, host_seconds, together, tower_phases
-from infcl.train.preset import sums_gradients_on_host
 
 # What GPUs wait around one module in ZeRO-3, a pass, gathering included: from ZeRO-3 against ZeRO-1 (ViT-L-14, M = 8,
 # 31 passes) on one H200 (451 and 498 samples/s, 23 ms of it in the update: 19 us) and four (1750 to 1793 and 1869 to

@@ -23,11 +23,11 @@ tiles of attention, T tensor-parallel ranks, M micro-batches.
 
 from typing import NamedTuple
 
+from infcl.models.attention import BLOCK, LONGEST, SHORT, unfit
+from infcl.models.config import kept_patches
+from infcl.models.flops import forward_flops
 from infcl.plan.phases import Phase
 from infcl.plan.setting import Gpu, Setting
-from infcl.towers.config import kept_patches
-from infcl.towers.flops import forward_flops
-from infcl.train.attention import BLOCK, LONGEST, SHORT, unfit
 
 PRODUCTS, ATTENTION, ONE_TILE, BLOCKS = 0.91, 0.4, 0.25, 0.3
 TILE = 128  # tokens: cuDNN's attention computes 50 as 128, and 257 as 384

@@ -56,7 +56,7 @@ def retrieval_gallery(run: Run) -> Gallery | str:
 def _gallery(run: Run, data: str) -> Gallery | str:
     from infcl.data.evaluation import eval_source
     from infcl.evaluate.load import load_model
-    from infcl.towers.flops import forward_flops
+    from infcl.models.flops import forward_flops
 
     source = eval_source(data)
     named = str(run.config.get("tokenizer") or "")

@@ -2,7 +2,7 @@
 
 from infcl.config import counted
 
-_NO_OPEN_CLIP = "  (for infcl.export.load_exported: open_clip has no convolutional stem)"
+_NO_OPEN_CLIP = "  (for infcl.convert.export.load_exported: open_clip has no convolutional stem)"
 
 
 def summary_table(summary: dict) -> str:

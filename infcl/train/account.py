@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 
 from infcl.config import TrainConfig
+from infcl.models.attention import towers_with_kernel
 from infcl.parallel import describe_ranks, max_over
-from infcl.train.attention import towers_with_kernel
+from infcl.step.pixels import describe_pixels
 from infcl.train.metrics import peak_memory_mb
-from infcl.train.pixels import describe_pixels
 from infcl.train.results import sum_reports
 
 if TYPE_CHECKING:

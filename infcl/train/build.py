@@ -14,6 +14,8 @@ from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
 from infcl.config import BatchPlan, TrainConfig, counted, option_of, parse_factors
+from infcl.config.preset import read_preset
+from infcl.convert.import_weights import load_pretrained
 from infcl.data.index import DEFAULT_KEYS, SampleKeys
 from infcl.data.loader import TrainLoader
 from infcl.data.open_clip_tokenizer import PREFIX, OpenClipTokenizer
@@ -22,14 +24,12 @@ from infcl.data.synthetic import SyntheticLoader
 from infcl.data.tokenizer import Tokenizer
 from infcl.evaluate.tasks import RetrievalTask, ZeroShotTask
 from infcl.evaluate.validation import ValidationLoss
-from infcl.import_weights import load_pretrained
 from infcl.kernels import select_tile
 from infcl.loss.contrastive import ContrastiveLoss
+from infcl.models.clip import CLIP, lock_groups
+from infcl.models.config import CLIPConfig, check_divides, load_model_config, with_overrides, with_tokenizer
+from infcl.models.transformer import ResidualBlock
 from infcl.parallel import Parallel
-from infcl.towers.clip import CLIP, lock_groups
-from infcl.towers.config import CLIPConfig, check_divides, load_model_config, with_overrides, with_tokenizer
-from infcl.towers.transformer import ResidualBlock
-from infcl.train.preset import read_preset
 
 
 def build_tokenizer_and_model_config(

@@ -15,9 +15,9 @@ from collections.abc import Callable, Mapping
 import torch
 import torch.nn.functional as F
 
-from infcl.towers.clip import CLIP
-from infcl.towers.config import CLIPConfig
-from infcl.towers.flops import forward_flops
+from infcl.models.clip import CLIP
+from infcl.models.config import CLIPConfig
+from infcl.models.flops import forward_flops
 
 WHOLE = {"image": 1.0, "text": 1.0}  # no tower is locked
 MAX_SAMPLE_ROWS = 1024  # [m, m] f32 is 4 MiB at most

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
+from infcl.checkpoint.run_folder import RunFolder, why_not_written
 from infcl.report.records import read_records
 from infcl.train.console import Console
-from infcl.train.run_folder import RunFolder, why_not_written
 from infcl.train.sinks import open_sinks
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import torch
 
+from infcl.checkpoint.run_folder import why_not_written
 from infcl.train.metrics import PhaseTimer
-from infcl.train.run_folder import why_not_written
 
 WARM_UP_STEPS = 5
 ROWS = 25

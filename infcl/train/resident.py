@@ -13,15 +13,15 @@ import torch
 import torch.distributed as dist
 
 from infcl.config import BatchPlan, TrainConfig
+from infcl.engine.engine import Engine
+from infcl.models.captions import texts_for_model
+from infcl.models.clip import lock_groups
+from infcl.models.config import CLIPConfig
+from infcl.models.packing import longest, merge_texts
 from infcl.parallel import Parallel, max_over
+from infcl.parallel.host_memory import ranks_of_host
 from infcl.plan.loads import load_of_run
 from infcl.plan.memory import HEADROOM, bytes_beside_graphs
-from infcl.towers.clip import lock_groups
-from infcl.towers.config import CLIPConfig
-from infcl.towers.packing import longest, merge_texts
-from infcl.train.captions import texts_for_model
-from infcl.train.engine import Engine
-from infcl.train.host_memory import ranks_of_host
 
 _log = logging.getLogger(__name__)
 

@@ -6,10 +6,10 @@ from collections import Counter
 import torch
 import torch.distributed as dist
 
+from infcl.checkpoint.run_folder import RunFolder, why_not_written, write_atomic
+from infcl.models.config import CLIPConfig
 from infcl.parallel import Parallel
 from infcl.report import draw_loss_curve
-from infcl.towers.config import CLIPConfig
-from infcl.train.run_folder import RunFolder, why_not_written, write_atomic
 
 
 def write_results(
@@ -35,7 +35,7 @@ def write_results(
 
 
 def _write(run: RunFolder, weights: dict[str, torch.Tensor], model_config: CLIPConfig, summary: dict) -> None:
-    from infcl.export import export_model
+    from infcl.convert.export import export_model
 
     if diverged := [name for name, value in weights.items() if not value.isfinite().all()]:
         raise ValueError(f"training has diverged: {len(diverged)} weights are not finite, {diverged[0]} first")

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from infcl.checkpoint.write import CheckpointWriter
 from infcl.config import TrainConfig
 from infcl.parallel import Parallel, max_over
-from infcl.train.checkpoint_writer import CheckpointWriter
-from infcl.train.stop import Stopped, StopSignals
+from infcl.train.signals import Stopped, StopSignals
 
 
 class Saves:

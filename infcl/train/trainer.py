@@ -14,14 +14,21 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from infcl.cluster.stragglers import Stragglers
+from infcl.checkpoint.load import find_checkpoint, full_weights, load_checkpoint, trainer_state
+from infcl.checkpoint.run_folder import RunFolder
+from infcl.checkpoint.write import CheckpointWriter
 from infcl.config import BatchPlan, TrainConfig, total_steps
+from infcl.config.preset import read_preset
 from infcl.data.workers import describe_death
+from infcl.engine.engine import Engine
+from infcl.engine.optim import Schedule
+from infcl.models.attention import towers_with_kernel
+from infcl.models.captions import longer_when_packed, packs_captions, texts_for_model
+from infcl.models.packing import num_texts
 from infcl.parallel import Parallel, from_first_rank, join_parts, mean_over, micro_batch_seed, seed_everything
 from infcl.step.grad_cache import grad_cache_step
-from infcl.towers.packing import num_texts
+from infcl.step.pixels import build_pixel_cache
 from infcl.train.account import opening, summary_of
-from infcl.train.attention import towers_with_kernel
 from infcl.train.build import (
     build_loader,
     build_loss,
@@ -31,23 +38,16 @@ from infcl.train.build import (
     split_model,
     tile_dtype_of,
 )
-from infcl.train.captions import longer_when_packed, packs_captions, texts_for_model
-from infcl.train.checkpoint import find_checkpoint, full_weights, load_checkpoint, trainer_state
-from infcl.train.checkpoint_writer import CheckpointWriter
-from infcl.train.compiled import prepare_blocks
+from infcl.train.compile import prepare_blocks
 from infcl.train.diagnostics import SampledLoss, trained_shares, utilisation
-from infcl.train.engine import Engine
 from infcl.train.finite import Diverged, FiniteWatch, findings_of_all
 from infcl.train.metrics import MetricsWriter, PhaseTimer, peak_memory_mb
-from infcl.train.optim import Schedule
-from infcl.train.pixels import build_pixel_cache
-from infcl.train.preset import read_preset
 from infcl.train.profiler import StepProfiler
 from infcl.train.resident import check_encode_width, graphs_to_keep, merge_micro_batches, resident_micro_batches
 from infcl.train.results import write_results
-from infcl.train.run_folder import RunFolder
 from infcl.train.saves import Saves
-from infcl.train.stop import Stopped, StopSignals
+from infcl.train.signals import Stopped, StopSignals
+from infcl.train.stragglers import Stragglers
 
 log = logging.getLogger(__name__)
 

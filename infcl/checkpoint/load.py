@@ -1,0 +1,271 @@
+"""Checkpoints that any number of ranks and any ZeRO stage can continue from: finding, checking and reading them.
+
+Safetensors and JSON, nothing to unpickle; checkpoint_writer.py writes them.
+
+    RUN/checkpoints/
+      step_00000123/
+        state_00000.safetensors ...   rank r holds every W-th parameter, whole, fp32: model/NAME,
+                                      the optimizer's exp_avg/NAME, exp_avg_sq/NAME, ..., maybe ema/NAME
+        infcl.json                    counters, data position, and size and sha256 of each file; written last
+      latest                          the name of the last complete checkpoint, for people and scripts
+
+What is not what was written (a size or checksum is wrong) is passed over for the checkpoint before it.
+
+DeepSpeed's own format is not used: it pickles, and it loads under another world size or stage only by conversion.
+"""
+
+import contextlib
+import json
+import logging
+import re
+import shutil
+from collections.abc import Collection, Iterator
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from infcl.checkpoint.run_folder import RunFolder, sha256
+from infcl.engine.engine import Engine
+from infcl.engine.state import EMA
+from infcl.parallel import Parallel, from_first_rank
+
+log = logging.getLogger(__name__)
+
+FORMAT = 2  # of infcl.json and the files it lists
+PARTIAL = ".partial"  # behind the name of a checkpoint that is being written, or removed
+_NAME = re.compile(r"step_\d{8,}")
+
+
+class DamagedCheckpoint(ValueError):
+    """A checkpoint whose files are not what was written."""
+
+
+def prune_checkpoints(run: RunFolder, *, keep_last: int, keep_every: int, passed_over: Collection[str] = ()) -> None:
+    """Remove what is older than the last `keep_last` checkpoints (0: nothing), but those of every `keep_every`-th step.
+
+    passed_over: names of those that are not among these last ones, since the run could not go on from them. Rank 0.
+    """
+    paths = complete_checkpoints(run)
+    last = [path for path in paths if path.name not in passed_over][:keep_last]
+    if keep_last == 0 or len(last) < keep_last:
+        return
+    for path in paths[paths.index(last[-1]) + 1 :]:
+        if keep_every == 0 or checkpoint_step(path) % keep_every:
+            with contextlib.suppress(OSError):
+                removed = path.rename(path.with_name(path.name + PARTIAL))  # half of it must not look complete
+                shutil.rmtree(removed, ignore_errors=True)
+
+
+def complete_checkpoints(run: RunFolder) -> list[Path]:
+    """Newest first. Folders of other names, as a copy that somebody keeps, are left alone."""
+    found = [path for path in run.checkpoints.glob("step_*") if _NAME.fullmatch(path.name)]
+    return sorted((path for path in found if (path / "infcl.json").is_file()), key=checkpoint_step, reverse=True)
+
+
+def checkpoint_step(path: Path) -> int:
+    return int(path.name.removeprefix("step_"))
+
+
+def find_checkpoint(resume: str | None, run: RunFolder, parallel: Parallel) -> Path | None:
+    """The intact checkpoint that `--resume` means; None to start anew. Collective: ranks share the checking.
+
+    'latest' takes the newest intact one of the run and says which it passed over; so does the command that is given
+    again, of a run that began from another's checkpoint. ValueError when there are some and none is intact, when a
+    named one is missing or damaged, or when the run has other checkpoints to go on from. A run that is replaced
+    (--overwrite) has none.
+    """
+    if resume is None or (resume == "latest" and run.is_replaced):
+        return None
+    if resume != "latest" and not from_first_rank(lambda: _is_given_again(resume, run)):
+        found = [_check_together(Path(resume), parallel) or _own_ones(Path(resume), run)]
+        dist.broadcast_object_list(found, src=0)
+        if found[0]:
+            raise ValueError(f"--resume {resume}: {found[0]}")
+        return Path(resume)
+    candidates = [complete_checkpoints(run)]
+    dist.broadcast_object_list(candidates, src=0)
+    problems = []
+    for path in candidates[0]:
+        problem = _check_together(path, parallel)
+        if problem is None:
+            return path
+        problems.append(f"{path.name}: {problem}")
+        if parallel.rank == 0:
+            log.warning("checkpoint %s is passed over: %s", path, problem)
+    if problems:
+        raise ValueError(f"--resume latest: no intact checkpoint in {run.checkpoints} ({'; '.join(problems)})")
+    began = from_first_rank(lambda: run.flags().get("resume"))
+    if began not in (None, "latest"):
+        raise ValueError(f"--resume latest: {run.root} began from {began} and has no checkpoint yet: --resume {began}")
+    return None
+
+
+def _is_given_again(resume: str, run: RunFolder) -> bool:
+    """Whether the run began from this checkpoint, which is another run's, and has its own by now."""
+    if run.is_replaced or Path(resume).resolve().parent == run.checkpoints.resolve() or not complete_checkpoints(run):
+        return False
+    began = run.flags().get("resume")
+    return began is not None and Path(began).resolve() == Path(resume).resolve()
+
+
+def _own_ones(path: Path, run: RunFolder) -> str | None:
+    """Why the run cannot go on from this checkpoint: --resume latest, and what prunes, would take others of its own for
+    its newest."""
+    own = [] if run.is_replaced else complete_checkpoints(run)
+    if path.resolve().parent != run.checkpoints.resolve():
+        if not own:
+            return None
+        return (
+            f"{run.root} has checkpoints of its own, up to {own[0].name}: --resume latest continues it. To go on from "
+            "another run's, give another --name, or --overwrite"
+        )
+    step = _read_manifest(path)["trainer"]["step"]
+    later = [other.name for other in own if checkpoint_step(other) > step]
+    if not later:
+        return None
+    return (
+        f"this run went on from there, to {later[0]}: --resume latest continues it. To go back, give another --name, "
+        f"or move the later ones away ({', '.join(reversed(later))})"
+    )
+
+
+def trainer_state(path: Path) -> dict:
+    """What a checkpoint that was found intact holds of the training loop."""
+    return _read_manifest(path)["trainer"]
+
+
+def load_checkpoint(engine: Engine, path: Path) -> dict:
+    """Masters, optimizer state, averages and counters into the engine, whatever ranks and stage wrote them.
+
+    Returns the trainer's state. Every rank reads every file, one tensor at a time. An average that the checkpoint does
+    not have starts from its weights; one that this run does not keep is left out.
+    """
+    manifest = _read_manifest(path)
+    if manifest["optimizer"] != engine.optimizer_name:
+        raise ValueError(f"{path} was written with --opt {manifest['optimizer']}, not {engine.optimizer_name}")
+    parameters = dict(engine.state.parameters())
+    missing = {f"model/{name}" for name in parameters}
+    missing |= {f"{key}/{name}" for name, parameter in parameters.items() for key in engine.state.keys(parameter)}
+    for key, value in _tensors(path, manifest):
+        kind, _, name = key.partition("/")
+        if name not in parameters:
+            raise ValueError(f"{path}: parameter {name} is not in this model: give the --model and --loss of the run")
+        if key not in missing:
+            continue  # an average that this run does not keep, the optimizer's state of what is locked now
+        missing.remove(key)
+        state = None if kind == "model" else kind
+        shape = tuple(engine.state.shape(parameters[name], state))
+        if tuple(value.shape) != shape:
+            other = f"{name} has shape {tuple(value.shape)}, this model's has {shape}"
+            raise ValueError(f"{path}: {other}: give the --model and --tokenizer of the run")
+        engine.state.write(parameters[name], value, state)
+    if engine.state.average is not None and "ema_updates" not in manifest["counters"]:
+        engine.state.start_average(engine.state.average.decay)
+        missing = {key for key in missing if not key.startswith(f"{EMA}/")}
+    if missing:
+        raise ValueError(
+            f"{path}: {len(missing)} tensors that this run needs are missing, {min(missing)} first "
+            "(another model or --loss, or a tower that was locked there)"
+        )
+    engine.set_counters(manifest["counters"])
+    return manifest["trainer"]
+
+
+def consolidated_state_dict(run: str | Path, *, ema: bool = False) -> dict[str, torch.Tensor]:
+    """fp32 weights on the CPU from a run's newest intact checkpoint, or from a checkpoint folder. No process group.
+
+    ema: the averaged weights; ValueError when the run kept none.
+    """
+    return weights_of(*newest_intact(run), ema=ema)
+
+
+def newest_intact(run: str | Path) -> tuple[Path, dict]:
+    """A run's newest intact checkpoint, or the checkpoint folder that is named, and its manifest. No process group."""
+    path = Path(run)
+    candidates = [path] if (path / "infcl.json").is_file() else complete_checkpoints(RunFolder(path))
+    for candidate in candidates:
+        try:
+            manifest = _read_manifest(candidate)
+            for name in manifest["files"]:
+                _check_file(candidate, name, manifest)
+        except DamagedCheckpoint as damage:
+            log.warning("checkpoint %s is passed over: %s", candidate, damage)
+            continue
+        return candidate, manifest
+    raise ValueError(f"{run}: no intact checkpoint there")
+
+
+def weights_of(checkpoint: Path, manifest: dict, *, ema: bool = False) -> dict[str, torch.Tensor]:
+    """`consolidated_state_dict` of a checkpoint that was found intact."""
+    if ema and "ema_updates" not in manifest["counters"]:
+        raise ValueError(f"{checkpoint} has no averaged weights: it was trained without --ema-decay")
+    wanted: dict[str, dict[str, torch.Tensor]] = {"model": {}, EMA: {}}  # what is frozen has no average
+    for key, value in _tensors(checkpoint, manifest):
+        kind, _, name = key.partition("/")
+        if kind == "model" or (ema and kind == EMA):
+            wanted[kind][name] = value
+    return wanted["model"] | wanted[EMA]
+
+
+def full_weights(engine: Engine, *, keep: bool, ema: bool = False) -> dict[str, torch.Tensor]:
+    """All weights (ema: their averages), whole, fp32, on the CPU where `keep`, {} elsewhere. Collective."""
+    weights = {}
+    for name, parameter in engine.state.parameters():
+        value = engine.state.read(parameter, EMA if ema else None)
+        if keep:
+            weights[name] = value.to("cpu", copy=True)
+    return weights
+
+
+# ---- reading ----
+
+
+def _read_manifest(path: Path) -> dict:
+    try:
+        manifest = json.loads((path / "infcl.json").read_text())
+    except (FileNotFoundError, NotADirectoryError):
+        inside = [found for run in (path, *path.parents[:2]) for found in complete_checkpoints(RunFolder(run))]
+        hint = f"; name one of the run's checkpoints, like {inside[0]}" if inside else ""
+        missing = "infcl.json is missing" if path.is_dir() else "a file" if path.exists() else "there is no such folder"
+        raise DamagedCheckpoint(f"no checkpoint of this trainer ({missing}){hint}") from None
+    except ValueError:
+        raise DamagedCheckpoint("infcl.json is damaged") from None
+    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+        raise DamagedCheckpoint(f"infcl.json is not of format {FORMAT}")
+    return manifest
+
+
+def _check_file(path: Path, name: str, manifest: dict) -> None:
+    expected = manifest["files"][name]
+    try:
+        size = (path / name).stat().st_size
+    except FileNotFoundError:
+        raise DamagedCheckpoint(f"{name} is missing") from None
+    if size != expected["bytes"]:
+        raise DamagedCheckpoint(f"{name} has {size} bytes, {expected['bytes']} were written")
+    if sha256(path / name) != expected["sha256"]:
+        raise DamagedCheckpoint(f"{name} has another checksum than was written")
+
+
+def _check_together(path: Path, parallel: Parallel) -> str | None:
+    """What is wrong with a checkpoint, or None: each rank checks its share of the files, all get the same answer."""
+    problem = None
+    try:
+        manifest = _read_manifest(path)
+        for name in sorted(manifest["files"])[parallel.rank :: parallel.world_size]:
+            _check_file(path, name, manifest)
+    except DamagedCheckpoint as damage:
+        problem = str(damage)
+    answers: list[str | None] = [None] * parallel.world_size
+    dist.all_gather_object(answers, problem)
+    return next((answer for answer in answers if answer), None)
+
+
+def _tensors(path: Path, manifest: dict) -> Iterator[tuple[str, torch.Tensor]]:
+    from safetensors import safe_open
+
+    for name in sorted(manifest["files"]):
+        with safe_open(path / name, framework="pt") as file:
+            for key in file.keys():
+                yield key, file.get_tensor(key)

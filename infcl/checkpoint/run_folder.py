@@ -1,0 +1,279 @@
+"""What a run is, on disk.
+
+LOGS/NAME/
+  config.json         every flag, resolved          environment.json   versions, commit, hardware, command line
+  model_config.json   open_clip's schema            tokenizer.model    the sentencepiece model that was used
+  metrics.jsonl       one line a step or evaluation tensorboard/       the same as events
+  checkpoints/        see checkpoint.py
+  loss_curve.png      export/                       summary.json       written last: a run with it is finished
+  report/             python -m infcl.report        profile/, wandb/   by --profile, --report-to wandb
+  running.json        the process of rank 0, while it trains
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+import platform
+import shutil
+import socket
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+import torch.distributed as dist
+
+from infcl.config import PATHS, TrainConfig, option_of
+from infcl.parallel import Parallel, from_first_rank
+from infcl.parallel.host_info import git_commit, package_versions
+
+_MAY_DIFFER = {  # between a run and its repetition
+    *("resume", "overwrite", "logs", "name", "debug"),
+    *("log_every_n_steps", "report_to", "wandb_project_name", "profile", "dry_run"),
+}
+
+
+_NOBODY = {"host": "", "pid": 0, "created": 0.0}  # what running.json holds, of no process
+
+
+class FolderTaken(RuntimeError):
+    """Another process trains in the run folder now."""
+
+
+def why_not_written(error: BaseException) -> str:
+    """The system's words for an OSError that has them ("No space left on device"); of others the type and message."""
+    return getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
+
+
+class RunFolder:
+    """The paths of a run, and what is written there once."""
+
+    def __init__(self, root: Path, *, is_replaced: bool = False):
+        self.root = Path(root)
+        self.is_replaced = is_replaced  # an earlier run lies there, to be cleared when the new one is ready to start
+        self.is_finished = False  # by an earlier start
+        self.checkpoints = self.root / "checkpoints"
+        self.metrics = self.root / "metrics.jsonl"
+        self.summary = self.root / "summary.json"
+        self.loss_curve = self.root / "loss_curve.png"
+        self.export = self.root / "export"
+        self.tokenizer = self.root / "tokenizer.model"
+        self.model_config = self.root / "model_config.json"
+        self.running = self.root / "running.json"
+        self._written: dict = {}  # there, by this process
+
+    def write_identity(self, config: TrainConfig, model_config_json: str, parallel: Parallel) -> None:
+        """config.json, model_config.json, environment.json and the tokenizer. Rank 0 only."""
+        self.checkpoints.mkdir(parents=True, exist_ok=True)
+        write_atomic(self.root / "config.json", config.to_json())
+        write_atomic(self.model_config, model_config_json)
+        write_atomic(self.root / "environment.json", json.dumps(describe_environment(parallel), indent=2) + "\n")
+        if config.tokenizer is None or not Path(config.tokenizer).is_file():  # open_clip's has no file of its own
+            return
+        with contextlib.suppress(shutil.SameFileError):  # the run is resumed with its own copy
+            shutil.copyfile(config.tokenizer, self.tokenizer)
+
+    def open(
+        self, config: TrainConfig, model_config_json: str, parallel: Parallel, begins_from: Path | None = None
+    ) -> list[str]:
+        """Clear what is to be replaced and write the identity. Collective; ValueError on all ranks when that fails.
+
+        Returns which flags an unfinished run here was started with that `config` is not, or the run of the checkpoint
+        that this one begins from; see other_flags.
+        """
+
+        def prepare() -> list[str]:
+            changed: list[str] = []
+            self.require_free()
+            try:
+                if self.is_replaced:
+                    self.clear()
+                before = RunFolder(begins_from.resolve().parent.parent) if begins_from else self
+                if (before.root / "config.json").is_file():
+                    changed = before.other_flags(config)
+                self.write_identity(config, model_config_json, parallel)
+                self._written = _this_process()  # kept: a clock that is set changes what the system says of it
+                write_atomic(self.running, json.dumps(self._written))
+            except OSError as error:
+                why = why_not_written(error)
+                raise ValueError(f"{self.root} cannot be written ({why}): mend that, or give other --logs") from error
+            return changed
+
+        changed = from_first_rank(prepare)
+        self.require_shared()
+        return changed
+
+    def require_free(self) -> None:
+        """ValueError while another process of this host trains here: the two would write over each other's files."""
+        there = self._trainer()
+        if there["host"] == socket.gethostname() and there["pid"] != os.getpid() and _is_alive(**there):
+            raise ValueError(
+                f"{self.root} is being trained by process {there['pid']} of this host: wait until it ends, end it, or "
+                "choose another --name"
+            )
+
+    def taken_by(self) -> str | None:
+        """Who began to train here after this process did: on another host, which could not see whether it goes on."""
+        there = self._trainer()
+        return None if there in (_NOBODY, self._written) else f"process {there['pid']} of {there['host']}"
+
+    def _trainer(self) -> dict:
+        """The process that trains here, or has; a file that is missing or damaged (a full disk's) names none."""
+        try:
+            there = json.loads(self.running.read_text())
+            return {name: there[name] for name in _NOBODY}
+        except (OSError, ValueError, KeyError):
+            return _NOBODY
+
+    def leave(self) -> None:
+        """Training here is over. Rank 0 only."""
+        if self.taken_by() is None:
+            with contextlib.suppress(OSError):  # what stays is taken for a process that has ended
+                self.running.unlink(missing_ok=True)
+
+    def flags(self) -> dict[str, Any]:
+        """What the run here was started with, {} where its config.json cannot be read: cut off, as by a full disk."""
+        try:
+            return json.loads((self.root / "config.json").read_text())
+        except (OSError, ValueError):
+            return {}
+
+    def other_flags(self, config: TrainConfig) -> list[str]:
+        """What the run here was started with and `config` is not: ["lr 0.001 there, 0.002 now", ...]."""
+        there, now = self.flags(), json.loads(config.to_json())
+        if not there:
+            return ["config.json there is damaged"]  # checkpoints do not need it
+        names = sorted((set(there) | set(now)) - _MAY_DIFFER)
+        return [f"{n} {there.get(n)} there, {now.get(n)} now" for n in names if there.get(n) != now.get(n)]
+
+    def require_shared(self) -> None:
+        """Return when every rank sees what rank 0 wrote; ValueError on all ranks, naming the hosts that do not.
+
+        A network file system may show a new file some seconds late.
+        """
+        said = [(self.root / "environment.json").read_text() if dist.get_rank() == 0 else ""]
+        dist.broadcast_object_list(said, src=0)
+        deadline = time.monotonic() + 15
+        while not (sees := _text_of(self.root / "environment.json") == said[0]) and time.monotonic() < deadline:
+            time.sleep(0.2)
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, (socket.gethostname(), sees))
+        if blind := dict.fromkeys(host for host, sees in everyone if not sees):
+            raise ValueError(
+                f"{', '.join(blind)}: {self.root} is not the folder that {everyone[0][0]} writes to: --logs has to be "
+                "on storage that all hosts share"
+            )
+
+    def clear(self) -> None:
+        """Forget the earlier run. Rank 0 only."""
+        if self.root.exists():
+            shutil.rmtree(self.root)
+
+
+def claim_run_folder(config: TrainConfig, parallel: Parallel) -> RunFolder:
+    """The folder of this run, the same on every rank; nothing is written or removed yet.
+
+    ValueError when the folder holds a run that this command neither repeats, nor resumes, nor is told to overwrite.
+    """
+    name = [config.name or default_name(config, parallel.world_size)]
+    dist.broadcast_object_list(name, src=0)
+    run = RunFolder(Path(config.logs) / name[0])
+    run.is_replaced, run.is_finished = from_first_rank(lambda: _found(run, config))
+    return run
+
+
+def _found(run: RunFolder, config: TrainConfig) -> tuple[bool, bool]:
+    """(an earlier run there is to be replaced, it is finished). Rank 0."""
+    run.require_free()
+    if not (run.root / "config.json").is_file():
+        return False, run.summary.is_file()
+    if config.overwrite:
+        _require_nothing_inside(run, config)
+        return True, False
+    if run.summary.is_file():
+        if others := run.other_flags(config):
+            raise ValueError(
+                f"{run.root} holds a finished run with other flags ({'; '.join(others)}): choose another --name (with "
+                f"--resume {run.checkpoints}/STEP to go on from there), or --overwrite"
+            )
+        return False, True
+    if config.resume is None:
+        raise ValueError(f"{run.root} holds an unfinished run: --resume latest continues it, --overwrite starts over")
+    return False, False
+
+
+def _require_nothing_inside(run: RunFolder, config: TrainConfig) -> None:
+    """ValueError where --overwrite would remove what the new run begins with."""
+    for name in ("resume", *PATHS):
+        path = getattr(config, name)
+        if path is None or (name == "resume" and path == "latest") or not os.path.exists(path):
+            continue
+        if run.root.resolve() in (Path(path).resolve(), *Path(path).resolve().parents):
+            raise ValueError(f"--overwrite would remove {path}, which {option_of(name)} needs: use another --name")
+
+
+def default_name(config: TrainConfig, world_size: int) -> str:
+    """open_clip's: time-model-lr-b(atch size)-j (workers)-p(recision); our w(orld size) too."""
+    parts = [
+        time.strftime("%Y_%m_%d-%H_%M_%S"),
+        f"model_{Path(config.model).stem}",
+        f"lr_{config.lr:g}",
+        f"b_{config.batch_size}",
+        f"w_{world_size}",
+        f"j_{config.workers}",
+        f"p_{config.precision or 'auto'}",
+    ]
+    return "-".join(parts)
+
+
+def _this_process() -> dict:
+    return {"host": socket.gethostname(), "pid": os.getpid(), "created": psutil.Process().create_time()}
+
+
+def _is_alive(host: str, pid: int, created: float) -> bool:
+    """Whether this host's process that was created then is there: its number may be another's by now."""
+    try:
+        process = psutil.Process(pid)
+        return abs(process.create_time() - created) < 2 and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _text_of(path: Path) -> str | None:
+    try:
+        return path.read_text()
+    except OSError:
+        return None
+
+
+def write_atomic(path: Path, text: str) -> None:
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_text(text)
+    os.replace(temporary, path)
+
+
+def describe_environment(parallel: Parallel) -> dict:
+    """Versions, commit and hardware, for whoever reads the run folder in a year."""
+    on_gpu = parallel.device.type == "cuda"
+    return {
+        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
+        "commit": git_commit(),
+        "python": platform.python_version(),
+        "packages": package_versions(),
+        "world_size": parallel.world_size,
+        "device": torch.cuda.get_device_name(parallel.device) if on_gpu else platform.processor() or platform.machine(),
+        "cpu_count": os.cpu_count(),
+    }
+
+
+def sha256(path: Path) -> str:
+    """Of a file's content, hex."""
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while block := file.read(1 << 22):
+            digest.update(block)
+    return digest.hexdigest()

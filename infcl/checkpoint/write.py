@@ -1,0 +1,263 @@
+"""Writing checkpoints while training goes on.
+
+`begin` copies this rank's share of the state to host memory, which is all that the step waits for; a thread writes it
+to the disk. When every rank's thread is done, `publish` writes the manifest and moves the checkpoint into place. The
+caller has the ranks agree on when that is, since publishing is collective.
+
+A checkpoint is written under a temporary name, flushed, and renamed when complete; `latest` moves last. A crash in
+between leaves the previous one untouched, and a part that the next one removes. What cannot be written (a full disk)
+is reported and removed, and training goes on; the trainer ends a run of which too many in a row could not be. A disk
+that is gone leaves an empty folder in its place, on each host its own: nothing is written there, since `checkpoints` is
+made once, at the start. One that hangs on some hosts ends the run when the others have waited long enough, and so does
+one on which rank 0's names and manifests hang; where writing is as slow for all, all wait. (Metrics rank 0 waits for
+without end.)
+"""
+
+import contextlib
+import json
+import logging
+import math
+import os
+import shutil
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as NotInTime
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+from infcl.checkpoint.load import FORMAT, PARTIAL, checkpoint_step, complete_checkpoints, prune_checkpoints
+from infcl.checkpoint.run_folder import FolderTaken, RunFolder, sha256, why_not_written, write_atomic
+from infcl.engine.engine import Engine
+from infcl.parallel import Parallel, from_first_rank, rank_and_host
+
+log = logging.getLogger(__name__)
+_Answer = TypeVar("_Answer")
+
+
+class StorageHangs(RuntimeError):
+    """A rank's thread writes without end: so would an exit that waits for threads, as after any other exception."""
+
+    exit_code = 1
+
+
+class CheckpointWriter:
+    """One checkpoint at a time.
+
+    begun_step: of the last one begun that did not fail; newest: the last one published; failed: how many could not be
+    written; failed_in_a_row: of them since the newest, problem: why the last could not. All the same on every rank.
+    patience: seconds that some ranks may still write when a checkpoint has to be published and others have written, and
+    that rank 0 may take for what it does alone.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        run: RunFolder,
+        parallel: Parallel,
+        *,
+        keep_last: int,
+        keep_every: int,
+        patience: float = math.inf,
+    ):
+        self.engine, self.run, self.parallel, self.patience = engine, run, parallel, patience
+        self.keep = {"keep_last": keep_last, "keep_every": keep_every}
+        self.failed = self.failed_in_a_row = 0
+        self.problem = ""
+        self.newest: Path | None = None
+        self.begun_step: int | None = None
+        self._passed_over: set[str] = set()  # on rank 0
+        self._thread: threading.Thread | None = None
+
+    @property
+    def pending(self) -> bool:
+        """A checkpoint was begun and is not published; the same on every rank."""
+        return self._thread is not None
+
+    @property
+    def busy(self) -> bool:
+        """This rank is still writing."""
+        return self._thread is not None and self._thread.is_alive()
+
+    @property
+    def hint(self) -> str:
+        """From where the run would go on, for people."""
+        return f"--resume latest continues from {self.newest.name}" if self.newest else "no checkpoint is written yet"
+
+    def continue_from(self, checkpoint: Path, step: int) -> None:
+        """The run goes on from this checkpoint; later ones of its folder are damaged, and count for nothing."""
+        self.begun_step = step
+        if checkpoint.resolve().parent == self.run.checkpoints.resolve():
+            self.newest = checkpoint
+            if self.parallel.rank == 0:
+                self._passed_over = {p.name for p in complete_checkpoints(self.run) if checkpoint_step(p) > step}
+
+    def begin(self, step: int, state: dict, *, prunes: bool = True) -> None:
+        """Start checkpoints/step_<step>; an earlier one is published first. Collective; raises what `publish` does.
+
+        state: what the trainer needs to go on (step, data position, ...), JSON-able. prunes: older ones may go for it.
+        """
+        self.publish()
+        self._prunes = prunes
+        self.begun_step = step
+        self._final = self.run.checkpoints / f"step_{step:08d}"
+        self._partial = self._final.with_name(self._final.name + PARTIAL)
+        self._manifest = {
+            "format": FORMAT,
+            "counters": self.engine.counters(),
+            "optimizer": self.engine.optimizer_name,
+            "zero_stage": self.engine.zero_stage,
+            "world_size": self.parallel.world_size,
+            "trainer": state,
+        }
+        own = _own_tensors(self.engine, self.parallel)
+        self._on_rank_0(self._remove_parts)
+        self._written: dict | None = None
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._write, args=(own,), name="checkpoint")
+        self._thread.start()
+
+    def publish(self) -> Path | None:
+        """Wait for the writing and move the checkpoint into place; None if there is none or it failed. Collective.
+
+        FolderTaken, on all ranks, where another process has begun to train in the folder; StorageHangs, on all ranks,
+        where some still write after `patience`, and others do not.
+        """
+        if self._thread is None:
+            return None
+        hangs = self._still_writes()
+        self._thread = None
+        if self._error is not None and not isinstance(self._error, OSError):
+            raise self._error
+        why = why_not_written(self._error) if self._error is not None else ""
+        if hangs:
+            why = f"still writes after {self.patience:.0f} s"
+        problem = f"{rank_and_host(self.parallel)}: {why}" if why else None
+        answers: list = [None] * self.parallel.world_size
+        dist.all_gather_object(answers, (_file_name(self.parallel.rank), self._written, problem, hangs))
+        problems = _in_words([answer[2] for answer in answers if answer[2]])
+        if any(answer[3] for answer in answers):
+            raise StorageHangs(f"the storage of {self.run.checkpoints} hangs ({problems}); {self.hint}")
+        manifest = self._manifest | {"files": {name: written for name, written, *_ in answers}}
+        taken_by, problem = self._on_rank_0(lambda: self._move_into_place(manifest, problems))
+        if taken_by is not None:
+            raise FolderTaken(
+                f"{self.run.root} is trained by {taken_by} since: this run ends, and leaves the folder to it"
+            )
+        if problem:
+            self.failed, self.failed_in_a_row = self.failed + 1, self.failed_in_a_row + 1
+            self.begun_step, self.problem = None, problem
+            if self.parallel.rank == 0:
+                log.warning("%s could not be written (%s); training goes on", self._final.name, problem)
+            return None
+        self.newest, self.failed_in_a_row = self._final, 0
+        return self._final
+
+    def _move_into_place(self, manifest: dict, problem: str) -> tuple[str | None, str]:
+        """(who has taken the folder, why there is no checkpoint); what one that failed has left is removed. Rank 0."""
+        if other := self.run.taken_by():
+            return other, problem
+        problem = problem or _publish(self._partial, self._final, manifest, self.run) or ""
+        if problem:
+            shutil.rmtree(self._partial, ignore_errors=True)
+        elif self._prunes:
+            self.prune(self._final)
+        return None, problem
+
+    def _remove_parts(self) -> None:
+        """Those that a kill has left, in any step. Rank 0."""
+        with contextlib.suppress(OSError):  # what fails here fails the writing too
+            for left in self.run.checkpoints.glob(f"step_*{PARTIAL}"):
+                shutil.rmtree(left, ignore_errors=True)
+
+    def _on_rank_0(self, work: Callable[[], _Answer]) -> _Answer:
+        """What `work` returns on rank 0, on all ranks; StorageHangs if it takes longer than `patience`. Collective."""
+        return from_first_rank(work if self.parallel.world_size == 1 else lambda: self._within_patience(work))
+
+    def _within_patience(self, work: Callable[[], _Answer]) -> _Answer:
+        """While others wait: in a thread, which may be left behind."""
+        done: Future = Future()
+        threading.Thread(target=_do, args=(work, done), name="checkpoint, rank 0", daemon=True).start()
+        try:
+            return done.result(None if self.patience == math.inf else self.patience)
+        except NotInTime:
+            why = f"{rank_and_host(self.parallel)}: no answer for {self.patience:.0f} s"
+            raise StorageHangs(f"the storage of {self.run.checkpoints} hangs ({why}); {self.hint}") from None
+
+    def _still_writes(self) -> bool:
+        """Wait until all ranks have written, or `patience` where some have; whether this one has not. Collective."""
+        assert self._thread is not None, "begun"
+        while True:
+            self._thread.join(None if self.patience == math.inf else self.patience)
+            writing = [None] * self.parallel.world_size
+            dist.all_gather_object(writing, self._thread.is_alive())
+            if not all(writing):
+                return self._thread.is_alive()
+
+    def prune(self, written: Path) -> None:
+        """Remove old checkpoints behind this new one. Rank 0."""
+        self._passed_over.discard(written.name)
+        prune_checkpoints(self.run, **self.keep, passed_over=self._passed_over)
+
+    def _write(self, own: dict[str, torch.Tensor]) -> None:
+        try:
+            self._partial.mkdir(exist_ok=True)
+            self._written = _write_tensors(self._partial / _file_name(self.parallel.rank), own)
+        except BaseException as error:  # raised again in publish, on the main thread
+            self._error = error
+
+
+def _do(work: Callable[[], object], done: Future) -> None:
+    try:
+        done.set_result(work())
+    except BaseException as error:  # raised again on the main thread
+        done.set_exception(error)
+
+
+def _in_words(problems: list[str]) -> str:
+    return f"{problems[0]}, and {len(problems) - 1} more" if len(problems) > 1 else "".join(problems)
+
+
+def _file_name(rank: int) -> str:
+    return f"state_{rank:05d}.safetensors"
+
+
+def _own_tensors(engine: Engine, parallel: Parallel) -> dict[str, torch.Tensor]:
+    """This rank's share: every world_size-th parameter, on the CPU. All ranks take part in reading each."""
+    own = {}
+    for index, (name, parameter) in enumerate(engine.state.parameters()):
+        for key in (None, *engine.state.keys(parameter)):
+            value = engine.state.read(parameter, key)
+            if index % parallel.world_size == parallel.rank:
+                own[f"{key or 'model'}/{name}"] = value.to("cpu", copy=True).contiguous()
+    return own
+
+
+def _write_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> dict:
+    """Write, flush, and describe: {"bytes": n, "sha256": hex}. OSError when the disk does not take it."""
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    try:
+        save_file(tensors, path)
+    except SafetensorError as error:  # its own type for a failed write
+        raise OSError(str(error)) from error
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
+    return {"bytes": path.stat().st_size, "sha256": sha256(path)}
+
+
+def _publish(partial: Path, final: Path, manifest: dict, run: RunFolder) -> str | None:
+    """Manifest, rename, `latest`; the reason when that fails. Rank 0, after all files are on the disk."""
+    try:
+        write_atomic(partial / "infcl.json", json.dumps(manifest, indent=2) + "\n")
+        if final.exists():
+            shutil.rmtree(final)
+        os.replace(partial, final)
+        write_atomic(run.checkpoints / "latest", final.name + "\n")
+    except OSError as error:
+        return why_not_written(error)
+    return None

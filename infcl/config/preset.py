@@ -1,0 +1,268 @@
+"""A ZeRO preset (ds_configs/*.json) and the flags -> the precision of a run and the config that DeepSpeed gets.
+
+A preset says how the state is sharded and kept. What flags own (batch, optimizer, clipping, schedule) is refused in it
+and written in, so that there is one place to look.
+"""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from infcl.config import BatchPlan, TrainConfig
+from infcl.config.settings import shipped_preset
+from infcl.models.transformer import ResidualBlock
+from infcl.parallel import Parallel
+
+_OWNED_BY_FLAGS = {
+    "train_batch_size": "--batch-size and --accum-freq",
+    "train_micro_batch_size_per_gpu": "--batch-size",
+    "gradient_accumulation_steps": "--accum-freq",
+    "gradient_clipping": "--grad-clip-norm",
+    "optimizer": "--opt, --lr, --wd, --beta1, --beta2 and --eps",
+    "scheduler": "--lr-scheduler and --warmup",
+    "torch_autocast": "--precision amp_bf16",
+    "steps_per_print": "--log-every-n-steps",
+}
+# Elements of `reduce_bucket_size`: DeepSpeed's own; those of ds_configs/zero1.json and zero2.json, and of zero3.json.
+BUCKET, STAGE_1_BUCKET, STAGE_3_BUCKET = 500_000_000, 100_000_000, 50_000_000
+# What ZeRO++ does in DeepSpeed 0.19.8 across tensor-parallel ranks, which hold other parts of the parameters.
+_WRONG_OVER_PARTS = {
+    "zero_hpz_partition_size": "shares out a parameter among neighbouring ranks",
+    "zero_quantized_gradients": "sums gradients over the ranks of all hosts",
+    "zero_quantized_weights": "rounds parameters by what lies beside them, so the ranks' copies of one would differ",
+}
+_SECTIONS = {"zero_optimization", "bf16", "fp16", "data_types"}
+_PRESET_KEYS = {
+    "zero_optimization",
+    "bf16",
+    "fp16",
+    "data_types",
+    "communication_data_type",
+    "zero_force_ds_cpu_optimizer",
+    "comms_logger",
+    "wall_clock_breakdown",
+    "memory_breakdown",
+}
+
+
+def read_preset(config: TrainConfig, device_type: str, ranks: int | None = None, hosts: int = 1) -> tuple[dict, str]:
+    """(preset, precision) of a run, over so many data-parallel ranks where they are given: see `stage_over`.
+
+    An `overlap_comm` that is "auto" is true across hosts and in stage 3: within a host the reductions of stages 1 and 2
+    cost less than what running beside the backward costs (docs/step.md).
+    ValueError for a broken preset or one that contradicts the flags.
+    """
+    path = Path(config.deepspeed_config)
+    preset = _read(path)
+    for key in preset:
+        if key in _OWNED_BY_FLAGS:
+            raise ValueError(f"--deepspeed_config {path} sets {key!r}: use {_OWNED_BY_FLAGS[key]} instead")
+        if key not in _PRESET_KEYS:
+            raise ValueError(
+                f"--deepspeed_config {path}: unknown key {key!r} (known: {', '.join(sorted(_PRESET_KEYS))})"
+            )
+    zero = preset.get("zero_optimization", {})
+    if zero.get("overlap_comm") == "auto":
+        zero["overlap_comm"] = hosts > 1 or zero_stage(preset) == 3
+    for key in _left_open(preset):
+        raise ValueError(
+            f'--deepspeed_config {path}: {key} is "auto", which transformers would fill in: write a value, or leave it '
+            "out for the default"
+        )
+    for name in ("offload_optimizer", "offload_param"):
+        if preset.get("zero_optimization", {}).get(name, {}).get("device") == "nvme":
+            raise ValueError(
+                f"--deepspeed_config {path} has {name} on nvme: checkpoints read and write whole values of the state, "
+                f'which is not in memory there; use "device": "cpu", as {shipped_preset("zero3_offload")} does'
+            )
+    if preset.get("zero_optimization", {}).get("round_robin_gradients"):
+        raise ValueError(
+            f"--deepspeed_config {path} has round_robin_gradients: leave it out. DeepSpeed does not find a parameter's "
+            "gradient then, of which the towers' norms are taken"
+        )
+    if config.tensor_parallel_size > 1:
+        _check_over_parts(preset, config.tensor_parallel_size, path)
+    in_preset = [name for name in ("bf16", "fp16") if preset.get(name, {}).get("enabled")]
+    if len(in_preset) == 2:
+        raise ValueError(f"--deepspeed_config {path} enables both bf16 and fp16: choose one")
+    precision = config.precision or (in_preset[0] if in_preset else "amp_bf16" if device_type == "cuda" else "fp32")
+    if in_preset and precision != in_preset[0]:
+        raise ValueError(
+            f"--precision {precision} contradicts {path}, which enables {in_preset[0]}: change one of them"
+        )
+    if precision == "fp16" and device_type == "cpu" and not cpu_computes_fp16():
+        raise ValueError(
+            f"{'--precision fp16' if config.precision else f'--deepspeed_config {path}'}: this CPU has no arithmetic "
+            "for fp16, and no GPU is visible, or --device cpu was given. On a CPU train in fp32 or bf16"
+        )
+    stage, offloaded = zero_stage(preset), bool(offloads(preset, "optimizer"))
+    check_stage(stage, precision, offloads=offloaded, source=str(path))
+    if ranks is not None and sums_of(preset) == "fp32":  # others need a sharding stage's sums
+        runs = stage_over(ranks, stage, precision, offloads=offloaded)
+        preset = preset | {"zero_optimization": preset.get("zero_optimization", {}) | {"stage": runs}}
+    return preset, precision
+
+
+def _check_over_parts(preset: dict, size: int, path: Path) -> None:
+    """ValueError for what DeepSpeed does across the tensor-parallel ranks as if all held the same parameters."""
+    zero = preset.get("zero_optimization", {})
+    for key, why in _WRONG_OVER_PARTS.items():
+        if (value := zero.get(key, 0)) not in ((0, 1) if key == "zero_hpz_partition_size" else (0,)):
+            raise ValueError(
+                f"--tensor-parallel-size {size} with {key} {json.dumps(value)} of --deepspeed_config {path}: DeepSpeed "
+                f"{why}, and tensor-parallel ranks are neighbours that hold other parts; leave it out, or use "
+                "--tensor-parallel-size 1"
+            )
+
+
+def stage_over(ranks: int, stage: int, precision: str, *, offloads: bool) -> int:
+    """The ZeRO stage that runs over so many data-parallel ranks where `stage` is asked for.
+
+    A single rank has nobody to share with: stages 1 and 2 are stage 0 then, without DeepSpeed's second copy of the
+    parameters and its gradient buckets (docs/step.md has what they cost). Masters of 16-bit parameters and state in
+    host memory need their stage. Stage 3 stays, so that what it does can be looked at on one GPU.
+    """
+    if ranks == 1 and stage in (1, 2) and precision in ("fp32", "amp_bf16") and not offloads:
+        return 0
+    return stage
+
+
+def check_stage(stage: int, precision: str, *, offloads: bool, source: str) -> None:
+    """ValueError for what DeepSpeed's stage 0 has not; `source` says who asks for it."""
+    if stage == 0 and precision in ("bf16", "fp16"):
+        raise ValueError(
+            f"--precision {precision} needs ZeRO stage >= 1 ({source} has stage 0, where DeepSpeed keeps no exact fp32 "
+            f"masters); use {shipped_preset()} or --precision amp_bf16"
+        )
+    if stage == 0 and offloads:
+        raise ValueError(
+            f"offloading the optimizer needs ZeRO stage >= 1 ({source} has stage 0, where DeepSpeed leaves it on the "
+            f"GPU); use {shipped_preset('zero3_offload')}"
+        )
+
+
+def offloads(preset: dict, part: str) -> bool:
+    """Whether DeepSpeed moves the "optimizer" or the "param" to host memory: parameters in stage 3 alone."""
+    device = preset.get("zero_optimization", {}).get(f"offload_{part}", {}).get("device", "none")
+    return device != "none" and (part == "optimizer" or zero_stage(preset) == 3)
+
+
+def sums_gradients_on_host(stage: int, precision: str) -> bool:
+    """Whether offloading ZeRO-2 adds up micro-batches' gradients there, parameter by parameter: but for 16 bits, whose
+    float32 sums stay on the GPU.
+    """
+    return stage == 2 and precision not in ("bf16", "fp16")
+
+
+def stage_in_words(asked: int, runs: int) -> str:
+    """The ZeRO stage that runs; where another was asked for, it too."""
+    return f"ZeRO-{runs}" + (f" (stage {asked} over one rank)" if asked != runs else "")
+
+
+def describe_zero(config: TrainConfig, parallel: Parallel, trainable: int) -> str:
+    """The ZeRO stage that runs, and whether stages 1 and 2 reduce gradients of so many elements beside the backward.
+
+    None do where one bucket takes them all, nor on a CPU, which has no streams.
+    """
+    preset, precision = read_preset(config, parallel.device.type, parallel.dp_size, parallel.hosts)
+    stage, zero = zero_stage(preset), preset.get("zero_optimization", {})
+    text = stage_in_words(zero_stage(read_preset(config, parallel.device.type)[0]), stage)
+    if stage not in (1, 2) or parallel.dp_size == 1:
+        return text
+    late = is_bf16_optimizer(stage, precision, offloaded=offloads(preset, "optimizer")) and sums_of(preset) == "fp32"
+    fills = trainable > bucket_elements(zero, stage)  # before the backward ends
+    overlap = zero.get("overlap_comm") and fills and not late and parallel.device.type != "cpu"
+    return f"{text}, {'' if overlap else 'no '}reductions overlap the backward"
+
+
+def bucket_elements(zero_optimization: dict, stage: int) -> int:
+    """Elements of gradients that are reduced at once, as a preset says, or by default.
+
+    That is DeepSpeed's but where buckets are reduced by engine_reduce.py, which has up to three of them at a time.
+    """
+    offloaded = offloads({"zero_optimization": zero_optimization}, "optimizer")
+    ours = stage == 3 and not offloaded and zero_optimization.get("reduce_scatter", True)
+    return zero_optimization.get("reduce_bucket_size", STAGE_3_BUCKET if ours else BUCKET)
+
+
+def is_bf16_optimizer(stage: int, precision: str, *, offloaded: bool) -> bool:
+    """Whether DeepSpeed takes its BF16_Optimizer, which has no buckets, keeps float32 sums beside the gradients and
+    reduces them after the backward.
+    """
+    return stage == 1 and precision == "bf16" and not offloaded
+
+
+def sums_of(preset: dict) -> str:
+    """The type in which gradients add up over micro-batches, of parameters of 16 bits."""
+    return preset.get("data_types", {}).get("grad_accum_dtype", "fp32")
+
+
+def _read(path: Path) -> dict:
+    """The preset of a file, of a shape that the rest can rely on; ValueError for others, with what is wrong."""
+    try:
+        preset = json.loads(path.read_text())
+    except json.JSONDecodeError as error:
+        raise ValueError(f"--deepspeed_config {path}: not JSON ({error})") from None
+    except OSError as error:
+        raise ValueError(f"--deepspeed_config {path} cannot be read: {error.strerror}") from None
+    _require_object(path, "the file", preset)
+    for key in _SECTIONS & set(preset):
+        _require_object(path, key, preset[key])
+    zero = preset.get("zero_optimization", {})
+    for key in ("offload_optimizer", "offload_param"):
+        if key in zero:
+            _require_object(path, key, zero[key])
+    if type(zero_stage(preset)) is not int or not 0 <= zero_stage(preset) <= 3:
+        raise ValueError(f"--deepspeed_config {path}: stage is {json.dumps(zero_stage(preset))}, not 0, 1, 2 or 3")
+    return preset
+
+
+def _require_object(path: Path, name: str, value: object) -> None:
+    if not isinstance(value, dict):
+        raise ValueError(f"--deepspeed_config {path}: {name} is {json.dumps(value)[:40]}, not {{...}}")
+
+
+def _left_open(values: dict) -> Iterator[str]:
+    for key, value in values.items():
+        if value == "auto":
+            yield key
+        elif isinstance(value, dict):
+            yield from _left_open(value)
+
+
+def cpu_computes_fp16() -> bool:
+    """What DeepSpeed asks, with a message that names no flag, after the data have been read."""
+    return torch.ops.mkldnn._is_mkldnn_fp16_supported()
+
+
+def zero_stage(preset: dict) -> int:
+    return preset.get("zero_optimization", {}).get("stage", 0)
+
+
+def deepspeed_config(preset: dict, precision: str, batch: BatchPlan, grad_clip_norm: float | None) -> dict:
+    """The preset with everything that flags own written in."""
+    merged = dict(preset)
+    merged["train_micro_batch_size_per_gpu"] = batch.micro_batch_size
+    merged["gradient_accumulation_steps"] = batch.num_micro_batches
+    merged["train_batch_size"] = batch.global_batch_size
+    merged["gradient_clipping"] = grad_clip_norm or 0.0
+    merged["steps_per_print"] = 10**9
+    merged["zero_allow_untested_optimizer"] = True
+    merged["timers"] = {"throughput": {"enabled": False}}  # waits for the GPU before each forward
+    merged.setdefault("zero_force_ds_cpu_optimizer", False)  # those of optimizers.py run on a CPU too
+    if zero_stage(preset) == 3:  # one gather, one set of hooks per block, and a block that can be compiled whole
+        zero = dict(merged["zero_optimization"])
+        zero.setdefault("leaf_module", {"classes": [f"{ResidualBlock.__module__}.{ResidualBlock.__qualname__}"]})
+        zero["reduce_bucket_size"] = bucket_elements(zero, 3)
+        merged["zero_optimization"] = zero
+    if precision == "amp_bf16":
+        # by default DeepSpeed rounds the gradients of torch's own linear and convolution classes (conv1) on their way
+        merged["torch_autocast"] = {"enabled": True, "dtype": "bfloat16", "lower_precision_safe_modules": []}
+    if precision in ("bf16", "fp16"):
+        merged[precision] = merged.get(precision, {}) | {"enabled": True}
+        merged.setdefault("data_types", {}).setdefault("grad_accum_dtype", "fp32")
+    if precision == "bf16" and zero_stage(preset) == 1:  # once a step; DeepSpeed would round the float32 sums first
+        merged.setdefault("communication_data_type", "fp32")
+    return merged

@@ -1,0 +1,215 @@
+"""A trained model as a folder: for open_clip, for transformers, or plain; from any ZeRO stage, without a GPU.
+
+    --format open_clip   `local-dir:` of open_clip, Hugging Face's AutoTokenizer, and `load_exported`
+        open_clip_model.safetensors   fp32 weights, logit_scale 0-dim as open_clip has it
+        open_clip_config.json         {"model_cfg": ..., "preprocess_cfg": ...}
+        spiece.model, tokenizer.json, tokenizer_config.json
+    --format hf          transformers' CLIPModel (infcl/convert/export_hf.py)
+    --format safetensors model.safetensors, model_config.json, tokenizer.model: the weights under our names
+
+Each has a model card, README.md. `python -m infcl.convert.export RUN` exports the last checkpoint of a run folder.
+"""
+
+import argparse
+import json
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from infcl.convert.export_hf import write_hf
+from infcl.convert.export_tokenizer import export_tokenizer, read_model
+from infcl.convert.import_weights import read_weights
+from infcl.convert.model_card import EVALUATION_KEYS, write_card
+from infcl.models import CLIP, CLIPConfig, load_model_config
+from infcl.models.vision import IMAGE_MEAN, IMAGE_STD
+
+FORMATS = ("open_clip", "hf", "safetensors")
+WEIGHTS, CONFIG = "open_clip_model.safetensors", "open_clip_config.json"
+SCALARS = ("logit_scale", "logit_bias")  # [1] here, 0-dim in open_clip
+
+# open_clip's keys; the values are those of this project's evaluation transform and of the towers' normalisation.
+PREPROCESS = {
+    "mean": list(IMAGE_MEAN),
+    "std": list(IMAGE_STD),
+    "interpolation": "bicubic",
+    "resize_mode": "shortest",
+}
+
+
+def export_model(
+    state_dict: Mapping[str, torch.Tensor],
+    cfg: CLIPConfig,
+    tokenizer_model: str | Path | None,
+    out_dir: str | Path,
+    *,
+    format: str = "open_clip",
+    name: str = "infcl",
+    preprocess: Mapping[str, Any] = PREPROCESS,
+    card: Mapping[str, object] | None = None,
+) -> Path:
+    """Write the folder and return its path.
+
+    state_dict       the model's, whole (not a shard), any floating dtype; written as fp32
+    tokenizer_model  the sentencepiece file; None for a model that uses CLIP's own BPE
+    format           one of FORMATS
+    name             the title of the card, and text_cfg.hf_tokenizer_name, which open_clip wants to be set
+    preprocess       open_clip's preprocess_cfg
+    card             a run's summary.json: what the card says about training and evaluation
+
+    ValueError, before anything is written, when the weights or the tokenizer are not the config's, and when `format`
+    cannot express the model.
+    """
+    out = Path(out_dir)
+    _check_weights(state_dict, cfg)
+    if tokenizer_model is not None:
+        _check_tokenizer(tokenizer_model, cfg)
+    if format == "hf":
+        write_hf(state_dict, cfg, tokenizer_model, out)
+    elif format == "safetensors":
+        _write_plain(state_dict, cfg, tokenizer_model, out)
+    else:
+        _write_open_clip(state_dict, cfg, tokenizer_model, out, name, preprocess)
+    write_card(out, cfg, name, format=format, has_tokenizer=tokenizer_model is not None, card=card or {})
+    return out
+
+
+def load_exported(folder: str | Path) -> tuple[CLIP, CLIPConfig]:
+    """The model of an exported folder (any format), in eval mode, on the CPU."""
+    weights = read_weights(folder)
+    if weights.cfg is None:
+        raise ValueError(f"{folder}: weights without a config; an exported folder has one")
+    with torch.device("meta"):
+        model = CLIP(weights.cfg)
+    model.load_state_dict(weights.state, assign=True)
+    return model.eval(), weights.cfg
+
+
+def _write_open_clip(
+    state_dict: Mapping[str, torch.Tensor],
+    cfg: CLIPConfig,
+    tokenizer_model: str | Path | None,
+    out: Path,
+    name: str,
+    preprocess: Mapping[str, Any],
+) -> None:
+    model_cfg = cfg.to_dict()
+    out.mkdir(parents=True, exist_ok=True)
+    if tokenizer_model is not None:
+        model_cfg["text_cfg"].setdefault("hf_tokenizer_name", name)
+        model_cfg["text_cfg"]["tokenizer_kwargs"] = {"clean": "canonicalize"}  # infcl.data.tokenizer's, after ftfy
+        export_tokenizer(tokenizer_model, out, context_length=cfg.text_cfg.context_length)
+    config = {"model_cfg": model_cfg, "preprocess_cfg": dict(preprocess)}
+    (out / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    _write_weights(state_dict, out / WEIGHTS)
+    shutil.copymode(out / CONFIG, out / WEIGHTS)  # safetensors makes it readable for its owner alone
+
+
+def _write_plain(
+    state_dict: Mapping[str, torch.Tensor], cfg: CLIPConfig, tokenizer_model: str | Path | None, out: Path
+) -> None:
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "model_config.json").write_text(cfg.to_json(), encoding="utf-8")
+    _write_weights(state_dict, out / "model.safetensors")
+    shutil.copymode(out / "model_config.json", out / "model.safetensors")
+    if tokenizer_model is not None:
+        shutil.copyfile(tokenizer_model, out / "tokenizer.model")
+
+
+def _check_weights(state_dict: Mapping[str, torch.Tensor], cfg: CLIPConfig) -> None:
+    with torch.device("meta"):
+        expected = {name: tuple(value.shape) for name, value in CLIP(cfg).state_dict().items()}
+    missing, unknown = sorted(expected.keys() - state_dict.keys()), sorted(state_dict.keys() - expected.keys())
+    if missing or unknown:
+        raise ValueError(f"weights are not of this config: missing {missing[:5]}, unknown {unknown[:5]}")
+    for name, shape in expected.items():
+        given = tuple(state_dict[name].shape)
+        if given != shape and not (name in SCALARS and given == ()):
+            raise ValueError(f"weights are not of this config: {name} has shape {given}, not {shape}")
+
+
+def _check_tokenizer(tokenizer_model: str | Path, cfg: CLIPConfig) -> None:
+    proto, text = read_model(tokenizer_model), cfg.text_cfg
+    theirs = (len(proto.pieces), proto.trainer_spec.eos_id, proto.trainer_spec.pad_id)
+    ours = (text.vocab_size, text.eos_id, text.pad_id)
+    if theirs != ours or text.pool_type == "argmax":
+        raise ValueError(
+            f"the tokenizer has (vocab_size, eos_id, pad_id) {theirs}, the model {ours} and pool_type "
+            f"{text.pool_type!r}: adapt the config with with_tokenizer before training"
+        )
+
+
+def _write_weights(state_dict: Mapping[str, torch.Tensor], path: Path) -> None:
+    """OSError when the disk does not take it."""
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    weights = {name: value.detach().to("cpu", torch.float32).contiguous() for name, value in state_dict.items()}
+    for name in SCALARS:
+        if name in weights:
+            weights[name] = weights[name].reshape(())
+    try:
+        save_file(weights, path, metadata={"format": "pt"})
+    except SafetensorError as error:  # its own type for a failed write
+        raise OSError(str(error)) from error
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m infcl.convert.export", description="Export a run for others to load."
+    )
+    parser.add_argument("run", type=Path, help="run folder (its last checkpoint is taken)")
+    parser.add_argument("--format", choices=FORMATS, default="open_clip", help="who shall load it [open_clip]")
+    parser.add_argument("--ema", action="store_true", help="the averaged weights of a run with --ema-decay")
+    parser.add_argument("--out", type=Path, help="folder to write [RUN/export; RUN/export-FORMAT for other formats]")
+    parser.add_argument("--name", help="name of the model on its card [the run's]")
+    args = parser.parse_args(arguments)
+
+    from infcl.checkpoint.load import newest_intact, weights_of
+
+    try:
+        if not (args.run / "model_config.json").is_file():
+            raise ValueError(f"{args.run} is no run folder: a run writes model_config.json and checkpoints/ there")
+        cfg = load_model_config(args.run / "model_config.json")
+        tokenizer = args.run / "tokenizer.model"
+        checkpoint, manifest = newest_intact(args.run)
+        out = export_model(
+            weights_of(checkpoint, manifest, ema=args.ema),
+            cfg,
+            tokenizer if tokenizer.is_file() else None,
+            args.out or args.run / ("export" if args.format == "open_clip" else f"export-{args.format}"),
+            format=args.format,
+            name=args.name or args.run.resolve().name,
+            card=_summary(args.run, manifest["trainer"], ema=args.ema),
+        )
+    except (OSError, ValueError) as error:
+        print(f"infcl.convert.export: {error}", file=sys.stderr)
+        return 2
+    print(out)
+    if args.format == "open_clip" and not cfg.loads_in_open_clip:
+        print(
+            "open_clip cannot load this model, which has a convolutional stem: infcl.convert.export.load_exported can"
+        )
+    return 0
+
+
+def _summary(run: Path, trained: Mapping[str, Any], *, ema: bool) -> dict[str, object]:
+    """summary.json of a finished run; where the exported checkpoint is not its last, what that says (`trained`).
+
+    Without the evaluation when that was of the other weights (the averaged ones, or not).
+    """
+    finished = run / "summary.json"
+    summary: dict[str, Any] = json.loads(finished.read_text()) if finished.is_file() else {}
+    if summary.get("steps") != trained["step"]:
+        summary = {**trained, "steps": trained["step"]}
+    if summary.get("ema", False) != ema:
+        summary = {key: value for key, value in summary.items() if key not in EVALUATION_KEYS}
+    summary["ema"] = ema
+    return summary | {"paths": {"run": str(run)}}  # a run folder may have been moved
+
+
+if __name__ == "__main__":
+    sys.exit(main())

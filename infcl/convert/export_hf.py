@@ -1,0 +1,84 @@
+"""A trained model as a folder for Hugging Face's transformers: CLIPModel, AutoTokenizer, CLIPImageProcessor.
+
+    config.json  model.safetensors     CLIPModel's names and shapes (infcl/convert/hf_clip.py), fp32
+    tokenizer.json  tokenizer_config.json  spiece.model
+    preprocessor_config.json           shortest side to S (bicubic), centre crop, CLIP's mean and std
+    README.md                          a model card
+
+tokenizer.json cleans captions as training did (no punctuation, lower case) before it splits them, so raw text goes in.
+Written without transformers; loading was tested with 5.23.
+"""
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from infcl.convert.export_tokenizer import export_tokenizer
+from infcl.convert.hf_clip import hf_config, to_hf
+from infcl.models import CLIPConfig
+from infcl.models.vision import IMAGE_MEAN, IMAGE_STD
+
+WEIGHTS = "model.safetensors"
+# infcl.data.tokenizer.canonicalise: '_' is a space, other ASCII punctuation goes, letters are lowered. What Python
+# counts as space and the model's charsmap removes is a space here too; a sigma at a word's end has a small letter of
+# its own, which "Lowercase", letter by letter, does not know.
+_CLEAN = [
+    {"type": "Replace", "pattern": {"String": "_"}, "content": " "},
+    {"type": "Replace", "pattern": {"Regex": r"[!-/:-@\[-`{-~]"}, "content": ""},
+    {"type": "Replace", "pattern": {"Regex": r"[\x0b\x1c-\x1f\x{85}]"}, "content": " "},
+    {"type": "Replace", "pattern": {"Regex": r"(?<=[\p{Lu}\p{Ll}\p{Lt}])Σ(?![\p{Lu}\p{Ll}\p{Lt}])"}, "content": "ς"},
+    {"type": "Lowercase"},
+]
+
+
+def write_hf(
+    state_dict: Mapping[str, torch.Tensor], cfg: CLIPConfig, tokenizer_model: str | Path | None, out: Path
+) -> None:
+    """Write the folder, all but the card; weights and tokenizer are `cfg`'s (export_model checks that).
+
+    ValueError, before anything is written, for a model that CLIPModel cannot express.
+    """
+    from safetensors.torch import save_file
+
+    config = hf_config(cfg)
+    weights = to_hf({key: value.detach().to("cpu", torch.float32) for key, value in state_dict.items()})
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    save_file(weights, out / WEIGHTS, metadata={"format": "pt"})
+    shutil.copymode(out / "config.json", out / WEIGHTS)  # safetensors makes it readable for its owner alone
+    if tokenizer_model is not None:
+        export_tokenizer(tokenizer_model, out, context_length=cfg.text_cfg.context_length)
+        _take_raw_captions(out)
+    preprocessing = _preprocessing(cfg.vision_cfg.image_size)
+    (out / "preprocessor_config.json").write_text(json.dumps(preprocessing, indent=2) + "\n", encoding="utf-8")
+
+
+def _take_raw_captions(out: Path) -> None:
+    """Cleaning in the tokenizer; "</s>" and its like in a caption are text (they would end it otherwise)."""
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        content = json.loads((out / name).read_text(encoding="utf-8"))
+        if name == "tokenizer.json":
+            content["normalizer"]["normalizers"][:0] = _CLEAN
+        else:
+            content["split_special_tokens"] = True
+        (out / name).write_text(json.dumps(content, ensure_ascii=False), encoding="utf-8")
+
+
+def _preprocessing(image_size: int) -> dict[str, object]:
+    return {
+        "image_processor_type": "CLIPImageProcessor",
+        "do_convert_rgb": True,
+        "do_resize": True,
+        "size": {"shortest_edge": image_size},
+        "resample": 3,  # bicubic
+        "do_center_crop": True,
+        "crop_size": {"height": image_size, "width": image_size},
+        "do_rescale": True,
+        "rescale_factor": 1 / 255,
+        "do_normalize": True,
+        "image_mean": list(IMAGE_MEAN),
+        "image_std": list(IMAGE_STD),
+    }

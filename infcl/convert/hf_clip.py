@@ -1,0 +1,200 @@
+"""This project's CLIP and transformers' CLIPModel: the same towers under other names. Pure mapping, both ways.
+
+    ours (open_clip's names)                           transformers
+    visual.proj [w, D], text_projection [w, D]         {visual,text}_projection.weight [D, w], transposed
+    attn.in_proj_{weight,bias} [3w, ...]               self_attn.{q,k,v}_proj.{weight,bias}
+    token_embedding.weight, positional_embedding       text_model.embeddings.{token,position}_embedding.weight
+    everything else                                    renamed
+
+CLIPModel has a ViT that pools its class token and a causal text tower that pools at the first eos; what is outside of
+that is refused. Tested with transformers 5.23.
+"""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from infcl.models.config import CLIPConfig, parse_model_config
+
+_TOP = {
+    "logit_scale": "logit_scale",
+    "positional_embedding": "text_model.embeddings.position_embedding.weight",
+    "token_embedding.weight": "text_model.embeddings.token_embedding.weight",
+    "ln_final.weight": "text_model.final_layer_norm.weight",
+    "ln_final.bias": "text_model.final_layer_norm.bias",
+    "text_projection": "text_projection.weight",
+    "visual.proj": "visual_projection.weight",
+    "visual.class_embedding": "vision_model.embeddings.class_embedding",
+    "visual.positional_embedding": "vision_model.embeddings.position_embedding.weight",
+    "visual.conv1.weight": "vision_model.embeddings.patch_embedding.weight",
+    "visual.ln_pre.weight": "vision_model.pre_layrnorm.weight",  # sic
+    "visual.ln_pre.bias": "vision_model.pre_layrnorm.bias",
+    "visual.ln_post.weight": "vision_model.post_layernorm.weight",
+    "visual.ln_post.bias": "vision_model.post_layernorm.bias",
+}
+_TOWERS = {"visual.transformer": "vision_model.encoder", "transformer": "text_model.encoder"}
+_BLOCK = {
+    "ln_1": "layer_norm1",
+    "ln_2": "layer_norm2",
+    "mlp.c_fc": "mlp.fc1",
+    "mlp.c_proj": "mlp.fc2",
+    "attn.out_proj": "self_attn.out_proj",
+}
+_OUR_BLOCK = re.compile(r"^(visual\.transformer|transformer)\.resblocks\.(\d+)\.(.+?)[._](weight|bias)$")
+_THEIR_BLOCK = re.compile(r"^(vision_model\.encoder|text_model\.encoder)\.layers\.(\d+)\.(.+)\.(weight|bias)$")
+
+
+def to_hf(state_dict: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Our weights under CLIPModel's names. ValueError for a name that it has no place for."""
+    out = {}
+    for name, value in state_dict.items():
+        block = _OUR_BLOCK.match(name)
+        if name in _TOP:
+            transposed = name in ("visual.proj", "text_projection")
+            out[_TOP[name]] = value.T if transposed else value.reshape(()) if name == "logit_scale" else value
+        elif block:
+            tower, layer, part, kind = block.groups()
+            prefix = f"{_TOWERS[tower]}.layers.{layer}"
+            if part == "attn.in_proj":
+                for letter, third in zip("qkv", value.chunk(3)):
+                    out[f"{prefix}.self_attn.{letter}_proj.{kind}"] = third
+            else:
+                out[f"{prefix}.{_BLOCK[part]}.{kind}"] = value
+        else:
+            raise ValueError(f"CLIPModel has no place for {name}")
+    return {name: value.contiguous() for name, value in out.items()}
+
+
+def from_hf(state_dict: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """CLIPModel's weights under our names; position_ids are dropped, other foreign names kept as they are."""
+    names = {theirs: ours for ours, theirs in _TOP.items()}
+    towers, parts = ({theirs: ours for ours, theirs in table.items()} for table in (_TOWERS, _BLOCK))
+    out: dict[str, torch.Tensor] = {}
+    thirds: dict[str, dict[str, torch.Tensor]] = {}
+    for name, value in state_dict.items():
+        block = _THEIR_BLOCK.match(name)
+        if name.endswith(".position_ids"):
+            continue
+        if name in names:
+            out[names[name]] = value.T if name.endswith("_projection.weight") else value
+        elif block:
+            tower, layer, part, kind = block.groups()
+            prefix = f"{towers[tower]}.resblocks.{layer}"
+            if part.endswith(("q_proj", "k_proj", "v_proj")):
+                thirds.setdefault(f"{prefix}.attn.in_proj_{kind}", {})[part[-6]] = value
+            else:
+                out[f"{prefix}.{parts.get(part, part)}.{kind}"] = value
+        else:
+            out[name] = value
+    out |= {name: torch.cat([third[letter] for letter in "qkv"]) for name, third in thirds.items() if len(third) == 3}
+    return {name: value.contiguous() for name, value in out.items()}
+
+
+def hf_config(cfg: CLIPConfig) -> dict[str, Any]:
+    """config.json of a CLIPModel that computes what `cfg` does. ValueError names what CLIPModel cannot express."""
+    vision, text = cfg.vision_cfg, cfg.text_cfg
+    eos_id = text.vocab_size - 1 if text.pool_type == "argmax" else text.eos_id
+    refused = {
+        "vision_cfg.conv_stem": vision.conv_stem is not None,
+        f"vision_cfg.pool_type {vision.pool_type!r} (only 'tok')": vision.pool_type != "tok",
+        f"text_cfg.pool_type {text.pool_type!r} (only 'eos' and 'argmax')": text.pool_type not in ("eos", "argmax"),
+        "text_cfg.no_causal_mask": text.no_causal_mask,
+        "eos id 2, for which CLIPModel pools at the largest id": text.pool_type == "eos" and eos_id == 2,
+        "init_logit_bias (a SigLIP loss's bias)": cfg.init_logit_bias is not None,
+    }
+    if any(refused.values()):
+        raise ValueError(
+            "transformers' CLIPModel cannot express this model: "
+            + "; ".join(what for what, is_so in refused.items() if is_so)
+            + ". Export it as open_clip or safetensors"
+        )
+    common: dict[str, Any] = {"hidden_act": "quick_gelu" if cfg.quick_gelu else "gelu", "projection_dim": cfg.embed_dim}
+    common |= {"layer_norm_eps": 1e-5, "attention_dropout": 0.0}
+    return {
+        "architectures": ["CLIPModel"],
+        "model_type": "clip",
+        "projection_dim": cfg.embed_dim,
+        "torch_dtype": "float32",
+        "text_config": {
+            "model_type": "clip_text_model",
+            "vocab_size": text.vocab_size,
+            "hidden_size": text.width,
+            "intermediate_size": int(text.width * text.mlp_ratio),
+            "num_hidden_layers": text.layers,
+            "num_attention_heads": text.heads,
+            "max_position_embeddings": text.context_length,
+            "eos_token_id": eos_id,
+            "bos_token_id": None if text.pool_type == "eos" else eos_id - 1,
+            "pad_token_id": text.pad_id,
+            **common,
+        },
+        "vision_config": {
+            "model_type": "clip_vision_model",
+            "hidden_size": vision.width,
+            "intermediate_size": int(vision.width * vision.mlp_ratio),
+            "num_hidden_layers": vision.layers,
+            "num_attention_heads": vision.heads,
+            "image_size": vision.image_size,
+            "patch_size": vision.patch_size,
+            "num_channels": 3,
+            **common,
+        },
+    }
+
+
+def from_hf_config(config: Mapping[str, Any], source: str) -> CLIPConfig:
+    """The model config of a CLIPModel's config.json; what it leaves out has CLIPConfig's defaults in transformers.
+
+    ValueError for another kind of model, or a setting that these towers do not have.
+    """
+    if config.get("model_type") != "clip":
+        raise ValueError(f"{source}: model_type {config.get('model_type')!r} is not transformers' CLIPModel ('clip')")
+    vision, text = (_section(config, name) for name in ("vision_config", "text_config"))
+    activations = {section.get("hidden_act", "quick_gelu") for section in (vision, text)}
+    epsilons = {section.get("layer_norm_eps", 1e-5) for section in (vision, text)}
+    if len(activations) > 1 or not activations <= {"quick_gelu", "gelu"} or epsilons != {1e-5}:
+        raise ValueError(
+            f"{source}: hidden_act {sorted(activations)} and layer_norm_eps {sorted(epsilons)}; these towers have "
+            "quick_gelu in both or gelu in both, and 1e-05"
+        )
+    vision_width, text_width = vision.get("hidden_size", 768), text.get("hidden_size", 512)
+    eos_id, vocab_size = text.get("eos_token_id", 49407), text.get("vocab_size", 49408)
+    pools_at_largest = eos_id in (2, vocab_size - 1)  # for 2 CLIPModel does so, and no id is larger than the last
+    pooling = {"pool_type": "argmax"} if pools_at_largest else {"pool_type": "eos", "eos_id": eos_id}
+    fields = {
+        "embed_dim": config.get("projection_dim", 512),
+        "quick_gelu": activations == {"quick_gelu"},
+        "vision_cfg": {
+            "image_size": vision.get("image_size", 224),
+            "patch_size": vision.get("patch_size", 32),
+            "layers": vision.get("num_hidden_layers", 12),
+            "width": vision_width,
+            "head_width": vision_width // vision.get("num_attention_heads", 12),
+            "mlp_ratio": _ratio(vision.get("intermediate_size", 3072), vision_width),
+        },
+        "text_cfg": {
+            "context_length": text.get("max_position_embeddings", 77),
+            "vocab_size": vocab_size,
+            "layers": text.get("num_hidden_layers", 12),
+            "width": text_width,
+            "heads": text.get("num_attention_heads", 8),
+            "mlp_ratio": _ratio(text.get("intermediate_size", 2048), text_width),
+            "pad_id": text.get("pad_token_id") or 0,
+            **pooling,
+        },
+    }
+    return parse_model_config(fields, source=source)
+
+
+def _section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """Of old files, "text_config_dict" is what counts."""
+    older = config.get(f"{name}_dict")
+    return (config.get(name) or {}) if older is None else older
+
+
+def _ratio(hidden: int, width: int) -> float:
+    """A ratio for which int(width * ratio) is `hidden`, rounding errors included."""
+    ratio = hidden / width
+    return ratio if int(width * ratio) == hidden else (hidden + 0.5) / width

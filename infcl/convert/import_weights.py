@@ -1,0 +1,282 @@
+"""Weights from elsewhere into these towers: open_clip's files and folders, CLIPModel folders, runs and exports.
+
+In:  a path. A file (.pt, .pth, .bin, .safetensors) with a state dict in open_clip's or CLIPModel's names; or a folder:
+     open_clip's `local-dir`, transformers' CLIPModel, a run or checkpoint of this trainer, one of its exports.
+Out: `Weights`: a state dict in our names, and the model config where the source has one.
+
+Files are read as data alone: safetensors, or torch.load with weights_only, which refuses to run code. Position
+embeddings are interpolated when the image size differs (bicubic, as open_clip does), and cut when the text is shorter.
+Where a folder says that its pixels were normalised otherwise than here, its first convolution is changed to match.
+"""
+
+import json
+import pickle
+import re
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from infcl.convert.hf_clip import from_hf, from_hf_config
+from infcl.models import CLIP, CLIPConfig, load_model_config
+from infcl.models.vision import IMAGE_MEAN, IMAGE_STD
+
+_SCALARS = ("logit_scale", "logit_bias")
+_ABOUT = ("input_resolution", "context_length", "vocab_size")  # numbers in the state dict of OpenAI's archives
+_WRAPPERS = ("module.", "_orig_mod.")  # DistributedDataParallel, torch.compile
+_FILES = ("open_clip_model.safetensors", "open_clip_pytorch_model.bin", "model.safetensors", "pytorch_model.bin")
+# Settings that the shapes do not show, by tower: a difference would load and be wrong.
+_UNSEEN = {
+    "image": ("quick_gelu", "vision_cfg.head_width", "vision_cfg.pool_type"),
+    "text": ("quick_gelu", "text_cfg.heads", "text_cfg.pool_type", "text_cfg.eos_id", "text_cfg.no_causal_mask"),
+}
+
+_UNREADABLE = (  # what torch.load(weights_only=True) raised for damaged files and for bytes that are no file of torch's
+    pickle.PickleError,
+    RuntimeError,
+    ValueError,
+    EOFError,
+    LookupError,
+    struct.error,
+    AssertionError,
+    TypeError,
+    AttributeError,
+)
+
+
+class Weights(NamedTuple):
+    state: dict[str, torch.Tensor]  # our names
+    cfg: CLIPConfig | None  # None for a bare file
+    source: str
+
+
+def read_weights(path: str | Path, *, ema: bool = False) -> Weights:
+    """ema: the averaged weights of a run or checkpoint.
+
+    ValueError for what is not there, is not a state dict, has no average, or would run code when loaded.
+    """
+    path = Path(path)
+    is_run = (path / "checkpoints").is_dir() or (path / "infcl.json").is_file()
+    if ema and not is_run:
+        raise ValueError(f"{path} is no run or checkpoint of this trainer: it has no averaged weights beside its own")
+    if path.is_file():
+        return Weights(_our_names(_read_file(path)), None, str(path))
+    if not path.is_dir():
+        raise ValueError(f"{path}: no such file or folder")
+    if is_run:
+        from infcl.checkpoint.load import consolidated_state_dict
+
+        run = path if (path / "model_config.json").is_file() else path.parent.parent
+        return Weights(consolidated_state_dict(path, ema=ema), load_model_config(run / "model_config.json"), str(path))
+    file = next((path / name for name in _FILES if (path / name).is_file()), None)
+    if file is None:
+        raise ValueError(f"{path}: no weights there (looked for {', '.join(_FILES)}, and checkpoints/ of a run)")
+    state = _for_our_pixels(_our_names(_read_file(file)), *_folder_pixels(path))
+    return Weights(state, _folder_config(path), str(path))
+
+
+def load_pretrained(
+    model: CLIP, whole: str | None = None, image: str | None = None, text: str | None = None
+) -> list[str]:
+    """Load what is given, the single towers last. Returns a line for each: what came from where, and what was changed.
+
+    ValueError when anything does not fit.
+    """
+    lines = []
+    for tower, path in (("whole", whole), ("image", image), ("text", text)):
+        if path is not None:
+            weights = read_weights(path)
+            changes = load_tower(model, weights, tower)
+            what = "all weights" if tower == "whole" else f"the {tower} tower's weights"
+            lines.append("; ".join([f"{what} are those of {weights.source}", *changes]))
+    return lines
+
+
+@torch.no_grad()
+def load_tower(model: CLIP, weights: Weights, tower: str = "whole") -> list[str]:
+    """Load one tower ("image", "text") or the "whole" model; all or nothing. Returns what was not taken as it was.
+
+    A tower is all of its parameters, its projection included, and not logit_scale. The whole is everything; logit_bias
+    alone may be missing or left over, since it belongs to one loss. ValueError lists missing, unexpected and mismatched
+    keys with shapes, and settings in which the source's config differs unseen by shapes.
+    """
+    if weights.cfg is not None:
+        _check_settings(model.cfg, weights.cfg, tower, weights.source)
+    mine = {name: value for name, value in model.state_dict().items() if _belongs(name, tower)}
+    given = {name: value for name, value in weights.state.items() if _belongs(name, tower)}
+    for name in _SCALARS:
+        if name in given:
+            given[name] = given[name].reshape(1)
+    changes = _fit_positions(given, mine)
+    missing = [name for name in mine if name not in given and name != "logit_bias"]
+    unexpected = [name for name in given if name not in mine and name != "logit_bias"]
+    wrong = [name for name in mine if name in given and given[name].shape != mine[name].shape]
+    if missing or unexpected or wrong:
+        lines = [f"{weights.source} does not fit {'the model' if tower == 'whole' else f'the {tower} tower'}:"]
+        lines += _listed("missing", [f"{name} {list(mine[name].shape)}" for name in missing])
+        lines += _listed("unexpected", [f"{name} {list(given[name].shape)}" for name in unexpected])
+        lines += _listed(
+            "mismatched", [f"{name} is {list(given[name].shape)}, needed {list(mine[name].shape)}" for name in wrong]
+        )
+        if "token_embedding.weight" in wrong:
+            lines.append("  (another vocabulary: keep the source's tokenizer, or load --pretrained-image alone)")
+        raise ValueError("\n".join(lines))
+    model.load_state_dict({name: given[name].to(mine[name].dtype) for name in mine if name in given}, strict=False)
+    changes += ["logit_bias is not there: it begins as the loss's"] if mine.keys() - given.keys() else []
+    return changes + (["its logit_bias is left out"] if given.keys() - mine.keys() else [])
+
+
+def resize_image_positions(positions: torch.Tensor, tokens: int) -> torch.Tensor:
+    """[1 + g^2, w] -> [tokens, w]: the class token's stays, the square grid's are interpolated (bicubic)."""
+    old, new = round((len(positions) - 1) ** 0.5), round((tokens - 1) ** 0.5)
+    if old**2 + 1 != len(positions) or new**2 + 1 != tokens:
+        return positions
+    grid = positions[1:].float().T.reshape(1, -1, old, old)
+    grid = F.interpolate(grid, size=(new, new), mode="bicubic", antialias=True, align_corners=False)
+    return torch.cat([positions[:1], grid[0].flatten(1).T.to(positions.dtype)])
+
+
+def _fit_positions(given: dict[str, torch.Tensor], mine: Mapping[str, torch.Tensor]) -> list[str]:
+    """Returns what was changed."""
+    changes = []
+    name = "visual.positional_embedding"
+    if name in given and name in mine and given[name].shape[1:] == mine[name].shape[1:]:
+        there, needed = len(given[name]), len(mine[name])
+        given[name] = resize_image_positions(given[name], needed)
+        changes += [f"its {there} image positions are interpolated to {needed}"] if there != needed else []
+    name = "positional_embedding"
+    if name in given and name in mine:
+        there, needed = len(given[name]), len(mine[name])
+        given[name] = given[name][:needed]
+        changes += [f"of its {there} text positions the first {needed} are taken"] if there > needed else []
+    return changes
+
+
+def _belongs(name: str, tower: str) -> bool:
+    return tower == "whole" or (name not in _SCALARS and name.startswith("visual.") == (tower == "image"))
+
+
+def _listed(what: str, entries: list[str], most: int = 8) -> list[str]:
+    if not entries:
+        return []
+    rest = f", and {len(entries) - most} more" if len(entries) > most else ""
+    return [f"  {what}: {', '.join(entries[:most])}{rest}"]
+
+
+def _check_settings(ours: CLIPConfig, theirs: CLIPConfig, tower: str, source: str) -> None:
+    names = dict.fromkeys(name for kind, names in _UNSEEN.items() if tower in (kind, "whole") for name in names)
+    ours_flat, theirs_flat = _flat(ours.to_dict()), _flat(theirs.to_dict())
+    if ours_flat.get("text_cfg.pool_type") != "eos":
+        names.pop("text_cfg.eos_id", None)
+    different = [f"{n} is {theirs_flat.get(n)} there, {ours_flat.get(n)} here" for n in names if
+                 theirs_flat.get(n) != ours_flat.get(n)]  # fmt: skip
+    if different:
+        raise ValueError(f"{source} is another model: {'; '.join(different)}. Choose a --model with its settings")
+
+
+def _flat(fields: Mapping[str, object], prefix: str = "") -> dict[str, object]:
+    out: dict[str, object] = {}
+    for name, value in fields.items():
+        out |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
+    return out
+
+
+def _read_file(path: Path) -> dict[str, torch.Tensor]:
+    if path.suffix == ".safetensors":
+        from safetensors import SafetensorError
+        from safetensors.torch import load_file
+
+        try:
+            return load_file(path)
+        except SafetensorError as error:
+            raise ValueError(f"{path}: not a safetensors file ({error})") from error
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True)
+    except OSError as error:
+        raise ValueError(f"{path}: {error.strerror}") from error
+    except _UNREADABLE as error:
+        found = re.search(r"WeightsUnpickler error:\s*(.+)", str(error))  # not torch's advice to run the file's code
+        cause = found[1] if found else f"{type(error).__name__}: {error}".splitlines()[0]
+        raise ValueError(
+            f"{path}: refused by torch.load(weights_only=True) ({cause}): it is no file of torch's, or holds more than "
+            "tensors, numbers and strings. Save the state dict alone, or convert a TorchScript archive to safetensors"
+        ) from error
+    content = content.get("state_dict", content) if isinstance(content, dict) else content
+    if not isinstance(content, dict) or not all(isinstance(value, torch.Tensor) for value in content.values()):
+        raise ValueError(f"{path}: holds no state dict (a dict of tensors, or one under 'state_dict')")
+    return content
+
+
+def _our_names(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Wrappers' prefixes, CustomTextCLIP's "text." and OpenAI's sizes removed; CLIPModel's names translated."""
+    for prefix in _WRAPPERS:
+        state = {name.removeprefix(prefix): value for name, value in state.items() if name not in _ABOUT}
+    if any(name.startswith(("vision_model.", "text_model.")) for name in state):
+        return from_hf(state)
+    return {name.removeprefix("text."): value for name, value in state.items()}
+
+
+_PREPROCESSING = (  # file, section of it, prefix of its keys: open_clip's, a CLIPImageProcessor's, a CLIPProcessor's
+    ("open_clip_config.json", "preprocess_cfg", ""),
+    ("preprocessor_config.json", None, "image_"),
+    ("processor_config.json", "image_processor", "image_"),
+)
+
+
+def _preprocessing(path: Path) -> Iterator[tuple[dict[str, Any], str]]:
+    """(what a file of the folder says of it, prefix of mean and std), of each such file."""
+    for name, section, prefix in _PREPROCESSING:
+        if (path / name).is_file():
+            fields = json.loads((path / name).read_text(encoding="utf-8"))
+            yield (fields.get(section) or {}) if section else fields, prefix
+
+
+def _folder_pixels(path: Path) -> tuple[Sequence[float], Sequence[float]]:
+    """(mean, std) that the folder's pixels were normalised with, per channel; ours where it does not say."""
+    said: dict[str, Sequence[float]] = {}
+    for fields, prefix in _preprocessing(path):
+        said = {kind: fields[prefix + kind] for kind in ("mean", "std") if fields.get(prefix + kind)} | said
+    return said.get("mean", IMAGE_MEAN), said.get("std", IMAGE_STD)
+
+
+def other_resizing(path: Path) -> str:
+    """How a folder's images are brought to size otherwise than here: short side to S, bicubic, centre; "" if they are
+    not."""
+    fields: dict[str, Any] = next((fields for fields, _ in _preprocessing(path)), {})
+    ours = {"resize_mode": ("shortest",), "interpolation": ("bicubic", "random"), "resample": (3,)}
+    ours |= {"do_resize": (True,), "do_center_crop": (True,)}
+    said = {name: fields[name] for name in ours if fields.get(name) is not None}
+    return ", ".join(f"{name} {value!r}" for name, value in said.items() if value not in ours[name])
+
+
+def _for_our_pixels(
+    state: dict[str, torch.Tensor], mean: Sequence[float], std: Sequence[float]
+) -> dict[str, torch.Tensor]:
+    """An image tower that saw (pixels - mean) / std -> the same function of ours: (pixels - IMAGE_MEAN) / IMAGE_STD.
+
+    One is an affine function of the other. Its factor goes into the first convolution, and what its constant gives,
+    which is the same at every patch, into the patches' position embeddings.
+    """
+    convolution, positions = "visual.conv1.weight", "visual.positional_embedding"
+    if (tuple(mean), tuple(std)) == (IMAGE_MEAN, IMAGE_STD) or not {convolution, positions} <= state.keys():
+        return state
+    factor = torch.tensor(IMAGE_STD, dtype=torch.float64) / torch.tensor(std, dtype=torch.float64)
+    constant = (torch.tensor(IMAGE_MEAN, dtype=torch.float64) - torch.tensor(mean)) / torch.tensor(std)
+    weight = state[convolution].double()  # [w, 3, p, p]
+    moved = state[positions].double()  # [1 + g^2, w]
+    moved[1:] += weight.sum((2, 3)) @ constant
+    changed = {convolution: weight * factor.view(3, 1, 1), positions: moved}
+    return state | {name: value.float() for name, value in changed.items()}
+
+
+def _folder_config(path: Path) -> CLIPConfig | None:
+    if (path / "open_clip_config.json").is_file():
+        return load_model_config(path)
+    if (path / "model_config.json").is_file():
+        return load_model_config(path / "model_config.json")
+    if (path / "config.json").is_file():
+        return from_hf_config(json.loads((path / "config.json").read_text(encoding="utf-8")), str(path / "config.json"))
+    return None

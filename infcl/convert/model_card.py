@@ -1,0 +1,137 @@
+"""The model card (README.md) of an exported folder: what it is, how to load it, what it was trained on, what it scores.
+
+In:  the model config, and a run's summary where there is one; the flags come from the run's config.json beside it.
+Only names of data are shown, never paths of the machine it was trained on.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from infcl.models import CLIP, CLIPConfig
+
+LOSS_CURVE = "loss_curve.png"
+_LIBRARY = {"open_clip": "open_clip", "hf": "transformers", "safetensors": "infcl"}
+EVALUATION_KEYS = ("evaluation", "zero_shot_top1", "image_to_text_r1", "text_to_image_r1")  # of summary.json
+_FLAGS = {
+    "opt": "optimizer",
+    "lr": "learning rate",
+    "lr_scaling": "scaled by the batch",
+    "lr_base_batch": "from a batch of",
+    "wd": "weight decay",
+    "warmup": "warm-up steps",
+    "warmup_samples": "warm-up samples",
+    "precision": "precision",
+    "loss": "loss",
+}
+
+
+def write_card(
+    folder: Path, cfg: CLIPConfig, name: str, *, format: str, has_tokenizer: bool, card: Mapping[str, object]
+) -> None:
+    """Write README.md, and copy the run's loss curve beside it if there is one."""
+    run = _run_folder(card)
+    curve = run / LOSS_CURVE if run is not None else None
+    if curve is not None and curve.is_file():
+        (folder / LOSS_CURVE).write_bytes(curve.read_bytes())
+    flags_file = run / "config.json" if run is not None else None
+    flags = json.loads(flags_file.read_text()) if flags_file is not None and flags_file.is_file() else {}
+    sections = [
+        _usage(cfg, format, has_tokenizer),
+        "## Model\n\n" + _table(_model_rows(cfg)),
+        _section("Training", _training_rows(card, flags)),
+        f"![loss over samples seen]({LOSS_CURVE})\n" if (folder / LOSS_CURVE).is_file() else "",
+        _section("Evaluation", _evaluation_rows(card)),
+    ]
+    library = _LIBRARY[format] if format == "hf" or cfg.loads_in_open_clip else "infcl"
+    head = f"---\nlibrary_name: {library}\npipeline_tag: zero-shot-image-classification\ntags: [clip, infcl]\n---\n"
+    title = f"# {name}\n\nA CLIP model trained with infcl (the exact contrastive loss of arXiv 2410.17243).\n"
+    (folder / "README.md").write_text(head + "\n".join([title, *filter(None, sections)]), encoding="utf-8")
+
+
+def _usage(cfg: CLIPConfig, format: str, has_tokenizer: bool) -> str:
+    note = ""
+    if format == "hf":
+        tokenizer = "FOLDER" if has_tokenizer else "openai/clip-vit-base-patch32"  # the latter is CLIP's own
+        code = (
+            "from transformers import AutoTokenizer, CLIPImageProcessor, CLIPModel\n\n"
+            'model = CLIPModel.from_pretrained("FOLDER")\n'
+            f'tokenizer = AutoTokenizer.from_pretrained("{tokenizer}")\n'
+            'processor = CLIPImageProcessor.from_pretrained("FOLDER")\n'
+            'texts = tokenizer(["a photo of a cat"], padding="max_length", truncation=True, return_tensors="pt")'
+        )
+    elif format == "open_clip" and cfg.loads_in_open_clip:
+        code = (
+            "import open_clip\n\n"
+            'model, _, preprocess = open_clip.create_model_and_transforms("local-dir:FOLDER")\n'
+            'tokenizer = open_clip.get_tokenizer("local-dir:FOLDER")'
+        )
+        note = "`model.encode_image` and `model.encode_text` with `normalize=True` give unit vectors."
+        if has_tokenizer:
+            note += " For a hub repository set `text_cfg.hf_tokenizer_name` in open_clip_config.json to its id."
+    else:
+        code = 'from infcl.convert.export import load_exported\n\nmodel, cfg = load_exported("FOLDER")'
+        if not cfg.loads_in_open_clip:
+            note = "The image tower has a convolutional stem, which open_clip does not know: load it with infcl."
+    return f"```python\n{code}\n```\n" + (f"\n{note}\n" if note else "")
+
+
+def _model_rows(cfg: CLIPConfig) -> dict[str, object]:
+    vision, text = cfg.vision_cfg, cfg.text_cfg
+    with torch.device("meta"):
+        parameters = sum(parameter.numel() for parameter in CLIP(cfg).parameters())
+    return {
+        "parameters": f"{parameters:,}",
+        "image tower": f"ViT, {vision.layers} x {vision.width}, patch {vision.patch_size}, {vision.image_size} pixels",
+        "text tower": f"{text.layers} x {text.width}, {text.context_length} tokens of {text.vocab_size}",
+        "embedding": cfg.embed_dim,
+    }
+
+
+def _training_rows(card: Mapping[str, Any], flags: dict[str, Any]) -> dict[str, Any]:
+    rows: dict[str, Any] = {}
+    if flags.get("train_data"):
+        rows["data"] = ", ".join("/".join(part.split("/")[-2:]) for part in str(flags["train_data"]).split("::"))
+    for key in ("samples_seen", "steps", "skipped_steps", "train_seconds", "world_size", "zero_stage"):
+        if card.get(key) is not None:
+            rows[key.replace("_", " ")] = f"{card[key]:,}" if isinstance(card[key], int) else card[key]
+    if card.get("steps") and isinstance(card.get("samples_seen"), int):
+        rows["batch"] = f"{card['samples_seen'] // card['steps']:,} pairs, one loss over all of them"
+        if {"batch_size", "accum_freq"} <= flags.keys() and not flags.get("global_batch_size"):
+            rows["batch"] += f" ({flags['accum_freq']} micro-batches of {flags['batch_size']} a rank)"
+    if card.get("ema"):
+        rows["weights"] = f"moving average over the steps, decay {flags.get('ema_decay', 'unknown')}"
+    if flags.get("warmup_samples") is not None:
+        flags = flags | {"warmup": None}
+    if flags.get("lr_scaling", "none") == "none":
+        flags = flags | {"lr_scaling": None, "lr_base_batch": None}
+    return rows | {label: flags[flag] for flag, label in _FLAGS.items() if flags.get(flag) is not None}
+
+
+def _evaluation_rows(card: Mapping[str, object]) -> dict[str, object]:
+    evaluation = card.get("evaluation")
+    if not isinstance(evaluation, dict):
+        evaluation = {"": {key: value for key, value in card.items() if key.endswith(("top1", "top5", "r1"))}}
+    return {
+        f"{task} {name}".replace("_", " ").strip(): value
+        for task, values in evaluation.items()
+        for name, value in values.items()
+        if isinstance(value, (int, float))
+    }
+
+
+def _section(title: str, rows: Mapping[str, object]) -> str:
+    return f"## {title}\n\n{_table(rows)}" if rows else ""
+
+
+def _table(rows: Mapping[str, object]) -> str:
+    shown = {key: f"{value:.4g}" if isinstance(value, float) else value for key, value in rows.items()}
+    return "\n".join(["| | |", "|---|---|", *(f"| {key} | {value} |" for key, value in shown.items())]) + "\n"
+
+
+def _run_folder(card: Mapping[str, object]) -> Path | None:
+    paths = card.get("paths")
+    return Path(paths["run"]) if isinstance(paths, dict) and "run" in paths else None

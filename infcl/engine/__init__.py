@@ -1,0 +1,1 @@
+"""All that is DeepSpeed's: engine, sharded state, optimizers, schedules and patches."""

@@ -1,0 +1,305 @@
+"""All that is DeepSpeed's: forward, backward, step, clamp (its config: preset.py, its sharded state: engine_state.py).
+
+The recipe that is exact for ZeRO 0-3 (docs/precision.md has the reasons):
+
+* gradient_accumulation_steps = M, the boundary set by hand before the last backward, one `step()` per optimizer step;
+* every forward goes through the engine, with both towers, and has exactly one backward;
+* backward with `scale_wrt_gas=False`: the loss obeys law 1, DeepSpeed averages over ranks, nothing else multiplies;
+* gradient_clipping is always written out (DeepSpeed clips at 1.0 when it is not);
+* with low-precision parameters (bf16, fp16) micro-batch gradients accumulate in fp32, the loss takes logit_scale from
+  its fp32 master, and the stage is at least 1.
+
+Tested with DeepSpeed 0.19.8.
+"""
+
+import contextlib
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from infcl.config import BatchPlan, TrainConfig
+from infcl.config.preset import deepspeed_config, describe_zero, offloads, read_preset, zero_stage
+from infcl.engine.fp16 import scale_between_steps
+from infcl.engine.gather import KeptParameters
+from infcl.engine.norm import add_to_norm, square_of, take_together
+from infcl.engine.optim import build_optimizer, tower
+from infcl.engine.reduce import reduce_in_few_launches
+from infcl.engine.stage3 import release_by_the_present_trace
+from infcl.engine.state import EMA, ZeroState
+from infcl.engine.unused import reduce_what_is_left, shards
+from infcl.parallel import Parallel
+
+_COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
+_SCALER_FIELDS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+
+
+class Engine:
+    """A CLIP model under a DeepSpeed engine; under tensor parallelism this rank's part of it (build.split_model)."""
+
+    def __init__(self, model: nn.Module, config: TrainConfig, parallel: Parallel, batch: BatchPlan):
+        preset, precision = read_preset(config, parallel.device.type, parallel.dp_size, parallel.hosts)
+        self.parallel = parallel
+        self.precision = precision
+        self.zero_stage = zero_stage(preset)
+        self.zero_in_words = describe_zero(
+            config, parallel, sum(p.numel() for p in model.parameters() if p.requires_grad)
+        )
+        self.low_precision_parameters = precision in ("bf16", "fp16")
+        self.offloads_optimizer = offloads(preset, "optimizer")
+        self.optimizer_name = config.opt
+        self.shown: str | None = None  # whether forwards see the weights or their average (EMA)
+        deepspeed = _import_deepspeed()
+        mpu = _megatron_groups() if parallel.tp_size > 1 else None
+        deepspeed.utils.groups.mpu = mpu  # DeepSpeed would keep that of an earlier engine
+        exact = _fp32_copy(model) if self.low_precision_parameters and parallel.dp_rank == 0 else {}
+        model.to(parallel.device)
+        self.engine, *_ = deepspeed.initialize(
+            model=model,
+            optimizer=build_optimizer(
+                model,
+                config,
+                global_batch_size=batch.global_batch_size,
+                fused=parallel.device.type == "cuda" or self.offloads_optimizer,
+            ),
+            config=deepspeed_config(preset, precision, batch, config.grad_clip_norm),
+            mpu=mpu,
+            dist_init_required=False,
+        )
+        self.kept: KeptParameters | None = None
+        if self.zero_stage == 3:
+            release_by_the_present_trace(self.engine.optimizer)
+            reduce_in_few_launches(self.engine.optimizer)
+            self.kept = KeptParameters(self.engine.optimizer, in_host_memory=offloads(preset, "param"))
+        if parallel.dp_size == 1 and not shards(self.engine.optimizer):
+            self.engine.enable_backward_allreduce = False  # all gradients would be copied into a bucket and back
+        reduce_what_is_left(self.engine.optimizer, parallel.device)
+        take_together(self.engine.optimizer)
+        scaler = self._loss_scaler()
+        self._settle_loss_scale = (lambda: None) if scaler is None else scale_between_steps(scaler)
+        self.sums_are_old = True  # of gradients over micro-batches
+        self.norms_are_old = True  # of the towers, and so the flag
+        self.flag = torch.zeros(1, device=parallel.device)  # 0, or NaN: a gradient that no norm counts is not finite
+        if parallel.tp_size > 1 and self.zero_stage > 0:
+            add_to_norm(self.engine.optimizer, self.flag)
+        self.state = ZeroState(self.engine, self.zero_stage)
+        if self.low_precision_parameters:  # DeepSpeed makes the masters from parameters that it has rounded already
+            self.state.write_first_copy(exact)
+        if config.ema_decay is not None:
+            self.state.start_average(config.ema_decay)
+        self.dp_group = self.engine.seq_data_parallel_group  # ZeRO averages over it
+        self.measured = self._measured_parameters()
+
+    @property
+    def module(self) -> Any:
+        """The model: CLIP, or one with its forward and attributes."""
+        return self.engine.module
+
+    def train(self, mode: bool = True) -> None:
+        """Train, or (False) evaluate, between steps."""
+        self.engine.train(mode)
+        if self.kept is not None:
+            self.kept.keep(mode)
+
+    def encode(
+        self, images: torch.Tensor | None, texts: torch.Tensor | None = None, **others: torch.Tensor
+    ) -> dict[str, torch.Tensor]:
+        """uint8 images [m, 3, H, W] and/or tokens [m, L] -> the model's features; `others`: see CLIP.forward."""
+        return self.engine(images, texts, **others)
+
+    def backward(self, surrogate: torch.Tensor, is_last: bool) -> None:
+        """Accumulate d surrogate / d parameters; reduce over ranks at the last one of a step (ZeRO-2/3: at each)."""
+        if self.zero_stage == 3:
+            self._prepare_stage_3_sums()
+        self.engine.set_gradient_accumulation_boundary(is_last)
+        self.engine.backward(surrogate, scale_wrt_gas=False)
+
+    def _prepare_stage_3_sums(self) -> None:
+        """Stage 3 copies a parameter's first gradient of a step over that of the step before and adds the others."""
+        optimizer = self.engine.optimizer
+        optimizer.clear_backward_seen_flag()  # else a backward that no forward precedes would be a first one too
+        if self.sums_are_old and optimizer.grad_partitions_flat_buffer is not None:
+            optimizer.grad_partitions_flat_buffer.zero_()  # what a step does not use would keep its old gradient
+        self.sums_are_old = False
+
+    def step(self, learning_rate: float) -> bool:
+        """One optimizer step at `learning_rate`, or none: False when the norm of the gradients is not finite.
+
+        Then parameters and optimizer stay as they are; the counters go on, and in fp16 the loss scale falls.
+        """
+        if self.parallel.tp_size > 1 and self.norms_are_old:
+            self.tower_grad_norms()
+        for group in self.engine.optimizer.param_groups:
+            group["lr"] = learning_rate * group["lr_scale"]
+        self.sums_are_old = self.norms_are_old = True
+        skipped_before = self.engine.skipped_steps
+        if self.zero_stage == 0:  # DeepSpeed computes no norm there; the gradients are whole and averaged by now
+            square = square_of((p.grad for p in self.module.parameters() if self._counts(p)), self.parallel.device)
+            self.stage_0_grad_norm = self._over_tensor_parallel(square).sqrt() + self.flag[0]
+            if not self.stage_0_grad_norm.isfinite():  # the other stages' optimizers see to it themselves
+                self._drop_gradients()
+                return False
+        self.engine.step()
+        self._settle_loss_scale()
+        applied = self.engine.skipped_steps == skipped_before
+        if not applied and self.offloads_optimizer and self.zero_stage < 3:
+            sums = self.engine.optimizer.averaged_gradients  # DeepSpeed keeps them, and would add the next step's
+            sums.update(dict.fromkeys(sums))
+        return applied
+
+    def _drop_gradients(self) -> None:
+        """What `step` would do to the counters of stage 0, without an update."""
+        self.engine.zero_grad()
+        self.engine.global_steps += 1
+        self.engine.global_samples += self.engine.train_batch_size()
+        self.engine.micro_steps += 1
+        self.engine.skipped_steps += 1
+
+    def grad_norm(self) -> float:
+        """Global gradient norm of the last step, before clipping."""
+        return float(self.stage_0_grad_norm if self.zero_stage == 0 else self.engine.get_global_grad_norm())
+
+    def tower_grad_norms(self) -> torch.Tensor:
+        """[image tower, text tower] f32, norms of the averaged gradients before clipping; call before step().
+
+        Exact in every stage: each rank squares the fragments it owns, one all-reduce of three numbers adds them up. The
+        third is whether a gradient that only other tensor-parallel ranks' norms count is not finite; `step` heeds it.
+        The result stays on the device, so that the step need not wait for it.
+        """
+        squares = torch.stack(
+            [square_of(map(self._own_gradient, parameters), self.parallel.device) for parameters in self.measured]
+        )
+        squares[2] *= 0  # NaN where it is not finite
+        if self.zero_stage > 0:
+            torch.distributed.all_reduce(squares, group=self.dp_group)
+        self._over_tensor_parallel(squares)
+        self.flag.copy_(squares[2])
+        self.norms_are_old = False
+        return squares[:2].sqrt() / self.loss_scale()
+
+    def _measured_parameters(self) -> tuple[list[nn.Parameter], list[nn.Parameter], list[nn.Parameter]]:
+        """(image tower's, text tower's, what other tensor-parallel ranks count), of the trainable parameters."""
+        trainable = [(n, p) for n, p in self.module.named_parameters() if p.requires_grad]
+        counted = [(tower(name), parameter) for name, parameter in trainable if self._counts(parameter)]
+        image, text = ([p for part, p in counted if part == wanted] for wanted in ("image", "text"))
+        return image, text, [p for _, p in trainable if not self._counts(p)]
+
+    def _counts(self, parameter: nn.Parameter) -> bool:
+        """Whether this rank counts the parameter in a norm: every part of a split one, one copy of any other."""
+        return self.parallel.tp_rank == 0 or hasattr(parameter, "tensor_parallel_split")
+
+    def _over_tensor_parallel(self, squares: torch.Tensor) -> torch.Tensor:
+        if self.parallel.tp_size > 1:
+            torch.distributed.all_reduce(squares, group=self.parallel.tp_group)
+        return squares
+
+    def _own_gradient(self, parameter: nn.Parameter) -> torch.Tensor | None:
+        """The averaged gradient's part that this rank steps with: all of it (stage 0), its fragment, or None."""
+        if self.zero_stage == 0:
+            return parameter.grad
+        if self.zero_stage == 3:
+            from deepspeed.utils import safe_get_local_grad
+
+            return safe_get_local_grad(parameter)
+        of_deepspeed: Any = parameter
+        mapping = of_deepspeed._hp_mapping
+        if mapping is None:
+            return None
+        gradient = mapping.get_lp_grad_fragment(of_deepspeed._index_in_param_group).flatten()
+        fragment = mapping.lp_fragment_address
+        return gradient.narrow(0, fragment.start, fragment.numel) if len(gradient) == parameter.numel() else gradient
+
+    def loss_scale(self) -> float:
+        return float(getattr(self.engine.optimizer, "cur_scale", 1.0)) if self.precision == "fp16" else 1.0
+
+    # ---- scalars that live outside the towers ----
+
+    def scalar_values(self, returned: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """fp32 values of logit_scale and logit_bias: the masters' where the forward returned rounded copies."""
+        if not self.low_precision_parameters:
+            return returned
+        parameters = dict(self.module.named_parameters())
+        return {name: self.state.read(parameters[name], self.shown).clone() for name in returned}
+
+    def clamp_logit_scale(self, maximum: float) -> None:
+        """Clamp logit_scale to at most `maximum` in every copy that exists, so that the next step starts from it."""
+        parameter = dict(self.module.named_parameters())["logit_scale"]
+        self.state.write(parameter, self.state.read(parameter).clamp(max=maximum))
+
+    # ---- the moving average of the weights ----
+
+    def update_average(self) -> None:
+        """Take the weights of this step into their average, where there is one."""
+        if self.state.average is not None:
+            self.state.average.update()
+
+    @contextlib.contextmanager
+    def showing_average(self) -> Iterator[None]:
+        """Within, forwards see the averaged weights. Collective."""
+        self.shown = EMA
+        try:
+            with self.state.showing_average():
+                yield
+        finally:
+            self.shown = None
+
+    # ---- counters ----
+
+    def counters(self) -> dict[str, float]:
+        """What DeepSpeed, the optimizer and the average count; enough, with their state, to continue exactly."""
+        counts = {name: getattr(self.engine, name) for name in _COUNTERS} | {"optimizer_step": self.state.updates()}
+        if self.state.average is not None:
+            counts["ema_updates"] = self.state.average.updates
+        scaler = self._loss_scaler()
+        return counts | ({name: getattr(scaler, name) for name in _SCALER_FIELDS} if scaler is not None else {})
+
+    def set_counters(self, counts: dict[str, Any]) -> None:
+        for name in _COUNTERS:
+            setattr(self.engine, name, counts[name])
+        self.state.set_updates(counts["optimizer_step"])
+        if self.state.average is not None and "ema_updates" in counts:
+            self.state.average.updates = counts["ema_updates"]
+        scaler = self._loss_scaler()
+        if scaler is not None:
+            for name in _SCALER_FIELDS:
+                if name in counts:
+                    setattr(scaler, name, counts[name])
+
+    def _loss_scaler(self):
+        """None where it has nothing to count: a static one is what the preset says."""
+        scaler = self.engine.optimizer.loss_scaler if self.precision == "fp16" else None
+        return scaler if scaler is not None and scaler.dynamic else None
+
+
+def _megatron_groups():
+    """What tells DeepSpeed of the tensor- and data-parallel groups."""
+    from megatron_patches.groups import DeepSpeedMpu
+
+    return DeepSpeedMpu()
+
+
+def _fp32_copy(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The trainable parameters' values before anything rounds them, on the CPU."""
+    return {n: p.detach().to("cpu", torch.float32, copy=True) for n, p in model.named_parameters() if p.requires_grad}
+
+
+def _import_deepspeed():
+    """DeepSpeed without its noise: no JIT build of an op that training does not use, no deprecation chatter."""
+    import deepspeed
+    import deepspeed.ops
+    from deepspeed.utils import logger
+
+    logger.setLevel("WARNING")
+    logger.addFilter(
+        lambda record: "untested optimizer" not in record.getMessage()
+    )  # those of optimizers.py are tested
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # used by inference all-reduce only
+    deepspeed.runtime.bf16_optimizer.see_memory_usage = lambda *_, **__: None  # prints, whatever the log level
+    warnings.filterwarnings(
+        "ignore",
+        message=".*(all_gather_into_tensor|reduce_scatter_tensor).* is deprecated.*",
+        category=FutureWarning,
+    )
+    return deepspeed

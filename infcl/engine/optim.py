@@ -1,0 +1,199 @@
+"""Parameter groups, the optimizer of a name, and the learning rate as a pure function of the step.
+
+Weight decay is for matrices. Norms, biases, position and class embeddings, logit_scale and logit_bias are excluded by
+name, not by rank, so that the rule can be read off (and holds for flattened ZeRO partitions alike).
+
+A group has beside torch's keys `lr_scale`: its learning rate in units of the schedule's.
+"""
+
+import math
+import re
+from typing import Any
+
+import torch
+from torch import nn
+
+from infcl.config import TrainConfig
+from infcl.engine.optimizers import AdaFactor, AdamW, AdamW8bit, Lamb, Lion, factored_dims
+
+_NO_DECAY_NAMES = ("positional_embedding", "class_embedding", "logit_scale", "logit_bias", "bias", "in_proj_bias")
+ALIGNED = 8  # elements: 16 bytes in bf16
+_EXPONENTS = {"none": 0.0, "sqrt": 0.5, "linear": 1.0}
+
+
+def decays(name: str, owner: nn.Module) -> bool:
+    """Whether the parameter `name`, which belongs to module `owner`, takes weight decay."""
+    return name.rsplit(".", 1)[-1] not in _NO_DECAY_NAMES and not isinstance(owner, (nn.LayerNorm, nn.GroupNorm))
+
+
+def tower(name: str) -> str:
+    """ "image", "text", or "scalars" for logit_scale and logit_bias."""
+    return "image" if name.startswith("visual.") else "scalars" if name.startswith("logit_") else "text"
+
+
+def parameter_groups(model: nn.Module, config: TrainConfig, peak: float) -> list[dict]:
+    """Trainable parameters by weight decay and learning rate, those with weight decay first, in the model's order but
+    for those of odd sizes, which come last in their group.
+
+    peak: the largest learning rate of the schedule; --wd-mode schedule divides by it.
+    """
+    owners = {
+        f"{prefix}.{name}" if prefix else name: module
+        for prefix, module in model.named_modules()
+        for name, _ in module.named_parameters(recurse=False)
+    }
+    depths = {part: _blocks(model, part) for part in ("image", "text")}
+    groups: dict[tuple, dict] = {}
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        scale = _lr_scale(config, name, depths)
+        factored = config.opt == "adafactor" and factored_dims(parameter.shape) is not None
+        decay = config.wd if decays(name, owners[name]) else 0.0
+        if config.wd_mode == "schedule" and decay:
+            decay /= peak * scale
+        group: dict[str, Any] = {"params": [], "weight_decay": decay, "lr": peak * scale, "lr_scale": scale}
+        groups.setdefault((decay == 0, -scale, factored), group)["params"].append(parameter)
+    for group in groups.values():
+        # ZeRO lays a group's parameters end to end. After one of odd size (logit_scale) no tensor would start at a
+        # multiple of 16 bytes, which the kernels of compiled blocks rely on (CUDA: misaligned address).
+        group["params"].sort(key=lambda parameter: parameter.numel() % ALIGNED != 0)
+    return [groups[key] for key in sorted(groups)]
+
+
+def build_optimizer(
+    model: nn.Module, config: TrainConfig, *, global_batch_size: int, fused: bool
+) -> torch.optim.Optimizer:
+    """The optimizer of --opt over `parameter_groups`. fused: AdamW's one kernel for all."""
+    peak = config.lr * batch_size_factor(config, global_batch_size)
+    groups, betas = parameter_groups(model, config, peak), (config.beta1, config.beta2)
+    if config.opt == "adamw":
+        return AdamW(groups, lr=peak, betas=betas, eps=config.eps, fused=fused)
+    if config.opt == "adamw8bit":
+        return AdamW8bit(groups, lr=peak, betas=betas, eps=config.eps)
+    if config.opt == "lion":
+        return Lion(groups, lr=peak, betas=betas)
+    if config.opt == "lamb":
+        return Lamb(groups, lr=peak, betas=betas, eps=config.eps)
+    clip = config.update_clip or None
+    return AdaFactor(groups, lr=peak, momentum=config.beta1, beta2_cap=config.beta2, clipping_threshold=clip)
+
+
+def state_bytes_per_element(config: TrainConfig) -> int:
+    """Of a trained element beside its fp32 master: the optimizer's state, and the average of the weights."""
+    of_optimizer = {"adamw": 8, "adamw8bit": 2, "lion": 4, "lamb": 8, "adafactor": 2}[config.opt]
+    return of_optimizer + (4 if config.ema_decay is not None else 0)
+
+
+def checkpoint_bytes(config: TrainConfig, parameters: int, trainable: int) -> int:
+    """Everything in fp32: weights, the optimizer's states of a parameter's size, the average."""
+    states = {"adamw": 2, "adamw8bit": 2, "lion": 1, "lamb": 2, "adafactor": 1}[config.opt]
+    return 4 * (parameters + trainable * (states + (config.ema_decay is not None)))
+
+
+def batch_size_factor(config: TrainConfig, global_batch_size: int) -> float:
+    """What --lr-scaling multiplies the learning rates with."""
+    return (global_batch_size / config.lr_base_batch) ** _EXPONENTS[config.lr_scaling]
+
+
+class Schedule:
+    """schedule(step): the learning rate of optimizer step `step` (from 0), open_clip's curves scaled by --lr-scaling.
+
+    A pure function of the step, so resume is exact. `peak`: its largest value; `warmup`: steps until then.
+    """
+
+    def __init__(self, config: TrainConfig, *, global_batch_size: int, total_steps: int, steps_per_epoch: int):
+        self.config, self.total_steps = config, total_steps
+        self.global_batch_size = global_batch_size
+        self.factor = batch_size_factor(config, global_batch_size)
+        self.peak = config.lr * self.factor
+        self.warmup = config.warmup
+        if config.warmup_samples is not None:
+            self.warmup = math.ceil(config.warmup_samples / global_batch_size)
+        self.cooldown_steps = (config.epochs_cooldown or 0) * steps_per_epoch
+
+    def __call__(self, step: int) -> float:
+        return self.factor * self._unscaled(step)
+
+    def oddity(self) -> str | None:
+        """What in this schedule may not be what was meant: a peak that it does not reach."""
+        steps, warmup, cooldown = self.total_steps, self.warmup, self.cooldown_steps
+        if steps <= warmup:
+            ends = "inside" if steps < warmup else "with"
+            return (
+                f"the run ends {ends} the warm-up: {steps} steps, {warmup} of warm-up; lr reaches "
+                f"{self(steps - 1):.2g} of {self.peak:.2g} (--warmup, --warmup-samples)"
+            )
+        if steps - cooldown < warmup:
+            return (
+                f"the cooldown, {cooldown} of {steps} steps, begins before the {warmup} of warm-up end: lr goes on "
+                f"from {self(warmup):.2g} of {self.peak:.2g} (--epochs-cooldown)"
+            )
+        return None
+
+    def tower_rates(self, step: int) -> dict[str, float]:
+        """{"lr_image": ..., "lr_text": ...} of the towers that have a learning rate of their own."""
+        given = {"lr_image": self.config.image_lr, "lr_text": self.config.text_lr}
+        return {name: self(step) * rate / self.config.lr for name, rate in given.items() if rate is not None}
+
+    def __str__(self) -> str:
+        rates = [f"{self.config.lr:.3g}"]
+        for name in ("image_lr", "text_lr"):
+            if (rate := getattr(self.config, name)) is not None:
+                rates.append(f"{name.partition('_')[0]} tower {rate:.3g}")
+        if self.config.lr_scheduler == "const-cooldown":
+            rates.append(f"at the end {self.config.lr_cooldown_end:.3g}")
+        if self.config.lr_scaling == "none":
+            return ", ".join(rates)
+        scaled = ", ".join(f"{rate} -> {float(rate.rpartition(' ')[2]) * self.factor:.3g}" for rate in rates)
+        return (
+            f"{scaled} ({self.config.lr_scaling}: batch {self.global_batch_size} / {self.config.lr_base_batch}, "
+            f"x {self.factor:.3g})"
+        )
+
+    def _unscaled(self, step: int) -> float:
+        config, total_steps = self.config, self.total_steps
+        if step < self.warmup:
+            return config.lr * (step + 1) / self.warmup
+        if config.lr_scheduler == "cosine":
+            progress = (step - self.warmup) / max(1, total_steps - self.warmup)
+            return 0.5 * (1 + math.cos(math.pi * min(1.0, progress))) * config.lr
+        if config.lr_scheduler == "const":
+            return config.lr
+        into_cooldown = step - (total_steps - self.cooldown_steps)
+        if into_cooldown < 0:
+            return config.lr
+        decay = (1 - into_cooldown / self.cooldown_steps) ** config.lr_cooldown_power
+        return decay * (config.lr - config.lr_cooldown_end) + config.lr_cooldown_end
+
+
+def _lr_scale(config: TrainConfig, name: str, depths: dict[str, int]) -> float:
+    """The parameter's learning rate over --lr: its tower's rate, and layer decay to the power of its distance from the
+    tower's end (head 0, last block 1, ..., embeddings one more than there are blocks)."""
+    part = tower(name)
+    if part == "scalars":
+        return 1.0
+    rate, layer_decay = getattr(config, f"{part}_lr"), getattr(config, f"{part}_layer_decay")
+    scale = 1.0 if rate is None else rate / config.lr
+    return scale if layer_decay is None else scale * layer_decay ** _from_the_end(name, depths[part])
+
+
+_HEAD = ("visual.proj", "visual.ln_post", "text_projection", "ln_final")
+
+
+def _from_the_end(name: str, blocks: int) -> int:
+    if name.startswith(_HEAD):
+        return 0
+    block = _block(name)
+    return blocks + 1 if block is None else blocks - block
+
+
+def _block(name: str) -> int | None:
+    found = re.search(r"transformer\.resblocks\.(\d+)\.", name)
+    return None if found is None else int(found[1])
+
+
+def _blocks(model: nn.Module, part: str) -> int:
+    """Residual blocks of a tower."""
+    found = [_block(name) for name, _ in model.named_parameters() if tower(name) == part]
+    return 1 + max((block for block in found if block is not None), default=-1)

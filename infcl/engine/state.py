@@ -1,0 +1,229 @@
+"""Whole values of state that ZeRO shards: fp32 masters, optimizer state, averages; read and written by parameter.
+
+What a rank owns of a parameter is a `Piece` (pieces.py); the layouts of DeepSpeed 0.19.8's stages are read here.
+Reading is collective: every rank calls it, in the same order, and gets the whole tensor. So is writing: every rank is
+given the whole tensor and keeps its part. A written master is copied into the parameter that the forward sees too.
+
+A parameter that tensor-parallel ranks hold in parts carries its Split (megatron_patches/split.py); whole then means
+whole over those ranks too, so that nothing above this file sees parts.
+
+The optimizer's state is created at start, not at the first step, so that there always is something to read and write.
+"""
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from infcl.engine.blockwise import Blockwise
+from infcl.engine.ema import WeightAverage
+from infcl.engine.partitions import Piece
+
+EMA = "ema"  # the key of the weights' moving average
+
+
+class ZeroState:
+    """`engine` is a DeepSpeedEngine around an optimizer of infcl.engine.optim; `stage` its ZeRO stage.
+
+    average: the moving average of the weights, None where there is none.
+    """
+
+    def __init__(self, engine, stage: int):
+        self.engine, self.stage = engine, stage
+        self.group = engine.seq_data_parallel_group
+        self.optimizer = engine.optimizer if stage == 0 else engine.optimizer.optimizer
+        names = {parameter: name for name, parameter in engine.module.named_parameters()}
+        self.pieces = dict(self._read_layout(names))
+        self.tensors = list({id(piece.tensor): piece.tensor for piece in self.pieces.values()}.values())
+        self.average: WeightAverage | None = None
+        self._create_optimizer_state()
+
+    def start_average(self, decay: float) -> None:
+        """Average the weights from their present values on; see ema.py."""
+        self.average = WeightAverage(self.tensors, decay)
+
+    def parameters(self) -> list[tuple[str, nn.Parameter]]:
+        return list(self.engine.module.named_parameters())
+
+    def shape(self, parameter: nn.Parameter, key: str | None = None) -> torch.Size:
+        """Of the whole parameter or state; under stage 3 the parameter itself is empty between steps."""
+        split, part = _split(parameter), self._part_shape(parameter, key)
+        return part if split is None else split.whole_shape(part)
+
+    def keys(self, parameter: nn.Parameter) -> list[str]:
+        """What there is to read beside the master: the optimizer's state of the parameter, `EMA`. None when frozen."""
+        if parameter not in self.pieces:
+            return []
+        return [*self.optimizer_keys(parameter), *([EMA] if self.average is not None else [])]
+
+    def optimizer_keys(self, parameter: nn.Parameter) -> list[str]:
+        piece = self.pieces[parameter]
+        state = self.optimizer.state[piece.tensor]
+        sharded = [key for key in state if key != "step" and "/" not in key]
+        return sharded + [key.partition("/")[0] for key in state if key.endswith(f"/{piece.name}")]
+
+    @torch.no_grad()
+    def read(self, parameter: nn.Parameter, key: str | None = None) -> torch.Tensor:
+        """The whole fp32 master (key None) or a state of `keys`, on the device; may be the state itself. Collective."""
+        split, part = _split(parameter), self._read_part(parameter, key)
+        return part if split is None else split.whole(part)
+
+    @torch.no_grad()
+    def write(self, parameter: nn.Parameter, value: torch.Tensor, key: str | None = None) -> None:
+        """Set the master (and the parameter) or a state from a whole tensor that every rank holds."""
+        split = _split(parameter)
+        value = value.to(self.engine.device, torch.float32).view(self.shape(parameter, key))
+        self.write_part(parameter, value if split is None else split.part(value), key)
+
+    def _read_part(self, parameter: nn.Parameter, key: str | None) -> torch.Tensor:
+        if parameter not in self.pieces:
+            return self._frozen(parameter).float().view(self._part_shape(parameter))
+        stored = self._stored(parameter, key)
+        if not isinstance(stored, Piece):
+            return stored.detach().to(self.engine.device, torch.float32)
+        flat, piece = self._flat(stored, key), stored
+        own = flat.read(piece.offset, piece.numel) if isinstance(flat, Blockwise) else piece.of(flat)
+        if self.stage == 0:
+            return own.float().view(piece.shape)
+        whole = torch.zeros(piece.shape.numel(), dtype=torch.float32, device=self.engine.device)
+        whole.narrow(0, piece.start, piece.numel).copy_(own)
+        dist.all_reduce(whole, group=self.group)
+        return whole.view(piece.shape)
+
+    @torch.no_grad()
+    def write_part(self, parameter: nn.Parameter, value: torch.Tensor, key: str | None = None) -> None:
+        """`write` from what the data-parallel ranks of this tensor-parallel rank hold: all of it, without a split."""
+        if parameter in self.pieces:
+            stored = self._stored(parameter, key)
+            if isinstance(stored, Piece):
+                flat, piece = self._flat(stored, key), stored
+                own = value.reshape(-1).narrow(0, piece.start, piece.numel)
+                if isinstance(flat, Blockwise):
+                    flat.write(piece.offset, own)
+                else:
+                    piece.of(flat).copy_(own)
+            else:
+                stored.copy_(value.view(stored.shape))
+        if key is None:
+            self._show(parameter, value)
+
+    def write_first_copy(self, values: dict[str, torch.Tensor]) -> None:
+        """Set the masters from `values` (by name, fp32) of data-parallel rank 0; the others need none. Collective."""
+        source = dist.get_global_rank(self.group, 0)
+        for name, parameter in self.parameters():
+            if parameter in self.pieces:
+                whole = torch.empty(self._part_shape(parameter), dtype=torch.float32, device=self.engine.device)
+                if dist.get_rank() == source:
+                    whole.copy_(values.pop(name))
+                dist.broadcast(whole, source, group=self.group)
+                self.write_part(parameter, whole)
+
+    @contextlib.contextmanager
+    def showing_average(self) -> Iterator[None]:
+        """Within, the module's parameters are the averages; then the weights again, bit for bit. Collective."""
+        kept = [tensor.detach().clone() for tensor in self.tensors]  # stages 0, 3: masters may be the parameters
+        for parameter in self.pieces:
+            self._show(parameter, self._read_part(parameter, EMA))
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for tensor, values in zip(self.tensors, kept):
+                    tensor.copy_(values)
+            for parameter in self.pieces:
+                self._show(parameter, self._read_part(parameter, None).clone())
+
+    def updates(self) -> int:
+        """Steps that the optimizer has made; the same for all its groups."""
+        return int(next(iter(self.optimizer.state.values()))["step"])
+
+    def set_updates(self, step: int) -> None:
+        """The last thing to be restored: then states in 8 bits are coded."""
+        for state in self.optimizer.state.values():
+            state["step"].fill_(float(step))
+            for value in state.values():
+                if isinstance(value, Blockwise):
+                    value.settle()
+
+    # ---- where things lie ----
+
+    def _part_shape(self, parameter: nn.Parameter, key: str | None = None) -> torch.Size:
+        if parameter in self.pieces:
+            return self._stored(parameter, key).shape
+        return getattr(parameter, "ds_shape", parameter.shape)
+
+    def _stored(self, parameter: nn.Parameter, key: str | None) -> Piece | torch.Tensor:
+        """The parameter's piece of a sharded state; the tensor itself of a state that every rank holds whole."""
+        piece = self.pieces[parameter]
+        state = self.optimizer.state[piece.tensor]
+        return state.get(f"{key}/{piece.name}", piece)
+
+    def _flat(self, piece: Piece, key: str | None) -> torch.Tensor | Blockwise:
+        if key is None:
+            return piece.tensor
+        if key == EMA:
+            assert self.average is not None, "only a run that averages has this state"
+            return self.average.of(piece.tensor)
+        return self.optimizer.state[piece.tensor][key]
+
+    def _frozen(self, parameter: nn.Parameter) -> torch.Tensor:
+        if self.stage < 3:
+            return parameter.detach()
+        from deepspeed.runtime.zero.partition_parameters import GatheredParameters
+
+        with GatheredParameters([parameter]):
+            return parameter.detach().clone()
+
+    @torch.no_grad()
+    def _show(self, parameter: nn.Parameter, value: torch.Tensor) -> None:
+        """Set what the forward sees."""
+        value = value.view(self._part_shape(parameter))
+        if self.stage < 3:
+            parameter.copy_(value)
+            return
+        from deepspeed.runtime.zero.partition_parameters import GatheredParameters
+
+        with GatheredParameters([parameter], modifier_rank=0):
+            parameter.copy_(value)
+
+    def _read_layout(self, names: dict[nn.Parameter, str]) -> Iterator[tuple[nn.Parameter, Piece]]:
+        zero = self.engine.optimizer
+        if self.stage == 0:
+            for parameter in (p for group in self.optimizer.param_groups for p in group["params"]):
+                yield parameter, Piece(names[parameter], parameter.shape, parameter, 0, 0, parameter.numel())
+        elif self.stage == 3:
+            rank = dist.get_rank(self.group)
+            for parameter in (parameter for group in zero.fp16_groups for parameter in group):
+                group, offset, size = zero.grad_position[zero.get_param_id(parameter)]
+                start = min(rank * size, parameter.ds_numel)
+                numel = min(size, parameter.ds_numel - start)
+                flat = zero.fp32_partitioned_groups_flat[group]
+                yield parameter, Piece(names[parameter], parameter.ds_shape, flat, offset, start, numel)
+        else:
+            is_bf16 = hasattr(zero, "fp32_groups_flat_partition")  # BF16_Optimizer: stage 1, gradients kept in fp32
+            groups = zero.bf16_groups if is_bf16 else zero.bit16_groups
+            flats = zero.fp32_groups_flat_partition if is_bf16 else zero.single_partition_of_fp32_groups
+            for group, flat in zip(groups, flats):
+                for parameter in group:
+                    mapping = parameter._hp_mapping
+                    offset = start = numel = 0
+                    if mapping is not None:
+                        start, offset = mapping.lp_fragment_address.start, mapping.hp_fragment_address.start
+                        numel = mapping.lp_fragment_address.numel
+                    yield parameter, Piece(names[parameter], parameter.shape, flat, offset, start, numel)
+
+    def _create_optimizer_state(self) -> None:
+        """What the optimizer would create at its first step, for the tensors that it will be given then."""
+        by_tensor: dict[torch.Tensor, list[Piece]] = {tensor: [] for tensor in self.tensors}
+        for piece in self.pieces.values():
+            by_tensor[piece.tensor].append(piece)
+        for tensor, pieces in by_tensor.items():
+            self.optimizer.create_state(tensor, pieces, None if self.stage == 0 else self.group)
+        if self.stage in (1, 2):
+            self.engine.optimizer._lazy_init_hp_params_optimizer_state()  # DeepSpeed's own map, once there is a state
+
+
+def _split(parameter: nn.Parameter):
+    return getattr(parameter, "tensor_parallel_split", None)

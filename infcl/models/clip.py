@@ -1,0 +1,161 @@
+"""CLIP: two towers and a scale. Images and texts in, unit vectors out.
+
+The state dict has open_clip's names and loads its checkpoints, with one difference in shape: logit_scale and logit_bias
+are [1] here (DeepSpeed cannot view a 0-dim parameter as bytes) and 0-dim in open_clip. Loading accepts both, and
+infcl.convert.export writes open_clip's.
+
+Shapes: m rows of a micro-batch, S pixels per side, L tokens, D embed_dim.
+"""
+
+import dataclasses
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from infcl.models.config import CLIPConfig, with_overrides
+from infcl.models.text import TextTower
+from infcl.models.vision import VisionTransformer
+
+
+class CLIP(TextTower):
+    """`init_logit_bias` and `patch_dropout`, where given, replace the config's; `self.cfg` is the resolved config."""
+
+    def __init__(
+        self,
+        cfg: CLIPConfig,
+        *,
+        init_logit_scale: float = math.log(1 / 0.07),
+        init_logit_bias: float | None = None,
+        patch_dropout: float | None = None,
+        activation_checkpointing: bool = False,
+    ):
+        if init_logit_bias is not None:
+            cfg = dataclasses.replace(cfg, init_logit_bias=init_logit_bias)
+        cfg = with_overrides(cfg, patch_dropout=patch_dropout)
+        options = {"quick_gelu": cfg.quick_gelu, "activation_checkpointing": activation_checkpointing}
+        super().__init__(cfg.text_cfg, cfg.embed_dim, **options)
+        self.cfg = cfg
+        self.visual = VisionTransformer(cfg.vision_cfg, cfg.embed_dim, **options)
+        self.logit_scale = nn.Parameter(torch.full([1], init_logit_scale))
+        self.logit_bias = None if cfg.init_logit_bias is None else nn.Parameter(torch.full([1], cfg.init_logit_bias))
+        self.frozen = {"image": False, "text": False}  # the whole tower
+        self.keeps_trunk = {"image": False, "text": False}  # training returns what its frozen blocks give
+        self._image_in_eval = False
+        self.register_load_state_dict_pre_hook(_reshape_scalars)
+
+    def forward(
+        self,
+        images: torch.Tensor | None = None,
+        texts: torch.Tensor | None = None,
+        *,
+        text_ends: torch.Tensor | None = None,
+        image_trunk: torch.Tensor | None = None,
+        text_trunk: torch.Tensor | None = None,
+    ) -> dict[str, torch.Tensor]:
+        """Whatever is given is encoded; the result has only the keys that apply.
+
+        images   [m, 3, S, S], uint8 pixels or floating and normalised  -> image_features [m, D] f32, unit norm
+        texts    [m, L] int64                                           -> text_features [m, D] f32, unit norm
+                 or packed rows [r, R], with text_ends [m] (towers/packing.py; not where `keeps_trunk` of texts)
+        always                                                          -> logit_scale [1] f32, log-space
+        if the model has one                                            -> logit_bias [1] f32
+        in training, where `keeps_trunk`                                -> image_trunk, text_trunk
+
+        A trunk may be given back: then what follows it is all there is to do (a text is needed with it, an image not).
+        It is [m, w] where only the projection is trained, else [m, tokens, w].
+
+        logit_scale is returned, never read from the module by the loss: under ZeRO-3 it exists inside forward only.
+        """
+        out = {"logit_scale": self.logit_scale.float() + 0}
+        if self.logit_bias is not None:
+            out["logit_bias"] = self.logit_bias.float() + 0
+        if images is not None and self.training and self.keeps_trunk["image"]:
+            out["image_trunk"] = image_trunk = self.visual(images, part="trunk")
+        if image_trunk is not None:
+            out["image_features"] = F.normalize(self.visual(image_trunk, part="head").float(), dim=-1)
+        elif images is not None:
+            out["image_features"] = F.normalize(self.visual(images).float(), dim=-1)
+        if texts is not None and text_trunk is None and self.training and self.keeps_trunk["text"]:
+            out["text_trunk"] = text_trunk = self.encode_text(texts, part="trunk")
+        if texts is not None:
+            part = "all" if text_trunk is None else "head"
+            features = self.encode_text(texts, text_trunk, part=part, ends=text_ends)
+            out["text_features"] = F.normalize(features.float(), dim=-1)
+        return out
+
+    def lock_image_tower(self, unlocked_groups: int = 0, *, keep_trunk: bool = True) -> None:
+        """Freeze the image tower, all but its last groups (LiT, arXiv 2111.07991); call before deepspeed.initialize.
+
+        Groups from the end: proj | last block and ln_post | each block before | embeddings. While the embeddings are
+        frozen the tower stays in eval mode, so patch dropout is off in it. keep_trunk: see `keeps_trunk`, for blocks.
+        """
+        visual = self.visual
+        blocks = list(visual.transformer.resblocks)
+        stem = [visual.conv1, visual.class_embedding, visual.positional_embedding, visual.ln_pre]
+        groups: list[list[Any]] = [
+            stem,
+            *([block] for block in blocks[:-1]),
+            [blocks[-1], visual.ln_post],
+            [visual.proj],
+        ]
+        _freeze(groups, unlocked_groups)
+        self.frozen["image"] = unlocked_groups == 0
+        visual.trunk_blocks = visual.transformer.first_trained = frozen_blocks(len(blocks), unlocked_groups)
+        self.keeps_trunk["image"] = unlocked_groups == 1 or (keep_trunk and 0 < visual.trunk_blocks <= len(blocks))
+        self._image_in_eval = unlocked_groups < len(groups)
+        self.train(self.training)
+
+    def lock_text_tower(self, unlocked_layers: int = 0, *, keep_trunk: bool = True) -> None:
+        """Freeze the text tower, all but its last groups.
+
+        Groups from the end: text_projection | last block and ln_final | each block before | embeddings.
+        """
+        blocks = list(self.transformer.resblocks)
+        stem = [self.token_embedding, self.positional_embedding]
+        groups: list[list[Any]] = [stem, *([block] for block in blocks[:-1])]
+        groups += [[blocks[-1], self.ln_final], [self.text_projection]]
+        _freeze(groups, unlocked_layers)
+        self.frozen["text"] = unlocked_layers == 0
+        self.text_trunk_blocks = self.transformer.first_trained = frozen_blocks(len(blocks), unlocked_layers)
+        self.keeps_trunk["text"] = unlocked_layers == 1 or (keep_trunk and 0 < self.text_trunk_blocks <= len(blocks))
+
+    def trunk_numbers(self) -> int:
+        """Numbers of a sample that are kept between the passes of a step."""
+        vision, text = self.cfg.vision_cfg, self.cfg.text_cfg
+        image = (1 if self.visual.trunk_blocks > vision.layers else 1 + vision.num_patches) * vision.width
+        words = (1 if self.text_trunk_blocks > text.layers else text.context_length) * text.width
+        return image * self.keeps_trunk["image"] + words * self.keeps_trunk["text"]
+
+    def train(self, mode: bool = True) -> "CLIP":
+        super().train(mode)
+        if self._image_in_eval:
+            self.visual.eval()
+        return self
+
+
+def _freeze(groups: list[list[nn.Module | nn.Parameter]], unlocked: int) -> None:
+    """requires_grad False for all groups but the last `unlocked`."""
+    if not 0 <= unlocked <= len(groups):
+        raise ValueError(f"{unlocked} unlocked groups: this tower has {len(groups)}")
+    for i, group in enumerate(groups):
+        for member in group:
+            member.requires_grad_(i >= len(groups) - unlocked)
+
+
+def lock_groups(blocks: int) -> int:
+    """Groups that a locked tower of so many blocks may leave trainable: those, its embeddings and its projection."""
+    return blocks + 2
+
+
+def frozen_blocks(blocks: int, unlocked: int) -> int:
+    """Leading ones of a locked tower's blocks that are frozen; one more when what pools their output is too."""
+    return max(0, blocks + 1 - max(0, unlocked - 1) - (unlocked > 1))
+
+
+def _reshape_scalars(module: CLIP, state_dict: dict[str, torch.Tensor], prefix: str, *_: object) -> None:
+    for name in ("logit_scale", "logit_bias"):
+        if prefix + name in state_dict:
+            state_dict[prefix + name] = state_dict[prefix + name].reshape(1)

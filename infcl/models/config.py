@@ -1,0 +1,272 @@
+"""What a model is: three frozen dataclasses with the keys and defaults of open_clip's model JSON.
+
+    {"embed_dim": D, "vision_cfg": {...}, "text_cfg": {...}, "quick_gelu": false, "init_logit_bias": null}
+
+Only what these towers implement is accepted; any other key (timm or Hugging Face towers, attentional pooling, ...) is
+an error that names the key and the file. One key is ours: `vision_cfg.conv_stem`; a model that uses it cannot be loaded
+by open_clip.
+
+Source of the schema: open_clip 3.3, model_configs/*.json and the dataclasses of model.py.
+"""
+
+import dataclasses
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from types import UnionType
+from typing import Any, get_args, get_origin
+
+_CONFIG_DIR = Path(__file__).parent / "configs"
+
+
+@dataclass(frozen=True)
+class VisionConfig:
+    """`vision_cfg`: a ViT over square images."""
+
+    image_size: int = 224  # pixels per side
+    layers: int = 12
+    width: int = 768
+    head_width: int = 64
+    mlp_ratio: float = 4.0
+    patch_size: int = 16  # pixels per side and token
+    patch_dropout: float = 0.0  # share of patch tokens dropped while training
+    pool_type: str = "tok"  # "tok": the class token | "avg": mean of the patch tokens
+    # Instead of one patch_size x patch_size convolution: [[channels, kernel, stride], ...] with GELU in between; the
+    # strides multiply to patch_size, the last entry has `width` channels. Not known to open_clip.
+    conv_stem: tuple[tuple[int, int, int], ...] | None = None
+
+    def __post_init__(self):
+        _check_positive(self, "vision_cfg", "image_size", "layers", "width", "head_width", "patch_size", "mlp_ratio")
+        if self.image_size % self.patch_size:
+            raise ValueError(
+                f"vision_cfg.image_size {self.image_size} is not a multiple of patch_size {self.patch_size}: "
+                f"{self.image_size % self.patch_size} pixels per side would be cut off"
+            )
+        if self.width % self.head_width:
+            raise ValueError(f"vision_cfg.width {self.width} is not a multiple of head_width {self.head_width}")
+        if not 0 <= self.patch_dropout < 1:
+            raise ValueError(f"vision_cfg.patch_dropout {self.patch_dropout} must lie in [0, 1)")
+        _check_choice("vision_cfg.pool_type", self.pool_type, ("tok", "avg"))
+        if self.conv_stem is not None:
+            _check_conv_stem(self.conv_stem, self.width, self.patch_size)
+
+    @property
+    def heads(self) -> int:
+        return self.width // self.head_width
+
+    @property
+    def num_patches(self) -> int:
+        return (self.image_size // self.patch_size) ** 2
+
+
+@dataclass(frozen=True)
+class TextConfig:
+    """`text_cfg`: a GPT-like transformer over token ids."""
+
+    context_length: int = 77
+    vocab_size: int = 49408
+    width: int = 512
+    heads: int = 8
+    layers: int = 12
+    mlp_ratio: float = 4.0
+    pool_type: str = "argmax"  # "argmax": at the largest id | "eos": at the first eos_id | "last" | "first"
+    no_causal_mask: bool = False  # True: every token attends to every other, padding included
+    eos_id: int = 2  # where "eos" pools
+    pad_id: int = 0
+    hf_tokenizer_name: str | None = None  # for open_clip's get_tokenizer; unused here
+    tokenizer_kwargs: dict[str, Any] | None = None  # likewise
+
+    def __post_init__(self):
+        _check_positive(self, "text_cfg", "context_length", "vocab_size", "width", "heads", "layers", "mlp_ratio")
+        if self.width % self.heads:
+            raise ValueError(f"text_cfg.width {self.width} is not a multiple of heads {self.heads}")
+        _check_choice("text_cfg.pool_type", self.pool_type, ("argmax", "eos", "last", "first"))
+        if self.pool_type == "first" and not self.no_causal_mask:
+            raise ValueError('text_cfg.pool_type "first" under a causal mask sees one token: set no_causal_mask')
+        for name in ("eos_id", "pad_id"):
+            if not 0 <= getattr(self, name) < self.vocab_size:
+                raise ValueError(f"text_cfg.{name} {getattr(self, name)} must lie in [0, vocab_size {self.vocab_size})")
+
+    @property
+    def end_id(self) -> int:
+        """The id that a caption ends with, and is pooled at: the largest, unless pooling goes by another."""
+        return self.eos_id if self.pool_type == "eos" else self.vocab_size - 1
+
+
+@dataclass(frozen=True)
+class CLIPConfig:
+    """A model: two towers into one space of `embed_dim` dimensions."""
+
+    embed_dim: int
+    vision_cfg: VisionConfig
+    text_cfg: TextConfig
+    quick_gelu: bool = False  # x * sigmoid(1.702 x), OpenAI's activation, instead of GELU
+    init_logit_bias: float | None = None  # a number gives the model a logit_bias (SigLIP)
+
+    def __post_init__(self):
+        _check_positive(self, "model config", "embed_dim")
+
+    @property
+    def loads_in_open_clip(self) -> bool:
+        return self.vision_cfg.conv_stem is None
+
+    def to_dict(self) -> dict[str, Any]:
+        """open_clip's JSON schema; keys whose value is None are left out, as open_clip's files do."""
+        return _without_none(dataclasses.asdict(self))
+
+    def to_json(self) -> str:
+        return json.dumps(self.to_dict(), indent=4) + "\n"
+
+
+def kept_patches(patches: int, dropout: float) -> int:
+    """How many patches of an image the tower sees under patch dropout; at least one."""
+    return max(1, int(patches * (1 - dropout)))
+
+
+def check_divides(cfg: CLIPConfig, size: int) -> None:
+    """ValueError, with the numbers, unless `size` tensor-parallel ranks can share both towers (a frozen one too)."""
+    vision, text = cfg.vision_cfg, cfg.text_cfg
+    counts = {
+        "heads": (vision.heads, text.heads),
+        "MLP features": (int(vision.width * vision.mlp_ratio), int(text.width * text.mlp_ratio)),
+    }
+    for what, both in counts.items():
+        for tower, count in zip(("image", "text"), both):
+            if count % size:
+                common = math.gcd(*counts["heads"], *counts["MLP features"])
+                fitting = ", ".join(str(n) for n in range(2, common + 1) if common % n == 0)
+                towers = " and ".join(f"{one} and {other} {name}" for name, (one, other) in counts.items())
+                raise ValueError(
+                    f"--tensor-parallel-size {size} does not divide the {count} {what} of the {tower} tower; "
+                    f"image and text towers of {towers} can be split over {fitting or 'no'} ranks"
+                )
+
+
+def list_models() -> list[str]:
+    """The names that `load_model_config` knows without a path."""
+    return sorted(path.stem for path in _CONFIG_DIR.glob("*.json"))
+
+
+def load_model_config(name_or_path: str | Path) -> CLIPConfig:
+    """A name of `list_models()`, a JSON file in open_clip's schema, or an exported folder (open_clip_config.json)."""
+    path = _CONFIG_DIR / f"{name_or_path}.json"
+    if not path.is_file():
+        path = Path(name_or_path)
+        if path.is_dir():
+            path = path / "open_clip_config.json"
+    if not path.is_file():
+        raise ValueError(f"no model {str(name_or_path)!r}: not a file, and not one of {', '.join(list_models())}")
+    try:
+        fields = json.loads(path.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path}: not JSON: {error}") from error
+    if isinstance(fields, dict):
+        fields = fields.get("model_cfg", fields)
+    return parse_model_config(fields, source=str(path))
+
+
+def parse_model_config(fields: dict[str, Any], *, source: str = "model config") -> CLIPConfig:
+    """The dict form of `CLIPConfig.to_dict`; `source` names the file in error messages."""
+    _check_keys(CLIPConfig, fields, source)
+    vision, text = dict(fields["vision_cfg"]), dict(fields["text_cfg"])
+    _check_keys(VisionConfig, vision, f"{source}: vision_cfg")
+    _check_keys(TextConfig, text, f"{source}: text_cfg")
+    if vision.get("conv_stem") is not None:
+        vision["conv_stem"] = tuple(tuple(entry) for entry in vision["conv_stem"])
+    try:
+        return CLIPConfig(**{**fields, "vision_cfg": VisionConfig(**vision), "text_cfg": TextConfig(**text)})
+    except ValueError as error:
+        raise ValueError(f"{source}: {error}") from error
+
+
+def with_overrides(
+    cfg: CLIPConfig,
+    *,
+    image_size: int | None = None,
+    context_length: int | None = None,
+    patch_dropout: float | None = None,
+) -> CLIPConfig:
+    """The config with what is given replaced; ValueError where the result is impossible."""
+    vision = {"image_size": image_size, "patch_dropout": patch_dropout}
+    return dataclasses.replace(
+        cfg,
+        vision_cfg=dataclasses.replace(cfg.vision_cfg, **_without_none(vision)),
+        text_cfg=dataclasses.replace(cfg.text_cfg, **_without_none({"context_length": context_length})),
+    )
+
+
+def with_tokenizer(cfg: CLIPConfig, *, vocab_size: int, context_length: int, eos_id: int, pad_id: int) -> CLIPConfig:
+    """The same towers behind a sentencepiece tokenizer that writes [ids..., eos, pad, ...].
+
+    Pooling moves from the largest id (the end-of-text token of CLIP's BPE) to the first eos. The mask stays as it is:
+    under a causal one the eos position never sees the padding behind it, so no padding mask is needed.
+    """
+    text_cfg = dataclasses.replace(
+        cfg.text_cfg,
+        vocab_size=vocab_size,
+        context_length=context_length,
+        pool_type="eos",
+        eos_id=eos_id,
+        pad_id=pad_id,
+    )
+    return dataclasses.replace(cfg, text_cfg=text_cfg)
+
+
+def _check_keys(cls: type, fields: Any, where: str) -> None:
+    if not isinstance(fields, dict):
+        raise ValueError(f"{where} must be a JSON object, not {type(fields).__name__}")
+    known = {field.name: field for field in dataclasses.fields(cls)}
+    for key, value in fields.items():
+        if key not in known:
+            raise ValueError(f"{where} has the unknown key {key!r}; known: {', '.join(known)}")
+        if type(value) not in _json_types(known[key].type):
+            expected = " or ".join(sorted({kind.__name__ for kind in _json_types(known[key].type)}))
+            raise ValueError(f"{where}: {key} is {value!r}, expected {expected}")
+    missing = [name for name, field in known.items() if field.default is dataclasses.MISSING and name not in fields]
+    if missing:
+        raise ValueError(f"{where} lacks {', '.join(missing)}")
+
+
+def _json_types(annotation: Any) -> set[type]:
+    """The types that `json` may give for a field: an int for a float, a list for a tuple, a dict for a tower."""
+    also: dict[Any, set[type]] = {float: {float, int}, tuple: {tuple, list}, VisionConfig: {dict}, TextConfig: {dict}}
+    kinds = get_args(annotation) if isinstance(annotation, UnionType) else (annotation,)
+    kinds = [get_origin(kind) or kind for kind in kinds]
+    return {kind for each in kinds for kind in also.get(each, {each})}
+
+
+def _check_positive(cfg: Any, section: str, *names: str) -> None:
+    for name in names:
+        if getattr(cfg, name) <= 0:
+            raise ValueError(f"{section}: {name} {getattr(cfg, name)} must be positive")
+
+
+def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ValueError(f"{name} {value!r} is not one of {', '.join(choices)}")
+
+
+def _check_conv_stem(stem: tuple[tuple[int, int, int], ...], width: int, patch_size: int) -> None:
+    for entry in stem:
+        if len(entry) != 3 or not all(isinstance(value, int) and value > 0 for value in entry):
+            raise ValueError(f"vision_cfg.conv_stem entry {list(entry)} must be [channels, kernel, stride]")
+        _, kernel, stride = entry
+        if kernel < stride or (stride == 1 and kernel % 2 == 0):
+            raise ValueError(
+                f"vision_cfg.conv_stem: kernel {kernel} at stride {stride} cannot cover the image evenly "
+                "(kernel >= stride; odd where the stride is 1)"
+            )
+    strides = math.prod(stride for _, _, stride in stem)
+    if strides != patch_size:
+        raise ValueError(f"vision_cfg.conv_stem: strides multiply to {strides}, patch_size is {patch_size}")
+    if stem[-1][0] != width:
+        raise ValueError(f"vision_cfg.conv_stem: the last entry has {stem[-1][0]} channels, width is {width}")
+
+
+def _without_none(fields: dict[str, Any]) -> dict[str, Any]:
+    return {
+        key: _without_none(value) if isinstance(value, dict) else value
+        for key, value in fields.items()
+        if value is not None
+    }

@@ -1,0 +1,41 @@
+"""What a forward pass computes, in floating-point operations, for MFU. Forward and backward cost three times as much; a
+second encoding (gradient cache) and recomputation (activation checkpointing) add one each, which MFU does not credit.
+
+Counted: matrix products at 2 flops per multiply-add; attention scores in full, also where a causal kernel skips half
+(the convention of published MFU figures). Not counted: norms, activations, softmax, embedding look-ups.
+"""
+
+from infcl.models.config import CLIPConfig, kept_patches
+
+
+def forward_flops(cfg: CLIPConfig, *, training: bool = True) -> dict[str, int]:
+    """{"image": flops of one image, "text": flops of one text}, forward; patch dropout counts where `training`."""
+    vision, text = cfg.vision_cfg, cfg.text_cfg
+    patches = kept_patches(vision.num_patches, vision.patch_dropout if training else 0.0)
+    image = (
+        _patch_embedding_flops(cfg)
+        + _transformer_flops(1 + patches, vision.width, vision.layers, vision.mlp_ratio)
+        + 2 * vision.width * cfg.embed_dim
+    )
+    caption = (
+        _transformer_flops(text.context_length, text.width, text.layers, text.mlp_ratio)
+        + 2 * text.width * cfg.embed_dim
+    )
+    return {"image": image, "text": caption}
+
+
+def _transformer_flops(tokens: int, width: int, layers: int, mlp_ratio: float) -> int:
+    projections = 2 * tokens * (4 * width * width + 2 * width * int(width * mlp_ratio))
+    attention = 2 * 2 * tokens * tokens * width
+    return layers * (projections + attention)
+
+
+def _patch_embedding_flops(cfg: CLIPConfig) -> int:
+    vision = cfg.vision_cfg
+    stem = vision.conv_stem or ((vision.width, vision.patch_size, vision.patch_size),)
+    flops, channels, side = 0, 3, vision.image_size
+    for out_channels, kernel, stride in stem:
+        side //= stride
+        flops += 2 * side * side * out_channels * channels * kernel * kernel
+        channels = out_channels
+    return flops

@@ -1,0 +1,160 @@
+"""Captions end to end in rows, so that the text tower computes hardly any padding.
+
+A caption of 20 tokens fills a quarter of the 77 places that a text tower computes; under a causal mask nothing behind
+the token that is pooled can change it. So a micro-batch's captions, each cut there, are laid one behind the other in
+fewer, longer rows. In a row a token attends to its own caption only, and its position is counted from that caption's
+first token: features and gradients are those of the captions one by one, to rounding. (But where a mask says so, a
+token that is not finite makes its whole row so: masked or not, 0 times NaN is NaN.)
+
+`pack_captions` is done on the host, where the lengths are known without waiting for a GPU; `caption_places` says the
+rest where the rows are, or `caption_spans` for attention that needs no mask. What CLIP's forward takes:
+{"texts": [m, L]}, or {"texts": [r, R], "text_ends": [m]}.
+
+Shapes: m captions, L context_length, r rows of R places (R = `row_length(L)`).
+"""
+
+import bisect
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from infcl.models.config import TextConfig
+
+Texts = dict[str, torch.Tensor]
+ALIGNED = 16  # places: what fused attention wants of a mask's rows
+ROW_STEPS = 64  # sizes that r can have are m / 64 apart, so that memory of few sizes is asked for
+
+
+def packs(cfg: TextConfig) -> bool:
+    """Whether a tower's features end with the token that it pools: a causal mask, and no pooling at a fixed place."""
+    return not cfg.no_causal_mask and cfg.pool_type in ("argmax", "eos")
+
+
+def row_length(context_length: int) -> int:
+    """R: room for two whole captions, and as many short ones as there are."""
+    return -(-2 * context_length // ALIGNED) * ALIGNED
+
+
+def check_length(texts: torch.Tensor, context_length: int) -> None:
+    """ValueError for texts that are not [m, L], L at most context_length."""
+    if texts.ndim != 2 or texts.shape[1] > context_length:
+        raise ValueError(
+            f"texts of shape {list(texts.shape)}: this tower takes [m, L] with L <= context_length {context_length}"
+        )
+
+
+def pooled_places(texts: Any, pool_type: str, eos_id: int) -> Any:
+    """int64 [m, L] -> [m]: where each caption is pooled; at its largest id, or its first `eos_id` (0 without one).
+
+    Of a tensor, or of NumPy's array.
+    """
+    return texts.argmax(1) if pool_type == "argmax" else ((texts == eos_id) * 1).argmax(1)
+
+
+def pack_captions(texts: torch.Tensor, cfg: TextConfig) -> tuple[torch.Tensor, torch.Tensor]:
+    """int64 [m, L] on the host -> rows int64 [r, R], ends int64 [m]: where in the flat rows each caption is pooled.
+
+    Long captions come first and each goes to the fullest row that has room for it. What is left over holds pad_id.
+    In pinned memory where `texts` is. The time grows as m log m: 2 ms of a core for 1,024.
+
+    By NumPy, on one thread: torch shares such work among threads and waits for all, for a time slice where other
+    processes, those that read data say, have the cores.
+    """
+    import numpy as np  # the towers themselves need torch alone
+
+    check_length(texts, cfg.context_length)
+    ids, count, pinned = texts.numpy(), len(texts), texts.is_pinned()
+    found = pooled_places(ids, cfg.pool_type, cfg.eos_id)
+    length, step = row_length(cfg.context_length), max(1, -(-count // ROW_STEPS))
+    starts, num_rows = _placed((found + 1).tolist(), length)
+    num_rows = max(2, -(-num_rows // step) * step)  # compiled code takes 1 for a case apart
+    rows = torch.empty(num_rows, length, dtype=torch.int64, pin_memory=pinned)
+    ends = torch.empty(count, dtype=torch.int64, pin_memory=pinned)
+    first, flat, place = np.array(starts, np.int64), rows.view(-1).numpy(), np.arange(ids.shape[1])
+    flat.fill(cfg.pad_id)
+    kept = place <= found[:, None]  # [m, L]
+    flat[(first[:, None] + place)[kept]] = ids[kept]
+    ends.numpy()[:] = first + found
+    return rows, ends
+
+
+def _placed(needs: list[int], length: int) -> tuple[list[int], int]:
+    """Where in the flat rows captions of so many tokens begin, and how many rows of `length` they fill."""
+    starts, count = [0] * len(needs), 0
+    rooms: list[tuple[int, int]] = []  # (places left, row), sorted
+    for caption in sorted(range(len(needs)), key=needs.__getitem__, reverse=True):
+        needed = needs[caption]
+        at = bisect.bisect_left(rooms, (needed, 0))
+        if at < len(rooms):
+            room, row = rooms.pop(at)
+        else:
+            room, row, count = length, count, count + 1
+        starts[caption] = row * length + length - room
+        bisect.insort(rooms, (room - needed, row))
+    return starts, count
+
+
+def caption_places(rows: torch.Tensor, ends: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """rows [r, R], ends [m] -> each token's position in its caption, int64 [r, R]; who sees whom, bool [r, 1, R, R].
+
+    What follows the last caption of a row counts and attends as one more caption would.
+    """
+    marks = _marks(rows, ends)
+    ended = marks.cumsum(1) - marks  # captions of the row that end before a place
+    column = torch.arange(rows.shape[1], device=rows.device)
+    same = ended[:, :, None] == ended[:, None, :]
+    return _positions(marks, column), (same & (column[:, None] >= column)).unsqueeze(1)
+
+
+def caption_spans(rows: torch.Tensor, ends: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """rows [r, R], ends [m] -> each token's position, as `caption_places` has it; where each caption lies in the flat
+    rows, int64 [m, 2]: its first place, and its tokens. What follows the last caption of a row is in none. A single
+    caption is followed by an empty one, since compiled code takes 1 for a case apart.
+    """
+    positions = _positions(_marks(rows, ends), torch.arange(rows.shape[1], device=rows.device))
+    before = positions.flatten()[ends]  # tokens of a caption before its last
+    spans = torch.stack([ends - before, before + 1], dim=1)
+    return positions, torch.nn.functional.pad(spans, (0, 0, 0, 1)) if len(ends) == 1 else spans
+
+
+def _marks(rows: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """int64 [r, R]: 1 where a caption ends."""
+    return torch.zeros(rows.numel(), dtype=torch.int64, device=rows.device).index_fill_(0, ends, 1).view(rows.shape)
+
+
+def _positions(marks: torch.Tensor, column: torch.Tensor) -> torch.Tensor:
+    begins = torch.nn.functional.pad(marks[:, :-1], (1, 0), value=1) > 0
+    return column - torch.where(begins, column, 0).cummax(1).values
+
+
+def whole(texts: torch.Tensor) -> Texts:
+    return {"texts": texts}
+
+
+def packed(cfg: TextConfig, texts: torch.Tensor) -> Texts:
+    return dict(zip(("texts", "text_ends"), pack_captions(texts, cfg)))
+
+
+def num_texts(texts: Texts) -> int:
+    """m"""
+    return len(texts.get("text_ends", texts["texts"]))
+
+
+def merge_texts(parts: Sequence[Texts]) -> Texts:
+    """Those of several micro-batches as of one."""
+    merged = {"texts": torch.cat([part["texts"] for part in parts])}
+    if "text_ends" in parts[0]:
+        ends, before = [], 0
+        for part in parts:
+            ends.append(part["text_ends"] + before)
+            before += part["texts"].numel()
+        merged["text_ends"] = torch.cat(ends)
+    return merged
+
+
+def longest(cfg: TextConfig, size: int) -> torch.Tensor:
+    """int64 [size, L]: captions that fill a text tower's places."""
+    texts = torch.full((size, cfg.context_length), int(cfg.eos_id == 0))
+    texts[:, -1] = cfg.end_id
+    return texts

@@ -1,0 +1,159 @@
+"""Self-attention over few tokens: a sequence and head as one tile of up to 128, or as several blocks.
+
+    out = softmax(q k^T / sqrt(d)) v        q|k|v as a tower's projection leaves them, their gradient in one tensor too
+
+cuDNN's kernel computes tiles of 128 x 128, 50 tokens as 128 and 257 as 384, and with a mask all that it hides; what
+puts the gradients of q, k and v together is a copy. Here one program computes a head of a sequence in the smallest tile
+that holds it, so that captions, packed or not, cost what they are long. Scores and softmax stay on the chip, and the
+backward makes the probabilities again. Longer sequences: triton_attention_blocks.py.
+
+Products have operands of the type of q|k|v (probabilities and the scores' gradient are rounded to it), sums are
+float32. No atomics: results repeat bit for bit.
+
+Shapes: P places of m sequences, which lie one behind the other, with gaps or none; h heads of width d, a power of two.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from infcl.kernels.triton_statistics import LOG2E
+from infcl.models.triton_attention_blocks import BLOCK, TAIL, blocks_backward, blocks_forward
+from infcl.models.triton_attention_loads import load_rows, store_rows
+
+TILES = (32, 64, 128)
+LONGEST = TILES[-1]
+_WARPS = {32: 2, 64: 4, 128: 4}
+
+
+def attention_forward(qkv: Tensor, spans: Tensor | None, length: int, causal: bool) -> tuple[Tensor, Tensor]:
+    """qkv [P, 3, h, d], contiguous -> out [P, h, d]; lse, which the backward of several blocks needs, else empty.
+
+    spans, int64 [m, 2]: first place of each sequence, and its tokens, at most `length` of them; what lies in none is
+    zero in the result. None: all P places are sequences of `length`. Of several blocks: TAIL tokens at most more than
+    whole ones, neither causal nor in spans.
+    """
+    places, _, heads, width = qkv.shape
+    if length > LONGEST:
+        assert spans is None and not causal and 0 < length % BLOCK <= TAIL
+        return blocks_forward(qkv, length)
+    out = (qkv.new_empty if spans is None else qkv.new_zeros)(places, heads, width)
+    for grid, options in _launches(qkv, spans, length, causal):
+        _forward[grid](qkv, out, spans, length, width**-0.5, heads, width, **options)
+    return out, qkv.new_empty(0, dtype=torch.float32)
+
+
+def attention_backward(
+    d_out: Tensor, qkv: Tensor, out: Tensor, lse: Tensor, spans: Tensor | None, length: int, causal: bool
+) -> Tensor:
+    """d_out [P, h, d], contiguous; what the forward took and gave -> d_qkv [P, 3, h, d]."""
+    if length > LONGEST:
+        return blocks_backward(d_out, qkv, out, lse, length)
+    d_qkv = torch.empty_like(qkv) if spans is None else torch.zeros_like(qkv)
+    _, _, heads, width = qkv.shape
+    for grid, options in _launches(qkv, spans, length, causal):
+        _backward[grid](qkv, d_out, d_qkv, spans, length, width**-0.5, heads, width, **options)
+    return d_qkv
+
+
+def _launches(qkv: Tensor, spans: Tensor | None, length: int, causal: bool) -> list[tuple[tuple[int], dict]]:
+    """(grid, options): one for whole sequences; of others one for each tile that they may need, since what the largest
+    takes of a multiprocessor would be taken for the shortest too.
+    """
+    largest = next(tile for tile in TILES if tile >= length)
+    count = qkv.shape[0] // length if spans is None else len(spans)
+    tiles = [tile for tile in TILES if tile <= largest] if spans is not None else [largest]
+    known = {"SPANS": spans is not None, "CAUSAL": causal}
+    return [
+        (
+            (count * qkv.shape[2],),
+            known | {"B": tile, "LEAST": 0 if tile == tiles[0] else tile // 2, "num_warps": _WARPS[tile]},
+        )
+        for tile in tiles
+    ]
+
+
+@triton.jit
+def _span(spans, length, sequence, SPANS: tl.constexpr):
+    """First place and number of tokens of a sequence."""
+    if SPANS:
+        first, n = tl.load(spans + 2 * sequence), tl.load(spans + 2 * sequence + 1).to(tl.int32)
+    else:
+        first, n = sequence.to(tl.int64) * length, length
+    return first, n
+
+
+@triton.jit
+def _weights(q, k, n, scale, B: tl.constexpr, CAUSAL: tl.constexpr):
+    """exp(scores), less the largest of a row, and their sums."""
+    rows, columns = tl.arange(0, B)[:, None], tl.arange(0, B)[None, :]
+    seen = columns < n
+    if CAUSAL:
+        seen = seen & (columns <= rows)
+    scores = tl.dot(q, tl.trans(k), input_precision="ieee") * (scale * LOG2E)  # to base 2
+    scores = tl.where(seen, scores, -1e30)
+    weights = tl.exp2(scores - tl.max(scores, 1)[:, None])
+    return weights, tl.sum(weights, 1)
+
+
+@triton.jit
+def _forward(
+    qkv,
+    out,
+    spans,
+    length,
+    scale,
+    H,
+    D: tl.constexpr,
+    B: tl.constexpr,
+    LEAST: tl.constexpr,
+    SPANS: tl.constexpr,
+    CAUSAL: tl.constexpr,
+):
+    """A program for each sequence and head; it computes those with more than LEAST tokens and at most B."""
+    sequence, head = tl.program_id(0) // H, tl.program_id(0) % H
+    first, n = _span(spans, length, sequence, SPANS)
+    if (n > LEAST) & (n <= B):
+        qkv += first * (3 * H * D) + head * D
+        q = load_rows(qkv, n, 3 * H * D, D, B, False)
+        k = load_rows(qkv + H * D, n, 3 * H * D, D, B, False)
+        v = load_rows(qkv + 2 * H * D, n, 3 * H * D, D, B, False)
+        weights, sums = _weights(q, k, n, scale, B, CAUSAL)
+        result = tl.dot(weights.to(v.dtype), v, input_precision="ieee") / sums[:, None]
+        store_rows(out + first * (H * D) + head * D, result, n, H * D, D, B)
+
+
+@triton.jit
+def _backward(
+    qkv,
+    d_out,
+    d_qkv,
+    spans,
+    length,
+    scale,
+    H,
+    D: tl.constexpr,
+    B: tl.constexpr,
+    LEAST: tl.constexpr,
+    SPANS: tl.constexpr,
+    CAUSAL: tl.constexpr,
+):
+    """Programs as _forward's."""
+    sequence, head = tl.program_id(0) // H, tl.program_id(0) % H
+    first, n = _span(spans, length, sequence, SPANS)
+    if (n > LEAST) & (n <= B):
+        qkv += first * (3 * H * D) + head * D
+        d_qkv += first * (3 * H * D) + head * D
+        q = load_rows(qkv, n, 3 * H * D, D, B, False)
+        k = load_rows(qkv + H * D, n, 3 * H * D, D, B, False)
+        v = load_rows(qkv + 2 * H * D, n, 3 * H * D, D, B, False)
+        d_o = load_rows(d_out + first * (H * D) + head * D, n, H * D, D, B, False)
+        weights, sums = _weights(q, k, n, scale, B, CAUSAL)
+        p = weights * (1 / sums)[:, None]
+        d_v = tl.dot(tl.trans(p.to(d_o.dtype)), d_o, input_precision="ieee")
+        store_rows(d_qkv + 2 * H * D, d_v, n, 3 * H * D, D, B)
+        d_p = tl.dot(d_o, tl.trans(v), input_precision="ieee")
+        d_s = (p * (d_p - tl.sum(p * d_p, 1)[:, None]) * scale).to(q.dtype)
+        store_rows(d_qkv, tl.dot(d_s, k, input_precision="ieee"), n, 3 * H * D, D, B)
+        store_rows(d_qkv + H * D, tl.dot(tl.trans(d_s), q, input_precision="ieee"), n, 3 * H * D, D, B)

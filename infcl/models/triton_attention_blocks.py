@@ -1,0 +1,315 @@
+"""Self-attention over several blocks of tokens, for triton_attention.py: whole sequences that see all of themselves.
+
+Tokens go in blocks of 64, and up to 16 that are left over, a class token say, in a tile of 16. One program computes a
+block's queries with the running softmax of FlashAttention-2 (Dao 2023, arXiv 2307.08691). Of the backward one computes
+the gradients of a block's keys and values, or of its queries: 7 products where 5 would do, but every result has one
+writer, so that there are no atomics.
+
+    delta   the sum of d_out * out over a head's d numbers, [P, h] f32
+    lse     log2 of the sum of 2^score, [P, h] f32; scores are log2(e) / sqrt(d) of q k^T
+
+Shapes: m sequences of L tokens, P = m L places; h heads of width d.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from infcl.kernels.triton_statistics import LOG2E
+from infcl.models.triton_attention_loads import load_rows, store_rows
+
+BLOCK, TAIL = 64, 16
+_LAUNCH = {"B": BLOCK, "TAIL": TAIL, "STAGES": 3, "num_warps": 4}
+_ROWS = 64  # of a program that computes delta
+
+
+def blocks_forward(qkv: Tensor, length: int) -> tuple[Tensor, Tensor]:
+    """qkv [P, 3, h, d], contiguous -> out [P, h, d], lse [P, h]; 1 to TAIL tokens more than whole blocks."""
+    places, _, heads, width = qkv.shape
+    out, lse = qkv.new_empty(places, heads, width), qkv.new_empty(places, heads, dtype=torch.float32)
+    full = length // BLOCK
+    grid = ((full + 1) * (places // length) * heads,)
+    _forward[grid](qkv, out, lse, length, width**-0.5, heads, width, FULL=full, **_LAUNCH)
+    return out, lse
+
+
+def blocks_backward(d_out: Tensor, qkv: Tensor, out: Tensor, lse: Tensor, length: int) -> Tensor:
+    """d_out [P, h, d], contiguous -> d_qkv [P, 3, h, d]."""
+    places, _, heads, width = qkv.shape
+    d_qkv, delta = torch.empty_like(qkv), torch.empty_like(lse)
+    _delta[(triton.cdiv(places * heads, _ROWS),)](out, d_out, delta, places * heads, width, _ROWS)
+    full = length // BLOCK
+    grid = (2 * (full + 1) * (places // length) * heads,)
+    given = (qkv, lse, delta, d_out, d_qkv, length, width**-0.5, heads, width)
+    _backward[grid](*given, FULL=full, **_LAUNCH)
+    return d_qkv
+
+
+# In what follows one sequence and head is seen: qkv, out, lse ... point at its first token. n: rows of a tile that are
+# there; those that are not are read as zeros. B: rows of the tile at hand, or of whole blocks in kernels.
+
+
+@triton.jit
+def _place(program, FULL: tl.constexpr, H: tl.constexpr):
+    """Block, sequence, head. Blocks of a head are neighbours, which find its keys in the cache."""
+    of_head = program // (FULL + 1)
+    return program % (FULL + 1), of_head // H, of_head % H
+
+
+@triton.jit
+def _forward(
+    qkv,
+    out,
+    lse,
+    length,
+    scale,
+    H: tl.constexpr,
+    D: tl.constexpr,
+    B: tl.constexpr,
+    FULL: tl.constexpr,
+    TAIL: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """A program for each block of queries of each head of each sequence."""
+    block, sequence, head = _place(tl.program_id(0), FULL, H)
+    first = sequence.to(tl.int64) * length
+    qkv += first * (3 * H * D) + head * D
+    out += first * (H * D) + head * D
+    lse += first * H + head
+    scale *= LOG2E  # scores to base 2
+    if block == FULL:
+        _queries(qkv, out, lse, FULL * B, length, scale, H, D, TAIL, B, FULL, TAIL, STAGES)
+    else:
+        _queries(qkv, out, lse, block * B, length, scale, H, D, B, B, FULL, TAIL, STAGES)
+
+
+@triton.jit
+def _queries(
+    qkv,
+    out,
+    lse,
+    at,
+    length,
+    scale,
+    H: tl.constexpr,
+    D: tl.constexpr,
+    B: tl.constexpr,
+    BLOCK: tl.constexpr,
+    FULL: tl.constexpr,
+    TAIL: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """The result of B queries from `at` on."""
+    ROW: tl.constexpr = 3 * H * D
+    q = load_rows(qkv + at * ROW, length - at, ROW, D, B, False)
+    largest = tl.full([B], -1e30, tl.float32)
+    total = tl.zeros([B], tl.float32)
+    result = tl.zeros([B, D], tl.float32)
+    for j in tl.range(0, FULL, num_stages=STAGES):
+        keys = qkv + j * BLOCK * ROW + H * D
+        result, largest, total = _attend(q, keys, BLOCK, scale, result, largest, total, H, D, BLOCK, True)
+    keys = qkv + FULL * BLOCK * ROW + H * D
+    n = length - FULL * BLOCK
+    result, largest, total = _attend(q, keys, n, scale, result, largest, total, H, D, TAIL, False)
+    store_rows(out + at * H * D, result / total[:, None], length - at, H * D, D, B)
+    places = tl.arange(0, B)
+    tl.store(lse + (at + places) * H, largest + tl.log2(total), mask=places < length - at)
+
+
+@triton.jit
+def _attend(
+    q,
+    keys,
+    n,
+    scale,
+    result,
+    largest,
+    total,
+    H: tl.constexpr,
+    D: tl.constexpr,
+    B: tl.constexpr,
+    WHOLE: tl.constexpr,
+):
+    """With B keys and their values taken in."""
+    k = load_rows(keys, n, 3 * H * D, D, B, WHOLE)
+    v = load_rows(keys + H * D, n, 3 * H * D, D, B, WHOLE)
+    scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+    if not WHOLE:
+        scores = tl.where(tl.arange(0, B)[None, :] < n, scores, -1e30)
+    above = tl.maximum(largest, tl.max(scores, 1))
+    shrink = tl.exp2(largest - above)
+    weights = tl.exp2(scores - above[:, None])
+    result = tl.dot(weights.to(v.dtype), v, result * shrink[:, None], input_precision="ieee")
+    return result, above, total * shrink + tl.sum(weights, 1)
+
+
+@triton.jit
+def _delta(out, d_out, delta, rows, D: tl.constexpr, B: tl.constexpr):
+    first = tl.program_id(0).to(tl.int64) * B
+    o = load_rows(out + first * D, rows - first, D, D, B, False).to(tl.float32)
+    d_o = load_rows(d_out + first * D, rows - first, D, D, B, False).to(tl.float32)
+    places = tl.arange(0, B)
+    tl.store(delta + first + places, tl.sum(o * d_o, 1), mask=places < rows - first)
+
+
+@triton.jit
+def _backward(
+    qkv,
+    lse,
+    delta,
+    d_out,
+    d_qkv,
+    length,
+    scale,
+    H: tl.constexpr,
+    D: tl.constexpr,
+    B: tl.constexpr,
+    FULL: tl.constexpr,
+    TAIL: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """A program for each block of keys, and one for each of queries, of each head of each sequence."""
+    of_keys = tl.program_id(0) % 2 == 0
+    block, sequence, head = _place(tl.program_id(0) // 2, FULL, H)
+    first = sequence.to(tl.int64) * length
+    qkv += first * (3 * H * D) + head * D
+    d_qkv += first * (3 * H * D) + head * D
+    d_out += first * (H * D) + head * D
+    lse += first * H + head
+    delta += first * H + head
+    if of_keys:
+        if block == FULL:
+            _d_keys(qkv, lse, delta, d_out, d_qkv, FULL * B, length, scale, H, D, TAIL, B, FULL, TAIL, STAGES)
+        else:
+            _d_keys(qkv, lse, delta, d_out, d_qkv, block * B, length, scale, H, D, B, B, FULL, TAIL, STAGES)
+    else:
+        if block == FULL:
+            _d_queries(qkv, lse, delta, d_out, d_qkv, FULL * B, length, scale, H, D, TAIL, B, FULL, TAIL, STAGES)
+        else:
+            _d_queries(qkv, lse, delta, d_out, d_qkv, block * B, length, scale, H, D, B, B, FULL, TAIL, STAGES)
+
+
+@triton.jit
+def _d_keys(
+    qkv,
+    lse,
+    delta,
+    d_out,
+    d_qkv,
+    at,
+    length,
+    scale,
+    H: tl.constexpr,
+    D: tl.constexpr,
+    B: tl.constexpr,
+    BLOCK: tl.constexpr,
+    FULL: tl.constexpr,
+    TAIL: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """The gradients of B keys and their values from `at` on."""
+    ROW: tl.constexpr = 3 * H * D
+    k = load_rows(qkv + at * ROW + H * D, length - at, ROW, D, B, False)
+    v = load_rows(qkv + at * ROW + 2 * H * D, length - at, ROW, D, B, False)
+    d_k = tl.zeros([B, D], tl.float32)
+    d_v = tl.zeros([B, D], tl.float32)
+    for i in tl.range(0, FULL, num_stages=STAGES):
+        rows = i * BLOCK
+        d_k, d_v = _add_d_keys(k, v, d_k, d_v, qkv, lse, delta, d_out, rows, BLOCK, scale, H, D, BLOCK, True)
+    rows = FULL * BLOCK
+    n = length - rows
+    d_k, d_v = _add_d_keys(k, v, d_k, d_v, qkv, lse, delta, d_out, rows, n, scale, H, D, TAIL, False)
+    store_rows(d_qkv + at * ROW + H * D, d_k * scale, length - at, ROW, D, B)
+    store_rows(d_qkv + at * ROW + 2 * H * D, d_v, length - at, ROW, D, B)
+
+
+@triton.jit
+def _add_d_keys(
+    k,
+    v,
+    d_k,
+    d_v,
+    qkv,
+    lse,
+    delta,
+    d_out,
+    at,
+    n,
+    scale,
+    H: tl.constexpr,
+    D: tl.constexpr,
+    B: tl.constexpr,
+    WHOLE: tl.constexpr,
+):
+    """With what B queries from `at` on add; those that are not there have no d_out, and add zeros. Keys are rows."""
+    q = load_rows(qkv + at * (3 * H * D), n, 3 * H * D, D, B, WHOLE)
+    d_o = load_rows(d_out + at * (H * D), n, H * D, D, B, WHOLE)
+    places = tl.arange(0, B)
+    of_queries = tl.load(lse + (at + places) * H, mask=places < n, other=0.0)
+    expected = tl.load(delta + (at + places) * H, mask=places < n, other=0.0)
+    scores = tl.dot(k, tl.trans(q), input_precision="ieee") * (scale * LOG2E)
+    p = tl.exp2(scores - of_queries[None, :])
+    d_v = tl.dot(p.to(d_o.dtype), d_o, d_v, input_precision="ieee")
+    d_s = p * (tl.dot(v, tl.trans(d_o), input_precision="ieee") - expected[None, :])
+    return tl.dot(d_s.to(q.dtype), q, d_k, input_precision="ieee"), d_v
+
+
+@triton.jit
+def _d_queries(
+    qkv,
+    lse,
+    delta,
+    d_out,
+    d_qkv,
+    at,
+    length,
+    scale,
+    H: tl.constexpr,
+    D: tl.constexpr,
+    B: tl.constexpr,
+    BLOCK: tl.constexpr,
+    FULL: tl.constexpr,
+    TAIL: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """The gradient of B queries from `at` on."""
+    ROW: tl.constexpr = 3 * H * D
+    places = tl.arange(0, B)
+    q = load_rows(qkv + at * ROW, length - at, ROW, D, B, False)
+    d_o = load_rows(d_out + at * H * D, length - at, H * D, D, B, False)
+    of_queries = tl.load(lse + (at + places) * H, mask=places < length - at, other=0.0)
+    expected = tl.load(delta + (at + places) * H, mask=places < length - at, other=0.0)
+    d_q = tl.zeros([B, D], tl.float32)
+    for j in tl.range(0, FULL, num_stages=STAGES):
+        keys = qkv + j * BLOCK * ROW + H * D
+        d_q = _add_d_queries(q, d_o, of_queries, expected, d_q, keys, BLOCK, scale, H, D, BLOCK, True)
+    keys = qkv + FULL * BLOCK * ROW + H * D
+    n = length - FULL * BLOCK
+    d_q = _add_d_queries(q, d_o, of_queries, expected, d_q, keys, n, scale, H, D, TAIL, False)
+    store_rows(d_qkv + at * ROW, d_q * scale, length - at, ROW, D, B)
+
+
+@triton.jit
+def _add_d_queries(
+    q,
+    d_o,
+    of_queries,
+    expected,
+    d_q,
+    keys,
+    n,
+    scale,
+    H: tl.constexpr,
+    D: tl.constexpr,
+    B: tl.constexpr,
+    WHOLE: tl.constexpr,
+):
+    """With what B keys add."""
+    k = load_rows(keys, n, 3 * H * D, D, B, WHOLE)
+    v = load_rows(keys + H * D, n, 3 * H * D, D, B, WHOLE)
+    exponents = tl.dot(q, tl.trans(k), input_precision="ieee") * (scale * LOG2E) - of_queries[:, None]
+    if not WHOLE:
+        exponents = tl.where(tl.arange(0, B)[None, :] < n, exponents, -1e30)
+    d_s = tl.exp2(exponents) * (tl.dot(d_o, tl.trans(v), input_precision="ieee") - expected[:, None])
+    return tl.dot(d_s.to(k.dtype), k, d_q, input_precision="ieee")

@@ -1,0 +1,186 @@
+"""Pixels to image features (before normalisation): open_clip's VisionTransformer, with an optional convolutional stem.
+
+Shapes: m images, S pixels per side, N patches, w width, D embed_dim.
+"""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from infcl.models.config import VisionConfig, kept_patches
+from infcl.models.transformer import LayerNorm, Transformer
+
+# Of the data set CLIP was trained on, for pixels in [0, 1]; what open_clip writes into preprocess_cfg.
+IMAGE_MEAN = (0.48145466, 0.4578275, 0.40821073)
+IMAGE_STD = (0.26862954, 0.26130258, 0.27577711)
+
+
+class VisionTransformer(nn.Module):
+    """images [m, 3, S, S] -> [m, D] in the compute dtype.
+
+    uint8 images are pixels 0..255 and are normalised here, on their device; floating images are taken as normalised.
+    The compute dtype is that of the parameters, or autocast's.
+    """
+
+    def __init__(
+        self,
+        cfg: VisionConfig,
+        embed_dim: int,
+        *,
+        quick_gelu: bool = False,
+        activation_checkpointing: bool = False,
+    ):
+        super().__init__()
+        self.image_size = cfg.image_size
+        self.pool_type = cfg.pool_type
+        self.patch_dropout = cfg.patch_dropout
+        scale = cfg.width**-0.5
+        self.conv1 = _patch_embedding(cfg)
+        self.class_embedding = nn.Parameter(scale * torch.randn(cfg.width))
+        self.positional_embedding = nn.Parameter(scale * torch.randn(1 + cfg.num_patches, cfg.width))
+        self.ln_pre = LayerNorm(cfg.width)
+        self.transformer = Transformer(
+            cfg.width,
+            cfg.layers,
+            cfg.heads,
+            mlp_ratio=cfg.mlp_ratio,
+            quick_gelu=quick_gelu,
+            activation_checkpointing=activation_checkpointing,
+        )
+        self.ln_post = LayerNorm(cfg.width)
+        self.proj = nn.Parameter(scale * torch.randn(cfg.width, embed_dim))
+        self.trunk_blocks = 0  # of the trunk; one more than there are: and the pooling
+        self.add_positions = add_positions  # or a compiled one
+
+    def forward(self, x: torch.Tensor, part: str = "all") -> torch.Tensor:
+        """images -> features. In two calls: images -> trunk (part="trunk"), trunk -> features (part="head")."""
+        cut = 0 if part == "all" else self.trunk_blocks
+        pools_in_trunk = cut > len(self.transformer.resblocks)
+        if part != "head":
+            x = self._embed(x)
+        if part == "trunk":
+            x = self.transformer(x, end=cut)
+            return self._pool(x) if pools_in_trunk else x
+        if not pools_in_trunk:
+            x = self._pool(self.transformer(x, begin=cut))
+        return x @ self.proj
+
+    def _embed(self, images: torch.Tensor) -> torch.Tensor:
+        if images.ndim != 4 or images.shape[1:] != (3, self.image_size, self.image_size):
+            raise ValueError(
+                f"images of shape {list(images.shape)}: this tower takes [m, 3, {self.image_size}, {self.image_size}]"
+            )
+        x = self.add_positions(self.conv1(images), self.class_embedding, self.positional_embedding)  # [m, 1 + N, w]
+        if self.training and self.patch_dropout > 0:
+            x = drop_patches(x, self.patch_dropout)
+        return self.ln_pre(x)
+
+    def _pool(self, x: torch.Tensor) -> torch.Tensor:
+        return self.ln_post(x[:, :1] if self.pool_type == "tok" else x[:, 1:]).mean(dim=1)  # [m, w]
+
+
+def normalize_pixels(images: torch.Tensor, dim: int = 1) -> torch.Tensor:
+    """uint8 [m, 3, S, S], or with the channels at `dim` -> float32: (images / 255 - mean) / std, per channel.
+
+    The constants are Python numbers on purpose: a buffer would be cast along with the model (DeepSpeed's bf16 mode
+    rounds mean and std to 8 bits), and a tensor made here would be a synchronising copy to the device in every forward.
+    """
+    channels = [
+        images.select(dim, c).float().mul_(1 / (255 * std)).sub_(mean / std)
+        for c, (mean, std) in enumerate(zip(IMAGE_MEAN, IMAGE_STD))
+    ]
+    return torch.stack(channels, dim=dim)
+
+
+def normalized(images: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """In `dtype`; floating images are taken as normalised."""
+    return (normalize_pixels(images) if images.dtype == torch.uint8 else images).to(dtype)
+
+
+def add_positions(patches: torch.Tensor, class_embedding: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """[m, N, w], [w], [1 + N, w] -> [m, 1 + N, w]: the class token first, each with its position."""
+    class_token = class_embedding.to(patches.dtype).expand(len(patches), 1, -1)
+    return torch.cat([class_token, patches], dim=1) + positions.to(patches.dtype)
+
+
+def drop_patches(x: torch.Tensor, rate: float) -> torch.Tensor:
+    """[m, 1 + N, w] -> [m, 1 + kept_patches(N, rate), w]: class token and a random subset of each image's patches.
+
+    FLIP, arXiv 2212.00794. Draws from torch's generator of x's device: a second pass with its seed drops the same ones.
+    """
+    m, tokens, width = x.shape
+    keep = kept_patches(tokens - 1, rate)
+    kept = torch.rand(m, tokens - 1, device=x.device).topk(keep, dim=1).indices + 1  # [m, keep]
+    kept = torch.cat([kept.new_zeros(m, 1), kept], dim=1)  # the class token is row 0
+    return x.gather(1, kept[:, :, None].expand(-1, -1, width))
+
+
+class PatchConv(nn.Conv2d):
+    """A convolution of patches that do not overlap, [m, 3, S, S] -> [m, N, w]; on a GPU a matrix product, which cuDNN
+    makes slow work of."""
+
+    def __init__(self, width: int, patch_size: int):
+        super().__init__(3, width, patch_size, stride=patch_size, bias=False)
+        self.patch_rows = patch_rows  # or a compiled one
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        if images.is_cuda:
+            return patches_times(images, self.weight, self.patch_rows)
+        return super().forward(normalized(images, self.weight.dtype)).flatten(2).transpose(1, 2)
+
+
+def patch_rows(images: torch.Tensor, size: int, dtype: torch.dtype) -> torch.Tensor:
+    """[m, 3, S, S] -> its patches, normalised, in `dtype`: [m, N, 3 P^2 and a fill].
+
+    The fill, of zeros, makes a row a multiple of 8 numbers: 16 bytes in 16 bits, which the product's fast kernels want.
+    """
+    patches = images.unfold(2, size, size).unfold(3, size, size).permute(0, 2, 3, 1, 4, 5)  # [m, S/P, S/P, 3, P, P]
+    if images.dtype == torch.uint8:
+        patches = normalize_pixels(patches, dim=3)
+    rows = patches.to(dtype).flatten(3).flatten(1, 2)
+    fill = -rows.shape[-1] % 8
+    return F.pad(rows, (0, fill)) if fill else rows  # F.pad copies in any case
+
+
+def patches_times(
+    images: torch.Tensor,
+    weight: torch.Tensor,
+    rows_of: Callable[[torch.Tensor, int, torch.dtype], torch.Tensor] = patch_rows,
+) -> torch.Tensor:
+    """conv2d(images [m, 3, S, S], weight [w, 3, P, P], stride=P) as a product -> [m, N, w]."""
+    autocast = torch.is_autocast_enabled(images.device.type)
+    rows = rows_of(images, weight.shape[-1], torch.get_autocast_dtype(images.device.type) if autocast else weight.dtype)
+    columns = weight.flatten(1)
+    fill = rows.shape[-1] - columns.shape[1]
+    return F.linear(rows, F.pad(columns, (0, fill)) if fill else columns)
+
+
+class Stem(nn.Sequential):
+    """[m, 3, S, S] -> [m, N, w]"""
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return super().forward(normalized(images, next(self.parameters()).dtype)).flatten(2).transpose(1, 2)
+
+
+class StemConv(nn.Conv2d):
+    """Keeps the spread of its input through the GELU behind it; torch's default shrinks it below the positions' own."""
+
+    def reset_parameters(self) -> None:
+        nn.init.kaiming_normal_(self.weight, nonlinearity="relu")
+        assert self.bias is not None
+        nn.init.zeros_(self.bias)
+
+
+def _patch_embedding(cfg: VisionConfig) -> nn.Module:
+    """One convolution as open_clip has it, or the stem: each entry shrinks the grid by exactly its stride."""
+    if cfg.conv_stem is None:
+        return PatchConv(cfg.width, cfg.patch_size)
+    layers: list[nn.Module] = []
+    channels = 3
+    for out_channels, kernel, stride in cfg.conv_stem:
+        padding = (kernel - stride + 1) // 2
+        layers += [StemConv(channels, out_channels, kernel, stride=stride, padding=padding), nn.GELU()]
+        channels = out_channels
+    return Stem(*layers[:-1])

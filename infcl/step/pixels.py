@@ -1,0 +1,90 @@
+"""How many micro-batches' pixels a rank keeps between the two passes of a step: --pixel-cache-gb in numbers."""
+
+from functools import partial
+
+from infcl.config import BatchPlan, TrainConfig
+from infcl.config.preset import offloads, read_preset, sums_gradients_on_host, zero_stage
+from infcl.engine.optim import checkpoint_bytes
+from infcl.models.captions import texts_of_part
+from infcl.models.clip import CLIP
+from infcl.parallel import Parallel, join_parts, max_over
+from infcl.parallel.host_memory import available_host_bytes, ranks_of_host
+from infcl.step.offload import PixelCache
+
+_SHARE = 0.6  # of the free host memory, for `auto`: workers and page cache want the rest
+
+
+def build_pixel_cache(
+    config: TrainConfig, batch: BatchPlan, model: CLIP, parallel: Parallel, *, resident: int, repeats: bool
+) -> PixelCache:
+    """The cache that the flags ask for. ValueError when it is larger than the host, or too small for a stream.
+
+    repeats: whether the loader can read micro-batches a second time.
+    """
+    image_size = model.cfg.vision_cfg.image_size
+    rows = batch.micro_batch_size // parallel.tp_size
+    images = (rows, 3, image_size, image_size)
+    replays_pixels = not (model.frozen["image"] or model.keeps_trunk["image"])
+    micro_batch_bytes = 3 * image_size**2 * rows
+    replayed = batch.num_micro_batches - min(resident, batch.num_micro_batches) if replays_pixels else 0
+    on_gpu = config.pixel_cache == "gpu"
+    ranks = ranks_of_host(parallel)
+    free = available_host_bytes() - ranks * _later_bytes(config, model, parallel)
+    if config.pixel_cache_gb == "auto":
+        budget = replayed * micro_batch_bytes if on_gpu else auto_budget(free, ranks)
+    else:
+        budget = float(config.pixel_cache_gb) * 1e9
+    kept = min(replayed, int(budget // micro_batch_bytes))
+    kept = int(-max_over(parallel.dp_group, [-kept], parallel.device)[0])
+    if not on_gpu and kept and kept * micro_batch_bytes * ranks > free:
+        raise ValueError(
+            f"--pixel-cache-gb {config.pixel_cache_gb}: {ranks} ranks x {kept * micro_batch_bytes / 1e9:.2f} GB are "
+            f"more than the {free / 1e9:.1f} GB of host memory that are free beside a checkpoint's copy; auto takes "
+            "what fits"
+        )
+    if kept < replayed and not repeats:
+        raise ValueError(
+            f"the streaming reader cannot read a step twice, and its pixels ({replayed * micro_batch_bytes / 1e9:.2f} "
+            f"GB a rank) do not fit in --pixel-cache-gb {config.pixel_cache_gb}: use --data-reader indexed, or more"
+        )
+    return PixelCache(
+        parallel.device,
+        images,
+        num_micro_batches=batch.num_micro_batches,
+        resident=resident,
+        kept=kept,
+        together=config.encode_micro_batches,
+        replays_pixels=replays_pixels,
+        on_gpu=on_gpu,
+        parts=parallel.tp_size,
+        texts=texts_of_part(config, model.cfg, parallel),
+        join=partial(join_parts, parallel),
+    )
+
+
+def describe_pixels(cache: PixelCache) -> str:
+    """What waits where, and what it costs; one line."""
+    total, kept, again = cache.num_micro_batches, len(cache.kept), len(cache.again)
+    bytes_per_sample = cache.image_bytes
+    where = "GPU" if cache.kept.is_cuda else "host"
+    text = f"pixels: {bytes_per_sample:,} bytes a sample, {total * cache.micro_batch_size:,} samples a rank"
+    if kept + again == 0:
+        return text
+    text += f"; between the passes {kept} of {kept + again} micro-batches wait in {cache.kept.numel() / 1e9:.2f} GB of "
+    text += f"{where} memory"
+    return text + (f", {again} are read and decoded twice ({1 + again / total:.2f}x the decoding)" if again else "")
+
+
+def auto_budget(free: float, ranks: int) -> float:
+    """Bytes that --pixel-cache-gb auto gives to each of so many ranks of a host with so many bytes to spare."""
+    return _SHARE * max(0.0, free) / ranks
+
+
+def _later_bytes(config: TrainConfig, model: CLIP, parallel: Parallel) -> float:
+    """Host bytes that a rank takes after its pixels: the copy that a checkpoint is written from, and ZeRO-2's sums."""
+    preset, precision = read_preset(config, parallel.device.type, parallel.dp_size, parallel.hosts)
+    sizes = [(getattr(p, "ds_numel", p.numel()), p.requires_grad) for p in model.parameters()]
+    trainable = sum(size for size, is_trained in sizes if is_trained)
+    sums = offloads(preset, "optimizer") and sums_gradients_on_host(zero_stage(preset), precision)
+    saved = checkpoint_bytes(config, sum(size for size, _ in sizes), trainable)
+    return (saved + (4 * trainable if sums else 0)) / parallel.dp_size

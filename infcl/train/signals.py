@@ -1,0 +1,105 @@
+"""Being told to end: SIGTERM, SIGUSR1 (a scheduler's pre-emption) and SIGHUP (a terminal that is closed, a connection
+that is lost; not under nohup) become a checkpoint and an orderly end.
+
+The handler only takes a note; the training loop looks at it after each step, all ranks together, saves, and raises
+`Stopped`. So a signal during a save does not touch the save, and one rank's signal ends all.
+
+A start takes a minute or more, and a scheduler's SIGUSR1 may come within it. pretrain_clip.py notes it from its first
+lines on: the run then begins, takes one step, saves and ends, so that each start gets on. SIGTERM ends a start at once:
+whoever sends it may not wait for more.
+
+Ctrl-C ends a rank at once. Python drops an exception that is raised within a destructor or a callback, a
+KeyboardInterrupt too; so that is noted as well, and raised again after the step.
+
+A launcher that is killed outright leaves its ranks behind (and the `deepspeed` command then reports success); ranks
+that it started ask the kernel for a SIGTERM when it dies. And one Ctrl-C may end the command and not the launcher:
+torch drops an interrupt that comes while it imports numpy. A launcher without its command is one that was interrupted.
+"""
+
+import ctypes
+import os
+import signal
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from infcl.parallel.rendezvous import deepspeed_launcher
+
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+
+
+def end_with_launcher() -> None:
+    """Have this process told to end when the deepspeed launcher that started it dies. Linux; elsewhere nothing.
+
+    KeyboardInterrupt where the launcher itself has lost the `deepspeed` that started it.
+    """
+    if launcher := deepspeed_launcher():
+        set_parent_death_signal = 1  # prctl's PR_SET_PDEATHSIG
+        ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGTERM)
+        if lost_its_parent(launcher):
+            raise KeyboardInterrupt
+
+
+def lost_its_parent(process: int) -> bool:
+    """Whether another session's process has taken it over, as happens when its parent ends."""
+    try:
+        parent = int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
+        session = os.getsid(process)
+        return parent != 0 and session not in (process, os.getsid(parent))  # 0: outside of this container
+    except OSError:  # one of them ends just now
+        return False
+
+
+class Stopped(Exception):
+    """Raised on every rank after the checkpoint. `exit_code` is the shell's for the signal: 128 + its number."""
+
+    def __init__(self, number: int):
+        super().__init__(f"{signal.Signals(number).name} received")
+        self.exit_code = 128 + number
+
+
+class StopSignals:
+    """`received` is the number of the last signal, 0 before any. Use as a context around the loop.
+
+    noted: what was received so far, by whoever else appends to it. Behind the loop nobody looks there any more, and
+    SIGUSR1 ends the process as it does by default; without `noted` it does what it did before.
+    """
+
+    def __init__(self, noted: list[int] | None = None):
+        self.noted: list[int] = [] if noted is None else noted
+        self._taken_over = noted is not None
+        self.interrupted = False
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> "StopSignals":
+        ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN  # nohup: meant to outlive its terminal
+        noted = [number for number in SIGNALS if number != signal.SIGHUP or not ignored]
+        self._before = {number: signal.signal(number, self._note) for number in noted}
+        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            self._before[signal.SIGINT] = signal.signal(signal.SIGINT, self._interrupt)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, signal.SIG_DFL if number == signal.SIGUSR1 and self._taken_over else handler)
+
+    @property
+    def received(self) -> int:
+        return self.noted[-1] if self.noted else 0
+
+    def act_on_late(self) -> None:
+        """Behind the loop: what came when all had looked for the last time does what it would do now."""
+        if self.received:
+            signal.raise_signal(self.received)
+
+    def _note(self, number: int, _frame: object) -> None:
+        self.noted.append(number)
+
+    def _interrupt(self, number: int, frame: FrameType | None) -> None:
+        self.interrupted = True
+        signal.default_int_handler(number, frame)
+
+    def raise_if_interrupted(self) -> None:
+        """KeyboardInterrupt after Ctrl-C, if the one that it raised was lost."""
+        if self.interrupted:
+            raise KeyboardInterrupt

@@ -1,0 +1,368 @@
+"""benchmarks.peers_train starts trainers of others and ours with the same setting, and reads what each says of it.
+
+Those that come from checkouts are not here: FastCLIP (efd89d5) and EVA-CLIP (5623d08) were run by hand on a CPU, beside
+the other two, with such a model as here, in float32 and under autocast; FastCLIP compiled too. Inf-CLIP (d9f2833)
+starts on GPUs alone: a copy with gloo, DDP without devices and dense tiles in place of its kernels ran on a CPU, eager
+and compiled, with and without its gradient cache, on one rank and two. What is held here is what they are started with,
+by stand-ins that ask for it as they do, and what is read of lines of their logs.
+"""
+
+import json
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from benchmarks import peer_trainers, peers_train
+from benchmarks.paper import raw, towers
+from benchmarks.rows import read
+from tests.lib.checkout import ROOT
+
+MODEL = {
+    "embed_dim": 32,
+    "vision_cfg": {"image_size": 32, "layers": 1, "width": 64, "head_width": 32, "patch_size": 16},
+    "text_cfg": {"context_length": 77, "vocab_size": 49408, "width": 64, "heads": 2, "layers": 1},  # its tokenizer's
+}
+
+
+def options_of(*flags: str):
+    return peers_train._parser().parse_args(flags)
+
+
+@pytest.fixture
+def checkouts(tmp_path):
+    """Flags that name a checkout of each program that comes from one: folders without code."""
+    flags = []
+    for program, trainer in peers_train.TRAINERS.items():
+        for folder in trainer.folders:
+            (tmp_path / program / folder).mkdir(parents=True, exist_ok=True)
+        if trainer.folders:
+            (tmp_path / program / trainer.folders[0] / trainer.module.partition(".")[0]).mkdir(exist_ok=True)
+            flags += ["--" + program.replace("_", "-"), f"{tmp_path / program}@6e15030"]
+    return flags
+
+
+def test_all_programs_get_the_same_setting(checkouts):
+    settings = peers_train.settings(options_of("--accum-freq", "4", "--blocks", "compiled"))
+    settings += peers_train.settings(options_of("--grad-checkpointing", "--accum-freq", "1", *checkouts))[:5]
+    shared = "--train-num-samples {} --model ViT-L-14 --precision {} --batch-size 128 --workers 12 --epochs 1 --name {}"
+    for setting in settings:
+        flags = " ".join(peers_train.flags_of(setting, 6, "cuda", "F"))
+        autocast = "amp" if setting["program"] == "eva_clip" else "amp_bf16"
+        assert flags.startswith(shared.format(6 * setting["global_batch"], autocast, setting["program"]))
+        assert ("--grad-checkpointing" in flags) == bool(setting["checkpointing"])
+        assert ("--dataset-type synthetic" in flags) == (setting["program"] != "fast_clip")
+    theirs, ours = (peers_train.flags_of(setting, 6, "cuda", "F") for setting in settings[:2])
+    for flags in (theirs, ours):
+        assert "--accum-freq 4 --device cuda" in " ".join(flags)
+    assert "--torchcompile" in theirs and ours[ours.index("--compile-blocks") + 1] == "on"
+    for setting in peers_train.settings(options_of("--gpus", "2", "--programs", "open_clip,eva_clip")):
+        assert {"--local-loss", "--gather-with-grad"} <= set(peers_train.flags_of(setting, 6, "cuda", "F"))
+
+
+def test_inf_clip_gets_its_own_loss_and_where_it_accumulates_its_gradient_cache():
+    options = options_of("--programs", "inf_clip", "--accum-freq", "1,8", "--gpus", "2")
+    settings = peers_train.settings(options)
+    assert [(one["blocks"], one["accum_freq"]) for one in settings] == [
+        *(("eager", 1), ("compiled", 1), ("eager", 8), ("compiled", 8)),
+    ]
+    for setting in settings:
+        flags = peers_train.flags_of(setting, 6, "cuda", "F")
+        assert flags[flags.index("--accum-freq") + 1] == str(setting["accum_freq"]) and "--infloss" in flags
+        assert flags[flags.index("--log_dir") + 1] == "none"  # no checkpoint
+        assert ("--torchcompile" in flags) == (setting["blocks"] == "compiled")
+        assert not {"--local-loss", "--device", "--logs"} & set(flags)
+
+
+def test_a_program_is_run_where_its_checkout_is_given_and_without_what_it_lacks(checkouts):
+    def ran(*flags):
+        settings = peers_train.settings(options_of(*flags))
+        assert {setting["global_batch"] for setting in settings} <= {128, 512}
+        return [f"{setting['program']} {setting['blocks']} {setting['accum_freq']}" for setting in settings]
+
+    assert ran("--accum-freq", "1", "--blocks", "eager") == ["open_clip eager 1", "infcl eager 1"]
+    assert ran("--accum-freq", "1,4", "--programs", "fast_clip,eva_clip,infcl") == [
+        *("fast_clip eager 1", "eva_clip eager 1", "infcl eager 1", "fast_clip compiled 1", "infcl compiled 1"),
+        *("infcl eager 4", "infcl compiled 4"),
+    ]
+    assert peers_train.programs(options_of(*checkouts)) == ["open_clip", "inf_clip", "fast_clip", "eva_clip", "infcl"]
+
+
+def test_a_checkout_has_its_folders_and_a_commit(checkouts, tmp_path, capsys):
+    options = options_of(*checkouts)
+    assert peers_train.version_of("fast_clip", options.fast_clip) == "6e15030"
+    found = peers_train._environment({"program": "fast_clip"}, options)["PYTHONPATH"]
+    assert f"{tmp_path}/fast_clip/src:{tmp_path}/fast_clip/src/training" in found
+    assert "a checkout" in peers_train.what_is_missing("fast_clip", None)
+    there = peers_train.Checkout(tmp_path, "6e15030")
+    assert "no folder EVA-CLIP/rei/training" in peers_train.what_is_missing("eva_clip", there)
+    assert "no folder inf_clip" in peers_train.what_is_missing("inf_clip", peers_train.Checkout(tmp_path / "x", ""))
+    assert (
+        peers_train._environment({"program": "inf_clip"}, options)["PYTHONPATH"].split(":")[1] == f"{tmp_path}/inf_clip"
+    )
+    assert "no program 'x'" in peers_train.what_is_missing("x", None)
+    with pytest.raises(SystemExit):
+        options_of("--fast-clip", str(tmp_path / "fast_clip"))
+    assert "DIR@COMMIT" in capsys.readouterr().err
+    with pytest.raises(SystemExit):  # a mistyped one is not the commit of the folder that it is started in
+        options_of("--fast-clip", str(tmp_path / "fast_klip"))
+    assert "fast_klip is no folder" in capsys.readouterr().err
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=t", "-c", "user.email=t", "-c", "commit.gpgsign=false"]
+    subprocess.run([*git, "init", "--quiet"], check=True)
+    subprocess.run([*git, "commit", "--quiet", "--allow-empty", "-m", "first"], check=True)
+    head = subprocess.run([*git, "rev-parse", "HEAD"], check=True, capture_output=True, text=True).stdout
+    (tmp_path / "note").touch()
+    assert options_of("--fast-clip", str(tmp_path)).fast_clip == (tmp_path, head[:7] + "+")
+    with pytest.raises(SystemExit):  # inside another checkout, whose commit says nothing of it
+        options_of("--fast-clip", str(tmp_path / "fast_clip"))
+
+
+def test_a_setting_that_no_program_has_is_an_error(checkouts, monkeypatch, capsys):
+    monkeypatch.setattr(peers_train.importlib.util, "find_spec", lambda name: True)
+    flags = ["--programs", "eva_clip", "--blocks", "compiled", *checkouts]
+    monkeypatch.setattr(sys, "argv", ["benchmarks.peers_train", *flags])
+    with pytest.raises(SystemExit):
+        peers_train.main()
+    assert "--blocks" in capsys.readouterr().err
+
+
+def test_the_rates_in_logs_of_those_that_come_from_checkouts():
+    log = """2026-11-22,21:57:52 | INFO | Start epoch 0
+2026-11-22,21:57:53 | INFO | Train Epoch: 0 [ 8/32 (25%)] Data (t): 0.157 Batch (t): 0.693, 11.5474/s, 11.5474/s/gpu \
+LR: 0.000000 LR_tau: 0.00020 Logit Scale: 14.286 Contrastive_loss: 0.59500 (0.59500) Loss: 0.59500 (0.59500)
+2026-11-22,21:55:46 | INFO | Global Steps: 1 Train Epoch: 0 [ 8/32 (25%)] Loss: 2.0794 (2.079) \
+Loss(CLIP): 2.0794 (2.079) Grad Norm: 4.4100e-06 (4.410e-06) Loss Scaler: 0.0000 (0.000) LR: 0.000000 \
+Logit Scale: 14.286 i2t_acc: 12.50 t2i_acc: 12.50 Data (t): 0.012 Batch (t): 1.032, 7.75403/s
+"""
+    assert peer_trainers.rates_of(log) == [11.5474, 7.75403]
+
+
+LINE = (
+    "2024-11-24,02:46:30 | INFO | 0:00:01<0:00:10 Epoch: {epoch} Data (t): 0.268 Batch (t): {seconds} LR: 0.000000 "
+    "Grad Norm: 0.083 Logit Scale: 14.286 Contrastive_loss: 2.4849 (2.4849) Loss: 2.4849 (2.4849) Memory: 3.00GB \n"
+)
+INF_CLIPS_LOG = (
+    "2024-11-24,02:46:29 | INFO |   workers: 1\n2024-11-24,02:46:29 | INFO | Start epoch 0\n"
+    + LINE.format(epoch="0.25", seconds="7.797")
+    + LINE.format(epoch="1.00", seconds="2.333")
+)
+
+
+def test_the_mean_in_inf_clips_log_is_that_of_its_last_line():
+    assert peer_trainers.mean_seconds(INF_CLIPS_LOG) == 2.333
+    with pytest.raises(ValueError, match="values to unpack"):  # it stopped at once, or logs more often than is asked
+        peer_trainers.mean_seconds(INF_CLIPS_LOG + LINE.format(epoch="2.00", seconds="2.333"))
+
+
+def test_steps_are_timed_behind_the_optimizers_and_held_to_the_log(monkeypatch):
+    def reader_of_four_steps():
+        clock = iter([0.0, 8.0, 10.0, 12.5, 15.0])
+        monkeypatch.setattr(peer_trainers, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+        read_log = peer_trainers.timed(["--batch-size", "4", "--accum-freq", "5"])
+        for _ in range(4):
+            optimizer.step()
+        return read_log
+
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    optimizer = torch.optim.SGD([torch.ones(1, requires_grad=True)], lr=0.1)
+    assert reader_of_four_steps()(INF_CLIPS_LOG) == [5.0, 20.0, 16.0, 16.0]  # 40 pairs a step
+    optimizer.step()  # no longer timed
+    with pytest.raises(RuntimeError, match=r"2\.3333 s in the mean, but 3\.333 s"):
+        reader_of_four_steps()(INF_CLIPS_LOG.replace("2.333", "3.333"))
+
+
+def test_the_shards_for_fast_clip_have_a_batch_for_each_worker_and_a_number_for_each_pair(tmp_path):
+    import webdataset
+
+    (tmp_path / "mini.json").write_text(json.dumps(MODEL))
+    setting = {"model": str(tmp_path / "mini.json"), "micro_batch": 3, "workers": 2, "gpus": 2}
+    peer_trainers.write_numbered_shards(setting, tmp_path)
+    paths = sorted(str(path) for path in tmp_path.glob("*.tar"))
+    assert len(paths) == 4
+    pairs = list(webdataset.WebDataset(paths, shardshuffle=False).decode("pil"))
+    assert [pair["json"]["key"] for pair in pairs] == list(range(12))
+    assert pairs[0]["jpg"].size == (32, 32) and pairs[0]["txt"] == "Dummy caption"
+    options = {"precision": "fp32", "checkpointing": 0, "global_batch": 6, "blocks": "eager", "program": "fast_clip"}
+    flags = peers_train.flags_of(setting | options, 3, "cpu", "F")
+    assert flags[flags.index("--train-data") + 1] == "F/{00000..00003}.tar" and "--data_size 12 " in " ".join(flags)
+
+
+@pytest.mark.parametrize("program", peers_train.TRAINERS)
+def test_torchrun_takes_no_flag_of_a_program_for_its_own(program):
+    from torch.distributed.run import get_args_parser
+
+    setting = {"program": program, "gpus": 2}
+    _, *words = peers_train.command(setting, ["--logs", "F", "--name", "x"])
+    assert words[:2] == ["-m", "torch.distributed.run"]
+    parsed = get_args_parser().parse_args(words[2:])
+    assert parsed.nproc_per_node == "2" and parsed.module == (program != "infcl")
+    assert parsed.training_script_args[-4:] == ["--logs", "F", "--name", "x"]
+    assert not {"--", "torch.distributed.run"} & set(peers_train.command(setting | {"gpus": 1}, ["--logs", "F"]))
+
+
+def test_the_flags_are_open_clips_own():
+    from tests.lib.open_clip_stub import import_open_clip
+
+    import_open_clip()
+    from open_clip_train.params import parse_args
+
+    setting = peers_train.settings(options_of("--grad-checkpointing", "--blocks", "compiled", "--gpus", "2"))[0]
+    parsed = parse_args(peers_train.flags_of(setting, 6, "cuda", "F"))
+    assert parsed.torchcompile and parsed.grad_checkpointing and parsed.local_loss and parsed.logs == "none"
+
+
+def test_a_row_is_of_the_steps_after_the_warm_up_and_one_without_them_says_so():
+    said = {"samples_per_second": [1.0, 9.0, 11.0, 16.0], "waiting": [0.9, 0.1, 0.2, 0.3], "peak_gib": [2.0, 3.0]}
+    row = peers_train.row_of(said, 1)
+    assert (row["samples_per_second"], row["mean"], row["steps"]) == (11.0, 12.0, 3)
+    assert (row["waiting"], row["peak_gib"], row["status"]) == (0.2, 3.0, "ok")
+    assert peers_train.row_of(said, 3) == {"status": "only 4 steps are in its log"}
+
+
+@pytest.mark.slow
+def test_a_program_that_fails_is_a_row_with_its_cause():
+    options = options_of("--programs", "infcl", "--device", "cpu", "--precision", "fp32", "--model", "no-such-model")
+    said = peers_train.run(peers_train.settings(options)[0], options)
+    assert said["status"].startswith("exit code 2") and "no-such-model" in said["status"]
+
+
+MODELS = """
+known = ["ViT-B-16"]
+def list_models(): return known
+def add_model_config(path): known.extend(file.stem for file in ([path] if path.is_file() else path.glob("*.json")))
+"""
+MAIN = """
+import argparse, math, os
+import torch.distributed as dist
+{needs}
+def main(flags):
+    parser = argparse.ArgumentParser()
+    for name in ("name", "model", "train-data", "train-num-samples", "batch-size"): parser.add_argument("--" + name)
+    options, _ = parser.parse_known_args(flags)
+    assert dist.get_rank() == 0 and dist.get_world_size() == 1 and options.model in {models}.list_models()
+    {check}
+    os.makedirs(f"none/{{options.name}}{behind}")
+    with open(f"none/{{options.name}}{behind}/out.log", "w") as log:
+        for step in range(int(options.train_num_samples) // int(options.batch_size)):
+            log.write(f"Batch (t): 0.5, {{2.0 * step + 1}}/s\\n")
+"""
+
+INF_CLIPS_MAIN = """
+import os, statistics, sys, time
+import inf_clip, torch
+def main(flags):
+    torch.distributed.init_process_group("gloo", init_method="env://")
+    value = lambda name: flags[flags.index(name) + 1]
+    assert value("--model") in inf_clip.list_models() and "--infloss" in flags and os.environ["LOCAL_RANK"] == "0"
+    optimizer = torch.optim.AdamW([torch.ones(1, requires_grad=True)])
+    os.makedirs(f"{value('--log_dir')}/{value('--name')}")
+    times = [time.time()]
+    for _ in range(int(value("--train-num-samples")) // int(value("--batch-size")) // int(value("--accum-freq"))):
+        time.sleep(0.1)
+        optimizer.step()
+        times.append(time.time())
+    mean = (times[-1] - times[1]) / (len(times) - 2)
+    with open(f"none/inf_clip/out.log", "w") as log:
+        for seconds in (times[1] - times[0], mean):
+            log.write(f"Epoch: 1.00 Data (t): 0.268 Batch (t): {seconds:.3f} LR: 0.000000 Grad Norm: 0.000\\n")
+"""
+
+READ_A_SHARD = """
+    shard = options.train_data.replace("{00000..00000}", "00000")
+    files = list(webdata.tar_file_expander(webdata.url_opener([{"url": shard}])))
+    assert len(files) == 3 * int(options.batch_size) and all("fname" in file for file in files)
+"""
+
+
+@pytest.mark.slow
+def test_what_a_trainer_from_a_checkout_asks_for_is_there(checkouts, tmp_path, monkeypatch):
+    """Stand-ins ask for it as the real ones do: a process group, torch._six, shards without marks at their ends."""
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    texts = {
+        "inf_clip/inf_clip/__init__.py": MODELS,
+        "inf_clip/inf_clip/train/main.py": INF_CLIPS_MAIN,
+        "fast_clip/src/fast_clip/__init__.py": MODELS,
+        "fast_clip/src/training/webdata.py": "from webdataset.tariterators import tar_file_expander, url_opener",
+        "fast_clip/src/training/main.py": MAIN.format(
+            needs="import fast_clip, webdata", models="fast_clip", check=READ_A_SHARD, behind=""
+        ),
+        "eva_clip/EVA-CLIP/rei/eva_clip/__init__.py": MODELS,
+        "eva_clip/EVA-CLIP/rei/training/main.py": MAIN.format(
+            needs="import eva_clip\nfrom torch._six import inf", models="eva_clip",
+            check="assert inf == math.inf", behind="-2026_11_22-21",
+        ),
+    }  # fmt: skip
+    for name, text in texts.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    flags = "--batch-size 4 --accum-freq 1 --blocks eager --workers 0 --steps 2 --warm-up 1 --device cpu"
+    options = options_of("--programs", "fast_clip,eva_clip", *flags.split(), *checkouts)
+    for setting in peers_train.settings(options):
+        row = peers_train.run(setting, options)
+        assert (row["status"], row.get("samples_per_second")) == ("ok", 4.0)
+    options = options_of("--programs", "inf_clip", *flags.replace("freq 1", "freq 2").split(), *checkouts)
+    row = peers_train.run(peers_train.settings(options)[0], options)
+    assert row["status"] == "ok" and 40 < row["samples_per_second"] <= 80  # 8 pairs in 0.1 s
+
+
+@pytest.mark.slow
+def test_both_trainers_run_on_a_cpu(tmp_path, monkeypatch):
+    """torchvision is made importable under a torch without CUDA; pandas, which only tables of images need, is empty."""
+    (tmp_path / "pandas").mkdir()
+    (tmp_path / "pandas" / "__init__.py").touch()
+    declare = f"import sys; sys.path.append({str(ROOT)!r})\n"
+    declare += "from tests.lib.open_clip_stub import declare_torchvision_operators"
+    (tmp_path / "sitecustomize.py").write_text(f"{declare}\ndeclare_torchvision_operators()\n")
+    (tmp_path / "mini.json").write_text(json.dumps(MODEL))
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    flags = f"--model {tmp_path}/mini.json --batch-size 4 --accum-freq 2 --blocks eager --precision fp32 --workers 0"
+    flags += f" --steps 2 --warm-up 1 --device cpu --csv {tmp_path}/rows.csv"
+    monkeypatch.setattr(sys, "argv", ["benchmarks.peers_train", *flags.split()])
+    peers_train.main()
+    rows = read(tmp_path / "rows.csv")
+    assert [(row["program"], row["status"], row["steps"]) for row in rows] == [
+        ("open_clip", "ok", "2"),
+        ("infcl", "ok", "2"),
+    ]
+    assert all(float(row["samples_per_second"]) > 0 for row in rows)
+    assert rows[0]["waiting"] == "" and 0 <= float(rows[1]["waiting"]) <= 1  # with accumulation, theirs is not known
+
+
+def test_a_version_is_no_number(tmp_path, monkeypatch):
+    (tmp_path / "rows.csv").write_text("program,version,gpus\nopen_clip,3.10,1\nfast_clip,6e15030,1\n")
+    monkeypatch.setattr(raw, "RESULTS", tmp_path)
+    assert [(row["version"], row["gpus"]) for row in raw.rows("rows.csv")] == [("3.10", 1), ("6e15030", 1)]
+
+
+def test_the_table_of_trainers(monkeypatch):
+    monkeypatch.setattr(towers, "rows", lambda name: [])
+    assert towers.peer_trainers() == "The trainers are not measured side by side yet."
+    common = {
+        "gpus": 1,
+        "model": "ViT-L-14",
+        "precision": "amp_bf16",
+        "checkpointing": 0,
+        "micro_batch": 128,
+        "accum_freq": 1,
+        "device": "h",
+    }
+    common |= {"torch": "t", "commit": "a", "blocks": "eager", "status": "ok", "samples_per_second": 700.0}
+    common |= {"mean": 701.0, "std": 3.0, "steps": 10, "waiting": 0.02, "peak_gib": 40.0, "version": ""}
+    found = [
+        common | {"program": "infcl"},
+        common | {"program": "eva_clip", "version": "5623d08", "waiting": "", "precision": "amp"},
+        common | {"program": "open_clip", "version": "3.3.0", "status": "exit code 1"},
+        common | {"program": "fast_clip", "version": "efd89d5", "waiting": "", "blocks": "compiled"},
+    ]
+    monkeypatch.setattr(towers, "rows", lambda name: found)
+    assert towers.peer_trainers().splitlines()[2:] == [
+        "| 1 | ViT-L-14 | 128 x 1 | open_clip 3.3.0 | eager | exit code 1 |  |  |",
+        "| 1 | ViT-L-14 | 128 x 1 | eva_clip 5623d08 | eager, amp | 700 (701 +- 3, 10 steps) |  | 40.0 |",
+        "| 1 | ViT-L-14 | 128 x 1 | infcl | eager | 700 (701 +- 3, 10 steps) | 2% | 40.0 |",
+        "| 1 | ViT-L-14 | 128 x 1 | fast_clip efd89d5 | compiled | 700 (701 +- 3, 10 steps) |  | 40.0 |",
+        "",
+        "h, torch t, commit a.",
+    ]

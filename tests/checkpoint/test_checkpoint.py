@@ -1,0 +1,379 @@
+"""Checkpoints: whole parameters under any layout, refused when they are not what was written, pruned as asked."""
+
+import dataclasses
+import errno
+import json
+import os
+import shutil
+import signal
+import threading
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+
+from infcl.checkpoint.load import (
+    checkpoint_step,
+    complete_checkpoints,
+    consolidated_state_dict,
+    prune_checkpoints,
+)
+from infcl.checkpoint.run_folder import RunFolder, write_atomic
+from infcl.report.records import read_records
+from tests.engine.test_engine import settings
+from tests.lib.ranks import run_ranks
+from tests.lib.step_oracle import LR, ToyCLIP, global_batch
+from tests.train.test_trainer import demo_config, fit, refusal, run_losses
+
+GLOBAL_BATCH = 48  # divides by 1, 2, 3 and 4 ranks
+
+
+def layout(config, world_size, preset, **changes):
+    return dataclasses.replace(
+        config,
+        batch_size=GLOBAL_BATCH // world_size // 2,
+        deepspeed_config=f"ds_configs/{preset}.json",
+        **changes,
+    )
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        [(4, "zero1"), (2, "zero3"), (1, "zero0"), (4, "zero2")],
+        [(3, "zero3"), (1, "zero3")],
+        [(2, "zero3_offload"), (3, "zero1")],
+    ],
+    ids=lambda path: "-".join(f"{ranks}x{preset}" for ranks, preset in path),
+)
+def test_a_run_continues_under_other_world_sizes_and_zero_stages(demo_folder, tmp_path, path):
+    """Three steps under each layout, every one resumed from the last; the losses are those of one uninterrupted run."""
+    steps = 3 * len(path)
+    flags = {"steps": steps, "save_every_n_steps": 3, "keep_checkpoints": 0}
+    whole = run_losses(1, layout(demo_config(demo_folder, tmp_path / "whole", **flags), 1, "zero1"))
+    base = demo_config(demo_folder, tmp_path / "moved", **flags, resume="latest")
+    for leg, (world_size, preset) in enumerate(path, start=1):
+        last = leg == len(path)
+        die_after = None if last else 3 * leg + 1
+        losses = run_losses(world_size, layout(base, world_size, preset), die_after)
+    for leg, (world_size, preset) in enumerate(path, start=1):
+        written = tmp_path / "moved" / "run" / "checkpoints" / f"step_{3 * leg:08d}" / "infcl.json"
+        manifest = json.loads(written.read_text())
+        assert (manifest["world_size"], f"zero{manifest['zero_stage']}") == (world_size, preset[:5]), (
+            "resumed elsewhere"
+        )
+    assert losses == pytest.approx(whole, rel=2e-5)
+
+
+def saved_while_a_step_is_made(rank, world_size, preset, folder):
+    """(weights before the step, those of the checkpoint that was begun then, weights after it, states in the files).
+
+    Behind it a second checkpoint is written, and a third that cannot be moved into place.
+    """
+    from unittest import mock
+
+    from infcl.checkpoint import write as checkpoint_writer
+    from infcl.checkpoint.load import full_weights
+    from infcl.config import BatchPlan
+    from infcl.engine.engine import Engine
+    from infcl.parallel import init_parallel
+
+    parallel, run = init_parallel("cpu"), RunFolder(folder)
+    config = settings(preset, precision="fp32", grad_clip_norm=None)
+    engine = Engine(ToyCLIP(), config, parallel, BatchPlan(world_size, 1, 4))
+    run.checkpoints.mkdir(parents=True, exist_ok=True)
+    writer = checkpoint_writer.CheckpointWriter(engine, run, parallel, keep_last=0, keep_every=0)
+    before, stepped, write = full_weights(engine, keep=True), threading.Event(), checkpoint_writer._write_tensors
+    replace = os.replace
+
+    def write_late(path, tensors):
+        assert stepped.wait(60)
+        return write(path, tensors)
+
+    def fail_to_move(source, target):
+        if checkpoint_writer.Path(target).name == "step_00000003":
+            raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+        replace(source, target)
+
+    with (
+        mock.patch.object(checkpoint_writer, "_write_tensors", write_late),
+        mock.patch.object(os, "replace", fail_to_move),
+    ):
+        writer.begin(1, {})
+        output = engine.encode(*global_batch(4, seed=rank))
+        engine.backward((output["image_features"] * output["text_features"]).sum() + output["logit_scale"].sum(), True)
+        engine.step(LR)
+        stepped.set()
+        writer.begin(2, {})
+        second = writer.publish()
+        writer.begin(3, {})
+        assert writer.publish() is None and writer.failed == 1 and writer.newest == second
+    dist.barrier()  # rank 0 cleans up
+    assert sorted(path.name for path in run.checkpoints.iterdir()) == ["latest", "step_00000001", "step_00000002"]
+    assert (run.checkpoints / "latest").read_text() == "step_00000002\n"
+    path = complete_checkpoints(run)[1]
+    states = load_file(path / f"state_{rank:05d}.safetensors")
+    return before, consolidated_state_dict(path), full_weights(engine, keep=True), states
+
+
+@pytest.mark.parametrize("preset", ["zero0", "zero1", "zero3"])
+def test_a_checkpoint_holds_what_there_was_when_it_was_begun_though_it_is_written_later(tmp_path, preset):
+    for before, saved, after, states in run_ranks(saved_while_a_step_is_made, 2, preset, tmp_path):
+        assert set(saved) == set(before) and all(torch.equal(saved[name], before[name]) for name in before)
+        assert not all(torch.equal(after[name], before[name]) for name in before)
+        moments = [value for key, value in states.items() if key.startswith("exp_avg")]
+        assert moments and not any(value.any() for value in moments)
+
+
+@pytest.fixture(scope="module")
+def finished(demo_folder, tmp_path_factory):
+    """A finished run of 3 steps with a checkpoint at each, and its config."""
+    logs = tmp_path_factory.mktemp("runs")
+    config = demo_config(demo_folder, logs, steps=3, batch_size=16, save_every_n_steps=1)
+    run_ranks(fit, 2, config)
+    return RunFolder(logs / "run"), config
+
+
+def told_to_end_while_the_last_is_written(rank, world_size, config) -> str:
+    from infcl.checkpoint.run_folder import claim_run_folder
+    from infcl.parallel import init_parallel
+    from infcl.train.signals import Stopped
+    from infcl.train.trainer import Trainer
+
+    parallel = init_parallel("cpu")
+    trainer = Trainer(config, parallel, claim_run_folder(config, parallel))
+    finish = trainer.saves.finish
+
+    def finish_late():
+        trainer.signals.noted += [signal.SIGUSR1] * (rank == 1)
+        return finish()
+
+    trainer.saves.finish = finish_late
+    with pytest.raises(Stopped) as stopped:
+        trainer.fit()
+    return str(stopped.value)
+
+
+def test_a_signal_behind_the_last_step_leaves_evaluation_and_export_to_the_next_start(demo_folder, tmp_path):
+    config = demo_config(demo_folder, tmp_path, steps=2, batch_size=16)
+    assert run_ranks(told_to_end_while_the_last_is_written, 2, config) == ["SIGUSR1 received"] * 2
+    assert complete_checkpoints(RunFolder(tmp_path / "run")) and not (tmp_path / "run" / "summary.json").exists()
+    run_ranks(fit, 2, dataclasses.replace(config, resume="latest"))
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["steps"] == 2
+
+
+def finished_on_a_full_disk(rank, world_size, config):
+    from infcl.checkpoint.run_folder import claim_run_folder
+    from infcl.parallel import init_parallel
+    from infcl.train.trainer import Trainer
+
+    parallel = init_parallel("cpu")
+    trainer = Trainer(config, parallel, claim_run_folder(config, parallel))
+    trainer.signals.noted += [signal.SIGUSR1] * (rank == 1)
+    trainer.saves.after_step = lambda *_, **__: None  # the signal comes behind it
+    full = OSError(errno.ENOSPC, "No space left on device")
+    with mock.patch("infcl.checkpoint.write._write_tensors", side_effect=full):
+        return trainer.fit()["steps"]
+
+
+def test_what_could_not_be_saved_is_exported_though_a_signal_came(demo_folder, tmp_path):
+    """The trained model was lost: no checkpoint, and the export left to a start that had nothing to begin from."""
+    config = demo_config(demo_folder, tmp_path, steps=2, batch_size=16)
+    assert run_ranks(finished_on_a_full_disk, 2, config) == [2, 2]
+    run = RunFolder(tmp_path / "run")
+    assert not complete_checkpoints(run) and run.summary.is_file() and any(run.export.iterdir())
+
+
+def test_a_checkpoint_is_json_and_safetensors_only(finished):
+    run, _ = finished
+    newest = complete_checkpoints(run)[0]
+    assert {path.suffix for path in newest.iterdir()} == {".json", ".safetensors"}
+    manifest = json.loads((newest / "infcl.json").read_text())
+    assert manifest["trainer"]["step"] == 3 and manifest["counters"]["optimizer_step"] == 3
+    assert set(manifest["files"]) == {"state_00000.safetensors", "state_00001.safetensors"}
+    assert (run.checkpoints / "latest").read_text().strip() == newest.name
+
+
+def damage_truncate(folder):
+    file = folder / "state_00000.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+def damage_flip(folder):
+    file = folder / "state_00001.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-5] ^= 1
+    file.write_bytes(bytes(content))
+
+
+def damage_remove(folder):
+    (folder / "state_00000.safetensors").unlink()
+
+
+def damage_manifest(folder):
+    (folder / "infcl.json").write_text("{")
+
+
+def damage_foreign(folder):
+    (folder / "infcl.json").write_text('{"format": 99}')
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (damage_truncate, "bytes"),
+        (damage_flip, "another checksum"),
+        (damage_remove, "is missing"),
+        (damage_manifest, "damaged"),
+        (damage_foreign, "not of format 2"),
+    ],
+)
+def test_a_damaged_or_foreign_checkpoint_is_refused_when_named(finished, tmp_path, damage, message):
+    run, config = finished
+    copy = tmp_path / "step_00000003"
+    shutil.copytree(complete_checkpoints(run)[0], copy)
+    damage(copy)
+    resume = dataclasses.replace(config, resume=str(copy), logs=str(tmp_path))
+    messages = run_ranks(refusal, 2, resume)
+    assert message in messages[0] and str(copy) in messages[0]
+    assert messages[0] == messages[1]
+
+
+def test_a_run_folder_is_no_checkpoint_and_one_of_its_own_is_named(finished, tmp_path):
+    run, config = finished
+    for folder in (run.root, run.checkpoints, run.checkpoints / "step_00000099", run.checkpoints / "latest"):
+        message = run_ranks(refusal, 1, dataclasses.replace(config, resume=str(folder), logs=str(tmp_path)))[0]
+        assert f"name one of the run's checkpoints, like {complete_checkpoints(run)[0]}" in message
+
+
+def test_a_run_does_not_go_back_under_its_later_checkpoints(finished):
+    """They would count as its newest: kept instead of what it writes then, and taken by the next --resume latest."""
+    run, config = finished
+    before = [path.stat().st_ino for path in sorted(run.root.rglob("*"))]
+    back = dataclasses.replace(config, resume=str(run.checkpoints / "step_00000001"))
+    messages = run_ranks(refusal, 2, back)
+    assert "went on from there, to step_00000003" in messages[0] and "step_00000002, step_00000003" in messages[0]
+    assert messages[0] == messages[1]
+    assert [path.stat().st_ino for path in sorted(run.root.rglob("*"))] == before
+    elsewhere = run_ranks(fit, 2, dataclasses.replace(back, name="elsewhere"))[0]
+    assert sorted(elsewhere) == [2, 3]
+
+
+def test_a_checkpoint_that_was_copied_is_no_newer_one(finished, tmp_path):
+    """It stays, and its run continues from the newest; nor may the run go back to it."""
+    run, config = finished
+    again = RunFolder(tmp_path / "again")
+    shutil.copytree(run.root, again.root)
+    again.summary.unlink()
+    shutil.rmtree(again.checkpoints / "step_00000003")
+    kept = [again.checkpoints / name for name in ("step_best", "step_00000001_best", "step_00000009.bak")]
+    for copy in kept:
+        shutil.copytree(again.checkpoints / "step_00000001", copy)
+    config = dataclasses.replace(config, logs=str(tmp_path), name="again", keep_checkpoints=1)
+    back = run_ranks(refusal, 1, dataclasses.replace(config, resume=str(kept[0])))[0]
+    assert "went on from there, to step_00000002" in back
+    run_ranks(fit, 2, dataclasses.replace(config, resume="latest"))
+    assert [record["step"] for record in read_records(again.metrics)] == [1, 2, 3, 3]
+    assert all((copy / "infcl.json").is_file() for copy in kept)
+
+
+def test_a_run_that_began_from_anothers_checkpoint_goes_on_from_its_own(finished):
+    """Or it would write below checkpoints that count as newer, which are kept in place of what it writes then."""
+    run, config = finished
+    began = dataclasses.replace(config, resume=str(run.checkpoints / "step_00000001"), name="began", keep_checkpoints=1)
+    own = RunFolder(run.root.parent / "began")
+    run_ranks(fit, 2, began, 3)
+    left = own.checkpoints / "step_00000077.partial"  # by a kill
+    left.mkdir()
+    other = dataclasses.replace(began, resume=str(run.checkpoints / "step_00000002"))
+    assert "checkpoints of its own, up to step_00000002" in run_ranks(refusal, 2, other)[1]
+    assert left.exists()
+    run_ranks(fit, 2, began)  # the same command again
+    assert [record["step"] for record in read_records(own.metrics)] == [2, 3, 3], "step 2 is not done again"
+    assert [checkpoint_step(path) for path in complete_checkpoints(own)] == [3] and not left.exists()
+
+    again = run_ranks(fit, 2, dataclasses.replace(other, overwrite=True))[0]
+    assert sorted(again) == [3], "--overwrite starts where --resume says"
+    own.summary.unlink()
+    shutil.rmtree(own.checkpoints)
+    latest = dataclasses.replace(began, resume="latest")
+    assert f"began from {other.resume} and has no checkpoint yet" in run_ranks(refusal, 2, latest)[0]
+
+
+def test_a_checkpoint_of_another_model_is_refused_with_the_names(finished, tmp_path, demo_folder):
+    run, config = finished
+    other = dataclasses.replace(
+        config, resume=str(complete_checkpoints(run)[0]), logs=str(tmp_path), force_context_length=24
+    )
+    message = run_ranks(refusal, 2, other)[0]
+    assert "positional_embedding has shape" in message and "give the --model and --tokenizer of the run" in message
+
+
+def test_weights_come_out_of_the_newest_intact_checkpoint(finished, tmp_path):
+    import shutil
+
+    run, _ = finished
+    copy = RunFolder(tmp_path / "run")
+    shutil.copytree(run.checkpoints, copy.checkpoints)
+    newest, before = complete_checkpoints(copy)[:2]
+    expected = consolidated_state_dict(before)
+    damage_flip(newest)
+    got = consolidated_state_dict(copy.root)
+    assert set(got) == set(expected) and all(torch.equal(got[name], expected[name]) for name in got)
+    with pytest.raises(ValueError, match="no intact checkpoint"):
+        consolidated_state_dict(tmp_path)
+
+
+def test_whoever_reads_a_text_that_is_replaced_gets_all_of_the_old_one(tmp_path):
+    path = tmp_path / "latest"
+    path.write_text("old " * 100_000)
+    with path.open() as reader:
+        reader.read(1)
+        write_atomic(path, "new")
+        assert len(reader.read()) == 399_999
+    assert path.read_text() == "new" and list(tmp_path.iterdir()) == [path]
+
+
+def add_checkpoints(run, *steps):
+    for step in steps:
+        folder = run.checkpoints / f"step_{step:08d}"
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "infcl.json").write_text("{}")
+
+
+@pytest.mark.parametrize(
+    ("keep_last", "keep_every", "left"),
+    [(0, 0, [9, 8, 7, 6, 5, 4, 3, 2, 1]), (2, 0, [9, 8]), (2, 3, [9, 8, 6, 3]), (1, 4, [9, 8, 4])],
+)
+def test_pruning_keeps_the_last_ones_and_every_nth(tmp_path, keep_last, keep_every, left):
+    run = RunFolder(tmp_path)
+    add_checkpoints(run, *range(1, 10))
+    prune_checkpoints(run, keep_last=keep_last, keep_every=keep_every)
+    assert [checkpoint_step(path) for path in complete_checkpoints(run)] == left
+
+
+def test_a_checkpoint_half_removed_does_not_look_complete(tmp_path, monkeypatch):
+    run = RunFolder(tmp_path)
+    add_checkpoints(run, 1, 2)
+    monkeypatch.setattr(shutil, "rmtree", lambda path, **_: None)  # killed as it begins
+    prune_checkpoints(run, keep_last=1, keep_every=0)
+    assert [checkpoint_step(path) for path in complete_checkpoints(run)] == [2]
+
+
+def test_pruning_after_a_damaged_newer_checkpoint_keeps_what_the_run_went_on_to(tmp_path):
+    """Steps 6 and 8 are damaged: the run goes on from 4, and writes 8 anew."""
+    from types import SimpleNamespace
+
+    from infcl.checkpoint.write import CheckpointWriter
+
+    run, left = RunFolder(tmp_path), []
+    writer = CheckpointWriter(None, run, SimpleNamespace(rank=0, world_size=1), keep_last=1, keep_every=0)
+    add_checkpoints(run, 1, 4, 6, 8)
+    writer.continue_from(run.checkpoints / "step_00000004", 4)
+    for step in (5, 7, 8):
+        add_checkpoints(run, step)
+        writer.prune(run.checkpoints / f"step_{step:08d}")
+        left.append([checkpoint_step(path) for path in complete_checkpoints(run)])
+    assert left == [[8, 6, 5], [8, 7], [8]]

@@ -1,0 +1,250 @@
+"""A run survives what happens to runs: kills at any phase, signals, full disks, damaged checkpoints.
+
+In each case all processes end within 60 s, the exit code is not zero, and `--resume latest` gives the losses of the
+uninterrupted run: no sample skipped or repeated, at most the work since the last save done again.
+
+What is hit runs under the deepspeed launcher; what only trains, before and after, in ranks that are forked.
+"""
+
+import functools
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from infcl.report import read_metrics
+from tests.lib.checkout import ROOT
+from tests.lib.cluster_run import small_disk
+from tests.lib.ranks import free_port
+from tests.lib.waiting import finish, wait_for_checkpoint, wait_until
+from tests.train.test_entry import ON_CPU, alone, command, forked
+
+STEPS, SAVE_EVERY, FAULT_STEP, SIGNAL_STEP = 8, 3, 5, 7
+LAUNCHER = [sys.executable, "-m", "deepspeed.launcher.runner", "-q", "--num_gpus", "2", "--master_port"]
+
+
+def flags(demo_folder, logs, *more: str) -> list[str]:
+    every = str(SAVE_EVERY)
+    return command(
+        demo_folder, logs, "--batch-size", "8", "--steps", str(STEPS), "--save-every-n-steps", every,
+        "--save-frequency", "0", "--log-every-n-steps", "1", "--dist-timeout", "2", "--device", "cpu", *more,
+    )[1:]  # fmt: skip
+
+
+def start(script: list[str], arguments: list[str], **environment: str) -> subprocess.Popen:
+    return subprocess.Popen(
+        [*LAUNCHER, str(free_port()), *script, *arguments], cwd=ROOT, env=os.environ | ON_CPU | environment,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
+    )  # fmt: skip
+
+
+def train(arguments: list[str]) -> str:
+    """What a run that finishes prints."""
+    done = forked(["pretrain_clip.py", *arguments, "--workers", "0"], 2)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def ranks_alive(logs: Path) -> list[psutil.Process]:
+    alive = []
+    for process in psutil.process_iter(["cmdline", "status"]):
+        line = process.info["cmdline"] or []
+        if str(logs) in line and process.info["status"] != psutil.STATUS_ZOMBIE:
+            alive.append(process)
+    return alive
+
+
+def losses(logs: Path) -> list[float]:
+    records = read_metrics(logs / "run" / "metrics.jsonl", "train")
+    assert [record["step"] for record in records] == list(range(1, STEPS + 1))
+    return [record["loss"] for record in records]
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(demo_folder, tmp_path_factory):
+    logs = tmp_path_factory.mktemp("whole")
+    train(flags(demo_folder, logs))
+    return losses(logs)
+
+
+@pytest.fixture(scope="module")
+def ended_by(demo_folder, tmp_path_factory):
+    """signal -> (logs of a run whose rank 1 got it in step SIGNAL_STEP, exit code, output); one run for each signal."""
+
+    @functools.cache
+    def run(number: signal.Signals) -> tuple[Path, int, str]:
+        logs = tmp_path_factory.mktemp(number.name)
+        fault = ["tests/lib/fault_run.py", "1", str(SIGNAL_STEP), "encode", str(int(number))]
+        return logs, *finish(start(fault, flags(demo_folder, logs)), 300)
+
+    return run
+
+
+def resume_and_compare(demo_folder, logs, uninterrupted):
+    output = train(flags(demo_folder, logs, "--resume", "latest"))
+    assert losses(logs) == uninterrupted
+    return output
+
+
+@pytest.mark.parametrize(
+    "phase",
+    ["replay", *(pytest.param(p, marks=pytest.mark.slow) for p in ("data", "encode", "loss", "ring", "step", "save"))],
+)
+def test_a_rank_killed_in_any_phase_ends_the_run_and_it_resumes_exactly(demo_folder, tmp_path, uninterrupted, phase):
+    fault = ["tests/lib/fault_run.py", "1", str(FAULT_STEP), phase, str(int(signal.SIGKILL))]
+    started = time.monotonic()
+    process = start(fault, flags(demo_folder, tmp_path))
+    code, output = finish(process, 300)
+    assert code != 0, output
+    assert "killed" in output.lower() or "return code" in output, output
+    wait_until(lambda: not ranks_alive(tmp_path), 60, "ranks stayed behind")
+    print(f"{phase}: launcher ended {time.monotonic() - started:.0f} s after start with {code}")
+    assert (tmp_path / "run" / "checkpoints" / "step_00000003").is_dir(), output
+    output = resume_and_compare(demo_folder, tmp_path, uninterrupted)
+    assert "at step 3" in output
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGTERM, 143), pytest.param(signal.SIGUSR1, 138, marks=pytest.mark.slow)]
+)
+def test_a_signal_saves_and_ends_with_its_code(demo_folder, tmp_path, uninterrupted, ended_by, number, code):
+    logs, returned, output = ended_by(number)
+    assert returned == code, output
+    assert f"{number.name} received at step {SIGNAL_STEP}" in output
+    shutil.copytree(logs, tmp_path, dirs_exist_ok=True)
+    output = resume_and_compare(demo_folder, tmp_path, uninterrupted)
+    assert f"at step {SIGNAL_STEP}" in output
+
+
+def notes(process: psutil.Process, number: signal.Signals) -> bool:
+    """Whether it has a handler for a signal, which would otherwise end it."""
+    status = Path(f"/proc/{process.pid}/status").read_text()
+    return bool(int(status.split("SigCgt:")[1].split()[0], 16) >> (number - 1) & 1)
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="Linux tells of handlers in /proc")
+def test_sigusr1_in_the_first_second_of_a_start_is_kept_until_there_is_something_to_save(demo_folder, tmp_path):
+    """To one rank, while it imports; each start of a job whose time ends within it gets on by a step."""
+    process = start(["pretrain_clip.py"], flags(demo_folder, tmp_path, "--workers", "0"))
+
+    def ranks() -> list[psutil.Process]:
+        return [one for one in ranks_alive(tmp_path) if "--local_rank=1" in one.cmdline()]
+
+    wait_until(lambda: any(notes(rank, signal.SIGUSR1) for rank in ranks()), 120, "no rank was started", process)
+    (rank,) = ranks()
+    assert not (tmp_path / "run").exists()
+    rank.send_signal(signal.SIGUSR1)
+    code, output = finish(process, 300)
+    assert code == 138, output
+    assert "SIGUSR1 received at step 1; --resume latest continues from step_00000001" in output, output
+
+
+@pytest.mark.slow
+def test_sigterm_during_a_save_does_not_damage_it(demo_folder, tmp_path, uninterrupted):
+    fault = ["tests/lib/fault_run.py", "0", str(SAVE_EVERY), "save", str(int(signal.SIGTERM))]
+    code, output = finish(start(fault, flags(demo_folder, tmp_path)), 300)
+    assert code == 143, output
+    resume_and_compare(demo_folder, tmp_path, uninterrupted)
+
+
+def test_a_damaged_newest_checkpoint_is_passed_over_for_the_one_before(demo_folder, tmp_path, uninterrupted, ended_by):
+    shutil.copytree(ended_by(signal.SIGTERM)[0], tmp_path, dirs_exist_ok=True)
+    newest = tmp_path / "run" / "checkpoints" / "step_00000007"
+    with open(newest / "state_00001.safetensors", "r+b") as file:
+        file.seek(-3, os.SEEK_END)
+        file.write(b"\xff\xff")
+    output = resume_and_compare(demo_folder, tmp_path, uninterrupted)
+    assert "step_00000007 is passed over: state_00001.safetensors has another checksum" in output
+    assert "at step 6" in output
+
+
+def test_a_full_disk_is_reported_and_training_goes_on(demo_folder, tmp_path, uninterrupted):
+    with small_disk(tmp_path / "small", 2) as logs:
+        done = forked(["pretrain_clip.py", *flags(demo_folder, logs, "--workers", "0")], 2)
+        code, output = done.returncode, done.stdout + done.stderr
+        assert "could not be written" in output and "training goes on" in output, output
+        assert f"step {STEPS}/{STEPS}" in output
+        assert code == 1 and "No space left" in output and "start again with --resume latest" in output, output
+        assert "Timed out" not in output  # nobody waits for the rank that could not write
+        assert not (logs / "run" / "summary.json").exists()
+        assert not list((logs / "run" / "checkpoints").glob("step_*"))
+        assert losses(logs) == uninterrupted
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
+def test_when_the_launcher_dies_the_ranks_save_and_end(demo_folder, tmp_path, number):
+    """SIGKILL of it makes the deepspeed command report success and would leave the ranks running."""
+    process = start(["pretrain_clip.py"], flags(demo_folder, tmp_path, "--steps", "100000"))
+    wait_for_checkpoint(tmp_path, process)
+    for child in psutil.Process(process.pid).children(recursive=True):
+        if "deepspeed.launcher.launch" in " ".join(child.cmdline()):
+            child.send_signal(number)
+    wait_until(lambda: not ranks_alive(tmp_path), 60, "ranks stayed behind")
+    _, output = finish(process, 300)
+    stopped_at = int(output.split("SIGTERM received at step ")[1].split(";")[0])
+    newest = (tmp_path / "run" / "checkpoints" / "latest").read_text().strip()
+    assert newest == f"step_{stopped_at:08d}"
+
+
+def test_a_loader_s_worker_that_is_killed_is_told_with_its_rank_and_memory(demo_folder, tmp_path):
+    """Not with a traceback of the line in which word of it came: torch raises from the handler of a signal."""
+    started = time.monotonic()
+    result = alone(["tests/lib/fault_run.py", "0", "2", "replay", "0", *flags(demo_folder, tmp_path)])
+    assert result.returncode == 1 and time.monotonic() - started < 60, result.stderr
+    assert "RuntimeError: a worker of the loader of rank 0 has died" in result.stderr
+    assert "is killed by signal: Killed; its workers held " in result.stderr and "in strike" not in result.stderr
+
+
+# ---- launch/supervise.sh ----
+
+
+def supervise(run: Path, script: str, **environment: str) -> subprocess.CompletedProcess:
+    program = ["bash", "launch/supervise.sh", str(run), "bash", "-c", script]
+    environment = os.environ | ON_CPU | {"FIRST_WAIT": "0"} | environment
+    return subprocess.run(program, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=500)
+
+
+@pytest.mark.slow
+def test_supervise_restarts_a_killed_run_until_it_is_finished(demo_folder, tmp_path, uninterrupted):
+    more = ("--batch-size", "16", "--resume", "latest")  # one rank: the same global batch as two of 8
+    arguments = flags(demo_folder, tmp_path, *more)
+    fault = ["tests/lib/fault_run.py", str(0), str(FAULT_STEP), "replay", str(int(signal.SIGKILL))]
+    fault, again = (shlex.join([sys.executable, *script, *arguments]) for script in (fault, ["pretrain_clip.py"]))
+    mark = shlex.quote(f"{tmp_path}/mark")
+    script = f"if [ -e {mark} ]; then {again}; else touch {mark}; exec {fault}; fi"
+    result = supervise(tmp_path / "run", script)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "exit code 137 at step_00000003; restart" in result.stderr
+    assert losses(tmp_path) == pytest.approx(uninterrupted, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("script", "code", "message"),
+    [
+        ("exit 7", 7, "exit code 7 at no checkpoint, 3 times in a row; giving up"),
+        ("exit 0", 1, "exit code 0 at no checkpoint, 3 times in a row; giving up"),
+        ("exit 2", 2, "the command is wrong"),
+        ("exit 65", 65, "the steps stay not finite (exit code 65); not restarted"),
+        ("exit 130", 130, "interrupted; not restarted"),
+    ],
+)
+def test_supervise_gives_up_where_a_restart_does_not_help(tmp_path, script, code, message):
+    result = supervise(tmp_path, script)
+    assert result.returncode == code and message in result.stderr
+
+
+def test_supervise_passes_a_signal_on_and_does_not_restart(tmp_path):
+    script = "trap 'exit 143' TERM; echo trapped; sleep 100 & wait"
+    program = ["bash", "launch/supervise.sh", str(tmp_path), "bash", "-c", script]
+    process = subprocess.Popen(program, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "trapped\n"
+    process.terminate()
+    _, output = process.communicate(timeout=60)
+    assert process.returncode == 143 and "stopped" in output

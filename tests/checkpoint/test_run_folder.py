@@ -1,0 +1,140 @@
+"""A run's folder: never trained over unasked, by one run at a time, and what a run that begins elsewhere is told."""
+
+import contextlib
+import dataclasses
+import json
+import socket
+import subprocess
+from pathlib import Path
+
+import psutil
+import pytest
+
+from infcl.checkpoint.run_folder import RunFolder
+from tests.lib.ranks import refused, run_ranks
+from tests.train.test_trainer import demo_config, fit, refusal, run_losses, said
+
+
+def test_a_run_folder_is_never_trained_over_unasked(demo_folder, tmp_path):
+    config = demo_config(demo_folder, tmp_path, steps=2)
+    run_ranks(fit, 1, config, 1)
+    assert "unfinished run: --resume latest" in run_ranks(refusal, 1, config)[0]
+    config = dataclasses.replace(config, keep_checkpoints=2)
+    said_first = run_ranks(said, 1, dataclasses.replace(config, resume="latest"))[0]
+    assert "flags that the run had otherwise: keep_checkpoints 3 there, 2 now" in said_first
+    other = dataclasses.replace(config, lr=2e-3)
+    refused = run_ranks(refusal, 1, other)[0]
+    assert "other flags (lr 0.001 there, 0.002 now)" in refused and "checkpoints/STEP to go on from there" in refused
+    written = (tmp_path / "run" / "config.json").read_text()
+    (tmp_path / "run" / "config.json").write_text(written[:40])
+    assert RunFolder(tmp_path / "run").other_flags(config) == ["config.json there is damaged"]
+    (tmp_path / "run" / "config.json").write_text(written)
+    inside = str(next((tmp_path / "run" / "checkpoints").glob("step_*")))
+    from_there = run_ranks(said, 1, dataclasses.replace(config, name="from there", resume=inside, wd=0.1))[0]
+    assert "flags that the run had otherwise: wd 0.05 there, 0.1 now" in from_there
+    shorter = dataclasses.replace(config, name="shorter", resume=inside, steps=1)
+    assert "is of step 2, the flags end the run at 1" in run_ranks(refusal, 1, shorter)[0]
+    own = str(tmp_path / "run" / "tokenizer.model")
+    refused = [{"model": "nope"}, {"batch_size": 4096}, {"resume": inside}, {"tokenizer": own}, {"pretrained": inside}]
+    for changes in refused:  # a command that cannot work removes and rewrites nothing
+        before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
+        assert run_ranks(refusal, 1, dataclasses.replace(other, overwrite=True, **changes))[0]
+        assert {path: path.read_bytes() for path in before} == before
+    assert (
+        "--overwrite would remove"
+        in run_ranks(refusal, 1, dataclasses.replace(other, overwrite=True, tokenizer=own))[0]
+    )
+    assert len(run_losses(1, dataclasses.replace(other, overwrite=True))) == 2
+    summary = tmp_path / "run" / "summary.json"
+    finished = json.loads(summary.read_text())
+    summary.unlink()  # as after an export that failed: nothing is left to train, and the checkpoint is still the run's
+    run_ranks(fit, 1, dataclasses.replace(other, resume="latest", tokenizer=own))  # its own copy of the same
+    assert json.loads(summary.read_text())["paths"] == finished["paths"]
+
+
+def opened(rank, world_size, config, begins_from=None):
+    """What a rank hears that would train in the folder; it does not."""
+    from infcl.checkpoint.run_folder import claim_run_folder
+    from infcl.parallel import init_parallel
+
+    parallel = init_parallel("cpu")
+    return refused(lambda: claim_run_folder(config, parallel).open(config, "{}", parallel, begins_from))
+
+
+def claimed(rank, world_size, config) -> tuple[bool, bool]:
+    """What a rank takes the folder for; a file system shows rank 1 other files."""
+    from unittest import mock
+
+    from infcl.checkpoint.run_folder import claim_run_folder
+    from infcl.parallel import init_parallel
+
+    parallel = init_parallel("cpu")
+    with mock.patch("pathlib.Path.is_file", lambda path: False) if rank == 1 else contextlib.nullcontext():
+        run = claim_run_folder(config, parallel)
+    return run.is_replaced, run.is_finished
+
+
+def test_what_a_folder_holds_is_what_rank_0_sees(demo_folder, tmp_path):
+    """Ranks that took it for different things waited for each other."""
+    config = demo_config(demo_folder, tmp_path, resume="latest")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.json").write_text(config.to_json())
+    assert run_ranks(claimed, 2, dataclasses.replace(config, overwrite=True)) == [(True, False)] * 2
+    (tmp_path / "run" / "summary.json").write_text("{}")
+    assert run_ranks(claimed, 2, config) == [(False, True)] * 2
+
+
+def test_two_processes_do_not_train_in_one_folder(demo_folder, tmp_path):
+    config = demo_config(demo_folder, tmp_path, resume="latest")
+    running = tmp_path / "run" / "running.json"
+    assert run_ranks(opened, 1, config) == [None]
+    holder = json.loads(running.read_text())["pid"]
+    for overwrite in (False, True):
+        refused = run_ranks(opened, 2, dataclasses.replace(config, overwrite=overwrite))
+        assert f"is being trained by process {holder} of this host" in refused[0] and refused[0] == refused[1]
+    assert run_ranks(opened, 1, config) == [None]  # the same process again
+    process = subprocess.Popen(["sleep", "60"])
+    gone = {"host": socket.gethostname(), "pid": process.pid, "created": psutil.Process(process.pid).create_time()}
+    running.write_text(json.dumps(gone | {"created": gone["created"] - 100}))  # a number that is used again
+    assert run_ranks(opened, 2, config) == [None, None]
+    running.write_text(json.dumps(gone))
+    assert str(process.pid) in run_ranks(opened, 1, config)[0]
+    process.kill(), process.wait()
+    assert run_ranks(opened, 1, config) == [None]
+    running.write_text("{")  # a full disk's
+    assert run_ranks(opened, 2, config) == [None, None]
+
+
+def robbed(rank, world_size, config):
+    """What the ranks of a run say whose folder a process of another host takes while step 2 goes on."""
+    from infcl.checkpoint.run_folder import FolderTaken, claim_run_folder
+    from infcl.parallel import init_parallel
+    from infcl.train.trainer import Trainer
+
+    parallel = init_parallel("cpu")
+    trainer = Trainer(config, parallel, claim_run_folder(config, parallel))
+    train_step = trainer._train_step
+
+    def step(micro_batches):
+        train_step(micro_batches)
+        if trainer.step == 2 and rank == 0:
+            trainer.run.running.write_text(json.dumps({"host": "other", "pid": 7, "created": 1.0}))
+
+    trainer._train_step = step
+    with pytest.raises(FolderTaken) as taken:
+        trainer.fit()
+    return str(taken.value)
+
+
+def test_a_run_whose_folder_another_host_has_taken_ends_at_its_next_checkpoint(demo_folder, tmp_path):
+    config = demo_config(demo_folder, tmp_path, steps=9, save_every_n_steps=3, batch_size=16)
+    said = run_ranks(robbed, 2, config)
+    assert "is trained by process 7 of other since" in said[0] and said[0] == said[1]
+    run = RunFolder(tmp_path / "run")
+    assert run.taken_by() == "process 7 of other" and not list(run.checkpoints.glob("step_????????"))
+
+
+def test_a_checkpoint_to_begin_from_may_lie_in_no_run(demo_folder, tmp_path):
+    """At the root, as a container has what is mounted, no folder is above it that could be a run's."""
+    config = demo_config(demo_folder, tmp_path, resume="latest")  # what one rank writes the other may see already
+    assert run_ranks(opened, 2, config, Path("/checkpoint")) == [None, None]

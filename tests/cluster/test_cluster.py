@@ -1,0 +1,192 @@
+"""Training over several hosts through ssh, as the README says: hosts are network namespaces (hosts.py).
+
+python -m pytest -m cluster -o addopts=''        needs root, iproute2, openssh-server, pdsh (openmpi-bin)
+"""
+
+import json
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.lib.checkout import ROOT
+from tests.lib.cluster_run import (
+    DEEPSPEED,
+    MARKS,
+    flags,
+    kill,
+    launch_script,
+    losses_of_hosts_and_of_one_rank,
+    ranks_on,
+    start,
+    train,
+)
+from tests.lib.hosts import Hosts
+from tests.lib.waiting import finish, wait_until
+from tests.train.test_entry import alone, losses
+
+pytestmark = MARKS
+
+
+@pytest.fixture(scope="module")
+def two_hosts(tmp_path_factory):
+    with Hosts(2, folder=tmp_path_factory.mktemp("two")) as hosts:
+        yield hosts
+
+
+def test_two_hosts_train_resume_evaluate_and_export_as_one_rank_does(demo_folder, tmp_path, two_hosts):
+    """Interrupted by a signal to a rank of the second host; --interface, so that nothing listens elsewhere."""
+    more = ("--steps", "8", "--batch-size", "8", "--val-data", f"{demo_folder}/val", "--interface", "eth0")
+    arguments = flags(demo_folder, tmp_path, *more, "--zeroshot-data", f"{demo_folder}/zeroshot")
+    process = start(two_hosts, [*DEEPSPEED, two_hosts.hostfile, *arguments])
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    wait_until(lambda: metrics.exists() and '"step": 1,' in metrics.read_text(), 150, "there was no step", process)
+    for host in two_hosts.all:
+        addresses = {line.split()[3].rsplit(":", 1)[0] for line in host.run(["ss", "-Hltn"]).stdout.splitlines()}
+        assert addresses == {host.address}
+    kill(ranks_on(two_hosts[1])[0], signal.SIGUSR1)
+    code, output = finish(process)
+    assert code == 138 and "SIGUSR1 received at step" in output, output
+    assert 1 <= len(losses(tmp_path)) < 8
+
+    code, output = train(two_hosts, [*arguments, "--resume", "latest"])
+    assert code == 0 and "resumed from" in output, output
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["world_size"] == 2 and summary["steps"] == 8
+    assert summary["zero_shot_top1"] is not None and summary["image_to_text_r1"] is not None
+    assert (tmp_path / "run" / "export" / "open_clip_config.json").is_file()
+
+    one = tmp_path / "one"
+    result = alone(flags(demo_folder, one, "--steps", "8", "--batch-size", "16"))
+    assert result.returncode == 0, result.stderr
+    assert losses(tmp_path) == pytest.approx(losses(one), rel=1e-4)
+
+
+INTERRUPTED = """
+import time
+from tests.lib.hosts import Hosts
+
+def test_that_takes_long(tmp_path):
+    with Hosts(1, folder=tmp_path / "hosts") as hosts:
+        (tmp_path / "made").write_text(hosts[0].namespace)
+        time.sleep(600)
+"""
+
+
+def test_sigterm_to_the_tests_leaves_no_namespace_behind(tmp_path):
+    """As the Makefile's time limit sends it."""
+    (tmp_path / "test_interrupted.py").write_text(INTERRUPTED)
+    program = [sys.executable, "-m", "pytest", "-q", "-o", "addopts=", "--basetemp", tmp_path / "base", "--rootdir"]
+    command = [*map(str, program), str(tmp_path), "-p", "no:cacheprovider", str(tmp_path / "test_interrupted.py")]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        made = (tmp_path / "base").glob
+        wait_until(lambda: [path for path in made("*/made") if path.read_text()], 120, "no host was made", process)
+        name = next(made("*/made")).read_text()
+        process.terminate()
+        code, output = finish(process, 120)
+    assert code == 2 and "KeyboardInterrupt" in output, output
+    assert name not in subprocess.run(["ip", "netns"], capture_output=True, text=True).stdout
+    assert not (Path("/etc/netns") / name).exists()
+
+
+def test_torchrun_on_each_of_two_hosts_trains(demo_folder, tmp_path, two_hosts):
+    words = flags(demo_folder, tmp_path, "--batch-size", "8")[1:]
+    settings = {"NODES": "2", "RANKS": "1", "INTERFACE": "eth0", "MASTER_ADDR": two_hosts[0].address}
+    command = ["bash", "launch/torchrun.sh", *words]
+    processes = [start(two_hosts, command, on=rank, NODE_RANK=str(rank), **settings) for rank in (0, 1)]
+    results = [finish(process) for process in processes]
+    assert [code for code, _ in results] == [0, 0], results
+    assert "2 x cpu" in results[0][1] and len(losses(tmp_path)) == 3
+
+
+def test_the_pods_of_the_kubernetes_job_train(demo_folder, tmp_path, two_hosts):
+    """Its container's command and flags, in the environment that the training operator (1.9) gives to two pods."""
+    yaml = pytest.importorskip("yaml")
+    job = yaml.safe_load((ROOT / "launch" / "kubernetes.yaml").read_text())
+    pod = job["spec"]["pytorchReplicaSpecs"]["Master"]["template"]["spec"]["containers"][0]
+    smaller = {
+        "--train-data": f"{demo_folder}/train", "--tokenizer": f"{demo_folder}/tokenizer.model", "--model": "demo",
+        "--batch-size": "4", "--global-batch-size": "32", "--logs": str(tmp_path), "--name": "run",
+    }  # fmt: skip
+    pairs = [flag.partition("=") for flag in pod["args"]]
+    words = [f"{name}={smaller.get(name, value)}" if value else name for name, _, value in pairs]
+    words += ["--steps=3", "--warmup=1", "--workers=0", "--device=cpu"]
+    meeting = {"MASTER_ADDR": two_hosts[0].name, "MASTER_PORT": "23456"}
+    meeting |= {f"PET_{name}": value for name, value in meeting.items()}
+    of_job = meeting | {"WORLD_SIZE": "4", "PET_NNODES": "2", "PET_NPROC_PER_NODE": "2", "PYTHONUNBUFFERED": "1"}
+    processes = [
+        start(two_hosts, [*pod["command"], *words], on=rank, **of_job | {"RANK": str(rank), "PET_NODE_RANK": str(rank)})
+        for rank in (0, 1)
+    ]
+    results = [finish(process) for process in processes]
+    assert [code for code, _ in results] == [0, 0], results
+    assert "4 x cpu" in results[0][1] and "2 micro-batches" in results[0][1], results
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["samples_seen"] == 96
+
+
+@pytest.mark.skipif(shutil.which("mpirun") is None, reason="mpirun is not installed (openmpi-bin)")
+def test_the_openmpi_launcher_trains_too(demo_folder, tmp_path, two_hosts):
+    process = launch_script(two_hosts, flags(demo_folder, tmp_path, "--batch-size", "8"), LAUNCHER="openmpi")
+    code, output = finish(process)
+    assert code == 0 and "2 x cpu" in output, output
+    assert len(losses(tmp_path)) == 3
+
+
+def test_check_finds_equal_hosts_right_and_names_a_dead_one_and_a_slow_one(tmp_path):
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    with Hosts(3, folder=tmp_path / "hosts") as hosts:
+        check = ["bash", "launch/check.sh", hosts.hostfile, shared]
+        code, output = finish(start(hosts, check, INTERFACE="eth0"))
+        assert "3 hosts, 3 slots, 0 GPUs: right" in output and "all-reduce over 3 ranks" in output, output
+        hosts[2].shape("tbf rate 100mbit burst 64kb latency 400ms")
+        code, output = finish(start(hosts, check, INTERFACE="eth0"))
+        assert code == 1 and "slow link: all of worker-3" in output, output
+        mounted = hosts[1].run(["mount", "-t", "tmpfs", "tmpfs", shared])
+        assert mounted.returncode == 0
+        hosts.hostfile.write_text(hosts.hostfile.read_text() + "worker-9 slots=1\n")
+        code, output = finish(start(hosts, check))
+        assert code == 1 and "worker-9: ssh failed" in output
+        assert "worker-2: the folder is not shared: what worker-1, worker-3 wrote there is not seen" in output
+
+
+def test_four_hosts_of_which_one_has_a_slow_link_name_it_resume_evaluate_and_export(demo_folder, tmp_path):
+    """Interrupted by a signal to the rank of the slow one."""
+    more = ("--steps", "9", "--accum-freq", "1", "--val-data", f"{demo_folder}/val")
+    more += ("--zeroshot-data", f"{demo_folder}/zeroshot", "--host-timeout", "120")
+    arguments = flags(demo_folder, tmp_path, *more, "--batch-size", "8")
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    with Hosts(4, folder=tmp_path / "hosts") as hosts:
+        hosts[2].shape("tbf rate 20mbit burst 32kb latency 400ms")
+        process = start(hosts, [*DEEPSPEED, hosts.hostfile, *arguments])
+        wait_until(lambda: metrics.exists() and '"step": 5,' in metrics.read_text(), 400, "no fifth step", process)
+        kill(ranks_on(hosts[2])[0], signal.SIGUSR1)
+        code, output = finish(process)
+        assert code == 138 and "SIGUSR1 received at step" in output, output
+        assert re.search(r"slow link: all of worker-3, 0\.0\d+ GB/s \(usual 0?\.?\d+", output), output
+        assert 5 <= len(losses(tmp_path)) < 9
+        hosts[2].shape("pfifo")  # all that follows would take minutes
+        code, output = train(hosts, [*arguments, "--resume", "latest"])
+    assert code == 0 and "resumed from" in output and "4 x cpu" in output, output
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert (summary["world_size"], summary["steps"], summary["samples_seen"]) == (4, 9, 9 * 32)
+    assert summary["zero_shot_top1"] is not None and summary["image_to_text_r1"] is not None
+    assert (tmp_path / "run" / "export" / "open_clip_config.json").is_file()
+
+    one = tmp_path / "one"
+    result = alone(flags(demo_folder, one, "--steps", "9", "--accum-freq", "1", "--batch-size", "32"))
+    assert result.returncode == 0, result.stderr
+    assert losses(tmp_path) == pytest.approx(losses(one), rel=1e-4)
+
+
+def test_32_ranks_on_four_hosts_train_as_one_rank_does(demo_folder, tmp_path):
+    """Two-level rings, the whole trainer; one rank takes the same 64 pairs a step alone."""
+    if (free := psutil.virtual_memory().available / 1e9) < 13:
+        pytest.skip(f"32 ranks take 11 GB of memory, 2 GB stay for the rest: 13 GB are needed, {free:.1f} are free")
+    many, one = losses_of_hosts_and_of_one_rank(demo_folder, tmp_path, hosts=4, slots=8, pairs=64, steps=2)
+    assert len(many) == 2 and many == pytest.approx(one, rel=1e-5)

@@ -1,0 +1,272 @@
+"""What happens to hosts: pulled cables, crashes, slow links, dead entries, other versions, storage that is not shared.
+
+In each case every rank on every host ends within the time-outs, the exit code is not zero, and the host is named.
+"""
+
+import json
+import re
+import shutil
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.lib.checkout import ROOT
+from tests.lib.cluster_run import (
+    MARKS,
+    flags,
+    kill,
+    launch_script,
+    ranks_on,
+    small_disk,
+    start,
+    wait_until_gone,
+)
+from tests.lib.hosts import PATH, Hosts
+from tests.lib.waiting import finish, wait_for_checkpoint, wait_until
+from tests.train.test_entry import alone, losses
+
+pytestmark = MARKS
+STEPS, BATCH = 30, 32
+HOST_TIMEOUT = 10
+
+
+def fault_flags(demo_folder, logs, *more: str) -> list[str]:
+    return flags(
+        demo_folder, logs, "--steps", str(STEPS), "--global-batch-size", str(BATCH), "--accum-freq", "1",
+        "--batch-size", "8", "--save-every-n-steps", "2", "--host-timeout", str(HOST_TIMEOUT), "--dist-timeout", "5",
+        "--resume", "latest", *more,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def one_rank_losses(demo_folder, tmp_path_factory):
+    logs = tmp_path_factory.mktemp("one")
+    result = alone(fault_flags(demo_folder, logs, "--batch-size", str(BATCH)))
+    assert result.returncode == 0, result.stderr
+    return losses(logs)
+
+
+@pytest.fixture
+def hosts(tmp_path):
+    with Hosts(2, folder=tmp_path / "hosts") as hosts:
+        yield hosts
+
+
+def test_a_pulled_cable_ends_the_run_on_both_sides_and_names_the_host(demo_folder, tmp_path, hosts, one_rank_losses):
+    process = launch_script(hosts, fault_flags(demo_folder, tmp_path))
+    wait_for_checkpoint(tmp_path, process)
+    hosts[1].link("down")
+    pulled = time.monotonic()
+    gone = wait_until_gone(hosts, seconds=6 * HOST_TIMEOUT)
+    code, output = finish(process)
+    print(
+        f"link down: ranks gone after {gone:.0f} s, command after {time.monotonic() - pulled:.0f} s, exit code {code}"
+    )
+    assert code != 0
+    assert "worker-1: worker-2 (rank 1) has not been heard of for" in output, output
+    hosts[1].link("up")
+    code, output = finish(launch_script(hosts, fault_flags(demo_folder, tmp_path)))
+    assert code == 0 and "resumed from" in output, output
+    assert losses(tmp_path) == pytest.approx(one_rank_losses, rel=1e-4)
+
+
+def test_after_a_crash_supervise_goes_on_with_the_hosts_that_are_left(demo_folder, tmp_path, hosts, one_rank_losses):
+    """The global batch stays, --accum-freq doubles, no sample is skipped or repeated."""
+    command = ["bash", "launch/hostfile.sh", *fault_flags(demo_folder, tmp_path)[1:]]
+    options = ["--hostfile", hosts.hostfile, "--min-hosts", "1", "--batch", str(BATCH)]
+    program = ["bash", "launch/supervise.sh", *options, tmp_path / "run", *command]
+    process = start(hosts, program, INTERFACE="eth0", FIRST_WAIT="0")
+    wait_for_checkpoint(tmp_path, process)
+    hosts[1].crash()
+    code, output = finish(process)
+    assert code == 0, output
+    assert "supervise: on worker-1 slots=1 worker-2 slots=1" in output
+    assert "rank 0 on worker-1: " in output and "the hosts: worker-1 (rank 0), worker-2 (rank 1)" in output, output
+    assert "supervise: on worker-1 slots=1 \n" in output and "resumed from" in output, output
+    assert "32 pairs a step = 1 data-parallel rank x 4 micro-batches" in output
+    assert losses(tmp_path) == pytest.approx(one_rank_losses, rel=1e-4)
+
+
+def test_after_the_first_host_lost_its_power_supervise_goes_on_with_the_others(demo_folder, tmp_path, one_rank_losses):
+    """Rank 0 and the run's store were there: no connection is closed, nothing answers. Started on a third host."""
+    with Hosts(3, folder=tmp_path / "hosts") as hosts:
+        hosts.hostfile.write_text("worker-1 slots=1\nworker-2 slots=1\n")
+        command = ["bash", "launch/hostfile.sh", *fault_flags(demo_folder, tmp_path)[1:]]
+        options = ["--hostfile", hosts.hostfile, "--min-hosts", "1", "--batch", str(BATCH)]
+        program = ["bash", "launch/supervise.sh", *options, tmp_path / "run", *command]
+        process = start(hosts, program, on=2, INTERFACE="eth0", FIRST_WAIT="0")
+        wait_for_checkpoint(tmp_path, process)
+        second = ranks_on(hosts[1])
+        hosts[0].link("down")
+        hosts[0].crash()
+        wait_until(lambda: not any(rank.is_running() for rank in second), 6 * HOST_TIMEOUT, "ranks stayed behind")
+        code, output = finish(process)
+    assert code == 0, output
+    assert "worker-2: rank 0's host, worker-1 (rank 0), has not answered for" in output, output
+    assert "supervise: on worker-2 slots=1 \n" in output and "resumed from" in output, output
+    assert losses(tmp_path) == pytest.approx(one_rank_losses, rel=1e-4)
+
+
+WITH_TAP = pytest.mark.skipif(not Path("/dev/net/tun").exists(), reason="no TAP devices here: /dev/net/tun is missing")
+CONNECT = """
+import socket, sys, time
+started = time.perf_counter()
+socket.create_connection((sys.argv[1], 22)).close()
+print(time.perf_counter() - started)
+"""  # seconds of a message and its answer
+
+
+@pytest.mark.parametrize("slow", ["rate", pytest.param("delay", marks=WITH_TAP)])
+def test_a_slow_host_changes_nothing_but_the_time(demo_folder, tmp_path, one_rank_losses, slow):
+    with Hosts(2) as hosts:
+        if slow == "rate":
+            hosts[1].shape("tbf rate 20mbit burst 32kb latency 400ms")
+        else:
+            hosts[1].delay(30, 5)
+            seconds = hosts[0].run([sys.executable, "-c", CONNECT, hosts[1].address], check=True).stdout
+            assert 0.05 <= float(seconds) < 5
+        code, output = finish(launch_script(hosts, fault_flags(demo_folder, tmp_path, "--steps", "4", "--warmup", "5")))
+    assert code == 0, output
+    assert losses(tmp_path)[:3] == pytest.approx(one_rank_losses[:3], rel=1e-4)
+
+
+def test_a_host_that_stands_still_for_a_while_is_waited_for(demo_folder, tmp_path, hosts, one_rank_losses):
+    process = launch_script(hosts, fault_flags(demo_folder, tmp_path))
+    wait_for_checkpoint(tmp_path, process)
+    stopped = ranks_on(hosts[1])
+    for rank in stopped:
+        kill(rank, signal.SIGSTOP)
+    time.sleep(HOST_TIMEOUT / 2)
+    for rank in stopped:
+        kill(rank, signal.SIGCONT)
+    code, output = finish(process)
+    assert code == 0, output
+    assert losses(tmp_path) == pytest.approx(one_rank_losses, rel=1e-4)
+
+
+def test_a_host_that_stands_still_for_good_ends_the_run_and_is_named(demo_folder, tmp_path, hosts):
+    """Its kernel still answers, so no connection breaks: only its silence shows. It ends when it can run again."""
+    process = launch_script(hosts, fault_flags(demo_folder, tmp_path))
+    wait_for_checkpoint(tmp_path, process)
+    frozen = hosts[1].processes("pretrain_clip.py")  # the ranks and their launcher
+    assert len(frozen) >= 2
+    for one in frozen:
+        kill(one, signal.SIGSTOP)
+    wait_until(lambda: not ranks_on(hosts[0]), 6 * HOST_TIMEOUT, "the other host goes on")
+    for one in frozen:
+        kill(one, signal.SIGCONT)
+    wait_until_gone(hosts, seconds=6 * HOST_TIMEOUT)
+    code, output = finish(process)
+    assert code != 0 and "worker-1: worker-2 (rank 1) has not been heard of for" in output, output
+
+
+def test_a_full_shared_disk_is_said_and_the_run_goes_on(demo_folder, tmp_path, one_rank_losses):
+    """No checkpoint fits, nothing half-written stays; what ends the run is the export, which does not fit either."""
+    with small_disk(tmp_path / "small", 2) as logs, Hosts(2, folder=tmp_path / "hosts") as hosts:
+        code, output = finish(launch_script(hosts, fault_flags(demo_folder, logs, "--steps", "4", "--warmup", "5")))
+        assert "could not be written" in output and "training goes on" in output, output
+        assert losses(logs)[:3] == pytest.approx(one_rank_losses[:3], rel=1e-4)
+        assert not list((logs / "run" / "checkpoints").glob("step_*"))
+        assert code != 0 and re.search(r"worker-1: .*No space left on device", output), output
+        wait_until_gone(hosts, seconds=30)
+
+
+def test_a_shared_disk_that_fails_on_one_host_and_then_is_gone_from_all_is_said_with_the_host(demo_folder, tmp_path):
+    """Read-only on one, a while, the run goes on; unmounted on all it ends, and leaves nothing in the empty folders."""
+    shown = tmp_path / "shown"
+    shown.touch()
+    with small_disk(tmp_path / "shared", 200) as logs, Hosts(2, folder=tmp_path / "hosts") as hosts:
+        more = ("--steps", "4000", "--warmup", "5", "--save-every-n-steps", "20")
+        words = fault_flags(demo_folder, logs, *more)[1:]
+        program = ["bash", "-c", 'exec bash launch/hostfile.sh "$@" > "$0" 2>&1', shown, *words]
+        process = start(hosts, program, HOSTS=str(hosts.hostfile), INTERFACE="eth0")
+
+        def wait_for(text: str, since: int = 0) -> int:
+            """Where the output ends when it has that text."""
+            wait_until(lambda: text in shown.read_text()[since:], 150, shown.read_text, process)
+            return len(shown.read_text())
+
+        def remount(option: str) -> None:
+            assert hosts[1].run(["mount", "-o", f"remount,bind,{option}", logs]).returncode == 0
+
+        wait_for_checkpoint(logs, process)
+        remount("ro")
+        wait_for("could not be written (rank 1 on worker-2: Read-only file system); training goes on")
+        remount("rw")
+        before = (logs / "run" / "checkpoints" / "latest").read_text()
+        wait_until(
+            lambda: (logs / "run" / "checkpoints" / "latest").read_text() != before, 60, shown.read_text, process
+        )
+        for host in hosts.all:
+            assert host.run(["umount", "--lazy", logs]).returncode == 0
+        gone = time.monotonic()
+        code, _ = finish(process)
+        print(f"shared disk gone: the command ended after {time.monotonic() - gone:.0f} s, exit code {code}")
+        wait_until_gone(hosts, seconds=30)
+        assert hosts[0].run(["ls", logs]).stdout == ""
+    output = shown.read_text()
+    assert code != 0, output
+    assert re.search(
+        r"rank 0 on worker-1: 4 checkpoints in a row could not be written to .*--max-failed-saves 3", output
+    )
+    assert "rank 0 on worker-1: No such file or directory, and 1 more" in output, output
+
+
+def test_a_dead_entry_of_the_hostfile_is_named(demo_folder, tmp_path, hosts):
+    hosts.hostfile.write_text("worker-1 slots=1\nworker-9 slots=1\n")
+    code, output = finish(launch_script(hosts, fault_flags(demo_folder, tmp_path, "--dist-timeout", "0.5")))
+    assert code != 0 and "worker-9" in output
+    assert "ranks 1 of 2 did not come within 0:00:30; here are those on worker-1" in output, output
+    wait_until_gone(hosts, seconds=20)
+
+
+def test_a_host_with_another_version_of_the_code_is_refused(demo_folder, tmp_path, hosts):
+    other = tmp_path / "other.py"
+    shutil.copyfile(ROOT / "infcl" / "__init__.py", other)
+    other.write_text(other.read_text() + "# a change\n")
+    mounted = hosts[1].run(["mount", "--bind", other, ROOT / "infcl" / "__init__.py"])
+    assert mounted.returncode == 0, mounted.stderr
+    code, output = finish(launch_script(hosts, fault_flags(demo_folder, tmp_path)))
+    assert code == 2, output
+    assert "the hosts do not run the same: source: " in output and "on worker-2 (rank 1)" in output
+    wait_until_gone(hosts, seconds=30)
+
+
+def test_a_host_with_another_preset_is_refused_with_host_and_key(demo_folder, tmp_path, hosts):
+    mounted = hosts[1].run(["mount", "--bind", ROOT / "ds_configs/zero3.json", ROOT / "ds_configs/zero1.json"])
+    assert mounted.returncode == 0, mounted.stderr
+    code, output = finish(launch_script(hosts, fault_flags(demo_folder, tmp_path)))
+    assert code == 2, output
+    key = "--deepspeed_config zero_optimization.stage"
+    assert f"{key}: 1 on worker-1 (rank 0); 3 on worker-2 (rank 1)" in output, output
+    wait_until_gone(hosts, seconds=30)
+
+
+def test_a_run_folder_that_is_not_shared_is_refused_with_the_host(demo_folder, tmp_path, hosts):
+    logs = tmp_path / "logs"
+    logs.mkdir()
+    mounted = hosts[1].run(["mount", "-t", "tmpfs", "tmpfs", logs])
+    assert mounted.returncode == 0, mounted.stderr
+    code, output = finish(launch_script(hosts, fault_flags(demo_folder, logs)))
+    assert code == 2, output
+    assert f"worker-2: {logs}/run is not the folder that worker-1 writes to" in output
+    wait_until_gone(hosts, seconds=30)
+
+
+def test_flags_with_spaces_and_shell_characters_survive_ssh(tmp_path, hosts):
+    words = ["a b", "{00..03}.tar", "$(id) `id` $HOME", 'it\'s "so"; & | > x', "%h *?", "scale=(0.9,1.0)", "é", ""]
+    script = tmp_path / "words.py"
+    out = tmp_path / "out"
+    script.write_text(
+        "import json, os, sys, pathlib\n"
+        f"pathlib.Path({str(out)!r} + os.environ['RANK']).write_text(json.dumps(sys.argv[-{len(words)}:]))\n"
+    )
+    process = start(
+        hosts, ["bash", "launch/hostfile.sh", *words], HOSTS=str(hosts.hostfile), SCRIPT=str(script), PATH=PATH
+    )
+    code, output = finish(process)
+    assert code == 0, output
+    assert [json.loads((tmp_path / f"out{rank}").read_text()) for rank in (0, 1)] == [words, words]

@@ -1,0 +1,83 @@
+"""launch/slurm.sbatch under a real Slurm: two hosts (hosts.py), two tasks on each."""
+
+import json
+import re
+
+import pytest
+
+from tests.lib.checkout import ROOT
+from tests.lib.cluster_run import MARKS, flags
+from tests.lib.hosts import Hosts
+from tests.lib.slurm import Slurm, missing
+from tests.train.test_entry import losses
+
+pytestmark = [*MARKS, pytest.mark.skipif(bool(missing()), reason=str(missing()))]
+
+
+@pytest.fixture(scope="module")
+def daemons(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("slurm")
+    with Hosts(2, folder=folder / "hosts") as hosts, Slurm(hosts, folder / "slurm") as made:
+        yield made
+
+
+@pytest.fixture
+def slurm(daemons):
+    yield daemons
+    daemons.cancel_all()
+
+
+def submit(slurm, demo_folder, logs, *more: str) -> str:
+    """The number of a job of four tasks, which trains 80 steps of 16 pairs."""
+    options = "--nodes 2 --ntasks-per-node 2 --gpus-per-node 0 --cpus-per-task 1 --export ALL,OMP_NUM_THREADS=1".split()
+    words = flags(demo_folder, logs, "--batch-size", "4", "--accum-freq", "1", "--steps", "80", *more)
+    return slurm.submit([*options, "--output", logs / "job.log", "launch/slurm.sbatch", *words[1:]], cwd=ROOT)
+
+
+def wait_for_losses(slurm, logs, count: int) -> None:
+    slurm.wait_until(lambda: (logs / "run" / "metrics.jsonl").exists() and len(losses(logs)) >= count, 120)
+
+
+def test_a_saved_job_and_one_that_lost_a_task_are_queued_again_until_the_run_is_finished(demo_folder, tmp_path, slurm):
+    job = submit(slurm, demo_folder, tmp_path, "--save-frequency", "0", "--interface", "eth0")
+    wait_for_losses(slurm, tmp_path, 3)
+    slurm.run("scancel", "--signal=USR1", job)  # as --signal=USR1@300 does before the time limit
+    slurm.wait_until(lambda: slurm.state(job).get("Restarts") == "1", 120)
+    saved = len(losses(tmp_path))
+    assert 3 <= saved < 80
+    wait_for_losses(slurm, tmp_path, saved + 3)
+    slurm.hosts[1].run(["pkill", "-KILL", "--oldest", "--full", "pretrain_clip.py"])
+    state, log = slurm.wait(job), (tmp_path / "job.log").read_text()
+    assert (state["JobState"], state["ExitCode"], state["Restarts"]) == ("COMPLETED", "0:0", "2"), log
+    assert re.findall(r"queued again(.*)", log) == ["", ", restart 1 of 10"], log
+    assert f"after step_{saved:08d}; queued again" in log and log.count(f"at step {saved}\n") == 2, log
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert (summary["world_size"], summary["steps"], summary["samples_seen"]) == (4, 80, 1280)
+    assert len(losses(tmp_path)) == 80 and not (tmp_path / "run.failures").exists()
+
+
+def test_a_mistake_ends_the_job_and_a_cancelled_one_stays_so(demo_folder, tmp_path, slurm):
+    """With srun's --kill-on-bad-exit the mistake's code was 143, that of the other tasks, and the job never ended."""
+    state = slurm.wait(submit(slurm, demo_folder, tmp_path, "--lr", "nan"))
+    assert (state["JobState"], state["ExitCode"], state["Restarts"]) == ("FAILED", "2:0", "0")
+    assert "--lr nan must be a finite number" in (tmp_path / "job.log").read_text()
+
+    job = submit(slurm, demo_folder, tmp_path, "--steps", "4000")
+    wait_for_losses(slurm, tmp_path, 1)
+    slurm.run("scancel", job)
+    assert slurm.wait(job)["JobState"] == "CANCELLED"
+    for host in slurm.hosts.all:
+        slurm.wait_until(lambda host=host: host.run(["pgrep", "--full", "pretrain_clip.py"]).returncode == 1, 60)
+    assert slurm.run("squeue", "-h") == ""
+
+
+def test_a_job_that_lost_a_node_waits_for_it_and_goes_on(demo_folder, tmp_path, slurm):
+    job = submit(slurm, demo_folder, tmp_path, "--host-timeout", "10")
+    wait_for_losses(slurm, tmp_path, 3)
+    slurm.hosts[1].crash()
+    slurm.wait_until(lambda: "DOWN" in slurm.state(job).get("Reason", ""), 120)
+    assert slurm.state(job)["JobState"] == "PENDING"
+    slurm.return_node(1)
+    state, log = slurm.wait(job), (tmp_path / "job.log").read_text()
+    assert (state["JobState"], state["ExitCode"], state["Restarts"]) == ("COMPLETED", "0:0", "1"), log
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["steps"] == len(losses(tmp_path)) == 80

@@ -1,0 +1,300 @@
+"""The launch scripts as far as a shell can tell: what they run, what they refuse, when a run is queued again."""
+
+import re
+import shlex
+import shutil
+import subprocess
+
+import pytest
+
+from infcl.parallel import _NODE_SIZES, read_environment, read_ranks_per_node
+from tests.lib.checkout import ROOT
+
+
+def run(script: str, *arguments, tmp_path, programs: dict[str, str], where=None, **environment: str):
+    """launch/SCRIPT with `programs` (name: shell script) before the PATH, in an empty copy of the repository; started
+    there, or in the folder `where`."""
+    bin_folder = tmp_path / "bin"
+    bin_folder.mkdir(exist_ok=True)
+    for name, text in programs.items():
+        (bin_folder / name).write_text("#!/usr/bin/env bash\n" + text)
+        (bin_folder / name).chmod(0o755)
+    if not (tmp_path / "launch").exists():
+        shutil.copytree(ROOT / "launch", tmp_path / "launch")
+    environment = {"PATH": f"{bin_folder}:/usr/bin:/bin", "HOME": str(tmp_path)} | environment
+    command = ["bash", str(tmp_path / "launch" / script), *map(str, arguments)]
+    return subprocess.run(command, cwd=where or tmp_path, env=environment, capture_output=True, text=True, timeout=60)
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "launch").iterdir()), ids=lambda path: path.name)
+def test_every_script_is_valid_bash_and_says_command_hardware_and_time(path):
+    if path.suffix != ".yaml":
+        assert subprocess.run(["bash", "-n", path], capture_output=True).returncode == 0
+    if path.name == "quote.sh":
+        return
+    said = dict(re.findall(r"^#   (command|hardware|time) +(\S.*)$", path.read_text(), re.MULTILINE))
+    assert re.match(r"(\S+=\S+ )*(bash|sbatch|make|kubectl) ", said["command"])
+    assert re.search("GPU|any|as the run", said["hardware"])
+    assert re.match("as long as the training|.*(second|minute)", said["time"])
+
+
+def test_quoted_words_come_out_of_a_shell_as_they_went_in():
+    words = ["plain-1.0/x=y", "", "a b", "{0..3}", "$(id) `id` $HOME", 'it\'s "so"', "; & | > <", "%h *?[a]", "é\\n\t"]
+    script = (
+        'source launch/quote.sh; line=; for w in "$@"; do line+=" $(quote "$w")"; done; eval "printf \'%s\\0\' $line"'
+    )
+    printed = subprocess.run(["bash", "-c", script, "-", *words], cwd=ROOT, capture_output=True, check=True).stdout
+    assert printed.decode().split("\0")[:-1] == words
+
+
+SLURM = {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "0", "SLURM_JOB_NODELIST": "n[1-2]"}
+FLAGS = ["--logs", "logs", "--name", "first"]
+
+
+def slurm(tmp_path, srun: str, *arguments, **environment: str):
+    scontrol = 'case $1 in show) echo n1; echo n2;; *) echo "scontrol $*";; esac\n'
+    programs = {"srun": srun, "scontrol": scontrol}
+    return run("slurm.sbatch", *arguments, tmp_path=tmp_path, programs=programs, **SLURM | environment)
+
+
+SAVES = 'mkdir -p logs/first/checkpoints; echo "step_$SLURM_RESTART_COUNT" > logs/first/checkpoints/latest; '
+
+
+@pytest.mark.parametrize("code", [138, 143, 1, 137])
+def test_slurm_queues_a_run_with_a_new_checkpoint_again_however_often_it_did(tmp_path, code):
+    """A long run is queued again at every time limit: those are no failures."""
+    for restart in (0, 1, 50):
+        result = slurm(tmp_path, f"{SAVES} exit {code}\n", *FLAGS, SLURM_RESTART_COUNT=str(restart))
+        assert result.returncode == 0 and "scontrol requeue 7" in result.stdout, result.stdout + result.stderr
+        assert f"exit code {code} after step_{restart}; queued again\n" in result.stdout
+
+
+@pytest.mark.parametrize("code", [138, 1])
+def test_slurm_gives_up_after_so_many_failures_without_a_new_checkpoint(tmp_path, code):
+    """Also when the time that is left for a start is too short (138); another job counts for itself."""
+
+    def told(program: str) -> str:
+        result = slurm(tmp_path, program, *FLAGS, SLURM_RESTART_COUNT="50", MAX_RESTARTS="2")
+        assert ("scontrol requeue 7" in result.stdout) == (result.returncode == 0) == ("queued again" in result.stdout)
+        assert result.stderr == ""
+        return result.stdout.partition("; queued again")[2].splitlines()[0] if result.returncode == 0 else "given up"
+
+    fails = f"exit {code}\n"
+    assert [told(fails), told(SAVES + fails), told(fails)] == [", restart 1 of 2", "", ", restart 1 of 2"]
+    (tmp_path / "logs" / "first.failures").write_text("6 2\n")
+    assert [told(fails) for _ in range(3)] == [", restart 1 of 2", ", restart 2 of 2", "given up"]
+    assert not (tmp_path / "logs" / "first.failures").exists()
+
+
+@pytest.mark.parametrize("code", [0, 2, 65, 130])
+def test_slurm_does_not_queue_a_mistake_again_nor_what_trains_nothing(tmp_path, code):
+    result = slurm(tmp_path, f"{SAVES} exit {code}\n", *FLAGS)
+    assert (result.returncode, result.stdout, result.stderr) == (code, "", "")
+
+
+def test_slurm_gives_up_where_failures_cannot_be_counted(tmp_path):
+    """A full disk, say: it would be the first failure each time."""
+    (tmp_path / "logs" / "first.failures").mkdir(parents=True)
+    result = slurm(tmp_path, "exit 1\n", *FLAGS)
+    assert result.returncode == 1 and "requeue" not in result.stdout, result.stdout
+    nested = slurm(tmp_path, "exit 1\n", "--logs", "logs", "--name", "a/b")
+    assert "restart 1 of 10" in nested.stdout and (tmp_path / "logs" / "a" / "b.failures").read_text() == "7 1\n"
+
+
+def test_slurm_is_finished_when_the_summary_is_there(tmp_path):
+    (tmp_path / "logs" / "first").mkdir(parents=True)
+    result = slurm(tmp_path, 'touch logs/first/summary.json; echo "$MASTER_ADDR $*"; exit 138\n', *FLAGS, "--wd", "a b")
+    assert result.returncode == 0 and "requeue" not in result.stdout
+    assert result.stdout.startswith("n1 --kill-on-bad-exit=0 --wait=300 python -u pretrain_clip.py --deepspeed_config")
+    assert "--resume latest --logs logs --name first --wd a b" in result.stdout
+
+
+STEP = """
+if [ "$1 $2" != "--kill-on-bad-exit=0 --wait=300" ]; then exit 3; fi
+for node in 0 1; do
+  for task in 0 1; do
+    export SLURM_PROCID=$((2 * node + task)) SLURM_LOCALID=$task SLURM_NTASKS=4 SLURM_TASKS_PER_NODE="2(x2)"
+    "${@:3}"
+    code=$?
+  done
+done
+exit $code
+"""  # as srun starts a step of two nodes with two tasks each, one after another
+
+
+def test_each_slurm_task_gets_its_rank_and_all_the_same_meeting_place(tmp_path, monkeypatch):
+    """What the trainer reads of the environment that the tasks of two hosts are started in."""
+    python = 'env > "task-$SLURM_PROCID"; echo "$*" >> words; exit 1\n'
+    scontrol = 'case "$*" in "show hostnames n[1-2]") echo n1; echo n2;; *) echo "scontrol $*";; esac\n'
+    programs = {"srun": STEP, "scontrol": scontrol, "python": python}
+    given = SLURM | {"SLURM_JOB_ID": "123456", "INTERFACE": "ib0", "SLURM_SUBMIT_DIR": str(tmp_path)}
+    result = run("slurm.sbatch", *FLAGS, "--wd", "a b", tmp_path=tmp_path, programs=programs, **given)
+    assert "scontrol requeue 123456" in result.stdout, result.stderr  # nothing has been trained
+    words = (tmp_path / "words").read_text().splitlines()
+    assert len(words) == 4 and set(words) == {
+        "-u pretrain_clip.py --interface ib0 --deepspeed_config ds_configs/zero1.json --resume latest --logs logs "
+        "--name first --wd a b"
+    }
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "OMPI_COMM_WORLD_RANK", *_NODE_SIZES):
+        monkeypatch.delenv(name, raising=False)
+    for rank in range(4):
+        task = dict(line.split("=", 1) for line in (tmp_path / f"task-{rank}").read_text().splitlines() if "=" in line)
+        assert (task["MASTER_ADDR"], task["MASTER_PORT"]) == ("n1", "13456")
+        for name, value in task.items():
+            if name.startswith("SLURM_"):
+                monkeypatch.setenv(name, value)
+        assert read_environment() == (rank, 4, rank % 2) and read_ranks_per_node() == 2
+
+
+def test_slurm_needs_to_know_what_to_resume(tmp_path):
+    result = slurm(tmp_path, "exit 0\n", "--logs", "logs")
+    assert result.returncode == 2 and "--logs and --name are needed" in result.stderr
+
+
+@pytest.mark.parametrize("form", [["--logs=logs", "--name=first"], ["--name", "x", *FLAGS]])
+def test_slurm_reads_the_folder_as_the_program_does(tmp_path, form):
+    (tmp_path / "logs" / "first").mkdir(parents=True)
+    assert slurm(tmp_path, "touch logs/first/summary.json; exit 1\n", *form).returncode == 0
+
+
+def test_what_starts_a_run_again_does_not_overwrite_it(tmp_path):
+    refused = slurm(tmp_path, "echo started\n", *FLAGS, "--overwrite")
+    assert refused.returncode == 2 and "anew after each requeue" in refused.stderr and not refused.stdout
+    supervised = run("supervise.sh", str(tmp_path), "echo", "--overwrite", tmp_path=tmp_path, programs={})
+    assert supervised.returncode == 2 and "anew at each restart" in supervised.stderr and not supervised.stdout
+
+
+SSH = 'case "$*" in *hostname*) echo "10.0.0.1 fe80::1 ";; *) echo "2: eth0    inet 10.0.0.1/24 brd";; esac\n'
+HOSTFILE = {"python": "exit 0\n", "ssh": SSH, "deepspeed": 'printf "%s|" "$@"\n'}
+
+
+MEASURED = "worker-1: all-reduce over 24 ranks: 9 GB/s\nworker-1: least between hosts: 8 GB/s (a - b), median 9"
+SLOW = MEASURED + "\nworker-1: slow link: a - b, 1 GB/s (usual 9)"
+
+
+@pytest.mark.parametrize(
+    ("printed", "code"), [(MEASURED, 0), (SLOW, 1), ("", 1), (MEASURED.replace("24", "16"), 1), ("slow start", 1)]
+)
+def test_a_check_passes_only_when_all_ranks_were_measured(tmp_path, printed, code):
+    """A launcher may end with 0 and have started nothing."""
+    (tmp_path / "hosts").write_text("# slots=9\na slots=16 # slots=1\nb\tslots=8\n")
+    programs = HOSTFILE | {"deepspeed": f"echo {shlex.quote(printed)}\n"}
+    result = run("check.sh", tmp_path / "hosts", tmp_path=tmp_path, programs=programs)
+    assert result.returncode == code, result.stdout + result.stderr
+    if "24" in printed:
+        assert "all-reduce over 24 ranks: 9 GB/s\nleast between hosts: 8 GB/s (a - b), median 9\n" in result.stdout
+    else:
+        assert "nothing was measured over the 24 ranks" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("line", "name"),
+    [
+        ("WANDB_API_KEY=hunter2", "WANDB_API_KEY"),
+        ("https_proxy=http://u:hunter2@proxy:3128", "https_proxy"),
+        ("HF_AUTH=hunter2", "HF_AUTH"),
+        ("PGPASSWD=hunter2", "PGPASSWD"),
+        ("MYSQL_PWD=hunter2", "MYSQL_PWD"),
+        ("AWS_CREDENTIALS=hunter2", "AWS_CREDENTIALS"),
+        (" HF_TOKEN=hunter2", "HF_TOKEN"),
+        ("export HF_TOKEN=hunter2", "HF_TOKEN"),
+    ],
+)
+def test_every_kind_of_secret_in_the_environment_file_is_refused(tmp_path, line, name):
+    (tmp_path / "hosts").write_text("a slots=1\n")
+    (tmp_path / ".deepspeed_env").write_text(f"OMP_NUM_THREADS=1\n{line}\n")
+    result = run("hostfile.sh", tmp_path=tmp_path, programs=HOSTFILE)
+    assert result.returncode == 2 and f"holds {name}:" in result.stderr and "hunter2" not in result.stderr
+
+
+def test_what_is_no_secret_in_the_environment_file_is_passed_on(tmp_path):
+    (tmp_path / "hosts").write_text("a slots=1\n")
+    lines = ["https_proxy=http://proxy:3128", "PWD=/a", "OLDPWD=/b", "SSH_AUTH_SOCK=/run/a", "XAUTHORITY=/c", "A=b@c"]
+    lines += ["GOOGLE_APPLICATION_CREDENTIALS=/etc/google.json", "NCCL_IB_PKEY=1", "AWS_SHARED_CREDENTIALS_FILE=/etc/a"]
+    (tmp_path / ".deepspeed_env").write_text("\n".join(lines))
+    result = run("hostfile.sh", tmp_path=tmp_path, programs=HOSTFILE)
+    assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.parametrize("launcher", ["pdsh", "openmpi"])
+def test_the_launchers_get_address_interface_and_flags(tmp_path, launcher):
+    (tmp_path / "hosts").write_text("a slots=1\n")
+    settings = {"LAUNCHER": launcher, "INTERFACE": "eth0", "PORT": "29999"}
+    result = run("hostfile.sh", "--wd", "0.1", tmp_path=tmp_path, programs=HOSTFILE, **settings)
+    assert result.returncode == 0, result.stderr
+    assert (
+        f"--master_addr|10.0.0.1|--master_port|29999|--force_multi|--no_ssh_check|--launcher|{launcher}|"
+        in result.stdout
+    )
+    assert "pretrain_clip.py|--deepspeed_config|ds_configs/zero1.json|--interface|eth0|--wd|0.1|" in result.stdout
+
+
+def test_an_unknown_launcher_and_a_silent_first_host_are_mistakes(tmp_path):
+    (tmp_path / "hosts").write_text("a slots=1\n")
+    result = run("hostfile.sh", tmp_path=tmp_path, programs=HOSTFILE, LAUNCHER="pigeon")
+    assert result.returncode == 2 and "pdsh or openmpi" in result.stderr
+    (tmp_path / "hosts").write_bytes(b"\r\n\t# the first\r\n\ta slots=1 # here\r\n")
+    silent = run("hostfile.sh", tmp_path=tmp_path, programs=HOSTFILE | {"ssh": "exit 255\n"})
+    assert silent.returncode == 2 and "no address of a" in silent.stderr
+
+
+WELCOME = 'echo "Welcome to a"; echo "Last login: 10:02:11 from 10.0.0.9"; '
+
+
+@pytest.mark.parametrize("interface", [{}, {"INTERFACE": "eth0"}])
+def test_what_a_login_prints_is_not_taken_for_the_first_hosts_address(tmp_path, interface):
+    (tmp_path / "hosts").write_text("a slots=1\n")
+    greeted = run("hostfile.sh", tmp_path=tmp_path, programs=HOSTFILE | {"ssh": WELCOME + SSH}, **interface)
+    assert "--master_addr|10.0.0.1|" in greeted.stdout, greeted.stderr
+    only = run("hostfile.sh", tmp_path=tmp_path, programs=HOSTFILE | {"ssh": WELCOME}, **interface)
+    assert only.returncode == 2 and "no address of a" in only.stderr and not only.stdout
+
+
+@pytest.mark.parametrize(
+    ("printed", "address"), [("fe80::1 10.0.0.1", "fe80::1"), ("2001:db8:0:1::a", "2001:db8:0:1::a")]
+)
+def test_the_first_of_a_hosts_addresses_is_taken_of_either_kind(tmp_path, printed, address):
+    (tmp_path / "hosts").write_text("a slots=1\n")
+    result = run("hostfile.sh", tmp_path=tmp_path, programs=HOSTFILE | {"ssh": f"echo {printed}\n"})
+    assert f"--master_addr|{address}|" in result.stdout, result.stderr
+
+
+def test_a_relative_hostfile_is_one_of_where_the_script_is_started(tmp_path):
+    where = tmp_path / "elsewhere"
+    where.mkdir()
+    for name in ("hosts", "others"):
+        (where / name).write_text("a slots=1\n")
+    for given in ({}, {"HOSTS": "hosts"}, {"HOSTS": "others"}):
+        result = run("hostfile.sh", tmp_path=tmp_path, programs=HOSTFILE, where=where, **given)
+        assert f"--hostfile|{where}/{given.get('HOSTS', 'hosts')}|" in result.stdout, result.stderr
+    lit = {"IMAGE": "w", "HOSTS": "others"}
+    result = run("lit.sh", tmp_path=tmp_path, programs=HOSTFILE, where=where, **lit)
+    assert f"--hostfile|{where}/others|" in result.stdout and f"--pretrained-image|{where}/w|" in result.stdout
+
+
+def test_the_kubernetes_job_is_valid_yaml_of_four_pods():
+    yaml = pytest.importorskip("yaml")
+    job = yaml.safe_load((ROOT / "launch" / "kubernetes.yaml").read_text())
+    replicas = job["spec"]["pytorchReplicaSpecs"]
+    assert {name: spec["replicas"] for name, spec in replicas.items()} == {"Master": 1, "Worker": 3}
+    assert replicas["Worker"]["template"] == replicas["Master"]["template"]
+    assert job["kind"] == "PyTorchJob"
+    container = replicas["Master"]["template"]["spec"]["containers"][0]
+    from torch.distributed.run import parse_args
+
+    read = parse_args(container["args"])
+    assert container["command"] == ["python", "-m", "infcl.cluster.torchrun"]
+    assert read.training_script == "pretrain_clip.py"
+    assert "--logs=/data/logs" in read.training_script_args
+
+
+def test_lit_goes_over_the_hosts_of_a_hostfile_with_its_brackets_quoted(tmp_path):
+    programs = {"python": "true", "ssh": "echo 10.0.0.7", "deepspeed": 'printf "%s\\n" "$@"'}
+    (tmp_path / "hosts").write_text("a slots=8\nb slots=8\n")
+    command = ("lit.sh", "--train-data", "x y.tar")
+    flags = run(*command, tmp_path=tmp_path, programs=programs, IMAGE="w", HOSTS="hosts").stdout.splitlines()
+    assert flags[flags.index("--hostfile") + 1] == str(tmp_path / "hosts") and flags.count("--deepspeed_config") == 1
+    brackets = flags[flags.index("--aug-cfg") + 1]
+    assert subprocess.run(["bash", "-c", f"printf %s {brackets}"], capture_output=True).stdout == b"scale=(0.08,1.0)"
+    alone = run(*command, tmp_path=tmp_path, programs=programs, IMAGE="w").stdout.splitlines()
+    assert "scale=(0.08,1.0)" in alone and "x y.tar" in alone and "--hostfile" not in alone

@@ -1,0 +1,128 @@
+"""launch/supervise.sh: on which hosts it starts a run again, when it ends, what it refuses."""
+
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from tests.cluster.test_launch import run
+from tests.lib.checkout import ROOT
+
+
+def test_a_signal_between_two_starts_ends_the_supervision_at_once(tmp_path):
+    command = f"echo >> {shlex.quote(str(tmp_path))}/starts; exit 7"
+    program = ["bash", "launch/supervise.sh", str(tmp_path), "bash", "-c", command]
+    environment = os.environ | {"FIRST_WAIT": "300"}
+    with subprocess.Popen(program, cwd=ROOT, stderr=subprocess.PIPE, text=True, env=environment) as process:
+        assert "restart in 300 s" in process.stderr.readline()
+        process.terminate()
+        _, said = process.communicate(timeout=60)
+    assert process.returncode == 143 and "stopped" in said
+    assert (tmp_path / "starts").read_text() == "\n"
+
+
+def test_a_signal_before_the_command_has_its_group_is_passed_on(tmp_path):
+    """On a busy machine it takes setsid long to begin; the training went on to its end."""
+    (tmp_path / "setsid").write_text(f'#!/bin/bash\necho begun\nsleep 1\nexec {shutil.which("setsid")} "$@"\n')
+    (tmp_path / "setsid").chmod(0o755)
+    environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    program = ["bash", "launch/supervise.sh", str(tmp_path), "sleep", "100"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(program, cwd=ROOT, env=environment, **pipes) as process:
+        assert process.stdout.readline() == "begun\n"
+        process.terminate()
+        _, said = process.communicate(timeout=60)
+    assert process.returncode == 143 and "stopped" in said
+
+
+def supervised_hosts(tmp_path, *options, command=(), slots=8):
+    """supervise.sh over four hosts of which three answer; its command writes down the hosts that it was given."""
+    (tmp_path / "hosts").write_text("".join(f"{name} slots={slots}\n" for name in "abcd"))
+    programs = {
+        "python": f'exec {shlex.quote(sys.executable)} "$@"\n',
+        "ssh": 'case "$*" in *" c true") exit 255;; esac\n',
+        "command": f'cat "$HOSTS"; touch {shlex.quote(str(tmp_path))}/summary.json\n',
+    }
+    arguments = ["--hostfile", tmp_path / "hosts", *options, tmp_path, tmp_path / "bin" / "command", *command]
+    return run("supervise.sh", *arguments, tmp_path=tmp_path, programs=programs, PYTHONPATH=str(ROOT))
+
+
+BATCHES = [("--batch", "{}"), ("--global-batch-size", "{}"), ("--global-batch-size={}",)]
+
+
+def with_batch(tmp_path, form: tuple[str, ...], batch: int):
+    """--min-hosts 3, and the batch said to supervise.sh or in its command."""
+    words = [word.format(batch) for word in form]
+    options, command = (words, []) if form[0] == "--batch" else ([], ["--global-batch-size", "7", *words])
+    return supervised_hosts(tmp_path, "--min-hosts", "3", *options, command=command)
+
+
+@pytest.mark.parametrize("form", BATCHES)
+def test_supervise_goes_on_with_three_of_four_hosts_and_says_which_numbers_divide_the_batch(tmp_path, form):
+    result = with_batch(tmp_path, form, 49152)
+    assert result.returncode == 0, result.stderr
+    assert "supervise: a batch of 49152 is divided by the ranks of 1, 2, 3, 4 of 4 hosts" in result.stderr
+    assert result.stdout == "a slots=8\nb slots=8\nd slots=8\n"
+
+
+@pytest.mark.parametrize("form", BATCHES)
+def test_supervise_refuses_a_minimum_that_only_all_hosts_can_meet(tmp_path, form):
+    """24 ranks that do not divide the batch would end with a mistake, which is not restarted."""
+    result = with_batch(tmp_path, form, 32768)
+    assert result.returncode == 2 and not result.stdout
+    assert "--min-hosts 3: no fewer than all hosts can be gone on with, since a batch of 32768" in result.stderr
+    assert "1, 2, 4 of 4 hosts" in result.stderr
+
+
+def test_supervise_without_a_batch_takes_the_hosts_that_answer(tmp_path):
+    result = supervised_hosts(tmp_path)
+    assert (result.returncode, result.stdout) == (0, "a slots=8\nb slots=8\nd slots=8\n"), result.stderr
+    assert "supervise: at least 1 of 4 hosts\n" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "slots", "message"),
+    [
+        (["--min-hosts", "0"], 8, "--min-hosts 0 must lie in [1, 4]"),
+        (["--min-hosts", "5"], 8, "--min-hosts 5 must lie in [1, 4]"),
+        (["--min-hosts", "x"], 8, "invalid int value: 'x'"),
+        ([], "eight", "line 1: 'a slots=eight': after the host comes slots=N"),
+        (["--hostfile", "none/hosts"], 8, "none/hosts: [Errno 2] No such file or directory"),
+    ],
+)
+def test_supervise_ends_with_a_mistake_in_hosts_or_minimum_and_starts_nothing(tmp_path, options, slots, message):
+    result = supervised_hosts(tmp_path, *options, slots=slots)
+    assert result.returncode == 2 and message in result.stderr and not result.stdout, result.stderr
+    assert "restart" not in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("run_folder", "flags", "refused"),
+    [
+        ("logs/first", ["--logs", "logs"], True),
+        ("logs/first", [], True),
+        ("{}/logs/first", ["--logs=logs"], False),
+        ("logs/first", ["--logs", "logs", "--logs={}/logs"], False),
+    ],
+)
+def test_supervise_refuses_a_run_folder_that_its_launch_script_does_not_write_to(tmp_path, run_folder, flags, refused):
+    """The script goes to the repository; summary.json was looked for where nothing came."""
+    where = tmp_path / "elsewhere"
+    (where / "logs" / "first").mkdir(parents=True)
+    (tmp_path / "logs" / "first").mkdir(parents=True)
+    for folder in (where, tmp_path):
+        (folder / "logs" / "first" / "summary.json").touch()
+    there = tmp_path if run_folder.startswith("{}") else where
+    flags = [flag.format(there) for flag in flags]
+    command = ["supervise.sh", run_folder.format(there), "bash", tmp_path / "launch" / "local.sh", *flags]
+    programs = {"deepspeed": "true\n"}
+    result = run(*command, tmp_path=tmp_path, programs=programs, where=where)
+    assert result.returncode == (2 if refused else 0), result.stderr
+    assert ("give both in full, or start there" in result.stderr) == refused
+    assert (
+        run("supervise.sh", "logs/first", "bash", "launch/local.sh", tmp_path=tmp_path, programs=programs).returncode
+        == 0
+    )

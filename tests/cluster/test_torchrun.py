@@ -1,0 +1,51 @@
+"""torchrun as launch/torchrun.sh starts it: what it is given, and whose exit code comes out."""
+
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from tests.cluster.test_launch import run
+from tests.lib.checkout import ROOT
+from tests.lib.waiting import wait_until
+
+
+def test_torchrun_of_several_nodes_needs_rank_and_address(tmp_path):
+    programs = {"python": 'printf "%s|" "$@"\n'}
+    alone = run("torchrun.sh", "--model", "a b", tmp_path=tmp_path, programs=programs)
+    assert (
+        "-m|infcl.cluster.torchrun|--standalone|--nproc-per-node|gpu|--|pretrain_clip.py" in alone.stdout
+        and "--model|a b|" in alone.stdout
+    )
+    missing = run("torchrun.sh", tmp_path=tmp_path, programs=programs, NODES="2")
+    assert missing.returncode != 0 and "NODE_RANK" in missing.stderr
+    many = run("torchrun.sh", tmp_path=tmp_path, programs=programs, NODES="2", NODE_RANK="1", MASTER_ADDR="10.0.0.1")
+    assert "--nnodes|2|--node-rank|1|--master-addr|10.0.0.1|" in many.stdout
+
+
+@pytest.mark.parametrize(("end", "code"), [("sys.exit(65)", 65), ("os.kill(os.getpid(), 9)", 137), ("sys.exit(0)", 0)])
+def test_under_torchrun_a_failed_ranks_code_comes_out(tmp_path, end, code):
+    """By which supervise.sh knows what is not to be started again; the other rank is ended by torchrun."""
+    program = tmp_path / "program.py"
+    program.write_text(f"import os, sys, time\nif os.environ['RANK'] == '1': {end}\ntime.sleep({60 if code else 0})\n")
+    command = [sys.executable, "-m", "infcl.cluster.torchrun", "--standalone", "--nproc-per-node", "2", "--", program]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert ended.returncode == code, ended.stderr
+    assert (f"exitcode  : {'-9' if code == 137 else code}" in ended.stderr) == bool(code), ended.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+def test_torchrun_that_is_told_to_end_tells_its_ranks_and_has_the_signals_code(tmp_path, number):
+    """SIGUSR1, as launch/supervise.sh passes it on, ended torchrun alone and left the ranks behind."""
+    program, started, told = tmp_path / "program.py", tmp_path / "started", tmp_path / "told"
+    program.write_text(
+        "import pathlib, signal, sys, time\n"
+        f"signal.signal({number:d}, lambda *_: (pathlib.Path({str(told)!r}).touch(), sys.exit(1)))\n"
+        f"pathlib.Path({str(started)!r}).touch()\ntime.sleep(60)\n"
+    )
+    command = [sys.executable, "-m", "infcl.cluster.torchrun", "--standalone", "--nproc-per-node", "1", "--", program]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
+        wait_until(started.exists, 60, "its rank did not start", process)
+        process.send_signal(number)
+        assert process.wait(60) == 128 + number and told.exists()

@@ -1,0 +1,342 @@
+"""Flags: open_clip's names, one clear message for each mistake, and arithmetic in one place."""
+
+import dataclasses
+import json
+import re
+
+import pytest
+
+from infcl.checkpoint.run_folder import RunFolder
+from infcl.config import LOSS_NAMES, BatchPlan, TrainConfig, make_parser, parse_args, settings_of, total_steps
+from infcl.config.checks import _SECRET
+from infcl.config.command_line import _OF_OTHERS
+from infcl.config.preset import read_preset
+from infcl.loss.contrastive import LOSSES
+from tests.lib.checkout import ROOT
+
+SYNTHETIC = ["--dataset-type", "synthetic", "--train-num-samples", "64"]
+
+# open_clip's spelling and default, for the flags that mean the same here (open_clip_train/params.py)
+OPEN_CLIP_DEFAULTS = {
+    "workers": 4,
+    "batch_size": 64,
+    "accum_freq": 1,
+    "epochs": 32,
+    "wd": 0.2,
+    "warmup": 10000,
+    "lr_scheduler": "cosine",
+    "lr_cooldown_end": 0.0,
+    "lr_cooldown_power": 1.0,
+    "save_frequency": 1,
+    "zeroshot_frequency": 2,
+    "val_frequency": 1,
+    "seed": 0,
+    "logs": "./logs/",
+    "log_every_n_steps": 100,
+    "grad_checkpointing": False,
+    "lock_image": False,
+    "lock_text": False,
+    "lr": 5e-4,
+    "beta1": 0.9,
+    "beta2": 0.98,
+    "eps": 1e-6,
+}
+
+
+def test_flags_that_open_clip_has_keep_its_names_and_defaults():
+    config = parse_args(SYNTHETIC)
+    assert {name: getattr(config, name) for name in OPEN_CLIP_DEFAULTS} == OPEN_CLIP_DEFAULTS
+
+
+def test_flags_of_others_are_answered_with_flags_that_there_are():
+    flags = make_parser()._option_string_actions
+    for other, said in _OF_OTHERS.items():
+        assert other not in flags and {word for word in said.split() if word.startswith("--")} <= set(flags)
+        for preset in re.findall(r"ds_configs/\S+", said):
+            assert (ROOT / preset).is_file()
+
+
+def test_every_field_has_a_flag_a_group_and_one_line_of_help(capsys):
+    with pytest.raises(SystemExit) as stop:
+        parse_args(["--help"])
+    assert stop.value.code == 0
+    text = capsys.readouterr().out
+    for field in dataclasses.fields(TrainConfig):
+        assert field.metadata["help"] and field.metadata["group"]
+        assert "--" + field.name.replace("_", "-") in text
+    for group in ("data", "model", "loss", "optimisation", "system", "run"):
+        assert f"\n{group}:\n" in text
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--no-such-flag"], "unrecognized arguments: --no-such-flag"),
+        (["--batch-siz", "3"], "unrecognized arguments: --batch-siz"),
+        (["--batch_size", "3"], r"--batch_size 3 \(--batch_size: did you mean --batch-size\?\)"),
+        (["--local-loss"], "--local-loss is not needed: every loss here is over all ranks"),
+        (["--imagenet-val", "x"], r"--imagenet-val x \(--imagenet-val is --zeroshot-data here\)"),
+        (["--weight_decay=0.1"], r"\(--weight_decay is --wd here\)"),
+        (["--pretrained", "openai"], r"openai: no such file or folder \(.* nothing is downloaded by name\)"),
+        (["--tokenizer", "ViT-B-32"], "no such file or folder .*or open_clip:ViT-B-32 for CLIP's own"),
+        (["--deepspeed_config", "zero1"], r"no such file or folder \(it takes a file, like ds_configs/zero1.json\)"),
+        (["--batch-size", "0"], "--batch-size 0 must be greater than 0"),
+        (["--batch-size", "many"], "invalid int value: 'many'"),
+        (["--lr", "-1"], "--lr -1.0 must be greater than 0"),
+        (["--warmup", "-1"], "--warmup -1 must not be negative"),
+        (["--warmup", "5", "--warmup-samples", "640"], "--warmup 5 steps and --warmup-samples 640 are two lengths"),
+        (["--beta2", "1.0"], r"--beta2 1.0 must lie in \[0, 1\)"),
+        (["--grad-clip-norm", "0"], "leave it out for none"),
+        (["--wd", "nan"], "--wd nan must be a finite number"),
+        (["--lr", "inf"], "--lr inf must be a finite number"),
+        (["--image-lr", "nan"], "--image-lr nan must be a finite number"),
+        (["--seed", str(2**63)], r"must lie in \[0, 2\*\*63\)"),
+        (["--loss", "triplet"], "invalid choice: 'triplet'"),
+        (["--lock-image", "--lock-text"], "lock one tower"),
+        (["--lock-image", "--lock-text", "--lock-text-unlocked-layers", "-1"], "-1 must not be negative"),
+        (["--lock-image-unlocked-groups", "2"], "needs --lock-image"),
+        (["--lr-scheduler", "const-cooldown"], "needs --epochs-cooldown"),
+        (
+            ["--lr-scheduler", "const-cooldown", "--epochs-cooldown", "-1"],
+            "--epochs-cooldown -1 must be",
+        ),
+        (["--lr-cooldown-power", "-1"], "--lr-cooldown-power -1.0 must not be negative"),
+        (["--epochs-cooldown", "2"], "no meaning with --lr-scheduler cosine"),
+        (["--lr-cooldown-end", "1e-5"], "--lr-cooldown-end has no meaning with --lr-scheduler cosine"),
+        (
+            ["--lr-scheduler", "const-cooldown", "--epochs-cooldown", "1", "--lr", "1e-3", "--lr-cooldown-end", "1"],
+            "--lr-cooldown-end 1, the learning rate at the end, is above --lr 0.001",
+        ),
+        (["--force-patch-dropout", "1.0"], r"--force-patch-dropout 1.0 must lie in \[0, 1\)"),
+        (["--pixel-cache-gb", "much"], "--pixel-cache-gb much is neither a number of at least 0 nor auto"),
+        (["--pixel-cache-gb", "-1"], "--pixel-cache-gb -1 is neither a number of at least 0 nor auto"),
+        (["--resident-micro-batches", "0"], "--resident-micro-batches 0 is neither a number above 0 nor auto"),
+        (["--ema-decay", "1.0"], r"--ema-decay 1.0 must lie in \[0, 1\)"),
+        (["--ema-eval"], "--ema-eval needs --ema-decay"),
+        (["--image-layer-decay", "0"], r"--image-layer-decay 0.0 must lie in \(0, 1\]"),
+        (["--opt", "sgd"], "invalid choice: 'sgd'"),
+        (["--opt", "adafactor", "--tensor-parallel-size", "2"], "needs whole matrices"),
+        (["--opt", "lamb", "--wd-mode", "schedule"], "part of the update"),
+        (["--aug-cfg", "crop=1"], "--aug-cfg knows scale, ratio, hflip, color_jitter.*, not crop"),
+        (["--aug-cfg", "scale=("], "is not KEY=VALUE"),
+        (["--deepspeed_config", "/no/such.json"], "/no/such.json: no such file"),
+    ],
+)
+def test_a_wrong_flag_is_refused_with_the_value_and_the_fix(flags, message):
+    with pytest.raises(ValueError, match=message):
+        parse_args([*SYNTHETIC, *flags])
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "pipe:curl -s https://me:hunter2@host/{00..03}.tar",
+        "https://hunter2@host/{00..03}.tar",
+        "s3://me:hunter2@bucket/0.tar",
+        "https://host/0.tar?X-Amz-Algorithm=A&X-Amz-Signature=hunter2",
+        "https://host/0.tar?x-goog-signature=hunter2",
+        "https://host/0.tar?sv=2024&sig=hunter2",
+        "https://host/0.tar?access_token=hunter2",
+        "pipe:curl -s -u me:hunter2 https://host/0.tar",
+        "pipe:curl -sLu 'me:hunter2' https://host/0.tar",
+        "pipe:curl --user=me:hunter2 https://host/0.tar",
+        "pipe:curl -H 'Authorization: Bearer hunter2' https://host/0.tar",
+        'pipe:curl -H "PRIVATE-TOKEN: hunter2" https://host/0.tar',
+        "pipe:wget -qO- --header='Authorization: Basic hunter2' https://host/0.tar",
+        "pipe:wget -qO- --http-password=hunter2 https://host/0.tar",
+        "pipe:curl --oauth2-bearer hunter2 https://host/0.tar",
+        "pipe:AWS_SECRET_ACCESS_KEY=hunter2 aws s3 cp s3://bucket/0.tar -",
+        "pipe:AWS_PROFILE=a AWS_SESSION_TOKEN='hunter2' aws s3 cp s3://bucket/0.tar -",
+        "pipe:export HF_TOKEN=hunter2; hf-cat 0.tar",
+        "pipe:env RESTIC_PASSWORD=hunter2 restic dump latest 0.tar",
+        "pipe:SSHPASS=hunter2 sshpass -e ssh host cat 0.tar",
+        "pipe:sshpass -p hunter2 ssh -p 22 host cat 0.tar",
+        "pipe:sshpass -v -P word -p'hunter2' ssh host cat 0.tar",
+    ],
+)
+def test_every_kind_of_secret_in_a_url_is_refused_and_not_printed(url):
+    with pytest.raises(ValueError, match="--train-data holds a password, token or signature") as refused:
+        parse_args(["--train-data", url, "--tokenizer", "x"])
+    assert "hunter2" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "s3://bucket/{00..03}.tar",
+        "s3://me@bucket/0.tar",
+        "gs://me@bucket/0.tar",
+        "hdfs://me@host:8020/0.tar",
+        "pipe:ssh me@host cat /data/0.tar",
+        "ssh://me@host/0.tar",
+        "https://host:8080/a@b/0.tar",
+        "https://host/0.tar?versionId=3sL4kqtJlcpXroDTDmJ",
+        "https://host/0.tar?download=true&tokens=77&design=sig",
+        "https://host/0.tar?user=me@host",
+        "pipe:curl --netrc -s https://host/0.tar",
+        "pipe:curl -s --user-agent a:b https://host/0.tar",
+        "pipe:curl -H @/etc/header https://host/0.tar",
+        "pipe:curl -H 'Authorization: Bearer '$(cat ~/.token) https://host/0.tar",
+        'pipe:curl -H "Authorization: Bearer $TOKEN" https://host/0.tar',
+        'pipe:curl -u "$WHO:$WORD" https://host/0.tar',
+        "pipe:curl -H 'Accept: application/x-tar' https://host/0.tar",
+        "pipe:docker run -u 1000:1000 image cat 0.tar",
+        "pipe:HF_TOKEN=$(cat ~/.token) hf-cat 0.tar",
+        'pipe:HF_TOKEN="$TOKEN" hf-cat 0.tar',
+        "pipe:HF_TOKEN=`cat ~/.token` hf-cat 0.tar",
+        "pipe:HF_TOKEN_PATH=/home/me/.token KEYFILE=/etc/key hf-cat 0.tar",
+        "pipe:AWS_PROFILE=a AWS_SHARED_CREDENTIALS_FILE=/etc/aws aws s3 cp s3://bucket/0.tar -",
+        "pipe:sshpass -f /etc/word ssh -p 22 host cat 0.tar",
+        "pipe:sshpass -P word -f /etc/word ssh host cat 0.tar",
+        'pipe:sshpass -p "$WORD" ssh host cat 0.tar',
+        "/data/KEY=a/0.tar",
+        "https://host/0.tar?KEY=a",
+    ],
+)
+def test_a_url_without_a_secret_is_not_refused(url):
+    assert not _SECRET.search(url)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ([], "--train-data is missing"),
+        (["--train-data", "/no/such/folder", "--tokenizer", "x"], "/no/such/folder: no such file or folder"),
+        (["--train-data", "{0..3}.tar"], "--tokenizer is missing"),
+        (["--train-data", "/data/Pairs.CSV"], "Pairs.CSV is a table: add --dataset-type csv"),
+        (["--dataset-type", "synthetic"], "needs --train-num-samples"),
+    ],
+)
+def test_missing_data_is_refused_before_anything_is_loaded(flags, message):
+    with pytest.raises(ValueError, match=message):
+        parse_args(flags)
+
+
+def test_what_launchers_add_is_accepted():
+    config = parse_args(["--local_rank=3", *SYNTHETIC, "--deepspeed", "--deepspeed-config", "ds_configs/zero3.json"])
+    assert config.deepspeed_config == "ds_configs/zero3.json"
+
+
+def test_from_another_folder_the_default_preset_is_the_checkouts_and_the_same_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    here = parse_args(SYNTHETIC)
+    monkeypatch.chdir(tmp_path)
+    there = parse_args(SYNTHETIC)
+    assert (here.deepspeed_config, there.deepspeed_config) == ("ds_configs/zero1.json", f"{ROOT}/ds_configs/zero1.json")
+    assert read_preset(there, "cpu")[0]["zero_optimization"]["stage"] == 1
+    assert there.to_json() == here.to_json()  # what a repetition or a resumed run is compared by
+    (tmp_path / "config.json").write_text(here.to_json())
+    assert RunFolder(tmp_path).other_flags(there) == []
+    settings = settings_of(there)  # and the hosts of one run
+    assert settings["--deepspeed_config zero_optimization.stage"] == "1"
+    monkeypatch.chdir(ROOT)
+    assert settings == settings_of(here)
+
+
+def test_a_relative_preset_is_of_the_working_directory_and_never_the_default(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for given in ("zero1", "zero3"):
+        with pytest.raises(ValueError, match=f"{given}.json: no such file .*like {ROOT}/ds_configs/zero1.json"):
+            parse_args([*SYNTHETIC, "--deepspeed_config", f"ds_configs/{given}.json"])
+    (tmp_path / "ds_configs").mkdir()
+    (tmp_path / "ds_configs" / "zero1.json").write_text("{}")
+    default = parse_args(SYNTHETIC)
+    assert default.deepspeed_config == f"{ROOT}/ds_configs/zero1.json"
+    named = parse_args([*SYNTHETIC, "--deepspeed_config", "ds_configs/zero1.json"])
+    assert read_preset(named, "cpu")[0] == {}
+    (tmp_path / "config.json").write_text(default.to_json())
+    changed = RunFolder(tmp_path).other_flags(named)  # a run that resumes under it is told so
+    assert changed == [f"deepspeed_config ds_configs/zero1.json there, {tmp_path.resolve()}/ds_configs/zero1.json now"]
+
+
+def test_without_a_checkout_the_missing_preset_is_told(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("infcl.config.settings._SHIPPED_PRESET", tmp_path / "none.json")  # as pip installs it
+    with pytest.raises(ValueError, match="ds_configs/zero1.json of infcl's repository, which pip does not install"):
+        parse_args(SYNTHETIC)
+
+
+def test_the_config_survives_json():
+    config = parse_args([*SYNTHETIC, "--aug-cfg", "scale=(0.5,1.0)", "hflip=0.5"])
+    assert config.aug_cfg == {"scale": (0.5, 1.0), "hflip": 0.5}
+    assert json.loads(config.to_json())["aug_cfg"] == {"scale": [0.5, 1.0], "hflip": 0.5}
+
+
+def test_the_loss_names_are_those_of_the_loss_package():
+    assert LOSS_NAMES == LOSSES
+
+
+def test_batch_arithmetic():
+    plan = BatchPlan(dp_size=8, num_micro_batches=4, micro_batch_size=128)
+    assert (plan.rank_batch_size, plan.global_batch_size) == (512, 4096)
+    assert "4096 pairs a step = 8 data-parallel ranks x 4 micro-batches" in str(plan)
+    assert "2 pairs a step = 1 data-parallel rank x 1 micro-batch (--accum-freq) x 2" in str(BatchPlan(1, 1, 2))
+    assert total_steps(parse_args([*SYNTHETIC, "--epochs", "3"]), 10) == 30
+    assert total_steps(parse_args([*SYNTHETIC, "--steps", "7"]), 10) == 7
+
+
+@pytest.mark.parametrize(
+    ("ranks", "batch_size", "plan"),
+    [
+        (32, 128, (32, 1, 128)),
+        (16, 128, (16, 2, 128)),
+        (8, 96, (8, 8, 64)),
+        (1, 4096, (1, 1, 4096)),
+        (64, 128, (64, 1, 64)),
+    ],
+)
+def test_a_global_batch_is_kept_whatever_the_ranks(ranks, batch_size, plan):
+    config = parse_args([*SYNTHETIC, "--global-batch-size", "4096", "--batch-size", str(batch_size)])
+    assert BatchPlan.of(config, ranks) == BatchPlan(*plan)
+    assert BatchPlan.of(config, ranks).global_batch_size == 4096
+
+
+def test_a_micro_batch_that_becomes_smaller_than_asked_is_told_with_a_batch_that_fills_it():
+    def told(global_batch, batch_size, parts=1):
+        config = parse_args([*SYNTHETIC, "--global-batch-size", str(global_batch), "--batch-size", str(batch_size)])
+        config = dataclasses.replace(config, tensor_parallel_size=parts)
+        return BatchPlan.of(config, 8).smaller_than_asked(config)
+
+    message = told(8 * 101, 50)
+    assert "micro-batches of 1, not --batch-size 50" in message and "multiple of 400" in message
+    assert told(400, 50) is None and told(800, 50) is None and told(8, 50) is None  # the last: a share below 50
+    message = told(8 * 60, 30, parts=4)
+    assert "of 20, not --batch-size 30" in message and "4 tensor-parallel ranks" in message and "of 224" in message
+    assert told(8 * 56, 30, parts=4) is None
+
+
+def test_patterns_are_left_to_the_data_layer():
+    for pattern in ("shards/0000?.tar", "shards/[0-3].tar", "shards/*.tar"):
+        assert parse_args(["--train-data", pattern, "--tokenizer", __file__]).train_data == pattern
+
+
+def test_a_global_batch_that_the_ranks_cannot_share_is_refused():
+    config = parse_args([*SYNTHETIC, "--global-batch-size", "4096"])
+    with pytest.raises(ValueError, match="4096 cannot be shared by 24 ranks"):
+        BatchPlan.of(config, 24)
+    with pytest.raises(ValueError, match="leave one of them out"):
+        parse_args([*SYNTHETIC, "--global-batch-size", "64", "--accum-freq", "2"])
+
+
+def test_without_a_global_batch_it_follows_from_the_flags():
+    config = parse_args([*SYNTHETIC, "--batch-size", "16", "--accum-freq", "3"])
+    assert BatchPlan.of(config, 4) == BatchPlan(4, 3, 16)
+
+
+@pytest.mark.parametrize("script", sorted((ROOT / "launch").glob("*.sh")), ids=lambda path: path.name)
+def test_the_flags_of_launch_scripts_are_ours(script):
+    text = re.sub(r"#.*", "", script.read_text())
+    flags = set(re.findall(r"(?<!\S)--[a-z][\w-]+", text.partition("pretrain_clip.py")[2]))
+    known = {option for action in make_parser()._actions for option in action.option_strings}
+    assert flags <= known
+
+
+def test_the_type_of_training_data_can_follow_from_its_name(tmp_path):
+    def chosen(name):
+        (tmp_path / name).touch()
+        return parse_args(["--dataset-type", "auto", "--train-data", str(tmp_path / name), "--tokenizer", __file__])
+
+    kinds = [chosen(name).dataset_type for name in ("a.csv", "a.TSV", "a.tar", "{0..3}.tar")]
+    assert kinds == ["csv", "csv", "webdataset", "webdataset"]
+    with pytest.raises(ValueError, match="--train-data is missing"):
+        parse_args(["--dataset-type", "auto"])

@@ -1,0 +1,222 @@
+"""What a ZeRO preset and the flags become: DeepSpeed's config, what of it is said, and which presets are refused."""
+
+import dataclasses
+import json
+import re
+from functools import partial
+from unittest import mock
+
+import pytest
+import torch
+
+from infcl.config import BatchPlan
+from infcl.config.preset import describe_zero, offloads, read_preset, zero_stage
+from infcl.engine.engine import Engine
+from infcl.plan.parts import bucket_bytes
+from tests.engine.test_engine import engine_steps, expected, settings
+from tests.lib.checkout import ROOT
+from tests.lib.ranks import run_ranks
+from tests.lib.step_oracle import ToyCLIP, global_batch, worst_error
+
+
+def preset_file(tmp_path, content) -> str:
+    path = tmp_path / "preset.json"
+    path.write_text(content if isinstance(content, str) else json.dumps(content))
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("content", "flags", "message"),
+    [
+        ("{", {}, "not JSON"),
+        ("[]", {}, "the file is \\[\\], not"),
+        ({"zero_optimization": {"stage": "2"}}, {}, 'stage is "2", not 0, 1, 2 or 3'),
+        ({"zero_optimization": {"stage": 4}}, {}, "stage is 4"),
+        ({"bf16": True}, {}, "bf16 is true, not"),
+        ({"zero_optimization": {"stage": 2, "offload_optimizer": "cpu"}}, {}, 'offload_optimizer is "cpu"'),
+        ({"bf16": {"enabled": "auto"}}, {}, 'enabled is "auto"'),
+        ({"zero_optimization": {"stage": 2, "round_robin_gradients": True}}, {}, "round_robin.*leave it out"),
+        ({"train_batch_size": 8}, {}, "--batch-size and --accum-freq"),
+        ({"optimizer": {}}, {}, "--lr"),
+        ({"gradient_clip": 1.0}, {}, "unknown key 'gradient_clip'"),
+        ({"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme"}}}, {}, "zero3_offload"),
+        ({"bf16": {"enabled": True}, "fp16": {"enabled": True}}, {}, "both bf16 and fp16"),
+        ({"zero_optimization": {"stage": 1}, "bf16": {"enabled": True}}, {"precision": "fp32"}, "contradicts"),
+        ({"zero_optimization": {"stage": 0}}, {"precision": "bf16"}, "stage >= 1"),
+        ({"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}, {}, "offloading .* needs ZeRO stage >= 1"),
+    ],
+)
+def test_a_wrong_preset_is_refused_with_the_fix(tmp_path, content, flags, message):
+    with pytest.raises(ValueError, match=message):
+        read_preset(settings("zero1", deepspeed_config=preset_file(tmp_path, content), **flags), "cpu")
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("zero_hpz_partition_size", 2), ("zero_quantized_gradients", True), ("zero_quantized_weights", True)],
+)
+def test_what_deepspeed_does_across_tensor_parallel_ranks_is_refused(tmp_path, key, value):
+    """Trained with hpZ, T = 2 x D = 2 had other losses than T = 1 (5.130 instead of 4.124), without a word."""
+    path = preset_file(tmp_path, {"zero_optimization": {"stage": 3, key: value}})
+    config = settings("", deepspeed_config=path)
+    read_preset(config, "cpu")
+    split = dataclasses.replace(config, tensor_parallel_size=2)
+    with pytest.raises(ValueError, match=f"--tensor-parallel-size 2 with {key} {json.dumps(value)} .* leave it out"):
+        read_preset(split, "cpu")
+    preset_file(tmp_path, {"zero_optimization": {"stage": 3, key: type(value)(key == "zero_hpz_partition_size")}})
+    read_preset(split, "cpu")
+
+
+def test_what_a_preset_moves_to_the_host_is_what_deepspeed_moves():
+    def moved(stage: int, device: str) -> list[str]:
+        zero = {"stage": stage} | {f"offload_{part}": {"device": device} for part in ("optimizer", "param")}
+        return [part for part in ("optimizer", "param") if offloads({"zero_optimization": zero}, part)]
+
+    assert moved(3, "cpu") == ["optimizer", "param"] and moved(2, "cpu") == ["optimizer"] and moved(3, "none") == []
+
+
+@pytest.mark.parametrize(
+    ("preset", "precision", "alone"),
+    [("zero0", "fp32", 0), ("zero1", "fp32", 0), ("zero2", "amp_bf16", 0), ("zero3", "fp32", 3), ("zero1", "bf16", 1),
+     ("zero2_bf16", None, 2), ("zero3_offload", "fp32", 3)],
+)  # fmt: skip
+def test_a_single_rank_shards_nothing_where_nothing_is_lost_by_it(preset, precision, alone):
+    config = settings(preset, precision=precision)
+    assert zero_stage(read_preset(config, "cuda", 1)[0]) == alone
+    for ranks in (None, 2):
+        assert zero_stage(read_preset(config, "cuda", ranks)[0]) == int(preset[4])
+
+
+@pytest.mark.parametrize(
+    "more", [{"offload_optimizer": {"device": "cpu"}}, {"data_types": {"grad_accum_dtype": "bf16"}}], ids=str
+)
+def test_a_single_rank_keeps_a_stage_that_does_what_stage_0_does_not(tmp_path, more):
+    preset = {"zero_optimization": {"stage": 1}}
+    (preset if "data_types" in more else preset["zero_optimization"]).update(more)
+    config = settings("", deepspeed_config=preset_file(tmp_path, preset))
+    assert zero_stage(read_preset(config, "cpu", 1)[0]) == 1
+    run_ranks(partial(engine_steps, deepspeed_config=config.deepspeed_config), 1, "")
+
+
+@pytest.mark.parametrize(
+    ("preset", "within", "across"), [("zero1", False, True), ("zero2_bf16", False, True), ("zero3", True, True)]
+)
+def test_whether_reductions_overlap_follows_the_hosts_where_a_preset_leaves_it_open(preset, within, across, tmp_path):
+    for hosts, expected_value in ((1, within), (2, across)):
+        assert read_preset(settings(preset), "cpu", 4, hosts)[0]["zero_optimization"]["overlap_comm"] is expected_value
+        for said in (True, False):
+            own = preset_file(tmp_path, {"zero_optimization": {"stage": 1, "overlap_comm": said}})
+            read = read_preset(settings("", deepspeed_config=own), "cpu", 4, hosts)[0]
+            assert read["zero_optimization"]["overlap_comm"] is said
+
+
+def what_is_said_of_reductions(rank, world_size, path, precision, hosts, device):
+    """What a run on such a device says of its ZeRO stage; whether DeepSpeed overlaps; whether several buckets fill."""
+    from infcl.parallel import Parallel, init_parallel
+
+    config, reduced = settings("", deepspeed_config=path, precision=precision), []
+    with mock.patch.object(Parallel, "hosts", hosts):
+        parallel = init_parallel("cpu")
+        engine = Engine(ToyCLIP(), config, parallel, BatchPlan(world_size, 1, 4))
+        trainable = sum(p.numel() for p in engine.module.parameters())
+        said = describe_zero(config, dataclasses.replace(parallel, device=torch.device(device)), trainable)
+        assert engine.zero_in_words == describe_zero(config, parallel, trainable)
+    optimizer = engine.engine.optimizer
+    if hasattr(optimizer, "reduce_ipg_grads"):
+        reduce = optimizer.reduce_ipg_grads
+        optimizer.reduce_ipg_grads = lambda *args, **kwargs: (reduced.append(kwargs), reduce(*args, **kwargs))
+        engine.backward(sum(value.sum() for value in engine.encode(*global_batch(4)).values()), True)
+    return said, bool(getattr(optimizer, "overlap_comm", False)), len(reduced) > 1
+
+
+@pytest.mark.parametrize(
+    ("zero", "precision", "hosts", "said"),
+    [
+        ({"stage": 1, "overlap_comm": "auto", "reduce_bucket_size": 40}, "fp32", 2, "reductions overlap"),
+        ({"stage": 2, "overlap_comm": "auto", "reduce_bucket_size": 40}, "fp32", 2, "reductions overlap"),
+        ({"stage": 2, "overlap_comm": "auto", "reduce_bucket_size": 40}, "fp32", 1, "no reductions overlap"),
+        ({"stage": 1, "overlap_comm": True, "reduce_bucket_size": 40}, "fp32", 1, "reductions overlap"),
+        ({"stage": 1, "reduce_bucket_size": 40}, "fp32", 2, "no reductions overlap"),
+        ({"stage": 1, "overlap_comm": True}, "fp32", 2, "no reductions overlap"),  # one bucket takes all gradients
+        ({"stage": 1, "overlap_comm": True, "reduce_bucket_size": 40}, "bf16", 2, "no reductions overlap"),
+        ({"stage": 2, "overlap_comm": True, "reduce_bucket_size": 40}, "bf16", 2, "reductions overlap"),
+    ],
+)
+def test_a_run_says_whether_its_reductions_overlap_as_deepspeed_does_them(tmp_path, zero, precision, hosts, said):
+    path = preset_file(tmp_path, {"zero_optimization": zero})
+    words, on_a_stream, more_than_once = run_ranks(what_is_said_of_reductions, 2, path, precision, hosts, "cuda")[0]
+    assert words == f"ZeRO-{zero['stage']}, {said} the backward"
+    assert (said == "reductions overlap") == (on_a_stream and more_than_once)
+
+
+def test_where_no_gradients_are_reduced_beside_others_nothing_is_said_of_it(tmp_path):
+    zero = {"stage": 1, "overlap_comm": True, "reduce_bucket_size": 40}
+    path = preset_file(tmp_path, {"zero_optimization": zero})
+    said = run_ranks(what_is_said_of_reductions, 2, path, "fp32", 2, "cpu")[0][0]
+    assert said == "ZeRO-1, no reductions overlap the backward"  # there are no streams
+    assert run_ranks(what_is_said_of_reductions, 1, path, "fp32", 1, "cuda")[0][0] == "ZeRO-0 (stage 1 over one rank)"
+    assert run_ranks(what_is_said_of_reductions, 1, path, "bf16", 1, "cuda")[0][0] == "ZeRO-1"
+    path = preset_file(tmp_path, {"zero_optimization": {"stage": 3, "overlap_comm": True}})
+    assert run_ranks(what_is_said_of_reductions, 2, path, "fp32", 1, "cuda")[0][0] == "ZeRO-3"
+
+
+def bucket_of_deepspeed(rank, world_size, path):
+    from infcl.parallel import init_parallel
+
+    config = settings("", deepspeed_config=path, precision="fp32")
+    engine = Engine(ToyCLIP(), config, init_parallel("cpu"), BatchPlan(world_size, 1, 4))
+    return engine.engine.optimizer.reduce_bucket_size
+
+
+@pytest.mark.parametrize(
+    ("zero", "elements"),
+    [
+        ({"stage": 3}, 50_000_000),  # of which the engine has up to three
+        ({"stage": 3, "reduce_bucket_size": 1234}, 1234),
+        ({"stage": 3, "reduce_scatter": False}, 500_000_000),
+        ({"stage": 3, "offload_optimizer": {"device": "cpu"}}, 500_000_000),
+        ({"stage": 2}, 500_000_000),
+    ],
+)
+def test_a_preset_without_buckets_gets_deepspeeds_but_where_the_engine_reduces_them(tmp_path, zero, elements):
+    path = preset_file(tmp_path, {"zero_optimization": zero, "zero_force_ds_cpu_optimizer": False})
+    assert run_ranks(bucket_of_deepspeed, 2, path) == [elements] * 2
+    shown = json.loads((ROOT / "ds_configs" / "zero3.json").read_text())["zero_optimization"]
+    assert shown["reduce_bucket_size"] == 50_000_000
+    stage, offloaded = zero["stage"], "offload_optimizer" in zero
+    planned, told = (
+        bucket_bytes(given, 10**9, stage=stage, precision="fp32", offloaded=offloaded)
+        for given in (zero, zero | {"reduce_bucket_size": elements})
+    )
+    assert planned == told
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_the_preset_that_is_shown_for_advised_offload_changes_no_step(tmp_path, stage):
+    (shown,) = re.findall(r"```json\n(.*?)```", (ROOT / "docs" / "scaling.md").read_text(), re.DOTALL)
+    path = preset_file(tmp_path, shown.replace('"stage": 2', f'"stage": {stage}'))
+    preset, _ = read_preset(settings("", deepspeed_config=path), "cpu")
+    assert offloads(preset, "optimizer") and zero_stage(preset) == stage
+    shipped = read_preset(settings(f"zero{stage}"), "cpu")[0]["zero_optimization"]
+    assert all(preset["zero_optimization"][name] == shipped[name] for name in ("overlap_comm", "reduce_bucket_size"))
+    _, norms, _, state, _ = run_ranks(partial(engine_steps, deepspeed_config=path), 2, "")[0]
+    _, expected_norms, expected_state = expected(2)
+    assert norms == pytest.approx(expected_norms, rel=1e-5)
+    assert worst_error(state, expected_state) < 1e-5
+
+
+def test_fp16_on_a_cpu_without_it_is_refused_by_the_flag_that_asks_for_it(monkeypatch):
+    monkeypatch.setattr("infcl.config.preset.cpu_computes_fp16", lambda: False)
+    with pytest.raises(ValueError, match="--precision fp16: this CPU has no .* fp32 or bf16"):
+        read_preset(settings("zero1", precision="fp16"), "cpu")
+    with pytest.raises(ValueError, match=r"--deepspeed_config .*zero2_fp16.json: this CPU has no"):
+        read_preset(settings("zero2_fp16"), "cpu")
+    monkeypatch.setattr("infcl.config.preset.cpu_computes_fp16", lambda: True)
+    for device in ("cpu", "cuda"):
+        assert read_preset(settings("zero2_fp16"), device)[1] == "fp16"
+
+
+@pytest.mark.parametrize(("device", "precision"), [("cpu", "fp32"), ("cuda", "amp_bf16")])
+def test_without_a_flag_the_precision_follows_the_device(device, precision):
+    assert read_preset(settings("zero1"), device)[1] == precision
+    assert read_preset(settings("zero2_bf16"), device)[1] == "bf16"

@@ -1,0 +1,186 @@
+"""An exported folder is the model: for this package, for open_clip and for Hugging Face's tokenizers.
+
+open_clip_torch and transformers come with requirements.txt (transformers from Python 3.11 on); a test that misses its
+package is skipped. Alone: `python -m pytest tests/convert/test_export.py`.
+"""
+
+import hashlib
+import json
+import random
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from infcl.checkpoint.load import FORMAT
+from infcl.convert import export
+from infcl.convert.export import export_model, load_exported
+from infcl.convert.export_tokenizer import read_model, tokenizer_json
+from infcl.data.tokenizer import Tokenizer, canonicalise
+from infcl.data.tokenizer.learn import train_tokenizer
+from infcl.models import CLIP, load_model_config, with_tokenizer
+from infcl.models.config import parse_model_config
+from tests.lib.checkout import ROOT
+from tests.lib.open_clip_stub import import_open_clip
+
+CONTEXT_LENGTH = 12
+TEXTS = (ROOT / "LICENSE").read_text().split("\n\n")
+CAPTIONS = [canonicalise(text) for text in TEXTS]
+
+
+def small_config(**top):
+    cfg = parse_model_config(
+        {
+            "embed_dim": 24,
+            "vision_cfg": {"image_size": 32, "layers": 1, "width": 32, "head_width": 16, "patch_size": 16},
+            "text_cfg": {"context_length": CONTEXT_LENGTH, "vocab_size": 90, "width": 32, "heads": 4, "layers": 1},
+            **top,
+        }
+    )
+    return with_tokenizer(cfg, vocab_size=300, context_length=CONTEXT_LENGTH, eos_id=1, pad_id=0)
+
+
+@pytest.fixture(scope="module")
+def exported(tokenizer_model, tmp_path_factory):
+    torch.manual_seed(0)
+    model = CLIP(small_config(init_logit_bias=-10.0)).eval()
+    folder = tmp_path_factory.mktemp("run") / "export"
+    card = {"zero_shot_top1": 0.81234567, "paths": {"run": "somewhere"}}
+    export_model(model.state_dict(), model.cfg, tokenizer_model, folder, name="tiny", card=card)
+    return model, folder
+
+
+def test_folder_holds_float32_weights_with_zero_dimensional_scalars(exported):
+    model, folder = exported
+    weights = load_file(folder / "open_clip_model.safetensors")
+    assert weights.keys() == model.state_dict().keys()
+    assert {value.dtype for value in weights.values()} == {torch.float32}
+    assert weights["logit_scale"].shape == weights["logit_bias"].shape == ()
+    modes = {(folder / name).stat().st_mode for name in ("open_clip_model.safetensors", "README.md", "tokenizer.json")}
+    assert len(modes) == 1, "whoever may read the card may read the weights"
+
+
+def test_exported_model_loads_back_bit_for_bit(exported):
+    model, folder = exported
+    loaded, cfg = load_exported(folder)
+    assert cfg.text_cfg.hf_tokenizer_name == "tiny" and not loaded.training
+    for name, value in model.state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], value), name
+
+
+def test_open_clip_loads_the_folder_and_gives_the_same_features(exported, tokenizer_model):
+    open_clip = import_open_clip()
+    model, folder = exported
+    theirs, _, preprocess = open_clip.create_model_and_transforms(f"local-dir:{folder}")
+    theirs.eval()
+    images = torch.randn(3, 3, 32, 32)
+    texts = Tokenizer(tokenizer_model, CONTEXT_LENGTH)(CAPTIONS[:3])
+    with torch.no_grad():
+        out = model(images, texts)
+        torch.testing.assert_close(out["image_features"], theirs.encode_image(images, True), rtol=0, atol=1e-5)
+        torch.testing.assert_close(out["text_features"], theirs.encode_text(texts, True), rtol=0, atol=1e-5)
+    assert theirs.logit_bias.item() == -10.0
+    assert theirs.visual.preprocess_cfg["mean"] == export.PREPROCESS["mean"]
+    assert "Resize(size=32, interpolation=bicubic" in str(preprocess)
+
+
+def test_open_clips_tokenizer_gives_our_ids(exported, tokenizer_model):
+    open_clip = import_open_clip()
+    pytest.importorskip("transformers")
+    theirs = open_clip.get_tokenizer(f"local-dir:{exported[1]}")
+    texts = ["", "a", "A photo, of the_Work!", *TEXTS]
+    assert torch.equal(theirs(texts), Tokenizer(tokenizer_model, CONTEXT_LENGTH)(texts))
+
+
+@pytest.mark.parametrize("byte_fallback", [False, True])
+@pytest.mark.parametrize("model_type", ["bpe", "unigram"])
+def test_tokenizer_json_gives_sentencepieces_ids(model_type, byte_fallback, tmp_path):
+    sentencepiece, tokenizers = pytest.importorskip("sentencepiece"), pytest.importorskip("tokenizers")
+    path = tmp_path / "t.model"
+    vocab_size = 200 + 256 * byte_fallback
+    train_tokenizer(CAPTIONS, path, vocab_size, model_type, byte_fallback=byte_fallback, num_threads=1)
+    reference = sentencepiece.SentencePieceProcessor(model_file=str(path))
+    ours = tokenizers.Tokenizer.from_str(json.dumps(tokenizer_json(read_model(path))))
+    draw = random.Random(0)
+    noise = ["".join(draw.choices("abcdest  \t\u00e9\u65e5\u2581\ufb01\u00bd\U0001f600", k=30)) for _ in range(500)]
+    texts = [*TEXTS, *CAPTIONS, *noise, "", "   ", "\u3000wide\u00a0spaces ", "\u2581", "x" * 300]
+    for text, expected in zip(texts, reference.encode(texts)):
+        ids = ours.encode(text).ids
+        if model_type == "unigram" and ids != [*expected, 1]:  # a tie: the same pieces in another order
+            ids, expected = sorted(ids[:-1]) + ids[-1:], sorted(expected)
+        assert ids == [*expected, 1], text
+
+
+def test_model_card_shows_plain_figures_only(exported):
+    card = (exported[1] / "README.md").read_text()
+    assert "| zero shot top1 | 0.8123 |" in card and "local-dir:" in card and "| parameters | " in card
+    assert "somewhere" not in card
+
+
+def test_models_that_open_clip_cannot_load_say_so(tokenizer_model, tmp_path):
+    cfg = with_tokenizer(load_model_config("demo"), vocab_size=300, context_length=20, eos_id=1, pad_id=0)
+    torch.manual_seed(0)
+    model = CLIP(cfg).eval()
+    export_model(model.state_dict(), cfg, tokenizer_model, tmp_path)
+    card = (tmp_path / "README.md").read_text()
+    assert "load_exported" in card and "local-dir" not in card
+    images = torch.randint(0, 256, (2, 3, 32, 32), dtype=torch.uint8)
+    loaded, _ = load_exported(tmp_path)
+    assert torch.equal(loaded(images)["image_features"], model(images)["image_features"])
+
+
+def test_foreign_weights_and_tokenizers_are_refused_before_anything_is_written(tokenizer_model, tmp_path):
+    cfg, out = small_config(), tmp_path / "out"
+    weights = dict(CLIP(cfg).state_dict())
+    with pytest.raises(ValueError, match=r"missing \['visual.proj'\], unknown \['extra'\]"):
+        export_model(
+            {**{k: v for k, v in weights.items() if k != "visual.proj"}, "extra": weights["logit_scale"]},
+            cfg,
+            None,
+            out,
+        )
+    with pytest.raises(ValueError, match=r"visual.proj has shape \(24, 32\), not \(32, 24\)"):
+        export_model({**weights, "visual.proj": weights["visual.proj"].T}, cfg, None, out)
+    other = with_tokenizer(cfg, vocab_size=301, context_length=CONTEXT_LENGTH, eos_id=1, pad_id=0)
+    with pytest.raises(ValueError, match=r"\(300, 1, 0\), the model \(301, 1, 0\)"):
+        export_model(CLIP(other).state_dict(), other, tokenizer_model, out)
+    assert not out.exists()
+
+
+def test_command_exports_the_last_checkpoint_of_a_run(tokenizer_model, tmp_path, capsys):
+    run = tmp_path / "run"
+    checkpoint = run / "checkpoints" / "step_00000003"
+    checkpoint.mkdir(parents=True)
+    model = CLIP(small_config())
+    file = checkpoint / "state_00000.safetensors"
+    save_file({f"model/{name}": value for name, value in model.state_dict().items()}, file)
+    entry = {"bytes": file.stat().st_size, "sha256": hashlib.sha256(file.read_bytes()).hexdigest()}
+    manifest = {"format": FORMAT, "files": {file.name: entry}, "trainer": {"step": 3, "samples_seen": 192}}
+    (checkpoint / "infcl.json").write_text(json.dumps(manifest))
+    (run / "checkpoints" / "latest").write_text("step_00000003\n")
+    (run / "model_config.json").write_text(model.cfg.to_json())
+    (run / "tokenizer.model").write_bytes(tokenizer_model.read_bytes())
+    assert export.main([str(run), "--out", str(tmp_path / "out"), "--name", "mine"]) == 0
+    assert torch.equal(load_exported(tmp_path / "out")[0].visual.proj, model.visual.proj)
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert card.count("# mine") == 1 and "| samples seen | 192 |" in card
+    damaged = run / "checkpoints" / "step_00000004"
+    damaged.mkdir()
+    (damaged / "infcl.json").write_text(json.dumps(manifest | {"trainer": {"step": 4, "samples_seen": 256}}))
+    (run / "summary.json").write_text(json.dumps({"steps": 4, "samples_seen": 256, "zero_shot_top1": 0.5}))
+    assert export.main([str(run), "--out", str(tmp_path / "out"), "--name", "mine"]) == 0
+    assert (tmp_path / "out" / "README.md").read_text() == card, "it is of the checkpoint that was exported"
+    assert export.main([str(run), "--format", "safetensors"]) == 0
+    assert (run / "export-safetensors" / "tokenizer.model").read_bytes() == tokenizer_model.read_bytes()
+    assert export.main([str(tmp_path / "nothing")]) == 2
+    printed = capsys.readouterr()
+    assert "nothing is no run folder" in printed.err and "open_clip cannot" not in printed.out
+    demo = CLIP(load_model_config("demo"))
+    save_file({f"model/{name}": value for name, value in demo.state_dict().items()}, file)
+    entry |= {"bytes": file.stat().st_size, "sha256": hashlib.sha256(file.read_bytes()).hexdigest()}
+    (checkpoint / "infcl.json").write_text(json.dumps(manifest))
+    (run / "model_config.json").write_text(demo.cfg.to_json())
+    assert export.main([str(run)]) == 0
+    assert "open_clip cannot load this model" in capsys.readouterr().out
+    assert export.main([str(run), "--out", str(file)]) == 2
+    assert "File exists" in capsys.readouterr().err

@@ -1,0 +1,237 @@
+"""The hf export is the model for transformers: features, tokens and pixels; what CLIPModel cannot express is refused.
+
+transformers comes with requirements.txt (from Python 3.11 on); the tests that load with it are skipped without.
+"""
+
+import json
+import unicodedata
+
+import pytest
+import torch
+
+from infcl.convert.export import export_model, load_exported, main
+from infcl.convert.hf_clip import from_hf, hf_config, to_hf
+from infcl.convert.model_card import LOSS_CURVE
+from infcl.data.tokenizer import Tokenizer, canonicalise
+from infcl.models import CLIP, load_model_config, with_tokenizer
+from infcl.models.config import parse_model_config
+from tests.convert.test_export import CAPTIONS, CONTEXT_LENGTH, TEXTS, small_config
+from tests.lib.open_clip_stub import import_transformers
+from tests.lib.ranks import run_ranks
+from tests.train.test_trainer import demo_config, fit
+
+
+@pytest.fixture(scope="module")
+def exported(tokenizer_model, tmp_path_factory):
+    torch.manual_seed(0)
+    model = CLIP(small_config()).eval()
+    folder = tmp_path_factory.mktemp("hf") / "export"
+    export_model(model.state_dict(), model.cfg, tokenizer_model, folder, format="hf", name="tiny")
+    return model, folder
+
+
+def load_clip_model(folder):
+    transformers = import_transformers()
+    model, info = transformers.CLIPModel.from_pretrained(folder, output_loading_info=True)
+    assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")), info
+    return model.eval()
+
+
+def features_of(theirs, images, texts):
+    with torch.no_grad():
+        out = theirs(input_ids=texts, pixel_values=images)
+    return out.image_embeds, out.text_embeds, out.logits_per_image
+
+
+@pytest.mark.parametrize("variant", ["sentencepiece", "quick_gelu", "clip_bpe"])
+def test_clip_model_gives_the_same_features_and_logits(tokenizer_model, tmp_path, variant):
+    cfg = small_config(quick_gelu=variant == "quick_gelu")
+    if variant == "clip_bpe":
+        fields = small_config().to_dict()
+        fields["text_cfg"] |= {"pool_type": "argmax", "eos_id": 2}
+        cfg, tokenizer_model = parse_model_config(fields), None
+    torch.manual_seed(1)
+    ours = CLIP(cfg).eval()
+    export_model(ours.state_dict(), cfg, tokenizer_model, tmp_path, format="hf")
+    images = torch.randn(4, 3, 32, 32)
+    if variant == "clip_bpe":
+        texts = torch.randint(2, 298, (4, CONTEXT_LENGTH))
+        texts[torch.arange(4), torch.tensor([3, 5, 8, 11])] = 299
+    else:
+        texts = Tokenizer(tokenizer_model, CONTEXT_LENGTH)(["a", "the work", "", CAPTIONS[3]])
+    theirs = features_of(load_clip_model(tmp_path), images, texts)
+    with torch.no_grad():
+        out = ours(images, texts)
+    mine = (out["image_features"], out["text_features"])
+    mine += (out["logit_scale"].exp() * mine[0] @ mine[1].T,)
+    for a, b in zip(mine, theirs):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-5)
+
+
+def test_auto_tokenizer_gives_our_ids_for_raw_captions(exported, tokenizer_model):
+    transformers = import_transformers()
+    theirs = transformers.AutoTokenizer.from_pretrained(exported[1])
+    texts = [
+        "",
+        "a",
+        "</s> is <unk> here",
+        "<pad>",
+        "A photo, of the_Work!",
+        "l'\u00c9t\u00e9 (1936) -- \u65e5\u672c_",
+        *TEXTS,
+    ]
+    ids = theirs(texts, padding="max_length", truncation=True, return_tensors="pt").input_ids
+    assert torch.equal(ids, Tokenizer(tokenizer_model, CONTEXT_LENGTH)(texts))
+
+
+def test_raw_captions_are_cleaned_as_for_training_whatever_their_characters(exported):
+    """What the tokenizer makes of a raw text is what it makes of the cleaned one."""
+    clean = import_transformers().AutoTokenizer.from_pretrained(exported[1]).backend_tokenizer.normalizer.normalize_str
+    letters = [chr(code) for code in range(1, 0x3000) if unicodedata.category(chr(code)) not in ("Cn", "Cs")]
+    texts = [text for letter in letters for text in (f"A{letter}b", f"_ {letter}Σ{letter}", f"Σ{letter}")]
+    assert [text for text in texts if clean(text) != clean(canonicalise(text))] == []
+
+
+def test_image_processor_gives_open_clips_pixels(exported):
+    """Through Pillow, as transformers does it: equal to our Pillow path, normalised."""
+    transformers = import_transformers()
+    from infcl.data.evaluation import PillowTransform
+    from infcl.models.vision import normalize_pixels
+    from tests.lib.shard_files import picture
+
+    processor = _pillow_processor(transformers).from_pretrained(exported[1])
+    for shape in ((48, 70), (90, 41), (32, 32)):
+        image = picture(1, *shape)
+        theirs = processor(image, return_tensors="pt").pixel_values
+        ours = normalize_pixels(PillowTransform(32)(image)[None])
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
+
+
+def test_the_zero_shot_pipeline_gives_our_scores(exported, tokenizer_model):
+    transformers = import_transformers()
+    from PIL import Image
+
+    from infcl.data.evaluation import PillowTransform
+    from tests.lib.shard_files import picture
+
+    model, folder = exported
+    processor = _pillow_processor(transformers).from_pretrained(folder)
+    pipeline = transformers.pipeline("zero-shot-image-classification", model=str(folder), image_processor=processor)
+    labels, image = ["Work", "license", "a"], picture(4, 50, 40)
+    theirs = {r["label"]: r["score"] for r in pipeline(Image.fromarray(image), candidate_labels=labels)}
+    texts = Tokenizer(tokenizer_model, CONTEXT_LENGTH)([f"This is a photo of {label}." for label in labels])
+    with torch.no_grad():
+        out = model(PillowTransform(32)(image)[None], texts)
+    scores = (out["logit_scale"].exp() * out["image_features"] @ out["text_features"].T).softmax(-1)[0]
+    assert [theirs[label] for label in labels] == pytest.approx(scores.tolist(), abs=1e-5)
+
+
+def test_a_zero_3_run_of_two_ranks_exports_to_clip_model_without_a_process_group(demo_folder, tmp_path):
+    fields = {
+        "embed_dim": 16,
+        "vision_cfg": {"image_size": 32, "layers": 2, "width": 32, "head_width": 16, "patch_size": 8},
+        "text_cfg": {"context_length": 20, "width": 32, "heads": 2, "layers": 1},
+    }
+    (tmp_path / "tiny.json").write_text(json.dumps(fields))
+    preset = "ds_configs/zero3.json"
+    config = demo_config(demo_folder, tmp_path, model=str(tmp_path / "tiny.json"), deepspeed_config=preset, steps=2)
+    run_ranks(fit, 2, config, timeout=200)
+    run = tmp_path / "run"
+    assert main([str(run), "--format", "hf"]) == 0
+    ours, _ = load_exported(run / "export")
+    images, texts = torch.randn(2, 3, 32, 32), torch.tensor([[5, 9, 1, 0], [7, 1, 0, 0]])
+    theirs = features_of(load_clip_model(run / "export-hf"), images, texts)
+    with torch.no_grad():
+        out = ours(images, texts)
+    torch.testing.assert_close(out["image_features"], theirs[0], rtol=0, atol=1e-5)
+    torch.testing.assert_close(out["text_features"], theirs[1], rtol=0, atol=1e-5)
+    assert "| batch | 128 pairs" in (run / "export-hf" / "README.md").read_text()
+
+
+def _pillow_processor(transformers):
+    return getattr(transformers, "CLIPImageProcessorPil", transformers.CLIPImageProcessor)
+
+
+def test_names_map_there_and_back_without_loss():
+    model = CLIP(small_config())
+    state = {name: value.detach() for name, value in model.state_dict().items()}
+    back = from_hf(to_hf(state))
+    assert back.keys() == state.keys()
+    assert all(torch.equal(back[name].reshape(-1), state[name].reshape(-1)) for name in state)
+
+
+@pytest.mark.parametrize(
+    ("vision", "text", "top", "message"),
+    [
+        ({"pool_type": "avg"}, {}, {}, "pool_type 'avg'"),
+        ({}, {"pool_type": "last", "no_causal_mask": True}, {}, "pool_type 'last'.*; text_cfg.no_causal_mask"),
+        ({}, {"eos_id": 2}, {}, "eos id 2"),
+        ({}, {}, {"init_logit_bias": -10.0}, "init_logit_bias"),
+    ],
+)
+def test_what_clip_model_cannot_express_is_refused_before_anything_is_written(vision, text, top, message, tmp_path):
+    fields = {**small_config().to_dict(), **top}
+    fields["vision_cfg"] |= vision
+    fields["text_cfg"] |= text
+    cfg = parse_model_config(fields)
+    with pytest.raises(ValueError, match=f"CLIPModel cannot express this model: .*{message}"):
+        export_model(CLIP(cfg).state_dict(), cfg, None, tmp_path / "out", format="hf")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_convolutional_stem_is_refused():
+    cfg = with_tokenizer(load_model_config("demo"), vocab_size=300, context_length=20, eos_id=1, pad_id=0)
+    assert cfg.vision_cfg.conv_stem is not None
+    with pytest.raises(ValueError, match="vision_cfg.conv_stem.*Export it as open_clip or safetensors"):
+        hf_config(cfg)
+
+
+@pytest.mark.parametrize("format", ["hf", "safetensors", "open_clip"])
+def test_every_format_loads_back_bit_for_bit(format, tokenizer_model, tmp_path):
+    torch.manual_seed(2)
+    model = CLIP(small_config())
+    export_model(model.state_dict(), model.cfg, tokenizer_model, tmp_path, format=format)
+    loaded, cfg = load_exported(tmp_path)
+    for name, value in model.state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], value), name
+    assert cfg.text_cfg.pool_type == "eos" and cfg.text_cfg.eos_id == 1
+    assert cfg.vision_cfg == model.cfg.vision_cfg
+    modes = {path.stat().st_mode for path in tmp_path.iterdir() if path.suffix in (".safetensors", ".md")}
+    assert len(modes) == 1, "whoever may read the card may read the weights"
+
+
+def test_card_tells_data_batch_curve_and_evaluation(tmp_path):
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / LOSS_CURVE).write_bytes(b"\x89PNG")
+    flags = {"train_data": "/home/someone/sets/cc12m/{0..9}.tar", "batch_size": 64, "accum_freq": 4, "lr": 0.001}
+    (run / "config.json").write_text(json.dumps(flags))
+    summary = {
+        "steps": 1234,
+        "samples_seen": 631808,
+        "world_size": 2,
+        "evaluation": {"zero_shot": {"top1": 0.5}, "retrieval": {"image_to_text_r1": 0.25, "val_loss": 1.5}},
+        "paths": {"run": str(run)},
+    }
+    model = CLIP(small_config())
+    export_model(model.state_dict(), model.cfg, None, tmp_path / "out", format="hf", name="mine", card=summary)
+    card = (tmp_path / "out" / "README.md").read_text()
+    for row in (
+        "| data | cc12m/{0..9}.tar |", "| steps | 1,234 |", "| samples seen | 631,808 |",
+        "| batch | 512 pairs, one loss over all of them (4 micro-batches of 64 a rank) |", "| learning rate | 0.001 |",
+        "| zero shot top1 | 0.5 |", "| retrieval val loss | 1.5 |", "library_name: transformers", LOSS_CURVE,
+    ):  # fmt: skip
+        assert row in card, row
+    assert "/home" not in card and str(tmp_path) not in card
+    flags |= {"global_batch_size": 512, "accum_freq": 1, "warmup": 10000, "warmup_samples": 4096, "lr_scaling": "sqrt"}
+    (run / "config.json").write_text(json.dumps(flags))
+    export_model(model.state_dict(), model.cfg, None, tmp_path / "out", format="hf", name="mine", card=summary)
+    card = (tmp_path / "out" / "README.md").read_text()
+    for row in (
+        "| batch | 512 pairs, one loss over all of them |",
+        "| warm-up samples | 4096 |",
+        "| scaled by the batch | sqrt |",
+    ):
+        assert row in card, row
+    assert "10000" not in card
+    assert (tmp_path / "out" / LOSS_CURVE).exists()

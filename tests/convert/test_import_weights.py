@@ -1,0 +1,314 @@
+"""Others' weights into these towers: every kind of source gives its features; what does not fit is told in full."""
+
+import json
+import random
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from infcl.config import TrainConfig
+from infcl.convert.export import export_model
+from infcl.convert.hf_clip import from_hf_config
+from infcl.convert.import_weights import load_pretrained, read_weights, resize_image_positions
+from infcl.evaluate import load
+from infcl.models import CLIP
+from infcl.models.config import parse_model_config
+from infcl.train.build import model_and_sources
+from tests.lib.open_clip_stub import import_open_clip
+from tests.lib.shard_files import Payload
+
+VISION = {"image_size": 32, "layers": 1, "width": 48, "head_width": 16, "patch_size": 8}
+TEXT = {"context_length": 12, "vocab_size": 90, "width": 32, "heads": 4, "layers": 2, "pool_type": "eos", "eos_id": 1}
+
+
+def config(vision=(), text=(), **top):
+    fields = {"embed_dim": 24, "vision_cfg": {**VISION, **dict(vision)}, "text_cfg": {**TEXT, **dict(text)}, **top}
+    return parse_model_config(fields)
+
+
+def seeded(cfg, seed) -> CLIP:
+    torch.manual_seed(seed)
+    return CLIP(cfg).eval()
+
+
+@pytest.fixture(scope="module")
+def source():
+    return seeded(config(), 1)
+
+
+def write(kind, model, path):
+    """`model` as open_clip, DDP, CustomTextCLIP, transformers or this project would leave it; returns what to load."""
+    state = {name: value.detach() for name, value in model.state_dict().items()}
+    state["logit_scale"] = state["logit_scale"][0]
+    if kind == "pt":
+        torch.save(state, path / "w.pt")
+    elif kind == "ddp":
+        torch.save({"epoch": 3, "state_dict": {f"module._orig_mod.{n}": v for n, v in state.items()}}, path / "w.pt")
+    elif kind == "custom_text":
+        top = ("visual.", "logit_scale")
+        torch.save({n if n.startswith(top) else f"text.{n}": v for n, v in state.items()}, path / "w.bin")
+    elif kind == "openai":  # the state dict of its archive has sizes in it
+        sizes = {"input_resolution": 32, "context_length": 12, "vocab_size": 90}
+        torch.save(state | {name: torch.tensor(value) for name, value in sizes.items()}, path / "w.pt")
+    elif kind == "safetensors":
+        save_file(state, path / "w.safetensors")
+    else:
+        export_model(model.state_dict(), model.cfg, None, path, format=kind.removeprefix("folder_"))
+        return path
+    return next(path.glob("w.*"))
+
+
+KINDS = ["pt", "ddp", "openai", "custom_text", "safetensors", "folder_open_clip", "folder_hf", "folder_safetensors"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_model_started_from_any_source_has_its_weights(kind, source, tmp_path):
+    model = seeded(config(), 2)
+    load_pretrained(model, str(write(kind, source, tmp_path)))
+    for name, value in source.state_dict().items():
+        assert torch.equal(model.state_dict()[name], value), name
+
+
+def test_weights_saved_by_open_clip_give_its_features(tmp_path):
+    open_clip = import_open_clip()
+    torch.manual_seed(3)
+    theirs = open_clip.model.CLIP(**config().to_dict() | {"init_logit_scale": 1.5}).eval()
+    torch.save(theirs.state_dict(), tmp_path / "open_clip_pytorch_model.bin")
+    cfg = {"model_cfg": config().to_dict(), "preprocess_cfg": {}}
+    (tmp_path / "open_clip_config.json").write_text(json.dumps(cfg))
+    images, texts = torch.randn(2, 3, 32, 32), torch.tensor([[5, 8, 1] + 9 * [0], [7, 1] + 10 * [0]])
+    for path in (tmp_path, tmp_path / "open_clip_pytorch_model.bin"):
+        ours = seeded(config(), 4)
+        load_pretrained(ours, str(path))
+        with torch.no_grad():
+            out = ours(images, texts)
+            torch.testing.assert_close(out["image_features"], theirs.encode_image(images, True), rtol=0, atol=1e-5)
+            torch.testing.assert_close(out["text_features"], theirs.encode_text(texts, True), rtol=0, atol=1e-5)
+        assert out["logit_scale"].item() == 1.5
+
+
+@pytest.mark.parametrize("place", ["open_clip_config", "preprocessor_config", "processor_config"])
+@pytest.mark.parametrize("image_size", [32, 48])
+def test_a_tower_of_pixels_normalised_otherwise_sees_ours_as_it_saw_its_own(place, image_size, source, tmp_path):
+    """open_clip's ViT-L-14 laion2b_s32b_b82k has mean and std 0.5."""
+    mean, std = [0.5, 0.4, 0.3], [0.5, 0.25, 0.2]
+    path = write("folder_open_clip" if place == "open_clip_config" else "folder_hf", source, tmp_path)
+    (path / "preprocessor_config.json").unlink(missing_ok=True)
+    said = {"image_mean": mean, "image_std": std}
+    if place == "open_clip_config":
+        said = json.loads((path / f"{place}.json").read_text()) | {"preprocess_cfg": {"mean": mean, "std": std}}
+    elif place == "processor_config":
+        said = {"image_processor": said}
+    (path / f"{place}.json").write_text(json.dumps(said))
+    ours, theirs = (seeded(config(vision={"image_size": image_size}), seed) for seed in (2, 3))
+    load_pretrained(ours, image=str(path))
+    load_pretrained(theirs, str(write("pt", source, tmp_path)))  # a bare file does not say: as it is
+    pixels = torch.randint(256, (3, 3, image_size, image_size), dtype=torch.uint8)
+    normalised = (pixels / 255 - torch.tensor(mean).view(3, 1, 1)) / torch.tensor(std).view(3, 1, 1)
+    with torch.no_grad():
+        expected, got = theirs(normalised)["image_features"], ours(pixels)["image_features"]
+        torch.testing.assert_close(got, expected, rtol=0, atol=2e-6)
+        assert (theirs(pixels)["image_features"] - expected).abs().max() > 1e-2
+
+
+def test_a_folder_of_images_brought_to_size_otherwise_is_told_when_it_is_evaluated(
+    source, tmp_path, caplog, monkeypatch
+):
+    """open_clip's ViT-H-14-378 of DFN5B squashes its images."""
+    monkeypatch.setattr(load, "load_tokenizer", lambda source, cfg: None)
+    for kind, file, foreign, said in (
+        ("open_clip", "open_clip_config.json", {"preprocess_cfg": {"resize_mode": "squash"}}, "resize_mode 'squash'"),
+        (
+            "hf",
+            "preprocessor_config.json",
+            {"resample": 2, "do_center_crop": False},
+            "resample 2, do_center_crop False",
+        ),
+    ):
+        (tmp_path / kind).mkdir()
+        path = write(f"folder_{kind}", source, tmp_path / kind)
+        load.load_model(path, device=torch.device("cpu"))
+        assert not caplog.messages
+        (path / file).write_text(json.dumps(json.loads((path / file).read_text()) | foreign))
+        load.load_model(path, device=torch.device("cpu"))
+        (message,) = caplog.messages
+        caplog.clear()
+        assert f"brought to size with {said};" in message
+
+
+@pytest.mark.parametrize("tower", ["image", "text"])
+def test_one_tower_alone_leaves_the_other_and_the_scale_as_they_were(tower, source, tmp_path):
+    path, model = str(write("safetensors", source, tmp_path)), seeded(config(), 2)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    assert load_pretrained(model, **{tower: path}) == [f"the {tower} tower's weights are those of {path}"]
+    for name, value in model.state_dict().items():
+        loaded = name not in ("logit_scale", "logit_bias") and name.startswith("visual.") == (tower == "image")
+        assert torch.equal(value, (source.state_dict() if loaded else before)[name]), name
+
+
+def test_the_image_tower_may_come_with_another_text_tower(source, tmp_path):
+    other = seeded(config(text={"vocab_size": 50, "width": 64}), 2)
+    path = str(write("folder_open_clip", source, tmp_path))
+    load_pretrained(other, image=path)
+    assert torch.equal(other.visual.conv1.weight, source.visual.conv1.weight)
+    with pytest.raises(ValueError, match="keep the source's tokenizer"):
+        load_pretrained(other, whole=path)
+
+
+def test_position_embeddings_are_interpolated_as_open_clip_does(source, tmp_path):
+    open_clip = import_open_clip()
+    path, cfg = write("pt", source, tmp_path), config(vision={"image_size": 48})
+    ours, theirs = seeded(cfg, 2), open_clip.model.CLIP(**cfg.to_dict())
+    load_pretrained(ours, str(path))
+    open_clip.load_checkpoint(theirs, str(path))
+    assert ours.visual.positional_embedding.shape == (37, 48)
+    torch.testing.assert_close(ours.visual.positional_embedding, theirs.visual.positional_embedding, rtol=0, atol=1e-6)
+
+
+def test_interpolation_to_the_same_grid_changes_nothing_and_shorter_texts_keep_their_positions(source, tmp_path):
+    positions = source.visual.positional_embedding.detach()
+    torch.testing.assert_close(resize_image_positions(positions, len(positions)), positions)
+    model = seeded(config(text={"context_length": 8}), 2)
+    load_pretrained(model, str(write("pt", source, tmp_path)))
+    assert torch.equal(model.positional_embedding, source.positional_embedding[:8])
+
+
+def test_what_does_not_fit_is_listed_with_shapes_and_nothing_is_loaded(source, tmp_path):
+    state = dict(source.state_dict())
+    state["visual.proj"], state["visual.extra"] = torch.zeros(48, 16), torch.zeros(2, 3)
+    del state["ln_final.bias"]
+    torch.save(state, tmp_path / "w.pt")
+    model = seeded(config(), 2)
+    before = model.visual.conv1.weight.clone()
+    with pytest.raises(ValueError) as error:
+        load_pretrained(model, str(tmp_path / "w.pt"))
+    for part in (
+        "w.pt does not fit the model",
+        "missing: ln_final.bias [32]",
+        "unexpected: visual.extra [2, 3]",
+        "mismatched: visual.proj is [48, 16], needed [48, 24]",
+    ):
+        assert part in str(error.value)
+    assert torch.equal(model.visual.conv1.weight, before)
+    load_pretrained(model, text=None, image=None)
+
+
+@pytest.mark.parametrize("kind", ["folder_open_clip", "folder_hf"])
+def test_settings_that_shapes_do_not_show_must_agree(kind, source, tmp_path):
+    path = str(write(kind, source, tmp_path))
+    for cfg, message in (
+        (config(quick_gelu=True), "quick_gelu is False there, True here"),
+        (config(vision={"head_width": 24}), "head_width is 16 there, 24 here"),
+        (config(text={"heads": 2}), "text_cfg.heads is 4 there, 2 here"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            load_pretrained(seeded(cfg, 2), path)
+    load_pretrained(seeded(config(text={"heads": 2}), 2), image=path)
+
+
+def test_what_a_clip_model_computes_otherwise_is_refused(source, tmp_path):
+    path = write("folder_hf", source, tmp_path)
+    written = json.loads((path / "config.json").read_text())
+    for section, change in (
+        ("text_config", {"hidden_act": "gelu_new"}),
+        ("vision_config", {"hidden_act": "quick_gelu"}),
+        ("vision_config", {"layer_norm_eps": 1e-6}),
+    ):
+        (path / "config.json").write_text(json.dumps(written | {section: written[section] | change}))
+        with pytest.raises(ValueError, match=f"{next(iter(change.values()))}.*these towers have quick_gelu in both or"):
+            read_weights(path)
+
+
+@pytest.mark.parametrize(
+    ("eos_id", "vocab_size", "pooling"), [(2, 49408, "argmax"), (49407, 49408, "argmax"), (49407, 49410, "eos")]
+)
+def test_clip_model_pools_at_the_eos_that_it_names_also_where_larger_ids_exist(eos_id, vocab_size, pooling):
+    text = {"eos_token_id": eos_id, "vocab_size": vocab_size, "num_attention_heads": 8}
+    cfg = from_hf_config({"model_type": "clip", "text_config_dict": text, "text_config": {"vocab_size": 9}}, "here")
+    assert (cfg.text_cfg.pool_type, cfg.text_cfg.vocab_size) == (pooling, vocab_size)
+    assert pooling == "argmax" or cfg.text_cfg.eos_id == eos_id
+
+
+def test_a_loss_s_own_bias_may_be_missing_or_left_over(source, tmp_path):
+    with_bias = seeded(config(init_logit_bias=-10.0), 2)
+    (told,) = load_pretrained(with_bias, str(write("pt", source, tmp_path)))
+    assert told.endswith("; logit_bias is not there: it begins as the loss's")
+    assert with_bias.logit_bias.item() == -10.0
+    (tmp_path / "other").mkdir()
+    (told,) = load_pretrained(seeded(config(), 3), str(write("safetensors", with_bias, tmp_path / "other")))
+    assert told.endswith("; its logit_bias is left out")
+
+
+def test_position_embeddings_that_are_resized_or_cut_are_told(source, tmp_path):
+    path, model = str(write("pt", source, tmp_path)), seeded(config({"image_size": 48}, {"context_length": 8}), 2)
+    changes = "its 17 image positions are interpolated to 37; of its 12 text positions the first 8 are taken"
+    assert load_pretrained(model, path) == [f"all weights are those of {path}; {changes}"]
+
+
+@pytest.mark.filterwarnings("ignore:Detected pickle protocol")
+@pytest.mark.parametrize("zipped", [True, False])
+def test_a_damaged_file_is_refused_or_read_whatever_torch_makes_of_it(tmp_path, zipped):
+    """Never another error: torch.load raises a dozen types."""
+    torch.save({"a": torch.ones(3, 4), "b": "text"}, tmp_path / "whole.pt", _use_new_zipfile_serialization=zipped)
+    whole, chance, refused = (tmp_path / "whole.pt").read_bytes(), random.Random(0), 0
+    for _ in range(300):
+        damaged = bytearray(whole[: chance.randrange(len(whole) + 1)] if chance.random() < 0.3 else whole)
+        for place in chance.choices(range(min(300, len(damaged)) or 1), k=3):
+            damaged[place : place + 1] = bytes([chance.randrange(256)])
+        (tmp_path / "damaged.pt").write_bytes(damaged)
+        try:
+            read_weights(tmp_path / "damaged.pt")
+        except ValueError:
+            refused += 1
+    assert refused > 100
+
+
+def test_files_that_would_run_code_are_refused(tmp_path):
+    torch.save({"a": Payload(tmp_path / "ran")}, tmp_path / "evil.pt")
+    (tmp_path / "noise.bin").write_bytes(b"not a checkpoint")
+    for number, content in enumerate((b"", b"\x80", b"other bytes\n")):  # each raises another type in torch.load
+        (tmp_path / f"{number}.bin").write_bytes(content)
+    (tmp_path / "noise.safetensors").write_bytes(b"not a checkpoint")
+    torch.save({"state_dict": [1, 2]}, tmp_path / "list.pt")
+    for name, message in (
+        ("evil.pt", "weights_only"),
+        *((f"{name}.bin", "weights_only.*no file of torch's") for name in ("noise", 0, 1, 2)),
+        ("noise.safetensors", "not a safetensors file"),
+        ("list.pt", "no state dict"),
+        ("nothing.pt", "no such file"),
+    ):
+        with pytest.raises(ValueError, match=message) as refused:
+            read_weights(tmp_path / name)
+        assert "Re-running" not in str(refused.value)  # torch's advice
+    assert not (tmp_path / "ran").exists()
+    with pytest.raises(ValueError, match="no weights there"):
+        read_weights(tmp_path)
+
+
+def test_the_flags_reach_the_model(source, tmp_path):
+    path = str(write("pt", source, tmp_path))
+    flags = {"dataset_type": "synthetic", "train_num_samples": 8, "pretrained_image": path, "lock_image": True}
+    model, sources = model_and_sources(TrainConfig(**flags), config())
+    assert torch.equal(model.visual.proj, source.visual.proj) and not model.visual.proj.requires_grad
+    assert not torch.equal(model.text_projection, source.text_projection)
+    assert sources == [f"the image tower's weights are those of {path}"]
+
+
+def test_open_clips_file_with_clips_own_tokenizer_evaluates_as_open_clip(tmp_path):
+    open_clip = import_open_clip()
+
+    cfg = config(text={"vocab_size": 49408, "context_length": 20, "pool_type": "argmax", "eos_id": 2})
+    (tmp_path / "tiny.json").write_text(cfg.to_json())
+    torch.manual_seed(6)
+    theirs = open_clip.model.CLIP(**cfg.to_dict()).eval()
+    torch.save(theirs.state_dict(), tmp_path / "epoch_1.pt")
+    ours, tokenize = load.load_model(
+        tmp_path / "epoch_1.pt", device=torch.device("cpu"), model=str(tmp_path / "tiny.json")
+    )
+    texts = ["a photo of a dog", "", "Two cats, asleep (1936) " * 9]
+    expected = open_clip.tokenizer.SimpleTokenizer(context_length=20)(texts)
+    assert torch.equal(tokenize(texts), expected)
+    with torch.no_grad():
+        features = ours(None, tokenize(texts))["text_features"]
+        torch.testing.assert_close(features, theirs.encode_text(expected, True), rtol=0, atol=1e-5)

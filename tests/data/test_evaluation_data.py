@@ -1,0 +1,103 @@
+"""What an evaluation iterates over: shards, class folders and caption lists, every sample once and in order."""
+
+import json
+
+import pytest
+import torch
+
+from infcl.data.evaluation import EvalShards, caption_list, eval_source
+from tests.lib.shard_files import encode, picture, write_shards, write_tar
+
+
+def test_order_and_pixels_do_not_depend_on_the_threads(tmp_path):
+    shards = write_shards(tmp_path / "s", [7, 30, 3])
+    one, many = (list(EvalShards(shards, image_size=16, threads=threads)) for threads in (1, 8))
+    assert [s.key for s in one] == [s.key for s in many] and len(one) == 40
+    assert all((a.image == b.image).all() and a.caption == b.caption for a, b in zip(one, many))
+
+
+def test_class_folders_give_every_image_with_its_folders_name(tmp_path):
+    hidden = (".cache/a.png", "n1/.ipynb_checkpoints/a.png", "n1/._a.png")  # no class and no images
+    for name in ("n2/a.PNG", "n1/deep/b.jpg", "n1/a.png", "n1/notes.txt", *hidden):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(encode(picture(1), "JPEG" if name.endswith("jpg") else "PNG"))
+    samples = list(eval_source(str(tmp_path))(image_size=8))
+    assert [(sample.key.split("/")[-1], sample.metadata["label"]) for sample in samples] == [
+        ("a.png", "n1"),
+        ("b.jpg", "n1"),
+        ("a.PNG", "n2"),
+    ]
+
+
+def test_ranks_share_a_caption_list_and_a_missing_image_is_counted(tmp_path):
+    (tmp_path / "x.png").write_bytes(encode(picture(2)))
+    lines = [{"image": "x.png" if i != 3 else "gone.png", "captions": [f"{i}", "b"]} for i in range(5)]
+    (tmp_path / "c.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    sets = [eval_source(str(tmp_path / "c.jsonl"))(image_size=8, rank=rank, world_size=2) for rank in range(2)]
+    captions = [[sample.metadata["captions"][0] for sample in samples] for samples in sets]
+    assert captions == [["0", "2", "4"], ["1"]]
+    assert sets[1].skipped == {"unreadable_file": 1} and not sets[0].skipped
+
+
+def test_a_caption_list_has_lines_where_its_json_has(tmp_path):
+    """Not at the other separators that str.splitlines knows, which captions from the web contain."""
+    captions = ["one\u2028two\x85three\u2029four", "b\u000bc"]
+    lines = [{"image": "x.png", "captions": [caption]} for caption in captions]
+    text = "\r\n".join(json.dumps(line, ensure_ascii=False) for line in lines)
+    (tmp_path / "c.jsonl").write_bytes(b"\xef\xbb\xbf" + text.encode())
+    assert [record["captions"][0] for _, record in caption_list(tmp_path / "c.jsonl")] == captions
+
+
+@pytest.mark.parametrize(
+    "line", ["not json", '{"image": "a.jpg"}', '{"image": 3, "captions": []}', '{"captions": [1]}']
+)
+def test_a_wrong_line_of_a_caption_list_is_named(tmp_path, line):
+    (tmp_path / "c.jsonl").write_text('{"image": "a.jpg", "captions": ["x"]}\n\n' + line + "\n")
+    with pytest.raises(ValueError, match="c.jsonl, line 3: "):
+        caption_list(tmp_path / "c.jsonl")
+
+
+def test_a_caption_list_that_is_no_utf8_is_named(tmp_path):
+    (tmp_path / "c.jsonl").write_bytes('{"image": "a.jpg", "captions": ["é"]}'.encode("latin-1"))
+    with pytest.raises(ValueError, match="c.jsonl is not UTF-8: .*byte 0xe9"):
+        caption_list(tmp_path / "c.jsonl")
+
+
+def test_data_that_is_not_there_is_refused_at_once(tmp_path):
+    (tmp_path / "empty" / "sub").mkdir(parents=True)
+    for data, message in (
+        (tmp_path / "none.jsonl", "No such file"),
+        (tmp_path / "none.tar", "1 of 1 shards are missing"),
+        (tmp_path / "pairs.CSV", "pairs.CSV is a table, which evaluations do not read: .*jsonl"),
+        (tmp_path / "empty", "neither .*shards nor class folders"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            eval_source(str(data))
+
+
+def test_damaged_shards_are_counted_by_the_first_rank_alone(tmp_path):
+    good = write_tar(tmp_path / "0.tar", [("a.png", encode(picture(1))), ("a.txt", b"x")])
+    (tmp_path / "1.tar").write_bytes(good.read_bytes()[:700])
+    skipped = []
+    for rank in range(2):
+        samples = EvalShards(str(tmp_path), image_size=8, rank=rank, world_size=2)
+        list(samples)
+        skipped.append(samples.skipped.total())
+    assert skipped[0] >= 1 and skipped[1] == 0
+
+
+def test_evaluation_yields_every_sample_once_over_the_ranks(shards):
+    whole = list(EvalShards(shards, image_size=16))
+    assert [sample.caption for sample in whole] == [f"picture number {i}" for i in range(53)]
+    assert [sample.metadata["number"] for sample in whole] == list(range(53))
+    assert whole[0].image.shape == (3, 16, 16) and whole[0].image.dtype == torch.uint8 and whole[0].key == "000000000"
+    parts = [[s.key for s in EvalShards(shards, image_size=16, rank=r, world_size=3)] for r in range(3)]
+    assert sorted(sum(parts, [])) == [sample.key for sample in whole]
+
+
+def test_evaluation_leaves_out_bad_images_and_keeps_samples_without_captions(faulty):
+    shards = EvalShards(str(faulty / "a" / "0.tar"), image_size=16)
+    captions = {sample.key: sample.caption for sample in shards}
+    assert captions["e"] == captions["n"] == "" and "h" not in captions and len(captions) == 23
+    assert shards.skipped == {"broken_image": 1, "not_an_image": 1, "bad_json": 1}
+    assert not (faulty / "executed").exists()

@@ -1,0 +1,423 @@
+import gc
+import hashlib
+import json
+import os
+import pickle
+import random
+import subprocess
+import sys
+import tempfile
+
+import pytest
+import torch
+
+from infcl.data.loader import TrainLoader
+from infcl.data.plan import EpochPlan
+from infcl.data.records import ShardReader
+from infcl.data.storage import ShardFault
+from infcl.data.synthetic import Captions, SyntheticLoader
+from infcl.data.tokenizer import EOS_ID
+from infcl.data.workers import describe_death, make_dataloader
+from tests.lib.shard_files import picture, write_tar
+from tests.lib.small_loader import small_loader
+
+
+def make(urls, tokenizer, **options) -> TrainLoader:
+    defaults = {"micro_batch_size": 3, "num_micro_batches": 2, "seed": 5, "max_bad_fraction": 0.9}
+    return small_loader(urls, tokenizer, **(defaults | options))
+
+
+def ids(loader) -> list[list[int]]:
+    """Sample numbers of each remaining step."""
+    return [torch.cat([batch["ids"] for batch in step]).tolist() for step in loader]
+
+
+def digest(loader, steps: int | None = None) -> list[str]:
+    """One hash per step, over all that it holds: of the rest of the epoch, or of as many steps as are asked for."""
+    result = []
+    while True:
+        for step in loader:
+            parts = b"".join(batch[name].numpy().tobytes() for batch in step for name in ("ids", "images", "texts"))
+            result.append(hashlib.sha256(parts).hexdigest())
+            if len(result) == steps:
+                return result
+        if steps is None:
+            return result
+
+
+def test_a_step_is_a_list_of_micro_batches_of_the_promised_shapes(shards, tokenizer):
+    loader = make(shards, tokenizer)
+    steps = list(loader)
+    assert len(steps) == loader.steps_per_epoch == 53 // 6 and loader.num_samples == 53
+    for step in steps:
+        assert len(step) == 2
+        for batch in step:
+            assert batch["images"].shape == (3, 3, 16, 16) and batch["images"].dtype == torch.uint8
+            assert batch["texts"].shape == (3, 12) and batch["texts"].dtype == torch.int64
+            assert batch["ids"].shape == (3,) and batch["ids"].dtype == torch.int64
+
+
+def test_image_and_caption_of_a_sample_stay_together(shards, tokenizer):
+    for step in make(shards, tokenizer, aug={"scale": (1, 1), "ratio": (1, 1)}, image_size=20):
+        for batch in step:
+            texts = tokenizer([f"picture number {i}" for i in batch["ids"].tolist()])
+            assert torch.equal(batch["texts"], texts)
+            for image, number in zip(batch["images"], batch["ids"].tolist()):
+                expected = torch.from_numpy(picture(number)).permute(2, 0, 1)[:, :, 2:22].float()
+                assert (image.float() - expected).abs().mean() < 25  # the crop is 20 of 24 columns, somewhere
+
+
+def test_an_epoch_visits_every_sample_once_and_epochs_differ(shards, tokenizer):
+    loader = make(shards, tokenizer, micro_batch_size=1, num_micro_batches=1)
+    first, second = sum(ids(loader), []), sum(ids(loader), [])
+    assert sorted(first) == sorted(second) == list(range(53)) and first != second
+
+
+def test_the_sequence_does_not_depend_on_the_number_of_workers(shards, tokenizer):
+    expected = digest(make(shards, tokenizer))
+    for num_workers in (1, 2):
+        loader = make(shards, tokenizer, num_workers=num_workers)
+        assert digest(loader) == expected
+        loader.set_position(0, 3)  # the same workers, sent back
+        assert digest(loader) == expected[3:]
+
+
+def test_a_resumed_run_continues_bit_identically(shards, tokenizer):
+    whole = digest(loader := make(shards, tokenizer)) + digest(loader) + digest(loader)
+    for stop in (0, 3, 8, 13):
+        loader, seen = make(shards, tokenizer), []
+        while len(seen) < stop:
+            for step in loader:
+                seen.append(step)
+                state = json.loads(json.dumps(loader.state_dict()))
+                if len(seen) == stop:
+                    break
+        resumed = make(shards, tokenizer, num_workers=stop % 2)
+        if stop:
+            resumed.load_state_dict(state)
+        rest = digest(resumed)
+        while stop + len(rest) < len(whole):
+            rest += digest(resumed)
+        assert rest == whole[stop:]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_any_stop_with_any_workers_continues_the_uninterrupted_run_of_three_epochs(shards, tokenizer, world_size):
+    """The resume proof, by ids, crops and texts of each rank."""
+    sizes = {"micro_batch_size": 3, "num_micro_batches": 4 // world_size, "world_size": world_size}
+    rng = random.Random(world_size)
+    for rank in range(world_size):
+        loader = make(shards, tokenizer, rank=rank, **sizes)
+        whole = [entry for _ in range(3) for entry in digest(loader)]
+        stop, workers = rng.randrange(1, len(whole)), rng.sample([0, 1, 2], 2)
+        first = make(shards, tokenizer, rank=rank, num_workers=workers[0], **sizes)
+        seen = digest(first, stop)
+        second = make(shards, tokenizer, rank=rank, num_workers=workers[1], **sizes)
+        second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+        assert seen + digest(second, len(whole) - stop) == whole, (rank, stop, workers)
+
+
+def test_a_change_of_world_size_regroups_the_same_samples_with_the_same_crops(shards, tokenizer):
+    def steps(world_size: int) -> list[dict[int, bytes]]:
+        sizes = {"micro_batch_size": 3, "num_micro_batches": 4 // world_size, "world_size": world_size}
+        loaders = [make(shards, tokenizer, rank=rank, **sizes) for rank in range(world_size)]
+        if world_size > 1:  # as after a resume in the middle of an epoch
+            state = make(shards, tokenizer, micro_batch_size=3, num_micro_batches=4).state_dict()
+            for loader in loaders:
+                loader.load_state_dict(state | {"epoch": 1, "step": 2})
+        else:
+            loaders[0].set_position(1, 2)
+        return [
+            {int(i): image.numpy().tobytes() for step in ranks for b in step for i, image in zip(b["ids"], b["images"])}
+            for ranks in zip(*loaders)
+        ]
+
+    expected = steps(1)
+    assert len(expected) == 2 and steps(2) == steps(4) == expected
+
+
+def test_workers_tell_their_memory(shards, tokenizer):
+    loader = make(shards, tokenizer, num_workers=2)
+    assert loader.worker_memory_mb() == []
+    list(loader)
+    assert len(loader.worker_memory_mb()) == 2 and all(50 < megabytes < 5000 for megabytes in loader.worker_memory_mb())
+
+
+def test_starting_an_epoch_leaves_the_global_random_state_alone(shards, tokenizer):
+    torch.manual_seed(1)
+    expected = torch.rand(3)
+    torch.manual_seed(1)
+    next(iter(make(shards, tokenizer)))
+    assert torch.equal(torch.rand(3), expected)
+
+
+def test_ranks_are_disjoint_and_the_global_batch_does_not_depend_on_their_number(shards, tokenizer):
+    expected = [sorted(step) for step in ids(make(shards, tokenizer, micro_batch_size=2, num_micro_batches=6))]
+    for world_size, micro_batches in [(2, 3), (3, 2)]:
+        ranks = [
+            ids(
+                make(
+                    shards,
+                    tokenizer,
+                    micro_batch_size=2,
+                    num_micro_batches=micro_batches,
+                    rank=rank,
+                    world_size=world_size,
+                )
+            )
+            for rank in range(world_size)
+        ]
+        assert [sorted(sum(step, [])) for step in zip(*ranks)] == expected
+        assert all(len(set(step)) == 12 for step in expected)
+
+
+def test_augmentation_belongs_to_the_position_not_to_the_rank(shards, tokenizer):
+    one = make(shards, tokenizer, num_micro_batches=2)
+    two = make(shards, tokenizer, num_micro_batches=1, rank=1, world_size=2)
+    assert torch.equal(next(iter(one))[1]["images"], next(iter(two))[0]["images"])
+    other_epoch = make(shards, tokenizer, num_micro_batches=2)
+    other_epoch.set_position(1, 0)
+    assert digest(other_epoch) != digest(one)
+
+
+def test_fewer_samples_per_epoch_are_a_different_subset_each_epoch(shards, tokenizer):
+    loader = make(shards, tokenizer, num_samples=12)
+    first, second = sum(ids(loader), []), sum(ids(loader), [])
+    assert len(set(first)) == len(set(second)) == 12 and set(first) != set(second)
+
+
+def test_a_wrong_position_or_state_is_refused_with_both_values(shards, tokenizer):
+    loader = make(shards, tokenizer)
+    with pytest.raises(ValueError, match="no step 8 in epoch 0: an epoch has 8 steps"):
+        loader.set_position(0, 8)
+    state = loader.state_dict()
+    with pytest.raises(ValueError, match="seed is 6 now and was 5"):
+        make(shards, tokenizer, seed=6).load_state_dict(state)
+    with pytest.raises(ValueError, match="global_batch_size is 3 now and was 6"):
+        make(shards, tokenizer, num_micro_batches=1).load_state_dict(state)
+    with pytest.raises(
+        ValueError, match="of the shards' names, sizes.*; now 2 shards hold .*, then 5 shards hold .*--pretrained RUN"
+    ):
+        make(shards + "/{00000,00001}.tar", tokenizer).load_state_dict(state)
+
+
+def test_workers_that_would_overflow_shared_memory_are_refused(shards, tokenizer):
+    with pytest.raises(ValueError, match="4 workers x 4 micro-batches of .* MiB are free: use fewer --workers"):
+        make(shards, tokenizer, image_size=10**6, num_workers=4)
+
+
+def test_workers_whose_sockets_would_have_too_long_a_path_are_refused(shards, tokenizer, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", "/" + 75 * "t")
+    with pytest.raises(ValueError, match="1 workers need sockets .* has 76 bytes, 75 at most for that: set TMPDIR"):
+        make(shards, tokenizer, num_workers=1)
+    make(shards, tokenizer)
+
+
+def test_a_dataset_travels_to_a_spawned_worker(shards, tokenizer):
+    source = make(shards, tokenizer)._source
+    item = next(iter(source._sampler))
+    here, there = source._loader.dataset[item], pickle.loads(pickle.dumps(source._loader.dataset))[item]
+    assert all(torch.equal(here[0][name], there[0][name]) for name in here[0]) and here[1] == there[1]
+
+
+def test_too_little_data_is_an_error_with_the_numbers(shards, tokenizer):
+    with pytest.raises(
+        ValueError, match="hold 53 .*batch of 60 \\(data-parallel ranks x micro-batches x samples: 2 x 3 x 10\\)"
+    ):
+        make(shards, tokenizer, micro_batch_size=10, num_micro_batches=3, world_size=2)
+    with pytest.raises(ValueError, match="100 samples per epoch were asked for, but 5 shards hold 53"):
+        make(shards, tokenizer, num_samples=100)
+    with pytest.raises(ValueError, match="seed -1"):
+        make(shards, tokenizer, seed=-1)
+    with pytest.raises(ValueError, match="'indexed' or 'streaming'"):
+        make(shards, tokenizer, reader="magic")
+
+
+def test_bad_samples_are_replaced_alike_everywhere_and_counted_by_cause(faulty, tokenizer, caplog, monkeypatch):
+    monkeypatch.setattr("infcl.data.loader._SECONDS_BETWEEN_WARNINGS", 1e9)  # more than a busy machine takes
+    loaders = [make(str(faulty / "a"), tokenizer, num_workers=w, num_micro_batches=1) for w in (0, 1)]
+    assert digest(loaders[0]) == digest(loaders[1])
+    loader = make(str(faulty / "a"), tokenizer, num_micro_batches=1, micro_batch_size=1)
+    used = sum(ids(loader), [])
+    bad = {20, 21, 22, 23}
+    assert len(used) == loader.num_samples and not bad & set(used)
+    assert set(used) == set(range(loader.num_samples)) - bad  # no good sample is lost
+    report = loader.report()
+    causes = ("broken_image", "not_an_image", "empty_caption", "bad_json")
+    assert all(report[f"skipped/{cause}"] >= 1 for cause in causes)
+    assert report["index/no_caption"] == 1 and report["index/damaged_shards"] == 1
+    assert report["samples"] == loader.num_samples
+    assert "a/0.tar sample 21: starts with" in loader.table()
+    assert caplog.text.count("not_an_image") == 3  # once for each loader
+    assert "damaged shard" in caplog.text
+    assert not (faulty / "executed").exists()
+
+
+def test_too_many_bad_samples_end_the_run_with_a_table_of_causes(faulty, tokenizer):
+    loader = make(str(faulty / "a"), tokenizer, max_bad_fraction=0.05)
+    with pytest.raises(RuntimeError, match="were bad, more than --max-bad-fraction 0.05 allows of 30(.|\n)*skipped/"):
+        list(loader)
+
+
+def test_each_window_may_have_its_bad_samples_and_a_run_ends_when_one_cannot_end_well(shards, tokenizer, monkeypatch):
+    monkeypatch.setattr("infcl.data.loader._WINDOW", 10)
+    loader = make(shards, tokenizer, max_bad_fraction=0.2)
+
+    def account(good: int, bad: int) -> None:
+        log = {"skipped": [("broken_image", "0.tar", "cut off")] * bad, "noted": []}
+        loader._account({"ids": torch.zeros(good)}, log)
+
+    for good, bad in ((1, 2), (7, 0), (1, 2), (7, 0)):  # two windows of ten
+        account(good, bad)
+    account(1, 2)
+    with pytest.raises(RuntimeError, match="3 of the last 5 samples of this rank were bad"):
+        account(1, 1)
+
+
+def test_data_without_a_single_image_ends_the_run(tmp_path, tokenizer):
+    write_tar(tmp_path / "1.tar", [(f"{i}.txt", b"text") for i in range(9)])
+    with pytest.raises(ValueError, match=r"hold 0 usable samples \(index/no_image: 9\): are these tars .* --text-key"):
+        make(str(tmp_path), tokenizer)
+    write_tar(tmp_path / "0.tar", [(f"{i}.{e}", b"text") for i in range(9) for e in ("png", "txt")])
+    with pytest.raises(RuntimeError, match="8 samples in a row could not be used .the last: not_an_image"):
+        list(make(str(tmp_path), tokenizer))
+
+
+def test_truncated_captions_are_noted(shards, tokenizer):
+    short = pickle.loads(pickle.dumps(tokenizer))
+    short.context_length = 2
+    loader = make(shards, short, num_samples=6)
+    list(loader)
+    assert loader.report() == {"samples": 6, "noted/caption_truncated": 6}
+
+
+def test_synthetic_data_has_the_same_interface(shards, tokenizer):
+    def synthetic(rank: int, seed: int = 0) -> SyntheticLoader:
+        return SyntheticLoader(
+            image_size=16,
+            context_length=12,
+            vocab_size=40,
+            micro_batch_size=3,
+            num_micro_batches=2,
+            rank=rank,
+            world_size=2,
+            seed=seed,
+            num_samples=50,
+        )
+
+    loader = synthetic(0)
+    whole = digest(loader)
+    assert loader.steps_per_epoch == len(whole) == 4 and loader.state_dict()["epoch"] == 1
+    assert digest(synthetic(0)) == whole != digest(synthetic(1)) and digest(synthetic(0, seed=1)) != whole
+    loader.set_position(0, 2)
+    step = next(iter(loader))
+    loader.set_position(0, 2)
+    assert digest(loader) == whole[2:]
+    real = next(iter(make(shards, tokenizer)))
+    for name in real[0]:
+        assert step[0][name].shape == real[0][name].shape and step[0][name].dtype == real[0][name].dtype
+    assert ((step[0]["texts"] == EOS_ID).sum(1) == 1).all()
+
+
+@pytest.mark.parametrize(("length", "vocab", "end"), [(77, 49408, 49407), (77, 50, 2), (77, 3, 2), (3, 5, 1)])
+def test_synthetic_captions_end_once_within_half_of_their_places(length, vocab, end):
+    texts = Captions(length, vocab, end, pad_id=0).draw(4000, torch.Generator().manual_seed(0))
+    ends, place = (texts == end).int().argmax(1, keepdim=True), torch.arange(length)
+    assert ((texts == end).sum(1) == 1).all() and not texts[place > ends].any()
+    assert set((ends + 1).flatten().tolist()) == set(range(2, max(2, length // 2) + 1))
+    before = texts[place < ends]
+    assert before.min() >= 2 - (end == 2) and before.max() < vocab and end not in before
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_micro_batches_that_are_read_again_are_the_same_and_counted_once(shards, tokenizer, workers):
+    """Behind each step's four come numbers 1 and 2 once more; the next step and the report know nothing of it."""
+    options = {"num_micro_batches": 4, "num_workers": workers, "aug": {"scale": (0.5, 1.0)}}
+    plain, again = make(shards, tokenizer, **options), make(shards, tokenizer, **options)
+    again.set_position(0, 1)
+    plain.set_position(0, 1)
+    expected = list(plain)
+    assert len(expected) == 3
+    for step, micro_batches in zip(again.steps(range(1, 3)), expected):
+        got = list(step)
+        assert len(got) == 6
+        for batch, wanted in zip(got, [*micro_batches, *micro_batches[1:3]]):
+            assert all(torch.equal(batch[name], wanted[name]) for name in ("images", "texts", "ids"))
+    assert again.report() == plain.report()
+
+
+@pytest.mark.parametrize("failing", [(1,), (2,), (2, 3)])
+def test_a_read_that_fails_in_one_pass_only_leaves_both_passes_alike(faulty, tokenizer, monkeypatch, failing):
+    """The sample that stood in for the unread one in the first pass does so in the second: no run ends for it. Where
+    one is gone for good, another comes, and what reads (offload.PixelCache) compares, and ends the step."""
+    loader = make(str(faulty / "a"), tokenizer, num_micro_batches=4, micro_batch_size=2, aug={"scale": (0.5, 1.0)})
+    plan = EpochPlan(loader._source._sampler.counts, chunk=1, seed=5, epoch=0)
+    unread, calls = int(plan.samples(3, 4)[0]), []  # the second of micro-batch 1
+    read = ShardReader.read
+
+    def flaky(reader, samples, **options):
+        records = read(reader, samples, **options)
+        if len(samples) == 2 and unread in samples.tolist():
+            calls.append(samples)
+            if len(calls) in failing:
+                at = samples.tolist().index(unread)
+                records[at] = records[at]._replace(fault=ShardFault("shard_unreadable", "away"))
+        return records
+
+    monkeypatch.setattr(ShardReader, "read", flaky)
+    first = list(next(loader.steps(range(4))))
+    assert (unread in first[1]["ids"]) == (failing != (1,)) and len(calls) == (2 if failing == (1,) else 3)
+    for index, (before, after) in enumerate(zip(first[:4], first[4:], strict=True)):
+        alike = [torch.equal(before[name], after[name]) for name in ("images", "texts", "ids")]
+        assert alike == [index != 1 or failing != (2, 3)] * 3
+
+
+@pytest.fixture
+def no_collection():
+    """What other tests have left open is closed before, and nothing of it in between."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def test_loaders_keep_no_file_open_without_workers_and_one_with(no_collection):
+    files = len(os.listdir("/proc/self/fd"))
+    for _ in range(5):
+        make_dataloader(range(3), num_workers=0, prefetch_factor=1, item_bytes=1)
+    assert len(os.listdir("/proc/self/fd")) == files
+    for _ in range(5):
+        make_dataloader(range(3), num_workers=1, prefetch_factor=1, item_bytes=1)
+    assert len(os.listdir("/proc/self/fd")) <= files + 1
+
+
+def test_a_rank_that_ends_by_an_error_does_not_wait_for_its_workers():
+    """A worker outlives one SIGTERM for a time that is endless here, but not that of its own rank's end."""
+    script = (
+        "import signal\n"
+        "from infcl.data.workers import make_dataloader\n"
+        "signal.alarm = lambda seconds: None\n"
+        "loader = make_dataloader(range(9), num_workers=1, prefetch_factor=1, item_bytes=1, persistent_workers=True)\n"
+        "items = iter(loader)\n"
+        "next(items)\n"
+        "raise RuntimeError('the end')\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100)
+    assert ended.returncode == 1 and "RuntimeError: the end" in ended.stderr, ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("DataLoader worker (pid 12) is killed by signal: Bus error. It is possible that", "signal: Bus error. It is"),
+        ("DataLoader worker (pid 12) exited unexpectedly with exit code 3. Details", "unexpectedly with exit code 3."),
+        ("DataLoader worker (pid(s) 12, 13) exited unexpectedly", "(pid(s) 12, 13) exited unexpectedly; its"),
+        ("DataLoader timed out after 3 seconds", None),
+        ("a worker (pid 12) is killed by signal: Killed.", None),
+    ],
+)
+def test_a_worker_s_death_is_known_by_torch_s_words(words, told):
+    said = describe_death(RuntimeError(words), 3, [900.0, 850.4])
+    assert (said is None) == (told is None)
+    if said:
+        assert told in said and "loader of rank 3" in said and "held 1,750 MB" in said and "fewer --workers" in said

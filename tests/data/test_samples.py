@@ -1,0 +1,247 @@
+import io
+import json
+import re
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from infcl.data.index import SampleKeys
+from infcl.data.plan import draw, uniforms
+from infcl.data.records import Record
+from infcl.data.samples import BadSample, ImageLimits, decode_caption, decode_image, decode_record
+from infcl.data.transforms import TRANSFORM_DRAWS, EvalTransform, TrainTransform, resize
+from tests.lib.shard_files import encode, picture, png_bomb
+
+# Pillow warns about the very images that these tests are about
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::PIL.Image.DecompressionBombWarning")
+
+
+def record(image: bytes = b"", text: bytes | None = None, metadata: bytes | None = None) -> Record:
+    return Record(image, text, metadata, "here")
+
+
+def cause_of(function, *arguments) -> str:
+    with pytest.raises(BadSample) as caught:
+        function(*arguments)
+    return caught.value.cause
+
+
+@pytest.mark.parametrize("format", ["PNG", "BMP", "TIFF", "WEBP", "GIF"])
+def test_every_format_decodes_to_its_pixels(format):
+    options = {"lossless": True} if format == "WEBP" else {}
+    image = picture(0) // 64 * 64 if format == "GIF" else picture(0)
+    decoded = decode_image(encode(image, format, **options))
+    assert decoded.dtype == np.uint8 and decoded.shape == image.shape
+    np.testing.assert_array_equal(
+        decoded, np.asarray(Image.open(io.BytesIO(encode(image, format, **options))).convert("RGB"))
+    )
+
+
+@pytest.mark.parametrize("mode", ["RGB", "L", "CMYK"])
+def test_jpegs_of_every_colour_space_decode(mode):
+    image = Image.fromarray(picture(1)).convert(mode)
+    data = encode(image, "JPEG", quality=95)
+    difference = decode_image(data).astype(int) - np.asarray(Image.open(io.BytesIO(data)).convert("RGB"))
+    assert np.abs(difference).max() <= 2  # two builds of libjpeg-turbo
+
+
+@pytest.mark.parametrize("mode", ["1", "L", "P"])
+def test_one_channel_images_become_rgb(mode):
+    image = Image.fromarray(picture(2)).convert(mode)
+    np.testing.assert_array_equal(decode_image(encode(image)), np.asarray(image.convert("RGB")))
+
+
+def test_sixteen_bit_grey_is_scaled_not_clipped_to_white():
+    deep = (np.linspace(0, 65535, 400).reshape(20, 20)).astype(np.uint16)
+    decoded = decode_image(encode(Image.fromarray(deep)))
+    np.testing.assert_array_equal(decoded[:, :, 1], np.round(deep / 257).astype(np.uint8))
+    assert 120 < decoded.mean() < 135
+
+
+@pytest.mark.parametrize("mode", ["RGBA", "LA", "P"])
+def test_transparent_pixels_are_composited_on_white(mode):
+    rgba = np.dstack([picture(3) // 2, np.zeros((20, 24), np.uint8)])
+    rgba[:10, :, 3] = 255
+    image = Image.fromarray(rgba).convert("LA" if mode == "LA" else "RGBA")
+    data = encode(image.quantize(16) if mode == "P" else image)
+    decoded = decode_image(data)
+    assert (decoded[12:] == 255).all() and (decoded[:8] < 250).any()
+
+
+def test_half_transparency_mixes_with_white():
+    rgba = np.full((10, 10, 4), (100, 0, 255, 51), np.uint8)
+    assert decode_image(encode(rgba))[0, 0].tolist() == [224, 204, 255]
+
+
+@pytest.mark.parametrize("format", ["GIF", "WEBP"])
+def test_the_first_frame_of_an_animation_is_taken(format):
+    red, blue = (Image.new("RGB", (16, 16), colour) for colour in ("red", "blue"))
+    data = encode(red, format, save_all=True, append_images=[blue], duration=100)
+    assert decode_image(data)[8, 8].tolist()[2] < 30
+
+
+@pytest.mark.parametrize(
+    "data, cause",
+    [
+        (b"", "empty_image_file"),
+        (b"<html>404</html>", "not_an_image"),
+        (b"%!PS-Adobe-3.0 EPSF-3.0\n", "not_an_image"),
+        (encode(picture(0, 64, 64), "JPEG")[:600], "broken_image"),
+        (encode(picture(0, 64, 64), "PNG")[:600], "broken_image"),
+        (encode(picture(0, 64, 64), "WEBP")[:200], "broken_image"),
+        (b"\xff\xd8\xff" + bytes(100), "not_an_image"),
+        (png_bomb(12_000, 12_000), "image_too_large"),
+        (png_bomb(20_000, 20_000), "image_too_large"),
+        (encode(picture(0, 6, 30)), "image_too_small_or_thin"),
+        (encode(picture(0, 10, 300)), "image_too_small_or_thin"),
+        (encode(Image.new("F", (20, 20)), "TIFF"), "unsupported_image_mode"),
+    ],
+)
+def test_unusable_images_are_refused_with_their_cause(data, cause):
+    assert cause_of(decode_image, data) == cause
+
+
+def test_every_truncation_of_a_jpeg_is_refused_or_decodes_in_full():
+    data = encode(picture(0, 48, 48), "JPEG")
+    for size in range(0, len(data) - 2, 37):
+        assert cause_of(decode_image, data[:size])
+    assert cause_of(decode_image, encode(picture(0, 64, 64), "JPEG"), ImageLimits(max_pixels=4000)) == "image_too_large"
+
+
+def test_mutated_images_never_raise_anything_but_bad_sample():
+    rng = np.random.default_rng(0)
+    for format in ("JPEG", "PNG", "WEBP", "GIF", "TIFF"):
+        original = np.frombuffer(encode(picture(0), format), np.uint8)
+        for _ in range(40):
+            data = original.copy()
+            data[rng.integers(0, len(data), 5)] = rng.integers(0, 256, 5)
+            try:
+                image = decode_image(data.tobytes())
+            except BadSample:
+                continue
+            assert image.dtype == np.uint8 and image.ndim == 3 and image.shape[2] == 3
+
+
+def test_captions_come_from_the_text_then_from_json():
+    metadata = json.dumps({"caption": "from json", "other": "a second one"}).encode()
+    assert decode_caption(record(text=b"from text", metadata=metadata)) == ("from text", [])
+    assert decode_caption(record(metadata=metadata)) == ("from json", [])
+    assert decode_caption(record(metadata=metadata), SampleKeys(json_text="other")) == ("a second one", [])
+
+
+@pytest.mark.parametrize(
+    "text, metadata, cause",
+    [
+        (b"", None, "empty_caption"),
+        (b" \n\t ", None, "empty_caption"),
+        (b"?!...", None, "empty_caption"),
+        (None, None, "no_caption"),
+        (None, b'{"caption": null}', "no_caption"),
+        (None, b'{"caption": 3}', "no_caption"),
+        (None, b"{}", "no_caption"),
+        (None, b"{broken", "bad_json"),
+        (None, b"[1]", "bad_json"),
+        (None, b"[" * 100_000, "bad_json"),
+        (None, b"\xff\xfe", "bad_json"),
+    ],
+)
+def test_unusable_captions_are_refused_with_their_cause(text, metadata, cause):
+    assert cause_of(decode_caption, record(text=text, metadata=metadata)) == cause
+
+
+def test_malformed_captions_are_repaired_and_noted():
+    assert decode_caption(record(text="caf\u00e9".encode("latin-1"))) == ("caf\ufffd", ["caption_not_utf8"])
+    caption, notes = decode_caption(record(text="a\u00e9".encode() * 2000))  # the cut falls inside a character
+    assert notes == ["caption_cut"] and len(caption.encode()) <= 4096 and "\ufffd" not in caption
+    assert decode_caption(record(metadata=b'{"caption": "lone \\ud800 surrogate"}'))[0] == "lone ? surrogate"
+
+
+def test_a_bad_json_beside_a_good_text_is_no_fault():
+    image, caption, notes = decode_record(record(encode(picture(0)), b"a text", b"{broken"))
+    assert caption == "a text" and notes == [] and image.shape == (20, 24, 3)
+
+
+def random_numbers(position: int) -> np.ndarray:
+    return uniforms(draw(0, 0, position, stream=0, count=TRANSFORM_DRAWS))
+
+
+def test_random_crops_keep_scale_and_ratio_and_lie_inside():
+    transform = TrainTransform(8, scale=(0.3, 0.8), ratio=(0.75, 1.33))
+    areas = []
+    for position in range(300):
+        top, left, height, width = transform._crop(90, 120, random_numbers(position))
+        assert 0 <= top <= 90 - height and 0 <= left <= 120 - width
+        assert 0.73 < width / height < 1.36
+        areas.append(height * width / (90 * 120))
+    assert 0.28 < min(areas) and max(areas) < 0.82 and 0.5 < np.mean(areas) < 0.6
+
+
+def test_an_image_that_admits_no_crop_falls_back_to_the_centre():
+    assert TrainTransform(8, scale=(0.9, 1.0))._crop(10, 100, random_numbers(0)) == (0, 43, 10, 13)
+
+
+def test_the_train_transform_is_crop_then_antialiased_bicubic():
+    image, random = picture(5, 50, 60), random_numbers(3)
+    transform = TrainTransform(16, scale=(0.2, 0.9))
+    top, left, height, width = transform._crop(50, 60, random)
+    crop = torch.from_numpy(image[top : top + height, left : left + width].copy()).permute(2, 0, 1)[None]
+    expected = torch.nn.functional.interpolate(crop, size=(16, 16), mode="bicubic", antialias=True)[0]
+    result = transform(image, random)
+    assert result.dtype == torch.uint8 and torch.equal(result, expected)
+    floating = torch.nn.functional.interpolate(crop.double(), size=(16, 16), mode="bicubic", antialias=True)[0]
+    assert (result.double() - floating.clamp(0, 255)).abs().max() <= 1.01
+
+
+def test_flipping_is_off_unless_asked_for():
+    image, random = picture(6, 16, 16), random_numbers(0)
+    still = TrainTransform(16, scale=(1, 1), ratio=(1, 1))(image, random)
+    flipped = TrainTransform(16, scale=(1, 1), ratio=(1, 1), hflip=1.0)(image, random)
+    assert torch.equal(still, torch.from_numpy(image.copy()).permute(2, 0, 1)) and torch.equal(flipped, still.flip(-1))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"scale": (0, 1)}, "scale (0, 1): need (low, high) with 0 < low <= high <= 1"),
+        ({"scale": (1, 0.5)}, "scale (1, 0.5): need"),
+        ({"scale": (1.5, 2.0)}, "<= 1 (shares of the image's area)"),
+        ({"scale": (0.1, 0.5, 0.9)}, "scale (0.1, 0.5, 0.9): need (low, high)"),
+        ({"scale": 0.5}, "scale 0.5: need (low, high)"),
+        ({"ratio": (2, 1)}, "ratio (2, 1): need (low, high) with 0 < low <= high"),
+        ({"ratio": 2}, "ratio 2: need"),
+        ({"hflip": 2}, "hflip 2: need a probability, 0 to 1"),
+        ({"hflip": (0, 1)}, "hflip (0, 1): need a probability"),
+        ({"scaled_decode": 3}, "scaled_decode 3: need True or False"),
+        ({"color_jitter": 0.4, "color_jitter_prob": 1}, "color_jitter 0.4: (brightness, contrast, saturation, hue)"),
+    ],
+)
+def test_impossible_augmentation_is_refused(options, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        TrainTransform(16, **options)
+
+
+@pytest.mark.parametrize("height, width", [(40, 60), (60, 40), (7, 9), (16, 16), (1, 5)])
+def test_the_eval_transform_resizes_the_short_side_and_takes_the_centre(height, width):
+    image = picture(7, height, width)
+    result = EvalTransform(16)(image)
+    assert result.shape == (3, 16, 16) and result.dtype == torch.uint8
+    if (height, width) == (40, 60):
+        assert torch.equal(result, resize(image, 16, 24)[:, :, 4:20])
+
+
+def test_a_scaled_decode_shows_the_same_crop_and_is_off_by_default():
+    data, random = encode(picture(3, 160, 200), "JPEG", quality=95), random_numbers(1)
+    exact, scaled = TrainTransform(16), TrainTransform(16, scaled_decode=True)
+    assert exact.shrink(160, 200, random) == 1 and scaled.shrink(160, 200, random) == 4
+    assert scaled.shrink(24, 30, random) == 1 and scaled.shrink(2000, 2400, random) == 8
+    small = decode_image(data, shrink=lambda height, width: 4)
+    assert small.shape == (40, 50, 3)
+    difference = scaled(small, random).float() - exact(decode_image(data), random).float()
+    assert difference.abs().mean() < 8  # the crop is rounded to pixels of four times the size
+    assert decode_image(encode(picture(3)), shrink=lambda height, width: 8).shape == (
+        20,
+        24,
+        3,
+    )  # a PNG has no such way

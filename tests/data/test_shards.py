@@ -1,0 +1,410 @@
+import gzip
+import io
+import os
+import pickle
+import random
+import tarfile
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from infcl.data.index import SampleKeys, ensure_index, scan_shard
+from infcl.data.plan import EpochPlan, Share, chunk_size, draw
+from infcl.data.records import ShardReader
+from infcl.data.shards import expand_shards, load_manifest, main
+from infcl.data.streaming import stream_records
+from tests.lib.shard_files import pair_members, write_shards, write_tar
+
+KEYS = SampleKeys()
+
+
+def three_pairs() -> list[tuple[str, bytes]]:
+    return [member for i in range(3) for member in pair_members(i)]
+
+
+def test_braces_lists_globs_and_folders_name_the_same_shards(tmp_path):
+    folder = write_shards(tmp_path / "a", [1, 1, 1])
+    expected = [f"{folder}/{i:05d}.tar" for i in range(3)]
+    assert expand_shards(folder) == expected
+    assert expand_shards(folder + "/{00000..00002}.tar") == expected
+    assert expand_shards("::".join(expected)) == expected
+    assert expand_shards(expected) == expected
+    assert expand_shards(folder + "/*.tar") == expected
+    assert expand_shards("pipe:cat x{0..1}.tar", allow_pipe=True) == ["pipe:cat x0.tar", "pipe:cat x1.tar"]
+
+
+def test_a_shard_that_is_named_twice_is_refused(tmp_path):
+    folder = str(tmp_path / "s")
+    write_shards(tmp_path / "s", [2, 2, 2])
+    with pytest.raises(ValueError, match="1 of 3 shards are named more than once, .*00001.tar: their samples"):
+        expand_shards(f"{folder}::{folder}/../s/00001.tar")
+    with pytest.raises(ValueError, match="1 of 1 shards .*upsampling-factors"):
+        expand_shards("https://host/0.tar::https://host/0.tar")
+
+
+def test_missing_shards_are_an_error_that_counts_them(tmp_path):
+    folder = write_shards(tmp_path / "a", [1, 1])
+    with pytest.raises(ValueError, match="2 of 4 shards are missing: .*00002.tar, .*00003.tar"):
+        expand_shards(folder + "/{00000..00003}.tar")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match="no \\*.tar in this folder"):
+        expand_shards(str(tmp_path / "empty"))
+
+
+SHORT_NAMES = ["", "a/b/", "d" * 60 + "/" + "f" * 90, "../../etc/"]
+LONG_NAMES = ["deep/" * 25 + "x" * 160]  # do not fit a ustar header
+
+
+@pytest.mark.parametrize(
+    "format, prefix",
+    [(format, prefix) for format in (tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT) for prefix in SHORT_NAMES]
+    + [(format, prefix) for format in (tarfile.GNU_FORMAT, tarfile.PAX_FORMAT) for prefix in LONG_NAMES],
+)
+def test_index_points_at_the_bytes_that_tarfile_reads(tmp_path, format, prefix):
+    members = [member for i in range(3) for member in pair_members(i, key=f"{prefix}{i:03d}")]
+    path = write_tar(tmp_path / "x.tar", members, format)
+    index = scan_shard(str(path), KEYS)
+    data = path.read_bytes()
+    assert index.damage is None and not index.rejected
+    found = [
+        data[offset : offset + size] for row in index.members.tolist() for offset, size in zip(row[::2], row[1::2])
+    ]
+    image_text_json = [members[3 * i + j][1] for i in range(3) for j in (0, 2, 1)]
+    assert found == image_text_json
+
+
+def test_only_regular_members_with_known_extensions_are_indexed(tmp_path):
+    path = tmp_path / "x.tar"
+    with tarfile.open(path, "w") as tar:
+        link = tarfile.TarInfo("000.jpg")
+        link.type, link.linkname = tarfile.SYMTYPE, "/etc/passwd"
+        tar.addfile(link)
+    members = [
+        ("000.txt", b"a link's caption"),
+        ("001.pkl", pickle.dumps(1)),
+        ("._002.jpg", b"x"),
+        ("003.seg.png", b"x"),
+    ]
+    with tarfile.open(path, "a") as tar:
+        for name, data in members + pair_members(7):
+            info = tarfile.TarInfo(name)
+            info.size = len(data)
+            tar.addfile(info, io.BytesIO(data))
+    index = scan_shard(str(path), KEYS)
+    assert len(index.members) == 1 and index.rejected == {"no_image": 1} and index.damage is None
+
+
+def test_base_256_sizes_are_understood(tmp_path):
+    path = write_tar(tmp_path / "x.tar", pair_members(1))
+    data = bytearray(path.read_bytes())
+    size = int(data[124:135], 8)
+    data[124:136] = b"\x80" + size.to_bytes(11, "big")
+    data[148:156] = b" " * 8
+    data[148:156] = b"%06o\0 " % sum(data[:512])
+    path.write_bytes(data)
+    index = scan_shard(str(path), KEYS)
+    assert index.damage is None and index.members[0, 1] == size
+
+
+def test_interleaved_samples_are_grouped_and_duplicates_counted(tmp_path):
+    first, second = pair_members(0), pair_members(1)
+    members = [first[0], second[0], second[2], first[2], second[0], second[2]]
+    index = scan_shard(str(write_tar(tmp_path / "x.tar", members)), KEYS)
+    assert len(index.members) == 2 and index.rejected == {"duplicate_member": 2}
+
+
+def test_samples_without_image_or_caption_are_left_out_and_counted(tmp_path):
+    members = [
+        *pair_members(0),
+        ("a.txt", b"no picture"),
+        ("b.png", b"no caption"),
+        ("c.jpeg", b"x"),
+        ("c.json", b"{}"),
+    ]
+    index = scan_shard(str(write_tar(tmp_path / "x.tar", members)), KEYS)
+    assert len(index.members) == 2 and index.rejected == {"no_image": 1, "no_caption": 1}
+
+
+def test_pairs_lost_to_a_dot_in_their_names_are_counted(tmp_path):
+    """Their key ends at the first dot. An image without a caption of its own, as of another view, is no lost pair."""
+    members = [("a.png", b"x"), ("a.txt", b"y"), ("a.left.png", b"x"), ("b.5x.png", b"x"), ("b.5x.txt", b"y")]
+    members += [("b.7x.PNG", b"x"), ("b.7x.json", b"{}"), ("v1.0/c.png", b"x"), ("v1.0/c.txt", b"y"), ("._d.png", b"x")]
+    index = scan_shard(str(write_tar(tmp_path / "x.tar", members)), KEYS)
+    assert len(index.members) == 2 and index.rejected == {"dotted_name": 2}
+
+
+def test_other_member_names_can_be_asked_for(tmp_path):
+    path = str(write_tar(tmp_path / "x.tar", [("0.image", b"i"), ("0.alt", b"t"), *pair_members(1)]))
+    assert len(scan_shard(path, SampleKeys(image="image;jpg", text="caption;alt")).members) == 1
+
+
+@pytest.mark.parametrize("members", [("short", "txt"), ("txt", "short")])
+def test_of_several_alternatives_the_one_named_first_is_read_wherever_it_lies(tmp_path, members):
+    pairs = [(f"0.{name}", name.encode()) for name in ("jpg", "png", *members)]
+    path = str(write_tar(tmp_path / "x.tar", pairs))
+    for image, text, expected in (
+        ("png;jpg", "short;txt;short", (b"png", b"short")),
+        ("jpg", "a;txt", (b"jpg", b"txt")),
+    ):
+        keys = SampleKeys(image, text)
+        index = scan_shard(path, keys)
+        assert index.rejected == {}  # nothing is there twice
+        (record,) = ShardReader(load_manifest(path, keys=keys), keys).read(np.arange(1))
+        ((_, streamed),) = stream_records([path], keys, None)
+        assert (record.image, record.text) == (streamed.image, streamed.text) == expected
+
+
+@pytest.mark.parametrize("cut", [1, 300, 511, 512, 513, 700, 1024, 1100])
+def test_a_truncated_tar_gives_every_complete_sample_and_is_reported(tmp_path, cut):
+    members = three_pairs()
+    path = write_tar(tmp_path / "x.tar", members)
+    whole = scan_shard(str(path), KEYS)
+    last = int(whole.members[2, 2]) - 512  # the header of the last caption
+    path.write_bytes(path.read_bytes()[: last + cut])
+    index = scan_shard(str(path), KEYS)
+    complete = 3 if cut >= 512 + len(members[8][1]) else 2
+    assert index.damage.startswith("ends at byte")
+    # the third sample is complete even without its txt: its json came before
+    assert len(index.members) == 3
+    np.testing.assert_array_equal(index.members[:complete], whole.members[:complete])
+
+
+def test_a_bad_header_costs_its_own_sample_alone(tmp_path):
+    path = write_tar(tmp_path / "x.tar", three_pairs())
+    second_image = int(scan_shard(str(path), KEYS).members[1, 0])
+    data = bytearray(path.read_bytes())
+    data[second_image - 512] ^= 1
+    path.write_bytes(data)
+    index = scan_shard(str(path), KEYS)
+    assert len(index.members) == 2 and index.rejected == {"no_image": 1}
+    assert index.damage == f"bad header at byte {second_image - 512}"
+
+
+@pytest.mark.parametrize("content", [b"", b"<html>not found</html>", b"<html>" * 200])
+def test_a_file_that_is_no_tar_is_damaged_and_empty(tmp_path, content):
+    (tmp_path / "x.tar").write_bytes(content)
+    index = scan_shard(str(tmp_path / "x.tar"), KEYS)
+    assert len(index.members) == 0 and index.damage
+
+
+def test_an_empty_tar_is_fine_and_a_compressed_one_is_refused(tmp_path):
+    index = scan_shard(str(write_tar(tmp_path / "x.tar", [])), KEYS)
+    assert len(index.members) == 0 and index.damage is None
+    (tmp_path / "z.tar").write_bytes(gzip.compress((tmp_path / "x.tar").read_bytes()))
+    with pytest.raises(ValueError, match="compressed"):
+        scan_shard(str(tmp_path / "z.tar"), KEYS)
+
+
+def test_mutated_tars_never_crash_the_index_nor_point_outside_the_file(tmp_path):
+    path = write_tar(tmp_path / "x.tar", three_pairs(), tarfile.PAX_FORMAT)
+    original, rng = path.read_bytes(), random.Random(0)
+    for _ in range(150):
+        data = bytearray(original)
+        for _ in range(rng.randint(1, 20)):
+            data[rng.randrange(len(data))] = rng.randrange(256)
+        data = data[: rng.choice([len(data), rng.randrange(len(data))])]
+        path.write_bytes(data)
+        for row in scan_shard(str(path), KEYS).members.tolist():
+            assert all(offset + size <= len(data) for offset, size in zip(row[::2], row[1::2]))
+
+
+def test_the_sidecar_is_reused_until_the_shard_or_the_sidecar_changes(tmp_path):
+    path = write_tar(tmp_path / "x.tar", three_pairs())
+    sidecar, header = ensure_index(str(path), KEYS)
+    assert sidecar == f"{path}.infcl.idx" and header["samples"] == 3
+    written = os.stat(sidecar).st_mtime_ns
+    assert ensure_index(str(path), KEYS)[1] == header and os.stat(sidecar).st_mtime_ns == written
+    write_tar(path, three_pairs()[:6])
+    os.utime(path, ns=(1, 1))
+    assert ensure_index(str(path), KEYS)[1]["samples"] == 2
+    with open(sidecar, "r+b") as file:
+        file.truncate(80)
+    assert ensure_index(str(path), KEYS)[1]["samples"] == 2
+    content = Path(sidecar).read_bytes()
+    Path(sidecar).write_bytes(content.replace(b"infcl-index-4", b"infcl-index-3"))  # an older one counts otherwise
+    ensure_index(str(path), KEYS)
+    assert Path(sidecar).read_bytes() == content
+    assert sorted(os.listdir(tmp_path)) == ["x.tar", "x.tar.infcl.idx"]
+
+
+@pytest.mark.parametrize("beside", [True, False])
+def test_another_run_that_reads_other_members_leaves_the_index_of_this_one_alone(tmp_path, beside):
+    members = [
+        ("0.jpg", b"0"),
+        ("0.long", b"zero"),
+        *(pair for i in "12" for pair in ((f"{i}.jpg", b"i"), (f"{i}.txt", i.encode()))),
+    ]
+    path = str(write_tar(tmp_path / "x.tar", [*members, ("2.long", b"two")]))
+    if not beside:
+        (tmp_path / "x.tar.infcl.idx").mkdir()
+    cache = str(tmp_path / "cache")
+    default = ShardReader(load_manifest(path, index_cache=cache))  # opens its index when it reads first
+    for text in ("long;txt", "long"):
+        keys = SampleKeys(text=text)
+        assert load_manifest(path, keys=keys, index_cache=cache).num_samples == (2 if text == "long" else 3)
+    assert [record.text for record in default.read(np.arange(2))] == [b"1", b"2"]
+
+
+def test_the_index_goes_to_the_cache_where_the_folder_cannot_be_written(tmp_path):
+    path = write_tar(tmp_path / "x.tar", three_pairs())
+    (tmp_path / "x.tar.infcl.idx").mkdir()  # what cannot be replaced, even by root
+    sidecar, header = ensure_index(str(path), KEYS, str(tmp_path / "cache"))
+    assert sidecar.startswith(str(tmp_path / "cache")) and header["samples"] == 3
+    assert ensure_index(str(path), KEYS, str(tmp_path / "cache")) == (sidecar, header)
+
+
+def test_the_manifest_names_the_data_not_the_place(tmp_path):
+    a, b = write_shards(tmp_path / "a", [3, 2]), write_shards(tmp_path / "b", [3, 2])
+    other = write_shards(tmp_path / "c", [2, 3])
+    assert load_manifest(a).sha256 == load_manifest(b, rank=1, world_size=2).sha256 != load_manifest(other).sha256
+
+
+def test_damaged_shards_are_listed_with_what_is_wrong(tmp_path, capsys):
+    folder = write_shards(tmp_path / "a", [3, 2, 4])
+    path = tmp_path / "a" / "00001.tar"
+    path.write_bytes(path.read_bytes()[:1500])
+    manifest = load_manifest(folder)
+    assert list(manifest.damaged) == [str(path)] and manifest.num_samples == 7 + manifest.shards[1].samples
+    main(["index", folder, "--jobs", "2"])
+    out = capsys.readouterr().out
+    assert "3 shards" in out and f"damaged, what is whole is used: {path}: ends at byte 1500" in out
+
+
+def test_the_reader_returns_any_samples_in_the_order_asked_for(tmp_path):
+    manifest = load_manifest(write_shards(tmp_path / "a", [3, 0, 5, 1]))
+    reader = ShardReader(manifest, max_open=1)
+    order = np.array([8, 0, 4, 3, 2, 7, 0])
+    records = pickle.loads(pickle.dumps(reader)).read(order)
+    assert [record.text.decode() for record in records] == [f"picture number {i}" for i in order]
+    assert [record.image for record in records] == [pair_members(int(i))[0][1] for i in order]
+    assert all(record.image is None for record in reader.read(order, images=False))
+
+
+@pytest.mark.parametrize("opened_before", [False, True])
+def test_a_shard_that_changes_during_the_run_is_a_fault_of_its_samples_and_of_no_others(tmp_path, opened_before):
+    manifest = load_manifest(write_shards(tmp_path / "a", [3, 3]))
+    reader = ShardReader(manifest)
+    if opened_before:
+        assert reader.read(np.array([0]))[0].fault is None
+    write_tar(tmp_path / "a" / "00000.tar", three_pairs()[:6])
+    records = reader.read(np.array([0, 4, 1]))
+    assert [record.fault and record.fault.cause for record in records] == ["shard_changed", None, "shard_changed"]
+    assert records[0].image is None and "changed during the run" in str(records[0].fault)
+
+
+def test_pipes_run_only_when_they_are_allowed():
+    with pytest.raises(ValueError, match="runs a shell command: give --allow-pipe-urls"):
+        load_manifest("pipe:cat x.tar")
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 64])
+def test_a_plan_visits_every_sample_once_whatever_the_shard_sizes(chunk):
+    counts = [5, 0, 17, 1, 30, 8]
+    plans = [EpochPlan(counts, chunk=chunk, seed=3, epoch=epoch).samples(0, sum(counts)) for epoch in (0, 1, 0)]
+    for plan in plans:
+        np.testing.assert_array_equal(np.sort(plan), np.arange(sum(counts)))
+    np.testing.assert_array_equal(plans[0], plans[2])
+    if chunk < 64:
+        assert (plans[0] != plans[1]).any()
+
+
+def test_a_range_of_a_plan_is_a_slice_of_the_whole():
+    plan = EpochPlan([50, 3, 40], chunk=4, seed=0, epoch=2)
+    whole = plan.samples(0, 93)
+    for start, stop in [(0, 1), (7, 30), (92, 93), (5, 5)]:
+        np.testing.assert_array_equal(plan.samples(start, stop), whole[start:stop])
+
+
+def test_plans_and_draws_never_change_between_releases():
+    """Golden values: a change here breaks the resume of every run."""
+    assert EpochPlan([10], chunk=1, seed=1, epoch=2).samples(0, 10).tolist() == [4, 2, 0, 6, 1, 5, 9, 8, 7, 3]
+    upsampled = EpochPlan([10], chunk=1, seed=1, epoch=2, factors=np.array([1.5])).samples(0, 15)
+    assert upsampled.tolist() == [4, 1, 2, 2, 0, 6, 1, 5, 4, 9, 8, 7, 9, 7, 3]
+    assert draw(1, 2, 3, stream=4, count=2).tolist() == [479415053854723494, 8851612858779230248]
+
+
+def test_ranks_partition_each_step_and_the_global_batch_does_not_depend_on_their_number():
+    steps = {}
+    for world_size, micro_batches in [(1, 4), (2, 2), (4, 1)]:
+        shares = [Share(3, micro_batches, rank, world_size) for rank in range(world_size)]
+        steps[world_size] = [
+            sorted(p + i for share in shares for p in share.positions(step, step + 1) for i in range(3))
+            for step in range(3)
+        ]
+    assert steps[1] == steps[2] == steps[4] == [list(range(12 * s, 12 * s + 12)) for s in range(3)]
+
+
+def test_parts_of_a_micro_batch_put_together_are_what_one_process_reads():
+    """Tensor-parallel ranks: the same samples in the same places, for any number of parts."""
+    for rank in range(2):
+        whole = [p + i for p in Share(12, 3, rank, 2).positions(1, 3, range(1, 3)) for i in range(12)]
+        for parts in (2, 3, 4):
+            shares = [Share(12, 3, rank, 2, part, parts) for part in range(parts)]
+            rows = zip(*(share.positions(1, 3, range(1, 3)) for share in shares))
+            assert [p + i for starts in rows for p in starts for i in range(12 // parts)] == whole
+    assert sorted(Share(12, 3, rank, 2, part, 3).reader for rank in (0, 1) for part in range(3)) == list(range(6))
+    with pytest.raises(ValueError, match="5 parts must divide a micro-batch of 12"):
+        Share(12, 3, 0, 2, 0, 5)
+
+
+def test_too_few_samples_for_a_batch_is_an_error_with_the_numbers():
+    with pytest.raises(
+        ValueError, match="hold 100.*batch of 128 \\(data-parallel ranks x micro-batches x samples: 4 x 2 x 16\\)"
+    ):
+        Share(16, 2, 0, 4).steps_per_epoch(100, "the shards hold 100")
+
+
+def test_chunks_leave_512_of_them_in_a_batch():
+    assert [chunk_size(b) for b in (256, 1024, 32768, 10**6)] == [1, 2, 64, 256]
+
+
+def test_a_tar_that_was_never_filled_to_its_end_is_reported(tmp_path):
+    path = write_tar(tmp_path / "x.tar", three_pairs())
+    end = int(scan_shard(str(path), KEYS).members[1, 0]) - 512  # the header of the second sample
+    original = path.read_bytes()
+    for content, samples, says in [
+        (original[:end] + bytes(200_000), 1, "200000 zero bytes at the end"),
+        (original[:end] + bytes(512), 1, "512 zero bytes at the end"),
+        (original[:end] + bytes(1024) + original[end:], 3, f"an end-of-archive block at byte {end}, and more"),
+        (original[:end] + bytes(1024) + b"garbage" * 200, 1, f"an end-of-archive block at byte {end}, and more"),
+        (original[:end] + bytes(1024), 1, None),
+    ]:
+        path.write_bytes(content)
+        index = scan_shard(str(path), KEYS)
+        assert len(index.members) == samples
+        assert index.damage is None if says is None else index.damage.startswith(says)
+
+
+def test_names_that_are_long_or_odd_cost_no_time(tmp_path):
+    names = ["/" * 60_000 + "x.png", "a/.png", ".png", "a.b/c", "caf\udce9/\udcff.png", "line\nbreak.png", "A.PNG"]
+    members = [member for name in names for member in [(name, b"image"), (name[:-3] + "txt", b"text")]]
+    path = write_tar(tmp_path / "x.tar", members, tarfile.GNU_FORMAT)
+    started = time.monotonic()
+    assert len(scan_shard(str(path), KEYS).members) == 4
+    assert len(list(stream_records([str(path)], KEYS, lambda *failure: None))) >= 3
+    assert time.monotonic() - started < 5
+
+
+def test_a_foreign_or_damaged_index_is_never_followed(tmp_path):
+    path = write_tar(tmp_path / "x.tar", three_pairs())
+    (tmp_path / "x.tar.idx").write_bytes(b"another program's")
+    sidecar, _ = ensure_index(str(path), KEYS)
+    assert (tmp_path / "x.tar.idx").read_bytes() == b"another program's"
+    data = bytearray(open(sidecar, "rb").read())
+    data[-8:] = (2**62).to_bytes(8, "little")  # the size of the last json
+    open(sidecar, "wb").write(data)
+    records = ShardReader(load_manifest(str(path))).read(np.arange(3))
+    assert {record.fault.cause for record in records} == {"shard_unreadable"} and "delete it" in str(records[0].fault)
+
+
+def test_a_shard_that_breaks_off_lends_no_image_to_the_next_one(tmp_path):
+    """Both begin with the same key, as where each shard counts its samples from 0."""
+    first = write_tar(tmp_path / "0.tar", [("0.jpg", b"A" * 100), ("0.txt", b"a" * 2000)])
+    first.write_bytes(first.read_bytes()[:1800])
+    second = write_tar(tmp_path / "1.tar", [("0.jpg", b"B"), ("0.txt", b"b")])
+    failed = []
+    streamed = stream_records([str(first), str(second)], KEYS, lambda cause, url, error: failed.append((cause, url)))
+    assert [(r.image, r.text) for _, r in streamed] == [(b"A" * 100, None), (b"B", b"b")]
+    assert failed == [("damaged_shard", str(first))]

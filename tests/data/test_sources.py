@@ -1,0 +1,171 @@
+"""What users bring: several sources with factors, captions in json, sizes that lie beside the shards, coarse shards."""
+
+import json
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from infcl.config import parse_args, parse_factors
+from infcl.data.index import SampleKeys, ensure_index
+from infcl.data.plan import EpochPlan, epoch_size
+from infcl.data.records import Record
+from infcl.data.samples import BadSample, decode_caption
+from infcl.data.shards import expand_shards, load_manifest
+from infcl.data.sizes import known_samples
+from tests.lib.shard_files import encode, picture, write_shards, write_tar
+from tests.lib.small_loader import small_loader
+
+# ---- upsampling ----
+
+
+@pytest.mark.parametrize("chunk", [1, 4, 100])
+@pytest.mark.parametrize("factors", [(1, 2), (0.5, 1), (2.25, 0.1), (1, 1), (3, 3)])
+def test_an_epoch_repeats_each_source_by_its_factor(chunk, factors):
+    counts, per_shard = np.array([20, 0, 17, 40]), np.array([factors[0]] * 3 + [factors[1]], dtype=float)
+    seen = []
+    for epoch in (0, 1):
+        plan = EpochPlan(counts, chunk=chunk, seed=3, epoch=epoch, factors=per_shard)
+        assert plan.num_samples == epoch_size(counts, per_shard)
+        times = Counter(plan.samples(0, plan.num_samples).tolist())
+        for source, factor in ((range(37), factors[0]), (range(37, 77), factors[1])):
+            repeats = [times[i] for i in source]
+            assert int(factor) <= min(repeats) <= max(repeats) <= -(-factor // 1)
+            if factors[0] != factors[1]:
+                assert sum(repeats) == int(factor) * len(source) + round(factor % 1 * len(source))
+        seen.append(frozenset(i for i in range(77) if times[i] > int(factors[i >= 37])))
+    if chunk < 100 and any(factor % 1 for factor in factors):
+        assert seen[0] != seen[1]  # another part is drawn in every epoch
+
+
+def test_factors_of_one_change_nothing():
+    counts = np.array([5, 9])
+    plain = EpochPlan(counts, chunk=2, seed=1, epoch=2).samples(0, 14)
+    np.testing.assert_array_equal(EpochPlan(counts, chunk=2, seed=1, epoch=2, factors=np.ones(2)).samples(0, 14), plain)
+
+
+def test_upsampled_sources_resume_and_do_not_depend_on_workers(tmp_path, tokenizer):
+    urls = f"{write_shards(tmp_path / 'a', [4, 3])}::{write_shards(tmp_path / 'b', [5])}"
+    options = {"upsampling_factors": [1, 2.4], "micro_batch_size": 2}
+    loader = small_loader(urls, tokenizer, **options)
+    assert loader.num_samples == 7 + 10 + 2
+    epochs = [[batch["ids"].tolist() for (batch,) in loader] for _ in range(2)]
+    again = small_loader(urls, tokenizer, num_workers=1, **options)
+    again.load_state_dict(loader.state_dict() | {"epoch": 1, "step": 3})
+    assert [batch["ids"].tolist() for (batch,) in again] == epochs[1][3:] and epochs[0] != epochs[1]
+    with pytest.raises(ValueError, match="manifest_sha256"):
+        small_loader(urls, tokenizer, **options | {"upsampling_factors": [1, 2.2]}).load_state_dict(loader.state_dict())
+    for wrong in ([1], [1, 0], [1, 2, 3]):
+        with pytest.raises(ValueError, match="2 sources need as many upsampling factors"):
+            small_loader(urls, tokenizer, upsampling_factors=wrong)
+
+
+# ---- captions in json ----
+
+
+def json_record(**values) -> Record:
+    return Record(b"", b"never read", json.dumps(values).encode(), "here")
+
+
+def test_the_first_json_key_that_has_text_is_the_caption():
+    keys = SampleKeys(json_text="long;short")
+    assert decode_caption(json_record(long="a", short="b"), keys)[0] == "a"
+    assert decode_caption(json_record(long=" ", short="b"), keys)[0] == "b"
+    assert decode_caption(json_record(short="b"), keys)[0] == "b"
+    with pytest.raises(BadSample) as caught:
+        decode_caption(json_record(long=3), keys)
+    assert caught.value.cause == "no_caption"
+
+
+def test_json_keys_are_drawn_by_their_weights_and_zero_comes_last():
+    keys = SampleKeys(json_text="a;b;c", json_probs=(0.7, 0.3))
+    rng = np.random.default_rng(0)
+    times = Counter(decode_caption(json_record(a="1", b="2", c="3"), keys, rng.random(3))[0] for _ in range(2000))
+    assert 1300 < times["1"] < 1500 and times["1"] + times["2"] == 2000
+    assert decode_caption(json_record(c="3"), keys, rng.random(3))[0] == "3"
+    for wrong in ((0.5, 0.3, 0.1, 0.1), (-1.0,)):
+        with pytest.raises(ValueError, match="--json-text-key-probs"):
+            SampleKeys(json_text="a;b;c", json_probs=wrong)
+    with pytest.raises(ValueError, match="--json-text-key-probs"):
+        SampleKeys(json_probs=(1.0,))
+
+
+def test_drawn_captions_belong_to_the_position(tmp_path, tokenizer):
+    members = []
+    for i in range(12):
+        members += [(f"{i}.png", encode(picture(i))), (f"{i}.json", b'{"a": "picture", "b": "number"}')]
+    write_tar(tmp_path / "0.tar", members)
+    options = {"json_text_key": "a;b", "json_text_probs": (0.5, 0.5)}
+
+    def texts(loader):
+        return [batch["texts"].tolist() for (batch,) in loader]
+
+    loader = small_loader(str(tmp_path), tokenizer, **options)
+    first, second = texts(loader), texts(loader)
+    assert texts(small_loader(str(tmp_path), tokenizer, num_workers=1, **options)) == first != second
+    assert len({str(row) for row in first}) == 2
+
+
+def test_the_flags_reach_the_configuration():
+    config = parse_args(
+        [
+            "--train-data",
+            "a.tar::b.tar",
+            "--tokenizer",
+            "open_clip:ViT-B-32",
+            "--train-data-upsampling-factors",
+            "1::0.5",
+        ]
+        + ["--json-text-key", "a;b", "--json-text-key-probs", "0.7", "0.3", "--csv-separator", ",", "--allow-pipe-urls"]
+        + ["--aug-cfg", "color_jitter=(0.4,0.4,0.4,0.1)", "color_jitter_prob=0.8", "gray_scale_prob=0.2"]
+    )
+    assert parse_factors(config.train_data_upsampling_factors) == [1.0, 0.5] and config.allow_pipe_urls
+    assert config.json_text_key_probs == [0.7, 0.3] and config.csv_separator == ","
+    assert config.aug_cfg["color_jitter"] == (0.4, 0.4, 0.4, 0.1)
+    for wrong in ("1::0", "one", "1:2", "nan"):
+        with pytest.raises(ValueError, match="--train-data-upsampling-factors"):
+            parse_factors(wrong)
+
+
+# ---- sizes and coarse shards ----
+
+
+def test_sizes_are_found_beside_the_shards(tmp_path):
+    folder = write_shards(tmp_path / "a", [3, 4])
+    shards = expand_shards(folder)
+    assert known_samples(shards) is None and known_samples(["pipe:cat x"]) is None
+    (tmp_path / "a" / "__len__").write_text("7\n")
+    assert known_samples(shards) == 7 and known_samples(shards[:1]) is None
+    for i, successes in enumerate((30, 40)):
+        (tmp_path / "a" / f"{i:05d}_stats.json").write_text(json.dumps({"count": 99, "successes": successes}))
+    assert known_samples(shards) == 70 and known_samples(shards[1:]) == 40
+    (tmp_path / "a" / "sizes.json").write_text('{"00000.tar": 300, "00001.tar": "400"}')
+    assert known_samples(shards) == 700
+    (tmp_path / "a" / "sizes.json").write_text("[broken")
+    ensure_index(shards[0], SampleKeys())
+    assert known_samples(shards) == 3 + 40
+
+
+def test_the_parquet_of_img2dataset_counts_successes(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    write_shards(tmp_path, [5])
+    parquet.write_table(pyarrow.table({"status": ["success"] * 4 + ["failed_to_download"]}), tmp_path / "00000.parquet")
+    assert known_samples([str(tmp_path / "00000.tar")]) == 4
+
+
+def test_the_streaming_reader_finds_how_many_samples_make_an_epoch(tmp_path, tokenizer):
+    folder = write_shards(tmp_path / "a", [6, 6])
+    load_manifest(folder)
+    loader = small_loader(folder, tokenizer, reader="streaming", micro_batch_size=4)
+    assert loader.steps_per_epoch == len(list(loader)) == 3
+
+
+def test_one_shard_is_enough_for_any_number_of_ranks_and_workers(tmp_path, tokenizer):
+    folder = write_shards(tmp_path / "a", [24])
+    ranks = [
+        small_loader(folder, tokenizer, rank=r, world_size=4, micro_batch_size=2, num_workers=r % 2) for r in range(4)
+    ]
+    seen = [batch["ids"].tolist() for loader in ranks for (batch,) in loader]
+    assert sorted(sum(seen, [])) == list(range(24)) and len(seen) == 12

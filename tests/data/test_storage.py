@@ -1,0 +1,296 @@
+import os
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from shlex import quote
+
+import numpy as np
+import pytest
+
+from infcl.data.access import local_copy, open_shard
+from infcl.data.index import SampleKeys, ensure_index
+from infcl.data.records import ShardReader
+from infcl.data.remote import within
+from infcl.data.shards import load_manifest
+from infcl.data.spool import spooled
+from infcl.data.storage import ShardFault, StorageOptions, retry
+from tests.lib.http_server import serving
+from tests.lib.shard_files import pair_members, write_shards, write_tar
+from tests.lib.small_loader import small_loader
+
+SIZES = [6, 9]
+
+
+@pytest.fixture
+def web(tmp_path):
+    write_shards(tmp_path / "served", SIZES)
+    with serving(tmp_path / "served") as (url, behaviour):
+        yield url, behaviour
+
+
+@pytest.fixture
+def options(tmp_path):
+    return StorageOptions(timeout=5.0, attempts=3, backoff=0.01, cache=str(tmp_path / "spool"), allow_pipe=True)
+
+
+def captions(urls, options, tmp_path) -> list[str]:
+    manifest = load_manifest(urls, storage=options, index_cache=str(tmp_path / "index"))
+    records = ShardReader(manifest, storage=options).read(np.arange(manifest.num_samples))
+    assert all(record.fault is None and record.image is not None for record in records)
+    return [record.text.decode() for record in records]
+
+
+EXPECTED = [f"picture number {i}" for i in range(sum(SIZES))]
+
+
+@pytest.mark.parametrize("ranges, redirect", [(True, False), (True, True), (False, False)])
+def test_a_web_server_is_read_as_files_are(web, options, tmp_path, ranges, redirect):
+    url, behaviour = web
+    behaviour.ranges, behaviour.redirect = ranges, redirect
+    assert captions(url + "/{00000,00001}.tar", options, tmp_path) == EXPECTED
+    assert os.path.exists(options.cache) != ranges  # only what cannot be read at random is spooled
+    scans = dict(behaviour.requests)
+    assert captions(url + "/{00000,00001}.tar", options, tmp_path) == EXPECTED  # the index is not built again
+    if ranges:
+        assert all(behaviour.requests[path] - n < n for path, n in scans.items())
+
+
+def test_ranged_reads_of_neighbours_are_one_request(web, options, tmp_path):
+    url, behaviour = web
+    manifest = load_manifest(url + "/00001.tar", storage=options, index_cache=str(tmp_path / "index"))
+    before = behaviour.requests["/00001.tar"]
+    ShardReader(manifest, storage=options).read(np.arange(9))
+    assert behaviour.requests["/00001.tar"] - before == 2  # what is there, then all of it
+
+
+@pytest.mark.parametrize("fault", ["fail", "short"])
+def test_a_passing_fault_is_survived(web, options, tmp_path, fault):
+    url, behaviour = web
+    manifest = load_manifest(url + "/00000.tar", storage=options, index_cache=str(tmp_path / "index"))
+    reader = ShardReader(manifest, storage=options)
+    if fault == "fail":
+        behaviour.fail = 2
+    else:
+        file, _ = reader._file(0)
+        behaviour.short = 10
+        with pytest.raises((OSError, Exception)):
+            file.pread(1000, 0)
+        behaviour.short = None
+    assert [record.text.decode() for record in reader.read(np.arange(6))] == EXPECTED[:6]
+
+
+@pytest.mark.parametrize("ranges", [True, False])
+@pytest.mark.parametrize("fault", ["stall", "short"])
+def test_a_transfer_that_stalls_or_breaks_off_ends_by_time_out_and_is_never_used(web, options, tmp_path, fault, ranges):
+    url, behaviour = web
+    behaviour.ranges, options = ranges, replace(options, timeout=0.4)
+    setattr(behaviour, fault, 700)
+    started = time.monotonic()
+    with pytest.raises(ValueError, match=r"1 of 1 shards are missing: .*00000.tar: 3 attempts failed, the last with"):
+        load_manifest(url + "/00000.tar", storage=options, index_cache=str(tmp_path / "index"))
+    assert time.monotonic() - started < 20
+    assert not [name for name in os.listdir(options.cache) if not name.endswith(".lock")] if not ranges else True
+
+
+def test_a_transfer_that_only_trickles_ends_too(web, options):
+    url, behaviour = web
+    file = open_shard(url + "/00000.tar", replace(options, timeout=0.4))
+    behaviour.trickle = 700
+    started = time.monotonic()
+    with pytest.raises(TimeoutError, match="slower than 16 KB/s"):
+        file.pread(5000, 0)
+    assert time.monotonic() - started < 20
+
+
+def test_a_stalled_shard_costs_its_samples_and_not_the_run(web, options, tmp_path, tokenizer):
+    url, behaviour = web
+    loader = small_loader(
+        url + "/{00000,00001}.tar",
+        tokenizer,
+        micro_batch_size=3,
+        max_bad_fraction=0.99,
+        storage=options,
+        index_cache=str(tmp_path / "index"),
+    )
+    (tmp_path / "served" / "00000.tar").unlink()
+    used = {int(i) for (batch,) in loader for i in batch["ids"]}
+    assert used == set(range(6, 15))
+    assert loader.report()["skipped/shard_missing"] >= 6
+    assert f"skipped/shard_missing in {url}/00000.tar" in loader.table() and loader.table().count(" in http") == 1
+
+
+def test_a_shard_that_is_replaced_on_the_server_is_noticed(web, options, tmp_path):
+    url, behaviour = web
+    manifest = load_manifest(url + "/00000.tar", storage=options, index_cache=str(tmp_path / "index"))
+    reader = ShardReader(manifest, storage=options)
+    assert reader.read(np.array([1]))[0].fault is None
+    behaviour.tag = "2"
+    assert reader.read(np.array([1]))[0].fault.cause == "shard_changed"
+    assert load_manifest(url + "/00000.tar", storage=options, index_cache=str(tmp_path / "index")).num_samples == 6
+
+
+def test_missing_shards_are_left_out_only_as_far_as_allowed(web, options, tmp_path):
+    url, _ = web
+    cache = {"storage": options, "index_cache": str(tmp_path / "index")}
+    with pytest.raises(ValueError, match="1 of 3 shards are missing: .*00002.tar: not found"):
+        load_manifest(url + "/{00000..00002}.tar", **cache)
+    manifest = load_manifest(url + "/{00000..00002}.tar", max_missing=0.4, **cache)
+    assert manifest.num_samples == 15 and ShardReader(manifest).found == {"index/missing_shards": 1}
+    local = str(tmp_path / "served" / "{00000..00002}.tar")
+    assert load_manifest(local, max_missing=0.4).num_samples == 15
+    with pytest.raises(ValueError, match=r"--max-missing-shards allows 0.3"):
+        load_manifest(local, max_missing=0.3)
+
+
+def test_pipes_are_spooled_and_their_exit_status_counts(tmp_path, options):
+    folder = write_shards(tmp_path / "a", SIZES)
+    assert captions(f"pipe:cat {quote(folder)}/" + "{00000,00001}.tar", options, tmp_path) == EXPECTED
+    for command, message in [
+        (f"head -c 2000 {quote(folder)}/00000.tar; exit 3", "exit status 3 after 2000 bytes"),
+        ("true", "exit status 0 after 0 bytes"),
+        (f"head -c 2000 {quote(folder)}/00000.tar; sleep 30", "no output for 0.4 s"),
+    ]:
+        impatient = replace(options, timeout=0.4 if "sleep" in command else 5.0)
+        with pytest.raises(ShardFault, match=message) as caught:
+            local_copy(f"pipe:{command}", impatient)
+        assert caught.value.cause == "shard_unreadable"
+    assert len([name for name in os.listdir(options.cache) if name.endswith(".tar")]) == 2
+
+
+def test_shards_that_do_not_fit_in_the_spool_are_refused_by_the_indexed_reader(tmp_path, options):
+    folder = write_shards(tmp_path / "a", SIZES)
+    small = replace(options, cache_bytes=30_000)
+    with pytest.raises(ValueError, match="2 shards of .* GB cannot be read at random.*or use --data-reader streaming"):
+        captions(f"pipe:cat {quote(folder)}/" + "{00000,00001}.tar", small, tmp_path)
+
+
+def test_fsspec_reads_any_storage_and_ends_calls_that_hang(tmp_path, options, monkeypatch):
+    fsspec = pytest.importorskip("fsspec")
+    folder, memory = write_shards(tmp_path / "a", SIZES), fsspec.filesystem("memory")
+    for i in range(2):
+        with open(f"{folder}/{i:05d}.tar", "rb") as file:
+            memory.pipe(f"/bucket/{i:05d}.tar", file.read())
+    assert captions("memory://bucket/{00000,00001}.tar", options, tmp_path) == EXPECTED
+    with pytest.raises(ShardFault) as caught:
+        ensure_index("memory://bucket/00009.tar", SampleKeys(), str(tmp_path), options)
+    assert caught.value.cause == "shard_missing"
+    with open(local_copy("memory://bucket/00000.tar", options), "rb") as copy:
+        assert copy.read() == memory.cat_file("/bucket/00000.tar")
+    file = open_shard("memory://bucket/00000.tar", options)
+    assert not file.changed()
+    memory.pipe("/bucket/00000.tar", b"other bytes")
+    monkeypatch.setattr("infcl.data.remote._SECONDS_BETWEEN_CHECKS", 0.0)
+    assert file.changed()
+    monkeypatch.setattr(type(memory), "cat_file", lambda *a, **k: time.sleep(10))
+    started = time.monotonic()
+    with pytest.raises(TimeoutError, match="no answer within"):
+        open_shard("memory://bucket/00000.tar", replace(options, timeout=0.4)).pread(10, 0)
+    assert time.monotonic() - started < 8
+    memory.rm("/bucket", recursive=True)
+    with pytest.raises(ValueError, match="nosuch:// needs fsspec's driver"):
+        open_shard("nosuch://bucket/x.tar", options)
+    with pytest.raises(ShardFault, match="names no host"):
+        open_shard("http:///x.tar", options)
+
+
+def test_the_spool_keeps_what_was_used_last_and_fetches_once(tmp_path):
+    options = StorageOptions(cache=str(tmp_path / "spool"), cache_bytes=2500)
+    fetched = []
+
+    def fetch(name: str):
+        path = spooled(name, lambda file: (fetched.append(name), file.write(bytes(1000))), options)
+        os.utime(path, ns=(len(fetched) * 10**9, 0))  # as if time passed
+        return path
+
+    a, b = fetch("a"), fetch("b")
+    assert fetch("a") == a and fetched == ["a", "b"]
+    os.utime(b, ns=(0, 0))
+    fetch("c")
+    assert a.exists() and not b.exists()
+
+    def breaks(file):
+        file.write(bytes(500))
+        raise OSError("connection lost")
+
+    with pytest.raises(OSError, match="connection lost"):
+        spooled("d", breaks, options)
+    assert not [name for name in os.listdir(options.cache) if name.endswith(".tmp")]
+
+
+def test_the_spool_removes_what_dead_writers_left_and_counts_what_living_ones_write(tmp_path):
+    options = StorageOptions(cache=str(tmp_path), cache_bytes=2500)
+    killed = (
+        "import os\n"
+        "from infcl.data.spool import spooled\n"
+        "from infcl.data.storage import StorageOptions\n"
+        "write = lambda file: (file.write(bytes(1000)), file.flush(), os.kill(os.getpid(), 9))\n"
+        f"spooled('dead', write, StorageOptions(cache={str(tmp_path)!r}))\n"
+    )
+    assert subprocess.run([sys.executable, "-c", killed]).returncode == -9
+    (left,) = tmp_path.glob("*.tmp")
+    os.utime(left, (0, 0))
+
+    def writes_long(file):
+        file.write(bytes(2000))
+        file.flush()
+        (ours,) = set(tmp_path.glob("*.tmp")) - {left}
+        os.utime(ours, (0, 0))  # silent for long, but its lock is held
+        spooled("short", lambda other: other.write(bytes(400)), options)
+        assert list(tmp_path.glob("*.tmp")) == [ours]
+        assert not before.exists()  # 2000 + 400 + 400 bytes are too many
+
+    before = spooled("before", lambda file: file.write(bytes(400)), options)
+    assert left.exists() is False and before.exists()
+    left.write_bytes(bytes(1000))
+    os.utime(left, (0, 0))
+    long = spooled("long", writes_long, options)
+    assert long.stat().st_size == 2000 and not list(tmp_path.glob("*.tmp"))
+
+
+def test_retry_waits_longer_each_time_and_says_what_was_last(monkeypatch):
+    waits = []
+    monkeypatch.setattr(time, "sleep", waits.append)
+
+    def attempt():
+        raise ConnectionResetError("reset by peer")
+
+    with pytest.raises(ShardFault, match="x: 4 attempts failed, the last with ConnectionResetError: reset by peer"):
+        retry(attempt, "x", StorageOptions())
+    assert len(waits) == 3 and all(most / 2 <= wait <= most for wait, most in zip(waits, (1, 2, 4)))
+    assert within(1, lambda: 3, "three") == 3
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_worker_that_hangs_ends_the_run_with_the_name_of_its_shard(tmp_path, tokenizer):
+    os.mkfifo(tmp_path / "never")
+    write_tar(tmp_path / "0.tar", [member for i in range(6) for member in pair_members(i)])
+    loader = small_loader(
+        str(tmp_path),
+        tokenizer,
+        micro_batch_size=2,
+        num_workers=1,
+        timeout=3.0,  # within which the worker has begun to read
+    )
+    dataset = loader._source._loader.dataset
+    dataset.collection._read_shard = lambda *a: open(tmp_path / "never")  # nobody ever writes to it
+    with pytest.raises(RuntimeError, match=r"no batch for 3 s; worker 0 reads .*0.tar for [0-9]+ s"):
+        next(iter(loader))
+    loader._source._loader._iterator._workers[0].kill()  # or torch would wait for it
+
+
+def test_a_server_that_does_not_tell_a_files_size_is_read_whole(web, options, tmp_path):
+    url, behaviour = web
+    behaviour.tells_size = False
+    assert captions(url + "/{00000,00001}.tar", options, tmp_path) == EXPECTED
+    assert os.path.exists(options.cache)
+
+
+def test_bytes_from_another_place_than_asked_are_not_used(web, options):
+    url, behaviour = web
+    file = open_shard(url + "/00000.tar", options)
+    assert len(file.pread(10, 512)) == 10
+    behaviour.shift = 1
+    with pytest.raises(OSError, match="bytes from 512 were asked for, bytes 513-522/"):
+        file.pread(10, 512)
+    file.close()

@@ -1,0 +1,176 @@
+import pickle
+
+import pytest
+import torch
+
+from infcl.data.index import SampleKeys
+from infcl.data.open_clip_tokenizer import OpenClipTokenizer
+from infcl.data.table import TableReader
+from infcl.data.tokenizer import EOS_ID, PAD_ID, UNK_ID, Tokenizer, canonicalise
+from infcl.data.tokenizer.__main__ import main
+from infcl.data.tokenizer.learn import shard_captions, table_captions, train_tokenizer
+from tests.lib.open_clip_stub import import_open_clip
+from tests.lib.shard_files import write_shards
+from tests.lib.small_loader import small_loader
+
+CAPTIONS = [
+    f"a {colour} {shape} {where} a {other}"
+    for colour in ("red", "green", "blue", "yellow")
+    for shape in ("circle", "square", "triangle")
+    for where in ("above", "below", "left of")
+    for other in ("house", "tree", "cloud")
+]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    path = tmp_path_factory.mktemp("tokenizer") / "bpe.model"
+    train_tokenizer(CAPTIONS, path, 80)
+    return path
+
+
+def test_the_same_captions_give_the_same_file(model, tmp_path):
+    train_tokenizer(iter(CAPTIONS), tmp_path / "again.model", 80)
+    assert (tmp_path / "again.model").read_bytes() == model.read_bytes()
+
+
+@pytest.mark.parametrize("model_type, vocab_size", [("bpe", 60), ("unigram", 36)])
+def test_ids_end_with_one_eos_and_padding(tmp_path, model_type, vocab_size):
+    train_tokenizer(CAPTIONS, tmp_path / "x.model", vocab_size, model_type)
+    tokenizer = Tokenizer(tmp_path / "x.model", context_length=40)
+    tokens = tokenizer(CAPTIONS)
+    assert tokens.dtype == torch.int64 and tokens.shape == (len(CAPTIONS), 40)
+    assert ((tokens == EOS_ID).sum(1) == 1).all() and tokenizer.vocab_size == vocab_size and tokens.max() < vocab_size
+    after = torch.arange(40) > (tokens == EOS_ID).int().argmax(1, keepdim=True)
+    assert (tokens[after] == PAD_ID).all() and (tokens[~after] != PAD_ID).all()
+    assert len({tuple(row) for row in tokens.tolist()}) == len(CAPTIONS)
+
+
+def test_long_captions_are_cut_before_eos_and_counted(model):
+    tokenizer, long = Tokenizer(model, context_length=5), Tokenizer(model, context_length=64)
+    tokens = tokenizer(["a red circle above a blue square", "a red", "a red circle"])
+    assert tokens[0].tolist() == [*long(["a red circle above a blue square"])[0, :4].tolist(), EOS_ID]
+    assert (tokens == EOS_ID).sum(1).tolist() == [1, 1, 1]
+    assert tokenizer.truncated >= 1 and long.truncated == 0
+
+
+def test_captions_are_canonicalised_as_siglip_does(model):
+    assert canonicalise("  A_photo of\ta   Dog!, (brown)\n") == "a photo of a dog brown"
+    assert canonicalise("one-liner's \ud800") == "oneliners"
+    tokenizer = Tokenizer(model)
+    assert torch.equal(tokenizer(["A RED, circle."]), tokenizer(["a red circle"]))
+
+
+def test_special_ids_cannot_be_written_in_a_caption(model):
+    assert (Tokenizer(model)(["</s> <pad> </s>"])[0] == EOS_ID).sum() == 1
+
+
+def test_odd_captions_encode(model):
+    tokenizer = Tokenizer(model, context_length=16)
+    tokens = tokenizer(["", "\x00", "\u7ea2\u8272", "x" * 10_000, "\U0001f600"])
+    assert ((tokens == EOS_ID).sum(1) == 1).all() and tokens[0].tolist() == [EOS_ID] + [PAD_ID] * 15
+    assert UNK_ID in tokens[2].tolist()
+    assert tokenizer([]).shape == (0, 16)
+
+
+def test_byte_fallback_spells_unknown_characters(tmp_path):
+    train_tokenizer(CAPTIONS, tmp_path / "x.model", 320, byte_fallback=True)
+    tokens = Tokenizer(tmp_path / "x.model")(["\u7ea2", "\u8272"])
+    assert UNK_ID not in tokens and not torch.equal(tokens[0], tokens[1])
+
+
+def test_a_tokenizer_pickles_without_its_file(model, tmp_path):
+    copy = tmp_path / "copy.model"
+    Tokenizer(model).save(copy)
+    tokenizer = Tokenizer(copy, context_length=12)
+    copy.unlink()
+    clone = pickle.loads(pickle.dumps(tokenizer))
+    assert torch.equal(clone(CAPTIONS), tokenizer(CAPTIONS)) and clone.sha256 == tokenizer.sha256
+    assert (clone.context_length, clone.pad_id, clone.eos_id) == (12, PAD_ID, EOS_ID)
+
+
+def test_impossible_requests_are_refused(model, tmp_path):
+    with pytest.raises(ValueError, match=r"no tokenizer of 5000 pieces.*they give at most \d+ \(--vocab-size"):
+        train_tokenizer(CAPTIONS, tmp_path / "x.model", 5000)
+    with pytest.raises(ValueError, match=r"at most \d+ .*or --model-type bpe"):
+        train_tokenizer(CAPTIONS, tmp_path / "x.model", 5000, "unigram")
+    with pytest.raises(ValueError, match=r"no tokenizer of 4 pieces.*their characters alone are \d+"):
+        train_tokenizer(CAPTIONS, tmp_path / "x.model", 4, "unigram")
+    with pytest.raises(ValueError, match="x.model cannot be written"):
+        train_tokenizer(CAPTIONS, "/dev/full/x.model", 60)
+    with pytest.raises(ValueError, match="'bpe' or 'unigram'"):
+        train_tokenizer(CAPTIONS, tmp_path / "x.model", 60, "word")
+    with pytest.raises(ValueError, match=r"test_tokenizer.py is no sentencepiece model \(it cannot be parsed\)"):
+        Tokenizer(__file__)
+    with pytest.raises(ValueError, match=r"is no sentencepiece model \(Is a directory\)"):
+        Tokenizer(tmp_path)
+    with pytest.raises(ValueError, match="context length 1"):
+        Tokenizer(model, context_length=1)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_model_with_other_special_ids_is_refused(tmp_path):
+    import sentencepiece
+
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(CAPTIONS),
+        model_prefix=str(tmp_path / "x"),
+        vocab_size=60,
+        model_type="bpe",
+        minloglevel=2,
+    )
+    with pytest.raises(ValueError, match="pad id -1 and eos id 2"):
+        Tokenizer(tmp_path / "x.model")
+
+
+def test_the_command_learns_from_shards(tmp_path, capsys):
+    folder = write_shards(tmp_path / "a", [30, 10])
+    assert len(list(shard_captions(folder, 1000))) == 40 and len(list(shard_captions(folder, 7))) == 7
+    out = tmp_path / "new" / "x.model"
+    main(["train", "--train-data", folder, "--vocab-size", "30", "--model-type", "bpe", "--out", str(out)])
+    assert Tokenizer(out).vocab_size == 30 and "30 pieces" in capsys.readouterr().out
+    for nowhere in (str(tmp_path), f"{out}/x.model"):  # a folder; below a file
+        with pytest.raises(SystemExit):
+            main(["train", "--train-data", folder, "--vocab-size", "30", "--out", nowhere])
+        assert "name a file in a folder that can be written to" in capsys.readouterr().err
+    keys = SampleKeys(json_text="caption")
+    assert all(caption.startswith("from json") for caption in shard_captions(folder, 9, keys=keys))
+
+
+def test_the_command_learns_from_tables_what_it_learns_from_shards(tmp_path, capsys):
+    captions = list(shard_captions(write_shards(tmp_path / "a", [30, 10]), 1000))
+    (tmp_path / "x.jpg").write_bytes(b"")
+    (tmp_path / "t.csv").write_text("\n".join(["title;filepath", *(f"{caption};x.jpg" for caption in captions)]))
+    assert sorted(table_captions(TableReader(str(tmp_path / "t.csv"), separator=";"), 1000)) == sorted(captions)
+    command = ["train", "--train-data", str(tmp_path / "t.csv"), "--vocab-size", "30", "--model-type", "bpe"]
+    command += ["--out", str(tmp_path / "x.model")]
+    main([*command, "--dataset-type", "csv", "--csv-separator", ";"])
+    assert Tokenizer(tmp_path / "x.model").vocab_size == 30
+    with pytest.raises(SystemExit):
+        main(command)
+    assert "there is none among them (--text-key, --json-text-key; --dataset-type csv" in capsys.readouterr().err
+    (tmp_path / "t.csv").write_text("title;filepath\n!;x.jpg\n")
+    with pytest.raises(SystemExit):
+        main([*command, "--dataset-type", "csv", "--csv-separator", ";"])
+    assert "there is none among them" in capsys.readouterr().err
+
+
+def test_open_clips_tokenizer_has_the_same_interface_and_open_clips_ids():
+    open_clip = import_open_clip()
+    tokenizer, theirs = OpenClipTokenizer("open_clip:ViT-B-32", 16), open_clip.get_tokenizer("ViT-B-32")
+    captions = ["A photo of a Dog, brown!", "caf\u00e9 &amp; tea", "", "one two three four " * 10]
+    assert torch.equal(tokenizer(captions), theirs(captions, context_length=16))
+    assert tokenizer.truncated == 1 and (tokenizer.vocab_size, tokenizer.eos_id, tokenizer.pad_id) == (49408, 49407, 0)
+    clone = pickle.loads(pickle.dumps(tokenizer))
+    assert clone.sha256 == tokenizer.sha256 and torch.equal(clone(captions), tokenizer(captions))
+    tokenizer._bpe.cache |= {str(i): "x" for i in range(200_001)}
+    assert torch.equal(clone(captions), tokenizer(captions)) and len(tokenizer._bpe.cache) < 100  # bounded
+
+
+def test_another_tokenizer_is_refused_on_resume(model, tmp_path):
+    folder = write_shards(tmp_path / "a", [6])
+    other = tmp_path / "other.model"
+    train_tokenizer(CAPTIONS, other, 70)
+    loaders = [small_loader(folder, Tokenizer(path, 8)) for path in (model, other)]
+    with pytest.raises(ValueError, match="tokenizer_sha256 is"):
+        loaders[1].load_state_dict(loaders[0].state_dict())

@@ -1,0 +1,170 @@
+"""The average of the weights equals a float64 single-process one in every stage, moves between layouts, is exported.
+
+test_trainer.py resumes it bit for bit.
+"""
+
+import dataclasses
+import json
+
+import pytest
+import torch
+
+from infcl.checkpoint.load import complete_checkpoints, consolidated_state_dict
+from infcl.checkpoint.run_folder import RunFolder
+from infcl.convert.export import load_exported
+from infcl.convert.export import main as export_main
+from infcl.convert.import_weights import read_weights
+from infcl.engine.ema import WeightAverage
+from infcl.evaluate.load import load_model
+from tests.engine.test_engine import START, at_start, engine_steps, expected, settings
+from tests.lib.ranks import run_ranks
+from tests.lib.step_oracle import worst_error, worst_update_error
+from tests.train.test_trainer import demo_config, fit, run_losses
+
+
+class Averaged:
+    """The oracle: float64 averages of all parameters of a model."""
+
+    def __init__(self, decay):
+        self.decay, self.updates, self.values = decay, 0, None
+
+    def __call__(self, model):
+        if self.values is None:
+            from tests.lib.step_oracle import ToyCLIP
+
+            self.values = ToyCLIP(logit_scale=START).double().state_dict()
+        decay = min(self.decay, (1 + self.updates) / (10 + self.updates))
+        self.updates += 1
+        for name, value in model.state_dict().items():
+            self.values[name] = decay * self.values[name] + (1 - decay) * value
+
+
+@pytest.mark.parametrize(
+    ("preset", "world_size", "decay"),
+    [("zero0", 2, 0.5), ("zero1", 3, 0.5), ("zero2", 2, 0.15), ("zero3", 3, 0.5), ("zero3_offload", 2, 0.5)],
+)
+def test_the_average_equals_a_single_process_float64_one(preset, world_size, decay):
+    oracle = Averaged(decay)
+    expected(world_size, after_step=oracle)
+    got = run_ranks(engine_steps, world_size, preset, ema_decay=decay)[0][-1]
+    assert worst_error(got, oracle.values) < 1e-5
+
+
+@pytest.mark.parametrize("preset", ["zero1", "zero2_bf16", "zero3"])
+def test_the_average_of_bf16_parameters_is_of_their_fp32_masters(preset):
+    oracle = Averaged(0.5)
+    expected(2, after_step=oracle)
+    *_, weights, average = run_ranks(engine_steps, 2, preset, "bf16", ema_decay=0.5)[0]
+    assert worst_error(average, oracle.values) < 2e-2
+    assert worst_update_error(average, oracle.values, at_start()) < 5e-2  # seen: 2.2e-2
+    assert any((value != value.bfloat16().float()).any() for value in average.values())
+    assert all(not torch.equal(average[name], weights[name]) for name in weights)
+
+
+def test_the_decay_warms_up_to_its_value():
+    weight = torch.zeros(1)
+    average = WeightAverage([weight], decay=0.3)
+    weight.fill_(1.0)
+    values = []
+    for _ in range(4):
+        average.update()
+        values.append(1 - float(average.averages[0]))
+    assert values == pytest.approx([0.1, 0.1 * 2 / 11, 0.1 * 2 / 11 * 0.25, 0.1 * 2 / 11 * 0.25 * 0.3])
+
+
+def seen_weights(rank, world_size, preset, precision):
+    """What forwards see before, while and after the average is shown, and the masters before and after."""
+    from infcl.checkpoint.load import full_weights
+    from infcl.config import BatchPlan
+    from infcl.engine.engine import Engine
+    from infcl.parallel import init_parallel
+    from tests.lib.step_oracle import ToyCLIP, global_batch
+
+    config = settings(preset, precision=precision, ema_decay=0.9)
+    engine = Engine(ToyCLIP(logit_scale=START), config, init_parallel("cpu"), BatchPlan(world_size, 1, 4))
+    for step in range(2):
+        output = engine.encode(*global_batch(4, seed=step))
+        engine.backward(sum(value.square().sum() for value in output.values()) + output["image_features"].sum(), True)
+        engine.step(0.1)
+        engine.update_average()
+    engine.train(False)
+
+    @torch.no_grad()
+    def look():
+        output = engine.encode(*global_batch(4))
+        return output | engine.scalar_values({"logit_scale": output["logit_scale"]})
+
+    masters = full_weights(engine, keep=True)
+    before = look()
+    with engine.showing_average():
+        shown = look()
+    average = ToyCLIP()
+    average.load_state_dict(full_weights(engine, keep=True, ema=True))
+    with torch.no_grad():
+        reference = average(*global_batch(4))
+    return before, shown, look(), reference, masters, full_weights(engine, keep=True)
+
+
+@pytest.mark.parametrize(
+    ("preset", "precision"),
+    [(f"zero{stage}", "fp32") for stage in range(4)] + [("zero3_offload", "fp32"), ("zero2_bf16", "bf16")],
+)
+def test_forwards_see_the_average_where_asked_and_then_the_weights_again(preset, precision):
+    before, shown, after, reference, masters, masters_after = run_ranks(seen_weights, 2, preset, precision)[0]
+    tolerance = 1e-6 if precision == "fp32" else 2e-2
+    for name in reference:
+        assert torch.allclose(shown[name], reference[name], atol=tolerance), name
+        assert not torch.equal(shown[name], before[name]), name
+        assert torch.equal(after[name], before[name]), name
+    assert all(torch.equal(masters[name], masters_after[name]) for name in masters)
+
+
+@pytest.fixture(scope="module")
+def averaged_run(demo_folder, tmp_path_factory):
+    """A run of three steps with averaged weights, ZeRO-1 on two ranks: (config, run)."""
+    logs = tmp_path_factory.mktemp("averaged")
+    flags = {"ema_decay": 0.9, "ema_eval": True, "batch_size": 16, "steps": 3}
+    config = demo_config(demo_folder, logs, val_data=str(demo_folder / "val"), **flags)
+    run_losses(2, config)
+    return config, RunFolder(logs / "run")
+
+
+@pytest.mark.parametrize(("world_size", "preset"), [(1, "zero0"), (2, "zero3")])
+def test_an_average_moves_to_another_layout_unchanged(averaged_run, tmp_path, world_size, preset):
+    """Resumed behind the last step, the run only evaluates and exports its average."""
+    config, run = averaged_run
+    moved = dataclasses.replace(
+        config,
+        resume=str(complete_checkpoints(run)[0]),
+        logs=str(tmp_path),
+        batch_size=32 // world_size,
+        deepspeed_config=f"ds_configs/{preset}.json",
+    )
+    run_ranks(fit, world_size, moved)
+    expected, got = (load_exported(logs / "export")[0].state_dict() for logs in (run.root, tmp_path / "run"))
+    assert all(torch.equal(got[name], expected[name]) for name in expected)
+
+
+def test_the_average_is_evaluated_and_exported_where_asked(averaged_run, tmp_path):
+    config, run = averaged_run
+    average, weights = (consolidated_state_dict(run.root, ema=ema) for ema in (True, False))
+    assert not torch.equal(average["visual.proj"], weights["visual.proj"])
+    exported, _ = load_exported(run.export)
+    assert torch.equal(exported.state_dict()["visual.proj"], average["visual.proj"])
+    for flags, wanted in (([], weights), (["--ema"], average)):
+        out = tmp_path / f"out{len(flags)}"
+        assert export_main([str(run.root), "--out", str(out), *flags]) == 0
+        assert torch.equal(read_weights(out).state["visual.proj"], wanted["visual.proj"])
+    evaluated, _ = load_model(run.root, device=torch.device("cpu"), ema=True)
+    assert torch.equal(evaluated.visual.proj, average["visual.proj"])
+    assert "moving average" in (tmp_path / "out1" / "README.md").read_text()
+    scores = json.loads(run.summary.read_text())["evaluation"]["retrieval"]
+    plain = dataclasses.replace(config, ema_eval=False, logs=str(tmp_path), resume=str(complete_checkpoints(run)[0]))
+    run_losses(2, plain)
+    assert scores != json.loads((tmp_path / "run" / "summary.json").read_text())["evaluation"]["retrieval"]
+
+
+def test_a_run_without_an_average_has_none_to_export(demo_folder, tmp_path, capsys):
+    run_losses(1, demo_config(demo_folder, tmp_path, steps=1))
+    assert export_main([str(tmp_path / "run"), "--ema"]) == 2
+    assert "without --ema-decay" in capsys.readouterr().err

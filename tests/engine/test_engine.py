@@ -1,0 +1,382 @@
+"""Steps through DeepSpeed equal single-process float64 ones: ZeRO stages, several world sizes, clip and clamp on."""
+
+import math
+from unittest import mock
+
+import pytest
+import torch
+
+from infcl.config import BatchPlan, TrainConfig
+from infcl.engine.engine import Engine
+from infcl.engine.norm import square_of
+from infcl.parallel import micro_batch_seed
+from tests.lib.ranks import run_ranks
+from tests.lib.step_oracle import EPS, LR, ToyCLIP, global_batch, oracle_steps, worst_error, worst_update_error
+
+MICRO_BATCHES, MICRO_BATCH_SIZE, STEPS = 3, 5, 3
+CLIP, DECAY = 0.5, 0.1
+START = math.log(90)
+CEILING = START - 0.05  # where the unclamped run (it falls by 0.03) does not come in the three steps
+BF16_UPDATE = 0.12  # of a parameter's update: twice the largest error that was seen (5.7e-2; six series of batches)
+
+
+def settings(preset: str, **changes) -> TrainConfig:
+    given = {"deepspeed_config": f"ds_configs/{preset}.json", "lr": LR, "eps": EPS, "wd": DECAY, "grad_clip_norm": CLIP}
+    return TrainConfig(dataset_type="synthetic", train_num_samples=1, **(given | changes))
+
+
+def engine_steps(rank, world_size, preset, precision="fp32", resident=1, dropped=False, dropout=0.0, **changes):
+    """STEPS optimizer steps over this rank's share -> losses, norms, logit scales seen by the loss, whole weights.
+
+    With an average of the weights, that is the last result, else the number of steps that DeepSpeed counted.
+    """
+    from infcl.checkpoint.load import full_weights
+    from infcl.loss.contrastive import ContrastiveLoss
+    from infcl.parallel import init_parallel, mean_over
+    from infcl.step.grad_cache import grad_cache_step
+
+    parallel = init_parallel("cpu")
+    batch = BatchPlan(world_size, MICRO_BATCHES, MICRO_BATCH_SIZE)
+    model = ToyCLIP(logit_scale=START, dropout=dropout)
+    engine = Engine(model, settings(preset, precision=precision, **changes), parallel, batch)
+    loss = ContrastiveLoss("inf_cl", group=engine.dp_group)
+    losses, norms, scales = [], [], []
+    if dropped:
+        engine.encode(*global_batch(MICRO_BATCH_SIZE))
+    for step in range(STEPS):
+        own = slice(rank * batch.rank_batch_size, (rank + 1) * batch.rank_batch_size)
+        images, texts = (side[own].split(MICRO_BATCH_SIZE) for side in global_batch(batch.global_batch_size, seed=step))
+        output = grad_cache_step(
+            list(zip(images, texts)),
+            encode=lambda pair: engine.encode(*pair),
+            loss=loss,
+            backward=engine.backward,
+            seeds=seeds_of(step, rank),
+            scalar_values=engine.scalar_values,
+            resident=resident,
+        )
+        assert engine.step(LR)
+        engine.clamp_logit_scale(CEILING)
+        engine.update_average()
+        losses.append(float(mean_over(engine.dp_group, output.loss)))
+        norms.append(engine.grad_norm())
+        scales.append(float(output.logit_scale))
+    last = full_weights(engine, keep=True, ema=True) if engine.state.average else engine.engine.global_steps
+    return losses, norms, scales, full_weights(engine, keep=True), last
+
+
+def seeds_of(step, rank):
+    return [micro_batch_seed(0, step, index, rank) for index in range(MICRO_BATCHES)]
+
+
+def expected(world_size, **options):
+    batches = [global_batch(world_size * MICRO_BATCHES * MICRO_BATCH_SIZE, seed=step) for step in range(STEPS)]
+    fixed = {"grad_clip_norm": CLIP, "weight_decay": DECAY, "max_logit_scale": CEILING, "logit_scale": START}
+    seeds = [[seed for rank in range(world_size) for seed in seeds_of(step, rank)] for step in range(STEPS)]
+    return oracle_steps(batches, **fixed, seeds=seeds, **options)
+
+
+def at_start():
+    return ToyCLIP(logit_scale=START).state_dict()
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("preset", ["zero0", "zero1", "zero2", "zero3", "zero3_offload"])
+def test_three_steps_equal_the_single_process_ones(preset, world_size):
+    losses, norms, scales, state, steps = run_ranks(engine_steps, world_size, preset)[0]
+    expected_losses, expected_norms, expected_state = expected(world_size)
+    assert losses == pytest.approx(expected_losses, rel=1e-5)
+    assert norms == pytest.approx(expected_norms, rel=1e-5)
+    assert worst_error(state, expected_state) < 1e-5
+    assert steps == STEPS
+
+
+def steps_across_hosts(rank, world_size, preset):
+    """As if each rank were another host's. And whether DeepSpeed's optimizer reduces beside the backward."""
+    from infcl.parallel import Parallel
+
+    seen: list[bool] = []
+    backward = Engine.backward
+
+    def noted(engine, *arguments):
+        seen.append(engine.engine.optimizer.overlap_comm)
+        backward(engine, *arguments)
+
+    with mock.patch.object(Parallel, "hosts", world_size), mock.patch.object(Engine, "backward", noted):
+        return engine_steps(rank, world_size, preset), seen
+
+
+@pytest.mark.parametrize("preset", ["zero1", "zero2"])
+def test_reductions_run_beside_the_backward_across_hosts_and_change_no_step(preset):
+    (_, norms, _, state, _), overlaps = run_ranks(steps_across_hosts, 2, preset)[0]
+    _, expected_norms, expected_state = expected(2)
+    assert norms == pytest.approx(expected_norms, rel=1e-5) and worst_error(state, expected_state) < 1e-5
+    assert overlaps and all(overlaps)
+
+
+@pytest.mark.parametrize("preset", ["zero0", "zero1", "zero2", "zero3"])
+@pytest.mark.parametrize("resident", [2, 3])
+def test_resident_micro_batches_change_no_step(preset, resident):
+    """Several forwards with a graph, then their backwards: left to itself, ZeRO-3 keeps the last backward's alone."""
+    _, norms, _, state, _ = run_ranks(engine_steps, 2, preset, "fp32", resident)[0]
+    _, expected_norms, expected_state = expected(2)
+    assert norms == pytest.approx(expected_norms, rel=1e-5)
+    assert worst_error(state, expected_state) < 1e-5
+
+
+@pytest.mark.parametrize("preset", ["zero1", "zero3"])
+def test_a_graph_that_has_no_backward_changes_no_step(preset):
+    """--resident-micro-batches auto measures one at start and drops it."""
+    _, norms, _, state, _ = run_ranks(engine_steps, 2, preset, "fp32", 2, True)[0]
+    _, expected_norms, expected_state = expected(2)
+    assert norms == pytest.approx(expected_norms, rel=1e-5)
+    assert worst_error(state, expected_state) < 1e-5
+
+
+@pytest.mark.parametrize("preset", ["zero0", "zero1", "zero2", "zero3", "zero2_bf16"])
+def test_the_clamp_of_logit_scale_holds_through_the_next_step(preset):
+    """The ceiling lies below where the unclamped run goes; every copy (master weights too) must have been clamped."""
+    precision = "bf16" if preset == "zero2_bf16" else "fp32"
+    results = run_ranks(engine_steps, 2, preset, precision)
+    _, _, scales, state, _ = results[0]
+    free = oracle_steps(
+        [global_batch(2 * MICRO_BATCHES * MICRO_BATCH_SIZE, seed=step) for step in range(STEPS)],
+        grad_clip_norm=CLIP, weight_decay=DECAY, max_logit_scale=10.0, logit_scale=START,
+    )[2]  # fmt: skip
+    assert float(free["logit_scale"]) > CEILING + 0.01
+    assert max(scales[1:]) <= CEILING + 1e-6
+    assert float(state["logit_scale"]) <= CEILING + 1e-6
+
+
+IN_BF16 = [("zero1", "bf16"), ("zero2_bf16", "bf16"), ("zero3", "bf16"), ("zero3_offload", "bf16")]
+IN_BF16 += [(f"zero{stage}", "amp_bf16") for stage in range(4)]
+
+
+@pytest.mark.parametrize(
+    ("preset", "precision", "world_size"),
+    [*((*case, ranks) for case in IN_BF16 for ranks in (1, 2)), ("zero1", "bf16", 3), ("zero3", "bf16", 3),
+     ("zero1", "bf16", 4), ("zero2_bf16", "bf16", 4), ("zero3_offload", "bf16", 4), ("zero0", "amp_bf16", 4)],
+)  # fmt: skip
+def test_steps_in_bf16_follow_the_float64_ones_within_its_rounding(preset, precision, world_size):
+    """Logits of +-90 carry the 2^-9 rounding of bf16 activations into the loss; hence 2e-2 and not less."""
+    follow_in_bf16(run_ranks(engine_steps, world_size, preset, precision)[0], expected(world_size))
+
+
+@pytest.mark.parametrize(("preset", "precision"), IN_BF16)
+def test_steps_in_bf16_with_dropout_follow_the_float64_ones_too(preset, precision):
+    """As `test_step_matrix` has it in fp32: each micro-batch drops what its seed says, in both passes."""
+    got = run_ranks(engine_steps, 2, preset, precision, resident=2, dropout=0.3)[0]
+    follow_in_bf16(got, expected(2, dropout=0.3))
+
+
+def follow_in_bf16(got, wanted):
+    losses, norms, scales, state, _ = got
+    assert scales[0] == pytest.approx(START, abs=1e-6), "masters must start from unrounded values"
+    expected_losses, expected_norms, expected_state = wanted
+    assert losses == pytest.approx(expected_losses, rel=2e-2)
+    assert norms == pytest.approx(expected_norms, rel=2e-2)
+    assert worst_error(state, expected_state) < 5e-2
+    assert worst_update_error(state, expected_state, at_start()) < BF16_UPDATE
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_norm_weight_that_stays_at_its_start_or_moves_the_wrong_way_is_noticed(world_size):
+    """In relation to the parameter it is not: two of 5e-2 still are."""
+    *got, state, steps = run_ranks(engine_steps, world_size, "zero2_bf16", "bf16")[0]
+    wanted, start, name = expected(world_size), at_start(), "image.1.weight"
+    follow_in_bf16((*got, state, steps), wanted)
+    for way, error in ((0, 1), (-1, 2)):
+        wrong = state | {name: start[name] + way * (state[name] - start[name])}
+        assert worst_error(wrong, wanted[2]) < 5e-2
+        assert worst_update_error(wrong, wanted[2], start) == pytest.approx(error, rel=BF16_UPDATE)
+        with pytest.raises(AssertionError):
+            follow_in_bf16((*got, wrong, steps), wanted)
+
+
+def test_a_parameter_that_is_not_a_number_is_noticed():
+    """Python's max takes the first of two when the second is NaN."""
+    _, _, state = expected(1)
+    wrong = state | {"text.4.bias": state["text.4.bias"] * math.nan}
+    assert worst_error(state, state) == 0 and math.isnan(worst_error(wrong, state))
+    assert math.isnan(worst_update_error(wrong, state, at_start()))
+
+
+def misaligned_parameters(rank, world_size, preset, precision):
+    from infcl.models.clip import CLIP
+    from infcl.models.config import load_model_config
+    from infcl.parallel import init_parallel
+
+    model = CLIP(load_model_config("demo"), init_logit_bias=-10.0)
+    Engine(model, settings(preset, precision=precision), init_parallel("cpu"), BatchPlan(world_size, 1, 2))
+    stored = {name: getattr(parameter, "ds_tensor", parameter) for name, parameter in model.named_parameters()}
+    return [name for name, tensor in stored.items() if tensor.data_ptr() % 16 and not name.startswith("logit_")]
+
+
+@pytest.mark.parametrize("preset", ["zero0", "zero1", "zero2", "zero3"])
+def test_parameters_begin_at_multiples_of_16_bytes(preset):
+    """Compiled kernels rely on it: with logit_scale before them in ZeRO's flat buffer they fail on a GPU."""
+    precision = "fp32" if preset == "zero0" else "bf16"
+    assert run_ranks(misaligned_parameters, 1, preset, precision)[0] == []
+
+
+def steps_with_a_poisoned_one(rank, world_size, preset, precision):
+    """Steps on batches 0, 1, 2, of which a pixel of rank 1's second micro-batch of batch 1 is not a number."""
+    from infcl.checkpoint.load import full_weights
+    from infcl.loss.contrastive import ContrastiveLoss
+    from infcl.parallel import init_parallel
+    from infcl.step.grad_cache import grad_cache_step
+
+    parallel = init_parallel("cpu")
+    batch = BatchPlan(world_size, MICRO_BATCHES, MICRO_BATCH_SIZE)
+    engine = Engine(ToyCLIP(logit_scale=START), settings(preset, precision=precision), parallel, batch)
+    loss = ContrastiveLoss("inf_cl", group=engine.dp_group)
+    applied, finite = [], None
+    for step in range(STEPS):
+        own = slice(rank * batch.rank_batch_size, (rank + 1) * batch.rank_batch_size)
+        images, texts = (side[own].clone() for side in global_batch(batch.global_batch_size, seed=step))
+        if step == 1 and rank == 1:
+            images[MICRO_BATCH_SIZE + 2, 3] = math.nan
+        output = grad_cache_step(
+            list(zip(images.split(MICRO_BATCH_SIZE), texts.split(MICRO_BATCH_SIZE))),
+            encode=lambda pair: engine.encode(*pair),
+            loss=loss,
+            backward=engine.backward,
+            seeds=[0] * MICRO_BATCHES,
+            scalar_values=engine.scalar_values,
+        )
+        applied.append(engine.step(LR))
+        engine.clamp_logit_scale(CEILING)
+        if step == 1:
+            finite = (~output.finite_rows["image_features"]).nonzero().flatten().tolist()
+    return applied, finite, full_weights(engine, keep=True), engine.counters()
+
+
+@pytest.mark.parametrize("preset", ["zero0", "zero1", "zero2", "zero3", "zero3_offload", "zero1_bf16", "zero2_bf16"])
+def test_a_step_that_is_not_finite_changes_nothing(preset, tmp_path):
+    """The steps around it give what they give without it: no gradient of it stays behind, Adam does not count it."""
+    precision = "bf16" if preset.endswith("bf16") else "fp32"
+    results = run_ranks(steps_with_a_poisoned_one, 2, preset.replace("zero1_bf16", "zero1"), precision)
+    applied, _, state, counters = results[0]
+    assert applied == [True, False, True]
+    assert results[1][1] == [MICRO_BATCH_SIZE + 2], "the row that did it is known to its rank"
+    assert counters["optimizer_step"] == 2 and counters["global_steps"] == 3 and counters["skipped_steps"] == 1
+    batches = [global_batch(2 * MICRO_BATCHES * MICRO_BATCH_SIZE, seed=step) for step in (0, 2)]
+    _, _, expected_state = oracle_steps(
+        batches, grad_clip_norm=CLIP, weight_decay=DECAY, max_logit_scale=CEILING, logit_scale=START
+    )
+    assert worst_error(state, expected_state) < (5e-2 if precision == "bf16" else 1e-5)
+    if precision == "bf16":
+        assert worst_update_error(state, expected_state, at_start()) < BF16_UPDATE
+
+
+def accumulate_ones(rank, world_size, preset):
+    """600 micro-batches, each with gradient 1 for logit_scale: what the engine accumulated."""
+    from infcl.parallel import init_parallel
+
+    config = settings(preset, precision="bf16", grad_clip_norm=None, wd=0.0)
+    engine = Engine(ToyCLIP(logit_scale=0.0), config, init_parallel("cpu"), BatchPlan(world_size, 600, 1))
+    images, texts = global_batch(1)
+    for index in range(600):
+        output = engine.encode(images, texts)
+        zero = 0 * (output["image_features"].sum() + output["text_features"].sum())
+        engine.backward(output["logit_scale"].sum() + zero, index == 599)
+    engine.step(LR)
+    return engine.grad_norm()
+
+
+@pytest.mark.parametrize(
+    ("preset", "world_size"),
+    [("zero1", 1), ("zero2_bf16", 2), ("zero3", 1), pytest.param("zero3_offload", 2, marks=pytest.mark.slow)],
+)
+def test_six_hundred_bf16_micro_batches_accumulate_without_loss(preset, world_size):
+    """In bf16, DeepSpeed's default, they sum to 256."""
+    assert run_ranks(accumulate_ones, world_size, preset)[0] == pytest.approx(600.0, rel=1e-6)
+
+
+def counters_of_loss_scalers(rank, world_size):
+    """The counters of engines with these loss scalers, each given those of the first before they are read."""
+    from types import SimpleNamespace
+
+    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+
+    from infcl.engine.engine import Engine
+
+    def dynamic(scale):
+        return DynamicLossScaler(scale, 1000, 1, 2, False)  # window, least, hysteresis
+
+    counters = []
+    for scaler in (dynamic(2**8), LossScaler(1024), dynamic(2**16)):
+        engine = object.__new__(Engine)
+        engine.precision = "fp16"
+        counts = dict.fromkeys(("global_steps", "global_samples", "micro_steps", "skipped_steps"), 0)
+        engine.engine = SimpleNamespace(optimizer=SimpleNamespace(loss_scaler=scaler), **counts)
+        engine.state = SimpleNamespace(average=None, updates=lambda: 0, set_updates=lambda step: None)
+        if counters:
+            engine.set_counters(counters[0])
+        counters.append(engine.counters() | {"scale": scaler.cur_scale})
+    return counters
+
+
+def test_a_static_loss_scale_is_the_presets_and_a_dynamic_one_the_checkpoints():
+    first, static, dynamic = run_ranks(counters_of_loss_scalers, 1)[0]
+    assert first["cur_scale"] == 2**8 and first["cur_hysteresis"] == 2
+    assert static["scale"] == 1024 and "cur_scale" not in static
+    assert dynamic == first
+
+
+def unclipped_norm(rank, world_size, preset, grad_clip_norm):
+    from infcl.checkpoint.load import full_weights
+    from infcl.parallel import init_parallel
+
+    torch.manual_seed(rank)
+    config = settings(preset, precision="fp32", grad_clip_norm=grad_clip_norm, wd=0.0, eps=1e3)
+    engine = Engine(ToyCLIP(logit_scale=1.0), config, init_parallel("cpu"), BatchPlan(world_size, 1, 2))
+    before = full_weights(engine, keep=True)
+    output = engine.encode(*global_batch(2))
+    engine.backward(100 * output["logit_scale"].sum() + 0 * sum(output[n].sum() for n in output), True)
+    engine.step(LR)
+    after = full_weights(engine, keep=True)
+    return float((before["logit_scale"] - after["logit_scale"]).abs()) if rank == 0 else None
+
+
+@pytest.mark.parametrize("preset", ["zero0", "zero1", "zero2", "zero3"])
+def test_clipping_is_what_the_flag_says(preset):
+    """DeepSpeed clips at 1.0 unless told otherwise; with this epsilon the update is proportional to the gradient."""
+    free = run_ranks(unclipped_norm, 2, preset, None)[0]
+    clipped = run_ranks(unclipped_norm, 2, preset, 10.0)[0]
+    assert free == pytest.approx(LR * 100 / 1e3, rel=0.15)
+    assert clipped == pytest.approx(free / 10, rel=0.15)
+
+
+def test_the_square_of_many_numbers_is_exact_on_a_cpu():
+    """In float32 a CPU's sum of 25 million squares is 0.3% off."""
+    numbers = torch.randn(25_000_000, generator=torch.Generator().manual_seed(0))
+    found = square_of([None, numbers, numbers[:0]], torch.device("cpu"))
+    assert float(found) == pytest.approx(float(numbers.double().square().sum()), rel=1e-6)
+
+
+def tensors_of_the_norm(rank, world_size, preset):
+    """(numbers of tensors that are measured together, tensors that this rank owns of each group)."""
+    from infcl.parallel import init_parallel
+
+    engine = Engine(ToyCLIP(), settings(preset), init_parallel("cpu"), BatchPlan(world_size, 1, 4))
+    output = engine.encode(*global_batch(4))
+    engine.backward(sum(value.sum() for value in output.values()), True)
+    optimizer, together = engine.engine.optimizer, []
+
+    def count(tensors, device):
+        tensors = list(tensors)
+        together.append(len(tensors))
+        return square_of(tensors, device)
+
+    with mock.patch("infcl.engine.norm.square_of", count):
+        optimizer._get_norm_groups() if preset == "zero3" else optimizer.scaled_global_norm()
+    groups = optimizer.fp16_groups if preset == "zero3" else optimizer.params_in_partition
+    return together, [len(parameters) for parameters in groups]
+
+
+@pytest.mark.parametrize("preset", ["zero1", "zero2", "zero3"])
+def test_the_norm_of_a_group_is_taken_at_once(preset):
+    """DeepSpeed's takes three launches for each tensor, which a GPU waits for."""
+    for together, owned in run_ranks(tensors_of_the_norm, 2, preset):
+        assert together == owned and len(owned) == 2 and max(owned) > 1

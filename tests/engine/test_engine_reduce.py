@@ -1,0 +1,176 @@
+"""ZeRO-3's sums of gradients, a bucket in few launches, are DeepSpeed's own to the bit, however late they are."""
+
+import functools
+import json
+import math
+import os
+from unittest import mock
+
+import pytest
+import torch
+
+from infcl.config import BatchPlan
+from infcl.engine import reduce as engine_reduce
+from infcl.engine.engine import Engine
+from infcl.engine.reduce import reduce_in_few_launches
+from tests.engine.test_engine import settings
+from tests.lib.collectives import collectives
+from tests.lib.ranks import free_port, run_ranks
+from tests.lib.step_oracle import LR
+
+MICRO_BATCHES, BUCKET = 3, 4000
+
+
+def odd_clip():
+    """Towers of three blocks; widths and tokens that no number of ranks divides, parameters larger than a bucket."""
+    from infcl.models.clip import CLIP
+    from infcl.models.config import CLIPConfig, TextConfig, VisionConfig
+
+    torch.manual_seed(0)
+    vision = VisionConfig(image_size=14, layers=3, width=35, head_width=7, patch_size=7)
+    text = TextConfig(context_length=5, vocab_size=31, width=21, heads=3, layers=3)
+    return CLIP(CLIPConfig(embed_dim=13, vision_cfg=vision, text_cfg=text), activation_checkpointing=True)
+
+
+def pairs(seed: int):
+    generator = torch.Generator().manual_seed(seed)
+    images = torch.randint(256, (4, 3, 14, 14), dtype=torch.uint8, generator=generator)
+    return images, torch.randint(1, 30, (4, 5), generator=generator)
+
+
+def preset_of(folder, **zero) -> str:
+    path = folder / "preset.json"
+    zero = {
+        "stage": 3,
+        "overlap_comm": True,
+        "reduce_bucket_size": BUCKET,
+        "stage3_param_persistence_threshold": 0,
+    } | zero
+    path.write_text(json.dumps({"zero_optimization": zero}))
+    return str(path)
+
+
+def steps(rank, world_size, preset, precision, device="cpu", ours=True, step_count=2):
+    """The sums of gradients that each step was made with; how many reductions the last one had; the weights."""
+    from infcl.checkpoint.load import full_weights
+    from infcl.parallel import init_parallel
+
+    config = settings("zero3", precision=precision, deepspeed_config=preset, grad_clip_norm=None)
+    parallel = init_parallel(device)
+    with mock.patch("infcl.engine.engine.reduce_in_few_launches", reduce_in_few_launches if ours else lambda _: False):
+        engine = Engine(odd_clip(), config, parallel, BatchPlan(world_size, MICRO_BATCHES, 4))
+
+    def backwards(step: int) -> None:
+        for index in range(MICRO_BATCHES):
+            images, texts = (side.to(parallel.device) for side in pairs(100 * step + 10 * rank + index))
+            output = engine.encode(images, texts)
+            similar = (output["image_features"] * output["text_features"].roll(1, 0)).sum()
+            engine.backward(similar + output["logit_scale"].sum(), index == MICRO_BATCHES - 1)
+
+    sums = []
+    for step in range(step_count):
+        reductions = collectives("reduce", functools.partial(backwards, step))
+        if engine.zero_stage == 3:
+            sums.append(engine.engine.optimizer.grad_partitions_flat_buffer.clone().cpu())
+        engine.step(LR)
+    return sums, reductions, full_weights(engine, keep=True)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "amp_bf16"])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_sums_are_deepspeeds_to_the_bit(world_size, precision, tmp_path):
+    preset = preset_of(tmp_path)
+    ours = run_ranks(steps, world_size, preset, precision)
+    theirs = run_ranks(steps, world_size, preset, precision, ours=False)
+    for (own, _, weights), (other, _, expected) in zip(ours, theirs):
+        assert all(float(buffer.abs().max()) > 0 for buffer in own)
+        assert all(torch.equal(a, b) for a, b in zip(own, other, strict=True))
+        assert all(torch.equal(weights[name], value) for name, value in expected.items())
+
+
+def test_three_ranks_add_up_what_one_by_one_they_have(tmp_path):
+    """No parameter is a multiple of three: paddings are added too, and stay zero."""
+    preset = preset_of(tmp_path)
+    ours = run_ranks(steps, 3, preset, "fp32")
+    theirs = run_ranks(steps, 3, preset, "fp32", ours=False)
+    for (own, _, _), (other, _, _) in zip(ours, theirs):
+        for a, b in zip(own, other, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+            assert torch.equal(a == 0, b == 0)
+
+
+@pytest.mark.parametrize("bucket", [BUCKET, 10**9])
+def test_a_bucket_is_one_collective(bucket, tmp_path):
+    """As full as they become in the order of the backward, which is that of DeepSpeed's hooks."""
+    preset = preset_of(tmp_path, reduce_bucket_size=bucket)
+    [_, reductions, weights] = run_ranks(steps, 2, preset, "fp32", step_count=1)[0]
+    elements = sum(value.numel() for value in weights.values())
+    least = math.ceil(elements / bucket)
+    assert MICRO_BATCHES * least <= reductions <= MICRO_BATCHES * (1 if bucket > elements else 3 * least)
+
+
+class Optimizer:
+    """Of DeepSpeed's, what is looked at before anything is changed: of two parameters."""
+
+    def __init__(self, types=(torch.float32,), groups=("data parallel",), **changes):
+        self.fp16_groups = [[torch.nn.Parameter(torch.zeros(3)) for _ in range(2)]]
+        self.offload_optimizer, self.reduce_scatter, self.zenflow = False, True, False
+        self.gradient_predivide_factor, self.all2all_process_group = 1.0, None
+        for name, value in ({engine_reduce.SUMS: {}} | changes).items():
+            setattr(self, name, value)
+        first = self.fp16_groups[0][0]
+        self.get_param_comm_dtype = lambda parameter: types[0 if parameter is first else -1]
+        self._get_param_partition_group = lambda parameter: groups[0 if parameter is first else -1]
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"offload_optimizer": True},
+        {"reduce_scatter": False},
+        {"zenflow": True},
+        {"gradient_predivide_factor": 2.0},
+        {"all2all_process_group": "quantised"},
+        {"types": (torch.float32, torch.bfloat16)},
+        {"groups": ("data parallel", "experts")},
+    ],
+    ids=lambda other: next(iter(other)),
+)
+def test_what_is_not_done_here_is_left_to_deepspeed(other):
+    optimizer = Optimizer(**other)
+    before = dict(vars(optimizer))
+    assert reduce_in_few_launches(optimizer) is False
+    assert vars(optimizer) == before
+
+
+def test_another_deepspeed_is_told_with_the_symbol():
+    optimizer = Optimizer()
+    delattr(optimizer, engine_reduce.SUMS)
+    with pytest.raises(AttributeError, match="param_id_to_grad_partition.*0.19.8"):
+        reduce_in_few_launches(optimizer)
+
+
+def _gpu_steps(rank: int, world_size: int, port: int, presets: list[str]) -> None:
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), MASTER_ADDR="127.0.0.1")
+    os.environ["MASTER_PORT"] = str(port)
+    rows = engine_reduce._rows
+
+    def late(gradient, ranks):
+        torch.cuda._sleep(2_000_000)  # a millisecond: the backward is buckets ahead of what reads its gradients
+        return rows(gradient, ranks)
+
+    with mock.patch.object(engine_reduce, "_rows", late):
+        _, _, found = steps(rank, world_size, presets[0], "fp32", device="cuda", step_count=5)
+    _, _, expected = steps(rank, world_size, presets[1], "fp32", device="cuda", step_count=5)
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5, msg=name)
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.gpu
+def test_gradients_whose_reduction_is_late_are_not_overwritten_on_gpus(tmp_path):
+    """Weights after five steps, beside ZeRO-1's."""
+    (tmp_path / "1").mkdir()
+    presets = [preset_of(tmp_path), preset_of(tmp_path / "1", stage=1, reduce_bucket_size=10**6)]
+    world_size = min(torch.cuda.device_count(), 4)
+    torch.multiprocessing.spawn(_gpu_steps, (world_size, free_port(), presets), nprocs=world_size)

@@ -1,0 +1,159 @@
+"""Which parameters decay and how fast each learns; the schedules: open_clip's values, as a function of the step."""
+
+import math
+
+import pytest
+
+from infcl.config import TrainConfig
+from infcl.engine.optim import Schedule, parameter_groups
+from infcl.models.clip import CLIP
+from infcl.models.config import load_model_config
+
+LR, WARMUP, TOTAL, PER_EPOCH = 1e-3, 10, 100, 20
+
+
+def schedule(**flags):
+    config = TrainConfig(**{"lr": LR, "warmup": WARMUP} | flags)
+    return Schedule(config, global_batch_size=4096, total_steps=TOTAL, steps_per_epoch=PER_EPOCH)
+
+
+def rate(step, **flags):
+    return schedule(**flags)(step)
+
+
+def test_a_peak_that_is_not_reached_is_told():
+    cooldown = {"lr_scheduler": "const-cooldown", "lr": 0.5}
+    assert schedule(warmup=TOTAL).oddity().startswith("the run ends with the warm-up: ")
+    assert "lr reaches 0.001 of 0.001" in schedule(warmup=TOTAL).oddity()
+    assert schedule(warmup=TOTAL + 1).oddity().startswith("the run ends inside the warm-up: ")
+    assert "80 of 100 steps, begins before the 50 of warm-up end: lr goes on from 0.31 of 0.5" in (
+        schedule(epochs_cooldown=4, warmup=50, **cooldown).oddity()
+    )
+    assert "lr goes on from 0.42 of 0.5" in schedule(epochs_cooldown=6, warmup=0, **cooldown).oddity()
+    for usual in ({}, {"epochs_cooldown": 5, "warmup": 0} | cooldown, {"epochs_cooldown": 4, "warmup": 20} | cooldown):
+        assert schedule(**usual).oddity() is None
+
+
+def test_weight_decay_is_for_matrices_only():
+    model = CLIP(load_model_config("demo"))
+    decayed, others = parameter_groups(model, TrainConfig(wd=0.2), LR)
+    names = {id(p): name for name, p in model.named_parameters()}
+    assert (decayed["weight_decay"], others["weight_decay"]) == (0.2, 0.0)
+    assert len(decayed["params"]) + len(others["params"]) == len(names)
+    assert all(p.ndim >= 2 for p in decayed["params"])
+    spared = {names[id(p)] for p in others["params"]}
+    assert {"logit_scale", "positional_embedding", "visual.positional_embedding", "visual.class_embedding"} <= spared
+    assert all("ln_" not in names[id(p)] and not names[id(p)].endswith("bias") for p in decayed["params"])
+
+
+def test_frozen_parameters_are_in_no_group():
+    model = CLIP(load_model_config("demo"))
+    model.lock_image_tower()
+    listed = {id(p) for group in parameter_groups(model, TrainConfig(wd=0.1), LR) for p in group["params"]}
+    assert listed == {id(p) for p in model.parameters() if p.requires_grad}
+
+
+def groups_of(model, **flags):
+    """{parameter name: its group}"""
+    config = TrainConfig(**{"lr": LR} | flags)
+    names = {id(p): name for name, p in model.named_parameters()}
+    groups = parameter_groups(model, config, schedule(**flags).peak)
+    return {names[id(p)]: group for group in groups for p in group["params"]}
+
+
+def test_towers_may_have_their_own_learning_rates_that_scale_alike():
+    flags = {"image_lr": 2e-4, "text_lr": 3e-3, "lr_scaling": "sqrt", "lr_base_batch": 1024}
+    groups = groups_of(CLIP(load_model_config("demo")), **flags)
+    peak = schedule(**flags).peak
+    assert peak == pytest.approx(2 * LR)
+    assert schedule(**flags).tower_rates(WARMUP - 1) == pytest.approx({"lr_image": 4e-4, "lr_text": 6e-3})
+    assert schedule().tower_rates(3) == {}
+    wanted = {"visual.proj": 4e-4, "text_projection": 6e-3, "logit_scale": 2e-3, "positional_embedding": 6e-3}
+    for name, rate_of_it in wanted.items():
+        assert groups[name]["lr_scale"] * peak == pytest.approx(rate_of_it)
+        assert groups[name]["lr"] == pytest.approx(rate_of_it)
+
+
+def test_layer_decay_falls_from_the_head_to_the_embeddings():
+    groups = groups_of(CLIP(load_model_config("demo")), image_layer_decay=0.5, text_layer_decay=0.1, image_lr=2 * LR)
+    wanted = {
+        "logit_scale": 1.0,
+        "visual.proj": 2.0,
+        "visual.ln_post.weight": 2.0,
+        "visual.transformer.resblocks.1.mlp.c_fc.weight": 1.0,
+        "visual.transformer.resblocks.0.ln_1.bias": 0.5,
+        "visual.conv1.0.weight": 0.25,
+        "visual.class_embedding": 0.25,
+        "text_projection": 1.0,
+        "transformer.resblocks.0.attn.in_proj_weight": 0.1,
+        "token_embedding.weight": 0.01,
+    }
+    assert {name: groups[name]["lr_scale"] for name in wanted} == pytest.approx(wanted)
+
+
+@pytest.mark.parametrize("step", [3, 9, 40])
+def test_weight_decay_of_a_step_is_times_lr_or_times_the_schedule(step):
+    """Of any tower: --wd 0.1 takes off 0.1 x lr, or 0.1 x lr / its peak."""
+    for mode, expected in (("lr", 0.1 * rate(step) * 0.3), ("schedule", 0.1 * rate(step) / LR)):
+        groups = groups_of(CLIP(load_model_config("demo")), wd=0.1, wd_mode=mode, image_lr=0.3 * LR)
+        group = groups["visual.proj"]
+        assert rate(step) * group["lr_scale"] * group["weight_decay"] == pytest.approx(expected)
+        assert groups["visual.class_embedding"]["weight_decay"] == 0.0
+
+
+def test_matrices_that_factor_have_groups_of_their_own():
+    groups = groups_of(CLIP(load_model_config("demo")), opt="adafactor")
+    assert groups["visual.proj"] is not groups["visual.conv1.0.weight"]
+    assert groups["visual.proj"]["weight_decay"] == groups["visual.conv1.0.weight"]["weight_decay"] > 0
+
+
+@pytest.mark.parametrize(("scaling", "factor"), [("none", 1.0), ("sqrt", 2**-1.5), ("linear", 1 / 8)])
+def test_learning_rates_scale_with_the_global_batch(scaling, factor):
+    scaled = schedule(lr_scaling=scaling)  # a batch of 4096; --lr is meant for 32768
+    assert scaled(WARMUP - 1) == pytest.approx(LR * factor) == scaled.peak
+    assert str(scaled).startswith("0.001")
+    if scaling != "none":
+        assert f"0.001 -> {LR * factor:.3g} ({scaling}: batch 4096 / 32768, x {factor:.3g})" in str(scaled)
+
+
+def test_warm_up_may_be_given_in_samples():
+    assert schedule(warmup_samples=3 * 4096).warmup == 3
+    assert schedule(warmup_samples=3 * 4096 + 1).warmup == 4
+    assert schedule(warmup_samples=3 * 4096 + 1)(1) == pytest.approx(LR / 2)
+
+
+def test_warm_up_is_linear_and_reaches_the_peak():
+    assert [rate(step) for step in range(WARMUP)] == pytest.approx([LR * (s + 1) / WARMUP for s in range(WARMUP)])
+
+
+@pytest.mark.parametrize("step", [10, 37, 99])
+def test_cosine_falls_from_the_peak_to_zero(step):
+    assert rate(step) == pytest.approx(LR * 0.5 * (1 + math.cos(math.pi * (step - WARMUP) / (TOTAL - WARMUP))))
+
+
+def test_constant_stays_and_cooldown_falls_over_the_last_epochs():
+    assert rate(99, lr_scheduler="const") == LR
+    cooldown = {"lr_scheduler": "const-cooldown", "epochs_cooldown": 2, "lr_cooldown_end": 1e-4}
+    assert rate(59, **cooldown) == LR
+    assert rate(60, **cooldown) == pytest.approx(LR)
+    assert rate(80, **cooldown) == pytest.approx(1e-4 + 0.5 * (LR - 1e-4))
+    assert rate(80, **cooldown, lr_cooldown_power=2.0) == pytest.approx(1e-4 + 0.25 * (LR - 1e-4))
+
+
+def test_the_end_of_a_cooldown_scales_with_the_batch_and_is_told():
+    flags = {"lr_scheduler": "const-cooldown", "epochs_cooldown": 5, "warmup": 0, "lr_cooldown_end": 1e-4}
+    scaled = schedule(lr_scaling="linear", lr_base_batch=1024, **flags)
+    assert scaled(TOTAL) == pytest.approx(4e-4)
+    assert str(scaled).startswith("0.001 -> 0.004, at the end 0.0001 -> 0.0004 (linear: ")
+    assert str(schedule(**flags)) == "0.001, at the end 0.0001"
+
+
+def test_parameters_laid_end_to_end_start_at_multiples_of_16_bytes():
+    """As ZeRO lays them out; kernels of compiled blocks read 16 bytes at a time. logit_scale has one element."""
+    model = CLIP(load_model_config("demo"))
+    for group in parameter_groups(model, TrainConfig(), LR):
+        offset, offsets = 0, []
+        for parameter in group["params"]:
+            offsets.append(offset)
+            offset += parameter.numel()
+        assert all(offset % 8 == 0 for offset in offsets)

@@ -1,0 +1,147 @@
+"""Every optimizer, on slices of flat tensors, updates as its peer does on whole parameters in float64."""
+
+import contextlib
+import dataclasses
+import functools
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from infcl.checkpoint.load import complete_checkpoints
+from infcl.checkpoint.run_folder import RunFolder
+from infcl.engine.optimizers import AdaFactor, factored_dims
+from infcl.engine.partitions import Piece
+from tests.engine.test_engine import engine_steps, expected
+from tests.lib.loss_oracle import relative_error
+from tests.lib.open_clip_stub import import_timm_optimizers
+from tests.lib.ranks import run_ranks
+from tests.lib.step_oracle import EPS, LR, worst_error
+from tests.train.test_trainer import demo_config, refusal, run_losses
+
+FACTOR_FROM = 8  # the toy's matrices are 20 x 12, 8 x 20, 20 x 10
+timm_optim = import_timm_optimizers()
+PEERS = {
+    "lion": lambda groups: timm_optim.Lion(groups, lr=LR, betas=(0.9, 0.98)),
+    "lamb": lambda groups: timm_optim.Lamb(groups, lr=LR, betas=(0.9, 0.98), eps=EPS, max_grad_norm=None),
+    "adafactor": lambda groups: timm_optim.AdafactorBigVision(
+        groups, lr=LR, min_dim_size_to_factor=FACTOR_FROM, beta2_cap=0.98, momentum_dtype=torch.float32,
+        clipping_threshold=1.0,
+    ),
+}  # fmt: skip
+
+
+@contextlib.contextmanager
+def small_and_exact():
+    """Small matrices factor, and AdaFactor's momentum is fp32, so that 1e-5 can be asked for."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("infcl.engine.optimizers.MIN_FACTORED_SIZE", FACTOR_FROM)
+        patch.setattr("infcl.engine.optim.AdaFactor", functools.partial(AdaFactor, momentum_dtype=torch.float32))
+        yield
+
+
+def toy_steps(rank, world_size, preset, opt):
+    with small_and_exact():
+        return engine_steps(rank, world_size, preset, opt=opt)
+
+
+@pytest.mark.parametrize("opt", PEERS)
+@pytest.mark.parametrize(
+    ("preset", "world_size"), [("zero0", 2), ("zero1", 3), ("zero2", 2), ("zero3", 3), ("zero3_offload", 2)]
+)
+def test_three_steps_equal_those_of_the_peer_on_whole_parameters(opt, preset, world_size):
+    losses, norms, _, state, _ = run_ranks(toy_steps, world_size, preset, opt)[0]
+    with small_and_exact():
+        expected_losses, expected_norms, expected_state = expected(world_size, optimizer=PEERS[opt])
+    assert losses == pytest.approx(expected_losses, rel=1e-5)
+    assert norms == pytest.approx(expected_norms, rel=1e-4)
+    assert worst_error(state, expected_state) < 1e-5
+
+
+SHAPES = [(70, 40), (33, 129), (64, 3, 40, 40), (5, 40, 3, 41), (48, 7), (31,)]
+
+
+def sliced_steps(rank, world_size, shape, **options):
+    """Four AdaFactor steps on this rank's uneven slice of one parameter -> (the slice, its momentum's dtype)."""
+    whole, gradients = problem(shape)
+    cuts = [0, *(whole.numel() * (3 * r + 1) // (3 * world_size) for r in range(1, world_size)), whole.numel()]
+    own = slice(cuts[rank], cuts[rank + 1])
+    tensor = whole.flatten()[own].clone().requires_grad_()
+    optimizer = AdaFactor([tensor], lr=0.1, momentum=0.9, beta2_cap=0.95, clipping_threshold=0.7, **options)
+    optimizer.param_groups[0]["weight_decay"] = 0.3
+    optimizer.create_state(tensor, [Piece("p", whole.shape, tensor, 0, own.start, tensor.numel())], dist.group.WORLD)
+    for gradient in gradients:
+        tensor.grad = gradient.flatten()[own]
+        optimizer.step()
+    return tensor.detach(), optimizer.state[tensor]["exp_avg"].dtype
+
+
+def problem(shape):
+    generator = torch.Generator().manual_seed(1)
+    whole, *gradients = torch.randn(5, *shape, generator=generator)
+    gradients[1][0] = 0.0  # a row that sees no gradient
+    return whole, [gradient * scale for gradient, scale in zip(gradients, (1.0, 1.0, 1e-3, 20.0))]
+
+
+def peer_steps(shape):
+    whole, gradients = problem(shape)
+    whole = whole.double().requires_grad_()
+    peer = timm_optim.AdafactorBigVision(
+        [whole], lr=0.1, min_dim_size_to_factor=32, beta2_cap=0.95, momentum_dtype=torch.float64,
+        clipping_threshold=0.7, weight_decay=0.3,
+    )  # fmt: skip
+    for gradient in gradients:
+        whole.grad = gradient.double()
+        peer.step()
+    return whole.detach()
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_adafactor_factors_whole_matrices_whatever_slices_ranks_own(shape, world_size):
+    results = run_ranks(sliced_steps, world_size, shape, momentum_dtype=torch.float32)
+    got = torch.cat([tensor for tensor, _ in results]).view(shape)
+    assert relative_error(got, peer_steps(shape)) < 1e-6
+
+
+def test_adafactors_momentum_stays_in_bf16():
+    ((got, dtype),) = run_ranks(sliced_steps, 1, (70, 40))
+    assert dtype == torch.bfloat16
+    whole, expected = problem((70, 40))[0], peer_steps((70, 40))
+    moved = (expected - whole).norm()
+    assert 1e-5 < float((got.view(70, 40) - expected).norm() / moved) < 2**-8
+
+
+@pytest.mark.parametrize(
+    ("shape", "dims"),
+    [((768, 3, 16, 16), None), ((768, 3, 32, 32), (0, 3)), ((2304, 768), (0, 1)), ((31, 500), None), ((768,), None)],
+)
+def test_the_two_largest_dimensions_factor_when_both_have_32(shape, dims):
+    assert factored_dims(torch.Size(shape)) == dims
+
+
+@pytest.mark.parametrize(
+    ("opt", "preset", "tolerance"),
+    [
+        pytest.param("lion", "zero1", 2e-5, marks=pytest.mark.slow),
+        pytest.param("lamb", "zero3", 2e-5, marks=pytest.mark.slow),
+        ("adafactor", "zero2", 2e-5),
+        ("adamw8bit", "zero2", 2e-2),
+    ],
+)
+def test_a_run_with_it_resumes_bit_for_bit_and_moves_to_another_layout(demo_folder, tmp_path, opt, preset, tolerance):
+    """In 8 bits the blocks lie elsewhere in another layout, and so does the rounding."""
+    if opt == "adamw8bit":
+        pytest.importorskip("bitsandbytes")
+    flags = {"opt": opt, "batch_size": 16, "steps": 6, "save_every_n_steps": 3, "keep_checkpoints": 0}
+    flags |= {"wd": 0.1, "warmup": 2, "deepspeed_config": f"ds_configs/{preset}.json"}
+    whole = demo_config(demo_folder, tmp_path / "whole", **flags)
+    losses = run_losses(2, whole)
+    before = complete_checkpoints(RunFolder(tmp_path / "whole" / "run"))[1]
+    again = dataclasses.replace(whole, logs=str(tmp_path / "again"), resume=str(before))
+    assert run_losses(2, again) == losses[3:]
+    layout = {"batch_size": 32, "deepspeed_config": "ds_configs/zero0.json"}
+    moved = dataclasses.replace(whole, logs=str(tmp_path / "moved"), resume=str(before), **layout)
+    assert run_losses(1, moved) == pytest.approx(losses[3:], rel=tolerance)
+    other = dataclasses.replace(whole, logs=str(tmp_path / "other"), resume=str(before), opt="adamw")
+    assert f"--opt {opt}, not adamw" in run_ranks(refusal, 2, other)[0]

@@ -1,0 +1,237 @@
+"""Retrieval and zero-shot over several ranks equal a plain single-process computation, whatever the shares are."""
+
+import statistics
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from infcl.evaluate.retrieval import Features, retrieval_metrics, retrieval_ranks
+from tests.lib.ranks import refused, run_ranks
+
+SAMPLES, WIDTH, CLASSES = 23, 6, 4
+
+
+def own_batches(columns, rank, world_size, size):
+    return list(zip(*(column[rank::world_size].split(size) for column in columns)))
+
+
+def batches_with_a_mistake(rank, world_size, place, others):
+    """What each rank hears of a mistake in rank 1's data behind `place` batches, where others have `others`."""
+    from infcl.evaluate.features import in_step
+
+    def own():
+        yield from range(place if rank == 1 else others)
+        if rank == 1:
+            raise ValueError("sample 7: its label is 9 of 4 classes")
+
+    seen = []
+
+    def go():
+        for batch, real in in_step(own(), "filler", torch.distributed.group.WORLD, torch.device("cpu")):
+            seen.append(batch if real else None)
+
+    return refused(go), seen
+
+
+@pytest.mark.parametrize(("place", "others"), [(0, 3), (2, 2), (3, 1)])
+def test_a_mistake_in_one_ranks_data_is_raised_on_all_at_the_same_batch(place, others):
+    for rank, (message, seen) in enumerate(run_ranks(batches_with_a_mistake, 3, place, others)):
+        assert message == "sample 7: its label is 9 of 4 classes"
+        assert seen == [batch if rank == 1 or batch < others else None for batch in range(place)]
+
+
+IMAGES = 150
+CAPTIONS = torch.tensor([1, 5, 2, 3, 1, 4, 5] * 22)[:IMAGES]  # per image
+
+
+def captioned():
+    """images [N, D], texts [C, D], owner [C]; with duplicates, so that ties are met."""
+    generator = torch.Generator().manual_seed(4)
+    images = F.normalize(torch.randn(IMAGES, WIDTH, generator=generator), dim=-1)
+    owner = torch.repeat_interleave(torch.arange(IMAGES), CAPTIONS)
+    texts = F.normalize(images[owner] + 0.6 * torch.randn(len(owner), WIDTH, generator=generator), dim=-1)
+    texts[7], images[3] = texts[30], images[12]
+    return images, texts, owner
+
+
+def retrieve(rank, world_size, tile, count=IMAGES):
+    from infcl.evaluate.retrieval import encode_pairs, retrieval_metrics
+
+    images, texts, owner = captioned()
+    mine = torch.arange(count)[rank::world_size]
+    filler, batches = (images[:1], texts[:1], CAPTIONS[:1]), []
+    for chunk in mine.split(20) if len(mine) else ():
+        rows = torch.cat([(owner == i).nonzero()[:, 0] for i in chunk])
+        batches.append((images[chunk], texts[rows], CAPTIONS[chunk]))
+    forwards = []
+
+    def encode(image, text):
+        forwards.append(len(image))
+        return {"image_features": image, "text_features": text}
+
+    group = torch.distributed.group.WORLD
+    features = encode_pairs(encode, batches, filler, group=group, device=torch.device("cpu"))
+    return retrieval_metrics(features, group=group, tile=tile), len(forwards)
+
+
+def plain_ranks(images, texts, owner):
+    """float64, the whole matrix, one query at a time."""
+    scores = images.double() @ texts.double().T
+    own = torch.arange(len(images))[:, None] == owner
+
+    def rank(right, wrong):
+        return 1 + (wrong > right).sum().item() + 0.5 * (wrong == right).sum().item()
+
+    image_ranks = [rank(scores[i][own[i]].max(), scores[i][~own[i]]) for i in range(len(images))]
+    text_ranks = [rank(scores[owner[c], c], scores[~own[:, c], c]) for c in range(len(texts))]
+    return torch.tensor(image_ranks), torch.tensor(text_ranks)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("tile", [64, 4096])
+def test_retrieval_with_several_captions_equals_the_full_matrix(world_size, tile):
+    results = run_ranks(retrieve, world_size, tile)
+    expected = dict(zip(("image_to_text", "text_to_image"), plain_ranks(*captioned())))
+    for metrics, forwards in results:
+        assert (metrics["num_samples"], metrics["num_captions"]) == (IMAGES, int(CAPTIONS.sum()))
+        for name, ranks in expected.items():
+            for k in (1, 5, 10):
+                assert metrics[f"{name}_r{k}"] == pytest.approx(float((ranks <= k).float().mean()))
+            assert metrics[f"{name}_median_rank"] == statistics.median(ranks.tolist())
+        assert forwards == results[0][1], "every rank must make the same number of forwards"
+
+
+def test_the_median_of_an_even_number_of_ranks_lies_between_the_two_in_the_middle():
+    images = torch.eye(2)
+    texts = torch.tensor([[1.0, 0.0], [0.0, -1.0]])  # the second image likes the first caption better than its own
+    metrics = retrieval_metrics(Features(images, texts, torch.arange(2), {}), group=None)
+    assert metrics["image_to_text_r1"] == 0.5 and metrics["image_to_text_median_rank"] == 1.5
+
+
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_a_set_may_have_fewer_images_than_there_are_ranks(count):
+    images, texts, owner = captioned()
+    image_ranks, text_ranks = plain_ranks(images[:count], texts[owner < count], owner[owner < count])
+    for metrics, _ in run_ranks(retrieve, 4, 64, count):
+        assert (metrics["num_samples"], metrics["num_captions"]) == (count, len(text_ranks))
+        assert metrics["image_to_text_r1"] == pytest.approx(float((image_ranks <= 1).float().mean()))
+        assert metrics["text_to_image_r1"] == pytest.approx(float((text_ranks <= 1).float().mean()))
+
+
+@pytest.mark.parametrize("tile", [1, 64, 100, 4096])
+def test_ranks_equal_the_float64_oracle_query_by_query(tile):
+    arguments = captioned()
+    for ours, expected in zip(retrieval_ranks(*arguments, tile=tile), plain_ranks(*arguments)):
+        assert ours.tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize("tile", [64, 4096])
+def test_a_collapsed_model_gets_chance(tile):
+    same = F.normalize(torch.rand(1, 24), dim=-1).expand(99, 24)
+    for ranks in retrieval_ranks(same, same, torch.arange(99), tile=tile):
+        assert ranks.tolist() == [50.0] * 99
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tile", [64, 4096])
+def test_on_a_gpu_ranks_equal_the_oracle_ties_included(tile):
+    arguments = captioned()
+    ranks = retrieval_ranks(*(tensor.cuda() for tensor in arguments), tile=tile)
+    for ours, expected in zip(ranks, plain_ranks(*arguments)):
+        assert ours.cpu().tolist() == expected.tolist()
+    same = F.normalize(torch.rand(1, 768), dim=-1).expand(9999, 768).cuda()
+    for ranks in retrieval_ranks(same, same, torch.arange(9999).cuda(), tile=tile):
+        assert ranks.unique().tolist() == [5000.0]
+
+
+def test_an_image_counts_its_best_caption_and_its_others_are_not_wrong():
+    images = torch.eye(3)
+    texts = F.normalize(torch.tensor([[9.0, 1, 0], [5, 9, 0], [9, 2, 0], [0, 8, 1], [0, 1, 9.0]]), dim=-1)
+    image_ranks, text_ranks = retrieval_ranks(images, texts, torch.tensor([0, 0, 0, 1, 2]))
+    assert image_ranks.tolist() == [1.0, 1.0, 1.0]
+    assert text_ranks.tolist() == [1.0, 2.0, 1.0, 1.0, 1.0]
+
+
+def test_retrieval_holds_nothing_larger_than_a_tile():
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Largest(TorchDispatchMode):
+        elements = 0
+
+        def __torch_dispatch__(self, function, types, arguments=(), kwargs=None):
+            result = function(*arguments, **(kwargs or {}))
+            if isinstance(result, torch.Tensor):
+                self.elements = max(self.elements, result.numel())
+            return result
+
+    features = F.normalize(torch.randn(1000, WIDTH), dim=-1)
+    with Largest() as largest:
+        retrieval_ranks(features, features, torch.arange(1000), tile=64)
+    assert largest.elements <= 1024 * WIDTH
+
+
+def held_out_loss(rank, world_size, rank_batch_size):
+    from infcl.evaluate.retrieval import Features
+    from infcl.evaluate.validation import ValidationLoss, validation_loss
+
+    images, texts, owner = captioned()
+    mine = torch.arange(rank, IMAGES, world_size)
+    rows = torch.cat([(owner == i).nonzero()[:, 0] for i in mine])
+    local = torch.repeat_interleave(torch.arange(len(mine)), CAPTIONS[mine])
+    scalars = {"logit_scale": torch.tensor([2.0])}
+    features = Features(images[mine], texts[rows], local, scalars)
+    return validation_loss(
+        features, ValidationLoss("inf_cl", "torch", rank_batch_size), torch.distributed.group.WORLD, scalars
+    )
+
+
+@pytest.mark.parametrize(("world_size", "rank_batch_size"), [(1, 48), (2, 24), (4, 12), (2, 100)])
+def test_validation_loss_is_that_of_global_batches_whatever_the_ranks(world_size, rank_batch_size):
+    images, texts, owner = captioned()
+    first = torch.tensor([(owner == i).nonzero()[0, 0] for i in range(IMAGES)])
+    batch = min(world_size * rank_batch_size, IMAGES // world_size * world_size)
+    losses = []
+    for start in range(0, IMAGES - batch + 1, batch):
+        rows = slice(start, start + batch)
+        logits = torch.tensor(2.0).exp() * (images[rows].double() @ texts[first][rows].double().T)
+        target = torch.arange(batch)
+        losses.append((F.cross_entropy(logits, target) + F.cross_entropy(logits.T, target)) / 2)
+    for metrics in run_ranks(held_out_loss, world_size, rank_batch_size):
+        assert metrics["val_loss_batch"] == batch
+        assert metrics["val_loss"] == pytest.approx(float(torch.stack(losses).mean()), rel=1e-5)
+
+
+def classify(rank, world_size):
+    from infcl.evaluate.zero_shot import build_classifier, evaluate_zero_shot
+
+    generator = torch.Generator().manual_seed(5)
+    prototypes = F.normalize(torch.randn(CLASSES, WIDTH, generator=generator), dim=-1)
+    labels = torch.randint(CLASSES, (SAMPLES,), generator=generator)
+    images = F.normalize(prototypes[labels] + 0.5 * torch.randn(SAMPLES, WIDTH, generator=generator), dim=-1)
+    names, templates = [str(k) for k in range(CLASSES)], ["{} a", "{} b", "{} c"]
+
+    def tokenize(texts):
+        return torch.tensor([[int(text.split()[0]), ord(text.split()[1])] for text in texts])
+
+    def encode_text(tokens):
+        noise = torch.stack([torch.sin(tokens[:, 1].float() * (d + 1)) for d in range(WIDTH)], dim=1)
+        return F.normalize(prototypes[tokens[:, 0]] + 0.2 * noise, dim=-1)
+
+    where = {"group": torch.distributed.group.WORLD, "device": torch.device("cpu")}
+    classifier = build_classifier(encode_text, tokenize, names, templates, batch_size=5, **where)
+    metrics = evaluate_zero_shot(
+        lambda x: x, own_batches((images, labels), rank, world_size, 4), (images[:1], labels[:1]), classifier, **where
+    )
+    expected_classifier = F.normalize(
+        torch.stack([encode_text(tokenize([t.format(n) for t in templates])).sum(0) for n in names]), dim=-1
+    )
+    top1 = float(((images @ expected_classifier.T).argmax(1) == labels).float().mean())
+    return metrics, top1, float((classifier - expected_classifier).abs().max())
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_zero_shot_equals_the_single_process_computation(world_size):
+    for metrics, top1, classifier_error in run_ranks(classify, world_size):
+        assert metrics == {"top1": pytest.approx(top1), "top5": 1.0, "num_samples": SAMPLES}
+        assert classifier_error < 1e-6

@@ -1,0 +1,327 @@
+"""python -m infcl.evaluate: every kind of checkpoint, any number of ranks, folders and shards: the same figures.
+
+Parity with open_clip on the same weights and images: its own transform, tokenizer, classifier and metrics.
+"""
+
+import io
+import json
+import os
+import subprocess
+import sys
+import tarfile
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from infcl.convert.export import export_model
+from infcl.data.demo import DIGIT_NAMES
+from infcl.data.evaluation import eval_source
+from infcl.evaluate.__main__ import main
+from infcl.models import CLIP, with_tokenizer
+from infcl.models.config import parse_model_config
+from tests.lib.checkout import ROOT
+from tests.lib.open_clip_stub import import_open_clip
+from tests.lib.ranks import refused, run_ranks
+from tests.lib.shard_files import encode, picture, write_tar
+from tests.train.test_trainer import demo_config, fit
+
+IMAGES = 120
+
+
+def read_tar(path):
+    """[{"png": bytes, "txt": bytes, "json": dict}, ...]"""
+    samples = {}
+    with tarfile.open(path) as tar:
+        for member in tar:
+            key, _, kind = member.name.partition(".")
+            data = tar.extractfile(member).read()
+            samples.setdefault(key, {})[kind] = json.loads(data) if kind == "json" else data
+    return list(samples.values())
+
+
+@pytest.fixture(scope="module")
+def data(demo_folder, tmp_path_factory):
+    """The first demo images: labelled as shards and as class folders, captioned as shards and as a list."""
+    folder = tmp_path_factory.mktemp("evaluation")
+    zero_shot = read_tar(next((demo_folder / "zeroshot").glob("*.tar")))[:IMAGES]
+    val = read_tar(sorted((demo_folder / "val").glob("*.tar"))[0])[:IMAGES]
+    image = next(kind for kind in val[0] if kind not in ("txt", "json"))
+    shards, cls, lines = [], [], []
+    for i, sample in enumerate(zero_shot):
+        label = sample["json"]["label"]
+        path = folder / "folders" / DIGIT_NAMES[label] / f"{i:04d}.{image}"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(sample[image])
+        shards += [(f"{i:04d}.{image}", sample[image]), (f"{i:04d}.json", json.dumps({"label": label}).encode())]
+        cls += [(f"{i:04d}.{image}", sample[image]), (f"{i:04d}.cls", str(label).encode())]
+    captioned = []
+    for i, sample in enumerate(val):
+        caption = sample["txt"].decode()
+        captions = [caption, caption.upper() + "!", caption.split(",")[0]][: 1 + i % 3]
+        (folder / "list").mkdir(exist_ok=True)
+        (folder / "list" / f"{i:04d}.{image}").write_bytes(sample[image])
+        lines.append(json.dumps({"image": f"{i:04d}.{image}", "captions": captions}))
+        captioned += [(f"{i:04d}.{image}", sample[image]), (f"{i:04d}.txt", "\n".join(captions).encode())]
+    (folder / "list" / "captions.jsonl").write_text("\n".join(lines) + "\n")
+    write_tar(folder / "labels" / "0.tar", shards)
+    write_tar(folder / "cls" / "0.tar", cls)
+    write_tar(folder / "captions" / "0.tar", captioned)
+    for place in ("folders", "labels", "cls"):
+        for name in ("classnames.txt", "templates.txt"):
+            (folder / place / name).write_text((demo_folder / "zeroshot" / name).read_text())
+    return folder
+
+
+@pytest.fixture(scope="module")
+def exports(demo_folder, tmp_path_factory):
+    """A small random ViT whose image size is not the images', in every form."""
+    from infcl.data.tokenizer import Tokenizer
+
+    tokenizer = Tokenizer(demo_folder / "tokenizer.model", 20)
+    fields = {
+        "embed_dim": 24,
+        "vision_cfg": {"image_size": 24, "layers": 2, "width": 48, "head_width": 16, "patch_size": 8},
+        "text_cfg": {"context_length": 20, "width": 32, "heads": 4, "layers": 2},
+    }
+    ids = {name: getattr(tokenizer, name) for name in ("vocab_size", "context_length", "eos_id", "pad_id")}
+    cfg = with_tokenizer(parse_model_config(fields), **ids)
+    torch.manual_seed(5)
+    model = CLIP(cfg).eval()
+    with torch.no_grad():  # features of a random model hardly differ: spread them
+        for block in [*model.visual.transformer.resblocks, *model.transformer.resblocks]:
+            block.mlp.c_proj.weight.mul_(8)
+    folder = tmp_path_factory.mktemp("exports")
+    for format in ("open_clip", "hf", "safetensors"):
+        export_model(model.state_dict(), cfg, demo_folder / "tokenizer.model", folder / format, format=format)
+    torch.save({"state_dict": model.state_dict()}, folder / "weights.pt")
+    (folder / "config.json").write_text(cfg.to_json())
+    return folder
+
+
+def command(rank, world_size, arguments):
+    import infcl.evaluate.__main__ as module
+
+    module.destroy_parallel = lambda *_: None  # the test's processes go on
+    return main([*arguments, "--device", "cpu"])
+
+
+def evaluate(world_size, tmp_path, *arguments) -> dict:
+    out = tmp_path / "results.jsonl"
+    assert run_ranks(command, world_size, [str(a) for a in (*arguments, "--out", out)]) == [0] * world_size
+    return json.loads(out.read_text().splitlines()[-1])["metrics"]
+
+
+def test_every_form_of_the_weights_gives_the_same_figures(data, exports, demo_folder, tmp_path):
+    bare = ("--model", exports / "config.json", "--tokenizer", demo_folder / "tokenizer.model")
+    results = [
+        evaluate(2, tmp_path, "--task", "zeroshot", "--data", data / "labels", "--checkpoint", exports / name, *more)
+        for name, more in (("open_clip", ()), ("hf", ()), ("safetensors", ()), ("weights.pt", bare))
+    ]
+    assert results == [results[0]] * 4
+    assert results[0]["num_samples"] == IMAGES and 0 < results[0]["top1"] < results[0]["top5"] < 1
+
+
+@pytest.mark.parametrize("place", ["folders", "cls"])
+def test_folders_and_cls_members_give_what_json_labels_give(data, exports, tmp_path, place):
+    arguments = ("--task", "zeroshot", "--checkpoint", exports / "open_clip", "--data")
+    assert evaluate(1, tmp_path, *arguments, data / place) == evaluate(2, tmp_path, *arguments, data / "labels")
+
+
+def test_ranks_and_batch_sizes_change_no_figure(data, exports, tmp_path):
+    arguments = ("--task", "retrieval", "--checkpoint", exports / "open_clip", "--loss-batch-size", 12)
+    one = evaluate(1, tmp_path, *arguments, "--data", data / "list" / "captions.jsonl")
+    assert (one["num_samples"], one["num_captions"]) == (IMAGES, IMAGES * 2)
+    many = evaluate(2, tmp_path, *arguments, "--data", data / "captions", "--captions", "lines", "--batch-size", 7)
+    assert many == one | {"val_loss": pytest.approx(one["val_loss"], rel=1e-5)}
+
+
+def test_images_without_pixels_or_captions_are_counted_once_whatever_the_ranks(data, exports, tmp_path):
+    good = encode(picture(1, 40, 30))
+    members = [(f"{i}.png", b"broken" if i in (2, 5) else good) for i in range(9)]
+    captions = [b" " if i == 7 else b"a picture" for i in range(8)]  # the ninth has none
+    members = [pair for i, own in enumerate(members) for pair in (own, *[(f"{i}.txt", c) for c in captions[i : i + 1]])]
+    write_tar(tmp_path / "shards" / "0.tar", members)
+    arguments = ("--task", "retrieval", "--checkpoint", exports / "open_clip", "--data", tmp_path / "shards")
+    for world_size in (1, 2):
+        metrics = evaluate(world_size, tmp_path, *arguments)
+        assert (metrics["num_samples"], metrics["num_skipped"]) == (5, 4)
+        assert metrics["text_to_image_median_rank"] == 3.0, "equal images and captions are told apart by chance only"
+
+
+def test_a_run_evaluates_to_what_training_reported(demo_folder, tmp_path):
+    config = demo_config(
+        demo_folder, tmp_path, steps=2, val_data=str(demo_folder / "val"), zeroshot_data=str(demo_folder / "zeroshot")
+    )
+    run_ranks(fit, 2, config, timeout=200)
+    run = tmp_path / "run"
+    reported = json.loads((run / "summary.json").read_text())["evaluation"]
+    assert reported["retrieval"]["val_loss_batch"] == 2 * 64
+    arguments = ("--task", "retrieval", "--data", demo_folder / "val", "--loss-batch-size", 2 * 64)
+    alone = evaluate(1, tmp_path, "--checkpoint", run, *arguments)
+    assert alone == pytest.approx(reported["retrieval"], rel=1e-4)
+    for checkpoint in (run / "export", run / "checkpoints" / "step_00000002"):
+        arguments = ("--task", "zeroshot", "--data", config.zeroshot_data, "--checkpoint", checkpoint)
+        assert evaluate(1, tmp_path, *arguments) == pytest.approx(reported["zero_shot"], rel=1e-6)
+
+
+def test_a_subset_of_classes_competes_alone_and_a_label_may_have_several(data, exports, tmp_path):
+    arguments = ("--task", "zeroshot", "--checkpoint", exports / "open_clip", "--data", data / "folders")
+    subset, several = tmp_path / "subset.txt", tmp_path / "several.txt"
+    subset.write_text(f"{DIGIT_NAMES[3]}\t3\n{DIGIT_NAMES[7]}\t7\n")
+    several.write_text("".join(f"{name}\t{','.join(map(str, range(10)))}\n" for name in DIGIT_NAMES))
+    chosen = evaluate(2, tmp_path, *arguments, "--zeroshot-classes", subset)
+    files = [len(list((data / "folders" / DIGIT_NAMES[k]).iterdir())) for k in (3, 7)]
+    assert chosen["num_samples"] == sum(files) and chosen["top5"] == 1.0
+    assert evaluate(2, tmp_path, *arguments, "--zeroshot-classes", several)["top1"] == 1.0
+
+
+def test_zero_shot_equals_open_clips_on_the_same_weights_and_images(data, exports, tmp_path):
+    open_clip = import_open_clip()
+    model, _, preprocess = open_clip.create_model_and_transforms(f"local-dir:{exports / 'open_clip'}")
+    model.eval()
+    tokenizer = open_clip.get_tokenizer(f"local-dir:{exports / 'open_clip'}")
+    names = (data / "labels" / "classnames.txt").read_text().split("\n")[:10]
+    templates = (data / "labels" / "templates.txt").read_text().strip().split("\n")
+    classifier = open_clip.build_zero_shot_classifier(
+        model, tokenizer, names, [lambda name, t=t: t.format(name) for t in templates], num_classes_per_batch=10
+    )
+    samples = read_tar(data / "labels" / "0.tar")
+    images = torch.stack([preprocess(open_image(sample)) for sample in samples])
+    labels = torch.tensor([sample["json"]["label"] for sample in samples])
+    with torch.no_grad():
+        scores = model.encode_image(images, normalize=True) @ classifier
+    ours = evaluate(
+        2, tmp_path, "--task", "zeroshot", "--checkpoint", exports / "open_clip", "--data", data / "labels",
+        "--image-resize", "pil",
+    )  # fmt: skip
+    hits = scores.topk(5).indices == labels[:, None]
+    assert ours == {
+        "top1": hits[:, 0].double().mean().item(),
+        "top5": hits.any(1).double().mean().item(),
+        "num_samples": IMAGES,
+        "num_skipped": 0,
+    }
+
+
+def test_retrieval_equals_open_clips_on_the_same_weights_and_images(data, exports, tmp_path):
+    open_clip = import_open_clip()
+    model, _, preprocess = open_clip.create_model_and_transforms(f"local-dir:{exports / 'open_clip'}")
+    model.eval()
+    tokenizer = open_clip.get_tokenizer(f"local-dir:{exports / 'open_clip'}")
+    samples = read_tar(data / "captions" / "0.tar")
+    captions = [sample["txt"].decode().split("\n") for sample in samples]
+    with torch.no_grad():
+        images = model.encode_image(torch.stack([preprocess(open_image(s)) for s in samples]), normalize=True)
+        texts = model.encode_text(tokenizer([text for listed in captions for text in listed]), normalize=True)
+    owner = torch.repeat_interleave(torch.arange(len(samples)), torch.tensor([len(c) for c in captions]))
+    scores = texts @ images.T  # [captions, images]
+    ours = evaluate(
+        2, tmp_path, "--task", "retrieval", "--checkpoint", exports / "open_clip", "--data", data / "captions",
+        "--captions", "lines", "--image-resize", "pil",
+    )  # fmt: skip
+    for k in (1, 5, 10):
+        found = (scores.topk(k).indices == owner[:, None]).any(1)
+        assert ours[f"text_to_image_r{k}"] == pytest.approx(found.double().mean().item(), abs=1e-6)
+        found = (owner[scores.T.topk(k).indices] == torch.arange(len(samples))[:, None]).any(1)
+        assert ours[f"image_to_text_r{k}"] == pytest.approx(found.double().mean().item(), abs=1e-6)
+
+
+def open_image(sample):
+    return Image.open(io.BytesIO(next(value for kind, value in sample.items() if kind not in ("txt", "json", "cls"))))
+
+
+@pytest.mark.parametrize("format", ["PNG", "JPEG"])
+@pytest.mark.parametrize("shape", [(31, 50), (200, 123), (24, 24), (64, 64)])
+def test_the_pillow_path_has_open_clips_pixels_and_the_torch_path_is_near(tmp_path, shape, format):
+    open_clip = import_open_clip()
+    from infcl.data.evaluation import PillowTransform
+    from infcl.data.samples import decode_image
+    from infcl.data.transforms import EvalTransform
+    from infcl.models.vision import normalize_pixels
+
+    data = encode(picture(3, *shape), format)
+    theirs = open_clip.image_transform(24, is_train=False)(Image.open(io.BytesIO(data)))
+    pixels = PillowTransform(24)(decode_image(data))
+    torch.testing.assert_close(normalize_pixels(pixels[None])[0], theirs, rtol=0, atol=1e-6)
+    difference = (EvalTransform(24)(decode_image(data)).int() - pixels.int()).abs()
+    assert difference.max() <= 1
+
+
+@pytest.mark.parametrize("mode", ["P", "1", "CMYK", "RGBA", "LA", "I;16"])
+def test_the_pillow_path_has_open_clips_pixels_of_images_that_are_not_rgb(tmp_path, mode):
+    open_clip = import_open_clip()
+    small = picture(3, 31, 50)
+    image = Image.fromarray(small[..., 0].astype(np.uint16) * 257) if mode == "I;16" else Image.fromarray(small)
+    image = image if mode == "I;16" else image.convert(mode)
+    if "A" in mode:
+        image.putalpha(Image.fromarray(small[..., 1]))
+    data = encode(image, "JPEG" if mode == "CMYK" else "PNG")
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "x.png").write_bytes(data)
+    (sample,) = eval_source(str(tmp_path))(image_size=24, resize="pil")
+    theirs = open_clip.image_transform(24, is_train=False, mean=(0, 0, 0), std=(1, 1, 1))(Image.open(io.BytesIO(data)))
+    assert torch.equal(sample.image, (255 * theirs).round().to(torch.uint8))
+
+
+def refusal(rank, world_size, arguments):
+    from infcl.evaluate.__main__ import _parser, evaluate
+    from infcl.parallel import init_parallel
+
+    return refused(evaluate, _parser().parse_args(arguments), init_parallel("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "more", "message"),
+    [
+        ("weights.pt", [], "is a bare file: --model must name its config"),
+        ("open_clip", ["--model", "ViT-B-32"], "brings its own config; leave --model out"),
+        ("open_clip", ["--zeroshot-classnames", "/no/file"], "--zeroshot-classnames /no/file: No such file"),
+        ("nothing", [], "no such file or folder"),
+        ("open_clip", ["--batch-size", "0"], "--batch-size 0 must be greater than 0"),
+    ],
+)
+def test_mistakes_are_refused_by_every_rank_alike(data, exports, checkpoint, more, message):
+    arguments = ["--task", "zeroshot", "--data", str(data / "labels"), "--checkpoint", str(exports / checkpoint)]
+    messages = run_ranks(refusal, 2, [*arguments, *more])
+    assert message in messages[0] and messages[0] == messages[1]
+
+
+def on_a_full_disk(rank, world_size, arguments):
+    """The error, and what was printed."""
+    from unittest import mock
+
+    with mock.patch("infcl.evaluate.__main__.report_mistake") as report, mock.patch("sys.stdout", io.StringIO()) as out:
+        main([*arguments, "--out", "/dev/full"])
+    return str(report.call_args.args[1]), out.getvalue()
+
+
+def test_a_result_that_cannot_be_written_is_printed(data, exports):
+    arguments = ["--task", "retrieval", "--data", str(data / "captions"), "--checkpoint", str(exports / "open_clip")]
+    error, printed = run_ranks(on_a_full_disk, 1, [*arguments, "--device", "cpu"])[0]
+    assert error == "--out /dev/full: No space left on device"
+    assert json.loads(printed.splitlines()[-1])["metrics"]["num_samples"] == IMAGES
+
+
+def test_a_mistake_is_one_line_with_exit_code_2(data, tmp_path):
+    result = subprocess.run(
+        [sys.executable, "-m", "infcl.evaluate", "--task", "retrieval", "--data", str(data / "captions"),
+         "--checkpoint", str(tmp_path), "--device", "cpu"],
+        cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert result.returncode == 2 and "Traceback" not in result.stderr
+    assert len(result.stderr.strip().splitlines()) == 1 and "no weights there" in result.stderr
+
+
+def test_torchrun_starts_it_and_a_table_is_printed(data, exports):
+    arguments = ["--task", "retrieval", "--data", str(data / "list" / "captions.jsonl"), "--device", "cpu"]
+    result = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", "-m", "infcl.evaluate",
+         *arguments, "--checkpoint", str(exports / "open_clip")],
+        cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    assert "image to text r1" in result.stdout and result.stdout.count("median rank") == 2
+    line = json.loads(result.stdout.strip().splitlines()[-1])
+    assert line["world_size"] == 2 and line["metrics"]["num_samples"] == IMAGES

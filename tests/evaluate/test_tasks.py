@@ -1,0 +1,128 @@
+"""Evaluations are refused before training where they could not be made, and read what training reads."""
+
+import json
+
+import pytest
+import torch.distributed as dist
+
+from infcl.config import BatchPlan, parse_args
+from infcl.evaluate import tasks
+from infcl.evaluate.tasks import RetrievalTask, ZeroShotTask
+from infcl.models import load_model_config
+from infcl.train.build import build_tasks
+from tests.lib.ranks import refused, run_ranks
+from tests.lib.shard_files import encode, picture, write_tar
+
+COMMON = {"tokenizer": lambda texts: None, "image_size": 8, "batch_size": 2}
+
+
+def shard(folder, image, **members):
+    """One tar of one sample."""
+    folder.mkdir(exist_ok=True)
+    write_tar(folder / "0.tar", [("a.jpg", image), *((f"a.{name}", value) for name, value in members.items())])
+    return str(folder)
+
+
+@pytest.fixture
+def one_rank():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def second_class_only(folder):
+    (folder / "classes.txt").write_text("1\n")
+    return {"classes": str(folder / "classes.txt")}
+
+
+@pytest.mark.parametrize("task", [RetrievalTask, ZeroShotTask])
+def test_a_set_without_a_usable_sample_is_refused_before_it_is_evaluated(tmp_path, task, one_rank):
+    (tmp_path / "classnames.txt").write_text("cat\ndog\n")
+    (tmp_path / "templates.txt").write_text("a {}\n")
+    options = COMMON | {f"{n}s": str(tmp_path / f"{n}s.txt") for n in ("classname", "template") if task is ZeroShotTask}
+    good = json.dumps({"caption": "a cat", "label": 1}).encode()
+    task(shard(tmp_path / "good", encode(picture(1)), json=good), **options).check()
+    with pytest.raises(ValueError, match=r"broken: no image .*\(not_an_image: 1\)"):
+        task(shard(tmp_path / "broken", b"<html>", json=good), **options).check()
+    with pytest.raises(ValueError, match="no image with a caption|has label 'bird'"):
+        task(shard(tmp_path / "bare", encode(picture(1)), json=b'{"label": "bird"}'), **options).check()
+
+
+def _refusal(rank, world_size, data):
+    """What a rank is told, and whether it read the data itself."""
+    task = RetrievalTask(data, **COMMON)
+    read, source = [], task.source
+    task.source = lambda **options: read.append(rank) or source(**options)
+    return refused(task.check), read
+
+
+def test_one_rank_tries_the_data_and_all_are_told(tmp_path):
+    data = shard(tmp_path / "broken", b"<html>", txt=b"a cat")
+    (told, _), *others = results = run_ranks(_refusal, 3, data)
+    assert "broken: no image with a caption (not_an_image: 1)" in told
+    assert [read for _, read in results] == [[0], [], []] and all(other == told for other, _ in others)
+
+
+def test_no_more_than_the_first_samples_are_tried(tmp_path, one_rank, monkeypatch, caplog):
+    """A set that begins with what is of no use may be long; sorted by class it may do so rightly."""
+    (tmp_path / "classnames.txt").write_text("cat\ndog\n")
+    (tmp_path / "templates.txt").write_text("a {}\n")
+    options = COMMON | {f"{name}s": str(tmp_path / f"{name}s.txt") for name in ("classname", "template")}
+    samples = [(b"0", None)] * 5 + [(b"1", b"a dog")]
+    members = [
+        (f"{i}.{kind}", value)
+        for i, (label, caption) in enumerate(samples)
+        for kind, value in (("jpg", encode(picture(i))), ("cls", label), ("txt", caption))
+        if value is not None
+    ]
+    write_tar(tmp_path / "sorted.tar", members)
+    data = str(tmp_path / "sorted.tar")
+    late = ZeroShotTask(data, **options, **second_class_only(tmp_path))
+    for tried, begins in ((6, None), (5, "first 5 samples"), (2, "first 2 samples")):
+        monkeypatch.setattr(tasks, "TRIED", tried)
+        caplog.clear()
+        late.check()
+        assert (begins is None and not caplog.messages) or begins in caplog.messages[0]
+        if begins is None:
+            RetrievalTask(data, **COMMON).check()
+        else:
+            with pytest.raises(ValueError, match=f"no image with a caption among its {begins}; docs"):
+                RetrievalTask(data, **COMMON).check()
+    write_tar(tmp_path / "sorted.tar", members[:-3])  # without its dog, and no longer than what is tried
+    monkeypatch.setattr(tasks, "TRIED", 5)
+    with pytest.raises(ValueError, match="no image of a class; docs"):
+        late.check()
+
+
+def test_folders_of_no_class_are_refused_before_an_image_is_read(tmp_path):
+    for name in ("classnames.txt", "templates.txt"):
+        (tmp_path / name).write_text("cat {}\ndog {}\n")
+    (tmp_path / "set" / "bird").mkdir(parents=True)
+    (tmp_path / "set" / "bird" / "1.jpg").write_bytes(b"")
+    (tmp_path / "set" / ".cache").mkdir()
+    options = COMMON | {f"{name}s": str(tmp_path / f"{name}s.txt") for name in ("classname", "template")}
+    with pytest.raises(ValueError, match="none of its 1 folders is a class of .*classes.txt"):
+        ZeroShotTask(str(tmp_path / "set"), **options, **second_class_only(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("flags", "members"),
+    [
+        (["--json-text-key", "alt"], {"json": b'{"alt": "a cat"}'}),
+        (["--text-key", "words"], {"words": b"a cat"}),
+        (["--json-text-key", "alt", "--text-key", "words"], {"txt": b"a cat"}),  # the format's own is read too
+    ],
+)
+def test_validation_data_has_its_captions_where_training_data_has_them(tmp_path, flags, members):
+    data = shard(tmp_path / "val", encode(picture(1)), **members)
+    config = parse_args(["--train-data", data, "--tokenizer", __file__, "--val-data", data, *flags])
+    task = build_tasks(config, BatchPlan(1, 1, 2), load_model_config("demo"), lambda texts: None)["retrieval"]
+    assert [task._captions(sample) for sample in task.source()] == [["a cat"]]
+
+
+def test_all_captions_of_a_long_text_member_count(tmp_path):
+    """Training cuts a text member at 4 KB; here it may hold many captions."""
+    captions = [f"{i} {'long ' * 30}".strip() for i in range(40)]
+    data = shard(tmp_path / "many", encode(picture(1)), txt="\n".join(captions).encode())
+    task = RetrievalTask(data, captions="lines", **COMMON)
+    assert [task._captions(sample) for sample in task.source()] == [captions]

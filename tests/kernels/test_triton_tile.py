@@ -1,0 +1,420 @@
+"""The Triton tile computes what the reference tile computes: in Triton's interpreter on a CPU, and on a GPU.
+
+Each check takes a device. On a CPU they run in a process of their own, since TRITON_INTERPRET must be set before Triton
+is imported: `TRITON_INTERPRET=1 python -m tests.kernels.test_triton_tile`. Without bf16 products; a GPU has them.
+"""
+
+import math
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from infcl import inf_cl_loss, info_nce_loss, nt_xent_loss, siglip_loss
+from infcl.kernels import select_tile, torch_tile
+from infcl.loss.operands import rounded_to_tf32
+from tests.lib.checkout import ROOT
+from tests.lib.loss_oracle import FEATURES, Case, evaluate, features, oracle, relative_error
+
+SHAPES = ((1, 1, 24), (33, 70, 25), (150, 300, 40))
+
+
+def _check_tile(device, rows, columns, dim, kind, scale, dtype, workspaces=(2**14, 2**22)):
+    """Errors of the Triton tile and of the float32 reference tile, both against float64 of the same inputs."""
+    row_features, column_features = features(kind, max(rows, columns), dim, dtype)
+    row_features, column_features = row_features[:rows].to(device), column_features[:columns].to(device)
+    wide = row_features.double(), column_features.double(), torch.tensor(scale, dtype=torch.float64, device=device)
+    scale = wide[2].float()
+    bias = torch.tensor(-2.0, device=device)
+    tile = select_tile(row_features, tile="triton")
+    # The gradient's error comes from rounding dS once to the operand type; float32 logits of 100 are good to 1e-5.
+    tolerance = {torch.bfloat16: 4e-3, torch.float16: 1e-3, torch.float32: 2e-5}[dtype]
+    for workspace_bytes in workspaces:
+        for masked in (True, False):
+            bounds = {"masked": masked, "workspace_bytes": workspace_bytes}
+            truth = torch_tile.softmax_forward(*wide, **bounds)
+            result = tile.softmax_forward(row_features, column_features, scale, **bounds)
+            for value, expected in zip(result, truth):
+                if expected is not None:
+                    assert value.dtype == torch.float32 and value.shape == expected.shape
+                    torch.testing.assert_close(value.double(), expected, rtol=2e-6, atol=3e-5)
+            whole = truth if not masked else torch_tile.softmax_forward(*wide, masked=False, workspace_bytes=2**22)
+            shift = 0.5 if masked else 12.0  # as of a larger, or much larger, batch
+            row_lse, col_lse = whole[0] + shift, whole[1] + shift
+            expected = [torch.zeros_like(x) for x in wide]
+            value = [torch.zeros_like(e, dtype=torch.float32) for e in expected]
+            for _ in range(2):  # gradients are added to what is there
+                torch_tile.softmax_backward(*wide, row_lse, col_lse, *expected, **bounds)
+                tile.softmax_backward(
+                    row_features, column_features, scale, row_lse.float(), col_lse.float(), *value, **bounds
+                )
+            for v, e in zip(value[:2], expected):
+                error = relative_error(v, e, floor=1e-2 * math.exp(-shift))
+                assert error < tolerance, (rows, columns, dim, kind, scale, dtype, bounds, error)
+            _check_scale_gradient(value[2], expected[2], wide, math.exp(-shift))
+
+            if rows > 1 and masked:  # of the views with themselves, but for the diagonal
+                own, own_wide = (row_features, row_features), (wide[0], wide[0])
+                lse, _, _ = torch_tile.softmax_forward(*own_wide, wide[2], **bounds)
+                for part in tile.softmax_forward(*own, scale, **bounds)[:2]:
+                    torch.testing.assert_close(part.double(), lse, rtol=2e-6, atol=3e-5)
+                expected, value = torch.zeros_like(wide[0]), torch.zeros_like(wide[0], dtype=torch.float32)
+                torch_tile.softmax_backward(*own_wide, wide[2], lse, lse, expected, None, None, **bounds)
+                tile.softmax_backward(*own, scale, lse.float(), lse.float(), value, None, None, **bounds)
+                assert relative_error(value, expected) < tolerance, (rows, dim, kind, scale, dtype, bounds)
+
+            expected = [torch.zeros_like(x) for x in wide]  # the loss of the rows alone
+            value = [torch.zeros_like(e, dtype=torch.float32) for e in expected]
+            torch_tile.softmax_backward(*wide, row_lse, None, *expected, **bounds)
+            tile.softmax_backward(row_features, column_features, scale, row_lse.float(), None, *value, **bounds)
+            _check_scale_gradient(value[2], expected[2], wide, math.exp(-shift))
+            for v, e in zip(value[:2], expected):
+                error = relative_error(v, e, floor=1e-2 * math.exp(-shift))
+                assert error < tolerance, ("rows alone", rows, columns, dim, kind, scale, dtype, bounds, error)
+
+            truth = torch_tile.sigmoid_forward(*wide, bias.double(), **bounds)
+            result = tile.sigmoid_forward(row_features, column_features, scale, bias, **bounds)
+            for value, expected in zip(result, truth):
+                if expected is not None:
+                    torch.testing.assert_close(value.double(), expected, rtol=1e-5, atol=1e-4)
+            expected = [torch.zeros_like(x) for x in wide]
+            torch_tile.sigmoid_backward(*wide, bias.double(), *expected, **bounds)
+            value = [torch.zeros_like(e, dtype=torch.float32) for e in expected]
+            tile.sigmoid_backward(row_features, column_features, scale, bias, *value, **bounds)
+            _check_scale_gradient(value[2], expected[2], wide, columns)
+            for v, e in zip(value[:2], expected):
+                error = relative_error(v, e, floor=1e-2)
+                assert error < tolerance, (rows, columns, dim, kind, scale, dtype, bounds, error)
+
+
+def _check_scale_gradient(value, expected, wide, row_mass):
+    """To float32's rounding of logits of 100: no term is rounded to the operand type. row_mass: a row's sum of dS."""
+    cosines = (wide[0] @ wide[1].T).abs().max()
+    assert abs(value - expected) <= 3e-5 * len(wide[0]) * row_mass * cosines + 1e-30, (value, expected)
+
+
+def check_odd_shapes(device):
+    for rows, columns, dim in SHAPES:
+        for dtype in (torch.float16, torch.float32) + (torch.bfloat16,) * (device == "cuda"):
+            _check_tile(device, rows, columns, dim, "random", 20.0, dtype)
+
+
+def check_adversarial_features(device):
+    for kind in FEATURES:
+        for scale in (1.0, 100.0) if kind != "long" else (0.001,):
+            _check_tile(device, 70, 70, 24, kind, scale, torch.float32, workspaces=(2**22,))
+
+
+def check_adversarial_features_of_sixteen_bits(device):
+    for kind in FEATURES:
+        for dtype in (torch.float16,) + (torch.bfloat16,) * (device == "cuda"):
+            if kind != "long":  # their norms are no float16
+                _check_tile(device, 40, 40, 24, kind, 100.0, dtype, workspaces=(2**22,))
+
+
+def check_features_that_start_anywhere_in_memory(device):
+    """Not at a multiple of 16 bytes: a slice of a flat buffer. Equal bits, but of float32 gradients on a GPU, where
+    loads of another width add up in another order."""
+    for dtype in (torch.float16, torch.float32):
+        flat = torch.cat([side.flatten() for side in features("random", 6, 24, dtype)]).to(device)
+        shifted = torch.cat([flat[:1], flat])[1:]
+        (expected, d_expected), (value, d_value) = (
+            (loss.detach(), torch.autograd.grad(2.0**10 * loss, buffer)[0])
+            for buffer in (flat.requires_grad_(), shifted.requires_grad_())
+            for loss in [inf_cl_loss(*buffer.view(2, 6, 24), 10.0, tile="triton", cuda_graph=False)]
+        )
+        rounding = (
+            {"rtol": 1e-5, "atol": 1e-4} if (device, dtype) == ("cuda", torch.float32) else {"rtol": 0, "atol": 0}
+        )
+        assert torch.equal(value, expected)
+        torch.testing.assert_close(d_value, d_expected, **rounding)
+
+
+def check_a_workspace_of_one_byte(device):
+    images, texts = (side.to(device) for side in features("random", 20, 24))
+    small, usual = (
+        inf_cl_loss(images.requires_grad_(), texts, 10.0, tile="triton", cuda_graph=False, workspace_bytes=size)
+        for size in (1, 2**20)
+    )
+    gradients = [torch.autograd.grad(loss, images)[0] for loss in (small, usual)]
+    torch.testing.assert_close((small, gradients[0]), (usual, gradients[1]))
+
+
+def check_scales_of_zero_and_below(device):
+    for scale in (0.0, -30.0):
+        _check_tile(device, 70, 70, 24, "random", scale, torch.float32, workspaces=(2**22,))
+
+
+def check_huge_norms_stay_finite(device):
+    for norm in (1e3, 1e15):
+        images, texts = (norm * f.to(device) for f in features("random", 33, 24))
+        images.requires_grad_(), texts.requires_grad_()
+        positives = torch.arange(len(images), device=device)
+        for loss in (
+            inf_cl_loss(images, texts, 100.0, tile="triton"),
+            info_nce_loss(images, texts, positives, 100.0, tile="triton"),
+            nt_xent_loss(images, texts, 100.0, tile="triton"),
+        ):
+            gradients = torch.autograd.grad(loss, (images, texts))
+            assert loss.isfinite() and loss >= 0
+            assert gradients[0].isfinite().all() and gradients[1].isfinite().all()
+
+
+def check_whole_loss(device):
+    for name in ("inf_cl", "siglip"):
+        for kind in ("random", "aligned"):
+            case = Case(name, 70, 40, 50.0, kind, bias=-5.0)
+            truth = oracle(case)
+            result = evaluate(case, device=device, tile="triton", workspace_bytes=2**20)
+            assert result.loss >= 0
+            for field in ("loss", "d_images", "d_texts", "d_scale", "d_bias"):
+                # Logits near 50 are good to 4e-6, and so are probabilities: errors relative to the largest value.
+                floor = case.scale / case.rows**0.5 if field in ("d_images", "d_texts") else 1.0
+                error = relative_error(getattr(result, field), getattr(truth, field), floor)
+                assert error < 1e-5, (case, field, error)
+
+
+def check_tails_are_precise(device):
+    """Losses next to nothing, relative to themselves: pairs told apart, and SigLIP's far below its bias."""
+    for name, kind, bias in (("inf_cl", "apart", 0.0), ("siglip", "aligned", -30.0), ("siglip", "aligned", -45.0)):
+        case = Case(name, 40, 256, 100.0, kind, bias=bias)
+        truth, result = oracle(case), evaluate(case, device=device, tile="triton", workspace_bytes=2**20)
+        assert 0 < truth.loss < 1e-2
+        assert relative_error(result.loss, truth.loss) < 1e-3, (case, result.loss, truth.loss)
+        assert relative_error(result.d_images, truth.d_images) < 1e-3, case
+
+
+def check_gradients_of_sixteen_bit_features(device):
+    """Off by 2e-3 at most, with the loss multiplied as fp16 trainings do: fp16 hardly holds gradients of 1e-8."""
+    for dtype in (torch.float16,) + (torch.bfloat16,) * (device == "cuda"):
+        for kind in ("random", "training", "apart"):
+            images, texts = (side.to(device).requires_grad_() for side in features(kind, 150, 100, dtype))
+            loss = inf_cl_loss(images, texts, 100.0, tile="triton", workspace_bytes=2**16)
+            value = torch.autograd.grad(2.0**16 * loss, (images, texts))
+            truth = oracle(Case("inf_cl", 150, 100, 100.0, kind, dtype))
+            for gradient, true in zip(value, (truth.d_images, truth.d_texts)):
+                error = relative_error(gradient.cpu().double() / 2**16, true)
+                assert error < 2e-3, (dtype, kind, error)
+
+
+def check_other_losses(device):
+    """info_nce (documents that several queries share, fewer of them than queries) and nt_xent, as the torch tile."""
+    queries, documents = features("random", 70, 40)
+    positives = torch.randint(0, 60, (70,), generator=torch.Generator().manual_seed(0))
+    results = []
+    for where, tile in (("cpu", "torch"), (device, "triton")):
+        dtype = torch.float64 if tile == "torch" else torch.float32
+        q, d = (side.to(where, dtype).requires_grad_() for side in (queries, documents))
+        info_nce = info_nce_loss(q, d[:60], positives.to(where), 30.0, tile=tile, workspace_bytes=2**14)
+        nt_xent = nt_xent_loss(q, d, 30.0, tile=tile, workspace_bytes=2**14)
+        gradients = [*torch.autograd.grad(info_nce, (q, d)), *torch.autograd.grad(nt_xent, (q, d))]
+        results.append([info_nce.detach(), nt_xent.detach(), *gradients])
+    for truth, value in zip(*results):
+        assert relative_error(value.cpu(), truth) < 2e-5
+
+
+def check_results_are_bitwise_repeatable(device):
+    """Of every loss; many queries share a document, whose gradient sums their parts."""
+    rows, calls, workspace_bytes = (300, 3, 2**16) if device == "cuda" else (150, 2, 2**14)  # several tiles either way
+    first, second = (side.to(device).requires_grad_() for side in features("random", rows, 40, torch.float16))
+    scale = torch.tensor(50.0, device=device, requires_grad=True)
+    options = {"tile": "triton", "workspace_bytes": workspace_bytes}
+    positives = torch.randint(0, 20, (rows,), generator=torch.Generator().manual_seed(0)).to(device)
+    for loss in (
+        lambda: inf_cl_loss(first, second, scale, cuda_graph=False, **options),
+        lambda: siglip_loss(first, second, scale, -5.0, **options),
+        lambda: info_nce_loss(first, second, positives, scale, **options),
+        lambda: nt_xent_loss(first, second, scale, **options),
+    ):
+        values = []
+        for _ in range(calls):
+            value = loss()
+            values.append((value.detach(), *torch.autograd.grad(value, (first, second, scale))))
+        for again in values[1:]:
+            assert all(torch.equal(a, b) for a, b in zip(values[0], again))
+
+
+CHECKS = [value for name, value in list(globals().items()) if name.startswith("check_")]
+
+
+def test_the_triton_tile_is_exact_in_the_interpreter():
+    pytest.importorskip("triton")
+    run = subprocess.run(
+        [sys.executable, "-m", "tests.kernels.test_triton_tile"],
+        cwd=ROOT,
+        env=os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("check", CHECKS)
+def test_on_a_gpu(check):
+    check("cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dim", [24, 100, 512, 640, 768, 1024])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_large_odd_blocks_on_a_gpu(dim, dtype):
+    _check_tile("cuda", 1537, 2049, dim, "random", 100.0, dtype, workspaces=(2**21, 2**28))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["random", "training", "near", "aligned"])
+def test_low_precision_gradients_are_as_good_as_the_dense_ones(kind):
+    """Against float64 of the same inputs, relative to about the largest possible gradient; and to their own norm where
+    that is not the result of a cancellation (near-duplicates, perfect matches).
+    """
+    scale = 100.0 if kind == "training" else 50.0
+    case = Case("inf_cl", 4096, 768, scale, kind, torch.bfloat16, workspace_bytes=2**28)
+    truth, result = oracle(case), evaluate(case, device="cuda")
+    dense = evaluate(case._replace(name="clip"), device="cuda")
+    for field in ("d_images", "d_texts"):
+        value, peer, expected = (getattr(evaluation, field) for evaluation in (result, dense, truth))
+        floor = case.scale / case.rows**0.5
+        assert relative_error(value, expected, floor) <= 1.1 * relative_error(peer, expected, floor) + 1e-4
+        assert kind not in ("random", "training") or relative_error(value, expected) < 2e-3
+    floor = 0.0 if kind in ("random", "training") else 1.0  # of the others the gradient vanishes
+    assert relative_error(result.d_scale, truth.d_scale, floor) < 1e-4
+
+
+@pytest.mark.gpu
+def test_a_captured_graph_replays_the_step():
+    images, texts = (f.cuda().bfloat16().requires_grad_() for f in features("random", 1000, 64))
+    scale = torch.tensor(20.0, device="cuda", requires_grad=True)
+    inputs = (images, texts, scale)
+
+    def step():
+        loss = inf_cl_loss(*inputs)
+        return loss, *torch.autograd.grad(loss, inputs)
+
+    expected = [value.detach().clone() for value in step()]  # a graph kept alive would keep its stream too
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    graph.replay()
+    for value, before in zip(captured, expected):
+        assert torch.equal(value, before)
+
+
+def _doubled(loss):
+    return lambda *inputs: 2 * loss(*inputs)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+def test_in_a_compiled_caller_the_tile_gives_what_it_gives_in_an_eager_one(mode):
+    """One graph with the loss in it, by Inductor and replayed as CUDA graphs around it; to the bit, call after call."""
+    positives = torch.arange(700, device="cuda").flip(0) // 2
+    losses = {
+        "inf_cl": lambda a, b, scale: inf_cl_loss(a, b, scale, cuda_graph=False),
+        "siglip": lambda a, b, scale: siglip_loss(a, b, scale, -scale),
+        "info_nce": lambda a, b, scale: info_nce_loss(a, b, positives, scale),
+        "nt_xent": lambda a, b, scale: nt_xent_loss(a, b, scale),
+    }
+    for name, loss in losses.items():
+        torch._dynamo.reset()
+        step = _doubled(loss)
+        compiled = torch.compile(step, fullgraph=True, mode=mode)
+        for seed in range(4):
+            pairs = [f.cuda().bfloat16().requires_grad_() for f in features("random", 700, 72, seed=seed)]
+            inputs = *pairs, torch.tensor(20.0, device="cuda", requires_grad=True)
+            results = []
+            for run in (step, compiled):
+                torch.compiler.cudagraph_mark_step_begin()
+                value = run(*inputs)
+                results.append([x.clone() for x in (value.detach(), *torch.autograd.grad(value, inputs))])
+            assert all(torch.equal(a, b) for a, b in zip(*results)), (name, seed)
+
+
+@pytest.mark.gpu
+def test_tf32_tiles_are_selected_by_name_only():
+    case = Case("inf_cl", 1000, 256, 50.0)
+    truth = oracle(case)
+    exact, tf32 = (evaluate(case, device="cuda", tile_dtype=t, workspace_bytes=2**28) for t in (None, "tf32"))
+    assert relative_error(exact.d_images, truth.d_images) < 1e-5
+    assert 1e-5 < relative_error(tf32.d_images, truth.d_images) < 1e-2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("kind", "scale"), [("random", 50.0), ("training", 100.0)])
+@pytest.mark.parametrize("name", ["inf_cl", "siglip"])
+def test_tf32_products_bias_no_gradient_on_a_gpu(name, kind, scale):
+    """Against float64 of the features rounded to tf32; of random ones as they are, too, where little cancels."""
+    case = Case(name, 4096, 768, scale, kind, bias=-5.0, workspace_bytes=2**28)
+    result = evaluate(case, device="cuda", tile_dtype="tf32")
+    for truth in (oracle(case, rounded_to_tf32), *[oracle(case)] * (kind == "random")):
+        assert relative_error(result.loss, truth.loss) < 1e-4
+        assert relative_error(result.d_scale, truth.d_scale) < 1e-4
+        for field in ("d_images", "d_texts"):
+            assert relative_error(getattr(result, field), getattr(truth, field)) < 2e-3
+
+
+@pytest.mark.gpu
+def test_memory_is_the_workspace_plus_a_slope_in_the_rows():
+    dim, workspace_bytes = 256, 32 * 2**20
+    peaks = []
+    for rows in (8192, 8192, 16384, 32768):  # the first call lets the library take its own memory
+        images, texts = (torch.randn(rows, dim, device="cuda", dtype=torch.bfloat16).requires_grad_() for _ in range(2))
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        inf_cl_loss(images, texts, 10.0, workspace_bytes=workspace_bytes).backward()
+        peaks.append(torch.cuda.max_memory_allocated() - before)
+        assert len(peaks) == 1 or peaks[-1] < workspace_bytes + 24 * rows * dim + 2**24
+    assert peaks[3] - peaks[2] < 2.2 * (peaks[2] - peaks[1]) + 2**20
+
+
+if __name__ == "__main__":
+    for check in CHECKS:
+        check("cpu")
+        print(check.__name__, "passed")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_small_batches_are_replayed_with_the_values_of_ordinary_calls(dtype):
+    """Several shapes in turn (graphs are dropped and made again), new features each time, a gradient scaled by 3."""
+
+    def evaluate_once(images, texts, scale, cuda_graph):
+        inputs = [x.clone().requires_grad_() for x in (images, texts, scale)]
+        loss = inf_cl_loss(*inputs, cuda_graph=cuda_graph)
+        return loss.grad_fn.name(), loss.detach(), torch.autograd.grad(3 * loss, inputs)
+
+    replays = 0
+    for call in range(16):
+        rows = (1000, 700, 333)[call // 2 % 3]
+        images, texts = (f.cuda() for f in features("random", rows, 72, dtype, seed=call))
+        scale = torch.tensor(20.0 + call, device="cuda")
+        _, loss, gradients = evaluate_once(images, texts, scale, False)
+        name, replayed, others = evaluate_once(images, texts, scale, True)
+        replays += "Replay" in name
+        torch.testing.assert_close(replayed, loss, rtol=1e-6, atol=1e-6)
+        for value, expected in zip(others, gradients):
+            assert value.dtype == expected.dtype
+            assert relative_error(value, expected) < (1e-5 if dtype == torch.float32 else 5e-3)
+    assert replays >= 8
+    for locked in range(3):  # a locked tower, a scale that is not learned: replayed too
+        inputs = [x.clone().requires_grad_(i != locked) for i, x in enumerate((images, texts, scale))]
+        losses = [inf_cl_loss(*inputs, cuda_graph=cuda_graph) for cuda_graph in (True, False)]
+        assert "Replay" in losses[0].grad_fn.name()
+        replayed, expected = ([*torch.autograd.grad(loss, [x for x in inputs if x.requires_grad])] for loss in losses)
+        for value, other in zip(replayed, expected):
+            assert relative_error(value, other) < (1e-5 if dtype == torch.float32 else 5e-3)
+    with torch.no_grad():
+        assert not inf_cl_loss(images, texts, scale).requires_grad
+    evaluate_once(images, texts, scale, True)
+    inputs = [x.clone().requires_grad_() for x in (images, texts, scale)]
+    loss = inf_cl_loss(*inputs)
+    assert "Replay" in loss.grad_fn.name()
+    with pytest.raises(RuntimeError, match="double backward"):
+        torch.autograd.grad(loss, inputs, create_graph=True)

@@ -1,0 +1,52 @@
+"""The files of the project, and its commits where there are any: in a clone, another user's, an unpacked archive."""
+
+import functools
+import os
+import shutil
+import subprocess
+from fnmatch import fnmatch
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def tracked(*patterns: str) -> list[Path]:
+    """Files of the working tree that git tracks, and new ones in folders of such. Of an archive, which has no history
+    of its own, all but those that .gitignore names. patterns: as fnmatch has them; a folder stands for its files."""
+    files = listed("--cached") if is_checkout() else unpacked()
+    if is_checkout():
+        folders = {path.parts[0] for path in files if len(path.parts) > 1}  # not what lies beside them: a log, venv/
+        files += [path for path in listed("--others", "--exclude-standard") if path.parts[0] in folders]
+    return [
+        path
+        for path in files
+        if (ROOT / path).is_file()
+        and (not patterns or any(fnmatch(path.as_posix(), p) or path.parts[0] == p for p in patterns))
+    ]
+
+
+def git(*words: str) -> subprocess.CompletedProcess:
+    """Of the repository, also where the clone is another user's."""
+    return subprocess.run(["git", "-c", "safe.directory=*", "-C", str(ROOT), *words], capture_output=True, text=True)
+
+
+@functools.cache
+def is_checkout() -> bool:
+    """Not of an archive without git, also where that lies in the checkout of another project."""
+    return shutil.which("git") is not None and git("rev-parse", "--show-toplevel").stdout.strip() == str(ROOT.resolve())
+
+
+def listed(*options: str) -> list[Path]:
+    found = git("ls-files", "-z", *options)
+    assert found.returncode == 0, found.stderr
+    return [Path(name) for name in found.stdout.split("\0") if name]
+
+
+def unpacked() -> list[Path]:
+    ignored = {".git", *(line.strip("/") for line in (ROOT / ".gitignore").read_text().split())}
+    files: list[Path] = []
+    for folder, folders, names in os.walk(ROOT):
+        kept = [name for name in (*folders, *names) if not any(fnmatch(name, pattern) for pattern in ignored)]
+        folders[:] = sorted(set(folders) & set(kept))
+        files += (Path(folder, name).relative_to(ROOT) for name in sorted(set(names) & set(kept)))
+    return files

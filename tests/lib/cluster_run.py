@@ -1,0 +1,99 @@
+"""Training over the hosts of hosts.py as the README says, and what it leaves behind."""
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.lib.checkout import ROOT
+from tests.lib.hosts import PATH, Hosts
+from tests.lib.waiting import finish, wait_until
+from tests.train.test_entry import alone, command, losses
+
+MARKS = [pytest.mark.cluster, pytest.mark.timeout(900)]  # conftest.py skips them where hosts cannot be made
+DEEPSPEED = ["deepspeed", "-q", "--launcher", "pdsh", "--hostfile"]
+
+
+def flags(demo_folder, logs, *more: str) -> list[str]:
+    """pretrain_clip.py and its flags, with nothing in them that a shell would change."""
+    words = command(demo_folder, logs, "--device", "cpu", "--workers", "0", "--log-every-n-steps", "1", *more)
+    start = words.index("--aug-cfg")
+    return words[:start] + words[start + 3 :]
+
+
+def start(hosts: Hosts, arguments: list, *, on: int = 0, **environment: str) -> subprocess.Popen:
+    """`arguments` run on a host, as a user would type them there."""
+    settings = [f"{name}={value}" for name, value in ({"PATH": PATH, "HOME": hosts.folder} | environment).items()]
+    return subprocess.Popen(
+        hosts[on].command(["env", "-i", *settings, *arguments], ROOT),
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, stdin=subprocess.DEVNULL,
+    )  # fmt: skip
+
+
+def train(hosts: Hosts, arguments: list, **environment: str) -> tuple[int, str]:
+    """The README's command, from the first host: (exit code, what it printed)."""
+    return finish(start(hosts, [*DEEPSPEED, hosts.hostfile, *arguments], on=0, **environment))
+
+
+def losses_of_hosts_and_of_one_rank(
+    demo_folder, folder: Path, *, hosts: int, slots: int, pairs: int, steps: int
+) -> tuple[list[float], list[float]]:
+    """Of `steps` steps of `pairs` pairs: the whole trainer's, with a two-level ring on all ranks, and one rank's."""
+    more, ranks = ("--steps", str(steps), "--accum-freq", "1"), hosts * slots
+    many = ("--ring", "two-level", "--global-batch-size", str(pairs), "--batch-size", str(pairs // ranks))
+    with Hosts(hosts, slots=slots) as made:
+        code, output = train(made, flags(demo_folder, folder, *more, *many, "--host-timeout", "600"))
+    assert code == 0 and f"{ranks} x cpu" in output, output
+    summary = json.loads((folder / "run" / "summary.json").read_text())
+    assert (summary["world_size"], summary["samples_seen"]) == (ranks, steps * pairs)
+    one = folder / "one"
+    result = alone(flags(demo_folder, one, *more, "--batch-size", str(pairs)))
+    assert result.returncode == 0, result.stderr
+    return losses(folder), losses(one)
+
+
+def ranks_on(host) -> list:
+    return host.processes("--local_rank=")
+
+
+def wait_until_gone(hosts: Hosts, seconds: float) -> float:
+    """Seconds until no rank is left on any host that is up."""
+
+    def left() -> list[tuple[str, int]]:
+        return [(host.name, process.pid) for host in hosts.all for process in ranks_on(host)]
+
+    started = time.monotonic()
+    wait_until(lambda: not left(), seconds, lambda: f"ranks stayed behind: {left()}")
+    return time.monotonic() - started
+
+
+def kill(process, number: int = signal.SIGKILL) -> None:
+    os.kill(process.pid, number)
+
+
+@contextlib.contextmanager
+def small_disk(folder: Path, megabytes: int) -> Iterator[Path]:
+    """A file system of its own; hosts that are made within share it. Skips where mount is missing or refuses."""
+    if absent := [program for program in ("mount", "umount") if shutil.which(program) is None]:
+        pytest.skip(f"not installed: {', '.join(absent)} (util-linux)")
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={megabytes}m", "tmpfs", str(folder)]
+    if (mounted := subprocess.run(mount, capture_output=True, text=True)).returncode != 0:
+        pytest.skip(f"this machine mounts no tmpfs: {mounted.stderr.strip()}")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "--lazy", folder], check=True)
+
+
+def launch_script(hosts: Hosts, arguments: list, **environment: str) -> subprocess.Popen:
+    """launch/hostfile.sh from the first host."""
+    settings = {"HOSTS": str(hosts.hostfile), "INTERFACE": "eth0"} | environment
+    return start(hosts, ["bash", "launch/hostfile.sh", *arguments[1:]], on=0, **settings)

@@ -1,0 +1,302 @@
+"""Faults of data, made on purpose, and what came of each: `python -m tests.lib.data_faults docs/data_faults.md`.
+
+A case is 30 good samples in three shards, plus a fault. Both readers make one epoch of it; a row of the table says how
+many good samples were used, and what was counted. tests/data/test_data_faults.py holds every case to its number.
+"""
+
+import os
+import pickle
+import shlex
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+from infcl.data.storage import StorageOptions
+from infcl.data.tokenizer import Tokenizer
+from tests.lib.http_server import Behaviour, serving
+from tests.lib.shard_files import Payload, encode, pair_members, picture, png_bomb, write_tar
+from tests.lib.small_loader import caption_tokenizer, small_loader
+
+GOOD = 30
+ENDS = None  # the run ends with an error that names the fault
+
+
+@dataclass
+class Place:
+    """Where a case happens: shards 0, 1, 2 of ten samples each, and a folder for the rest."""
+
+    folder: Path
+    web: Behaviour
+    web_url: str
+    options: dict = field(default_factory=dict)
+
+    @property
+    def shards(self) -> Path:
+        return self.folder / "shards"
+
+    @property
+    def in_shell(self) -> str:
+        """`shards` as a word of a shell command."""
+        return shlex.quote(str(self.shards))
+
+    def add(self, *members: tuple[str, bytes]) -> str:
+        """One more shard, of these members and a good sample, which is number GOOD."""
+        write_tar(self.shards / "3.tar", [*members, *pair_members(GOOD)])
+        return str(self.shards)
+
+    def edit(self, change: Callable[[bytes], bytes]) -> str:
+        """Shard 1 with other bytes."""
+        path = self.shards / "1.tar"
+        path.write_bytes(change(path.read_bytes()))
+        return str(self.shards)
+
+
+def image(data: bytes, extension: str = "jpg") -> Callable[[Place], str]:
+    return lambda place: place.add((f"bad.{extension}", data), ("bad.txt", b"a caption"))
+
+
+def caption(data: bytes) -> Callable[[Place], str]:
+    return lambda place: place.add(("bad.png", encode(picture(9))), ("bad.txt", data))
+
+
+def header_in(tar: bytes) -> int:
+    """Where the header of the image of sample 6 (of ten) lies in shard 1."""
+    return next(at for at in range(0, len(tar), 512) if tar[at : at + 9] == b"000000016")
+
+
+def replaced(place: Place) -> str:
+    path = place.shards / "1.tar"
+    place.options["before"] = lambda: write_tar(path, [m for i in range(3) for m in pair_members(i)])
+    return str(place.shards)
+
+
+def removed(place: Place) -> str:
+    place.options["before"] = (place.shards / "1.tar").unlink
+    return str(place.shards)
+
+
+def stalling(case: Callable[[Place], str], timeout: float = 0.15, attempts: int = 3) -> Callable[[Place], str]:
+    def impatient(place: Place) -> str:
+        urls = case(place)
+        storage = {"timeout": timeout, "attempts": attempts}
+        place.options["storage"] = place.options.get("storage", {}) | storage
+        return urls
+
+    return impatient
+
+
+def on_the_web(**behaviour) -> Callable[[Place], str]:
+    def case(place: Place) -> str:
+        place.options["before"] = lambda: place.web.__dict__.update(behaviour)
+        return place.web_url + "/{0..2}.tar"
+
+    return case
+
+
+def named(*extra: str) -> Callable[[Place], str]:
+    return lambda place: "::".join([str(place.shards), *extra])
+
+
+def allowing(case: Callable[[Place], str]) -> Callable[[Place], str]:
+    def allowed(place: Place) -> str:
+        place.options["max_missing_shards"] = 0.3
+        return case(place)
+
+    return allowed
+
+
+def empty_shard(content: bytes) -> Callable[[Place], str]:
+    def case(place: Place) -> str:
+        (place.shards / "3.tar").write_bytes(content)
+        return str(place.shards)
+
+    return case
+
+
+def payload(place: Place) -> str:
+    data = pickle.dumps(Payload(place.folder / "executed"))
+    return place.add(*[(f"p.{e}", data) for e in ("pkl", "pickle", "pyd", "pth", "npy")], *pair_members(31, key="p"))
+
+
+def bad_key(name: str) -> Callable[[Place], str]:
+    return lambda place: place.add(*pair_members(31, key=name))
+
+
+def interleaved(place: Place) -> str:
+    return place.add(*[member for pair in zip(pair_members(31), pair_members(32)) for member in pair])
+
+
+def overwriting(data: bytes) -> Callable[[Place], str]:
+    def change(tar: bytes) -> bytes:
+        at = header_in(tar)
+        return tar[:at] + data + tar[at + len(data) :]
+
+    return lambda place: place.edit(change)
+
+
+def pipe_then(end: str) -> Callable[[Place], str]:
+    return lambda place: pipes(place) + f"::pipe:head -c 2000 {place.in_shell}/0.tar; {end}"
+
+
+def pipes(place: Place) -> str:
+    place.options["storage"] = {"allow_pipe": True}
+    return f"pipe:cat {place.in_shell}/" + "{0..2}.tar"
+
+
+_JPEG = encode(picture(0, 64, 64), "JPEG", quality=90)
+_RGBA = Image.fromarray(np.dstack([picture(1), np.full((20, 24), 90, np.uint8)]))
+_ANIMATION = encode(
+    Image.new("RGB", (16, 16), "red"), "GIF", save_all=True, append_images=[Image.new("RGB", (16, 16), "blue")]
+)
+_DEEP = np.linspace(0, 65535, 400).reshape(20, 20).astype(np.uint16)
+
+# (what, how, good samples that an epoch of the indexed reader uses beside the 30 of every case)
+CASES: list[tuple[str, Callable[[Place], str], int | None]] = [
+    ("no fault", named(), 0),
+    ("truncated JPEG", image(_JPEG[:600]), 1),
+    ("JPEG with damaged data that decodes", image(_JPEG[:700] + bytes(200) + _JPEG[900:]), 2),
+    ("web page as image", image(b"<html>404 not found</html>"), 1),
+    ("empty image file", image(b""), 1),
+    ("16-bit grey PNG", image(encode(_DEEP), "png"), 2),
+    ("CMYK JPEG", image(encode(Image.fromarray(picture(1)).convert("CMYK"), "JPEG")), 2),
+    ("palette PNG", image(encode(Image.fromarray(picture(1)).convert("P")), "png"), 2),
+    ("PNG with alpha", image(encode(_RGBA), "png"), 2),
+    ("animation", image(_ANIMATION), 2),
+    ("bomb: 20,000 x 20,000 pixels in 1 KB", image(png_bomb(20_000, 20_000), "png"), 1),
+    ("one pixel wide image", image(encode(picture(0, 40, 1)), "png"), 1),
+    ("missing caption", lambda place: place.add(("bad.png", encode(picture(9)))), 1),
+    ("empty caption", caption(b" \n"), 1),
+    ("10 MB caption", caption(b"long " * 2_000_000), 2),
+    ("malformed UTF-8 in the caption", caption(b"caf\xe9 \xff\xfe"), 2),
+    ("NUL bytes in the caption", caption(b"a\x00b"), 2),
+    ("broken json, no text", lambda p: p.add(("bad.png", encode(picture(9))), ("bad.json", b'{"caption"')), 1),
+    ("deeply nested json, no text", lambda p: p.add(("bad.png", encode(picture(9))), ("bad.json", b"[" * 99_999)), 1),
+    ("missing image", lambda place: place.add(("bad.txt", b"text")), 1),
+    ("duplicate member", lambda p: p.add(*pair_members(31, key="twice"), *pair_members(32, key="twice")), 2),
+    ("members of samples interleaved", interleaved, 3),
+    ("names with ..", bad_key("../../../tmp/x"), 2),
+    ("absolute names", bad_key("/etc/passwd"), 2),
+    ("malformed UTF-8 in names", bad_key("caf\udce9"), 2),
+    ("pickles and other code beside a sample", payload, 2),
+    ("tar cut in a member", lambda p: p.edit(lambda tar: tar[: header_in(tar) + 600]), -4),
+    ("tar cut between members", lambda p: p.edit(lambda tar: tar[: header_in(tar)]), -4),
+    ("tar zero-filled from the middle on", lambda p: p.edit(lambda tar: tar[: header_in(tar)] + bytes(10**6)), -4),
+    ("one wrong byte in a header", overwriting(b"!"), -1),
+    ("a header overwritten by zeros", overwriting(bytes(512)), -1),
+    ("two tars in one file", lambda p: p.edit(lambda tar: tar + (p.shards / "2.tar").read_bytes()), 10),
+    ("file of 0 bytes", empty_shard(b""), 0),
+    ("empty tar", empty_shard(bytes(10240)), 0),
+    ("web page as shard", empty_shard(b"<html>404</html>" * 100), 0),
+    ("missing shard", named("/no/such/shard.tar"), ENDS),
+    ("missing shard, up to 30% allowed", allowing(named("/no/such/shard.tar")), 0),
+    ("shard replaced during the run", replaced, -10),
+    ("shard removed during the run", removed, -10),
+    ("pipe: without --allow-pipe-urls", lambda place: f"pipe:cat {place.in_shell}/0.tar", ENDS),
+    ("pipe:", pipes, 0),
+    ("pipe: that fails after 2 KB", pipe_then("exit 1"), ENDS),
+    ("the same, up to 30% allowed", allowing(pipe_then("exit 1")), 0),
+    ("pipe: that stalls, up to 30% allowed", stalling(allowing(pipe_then("sleep 60")), 1.5, 1), 0),
+    ("http, ranged", on_the_web(), 0),
+    ("http that answers 503 twice", on_the_web(fail=2), 0),
+    ("http that goes away during the run", on_the_web(fail=10**9), ENDS),
+    ("http that stalls in the middle of answers", stalling(on_the_web(stall=300)), ENDS),
+    ("file replaced on the web server", on_the_web(tag="2"), ENDS),
+]  # fmt: skip
+
+
+@dataclass
+class Outcome:
+    used: int = 0
+    report: dict[str, int] = field(default_factory=dict)
+    error: str = ""
+    seconds: float = 0.0
+
+    def __str__(self) -> str:
+        counted = ", ".join(f"`{name}` {n}" for name, n in self.report.items() if name != "samples")
+        return f"ends: {self.error}" if self.error else f"{self.used} used" + (f"; {counted}" if counted else "")
+
+
+def run_case(case: Callable[[Place], str], reader: str, folder: Path, tokenizer: Tokenizer) -> tuple[Outcome, bool]:
+    """(what happened in an epoch, whether anything was executed)."""
+    for shard in range(3):
+        members = [m for i in range(10 * shard, 10 * shard + 10) for m in pair_members(i)]
+        write_tar(folder / "shards" / f"{shard}.tar", members)
+    started, outcome = time.monotonic(), Outcome()
+    with serving(folder / "shards") as (web_url, web):
+        place = Place(folder, web, web_url)
+        urls, options = case(place), place.options
+        before, storage = options.pop("before", None), {"timeout": 5.0, "attempts": 3} | options.pop("storage", {})
+        storage = StorageOptions(backoff=0.01, cache=str(folder / "spool"), **storage)
+        options |= {"num_samples": 200} if reader == "streaming" else {}
+        try:
+            loader = small_loader(
+                urls,
+                tokenizer,
+                max_bad_fraction=0.95,
+                reader=reader,
+                storage=storage,
+                index_cache=str(folder / "index"),
+                **options,
+            )
+            if before:
+                before()
+            used = set()
+            for (batch,) in loader:
+                used.add(int(batch["ids"]))
+                if reader == "streaming" and len(used) == GOOD + 3:
+                    break
+            outcome.used = len(used)
+            outcome.report = loader.report()
+        except (ValueError, RuntimeError) as error:
+            outcome.error = _first_line(str(error), folder, web_url)
+    outcome.seconds = time.monotonic() - started
+    return outcome, (folder / "executed").exists()
+
+
+def _first_line(message: str, folder: Path, web_url: str) -> str:
+    line = message.splitlines()[0].replace(str(folder), "").replace(web_url, "http://server")
+    return line if len(line) <= 160 else line[:157] + "..."
+
+
+def main(path: str) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        tokenizer, rows = caption_tokenizer(Path(folder)), []
+        for number, (what, case, _) in enumerate(CASES):
+            cells = []
+            for reader in ("indexed", "streaming"):
+                outcome, executed = run_case(case, reader, Path(folder) / f"{number}{reader}", tokenizer)
+                assert not executed
+                if reader == "streaming" and not outcome.error:
+                    outcome.report = dict.fromkeys(n for n in outcome.report if n != "samples")
+                    counted = ", ".join(f"`{name}`" for name in outcome.report)
+                    cells.append(f"{outcome.used} used" + (f"; {counted}" if counted else ""))
+                else:
+                    cells.append(str(outcome))
+            rows.append(f"| {what} | {' | '.join(cell.replace('|', '/') for cell in cells)} |")
+            print(rows[-1], flush=True)
+    Path(path).write_text(_HEAD + "\n".join(rows) + "\n")
+
+
+_HEAD = """# Faults, and what happens in each
+
+Written by `python -m tests.lib.data_faults docs/data_faults.md`; `tests/data/test_data_faults.py` holds each case to
+it. A case is 30 good samples in three shards and the fault named on the left (most add a shard with one more good
+sample). "used" are the different samples that one epoch used; nothing crashed, hung, or executed a byte of the data. A bad sample is
+replaced, and its replacement may be bad too, so a cause can count more than once. The streaming reader goes around its
+shards until 33 different samples or 200 steps are made, so only its causes are shown. [data.md](data.md) explains the
+names. Here a stalled
+read ends after 0.15 s and is tried 3 times, a stalled pipe after 1.5 s and is not.
+
+| fault | indexed reader | streaming reader |
+|---|---|---|
+"""
+
+if __name__ == "__main__":
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    main(sys.argv[1])

@@ -1,0 +1,37 @@
+"""Many gloo ranks in little time: python tests/lib/many_ranks.py WORLD_SIZE FOLDER CASES: losses of CASES.
+
+One process imports torch and forks the ranks (tests/lib/ranks.py starts each anew, which takes its seconds). CASES is a
+pickle of [(Case, options), ...]; FOLDER/RANK.pt holds rank RANK's evaluations.
+"""
+
+import os
+import pickle
+import sys
+from datetime import timedelta
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.spawn import fork_ranks
+from tests.lib.loss_oracle import evaluate
+
+
+def run_rank(rank: int, world_size: int, folder: Path, cases: list) -> None:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    store = dist.FileStore(str(folder / "store"), world_size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=120))
+    torch.save([evaluate(case, rank, world_size, **options) for case, options in cases], folder / f"{rank}.pt")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def main(world_size: int, folder: Path, cases: list) -> int:
+    return fork_ranks(world_size, lambda rank: run_rank(rank, world_size, folder, cases))
+
+
+if __name__ == "__main__":
+    folder = Path(sys.argv[2])
+    sys.exit(main(int(sys.argv[1]), folder, pickle.loads(Path(sys.argv[3]).read_bytes())))

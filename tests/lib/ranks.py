@@ -1,0 +1,139 @@
+"""Run a function on W gloo ranks: `run_ranks(function, world_size, *args, **kwargs)` -> results of ranks 0 to W-1.
+
+The processes of a world size are started once for a file of tests and reused in it, forked from one that has imported
+all they need (preload.py: importing costs each rank seconds of a core, a call milliseconds). `end_ranks`, at the end of
+each file (conftest.py), ends them: every group that a test made leaves threads behind that wake a hundred times a
+second, and a hundred processes of them took a third of two cores. A function takes (rank, world_size,
+*args), must be importable (module level), and may use torch.distributed's WORLD group. An exception on any rank is
+raised here with its traceback; a hang ends after `timeout` seconds. In both cases the processes of that world size are
+thrown away, since their collectives may be out of step.
+Forked ranks share the seed of Python's hashes, which launched ones do not: a result that depends on the order of a set
+differs between ranks under a launcher only. Python's and numpy's random states are new on each rank with each call,
+torch's is the same on all with each call.
+Plain pickle carries arguments and results (not torch's shared-memory reductions, which outlive a killed process).
+"""
+
+import atexit
+import contextlib
+import os
+import pickle
+import random
+import socket
+import traceback
+
+import torch.multiprocessing as mp
+
+_pools: dict[int, "_Pool"] = {}
+
+
+STARTING = 240.0  # seconds for what the first call on so many ranks waits for beside its own timeout: imports
+
+
+def run_ranks(function, world_size: int, *args, timeout: float = 120.0, **kwargs) -> list:
+    if world_size not in _pools:
+        _pools[world_size] = _Pool(world_size)
+    return _pools[world_size].run(function, args, kwargs, timeout)
+
+
+def refused(function, *args, **kwargs) -> str | None:
+    """For a rank: what the ValueError says that function(*args, **kwargs) raises; None where it raises none."""
+    try:
+        function(*args, **kwargs)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+class _Pool:
+    def __init__(self, world_size: int):
+        context = mp.get_context("forkserver")
+        context.set_forkserver_preload(["tests.lib.preload"])
+        self.world_size = world_size
+        port = free_port()
+        self.pipes, self.processes = [], []
+        for rank in range(world_size):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(rank, world_size, port, theirs), daemon=True)
+            process.start()
+            theirs.close()
+            self.pipes.append(ours)
+            self.processes.append(process)
+        for rank, pipe in enumerate(self.pipes):
+            if not pipe.poll(STARTING):
+                self.close()
+                raise TimeoutError(f"rank {rank} of {world_size} did not start within {STARTING:.0f} s")
+            pipe.recv_bytes()
+
+    def run(self, function, args, kwargs, timeout: float) -> list:
+        results = []
+        try:
+            for pipe in self.pipes:
+                pipe.send_bytes(pickle.dumps((function, args, kwargs)))
+            for rank, pipe in enumerate(self.pipes):
+                if not pipe.poll(timeout):
+                    raise TimeoutError(f"rank {rank} of {self.world_size} did not answer within {timeout:.0f} s")
+                kind, value = pickle.loads(pipe.recv_bytes())
+                if kind == "error":
+                    raise RuntimeError(f"rank {rank} of {self.world_size} failed:\n{value}")
+                results.append(value)
+        except BaseException:  # KeyboardInterrupt and pytest's time-out too: the ranks are in an unknown state
+            self.close()
+            raise
+        return results
+
+    def close(self):
+        _pools.pop(self.world_size, None)
+        for process in self.processes:
+            process.kill()
+
+
+def _serve(rank: int, world_size: int, port: int, pipe) -> None:
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(world_size),
+        LOCAL_WORLD_SIZE=str(world_size),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        GLOO_SOCKET_IFNAME="lo",
+        DS_ACCELERATOR="cpu",
+    )
+    import numpy
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    pipe.send_bytes(b"ready")
+    while True:
+        try:
+            function, args, kwargs = pickle.loads(pipe.recv_bytes())
+        except EOFError:
+            return
+        # as in a process of its own, whatever the test before has seeded or drawn
+        numpy.random.seed(), random.seed(), torch.manual_seed(0)
+        try:
+            answer = pickle.dumps(("result", function(rank, world_size, *args, **kwargs)))
+        except BaseException:  # run() raises it in the test
+            answer = pickle.dumps(("error", traceback.format_exc()))
+        pipe.send_bytes(answer)
+
+
+def free_port() -> int:
+    """Not one of those that the system gives to connections: it could be taken again before it is listened on."""
+    while True:
+        port = random.SystemRandom().randrange(10_000, 30_000)  # not what a test has seeded: suites run side by side
+        with socket.socket() as s, contextlib.suppress(OSError):
+            s.bind(("127.0.0.1", port))
+            return port
+
+
+@atexit.register
+def end_ranks() -> None:
+    for pool in _pools.values():
+        for pipe in pool.pipes:
+            pipe.close()  # a rank that waits for work ends, and what it covered is written
+    for pool in list(_pools.values()):
+        for process in pool.processes:
+            process.join(5)
+        pool.close()

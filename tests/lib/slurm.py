@@ -1,0 +1,151 @@
+"""A real Slurm over the hosts of hosts.py: `with Slurm(hosts, folder) as slurm:` starts its daemons.
+
+    job = slurm.submit(["--nodes", "2", "launch/slurm.sbatch", ...])      slurm.state(job)["JobState"]
+    slurm.run("scancel", "--signal=USR1", job)
+
+One munged serves all hosts through its socket. A job that is queued again waits for its credentials to expire: 5 s
+here, not two minutes. Nothing is confined (no control groups); each host has 16 cores, as far as Slurm knows. Seen to
+work with Slurm 22.05.
+"""
+
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+from tests.lib.hosts import PATH, Hosts
+from tests.lib.waiting import wait_until
+
+PROGRAMS = ("slurmctld", "slurmd", "munged")
+_CONF = """
+ClusterName=tests
+SlurmctldHost=worker-1({controller})
+SlurmUser=root
+SlurmdUser=root
+AuthType=auth/munge
+AuthInfo=socket={folder}/munge,cred_expire=5
+CredType=cred/munge
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/%n
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd-%n.pid
+SlurmdParameters=config_overrides
+ProctrackType=proctrack/pgid
+TaskPlugin=task/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_CPU
+SchedulerType=sched/builtin
+SchedulerParameters=batch_sched_delay=1,sched_interval=2
+JobAcctGatherType=jobacct_gather/none
+AccountingStorageType=accounting_storage/none
+MessageTimeout=30
+SlurmdTimeout=6
+ReturnToService=0
+"""
+
+
+def missing() -> str | None:
+    """Why there can be no Slurm; None where there can."""
+    absent = [program for program in PROGRAMS if not (shutil.which(program) or Path("/usr/sbin", program).exists())]
+    return f"not installed: {', '.join(absent)} (slurm-wlm)" if absent else None
+
+
+class Slurm:
+    def __init__(self, hosts: Hosts, folder: Path):
+        self.hosts, self.folder = hosts, folder
+        self.daemons: list[subprocess.Popen] = []
+        self.environment = [f"SLURM_CONF={folder}/slurm.conf", f"PATH={PATH}", f"HOME={hosts.folder}"]
+
+    def __enter__(self) -> "Slurm":
+        try:
+            self._start()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def _start(self) -> None:
+        for folder in ("", "state", *(host.name for host in self.hosts.all)):
+            (self.folder / folder).mkdir(parents=True, exist_ok=True)
+        nodes = "".join(f"NodeName={host.name} NodeAddr={host.address} CPUs=16\n" for host in self.hosts.all)
+        settings = _CONF.format(controller=self.hosts[0].address, folder=self.folder)
+        (self.folder / "slurm.conf").write_text(f"{settings}{nodes}PartitionName=all Nodes=ALL Default=YES\n")
+        (self.folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")  # the kind that is not looked for at start
+        key = self.folder / "key"
+        key.write_bytes(os.urandom(128))
+        key.chmod(0o400)
+        own = [f"--{name}-file={self.folder}/munge.{name}" for name in ("pid", "seed", "log")]
+        munged = ["munged", "--foreground", "--force", f"--key-file={key}", f"--socket={self.folder}/munge", *own]
+        self._keep(munged, "munged", on=0)
+        self._keep(["slurmctld", "-D"], "slurmctld", on=0)
+        for number in range(len(self.hosts.all)):
+            self.start_node(number)
+        self.wait_until(lambda: self.run("sinfo", "-h", "-o", "%D %t") == f"{len(self.hosts.all)} idle\n", 30)
+
+    def return_node(self, number: int) -> None:
+        """A host that crashed is back, and as many administrators have it, it gets work when one has looked at it.
+
+        With ReturnToService=2 a job is started there within the second of its slurmd's start, and what the controller
+        had still to tell the lost one, to end this job's tasks, may reach the new ones (1 of 72 times).
+        """
+        self.hosts.restart(number)
+        self.start_node(number)
+        name = self.hosts[number].name
+        self.wait_until(lambda: self.run("sinfo", "-h", "-n", name, "-o", "%t") == "down\n", 60)  # down*: is silent
+        self.run("scontrol", "update", f"nodename={name}", "state=resume")
+
+    def start_node(self, number: int) -> None:
+        name = self.hosts[number].name
+        self._keep(["slurmd", "-D", "-N", name], name, on=number)
+
+    def _keep(self, command: list[str], name: str, on: int) -> None:
+        words = self.hosts[on].command(["env", "-i", *self.environment, *command])
+        with open(self.folder / f"{name}.out", "w") as output:
+            self.daemons.append(subprocess.Popen(words, stdout=output, stderr=output, stdin=subprocess.DEVNULL))
+
+    def wait_until(self, condition: Callable[[], bool], seconds: float) -> None:
+        """AssertionError, with what is known of nodes, jobs and daemons, when `condition` is not met in time."""
+        wait_until(condition, seconds, lambda: f"not within {seconds:.0f} s\n{self._known()}")
+
+    def _known(self) -> str:
+        jobs = self.run("scontrol", "--oneliner", "show", "job")
+        texts = {"nodes": self.run("sinfo", "--long", "--Node"), "jobs": jobs}
+        files = [*map(Path, re.findall(r"StdOut=(\S+)", jobs)), *sorted(self.folder.glob("*.out"))]
+        texts |= {path.name: path.read_text()[-2000:] for path in files if path.exists()}
+        return "\n".join(f"--- {name}\n{text}" for name, text in texts.items())
+
+    def __exit__(self, *_) -> None:
+        for host in self.hosts.all:  # what started the daemons is no parent of theirs
+            if host.is_up:
+                host.run(["pkill", "-KILL", "slurm|munged"])
+        for daemon in self.daemons:
+            daemon.kill()
+            daemon.wait()
+
+    def run(self, *words, cwd=None) -> str:
+        """What a command prints on the first host."""
+        done = self.hosts[0].run(["env", "-i", *self.environment, *words], cwd, timeout=120)
+        return done.stdout + done.stderr
+
+    def submit(self, words: list, cwd=None) -> str:
+        """The job's number."""
+        printed = self.run("sbatch", "--parsable", *words, cwd=cwd)
+        assert printed.strip().isdigit(), printed
+        return printed.strip()
+
+    def state(self, job: str) -> dict[str, str]:
+        """What `scontrol show job` says; nothing where the controller does not answer in time."""
+        return dict(re.findall(r"(\w+)=(\S+)", self.run("scontrol", "show", "job", job)))
+
+    def cancel_all(self) -> None:
+        """And wait until no job is left."""
+        self.run("scancel", "--user", "root")
+        self.wait_until(lambda: self.run("squeue", "-h") == "", 120)
+
+    def wait(self, job: str, seconds: float = 180) -> dict[str, str]:
+        """Its state when it has ended for good."""
+        ends = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
+        self.wait_until(lambda: self.state(job).get("JobState") in ends, seconds)
+        return self.state(job)

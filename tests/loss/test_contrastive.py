@@ -1,0 +1,298 @@
+"""All losses by name: same call, same averages, on any process group."""
+
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.checkpoint import checkpoint
+
+from infcl import InfCLLoss, inf_cl_loss, info_nce_loss, nt_xent_loss, siglip_loss
+from infcl.loss.contrastive import LOSSES, ContrastiveLoss
+from infcl.loss.info_nce import _subtract_rows
+from infcl.loss.ring import RingExchange
+from tests.lib.loss_oracle import Case, features, oracle, relative_error
+from tests.lib.ranks import refused, run_ranks
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_every_loss_is_a_float32_scalar_untouched_by_autocast(name):
+    case = Case(name, 11, 24, 20.0, bias=-2.0)
+    images, texts = features(case.kind, case.rows, case.dim)
+    images.requires_grad_()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = ContrastiveLoss(name)(images, texts, case.scale, case.bias)
+    loss.backward()
+    assert loss.shape == () and loss.dtype == torch.float32
+    assert relative_error(loss.detach(), oracle(case).loss) < 1e-6
+    assert relative_error(images.grad, oracle(case).d_images) < 1e-5
+
+
+def _local_batches(rank, world_size):
+    """Two groups of two ranks, each with its own batch: rank 0 and 2 work on one, 1 and 3 on the other."""
+    groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    group = groups[rank % 2]
+    images, texts = features("random", 10, 24, seed=rank % 2)
+    mine = slice(5 * (rank // 2), 5 * (rank // 2) + 5)
+    losses = []
+    for name in LOSSES:
+        images_here = images[mine].clone().requires_grad_()
+        loss = ContrastiveLoss(name, group=group)(images_here, texts[mine], 10.0, -3.0)
+        loss.backward()
+        losses.append((loss.item(), images_here.grad))
+    return losses
+
+
+def test_losses_stay_inside_the_group_they_are_given():
+    results = run_ranks(_local_batches, 4)
+    for members, seed in (((0, 2), 0), ((1, 3), 1)):
+        images, texts = features("random", 10, 24, seed=seed)
+        for i, name in enumerate(LOSSES):
+            images_alone = images.clone().requires_grad_()
+            alone = ContrastiveLoss(name)(images_alone, texts, 10.0, -3.0)
+            alone.backward()
+            mean = sum(results[m][i][0] for m in members) / 2
+            assert mean == pytest.approx(alone.item(), rel=1e-5), name
+            gradient = torch.cat([results[m][i][1] for m in members]) / 2
+            torch.testing.assert_close(gradient, images_alone.grad, rtol=1e-4, atol=1e-6)
+
+
+def counted_comparisons():
+    """A context: how often ranks compare their shapes in it."""
+    plain = RingExchange.require_equal
+    return mock.patch.object(RingExchange, "require_equal", autospec=True, side_effect=plain)
+
+
+def _fixed_shape(rank, world_size, name):
+    """-> (what an unequal first call says; losses of both kinds and comparisons of 3 calls; what a later shape says)"""
+    with counted_comparisons() as compared:
+        fixed = ContrastiveLoss(name, group=dist.group.WORLD, fixed_shape=True)
+        unequal = refused(fixed, *features("random", 4 + rank, 24), 10.0, -3.0)
+        compared.reset_mock()
+        losses = []
+        for seed in range(3):
+            pairs = features("random", 5, 24, seed=world_size * seed + rank)
+            losses.append(
+                [loss(*pairs, 10.0, -3.0).item() for loss in (fixed, ContrastiveLoss(name, group=dist.group.WORLD))]
+            )
+        own = compared.call_count - 3  # without those of the loss that always compares
+        later = refused(fixed, *features("random", 6, 24), 10.0, -3.0) if rank == 1 else None
+        return unequal, losses, own, later
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_fixed_shape_is_compared_once_and_refused_with_the_numbers_when_it_changes(world_size, name):
+    results = run_ranks(_fixed_shape, world_size, name)
+    for unequal, losses, compared, _ in results:
+        assert str([4, 5, 6][:world_size]) in unequal
+        assert all(got == expected for got, expected in losses) and compared == 1
+    assert "rank 1 has features of shape (6, 24), all ranks had (5, 24)" in results[1][-1]
+
+
+LIBRARY = {
+    "inf_cl": lambda a, b, **options: inf_cl_loss(a, b, 10.0, **options),
+    "module": lambda a, b, group, **options: InfCLLoss(group=group, **options)(a, b, 10.0),
+    "siglip": lambda a, b, **options: siglip_loss(a, b, 10.0, -3.0, **options),
+    "info_nce": lambda a, b, **options: info_nce_loss(a, b, torch.arange(5), 10.0, **options),
+    "nt_xent": lambda a, b, **options: nt_xent_loss(a, b, 10.0, **options),
+}
+
+
+def _comparisons(rank, world_size):
+    """{loss: (comparisons of a call as it is, without compare_ranks, and whether both give the same)}"""
+    found, pairs = {}, features("random", 5, 24, seed=rank)
+    with counted_comparisons() as compared:
+        for name, loss in LIBRARY.items():
+            counts, values = [], []
+            for compare_ranks in (True, False):
+                values.append(loss(*pairs, group=dist.group.WORLD, compare_ranks=compare_ranks))
+                counts.append(compared.call_count)
+                compared.reset_mock()
+            found[name] = (*counts, bool(torch.equal(*values)))
+    return found
+
+
+def test_every_tiled_loss_leaves_the_comparison_of_ranks_out_where_it_is_told_to():
+    for found in run_ranks(_comparisons, 2):
+        assert found == dict.fromkeys(LIBRARY, (1, 0, True))
+
+
+def _steps(loss, group, seed, compiled, backend="aot_eager"):
+    """[(loss, gradients of features and scale)] of two shapes, of a step that is one graph where it is compiled."""
+
+    def step(images, texts, log_scale):
+        a, b = (torch.nn.functional.normalize(side, dim=1) for side in (images, texts))
+        return 2 * loss(a, b, log_scale.exp(), group=group)
+
+    torch._dynamo.reset()
+    step = torch.compile(step, backend=backend, fullgraph=True, dynamic=True) if compiled else step
+    found = []
+    for rows in (5, 7):
+        pairs = [side.requires_grad_() for side in features("random", rows, 24, seed=seed)]
+        inputs = *pairs, torch.tensor(2.0, requires_grad=True)
+        value = step(*inputs)
+        found.append([value.detach(), *torch.autograd.grad(value, inputs)])
+    return found
+
+
+COMPILED = {
+    "inf_cl": inf_cl_loss,
+    "module": lambda a, b, scale, group: InfCLLoss(group=group)(a, b, scale),
+    "by name": lambda a, b, scale, group: ContrastiveLoss("siglip", group=group)(a, b, scale, 0.1 * scale),
+    "siglip": lambda a, b, scale, **options: siglip_loss(a, b, scale, -scale, **options),
+    "info_nce": lambda a, b, scale, **options: info_nce_loss(
+        a, torch.cat([b, a.roll(1, 0)]), torch.arange(len(a)) // 2, scale, **options
+    ),
+    "nt_xent": lambda a, b, scale, **options: nt_xent_loss(a, b, scale, **options),
+    "16 bits": lambda a, b, scale, **options: inf_cl_loss(a.bfloat16(), b.bfloat16(), scale, **options),
+    "fp64": lambda a, b, scale, **options: inf_cl_loss(a, b, scale, tile_dtype="fp64", **options),
+}
+
+
+def _compiled_as_eager(rank, world_size):
+    """{loss: whether a compiled step, one graph with the loss in it, has the eager one's loss and gradients}"""
+    group, same = dist.group.WORLD if world_size > 1 else None, {}
+    for name, loss in COMPILED.items():
+        eager, compiled = (_steps(loss, group, rank, compiled) for compiled in (False, True))
+        same[name] = all(torch.equal(a, b) for pair in zip(eager, compiled) for a, b in zip(*pair))
+    return same
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_loss_is_part_of_its_callers_graph_bit_for_bit(world_size):
+    for same in run_ranks(_compiled_as_eager, world_size) if world_size > 1 else [_compiled_as_eager(0, 1)]:
+        assert same == dict.fromkeys(COMPILED, True)
+
+
+def test_inductor_compiles_around_a_loss():
+    eager, compiled = (_steps(inf_cl_loss, None, 0, compiled, "inductor") for compiled in (False, True))
+    for pair in zip(eager, compiled):
+        for a, b in zip(*pair):
+            torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("need_images, need_texts", [(True, False), (False, True), (False, False)])
+def test_in_a_graph_too_a_side_without_a_gradient_gets_none(need_images, need_texts):
+    images, texts = features("random", 5, 24)
+    images.requires_grad_(need_images), texts.requires_grad_(need_texts)
+    scale = torch.tensor(10.0, requires_grad=True)
+    torch._dynamo.reset()
+    step = torch.compile(InfCLLoss(), backend="aot_eager", fullgraph=True)
+    gradients = []
+    for loss in (step, InfCLLoss()):
+        images.grad = texts.grad = scale.grad = None
+        loss(images, texts, scale).backward()
+        assert (images.grad is not None, texts.grad is not None) == (need_images, need_texts)
+        gradients.append([x.grad for x in (images, texts, scale) if x.requires_grad])
+    assert all(torch.equal(a, b) for a, b in zip(*gradients))
+    with torch.no_grad():
+        assert step(images, texts, scale) == InfCLLoss()(images, texts, scale)
+
+
+def test_the_operators_of_a_graph_keep_torchs_rules():
+    """Their fakes have the shapes and dtypes of what they compute, nothing is written to, no memory is shared."""
+    images, texts = (side.requires_grad_() for side in features("random", 5, 24))
+    scale, positives = torch.tensor(10.0, requires_grad=True), torch.tensor([0, 3, 3, 1, 0])
+    options = None, "torch", None, 1000, "auto", None, "on", True
+    for name, inputs in {
+        "inf_cl": [images, texts, scale],
+        "siglip": [images, texts, scale, torch.tensor(-3.0, requires_grad=True)],
+        "info_nce": [images, texts, positives, scale],
+        "nt_xent": [images, texts, scale],
+    }.items():
+        wanted = [True, True, False][: 3 if name == "info_nce" else 2]
+        torch.library.opcheck(torch.ops.infcl.tiled_loss.default, (name, inputs, wanted, *options))
+
+
+def _disagreeing(rank, world_size):
+    """What is said, by an eager caller and by a compiled one, where ranks differ in what they want and in precision."""
+    images, texts = (side.requires_grad_() for side in features("random", 4, 8))
+    compiled = torch.compile(inf_cl_loss, backend="aot_eager", fullgraph=True)
+    messages = []
+    for loss in (inf_cl_loss, compiled):
+        frozen = texts.detach() if rank == 1 else texts
+        messages.append(refused(loss, images, frozen, 1.0, group=dist.group.WORLD))
+        half = "fp16" if rank == 1 else "bf16"
+        messages.append(refused(loss, images, texts, 1.0, group=dist.group.WORLD, tile_dtype=half))
+        single = "tf32" if rank == 1 else "fp32"
+        messages.append(refused(loss, images, texts, 1.0, group=dist.group.WORLD, tile_dtype=single))
+    return messages
+
+
+def test_ranks_that_want_other_gradients_or_products_are_told_so():
+    for messages in run_ranks(_disagreeing, 2):
+        for wishes, products, tf32 in (messages[:3], messages[3:]):
+            assert "same requires_grad of columns on every rank; ranks 0.. have [1, 0]" in wishes
+            assert "same dtype of products on every rank" in products and "'torch.float16'" in products
+            assert "same tf32 products on every rank; ranks 0.. have [0, 1]" in tf32
+
+
+@pytest.mark.parametrize("name", LIBRARY)
+def test_a_checkpoint_around_a_loss_computes_it_again(name):
+    """torch.utils.checkpoint and save_on_cpu give what was saved to whoever reads it once."""
+    plain, again = [], []
+    for found, call in (
+        (plain, lambda loss, a, b: loss(a, b, group=None)),
+        (again, lambda loss, a, b: checkpoint(lambda x, y: loss(x, y, group=None), a, b, use_reentrant=False)),
+    ):
+        pairs = [side.requires_grad_() for side in features("random", 5, 24)]
+        value = call(LIBRARY[name], *pairs)
+        found += [value.detach(), *torch.autograd.grad(value, pairs)]
+    assert all(torch.equal(a, b) for a, b in zip(plain, again))
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_in_a_graph_too_double_backward_is_refused(backend):
+    torch._dynamo.reset()
+    images, texts = (side.requires_grad_() for side in features("random", 5, 24))
+    loss = torch.compile(inf_cl_loss, backend=backend, fullgraph=True)(images, texts, torch.tensor(10.0))
+    with pytest.raises(RuntimeError, match="double backward"):
+        (gradient,) = torch.autograd.grad(loss, images, create_graph=True)
+        gradient.sum().backward()
+
+
+def test_what_is_refused_is_refused_in_a_graph_too():
+    torch._dynamo.reset()
+    step = torch.compile(inf_cl_loss, backend="aot_eager", fullgraph=True)
+    with pytest.raises(ValueError, match=r"\(4, 8\), \(5, 8\)"):
+        step(torch.zeros(4, 8), torch.zeros(5, 8), torch.tensor(1.0))
+    with pytest.raises(ValueError, match="unknown ring 'two'"):
+        step(*features("random", 5, 24), torch.tensor(1.0), ring="two")
+
+
+def _twice(rank, world_size):
+    """{loss: whether value and gradients are the same twice}; in info_nce all queries share two documents."""
+    group = dist.group.WORLD if world_size > 1 else None
+    shared = torch.arange(200) % 2
+    losses = LIBRARY | {"info_nce": lambda a, b, **options: info_nce_loss(a, b, shared, 10.0, **options)}
+    pairs, same = [side.requires_grad_() for side in features("random", 200, 24, seed=rank)], {}
+    for name, loss in losses.items():
+        results = []
+        for _ in range(2):
+            value = loss(*pairs, group=group, tile_dtype="bf16")
+            results.append((value.detach(), *torch.autograd.grad(value, pairs)))
+        same[name] = all(torch.equal(a, b) for a, b in zip(*results))
+    return same
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_every_tiled_loss_is_the_same_twice_bit_for_bit(world_size):
+    for same in run_ranks(_twice, world_size) if world_size > 1 else [_twice(0, 1)]:
+        assert same == dict.fromkeys(LIBRARY, True)
+
+
+def test_many_queries_of_one_document_are_summed_in_a_fixed_order():
+    """With threads, of which a test's ranks have one."""
+    rows, threads = torch.randn(3000, 24, generator=torch.Generator().manual_seed(0)), torch.get_num_threads()
+    sums = [torch.zeros(3000, 24) for _ in range(60)]
+    torch.set_num_threads(2)
+    for total in sums:
+        _subtract_rows(total, torch.arange(3000) % 2, rows)
+    torch.set_num_threads(threads)
+    assert all(torch.equal(total, sums[0]) for total in sums)
+
+
+def test_an_unknown_loss_is_refused_with_the_names():
+    with pytest.raises(ValueError, match="'clippy'.*inf_cl.*siglip"):
+        ContrastiveLoss("clippy")

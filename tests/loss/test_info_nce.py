@@ -1,0 +1,159 @@
+"""One-directional InfoNCE over the ring equals the dense float64 cross entropy, for any choice of positives."""
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from infcl import info_nce_loss
+from tests.lib.loss_oracle import features, means_over_ranks, relative_error
+from tests.lib.ranks import refused, run_ranks
+
+# (queries per rank, documents per rank, D, scale, how positives are drawn)
+CASES = [
+    (7, 23, 24, 20.0, "distinct"),
+    (9, 13, 40, 100.0, "shared"),
+    (11, 5, 24, 10.0, "shared"),  # more queries than documents
+    (1, 1, 24, 5.0, "distinct"),
+]
+
+
+def _global_batch(case, world_size):
+    queries, documents, dim, _, kind = case
+    generator = torch.Generator().manual_seed(queries)
+
+    def draw(rows):
+        return F.normalize(torch.randn(rows * world_size, dim, generator=generator), dim=1)
+
+    q, d = draw(queries), draw(documents)
+    if kind == "distinct":
+        rows = [torch.randperm(documents, generator=generator)[:queries] for _ in range(world_size)]
+    else:
+        rows = [torch.randint(0, documents, (queries,), generator=generator) for _ in range(world_size)]
+    return q, d, torch.stack(rows)  # positives: [W, q], indices among a rank's own documents
+
+
+def evaluate(rank, world_size, cases, device="cpu", **options):
+    results = []
+    for case in cases:
+        q, d, positives = _global_batch(case, world_size)
+        own_q = q.chunk(world_size)[rank].clone().to(device).requires_grad_()
+        own_d = d.chunk(world_size)[rank].clone().to(device).requires_grad_()
+        scale = torch.tensor(case[3], device=device, requires_grad=True)
+        group = dist.group.WORLD if world_size > 1 else None
+        bound = {"workspace_bytes": 448, **options}
+        loss = info_nce_loss(own_q, own_d, positives[rank].to(device), scale, group=group, **bound)
+        loss.backward()
+        results.append([value.cpu() for value in (loss.detach(), own_q.grad, own_d.grad, scale.grad)])
+    return results
+
+
+def _oracle(case, world_size):
+    q, d, positives = _global_batch(case, world_size)
+    q, d = q.double().requires_grad_(), d.double().requires_grad_()
+    scale = torch.tensor(case[3], dtype=torch.float64, requires_grad=True)
+    labels = (positives + torch.arange(world_size)[:, None] * case[1]).flatten()
+    loss = F.cross_entropy(scale * q @ d.T, labels)
+    loss.backward()
+    return loss.detach(), q.grad, d.grad, scale.grad
+
+
+def assert_equal(per_rank, cases, tolerance=1e-5):
+    world_size = len(per_rank)
+    for case, results in zip(cases, zip(*per_rank)):
+        for value, truth in zip(means_over_ranks(results), _oracle(case, world_size)):
+            assert relative_error(value, truth, floor=0.1) < tolerance, case
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_info_nce_equals_the_dense_float64_cross_entropy(world_size):
+    if world_size == 1:
+        return assert_equal([evaluate(0, 1, CASES)], CASES)
+    assert_equal(run_ranks(evaluate, world_size, CASES), CASES)
+
+
+def test_info_nce_is_exact_over_a_two_level_ring():
+    assert_equal(run_ranks(evaluate, 4, CASES, ring="two-level", ranks_per_node=2), CASES)
+
+
+def test_what_is_left_where_documents_are_told_apart_is_precise_too():
+    queries, documents = features("apart", 40, 256)
+    positives = torch.randperm(40, generator=torch.Generator().manual_seed(0))
+    documents = documents[positives.argsort()]
+    results = []
+    for dtype in (torch.float32, torch.float64):
+        q, d = (side.to(dtype).requires_grad_() for side in (queries, documents))
+        scale = torch.tensor(100.0, dtype=dtype, requires_grad=True)
+        if dtype == torch.float32:
+            loss = info_nce_loss(q, d, positives, scale, workspace_bytes=448)
+        else:
+            loss = F.cross_entropy(scale * q @ d.T, positives)
+        results.append((loss.detach(), *torch.autograd.grad(loss, (q, d, scale))))
+    assert 0 < results[1][0] < 1e-4
+    for value, truth in zip(*results):
+        assert relative_error(value, truth) < 1e-3
+
+
+@pytest.mark.parametrize("dtype, tile_dtype", [(torch.float64, "fp32"), (torch.float32, "fp64")])
+def test_products_of_another_width_than_the_features(dtype, tile_dtype):
+    q, d, positives = _global_batch(CASES[1], 1)
+    q, d = q.to(dtype).requires_grad_(), d.to(dtype).requires_grad_()
+    loss = info_nce_loss(q, d, positives[0], CASES[1][3], tile_dtype=tile_dtype)
+    truth, d_queries, d_documents, _ = _oracle(CASES[1], 1)
+    gradients = torch.autograd.grad(loss, (q, d))
+    assert all(gradient.dtype == dtype for gradient in gradients)
+    for value, expected in zip((loss.detach(), *gradients), (truth, d_queries, d_documents)):
+        assert relative_error(value, expected, floor=0.1) < 1e-5
+
+
+def test_wrong_positives_are_refused_with_the_numbers():
+    queries, documents = torch.ones(2, 8), torch.ones(3, 8)
+    with pytest.raises(ValueError, match=r"1\.\.3; this rank's documents are 0\.\.2"):
+        info_nce_loss(queries, documents, torch.tensor([1, 3]), 1.0)
+    with pytest.raises(ValueError, match=r"\[2\]; got \(3,\)"):
+        info_nce_loss(queries, documents, torch.tensor([0, 1, 2]), 1.0)
+    with pytest.raises(ValueError, match=r"\(2, 8\), \(3, 9\)"):
+        info_nce_loss(queries, torch.ones(3, 9), torch.tensor([0, 1]), 1.0)
+    with pytest.raises(ValueError, match="on one device; got cpu, cpu, meta"):
+        info_nce_loss(queries, documents, torch.tensor([0, 1], device="meta"), 1.0)
+
+
+def _one_misplaced(rank, world_size):
+    positives = torch.tensor([0, 3 if rank == 1 else 2])
+    return refused(info_nce_loss, torch.ones(2, 8), torch.ones(3, 8), positives, 1.0, group=dist.group.WORLD)
+
+
+def test_a_positive_outside_on_one_rank_is_refused_on_every_rank():
+    for rank, message in enumerate(run_ranks(_one_misplaced, 3)):
+        assert "place of positives (1: inside) on every rank; ranks 0.. have [1, 0, 1]" in message
+        assert ("positives lie in 0..3; this rank's documents are 0..2" in message) == (rank == 1)
+
+
+@pytest.mark.parametrize("wanted", [(True, False), (False, True), (False, False)])
+def test_a_side_without_gradient_leaves_the_others_exact(wanted):
+    q, d, positives = _global_batch(CASES[1], 1)
+    truth = dict(zip("qds", _oracle(CASES[1], 1)[1:]))
+    q.requires_grad_(wanted[0]), d.requires_grad_(wanted[1])
+    scale = torch.tensor(float(CASES[1][3]), requires_grad=True)
+    sides = {name: x for name, x in zip("qds", (q, d, scale)) if x.requires_grad}
+    loss = info_nce_loss(q, d, positives[0], scale)
+    for name, gradient in zip(sides, torch.autograd.grad(loss, list(sides.values()))):
+        assert relative_error(gradient, truth[name], floor=0.1) < 1e-5, name
+
+
+def _two_kinds_of_half(rank, world_size):
+    half = torch.float16 if rank == 1 else torch.bfloat16
+    with pytest.raises(ValueError) as raised:
+        info_nce_loss(
+            torch.ones(2, 8, dtype=half),
+            torch.ones(3, 8, dtype=half),
+            torch.tensor([0, 1]),
+            1.0,
+            group=dist.group.WORLD,
+        )
+    return str(raised.value)
+
+
+def test_dtypes_of_as_many_bytes_are_told_apart_on_every_rank():
+    for message in run_ranks(_two_kinds_of_half, 3):
+        assert "dtype" in message and "['torch.bfloat16', 'torch.float16', 'torch.bfloat16']" in message

@@ -1,0 +1,323 @@
+"""The ring moves what it is given, on any process group, and refuses unequal ranks with the numbers."""
+
+import os
+import re
+import signal
+import weakref
+from datetime import timedelta
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from infcl import inf_cl_loss, info_nce_loss, nt_xent_loss, siglip_loss
+from infcl.loss.links import lap_length, second_group
+from infcl.loss.ring import RingExchange, checked_group
+from tests.lib.loss_oracle import features
+from tests.lib.ranks import refused, run_ranks
+
+
+def _go_round(ring: RingExchange, rank: int) -> tuple[list, list]:
+    """(blocks and labels in the order seen, what came home)"""
+    mine = torch.full((3, 2), float(rank))
+    seen = []
+    for hop, (block, label) in ring.blocks(mine, torch.tensor([rank])):
+        assert label.item() == ring.owner(hop)
+        seen.append((block.tolist(), label.tolist()))
+        # Every rank adds 10^rank to each block it meets: home comes one 1 per rank.
+        part = ring.part("sum", block, torch.float64).fill_(10.0**rank)
+        landing = any(part is buffer for buffer in ring._buffers.get("sum", []))
+        assert landing == (hop == 0 and ring.world_size > 1), "only the first part has no memory of its own"
+        ring.carry("sum", hop, part, torch.Tensor.add_)
+    return seen, ring.home("sum", torch.Tensor.add_).tolist()
+
+
+def _go_round_world(rank, world_size, options):
+    return _go_round(RingExchange(dist.group.WORLD, **options), rank)
+
+
+@pytest.mark.parametrize("overlap", ["on", "off"])
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_every_block_visits_every_rank_and_its_sum_comes_home(world_size, overlap):
+    for rank, (seen, total) in enumerate(run_ranks(_go_round_world, world_size, {"overlap": overlap})):
+        visitors = [(rank - hop) % world_size for hop in range(world_size)]
+        assert seen == [([[float(v)] * 2] * 3, [v]) for v in visitors]
+        assert total == [[float("1" * world_size)] * 2] * 3
+
+
+@pytest.mark.parametrize("nodes, ranks_per_node", [(2, 2), (2, 4), (4, 2)])
+def test_a_two_level_ring_goes_round_each_node_once_per_node(nodes, ranks_per_node):
+    world_size = nodes * ranks_per_node
+    options = {"ring": "two-level", "ranks_per_node": ranks_per_node}
+    for rank, (seen, total) in enumerate(run_ranks(_go_round_world, world_size, options)):
+        node, place = divmod(rank, ranks_per_node)
+        visitors = [
+            (node - lap) % nodes * ranks_per_node + (place - turn) % ranks_per_node
+            for lap in range(nodes)
+            for turn in range(ranks_per_node)
+        ]
+        assert seen == [([[float(v)] * 2] * 3, [v]) for v in visitors]
+        assert total == [[float("1" * world_size)] * 2] * 3
+
+
+def _live_parts(rank, world_size, name):
+    """How many parts of a loss's travelling gradient that lie in memory of their own are there, when one is made."""
+    live, found, part = weakref.WeakSet(), [], RingExchange.part
+
+    def counted(ring, *arguments):
+        made = part(ring, *arguments)
+        if all(made is not buffer for buffers in ring._buffers.values() for buffer in buffers):
+            live.add(made)
+            found.append(len(live))
+        return made
+
+    generator = torch.Generator().manual_seed(rank)
+    first, second = (torch.randn(12, 8, generator=generator).requires_grad_() for _ in range(2))
+    group = dist.group.WORLD
+    with mock.patch.object(RingExchange, "part", counted):
+        losses = {
+            "inf_cl": lambda: inf_cl_loss(first, second, 10.0, group=group),
+            "siglip": lambda: siglip_loss(first, second, 10.0, -5.0, group=group),
+            "info_nce": lambda: info_nce_loss(first, second, torch.arange(12), 10.0, group=group),
+            "nt_xent": lambda: nt_xent_loss(first, second, 10.0, group=group),
+        }
+        losses[name]().backward()
+    return found
+
+
+@pytest.mark.parametrize("name", ["inf_cl", "siglip", "info_nce", "nt_xent"])
+def test_one_part_at_a_time_has_memory_of_its_own(name):
+    """Beside two buffers, in which the first is computed: as many float32 blocks as the planner counts."""
+    for world_size in (2, 5):
+        parts = (world_size // 2 if name == "nt_xent" else world_size - 1) - (name == "nt_xent")
+        for found in run_ranks(_live_parts, world_size, name):
+            assert found == [1] * parts
+
+
+def _watched_messages(rank, world_size):
+    """What the ring has watched of its messages: works that are under way then, to and from whom, names."""
+    with mock.patch("infcl.loss.sends.watch") as watch:
+        _go_round(RingExchange(dist.group.WORLD, overlap="sends"), rank)
+    calls = [call.args for call in watch.call_args_list]
+    assert all(isinstance(work, dist.Work) and device.type == "cpu" for work, _, device, _ in calls)
+    return [(link.to, link.source, what) for _, link, _, what in calls]
+
+
+def test_every_message_is_watched_with_its_neighbours_and_its_step():
+    for rank, watched in enumerate(run_ranks(_watched_messages, 3)):
+        blocks = [(f"'block {i}' of ring step {step} of 3") for step in (1, 2) for i in (0, 1)]
+        names = [what for _, _, what in watched]
+        assert sorted(name for name in names if "block" in name) == sorted(blocks)
+        assert sorted(name for name in names if "sum" in name) == [f"'sum' of ring step {s} of 3" for s in (1, 2, 3)]
+        assert {(to, source) for to, source, _ in watched} == {((rank + 1) % 3, (rank - 1) % 3)}
+
+
+def _count_messages(rank, world_size, options):
+    """(to a rank of the same node, to another node) of one pass with a block and a result."""
+    ring = RingExchange(dist.group.WORLD, **options)
+    sent = []
+    post = ring.post
+
+    def counting_post(name, tensor, link=None):
+        sent.append((link or ring.links.next).to // 2)
+        post(name, tensor, link)
+
+    ring.post = counting_post
+    _go_round(ring, rank)
+    return sum(node == rank // 2 for node in sent), sum(node != rank // 2 for node in sent)
+
+
+def test_messages_between_nodes_are_as_few_as_the_docstring_says_and_the_same_on_every_rank():
+    two_level = run_ranks(_count_messages, 4, {"ring": "two-level", "ranks_per_node": 2})
+    # two tensors travel (N - 1 times between nodes), one result (N times); within: N (G - 1) and N G
+    assert two_level == [(2 * 2 * 1 + 2 * 2, 2 * 1 + 2)] * 4
+    flat = run_ranks(_count_messages, 4, {})
+    assert flat == [(2 * 3 + 4, 0), (0, 2 * 3 + 4)] * 2
+
+
+@pytest.mark.parametrize(
+    "ranks, ranks_per_node, lap",
+    [
+        (range(8), 4, 4),
+        (range(8), None, 8),  # not known: flat
+        (range(8), 8, 8),  # one node
+        (range(4), 1, 4),  # one rank per node: the ring of nodes is flat
+        (range(0, 8, 2), 4, 2),  # every other rank, as under tensor parallelism
+        (range(6), 4, 6),  # nodes of 4 and 2: flat
+        ([0, 4, 1, 5], 4, 4),  # not in the order of nodes: flat
+    ],
+)
+def test_auto_makes_laps_of_nodes_where_the_group_fills_them_evenly(ranks, ranks_per_node, lap):
+    assert lap_length(list(ranks), ring="auto", ranks_per_node=ranks_per_node) == lap
+
+
+def test_a_two_level_ring_that_cannot_be_is_refused_with_the_numbers():
+    with pytest.raises(ValueError, match=r"4 ranks per node .* \[0, 1, 2, 3, 4, 5\] lie on nodes \[0, 0, 0, 0, 1, 1\]"):
+        lap_length(list(range(6)), ring="two-level", ranks_per_node=4)
+    with pytest.raises(ValueError, match="needs ranks_per_node"):
+        lap_length(list(range(6)), ring="two-level", ranks_per_node=None)
+    with pytest.raises(ValueError, match="unknown ring 'round'"):
+        RingExchange(None, ring="round")
+    with pytest.raises(ValueError, match="ranks_per_node 0 must be"):
+        RingExchange(None, ranks_per_node=0)
+    with pytest.raises(ValueError, match="one of .* not 'maybe'"):
+        RingExchange(None, overlap="maybe")
+
+
+def _hang(rank, world_size):
+    """Rank 1 goes one hop and stops; what the others say after three seconds."""
+    dist.barrier()
+    group = dist.new_group(list(range(world_size)), timeout=timedelta(seconds=3))
+    ring = RingExchange(group)
+    if rank == 1:
+        ring.post("block 0", torch.zeros(3))
+        ring.wait("block 0")
+        return "hung"
+    try:
+        for _ in ring.blocks(torch.zeros(3)):
+            pass
+    except RuntimeError as error:
+        return str(error)
+
+
+def test_a_rank_that_hangs_ends_in_an_error_that_names_the_step_and_the_peer():
+    answers = run_ranks(_hang, 3)
+    assert answers[1] == "hung"
+    assert all("ring step 2 of 3" in answers[rank] and "'block 0'" in answers[rank] for rank in (0, 2))
+    # Whoever gives up first names the culprit; the other may be told by the one that gave up.
+    assert "to rank 1" in answers[0] or "from rank 1" in answers[2]
+
+
+def _never_come(rank, world_size, comes_to, compare_ranks):
+    """Rank 1 comes to so many of a step's two passes; what the others' step says after three seconds."""
+    dist.barrier()
+    group = dist.new_group(list(range(world_size)), timeout=timedelta(seconds=3))
+    images, texts = (side.requires_grad_() for side in features("random", 5, 24, seed=rank))
+    if rank == 1 and comes_to == 0:
+        return "never came"
+    loss = None
+    try:
+        loss = inf_cl_loss(images, texts, 10.0, group=group, compare_ranks=compare_ranks)
+        if rank == 1:
+            return "never came"
+        loss.backward()
+    except RuntimeError as error:
+        return "forward" if loss is None else "backward", str(error)
+
+
+@pytest.mark.parametrize("comes_to, phase", [(0, "forward"), (1, "backward")])
+def test_a_rank_that_never_comes_to_a_pass_of_the_loss_is_named(comes_to, phase):
+    answers = run_ranks(_never_come, 2, comes_to, False)
+    assert answers[1] == "never came"
+    assert answers[0][0] == phase
+    assert "ring step 1 of 2: rank 0 could not pass" in answers[0][1] and "rank 1 (global ranks)" in answers[0][1]
+
+
+def test_a_rank_that_never_comes_to_the_comparison_is_told_as_one():
+    answers = run_ranks(_never_come, 2, 0, True)
+    assert answers[0][0] == "forward"
+    assert "inf_cl: rank 0 could not compare its rows, " in answers[0][1] and "of ranks [0, 1]" in answers[0][1]
+
+
+def _die(rank, world_size, folder):
+    dist.barrier()
+    ring = RingExchange(dist.new_group([0, 1], timeout=timedelta(seconds=5)))
+    ring.post("block", torch.zeros(3))
+    ring.wait("block")
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        for _ in ring.blocks(torch.zeros(3)):
+            pass
+    except RuntimeError as error:
+        (folder / "message").write_text(str(error))
+
+
+def test_a_rank_that_dies_ends_in_an_error_that_names_the_step_and_the_peer(tmp_path):
+    with pytest.raises((EOFError, ConnectionResetError)):
+        run_ranks(_die, 2, tmp_path)
+    message = (tmp_path / "message").read_text()
+    assert "ring step 1 of 2: rank 0 could not pass 'block 0'" in message and "rank 1" in message
+
+
+def test_ring_of_one_rank_is_a_no_op():
+    ring = RingExchange(None)
+    block = torch.ones(2)
+    ring.post("block", block)
+    assert ring.wait("block") is block
+    assert _go_round(ring, 0) == ([([[0.0, 0.0]] * 3, [0])], [[1.0, 1.0]] * 3)
+
+
+def _go_round_subgroup(rank, world_size):
+    group = dist.new_group([3, 1])  # group ranks 0, 1 are global ranks 1, 3
+    if rank not in (1, 3):
+        return None
+    found = _go_round(RingExchange(group), dist.get_rank(group))
+    dist.destroy_process_group(group)  # torch names a later group by the number of those that a rank is in
+    return found
+
+
+def test_ring_runs_over_a_subgroup_whose_ranks_are_not_global_ranks():
+    results = run_ranks(_go_round_subgroup, 4)
+    assert results[0] is None and results[2] is None
+    assert [label for _, label in results[1][0]] == [[0], [1]]
+    assert [label for _, label in results[3][0]] == [[1], [0]]
+    assert results[1][1] == [[11.0, 11.0]] * 3
+
+
+def _two_level_among_other_groups(rank, world_size):
+    """What goes round all ranks and round the first four, while two of these are in a group more; and when not."""
+    options = {"ring": "two-level", "ranks_per_node": 2}
+    groups = [dist.new_group(ranks, timeout=timedelta(seconds=20)) for ranks in (range(8), range(4), [1, 3])]
+    everyone, four, two = groups
+    found = [_go_round(RingExchange(everyone, **options), rank)[1]]
+    if rank < 4:
+        found.append(_error(lambda: _go_round(RingExchange(four, **options), rank)))
+    if rank in (1, 3):
+        dist.destroy_process_group(two)
+    if rank < 4:
+        found.append(_go_round(RingExchange(four, **options), rank)[1])
+    for group in [everyone, four][: 2 if rank < 4 else 1]:
+        dist.destroy_process_group(second_group(group))
+        dist.destroy_process_group(group)
+    return found
+
+
+def _error(function) -> str:
+    with pytest.raises(RuntimeError) as caught:
+        function()
+    return str(caught.value)
+
+
+def test_a_two_level_ring_needs_no_luck_with_other_groups():
+    """PyTorch names a group by how many groups each of its ranks is in: ranks in more waited for others in vain."""
+    for rank, found in enumerate(run_ranks(_two_level_among_other_groups, 8)):
+        assert found[0] == [[11111111.0] * 2] * 3
+        if rank < 4:
+            counts = [int(n) for n in re.search(r"they are in \[(.*)\]", found[1]).group(1).split(",")]
+            assert counts == [counts[0], counts[0] + 1] * 2
+            assert found[2] == [[1111.0] * 2] * 3
+
+
+def _unequal(rank, world_size):
+    ring = RingExchange(dist.group.WORLD)
+    return refused(ring.require_equal, "the loss", {"rows": 5 + rank % 2, "columns": 4}, torch.device("cpu"))
+
+
+def test_unequal_ranks_are_refused_with_the_numbers_on_every_rank():
+    for message in run_ranks(_unequal, 3):
+        assert "number of rows" in message and "[5, 6, 5]" in message
+
+
+def _missing_group(rank, world_size):
+    return refused(checked_group, None)
+
+
+def test_a_missing_group_is_refused_where_several_ranks_run():
+    for message in run_ranks(_missing_group, 2):
+        assert "group=torch.distributed.group.WORLD" in message
+
+
+def test_no_group_is_right_for_one_process():
+    assert checked_group(None) is None

@@ -1,0 +1,316 @@
+"""Towers in parts equal the whole ones: state dict, features, gradients; what must not be split stays equal."""
+
+import random
+from unittest import mock
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from infcl.models import CLIP, CLIPConfig, TextConfig, VisionConfig, load_model_config
+from infcl.models.config import check_divides
+from infcl.models.packing import longest, pack_captions
+from infcl.train.compile import compile_blocks
+from tests.lib.loss_oracle import relative_error
+from tests.lib.ranks import run_ranks
+from tests.lib.tensor_parallel import CFG, global_batch, layout, new_model
+
+
+def whole_values(model, part_of=lambda parameter: parameter.detach()) -> dict[str, torch.Tensor]:
+    values = {}
+    for name, parameter in model.named_parameters():
+        split = getattr(parameter, "tensor_parallel_split", None)
+        values[name] = part_of(parameter) if split is None else split.whole(part_of(parameter))
+    return values
+
+
+def test_a_refused_size_names_those_that_divide_both_towers():
+    """ViT-L-14's image tower alone could be split over 8 ranks, its text tower over 3."""
+    for size, count in ((3, "16 heads of the image tower"), (8, "12 heads of the text tower")):
+        with pytest.raises(ValueError, match=f"size {size} does not divide the {count}.* over 2, 4 ranks"):
+            check_divides(load_model_config("ViT-L-14"), size)
+
+
+def split_and_back(rank, world_size):
+    """-> (names that differ from the whole model after split and gather, elements that this rank holds)."""
+    from megatron_patches.towers import split_towers
+
+    whole = new_model()
+    model = new_model()
+    split_towers(model, layout(world_size).tp_group)
+    assert list(model.state_dict()) == list(whole.state_dict())
+    gathered = whole_values(model)
+    differ = [name for name, value in whole.state_dict().items() if not torch.equal(gathered[name], value)]
+    return differ, sum(p.numel() for p in model.parameters())
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_split_model_gathers_to_the_state_dict_it_came_from(size):
+    whole = sum(p.numel() for p in CLIP(CFG).parameters())
+    for differ, held in run_ranks(split_and_back, size):
+        assert differ == []
+        blocks = sum(p.numel() for n, p in CLIP(CFG).named_parameters() if "resblocks" in n and "ln_" not in n)
+        assert held < whole - 0.95 * blocks * (1 - 1 / size)
+
+
+def built_in_parts(rank, world_size, pretrained):
+    """-> names of a model that build_model made in parts which differ from the one that it makes whole."""
+    from infcl.train.build import build_model, split_model
+    from tests.lib.tensor_parallel import settings
+
+    config = settings("zero1", world_size, pretrained=pretrained)
+    torch.manual_seed(1)
+    whole = build_model(config, CFG)
+    torch.manual_seed(1)
+    parallel = layout(world_size)
+    model = build_model(config, CFG, parallel)
+    in_parts = {n for n, p in model.named_parameters() if hasattr(p, "tensor_parallel_split")}
+    assert len(in_parts) == (0 if pretrained else 6 * (CFG.vision_cfg.layers + CFG.text_cfg.layers))
+    split_model(model, config, parallel)
+    gathered = whole_values(model)
+    return [name for name, value in whole.state_dict().items() if not torch.equal(gathered[name], value)]
+
+
+@pytest.mark.parametrize(("size", "start"), [(2, "seed"), (4, "seed"), (2, "pretrained")])
+def test_a_model_that_is_cut_while_it_is_made_has_the_same_weights(tmp_path, size, start):
+    """The same random numbers, in the same order; other weights are loaded before it is cut."""
+    path = None
+    if start == "pretrained":
+        path = str(tmp_path / "weights.pt")
+        torch.save(new_model().state_dict(), path)
+    assert run_ranks(built_in_parts, size, path) == [[]] * size
+
+
+def test_a_block_is_on_the_device_before_the_next_one_is_made(monkeypatch):
+    """Host memory then holds one block and the embeddings at a time. The "meta" device stands for a GPU."""
+    from infcl.models.transformer import ResidualBlock
+    from infcl.parallel import Parallel
+    from infcl.train.build import build_model
+    from tests.lib.tensor_parallel import settings
+
+    made, on_host = [], []
+    original = ResidualBlock.__init__
+
+    def counted(block, *arguments, **options):
+        on_host.append(sum(other.ln_1.weight.device.type == "cpu" for other in made))
+        original(block, *arguments, **options)
+        made.append(block)
+
+    monkeypatch.setattr(ResidualBlock, "__init__", counted)
+    parallel = Parallel(0, 1, 0, torch.device("meta"), torch.distributed.group.WORLD)  # no process group is needed
+    build_model(settings("zero1", 1), CFG, parallel)
+    assert on_host == [0] * (CFG.vision_cfg.layers + CFG.text_cfg.layers)
+    build_model(settings("zero1", 1), CFG)
+    assert on_host[-1] > 0  # without a device, blocks wait where they are made
+
+
+def forward_backward(rank, world_size, size, sequence_parallel, checkpointing, rows, in_halves=False, cfg=CFG):
+    """float64 gradients of a fixed surrogate -> (features, whole gradients).
+
+    in_halves: by what torch.compile gets for its blocks, without compiling it.
+    """
+    from megatron_patches import halves
+    from megatron_patches.towers import split_towers
+
+    model = new_model(cfg, activation_checkpointing=checkpointing).double()
+    if size > 1:
+        split_towers(model, layout(size).tp_group, sequence_parallel=sequence_parallel)
+    if in_halves:
+        sizes, cpu = {rows // size if sequence_parallel else rows}, torch.device("cpu")
+        halves.LEAST_ELEMENTS = 1
+        with mock.patch("torch.compile", lambda run, **_: run), mock.patch("infcl.train.compile.ALIGNED", 1):
+            assert compile_blocks(model, cpu, "fp32", sizes, way=halves.IN_HALVES, blocks_of_a_run=2)
+    images, texts = global_batch(rows, 5, cfg)
+    features = model.visual(images.double()), model.encode_text(texts)
+    generator = torch.Generator().manual_seed(6)
+    weights = [torch.randn(f.shape, generator=generator, dtype=f.dtype) for f in features]
+    # expand: a gradient that is not contiguous must be summed over the ranks all the same
+    (sum((f * w).sum() for f, w in zip(features, weights)) + model.logit_scale.expand(3).sum()).backward()
+    return [f.detach() for f in features], whole_values(model, lambda parameter: parameter.grad)
+
+
+@pytest.mark.parametrize(
+    ("size", "sequence_parallel", "checkpointing", "rows", "in_halves"),
+    [
+        (2, False, False, 3, False),
+        (4, False, True, 5, False),
+        (2, True, False, 4, False),
+        (2, True, True, 5, False),
+        (4, True, False, 3, False),
+        (2, False, False, 6, True),
+        (2, False, True, 3, True),
+        (2, True, False, 4, True),
+    ],
+)
+def test_features_and_gradients_equal_the_whole_models(size, sequence_parallel, checkpointing, rows, in_halves):
+    """Also where the samples do not divide by T under sequence parallelism, or by two in halves."""
+    require_those_of_the_whole_model(size, sequence_parallel, checkpointing, rows, in_halves, CFG)
+
+
+def packed_features(rank, world_size, counts, compiled):
+    """Under sequence parallelism, of as many captions as each of `counts`: features and gradients beside the whole
+    model's; rows; the first block's own rows, and its mask. And how many graphs were made on the way.
+    """
+    from infcl.train.compile import _in_turn
+    from megatron_patches.halves import LATE_WAITS
+    from megatron_patches.towers import split_towers
+
+    text, graphs = CFG.text_cfg, torch._dynamo.utils.counters["stats"]
+    whole, model, given = new_model(), new_model(), []
+    split_towers(model, layout(world_size).tp_group, sequence_parallel=True)
+    model.transformer.resblocks[0].register_forward_pre_hook(lambda _, inputs: given.append(inputs))
+    if compiled:
+        way = {"way": (_in_turn, LATE_WAITS), "masks": world_size}
+        with mock.patch("infcl.train.compile.ALIGNED", 1):
+            assert compile_blocks(model, torch.device("cpu"), "fp32", {8 // world_size}, **way)
+    before, found = graphs["unique_graphs"], []
+    for count in counts:
+        texts = longest(text, count)
+        rows, ends = pack_captions(texts, text)
+        both = []
+        for features, table in (
+            (model.encode_text(rows, ends=ends), model.positional_embedding),
+            (whole.encode_text(texts), whole.positional_embedding),
+        ):
+            both += [features.detach(), *torch.autograd.grad(features.sin().sum(), table)]
+        x, mask = given.pop()
+        found.append((both, len(rows), len(x), mask))
+    return found, graphs["unique_graphs"] - before
+
+
+@pytest.mark.parametrize(
+    ("size", "counts", "compiled"),
+    [
+        (2, [1, 5, 6], False),
+        (4, [9], False),
+        pytest.param(2, [5, 8, 9, 13, 14, 1], True, marks=pytest.mark.slow),
+    ],
+)
+def test_packed_rows_are_filled_up_to_two_or_more_for_each_rank(size, counts, compiled):
+    """Two captions a row. One graph serves all numbers of rows."""
+    for found, graphs in run_ranks(packed_features, size, counts, compiled, timeout=300):
+        assert graphs == 0
+        for count, ((features, gradients, *expected), rows, own, mask) in zip(counts, found, strict=True):
+            assert rows == max(2, -(-count // 2)) and own == max(2, -(-rows // size))
+            assert len(mask) == own * size and mask[rows:].all() and not mask[:rows].all()
+            torch.testing.assert_close([features, gradients], expected, rtol=1e-4, atol=1e-5)
+
+
+def drawn(seed: int, size: int) -> tuple:
+    """Arguments of forward_backward: towers down to one head, and one hidden feature, of each of `size` ranks."""
+    draw = random.Random(seed)
+    towers = {}
+    for tower in ("vision", "text"):
+        heads, head_width = size * draw.randint(1, 3), draw.randint(2, 9)
+        hidden, width = size * draw.randint(1, 20), heads * head_width
+        towers[tower] = {"width": width, "layers": draw.randint(1, 4), "mlp_ratio": hidden / width}
+        towers[tower] |= {"head_width": head_width} if tower == "vision" else {"heads": heads}
+    patch = draw.randint(2, 4)
+    cfg = CLIPConfig(
+        embed_dim=draw.randint(2, 25),
+        vision_cfg=VisionConfig(image_size=patch * draw.randint(1, 4), patch_size=patch, **towers["vision"]),
+        text_cfg=TextConfig(context_length=draw.randint(1, 9), vocab_size=draw.randint(2, 40), **towers["text"]),
+    )
+    sequence_parallel, in_halves, rows = draw.random() < 0.5, draw.random() < 0.5, draw.randint(1, 7)
+    rows = -(-rows // size) * size if sequence_parallel and in_halves else rows
+    return size, sequence_parallel, draw.random() < 0.3, rows, in_halves, cfg
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_towers_of_random_sizes_equal_the_whole_ones(size):
+    for seed in range(6):
+        require_those_of_the_whole_model(*drawn(seed, size))
+
+
+def require_those_of_the_whole_model(*given):
+    size, rows, cfg = given[0], given[3], given[5]
+    features, gradients = forward_backward(0, 1, 1, False, False, rows, cfg=cfg)
+    for got_features, got_gradients in run_ranks(forward_backward, size, *given):
+        for got, expected in zip(got_features, features):
+            assert relative_error(got, expected) < 1e-12, given
+        assert set(got_gradients) == set(gradients)
+        for name, expected in gradients.items():
+            assert float((got_gradients[name] - expected).norm()) < 1e-11 * max(1.0, float(expected.norm())), (
+                name,
+                given,
+            )
+
+
+class SentDtypes(TorchDispatchMode):
+    """The dtype of every tensor that is all-reduced, or travels while it is multiplied."""
+
+    def __init__(self):
+        super().__init__()
+        self.dtypes = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        sums = ("c10d::allreduce_", "_c10d_functional::all_reduce", "_c10d_functional::all_reduce_coalesced")
+        if function.name() in sums or function.namespace == "infcl":
+            self.dtypes.append(torch.utils._pytree.tree_leaves(args[0])[0].dtype)
+        return function(*args, **kwargs or {})
+
+
+def autocast_dtypes(rank, world_size, sequence_parallel):
+    """Under autocast: [dtype of what the ranks send], and gradients beside those of the whole model."""
+    from megatron_patches.towers import split_towers
+
+    gradients, sent = [], SentDtypes()
+    images, texts = global_batch(4, seed=5)
+    for split in (False, True):
+        model = new_model()
+        if split:
+            split_towers(model, layout(world_size).tp_group, sequence_parallel=sequence_parallel)
+        with sent:
+            with torch.autocast("cpu", torch.bfloat16):
+                out = model(images, texts)
+            (out["image_features"][:, 0].sum() + out["text_features"][:, 1].sum()).backward()
+        gradients.append(whole_values(model, lambda p: torch.zeros_like(p) if p.grad is None else p.grad))
+    return sent.dtypes, gradients
+
+
+@pytest.mark.parametrize(
+    ("sequence_parallel", "activations", "gradients"),
+    [
+        (False, 4, 0),
+        (True, 8, 4),  # each gather and each scatter; two norms and two biases
+    ],
+)
+def test_under_autocast_the_ranks_send_bfloat16_and_gradients_agree_within_its_rounding(
+    sequence_parallel, activations, gradients
+):
+    """activations, gradients (of whole parameters, float32): so many are sent for a block; and conv1's gradient."""
+    sent, (plain, split) = run_ranks(autocast_dtypes, 2, sequence_parallel)[0]
+    layers = CFG.vision_cfg.layers + CFG.text_cfg.layers
+    assert sent.count(torch.bfloat16) == activations * layers
+    assert sent.count(torch.float32) == gradients * layers + 1
+    for name, expected in plain.items():
+        if not name.endswith("in_proj_bias"):
+            assert float((split[name] - expected).norm()) <= 0.05 * float(expected.norm()), name
+
+
+def fifty_steps(rank, world_size, preset, sequence_parallel):
+    """-> {name: bytes} of every parameter that is not split, after 50 steps on this rank.
+
+    Convolutions add up in another order on the second rank, as cuDNN may: a bit of their gradients is another.
+    """
+    from tests.lib.tensor_parallel import settings, train_steps
+
+    def added_up_otherwise(cfg=CFG, **options):
+        model = new_model(cfg, **options)
+        model.visual.conv1.weight.register_hook(lambda gradient: gradient * (1 + rank * 2**-22))
+        return model
+
+    parallel = layout(2)
+    config = settings(preset, 2, sequence_parallel=sequence_parallel, lr=3e-3, grad_clip_norm=None)
+    with mock.patch("tests.lib.tensor_parallel.new_model", added_up_otherwise):
+        engine, *_ = train_steps(parallel, config, 50, micro_batches=1, patch_dropout=0.25)
+    values = {n: engine.state.read(p) for n, p in engine.state.parameters() if not hasattr(p, "tensor_parallel_split")}
+    return {name: value.numpy().tobytes() for name, value in values.items()}
+
+
+@pytest.mark.parametrize(
+    ("preset", "sequence_parallel"), [("zero1", True), pytest.param("zero3", False, marks=pytest.mark.slow)]
+)
+def test_replicated_parameters_stay_equal_to_the_bit_over_fifty_steps(preset, sequence_parallel):
+    first, second = run_ranks(fifty_steps, 2, preset, sequence_parallel)
+    assert len(first) > 30 and [name for name in first if first[name] != second[name]] == []

@@ -1,0 +1,250 @@
+"""--tensor-parallel-size through the whole trainer: losses, resume under another T, what is left on disk, refusals."""
+
+import dataclasses
+import json
+from unittest import mock
+
+import pytest
+import torch
+
+from infcl.checkpoint.load import consolidated_state_dict
+from infcl.config import validate
+from infcl.convert.export import load_exported
+from infcl.models import load_model_config
+from tests.lib import cluster_run
+from tests.lib.hosts import Hosts
+from tests.lib.ranks import refused, run_ranks
+from tests.lib.step_oracle import worst_error
+from tests.train.test_entry import ON_CPU, alone, command, launch, losses
+from tests.train.test_trainer import demo_config, fit, refusal, run_losses
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """The demo's model with heads that four ranks can share."""
+    fields = load_model_config("demo").to_dict()
+    fields["vision_cfg"] |= {"head_width": 24}
+    fields["text_cfg"] |= {"heads": 4}
+    path = tmp_path_factory.mktemp("model") / "four_heads.json"
+    path.write_text(json.dumps(fields))
+    return str(path)
+
+
+def config_of(demo_folder, logs, model, size, copies, **changes):
+    """A global batch of 32 pairs on T x D ranks."""
+    flags = {"model": model, "batch_size": 8, "accum_freq": 4 // copies, "steps": 8, "force_patch_dropout": 0.25}
+    return demo_config(demo_folder, logs, **{"tensor_parallel_size": size} | flags | changes)
+
+
+@pytest.fixture(scope="module")
+def plain(demo_folder, model, tmp_path_factory):
+    """Losses of T = 1 for each number of data-parallel ranks (patch dropout is seeded by their rank)."""
+    logs = tmp_path_factory.mktemp("plain")
+    return {
+        copies: run_losses(copies, config_of(demo_folder, logs / str(copies), model, 1, copies)) for copies in (1, 2)
+    }
+
+
+READ_TWICE_AND_PACKED = {"pixel_cache_gb": "0", "pack_captions": "on"}
+
+
+@pytest.mark.parametrize(
+    ("size", "copies", "flags"),
+    [
+        (2, 1, {"deepspeed_config": "ds_configs/zero1.json"}),
+        (2, 2, {"deepspeed_config": "ds_configs/zero3.json", "grad_checkpointing": True, **READ_TWICE_AND_PACKED}),
+        pytest.param(4, 1, {"deepspeed_config": "ds_configs/zero2.json"}, marks=pytest.mark.slow),
+        pytest.param(2, 2, {"deepspeed_config": "ds_configs/zero0.json", "loss": "disco"}, marks=pytest.mark.slow),
+    ],
+    ids=["2x1-zero1", "2x2-zero3-checkpointing-read-twice-packed", "4x1-zero2", "2x2-zero0-disco"],
+)
+def test_tensor_parallel_runs_follow_the_plain_one(demo_folder, tmp_path, model, plain, size, copies, flags):
+    losses = run_losses(size * copies, config_of(demo_folder, tmp_path, model, size, copies, **flags))
+    assert losses == pytest.approx(plain[copies], rel=2e-5)
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        [(2, 2, "zero1"), (1, 2, "zero3"), (4, 1, "zero2")],
+        pytest.param([(1, 1, "zero0"), (2, 1, "zero3")], marks=pytest.mark.slow),
+    ],
+)
+def test_a_run_continues_under_another_tensor_parallel_size(demo_folder, tmp_path, model, path):
+    """Three steps under each (T, D, preset), every one resumed from the last, Adam's moments and all."""
+    flags = {"steps": 3 * len(path), "save_every_n_steps": 3, "keep_checkpoints": 0, "force_patch_dropout": None}
+    whole = run_losses(1, config_of(demo_folder, tmp_path / "whole", model, 1, 1, **flags))
+    for leg, (size, copies, preset) in enumerate(path, start=1):
+        config = config_of(
+            demo_folder, tmp_path / "moved", model, size, copies,
+            deepspeed_config=f"ds_configs/{preset}.json", resume="latest", **flags,
+        )  # fmt: skip
+        die_after = None if leg == len(path) else 3 * leg + 1
+        losses = run_losses(size * copies, config, die_after)
+    assert losses == pytest.approx(whole, rel=2e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", ["lion", "adamw8bit"])
+def test_other_optimizers_train_and_resume_too(demo_folder, tmp_path, model, optimizer):
+    """Within what a last bit may do: Lion takes signs, and blocks of 8-bit states begin elsewhere in a part."""
+    if optimizer == "adamw8bit":
+        pytest.importorskip("bitsandbytes")
+    flags = {"opt": optimizer, "steps": 6, "save_every_n_steps": 3, "force_patch_dropout": None}
+    whole = run_losses(1, config_of(demo_folder, tmp_path / "whole", model, 1, 1, **flags))
+    split = config_of(demo_folder, tmp_path / "split", model, 2, 1, resume="latest", **flags)
+    run_ranks(fit, 2, split, 4, timeout=200)
+    moved = dataclasses.replace(split, tensor_parallel_size=1)
+    assert run_losses(1, moved) == pytest.approx(whole, rel=2e-3)
+
+
+@pytest.mark.parametrize(
+    "locks",
+    [{"lock_image": True}, pytest.param({"lock_text": True, "lock_text_unlocked_layers": 1}, marks=pytest.mark.slow)],
+)
+def test_a_locked_tower_is_split_and_trains_as_a_plain_one(demo_folder, tmp_path, model, locks):
+    flags = {"steps": 4, "force_patch_dropout": None, "ema_decay": 0.9, "eps": 1e-3} | locks
+    plain = run_losses(1, config_of(demo_folder, tmp_path / "plain", model, 1, 1, **flags))
+    flags |= {"sequence_parallel": True, "deepspeed_config": "ds_configs/zero3.json"}
+    if "lock_text" not in locks:
+        flags |= {"pack_captions": "on", "encode_micro_batches": 3, "resident_micro_batches": "2"}
+    assert run_losses(2, config_of(demo_folder, tmp_path / "split", model, 2, 1, **flags)) == pytest.approx(
+        plain, rel=2e-5
+    )
+    ema = [consolidated_state_dict(tmp_path / name / "run", ema=True) for name in ("plain", "split")]
+    for name, value in ema[0].items():
+        if not name.endswith("in_proj_bias"):
+            assert float((ema[1][name] - value).norm()) <= 1e-3 * float(value.norm()), name
+
+
+def test_a_resumed_tensor_parallel_run_continues_bit_for_bit(demo_folder, tmp_path, model):
+    flags = {"steps": 6, "save_every_n_steps": 3, "sequence_parallel": True, "pack_captions": "on"}
+    whole = run_losses(2, config_of(demo_folder, tmp_path / "whole", model, 2, 1, **flags))
+    stopped = config_of(demo_folder, tmp_path / "stopped", model, 2, 1, **flags)
+    run_ranks(fit, 2, stopped, 4)
+    assert run_losses(2, dataclasses.replace(stopped, resume="latest")) == whole
+
+
+def test_evaluation_and_export_of_a_tensor_parallel_run_are_those_of_a_plain_one(demo_folder, tmp_path, model):
+    flags = {"val_data": str(demo_folder / "val"), "zeroshot_data": str(demo_folder / "zeroshot")}
+    flags |= {"steps": 3, "force_patch_dropout": None}
+    summaries, exports = [], []
+    for size, name in ((1, "plain"), (2, "split")):
+        split = {"tensor_parallel_size": size, "sequence_parallel": size > 1, "pack_captions": "on"}
+        run_losses(2, config_of(demo_folder, tmp_path / name, model, size, 2 // size, **flags | split))
+        root = tmp_path / name / "run"
+        summary = json.loads((root / "summary.json").read_text())
+        assert summary["data"]["samples"] == summary["samples_seen"] == 3 * 32  # nothing is read by two ranks
+        summaries.append(summary["evaluation"])
+        exports.append(load_exported(root / "export")[0].state_dict())
+        trained = consolidated_state_dict(root)
+        assert all(torch.equal(trained[n].reshape(-1), exports[-1][n].reshape(-1)) for n in exports[-1])
+    # keys' biases cancel in the softmax: their gradient is rounding
+    compared = ({n: v for n, v in export.items() if not n.endswith("in_proj_bias")} for export in exports)
+    assert worst_error(*compared) < 1e-3
+    assert summaries[1]["retrieval"]["val_loss"] == pytest.approx(summaries[0]["retrieval"]["val_loss"], rel=1e-4)
+    for task in summaries[0]:
+        assert summaries[1][task] == pytest.approx(summaries[0][task], abs=0.02), task
+
+
+@pytest.mark.slow
+def test_the_launcher_trains_with_tensor_parallel_ranks(demo_folder, tmp_path, model):
+    flags = ["--tensor-parallel-size", "2", "--sequence-parallel", "--val-data", f"{demo_folder}/val"]
+    finished = launch(command(demo_folder, tmp_path, "--model", model, *flags), 2)
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    assert "2 x cpu (2 tensor-parallel x 1 data-parallel)" in finished.stdout
+    mappings = "megatron.core.tensor_parallel.mappings"
+    assert f"patched: {mappings}._reduce, {mappings}._gather_along_first_dim\n" in finished.stdout
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["samples_seen"] == 3 * 32
+
+
+@pytest.mark.cluster
+@pytest.mark.timeout(900)
+def test_two_hosts_that_share_layers_train_as_one_rank_does_and_are_warned_of(demo_folder, tmp_path, model):
+    logs = {name: tmp_path / name for name in ("one", "two")}
+    one = alone(cluster_run.flags(demo_folder, logs["one"], "--model", model))
+    assert one.returncode == 0, one.stderr
+    more = ("--model", model, "--tensor-parallel-size", "2", "--sequence-parallel")
+    with Hosts(2, folder=tmp_path / "hosts") as hosts:
+        code, output = cluster_run.train(hosts, cluster_run.flags(demo_folder, logs["two"], *more))
+    assert code == 0 and output.count("--tensor-parallel-size 2 shares layers between hosts") == 1, output
+    assert losses(logs["two"]) == pytest.approx(losses(logs["one"]), rel=1e-4)
+
+
+@pytest.mark.multigpu
+def test_over_nccl_two_tensor_parallel_ranks_follow_one_gpu(demo_folder, tmp_path, model):
+    """Their parts of a micro-batch meet on the GPU, in both passes, or on the host, as captions that are packed do;
+    blocks are cut and placed as they are made.
+    """
+    environment = {} if torch.cuda.is_available() else ON_CPU
+    flags = ["--model", model, "--steps", "10", "--precision", "fp32", "--pixel-cache-gb", "0"]
+    flags += ["--compile-blocks", "off"]  # compiling takes longer than all else
+    curves = []
+    for size, pack in ((1, "off"), (2, "off"), (2, "on")):
+        logs = tmp_path / f"{size}_{pack}"
+        own = ["--tensor-parallel-size", str(size), "--pack-captions", pack]
+        arguments = command(demo_folder, logs, *flags, *own)
+        finished = launch(arguments, 2, environment) if size == 2 else alone(arguments, environment)
+        assert finished.returncode == 0, finished.stdout + finished.stderr
+        curves.append(losses(logs))
+    assert len(curves[0]) == 10
+    for split in curves[1:]:
+        assert split == pytest.approx(curves[0], rel=2e-3)
+
+
+# ---- refusals ----
+
+
+def warnings_of_hosts(rank, world_size, sizes):
+    """What is said where hosts of so many ranks each are shared out in twos."""
+    from infcl.parallel.rendezvous import Node
+    from megatron_patches import groups
+    from tests.lib.tensor_parallel import layout
+
+    firsts = [sum(sizes[:i]) for i in range(len(sizes))]
+    nodes = tuple(Node(f"host{i}", first, size) for i, (first, size) in enumerate(zip(firsts, sizes)))
+    parallel = dataclasses.replace(layout(2), nodes=nodes)
+    with mock.patch.object(groups, "_log") as log:
+        groups.init_tensor_parallel(parallel, 2)
+    return [call.args[0] % call.args[1:] for call in log.warning.call_args_list]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "hosts"),
+    [([4], None), ([2, 2], None), ([1, 3], "of host0 (rank 0):"), ([2, 1, 1], "of host1 (rank 2):")],
+)
+def test_layers_that_hosts_share_are_warned_of_once(sizes, hosts):
+    first, *others = run_ranks(warnings_of_hosts, 4, sizes)
+    assert others == [[]] * 3 and len(first) == (hosts is not None)
+    assert all("--tensor-parallel-size 2 shares layers between hosts" in one and hosts in one for one in first)
+
+
+def layout_refusal(rank, world_size, size):
+    from tests.lib.tensor_parallel import layout
+
+    return refused(layout, size)
+
+
+def test_sizes_that_do_not_fit_are_refused_with_the_numbers(demo_folder, tmp_path, model):
+    refused = run_ranks(layout_refusal, 2, 4)
+    assert "--tensor-parallel-size 4 does not divide the number of ranks, 2" in refused[0] and refused[0] == refused[1]
+    assert "deepspeed --num_gpus 4" in refused[0] and refused[0].endswith("or use --tensor-parallel-size 1 or 2")
+    heads = demo_config(demo_folder, tmp_path, tensor_parallel_size=2)
+    assert run_ranks(layout_refusal, 3, 2)[0].endswith("or use --tensor-parallel-size 1 or 3")
+    assert "the 3 heads of the image tower" in run_ranks(refusal, 2, heads)[0]
+    locked = dataclasses.replace(heads, lock_image=True)
+    assert "the 3 heads of the image tower" in run_ranks(refusal, 2, locked)[0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"tensor_parallel_size": 0}, "--tensor-parallel-size 0 must be greater than 0"),
+        ({"tensor_parallel_size": 4, "batch_size": 9}, "does not divide --batch-size 9: .* Use 8 or 12"),
+        ({"tensor_parallel_size": 4, "batch_size": 3}, "does not divide --batch-size 3: .* Use 4$"),
+        ({"sequence_parallel": True}, "--sequence-parallel needs --tensor-parallel-size"),
+    ],
+)
+def test_flags_that_cannot_work_are_refused(demo_folder, tmp_path, changes, message):
+    with pytest.raises(ValueError, match=message):
+        validate(demo_config(demo_folder, tmp_path, **changes))

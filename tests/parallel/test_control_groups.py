@@ -1,0 +1,154 @@
+"""A host's memory and cores are what the process's control groups leave: of a made-up /proc and /sys/fs/cgroup."""
+
+import math
+from pathlib import Path
+from types import SimpleNamespace
+
+import psutil
+import pytest
+import torch
+
+from infcl.parallel import control_groups
+from infcl.parallel.control_groups import core_quota
+from infcl.parallel.host_memory import available_host_bytes, host_memory_bytes
+from infcl.plan.fit import memory_of_device
+
+MIB = 2**20
+UNLIMITED_V1 = "9223372036854771712"
+
+
+@pytest.fixture
+def host(tmp_path, monkeypatch):
+    """A made-up host whose process is in no group yet."""
+    monkeypatch.setattr(control_groups, "_PROCESS", tmp_path / "proc")
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "proc" / "mountinfo").write_text("22 1 0:1 / / rw - ext4 /dev/sda1 rw\n")
+    return tmp_path
+
+
+def confine(host: Path, mounts: str, cgroup: str) -> None:
+    (host / "proc" / "mountinfo").write_text(f"22 1 0:1 / / rw - ext4 /dev/sda1 rw\n{mounts}\n")
+    (host / "proc" / "cgroup").write_text(f"{cgroup}\n")
+
+
+def group_v2(folder: Path, limit: str, used: int, inactive: int = 0, active: int = 0) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "memory.max").write_text(f"{limit}\n")
+    (folder / "memory.current").write_text(f"{used}\n")
+    (folder / "memory.stat").write_text(f"anon {used}\nfile 1\ninactive_file {inactive}\nactive_file {active}\n")
+
+
+def group_v1(folder: Path, limit: str, used: int, cache: int = 0) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "memory.limit_in_bytes").write_text(f"{limit}\n")
+    (folder / "memory.usage_in_bytes").write_text(f"{used}\n")
+    own = "inactive_file 0\nactive_file 0\n"  # of the group without those inside it
+    (folder / "memory.stat").write_text(f"{own}total_inactive_file {cache - 1}\ntotal_active_file 1\n")
+
+
+def without_limit() -> bool:
+    total, free = psutil.virtual_memory().total, psutil.virtual_memory().available
+    return host_memory_bytes() == total and available_host_bytes() == pytest.approx(free, rel=0.1)
+
+
+def test_without_a_limit_all_memory_is_the_process_s(host):
+    assert without_limit()  # no control groups
+    (host / "proc" / "mountinfo").unlink()
+    assert without_limit()
+    confine(host, f"30 22 0:2 / {host}/cg rw - cgroup2 cgroup2 rw", "0::/user.slice")
+    (host / "cg" / "user.slice").mkdir(parents=True)
+    assert without_limit()  # the root has no files of its own
+    group_v2(host / "cg" / "user.slice", "max", 5 * MIB)
+    assert without_limit()
+    (host / "v1").mkdir()
+    confine(host, f"30 22 0:2 / {host}/v1 rw - cgroup cgroup rw,memory", "4:memory:/")
+    group_v1(host / "v1", UNLIMITED_V1, 5 * MIB)
+    assert without_limit()
+
+
+def test_a_container_s_own_root_and_page_cache_that_is_given_back(host):
+    confine(host, f"30 22 0:2 / {host}/cg ro,nosuid - cgroup2 cgroup rw", "0::/")
+    group_v2(host / "cg", str(16 * MIB), 15 * MIB, inactive=4 * MIB, active=8 * MIB)
+    assert host_memory_bytes() == 16 * MIB and available_host_bytes() == 13 * MIB
+    parallel = SimpleNamespace(device=torch.device("cpu"), ranks_per_node=2, world_size=4)
+    assert memory_of_device(parallel) == 8 * MIB
+
+
+@pytest.mark.parametrize(
+    ("limits", "total", "free"),
+    [
+        (("max", "24", "32"), 24, 24 - 10),  # the tightest is in the middle
+        (("max", "32", "24"), 24, 24 - 5),
+        (("40", "max", "max"), 40, 40 - 20),
+        (("22", "max", "16"), 16, 22 - 20),  # the smallest has more to spare than the one around it
+    ],
+)
+def test_of_nested_groups_the_tightest_counts(host, limits, total, free):
+    confine(
+        host, f"30 22 0:2 / {host}/cg rw shared:9 - cgroup2 cgroup2 rw", "1:name=systemd:/x\n0::/slurm/job_1/step_0"
+    )
+    folders = host / "cg" / "slurm", host / "cg" / "slurm" / "job_1", host / "cg" / "slurm" / "job_1" / "step_0"
+    for folder, limit, used in zip(folders, limits, (20, 10, 5)):
+        group_v2(folder, limit if limit == "max" else str(int(limit) * MIB), used * MIB)
+    group_v2(host / "cg" / "slurm" / "job_2", str(MIB), MIB)  # another's
+    assert host_memory_bytes() == total * MIB and available_host_bytes() == free * MIB
+
+
+def test_version_1_counts_what_groups_inside_hold(host):
+    mounts = (
+        f"33 31 0:29 / {host}/cpu rw - cgroup cgroup rw,cpu\n35 31 0:32 / {host}/memory rw - cgroup cgroup rw,memory"
+    )
+    mounts += (
+        f"\n36 31 0:33 / {host}/unified rw - cgroup2 cgroup2 rw"  # without the controller, as systemd's hybrid has it
+    )
+    confine(host, mounts, "8:cpu,cpuacct:/elsewhere\n4:memory:/slurm/job_1\n0::/slurm/job_1")
+    group_v1(host / "memory", UNLIMITED_V1, 100 * MIB)
+    group_v1(host / "memory" / "slurm", str(32 * MIB), 30 * MIB, cache=20 * MIB)
+    group_v1(host / "memory" / "slurm" / "job_1", str(24 * MIB), 8 * MIB, cache=2 * MIB)
+    (host / "unified" / "slurm" / "job_1").mkdir(parents=True)
+    assert host_memory_bytes() == 24 * MIB and available_host_bytes() == 18 * MIB
+    group_v1(host / "memory" / "slurm", str(32 * MIB), 30 * MIB, cache=3 * MIB)
+    assert available_host_bytes() == 5 * MIB
+
+
+@pytest.mark.parametrize(("root", "own"), [("/docker/abc", "/docker/abc"), ("/", "/docker/abc"), ("/..", "/../def")])
+@pytest.mark.parametrize("kind", ["cgroup", "cgroup2"])
+def test_a_container_that_sees_its_group_as_the_mount_s_root_under_another_name(host, kind, root, own):
+    """Docker without a namespace of its own for groups; a mount that was made in another one."""
+    confine(
+        host,
+        f"30 22 0:2 {root} {host}/cg rw - {kind} {kind} rw,memory",
+        f"{'4:memory' if kind == 'cgroup' else '0:'}:{own}",
+    )
+    (group_v1 if kind == "cgroup" else group_v2)(host / "cg", str(16 * MIB), 5 * MIB)
+    assert host_memory_bytes() == 16 * MIB and available_host_bytes() == 11 * MIB
+
+
+def test_cores_are_those_of_the_tightest_quota(host):
+    assert core_quota() == math.inf
+    confine(host, f"30 22 0:2 / {host}/cg rw - cgroup2 cgroup2 rw", "0::/pod/container")
+    (host / "cg" / "pod" / "container").mkdir(parents=True)
+    assert core_quota() == math.inf
+    for folder, said in (("pod", "1600000 100000"), ("pod/container", "max 100000")):
+        (host / "cg" / folder / "cpu.max").write_text(f"{said}\n")
+    assert core_quota() == 16
+    (host / "cg" / "pod" / "container" / "cpu.max").write_text("150000 100000\n")
+    assert core_quota() == 1.5
+    (host / "cg" / "pod" / "container" / "cpu.max").unlink()
+    (host / "cg" / "pod" / "container" / "cpu.max").mkdir()  # cannot be read
+    assert core_quota() == 16
+
+
+def test_of_cores_version_1_has_files_of_its_own(host):
+    mounts = [f"33 31 0:{name} / {host}/{name} rw - cgroup cgroup rw,{name},{name}acct" for name in ("memory", "cpu")]
+    confine(host, "\n".join(mounts), "8:cpu,cpuacct:/job\n4:memory:/elsewhere")
+    (host / "cpu" / "job").mkdir(parents=True)
+    for folder, quota in (("cpu", -1), ("cpu/job", 250000)):
+        (host / folder / "cpu.cfs_quota_us").write_text(f"{quota}\n")
+        (host / folder / "cpu.cfs_period_us").write_text("100000\n")
+    assert core_quota() == 2.5
+
+
+def test_this_process_s_own_groups_raise_nothing():
+    assert core_quota() > 0
+    assert 0 < available_host_bytes() <= host_memory_bytes() <= psutil.virtual_memory().total

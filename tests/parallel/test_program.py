@@ -1,0 +1,73 @@
+"""How a rank's process ends. Each case is a process of its own."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.lib.checkout import ROOT
+
+RETURNS_FROM_CPP_ALL_THE_TIME = """
+import threading, time
+import torch.distributed as dist
+from infcl.parallel.process import end_process
+
+store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+def count(client):
+    while True:
+        client.add("count", 1)
+
+def main():
+    for _ in range(24):
+        threading.Thread(target=count, args=(store.clone(),), daemon=True).start()
+    time.sleep(1)
+    return 2
+
+end_process(main())
+"""
+ENDS = """
+import atexit, os, threading
+from infcl.parallel.process import end_process
+
+class LeftBehind:
+    def __del__(self):
+        os.write(1, b"taken down")  # what the interpreter would do at its end
+
+left_behind = LeftBehind()
+atexit.register(print, "first registered")
+atexit.register(print, "last registered")
+threading.Thread(target=threading.Event().wait).start()  # for good
+{last}
+end_process({code})
+"""
+
+
+def run(code: str) -> subprocess.CompletedProcess:
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    return subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120
+    )
+
+
+def test_threads_that_return_from_cpp_leave_the_exit_code_alone():
+    """While the interpreter was taken down, each of them could end the process with code 134."""
+    result = run(RETURNS_FROM_CPP_ALL_THE_TIME)
+    assert result.returncode == 2, result.stderr
+
+
+@pytest.mark.parametrize(("code", "last"), [(0, ""), (143, ""), (7, "os.close(2)")])
+def test_atexit_and_streams_are_served_and_nothing_is_waited_for_or_taken_down(code, last):
+    result = run(ENDS.format(code=code, last=last))
+    assert result.stdout.splitlines() == ["last registered", "first registered"]
+    assert (result.returncode, result.stderr) == (code, "")
+
+
+def test_a_reader_that_is_gone_does_not_change_the_exit_code():
+    result = run(
+        "import os\nfrom infcl.parallel.process import end_process\n"
+        "r, w = os.pipe()\nos.dup2(w, 1)\nos.close(w)\nos.close(r)\n"
+        "print('to nobody')\nend_process(3)"
+    )
+    assert (result.returncode, result.stderr) == (3, "")

@@ -1,0 +1,95 @@
+"""--dry-run: what it prints is the run's plan, what the run would refuse it refuses, and it leaves nothing behind."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from infcl.config import BatchPlan, TrainConfig
+from infcl.config.preset import read_preset
+from infcl.models import CLIP, load_model_config
+from infcl.plan.dry_run import _flops, _graphs_line, _memory_table
+from infcl.plan.loads import memory_plan
+from infcl.plan.memory import parameter_counts
+from tests.lib.checkout import ROOT
+from tests.train.test_entry import command, forked
+from tests.train.test_trainer import demo_config
+
+
+def test_the_table_in_the_docs_is_what_a_dry_run_prints(demo_folder, tmp_path):
+    sizes = {"model": "ViT-L-14", "batch_size": 128, "accum_freq": 2, "grad_checkpointing": True}
+    config, cfg = demo_config(demo_folder, tmp_path, **sizes), load_model_config("ViT-L-14")
+    with torch.device("meta"):
+        counts = parameter_counts(CLIP(cfg))
+    zero = read_preset(dataclasses.replace(config, precision="amp_bf16"), "cuda")[0]["zero_optimization"]
+    table = _memory_table(memory_plan(cfg, BatchPlan.of(config, 2), config, counts, "amp_bf16", zero), [0, 1, 2, 3], 1)
+    assert "".join(f"  {line.rstrip()}\n" for line in table) in (ROOT / "docs" / "report.md").read_text()
+
+
+def test_dry_run_prints_the_plan_and_leaves_nothing(demo_folder, tmp_path):
+    flags = ["--dry-run", "--val-data", f"{demo_folder}/val", "--deepspeed_config", "ds_configs/zero2.json"]
+    result = forked(command(demo_folder, tmp_path / "logs", *flags), 1)
+    assert result.returncode == 0, result.stdout + result.stderr
+    for shown in (
+        "32 pairs a step = 1 data-parallel rank x 2 micro-batches",
+        " GFLOP a step, towers alone",
+        "for 1 rank of ",
+        "3 = 0.0625 epochs of 48",
+        "8 shards",
+        "1,536 usable samples; left out by the index: none",
+        "the run ends inside the warm-up",
+        "image tower 0.28M",
+        "ZeRO-0 (stage 2 over one rank)",
+        "ZeRO-0*     ZeRO-3 ",
+        "retrieval every epoch and at the end",
+    ):
+        assert shown in result.stdout
+    buckets = next(line for line in result.stdout.splitlines() if "gradient buckets" in line)
+    assert "MiB" in buckets and "GiB" not in buckets  # on a CPU a small model leaves most of a bucket untouched
+    assert not (tmp_path / "logs").exists()
+
+
+def test_a_run_says_of_its_stage_and_reductions_what_a_dry_run_says(demo_folder, tmp_path):
+    flags = ["--workers", "0", "--steps", "1", "--deepspeed_config", "ds_configs/zero1.json"]
+    for more in (["--dry-run"], []):
+        result = forked(command(demo_folder, tmp_path, *flags, *more), 2)
+        assert result.returncode == 0, result.stdout + result.stderr
+        assert "ZeRO-1, no reductions overlap the backward" in result.stdout
+
+
+def test_operations_are_told_in_a_unit_that_leaves_digits():
+    told = [_flops(count) for count in (0, 5.4e6, 1.234e9, 9.99e11, 1.5e12, 2.5e15, 4.2e19)]
+    assert told[:4] == ["0.00 MFLOP", "5.40 MFLOP", "1.23 GFLOP", "999.00 GFLOP"]
+    assert told[4:] == ["1.50 TFLOP", "2.50 PFLOP", "42,000.00 PFLOP"]
+
+
+def test_dry_run_refuses_what_the_run_would_refuse(demo_folder, tmp_path):
+    for flags, reason in (
+        (["--batch-size", "4096"], "fewer than one global batch of 8192"),
+        (["--pack-captions", "on", "--lock-text"], "kept caption by caption"),
+        (["--encode-micro-batches", "2", "--force-patch-dropout", "0.5"], "could not drop the same patches"),
+        (
+            ["--lock-image", "--lock-image-unlocked-groups", "9"],
+            "--lock-image-unlocked-groups 9: the image tower of demo",
+        ),
+        (["--lock-text", "--lock-text-unlocked-layers", "5"], "of demo has 3 groups: embeddings, 1 block, projection"),
+        (["--tile", "triton", "--device", "cpu"], "tile 'triton' needs features on a GPU"),
+    ):
+        result = forked(command(demo_folder, tmp_path, "--dry-run", *flags), 1)
+        assert result.returncode == 2 and reason in " ".join(result.stderr.split()), (flags, result.stderr)
+
+
+@pytest.mark.parametrize(
+    ("flags", "micro_batches", "on_cpu", "said"),
+    [
+        ({}, 4, False, True),
+        ({}, 1, False, False),
+        ({}, 4, True, False),
+        ({"deterministic": True}, 4, False, False),
+        ({"resident_micro_batches": "2"}, 4, False, False),
+    ],
+)
+def test_the_plan_says_where_a_run_keeps_more_graphs_than_it_counts(flags, micro_batches, on_cpu, said):
+    config = TrainConfig(dataset_type="synthetic", train_num_samples=1, **flags)
+    lines = _graphs_line(config, BatchPlan(2, micro_batches, 8), on_cpu=on_cpu)
+    assert ["as many of 4 as fit" in line for line in lines] == [True] * said

@@ -1,0 +1,177 @@
+"""Flags that cannot fit are refused with what would; --batch-size auto takes the most that fits."""
+
+import dataclasses
+import json
+import re
+
+import pytest
+import torch
+
+from infcl.config import BatchPlan, parse_args
+from infcl.models import CLIP, load_model_config
+from infcl.plan.fit import Fit
+from infcl.plan.memory import parameter_counts
+from tests.lib.checkout import ROOT
+from tests.lib.ranks import run_ranks
+from tests.train.test_entry import command, forked
+
+SYNTHETIC = ["--dataset-type", "synthetic", "--train-num-samples", "1000000", "--model", "ViT-L-14"]
+GIB = 2**30
+
+
+def fit(*flags: str, gib: float, ranks: int = 8, stage: int = 1) -> Fit:
+    cfg = load_model_config("ViT-L-14")
+    with torch.device("meta"):
+        counts = parameter_counts(CLIP(cfg))
+    preset = {"zero_optimization": {"stage": stage}}
+    return Fit(parse_args([*SYNTHETIC, *flags]), cfg, counts, "amp_bf16", preset, ranks, gib * GIB)
+
+
+def test_what_fits_is_not_refused():
+    fit("--batch-size", "64", gib=80).check()
+
+
+def test_what_takes_all_memory_to_the_last_byte_fits_and_a_byte_more_does_not():
+    question = fit("--batch-size", "64", gib=80)
+    peak = question.parts(question.config)["peak"]
+    dataclasses.replace(question, capacity=peak).check()
+    with pytest.raises(ValueError, match="ViT-L-14 needs about"):
+        dataclasses.replace(question, capacity=peak - 1).check()
+
+
+@pytest.mark.parametrize(
+    ("flags", "gib", "proposed"),
+    [
+        (["--batch-size", "1024"], 80, "--batch-size 256 --accum-freq 4 fits"),
+        (["--global-batch-size", "8192", "--batch-size", "1024"], 80, "--batch-size 256 fits"),
+        (["--batch-size", "8"], 5, "--deepspeed_config ds_configs/zero3.json fits"),
+        (["--batch-size", "8"], 1, "it takes more GPUs, or offloading"),
+    ],
+)
+def test_what_cannot_fit_is_refused_with_what_would(flags, gib, proposed):
+    question = fit(*flags, gib=gib)
+    with pytest.raises(ValueError, match=proposed) as refused:
+        question.check()
+    assert "ViT-L-14 needs about" in str(refused.value) and f"{gib:.1f} GiB are there" in str(refused.value)
+    assert "--skip-memory-check" in str(refused.value)
+
+
+def test_what_is_proposed_fits_and_keeps_the_batch():
+    question = fit("--batch-size", "1024", gib=80)
+    proposal = dataclasses.replace(question.config, batch_size=256, accum_freq=4)
+    assert BatchPlan.of(proposal, 8).global_batch_size == BatchPlan.of(question.config, 8).global_batch_size
+    Fit(proposal, question.cfg, question.counts, "amp_bf16", question.preset, 8, question.capacity).check()
+
+
+def test_a_proposed_preset_is_asked_for_with_the_precision_it_was_planned_in_and_without_the_other_s_offload():
+    zero = {"stage": 1, "offload_optimizer": {"device": "cpu"}}
+    question = dataclasses.replace(
+        fit("--batch-size", "8", gib=4), precision="bf16", preset={"zero_optimization": zero, "bf16": {"enabled": True}}
+    )
+    with pytest.raises(ValueError, match=r"ds_configs/zero3.json --precision bf16 fits, with (\d\.\d) GiB") as refused:
+        question.check()
+    told = float(re.search(r"fits, with (\d\.\d) GiB", str(refused.value))[1])
+    size = int(re.search(r"--batch-size (\d+)", str(refused.value))[1])
+    shipped = json.loads((ROOT / "ds_configs" / "zero3.json").read_text())
+    proposed = dataclasses.replace(question.config, batch_size=size, accum_freq=8 // size, grad_checkpointing=True)
+    assert dataclasses.replace(question, preset=shipped).parts(proposed)["peak"] / GIB == pytest.approx(told, abs=0.05)
+
+
+def test_a_small_model_on_cpus_is_not_refused_for_buckets_that_it_leaves_empty():
+    cfg = load_model_config("demo")
+    with torch.device("meta"):
+        counts = parameter_counts(CLIP(cfg))
+    config = parse_args([*SYNTHETIC, "--model", "demo", "--batch-size", "2"])
+    preset = {"zero_optimization": {"stage": 1, "overlap_comm": True}}
+    question = Fit(config, cfg, counts, "fp32", preset, 32, 1 * GIB)
+    with pytest.raises(ValueError, match="gradient buckets 3.7 GiB"):
+        question.check()
+    dataclasses.replace(question, on_cpu=True).check()
+
+
+def test_what_is_offloaded_is_not_on_the_gpu_but_on_a_cpu_in_the_same_memory():
+    question = fit("--batch-size", "8", gib=80, stage=3)
+
+    def parts(device: str, **changes) -> dict[str, float]:
+        preset = {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": device}}}
+        changed = dataclasses.replace(question, preset=preset, **changes)
+        return changed.parts(changed.config)
+
+    assert parts("cpu")["optimizer"] == 0 < parts("none")["optimizer"]
+    beside = parts("cpu", on_cpu=True)["host"] - parts("none", on_cpu=True)["host"]
+    gradients = 2 * parts("none")["gradients"]
+    assert parts("cpu", on_cpu=True)["optimizer"] == 0 and beside == parts("none")["optimizer"] + gradients
+
+
+def test_auto_takes_the_largest_size_that_fits_and_divides():
+    question = fit("--global-batch-size", "65536", "--batch-size", "auto", gib=80)
+    chosen = question.choose()
+    assert question.parts(chosen)["peak"] <= 0.9 * 80 * GIB
+    larger = dataclasses.replace(chosen, batch_size=2 * chosen.batch_size)
+    assert question.parts(larger)["peak"] > 0.9 * 80 * GIB
+    more = fit("--global-batch-size", "65536", "--batch-size", "auto", "--grad-checkpointing", gib=80).choose()
+    assert more.batch_size > chosen.batch_size
+
+
+@pytest.mark.parametrize(("gib", "host"), [(1, 1000), (80, 0.1)])
+def test_the_check_can_be_skipped_with_auto_too(gib, host):
+    """As what refuses says, be it for the GPU or for the host."""
+    flags = ("--global-batch-size", "65536", "--batch-size", "auto")
+    refused = dataclasses.replace(fit(*flags, gib=gib), host=host * GIB)
+    with pytest.raises(ValueError, match="--skip-memory-check starts it anyway"):
+        refused.choose()
+    skipped = dataclasses.replace(fit(*flags, "--skip-memory-check", gib=gib), host=host * GIB)
+    assert skipped.choose().batch_size == (1 if gib == 1 else fit(*flags, gib=80).choose().batch_size)
+
+
+def test_auto_takes_any_divisor():
+    assert fit("--global-batch-size", str(8 * 300), "--batch-size", "auto", gib=10_000).choose().batch_size == 300
+    assert fit("--global-batch-size", str(8 * 101), "--batch-size", "auto", gib=10_000).choose().batch_size == 101
+
+
+def test_auto_with_nothing_that_fits_is_refused():
+    with pytest.raises(ValueError, match="needs about"):
+        fit("--global-batch-size", "64", "--batch-size", "auto", gib=1).choose()
+
+
+def test_auto_needs_the_global_batch():
+    with pytest.raises(ValueError, match="auto needs --global-batch-size"):
+        parse_args([*SYNTHETIC, "--batch-size", "auto"])
+
+
+def test_the_trainer_takes_auto(demo_folder, tmp_path):
+    flags = command(demo_folder, tmp_path, "--dry-run", "--global-batch-size", "48", "--batch-size", "auto")
+    flags[flags.index("--accum-freq") + 1] = "1"
+    result = forked(flags, 1)
+    assert result.returncode == 0, result.stderr
+    assert "48 pairs a step = 1 data-parallel rank x 1 micro-batch (--accum-freq) x 48" in result.stdout
+
+
+def test_the_trainer_refuses_what_no_host_can_hold_and_can_be_overruled(tmp_path):
+    flags = ["pretrain_clip.py", *SYNTHETIC, "--batch-size", "65536", "--dry-run", "--logs", str(tmp_path)]
+    result = forked(flags, 1)
+    assert result.returncode == 2 and result.stderr.count("error:") == 1 and "fits, with" in result.stderr
+    assert forked([*flags, "--skip-memory-check"], 1).returncode == 0
+
+
+def chosen_beside_another(rank, world_size, gib):
+    """(--batch-size auto's choice, or its refusal) of a rank whose device has `gib[rank]`."""
+    from unittest import mock
+
+    from infcl.parallel import init_parallel
+    from infcl.plan import fit
+
+    config = parse_args([*SYNTHETIC, "--batch-size", "auto", "--global-batch-size", "2048"])
+    with mock.patch.object(fit, "memory_of_device", lambda parallel: float(gib[rank] * GIB)):
+        try:
+            return fit.fit_to_memory(config, init_parallel("cpu")).batch_size
+        except ValueError as error:
+            return str(error)
+
+
+def test_ranks_of_different_memory_take_the_micro_batch_of_the_least():
+    """With other micro-batches each, they would wait for one another."""
+    least = run_ranks(chosen_beside_another, 2, (40, 40))
+    assert run_ranks(chosen_beside_another, 2, (80, 40)) == least and least[0] == least[1] > 0
+    assert run_ranks(chosen_beside_another, 2, (80, 80))[0] > least[0]
+    assert all("1.0 GiB are there" in refusal for refusal in run_ranks(chosen_beside_another, 2, (80, 1)))

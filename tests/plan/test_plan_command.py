@@ -1,0 +1,349 @@
+"""The planner's command line: what it prints, which flags and profiles it refuses, what it measures."""
+
+import csv
+import dataclasses
+import json
+import re
+from importlib.util import find_spec
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from infcl.config import make_parser
+from infcl.models.config import load_model_config
+from infcl.plan import measure
+from infcl.plan.__main__ import main, parser, setting_of
+from infcl.plan.loads import memory_of
+from infcl.plan.search import fastest
+from infcl.plan.setting import Gpu, captions_of, load_gpu, load_link
+from infcl.plan.timing import samples_per_second
+from tests.lib.checkout import ROOT
+
+GIB = 2**30
+
+
+def test_the_command_prints_parts_phases_and_advice(capsys):
+    assert main("--model ViT-L-14 --gpus 32 --gpu a800-80g --global-batch 12288k --zero 3".split()) == 0
+    printed = capsys.readouterr().out
+    for shown in (
+        "optimizer",
+        "feature gradients",
+        "it fits",
+        "behind loss",
+        "samples/s",
+        "largest global batch",
+        "; ZeRO-3, ",
+        "ZeRO-0 (",
+    ):
+        assert shown in printed
+
+
+def test_as_many_graphs_as_fit_are_planned_where_that_is_asked_for(capsys):
+    """Here and in the fastest settings; the largest batch is that of one graph."""
+    flags = "--gpus 1 --global-batch 1024 --micro-batch-size 128 --no-grad-checkpointing --caption-tokens 20"
+
+    def planned(graphs: str) -> tuple[str, float, str]:
+        assert main([*flags.split(), "--resident-micro-batches", graphs]) == 0
+        said = capsys.readouterr().out
+        kept, rate = (re.search(form, said)[1] for form in (r"(\d+) graphs? kept", r"(\d+) samples/s, "))
+        return kept, float(rate), re.search(r"with this micro-batch: ([\d,]+)", said)[1]
+
+    one, more = planned("1"), planned("auto")
+    assert (one[0], more[0]) == ("1", "4") and one[2] == more[2]
+    assert 1.07 < more[1] / one[1] < 1.14  # measured: 1.10
+    assert main([*flags.split(), "--resident-micro-batches", "auto"]) == 0
+    fastest = capsys.readouterr().out.partition("fastest settings")[2]
+    assert "micro-batch 128, ZeRO-0, 4 graphs" in fastest and "micro-batch 256, ZeRO-0, 2 graphs" in fastest
+
+
+def test_packed_captions_are_planned_smaller_and_faster():
+    flags = "--model ViT-B-32 --gpus 8 --micro-batch-size 512".split()
+    whole, packed = (setting_of(parser().parse_args([*flags, *more])) for more in ([], ["--caption-tokens", "20"]))
+    assert 1.2 < samples_per_second(packed) / samples_per_second(whole) < 1.8  # the text is 40% of its operations
+    assert sum(memory_of(packed).values()) < sum(memory_of(whole).values())
+    full = setting_of(parser().parse_args([*flags, "--caption-tokens", "77"]))
+    assert samples_per_second(full) == samples_per_second(whole)  # captions that fill their places gain nothing by it
+    assert sum(memory_of(full).values()) == sum(memory_of(whole).values())
+    # and lose with torch's attention: longer rows, with a mask. Measured: 10 to 14% of a text tower
+    full, whole = (setting.with_(attention="torch") for setting in (full, whole))
+    assert 0.9 < samples_per_second(full) / samples_per_second(whole) < 0.99
+
+
+def test_captions_that_training_does_not_pack_are_not_planned_packed():
+    model = load_model_config("ViT-B-32")
+    sees_all = dataclasses.replace(model, text_cfg=dataclasses.replace(model.text_cfg, no_causal_mask=True))
+    assert captions_of(sees_all, None) == {"model": sees_all}
+    with pytest.raises(ValueError, match="not packed for a text tower that sees what follows one"):
+        captions_of(sees_all, 20)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--caption-tokens 78", "must lie in .1, 77."),
+        ("--gpu a900", "no such profile .known: a100-80g, a800-80g"),
+        ("--link wet-string", "known: .*nic-200, nic-400, nic-800"),
+        ("--gpus 12", "12 GPUs do not fill nodes of 8"),
+        ("--global-batch 1000 --micro-batch-size 64", "1000 is no multiple of 8 data-parallel ranks x micro-batch 64"),
+        ("--sequence-parallel", "--tensor-parallel-size is 1"),
+        ("--tensor-parallel-size 3", "8 GPUs are no multiple of tensor-parallel 3"),
+        ("--micro-batch-size many", "a number of pairs, or auto"),
+        ("--sweep 8:16", "gpus=FIRST:LAST"),
+        ("--model ViT-Z-99", "ViT-Z-99"),
+        ("--gpus 0", "gpus 0 must be greater than 0"),
+        ("--tensor-parallel-size -1", "tensor-parallel -1 must be greater than 0"),
+        ("--host-memory-gib 0", "--host-memory-gib 0.0 must be a number above 0"),
+        ("--host-memory-gib nan", "--host-memory-gib nan must be a number above 0"),
+        ("--gpus-per-node 0", "gpus-per-node 0 must be greater than 0"),
+        ("--resident-micro-batches 0", "resident-micro-batches 0 must be greater than 0"),
+        ("--sweep gpus=8:16 --resident-micro-batches auto", "a number there, the same for all"),
+        ("--compare none.csv", "--compare none.csv cannot be read: No such file"),
+        ("--compare docs", "--compare docs cannot be read: Is a directory"),
+        ("--sweep gpus=8:9", "from 8 to 16, and 9 would be left out; write gpus=8:8 or gpus=8:16$"),
+        ("--plot none/x.png --sweep gpus=8:16", "there is no folder none"),
+        ("--plot x.png", "give --sweep too"),
+        ("--gpu tests/golden/demo_20_steps.json", "a profile has name, memory_gib, .* and nothing else"),
+        ("--zero 0 --offload", "offloading the optimizer needs ZeRO stage >= 1"),
+        ("--zero 0 --precision bf16", "--precision bf16 needs ZeRO stage >= 1"),
+        ("--tensor-parallel-size 8 --model ViT-B-32", "8 does not divide the 12 heads of the image tower"),
+        ("--tensor-parallel-size 2 --micro-batch-size 1", "2 does not divide micro-batch 1"),
+        ("--tensor-parallel-size 16 --gpus 16", "16 spans hosts of 8 GPUs: .*; use 1, 2, 4, 8 "),
+        ("--tensor-parallel-size 3 --gpus 24", "3 spans hosts of 8 GPUs"),
+        ("--tensor-parallel-size 4 --gpus 12 --gpus-per-node 6", "4 spans hosts of 6 GPUs: .*; use 1, 2, 3, 6 "),
+        ("--micro-batch-size ²", "a number of pairs, or auto"),
+        ("--sweep gpus=²:8", "gpus=FIRST:LAST"),
+        ("--plot x.pgn --sweep gpus=8:16", "name a file that ends in .png"),
+        ("--measure none/gpu.json", "there is no folder none"),
+        ("--compare docs/results/loss_h200.csv", "no column model, zero"),
+    ],
+)
+def test_a_wrong_flag_is_one_line_and_exit_code_2(flags, message, capsys):
+    assert main(flags.split()) == 2
+    assert re.search(message, capsys.readouterr().err)
+
+
+def test_a_plot_that_cannot_be_written_is_one_line_too(tmp_path, capsys):
+    (tmp_path / "folder.png").mkdir()
+    assert main(["--sweep", "gpus=8:8", "--plot", str(tmp_path / "folder.png")]) == 2
+    assert "it writes a PNG, so name a file" in capsys.readouterr().err
+    pytest.importorskip("matplotlib")
+    (tmp_path / "loop.png").symlink_to("loop.png")
+    assert main(["--sweep", "gpus=8:16", "--micro-batch-size", "64", "--plot", str(tmp_path / "loop.png")]) == 2
+    assert "loop.png cannot be written: Too many levels" in capsys.readouterr().err
+
+
+STEP = {
+    "model": "ViT-B-32", "gpus": "1", "zero": "1", "checkpointing": "False", "blocks": "eager", "resident": "1",
+    "micro_batch": "64", "micro_batches": "2", "samples_per_second": "900.5", "peak_gib": "9.5", "label": "",
+}  # fmt: skip
+
+
+def compare_rows(tmp_path, *rows: dict) -> int:
+    with open(tmp_path / "steps.csv", "w") as file:
+        writer = csv.DictWriter(file, STEP)
+        writer.writeheader()
+        writer.writerows(STEP | row for row in rows)
+    return main(["--compare", str(tmp_path / "steps.csv")])
+
+
+@pytest.mark.parametrize(
+    ("column", "value", "message"),
+    [
+        ("gpus", "0", "gpus is '0', no whole number from 1 on"),
+        ("micro_batch", "0", "micro_batch is '0', no whole number from 1 on"),
+        ("micro_batches", "", "micro_batches is '', no whole number from 1 on"),
+        ("resident", "-1", "resident is '-1', no whole number from 0 on"),
+        ("peak_gib", "0", "peak_gib is '0', no number above 0"),
+        ("peak_gib", "1.2.3", "peak_gib is '1.2.3', no number above 0"),
+        ("samples_per_second", "nan", "samples_per_second is 'nan', no number above 0"),
+        ("zero", "", "zero is '', no stage like 1 or 3_offload"),
+        ("model", "ViT-Z-99", "ViT-Z-99"),
+    ],
+)
+def test_a_value_of_a_step_that_cannot_be_is_named_with_its_line(column, value, message, tmp_path, capsys):
+    assert compare_rows(tmp_path, {}, {column: value}) == 2
+    said = capsys.readouterr()
+    assert message in said.err and not said.out
+    assert column == "model" or "steps.csv, line 3: " in said.err
+
+
+def test_a_row_that_ends_early_is_named(tmp_path, capsys):
+    (tmp_path / "steps.csv").write_text(f"{','.join(STEP)}\n{','.join(list(STEP.values())[:4])}\n")
+    assert main(["--compare", str(tmp_path / "steps.csv")]) == 2
+    assert "line 2: micro_batch is None, no whole number" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("lock", ["lock-image", "opt lion lock-text"])
+def test_steps_of_locked_towers_are_left_out_of_a_comparison(lock, tmp_path, capsys):
+    """They were planned as whole ones, at half their speed and three times their memory."""
+    assert compare_rows(tmp_path, {}, {"label": f"batch-size 64 {lock}"}) == 0
+    said = capsys.readouterr()
+    assert said.out.count("ViT-B-32") == 1 and said.err == "1 row left out: locked towers are not planned\n"
+
+
+def test_no_more_graphs_are_said_to_stay_than_a_step_has_micro_batches(capsys):
+    assert main("--global-batch 8k --micro-batch-size 256 --resident-micro-batches 99999".split()) == 0
+    kept = re.findall(r"micro-batch (\d+), .*?(\d+) graphs", capsys.readouterr().out)
+    assert kept and all(int(size) * int(graphs) == 1024 for size, graphs in kept)
+
+
+def test_where_nothing_fits_that_is_said(capsys):
+    assert main("--model ViT-bigG-14 --gpus 8 --global-batch 64m --micro-batch-size 256 --gpu a800-80g".split()) == 0
+    assert "fastest settings for this batch\n  none fits: " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("ring", "rings"), [("auto", {"flat", "two-level"}), *((r, {r}) for r in ("flat", "two-level"))]
+)
+def test_a_sweep_is_of_the_rings_that_are_asked_for(ring, rings, tmp_path, capsys):
+    words = ["--micro-batch-size", "64", "--ring", ring, "--sweep", "gpus=8:16"]
+    words += ["--plot", str(tmp_path / "curves.png")] if find_spec("matplotlib") else []
+    assert main(words) == 0
+    said = capsys.readouterr()
+    assert {row["ring"] for row in csv.DictReader(said.out.splitlines())} == rings
+    assert set(re.findall("^# (.+?): ", said.err, re.MULTILINE)) == rings
+
+
+def test_the_trainers_spellings_are_the_planners_too():
+    own = "--gpus 8 --global-batch 16k --micro-batch-size 64 --pixels device"
+    trainers = "--gpus 8 --global-batch-size 16384 --batch-size 64 --pixel-cache gpu"
+    assert setting_of(parser().parse_args(trainers.split())) == setting_of(parser().parse_args(own.split()))
+    words = set(make_parser()._option_string_actions)
+    assert {"--global-batch-size", "--batch-size", "--micro-batch-size", "--pixel-cache"} <= words
+
+
+def test_a_file_that_is_no_text_is_no_csv_of_steps(tmp_path, capsys):
+    (tmp_path / "steps.csv").write_bytes(b"\xff\xfe\x00")
+    assert main(["--compare", str(tmp_path / "steps.csv")]) == 2
+    assert "steps.csv is no CSV of benchmarks.step: it is no text" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("kind", "field", "value", "message"),
+    [
+        ("gpu", "memory_gib", "80", "memory_gib is '80', which is no number"),
+        ("gpu", "hbm_gbs", True, "hbm_gbs is True, which is no number"),
+        ("gpu", "usable", 1.1, "usable is 1.1, a share: at most 1"),
+        ("gpu", "usable", -0.1, "a number above 0"),
+        ("gpu", "link_gbs", 0, "link_gbs is 0, which cannot be"),
+        ("gpu", "pcie_gbs", float("nan"), "pcie_gbs is nan"),
+        ("gpu", "hbm_gbs", float("inf"), "hbm_gbs is inf"),
+        ("gpu", "multiprocessors", 1.5, "multiprocessors is 1.5, which is no whole number"),
+        ("gpu", "name", 5, "name is 5, which is no text"),
+        ("gpu", "estimated", "usable", "estimated is 'usable', which is no list of a profile's figures"),
+        ("gpu", "estimated", ["speed"], "estimated is ['speed'], which is no list"),
+        ("gpu", "estimated", [["usable"]], "which is no list"),
+        ("link", "gbs", -1, "gbs is -1"),
+        ("link", "latency_us", None, "latency_us is None"),
+    ],
+)
+def test_a_value_that_a_profile_cannot_have_is_named(kind, field, value, message, tmp_path, capsys):
+    profile = {"gpu": load_gpu("h200"), "link": load_link("nic-400")}[kind]
+    (tmp_path / "own.json").write_text(json.dumps({**vars(profile), field: value}))
+    assert main([f"--{kind}", str(tmp_path / "own.json")]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_links_without_delay_are_a_profile(tmp_path):
+    (tmp_path / "own.json").write_text(json.dumps({**vars(load_link("nic-400")), "latency_us": 0}))
+    assert load_link(str(tmp_path / "own.json")).latency_us == 0
+
+
+@pytest.mark.parametrize("gpus", [1, 2])
+def test_a_measured_profile_says_what_of_it_was_not_measured(gpus, tmp_path, monkeypatch, capsys):
+    """The measurements themselves are a GPU's."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Chip")
+    properties = SimpleNamespace(total_memory=80 * GIB, multi_processor_count=100)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(measure, "_matmul", lambda device, dtype: 600e12 if dtype == torch.bfloat16 else 40e12)
+    monkeypatch.setattr(measure, "_towers", lambda device, compiled: 300e12 + compiled * 60e12)
+    monkeypatch.setattr(measure, "_loss", lambda device: 500e12)
+    monkeypatch.setattr(measure, "host_factor", lambda: 1.251)
+    monkeypatch.setattr(measure, "copy_rate", lambda source, target: 55 if source.type == "cpu" else 390.0)
+    assert main(["--measure", str(tmp_path / "gpu.json")]) == 0
+    told = capsys.readouterr().out
+    written = json.loads((tmp_path / "gpu.json").read_text())
+    assert written["host_factor"] == 1.25
+    assert written["estimated"] == [*["usable", "link_gbs"][: 3 - gpus], "host_factor"]
+    assert f"estimated usable 0.94{', link_gbs 25' if gpus == 1 else ''}, host_factor 1.25\n" in told
+    assert "gpu.json: Chip: measured memory_gib 80.0, matmul_tflops 600, tower_efficiency 0.5, " in told
+    assert written["fp32_tflops"] == 40 and "fp32_tflops 40" in told.partition("; estimated")[0]
+    assert ("link_gbs 390" in told.partition("; estimated")[0]) == (gpus == 2)
+    assert written == vars(load_gpu(str(tmp_path / "gpu.json"))) | {"estimated": written["estimated"]}
+
+
+def test_a_slow_hosts_factor_is_what_its_loop_takes_longer(monkeypatch):
+    times = iter([0.0, 9.0, 10.0, 11.5, 20.0, 23.0, 30.0, 32.0, 40.0, 42.0])  # of five turns the shortest counts
+    monkeypatch.setattr(measure.time, "perf_counter", lambda: next(times))
+    monkeypatch.setattr(measure, "_LOOP", "total = 0\nfor i in range(10): total += i")
+    assert measure.host_factor() == pytest.approx(1.5 / 0.486)
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "infcl" / "plan" / "profiles").glob("*/*.json")), ids=lambda p: p.stem)
+def test_a_shipped_profile_says_which_figures_are_estimated(path):
+    profile = (load_gpu if path.parent.name == "gpus" else load_link)(path.stem)
+    rates = {name for name, value in vars(profile).items() if isinstance(value, float | int)}
+    rates -= {"memory_gib", "multiprocessors", "host_factor"}  # as its data sheet tells; 1 is the host of no GPU
+    assert profile.estimated and set(profile.estimated) <= rates
+    if profile.source.startswith("estimated"):
+        assert set(profile.estimated) == rates
+
+
+def test_a_plan_says_which_figures_under_it_are_estimated(capsys):
+    assert main("--gpus 16 --micro-batch-size 64".split()) == 0
+    told = capsys.readouterr().out
+    assert "of h200 usable, hbm_gbs, pcie_gbs are estimated" in told
+    assert main("--gpus 16 --micro-batch-size 64 --precision fp32".split()) == 0
+    assert "of h200 fp32_tflops, usable, hbm_gbs, pcie_gbs are estimated" in capsys.readouterr().out
+    assert "of nic-400 gbs, latency_us are estimated" in told
+    assert main("--gpus 8 --micro-batch-size 64".split()) == 0
+    assert "of nic-400" not in capsys.readouterr().out  # one host has none
+
+
+def test_an_older_profile_has_no_rate_of_float32_which_is_estimated_then(capsys):
+    old = ["--gpu", str(ROOT / "docs" / "results" / "h200_measured.json"), "--micro-batch-size", "64"]
+    assert load_gpu(old[1]).estimated == ("fp32_tflops",)
+    assert main([*old, "--precision", "fp32"]) == 0
+    assert "of NVIDIA H200 fp32_tflops are estimated, not measured" in capsys.readouterr().out
+    assert main(old) == 0
+    assert "estimated" not in capsys.readouterr().out
+
+
+def test_a_profile_of_ones_own_is_read(tmp_path):
+    own = {**vars(load_gpu("h200")), "name": "mine", "memory_gib": 40.0}
+    (tmp_path / "mine.json").write_text(json.dumps(own))
+    setting = setting_of(parser().parse_args(["--gpu", str(tmp_path / "mine.json"), "--micro-batch-size", "64"]))
+    assert setting.gpu == Gpu(**own) and setting.gpu.usable_bytes == pytest.approx(0.94 * 40 * GIB)
+
+
+@pytest.mark.parametrize(
+    ("flags", "stage"),
+    [([], 0), (["--zero", "2"], 0), (["--precision", "bf16"], 1), (["--zero", "3"], 3), (["--offload"], 1)],
+)
+def test_a_single_rank_is_planned_as_it_is_run(flags, stage):
+    words = ["--model", "ViT-L-14", "--gpus", "1", "--gpus-per-node", "8", "--global-batch", "1024", *flags]
+    for size in ("128", "auto"):
+        assert setting_of(parser().parse_args([*words, "--micro-batch-size", size])).as_run().zero == stage
+
+
+@pytest.mark.parametrize("gpus", ["1", "2"])
+def test_a_sweep_shards_from_two_ranks_on_wherever_it_begins(gpus, capsys):
+    words = (
+        f"--model ViT-L-14 --gpu h200 --gpus {gpus} --global-batch {1024 * int(gpus)} --micro-batch-size 128 --zero 2"
+    )
+    assert main([*words.split(), "--sweep", "gpus=1:4"]) == 0
+    rows = list(csv.DictReader(capsys.readouterr().out.splitlines()))
+    assert [float(row["ZeRO traffic"]) > 0 for row in rows[:3]] == [False, True, True]
+    assert main(words.split()) == 0
+    assert ("ZeRO-0 (stage 2 over one rank)" if gpus == "1" else "; ZeRO-2, ") in capsys.readouterr().out
+
+
+def test_what_is_advised_for_a_single_gpu_is_what_runs_there():
+    setting = setting_of(
+        parser().parse_args("--gpus 1 --gpus-per-node 1 --global-batch 1024 --micro-batch-size 64".split())
+    )
+    found = [other for _, other in fastest(setting, count=100)]
+    assert {other.zero for other in found if not other.offload} == {0, 3} and len(set(found)) == len(found)

@@ -1,0 +1,237 @@
+"""The plan of host memory: counted against what DeepSpeed holds there; refused at start; auto leaves room for it."""
+
+import dataclasses
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from infcl.config import BatchPlan, TrainConfig
+from infcl.config.preset import BUCKET
+from infcl.engine.engine import Engine
+from infcl.engine.optim import checkpoint_bytes
+from infcl.models import CLIP, load_model_config
+from infcl.parallel import init_parallel
+from infcl.plan.dry_run import _host_table
+from infcl.plan.fit import Fit
+from infcl.plan.host import host_bytes, host_parts
+from infcl.plan.loads import load_of_run
+from infcl.plan.memory import parameter_counts, parts_of
+from infcl.step import pixels
+from tests.lib.checkout import ROOT
+from tests.lib.ranks import run_ranks
+from tests.plan.test_fit import fit
+from tests.train.test_entry import command, forked
+from tests.train.test_trainer import demo_config
+
+GIB = 2**30
+OFFLOAD = json.loads((ROOT / "ds_configs" / "zero3_offload.json").read_text())
+MICRO_BATCHES = 2
+
+
+class Narrow(nn.Module):
+    """Many small matrices, so that what lies across two ranks' shares is little."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(32, 32) for _ in range(60)))
+
+    def forward(self, images, texts):
+        return {"out": self.layers(images.to(self.layers[0].weight.dtype)).float().sum()}
+
+
+def bytes_of(tensors) -> int:
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+    return sum(storages.values())
+
+
+def offloaded_by_deepspeed(rank, world_size, path, precision):
+    """({part: bytes}, parameters, the plan of them) after two steps; on a CPU nothing is pinned."""
+    parallel, model, batch = init_parallel("cpu"), Narrow(), BatchPlan(world_size, MICRO_BATCHES, 4)
+    numel = sum(parameter.numel() for parameter in model.parameters())
+    config = TrainConfig(
+        dataset_type="synthetic", train_num_samples=1, deepspeed_config=path, precision=precision, wd=0.0
+    )
+    engine = Engine(model, config, parallel, batch)
+    for _ in range(2):
+        for index in range(MICRO_BATCHES):
+            engine.backward(engine.encode(torch.randn(4, 32), None)["out"], index == MICRO_BATCHES - 1)
+        engine.step(0.1)
+    zero, stage = engine.engine.optimizer, engine.zero_stage
+    masters = zero.fp32_partitioned_groups_flat if stage == 3 else zero.single_partition_of_fp32_groups
+    state = [value for entry in zero.optimizer.state.values() for value in entry.values() if value.dim()]
+    if stage == 3:
+        sums, copies = [zero.grad_partitions_flat_buffer], zero.param_groups_fp16_flat_cpu_memory
+    else:
+        sums = list(zero.accumulated_grads_in_cpu.values())
+        copies = zero.param_buffer_of_bit16_for_cpu_offload_groups
+    held = {
+        "optimizer": bytes_of([*masters, *state]),
+        "gradients": bytes_of([*(master.grad for master in masters), *sums]),
+        "parameters": bytes_of(copies),
+    }
+    offload = json.loads(open(path).read())["zero_optimization"]
+    load = load_of_run(
+        load_model_config("demo"), batch, config, {"all": (numel, numel)}, precision, offload,
+        stage=stage, offloads=tuple(part for part in ("optimizer", "param") if f"offload_{part}" in offload),
+        on_cpu=True,
+    )  # fmt: skip
+    return held, {part: host_parts(load)[part] for part in held}
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(("stage", "param"), [(1, False), (2, False), (3, False), (3, True)])
+def test_what_is_offloaded_is_what_deepspeed_holds(stage, param, precision, world_size, tmp_path):
+    zero = OFFLOAD["zero_optimization"] | {"stage": stage, "reduce_bucket_size": 10_000}
+    if param:
+        zero |= {"offload_param": {"device": "cpu", "pin_memory": True}}
+    (tmp_path / "preset.json").write_text(json.dumps(OFFLOAD | {"zero_optimization": zero}))
+    held, planned = run_ranks(offloaded_by_deepspeed, world_size, str(tmp_path / "preset.json"), precision)[0]
+    assert planned["optimizer"] >= 12 * 60 * 32 * 33 / world_size and held == pytest.approx(planned, rel=0.03)
+
+
+def big_g(*flags: str, host: float = float("inf"), dp_size: int = 8, **changes) -> Fit:
+    cfg = load_model_config("ViT-bigG-14")
+    with torch.device("meta"):
+        counts = parameter_counts(CLIP(cfg))
+    shipped = ["--deepspeed_config", "ds_configs/zero3_offload.json", "--precision", "bf16", "--grad-checkpointing"]
+    question = fit("--model", "ViT-bigG-14", "--batch-size", "64", *shipped, *flags, gib=139, ranks=dp_size)
+    question = dataclasses.replace(question, cfg=cfg, counts=counts, precision="bf16", preset=OFFLOAD)
+    return dataclasses.replace(question, host=host * GIB, ranks_of_host=8, **changes)
+
+
+def test_pinned_memory_is_counted_in_powers_of_2():
+    question = big_g(dp_size=1)
+    load = question.load(question.config)
+    own, parts = load.trainable, host_parts(load)
+    assert 2 * 10**9 < own < 3 * 10**9
+    assert parts["gradients"] == 16 * GIB + 3 * 4 * GIB  # all in one; in groups of a billion elements
+    assert parts["optimizer"] == 12 * own
+    zero = load.zero | {"offload_optimizer": {"device": "cpu"}}
+    assert host_parts(dataclasses.replace(load, zero=zero))["gradients"] == 8 * own
+
+
+def test_a_host_that_holds_it_to_the_last_byte_is_enough_and_a_byte_less_is_not():
+    question = big_g("--pixel-cache-gb", "1")
+    needed = host_bytes(question.load(question.config), 8)
+    assert needed > 12 * 2.5e9
+    dataclasses.replace(question, host=needed).check()
+    with pytest.raises(
+        ValueError, match=r"GiB of host memory for 8 ranks, [\d.]+ GiB are there: .*--skip-memory-check"
+    ):
+        dataclasses.replace(question, host=needed - 1).check()
+
+
+@pytest.mark.parametrize(
+    ("flags", "host", "changes", "proposed"),
+    [
+        (["--accum-freq", "65", "--pixel-cache-gb", "40"], 92, {}, "--pixel-cache-gb auto takes what is left"),
+        ([], 80, {}, '"pin_memory": false in ds_configs/zero3_offload.json fits, with 7'),
+        ([], 40, {}, "--deepspeed_config ds_configs/zero3.json --precision bf16 fits, with .* on the GPU and 28"),
+        ([], 20, {}, "It takes more hosts, or more memory in them"),
+    ],
+)
+def test_what_the_host_cannot_hold_is_refused_with_what_it_can(flags, host, changes, proposed):
+    preset = OFFLOAD | {"bf16": {"enabled": True}}
+    with pytest.raises(ValueError, match=proposed):
+        big_g(*flags, host=host, preset=preset, **changes).check()
+
+
+def test_the_first_host_of_many_holds_the_first_copy_of_16_bit_parameters():
+    question = big_g(dp_size=512)
+    load = question.load(question.config)
+    parts = host_parts(load)
+    state, later = (sum(parts[name] for name in names) for names in (("optimizer", "gradients"), ("checkpoint",)))
+    assert host_bytes(load, 8) == 8 * state + 4 * load.trainable > 8 * (state + later)
+    whole = dataclasses.replace(load, precision="amp_bf16")
+    assert host_bytes(whole, 8) == 8 * sum(host_parts(whole).values())
+
+
+def test_on_a_cpu_all_is_one_memory_and_nothing_counts_twice():
+    def question(**changes) -> Fit:
+        return dataclasses.replace(fit("--batch-size", "8", gib=1000, stage=3), on_cpu=True, **changes)
+
+    buckets = {"zero_optimization": {"stage": 3, "reduce_bucket_size": BUCKET}}  # as large as where it offloads
+    plain, offloaded = question(preset=buckets), question(preset=OFFLOAD)
+    load = offloaded.load(offloaded.config)
+    own, difference = load.trainable / 8, offloaded.parts(offloaded.config)["peak"] - plain.parts(plain.config)["peak"]
+    assert difference == pytest.approx(4 * own)  # the gradient that the optimizer is given, beside the sum
+    assert parts_of(load)["optimizer"] == parts_of(load)["gradients"] == 0
+    dataclasses.replace(offloaded, host=0.0).check()  # capacity is all there is to ask for
+    kept = dataclasses.replace(plain.config, pixel_cache_gb="1", accum_freq=9)
+    none = dataclasses.replace(kept, pixel_cache_gb="0")
+    assert plain.parts(kept)["peak"] - plain.parts(none)["peak"] == 8 * 8 * 3 * 224**2
+
+
+def test_auto_leaves_room_for_what_comes_after_the_pixels(demo_folder, tmp_path, monkeypatch):
+    """A checkpoint's copy, and under ZeRO-2 the sums of offloaded gradients, which the first backward makes."""
+    config, cfg = demo_config(demo_folder, tmp_path, accum_freq=1000), load_model_config("demo")
+    model, parallel = (
+        CLIP(cfg),
+        SimpleNamespace(device=torch.device("cpu"), tp_size=1, dp_size=2, ranks_per_node=2, hosts=1),
+    )
+    numel, free = sum(parameter.numel() for parameter in model.parameters()), 100e6
+    saved = checkpoint_bytes(config, numel, numel)
+    monkeypatch.setattr(pixels, "available_host_bytes", lambda: free)
+    monkeypatch.setattr(pixels, "max_over", lambda group, values, device: values)
+    parallel.dp_group = None
+    one = config.batch_size * 3 * cfg.vision_cfg.image_size**2
+
+    def kept(**changes) -> int:
+        flags = dataclasses.replace(config, **changes)
+        cache = pixels.build_pixel_cache(flags, BatchPlan.of(flags, 2), model, parallel, resident=1, repeats=True)
+        return len(cache.kept)
+
+    assert kept() == int(0.6 * (free - saved) / 2 // one) < int(0.6 * free / 2 // one)
+    zero = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
+    (tmp_path / "zero2.json").write_text(json.dumps({"zero_optimization": zero}))
+    preset = str(tmp_path / "zero2.json")
+    assert kept(deepspeed_config=preset) == int(0.6 * (free - saved - 4 * numel) / 2 // one) < kept()
+    with pytest.raises(ValueError, match="are free beside a checkpoint's copy"):
+        kept(pixel_cache_gb=str((free - saved / 2) / 2 / 1e9))
+    monkeypatch.setattr(pixels, "available_host_bytes", lambda: saved / 2)  # what keeps nothing is not refused for it
+    assert kept() == kept(pixel_cache_gb="0") == 0
+
+
+def test_the_dry_run_s_pixels_are_where_they_are():
+    question = big_g("--accum-freq", "9", dp_size=8)
+    one = 64 * 3 * 224**2
+
+    def table(on_cpu: bool = False, **changes) -> str:
+        config = dataclasses.replace(question.config, **changes)
+
+        def load(pixel_cache_gb: str):
+            flags = dataclasses.replace(config, pixel_cache_gb=pixel_cache_gb)
+            return load_of_run(
+                question.cfg, BatchPlan.of(config, 8), flags, question.counts, "bf16", OFFLOAD["zero_optimization"],
+                stage=3, offloads=("optimizer",), on_cpu=on_cpu,
+            )  # fmt: skip
+
+        lines = _host_table(load, config, 8, on_cpu=on_cpu, free=1000e9)
+        return next(line for line in lines if line.startswith("  pixels"))
+
+    assert f"{8 * one / 2**20:.1f} MiB (auto" in table()
+    assert f"{2 * one / 2**20:.1f} MiB" in table(pixel_cache_gb=str(2.5 * one / 1e9))
+    assert " 0 B (--pixel-cache gpu" in table(pixel_cache="gpu")
+    assert f"{8 * one / 2**20:.1f} MiB" in table(pixel_cache="gpu", on_cpu=True)
+    assert " 0 B" in table(lock_image=True)
+
+
+def test_the_dry_run_tells_the_host_s_memory(demo_folder, tmp_path):
+    flags = ["--dry-run", "--deepspeed_config", "ds_configs/zero3_offload.json"]
+    result = forked(command(demo_folder, tmp_path, *flags), 1)
+    assert result.returncode == 0, result.stderr
+    for shown in ("host memory a rank, in the same memory as the above", "checkpoint", "for 1 rank of"):
+        assert shown in result.stdout
+
+
+def test_the_planner_prints_what_a_host_needs(capsys):
+    from infcl.plan.__main__ import main
+
+    assert main("--model ViT-bigG-14 --zero 3 --offload --precision bf16 --micro-batch-size 64".split()) == 0
+    printed = capsys.readouterr().out
+    for shown in ("host memory per GPU", "checkpoint", "a host, 8 GPUs"):
+        assert shown in printed

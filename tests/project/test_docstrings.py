@@ -1,0 +1,45 @@
+"""What is public says what it is; the docstrings render without a warning."""
+
+import ast
+import inspect
+import re
+import subprocess
+import sys
+
+import pytest
+
+import infcl
+from tests.lib.checkout import ROOT
+
+MODULES = [
+    path.relative_to(ROOT).as_posix()
+    for package in ("infcl", "megatron_patches", "benchmarks")
+    for path in sorted((ROOT / package).rglob("*.py"))
+]
+
+
+def test_every_module_says_what_it_is():
+    silent = [file for file in MODULES if not ast.get_docstring(ast.parse((ROOT / file).read_text()))]
+    assert silent == []
+
+
+@pytest.mark.parametrize("name", infcl.__all__)
+def test_the_library_documents_itself_and_its_arguments(name):
+    thing = getattr(infcl, name)
+    text = inspect.getdoc(thing)
+    assert text
+    if re.search("(options are those of|arguments as in) `inf_cl_loss`", text):
+        text += inspect.getdoc(infcl.inf_cl_loss)
+    parameters = set(inspect.signature(thing).parameters) if inspect.isfunction(thing) else set()
+    assert {parameter for parameter in parameters if parameter not in text} == set()
+
+
+@pytest.mark.slow
+def test_the_docstrings_render_without_a_warning(tmp_path):
+    result = subprocess.run(
+        [sys.executable, "docs/render.py", tmp_path], cwd=ROOT, capture_output=True, text=True, timeout=240
+    )
+    assert result.returncode == 0 and result.stderr == "", result.stderr
+    for file in MODULES:
+        if not file.startswith("benchmarks") and not file.endswith("__main__.py"):
+            assert (tmp_path / file.replace("/__init__", "").replace(".py", ".html")).is_file(), file

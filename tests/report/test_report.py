@@ -1,0 +1,262 @@
+"""The report page: what is on it, that it needs nothing else, and what it does with runs that are not whole."""
+
+import json
+import re
+from html.parser import HTMLParser
+
+import pytest
+import torch
+
+from infcl.convert.export import export_model
+from infcl.models import CLIP, load_model_config
+from infcl.models.config import with_tokenizer
+from infcl.report import read_metrics
+from infcl.report.__main__ import main
+from infcl.report.charts import Chart, Series
+from infcl.report.drawing import MAX_POINTS, draw_png, draw_svg, short, smooth, thin, ticks
+from infcl.report.gallery import Gallery, retrieval_gallery
+from infcl.report.records import read_run
+from infcl.report.summary import summary_table
+
+
+def step_record(step: int) -> dict:
+    return {
+        "kind": "train",
+        "step": step,
+        "samples_seen": 64 * step,
+        "loss": 4.0 / step,
+        "micro_loss_image_to_text": 3.0 / step,
+        "micro_loss_text_to_image": 3.1 / step,
+        "micro_accuracy": 1 - 1 / step,
+        "logit_scale": 14.0 + step,
+        "grad_norm": 5.0,
+        "grad_norm_image": 3.0,
+        "grad_norm_text": 4.0,
+        "lr": 1e-3,
+        "samples_per_second": 100.0 + step,
+        "data_wait": 0.1,
+        "text_share": 0.375,
+        "peak_memory_mb": 500.0,
+        "skipped_steps": 0,
+        **{f"seconds_{phase}": 0.01 for phase in ("data", "encode", "loss", "replay", "step")},
+    }
+
+
+def write_run(root, **config):
+    """A finished run of 30 steps, evaluated twice, without a model."""
+    root.mkdir(parents=True)
+    records = [step_record(step) for step in range(1, 31)]
+    for step in (15, 30):
+        place = {"step": step, "samples_seen": 64 * step}
+        records.append(
+            {"kind": "retrieval", **place, "image_to_text_r1": 0.5, "text_to_image_r1": 0.25, "val_loss": 1.5}
+        )
+        records.append({"kind": "zero_shot", **place, "top1": 0.75, "top5": 1.0})
+    (root / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    (root / "config.json").write_text(
+        json.dumps({"model": "demo", "loss": "inf_cl", "batch_size": 32, "lr": 1e-3} | config)
+    )
+    environment = {"started": "2030-01-01T10:00:00+0000", "commit": "c0ffee", "world_size": 2, "device": "<GPU & co>"}
+    (root / "environment.json").write_text(json.dumps(environment | {"command": ["pretrain_clip.py", "--lr", "1e-3"]}))
+    summary = {
+        "zero_shot_top1": 0.75,
+        "image_to_text_r1": 0.5,
+        "text_to_image_r1": 0.25,
+        "train_seconds": 75.0,
+        "peak_memory_mb": 512.0,
+        "data": {"samples": 1920, "skipped/broken_image": 3, "index/no_caption": 4, "noted/caption_cut": 5},
+    }
+    (root / "summary.json").write_text(json.dumps(summary))
+    return root
+
+
+class Page(HTMLParser):
+    """Checks that tags nest, and collects the addresses that a browser would load."""
+
+    VOID = {"meta", "img", "br", "line", "circle", "path", "rect", "link"}
+
+    def __init__(self, text: str):
+        super().__init__()
+        self.open, self.loads = [], []
+        self.feed(text)
+        assert not self.open, self.open
+
+    def handle_starttag(self, tag, attributes):
+        self.loads += [value for name, value in attributes if name in ("src", "href") and value]
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        if tag not in self.VOID:
+            assert self.open.pop() == tag, (tag, self.getpos())
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory):
+    root = write_run(tmp_path_factory.mktemp("runs") / "first")
+    assert main([str(root)]) == 0
+    return root / "report"
+
+
+def test_the_page_shows_curves_evaluation_data_and_settings(page):
+    text = (page / "index.html").read_text()
+    for shown in (
+        "Loss of the global batch", "Loss by direction", "Accuracy in the micro-batch", "among 32 pairs", "Logit scale",
+        "text tower", "Learning rate", "Samples per second", "Peak memory", "Recall@1", "Zero-shot accuracy",
+        "R@1 50.0%", "top-1 75.0%", "validation", "replay 10.0 ms (20%)", "broken image", "left out by the index",
+        "512 MiB", "1 min 15 s", "--batch-size", "pretrain_clip.py --lr 1e-3", "finished", "No gallery",
+        "Over samples seen", "text places computed", "37.5%",
+    ):  # fmt: skip
+        assert shown in text, shown
+    assert text.count('<figure class="card chart">') == 11
+    names = {path.name for path in page.glob("*.png")}
+    assert {"loss.png", "grad_norm.png", "throughput.png", "memory.png", "recall_1.png"} <= names
+    assert (page / "loss.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_the_page_is_whole_and_loads_nothing(page):
+    text = (page / "index.html").read_text()
+    assert Page(text).loads == []
+    assert "@import" not in text and not re.search(r"url\((?!#)", text)
+    assert "&lt;GPU &amp; co&gt;" in text and "<GPU" not in text
+    assert "prefers-color-scheme: dark" in text and "max-width: 560px" in text
+
+
+def test_two_runs_are_overlaid_and_the_flags_that_differ_listed(tmp_path):
+    first, second = write_run(tmp_path / "a $x_$"), write_run(tmp_path / "b", lr=2e-3)  # no formula
+    assert main([str(first), str(second), "--out", str(tmp_path / "out")]) == 0
+    text = (tmp_path / "out" / "compare_b.html").read_text()
+    Page(text)
+    differing = text[text.index("Flags that differ") : text.index("Learning</h2>")]
+    assert "--lr" in differing and "0.002" in differing and "--batch-size" not in differing
+    assert "a $x_$ · image→text" in text and "b · text→image" in text
+    assert (tmp_path / "out" / "compare_b_loss.png").is_file()
+
+
+def test_a_run_that_died_is_still_shown(tmp_path):
+    """No summary, no config, the last line torn by the crash, bytes before it that are no text."""
+    root = tmp_path / "dead"
+    root.mkdir()
+    lines = [json.dumps(step_record(step)) for step in (1, 2, 2, 3)]
+    (root / "metrics.jsonl").write_bytes("\n".join(lines).encode() + b'\n\x00\xff\n0\n{}\n{"kind": "train", "st')
+    assert [record["step"] for record in read_metrics(root / "metrics.jsonl", "train")] == [1, 2, 3]
+    assert main([str(root)]) == 0
+    text = (root / "report" / "index.html").read_text()
+    Page(text)
+    assert "not finished" in text and "causes are counted at the end" in text
+
+
+def test_what_a_resumed_run_had_done_behind_its_checkpoint_is_forgotten(tmp_path):
+    steps = [("train", 1), ("train", 2), ("val", 2), ("train", 3), ("train", 4), ("val", 4), ("train", 3), ("train", 4)]
+    lines = [json.dumps({"kind": kind, "step": step, "line": line}) for line, (kind, step) in enumerate(steps)]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
+    kept = {kind: [r["line"] for r in read_metrics(tmp_path / "metrics.jsonl", kind)] for kind in ("train", "val")}
+    assert kept == {"train": [0, 1, 6, 7], "val": [2]}
+
+
+def test_what_is_no_run_is_refused_in_one_line(tmp_path, capsys):
+    assert main([str(tmp_path)]) == 2
+    assert "not a run folder" in capsys.readouterr().err
+    (tmp_path / "metrics.jsonl").write_text("")
+    assert main([str(tmp_path)]) == 2
+    assert "no step yet" in capsys.readouterr().err
+    write_run(tmp_path / "run")
+    assert main([str(tmp_path / "run"), "--out", str(tmp_path / "metrics.jsonl")]) == 2
+    assert "File exists" in capsys.readouterr().err
+
+
+def test_the_gallery_shows_the_best_of_the_validation_data(demo_folder, tmp_path):
+    from infcl.data.tokenizer import Tokenizer
+
+    root = write_run(tmp_path / "run", val_data=str(demo_folder / "val"))
+    tokenizer = Tokenizer(str(demo_folder / "tokenizer.model"))
+    cfg = with_tokenizer(
+        load_model_config("demo"),
+        vocab_size=tokenizer.vocab_size,
+        context_length=tokenizer.context_length,
+        eos_id=tokenizer.eos_id,
+        pad_id=tokenizer.pad_id,
+    )
+    torch.manual_seed(0)
+    export_model(CLIP(cfg).state_dict(), cfg, demo_folder / "tokenizer.model", root / "export")
+    gallery = retrieval_gallery(read_run(root))
+    assert isinstance(gallery, Gallery) and gallery.candidates == 1024
+    for result in (*gallery.text_to_image, *gallery.image_to_text):
+        scores = [item.score for item in result.found]
+        assert len(scores) == 5 and scores == sorted(scores, reverse=True)
+        assert (result.rank <= 5) <= any(item.right for item in result.found)
+    assert all(item.image.startswith("data:image/png;base64,") for item in gallery.text_to_image[0].found)
+    assert main([str(root)]) == 0
+    assert len(Page((root / "report" / "index.html").read_text()).loads) == 36
+    (root / "config.json").write_text(json.dumps({"val_data": "/no/such/folder"}))
+    assert "is not there (" in retrieval_gallery(read_run(root))
+
+
+def test_ticks_are_round_and_inside():
+    assert ticks(0, 102_400, count=5) == [0, 50_000, 100_000]
+    assert ticks(0.2, 6.1) == pytest.approx([1, 2, 3, 4, 5, 6])
+    assert ticks(0.7, 35, log=True) == pytest.approx([1, 3, 10, 30])
+    assert [short(value) for value in (0.003, 950, 12_500_000)] == ["0.003", "950", "12.5M"]
+
+
+def test_thinning_keeps_spikes_and_both_ends():
+    ys = [1.0] * 5000
+    ys[1234] = 9.0
+    xs, kept = thin(list(range(5000)), ys)
+    assert len(xs) <= MAX_POINTS and (xs[0], xs[-1]) == (0, 4999) and max(kept) == 9
+
+
+def test_smoothing_is_centred_and_keeps_lines():
+    line = [float(n) for n in range(300)]
+    assert smooth(line) == pytest.approx(line)
+    assert smooth([2.0]) == [2.0]
+
+
+def test_a_picture_has_the_pages_marks_its_note_and_starts_at_zero(tmp_path, monkeypatch):
+    plt = pytest.importorskip("matplotlib.pyplot")
+    monkeypatch.setattr(plt, "close", lambda figure: None)
+    series = Series("top-1", [50_000.0, 100_000.0], [0.5, 1.0], colour=0, points=True)
+    draw_png(Chart("x", "Accuracy", [series], note="of all", percent=True, from_zero=True), tmp_path / "x.png")
+    figure = plt.gcf()
+    monkeypatch.undo()
+    (axis,) = figure.axes
+    assert [label.get_text() for label in axis.get_yticklabels()] == ["0%", "20%", "40%", "60%", "80%", "100%"]
+    assert "100k" in [label.get_text() for label in axis.get_xticklabels()] and axis.get_xlim()[0] == 0
+    assert [text.get_text() for text in axis.texts] == ["of all"]
+    plt.close(figure)
+
+
+def test_curves_of_a_single_step_or_a_constant_are_drawn():
+    for ys in ([1.0], [3.0, 3.0], [0.0, 0.0]):
+        xs = [64.0 * (n + 1) for n in range(len(ys))]
+        for options in ({}, {"log": True}, {"percent": True, "from_zero": True}):
+            assert "nan" not in draw_svg(Chart("c", "constant", [Series("y", xs, ys, 0, noisy=True)], **options))
+
+
+def test_the_closing_table_tells_failed_saves_skipped_steps_and_what_open_clip_cannot_load(tmp_path):
+    write_run(tmp_path / "run")
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    summary |= {"samples_seen": 960, "steps": 30, "train_seconds": 3.0}
+    summary |= {"peak_memory_mb": 512.0, "zero_stage": 1, "world_size": 2}
+    summary["paths"] = {"run": "R", "loss_curve": "L", "export": "E", "checkpoint": "R/checkpoints/step_9"}
+    whole = summary_table(summary | {"failed_saves": 0, "skipped_steps": 0, "loads_in_open_clip": True})
+    assert "failed saves" not in whole and "skipped steps" not in whole and "open_clip" not in whole
+    torn = summary_table(summary | {"failed_saves": 2, "skipped_steps": 7, "loads_in_open_clip": False})
+    assert re.search(r"skipped steps +7 of 30: their gradients were not finite", torn)
+    assert re.search(r"failed saves +2; the newest checkpoint is R/checkpoints/step_9", torn)
+    assert re.search(r"exported model +E  \(for infcl.convert.export.load_exported", torn)
+
+
+def test_a_run_whose_losses_were_not_finite_and_whose_files_are_cut_off_is_still_shown(tmp_path, caplog):
+    root = tmp_path / "run"
+    root.mkdir()
+    record = {name: value for name, value in step_record(1).items() if not name.startswith(("loss", "micro"))}
+    (root / "metrics.jsonl").write_text(f'{json.dumps(record)}\n{{"kind": "train", "step": "2"}}\n')
+    (root / "config.json").write_text('{"model": "de')
+    (root / "environment.json").write_text("[]")  # JSON, but not what is written there
+    assert main([str(root)]) == 0
+    text = (root / "report" / "index.html").read_text()
+    Page(text)
+    assert "<b>not finite</b>" in text and all(
+        f"{name}.json is damaged" in caplog.text for name in ("config", "environment")
+    )

@@ -1,0 +1,207 @@
+"""The pixel cache: whatever it keeps, the gradients are the same to the last bit, and it holds no more than it may."""
+
+import ctypes
+import dataclasses
+import gc
+import weakref
+
+import psutil
+import pytest
+import torch
+
+from infcl.step.grad_cache import grad_cache_step
+from infcl.step.offload import PixelCache, checksum
+from tests.lib.ranks import run_ranks
+from tests.lib.step_oracle import dense_loss
+from tests.train.test_trainer import demo_config, fit, refusal
+
+M, ROWS, SIDE = 5, 3, 5
+CPU = torch.device("cpu")
+
+
+class PixelModel(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.image, self.text = torch.nn.Linear(3 * SIDE * SIDE, 4), torch.nn.Embedding(10, 4)
+        self.logit_scale = torch.nn.Parameter(torch.ones(1))
+
+    def forward(self, batch):
+        image = self.image(batch["images"].flatten(1).float() / 255)
+        text = self.text(batch["texts"]).mean(dim=1)
+        normalize = torch.nn.functional.normalize
+        features = {"image_features": normalize(image, dim=1), "text_features": normalize(text, dim=1)}
+        return features | {"logit_scale": self.logit_scale + 0}
+
+
+def decode(index: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(index)
+    return {
+        "images": torch.randint(256, (ROWS, 3, SIDE, SIDE), dtype=torch.uint8, generator=generator),
+        "texts": torch.randint(10, (ROWS, 4), generator=generator),
+        "ids": torch.arange(ROWS) + index * ROWS,
+    }
+
+
+def cache(kept, *, resident=1, together=1) -> PixelCache:
+    images = (ROWS, 3, SIDE, SIDE)
+    return PixelCache(CPU, images, num_micro_batches=M, resident=resident, kept=kept, together=together)
+
+
+def gradients(pixels, items, *, resident=1, together=1):
+    model = PixelModel()
+    if isinstance(pixels, PixelCache):
+        pixels.begin(iter(items))
+    grad_cache_step(
+        pixels,
+        encode=model,
+        loss=lambda image, text, scale, bias: dense_loss(image, text, scale),
+        backward=lambda surrogate, is_last: surrogate.backward(),
+        seeds=[0] * M,
+        resident=resident,
+        encode_together=together,
+        merge=lambda group: {name: torch.cat([batch[name] for batch in group]) for name in ("images", "texts")},
+    )
+    return [parameter.grad for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("resident", [1, 2, M])
+@pytest.mark.parametrize("together", [1, 2])
+def test_what_is_kept_changes_no_bit_of_the_gradients(resident, together):
+    expected = gradients([decode(i) for i in range(M)], [], resident=resident, together=together)
+    for kept in range(M + 2):
+        pixels = cache(kept, resident=resident, together=together)
+        assert len(pixels.kept) == min(kept, M - resident) and len(pixels.again) == max(0, M - resident - kept)
+        items = (decode(i) for i in (*range(M), *pixels.again))
+        for got, wanted in zip(gradients(pixels, items, resident=resident, together=together), expected):
+            assert torch.equal(got, wanted)
+        pixels.check()
+        assert next(items, None) is None, "the step must take all that the loader yields for it"
+
+
+def test_a_locked_image_tower_needs_no_pixels_in_the_second_pass():
+    images = (ROWS, 3, SIDE, SIDE)
+    pixels = PixelCache(CPU, images, num_micro_batches=M, resident=1, kept=M, replays_pixels=False)
+    assert pixels.kept.numel() == 0 and not pixels.again
+    pixels.begin(decode(i) for i in range(M))
+    first = [pixels[i] for i in range(M)]
+    assert all(torch.equal(first[i]["images"], decode(i)["images"]) for i in range(M))
+    second = [pixels[i] for i in range(M - 1)]
+    assert all(batch["images"] is None for batch in second)
+    assert all(torch.equal(second[i]["texts"], decode(i)["texts"]) for i in range(M - 1))
+
+
+@pytest.mark.parametrize("kept", [0, 2, M])
+def test_pixels_that_are_not_kept_are_let_go(kept):
+    """Beside the buffer of exactly `kept` micro-batches, no more than two micro-batches' pixels are alive at a time."""
+    alive: list[weakref.ref] = []
+    most = 0
+
+    def items(pixels):
+        nonlocal most
+        for index in (*range(M), *pixels.again):
+            gc.collect()
+            most = max(most, sum(reference() is not None for reference in alive))
+            batch = decode(index)
+            alive.append(weakref.ref(batch["images"]))
+            yield batch
+
+    pixels = cache(kept)
+    gradients(pixels, items(pixels))
+    assert pixels.kept.numel() == min(kept, M - 1) * ROWS * 3 * SIDE * SIDE
+    assert most <= 2
+
+
+def test_pixels_that_come_back_changed_end_the_step():
+    pixels = cache(1)
+    items = [decode(i) for i in (*range(M), *pixels.again)]
+    items[-1]["images"][ROWS - 1, 2, SIDE - 1, SIDE - 1] ^= 1
+    gradients(pixels, items)
+    with pytest.raises(RuntimeError, match=r"micro-batch 3 \(samples 9, 10, 11\) had other pixels"):
+        pixels.check()
+
+
+def test_other_samples_than_before_end_the_step():
+    pixels = cache(1)
+    items = [decode(i) for i in (*range(M), *pixels.again)]
+    items[-1]["ids"][0] = 77
+    with pytest.raises(RuntimeError, match=r"micro-batch 3 had samples 9, 10, 11 and has \[77, 10, 11\]"):
+        gradients(pixels, items)
+
+
+def memory_of_steps(rank, world_size, kept):
+    """(most bytes that the process grew by within two steps, those of a micro-batch); 40 of 3.1 MB are read."""
+    process, count, images = psutil.Process(), 40, (256, 3, 64, 64)
+
+    def grown(kept: int) -> int:
+        gc.collect()
+        ctypes.CDLL(None).malloc_trim(0)  # what was freed before would be taken again unseen
+        before = most = process.memory_info().rss
+        pixels = PixelCache(CPU, images, num_micro_batches=count, resident=1, kept=kept)
+
+        def read():
+            nonlocal most
+            for index in (*range(count), *pixels.again):
+                yield {
+                    "images": torch.empty(images, dtype=torch.uint8)
+                    .share_memory_()
+                    .fill_(index),  # as workers hand over
+                    "texts": torch.zeros(256, 4, dtype=torch.int64),
+                    "ids": torch.arange(256) + 256 * index,
+                }
+                most = max(most, process.memory_info().rss)
+
+        for _ in range(2):
+            pixels.begin(read())
+            for index in (*range(count), *range(count - 1)):
+                assert int(pixels[index]["images"][-1, -1, -1, -1]) == index
+            pixels.check()
+        return most - before
+
+    libc, mmap_threshold = ctypes.CDLL(None), -3
+    libc.mallopt(mmap_threshold, 2**17)  # what is freed leaves the process; by itself glibc keeps it in the heap
+    try:
+        grown(1)  # a forked process maps the libraries at their first use
+        return grown(kept), 256 * 3 * 64 * 64
+    finally:
+        libc.mallopt(mmap_threshold, 2**25)  # this process runs other tests too
+
+
+@pytest.mark.parametrize("kept", [0, 10, 39])
+def test_host_memory_stays_within_what_is_kept_and_a_few_micro_batches(kept):
+    """In every moment of two steps: those on their way, not all of a step."""
+    grown, one = run_ranks(memory_of_steps, 1, kept)[0]
+    assert (kept - 1) * one <= grown <= (kept + 6) * one
+
+
+@pytest.mark.parametrize("size", [1, 7, 8, 75, 224])
+def test_a_checksum_notices_any_changed_byte_and_any_exchange(size):
+    data = torch.randint(256, (size,), dtype=torch.uint8, generator=torch.Generator().manual_seed(size))
+    whole = checksum(data)
+    for place in range(size):
+        other = data.clone()
+        other[place] += 1
+        assert checksum(other) != whole
+    if size >= 16:
+        assert checksum(torch.cat([data[8:16], data[:8], data[16:]])) != whole
+
+
+def test_a_run_has_the_same_losses_whatever_is_kept(demo_folder, tmp_path):
+    """Real shards, two ranks, patch dropout, augmentation, from one epoch (4 steps) into the next."""
+    flags = {
+        "batch_size": 16, "accum_freq": 4, "steps": 6, "train_num_samples": 512, "force_patch_dropout": 0.25,
+        "aug_cfg": {"scale": (0.7, 1.0), "ratio": (0.9, 1.1)},
+    }  # fmt: skip
+    one = 16 * 3 * 32 * 32 / 1e9  # GB of a micro-batch
+    losses = {}
+    for name, gigabytes in (("all", "auto"), ("one", str(1.5 * one)), ("none", "0")):
+        config = demo_config(demo_folder, tmp_path / name, pixel_cache_gb=gigabytes, **flags)
+        losses[name] = run_ranks(fit, 2, config, timeout=200)[0]
+    assert len(losses["all"]) == 6
+    assert losses["one"] == losses["all"] and losses["none"] == losses["all"]
+
+
+def test_a_cache_that_cannot_be_is_refused(demo_folder, tmp_path):
+    config = demo_config(demo_folder, tmp_path, accum_freq=4, batch_size=16, data_reader="streaming")
+    config = dataclasses.replace(config, pixel_cache_gb="0", train_num_samples=512)
+    assert "cannot read a step twice" in run_ranks(refusal, 1, config)[0]

@@ -1,0 +1,42 @@
+"""What a run tells at its start of flags that may not mean what was meant."""
+
+import dataclasses
+import shutil
+
+import pytest
+
+from infcl.config import TrainConfig
+from infcl.train.account import oddities
+from tests.lib.ranks import run_ranks
+from tests.train.test_trainer import demo_config, said
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        ({}, []),
+        ({"opt": "lamb"}, []),
+        ({"opt": "adamw", "wd": 0.0}, []),
+        ({"opt": "lamb", "wd": 0.0}, ["--opt lamb with --wd 0 is Adam: "]),
+        ({"lock_image": True}, ["--lock-image without --pretrained or --pretrained-image: "]),
+        ({"lock_text": True, "pretrained_image": "w"}, ["--lock-text without --pretrained or --pretrained-text: "]),
+        ({"lock_image": True, "pretrained": "w"}, []),
+        ({"lock_text": True, "pretrained_text": "w"}, []),
+    ],
+)
+def test_flags_that_do_less_than_they_say_are_told(flags, told):
+    lines = list(oddities(TrainConfig(**flags)))
+    assert len(lines) == len(told) and all(line.startswith(start) for line, start in zip(lines, told))
+
+
+def test_a_run_says_whose_weights_it_begins_with_and_a_resumed_one_does_not(demo_folder, tmp_path):
+    small = {"batch_size": 4, "accum_freq": 1, "warmup": 0}
+    first = run_ranks(said, 1, demo_config(demo_folder, tmp_path, steps=1, lock_text=True, **small))[0]
+    assert "weights are those of" not in first and "what is frozen of the text tower stays" in first
+    start = str(tmp_path / "run")
+    second = demo_config(demo_folder, tmp_path, name="second", steps=2, save_every_n_steps=1, pretrained=start, **small)
+    assert f"all weights are those of {start}" in run_ranks(said, 1, second)[0].splitlines()
+    (tmp_path / "second" / "summary.json").unlink()
+    shutil.rmtree(tmp_path / "second" / "checkpoints" / "step_00000002")
+    resumed = run_ranks(said, 1, dataclasses.replace(second, resume="latest"))[0]
+    assert "at step 1" in resumed and "weights are those of" not in resumed

@@ -1,0 +1,64 @@
+"""Parts of a run, as the flags name them."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from infcl.config import BatchPlan, TrainConfig, parse_args
+from infcl.models import load_model_config
+from infcl.parallel import init_parallel
+from infcl.train.build import build_loader, build_loss, tile_dtype_of
+from tests.lib.ranks import refused, run_ranks
+from tests.lib.shard_files import write_shards
+
+
+@pytest.mark.parametrize(
+    ("device", "flags", "expected"),
+    [
+        ("cuda", {}, "bf16"),  # autocast is the default on a GPU
+        ("cuda", {"precision": "bf16"}, "bf16"),
+        ("cuda", {"deepspeed_config": "ds_configs/zero2_bf16.json"}, "bf16"),
+        ("cuda", {"deepspeed_config": "ds_configs/zero2_fp16.json"}, "fp16"),
+        ("cuda", {"precision": "fp32"}, None),
+        ("cuda", {"precision": "fp32", "tile_dtype": "tf32"}, "tf32"),
+        ("cuda", {"tile_dtype": "fp32"}, "fp32"),
+        ("cpu", {"precision": "bf16"}, None),
+        ("cpu", {"tile_dtype": "bf16"}, "bf16"),
+    ],
+)
+def test_the_loss_multiplies_in_the_precision_of_the_towers_on_a_gpu(device, flags, expected):
+    """float32 features would be multiplied as such, at a fortieth of the rate."""
+    config = TrainConfig(dataset_type="synthetic", train_num_samples=1, **flags)
+    assert tile_dtype_of(config, device) == expected
+
+
+def test_a_precision_that_a_dense_loss_would_ignore_is_refused():
+    flags = ["--dataset-type", "synthetic", "--train-num-samples", "9", "--loss", "clip", "--tile-dtype"]
+    with pytest.raises(ValueError, match="--tile-dtype bf16 is for --loss inf_cl and siglip"):
+        parse_args([*flags, "bf16"])
+    assert parse_args([*flags, "fp32"]).tile_dtype == "fp32"
+
+
+def _fixed_shape(rank, world_size):
+    config = TrainConfig(dataset_type="synthetic", train_num_samples=1)
+    return build_loss(config, init_parallel("cpu")).fixed_shape
+
+
+def test_a_training_compares_the_shapes_of_its_ranks_once():
+    """What that means: test_contrastive."""
+    assert run_ranks(_fixed_shape, 1) == [True]
+
+
+def _refusal(rank, world_size, folders):
+    config = TrainConfig(train_data=folders[rank], workers=0, max_missing_shards=0.5)
+    tokenizer = SimpleNamespace(sha256="", context_length=8)
+    return refused(build_loader, config, BatchPlan(2, 1, 1), load_model_config("demo"), tokenizer, init_parallel("cpu"))
+
+
+def test_ranks_that_find_other_data_are_told(tmp_path):
+    """Each would read by a plan of its own: some samples twice, others never, and not the same number of steps."""
+    folders = [write_shards(tmp_path / name, sizes) for name, sizes in (("a", [2, 2]), ("b", [2, 2]))]
+    braces = [f"{folder}/{{00000..00001}}.tar" for folder in folders]
+    (tmp_path / "b" / "00001.tar").unlink()
+    told = run_ranks(_refusal, 2, braces)
+    assert told[0] == told[1] and "rank 1 on " in told[0] and "samples 2 there, 4 here" in told[0]

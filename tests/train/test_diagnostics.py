@@ -1,0 +1,158 @@
+"""What a step says about itself: the sample's losses, gradient norms per tower in every stage, MFU's arithmetic."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from infcl.models.clip import CLIP
+from infcl.models.config import load_model_config
+from infcl.models.flops import forward_flops
+from infcl.report import read_metrics
+from infcl.train.diagnostics import (
+    SampledLoss,
+    micro_batch_metrics,
+    model_flops,
+    peak_flops,
+    trained_shares,
+    utilisation,
+)
+from tests.lib.ranks import run_ranks
+from tests.step.test_step_matrix import demo_batch, demo_model, gradients_in_one_process, step_of_the_towers
+from tests.train.test_trainer import demo_config, fit
+
+
+def features(rows: int, seed: int = 0) -> torch.Tensor:
+    return F.normalize(torch.randn(rows, 8, generator=torch.Generator().manual_seed(seed)), dim=-1)
+
+
+def test_the_sample_has_the_losses_and_the_accuracy_of_its_rows():
+    images, texts, scale = features(7), features(7, seed=1), torch.tensor([20.0])
+    logits = (20.0 * images.double() @ texts.double().T).tolist()
+
+    def loss(rows):
+        return sum(math.log(sum(map(math.exp, row))) - row[i] for i, row in enumerate(rows)) / len(rows)
+
+    def accuracy(rows):
+        return sum(max(row) == row[i] for i, row in enumerate(rows)) / len(rows)
+
+    columns = [list(column) for column in zip(*logits)]
+    expected = [loss(logits), loss(columns), (accuracy(logits) + accuracy(columns)) / 2]
+    assert micro_batch_metrics(images, texts, scale).tolist() == pytest.approx(expected, rel=1e-5)
+
+
+def test_accuracy_is_one_for_distinct_pairs_and_zero_for_a_collapsed_model():
+    distinct, same = torch.eye(6), torch.ones(6, 6) / math.sqrt(6)
+    assert micro_batch_metrics(distinct, distinct, torch.tensor(10.0))[2] == 1
+    assert micro_batch_metrics(same, same, torch.tensor(10.0))[2] == 0
+
+
+def test_the_sampled_loss_is_the_loss_and_looks_at_the_first_rows_only():
+    images, texts, scale = features(9).requires_grad_(), features(9, seed=1), torch.tensor(5.0)
+    sampled = SampledLoss(lambda image, text, scale, bias: (image * text).sum() * scale, rows=4)
+    value = sampled(images, texts, scale)
+    assert value.item() == pytest.approx(((images * texts).sum() * 5).item())
+    assert torch.equal(sampled.values, micro_batch_metrics(images[:4], texts[:4], scale))
+    assert not sampled.values.requires_grad
+
+
+@pytest.mark.parametrize("preset", ["zero0", "zero1", "zero2", "zero3", "zero3_offload"])
+def test_tower_norms_are_the_same_in_every_stage_and_add_up(demo_folder, tmp_path, preset):
+    """One rank without sharding is the truth; beside the towers there is only logit_scale."""
+    flags = {"steps": 2, "batch_size": 16, "deepspeed_config": f"ds_configs/{preset}.json"}
+    run_ranks(fit, 2, demo_config(demo_folder, tmp_path / "two", **flags))
+    alone = {"steps": 2, "deepspeed_config": "ds_configs/zero0.json"}
+    run_ranks(fit, 1, demo_config(demo_folder, tmp_path / "one", **alone))
+    two = read_metrics(tmp_path / "two" / "run" / "metrics.jsonl", "train")
+    one = read_metrics(tmp_path / "one" / "run" / "metrics.jsonl", "train")
+    for ours, truth in zip(two, one, strict=True):
+        for name in ("grad_norm_image", "grad_norm_text", "grad_norm"):
+            assert ours[name] == pytest.approx(truth[name], rel=1e-3), name
+        towers = math.hypot(ours["grad_norm_image"], ours["grad_norm_text"])
+        assert 0.95 * ours["grad_norm"] < towers <= ours["grad_norm"] * 1.0001
+
+
+def norms_of_the_towers(engine) -> list[float]:
+    return engine.tower_grad_norms().tolist()
+
+
+@pytest.mark.parametrize(
+    ("preset", "precision", "within"),
+    [("zero0", "fp32", 1e-4), ("zero1", "bf16", 2e-2), ("zero2", "bf16", 2e-2), ("zero3", "bf16", 2e-2)],
+)
+def test_a_tower_s_norm_is_that_of_its_own_gradients(preset, precision, within):
+    """bf16 gradients are kept in other buffers; the truth is one process, in float32, without an engine."""
+    model = demo_model(checkpointing=False).train()
+    squares = {"image": 0.0, "text": 0.0}
+    for name, gradient in gradients_in_one_process(2, model, demo_batch).items():
+        if name != "logit_scale":
+            squares["image" if name.startswith("visual.") else "text"] += float(gradient.square().sum())
+    wanted = [math.sqrt(square) for square in squares.values()]
+    assert max(wanted) > 1.2 * min(wanted)  # swapped ones would show
+    options = {"before_step": norms_of_the_towers, "precision": precision}
+    for norms in run_ranks(step_of_the_towers, 2, preset, 1, False, False, **options):
+        assert norms == pytest.approx(wanted, rel=within)
+
+
+def test_what_a_step_logs(demo_folder, tmp_path):
+    run_ranks(fit, 2, demo_config(demo_folder, tmp_path, steps=2, batch_size=16))
+    record = read_metrics(tmp_path / "run" / "metrics.jsonl", "train")[-1]
+    wanted = "loss logit_scale lr grad_norm samples_per_second data_wait peak_memory_mb skipped_steps"
+    assert set(wanted.split()) | set(SampledLoss.names) <= set(record)
+    assert {f"seconds_{phase}" for phase in ("data", "encode", "loss", "replay", "step")} <= set(record)
+    assert "mfu" not in record  # no peak of a CPU is known
+    assert 0 <= record["data_wait"] <= 1 and record["skipped_samples"] == 0
+    directions = (record["micro_loss_image_to_text"] + record["micro_loss_text_to_image"]) / 2
+    assert directions == pytest.approx(math.log(16), rel=0.3) and record["loss"] > directions
+
+
+def test_mfu_counts_forward_once_and_backward_of_what_is_trained():
+    cfg = load_model_config("ViT-B-16")
+    forward = forward_flops(cfg)
+    assert model_flops(cfg) == 3 * (forward["image"] + forward["text"])
+    assert model_flops(cfg, {"image": 0.0, "text": 1.0}) == forward["image"] + 3 * forward["text"]
+    assert utilisation(cfg, torch.device("cpu"), "amp_bf16")(1e6) is None
+
+
+@pytest.mark.parametrize(
+    ("locks", "shares", "mfu", "hfu"),  # in forward passes of a tower: image and text, 12 blocks each
+    [
+        ({}, (1, 1), (3, 3), (4, 4)),
+        ({"image": 0}, (0, 1), (1, 3), (1, 4)),
+        ({"image": 4}, (0.25, 1), (1.5, 3), (1.75, 4)),
+        ({"image": 1, "text": 0}, (0, 0), (1, 1), (1, 1)),
+    ],
+)
+def test_flops_of_locked_towers_are_of_what_is_trained(locks, shares, mfu, hfu):
+    from benchmarks.step import executed_flops
+
+    cfg = load_model_config("ViT-B-16")
+    with torch.device("meta"):
+        model = CLIP(cfg)
+    for tower, unlocked in locks.items():
+        {"image": model.lock_image_tower, "text": model.lock_text_tower}[tower](unlocked)
+    found, forward = trained_shares(model), forward_flops(cfg)
+    assert (found["image"], found["text"]) == shares
+    flops = forward["image"], forward["text"]
+    assert model_flops(cfg, found) == pytest.approx(sum(a * b for a, b in zip(flops, mfu)))
+    executed = executed_flops(model, cfg, again=1.0, checkpointing=False)
+    assert executed == pytest.approx(sum(a * b for a, b in zip(flops, hfu)))
+
+
+@pytest.mark.parametrize(
+    ("name", "flops"),
+    [
+        ("NVIDIA H200", 989e12),
+        ("NVIDIA H100 80GB HBM3", 989e12),
+        ("NVIDIA H100 PCIe", 756e12),
+        ("NVIDIA A100-SXM4-80GB", 312e12),
+        ("NVIDIA A10", 125e12),
+        ("NVIDIA L40S", 362e12),
+        ("NVIDIA GeForce RTX 4090", 165e12),
+        ("Some other device", None),
+    ],
+)
+def test_peaks_by_device_name(name, flops):
+    assert peak_flops(name, "amp_bf16") == flops
+    assert peak_flops(name, "fp32") is None

@@ -1,0 +1,204 @@
+"""pretrain_clip.py as a user starts it: through the deepspeed launcher, and alone; exit codes and what is printed."""
+
+import contextlib
+import functools
+import io
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import traceback
+from pathlib import Path
+from unittest import mock
+
+import pytest
+
+from infcl.checkpoint.load import trainer_state
+from infcl.report import read_metrics
+from tests.lib import gpus
+from tests.lib.checkout import ROOT
+from tests.lib.ranks import free_port, run_ranks
+from tests.lib.waiting import finish, wait_for_checkpoint
+
+ON_CPU = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+
+
+def command(demo_folder, logs, *flags: str) -> list[str]:
+    return [
+        "pretrain_clip.py", "--train-data", f"{demo_folder}/train", "--tokenizer", f"{demo_folder}/tokenizer.model",
+        "--model", "demo", "--workers", "1", "--batch-size", "16", "--accum-freq", "2", "--lr", "1e-3", "--wd", "0.05",
+        "--warmup", "5", "--steps", "3", "--aug-cfg", "scale=(1.0,1.0)", "ratio=(1.0,1.0)", "--logs", str(logs),
+        "--name", "run", "--resident-micro-batches", "1", *flags,
+    ]  # fmt: skip
+
+
+def launch(arguments: list[str], ranks: int, environment=ON_CPU) -> subprocess.CompletedProcess:
+    if gpus.RANKS_PER_GPU > 1 and environment.get("DS_ACCELERATOR") != "cpu":
+        return gpus.run(arguments, ranks, free_port(), environ=environment, cwd=ROOT)
+    launcher = [sys.executable, "-m", "deepspeed.launcher.runner", "-q", "--num_gpus", str(ranks)]
+    launcher += ["--master_port", str(free_port())]
+    return subprocess.run(
+        [*launcher, *arguments], cwd=ROOT, env=os.environ | environment, capture_output=True, text=True, timeout=400
+    )
+
+
+def alone(arguments: list[str], environment=ON_CPU) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, *arguments],
+        cwd=ROOT,
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        timeout=400,
+    )
+
+
+def forked(arguments: list[str], ranks: int) -> subprocess.CompletedProcess:
+    """`launch`, or `alone`, without what starting costs: main() in the ranks of run_ranks, with what they all printed.
+
+    For what no launcher and no end of a process is needed. The process group is theirs and stays. As daemons they may
+    have no processes of their own: `--workers 0`.
+    """
+    done = run_ranks(_main, ranks, arguments[1:], timeout=200)
+    codes, printed, told = zip(*done)
+    return subprocess.CompletedProcess(arguments, next(filter(None, codes), 0), "".join(printed), "".join(told))
+
+
+def _main(rank: int, world_size: int, arguments: list[str]) -> tuple[int, str, str]:
+    from pretrain_clip import main
+
+    with contextlib.ExitStack() as stack:
+        out, err = stack.enter_context(mock.patch("sys.stdout", io.StringIO())), io.StringIO()
+        stack.enter_context(mock.patch("sys.stderr", err))
+        stack.enter_context(mock.patch.object(logging.getLogger(), "handlers", []))  # main's would keep this stderr
+        stack.enter_context(mock.patch("torch.distributed.destroy_process_group"))
+        try:
+            code = main(arguments)
+        except SystemExit as end:
+            code = int(end.code or 0)
+        except RuntimeError:  # as python ends on what main() raises once a run has begun; others are a test's failure
+            traceback.print_exc()
+            code = 1
+    return code, out.getvalue(), err.getvalue()
+
+
+def golden(steps: int = 20) -> list[float]:
+    """The losses of the demo's first steps, 64 pairs each."""
+    return json.loads((ROOT / "tests" / "golden" / "demo_20_steps.json").read_text())["loss"][:steps]
+
+
+def losses(logs: Path, name: str = "run") -> list[float]:
+    """Of the steps that the run's metrics have."""
+    return [record["loss"] for record in read_metrics(logs / name / "metrics.jsonl", "train")]
+
+
+def test_steps_that_stay_not_finite_end_with_a_code_of_their_own(demo_folder, tmp_path):
+    """What starts a run again knows it by that; it writes one line, no traceback."""
+    arguments = command(demo_folder, tmp_path, "--lr", "1e30", "--warmup", "0", "--steps", "9", "--workers", "0")
+    ended = forked([*arguments, "--device", "cpu", "--max-skipped-steps", "1"], 2)
+    assert ended.returncode == 65 and "Traceback" not in ended.stderr
+    assert ended.stderr.count("pretrain_clip.py: error: 2 steps in a row had gradients that are not finite") == 1
+
+
+def test_the_launcher_trains_evaluates_and_a_second_start_does_not_train_again(demo_folder, tmp_path):
+    arguments = command(
+        demo_folder, tmp_path, "--deepspeed_config", "ds_configs/zero3.json", "--grad-checkpointing",
+        "--val-data", f"{demo_folder}/val", "--zeroshot-data", f"{demo_folder}/zeroshot",
+    )  # fmt: skip
+    first = launch(arguments, 2)
+    assert first.returncode == 0, first.stdout + first.stderr
+    for shown in (
+        "zero-shot top-1",
+        "image->text recall@1",
+        "peak memory",
+        "run folder",
+        "loss curve",
+        "exported model",
+    ):
+        assert shown in first.stdout
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert (summary["zero_stage"], summary["world_size"], summary["samples_seen"]) == (3, 2, 3 * 64)
+    before = (tmp_path / "run" / "metrics.jsonl").read_text()
+    second = forked([*arguments, "--resume", "latest"], 2)
+    assert second.returncode == 0 and "is finished" in second.stdout and "zero-shot top-1" in second.stdout
+    assert (tmp_path / "run" / "metrics.jsonl").read_text() == before
+
+
+def test_a_mistake_is_one_line_from_one_rank_with_exit_code_2(demo_folder, tmp_path):
+    result = launch(command(demo_folder, tmp_path, "--batch-size", "4096"), 2)
+    printed = result.stdout + result.stderr
+    assert result.returncode == 2, printed
+    assert printed.count("pretrain_clip.py: error:") == 1
+    assert "1536 usable samples, fewer than one global batch of 16384" in printed
+    assert "Traceback" not in printed
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--no-such-flag"], "unrecognized arguments: --no-such-flag"),
+        (["--device", "cuda"], "--device cuda: no GPU is visible"),
+        (["--data-reader", "streaming", "--train-num-samples", "512", "--workers", "99"], "8 shards are too few"),
+        (["--force-image-size", "30"], "image_size 30 is not a multiple of patch_size 8"),
+    ],
+)
+def test_without_a_launcher_a_mistake_is_refused_the_same_way(demo_folder, tmp_path, flags, message):
+    start = alone if "cuda" in flags else functools.partial(forked, ranks=1)  # GPUs cannot be hidden from a fork
+    result = start(command(demo_folder, tmp_path, *flags))
+    assert result.returncode == 2
+    assert result.stderr.count("error:") == 1 and message in result.stderr and "Traceback" not in result.stderr
+
+
+def test_ctrl_c_ends_the_run_with_130_and_a_hint(demo_folder, tmp_path):
+    arguments = command(demo_folder, tmp_path, "--steps", "100000", "--save-every-n-steps", "2")
+    process = subprocess.Popen(
+        [sys.executable, *arguments], cwd=ROOT, env=os.environ | ON_CPU, stdout=subprocess.PIPE, text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a suite in the background inherits "ignored"
+    )  # fmt: skip
+    try:
+        wait_for_checkpoint(tmp_path, process)
+        process.send_signal(signal.SIGINT)
+        code, output = finish(process, 60)
+    finally:
+        process.kill()
+    assert code == 130
+    assert "--resume latest continues" in output
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_the_triton_tile_follows_the_golden_curve(demo_folder, tmp_path):
+    flags = ["--precision", "fp32", "--tile", "triton", "--batch-size", "32", "--steps", "20", "--device", "cuda"]
+    result = alone(command(demo_folder, tmp_path, *flags), environment={})
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert losses(tmp_path) == pytest.approx(golden(), rel=5e-3)
+
+
+@pytest.mark.multigpu
+@pytest.mark.parametrize("preset", ["zero1", "zero2", "zero3", "zero3_offload", "zero2_bf16", "zero2_fp16"])
+def test_on_two_gpus_every_preset_trains_over_nccl(demo_folder, tmp_path, preset):
+    flags = ["--deepspeed_config", f"ds_configs/{preset}.json", "--steps", "20", "--grad-checkpointing"]
+    result = launch(command(demo_folder, tmp_path, *flags), 2, environment={})
+    assert result.returncode == 0, result.stdout + result.stderr
+    records = read_metrics(tmp_path / "run" / "metrics.jsonl", "train")
+    assert records[0]["loss"] == pytest.approx(golden()[0], rel=2e-2)
+    if records[-1]["skipped_steps"] == 0:
+        assert records[-1]["loss"] == pytest.approx(golden()[-1], rel=5e-2)
+
+
+@pytest.mark.multigpu
+@pytest.mark.parametrize("preset", ["zero1", "zero3"])
+def test_on_two_gpus_graphs_that_stay_change_nothing_and_a_resumed_run_keeps_as_many(demo_folder, tmp_path, preset):
+    flags = ["--deepspeed_config", f"ds_configs/{preset}.json", "--steps", "20", "--batch-size", "8"]
+    flags += ["--accum-freq", "4", "--resident-micro-batches", "auto", "--keep-checkpoints", "0"]
+    whole = launch(command(demo_folder, tmp_path, *flags, "--save-every-n-steps", "10"), 2, environment={})
+    assert whole.returncode == 0 and "4 resident micro-batches" in whole.stdout, whole.stdout + whole.stderr
+    assert losses(tmp_path) == pytest.approx(golden(), rel=5e-2)
+    checkpoint = tmp_path / "run" / "checkpoints" / "step_00000010"
+    assert trainer_state(checkpoint)["graphs"] == {"kept": 4, "measured": True, "of": [2, 4, 8]}
+    more = command(demo_folder, tmp_path, *flags, "--name", "resumed", "--resume", str(checkpoint))
+    resumed = launch(more, 2, environment={})
+    assert resumed.returncode == 0 and "4 resident micro-batches" in resumed.stdout, resumed.stdout + resumed.stderr
+    assert losses(tmp_path, "resumed") == pytest.approx(losses(tmp_path)[10:], rel=1e-3)

@@ -1,0 +1,146 @@
+"""Steps whose numbers are not finite: skipped, explained, and at last the end of the run, with a checkpoint."""
+
+import contextlib
+import dataclasses
+import io
+import json
+import math
+import os
+from collections import Counter
+
+import pytest
+import torch
+
+from infcl.convert.export import load_exported
+from infcl.report import read_metrics
+from tests.engine.test_engine import steps_with_a_poisoned_one
+from tests.engine.test_engine_traps import fp16_allowed
+from tests.lib.ranks import run_ranks
+from tests.train.test_trainer import demo_config, fit
+
+
+def poisoned_fit(rank, world_size, config, fault, steps, on_rank=0):
+    """Train; in the given steps (from 1), micro-batch 1 of one rank goes wrong -> (sentences said, error or None)."""
+    from infcl.checkpoint.run_folder import claim_run_folder
+    from infcl.parallel import init_parallel
+    from infcl.train.trainer import Trainer
+
+    parallel = init_parallel("cpu")
+    trainer = Trainer(config, parallel, claim_run_folder(config, parallel))
+    encode, encodings, said = trainer.engine.encode, Counter(), []
+    trainer.metrics.say = said.append
+
+    def failing_encode(**micro_batch):
+        output = encode(**micro_batch)
+        encodings[trainer.step] += 1
+        if rank == on_rank and trainer.step + 1 in steps and encodings[trainer.step] == 2:  # micro-batch 1 of 2
+            if fault == "text features":
+                output["text_features"] = output["text_features"].clone()
+                output["text_features"][2] = math.nan
+            elif fault == "image gradients":
+                output["image_features"].register_hook(lambda gradient: gradient * math.inf)
+            elif fault == "scale gradient":
+                output["logit_scale"].register_hook(lambda gradient: gradient * math.inf)
+        return output
+
+    loss = trainer.sampled_loss.loss
+
+    def failing_loss(*features):
+        bad = fault == "loss" and rank == on_rank and trainer.step + 1 in steps
+        return loss(*features) + (math.inf if bad else 0)  # its gradients are what they are
+
+    trainer.engine.encode, trainer.sampled_loss.loss = failing_encode, failing_loss
+    error = None
+    try:
+        trainer.fit()
+    except RuntimeError as raised:
+        error = str(raised)
+    return said, error
+
+
+@pytest.mark.parametrize(
+    ("fault", "sentence"),
+    [
+        ("text features", "rank 1, text tower, micro-batch 1: features of samples"),
+        ("image gradients", "rank 1, image tower, micro-batch 1: gradients are not finite"),
+        ("scale gradient", "in no tower alone"),
+        ("loss", "in no tower: the loss is inf"),
+    ],
+)
+def test_a_skipped_step_is_explained_and_the_run_goes_on(demo_folder, tmp_path, fault, sentence):
+    config = demo_config(demo_folder, tmp_path, batch_size=16, steps=5)
+    said, error = run_ranks(poisoned_fit, 2, config, fault, {3}, 1)[0]
+    assert error is None
+    explained = [text for text in said if "was skipped" in text]
+    assert len(explained) == 1 and explained[0].startswith("step 3 was skipped") and sentence in explained[0]
+    assert "loss scale" not in explained[0]  # that is fp16's
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["steps"] == 5 and summary["skipped_steps"] == 1
+    records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    with_loss = [record["step"] for record in records if "loss" in record]
+    assert with_loss == ([1, 2, 3, 4, 5] if "gradient" in fault else [1, 2, 4, 5])
+
+
+def test_too_many_skipped_steps_in_a_row_end_the_run_with_a_checkpoint(demo_folder, tmp_path):
+    """Started again it ends in its first step that is skipped, and of no such checkpoint an older one is removed."""
+    often = {"save_every_n_steps": 3, "keep_checkpoints": 1}
+    config = demo_config(demo_folder, tmp_path, steps=9, max_skipped_steps=2, **often)
+    said, error = run_ranks(poisoned_fit, 1, config, "text features", {2, 4, 5, 6, 7})[0]
+    assert "3 steps in a row had gradients that are not finite, more than --max-skipped-steps 2" in error
+    assert "--resume latest continues from step_00000006" in error and "text tower, micro-batch 1" in error
+    assert (tmp_path / "run" / "checkpoints" / "latest").read_text().strip() == "step_00000006"
+    again = dataclasses.replace(config, resume="latest")
+    said, error = run_ranks(poisoned_fit, 1, again, "text features", {7})[0]
+    assert "4 steps in a row" in error and "--resume latest continues from step_00000006" in error
+    left = sorted(path.name for path in (tmp_path / "run" / "checkpoints").glob("step_*"))
+    assert left == ["step_00000003", "step_00000006"]
+    said, error = run_ranks(poisoned_fit, 1, again, "none", set())[0]
+    assert error is None
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["steps"] == 9 and summary["skipped_steps"] == 4
+
+
+def fit_in_fp16(rank, world_size, config, die_after=None):
+    """-> what the rank printed."""
+    with fp16_allowed(), contextlib.redirect_stdout(io.StringIO()) as printed:
+        fit(rank, world_size, config, die_after)
+    return printed.getvalue()
+
+
+def test_a_run_in_fp16_skips_until_the_loss_scale_has_come_down_and_resumes_with_it(demo_folder, tmp_path):
+    """A run killed amid the skipped steps goes on as the one that was not, to the last bit."""
+    fp16 = {"enabled": True, "initial_scale_power": 18, "hysteresis": 1, "min_loss_scale": 1}
+    (tmp_path / "p.json").write_text(json.dumps({"zero_optimization": {"stage": 2}, "fp16": fp16}))
+    config = demo_config(
+        demo_folder, tmp_path, batch_size=4, steps=10, lr=1e-4, warmup=1, precision="fp16",
+        deepspeed_config=str(tmp_path / "p.json"), save_every_n_steps=2,
+    )  # fmt: skip
+    cut = dataclasses.replace(config, name="cut")
+    said = run_ranks(fit_in_fp16, 2, config, timeout=200)[0]
+    run_ranks(fit_in_fp16, 2, cut, 3, timeout=200)
+    printed = run_ranks(fit_in_fp16, 2, dataclasses.replace(cut, resume="latest"), timeout=200)[0]
+    assert "step_00000002 at step 2" in printed
+    whole, resumed = (read_metrics(tmp_path / name / "metrics.jsonl", "train") for name in ("run", "cut"))
+    compared = ("step", "loss", "loss_scale", "skipped_steps", "lr", "grad_norm", "samples_seen")
+    assert [[r.get(name) for name in compared] for r in resumed] == [[r.get(name) for name in compared] for r in whole]
+    counts = [record["skipped_steps"] for record in whole]
+    skipped = [step for step, before, count in zip(range(1, 11), [0, *counts], counts) if count > before]
+    assert skipped[:3] == [1, 2, 3] and counts[-1] == len(skipped) < 9  # before and behind the kill
+    assert [record["loss_scale"] for record in whole] == [2.0 ** (18 - count) for count in counts]
+    assert [record["step"] for record in whole if "grad_norm" not in record] == skipped
+    for step in skipped:
+        now = f"{2.0 ** (18 - counts[step - 1]):g}"
+        assert f"step {step} was skipped, its gradients are not finite; loss scale now {now}:" in said
+    first, second = (load_exported(tmp_path / name / "export")[0].state_dict() for name in ("run", "cut"))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert json.loads((tmp_path / "cut" / "summary.json").read_text())["skipped_steps"] == len(skipped)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_an_offloaded_bf16_step_that_is_not_finite_leaves_no_sums_behind(tmp_path, stage):
+    """The next step would be skipped too, and all that follow."""
+    preset = tmp_path / "offload.json"
+    preset.write_text(json.dumps({"zero_optimization": {"stage": stage, "offload_optimizer": {"device": "cpu"}}}))
+    name = os.path.relpath(preset.with_suffix(""), "ds_configs")
+    for applied, _, state, _ in run_ranks(steps_with_a_poisoned_one, 2, name, "bf16"):
+        assert applied == [True, False, True] and all(value.isfinite().all() for value in state.values())

@@ -1,0 +1,255 @@
+"""What a run writes and shows while it goes on: records, sinks over samples_seen, console, profile."""
+
+import errno
+import io
+import itertools
+import json
+import os
+import sys
+import types
+
+import pytest
+import torch
+
+from infcl.checkpoint.run_folder import RunFolder
+from infcl.config import TrainConfig, parse_args
+from infcl.report.records import read_records
+from infcl.train.console import Console, clock
+from infcl.train.metrics import MetricsWriter, PhaseTimer
+from infcl.train.profiler import WARM_UP_STEPS, StepProfiler, phase_table
+from infcl.train.sinks import open_sinks
+from tests.lib.ranks import run_ranks
+from tests.train.test_trainer import demo_config, fit
+
+VALUES = {"loss": 1.5, "samples_per_second": 1000.0, "data_wait": 0.25, "lr": 1e-3, "logit_scale": 14.0}
+
+
+@pytest.fixture
+def wandb(monkeypatch):
+    """A stand-in that records what it is told; the real package is optional and not needed to run the tests."""
+    module, log = types.ModuleType("wandb"), []
+
+    class WandbRun:
+        def define_metric(self, name, step_metric=None):
+            log.append(("axis", name, step_metric))
+
+        def log(self, values):
+            log.append(("log", values))
+
+        def finish(self):
+            log.append(("finish",))
+
+    def init(**options):
+        log.append(("init", options))
+        return WandbRun()
+
+    module.init, module.calls = init, log
+    monkeypatch.setitem(sys.modules, "wandb", module)
+    return module
+
+
+def write(folder, report_to="none", **extra):
+    run = RunFolder(folder)
+    run.root.mkdir(exist_ok=True)
+    writer = MetricsWriter(run, enabled=True, total_steps=4, log_every_n_steps=2, report_to=report_to)
+    writer.step(1, 64, VALUES | extra)
+    writer.step(2, 128, VALUES | extra)
+    writer.evaluation("zero_shot", 2, 128, {"top1": 0.5})
+    writer.close()
+    return read_records(run.metrics)
+
+
+def test_what_is_not_a_number_is_left_out_and_lines_stay_json(tmp_path):
+    records = write(tmp_path, grad_norm=float("nan"), grad_norm_text=float("inf"), mfu=None)
+    assert [record["kind"] for record in records] == ["train", "train", "zero_shot"]
+    assert set(records[0]) == {"kind", "step", "samples_seen", *VALUES}
+
+
+class FullDisk(io.StringIO):
+    """Takes nothing, neither lines nor, at its close, what is left of them."""
+
+    def write(self, text):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def close(self):
+        self.write("")
+
+
+def test_a_full_disk_is_said_once_and_neither_stops_the_run_nor_the_sinks(tmp_path, wandb, capsys, monkeypatch):
+    writer = MetricsWriter(RunFolder(tmp_path), enabled=True, total_steps=4, log_every_n_steps=1, report_to="wandb")
+    monkeypatch.setattr(writer, "file", FullDisk())
+    writer.step(1, 64, VALUES)
+    writer.evaluation("zero_shot", 1, 64, {"top1": 0.5})
+    assert writer.lost == 2
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", FullDisk())
+        writer.step(2, 128, VALUES)  # a record and a line of the console
+    writer.close()
+    shown = capsys.readouterr().out
+    assert shown.count("No space left on device") == 1 and "step 1/4" in shown and "zero_shot at step 1" in shown
+    assert writer.lost == 5
+    assert [call[0] for call in wandb.calls][-4:] == ["log", "log", "log", "finish"]
+
+
+class CommError(Exception):
+    """W&B's errors are no OSErrors."""
+
+
+def test_a_sink_that_fails_in_its_own_way_is_said_once_and_the_others_go_on(tmp_path, wandb, capsys, monkeypatch):
+    def fail(*_):
+        raise CommError("the service is gone")
+
+    writer = MetricsWriter(RunFolder(tmp_path), enabled=True, total_steps=4, log_every_n_steps=1, report_to="wandb")
+    after = types.SimpleNamespace(log=lambda *arguments: kinds.append(arguments[0]), close=lambda: kinds.append("end"))
+    kinds = []
+    writer.sinks.append(after)
+    for name in ("log", "finish"):
+        monkeypatch.setattr(writer.sinks[0].run, name, fail)
+    writer.step(1, 64, VALUES)
+    writer.evaluation("zero_shot", 1, 64, {"top1": 0.5})
+    writer.close()
+    assert writer.lost == 3 and kinds == ["train", "zero_shot", "end"] and writer.file.closed
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
+    shown = capsys.readouterr().out
+    assert shown.count("CommError: the service is gone") == 1 and "step 1/4" in shown
+
+
+def test_what_a_sink_loses_at_its_close_is_said_before_the_console_ends(tmp_path, monkeypatch):
+    def fail():
+        raise CommError("the service is gone")
+
+    writer = MetricsWriter(RunFolder(tmp_path), enabled=True, total_steps=4, log_every_n_steps=1)
+    writer.sinks.append(types.SimpleNamespace(close=fail))
+    calls = []
+    monkeypatch.setattr(writer.console, "say", calls.append)
+    monkeypatch.setattr(writer.console, "close", lambda: calls.append("closed"))
+    writer.close()
+    assert len(calls) == 2 and "the service is gone" in calls[0] and calls[1] == "closed"
+
+
+def test_a_mistake_in_what_is_recorded_is_not_taken_for_a_full_disk(tmp_path):
+    writer = MetricsWriter(RunFolder(tmp_path), enabled=True, total_steps=4, log_every_n_steps=1)
+    with pytest.raises(KeyError, match="samples_per_second"):
+        writer.step(1, 64, {"loss": 1.0})
+    writer.close()
+
+
+def test_tensorboard_has_the_curves_over_samples_seen(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    write(tmp_path, "tensorboard")
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [(event.step, event.value) for event in events.Scalars("train/loss")] == [(64, 1.5), (128, 1.5)]
+    assert [event.step for event in events.Scalars("zero_shot/top1")] == [128]
+
+
+def test_tensorboard_forgets_what_a_resumed_run_does_again(tmp_path, monkeypatch):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from tensorboard.summary.writer import event_file_writer
+
+    seconds = itertools.count(10)  # names of event files begin with the time, and are read in their order
+    monkeypatch.setattr(event_file_writer, "time", types.SimpleNamespace(time=lambda: float(next(seconds))))
+    for seen, shown in ((0, (64, 128, 192)), (128, (192, 256)), (64, (128,))):
+        (sink,) = open_sinks("tensorboard", tmp_path, wandb_project_name="", samples_seen=seen)
+        for samples in shown:
+            sink.log("train", 1, samples, {"loss": float(seen)})
+        sink.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [(event.step, event.value) for event in events.Scalars("train/loss")] == [(64, 0.0), (128, 64.0)]
+
+
+def test_wandb_gets_the_same_curves_and_a_resumed_run_continues_its_own(tmp_path, wandb):
+    write(tmp_path, "wandb")
+    write(tmp_path, "wandb")
+    starts = [call[1] for call in wandb.calls if call[0] == "init"]
+    assert starts[0]["id"] == starts[1]["id"] and starts[0]["resume"] == "allow" and starts[0]["dir"] == str(tmp_path)
+    assert ("axis", "*", "samples_seen") in wandb.calls and ("finish",) in wandb.calls
+    logged = [call[1] for call in wandb.calls if call[0] == "log"]
+    assert logged[1]["train/loss"] == 1.5 and [values["samples_seen"] for values in logged[:3]] == [64, 128, 128]
+    assert logged[2] == {"zero_shot/top1": 0.5, "samples_seen": 128}
+
+
+def test_wandb_that_is_not_installed_is_refused_at_once_with_the_command(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ValueError, match="--report-to all: wandb is not installed .pip install"):
+        parse_args(["--dataset-type", "synthetic", "--train-num-samples", "10", "--report-to", "all"])
+
+
+def test_without_a_terminal_there_is_a_line_every_n_steps_and_at_the_end(capsys):
+    console = Console(5, 2, terminal=False)
+    for step in range(1, 5):
+        console.step(step, VALUES | {"mfu": 0.4})
+    console.step(5, {name: VALUES[name] for name in VALUES if name not in ("loss", "logit_scale")})  # not finite
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[1] for line in lines] == ["2/5", "4/5", "5/5"]
+    for shown in ("loss 1.5000", "1,000 samples/s", "MFU 40.0%", "data wait 25%", "left 0:00", "lr 1.00e-03"):
+        assert shown in lines[0]
+    assert "loss nan" in lines[2] and "scale nan" in lines[2]
+    assert [clock(seconds) for seconds in (59, 61, 7325)] == ["0:59", "1:01", "2:02:05"]
+
+
+def test_a_closed_output_takes_nothing_and_raises_nothing(monkeypatch):
+    monkeypatch.setattr("sys.stdout", None)  # as in a process that was started without it
+    console = Console(5, 1)
+    console.step(1, VALUES)
+    console.say("a message")
+    console.close()
+
+
+def test_in_a_terminal_there_is_a_bar_that_brackets_in_messages_do_not_disturb(capsys):
+    console = Console(5, 2, terminal=True)
+    console.step(1, VALUES)
+    console.say("a [bold] message")
+    console.step(2, VALUES)
+    console.close()
+    output = capsys.readouterr().out
+    assert "a [bold] message" in output and "2/5" in output and "loss 1.5000" in output
+
+
+def test_the_profile_is_of_the_steps_after_the_warm_up(tmp_path):
+    timer = PhaseTimer(torch.device("cpu"))
+    profiler = StepProfiler(2, tmp_path / "profile", timer, enabled=True)
+    news = []
+    for _ in range(WARM_UP_STEPS + 4):
+        timer.mark("data")
+        timer.mark("encode")
+        torch.ones(64, 64) @ torch.ones(64, 64)
+        news.append(profiler.after_step(timer.read()))
+    assert [index for index, text in enumerate(news) if text] == [WARM_UP_STEPS + 1]
+    assert (tmp_path / "profile" / "trace_rank0.json.gz").read_bytes()[:2] == b"\x1f\x8b"
+    table = (tmp_path / "profile" / "table.txt").read_text()
+    assert "mean of 2 steps" in table and "aten::mm" in table and "phase/encode" in table
+    assert profiler.close() is None
+
+
+def test_a_profile_that_cannot_be_written_ends_no_run(tmp_path):
+    (tmp_path / "file").write_text("")
+    profiler = StepProfiler(1, tmp_path / "file" / "profile", PhaseTimer(torch.device("cpu")), enabled=True)
+    news = [profiler.after_step({"data": 1.0}) for _ in range(WARM_UP_STEPS + 1)]
+    assert news[-1] == "the profile could not be written (Not a directory)"
+
+
+def test_a_run_too_short_for_its_profile_says_so(tmp_path):
+    profiler = StepProfiler(2, tmp_path, PhaseTimer(torch.device("cpu")), enabled=True)
+    profiler.after_step({"data": 1.0})
+    assert "ended after 1 steps" in profiler.close()
+    assert phase_table([{"data": 1.0, "loss": 3.0}]).splitlines()[2].split() == ["loss", "3000.00", "75.0%"]
+
+
+def test_profile_flag_leaves_trace_and_table_in_the_run_folder(demo_folder, tmp_path):
+    config: TrainConfig = demo_config(demo_folder, tmp_path, steps=7, profile=1, batch_size=16, accum_freq=1)
+    run_ranks(fit, 1, config)
+    assert {path.name for path in (tmp_path / "run" / "profile").iterdir()} == {"trace_rank0.json.gz", "table.txt"}
+    assert "phase/replay" in (tmp_path / "run" / "profile" / "table.txt").read_text()
+
+
+def test_a_record_behind_a_torn_line_is_not_lost_with_it(tmp_path):
+    write(tmp_path)
+    path = RunFolder(tmp_path).metrics
+    whole = path.read_text()
+    path.write_text(whole[: -len(whole.splitlines()[-1]) // 2 - 1])  # within the last record
+    write(tmp_path)
+    assert len(path.read_text().splitlines()) == len(whole.splitlines()) * 2
+    assert [r["step"] for r in read_records(path)] == [1, 2, *(r["step"] for r in map(json.loads, whole.splitlines()))]

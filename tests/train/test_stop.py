@@ -1,0 +1,112 @@
+"""Signals become notes; Ctrl-C is not lost."""
+
+import os
+import signal
+import subprocess
+
+import pytest
+
+from infcl.train.signals import StopSignals, lost_its_parent
+from tests.lib.waiting import wait_until
+
+
+class Swallows:
+    def __del__(self):
+        os.kill(os.getpid(), signal.SIGINT)
+        sum(range(1000))  # the handler runs here, and Python drops what it raises
+
+
+@pytest.fixture(autouse=True)
+def python_handles_interrupts():
+    """A suite that a script started in the background inherits ignored interrupts."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_an_interrupt_that_python_drops_is_raised_after_the_step():
+    before = signal.getsignal(signal.SIGINT)
+    with StopSignals() as signals:
+        signals.raise_if_interrupted()
+        victim = Swallows()
+        del victim
+        with pytest.raises(KeyboardInterrupt):
+            signals.raise_if_interrupted()
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+            sum(range(1000))
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP])
+def test_a_request_to_end_is_noted_only(number):
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    with StopSignals() as signals:
+        os.kill(os.getpid(), number)
+        sum(range(1000))
+        assert signals.received == number and not signals.interrupted
+    assert signal.signal(signal.SIGHUP, before) is signal.SIG_DFL
+
+
+def test_behind_the_loop_sigusr1_ends_the_process_again_though_its_start_took_note_of_it():
+    before = signal.signal(signal.SIGUSR1, lambda *_: None)
+    try:
+        with StopSignals([]):
+            pass
+        assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+def test_a_callers_own_handlers_are_there_again_behind_the_loop():
+    def own(*_):
+        pass
+
+    before = signal.signal(signal.SIGUSR1, own)
+    try:
+        with StopSignals():
+            assert signal.getsignal(signal.SIGUSR1) is not own
+        assert signal.getsignal(signal.SIGUSR1) is own
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+def test_what_comes_when_all_have_looked_does_what_it_does_behind_the_loop():
+    came = []
+    before = signal.signal(signal.SIGTERM, lambda number, _: came.append(number))
+    try:
+        with StopSignals() as signals:
+            pass
+        signals.act_on_late()
+        with signals:
+            os.kill(os.getpid(), signal.SIGTERM)
+            sum(range(1000))
+        assert came == []
+        signals.act_on_late()
+        assert came == [signal.SIGTERM]
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_under_nohup_a_closed_terminal_is_nothing():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    with StopSignals() as signals:
+        os.kill(os.getpid(), signal.SIGHUP)
+        sum(range(1000))
+        assert signals.received == 0
+    assert signal.signal(signal.SIGHUP, before) is signal.SIG_IGN
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="Linux tells of parents in /proc")
+def test_a_process_whose_parent_was_interrupted_is_told_from_one_that_has_its_parent():
+    """As `deepspeed` and its launcher: in a session of their own, the command the first."""
+    command = "sleep 60 & echo $!; wait"
+    with subprocess.Popen(["sh", "-c", command], start_new_session=True, stdout=subprocess.PIPE, text=True) as shell:
+        launcher = int(shell.stdout.readline())
+        try:
+            assert not lost_its_parent(launcher) and not lost_its_parent(shell.pid)
+            shell.kill(), shell.wait()
+            wait_until(lambda: lost_its_parent(launcher), 20, "it seems to have its parent")
+        finally:
+            os.kill(launcher, signal.SIGKILL)

@@ -1,0 +1,440 @@
+"""The whole trainer on the embedded data set: golden losses, ZeRO stages, exact resume, and what it leaves on disk."""
+
+import contextlib
+import dataclasses
+import errno
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from infcl.checkpoint.load import consolidated_state_dict
+from infcl.checkpoint.run_folder import RunFolder
+from infcl.config import TrainConfig
+from infcl.convert.export import load_exported
+from infcl.report import read_metrics
+from infcl.report.records import read_records
+from tests.lib.ranks import refused, run_ranks
+from tests.lib.tensor_parallel import layout as tensor_parallel_layout
+from tests.train.test_entry import golden
+
+FIRST = 12  # steps of the golden curve where stages, losses and compilers differ: the warm-up's five, and more
+
+
+def demo_config(demo_folder, logs, **changes) -> TrainConfig:
+    """launch/demo.sh's settings, made small: 20 steps of 64 pairs."""
+    base = TrainConfig(
+        train_data=str(demo_folder / "train"),
+        tokenizer=str(demo_folder / "tokenizer.model"),
+        model="demo",
+        workers=0,
+        batch_size=32,
+        accum_freq=2,
+        steps=20,
+        lr=1e-3,  # smaller than the demo's, so that rounding does not grow over the twenty steps
+        wd=0.05,
+        warmup=5,
+        aug_cfg={"scale": (1.0, 1.0), "ratio": (1.0, 1.0)},
+        logs=str(logs),
+        name="run",
+        save_frequency=0,
+        resident_micro_batches="1",  # auto keeps all graphs of a small model on a GPU, and would replay none
+        precision="fp32",
+        report_to="none",
+    )
+    return dataclasses.replace(base, **changes)
+
+
+class Killed(Exception):
+    pass
+
+
+def fit(rank, world_size, config: TrainConfig, die_after: int | None = None):
+    """Train as pretrain_clip.py does -> {step: loss}; `die_after` ends the run abruptly behind that step."""
+    from infcl.checkpoint.run_folder import claim_run_folder
+    from infcl.parallel import init_parallel
+    from infcl.train.trainer import Trainer
+
+    size = config.tensor_parallel_size
+    parallel = init_parallel("cpu") if size == 1 else tensor_parallel_layout(size)
+    trainer = Trainer(config, parallel, claim_run_folder(config, parallel))
+    train_step = trainer._train_step
+
+    def mortal_step(micro_batches):
+        train_step(micro_batches)
+        if trainer.step == die_after:
+            trainer.checkpoints.publish()  # the last one begun was on the disk in time
+            raise Killed
+
+    trainer._train_step = mortal_step
+    try:
+        trainer.fit()
+    except Killed:
+        trainer.metrics.close()
+    return None if rank else {r["step"]: r["loss"] for r in read_metrics(trainer.run.metrics, "train")}
+
+
+def run_losses(world_size, *arguments) -> list[float]:
+    losses = run_ranks(fit, world_size, *arguments, timeout=200)[0]
+    return [losses[step] for step in sorted(losses)]
+
+
+@pytest.mark.parametrize("captions", ["on", "off"])
+def test_twenty_steps_match_the_golden_curve(demo_folder, tmp_path, captions):
+    losses = run_losses(1, demo_config(demo_folder, tmp_path, pack_captions=captions))
+    assert losses == pytest.approx(golden(), rel=2e-3)
+    assert losses[-1] < losses[0] - 0.5
+    shares = {record["text_share"] for record in read_metrics(tmp_path / "run" / "metrics.jsonl", "train")}
+    assert shares == {1.0} if captions == "off" else max(shares) < 0.8
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_the_curve_does_not_depend_on_how_the_batch_is_split(demo_folder, tmp_path, world_size):
+    """Same global batch, other ranks and micro-batches: the same losses up to the order of fp32 sums."""
+    config = demo_config(demo_folder, tmp_path, batch_size=16, accum_freq=4 // world_size)
+    assert run_losses(world_size, config) == pytest.approx(golden(), rel=2e-3)
+
+
+@pytest.mark.parametrize("preset", ["zero0", "zero2", "zero3", "zero3_offload"])
+def test_zero_stages_with_activation_checkpointing_follow_the_golden_curve(demo_folder, tmp_path, preset):
+    config = demo_config(
+        demo_folder,
+        tmp_path,
+        batch_size=16,
+        deepspeed_config=f"ds_configs/{preset}.json",
+        grad_checkpointing=True,
+    )
+    assert run_losses(2, config, FIRST) == pytest.approx(golden(FIRST), rel=2e-3)
+
+
+@pytest.mark.slow  # compiling takes a minute; of tests/step/test_step_matrix.py one case compiles smaller towers
+@pytest.mark.parametrize("preset", ["zero1", "zero3"])
+def test_compiled_blocks_with_everything_on_follow_the_golden_curve(demo_folder, tmp_path, preset):
+    config = demo_config(
+        demo_folder, tmp_path, batch_size=8, accum_freq=4, deepspeed_config=f"ds_configs/{preset}.json",
+        compile_blocks="on", grad_checkpointing=True, resident_micro_batches="2", encode_micro_batches=2,
+    )  # fmt: skip
+    assert run_losses(2, config, FIRST) == pytest.approx(golden(FIRST), rel=2e-3)
+
+
+@pytest.mark.parametrize("loss", ["clip", "open_clip", "disco"])
+def test_the_dense_baselines_train_the_same_model(demo_folder, tmp_path, loss):
+    config = demo_config(demo_folder, tmp_path, batch_size=16, loss=loss)
+    assert run_losses(2, config, FIRST) == pytest.approx(golden(FIRST), rel=2e-3)
+
+
+def test_siglip_trains_with_its_bias(demo_folder, tmp_path):
+    """From scale 10 and bias -10 the first loss is a fixed number; two ranks must give what one gives."""
+    losses = run_losses(2, demo_config(demo_folder, tmp_path / "two", batch_size=16, loss="siglip"))
+    assert losses == pytest.approx(run_losses(1, demo_config(demo_folder, tmp_path / "one", loss="siglip")), rel=2e-3)
+    assert losses[-1] < 0.9 * losses[0]
+
+
+def test_a_run_with_siglips_bias_goes_on_with_clips_loss(demo_folder, tmp_path):
+    first = demo_config(demo_folder, tmp_path, batch_size=8, steps=1, loss="siglip", name="first")
+    run_ranks(fit, 1, first)
+    model = str(tmp_path / "first" / "model_config.json")
+    second = dataclasses.replace(first, loss="inf_cl", name="second", model=model, pretrained=str(tmp_path / "first"))
+    assert len(run_losses(1, second)) == 1
+    assert "init_logit_bias" not in json.loads((tmp_path / "second" / "model_config.json").read_text())
+
+
+@pytest.mark.parametrize("preset", ["zero0", "zero1", "zero2", "zero3", "zero2_bf16"])
+def test_a_resumed_run_continues_bit_for_bit(demo_folder, tmp_path, preset):
+    """Patch dropout on; saved after step 5, which lies inside an epoch, and ended abruptly two steps later."""
+    flags = {
+        "batch_size": 8,
+        "force_patch_dropout": 0.25,
+        "steps": 8,
+        "save_every_n_steps": 5,
+        "deepspeed_config": f"ds_configs/{preset}.json",
+        "precision": "bf16" if preset == "zero2_bf16" else "fp32",
+        "ema_decay": 0.9,
+    }
+    whole = run_losses(2, demo_config(demo_folder, tmp_path / "whole", **flags))
+    stopped = demo_config(demo_folder, tmp_path / "stopped", **flags)
+    run_ranks(fit, 2, stopped, 7)
+    resumed = run_losses(2, dataclasses.replace(stopped, resume="latest"))
+    assert resumed == whole
+    averages = [consolidated_state_dict(tmp_path / name / "run", ema=True) for name in ("whole", "stopped")]
+    assert all(torch.equal(averages[0][name], averages[1][name]) for name in averages[0])
+    lines = (tmp_path / "stopped" / "run" / "metrics.jsonl").read_text().splitlines()
+    steps = [record["step"] for record in map(json.loads, lines) if record["kind"] == "train"]
+    assert steps == [*range(1, 8), *range(6, 9)], "it did not go on after step 5"
+
+
+@pytest.mark.parametrize(
+    ("unlocked", "trunk", "presets"),
+    [(0, "keep", ["zero0", "zero3"]), (1, "keep", ["zero1"]), (2, "keep", ["zero0", "zero3"]), (2, "again", ["zero3"])],
+)
+def test_a_locked_tower_trains_alike_in_every_stage(demo_folder, tmp_path, unlocked, trunk, presets):
+    """What is frozen is encoded once and kept; with one micro-batch nothing is."""
+    flags = {"steps": 4, "lock_image": True, "lock_image_unlocked_groups": unlocked, "force_patch_dropout": 0.5}
+    uncached = run_losses(2, demo_config(demo_folder, tmp_path / "uncached", batch_size=32, accum_freq=1, **flags))
+    flags |= {"batch_size": 8, "accum_freq": 4, "frozen_trunk": trunk}
+    for preset in presets:
+        config = demo_config(demo_folder, tmp_path / preset, deepspeed_config=f"ds_configs/{preset}.json", **flags)
+        assert run_losses(2, config) == pytest.approx(uncached, rel=1e-5), preset
+        with safe_open(newest_state(tmp_path / preset), framework="pt") as file:
+            with_state = {key.split("/", 1)[1] for key in file.keys() if key.startswith("exp_avg/")}
+        assert with_state and not any(name.startswith("visual.transformer.resblocks.0.") for name in with_state)
+
+
+def test_both_towers_locked_train_the_groups_of_one_that_are_not(demo_folder, tmp_path):
+    """A tower that is frozen whole beside one of which the last groups are trained: the loss of one rank alone."""
+    flags = {"steps": 3, "lock_image": True, "lock_text": True, "lock_text_unlocked_layers": 2}
+    alone = run_losses(1, demo_config(demo_folder, tmp_path / "alone", batch_size=32, accum_freq=1, **flags))
+    config = demo_config(
+        demo_folder, tmp_path / "zero3", batch_size=8, accum_freq=2, deepspeed_config="ds_configs/zero3.json", **flags
+    )
+    assert run_losses(2, config) == pytest.approx(alone, rel=1e-5) and alone[2] != alone[0]
+    model, _ = load_exported(tmp_path / "zero3" / "run" / "export")
+    trained = set()
+    for state in newest_state(tmp_path / "zero3").parent.glob("state_*.safetensors"):
+        with safe_open(state, framework="pt") as file:
+            trained |= {key.split("/", 1)[1] for key in file.keys() if key.startswith("exp_avg/")}
+    assert trained == {"text_projection", "logit_scale", *(f"ln_final.{n}" for n in ("weight", "bias"))} | {
+        name for name in model.state_dict() if name.startswith("transformer.resblocks.")
+    }
+
+
+def test_a_run_with_a_locked_tower_resumes_in_another_stage(demo_folder, tmp_path):
+    flags = {"batch_size": 16, "steps": 4, "lock_image": True, "save_every_n_steps": 2}
+    flags["deepspeed_config"] = "ds_configs/zero3.json"
+    whole = run_losses(2, demo_config(demo_folder, tmp_path / "whole", **flags))
+    stopped = demo_config(demo_folder, tmp_path / "stopped", **flags)
+    run_ranks(fit, 2, stopped, 3)
+    resumed = dataclasses.replace(stopped, deepspeed_config="ds_configs/zero1.json", resume="latest")
+    assert run_losses(2, resumed) == pytest.approx(whole, rel=1e-5)
+
+
+def newest_state(logs) -> Path:
+    return sorted((logs / "run" / "checkpoints").glob("step_*"))[-1] / "state_00000.safetensors"
+
+
+def test_what_a_finished_run_leaves(demo_folder, tmp_path):
+    config = demo_config(
+        demo_folder, tmp_path, steps=3, val_data=str(demo_folder / "val"), zeroshot_data=str(demo_folder / "zeroshot"),
+        report_to="tensorboard",
+    )  # fmt: skip
+    run_losses(2, config)
+    root = tmp_path / "run"
+    summary = json.loads((root / "summary.json").read_text())
+    wanted = "zero_shot_top1 image_to_text_r1 text_to_image_r1 samples_seen train_seconds peak_memory_mb zero_stage"
+    assert set(wanted.split()) | {"world_size", "paths"} <= set(summary)
+    assert summary["samples_seen"] == 3 * 2 * 64 and summary["world_size"] == 2 and summary["zero_stage"] == 1
+    for path in summary["paths"].values():
+        assert Path(path).exists(), path
+    names = {path.name for path in root.iterdir()}
+    assert {"config.json", "environment.json", "model_config.json", "metrics.jsonl", "tensorboard"} <= names
+    assert "running.json" not in names
+    assert (root / "loss_curve.png").read_bytes()[:4] == b"\x89PNG"
+    assert (root / "tokenizer.model").read_bytes() == (demo_folder / "tokenizer.model").read_bytes()
+    environment = json.loads((root / "environment.json").read_text())
+    assert torch.__version__.startswith(environment["packages"]["torch"].split("+")[0])
+    assert environment["world_size"] == 2
+    model, _ = load_exported(root / "export")
+    trained = consolidated_state_dict(root)
+    exported = model.state_dict()
+    assert set(trained) == set(exported)
+    assert all(torch.equal(trained[name].reshape(-1), exported[name].reshape(-1)) for name in trained)
+
+
+def refusal(rank, world_size, config):
+    return refused(fit, rank, world_size, config)
+
+
+def said(rank, world_size, config) -> str:
+    """What a whole run says."""
+    from unittest import mock
+
+    with mock.patch("infcl.train.console.Console.say") as say:
+        fit(rank, world_size, config)
+    return "\n".join(call.args[0] for call in say.call_args_list)
+
+
+def broken_evaluation(rank, world_size, config):
+    """The checkpoints that a run leaves whose first evaluation fails."""
+    from infcl.train.trainer import Trainer
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Trainer, "_run_task", lambda trainer, name: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            fit(rank, world_size, config)
+    return sorted(path.name for path in (Path(config.logs) / config.name / "checkpoints").glob("step_*"))
+
+
+def test_the_epoch_before_an_evaluation_that_fails_is_saved(demo_folder, tmp_path):
+    flags = {"train_num_samples": 32, "batch_size": 8, "steps": 6, "save_frequency": 1}
+    config = demo_config(demo_folder, tmp_path, val_data=str(demo_folder / "val"), **flags)
+    assert run_ranks(broken_evaluation, 2, config)[0] == ["step_00000001"]
+
+
+def fit_with_lost_saves(rank, world_size, config, lost):
+    """Saves of the steps `lost` fail on the last rank -> (the step at the end, what ended the run)."""
+    from unittest import mock
+
+    from infcl.checkpoint import write as checkpoint_writer
+    from infcl.checkpoint.run_folder import claim_run_folder
+    from infcl.parallel import init_parallel
+    from infcl.train.trainer import Trainer
+
+    write = checkpoint_writer._write_tensors
+
+    def lose(path, tensors):
+        if rank == world_size - 1 and int(path.parent.name.split("_")[1].split(".")[0]) in lost:
+            raise OSError(errno.ENODEV, os.strerror(errno.ENODEV))
+        return write(path, tensors)
+
+    parallel = init_parallel("cpu")
+    trainer, ended = Trainer(config, parallel, claim_run_folder(config, parallel)), ""
+    with mock.patch.object(checkpoint_writer, "_write_tensors", lose):
+        try:
+            trainer.fit()
+        except RuntimeError as error:
+            ended = str(error)
+    return trainer.step, ended
+
+
+def test_a_run_whose_saves_all_fail_ends_on_every_rank_and_one_that_recovers_does_not(demo_folder, tmp_path):
+    config = demo_config(
+        demo_folder, tmp_path, batch_size=8, steps=8, save_every_n_steps=1, max_failed_saves=2, accum_freq=1
+    )
+    for step, ended in run_ranks(fit_with_lost_saves, 2, config, {2, 4, 5, 6}):
+        assert step in (6, 7)  # a save is published by the end of the next step
+        assert ended.startswith("3 checkpoints in a row could not be written to") and "--max-failed-saves 2" in ended
+        assert "rank 1: No such device" in ended and ended.endswith("--resume latest continues from step_00000003")
+    resumed = dataclasses.replace(config, resume="latest")
+    for step, ended in run_ranks(fit_with_lost_saves, 2, resumed, {4, 5, 7, 8}):
+        assert (step, ended) == (8, "")  # two in a row, twice; what fails at the end does not end it
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["failed_saves"] >= 4
+
+
+@pytest.mark.parametrize(
+    ("steps", "lost", "kept"),
+    [(4, {1, 2, 3}, ["step_00000004"]), (12, {2, 3, 4}, ["step_00000001"])],
+    ids=["at the last step: evaluated and exported", "before: no other is begun"],
+)
+def test_saves_that_fail_are_counted_before_the_next_is_begun(demo_folder, tmp_path, steps, lost, kept):
+    config = demo_config(
+        demo_folder,
+        tmp_path,
+        batch_size=4,
+        steps=steps,
+        save_every_n_steps=1,
+        max_failed_saves=2,
+        accum_freq=1,
+        warmup=0,
+    )
+    [(step, ended)] = run_ranks(fit_with_lost_saves, 1, config, lost)
+    assert sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir()) == ["latest", *kept]
+    assert (tmp_path / "run" / "summary.json").is_file() == (step == steps) == (ended == "")
+
+
+def broken_export(rank, world_size, config):
+    """What a rank hears when rank 0 cannot export."""
+    import infcl.convert.export
+
+    def export_model(*arguments, **options):
+        assert rank == 0
+        raise KeyError("logit_scale")
+
+    with pytest.MonkeyPatch.context() as patch:  # this process runs other tests too
+        patch.setattr(infcl.convert.export, "export_model", export_model)
+        with pytest.raises(RuntimeError) as failure:
+            fit(rank, world_size, config)
+    return str(failure.value)
+
+
+def test_a_failure_to_export_ends_every_rank_and_says_what_it_was(demo_folder, tmp_path):
+    messages = run_ranks(broken_export, 2, demo_config(demo_folder, tmp_path, steps=1, warmup=0, batch_size=4))
+    assert messages[0] == messages[1] and "could not be written" in messages[0], messages
+    assert "KeyError: 'logit_scale'" in messages[0] and "step_00000001" in messages[0]
+
+
+def diverged_results(rank, world_size, folder):
+    from infcl.parallel import init_parallel
+    from infcl.train.results import write_results
+
+    weights = {"logit_scale": torch.ones(1), "visual.proj": torch.tensor([1.0, torch.nan])} if rank == 0 else {}
+    with pytest.raises(RuntimeError) as failure:
+        write_results(RunFolder(folder), init_parallel("cpu"), weights, None, {"paths": {"checkpoint": None}})
+    return str(failure.value)
+
+
+def test_a_model_that_is_not_finite_is_not_exported(tmp_path):
+    messages = run_ranks(diverged_results, 2, tmp_path)
+    assert "training has diverged: 1 weights are not finite, visual.proj first" in messages[0]
+    assert messages[0] == messages[1] and not list(tmp_path.iterdir())
+
+
+def test_a_refused_resume_leaves_the_run_as_it_was(demo_folder, tmp_path):
+    config = demo_config(demo_folder, tmp_path, steps=3, save_every_n_steps=1)
+    run_ranks(fit, 1, config, 2)
+    before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
+    other = dataclasses.replace(config, resume="latest", force_context_length=24, lr=1.0)
+    assert "positional_embedding has shape" in run_ranks(refusal, 1, other)[0]
+    assert {path: path.read_bytes() for path in before} == before
+
+
+def test_a_resume_into_epochs_of_another_length_is_refused(demo_folder, tmp_path):
+    """Step 3 is in the second epoch of 128 samples, in the first of 256: samples would be left out or repeated."""
+    config = demo_config(demo_folder, tmp_path, steps=9, train_num_samples=128, save_every_n_steps=1)
+    run_ranks(fit, 1, config, 3)
+    longer = dataclasses.replace(config, resume="latest", train_num_samples=256)
+    message = run_ranks(refusal, 1, longer)[0]
+    assert "epoch 1, step 0; an epoch has 4 steps now: give the --train-num-samples of the run" in message
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"batch_size": 4096}, "1536 usable samples, fewer than one global batch of 16384"),
+        ({"train_data": "/no/such/{0..3}.tar"}, "/no/such/"),
+        ({"model": "ViT-Z-99"}, "no model 'ViT-Z-99'"),
+        ({"tile": "triton"}, "tile 'triton' needs features on a GPU"),
+        ({"resume": "/no/such/checkpoint"}, "no checkpoint of this trainer (there is no such folder)"),
+        ({"logs": "/dev/null/runs"}, "/dev/null/runs/run cannot be written (Not a directory)"),
+    ],
+)
+def test_what_cannot_work_is_refused_by_every_rank_alike(demo_folder, tmp_path, changes, message):
+    messages = run_ranks(refusal, 2, dataclasses.replace(demo_config(demo_folder, tmp_path), **changes))
+    assert message in messages[0]
+    assert messages[0] == messages[1]
+
+
+def evaluations(rank, world_size, config):
+    """The evaluations in metrics.jsonl after a run that ends in its zero-shot evaluation of step 1, and after two more
+    that go on from there."""
+    from infcl.train.trainer import Trainer
+
+    def run_task(trainer, name):
+        if name in fails:
+            raise KeyboardInterrupt
+        trainer.metrics.evaluation(name, trainer.step, trainer.samples_seen, {})
+
+    kept, fails = [], {"zero_shot"}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Trainer, "_run_task", run_task)
+        patch.setattr(Trainer, "_finish", lambda trainer: {})
+        for _ in range(3):
+            with pytest.raises(KeyboardInterrupt) if fails else contextlib.nullcontext():
+                fit(rank, world_size, config)
+            fails.clear()
+            shutil.rmtree(Path(config.logs) / config.name / "checkpoints" / "step_00000002", ignore_errors=True)
+            records = read_records(Path(config.logs) / config.name / "metrics.jsonl")
+            kept.append([(r["kind"], r["step"]) for r in records if r["kind"] != "train"])
+    return kept
+
+
+def test_an_evaluation_that_a_run_ended_before_is_made_up_for_once(demo_folder, tmp_path):
+    flags = {"train_num_samples": 32, "batch_size": 16, "steps": 2, "save_frequency": 1, "resume": "latest"}
+    flags |= {"zeroshot_frequency": 1}
+    data = {"val_data": str(demo_folder / "val"), "zeroshot_data": str(demo_folder / "zeroshot")}
+    first, second, third = run_ranks(evaluations, 1, demo_config(demo_folder, tmp_path, **flags, **data))[0]
+    assert first == [("retrieval", 1)]
+    assert second == third == [("retrieval", 1), ("zero_shot", 1)]
