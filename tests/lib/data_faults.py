@@ -287,9 +287,10 @@ _HEAD = """# Faults, and what happens in each
 
 Written by `python -m tests.lib.data_faults docs/data_faults.md`; `tests/data/test_data_faults.py` holds each case to
 it. A case is 30 good samples in three shards and the fault named on the left (most add a shard with one more good
-sample). "used" are the different samples that one epoch used; nothing crashed, hung, or executed a byte of the data. A
-bad sample is replaced, and its replacement may be bad too, so a cause can count more than once. The streaming reader goes around its
-shards until 33 different samples or 200 steps are made, so only its causes are shown. [data.md](data.md) explains the
+sample). "used" are the different samples that one epoch used; nothing crashed, hung, or executed a byte of the data.
+A bad sample is replaced, and its replacement may be bad too, so a cause can count more than once. The streaming
+reader goes around its shards until 33 different samples or 200 steps are made, so only its causes are shown.
+[data.md](data.md) explains the
 names. Here a stalled
 read ends after 0.15 s and is tried 3 times, a stalled pipe after 1.5 s and is not.
 
