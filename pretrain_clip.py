@@ -31,10 +31,10 @@ from infcl.parallel import (
     report_mistake,
 )
 from infcl.parallel.process import end_process
-from infcl.plan.dry_run import describe_plan
-from infcl.plan.fit import fit_to_memory
 from infcl.report import summary_table
+from infcl.train.dry_run import describe_plan
 from infcl.train.finite import Diverged
+from infcl.train.fit import fit_to_memory
 from infcl.train.signals import Stopped, end_with_launcher
 from infcl.train.trainer import Trainer
 

@@ -7,13 +7,13 @@ from benchmarks.paper.raw import batch, latest, markdown, newest, origin, rows, 
 from infcl.config.preset import BUCKET
 from infcl.models.config import load_model_config
 from infcl.plan.compare import past
-from infcl.plan.fit import Fit
 from infcl.plan.loads import memory_of
 from infcl.plan.memory import parameter_counts
 from infcl.plan.paper import paper_memory
 from infcl.plan.parts import loss_bytes
 from infcl.plan.setting import Setting, load_gpu
 from infcl.train.build import build_meta_model, build_tokenizer_and_model_config
+from infcl.train.fit import Fit
 
 GIB = 2**30
 FIGURE_1_GPUS = (8, 16, 32, 64, 128, 256)
@@ -165,7 +165,7 @@ _SAID = ("model", "ViT-B-16", "compile-blocks", "on")  # by the table, or of all
 
 
 def planned_at_start(row: dict) -> float:
-    """Bytes that infcl/plan/fit.py reckons for the flags of a row of benchmarks.step on one GPU, with its buckets."""
+    """Bytes that infcl/train/fit.py reckons for the flags of a row of benchmarks.step on one GPU, with its buckets."""
     from benchmarks.step import setting_of
 
     config, preset = setting_of(row["label"])

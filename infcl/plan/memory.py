@@ -26,7 +26,6 @@ from infcl.plan.parts import (
     peak_bytes,
     state_bytes,
 )
-from infcl.train.compile import BLOCKS_OF_A_RUN
 
 HEADROOM = 0.08  # of the device's memory, which graphs that stay leave for fragments and the library's workspaces
 
@@ -96,7 +95,6 @@ def graphs_of(load: Load) -> dict[str, float]:
     """{"activations", "backward"}: bytes of the graphs that are kept, and of what a backward makes beside them."""
     whole = {"image": load.cfg.vision_cfg.layers, "text": load.cfg.text_cfg.layers}
     trained = load.blocks or whole
-    alone = load.tensor_parallel == 1 or load.stage == 3 or load.checkpointing or trained != whole
     return graph_bytes(
         load.cfg,
         load.trainable,
@@ -104,7 +102,6 @@ def graphs_of(load: Load) -> dict[str, float]:
         checkpointing=load.checkpointing,
         compiled=load.compiled,
         blocks=trained,
-        blocks_of_a_graph=1 if alone else BLOCKS_OF_A_RUN,
         **_layout(load),
     )
 

@@ -11,7 +11,7 @@ import torch
 from infcl.parallel import control_groups
 from infcl.parallel.control_groups import core_quota
 from infcl.parallel.host_memory import available_host_bytes, host_memory_bytes
-from infcl.plan.fit import memory_of_device
+from infcl.train.fit import memory_of_device
 
 MIB = 2**20
 UNLIMITED_V1 = "9223372036854771712"

@@ -14,16 +14,16 @@ from infcl.engine.engine import Engine
 from infcl.engine.optim import checkpoint_bytes
 from infcl.models import CLIP, load_model_config
 from infcl.parallel import init_parallel
-from infcl.plan.dry_run import _host_table
-from infcl.plan.fit import Fit
 from infcl.plan.host import host_bytes, host_parts
 from infcl.plan.loads import load_of_run
 from infcl.plan.memory import parameter_counts, parts_of
 from infcl.step import pixels
+from infcl.train.dry_run import _host_table
+from infcl.train.fit import Fit
 from tests.lib.checkout import ROOT
 from tests.lib.ranks import run_ranks
-from tests.plan.test_fit import fit
 from tests.train.test_entry import command, forked
+from tests.train.test_fit import fit
 from tests.train.test_trainer import demo_config
 
 GIB = 2**30
@@ -120,7 +120,7 @@ def test_a_host_that_holds_it_to_the_last_byte_is_enough_and_a_byte_less_is_not(
     assert needed > 12 * 2.5e9
     dataclasses.replace(question, host=needed).check()
     with pytest.raises(
-        ValueError, match=r"GiB of host memory for 8 ranks, [\d.]+ GiB are there: .*--skip-memory-check"
+        ValueError, match=r"GiB of host memory for 8 ranks, [\d.]+ GiB is available \(.*--skip-memory-check"
     ):
         dataclasses.replace(question, host=needed - 1).check()
 
@@ -128,10 +128,10 @@ def test_a_host_that_holds_it_to_the_last_byte_is_enough_and_a_byte_less_is_not(
 @pytest.mark.parametrize(
     ("flags", "host", "changes", "proposed"),
     [
-        (["--accum-freq", "65", "--pixel-cache-gb", "40"], 92, {}, "--pixel-cache-gb auto takes what is left"),
-        ([], 80, {}, '"pin_memory": false in ds_configs/zero3_offload.json fits, with 7'),
-        ([], 40, {}, "--deepspeed_config ds_configs/zero3.json --precision bf16 fits, with .* on the GPU and 28"),
-        ([], 20, {}, "It takes more hosts, or more memory in them"),
+        (["--accum-freq", "65", "--pixel-cache-gb", "40"], 92, {}, "Try --pixel-cache-gb auto"),
+        ([], 80, {}, r'"pin_memory": false in ds_configs/zero3_offload.json \(7'),
+        ([], 40, {}, r"--deepspeed_config ds_configs/zero3.json --precision bf16 \(.* on the GPU, 28"),
+        ([], 20, {}, "Use more hosts, more memory in them or --skip-memory-check"),
     ],
 )
 def test_what_the_host_cannot_hold_is_refused_with_what_it_can(flags, host, changes, proposed):

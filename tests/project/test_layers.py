@@ -41,9 +41,6 @@ PACKAGES = (
 KNOWN = {
     ("infcl/config/preset.py", "models"),
     ("infcl/config/preset.py", "parallel"),
-    ("infcl/plan/dry_run.py", "train"),
-    ("infcl/plan/fit.py", "train"),
-    ("infcl/plan/memory.py", "train"),
     ("infcl/step/pixels.py", "engine"),
 }
 UNPLACED = {"gpu_watch", "peer_memory"}  # modules that go

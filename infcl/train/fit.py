@@ -1,7 +1,7 @@
-"""Whether a run's flags fit into the memory there is: refused at start with what would fit; --batch-size auto.
+"""Check that a run's flags fit into memory, and choose the micro-batch size of --batch-size auto.
 
-Only what can be known beforehand is refused: an estimate above the whole memory of the device, or of the host. Pixels
-of --pixel-cache-gb auto take what is left there, so they count as nothing.
+The check rejects only what is known before the start: an estimate above the full memory of the device or of the host.
+Pixels of --pixel-cache-gb auto use what is left there, so they count as nothing.
 """
 
 import dataclasses
@@ -19,24 +19,34 @@ from infcl.parallel.host_memory import host_memory_bytes, ranks_of_host
 from infcl.plan.host import host_bytes, host_parts
 from infcl.plan.loads import load_of_run
 from infcl.plan.memory import Load, parameter_counts, parts_of
+from infcl.train.build import build_meta_model, build_tokenizer_and_model_config
 
-_ROOM = 0.90  # of the memory, for --batch-size auto and for what is proposed
-_LARGEST = 4096  # micro-batch that is considered
-# ds_configs/zero3.json, of it what memory is for
+_ROOM = 0.90  # share of the memory that --batch-size auto and a suggestion may use
+_LARGEST = 4096  # largest micro-batch that --batch-size auto tries
+# What memory follows from in ds_configs/zero3.json
 _ZERO_3 = {"zero_optimization": {"stage": 3, "overlap_comm": True, "reduce_bucket_size": STAGE_3_BUCKET}}
 
 
 def fit_to_memory(config: TrainConfig, parallel: Parallel) -> TrainConfig:
-    """`config` with its micro-batch size chosen, where it is auto. ValueError, on every rank, when it cannot fit."""
+    """Check the memory of a run and choose the micro-batch size where it is auto. Collective.
+
+    Args:
+        config: the flags; a `batch_size` of 0 means auto.
+        parallel: the ranks. All decide by the least memory among them.
+
+    Returns:
+        `config` with a micro-batch size.
+
+    Raises:
+        ValueError: on every rank, with the numbers and a suggestion, when the run cannot fit.
+    """
     if config.skip_memory_check and config.batch_size:
         return config
-    from infcl.train.build import build_meta_model, build_tokenizer_and_model_config
-
     _, cfg = build_tokenizer_and_model_config(config)
     counts = parameter_counts(build_meta_model(config, cfg))
     preset, precision = read_preset(config, parallel.device.type, parallel.dp_size, parallel.hosts)
     on_cpu, own = parallel.device.type == "cpu", [-memory_of_device(parallel), -host_memory_bytes()]
-    capacity, host = (-most for most in max_over(dist.group.WORLD, own, parallel.device))  # the least: all decide alike
+    capacity, host = (-most for most in max_over(dist.group.WORLD, own, parallel.device))  # the least of all ranks
     ranks = ranks_of_host(parallel)
     fit = Fit(config, cfg, counts, precision, preset, parallel.dp_size, capacity, on_cpu, host, ranks)
     if config.batch_size == 0:
@@ -46,7 +56,7 @@ def fit_to_memory(config: TrainConfig, parallel: Parallel) -> TrainConfig:
 
 
 def memory_of_device(parallel: Parallel) -> float:
-    """Bytes that a rank may use: the GPU's memory; on a CPU the host's or the control group's, shared by its ranks."""
+    """Return the bytes that a rank may use: the GPU's memory, or on a CPU its share of the host's or cgroup's."""
     if parallel.device.type == "cuda":
         return float(torch.cuda.get_device_properties(parallel.device).total_memory)
     return host_memory_bytes() / ranks_of_host(parallel)
@@ -54,9 +64,9 @@ def memory_of_device(parallel: Parallel) -> float:
 
 @dataclasses.dataclass
 class Fit:
-    """The memory question of one run on `dp_size` ranks with `capacity` bytes each, `host` bytes for so many of them.
+    """One run on `dp_size` data-parallel ranks with `capacity` bytes each and `host` bytes per node.
 
-    On a CPU `capacity` is a rank's share of the host, in which all lies.
+    On a CPU `capacity` is a rank's share of the host, which holds everything.
     """
 
     config: TrainConfig
@@ -71,7 +81,7 @@ class Fit:
     ranks_of_host: int = 1
 
     def load(self, config: TrainConfig) -> Load:
-        """What memory follows from under `config` and this preset; of pixels, what does not depend on free memory."""
+        """Return the load of `config` under this preset, without the pixels that only use free memory."""
         if config.pixel_cache_gb == "auto" and config.pixel_cache == "host":
             config = dataclasses.replace(config, pixel_cache_gb="0")
         return load_of_run(
@@ -88,7 +98,7 @@ class Fit:
         )
 
     def parts(self, config: TrainConfig) -> dict[str, float]:
-        """{part: bytes per rank, "peak"} of the device; on a CPU with what else is in the host's memory, as "host"."""
+        """Return {part: bytes per rank} of the device with its "peak"; on a CPU also host memory, as "host"."""
         load = self.load(config)
         parts = parts_of(load)
         if self.on_cpu:
@@ -97,29 +107,31 @@ class Fit:
         return parts
 
     def check(self) -> None:
-        """ValueError with the numbers, and with what would fit, for what cannot; not with --skip-memory-check."""
+        """Raise ValueError with the numbers and a suggestion for what cannot fit, unless --skip-memory-check."""
         if self.config.skip_memory_check:
             return
         parts = self.parts(self.config)
         if parts["peak"] > self.capacity:
-            self._refuse(parts, f"{_gib(parts['peak'])} a rank", self.capacity, self._proposal())
+            raise self._error(parts, f"{_gib(parts['peak'])} per rank", self.capacity, self._suggestion())
         load = self.load(self.config)
         needed = host_bytes(load, self.ranks_of_host)
         if not self.on_cpu and needed > self.host:
             where = f"{_gib(needed)} of host memory for {self.ranks_of_host} ranks"
-            self._refuse(host_parts(load), where, self.host, self._host_proposal())
+            raise self._error(host_parts(load), where, self.host, self._host_suggestion())
 
-    def _refuse(self, parts: dict[str, float], needed: str, there: float, proposal: str) -> None:
+    def _error(self, parts: dict[str, float], needed: str, available: float, suggestion: str) -> ValueError:
         largest = sorted(((size, name) for name, size in parts.items() if name != "peak"), reverse=True)[:3]
         named = ", ".join(f"{name} {_gib(size)}" for size, name in largest)
-        raise ValueError(
-            f"{self.config.model} needs about {needed}, {_gib(there)} are there: {named}. "
-            f"{proposal} (--skip-memory-check starts it anyway)"
+        return ValueError(
+            f"{self.config.model} needs {needed}, {_gib(available)} is available ({named}). "
+            f"{suggestion} or --skip-memory-check."
         )
 
     def choose(self) -> TrainConfig:
-        """The largest micro-batch size that fits and divides a rank's share; ValueError when not even one pair does, or
-        one pair with --skip-memory-check."""
+        """Return the flags with the largest micro-batch that fits and divides a rank's share.
+
+        With --skip-memory-check that is at least one sample; otherwise ValueError when not even one fits.
+        """
         parts = self.config.tensor_parallel_size
         least = dataclasses.replace(self.config, batch_size=parts)
         for size in BatchPlan.of(least, self.dp_size).divisors(_LARGEST, parts):
@@ -130,8 +142,8 @@ class Fit:
         dataclasses.replace(self, config=least).check()
         return least
 
-    def _proposal(self) -> str:
-        """The least change that fits: smaller micro-batches of the same batch, then checkpointing, then ZeRO-3."""
+    def _suggestion(self) -> str:
+        """Return the least change that fits: smaller micro-batches of the same batch, checkpointing, then ZeRO-3."""
         config = self.config
         batch = BatchPlan.of(config, self.dp_size)
         for preset, checkpointing in ((self.preset, config.grad_checkpointing), (self.preset, True), (_ZERO_3, True)):
@@ -145,30 +157,29 @@ class Fit:
                     flags += [f"--accum-freq {accumulate['accum_freq']}"] if accumulate else []
                     flags += ["--grad-checkpointing"] if checkpointing else []
                     flags += self._zero_3_flags() if preset is _ZERO_3 else []
-                    return f"{' '.join(flags)} fits, with {_gib(peak)}."
-        return "No micro-batch size, checkpointing or ZeRO stage fits: it takes more GPUs, or offloading."
+                    return f"Try {' '.join(flags)} ({_gib(peak)})"
+        return "No micro-batch size, checkpointing or ZeRO stage fits: use more GPUs, offloading"
 
-    def _host_proposal(self) -> str:
-        """The least change that fits into the host: fewer pixels there, nothing pinned, nothing offloaded."""
+    def _host_suggestion(self) -> str:
+        """Return the least change that fits into the host: fewer pixels, nothing pinned, nothing offloaded."""
         if host_bytes(dataclasses.replace(self.load(self.config), pixels=0.0), self.ranks_of_host) <= self.host:
-            return "--pixel-cache-gb auto takes what is left."
+            return "Try --pixel-cache-gb auto, which uses what is left,"
         load = self.load(dataclasses.replace(self.config, pixel_cache_gb="0"))
         zero: dict[str, Any] = {
             name: value | {"pin_memory": False} if name.startswith("offload_") else value
             for name, value in load.zero.items()
         }
         if (unpinned := host_bytes(dataclasses.replace(load, zero=zero), self.ranks_of_host)) <= self.host:
-            return f'"pin_memory": false in {self.config.deepspeed_config} fits, with {_gib(unpinned)}.'
+            return f'Try "pin_memory": false in {self.config.deepspeed_config} ({_gib(unpinned)})'
         there = dataclasses.replace(self, preset=_ZERO_3)
         peak, rest = there.parts(self.config)["peak"], host_bytes(there.load(self.config), self.ranks_of_host)
         if peak <= _ROOM * self.capacity and rest <= self.host:
-            return (
-                f"{' '.join(self._zero_3_flags())} fits, with {_gib(peak)} on the GPU and {_gib(rest)} of host memory."
-            )
-        return "It takes more hosts, or more memory in them."
+            flags = " ".join(self._zero_3_flags())
+            return f"Try {flags} ({_gib(peak)} on the GPU, {_gib(rest)} of host memory)"
+        return "Use more hosts, more memory in them"
 
     def _zero_3_flags(self) -> list[str]:
-        """Those of ZeRO-3 in this precision, where it is the other preset that asks for it."""
+        """Return the flags of ZeRO-3, with the precision where today's preset sets it."""
         in_preset = any(self.preset.get(name, {}).get("enabled") for name in ("bf16", "fp16"))
         precision = [f"--precision {self.precision}"] if in_preset else []
         return [f"--deepspeed_config {shipped_preset('zero3')}", *precision]

@@ -14,21 +14,20 @@ from infcl.config import BatchPlan, TrainConfig, counted, total_steps
 from infcl.config.preset import describe_zero, offloads, read_preset, stage_over, zero_stage
 from infcl.engine.optim import Schedule, checkpoint_bytes
 from infcl.kernels import select_tile
+from infcl.models.captions import packs_captions
 from infcl.parallel import Parallel, describe_ranks
 from infcl.parallel.host_memory import available_host_bytes, host_memory_bytes, ranks_of_host
 from infcl.plan.host import host_bytes, host_parts
 from infcl.plan.loads import STAGES, load_of_run, memory_plan
 from infcl.plan.memory import Load, parameter_counts
 from infcl.step.pixels import auto_budget
+from infcl.train.build import build_loader, build_meta_model, build_tasks, build_tokenizer_and_model_config
 from infcl.train.diagnostics import model_flops, trained_shares
+from infcl.train.resident import check_encode_width
 
 
 def describe_plan(config: TrainConfig, parallel: Parallel) -> str:
     """The resolved plan as text. ValueError: what the run would refuse before it builds the engine. Collective."""
-    from infcl.models.captions import packs_captions
-    from infcl.train.build import build_loader, build_meta_model, build_tasks, build_tokenizer_and_model_config
-    from infcl.train.resident import check_encode_width
-
     preset, precision = read_preset(config, parallel.device.type, parallel.dp_size, parallel.hosts)
     batch = BatchPlan.of(config, parallel.dp_size)
     tokenizer, cfg = build_tokenizer_and_model_config(config)

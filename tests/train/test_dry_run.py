@@ -8,9 +8,9 @@ import torch
 from infcl.config import BatchPlan, TrainConfig
 from infcl.config.preset import read_preset
 from infcl.models import CLIP, load_model_config
-from infcl.plan.dry_run import _flops, _graphs_line, _memory_table
 from infcl.plan.loads import memory_plan
 from infcl.plan.memory import parameter_counts
+from infcl.train.dry_run import _flops, _graphs_line, _memory_table
 from tests.lib.checkout import ROOT
 from tests.train.test_entry import command, forked
 from tests.train.test_trainer import demo_config
