@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from benchmarks import step_losses
 from benchmarks.paper import speed
 from benchmarks.rows import append, read
-from benchmarks.step_losses import COLUMNS, first_steps, loss_of, measure
+from benchmarks.step_losses import COLUMNS, first_steps, installed_open_clip_loss, loss_of, measure
 from tests.lib.ranks import run_ranks
 
 PEERS = ("clip", "official_open_clip")
@@ -98,3 +98,15 @@ def test_the_table_and_the_plot_of_whole_steps(monkeypatch):
     ]
     beside_ours = speed.figure_4_steps()["a whole step, times as long as infcl's"]
     assert beside_ours == {"infcl": [(1024, 1.0)], "CLIP (b x b)": [(1024, 2.0 / 1.5)]}
+
+
+def test_open_clips_own_loss_is_the_installed_packages():
+    from benchmarks.loss_impls import make
+
+    features = [F.normalize(torch.randn(6, 8), dim=1) for _ in range(2)]
+    scale, bias = torch.tensor(7.0), torch.tensor(-10.0)
+    for theirs, ours in (("official_open_clip", "clip"), ("official_siglip", "siglip")):
+        loss, expected = (
+            make(name, None, {}, installed_open_clip_loss())(*features, scale, bias) for name in (theirs, ours)
+        )
+        torch.testing.assert_close(loss, expected)

@@ -1,4 +1,4 @@
-"""The commands that the documentation shows, and its python blocks; doc_commands.py says what is executed for each.
+"""The commands and the python blocks that the documentation shows.
 
 Commands are indented and fenced lines and `inline` code that begin with one of PROGRAMS, in README.md,
 CONTRIBUTING.md, docs/*.md and ds_configs/README.md, and what stands behind "command" in the heads of launch/*.
@@ -67,8 +67,3 @@ def _joined(text: str) -> str:
 def _command(line: str) -> str | None:
     line = re.split(r" {2,}|\s+# ", line.replace("\n", " ").strip())[0]
     return line if _COMMAND.fullmatch(line) else None
-
-
-if __name__ == "__main__":
-    for command, files in shown_commands().items():
-        print(f"{command}\n      {', '.join(files)}")

@@ -1,5 +1,6 @@
 """The loss in Megatron-LM's loop: its training package is stubbed, all that it calls is megatron-core's own."""
 
+import argparse
 import contextlib
 import sys
 import types
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.lib.ranks import refused, run_ranks
+from tests.lib.shown_commands import python_blocks
 from tests.lib.step_oracle import ToyCLIP, dense_loss, global_batch, worst_error
 from tests.lib.tensor_parallel import layout
 
@@ -304,3 +306,17 @@ def test_without_megatron_lm_the_expected_path_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "megatron.training", None)
     with pytest.raises(RuntimeError, match="no megatron.training.training.get_forward_backward_func"):
         share_one_loss()
+
+
+def test_the_documented_megatron_loop_runs(monkeypatch):
+    for module in ("megatron.training", "megatron.training.training"):
+        monkeypatch.setitem(sys.modules, module, None)
+    stub_training_package()
+    import megatron.training.training as loop
+
+    plain, started = loop.get_forward_backward_func, []
+    names = {"get_batch": get_batch, "encode": encode, "pretrain": lambda *arguments: started.append(arguments)}
+    names |= dict.fromkeys(("datasets_provider", "model_provider"))
+    names["ModelType"] = argparse.Namespace(encoder_or_decoder=None)
+    exec(python_blocks()["docs/megatron.md 0"], names)
+    assert started[0][-1] is names["step"] and loop.get_forward_backward_func is not plain
