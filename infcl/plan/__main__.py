@@ -129,7 +129,9 @@ def setting_of(arguments: argparse.Namespace) -> Setting:
 
 def told(profile: Gpu | Link) -> str:
     """Which of a profile's figures were measured and which were not."""
-    figures = {name: value for name, value in vars(profile).items() if isinstance(value, (int, float))}
+    figures = {
+        name: value for name, value in vars(profile).items() if isinstance(value, (int, float)) and name != "bf16"
+    }
     parts = {
         "measured": [f"{name} {value}" for name, value in figures.items() if name not in profile.estimated],
         "estimated": [f"{name} {value}" for name, value in figures.items() if name in profile.estimated],

@@ -36,6 +36,7 @@ class Gpu:
     multiprocessors: int = 132  # Hopper's
     fp32_tflops: float = 50.0  # products in float32, which tensor cores do not compute: 0.75 of Hopper's data sheet
     host_factor: float = 1.0  # how many times as long its host takes to issue work as those that were measured first
+    bf16: bool = True  # whether its tensor cores compute bf16; where not, matmul_tflops is the rate of fp16
     estimated: tuple[str, ...] = ()  # the figures that nobody has measured
 
     @property
@@ -142,6 +143,8 @@ class Setting:
                 raise ValueError(f"{option} {getattr(self, name)} must be greater than 0")
         if self.host_memory_gib is not None and not 0 < self.host_memory_gib < float("inf"):
             raise ValueError(f"--host-memory-gib {self.host_memory_gib} must be a number above 0")
+        if not self.gpu.bf16 and self.precision in ("amp_bf16", "bf16"):
+            raise ValueError(f"{self.gpu.name} does not compute bf16: use --precision fp16 or fp32")
         if self.gpus % self.tensor_parallel:
             raise ValueError(f"{self.gpus} GPUs are no multiple of tensor-parallel {self.tensor_parallel}")
         if self.sequence_parallel and self.tensor_parallel == 1:
@@ -232,6 +235,8 @@ def _wrong(field: dataclasses.Field, value: Any, figures: set[str]) -> str | Non
         return None if is_list and set(value) <= figures else "which is no list of a profile's figures"
     if field.type is str:
         return None if isinstance(value, str) else "which is no text"
+    if field.type is bool:
+        return None if isinstance(value, bool) else "which is neither true nor false"
     if type(value) is not int and (field.type is int or type(value) is not float):
         return "which is no whole number" if field.type is int else "which is no number"
     if not 0 <= value < float("inf") or (value == 0 and field.name != "latency_us"):
