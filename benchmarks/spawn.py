@@ -1,6 +1,9 @@
 """Ranks on this host without a launcher, a process each."""
 
+import contextlib
 import os
+import random
+import socket
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -11,9 +14,7 @@ import torch
 def on_ranks(function: Callable, world_size: int, *arguments: Any) -> None:
     """function(rank, *arguments) on each, with what `init_process_group` and `init_parallel` read from a launcher; in
     this process where there is one rank only."""
-    from tests.lib.ranks import free_port
-
-    shared = (function, world_size, free_port(), arguments)
+    shared = (function, world_size, _free_port(), arguments)
     if world_size == 1:
         _start(0, *shared)
     else:
@@ -43,3 +44,12 @@ def fork_ranks(count: int, run: Callable[[int], None]) -> int:
                 os._exit(code)
         children.append(child)
     return max(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children)
+
+
+def _free_port() -> int:
+    """Return a port below those that the system gives to connections."""
+    while True:
+        port = random.SystemRandom().randrange(10_000, 30_000)
+        with socket.socket() as s, contextlib.suppress(OSError):
+            s.bind(("127.0.0.1", port))
+            return port
