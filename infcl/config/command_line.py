@@ -4,46 +4,13 @@ import argparse
 import ast
 import dataclasses
 import difflib
+from pathlib import Path
 
 from infcl.config.checks import is_table, validate
 from infcl.config.settings import TrainConfig, option_of, shipped_preset
 
-_GATHERING = "not needed: every loss here is over all ranks, with exact gradients"
-_OF_OTHERS = {  # flags of open_clip, transformers' Trainer and others, with dashes: what is said of them
-    "--local-loss": _GATHERING,
-    "--gather-with-grad": _GATHERING,
-    "--dataset-resampled": "not needed: samples are read without replacement",
-    "--val-num-samples": "not needed: all of --val-data is evaluated",
-    "--siglip": "--loss siglip here",
-    "--imagenet-val": "--zeroshot-data here",
-    "--imagenet-v2": "--zeroshot-data here",
-    "--torchcompile": "--compile-blocks here",
-    "--delete-previous-checkpoint": "--keep-checkpoints 1 here",
-    "--save-most-recent": "--keep-checkpoints 1 here",
-    "--wandb": "--report-to wandb here",
-    "--output-dir": "--logs here",
-    "--learning-rate": "--lr here",
-    "--weight-decay": "--wd here",
-    "--warmup-steps": "--warmup here",
-    "--max-grad-norm": "--grad-clip-norm here",
-    "--max-steps": "--steps here",
-    "--num-train-epochs": "--epochs here",
-    "--per-device-train-batch-size": "--batch-size here",
-    "--gradient-accumulation-steps": "--accum-freq here",
-    "--resume-from-checkpoint": "--resume here",
-    "--bf16": "--precision bf16 here",
-    "--fp16": "--precision fp16 here",
-    "--amp": "--precision amp_bf16 here",
-    "--gradient-clipping": "--grad-clip-norm here",
-    "--zero-stage": "--deepspeed_config here, with ds_configs/zero1.json of the checkout or another",
-    "--offload": "--deepspeed_config here, with ds_configs/zero3_offload.json of the checkout",
-    "--num-gpus": "the launcher's, before pretrain_clip.py",
-    "--data": "--train-data here",
-    "--dataset": "--train-data here",
-    "--output": "--logs here",
-    "--patch-size": "in the JSON file that --model names",
-    "--ema": "--ema-decay here",
-}
+# Flags that existed and are gone: what to use instead. Using one is a usage error that prints its line.
+REMOVED: dict[str, str] = {}
 
 
 def parse_args(argv: list[str] | None = None) -> TrainConfig:
@@ -55,9 +22,18 @@ def parse_args(argv: list[str] | None = None) -> TrainConfig:
     arguments["aug_cfg"] = _parse_aug_cfg(arguments["aug_cfg"])
     if arguments["dataset_type"] == "auto":
         arguments["dataset_type"] = "csv" if is_table(arguments["train_data"]) else "webdataset"
+    arguments["deepspeed_config"] = _preset_file(arguments["deepspeed_config"])
     config = TrainConfig(**arguments)
     validate(config)
     return config
+
+
+def _preset_file(given: str) -> str:
+    """Return the file of a preset given by its name in ds_configs ("zero2"); anything else as it is."""
+    if Path(given).exists() or not given.isidentifier():
+        return given
+    shipped = shipped_preset(given)
+    return shipped if Path(shipped).exists() else given
 
 
 class _Parser(argparse.ArgumentParser):
@@ -74,11 +50,11 @@ class _Parser(argparse.ArgumentParser):
         return arguments
 
     def _hint(self, text: str) -> str:
-        """What is said of an unknown argument: the flag that was perhaps meant, or why there is none."""
+        """What replaces a removed flag, or else the known flag that is spelled almost alike, or nothing."""
         flag = text.partition("=")[0]
         dashed = flag.replace("_", "-")
-        if dashed in _OF_OTHERS:
-            return f"({flag} is {_OF_OTHERS[dashed]})"
+        if dashed in REMOVED:
+            return f"({flag} was removed: {REMOVED[dashed]})"
         known = [name for name, action in self._option_string_actions.items() if action.help != argparse.SUPPRESS]
         close = difflib.get_close_matches(dashed, known, n=1, cutoff=0.75) if flag[:2] == "--" else []
         return f"({flag}: did you mean {close[0]}?)" if close else ""

@@ -12,8 +12,6 @@ import torch
 
 from infcl.config import BatchPlan, TrainConfig
 from infcl.config.settings import shipped_preset
-from infcl.models.transformer import ResidualBlock
-from infcl.parallel import Parallel
 
 _OWNED_BY_FLAGS = {
     "train_batch_size": "--batch-size and --accum-freq",
@@ -161,19 +159,19 @@ def stage_in_words(asked: int, runs: int) -> str:
     return f"ZeRO-{runs}" + (f" (stage {asked} over one rank)" if asked != runs else "")
 
 
-def describe_zero(config: TrainConfig, parallel: Parallel, trainable: int) -> str:
+def describe_zero(config: TrainConfig, device_type: str, ranks: int, hosts: int, trainable: int) -> str:
     """The ZeRO stage that runs, and whether stages 1 and 2 reduce gradients of so many elements beside the backward.
 
     None do where one bucket takes them all, nor on a CPU, which has no streams.
     """
-    preset, precision = read_preset(config, parallel.device.type, parallel.dp_size, parallel.hosts)
+    preset, precision = read_preset(config, device_type, ranks, hosts)
     stage, zero = zero_stage(preset), preset.get("zero_optimization", {})
-    text = stage_in_words(zero_stage(read_preset(config, parallel.device.type)[0]), stage)
-    if stage not in (1, 2) or parallel.dp_size == 1:
+    text = stage_in_words(zero_stage(read_preset(config, device_type)[0]), stage)
+    if stage not in (1, 2) or ranks == 1:
         return text
     late = is_bf16_optimizer(stage, precision, offloaded=offloads(preset, "optimizer")) and sums_of(preset) == "fp32"
     fills = trainable > bucket_elements(zero, stage)  # before the backward ends
-    overlap = zero.get("overlap_comm") and fills and not late and parallel.device.type != "cpu"
+    overlap = zero.get("overlap_comm") and fills and not late and device_type != "cpu"
     return f"{text}, {'' if overlap else 'no '}reductions overlap the backward"
 
 
@@ -241,8 +239,14 @@ def zero_stage(preset: dict) -> int:
     return preset.get("zero_optimization", {}).get("stage", 0)
 
 
-def deepspeed_config(preset: dict, precision: str, batch: BatchPlan, grad_clip_norm: float | None) -> dict:
-    """The preset with everything that flags own written in."""
+def deepspeed_config(
+    preset: dict, precision: str, batch: BatchPlan, grad_clip_norm: float | None, *, leaf: str
+) -> dict:
+    """Return the preset with everything that flags own written in.
+
+    Args:
+        leaf: full name of the module class that stage 3 gathers as one, where the preset names none.
+    """
     merged = dict(preset)
     merged["train_micro_batch_size_per_gpu"] = batch.micro_batch_size
     merged["gradient_accumulation_steps"] = batch.num_micro_batches
@@ -254,7 +258,7 @@ def deepspeed_config(preset: dict, precision: str, batch: BatchPlan, grad_clip_n
     merged.setdefault("zero_force_ds_cpu_optimizer", False)  # those of optimizers.py run on a CPU too
     if zero_stage(preset) == 3:  # one gather, one set of hooks per block, and a block that can be compiled whole
         zero = dict(merged["zero_optimization"])
-        zero.setdefault("leaf_module", {"classes": [f"{ResidualBlock.__module__}.{ResidualBlock.__qualname__}"]})
+        zero.setdefault("leaf_module", {"classes": [leaf]})
         zero["reduce_bucket_size"] = bucket_elements(zero, 3)
         merged["zero_optimization"] = zero
     if precision == "amp_bf16":

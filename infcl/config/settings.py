@@ -219,7 +219,7 @@ class TrainConfig:
     encode_micro_batches: int = _flag(
         1, "system", "micro-batches that the first pass (no graph) encodes at once; needs patch dropout 0"
     )
-    deepspeed_config: str = _flag(DEFAULT_PRESET, "system", "ZeRO preset")
+    deepspeed_config: str = _flag(DEFAULT_PRESET, "system", "ZeRO preset: zero0 to zero3, or a JSON file")
     tensor_parallel_size: int = _flag(
         1, "system", "ranks that share every layer (megatron-core); the rest of the world is data-parallel"
     )

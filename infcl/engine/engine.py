@@ -30,8 +30,10 @@ from infcl.engine.reduce import reduce_in_few_launches
 from infcl.engine.stage3 import release_by_the_present_trace
 from infcl.engine.state import EMA, ZeroState
 from infcl.engine.unused import reduce_what_is_left, shards
+from infcl.models.transformer import ResidualBlock
 from infcl.parallel import Parallel
 
+_LEAF = f"{ResidualBlock.__module__}.{ResidualBlock.__qualname__}"  # stage 3 gathers a residual block as one
 _COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
 _SCALER_FIELDS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
@@ -45,7 +47,11 @@ class Engine:
         self.precision = precision
         self.zero_stage = zero_stage(preset)
         self.zero_in_words = describe_zero(
-            config, parallel, sum(p.numel() for p in model.parameters() if p.requires_grad)
+            config,
+            parallel.device.type,
+            parallel.dp_size,
+            parallel.hosts,
+            sum(p.numel() for p in model.parameters() if p.requires_grad),
         )
         self.low_precision_parameters = precision in ("bf16", "fp16")
         self.offloads_optimizer = offloads(preset, "optimizer")
@@ -64,7 +70,7 @@ class Engine:
                 global_batch_size=batch.global_batch_size,
                 fused=parallel.device.type == "cuda" or self.offloads_optimizer,
             ),
-            config=deepspeed_config(preset, precision, batch, config.grad_clip_norm),
+            config=deepspeed_config(preset, precision, batch, config.grad_clip_norm, leaf=_LEAF),
             mpu=mpu,
             dist_init_required=False,
         )

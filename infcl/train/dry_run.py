@@ -44,7 +44,8 @@ def describe_plan(config: TrainConfig, parallel: Parallel) -> str:
     every = {"retrieval": config.val_frequency, "zero_shot": config.zeroshot_frequency}
     evaluations = [f"{name} {_every(every[name])}" for name in tasks]
     flops = model_flops(cfg, trained_shares(model))
-    zero = describe_zero(config, parallel, sum(own for _, own in counts.values()) // parallel.tp_size)
+    trainable = sum(own for _, own in counts.values()) // parallel.tp_size
+    zero = describe_zero(config, parallel.device.type, parallel.dp_size, parallel.hosts, trainable)
     rows = [
         ("batch", str(batch)),
         *([("", smaller)] if (smaller := batch.smaller_than_asked(config)) else []),

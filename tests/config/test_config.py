@@ -8,8 +8,8 @@ import pytest
 
 from infcl.checkpoint.run_folder import RunFolder
 from infcl.config import LOSS_NAMES, BatchPlan, TrainConfig, make_parser, parse_args, settings_of, total_steps
-from infcl.config.checks import _SECRET
-from infcl.config.command_line import _OF_OTHERS
+from infcl.config.checks import _PASSWORD
+from infcl.config.command_line import REMOVED
 from infcl.config.preset import read_preset
 from infcl.loss.contrastive import LOSSES
 from tests.lib.checkout import ROOT
@@ -48,12 +48,20 @@ def test_flags_that_open_clip_has_keep_its_names_and_defaults():
     assert {name: getattr(config, name) for name in OPEN_CLIP_DEFAULTS} == OPEN_CLIP_DEFAULTS
 
 
-def test_flags_of_others_are_answered_with_flags_that_there_are():
+def test_a_removed_flag_answers_with_what_replaces_it(monkeypatch):
     flags = make_parser()._option_string_actions
-    for other, said in _OF_OTHERS.items():
-        assert other not in flags and {word for word in said.split() if word.startswith("--")} <= set(flags)
-        for preset in re.findall(r"ds_configs/\S+", said):
-            assert (ROOT / preset).is_file()
+    for flag, instead in REMOVED.items():
+        assert flag not in flags and instead
+    monkeypatch.setitem(REMOVED, "--old-flag", "use --lr")
+    with pytest.raises(ValueError, match=r"--old_flag=3 \(--old_flag was removed: use --lr\)"):
+        parse_args([*SYNTHETIC, "--old_flag=3"])
+
+
+def test_a_preset_is_found_by_its_name():
+    assert (
+        read_preset(parse_args([*SYNTHETIC, "--deepspeed_config", "zero2"]), "cpu")[0]["zero_optimization"]["stage"]
+        == 2
+    )
 
 
 def test_every_field_has_a_flag_a_group_and_one_line_of_help(capsys):
@@ -74,12 +82,12 @@ def test_every_field_has_a_flag_a_group_and_one_line_of_help(capsys):
         (["--no-such-flag"], "unrecognized arguments: --no-such-flag"),
         (["--batch-siz", "3"], "unrecognized arguments: --batch-siz"),
         (["--batch_size", "3"], r"--batch_size 3 \(--batch_size: did you mean --batch-size\?\)"),
-        (["--local-loss"], "--local-loss is not needed: every loss here is over all ranks"),
-        (["--imagenet-val", "x"], r"--imagenet-val x \(--imagenet-val is --zeroshot-data here\)"),
-        (["--weight_decay=0.1"], r"\(--weight_decay is --wd here\)"),
         (["--pretrained", "openai"], r"openai: no such file or folder \(.* nothing is downloaded by name\)"),
         (["--tokenizer", "ViT-B-32"], "no such file or folder .*or open_clip:ViT-B-32 for CLIP's own"),
-        (["--deepspeed_config", "zero1"], r"no such file or folder \(it takes a file, like ds_configs/zero1.json\)"),
+        (
+            ["--deepspeed_config", "zero9"],
+            r"no such file or folder \(it takes a name \(zero1\) or a file, like ds_configs/",
+        ),
         (["--batch-size", "0"], "--batch-size 0 must be greater than 0"),
         (["--batch-size", "many"], "invalid int value: 'many'"),
         (["--lr", "-1"], "--lr -1.0 must be greater than 0"),
@@ -133,29 +141,10 @@ def test_a_wrong_flag_is_refused_with_the_value_and_the_fix(flags, message):
         "pipe:curl -s https://me:hunter2@host/{00..03}.tar",
         "https://hunter2@host/{00..03}.tar",
         "s3://me:hunter2@bucket/0.tar",
-        "https://host/0.tar?X-Amz-Algorithm=A&X-Amz-Signature=hunter2",
-        "https://host/0.tar?x-goog-signature=hunter2",
-        "https://host/0.tar?sv=2024&sig=hunter2",
-        "https://host/0.tar?access_token=hunter2",
-        "pipe:curl -s -u me:hunter2 https://host/0.tar",
-        "pipe:curl -sLu 'me:hunter2' https://host/0.tar",
-        "pipe:curl --user=me:hunter2 https://host/0.tar",
-        "pipe:curl -H 'Authorization: Bearer hunter2' https://host/0.tar",
-        'pipe:curl -H "PRIVATE-TOKEN: hunter2" https://host/0.tar',
-        "pipe:wget -qO- --header='Authorization: Basic hunter2' https://host/0.tar",
-        "pipe:wget -qO- --http-password=hunter2 https://host/0.tar",
-        "pipe:curl --oauth2-bearer hunter2 https://host/0.tar",
-        "pipe:AWS_SECRET_ACCESS_KEY=hunter2 aws s3 cp s3://bucket/0.tar -",
-        "pipe:AWS_PROFILE=a AWS_SESSION_TOKEN='hunter2' aws s3 cp s3://bucket/0.tar -",
-        "pipe:export HF_TOKEN=hunter2; hf-cat 0.tar",
-        "pipe:env RESTIC_PASSWORD=hunter2 restic dump latest 0.tar",
-        "pipe:SSHPASS=hunter2 sshpass -e ssh host cat 0.tar",
-        "pipe:sshpass -p hunter2 ssh -p 22 host cat 0.tar",
-        "pipe:sshpass -v -P word -p'hunter2' ssh host cat 0.tar",
     ],
 )
-def test_every_kind_of_secret_in_a_url_is_refused_and_not_printed(url):
-    with pytest.raises(ValueError, match="--train-data holds a password, token or signature") as refused:
+def test_a_password_in_a_url_is_refused_and_not_printed(url):
+    with pytest.raises(ValueError, match="--train-data holds a password or token") as refused:
         parse_args(["--train-data", url, "--tokenizer", "x"])
     assert "hunter2" not in str(refused.value)
 
@@ -175,26 +164,10 @@ def test_every_kind_of_secret_in_a_url_is_refused_and_not_printed(url):
         "https://host/0.tar?user=me@host",
         "pipe:curl --netrc -s https://host/0.tar",
         "pipe:curl -s --user-agent a:b https://host/0.tar",
-        "pipe:curl -H @/etc/header https://host/0.tar",
-        "pipe:curl -H 'Authorization: Bearer '$(cat ~/.token) https://host/0.tar",
-        'pipe:curl -H "Authorization: Bearer $TOKEN" https://host/0.tar',
-        'pipe:curl -u "$WHO:$WORD" https://host/0.tar',
-        "pipe:curl -H 'Accept: application/x-tar' https://host/0.tar",
-        "pipe:docker run -u 1000:1000 image cat 0.tar",
-        "pipe:HF_TOKEN=$(cat ~/.token) hf-cat 0.tar",
-        'pipe:HF_TOKEN="$TOKEN" hf-cat 0.tar',
-        "pipe:HF_TOKEN=`cat ~/.token` hf-cat 0.tar",
-        "pipe:HF_TOKEN_PATH=/home/me/.token KEYFILE=/etc/key hf-cat 0.tar",
-        "pipe:AWS_PROFILE=a AWS_SHARED_CREDENTIALS_FILE=/etc/aws aws s3 cp s3://bucket/0.tar -",
-        "pipe:sshpass -f /etc/word ssh -p 22 host cat 0.tar",
-        "pipe:sshpass -P word -f /etc/word ssh host cat 0.tar",
-        'pipe:sshpass -p "$WORD" ssh host cat 0.tar',
-        "/data/KEY=a/0.tar",
-        "https://host/0.tar?KEY=a",
     ],
 )
-def test_a_url_without_a_secret_is_not_refused(url):
-    assert not _SECRET.search(url)
+def test_a_url_without_a_password_is_not_refused(url):
+    assert not _PASSWORD.search(url)
 
 
 @pytest.mark.parametrize(

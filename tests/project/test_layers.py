@@ -39,8 +39,6 @@ PACKAGES = (
 )
 # Imports against the order that still exist. An entry whose import is gone must go too.
 KNOWN = {
-    ("infcl/config/preset.py", "models"),
-    ("infcl/config/preset.py", "parallel"),
     ("infcl/step/pixels.py", "engine"),
 }
 UNPLACED = {"gpu_watch", "peer_memory"}  # modules that go
