@@ -1,6 +1,6 @@
 """Count long and numeric sentences in the prose of Markdown files: `python dev/count_sentences.py README.md docs/*.md`.
 
-Prints per file the number of sentences, and the share of those with over 35 words and of those with four or more numbers.
+Prints per file the number of sentences, the share with over 35 words and the share with four or more numbers.
 Code blocks, tables, headings, comments and the targets of links are not prose.
 """
 
