@@ -165,7 +165,7 @@ def planned_for(
 
 def planned_peak(model: str, gpus: int, pairs: int, *, pixels: str, micro_batch: int, loss: str, **changes) -> float:
     """Bytes of a GPU in a step of so many pairs, blocks eager; `changes` of a Setting."""
-    options: dict[str, Any] = {"precision": "bf16", "compiled": False} | changes
+    options: dict[str, Any] = {"precision": "bf16", "compiled": False, "checkpointing": True} | changes
     setting = Setting(
         model=load_model_config(model), gpu=load_gpu("h200"), gpus=gpus, gpus_per_node=min(gpus, 8), global_batch=pairs,
         micro_batch=micro_batch, pixels={"gpu": "device"}.get(pixels, pixels), loss=loss,

@@ -56,18 +56,16 @@ def parser() -> argparse.ArgumentParser:
     )
     flags.add_argument("--caption-tokens", type=int, help="of a packed caption, in the mean; default: whole captions")
     flags.add_argument("--zero", type=int, default=1, choices=(0, 1, 2, 3))
-    flags.add_argument("--no-grad-checkpointing", action="store_true")
+    flags.add_argument("--grad-checkpointing", action="store_true", help="recompute activations in the backward pass")
     flags.add_argument("--offload", action="store_true", help="optimizer state in host memory")
-    flags.add_argument(
-        "--pixels", "--pixel-cache", default="host", choices=("host", "device", "gpu"), help="gpu: the same as device"
-    )
+    flags.add_argument("--pixel-cache", default="host", choices=("host", "gpu"), help="device that caches pixels")
     flags.add_argument(
         "--resident-micro-batches",
         type=graphs_or_auto,
-        default=1,
-        help="graphs kept between the passes, or auto, the trainer's default: what fits [1, the least memory]",
+        default="auto",
+        help="micro-batches that cache their activations; auto: as many as fit",
     )
-    flags.add_argument("--eager", action="store_true", help="blocks are not compiled")
+    flags.add_argument("--compile-blocks", default="auto", choices=("auto", "on", "off"), help="auto: on")
     flags.add_argument("--precision", default="amp_bf16", choices=("amp_bf16", "bf16", "fp16", "fp32"))
     flags.add_argument(
         "--attention", default="auto", choices=("auto", "torch", "triton"), help="whose kernels the towers have"
@@ -103,11 +101,11 @@ def setting_of(arguments: argparse.Namespace) -> Setting:
         global_batch=arguments.global_batch,
         micro_batch=1,
         zero=arguments.zero,
-        checkpointing=not arguments.no_grad_checkpointing,
-        compiled=not arguments.eager,
+        checkpointing=arguments.grad_checkpointing,
+        compiled=arguments.compile_blocks != "off",
         resident=1 if arguments.resident_micro_batches == "auto" else arguments.resident_micro_batches,
         offload=arguments.offload,
-        pixels="host" if arguments.pixels == "host" else "device",
+        pixels="host" if arguments.pixel_cache == "host" else "device",
         loss=arguments.loss,
         ring=arguments.ring,
         precision=arguments.precision,
@@ -122,7 +120,9 @@ def setting_of(arguments: argparse.Namespace) -> Setting:
         setting.check()
         return setting
     setting.with_(micro_batch=max(1, setting.tensor_parallel)).check()
-    choices = {setting.with_(micro_batch=size).as_run(): size for size in micro_batches(setting)}
+    graphs = arguments.resident_micro_batches == "auto"
+    runs = {size: setting.with_(micro_batch=size).as_run() for size in micro_batches(setting)}
+    choices = {with_graphs(run) if graphs else run: size for size, run in runs.items()}
     best = max(filter(fits, choices), key=samples_per_second, default=list(choices)[-1])
     return setting.with_(micro_batch=choices[best])
 
@@ -244,9 +244,7 @@ def main(argv: list[str] | None = None) -> int:
         if arguments.sweep is None:
             print(describe(setting, graphs=arguments.resident_micro_batches == "auto"))
             return 0
-        if arguments.resident_micro_batches == "auto":
-            raise ValueError("--sweep: --resident-micro-batches is a number there, the same for all")
-        rows = sweep(setting, read_range(arguments.sweep))
+        rows = sweep(setting, read_range(arguments.sweep), graphs=arguments.resident_micro_batches == "auto")
     except (OSError, ValueError) as error:
         return _refuse(str(error))
     writer = csv.DictWriter(sys.stdout, rows[0], lineterminator="\n")

@@ -65,7 +65,7 @@ class Setting:
     global_batch: int
     micro_batch: int
     zero: int = 1
-    checkpointing: bool = True
+    checkpointing: bool = False
     compiled: bool = True
     resident: int = 1  # micro-batches that keep their graphs between the passes
     offload: bool = False  # optimizer state in host memory

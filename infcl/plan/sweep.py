@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from infcl.plan.search import with_graphs
 from infcl.plan.setting import Setting
 from infcl.plan.timing import phases_of
 
@@ -16,16 +17,16 @@ _GROUPS = {
 _COLOURS = ("#4878a8", "#e0a030", "#c04848", "#6a9a58", "#303030", "#8a8a8a")
 
 
-def sweep(setting: Setting, sizes: list[int]) -> list[dict]:
+def sweep(setting: Setting, sizes: list[int], *, graphs: bool = False) -> list[dict]:
     """One row a size and ring: GPUs, global batch, samples/s per GPU, exposed seconds of each group of phases; of both
-    rings where the setting says auto, else of the one it says."""
+    rings where the setting says auto, else of the one it says. graphs: each caches as many activations as fit."""
     per_gpu = setting.global_batch // setting.gpus
     rows = []
     for ring in ("flat", "two-level") if setting.ring == "auto" else (setting.ring,):
         for size in sizes:
             other = setting.with_(gpus=size, global_batch=per_gpu * size, ring=ring)
             other.check()
-            phases = phases_of(other.as_run())
+            phases = phases_of(with_graphs(other.as_run()) if graphs else other.as_run())
             groups = {name: sum(p.exposed for p in phases if p.name in members) for name, members in _GROUPS.items()}
             total = sum(groups.values())
             rows.append({"ring": ring, "gpus": size, "global_batch": other.global_batch, "seconds": total, **groups})

@@ -23,7 +23,7 @@ CARD_GIB = load_gpu("a800-80g").memory_gib
 def planned(**changes) -> Setting:
     settings = {
         "model": load_model_config("ViT-L-14"), "gpu": load_gpu("h200"), "gpus": 8, "global_batch": 2**15,
-        "micro_batch": 128,
+        "micro_batch": 128, "checkpointing": True,
     }  # fmt: skip
     return Setting(**settings | changes)
 
@@ -196,8 +196,16 @@ def test_a_sweep_keeps_the_batch_per_gpu_and_the_loss_comes_to_dominate(tmp_path
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("scaling_nic400.csv", "ViT-L-14 --global-batch 32768 --micro-batch-size 256 --link nic-400"),
-        ("scaling_eth100.csv", "ViT-B-32 --global-batch 65536 --micro-batch-size 1024 --link eth-100"),
+        (
+            "scaling_nic400.csv",
+            "ViT-L-14 --global-batch 32768 --micro-batch-size 256 --link nic-400 "
+            "--grad-checkpointing --resident-micro-batches 1",
+        ),
+        (
+            "scaling_eth100.csv",
+            "ViT-B-32 --global-batch 65536 --micro-batch-size 1024 --link eth-100 "
+            "--grad-checkpointing --resident-micro-batches 1",
+        ),
     ],
 )
 def test_the_sweeps_of_the_documents_are_what_the_planner_says_now(name, words, capsys):
