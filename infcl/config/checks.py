@@ -114,7 +114,7 @@ def _check_ranges(config: TrainConfig) -> None:
         if isinstance(value, float) and not math.isfinite(value):
             raise ValueError(f"{option_of(field.name)} {value} must be a finite number")
     if config.batch_size == 0 and config.global_batch_size is None:
-        raise ValueError("--batch-size 0 must be greater than 0; auto needs --global-batch-size, the pairs of a step")
+        raise ValueError("--batch-size auto needs --global-batch-size: the samples per step")
     for name in POSITIVE:
         if getattr(config, name) <= 0:
             raise ValueError(f"{option_of(name)} {getattr(config, name)} must be greater than 0")
@@ -153,7 +153,7 @@ def _check_data(config: TrainConfig) -> None:
         )
     if config.tokenizer is None:
         raise ValueError(
-            "--tokenizer is missing: name a sentencepiece model "
+            "--tokenizer is missing: give open_clip:ViT-B-32 for CLIP's own, or a sentencepiece model "
             "(python -m infcl.data.tokenizer train --train-data ... --out FILE makes one)"
         )
 

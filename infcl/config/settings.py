@@ -34,9 +34,12 @@ def shipped_preset(name: str = "zero1") -> str:
 def pairs_or_auto(text: str) -> int:
     """'64' -> 64, 'auto' -> 0."""
     try:
-        return 0 if text == "auto" else int(text)
+        size = 0 if text == "auto" else int(text)
     except ValueError:
         raise argparse.ArgumentTypeError(f"invalid int value: {text!r}") from None
+    if text != "auto" and size == 0:
+        raise argparse.ArgumentTypeError("--batch-size 0 must be greater than 0")
+    return size
 
 
 def _flag(default, group: str, help: str, **argparse_options):

@@ -7,7 +7,16 @@ import re
 import pytest
 
 from infcl.checkpoint.run_folder import RunFolder
-from infcl.config import LOSS_NAMES, BatchPlan, TrainConfig, make_parser, parse_args, settings_of, total_steps
+from infcl.config import (
+    LOSS_NAMES,
+    BatchPlan,
+    TrainConfig,
+    make_parser,
+    option_of,
+    parse_args,
+    settings_of,
+    total_steps,
+)
 from infcl.config.checks import _PASSWORD
 from infcl.config.command_line import REMOVED
 from infcl.config.preset import read_preset
@@ -64,6 +73,12 @@ def test_a_preset_is_found_by_its_name():
     )
 
 
+def test_the_flags_equal_the_golden_list():
+    """A new, renamed or removed flag is a change that users see: write it into tests/golden/flags.txt as well."""
+    flags = [option_of(field.name) for field in dataclasses.fields(TrainConfig)]
+    assert flags == (ROOT / "tests/golden/flags.txt").read_text().split()
+
+
 def test_every_field_has_a_flag_a_group_and_one_line_of_help(capsys):
     with pytest.raises(SystemExit) as stop:
         parse_args(["--help"])
@@ -88,6 +103,7 @@ def test_every_field_has_a_flag_a_group_and_one_line_of_help(capsys):
             ["--deepspeed_config", "zero9"],
             r"no such file or folder \(it takes a name \(zero1\) or a file, like ds_configs/",
         ),
+        (["--batch-size", "auto"], "--batch-size auto needs --global-batch-size"),
         (["--batch-size", "0"], "--batch-size 0 must be greater than 0"),
         (["--batch-size", "many"], "invalid int value: 'many'"),
         (["--lr", "-1"], "--lr -1.0 must be greater than 0"),
