@@ -145,7 +145,9 @@ def _check_data(config: TrainConfig) -> None:
             raise ValueError("--dataset-type synthetic needs --train-num-samples: the number of pairs in an epoch")
         return
     if config.train_data is None:
-        raise ValueError("--train-data is missing: name the training data, or use --dataset-type synthetic")
+        raise ValueError(
+            "--train-data is missing: name the data, or use --dataset-type synthetic; `make train` runs the demo"
+        )
     if config.dataset_type == "webdataset" and is_table(config.train_data):
         raise ValueError(
             f"--train-data {config.train_data} is a table: add --dataset-type csv, and --csv-separator , where commas "

@@ -189,7 +189,7 @@ def test_a_url_without_a_password_is_not_refused(url):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ([], "--train-data is missing"),
+        ([], "--train-data is missing: .*; `make train` runs the demo"),
         (["--train-data", "/no/such/folder", "--tokenizer", "x"], "/no/such/folder: no such file or folder"),
         (["--train-data", "{0..3}.tar"], "--tokenizer is missing"),
         (["--train-data", "/data/Pairs.CSV"], "Pairs.CSV is a table: add --dataset-type csv"),
