@@ -1,6 +1,6 @@
 """Time and memory of exact retrieval ranks, both directions: `python -m benchmarks.retrieval --pairs 1048576 --gpus 1`.
 
-    infcl               retrieval_ranks: fp32 tiles, both directions from one pass, over --gpus ranks
+    infcl               retrieval_counts: fp32 tiles, both directions from one pass, over --gpus ranks
     open_clip chunked   open_clip's metrics in their chunked form, which releases up to 3.3 do not have: --open-clip
                         names open_clip_train/metrics.py of a checkout
     open_clip 3.3       what 3.3's get_clip_metrics does (N x N on the CPU, argsorted), up to --dense-max pairs
@@ -21,7 +21,7 @@ from benchmarks.clock import require_gpus
 from benchmarks.loss_impls import peer_module
 from benchmarks.rows import append
 from benchmarks.spawn import on_ranks
-from infcl.evaluate.retrieval import retrieval_ranks
+from infcl.evaluate.retrieval import retrieval_counts
 
 COLUMNS = (
     "impl", "pairs", "dim", "gpus", "tile", "seconds", "tflops_per_rank", "peak_mib",
@@ -69,8 +69,8 @@ def _implementations(arguments: argparse.Namespace, images, texts, rank: int, gr
     owner = torch.arange(len(own_images), device=images.device)
 
     def ours():
-        ranks = retrieval_ranks(own_images, own_texts, owner, group=group, tile=arguments.tile)
-        shares = torch.stack([(r <= 1).double().sum() for r in ranks]) / len(images)
+        counts = retrieval_counts(own_images, own_texts, owner, group=group, tile=arguments.tile)
+        shares = torch.stack([((1 - c[:, 0]) / (c[:, 1] + 1)).clamp(0, 1).sum() for c in counts]) / len(images)
         if group is not None:
             dist.all_reduce(shares, group=group)
         return shares.tolist()
@@ -101,7 +101,7 @@ def _implementations(arguments: argparse.Namespace, images, texts, rank: int, gr
 def _measure(function, pairs: int, arguments: argparse.Namespace, device: torch.device) -> dict:
     on_gpu = device.type == "cuda"
     warm = F.normalize(torch.randn(2 * arguments.tile, arguments.dim, device=device), dim=-1)
-    retrieval_ranks(warm, warm, torch.arange(len(warm), device=device), tile=arguments.tile)
+    retrieval_counts(warm, warm, torch.arange(len(warm), device=device), tile=arguments.tile)
     del warm
     if on_gpu:
         torch.cuda.synchronize()

@@ -1,8 +1,9 @@
-"""Image<->text retrieval, several captions per image: exact ranks, all ranks of the group working, in linear memory.
+"""Image-text retrieval with several captions per image: exact counts, computed by all ranks in linear memory.
 
-The rank of a query is 1 + the number of wrong candidates that score higher than its right one; wrong candidates that
-score *equal* count half, so that a collapsed model (all features equal) gets chance and not recall 1. For an image, the
-right one is the best-scoring of its own captions and its other captions are not wrong; for a caption it is its image.
+Each query has one right candidate: for a caption its image, for an image the best-scoring of its own captions (the
+others are neither right nor wrong). Two counts describe a query: the wrong candidates that score higher than the right
+one, and those that score equal (`ties`). Recall at k is the expected hit when ties are ordered at random,
+clamp((k - higher) / (ties + 1), 0, 1). A collapsed model, whose features are all equal, therefore gets chance.
 
 One pass over the scores serves both directions, as in the loss: images stay on their rank, captions travel round the
 ring with their right score and their counts, and one [T, T] tile of scores exists at a time. Right scores come out
@@ -69,20 +70,27 @@ def encode_pairs(
 
 
 def retrieval_metrics(features: Features, *, group: dist.ProcessGroup | None, tile: int = 4096) -> dict[str, float]:
-    """{image_to_text, text_to_image}_{r1, r5, r10, median_rank}, num_samples, num_captions; all ranks' features."""
-    own = retrieval_ranks(features.images, features.texts, features.owner, group=group, tile=tile)
+    """Compute recalls and median ranks over the features of all ranks.
+
+    Returns:
+        {image_to_text, text_to_image}_{r1, r5, r10, median_rank}, num_samples and num_captions. The rank of a query is
+        1 + higher + ties / 2, its mean when ties are ordered at random.
+    """
+    own = retrieval_counts(features.images, features.texts, features.owner, group=group, tile=tile)
     metrics: dict[str, float] = {}
-    for name, own_ranks in zip(("image_to_text", "text_to_image"), own):
-        ranks = own_ranks if group is None else gather_rows(own_ranks, group)[0]
-        metrics["num_samples" if name == "image_to_text" else "num_captions"] = len(ranks)
+    for name, own_counts in zip(("image_to_text", "text_to_image"), own):
+        counts = own_counts if group is None else gather_rows(own_counts, group)[0]
+        metrics["num_samples" if name == "image_to_text" else "num_captions"] = len(counts)
+        higher, ties = counts.unbind(1)
         for k in RECALLS:
-            metrics[f"{name}_r{k}"] = float((ranks <= k).float().mean())
+            metrics[f"{name}_r{k}"] = float(((k - higher) / (ties + 1)).clamp(0, 1).mean())
+        ranks = 1 + higher + ties / 2
         metrics[f"{name}_median_rank"] = float(ranks.median() - (-ranks).median()) / 2  # torch takes the lower of two
     return metrics
 
 
 @torch.no_grad()
-def retrieval_ranks(
+def retrieval_counts(
     images: torch.Tensor,
     texts: torch.Tensor,
     owner: torch.Tensor,
@@ -90,13 +98,21 @@ def retrieval_ranks(
     group: dist.ProcessGroup | None = None,
     tile: int = 4096,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Ranks from 1 among all ranks' candidates: images f32 [n, D], texts f32 [t, D], owner [t] -> ([n], [t]) f32.
+    """Count the wrong candidates of all ranks that score higher than, or equal to, the right one.
 
-    Every image needs a caption. Plain PyTorch, on one rank:
+    Plain PyTorch, on one rank:
         scores = images @ texts.T;  own = arange(n)[:, None] == owner
         right = scores.where(own, -inf).amax(1);  wrong = scores.where(~own, -inf)
-        image_ranks = 1 + ((wrong > right[:, None]).sum(1) + (wrong >= right[:, None]).sum(1)) / 2
-        text_ranks: the same with right = scores[owner, arange(t)] and sums over dim 0
+        of_images = stack([(wrong > right[:, None]).sum(1), (wrong == right[:, None]).sum(1)], 1)
+        of_texts: the same with right = scores[owner, arange(t)] and sums over dim 0
+
+    Args:
+        images: f32 [n, D]; every image needs a caption.
+        texts: f32 [t, D].
+        owner: int64 [t], the row of `images` that a caption describes.
+
+    Returns:
+        Columns (higher, ties) of the images, f64 [n, 2], and of the captions, f64 [t, 2].
     """
     device, n, t = images.device, len(images), len(texts)
     ring = RingExchange(group, overlap="sends")  # the memory that copies would keep is for training
@@ -108,13 +124,13 @@ def retrieval_ranks(
     own_text = _right_scores(images, texts, owner, tile)  # [capacity 1]
     own_image = images.new_full((capacity[0],), -torch.inf)
     own_image.scatter_reduce_(0, owner, own_text[:t], "amax")
-    above_image = torch.zeros(capacity[0], dtype=torch.float64, device=device)  # twice the wrong candidates above
+    of_images = torch.zeros(2, capacity[0], dtype=torch.float64, device=device)
     chunks = owner.cpu().split(tile) if t else ()
     spans = [(int(chunk.min()), int(chunk.max())) for chunk in chunks]  # images of a column of tiles
     rank = 0 if group is None else dist.get_rank(group)
     for hop, (block, block_right) in ring.blocks(texts, own_text):
         columns = sizes[(rank - hop) % ring.world_size][1]
-        above_text = torch.zeros(capacity[1], dtype=torch.float64, device=device)
+        of_texts = torch.zeros(2, capacity[1], dtype=torch.float64, device=device)
         for top in range(0, n, tile):
             for left in range(0, columns, tile):
                 scores = images[top : top + tile] @ block[left : left + tile].T  # [T, T] f32
@@ -122,20 +138,23 @@ def retrieval_ranks(
                     _hide_own(scores, owner, top, left)
                 scores = scores[: n - top, : columns - left]
                 rows, cols = slice(top, top + len(scores)), slice(left, left + scores.shape[1])
-                _count_above(scores, own_image[rows, None], 1, above_image[rows])
-                _count_above(scores, block_right[None, cols], 0, above_text[cols])
-        ring.carry("above_text", hop, above_text, torch.Tensor.add_)
-    above_text = ring.home("above_text", torch.Tensor.add_)
-    return (1 + above_image[:n] / 2).float(), (1 + above_text[:t] / 2).float()
+                _count(scores, own_image[rows, None], 1, of_images[:, rows])
+                _count(scores, block_right[None, cols], 0, of_texts[:, cols])
+        ring.carry("of_texts", hop, of_texts, torch.Tensor.add_)
+    of_texts = ring.home("of_texts", torch.Tensor.add_)
+    return of_images[:, :n].T.contiguous(), of_texts[:, :t].T.contiguous()
 
 
-def _count_above(scores: torch.Tensor, right: torch.Tensor, dim: int, into: torch.Tensor) -> None:
-    """into += (scores > right).sum(dim) + (scores >= right).sum(dim), by signs: 14 times faster than booleans on a CPU.
+def _count(scores: torch.Tensor, right: torch.Tensor, dim: int, into: torch.Tensor) -> None:
+    """into += [(scores > right).sum(dim), (scores == right).sum(dim)], by signs: much faster than booleans on a CPU.
 
-    Both counts together are the number of candidates plus the sum of sign(score - right), which is exact in float32:
-    the sign of a difference is, and so are sums below 2^24. A hidden score of -inf adds nothing.
+    The sign of a float32 difference is exact, and so are sums of signs below 2^24. A hidden score of -inf adds nothing.
     """
-    into += scores.shape[dim] + (scores - right).sign_().sum(dim)
+    signs = (scores - right).sign_()
+    above_minus_below = signs.sum(dim)
+    unequal = signs.abs_().sum(dim)
+    into[0] += (unequal + above_minus_below) / 2
+    into[1] += scores.shape[dim] - unequal
 
 
 def _right_scores(images: torch.Tensor, texts: torch.Tensor, owner: torch.Tensor, tile: int) -> torch.Tensor:

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from infcl.evaluate.retrieval import Features, retrieval_metrics, retrieval_ranks
+from infcl.evaluate.retrieval import Features, retrieval_counts, retrieval_metrics
 from tests.lib.ranks import refused, run_ranks
 
 SAMPLES, WIDTH, CLASSES = 23, 6, 4
@@ -75,30 +75,41 @@ def retrieve(rank, world_size, tile, count=IMAGES):
     return retrieval_metrics(features, group=group, tile=tile), len(forwards)
 
 
-def plain_ranks(images, texts, owner):
-    """float64, the whole matrix, one query at a time."""
+def plain_counts(images, texts, owner):
+    """(higher, ties) [n, 2] and [t, 2] from the full float64 matrix, one query at a time."""
     scores = images.double() @ texts.double().T
     own = torch.arange(len(images))[:, None] == owner
 
-    def rank(right, wrong):
-        return 1 + (wrong > right).sum().item() + 0.5 * (wrong == right).sum().item()
+    def count(right, wrong):
+        return [(wrong > right).sum().item(), (wrong == right).sum().item()]
 
-    image_ranks = [rank(scores[i][own[i]].max(), scores[i][~own[i]]) for i in range(len(images))]
-    text_ranks = [rank(scores[owner[c], c], scores[~own[:, c], c]) for c in range(len(texts))]
-    return torch.tensor(image_ranks), torch.tensor(text_ranks)
+    of_images = [count(scores[i][own[i]].max(), scores[i][~own[i]]) for i in range(len(images))]
+    of_texts = [count(scores[owner[c], c], scores[~own[:, c], c]) for c in range(len(texts))]
+    return torch.tensor(of_images).double(), torch.tensor(of_texts).double()
+
+
+def expected_hits(counts, k):
+    """The share of orders of the ties that has the right candidate among the first k, enumerated."""
+    return sum(
+        sum(higher + place < k for place in range(int(ties) + 1)) / (ties + 1) for higher, ties in counts.tolist()
+    ) / len(counts)
+
+
+def mean_ranks(counts):
+    return 1 + counts[:, 0] + counts[:, 1] / 2
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 @pytest.mark.parametrize("tile", [64, 4096])
 def test_retrieval_with_several_captions_equals_the_full_matrix(world_size, tile):
     results = run_ranks(retrieve, world_size, tile)
-    expected = dict(zip(("image_to_text", "text_to_image"), plain_ranks(*captioned())))
+    expected = dict(zip(("image_to_text", "text_to_image"), plain_counts(*captioned())))
     for metrics, forwards in results:
         assert (metrics["num_samples"], metrics["num_captions"]) == (IMAGES, int(CAPTIONS.sum()))
-        for name, ranks in expected.items():
+        for name, counts in expected.items():
             for k in (1, 5, 10):
-                assert metrics[f"{name}_r{k}"] == pytest.approx(float((ranks <= k).float().mean()))
-            assert metrics[f"{name}_median_rank"] == statistics.median(ranks.tolist())
+                assert metrics[f"{name}_r{k}"] == pytest.approx(expected_hits(counts, k))
+            assert metrics[f"{name}_median_rank"] == statistics.median(mean_ranks(counts).tolist())
         assert forwards == results[0][1], "every rank must make the same number of forwards"
 
 
@@ -112,45 +123,67 @@ def test_the_median_of_an_even_number_of_ranks_lies_between_the_two_in_the_middl
 @pytest.mark.parametrize("count", [1, 2, 5])
 def test_a_set_may_have_fewer_images_than_there_are_ranks(count):
     images, texts, owner = captioned()
-    image_ranks, text_ranks = plain_ranks(images[:count], texts[owner < count], owner[owner < count])
+    of_images, of_texts = plain_counts(images[:count], texts[owner < count], owner[owner < count])
     for metrics, _ in run_ranks(retrieve, 4, 64, count):
-        assert (metrics["num_samples"], metrics["num_captions"]) == (count, len(text_ranks))
-        assert metrics["image_to_text_r1"] == pytest.approx(float((image_ranks <= 1).float().mean()))
-        assert metrics["text_to_image_r1"] == pytest.approx(float((text_ranks <= 1).float().mean()))
+        assert (metrics["num_samples"], metrics["num_captions"]) == (count, len(of_texts))
+        assert metrics["image_to_text_r1"] == pytest.approx(expected_hits(of_images, 1))
+        assert metrics["text_to_image_r1"] == pytest.approx(expected_hits(of_texts, 1))
 
 
 @pytest.mark.parametrize("tile", [1, 64, 100, 4096])
-def test_ranks_equal_the_float64_oracle_query_by_query(tile):
+def test_counts_equal_the_float64_oracle_query_by_query(tile):
     arguments = captioned()
-    for ours, expected in zip(retrieval_ranks(*arguments, tile=tile), plain_ranks(*arguments)):
+    for ours, expected in zip(retrieval_counts(*arguments, tile=tile), plain_counts(*arguments)):
         assert ours.tolist() == expected.tolist()
 
 
 @pytest.mark.parametrize("tile", [64, 4096])
 def test_a_collapsed_model_gets_chance(tile):
     same = F.normalize(torch.rand(1, 24), dim=-1).expand(99, 24)
-    for ranks in retrieval_ranks(same, same, torch.arange(99), tile=tile):
-        assert ranks.tolist() == [50.0] * 99
+    for counts in retrieval_counts(same, same, torch.arange(99), tile=tile):
+        assert mean_ranks(counts).tolist() == [50.0] * 99
+    metrics = retrieval_metrics(Features(same, same, torch.arange(99), {}), group=None, tile=tile)
+    for k in (1, 5, 10):
+        assert metrics[f"image_to_text_r{k}"] == metrics[f"text_to_image_r{k}"] == pytest.approx(k / 99)
+
+
+def test_repeated_captions_score_as_open_clips_metric_with_ties_in_random_order():
+    """60 images share captions in pairs. open_clip sorts once, in whatever order; over both orders of each pair its
+    mean is the expected hit."""
+    generator = torch.Generator().manual_seed(2)
+    images = F.normalize(torch.randn(60, WIDTH, generator=generator), dim=-1)
+    texts = F.normalize(images[::2] + images[1::2] + 0.3 * torch.randn(30, WIDTH, generator=generator), dim=-1)
+    texts = texts.repeat_interleave(2, 0)
+    metrics = retrieval_metrics(Features(images, texts, torch.arange(60), {}), group=None)
+    scores = {"image_to_text": images.double() @ texts.double().T, "text_to_image": texts.double() @ images.double().T}
+    for name, matrix in scores.items():
+        places = []  # open_clip_train's get_clip_metrics, in both orders of the samples
+        for order in (torch.arange(60), torch.arange(60).flip(0)):
+            ranking = torch.sort(matrix[order][:, order], descending=True, stable=True).indices
+            places.append((ranking == torch.arange(60)[:, None]).nonzero()[:, 1])
+        for k in (1, 5, 10):
+            theirs = float((torch.cat(places) < k).double().mean())
+            assert metrics[f"{name}_r{k}"] == pytest.approx(theirs) and theirs > 0
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("tile", [64, 4096])
-def test_on_a_gpu_ranks_equal_the_oracle_ties_included(tile):
+def test_on_a_gpu_counts_equal_the_oracle_ties_included(tile):
     arguments = captioned()
-    ranks = retrieval_ranks(*(tensor.cuda() for tensor in arguments), tile=tile)
-    for ours, expected in zip(ranks, plain_ranks(*arguments)):
+    counts = retrieval_counts(*(tensor.cuda() for tensor in arguments), tile=tile)
+    for ours, expected in zip(counts, plain_counts(*arguments)):
         assert ours.cpu().tolist() == expected.tolist()
     same = F.normalize(torch.rand(1, 768), dim=-1).expand(9999, 768).cuda()
-    for ranks in retrieval_ranks(same, same, torch.arange(9999).cuda(), tile=tile):
-        assert ranks.unique().tolist() == [5000.0]
+    for counts in retrieval_counts(same, same, torch.arange(9999).cuda(), tile=tile):
+        assert mean_ranks(counts).unique().tolist() == [5000.0]
 
 
 def test_an_image_counts_its_best_caption_and_its_others_are_not_wrong():
     images = torch.eye(3)
     texts = F.normalize(torch.tensor([[9.0, 1, 0], [5, 9, 0], [9, 2, 0], [0, 8, 1], [0, 1, 9.0]]), dim=-1)
-    image_ranks, text_ranks = retrieval_ranks(images, texts, torch.tensor([0, 0, 0, 1, 2]))
-    assert image_ranks.tolist() == [1.0, 1.0, 1.0]
-    assert text_ranks.tolist() == [1.0, 2.0, 1.0, 1.0, 1.0]
+    of_images, of_texts = retrieval_counts(images, texts, torch.tensor([0, 0, 0, 1, 2]))
+    assert mean_ranks(of_images).tolist() == [1.0, 1.0, 1.0]
+    assert mean_ranks(of_texts).tolist() == [1.0, 2.0, 1.0, 1.0, 1.0]
 
 
 def test_retrieval_holds_nothing_larger_than_a_tile():
@@ -167,7 +200,7 @@ def test_retrieval_holds_nothing_larger_than_a_tile():
 
     features = F.normalize(torch.randn(1000, WIDTH), dim=-1)
     with Largest() as largest:
-        retrieval_ranks(features, features, torch.arange(1000), tile=64)
+        retrieval_counts(features, features, torch.arange(1000), tile=64)
     assert largest.elements <= 1024 * WIDTH
 
 
