@@ -22,6 +22,7 @@ if __name__ == "__main__":  # before what takes long to import: a scheduler's wa
 from infcl.checkpoint.run_folder import FolderTaken, claim_run_folder
 from infcl.checkpoint.write import StorageHangs
 from infcl.config import parse_args, settings_of
+from infcl.data.loader import TooManyBadSamples
 from infcl.models.captions import may_pack
 from infcl.parallel import (
     describe_failure,
@@ -93,6 +94,9 @@ def main(argv: list[str] | None = None, *, noted: list[int] | None = None) -> in
         return report_mistake("pretrain_clip.py", taken)
     except (Diverged, StorageHangs) as end:
         report_mistake("pretrain_clip.py", end)
+        return end.exit_code
+    except TooManyBadSamples as end:  # of this rank: the others wait for it in the ring
+        print(f"pretrain_clip.py: error: rank {parallel.rank}: {end}", file=sys.stderr, flush=True)
         return end.exit_code
     except RuntimeError as error:
         if parallel.hosts > 1:

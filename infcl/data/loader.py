@@ -41,8 +41,16 @@ _log = logging.getLogger(__name__)
 
 MicroBatch = dict[str, torch.Tensor]
 _WINDOW = 10_000  # samples over which the fraction of bad ones is judged
+_BAD_ALLOWED = 10  # bad samples of a window that never end a run: a small set has few, and 1% of it may be none
 _WORST_SHARDS = 5  # in the table
 _SECONDS_BETWEEN_WARNINGS = 60.0  # of the same cause
+
+
+class TooManyBadSamples(RuntimeError):
+    """More than --max-bad-fraction of a window, and more than `_BAD_ALLOWED`. The message: a line, then a table of
+    causes. `exit_code`: what starts runs again takes it for their end."""
+
+    exit_code = 65  # EX_DATAERR of sysexits.h
 
 
 class Source(Protocol):
@@ -220,10 +228,10 @@ class StepLoader:
         self._window_good, self._window_bad = self._window_good + size, self._window_bad + bad
         seen = self._window_good + self._window_bad
         judged = max(seen, self._window)  # so that a run ends as soon as the window cannot end well
-        if self._window_bad > self._max_bad_fraction * judged:
-            raise RuntimeError(
+        if self._window_bad > max(_BAD_ALLOWED, self._max_bad_fraction * judged):
+            raise TooManyBadSamples(
                 f"{self._window_bad} of the last {seen} samples of this rank were bad, more than --max-bad-fraction "
-                f"{self._max_bad_fraction:g} allows of {judged:,} (a window is {self._window:,}):\n{self.table()}"
+                f"{self._max_bad_fraction:g} allows of {judged:,} (a window is {self._window:,}; {_BAD_ALLOWED} always may be):\n{self.table()}"
             )
         if seen >= self._window:
             self._window_good = self._window_bad = 0

@@ -11,14 +11,14 @@ import tempfile
 import pytest
 import torch
 
-from infcl.data.loader import TrainLoader
+from infcl.data.loader import TooManyBadSamples, TrainLoader
 from infcl.data.plan import EpochPlan
 from infcl.data.records import ShardReader
 from infcl.data.storage import ShardFault
 from infcl.data.synthetic import Captions, SyntheticLoader
 from infcl.data.tokenizer import EOS_ID
 from infcl.data.workers import describe_death, make_dataloader
-from tests.lib.shard_files import picture, write_tar
+from tests.lib.shard_files import pair_members, picture, write_tar
 from tests.lib.small_loader import small_loader
 
 
@@ -253,14 +253,16 @@ def test_bad_samples_are_replaced_alike_everywhere_and_counted_by_cause(faulty, 
     assert not (faulty / "executed").exists()
 
 
-def test_too_many_bad_samples_end_the_run_with_a_table_of_causes(faulty, tokenizer):
+def test_too_many_bad_samples_end_the_run_with_a_table_of_causes(faulty, tokenizer, monkeypatch):
+    monkeypatch.setattr("infcl.data.loader._BAD_ALLOWED", 0)
     loader = make(str(faulty / "a"), tokenizer, max_bad_fraction=0.05)
-    with pytest.raises(RuntimeError, match="were bad, more than --max-bad-fraction 0.05 allows of 30(.|\n)*skipped/"):
+    with pytest.raises(TooManyBadSamples, match="more than --max-bad-fraction 0.05 allows of 30(.|\n)*skipped/"):
         list(loader)
 
 
 def test_each_window_may_have_its_bad_samples_and_a_run_ends_when_one_cannot_end_well(shards, tokenizer, monkeypatch):
     monkeypatch.setattr("infcl.data.loader._WINDOW", 10)
+    monkeypatch.setattr("infcl.data.loader._BAD_ALLOWED", 0)
     loader = make(shards, tokenizer, max_bad_fraction=0.2)
 
     def account(good: int, bad: int) -> None:
@@ -272,6 +274,20 @@ def test_each_window_may_have_its_bad_samples_and_a_run_ends_when_one_cannot_end
     account(1, 2)
     with pytest.raises(RuntimeError, match="3 of the last 5 samples of this rank were bad"):
         account(1, 1)
+
+
+def test_a_small_set_may_have_a_few_bad_samples(tmp_path, tokenizer):
+    """408 good images and 3 that are cut, on two ranks: 1% of a rank's 205 is 2, and one rank may read all three."""
+    members = [member for i in range(411) for member in pair_members(i)]
+    cut = {members[3 * i][0] for i in (7, 8, 9)}
+    write_tar(tmp_path / "0.tar", [(name, data[:60] if name in cut else data) for name, data in members])
+    for rank in (0, 1):
+        loader = make(str(tmp_path), tokenizer, max_bad_fraction=0.01, world_size=2, rank=rank)
+        assert len(list(loader)) == loader.steps_per_epoch == 411 // 12
+        log = {"skipped": [("broken_image", "0.tar", "cut off")] * 8, "noted": []}
+        loader._account({"ids": torch.zeros(8)}, log)
+        with pytest.raises(TooManyBadSamples):
+            loader._account({"ids": torch.zeros(8)}, log)
 
 
 def test_data_without_a_single_image_ends_the_run(tmp_path, tokenizer):
