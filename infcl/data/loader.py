@@ -231,7 +231,8 @@ class StepLoader:
         if self._window_bad > max(_BAD_ALLOWED, self._max_bad_fraction * judged):
             raise TooManyBadSamples(
                 f"{self._window_bad} of the last {seen} samples of this rank were bad, more than --max-bad-fraction "
-                f"{self._max_bad_fraction:g} allows of {judged:,} (a window is {self._window:,}; {_BAD_ALLOWED} always may be):\n{self.table()}"
+                f"{self._max_bad_fraction:g} allows of {judged:,} "
+                f"(a window is {self._window:,}; {_BAD_ALLOWED} may always be):\n" + self.table()
             )
         if seen >= self._window:
             self._window_good = self._window_bad = 0

@@ -2,8 +2,8 @@
 
 image:   uint8 [H, W, 3], RGB. JPEG by simplejpeg (libjpeg-turbo, strict), everything else and every JPEG that it
          refuses by Pillow. Alpha is composited on white, 16-bit grey is scaled (not clipped), the first frame of an
-         animation is taken, EXIF orientation is ignored as open_clip does. Sizes are checked in the header, before
-         anything is decoded.
+         animation is taken, EXIF orientation is applied (open_clip ignores it). Sizes, and a JPEG's number of scans,
+         are checked before anything is decoded.
 caption: str, at most 4 KB. The text member; where there is none, or where `SampleKeys.json_text` asks for it, the json
          member. Bytes that are not UTF-8 are replaced and noted; a caption without a letter or digit is a bad sample.
 then:    a transform (transforms.py) -> uint8 [3, S, S]; normalisation happens on the device.
@@ -36,6 +36,12 @@ if TYPE_CHECKING:
 
 _PILLOW_FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")  # none of them runs a program to decode
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")  # of files
+_MAX_SCANS = 100  # of a JPEG: programs write about ten, and decoding takes time for each
+_EXIF_BYTES = 1 << 16  # of a JPEG: EXIF is the first of its segments, or the second
+_ORIENTATION = 0x0112  # EXIF's tag
+# orientation -> (quarter turns against the clock, then whether left and right change places)
+_TO_UPRIGHT = dict(zip(range(2, 9), [(0, True), (2, False), (2, True), (3, True), (3, False), (1, True), (1, False)]))
+_BAND_PIXELS = 1 << 20  # composited at a time
 _TRANSFORM_STREAM = 0  # of `draw`; replacements of bad samples use streams 1, 2, ...
 _CAPTION_STREAM = 1 << 33
 
@@ -62,7 +68,7 @@ class ImageLimits:
     def check(self, width: int, height: int) -> None:
         short, long = sorted((width, height))
         if width * height > self.max_pixels:
-            raise BadSample("image_too_large", f"{width} x {height} pixels, {self.max_pixels} allowed")
+            raise BadSample("image_too_large", f"{width} x {height} pixels, --max-image-pixels {self.max_pixels}")
         if short < self.min_side or long > short * self.max_aspect:
             raise BadSample("image_too_small_or_thin", f"{width} x {height} pixels")
 
@@ -159,16 +165,62 @@ def decode_image(
         try:
             height, width, _, _ = simplejpeg.decode_jpeg_header(data)
             limits.check(width, height)
-            factor = shrink(height, width) if shrink else 1
+            _check_scans(data)
+            orientation = _jpeg_orientation(data)
+            shown = (height, width) if orientation < 5 else (width, height)
+            factor = shrink(*shown) if shrink else 1
             if factor > 1:
-                return simplejpeg.decode_jpeg(
+                pixels = simplejpeg.decode_jpeg(
                     data, "RGB", min_height=math.ceil(height / factor), min_width=math.ceil(width / factor)
                 )
-            return simplejpeg.decode_jpeg(data, "RGB")
+            else:
+                pixels = simplejpeg.decode_jpeg(data, "RGB")
+            return _upright(pixels, orientation)
         except ValueError:
             pass  # CMYK, or damage that Pillow may bridge
     with damage_refused():
-        return _rgb(open_image(data, limits))
+        image = open_image(data, limits)
+        pixels = _rgb(image)
+        return _upright(pixels, _orientation(image.getexif))  # behind the pixels: Pillow turns a TIFF by itself
+
+
+def _check_scans(jpeg: bytes) -> None:
+    scans = jpeg.count(b"\xff\xda")  # in the coded data, 0xff never comes before a number other than 0 and 0xd0-0xd7
+    if scans > _MAX_SCANS:
+        raise BadSample("too_many_scans", f"a JPEG of {scans} scans, {_MAX_SCANS} allowed")
+
+
+def _jpeg_orientation(data: bytes) -> int:
+    """1 to 8 by EXIF: 1 where there is none, or none that can be read."""
+    at = data.find(b"Exif\0\0", 0, _EXIF_BYTES)
+    if at < 0:
+        return 1
+    from PIL import Image
+
+    def exif() -> Image.Exif:
+        size = int.from_bytes(data[at - 2 : at], "big")
+        found = Image.Exif()
+        found.load(data[at : at - 2 + size])
+        return found
+
+    return _orientation(exif)
+
+
+def _orientation(exif: "Callable[[], Image.Exif]") -> int:
+    try:
+        value = exif().get(_ORIENTATION, 1)
+    except Exception:  # Pillow raises many types on malformed EXIF, which is no reason to lose an image
+        return 1
+    return value if value in range(1, 9) else 1
+
+
+def _upright(pixels: np.ndarray, orientation: int) -> np.ndarray:
+    """uint8 [H, W, 3], turned and mirrored as EXIF's orientation says that the image is to be shown."""
+    if orientation == 1:
+        return pixels
+    turns, mirrored = _TO_UPRIGHT[orientation]
+    turned = np.rot90(pixels, turns)
+    return np.ascontiguousarray(turned[:, ::-1] if mirrored else turned)
 
 
 @contextlib.contextmanager
@@ -188,6 +240,8 @@ def open_image(data: bytes, limits: ImageLimits = DEFAULT_LIMITS) -> "Image.Imag
 
     if not data:
         raise BadSample("empty_image_file")
+    if data[:3] == b"\xff\xd8\xff":
+        _check_scans(data)
     try:
         image = Image.open(io.BytesIO(data), formats=_PILLOW_FORMATS)
     except Image.DecompressionBombError as error:
@@ -206,9 +260,15 @@ def _rgb(image: "Image.Image") -> np.ndarray:
     if image.mode == "F":
         raise BadSample("unsupported_image_mode", "floating-point pixels")
     if image.mode in ("RGBA", "LA", "PA", "La", "RGBa") or "transparency" in image.info:
-        pixels = np.asarray(image.convert("RGBA")).astype(np.uint16)
-        alpha = pixels[:, :, 3:]
-        return ((pixels[:, :, :3] * alpha + 255 * (255 - alpha) + 127) // 255).astype(np.uint8)
+        width, height = image.size
+        result = np.empty((height, width, 3), np.uint8)
+        rows = max(1, _BAND_PIXELS // width)
+        for top in range(0, height, rows):
+            band = image.crop((0, top, width, min(height, top + rows))).convert("RGBA")
+            pixels = np.asarray(band).astype(np.uint16)
+            alpha = pixels[:, :, 3:]
+            result[top : top + rows] = (pixels[:, :, :3] * alpha + 255 * (255 - alpha) + 127) // 255
+        return result
     return np.array(image.convert("RGB"))
 
 

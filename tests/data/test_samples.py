@@ -1,16 +1,26 @@
 import io
 import json
 import re
+import subprocess
+import sys
 
 import numpy as np
 import pytest
 import torch
-from PIL import Image
+from PIL import Image, ImageOps
 
 from infcl.data.index import SampleKeys
 from infcl.data.plan import draw, uniforms
 from infcl.data.records import Record
-from infcl.data.samples import BadSample, ImageLimits, decode_caption, decode_image, decode_record
+from infcl.data.samples import (
+    BadSample,
+    ImageLimits,
+    damage_refused,
+    decode_caption,
+    decode_image,
+    decode_record,
+    open_image,
+)
 from infcl.data.transforms import TRANSFORM_DRAWS, EvalTransform, TrainTransform, resize
 from tests.lib.shard_files import encode, picture, png_bomb
 
@@ -108,6 +118,56 @@ def test_every_truncation_of_a_jpeg_is_refused_or_decodes_in_full():
     for size in range(0, len(data) - 2, 37):
         assert cause_of(decode_image, data[:size])
     assert cause_of(decode_image, encode(picture(0, 64, 64), "JPEG"), ImageLimits(max_pixels=4000)) == "image_too_large"
+
+
+@pytest.mark.parametrize("format", ["JPEG", "PNG", "WEBP", "TIFF", "CMYK"])
+@pytest.mark.parametrize("orientation", range(0, 10))
+def test_images_are_turned_as_exif_says(format, orientation):
+    image = Image.fromarray(picture(5, 16, 32)).convert("CMYK" if format == "CMYK" else "RGB")
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    data = encode(image, "JPEG" if format == "CMYK" else format, exif=exif)
+    expected = np.asarray(ImageOps.exif_transpose(Image.open(io.BytesIO(data))).convert("RGB")).astype(int)
+    decoded = decode_image(data)
+    assert decoded.shape == expected.shape == ((32, 16, 3) if 5 <= orientation <= 8 else (16, 32, 3))
+    assert decoded.flags.c_contiguous and np.abs(decoded - expected).max() <= 2  # two builds of libjpeg-turbo
+    if format == "JPEG":
+        sizes = []
+        half = decode_image(data, shrink=lambda *size: sizes.append(size) or 2)
+        assert sizes == [expected.shape[:2]] and half.shape[:2] == (expected.shape[0] // 2, expected.shape[1] // 2)
+
+
+def test_exif_that_cannot_be_read_is_ignored():
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    data = encode(picture(5, 16, 32), "JPEG", exif=exif)
+    at = data.index(b"Exif")
+    for cut in range(1, 27):  # a TIFF header and a directory of one entry
+        assert decode_image(data[: at + 6] + b"\xff" * cut + data[at + 6 + cut :]).shape == (16, 32, 3)
+
+
+def test_a_jpeg_of_very_many_scans_is_refused_before_it_is_decoded():
+    data = encode(picture(4, 64, 64), "JPEG", progressive=True)
+    begin = data.rindex(b"\xff\xda")
+    assert decode_image(data).shape == (64, 64, 3)
+    many = data[:begin] + data[begin:-2] * 10_000 + data[-2:]
+    assert cause_of(decode_image, many) == "too_many_scans"
+    with damage_refused():
+        assert cause_of(open_image, many) == "too_many_scans"
+
+
+def test_of_a_large_animation_only_the_first_frame_takes_memory(tmp_path):
+    """12 frames of 4000 x 4000 with transparency; 4 bytes a pixel are 64 MB."""
+    frames = [Image.new("RGBA", (4000, 4000), (9 * i, 2, 3, 200)) for i in range(12)]
+    options = {"save_all": True, "append_images": frames[1:], "lossless": True, "method": 0, "quality": 0}
+    (tmp_path / "a.webp").write_bytes(encode(frames[0], "WEBP", **options))
+    script = (
+        "import resource, sys; from infcl.data.samples import decode_image; data = open(sys.argv[1], 'rb').read()\n"
+        "def peak(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024\n"
+        "before = peak(); decode_image(data); print(peak() - before)"
+    )
+    command = [sys.executable, "-c", script, str(tmp_path / "a.webp")]
+    assert float(subprocess.run(command, capture_output=True, text=True, check=True).stdout) < 400
 
 
 def test_mutated_images_never_raise_anything_but_bad_sample():
