@@ -51,7 +51,9 @@ def pytest_addoption(parser):
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item):
-    return not_skipped((yield), item.config)
+    report = not_skipped((yield), item.config)
+    report.over_hosts = item.get_closest_marker("cluster") is not None  # a report's keywords hold its folder too
+    return report
 
 
 @pytest.hookimpl(wrapper=True)
@@ -83,7 +85,7 @@ def pytest_unconfigure(config):
 
     def reports(*outcomes):
         found = [report for outcome in outcomes for report in reporter.stats.get(outcome, ())]
-        return [report for report in found if "cluster" in getattr(report, "keywords", ())]
+        return [report for report in found if getattr(report, "over_hosts", False)]
 
     ran, skipped = {report.nodeid for report in reports("passed", "failed", "error")}, reports("skipped")
     if ran or skipped:

@@ -1,13 +1,13 @@
-"""Whether all hosts are still there: a lost host ends the run on every other within `timeout`, and is named.
+"""Heartbeat: a lost node ends the run on every other node within `timeout`, with its name.
 
-A collective that waits for a host without power or network sees no closed connection: only the process group's
-time-out, half an hour, would end it, without a name. So the first rank of each host counts up in the run's store every
-second or few, in a thread; rank 0 looks whether all counters move. A host whose counter stands still for `timeout`
-seconds is lost: rank 0 says so, in the log and in the store, and every host's launcher ends the host's ranks when its
-first rank has ended. A host that cannot reach the store for as long ends by itself.
+A collective that waits for a node without power or network sees no closed connection: only the process group's
+time-out, half an hour, would end it, without a name. So the first rank of each node counts up in the run's store every
+few seconds, in a thread, and rank 0 checks that all counters move. When a counter stands still for `timeout` seconds,
+rank 0 reports the node in the log and in the store. Each node's first rank then exits, and its launcher ends the
+others. A node that cannot reach the store for as long ends by itself.
 
 A thread cannot end what the main thread waits for, so the process exits at once, with code 69 (EX_UNAVAILABLE). Work
-since the last checkpoint is lost, a checkpoint half-written is not used.
+since the last checkpoint is lost; a checkpoint half-written is not used.
 """
 
 import atexit
@@ -22,12 +22,20 @@ import torch.distributed as dist
 from infcl.parallel.rendezvous import Node
 
 HOST_LOST = 69
-LEAVING = 20.0  # seconds, at most, in which a call of the store comes back: on a busy host two were too few
+LEAVING = 20.0  # seconds, at most, in which a call of the store comes back: on a busy node two were too few
 _MESSAGE = "lost host"
 
 
-class HostWatch:
-    """Watches from construction until `close`. `exit` is called with HOST_LOST where the run has to end."""
+class Heartbeat:
+    """Runs from construction until `close`, on the first rank of a node.
+
+    Args:
+        store: of the run, served by rank 0.
+        nodes: all nodes.
+        rank: this process's.
+        timeout: seconds of silence after which a node is lost.
+        exit: called with HOST_LOST where the run has to end.
+    """
 
     def __init__(
         self,
@@ -49,23 +57,26 @@ class HostWatch:
             thread.start()
         atexit.register(self._leave)
 
-    def _leave(self) -> None:
-        """This process ends, maybe by a mistake that others are to miss it for. Where that is not by program.py, a
-        thread that comes back from the store's C++ while the interpreter is taken down aborts it, exit code and all."""
-        self._closed.set()
-        for thread in self.threads:
-            thread.join(timeout=LEAVING)
-
     def close(self) -> None:
-        """This host has finished: the others must not miss it."""
+        """Tell the others that this node has finished."""
         self._closed.set()
         try:
             self.store.set(_done(self.rank), "1")
         except dist.DistError:
             pass  # rank 0 has finished, and the store with it
 
+    def _leave(self) -> None:
+        """At the end of the process: stop without telling the others, who are to miss this node after a failure.
+
+        A thread that returns from the store's C++ while the interpreter is taken down would abort the process and
+        lose its exit code (process.py).
+        """
+        self._closed.set()
+        for thread in self.threads:
+            thread.join(timeout=LEAVING)
+
     def _beat(self) -> None:
-        """Counts, looks, and may hang for good where the network is gone: that is what `_wait` notices."""
+        """Counts and checks; hangs for good where the network is gone, which `_wait` notices."""
         try:
             while not self._closed.wait(self.interval):
                 self.store.add(_beats(self.rank), 1)
@@ -75,7 +86,7 @@ class HostWatch:
                     self._look()
                 self._reached_at = time.monotonic()
         except dist.DistError:
-            pass  # rank 0 has ended, or its host is lost: `_wait` gives it the time that is allowed
+            pass  # rank 0 has ended, or its node is lost: `_wait` gives it the time that is allowed
 
     def _look(self) -> None:
         now = time.monotonic()
@@ -85,7 +96,7 @@ class HostWatch:
             if current != count or self.store.check([_done(node.first_rank)]):
                 self._moved[number] = (current, now)
             elif now - since > self.timeout:
-                message = f"{node} has not been heard of for {now - since:.0f} s"
+                message = f"no heartbeat from {node} for {now - since:.0f} s"
                 self.store.set(_MESSAGE, message)
                 time.sleep(2 * self.interval)  # the others read it
                 return self._end(message)
@@ -94,7 +105,7 @@ class HostWatch:
         while not self._closed.wait(self.interval / 5):
             silent = time.monotonic() - self._reached_at
             if silent > self.timeout + 3 * self.interval:
-                return self._end(f"rank 0's host, {self.nodes[0]}, has not answered for {silent:.0f} s")
+                return self._end(f"no answer from rank 0's node, {self.nodes[0]}, for {silent:.0f} s")
 
     def _end(self, message: str) -> None:
         if not self._closed.is_set():

@@ -1,8 +1,8 @@
-"""Before the process group: every rank says on which host it is and what that host runs, through the launcher's store.
+"""Rendezvous: before the process group starts, every rank tells through the launcher's store where and what it runs.
 
-`open_store` listens on one address only where it can; `meet` waits for all ranks, names those that do not come while
-it waits and in the end, and refuses hosts that run something else or were given other settings. Nothing here needs
-torch to be of one version.
+`open_store` listens on one address only where it can. `meet` waits for all ranks, reports those that have not joined,
+and rejects nodes that run other software, have other settings, or whose ranks share a GPU. Nothing here needs the same
+version of torch on all nodes.
 """
 
 import errno
@@ -14,21 +14,21 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 from types import MappingProxyType
 
 import torch.distributed as dist
 
+from infcl.parallel.environment import deepspeed_launcher
 from infcl.parallel.host_info import differences, software
+from infcl.parallel.network import LOOPBACK, listen, listen_address
 
-_RUN = "infcl run"  # in the store: what its ranks are
-PATIENCE = 30.0  # seconds between two lines about ranks that have not come
-LOOPBACK = ("127.0.0.1", "localhost")
+_RUN = "infcl run"  # key in the store: what its ranks are
+PATIENCE = 30.0  # seconds between two lines about ranks that have not joined
 
 
 @dataclass(frozen=True)
 class Node:
-    """A host as the launcher sees it: consecutive ranks, from the one whose local rank is 0."""
+    """A node as the launcher sees it: consecutive ranks, from the one whose local rank is 0."""
 
     host: str
     first_rank: int
@@ -40,12 +40,18 @@ class Node:
 
 
 def open_store(rank: int, world_size: int, *, interface: str | None, timeout: timedelta, run: str = "") -> dist.Store:
-    """The store at MASTER_ADDR:MASTER_PORT, served by rank 0 unless torchrun serves it already.
+    """Return the store at MASTER_ADDR:MASTER_PORT. Rank 0 serves it unless torchrun serves it already.
 
-    It listens on the loopback where MASTER_ADDR is that, on `interface` alone where one is given, else on all. Two runs
-    of one host may be given one port: the second's rank 0 raises ValueError, and no other rank of it meets the first's.
-    Of two runs over several hosts the second's other ranks raise it too, where the runs differ in `run`, which says
-    what a run is, or in their size.
+    It listens on the loopback where MASTER_ADDR is that, on `interface` alone where one is given, else on all.
+
+    Args:
+        interface: network interface on which rank 0 listens.
+        timeout: of waits in the store.
+        run: what all ranks of this run, and few others, call it.
+
+    Raises:
+        ValueError: the launcher gave no place to meet; the port serves another run of this node (rank 0), or one that
+            differs in `run` or in size (other ranks).
     """
     by_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if world_size == 1 and not by_launcher:
@@ -55,8 +61,8 @@ def open_store(rank: int, world_size: int, *, interface: str | None, timeout: ti
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     listening = None
     try:
-        if rank == 0 and not by_launcher and (address := _listen_address(host, interface)):
-            listening = socket.create_server((address, port), backlog=4096)
+        if rank == 0 and not by_launcher and (address := listen_address(host, interface)):
+            listening = listen(address, port)
             port = listening.getsockname()[1]
             os.environ["MASTER_PORT"] = str(port)
         store = dist.TCPStore(
@@ -71,12 +77,12 @@ def open_store(rank: int, world_size: int, *, interface: str | None, timeout: ti
             "deepspeed --master_port N or torchrun --master-port N"
         ) from error
     _require_own(store, f"{run} of {world_size} ranks".strip(), rank, f"port {port} of {host}", timeout)
-    launcher = deepspeed_launcher() if host in LOOPBACK else None  # of several hosts each has its own
+    launcher = deepspeed_launcher() if host in LOOPBACK else None  # of several nodes each has its own
     return dist.PrefixStore(f"infcl {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')} {launcher}", store)
 
 
 def _require_own(store: dist.Store, run: str, rank: int, where: str, timeout: timedelta) -> None:
-    """ValueError where the store is another run's, as where the hosts of two were given one port."""
+    """ValueError where the store is another run's, as where the nodes of two were given one port."""
     if rank == 0:
         store.set(_RUN, run)
         return
@@ -86,45 +92,9 @@ def _require_own(store: dist.Store, run: str, rank: int, where: str, timeout: ti
         raise _no_rank_0(rank, timeout) from None
     if (other := store.get(_RUN).decode()) != run:
         raise ValueError(
-            f"{where} is where another run meets ({other}, this one is {run}): give this one its own, "
+            f"{where} is the rendezvous of another run ({other}, this one is {run}): give this one its own, "
             "deepspeed --master_port N or torchrun --master-port N"
         )
-
-
-def deepspeed_launcher() -> int | None:
-    """The process of DeepSpeed's launcher that started this one, where there is one. Linux; elsewhere None."""
-    parent = os.getppid()
-    try:
-        command = Path(f"/proc/{parent}/cmdline").read_bytes()
-    except OSError:
-        return None
-    return parent if b"deepspeed.launcher.launch" in command else None
-
-
-def require_hostfile() -> None:
-    """ValueError where DeepSpeed was given a hostfile that is not there: it warns, and trains on this host alone."""
-    launcher = deepspeed_launcher()
-    if launcher is None:
-        return
-    try:
-        status = Path(f"/proc/{launcher}/status").read_text()
-        runner = Path("/proc") / status.split("PPid:")[1].split()[0]
-        hostfile = _hostfile_of((runner / "cmdline").read_bytes().decode(errors="replace").split("\0"))
-        if hostfile is None or (runner / "cwd" / hostfile).is_file():
-            return
-    except OSError:  # the process has ended, or is another user's
-        return
-    raise ValueError(f"deepspeed was given --hostfile {hostfile}, which is not there: it started this host alone")
-
-
-def _hostfile_of(words: list[str]) -> str | None:
-    """What the command line of a `deepspeed` says."""
-    for word, following in zip(words, [*words[1:], ""]):
-        if word in ("-H", "--hostfile"):
-            return following
-        if word.startswith("--hostfile="):
-            return word.removeprefix("--hostfile=")
-    return None
 
 
 def meet(
@@ -135,18 +105,23 @@ def meet(
     *,
     timeout: timedelta,
     settings: Mapping[str, str] = MappingProxyType({}),
+    gpu: str | None = None,
 ) -> list[Node]:
-    """All nodes of the run, in the order of ranks, once every rank is there.
+    """Return all nodes of the run, in the order of ranks, once every rank has joined.
 
-    settings: {name: value} of what this host was given, which must be equal on all; a host speaks through its first
-    rank. ValueError when hosts run different software or have different settings, with who has what; RuntimeError
-    naming the ranks that did not come within `timeout`.
+    Args:
+        settings: {name: value} that must be equal on all nodes; the first rank of a node speaks for it.
+        gpu: identity of this rank's GPU, which no other rank of its node may have; None on CPUs.
+
+    Raises:
+        ValueError: nodes run different software, have different settings, or ranks of a node share a GPU.
+        RuntimeError: with the ranks that did not join within `timeout`.
     """
-    told: dict = {"host": socket.gethostname(), "local_rank": local_rank}
+    own: dict = {"host": socket.gethostname(), "local_rank": local_rank, "gpu": gpu}
     if local_rank == 0:
-        told |= {"software": software(), "settings": dict(settings)}
-    store.set(f"rank {rank}", json.dumps(told))
-    if rank == 0:  # it compares: what all say is long where the hosts are many
+        own |= {"software": software(), "settings": dict(settings)}
+    store.set(f"rank {rank}", json.dumps(own))
+    if rank == 0:  # it compares: the others' answers are long where nodes are many
         store.set("all", json.dumps(_compare(_gather(store, world_size, timeout))))
     try:
         store.wait(["all"], timeout + timedelta(seconds=30))
@@ -162,44 +137,61 @@ def meet(
 
 
 def _compare(everyone: list[dict] | str) -> dict:
-    """{"ranks": [(host, local rank)]}, or {"mistake": who differs in what}, or {"absent": who did not come}."""
+    """{"ranks": [(host, local rank)]}, or {"mistake": what differs where}, or {"absent": who did not join}."""
     if isinstance(everyone, str):
         return {"absent": everyone}
-    ranks = [(said["host"], said["local_rank"]) for said in everyone]
-    firsts = {str(node): everyone[node.first_rank] for node in nodes_of(ranks)}
+    ranks = [(one["host"], one["local_rank"]) for one in everyone]
+    nodes = nodes_of(ranks)
+    firsts = {str(node): everyone[node.first_rank] for node in nodes}
     for kind, what in (("software", "do not run the same"), ("settings", "were not given the same")):
-        if lines := differences({node: said[kind] for node, said in firsts.items() if kind in said}):
-            return {"mistake": f"the hosts {what}: {'; '.join(lines)}"}
+        if lines := differences({node: one[kind] for node, one in firsts.items() if kind in one}):
+            return {"mistake": f"the nodes {what}: {'; '.join(lines)}"}
+    if shared := [line for node in nodes for line in _shared_gpus(node, everyone)]:
+        return {"mistake": "; ".join(shared)}
     return {"ranks": ranks}
 
 
+def _shared_gpus(node: Node, everyone: list[dict]) -> list[str]:
+    ranks: dict[str, list[int]] = {}
+    for rank in range(node.first_rank, node.first_rank + node.num_ranks):
+        ranks.setdefault(everyone[rank]["gpu"] or f"CPU of rank {rank}", []).append(rank)
+    return [
+        f"ranks {_ranges(some)} on {node.host} have one GPU, {gpu}: start at most {len(ranks)} per node, "
+        "or let the scheduler give each rank its own"
+        for gpu, some in ranks.items()
+        if len(some) > 1
+    ]
+
+
 def _no_rank_0(rank: int, timeout: timedelta) -> RuntimeError:
-    return RuntimeError(f"rank {rank} on {socket.gethostname()}: rank 0 has not opened the run within {timeout}")
+    where, limit = socket.gethostname(), timeout.total_seconds()
+    return RuntimeError(f"rank {rank} on {where}: rank 0 did not start the rendezvous within {limit:.0f} s")
 
 
 def _gather(store: dist.Store, world_size: int, timeout: timedelta) -> list[dict] | str:
-    """What all ranks say, or who did not come; who is waited for is printed while it lasts."""
+    """What all ranks say, or who did not join; prints whom it waits for meanwhile."""
     keys = [f"rank {rank}" for rank in range(world_size)]
-    began, told = time.monotonic(), 0.0
-    while not store.check(keys):  # not `wait`: torch's cannot be interrupted to say anything
+    began, reported = time.monotonic(), 0.0
+    while not store.check(keys):  # not `wait`: torch's cannot be interrupted to print anything
         waited = time.monotonic() - began
         if waited > timeout.total_seconds():
             absent, hosts = _absent(store, keys)
-            return f"ranks {absent} of {world_size} did not come within {timeout}; here are those on {hosts}"
-        if waited - told > PATIENCE:
+            limit = f"{timeout.total_seconds():.0f} s"
+            return f"ranks {absent} of {world_size} did not join within {limit}; joined: those on {hosts}"
+        if waited - reported > PATIENCE:
             absent, hosts = _absent(store, keys)
-            told = waited
-            line = f"waiting for ranks {absent} of {world_size} for {waited:.0f} s; here are those on {hosts}"
+            reported = waited
+            line = f"waiting for ranks {absent} of {world_size} for {waited:.0f} s; joined: those on {hosts}"
             print(line, file=sys.stderr, flush=True)
         time.sleep(0.05 if waited < 5 else 1.0)
-    return [json.loads(said) for said in store.multi_get(keys)]
+    return [json.loads(text) for text in store.multi_get(keys)]
 
 
 def _absent(store: dist.Store, keys: list[str]) -> tuple[str, str]:
-    """The numbers of the ranks that have not come, the hosts of those that have."""
-    here = {rank: json.loads(store.get(key)) for rank, key in enumerate(keys) if store.check([key])}
-    hosts = ", ".join(dict.fromkeys(said["host"] for said in here.values()))
-    return _ranges([rank for rank in range(len(keys)) if rank not in here]), hosts
+    """The numbers of the ranks that have not joined, the hosts of those that have."""
+    joined = {rank: json.loads(store.get(key)) for rank, key in enumerate(keys) if store.check([key])}
+    hosts = ", ".join(dict.fromkeys(one["host"] for one in joined.values()))
+    return _ranges([rank for rank in range(len(keys)) if rank not in joined]), hosts
 
 
 def _wait_for_readers(store: dist.Store, readers: int) -> None:
@@ -214,34 +206,6 @@ def nodes_of(ranks: list[tuple[str, int]]) -> list[Node]:
     starts = [rank for rank, (_, local_rank) in enumerate(ranks) if local_rank == 0 or rank == 0]
     ends = [*starts[1:], len(ranks)]
     return [Node(ranks[start][0], start, end - start) for start, end in zip(starts, ends)]
-
-
-def interface_address(interface: str) -> str:
-    """The IPv4 address of a network interface. ValueError with the names that there are."""
-    import psutil
-
-    addresses = psutil.net_if_addrs()
-    found = [entry.address for entry in addresses.get(interface, ()) if entry.family == socket.AF_INET]
-    if not found:
-        with_address = [name for name in addresses if any(e.family == socket.AF_INET for e in addresses[name])]
-        raise ValueError(
-            f"--interface {interface}: no such interface with an IPv4 address on {socket.gethostname()} "
-            f"(there are: {', '.join(sorted(with_address))})"
-        )
-    return found[0]
-
-
-def _listen_address(master: str, interface: str | None) -> str | None:
-    at_master = socket.gethostbyname(master)
-    if interface is None or at_master.startswith("127."):
-        return at_master if at_master.startswith("127.") else None
-    address = interface_address(interface)
-    if at_master != address:
-        raise ValueError(
-            f"--interface {interface} has the address {address} on rank 0's host, but the launcher told the others "
-            f"{master} ({at_master}): start it with --master_addr {address}"
-        )
-    return address
 
 
 def _ranges(numbers: list[int]) -> str:

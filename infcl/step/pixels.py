@@ -7,8 +7,8 @@ from infcl.config.preset import offloads, read_preset, sums_gradients_on_host, z
 from infcl.engine.optim import checkpoint_bytes
 from infcl.models.captions import texts_of_part
 from infcl.models.clip import CLIP
-from infcl.parallel import Parallel, join_parts, max_over
-from infcl.parallel.host_memory import available_host_bytes, ranks_of_host
+from infcl.parallel import Parallel, join_parts, max_over, ranks_of_host
+from infcl.parallel.host_limits import available_host_bytes
 from infcl.step.offload import PixelCache
 
 _SHARE = 0.6  # of the free host memory, for `auto`: workers and page cache want the rest

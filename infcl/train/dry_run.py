@@ -15,8 +15,8 @@ from infcl.config.preset import describe_zero, offloads, read_preset, stage_over
 from infcl.engine.optim import Schedule, checkpoint_bytes
 from infcl.kernels import select_tile
 from infcl.models.captions import packs_captions
-from infcl.parallel import Parallel, describe_ranks
-from infcl.parallel.host_memory import available_host_bytes, host_memory_bytes, ranks_of_host
+from infcl.parallel import Parallel, describe_ranks, ranks_of_host
+from infcl.parallel.host_limits import available_host_bytes, host_memory_bytes
 from infcl.plan.host import host_bytes, host_parts
 from infcl.plan.loads import STAGES, load_of_run, memory_plan
 from infcl.plan.memory import Load, parameter_counts

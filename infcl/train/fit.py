@@ -14,8 +14,8 @@ from infcl.config import BatchPlan, TrainConfig
 from infcl.config.preset import STAGE_3_BUCKET, offloads, read_preset, zero_stage
 from infcl.config.settings import shipped_preset
 from infcl.models.config import CLIPConfig
-from infcl.parallel import Parallel, max_over
-from infcl.parallel.host_memory import host_memory_bytes, ranks_of_host
+from infcl.parallel import Parallel, max_over, ranks_of_host
+from infcl.parallel.host_limits import host_memory_bytes
 from infcl.plan.host import host_bytes, host_parts
 from infcl.plan.loads import load_of_run
 from infcl.plan.memory import Load, parameter_counts, parts_of

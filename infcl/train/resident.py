@@ -18,8 +18,7 @@ from infcl.models.captions import texts_for_model
 from infcl.models.clip import lock_groups
 from infcl.models.config import CLIPConfig
 from infcl.models.packing import longest, merge_texts
-from infcl.parallel import Parallel, max_over
-from infcl.parallel.host_memory import ranks_of_host
+from infcl.parallel import Parallel, max_over, ranks_of_host
 from infcl.plan.loads import load_of_run
 from infcl.plan.memory import HEADROOM, bytes_beside_graphs
 

@@ -23,7 +23,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from infcl.parallel.rendezvous import deepspeed_launcher
+from infcl.parallel.environment import deepspeed_launcher
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 

@@ -7,7 +7,8 @@ import subprocess
 
 import pytest
 
-from infcl.parallel import _NODE_SIZES, read_environment, read_ranks_per_node
+from infcl.parallel import read_environment, read_ranks_per_node
+from infcl.parallel.environment import NODE_SIZES
 from tests.lib.checkout import ROOT
 
 
@@ -135,7 +136,7 @@ def test_each_slurm_task_gets_its_rank_and_all_the_same_meeting_place(tmp_path, 
         "-u pretrain_clip.py --interface ib0 --deepspeed_config ds_configs/zero1.json --resume latest --logs logs "
         "--name first --wd a b"
     }
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "OMPI_COMM_WORLD_RANK", *_NODE_SIZES):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "OMPI_COMM_WORLD_RANK", *NODE_SIZES):
         monkeypatch.delenv(name, raising=False)
     for rank in range(4):
         task = dict(line.split("=", 1) for line in (tmp_path / f"task-{rank}").read_text().splitlines() if "=" in line)

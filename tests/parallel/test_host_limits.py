@@ -8,9 +8,8 @@ import psutil
 import pytest
 import torch
 
-from infcl.parallel import control_groups
-from infcl.parallel.control_groups import core_quota
-from infcl.parallel.host_memory import available_host_bytes, host_memory_bytes
+from infcl.parallel import host_limits
+from infcl.parallel.host_limits import available_host_bytes, core_quota, host_memory_bytes
 from infcl.train.fit import memory_of_device
 
 MIB = 2**20
@@ -20,7 +19,7 @@ UNLIMITED_V1 = "9223372036854771712"
 @pytest.fixture
 def host(tmp_path, monkeypatch):
     """A made-up host whose process is in no group yet."""
-    monkeypatch.setattr(control_groups, "_PROCESS", tmp_path / "proc")
+    monkeypatch.setattr(host_limits, "_PROCESS", tmp_path / "proc")
     (tmp_path / "proc").mkdir()
     (tmp_path / "proc" / "mountinfo").write_text("22 1 0:1 / / rw - ext4 /dev/sda1 rw\n")
     return tmp_path

@@ -1,0 +1,58 @@
+"""Collectives of one line: mean and maximum over a group, gather over tensor-parallel ranks, an answer of rank 0."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+
+from infcl.parallel.groups import Parallel
+
+_Answer = TypeVar("_Answer")
+
+
+def from_first_rank(own: Callable[[], _Answer]) -> _Answer:
+    """Call `own` on rank 0 and return its result on every rank. Collective.
+
+    Raises:
+        Exception: on every rank, the exception that `own` raised on rank 0.
+    """
+    shared: list[Any] = [None, None]
+    if dist.get_rank() == 0:
+        try:
+            shared[0] = own()
+        except Exception as error:  # the other ranks wait for the broadcast
+            shared[1] = error
+    dist.broadcast_object_list(shared, src=0)
+    if shared[1] is not None:
+        raise shared[1]
+    return cast(_Answer, shared[0])
+
+
+def join_parts(parallel: Parallel, part: torch.Tensor) -> torch.Tensor:
+    """Concatenate [n, ...] of each of the T tensor-parallel ranks to [T n, ...]. Collective.
+
+    The result is where `part` is: on the device, or in host memory (`tp_host_group`), pinned if `part` is.
+    """
+    if parallel.tp_size == 1:
+        return part
+    group = parallel.tp_group if part.is_cuda else parallel.tp_host_group
+    assert group is not None, "None would be all ranks"
+    shape = parallel.tp_size * len(part), *part.shape[1:]
+    whole = torch.empty(shape, dtype=part.dtype, device=part.device, pin_memory=part.is_pinned())
+    dist.all_gather_into_tensor(whole, part.contiguous(), group=group)
+    return whole
+
+
+def mean_over(group: dist.ProcessGroup | None, value: torch.Tensor) -> torch.Tensor:
+    """Return the mean of a float tensor over the ranks of `group` (None: all), as a new tensor."""
+    total = value.detach().clone()
+    dist.all_reduce(total, group=group)
+    return total / dist.get_world_size(group)
+
+
+def max_over(group: dist.ProcessGroup | None, values: Sequence[float], device: torch.device) -> list[float]:
+    """Return the elementwise maximum over the ranks of `group` (None: all)."""
+    largest = torch.tensor(values, dtype=torch.float64, device=device)
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
+    return largest.tolist()

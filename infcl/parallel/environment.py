@@ -1,0 +1,110 @@
+"""The launcher's environment: rank, world size, local rank and the launcher's own processes.
+
+Nothing outside of infcl/parallel reads the variables of a launcher. Known launchers are deepspeed, torchrun, srun and
+mpirun; plain `python` is one rank.
+"""
+
+import os
+import re
+from pathlib import Path
+
+# launcher -> its names of (rank, world size, local rank); the first one whose rank is set counts
+VARIABLES = (
+    ("RANK", "WORLD_SIZE", "LOCAL_RANK"),  # deepspeed, torchrun
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),  # mpirun
+    ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"),  # srun
+)
+# torchrun, deepspeed, mpirun, srun: number of ranks on this node; "8(x2)" is Slurm's "8 on each of two nodes"
+NODE_SIZES = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "SLURM_TASKS_PER_NODE")
+
+
+def read_environment() -> tuple[int, int, int]:
+    """Return (rank, world size, local rank) as the launcher set them; (0, 1, 0) without a launcher."""
+    for names in VARIABLES:
+        if names[0] in os.environ:
+            rank, world_size, local_rank = (
+                int(os.environ.get(name, default)) for name, default in zip(names, ("0", "1", "0"))
+            )
+            return rank, world_size, local_rank
+    return 0, 1, 0
+
+
+def read_ranks_per_node() -> int | None:
+    """Return the number of ranks on each node; None where the launcher does not say it or nodes differ."""
+    for name in NODE_SIZES:
+        if found := re.fullmatch(r"(\d+)(\(x\d+\))?", os.environ.get(name, "")):
+            return int(found[1])
+    return None
+
+
+def binds_ranks() -> bool:
+    """Return whether the launcher gives each rank its own cores, as mpirun and srun do. Call before `export_rank`."""
+    return VARIABLES[0][0] not in os.environ
+
+
+def export_rank(rank: int, world_size: int, local_rank: int) -> None:
+    """Set RANK, WORLD_SIZE and LOCAL_RANK, which DeepSpeed reads, where the launcher did not."""
+    for name, value in zip(VARIABLES[0], (rank, world_size, local_rank)):
+        os.environ.setdefault(name, str(value))
+
+
+def deepspeed_launcher() -> int | None:
+    """Return the process id of DeepSpeed's launcher that started this process. None without one, or without /proc."""
+    parent = os.getppid()
+    return parent if "deepspeed.launcher.launch" in _command(parent) else None
+
+
+def deepspeed_runner() -> int | None:
+    """Return the process id of the `deepspeed` command on this node. None where it runs on another node.
+
+    It is the parent of DeepSpeed's launcher; with a hostfile, ssh stands between them.
+    """
+    launcher = deepspeed_launcher()
+    if launcher is None:
+        return None
+    try:
+        runner = int(Path(f"/proc/{launcher}/status").read_text().split("PPid:")[1].split()[0])
+    except OSError:  # it has just ended
+        return None
+    words = _command(runner)
+    return (
+        runner
+        if any(Path(word).name == "deepspeed" for word in words) or "deepspeed.launcher.runner" in words
+        else None
+    )
+
+
+def require_hostfile() -> None:
+    """Reject a hostfile that does not exist: DeepSpeed warns and trains on this node alone.
+
+    Raises:
+        ValueError: the `deepspeed` command on this node was given a --hostfile that is not a file.
+    """
+    runner = deepspeed_runner()
+    hostfile = None if runner is None else _hostfile_of(_command(runner))
+    if hostfile is None:
+        return
+    try:
+        if (Path(f"/proc/{runner}/cwd") / hostfile).is_file():
+            return
+    except OSError:  # the process has ended, or belongs to another user
+        return
+    raise ValueError(f"deepspeed was given --hostfile {hostfile}, which does not exist: it started this node alone")
+
+
+def _command(process: int) -> list[str]:
+    """The words of a process's command line; none where it cannot be read."""
+    try:
+        return Path(f"/proc/{process}/cmdline").read_bytes().decode(errors="replace").split("\0")
+    except OSError:
+        return []
+
+
+def _hostfile_of(words: list[str]) -> str | None:
+    """The --hostfile of a `deepspeed` command line."""
+    for word, following in zip(words, [*words[1:], ""]):
+        if word in ("-H", "--hostfile"):
+            return following
+        if word.startswith("--hostfile="):
+            return word.removeprefix("--hostfile=")
+    return None

@@ -1,0 +1,51 @@
+"""One line about an error, from one rank: usage errors before and after the rendezvous, failures with their node."""
+
+import contextlib
+import sys
+import time
+from collections.abc import Callable
+
+import torch.distributed as dist
+
+from infcl.parallel.environment import read_environment
+from infcl.parallel.groups import Parallel, rank_and_host
+
+_REPORTED, _HEARD = "usage error is reported", "usage error was heard"  # in the group's store
+
+
+def report_mistake(program: str, error: Exception) -> int:
+    """Print one line about a usage error, on one rank; return the exit code 2 on all.
+
+    After the rendezvous rank 0 tells the others that it reports. Before it, the others wait, since launchers end them
+    within seconds after the first rank has exited. A rank that still runs then reports itself: the error is of its
+    node alone. The first rank of each node reports before the node's others.
+    """
+    rank, world_size, local_rank = read_environment()
+    store = dist.distributed_c10d._get_default_store() if dist.is_initialized() else None
+    if rank == 0:
+        print(f"{program}: error: {error}", file=sys.stderr, flush=True)
+        if store is not None:
+            store.set(_REPORTED, "")
+            _wait(5, lambda: store.add(_HEARD, 0) >= world_size - 1)  # the store may end with this process
+    elif not _wait(5 if local_rank == 0 else 10, lambda: store is not None and store.check([_REPORTED])):
+        print(f"{program}: error: {error}", file=sys.stderr, flush=True)
+    elif store is not None:
+        store.add(_HEARD, 1)
+    return 2
+
+
+def describe_failure(parallel: Parallel, error: Exception) -> str:
+    """Return one line for a rank that failed in a run over several nodes: where, why, and the ranks of each node."""
+    first_line = (str(error).splitlines() or [type(error).__name__])[0]
+    return f"{rank_and_host(parallel)}: {first_line}; the nodes: {', '.join(map(str, parallel.nodes))}"
+
+
+def _wait(seconds: float, until: Callable[[], bool]) -> bool:
+    """Whether `until` came true in time; a store that has ended with its process tells nothing."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        with contextlib.suppress(dist.DistError):
+            if until():
+                return True
+        time.sleep(0.1)
+    return False

@@ -1,0 +1,90 @@
+"""Addresses of this node, IPv4 or IPv6: of a network interface, of MASTER_ADDR, to listen on."""
+
+import os
+import socket
+
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+
+def use_interface(interface: str | None) -> None:
+    """Let gloo and NCCL use one network interface. Without one, ranks of a single node use the loopback.
+
+    Args:
+        interface: name such as "ib0"; None: what gloo and NCCL choose, or the loopback where MASTER_ADDR is that.
+
+    Raises:
+        ValueError: there is no such interface with an address.
+    """
+    if interface is not None:
+        interface_addresses(interface)
+        os.environ["GLOO_SOCKET_IFNAME"] = interface
+        os.environ["NCCL_SOCKET_IFNAME"] = f"={interface}"
+    elif os.environ.get("MASTER_ADDR", LOOPBACK[0]) in LOOPBACK:
+        if "lo" in dict(socket.if_nameindex()).values():
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+
+
+def interface_addresses(interface: str) -> list[str]:
+    """Return the addresses of a network interface, IPv4 first, without link-local IPv6 ones.
+
+    Raises:
+        ValueError: with the interfaces that have an address.
+    """
+    import psutil
+
+    found = {name: _addresses(entries) for name, entries in psutil.net_if_addrs().items()}
+    if not found.get(interface):
+        raise ValueError(
+            f"--interface {interface}: no such interface with an IP address on {socket.gethostname()} "
+            f"(available: {', '.join(sorted(name for name in found if found[name]))})"
+        )
+    return found[interface]
+
+
+def _addresses(entries: list) -> list[str]:
+    version_4 = [entry.address for entry in entries if entry.family == socket.AF_INET]
+    version_6 = [entry.address for entry in entries if entry.family == socket.AF_INET6]
+    return version_4 + [address for address in version_6 if not address.startswith("fe80:")]
+
+
+def listen_address(master: str, interface: str | None) -> str | None:
+    """Return the address on which rank 0 listens; None: all of the node's.
+
+    Args:
+        master: MASTER_ADDR, a name or an address, to which the other ranks connect.
+        interface: listen on this one alone.
+
+    Raises:
+        ValueError: `master` has no address, or is not an address of `interface`.
+    """
+    address = _resolve(master)
+    if address.startswith("127.") or address == "::1":
+        return address
+    if interface is None:
+        return None
+    own = interface_addresses(interface)
+    if address not in own:
+        raise ValueError(
+            f"--interface {interface} has the address {own[0]} on rank 0's node, but the launcher told the other ranks "
+            f"{master} ({address}): start it with --master_addr {own[0]}"
+        )
+    return address
+
+
+def listen(address: str, port: int) -> socket.socket:
+    """Return a socket that listens on an IPv4 or IPv6 address."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    return socket.create_server((address, port), family=family, backlog=4096)
+
+
+def _resolve(name: str) -> str:
+    """The address of a name; the IPv4 one where it has both kinds."""
+    try:
+        found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+    except socket.gaierror as error:
+        raise ValueError(
+            f"MASTER_ADDR={name} has no address on {socket.gethostname()} ({error.strerror}): give the address of rank "
+            "0's node, deepspeed --master_addr ADDRESS or torchrun --master-addr ADDRESS"
+        ) from error
+    found.sort(key=lambda entry: entry[0] != socket.AF_INET)
+    return str(found[0][4][0])

@@ -1,0 +1,55 @@
+"""What launchers say of ranks and nodes, each in its own way; the `deepspeed` command that started a rank."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from infcl.parallel.environment import NODE_SIZES, read_ranks_per_node
+from tests.lib.checkout import ROOT
+
+
+@pytest.mark.parametrize(
+    "environment, ranks_per_node",
+    [
+        ({}, None),
+        ({"LOCAL_WORLD_SIZE": "8"}, 8),  # torchrun
+        ({"LOCAL_SIZE": "4"}, 4),  # deepspeed
+        ({"OMPI_COMM_WORLD_LOCAL_SIZE": "2"}, 2),
+        ({"SLURM_TASKS_PER_NODE": "8(x16)"}, 8),
+        ({"SLURM_TASKS_PER_NODE": "8(x2),4"}, None),  # unequal nodes
+    ],
+)
+def test_ranks_per_node_are_read_from_every_launcher(monkeypatch, environment, ranks_per_node):
+    for name in NODE_SIZES:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert read_ranks_per_node() == ranks_per_node
+
+
+STARTS = "import subprocess, sys; sys.exit(subprocess.call([sys.executable, '-c', *sys.argv[2:]]))"
+ASKS = """
+from pathlib import Path
+from infcl.parallel.environment import require_hostfile
+
+try:
+    require_hostfile()
+except ValueError as error:
+    print(error)
+Path("hosts").write_text("a slots=1")
+require_hostfile()
+"""
+
+
+@pytest.mark.parametrize("given", [["-H", "hosts"], ["--hostfile=hosts"], ["--num_gpus", "2"]])
+def test_a_hostfile_that_is_not_there_is_refused(tmp_path, given):
+    """DeepSpeed warns, and would train on one host. Stand-ins for its runner, its launcher and a rank."""
+    rank = [ASKS, "rank"]
+    launcher = [STARTS, "deepspeed.launcher.launch", *rank]
+    runner = [sys.executable, "-c", STARTS, "deepspeed", *launcher, *given]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(runner, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    refusal = "deepspeed was given --hostfile hosts, which does not exist"
+    assert done.returncode == 0 and (refusal in done.stdout) == ("2" not in given), done.stdout + done.stderr

@@ -1,0 +1,113 @@
+"""Heartbeat: a silent node is reported and ends the run, one that has finished is not missed."""
+
+import subprocess
+import sys
+import threading
+import time
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+
+from infcl.parallel.heartbeat import HOST_LOST, Heartbeat
+from infcl.parallel.rendezvous import Node
+from tests.lib.checkout import ROOT
+from tests.lib.waiting import wait_until
+
+
+@pytest.fixture
+def store():
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
+
+
+class Ended(list):
+    """Stands for os._exit: remembers the codes."""
+
+    def __call__(self, code):
+        self.append(code)
+
+
+def watch_all(store, nodes, timeout=5.0):
+    ended = [Ended() for _ in nodes]
+    watches = [Heartbeat(store, nodes, node.first_rank, timeout=timeout, exit=end) for node, end in zip(nodes, ended)]
+    return watches, ended
+
+
+NODES = [Node("a", 0, 2), Node("b", 2, 2), Node("c", 4, 2)]
+
+
+def test_a_silent_host_is_named_and_ends_the_run_on_the_others(store, capfd):
+    watches, ended = watch_all(store, NODES)
+    watches[2]._closed.set()  # its threads end, nobody is told
+    watches[0]._moved[2] = (0, time.monotonic() - 6)
+    wait_until(lambda: ended[0] and ended[1], 60, "the run goes on")
+    assert ended == [[HOST_LOST], [HOST_LOST], []]
+    said = capfd.readouterr().err
+    assert "a: no heartbeat from c (ranks 4-5) for" in said and "b: no heartbeat from c (ranks 4-5)" in said
+
+
+def test_a_host_that_has_finished_is_not_missed(store):
+    watches, ended = watch_all(store, NODES, timeout=60)
+    watches[1].close()
+    watches[0].interval = 0.01  # how long it waits for others to read who is lost
+    for number, expected in ((1, []), (2, [HOST_LOST])):
+        watches[0]._moved[number] = (0, time.monotonic() - 61)
+        watches[0]._look()
+        assert ended[0] == expected
+    for watch in watches:
+        watch.close()
+
+
+def test_a_host_that_cannot_reach_rank_0_ends_by_itself(capfd):
+    ended, store = Ended(), _Unreachable()
+    Heartbeat(store, NODES, 2, timeout=1, exit=ended)
+    wait_until(lambda: ended, 60, "the run goes on")
+    store.back.set()  # this process is not to wait for it when it ends
+    assert set(ended) == {HOST_LOST}
+    assert "b: no answer from rank 0's node, a (ranks 0-1), for" in capfd.readouterr().err
+
+
+class _Unreachable:
+    """A store behind a pulled cable: nothing answers, nothing fails, until it is back."""
+
+    def __init__(self):
+        self.asked, self.back = threading.Event(), threading.Event()
+
+    def clone(self):
+        return self
+
+    def add(self, *_):
+        self.asked.set()
+        self.back.wait()
+        raise dist.DistError("too late")
+
+
+def test_a_process_that_ends_waits_until_its_watch_has_come_back_from_a_slow_store():
+    """On a host with more ranks than cores two seconds were too few: it was aborted, after all it had to do."""
+    store = _Unreachable()
+    watch = Heartbeat(store, NODES, 2, timeout=3, exit=Ended())
+    assert store.asked.wait(10)
+    threading.Timer(2.5, store.back.set).start()
+    watch._leave()
+    assert not any(thread.is_alive() for thread in watch.threads)
+
+
+ENDS_WHILE_WATCHING = """
+import sys, time
+import torch.distributed as dist
+from infcl.parallel.rendezvous import Node
+from infcl.parallel.heartbeat import Heartbeat
+
+store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+watches = [Heartbeat(store, [Node("here", 0, 1)], 0, timeout=5.0) for _ in range(24)]
+for watch in watches:
+    watch.interval = 1e-6  # the threads are in the store most of the time
+time.sleep(1.2)
+sys.exit(2)
+"""
+
+
+def test_a_process_that_ends_while_it_watches_keeps_its_exit_code():
+    """A thread that came back from the store while the interpreter was taken down aborted the process (134)."""
+    result = subprocess.run([sys.executable, "-c", ENDS_WHILE_WATCHING], cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 2, result.stderr

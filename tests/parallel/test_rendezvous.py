@@ -1,0 +1,213 @@
+"""Rendezvous: ranks that do not join are reported, different software, settings and shared GPUs are rejected."""
+
+import json
+import os
+import socket
+import threading
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+
+from infcl.parallel import host_info, network, rendezvous
+from infcl.parallel.host_info import differences, software
+from infcl.parallel.network import interface_addresses, listen_address, use_interface
+from infcl.parallel.rendezvous import Node, meet, nodes_of, open_store
+from tests.lib.ranks import free_port
+
+SHORT, LONG = timedelta(seconds=2), timedelta(seconds=60)  # for who does not come; for who does, on a busy machine
+
+
+@pytest.fixture
+def store():
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=LONG)
+
+
+def meet_all(
+    store, monkeypatch, ranks: list[tuple[str, dict]], ranks_per_node: int, timeout=LONG, settings=(), gpus=()
+) -> list:
+    """Every rank in a thread, on hosts of `ranks_per_node`; what each got or raised. ranks: (host, other software).
+
+    settings, gpus: of each rank.
+    """
+    results: list = [None] * len(ranks)
+    names = {}
+    monkeypatch.setattr(socket, "gethostname", lambda: names[threading.get_ident()][0])
+    monkeypatch.setattr(rendezvous, "software", lambda: {"torch": "2.13.0"} | names[threading.get_ident()][1])
+
+    def take_part(rank):
+        names[threading.get_ident()] = ranks[rank]
+        try:
+            own = {"settings": settings[rank]} if settings else {}
+            own |= {"gpu": gpus[rank]} if gpus else {}
+            results[rank] = meet(store.clone(), rank, rank % ranks_per_node, len(ranks), timeout=timeout, **own)
+        except Exception as error:  # the tests look at what it is
+            results[rank] = error
+
+    threads = [threading.Thread(target=take_part, args=(rank,)) for rank in range(len(ranks)) if ranks[rank]]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return results
+
+
+def test_all_ranks_learn_the_nodes_in_the_order_of_ranks(store, monkeypatch):
+    nodes = [Node("a", 0, 2), Node("b", 2, 2), Node("c", 4, 2)]
+    assert meet_all(store, monkeypatch, [(host, {}) for host in "aabbcc"], 2) == [nodes] * 6
+
+
+def test_ranks_that_do_not_come_are_named_to_all_that_did(store, monkeypatch):
+    results = meet_all(store, monkeypatch, [("a", {}), ("a", {}), None, None, ("c", {}), None], 2, SHORT)
+    for rank in (0, 1, 4):
+        assert "ranks 2-3, 5 of 6 did not join within 2 s; joined: those on a, c" in str(results[rank])
+
+
+def test_who_is_waited_for_is_said_meanwhile(store, monkeypatch, capsys):
+    monkeypatch.setattr(rendezvous, "PATIENCE", 0.3)
+    meet_all(store, monkeypatch, [("a", {}), ("a", {}), None, None], 2, SHORT)
+    assert "waiting for ranks 2-3 of 4 for 0 s; joined: those on a\n" in capsys.readouterr().err
+
+
+def test_different_software_is_refused_with_who_has_what(store, monkeypatch):
+    ranks = [("a", {}), ("b", {"torch": "2.12.1"}), ("c", {})]
+    for error in meet_all(store, monkeypatch, ranks, 1):
+        assert isinstance(error, ValueError)
+        assert "torch: 2.13.0 on a (rank 0), c (rank 2); 2.12.1 on b (rank 1)" in str(error)
+
+
+def test_different_settings_are_refused_on_all_ranks_with_who_has_what(store, monkeypatch):
+    ranks = [("a", {}), ("a", {}), ("b", {}), ("b", {})]
+    one, other = {"--lr": "1", "--deepspeed_config stage": "1"}, {"--lr": "1", "--deepspeed_config stage": "3"}
+    for error in meet_all(store, monkeypatch, ranks, 2, settings=[one, {}, other, {}]):
+        assert isinstance(error, ValueError)
+        assert str(error) == (
+            "the nodes were not given the same: --deepspeed_config stage: 1 on a (ranks 0-1); 3 on b (ranks 2-3)"
+        )
+
+
+def test_ranks_of_a_node_that_share_a_gpu_are_rejected_and_those_of_different_nodes_are_not(store, monkeypatch):
+    """GPUs may have one name on two nodes only in made-up clusters, whose ranks share one on purpose."""
+    hosts = [(host, {}) for host in "aabb"]
+    for error in meet_all(store, monkeypatch, hosts, 2, gpus=["GPU-1", "GPU-2", "GPU-3", "GPU-3"]):
+        assert isinstance(error, ValueError)
+        assert "ranks 2-3 on b have one GPU, GPU-3: start at most 1 per node" in str(error)
+    other = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=LONG)
+    assert meet_all(other, monkeypatch, hosts, 2, gpus=["GPU-1", "GPU-2", "GPU-1", "GPU-2"])[0] == [
+        Node("a", 0, 2), Node("b", 2, 2),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["pretrain_clip.py", "megatron_patches/x.py", "infcl/models/configs/x.json"])
+def test_the_source_is_all_code_and_the_model_configs(tmp_path, monkeypatch, name):
+    for path in (name, "infcl/parallel/host_info.py"):
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text("one")
+    monkeypatch.setattr(host_info, "__file__", str(tmp_path / "infcl" / "parallel" / "host_info.py"))
+    before = software()["source"]
+    (tmp_path / name).write_text("other")
+    assert software()["source"] != before
+
+
+def test_equal_software_has_no_differences_and_every_kind_is_looked_at():
+    here = software()
+    assert differences({"a": here, "b": dict(here)}) == []
+    assert here["torch"] and here["deepspeed"] and here["source"] and here["python"]
+    for name in here:
+        assert len(differences({"a": here, "b": here | {name: "other"}})) == 1
+
+
+def test_a_node_begins_where_the_local_rank_is_0():
+    assert nodes_of([("x", 0), ("x", 1), ("x", 0), ("y", 0)]) == [Node("x", 0, 2), Node("x", 2, 1), Node("y", 3, 1)]
+
+
+def listening_on(port: int) -> set[str]:
+    rows = [line.split() for name in ("tcp", "tcp6") for line in open(f"/proc/net/{name}").readlines()[1:]]
+    return {local.split(":")[0] for _, local, _, state, *_ in rows if state == "0A" and local.endswith(f":{port:04X}")}
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_the_store_of_one_host_listens_on_the_loopback_alone(monkeypatch, world_size):
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    monkeypatch.setenv("MASTER_PORT", "0")
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    store = open_store(0, world_size, interface=None, timeout=LONG)
+    assert listening_on(int(os.environ["MASTER_PORT"])) == {"0100007F"}
+    del store
+
+
+@pytest.mark.parametrize("listens", ["on the loopback", "everywhere"])
+def test_two_runs_on_one_port_do_not_meet_and_the_second_is_told(monkeypatch, listens):
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    monkeypatch.setenv("MASTER_PORT", str(port := free_port()))
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    if listens == "everywhere":
+        monkeypatch.setattr(rendezvous, "listen_address", lambda host, interface: None)
+    launchers = {}
+    for launcher in (1, 2):
+        monkeypatch.setattr(rendezvous, "deepspeed_launcher", lambda launcher=launcher: launcher)
+        if launcher == 1:
+            launchers[launcher, 0] = open_store(0, 2, interface=None, timeout=LONG)
+        else:
+            with pytest.raises(ValueError, match=f"port {port} of localhost is in use, .* deepspeed --master_port"):
+                open_store(0, 2, interface=None, timeout=LONG)
+        launchers[launcher, 1] = open_store(1, 2, interface=None, timeout=LONG)
+        launchers[launcher, 1].set("rank 1", str(launcher))
+    assert launchers[1, 0].get("rank 1") == b"1"
+
+
+@pytest.mark.parametrize("second", [("b", 2), ("a", 3)])
+def test_a_rank_that_meets_another_run_is_told_whose(monkeypatch, second):
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    monkeypatch.setenv("MASTER_PORT", "0")
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    first = open_store(0, 2, interface=None, timeout=LONG, run="a")
+    assert open_store(1, 2, interface=None, timeout=LONG, run="a").add("met", 1) == first.add("met", 0) == 1
+    name, size = second
+    with pytest.raises(
+        ValueError, match=f"rendezvous of another run \\(a of 2 ranks, this one is {name} of {size} ranks\\)"
+    ):
+        open_store(1, size, interface=None, timeout=LONG, run=name)
+
+
+def test_a_name_without_an_address_is_a_usage_error(monkeypatch):
+    """The resolver's own exception says neither the name nor what to do."""
+    with pytest.raises(
+        ValueError, match="MASTER_ADDR=nowhere.invalid has no address on .*: give the address of rank 0"
+    ):
+        listen_address("nowhere.invalid", None)
+
+
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="this machine has no IPv6")
+def test_the_store_listens_on_an_ipv6_address(monkeypatch):
+    monkeypatch.setenv("MASTER_ADDR", "::1")
+    monkeypatch.setenv("MASTER_PORT", "0")
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    first = open_store(0, 2, interface=None, timeout=LONG)
+    assert open_store(1, 2, interface=None, timeout=LONG).add("met", 1) == first.add("met", 0) == 1
+    assert listening_on(int(os.environ["MASTER_PORT"])) == {"00000000000000000000000001000000"}
+
+
+def test_the_address_has_to_be_one_of_the_interface(monkeypatch):
+    """IPv6 addresses count, of every one that the interface has; a name with both kinds is taken by its IPv4 one."""
+    there = {"ib0": ["10.1.0.1", "10.1.0.2", "fd00::1"]}
+    monkeypatch.setattr(network, "interface_addresses", there.__getitem__)
+    assert [listen_address(name, "ib0") for name in ("10.1.0.2", "fd00::1")] == ["10.1.0.2", "fd00::1"]
+    assert listen_address("10.9.0.1", None) is None and listen_address("localhost", "ib0") == "127.0.0.1"
+    with pytest.raises(
+        ValueError, match="--interface ib0 has the address 10.1.0.1 .* start it with --master_addr 10.1"
+    ):
+        listen_address("10.9.0.1", "ib0")
+
+
+def test_an_unknown_interface_is_refused_with_those_that_there_are():
+    assert interface_addresses("lo")[0] == "127.0.0.1"
+    with pytest.raises(ValueError, match="--interface eth9: no such interface .*available: .*lo"):
+        interface_addresses("eth9")
+    with pytest.raises(ValueError, match="--interface eth9: no such interface"):
+        use_interface("eth9")
+
+
+def test_what_ranks_say_is_plain_json(store, monkeypatch):
+    meet_all(store, monkeypatch, [("a", {})], 1)
+    assert json.loads(store.get("all")) == {"ranks": [["a", 0]]}
