@@ -95,9 +95,16 @@ class ResidualBlock(nn.Module):
             out_std=residual_std,
         )
 
+        self.run: Callable[..., torch.Tensor] = compute_block  # or a compiled one
+
     def forward(self, x: torch.Tensor, seen: torch.Tensor | None = None) -> torch.Tensor:
-        x = x + self.attn(self.ln_1(x), seen)
-        return x + self.mlp(self.ln_2(x))
+        return self.run(x, self, seen=seen)
+
+
+def compute_block(x: torch.Tensor, block: ResidualBlock, *, seen: torch.Tensor | None = None) -> torch.Tensor:
+    """[m, L, w] -> [m, L, w]; a function of the block, so that all blocks share one compiled graph."""
+    x = x + block.attn(block.ln_1(x), seen)
+    return x + block.mlp(block.ln_2(x))
 
 
 class Attention(nn.Module):
@@ -157,8 +164,16 @@ class Linear(nn.Linear):
 class LayerNorm(nn.LayerNorm):
     """Statistics in float32 (torch's kernels and autocast both see to that), the result in the dtype of the input."""
 
+    def __init__(self, width: int):
+        super().__init__(width)
+        self.layer_norm: Callable[..., torch.Tensor] = layer_norm  # or a compiled one
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x).to(x.dtype)
+        return self.layer_norm(x, self.weight, self.bias, self.eps)
+
+
+def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> torch.Tensor:
+    return F.layer_norm(x, weight.shape, weight, bias, eps).to(x.dtype)
 
 
 def quick_gelu_activation(x: torch.Tensor) -> torch.Tensor:

@@ -23,7 +23,7 @@ from infcl.models.packing import (
     row_length,
 )
 from infcl.step.offload import PixelCache
-from infcl.train import compile as compiled
+from infcl.train.compile import compile_blocks
 from tests.lib.loss_oracle import relative_error
 
 CPU = torch.device("cpu")
@@ -173,7 +173,9 @@ def test_one_graph_serves_any_number_of_rows(backend, monkeypatch):
     model = CLIP(load_model_config("demo"))
     cfg = model.cfg.text_cfg
     graphs = torch._dynamo.utils.counters["stats"]
-    assert compiled.compile_blocks(model, CPU, "fp32", {64}, masks=1)
+    assert compile_blocks(model, {64}, packed=True)
+    features = model(**packed(cfg, captions(cfg, [9] * 64)))["text_features"]
+    features.sum().backward()
     before = graphs["unique_graphs"]
     for size, length in ((64, 20), (64, 5), (33, 11), (5, 2)):
         texts = captions(cfg, [length] * size)
