@@ -294,7 +294,7 @@ def test_where_no_tower_can_have_it_the_reasons_are_said(device, dtype, cfg, why
     elif cfg == "tokens":
         cfg = dataclasses.replace(
             CFG,
-            vision_cfg=dataclasses.replace(CFG.vision_cfg, image_size=56),
+            vision_cfg=dataclasses.replace(CFG.vision_cfg, image_size=80),
             text_cfg=dataclasses.replace(CFG.text_cfg, context_length=197),
         )
     with torch.device("meta"):
