@@ -1,10 +1,8 @@
 """Tensor parallelism from megatron-core, put onto ordinary towers from outside, under the DeepSpeed engine.
 
 Reading order: groups.py (which rank holds what; DeepSpeed's view of it) -> split.py (whole parameter <-> a rank's part)
--> linear.py, towers.py (the layers that compute with parts) -> products.py, exchange.py (sequence parallelism: rows
-that travel while they are multiplied) -> halves.py (compiled blocks that compute while they send) -> loss.py (the ring
-over all ranks) -> patches.py (what is changed in megatron-core itself) -> megatron_lm.py (the loss in Megatron-LM's own
-training loop).
+-> linear.py, towers.py (the layers that compute with parts) -> loss.py (the ring over all ranks) -> patches.py (what is
+changed in megatron-core itself) -> megatron_lm.py (the loss in Megatron-LM's own training loop).
 
 T tensor-parallel ranks hold one copy of the model and see the same samples; D = world size / T such copies average
 their gradients. Nothing here is imported when T = 1. Tested with megatron-core 0.16.1.

@@ -5,8 +5,8 @@
 
 A pair column -> row costs one all-reduce in the forward and one in the backward. Under sequence parallelism the
 tensors between such pairs are split over the ranks by their first dimension: an all-reduce becomes an all-gather and a
-reduce-scatter, of as many bytes together, and the backward gathers the rows again instead of keeping them. Then rows
-travel while they are multiplied (products.py), and gradients of what lies between the pairs are summed.
+reduce-scatter, of as many bytes together, and the backward gathers the rows again instead of keeping them. Gradients of
+what lies between the pairs are summed.
 
 A row layer is megatron-core's mapping behind torch's product. A column layer's backward communicates while it computes
 the weight's gradient, as megatron-core's LinearWithGradAccumulationAndAsyncCommunication does. That function is not
@@ -26,9 +26,9 @@ import torch.nn.functional as F
 from megatron.core.tensor_parallel.mappings import reduce_from_tensor_model_parallel_region
 
 from infcl.models.transformer import Attention, LayerNorm, Linear
-from megatron_patches.products import gather_multiply, gather_multiply_both, multiply_scatter, multiply_scatter_both
 
-_collectives = torch.ops._c10d_functional  # in place of nothing, asynchronous until wait_tensor
+_collectives = torch.ops._c10d_functional  # out of place, asynchronous until _wait
+_wait = _collectives.wait_tensor
 
 
 @dataclass(frozen=True)
@@ -140,22 +140,25 @@ class _Columns(torch.autograd.Function):
         if bias_needs:
             d_bias = d_rows.sum(0)
         if x_needs:
-            d_x = _collectives.wait_tensor(d_x)
+            d_x = _wait(d_x)
         return d_x, d_weight, d_bias, None, None
 
 
 class _GatheredColumns(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias, size, group_name):
-        ctx.save_for_backward(x, weight)
+        ctx.save_for_backward(x, weight)  # own rows only: the backward gathers the others again
         ctx.size_and_name = size, group_name
-        return gather_multiply(x, weight, bias, size, group_name)
+        return F.linear(_wait(_gather(x, size, group_name)), weight, bias)
 
     @staticmethod
     def backward(ctx, d_y):
         x, weight = ctx.saved_tensors
-        d_x, d_weight = multiply_scatter_both(d_y, x, weight, *ctx.size_and_name)
-        return d_x, d_weight, d_y.flatten(0, -2).sum(0), None, None
+        gathering = _gather(x, *ctx.size_and_name)  # on the wire while d_x is computed
+        d_x = _scatter_sum(d_y @ weight, *ctx.size_and_name)  # on the wire while d_weight is computed
+        d_rows = d_y.flatten(0, -2)
+        d_weight = d_rows.T @ _wait(gathering).flatten(0, -2)
+        return _wait(d_x), d_weight, d_rows.sum(0), None, None
 
 
 class _ScatteredRows(torch.autograd.Function):
@@ -163,12 +166,23 @@ class _ScatteredRows(torch.autograd.Function):
     def forward(ctx, x, weight, size, group_name):
         ctx.save_for_backward(x, weight)
         ctx.size_and_name = size, group_name
-        return multiply_scatter(x, weight, size, group_name)
+        return _wait(_scatter_sum(F.linear(x, weight), size, group_name))
 
     @staticmethod
     def backward(ctx, d_y):
         x, weight = ctx.saved_tensors
-        return *gather_multiply_both(d_y, x, weight, *ctx.size_and_name), None, None
+        d_y = _wait(_gather(d_y, *ctx.size_and_name))
+        return d_y @ weight, d_y.flatten(0, -2).T @ x.flatten(0, -2), None, None
+
+
+def _gather(rows: torch.Tensor, size: int, group_name: str) -> torch.Tensor:
+    """Start gathering [n / T, ...] -> [n, ...]."""
+    return _collectives.all_gather_into_tensor(rows.contiguous(), size, group_name)
+
+
+def _scatter_sum(rows: torch.Tensor, size: int, group_name: str) -> torch.Tensor:
+    """Start adding up the ranks' [n, ...], of which each gets its [n / T, ...]."""
+    return _collectives.reduce_scatter_tensor(rows.contiguous(), "sum", size, group_name)
 
 
 class _SummedGradients(torch.autograd.Function):
@@ -180,4 +194,4 @@ class _SummedGradients(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *gradients):
         sums = _collectives.all_reduce_coalesced(list(gradients), "sum", ctx.group_name)
-        return None, *(_collectives.wait_tensor(total) for total in sums)
+        return None, *(_wait(total) for total in sums)

@@ -41,7 +41,6 @@ def _graphs(
     sequence_parallel: bool = False,
     blocks: Mapping[str, int] | None = None,
     compiled: bool = True,
-    blocks_of_a_graph: int = 1,
 ) -> dict[str, _Graph]:
     """{"image", "text"}: the graphs of one micro-batch, of the blocks that are trained.
 
@@ -49,8 +48,7 @@ def _graphs(
     gradients of GELU and the stream pass through one in any case. Tensor-parallel ranks share what lies between the
     linear layers they split, with sequence parallelism all. Around the image tower's blocks there are its pixels, the
     first norm's input, and all of the last block's output, of which the head takes a view.
-    blocks: how many of a tower's are trained, its last ones; all unless told. blocks_of_a_graph: of compiled
-    tensor-parallel blocks.
+    blocks: how many of a tower's are trained, its last ones; all unless told.
     """
     vision, text, width = cfg.vision_cfg, cfg.text_cfg, 4 if precision == "fp32" else 2
     shapes: dict[str, tuple[int, Any]] = {
@@ -64,7 +62,7 @@ def _graphs(
         inside = (8 + 4 * tower.mlp_ratio) * width / 2  # of it 2 x ratio each around GELU
         outside = BLOCK_BYTES[precision] - 24 * width / 2
         if precision == "amp_bf16" and compiled:
-            outside -= _SPARED_BYTES[name] / (blocks_of_a_graph if name == "text" else 1)
+            outside -= _SPARED_BYTES[name]
         if sequence_parallel:
             outside, stream = outside / tensor_parallel, stream / tensor_parallel
         block, passing = outside + inside / tensor_parallel, width * (tower.mlp_ratio / tensor_parallel + 2)
@@ -92,18 +90,6 @@ def stem_numbers(vision: VisionConfig) -> int:
 def stream_bytes(precision: str) -> dict[str, int]:
     """{"image", "text"}: bytes of a number that one block hands to the next."""
     return dict(zip(("image", "text"), _STREAM_BYTES[precision]))
-
-
-def exchange_bytes(
-    cfg: CLIPConfig, *, micro_batch_size: int, precision: str, tensor_parallel: int, sequence_parallel: bool
-) -> float:
-    """Slots for other ranks' rows (megatron_patches/exchange.py): 4 (T - 1) of a rank's. torch's peaks lack them."""
-    if not sequence_parallel or tensor_parallel == 1:
-        return 0.0
-    vision, text = cfg.vision_cfg, cfg.text_cfg
-    row = max((1 + vision.num_patches) * vision.width, text.context_length * text.width)
-    width = 4 if precision == "fp32" else 2
-    return 4 * (tensor_parallel - 1) * micro_batch_size / tensor_parallel * row * width
 
 
 def cast_bytes(trainable: int, *, precision: str, checkpointing: bool) -> float:

@@ -16,7 +16,7 @@ from torch import nn
 from infcl.config import BatchPlan
 from infcl.kernels import WORKSPACE_BYTES
 from infcl.models.config import CLIPConfig
-from infcl.plan.activations import exchange_bytes, graph_bytes
+from infcl.plan.activations import graph_bytes
 from infcl.plan.parts import (
     bucket_bytes,
     gathered_bytes,
@@ -139,7 +139,6 @@ def parts_of(load: Load) -> dict[str, float]:
         load.parameters, load.zero, stage=load.stage, ranks=batch.dp_size, precision=load.precision
     )
     parts |= graphs
-    parts["travelling rows"] = exchange_bytes(cfg, **_layout(load))
     rows = batch.rank_batch_size // share
     parts["cached data"] = pixels_on_device(load)
     parts["cached data"] += batch.rank_batch_size * (8.0 * cfg.text_cfg.context_length + load.trunks)

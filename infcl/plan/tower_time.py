@@ -34,10 +34,7 @@ TILE = 128  # tokens: cuDNN's attention computes 50 as 128, and 257 as 384
 CAUSAL, MASKED = 1.6, 2.0  # of attention, a tile: captions of 77 and rows of 160 (docs/log.md)
 UNSPLIT = 0.43  # of the rest: norms and residuals, which each of T ranks computes whole, but for sequence parallelism
 SIXTEEN_BIT = 0.76  # of the rest where eager blocks hold 16-bit parameters: no casts, a stream of half the bytes
-# Of what travels between tensor-parallel ranks, what does not hide: sums; sums in halves (megatron_patches/halves.py),
-# less what these cost; rows of sequence parallelism.
-SUMS_SHOW, HALVES_SHOW, ROWS_SHOW = 0.67, 0.52, 0.21
-LEAST_ELEMENTS = 2**26  # of a micro-batch that goes in halves
+SUMS_SHOW = 0.67  # share of the tensor-parallel communication that no computation hides
 _WIDTH, _TOKENS, _HEAD = 1024, 257, 64  # where a profile's efficiencies hold
 
 # The host's, from steps that wait for it. To issue a compiled block's forward (a backward is two), eager 77 / 60 of it;
@@ -188,14 +185,13 @@ def _ends_seconds(setting: Setting) -> float:
 
 
 def _travelling(setting: Setting, passes: int) -> Phase:
-    """Two sums of a block's activations a pass; under sequence parallelism rows travel beside the products instead."""
+    """Return the all-reduces of tensor parallelism, two per block and pass; or its gathers and scatters."""
     size, behind = setting.tensor_parallel, "products"
     rows = [(shape.tokens * shape.width, shape.layers) for shape in _shapes(setting)]
     values = setting.micro_batch * sum(row * layers for row, layers in rows)
     once = 2 * (size - 1) / size * 2 * values / (setting.gpu.link_gbs * 1e9)  # of all layers, in 16 bits
     if setting.sequence_parallel:  # half a sum each, 4 forward and 6 backward
         seconds = (4 * forwards(setting) + 6 * setting.num_micro_batches) * once / 2
-        return Phase("tensor parallel", seconds, ROWS_SHOW * seconds, behind)
+        return Phase("tensor parallel", seconds, SUMS_SHOW * seconds, behind)
     seconds = 2 * passes * once
-    halves = setting.compiled and setting.micro_batch * rows[0][0] >= LEAST_ELEMENTS
-    return Phase("tensor parallel", seconds, (HALVES_SHOW if halves else SUMS_SHOW) * seconds, behind)
+    return Phase("tensor parallel", seconds, SUMS_SHOW * seconds, behind)

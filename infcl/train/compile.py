@@ -69,10 +69,9 @@ def compile_blocks(model: CLIP, batch_sizes: Set[int], *, packed: bool = False) 
         return False
     torch._dynamo.config.recompile_limit = max(_RECOMPILE_LIMIT, torch._dynamo.config.recompile_limit)
     compiled = torch.compile(compute_block, dynamic=False)
-    for tower, sizes in (
-        (model.visual.transformer, batch_sizes),
-        (model.transformer, set() if packed else batch_sizes),
-    ):
+    towers: list[tuple[Any, Set[int]]] = [(model.visual.transformer, batch_sizes)]
+    towers.append((model.transformer, set() if packed else batch_sizes))
+    for tower, sizes in towers:
         run = _for_sizes(compiled, compute_block, sizes)
         for block in tower.resblocks:
             block.run = run

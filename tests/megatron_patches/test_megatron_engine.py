@@ -33,9 +33,7 @@ OPTIONS = [  # (T, D, preset, flags)
 
 def steps_of(rank, world_size, size, preset, flags):
     from infcl.checkpoint.load import full_weights
-    from megatron_patches import halves
 
-    halves.LEAST_ELEMENTS = 1
     with mock.patch("infcl.train.compile.ALIGNED", 1):  # these towers' sizes are no multiples of 8; CPUs do not mind
         config = settings(preset, size, **flags)
         options = {"activation_checkpointing": config.grad_checkpointing}

@@ -5,6 +5,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from infcl.models import CLIP, CLIPConfig, TextConfig, VisionConfig, load_model_config
@@ -104,22 +105,13 @@ def test_a_block_is_on_the_device_before_the_next_one_is_made(monkeypatch):
     assert on_host[-1] > 0  # without a device, blocks wait where they are made
 
 
-def forward_backward(rank, world_size, size, sequence_parallel, checkpointing, rows, in_halves=False, cfg=CFG):
-    """float64 gradients of a fixed surrogate -> (features, whole gradients).
-
-    in_halves: by what torch.compile gets for its blocks, without compiling it.
-    """
-    from megatron_patches import halves
+def forward_backward(rank, world_size, size, sequence_parallel, checkpointing, rows, cfg=CFG):
+    """float64 gradients of a fixed surrogate -> (features, whole gradients)."""
     from megatron_patches.towers import split_towers
 
     model = new_model(cfg, activation_checkpointing=checkpointing).double()
     if size > 1:
         split_towers(model, layout(size).tp_group, sequence_parallel=sequence_parallel)
-    if in_halves:
-        sizes, cpu = {rows // size if sequence_parallel else rows}, torch.device("cpu")
-        halves.LEAST_ELEMENTS = 1
-        with mock.patch("torch.compile", lambda run, **_: run), mock.patch("infcl.train.compile.ALIGNED", 1):
-            assert compile_blocks(model, cpu, "fp32", sizes, way=halves.IN_HALVES, blocks_of_a_run=2)
     images, texts = global_batch(rows, 5, cfg)
     features = model.visual(images.double()), model.encode_text(texts)
     generator = torch.Generator().manual_seed(6)
@@ -130,29 +122,18 @@ def forward_backward(rank, world_size, size, sequence_parallel, checkpointing, r
 
 
 @pytest.mark.parametrize(
-    ("size", "sequence_parallel", "checkpointing", "rows", "in_halves"),
-    [
-        (2, False, False, 3, False),
-        (4, False, True, 5, False),
-        (2, True, False, 4, False),
-        (2, True, True, 5, False),
-        (4, True, False, 3, False),
-        (2, False, False, 6, True),
-        (2, False, True, 3, True),
-        (2, True, False, 4, True),
-    ],
+    ("size", "sequence_parallel", "checkpointing", "rows"),
+    [(2, False, False, 3), (4, False, True, 5), (2, True, False, 4), (2, True, True, 5), (4, True, False, 3)],
 )
-def test_features_and_gradients_equal_the_whole_models(size, sequence_parallel, checkpointing, rows, in_halves):
-    """Also where the samples do not divide by T under sequence parallelism, or by two in halves."""
-    require_those_of_the_whole_model(size, sequence_parallel, checkpointing, rows, in_halves, CFG)
+def test_features_and_gradients_equal_the_whole_models(size, sequence_parallel, checkpointing, rows):
+    """Also where the samples do not divide by T under sequence parallelism."""
+    require_those_of_the_whole_model(size, sequence_parallel, checkpointing, rows, CFG)
 
 
 def packed_features(rank, world_size, counts, compiled):
     """Under sequence parallelism, of as many captions as each of `counts`: features and gradients beside the whole
     model's; rows; the first block's own rows, and its mask. And how many graphs were made on the way.
     """
-    from infcl.train.compile import _in_turn
-    from megatron_patches.halves import LATE_WAITS
     from megatron_patches.towers import split_towers
 
     text, graphs = CFG.text_cfg, torch._dynamo.utils.counters["stats"]
@@ -160,10 +141,9 @@ def packed_features(rank, world_size, counts, compiled):
     split_towers(model, layout(world_size).tp_group, sequence_parallel=True)
     model.transformer.resblocks[0].register_forward_pre_hook(lambda _, inputs: given.append(inputs))
     if compiled:
-        way = {"way": (_in_turn, LATE_WAITS), "masks": world_size}
         with mock.patch("infcl.train.compile.ALIGNED", 1):
-            assert compile_blocks(model, torch.device("cpu"), "fp32", {8 // world_size}, **way)
-    before, found = graphs["unique_graphs"], []
+            assert compile_blocks(model, {8 // world_size}, packed=True)
+    before, found = None, []
     for count in counts:
         texts = longest(text, count)
         rows, ends = pack_captions(texts, text)
@@ -175,6 +155,7 @@ def packed_features(rank, world_size, counts, compiled):
             both += [features.detach(), *torch.autograd.grad(features.sin().sum(), table)]
         x, mask = given.pop()
         found.append((both, len(rows), len(x), mask))
+        before = graphs["unique_graphs"] if before is None else before
     return found, graphs["unique_graphs"] - before
 
 
@@ -211,9 +192,7 @@ def drawn(seed: int, size: int) -> tuple:
         vision_cfg=VisionConfig(image_size=patch * draw.randint(1, 4), patch_size=patch, **towers["vision"]),
         text_cfg=TextConfig(context_length=draw.randint(1, 9), vocab_size=draw.randint(2, 40), **towers["text"]),
     )
-    sequence_parallel, in_halves, rows = draw.random() < 0.5, draw.random() < 0.5, draw.randint(1, 7)
-    rows = -(-rows // size) * size if sequence_parallel and in_halves else rows
-    return size, sequence_parallel, draw.random() < 0.3, rows, in_halves, cfg
+    return size, draw.random() < 0.5, draw.random() < 0.3, draw.randint(1, 7), cfg
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -223,7 +202,7 @@ def test_towers_of_random_sizes_equal_the_whole_ones(size):
 
 
 def require_those_of_the_whole_model(*given):
-    size, rows, cfg = given[0], given[3], given[5]
+    size, rows, cfg = given[0], given[3], given[4]
     features, gradients = forward_backward(0, 1, 1, False, False, rows, cfg=cfg)
     for got_features, got_gradients in run_ranks(forward_backward, size, *given):
         for got, expected in zip(got_features, features):
@@ -237,15 +216,15 @@ def require_those_of_the_whole_model(*given):
 
 
 class SentDtypes(TorchDispatchMode):
-    """The dtype of every tensor that is all-reduced, or travels while it is multiplied."""
+    """The dtype of every tensor that a collective sends."""
 
     def __init__(self):
         super().__init__()
         self.dtypes = []
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        sums = ("c10d::allreduce_", "_c10d_functional::all_reduce", "_c10d_functional::all_reduce_coalesced")
-        if function.name() in sums or function.namespace == "infcl":
+        collectives = ("all_reduce", "all_reduce_coalesced", "all_gather_into_tensor", "reduce_scatter_tensor")
+        if function.name() in ("c10d::allreduce_", *(f"_c10d_functional::{name}" for name in collectives)):
             self.dtypes.append(torch.utils._pytree.tree_leaves(args[0])[0].dtype)
         return function(*args, **kwargs or {})
 
@@ -272,7 +251,7 @@ def autocast_dtypes(rank, world_size, sequence_parallel):
     ("sequence_parallel", "activations", "gradients"),
     [
         (False, 4, 0),
-        (True, 8, 4),  # each gather and each scatter; two norms and two biases
+        (True, 10, 4),  # each gather and each scatter; two norms and two biases
     ],
 )
 def test_under_autocast_the_ranks_send_bfloat16_and_gradients_agree_within_its_rounding(
@@ -314,3 +293,18 @@ def fifty_steps(rank, world_size, preset, sequence_parallel):
 def test_replicated_parameters_stay_equal_to_the_bit_over_fifty_steps(preset, sequence_parallel):
     first, second = run_ranks(fifty_steps, 2, preset, sequence_parallel)
     assert len(first) > 30 and [name for name in first if first[name] != second[name]] == []
+
+
+@pytest.mark.parametrize("trained", [True, False])
+def test_blocks_of_pass_1_and_frozen_ones_are_whole_graphs(trained):
+    """A norm whose gradients nobody wants sends none. Asking for them would break the graph."""
+    from megatron_patches.linear import SampleParallelNorm, Sharing
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    norm = SampleParallelNorm(8).requires_grad_(trained)
+    norm.sharing = Sharing(dist.group.WORLD, sequence_parallel=True)
+    compiled = torch.compile(lambda x: norm(x), backend="eager", fullgraph=True)
+    x = torch.randn(3, 8)
+    with torch.set_grad_enabled(not trained):
+        assert torch.equal(compiled(x), norm(x))
+    dist.destroy_process_group()

@@ -20,7 +20,7 @@ from infcl.config.preset import BUCKET, read_preset
 from infcl.loss.contrastive import ContrastiveLoss
 from infcl.loss.copies import PeerCopies
 from infcl.models import CLIP, load_model_config
-from infcl.plan.activations import activation_bytes, exchange_bytes
+from infcl.plan.activations import activation_bytes
 from infcl.plan.compare import past
 from infcl.plan.loads import kept_trunks, memory_of, memory_of_run, memory_plan, trained_blocks
 from infcl.plan.memory import counted_by_torch, parameter_counts
@@ -204,17 +204,6 @@ def test_tensor_parallel_ranks_share_the_model_and_with_sequence_parallelism_all
     split, plain = (parts[name]["activations"] - around for name in ("sequence", "plain"))
     assert split == pytest.approx(plain / 4)
     assert parts["sequence"]["activations"] < 0.6 * parts["split"]["activations"]
-
-
-@pytest.mark.parametrize("size", [2, 4])
-def test_travelling_rows_have_the_slots_of_the_exchange(size):
-    from megatron_patches.exchange import ROUND
-
-    cfg = load_model_config("ViT-L-14")
-    sizes = {"micro_batch_size": 256, "precision": "amp_bf16", "tensor_parallel": size}
-    rows = 256 // size * 257 * 1024 * 2
-    assert exchange_bytes(cfg, sequence_parallel=True, **sizes) == 2 * ROUND * (size - 1) * rows
-    assert exchange_bytes(cfg, sequence_parallel=False, **sizes) == 0
 
 
 def test_the_plan_knows_the_optimizer_the_average_and_what_is_locked(demo_folder, tmp_path):

@@ -93,7 +93,7 @@ def test_blocks_that_are_computed_again_are_left_their_room():
     sizes = {"precision": "amp_bf16", "tensor_parallel": 1, "sequence_parallel": False, "micro_batch_size": 8192}
     graphs = graph_bytes(
         load_model_config("ViT-B-32"), 0, checkpointing=True, compiled=True, blocks={"image": 12, "text": 12},
-        blocks_of_a_graph=1, **sizes,
+        **sizes,
     )  # fmt: skip
     assert graphs["backward"] > 0.5 * graphs["activations"]
     batch = BatchPlan(1, 8, 8192)
