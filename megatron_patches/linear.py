@@ -154,10 +154,11 @@ class _GatheredColumns(torch.autograd.Function):
     @staticmethod
     def backward(ctx, d_y):
         x, weight = ctx.saved_tensors
-        gathering = _gather(x, *ctx.size_and_name)  # on the wire while d_x is computed
+        # On the wire while d_x is computed. A compiled block keeps the forward's gathered rows instead.
+        gathering = _gather(x.flatten(0, -2), *ctx.size_and_name)
         d_x = _scatter_sum(d_y @ weight, *ctx.size_and_name)  # on the wire while d_weight is computed
         d_rows = d_y.flatten(0, -2)
-        d_weight = d_rows.T @ _wait(gathering).flatten(0, -2)
+        d_weight = d_rows.T @ _wait(gathering)
         return _wait(d_x), d_weight, d_rows.sum(0), None, None
 
 

@@ -65,6 +65,8 @@ def _graphs(
             outside -= _SPARED_BYTES[name]
         if sequence_parallel:
             outside, stream = outside / tensor_parallel, stream / tensor_parallel
+            if compiled:  # torch.compile keeps the rows that both column layers have gathered
+                outside += 2 * width * (1 - 1 / tensor_parallel)
         block, passing = outside + inside / tensor_parallel, width * (tower.mlp_ratio / tensor_parallel + 2)
         kept, added = (layers * stream, block + passing) if checkpointing else (layers * block, passing)
         numbers = micro_batch_size * tokens * tower.width

@@ -180,4 +180,4 @@ def bytes_beside_graphs(load: Load) -> float:
 
 def counted_by_torch(parts: dict[str, float]) -> float:
     """The peak that torch's allocator tells, which knows nothing of memory that GPUs share with each other."""
-    return parts["peak"] - parts["travelling rows"] - parts["landing buffers"]
+    return parts["peak"] - parts["landing buffers"]
