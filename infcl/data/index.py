@@ -27,6 +27,7 @@ MAX_IMAGE_BYTES = 256 << 20  # a larger image member is rejected unread
 MAX_JSON_BYTES = 1 << 20  # a larger json member is treated as absent
 _FORMAT = "infcl-index-4"
 SIDECAR = ".infcl.idx"  # other programs keep files of their own as .idx and .tar.idx
+_SHOWN_KEYS, _SHOWN_CHARACTERS = 20, 200  # of each cause and shard; of each key
 _READ_AHEAD = 4 << 20  # of remote storage: headers lie so close that nearly everything is read anyway
 
 
@@ -64,7 +65,8 @@ DEFAULT_KEYS = SampleKeys()
 
 @dataclass(frozen=True)
 class ShardIndex:
-    """members: int64 [n, 6] by COLUMNS; rejected: samples left out, by cause; damage: what is wrong with the tar.
+    """members: int64 [n, 6] by COLUMNS; rejected: samples left out, by cause; damage: what is wrong with the tar;
+    bad_keys: the first `_SHOWN_KEYS` samples that were left out, by cause.
 
     `version` is the file's when it was read (storage.py): it tells whether the index is still true.
     """
@@ -74,6 +76,7 @@ class ShardIndex:
     damage: str | None
     file_bytes: int
     version: int
+    bad_keys: dict[str, list[str]]
 
 
 def scan_shard(path: str, keys: SampleKeys, storage: StorageOptions = DEFAULT_STORAGE) -> ShardIndex:
@@ -84,6 +87,13 @@ def scan_shard(path: str, keys: SampleKeys, storage: StorageOptions = DEFAULT_ST
     rejected = dict.fromkeys(("no_image", "no_caption", "duplicate_member", "image_file_too_large", "dotted_name"), 0)
     dotted: tuple[set[str], set[str]] = set(), set()  # images and captions whose key the first dot has cut: a.5x.jpg
     damage: list[str] = []
+    bad_keys: dict[str, list[str]] = {}
+
+    def reject(cause: str, key: str) -> None:
+        rejected[cause] += 1
+        if len(shown := bad_keys.setdefault(cause, [])) < _SHOWN_KEYS:
+            shown.append(key[:_SHOWN_CHARACTERS])
+
     file = retry(lambda: open_shard(path, storage), path, storage)
     try:
         pread = _ReadAhead(file, path, storage) if is_remote(path) else file.pread
@@ -101,26 +111,28 @@ def scan_shard(path: str, keys: SampleKeys, storage: StorageOptions = DEFAULT_ST
             kind, alternative = places[extension]
             row = rows.setdefault(key, [ABSENT] * 9)
             if row[6 + kind] == alternative:
-                rejected["duplicate_member"] += 1
+                reject("duplicate_member", key)
             elif row[6 + kind] == ABSENT or alternative < row[6 + kind]:
                 if kind != 2 or size <= MAX_JSON_BYTES:
                     row[2 * kind : 2 * kind + 2], row[6 + kind] = (offset, size), alternative
     finally:
         file.close()
-    rejected["dotted_name"] = len(dotted[0] & dotted[1])
+    for key in sorted(dotted[0] & dotted[1]):
+        reject("dotted_name", key)
     usable = []
-    for row in rows.values():
+    for key, row in rows.items():
         if row[0] == ABSENT:
-            rejected["no_image"] += 1
+            reject("no_image", key)
         elif row[2] == row[4] == ABSENT:
-            rejected["no_caption"] += 1
+            reject("no_caption", key)
         elif row[1] > MAX_IMAGE_BYTES:
-            rejected["image_file_too_large"] += 1
+            reject("image_file_too_large", key)
         else:
             usable.append(row[:6])
     table = np.array(usable, dtype=np.int64).reshape(-1, 6)
     says = "; ".join(damage[:3]) + (f"; and {len(damage) - 3} more" if len(damage) > 3 else "")
-    return ShardIndex(table, {k: n for k, n in rejected.items() if n}, says or None, file.file_bytes, file.version)
+    counts = {cause: count for cause, count in rejected.items() if count}
+    return ShardIndex(table, counts, says or None, file.file_bytes, file.version, bad_keys)
 
 
 def ensure_index(
@@ -128,7 +140,7 @@ def ensure_index(
 ) -> tuple[str, dict]:
     """(sidecar path, its header) of a shard; built where missing or older than the shard.
 
-    The header: format, image_key, text_key, file_bytes, version, samples, rejected, damage. The sidecar is
+    The header: format, image_key, text_key, file_bytes, version, samples, rejected, damage, bad_keys. The sidecar is
     `PATH.infcl.idx`; where that place cannot be written to, or the shard is remote, it goes to `cache_folder` (default
     ~/.cache/infcl/index). Writing is atomic, so processes that race write the same file. Other keys than DEFAULT_KEYS
     have a sidecar of their own: a run opens its indexes when it needs them, and another run may have others meanwhile.
@@ -148,7 +160,7 @@ def ensure_index(
             return str(place), header
     index = scan_shard(path, keys, storage)
     header = expected | {"file_bytes": index.file_bytes, "version": index.version, "samples": len(index.members)}
-    header |= {"rejected": index.rejected, "damage": index.damage}
+    header |= {"rejected": index.rejected, "damage": index.damage, "bad_keys": index.bad_keys}
     for place in places[:-1]:
         try:
             _write(place, header, index.members)

@@ -23,6 +23,8 @@ from infcl.data.index import DEFAULT_KEYS, SampleKeys, ensure_index
 from infcl.data.spool import spool_path
 from infcl.data.storage import DEFAULT_STORAGE, ShardFault, StorageOptions, is_remote
 
+_SHOWN_KEYS = 100  # of each cause
+
 
 def expand_shards(urls: str | Sequence[str], *, allow_pipe: bool = False) -> list[str]:
     """The shards that `urls` names, in order: `::` lists, braces, globs, folders.
@@ -125,6 +127,7 @@ class Manifest:
     damaged: dict[str, str]  # shard -> what is wrong with it
     missing: dict[str, str]  # shard that was named -> why it is not used
     sha256: str
+    bad_keys: dict[str, list[str]]  # some of the samples that `rejected` counts, by cause: "SHARD: KEY"
 
     @cached_property
     def ends(self) -> np.ndarray:
@@ -164,6 +167,7 @@ def load_manifest(
     shards: list[Shard | None] = [None] * len(paths)
     rejected: Counter[str] = Counter()
     damaged: dict[str, str] = {}
+    bad_keys: dict[str, list[str]] = {}
     for step in range(len(paths)):
         i = (step + rank * len(paths) // world_size) % len(paths)
         try:
@@ -176,6 +180,8 @@ def load_manifest(
             paths[i], index_path, header["samples"], header["file_bytes"], header["version"], float(factor_of[i])
         )
         rejected.update(header["rejected"])
+        for cause, found in header.get("bad_keys", {}).items():  # indexes of before had none
+            bad_keys.setdefault(cause, []).extend(f"{paths[i]}: {ascii(key)[1:-1]}" for key in found)
         if header["damage"]:
             damaged[paths[i]] = header["damage"]
     present = tuple(shard for shard in shards if shard is not None)
@@ -188,7 +194,9 @@ def load_manifest(
         for shard in present
     ]
     digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
-    return Manifest(present, dict(rejected), dict(sorted(damaged.items())), dict(sorted(missing.items())), digest)
+    return Manifest(
+        present, dict(rejected), dict(sorted(damaged.items())), dict(sorted(missing.items())), digest, bad_keys
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -223,6 +231,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(f"{len(manifest.shards)} shards, {manifest.num_samples} samples, sha256 {manifest.sha256[:16]}")
     for cause, count in sorted(manifest.rejected.items()):
         print(f"  left out, {cause}: {count}")
+        shown = manifest.bad_keys.get(cause, [])[:_SHOWN_KEYS]
+        for key in shown:
+            print(f"    {key}")
+        if count > len(shown) > 0:
+            print(f"    and {count - len(shown)} more")
     for path, damage in manifest.damaged.items():
         print(f"  damaged, what is whole is used: {path}: {damage}")
     for path, why in manifest.missing.items():

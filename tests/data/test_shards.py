@@ -272,6 +272,17 @@ def test_damaged_shards_are_listed_with_what_is_wrong(tmp_path, capsys):
     assert "3 shards" in out and f"damaged, what is whole is used: {path}: ends at byte 1500" in out
 
 
+def test_indexing_says_which_samples_are_left_out(tmp_path, capsys):
+    members = [*three_pairs(), ("x\u00e9\x1b.txt", b"a"), ("y.jpg", b"a"), *[(f"z{i}.txt", b"a") for i in range(30)]]
+    write_tar(tmp_path / "0.tar", members)
+    for _ in range(2):  # built, then read
+        main(["index", str(tmp_path)])
+        out = capsys.readouterr().out
+        assert f"left out, no_caption: 1\n    {tmp_path}/0.tar: y\n" in out
+        assert f"left out, no_image: 31\n    {tmp_path}/0.tar: x\\xe9\\x1b\n    {tmp_path}/0.tar: z0\n" in out
+        assert "z18\n    and 11 more\n" in out
+
+
 def test_the_reader_returns_any_samples_in_the_order_asked_for(tmp_path):
     manifest = load_manifest(write_shards(tmp_path / "a", [3, 0, 5, 1]))
     reader = ShardReader(manifest, max_open=1)
