@@ -1,12 +1,13 @@
 """Checkpoints that any number of ranks and any ZeRO stage can continue from: finding, checking and reading them.
 
-Safetensors and JSON, nothing to unpickle; checkpoint_writer.py writes them.
+Safetensors and JSON, nothing to unpickle; write.py writes them.
 
     RUN/checkpoints/
       step_00000123/
         state_00000.safetensors ...   rank r holds every W-th parameter, whole, fp32: model/NAME,
                                       the optimizer's exp_avg/NAME, exp_avg_sq/NAME, ..., maybe ema/NAME
-        infcl.json                    counters, data position, and size and sha256 of each file; written last
+        infcl.json                    counters, data position, and size and sha256 of each file (manifest.py);
+                                      written last
       latest                          the name of the last complete checkpoint, for people and scripts
 
 What is not what was written (a size or checksum is wrong) is passed over for the checkpoint before it.
@@ -15,30 +16,31 @@ DeepSpeed's own format is not used: it pickles, and it loads under another world
 """
 
 import contextlib
-import json
 import logging
-import re
 import shutil
 from collections.abc import Collection, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from infcl.checkpoint.run_folder import RunFolder, sha256
+from infcl.checkpoint.manifest import (
+    CHECKPOINT_NAME,
+    MANIFEST,
+    DamagedCheckpoint,
+    check_file,
+    check_names,
+    read_manifest,
+)
+from infcl.checkpoint.run_folder import RunFolder
 from infcl.engine.engine import Engine
 from infcl.engine.state import EMA
 from infcl.parallel import Parallel, from_first_rank
 
 log = logging.getLogger(__name__)
 
-FORMAT = 2  # of infcl.json and the files it lists
 PARTIAL = ".partial"  # behind the name of a checkpoint that is being written, or removed
-_NAME = re.compile(r"step_\d{8,}")
-
-
-class DamagedCheckpoint(ValueError):
-    """A checkpoint whose files are not what was written."""
 
 
 def prune_checkpoints(run: RunFolder, *, keep_last: int, keep_every: int, passed_over: Collection[str] = ()) -> None:
@@ -59,8 +61,8 @@ def prune_checkpoints(run: RunFolder, *, keep_last: int, keep_every: int, passed
 
 def complete_checkpoints(run: RunFolder) -> list[Path]:
     """Newest first. Folders of other names, as a copy that somebody keeps, are left alone."""
-    found = [path for path in run.checkpoints.glob("step_*") if _NAME.fullmatch(path.name)]
-    return sorted((path for path in found if (path / "infcl.json").is_file()), key=checkpoint_step, reverse=True)
+    found = [path for path in run.checkpoints.glob("step_*") if CHECKPOINT_NAME.fullmatch(path.name)]
+    return sorted((path for path in found if (path / MANIFEST).is_file()), key=checkpoint_step, reverse=True)
 
 
 def checkpoint_step(path: Path) -> int:
@@ -183,12 +185,11 @@ def consolidated_state_dict(run: str | Path, *, ema: bool = False) -> dict[str, 
 def newest_intact(run: str | Path) -> tuple[Path, dict]:
     """A run's newest intact checkpoint, or the checkpoint folder that is named, and its manifest. No process group."""
     path = Path(run)
-    candidates = [path] if (path / "infcl.json").is_file() else complete_checkpoints(RunFolder(path))
+    candidates = [path] if (path / MANIFEST).is_file() else complete_checkpoints(RunFolder(path))
     for candidate in candidates:
         try:
             manifest = _read_manifest(candidate)
-            for name in manifest["files"]:
-                _check_file(candidate, name, manifest)
+            check_names(key for name in manifest["files"] for key in check_file(candidate, name, manifest))
         except DamagedCheckpoint as damage:
             log.warning("checkpoint %s is passed over: %s", candidate, damage)
             continue
@@ -223,43 +224,34 @@ def full_weights(engine: Engine, *, keep: bool, ema: bool = False) -> dict[str, 
 
 def _read_manifest(path: Path) -> dict:
     try:
-        manifest = json.loads((path / "infcl.json").read_text())
+        return read_manifest(path)
     except (FileNotFoundError, NotADirectoryError):
         inside = [found for run in (path, *path.parents[:2]) for found in complete_checkpoints(RunFolder(run))]
         hint = f"; name one of the run's checkpoints, like {inside[0]}" if inside else ""
-        missing = "infcl.json is missing" if path.is_dir() else "a file" if path.exists() else "there is no such folder"
+        missing = (
+            f"{MANIFEST} is missing" if path.is_dir() else "a file" if path.exists() else "there is no such folder"
+        )
         raise DamagedCheckpoint(f"no checkpoint of this trainer ({missing}){hint}") from None
-    except ValueError:
-        raise DamagedCheckpoint("infcl.json is damaged") from None
-    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
-        raise DamagedCheckpoint(f"infcl.json is not of format {FORMAT}")
-    return manifest
-
-
-def _check_file(path: Path, name: str, manifest: dict) -> None:
-    expected = manifest["files"][name]
-    try:
-        size = (path / name).stat().st_size
-    except FileNotFoundError:
-        raise DamagedCheckpoint(f"{name} is missing") from None
-    if size != expected["bytes"]:
-        raise DamagedCheckpoint(f"{name} has {size} bytes, {expected['bytes']} were written")
-    if sha256(path / name) != expected["sha256"]:
-        raise DamagedCheckpoint(f"{name} has another checksum than was written")
 
 
 def _check_together(path: Path, parallel: Parallel) -> str | None:
     """What is wrong with a checkpoint, or None: each rank checks its share of the files, all get the same answer."""
-    problem = None
+    problem, keys = None, []
     try:
         manifest = _read_manifest(path)
         for name in sorted(manifest["files"])[parallel.rank :: parallel.world_size]:
-            _check_file(path, name, manifest)
+            keys += check_file(path, name, manifest)
     except DamagedCheckpoint as damage:
         problem = str(damage)
-    answers: list[str | None] = [None] * parallel.world_size
-    dist.all_gather_object(answers, problem)
-    return next((answer for answer in answers if answer), None)
+    answers: list[Any] = [None] * parallel.world_size
+    dist.all_gather_object(answers, (problem, keys))
+    try:
+        check_names(key for _, found in answers for key in found)
+    except DamagedCheckpoint as damage:
+        problem = str(damage)
+    else:
+        problem = None
+    return next((answer for answer, _ in answers if answer), problem)
 
 
 def _tensors(path: Path, manifest: dict) -> Iterator[tuple[str, torch.Tensor]]:

@@ -29,7 +29,8 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from infcl.checkpoint.load import FORMAT, PARTIAL, checkpoint_step, complete_checkpoints, prune_checkpoints
+from infcl.checkpoint.load import PARTIAL, checkpoint_step, complete_checkpoints, prune_checkpoints
+from infcl.checkpoint.manifest import FORMAT, MANIFEST, file_metadata, sealed
 from infcl.checkpoint.run_folder import FolderTaken, RunFolder, sha256, why_not_written, write_atomic
 from infcl.engine.engine import Engine
 from infcl.parallel import Parallel, from_first_rank, rank_and_host
@@ -107,6 +108,7 @@ class CheckpointWriter:
         self._partial = self._final.with_name(self._final.name + PARTIAL)
         self._manifest = {
             "format": FORMAT,
+            "run": self.run.root.name,
             "counters": self.engine.counters(),
             "optimizer": self.engine.optimizer_name,
             "zero_stage": self.engine.zero_stage,
@@ -117,7 +119,7 @@ class CheckpointWriter:
         self._on_rank_0(self._remove_parts)
         self._written: dict | None = None
         self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._write, args=(own,), name="checkpoint")
+        self._thread = threading.Thread(target=self._write, args=(own, step), name="checkpoint")
         self._thread.start()
 
     def publish(self) -> Path | None:
@@ -202,10 +204,11 @@ class CheckpointWriter:
         self._passed_over.discard(written.name)
         prune_checkpoints(self.run, **self.keep, passed_over=self._passed_over)
 
-    def _write(self, own: dict[str, torch.Tensor]) -> None:
+    def _write(self, own: dict[str, torch.Tensor], step: int) -> None:
         try:
             self._partial.mkdir(exist_ok=True)
-            self._written = _write_tensors(self._partial / _file_name(self.parallel.rank), own)
+            file, about = self._partial / _file_name(self.parallel.rank), file_metadata(self.run.root.name, step)
+            self._written = _write_tensors(file, own, about)
         except BaseException as error:  # raised again in publish, on the main thread
             self._error = error
 
@@ -236,13 +239,13 @@ def _own_tensors(engine: Engine, parallel: Parallel) -> dict[str, torch.Tensor]:
     return own
 
 
-def _write_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> dict:
+def _write_tensors(path: Path, tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> dict:
     """Write, flush, and describe: {"bytes": n, "sha256": hex}. OSError when the disk does not take it."""
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     try:
-        save_file(tensors, path)
+        save_file(tensors, path, metadata)
     except SafetensorError as error:  # its own type for a failed write
         raise OSError(str(error)) from error
     with open(path, "rb") as file:
@@ -253,7 +256,7 @@ def _write_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> dict:
 def _publish(partial: Path, final: Path, manifest: dict, run: RunFolder) -> str | None:
     """Manifest, rename, `latest`; the reason when that fails. Rank 0, after all files are on the disk."""
     try:
-        write_atomic(partial / "infcl.json", json.dumps(manifest, indent=2) + "\n")
+        write_atomic(partial / MANIFEST, json.dumps(sealed(manifest), indent=2) + "\n")
         if final.exists():
             shutil.rmtree(final)
         os.replace(partial, final)

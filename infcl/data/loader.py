@@ -186,7 +186,7 @@ class StepLoader:
         ]
         if different:
             if state.get("data", self._source.about) != self._source.about:
-                different.append(f"now {self._source.about}, then {state['data']}")
+                different.append(f"now {self._source.about}, then {state.get('data')}")
             raise ValueError(
                 f"cannot continue inside an epoch of other data: {'; '.join(different)}. Give what it was, or start "
                 "from its weights under another --name: --pretrained RUN"

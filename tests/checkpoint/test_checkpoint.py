@@ -23,6 +23,7 @@ from infcl.checkpoint.load import (
 from infcl.checkpoint.run_folder import RunFolder, write_atomic
 from infcl.report.records import read_records
 from tests.engine.test_engine import settings
+from tests.lib.manifests import trainer_state_of
 from tests.lib.ranks import run_ranks
 from tests.lib.step_oracle import LR, ToyCLIP, global_batch
 from tests.train.test_trainer import demo_config, fit, refusal, run_losses
@@ -88,9 +89,9 @@ def saved_while_a_step_is_made(rank, world_size, preset, folder):
     before, stepped, write = full_weights(engine, keep=True), threading.Event(), checkpoint_writer._write_tensors
     replace = os.replace
 
-    def write_late(path, tensors):
+    def write_late(path, *content):
         assert stepped.wait(60)
-        return write(path, tensors)
+        return write(path, *content)
 
     def fail_to_move(source, target):
         if checkpoint_writer.Path(target).name == "step_00000003":
@@ -101,14 +102,14 @@ def saved_while_a_step_is_made(rank, world_size, preset, folder):
         mock.patch.object(checkpoint_writer, "_write_tensors", write_late),
         mock.patch.object(os, "replace", fail_to_move),
     ):
-        writer.begin(1, {})
+        writer.begin(1, trainer_state_of(1))
         output = engine.encode(*global_batch(4, seed=rank))
         engine.backward((output["image_features"] * output["text_features"]).sum() + output["logit_scale"].sum(), True)
         engine.step(LR)
         stepped.set()
-        writer.begin(2, {})
+        writer.begin(2, trainer_state_of(2))
         second = writer.publish()
-        writer.begin(3, {})
+        writer.begin(3, trainer_state_of(3))
         assert writer.publish() is None and writer.failed == 1 and writer.newest == second
     dist.barrier()  # rank 0 cleans up
     assert sorted(path.name for path in run.checkpoints.iterdir()) == ["latest", "step_00000001", "step_00000002"]
@@ -227,7 +228,7 @@ def damage_foreign(folder):
         (damage_flip, "another checksum"),
         (damage_remove, "is missing"),
         (damage_manifest, "damaged"),
-        (damage_foreign, "not of format 2"),
+        (damage_foreign, "not of format 3 or 2"),
     ],
 )
 def test_a_damaged_or_foreign_checkpoint_is_refused_when_named(finished, tmp_path, damage, message):

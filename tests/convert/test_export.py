@@ -12,7 +12,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from infcl.checkpoint.load import FORMAT
 from infcl.convert import export
 from infcl.convert.export import export_model, load_exported
 from infcl.convert.export_tokenizer import read_model, tokenizer_json
@@ -21,6 +20,7 @@ from infcl.data.tokenizer.learn import train_tokenizer
 from infcl.models import CLIP, load_model_config, with_tokenizer
 from infcl.models.config import parse_model_config
 from tests.lib.checkout import ROOT
+from tests.lib.manifests import manifest_of
 from tests.lib.open_clip_stub import import_open_clip
 
 CONTEXT_LENGTH = 12
@@ -155,7 +155,7 @@ def test_command_exports_the_last_checkpoint_of_a_run(tokenizer_model, tmp_path,
     file = checkpoint / "state_00000.safetensors"
     save_file({f"model/{name}": value for name, value in model.state_dict().items()}, file)
     entry = {"bytes": file.stat().st_size, "sha256": hashlib.sha256(file.read_bytes()).hexdigest()}
-    manifest = {"format": FORMAT, "files": {file.name: entry}, "trainer": {"step": 3, "samples_seen": 192}}
+    manifest = manifest_of(3, {file.name: entry})
     (checkpoint / "infcl.json").write_text(json.dumps(manifest))
     (run / "checkpoints" / "latest").write_text("step_00000003\n")
     (run / "model_config.json").write_text(model.cfg.to_json())
@@ -166,7 +166,7 @@ def test_command_exports_the_last_checkpoint_of_a_run(tokenizer_model, tmp_path,
     assert card.count("# mine") == 1 and "| samples seen | 192 |" in card
     damaged = run / "checkpoints" / "step_00000004"
     damaged.mkdir()
-    (damaged / "infcl.json").write_text(json.dumps(manifest | {"trainer": {"step": 4, "samples_seen": 256}}))
+    (damaged / "infcl.json").write_text(json.dumps(manifest_of(4, {file.name: entry})))
     (run / "summary.json").write_text(json.dumps({"steps": 4, "samples_seen": 256, "zero_shot_top1": 0.5}))
     assert export.main([str(run), "--out", str(tmp_path / "out"), "--name", "mine"]) == 0
     assert (tmp_path / "out" / "README.md").read_text() == card, "it is of the checkpoint that was exported"

@@ -58,8 +58,8 @@ def plant(rank: int, step: int, phase: str, number: int) -> None:
     ring.RingExchange.wait = wait
     plain_write = checkpoint_writer._write_tensors
 
-    def write(path, tensors):
-        written = plain_write(path, tensors)
+    def write(path, *content):
+        written = plain_write(path, *content)
         if phase == "save" and steps_done["count"] >= step:
             strike()
         return written

@@ -285,10 +285,10 @@ def fit_with_lost_saves(rank, world_size, config, lost):
 
     write = checkpoint_writer._write_tensors
 
-    def lose(path, tensors):
+    def lose(path, *content):
         if rank == world_size - 1 and int(path.parent.name.split("_")[1].split(".")[0]) in lost:
             raise OSError(errno.ENODEV, os.strerror(errno.ENODEV))
-        return write(path, tensors)
+        return write(path, *content)
 
     parallel = init_parallel("cpu")
     trainer, ended = Trainer(config, parallel, claim_run_folder(config, parallel)), ""

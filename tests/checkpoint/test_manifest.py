@@ -1,0 +1,235 @@
+"""Damaged and mixed-up manifests and tensor files: each is found, and the older checkpoint is taken."""
+
+import copy
+import json
+import os
+import random
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from infcl.checkpoint.load import consolidated_state_dict, newest_intact
+from infcl.checkpoint.manifest import FORMAT, DamagedCheckpoint, file_metadata, read_manifest, sealed
+from infcl.checkpoint.run_folder import sha256
+from tests.lib.manifests import manifest_of
+
+RUN = "run"
+FILES = ("state_00000.safetensors", "state_00001.safetensors")
+
+
+def entry(file: Path) -> dict:
+    return {"bytes": file.stat().st_size, "sha256": sha256(file)}
+
+
+def content_of(step: int, number: int) -> dict[str, torch.Tensor]:
+    return {f"{kind}/{number}": torch.full((4,), step + 0.1 * i) for i, kind in enumerate(("model", "exp_avg"))}
+
+
+def write_manifest(folder: Path, manifest: dict) -> None:
+    (folder / "infcl.json").write_text(json.dumps(manifest))
+
+
+def listed(folder: Path, step: int, **changes) -> dict:
+    """The manifest of the tensor files that are there, without a checksum."""
+    files = {file.name: entry(file) for file in sorted(folder.glob("*.safetensors"))}
+    return manifest_of(step, files) | {"format": FORMAT, "run": RUN} | changes
+
+
+def write_checkpoint(run: Path, step: int) -> Path:
+    folder = run / "checkpoints" / f"step_{step:08d}"
+    folder.mkdir(parents=True)
+    for number, name in enumerate(FILES):
+        save_file(content_of(step, number), folder / name, file_metadata(RUN, step))
+    write_manifest(folder, sealed(listed(folder, step)))
+    return folder
+
+
+@pytest.fixture
+def run(tmp_path) -> Path:
+    """Of two checkpoints, at steps 1 and 2."""
+    for step in (1, 2):
+        write_checkpoint(tmp_path / RUN, step)
+    return tmp_path / RUN
+
+
+def taken(run: Path) -> int:
+    """The step of the checkpoint that is taken; its weights are those that were written."""
+    step = newest_intact(run)[1]["trainer"]["step"]
+    weights = consolidated_state_dict(run)
+    assert {name: value[0].item() for name, value in weights.items()} == {"0": step, "1": step}
+    return step
+
+
+def leaves(value, at=()):
+    yield at
+    for key, inner in value.items() if isinstance(value, dict) else ():
+        yield from leaves(inner, (*at, key))
+
+
+def changed(manifest: dict, at: tuple, value) -> dict:
+    """With another value there; with nothing, where it is ...."""
+    manifest = copy.deepcopy(manifest)
+    inside = manifest
+    for key in at[:-1]:
+        inside = inside[key]
+    if value is ...:
+        del inside[at[-1]]
+    else:
+        inside[at[-1]] = value
+    return manifest
+
+
+VALUES = (..., None, True, -1, 7, 2**70, 1.5, float("nan"), float("inf"), "x", "../x", [], [[]], {}, {"a": None})
+
+
+def test_any_change_of_a_manifest_is_found(run):
+    newest = run / "checkpoints" / "step_00000002"
+    manifest = read_manifest(newest)
+    cases = [(at, value) for at in leaves(manifest) if at for value in VALUES]
+    assert len(cases) > 300
+    for at, value in cases:
+        write_manifest(newest, changed(manifest, at, value))
+        with pytest.raises(DamagedCheckpoint):
+            read_manifest(newest)
+    assert taken(run) == 1
+
+
+@pytest.mark.parametrize("seal", [sealed, lambda manifest: manifest | {"format": 2}], ids=["format 3", "format 2"])
+def test_values_of_other_types_are_found_by_the_schema(run, seal):
+    """As if they had been written so: where one gets through, it has the type of what it replaces."""
+    newest = run / "checkpoints" / "step_00000002"
+    manifest = listed(newest, 2)
+    types: dict[tuple, set[type]] = {}
+    for at in leaves(manifest):
+        for value in VALUES if at and at not in (("format",), ("zero_stage",)) else ():  # zero_stage: for people
+            write_manifest(newest, seal(changed(manifest, at, value)))
+            if newest_intact(run)[0] == newest:
+                types.setdefault(at, set()).add(type(value))
+    numbers = {("counters", "optimizer_step"), ("trainer", "train_seconds")}
+    allowed = {at: {int, float} if at in numbers else {int} for at in leaves(manifest)} | {("optimizer",): {str}}
+    if seal is not sealed:
+        allowed[("run",)] = set(map(type, VALUES))  # format 2 had none
+    assert all(found <= allowed[at] for at, found in types.items()), types
+    assert ("trainer", "step") not in types and ("files",) not in types and ("world_size",) not in types
+
+
+def test_texts_that_are_no_manifest_are_found(run):
+    newest = run / "checkpoints" / "step_00000002"
+    whole, random_numbers = (newest / "infcl.json").read_bytes(), random.Random(0)
+    texts = [whole[:length] for length in range(0, len(whole) - 1, 7)]
+    texts += [b"[" * 100_000, b'{"a":' * 100_000, b"null", b"[]", b"3", b'{"format": [3]}', b"9" * 5000, b"\xff\xfe"]
+    texts += [b'{"format": 3, "a": ' + b"[" * 700 + b"]" * 700 + b"}"]
+    for _ in range(150):
+        position = random_numbers.randrange(len(whole))
+        texts.append(whole[:position] + bytes([random_numbers.randrange(256)]) + whole[position + 1 :])
+    for text in texts:
+        (newest / "infcl.json").write_bytes(text)
+        if newest_intact(run)[0] == newest:  # a byte that means the same
+            assert json.loads(text) == json.loads(whole)
+    (newest / "infcl.json").unlink()
+    os.mkfifo(newest / "infcl.json")
+    assert taken(run) == 1
+
+
+def other_step(run, newest):
+    shutil.copyfile(run / "checkpoints" / "step_00000001" / FILES[1], newest / FILES[1])
+    return "is of step 1, not of step 2"
+
+
+def other_run(run, newest):
+    save_file(content_of(2, 1), newest / FILES[1], file_metadata("another", 2))
+    return "is of run another, not of run run"
+
+
+def no_metadata(run, newest):
+    save_file(content_of(2, 1), newest / FILES[1])
+    return "is of run None"
+
+
+def repeated(run, newest):
+    shutil.copyfile(newest / FILES[0], newest / FILES[1])
+    return "2 tensors are in more than one file, exp_avg/0 first"
+
+
+def integers(run, newest):
+    save_file({k: v.view(torch.int32) for k, v in content_of(2, 1).items()}, newest / FILES[1], file_metadata(RUN, 2))
+    return "has dtype I32, not F32"
+
+
+def no_safetensors(run, newest):
+    (newest / FILES[1]).write_bytes(b"x" * 100)
+    return "is no safetensors file"
+
+
+def link_out(run, newest):
+    os.replace(newest / FILES[1], run / "elsewhere")
+    os.symlink(run / "elsewhere", newest / FILES[1])
+    return "is not a file of this folder"
+
+
+def a_link_to_itself(run, newest):
+    (newest / FILES[1]).unlink()
+    os.symlink(FILES[1], newest / FILES[1])
+    return "is missing|cannot be read"
+
+
+def a_folder(run, newest):
+    (newest / FILES[1]).unlink()
+    (newest / FILES[1]).mkdir()
+    return "is not a file of this folder"
+
+
+@pytest.mark.parametrize(
+    "mix_up",
+    [
+        *(other_step, other_run, no_metadata, repeated, integers, no_safetensors),
+        *(link_out, a_link_to_itself, a_folder),
+    ],
+    ids=lambda mix_up: mix_up.__name__,
+)
+def test_tensor_files_that_are_not_the_checkpoints_are_found_though_the_sums_are_right(run, caplog, mix_up):
+    newest = run / "checkpoints" / "step_00000002"
+    manifest = read_manifest(newest)
+    message = mix_up(run, newest)
+    files = {name: entry(newest / name) if (newest / name).is_file() else manifest["files"][name] for name in FILES}
+    write_manifest(newest, sealed(manifest | {"files": files}))
+    assert taken(run) == 1
+    assert re.search(message, caplog.text)
+
+
+@pytest.mark.parametrize("name", ["../step_00000001/" + FILES[0], "/etc/hostname", "..", "", "a/b", "infcl.json"])
+def test_names_stay_in_the_folder(run, name):
+    newest = run / "checkpoints" / "step_00000002"
+    manifest = read_manifest(newest)
+    write_manifest(newest, sealed(manifest | {"files": {name: manifest["files"][FILES[0]]}}))
+    with pytest.raises(DamagedCheckpoint, match="files is missing or not what a checkpoint has there"):
+        read_manifest(newest)
+    assert taken(run) == 1
+
+
+def test_swapped_tensors_and_counters_of_another_step_are_found_by_the_manifests_checksum(run):
+    newest = run / "checkpoints" / "step_00000002"
+    manifest = read_manifest(newest)
+    first = load_file(newest / FILES[0])
+    save_file({"model/0": first["exp_avg/0"], "exp_avg/0": first["model/0"]}, newest / FILES[0], file_metadata(RUN, 2))
+    write_manifest(newest, changed(manifest, ("files", FILES[0]), entry(newest / FILES[0])))
+    assert taken(run) == 1
+    write_manifest(newest, manifest | {"counters": manifest_of(1, {})["counters"]})
+    assert taken(run) == 1
+    shutil.copyfile(run / "checkpoints" / "step_00000001" / "infcl.json", newest / "infcl.json")
+    with pytest.raises(DamagedCheckpoint, match="is of step 1"):
+        read_manifest(newest)
+
+
+def test_checkpoints_of_format_2_are_still_read(run):
+    newest = run / "checkpoints" / "step_00000002"
+    for number, name in enumerate(FILES):
+        save_file(content_of(2, number), newest / name)
+    manifest = listed(newest, 2, format=2)
+    del manifest["run"]
+    write_manifest(newest, manifest)
+    assert taken(run) == 2
