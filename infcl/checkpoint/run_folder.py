@@ -11,6 +11,7 @@ LOGS/NAME/
 """
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
@@ -250,9 +251,29 @@ def _text_of(path: Path) -> str | None:
 
 
 def write_atomic(path: Path, text: str) -> None:
+    """Replace a text file so that readers, and a disk after a power cut, have all of the old text or of the new one."""
     temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(text)
+    with open(temporary, "w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
     os.replace(temporary, path)
+    sync_folder(path.parent)
+
+
+def sync_folder(path: Path) -> None:
+    """Flush the names in a folder to the disk: what was created, renamed and removed there.
+
+    File systems that cannot (some of FUSE and SMB) are left to their own order.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS):
+            raise
+    finally:
+        os.close(descriptor)
 
 
 def describe_environment(parallel: Parallel) -> dict:

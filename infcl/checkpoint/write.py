@@ -4,7 +4,8 @@
 to the disk. When every rank's thread is done, `publish` writes the manifest and moves the checkpoint into place. The
 caller has the ranks agree on when that is, since publishing is collective.
 
-A checkpoint is written under a temporary name, flushed, and renamed when complete; `latest` moves last. A crash in
+A checkpoint is written under a temporary name, flushed to the disk with its folder, and renamed when complete; the
+rename is flushed before `latest` moves and older checkpoints are removed. A crash in
 between leaves the previous one untouched, and a part that the next one removes. What cannot be written (a full disk)
 is reported and removed, and training goes on; the trainer ends a run of which too many in a row could not be. A disk
 that is gone leaves an empty folder in its place, on each host its own: nothing is written there, since `checkpoints` is
@@ -31,7 +32,7 @@ import torch.distributed as dist
 
 from infcl.checkpoint.load import PARTIAL, checkpoint_step, complete_checkpoints, prune_checkpoints
 from infcl.checkpoint.manifest import FORMAT, MANIFEST, file_metadata, sealed
-from infcl.checkpoint.run_folder import FolderTaken, RunFolder, sha256, why_not_written, write_atomic
+from infcl.checkpoint.run_folder import FolderTaken, RunFolder, sha256, sync_folder, why_not_written, write_atomic
 from infcl.engine.engine import Engine
 from infcl.parallel import Parallel, from_first_rank, rank_and_host
 
@@ -254,12 +255,19 @@ def _write_tensors(path: Path, tensors: dict[str, torch.Tensor], metadata: dict[
 
 
 def _publish(partial: Path, final: Path, manifest: dict, run: RunFolder) -> str | None:
-    """Manifest, rename, `latest`; the reason when that fails. Rank 0, after all files are on the disk."""
+    """Write the manifest, rename the folder, move `latest`; return the reason when that fails. Rank 0.
+
+    Each is on the disk before the next begins, as the tensor files are before all of it: a power cut leaves this
+    checkpoint or the one before it, which is removed only afterwards.
+    """
     try:
         write_atomic(partial / MANIFEST, json.dumps(sealed(manifest), indent=2) + "\n")
+        damaged = final.with_name(f"{final.name}.damaged{PARTIAL}")  # one that the run could not continue from
         if final.exists():
-            shutil.rmtree(final)
+            os.replace(final, damaged)
         os.replace(partial, final)
+        sync_folder(run.checkpoints)
+        shutil.rmtree(damaged, ignore_errors=True)
         write_atomic(run.checkpoints / "latest", final.name + "\n")
     except OSError as error:
         return why_not_written(error)

@@ -1,11 +1,15 @@
-"""Storage that is gone or hangs, on one host or under rank 0 alone, when a checkpoint is written."""
+"""Storage that is gone, hangs or loses power, when a checkpoint is written."""
 
+import os
+import shutil
 import threading
 import time
+from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
 import pytest
+import torch
 
 from infcl.checkpoint import write as checkpoint_writer
 from infcl.checkpoint.run_folder import RunFolder
@@ -85,3 +89,52 @@ def test_a_disk_on_which_rank_0_hangs_alone_ends_all_with_its_host(tmp_path, whe
     for said in run_ranks(rank_0_waits_for_its_disk, 2, tmp_path, where):
         assert "checkpoints hangs (rank 0 on worker-1: no answer for 2 s)" in said
         assert said.endswith("; --resume latest continues from step_00000001")
+
+
+def order_on_the_disk(rank, world_size, folder) -> list[str]:
+    """What is flushed, renamed and removed, in order, while step 2 is saved over a damaged one of the same step."""
+    run, done = RunFolder(folder / "run"), []
+    for step in (1, 2):
+        (run.checkpoints / f"step_{step:08d}").mkdir(parents=True)
+        (run.checkpoints / f"step_{step:08d}" / "infcl.json").write_text("{}")
+    engine = SimpleNamespace(counters=dict, optimizer_name="adamw", zero_stage=1)
+    parallel = SimpleNamespace(rank=0, world_size=1)
+    writer = checkpoint_writer.CheckpointWriter(engine, run, parallel, keep_last=1, keep_every=0)
+    fsync, replace, rename, rmtree = os.fsync, os.replace, os.rename, shutil.rmtree
+
+    def name(path) -> str:
+        return str(Path(path).relative_to(run.root))
+
+    def record(what, call, named, *arguments, **options):
+        done.append(" ".join([what, *map(name, named)]))
+        return call(*arguments, **options)
+
+    with (
+        mock.patch.object(checkpoint_writer, "_own_tensors", lambda *_: {"model/a": torch.zeros(2)}),
+        mock.patch("os.fsync", lambda fd: record("fsync", fsync, [os.readlink(f"/proc/self/fd/{fd}")], fd)),
+        mock.patch("os.replace", lambda a, b: record("rename", replace, [a, b], a, b)),
+        mock.patch("os.rename", lambda a, b: record("rename", rename, [a, b], a, b)),
+        mock.patch("shutil.rmtree", lambda path, **options: record("remove", rmtree, [path], path, **options)),
+    ):
+        writer.begin(2, {})
+        assert writer.publish() is not None
+    return done
+
+
+def test_a_checkpoint_is_on_the_disk_before_it_is_published_and_older_ones_are_removed_after_it(tmp_path):
+    new, old = "checkpoints/step_00000002", "checkpoints/step_00000001"
+    assert run_ranks(order_on_the_disk, 1, tmp_path)[0] == [
+        f"fsync {new}.partial/state_00000.safetensors",
+        f"fsync {new}.partial/infcl.json.tmp",
+        f"rename {new}.partial/infcl.json.tmp {new}.partial/infcl.json",
+        f"fsync {new}.partial",
+        f"rename {new} {new}.damaged.partial",
+        f"rename {new}.partial {new}",
+        "fsync checkpoints",
+        f"remove {new}.damaged.partial",
+        "fsync checkpoints/latest.tmp",
+        "rename checkpoints/latest.tmp checkpoints/latest",
+        "fsync checkpoints",
+        f"rename {old} {old}.partial",
+        f"remove {old}.partial",
+    ]
