@@ -2,11 +2,16 @@
 
 `--tokenizer open_clip:<model>`, e.g. open_clip:ViT-B-32. Ids: [start, ..., end, 0, ...], 49,408 of them; the text tower
 pools at the largest id, which is the end. Ten times slower than sentencepiece, and still a small part of a decode.
+
+The name may come from a run folder of someone else, so it only selects one of the JSON configs inside the installed
+package, which is read as data. open_clip.get_tokenizer is not called: its `local-dir:` and `hf-hub:` names forward the
+folder's tokenizer_kwargs, trust_remote_code among them, to AutoTokenizer (open_clip/factory.py).
 """
 
 import hashlib
 import json
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 
@@ -15,12 +20,19 @@ _MAX_CACHE = 200_000  # words; open_clip's own cache grows without end
 
 
 class OpenClipTokenizer:
-    """The interface of tokenizer.Tokenizer over open_clip's. Raises ValueError for models with another tokenizer."""
+    """The interface of tokenizer.Tokenizer over open_clip's.
+
+    Args:
+        name: "open_clip:MODEL", where MODEL is built into the installed open_clip.
+        context_length: tokens per caption.
+
+    Raises:
+        ValueError: open_clip is missing, MODEL is not built in (a folder, a hub name), or it has another tokenizer.
+    """
 
     def __init__(self, name: str, context_length: int = 77):
         try:
-            from open_clip import get_tokenizer
-            from open_clip.tokenizer import SimpleTokenizer
+            from open_clip import tokenizer as installed
         except ModuleNotFoundError as error:
             raise ValueError(f"--tokenizer {name} needs open_clip: pip install open_clip_torch ({error})") from error
         except (ImportError, RuntimeError) as error:
@@ -28,10 +40,8 @@ class OpenClipTokenizer:
                 f"--tokenizer {name}: open_clip is installed but cannot be imported ({error}); are torch and "
                 "torchvision of one build (CPU or CUDA)?"
             ) from error
-        model = name.removeprefix(PREFIX)
-        self._bpe = get_tokenizer(model, context_length=context_length)
-        if type(self._bpe) is not SimpleTokenizer:
-            raise ValueError(f"--tokenizer {name}: {model} has a {type(self._bpe).__name__}, not CLIP's own tokenizer")
+        _check_name(name, Path(installed.__file__).parent / "model_configs")
+        self._bpe = installed.SimpleTokenizer(context_length=context_length)
         self.name, self.context_length, self.truncated = name, context_length, 0
         self.vocab_size, self.pad_id, self.eos_id = self._bpe.vocab_size, 0, self._bpe.eot_token_id
         what = [self._bpe.clean_fn.__name__, sorted(self._bpe.encoder.items(), key=lambda item: item[1])]
@@ -54,3 +64,16 @@ class OpenClipTokenizer:
             row = [self._bpe.sot_token_id, *ids[: self.context_length - 2], self.eos_id]
             tokens[i, : len(row)] = torch.tensor(row)
         return tokens
+
+
+def _check_name(name: str, configs: Path) -> None:
+    """Raise ValueError unless `name` is a model of open_clip's own `configs` whose tokenizer is CLIP's."""
+    model = name.removeprefix(PREFIX).replace("/", "-")  # open_clip takes ViT-B/32 too
+    if model not in {path.stem for path in configs.glob("*.json")}:
+        raise ValueError(
+            f"--tokenizer {name}: not a model that open_clip has built in, such as open_clip:ViT-B-32; for a folder "
+            "give its path"
+        )
+    text = json.loads((configs / f"{model}.json").read_text(encoding="utf-8")).get("text_cfg", {})
+    if other := text.get("hf_tokenizer_name") or text.get("tokenizer_kwargs"):
+        raise ValueError(f"--tokenizer {name}: {model} has another tokenizer ({other}), not CLIP's own")

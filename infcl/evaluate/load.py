@@ -91,7 +91,11 @@ def load_tokenizer(source: str | Path | None, cfg: CLIPConfig) -> Tokenize:
 def _hugging_face(folder: Path, context_length: int) -> Tokenize:
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)  # the default, None, asks the user
+    except ValueError as error:
+        why = str(error).split(" which must be executed")[0]  # not transformers' advice to run the code
+        raise ValueError(f"{folder}: its tokenizer cannot be opened without running code from it: {why}") from error
     options = {"padding": "max_length", "truncation": True, "max_length": context_length, "return_tensors": "pt"}
     return lambda texts: tokenizer(texts, **options).input_ids
 

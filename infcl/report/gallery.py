@@ -61,7 +61,10 @@ def _gallery(run: Run, data: str) -> Gallery | str:
     source = eval_source(data)
     named = str(run.config.get("tokenizer") or "")
     tokenizer = named if named.startswith("open_clip:") else None  # others lie in the export
-    model, tokenize = load_model(run.root / "export", device=torch.device("cpu"), tokenizer=tokenizer)
+    try:
+        model, tokenize = load_model(run.root / "export", device=torch.device("cpu"), tokenizer=tokenizer)
+    except ValueError as error:
+        return f"No gallery: {error}"
     size = model.cfg.vision_cfg.image_size
     flops = sum(forward_flops(model.cfg, training=False).values())
     limit = int(min(MAX_CANDIDATES, max(MIN_CANDIDATES, BUDGET_FLOPS // flops)))
