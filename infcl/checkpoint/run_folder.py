@@ -11,6 +11,7 @@ LOGS/NAME/
 """
 
 import contextlib
+import dataclasses
 import errno
 import hashlib
 import json
@@ -27,7 +28,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from infcl.config import PATHS, TrainConfig, option_of
+from infcl.config import PATHS, BatchPlan, TrainConfig, option_of
 from infcl.parallel import Parallel, from_first_rank
 from infcl.parallel.host_info import git_commit, package_versions
 
@@ -35,8 +36,7 @@ _MAY_DIFFER = {  # between a run and its repetition
     *("resume", "overwrite", "logs", "name", "debug"),
     *("log_every_n_steps", "report_to", "wandb_project_name", "profile", "dry_run"),
 }
-
-
+_OF_THE_BATCH = ("batch_size", "accum_freq", "global_batch_size", "tensor_parallel_size")
 _NOBODY = {"host": "", "pid": 0, "created": 0.0}  # what running.json holds, of no process
 
 
@@ -94,7 +94,7 @@ class RunFolder:
                     self.clear()
                 before = RunFolder(begins_from.resolve().parent.parent) if begins_from else self
                 if (before.root / "config.json").is_file():
-                    changed = before.other_flags(config)
+                    changed = before.other_flags(config, parallel.dp_size)
                 self.write_identity(config, model_config_json, parallel)
                 self._written = _this_process()  # kept: a clock that is set changes what the system says of it
                 write_atomic(self.running, json.dumps(self._written))
@@ -142,13 +142,35 @@ class RunFolder:
         except (OSError, ValueError):
             return {}
 
-    def other_flags(self, config: TrainConfig) -> list[str]:
-        """What the run here was started with and `config` is not: ["lr 0.001 there, 0.002 now", ...]."""
+    def other_flags(self, config: TrainConfig, dp_size: int | None = None) -> list[str]:
+        """List the flags that the run here was started with and `config` was not.
+
+        Args:
+            config: the flags of this start.
+            dp_size: its number of data-parallel ranks. With it, accum_freq is the number of micro-batches per step
+                that run, there and now: it follows from --global-batch-size and the ranks. Without it, it is the flag.
+
+        Returns:
+            ["lr 0.001 there, 0.002 now", ...]
+        """
         there, now = self.flags(), json.loads(config.to_json())
         if not there:
             return ["config.json there is damaged"]  # checkpoints do not need it
+        if dp_size is not None and (size_there := self._dp_size(there)) is not None:
+            with contextlib.suppress(KeyError, TypeError, ValueError, ZeroDivisionError, StopIteration):
+                as_there = dataclasses.replace(config, **{name: there[name] for name in _OF_THE_BATCH})
+                runs_there, runs_now = BatchPlan.of(as_there, size_there), BatchPlan.of(config, dp_size)
+                there["accum_freq"], now["accum_freq"] = runs_there.num_micro_batches, runs_now.num_micro_batches
         names = sorted((set(there) | set(now)) - _MAY_DIFFER)
         return [f"{n} {there.get(n)} there, {now.get(n)} now" for n in names if there.get(n) != now.get(n)]
+
+    def _dp_size(self, flags: dict[str, Any]) -> int | None:
+        """The data-parallel ranks that the run here was last started on; None where that is not known."""
+        try:
+            world_size = json.loads((self.root / "environment.json").read_text())["world_size"]
+            return world_size // flags.get("tensor_parallel_size", 1)
+        except (OSError, ValueError, KeyError, TypeError, ZeroDivisionError):
+            return None
 
     def require_shared(self) -> None:
         """Return when every rank sees what rank 0 wrote; ValueError on all ranks, naming the hosts that do not.

@@ -52,6 +52,19 @@ def test_a_run_folder_is_never_trained_over_unasked(demo_folder, tmp_path):
     assert json.loads(summary.read_text())["paths"] == finished["paths"]
 
 
+def test_the_micro_batches_that_run_are_compared_where_the_ranks_change(demo_folder, tmp_path):
+    """The global batch of 64 is kept on fewer ranks; --accum-freq itself is 1 then."""
+    run = RunFolder(tmp_path)
+    before = demo_config(demo_folder, tmp_path, batch_size=8, accum_freq=2, global_batch_size=None)
+    (tmp_path / "config.json").write_text(before.to_json())
+    (tmp_path / "environment.json").write_text('{"world_size": 4}')
+    now = dataclasses.replace(before, accum_freq=1, global_batch_size=64)
+    assert run.other_flags(now, 2) == ["accum_freq 2 there, 4 now", "global_batch_size None there, 64 now"]
+    assert run.other_flags(now, 4) == ["global_batch_size None there, 64 now"]
+    (tmp_path / "config.json").write_text(now.to_json())
+    assert run.other_flags(now) == [] and run.other_flags(now, 2) == ["accum_freq 2 there, 4 now"]
+
+
 def opened(rank, world_size, config, begins_from=None):
     """What a rank hears that would train in the folder; it does not."""
     from infcl.checkpoint.run_folder import claim_run_folder
