@@ -56,8 +56,12 @@ class TrainConfig:
     train_data: str | None = _flag(None, "data", "training shards: path, {000..010} braces, folder, or '::' list")
     val_data: str | None = _flag(None, "data", "validation pairs, for retrieval and the validation loss")
     zeroshot_data: str | None = _flag(None, "data", "class folders or labelled shards for zero-shot classification")
-    zeroshot_classnames: str | None = _flag(None, "data", "one class name a line [classnames.txt beside the shards]")
-    zeroshot_templates: str | None = _flag(None, "data", "one prompt a line, with {} [templates.txt beside the shards]")
+    zeroshot_classnames: str | None = _flag(
+        None, "data", "a class name per line, or imagenet [classnames.txt with the data]"
+    )
+    zeroshot_templates: str | None = _flag(
+        None, "data", "a prompt per line with {}, or imagenet [templates.txt with the data]"
+    )
     zeroshot_classes: str | None = _flag(None, "data", "which classes compete, a line each, for a subset [all]")
     dataset_type: str = _flag(
         "webdataset",

@@ -118,8 +118,11 @@ def _parser() -> argparse.ArgumentParser:
     add("--data", required=True, help="shards, a folder of class folders, or a .jsonl of images and captions")
     add("--model", help="model config of a bare weights file")
     add("--tokenizer", help="sentencepiece .model or tokenizer folder [what lies with the weights, else CLIP's BPE]")
-    add("--zeroshot-classnames", help="one class name a line, or LABEL<TAB>name [classnames.txt with the data]")
-    add("--zeroshot-templates", help="one prompt a line, with {} for the name [templates.txt with the data]")
+    add(
+        "--zeroshot-classnames",
+        help="a class name per line, LABEL<TAB>name, or imagenet [classnames.txt with the data]",
+    )
+    add("--zeroshot-templates", help="a prompt per line, {} is the name, or imagenet [templates.txt with the data]")
     add("--zeroshot-classes", help="the classes that compete, for ImageNet-A, -R, -O, ObjectNet and the like [all]")
     add("--captions", choices=("one", "lines"), default="one", help="lines: each line of a text member is a caption")
     add("--loss-batch-size", type=int, help="report the loss of global batches of this size too (retrieval)")

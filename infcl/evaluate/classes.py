@@ -2,18 +2,23 @@
 
 classnames file   one class a line: its name, or `LABEL<TAB>name` where LABEL is what the data calls it (a folder's name
                   such as n01440764). The line's number, from 0, is the class index.
-templates file    one prompt a line, with {} (or {c}, as in CLIP-benchmark) where the class name goes; ImageNet's 80 are
-                  80 lines.
+                  The name `imagenet` instead of a path: ImageNet's 1000 in the order of their sorted folders.
+templates file    one prompt a line, with {} (or {c}, as in CLIP-benchmark) where the class name goes; `imagenet`:
+                  its 80 prompts of CLIP's authors.
 classes file      for sets that have only some of the classes (ImageNet-A, -R, -O, ObjectNet): one line for each label
                   that is evaluated, `INDEX`, `LABEL`, or `LABEL<TAB>INDEX[,INDEX...]` where several classes are right.
                   Only the classes in this file compete, samples with other labels are left out and counted.
 """
 
+import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
+
+_IMAGENET = Path(__file__).with_name("imagenet.json")
+DEFAULT_TEMPLATE = "a photo of a {}"  # for class folders without templates.txt
 
 
 class ClassSet(NamedTuple):
@@ -25,15 +30,20 @@ class ClassSet(NamedTuple):
 
 
 def read_classes(
-    classnames: str | Path, subset: str | Path | None = None, *, folders: Iterable[str] | None = None
+    classnames: str | Path | None, subset: str | Path | None = None, *, folders: Iterable[str] | None = None
 ) -> ClassSet:
-    """The classes of the files; `folders`: all labels of a class-folder data set, for those files that name no labels.
+    """The classes of the files. classnames None: each folder is a class of its name, with spaces for underscores.
+
+    folders: all labels of a class-folder data set, for those files that name no labels.
 
     A label is an index into the classnames file, its LABEL, or the class name itself; where a number is both, it is the
     name if all folders are names, else the index. If no folder is any of these, they are taken in sorted order, if
     there are as many as classes. ValueError for folders that fit none of this.
     """
-    fields = [line.split("\t", 1) for line in read_lines(classnames, "--zeroshot-classnames")]
+    if classnames is None:
+        fields = [[folder, folder.replace("_", " ")] for folder in sorted(folders or ())]
+    else:
+        fields = [line.split("\t", 1) for line in _lines_or_imagenet(classnames, "classnames")]
     names = [line[-1].strip() for line in fields]
     by_name: dict[str, tuple[int, ...]] = {name: (k,) for k, name in enumerate(names) if names.count(name) == 1}
     by_number = {str(k): (k,) for k in range(len(names))}
@@ -52,9 +62,11 @@ def read_classes(
     return ClassSet([names[k] for k in columns], {label: row for row, label in enumerate(indices)}, right)
 
 
-def read_templates(path: str | Path) -> list[str]:
-    """Prompts with {} for the class name; ValueError for one without."""
-    templates = [line.replace("{c}", "{}") for line in read_lines(path, "--zeroshot-templates")]
+def read_templates(path: str | Path | None) -> list[str]:
+    """Prompts with {} for the class name; None: DEFAULT_TEMPLATE. ValueError for a prompt without {}."""
+    if path is None:
+        return [DEFAULT_TEMPLATE]
+    templates = [line.replace("{c}", "{}") for line in _lines_or_imagenet(path, "templates")]
     for template in templates:
         if "{}" not in template:
             raise ValueError(f"--zeroshot-templates: {template!r} has no {{}} for the class name")
@@ -75,8 +87,15 @@ def read_lines(path: str | Path, flag: str) -> list[str]:
     return lines
 
 
+def _lines_or_imagenet(source: str | Path, kind: str) -> list[str]:
+    """The lines of a file; those that ship with infcl for the name "imagenet" (./imagenet is a file)."""
+    if source == "imagenet":
+        return json.loads(_IMAGENET.read_text(encoding="utf-8"))[kind]
+    return read_lines(source, f"--zeroshot-{kind}")
+
+
 def _folder_indices(
-    folders: list[str], known: dict[str, tuple[int, ...]], num_classes: int, classnames: str | Path
+    folders: list[str], known: dict[str, tuple[int, ...]], num_classes: int, classnames: str | Path | None
 ) -> dict[str, tuple[int, ...]]:
     unknown = [name for name in folders if name not in known]
     if not unknown:

@@ -108,7 +108,8 @@ class RetrievalTask:
 class ZeroShotTask:
     """Zero-shot classification of `data`: class-named folders, or shards with a `cls` or json {"label": ...} member.
 
-    classnames, templates: text files, by default classnames.txt and templates.txt in the data's folder; classes: which
+    classnames, templates: text files or "imagenet", by default classnames.txt and templates.txt in the data's folder.
+    Class folders without them take the folders' names and "a photo of a {}". classes: which
     classes compete, for sets that have only some (infcl.evaluate.classes describes the files).
     """
 
@@ -130,8 +131,12 @@ class ZeroShotTask:
         is_folder = path.is_dir() and not any(path.glob("*.tar"))
         beside = path if is_folder else Path(expand_shards(data)[0]).parent
         folders = set(class_names(path)) if is_folder else None
-        self.classes = read_classes(classnames or beside / "classnames.txt", classes, folders=folders)
-        self.templates = read_templates(templates or beside / "templates.txt")
+
+        def default(name: str) -> Path | None:
+            return None if is_folder and not (beside / name).is_file() else beside / name
+
+        self.classes = read_classes(classnames or default("classnames.txt"), classes, folders=folders)
+        self.templates = read_templates(templates or default("templates.txt"))
         self.leaves_out = classes is not None
         if folders and not folders & self.classes.rows.keys():
             raise ValueError(f"{data}: none of its {len(folders)} folders is a class of {classes}")

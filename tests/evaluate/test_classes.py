@@ -3,6 +3,7 @@
 import pytest
 
 from infcl.evaluate.classes import read_classes, read_templates
+from tests.lib.open_clip_stub import import_open_clip
 
 
 def write(path, *lines):
@@ -72,3 +73,13 @@ def test_templates_take_both_marks_and_need_one(tmp_path):
     (tmp_path / "t").write_bytes("une photo d'un {} ét".encode("latin-1"))
     with pytest.raises(ValueError, match="--zeroshot-templates .*t is not UTF-8: .*byte 0xe9"):
         read_templates(tmp_path / "t")
+
+
+def test_imagenets_names_and_prompts_are_those_of_open_clip():
+    import_open_clip()
+    from open_clip.zero_shot_metadata import IMAGENET_CLASSNAMES, OPENAI_IMAGENET_TEMPLATES
+
+    classes = read_classes("imagenet", folders=[f"n{i:08d}" for i in range(1000)])
+    assert classes.names == list(IMAGENET_CLASSNAMES)
+    assert right_classes(classes, "n00000000") == ["tench"]
+    assert read_templates("imagenet") == [template("{}") for template in OPENAI_IMAGENET_TEMPLATES]

@@ -126,3 +126,17 @@ def test_all_captions_of_a_long_text_member_count(tmp_path):
     data = shard(tmp_path / "many", encode(picture(1)), txt="\n".join(captions).encode())
     task = RetrievalTask(data, captions="lines", **COMMON)
     assert [task._captions(sample) for sample in task.source()] == [captions]
+
+
+def test_class_folders_without_files_take_their_names_and_one_prompt(tmp_path, one_rank):
+    for folder in ("great_white_shark", "cock"):
+        (tmp_path / "set" / folder).mkdir(parents=True)
+        (tmp_path / "set" / folder / "0.png").write_bytes(encode(picture(1)))
+    task = ZeroShotTask(str(tmp_path / "set"), **COMMON)
+    task.check()
+    assert task.classes.names == ["cock", "great white shark"] and task.templates == ["a photo of a {}"]
+    (tmp_path / "set" / "templates.txt").write_text("one {}\n")
+    assert ZeroShotTask(str(tmp_path / "set"), **COMMON).templates == ["one {}"]
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match="empty"):
+        ZeroShotTask(str(tmp_path / "empty"), **COMMON).check()
