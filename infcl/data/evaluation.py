@@ -32,6 +32,7 @@ from infcl.data.samples import (
     parse_json,
 )
 from infcl.data.shards import expand_shards
+from infcl.data.storage import ShardFault, open_regular
 from infcl.data.streaming import stream_records
 from infcl.data.transforms import EvalTransform
 
@@ -148,8 +149,9 @@ class EvalFiles(EvalSamples):
 
     def _bytes(self, record: Record) -> bytes:
         try:
-            return Path(record.where).read_bytes()
-        except OSError as error:
+            with open(record.where, "rb", opener=open_regular) as file:
+                return file.read()
+        except (OSError, ShardFault) as error:
             raise BadSample("unreadable_file", str(error)) from error
 
 

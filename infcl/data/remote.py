@@ -5,15 +5,17 @@ Other schemes: fsspec's `cat_file`, each call under a deadline. pipe: the output
 A transfer that stalls, or trickles below 16 KB/s, ends by TimeoutError; storage.retry tries again.
 """
 
+import contextlib
 import hashlib
 import http.client
 import os
 import select
 import signal
+import socket
 import subprocess
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, BinaryIO, TypeVar
 from urllib.parse import urljoin, urlsplit
 
@@ -52,10 +54,13 @@ class HttpFile:
             if not _starts_at(response, offset):
                 raise OSError(f"bytes from {offset} were asked for, {response.getheader('Content-Range')} came")
             deadline = _deadline(size, self._options)
-            parts = []
+            parts, came = [], 0
             while part := response.read1(_READ_BYTES):
                 parts.append(part)
+                came += len(part)
                 _check_deadline(deadline, self._url)
+                if came > size:
+                    raise OSError(f"more than {size} bytes came")
         except BaseException:
             self.close()  # the connection is in the middle of an answer
             raise
@@ -101,8 +106,9 @@ class HttpFile:
         assert self._connection is not None, "the caller has made one"
         parts = urlsplit(url)
         target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
-        self._connection.request("GET", target, headers={"Accept-Encoding": "identity"} | headers)
-        response = self._connection.getresponse()
+        with _cut_after(self._options.timeout, self._connection):
+            self._connection.request("GET", target, headers={"Accept-Encoding": "identity"} | headers)
+            response = self._connection.getresponse()
         if response.status in (404, 410):
             raise FileNotFoundError(f"http status {response.status}")
         if response.status in _TEMPORARY:
@@ -110,6 +116,32 @@ class HttpFile:
         if response.status >= 400:
             raise ShardFault("shard_unreadable", f"{self._url}: http status {response.status} {response.reason}")
         return response
+
+
+@contextlib.contextmanager
+def _cut_after(seconds: float, connection: http.client.HTTPConnection) -> Iterator[None]:
+    """TimeoutError when what is within takes longer: a socket's own time-out begins anew with each byte of a header."""
+    late = threading.Event()
+
+    def cut() -> None:
+        late.set()
+        if connection.sock is not None:
+            with contextlib.suppress(OSError):
+                connection.sock.shutdown(socket.SHUT_RDWR)
+
+    timer = threading.Timer(seconds, cut)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    except (OSError, http.client.HTTPException) as error:
+        if late.is_set():
+            raise TimeoutError(f"no answer within {seconds:g} s") from error
+        raise
+    finally:
+        timer.cancel()
+    if late.is_set():
+        raise TimeoutError(f"no answer within {seconds:g} s")
 
 
 def _http_state(response: http.client.HTTPResponse) -> tuple[int, int]:
@@ -201,6 +233,9 @@ def copy_http(url: str, out: BinaryIO, options: StorageOptions) -> None:
     try:
         response = file._request({})
         promised, copied, started = _http_state(response)[0], 0, time.monotonic()
+        if promised > options.copy_bytes:
+            limit = f"more than {options.copy_bytes / 1e9:.3g} GB (--data-cache-gb)"
+            raise ShardFault("shard_unreadable", f"{url} has {promised / 1e9:.3g} GB, {limit}")
         while part := response.read1(_READ_BYTES):
             out.write(part)
             copied += len(part)

@@ -10,13 +10,16 @@ Out: a local path. A shard is fetched once for all processes of a host (a lock p
 import fcntl
 import hashlib
 import os
+import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, cast
 
-from infcl.data.storage import StorageOptions
+from infcl.data.storage import ShardFault, StorageOptions
 
+_FREE_BYTES = 256 << 20  # of the disk, which a copy leaves
+_BYTES_BETWEEN_LOOKS = 64 << 20  # at what is free
 _GROWS_WITHIN_SECONDS = 60  # a file that is being written: on shared storage, locks may not reach other hosts
 
 
@@ -34,12 +37,33 @@ def spooled(url: str, write: Callable[[BinaryIO], None], options: StorageOptions
         temporary = path.with_suffix(f".{os.getpid()}.tmp")
         try:
             with open(temporary, "wb") as file:
-                write(file)
+                write(cast(BinaryIO, _Bounded(file, options)))
             os.replace(temporary, path)
         finally:
             temporary.unlink(missing_ok=True)
     _make_room(folder, path, options.cache_bytes)
     return path
+
+
+class _Bounded:
+    """A file of the spool, to write to. Raises ShardFault beyond --data-cache-gb, and before the disk is full."""
+
+    def __init__(self, file: BinaryIO, options: StorageOptions):
+        self._file, self._limit, self._written, self._look_at = file, options.copy_bytes, 0, 0
+
+    def write(self, data: bytes) -> None:
+        self._written += len(data)
+        if self._written > self._limit:
+            raise ShardFault("shard_unreadable", f"more than {self._limit / 1e9:.3g} GB came (--data-cache-gb)")
+        if self._written > self._look_at:
+            self._look_at = self._written + _BYTES_BETWEEN_LOOKS
+            free = shutil.disk_usage(os.path.dirname(self._file.name)).free
+            if free < _FREE_BYTES:
+                raise ShardFault("shard_unreadable", f"{free / 1e6:.0f} MB are free on the disk of the spool")
+        self._file.write(data)
+
+    def flush(self) -> None:
+        self._file.flush()
 
 
 def spool_path(url: str, options: StorageOptions) -> Path:

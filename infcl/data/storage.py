@@ -11,11 +11,13 @@ is counted, and never a wrong byte.
 import http.client
 import os
 import random
+import stat
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
+_SMALLEST_LIMIT = 1 << 30
 T = TypeVar("T")
 
 
@@ -41,6 +43,11 @@ class StorageOptions:
     cache: str | None = None
     cache_bytes: int = 100 << 30
     allow_pipe: bool = False
+
+    @property
+    def copy_bytes(self) -> int:
+        """The most that is copied of one shard, whatever its server sends: the spool's limit, where that is no toy."""
+        return max(self.cache_bytes, _SMALLEST_LIMIT)
 
 
 DEFAULT_STORAGE = StorageOptions()
@@ -82,17 +89,26 @@ def retry(attempt: Callable[[], T], what: str, options: StorageOptions) -> T:
     raise AssertionError("attempts is at least 1")
 
 
+def open_regular(path: str | os.PathLike, flags: int = os.O_RDONLY) -> int:
+    """A descriptor of a regular file, to read from. OSError where there is none; `ShardFault` "not_a_file", at once,
+    for all that may never end or answer: a FIFO, a device, a socket, a folder. `flags` are what open(opener=...) gives.
+    """
+    if not stat.S_ISREG(os.stat(path).st_mode):  # before it is opened: opening a device may act on it
+        raise ShardFault("not_a_file", f"{os.fspath(path)} is not a regular file")
+    return os.open(path, flags | os.O_NONBLOCK)  # a FIFO that took its place meanwhile does not wait for its writer
+
+
 class LocalFile:
-    """A file on a file system. `fixed_version` is for the spool's files, whose times say nothing."""
+    """A regular file on a file system. `fixed_version` is for the spool's files, whose times say nothing."""
 
     def __init__(self, path: str | os.PathLike, *, fixed_version: int | None = None):
-        self._descriptor = os.open(path, os.O_RDONLY)
+        self._descriptor = open_regular(path)
         self._fixed_version = fixed_version
         self.file_bytes, self.version = self._state()
 
     def _state(self) -> tuple[int, int]:
-        stat = os.fstat(self._descriptor)
-        return stat.st_size, stat.st_mtime_ns if self._fixed_version is None else self._fixed_version
+        state = os.fstat(self._descriptor)
+        return state.st_size, state.st_mtime_ns if self._fixed_version is None else self._fixed_version
 
     def pread(self, size: int, offset: int) -> bytes:
         data = os.pread(self._descriptor, size, offset)

@@ -13,23 +13,27 @@ webdataset's decoders are never used (they unpickle); see samples.py.
 
 import hashlib
 import random
+import re
+import tarfile
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
-from typing import Any
+from typing import Any, BinaryIO, cast
 
 import torch
 
 from infcl.data.access import local_copy
-from infcl.data.index import SampleKeys, scan_shard, split_name
+from infcl.data.index import MAX_IMAGE_BYTES, SampleKeys, scan_shard, split_name
 from infcl.data.plan import Share, random_order
 from infcl.data.records import Record
 from infcl.data.samples import BadSample, ReadLog, SampleDecoder
 from infcl.data.shards import find_shards
 from infcl.data.sizes import known_samples
-from infcl.data.storage import DEFAULT_STORAGE, ShardFault, StorageOptions
+from infcl.data.storage import DEFAULT_STORAGE, ShardFault, StorageOptions, open_regular
 from infcl.data.workers import WorkerBoard, make_dataloader
 
 _MAX_NAME = 4096  # characters of a member's name; webdataset's grouping is slow on longer ones
+_META = re.compile(r"__[^/]*__($|/)")  # webdataset's own members
+_READS_PAST_END = 100
 _SHUFFLE_BUFFER = 2048  # samples, undecoded
 _BAD_PER_MICRO_BATCH = 8  # times its size: more bad samples than this while filling one end the run
 
@@ -47,21 +51,21 @@ def stream_records(
     A shard that cannot be opened, or is damaged, is told to `failed` (cause, url, error); `on_part` hears the number of
     the shard that is about to be read.
     """
-    from webdataset.tariterators import group_by_keys, tar_file_expander
+    from webdataset.tariterators import group_by_keys
 
     images, texts = keys.image.lower().split(";"), keys.text.lower().split(";")
     wanted = {*images, *texts, "json"}
     current, damaged = "", set()
 
     def select(name: str) -> bool:
-        return len(name) <= _MAX_NAME and split_name(name)[1] in wanted
+        return len(name) <= _MAX_NAME and split_name(name)[1] in wanted and not _META.match(name)
 
     def handler(error: Exception) -> bool:
         if current not in damaged:  # else it has been told already, and in fewer words
             failed("damaged_shard", current, error)
         return True
 
-    def opened() -> Iterator[dict[str, Any]]:
+    def opened() -> Iterator[BinaryIO]:
         nonlocal current
         for number, current in enumerate(urls):
             on_part(number)
@@ -70,16 +74,27 @@ def stream_records(
                 if damage := _damage(path, keys):  # tarfile ends without a word at a bad header or a missing end
                     damaged.add(current)
                     failed("damaged_shard", current, ValueError(f"{current}: {damage}"))
-                with open(path, "rb") as stream:
-                    yield {"url": current, "stream": stream}
+                with open(path, "rb", opener=open_regular) as stream:
+                    yield stream
             except ShardFault as fault:
                 failed(fault.cause, current, fault)
             except OSError as error:
                 failed("shard_unreadable", current, error)
 
     def members() -> Iterator[dict[str, Any]]:
-        for source in opened():
-            yield from tar_file_expander([source], handler=handler, select_files=select)
+        for stream in opened():
+            try:
+                tar = tarfile.open(fileobj=cast(BinaryIO, _Ending(stream)), mode="r|*")
+                for info in tar:
+                    if info.isreg() and select(info.name):
+                        if info.size > MAX_IMAGE_BYTES:
+                            what = f"{current}: {ascii(info.name)} has {info.size} bytes, {MAX_IMAGE_BYTES} allowed"
+                            failed("image_file_too_large", current, ValueError(what))
+                        elif file := tar.extractfile(info):
+                            yield {"fname": info.name, "data": file.read(), "__url__": current}
+                    tar.members = []  # else they pile up
+            except Exception as error:  # tarfile raises many types on damage
+                handler(error)
             yield {}  # ends the last sample, also where the shard breaks off: the next may begin with its key
 
     for sample in group_by_keys(members(), handler=handler):
@@ -88,6 +103,20 @@ def stream_records(
         key = sample["__key__"].encode("utf-8", "backslashreplace").decode()  # a name may be any bytes
         url = sample["__url__"]
         yield key, Record(image, text, sample.get("json"), f"{url} {key}", url)
+
+
+class _Ending:
+    """A file for tarfile, which skips to the end of a member in blocks however long its header says that it is."""
+
+    def __init__(self, file: BinaryIO):
+        self._file, self._empty = file, 0
+
+    def read(self, size: int) -> bytes:
+        data = self._file.read(size)
+        self._empty += not data
+        if self._empty > _READS_PAST_END:
+            raise tarfile.ReadError("unexpected end of data")
+        return data
 
 
 def _damage(path: str, keys: SampleKeys) -> str | None:

@@ -21,7 +21,7 @@ from infcl.data.index import DEFAULT_KEYS, MAX_IMAGE_BYTES
 from infcl.data.records import Record
 from infcl.data.samples import IMAGE_SUFFIXES
 from infcl.data.shards import split_sources
-from infcl.data.storage import DEFAULT_STORAGE, ShardFault, StorageOptions, retry
+from infcl.data.storage import DEFAULT_STORAGE, ShardFault, StorageOptions, open_regular, retry
 
 _URL = re.compile(r"[A-Za-z][\w+.-]*://\S+")
 _TRIED = 1000  # images of a table that are looked for, at most, before training
@@ -129,7 +129,7 @@ def _read_table(
     warnings: list[str] = []
     before = csv.field_size_limit(_MAX_FIELD)
     try:
-        with open(path, encoding="utf-8", errors="surrogateescape", newline="") as file:
+        with open(path, encoding="utf-8", errors="surrogateescape", newline="", opener=open_regular) as file:
             text = _Lines(file)
             lines = csv.reader(text, delimiter=separator)
             header = [name.removeprefix("\ufeff") for name in next(lines, [])]
@@ -170,6 +170,8 @@ def _read_table(
                     problems["index/no_image"] += 1
                 else:
                     rows.append((row[image_at], row[caption_at]))
+    except ShardFault as fault:
+        raise ValueError(f"--train-data {fault}") from fault
     except OSError as error:
         raise ValueError(f"--train-data {path}: {error.strerror}") from error
     finally:

@@ -1,6 +1,7 @@
 import os
 import subprocess
 import sys
+import tarfile
 import time
 from dataclasses import replace
 from shlex import quote
@@ -15,6 +16,8 @@ from infcl.data.remote import within
 from infcl.data.shards import load_manifest
 from infcl.data.spool import spooled
 from infcl.data.storage import ShardFault, StorageOptions, retry
+from infcl.data.streaming import stream_records
+from infcl.data.table import TableReader
 from tests.lib.http_server import serving
 from tests.lib.shard_files import pair_members, write_shards, write_tar
 from tests.lib.small_loader import small_loader
@@ -101,6 +104,66 @@ def test_a_transfer_that_only_trickles_ends_too(web, options):
     with pytest.raises(TimeoutError, match="slower than 16 KB/s"):
         file.pread(5000, 0)
     assert time.monotonic() - started < 20
+
+
+def test_an_answer_whose_header_never_ends_ends_by_time_out(web, options):
+    url, behaviour = web
+    behaviour.drip = True
+    started = time.monotonic()
+    with pytest.raises(TimeoutError, match="no answer within 0.5 s"):
+        open_shard(url + "/00000.tar", replace(options, timeout=0.5))
+    assert time.monotonic() - started < 5
+
+
+def test_a_copy_ends_at_the_limit_of_the_spool_and_before_the_disk_is_full(web, options, monkeypatch):
+    url, behaviour = web
+    behaviour.ranges = False
+    monkeypatch.setattr("infcl.data.storage._SMALLEST_LIMIT", 0)
+    with pytest.raises(ShardFault, match=r"has .* GB, more than 1e-06 GB \(--data-cache-gb"):  # by Content-Length
+        open_shard(url + "/00000.tar", replace(options, cache_bytes=1000))
+    with pytest.raises(ShardFault, match=r"more than 1e-06 GB came \(--data-cache-gb"):
+        open_shard("pipe:cat /dev/zero", replace(options, cache_bytes=1000))
+    monkeypatch.setattr("infcl.data.spool._FREE_BYTES", 1 << 60)
+    with pytest.raises(ShardFault, match="MB are free on the disk of the spool"):
+        open_shard("pipe:cat /dev/zero", options)
+
+
+def test_only_regular_files_are_opened(tmp_path, tokenizer):
+    """Where a FIFO would wait for its writer, and a device would never end."""
+    os.mkfifo(tmp_path / "fifo.tar")
+    for name in (str(tmp_path / "fifo.tar"), "/dev/zero"):
+        with pytest.raises(ValueError, match=f"{name} is not a regular file"):
+            load_manifest(name)
+        with pytest.raises(ValueError, match=f"{name} is not a regular file"):
+            TableReader(name)
+        failures = []
+        assert not list(stream_records([name], SampleKeys(), lambda *words, failures=failures: failures.append(words)))
+        assert [(cause, url) for cause, url, _ in failures] == [("not_a_file", name)]
+        (tmp_path / "a.csv").write_text(f"filepath\ttitle\n{name}\ta dog\n")
+        assert TableReader(str(tmp_path / "a.csv")).read(np.array([0]))[0].fault.cause == "not_a_file"
+
+
+def test_a_member_without_end_ends_the_shard_of_the_streaming_reader(tmp_path, monkeypatch):
+    """A header may promise 9e18 bytes, of a member that is read or skipped, and a hole of a sparse tar is free."""
+    for name in ("b.bin", "b.jpg"):
+        path = write_tar(tmp_path / "a.tar", pair_members(0))
+        endless = tarfile.TarInfo(name)
+        endless.size = 9 * 10**18
+        whole = path.read_bytes().rstrip(b"\0")
+        path.write_bytes(whole + bytes(-len(whole) % 512) + endless.tobuf(tarfile.GNU_FORMAT))
+        failures = []
+        records = list(
+            stream_records([str(path)], SampleKeys(), lambda *words, failures=failures: failures.append(words))
+        )
+        assert len(records) == 1 and failures
+    monkeypatch.setattr("infcl.data.streaming.MAX_IMAGE_BYTES", 9999)
+    write_tar(tmp_path / "a.tar", [("a.jpg", bytes(10_000)), ("a.txt", b"a"), *pair_members(1)])
+    failures.clear()
+    assert (
+        len(list(stream_records([str(path)], SampleKeys(), lambda *words, failures=failures: failures.append(words))))
+        == 2
+    )
+    assert [cause for cause, _, _ in failures] == ["image_file_too_large"]
 
 
 def test_a_stalled_shard_costs_its_samples_and_not_the_run(web, options, tmp_path, tokenizer):

@@ -2,7 +2,7 @@
 
 import threading
 from collections import Counter
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -13,11 +13,13 @@ class Behaviour:
     ranges: honour Range. fail: this many next requests answer 503. stall: send nothing more after this many bytes of a
     body. short: close the connection after this many bytes of a body. tag: the ETag. redirect: send every
     request for /x to /moved/x first. trickle: after this many bytes of a body, a byte every 0.1 s.
+    drip: send a byte of a header every 0.1 s, for ever.
     shift: send so many bytes later than asked. tells_size: answers for ranges tell the file's size.
     """
 
     def __init__(self):
         self.ranges, self.fail, self.stall, self.short, self.tag, self.redirect = True, 0, None, None, "1", False
+        self.drip = False
         self.trickle: int | None = None
         self.shift, self.tells_size = 0, True
         self.requests: Counter[str] = Counter()
@@ -38,6 +40,13 @@ def serving(folder: Path):
             if behaviour.fail > 0:
                 behaviour.fail -= 1
                 return self._head(503, 0)
+            if behaviour.drip:
+                with suppress(OSError):  # the client has had enough
+                    self.wfile.write(b"HTTP/1.1 200 OK\r\nX: ")
+                    while not behaviour.released.wait(0.1):
+                        self.wfile.write(b"x")
+                self.close_connection = True
+                return None
             if behaviour.redirect and not self.path.startswith("/moved/"):
                 return self._head(302, 0, {"Location": "/moved" + self.path})
             path = folder / self.path.removeprefix("/moved").lstrip("/")
