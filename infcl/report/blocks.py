@@ -56,7 +56,9 @@ def headline(run: Run) -> dict[str, str]:
     rows["peak memory a rank"] = f"{peak:,.0f} MiB"
     if run.finished:
         rows["training time"] = _duration(summary["train_seconds"])
-        rows["samples skipped"] = f"{sum(skipped_by_cause(summary['data']).values()):,}"
+        counts = skipped_by_cause(summary["data"])
+        for label, group in (("samples skipped", "skipped/"), ("samples left out by the index", "index/")):
+            rows[label] = f"{sum(n for name, n in counts.items() if name.startswith(group)):,}"
     rows["steps skipped"] = f"{run.last.get('skipped_steps', 0):,.0f}"
     return rows
 

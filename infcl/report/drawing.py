@@ -26,13 +26,15 @@ def draw_svg(chart: Chart) -> str:
     parts = [f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(chart.title)}">']
     parts.append(f'<clipPath id="clip-{chart.name}"><rect x="{LEFT}" y="{TOP - 4}" width="{WIDTH - LEFT - RIGHT + 4}" ')
     parts.append(f'height="{HEIGHT - TOP - BOTTOM + 8}"/></clipPath>')
-    for tick in ticks(low, high, log=chart.log):
+    marks = ticks(low, high, log=chart.log)
+    for tick, label in zip(marks, tick_labels(marks, percent=chart.percent)):
         y = to_y(tick)
         parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
-        parts.append(f'<text class="tick" x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{_text(tick, chart)}</text>')
-    for tick in ticks(0, x_end, count=5):
+        parts.append(f'<text class="tick" x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{label}</text>')
+    marks = ticks(0, x_end, count=5)
+    for tick, label in zip(marks, tick_labels(marks)):
         x, anchor = to_x(tick), "end" if to_x(tick) > WIDTH - 30 else "middle"
-        parts.append(f'<text class="tick" x="{x:.1f}" y="{HEIGHT - 8}" text-anchor="{anchor}">{short(tick)}</text>')
+        parts.append(f'<text class="tick" x="{x:.1f}" y="{HEIGHT - 8}" text-anchor="{anchor}">{label}</text>')
     parts.append(f'<g clip-path="url(#clip-{chart.name})">')
     read_out = []
     for series in chart.series:
@@ -79,7 +81,7 @@ def draw_png(chart: Chart, picture: Path) -> None:
     axis.set_title(chart.title, pad=22 if chart.note else 8)
     axis.text(0.5, 1.02, chart.note, transform=axis.transAxes, ha="center", fontsize="small", color="0.4")
     marks = ticks(low, high, log=chart.log)
-    axis.set_yticks(marks, labels=[_text(mark, chart) for mark in marks])
+    axis.set_yticks(marks, labels=tick_labels(marks, percent=chart.percent))
     axis.set_yticks([], minor=True)
     axis.xaxis.set_major_formatter(lambda value, _: short(value))
     axis.grid(alpha=0.25)
@@ -151,12 +153,22 @@ def ticks(low: float, high: float, *, count: int = 6, log: bool = False) -> list
     return [n * step for n in range(first, math.floor(high / step + 1e-9) + 1)]
 
 
-def short(value: float) -> str:
+def tick_labels(marks: list[float], *, percent: bool = False) -> list[str]:
+    """The texts of an axis, with as many digits as tell its marks apart."""
+    labels: list[str] = []
+    for digits in range(4, 17):
+        labels = [f"{100 * mark:.{digits}g}%" if percent else short(mark, digits) for mark in marks]
+        if len(set(labels)) == len(marks):
+            break
+    return labels
+
+
+def short(value: float, digits: int = 4) -> str:
     """12,500,000 -> 12.5M."""
     for scale, unit in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
         if abs(value) >= scale:
-            return f"{value / scale:.4g}{unit}"
-    return f"{value:.4g}"
+            return f"{value / scale:.{digits}g}{unit}"
+    return f"{value:.{digits}g}"
 
 
 def _look(series: Series) -> str:
@@ -188,10 +200,6 @@ def _scale(low: float, high: float, start: float, end: float, *, log: bool = Fal
 
 def _path(points, to_x, to_y) -> str:
     return "M" + "L".join(f"{to_x(x):.1f},{to_y(y):.1f}" for x, y in points)
-
-
-def _text(value: float, chart: Chart) -> str:
-    return f"{100 * value:.4g}%" if chart.percent else short(value)
 
 
 def _pyplot():

@@ -41,7 +41,8 @@ def _write(run: RunFolder, weights: dict[str, torch.Tensor], model_config: CLIPC
         raise ValueError(f"training has diverged: {len(diverged)} weights are not finite, {diverged[0]} first")
     draw_loss_curve(run.metrics, run.loss_curve)
     tokenizer_path = run.tokenizer if run.tokenizer.is_file() else None
-    export_model(weights, model_config, tokenizer_path, run.export, card=summary)
+    name = run.root.resolve().name
+    export_model(weights, model_config, tokenizer_path, run.export, name=name, card=summary)
     write_atomic(run.summary, json.dumps(summary, indent=2) + "\n")
 
 

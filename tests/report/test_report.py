@@ -12,8 +12,9 @@ from infcl.models import CLIP, load_model_config
 from infcl.models.config import with_tokenizer
 from infcl.report import read_metrics
 from infcl.report.__main__ import main
+from infcl.report.blocks import headline
 from infcl.report.charts import Chart, Series
-from infcl.report.drawing import MAX_POINTS, draw_png, draw_svg, short, smooth, thin, ticks
+from infcl.report.drawing import MAX_POINTS, draw_png, draw_svg, short, smooth, thin, tick_labels, ticks
 from infcl.report.gallery import Gallery, retrieval_gallery
 from infcl.report.records import read_run
 from infcl.report.summary import summary_table
@@ -197,6 +198,21 @@ def test_ticks_are_round_and_inside():
     assert ticks(0.2, 6.1) == pytest.approx([1, 2, 3, 4, 5, 6])
     assert ticks(0.7, 35, log=True) == pytest.approx([1, 3, 10, 30])
     assert [short(value) for value in (0.003, 950, 12_500_000)] == ["0.003", "950", "12.5M"]
+
+
+@pytest.mark.parametrize(("low", "high"), [(23_456.1, 23_458.9), (1_000_100, 1_000_500), (2.30001, 2.30002), (0, 3)])
+@pytest.mark.parametrize("percent", [False, True])
+def test_no_label_of_an_axis_repeats(low, high, percent):
+    marks = ticks(low, high)
+    labels = tick_labels(marks, percent=percent)
+    assert len(set(labels)) == len(labels) > 2
+    assert tick_labels([0, 12_500_000]) == ["0", "12.5M"]
+
+
+def test_the_reports_counts_of_skipped_samples_agree(tmp_path):
+    """The run's table, its chart and the table of causes count the same: what the index left out has its own row."""
+    rows = headline(read_run(write_run(tmp_path / "run")))
+    assert (rows["samples skipped"], rows["samples left out by the index"]) == ("3", "4")
 
 
 def test_thinning_keeps_spikes_and_both_ends():

@@ -224,6 +224,7 @@ def test_what_a_finished_run_leaves(demo_folder, tmp_path):
     run_losses(2, config)
     root = tmp_path / "run"
     summary = json.loads((root / "summary.json").read_text())
+    assert f"\n# {root.resolve().name}\n" in (root / "export" / "README.md").read_text()
     wanted = "zero_shot_top1 image_to_text_r1 text_to_image_r1 samples_seen train_seconds peak_memory_mb zero_stage"
     assert set(wanted.split()) | {"world_size", "paths"} <= set(summary)
     assert summary["samples_seen"] == 3 * 2 * 64 and summary["world_size"] == 2 and summary["zero_stage"] == 1
