@@ -53,7 +53,9 @@ def _flag(default, group: str, help: str, **argparse_options):
 class TrainConfig:
     """Every setting of a training run. `None` means "not given"; the help says what then holds."""
 
-    train_data: str | None = _flag(None, "data", "training shards: path, {000..010} braces, folder, or '::' list")
+    train_data: str | None = _flag(
+        None, "data", "training shards: path, {000..010} braces, folder, '::' list, or @FILE of urls"
+    )
     val_data: str | None = _flag(None, "data", "validation pairs, for retrieval and the validation loss")
     zeroshot_data: str | None = _flag(None, "data", "class folders or labelled shards for zero-shot classification")
     zeroshot_classnames: str | None = _flag(

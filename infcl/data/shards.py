@@ -1,6 +1,7 @@
 """Shards: from what the user names to a list of indexed tars and their sample counts.
 
-In:  `--train-data`: a path, braces (`{00000..00041}.tar`), a `::` list, a glob, or a folder (its *.tar).
+In:  `--train-data`: a path, braces (`{00000..00041}.tar`), a `::` list, a glob, a folder (its *.tar),
+     or `@FILE` with one of these a line.
 Out: `Manifest`, which is all that a plan needs (counts) and all that a worker needs (paths).
 
 `python -m infcl.data.shards index URLS` builds the indexes ahead of a run and prints what is wrong with the shards.
@@ -21,8 +22,9 @@ import numpy as np
 
 from infcl.data.index import DEFAULT_KEYS, SampleKeys, ensure_index
 from infcl.data.spool import spool_path
-from infcl.data.storage import DEFAULT_STORAGE, ShardFault, StorageOptions, is_remote
+from infcl.data.storage import DEFAULT_STORAGE, ShardFault, StorageOptions, is_remote, open_regular
 
+_MAX_NAMES = 64 << 20  # characters of an @FILE
 _SHOWN_KEYS = 100  # of each cause
 
 
@@ -57,8 +59,23 @@ def find_shards(
 
 
 def split_sources(urls: str | Sequence[str]) -> list[str]:
-    """The `::` parts of `urls`: the sources that upsampling factors belong to."""
-    return [name for url in ([urls] if isinstance(urls, str) else urls) for name in url.split("::") if name]
+    """The `::` parts of `urls`, the sources that upsampling factors belong to; each line of an `@FILE` is one."""
+    names = [name for url in ([urls] if isinstance(urls, str) else urls) for name in url.split("::") if name]
+    return [name for source in names for name in (_names_in(source[1:]) if source[:1] == "@" else [source])]
+
+
+def _names_in(path: str) -> list[str]:
+    """The lines of a file of names, `@FILE`. A shell between a launcher and a host may change what braces, spaces and
+    quotes mean; a file's lines arrive as they are. ValueError where it cannot be read."""
+    try:
+        with open(path, encoding="utf-8", errors="surrogateescape", opener=open_regular) as file:
+            text = file.read(_MAX_NAMES + 1)
+    except (OSError, ShardFault) as error:
+        raise ValueError(f"@{path}: no file of urls can be read there ({error})") from error
+    if len(text) > _MAX_NAMES:
+        raise ValueError(f"@{path} is longer than {_MAX_NAMES} characters: it is to hold one url a line")
+    names = [line.strip() for line in text.splitlines()]
+    return [name for name in names if name and not name.startswith("#")]
 
 
 def _expand(names: list[str], allow_pipe: bool) -> tuple[list[list[str]], list[str]]:
@@ -202,7 +219,7 @@ def load_manifest(
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m infcl.data.shards", description="Build the index of each shard.")
     parser.add_argument("command", choices=["index"])
-    parser.add_argument("urls", nargs="+", help="tars, braces, '::' lists, globs or folders")
+    parser.add_argument("urls", nargs="+", help="tars, braces, '::' lists, globs, folders or @FILE")
     parser.add_argument("--index-cache", help="where indexes go that cannot lie beside the shards (remote, read-only)")
     parser.add_argument("--allow-pipe-urls", action="store_true", help="run the shell commands of pipe: urls")
     parser.add_argument("--max-missing-shards", type=float, default=0.0, help="fraction that may be missing")

@@ -92,7 +92,7 @@ def stream_records(
                             failed("image_file_too_large", current, ValueError(what))
                         elif file := tar.extractfile(info):
                             yield {"fname": info.name, "data": file.read(), "__url__": current}
-                    tar.members = []  # else they pile up
+                    tar.members = []  # type: ignore[attr-defined]  # else they pile up
             except Exception as error:  # tarfile raises many types on damage
                 handler(error)
             yield {}  # ends the last sample, also where the shard breaks off: the next may begin with its key

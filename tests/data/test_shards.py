@@ -283,6 +283,21 @@ def test_indexing_says_which_samples_are_left_out(tmp_path, capsys):
         assert "z18\n    and 11 more\n" in out
 
 
+def test_a_file_of_urls_names_shards_in_both_readers_and_tables(tmp_path):
+    folder = write_shards(tmp_path / "it's (a) {b}", [1, 1, 1])
+    names = tmp_path / "urls.txt"
+    names.write_text(f"# two of three\n{tmp_path}/it*/00000.tar\n\n  {tmp_path}/it*/00002.tar  \r\n")
+    expected = [f"{folder}/{i:05d}.tar" for i in (0, 2)]
+    assert expand_shards(f"@{names}") == expected
+    assert [shard.path for shard in load_manifest(f"@{names}", factors=[1, 2]).shards] == expected
+    names.write_text(f"{tmp_path}/it*/0000[0-2].tar")
+    assert len(expand_shards([f"@{names}"])) == 3 == len(load_manifest(f"@{names}").shards)
+    with pytest.raises(ValueError, match="@/nowhere: no file of urls can be read there"):
+        load_manifest("@/nowhere")
+    with pytest.raises(ValueError, match="@/dev/zero: no file of urls .*is not a regular file"):
+        expand_shards("@/dev/zero")
+
+
 def test_the_reader_returns_any_samples_in_the_order_asked_for(tmp_path):
     manifest = load_manifest(write_shards(tmp_path / "a", [3, 0, 5, 1]))
     reader = ShardReader(manifest, max_open=1)
