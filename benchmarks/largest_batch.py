@@ -34,7 +34,6 @@ from benchmarks.step import command, end_process, reason
 from infcl.loss.contrastive import LOSSES
 from infcl.models.config import load_model_config
 from infcl.plan.loads import memory_of
-from infcl.plan.memory import counted_by_torch
 from infcl.plan.setting import Setting, load_gpu
 
 
@@ -171,7 +170,7 @@ def planned_peak(model: str, gpus: int, pairs: int, *, pixels: str, micro_batch:
         micro_batch=micro_batch, pixels={"gpu": "device"}.get(pixels, pixels), loss=loss,
         **options,
     )  # fmt: skip
-    return counted_by_torch(memory_of(setting))
+    return memory_of(setting)["peak"]
 
 
 def search(

@@ -23,7 +23,6 @@ from benchmarks.loss_impls import NAMES, OTHERS, make
 from benchmarks.rows import append
 from benchmarks.spawn import on_ranks
 from infcl.loss.contrastive import TILED
-from infcl.loss.copies import kept_bytes
 from infcl.loss.links import RINGS
 from infcl.loss.ring import OVERLAPS
 
@@ -58,7 +57,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--ring", default="flat", choices=RINGS, help="of the tiled losses")
     parser.add_argument("--ranks-per-node", type=int, default=None, help="two-level ring: as if nodes had so many GPUs")
     parser.add_argument(
-        "--ring-overlap", default="on", choices=OVERLAPS, help="sends: no copy engines; off: wait for each message"
+        "--ring-overlap", default="on", choices=OVERLAPS, help="off: wait for each message where it is sent"
     )
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--warm-up", type=int, default=2, help="steps that are not timed, after three; 0: none at all")
@@ -141,8 +140,8 @@ def _measure(
     variant = impl
     if impl in TILED and arguments.ring != "flat":
         variant += f" {arguments.ring}/{arguments.ranks_per_node}"
-    if impl in TILED and arguments.ring_overlap != "on":
-        variant += " no overlap" if arguments.ring_overlap == "off" else " sends"
+    if impl in TILED and arguments.ring_overlap == "off":
+        variant += " no overlap"
     row = {"impl": variant, "gpus": arguments.gpus, "global_batch": batch, "dim": dim, "dtype": arguments.dtype}
     try:
         for _ in range(compiling):
@@ -151,7 +150,7 @@ def _measure(
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
         times = timed(step, repeats, group, warm_up=warm_up)
-        extra = torch.cuda.max_memory_allocated() - before + kept_bytes()
+        extra = torch.cuda.max_memory_allocated() - before
     except torch.OutOfMemoryError:
         torch.cuda.empty_cache()
         return row | {"median_ms": None}

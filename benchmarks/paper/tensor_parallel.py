@@ -7,7 +7,6 @@ from benchmarks.paper.raw import markdown, origin, rows, where
 from infcl.config.preset import BUCKET
 from infcl.plan.compare import past
 from infcl.plan.loads import memory_of
-from infcl.plan.memory import counted_by_torch
 from infcl.plan.setting import Setting, load_gpu
 from infcl.plan.timing import step_seconds
 
@@ -74,7 +73,7 @@ def large_towers() -> str:
         size = f"{setting.tensor_parallel}" + (", `--sequence-parallel`" if setting.sequence_parallel else "")
         then = setting.with_(past=past(row))
         today = setting.with_(reduce_bucket_size=None, overlap_comm=None)
-        plans = [counted_by_torch(memory_of(one)) / GIB for one in (then, today)]
+        plans = [memory_of(one)["peak"] / GIB for one in (then, today)]
         peak = f"{row['peak_gib']:.1f}" if row["peak_gib"] else "?"
         lines.append([
             names[row["model"]], size, setting.zero, row["batch_size"], f"{row['samples_per_second']:.0f}", of_whole,
@@ -91,7 +90,7 @@ def sequence_parallel_memory() -> str:
     lines = [
         [
             row["batch_size"], "yes" if one.sequence_parallel else "", f"{row['samples_per_second'] / row['gpus']:.0f}",
-            f"{row['peak_gib']:.1f} / {counted_by_torch(memory_of(one)) / GIB:.1f}", f"{row['loss']:.4f}",
+            f"{row['peak_gib']:.1f} / {memory_of(one)['peak'] / GIB:.1f}", f"{row['loss']:.4f}",
         ]
         for row, one in both
     ]  # fmt: skip

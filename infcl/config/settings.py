@@ -140,9 +140,7 @@ class TrainConfig:
     ring: str = _flag(
         "auto", "loss", "two-level: rings within nodes inside a ring of nodes", choices=("auto", "flat", "two-level")
     )
-    ring_overlap: str = _flag(
-        "on", "loss", "sends: no copy engines; off: wait for each message", choices=("on", "sends", "off")
-    )
+    ring_overlap: str = _flag("on", "loss", "off: wait for each message where it is sent", choices=("on", "off"))
 
     batch_size: int = _flag(
         64,

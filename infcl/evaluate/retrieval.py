@@ -115,7 +115,7 @@ def retrieval_counts(
         Columns (higher, ties) of the images, f64 [n, 2], and of the captions, f64 [t, 2].
     """
     device, n, t = images.device, len(images), len(texts)
-    ring = RingExchange(group, overlap="sends")  # the memory that copies would keep is for training
+    ring = RingExchange(group)
     sizes = _all_counts(n, t, group, device)
     tile = min(_round_up(tile, _ALIGN), _round_up(max(max(pair) for pair in sizes), _ALIGN))
     capacity = [_round_up(max(column), tile) for column in zip(*sizes)]  # rows and columns, the same on every rank

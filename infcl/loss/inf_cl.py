@@ -60,8 +60,7 @@ def inf_cl_loss(
     workspace_bytes: bound of the temporary memory beside O(b * D).
     ring: "flat", "two-level" (a ring within each node inside a ring of nodes), or "auto": two-level where the group
         lies on several nodes of ranks_per_node ranks each. ring_overlap: "off" waits for every message where it is
-        sent, "sends" leaves copy engines alone (loss/copies), so that the gain of each can be measured. Exact in any
-        case; loss/ring has the schedule and cost.
+        sent, so that the gain can be measured. Exact in any case; loss/ring has the schedule and cost.
     compare_ranks: whether to compare the ranks' shapes, for which the host waits for the GPU. False only where all
         ranks are known to have the same: unequal ones would then hang or mix up rows.
     cuda_graph: on one GPU alone, replay small batches as a CUDA graph (loss/graphed says which, and what memory it

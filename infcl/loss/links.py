@@ -126,11 +126,6 @@ def _require_one_name(group: dist.ProcessGroup) -> None:
         )
 
 
-def uses_nccl(group: dist.ProcessGroup) -> bool:
-    """Whether NCCL carries the messages of its GPUs (of a group with two backends, get_backend names none)."""
-    return "cuda:nccl" in dist.get_backend_config(group).split(",")
-
-
 def timeout_of(group: dist.ProcessGroup) -> timedelta:
     """After how long the group gives up on a message."""
     device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"

@@ -23,11 +23,9 @@ In a flat ring over nodes one rank of each node sends all that crosses, and each
 computation. Here all G ranks of a node send at once, G times less each, and each crossing has G blocks to hide behind
 (the last one of the results has none). The price: two more buffers for a block, three for a result, and memory for the
 first part of each later lap, which finds both buffers of the hops in use.
-
-On GPUs of one host, copy engines carry the messages (loss/copies); elsewhere the process group sends and receives.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property, partial
 from zlib import crc32
 
@@ -35,27 +33,24 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from infcl.loss import sends
-from infcl.loss.copies import Message, PeerCopies, copies_of
 from infcl.loss.links import Link, links_of, second_group
 
 Combine = Callable[[Tensor, Tensor], Tensor]
-OVERLAPS = ("on", "sends", "off")
+OVERLAPS = ("on", "off")
 
 
 class RingExchange:
     """Post and wait of named, double-buffered tensors between ring neighbours.
 
-    ring, ranks_per_node: "flat", "two-level" or "auto" (see links.lap_length). overlap: "on"; "sends" without copy
-    engines; "off" to wait for each message where it is posted. Results are the same; what each gains can be measured.
+    ring, ranks_per_node: "flat", "two-level" or "auto" (see links.lap_length). overlap: "on", or "off"
+    to wait for each message where it is posted. Results are the same; what overlapping gains can be measured.
     reach: a flat ring whose blocks make only so many hops (default W - 1); results go home from there directly.
 
-    Received tensors belong to the ring: one is valid until the next `post` of its name that does not send it on, and
-    until the pass ends (its blocks have gone round and its results are home); one pass of a group at a time. Posted
-    tensors must not be written to until the `wait` of their name. All ranks must post and wait in the same order, with
-    equal shapes (`require_equal` checks that). A message that fails, or is not there after the group's timeout, raises
-    a RuntimeError that names the step and the peer (gloo). On GPUs the host does not wait: step and peer are on stderr
-    after 0.9 of that time, and the process ends after it (infcl/gpu_watch.py).
+    Received tensors belong to the ring: one is valid until the next `post` of its name that does not send it on.
+    Posted tensors must not be written to until the `wait` of their name. All ranks must post and wait in the same
+    order, with equal shapes (`require_equal` checks that). A message that fails, or is not there after the group's
+    timeout, raises a RuntimeError that names the step and the peer (gloo). On GPUs the host does not wait: NCCL's
+    watchdog ends the process after that time.
     """
 
     def __init__(
@@ -79,10 +74,7 @@ class RingExchange:
         assert self.laps == 1 or reach is None, "only a flat ring can stop half-way"
         self._step = 0
         self._buffers: dict[str, list[Tensor]] = {}
-        self._copies: PeerCopies | None = None  # known with the first message of a pass
-        self._begun = False  # whether this pass has asked for it
-        self._copied: set[str] = set()  # the names whose buffers lie in memory that the ranks share
-        self._pending: dict[str, tuple[list[dist.Work | Message], Link, Tensor, Tensor]] = {}
+        self._pending: dict[str, tuple[list[dist.Work], Link, Tensor, Tensor]] = {}
 
     def blocks(self, *tensors: Tensor) -> Iterator[tuple[int, tuple[Tensor, ...]]]:
         """Yield (hop, tensors) for W hops: first one's own tensors, then another rank's each (`owner` says whose).
@@ -101,7 +93,6 @@ class RingExchange:
                     tensors = self._wait_all("block", len(tensors))
             if lap + 1 < self.laps:
                 tensors = self._wait_all("lap", len(tensors))
-        self._rest()
 
     def owner(self, hop: int) -> int:
         """The group rank whose block `blocks` yields at this hop."""
@@ -121,7 +112,7 @@ class RingExchange:
         part, link = torch.empty_like(like, dtype=dtype), self.links.next
         if name in self._buffers or link.group is None:
             return part
-        self._buffers[name] = self._new_buffers(name, part, link)
+        self._buffers[name] = [torch.empty_like(part) for _ in range(2)]
         return self._buffers[name][1]
 
     def carry(self, name: str, hop: int, part: Tensor, combine: Combine) -> None:
@@ -142,11 +133,7 @@ class RingExchange:
         if self.laps > 1:
             self._end_lap(name, combine)
             name = f"{name}, between nodes"
-        result = self.wait(name)
-        if name in self._copied:
-            result = result.clone()
-        self._rest()
-        return result
+        return self.wait(name)
 
     def post(self, name: str, tensor: Tensor, link: Link | None = None) -> None:
         """Start sending `tensor` along a link (default: to the next rank) and receiving its like."""
@@ -156,15 +143,18 @@ class RingExchange:
             self._pending[name] = ([], link, tensor, tensor)
             return
         if name not in self._buffers:
-            self._buffers[name] = self._new_buffers(name, tensor, link)
+            self._buffers[name] = [torch.empty_like(tensor) for _ in range(2)]
         first, second = self._buffers[name]
         received = second if tensor is first else first
         try:
-            works = list(self._sent(name, tensor, received, link))
+            works = dist.batch_isend_irecv(
+                [
+                    dist.P2POp(dist.isend, tensor, link.to, group=link.group),
+                    dist.P2POp(dist.irecv, received, link.source, group=link.group),
+                ]
+            )
         except RuntimeError as error:
             raise self._failure(name, f"to rank {link.to} or from rank {link.source}", error) from error
-        if not isinstance(last := works[-1], Message):  # NCCL has one work for the batch
-            sends.watch(last, link, tensor.device, f"'{name}' of {self._place()}")
         self._pending[name] = (works, link, tensor, received)
         if self.overlap == "off":
             self._finish(name)
@@ -201,41 +191,6 @@ class RingExchange:
                 if isinstance(values[name], torch.dtype):
                     dist.all_gather_object(per_rank, str(values[name]), group=self.group)
                 raise ValueError(f"{what} needs the same {wanted} on every rank; ranks 0.. have {per_rank}")
-
-    def _new_buffers(self, name: str, like: Tensor, link: Link) -> list[Tensor]:
-        assert self.group is not None, "one rank alone sends nothing"
-        if not self._begun and self.overlap != "sends":
-            self._begun, self._copies = True, copies_of(self.group, like.device)
-            if self._copies is not None:
-                self._copies.begin()
-        if self._copies is not None and link.group is self.group:
-            shared = self._copies.buffers(like)
-            if shared is not None:
-                self._copied.add(name)
-                return shared
-        return [torch.empty_like(like) for _ in range(2)]
-
-    def _sent(self, name: str, tensor: Tensor, received: Tensor, link: Link) -> Sequence[dist.Work | Message]:
-        assert link.group is not None, "one rank alone sends nothing"
-        if self._copies is not None and name in self._copied:
-            to, source = (dist.get_group_rank(link.group, peer) for peer in (link.to, link.source))
-            return [self._copies.post(tensor, received, to, source, f"'{name}' of {self._place()}")]
-        operations = [
-            dist.P2POp(dist.isend, tensor, link.to, group=link.group),
-            dist.P2POp(dist.irecv, received, link.source, group=link.group),
-        ]
-        return dist.batch_isend_irecv(operations)
-
-    def _rest(self) -> None:
-        """Called where a pass may have ended. What it shared is the next one's, of this ring or another."""
-        if self._pending or self._copies is None:
-            return
-        self._begun = False
-        if self._copied:
-            self._copies.end()
-        for name in self._copied:
-            del self._buffers[name]
-        self._copied.clear()
 
     @cached_property
     def _across(self) -> Link:

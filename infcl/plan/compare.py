@@ -8,7 +8,6 @@ from pathlib import Path
 from infcl.config.preset import BUCKET
 from infcl.models.config import load_model_config, with_overrides
 from infcl.plan.loads import memory_of
-from infcl.plan.memory import counted_by_torch
 from infcl.plan.setting import Gpu, Setting, captions_of
 from infcl.plan.timing import samples_per_second
 
@@ -108,7 +107,7 @@ def compare(rows: list[dict], gpu: Gpu) -> list[dict]:
     compared = []
     for row in rows:
         setting = setting_of_row(row, gpu)
-        speed, peak = samples_per_second(setting), counted_by_torch(memory_of(setting)) / 2**30
+        speed, peak = samples_per_second(setting), memory_of(setting)["peak"] / 2**30
         errors = {
             "speed_error": speed / float(row["samples_per_second"]) - 1,
             "memory_error": peak / float(row["peak_gib"]) - 1,

@@ -6,8 +6,7 @@ once adds its bytes. In a step the host issues all of it while the towers run; a
 the host does. Small batches of one GPU are replayed as a graph (infcl/loss/graphed.py).
 
 Blocks that GPUs of one host pass on are not hidden: with NCCL's sends overlapping gained nothing there
-(docs/results/tiling_h200.csv). Copy engines hide them (two and four GPUs); the plan adds them, 2% of the loss.
-Crossings between hosts are taken to hide.
+(docs/results/tiling_h200.csv). The plan adds them, 2% of the loss. Crossings between hosts are taken to hide.
 """
 
 from infcl.kernels import WORKSPACE_BYTES

@@ -20,7 +20,6 @@ from infcl.plan.activations import graph_bytes
 from infcl.plan.parts import (
     bucket_bytes,
     gathered_bytes,
-    landing_bytes,
     loss_bytes,
     passing_bytes,
     peak_bytes,
@@ -63,7 +62,6 @@ class Load:
     pixels: float = float("inf")  # bytes that may wait between the passes
     pixels_on_gpu: bool = False  # that is where they wait
     uploads: int = 0  # micro-batches of pixels on their way to the GPU
-    copies: bool = False  # the ring's messages go by copy engines
     two_level: bool = False  # the ring is one of nodes
     offloads: tuple[str, ...] = ()  # "optimizer", "param": in host memory
     checkpoint: float = 0.0  # bytes of the copy that one is written from
@@ -113,7 +111,7 @@ def pixels_on_device(load: Load) -> float:
 
 def parts_of(load: Load) -> dict[str, float]:
     """{part: bytes per rank}; the last is the "peak", which is not their sum where parts do not live at once."""
-    cfg, batch, share = load.cfg, load.batch, load.tensor_parallel
+    cfg, batch = load.cfg, load.batch
     sizes: dict[str, Any] = {
         "stage": load.stage,
         "precision": load.precision,
@@ -139,12 +137,9 @@ def parts_of(load: Load) -> dict[str, float]:
         load.parameters, load.zero, stage=load.stage, ranks=batch.dp_size, precision=load.precision
     )
     parts |= graphs
-    rows = batch.rank_batch_size // share
     parts["cached data"] = pixels_on_device(load)
     parts["cached data"] += batch.rank_batch_size * (8.0 * cfg.text_cfg.context_length + load.trunks)
     parts |= _loss_of(load)
-    kept = landing_bytes(rows, cfg.embed_dim, precision=load.precision) if load.copies else 0.0
-    parts["landing buffers"], parts["loss"] = kept, parts["loss"] - kept
     return parts | {"peak": peak_bytes(parts, **sizes)}
 
 
@@ -176,8 +171,3 @@ def bytes_beside_graphs(load: Load) -> float:
     trunks = load.batch.rank_batch_size * load.trunks
     passing = graphs_of(load)["backward"] + pixels_on_device(load) + trunks
     return 8 * load.trainable + sum(_loss_of(load).values()) + WORKSPACE_BYTES + passing
-
-
-def counted_by_torch(parts: dict[str, float]) -> float:
-    """The peak that torch's allocator tells, which knows nothing of memory that GPUs share with each other."""
-    return parts["peak"] - parts["landing buffers"]

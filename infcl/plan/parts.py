@@ -5,7 +5,6 @@ Sizes: P parameters, T trainable ones, N data-parallel ranks, b pairs of a rank,
 
 from infcl.config.preset import bucket_elements, is_bf16_optimizer, sums_gradients_on_host
 from infcl.kernels import WORKSPACE_BYTES
-from infcl.loss.copies import LIMIT
 
 _BUCKETS_AHEAD = 3  # of DeepSpeed's stage 3: it waits for the third last (max_param_reduce_events)
 
@@ -127,18 +126,6 @@ def loss_bytes(
 def operand_bytes(precision: str) -> int:
     """Of a number in the blocks that travel."""
     return 4 if precision == "fp32" else 2
-
-
-def landing_bytes(rows: int, width: int, *, precision: str) -> float:
-    """Bytes of the buffers that the ring's copy engines land in (infcl/loss/copies.py), which stay between its passes.
-
-    Two for a block of `rows` with their statistics, two for the gradients that travel with it, as far as the limit
-    goes; what does not fit there is torch's, as without copy engines.
-    """
-    kept = 0.0
-    for size in (operand_bytes(precision) * rows * width, 4 * rows, 4 * rows * width):
-        kept += 2 * size if kept + 2 * size <= LIMIT else 0
-    return kept
 
 
 def peak_bytes(parts: dict[str, float], *, stage: int, precision: str, offloaded: bool = False) -> float:

@@ -15,7 +15,6 @@ import torch.distributed as dist
 
 from infcl import inf_cl_loss, kernels
 from infcl.loss.contrastive import LOSSES
-from infcl.loss.copies import kept_bytes
 from infcl.loss.links import second_group
 from tests.lib import gpus
 from tests.lib.loss_oracle import Case, averaged, evaluate, oracle, relative_error
@@ -34,7 +33,6 @@ CASES = [
 RINGS = {
     "flat": {},
     "no overlap": {"ring_overlap": "off"},
-    "sends": {"ring_overlap": "sends"},
     "nodes of 2": {"ring": "two-level", "ranks_per_node": 2},
     "nodes of 4": {"ring": "two-level", "ranks_per_node": 4},
 }
@@ -104,7 +102,7 @@ def test_info_nce_and_nt_xent_over_nccl_average_to_the_float64_losses(ring, tmp_
 
 
 def _peaks(rank: int, world_size: int, port: int, folder: str, options: dict) -> None:
-    """Bytes that a step takes at rising rows a rank: of torch's allocator, and what the ring keeps beside it."""
+    """Bytes that a step takes at rising rows a rank: of torch's allocator."""
     _start(rank, world_size, port)
     peaks = []
     for rows in (ROWS[0], *ROWS):  # the first call lets the libraries take their own memory
@@ -114,7 +112,7 @@ def _peaks(rank: int, world_size: int, port: int, folder: str, options: dict) ->
         torch.cuda.reset_peak_memory_stats()
         inf_cl_loss(*pair, 10.0, group=dist.group.WORLD, workspace_bytes=2 * WORKSPACE_BYTES, **options).backward()
         torch.cuda.synchronize()
-        peaks.append(torch.cuda.max_memory_allocated() - before + kept_bytes())
+        peaks.append(torch.cuda.max_memory_allocated() - before)
     torch.save(peaks[1:], f"{folder}/{rank}.pt")
     dist.destroy_process_group()
 
@@ -122,38 +120,35 @@ def _peaks(rank: int, world_size: int, port: int, folder: str, options: dict) ->
 ROWS, DIM = (8192, 16384, 32768), 256
 
 
-@pytest.mark.parametrize("ring", ["flat", "sends", "nodes of 2"])
+@pytest.mark.parametrize("ring", ["flat", "nodes of 2"])
 def test_memory_over_ranks_is_the_workspace_plus_a_slope_in_the_rows_of_a_rank(ring, tmp_path):
     """The matrix of one pair of blocks would take 128 MiB, 512 MiB and 2 GiB in bf16."""
     for peaks in _on_all_gpus(_peaks, ring, tmp_path):
         for rows, peak in zip(ROWS, peaks):
-            # float32: two gradients, one part under way, two buffers, one result; bf16: features, blocks, gradients;
-            # of what is kept, rooms of the smaller passes
+            # float32: two gradients, one part under way, two buffers, one result; bf16: features, blocks, gradients
             assert peak < 2 * WORKSPACE_BYTES + 60 * rows * DIM + 2**25, (rows, peaks)
         assert peaks[2] - peaks[1] < 2.3 * (peaks[1] - peaks[0]) + 2**22, peaks
     assert kernels.WORKSPACE_BYTES <= 512 * 2**20
 
 
-def _compare_with_sends(rank: int, world_size: int, port: int) -> None:
+def _compare_with_waiting(rank: int, world_size: int, port: int) -> None:
     _start(rank, world_size, port)
     for repeat in range(12):
         rows, dim = ((257, 768), (64, 40), (4096, 512))[repeat % 3]
         case = Case("inf_cl", rows * world_size, dim, 50.0, dtype=torch.bfloat16, workspace_bytes=WORKSPACE_BYTES)
         results = []
-        for overlap in ("on", "sends", "off"):
+        for overlap in ("on", "off"):
             torch.cuda._sleep((50_000_000, 0)[(rank + repeat) % 2])  # one GPU is late, then the other
             results.append(evaluate(case, rank, world_size, device="cuda", ring_overlap=overlap))
-        for result in results[1:]:
-            assert all(torch.equal(a, b) for a, b in zip(results[0], result)), (repeat, case)
-    assert kept_bytes() > 4 * 4096 * 512 * 2, "the copy engines were not asked"
+        assert all(torch.equal(a, b) for a, b in zip(*results)), (repeat, case)
     dist.barrier()
     dist.destroy_process_group()
 
 
 @gpus.one_each
-def test_copy_engines_bring_what_sends_bring_whoever_is_late():
+def test_overlapped_messages_bring_what_waited_for_ones_bring_whoever_is_late():
     world_size = gpus.num_ranks()
-    torch.multiprocessing.spawn(_compare_with_sends, (world_size, free_port()), nprocs=world_size)
+    torch.multiprocessing.spawn(_compare_with_waiting, (world_size, free_port()), nprocs=world_size)
 
 
 def _second_groups(rank: int, world_size: int, port: int) -> None:
@@ -173,10 +168,6 @@ def test_a_ring_over_all_ranks_gets_its_second_communicator_whatever_other_group
     torch.multiprocessing.spawn(_second_groups, (world_size, free_port()), nprocs=world_size)
 
 
-# Over sockets NCCL sends even 33 kB only to a rank that receives.
-OR_SENT = ", or could not be sent to rank 1 (global ranks)" if gpus.RANKS_PER_GPU > 1 else ""
-
-
 def _hang(rank: int, world_size: int, port: int, folder: str, overlap: str) -> None:
     sys.stderr = open(f"{folder}/{rank}", "w")
     _start(rank, world_size, port, timeout=timedelta(seconds=10))
@@ -189,17 +180,8 @@ def _hang(rank: int, world_size: int, port: int, folder: str, overlap: str) -> N
         loss.item()
 
 
-@pytest.mark.parametrize(
-    "overlap, said, codes",
-    [
-        pytest.param(
-            "on", "'block 0' of ring step 1 of 2 has not come from rank 1 to rank 0: ", [1], marks=gpus.one_each
-        ),
-        ("sends", "'block 0' of ring step 1 of 2 has not come from rank 1 to rank 0, or could not be sent", [1, -6]),
-        ("off", f"'block 0' of ring step 1 of 2 has not come from rank 1 to rank 0{OR_SENT}: ", [1]),
-    ],  # -6: NCCL's watchdog aborts
-)
-def test_a_rank_that_hangs_ends_the_others_by_the_time_out_and_is_named(overlap, said, codes, tmp_path):
+@pytest.mark.parametrize("overlap", ["on", "off"])
+def test_a_rank_that_hangs_ends_the_others_by_the_time_out(overlap, tmp_path):
     context = torch.multiprocessing.get_context("spawn")
     arguments = 2, free_port(), str(tmp_path), overlap
     ranks = [context.Process(target=_hang, args=(rank, *arguments)) for rank in range(2)]
@@ -209,9 +191,7 @@ def test_a_rank_that_hangs_ends_the_others_by_the_time_out_and_is_named(overlap,
     exit_code = ranks[0].exitcode
     for process in ranks:
         process.kill()
-    stderr = (tmp_path / "0").read_text()
-    assert exit_code in codes, stderr
-    assert said in stderr and "this process ends" in stderr
+    assert exit_code in (1, -6), (tmp_path / "0").read_text()  # -6: NCCL's watchdog aborts
 
 
 def _steps_without_waiting(rank: int, world_size: int, port: int, preset: str, last_backward: bool) -> None:

@@ -95,24 +95,6 @@ def test_one_part_at_a_time_has_memory_of_its_own(name):
             assert found == [1] * parts
 
 
-def _watched_messages(rank, world_size):
-    """What the ring has watched of its messages: works that are under way then, to and from whom, names."""
-    with mock.patch("infcl.loss.sends.watch") as watch:
-        _go_round(RingExchange(dist.group.WORLD, overlap="sends"), rank)
-    calls = [call.args for call in watch.call_args_list]
-    assert all(isinstance(work, dist.Work) and device.type == "cpu" for work, _, device, _ in calls)
-    return [(link.to, link.source, what) for _, link, _, what in calls]
-
-
-def test_every_message_is_watched_with_its_neighbours_and_its_step():
-    for rank, watched in enumerate(run_ranks(_watched_messages, 3)):
-        blocks = [(f"'block {i}' of ring step {step} of 3") for step in (1, 2) for i in (0, 1)]
-        names = [what for _, _, what in watched]
-        assert sorted(name for name in names if "block" in name) == sorted(blocks)
-        assert sorted(name for name in names if "sum" in name) == [f"'sum' of ring step {s} of 3" for s in (1, 2, 3)]
-        assert {(to, source) for to, source, _ in watched} == {((rank + 1) % 3, (rank - 1) % 3)}
-
-
 def _count_messages(rank, world_size, options):
     """(to a rank of the same node, to another node) of one pass with a block and a result."""
     ring = RingExchange(dist.group.WORLD, **options)

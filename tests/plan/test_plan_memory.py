@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import json
-from contextlib import ExitStack
 from unittest import mock
 
 import pytest
@@ -14,20 +13,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from benchmarks.paper import raw
-from infcl import peer_memory
 from infcl.config import BatchPlan, TrainConfig
 from infcl.config.preset import BUCKET, read_preset
 from infcl.loss.contrastive import ContrastiveLoss
-from infcl.loss.copies import PeerCopies
 from infcl.models import CLIP, load_model_config
 from infcl.plan.activations import activation_bytes
 from infcl.plan.compare import past
 from infcl.plan.loads import kept_trunks, memory_of, memory_of_run, memory_plan, trained_blocks
-from infcl.plan.memory import counted_by_torch, parameter_counts
-from infcl.plan.parts import bucket_bytes, gathered_bytes, landing_bytes, loss_bytes, state_bytes
+from infcl.plan.memory import parameter_counts
+from infcl.plan.parts import bucket_bytes, gathered_bytes, loss_bytes, state_bytes
 from infcl.plan.setting import Setting, load_gpu
 from infcl.train.build import build_model
-from tests.lib.gpu_streams import Gpus
 from tests.lib.ranks import run_ranks
 from tests.lib.saved_tensors import saved_bytes
 from tests.train.test_trainer import demo_config
@@ -282,47 +278,6 @@ def test_pixels_that_wait_on_the_gpu_are_counted_but_those_of_kept_graphs(demo_f
     assert waiting(pixel_cache="gpu", lock_image=True) == waiting(lock_image=True) == 0
     assert waiting(encode_micro_batches=4) == 3 * image
     assert waiting(pixel_cache="gpu", pixel_cache_gb=str(3.5 * image / 1e9)) == 3 * image
-
-
-@pytest.mark.parametrize("rows", [1000, 32768, 40000, 100_000, 200_000])
-def test_landing_buffers_are_what_the_ring_keeps(rows):
-    """Block, statistics, and in the backward gradients, as infcl.loss.inf_cl posts them."""
-    gpus, width = Gpus(1, 0), 768
-
-    def allocate(num_bytes, *_):
-        device = "cpu" if num_bytes < 2**16 else "meta"  # flags are written
-        return torch.zeros(num_bytes, dtype=torch.uint8, device=device), [0]
-
-    with ExitStack() as stack:
-        for patch in (*gpus.patched(), mock.patch.object(peer_memory, "allocate", allocate)):
-            stack.enter_context(patch)
-        copies = PeerCopies("the group", torch.device("cpu"))
-        flags = copies.kept_bytes
-        block = torch.empty(rows, width, dtype=torch.bfloat16, device="meta")
-        statistic, gradient = torch.empty(rows, device="meta"), torch.empty(rows, width, device="meta")
-        for _ in range(2):
-            for posted in ((block, statistic), (block, statistic, gradient)):
-                copies.begin()
-                for tensor in posted:
-                    copies.buffers(tensor)
-        assert copies.kept_bytes - flags == pytest.approx(landing_bytes(rows, width, precision="bf16"), abs=2**16)
-
-
-def test_landing_buffers_stay_through_the_replays_and_are_not_torchs(demo_folder, tmp_path):
-    cfg = load_model_config("ViT-L-14")
-    with torch.device("meta"):
-        counts = parameter_counts(CLIP(cfg))
-
-    def parts(**flags) -> dict[str, float]:
-        config = demo_config(demo_folder, tmp_path, **flags)
-        return memory_of_run(cfg, BatchPlan(4, 64, 512), config, counts, "amp_bf16", {}, stage=1)
-
-    copies, sends = parts(), parts(ring_overlap="sends")
-    kept = copies["landing buffers"]
-    assert kept == landing_bytes(32768, 768, precision="amp_bf16") > 280 * 2**20 and sends["landing buffers"] == 0
-    assert copies["peak"] - sends["peak"] == pytest.approx(kept)
-    assert counted_by_torch(copies) == pytest.approx(counted_by_torch(sends)) == sends["peak"]
-    assert parts(loss="clip")["landing buffers"] == 0
 
 
 @pytest.mark.parametrize("precision", ["fp32", "amp_bf16", "bf16", "fp16"])

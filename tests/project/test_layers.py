@@ -41,7 +41,6 @@ PACKAGES = (
 KNOWN = {
     ("infcl/step/pixels.py", "engine"),
 }
-UNPLACED = {"gpu_watch", "peer_memory"}  # modules that go
 
 HOMES = {
     "deepspeed": "infcl/engine/*",
@@ -104,7 +103,7 @@ def _package(name: str) -> str:
     """infcl.loss.ring -> loss; infcl.inf_cl_loss -> infcl; megatron_patches.groups -> megatron_patches."""
     first, _, rest = name.partition(".")
     own = rest.partition(".")[0]
-    return own if first == "infcl" and (own in PACKAGES or own in UNPLACED) else first
+    return own if first == "infcl" and own in PACKAGES else first
 
 
 def _imports(file: str, *, types: bool = True) -> set[str]:
