@@ -4,6 +4,8 @@ In:  a `Manifest`, sample numbers in any order.
 Out: `Record`s in that order. Samples of one shard are read together, and neighbours with one call.
 """
 
+import contextlib
+import os
 import time
 from collections import OrderedDict
 from collections.abc import Callable
@@ -12,8 +14,8 @@ from typing import NamedTuple
 import numpy as np
 
 from infcl.data.access import open_shard
-from infcl.data.index import ABSENT, DEFAULT_KEYS, SampleKeys, open_members
-from infcl.data.shards import Manifest
+from infcl.data.index import ABSENT, DEFAULT_KEYS, SampleKeys, open_members, scan_shard
+from infcl.data.shards import Manifest, Shard
 from infcl.data.storage import DEFAULT_STORAGE, ShardFault, ShardFile, StorageOptions, is_remote, retry
 
 MAX_CAPTION_BYTES = 4096
@@ -176,10 +178,24 @@ class ShardReader:
                 f"{shard.path} changed during the run: {shard.file_bytes} bytes when indexed, {file.file_bytes} now "
                 f"(or its time or tag differs); restart the run to index it again",
             )
-        self._open[i] = file, open_members(shard.index_path, shard.samples, shard.file_bytes)
+        self._open[i] = file, self._members(shard)
         if len(self._open) > self.max_open:
             self._open.popitem(last=False)[1][0].close()
         return self._open[i]
+
+    def _members(self, shard: Shard) -> np.ndarray:
+        """int64 [samples, 6] of a shard's index; where that is damaged, built anew, and the damaged one is removed."""
+        try:
+            return open_members(shard.index_path, shard.samples, shard.file_bytes)
+        except (ShardFault, OSError, ValueError):
+            members = scan_shard(shard.path, self.keys, self.storage).members
+            if len(members) != shard.samples:
+                raise ShardFault(
+                    "shard_changed", f"{shard.path} has other samples than its index: restart the run"
+                ) from None
+            with contextlib.suppress(OSError):
+                os.unlink(shard.index_path)
+            return members
 
 
 def _read_all(file: ShardFile, wanted: list[tuple[int, int]], path: str) -> list[bytes | None]:
