@@ -203,6 +203,8 @@ def open_members(index_path: str, samples: int, file_bytes: int) -> np.ndarray:
     if samples == 0:
         return np.empty((0, 6), dtype=np.int64)
     offset = os.path.getsize(index_path) - samples * 48
+    if offset < 0:
+        raise ShardFault("shard_unreadable", f"{index_path} is shorter than its {samples} samples")
     members = np.memmap(index_path, dtype="<i8", mode="r", offset=offset, shape=(samples, 6))
     begins, sizes = members[:, ::2], members[:, 1::2]
     if (members < ABSENT).any() or (begins > file_bytes).any() or (sizes > file_bytes - begins).any():
