@@ -31,7 +31,7 @@ from infcl.kernels.lse import cross_entropies, merge_lse
 from infcl.loss import graphed, tiled
 from infcl.loss.gradients import ring_gradients
 from infcl.loss.operands import check_features, scaled_sides
-from infcl.loss.ring import RingExchange
+from infcl.loss.ring import RingExchange, check_rank
 
 
 def inf_cl_loss(
@@ -116,7 +116,7 @@ class InfCLLoss(nn.Module):
             )
         self.over_all = (world_size > 1 or rank > 0) and group is None  # not the group itself: that cannot be copied
         if world_size > 1 or rank > 0:
-            _check_rank(rank, world_size, group)
+            check_rank(rank, world_size, group)
         self.options: dict[str, Any] = {
             "group": group,
             "tile": tile,
@@ -138,16 +138,6 @@ class InfCLLoss(nn.Module):
         options = self.options | ({"group": dist.group.WORLD} if self.over_all else {})
         loss = inf_cl_loss(image_features, text_features, logit_scale, **options)
         return {"contrastive_loss": loss} if output_dict else loss
-
-
-def _check_rank(rank: int, world_size: int, group: dist.ProcessGroup | None) -> None:
-    """ValueError unless this process is this rank of so many in the group (None: WORLD)."""
-    if not (dist.is_available() and dist.is_initialized()):
-        raise ValueError(f"rank {rank}, world_size {world_size}: torch.distributed is not initialised")
-    group = dist.group.WORLD if group is None else group
-    actual = dist.get_rank(group), dist.get_world_size(group)
-    if actual != (rank, world_size):
-        raise ValueError(f"rank {rank}, world_size {world_size}: the process group says {actual[0]}, {actual[1]}")
 
 
 def ring_forward(

@@ -249,3 +249,13 @@ def checked_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
     if group is not None and dist.get_rank(group) < 0:
         raise ValueError(f"rank {dist.get_rank()} is not a member of the process group it was given")
     return group
+
+
+def check_rank(rank: int, world_size: int, group: dist.ProcessGroup | None) -> None:
+    """Raise ValueError unless this process is `rank` of `world_size` in the group (None: WORLD)."""
+    if not (dist.is_available() and dist.is_initialized()):
+        raise ValueError(f"rank {rank}, world_size {world_size}: torch.distributed is not initialised")
+    group = dist.group.WORLD if group is None else group
+    actual = dist.get_rank(group), dist.get_world_size(group)
+    if actual != (rank, world_size):
+        raise ValueError(f"rank {rank}, world_size {world_size}: the process group says {actual[0]}, {actual[1]}")

@@ -16,13 +16,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from infcl.kernels import WORKSPACE_BYTES, Tile
 from infcl.loss import tiled
 from infcl.loss.gradients import ring_gradients
 from infcl.loss.operands import check_features, scaled_sides
-from infcl.loss.ring import RingExchange
+from infcl.loss.ring import RingExchange, check_rank
 
 
 def siglip_loss(
@@ -43,6 +43,56 @@ def siglip_loss(
     """The sigmoid loss of the group's global batch; arguments as in `inf_cl_loss`, gradient flows to logit_bias too."""
     options = tiled.Options(group, tile, tile_dtype, workspace_bytes, ring, ranks_per_node, ring_overlap, compare_ranks)
     return tiled.loss(_SIGLIP, options, (image_features, text_features), (logit_scale, logit_bias))
+
+
+class SigLipLoss(nn.Module):
+    """`siglip_loss` as a module, made and called like open_clip's SigLipLoss.
+
+    Args:
+        cache_labels: accepted; there are no labels to cache.
+        rank, world_size: open_clip's arguments; world_size > 1 means torch.distributed's WORLD.
+        dist_impl: accepted; the columns always travel around the ring.
+        group: process group of the ring, instead of rank and world_size.
+        **options: those of `siglip_loss`.
+
+    Raises:
+        ValueError: rank and world_size are not those of the process group.
+    """
+
+    def __init__(
+        self,
+        cache_labels: bool = False,
+        rank: int = 0,
+        world_size: int = 1,
+        dist_impl: str | None = None,
+        *,
+        group: dist.ProcessGroup | None = None,
+        **options: Any,
+    ):
+        super().__init__()
+        self.over_all = (world_size > 1 or rank > 0) and group is None  # not the group itself: that cannot be copied
+        if world_size > 1 or rank > 0:
+            check_rank(rank, world_size, group)
+        self.group, self.options = group, options
+
+    def forward(
+        self,
+        image_features: Tensor,
+        text_features: Tensor,
+        logit_scale: Tensor | float,
+        logit_bias: Tensor | float,
+        output_dict: bool = False,
+    ) -> Tensor | dict[str, Tensor]:
+        """Return the loss, 0-dim float32, or {"contrastive_loss": loss}.
+
+        Args:
+            image_features, text_features: this rank's [b, D], L2-normalised.
+            logit_scale: the multiplicative scale, after exp().
+            logit_bias: added to each logit.
+        """
+        group = dist.group.WORLD if self.over_all else self.group
+        loss = siglip_loss(image_features, text_features, logit_scale, logit_bias, group=group, **self.options)
+        return {"contrastive_loss": loss} if output_dict else loss
 
 
 def ring_forward(

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from infcl import InfCLLoss, inf_cl_loss
+from infcl import InfCLLoss, SigLipLoss, inf_cl_loss
 from tests.lib.checkout import ROOT
 from tests.lib.loss_oracle import relative_error
 from tests.lib.open_clip_stub import import_open_clip
@@ -127,3 +127,31 @@ def test_arguments_without_a_process_group_are_refused():
     with pytest.raises(ValueError, match="use_horovod"):
         InfCLLoss(use_horovod=True)
     InfCLLoss(local_loss=False, gather_with_grad=False, cache_labels=True, rank=0, world_size=1)
+
+
+def _siglip_gradients(rank, world_size):
+    generator = torch.Generator().manual_seed(2)
+    sides = [nn.functional.normalize(torch.randn(6, 8, generator=generator), dim=1) for _ in range(2)]
+    own = [side.chunk(world_size)[rank].clone().requires_grad_() for side in sides]
+    scale, bias = torch.tensor(10.0, requires_grad=True), torch.tensor(-10.0, requires_grad=True)
+    out = SigLipLoss(rank=rank, world_size=world_size)(*own, scale, bias, output_dict=True)["contrastive_loss"]
+    out.backward()
+    return [value.detach() for value in (out, *(leaf.grad for leaf in (*own, scale, bias)))]
+
+
+def test_siglip_module_averages_to_open_clips_loss_and_gradients():
+    import_open_clip()
+    from open_clip.loss import SigLipLoss as OpenClipSigLipLoss
+
+    generator = torch.Generator().manual_seed(2)
+    sides = [nn.functional.normalize(torch.randn(6, 8, generator=generator), dim=1) for _ in range(2)]
+    sides = [side.requires_grad_() for side in sides]
+    scale, bias = torch.tensor(10.0, requires_grad=True), torch.tensor(-10.0, requires_grad=True)
+    expected = OpenClipSigLipLoss()(*sides, scale, bias)
+    expected.backward()
+    for world_size in (1, 2):
+        results = run_ranks(_siglip_gradients, world_size)
+        loss, scale_grad, bias_grad = (sum(r[i] for r in results) / world_size for i in (0, 3, 4))
+        torch.testing.assert_close([loss, scale_grad, bias_grad], [expected.detach(), scale.grad, bias.grad])
+        for i, side in enumerate(sides, start=1):
+            torch.testing.assert_close(torch.cat([r[i] for r in results]) / world_size, side.grad)
