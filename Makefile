@@ -3,7 +3,7 @@
 #                       SKIPS=--skips-fail: nothing may be missing here
 #   WORKERS=4 make test  so many processes share the files of the suite (2); the ranks that its tests start come on top
 #   make test-slow      the tests that take minutes, among them the commands of the docs, executed; on a CPU
-#   make docs   docstrings as HTML in build/docs       make coverage   the suite, and the lines that it runs
+#   make docs   the site in build/docs                  make coverage   the suite, and the lines that it runs
 #
 #   PRESET=zero3 make train       another ZeRO preset of ds_configs/
 #   make train FLAGS="--lr 1e-3"  other flags of pretrain_clip.py (give NAME=... too: a finished run is not trained over)
@@ -44,12 +44,13 @@ lint: $(VENV)/.installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/python dev/check_language.py
 
 results: $(VENV)/.installed
 	$(BIN)/python -m benchmarks.paper --write
 
 docs: $(VENV)/.installed
-	$(BIN)/python docs/render.py build/docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
 coverage: $(VENV)/.installed
 	$(BIN)/coverage erase

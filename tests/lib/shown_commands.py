@@ -1,7 +1,7 @@
 """The commands and the python blocks that the documentation shows.
 
 Commands are indented and fenced lines and `inline` code that begin with one of PROGRAMS, in README.md,
-CONTRIBUTING.md, docs/*.md and ds_configs/README.md, and what stands behind "command" in the heads of launch/*.
+CONTRIBUTING.md, pages below docs/ and ds_configs/README.md, and the lines "command" in the heads of launch/*.
 """
 
 import re
@@ -19,7 +19,7 @@ def documents() -> list[Path]:
     return [
         ROOT / "README.md",
         ROOT / "CONTRIBUTING.md",
-        *sorted(ROOT.glob("docs/*.md")),
+        *sorted(path for path in ROOT.glob("docs/**/*.md") if "results" not in path.parts),
         ROOT / "ds_configs/README.md",
     ]
 

@@ -1,10 +1,8 @@
-"""What is public says what it is; the docstrings render without a warning."""
+"""Every module and every public function documents itself."""
 
 import ast
 import inspect
 import re
-import subprocess
-import sys
 
 import pytest
 
@@ -32,14 +30,3 @@ def test_the_library_documents_itself_and_its_arguments(name):
         text += inspect.getdoc(infcl.inf_cl_loss)
     parameters = set(inspect.signature(thing).parameters) if inspect.isfunction(thing) else set()
     assert {parameter for parameter in parameters if parameter not in text} == set()
-
-
-@pytest.mark.slow
-def test_the_docstrings_render_without_a_warning(tmp_path):
-    result = subprocess.run(
-        [sys.executable, "docs/render.py", tmp_path], cwd=ROOT, capture_output=True, text=True, timeout=240
-    )
-    assert result.returncode == 0 and result.stderr == "", result.stderr
-    for file in MODULES:
-        if not file.startswith("benchmarks") and not file.endswith("__main__.py"):
-            assert (tmp_path / file.replace("/__init__", "").replace(".py", ".html")).is_file(), file

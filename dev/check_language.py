@@ -1,0 +1,147 @@
+"""Check the words of the project's prose: `python dev/check_language.py [FILE ...]`; exit code 1 on a finding.
+
+The prose is Markdown without code, the comments of shell scripts, and the comments and strings of Python files.
+Findings below NOT_YET_CLEAN are counted and do not fail the check. Remove an entry that has none.
+"""
+
+import io
+import re
+import subprocess
+import sys
+import tokenize
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+WORDS = {  # pattern: what to write
+    r"mend(s|ed|ing)?": "fix, workaround",
+    r"anew": "again, from scratch",
+    r"amid": "during",
+    r"heed(s|ed)?": "use",
+    r"reckon(s|ed|ing)?": "compute, estimate",
+    r"otherwise than": "unlike",
+    r"but for": "except",
+    r"in the mean": "on average",
+    r"masters": "FP32 master weights",
+    r"passed over": "skipped",
+    r"(has|have|had|did) not come": "did not join",
+    r"levers?": "tuning options",
+    r"law of averages": "gradient scaling convention",
+    r"the truth": "the exact value, the reference",
+    r"beside": "next to, compared with, in addition to",
+    r"(16|sixteen)[ -]bits?": "half precision (BF16/FP16)",
+    r"(go|goes|went) on": "continue",
+    r"mistakes?": "usage error, error",
+    r"lies": "is stored, is in",
+    r"is (told|said)|are (told|said)": "is reported, is logged",
+    r"graphs that stay|resident micro-batch(es)?": "cached activations",
+}
+NOT_YET_CLEAN = (
+    "CONTRIBUTING.md",
+    "README.md",
+    "benchmarks",
+    "docs",
+    "ds_configs",
+    "infcl/checkpoint",
+    "infcl/cluster",
+    "infcl/config",
+    "infcl/convert",
+    "infcl/data",
+    "infcl/engine",
+    "infcl/evaluate",
+    "infcl/kernels",
+    "infcl/loss",
+    "infcl/models",
+    "infcl/parallel",
+    "infcl/plan",
+    "infcl/report",
+    "infcl/step",
+    "infcl/train",
+    "launch",
+    "megatron_patches",
+    "pretrain_clip.py",
+    "tests/benchmarks",
+    "tests/checkpoint",
+    "tests/cluster",
+    "tests/config",
+    "tests/convert",
+    "tests/data",
+    "tests/engine",
+    "tests/evaluate",
+    "tests/kernels",
+    "tests/lib",
+    "tests/loss",
+    "tests/megatron_patches",
+    "tests/models",
+    "tests/parallel",
+    "tests/plan",
+    "tests/project",
+    "tests/step",
+    "tests/train",
+)
+NOT_PROSE = ("CHANGELOG.md", "dev/check_language.py", "docs/results", "tests/golden")
+
+
+def main(paths: list[str]) -> int:
+    if paths:
+        failures = [finding for path in paths for finding in findings(Path(path).read_text(), path)]
+        pending: dict[str, int] = {}
+    else:
+        failures, pending = of_tree()
+    clean = [place for place, count in pending.items() if not count]
+    print(*failures, *(f"{place}: clean now; remove it from NOT_YET_CLEAN" for place in clean), sep="\n")
+    print(f"language: {len(failures)} findings in clean files, {sum(pending.values())} in files not yet clean")
+    print(*(f"  {count:4} {place}" for place, count in pending.items()), sep="\n")
+    return int(bool(failures))
+
+
+def of_tree() -> tuple[list[str], dict[str, int]]:
+    """Return the findings in clean files, and the number of findings per place not yet clean."""
+    command = ["git", "ls-files", "*.py", "*.md", "*.sh", "*.sbatch"]
+    tracked = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    failures, pending = [], dict.fromkeys(NOT_YET_CLEAN, 0)
+    for path in tracked:
+        if _below(path, NOT_PROSE) or not (ROOT / path).exists():
+            continue
+        found = findings((ROOT / path).read_text(encoding="utf-8"), path)
+        if place := _below(path, NOT_YET_CLEAN):
+            pending[place] += len(found)
+        else:
+            failures += found
+    return failures, pending
+
+
+def findings(text: str, path: str) -> list[str]:
+    """Return one line for each word of WORDS in the prose of a file."""
+    found = []
+    for number, line in prose(text, Path(path).suffix):
+        for pattern, better in WORDS.items():
+            for match in re.finditer(rf"(?i)(?<![\w-])(?:{pattern})(?![\w-])", line):
+                found.append(f"{path}:{number}: {match[0]!r}: write {better}")
+    return found
+
+
+def prose(text: str, suffix: str) -> list[tuple[int, str]]:
+    """Return (line number, prose of the line); text in backticks is code."""
+    if suffix == ".py":
+        kinds = {tokenize.COMMENT, tokenize.STRING, getattr(tokenize, "FSTRING_MIDDLE", tokenize.STRING)}
+        tokens = tokenize.generate_tokens(io.StringIO(text).readline)
+        lines = [
+            (token.start[0] + offset, line)
+            for token in tokens
+            if token.type in kinds
+            for offset, line in enumerate(token.string.splitlines())
+        ]
+    elif suffix == ".md":
+        blank = re.sub(r"(?ms)^```.*?^```$|<!--.*?-->", lambda block: "\n" * block[0].count("\n"), text)
+        lines = [(n, line) for n, line in enumerate(blank.splitlines(), 1) if not line.startswith("    ")]
+    else:
+        lines = [(n, line) for n, line in enumerate(text.splitlines(), 1) if line.lstrip().startswith("#")]
+    return [(number, re.sub(r"`[^`]*`", "", line)) for number, line in lines]
+
+
+def _below(path: str, places: tuple[str, ...]) -> str | None:
+    return next((place for place in places if path == place or path.startswith(place + "/")), None)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
