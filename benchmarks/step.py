@@ -50,7 +50,7 @@ from infcl.report import read_metrics
 from infcl.train.diagnostics import model_flops, trained_shares
 
 PHASES = ("data", "encode", "loss", "replay", "step")
-COLUMNS = (
+COLUMNS = (  # encode_together: of a removed flag; empty, as the files that rows are appended to have it
     "label", "gpus", "model", "zero", "precision", "blocks", "checkpointing", "micro_batch", "micro_batches",
     "global_batch", "resident", "encode_together", "text_share", "attention", "samples_per_second",
     "samples_per_second_per_gpu", "samples_per_second_mean", "samples_per_second_std",
@@ -223,7 +223,6 @@ def _row(trainer, options: argparse.Namespace, peak: float, rate: float) -> dict
             "micro_batches": batch.num_micro_batches,
             "global_batch": batch.global_batch_size,
             "resident": trainer.resident,
-            "encode_together": config.encode_micro_batches,
             "samples_per_second_per_gpu": per_gpu,
             "samples_per_second_mean": statistics.fmean(rates),
             "samples_per_second_std": statistics.stdev(rates) if len(rates) > 1 else "",

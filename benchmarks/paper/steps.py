@@ -33,7 +33,6 @@ def levers() -> str:
         shape = f"{row['micro_batch']} x {row['micro_batches']}"
         shape += ", checkpointing" if row["checkpointing"] == "True" else ""
         shape += f", {row['resident']} resident{_by_auto(row)}" if row["resident"] > 1 else ""
-        shape += f", pass 1 of {row['encode_together']} at once" if row["encode_together"] > 1 else ""
         shape += f", attention {sdpa[1]}" if (sdpa := re.search(r"\bsdpa (\w+)", row["label"])) else _whose(row)
         rate = _rate(row)
         used = [f"{row[name]:.3f}" for name in ("mfu", "hfu")]

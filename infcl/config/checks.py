@@ -21,7 +21,6 @@ POSITIVE = (
     "max_image_pixels",
     "storage_timeout",
     "data_timeout",
-    "encode_micro_batches",
 )
 NOT_NEGATIVE = (
     "batch_size",

@@ -10,7 +10,9 @@ from infcl.config.checks import is_table, validate
 from infcl.config.settings import TrainConfig, option_of, shipped_preset
 
 # Flags that existed and are gone: what to use instead. Using one is a usage error that prints its line.
-REMOVED: dict[str, str] = {}
+REMOVED = {
+    "--encode-micro-batches": "a larger --batch-size does the same",
+}
 
 
 def parse_args(argv: list[str] | None = None) -> TrainConfig:

@@ -223,9 +223,6 @@ class TrainConfig:
         "with --pixel-cache gpu all of them",
     )
     pixel_cache: str = _flag("host", "system", "where kept pixels are", choices=("host", "gpu"))
-    encode_micro_batches: int = _flag(
-        1, "system", "micro-batches that the first pass (no graph) encodes at once; needs patch dropout 0"
-    )
     deepspeed_config: str = _flag(DEFAULT_PRESET, "system", "ZeRO preset: zero0 to zero3, or a JSON file")
     tensor_parallel_size: int = _flag(
         1, "system", "ranks that share every layer (megatron-core); the rest of the world is data-parallel"

@@ -14,7 +14,6 @@ Shapes: m captions, L context_length, r rows of R places (R = `row_length(L)`).
 """
 
 import bisect
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -139,18 +138,6 @@ def packed(cfg: TextConfig, texts: torch.Tensor) -> Texts:
 def num_texts(texts: Texts) -> int:
     """m"""
     return len(texts.get("text_ends", texts["texts"]))
-
-
-def merge_texts(parts: Sequence[Texts]) -> Texts:
-    """Those of several micro-batches as of one."""
-    merged = {"texts": torch.cat([part["texts"] for part in parts])}
-    if "text_ends" in parts[0]:
-        ends, before = [], 0
-        for part in parts:
-            ends.append(part["text_ends"] + before)
-            before += part["texts"].numel()
-        merged["text_ends"] = torch.cat(ends)
-    return merged
 
 
 def longest(cfg: TextConfig, size: int) -> torch.Tensor:

@@ -145,7 +145,6 @@ def _words(row: dict) -> list[str]:
     words = [row["gpus"], row["model"], f"ZeRO-{row['zero']}", row.get("precision") or "amp_bf16", row["blocks"]]
     words += ["checkpointing"] if row["checkpointing"] == "True" else []
     words += [f"{row['micro_batches']} x {row['micro_batch']}", f"R = {row['resident']}"]
-    words += [f"pass 1 of {row['encode_together']} at once"] if int(row.get("encode_together") or 1) > 1 else []
     words += ["captions packed"] if float(row.get("text_share") or 1) < 1 else []
     words += ["Triton attention"] if row.get("attention") == "triton" else []
     words += _options(row)

@@ -86,7 +86,7 @@ def load_of_run(
         trunks=sum(trunks[tower] * size for tower, size in stream_bytes(precision).items()),
         pixels=pixels if replays_pixels else 0.0,
         pixels_on_gpu=config.pixel_cache == "gpu" and not on_cpu,
-        uploads=0 if on_cpu else config.encode_micro_batches + UPLOAD_LEAD,
+        uploads=0 if on_cpu else 1 + UPLOAD_LEAD,
         two_level=has_two_levels(config, ranks, on_host),
         offloads=offloads,
         checkpoint=checkpoint_bytes(config, parameters, trainable) / batch.dp_size,

@@ -12,7 +12,6 @@ without a cache.
 
 Randomness (patch dropout, dropout) is seeded per micro-batch before each encoding, so pass 2 repeats pass 1 exactly.
 A tower that is frozen is encoded once: `encode_again` does what has a gradient, from what pass 1 kept of the rest.
-Pass 1 keeps no activations and may encode several micro-batches at once, where the towers draw no random numbers.
 
 The loss obeys law 1 (the mean over ranks of their gradients is the truth), and so the surrogate needs no factor under
 anything that averages over ranks: DDP, ZeRO, Megatron.
@@ -59,8 +58,6 @@ def grad_cache_step(
     scalar_values: Callable[[Features], Features] | None = None,
     on_phase: Callable[[str], None] = lambda phase: None,
     resident: int = 1,
-    encode_together: int = 1,
-    merge: Callable[[Sequence[Any]], Any] | None = None,
     encode_again: Callable[..., Features] | None = None,
 ) -> StepOutput:
     """Encode, take the loss once, replay. Gradients end up where `backward` puts them.
@@ -77,8 +74,6 @@ def grad_cache_step(
     encode_again     (micro-batch, kept, first) -> Features: `encode` in pass 2, where it need not do all again. kept:
                      what pass 1 returned as "..._trunk", [b, ...], of which the micro-batch's rows begin at `first`;
                      features without a gradient may be missing
-    encode_together  how many of the others pass 1 encodes at once, under the first one's seed (what is left over is
-                     encoded singly): above 1 only for towers that draw no random numbers. `merge` makes one of several
     """
     num_micro_batches = len(micro_batches)
     if len(seeds) != num_micro_batches:
@@ -88,14 +83,7 @@ def grad_cache_step(
     on_phase("encode")
     outputs: list[Features] = []
     with torch.no_grad():
-        together = 0
-        if encode_together > 1:
-            assert merge is not None, "several micro-batches become one by `merge`"
-            together = num_cached // encode_together * encode_together
-            for i in range(0, together, encode_together):
-                group = [micro_batches[j] for j in range(i, i + encode_together)]
-                outputs.append(_encode_seeded(encode, merge(group), seeds[i]))
-        for i in range(together, num_cached):
+        for i in range(num_cached):
             outputs.append(_encode_seeded(encode, micro_batches[i], seeds[i]))
     graphs = [_encode_seeded(encode, micro_batches[i], seeds[i]) for i in range(num_cached, num_micro_batches)]
     outputs += graphs

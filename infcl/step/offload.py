@@ -33,7 +33,6 @@ class PixelCache:
 
     items            an iterator of the M micro-batches, then those of `again`
     num_micro_batches, resident, kept    M, R, K
-    together         micro-batches that are used at once
     replays_pixels   whether pass 2 needs pixels; not with a locked image tower: its "images" are None then
     parts            ranks that read a part of each micro-batch each
     texts            a part's texts as the loader yields them -> all parts', {name: tensor}, as the model takes them
@@ -48,7 +47,6 @@ class PixelCache:
         num_micro_batches: int,
         resident: int,
         kept: int,
-        together: int = 1,
         replays_pixels: bool = True,
         on_gpu: bool = False,
         parts: int = 1,
@@ -61,7 +59,7 @@ class PixelCache:
         replayed = max(0, num_micro_batches - max(1, resident)) if replays_pixels else 0
         self.again = range(min(kept, replayed), replayed)
         self.kept = _buffer((self.again.start, *images), device if on_gpu else None)
-        self.copies = _Upload(device, images, together + UPLOAD_LEAD)
+        self.copies = _Upload(device, images, 1 + UPLOAD_LEAD)
 
     def begin(self, items: Iterator[MicroBatch]) -> None:
         """Forget the step before, wait for the first micro-batch of this one."""
@@ -87,7 +85,7 @@ class PixelCache:
         return self.num_micro_batches
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor | None]:
-        """Micro-batch `index` on the device. Its use must be enqueued before `together` others are asked for."""
+        """Micro-batch `index` on the device. Its use must be enqueued before another is asked for."""
         if index == len(self.tokens):
             images = self._read_first(index)
         elif index in self.again:

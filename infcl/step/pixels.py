@@ -53,7 +53,6 @@ def build_pixel_cache(
         num_micro_batches=batch.num_micro_batches,
         resident=resident,
         kept=kept,
-        together=config.encode_micro_batches,
         replays_pixels=replays_pixels,
         on_gpu=on_gpu,
         parts=parallel.tp_size,

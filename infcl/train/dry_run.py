@@ -23,7 +23,6 @@ from infcl.plan.memory import Load, parameter_counts
 from infcl.step.pixels import auto_budget
 from infcl.train.build import build_loader, build_meta_model, build_tasks, build_tokenizer_and_model_config
 from infcl.train.diagnostics import model_flops, trained_shares
-from infcl.train.resident import check_encode_width
 
 
 def describe_plan(config: TrainConfig, parallel: Parallel) -> str:
@@ -31,7 +30,6 @@ def describe_plan(config: TrainConfig, parallel: Parallel) -> str:
     preset, precision = read_preset(config, parallel.device.type, parallel.dp_size, parallel.hosts)
     batch = BatchPlan.of(config, parallel.dp_size)
     tokenizer, cfg = build_tokenizer_and_model_config(config)
-    check_encode_width(config, cfg)
     select_tile(torch.empty(0, device=parallel.device), tile=config.tile)
     packs_captions(config, cfg)
     loader = build_loader(config, batch, cfg, tokenizer, parallel)

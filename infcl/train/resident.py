@@ -1,4 +1,4 @@
-"""How many micro-batches keep their graphs between the two passes of a step, and how several are encoded at once.
+"""How many micro-batches keep their graphs between the two passes of a step.
 
 A resident micro-batch is encoded once instead of twice; what it costs is the memory of its graph. `auto` measures one
 graph at start, on zeros and the longest captions, and takes as many as fit beside what a step needs besides; ranks take
@@ -6,7 +6,6 @@ the smallest answer.
 """
 
 import logging
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,9 +14,8 @@ import torch.distributed as dist
 from infcl.config import BatchPlan, TrainConfig
 from infcl.engine.engine import Engine
 from infcl.models.captions import texts_for_model
-from infcl.models.clip import lock_groups
 from infcl.models.config import CLIPConfig
-from infcl.models.packing import longest, merge_texts
+from infcl.models.packing import longest
 from infcl.parallel import Parallel, max_over, ranks_of_host
 from infcl.plan.loads import load_of_run
 from infcl.plan.memory import HEADROOM, bytes_beside_graphs
@@ -69,23 +67,6 @@ def graphs_to_keep(
 
 def _measures(config: TrainConfig, parallel: Parallel) -> bool:
     return config.resident_micro_batches == "auto" and parallel.device.type == "cuda" and not config.deterministic
-
-
-def check_encode_width(config: TrainConfig, model_config: CLIPConfig) -> None:
-    """ValueError when pass 1 would draw other random numbers than pass 2."""
-    dropout = model_config.vision_cfg.patch_dropout
-    if config.lock_image and config.lock_image_unlocked_groups < lock_groups(model_config.vision_cfg.layers):
-        return  # in eval mode it drops none
-    if config.encode_micro_batches > 1 and dropout > 0:
-        raise ValueError(
-            f"--encode-micro-batches {config.encode_micro_batches} with patch dropout {dropout}: the second pass could "
-            "not drop the same patches; use --encode-micro-batches 1 or --force-patch-dropout 0"
-        )
-
-
-def merge_micro_batches(micro_batches: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """One micro-batch of several."""
-    return {"images": torch.cat([batch["images"] for batch in micro_batches])} | merge_texts(micro_batches)
 
 
 def _graph_bytes(

@@ -43,7 +43,7 @@ from infcl.train.diagnostics import SampledLoss, trained_shares, utilisation
 from infcl.train.finite import Diverged, FiniteWatch, findings_of_all
 from infcl.train.metrics import MetricsWriter, PhaseTimer, peak_memory_mb
 from infcl.train.profiler import StepProfiler
-from infcl.train.resident import check_encode_width, graphs_to_keep, merge_micro_batches, resident_micro_batches
+from infcl.train.resident import graphs_to_keep, resident_micro_batches
 from infcl.train.results import write_results
 from infcl.train.saves import Saves
 from infcl.train.signals import Stopped, StopSignals
@@ -66,7 +66,6 @@ class Trainer:
         self.batch = BatchPlan.of(config, parallel.dp_size)
         self.tokenizer, model_config = build_tokenizer_and_model_config(config)
         self.loader = build_loader(config, self.batch, model_config, self.tokenizer, parallel)
-        check_encode_width(config, model_config)
         self.packed_captions = packs_captions(config, model_config)
         self.texts_for_model = texts_for_model(config, model_config)
         self.saw_captions = False
@@ -198,8 +197,6 @@ class Trainer:
             scalar_values=self.engine.scalar_values,
             on_phase=self.timer.mark,
             resident=self.resident,
-            encode_together=self.config.encode_micro_batches,
-            merge=merge_micro_batches,
             encode_again=self._encode_again,
         )
         self.timer.mark("step")

@@ -16,7 +16,6 @@ from infcl.models.config import TextConfig, load_model_config
 from infcl.models.packing import (
     caption_places,
     longest,
-    merge_texts,
     pack_captions,
     packed,
     pooled_places,
@@ -110,15 +109,6 @@ def test_features_and_gradients_are_those_of_the_captions_one_by_one(cfg, checkp
         torch.testing.assert_close(
             found[1][name], value, rtol=1e-10, atol=1e-12, msg=lambda text, n=name: f"{n}: {text}"
         )
-
-
-def test_several_micro_batches_are_merged_as_they_are():
-    model = model_of(EOS)
-    parts = [captions(EOS, lengths, seed) for seed, lengths in enumerate([[3, 4, 13], [1, 2], [12] * 9])]
-    merged = merge_texts([packed(EOS, part) for part in parts])
-    expected = encoded(model, {"texts": torch.cat(parts)})
-    torch.testing.assert_close(encoded(model, merged), expected, rtol=1e-10, atol=1e-12)
-    assert torch.equal(merge_texts([{"texts": part} for part in parts])["texts"], torch.cat(parts))
 
 
 def test_in_16_bits_gradients_are_as_near_to_the_truth_as_those_of_whole_captions():

@@ -276,7 +276,6 @@ def test_pixels_that_wait_on_the_gpu_are_counted_but_those_of_kept_graphs(demo_f
     assert waiting(pixel_cache="gpu") == 4 * image
     assert waiting(pixel_cache="gpu", resident_micro_batches="3") == 2 * image
     assert waiting(pixel_cache="gpu", lock_image=True) == waiting(lock_image=True) == 0
-    assert waiting(encode_micro_batches=4) == 3 * image
     assert waiting(pixel_cache="gpu", pixel_cache_gb=str(3.5 * image / 1e9)) == 3 * image
 
 

@@ -7,10 +7,6 @@ from infcl.step.grad_cache import grad_cache_step
 from tests.lib.step_oracle import ToyCLIP, dense_loss, global_batch, whole_batch_gradients, worst_error
 
 
-def merge(micro_batches):
-    return tuple(torch.cat(side) for side in zip(*micro_batches))
-
-
 def cached_gradients(model, micro_batches, seeds, encode=None, **options):
     model.zero_grad()
     encode = encode or (lambda batch: model(*batch))
@@ -20,7 +16,6 @@ def cached_gradients(model, micro_batches, seeds, encode=None, **options):
         loss=lambda image, text, scale, bias: dense_loss(image, text, scale),
         backward=lambda surrogate, is_last: surrogate.backward(),
         seeds=seeds,
-        merge=merge,
         **options,
     )
     return output, {name: p.grad.clone() for name, p in model.named_parameters()}
@@ -66,19 +61,6 @@ def test_resident_graphs_change_no_gradient(sizes, options):
     assert worst_error(cached, whole) < 1e-5
 
 
-@pytest.mark.parametrize("sizes", [[5], [5, 5, 5], [3, 4, 1, 5], [2, 3, 2, 1, 3, 2, 2]])
-@pytest.mark.parametrize("together", [2, 3, 16])
-@pytest.mark.parametrize("resident", [1, 2])
-def test_a_wider_first_pass_changes_no_gradient(sizes, together, resident):
-    model = ToyCLIP().train()
-    images, texts = global_batch(sum(sizes))
-    micro_batches = list(zip(images.split(sizes), texts.split(sizes)))
-    seeds = [0] * len(sizes)
-    _, cached = cached_gradients(model, micro_batches, seeds, encode_together=together, resident=resident)
-    _, whole = whole_batch_gradients(model, micro_batches, seeds)
-    assert worst_error(cached, whole) < 1e-5
-
-
 @pytest.mark.parametrize(
     ("num_micro_batches", "options", "without_graph", "with_graph"),
     [
@@ -87,8 +69,6 @@ def test_a_wider_first_pass_changes_no_gradient(sizes, together, resident):
         (5, {}, 4, 5),
         (5, {"resident": 3}, 2, 5),
         (5, {"resident": 7}, 0, 5),
-        (5, {"encode_together": 3}, 2, 5),
-        (5, {"encode_together": 3, "resident": 2}, 1, 5),
     ],
 )
 def test_resident_micro_batches_are_encoded_once_the_others_twice(

@@ -43,12 +43,12 @@ def decode(index: int) -> dict[str, torch.Tensor]:
     }
 
 
-def cache(kept, *, resident=1, together=1) -> PixelCache:
+def cache(kept, *, resident=1) -> PixelCache:
     images = (ROWS, 3, SIDE, SIDE)
-    return PixelCache(CPU, images, num_micro_batches=M, resident=resident, kept=kept, together=together)
+    return PixelCache(CPU, images, num_micro_batches=M, resident=resident, kept=kept)
 
 
-def gradients(pixels, items, *, resident=1, together=1):
+def gradients(pixels, items, *, resident=1):
     model = PixelModel()
     if isinstance(pixels, PixelCache):
         pixels.begin(iter(items))
@@ -59,21 +59,18 @@ def gradients(pixels, items, *, resident=1, together=1):
         backward=lambda surrogate, is_last: surrogate.backward(),
         seeds=[0] * M,
         resident=resident,
-        encode_together=together,
-        merge=lambda group: {name: torch.cat([batch[name] for batch in group]) for name in ("images", "texts")},
     )
     return [parameter.grad for parameter in model.parameters()]
 
 
 @pytest.mark.parametrize("resident", [1, 2, M])
-@pytest.mark.parametrize("together", [1, 2])
-def test_what_is_kept_changes_no_bit_of_the_gradients(resident, together):
-    expected = gradients([decode(i) for i in range(M)], [], resident=resident, together=together)
+def test_what_is_kept_changes_no_bit_of_the_gradients(resident):
+    expected = gradients([decode(i) for i in range(M)], [], resident=resident)
     for kept in range(M + 2):
-        pixels = cache(kept, resident=resident, together=together)
+        pixels = cache(kept, resident=resident)
         assert len(pixels.kept) == min(kept, M - resident) and len(pixels.again) == max(0, M - resident - kept)
         items = (decode(i) for i in (*range(M), *pixels.again))
-        for got, wanted in zip(gradients(pixels, items, resident=resident, together=together), expected):
+        for got, wanted in zip(gradients(pixels, items, resident=resident), expected):
             assert torch.equal(got, wanted)
         pixels.check()
         assert next(items, None) is None, "the step must take all that the loader yields for it"

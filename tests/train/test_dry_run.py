@@ -67,7 +67,6 @@ def test_dry_run_refuses_what_the_run_would_refuse(demo_folder, tmp_path):
     for flags, reason in (
         (["--batch-size", "4096"], "fewer than one global batch of 8192"),
         (["--pack-captions", "on", "--lock-text"], "kept caption by caption"),
-        (["--encode-micro-batches", "2", "--force-patch-dropout", "0.5"], "could not drop the same patches"),
         (
             ["--lock-image", "--lock-image-unlocked-groups", "9"],
             "--lock-image-unlocked-groups 9: the image tower of demo",

@@ -1,6 +1,5 @@
 """How many micro-batches may keep their graphs: what a step needs besides is left to it."""
 
-import contextlib
 import dataclasses
 from types import SimpleNamespace
 from unittest import mock
@@ -10,10 +9,10 @@ import torch
 
 from benchmarks.paper import raw
 from infcl.config import BatchPlan, TrainConfig
-from infcl.models import CLIP, load_model_config
+from infcl.models import load_model_config
 from infcl.plan.activations import graph_bytes
 from infcl.plan.memory import HEADROOM
-from infcl.train.resident import _needed_bytes, check_encode_width, graphs_to_keep, resident_micro_batches
+from infcl.train.resident import _needed_bytes, graphs_to_keep, resident_micro_batches
 
 H200 = 140 * 2**30  # bytes
 
@@ -108,19 +107,6 @@ def test_auto_is_one_where_there_is_no_gpu_and_where_sums_are_to_repeat(device, 
     batch, parallel = BatchPlan(1, 4, 8), SimpleNamespace(device=torch.device(device), world_size=1)
     assert resident_micro_batches(config, None, batch, None, parallel) == 1
     assert not graphs_to_keep(config, batch, parallel, 1, None)["measured"]  # no bound for one that goes on on a GPU
-
-
-@pytest.mark.parametrize(("unlocked", "drops"), [(0, False), (3, False), (4, True)])
-def test_a_wider_first_pass_is_refused_only_where_patches_are_dropped(unlocked, drops):
-    """A locked tower is in eval mode, while its embeddings are: its last group of four."""
-    cfg = load_model_config("demo")
-    cfg = dataclasses.replace(cfg, vision_cfg=dataclasses.replace(cfg.vision_cfg, patch_dropout=0.5))
-    flags = {"encode_micro_batches": 2, "lock_image": True, "lock_image_unlocked_groups": unlocked}
-    model = CLIP(cfg)
-    model.lock_image_tower(unlocked)
-    assert model.train().visual.training == drops
-    with pytest.raises(ValueError, match="could not drop the same patches") if drops else contextlib.nullcontext():
-        check_encode_width(TrainConfig(**flags), cfg)
 
 
 OURS = [2, 4, 8]  # ranks, micro-batches, their size

@@ -116,7 +116,7 @@ def test_zero_stages_with_activation_checkpointing_follow_the_golden_curve(demo_
 def test_compiled_blocks_with_everything_on_follow_the_golden_curve(demo_folder, tmp_path, preset):
     config = demo_config(
         demo_folder, tmp_path, batch_size=8, accum_freq=4, deepspeed_config=f"ds_configs/{preset}.json",
-        compile_blocks="on", grad_checkpointing=True, resident_micro_batches="2", encode_micro_batches=2,
+        compile_blocks="on", grad_checkpointing=True, resident_micro_batches="2",
     )  # fmt: skip
     assert run_losses(2, config, FIRST) == pytest.approx(golden(FIRST), rel=2e-3)
 
