@@ -7,7 +7,7 @@ import pytest
 
 from tests.lib.checkout import ROOT
 from tests.lib.cluster_run import MARKS, flags
-from tests.lib.hosts import Hosts
+from tests.lib.hosts import PATH, Hosts
 from tests.lib.slurm import Slurm, missing
 from tests.train.test_entry import losses
 
@@ -17,7 +17,7 @@ pytestmark = [*MARKS, pytest.mark.skipif(bool(missing()), reason=str(missing()))
 @pytest.fixture(scope="module")
 def daemons(tmp_path_factory):
     folder = tmp_path_factory.mktemp("slurm")
-    with Hosts(2, folder=folder / "hosts") as hosts, Slurm(hosts, folder / "slurm") as made:
+    with Hosts(2, nics=2, folder=folder / "hosts") as hosts, Slurm(hosts, folder / "slurm") as made:
         yield made
 
 
@@ -28,7 +28,7 @@ def slurm(daemons):
 
 
 def submit(slurm, demo_folder, logs, *more: str) -> str:
-    """The number of a job of four tasks, which trains 80 steps of 16 pairs."""
+    """The number of a job of four tasks, which trains 80 steps of 16 samples."""
     options = "--nodes 2 --ntasks-per-node 2 --gpus-per-node 0 --cpus-per-task 1 --export ALL,OMP_NUM_THREADS=1".split()
     words = flags(demo_folder, logs, "--batch-size", "4", "--accum-freq", "1", "--steps", "80", *more)
     return slurm.submit([*options, "--output", logs / "job.log", "launch/slurm.sbatch", *words[1:]], cwd=ROOT)
@@ -38,8 +38,20 @@ def wait_for_losses(slurm, logs, count: int) -> None:
     slurm.wait_until(lambda: (logs / "run" / "metrics.jsonl").exists() and len(losses(logs)) >= count, 120)
 
 
+def test_each_task_may_use_all_cores_of_cpus_per_task(tmp_path, slurm):
+    """As its loader's workers have to; `srun` alone would give it one core of the two."""
+    (tmp_path / "python").write_text(f"#!/bin/sh\nnproc > {tmp_path}/cores.$SLURM_PROCID\nexit 2\n")
+    (tmp_path / "python").chmod(0o755)
+    options = "--nodes 2 --ntasks-per-node 1 --gpus-per-node 0 --cpus-per-task 2".split()
+    options += ["--export", f"ALL,PATH={tmp_path}:{PATH}", "--output", tmp_path / "job.log"]
+    job = slurm.submit([*options, "launch/slurm.sbatch", "--logs", tmp_path, "--name", "run"], cwd=ROOT)
+    assert slurm.wait(job)["ExitCode"] == "2:0", (tmp_path / "job.log").read_text()
+    assert [(tmp_path / f"cores.{task}").read_text() for task in (0, 1)] == ["2\n", "2\n"]
+
+
 def test_a_saved_job_and_one_that_lost_a_task_are_queued_again_until_the_run_is_finished(demo_folder, tmp_path, slurm):
-    job = submit(slurm, demo_folder, tmp_path, "--save-frequency", "0", "--interface", "eth0")
+    """Over a network that is not the one of the nodes' names."""
+    job = submit(slurm, demo_folder, tmp_path, "--save-frequency", "0", "--interface", "eth1")
     wait_for_losses(slurm, tmp_path, 3)
     slurm.run("scancel", "--signal=USR1", job)  # as --signal=USR1@300 does before the time limit
     slurm.wait_until(lambda: slurm.state(job).get("Restarts") == "1", 120)

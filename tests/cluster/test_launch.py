@@ -111,40 +111,57 @@ def test_slurm_is_finished_when_the_summary_is_there(tmp_path):
 
 
 STEP = """
-if [ "$1 $2" != "--kill-on-bad-exit=0 --wait=300" ]; then exit 3; fi
+if [ "$1 $2 $3" != "--kill-on-bad-exit=0 --wait=300 --cpus-per-task=12" ]; then exit 3; fi
 for node in 0 1; do
   for task in 0 1; do
     export SLURM_PROCID=$((2 * node + task)) SLURM_LOCALID=$task SLURM_NTASKS=4 SLURM_TASKS_PER_NODE="2(x2)"
-    "${@:3}"
+    "${@:4}"
     code=$?
   done
 done
 exit $code
 """  # as srun starts a step of two nodes with two tasks each, one after another
 
+IP = """
+[ "$*" = "-o addr show dev ib0 scope global" ] || exit 1
+echo "3: ib0    inet6 fd00::7/64 scope global \\       valid_lft forever preferred_lft forever"
+echo "3: ib0    inet 10.9.0.7/24 brd 10.9.0.255 scope global ib0\\       valid_lft forever preferred_lft forever"
+"""
 
-def test_each_slurm_task_gets_its_rank_and_all_the_same_meeting_place(tmp_path, monkeypatch):
-    """What the trainer reads of the environment that the tasks of two hosts are started in."""
+
+@pytest.mark.parametrize(("interface", "address"), [("", "n1"), ("ib0", "10.9.0.7")])
+def test_each_slurm_task_gets_its_rank_its_cores_and_the_first_nodes_address(tmp_path, monkeypatch, interface, address):
+    """What the trainer reads of the environment in which the tasks of two nodes start.
+
+    A node's name may be an address of another network than INTERFACE, which the rendezvous rejects.
+    """
     python = 'env > "task-$SLURM_PROCID"; echo "$*" >> words; exit 1\n'
     scontrol = 'case "$*" in "show hostnames n[1-2]") echo n1; echo n2;; *) echo "scontrol $*";; esac\n'
-    programs = {"srun": STEP, "scontrol": scontrol, "python": python}
-    given = SLURM | {"SLURM_JOB_ID": "123456", "INTERFACE": "ib0", "SLURM_SUBMIT_DIR": str(tmp_path)}
+    programs = {"srun": STEP, "scontrol": scontrol, "python": python, "ip": IP}
+    given = SLURM | {"SLURM_JOB_ID": "123456", "SLURM_SUBMIT_DIR": str(tmp_path), "SLURM_CPUS_PER_TASK": "12"}
+    given |= {"INTERFACE": interface} if interface else {}
     result = run("slurm.sbatch", *FLAGS, "--wd", "a b", tmp_path=tmp_path, programs=programs, **given)
     assert "scontrol requeue 123456" in result.stdout, result.stderr  # nothing has been trained
     words = (tmp_path / "words").read_text().splitlines()
     assert len(words) == 4 and set(words) == {
-        "-u pretrain_clip.py --interface ib0 --deepspeed_config ds_configs/zero1.json --resume latest --logs logs "
-        "--name first --wd a b"
+        f"-u pretrain_clip.py {'--interface ib0 ' if interface else ''}--deepspeed_config ds_configs/zero1.json "
+        "--resume latest --logs logs --name first --wd a b"
     }
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "OMPI_COMM_WORLD_RANK", *NODE_SIZES):
         monkeypatch.delenv(name, raising=False)
     for rank in range(4):
         task = dict(line.split("=", 1) for line in (tmp_path / f"task-{rank}").read_text().splitlines() if "=" in line)
-        assert (task["MASTER_ADDR"], task["MASTER_PORT"]) == ("n1", "13456")
+        assert (task["MASTER_ADDR"], task["MASTER_PORT"]) == (address, "13456")
         for name, value in task.items():
             if name.startswith("SLURM_"):
                 monkeypatch.setenv(name, value)
         assert read_environment() == (rank, 4, rank % 2) and read_ranks_per_node() == 2
+
+
+def test_slurm_rejects_an_interface_without_an_address(tmp_path):
+    programs = {"srun": "echo started\n", "scontrol": "echo n1\n", "ip": IP}
+    result = run("slurm.sbatch", *FLAGS, "--interface=ib1", tmp_path=tmp_path, programs=programs, **SLURM)
+    assert (result.returncode, result.stdout) == (2, "") and "interface ib1 has no address" in result.stderr
 
 
 def test_slurm_needs_to_know_what_to_resume(tmp_path):
@@ -160,7 +177,7 @@ def test_slurm_reads_the_folder_as_the_program_does(tmp_path, form):
 
 def test_what_starts_a_run_again_does_not_overwrite_it(tmp_path):
     refused = slurm(tmp_path, "echo started\n", *FLAGS, "--overwrite")
-    assert refused.returncode == 2 and "anew after each requeue" in refused.stderr and not refused.stdout
+    assert refused.returncode == 2 and "from scratch after each requeue" in refused.stderr and not refused.stdout
     supervised = run("supervise.sh", str(tmp_path), "echo", "--overwrite", tmp_path=tmp_path, programs={})
     assert supervised.returncode == 2 and "anew at each restart" in supervised.stderr and not supervised.stdout
 

@@ -4,8 +4,8 @@
     slurm.run("scancel", "--signal=USR1", job)
 
 One munged serves all hosts through its socket. A job that is queued again waits for its credentials to expire: 5 s
-here, not two minutes. Nothing is confined (no control groups); each host has 16 cores, as far as Slurm knows. Seen to
-work with Slurm 22.05.
+here, not two minutes. Memory is not confined (no control groups); tasks are bound to their cores by task/affinity, and
+each host has all cores of the machine. Tested with Slurm 22.05.
 """
 
 import os
@@ -33,7 +33,8 @@ SlurmctldPidFile={folder}/slurmctld.pid
 SlurmdPidFile={folder}/slurmd-%n.pid
 SlurmdParameters=config_overrides
 ProctrackType=proctrack/pgid
-TaskPlugin=task/none
+TaskPlugin=task/affinity
+TaskPluginParam=autobind=threads
 SelectType=select/cons_tres
 SelectTypeParameters=CR_CPU
 SchedulerType=sched/builtin
@@ -69,7 +70,9 @@ class Slurm:
     def _start(self) -> None:
         for folder in ("", "state", *(host.name for host in self.hosts.all)):
             (self.folder / folder).mkdir(parents=True, exist_ok=True)
-        nodes = "".join(f"NodeName={host.name} NodeAddr={host.address} CPUs=16\n" for host in self.hosts.all)
+        nodes = "".join(
+            f"NodeName={host.name} NodeAddr={host.address} CPUs={os.cpu_count()}\n" for host in self.hosts.all
+        )
         settings = _CONF.format(controller=self.hosts[0].address, folder=self.folder)
         (self.folder / "slurm.conf").write_text(f"{settings}{nodes}PartitionName=all Nodes=ALL Default=YES\n")
         (self.folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")  # the kind that is not looked for at start
