@@ -15,7 +15,9 @@ from pathlib import Path
 import torch
 
 from benchmarks.data import JITTER, hardware, write_images
+from infcl.data.config import DataConfig
 from infcl.data.loader import TrainLoader
+from infcl.data.plan import Share
 from infcl.data.tokenizer import Tokenizer
 from infcl.data.tokenizer.learn import train_tokenizer
 
@@ -52,16 +54,11 @@ def soak(epochs: int, images: int, size: int, workers: int) -> list[list[float]]
         captions = write_images(Path(folder) / "shards", images, size)
         train_tokenizer(captions, Path(folder) / "x.model", 160)
         loader = TrainLoader(
-            f"{folder}/shards",
+            DataConfig(f"{folder}/shards", workers=workers, aug=JITTER),
             Tokenizer(Path(folder) / "x.model", 64),
+            Share(32, 1, rank=0, world_size=1),
             image_size=min(size, 224),
-            micro_batch_size=32,
-            num_micro_batches=1,
-            rank=0,
-            world_size=1,
             seed=0,
-            num_workers=workers,
-            aug=JITTER,
         )
         for epoch in range(epochs):
             started = time.perf_counter()

@@ -22,8 +22,10 @@ from benchmarks.rows import append
 from benchmarks.spawn import on_ranks
 from infcl.config import TrainConfig, parse_args
 from infcl.convert.import_weights import load_pretrained
+from infcl.data.config import DataConfig
 from infcl.data.demo import prepare_demo
 from infcl.data.loader import TrainLoader
+from infcl.data.plan import Share
 from infcl.loss.contrastive import TILED, ContrastiveLoss
 from infcl.models.clip import CLIP
 from infcl.train.build import build_tokenizer_and_model_config, tile_dtype_of
@@ -104,15 +106,11 @@ def _model_and_batch(
     model = CLIP(model_config)
     load_pretrained(model, options.weights, None, None)
     loader = TrainLoader(
-        config.train_data,
+        DataConfig(config.train_data, workers=0),
         tokenizer,
+        Share(options.batch, 1, rank=0, world_size=1),
         image_size=model_config.vision_cfg.image_size,
-        micro_batch_size=options.batch,
-        num_micro_batches=1,
-        rank=0,
-        world_size=1,
         seed=0,
-        num_workers=0,
     )
     (micro_batch,) = next(iter(loader))
     return model, (micro_batch["images"], micro_batch["texts"])

@@ -8,6 +8,7 @@ plan.py        (seed, epoch) -> the order of all samples; which of them a rank r
 samples.py     bytes -> (image, caption), or the cause why not
 transforms.py, colour.py   image -> the tower's pixels, augmented
 tokenizer/, open_clip_tokenizer.py   captions -> token ids
+config.py      DataConfig: what the flags say of all this
 indexed.py, streaming.py, workers.py   two readers of micro-batches, over torch's DataLoader
 loader.py, synthetic.py   TrainLoader and SyntheticLoader: what the training loop iterates over
 evaluation.py  EvalShards: what the evaluations iterate over

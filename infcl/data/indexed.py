@@ -13,6 +13,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from infcl.data.config import DataConfig
 from infcl.data.index import SampleKeys
 from infcl.data.plan import EpochPlan, Share, chunk_size, draw, epoch_size
 from infcl.data.records import Record
@@ -125,14 +126,11 @@ class IndexedSource:
     def __init__(
         self,
         collection: Collection,
+        data: DataConfig,
         decoder: SampleDecoder,
         share: Share,
-        *,
-        num_samples: int | None,
-        num_workers: int,
-        prefetch_factor: int,
-        timeout: float,
     ):
+        num_samples = data.num_samples
         total, where = epoch_size(collection.counts, collection.factors), str(collection)
         self.found, self.about = collection.found, str(collection)
         if self.found:
@@ -143,17 +141,17 @@ class IndexedSource:
             raise ValueError(f"{num_samples} samples per epoch were asked for, but {where}")
         self.num_samples = total if num_samples is None else num_samples
         self.steps_per_epoch = share.steps_per_epoch(self.num_samples, where)
-        self.sha256, self.board = collection.sha256, WorkerBoard(num_workers, timeout, collection.name_of)
+        self.sha256, self.board = collection.sha256, WorkerBoard(data.workers, data.timeout, collection.name_of)
         self._sampler = PlanSampler(collection, share, seed=decoder.seed, steps_per_epoch=self.steps_per_epoch)
         self._dataset = IndexedDataset(collection, decoder, self.board)
         self._loader = make_dataloader(
             self._dataset,
-            num_workers=num_workers,
-            prefetch_factor=prefetch_factor,
+            num_workers=data.workers,
+            prefetch_factor=data.prefetch_factor,
             item_bytes=decoder.batch_bytes(share.rows),
-            timeout=timeout if num_workers else 0,
+            timeout=data.timeout if data.workers else 0,
             sampler=self._sampler,
-            persistent_workers=num_workers > 0,
+            persistent_workers=data.workers > 0,
         )
         if share.reader == 0:
             for line in collection.warnings:

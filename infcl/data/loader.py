@@ -1,8 +1,7 @@
 """Loaders: what the training loop iterates over. Their whole state is {epoch, step}.
 
-    loader = TrainLoader(
-        urls, tokenizer, image_size=224, micro_batch_size=256, num_micro_batches=4, rank=r, world_size=w, seed=0
-    )
+    share = Share(micro_batch_size=256, num_micro_batches=4, rank=r, world_size=w)
+    loader = TrainLoader(DataConfig(urls), tokenizer, share, image_size=224, seed=0)
     loader.set_position(*divmod(global_step, loader.steps_per_epoch))
     for micro_batches in loader:      # a list of M dicts per step, to the end of the epoch
         ...
@@ -18,19 +17,18 @@ sizes: not of workers, not of where the run was resumed; and the global batch do
 import logging
 import time
 from collections import Counter
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator
 from typing import Any, Protocol
 
 import torch
 
-from infcl.data.index import SampleKeys
-from infcl.data.indexed import IndexedSource
+from infcl.data.config import DataConfig
+from infcl.data.indexed import Collection, IndexedSource
 from infcl.data.open_clip_tokenizer import OpenClipTokenizer
 from infcl.data.plan import Share
 from infcl.data.records import ShardReader
-from infcl.data.samples import BadSample, ImageLimits, ReadLog, SampleDecoder
+from infcl.data.samples import BadSample, ReadLog, SampleDecoder
 from infcl.data.shards import load_manifest
-from infcl.data.storage import DEFAULT_STORAGE, StorageOptions
 from infcl.data.streaming import StreamingSource
 from infcl.data.table import TableReader
 from infcl.data.tokenizer import Tokenizer
@@ -239,79 +237,52 @@ class StepLoader:
 
 
 class TrainLoader(StepLoader):
-    """Image-text pairs from webdataset shards or a table of files; `rank` of `world_size` reads m * M samples per step,
-    or, as one of `parts` processes, 1 / parts of each micro-batch.
+    """Image-text pairs from webdataset shards or a table of files, as `share` says: m * M samples per step and rank.
 
-    urls: see `expand_shards`. dataset_type: "webdataset" or "csv" (table.py; `csv_options` are TableReader's names).
-    reader: "indexed" (exact) or "streaming" (streaming.py says what it gives up). num_samples: samples per epoch; fewer
-    than all means a different random subset each epoch. upsampling_factors: one for each `::` part of urls, how often
-    an epoch sees its samples (plan.py). image_key ... json_text_probs: index.SampleKeys. aug: TrainTransform's options.
-    timeout: seconds without a batch that end the run. max_missing_shards: the fraction that may be missing at start.
+    Args:
+        data: what is read and how.
+        tokenizer: for the captions.
+        share: the samples of each step that this process reads.
+        image_size: pixels S of a side.
+        seed: of the order, the crops and all else that is drawn.
 
-    Raises ValueError, with the numbers, when shards are missing, when there are too few samples for one global batch,
-    or (streaming) too few shards for ranks x workers.
+    Raises:
+        ValueError: with the numbers, when shards are missing, when there are too few samples for one global batch, or
+            (streaming) too few shards for ranks x workers.
     """
 
     def __init__(
         self,
-        urls: str | Sequence[str],
+        data: DataConfig,
         tokenizer: Tokenizer | OpenClipTokenizer,
+        share: Share,
         *,
         image_size: int,
-        micro_batch_size: int,
-        num_micro_batches: int,
-        rank: int,
-        world_size: int,
         seed: int,
-        part: int = 0,
-        parts: int = 1,
-        num_workers: int = 4,
-        aug: dict[str, Any] | None = None,
-        max_bad_fraction: float = 0.01,
-        max_missing_shards: float = 0.0,
-        max_image_pixels: int = ImageLimits.max_pixels,
-        image_key: str = SampleKeys.image,
-        text_key: str = SampleKeys.text,
-        json_text_key: str | None = None,
-        json_text_probs: Sequence[float] = (),
-        upsampling_factors: Sequence[float] | None = None,
-        dataset_type: str = "webdataset",
-        csv_options: dict[str, str] | None = None,
-        reader: str = "indexed",
-        num_samples: int | None = None,
-        index_cache: str | None = None,
-        storage: StorageOptions = DEFAULT_STORAGE,
-        timeout: float = 600.0,
-        prefetch_factor: int = 4,
     ):
-        keys = SampleKeys(image_key, text_key, json_text_key, tuple(json_text_probs))
-        limits = ImageLimits(max_pixels=max_image_pixels)
-        decoder = SampleDecoder(tokenizer, TrainTransform(image_size, **aug or {}), seed=seed, keys=keys, limits=limits)
-        share = Share(micro_batch_size, num_micro_batches, rank, world_size, part, parts)
-        common: dict[str, Any] = {"num_samples": num_samples, "timeout": timeout}
-        common |= {"num_workers": num_workers, "prefetch_factor": prefetch_factor}
-        factors = upsampling_factors
-        if dataset_type not in ("webdataset", "csv"):
-            raise ValueError(f"dataset_type is 'webdataset' or 'csv', not {dataset_type!r}")
-        if reader == "streaming" and (dataset_type == "csv" or factors is not None):
-            raise ValueError("csv tables and upsampling factors need the indexed reader, not the streaming one")
-        if reader == "streaming":
-            source = StreamingSource(urls, decoder, share, storage=storage, max_missing=max_missing_shards, **common)
-        elif reader != "indexed":
-            raise ValueError(f"reader is 'indexed' or 'streaming', not {reader!r}")
-        elif dataset_type == "csv":
-            table = TableReader(urls, factors=factors, storage=storage, **csv_options or {})
-            source = IndexedSource(table, decoder, share, **common)
+        transform = TrainTransform(image_size, **data.aug)
+        decoder = SampleDecoder(tokenizer, transform, seed=seed, keys=data.keys, limits=data.limits)
+        source: Source
+        if data.reader == "streaming":
+            source = StreamingSource(data, decoder, share)
         else:
-            manifest = load_manifest(
-                urls,
-                factors=factors,
-                keys=keys,
-                index_cache=index_cache,
-                storage=storage,
-                max_missing=max_missing_shards,
-                rank=share.reader,
-                world_size=share.readers,
-            )
-            source = IndexedSource(ShardReader(manifest, keys, storage=storage), decoder, share, **common)
-        super().__init__(source, share, seed=seed, max_bad_fraction=max_bad_fraction, tokenizer_sha256=tokenizer.sha256)
+            source = IndexedSource(_collection(data, share), data, decoder, share)
+        super().__init__(
+            source, share, seed=seed, max_bad_fraction=data.max_bad_fraction, tokenizer_sha256=tokenizer.sha256
+        )
+
+
+def _collection(data: DataConfig, share: Share) -> Collection:
+    if data.dataset_type == "csv":
+        return TableReader(data.urls, columns=data.columns, factors=data.upsampling_factors, storage=data.storage)
+    manifest = load_manifest(
+        data.urls,
+        factors=data.upsampling_factors,
+        keys=data.keys,
+        index_cache=data.index_cache,
+        storage=data.storage,
+        max_missing=data.max_missing_shards,
+        rank=share.reader,
+        world_size=share.readers,
+    )
+    return ShardReader(manifest, data.keys, storage=data.storage)

@@ -22,6 +22,7 @@ from typing import Any, BinaryIO, cast
 import torch
 
 from infcl.data.access import local_copy
+from infcl.data.config import DataConfig
 from infcl.data.index import MAX_IMAGE_BYTES, SampleKeys, scan_shard, split_name
 from infcl.data.plan import Share, random_order
 from infcl.data.records import Record
@@ -196,19 +197,13 @@ class StreamingSource:
 
     def __init__(
         self,
-        urls: str | Sequence[str],
+        data: DataConfig,
         decoder: SampleDecoder,
         share: Share,
-        *,
-        num_samples: int | None,
-        num_workers: int,
-        prefetch_factor: int,
-        timeout: float,
-        storage: StorageOptions,
-        max_missing: float,
     ):
-        shards, missing = find_shards(urls, allow_pipe=storage.allow_pipe, max_missing=max_missing)
-        readers = share.readers * max(1, num_workers)
+        num_samples, storage = data.num_samples, data.storage
+        shards, missing = find_shards(data.urls, allow_pipe=storage.allow_pipe, max_missing=data.max_missing_shards)
+        readers = share.readers * max(1, data.workers)
         if num_samples is None:
             num_samples = known_samples(shards)
         if num_samples is None:
@@ -218,20 +213,20 @@ class StreamingSource:
             )
         if len(shards) < readers:
             raise ValueError(
-                f"{len(shards)} shards are too few for {share.readers} ranks x {max(1, num_workers)} workers: the "
+                f"{len(shards)} shards are too few for {share.readers} ranks x {max(1, data.workers)} workers: the "
                 f"streaming reader needs {readers}; use fewer workers, or the indexed reader"
             )
         self.num_samples, self.found = num_samples, {"index/missing_shards": len(missing)} if missing else {}
         self.steps_per_epoch = share.steps_per_epoch(num_samples, f"an epoch has {num_samples} samples")
         self.sha256, self.about = hashlib.sha256("\n".join(shards).encode()).hexdigest(), f"{len(shards)} shards"
-        self.board = WorkerBoard(num_workers, timeout, shards.__getitem__)
+        self.board = WorkerBoard(data.workers, data.timeout, shards.__getitem__)
         self._dataset, self._share = StreamingDataset(shards, decoder, share, storage, self.board), share
         self._loader = make_dataloader(
             self._dataset,
-            num_workers=num_workers,
-            prefetch_factor=prefetch_factor,
+            num_workers=data.workers,
+            prefetch_factor=data.prefetch_factor,
             item_bytes=decoder.batch_bytes(share.rows),
-            timeout=timeout if num_workers else 0,
+            timeout=data.timeout if data.workers else 0,
         )
 
     def micro_batches(

@@ -23,23 +23,17 @@ class SyntheticLoader(StepLoader):
 
     def __init__(
         self,
+        share: Share,
         *,
         image_size: int,
         context_length: int,
         vocab_size: int,
-        micro_batch_size: int,
-        num_micro_batches: int,
-        rank: int,
-        world_size: int,
         seed: int,
         num_samples: int,
         end_id: int = EOS_ID,
         pad_id: int = PAD_ID,
-        part: int = 0,
-        parts: int = 1,
         pool: int = 8,
     ):
-        share = Share(micro_batch_size, num_micro_batches, rank, world_size, part, parts)
         captions = Captions(context_length, vocab_size, end_id, pad_id)
         super().__init__(_SyntheticSource(share, image_size, captions, seed, num_samples, pool), share, seed=seed)
 

@@ -12,7 +12,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import TextIO
+from typing import NamedTuple, TextIO
 
 import numpy as np
 
@@ -28,6 +28,17 @@ _TRIED = 1000  # images of a table that are looked for, at most, before training
 _MAX_FIELD = 16 << 20  # characters; Python's limit would end at 128 K
 
 
+class TableColumns(NamedTuple):
+    """How a table is read: the character between columns, the names of the columns of image paths and of captions."""
+
+    separator: str = "\t"
+    image: str = "filepath"
+    caption: str = "title"
+
+
+DEFAULT_COLUMNS = TableColumns()
+
+
 class TableReader:
     """Rows by number. An image path that is not absolute is taken from the working directory, or the table's."""
 
@@ -37,9 +48,7 @@ class TableReader:
         self,
         urls: str | Sequence[str],
         *,
-        separator: str = "\t",
-        image_column: str = "filepath",
-        caption_column: str = "title",
+        columns: TableColumns = DEFAULT_COLUMNS,
         factors: Sequence[float] | None = None,
         storage: StorageOptions = DEFAULT_STORAGE,
     ):
@@ -51,7 +60,7 @@ class TableReader:
         found: Counter[str] = Counter()
         self.warnings: list[str] = []
         for path in self.paths:
-            rows, problems, warnings = _read_table(path, separator, image_column, caption_column)
+            rows, problems, warnings = _read_table(path, columns)
             self._folders.append(_folder_of(rows, path))
             found.update(problems)
             self.warnings += warnings
@@ -114,14 +123,13 @@ class TableReader:
         return retry(attempt, path, self.storage)
 
 
-def _read_table(
-    path: str, separator: str, image_column: str, caption_column: str
-) -> tuple[list[tuple[str, str]], Counter, list[str]]:
+def _read_table(path: str, columns: TableColumns) -> tuple[list[tuple[str, str]], Counter, list[str]]:
     """((image path, caption) of each row, what was left out, what is said of it).
 
     A quote at the start of a field that nothing closes takes the rows up to the next quote into its field: lines of it
     that look like rows are left out with it, counted and told. ValueError where it takes all up to the end.
     """
+    separator = columns.separator
     if len(separator) != 1:
         raise ValueError(f"--csv-separator {separator!r} must be one character")
     rows = []
@@ -134,10 +142,10 @@ def _read_table(
             lines = csv.reader(text, delimiter=separator)
             header = [name.removeprefix("\ufeff") for name in next(lines, [])]
             try:
-                image_at, caption_at = header.index(image_column), header.index(caption_column)
+                image_at, caption_at = header.index(columns.image), header.index(columns.caption)
             except ValueError:
                 raise ValueError(
-                    f"{path} has no columns {image_column!r} and {caption_column!r} but {header[:10]}: "
+                    f"{path} has no columns {columns.image!r} and {columns.caption!r} but {header[:10]}: "
                     f"say --csv-img-key, --csv-caption-key or --csv-separator (now {separator!r})"
                 ) from None
             while True:

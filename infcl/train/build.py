@@ -13,13 +13,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
-from infcl.config import BatchPlan, TrainConfig, counted, option_of, parse_factors
+from infcl.config import BatchPlan, TrainConfig, counted, option_of
 from infcl.config.preset import read_preset
 from infcl.convert.import_weights import load_pretrained
+from infcl.data.config import DataConfig
 from infcl.data.index import DEFAULT_KEYS, SampleKeys
 from infcl.data.loader import TrainLoader
 from infcl.data.open_clip_tokenizer import PREFIX, OpenClipTokenizer
-from infcl.data.storage import StorageOptions
+from infcl.data.plan import Share
 from infcl.data.synthetic import SyntheticLoader
 from infcl.data.tokenizer import Tokenizer
 from infcl.evaluate.tasks import RetrievalTask, ZeroShotTask
@@ -195,60 +196,30 @@ def build_loader(
     parallel: Parallel,
 ) -> TrainLoader | SyntheticLoader:
     """What the flags name as data. ValueError where it cannot be used, or is not the same for all ranks. Collective."""
-    common = {
-        "image_size": model_config.vision_cfg.image_size,
-        "micro_batch_size": batch.micro_batch_size,
-        "num_micro_batches": batch.num_micro_batches,
-        "rank": parallel.dp_rank,
-        "world_size": parallel.dp_size,
-        "part": parallel.tp_rank,
-        "parts": parallel.tp_size,
-        "seed": config.seed,
-    }
+    share = Share(
+        batch.micro_batch_size,
+        batch.num_micro_batches,
+        rank=parallel.dp_rank,
+        world_size=parallel.dp_size,
+        part=parallel.tp_rank,
+        parts=parallel.tp_size,
+    )
+    image_size = model_config.vision_cfg.image_size
     if config.dataset_type == "synthetic":
         assert config.train_num_samples is not None, "checked with the flags"
         text = model_config.text_cfg
         return SyntheticLoader(
+            share,
+            image_size=image_size,
+            seed=config.seed,
             num_samples=config.train_num_samples,
             context_length=text.context_length,
             vocab_size=text.vocab_size,
             end_id=text.end_id,
             pad_id=text.pad_id,
-            **common,
         )
-    assert config.train_data is not None and tokenizer is not None, "checked with the flags"
-    storage = StorageOptions(
-        timeout=config.storage_timeout,
-        cache=config.data_cache,
-        cache_bytes=int(config.data_cache_gb * 1e9),
-        allow_pipe=config.allow_pipe_urls,
-    )
-    loader = TrainLoader(
-        config.train_data,
-        tokenizer,
-        num_workers=config.workers,
-        aug=config.aug_cfg,
-        max_bad_fraction=config.max_bad_fraction,
-        max_missing_shards=config.max_missing_shards,
-        max_image_pixels=config.max_image_pixels,
-        image_key=config.image_key,
-        text_key=config.text_key,
-        json_text_key=config.json_text_key,
-        json_text_probs=config.json_text_key_probs,
-        upsampling_factors=parse_factors(config.train_data_upsampling_factors),
-        dataset_type=config.dataset_type,
-        csv_options={
-            "separator": config.csv_separator,
-            "image_column": config.csv_img_key,
-            "caption_column": config.csv_caption_key,
-        },
-        reader=config.data_reader,
-        num_samples=config.train_num_samples,
-        index_cache=config.index_cache,
-        storage=storage,
-        timeout=config.data_timeout,
-        **common,
-    )
+    assert tokenizer is not None, "checked with the flags"
+    loader = TrainLoader(DataConfig.of(config), tokenizer, share, image_size=image_size, seed=config.seed)
     _require_same_data(loader)
     return loader
 

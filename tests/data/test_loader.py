@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from infcl.data.loader import TooManyBadSamples, TrainLoader
-from infcl.data.plan import EpochPlan
+from infcl.data.plan import EpochPlan, Share
 from infcl.data.records import ShardReader
 from infcl.data.storage import ShardFault
 from infcl.data.synthetic import Captions, SyntheticLoader
@@ -76,7 +76,7 @@ def test_an_epoch_visits_every_sample_once_and_epochs_differ(shards, tokenizer):
 def test_the_sequence_does_not_depend_on_the_number_of_workers(shards, tokenizer):
     expected = digest(make(shards, tokenizer))
     for num_workers in (1, 2):
-        loader = make(shards, tokenizer, num_workers=num_workers)
+        loader = make(shards, tokenizer, workers=num_workers)
         assert digest(loader) == expected
         loader.set_position(0, 3)  # the same workers, sent back
         assert digest(loader) == expected[3:]
@@ -92,7 +92,7 @@ def test_a_resumed_run_continues_bit_identically(shards, tokenizer):
                 state = json.loads(json.dumps(loader.state_dict()))
                 if len(seen) == stop:
                     break
-        resumed = make(shards, tokenizer, num_workers=stop % 2)
+        resumed = make(shards, tokenizer, workers=stop % 2)
         if stop:
             resumed.load_state_dict(state)
         rest = digest(resumed)
@@ -110,9 +110,9 @@ def test_any_stop_with_any_workers_continues_the_uninterrupted_run_of_three_epoc
         loader = make(shards, tokenizer, rank=rank, **sizes)
         whole = [entry for _ in range(3) for entry in digest(loader)]
         stop, workers = rng.randrange(1, len(whole)), rng.sample([0, 1, 2], 2)
-        first = make(shards, tokenizer, rank=rank, num_workers=workers[0], **sizes)
+        first = make(shards, tokenizer, rank=rank, workers=workers[0], **sizes)
         seen = digest(first, stop)
-        second = make(shards, tokenizer, rank=rank, num_workers=workers[1], **sizes)
+        second = make(shards, tokenizer, rank=rank, workers=workers[1], **sizes)
         second.load_state_dict(json.loads(json.dumps(first.state_dict())))
         assert seen + digest(second, len(whole) - stop) == whole, (rank, stop, workers)
 
@@ -137,7 +137,7 @@ def test_a_change_of_world_size_regroups_the_same_samples_with_the_same_crops(sh
 
 
 def test_workers_tell_their_memory(shards, tokenizer):
-    loader = make(shards, tokenizer, num_workers=2)
+    loader = make(shards, tokenizer, workers=2)
     assert loader.worker_memory_mb() == []
     list(loader)
     assert len(loader.worker_memory_mb()) == 2 and all(50 < megabytes < 5000 for megabytes in loader.worker_memory_mb())
@@ -203,13 +203,13 @@ def test_a_wrong_position_or_state_is_refused_with_both_values(shards, tokenizer
 
 def test_workers_that_would_overflow_shared_memory_are_refused(shards, tokenizer):
     with pytest.raises(ValueError, match="4 workers x 4 micro-batches of .* MiB are free: use fewer --workers"):
-        make(shards, tokenizer, image_size=10**6, num_workers=4)
+        make(shards, tokenizer, image_size=10**6, workers=4)
 
 
 def test_workers_whose_sockets_would_have_too_long_a_path_are_refused(shards, tokenizer, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", "/" + 75 * "t")
     with pytest.raises(ValueError, match="1 workers need sockets .* has 76 bytes, 75 at most for that: set TMPDIR"):
-        make(shards, tokenizer, num_workers=1)
+        make(shards, tokenizer, workers=1)
     make(shards, tokenizer)
 
 
@@ -235,7 +235,7 @@ def test_too_little_data_is_an_error_with_the_numbers(shards, tokenizer):
 
 def test_bad_samples_are_replaced_alike_everywhere_and_counted_by_cause(faulty, tokenizer, caplog, monkeypatch):
     monkeypatch.setattr("infcl.data.loader._SECONDS_BETWEEN_WARNINGS", 1e9)  # more than a busy machine takes
-    loaders = [make(str(faulty / "a"), tokenizer, num_workers=w, num_micro_batches=1) for w in (0, 1)]
+    loaders = [make(str(faulty / "a"), tokenizer, workers=w, num_micro_batches=1) for w in (0, 1)]
     assert digest(loaders[0]) == digest(loaders[1])
     loader = make(str(faulty / "a"), tokenizer, num_micro_batches=1, micro_batch_size=1)
     used = sum(ids(loader), [])
@@ -310,13 +310,10 @@ def test_truncated_captions_are_noted(shards, tokenizer):
 def test_synthetic_data_has_the_same_interface(shards, tokenizer):
     def synthetic(rank: int, seed: int = 0) -> SyntheticLoader:
         return SyntheticLoader(
+            Share(3, 2, rank=rank, world_size=2),
             image_size=16,
             context_length=12,
             vocab_size=40,
-            micro_batch_size=3,
-            num_micro_batches=2,
-            rank=rank,
-            world_size=2,
             seed=seed,
             num_samples=50,
         )
@@ -348,7 +345,7 @@ def test_synthetic_captions_end_once_within_half_of_their_places(length, vocab, 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_micro_batches_that_are_read_again_are_the_same_and_counted_once(shards, tokenizer, workers):
     """Behind each step's four come numbers 1 and 2 once more; the next step and the report know nothing of it."""
-    options = {"num_micro_batches": 4, "num_workers": workers, "aug": {"scale": (0.5, 1.0)}}
+    options = {"num_micro_batches": 4, "workers": workers, "aug": {"scale": (0.5, 1.0)}}
     plain, again = make(shards, tokenizer, **options), make(shards, tokenizer, **options)
     again.set_position(0, 1)
     plain.set_position(0, 1)

@@ -50,7 +50,7 @@ def test_upsampled_sources_resume_and_do_not_depend_on_workers(tmp_path, tokeniz
     loader = small_loader(urls, tokenizer, **options)
     assert loader.num_samples == 7 + 10 + 2
     epochs = [[batch["ids"].tolist() for (batch,) in loader] for _ in range(2)]
-    again = small_loader(urls, tokenizer, num_workers=1, **options)
+    again = small_loader(urls, tokenizer, workers=1, **options)
     again.load_state_dict(loader.state_dict() | {"epoch": 1, "step": 3})
     assert [batch["ids"].tolist() for (batch,) in again] == epochs[1][3:] and epochs[0] != epochs[1]
     with pytest.raises(ValueError, match="manifest_sha256"):
@@ -95,14 +95,14 @@ def test_drawn_captions_belong_to_the_position(tmp_path, tokenizer):
     for i in range(12):
         members += [(f"{i}.png", encode(picture(i))), (f"{i}.json", b'{"a": "picture", "b": "number"}')]
     write_tar(tmp_path / "0.tar", members)
-    options = {"json_text_key": "a;b", "json_text_probs": (0.5, 0.5)}
+    options = {"keys": SampleKeys(json_text="a;b", json_probs=(0.5, 0.5))}
 
     def texts(loader):
         return [batch["texts"].tolist() for (batch,) in loader]
 
     loader = small_loader(str(tmp_path), tokenizer, **options)
     first, second = texts(loader), texts(loader)
-    assert texts(small_loader(str(tmp_path), tokenizer, num_workers=1, **options)) == first != second
+    assert texts(small_loader(str(tmp_path), tokenizer, workers=1, **options)) == first != second
     assert len({str(row) for row in first}) == 2
 
 
@@ -164,8 +164,6 @@ def test_the_streaming_reader_finds_how_many_samples_make_an_epoch(tmp_path, tok
 
 def test_one_shard_is_enough_for_any_number_of_ranks_and_workers(tmp_path, tokenizer):
     folder = write_shards(tmp_path / "a", [24])
-    ranks = [
-        small_loader(folder, tokenizer, rank=r, world_size=4, micro_batch_size=2, num_workers=r % 2) for r in range(4)
-    ]
+    ranks = [small_loader(folder, tokenizer, rank=r, world_size=4, micro_batch_size=2, workers=r % 2) for r in range(4)]
     seen = [batch["ids"].tolist() for loader in ranks for (batch,) in loader]
     assert sorted(sum(seen, [])) == list(range(24)) and len(seen) == 12

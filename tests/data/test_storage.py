@@ -332,7 +332,7 @@ def test_a_worker_that_hangs_ends_the_run_with_the_name_of_its_shard(tmp_path, t
         str(tmp_path),
         tokenizer,
         micro_batch_size=2,
-        num_workers=1,
+        workers=1,
         timeout=3.0,  # within which the worker has begun to read
     )
     dataset = loader._source._loader.dataset

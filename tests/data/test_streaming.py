@@ -12,7 +12,7 @@ from tests.lib.shard_files import write_shards
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_it_splits_shards_over_ranks_and_repeats_from_its_seed(shards, tokenizer, num_workers):
     def run(rank: int) -> list[list[int]]:
-        options = {"reader": "streaming", "num_samples": 48, "num_workers": num_workers, "world_size": 2, "rank": rank}
+        options = {"reader": "streaming", "num_samples": 48, "workers": num_workers, "world_size": 2, "rank": rank}
         return ids(make(shards + "/{00000,00001,00003,00004}.tar", tokenizer, num_micro_batches=1, **options))
 
     ranks = [run(0), run(1)]
@@ -56,7 +56,7 @@ def test_it_says_what_it_needs(shards, tokenizer, tmp_path):
     with pytest.raises(ValueError, match="num_samples"):
         make(write_shards(tmp_path, [5]), tokenizer, reader="streaming")
     with pytest.raises(ValueError, match="5 shards are too few for 2 ranks x 3 workers"):
-        make(shards, tokenizer, reader="streaming", num_samples=50, world_size=2, num_workers=3)
+        make(shards, tokenizer, reader="streaming", num_samples=50, world_size=2, workers=3)
 
 
 def test_a_stream_is_not_read_twice(shards, tokenizer):

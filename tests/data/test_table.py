@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from infcl.data.loader import TrainLoader
-from infcl.data.table import TableReader
+from infcl.data.table import TableColumns, TableReader
 from tests.lib.shard_files import encode, picture
 from tests.lib.small_loader import small_loader
 
@@ -56,7 +56,7 @@ def test_an_epoch_over_a_table_uses_every_good_row(table, tokenizer):
     assert set(used) == set(range(5)) and len(used) == 7
     report = loader.report()
     assert report["skipped/missing_image_file"] >= 1 and report["skipped/not_an_image"] >= 1
-    workers = make(table, tokenizer, num_workers=1)
+    workers = make(table, tokenizer, workers=1)
     workers.set_position(0, 2)
     assert [int(batch["ids"]) for (batch,) in workers] == used[2:]
 
@@ -65,8 +65,8 @@ def test_columns_and_separator_can_be_named(table, tmp_path, tokenizer):
     text = table.read_text().replace("\t", ";").replace("title", "text").replace("filepath", "file")
     other = table.with_name("other.csv")
     other.write_text(text)
-    names = {"separator": ";", "image_column": "file", "caption_column": "text"}
-    assert TableReader(str(other), **names).sha256 == TableReader(str(table)).sha256
+    columns = TableColumns(";", "file", "text")
+    assert TableReader(str(other), columns=columns).sha256 == TableReader(str(table)).sha256
     with pytest.raises(
         ValueError, match=r"no columns 'filepath' and 'title' but \['number;text;file'\]: say --csv-img"
     ):
@@ -75,7 +75,7 @@ def test_columns_and_separator_can_be_named(table, tmp_path, tokenizer):
     with pytest.raises(ValueError, match="1 tables hold 0 rows: a table has a line of column names"):
         make(other, tokenizer)
     with pytest.raises(ValueError, match="one character"):
-        TableReader(str(other), separator="::")
+        TableReader(str(other), columns=TableColumns("::"))
     with pytest.raises(ValueError, match="No such file"):
         TableReader(str(tmp_path / "none.csv"))
 
@@ -138,7 +138,7 @@ def test_rows_behind_a_stray_quote_are_seen_though_their_images_have_no_suffix(t
     rows[1:3] = [f'{name.format(1)},"5 inch nail', f'{name.format(2)},"a dog, running"']
     rows[3] = f'{name.format(3)},"two lines,\nnot, a row"'
     (tmp_path / "t.csv").write_text("\n".join(["filepath,title", *rows]) + "\n")
-    reader = TableReader(str(tmp_path / "t.csv"), separator=",")
+    reader = TableReader(str(tmp_path / "t.csv"), columns=TableColumns(","))
     texts = [record.text.decode() for record in reader.read(np.arange(int(reader.counts.sum())), images=False)]
     assert texts == ["0", "two lines,\nnot, a row", "4"] and reader.found == {"index/unclosed_quote": 2}
 

@@ -2,15 +2,20 @@
 
 from pathlib import Path
 
+from infcl.data.config import DataConfig
 from infcl.data.loader import TrainLoader
+from infcl.data.plan import Share
 from infcl.data.tokenizer import Tokenizer
 from infcl.data.tokenizer.learn import train_tokenizer
 
-SMALL = {"image_size": 16, "micro_batch_size": 1, "num_micro_batches": 1, "num_workers": 0}
+_SHARE = {"micro_batch_size": 1, "num_micro_batches": 1, "rank": 0, "world_size": 1, "part": 0, "parts": 1}
 
 
-def small_loader(urls: str, tokenizer: Tokenizer, **options) -> TrainLoader:
-    return TrainLoader(urls, tokenizer, **{**SMALL, "rank": 0, "world_size": 1, "seed": 0, **options})
+def small_loader(urls: str, tokenizer: Tokenizer, *, image_size: int = 16, seed: int = 0, **options) -> TrainLoader:
+    """options: fields of DataConfig and of Share."""
+    share = Share(**{name: options.pop(name, value) for name, value in _SHARE.items()})
+    data = DataConfig(urls, **{"workers": 0, **options})
+    return TrainLoader(data, tokenizer, share, image_size=image_size, seed=seed)
 
 
 def caption_tokenizer(folder: Path) -> Tokenizer:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from infcl.data.index import DEFAULT_KEYS, SampleKeys
-from infcl.data.table import TableReader
+from infcl.data.table import TableColumns, TableReader
 from infcl.data.tokenizer import Tokenizer
 from infcl.data.tokenizer.learn import shard_captions, table_captions, train_tokenizer
 
@@ -35,8 +35,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.error(f"--out {args.out}: name a file in a folder that can be written to")
     try:
         if args.dataset_type == "csv":
-            columns = {"image_column": args.csv_img_key, "caption_column": args.csv_caption_key}
-            table = TableReader(args.train_data, separator=args.csv_separator, **columns)
+            columns = TableColumns(args.csv_separator, args.csv_img_key, args.csv_caption_key)
+            table = TableReader(args.train_data, columns=columns)
             captions = table_captions(table, args.max_captions)
         else:
             captions = shard_captions(args.train_data, args.max_captions, keys=keys)

@@ -1,0 +1,88 @@
+"""DataConfig: which data a run reads, and how; the flags' part of the loader, without the model's and the ranks'."""
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from infcl.config import TrainConfig, parse_factors
+from infcl.data.index import DEFAULT_KEYS, SampleKeys
+from infcl.data.samples import DEFAULT_LIMITS, ImageLimits
+from infcl.data.storage import DEFAULT_STORAGE, StorageOptions
+from infcl.data.table import DEFAULT_COLUMNS, TableColumns
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Settings of a `TrainLoader`.
+
+    Args:
+        urls: what `shards.expand_shards` or, for tables, `table.TableReader` takes.
+        dataset_type: "webdataset" or "csv".
+        reader: "indexed" (exact) or "streaming" (streaming.py says what it gives up).
+        keys: which members of a shard make a sample.
+        columns: which columns of a table make a sample.
+        limits: which images are rejected by their header.
+        aug: options of `TrainTransform`.
+        num_samples: samples per epoch; fewer than all means a different random subset each epoch.
+        upsampling_factors: one for each `::` part of urls, how often an epoch sees its samples (plan.py).
+        storage: time-outs, attempts and the spool.
+        index_cache: folder of indexes that cannot lie beside their shards.
+        max_missing_shards: the fraction of shards that may be missing at the start.
+        max_bad_fraction: the fraction of bad samples that ends the run.
+        workers: processes per rank; 0 reads in the rank's own.
+        prefetch_factor: micro-batches that each worker reads ahead.
+        timeout: seconds without a micro-batch that end the run.
+    """
+
+    urls: str | Sequence[str]
+    dataset_type: str = "webdataset"
+    reader: str = "indexed"
+    keys: SampleKeys = DEFAULT_KEYS
+    columns: TableColumns = DEFAULT_COLUMNS
+    limits: ImageLimits = DEFAULT_LIMITS
+    aug: dict[str, Any] = field(default_factory=dict)
+    num_samples: int | None = None
+    upsampling_factors: Sequence[float] | None = None
+    storage: StorageOptions = DEFAULT_STORAGE
+    index_cache: str | None = None
+    max_missing_shards: float = 0.0
+    max_bad_fraction: float = 0.01
+    workers: int = 4
+    prefetch_factor: int = 4
+    timeout: float = 600.0
+
+    def __post_init__(self):
+        if self.dataset_type not in ("webdataset", "csv"):
+            raise ValueError(f"dataset_type is 'webdataset' or 'csv', not {self.dataset_type!r}")
+        if self.reader not in ("indexed", "streaming"):
+            raise ValueError(f"reader is 'indexed' or 'streaming', not {self.reader!r}")
+        if self.reader == "streaming" and (self.dataset_type == "csv" or self.upsampling_factors is not None):
+            raise ValueError("csv tables and upsampling factors need the indexed reader, not the streaming one")
+
+    @classmethod
+    def of(cls, config: TrainConfig) -> "DataConfig":
+        """The settings that a run's flags give."""
+        assert config.train_data is not None, "checked with the flags"
+        return cls(
+            config.train_data,
+            dataset_type=config.dataset_type,
+            reader=config.data_reader,
+            keys=SampleKeys(config.image_key, config.text_key, config.json_text_key, tuple(config.json_text_key_probs)),
+            columns=TableColumns(config.csv_separator, config.csv_img_key, config.csv_caption_key),
+            limits=dataclasses.replace(DEFAULT_LIMITS, max_pixels=config.max_image_pixels),
+            aug=config.aug_cfg,
+            num_samples=config.train_num_samples,
+            upsampling_factors=parse_factors(config.train_data_upsampling_factors),
+            storage=StorageOptions(
+                timeout=config.storage_timeout,
+                cache=config.data_cache,
+                cache_bytes=int(config.data_cache_gb * 1e9),
+                allow_pipe=config.allow_pipe_urls,
+            ),
+            index_cache=config.index_cache,
+            max_missing_shards=config.max_missing_shards,
+            max_bad_fraction=config.max_bad_fraction,
+            workers=config.workers,
+            timeout=config.data_timeout,
+        )
