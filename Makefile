@@ -58,11 +58,13 @@ coverage: $(VENV)/.installed
 	$(BIN)/coverage combine --quiet
 	$(BIN)/coverage report
 
-$(VENV)/.installed: requirements.txt
+# The checkout itself is installed too: its commands, `python -m infcl.X` and scripts then run from any folder.
+$(VENV)/.installed: requirements.txt pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 12))' \
 		|| { echo "Python 3.10 to 3.12 is needed, $$($(PYTHON) --version) found: make PYTHON=python3.11 ..." >&2; exit 2; }
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --editable .
 	@touch $@
 
 clean:

@@ -23,4 +23,6 @@ from infcl.loss.info_nce import info_nce_loss
 from infcl.loss.nt_xent import nt_xent_loss
 from infcl.loss.siglip import SigLipLoss, siglip_loss
 
+__version__ = "0.1.0"
+
 __all__ = ["InfCLLoss", "SigLipLoss", "inf_cl_loss", "info_nce_loss", "nt_xent_loss", "siglip_loss"]

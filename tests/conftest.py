@@ -132,9 +132,9 @@ def demo_folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def tokenizer_model(tmp_path_factory):
-    """A small BPE model, learned from the captions of test_export.py."""
+    """A small BPE model, learned from the captions of tests/lib/small_clip.py."""
     from infcl.data.tokenizer.learn import train_tokenizer
-    from tests.convert.test_export import CAPTIONS
+    from tests.lib.small_clip import CAPTIONS
 
     path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.model"
     train_tokenizer(CAPTIONS, path, 300, "bpe", num_threads=1)

@@ -7,14 +7,12 @@
     --format hf          transformers' CLIPModel (infcl/convert/export_hf.py)
     --format safetensors model.safetensors, model_config.json, tokenizer.model: the weights under our names
 
-Each has a model card, README.md. `python -m infcl.convert.export RUN` exports the last checkpoint of a run folder.
+Each has a model card, README.md. `python -m infcl.convert export RUN` exports the last checkpoint of a run folder.
 """
 
-import argparse
 import json
 import shutil
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +21,8 @@ import torch
 from infcl.convert.export_hf import write_hf
 from infcl.convert.export_tokenizer import export_tokenizer, read_model
 from infcl.convert.import_weights import read_weights
-from infcl.convert.model_card import EVALUATION_KEYS, write_card
-from infcl.models import CLIP, CLIPConfig, load_model_config
+from infcl.convert.model_card import write_card
+from infcl.models import CLIP, CLIPConfig
 from infcl.models.vision import IMAGE_MEAN, IMAGE_STD
 
 FORMATS = ("open_clip", "hf", "safetensors")
@@ -155,61 +153,3 @@ def _write_weights(state_dict: Mapping[str, torch.Tensor], path: Path) -> None:
         save_file(weights, path, metadata={"format": "pt"})
     except SafetensorError as error:  # its own type for a failed write
         raise OSError(str(error)) from error
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m infcl.convert.export", description="Export a run for others to load."
-    )
-    parser.add_argument("run", type=Path, help="run folder (its last checkpoint is taken)")
-    parser.add_argument("--format", choices=FORMATS, default="open_clip", help="who shall load it [open_clip]")
-    parser.add_argument("--ema", action="store_true", help="the averaged weights of a run with --ema-decay")
-    parser.add_argument("--out", type=Path, help="folder to write [RUN/export; RUN/export-FORMAT for other formats]")
-    parser.add_argument("--name", help="name of the model on its card [the run's]")
-    args = parser.parse_args(arguments)
-
-    from infcl.checkpoint.load import newest_intact, weights_of
-
-    try:
-        if not (args.run / "model_config.json").is_file():
-            raise ValueError(f"{args.run} is no run folder: a run writes model_config.json and checkpoints/ there")
-        cfg = load_model_config(args.run / "model_config.json")
-        tokenizer = args.run / "tokenizer.model"
-        checkpoint, manifest = newest_intact(args.run)
-        out = export_model(
-            weights_of(checkpoint, manifest, ema=args.ema),
-            cfg,
-            tokenizer if tokenizer.is_file() else None,
-            args.out or args.run / ("export" if args.format == "open_clip" else f"export-{args.format}"),
-            format=args.format,
-            name=args.name or args.run.resolve().name,
-            card=_summary(args.run, manifest["trainer"], ema=args.ema),
-        )
-    except (OSError, ValueError) as error:
-        print(f"infcl.convert.export: {error}", file=sys.stderr)
-        return 2
-    print(out)
-    if args.format == "open_clip" and not cfg.loads_in_open_clip:
-        print(
-            "open_clip cannot load this model, which has a convolutional stem: infcl.convert.export.load_exported can"
-        )
-    return 0
-
-
-def _summary(run: Path, trained: Mapping[str, Any], *, ema: bool) -> dict[str, object]:
-    """summary.json of a finished run; where the exported checkpoint is not its last, what that says (`trained`).
-
-    Without the evaluation when that was of the other weights (the averaged ones, or not).
-    """
-    finished = run / "summary.json"
-    summary: dict[str, Any] = json.loads(finished.read_text()) if finished.is_file() else {}
-    if summary.get("steps") != trained["step"]:
-        summary = {**trained, "steps": trained["step"]}
-    if summary.get("ema", False) != ema:
-        summary = {key: value for key, value in summary.items() if key not in EVALUATION_KEYS}
-    summary["ema"] = ema
-    return summary | {"paths": {"run": str(run)}}  # a run folder may have been moved
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -13,31 +13,15 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from infcl.convert import export
+from infcl.convert.__main__ import main
 from infcl.convert.export import export_model, load_exported
 from infcl.convert.export_tokenizer import read_model, tokenizer_json
-from infcl.data.tokenizer import Tokenizer, canonicalise
+from infcl.data.tokenizer import Tokenizer
 from infcl.data.tokenizer.learn import train_tokenizer
 from infcl.models import CLIP, load_model_config, with_tokenizer
-from infcl.models.config import parse_model_config
-from tests.lib.checkout import ROOT
 from tests.lib.manifests import manifest_of
 from tests.lib.open_clip_stub import import_open_clip
-
-CONTEXT_LENGTH = 12
-TEXTS = (ROOT / "LICENSE").read_text().split("\n\n")
-CAPTIONS = [canonicalise(text) for text in TEXTS]
-
-
-def small_config(**top):
-    cfg = parse_model_config(
-        {
-            "embed_dim": 24,
-            "vision_cfg": {"image_size": 32, "layers": 1, "width": 32, "head_width": 16, "patch_size": 16},
-            "text_cfg": {"context_length": CONTEXT_LENGTH, "vocab_size": 90, "width": 32, "heads": 4, "layers": 1},
-            **top,
-        }
-    )
-    return with_tokenizer(cfg, vocab_size=300, context_length=CONTEXT_LENGTH, eos_id=1, pad_id=0)
+from tests.lib.small_clip import CAPTIONS, CONTEXT_LENGTH, TEXTS, small_config
 
 
 @pytest.fixture(scope="module")
@@ -160,7 +144,7 @@ def test_command_exports_the_last_checkpoint_of_a_run(tokenizer_model, tmp_path,
     (run / "checkpoints" / "latest").write_text("step_00000003\n")
     (run / "model_config.json").write_text(model.cfg.to_json())
     (run / "tokenizer.model").write_bytes(tokenizer_model.read_bytes())
-    assert export.main([str(run), "--out", str(tmp_path / "out"), "--name", "mine"]) == 0
+    assert main(["export", str(run), "--out", str(tmp_path / "out"), "--name", "mine"]) == 0
     assert torch.equal(load_exported(tmp_path / "out")[0].visual.proj, model.visual.proj)
     card = (tmp_path / "out" / "README.md").read_text()
     assert card.count("# mine") == 1 and "| samples seen | 192 |" in card
@@ -168,11 +152,11 @@ def test_command_exports_the_last_checkpoint_of_a_run(tokenizer_model, tmp_path,
     damaged.mkdir()
     (damaged / "infcl.json").write_text(json.dumps(manifest_of(4, {file.name: entry})))
     (run / "summary.json").write_text(json.dumps({"steps": 4, "samples_seen": 256, "zero_shot_top1": 0.5}))
-    assert export.main([str(run), "--out", str(tmp_path / "out"), "--name", "mine"]) == 0
+    assert main(["export", str(run), "--out", str(tmp_path / "out"), "--name", "mine"]) == 0
     assert (tmp_path / "out" / "README.md").read_text() == card, "it is of the checkpoint that was exported"
-    assert export.main([str(run), "--format", "safetensors"]) == 0
+    assert main(["export", str(run), "--format", "safetensors"]) == 0
     assert (run / "export-safetensors" / "tokenizer.model").read_bytes() == tokenizer_model.read_bytes()
-    assert export.main([str(tmp_path / "nothing")]) == 2
+    assert main(["export", str(tmp_path / "nothing")]) == 2
     printed = capsys.readouterr()
     assert "nothing is no run folder" in printed.err and "open_clip cannot" not in printed.out
     demo = CLIP(load_model_config("demo"))
@@ -180,7 +164,7 @@ def test_command_exports_the_last_checkpoint_of_a_run(tokenizer_model, tmp_path,
     entry |= {"bytes": file.stat().st_size, "sha256": hashlib.sha256(file.read_bytes()).hexdigest()}
     (checkpoint / "infcl.json").write_text(json.dumps(manifest))
     (run / "model_config.json").write_text(demo.cfg.to_json())
-    assert export.main([str(run)]) == 0
+    assert main(["export", str(run)]) == 0
     assert "open_clip cannot load this model" in capsys.readouterr().out
-    assert export.main([str(run), "--out", str(file)]) == 2
+    assert main(["export", str(run), "--out", str(file)]) == 2
     assert "File exists" in capsys.readouterr().err

@@ -9,15 +9,16 @@ import unicodedata
 import pytest
 import torch
 
-from infcl.convert.export import export_model, load_exported, main
+from infcl.convert.__main__ import main
+from infcl.convert.export import export_model, load_exported
 from infcl.convert.hf_clip import from_hf, hf_config, to_hf
 from infcl.convert.model_card import LOSS_CURVE
 from infcl.data.tokenizer import Tokenizer, canonicalise
 from infcl.models import CLIP, load_model_config, with_tokenizer
 from infcl.models.config import parse_model_config
-from tests.convert.test_export import CAPTIONS, CONTEXT_LENGTH, TEXTS, small_config
 from tests.lib.open_clip_stub import import_transformers
 from tests.lib.ranks import run_ranks
+from tests.lib.small_clip import CAPTIONS, CONTEXT_LENGTH, TEXTS, small_config
 from tests.train.test_trainer import demo_config, fit
 
 
@@ -137,7 +138,7 @@ def test_a_zero_3_run_of_two_ranks_exports_to_clip_model_without_a_process_group
     config = demo_config(demo_folder, tmp_path, model=str(tmp_path / "tiny.json"), deepspeed_config=preset, steps=2)
     run_ranks(fit, 2, config, timeout=200)
     run = tmp_path / "run"
-    assert main([str(run), "--format", "hf"]) == 0
+    assert main(["export", str(run), "--format", "hf"]) == 0
     ours, _ = load_exported(run / "export")
     images, texts = torch.randn(2, 3, 32, 32), torch.tensor([[5, 9, 1, 0], [7, 1, 0, 0]])
     theirs = features_of(load_clip_model(run / "export-hf"), images, texts)

@@ -8,7 +8,8 @@ import torch
 from safetensors.torch import save_file
 
 from infcl.config import TrainConfig
-from infcl.convert.export import export_model
+from infcl.convert.__main__ import main
+from infcl.convert.export import export_model, load_exported
 from infcl.convert.hf_clip import from_hf_config
 from infcl.convert.import_weights import load_pretrained, read_weights, resize_image_positions
 from infcl.evaluate import load
@@ -312,3 +313,19 @@ def test_open_clips_file_with_clips_own_tokenizer_evaluates_as_open_clip(tmp_pat
     with torch.no_grad():
         features = ours(None, tokenize(texts))["text_features"]
         torch.testing.assert_close(features, theirs.encode_text(expected, True), rtol=0, atol=1e-5)
+
+
+def test_import_writes_the_weights_for_another_program(source, tmp_path, capsys):
+    def imports(*arguments):
+        return main(["import", *map(str, arguments)])
+
+    path = write("pt", source, tmp_path)
+    (tmp_path / "model.json").write_text(source.cfg.to_json())
+    out = tmp_path / "out"
+    assert imports(path, "--out", out) == 2 and "give --model" in capsys.readouterr().err
+    assert imports(path, "--out", out, "--model", tmp_path / "model.json", "--format", "hf") == 0
+    assert imports(out, "--out", out) == 2 and "choose another" in capsys.readouterr().err
+    assert imports(out, "--out", tmp_path / "again") == 0
+    for folder in (out, tmp_path / "again"):
+        state = load_exported(folder)[0].state_dict()
+        assert all(torch.equal(state[name], value) for name, value in source.state_dict().items())

@@ -11,8 +11,8 @@ import torch
 
 from infcl.checkpoint.load import complete_checkpoints, consolidated_state_dict
 from infcl.checkpoint.run_folder import RunFolder
+from infcl.convert.__main__ import main as convert
 from infcl.convert.export import load_exported
-from infcl.convert.export import main as export_main
 from infcl.convert.import_weights import read_weights
 from infcl.engine.ema import WeightAverage
 from infcl.evaluate.load import load_model
@@ -153,7 +153,7 @@ def test_the_average_is_evaluated_and_exported_where_asked(averaged_run, tmp_pat
     assert torch.equal(exported.state_dict()["visual.proj"], average["visual.proj"])
     for flags, wanted in (([], weights), (["--ema"], average)):
         out = tmp_path / f"out{len(flags)}"
-        assert export_main([str(run.root), "--out", str(out), *flags]) == 0
+        assert convert(["export", str(run.root), "--out", str(out), *flags]) == 0
         assert torch.equal(read_weights(out).state["visual.proj"], wanted["visual.proj"])
     evaluated, _ = load_model(run.root, device=torch.device("cpu"), ema=True)
     assert torch.equal(evaluated.visual.proj, average["visual.proj"])
@@ -166,5 +166,5 @@ def test_the_average_is_evaluated_and_exported_where_asked(averaged_run, tmp_pat
 
 def test_a_run_without_an_average_has_none_to_export(demo_folder, tmp_path, capsys):
     run_losses(1, demo_config(demo_folder, tmp_path, steps=1))
-    assert export_main([str(tmp_path / "run"), "--ema"]) == 2
+    assert convert(["export", str(tmp_path / "run"), "--ema"]) == 2
     assert "without --ema-decay" in capsys.readouterr().err

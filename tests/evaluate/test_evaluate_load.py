@@ -9,8 +9,8 @@ from infcl.convert.export import export_model
 from infcl.data.tokenizer import Tokenizer
 from infcl.evaluate.load import load_tokenizer
 from infcl.models import CLIP, load_model_config, with_tokenizer
-from tests.convert.test_export import CONTEXT_LENGTH, TEXTS, small_config
 from tests.lib.open_clip_stub import import_transformers
+from tests.lib.small_clip import CONTEXT_LENGTH, TEXTS, small_config
 
 
 def test_a_folder_of_hugging_faces_tokenizer_files_gives_the_models_own_ids(tokenizer_model, tmp_path):

@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+import infcl
 from tests.lib.checkout import ROOT, tracked
 
 
@@ -27,7 +28,7 @@ def test_every_extra_of_the_package_is_in_the_readme():
 def test_the_citation_names_this_version_and_the_paper():
     yaml = pytest.importorskip("yaml")
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
-    assert citation["version"] == re.search(r'version = "(.+)"', (ROOT / "pyproject.toml").read_text())[1]
+    assert citation["version"] == infcl.__version__
     assert f"## [{citation['version']}] - {citation['date-released']}\n" in (ROOT / "CHANGELOG.md").read_text()
     assert citation["cff-version"] == "1.2.0" and citation["references"][0]["url"].endswith("2410.17243")
 

@@ -1,11 +1,14 @@
-"""`pip install .`: the wheel holds the packages and their data, and the loss runs from it."""
+"""The wheel holds the packages, their data and the commands; what `make` installs runs from any folder."""
 
 import subprocess
 import sys
+import sysconfig
 import zipfile
+from pathlib import Path
 
 import pytest
 
+import infcl
 from tests.lib.checkout import ROOT, tracked
 
 LOSS = """
@@ -30,7 +33,7 @@ def test_the_wheel_is_whole_and_the_loss_runs_from_it(tmp_path):
         (source / path).parent.mkdir(parents=True, exist_ok=True)
         (source / path).write_bytes((ROOT / path).read_bytes())
     pip("wheel", "--no-deps", "--no-build-isolation", source, "-w", tmp_path)
-    (wheel,) = tmp_path.glob("infcl-*.whl")
+    (wheel,) = tmp_path.glob(f"infcl-{infcl.__version__}-*.whl")
     packed = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     assert packed == {path.as_posix() for path in tracked("infcl", "megatron_patches")}
     pip("install", "--no-deps", "--target", tmp_path / "site", wheel)
@@ -39,3 +42,14 @@ def test_the_wheel_is_whole_and_the_loss_runs_from_it(tmp_path):
         cwd=tmp_path, env={"PYTHONPATH": str(tmp_path / "site")}, capture_output=True, text=True, timeout=120,
     )  # fmt: skip
     assert result.returncode == 0, result.stderr
+
+
+def test_commands_and_modules_of_the_installed_package_run_from_any_folder(tmp_path):
+    tomllib = pytest.importorskip("tomllib")  # Python 3.11
+    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+    commands = [[sysconfig.get_path("scripts") + f"/{name}"] for name in scripts]
+    if not Path(commands[0][0]).exists():
+        pytest.skip("infcl is not installed here; make installs it")
+    for command in [*commands, [sys.executable, "-m", "infcl.data.demo"]]:
+        result = subprocess.run([*command, "--help"], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+        assert result.returncode == 0 and "usage" in result.stdout, (command, result.stderr)

@@ -1,0 +1,107 @@
+"""Write a model for other programs to load: a run's (export), or someone else's weights (import).
+
+    python -m infcl.convert export RUN [--format open_clip|hf|safetensors] [--ema]
+    python -m infcl.convert import WEIGHTS --out FOLDER [--model CONFIG] [--format ...]
+
+Without a GPU; infcl/convert/export.py describes the formats, infcl/convert/import_weights.py what can be read.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from infcl.checkpoint.load import newest_intact, weights_of
+from infcl.convert.export import FORMATS, export_model
+from infcl.convert.import_weights import read_weights
+from infcl.convert.model_card import EVALUATION_KEYS
+from infcl.models import CLIPConfig, load_model_config
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Exit codes: 0, or 2 for a usage error or a disk error, with one line on stderr."""
+    args = _parser().parse_args(arguments)
+    try:
+        out, cfg = _export(args) if args.command == "export" else _import(args)
+    except (OSError, ValueError) as error:
+        print(f"infcl.convert {args.command}: {error}", file=sys.stderr)
+        return 2
+    print(out)
+    if args.format == "open_clip" and not cfg.loads_in_open_clip:
+        print("open_clip cannot load this model (convolutional stem); infcl.convert.export.load_exported can")
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m infcl.convert", description="Write a model for other programs to load."
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    both = argparse.ArgumentParser(add_help=False)
+    both.add_argument("--name", help="title of the model card [name of the folder]")
+    export = commands.add_parser("export", parents=[both], help="a run of pretrain_clip.py")
+    export.add_argument("run", type=Path, help="run folder; its last checkpoint is exported")
+    export.add_argument("--format", choices=FORMATS, default="open_clip", help="who loads it [open_clip]")
+    export.add_argument("--ema", action="store_true", help="the averaged weights of a run with --ema-decay")
+    export.add_argument("--out", type=Path, help="folder to write [RUN/export; RUN/export-FORMAT for other formats]")
+    imported = commands.add_parser("import", parents=[both], help="weights of open_clip, transformers or OpenAI")
+    imported.add_argument("weights", type=Path, help="file or folder, as --pretrained reads them")
+    imported.add_argument("--format", choices=FORMATS, default="open_clip", help="who loads it [open_clip]")
+    imported.add_argument("--model", help="name or JSON file of the model, for a file of weights alone")
+    imported.add_argument("--out", type=Path, required=True, help="folder to write")
+    return parser
+
+
+def _export(args: argparse.Namespace) -> tuple[Path, CLIPConfig]:
+    if not (args.run / "model_config.json").is_file():
+        raise ValueError(f"{args.run} is no run folder: a run writes model_config.json and checkpoints/ there")
+    cfg = load_model_config(args.run / "model_config.json")
+    checkpoint, manifest = newest_intact(args.run)
+    out = export_model(
+        weights_of(checkpoint, manifest, ema=args.ema),
+        cfg,
+        _tokenizer(args.run),
+        args.out or args.run / ("export" if args.format == "open_clip" else f"export-{args.format}"),
+        format=args.format,
+        name=args.name or args.run.resolve().name,
+        card=_summary(args.run, manifest["trainer"], ema=args.ema),
+    )
+    return out, cfg
+
+
+def _import(args: argparse.Namespace) -> tuple[Path, CLIPConfig]:
+    weights = read_weights(args.weights)
+    if weights.cfg is None and not args.model:
+        raise ValueError(f"{args.weights} does not say which model it is: give --model, such as ViT-B-32")
+    cfg = weights.cfg or load_model_config(args.model)
+    if args.out.resolve() == args.weights.resolve():
+        raise ValueError(f"--out {args.out} is the folder of the weights: choose another")
+    name = args.name or args.weights.resolve().stem
+    return export_model(weights.state, cfg, _tokenizer(args.weights), args.out, format=args.format, name=name), cfg
+
+
+def _tokenizer(folder: Path) -> Path | None:
+    """The sentencepiece model of a run or an exported folder."""
+    names = ("tokenizer.model", "spiece.model")
+    return next((folder / name for name in names if (folder / name).is_file()), None)
+
+
+def _summary(run: Path, trained: Mapping[str, Any], *, ema: bool) -> dict[str, object]:
+    """Return summary.json of a finished run, or `trained` where the exported checkpoint is not the run's last.
+
+    The evaluation is left out when it was of the other weights (the averaged ones, or not).
+    """
+    finished = run / "summary.json"
+    summary: dict[str, Any] = json.loads(finished.read_text()) if finished.is_file() else {}
+    if summary.get("steps") != trained["step"]:
+        summary = {**trained, "steps": trained["step"]}
+    if summary.get("ema", False) != ema:
+        summary = {key: value for key, value in summary.items() if key not in EVALUATION_KEYS}
+    summary["ema"] = ema
+    return summary | {"paths": {"run": str(run)}}  # a run folder may have been moved
+
+
+if __name__ == "__main__":
+    sys.exit(main())
