@@ -44,6 +44,7 @@ lint: $(VENV)/.installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/hadolint launch/Dockerfile
 	$(BIN)/python dev/check_language.py
 
 results: $(VENV)/.installed

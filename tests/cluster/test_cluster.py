@@ -104,11 +104,11 @@ def test_torchrun_on_each_of_two_hosts_trains(demo_folder, tmp_path, two_hosts):
     assert "2 x cpu" in results[0][1] and len(losses(tmp_path)) == 3
 
 
-def test_the_pods_of_the_kubernetes_job_train(demo_folder, tmp_path, two_hosts):
-    """Its container's command and flags, in the environment that the training operator (1.9) gives to two pods."""
+def test_the_pods_of_the_kubernetes_jobset_train(demo_folder, tmp_path, two_hosts):
+    """Its container's command, flags and variables, with pod name and index as JobSet gives them."""
     yaml = pytest.importorskip("yaml")
-    job = yaml.safe_load((ROOT / "launch" / "kubernetes.yaml").read_text())
-    pod = job["spec"]["pytorchReplicaSpecs"]["Master"]["template"]["spec"]["containers"][0]
+    jobset = yaml.safe_load((ROOT / "launch" / "kubernetes.yaml").read_text())
+    pod = jobset["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]["containers"][0]
     smaller = {
         "--train-data": f"{demo_folder}/train", "--tokenizer": f"{demo_folder}/tokenizer.model", "--model": "demo",
         "--batch-size": "4", "--global-batch-size": "32", "--logs": str(tmp_path), "--name": "run",
@@ -116,12 +116,10 @@ def test_the_pods_of_the_kubernetes_job_train(demo_folder, tmp_path, two_hosts):
     pairs = [flag.partition("=") for flag in pod["args"]]
     words = [f"{name}={smaller.get(name, value)}" if value else name for name, _, value in pairs]
     words += ["--steps=3", "--warmup=1", "--workers=0", "--device=cpu"]
-    meeting = {"MASTER_ADDR": two_hosts[0].name, "MASTER_PORT": "23456"}
-    meeting |= {f"PET_{name}": value for name, value in meeting.items()}
-    of_job = meeting | {"WORLD_SIZE": "4", "PET_NNODES": "2", "PET_NPROC_PER_NODE": "2", "PYTHONUNBUFFERED": "1"}
+    given = {one["name"]: one["value"] for one in pod["env"] if "value" in one}
+    given |= {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "2", "PET_MASTER_ADDR": two_hosts[0].name}
     processes = [
-        start(two_hosts, [*pod["command"], *words], on=rank, **of_job | {"RANK": str(rank), "PET_NODE_RANK": str(rank)})
-        for rank in (0, 1)
+        start(two_hosts, [*pod["command"], *words], on=rank, **given, PET_NODE_RANK=str(rank)) for rank in (0, 1)
     ]
     results = [finish(process) for process in processes]
     assert [code for code, _ in results] == [0, 0], results

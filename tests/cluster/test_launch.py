@@ -29,12 +29,14 @@ def run(script: str, *arguments, tmp_path, programs: dict[str, str], where=None,
 
 @pytest.mark.parametrize("path", sorted((ROOT / "launch").iterdir()), ids=lambda path: path.name)
 def test_every_script_is_valid_bash_and_says_command_hardware_and_time(path):
-    if path.suffix != ".yaml":
+    if path.suffix == ".dockerignore":
+        return
+    if path.suffix in (".sh", ".sbatch"):
         assert subprocess.run(["bash", "-n", path], capture_output=True).returncode == 0
     if path.name == "quote.sh":
         return
     said = dict(re.findall(r"^#   (command|hardware|time) +(\S.*)$", path.read_text(), re.MULTILINE))
-    assert re.match(r"(\S+=\S+ )*(bash|sbatch|make|kubectl) ", said["command"])
+    assert re.match(r"(\S+=\S+ )*(bash|sbatch|make|kubectl|docker) ", said["command"])
     assert re.search("GPU|any|as the run", said["hardware"])
     assert re.match("as long as the training|.*(second|minute)", said["time"])
 
@@ -156,6 +158,18 @@ def test_each_slurm_task_gets_its_rank_its_cores_and_the_first_nodes_address(tmp
             if name.startswith("SLURM_"):
                 monkeypatch.setenv(name, value)
         assert read_environment() == (rank, 4, rank % 2) and read_ranks_per_node() == 2
+
+
+@pytest.mark.parametrize(
+    ("image", "words"),
+    [
+        ("i.sqsh", "--container-image=i.sqsh --container-mounts={0}:{0},/a:/a,/b:/b --container-workdir={0} python -u"),
+        ("i.sif", "apptainer exec --nv --bind {0}:{0},/a:/a,/b:/b --pwd {0} i.sif python -u"),
+    ],
+)
+def test_slurm_runs_each_task_in_a_container(tmp_path, image, words):
+    result = slurm(tmp_path, 'echo "$*"; exit 2\n', *FLAGS, CONTAINER=image, CONTAINER_MOUNTS="/a,/b")
+    assert f"--wait=300 {words.format(tmp_path)} pretrain_clip.py" in result.stdout
 
 
 def test_slurm_rejects_an_interface_without_an_address(tmp_path):
@@ -290,20 +304,134 @@ def test_a_relative_hostfile_is_one_of_where_the_script_is_started(tmp_path):
     assert f"--hostfile|{where}/others|" in result.stdout and f"--pretrained-image|{where}/w|" in result.stdout
 
 
-def test_the_kubernetes_job_is_valid_yaml_of_four_pods():
+TEXT, NUMBER = str, int
+# The fields of jobset.x-k8s.io/v1alpha2 and batch/v1 that launch/kubernetes.yaml may use, with their types, since no
+# cluster is here to ask. A set: one of these values; [x]: a list of x; {"*": x}: any names.
+JOBSET = {
+    "apiVersion": {"jobset.x-k8s.io/v1alpha2"},
+    "kind": {"JobSet"},
+    "metadata": {"name": TEXT},
+    "spec": {
+        "failurePolicy": {
+            "maxRestarts": NUMBER,
+            "rules": [
+                {"action": {"FailJobSet"}, "onJobFailureReasons": [{"PodFailurePolicy", "BackoffLimitExceeded"}]}
+            ],
+        },
+        "replicatedJobs": [
+            {
+                "name": TEXT,
+                "replicas": NUMBER,
+                "template": {
+                    "spec": {
+                        "completions": NUMBER,
+                        "parallelism": NUMBER,
+                        "completionMode": {"Indexed"},  # JobSet names pods by their index
+                        "backoffLimit": NUMBER,
+                        "podFailurePolicy": {
+                            "rules": [
+                                {
+                                    "action": {"FailJob"},
+                                    "onExitCodes": {"containerName": TEXT, "operator": {"In"}, "values": [NUMBER]},
+                                }
+                            ]
+                        },
+                        "template": {
+                            "spec": {
+                                "restartPolicy": {"Never"},  # a Job with a podFailurePolicy takes no other
+                                "terminationGracePeriodSeconds": NUMBER,
+                                "containers": [
+                                    {
+                                        "name": TEXT,
+                                        "image": TEXT,
+                                        "command": [TEXT],
+                                        "args": [TEXT],
+                                        "env": [
+                                            {
+                                                "name": TEXT,
+                                                "value": TEXT,
+                                                "valueFrom": {"fieldRef": {"fieldPath": TEXT}},
+                                            }
+                                        ],
+                                        "resources": {"limits": {"*": NUMBER}},
+                                        "securityContext": {"runAsUser": NUMBER, "capabilities": {"add": [TEXT]}},
+                                        "volumeMounts": [{"name": TEXT, "mountPath": TEXT}],
+                                    }
+                                ],
+                                "volumes": [
+                                    {
+                                        "name": TEXT,
+                                        "persistentVolumeClaim": {"claimName": TEXT},
+                                        "emptyDir": {"medium": {"Memory"}},
+                                    }
+                                ],
+                            }
+                        },
+                    }
+                },
+            }
+        ],
+    },
+}
+
+
+def unknown_fields(found, known, where: str = "") -> list[str]:
+    """The places of `found` that `known` does not admit."""
+    if isinstance(known, dict) and isinstance(found, dict):
+        return [
+            line
+            for name, value in found.items()
+            for line in (
+                unknown_fields(value, known.get(name, known.get("*")), f"{where}.{name}")
+                if {name, "*"} & set(known)
+                else [f"{where}.{name}"]
+            )
+        ]
+    if isinstance(known, list) and isinstance(found, list):
+        return [line for value in found for line in unknown_fields(value, known[0], f"{where}[]")]
+    fits = found in known if isinstance(known, set) else isinstance(known, type) and type(found) is known
+    return [] if fits else [f"{where}: {found!r}"]
+
+
+def test_the_kubernetes_jobset_has_known_fields_and_ends_on_usage_errors_and_divergence():
     yaml = pytest.importorskip("yaml")
-    job = yaml.safe_load((ROOT / "launch" / "kubernetes.yaml").read_text())
-    replicas = job["spec"]["pytorchReplicaSpecs"]
-    assert {name: spec["replicas"] for name, spec in replicas.items()} == {"Master": 1, "Worker": 3}
-    assert replicas["Worker"]["template"] == replicas["Master"]["template"]
-    assert job["kind"] == "PyTorchJob"
-    container = replicas["Master"]["template"]["spec"]["containers"][0]
+    jobset = yaml.safe_load((ROOT / "launch" / "kubernetes.yaml").read_text())
+    assert unknown_fields(jobset, JOBSET) == []
+    assert unknown_fields({"spec": {"failurePolicy": {"maxRestarts": "20"}}, "kin": 1}, JOBSET) == [
+        ".spec.failurePolicy.maxRestarts: '20'", ".kin",
+    ]  # fmt: skip
+    (job,) = jobset["spec"]["replicatedJobs"]
+    template = job["template"]["spec"]
+    (container,) = template["template"]["spec"]["containers"]
+    (rule,) = template["podFailurePolicy"]["rules"]
+    assert rule["onExitCodes"]["values"] == [2, 65] and rule["onExitCodes"]["containerName"] == container["name"]
+    assert jobset["spec"]["failurePolicy"]["rules"] == [
+        {"action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}
+    ]
+    environment = {one["name"]: one.get("value") for one in container["env"]}
+    assert str(template["completions"]) == str(template["parallelism"]) == environment["PET_NNODES"]
+    name = jobset["metadata"]["name"]
+    assert environment["PET_MASTER_ADDR"] == f"{name}-{job['name']}-0-0.{name}"
+    volumes = {one["name"] for one in template["template"]["spec"]["volumes"]}
+    assert {one["name"] for one in container["volumeMounts"]} == volumes
     from torch.distributed.run import parse_args
 
     read = parse_args(container["args"])
     assert container["command"] == ["python", "-m", "infcl.cluster.torchrun"]
     assert read.training_script == "pretrain_clip.py"
     assert "--logs=/data/logs" in read.training_script_args
+
+
+def test_the_image_has_what_the_launch_scripts_call():
+    """The base image has bash, awk, grep, sed and hostname; packages are Ubuntu's."""
+    image = (ROOT / "launch" / "Dockerfile").read_text()
+    assert re.search(r"^FROM \S+:\d+\.\d+\.\d+-devel-\S+$", image, re.MULTILINE)  # nvcc, and a version that stays
+    called = "\n".join(path.read_text() for path in (ROOT / "launch").glob("*.s*"))
+    packages = {"ssh": "openssh-client", "ip": "iproute2", "pdsh": "pdsh", "git": "git", "python": "python3-venv"}
+    for program, package in packages.items():
+        assert package in image.split() and (program == "git" or re.search(rf"\b{program}\b", called))
+    for source in re.findall(r"^COPY (?:--\S+ )?(\S+)", image, re.MULTILINE):
+        assert (ROOT / source).exists()
 
 
 def test_lit_goes_over_the_hosts_of_a_hostfile_with_its_brackets_quoted(tmp_path):
