@@ -48,7 +48,7 @@ lint: $(VENV)/.installed
 	$(BIN)/python dev/check_language.py
 
 results: $(VENV)/.installed
-	$(BIN)/python -m benchmarks.paper --write
+	$(BIN)/python -m benchmarks.results --write
 
 docs: $(VENV)/.installed
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict

@@ -1,7 +1,7 @@
 """The demo with each preset: `python -m benchmarks.demo --presets zero1,zero3 --csv docs/results/demo.csv`.
 
 launch/demo.sh, which `make train` runs, once for each preset, one after the other; a row of what its summary says, and
-on how many ranks. Seconds of training are of this machine as busy as it was. The table: `python -m benchmarks.paper`.
+on how many ranks. Seconds of training are of this machine as busy as it was. benchmarks.results draws the table.
 Other flags are pretrain_clip.py's.
 """
 

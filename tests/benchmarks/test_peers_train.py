@@ -16,7 +16,6 @@ import pytest
 import torch
 
 from benchmarks import peer_trainers, peers_train
-from benchmarks.paper import raw, towers
 from benchmarks.rows import read
 from tests.lib.checkout import ROOT
 
@@ -329,40 +328,3 @@ def test_both_trainers_run_on_a_cpu(tmp_path, monkeypatch):
     ]
     assert all(float(row["samples_per_second"]) > 0 for row in rows)
     assert rows[0]["waiting"] == "" and 0 <= float(rows[1]["waiting"]) <= 1  # with accumulation, theirs is not known
-
-
-def test_a_version_is_no_number(tmp_path, monkeypatch):
-    (tmp_path / "rows.csv").write_text("program,version,gpus\nopen_clip,3.10,1\nfast_clip,6e15030,1\n")
-    monkeypatch.setattr(raw, "RESULTS", tmp_path)
-    assert [(row["version"], row["gpus"]) for row in raw.rows("rows.csv")] == [("3.10", 1), ("6e15030", 1)]
-
-
-def test_the_table_of_trainers(monkeypatch):
-    monkeypatch.setattr(towers, "rows", lambda name: [])
-    assert towers.peer_trainers() == "The trainers are not measured side by side yet."
-    common = {
-        "gpus": 1,
-        "model": "ViT-L-14",
-        "precision": "amp_bf16",
-        "checkpointing": 0,
-        "micro_batch": 128,
-        "accum_freq": 1,
-        "device": "h",
-    }
-    common |= {"torch": "t", "commit": "a", "blocks": "eager", "status": "ok", "samples_per_second": 700.0}
-    common |= {"mean": 701.0, "std": 3.0, "steps": 10, "waiting": 0.02, "peak_gib": 40.0, "version": ""}
-    found = [
-        common | {"program": "infcl"},
-        common | {"program": "eva_clip", "version": "5623d08", "waiting": "", "precision": "amp"},
-        common | {"program": "open_clip", "version": "3.3.0", "status": "exit code 1"},
-        common | {"program": "fast_clip", "version": "efd89d5", "waiting": "", "blocks": "compiled"},
-    ]
-    monkeypatch.setattr(towers, "rows", lambda name: found)
-    assert towers.peer_trainers().splitlines()[2:] == [
-        "| 1 | ViT-L-14 | 128 x 1 | open_clip 3.3.0 | eager | exit code 1 |  |  |",
-        "| 1 | ViT-L-14 | 128 x 1 | eva_clip 5623d08 | eager, amp | 700 (701 +- 3, 10 steps) |  | 40.0 |",
-        "| 1 | ViT-L-14 | 128 x 1 | infcl | eager | 700 (701 +- 3, 10 steps) | 2% | 40.0 |",
-        "| 1 | ViT-L-14 | 128 x 1 | fast_clip efd89d5 | compiled | 700 (701 +- 3, 10 steps) |  | 40.0 |",
-        "",
-        "h, torch t, commit a.",
-    ]

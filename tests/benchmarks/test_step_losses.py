@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks import step_losses
-from benchmarks.paper import speed
 from benchmarks.rows import append, read
 from benchmarks.step_losses import COLUMNS, first_steps, installed_open_clip_loss, loss_of, measure
 from tests.lib.ranks import run_ranks
@@ -69,35 +68,6 @@ def test_losses_that_are_not_there_are_refused_before_anything_is_trained(monkey
     monkeypatch.setattr("sys.argv", ["step_losses", *flags])
     with pytest.raises(SystemExit, match=said):
         step_losses.main()
-
-
-def test_the_table_and_the_plot_of_whole_steps(monkeypatch):
-    monkeypatch.setattr(speed, "rows", lambda name: [])
-    assert speed.steps_by_loss() == "Whole steps are not measured yet." and not any(speed.figure_4_steps().values())
-    common = {"model": "ViT-B-32", "precision": "amp_bf16", "blocks": "compiled", "micro_batch": 512, "repeats": 4}
-    common |= {"device": "h", "torch": "t", "commit": "a", "std_s": 0.02, "seconds_loss": 0.0123, "peak_gib": 30.0}
-    found = [
-        common | {"impl": impl, "global_batch": pairs, "median_s": seconds}
-        for impl, pairs, seconds in (
-            ("clip", 1024, 9.0),
-            ("inf_cl", 1024, 1.5),
-            ("clip", 2048, ""),
-            ("clip", 1024, 2.0),
-        )
-    ]
-    monkeypatch.setattr(speed, "rows", lambda name: found)
-    assert speed.steps_by_loss().splitlines() == [
-        "| b | infcl | CLIP (b x b) |",
-        "| --- | --- | --- |",
-        "| 1,024 | 1.50 +- 0.02 s, loss 12.3 ms, 30.0 GiB | 2.00 +- 0.02 s, loss 12.3 ms, 30.0 GiB |",
-        "| 2,048 | - | x |",
-        "",
-        "ViT-B-32, amp_bf16, blocks compiled, micro-batches of 512; h, torch t, commit a.",
-        "",
-        "![a step beside infcl's, and its loss, against batch](results/figure_4_steps.png)",
-    ]
-    beside_ours = speed.figure_4_steps()["a whole step, times as long as infcl's"]
-    assert beside_ours == {"infcl": [(1024, 1.0)], "CLIP (b x b)": [(1024, 2.0 / 1.5)]}
 
 
 def test_open_clips_own_loss_is_the_installed_packages():
