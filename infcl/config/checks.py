@@ -265,7 +265,7 @@ def _check_plain_path(option: str, value: str | None) -> None:
         )
     if value is None or any(mark in value for mark in ("::", "{", "*", "?", "[", ":")):
         return
-    if not Path(value).exists():
+    if not Path(value.removeprefix("@")).exists():
         meant = _preset_meant() if option == "--deepspeed_config" else _MEANT.get(option)
         raise ValueError(f"{option} {value}: no such file or folder" + (f" ({meant})" if meant else ""))
 

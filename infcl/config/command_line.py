@@ -21,6 +21,8 @@ def parse_args(argv: list[str] | None = None) -> TrainConfig:
     arguments = vars(parser.parse_args(argv))
     for launcher_flag in ("local_rank", "deepspeed"):
         arguments.pop(launcher_flag)
+    if arguments["train_data"]:
+        arguments["train_data"] = "::".join(arguments["train_data"])
     arguments["aug_cfg"] = _parse_aug_cfg(arguments["aug_cfg"])
     if arguments["dataset_type"] == "auto":
         arguments["dataset_type"] = "csv" if is_table(arguments["train_data"]) else "webdataset"

@@ -54,9 +54,14 @@ class TrainConfig:
     """Every setting of a training run. `None` means "not given"; the help says what then holds."""
 
     train_data: str | None = _flag(
-        None, "data", "training shards: path, {000..010} braces, folder, '::' list, or @FILE of urls"
+        None,
+        "data",
+        "training shards or tables: paths, {000..010} braces, folders, a '::' list, or @FILE with one of these a line",
+        nargs="+",
     )
-    val_data: str | None = _flag(None, "data", "validation pairs, for retrieval and the validation loss")
+    val_data: str | None = _flag(
+        None, "data", "validation pairs, for retrieval and the validation loss: shards, a .csv or .tsv, or a .jsonl"
+    )
     zeroshot_data: str | None = _flag(None, "data", "class folders or labelled shards for zero-shot classification")
     zeroshot_classnames: str | None = _flag(
         None, "data", "a class name per line, or imagenet [classnames.txt with the data]"
@@ -74,7 +79,7 @@ class TrainConfig:
     train_data_upsampling_factors: str | None = _flag(
         None,
         "data",
-        "'a::b': how often an epoch sees each sample of the '::' parts of --train-data",
+        "'a::b': how often an epoch sees each sample of the values, or '::' parts, of --train-data",
     )
     data_reader: str = _flag(
         "indexed", "data", "indexed: exact order and resume; streaming: pipe: urls", choices=("indexed", "streaming")
@@ -88,6 +93,7 @@ class TrainConfig:
     max_bad_fraction: float = _flag(0.01, "data", "end the run when more than this share of samples is unreadable")
     max_missing_shards: float = _flag(0.0, "data", "go on when up to this share of the shards is missing or unreadable")
     max_image_pixels: int = _flag(25_000_000, "data", "larger images are skipped undecoded")
+    ignore_exif_orientation: bool = _flag(False, "data", "take images as stored, as open_clip does")
     image_key: str = _flag("jpg;png;jpeg;webp", "data", "extensions of the image member")
     text_key: str = _flag("txt", "data", "extensions of the caption member")
     json_text_key: str | None = _flag(

@@ -69,8 +69,8 @@ class DataConfig:
             dataset_type=config.dataset_type,
             reader=config.data_reader,
             keys=SampleKeys(config.image_key, config.text_key, config.json_text_key, tuple(config.json_text_key_probs)),
-            columns=TableColumns(config.csv_separator, config.csv_img_key, config.csv_caption_key),
-            limits=dataclasses.replace(DEFAULT_LIMITS, max_pixels=config.max_image_pixels),
+            columns=columns_of(config),
+            limits=limits_of(config, DEFAULT_LIMITS),
             aug=config.aug_cfg,
             num_samples=config.train_num_samples,
             upsampling_factors=parse_factors(config.train_data_upsampling_factors),
@@ -86,3 +86,14 @@ class DataConfig:
             workers=config.workers,
             timeout=config.data_timeout,
         )
+
+
+def columns_of(config: TrainConfig) -> TableColumns:
+    """The columns that the flags name, of training and validation tables."""
+    return TableColumns(config.csv_separator, config.csv_img_key, config.csv_caption_key)
+
+
+def limits_of(config: TrainConfig, limits: ImageLimits) -> ImageLimits:
+    """`limits` with what the flags say of images."""
+    upright = not config.ignore_exif_orientation
+    return dataclasses.replace(limits, max_pixels=config.max_image_pixels, upright=upright)

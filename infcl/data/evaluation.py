@@ -1,7 +1,7 @@
-"""Evaluation data: every sample once, in order, split over ranks; from shards, an image folder, or a list of captions.
+"""Evaluation data: every sample once, in order, split over ranks; from shards, an image folder, a table or a list.
 
-In:  shards (anything that webdataset opens), or a folder with one sub-folder per class, or a .jsonl file of
-     {"image": path relative to the file, "captions": [str, ...]}; image size.
+In:  shards (anything that webdataset opens), a folder with one sub-folder per class, a .csv or .tsv table (table.py),
+     or a .jsonl file of {"image": path relative to the file, "captions": [str, ...]}; image size.
 Out: `EvalSample`s: the image after the evaluation transform, captions, the json member (class labels), key.
 """
 
@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 
-from infcl.data.index import DEFAULT_KEYS, SampleKeys
+from infcl.config.checks import is_table
+from infcl.data.index import DEFAULT_KEYS, MAX_IMAGE_BYTES, SampleKeys
 from infcl.data.records import Record
 from infcl.data.samples import (
     IMAGE_SUFFIXES,
@@ -34,6 +35,7 @@ from infcl.data.samples import (
 from infcl.data.shards import expand_shards
 from infcl.data.storage import ShardFault, open_regular
 from infcl.data.streaming import stream_records
+from infcl.data.table import DEFAULT_COLUMNS, TableColumns, TableReader
 from infcl.data.transforms import EvalTransform
 
 if TYPE_CHECKING:
@@ -150,23 +152,42 @@ class EvalFiles(EvalSamples):
     def _bytes(self, record: Record) -> bytes:
         try:
             with open(record.where, "rb", opener=open_regular) as file:
-                return file.read()
+                if os.fstat(file.fileno()).st_size > MAX_IMAGE_BYTES:
+                    raise BadSample("image_file_too_large", f"{record.where}: over {MAX_IMAGE_BYTES} bytes")
+                return file.read(MAX_IMAGE_BYTES)
         except (OSError, ShardFault) as error:
             raise BadSample("unreadable_file", str(error)) from error
 
 
-def eval_source(data: str) -> Callable[..., EvalSamples]:
+class EvalTable(EvalSamples):
+    """Rows of a table, each an image file and a caption: a rank reads its own."""
+
+    def __init__(self, table: TableReader, **options):
+        super().__init__(**options)
+        self.table = table
+
+    def _records(self) -> Iterable[tuple[str, Record]]:
+        for row in range(int(self.table.counts.sum())):
+            (record,) = self.table.read(np.array([row]), images=False)
+            yield record.where, record
+
+    def _bytes(self, record: Record) -> bytes:
+        try:
+            return self.table.image(record.where)
+        except ShardFault as fault:
+            raise BadSample(fault.cause, str(fault)) from fault
+
+
+def eval_source(data: str, columns: TableColumns = DEFAULT_COLUMNS) -> Callable[..., EvalSamples]:
     """What --data names -> a function of EvalSamples' options that gives the set.
 
     ValueError when it is not there. Samples of a class folder have {"label": folder's name}, those of a .jsonl file its
     record, in which "captions" is a list.
     """
     path = Path(data)
-    if path.suffix.lower() in (".csv", ".tsv"):
-        raise ValueError(
-            f"{data} is a table, which evaluations do not read: name shards, or a .jsonl file with a line "
-            '{"image": "a.jpg", "captions": ["..."]} for each image'
-        )
+    if is_table(data):
+        table = TableReader(data, columns=columns)
+        return lambda **options: EvalTable(table, **options)
     if path.suffix == ".jsonl":
         files = caption_list(path)
     elif path.is_dir() and not any(path.glob("*.tar")):

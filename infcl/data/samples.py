@@ -2,7 +2,7 @@
 
 image:   uint8 [H, W, 3], RGB. JPEG by simplejpeg (libjpeg-turbo, strict), everything else and every JPEG that it
          refuses by Pillow. Alpha is composited on white, 16-bit grey is scaled (not clipped), the first frame of an
-         animation is taken, EXIF orientation is applied (open_clip ignores it). Sizes, and a JPEG's number of scans,
+         animation is taken, EXIF orientation is applied (ImageLimits.upright). Sizes, and a JPEG's number of scans,
          are checked before anything is decoded.
 caption: str, at most 4 KB. The text member; where there is none, or where `SampleKeys.json_text` asks for it, the json
          member. Bytes that are not UTF-8 are replaced and noted; a caption without a letter or digit is a bad sample.
@@ -59,11 +59,15 @@ class BadSample(Exception):
 
 @dataclass(frozen=True)
 class ImageLimits:
-    """What is rejected by its header. `max_pixels` is open_clip's --max-image-pixels."""
+    """What is rejected by its header. `max_pixels` is open_clip's --max-image-pixels.
+
+    upright: turn and mirror what is left as EXIF says; open_clip takes images as they are stored.
+    """
 
     max_pixels: int = 25_000_000
     min_side: int = 8
     max_aspect: float = 20.0
+    upright: bool = True
 
     def check(self, width: int, height: int) -> None:
         short, long = sorted((width, height))
@@ -166,7 +170,7 @@ def decode_image(
             height, width, _, _ = simplejpeg.decode_jpeg_header(data)
             limits.check(width, height)
             _check_scans(data)
-            orientation = _jpeg_orientation(data)
+            orientation = _jpeg_orientation(data) if limits.upright else 1
             shown = (height, width) if orientation < 5 else (width, height)
             factor = shrink(*shown) if shrink else 1
             if factor > 1:
@@ -181,7 +185,8 @@ def decode_image(
     with damage_refused():
         image = open_image(data, limits)
         pixels = _rgb(image)
-        return _upright(pixels, _orientation(image.getexif))  # behind the pixels: Pillow turns a TIFF by itself
+        # after the pixels are read: Pillow turns a TIFF by itself
+        return _upright(pixels, _orientation(image.getexif)) if limits.upright else pixels
 
 
 def _check_scans(jpeg: bytes) -> None:

@@ -98,13 +98,14 @@ class TableReader:
             path = path if "://" in path else os.path.join(self._folders[part], path)
             caption, fault, image = self._block[middle:end].tobytes(), None, None
             try:
-                image = self._image(path) if images else None
+                image = self.image(path) if images else None
             except ShardFault as error:
                 fault = error
             records.append(Record(image, caption, None, path, self.paths[part], fault))
         return records
 
-    def _image(self, path: str) -> bytes:
+    def image(self, path: str) -> bytes:
+        """The bytes of an image file. Raises ShardFault."""
         if path.startswith("pipe:"):  # a table is data: it never runs a command
             raise ShardFault("missing_image_file", f"{path!r} is no file")
 
@@ -160,7 +161,7 @@ def _read_table(path: str, columns: TableColumns) -> tuple[list[tuple[str, str]]
                 taken = lines.line_num + 1 - first
                 if text.ended:
                     raise ValueError(
-                        f"--train-data {path}, line {first}: a quote opens there, or in the {taken} lines from there "
+                        f"{path}, line {first}: a quote opens there, or in the {taken} lines from there "
                         "to the end, and is never closed: remove it, or double it within a quoted field"
                     )
                 if taken > 1 and _holds_rows(row, len(header), image_at, separator, os.path.dirname(path)):
@@ -179,9 +180,9 @@ def _read_table(path: str, columns: TableColumns) -> tuple[list[tuple[str, str]]
                 else:
                     rows.append((row[image_at], row[caption_at]))
     except ShardFault as fault:
-        raise ValueError(f"--train-data {fault}") from fault
+        raise ValueError(str(fault)) from fault
     except OSError as error:
-        raise ValueError(f"--train-data {path}: {error.strerror}") from error
+        raise ValueError(f"{path}: {error.strerror}") from error
     finally:
         csv.field_size_limit(before)
     return rows, +problems, warnings

@@ -17,6 +17,7 @@ import torch
 
 from infcl.config import LOSS_NAMES, counted
 from infcl.data.evaluation import RESIZES
+from infcl.data.table import DEFAULT_COLUMNS, TableColumns
 from infcl.evaluate.load import load_model
 from infcl.evaluate.tasks import RetrievalTask, ZeroShotTask
 from infcl.evaluate.validation import ValidationLoss
@@ -72,7 +73,8 @@ def evaluate(args: argparse.Namespace, parallel: Parallel) -> dict[str, object]:
                     f"--loss-batch-size {args.loss_batch_size} is not a multiple of {parallel.dp_size} ranks"
                 )
             loss = ValidationLoss(args.loss, "auto", args.loss_batch_size // parallel.dp_size)
-        task = RetrievalTask(args.data, captions=args.captions, loss=loss, **common)
+        columns = TableColumns(args.csv_separator, args.csv_img_key, args.csv_caption_key)
+        task = RetrievalTask(args.data, captions=args.captions, columns=columns, loss=loss, **common)
     task.check()
     started = time.perf_counter()
     metrics = task.run(encoder(clip, args.precision), parallel)
@@ -115,7 +117,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--checkpoint", required=True, help="run, checkpoint, export, open_clip or CLIPModel folder, or a weights file")
     add("--ema", action="store_true", help="the averaged weights of a run or checkpoint (--ema-decay)")
     add("--task", required=True, choices=("zeroshot", "retrieval"))
-    add("--data", required=True, help="shards, a folder of class folders, or a .jsonl of images and captions")
+    add("--data", required=True, help="shards, a folder of class folders, or a .csv or .jsonl of images and captions")
     add("--model", help="model config of a bare weights file")
     add("--tokenizer", help="sentencepiece .model or tokenizer folder [what lies with the weights, else CLIP's BPE]")
     add(
@@ -124,6 +126,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--zeroshot-templates", help="a prompt per line, {} is the name, or imagenet [templates.txt with the data]")
     add("--zeroshot-classes", help="the classes that compete, for ImageNet-A, -R, -O, ObjectNet and the like [all]")
+    add("--csv-separator", default=DEFAULT_COLUMNS.separator, help="of a .csv or .tsv: between columns [tab]")
+    add("--csv-img-key", default=DEFAULT_COLUMNS.image, help="its column of image paths [filepath]")
+    add("--csv-caption-key", default=DEFAULT_COLUMNS.caption, help="its column of captions [title]")
     add("--captions", choices=("one", "lines"), default="one", help="lines: each line of a text member is a caption")
     add("--loss-batch-size", type=int, help="report the loss of global batches of this size too (retrieval)")
     add("--loss", choices=LOSS_NAMES, default="inf_cl", help="which loss that is [inf_cl]")

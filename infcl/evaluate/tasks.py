@@ -13,9 +13,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from infcl.data.evaluation import EvalSample, EvalSamples, class_names, eval_source
+from infcl.data.evaluation import EVAL_LIMITS, EvalSample, EvalSamples, class_names, eval_source
 from infcl.data.index import DEFAULT_KEYS, SampleKeys
+from infcl.data.samples import ImageLimits
 from infcl.data.shards import expand_shards
+from infcl.data.table import DEFAULT_COLUMNS, TableColumns
 from infcl.evaluate.classes import read_classes, read_templates
 from infcl.evaluate.features import batches_of
 from infcl.evaluate.retrieval import encode_pairs, retrieval_metrics
@@ -35,7 +37,8 @@ class RetrievalTask:
 
     An image's captions are the list "captions" of its json record; without one, its caption, or with captions="lines"
     each line of it (CLIP-benchmark's shards of COCO and Flickr). With `loss`, the same features give val_loss too.
-    keys: which members of shards make a sample; where they give no caption, those of the format do.
+    keys: which members of shards make a sample; where they give no caption, those of the format do. columns: the same
+    of a table.
     """
 
     def __init__(
@@ -47,11 +50,14 @@ class RetrievalTask:
         batch_size: int,
         captions: str = "one",
         keys: SampleKeys = DEFAULT_KEYS,
+        columns: TableColumns = DEFAULT_COLUMNS,
+        limits: ImageLimits = EVAL_LIMITS,
         resize: str = "torch",
         loss: ValidationLoss | None = None,
     ):
         self.data, self.tokenizer, self.image_size, self.batch_size = data, tokenizer, image_size, batch_size
-        self.source = partial(eval_source(data), image_size=image_size, keys=keys, resize=resize)
+        source = eval_source(data, columns)
+        self.source = partial(source, image_size=image_size, keys=keys, limits=limits, resize=resize)
         self.captions, self.loss = captions, loss
 
     def check(self) -> None:
@@ -123,10 +129,12 @@ class ZeroShotTask:
         classnames: str | None = None,
         templates: str | None = None,
         classes: str | None = None,
+        limits: ImageLimits = EVAL_LIMITS,
         resize: str = "torch",
     ):
         self.data, self.tokenizer, self.image_size, self.batch_size = data, tokenizer, image_size, batch_size
-        self.source = partial(eval_source(data), image_size=image_size, keys=SampleKeys(text="cls"), resize=resize)
+        keys = SampleKeys(text="cls")
+        self.source = partial(eval_source(data), image_size=image_size, keys=keys, limits=limits, resize=resize)
         path = Path(data)
         is_folder = path.is_dir() and not any(path.glob("*.tar"))
         beside = path if is_folder else Path(expand_shards(data)[0]).parent

@@ -55,10 +55,12 @@ def retrieval_gallery(run: Run) -> Gallery | str:
 
 def _gallery(run: Run, data: str) -> Gallery | str:
     from infcl.data.evaluation import eval_source
+    from infcl.data.table import DEFAULT_COLUMNS, TableColumns
     from infcl.evaluate.load import load_model
     from infcl.models.flops import forward_flops
 
-    source = eval_source(data)
+    columns = zip(DEFAULT_COLUMNS, ("csv_separator", "csv_img_key", "csv_caption_key"))
+    source = eval_source(data, TableColumns(*(str(run.config.get(name, default)) for default, name in columns)))
     named = str(run.config.get("tokenizer") or "")
     tokenizer = named if named.startswith("open_clip:") else None  # others lie in the export
     try:

@@ -16,7 +16,8 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from infcl.config import BatchPlan, TrainConfig, counted, option_of
 from infcl.config.preset import read_preset
 from infcl.convert.import_weights import load_pretrained
-from infcl.data.config import DataConfig
+from infcl.data.config import DataConfig, columns_of, limits_of
+from infcl.data.evaluation import EVAL_LIMITS
 from infcl.data.index import DEFAULT_KEYS, SampleKeys
 from infcl.data.loader import TrainLoader
 from infcl.data.open_clip_tokenizer import PREFIX, OpenClipTokenizer
@@ -258,12 +259,13 @@ def build_tasks(
         "tokenizer": tokenizer,
         "image_size": model_config.vision_cfg.image_size,
         "batch_size": batch.micro_batch_size,
+        "limits": limits_of(config, EVAL_LIMITS),
     }
     if config.val_data:
         loss = ValidationLoss(config.loss, config.tile, batch.rank_batch_size, tile_dtype)
         image, text = f"{config.image_key};{DEFAULT_KEYS.image}", f"{config.text_key};{DEFAULT_KEYS.text}"
         keys = SampleKeys(image, text, config.json_text_key)
-        tasks["retrieval"] = RetrievalTask(config.val_data, loss=loss, keys=keys, **common)
+        tasks["retrieval"] = RetrievalTask(config.val_data, loss=loss, keys=keys, columns=columns_of(config), **common)
     if config.zeroshot_data:
         files = {name: getattr(config, f"zeroshot_{name}") for name in ("classnames", "templates", "classes")}
         tasks["zero_shot"] = ZeroShotTask(config.zeroshot_data, **files, **common)

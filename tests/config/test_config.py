@@ -73,6 +73,15 @@ def test_a_preset_is_found_by_its_name():
     )
 
 
+def test_train_data_of_several_values_is_one_list_of_sources(tmp_path):
+    argv = ["--train-data", "a/{0..3}.tar", "b", "@urls.txt", "--tokenizer", __file__, "--dataset-type", "auto"]
+    config = parse_args(argv)
+    assert (config.train_data, config.dataset_type) == ("a/{0..3}.tar::b::@urls.txt", "webdataset")
+    assert parse_args([*argv[:1], "a.csv", "b.tsv", *argv[4:]]).dataset_type == "csv"
+    (tmp_path / "urls").write_text("a.tar")
+    assert parse_args([*argv[:1], f"@{tmp_path}/urls", *argv[4:]]).train_data == f"@{tmp_path}/urls"
+
+
 def test_the_flags_equal_the_golden_list():
     """A new, renamed or removed flag is a change that users see: write it into tests/golden/flags.txt as well."""
     flags = [option_of(field.name) for field in dataclasses.fields(TrainConfig)]

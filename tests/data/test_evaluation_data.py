@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from infcl.data.evaluation import EvalShards, caption_list, eval_source
+from infcl.data.index import MAX_IMAGE_BYTES
+from infcl.data.table import TableColumns
 from tests.lib.shard_files import encode, picture, write_shards, write_tar
 
 
@@ -31,12 +33,32 @@ def test_class_folders_give_every_image_with_its_folders_name(tmp_path):
 
 def test_ranks_share_a_caption_list_and_a_missing_image_is_counted(tmp_path):
     (tmp_path / "x.png").write_bytes(encode(picture(2)))
-    lines = [{"image": "x.png" if i != 3 else "gone.png", "captions": [f"{i}", "b"]} for i in range(5)]
+    with open(tmp_path / "hole.png", "wb") as hole:
+        hole.truncate(MAX_IMAGE_BYTES + 1)
+    images = {1: "hole.png", 3: "gone.png"}
+    lines = [{"image": images.get(i, "x.png"), "captions": [f"{i}", "b"]} for i in range(6)]
     (tmp_path / "c.jsonl").write_text("\n".join(map(json.dumps, lines)))
     sets = [eval_source(str(tmp_path / "c.jsonl"))(image_size=8, rank=rank, world_size=2) for rank in range(2)]
     captions = [[sample.metadata["captions"][0] for sample in samples] for samples in sets]
-    assert captions == [["0", "2", "4"], ["1"]]
-    assert sets[1].skipped == {"unreadable_file": 1} and not sets[0].skipped
+    assert captions == [["0", "2", "4"], ["5"]]
+    assert sets[1].skipped == {"unreadable_file": 1, "image_file_too_large": 1} and not sets[0].skipped
+
+
+def test_ranks_share_a_table_and_its_columns_have_names(tmp_path):
+    """As --train-data x.csv: relative to the table's folder; an image that is missing or too large is counted."""
+    for i in range(4):
+        (tmp_path / f"{i}.png").write_bytes(encode(picture(i)))
+    with open(tmp_path / "2.png", "wb") as hole:
+        hole.truncate(MAX_IMAGE_BYTES + 1)
+    rows = "".join(f'"caption, {i}",{i if i != 1 else "gone"}.png\n' for i in range(4))
+    (tmp_path / "v.csv").write_text("said,file\n" + rows)
+    source = eval_source(str(tmp_path / "v.csv"), TableColumns(",", "file", "said"))
+    sets = [source(image_size=8, rank=rank, world_size=2) for rank in range(2)]
+    captions = [[sample.caption for sample in samples] for samples in sets]
+    assert captions == [["caption, 0"], ["caption, 3"]]
+    assert sets[0].skipped == {"image_file_too_large": 1} and sets[1].skipped == {"missing_image_file": 1}
+    with pytest.raises(ValueError, match=r"v.csv has no columns 'filepath' and 'title' but \['said,file'\]"):
+        eval_source(str(tmp_path / "v.csv"))
 
 
 def test_a_caption_list_has_lines_where_its_json_has(tmp_path):
@@ -68,7 +90,7 @@ def test_data_that_is_not_there_is_refused_at_once(tmp_path):
     for data, message in (
         (tmp_path / "none.jsonl", "No such file"),
         (tmp_path / "none.tar", "1 of 1 shards are missing"),
-        (tmp_path / "pairs.CSV", "pairs.CSV is a table, which evaluations do not read: .*jsonl"),
+        (tmp_path / "pairs.CSV", "pairs.CSV: No such file"),
         (tmp_path / "empty", "neither .*shards nor class folders"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -131,6 +131,8 @@ def test_images_are_turned_as_exif_says(format, orientation):
     decoded = decode_image(data)
     assert decoded.shape == expected.shape == ((32, 16, 3) if 5 <= orientation <= 8 else (16, 32, 3))
     assert decoded.flags.c_contiguous and np.abs(decoded - expected).max() <= 2  # two builds of libjpeg-turbo
+    stored = decode_image(data, ImageLimits(upright=False))
+    assert stored.shape == expected.shape if format == "TIFF" else stored.shape == (16, 32, 3)  # Pillow turns a TIFF
     if format == "JPEG":
         sizes = []
         half = decode_image(data, shrink=lambda *size: sizes.append(size) or 2)
