@@ -71,7 +71,14 @@ def export_model(
         _write_plain(state_dict, cfg, tokenizer_model, out)
     else:
         _write_open_clip(state_dict, cfg, tokenizer_model, out, name, preprocess)
-    write_card(out, cfg, name, format=format, has_tokenizer=tokenizer_model is not None, card=card or {})
+    write_card(
+        out,
+        cfg,
+        name,
+        format=format,
+        has_tokenizer=(out / "tokenizer.json").is_file() or tokenizer_model is not None,
+        card=card or {},
+    )
     return out
 
 

@@ -16,21 +16,20 @@ from pathlib import Path
 
 import torch
 
-from infcl.convert.export_tokenizer import export_tokenizer
+from infcl.convert.export_bpe import export_bpe
+from infcl.convert.export_tokenizer import LOWER_STEPS, export_tokenizer
 from infcl.convert.hf_clip import hf_config, to_hf
 from infcl.models import CLIPConfig
 from infcl.models.vision import IMAGE_MEAN, IMAGE_STD
 
 WEIGHTS = "model.safetensors"
 # infcl.data.tokenizer.canonicalise: '_' is a space, other ASCII punctuation goes, letters are lowered. What Python
-# counts as space and the model's charsmap removes is a space here too; a sigma at a word's end has a small letter of
-# its own, which "Lowercase", letter by letter, does not know.
+# counts as space and the model's charsmap removes is a space here too.
 _CLEAN = [
     {"type": "Replace", "pattern": {"String": "_"}, "content": " "},
     {"type": "Replace", "pattern": {"Regex": r"[!-/:-@\[-`{-~]"}, "content": ""},
     {"type": "Replace", "pattern": {"Regex": r"[\x0b\x1c-\x1f\x{85}]"}, "content": " "},
-    {"type": "Replace", "pattern": {"Regex": r"(?<=[\p{Lu}\p{Ll}\p{Lt}])Σ(?![\p{Lu}\p{Ll}\p{Lt}])"}, "content": "ς"},
-    {"type": "Lowercase"},
+    *LOWER_STEPS,
 ]
 
 
@@ -52,6 +51,8 @@ def write_hf(
     if tokenizer_model is not None:
         export_tokenizer(tokenizer_model, out, context_length=cfg.text_cfg.context_length)
         _take_raw_captions(out)
+    elif cfg.text_cfg.vocab_size == 49408:  # CLIP's own
+        export_bpe(out, context_length=cfg.text_cfg.context_length)
     preprocessing = _preprocessing(cfg.vision_cfg.image_size)
     (out / "preprocessor_config.json").write_text(json.dumps(preprocessing, indent=2) + "\n", encoding="utf-8")
 

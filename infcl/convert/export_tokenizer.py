@@ -20,6 +20,10 @@ from typing import Any
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4  # ModelProto.SentencePiece.Type
 _UNIGRAM, _BPE = 1, 2  # TrainerSpec.ModelType
 _SPACE = "\u2581"
+LOWER_STEPS = [  # "Lowercase" works letter by letter; str.lower writes a sigma at a word's end in another way
+    {"type": "Replace", "pattern": {"Regex": r"(?<=[\p{Lu}\p{Ll}\p{Lt}])Σ(?![\p{Lu}\p{Ll}\p{Lt}])"}, "content": "ς"},
+    {"type": "Lowercase"},
+]
 
 
 def export_tokenizer(model_path: str | Path, out_dir: str | Path, *, context_length: int) -> None:
@@ -107,6 +111,32 @@ def tokenizer_json(proto: Any) -> dict[str, Any]:
         "decoder": {"type": "Sequence", "decoders": [{"type": "ByteFallback"}, metaspace]},
         "model": _bpe(proto) if trainer.model_type == _BPE else _unigram(proto),
     }
+
+
+def repair_steps() -> list[dict[str, Any]]:
+    """Return normalizers that repair captions as ftfy and html.unescape do, as far as tokenizer.json can say it.
+
+    Common entities, ligatures, full-width forms, typographic quotes, line breaks, control characters, NFC. Other
+    entities, terminal codes and text in a wrong encoding stay as they are.
+    """
+    from ftfy import chardata
+
+    def replace(kind: str, pattern: str, content: str) -> dict[str, Any]:
+        return {"type": "Replace", "pattern": {kind: pattern}, "content": content}
+
+    entities = {"&(amp;)+": "&", "&lt;": "<", "&gt;": ">", "&quot;|&#0*34;": '"', "&apos;|&#0*39;|&#x27;": "'"}
+    entities["&nbsp;|&#160;"] = "\u00a0"
+    letters = chardata.LIGATURES | chardata.WIDTH_MAP
+    quotes = {chardata.SINGLE_QUOTE_RE.pattern: "'", chardata.DOUBLE_QUOTE_RE.pattern: '"'}
+    removed = "".join(rf"\x{{{code:x}}}" for code in chardata.CONTROL_CHARS)
+    return [
+        *(replace("Regex", pattern, content) for pattern, content in entities.items()),
+        *(replace("String", chr(code), content) for code, content in letters.items()),
+        *(replace("Regex", pattern, content) for pattern, content in quotes.items()),
+        replace("Regex", r"\r|\x{2028}|\x{2029}|\x{85}", " "),
+        replace("Regex", f"[{removed}]", ""),
+        {"type": "NFC"},
+    ]
 
 
 def _normalizers(spec: Any) -> list[dict[str, Any]]:

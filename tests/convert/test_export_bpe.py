@@ -1,0 +1,37 @@
+"""A transformers export of a model with CLIP's own vocabulary has CLIP's own tokenizer."""
+
+import torch
+
+from infcl.convert.export import export_model
+from infcl.data.open_clip_tokenizer import OpenClipTokenizer
+from infcl.models import CLIP
+from infcl.models.config import parse_model_config
+from tests.lib.open_clip_stub import import_open_clip, import_transformers
+
+CAPTIONS = [
+    "A photo of a Dog, brown!",
+    "it's 1995:  they'll\tsay \u201cwow\u201d \u2026 isn\u2019t it?",
+    "cafe\u0301 na\u00efve \u00dcber stra\u00dfe",
+    "\u732b\u306e\u5199\u771f \u0441\u043e\u0431\u0430\u043a\u0430 \U0001f436",
+    "\uff21\uff22\uff23\uff01 \uff76\uff9e \ufb01ne \ud55c\uad6d\uc5b4",
+    "\u0645\u0631\u062d\u0628\u0627 \u03a3\u0391\u03a3",
+    "&quot;x&quot; &amp;amp; Tom &amp; Jerry &lt;3\u2028don&#39;t",
+    "",
+    "one two three four " * 30,
+]
+
+
+def test_the_exported_tokenizer_gives_the_ids_of_training(tmp_path):
+    import_open_clip()
+    transformers = import_transformers()
+    vision = {"image_size": 32, "layers": 1, "width": 32, "head_width": 16, "patch_size": 16}
+    text = {"context_length": 77, "vocab_size": 49408, "width": 32, "heads": 4, "layers": 1}
+    cfg = parse_model_config({"embed_dim": 24, "vision_cfg": vision, "text_cfg": text})
+    export_model(CLIP(cfg).state_dict(), cfg, None, tmp_path / "hf", format="hf")
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
+    options = {"padding": "max_length", "truncation": True, "return_tensors": "pt"}
+    expected = OpenClipTokenizer("open_clip:ViT-B-32", 77)(CAPTIONS)
+    rows = theirs(CAPTIONS, **options).input_ids
+    after_the_end = (expected == 49407).cumsum(1) > 0
+    assert torch.equal(rows, expected.masked_fill(after_the_end, 49407))
+    assert 'from_pretrained("FOLDER")\nprocessor' in (tmp_path / "hf" / "README.md").read_text()
