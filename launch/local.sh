@@ -5,4 +5,4 @@
 #   time      as long as the training
 set -euo pipefail
 cd "$(dirname "$0")/.."
-exec deepspeed pretrain_clip.py --deepspeed_config "${PRESET:-ds_configs/zero1.json}" "$@"
+exec deepspeed -q pretrain_clip.py --deepspeed_config "${PRESET:-ds_configs/zero1.json}" "$@"

@@ -88,7 +88,7 @@ class TrainConfig:
     tokenizer: str | None = _flag(None, "data", "sentencepiece .model file, or open_clip:MODEL for CLIP's own")
     workers: int = _flag(4, "data", "data loader processes per rank")
     aug_cfg: dict = _flag(
-        {}, "data", "augmentation, e.g. scale='(0.9,1.0)' ratio='(0.75,1.33)' hflip=0.5", nargs="*", metavar="K=V"
+        {}, "data", "augmentation, e.g. scale=0.9,1.0 ratio=0.75,1.33 hflip=0.5", nargs="*", metavar="K=V"
     )
     max_bad_fraction: float = _flag(0.01, "data", "end the run when more than this share of samples is unreadable")
     max_missing_shards: float = _flag(0.0, "data", "go on when up to this share of the shards is missing or unreadable")

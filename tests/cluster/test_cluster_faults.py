@@ -22,6 +22,7 @@ from tests.lib.cluster_run import (
     ranks_on,
     small_disk,
     start,
+    train,
     wait_until_gone,
 )
 from tests.lib.hosts import PATH, Hosts
@@ -270,3 +271,23 @@ def test_flags_with_spaces_and_shell_characters_survive_ssh(tmp_path, hosts):
     code, output = finish(process)
     assert code == 0, output
     assert [json.loads((tmp_path / f"out{rank}").read_text()) for rank in (0, 1)] == [words, words]
+
+
+def test_a_plain_deepspeed_command_takes_every_way_to_name_shards(demo_folder, tmp_path, hosts):
+    """Its words pass through a shell on each host, which expands braces; a file of urls keeps other characters."""
+    shards = sorted(Path(demo_folder, "train").glob("*.tar"))
+    folder, odd = tmp_path / "folder", tmp_path / "it's (1) {a}.tar"
+    folder.mkdir()
+    for number, shard in enumerate(shards):
+        (odd if number == 0 else folder / shard.name if number == 1 else tmp_path / f"{number - 2}.tar").symlink_to(
+            shard
+        )
+    (tmp_path / "urls.txt").write_text(f"{odd}\n")
+    braces = f"{tmp_path}/{{0..{len(shards) - 3}}}.tar"
+    words = flags(demo_folder, tmp_path, "--batch-size", "8", "--steps", "2", "--aug-cfg", "scale=1.0,1.0")
+    words[words.index("--train-data") + 1 : words.index("--train-data") + 2] = [braces, f"@{tmp_path}/urls.txt", folder]
+    code, output = train(hosts, words)
+    assert code == 0, output
+    config = json.loads((tmp_path / "run" / "config.json").read_text())
+    assert config["train_data"].endswith(f"::@{tmp_path}/urls.txt::{folder}") and config["aug_cfg"] == {"scale": [1, 1]}
+    assert "; 1536 pairs" in output, output  # all shards
