@@ -24,47 +24,27 @@ Loss = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 OTHERS = {
     "clip_compiled": "the dense loss under torch.compile",
     "one_tile": "the ring alone: each block pair as one dense float32 matrix (the paper's cross-GPU tiling)",
-    "no_graph": "inf_cl without the CUDA graph of small batches",
-    "in_graph": "inf_cl in a caller that torch.compile compiles",
-    "in_graph_replayed": "the same, by mode='reduce-overhead'",
     "official": "the inf_cl package, if installed",
     "official_siglip": "open_clip's SigLipLoss, from --open-clip-loss",
     "official_open_clip": "open_clip's ClipLoss, from --open-clip-loss",
     "info_nce": "queries against twice as many documents; b queries",
     "two_passes": "both directions, each in a pass of its own over the same tiles, as InfoNCE of b queries",
-    "nt_xent": "two views of b / 2 samples: a b x b matrix, half of it computed",
-    "views": "the same views through inf_cl, which computes all of the matrix",
+    "nt_xent": "two views of b / 2 samples: a b x b matrix",
 }
 NAMES = (*LOSSES, *OTHERS)
 
 
 def make(name: str, group: dist.ProcessGroup | None, options: dict, open_clip_loss: Path | None) -> Loss:
     """The loss of this name; `options` are those of the tiled losses. ValueError if its peer is not there."""
-    tiled = {k: v for k, v in options.items() if k in ("tile_dtype", "workspace_bytes", "ring_overlap")}
     if name in LOSSES:
         return ContrastiveLoss(name, group=group, **options)
-    if name == "clip_compiled" or name.startswith("in_graph"):
+    if name == "clip_compiled":
         torch._dynamo.reset()  # at the ninth wrapper of one kind it would compile no more
     if name == "clip_compiled":
         compiled = torch.compile(partial(clip_loss, group=group))
         return lambda images, texts, scale, bias: compiled(images, texts, scale)
     if name == "one_tile":
         return ContrastiveLoss("inf_cl", group=group, tile="torch", workspace_bytes=2**50)
-    if name == "no_graph":
-        from infcl import inf_cl_loss
-
-        return lambda images, texts, scale, bias: inf_cl_loss(
-            images, texts, scale, group=group, cuda_graph=False, **options
-        )
-    if name.startswith("in_graph"):
-        from infcl import inf_cl_loss
-
-        whole = torch.compile(
-            partial(inf_cl_loss, group=group, **options),
-            fullgraph=True,
-            mode="reduce-overhead" if name == "in_graph_replayed" else None,
-        )
-        return lambda images, texts, scale, bias: whole(images, texts, scale)
     if name == "official":
         return _official
     if name.startswith("official_"):
@@ -92,12 +72,9 @@ def make(name: str, group: dist.ProcessGroup | None, options: dict, open_clip_lo
 
         def halves(images: Tensor, texts: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
             first, second = images.chunk(2)
-            return nt_xent_loss(first, second, scale, group=group, **tiled)
+            return nt_xent_loss(first, second, scale, group=group, **options)
 
         return halves
-    if name == "views":
-        loss = ContrastiveLoss("inf_cl", group=group, **options)
-        return lambda images, texts, scale, bias: loss(images, images, scale)
     raise ValueError(f"unknown implementation '{name}'; one of {NAMES}")
 
 

@@ -22,18 +22,27 @@ _OPTIONS = ("num_warps", "num_stages")
 _HOPPER = GPUTarget("cuda", 90, 32)
 
 
-def compiled_forward(*, itemsize: int, sigmoid: bool, masked: bool, edge: bool = False) -> CompiledKernel:
+def compiled_forward(
+    *, itemsize: int, sigmoid: bool, masked: bool, edge: bool = False, kinds: int = 0, positive: bool = False
+) -> CompiledKernel:
     """The forward tile for operands of this size in bytes (2: bf16, 4: float32); edge: columns that fill no block."""
-    constants = {"SIGMOID": sigmoid, "MASKED": masked, "EDGE": edge}
+    constants = {"SIGMOID": sigmoid, "MASKED": masked, "EDGE": edge, "GROUPED": kinds, "POSITIVE": positive}
     return _compiled(triton_forward._tile_sums_kernel, triton_forward._LAUNCH[itemsize], itemsize, constants)
 
 
 def compiled_backward(
-    *, itemsize: int, sigmoid: bool, masked: bool, edge: bool = False, single: bool = True
+    *,
+    itemsize: int,
+    sigmoid: bool,
+    masked: bool,
+    edge: bool = False,
+    single: bool = True,
+    kinds: int = 0,
+    positive: bool = False,
 ) -> CompiledKernel:
-    """The kernel that forms dS; single: with one exponential for both directions."""
+    """The kernel that forms dS; single: with one exponential for both directions; kinds of ids, if positive ones."""
     constants: dict[str, bool | float] = {"SIGMOID": sigmoid, "MASKED": masked, "EDGE": edge, "SINGLE": single}
-    constants |= {"SHARED": itemsize == 2, "GAIN": 1.0, "SUMMED": True}
+    constants |= {"SHARED": itemsize == 2, "GAIN": 1.0, "SUMMED": True, "GROUPED": kinds, "POSITIVE": positive}
     return _compiled(triton_backward._d_logits_kernel, triton_backward._LAUNCH[itemsize], itemsize, constants)
 
 
@@ -51,7 +60,8 @@ def _compiled(kernel, launch: dict, itemsize: int, constants: dict) -> CompiledK
         elif name in blocks:
             signature[name] = f"tensordesc<{_TYPES[itemsize]}[{blocks[name][0]},{blocks[name][1]}]>"
         else:
-            signature[name] = "*fp64" if name == "sums_ptr" else "*fp32" if name.endswith("_ptr") else "i32"
+            kind = "fp64" if name == "sums_ptr" else "i32" if name.endswith("_ids_ptr") else "fp32"
+            signature[name] = f"*{kind}" if name.endswith("_ptr") else "i32"
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
     return triton.compile(source, target=_HOPPER, options=options)
 

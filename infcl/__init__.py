@@ -14,15 +14,17 @@ The package reads in the order in which data flows:
     train/             tower gradients -> ZeRO step, and the loop around it
     evaluate/, export  zero-shot, retrieval; the model for others
 
-As a library it needs torch alone: `from infcl import InfCLLoss, SigLipLoss`, or their functions and `info_nce_loss`,
-`nt_xent_loss`.
+As a library it needs torch alone: `from infcl import inf_cl_loss, InfCLLoss, siglip_loss, SigLipLoss, info_nce_loss,
+nt_xent_loss, RingOptions`.
 """
 
-from infcl.loss.inf_cl import InfCLLoss, inf_cl_loss
+from infcl.loss.inf_cl import inf_cl_loss
 from infcl.loss.info_nce import info_nce_loss
+from infcl.loss.inputs import RingOptions
+from infcl.loss.modules import InfCLLoss, SigLipLoss
 from infcl.loss.nt_xent import nt_xent_loss
-from infcl.loss.siglip import SigLipLoss, siglip_loss
+from infcl.loss.siglip import siglip_loss
 
 __version__ = "0.1.0"
 
-__all__ = ["InfCLLoss", "SigLipLoss", "inf_cl_loss", "info_nce_loss", "nt_xent_loss", "siglip_loss"]
+__all__ = ["InfCLLoss", "RingOptions", "SigLipLoss", "inf_cl_loss", "info_nce_loss", "nt_xent_loss", "siglip_loss"]

@@ -44,7 +44,7 @@ class TensorParallelLoss(nn.Module):
     ) -> torch.Tensor:
         size, rows = dist.get_world_size(self.tp_group), {"images": len(image_features), "texts": len(text_features)}
         if not (self.inner.fixed_shape and self._compared):  # a rank that refused alone would leave others in the ring
-            ring = RingExchange(self.inner.options["group"])
+            ring = RingExchange(self.inner.group)
             ring.require_equal("a loss over tensor-parallel ranks", rows, image_features.device)
             self._compared = True
         for what, count in rows.items():

@@ -12,6 +12,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from infcl.kernels.groups import Groups
+
+__all__ = ["TILES", "TILE_DTYPES", "WORKSPACE_BYTES", "Groups", "Tile", "select_tile"]
+
 TILES = ("auto", "torch", "triton")
 TILE_DTYPES = ("bf16", "fp16", "tf32", "fp32", "fp64")
 WORKSPACE_BYTES = 256 * 2**20
@@ -34,7 +38,7 @@ class Tile(NamedTuple):
     softmax_forward: Callable
     softmax_backward: Callable
     sigmoid_forward: Callable
-    sigmoid_backward: Callable
+    sigmoid_gradients: Callable
 
 
 def select_tile(features: Tensor, *, tile: str = "auto", tile_dtype: str | None = None) -> Tile:
@@ -78,5 +82,5 @@ def select_tile(features: Tensor, *, tile: str = "auto", tile_dtype: str | None 
         partial(triton_forward.softmax_forward, tf32=tf32),
         partial(triton_backward.softmax_backward, tf32=tf32),
         partial(triton_forward.sigmoid_forward, tf32=tf32),
-        partial(triton_backward.sigmoid_backward, tf32=tf32),
+        partial(triton_backward.sigmoid_gradients, tf32=tf32),
     )

@@ -10,7 +10,8 @@ gradients (backward). The r x c logits exist only chunk by chunk, in a workspace
     d_scale = (dS * (rows @ columns.T)).sum()
 
 `masked=True` leaves the entries (i, i) out, i < min(r, c), as if they were not there: those of matched pairs, which the
-losses add in float32 (loss/lse says why), or of features with themselves.
+losses add in float32 (kernels/lse says why), or of features with themselves.
+`groups` names further entries that are not plain negatives (kernels.Groups): they are left out, or they are positives.
 Low-precision features are widened chunk by chunk, so every sum is float32 or wider.
 Shapes: rows [r, D], columns [c, D]; scale, bias 0-dim; row statistics [r], column statistics [c].
 """
@@ -23,13 +24,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from infcl.kernels.groups import Groups
+
 _TEMPORARIES = 4  # how many [chunk, chunk] tensors the widest step below holds at once
 
 
 def softmax_forward(
-    rows: Tensor, columns: Tensor, scale: Tensor, *, masked: bool, workspace_bytes: int
+    rows: Tensor, columns: Tensor, scale: Tensor, *, masked: bool, workspace_bytes: int, groups: Groups | None = None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """`logits.logsumexp(1), logits.logsumexp(0)`, in float32 or wider, and the entries masked, [min(r, c)], or None."""
+    """`logits.logsumexp(1), logits.logsumexp(0)`, in float32 or wider, and the entries masked, [min(r, c)], or None.
+
+    Entries of `groups` are left out; positives stay in the sums, so the caller passes none for them.
+    """
     statistic = _accumulator_like(rows)
     row_lse = rows.new_full((len(rows),), -math.inf, dtype=statistic)
     col_lse = rows.new_full((len(columns),), -math.inf, dtype=statistic)
@@ -39,6 +45,8 @@ def softmax_forward(
         if matched is not None:
             matched[chunk.pairs] = chunk.diagonal_of(logits)
             chunk.diagonal_of(logits).fill_(-math.inf)
+        if groups is not None:
+            logits.masked_fill_(chunk.coinciding(groups), -math.inf)
         part = row_lse[chunk.rows]
         torch.logaddexp(part, logits.logsumexp(1), out=part)
         part = col_lse[chunk.columns]
@@ -58,11 +66,13 @@ def softmax_backward(
     *,
     masked: bool,
     workspace_bytes: int,
+    groups: Groups | None = None,
 ) -> None:
     """Add dS @ columns to d_rows [r, D], dS.T @ rows to d_columns [c, D] and <dS, rows @ columns.T> to d_scale, 0-dim.
 
     Float32 or wider, in place; None skips.
     col_lse None: the loss of the rows alone, dS = exp(logits - row_lse[:, None]).
+    Positives of `groups` have (row weight + column weight) / 2 less, with the rows alone the row weight less.
     No probability exceeds one, so the exponents are clamped at zero: logits so large that their own rounding is
     large (huge norms) would otherwise overflow.
     """
@@ -73,17 +83,27 @@ def softmax_backward(
         if col_lse is not None:
             d_logits += (logits - col_lse[chunk.columns]).clamp_(max=0).exp_()
             d_logits *= 0.5
+        if groups is not None:
+            chunk.correct(d_logits, groups, rows_alone=col_lse is None)
         if masked:
             chunk.diagonal_of(d_logits).zero_()
         chunk.accumulate(d_logits, cosines, d_rows, d_columns, d_scale)
 
 
 def sigmoid_forward(
-    rows: Tensor, columns: Tensor, scale: Tensor, bias: Tensor, *, masked: bool, workspace_bytes: int
+    rows: Tensor,
+    columns: Tensor,
+    scale: Tensor,
+    bias: Tensor,
+    *,
+    masked: bool,
+    workspace_bytes: int,
+    groups: Groups | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Per row the sum over columns of the losses of pairs that do not match and of dS, both [r] in float32 or wider.
+    """Per row the sum over columns of the losses of pairs and of dS, both [r] in float32 or wider.
 
     `-logsigmoid(-(logits + bias)).sum(1), dS.sum(1)`, and the entries masked of `logits + bias` or None.
+    Positives of `groups` have the loss `-logsigmoid(logits + bias)`.
     """
     row_loss = rows.new_zeros(len(rows), dtype=_accumulator_like(rows))
     row_slope = torch.zeros_like(row_loss)
@@ -92,14 +112,13 @@ def sigmoid_forward(
         logits = chunk.row_features @ chunk.column_features.T * scale + bias
         if matched is not None:
             matched[chunk.pairs] = chunk.diagonal_of(logits)
-            chunk.diagonal_of(logits).fill_(-math.inf)
-        d_logits = logits.sigmoid()
-        row_loss[chunk.rows] += F.softplus(logits, threshold=50).sum(1)
+        losses, d_logits = _sigmoid_terms(chunk, logits, masked, groups)
+        row_loss[chunk.rows] += losses.sum(1)
         row_slope[chunk.rows] += d_logits.sum(1)
     return row_loss, row_slope, matched
 
 
-def sigmoid_backward(
+def sigmoid_gradients(
     rows: Tensor,
     columns: Tensor,
     scale: Tensor,
@@ -110,14 +129,35 @@ def sigmoid_backward(
     *,
     masked: bool,
     workspace_bytes: int,
-) -> None:
-    """Add dS @ columns to d_rows, dS.T @ rows to d_columns, <dS, rows @ columns.T> to d_scale, as softmax_backward."""
+    groups: Groups | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Add to d_rows, d_columns and d_scale as softmax_backward does; no statistics are needed, so this is one pass.
+
+    Returns:
+        The sums of all losses and of dS (the bias's gradient), 0-dim in float32 or wider.
+    """
+    loss = rows.new_zeros((), dtype=_accumulator_like(rows))
+    slope = torch.zeros_like(loss)
     for chunk in _chunks(rows, columns, workspace_bytes):
         cosines = chunk.row_features @ chunk.column_features.T
-        d_logits = (cosines * scale + bias).sigmoid_()
-        if masked:
-            chunk.diagonal_of(d_logits).zero_()
+        losses, d_logits = _sigmoid_terms(chunk, cosines * scale + bias, masked, groups)
+        loss += losses.sum()
+        slope += d_logits.sum()
         chunk.accumulate(d_logits, cosines, d_rows, d_columns, d_scale)
+    return loss, slope
+
+
+def _sigmoid_terms(chunk: "_Chunk", logits: Tensor, masked: bool, groups: Groups | None) -> tuple[Tensor, Tensor]:
+    """Losses and dS of a chunk's entries. Overwrites the logits."""
+    if groups is not None:
+        same = chunk.coinciding(groups)
+        logits = torch.where(same, -logits if groups.row_weights is not None else -math.inf, logits)
+    if masked:
+        chunk.diagonal_of(logits).fill_(-math.inf)
+    losses, d_logits = F.softplus(logits, threshold=50), logits.sigmoid_()
+    if groups is not None:
+        d_logits = torch.where(same, -d_logits, d_logits)
+    return losses, d_logits
 
 
 class _Chunk(NamedTuple):
@@ -138,6 +178,25 @@ class _Chunk(NamedTuple):
         """View of these entries in a matrix of this chunk's shape."""
         i, j, count = self.pairs.start - self.rows.start, self.pairs.start - self.columns.start, self.pairs
         return matrix[i : i + count.stop - count.start, j : j + count.stop - count.start].diagonal()
+
+    def coinciding(self, groups: Groups) -> Tensor:
+        """Bool [height, width]: whether a row and a column share an id."""
+        same = torch.zeros((), dtype=torch.bool, device=self.row_features.device)
+        for row_ids, column_ids in zip(groups.rows, groups.columns):
+            same = same | (row_ids[self.rows, None] == column_ids[self.columns])
+        return same
+
+    def correct(self, d_logits: Tensor, groups: Groups, *, rows_alone: bool) -> None:
+        """Leave the entries of `groups` out of dS, or take off what they are due as positives."""
+        same = self.coinciding(groups)
+        if groups.row_weights is None:
+            d_logits.masked_fill_(same, 0)
+            return
+        due = groups.row_weights[self.rows, None]
+        if not rows_alone:
+            assert groups.column_weights is not None, "both sides' positives have weights"
+            due = (due + groups.column_weights[self.columns]) / 2
+        d_logits -= due * same
 
     def accumulate(
         self,

@@ -1,4 +1,4 @@
-"""Gradients of one pair of feature blocks on a GPU: torch_tile's backward functions.
+"""Gradients of one pair of feature blocks on a GPU: torch_tile's softmax_backward and sigmoid_gradients.
 
 In: features, their statistics over the whole batch. Out: dS @ columns, dS.T @ rows and <dS, rows @ columns.T> (the
 scale's gradient), added to float32 accumulators.
@@ -32,10 +32,15 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from infcl.kernels.groups import Groups
 from infcl.kernels.shapes import ceil_div, chunk_shape
 from infcl.kernels.triton_exp2 import exp2, shared_exp2
+from infcl.kernels.triton_forward import log1p
+from infcl.kernels.triton_groups import ids_of, same_ids
 from infcl.kernels.triton_launch import aligned, launch_options, multiprocessors, walked_dim
 from infcl.kernels.triton_statistics import LOG2E, middle
+
+LN2 = tl.constexpr(math.log(2))
 
 # Block shapes and launch options by operand size in bytes; GROUP row blocks are walked together, for the L2 cache.
 _LAUNCH = {
@@ -56,6 +61,7 @@ def softmax_backward(
     *,
     masked: bool,
     workspace_bytes: int,
+    groups: Groups | None = None,
     tf32: bool = False,
 ) -> None:
     """As torch_tile.softmax_backward; rows [r, D] and columns [c, D] in bf16, fp16 or f32, d_rows and d_columns f32.
@@ -66,13 +72,19 @@ def softmax_backward(
     if col_lse is None:
         col_lse, count = torch.full_like(columns[:, 0], math.inf, dtype=row_lse.dtype), 2
         shift = middle(row_lse, row_lse)
+        if groups is not None and groups.row_weights is not None:
+            groups = groups._replace(column_weights=torch.zeros_like(col_lse))
     else:
         shift = middle(row_lse, col_lse)
-    gradients = d_rows, d_columns, d_scale
-    _accumulate(rows, columns, scale, row_lse, col_lse, shift, gradients, masked, workspace_bytes, tf32, count)
+    sums = _accumulate(
+        rows, columns, scale, row_lse, col_lse, shift, d_rows, d_columns, groups, masked, workspace_bytes, tf32, count,
+        summed=d_scale is not None,
+    )  # fmt: skip
+    if d_scale is not None:
+        d_scale.add_(sums[0], alpha=count)
 
 
-def sigmoid_backward(
+def sigmoid_gradients(
     rows: Tensor,
     columns: Tensor,
     scale: Tensor,
@@ -83,11 +95,16 @@ def sigmoid_backward(
     *,
     masked: bool,
     workspace_bytes: int,
+    groups: Groups | None = None,
     tf32: bool = False,
-) -> None:
-    """As torch_tile.sigmoid_backward."""
-    gradients = d_rows, d_columns, d_scale
-    _accumulate(rows, columns, scale, None, None, bias, gradients, masked, workspace_bytes, tf32)
+) -> tuple[Tensor, Tensor]:
+    """As torch_tile.sigmoid_gradients."""
+    sums = _accumulate(
+        rows, columns, scale, None, None, bias, d_rows, d_columns, groups, masked, workspace_bytes, tf32, summed=True
+    )
+    if d_scale is not None:
+        d_scale.add_(sums[0])
+    return sums[1].float(), sums[2].float()
 
 
 def _accumulate(
@@ -97,21 +114,27 @@ def _accumulate(
     row_lse: Tensor | None,
     col_lse: Tensor | None,
     shift: Tensor,
-    gradients: tuple[Tensor | None, Tensor | None, Tensor | None],
+    d_rows: Tensor | None,
+    d_columns: Tensor | None,
+    groups: Groups | None,
     masked: bool,
     workspace_bytes: int,
     tf32: bool,
     count: int = 1,
-) -> None:
-    """Walk the chunks: form dS, multiply. No LSE: sigmoid with the bias `shift`; LSE with their `shift`: softmax."""
-    d_rows, d_columns, d_scale = gradients
+    *,
+    summed: bool,
+) -> Tensor:
+    """Walk the chunks: form dS, multiply. No LSE: sigmoid with the bias `shift`; LSE with their `shift`: softmax.
+
+    Returns f64 [3]: <dS, rows @ columns.T> if summed; of the sigmoid also the sums of the losses and of dS.
+    """
     launch = launch_options(_LAUNCH, rows, tf32)
     row_operand, column_operand = aligned(rows), aligned(columns)
     gain = 2.0**15 if rows.dtype == torch.float16 else 1.0
     elements, processors = workspace_bytes // rows.dtype.itemsize, multiprocessors(rows.device)
     height, width = chunk_shape(len(rows), len(columns), rows.shape[1], elements, processors)
     workspace = rows.new_empty(height, width)
-    sums = rows.new_zeros(processors, dtype=torch.float64)
+    sums = rows.new_zeros(3, processors, dtype=torch.float64)
     with _float32_products(tf32) if rows.dtype == torch.float32 else nullcontext():
         for i in range(0, len(rows), height):
             row_slice = slice(i, min(i + height, len(rows)))
@@ -120,6 +143,8 @@ def _accumulate(
                 num_rows, num_columns = row_slice.stop - i, column_slice.stop - j
                 d_logits = workspace[:num_rows, :num_columns]
                 tiles = ceil_div(num_rows, launch["BLOCK_M"]) * ceil_div(num_columns, launch["BLOCK_N"])
+                some = None if groups is None else groups.part(row_slice, column_slice)
+                weights = (None, None) if some is None else some[2:]
                 for single in (True,) if row_lse is None else (True, False):
                     _d_logits_kernel[(min(tiles, processors),)](
                         TensorDescriptor.from_tensor(row_operand[row_slice], [launch["BLOCK_M"], launch["BLOCK_K"]]),
@@ -132,29 +157,32 @@ def _accumulate(
                         scale if row_lse is None else row_lse[row_slice],
                         scale if col_lse is None else col_lse[column_slice],
                         sums,
+                        *ids_of(some, scale),
+                        *(scale if w is None else w for w in weights),
                         num_rows,
                         num_columns,
                         i - j,
+                        processors,
                         DIM=walked_dim(row_operand, launch),
                         MASKED=masked and i < j + width and j < i + height,
-                        EDGE=row_lse is not None
-                        and (num_rows % launch["BLOCK_M"] + num_columns % launch["BLOCK_N"]) > 0,
+                        EDGE=num_rows % launch["BLOCK_M"] + num_columns % launch["BLOCK_N"] > 0,
                         SIGMOID=row_lse is None,
                         SINGLE=single,
                         SHARED=shared_exp2(rows),
                         GAIN=count * gain,
-                        SUMMED=d_scale is not None,
+                        SUMMED=summed,
+                        GROUPED=0 if groups is None else len(groups.rows),
+                        POSITIVE=weights[0] is not None,
                         **launch,
                     )
                 if d_rows is not None:
                     _add_product(d_rows[row_slice], d_logits, columns[column_slice], 1 / gain)
                 if d_columns is not None:
                     _add_product(d_columns[column_slice], d_logits.T, rows[row_slice], 1 / gain)
-    if d_scale is not None:
-        d_scale.add_(sums.sum(), alpha=count)
+    return sums.sum(1)
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_columns", "offset"])
+@triton.jit(do_not_specialize=["row_stride", "col_stride", "num_rows", "num_columns", "offset", "programs"])
 def _d_logits_kernel(
     rows_desc,  # [r, D] operand type, read
     columns_desc,  # [c, D] operand type, read
@@ -163,25 +191,34 @@ def _d_logits_kernel(
     shift_ptr,  # f32: the bias (sigmoid) or the middle of the LSE in log2 (softmax; NaN: two exponentials), read
     row_lse_ptr,  # f32 [r], read unless SIGMOID
     col_lse_ptr,  # f32 [c], read unless SIGMOID
-    sums_ptr,  # f64 [programs], added to if SUMMED
+    sums_ptr,  # f64 [3, programs], added to if SUMMED: <dS, rows @ columns.T>; if SIGMOID the losses' sum, dS's
+    row_ids_ptr,  # i32 [GROUPED, r], read
+    row_stride,  # elements between kinds of ids
+    col_ids_ptr,  # i32 [GROUPED, c], read
+    col_stride,
+    row_weights_ptr,  # f32 [r], read if POSITIVE unless SIGMOID
+    col_weights_ptr,  # f32 [c], read if POSITIVE unless SIGMOID
     num_rows,
     num_columns,
     offset,  # entry (i, i + offset) is masked
+    programs,  # most that any launch has
     DIM: tl.constexpr,
     MASKED: tl.constexpr,  # without these entries
-    EDGE: tl.constexpr,  # the last blocks are not whole (softmax)
+    EDGE: tl.constexpr,  # the last blocks are partial
     SIGMOID: tl.constexpr,
     SINGLE: tl.constexpr,  # one exponential, for a shift that is not NaN; else two, for one that is
     SHARED: tl.constexpr,  # of triton_exp2.exp2
     GAIN: tl.constexpr,
-    SUMMED: tl.constexpr,  # the inner product of dS and rows @ columns.T is wanted
+    SUMMED: tl.constexpr,  # the sums are wanted
+    GROUPED: tl.constexpr,  # kinds of ids; entries that share one are left out
+    POSITIVE: tl.constexpr,  # or are positives
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     GROUP: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """`((logits - row_lse).exp() + (logits - col_lse).exp()) / 2` or `sigmoid(logits + bias)`.
+    """`((logits - row_lse).exp() + (logits - col_lse).exp()) / 2` or `sigmoid(logits + bias)`, corrected by groups.
 
     A persistent grid: program p forms tiles p, p + programs, ...
     """
@@ -194,6 +231,9 @@ def _d_logits_kernel(
             return
     # The sum stays spread over the threads that hold its terms: [warps, 8, 4].
     inner = tl.zeros([BLOCK_M // 16, 8, 4], tl.float32)
+    if SIGMOID:
+        loss_sums = tl.zeros([BLOCK_M // 16, 8, 4], tl.float32)
+        slope_sums = tl.zeros([BLOCK_M // 16, 8, 4], tl.float32)
     for tile in tl.range(tl.program_id(0), row_tiles * column_tiles, tl.num_programs(0), flatten=True):
         group = tile // (GROUP * column_tiles)
         group_rows = tl.minimum(row_tiles - group * GROUP, GROUP)
@@ -207,8 +247,22 @@ def _d_logits_kernel(
             logits = tl.dot(a, b.T, logits, input_precision=PRECISION)
         rows = first_row + tl.arange(0, BLOCK_M)
         columns = first_column + tl.arange(0, BLOCK_N)
+        if GROUPED > 0:
+            same = same_ids(
+                row_ids_ptr, row_stride, col_ids_ptr, col_stride, rows, columns, num_rows, num_columns, GROUPED
+            )
         if SIGMOID:
-            d_logits = 1.0 / (1.0 + tl.exp2(-(logits * scale2 + shift * LOG2E)))
+            signed = logits * scale2 + shift * LOG2E  # in log2
+            if POSITIVE:
+                signed = tl.where(same, -signed, signed)
+            small = tl.exp2(-tl.abs(signed))  # in (0, 1]
+            losses = tl.maximum(signed, 0.0) * LN2 + log1p(small)
+            d_logits = tl.where(signed >= 0, 1.0, small) / (1.0 + small)
+            if GROUPED > 0:
+                if POSITIVE:
+                    d_logits = tl.where(same, -d_logits, d_logits)
+                else:
+                    losses = tl.where(same, 0.0, losses)
         else:
             row_lse = tl.load(row_lse_ptr + rows, mask=rows < num_rows, other=0.0) * LOG2E
             col_lse = tl.load(col_lse_ptr + columns, mask=columns < num_columns, other=0.0) * LOG2E
@@ -220,22 +274,53 @@ def _d_logits_kernel(
             else:
                 d_logits = 0.5 * tl.exp2(tl.minimum(logits * scale2 - row_lse[:, None], 0.0))
                 d_logits += 0.5 * tl.exp2(tl.minimum(logits * scale2 - col_lse[None, :], 0.0))
+        if GROUPED > 0:
+            if not POSITIVE:
+                d_logits = tl.where(same, 0.0, d_logits)
+            elif not SIGMOID:
+                row_due = tl.load(row_weights_ptr + rows, mask=rows < num_rows, other=0.0)
+                col_due = tl.load(col_weights_ptr + columns, mask=columns < num_columns, other=0.0)
+                d_logits = tl.where(same, d_logits - 0.5 * (row_due[:, None] + col_due[None, :]), d_logits)
         if EDGE:  # logits are zero past the edges, which may be far above an LSE
             if (first_row + BLOCK_M > num_rows) | (first_column + BLOCK_N > num_columns):
                 inside = (rows < num_rows)[:, None] & (columns < num_columns)[None, :]
                 d_logits = tl.where(inside, d_logits, 0.0)
+                if SIGMOID:
+                    losses = tl.where(inside, losses, 0.0)
         if MASKED:
             away = first_column - first_row - offset
             if (away > -BLOCK_N) & (away < BLOCK_M):
                 own = tl.arange(0, BLOCK_M)[:, None] == away + tl.arange(0, BLOCK_N)[None, :]
                 d_logits = tl.where(own, 0.0, d_logits)
+                if SIGMOID:
+                    losses = tl.where(own, 0.0, losses)
         if SUMMED:
-            products = tl.reshape(d_logits * logits, [BLOCK_M // 16, 2, 8, BLOCK_N // 8, 4, 2])
-            inner += tl.sum(tl.sum(tl.sum(products, 5), 3), 1)
+            inner += _sum_per_thread(d_logits * logits)
+            if SIGMOID:
+                loss_sums += _sum_per_thread(losses)
+                slope_sums += _sum_per_thread(d_logits)
         d_logits_desc.store([first_row, first_column], (d_logits * GAIN).to(d_logits_desc.dtype))
     if SUMMED:
         sum_ptr = sums_ptr + tl.program_id(0)
-        tl.store(sum_ptr, tl.load(sum_ptr) + tl.sum(tl.sum(tl.sum(inner, 2), 1), 0).to(tl.float64))
+        _add_sum(sum_ptr, inner)
+        if SIGMOID:
+            _add_sum(sum_ptr + programs, loss_sums)
+            _add_sum(sum_ptr + 2 * programs, slope_sums)
+
+
+@triton.jit
+def _sum_per_thread(tile):
+    """[BLOCK_M, BLOCK_N] -> [BLOCK_M / 16, 8, 4]: sums of what one thread of a tensor-core tile holds."""
+    M: tl.constexpr = tile.shape[0]
+    N: tl.constexpr = tile.shape[1]
+    return tl.sum(tl.sum(tl.sum(tl.reshape(tile, [M // 16, 2, 8, N // 8, 4, 2]), 5), 3), 1)
+
+
+@triton.jit
+def _add_sum(sum_ptr, sums):
+    """`*sum_ptr += sums.sum()` in float64."""
+    total = tl.sum(tl.sum(tl.sum(sums, 2), 1), 0)
+    tl.store(sum_ptr, tl.load(sum_ptr) + total.to(tl.float64))
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor, factor: float) -> None:

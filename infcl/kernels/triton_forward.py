@@ -22,7 +22,9 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from infcl.kernels.groups import Groups
 from infcl.kernels.shapes import ceil_div, row_splits
+from infcl.kernels.triton_groups import ids_of, same_ids
 from infcl.kernels.triton_launch import aligned, launch_options, multiprocessors, walked_dim
 from infcl.kernels.triton_repair import repair
 from infcl.kernels.triton_statistics import LOG2E, finish, reference, squares
@@ -41,16 +43,17 @@ def softmax_forward(
     *,
     masked: bool,
     workspace_bytes: int,
+    groups: Groups | None = None,
     tf32: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """As torch_tile.softmax_forward; rows [r, D] and columns [c, D] in bf16, fp16 or f32, results f32."""
     row_square, col_square, matched = squares(rows, columns, scale)
     shift = reference(row_square, col_square, scale)
     row_sums, col_sums = _tile_sums(
-        rows, columns, scale, shift, workspace_bytes, tf32=tf32, sigmoid=False, masked=masked
+        rows, columns, scale, shift, workspace_bytes, tf32=tf32, sigmoid=False, masked=masked, groups=groups
     )
     row_lse, col_lse = finish(row_sums, col_sums, shift)
-    repair(row_lse, col_lse, rows, columns, scale, tf32=tf32, masked=masked)
+    repair(row_lse, col_lse, rows, columns, scale, tf32=tf32, masked=masked, groups=groups)
     return row_lse, col_lse, matched[: min(len(rows), len(columns))] if masked else None
 
 
@@ -62,10 +65,13 @@ def sigmoid_forward(
     *,
     masked: bool,
     workspace_bytes: int,
+    groups: Groups | None = None,
     tf32: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """As torch_tile.sigmoid_forward."""
-    sums = _tile_sums(rows, columns, scale, bias, workspace_bytes, tf32=tf32, sigmoid=True, masked=masked)
+    sums = _tile_sums(
+        rows, columns, scale, bias, workspace_bytes, tf32=tf32, sigmoid=True, masked=masked, groups=groups
+    )
     row_loss, row_slope = (part.sum(0) for part in sums)
     matched = squares(rows, columns, scale)[2][: min(len(rows), len(columns))] + bias if masked else None
     return row_loss, row_slope, matched
@@ -81,6 +87,7 @@ def _tile_sums(
     tf32: bool,
     sigmoid: bool,
     masked: bool,
+    groups: Groups | None,
 ) -> tuple[Tensor, Tensor]:
     """Partial sums over the tiles: softmax, of rows [m, r] and of columns [n, c]; sigmoid, two of rows [m, r].
 
@@ -110,6 +117,7 @@ def _tile_sums(
             partials[0],
             partials[-1],
             col_partial,
+            *ids_of(groups, scale),
             num_rows,
             num_columns,
             first,
@@ -119,6 +127,8 @@ def _tile_sums(
             SIGMOID=sigmoid,
             MASKED=masked,
             EDGE=num_columns % launch["BLOCK_N"] != 0,
+            GROUPED=0 if groups is None else len(groups.rows),
+            POSITIVE=groups is not None and groups.row_weights is not None,
             **launch,
         )
         for sums, partial in zip(chunk_sums, partials):
@@ -127,7 +137,9 @@ def _tile_sums(
     return (row_sums[0], row_sums[1]) if sigmoid else (row_sums[0], col_partial)
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_columns", "first_block", "splits", "split_tiles"])
+@triton.jit(
+    do_not_specialize=["row_stride", "col_stride", "num_rows", "num_columns", "first_block", "splits", "split_tiles"]
+)
 def _tile_sums_kernel(
     rows_desc,  # [r, D] operand type, read
     columns_desc,  # [c, D] operand type, read
@@ -136,6 +148,10 @@ def _tile_sums_kernel(
     row_partial_ptr,  # f32 [column blocks of this launch, r], written
     slope_partial_ptr,  # f32 [column blocks of this launch, r], written if SIGMOID
     col_partial_ptr,  # f32 [splits, c], written unless SIGMOID
+    row_ids_ptr,  # i32 [GROUPED, r], read
+    row_stride,  # elements between kinds of ids
+    col_ids_ptr,  # i32 [GROUPED, c], read
+    col_stride,
     num_rows,
     num_columns,
     first_block,  # of the column blocks of this launch
@@ -144,7 +160,9 @@ def _tile_sums_kernel(
     DIM: tl.constexpr,
     SIGMOID: tl.constexpr,
     MASKED: tl.constexpr,  # without the entries (i, i)
-    EDGE: tl.constexpr,  # the last column block is not whole
+    EDGE: tl.constexpr,  # the last column block is partial
+    GROUPED: tl.constexpr,  # kinds of ids; entries that share one are left out
+    POSITIVE: tl.constexpr,  # or have the sign +1 (SIGMOID)
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -169,11 +187,23 @@ def _tile_sums_kernel(
             b = columns_desc.load([first_column, k])
             logits = tl.dot(a, b.T, logits, input_precision=PRECISION)
         rows = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+        if GROUPED > 0:
+            same = same_ids(
+                row_ids_ptr, row_stride, col_ids_ptr, col_stride, rows, columns, num_rows, num_columns, GROUPED
+            )
         if SIGMOID:
             logits = logits * scale + shift
+            if POSITIVE:
+                logits = tl.where(same, -logits, logits)
             small = tl.exp2(-tl.abs(logits) * LOG2E)  # in (0, 1]
-            losses = tl.maximum(logits, 0.0) + _log1p(small)
+            losses = tl.maximum(logits, 0.0) + log1p(small)
             slopes = tl.where(logits >= 0, 1.0, small) / (1.0 + small)
+            if GROUPED > 0:
+                if POSITIVE:
+                    slopes = tl.where(same, -slopes, slopes)
+                else:
+                    losses = tl.where(same, 0.0, losses)
+                    slopes = tl.where(same, 0.0, slopes)
             if EDGE:
                 if first_column + BLOCK_N > num_columns:
                     within = (tl.arange(0, BLOCK_N) < num_columns - first_column)[None, :]
@@ -191,6 +221,8 @@ def _tile_sums_kernel(
             # Short chains of additions, so that sums run in the shadow of the exponentials.
             row_shift = tl.where(rows < num_rows, shift, float("inf"))
             terms = tl.exp2(logits * (scale * LOG2E) - row_shift[:, None])
+            if GROUPED > 0:
+                terms = tl.where(same, 0.0, terms)
             if EDGE:
                 if first_column + BLOCK_N > num_columns:
                     within = (tl.arange(0, BLOCK_N) < num_columns - first_column)[None, :]
@@ -209,7 +241,7 @@ def _tile_sums_kernel(
 
 
 @triton.jit
-def _log1p(x):
+def log1p(x):
     """log(1 + x) for x in [0, 1] by multiply-adds: a Chebyshev fit of log(1 + x) / x, relative error 4e-7."""
     quotient = x * -0.0085746757686 + 0.0442141927779
     quotient = quotient * x - 0.1078537106514

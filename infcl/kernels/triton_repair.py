@@ -9,7 +9,9 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from infcl.kernels.groups import Groups
 from infcl.kernels.shapes import ceil_div
+from infcl.kernels.triton_groups import ids_of, same_ids
 from infcl.kernels.triton_launch import aligned, launch_options, walked_dim
 from infcl.kernels.triton_statistics import LOG2E
 
@@ -21,7 +23,15 @@ _LAUNCH = {
 
 
 def repair(
-    row_lse: Tensor, col_lse: Tensor, rows: Tensor, columns: Tensor, scale: Tensor, *, tf32: bool, masked: bool
+    row_lse: Tensor,
+    col_lse: Tensor,
+    rows: Tensor,
+    columns: Tensor,
+    scale: Tensor,
+    *,
+    tf32: bool,
+    masked: bool,
+    groups: Groups | None,
 ) -> None:
     """Compute the LSE that are NaN by an online softmax of their own; programs that find none return at once."""
     launch = launch_options(_LAUNCH, rows, tf32) | {"BLOCK_N": 64, "num_warps": 4}
@@ -33,23 +43,30 @@ def repair(
         scale,
         row_lse,
         col_lse,
+        *ids_of(groups, scale),
         len(rows),
         len(columns),
+        GROUPED=0 if groups is None else len(groups.rows),
         DIM=walked_dim(row_operand, launch),
         MASKED=masked,
         **launch,
     )
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_columns"])
+@triton.jit(do_not_specialize=["row_stride", "col_stride", "num_rows", "num_columns"])
 def _repair_kernel(
     rows_desc,  # [r, D] operand type, read
     columns_desc,  # [c, D] operand type, read
     scale_ptr,  # f32, read
     row_lse_ptr,  # f32 [r], read, written where NaN
     col_lse_ptr,  # f32 [c], read, written where NaN
+    row_ids_ptr,  # i32 [GROUPED, r], read
+    row_stride,  # elements between kinds of ids
+    col_ids_ptr,  # i32 [GROUPED, c], read
+    col_stride,
     num_rows,
     num_columns,
+    GROUPED: tl.constexpr,  # kinds of ids; entries that share one are left out
     DIM: tl.constexpr,
     MASKED: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -65,9 +82,14 @@ def _repair_kernel(
             columns_desc,
             scale2,
             row_lse_ptr,
+            row_ids_ptr,
+            row_stride,
+            col_ids_ptr,
+            col_stride,
             block,
             num_rows,
             num_columns,
+            GROUPED,
             DIM,
             MASKED,
             BLOCK_N,
@@ -81,9 +103,14 @@ def _repair_kernel(
             rows_desc,
             scale2,
             col_lse_ptr,
+            col_ids_ptr,
+            col_stride,
+            row_ids_ptr,
+            row_stride,
             block,
             num_columns,
             num_rows,
+            GROUPED,
             DIM,
             MASKED,
             BLOCK_N,
@@ -98,9 +125,14 @@ def _repair_block(
     other_desc,
     scale2,
     lse_ptr,
+    own_ids_ptr,
+    own_stride,
+    other_ids_ptr,
+    other_stride,
     block,
     num_own,
     num_other,
+    GROUPED: tl.constexpr,
     DIM: tl.constexpr,
     MASKED: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -123,6 +155,11 @@ def _repair_block(
             logits = tl.where((other < num_other)[None, :], logits * scale2, float("-inf"))
             if MASKED:
                 logits = tl.where(own[:, None] == other[None, :], float("-inf"), logits)
+            if GROUPED > 0:
+                same = same_ids(
+                    own_ids_ptr, own_stride, other_ids_ptr, other_stride, own, other, num_own, num_other, GROUPED
+                )
+                logits = tl.where(same, float("-inf"), logits)
             new_maxima = tl.maximum(maxima, tl.max(logits, 1))
             shift = tl.where(new_maxima == float("-inf"), 0.0, new_maxima)  # nothing but what is masked so far
             sums = sums * tl.exp2(maxima - shift) + tl.sum(tl.exp2(logits - shift[:, None]), 1)

@@ -1,5 +1,9 @@
-"""Tiles -> ring -> loss -> feature gradients.
+"""Tiles -> ring -> loss -> feature gradients. Read in this order:
 
-links, ring, lse, gradients, tiled; the losses inf_cl, siglip, info_nce, nt_xent and the baselines in dense;
-contrastive picks by name.
+inf_cl       public function -> autograd.Function -> ring_forward, ring_backward -> a tile (infcl/kernels)
+gradients    the backward's trip around the ring, shared by all tiled losses
+ring, links  how blocks travel
+inputs       options, checks and operands of a call; duplicates: ids of samples
+siglip, info_nce, nt_xent    the other tiled losses; dense: baselines that hold the logits
+modules      drop-ins for open_clip's; contrastive: pick a loss by name
 """

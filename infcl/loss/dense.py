@@ -14,13 +14,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from infcl.loss.operands import (
-    check_features,
-    gradients_wanted,
-    named_wishes,
-    refuse_double_backward,
-    scalar_like,
-)
+from infcl.loss.inputs import check_features, gradients_wanted, refuse_double_backward, scalar_like, sides_wanted
 from infcl.loss.ring import RingExchange, checked_group
 
 
@@ -188,6 +182,6 @@ def _checked_scale(
     ring = RingExchange(checked_group(group))
     compared = check_features(name, image_features, text_features)
     if compare_ranks:
-        wishes = named_wishes(gradients_wanted((image_features, text_features)))
+        wishes = sides_wanted(gradients_wanted((image_features, text_features)))
         ring.require_equal(name, compared | {"dtype": image_features.dtype} | wishes, image_features.device)
     return scalar_like(image_features, logit_scale)

@@ -10,8 +10,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from infcl.loss.operands import inner_product, matched_gradient
 from infcl.loss.ring import RingExchange
+
+_PIECE = 16384  # rows whose [rows, D] float32 temporary is made at a time
 
 
 def ring_gradients(
@@ -24,14 +25,18 @@ def ring_gradients(
     with_columns: Sequence[Tensor] = (),
     needs: Sequence[bool] = (True, True),
 ) -> tuple[Tensor | None, Tensor | None, Tensor]:
-    """`dS @ all_columns` for one's own rows, `dS.T @ all_rows` for one's own columns, and <dS, logits / scale>.
+    """Compute `dS @ all_columns` for own rows, `dS.T @ all_rows` for own columns, and <dS, logits / scale>.
 
-    [r, D], [c, D] and 0-dim, all in slopes' dtype; the last is the sum over one's own rows.
-    slopes [m], m = min(r, c): dS at the matches, which are the first m rows with the first m columns of this rank.
-    with_columns: what travels with the columns.
-    add_tile(block, *what travelled with it, d_rows, d_block, d_scale, masked): adds a block's part to the last three
-        tensors; masked: it is this rank's own, whose matches are left out. A gradient that is not needed is None.
-    needs: of rows, of columns. A side without (a locked tower) costs no matrix product and no message.
+    Args:
+        add_tile: called as add_tile(hop, block, *what travelled with it, d_rows, d_block, d_scale); adds a block's part
+            to the last three tensors. At hop 0 the block is this rank's own, whose matches are left out. A gradient
+            that is not needed is None.
+        slopes: [m], m = min(r, c): dS at the matches, the first m rows with the first m columns of this rank.
+        with_columns: what travels with the columns.
+        needs: of rows, of columns. A side without (a locked tower) costs no matmul and no message.
+
+    Returns:
+        [r, D], [c, D] and 0-dim, all in slopes' dtype; the last is the sum over this rank's rows.
     """
     rows_need, columns_need = needs
     d_rows, d_scale = _of_matched(rows, columns, slopes, rows_need)
@@ -40,11 +45,38 @@ def ring_gradients(
         if columns_need:
             d_block = ring.part("d_columns", block, slopes.dtype)
             _set_to_matched(d_block, slopes, rows) if hop == 0 else d_block.zero_()
-        add_tile(block, *its, d_rows, d_block, d_scale, masked=hop == 0)
+        add_tile(hop, block, *its, d_rows, d_block, d_scale)
         if d_block is not None:
             ring.carry("d_columns", hop, d_block, Tensor.add_)
         del d_block  # before memory for the next one is taken
     return d_rows, ring.home("d_columns", Tensor.add_) if columns_need else None, d_scale
+
+
+def scaled(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    """`(gradient * factor).to(dtype)` in one pass, in place where the dtype stays."""
+    out = gradient if dtype == gradient.dtype else torch.empty_like(gradient, dtype=dtype)
+    return torch.mul(gradient, factor, out=out)
+
+
+def scaled_sides(gradients: Sequence[Tensor | None], factor: Tensor, sides: Sequence[Tensor]) -> list[Tensor | None]:
+    """`scaled` for each side that has a gradient, in the dtype of its features."""
+    return [None if g is None else scaled(g, factor, side.dtype) for g, side in zip(gradients, sides)]
+
+
+def inner_product(features: Tensor, gradient: Tensor) -> Tensor:
+    """`(features * gradient).sum()` in the gradient's dtype, 0-dim, without a [b, D] temporary."""
+    pieces = zip(features.split(_PIECE), gradient.split(_PIECE))
+    total, *others = [(a * b).sum() for a, b in pieces]
+    for part in others:
+        total += part
+    return total
+
+
+def row_products(left: Tensor, right: Tensor) -> Tensor:
+    """`(left * right).sum(1)`, [b], in float32 or wider, without a [b, D] temporary."""
+    wide = torch.promote_types(left.dtype, torch.float32)
+    pieces = zip(left.split(_PIECE), right.split(_PIECE))
+    return torch.cat([torch.mul(a.to(wide), b).sum(1) for a, b in pieces])
 
 
 def _of_matched(rows: Tensor, columns: Tensor, slopes: Tensor, need: bool) -> tuple[Tensor | None, Tensor]:
@@ -55,8 +87,8 @@ def _of_matched(rows: Tensor, columns: Tensor, slopes: Tensor, need: bool) -> tu
 
 
 def _set_to_matched(gradient: Tensor, slopes: Tensor, partners: Tensor) -> None:
-    """The matched pairs' part of a gradient; 0 in the rows behind them."""
+    """`slopes[:, None] * partners`, the matched pairs' part of a gradient; 0 in the rows after them."""
     count = len(slopes)
-    matched_gradient(slopes, partners[:count], out=gradient[:count])
+    torch.mul(slopes[:, None], partners[:count], out=gradient[:count])
     if count < len(gradient):
         gradient[count:].zero_()

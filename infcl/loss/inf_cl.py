@@ -6,8 +6,10 @@ gradients. The global batch is B = W * b pairs over the W ranks of a process gro
     logits = scale * all_images @ all_texts.T                                           # [B, B], never formed
     loss = (cross_entropy(logits, arange(B)) + cross_entropy(logits.T, arange(B))) / 2
 
+Read downwards: inf_cl_loss (public) -> _InfCL (autograd) -> ring_forward, ring_backward -> a tile (infcl/kernels).
+
 Images (rows) stay; texts (columns) travel with their column statistics, so each logit tile serves both directions:
-8 B^2 D flops for forward and backward together (1 + 3 matrix products).
+8 B^2 D flops for forward and backward together (1 + 3 matmuls).
 Forward: W - 1 hops of b*D operands, W hops of b float32. Backward: W - 1 hops of b*D operands and b float32, W hops of
 b*D float32 gradients. No all-gather of features, nothing of size b x b.
 
@@ -19,142 +21,146 @@ Source: Inf-CL, arXiv 2410.17243, Algorithms 1-4, with the two passes over the t
 """
 
 from collections.abc import Sequence
-from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
-from infcl.kernels import WORKSPACE_BYTES, Tile
+from infcl.kernels import Tile
 from infcl.kernels.lse import cross_entropies, merge_lse
-from infcl.loss import graphed, tiled
-from infcl.loss.gradients import ring_gradients
-from infcl.loss.operands import check_features, scaled_sides
-from infcl.loss.ring import RingExchange, check_rank
+from infcl.loss.duplicates import Duplicates, check_ids, find_duplicates
+from infcl.loss.gradients import ring_gradients, scaled_sides
+from infcl.loss.inputs import (
+    RingOptions,
+    Setup,
+    check_features,
+    outside_graphs,
+    refuse_double_backward,
+    scalar_like,
+    set_up,
+)
+from infcl.loss.ring import RingExchange
 
 
+@outside_graphs
 def inf_cl_loss(
     image_features: Tensor,
     text_features: Tensor,
     logit_scale: Tensor | float,
     *,
     group: dist.ProcessGroup | None = None,
-    tile: str = "auto",
-    tile_dtype: str | None = None,
-    workspace_bytes: int = WORKSPACE_BYTES,
-    ring: str = "auto",
-    ranks_per_node: int | None = None,
-    ring_overlap: str = "on",
-    compare_ranks: bool = True,
-    cuda_graph: bool = True,
+    image_ids: Tensor | None = None,
+    text_ids: Tensor | None = None,
+    duplicates: str = "negative",
+    **options,
 ) -> Tensor:
-    """The contrastive loss of the group's global batch; 0-dim, float32 (float64 for float64 products).
+    """Compute the contrastive loss of the group's global batch.
 
-    image_features, text_features: [b, D], row i of one matches row i of the other; usually L2-normalised.
-    logit_scale: multiplies the cosines (exp of the learned parameter, as open_clip's ClipLoss takes it); float or one
-        element; gradient flows to it.
-    group: where the ring runs; None means this process alone (refused when torch.distributed runs several ranks).
-    tile: "triton" (GPU), "torch" (anywhere), "auto". tile_dtype: "bf16" | "fp16" | "tf32" | "fp32" | "fp64", see
-        kernels.select_tile; None follows the features.
-    workspace_bytes: bound of the temporary memory beside O(b * D).
-    ring: "flat", "two-level" (a ring within each node inside a ring of nodes), or "auto": two-level where the group
-        lies on several nodes of ranks_per_node ranks each. ring_overlap: "off" waits for every message where it is
-        sent, so that the gain can be measured. Exact in any case; loss/ring has the schedule and cost.
-    compare_ranks: whether to compare the ranks' shapes, for which the host waits for the GPU. False only where all
-        ranks are known to have the same: unequal ones would then hang or mix up rows.
-    cuda_graph: on one GPU alone, replay small batches as a CUDA graph (loss/graphed says which, and what memory it
-        keeps), where issuing the step would take longer than computing it; not in a caller that torch.compile compiles.
+    Args:
+        image_features, text_features: [b, D], row i of one matches row i of the other; usually L2-normalised.
+        logit_scale: multiplies the cosines (exp of the learned parameter, as open_clip's ClipLoss takes it); float or
+            one element; gradient flows to it.
+        group: where the ring runs; None means this process alone (rejected when torch.distributed runs several ranks).
+        image_ids, text_ids: int64 [b], equal for samples that show the same image, or have the same text.
+        duplicates: what pairs of other samples with an equal id are: "negative", left out ("mask"), or "positive";
+            infcl/loss/duplicates.py defines it. With "negative" ids are not used.
+        **options: the fields of infcl.RingOptions, such as tile_dtype="bf16".
 
-    Raises ValueError, on every rank, for unequal shapes or a missing group. Not affected by autocast; cannot be
-    differentiated twice.
+    Returns:
+        0-dim, float32 (float64 for float64 matmuls). Not affected by autocast; cannot be differentiated twice; a graph
+        break for torch.compile.
+
+    Raises:
+        ValueError: with the numbers, on every rank, for unequal shapes or a missing group.
     """
-    options = tiled.Options(group, tile, tile_dtype, workspace_bytes, ring, ranks_per_node, ring_overlap, compare_ranks)
-    eager = partial(_replayed, tile_dtype) if cuda_graph else None
-    return tiled.loss(_INF_CL, options, (image_features, text_features), (logit_scale,), eager)
+    compared = check_features("inf_cl", image_features, text_features)
+    ids, flags = check_ids("inf_cl", len(image_features), image_ids, text_ids, duplicates)
+    setup = set_up("inf_cl", (image_features, text_features), group, RingOptions(**options), compared=compared | flags)
+    found = find_duplicates(ids, image_features, setup.group, duplicates)
+    return differentiable(image_features, text_features, scalar_like(image_features, logit_scale), setup, found)
 
 
-class InfCLLoss(nn.Module):
-    """`inf_cl_loss` as a module, made and called like open_clip's ClipLoss.
+def differentiable(
+    rows: Tensor, columns: Tensor, scale: Tensor, setup: Setup, duplicates: Duplicates | None = None
+) -> Tensor:
+    """The loss of inputs that were checked. rows, columns [b, D]; scale 0-dim."""
+    return _InfCL.apply(rows, columns, scale, setup, duplicates)
 
-    Either `group` says where the ring runs, or open_clip's arguments do: world_size > 1 means torch.distributed's
-    WORLD, of which they must be rank and size. The averages are those of local_loss=True, gather_with_grad=True;
-    gather_with_grad=False at world_size > 1 is refused, since it asks for other gradients than the exact ones (without
-    local_loss features' gradients 1 / world_size of them; with it, without the other ranks' terms). local_loss=False
-    differs in what a rank reports, not in what data parallelism averages: accepted. cache_labels has nothing to cache.
 
-    A logit_bias is accepted and changes nothing: a constant added to all logits cancels in both softmaxes. The options
-    behind the `*` are those of `inf_cl_loss`.
-    """
+class _InfCL(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, row_features, column_features, scale, setup: Setup, duplicates):
+        with torch.autocast(row_features.device.type, enabled=False):
+            rows, columns = setup.operands(row_features, column_features)
+            losses, matched, excess = ring_forward(rows, columns, scale, *setup.of_a_pass(), duplicates=duplicates)
+        ctx.save_for_backward(row_features, column_features, scale, losses, matched)
+        ctx.setup, ctx.duplicates = setup, duplicates
+        return (losses if excess is None else losses + excess).mean()
 
-    def __init__(
-        self,
-        local_loss: bool = False,
-        gather_with_grad: bool = False,
-        cache_labels: bool = False,
-        rank: int = 0,
-        world_size: int = 1,
-        use_horovod: bool = False,
-        *,
-        group: dist.ProcessGroup | None = None,
-        tile: str = "auto",
-        tile_dtype: str | None = None,
-        workspace_bytes: int = WORKSPACE_BYTES,
-        ring: str = "auto",
-        ranks_per_node: int | None = None,
-        ring_overlap: str = "on",
-        compare_ranks: bool = True,
-        cuda_graph: bool = True,
-    ):
-        super().__init__()
-        if use_horovod:
-            raise ValueError("use_horovod=True: the ring runs over torch.distributed only")
-        if world_size > 1 and not gather_with_grad:
-            raise ValueError(
-                f"world_size {world_size} with gather_with_grad=False asks for gradients that are not the exact ones; "
-                "pass local_loss=True, gather_with_grad=True"
+    @staticmethod
+    def backward(ctx, d_loss):
+        refuse_double_backward("inf_cl")
+        row_features, column_features, scale, losses, matched = ctx.saved_tensors
+        setup: Setup = ctx.setup
+        with torch.autocast(row_features.device.type, enabled=False):
+            rows, columns = setup.operands(row_features, column_features)
+            *sides, d_scale = ring_backward(
+                rows,
+                columns,
+                scale,
+                losses,
+                matched,
+                *setup.of_a_pass(),
+                duplicates=ctx.duplicates,
+                needs=ctx.needs_input_grad[:2],
             )
-        self.over_all = (world_size > 1 or rank > 0) and group is None  # not the group itself: that cannot be copied
-        if world_size > 1 or rank > 0:
-            check_rank(rank, world_size, group)
-        self.options: dict[str, Any] = {
-            "group": group,
-            "tile": tile,
-            "tile_dtype": tile_dtype,
-            "workspace_bytes": workspace_bytes,
-        }
-        self.options |= {"ring": ring, "ranks_per_node": ranks_per_node, "ring_overlap": ring_overlap}
-        self.options |= {"compare_ranks": compare_ranks, "cuda_graph": cuda_graph}
-
-    def forward(
-        self,
-        image_features: Tensor,
-        text_features: Tensor,
-        logit_scale: Tensor | float,
-        logit_bias: Tensor | float | None = None,
-        output_dict: bool = False,
-    ) -> Tensor | dict[str, Tensor]:
-        """The loss of `inf_cl_loss`, with output_dict as {"contrastive_loss": it}."""
-        options = self.options | ({"group": dist.group.WORLD} if self.over_all else {})
-        loss = inf_cl_loss(image_features, text_features, logit_scale, **options)
-        return {"contrastive_loss": loss} if output_dict else loss
+            factor = d_loss / len(rows)
+            sides = scaled_sides(sides, factor * scale, (row_features, column_features))
+        return *sides, factor * d_scale, None, None
 
 
 def ring_forward(
-    rows: Tensor, columns: Tensor, scale: Tensor, ring: RingExchange, tile: Tile, workspace_bytes: int
-) -> tuple[Tensor, Tensor]:
-    """Losses of one's own rows and columns over the group's global batch, [2, b], and their matched logits, [b]."""
+    rows: Tensor,
+    columns: Tensor,
+    scale: Tensor,
+    ring: RingExchange,
+    tile: Tile,
+    workspace_bytes: int,
+    duplicates: Duplicates | None = None,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return the cross entropies of own rows and columns over the group's global batch, and their matched logits.
+
+    Returns:
+        [2, b], [b], and with duplicates="positive" what a mean over all positives adds to the cross entropies, [2, b].
+    """
+    row_positives: Tensor | None = None
     for hop, (block,) in ring.blocks(columns):
+        owner = ring.owner(hop)
         row_part, col_part, own_matched = tile.softmax_forward(
-            rows, block, scale, masked=hop == 0, workspace_bytes=workspace_bytes
+            rows,
+            block,
+            scale,
+            masked=hop == 0,
+            workspace_bytes=workspace_bytes,
+            groups=None if duplicates is None else duplicates.left_out(owner),
         )
         if hop == 0:
             row_others, matched = row_part, own_matched
         else:
             merge_lse(row_others, row_part)
         ring.carry("col_lse", hop, col_part, merge_lse)
-    others = torch.stack([row_others, ring.home("col_lse", merge_lse)])
-    return cross_entropies(others, matched), matched
+        if duplicates is not None and duplicates.positive:
+            part, col_part = duplicates.positive_sums(owner, rows, block)
+            row_positives = part if row_positives is None else row_positives.add_(part)
+            ring.carry("col_positives", hop, col_part, Tensor.add_)
+    losses = cross_entropies(torch.stack([row_others, ring.home("col_lse", merge_lse)]), matched)
+    if duplicates is None or row_positives is None:
+        return losses, matched, None
+    sums = torch.stack([row_positives, ring.home("col_positives", Tensor.add_)])
+    weights = duplicates.row_weights
+    assert weights is not None, "positives have weights"
+    excess = matched - scale * sums * weights  # of one's own pair over the mean of all positives
+    return losses, matched, excess.where(weights < 1, torch.zeros_like(excess))
 
 
 def ring_backward(
@@ -166,67 +172,26 @@ def ring_backward(
     ring: RingExchange,
     tile: Tile,
     workspace_bytes: int,
+    duplicates: Duplicates | None = None,
     needs: Sequence[bool] = (True, True),
 ) -> tuple[Tensor | None, Tensor | None, Tensor]:
     """`ring_gradients` of half the sum of all losses, of rows and columns. losses, matched: of ring_forward."""
     row_lse, col_lse = losses + matched
     slopes = torch.expm1(-losses).mean(0)
+    if duplicates is not None and duplicates.row_weights is not None:
+        slopes += 1 - duplicates.row_weights  # one's own pair is one positive of several
 
-    def add_tile(block: Tensor, block_lse: Tensor, *gradients: Tensor | None, masked: bool) -> None:
+    def add_tile(hop: int, block: Tensor, block_lse: Tensor, *gradients: Tensor | None) -> None:
         tile.softmax_backward(
-            rows, block, scale, row_lse, block_lse, *gradients, masked=masked, workspace_bytes=workspace_bytes
+            rows,
+            block,
+            scale,
+            row_lse,
+            block_lse,
+            *gradients,
+            masked=hop == 0,
+            workspace_bytes=workspace_bytes,
+            groups=None if duplicates is None else duplicates.groups(ring.owner(hop)),
         )
 
     return ring_gradients(add_tile, rows, columns, slopes, ring, with_columns=(col_lse,), needs=needs)
-
-
-def _check(*features: Tensor):
-    return check_features("inf_cl", *features), ""
-
-
-def _forward(means: tiled.Means, image_features: Tensor, text_features: Tensor, scale: Tensor):
-    rows, columns = means.operands(image_features, text_features)
-    losses, matched = ring_forward(rows, columns, scale, *means.of_a_pass())
-    return losses.mean(), (losses, matched)
-
-
-def _backward(means: tiled.Means, d_loss: Tensor, inputs, statistics, needs):
-    *sides, scale = inputs
-    losses, matched = statistics
-    rows, columns = means.operands(*sides)
-    *gradients, d_scale = ring_backward(rows, columns, scale, losses, matched, *means.of_a_pass(), needs[:2])
-    factor = d_loss / len(rows)
-    return *scaled_sides(gradients, factor * scale, sides), factor * d_scale
-
-
-def _statistics(image_features, text_features, scale):
-    rows = len(image_features)
-    return [((2, rows), None), ((rows,), None)]
-
-
-_INF_CL = tiled.register(tiled.Maths("inf_cl", _check, _forward, _backward, _statistics))
-
-
-def _replayed(
-    tile_dtype: str | None, means: tiled.Means, image_features: Tensor, text_features: Tensor, scale: Tensor
-) -> Tensor:
-    """The loss as a CUDA graph, where that is worth it and can be; else by autograd."""
-    inputs = image_features, text_features, scale
-    if graphed.worthwhile(inputs, means.new_ring(), means.tile, means.workspace_bytes):
-        options = means.tile.operand_dtype, tile_dtype, means.workspace_bytes
-        recorded = graphed.find(partial(_loss_and_gradients, means), inputs, options)
-        if recorded is not None:
-            return graphed.replay(recorded, inputs)
-    return tiled.differentiable(_INF_CL, means, *inputs)
-
-
-def _loss_and_gradients(
-    means: tiled.Means, image_features: Tensor, text_features: Tensor, scale: Tensor
-) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
-    """The loss, and its gradients in float32, at once: what graphed.py records."""
-    rows, columns = means.operands(image_features, text_features)
-    losses, matched = ring_forward(rows, columns, scale, *means.of_a_pass())
-    d_rows, d_columns, d_scale = ring_backward(rows, columns, scale, losses, matched, *means.of_a_pass())
-    assert d_rows is not None and d_columns is not None, "both are needed unless said otherwise"
-    factor = scale / len(rows)
-    return losses.mean(), (d_rows * factor, d_columns * factor, d_scale / len(rows))

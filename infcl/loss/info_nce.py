@@ -17,14 +17,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from infcl.kernels import WORKSPACE_BYTES, Tile
+from infcl.kernels import Tile
 from infcl.kernels.lse import cross_entropies, merge_lse
-from infcl.loss import tiled
-from infcl.loss.gradients import ring_gradients
-from infcl.loss.operands import inner_product, scaled
+from infcl.loss.gradients import inner_product, ring_gradients, scaled
+from infcl.loss.inputs import RingOptions, Setup, outside_graphs, refuse_double_backward, scalar_like, set_up
 from infcl.loss.ring import RingExchange
 
 
+@outside_graphs
 def info_nce_loss(
     queries: Tensor,
     documents: Tensor,
@@ -32,25 +32,74 @@ def info_nce_loss(
     logit_scale: Tensor | float,
     *,
     group: dist.ProcessGroup | None = None,
-    tile: str = "auto",
-    tile_dtype: str | None = None,
-    workspace_bytes: int = WORKSPACE_BYTES,
-    ring: str = "auto",
-    ranks_per_node: int | None = None,
-    ring_overlap: str = "on",
-    compare_ranks: bool = True,
+    **options,
 ) -> Tensor:
-    """Mean over this rank's queries of the cross entropy against all ranks' documents; 0-dim, float32 or wider.
+    """Compute the mean over this rank's queries of the cross entropy against all ranks' documents.
 
-    queries [q, D], documents [d, D]: q and d are the same on all ranks. positives int64 [q]: the index among this
-    rank's own documents of the one that answers each query; several queries may share one. All other documents, of this
-    rank and of the others, are negatives. The options are those of `inf_cl_loss`; the host waits for the GPU without
-    compare_ranks too, since it looks at the positives.
+    Args:
+        queries, documents: [q, D] and [d, D]; q and d are the same on all ranks.
+        positives: int64 [q], the index among this rank's own documents of the one that answers each query; several
+            queries may share one. All other documents, of this rank and of the others, are negatives.
+        logit_scale, group, **options: as of `inf_cl_loss`; the host waits for the GPU without compare_ranks too, since
+            it looks at the positives.
 
-    Raises ValueError, on every rank where sizes differ, with the numbers. Cannot be differentiated twice.
+    Returns:
+        0-dim, float32 or wider. Cannot be differentiated twice.
+
+    Raises:
+        ValueError: with the numbers, on every rank where sizes differ.
     """
-    options = tiled.Options(group, tile, tile_dtype, workspace_bytes, ring, ranks_per_node, ring_overlap, compare_ranks)
-    return tiled.loss(_INFO_NCE, options, (queries, documents, positives), (logit_scale,))
+    compared, wrong = _check(queries, documents, positives)
+    setup = set_up("info_nce", (queries, documents), group, RingOptions(**options), compared=compared, wrong=wrong)
+    return _InfoNCE.apply(queries, documents, positives, scalar_like(queries, logit_scale), setup)
+
+
+class _InfoNCE(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, queries, documents, positives, scale, setup: Setup):
+        order = _positives_first(positives, len(documents))
+        with torch.autocast(queries.device.type, enabled=False):
+            rows, columns = setup.operands(queries, documents)
+            columns = columns[order]
+            row_lse, losses = ring_forward(rows, columns, scale, *setup.of_a_pass())
+            slopes = torch.expm1(-losses)
+            places, misplaced = _places(order, positives)
+            place, wide = places[misplaced], losses.dtype
+            logits = torch.linalg.vecdot(rows[misplaced].to(wide), columns[place].to(wide)) * scale.to(wide)
+        wrong = misplaced[misplaced < len(slopes)]
+        slopes[wrong] = torch.exp(-losses[wrong])  # a negative: its probability
+        # The positive's logit is one of those summed; its own rounding may differ by an ulp.
+        shared = (row_lse[misplaced] - logits).clamp_(min=0)
+        losses = torch.cat([losses, losses.new_zeros(len(rows) - len(losses))]).index_copy_(0, misplaced, shared)
+        ctx.save_for_backward(queries, documents, positives, scale, row_lse, slopes, order)
+        ctx.setup = setup
+        return losses.mean()
+
+    @staticmethod
+    def backward(ctx, d_loss):
+        refuse_double_backward("info_nce")
+        queries, documents, positives, scale, row_lse, slopes, order = ctx.saved_tensors
+        setup: Setup = ctx.setup
+        places, misplaced = _places(order, positives)
+        place = places[misplaced]
+        with torch.autocast(queries.device.type, enabled=False):
+            rows, columns = setup.operands(queries, documents)
+            columns = columns[order]
+            d_rows, d_columns, d_scale = ring_backward(
+                rows, columns, scale, row_lse, slopes, *setup.of_a_pass(), needs=ctx.needs_input_grad[:2]
+            )
+        some_queries, their_documents = rows[misplaced].to(slopes.dtype), columns[place].to(slopes.dtype)
+        if len(misplaced):
+            d_scale -= inner_product(some_queries, their_documents)
+        factor, d_queries, d_documents = d_loss / len(rows), None, None
+        if d_rows is not None:
+            d_rows.index_add_(0, misplaced, their_documents, alpha=-1)
+            d_queries = scaled(d_rows, factor * scale, queries.dtype)
+        if d_columns is not None:
+            _subtract_rows(d_columns, place, some_queries)
+            d_documents = torch.empty_like(d_columns, dtype=documents.dtype)
+            d_documents[order] = scaled(d_columns, factor * scale, documents.dtype)
+        return d_queries, d_documents, None, factor * d_scale, None
 
 
 def ring_forward(
@@ -83,55 +132,12 @@ def ring_backward(
 ) -> tuple[Tensor | None, Tensor | None, Tensor]:
     """`ring_gradients` with dS = exp(logits - row_lse), and the slopes on the diagonal of one's own block."""
 
-    def add_tile(block: Tensor, *gradients: Tensor | None, masked: bool) -> None:
+    def add_tile(hop: int, block: Tensor, *gradients: Tensor | None) -> None:
         tile.softmax_backward(
-            rows, block, scale, row_lse, None, *gradients, masked=masked, workspace_bytes=workspace_bytes
+            rows, block, scale, row_lse, None, *gradients, masked=hop == 0, workspace_bytes=workspace_bytes
         )
 
     return ring_gradients(add_tile, rows, columns, slopes, ring, needs=needs)
-
-
-def _forward(means: tiled.Means, queries: Tensor, documents: Tensor, positives: Tensor, scale: Tensor):
-    order = _positives_first(positives, len(documents))
-    rows, columns = means.operands(queries, documents)
-    columns = columns[order]
-    row_lse, losses = ring_forward(rows, columns, scale, *means.of_a_pass())
-    slopes = torch.expm1(-losses)
-    places, misplaced = _places(order, positives)
-    place, wide = places[misplaced], losses.dtype
-    logits = torch.linalg.vecdot(rows[misplaced].to(wide), columns[place].to(wide)) * scale.to(wide)
-    wrong = misplaced[misplaced < len(slopes)]
-    slopes[wrong] = torch.exp(-losses[wrong])  # a negative: its probability
-    # The positive's logit is one of those summed; its own rounding may differ by an ulp.
-    shared = (row_lse[misplaced] - logits).clamp_(min=0)
-    losses = torch.cat([losses, losses.new_zeros(len(rows) - len(losses))]).index_copy_(0, misplaced, shared)
-    return losses.mean(), (row_lse, slopes, order)
-
-
-def _backward(means: tiled.Means, d_loss: Tensor, inputs, statistics, needs):
-    queries, documents, positives, scale = inputs
-    row_lse, slopes, order = statistics
-    places, misplaced = _places(order, positives)
-    place = places[misplaced]
-    rows, columns = means.operands(queries, documents)
-    columns = columns[order]
-    d_rows, d_columns, d_scale = ring_backward(rows, columns, scale, row_lse, slopes, *means.of_a_pass(), needs[:2])
-    some_queries, their_documents = rows[misplaced].to(slopes.dtype), columns[place].to(slopes.dtype)
-    d_scale -= inner_product(some_queries, their_documents)
-    factor, d_queries, d_documents = d_loss / len(rows), None, None
-    if d_rows is not None:
-        d_rows.index_add_(0, misplaced, their_documents, alpha=-1)
-        d_queries = scaled(d_rows, factor * scale, queries.dtype)
-    if d_columns is not None:
-        _subtract_rows(d_columns, place, some_queries)
-        d_documents = torch.empty_like(d_columns, dtype=documents.dtype)
-        d_documents[order] = scaled(d_columns, factor * scale, documents.dtype)
-    return d_queries, d_documents, None, factor * d_scale
-
-
-def _statistics(queries, documents, *_):
-    rows, columns = len(queries), len(documents)
-    return [((rows,), None), ((min(rows, columns),), None), ((columns,), torch.int64)]
 
 
 def _positives_first(positives: Tensor, count: int) -> Tensor:
@@ -170,7 +176,8 @@ def _subtract_rows(total: Tensor, places: Tensor, rows: Tensor) -> None:
         total.index_add_(0, places, rows, alpha=-1)
 
 
-def _check(queries: Tensor, documents: Tensor, positives: Tensor):
+def _check(queries: Tensor, documents: Tensor, positives: Tensor) -> tuple[dict[str, int], str]:
+    """({what: number} that all ranks must have alike, what is wrong with this rank's positives or "")."""
     shapes = tuple(queries.shape), tuple(documents.shape)
     if queries.ndim != 2 or documents.ndim != 2 or shapes[0][1] != shapes[1][1] or 0 in (*shapes[0], *shapes[1]):
         raise ValueError(f"info_nce needs queries [q, D] and documents [d, D], not empty; got {shapes}")
@@ -186,10 +193,7 @@ def _check(queries: Tensor, documents: Tensor, positives: Tensor):
         )
     low, high = int(positives.min()), int(positives.max())
     inside = 0 <= low and high < len(documents)
-    compared: tiled.Comparable = {"queries": shapes[0][0], "documents": shapes[1][0]}
+    compared = {"queries": shapes[0][0], "documents": shapes[1][0]}
     compared |= {"feature dimensions": shapes[0][1], "place of positives (1: inside)": inside}
     wrong = f"positives lie in {low}..{high}; this rank's documents are 0..{len(documents) - 1}"
     return compared, "" if inside else wrong
-
-
-_INFO_NCE = tiled.register(tiled.Maths("info_nce", _check, _forward, _backward, _statistics, waits=True))

@@ -28,18 +28,15 @@ class Link(NamedTuple):
 
 
 class Links(NamedTuple):
-    """The links of one rank. lap: ranks in a lap; next: one hop on; home: where a result goes after its last hop."""
+    """The links of one rank. lap: ranks in a lap; next: one hop on; next_node: to the same place on the next node."""
 
     lap: int
     next: Link
-    home: Link
     next_node: Link
 
 
-def links_of(
-    group: dist.ProcessGroup | None, *, ring: str, ranks_per_node: int | None, reach: int | None = None
-) -> Links:
-    """This rank's links. `reach`: hops that a block makes in a lap, lap - 1 unless told; results go home from there.
+def links_of(group: dist.ProcessGroup | None, *, ring: str, ranks_per_node: int | None) -> Links:
+    """This rank's links.
 
     ValueError for an unknown ring, or a two-level ring on a group whose ranks do not fill nodes evenly and in order.
     """
@@ -49,18 +46,15 @@ def links_of(
         raise ValueError(f"ranks_per_node {ranks_per_node} must be at least 1")
     if group is None or dist.get_world_size(group) == 1:
         alone = Link(None, 0, 0)
-        return Links(1, alone, alone, alone)
+        return Links(1, alone, alone)
     ranks = dist.get_process_group_ranks(group)
     lap = lap_length(ranks, ring=ring, ranks_per_node=ranks_per_node)
     rank, size = dist.get_rank(group), len(ranks)
     first = rank - rank % lap  # of this node
 
-    def within(distance: int) -> Link:
-        to, source = (first + (rank - first + step) % lap for step in (distance, -distance))
-        return Link(group, ranks[to], ranks[source])
-
+    to, source = (first + (rank - first + step) % lap for step in (1, -1))
     next_node = Link(group, ranks[(rank + lap) % size], ranks[(rank - lap) % size])
-    return Links(lap, within(1), within(-(lap - 1 if reach is None else reach)), next_node)
+    return Links(lap, Link(group, ranks[to], ranks[source]), next_node)
 
 
 def lap_length(ranks: list[int], *, ring: str, ranks_per_node: int | None) -> int:

@@ -26,7 +26,7 @@ first part of each later lap, which finds both buffers of the hops in use.
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from functools import cached_property, partial
+from functools import cached_property
 from zlib import crc32
 
 import torch
@@ -42,15 +42,15 @@ OVERLAPS = ("on", "off")
 class RingExchange:
     """Post and wait of named, double-buffered tensors between ring neighbours.
 
-    ring, ranks_per_node: "flat", "two-level" or "auto" (see links.lap_length). overlap: "on", or "off"
-    to wait for each message where it is posted. Results are the same; what overlapping gains can be measured.
-    reach: a flat ring whose blocks make only so many hops (default W - 1); results go home from there directly.
+    ring, ranks_per_node: "flat", "two-level" or "auto" (see links.lap_length). overlap: "off" waits for each message
+    where it is posted. Results are the same; what overlap gains can be measured.
 
-    Received tensors belong to the ring: one is valid until the next `post` of its name that does not send it on.
-    Posted tensors must not be written to until the `wait` of their name. All ranks must post and wait in the same
-    order, with equal shapes (`require_equal` checks that). A message that fails, or is not there after the group's
-    timeout, raises a RuntimeError that names the step and the peer (gloo). On GPUs the host does not wait: NCCL's
-    watchdog ends the process after that time.
+    Received tensors belong to the ring: one is valid until the next `post` of its name that does not send it on, and
+    until the pass ends (its blocks have gone round and its results are home); one pass of a group at a time. Posted
+    tensors must not be written to until the `wait` of their name. All ranks must post and wait in the same order, with
+    equal shapes (`require_equal` checks that). A message that fails, or is not there after the group's timeout, raises
+    a RuntimeError that names the step and the peer (gloo). On GPUs the host does not wait: NCCL's watchdog ends the
+    process after that time.
     """
 
     def __init__(
@@ -60,18 +60,15 @@ class RingExchange:
         ring: str = "flat",
         ranks_per_node: int | None = None,
         overlap: str = "on",
-        reach: int | None = None,
     ):
         if overlap not in OVERLAPS:
             raise ValueError(f"ring overlap is one of {OVERLAPS}, not {overlap!r}")
         self.group = group
         self.overlap = overlap
         self.world_size = 1 if group is None else dist.get_world_size(group)
-        self.links = links_of(group, ring=ring, ranks_per_node=ranks_per_node, reach=reach)
+        self.links = links_of(group, ring=ring, ranks_per_node=ranks_per_node)
         self.lap = self.links.lap
         self.laps = self.world_size // self.lap
-        self.reach = self.lap - 1 if reach is None else reach
-        assert self.laps == 1 or reach is None, "only a flat ring can stop half-way"
         self._step = 0
         self._buffers: dict[str, list[Tensor]] = {}
         self._pending: dict[str, tuple[list[dist.Work], Link, Tensor, Tensor]] = {}
@@ -84,12 +81,12 @@ class RingExchange:
         for lap in range(self.laps):
             if lap + 1 < self.laps:
                 self._post_all("lap", tensors, self._across)
-            for turn in range(self.reach + 1):
+            for turn in range(self.lap):
                 self._step = lap * self.lap + turn
-                if turn < self.reach:
+                if turn < self.lap - 1:
                     self._post_all("block", tensors, self.links.next)
                 yield self._step, tensors
-                if turn < self.reach:
+                if turn < self.lap - 1:
                     tensors = self._wait_all("block", len(tensors))
             if lap + 1 < self.laps:
                 tensors = self._wait_all("lap", len(tensors))
@@ -112,8 +109,8 @@ class RingExchange:
         part, link = torch.empty_like(like, dtype=dtype), self.links.next
         if name in self._buffers or link.group is None:
             return part
-        self._buffers[name] = [torch.empty_like(part) for _ in range(2)]
-        return self._buffers[name][1]
+        self._buffers[name] = [torch.empty_like(part), part]
+        return part
 
     def carry(self, name: str, hop: int, part: Tensor, combine: Combine) -> None:
         """Add this rank's part to the result that travels with the block of this hop, and send it on.
@@ -126,7 +123,7 @@ class RingExchange:
             self._end_lap(name, combine)
         if name in self._pending:
             part = combine(self.wait(name), part)
-        self.post(name, part, self.links.home if turn == self.reach else self.links.next)
+        self.post(name, part)
 
     def home(self, name: str, combine: Combine) -> Tensor:
         """The complete result for one's own block, after the last `carry`; the caller's to keep."""
@@ -216,7 +213,7 @@ class RingExchange:
         )
 
     def _place(self) -> str:
-        return f"ring step {self._step + 1} of {self.laps * (self.reach + 1)}"
+        return f"ring step {self._step + 1} of {self.world_size}"
 
     def _post_all(self, name: str, tensors: tuple[Tensor, ...], link: Link) -> None:
         for i, tensor in enumerate(tensors):
@@ -233,11 +230,6 @@ class RingExchange:
         self.post(across, total, self._across)
 
 
-def ring_maker(group: dist.ProcessGroup | None, **options) -> Callable[[], RingExchange]:
-    """`RingExchange(group, **options)` for each pass of autograd: buffers live as long as one pass."""
-    return partial(RingExchange, checked_group(group), **options)
-
-
 def checked_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
     """The group, or None for one process; ValueError where None would silently mean "this rank's batch only"."""
     distributed = dist.is_available() and dist.is_initialized()
@@ -249,13 +241,3 @@ def checked_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
     if group is not None and dist.get_rank(group) < 0:
         raise ValueError(f"rank {dist.get_rank()} is not a member of the process group it was given")
     return group
-
-
-def check_rank(rank: int, world_size: int, group: dist.ProcessGroup | None) -> None:
-    """Raise ValueError unless this process is `rank` of `world_size` in the group (None: WORLD)."""
-    if not (dist.is_available() and dist.is_initialized()):
-        raise ValueError(f"rank {rank}, world_size {world_size}: torch.distributed is not initialised")
-    group = dist.group.WORLD if group is None else group
-    actual = dist.get_rank(group), dist.get_world_size(group)
-    if actual != (rank, world_size):
-        raise ValueError(f"rank {rank}, world_size {world_size}: the process group says {actual[0]}, {actual[1]}")

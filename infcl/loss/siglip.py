@@ -1,30 +1,41 @@
-"""SigLIP's pairwise sigmoid loss over the same ring and tiles as Inf-CL.
+"""SigLIP's pairwise sigmoid loss over the same ring and tiles as Inf-CL, in one trip around the ring.
 
 In: image and text features [b, D] of this rank, scale and bias. Out: the loss, and by backward the gradients.
 
     logits = scale * all_images @ all_texts.T + bias                          # [B, B], never formed
     loss = -logsigmoid(sign * logits).sum() / B                               # sign: 1 on the diagonal, -1 elsewhere
 
-A pair's loss depends on nothing but its own logit, so no statistics travel: forward W - 1 hops of b*D operands,
-backward the same and W hops of b*D float32 gradients. Per-rank averages as in loss/inf_cl.
+A pair's loss depends on its own logit alone. Where gradients are wanted the forward forms them too, 3 matmuls
+(6 B^2 D flops), W - 1 hops of b*D operands and W hops of b*D float32; the backward only multiplies them by the incoming
+gradient. Without gradients the forward is one matmul. Between forward and backward 2 b*D float32 are kept.
+Per-rank averages as in loss/inf_cl.
 Source: SigLIP, arXiv 2303.15343, Algorithm 1 (signs) and section 3.3 (the loss in blocks).
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from infcl.kernels import WORKSPACE_BYTES, Tile
-from infcl.loss import tiled
-from infcl.loss.gradients import ring_gradients
-from infcl.loss.operands import check_features, scaled_sides
-from infcl.loss.ring import RingExchange, check_rank
+from infcl.kernels import Tile
+from infcl.loss.duplicates import Duplicates, check_ids, find_duplicates
+from infcl.loss.gradients import ring_gradients, row_products
+from infcl.loss.inputs import (
+    RingOptions,
+    Setup,
+    check_features,
+    gradients_wanted,
+    outside_graphs,
+    refuse_double_backward,
+    scalar_like,
+    set_up,
+)
+from infcl.loss.ring import RingExchange
 
 
+@outside_graphs
 def siglip_loss(
     image_features: Tensor,
     text_features: Tensor,
@@ -32,127 +43,125 @@ def siglip_loss(
     logit_bias: Tensor | float,
     *,
     group: dist.ProcessGroup | None = None,
-    tile: str = "auto",
-    tile_dtype: str | None = None,
-    workspace_bytes: int = WORKSPACE_BYTES,
-    ring: str = "auto",
-    ranks_per_node: int | None = None,
-    ring_overlap: str = "on",
-    compare_ranks: bool = True,
+    image_ids: Tensor | None = None,
+    text_ids: Tensor | None = None,
+    duplicates: str = "negative",
+    **options,
 ) -> Tensor:
-    """The sigmoid loss of the group's global batch; arguments as in `inf_cl_loss`, gradient flows to logit_bias too."""
-    options = tiled.Options(group, tile, tile_dtype, workspace_bytes, ring, ranks_per_node, ring_overlap, compare_ranks)
-    return tiled.loss(_SIGLIP, options, (image_features, text_features), (logit_scale, logit_bias))
-
-
-class SigLipLoss(nn.Module):
-    """`siglip_loss` as a module, made and called like open_clip's SigLipLoss.
+    """Compute the sigmoid loss of the group's global batch.
 
     Args:
-        cache_labels: accepted; there are no labels to cache.
-        rank, world_size: open_clip's arguments; world_size > 1 means torch.distributed's WORLD.
-        dist_impl: accepted; the columns always travel around the ring.
-        group: process group of the ring, instead of rank and world_size.
-        **options: those of `siglip_loss`.
+        image_features, text_features: [b, D], row i of one matches row i of the other; usually L2-normalised.
+        logit_scale, logit_bias: multiply the cosines and are added; floats or one element; gradients flow to them.
+        group: where the ring runs; None means this process alone (rejected when torch.distributed runs several ranks).
+        image_ids, text_ids: int64 [b], equal for samples that show the same image, or have the same text.
+        duplicates: pairs of other samples with an equal id have the sign -1 ("negative"), +1 ("positive"), or are left
+            out ("mask"); infcl/loss/duplicates.py defines it.
+        **options: the fields of infcl.RingOptions.
+
+    Returns:
+        0-dim, float32 (float64 for float64 matmuls): this rank's sum over its rows and all columns, divided by b. If a
+        gradient is wanted, 2 [b, D] float32 are kept until the backward. Cannot be differentiated twice.
 
     Raises:
-        ValueError: rank and world_size are not those of the process group.
+        ValueError: with the numbers, on every rank, for unequal shapes or a missing group.
     """
-
-    def __init__(
-        self,
-        cache_labels: bool = False,
-        rank: int = 0,
-        world_size: int = 1,
-        dist_impl: str | None = None,
-        *,
-        group: dist.ProcessGroup | None = None,
-        **options: Any,
-    ):
-        super().__init__()
-        self.over_all = (world_size > 1 or rank > 0) and group is None  # not the group itself: that cannot be copied
-        if world_size > 1 or rank > 0:
-            check_rank(rank, world_size, group)
-        self.group, self.options = group, options
-
-    def forward(
-        self,
-        image_features: Tensor,
-        text_features: Tensor,
-        logit_scale: Tensor | float,
-        logit_bias: Tensor | float,
-        output_dict: bool = False,
-    ) -> Tensor | dict[str, Tensor]:
-        """Return the loss, 0-dim float32, or {"contrastive_loss": loss}.
-
-        Args:
-            image_features, text_features: this rank's [b, D], L2-normalised.
-            logit_scale: the multiplicative scale, after exp().
-            logit_bias: added to each logit.
-        """
-        group = dist.group.WORLD if self.over_all else self.group
-        loss = siglip_loss(image_features, text_features, logit_scale, logit_bias, group=group, **self.options)
-        return {"contrastive_loss": loss} if output_dict else loss
+    compared = check_features("siglip", image_features, text_features)
+    ids, flags = check_ids("siglip", len(image_features), image_ids, text_ids, duplicates)
+    setup = set_up("siglip", (image_features, text_features), group, RingOptions(**options), compared=compared | flags)
+    found = find_duplicates(ids, image_features, setup.group, duplicates)
+    scalars = [scalar_like(image_features, scalar) for scalar in (logit_scale, logit_bias)]
+    wanted = gradients_wanted((image_features, text_features, *scalars))
+    return _SigLip.apply(image_features, text_features, *scalars, setup, found, wanted)
 
 
-def ring_forward(
-    rows: Tensor, columns: Tensor, scale: Tensor, bias: Tensor, ring: RingExchange, tile: Tile, workspace_bytes: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Sums of the losses and of dS (the bias gradient) over one's own rows, 0-dim, and dS at the matches, [b]."""
-    loss: Any = 0
-    slope: Any = 0
-    slopes: Any = None
-    for hop, (block,) in ring.blocks(columns):
-        row_loss, row_slope, matched = tile.sigmoid_forward(
-            rows, block, scale, bias, masked=hop == 0, workspace_bytes=workspace_bytes
-        )
-        if hop == 0:
-            slopes = -torch.sigmoid(-matched)
-            row_loss, row_slope = row_loss - F.logsigmoid(matched), row_slope + slopes
-        loss, slope = loss + row_loss.sum(), slope + row_slope.sum()
-    return loss, slope, slopes
+class _SigLip(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, image_features, text_features, scale, bias, setup: Setup, duplicates, wanted):
+        with torch.autocast(image_features.device.type, enabled=False):
+            rows, columns = setup.operands(image_features, text_features)
+            if not any(wanted):
+                return ring_loss(rows, columns, scale, bias, *setup.of_a_pass(), duplicates=duplicates) / len(rows)
+            loss, *gradients = ring_loss_and_gradients(
+                rows, columns, scale, bias, *setup.of_a_pass(), duplicates=duplicates, needs=wanted[:2]
+            )
+        ctx.save_for_backward(scale, *gradients)
+        ctx.dtypes, ctx.rows = (image_features.dtype, text_features.dtype), len(rows)
+        return loss / len(rows)
+
+    @staticmethod
+    def backward(ctx, d_loss):
+        refuse_double_backward("siglip")
+        scale, *sides, d_scale, d_bias = ctx.saved_tensors
+        factor = d_loss / ctx.rows
+        # Not in place: with retain_graph another backward pass reads them again.
+        sides = [
+            None if side is None else torch.mul(side, factor * scale, out=torch.empty_like(side, dtype=dtype))
+            for side, dtype in zip(sides, ctx.dtypes)
+        ]
+        return *sides, factor * d_scale, factor * d_bias, None, None, None
 
 
-def ring_backward(
+def ring_loss(
     rows: Tensor,
     columns: Tensor,
     scale: Tensor,
     bias: Tensor,
-    slopes: Tensor,
     ring: RingExchange,
     tile: Tile,
     workspace_bytes: int,
+    duplicates: Duplicates | None = None,
+) -> Tensor:
+    """Return the sum of the losses over own rows and all columns, 0-dim."""
+    loss = -F.logsigmoid(_matched_logits(rows, columns, scale, bias)).sum()
+    for hop, (block,) in ring.blocks(columns):
+        row_losses, _, _ = tile.sigmoid_forward(
+            rows,
+            block,
+            scale,
+            bias,
+            masked=hop == 0,
+            workspace_bytes=workspace_bytes,
+            groups=None if duplicates is None else duplicates.groups(ring.owner(hop)),
+        )
+        loss += row_losses.sum()
+    return loss
+
+
+def ring_loss_and_gradients(
+    rows: Tensor,
+    columns: Tensor,
+    scale: Tensor,
+    bias: Tensor,
+    ring: RingExchange,
+    tile: Tile,
+    workspace_bytes: int,
+    duplicates: Duplicates | None = None,
     needs: Sequence[bool] = (True, True),
-) -> tuple[Tensor | None, Tensor | None, Tensor]:
-    """`ring_gradients` of the sum of all losses. slopes: of ring_forward."""
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor, Tensor]:
+    """Return the sum of all losses, `ring_gradients` of it (without the factor scale), and the bias's gradient."""
+    matched = _matched_logits(rows, columns, scale, bias)
+    slopes = -torch.sigmoid(-matched)
+    loss, d_bias = -F.logsigmoid(matched).sum(), slopes.sum()
 
-    def add_tile(block: Tensor, *gradients: Tensor | None, masked: bool) -> None:
-        tile.sigmoid_backward(rows, block, scale, bias, *gradients, masked=masked, workspace_bytes=workspace_bytes)
+    def add_tile(hop: int, block: Tensor, *gradients: Tensor | None) -> None:
+        part, slope = tile.sigmoid_gradients(
+            rows,
+            block,
+            scale,
+            bias,
+            *gradients,
+            masked=hop == 0,
+            workspace_bytes=workspace_bytes,
+            groups=None if duplicates is None else duplicates.groups(ring.owner(hop)),
+        )
+        loss.add_(part)
+        d_bias.add_(slope)
 
-    return ring_gradients(add_tile, rows, columns, slopes, ring, needs=needs)
-
-
-def _check(*features: Tensor):
-    return check_features("siglip", *features), ""
-
-
-def _forward(means: tiled.Means, image_features: Tensor, text_features: Tensor, scale: Tensor, bias: Tensor):
-    rows, columns = means.operands(image_features, text_features)
-    loss, slope, slopes = ring_forward(rows, columns, scale, bias, *means.of_a_pass())
-    return loss / len(rows), (slope, slopes)
-
-
-def _backward(means: tiled.Means, d_loss: Tensor, inputs, statistics, needs):
-    *sides, scale, bias = inputs
-    slope, slopes = statistics
-    rows, columns = means.operands(*sides)
-    *gradients, d_scale = ring_backward(rows, columns, scale, bias, slopes, *means.of_a_pass(), needs[:2])
-    factor = d_loss / len(rows)
-    return *scaled_sides(gradients, factor * scale, sides), factor * d_scale, factor * slope
+    d_rows, d_columns, d_scale = ring_gradients(add_tile, rows, columns, slopes, ring, needs=needs)
+    return loss, d_rows, d_columns, d_scale, d_bias
 
 
-def _statistics(image_features, *_):
-    return [((), None), ((len(image_features),), None)]
-
-
-_SIGLIP = tiled.register(tiled.Maths("siglip", _check, _forward, _backward, _statistics))
+def _matched_logits(rows: Tensor, columns: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
+    """[b], in float32 or wider."""
+    return row_products(rows, columns) * scale + bias

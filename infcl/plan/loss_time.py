@@ -3,7 +3,7 @@
 A block pair's tiles take what the kernels themselves reckon with (infcl/kernels/shapes.py: waves of whole tiles, depth
 and epilogue of each), at the rate that the profile has for 65,536 pairs of width 768. What reads and writes features
 once adds its bytes. In a step the host issues all of it while the towers run; alone, the loss takes at least as long as
-the host does. Small batches of one GPU are replayed as a graph (infcl/loss/graphed.py).
+the host does.
 
 Blocks that GPUs of one host pass on are not hidden: with NCCL's sends overlapping gained nothing there
 (docs/results/tiling_h200.csv). The plan adds them, 2% of the loss. Crossings between hosts are taken to hide.
@@ -11,7 +11,6 @@ Blocks that GPUs of one host pass on are not hidden: with NCCL's sends overlappi
 
 from infcl.kernels import WORKSPACE_BYTES
 from infcl.kernels.shapes import backward_cost, chunk_shape, forward_cost
-from infcl.loss.graphed import MAX_ROWS
 from infcl.plan.phases import Phase
 from infcl.plan.setting import Gpu, Setting
 
@@ -19,10 +18,8 @@ from infcl.plan.setting import Gpu, Setting
 # (docs/log.md) and from four GPUs' 5.9 ms at 8,192 rows each, where the GPUs need 4.5.
 LEAD_SECONDS = 0.0003
 HOP_SECONDS = 0.0014
-GRAPH_SECONDS = 0.00056  # the host's, of a replay: mean of the medians at 1,024, 2,048 and 4,096 pairs
 # Bytes per row and width, both sides. Once a step: squares 4, matched gradients 12, their inner product 14, scaling 12.
-# In a graph besides: inputs copied in, gradients scaled in float32, copied together and out.
-STEP_BYTES, GRAPH_BYTES = 42, 98
+STEP_BYTES = 42
 HOP_BYTES = 16  # around a ring: the travelling gradient zeroed, and added to what came
 _REFERENCE = 65536, 768  # rows and width at which a profile's loss_efficiency holds
 
@@ -36,8 +33,8 @@ def loss_phases(setting: Setting, bus_bandwidth: float) -> list[Phase]:
         gathered = 2 * 4.0 * setting.global_batch * width / bus_bandwidth * 2
         whole = size if setting.loss == "clip" else 1
         return [Phase("loss", compute * whole, compute * whole), Phase("gather features", gathered, gathered)]
-    hops, once = (HOP_BYTES * size, STEP_BYTES) if size > 1 else (0, GRAPH_BYTES if _graphed(setting) else STEP_BYTES)
-    compute = slower * size * tile_seconds(gpu, rows, width) + (hops + once) * rows * width / (gpu.hbm_gbs * 1e9)
+    hops = HOP_BYTES * size if size > 1 else 0
+    compute = slower * size * tile_seconds(gpu, rows, width) + (hops + STEP_BYTES) * rows * width / (gpu.hbm_gbs * 1e9)
     phases = [Phase("loss", compute, compute)]
     if size > 1:
         phases.append(_ring(setting, compute))
@@ -47,8 +44,6 @@ def loss_phases(setting: Setting, bus_bandwidth: float) -> list[Phase]:
 def loss_seconds(setting: Setting) -> float:
     """Of the tiled loss and its ring alone, with nothing before them that the host could run ahead in."""
     gpus = sum(phase.exposed for phase in loss_phases(setting, 0.0))
-    if _graphed(setting):
-        return max(loss_host_seconds(setting), gpus)
     return max(loss_host_seconds(setting), setting.gpu.host_factor * LEAD_SECONDS + gpus)
 
 
@@ -56,12 +51,7 @@ def loss_host_seconds(setting: Setting) -> float:
     """To issue the loss, which hides behind the towers in a step; the baselines' few products are not counted."""
     if setting.loss != "inf_cl":
         return 0.0
-    seconds = GRAPH_SECONDS if _graphed(setting) else LEAD_SECONDS + setting.gpus * HOP_SECONDS
-    return setting.gpu.host_factor * seconds
-
-
-def _graphed(setting: Setting) -> bool:
-    return setting.gpus == 1 and setting.loss_rows <= MAX_ROWS
+    return setting.gpu.host_factor * (LEAD_SECONDS + setting.gpus * HOP_SECONDS)
 
 
 def tile_seconds(gpu: Gpu, rows: int, width: int) -> float:

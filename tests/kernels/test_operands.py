@@ -7,7 +7,7 @@ import torch
 
 from infcl import info_nce_loss, nt_xent_loss
 from infcl.kernels import select_tile
-from infcl.loss.operands import as_operand, rounded_to_tf32
+from infcl.loss.inputs import as_operand, rounded_to_tf32
 from tests.lib.loss_oracle import Case, evaluate, features, oracle, relative_error
 
 BITS = 11  # of a tf32 number, the leading one included

@@ -55,7 +55,8 @@ def test_tiles_of_rectangular_blocks_equal_the_dense_formulas(rows, columns, mas
     else:
         assert matched is None
     d_rows, d_columns, d_scale = torch.zeros_like(r), torch.zeros_like(c), torch.zeros_like(scale)
-    torch_tile.sigmoid_backward(r, c, scale, bias, d_rows, d_columns, d_scale, **options)
+    sums = torch_tile.sigmoid_gradients(r, c, scale, bias, d_rows, d_columns, d_scale, **options)
+    torch.testing.assert_close(sums, (row_loss.sum(), row_slope.sum()))
     torch.testing.assert_close((d_rows, d_columns), (logits.sigmoid() @ c, logits.sigmoid().T @ r))
     torch.testing.assert_close(d_scale, (logits.sigmoid() * (r @ c.T)).sum())
 
@@ -68,7 +69,7 @@ def test_the_scale_gradient_of_a_large_chunk_is_summed_precisely():
         lse, d_scale = r.new_full((4096,), 10.0), torch.zeros_like(scale)
         options = {"masked": True, "workspace_bytes": 2**29}
         torch_tile.softmax_backward(r, c, scale, lse, lse, None, None, d_scale, **options)
-        torch_tile.sigmoid_backward(r, c, scale, scale - 30, None, None, d_scale, **options)
+        torch_tile.sigmoid_gradients(r, c, scale, scale - 30, None, None, d_scale, **options)
         sums.append(d_scale.double())
     torch.testing.assert_close(*sums, rtol=3e-7, atol=0)
 

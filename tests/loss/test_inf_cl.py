@@ -136,7 +136,7 @@ def test_ring_functions_need_no_autograd():
     images, texts = features("random", 11, 24, torch.float64)
     scale = torch.tensor(5.0, dtype=torch.float64)
     tile, ring = select_tile(images), RingExchange(None)
-    losses, matched = ring_forward(images, texts, scale, ring, tile, 1000)
+    losses, matched, _ = ring_forward(images, texts, scale, ring, tile, 1000)
     logits = scale * images @ texts.T
     torch.testing.assert_close(losses[0], logits.logsumexp(1) - logits.diagonal())
     torch.testing.assert_close(losses[1], logits.logsumexp(0) - logits.diagonal())
@@ -221,12 +221,23 @@ def test_wrong_options_are_refused_by_name():
         inf_cl_loss(images, texts.to("meta"), 1.0)
     with pytest.raises(ValueError, match="workspace_bytes 0 must be positive"):
         inf_cl_loss(images, texts, 1.0, workspace_bytes=0)
+    with pytest.raises(TypeError, match="'tiles'"):
+        inf_cl_loss(images, texts, 1.0, tiles="torch")
     with pytest.raises(ValueError, match="of one element, not None"):
         inf_cl_loss(images, texts, None)
     with pytest.raises(ValueError, match="unknown ring 'two'"):  # of one rank as of several
         inf_cl_loss(images, texts, 1.0, ring="two")
     with pytest.raises(ValueError, match="needs features on a GPU, not on cpu"):
         inf_cl_loss(images, texts, 1.0, tile="triton")
+
+
+@pytest.mark.parametrize("scale", [1.6e6, float("inf"), float("nan")])
+def test_a_number_that_no_scale_can_be_is_refused(scale):
+    """exp of what is the scale already. A tensor is not read: the host would wait for the GPU."""
+    images, texts = features("random", 5, 24)
+    with pytest.raises(ValueError, match="expected"):
+        inf_cl_loss(images, texts, scale)
+    inf_cl_loss(images, texts, torch.tensor(scale))
 
 
 def _unequal_ranks(rank, world_size):

@@ -84,11 +84,10 @@ NT_XENT = [*test_nt_xent.CASES, (131, 72, 30.0, "random")]
 def _evaluate_others_on_gpu(rank: int, world_size: int, port: int, folder: str, options: dict) -> None:
     _start(rank, world_size, port)
     bound = {"device": "cuda", "workspace_bytes": WORKSPACE_BYTES}
-    flat = {name: value for name, value in options.items() if name == "ring_overlap"}  # NT-Xent's only ring
     for _ in range(2):
         results = (
             test_info_nce.evaluate(rank, world_size, INFO_NCE, **bound, **options),
-            test_nt_xent.evaluate(rank, world_size, NT_XENT, **bound, **flat),
+            test_nt_xent.evaluate(rank, world_size, NT_XENT, **bound, **options),
         )
     torch.save(results, f"{folder}/{rank}.pt")
     dist.destroy_process_group()

@@ -90,9 +90,8 @@ def _live_parts(rank, world_size, name):
 def test_one_part_at_a_time_has_memory_of_its_own(name):
     """Beside two buffers, in which the first is computed: as many float32 blocks as the planner counts."""
     for world_size in (2, 5):
-        parts = (world_size // 2 if name == "nt_xent" else world_size - 1) - (name == "nt_xent")
         for found in run_ranks(_live_parts, world_size, name):
-            assert found == [1] * parts
+            assert found == [1] * (world_size - 1)
 
 
 def _count_messages(rank, world_size, options):
