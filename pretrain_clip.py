@@ -21,9 +21,8 @@ if __name__ == "__main__":  # before what takes long to import: a scheduler's wa
 
 from infcl.checkpoint.run_folder import FolderTaken, claim_run_folder
 from infcl.checkpoint.write import StorageHangs
-from infcl.config import parse_args, settings_of
+from infcl.config import may_pack, parse_args, settings_of
 from infcl.data.loader import TooManyBadSamples
-from infcl.models.captions import may_pack
 from infcl.parallel import (
     describe_failure,
     destroy_parallel,
@@ -33,6 +32,7 @@ from infcl.parallel import (
 )
 from infcl.parallel.process import end_process
 from infcl.report import summary_table
+from infcl.train.build import resolve_inputs
 from infcl.train.dry_run import describe_plan
 from infcl.train.finite import Diverged
 from infcl.train.fit import fit_to_memory
@@ -61,9 +61,10 @@ def main(argv: list[str] | None = None, *, noted: list[int] | None = None) -> in
             from megatron_patches.groups import init_tensor_parallel
 
             parallel = init_tensor_parallel(parallel, config.tensor_parallel_size, on_host=may_pack(config))
-        config = fit_to_memory(config, parallel)
+        inputs = fit_to_memory(resolve_inputs(config, parallel), parallel)
+        config = inputs.spec.flags
         if config.dry_run:
-            say(rank, describe_plan(config, parallel))
+            say(rank, describe_plan(inputs, parallel))
             destroy_parallel(parallel)
             return 0
         run = claim_run_folder(config, parallel)
@@ -73,7 +74,7 @@ def main(argv: list[str] | None = None, *, noted: list[int] | None = None) -> in
                 say(rank, f"{run.root} is finished; --overwrite trains it again\n{summary_table(summary)}")
             destroy_parallel(parallel)
             return 0
-        trainer = Trainer(config, parallel, run, noted=noted)
+        trainer = Trainer(inputs, parallel, run, noted=noted)
     except ValueError as error:
         if "--debug" in argv:
             raise

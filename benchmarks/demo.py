@@ -19,8 +19,7 @@ import torch
 from benchmarks.clock import hardware
 from benchmarks.rows import append
 from benchmarks.step import end_process
-from infcl.config import TrainConfig
-from infcl.config.preset import read_preset
+from infcl.config import TrainConfig, resolve
 
 PRESETS = ("zero1", "zero2", "zero3", "zero3_offload", "zero2_bf16")
 TAKEN = ("zero_shot_top1", "image_to_text_r1", "text_to_image_r1", "train_seconds", "steps", "skipped_steps")
@@ -69,7 +68,7 @@ def row_of(preset: str, run: Path) -> dict:
     summary, flags = (json.loads((run / name).read_text()) for name in ("summary.json", "config.json"))
     given = {name: flags[name] for name in ("deepspeed_config", "precision")}
     config = TrainConfig(dataset_type="synthetic", train_num_samples=1, **given)
-    precision = read_preset(config, "cuda" if torch.cuda.is_available() else "cpu")[1]
+    precision = resolve(config, device="cuda" if torch.cuda.is_available() else "cpu").precision
     pairs = summary["samples_seen"] // summary["steps"]
     sizes = {"ranks": summary["world_size"], "precision": precision, "global_batch": pairs}
     return {"preset": preset} | sizes | {name: summary[name] for name in TAKEN}

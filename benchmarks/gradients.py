@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from benchmarks.clock import hardware
 from benchmarks.rows import append
 from benchmarks.spawn import on_ranks
-from infcl.config import TrainConfig, parse_args
+from infcl.config import TrainConfig, parse_args, resolve
 from infcl.convert.import_weights import load_pretrained
 from infcl.data.config import DataConfig
 from infcl.data.demo import prepare_demo
@@ -28,7 +28,7 @@ from infcl.data.loader import TrainLoader
 from infcl.data.plan import Share
 from infcl.loss.contrastive import TILED, ContrastiveLoss
 from infcl.models.clip import CLIP
-from infcl.train.build import build_tokenizer_and_model_config, tile_dtype_of
+from infcl.train.build import build_tokenizer_and_model_config
 
 LOSSES = ("clip", "open_clip", "disco", "inf_cl")
 PARTS = ("image", "text", "scale")
@@ -61,7 +61,7 @@ def _compare(rank: int, options: argparse.Namespace, data: Path) -> None:
     backend = {"cuda": "nccl", "cpu": "gloo"}[options.device]
     dist.init_process_group(backend)
     config = _config(options, data)
-    tile_dtype = tile_dtype_of(config, options.device)
+    tile_dtype = resolve(config, device=options.device).tile_dtype
     model, (images, texts) = _model_and_batch(config, options)
     model, images, texts = model.to(device), images.to(device), texts.to(device)
     own = slice(rank * len(texts) // options.ranks, (rank + 1) * len(texts) // options.ranks)

@@ -1,12 +1,12 @@
 """A trainer whose one engine takes batch after batch, or loss after loss: starting takes longer than measuring."""
 
+import dataclasses
 import gc
-from dataclasses import replace
 from typing import Any
 
 import torch
 
-from infcl.config import BatchPlan
+from infcl.engine.optim import later_host_bytes
 from infcl.step.pixels import build_pixel_cache
 from infcl.train.build import build_loader, build_loss
 from infcl.train.diagnostics import SampledLoss
@@ -31,21 +31,21 @@ class ReusedTrainer(Trainer):
 
     def take(self, *, steps: int = 1, **changes) -> None:
         """For the next `steps` steps another batch, loss or place of the pixels: fields of the config."""
-        self.config = replace(self.config, **changes)
-        self.batch = BatchPlan.of(self.config, self.parallel.dp_size)
+        self.inputs = dataclasses.replace(self.inputs, spec=self.spec.change(**changes))
+        self.spec, self.config, self.batch = self.inputs.spec, self.inputs.spec.flags, self.inputs.spec.batch
         before: Any = self.loader
-        loader: Any = build_loader(self.config, self.batch, self.model_config, self.tokenizer, self.parallel)
+        loader: Any = build_loader(self.inputs, self.parallel)
         loader._source.pool = before._source.pool  # the same random images: drawing and pinning takes a second
         self.loader = loader
         self.pixels = build_pixel_cache(
-            self.config,
-            self.batch,
+            self.spec,
             self.engine.module,
             self.parallel,
             resident=self.resident,
             repeats=self.loader.repeats,
+            reserved=later_host_bytes(self.spec, self.engine.module),
         )
-        self.take_loss(build_loss(self.config, self.parallel))
+        self.take_loss(build_loss(self.spec, self.parallel))
         self.timer = PhaseTimer(self.parallel.device)
         self.step, self.total_steps = 0, steps
 

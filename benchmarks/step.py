@@ -123,9 +123,10 @@ def measure(options: argparse.Namespace, trainer_flags: list[str]) -> None:
         rate = library_tflops() if parallel.device.type == "cuda" else float("nan")
 
         from infcl.checkpoint.run_folder import claim_run_folder
+        from infcl.train.build import resolve_inputs
         from infcl.train.trainer import Trainer
 
-        trainer = Trainer(config, parallel, claim_run_folder(config, parallel))
+        trainer = Trainer(resolve_inputs(config, parallel), parallel, claim_run_folder(config, parallel))
         with trainer.signals:
             trainer._train()
         trainer.metrics.say(trainer.profiler.close() or "")

@@ -33,6 +33,7 @@ from benchmarks.step import config_of, shared_folder
 from infcl.checkpoint.run_folder import claim_run_folder
 from infcl.parallel import destroy_parallel, init_parallel
 from infcl.report import read_metrics
+from infcl.train.build import resolve_inputs
 
 LOSSES = ("inf_cl", "clip", "official_open_clip", "official")
 PHASES = ("encode", "loss", "replay", "step")
@@ -87,7 +88,7 @@ def first_steps(options: argparse.Namespace, trainer_flags: list[str], folder: P
     flags = ["--model", options.model, "--batch-size", str(options.batch_size), "--accum-freq", "2"]
     config = config_of("1", {}, 2, [*flags, "--pixel-cache", "gpu", *trainer_flags], folder)
     parallel = init_parallel(config.device)
-    trainer = ReusedTrainer(config, parallel, claim_run_folder(config, parallel))
+    trainer = ReusedTrainer(resolve_inputs(config, parallel), parallel, claim_run_folder(config, parallel))
     trainer._train()
     return trainer
 

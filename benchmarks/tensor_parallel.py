@@ -114,12 +114,11 @@ def _rank(rank: int, setting: dict) -> None:
 
 
 def _measure(setting: dict) -> dict:
-    from infcl.config import BatchPlan, TrainConfig
-    from infcl.config.preset import read_preset
+    from infcl.config import TrainConfig, may_pack, resolve
     from infcl.engine.engine import Engine
     from infcl.models import CLIP
     from infcl.models.attention import towers_with_kernel
-    from infcl.models.captions import may_pack, texts_of_part
+    from infcl.models.captions import texts_of_part
     from infcl.parallel import init_parallel, max_over, mean_over, seed_everything
     from infcl.step.grad_cache import grad_cache_step
     from infcl.train.build import build_loss, split_model
@@ -130,25 +129,25 @@ def _measure(setting: dict) -> dict:
         pack_captions="on" if setting["lever"] == "packed captions" else "off",
         dataset_type="synthetic", train_num_samples=1, deepspeed_config=f"ds_configs/zero{setting['zero_stage']}.json",
         tensor_parallel_size=setting["tensor_parallel"], sequence_parallel=setting["sequence_parallel"],
-        compile_blocks=setting["compile_blocks"],
+        compile_blocks=setting["compile_blocks"], accum_freq=setting["accum_freq"], batch_size=setting["batch_size"],
     )  # fmt: skip
     parallel = init_parallel(setting["device"], timeout_minutes=5)
     if setting["tensor_parallel"] > 1:
         from megatron_patches.groups import init_tensor_parallel
 
         parallel = init_tensor_parallel(parallel, setting["tensor_parallel"], on_host=may_pack(config))
-    batch = BatchPlan(parallel.dp_size, setting["accum_freq"], setting["batch_size"])
+    spec = resolve(config, device=parallel.device.type, ranks=parallel.dp_size, hosts=parallel.hosts)
+    batch = spec.batch
     cfg, on_gpu = model_config(setting["model"]), parallel.device.type == "cuda"
     seed_everything(0)
     with parallel.device:
         model = CLIP(cfg, activation_checkpointing=setting["checkpointing"])
     parameters = sum(p.numel() for p in model.parameters())
     split_model(model, config, parallel)
-    preset, precision = read_preset(config, parallel.device.type, parallel.dp_size, parallel.hosts)
-    compiled = prepare_blocks(model, config, parallel, precision, batch)
-    engine = Engine(model, config, parallel, batch)
-    loss, drawn, texts = build_loss(config, parallel), _micro_batches(cfg, batch, parallel), []
-    texts_of = texts_of_part(config, cfg, parallel)
+    compiled = prepare_blocks(model, spec, parallel)
+    engine = Engine(model, spec, parallel)
+    loss, drawn, texts = build_loss(spec, parallel), _micro_batches(cfg, batch, parallel), []
+    texts_of = texts_of_part(cfg.text_cfg, parallel, pack=spec.packs_captions)
     if on_gpu:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
@@ -188,8 +187,8 @@ def _measure(setting: dict) -> dict:
         "attention": "triton" if towers_with_kernel(model) else "torch",
         "peak_gib": round(peak / 2**30, 2), "mfu": None if mfu is None else round(mfu, 4),
         "parameters_m": round(parameters / 1e6, 1), "torch": torch.__version__, "zero_stage": engine.zero_stage,
-        "reduce_bucket_size": preset["zero_optimization"].get("reduce_bucket_size"),
-        "overlap_comm": int(preset["zero_optimization"].get("overlap_comm", False)),
+        "reduce_bucket_size": spec.zero_optimization.get("reduce_bucket_size"),
+        "overlap_comm": int(spec.zero_optimization.get("overlap_comm", False)),
         "device": torch.cuda.get_device_name() if on_gpu else "cpu",
     }  # fmt: skip
 

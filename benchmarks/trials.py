@@ -27,6 +27,7 @@ from infcl.checkpoint.run_folder import claim_run_folder
 from infcl.config import parse_args
 from infcl.parallel import Parallel, destroy_parallel, init_parallel, max_over
 from infcl.report import read_metrics
+from infcl.train.build import resolve_inputs
 
 WARM_UP_MICRO_BATCHES = 6  # at both ends of a pass all that are computed, and one between
 KEY = ("model", "gpus", "memory_gb", "pixels", "loss", "precision", "checkpointing", "micro_batch", "global_batch")
@@ -123,7 +124,7 @@ def warmed_up(
 ) -> AbridgedTrainer:
     """A trainer behind its first two steps. Collective; all that it writes is under `folder`, one for all ranks."""
     config = config_of("1", {}, 2, flags_of(options, trainer_flags), folder)
-    trainer = AbridgedTrainer(config, parallel, claim_run_folder(config, parallel))
+    trainer = AbridgedTrainer(resolve_inputs(config, parallel), parallel, claim_run_folder(config, parallel))
     with trainer.signals:
         trainer._train()
     return trainer

@@ -1,10 +1,11 @@
-"""The configuration of a run: command line -> one frozen dataclass -> checked numbers.
+"""The configuration of a run: command line -> flags (TrainConfig) -> what runs (RunSpec), both frozen.
 
 The dataclass is the single source: `parse_args` derives argparse from its fields, and `config.json` in the run folder
 is the same fields again. Refusing a wrong flag needs no device and no other rank.
 
-settings: the fields; checks: what is refused; command_line: argparse; batch: pairs of a step, steps of a run;
-agreement: what all hosts must have been given alike.
+settings: the fields; checks: what is refused; command_line: argparse; batch: samples of a step,
+steps of a run; preset: ZeRO presets; spec: what follows from all of it; agreement: what all hosts must have been given
+alike.
 """
 
 from infcl.config.agreement import settings_of
@@ -12,17 +13,21 @@ from infcl.config.batch import BatchPlan, counted, total_steps
 from infcl.config.checks import PATHS, parse_factors, validate
 from infcl.config.command_line import make_parser, parse_args
 from infcl.config.settings import LOSS_NAMES, TrainConfig, option_of
+from infcl.config.spec import RunSpec, may_pack, resolve
 
 __all__ = [
     "LOSS_NAMES",
     "PATHS",
     "BatchPlan",
+    "RunSpec",
     "TrainConfig",
     "counted",
     "make_parser",
+    "may_pack",
     "option_of",
     "parse_args",
     "parse_factors",
+    "resolve",
     "settings_of",
     "total_steps",
     "validate",

@@ -8,10 +8,8 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
-import torch
-
-from infcl.config import BatchPlan, TrainConfig
-from infcl.config.settings import shipped_preset
+from infcl.config.batch import BatchPlan
+from infcl.config.settings import TrainConfig, shipped_preset
 
 _OWNED_BY_FLAGS = {
     "train_batch_size": "--batch-size and --accum-freq",
@@ -45,8 +43,8 @@ _PRESET_KEYS = {
 }
 
 
-def read_preset(config: TrainConfig, device_type: str, ranks: int | None = None, hosts: int = 1) -> tuple[dict, str]:
-    """(preset, precision) of a run, over so many data-parallel ranks where they are given: see `stage_over`.
+def read_preset(config: TrainConfig, device_type: str, hosts: int = 1) -> tuple[dict, str]:
+    """(preset, precision) of a run on so many nodes; `resolve` calls it, everything else takes what follows.
 
     An `overlap_comm` that is "auto" is true across hosts and in stage 3: within a host the reductions of stages 1 and 2
     cost less than what running beside the backward costs (docs/step.md).
@@ -95,11 +93,7 @@ def read_preset(config: TrainConfig, device_type: str, ranks: int | None = None,
             f"{'--precision fp16' if config.precision else f'--deepspeed_config {path}'}: this CPU has no arithmetic "
             "for fp16, and no GPU is visible, or --device cpu was given. On a CPU train in fp32 or bf16"
         )
-    stage, offloaded = zero_stage(preset), bool(offloads(preset, "optimizer"))
-    check_stage(stage, precision, offloads=offloaded, source=str(path))
-    if ranks is not None and sums_of(preset) == "fp32":  # others need a sharding stage's sums
-        runs = stage_over(ranks, stage, precision, offloads=offloaded)
-        preset = preset | {"zero_optimization": preset.get("zero_optimization", {}) | {"stage": runs}}
+    check_stage(zero_stage(preset), precision, offloads=offloads(preset, "optimizer"), source=str(path))
     return preset, precision
 
 
@@ -159,22 +153,6 @@ def stage_in_words(asked: int, runs: int) -> str:
     return f"ZeRO-{runs}" + (f" (stage {asked} over one rank)" if asked != runs else "")
 
 
-def describe_zero(config: TrainConfig, device_type: str, ranks: int, hosts: int, trainable: int) -> str:
-    """The ZeRO stage that runs, and whether stages 1 and 2 reduce gradients of so many elements beside the backward.
-
-    None do where one bucket takes them all, nor on a CPU, which has no streams.
-    """
-    preset, precision = read_preset(config, device_type, ranks, hosts)
-    stage, zero = zero_stage(preset), preset.get("zero_optimization", {})
-    text = stage_in_words(zero_stage(read_preset(config, device_type)[0]), stage)
-    if stage not in (1, 2) or ranks == 1:
-        return text
-    late = is_bf16_optimizer(stage, precision, offloaded=offloads(preset, "optimizer")) and sums_of(preset) == "fp32"
-    fills = trainable > bucket_elements(zero, stage)  # before the backward ends
-    overlap = zero.get("overlap_comm") and fills and not late and device_type != "cpu"
-    return f"{text}, {'' if overlap else 'no '}reductions overlap the backward"
-
-
 def bucket_elements(zero_optimization: dict, stage: int) -> int:
     """Elements of gradients that are reduced at once, as a preset says, or by default.
 
@@ -232,6 +210,8 @@ def _left_open(values: dict) -> Iterator[str]:
 
 def cpu_computes_fp16() -> bool:
     """What DeepSpeed asks, with a message that names no flag, after the data have been read."""
+    import torch
+
     return torch.ops.mkldnn._is_mkldnn_fp16_supported()
 
 

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from infcl.config import BatchPlan, TrainConfig
-from infcl.config.preset import deepspeed_config, describe_zero, offloads, read_preset, zero_stage
+from infcl.config import RunSpec
+from infcl.config.preset import deepspeed_config
 from infcl.engine.fp16 import scale_between_steps
 from infcl.engine.gather import KeptParameters
 from infcl.engine.norm import add_to_norm, square_of, take_together
@@ -41,20 +41,14 @@ _SCALER_FIELDS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis
 class Engine:
     """A CLIP model under a DeepSpeed engine; under tensor parallelism this rank's part of it (build.split_model)."""
 
-    def __init__(self, model: nn.Module, config: TrainConfig, parallel: Parallel, batch: BatchPlan):
-        preset, precision = read_preset(config, parallel.device.type, parallel.dp_size, parallel.hosts)
+    def __init__(self, model: nn.Module, spec: RunSpec, parallel: Parallel):
+        config = spec.flags
         self.parallel = parallel
-        self.precision = precision
-        self.zero_stage = zero_stage(preset)
-        self.zero_in_words = describe_zero(
-            config,
-            parallel.device.type,
-            parallel.dp_size,
-            parallel.hosts,
-            sum(p.numel() for p in model.parameters() if p.requires_grad),
-        )
-        self.low_precision_parameters = precision in ("bf16", "fp16")
-        self.offloads_optimizer = offloads(preset, "optimizer")
+        self.precision = spec.precision
+        self.zero_stage = spec.zero_stage
+        self.zero_in_words = spec.describe_zero(sum(p.numel() for p in model.parameters() if p.requires_grad))
+        self.low_precision_parameters = spec.precision in ("bf16", "fp16")
+        self.offloads_optimizer = "optimizer" in spec.offloads
         self.optimizer_name = config.opt
         self.shown: str | None = None  # whether forwards see the weights or their average (EMA)
         deepspeed = _import_deepspeed()
@@ -67,10 +61,10 @@ class Engine:
             optimizer=build_optimizer(
                 model,
                 config,
-                global_batch_size=batch.global_batch_size,
+                global_batch_size=spec.batch.global_batch_size,
                 fused=parallel.device.type == "cuda" or self.offloads_optimizer,
             ),
-            config=deepspeed_config(preset, precision, batch, config.grad_clip_norm, leaf=_LEAF),
+            config=deepspeed_config(spec.preset, spec.precision, spec.batch, config.grad_clip_norm, leaf=_LEAF),
             mpu=mpu,
             dist_init_required=False,
         )
@@ -78,7 +72,7 @@ class Engine:
         if self.zero_stage == 3:
             release_by_the_present_trace(self.engine.optimizer)
             reduce_in_few_launches(self.engine.optimizer)
-            self.kept = KeptParameters(self.engine.optimizer, in_host_memory=offloads(preset, "param"))
+            self.kept = KeptParameters(self.engine.optimizer, in_host_memory="param" in spec.offloads)
         if parallel.dp_size == 1 and not shards(self.engine.optimizer):
             self.engine.enable_backward_allreduce = False  # all gradients would be copied into a bucket and back
         reduce_what_is_left(self.engine.optimizer, parallel.device)

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from infcl.config import TrainConfig
+from infcl.config import RunSpec, TrainConfig
+from infcl.config.preset import sums_gradients_on_host
 from infcl.engine.optimizers import AdaFactor, AdamW, AdamW8bit, Lamb, Lion, factored_dims
 
 _NO_DECAY_NAMES = ("positional_embedding", "class_embedding", "logit_scale", "logit_bias", "bias", "in_proj_bias")
@@ -89,6 +90,15 @@ def checkpoint_bytes(config: TrainConfig, parameters: int, trainable: int) -> in
     """Everything in fp32: weights, the optimizer's states of a parameter's size, the average."""
     states = {"adamw": 2, "adamw8bit": 2, "lion": 1, "lamb": 2, "adafactor": 1}[config.opt]
     return 4 * (parameters + trainable * (states + (config.ema_decay is not None)))
+
+
+def later_host_bytes(spec: RunSpec, model: nn.Module) -> float:
+    """Host bytes that a rank takes during training: the copy that a checkpoint is written from, and ZeRO-2's sums."""
+    sizes = [(getattr(p, "ds_numel", p.numel()), p.requires_grad) for p in model.parameters()]
+    trainable = sum(size for size, is_trained in sizes if is_trained)
+    sums = "optimizer" in spec.offloads and sums_gradients_on_host(spec.zero_stage, spec.precision)
+    saved = checkpoint_bytes(spec.flags, sum(size for size, _ in sizes), trainable)
+    return (saved + (4 * trainable if sums else 0)) / spec.ranks
 
 
 def batch_size_factor(config: TrainConfig, global_batch_size: int) -> float:

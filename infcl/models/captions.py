@@ -17,23 +17,9 @@ from infcl.parallel import Parallel, join_parts
 _PAYS = 0.95  # of the places: with more of them, and masks, a text tower takes longer than with whole captions
 
 
-def packs_captions(config: TrainConfig, model_config: CLIPConfig) -> bool:
-    """Whether a run packs its captions. ValueError where --pack-captions on cannot be."""
-    reason = _why_not(config, model_config.text_cfg)
-    if config.pack_captions == "on" and reason:
-        raise ValueError(f"--pack-captions on: {reason}; auto packs where it can")
-    return may_pack(config) and not reason
-
-
-def may_pack(config: TrainConfig) -> bool:
-    """Whether the flags have captions packed, of a text tower that allows it.
-
-    `auto` does not under tensor parallelism: there it has not been timed.
-    """
-    return config.pack_captions == "on" or (config.pack_captions == "auto" and config.tensor_parallel_size == 1)
-
-
-def _why_not(config: TrainConfig, cfg: TextConfig) -> str:
+def why_unpackable(config: TrainConfig, model_config: CLIPConfig) -> str:
+    """Why the captions of this model cannot be packed; "" if they can."""
+    cfg = model_config.text_cfg
     if not packs(cfg):
         return (
             f"the text tower of {config.model} sees what follows a caption (no_causal_mask {cfg.no_causal_mask}, "
@@ -44,17 +30,17 @@ def _why_not(config: TrainConfig, cfg: TextConfig) -> str:
     return ""
 
 
-def texts_for_model(config: TrainConfig, model_config: CLIPConfig) -> Callable[[torch.Tensor], Texts]:
+def texts_for_model(text_cfg: TextConfig, *, pack: bool) -> Callable[[torch.Tensor], Texts]:
     """int64 [m, L] on the host -> what CLIP's forward takes, there too."""
-    return partial(packed, model_config.text_cfg) if packs_captions(config, model_config) else whole
+    return partial(packed, text_cfg) if pack else whole
 
 
-def texts_of_part(config: TrainConfig, model_config: CLIPConfig, parallel: Parallel) -> Callable[[torch.Tensor], Texts]:
+def texts_of_part(text_cfg: TextConfig, parallel: Parallel, *, pack: bool) -> Callable[[torch.Tensor], Texts]:
     """int64 [m / T, L] on the host, this rank's part of a micro-batch's captions -> what CLIP's forward takes of all of
     them, on the device or on their way to it. Collective over the tensor-parallel ranks.
     """
-    as_taken = texts_for_model(config, model_config)
-    if packs_captions(config, model_config):
+    as_taken = texts_for_model(text_cfg, pack=pack)
+    if pack:
         return lambda part: as_taken(join_parts(parallel, part))
     return lambda part: as_taken(join_parts(parallel, part.to(parallel.device, non_blocking=True)))
 

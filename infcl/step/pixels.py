@@ -2,9 +2,7 @@
 
 from functools import partial
 
-from infcl.config import BatchPlan, TrainConfig
-from infcl.config.preset import offloads, read_preset, sums_gradients_on_host, zero_stage
-from infcl.engine.optim import checkpoint_bytes
+from infcl.config import RunSpec
 from infcl.models.captions import texts_of_part
 from infcl.models.clip import CLIP
 from infcl.parallel import Parallel, join_parts, max_over, ranks_of_host
@@ -15,12 +13,13 @@ _SHARE = 0.6  # of the free host memory, for `auto`: workers and page cache want
 
 
 def build_pixel_cache(
-    config: TrainConfig, batch: BatchPlan, model: CLIP, parallel: Parallel, *, resident: int, repeats: bool
+    spec: RunSpec, model: CLIP, parallel: Parallel, *, resident: int, repeats: bool, reserved: float
 ) -> PixelCache:
     """The cache that the flags ask for. ValueError when it is larger than the host, or too small for a stream.
 
-    repeats: whether the loader can read micro-batches a second time.
+    repeats: whether the loader can read micro-batches a second time. reserved: host bytes that a rank takes later.
     """
+    config, batch = spec.flags, spec.batch
     image_size = model.cfg.vision_cfg.image_size
     rows = batch.micro_batch_size // parallel.tp_size
     images = (rows, 3, image_size, image_size)
@@ -29,7 +28,7 @@ def build_pixel_cache(
     replayed = batch.num_micro_batches - min(resident, batch.num_micro_batches) if replays_pixels else 0
     on_gpu = config.pixel_cache == "gpu"
     ranks = ranks_of_host(parallel)
-    free = available_host_bytes() - ranks * _later_bytes(config, model, parallel)
+    free = available_host_bytes() - ranks * reserved
     if config.pixel_cache_gb == "auto":
         budget = replayed * micro_batch_bytes if on_gpu else auto_budget(free, ranks)
     else:
@@ -56,7 +55,7 @@ def build_pixel_cache(
         replays_pixels=replays_pixels,
         on_gpu=on_gpu,
         parts=parallel.tp_size,
-        texts=texts_of_part(config, model.cfg, parallel),
+        texts=texts_of_part(model.cfg.text_cfg, parallel, pack=spec.packs_captions),
         join=partial(join_parts, parallel),
     )
 
@@ -77,13 +76,3 @@ def describe_pixels(cache: PixelCache) -> str:
 def auto_budget(free: float, ranks: int) -> float:
     """Bytes that --pixel-cache-gb auto gives to each of so many ranks of a host with so many bytes to spare."""
     return _SHARE * max(0.0, free) / ranks
-
-
-def _later_bytes(config: TrainConfig, model: CLIP, parallel: Parallel) -> float:
-    """Host bytes that a rank takes after its pixels: the copy that a checkpoint is written from, and ZeRO-2's sums."""
-    preset, precision = read_preset(config, parallel.device.type, parallel.dp_size, parallel.hosts)
-    sizes = [(getattr(p, "ds_numel", p.numel()), p.requires_grad) for p in model.parameters()]
-    trainable = sum(size for size, is_trained in sizes if is_trained)
-    sums = offloads(preset, "optimizer") and sums_gradients_on_host(zero_stage(preset), precision)
-    saved = checkpoint_bytes(config, sum(size for size, _ in sizes), trainable)
-    return (saved + (4 * trainable if sums else 0)) / parallel.dp_size

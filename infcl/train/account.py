@@ -26,7 +26,7 @@ def opening(trainer: "Trainer") -> Iterator[str]:
         f"{trainer.engine.precision}, {describe_ranks(trainer.parallel)}; "
         f"{'compiled' if trainer.compiled else 'eager'} blocks, "
         f"{f'Triton attention ({by_triton}), ' if by_triton else ''}{trainer.resident} resident micro-batches, "
-        f"{'packed' if trainer.packed_captions else 'whole'} captions\n"
+        f"{'packed' if trainer.spec.packs_captions else 'whole'} captions\n"
         f"{describe_pixels(trainer.pixels)}\n"
         f"{config.opt}, learning rate {schedule}, {schedule.warmup} warm-up steps"
     )

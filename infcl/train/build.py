@@ -13,8 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
-from infcl.config import BatchPlan, TrainConfig, counted, option_of
-from infcl.config.preset import read_preset
+from infcl.config import RunSpec, TrainConfig, counted, option_of, resolve
 from infcl.convert.import_weights import load_pretrained
 from infcl.data.config import DataConfig, columns_of, limits_of
 from infcl.data.evaluation import EVAL_LIMITS
@@ -28,10 +27,33 @@ from infcl.evaluate.tasks import RetrievalTask, ZeroShotTask
 from infcl.evaluate.validation import ValidationLoss
 from infcl.kernels import select_tile
 from infcl.loss.contrastive import ContrastiveLoss
+from infcl.models.captions import why_unpackable
 from infcl.models.clip import CLIP, lock_groups
 from infcl.models.config import CLIPConfig, check_divides, load_model_config, with_overrides, with_tokenizer
 from infcl.models.transformer import ResidualBlock
 from infcl.parallel import Parallel
+
+
+@dataclasses.dataclass(frozen=True)
+class Inputs:
+    """What a run is made from, before there are weights or data."""
+
+    spec: RunSpec
+    model_config: CLIPConfig
+    tokenizer: Tokenizer | OpenClipTokenizer | None
+
+
+def resolve_inputs(config: TrainConfig, parallel: Parallel) -> Inputs:
+    """Resolve the flags on these ranks. ValueError for what contradicts itself, the tokenizer or the model."""
+    tokenizer, model_config = build_tokenizer_and_model_config(config)
+    spec = resolve(
+        config,
+        device=parallel.device.type,
+        ranks=parallel.dp_size,
+        hosts=parallel.hosts,
+        unpackable=why_unpackable(config, model_config),
+    )
+    return Inputs(spec, model_config, tokenizer)
 
 
 def build_tokenizer_and_model_config(
@@ -152,18 +174,19 @@ def split_model(model: CLIP, config: TrainConfig, parallel: Parallel) -> None:
         split_towers(model, parallel.tp_group, sequence_parallel=config.sequence_parallel)
 
 
-def build_loss(config: TrainConfig, parallel: Parallel) -> nn.Module:
+def build_loss(spec: RunSpec, parallel: Parallel) -> nn.Module:
     """The loss that the flags name, over all ranks; tensor-parallel ranks share out the pairs that they hold.
 
     ValueError for a tile that does not run on this device.
     """
+    config = spec.flags
     select_tile(torch.empty(0, device=parallel.device), tile=config.tile)
     group = parallel.dp_group if parallel.tp_group is None else dist.group.WORLD
     loss = ContrastiveLoss(
         config.loss,
         group=group,
         tile=config.tile,
-        tile_dtype=tile_dtype_of(config, parallel.device.type),
+        tile_dtype=spec.tile_dtype,
         ring=config.ring,
         ranks_per_node=parallel.ranks_per_node,
         ring_overlap=config.ring_overlap,
@@ -176,27 +199,9 @@ def build_loss(config: TrainConfig, parallel: Parallel) -> nn.Module:
     return TensorParallelLoss(loss, parallel.tp_group)
 
 
-def tile_dtype_of(config: TrainConfig, device_type: str) -> str | None:
-    """Precision of the loss's matrix products. None: that of the features, which leave the towers in fp32.
-
-    Under bf16 and autocast the features carry no more than 16 bits' worth, and a GPU multiplies those 40 times as fast.
-    """
-    if config.tile_dtype != "auto":
-        return config.tile_dtype
-    if device_type != "cuda":
-        return None
-    precision = read_preset(config, device_type)[1]
-    return {"amp_bf16": "bf16", "bf16": "bf16", "fp16": "fp16"}.get(precision)
-
-
-def build_loader(
-    config: TrainConfig,
-    batch: BatchPlan,
-    model_config: CLIPConfig,
-    tokenizer: Tokenizer | OpenClipTokenizer | None,
-    parallel: Parallel,
-) -> TrainLoader | SyntheticLoader:
+def build_loader(inputs: Inputs, parallel: Parallel) -> TrainLoader | SyntheticLoader:
     """What the flags name as data. ValueError where it cannot be used, or is not the same for all ranks. Collective."""
+    config, batch, model_config = inputs.spec.flags, inputs.spec.batch, inputs.model_config
     share = Share(
         batch.micro_batch_size,
         batch.num_micro_batches,
@@ -219,8 +224,8 @@ def build_loader(
             end_id=text.end_id,
             pad_id=text.pad_id,
         )
-    assert tokenizer is not None, "checked with the flags"
-    loader = TrainLoader(DataConfig.of(config), tokenizer, share, image_size=image_size, seed=config.seed)
+    assert inputs.tokenizer is not None, "checked with the flags"
+    loader = TrainLoader(DataConfig.of(config), inputs.tokenizer, share, image_size=image_size, seed=config.seed)
     _require_same_data(loader)
     return loader
 
@@ -244,25 +249,20 @@ def _require_same_data(loader: TrainLoader) -> None:
             )
 
 
-def build_tasks(
-    config: TrainConfig,
-    batch: BatchPlan,
-    model_config: CLIPConfig,
-    tokenizer: Tokenizer | OpenClipTokenizer | None,
-    tile_dtype: str | None = None,
-) -> dict[str, RetrievalTask | ZeroShotTask]:
-    """The evaluations that the flags name (tile_dtype: of their loss); ValueError when their data is missing."""
+def build_tasks(inputs: Inputs) -> dict[str, RetrievalTask | ZeroShotTask]:
+    """The evaluations that the flags name. ValueError when their data is missing."""
+    config, batch = inputs.spec.flags, inputs.spec.batch
     tasks: dict[str, RetrievalTask | ZeroShotTask] = {}
-    if (config.val_data or config.zeroshot_data) and tokenizer is None:
+    if (config.val_data or config.zeroshot_data) and inputs.tokenizer is None:
         raise ValueError("--val-data and --zeroshot-data need --tokenizer")
     common: dict[str, Any] = {
-        "tokenizer": tokenizer,
-        "image_size": model_config.vision_cfg.image_size,
+        "tokenizer": inputs.tokenizer,
+        "image_size": inputs.model_config.vision_cfg.image_size,
         "batch_size": batch.micro_batch_size,
         "limits": limits_of(config, EVAL_LIMITS),
     }
     if config.val_data:
-        loss = ValidationLoss(config.loss, config.tile, batch.rank_batch_size, tile_dtype)
+        loss = ValidationLoss(config.loss, config.tile, batch.rank_batch_size, inputs.spec.tile_dtype)
         image, text = f"{config.image_key};{DEFAULT_KEYS.image}", f"{config.text_key};{DEFAULT_KEYS.text}"
         keys = SampleKeys(image, text, config.json_text_key)
         tasks["retrieval"] = RetrievalTask(config.val_data, loss=loss, keys=keys, columns=columns_of(config), **common)

@@ -12,10 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from infcl.config import BatchPlan, TrainConfig
+from infcl.config import RunSpec
 from infcl.engine.optim import ALIGNED
 from infcl.models.attention import choose_attention
-from infcl.models.captions import packs_captions
 from infcl.models.clip import CLIP
 from infcl.models.transformer import compute_block
 from infcl.models.vision import PatchConv, VisionTransformer, add_positions, patch_rows
@@ -26,7 +25,7 @@ _RECOMPILE_LIMIT = 64  # two towers, with and without gradient, each batch size
 PARAMETER_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}  # other precisions: float32
 
 
-def prepare_blocks(model: CLIP, config: TrainConfig, parallel: Parallel, precision: str, batch: BatchPlan) -> bool:
+def prepare_blocks(model: CLIP, spec: RunSpec, parallel: Parallel) -> bool:
     """Apply --attention and --compile-blocks to a model that no engine holds yet.
 
     Returns:
@@ -35,15 +34,14 @@ def prepare_blocks(model: CLIP, config: TrainConfig, parallel: Parallel, precisi
     Raises:
         ValueError: --attention triton, and neither tower can use it.
     """
-    choose_attention(model, config.attention, parallel.device, compute_dtype(precision))
-    on_gpu = parallel.device.type == "cuda"
-    if config.compile_blocks == "off" or (config.compile_blocks == "auto" and not on_gpu):
+    choose_attention(model, spec.flags.attention, parallel.device, compute_dtype(spec.precision))
+    if not spec.compiles_blocks:
         return False
-    share = parallel.tp_size if config.sequence_parallel else 1  # a block then sees this rank's samples only
-    compiled = compile_blocks(model, {-(-batch.micro_batch_size // share)}, packed=packs_captions(config, model.cfg))
+    share = parallel.tp_size if spec.flags.sequence_parallel else 1  # a block then sees this rank's samples only
+    compiled = compile_blocks(model, {-(-spec.batch.micro_batch_size // share)}, packed=spec.packs_captions)
     # Tensor-parallel ranks must add up gradients alike, and Inductor may time other kernels on each.
-    if compiled and on_gpu and parallel.tp_size == 1:
-        compile_embedding(model.visual, {batch.micro_batch_size})
+    if compiled and spec.device == "cuda" and parallel.tp_size == 1:
+        compile_embedding(model.visual, {spec.batch.micro_batch_size})
     return compiled
 
 

@@ -11,29 +11,26 @@ from typing import Any
 import torch
 
 from infcl.config import BatchPlan, TrainConfig, counted, total_steps
-from infcl.config.preset import describe_zero, offloads, read_preset, stage_over, zero_stage
+from infcl.config.preset import stage_over
 from infcl.engine.optim import Schedule, checkpoint_bytes
 from infcl.kernels import select_tile
-from infcl.models.captions import packs_captions
 from infcl.parallel import Parallel, describe_ranks, ranks_of_host
 from infcl.parallel.host_limits import available_host_bytes, host_memory_bytes
 from infcl.plan.host import host_bytes, host_parts
 from infcl.plan.loads import STAGES, load_of_run, memory_plan
 from infcl.plan.memory import Load, parameter_counts
 from infcl.step.pixels import auto_budget
-from infcl.train.build import build_loader, build_meta_model, build_tasks, build_tokenizer_and_model_config
+from infcl.train.build import Inputs, build_loader, build_meta_model, build_tasks
 from infcl.train.diagnostics import model_flops, trained_shares
 
 
-def describe_plan(config: TrainConfig, parallel: Parallel) -> str:
+def describe_plan(inputs: Inputs, parallel: Parallel) -> str:
     """The resolved plan as text. ValueError: what the run would refuse before it builds the engine. Collective."""
-    preset, precision = read_preset(config, parallel.device.type, parallel.dp_size, parallel.hosts)
-    batch = BatchPlan.of(config, parallel.dp_size)
-    tokenizer, cfg = build_tokenizer_and_model_config(config)
+    spec, cfg = inputs.spec, inputs.model_config
+    config, batch = spec.flags, spec.batch
     select_tile(torch.empty(0, device=parallel.device), tile=config.tile)
-    packs_captions(config, cfg)
-    loader = build_loader(config, batch, cfg, tokenizer, parallel)
-    tasks = build_tasks(config, batch, cfg, tokenizer)
+    loader = build_loader(inputs, parallel)
+    tasks = build_tasks(inputs)
     for task in tasks.values():
         task.check()
     steps = total_steps(config, loader.steps_per_epoch)
@@ -43,7 +40,6 @@ def describe_plan(config: TrainConfig, parallel: Parallel) -> str:
     evaluations = [f"{name} {_every(every[name])}" for name in tasks]
     flops = model_flops(cfg, trained_shares(model))
     trainable = sum(own for _, own in counts.values()) // parallel.tp_size
-    zero = describe_zero(config, parallel.device.type, parallel.dp_size, parallel.hosts, trainable)
     rows = [
         ("batch", str(batch)),
         *([("", smaller)] if (smaller := batch.smaller_than_asked(config)) else []),
@@ -52,7 +48,7 @@ def describe_plan(config: TrainConfig, parallel: Parallel) -> str:
         ("data", _data_line(config, loader)),
         ("model", _model_line(config, counts)),
         ("compute", f"{_flops(flops * batch.global_batch_size)} a step, towers alone"),
-        ("system", f"{describe_ranks(parallel)}, {precision}, {zero}"),
+        ("system", f"{describe_ranks(parallel)}, {spec.precision}, {spec.describe_zero(trainable)}"),
         ("evaluation", ", ".join(evaluations) or "none"),
         ("run folder", _folder_line(config)),
         ("checkpoints", _checkpoint_line(config, counts)),
@@ -60,22 +56,20 @@ def describe_plan(config: TrainConfig, parallel: Parallel) -> str:
     width = max(len(name) for name, _ in rows)
     lines = ["The plan (--dry-run: nothing is trained)", ""]
     lines += [*(f"  {name:<{width}}  {value}" for name, value in rows), ""]
-    zero_optimization = preset.get("zero_optimization", {})
-    on_cpu = parallel.device.type == "cpu"
+    on_cpu = spec.device == "cpu"
     where: dict[str, Any] = {"on_cpu": on_cpu, "ranks_of_host": ranks_of_host(parallel)}
-    plan = memory_plan(cfg, batch, config, counts, precision, zero_optimization, **where)
-    parts = tuple(part for part in ("optimizer", "param") if offloads(preset, part))
-    ways = {"offloads": "optimizer" in parts}
-    stages = [s for s in STAGES if stage_over(parallel.dp_size, s, precision, **ways) == s]  # that can be had
-    lines += _memory_table(plan, stages, zero_stage(preset)) + _graphs_line(config, batch, on_cpu=on_cpu)
-    if parts:
-        named = " and ".join(f"offload_{part}" for part in parts)
+    plan = memory_plan(cfg, batch, config, counts, spec.precision, spec.zero_optimization, **where)
+    ways = {"offloads": "optimizer" in spec.offloads}
+    stages = [s for s in STAGES if stage_over(spec.ranks, s, spec.precision, **ways) == s]  # that can be had
+    lines += _memory_table(plan, stages, spec.zero_stage) + _graphs_line(config, batch, on_cpu=on_cpu)
+    if spec.offloads:
+        named = " and ".join(f"offload_{part}" for part in spec.offloads)
         lines.append(f"  This preset has {named}: that lies in host memory instead, as follows.")
 
     def load(pixel_cache_gb: str) -> Load:
         flags = dataclasses.replace(config, pixel_cache_gb=pixel_cache_gb)
-        arguments = (cfg, batch, flags, counts, precision, zero_optimization)
-        return load_of_run(*arguments, stage=zero_stage(preset), offloads=parts, **where)
+        arguments = (cfg, batch, flags, counts, spec.precision, spec.zero_optimization)
+        return load_of_run(*arguments, stage=spec.zero_stage, offloads=spec.offloads, **where)
 
     lines += ["", *_host_table(load, config, ranks_of_host(parallel), on_cpu=on_cpu)]
     return "\n".join([*lines, ""])

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from infcl.config import BatchPlan, TrainConfig
-from infcl.config.preset import STAGE_3_BUCKET, offloads, read_preset, zero_stage
+from infcl.config import RunSpec
+from infcl.config.preset import STAGE_3_BUCKET
 from infcl.config.settings import shipped_preset
 from infcl.models.config import CLIPConfig
 from infcl.parallel import Parallel, max_over, ranks_of_host
@@ -19,7 +19,7 @@ from infcl.parallel.host_limits import host_memory_bytes
 from infcl.plan.host import host_bytes, host_parts
 from infcl.plan.loads import load_of_run
 from infcl.plan.memory import Load, parameter_counts, parts_of
-from infcl.train.build import build_meta_model, build_tokenizer_and_model_config
+from infcl.train.build import Inputs, build_meta_model
 
 _ROOM = 0.90  # share of the memory that --batch-size auto and a suggestion may use
 _LARGEST = 4096  # largest micro-batch that --batch-size auto tries
@@ -27,32 +27,30 @@ _LARGEST = 4096  # largest micro-batch that --batch-size auto tries
 _ZERO_3 = {"zero_optimization": {"stage": 3, "overlap_comm": True, "reduce_bucket_size": STAGE_3_BUCKET}}
 
 
-def fit_to_memory(config: TrainConfig, parallel: Parallel) -> TrainConfig:
+def fit_to_memory(inputs: Inputs, parallel: Parallel) -> Inputs:
     """Check the memory of a run and choose the micro-batch size where it is auto. Collective.
 
     Args:
-        config: the flags; a `batch_size` of 0 means auto.
+        inputs: a `batch_size` of 0 in the flags means auto.
         parallel: the ranks. All decide by the least memory among them.
 
     Returns:
-        `config` with a micro-batch size.
+        `inputs` with a micro-batch size.
 
     Raises:
         ValueError: on every rank, with the numbers and a suggestion, when the run cannot fit.
     """
-    if config.skip_memory_check and config.batch_size:
-        return config
-    _, cfg = build_tokenizer_and_model_config(config)
-    counts = parameter_counts(build_meta_model(config, cfg))
-    preset, precision = read_preset(config, parallel.device.type, parallel.dp_size, parallel.hosts)
-    on_cpu, own = parallel.device.type == "cpu", [-memory_of_device(parallel), -host_memory_bytes()]
+    spec, cfg = inputs.spec, inputs.model_config
+    if spec.flags.skip_memory_check and spec.flags.batch_size:
+        return inputs
+    counts = parameter_counts(build_meta_model(spec.flags, cfg))
+    own = [-memory_of_device(parallel), -host_memory_bytes()]
     capacity, host = (-most for most in max_over(dist.group.WORLD, own, parallel.device))  # the least of all ranks
-    ranks = ranks_of_host(parallel)
-    fit = Fit(config, cfg, counts, precision, preset, parallel.dp_size, capacity, on_cpu, host, ranks)
-    if config.batch_size == 0:
-        return fit.choose()
+    fit = Fit(spec, cfg, counts, capacity, host, ranks_of_host(parallel))
+    if spec.flags.batch_size == 0:
+        return dataclasses.replace(inputs, spec=fit.choose())
     fit.check()
-    return config
+    return inputs
 
 
 def memory_of_device(parallel: Parallel) -> float:
@@ -64,58 +62,54 @@ def memory_of_device(parallel: Parallel) -> float:
 
 @dataclasses.dataclass
 class Fit:
-    """One run on `dp_size` data-parallel ranks with `capacity` bytes each and `host` bytes per node.
+    """One run on ranks with `capacity` bytes each and `host` bytes per node.
 
     On a CPU `capacity` is a rank's share of the host, which holds everything.
     """
 
-    config: TrainConfig
+    spec: RunSpec
     cfg: CLIPConfig
     counts: dict[str, tuple[int, int]]
-    precision: str
-    preset: dict
-    dp_size: int
     capacity: float
-    on_cpu: bool = False
     host: float = float("inf")
     ranks_of_host: int = 1
 
-    def load(self, config: TrainConfig) -> Load:
-        """Return the load of `config` under this preset, without the pixels that only use free memory."""
-        if config.pixel_cache_gb == "auto" and config.pixel_cache == "host":
-            config = dataclasses.replace(config, pixel_cache_gb="0")
+    def load(self, spec: RunSpec) -> Load:
+        """Return the load of `spec`, without the pixels that only use free memory."""
+        if spec.flags.pixel_cache_gb == "auto" and spec.flags.pixel_cache == "host":
+            spec = spec.change(pixel_cache_gb="0")
         return load_of_run(
             self.cfg,
-            BatchPlan.of(config, self.dp_size),
-            config,
+            spec.batch,
+            spec.flags,
             self.counts,
-            self.precision,
-            self.preset.get("zero_optimization", {}),
-            stage=zero_stage(self.preset),
-            offloads=tuple(part for part in ("optimizer", "param") if offloads(self.preset, part)),
-            on_cpu=self.on_cpu,
+            spec.precision,
+            spec.zero_optimization,
+            stage=spec.zero_stage,
+            offloads=spec.offloads,
+            on_cpu=spec.device == "cpu",
             ranks_of_host=self.ranks_of_host,
         )
 
-    def parts(self, config: TrainConfig) -> dict[str, float]:
+    def parts(self, spec: RunSpec) -> dict[str, float]:
         """Return {part: bytes per rank} of the device with its "peak"; on a CPU also host memory, as "host"."""
-        load = self.load(config)
+        load = self.load(spec)
         parts = parts_of(load)
-        if self.on_cpu:
+        if spec.device == "cpu":
             beside = sum(host_parts(load).values())
             parts |= {"host": beside, "peak": parts["peak"] + beside}
         return parts
 
     def check(self) -> None:
         """Raise ValueError with the numbers and a suggestion for what cannot fit, unless --skip-memory-check."""
-        if self.config.skip_memory_check:
+        if self.spec.flags.skip_memory_check:
             return
-        parts = self.parts(self.config)
+        parts = self.parts(self.spec)
         if parts["peak"] > self.capacity:
             raise self._error(parts, f"{_gib(parts['peak'])} per rank", self.capacity, self._suggestion())
-        load = self.load(self.config)
+        load = self.load(self.spec)
         needed = host_bytes(load, self.ranks_of_host)
-        if not self.on_cpu and needed > self.host:
+        if self.spec.device != "cpu" and needed > self.host:
             where = f"{_gib(needed)} of host memory for {self.ranks_of_host} ranks"
             raise self._error(host_parts(load), where, self.host, self._host_suggestion())
 
@@ -123,56 +117,55 @@ class Fit:
         largest = sorted(((size, name) for name, size in parts.items() if name != "peak"), reverse=True)[:3]
         named = ", ".join(f"{name} {_gib(size)}" for size, name in largest)
         return ValueError(
-            f"{self.config.model} needs {needed}, {_gib(available)} is available ({named}). "
+            f"{self.spec.flags.model} needs {needed}, {_gib(available)} is available ({named}). "
             f"{suggestion} or --skip-memory-check."
         )
 
-    def choose(self) -> TrainConfig:
-        """Return the flags with the largest micro-batch that fits and divides a rank's share.
+    def choose(self) -> RunSpec:
+        """Return the run with the largest micro-batch that fits and divides a rank's share.
 
         With --skip-memory-check that is at least one sample; otherwise ValueError when not even one fits.
         """
-        parts = self.config.tensor_parallel_size
-        least = dataclasses.replace(self.config, batch_size=parts)
-        for size in BatchPlan.of(least, self.dp_size).divisors(_LARGEST, parts):
-            other = dataclasses.replace(self.config, batch_size=size)
+        parts = self.spec.flags.tensor_parallel_size
+        least = self.spec.change(batch_size=parts)
+        for size in least.batch.divisors(_LARGEST, parts):
+            other = self.spec.change(batch_size=size)
             if self.parts(other)["peak"] <= _ROOM * self.capacity:
-                dataclasses.replace(self, config=other).check()
+                dataclasses.replace(self, spec=other).check()
                 return other
-        dataclasses.replace(self, config=least).check()
+        dataclasses.replace(self, spec=least).check()
         return least
 
     def _suggestion(self) -> str:
         """Return the least change that fits: smaller micro-batches of the same batch, checkpointing, then ZeRO-3."""
-        config = self.config
-        batch = BatchPlan.of(config, self.dp_size)
-        for preset, checkpointing in ((self.preset, config.grad_checkpointing), (self.preset, True), (_ZERO_3, True)):
-            question = dataclasses.replace(self, preset=preset)
+        spec, config, batch = self.spec, self.spec.flags, self.spec.batch
+        in_zero_3 = dataclasses.replace(spec, preset=_ZERO_3)
+        for way, checkpointing in ((spec, config.grad_checkpointing), (spec, True), (in_zero_3, True)):
             for size in batch.divisors(batch.micro_batch_size, config.tensor_parallel_size):
                 accumulate = {"accum_freq": batch.rank_batch_size // size} if config.global_batch_size is None else {}
                 changes: dict[str, Any] = {"batch_size": size, "grad_checkpointing": checkpointing, **accumulate}
-                peak = question.parts(dataclasses.replace(config, **changes))["peak"]
+                peak = self.parts(way.change(**changes))["peak"]
                 if peak <= _ROOM * self.capacity:
                     flags = [f"--batch-size {size}"]
                     flags += [f"--accum-freq {accumulate['accum_freq']}"] if accumulate else []
                     flags += ["--grad-checkpointing"] if checkpointing else []
-                    flags += self._zero_3_flags() if preset is _ZERO_3 else []
+                    flags += self._zero_3_flags() if way is in_zero_3 else []
                     return f"Try {' '.join(flags)} ({_gib(peak)})"
         return "No micro-batch size, checkpointing or ZeRO stage fits: use more GPUs, offloading"
 
     def _host_suggestion(self) -> str:
         """Return the least change that fits into the host: fewer pixels, nothing pinned, nothing offloaded."""
-        if host_bytes(dataclasses.replace(self.load(self.config), pixels=0.0), self.ranks_of_host) <= self.host:
+        if host_bytes(dataclasses.replace(self.load(self.spec), pixels=0.0), self.ranks_of_host) <= self.host:
             return "Try --pixel-cache-gb auto, which uses what is left,"
-        load = self.load(dataclasses.replace(self.config, pixel_cache_gb="0"))
+        load = self.load(self.spec.change(pixel_cache_gb="0"))
         zero: dict[str, Any] = {
             name: value | {"pin_memory": False} if name.startswith("offload_") else value
             for name, value in load.zero.items()
         }
         if (unpinned := host_bytes(dataclasses.replace(load, zero=zero), self.ranks_of_host)) <= self.host:
-            return f'Try "pin_memory": false in {self.config.deepspeed_config} ({_gib(unpinned)})'
-        there = dataclasses.replace(self, preset=_ZERO_3)
-        peak, rest = there.parts(self.config)["peak"], host_bytes(there.load(self.config), self.ranks_of_host)
+            return f'Try "pin_memory": false in {self.spec.flags.deepspeed_config} ({_gib(unpinned)})'
+        there = dataclasses.replace(self.spec, preset=_ZERO_3)
+        peak, rest = self.parts(there)["peak"], host_bytes(self.load(there), self.ranks_of_host)
         if peak <= _ROOM * self.capacity and rest <= self.host:
             flags = " ".join(self._zero_3_flags())
             return f"Try {flags} ({_gib(peak)} on the GPU, {_gib(rest)} of host memory)"
@@ -180,8 +173,8 @@ class Fit:
 
     def _zero_3_flags(self) -> list[str]:
         """Return the flags of ZeRO-3, with the precision where today's preset sets it."""
-        in_preset = any(self.preset.get(name, {}).get("enabled") for name in ("bf16", "fp16"))
-        precision = [f"--precision {self.precision}"] if in_preset else []
+        in_preset = any(self.spec.preset.get(name, {}).get("enabled") for name in ("bf16", "fp16"))
+        precision = [f"--precision {self.spec.precision}"] if in_preset else []
         return [f"--deepspeed_config {shipped_preset('zero3')}", *precision]
 
 

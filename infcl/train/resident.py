@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from infcl.config import BatchPlan, TrainConfig
+from infcl.config import RunSpec
 from infcl.engine.engine import Engine
 from infcl.models.captions import texts_for_model
 from infcl.models.config import CLIPConfig
@@ -24,9 +24,8 @@ _log = logging.getLogger(__name__)
 
 
 def resident_micro_batches(
-    config: TrainConfig,
+    spec: RunSpec,
     engine: Engine,
-    batch: BatchPlan,
     model_config: CLIPConfig,
     parallel: Parallel,
     *,
@@ -38,35 +37,35 @@ def resident_micro_batches(
     where the run began (`before`: the trainer's state in the checkpoint), of the same micro-batches on as many ranks,
     and warns where that does not fit. It is 1 with --deterministic, and on a CPU.
     """
-    if config.resident_micro_batches != "auto":
-        return min(int(config.resident_micro_batches), batch.num_micro_batches)
-    if batch.num_micro_batches == 1 or not _measures(config, parallel):
+    asked, batch = spec.flags.resident_micro_batches, spec.batch
+    if asked != "auto":
+        return min(int(asked), batch.num_micro_batches)
+    if batch.num_micro_batches == 1 or not _measures(spec):
         return 1
-    texts = texts_for_model(config, model_config)(longest(model_config.text_cfg, batch.micro_batch_size))
+    captions = longest(model_config.text_cfg, batch.micro_batch_size)
+    texts = texts_for_model(model_config.text_cfg, pack=spec.packs_captions)(captions)
     graph = _graph_bytes(engine, texts, batch.micro_batch_size, model_config, parallel.device)
-    room = _free_bytes(parallel.device) - _needed_bytes(config, engine, batch, model_config, parallel)
+    room = _free_bytes(parallel.device) - _needed_bytes(spec, engine, model_config, parallel)
     fitting = int(room // graph)
     smallest = -max_over(dist.group.WORLD, [-fitting], parallel.device)[0]
     fitting = max(1, min(int(smallest), batch.num_micro_batches))
-    began = graphs_to_keep(config, batch, parallel, fitting, before)["kept"]
+    began = graphs_to_keep(spec, parallel, fitting, before)["kept"]
     if fitting != began and parallel.rank == 0:
         means = "gradients are summed in another order" if fitting < began else "they stay so many, for the same sums"
         _log.warning("%d micro-batches' graphs fit on the GPU, the run began with %d: %s", fitting, began, means)
     return min(fitting, began)
 
 
-def graphs_to_keep(
-    config: TrainConfig, batch: BatchPlan, parallel: Parallel, resident: int, before: dict[str, Any] | None
-) -> dict[str, Any]:
+def graphs_to_keep(spec: RunSpec, parallel: Parallel, resident: int, before: dict[str, Any] | None) -> dict[str, Any]:
     """What a checkpoint says of them: how many `auto` measured room for where the run began, of which micro-batches."""
-    sizes = [parallel.world_size, batch.num_micro_batches, batch.micro_batch_size]
-    own = {"kept": resident, "measured": _measures(config, parallel), "of": sizes}
+    sizes = [parallel.world_size, spec.batch.num_micro_batches, spec.batch.micro_batch_size]
+    own = {"kept": resident, "measured": _measures(spec), "of": sizes}
     began = (before or {}).get("graphs", {})
     return began if own["measured"] and began.get("measured") and began["of"] == sizes else own
 
 
-def _measures(config: TrainConfig, parallel: Parallel) -> bool:
-    return config.resident_micro_batches == "auto" and parallel.device.type == "cuda" and not config.deterministic
+def _measures(spec: RunSpec) -> bool:
+    return spec.flags.resident_micro_batches == "auto" and spec.device == "cuda" and not spec.flags.deterministic
 
 
 def _graph_bytes(
@@ -94,19 +93,17 @@ def _free_bytes(device: torch.device) -> float:
     return free - HEADROOM * total
 
 
-def _needed_bytes(
-    config: TrainConfig, engine: Engine, batch: BatchPlan, model_config: CLIPConfig, parallel: Parallel
-) -> float:
+def _needed_bytes(spec: RunSpec, engine: Engine, model_config: CLIPConfig, parallel: Parallel) -> float:
     """As planned: what a step takes beside graphs, and beside parameters and optimizer, which are there by now."""
     trainable = sum(engine.state.shape(p).numel() for _, p in engine.state.parameters() if p.requires_grad)
     load = load_of_run(
         model_config,
-        batch,
-        config,
+        spec.batch,
+        spec.flags,
         {"all": (trainable, trainable)},
-        engine.precision,
+        spec.precision,
         {},
-        stage=engine.zero_stage,
+        stage=spec.zero_stage,
         ranks_of_host=ranks_of_host(parallel),
     )
     return bytes_beside_graphs(load)

@@ -17,27 +17,18 @@ import torch.distributed as dist
 from infcl.checkpoint.load import find_checkpoint, full_weights, load_checkpoint, trainer_state
 from infcl.checkpoint.run_folder import RunFolder
 from infcl.checkpoint.write import CheckpointWriter
-from infcl.config import BatchPlan, TrainConfig, total_steps
-from infcl.config.preset import read_preset
+from infcl.config import total_steps
 from infcl.data.workers import describe_death
 from infcl.engine.engine import Engine
-from infcl.engine.optim import Schedule
+from infcl.engine.optim import Schedule, later_host_bytes
 from infcl.models.attention import towers_with_kernel
-from infcl.models.captions import longer_when_packed, packs_captions, texts_for_model
+from infcl.models.captions import longer_when_packed, texts_for_model
 from infcl.models.packing import num_texts
 from infcl.parallel import Parallel, from_first_rank, join_parts, mean_over, micro_batch_seed, seed_everything
 from infcl.step.grad_cache import grad_cache_step
 from infcl.step.pixels import build_pixel_cache
 from infcl.train.account import opening, summary_of
-from infcl.train.build import (
-    build_loader,
-    build_loss,
-    build_tasks,
-    build_tokenizer_and_model_config,
-    model_and_sources,
-    split_model,
-    tile_dtype_of,
-)
+from infcl.train.build import Inputs, build_loader, build_loss, build_tasks, model_and_sources, split_model
 from infcl.train.compile import prepare_blocks
 from infcl.train.diagnostics import SampledLoss, trained_shares, utilisation
 from infcl.train.finite import Diverged, FiniteWatch, findings_of_all
@@ -60,17 +51,14 @@ class Trainer:
     noted: signals that came before, and will (see StopSignals).
     """
 
-    def __init__(self, config: TrainConfig, parallel: Parallel, run: RunFolder, *, noted: list[int] | None = None):
-        self.config, self.parallel, self.run = config, parallel, run
-        _, precision = read_preset(config, parallel.device.type)
-        self.batch = BatchPlan.of(config, parallel.dp_size)
-        self.tokenizer, model_config = build_tokenizer_and_model_config(config)
-        self.loader = build_loader(config, self.batch, model_config, self.tokenizer, parallel)
-        self.packed_captions = packs_captions(config, model_config)
-        self.texts_for_model = texts_for_model(config, model_config)
+    def __init__(self, inputs: Inputs, parallel: Parallel, run: RunFolder, *, noted: list[int] | None = None):
+        spec, model_config, config = inputs.spec, inputs.model_config, inputs.spec.flags
+        self.inputs, self.spec, self.config, self.batch = inputs, spec, config, spec.batch
+        self.parallel, self.run = parallel, run
+        self.loader = build_loader(inputs, parallel)
+        self.texts_for_model = texts_for_model(model_config.text_cfg, pack=spec.packs_captions)
         self.saw_captions = False
-        tile_dtype = tile_dtype_of(config, parallel.device.type)
-        self.tasks = build_tasks(config, self.batch, model_config, self.tokenizer, tile_dtype)
+        self.tasks = build_tasks(inputs)
         for task in self.tasks.values():
             task.check()
         self.total_steps = total_steps(config, self.loader.steps_per_epoch)
@@ -85,24 +73,22 @@ class Trainer:
         model, self.sources_of_weights = model_and_sources(config, model_config, parallel)
         self.model_config = model.cfg
         split_model(model, config, parallel)
-        self.compiled = prepare_blocks(model, config, parallel, precision, self.batch)
-        self.engine = Engine(model, config, parallel, self.batch)
+        self.compiled = prepare_blocks(model, spec, parallel)
+        self.engine = Engine(model, spec, parallel)
         self.num_parameters = sum(self.engine.state.shape(p).numel() for _, p in self.engine.state.parameters())
         checkpoint = find_checkpoint(config.resume, run, parallel)
         before = trainer_state(checkpoint) if checkpoint is not None else None
-        self.resident = resident_micro_batches(
-            config, self.engine, self.batch, self.model_config, parallel, before=before
-        )
-        self.graphs = graphs_to_keep(config, self.batch, parallel, self.resident, before)
+        self.resident = resident_micro_batches(spec, self.engine, self.model_config, parallel, before=before)
+        self.graphs = graphs_to_keep(spec, parallel, self.resident, before)
         self.pixels = build_pixel_cache(
-            config,
-            self.batch,
+            spec,
             self.engine.module,
             parallel,
             resident=self.resident,
             repeats=self.loader.repeats,
+            reserved=later_host_bytes(spec, self.engine.module),
         )
-        self.loss = build_loss(config, parallel)
+        self.loss = build_loss(spec, parallel)
         self.sampled_loss = SampledLoss(self.loss, rows=self.batch.micro_batch_size)
         trained = trained_shares(self.engine.module)
         self.mfu = utilisation(self.model_config, parallel.device, self.engine.precision, trained)
@@ -245,7 +231,7 @@ class Trainer:
             self.metrics.say(slow_host)
         if news := self.profiler.after_step(phases):
             self.metrics.say(news)
-        if self.packed_captions and not self.saw_captions:
+        if self.spec.packs_captions and not self.saw_captions:
             masks = "text" not in towers_with_kernel(self.engine.module)
             if news := longer_when_packed(text_share, masks=masks):
                 self.metrics.say(news)

@@ -19,6 +19,7 @@ from infcl.checkpoint.run_folder import claim_run_folder
 from infcl.loss import contrastive
 from infcl.parallel import init_parallel
 from infcl.report import read_metrics
+from infcl.train.build import resolve_inputs
 from infcl.train.trainer import Trainer
 from tests.lib.ranks import run_ranks
 
@@ -213,7 +214,8 @@ def loss_of_steps(rank: int, world_size: int, folder: str, micro_batches: int, a
     flags = ["--model", "demo", "--device", "cpu", "--precision", "fp32", "--batch-size", "8", "--lr", "1e-3"]
     config = config_of("1", {}, 3, [*flags, "--accum-freq", str(micro_batches)], Path(folder))
     parallel = init_parallel("cpu")
-    trainer = (AbridgedTrainer if abridged else Trainer)(config, parallel, claim_run_folder(config, parallel))
+    inputs = resolve_inputs(config, parallel)
+    trainer = (AbridgedTrainer if abridged else Trainer)(inputs, parallel, claim_run_folder(config, parallel))
     trainer._train()
     trainer.metrics.close()
     return read_metrics(trainer.run.metrics, "train")[-1]["loss"]

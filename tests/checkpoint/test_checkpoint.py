@@ -78,12 +78,12 @@ def saved_while_a_step_is_made(rank, world_size, preset, folder):
     from infcl.checkpoint import write as checkpoint_writer
     from infcl.checkpoint.load import full_weights
     from infcl.config import BatchPlan
-    from infcl.engine.engine import Engine
     from infcl.parallel import init_parallel
+    from tests.lib.specs import engine_of
 
     parallel, run = init_parallel("cpu"), RunFolder(folder)
     config = settings(preset, precision="fp32", grad_clip_norm=None)
-    engine = Engine(ToyCLIP(), config, parallel, BatchPlan(world_size, 1, 4))
+    engine = engine_of(ToyCLIP(), config, parallel, BatchPlan(world_size, 1, 4))
     run.checkpoints.mkdir(parents=True, exist_ok=True)
     writer = checkpoint_writer.CheckpointWriter(engine, run, parallel, keep_last=0, keep_every=0)
     before, stepped, write = full_weights(engine, keep=True), threading.Event(), checkpoint_writer._write_tensors
@@ -140,11 +140,12 @@ def finished(demo_folder, tmp_path_factory):
 def told_to_end_while_the_last_is_written(rank, world_size, config) -> str:
     from infcl.checkpoint.run_folder import claim_run_folder
     from infcl.parallel import init_parallel
+    from infcl.train.build import resolve_inputs
     from infcl.train.signals import Stopped
     from infcl.train.trainer import Trainer
 
     parallel = init_parallel("cpu")
-    trainer = Trainer(config, parallel, claim_run_folder(config, parallel))
+    trainer = Trainer(resolve_inputs(config, parallel), parallel, claim_run_folder(config, parallel))
     finish = trainer.saves.finish
 
     def finish_late():
@@ -168,10 +169,11 @@ def test_a_signal_behind_the_last_step_leaves_evaluation_and_export_to_the_next_
 def finished_on_a_full_disk(rank, world_size, config):
     from infcl.checkpoint.run_folder import claim_run_folder
     from infcl.parallel import init_parallel
+    from infcl.train.build import resolve_inputs
     from infcl.train.trainer import Trainer
 
     parallel = init_parallel("cpu")
-    trainer = Trainer(config, parallel, claim_run_folder(config, parallel))
+    trainer = Trainer(resolve_inputs(config, parallel), parallel, claim_run_folder(config, parallel))
     trainer.signals.noted += [signal.SIGUSR1] * (rank == 1)
     trainer.saves.after_step = lambda *_, **__: None  # the signal comes behind it
     full = OSError(errno.ENOSPC, "No space left on device")

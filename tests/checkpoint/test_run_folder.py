@@ -122,10 +122,11 @@ def robbed(rank, world_size, config):
     """What the ranks of a run say whose folder a process of another host takes while step 2 goes on."""
     from infcl.checkpoint.run_folder import FolderTaken, claim_run_folder
     from infcl.parallel import init_parallel
+    from infcl.train.build import resolve_inputs
     from infcl.train.trainer import Trainer
 
     parallel = init_parallel("cpu")
-    trainer = Trainer(config, parallel, claim_run_folder(config, parallel))
+    trainer = Trainer(resolve_inputs(config, parallel), parallel, claim_run_folder(config, parallel))
     train_step = trainer._train_step
 
     def step(micro_batches):

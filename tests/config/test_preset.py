@@ -8,13 +8,13 @@ from unittest import mock
 
 import pytest
 
-from infcl.config import BatchPlan
-from infcl.config.preset import describe_zero, offloads, read_preset, zero_stage
-from infcl.engine.engine import Engine
+from infcl.config import BatchPlan, resolve
+from infcl.config.preset import offloads, read_preset, zero_stage
 from infcl.plan.parts import bucket_bytes
 from tests.engine.test_engine import engine_steps, expected, settings
 from tests.lib.checkout import ROOT
 from tests.lib.ranks import run_ranks
+from tests.lib.specs import engine_of
 from tests.lib.step_oracle import ToyCLIP, global_batch, worst_error
 
 
@@ -81,9 +81,8 @@ def test_what_a_preset_moves_to_the_host_is_what_deepspeed_moves():
 )  # fmt: skip
 def test_a_single_rank_shards_nothing_where_nothing_is_lost_by_it(preset, precision, alone):
     config = settings(preset, precision=precision)
-    assert zero_stage(read_preset(config, "cuda", 1)[0]) == alone
-    for ranks in (None, 2):
-        assert zero_stage(read_preset(config, "cuda", ranks)[0]) == int(preset[4])
+    one, two = (resolve(config, device="cuda", ranks=ranks) for ranks in (1, 2))
+    assert one.zero_stage == alone and two.zero_stage == one.asked_stage == int(preset[4])
 
 
 @pytest.mark.parametrize(
@@ -93,7 +92,7 @@ def test_a_single_rank_keeps_a_stage_that_does_what_stage_0_does_not(tmp_path, m
     preset = {"zero_optimization": {"stage": 1}}
     (preset if "data_types" in more else preset["zero_optimization"]).update(more)
     config = settings("", deepspeed_config=preset_file(tmp_path, preset))
-    assert zero_stage(read_preset(config, "cpu", 1)[0]) == 1
+    assert resolve(config, device="cpu").zero_stage == 1
     run_ranks(partial(engine_steps, deepspeed_config=config.deepspeed_config), 1, "")
 
 
@@ -102,10 +101,10 @@ def test_a_single_rank_keeps_a_stage_that_does_what_stage_0_does_not(tmp_path, m
 )
 def test_whether_reductions_overlap_follows_the_hosts_where_a_preset_leaves_it_open(preset, within, across, tmp_path):
     for hosts, expected_value in ((1, within), (2, across)):
-        assert read_preset(settings(preset), "cpu", 4, hosts)[0]["zero_optimization"]["overlap_comm"] is expected_value
+        assert read_preset(settings(preset), "cpu", hosts)[0]["zero_optimization"]["overlap_comm"] is expected_value
         for said in (True, False):
             own = preset_file(tmp_path, {"zero_optimization": {"stage": 1, "overlap_comm": said}})
-            read = read_preset(settings("", deepspeed_config=own), "cpu", 4, hosts)[0]
+            read = read_preset(settings("", deepspeed_config=own), "cpu", hosts)[0]
             assert read["zero_optimization"]["overlap_comm"] is said
 
 
@@ -116,10 +115,13 @@ def what_is_said_of_reductions(rank, world_size, path, precision, hosts, device)
     config, reduced = settings("", deepspeed_config=path, precision=precision), []
     with mock.patch.object(Parallel, "hosts", hosts):
         parallel = init_parallel("cpu")
-        engine = Engine(ToyCLIP(), config, parallel, BatchPlan(world_size, 1, 4))
+        engine = engine_of(ToyCLIP(), config, parallel, BatchPlan(world_size, 1, 4))
         trainable = sum(p.numel() for p in engine.module.parameters())
-        said = describe_zero(config, device, world_size, hosts, trainable)
-        assert engine.zero_in_words == describe_zero(config, "cpu", world_size, hosts, trainable)
+        said, on_cpu = (
+            resolve(config, device=kind, ranks=world_size, hosts=hosts).describe_zero(trainable)
+            for kind in (device, "cpu")
+        )
+        assert engine.zero_in_words == on_cpu
     optimizer = engine.engine.optimizer
     if hasattr(optimizer, "reduce_ipg_grads"):
         reduce = optimizer.reduce_ipg_grads
@@ -163,7 +165,7 @@ def bucket_of_deepspeed(rank, world_size, path):
     from infcl.parallel import init_parallel
 
     config = settings("", deepspeed_config=path, precision="fp32")
-    engine = Engine(ToyCLIP(), config, init_parallel("cpu"), BatchPlan(world_size, 1, 4))
+    engine = engine_of(ToyCLIP(), config, init_parallel("cpu"), BatchPlan(world_size, 1, 4))
     return engine.engine.optimizer.reduce_bucket_size
 
 

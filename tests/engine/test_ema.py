@@ -76,12 +76,12 @@ def seen_weights(rank, world_size, preset, precision):
     """What forwards see before, while and after the average is shown, and the masters before and after."""
     from infcl.checkpoint.load import full_weights
     from infcl.config import BatchPlan
-    from infcl.engine.engine import Engine
     from infcl.parallel import init_parallel
+    from tests.lib.specs import engine_of
     from tests.lib.step_oracle import ToyCLIP, global_batch
 
     config = settings(preset, precision=precision, ema_decay=0.9)
-    engine = Engine(ToyCLIP(logit_scale=START), config, init_parallel("cpu"), BatchPlan(world_size, 1, 4))
+    engine = engine_of(ToyCLIP(logit_scale=START), config, init_parallel("cpu"), BatchPlan(world_size, 1, 4))
     for step in range(2):
         output = engine.encode(*global_batch(4, seed=step))
         engine.backward(sum(value.square().sum() for value in output.values()) + output["image_features"].sum(), True)

@@ -11,6 +11,7 @@ from infcl.engine.engine import Engine
 from infcl.engine.norm import square_of
 from infcl.parallel import micro_batch_seed
 from tests.lib.ranks import run_ranks
+from tests.lib.specs import engine_of
 from tests.lib.step_oracle import EPS, LR, ToyCLIP, global_batch, oracle_steps, worst_error, worst_update_error
 
 MICRO_BATCHES, MICRO_BATCH_SIZE, STEPS = 3, 5, 3
@@ -38,7 +39,7 @@ def engine_steps(rank, world_size, preset, precision="fp32", resident=1, dropped
     parallel = init_parallel("cpu")
     batch = BatchPlan(world_size, MICRO_BATCHES, MICRO_BATCH_SIZE)
     model = ToyCLIP(logit_scale=START, dropout=dropout)
-    engine = Engine(model, settings(preset, precision=precision, **changes), parallel, batch)
+    engine = engine_of(model, settings(preset, precision=precision, **changes), parallel, batch)
     loss = ContrastiveLoss("inf_cl", group=engine.dp_group)
     losses, norms, scales = [], [], []
     if dropped:
@@ -207,7 +208,7 @@ def misaligned_parameters(rank, world_size, preset, precision):
     from infcl.parallel import init_parallel
 
     model = CLIP(load_model_config("demo"), init_logit_bias=-10.0)
-    Engine(model, settings(preset, precision=precision), init_parallel("cpu"), BatchPlan(world_size, 1, 2))
+    engine_of(model, settings(preset, precision=precision), init_parallel("cpu"), BatchPlan(world_size, 1, 2))
     stored = {name: getattr(parameter, "ds_tensor", parameter) for name, parameter in model.named_parameters()}
     return [name for name, tensor in stored.items() if tensor.data_ptr() % 16 and not name.startswith("logit_")]
 
@@ -228,7 +229,7 @@ def steps_with_a_poisoned_one(rank, world_size, preset, precision):
 
     parallel = init_parallel("cpu")
     batch = BatchPlan(world_size, MICRO_BATCHES, MICRO_BATCH_SIZE)
-    engine = Engine(ToyCLIP(logit_scale=START), settings(preset, precision=precision), parallel, batch)
+    engine = engine_of(ToyCLIP(logit_scale=START), settings(preset, precision=precision), parallel, batch)
     loss = ContrastiveLoss("inf_cl", group=engine.dp_group)
     applied, finite = [], None
     for step in range(STEPS):
@@ -274,7 +275,7 @@ def accumulate_ones(rank, world_size, preset):
     from infcl.parallel import init_parallel
 
     config = settings(preset, precision="bf16", grad_clip_norm=None, wd=0.0)
-    engine = Engine(ToyCLIP(logit_scale=0.0), config, init_parallel("cpu"), BatchPlan(world_size, 600, 1))
+    engine = engine_of(ToyCLIP(logit_scale=0.0), config, init_parallel("cpu"), BatchPlan(world_size, 600, 1))
     images, texts = global_batch(1)
     for index in range(600):
         output = engine.encode(images, texts)
@@ -298,8 +299,6 @@ def counters_of_loss_scalers(rank, world_size):
     from types import SimpleNamespace
 
     from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
-
-    from infcl.engine.engine import Engine
 
     def dynamic(scale):
         return DynamicLossScaler(scale, 1000, 1, 2, False)  # window, least, hysteresis
@@ -330,7 +329,7 @@ def unclipped_norm(rank, world_size, preset, grad_clip_norm):
 
     torch.manual_seed(rank)
     config = settings(preset, precision="fp32", grad_clip_norm=grad_clip_norm, wd=0.0, eps=1e3)
-    engine = Engine(ToyCLIP(logit_scale=1.0), config, init_parallel("cpu"), BatchPlan(world_size, 1, 2))
+    engine = engine_of(ToyCLIP(logit_scale=1.0), config, init_parallel("cpu"), BatchPlan(world_size, 1, 2))
     before = full_weights(engine, keep=True)
     output = engine.encode(*global_batch(2))
     engine.backward(100 * output["logit_scale"].sum() + 0 * sum(output[n].sum() for n in output), True)
@@ -359,7 +358,7 @@ def tensors_of_the_norm(rank, world_size, preset):
     """(numbers of tensors that are measured together, tensors that this rank owns of each group)."""
     from infcl.parallel import init_parallel
 
-    engine = Engine(ToyCLIP(), settings(preset), init_parallel("cpu"), BatchPlan(world_size, 1, 4))
+    engine = engine_of(ToyCLIP(), settings(preset), init_parallel("cpu"), BatchPlan(world_size, 1, 4))
     output = engine.encode(*global_batch(4))
     engine.backward(sum(value.sum() for value in output.values()), True)
     optimizer, together = engine.engine.optimizer, []

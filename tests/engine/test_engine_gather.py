@@ -9,14 +9,15 @@ from tests.engine.test_engine import settings
 from tests.engine.test_engine_reduce import MICRO_BATCHES, odd_clip, pairs, preset_of
 from tests.lib.collectives import collectives
 from tests.lib.ranks import run_ranks
+from tests.lib.specs import engine_of
 from tests.lib.step_oracle import LR
 
 
-def engine_of(preset: str, world_size: int, **changes) -> Engine:
+def gathering_engine(preset: str, world_size: int, **changes) -> Engine:
     from infcl.parallel import init_parallel
 
     config = settings("zero3", precision="fp32", deepspeed_config=preset, **changes)
-    return Engine(odd_clip(), config, init_parallel("cpu"), BatchPlan(world_size, MICRO_BATCHES, 4))
+    return engine_of(odd_clip(), config, init_parallel("cpu"), BatchPlan(world_size, MICRO_BATCHES, 4))
 
 
 def encode_and_replay(engine: Engine, rank: int, step: int) -> None:
@@ -40,7 +41,7 @@ def whole_parameters(engine: Engine) -> int:
 def gathers_of_steps(rank, world_size, preset, step_count=3):
     """Of each step: gathers of its first forward, of all others and the backwards; parameters whole before and after
     the update; how many modules DeepSpeed's trace has then, by which it prefetches."""
-    engine, found = engine_of(preset, world_size), []
+    engine, found = gathering_engine(preset, world_size), []
     coordinator = engine.engine.optimizer.parameter_offload.get_param_coordinator()
     for step in range(step_count):
         engine.train()
@@ -83,7 +84,7 @@ def weights_and_evaluations(rank, world_size, preset, kept):
     """After three steps: the weights; and between them what evaluations saw, of the weights and of their average."""
     from infcl.checkpoint.load import full_weights
 
-    engine, seen = engine_of(preset, world_size, ema_decay=0.5), []
+    engine, seen = gathering_engine(preset, world_size, ema_decay=0.5), []
     persistent = sum(parameter.ds_persist for parameter in engine.module.parameters())
     assert engine.kept.fits
     if not kept:
@@ -116,7 +117,7 @@ def test_steps_and_evaluations_are_those_without_keeping_to_the_bit(world_size, 
 
 def forward_after_a_write(rank, world_size, preset):
     """Features before and after a weight is written amid a step, as a checkpoint's are; a fresh engine's with it."""
-    engine, written = engine_of(preset, world_size), engine_of(preset, world_size)
+    engine, written = gathering_engine(preset, world_size), gathering_engine(preset, world_size)
     parameter = dict(engine.module.named_parameters())["visual.proj"]
     value = engine.state.read(parameter).flip(0)
     with torch.no_grad():
@@ -133,7 +134,7 @@ def test_a_weight_that_is_written_while_all_is_kept_is_seen(tmp_path):
 
 def steps_that_are_left_out(rank, world_size, preset):
     """(applied, parameters whole after it) of a step whose gradients are not finite, and of the next."""
-    engine, found = engine_of(preset, world_size), []
+    engine, found = gathering_engine(preset, world_size), []
     for step in range(2):
         encode_and_replay(engine, rank, step)
         if step == 0:

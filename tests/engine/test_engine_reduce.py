@@ -11,11 +11,11 @@ import torch
 
 from infcl.config import BatchPlan
 from infcl.engine import reduce as engine_reduce
-from infcl.engine.engine import Engine
 from infcl.engine.reduce import reduce_in_few_launches
 from tests.engine.test_engine import settings
 from tests.lib.collectives import collectives
 from tests.lib.ranks import free_port, run_ranks
+from tests.lib.specs import engine_of
 from tests.lib.step_oracle import LR
 
 MICRO_BATCHES, BUCKET = 3, 4000
@@ -58,7 +58,7 @@ def steps(rank, world_size, preset, precision, device="cpu", ours=True, step_cou
     config = settings("zero3", precision=precision, deepspeed_config=preset, grad_clip_norm=None)
     parallel = init_parallel(device)
     with mock.patch("infcl.engine.engine.reduce_in_few_launches", reduce_in_few_launches if ours else lambda _: False):
-        engine = Engine(odd_clip(), config, parallel, BatchPlan(world_size, MICRO_BATCHES, 4))
+        engine = engine_of(odd_clip(), config, parallel, BatchPlan(world_size, MICRO_BATCHES, 4))
 
     def backwards(step: int) -> None:
         for index in range(MICRO_BATCHES):

@@ -9,11 +9,11 @@ import torch
 from torch.nn.functional import normalize
 
 from infcl.config import BatchPlan
-from infcl.engine.engine import Engine
 from tests.engine.test_engine import at_start, engine_steps, expected, settings
 from tests.lib.checkout import ROOT
 from tests.lib.collectives import collectives
 from tests.lib.ranks import run_ranks
+from tests.lib.specs import engine_of
 from tests.lib.step_oracle import LR, ToyCLIP, adamw, global_batch, worst_error, worst_update_error
 
 
@@ -49,7 +49,7 @@ def waits_for_the_device(rank, world_size, preset):
     from infcl.parallel import init_parallel
 
     config = settings(preset, precision="fp32", grad_clip_norm=None, wd=0.0)
-    engine, waits = Engine(ToyCLIP(), config, init_parallel("cpu"), BatchPlan(world_size, 2, 4)), []
+    engine, waits = engine_of(ToyCLIP(), config, init_parallel("cpu"), BatchPlan(world_size, 2, 4)), []
     for _ in range(4):
         with mock.patch.object(type(get_accelerator()), "synchronize") as synchronize:
             for index in range(2):
@@ -73,7 +73,7 @@ def steps_with_detours(rank, world_size, preset, hosts=1):
     model = Detour()
     config = settings(preset, precision="fp32", grad_clip_norm=None, wd=0.0)
     with mock.patch.object(Parallel, "hosts", hosts):  # across hosts stages 1 and 2 reduce beside the backward
-        engine, steps = Engine(model, config, init_parallel("cpu"), BatchPlan(world_size, 2, 4)), []
+        engine, steps = engine_of(model, config, init_parallel("cpu"), BatchPlan(world_size, 2, 4)), []
     for pattern in PATTERNS:
         for index, model.taken in enumerate(pattern):
             _backward(engine, *global_batch(4, seed=10 * rank + index), last=index == 1)
@@ -119,7 +119,7 @@ def count_reductions(rank, world_size, preset, precision, micro_batches):
     from infcl.parallel import init_parallel
 
     config = settings(preset, precision=precision, grad_clip_norm=None)
-    engine = Engine(ToyCLIP(), config, init_parallel("cpu"), BatchPlan(world_size, micro_batches, 4))
+    engine = engine_of(ToyCLIP(), config, init_parallel("cpu"), BatchPlan(world_size, micro_batches, 4))
 
     def backwards() -> None:
         for index in range(micro_batches):
@@ -149,7 +149,7 @@ def gathers_of_a_backward(rank, world_size, preset):
     from infcl.parallel import init_parallel
 
     config = settings("zero3", precision="fp32", grad_clip_norm=None, deepspeed_config=preset)
-    engine = Engine(ToyCLIP(), config, init_parallel("cpu"), BatchPlan(world_size, 4, 4))
+    engine = engine_of(ToyCLIP(), config, init_parallel("cpu"), BatchPlan(world_size, 4, 4))
     batch = global_batch(4)
     with torch.no_grad():
         for _ in range(4):
@@ -193,7 +193,7 @@ def fp16_on_a_cpu(rank, world_size, preset, finite):
 
     with fp16_allowed():
         config = settings("", deepspeed_config=preset, grad_clip_norm=None, wd=0.0)
-        engine = Engine(ToyCLIP(logit_scale=1.0), config, init_parallel("cpu"), BatchPlan(world_size, 1, 5))
+        engine = engine_of(ToyCLIP(logit_scale=1.0), config, init_parallel("cpu"), BatchPlan(world_size, 1, 5))
     images, texts = (side[5 * rank : 5 * rank + 5] for side in global_batch(5 * world_size))
     steps = []
     for _ in range(7):
@@ -270,7 +270,7 @@ def error_of_the_mean(rank, world_size, preset, precision):
     model, parallel = ToyCLIP(logit_scale=1.0), init_parallel("cpu")
     copy = ToyCLIP(logit_scale=1.0).to(torch.bfloat16 if precision == "bf16" else torch.float32)
     config = settings(preset, precision=precision, grad_clip_norm=None, wd=0.0)
-    engine, weights = Engine(model, config, parallel, BatchPlan(world_size, 3, 4)), torch.linspace(-1, 2, 8)
+    engine, weights = engine_of(model, config, parallel, BatchPlan(world_size, 3, 4)), torch.linspace(-1, 2, 8)
     mean = {name: torch.zeros(parameter.shape, dtype=torch.float64) for name, parameter in copy.named_parameters()}
 
     def total(output):

@@ -5,11 +5,11 @@ import json
 import pytest
 import torch.distributed as dist
 
-from infcl.config import BatchPlan, parse_args
+from infcl.config import parse_args, resolve
 from infcl.evaluate import tasks
 from infcl.evaluate.tasks import RetrievalTask, ZeroShotTask
 from infcl.models import load_model_config
-from infcl.train.build import build_tasks
+from infcl.train.build import Inputs, build_tasks
 from tests.lib.ranks import refused, run_ranks
 from tests.lib.shard_files import encode, picture, write_tar
 
@@ -116,7 +116,9 @@ def test_folders_of_no_class_are_refused_before_an_image_is_read(tmp_path):
 def test_validation_data_has_its_captions_where_training_data_has_them(tmp_path, flags, members):
     data = shard(tmp_path / "val", encode(picture(1)), **members)
     config = parse_args(["--train-data", data, "--tokenizer", __file__, "--val-data", data, *flags])
-    task = build_tasks(config, BatchPlan(1, 1, 2), load_model_config("demo"), lambda texts: None)["retrieval"]
+    task = build_tasks(Inputs(resolve(config, device="cpu"), load_model_config("demo"), lambda texts: None))[
+        "retrieval"
+    ]
     assert [task._captions(sample) for sample in task.source()] == [["a cat"]]
 
 

@@ -9,6 +9,7 @@ from benchmarks.results import rows as rows_of
 from benchmarks.rows import append
 from benchmarks.step import setting_of
 from benchmarks.tensor_parallel import model_config
+from infcl.config import resolve
 from infcl.config.preset import BUCKET
 from infcl.models.config import load_model_config
 from infcl.plan.compare import compare, past, read_steps, warmed_up
@@ -80,7 +81,8 @@ def planned_at_start(row: dict) -> float:
     preset["zero_optimization"] |= buckets
     _, cfg = build_tokenizer_and_model_config(config)
     counts = parameter_counts(build_meta_model(config, cfg))
-    return Fit(config, cfg, counts, str(config.precision), preset, 1, float("inf")).parts(config)["peak"] / GIB
+    spec = dataclasses.replace(resolve(config, device="cuda"), preset=preset)
+    return Fit(spec, cfg, counts, float("inf")).parts(spec)["peak"] / GIB
 
 
 def tensor_parallel_steps() -> list[tuple[dict, Setting]]:

@@ -72,14 +72,16 @@ def train_steps(
     from infcl.step.grad_cache import grad_cache_step
     from infcl.train.build import build_loss, split_model
     from infcl.train.compile import prepare_blocks
+    from tests.lib.specs import spec_of
 
     batch = BatchPlan(parallel.dp_size, micro_batches, MICRO_BATCH_SIZE)
     model = new_model(**model_options)
     split_model(model, config, parallel)
-    assert prepare_blocks(model, config, parallel, "fp32", batch) == (config.compile_blocks == "on")
-    engine = Engine(model, config, parallel, batch)
-    loss, losses, norms, tower_norms = build_loss(config, parallel), [], [], []
-    as_taken = texts_for_model(config, CFG)
+    spec = spec_of(config, parallel, batch)
+    assert prepare_blocks(model, spec, parallel) == (config.compile_blocks == "on")
+    engine = Engine(model, spec, parallel)
+    loss, losses, norms, tower_norms = build_loss(spec, parallel), [], [], []
+    as_taken = texts_for_model(CFG.text_cfg, pack=spec.packs_captions)
     engine.train()
     for step in range(steps):
         own = slice(parallel.dp_rank * batch.rank_batch_size, (parallel.dp_rank + 1) * batch.rank_batch_size)

@@ -112,8 +112,8 @@ POISONED = {1: "visual.ln_pre.weight", 3: "logit_scale"}  # step -> a whole para
 def steps_of_which_two_are_poisoned(rank, world_size, size, preset, **flags):
     """Five steps; in two the gradient of a whole parameter is not a number on tensor-parallel rank 1 of the first copy
     -> whether each was applied, counters, the weights that this rank holds of whole parameters."""
-    from infcl.engine.engine import Engine
     from infcl.train.build import split_model
+    from tests.lib.specs import engine_of
 
     parallel, config = layout(size), settings(preset, size, **flags)
     model, now, applied = new_model(), [], []
@@ -121,7 +121,7 @@ def steps_of_which_two_are_poisoned(rank, world_size, size, preset, **flags):
     for name, parameter in model.named_parameters():
         if name in POISONED.values():
             parameter.register_hook(lambda gradient, name=name: gradient * (math.nan if name in now else 1))
-    engine = Engine(model, config, parallel, BatchPlan(parallel.dp_size, 1, 4))
+    engine = engine_of(model, config, parallel, BatchPlan(parallel.dp_size, 1, 4))
     engine.train()
     for step in range(5):
         now[:] = [POISONED.get(step)] if parallel.tp_rank == 1 and parallel.dp_rank == 0 else []

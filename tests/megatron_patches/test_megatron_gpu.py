@@ -66,13 +66,15 @@ def batch_of(step: int, global_batch: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 def train(flags: dict, *, global_batch=GLOBAL_BATCH, micro_batch_size=MICRO_BATCH_SIZE, steps=STEPS):
     """-> losses, norms of gradients, {name: digest of what is not split}, on rank 0 {name: first step's moments}."""
+    from infcl.config import may_pack
     from infcl.engine.engine import Engine
-    from infcl.models.captions import may_pack, texts_of_part
+    from infcl.models.captions import texts_of_part
     from infcl.parallel import init_parallel, mean_over
     from infcl.step.grad_cache import grad_cache_step
     from infcl.train.build import build_loss, split_model
     from infcl.train.compile import prepare_blocks
     from megatron_patches.groups import init_tensor_parallel
+    from tests.lib.specs import spec_of
 
     flags = {"precision": "fp32", "wd": 0.1, "grad_clip_norm": 1.0, "pack_captions": "off"} | flags
     config = TrainConfig(dataset_type="synthetic", train_num_samples=1, **flags)
@@ -85,10 +87,11 @@ def train(flags: dict, *, global_batch=GLOBAL_BATCH, micro_batch_size=MICRO_BATC
     with parallel.device:
         model = CLIP(load_model_config(MODEL))
     split_model(model, config, parallel)
+    spec = spec_of(config, parallel, batch)
     if config.compile_blocks == "on":
-        assert prepare_blocks(model, config, parallel, config.precision, batch)
-    engine, loss = Engine(model, config, parallel, batch), build_loss(config, parallel)
-    texts_of = texts_of_part(config, model.cfg, parallel)
+        assert prepare_blocks(model, spec, parallel)
+    engine, loss = Engine(model, spec, parallel), build_loss(spec, parallel)
+    texts_of = texts_of_part(model.cfg.text_cfg, parallel, pack=spec.packs_captions)
     losses, norms, moments = [], [], {}
     for step in range(steps):
         own = slice(parallel.dp_rank * batch.rank_batch_size, (parallel.dp_rank + 1) * batch.rank_batch_size)

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from infcl.config import TrainConfig
-from infcl.models.captions import longer_when_packed, packs_captions, texts_for_model
+from infcl.config import TrainConfig, resolve
+from infcl.models.captions import longer_when_packed, texts_for_model, why_unpackable
 from infcl.models.clip import CLIP
 from infcl.models.config import TextConfig, load_model_config
 from infcl.models.packing import (
@@ -175,6 +175,10 @@ def test_one_graph_serves_any_number_of_rows(backend, monkeypatch):
     assert graphs["unique_graphs"] == before
 
 
+def packs(config, cfg) -> bool:
+    return resolve(config, device="cpu", unpackable=why_unpackable(config, cfg)).packs_captions
+
+
 @pytest.mark.parametrize(
     ("changes", "text", "reason"),
     [
@@ -186,19 +190,19 @@ def test_one_graph_serves_any_number_of_rows(backend, monkeypatch):
 def test_where_captions_cannot_be_packed_they_are_not_or_the_reason_is_said(changes, text, reason):
     demo = load_model_config("demo")
     other = dataclasses.replace(demo, text_cfg=dataclasses.replace(demo.text_cfg, **text))
-    assert packs_captions(TrainConfig(), demo) and not packs_captions(TrainConfig(pack_captions="off"), demo)
+    assert packs(TrainConfig(), demo) and not packs(TrainConfig(pack_captions="off"), demo)
     config = TrainConfig(**changes)
-    assert not packs_captions(config, other)
-    assert texts_for_model(config, other)(longest(other.text_cfg, 3)).keys() == {"texts"}
+    assert not packs(config, other)
+    assert texts_for_model(other.text_cfg, pack=False)(longest(other.text_cfg, 3)).keys() == {"texts"}
     with pytest.raises(ValueError, match=reason):
-        packs_captions(dataclasses.replace(config, pack_captions="on"), other)
+        packs(dataclasses.replace(config, pack_captions="on"), other)
 
 
 def test_tensor_parallel_ranks_pack_where_it_is_asked_for():
     """What it brings on GPUs has not been measured."""
     demo, split = load_model_config("demo"), TrainConfig(tensor_parallel_size=2)
-    assert not packs_captions(split, demo)
-    assert packs_captions(dataclasses.replace(split, pack_captions="on"), demo)
+    assert not packs(split, demo)
+    assert packs(dataclasses.replace(split, pack_captions="on"), demo)
 
 
 def test_a_run_whose_captions_fill_their_places_is_told_so():

@@ -10,8 +10,7 @@ from torch import nn
 
 from infcl.config import BatchPlan, TrainConfig
 from infcl.config.preset import BUCKET
-from infcl.engine.engine import Engine
-from infcl.engine.optim import checkpoint_bytes
+from infcl.engine.optim import checkpoint_bytes, later_host_bytes
 from infcl.models import CLIP, load_model_config
 from infcl.parallel import init_parallel
 from infcl.plan.host import host_bytes, host_parts
@@ -22,8 +21,9 @@ from infcl.train.dry_run import _host_table
 from infcl.train.fit import Fit
 from tests.lib.checkout import ROOT
 from tests.lib.ranks import run_ranks
+from tests.lib.specs import engine_of, spec_of
 from tests.train.test_entry import command, forked
-from tests.train.test_fit import fit
+from tests.train.test_fit import fit, under
 from tests.train.test_trainer import demo_config
 
 GIB = 2**30
@@ -54,7 +54,7 @@ def offloaded_by_deepspeed(rank, world_size, path, precision):
     config = TrainConfig(
         dataset_type="synthetic", train_num_samples=1, deepspeed_config=path, precision=precision, wd=0.0
     )
-    engine = Engine(model, config, parallel, batch)
+    engine = engine_of(model, config, parallel, batch)
     for _ in range(2):
         for index in range(MICRO_BATCHES):
             engine.backward(engine.encode(torch.randn(4, 32), None)["out"], index == MICRO_BATCHES - 1)
@@ -93,19 +93,19 @@ def test_what_is_offloaded_is_what_deepspeed_holds(stage, param, precision, worl
     assert planned["optimizer"] >= 12 * 60 * 32 * 33 / world_size and held == pytest.approx(planned, rel=0.03)
 
 
-def big_g(*flags: str, host: float = float("inf"), dp_size: int = 8, **changes) -> Fit:
+def big_g(*flags: str, host: float = float("inf"), dp_size: int = 8, preset: dict = OFFLOAD) -> Fit:
     cfg = load_model_config("ViT-bigG-14")
     with torch.device("meta"):
         counts = parameter_counts(CLIP(cfg))
     shipped = ["--deepspeed_config", "ds_configs/zero3_offload.json", "--precision", "bf16", "--grad-checkpointing"]
     question = fit("--model", "ViT-bigG-14", "--batch-size", "64", *shipped, *flags, gib=139, ranks=dp_size)
-    question = dataclasses.replace(question, cfg=cfg, counts=counts, precision="bf16", preset=OFFLOAD)
-    return dataclasses.replace(question, host=host * GIB, ranks_of_host=8, **changes)
+    question = dataclasses.replace(question, cfg=cfg, counts=counts, host=host * GIB, ranks_of_host=8)
+    return under(question, precision="bf16", preset=preset)
 
 
 def test_pinned_memory_is_counted_in_powers_of_2():
     question = big_g(dp_size=1)
-    load = question.load(question.config)
+    load = question.load(question.spec)
     own, parts = load.trainable, host_parts(load)
     assert 2 * 10**9 < own < 3 * 10**9
     assert parts["gradients"] == 16 * GIB + 3 * 4 * GIB  # all in one; in groups of a billion elements
@@ -116,7 +116,7 @@ def test_pinned_memory_is_counted_in_powers_of_2():
 
 def test_a_host_that_holds_it_to_the_last_byte_is_enough_and_a_byte_less_is_not():
     question = big_g("--pixel-cache-gb", "1")
-    needed = host_bytes(question.load(question.config), 8)
+    needed = host_bytes(question.load(question.spec), 8)
     assert needed > 12 * 2.5e9
     dataclasses.replace(question, host=needed).check()
     with pytest.raises(
@@ -126,23 +126,23 @@ def test_a_host_that_holds_it_to_the_last_byte_is_enough_and_a_byte_less_is_not(
 
 
 @pytest.mark.parametrize(
-    ("flags", "host", "changes", "proposed"),
+    ("flags", "host", "proposed"),
     [
-        (["--accum-freq", "65", "--pixel-cache-gb", "40"], 92, {}, "Try --pixel-cache-gb auto"),
-        ([], 80, {}, r'"pin_memory": false in ds_configs/zero3_offload.json \(7'),
-        ([], 40, {}, r"--deepspeed_config ds_configs/zero3.json --precision bf16 \(.* on the GPU, 28"),
-        ([], 20, {}, "Use more hosts, more memory in them or --skip-memory-check"),
+        (["--accum-freq", "65", "--pixel-cache-gb", "40"], 92, "Try --pixel-cache-gb auto"),
+        ([], 80, r'"pin_memory": false in ds_configs/zero3_offload.json \(7'),
+        ([], 40, r"--deepspeed_config ds_configs/zero3.json --precision bf16 \(.* on the GPU, 28"),
+        ([], 20, "Use more hosts, more memory in them or --skip-memory-check"),
     ],
 )
-def test_what_the_host_cannot_hold_is_refused_with_what_it_can(flags, host, changes, proposed):
+def test_what_the_host_cannot_hold_is_refused_with_what_it_can(flags, host, proposed):
     preset = OFFLOAD | {"bf16": {"enabled": True}}
     with pytest.raises(ValueError, match=proposed):
-        big_g(*flags, host=host, preset=preset, **changes).check()
+        big_g(*flags, host=host, preset=preset).check()
 
 
 def test_the_first_host_of_many_holds_the_first_copy_of_16_bit_parameters():
     question = big_g(dp_size=512)
-    load = question.load(question.config)
+    load = question.load(question.spec)
     parts = host_parts(load)
     state, later = (sum(parts[name] for name in names) for names in (("optimizer", "gradients"), ("checkpoint",)))
     assert host_bytes(load, 8) == 8 * state + 4 * load.trainable > 8 * (state + later)
@@ -152,17 +152,17 @@ def test_the_first_host_of_many_holds_the_first_copy_of_16_bit_parameters():
 
 def test_on_a_cpu_all_is_one_memory_and_nothing_counts_twice():
     def question(**changes) -> Fit:
-        return dataclasses.replace(fit("--batch-size", "8", gib=1000, stage=3), on_cpu=True, **changes)
+        return under(fit("--batch-size", "8", gib=1000, stage=3), device="cpu", **changes)
 
     buckets = {"zero_optimization": {"stage": 3, "reduce_bucket_size": BUCKET}}  # as large as where it offloads
     plain, offloaded = question(preset=buckets), question(preset=OFFLOAD)
-    load = offloaded.load(offloaded.config)
-    own, difference = load.trainable / 8, offloaded.parts(offloaded.config)["peak"] - plain.parts(plain.config)["peak"]
+    load = offloaded.load(offloaded.spec)
+    own, difference = load.trainable / 8, offloaded.parts(offloaded.spec)["peak"] - plain.parts(plain.spec)["peak"]
     assert difference == pytest.approx(4 * own)  # the gradient that the optimizer is given, beside the sum
     assert parts_of(load)["optimizer"] == parts_of(load)["gradients"] == 0
     dataclasses.replace(offloaded, host=0.0).check()  # capacity is all there is to ask for
-    kept = dataclasses.replace(plain.config, pixel_cache_gb="1", accum_freq=9)
-    none = dataclasses.replace(kept, pixel_cache_gb="0")
+    kept = plain.spec.change(pixel_cache_gb="1", accum_freq=9)
+    none = kept.change(pixel_cache_gb="0")
     assert plain.parts(kept)["peak"] - plain.parts(none)["peak"] == 8 * 8 * 3 * 224**2
 
 
@@ -181,9 +181,9 @@ def test_auto_leaves_room_for_what_comes_after_the_pixels(demo_folder, tmp_path,
     one = config.batch_size * 3 * cfg.vision_cfg.image_size**2
 
     def kept(**changes) -> int:
-        flags = dataclasses.replace(config, **changes)
-        cache = pixels.build_pixel_cache(flags, BatchPlan.of(flags, 2), model, parallel, resident=1, repeats=True)
-        return len(cache.kept)
+        spec = spec_of(dataclasses.replace(config, **changes), parallel)
+        reserved = later_host_bytes(spec, model)
+        return len(pixels.build_pixel_cache(spec, model, parallel, resident=1, repeats=True, reserved=reserved).kept)
 
     assert kept() == int(0.6 * (free - saved) / 2 // one) < int(0.6 * free / 2 // one)
     zero = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
@@ -201,16 +201,16 @@ def test_the_dry_run_s_pixels_are_where_they_are():
     one = 64 * 3 * 224**2
 
     def table(on_cpu: bool = False, **changes) -> str:
-        config = dataclasses.replace(question.config, **changes)
+        spec = question.spec.change(**changes)
 
         def load(pixel_cache_gb: str):
-            flags = dataclasses.replace(config, pixel_cache_gb=pixel_cache_gb)
+            flags = spec.change(pixel_cache_gb=pixel_cache_gb).flags
             return load_of_run(
-                question.cfg, BatchPlan.of(config, 8), flags, question.counts, "bf16", OFFLOAD["zero_optimization"],
+                question.cfg, spec.batch, flags, question.counts, "bf16", OFFLOAD["zero_optimization"],
                 stage=3, offloads=("optimizer",), on_cpu=on_cpu,
             )  # fmt: skip
 
-        lines = _host_table(load, config, 8, on_cpu=on_cpu, free=1000e9)
+        lines = _host_table(load, spec.flags, 8, on_cpu=on_cpu, free=1000e9)
         return next(line for line in lines if line.startswith("  pixels"))
 
     assert f"{8 * one / 2**20:.1f} MiB (auto" in table()

@@ -53,8 +53,8 @@ def bytes_of_buckets(rank, world_size, presets):
     """{precision: bytes of each element of ZeRO-1's buckets; 0 where its optimizer has none}."""
     from deepspeed.accelerator import get_accelerator
 
-    from infcl.engine.engine import Engine
     from infcl.parallel import init_parallel
+    from tests.lib.specs import engine_of
 
     found = {}
     with (
@@ -65,7 +65,7 @@ def bytes_of_buckets(rank, world_size, presets):
             config = TrainConfig(
                 dataset_type="synthetic", train_num_samples=1, deepspeed_config=path, precision=precision
             )
-            optimizer = Engine(nn.Linear(4, 4), config, init_parallel("cpu"), BatchPlan(2, 2, 3)).engine.optimizer
+            optimizer = engine_of(nn.Linear(4, 4), config, init_parallel("cpu"), BatchPlan(2, 2, 3)).engine.optimizer
             has_buckets = hasattr(optimizer, "_gradient_reduction_buffer_dtype")
             found[precision] = optimizer._gradient_reduction_buffer_dtype().itemsize if has_buckets else 0
     return found

@@ -37,10 +37,6 @@ PACKAGES = (
     "train",
     "pretrain_clip",
 )
-# Imports against the order that still exist. An entry whose import is gone must go too.
-KNOWN = {
-    ("infcl/step/pixels.py", "engine"),
-}
 
 HOMES = {
     "deepspeed": "infcl/engine/*",
@@ -51,6 +47,40 @@ WITHOUT = {
     "torch.distributed": ("infcl/kernels/*", "infcl/data/*", "infcl/step/grad_cache.py"),
     "torch.autograd": ("infcl/kernels/*", "infcl/loss/links.py", "infcl/loss/ring.py"),
 }
+
+
+def test_a_package_imports_only_those_above_it():
+    """Imports for types alone count. infcl/__init__.py shows what users call, so it has no place in the order."""
+    against = set()
+    for file in FILES:
+        own = _package(_module(file))
+        imported = {_package(name) for name in _imports(file)} & set(PACKAGES)
+        if own in PACKAGES:
+            against |= {(file, other) for other in imported if PACKAGES.index(other) > PACKAGES.index(own)}
+    assert against == set()
+
+
+def test_no_modules_import_each_other_in_a_circle():
+    """What is imported for its types alone does not count."""
+    modules = {_module(file): file for file in FILES}
+    needs = {
+        module: {_known(name, modules) for name in _imports(file, types=False)} for module, file in modules.items()
+    }
+    reached = {module: _reached(module, needs) for module in modules}
+    circles = {frozenset(other for other in reached[m] if m in reached[other]) for m in modules if m in reached[m]}
+    assert circles == set()
+
+
+@pytest.mark.parametrize(
+    ("function", "caller"),
+    [("read_preset", "infcl/config/spec.py"), ("resolve", "infcl/train/build.py")],
+)
+def test_a_run_is_resolved_in_one_place(function, caller):
+    def calls(file: str) -> int:
+        found = [node.func for node in ast.walk(_tree(file)) if isinstance(node, ast.Call)]
+        return sum(isinstance(called, ast.Name) and called.id == function for called in found)
+
+    assert {file: n for file in FILES if (n := calls(file))} == {caller: 1}
 
 
 @pytest.mark.parametrize("package", HOMES)

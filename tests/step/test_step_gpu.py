@@ -53,10 +53,10 @@ def test_fp16_overflows_skip_steps_and_leave_everything_consistent(tmp_path):
     """From a loss scale of 2^32 the first steps overflow; the applied ones are those of a float64 run without them."""
     from infcl.checkpoint.load import full_weights
     from infcl.config import BatchPlan, TrainConfig
-    from infcl.engine.engine import Engine
     from infcl.loss.contrastive import ContrastiveLoss
     from infcl.parallel import init_parallel
     from infcl.step.grad_cache import grad_cache_step
+    from tests.lib.specs import engine_of
 
     preset = tmp_path / "preset.json"
     fp16 = {"enabled": True, "initial_scale_power": 32, "loss_scale_window": 1000, "hysteresis": 1, "min_loss_scale": 1}
@@ -65,7 +65,7 @@ def test_fp16_overflows_skip_steps_and_leave_everything_consistent(tmp_path):
     config = TrainConfig(
         deepspeed_config=str(preset), lr=LR, eps=EPS, wd=0.0, dataset_type="synthetic", train_num_samples=1
     )
-    engine = Engine(ToyCLIP(), config, parallel, batch)
+    engine = engine_of(ToyCLIP(), config, parallel, batch)
     loss = ContrastiveLoss("inf_cl", group=engine.dp_group)
     images, texts = global_batch(15)
     applied, scales = [], []
@@ -101,11 +101,12 @@ def steps_without_waiting(preset, *, last_backward: bool = True) -> None:
     from infcl.parallel import init_parallel
     from infcl.step.grad_cache import grad_cache_step
     from infcl.train.build import build_loss
+    from tests.lib.specs import spec_of
 
     config = TrainConfig(deepspeed_config=str(preset), lr=LR, eps=EPS, dataset_type="synthetic", train_num_samples=1)
     parallel = init_parallel("cuda")
-    engine = Engine(ToyCLIP(), config, parallel, BatchPlan(parallel.world_size, 3, 5))
-    loss = build_loss(config, parallel)
+    spec = spec_of(config, parallel, BatchPlan(parallel.world_size, 3, 5))
+    engine, loss = Engine(ToyCLIP(), spec, parallel), build_loss(spec, parallel)
     images, texts = (side.cuda().split(5) for side in global_batch(15, seed=1 + parallel.rank))
 
     def allow_waits(allowed):
@@ -150,12 +151,13 @@ def trained(demo_folder, logs, opt: str) -> tuple[list[float], float]:
     """-> (losses of twenty steps, bytes of optimizer state an element)"""
     from infcl.checkpoint.run_folder import claim_run_folder
     from infcl.parallel import init_parallel
+    from infcl.train.build import resolve_inputs
     from infcl.train.trainer import Trainer
     from tests.train.test_trainer import demo_config
 
     config = demo_config(demo_folder, logs, opt=opt, precision="bf16", compile_blocks="off")
     parallel = init_parallel("cuda")
-    trainer = Trainer(config, parallel, claim_run_folder(config, parallel))
+    trainer = Trainer(resolve_inputs(config, parallel), parallel, claim_run_folder(config, parallel))
     trainer.fit()
     states = trainer.engine.state.optimizer.state
     size = sum(_bytes(value) for state in states.values() for key, value in state.items() if key != "step")
@@ -185,11 +187,11 @@ def test_auto_keeps_the_graphs_that_memory_has_room_for_and_leaves_the_headroom(
 
     roomy = synthetic_trainer(tmp_path / "roomy", checkpointing, size)
     assert roomy.resident == 4
-    config, batch, cfg, parallel = roomy.config, roomy.batch, roomy.model_config, roomy.parallel
+    batch, cfg, parallel = roomy.batch, roomy.model_config, roomy.parallel
     texts = roomy.texts_for_model(longest(cfg.text_cfg, batch.micro_batch_size))
     graph = resident._graph_bytes(roomy.engine, texts, batch.micro_batch_size, cfg, parallel.device)
     room = resident._free_bytes(parallel.device)
-    room -= resident._needed_bytes(config, roomy.engine, batch, cfg, parallel)
+    room -= resident._needed_bytes(roomy.spec, roomy.engine, cfg, parallel)
     roomy.metrics.close()
     roomy.engine.engine.destroy()
     del roomy
@@ -215,6 +217,7 @@ def synthetic_trainer(logs, checkpointing: bool, size: int):
     from infcl.checkpoint.run_folder import claim_run_folder
     from infcl.config import TrainConfig
     from infcl.parallel import init_parallel
+    from infcl.train.build import resolve_inputs
     from infcl.train.trainer import Trainer
 
     config = TrainConfig(
@@ -223,7 +226,7 @@ def synthetic_trainer(logs, checkpointing: bool, size: int):
         name="run",
     )  # fmt: skip
     parallel = init_parallel("cuda")
-    return Trainer(config, parallel, claim_run_folder(config, parallel))
+    return Trainer(resolve_inputs(config, parallel), parallel, claim_run_folder(config, parallel))
 
 
 LEVERS = {

@@ -48,13 +48,13 @@ def weights_after_a_step(engine, batch, whole_batch, resident, encode):
 
 
 def step_with_dropout(rank, world_size, preset, resident, wrong_replay):
-    from infcl.engine.engine import Engine
     from infcl.parallel import init_parallel
+    from tests.lib.specs import engine_of
 
     parallel = init_parallel("cpu")
     batch = BatchPlan(world_size, MICRO_BATCHES, MICRO_BATCH_SIZE)
     config = settings(preset, precision="fp32", grad_clip_norm=None, wd=0.0)
-    engine = Engine(ToyCLIP(dropout=DROPOUT), config, parallel, batch)
+    engine = engine_of(ToyCLIP(dropout=DROPOUT), config, parallel, batch)
     encodings = []
 
     def encode(pair):
@@ -125,6 +125,7 @@ def step_of_the_towers(rank, world_size, preset, resident, checkpointing, compil
     from infcl.models.captions import texts_for_model
     from infcl.parallel import init_parallel
     from infcl.train.compile import prepare_blocks
+    from tests.lib.specs import spec_of
 
     parallel = init_parallel("cpu")
     batch = BatchPlan(world_size, MICRO_BATCHES, MICRO_BATCH_SIZE)
@@ -133,8 +134,9 @@ def step_of_the_towers(rank, world_size, preset, resident, checkpointing, compil
         compile_blocks="on" if compiled else "off", grad_checkpointing=checkpointing,
     )  # fmt: skip
     model = demo_model(checkpointing)
-    assert prepare_blocks(model, config, parallel, config.precision, batch) == compiled
-    engine, packed = Engine(model, config, parallel, batch), texts_for_model(config, model.cfg)
+    spec = spec_of(config, parallel, batch)
+    assert prepare_blocks(model, spec, parallel) == compiled
+    engine, packed = Engine(model, spec, parallel), texts_for_model(model.cfg.text_cfg, pack=spec.packs_captions)
 
     def encode(pair):
         images, texts = pair

@@ -4,12 +4,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from infcl.config import BatchPlan, TrainConfig, parse_args
+from infcl.config import BatchPlan, TrainConfig, parse_args, resolve
 from infcl.models import load_model_config
 from infcl.parallel import init_parallel
-from infcl.train.build import build_loader, build_loss, tile_dtype_of
+from infcl.train.build import Inputs, build_loader, build_loss
 from tests.lib.ranks import refused, run_ranks
 from tests.lib.shard_files import write_shards
+from tests.lib.specs import spec_of
 
 
 @pytest.mark.parametrize(
@@ -29,7 +30,7 @@ from tests.lib.shard_files import write_shards
 def test_the_loss_multiplies_in_the_precision_of_the_towers_on_a_gpu(device, flags, expected):
     """float32 features would be multiplied as such, at a fortieth of the rate."""
     config = TrainConfig(dataset_type="synthetic", train_num_samples=1, **flags)
-    assert tile_dtype_of(config, device) == expected
+    assert resolve(config, device=device).tile_dtype == expected
 
 
 def test_a_precision_that_a_dense_loss_would_ignore_is_refused():
@@ -41,7 +42,8 @@ def test_a_precision_that_a_dense_loss_would_ignore_is_refused():
 
 def _fixed_shape(rank, world_size):
     config = TrainConfig(dataset_type="synthetic", train_num_samples=1)
-    return build_loss(config, init_parallel("cpu")).fixed_shape
+    parallel = init_parallel("cpu")
+    return build_loss(spec_of(config, parallel), parallel).fixed_shape
 
 
 def test_a_training_compares_the_shapes_of_its_ranks_once():
@@ -52,7 +54,9 @@ def test_a_training_compares_the_shapes_of_its_ranks_once():
 def _refusal(rank, world_size, folders):
     config = TrainConfig(train_data=folders[rank], workers=0, max_missing_shards=0.5)
     tokenizer = SimpleNamespace(sha256="", context_length=8)
-    return refused(build_loader, config, BatchPlan(2, 1, 1), load_model_config("demo"), tokenizer, init_parallel("cpu"))
+    parallel = init_parallel("cpu")
+    spec = spec_of(config, parallel, BatchPlan(2, 1, 1))
+    return refused(build_loader, Inputs(spec, load_model_config("demo"), tokenizer), parallel)
 
 
 def test_ranks_that_find_other_data_are_told(tmp_path):

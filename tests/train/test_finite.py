@@ -23,10 +23,11 @@ def poisoned_fit(rank, world_size, config, fault, steps, on_rank=0):
     """Train; in the given steps (from 1), micro-batch 1 of one rank goes wrong -> (sentences said, error or None)."""
     from infcl.checkpoint.run_folder import claim_run_folder
     from infcl.parallel import init_parallel
+    from infcl.train.build import resolve_inputs
     from infcl.train.trainer import Trainer
 
     parallel = init_parallel("cpu")
-    trainer = Trainer(config, parallel, claim_run_folder(config, parallel))
+    trainer = Trainer(resolve_inputs(config, parallel), parallel, claim_run_folder(config, parallel))
     encode, encodings, said = trainer.engine.encode, Counter(), []
     trainer.metrics.say = said.append
 

@@ -7,7 +7,7 @@ import re
 import pytest
 import torch
 
-from infcl.config import BatchPlan, parse_args
+from infcl.config import parse_args, resolve
 from infcl.models import CLIP, load_model_config
 from infcl.plan.memory import parameter_counts
 from infcl.train.fit import Fit
@@ -23,8 +23,13 @@ def fit(*flags: str, gib: float, ranks: int = 8, stage: int = 1) -> Fit:
     cfg = load_model_config("ViT-L-14")
     with torch.device("meta"):
         counts = parameter_counts(CLIP(cfg))
-    preset = {"zero_optimization": {"stage": stage}}
-    return Fit(parse_args([*SYNTHETIC, *flags]), cfg, counts, "amp_bf16", preset, ranks, gib * GIB)
+    spec = resolve(parse_args([*SYNTHETIC, *flags]), device="cuda", ranks=ranks)
+    return under(Fit(spec, cfg, counts, gib * GIB), preset={"zero_optimization": {"stage": stage}})
+
+
+def under(question: Fit, **changes) -> Fit:
+    """The same question of a run that is resolved otherwise."""
+    return dataclasses.replace(question, spec=dataclasses.replace(question.spec, **changes))
 
 
 def test_what_fits_is_not_refused():
@@ -33,7 +38,7 @@ def test_what_fits_is_not_refused():
 
 def test_what_takes_all_memory_to_the_last_byte_fits_and_a_byte_more_does_not():
     question = fit("--batch-size", "64", gib=80)
-    peak = question.parts(question.config)["peak"]
+    peak = question.parts(question.spec)["peak"]
     dataclasses.replace(question, capacity=peak).check()
     with pytest.raises(ValueError, match="ViT-L-14 needs"):
         dataclasses.replace(question, capacity=peak - 1).check()
@@ -58,23 +63,23 @@ def test_what_cannot_fit_is_refused_with_what_would(flags, gib, proposed):
 
 def test_what_is_proposed_fits_and_keeps_the_batch():
     question = fit("--batch-size", "1024", gib=80)
-    proposal = dataclasses.replace(question.config, batch_size=256, accum_freq=4)
-    assert BatchPlan.of(proposal, 8).global_batch_size == BatchPlan.of(question.config, 8).global_batch_size
-    Fit(proposal, question.cfg, question.counts, "amp_bf16", question.preset, 8, question.capacity).check()
+    proposal = question.spec.change(batch_size=256, accum_freq=4)
+    assert proposal.batch.global_batch_size == question.spec.batch.global_batch_size
+    dataclasses.replace(question, spec=proposal).check()
 
 
 def test_a_proposed_preset_is_asked_for_with_the_precision_it_was_planned_in_and_without_the_other_s_offload():
     zero = {"stage": 1, "offload_optimizer": {"device": "cpu"}}
-    question = dataclasses.replace(
-        fit("--batch-size", "8", gib=4), precision="bf16", preset={"zero_optimization": zero, "bf16": {"enabled": True}}
-    )
+    preset = {"zero_optimization": zero, "bf16": {"enabled": True}}
+    question = under(fit("--batch-size", "8", gib=4), precision="bf16", preset=preset)
     with pytest.raises(ValueError, match=r"ds_configs/zero3.json --precision bf16 \((\d\.\d) GiB") as refused:
         question.check()
     told = float(re.search(r"\((\d\.\d) GiB\)", str(refused.value))[1])
     size = int(re.search(r"--batch-size (\d+)", str(refused.value))[1])
     shipped = json.loads((ROOT / "ds_configs" / "zero3.json").read_text())
-    proposed = dataclasses.replace(question.config, batch_size=size, accum_freq=8 // size, grad_checkpointing=True)
-    assert dataclasses.replace(question, preset=shipped).parts(proposed)["peak"] / GIB == pytest.approx(told, abs=0.05)
+    proposed = under(question, preset=shipped).spec
+    proposed = proposed.change(batch_size=size, accum_freq=8 // size, grad_checkpointing=True)
+    assert question.parts(proposed)["peak"] / GIB == pytest.approx(told, abs=0.05)
 
 
 def test_a_small_model_on_cpus_is_not_refused_for_buckets_that_it_leaves_empty():
@@ -83,34 +88,34 @@ def test_a_small_model_on_cpus_is_not_refused_for_buckets_that_it_leaves_empty()
         counts = parameter_counts(CLIP(cfg))
     config = parse_args([*SYNTHETIC, "--model", "demo", "--batch-size", "2"])
     preset = {"zero_optimization": {"stage": 1, "overlap_comm": True}}
-    question = Fit(config, cfg, counts, "fp32", preset, 32, 1 * GIB)
+    spec = resolve(config, device="cuda", ranks=32)
+    question = under(Fit(spec, cfg, counts, 1 * GIB), precision="fp32", preset=preset)
     with pytest.raises(ValueError, match="gradient buckets 3.7 GiB"):
         question.check()
-    dataclasses.replace(question, on_cpu=True).check()
+    under(question, device="cpu").check()
 
 
 def test_what_is_offloaded_is_not_on_the_gpu_but_on_a_cpu_in_the_same_memory():
     question = fit("--batch-size", "8", gib=80, stage=3)
 
-    def parts(device: str, **changes) -> dict[str, float]:
-        preset = {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": device}}}
-        changed = dataclasses.replace(question, preset=preset, **changes)
-        return changed.parts(changed.config)
+    def parts(offloaded_to: str, **changes) -> dict[str, float]:
+        preset = {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": offloaded_to}}}
+        return question.parts(under(question, preset=preset, **changes).spec)
 
     assert parts("cpu")["optimizer"] == 0 < parts("none")["optimizer"]
-    beside = parts("cpu", on_cpu=True)["host"] - parts("none", on_cpu=True)["host"]
+    beside = parts("cpu", device="cpu")["host"] - parts("none", device="cpu")["host"]
     gradients = 2 * parts("none")["gradients"]
-    assert parts("cpu", on_cpu=True)["optimizer"] == 0 and beside == parts("none")["optimizer"] + gradients
+    assert parts("cpu", device="cpu")["optimizer"] == 0 and beside == parts("none")["optimizer"] + gradients
 
 
 def test_auto_takes_the_largest_size_that_fits_and_divides():
     question = fit("--global-batch-size", "65536", "--batch-size", "auto", gib=80)
     chosen = question.choose()
     assert question.parts(chosen)["peak"] <= 0.9 * 80 * GIB
-    larger = dataclasses.replace(chosen, batch_size=2 * chosen.batch_size)
+    larger = chosen.change(batch_size=2 * chosen.flags.batch_size)
     assert question.parts(larger)["peak"] > 0.9 * 80 * GIB
     more = fit("--global-batch-size", "65536", "--batch-size", "auto", "--grad-checkpointing", gib=80).choose()
-    assert more.batch_size > chosen.batch_size
+    assert more.flags.batch_size > chosen.flags.batch_size
 
 
 @pytest.mark.parametrize(("gib", "host"), [(1, 1000), (80, 0.1)])
@@ -121,12 +126,12 @@ def test_the_check_can_be_skipped_with_auto_too(gib, host):
     with pytest.raises(ValueError, match="or --skip-memory-check"):
         refused.choose()
     skipped = dataclasses.replace(fit(*flags, "--skip-memory-check", gib=gib), host=host * GIB)
-    assert skipped.choose().batch_size == (1 if gib == 1 else fit(*flags, gib=80).choose().batch_size)
+    assert skipped.choose().flags.batch_size == (1 if gib == 1 else fit(*flags, gib=80).choose().flags.batch_size)
 
 
 def test_auto_takes_any_divisor():
-    assert fit("--global-batch-size", str(8 * 300), "--batch-size", "auto", gib=10_000).choose().batch_size == 300
-    assert fit("--global-batch-size", str(8 * 101), "--batch-size", "auto", gib=10_000).choose().batch_size == 101
+    assert fit("--global-batch-size", str(8 * 300), "--batch-size", "auto", gib=10_000).choose().flags.batch_size == 300
+    assert fit("--global-batch-size", str(8 * 101), "--batch-size", "auto", gib=10_000).choose().flags.batch_size == 101
 
 
 def test_auto_with_nothing_that_fits_is_refused():
@@ -160,11 +165,13 @@ def chosen_beside_another(rank, world_size, gib):
 
     from infcl.parallel import init_parallel
     from infcl.train import fit
+    from infcl.train.build import resolve_inputs
 
     config = parse_args([*SYNTHETIC, "--batch-size", "auto", "--global-batch-size", "2048"])
     with mock.patch.object(fit, "memory_of_device", lambda parallel: float(gib[rank] * GIB)):
         try:
-            return fit.fit_to_memory(config, init_parallel("cpu")).batch_size
+            parallel = init_parallel("cpu")
+            return fit.fit_to_memory(resolve_inputs(config, parallel), parallel).spec.flags.batch_size
         except ValueError as error:
             return str(error)
 

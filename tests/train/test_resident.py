@@ -13,6 +13,7 @@ from infcl.models import load_model_config
 from infcl.plan.activations import graph_bytes
 from infcl.plan.memory import HEADROOM
 from infcl.train.resident import _needed_bytes, graphs_to_keep, resident_micro_batches
+from tests.lib.specs import spec_of
 
 H200 = 140 * 2**30  # bytes
 
@@ -20,11 +21,13 @@ H200 = 140 * 2**30  # bytes
 def needed(batch: BatchPlan, *, width: int = 512, on_host: int | None = None, **flags) -> float:
     """Bytes that graphs of ViT-B-32 leave, beside a model without parameters."""
     config = TrainConfig(dataset_type="synthetic", train_num_samples=1, **flags)
-    engine = SimpleNamespace(state=SimpleNamespace(parameters=list), precision="amp_bf16", zero_stage=1)
+    engine = SimpleNamespace(state=SimpleNamespace(parameters=list))
     ranks = batch.dp_size * config.tensor_parallel_size
     parallel = SimpleNamespace(device=torch.device("cuda"), world_size=ranks, ranks_per_node=on_host)
     cfg = dataclasses.replace(load_model_config("ViT-B-32"), embed_dim=width)
-    return _needed_bytes(config, engine, batch, cfg, parallel)
+    parallel.dp_size, parallel.hosts = batch.dp_size, 1
+    spec = spec_of(config, parallel, batch)
+    return _needed_bytes(dataclasses.replace(spec, preset={"zero_optimization": {"stage": 1}}), engine, cfg, parallel)
 
 
 def beside_towers(loss: str, rows: int, ranks: int, width: int, **flags) -> float:
@@ -104,9 +107,10 @@ def test_blocks_that_are_computed_again_are_left_their_room():
 def test_auto_is_one_where_there_is_no_gpu_and_where_sums_are_to_repeat(device, deterministic):
     config = TrainConfig(dataset_type="synthetic", train_num_samples=1, deterministic=deterministic)
     assert config.resident_micro_batches == "auto"
-    batch, parallel = BatchPlan(1, 4, 8), SimpleNamespace(device=torch.device(device), world_size=1)
-    assert resident_micro_batches(config, None, batch, None, parallel) == 1
-    assert not graphs_to_keep(config, batch, parallel, 1, None)["measured"]  # no bound for one that goes on on a GPU
+    parallel = SimpleNamespace(device=torch.device(device), world_size=1, dp_size=1, hosts=1)
+    spec = spec_of(config, parallel, BatchPlan(1, 4, 8))
+    assert resident_micro_batches(spec, None, None, parallel) == 1
+    assert not graphs_to_keep(spec, parallel, 1, None)["measured"]  # no bound for one that goes on on a GPU
 
 
 OURS = [2, 4, 8]  # ranks, micro-batches, their size
@@ -126,20 +130,19 @@ OURS = [2, 4, 8]  # ranks, micro-batches, their size
 def test_a_run_that_continues_keeps_as_many_graphs_as_it_began_with_where_they_fit(began, expected, said, caplog):
     """Of 5 graphs that would fit on one rank and 3 on the other, in batches of four micro-batches."""
     config = TrainConfig(dataset_type="synthetic", train_num_samples=1)
-    parallel = SimpleNamespace(device=torch.device("cuda"), world_size=2, rank=0)
+    parallel = SimpleNamespace(device=torch.device("cuda"), world_size=2, rank=0, dp_size=2, hosts=1)
     before = None if began is None else {"graphs": began}
-    inputs = config, BatchPlan(2, 4, 8), parallel
+    spec = spec_of(config, parallel, BatchPlan(2, 4, 8))
     with (
-        mock.patch("infcl.train.resident.texts_for_model", lambda *given: lambda texts: texts),
+        mock.patch("infcl.train.resident.texts_for_model", lambda *given, pack: lambda texts: texts),
         mock.patch("infcl.train.resident.longest", lambda *given: None),
         mock.patch("infcl.train.resident._graph_bytes", lambda *given: 10),
         mock.patch("infcl.train.resident._free_bytes", lambda *given: 57.0),
         mock.patch("infcl.train.resident._needed_bytes", lambda *given: 2.0),
         mock.patch("infcl.train.resident.max_over", lambda group, values, device: [max(values[0], -3)]),
     ):
-        engine, model_config = SimpleNamespace(precision="amp_bf16"), SimpleNamespace(text_cfg=None)
-        kept = resident_micro_batches(config, engine, inputs[1], model_config, parallel, before=before)
-    assert (kept, graphs_to_keep(*inputs, kept, before)["kept"]) == (expected, said)
+        kept = resident_micro_batches(spec, None, SimpleNamespace(text_cfg=None), parallel, before=before)
+    assert (kept, graphs_to_keep(spec, parallel, kept, before)["kept"]) == (expected, said)
     means = {2: "they stay so many, for the same sums", 3: None, 4: "gradients are summed in another order"}[said]
     told = [record.getMessage() for record in caplog.records]
     assert told == ([f"3 micro-batches' graphs fit on the GPU, the run began with {said}: {means}"] if means else [])

@@ -118,6 +118,7 @@ def fit_with_naps(rank, world_size, config, where: str, naps: list[float]) -> li
     """Trains with a nap of each rank before each micro-batch is encoded, or read; what rank 0 said."""
     from infcl.checkpoint.run_folder import claim_run_folder
     from infcl.parallel import init_parallel
+    from infcl.train.build import resolve_inputs
     from infcl.train.trainer import Trainer
 
     parallel = init_parallel("cpu")
@@ -125,7 +126,7 @@ def fit_with_naps(rank, world_size, config, where: str, naps: list[float]) -> li
         from megatron_patches.groups import init_tensor_parallel
 
         parallel = init_tensor_parallel(parallel, config.tensor_parallel_size, on_host=True)
-    trainer = Trainer(config, parallel, claim_run_folder(config, parallel))
+    trainer = Trainer(resolve_inputs(config, parallel), parallel, claim_run_folder(config, parallel))
     encode, steps, said = trainer._encode, trainer.loader.steps, []
 
     def encode_late(micro_batch):

@@ -57,11 +57,12 @@ def fit(rank, world_size, config: TrainConfig, die_after: int | None = None):
     """Train as pretrain_clip.py does -> {step: loss}; `die_after` ends the run abruptly behind that step."""
     from infcl.checkpoint.run_folder import claim_run_folder
     from infcl.parallel import init_parallel
+    from infcl.train.build import resolve_inputs
     from infcl.train.trainer import Trainer
 
     size = config.tensor_parallel_size
     parallel = init_parallel("cpu") if size == 1 else tensor_parallel_layout(size)
-    trainer = Trainer(config, parallel, claim_run_folder(config, parallel))
+    trainer = Trainer(resolve_inputs(config, parallel), parallel, claim_run_folder(config, parallel))
     train_step = trainer._train_step
 
     def mortal_step(micro_batches):
@@ -282,6 +283,7 @@ def fit_with_lost_saves(rank, world_size, config, lost):
     from infcl.checkpoint import write as checkpoint_writer
     from infcl.checkpoint.run_folder import claim_run_folder
     from infcl.parallel import init_parallel
+    from infcl.train.build import resolve_inputs
     from infcl.train.trainer import Trainer
 
     write = checkpoint_writer._write_tensors
@@ -292,7 +294,7 @@ def fit_with_lost_saves(rank, world_size, config, lost):
         return write(path, *content)
 
     parallel = init_parallel("cpu")
-    trainer, ended = Trainer(config, parallel, claim_run_folder(config, parallel)), ""
+    trainer, ended = Trainer(resolve_inputs(config, parallel), parallel, claim_run_folder(config, parallel)), ""
     with mock.patch.object(checkpoint_writer, "_write_tensors", lose):
         try:
             trainer.fit()
