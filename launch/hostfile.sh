@@ -29,7 +29,8 @@ done
 first=$(awk '{sub(/[#\r].*/, "")} NF {print $1; exit}' "$HOSTS")
 on_first() { ssh -oBatchMode=yes -oConnectTimeout=20 "$first" "$@"; }
 if [ -n "${INTERFACE:-}" ]; then
-  address=$(on_first ip -4 -o addr show dev "$INTERFACE" | awk '$3 == "inet" {print $4; exit}') || true
+  address=$(on_first ip -o addr show dev "$INTERFACE" scope global \
+    | awk '$3 ~ /^inet6?$/ {print $3, $4}' | sort | awk '{print $2; exit}') || true  # IPv4 where it has both
 else  # below whatever a login prints
   is_address='^[0-9]+[.][0-9]+[.][0-9]+[.][0-9]+$|^[0-9a-fA-F]*:[0-9a-fA-F]*:[0-9a-fA-F:]*$'
   address=$(on_first hostname -I | awk -v is_address="$is_address" '$1 ~ is_address {last = $1} END {print last}') || true

@@ -127,6 +127,22 @@ def test_the_pods_of_the_kubernetes_jobset_train(demo_folder, tmp_path, two_host
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["samples_seen"] == 96
 
 
+def test_two_hosts_without_ipv4_train(demo_folder, tmp_path):
+    """By the plain deepspeed command, by the script on an interface, and by torchrun."""
+    more = ("--batch-size", "8", "--host-timeout", "120")
+    with Hosts(2, ipv6=True, folder=tmp_path / "hosts") as hosts:
+        by_torchrun = ["bash", "launch/torchrun.sh", *flags(demo_folder, tmp_path / "torchrun", *more)[1:]]
+        settings = {"NODES": "2", "RANKS": "1", "INTERFACE": "eth0", "MASTER_ADDR": hosts[0].address}
+        results = {
+            "plain": train(hosts, flags(demo_folder, tmp_path / "plain", *more)),
+            "script": finish(launch_script(hosts, flags(demo_folder, tmp_path / "script", *more))),
+        }
+        processes = [start(hosts, by_torchrun, on=rank, NODE_RANK=str(rank), **settings) for rank in (0, 1)]
+        results["torchrun"] = [finish(process) for process in processes][0]
+    for name, (code, output) in results.items():
+        assert code == 0 and "2 x cpu" in output and len(losses(tmp_path / name)) == 3, f"{name}: {output}"
+
+
 @pytest.mark.skipif(shutil.which("mpirun") is None, reason="mpirun is not installed (openmpi-bin)")
 def test_the_openmpi_launcher_trains_too(demo_folder, tmp_path, two_hosts):
     process = launch_script(two_hosts, flags(demo_folder, tmp_path, "--batch-size", "8"), LAUNCHER="openmpi")

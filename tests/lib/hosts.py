@@ -30,7 +30,7 @@ import psutil
 
 from tests.lib.waiting import wait_until
 
-NET = "10.203.77"
+NET, NET_6 = "10.203.77", "fd77:203"
 PATH = f"{Path(sys.executable).parent}:/usr/bin:/bin:/usr/sbin"  # of what runs on a host
 _sets = itertools.count()
 _SSHD_OPTIONS = (
@@ -66,7 +66,8 @@ def missing() -> str | None:
 
 class Host:
     def __init__(self, hosts: "Hosts", number: int):
-        self.hosts, self.name, self.address = hosts, f"worker-{number}", f"{NET}.{number}"
+        self.hosts, self.name = hosts, f"worker-{number}"
+        self.address = f"{NET_6}:77::{number}" if hosts.ipv6 else f"{NET}.{number}"
         self.namespace, self.port = f"{hosts.prefix}h{number}", f"p{number}"
         self.process: subprocess.Popen | None = None  # before `start`
         self.cable: subprocess.Popen | None = None  # a slow one's
@@ -131,7 +132,7 @@ class Host:
         self.cable = subprocess.Popen([str(word) for word in program], stdout=subprocess.PIPE, text=True)
         assert self.cable.stdout is not None and self.cable.stdout.readline() == "ready\n", "no slow cable"
         _run("ip", "-n", self.namespace, "link", "set", "eth0", "address", known)
-        self.hosts._plug_in(self, "eth0", self.port, f"{self.address}/24")
+        self.hosts._plug_in(self, "eth0", self.port)
 
     def shape(self, discipline: str, *, device: str = "eth0") -> None:
         """RuntimeError where the kernel has not the queueing discipline."""
@@ -147,14 +148,15 @@ class Hosts:
     """`count` hosts with `slots` each; files (keys, hostfile) in `folder`, or a temporary one.
 
     nics: more than one gives every host eth0, eth1, ..., each in a network of its own (10.203.77.0, 10.203.78.0, ...).
+    ipv6: the hosts have no IPv4 address outside of the loopback.
     """
 
-    def __init__(self, count: int, *, slots: int = 1, nics: int = 1, folder: Path | None = None):
+    def __init__(self, count: int, *, slots: int = 1, nics: int = 1, ipv6: bool = False, folder: Path | None = None):
         self.temporary = folder is None
         self.folder = Path(folder or tempfile.mkdtemp(prefix="hosts-"))
         self.prefix = f"infcl{os.getpid()}s{next(_sets)}"
         self.bridge = f"{self.prefix}br"
-        self.slots, self.nics = slots, nics
+        self.slots, self.nics, self.ipv6 = slots, nics, ipv6
         self.on_sigterm: Any = None  # what it did before
         self.all = [Host(self, number) for number in range(1, count + 1)]
 
@@ -205,11 +207,15 @@ class Hosts:
     def _connect(self, host: Host, number: int) -> None:
         """A cable from the host's eth`number` to the bridge."""
         device, port = f"eth{number}", host.port if number == 0 else f"{host.port}n{number}"
-        address = f"{NET.rsplit('.', 1)[0]}.{77 + number}.{host.address.rsplit('.', 1)[1]}/24"
         _run(*f"ip link add {device} netns {host.namespace} type veth peer name {port} netns {self.bridge}".split())
-        self._plug_in(host, device, port, address)
+        self._plug_in(host, device, port, number)
 
-    def _plug_in(self, host: Host, device: str, port: str, address: str) -> None:
+    def _plug_in(self, host: Host, device: str, port: str, number: int = 0) -> None:
+        last = host.address.rsplit(":" if self.ipv6 else ".", 1)[1]
+        if self.ipv6:
+            address = f"{NET_6}:{77 + number}::{last}/64 nodad"
+        else:
+            address = f"{NET.rsplit('.', 1)[0]}.{77 + number}.{last}/24"
         _run(*f"ip -n {self.bridge} link set {port} master br0 up".split())
         _run(*f"ip -n {host.namespace} addr add {address} dev {device}".split())
         _run(*f"ip -n {host.namespace} link set {device} up".split())
