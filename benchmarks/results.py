@@ -431,8 +431,8 @@ def table_1_measured() -> str:
 
 def table_1_planned() -> str:
     """Peak memory of a step, GiB: the paper's, what the planner says of its trainer, and of infcl on the same GPUs."""
+    from benchmarks.paper import paper_memory
     from infcl.plan.loads import memory_of
-    from infcl.plan.paper import paper_memory
 
     names = {"clip": "CLIP", "open_clip": "OpenCLIP", "inf_cl": "Inf-CL"}
     paper, lines = where(rows("paper_memory.csv"), table=1), []

@@ -4,7 +4,6 @@
     loads.py      what memory follows from: flags, a setting        timing.py        seconds of a step, phase by phase
     memory.py     bytes per GPU, part by part (parts, activations)
     search.py     the largest batch, the fastest setting            sweep.py         scaling curves
-    compare.py    the plan beside measured steps
 
 `python -m infcl.plan --help`; docs/scaling.md has what it was checked against.
 """

@@ -14,7 +14,6 @@ from pathlib import Path
 from infcl.config import counted
 from infcl.config.preset import stage_in_words
 from infcl.models.config import load_model_config
-from infcl.plan.compare import compare, read_steps, table, trains_whole_towers
 from infcl.plan.host import host_bytes, host_parts
 from infcl.plan.loads import load_of, memory_of
 from infcl.plan.search import fastest, fits, fits_gpu, fits_host, largest_batch, micro_batches, with_graphs
@@ -77,9 +76,6 @@ def parser() -> argparse.ArgumentParser:
     flags.add_argument("--sweep", help="gpus=8:4096: the batch per GPU stays, the GPUs double up to the last")
     flags.add_argument("--plot", type=Path, help="with --sweep: write a PNG")
     flags.add_argument("--measure", type=Path, help="measure this machine's first GPU, write its profile, and exit")
-    flags.add_argument(
-        "--compare", type=Path, help="a CSV of benchmarks.step: the plan beside what was measured, and exit"
-    )
     return flags
 
 
@@ -232,13 +228,6 @@ def main(argv: list[str] | None = None) -> int:
             profile = measure()
             arguments.measure.write_text(json.dumps(dataclasses.asdict(profile), indent=2) + "\n")
             print(f"wrote {arguments.measure}: {told(profile)}")
-            return 0
-        if arguments.compare:
-            rows = read_steps(arguments.compare)
-            whole = [row for row in rows if trains_whole_towers(row)]
-            print(table(compare(whole, load_gpu(arguments.gpu))))
-            if locked := len(rows) - len(whole):
-                print(f"{counted(locked, 'row')} left out: locked towers are not planned", file=sys.stderr)
             return 0
         setting = setting_of(arguments)
         if arguments.sweep is None:

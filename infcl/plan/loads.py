@@ -50,14 +50,13 @@ def load_of_run(
     offloads: tuple[str, ...] = (),
     on_cpu: bool = False,
     ranks_of_host: int | None = None,
-    past: frozenset[str] = frozenset(),
 ) -> Load:
     """What memory follows from under a run's flags.
 
     counts: of the whole model; tensor-parallel ranks share it (but for embeddings and norms, which are left out here).
     Of resident micro-batches `auto` counts one: the run measures how many more there is room for.
     on_cpu: blocks are compiled only where that is asked for, and pixels are where they are. ranks_of_host: None where
-    there is one host. past: see Setting.
+    there is one host.
     """
     share, ranks = config.tensor_parallel_size, batch.dp_size * config.tensor_parallel_size
     on_host = ranks_of_host or ranks
@@ -91,7 +90,6 @@ def load_of_run(
         offloads=offloads,
         checkpoint=checkpoint_bytes(config, parameters, trainable) / batch.dp_size,
         on_cpu=on_cpu,
-        past=past,
     )
 
 
@@ -162,5 +160,4 @@ def load_of(setting: Setting) -> Load:
         two_level=setting.two_level and setting.loss in TILED,
         offloads=("optimizer",) if setting.offload else (),
         checkpoint=3 * 4 * parameters / setting.dp_size,
-        past=setting.past,
     )

@@ -66,7 +66,6 @@ class Load:
     offloads: tuple[str, ...] = ()  # "optimizer", "param": in host memory
     checkpoint: float = 0.0  # bytes of the copy that one is written from
     on_cpu: bool = False
-    past: frozenset[str] = frozenset()
 
     @property
     def micro_batch_pixels(self) -> float:
@@ -128,8 +127,7 @@ def parts_of(load: Load) -> dict[str, float]:
         parts["gradients"] = 0.0 if load.on_cpu and load.stage == 3 else passing  # nothing runs ahead there
     graphs = graphs_of(load)
     graph = graphs["activations"] / max(1, min(load.resident, batch.num_micro_batches))
-    options: dict[str, Any] = {"convolution_apart": "convolution apart" in load.past, "graph": graph}
-    buckets = bucket_bytes(load.zero, load.trainable, **options, **sizes)
+    buckets = bucket_bytes(load.zero, load.trainable, graph=graph, **sizes)
     if load.on_cpu:  # a bucket's pages are taken when a gradient first lies in them: small models leave most of it
         buckets = min(buckets, (12.0 if load.stage == 1 else 8.0) * load.trainable)
     parts["gradient buckets"] = buckets
@@ -154,7 +152,6 @@ def _loss_of(load: Load) -> dict[str, float]:
         width=width,
         precision=load.precision,
         two_level=load.two_level,
-        first_part_apart="first part apart" in load.past,
     )
     others = 2.0 * (batch.rank_batch_size - rows) * width * 4
     parts["feature gradients"] += others

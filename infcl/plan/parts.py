@@ -58,7 +58,6 @@ def bucket_bytes(
     stage: int,
     precision: str,
     offloaded: bool = False,
-    convolution_apart: bool = False,
     graph: float = 0.0,
 ) -> float:
     """Bytes per rank of DeepSpeed's buffers for gradients on their way: allocated whole, whatever the model's size.
@@ -69,17 +68,15 @@ def bucket_bytes(
     gradients instead (engine_reduce.py): of the bucket that fills, of one that is on its way, and flattened. A bucket
     that is larger than the model counts whole, as DeepSpeed's own buffer did: what is there is between none and twice
     the model's gradients.
-    convolution_apart: under autocast, as until 1f7968e: a convolution's gradient travels in 16 bits, all others in 32.
     """
     if stage == 0 or is_bf16_optimizer(stage, precision, offloaded=offloaded):
         return 0.0
     size = bucket_elements(zero_optimization, stage)
-    widths = [4, 2 if stage == 3 else 4] if precision == "amp_bf16" and convolution_apart else [4]
     if stage == 3 and not offloaded and zero_optimization.get("reduce_scatter", True):
-        return min(3 * size, max(size, trainable)) * (2 if precision in ("bf16", "fp16") else sum(widths))
+        return min(3 * size, max(size, trainable)) * (2 if precision in ("bf16", "fp16") else 4)
     if stage > 1 and precision in ("bf16", "fp16"):
         return size * 2 * (2 if stage < 3 and zero_optimization.get("overlap_comm", False) else 1)
-    buffers = size * sum(widths) * (2 if stage < 3 and zero_optimization.get("overlap_comm", False) else 1)
+    buffers = size * 4 * (2 if stage < 3 and zero_optimization.get("overlap_comm", False) else 1)
     return buffers + (max(0.0, 4 * size - graph * size / trainable) if trainable > size else 0.0)
 
 
@@ -102,7 +99,6 @@ def loss_bytes(
     width: int,
     precision: str = "amp_bf16",
     two_level: bool = False,
-    first_part_apart: bool = False,
 ) -> dict[str, float]:
     """{"feature gradients", "loss"}: bytes per rank, for b `rows` of D `width` a rank.
 
@@ -111,13 +107,12 @@ def loss_bytes(
     a bounded workspace. A two-level ring has two blocks more, on their way to the next node, three of the gradients,
     and each later lap's first part. The baselines hold logits and softmax of both directions in fp32, DisCo-CLIP those
     of one at a time, and gather no less than travels around a ring.
-    first_part_apart: as until 381b506: the first addition to travelling gradients had memory of its own.
     """
     block = rows * width * 4
     matrix = {"clip": 16 * ranks * rows * rows * ranks, "open_clip": 16 * rows * rows * ranks}
     matrix["disco"] = 8 * rows * rows * ranks
     workspace = matrix[name] if name in matrix else min(WORKSPACE_BYTES, 16 * rows * rows)
-    around = (4 + (first_part_apart or two_level) if ranks > 1 else 0) * block
+    around = (4 + two_level if ranks > 1 else 0) * block
     if two_level:
         around += 2 * operand_bytes(precision) * rows * width + 3 * block
     return {"feature gradients": 2 * block, "loss": 2 * block + around + workspace}

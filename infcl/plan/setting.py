@@ -82,7 +82,6 @@ class Setting:
     reduce_bucket_size: float | None = None  # elements; None: as the presets of ds_configs say
     attention: str = "auto"  # of the towers, as --attention: "torch" is cuDNN's
     caption_row: int | None = None  # places of a row of packed captions, of context_length tokens each; None: whole
-    past: frozenset[str] = frozenset()  # how it was, see compare.PAST
 
     @property
     def product_rate(self) -> float:
@@ -111,7 +110,7 @@ class Setting:
     def overlaps_reductions(self) -> bool:
         if self.overlap_comm is not None:
             return self.overlap_comm
-        return self.zero == 3 or self.zero > 0 and (self.nodes > 1 or "reductions overlapped" in self.past)
+        return self.zero == 3 or self.zero > 0 and self.nodes > 1
 
     @property
     def bucket(self) -> float:
@@ -120,7 +119,7 @@ class Setting:
             return self.reduce_bucket_size
         if self.zero == 3:
             return BUCKET if self.offload else STAGE_3_BUCKET
-        return BUCKET if "reductions overlapped" in self.past else STAGE_1_BUCKET
+        return STAGE_1_BUCKET
 
     @property
     def nodes(self) -> int:

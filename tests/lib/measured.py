@@ -1,7 +1,9 @@
 """What the planner says of the measured rows in docs/results; `python -m tests.lib.measured` writes plan_errors.csv."""
 
+import csv
 import dataclasses
 import json
+import re
 
 from benchmarks.largest_batch import planned_peak
 from benchmarks.results import latest, measured_losses, where
@@ -11,12 +13,12 @@ from benchmarks.step import setting_of
 from benchmarks.tensor_parallel import model_config
 from infcl.config import resolve
 from infcl.config.preset import BUCKET
-from infcl.models.config import load_model_config
-from infcl.plan.compare import compare, past, read_steps, warmed_up
+from infcl.models.config import load_model_config, with_overrides
+from infcl.plan.loads import memory_of
 from infcl.plan.loss_time import loss_seconds
 from infcl.plan.memory import parameter_counts
-from infcl.plan.setting import Gpu, Setting, load_gpu
-from infcl.plan.timing import step_seconds
+from infcl.plan.setting import Gpu, Setting, captions_of, load_gpu
+from infcl.plan.timing import samples_per_second, step_seconds
 from infcl.train.build import build_meta_model, build_tokenizer_and_model_config
 from infcl.train.fit import Fit
 from tests.lib.checkout import ROOT
@@ -28,6 +30,73 @@ EACH_PASS = ("a1532d8", "42cacc8")  # commits of step_hosts.csv before what fits
 # (ZeRO, commit, precision) of code that was replaced: ZeRO-3 gathered every block three times; ZeRO-1 took its norm
 # tensor by tensor, which shows in steps of one micro-batch.
 OUTDATED = (("3", "188be76", "bf16"), ("1", "4fe3df6", "amp_bf16"))
+# Commits at which autocast's steps had a bucket more, for the convolution's gradient; the first rows name none.
+CONVOLUTION_APART = "0c83720 1de2850 38ac390 6591412 68ce065 6b83d03 7f09647 96af64e d7c9bff fe8de0c".split()
+OVERLAPPED = ("0c83720", "88dc65e")  # where stages 1 and 2 reduced with DeepSpeed's buckets, during the backward
+# Where the first addition to travelling gradients had memory of its own.
+FIRST_PART_APART = "0c83720 61184ba 7f09647 88dc65e c57863d".split()
+
+
+PRESET = '{"overlap_comm": false, "reduce_bucket_size": 100000000}'
+
+
+def reductions(row: dict) -> dict:
+    """{"overlap_comm", "reduce_bucket_size"} of a Setting whose planned buckets are those of the row's code."""
+    commit, options = str(row.get("commit") or "")[:7], json.loads(row.get("zero_options") or "{}")
+    bucket = row.get("reduce_bucket_size") or options.get("reduce_bucket_size", BUCKET)
+    stage = int(str(row.get("zero", row.get("zero_stage", 1)))[0])
+    autocast = (row.get("precision") or "amp_bf16") == "amp_bf16"
+    apart = autocast and (not commit or commit in CONVOLUTION_APART)
+    overlap = options.get("overlap_comm", row.get("overlap_comm") not in (0, "0"))
+    return {
+        "overlap_comm": overlap,
+        "reduce_bucket_size": float(bucket) * (1 if not apart else 1.5 if stage == 3 else 2),
+    }
+
+
+def setting_of_row(row: dict, gpu: Gpu) -> Setting:
+    """The setting of a row of benchmarks.step."""
+    gpus, micro_batch, micro_batches = (int(row[name]) for name in ("gpus", "micro_batch", "micro_batches"))
+    label, share = row.get("label", ""), float(row.get("text_share") or 1)
+    dropout = re.search(r"force-patch-dropout ([\d.]+)", label)
+    model = with_overrides(load_model_config(row["model"]), patch_dropout=float(dropout[1]) if dropout else None)
+    tokens = round(share * model.text_cfg.context_length)  # above the context length, too: rows have places left
+    return Setting(
+        **captions_of(model, None if share == 1 else tokens),
+        **reductions(row),
+        gpu=gpu,
+        gpus=gpus,
+        gpus_per_node=gpus,
+        global_batch=gpus * micro_batch * micro_batches,
+        micro_batch=micro_batch,
+        zero=int(row["zero"][0]),
+        offload=row["zero"].endswith("offload"),
+        checkpointing=row["checkpointing"] == "True",
+        compiled=row["blocks"] == "compiled",
+        resident=int(row["resident"]),
+        precision=row.get("precision") or "amp_bf16",
+        pixels="device" if "pixel-cache gpu" in label else "host",
+        attention="auto" if row.get("attention") == "triton" else "torch",  # older files do not say
+    )
+
+
+def compare(rows: list[dict], gpu: Gpu) -> list[dict]:
+    """[{"row", "samples_per_second", "speed_error", "peak_gib", "memory_error"}]: the plan, and its errors."""
+    compared = []
+    for row in rows:
+        setting = setting_of_row(row, gpu)
+        speed, peak = samples_per_second(setting), memory_of(setting)["peak"] / GIB
+        errors = {
+            "speed_error": speed / float(row["samples_per_second"]) - 1,
+            "memory_error": peak / float(row["peak_gib"]) - 1,
+        }
+        compared.append({"row": row, "samples_per_second": speed, "peak_gib": peak, **errors})
+    return compared
+
+
+def stored(name: str) -> list[dict]:
+    with (RESULTS / name).open(newline="") as file:
+        return list(csv.DictReader(file))
 
 
 def steps() -> list[dict]:
@@ -36,10 +105,10 @@ def steps() -> list[dict]:
     return [
         row
         for path in files
-        for row in read_steps(path)
+        for row in stored(path.name)
         if (row["zero"], row.get("commit"), row.get("precision")) not in OUTDATED
         and "not kept" not in row["label"]
-        and warmed_up(row)
+        and "warm-up-steps 0" not in row["label"]  # compiling is in the times of those
     ]
 
 
@@ -70,8 +139,11 @@ def planned_for_trial(row: dict) -> float:
     """GiB of a trial of benchmarks.largest_batch."""
     names = ("model", "gpus", "pixels", "micro_batch", "loss", "precision")
     setting = {name: row[name] for name in names} | {"checkpointing": bool(row["checkpointing"])}
-    setting["past"] = past(row)
-    return planned_peak(pairs=row["global_batch"], **setting) / GIB
+    if row["commit"][:7] in OVERLAPPED or row["commit"][:7] in CONVOLUTION_APART:
+        setting |= reductions(row | ({} if row["commit"][:7] in OVERLAPPED else {"zero_options": PRESET}))
+    block = 4 * row["global_batch"] // row["gpus"] * load_model_config(row["model"]).embed_dim
+    apart = row["commit"][:7] in FIRST_PART_APART and row["gpus"] > 1 and row["loss"] == "inf_cl"
+    return (planned_peak(pairs=row["global_batch"], **setting) + block * apart) / GIB
 
 
 def planned_at_start(row: dict) -> float:
@@ -97,7 +169,7 @@ def tensor_parallel_steps() -> list[tuple[dict, Setting]]:
             compiled=row["compiled"] == "True", tensor_parallel=row["tensor_parallel"],
             sequence_parallel=row["sequence_parallel"] == "True", pixels="device",
             attention="auto" if row["attention"] == "triton" else "torch",
-            reduce_bucket_size=row.get("reduce_bucket_size") or BUCKET, overlap_comm=row.get("overlap_comm") != 0,
+            **reductions(row),
         ))
         for row in where(rows_of("tensor_parallel.csv"), lever="none", status="ok")
         if row["tensor_parallel"] == 1 or not row["commit"].startswith("96af64e")
@@ -110,11 +182,11 @@ def errors() -> list[dict]:
     files = {
         "steps on H200s": (steps(), load_gpu("h200")),
         "steps on H200s, profile of `--measure`": (steps(), load_gpu(str(RESULTS / "h200_measured.json"))),
-        "steps with each attention": (read_steps(RESULTS / "step_attention.csv"), load_gpu("h200")),
-        "steps with cached activations": (read_steps(RESULTS / "step_resident.csv"), load_gpu("h200")),
-        "steps with packed and padded captions": (read_steps(RESULTS / "step_captions.csv"), load_gpu("h200")),
-        "steps on slow processors": (read_steps(RESULTS / "step_slow_host.csv"), slow_host()),
-        "steps on H100s": (read_steps(RESULTS / "step_h100.csv"), h100()),
+        "steps with each attention": (stored("step_attention.csv"), load_gpu("h200")),
+        "steps with cached activations": (stored("step_resident.csv"), load_gpu("h200")),
+        "steps with packed and padded captions": (stored("step_captions.csv"), load_gpu("h200")),
+        "steps on slow processors": (stored("step_slow_host.csv"), slow_host()),
+        "steps on H100s": (stored("step_h100.csv"), h100()),
     }
     for kind, (rows, gpu) in files.items():
         for one in compare(rows, gpu):

@@ -5,12 +5,11 @@ import pytest
 from infcl.models import load_model_config
 from infcl.models.config import with_overrides
 from infcl.plan import tower_time
-from infcl.plan.compare import compare, read_steps
 from infcl.plan.search import with_graphs
 from infcl.plan.setting import Setting, captions_of, load_gpu
-from tests.lib.checkout import ROOT
+from tests.lib.measured import compare, stored
 
-STEPS = compare(read_steps(ROOT / "docs" / "results" / "step_attention.csv"), load_gpu("h200"))
+STEPS = compare(stored("step_attention.csv"), load_gpu("h200"))
 
 
 @pytest.mark.parametrize("one", STEPS, ids=lambda one: one["row"]["label"])
@@ -20,7 +19,7 @@ def test_measured_steps_with_each_attention(one):
     assert abs(one["speed_error"]) < (0.09 if one["row"]["attention"] == "torch" else 0.05)
 
 
-KEPT = compare(read_steps(ROOT / "docs" / "results" / "step_resident.csv"), load_gpu("h200"))
+KEPT = compare(stored("step_resident.csv"), load_gpu("h200"))
 
 
 @pytest.mark.parametrize("one", KEPT, ids=lambda one: one["row"]["label"])

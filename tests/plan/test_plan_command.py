@@ -98,8 +98,6 @@ def test_captions_that_training_does_not_pack_are_not_planned_packed():
         ("--host-memory-gib nan", "--host-memory-gib nan must be a number above 0"),
         ("--gpus-per-node 0", "gpus-per-node 0 must be greater than 0"),
         ("--resident-micro-batches 0", "resident-micro-batches 0 must be greater than 0"),
-        ("--compare none.csv", "--compare none.csv cannot be read: No such file"),
-        ("--compare docs", "--compare docs cannot be read: Is a directory"),
         ("--sweep gpus=8:9", "from 8 to 16, and 9 would be left out; write gpus=8:8 or gpus=8:16$"),
         ("--plot none/x.png --sweep gpus=8:16", "there is no folder none"),
         ("--plot x.png", "give --sweep too"),
@@ -115,7 +113,6 @@ def test_captions_that_training_does_not_pack_are_not_planned_packed():
         ("--sweep gpus=²:8", "gpus=FIRST:LAST"),
         ("--plot x.pgn --sweep gpus=8:16", "name a file that ends in .png"),
         ("--measure none/gpu.json", "there is no folder none"),
-        ("--compare docs/results/loss_h200.csv", "no column model, zero"),
     ],
 )
 def test_a_wrong_flag_is_one_line_and_exit_code_2(flags, message, capsys):
@@ -131,55 +128,6 @@ def test_a_plot_that_cannot_be_written_is_one_line_too(tmp_path, capsys):
     (tmp_path / "loop.png").symlink_to("loop.png")
     assert main(["--sweep", "gpus=8:16", "--micro-batch-size", "64", "--plot", str(tmp_path / "loop.png")]) == 2
     assert "loop.png cannot be written: Too many levels" in capsys.readouterr().err
-
-
-STEP = {
-    "model": "ViT-B-32", "gpus": "1", "zero": "1", "checkpointing": "False", "blocks": "eager", "resident": "1",
-    "micro_batch": "64", "micro_batches": "2", "samples_per_second": "900.5", "peak_gib": "9.5", "label": "",
-}  # fmt: skip
-
-
-def compare_rows(tmp_path, *rows: dict) -> int:
-    with open(tmp_path / "steps.csv", "w") as file:
-        writer = csv.DictWriter(file, STEP)
-        writer.writeheader()
-        writer.writerows(STEP | row for row in rows)
-    return main(["--compare", str(tmp_path / "steps.csv")])
-
-
-@pytest.mark.parametrize(
-    ("column", "value", "message"),
-    [
-        ("gpus", "0", "gpus is '0', no whole number from 1 on"),
-        ("micro_batch", "0", "micro_batch is '0', no whole number from 1 on"),
-        ("micro_batches", "", "micro_batches is '', no whole number from 1 on"),
-        ("resident", "-1", "resident is '-1', no whole number from 0 on"),
-        ("peak_gib", "0", "peak_gib is '0', no number above 0"),
-        ("peak_gib", "1.2.3", "peak_gib is '1.2.3', no number above 0"),
-        ("samples_per_second", "nan", "samples_per_second is 'nan', no number above 0"),
-        ("zero", "", "zero is '', no stage like 1 or 3_offload"),
-        ("model", "ViT-Z-99", "ViT-Z-99"),
-    ],
-)
-def test_a_value_of_a_step_that_cannot_be_is_named_with_its_line(column, value, message, tmp_path, capsys):
-    assert compare_rows(tmp_path, {}, {column: value}) == 2
-    said = capsys.readouterr()
-    assert message in said.err and not said.out
-    assert column == "model" or "steps.csv, line 3: " in said.err
-
-
-def test_a_row_that_ends_early_is_named(tmp_path, capsys):
-    (tmp_path / "steps.csv").write_text(f"{','.join(STEP)}\n{','.join(list(STEP.values())[:4])}\n")
-    assert main(["--compare", str(tmp_path / "steps.csv")]) == 2
-    assert "line 2: micro_batch is None, no whole number" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("lock", ["lock-image", "opt lion lock-text"])
-def test_steps_of_locked_towers_are_left_out_of_a_comparison(lock, tmp_path, capsys):
-    """They were planned as whole ones, at half their speed and three times their memory."""
-    assert compare_rows(tmp_path, {}, {"label": f"batch-size 64 {lock}"}) == 0
-    said = capsys.readouterr()
-    assert said.out.count("ViT-B-32") == 1 and said.err == "1 row left out: locked towers are not planned\n"
 
 
 def test_no_more_graphs_are_said_to_stay_than_a_step_has_micro_batches(capsys):
@@ -211,12 +159,6 @@ def test_the_trainers_spellings_are_the_planners_too():
     assert setting_of(parser().parse_args(trainers.split())) == setting_of(parser().parse_args(own.split()))
     words = set(make_parser()._option_string_actions)
     assert {"--global-batch-size", "--batch-size", "--micro-batch-size", "--pixel-cache"} <= words
-
-
-def test_a_file_that_is_no_text_is_no_csv_of_steps(tmp_path, capsys):
-    (tmp_path / "steps.csv").write_bytes(b"\xff\xfe\x00")
-    assert main(["--compare", str(tmp_path / "steps.csv")]) == 2
-    assert "steps.csv is no CSV of benchmarks.step: it is no text" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -1,38 +1,39 @@
 """The planner against what was measured: the paper's tables, steps, peaks and losses on H200s and H100s."""
 
-import csv
 import dataclasses
-import re
 
 import pytest
 import torch
 
 from benchmarks.largest_batch import FILLED
+from benchmarks.paper import paper_memory
 from benchmarks.results import rows
 from benchmarks.tensor_parallel import model_config
 from infcl.config import BatchPlan, TrainConfig
-from infcl.config.preset import BUCKET, read_preset
+from infcl.config.preset import read_preset
 from infcl.models import CLIP, load_model_config
-from infcl.plan.__main__ import main
-from infcl.plan.compare import compare, past, read_steps
 from infcl.plan.loads import memory_plan
 from infcl.plan.loss_time import LEAD_SECONDS, loss_seconds
 from infcl.plan.memory import parameter_counts
-from infcl.plan.paper import paper_memory
 from infcl.plan.setting import Setting, load_gpu
 from infcl.plan.timing import step_seconds
 from tests.lib import measured
-from tests.lib.checkout import ROOT
-from tests.lib.measured import EACH_PASS, h100, planned_at_start, planned_for_trial, planned_loss, slow_host, steps
+from tests.lib.measured import (
+    EACH_PASS,
+    RESULTS,
+    compare,
+    h100,
+    planned_at_start,
+    planned_for_trial,
+    planned_loss,
+    reductions,
+    slow_host,
+    steps,
+    stored,
+)  # fmt: skip
 
 GIB = 2**30
-RESULTS = ROOT / "docs" / "results"
 CARD_GIB = load_gpu("a800-80g").memory_gib
-
-
-def stored(name: str) -> list[dict]:
-    with open(RESULTS / name) as file:
-        return list(csv.DictReader(file))
 
 
 def paper_cell(row: dict) -> tuple[dict, Setting]:
@@ -76,14 +77,14 @@ def test_measured_steps_on_h200s(one):
     assert abs(one["memory_error"]) < 0.05
 
 
-@pytest.mark.parametrize("one", compare(read_steps(RESULTS / "step_slow_host.csv"), slow_host()), ids=_name)
+@pytest.mark.parametrize("one", compare(stored("step_slow_host.csv"), slow_host()), ids=_name)
 def test_measured_steps_on_slow_hosts(one):
     """One factor for the host meets ZeRO-1, which it makes an eighth slower, and ZeRO-3, a third slower."""
     assert abs(one["speed_error"]) < 0.15
     assert abs(one["memory_error"]) < 0.05
 
 
-@pytest.mark.parametrize("one", compare(read_steps(RESULTS / "step_hosts.csv"), load_gpu("h200")), ids=_name)
+@pytest.mark.parametrize("one", compare(stored("step_hosts.csv"), load_gpu("h200")), ids=_name)
 def test_measured_steps_of_large_micro_batches_and_of_what_is_gathered_once(one):
     """On machines of several speeds: what DeepSpeed's own hooks cost there is the host's, not planned."""
     row = one["row"]
@@ -93,7 +94,7 @@ def test_measured_steps_of_large_micro_batches_and_of_what_is_gathered_once(one)
     assert abs(one["memory_error"]) < 0.05
 
 
-@pytest.mark.parametrize("one", compare(read_steps(RESULTS / "step_reductions.csv"), load_gpu("h200")), ids=_name)
+@pytest.mark.parametrize("one", compare(stored("step_reductions.csv"), load_gpu("h200")), ids=_name)
 def test_measured_peaks_with_each_way_to_reduce_gradients(one):
     """What reductions beside the backward cost it there is not planned: by up to 22% they are slower than planned."""
     assert abs(one["memory_error"]) < 0.05
@@ -101,7 +102,7 @@ def test_measured_peaks_with_each_way_to_reduce_gradients(one):
         assert abs(one["speed_error"]) < 0.15
 
 
-@pytest.mark.parametrize("one", compare(read_steps(RESULTS / "step_captions.csv"), load_gpu("h200")), ids=_name)
+@pytest.mark.parametrize("one", compare(stored("step_captions.csv"), load_gpu("h200")), ids=_name)
 def test_measured_steps_of_packed_and_whole_captions(one):
     """Those of ViT-B-32 are planned too fast: 5% whole, 7 to 9% packed."""
     assert abs(one["memory_error"]) < 0.05
@@ -110,7 +111,7 @@ def test_measured_steps_of_packed_and_whole_captions(one):
 
 WITHOUT_TIMER = [  # but for packed captions of ViT-B, for which busy cores let the host wait: docs/log.md
     row
-    for row in read_steps(RESULTS / "step_waits.csv")
+    for row in stored("step_waits.csv")
     if row["tree"].startswith("off") and (row["text_share"] == "1.0" or row["model"] == "ViT-L-14")
 ]
 
@@ -158,9 +159,7 @@ def test_measured_peaks_under_tensor_parallelism(row):
     with torch.device("meta"):
         counts = parameter_counts(CLIP(cfg))
     batch = BatchPlan(int(row["gpus"]) // size, int(row["accum_freq"]), int(row["batch_size"]))
-    bucket = int(row["reduce_bucket_size"] or BUCKET)
-    zero = preset["zero_optimization"] | {"reduce_bucket_size": bucket, "overlap_comm": row["overlap_comm"] != "0"}
-    plan = memory_plan(cfg, batch, config, counts, precision, zero, past=past(row))
+    plan = memory_plan(cfg, batch, config, counts, precision, preset["zero_optimization"] | reductions(row))
     allocated = plan["peak"][stage]
     assert allocated / GIB == pytest.approx(float(row["peak_gib"]), rel=0.05)
 
@@ -170,7 +169,7 @@ def test_measured_steps_under_tensor_parallelism(row, setting):
     assert 1000 * step_seconds(setting) == pytest.approx(row["step_ms"], rel=0.15)
 
 
-SMALLER = [row for row in read_steps(RESULTS / "optimizers.csv") if "lock-image" not in row["label"]]
+SMALLER = [row for row in stored("optimizers.csv") if "lock-image" not in row["label"]]
 
 
 @pytest.mark.parametrize("one", compare(SMALLER, load_gpu("h200")), ids=_name)
@@ -185,7 +184,7 @@ def test_the_profile_that_measure_wrote_plans_them_as_well(one):
     assert abs(one["speed_error"]) < 0.15
 
 
-@pytest.mark.parametrize("one", compare(read_steps(RESULTS / "step_h100.csv"), h100()), ids=_name)
+@pytest.mark.parametrize("one", compare(stored("step_h100.csv"), h100()), ids=_name)
 def test_steps_of_a_card_by_which_nothing_was_set(one):
     """Within 15 and 5%, as all measured steps; those of one GPU were met closer."""
     speed, memory = (0.10, 0.02) if one["row"]["gpus"] == 1 else (0.15, 0.05)
@@ -195,21 +194,6 @@ def test_steps_of_a_card_by_which_nothing_was_set(one):
 def test_the_docs_table_of_errors_is_what_the_planner_says():
     """`python -m tests.lib.measured` writes it again."""
     assert stored("plan_errors.csv") == measured.errors()
-
-
-def test_steps_that_were_not_warmed_up_are_called_so(capsys):
-    assert main(["--compare", str(RESULTS / "step.csv")]) == 0
-    lines = [line for line in capsys.readouterr().out.splitlines() if "not warmed up" in line]
-    assert len(lines) == sum("warm-up-steps 0" in row["label"] for row in stored("step.csv")) > 0
-    assert not any("warm-up-steps 0" in one["row"]["label"] for one in STEPS)
-
-
-def test_the_comparison_is_printed_as_a_table(capsys):
-    assert main(["--compare", str(RESULTS / "plan_steps.csv")]) == 0
-    row, speed = stored("plan_steps.csv")[0], r"381 / (\d+) \([+-]\d+%\)"
-    setting = r"\| 1 \| ViT-L-14, ZeRO-1, amp_bf16, eager, checkpointing, 2 x 128, R = 0 \| "
-    found = re.search(setting + speed, capsys.readouterr().out)
-    assert float(found[1]) == pytest.approx(compare([row], load_gpu("h200"))[0]["samples_per_second"], abs=0.5)
 
 
 LOSSES = [
