@@ -3,18 +3,21 @@
 Every implementation runs on the same features, in one process per GPU. The rate of the library's 8192^3 bf16 matrix
 product is measured in the same run, after a third of a second of such products: at its power limit a GPU runs slower.
 TFLOP/s counts 8 B^2 D operations for every loss (what one pass over the tiles needs: 1 product forward, 3 backward),
-divided by the GPUs. Extra memory is the peak above what is allocated before the call (features), so gradients count,
-and what the ring keeps for its messages.
-Prints a table; --csv appends the rows with commit, hardware and versions. --check prints precision instead.
+divided by the GPUs. Extra memory is the peak above what is allocated before the call (features), so gradients count.
+GPU ms is the time where the host is ahead of the GPU: a median above it shows what issuing the kernels costs.
+Prints a table; --csv appends the rows with commit, hardware and versions. --kernels prints each loss's kernels as well.
+--check prints precision instead.
 """
 
 import argparse
 import statistics
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.clock import affordable, library_tflops, refuse, require_gpus, timed
 from benchmarks.clock import hardware as device_hardware
@@ -26,6 +29,7 @@ from infcl.loss.contrastive import TILED
 from infcl.loss.links import RINGS
 from infcl.loss.ring import OVERLAPS
 
+_AHEAD = 15_000_000  # cycles, about 8 ms: longer than the host needs to issue a loss
 COLUMNS = (
     "impl", "gpus", "global_batch", "dim", "dtype", "median_ms", "mean_ms", "std_ms", "repeats",
     "tflops_per_gpu", "ratio_to_cublas", "extra_mib", "cublas_tflops", "device", "torch", "triton", "commit",
@@ -68,6 +72,7 @@ def _parse() -> argparse.Namespace:
         help="of a setting at most, going by the same loss at the batch before: fewer steps, or none at all",
     )
     parser.add_argument("--open-clip-loss", type=Path, default=None, help="open_clip's loss.py, for its own losses")
+    parser.add_argument("--kernels", action="store_true", help="print the kernels of each loss, by their time")
     parser.add_argument("--check", action="store_true", help="errors against float64 instead of times, on one GPU")
     parser.add_argument("--csv", type=Path, default=None, help="append the rows to this file")
     parser.add_argument("--commit", default=None, help="for the CSV; default: git's HEAD")
@@ -85,7 +90,7 @@ def _measure_all(rank: int, arguments: argparse.Namespace) -> None:
         print(f"{hardware['device']}, torch {hardware['torch']}, triton {hardware['triton']}, {hardware['commit']}")
         print(f"library 8192^3 bf16: {hardware['cublas_tflops']:.0f} TFLOP/s")
         print(
-            f"{'impl':>10} {'batch':>9} {'dim':>5} {'median':>9} {'mean':>9} {'std':>7} ms  TFLOP/s  ratio  extra MiB"
+            f"{'impl':>18} {'batch':>8} {'dim':>4} {'median':>9} {'mean':>9} {'std':>9} {'GPU':>9} ms TFLOP/s ratio MiB"
         )
     for dim in map(int, arguments.dim.split(",")):
         last: dict[str, tuple[int, float]] = {}  # of each loss: the batch before, ms
@@ -151,6 +156,9 @@ def _measure(
         torch.cuda.reset_peak_memory_stats()
         times = timed(step, repeats, group, warm_up=warm_up)
         extra = torch.cuda.max_memory_allocated() - before
+        gpu_times = timed(step, repeats, group, warm_up=1, ahead=_AHEAD)
+        if arguments.kernels and (group is None or dist.get_rank(group) == 0):
+            _print_kernels(step)
     except torch.OutOfMemoryError:
         torch.cuda.empty_cache()
         return row | {"median_ms": None}
@@ -160,9 +168,27 @@ def _measure(
         "mean_ms": statistics.mean(times),
         "std_ms": statistics.stdev(times) if len(times) > 1 else 0.0,
         "repeats": len(times),
+        "gpu_ms": statistics.median(gpu_times),
         "tflops_per_gpu": 8 * batch**2 * dim / arguments.gpus / median / 1e9,
         "extra_mib": extra / 2**20,
     }
+
+
+def _print_kernels(step: Callable[[], None], steps: int = 5, most: int = 12) -> None:
+    """Print what the GPU does in a step: the `most` longest kernels, how often each runs, and how long it is idle."""
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as found:
+        for _ in range(steps):
+            step()
+        torch.cuda.synchronize()
+    kernels = [e for e in found.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    by_name: dict[str, list[float]] = {}
+    for kernel in kernels:
+        by_name.setdefault(kernel.name, []).append(kernel.time_range.elapsed_us() / 1000)
+    lasted = max(k.time_range.end for k in kernels) - min(k.time_range.start for k in kernels)
+    busy = sum(map(sum, by_name.values()))
+    print(f"    {busy / steps:.3f} ms in {len(kernels) / steps:.0f} kernels of {lasted / 1000 / steps:.3f} ms per step")
+    for name, times in sorted(by_name.items(), key=lambda item: -sum(item[1]))[:most]:
+        print(f"    {sum(times) / steps:9.3f} ms {len(times) / steps:5.1f} x {name[:100]}", flush=True)
 
 
 def _check(rank: int, arguments: argparse.Namespace) -> None:
@@ -181,15 +207,12 @@ def _check(rank: int, arguments: argparse.Namespace) -> None:
 
 def _report(row: dict, path: Path | None) -> None:
     if row["median_ms"] is None:
-        print(f"{row['impl']:>10} {row['global_batch']:>9} {row['dim']:>5} out of memory", flush=True)
+        print(f"{row['impl']:>18} {row['global_batch']:>8} {row['dim']:>4} out of memory", flush=True)
     else:
         row["ratio_to_cublas"] = row["tflops_per_gpu"] / row["cublas_tflops"]
-        print(
-            f"{row['impl']:>10} {row['global_batch']:>9} {row['dim']:>5} {row['median_ms']:9.3f} {row['mean_ms']:9.3f} "
-            f"{row['std_ms']:7.3f}     {row['tflops_per_gpu']:7.1f}  {row['ratio_to_cublas']:5.3f}  "
-            f"{row['extra_mib']:9.0f}",
-            flush=True,
-        )
+        times = " ".join(f"{row[name]:9.3f}" for name in ("median_ms", "mean_ms", "std_ms", "gpu_ms"))
+        rates = f"{row['tflops_per_gpu']:7.1f} {row['ratio_to_cublas']:5.3f} {row['extra_mib']:6.0f}"
+        print(f"{row['impl']:>18} {row['global_batch']:>8} {row['dim']:>4} {times}     {rates}", flush=True)
     append(path, [row], COLUMNS)
 
 

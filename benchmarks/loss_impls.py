@@ -7,7 +7,7 @@ loss and gathered gradients.
 
 import importlib.util
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from types import ModuleType
 
@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from infcl import info_nce_loss, nt_xent_loss
-from infcl.loss.contrastive import LOSSES, ContrastiveLoss
+from infcl.loss.contrastive import LOSSES, TILED, ContrastiveLoss
 from infcl.loss.dense import clip_loss
 
 Loss = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -30,8 +30,14 @@ OTHERS = {
     "info_nce": "queries against twice as many documents; b queries",
     "two_passes": "both directions, each in a pass of its own over the same tiles, as InfoNCE of b queries",
     "nt_xent": "two views of b / 2 samples: a b x b matrix",
+    **{
+        f"{loss}_{duplicates}": f"{loss} with image ids, five samples each, duplicates={duplicates!r}"
+        for loss in TILED
+        for duplicates in ("mask", "positive")
+    },
 }
 NAMES = (*LOSSES, *OTHERS)
+WITH_IDS = tuple(name for name in OTHERS if name.rpartition("_")[0] in TILED)
 
 
 def make(name: str, group: dist.ProcessGroup | None, options: dict, open_clip_loss: Path | None) -> Loss:
@@ -40,9 +46,15 @@ def make(name: str, group: dist.ProcessGroup | None, options: dict, open_clip_lo
         return ContrastiveLoss(name, group=group, **options)
     if name == "clip_compiled":
         torch._dynamo.reset()  # at the ninth wrapper of one kind it would compile no more
-    if name == "clip_compiled":
         compiled = torch.compile(partial(clip_loss, group=group))
         return lambda images, texts, scale, bias: compiled(images, texts, scale)
+    if name in WITH_IDS:
+        loss, _, duplicates = name.rpartition("_")
+        ours = ContrastiveLoss(loss, group=group, duplicates=duplicates, **options)
+        rank, size = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
+        return lambda images, texts, scale, bias: ours(
+            images, texts, scale, bias, image_ids=_image_ids(size * len(images), images.device).chunk(size)[rank]
+        )
     if name == "one_tile":
         return ContrastiveLoss("inf_cl", group=group, tile="torch", workspace_bytes=2**50)
     if name == "official":
@@ -76,6 +88,12 @@ def make(name: str, group: dist.ProcessGroup | None, options: dict, open_clip_lo
 
         return halves
     raise ValueError(f"unknown implementation '{name}'; one of {NAMES}")
+
+
+@cache
+def _image_ids(count: int, device: torch.device) -> Tensor:
+    """int64 [count]: five samples of each image, anywhere in the batch."""
+    return (torch.randperm(count, generator=torch.Generator().manual_seed(0)) // 5).to(device)
 
 
 def _official(images: Tensor, texts: Tensor, scale: Tensor, bias: Tensor) -> Tensor:

@@ -2,8 +2,8 @@
 
     same[i, j] = any(rows[k, i] == columns[k, j] for k in kinds)                # [r, c], never formed
 
-Without weights these entries are left out of every sum. With weights they are positives: dS of the softmax loss has
-(row_weights[i] + column_weights[j]) / 2 less there, the sigmoid loss has the sign +1.
+They are left out of every sum, or they are positives: the softmax's dS has (row_weights[i] + column_weights[j]) / 2
+less there (the loss of the rows alone: row_weights[i]), the sigmoid has the sign +1.
 """
 
 from typing import NamedTuple
@@ -12,15 +12,16 @@ from torch import Tensor
 
 
 class Groups(NamedTuple):
-    """ids: int32 of one or two kinds (of images, of texts); weights: float32 or wider, None leaves entries out."""
+    """Ids of one or two kinds (of images, of texts), and what entries are that share one."""
 
     rows: Tensor  # int32 [k, r]
     columns: Tensor  # int32 [k, c]
-    row_weights: Tensor | None = None  # [r]: 1 / number of positives of the row
-    column_weights: Tensor | None = None  # [c]
+    positive: bool = False
+    row_weights: Tensor | None = None  # f32 or wider [r]: 1 / number of positives of the row; for the softmax's dS
+    column_weights: Tensor | None = None  # [c]; None: the loss of the rows alone
 
     def part(self, rows: slice, columns: slice) -> "Groups":
         """Those of some rows and columns of the block pair."""
         weights = self.row_weights, self.column_weights
         some = [None if w is None else w[side] for w, side in zip(weights, (rows, columns))]
-        return Groups(self.rows[:, rows], self.columns[:, columns], *some)
+        return Groups(self.rows[:, rows], self.columns[:, columns], self.positive, *some)

@@ -84,7 +84,7 @@ def softmax_backward(
             d_logits += (logits - col_lse[chunk.columns]).clamp_(max=0).exp_()
             d_logits *= 0.5
         if groups is not None:
-            chunk.correct(d_logits, groups, rows_alone=col_lse is None)
+            chunk.correct(d_logits, groups)
         if masked:
             chunk.diagonal_of(d_logits).zero_()
         chunk.accumulate(d_logits, cosines, d_rows, d_columns, d_scale)
@@ -151,7 +151,7 @@ def _sigmoid_terms(chunk: "_Chunk", logits: Tensor, masked: bool, groups: Groups
     """Losses and dS of a chunk's entries. Overwrites the logits."""
     if groups is not None:
         same = chunk.coinciding(groups)
-        logits = torch.where(same, -logits if groups.row_weights is not None else -math.inf, logits)
+        logits = torch.where(same, -logits if groups.positive else -math.inf, logits)
     if masked:
         chunk.diagonal_of(logits).fill_(-math.inf)
     losses, d_logits = F.softplus(logits, threshold=50), logits.sigmoid_()
@@ -186,15 +186,15 @@ class _Chunk(NamedTuple):
             same = same | (row_ids[self.rows, None] == column_ids[self.columns])
         return same
 
-    def correct(self, d_logits: Tensor, groups: Groups, *, rows_alone: bool) -> None:
+    def correct(self, d_logits: Tensor, groups: Groups) -> None:
         """Leave the entries of `groups` out of dS, or take off what they are due as positives."""
         same = self.coinciding(groups)
-        if groups.row_weights is None:
+        if not groups.positive:
             d_logits.masked_fill_(same, 0)
             return
+        assert groups.row_weights is not None, "positives have weights"
         due = groups.row_weights[self.rows, None]
-        if not rows_alone:
-            assert groups.column_weights is not None, "both sides' positives have weights"
+        if groups.column_weights is not None:
             due = (due + groups.column_weights[self.columns]) / 2
         d_logits -= due * same
 

@@ -72,7 +72,7 @@ def softmax_backward(
     if col_lse is None:
         col_lse, count = torch.full_like(columns[:, 0], math.inf, dtype=row_lse.dtype), 2
         shift = middle(row_lse, row_lse)
-        if groups is not None and groups.row_weights is not None:
+        if groups is not None and groups.positive:
             groups = groups._replace(column_weights=torch.zeros_like(col_lse))
     else:
         shift = middle(row_lse, col_lse)
@@ -144,7 +144,7 @@ def _accumulate(
                 d_logits = workspace[:num_rows, :num_columns]
                 tiles = ceil_div(num_rows, launch["BLOCK_M"]) * ceil_div(num_columns, launch["BLOCK_N"])
                 some = None if groups is None else groups.part(row_slice, column_slice)
-                weights = (None, None) if some is None else some[2:]
+                weights = (None, None) if some is None else (some.row_weights, some.column_weights)
                 for single in (True,) if row_lse is None else (True, False):
                     _d_logits_kernel[(min(tiles, processors),)](
                         TensorDescriptor.from_tensor(row_operand[row_slice], [launch["BLOCK_M"], launch["BLOCK_K"]]),
@@ -172,7 +172,7 @@ def _accumulate(
                         GAIN=count * gain,
                         SUMMED=summed,
                         GROUPED=0 if groups is None else len(groups.rows),
-                        POSITIVE=weights[0] is not None,
+                        POSITIVE=some is not None and some.positive,
                         **launch,
                     )
                 if d_rows is not None:

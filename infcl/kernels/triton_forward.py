@@ -128,7 +128,7 @@ def _tile_sums(
             MASKED=masked,
             EDGE=num_columns % launch["BLOCK_N"] != 0,
             GROUPED=0 if groups is None else len(groups.rows),
-            POSITIVE=groups is not None and groups.row_weights is not None,
+            POSITIVE=groups is not None and groups.positive,
             **launch,
         )
         for sums, partial in zip(chunk_sums, partials):

@@ -32,11 +32,11 @@ def same_ids(
     KINDS: tl.constexpr,
 ):
     """Bool [m, n]: `(row_ids[:, rows, None] == col_ids[:, None, columns]).any(0)`, False past the edges."""
-    row_ids = tl.load(row_ids_ptr + rows, mask=rows < num_rows, other=-1)
-    col_ids = tl.load(col_ids_ptr + columns, mask=columns < num_columns, other=-2)
+    row_ids = tl.load(row_ids_ptr + rows, mask=rows < num_rows, other=-2)
+    col_ids = tl.load(col_ids_ptr + columns, mask=columns < num_columns, other=-3)
     same = row_ids[:, None] == col_ids[None, :]
     if KINDS == 2:
-        row_ids = tl.load(row_ids_ptr + row_stride + rows, mask=rows < num_rows, other=-1)
-        col_ids = tl.load(col_ids_ptr + col_stride + columns, mask=columns < num_columns, other=-2)
+        row_ids = tl.load(row_ids_ptr + row_stride + rows, mask=rows < num_rows, other=-2)
+        col_ids = tl.load(col_ids_ptr + col_stride + columns, mask=columns < num_columns, other=-3)
         same = same | (row_ids[:, None] == col_ids[None, :])
     return same

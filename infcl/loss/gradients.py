@@ -28,7 +28,7 @@ def ring_gradients(
     """Compute `dS @ all_columns` for own rows, `dS.T @ all_rows` for own columns, and <dS, logits / scale>.
 
     Args:
-        add_tile: called as add_tile(hop, block, *what travelled with it, d_rows, d_block, d_scale); adds a block's part
+        add_tile: called as add_tile(hop, block, what travelled with it, d_rows, d_block, d_scale); adds a block's part
             to the last three tensors. At hop 0 the block is this rank's own, whose matches are left out. A gradient
             that is not needed is None.
         slopes: [m], m = min(r, c): dS at the matches, the first m rows with the first m columns of this rank.
@@ -45,7 +45,7 @@ def ring_gradients(
         if columns_need:
             d_block = ring.part("d_columns", block, slopes.dtype)
             _set_to_matched(d_block, slopes, rows) if hop == 0 else d_block.zero_()
-        add_tile(hop, block, *its, d_rows, d_block, d_scale)
+        add_tile(hop, block, its, d_rows, d_block, d_scale)
         if d_block is not None:
             ring.carry("d_columns", hop, d_block, Tensor.add_)
         del d_block  # before memory for the next one is taken

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from infcl.kernels import Tile
 from infcl.kernels.lse import cross_entropies, merge_lse
-from infcl.loss.duplicates import Duplicates, check_ids, find_duplicates
+from infcl.loss.duplicates import Duplicates, check_ids, find_duplicates, sum_positives, travelling
 from infcl.loss.gradients import ring_gradients, scaled_sides
 from infcl.loss.inputs import (
     RingOptions,
@@ -74,9 +74,10 @@ def inf_cl_loss(
         ValueError: with the numbers, on every rank, for unequal shapes or a missing group.
     """
     compared = check_features("inf_cl", image_features, text_features)
-    ids, flags = check_ids("inf_cl", len(image_features), image_ids, text_ids, duplicates)
-    setup = set_up("inf_cl", (image_features, text_features), group, RingOptions(**options), compared=compared | flags)
-    found = find_duplicates(ids, image_features, setup.group, duplicates)
+    compared |= check_ids("inf_cl", len(image_features), {"image_ids": image_ids, "text_ids": text_ids}, duplicates)
+    setup = set_up("inf_cl", (image_features, text_features), group, RingOptions(**options), compared=compared)
+    ids = image_ids, text_ids
+    found = find_duplicates(ids, ids, image_features.device, duplicates)
     return differentiable(image_features, text_features, scalar_like(image_features, logit_scale), setup, found)
 
 
@@ -92,28 +93,21 @@ class _InfCL(torch.autograd.Function):
     def forward(ctx, row_features, column_features, scale, setup: Setup, duplicates):
         with torch.autocast(row_features.device.type, enabled=False):
             rows, columns = setup.operands(row_features, column_features)
-            losses, matched, excess = ring_forward(rows, columns, scale, *setup.of_a_pass(), duplicates=duplicates)
-        ctx.save_for_backward(row_features, column_features, scale, losses, matched)
+            losses, matched, positives = ring_forward(rows, columns, scale, *setup.of_a_pass(), duplicates=duplicates)
+        excess, weights = (None, None) if positives is None else positives
+        ctx.save_for_backward(row_features, column_features, scale, losses, matched, weights)
         ctx.setup, ctx.duplicates = setup, duplicates
         return (losses if excess is None else losses + excess).mean()
 
     @staticmethod
     def backward(ctx, d_loss):
         refuse_double_backward("inf_cl")
-        row_features, column_features, scale, losses, matched = ctx.saved_tensors
+        row_features, column_features, scale, losses, matched, weights = ctx.saved_tensors
         setup: Setup = ctx.setup
         with torch.autocast(row_features.device.type, enabled=False):
             rows, columns = setup.operands(row_features, column_features)
-            *sides, d_scale = ring_backward(
-                rows,
-                columns,
-                scale,
-                losses,
-                matched,
-                *setup.of_a_pass(),
-                duplicates=ctx.duplicates,
-                needs=ctx.needs_input_grad[:2],
-            )
+            options = {"duplicates": ctx.duplicates, "weights": weights, "needs": ctx.needs_input_grad[:2]}
+            *sides, d_scale = ring_backward(rows, columns, scale, losses, matched, *setup.of_a_pass(), **options)
             factor = d_loss / len(rows)
             sides = scaled_sides(sides, factor * scale, (row_features, column_features))
         return *sides, factor * d_scale, None, None
@@ -126,41 +120,38 @@ def ring_forward(
     ring: RingExchange,
     tile: Tile,
     workspace_bytes: int,
+    *,
     duplicates: Duplicates | None = None,
-) -> tuple[Tensor, Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor] | None]:
     """Return the cross entropies of own rows and columns over the group's global batch, and their matched logits.
 
     Returns:
-        [2, b], [b], and with duplicates="positive" what a mean over all positives adds to the cross entropies, [2, b].
+        [2, b] and [b]. If duplicates are positives: what the mean over all of them adds to the cross entropies, [2, b],
+        and 1 / their number, [b], of rows and of columns alike.
     """
-    row_positives: Tensor | None = None
-    for hop, (block,) in ring.blocks(columns):
-        owner = ring.owner(hop)
+    positives: tuple[Tensor, Tensor] | None = None  # how many each row has, and the sum over them
+    for hop, (block, *ids) in ring.blocks(columns, *travelling(duplicates)):
+        groups = duplicates.groups(*ids) if duplicates is not None else None
+        left_out = None if groups is None or groups.positive else groups
         row_part, col_part, own_matched = tile.softmax_forward(
-            rows,
-            block,
-            scale,
-            masked=hop == 0,
-            workspace_bytes=workspace_bytes,
-            groups=None if duplicates is None else duplicates.left_out(owner),
+            rows, block, scale, masked=hop == 0, workspace_bytes=workspace_bytes, groups=left_out
         )
         if hop == 0:
             row_others, matched = row_part, own_matched
         else:
             merge_lse(row_others, row_part)
         ring.carry("col_lse", hop, col_part, merge_lse)
-        if duplicates is not None and duplicates.positive:
-            part, col_part = duplicates.positive_sums(owner, rows, block)
-            row_positives = part if row_positives is None else row_positives.add_(part)
-            ring.carry("col_positives", hop, col_part, Tensor.add_)
+        if groups is not None and groups.positive:
+            counts, row_sums, col_sums = sum_positives(groups, rows, block)
+            ring.carry("col_positives", hop, col_sums, Tensor.add_)
+            positives = (counts, row_sums) if positives is None else (positives[0] + counts, positives[1] + row_sums)
     losses = cross_entropies(torch.stack([row_others, ring.home("col_lse", merge_lse)]), matched)
-    if duplicates is None or row_positives is None:
+    if positives is None:
         return losses, matched, None
-    sums = torch.stack([row_positives, ring.home("col_positives", Tensor.add_)])
-    weights = duplicates.row_weights
-    assert weights is not None, "positives have weights"
+    weights = 1 / positives[0].to(matched.dtype)
+    sums = torch.stack([positives[1], ring.home("col_positives", Tensor.add_)])
     excess = matched - scale * sums * weights  # of one's own pair over the mean of all positives
-    return losses, matched, excess.where(weights < 1, torch.zeros_like(excess))
+    return losses, matched, (excess.where(weights < 1, torch.zeros_like(excess)), weights)
 
 
 def ring_backward(
@@ -172,26 +163,24 @@ def ring_backward(
     ring: RingExchange,
     tile: Tile,
     workspace_bytes: int,
+    *,
     duplicates: Duplicates | None = None,
+    weights: Tensor | None = None,
     needs: Sequence[bool] = (True, True),
 ) -> tuple[Tensor | None, Tensor | None, Tensor]:
-    """`ring_gradients` of half the sum of all losses, of rows and columns. losses, matched: of ring_forward."""
+    """`ring_gradients` of half the sum of all losses, of rows and columns; the rest as ring_forward returned it."""
     row_lse, col_lse = losses + matched
     slopes = torch.expm1(-losses).mean(0)
-    if duplicates is not None and duplicates.row_weights is not None:
-        slopes += 1 - duplicates.row_weights  # one's own pair is one positive of several
+    if weights is not None:
+        slopes += 1 - weights  # one's own pair is one positive of several
 
-    def add_tile(hop: int, block: Tensor, block_lse: Tensor, *gradients: Tensor | None) -> None:
+    def add_tile(hop: int, block: Tensor, its: Sequence[Tensor], *gradients: Tensor | None) -> None:
+        block_lse, *ids = its  # and weights of positives
+        groups = None if duplicates is None else duplicates.groups(*ids, row_weights=weights)
         tile.softmax_backward(
-            rows,
-            block,
-            scale,
-            row_lse,
-            block_lse,
-            *gradients,
-            masked=hop == 0,
-            workspace_bytes=workspace_bytes,
-            groups=None if duplicates is None else duplicates.groups(ring.owner(hop)),
-        )
+            rows, block, scale, row_lse, block_lse, *gradients,
+            masked=hop == 0, workspace_bytes=workspace_bytes, groups=groups,
+        )  # fmt: skip
 
-    return ring_gradients(add_tile, rows, columns, slopes, ring, with_columns=(col_lse,), needs=needs)
+    its = [col_lse, *travelling(duplicates), *([] if weights is None else [weights])]
+    return ring_gradients(add_tile, rows, columns, slopes, ring, with_columns=its, needs=needs)

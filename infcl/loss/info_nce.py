@@ -6,6 +6,8 @@ backward the gradients. Every query competes over the documents of all ranks:
     logits = scale * all_queries @ all_documents.T                              # [W q, W d], never formed
     loss = cross_entropy(logits, positives)                                     # positives as global indices
 
+With document ids, documents that have the id of a query's positive are left out for it, or are positives like it
+(loss/duplicates).
 Queries (rows) stay, documents (columns) travel: forward W - 1 hops of d*D operands, backward the same and W hops of d*D
 float32 gradients. No column statistics travel. Per-rank averages as in loss/inf_cl.
 Source: DPR, arXiv 2004.04906, section 3.2 (in-batch negatives and one hard negative a query).
@@ -19,7 +21,8 @@ from torch import Tensor
 
 from infcl.kernels import Tile
 from infcl.kernels.lse import cross_entropies, merge_lse
-from infcl.loss.gradients import inner_product, ring_gradients, scaled
+from infcl.loss.duplicates import Duplicates, check_ids, find_duplicates, sum_positives, travelling
+from infcl.loss.gradients import inner_product, ring_gradients, row_products, scaled
 from infcl.loss.inputs import RingOptions, Setup, outside_graphs, refuse_double_backward, scalar_like, set_up
 from infcl.loss.ring import RingExchange
 
@@ -32,6 +35,8 @@ def info_nce_loss(
     logit_scale: Tensor | float,
     *,
     group: dist.ProcessGroup | None = None,
+    document_ids: Tensor | None = None,
+    duplicates: str = "negative",
     **options,
 ) -> Tensor:
     """Compute the mean over this rank's queries of the cross entropy against all ranks' documents.
@@ -40,6 +45,9 @@ def info_nce_loss(
         queries, documents: [q, D] and [d, D]; q and d are the same on all ranks.
         positives: int64 [q], the index among this rank's own documents of the one that answers each query; several
             queries may share one. All other documents, of this rank and of the others, are negatives.
+        document_ids: int64 [d], equal for documents that answer the same queries.
+        duplicates: what other documents with the id of a query's positive are to it: "negative", left out ("mask"), or
+            "positive"; infcl/loss/duplicates.py defines it. With "negative" ids are not used.
         logit_scale, group, **options: as of `inf_cl_loss`; the host waits for the GPU without compare_ranks too, since
             it looks at the positives.
 
@@ -50,73 +58,91 @@ def info_nce_loss(
         ValueError: with the numbers, on every rank where sizes differ.
     """
     compared, wrong = _check(queries, documents, positives)
+    compared |= check_ids("info_nce", len(documents), {"document_ids": document_ids}, duplicates)
     setup = set_up("info_nce", (queries, documents), group, RingOptions(**options), compared=compared, wrong=wrong)
-    return _InfoNCE.apply(queries, documents, positives, scalar_like(queries, logit_scale), setup)
+    order = _positives_first(positives, len(documents))
+    found = None
+    if document_ids is not None:
+        ids = document_ids.to(queries.device)
+        found = find_duplicates([ids[positives]], [ids[order]], queries.device, duplicates)
+    return _InfoNCE.apply(queries, documents, positives, order, scalar_like(queries, logit_scale), setup, found)
 
 
 class _InfoNCE(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, queries, documents, positives, scale, setup: Setup):
-        order = _positives_first(positives, len(documents))
+    def forward(ctx, queries, documents, positives, order, scale, setup: Setup, duplicates):
+        places, misplaced = _places(order, positives)
         with torch.autocast(queries.device.type, enabled=False):
             rows, columns = setup.operands(queries, documents)
             columns = columns[order]
-            row_lse, losses = ring_forward(rows, columns, scale, *setup.of_a_pass())
-            slopes = torch.expm1(-losses)
-            places, misplaced = _places(order, positives)
-            place, wide = places[misplaced], losses.dtype
-            logits = torch.linalg.vecdot(rows[misplaced].to(wide), columns[place].to(wide)) * scale.to(wide)
-        wrong = misplaced[misplaced < len(slopes)]
-        slopes[wrong] = torch.exp(-losses[wrong])  # a negative: its probability
-        # The positive's logit is one of those summed; its own rounding may differ by an ulp.
-        shared = (row_lse[misplaced] - logits).clamp_(min=0)
-        losses = torch.cat([losses, losses.new_zeros(len(rows) - len(losses))]).index_copy_(0, misplaced, shared)
-        ctx.save_for_backward(queries, documents, positives, scale, row_lse, slopes, order)
-        ctx.setup = setup
+            statistics = ring_forward(rows, columns, scale, *setup.of_a_pass(), duplicates=duplicates)
+            logits = row_products(rows[misplaced], columns[places[misplaced]]) * scale
+        losses, row_lse, slopes, dues = _of_positives(*statistics, misplaced, logits, duplicates)
+        weights = statistics[2]
+        ctx.save_for_backward(queries, documents, positives, order, scale, row_lse, slopes, dues, weights)
+        ctx.setup, ctx.duplicates = setup, duplicates
         return losses.mean()
 
     @staticmethod
     def backward(ctx, d_loss):
         refuse_double_backward("info_nce")
-        queries, documents, positives, scale, row_lse, slopes, order = ctx.saved_tensors
+        queries, documents, positives, order, scale, row_lse, slopes, dues, weights = ctx.saved_tensors
         setup: Setup = ctx.setup
         places, misplaced = _places(order, positives)
         place = places[misplaced]
         with torch.autocast(queries.device.type, enabled=False):
             rows, columns = setup.operands(queries, documents)
             columns = columns[order]
+            options = {"duplicates": ctx.duplicates, "weights": weights, "needs": ctx.needs_input_grad[:2]}
             d_rows, d_columns, d_scale = ring_backward(
-                rows, columns, scale, row_lse, slopes, *setup.of_a_pass(), needs=ctx.needs_input_grad[:2]
+                rows, columns, scale, row_lse, slopes, *setup.of_a_pass(), **options
             )
-        some_queries, their_documents = rows[misplaced].to(slopes.dtype), columns[place].to(slopes.dtype)
+        some_queries, their_documents = dues[:, None] * rows[misplaced], columns[place].to(dues.dtype)
         if len(misplaced):
-            d_scale -= inner_product(some_queries, their_documents)
+            d_scale += inner_product(some_queries, their_documents)
         factor, d_queries, d_documents = d_loss / len(rows), None, None
         if d_rows is not None:
-            d_rows.index_add_(0, misplaced, their_documents, alpha=-1)
+            d_rows.index_add_(0, misplaced, dues[:, None] * their_documents)
             d_queries = scaled(d_rows, factor * scale, queries.dtype)
         if d_columns is not None:
-            _subtract_rows(d_columns, place, some_queries)
+            _add_rows(d_columns, place, some_queries)
             d_documents = torch.empty_like(d_columns, dtype=documents.dtype)
             d_documents[order] = scaled(d_columns, factor * scale, documents.dtype)
-        return d_queries, d_documents, None, factor * d_scale, None
+        return d_queries, d_documents, None, None, factor * d_scale, None, None
 
 
 def ring_forward(
-    rows: Tensor, columns: Tensor, scale: Tensor, ring: RingExchange, tile: Tile, workspace_bytes: int
-) -> tuple[Tensor, Tensor]:
-    """Row LSE [q], and the losses [min(q, d)] if document i answers query i."""
-    for hop, (block,) in ring.blocks(columns):
+    rows: Tensor,
+    columns: Tensor,
+    scale: Tensor,
+    ring: RingExchange,
+    tile: Tile,
+    workspace_bytes: int,
+    *,
+    duplicates: Duplicates | None = None,
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """LSE of each query's documents but its own place's, [q], and the logits at those places, [min(q, d)].
+
+    If duplicates are positives, also 1 / their number and the mean of their logits, [q]; else None.
+    """
+    positives: tuple[Tensor, Tensor] | None = None  # how many each query has, and the sum over them
+    for hop, (block, *ids) in ring.blocks(columns, *travelling(duplicates)):
+        groups = duplicates.groups(*ids) if duplicates is not None else None
+        left_out = None if groups is None or groups.positive else groups
         part, _, own_matched = tile.softmax_forward(
-            rows, block, scale, masked=hop == 0, workspace_bytes=workspace_bytes
+            rows, block, scale, masked=hop == 0, workspace_bytes=workspace_bytes, groups=left_out
         )
         if hop == 0:
-            row_lse, matched = part, own_matched
+            row_others, matched = part, own_matched
         else:
-            merge_lse(row_lse, part)
-    losses = cross_entropies(row_lse[: len(matched)], matched)
-    torch.add(losses, matched, out=row_lse[: len(matched)])
-    return row_lse, losses
+            merge_lse(row_others, part)
+        if groups is not None and groups.positive:
+            counts, sums, _ = sum_positives(groups, rows, block)
+            positives = (counts, sums) if positives is None else (positives[0] + counts, positives[1] + sums)
+    if positives is None:
+        return row_others, matched, None, None
+    weights = 1 / positives[0].to(matched.dtype)
+    return row_others, matched, weights, scale * positives[1] * weights
 
 
 def ring_backward(
@@ -128,16 +154,61 @@ def ring_backward(
     ring: RingExchange,
     tile: Tile,
     workspace_bytes: int,
+    *,
+    duplicates: Duplicates | None = None,
+    weights: Tensor | None = None,
     needs: Sequence[bool] = (True, True),
 ) -> tuple[Tensor | None, Tensor | None, Tensor]:
-    """`ring_gradients` with dS = exp(logits - row_lse), and the slopes on the diagonal of one's own block."""
+    """`ring_gradients` with dS = exp(logits - row_lse), less the weights at positives; slopes in one's own places."""
 
-    def add_tile(hop: int, block: Tensor, *gradients: Tensor | None) -> None:
+    def add_tile(hop: int, block: Tensor, ids: Sequence[Tensor], *gradients: Tensor | None) -> None:
+        groups = None if duplicates is None else duplicates.groups(*ids, row_weights=weights)
         tile.softmax_backward(
-            rows, block, scale, row_lse, None, *gradients, masked=hop == 0, workspace_bytes=workspace_bytes
-        )
+            rows, block, scale, row_lse, None, *gradients,
+            masked=hop == 0, workspace_bytes=workspace_bytes, groups=groups,
+        )  # fmt: skip
 
-    return ring_gradients(add_tile, rows, columns, slopes, ring, needs=needs)
+    return ring_gradients(add_tile, rows, columns, slopes, ring, with_columns=travelling(duplicates), needs=needs)
+
+
+def _of_positives(
+    row_others: Tensor,
+    matched: Tensor,
+    weights: Tensor | None,
+    means: Tensor | None,
+    misplaced: Tensor,
+    logits: Tensor,
+    duplicates: Duplicates | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Losses [q], LSE [q], dS in the queries' own places [min(q, d)], and what is missing from it at the misplaced.
+
+    logits: of the misplaced with their positives, which lie in other places of this rank's block.
+    """
+    count, losses, row_lse = len(matched), torch.zeros_like(row_others), row_others.clone()
+    losses[:count] = cross_entropies(row_others[:count], matched)
+    row_lse[:count] = losses[:count] + matched
+    wrong = torch.zeros_like(matched, dtype=torch.bool)  # in their own place is no document that was given as positive
+    wrong[misplaced[misplaced < count]] = True
+    slopes = torch.where(wrong, torch.exp(-losses[:count]), torch.expm1(-losses[:count]))
+    same = torch.zeros_like(wrong)  # in their own place is a document like their positive
+    if duplicates is not None:
+        same = wrong & (duplicates.known[0][duplicates.rows[0, :count]] == duplicates.columns[0, :count])
+    if duplicates is not None and not duplicates.positive:
+        # Documents like the positive are left out, and the misplaced positives with them.
+        row_lse[:count] = torch.where(same, row_others[:count], row_lse[:count])
+        losses[misplaced] = cross_entropies(row_lse[misplaced], logits)
+        row_lse[misplaced] = losses[misplaced] + logits
+        slopes = torch.where(wrong, torch.exp(matched - row_lse[:count]).masked_fill(same, 0), slopes)
+        return losses, row_lse, slopes, torch.expm1(-losses[misplaced])
+    # The positive's logit is one of those summed; its own rounding may differ by an ulp.
+    losses[misplaced] = (row_lse[misplaced] - logits).clamp_(min=0)
+    if weights is None or means is None:
+        return losses, row_lse, slopes, torch.full_like(logits, -1)
+    own = torch.zeros_like(row_others)  # logits of the positives
+    own[:count], own[misplaced] = matched, logits
+    losses += torch.where(weights < 1, own - means, 0)
+    slopes += (~wrong).to(slopes.dtype) - weights[:count] * (~wrong | same)
+    return losses, row_lse, slopes, torch.zeros_like(logits)  # the tiles have what is in other places
 
 
 def _positives_first(positives: Tensor, count: int) -> Tensor:
@@ -165,15 +236,15 @@ def _places(order: Tensor, positives: Tensor) -> tuple[Tensor, Tensor]:
     return places, (places != torch.arange(len(positives), device=order.device)).nonzero().squeeze(1)
 
 
-def _subtract_rows(total: Tensor, places: Tensor, rows: Tensor) -> None:
-    """`total.index_add_(0, places, rows, alpha=-1)`, in a fixed order where places come several times.
+def _add_rows(total: Tensor, places: Tensor, rows: Tensor) -> None:
+    """`total.index_add_(0, places, rows)`, in a fixed order where places come several times.
 
     On a GPU index_add_ has atomics; index_put_ sorts there. On a CPU it is the other way round: index_put_ has threads.
     """
     if total.is_cuda:
-        total.index_put_((places,), -rows, accumulate=True)
+        total.index_put_((places,), rows, accumulate=True)
     else:
-        total.index_add_(0, places, rows, alpha=-1)
+        total.index_add_(0, places, rows)
 
 
 def _check(queries: Tensor, documents: Tensor, positives: Tensor) -> tuple[dict[str, int], str]:

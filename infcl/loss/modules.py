@@ -18,18 +18,21 @@ from infcl.loss.siglip import siglip_loss
 
 
 class _Loss(nn.Module):
-    """Where the ring runs, and how. options: fields of RingOptions."""
+    """Where the ring runs, and how. duplicates: as of the function; options: fields of RingOptions."""
 
-    def __init__(self, rank: int, world_size: int, group: dist.ProcessGroup | None, options: dict[str, Any]):
+    def __init__(
+        self, rank: int, world_size: int, group: dist.ProcessGroup | None, duplicates: str, options: dict[str, Any]
+    ):
         super().__init__()
         RingOptions(**options)  # TypeError for an unknown one
-        self.group, self.options = group, options
+        self.group, self.duplicates, self.options = group, duplicates, options
         self.over_all = (world_size > 1 or rank > 0) and group is None  # not the group itself: that cannot be copied
         if world_size > 1 or rank > 0:
             _check_rank(rank, world_size, group)
 
-    def _where(self) -> dict[str, Any]:
-        return {**self.options, "group": dist.group.WORLD if self.over_all else self.group}
+    def _options(self, image_ids: Tensor | None, text_ids: Tensor | None) -> dict[str, Any]:
+        ids = {"image_ids": image_ids, "text_ids": text_ids, "duplicates": self.duplicates}
+        return {**self.options, **ids, "group": dist.group.WORLD if self.over_all else self.group}
 
 
 class InfCLLoss(_Loss):
@@ -53,6 +56,7 @@ class InfCLLoss(_Loss):
         use_horovod: bool = False,
         *,
         group: dist.ProcessGroup | None = None,
+        duplicates: str = "negative",
         **options,
     ):
         if use_horovod:
@@ -62,7 +66,7 @@ class InfCLLoss(_Loss):
                 f"world_size {world_size} with gather_with_grad=False asks for gradients that are not the exact ones; "
                 "pass local_loss=True, gather_with_grad=True"
             )
-        super().__init__(rank, world_size, group, options)
+        super().__init__(rank, world_size, group, duplicates, options)
 
     def forward(
         self,
@@ -71,9 +75,12 @@ class InfCLLoss(_Loss):
         logit_scale: Tensor | float,
         logit_bias: Tensor | float | None = None,
         output_dict: bool = False,
+        *,
+        image_ids: Tensor | None = None,
+        text_ids: Tensor | None = None,
     ) -> Tensor | dict[str, Tensor]:
         """The loss of `inf_cl_loss`, with output_dict as {"contrastive_loss": it}."""
-        loss = inf_cl_loss(image_features, text_features, logit_scale, **self._where())
+        loss = inf_cl_loss(image_features, text_features, logit_scale, **self._options(image_ids, text_ids))
         return {"contrastive_loss": loss} if output_dict else loss
 
 
@@ -92,9 +99,10 @@ class SigLipLoss(_Loss):
         dist_impl: str | None = None,
         *,
         group: dist.ProcessGroup | None = None,
+        duplicates: str = "negative",
         **options,
     ):
-        super().__init__(rank, world_size, group, options)
+        super().__init__(rank, world_size, group, duplicates, options)
 
     def forward(
         self,
@@ -103,9 +111,12 @@ class SigLipLoss(_Loss):
         logit_scale: Tensor | float,
         logit_bias: Tensor | float,
         output_dict: bool = False,
+        *,
+        image_ids: Tensor | None = None,
+        text_ids: Tensor | None = None,
     ) -> Tensor | dict[str, Tensor]:
         """The loss of `siglip_loss`, with output_dict as {"contrastive_loss": it}."""
-        loss = siglip_loss(image_features, text_features, logit_scale, logit_bias, **self._where())
+        loss = siglip_loss(image_features, text_features, logit_scale, logit_bias, **self._options(image_ids, text_ids))
         return {"contrastive_loss": loss} if output_dict else loss
 
 

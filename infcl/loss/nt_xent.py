@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from infcl.loss import inf_cl
-from infcl.loss.duplicates import own_views
+from infcl.loss.duplicates import find_duplicates
 from infcl.loss.inputs import RingOptions, check_features, outside_graphs, scalar_like, set_up
 
 
@@ -40,7 +40,8 @@ def nt_xent_loss(
     """
     compared = check_features("nt_xent", first_views, second_views)
     setup = set_up("nt_xent", (first_views, second_views), group, RingOptions(**options), compared=compared)
-    rank, size = (0, 1) if setup.group is None else (dist.get_rank(setup.group), dist.get_world_size(setup.group))
+    rank = 0 if setup.group is None else dist.get_rank(setup.group)
     views, others = torch.cat([first_views, second_views]), torch.cat([second_views, first_views])  # [2b, D]
-    left_out = own_views(len(first_views), views, rank, size)
+    own = torch.arange(rank * len(views), (rank + 1) * len(views), device=views.device)
+    left_out = find_duplicates([own], [own.roll(len(first_views))], views.device, "mask")
     return inf_cl.differentiable(views, others, scalar_like(views, logit_scale), setup, left_out)

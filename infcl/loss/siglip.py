@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from infcl.kernels import Tile
-from infcl.loss.duplicates import Duplicates, check_ids, find_duplicates
+from infcl.loss.duplicates import Duplicates, check_ids, find_duplicates, travelling
 from infcl.loss.gradients import ring_gradients, row_products
 from infcl.loss.inputs import (
     RingOptions,
@@ -67,9 +67,10 @@ def siglip_loss(
         ValueError: with the numbers, on every rank, for unequal shapes or a missing group.
     """
     compared = check_features("siglip", image_features, text_features)
-    ids, flags = check_ids("siglip", len(image_features), image_ids, text_ids, duplicates)
-    setup = set_up("siglip", (image_features, text_features), group, RingOptions(**options), compared=compared | flags)
-    found = find_duplicates(ids, image_features, setup.group, duplicates)
+    compared |= check_ids("siglip", len(image_features), {"image_ids": image_ids, "text_ids": text_ids}, duplicates)
+    setup = set_up("siglip", (image_features, text_features), group, RingOptions(**options), compared=compared)
+    ids = image_ids, text_ids
+    found = find_duplicates(ids, ids, image_features.device, duplicates)
     scalars = [scalar_like(image_features, scalar) for scalar in (logit_scale, logit_bias)]
     wanted = gradients_wanted((image_features, text_features, *scalars))
     return _SigLip.apply(image_features, text_features, *scalars, setup, found, wanted)
@@ -114,7 +115,7 @@ def ring_loss(
 ) -> Tensor:
     """Return the sum of the losses over own rows and all columns, 0-dim."""
     loss = -F.logsigmoid(_matched_logits(rows, columns, scale, bias)).sum()
-    for hop, (block,) in ring.blocks(columns):
+    for hop, (block, *ids) in ring.blocks(columns, *travelling(duplicates)):
         row_losses, _, _ = tile.sigmoid_forward(
             rows,
             block,
@@ -122,7 +123,7 @@ def ring_loss(
             bias,
             masked=hop == 0,
             workspace_bytes=workspace_bytes,
-            groups=None if duplicates is None else duplicates.groups(ring.owner(hop)),
+            groups=None if duplicates is None else duplicates.groups(*ids),
         )
         loss += row_losses.sum()
     return loss
@@ -144,7 +145,7 @@ def ring_loss_and_gradients(
     slopes = -torch.sigmoid(-matched)
     loss, d_bias = -F.logsigmoid(matched).sum(), slopes.sum()
 
-    def add_tile(hop: int, block: Tensor, *gradients: Tensor | None) -> None:
+    def add_tile(hop: int, block: Tensor, ids: Sequence[Tensor], *gradients: Tensor | None) -> None:
         part, slope = tile.sigmoid_gradients(
             rows,
             block,
@@ -153,12 +154,14 @@ def ring_loss_and_gradients(
             *gradients,
             masked=hop == 0,
             workspace_bytes=workspace_bytes,
-            groups=None if duplicates is None else duplicates.groups(ring.owner(hop)),
+            groups=None if duplicates is None else duplicates.groups(*ids),
         )
         loss.add_(part)
         d_bias.add_(slope)
 
-    d_rows, d_columns, d_scale = ring_gradients(add_tile, rows, columns, slopes, ring, needs=needs)
+    d_rows, d_columns, d_scale = ring_gradients(
+        add_tile, rows, columns, slopes, ring, with_columns=travelling(duplicates), needs=needs
+    )
     return loss, d_rows, d_columns, d_scale, d_bias
 
 

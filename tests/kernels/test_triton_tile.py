@@ -216,6 +216,41 @@ def check_other_losses(device):
         assert relative_error(value.cpu(), truth) < 2e-5
 
 
+def _check_ids(device, rows, dim, dtype, workspace_bytes, kind="random"):
+    """Every loss with ids, of one kind or of two, as the torch tile's in float64."""
+    images, texts = features(kind, rows, dim, dtype)
+    generator = torch.Generator().manual_seed(rows)
+    ids = [torch.randint(0, count, (rows,), generator=generator) for count in (rows // 3, rows // 2)]
+    documents = torch.randint(0, rows, (rows,), generator=generator)
+    tolerance = {torch.bfloat16: 4e-3, torch.float16: 1e-3, torch.float32: 2e-5}[dtype]
+    for mode in ("mask", "positive"):
+        results = []
+        for where, tile in (("cpu", "torch"), (device, "triton")):
+            wide = torch.float64 if tile == "torch" else dtype
+            leaves = [side.to(where, wide).requires_grad_() for side in (images, texts)]
+            leaves.append(torch.tensor(30.0, device=where, requires_grad=True))
+            own, options = [kind.to(where) for kind in ids], {"tile": tile, "workspace_bytes": workspace_bytes}
+            options["duplicates"] = mode
+            losses = [
+                inf_cl_loss(*leaves, text_ids=own[1], **options),
+                inf_cl_loss(*leaves, image_ids=own[0], text_ids=own[1], **options),
+                siglip_loss(*leaves, -5.0, image_ids=own[0], text_ids=own[1], **options) / rows,
+                info_nce_loss(*leaves[:2], documents.to(where), leaves[2], document_ids=own[0], **options),
+            ]
+            results.append([(loss.detach(), *torch.autograd.grad(loss, leaves)) for loss in losses])
+        for number, (truth, value) in enumerate(zip(*results)):
+            for k, (expected, got) in enumerate(zip(truth, value)):
+                error = relative_error(got.cpu(), expected, floor=1e-2 if kind == "random" else 1.0)  # else it cancels
+                bound = tolerance if k in (1, 2) else 2e-5
+                assert error < bound, (mode, number, k, rows, dim, dtype, kind, error)
+
+
+def check_ids_of_samples(device):
+    for dtype in (torch.float16, torch.float32) + (torch.bfloat16,) * (device == "cuda"):
+        _check_ids(device, 150, 40, dtype, 2**14)
+    _check_ids(device, 70, 24, torch.float32, 2**20, "opposite")  # statistics are repaired
+
+
 def check_results_are_bitwise_repeatable(device):
     """Of every loss; many queries share a document, whose gradient sums their parts."""
     rows, calls, workspace_bytes = (300, 3, 2**16) if device == "cuda" else (150, 2, 2**14)  # several tiles either way
@@ -228,6 +263,7 @@ def check_results_are_bitwise_repeatable(device):
         lambda: siglip_loss(first, second, scale, -5.0, **options),
         lambda: info_nce_loss(first, second, positives, scale, **options),
         lambda: nt_xent_loss(first, second, scale, **options),
+        lambda: inf_cl_loss(first, second, scale, image_ids=positives, duplicates="positive", **options),
     ):
         values = []
         for _ in range(calls):
@@ -263,6 +299,13 @@ def test_on_a_gpu(check):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_large_odd_blocks_on_a_gpu(dim, dtype):
     _check_tile("cuda", 1537, 2049, dim, "random", 100.0, dtype, workspaces=(2**21, 2**28))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dim", [24, 100, 512, 1000])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_large_odd_blocks_with_ids_on_a_gpu(dim, dtype):
+    _check_ids("cuda", 1537, dim, dtype, 2**21)
 
 
 @pytest.mark.gpu
