@@ -101,7 +101,7 @@ def what_is_missing(program: str, checkout: Checkout | None) -> str:
         if not (checkout.folder / package).is_dir():
             return f"{flag}: no folder {package} in {checkout.folder}"
     names = [name for name in trainer.packages if importlib.util.find_spec(name) is None]
-    return f"{program}'s trainer needs the packages {', '.join(names)} (docs/peers.md)" if names else ""
+    return f"{program}'s trainer needs the packages {', '.join(names)} (docs/benchmarks/trainers.md)" if names else ""
 
 
 def version_of(program: str, checkout: Checkout | None) -> str:

@@ -15,7 +15,7 @@ Models: names of infcl/models/configs, or
 
 In the CSV, reduce_bucket_size and overlap_comm (0, 1) are the preset's; rows without them have DeepSpeed's own bucket
 (5e8), and 1. The lever "none" is the trainer's way at that commit, captions whole; "packed captions" is --pack-captions
-on; others ("graphs", "one block a graph", "halves") are of what was tried (docs/log.md, docs/megatron.md). text_share:
+on; others ("graphs", "one block a graph", "halves") are of what was tried (dev/log/2026-11.md). text_share:
 places that the text tower computes, of whole captions'. A peak that is missing was of a second engine in its process.
 Rows of the commits 96af64e to 68ce065 hold the loss of their last step, the (2 + --repeats)th, which was the fifth or
 sixth (ViT-L-14, 128 pairs x 2: 5.21 in the fifth, 4.88 in the sixth), so they do not compare with newer ones. Up to

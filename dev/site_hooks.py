@@ -1,5 +1,6 @@
-"""Hooks of the site's build (mkdocs.yml): the flags page is made from the settings, links out of docs/ become text."""
+"""Hooks of the site's build (mkdocs.yml): tables of flags and modules; links out of docs/ become text."""
 
+import ast
 import dataclasses
 import os
 import re
@@ -17,7 +18,7 @@ GROUPS = {"optimisation": "Optimization"}
 def on_page_markdown(markdown: str, page, config, files) -> str:
     """Fill the flag tables, and name files of the repository that the site does not hold instead of linking them."""
     folder = Path("docs", page.file.src_uri).parent
-    markdown = markdown.replace("<!-- flags -->", flag_tables())
+    markdown = markdown.replace("<!-- flags -->", flag_tables()).replace("<!-- modules -->", module_table())
     return re.sub(r"\[([^\]]+)\]\((?!\w+:|#)([^)\s#]+)[^)]*\)", lambda link: _inside(link, folder), markdown)
 
 
@@ -33,6 +34,15 @@ def flag_tables() -> str:
     return "\n\n".join(
         f"### {GROUPS.get(name, name.capitalize())}\n\n{head}" + "\n".join(rows) for name, rows in groups.items()
     )
+
+
+def module_table() -> str:
+    """Return a Markdown table of the modules of infcl and megatron_patches with the first line of their docstrings."""
+    lines = ["| module | what it is |", "|---|---|"]
+    for path in sorted([*ROOT.glob("infcl/**/*.py"), *ROOT.glob("megatron_patches/*.py")]):
+        text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+        lines.append(f"| `{path.relative_to(ROOT)}` | {_cell(text.partition(chr(10))[0])} |")
+    return "\n".join(lines)
 
 
 def _default(entry) -> str:

@@ -47,7 +47,7 @@ def read_preset(config: TrainConfig, device_type: str, hosts: int = 1) -> tuple[
     """(preset, precision) of a run on so many nodes; `resolve` calls it, everything else takes what follows.
 
     An `overlap_comm` that is "auto" is true across hosts and in stage 3: within a host the reductions of stages 1 and 2
-    cost less than what running beside the backward costs (docs/step.md).
+    cost less than what running beside the backward costs (docs/benchmarks/step.md).
     ValueError for a broken preset or one that contradicts the flags.
     """
     path = Path(config.deepspeed_config)
@@ -113,7 +113,7 @@ def stage_over(ranks: int, stage: int, precision: str, *, offloads: bool) -> int
     """The ZeRO stage that runs over so many data-parallel ranks where `stage` is asked for.
 
     A single rank has nobody to share with: stages 1 and 2 are stage 0 then, without DeepSpeed's second copy of the
-    parameters and its gradient buckets (docs/step.md has what they cost). Masters of 16-bit parameters and state in
+    parameters and its gradient buckets (docs/concepts/engine.md). Masters of 16-bit parameters and state in
     host memory need their stage. Stage 3 stays, so that what it does can be looked at on one GPU.
     """
     if ranks == 1 and stage in (1, 2) and precision in ("fp32", "amp_bf16") and not offloads:

@@ -160,7 +160,7 @@ class TrainConfig:
     )
     epochs: int = _flag(32, "optimisation", "passes over the training set")
     steps: int | None = _flag(None, "optimisation", "stop (and schedule) at this optimizer step instead of --epochs")
-    opt: str = _flag("adamw", "optimisation", "optimizer; docs/optimizers.md", choices=OPTIMIZERS)
+    opt: str = _flag("adamw", "optimisation", "optimizer; docs/howto/learning-rates.md", choices=OPTIMIZERS)
     lr: float = _flag(5e-4, "optimisation", "peak learning rate")
     image_lr: float | None = _flag(None, "optimisation", "peak learning rate of the image tower [--lr]")
     text_lr: float | None = _flag(None, "optimisation", "peak learning rate of the text tower [--lr]")

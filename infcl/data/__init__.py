@@ -14,5 +14,5 @@ loader.py, synthetic.py   TrainLoader and SyntheticLoader: what the training loo
 evaluation.py  EvalShards: what the evaluations iterate over
 render.py, demo.py   the embedded data set
 
-docs/data.md is the user's page.
+docs/howto/data.md is the user's page.
 """

@@ -12,7 +12,6 @@ webdataset's decoders are never used (they unpickle); see samples.py.
 """
 
 import hashlib
-import os
 import random
 import re
 import tarfile
@@ -22,7 +21,6 @@ from typing import Any, BinaryIO, cast
 
 import torch
 
-from infcl.config import counted
 from infcl.data.access import local_copy
 from infcl.data.config import DataConfig
 from infcl.data.index import MAX_IMAGE_BYTES, SampleKeys, scan_shard, split_name
@@ -32,13 +30,11 @@ from infcl.data.samples import BadSample, ReadLog, SampleDecoder
 from infcl.data.shards import find_shards
 from infcl.data.sizes import known_samples
 from infcl.data.storage import DEFAULT_STORAGE, ShardFault, StorageOptions, open_regular
-from infcl.data.workers import NoBatch, WorkerBoard, make_dataloader
+from infcl.data.workers import WorkerBoard, make_dataloader
 
 _MAX_NAME = 4096  # characters of a member's name; webdataset's grouping is slow on longer ones
 _META = re.compile(r"__[^/]*__($|/)")  # webdataset's own members
 _READS_PAST_END = 100
-_MAX_EXTENDED_HEADER = 1 << 20  # bytes of a PAX header or of a GNU long name, which tarfile reads into memory
-_MAX_EXPANSION, _SMALLEST_LIMIT = 100, 1 << 30  # a compressed shard's bytes may become so many times as many, or these
 _SHUFFLE_BUFFER = 2048  # samples, undecoded
 _BAD_PER_MICRO_BATCH = 8  # times its size: more bad samples than this while filling one end the run
 
@@ -89,12 +85,8 @@ def stream_records(
     def members() -> Iterator[dict[str, Any]]:
         for stream in opened():
             try:
-                source = cast(BinaryIO, _Ending(stream))
-                tar = tarfile.open(fileobj=source, mode="r|*", tarinfo=_BoundedHeader)
-                most = max(_SMALLEST_LIMIT, _MAX_EXPANSION * os.fstat(stream.fileno()).st_size)
+                tar = tarfile.open(fileobj=cast(BinaryIO, _Ending(stream)), mode="r|*")
                 for info in tar:
-                    if info.offset_data + info.size > most:  # before tarfile skips it
-                        raise tarfile.ReadError(f"{current}: more than {most / 1e9:.3g} GB, unpacked")
                     if info.isreg() and select(info.name):
                         if info.size > MAX_IMAGE_BYTES:
                             what = f"{current}: {ascii(info.name)} has {info.size} bytes, {MAX_IMAGE_BYTES} allowed"
@@ -112,17 +104,6 @@ def stream_records(
         key = sample["__key__"].encode("utf-8", "backslashreplace").decode()  # a name may be any bytes
         url = sample["__url__"]
         yield key, Record(image, text, sample.get("json"), f"{url} {key}", url)
-
-
-class _BoundedHeader(tarfile.TarInfo):
-    """A header that tarfile may read, of a plain member or with a longer name; the rest ends the shard as damaged."""
-
-    _EXTENDED = (tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK)
-
-    def _proc_member(self, archive: tarfile.TarFile) -> tarfile.TarInfo:
-        if self.type in self._EXTENDED and self.size > _MAX_EXTENDED_HEADER:
-            raise tarfile.ReadError(f"a header of {self.size} bytes, {_MAX_EXTENDED_HEADER} allowed")
-        return super()._proc_member(archive)  # type: ignore[misc]
 
 
 class _Ending:
@@ -155,13 +136,7 @@ class StreamingDataset(torch.utils.data.IterableDataset):
         self.shards, self.decoder, self.share, self.storage, self.board = shards, decoder, share, storage, board
         self.epoch, self.done = 0, 0.0  # which epoch, and the part of it that lies behind
 
-    def __iter__(self) -> Iterator[tuple[dict[str, torch.Tensor], ReadLog] | NoBatch]:
-        try:
-            yield from self._micro_batches()
-        except NoBatch as failure:  # raised here, it would come to the rank with a traceback for its message
-            yield failure
-
-    def _micro_batches(self) -> Iterator[tuple[dict[str, torch.Tensor], ReadLog]]:
+    def __iter__(self) -> Iterator[tuple[dict[str, torch.Tensor], ReadLog]]:
         log: ReadLog = {"skipped": [], "noted": []}
         samples, ids = [], []
         for record in self._records(log):
@@ -172,10 +147,8 @@ class StreamingDataset(torch.utils.data.IterableDataset):
             except BadSample as bad:
                 log["skipped"].append((bad.cause, record.shard, f"{record.where}: {bad}"))
                 if len(log["skipped"]) > _BAD_PER_MICRO_BATCH * self.share.rows:
-                    raise NoBatch(
-                        f"{len(log['skipped'])} bad samples for {len(samples)} good ones (the last: {bad.cause}: "
-                        f"{record.where}: {bad}); is this a data set of images?",
-                        2,
+                    raise RuntimeError(
+                        f"{len(log['skipped'])} bad samples for {len(samples)} good ones: {bad}"
                     ) from bad
             if len(samples) == self.share.rows:
                 batch = self.decoder.batch(samples, ids, log)
@@ -211,8 +184,8 @@ class StreamingDataset(torch.utils.data.IterableDataset):
             for _, record in shuffle(_SHUFFLE_BUFFER, initial=_SHUFFLE_BUFFER, rng=rng)(stream):
                 yield record
             if record is None:
-                raise NoBatch(
-                    f"no sample in any of the {counted(len(mine), 'shard')} of a worker; the last ones: "
+                raise RuntimeError(
+                    f"no sample in any of the {len(mine)} shards of a worker; the last ones: "
                     + "; ".join(f"{url}: {why.removeprefix(f'{url}: ')}" for _, url, why in log["skipped"][-3:])
                 )
 
@@ -245,7 +218,7 @@ class StreamingSource:
             )
         self.num_samples, self.found = num_samples, {"index/missing_shards": len(missing)} if missing else {}
         self.steps_per_epoch = share.steps_per_epoch(num_samples, f"an epoch has {num_samples} samples")
-        self.sha256, self.about = hashlib.sha256("\n".join(shards).encode()).hexdigest(), counted(len(shards), "shard")
+        self.sha256, self.about = hashlib.sha256("\n".join(shards).encode()).hexdigest(), f"{len(shards)} shards"
         self.board = WorkerBoard(data.workers, data.timeout, shards.__getitem__)
         self._dataset, self._share = StreamingDataset(shards, decoder, share, storage, self.board), share
         self._loader = make_dataloader(
@@ -261,7 +234,9 @@ class StreamingSource:
     ) -> Iterator[tuple[dict[str, torch.Tensor], ReadLog]]:
         assert not again, "a stream is read once"
         self._dataset.epoch, self._dataset.done = epoch, step / self.steps_per_epoch
-        return islice(self.board.watch(self._loader), (self.steps_per_epoch - step) * self._share.num_micro_batches)
+        return islice(
+            self.board.watch(iter(self._loader)), (self.steps_per_epoch - step) * self._share.num_micro_batches
+        )
 
     def exactly(self, epoch: int, first: int, ids: torch.Tensor) -> dict[str, torch.Tensor]:
         raise AssertionError("a stream is read once")

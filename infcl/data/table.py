@@ -16,7 +16,6 @@ from typing import NamedTuple, TextIO
 
 import numpy as np
 
-from infcl.config import counted
 from infcl.data.access import open_shard
 from infcl.data.index import DEFAULT_KEYS, MAX_IMAGE_BYTES
 from infcl.data.records import Record
@@ -75,11 +74,10 @@ class TableReader:
         self.factors = np.array(factors or [1.0] * len(counts), dtype=np.float64)
         said = (self._block, self._ends, self.counts, self.factors)  # not the folders: a copy is the same
         self.sha256, self.found = hashlib.sha256(b"".join(part.tobytes() for part in said)).hexdigest(), dict(found)
-        self.if_empty = "a table has a line of column names, then a line for each image (docs/data.md)"
+        self.if_empty = "a table has a line of column names, then a line for each image (docs/howto/data.md)"
 
     def __str__(self) -> str:
-        tables = len(self.paths)
-        return f"{counted(tables, 'table')} hold{'s' * (tables == 1)} {int(self.counts.sum())} rows"
+        return f"{len(self.paths)} tables hold {int(self.counts.sum())} rows"
 
     def parts_of(self, samples: np.ndarray) -> list[int]:
         return np.unique(np.searchsorted(np.cumsum(self.counts), samples, side="right")).tolist()
@@ -191,7 +189,7 @@ def _read_table(path: str, columns: TableColumns) -> tuple[list[tuple[str, str]]
 
 
 class _Lines:
-    """A file's lines without NULs. ended: more were asked for than there are. ValueError for one without an end."""
+    """A file's lines without NULs. ended: more were asked for than there are."""
 
     def __init__(self, file: TextIO):
         self._file, self.ended = file, False
@@ -200,13 +198,10 @@ class _Lines:
         return self
 
     def __next__(self) -> str:
-        line = self._file.readline(_MAX_FIELD)
-        if len(line) == _MAX_FIELD:
-            raise ValueError(f"{self._file.name}: a line of more than {_MAX_FIELD >> 20} MB: is this a table?")
-        if not line:
-            self.ended = True
-            raise StopIteration
-        return line.replace("\0", "")
+        for line in self._file:
+            return line.replace("\0", "")
+        self.ended = True
+        raise StopIteration
 
 
 def _holds_rows(row: list[str], columns: int, image_at: int, separator: str, folder: str) -> bool:

@@ -1,6 +1,6 @@
 """All that is DeepSpeed's: forward, backward, step, clamp (its config: preset.py, its sharded state: engine_state.py).
 
-The recipe that is exact for ZeRO 0-3 (docs/precision.md has the reasons):
+The recipe that is exact for ZeRO 0-3 (docs/concepts/engine.md has the reasons):
 
 * gradient_accumulation_steps = M, the boundary set by hand before the last backward, one `step()` per optimizer step;
 * every forward goes through the engine, with both towers, and has exactly one backward;

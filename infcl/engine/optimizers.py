@@ -30,7 +30,7 @@ _TINY = 1e-30  # added to squared gradients, so that a row without gradient has 
 
 
 class AdamW(torch.optim.AdamW):
-    """torch's, told of its state at start. DeepSpeed's variants compile a kernel at start; docs/optimizers.md."""
+    """torch's, given its state at start. DeepSpeed's variants compile a kernel at start (docs/concepts/engine.md)."""
 
     def create_state(self, tensor: torch.Tensor, pieces: list[Piece], group: dist.ProcessGroup | None) -> None:
         step = torch.zeros((), device=tensor.device if self.defaults["fused"] else "cpu")

@@ -2,9 +2,9 @@
 
 DeepSpeed moves each gradient into a bucket, cuts the bucket, and adds each rank's pieces to its sums one parameter at a
 time, and after every backward the host waits for the GPU: some twenty launches a parameter and micro-batch, which with
-a gradient cache is a large part of what the host does (docs/step.md). Here a bucket takes a few launches (and one for
-each parameter that is no multiple of the ranks), and the host waits once a step. The sums, their places and their
-rounding are DeepSpeed's:
+a gradient cache is a large part of what the host does (docs/concepts/engine.md). Here a bucket takes a few launches
+(and one for each parameter that is no multiple of the ranks), and the host waits once a step. The sums, their
+places and their rounding are DeepSpeed's:
 
     gradients [n] of a bucket -> [ranks, n / ranks], side by side -> / ranks -> reduce-scatter -> += float32 sums
 

@@ -67,7 +67,7 @@ class RetrievalTask:
             samples = self.source(limit=TRIED)
             if not any(self._captions(sample) for sample in samples):
                 raise ValueError(
-                    f"{self.data}: no image with a caption{_told(samples)}; docs/evaluation.md has the format"
+                    f"{self.data}: no image with a caption{_told(samples)}; docs/howto/evaluate.md has the format"
                 )
 
         from_first_rank(try_data)
@@ -141,10 +141,7 @@ class ZeroShotTask:
         folders = set(class_names(path)) if is_folder else None
 
         def default(name: str) -> Path | None:
-            if (beside / name).is_file() or is_folder:
-                return beside / name if (beside / name).is_file() else None
-            flag = f"--zeroshot-{name.removesuffix('.txt')}"
-            raise ValueError(f"{data}: no {name} next to the shards; write one, or give {flag} FILE or imagenet")
+            return None if is_folder and not (beside / name).is_file() else beside / name
 
         self.classes = read_classes(classnames or default("classnames.txt"), classes, folders=folders)
         self.templates = read_templates(templates or default("templates.txt"))
@@ -165,7 +162,7 @@ class ZeroShotTask:
                 return
             problem = f"{self.data}: no image of a class{_told(samples)}"
             if not (self.leaves_out and samples.is_cut):
-                raise ValueError(f"{problem}; docs/evaluation.md has the format")
+                raise ValueError(f"{problem}; docs/howto/evaluate.md has the format")
             log.warning("%s; the others are looked at when they are evaluated", problem)
 
         from_first_rank(try_data)

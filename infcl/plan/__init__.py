@@ -5,5 +5,5 @@
     memory.py     bytes per GPU, part by part (parts, activations)
     search.py     the largest batch, the fastest setting            sweep.py         scaling curves
 
-`python -m infcl.plan --help`; docs/scaling.md has what it was checked against.
+`python -m infcl.plan --help`; docs/benchmarks/planner.md has what it was checked against.
 """

@@ -1,7 +1,7 @@
 """python -m infcl.plan --model ViT-L-14 --gpus 32 --gpu a800-80g --global-batch 12288k --zero 3 ...
 
 Memory by part, the phases of a step, samples/s, the largest batch and the fastest settings; --sweep gpus=8:4096 the
-scaling curve; --measure FILE a profile of this machine (measure.py). Figures are estimates: docs/scaling.md.
+scaling curve; --measure FILE a profile of this machine (measure.py). Figures are estimates: docs/benchmarks/planner.md.
 """
 
 import argparse

@@ -15,7 +15,7 @@ from infcl.plan.phases import Phase
 from infcl.plan.setting import Gpu, Setting
 
 # Host seconds of a loss: before its first long kernel, and to issue each hop's work. Set from one GPU's 1.7 ms
-# (docs/log.md) and from four GPUs' 5.9 ms at 8,192 rows each, where the GPUs need 4.5.
+# (dev/log/2026-11.md) and from four GPUs' 5.9 ms at 8,192 rows each, where the GPUs need 4.5.
 LEAD_SECONDS = 0.0003
 HOP_SECONDS = 0.0014
 # Bytes per row and width, both sides. Once a step: squares 4, matched gradients 12, their inner product 14, scaling 12.

@@ -19,7 +19,7 @@ from infcl.plan.setting import Gpu
 _WIDTH, _HEADS, _LAYERS, _TOKENS, _BATCH = 1024, 16, 4, 257, 128
 _ROWS, _DIM = 32768, 768
 # What the loop is reckoned to take on a host of host_factor 1. Of one machine: there it took 1.41 s, and the four
-# steps of docs/step.md are met best with 2.9.
+# steps of docs/benchmarks/step.md are met best with 2.9.
 _LOOP_SECONDS = 0.486
 _LOOP = "total = 0\nfor i in range(10_000_000): total += i"  # with a module's names, as it was measured
 

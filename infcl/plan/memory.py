@@ -2,7 +2,7 @@
 
 An estimate: the allocator's fragments, the CUDA context and the layers that ZeRO-3 gathers come on top (a profile's
 `usable` leaves room for them). Within 5% of the peaks measured on H200s (ZeRO-1 and 3, offload and losses that hold
-their logits included): docs/scaling.md. What lies in host memory is counted in host.py.
+their logits included): docs/benchmarks/planner.md. What lies in host memory is counted in host.py.
 
 Sizes: P parameters, T trainable ones, N data-parallel ranks, m micro-batch size, M micro-batches, b = M m, D embedding
 width, S pixels per side, L tokens.

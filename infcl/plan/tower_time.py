@@ -31,7 +31,7 @@ from infcl.plan.setting import Gpu, Setting
 
 PRODUCTS, ATTENTION, ONE_TILE, BLOCKS = 0.91, 0.4, 0.25, 0.3
 TILE = 128  # tokens: cuDNN's attention computes 50 as 128, and 257 as 384
-CAUSAL, MASKED = 1.6, 2.0  # of attention, a tile: captions of 77 and rows of 160 (docs/log.md)
+CAUSAL, MASKED = 1.6, 2.0  # of attention, a tile: captions of 77 and rows of 160 (dev/log/2026-11.md)
 UNSPLIT = 0.43  # of the rest: norms and residuals, which each of T ranks computes whole, but for sequence parallelism
 SIXTEEN_BIT = 0.76  # of the rest where eager blocks hold 16-bit parameters: no casts, a stream of half the bytes
 SUMS_SHOW = 0.67  # share of the tensor-parallel communication that no computation hides

@@ -4,7 +4,7 @@
     charts.py    records -> which curves are drawn           drawing.py   a chart -> SVG text, or a PNG
     gallery.py   retrieval results with pictures             page.py      all of it -> one self-contained HTML file
 
-`python -m infcl.report RUN [RUN_B ...]` writes the page; docs/report.md says what is on it.
+`python -m infcl.report RUN [RUN_B ...]` writes the page; docs/howto/monitor.md says what is on it.
 """
 
 from infcl.report.drawing import draw_loss_curve

@@ -79,7 +79,7 @@ def compile_blocks(model: CLIP, batch_sizes: Set[int], *, packed: bool = False) 
 def compile_embedding(visual: VisionTransformer, batch_sizes: Set[int]) -> None:
     """Compile what precedes the blocks: patch rows, class token and positions, first norm.
 
-    Eager torch needs two dozen kernels for it: ViT-B-32 1024 x 4 trains 5% faster compiled (docs/step.md).
+    Eager torch needs two dozen kernels for it: ViT-B-32 1024 x 4 trains 5% faster compiled (docs/benchmarks/step.md).
     """
 
     def fused(function: Callable[..., Tensor]) -> Callable[..., Tensor]:

@@ -3,7 +3,7 @@ import pytest
 from tests.lib.checkout import ROOT
 from tests.lib.data_faults import CASES, ENDS, GOOD, run_case
 
-PAGE = (ROOT / "docs" / "data_faults.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "reference" / "data-faults.md").read_text(encoding="utf-8")
 ROWS = {line.split(" | ")[0][2:]: line for line in PAGE.splitlines() if line.startswith("| ")}
 
 

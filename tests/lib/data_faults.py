@@ -1,4 +1,6 @@
-"""Faults of data, made on purpose, and what came of each: `python -m tests.lib.data_faults docs/data_faults.md`.
+"""Faults of data, made on purpose, and the outcome of each.
+
+    python -m tests.lib.data_faults docs/reference/data-faults.md
 
 A case is 30 good samples in three shards, plus a fault. Both readers make one epoch of it; a row of the table says how
 many good samples were used, and what was counted. tests/data/test_data_faults.py holds every case to its number.
@@ -183,7 +185,7 @@ CASES: list[tuple[str, Callable[[Place], str], int | None]] = [
     ("names with ..", bad_key("../../../tmp/x"), 2),
     ("absolute names", bad_key("/etc/passwd"), 2),
     ("malformed UTF-8 in names", bad_key("caf\udce9"), 2),
-    ("pickles and other code beside a sample", payload, 2),
+    ("pickles and other code next to a sample", payload, 2),
     ("tar cut in a member", lambda p: p.edit(lambda tar: tar[: header_in(tar) + 600]), -4),
     ("tar cut between members", lambda p: p.edit(lambda tar: tar[: header_in(tar)]), -4),
     ("tar zero-filled from the middle on", lambda p: p.edit(lambda tar: tar[: header_in(tar)] + bytes(10**6)), -4),
@@ -283,16 +285,16 @@ def main(path: str) -> None:
     Path(path).write_text(_HEAD + "\n".join(rows) + "\n")
 
 
-_HEAD = """# Faults, and what happens in each
+_HEAD = """# Data faults, case by case
 
-Written by `python -m tests.lib.data_faults docs/data_faults.md`; `tests/data/test_data_faults.py` holds each case to
-it. A case is 30 good samples in three shards and the fault named on the left (most add a shard with one more good
-sample). "used" are the different samples that one epoch used; nothing crashed, hung, or executed a byte of the data.
-A bad sample is replaced, and its replacement may be bad too, so a cause can count more than once. The streaming
-reader goes around its shards until 33 different samples or 200 steps are made, so only its causes are shown.
-[data.md](data.md) explains the
-names. Here a stalled
-read ends after 0.15 s and is tried 3 times, a stalled pipe after 1.5 s and is not.
+Written by `python -m tests.lib.data_faults docs/reference/data-faults.md`; `tests/data/test_data_faults.py` compares
+every case.
+
+A case is 30 good samples in three shards and one fault; most cases add a shard with one more good sample. "Used" counts
+the different samples that one epoch used. Nothing crashed, hung or executed a byte of the data. A replacement may be
+bad too, so a cause can count more than once. The streaming reader goes around its shards until it has 33 samples or 200
+steps, so only its causes are shown. A stalled read ends after 0.15 s here and is tried three times.
+[Faults](faults.md#data) explains the names.
 
 | fault | indexed reader | streaming reader |
 |---|---|---|

@@ -39,7 +39,7 @@ def shown_commands() -> dict[str, list[str]]:
 
 
 def python_blocks() -> dict[str, str]:
-    """'docs/loss.md 0' -> source of a fenced python block."""
+    """'docs/start/tutorial.md 0' -> source of a fenced python block."""
     blocks = {}
     for path in documents():
         for number, source in enumerate(re.findall(r"```python\n(.*?)```", path.read_text(), re.DOTALL)):

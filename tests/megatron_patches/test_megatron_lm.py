@@ -318,5 +318,5 @@ def test_the_documented_megatron_loop_runs(monkeypatch):
     names = {"get_batch": get_batch, "encode": encode, "pretrain": lambda *arguments: started.append(arguments)}
     names |= dict.fromkeys(("datasets_provider", "model_provider"))
     names["ModelType"] = argparse.Namespace(encoder_or_decoder=None)
-    exec(python_blocks()["docs/megatron.md 0"], names)
+    exec(python_blocks()["docs/howto/tensor-parallel.md 0"], names)
     assert started[0][-1] is names["step"] and loop.get_forward_backward_func is not plain

@@ -37,7 +37,7 @@ def test_auto_is_planned_to_keep_the_graphs_that_it_kept(one):
     setting = Setting(**given, gpu=load_gpu("h200"), gpus=1, checkpointing=False, **sizes).as_run()
     assert with_graphs(setting).resident == int(row["resident"])
     if sizes == {"global_batch": 1024, "micro_batch": 128}:
-        assert with_graphs(setting.with_(compiled=False)).resident == 3  # as peers_train's: docs/log.md
+        assert with_graphs(setting.with_(compiled=False)).resident == 3  # as peers_train's: dev/log/2026-11.md
 
 
 @pytest.mark.parametrize(("micro_batch", "kept"), [(32, 8), (128, 2), (256, 1), (512, 1)])

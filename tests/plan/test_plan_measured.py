@@ -109,7 +109,7 @@ def test_measured_steps_of_packed_and_whole_captions(one):
     assert abs(one["speed_error"]) < (0.1 if one["row"]["model"] == "ViT-B-32" else 0.05)
 
 
-WITHOUT_TIMER = [  # but for packed captions of ViT-B, for which busy cores let the host wait: docs/log.md
+WITHOUT_TIMER = [  # but for packed captions of ViT-B, for which busy cores let the host wait: dev/log/2026-11.md
     row
     for row in stored("step_waits.csv")
     if row["tree"].startswith("off") and (row["text_share"] == "1.0" or row["model"] == "ViT-L-14")
@@ -210,7 +210,7 @@ LOSSES += [
 ]
 
 
-@pytest.mark.parametrize(("gpus", "pairs", "dim", "milliseconds"), [*LOSSES, (2, 131072, 768, 91.4)])  # docs/log.md
+@pytest.mark.parametrize(("gpus", "pairs", "dim", "milliseconds"), [*LOSSES, (2, 131072, 768, 91.4)])  # dev/log
 def test_measured_losses_on_h200s(gpus, pairs, dim, milliseconds):
     # measured after the rates had been set: 2 x 16,384 rows, planned 12% short; a width of 384, planned 11% long
     later = (gpus, pairs) == (2, 32768) or dim < 512

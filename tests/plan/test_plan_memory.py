@@ -370,7 +370,7 @@ def test_gradients_on_their_way_have_buffers_of_each_type_they_travel_in(stage, 
 
 @pytest.mark.parametrize(
     ("ranks", "stage", "measured"),
-    [(1, 1, 18.5), (1, 3, 14.1)],  # GiB on an H200: docs/results.md; more in tests/plan/test_plan_measured.py
+    [(1, 1, 18.5), (1, 3, 14.1)],  # GiB on an H200: docs/benchmarks; more in tests/plan/test_plan_measured.py
 )
 def test_the_estimate_is_near_what_was_measured(demo_folder, tmp_path, ranks, stage, measured):
     cfg = load_model_config("ViT-L-14")

@@ -117,13 +117,13 @@ def test_links_lead_to_a_file_or_to_one_heading_and_tables_have_a_line_for_each_
 def readmes_loss(rank, world_size):
     """-> the loss as the README takes it, the definition's."""
     features = [torch.nn.functional.normalize(torch.randn(5, 8), dim=1).requires_grad_() for _ in range(2)]
-    names = {"torch": torch, "logit_scale": torch.tensor(2.0, requires_grad=True)}
+    names = {"log_scale": torch.tensor(2.0, requires_grad=True), "rank": rank, "world_size": world_size}
     names |= {"image_features": features[0], "text_features": features[1]}
     exec(python_blocks()["README.md 0"], names)
-    logits = names["logit_scale"].exp() * features[0] @ features[1].T
+    logits = names["log_scale"].exp() * features[0] @ features[1].T
     labels = torch.arange(5)
     expected = (torch.nn.functional.cross_entropy(x, labels) for x in (logits, logits.T))
-    assert features[0].grad is not None and names["logit_scale"].grad is not None
+    assert features[0].grad is not None and names["log_scale"].grad is not None
     return names["loss"].detach(), (sum(expected) / 2).detach()
 
 

@@ -17,7 +17,7 @@ FILES = sorted(
     for path in [*ROOT.glob("infcl/**/*.py"), *ROOT.glob("megatron_patches/**/*.py"), ROOT / "pretrain_clip.py"]
 )
 
-# In the order of the data (docs/architecture.md). A package imports only those above it, and never the reverse.
+# In the order of the data (docs/concepts/architecture.md). A package imports only those above it.
 PACKAGES = (
     "config",
     "parallel",
