@@ -27,6 +27,7 @@ from infcl.data.demo import prepare_demo
 from infcl.data.loader import TrainLoader
 from infcl.data.plan import Share
 from infcl.loss.contrastive import TILED, ContrastiveLoss
+from infcl.models.build import build_towers
 from infcl.models.clip import CLIP
 from infcl.train.build import build_tokenizer_and_model_config
 
@@ -103,7 +104,7 @@ def _model_and_batch(
     tokenizer, model_config = build_tokenizer_and_model_config(config)
     torch.manual_seed(0)
     assert config.train_data is not None and tokenizer is not None, "in the flags"
-    model = CLIP(model_config)
+    model = build_towers(model_config)
     load_pretrained(model, options.weights, None, None)
     loader = TrainLoader(
         DataConfig(config.train_data, workers=0),

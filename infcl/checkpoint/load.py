@@ -146,11 +146,15 @@ def load_checkpoint(engine: Engine, path: Path) -> dict:
     manifest = _read_manifest(path)
     if manifest["optimizer"] != engine.optimizer_name:
         raise ValueError(f"{path} was written with --opt {manifest['optimizer']}, not {engine.optimizer_name}")
-    parameters = dict(engine.state.parameters())
-    missing = {f"model/{name}" for name in parameters}
+    parameters, buffers = dict(engine.state.parameters()), dict(engine.state.buffers())
+    missing = {f"model/{name}" for name in (*parameters, *buffers)}
     missing |= {f"{key}/{name}" for name, parameter in parameters.items() for key in engine.state.keys(parameter)}
     for key, value in _tensors(path, manifest):
         kind, _, name = key.partition("/")
+        if name in buffers:
+            buffers[name].copy_(value)
+            missing.remove(key)
+            continue
         if name not in parameters:
             raise ValueError(f"{path}: parameter {name} is not in this model: give the --model and --loss of the run")
         if key not in missing:
@@ -216,7 +220,7 @@ def full_weights(engine: Engine, *, keep: bool, ema: bool = False) -> dict[str, 
         value = engine.state.read(parameter, EMA if ema else None)
         if keep:
             weights[name] = value.to("cpu", copy=True)
-    return weights
+    return weights | ({name: value.to("cpu", copy=True) for name, value in engine.state.buffers()} if keep else {})
 
 
 # ---- reading ----

@@ -237,6 +237,8 @@ def _own_tensors(engine: Engine, parallel: Parallel) -> dict[str, torch.Tensor]:
             value = engine.state.read(parameter, key)
             if index % parallel.world_size == parallel.rank:
                 own[f"{key or 'model'}/{name}"] = value.to("cpu", copy=True).contiguous()
+    if parallel.rank == 0:  # as fp32, which holds a count of batches up to 2^24
+        own |= {f"model/{name}": value.to("cpu", torch.float32, copy=True) for name, value in engine.state.buffers()}
     return own
 
 

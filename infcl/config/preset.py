@@ -220,12 +220,12 @@ def zero_stage(preset: dict) -> int:
 
 
 def deepspeed_config(
-    preset: dict, precision: str, batch: BatchPlan, grad_clip_norm: float | None, *, leaf: str
+    preset: dict, precision: str, batch: BatchPlan, grad_clip_norm: float | None, *, leaves: list[str]
 ) -> dict:
     """Return the preset with everything that flags own written in.
 
     Args:
-        leaf: full name of the module class that stage 3 gathers as one, where the preset names none.
+        leaves: full names of the module classes that stage 3 gathers as one, where the preset names none.
     """
     merged = dict(preset)
     merged["train_micro_batch_size_per_gpu"] = batch.micro_batch_size
@@ -238,7 +238,7 @@ def deepspeed_config(
     merged.setdefault("zero_force_ds_cpu_optimizer", False)  # those of optimizers.py run on a CPU too
     if zero_stage(preset) == 3:  # one gather, one set of hooks per block, and a block that can be compiled whole
         zero = dict(merged["zero_optimization"])
-        zero.setdefault("leaf_module", {"classes": [leaf]})
+        zero.setdefault("leaf_module", {"classes": leaves})
         zero["reduce_bucket_size"] = bucket_elements(zero, 3)
         merged["zero_optimization"] = zero
     if precision == "amp_bf16":

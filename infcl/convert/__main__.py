@@ -17,7 +17,7 @@ from infcl.checkpoint.load import newest_intact, weights_of
 from infcl.convert.export import FORMATS, export_model
 from infcl.convert.import_weights import read_weights
 from infcl.convert.model_card import EVALUATION_KEYS
-from infcl.models import CLIPConfig, load_model_config
+from infcl.models import CLIPConfig, OpenClipConfig, load_any_config
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -54,10 +54,10 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _export(args: argparse.Namespace) -> tuple[Path, CLIPConfig]:
+def _export(args: argparse.Namespace) -> tuple[Path, CLIPConfig | OpenClipConfig]:
     if not (args.run / "model_config.json").is_file():
         raise ValueError(f"{args.run} is no run folder: a run writes model_config.json and checkpoints/ there")
-    cfg = load_model_config(args.run / "model_config.json")
+    cfg = load_any_config(args.run / "model_config.json")
     checkpoint, manifest = newest_intact(args.run)
     out = export_model(
         weights_of(checkpoint, manifest, ema=args.ema),
@@ -71,11 +71,11 @@ def _export(args: argparse.Namespace) -> tuple[Path, CLIPConfig]:
     return out, cfg
 
 
-def _import(args: argparse.Namespace) -> tuple[Path, CLIPConfig]:
+def _import(args: argparse.Namespace) -> tuple[Path, CLIPConfig | OpenClipConfig]:
     weights = read_weights(args.weights)
     if weights.cfg is None and not args.model:
         raise ValueError(f"{args.weights} does not say which model it is: give --model, such as ViT-B-32")
-    cfg = weights.cfg or load_model_config(args.model)
+    cfg = weights.cfg or load_any_config(args.model)
     if args.out.resolve() == args.weights.resolve():
         raise ValueError(f"--out {args.out} is the folder of the weights: choose another")
     name = args.name or args.weights.resolve().stem

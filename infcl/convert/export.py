@@ -10,6 +10,8 @@
 Each has a model card, README.md. `python -m infcl.convert export RUN` exports the last checkpoint of a run folder.
 """
 
+import copy
+import dataclasses
 import json
 import shutil
 from collections.abc import Mapping
@@ -20,10 +22,11 @@ import torch
 
 from infcl.convert.export_hf import write_hf
 from infcl.convert.export_tokenizer import export_tokenizer, read_model
-from infcl.convert.import_weights import read_weights
+from infcl.convert.import_weights import model_with, read_weights
 from infcl.convert.model_card import write_card
-from infcl.models import CLIP, CLIPConfig
-from infcl.models.vision import IMAGE_MEAN, IMAGE_STD
+from infcl.models import CLIPConfig, OpenClipConfig, build_towers
+from infcl.models.open_clip_config import BUILT_BY
+from infcl.models.preprocess import IMAGE_MEAN, IMAGE_STD
 
 FORMATS = ("open_clip", "hf", "safetensors")
 WEIGHTS, CONFIG = "open_clip_model.safetensors", "open_clip_config.json"
@@ -40,7 +43,7 @@ PREPROCESS = {
 
 def export_model(
     state_dict: Mapping[str, torch.Tensor],
-    cfg: CLIPConfig,
+    cfg: CLIPConfig | OpenClipConfig,
     tokenizer_model: str | Path | None,
     out_dir: str | Path,
     *,
@@ -66,6 +69,8 @@ def export_model(
     if tokenizer_model is not None:
         _check_tokenizer(tokenizer_model, cfg)
     if format == "hf":
+        if isinstance(cfg, OpenClipConfig):
+            raise ValueError("--format hf: a CLIPModel holds our own towers only; --format open_clip fits this model")
         write_hf(state_dict, cfg, tokenizer_model, out)
     elif format == "safetensors":
         _write_plain(state_dict, cfg, tokenizer_model, out)
@@ -82,39 +87,43 @@ def export_model(
     return out
 
 
-def load_exported(folder: str | Path) -> tuple[CLIP, CLIPConfig]:
+def load_exported(folder: str | Path) -> tuple[Any, CLIPConfig | OpenClipConfig]:
     """The model of an exported folder (any format), in eval mode, on the CPU."""
     weights = read_weights(folder)
     if weights.cfg is None:
         raise ValueError(f"{folder}: weights without a config; an exported folder has one")
-    with torch.device("meta"):
-        model = CLIP(weights.cfg)
-    model.load_state_dict(weights.state, assign=True)
-    return model.eval(), weights.cfg
+    return model_with(weights, weights.cfg).eval(), weights.cfg
 
 
 def _write_open_clip(
     state_dict: Mapping[str, torch.Tensor],
-    cfg: CLIPConfig,
+    cfg: CLIPConfig | OpenClipConfig,
     tokenizer_model: str | Path | None,
     out: Path,
     name: str,
     preprocess: Mapping[str, Any],
 ) -> None:
-    model_cfg = cfg.to_dict()
+    model_cfg = copy.deepcopy(cfg.to_dict())
+    config: dict[str, Any] = {}
+    if isinstance(cfg, OpenClipConfig):
+        config, preprocess = {"built_by": BUILT_BY}, dataclasses.asdict(cfg.preprocess)
+        model_cfg["init_logit_bias"] = -10.0 if "logit_bias" in state_dict else None  # that there is one
     out.mkdir(parents=True, exist_ok=True)
     if tokenizer_model is not None:
         model_cfg["text_cfg"].setdefault("hf_tokenizer_name", name)
         model_cfg["text_cfg"]["tokenizer_kwargs"] = {"clean": "canonicalize"}  # infcl.data.tokenizer's, after ftfy
         export_tokenizer(tokenizer_model, out, context_length=cfg.text_cfg.context_length)
-    config = {"model_cfg": model_cfg, "preprocess_cfg": dict(preprocess)}
+    config |= {"model_cfg": model_cfg, "preprocess_cfg": dict(preprocess)}
     (out / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     _write_weights(state_dict, out / WEIGHTS)
     shutil.copymode(out / CONFIG, out / WEIGHTS)  # safetensors makes it readable for its owner alone
 
 
 def _write_plain(
-    state_dict: Mapping[str, torch.Tensor], cfg: CLIPConfig, tokenizer_model: str | Path | None, out: Path
+    state_dict: Mapping[str, torch.Tensor],
+    cfg: CLIPConfig | OpenClipConfig,
+    tokenizer_model: str | Path | None,
+    out: Path,
 ) -> None:
     out.mkdir(parents=True, exist_ok=True)
     (out / "model_config.json").write_text(cfg.to_json(), encoding="utf-8")
@@ -124,9 +133,11 @@ def _write_plain(
         shutil.copyfile(tokenizer_model, out / "tokenizer.model")
 
 
-def _check_weights(state_dict: Mapping[str, torch.Tensor], cfg: CLIPConfig) -> None:
+def _check_weights(state_dict: Mapping[str, torch.Tensor], cfg: CLIPConfig | OpenClipConfig) -> None:
+    has_bias = isinstance(cfg, OpenClipConfig) and "logit_bias" in state_dict
     with torch.device("meta"):
-        expected = {name: tuple(value.shape) for name, value in CLIP(cfg).state_dict().items()}
+        model = build_towers(cfg, init_logit_bias=0.0 if has_bias else None)
+    expected = {name: tuple(value.shape) for name, value in model.state_dict().items()}
     missing, unknown = sorted(expected.keys() - state_dict.keys()), sorted(state_dict.keys() - expected.keys())
     if missing or unknown:
         raise ValueError(f"weights are not of this config: missing {missing[:5]}, unknown {unknown[:5]}")
@@ -136,7 +147,7 @@ def _check_weights(state_dict: Mapping[str, torch.Tensor], cfg: CLIPConfig) -> N
             raise ValueError(f"weights are not of this config: {name} has shape {given}, not {shape}")
 
 
-def _check_tokenizer(tokenizer_model: str | Path, cfg: CLIPConfig) -> None:
+def _check_tokenizer(tokenizer_model: str | Path, cfg: CLIPConfig | OpenClipConfig) -> None:
     proto, text = read_model(tokenizer_model), cfg.text_cfg
     theirs = (len(proto.pieces), proto.trainer_spec.eos_id, proto.trainer_spec.pad_id)
     ours = (text.vocab_size, text.eos_id, text.pad_id)

@@ -20,7 +20,7 @@ from infcl.convert.export_bpe import export_bpe
 from infcl.convert.export_tokenizer import LOWER_STEPS, export_tokenizer
 from infcl.convert.hf_clip import hf_config, to_hf
 from infcl.models import CLIPConfig
-from infcl.models.vision import IMAGE_MEAN, IMAGE_STD
+from infcl.models.preprocess import IMAGE_MEAN, IMAGE_STD
 
 WEIGHTS = "model.safetensors"
 # infcl.data.tokenizer.canonicalise: '_' is a space, other ASCII punctuation goes, letters are lowered. What Python

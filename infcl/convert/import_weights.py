@@ -2,6 +2,7 @@
 
 In:  a path. A file (.pt, .pth, .bin, .safetensors) with a state dict in open_clip's or CLIPModel's names; or a folder:
      open_clip's `local-dir`, transformers' CLIPModel, a run or checkpoint of this trainer, one of its exports.
+     Or "open_clip:TAG": the weights that open_clip knows by that name for the model, downloaded by it.
 Out: `Weights`: a state dict in our names, and the model config where the source has one.
 
 Files are read as data alone: safetensors, or torch.load with weights_only, which refuses to run code. Position
@@ -9,6 +10,7 @@ embeddings are interpolated when the image size differs (bicubic, as open_clip d
 Where a folder says that its pixels were normalised otherwise than here, its first convolution is changed to match.
 """
 
+import dataclasses
 import json
 import pickle
 import re
@@ -21,8 +23,9 @@ import torch
 import torch.nn.functional as F
 
 from infcl.convert.hf_clip import from_hf, from_hf_config
-from infcl.models import CLIP, CLIPConfig, load_model_config
-from infcl.models.vision import IMAGE_MEAN, IMAGE_STD
+from infcl.models import CLIPConfig, OpenClipConfig, build_towers, load_any_config
+from infcl.models.open_clip_config import PREFIX, open_clip_folder
+from infcl.models.preprocess import IMAGE_MEAN, IMAGE_STD, Preprocess
 
 _SCALARS = ("logit_scale", "logit_bias")
 _ABOUT = ("input_resolution", "context_length", "vocab_size")  # numbers in the state dict of OpenAI's archives
@@ -49,8 +52,10 @@ _UNREADABLE = (  # what torch.load(weights_only=True) raised for damaged files a
 
 class Weights(NamedTuple):
     state: dict[str, torch.Tensor]  # our names
-    cfg: CLIPConfig | None  # None for a bare file
+    cfg: CLIPConfig | OpenClipConfig | None  # None for a bare file
     source: str
+    mean: Sequence[float] = IMAGE_MEAN  # of the pixels that the image tower saw
+    std: Sequence[float] = IMAGE_STD
 
 
 def read_weights(path: str | Path, *, ema: bool = False) -> Weights:
@@ -70,47 +75,99 @@ def read_weights(path: str | Path, *, ema: bool = False) -> Weights:
         from infcl.checkpoint.load import consolidated_state_dict
 
         run = path if (path / "model_config.json").is_file() else path.parent.parent
-        return Weights(consolidated_state_dict(path, ema=ema), load_model_config(run / "model_config.json"), str(path))
+        return Weights(consolidated_state_dict(path, ema=ema), load_any_config(run / "model_config.json"), str(path))
     file = next((path / name for name in _FILES if (path / name).is_file()), None)
     if file is None:
         raise ValueError(f"{path}: no weights there (looked for {', '.join(_FILES)}, and checkpoints/ of a run)")
-    state = _for_our_pixels(_our_names(_read_file(file)), *_folder_pixels(path))
-    return Weights(state, _folder_config(path), str(path))
+    return Weights(_our_names(_read_file(file)), _folder_config(path), str(path), *_folder_pixels(path))
+
+
+def weights_preprocess(source: str | None, model: str) -> dict[str, Any]:
+    """What --pretrained says of its preprocess_cfg: a tag of open_clip's or a folder; {} where it says nothing."""
+    if source is None:
+        return {}
+    if source.startswith(PREFIX):
+        said: dict[str, Any] = _tag(source, model)
+    else:
+        said = next((fields for fields, prefix in _preprocessing(Path(source)) if not prefix), {})
+    known = {field.name for field in dataclasses.fields(Preprocess)}
+    return {key: tuple(value) if isinstance(value, list) else value for key, value in said.items() if key in known}
+
+
+def read_tag(source: str, model: str) -> Weights:
+    """The weights "open_clip:TAG" of a model, downloaded by open_clip where they are not in its cache.
+
+    Raises:
+        ValueError: open_clip has no such tag for the model, or they cannot be downloaded.
+    """
+    about = _tag(source, model)
+    from open_clip.pretrained import download_pretrained
+
+    try:
+        file = download_pretrained(about)
+    except Exception as error:  # of urllib or huggingface_hub
+        raise ValueError(f"--pretrained {source}: {str(error).splitlines()[0]}") from error
+    state = _our_names(_read_file(Path(file)))
+    return Weights(state, None, f"{source} of {model}", about.get("mean", IMAGE_MEAN), about.get("std", IMAGE_STD))
+
+
+def _tag(source: str, model: str) -> dict[str, Any]:
+    """What open_clip knows of a tag: url, mean, std, interpolation, resize_mode."""
+    open_clip_folder()
+    from open_clip.pretrained import get_pretrained_cfg, list_pretrained_tags_by_model
+
+    name = model.removeprefix(PREFIX).replace("/", "-")
+    if not (about := get_pretrained_cfg(name, source.removeprefix(PREFIX))):
+        tags = ", ".join(list_pretrained_tags_by_model(name)) or "none"
+        raise ValueError(f"--pretrained {source}: open_clip has no such weights of {name}; it has {tags}")
+    return about
 
 
 def load_pretrained(
-    model: CLIP, whole: str | None = None, image: str | None = None, text: str | None = None
+    model: Any, whole: str | None = None, image: str | None = None, text: str | None = None, *, name: str = ""
 ) -> list[str]:
     """Load what is given, the single towers last. Returns a line for each: what came from where, and what was changed.
 
-    ValueError when anything does not fit.
+    name: of the model, by which open_clip knows its weights. ValueError when anything does not fit.
     """
     lines = []
     for tower, path in (("whole", whole), ("image", image), ("text", text)):
         if path is not None:
-            weights = read_weights(path)
+            weights = read_tag(path, name) if path.startswith(PREFIX) else read_weights(path)
             changes = load_tower(model, weights, tower)
             what = "all weights" if tower == "whole" else f"the {tower} tower's weights"
             lines.append("; ".join([f"{what} are those of {weights.source}", *changes]))
     return lines
 
 
+def model_with(weights: Weights, cfg: CLIPConfig | OpenClipConfig) -> Any:
+    """A model of this config with these weights, on the CPU. ValueError when they do not fit."""
+    lacks = isinstance(cfg, OpenClipConfig) or cfg.init_logit_bias is None
+    model = build_towers(cfg, init_logit_bias=0.0 if lacks and "logit_bias" in weights.state else None)
+    load_tower(model, weights)
+    return model
+
+
 @torch.no_grad()
-def load_tower(model: CLIP, weights: Weights, tower: str = "whole") -> list[str]:
+def load_tower(model: Any, weights: Weights, tower: str = "whole") -> list[str]:
     """Load one tower ("image", "text") or the "whole" model; all or nothing. Returns what was not taken as it was.
 
     A tower is all of its parameters, its projection included, and not logit_scale. The whole is everything; logit_bias
     alone may be missing or left over, since it belongs to one loss. ValueError lists missing, unexpected and mismatched
     keys with shapes, and settings in which the source's config differs unseen by shapes.
     """
-    if weights.cfg is not None:
+    ours = isinstance(model.cfg, CLIPConfig)
+    if ours and isinstance(weights.cfg, CLIPConfig):
         _check_settings(model.cfg, weights.cfg, tower, weights.source)
     mine = {name: value for name, value in model.state_dict().items() if _belongs(name, tower)}
-    given = {name: value for name, value in weights.state.items() if _belongs(name, tower)}
+    state = _for_our_pixels(weights.state, weights.mean, weights.std) if ours else dict(weights.state)
+    if any(name.startswith("text.") for name in mine):  # CustomTextCLIP's, without which our names are
+        state = {f"text.{name}" if _belongs(name, "text") else name: value for name, value in state.items()}
+    given = {name: value for name, value in state.items() if _belongs(name, tower)}
     for name in _SCALARS:
         if name in given:
             given[name] = given[name].reshape(1)
-    changes = _fit_positions(given, mine)
+    changes = _fit_positions(given, mine) + _other_pixels(model.cfg, weights, tower)
     missing = [name for name in mine if name not in given and name != "logit_bias"]
     unexpected = [name for name in given if name not in mine and name != "logit_bias"]
     wrong = [name for name in mine if name in given and given[name].shape != mine[name].shape]
@@ -147,12 +204,20 @@ def _fit_positions(given: dict[str, torch.Tensor], mine: Mapping[str, torch.Tens
         there, needed = len(given[name]), len(mine[name])
         given[name] = resize_image_positions(given[name], needed)
         changes += [f"its {there} image positions are interpolated to {needed}"] if there != needed else []
-    name = "positional_embedding"
-    if name in given and name in mine:
+    name = next((name for name in ("positional_embedding", "text.positional_embedding") if name in mine), "")
+    if name in given:
         there, needed = len(given[name]), len(mine[name])
         given[name] = given[name][:needed]
         changes += [f"of its {there} text positions the first {needed} are taken"] if there > needed else []
     return changes
+
+
+def _other_pixels(cfg: CLIPConfig | OpenClipConfig, weights: Weights, tower: str) -> list[str]:
+    """That a model of open_clip's normalises pixels otherwise than its weights' one did."""
+    if isinstance(cfg, CLIPConfig) or tower == "text":
+        return []
+    ours, theirs = (cfg.preprocess.mean, cfg.preprocess.std), (tuple(weights.mean), tuple(weights.std))
+    return [] if ours == theirs else [f"its pixels were normalised by {theirs}, here by {ours}"]
 
 
 def _belongs(name: str, tower: str) -> bool:
@@ -272,11 +337,11 @@ def _for_our_pixels(
     return state | {name: value.float() for name, value in changed.items()}
 
 
-def _folder_config(path: Path) -> CLIPConfig | None:
+def _folder_config(path: Path) -> CLIPConfig | OpenClipConfig | None:
     if (path / "open_clip_config.json").is_file():
-        return load_model_config(path)
+        return load_any_config(path)
     if (path / "model_config.json").is_file():
-        return load_model_config(path / "model_config.json")
+        return load_any_config(path / "model_config.json")
     if (path / "config.json").is_file():
         return from_hf_config(json.loads((path / "config.json").read_text(encoding="utf-8")), str(path / "config.json"))
     return None

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from infcl.models import CLIP, CLIPConfig
+from infcl.models import CLIPConfig, OpenClipConfig, build_towers
 
 LOSS_CURVE = "loss_curve.png"
 _LIBRARY = {"open_clip": "open_clip", "hf": "transformers", "safetensors": "infcl"}
@@ -30,7 +30,13 @@ _FLAGS = {
 
 
 def write_card(
-    folder: Path, cfg: CLIPConfig, name: str, *, format: str, has_tokenizer: bool, card: Mapping[str, object]
+    folder: Path,
+    cfg: CLIPConfig | OpenClipConfig,
+    name: str,
+    *,
+    format: str,
+    has_tokenizer: bool,
+    card: Mapping[str, object],
 ) -> None:
     """Write README.md, and copy the run's loss curve beside it if there is one."""
     run = _run_folder(card)
@@ -52,7 +58,7 @@ def write_card(
     (folder / "README.md").write_text(head + "\n".join([title, *filter(None, sections)]), encoding="utf-8")
 
 
-def _usage(cfg: CLIPConfig, format: str, has_tokenizer: bool) -> str:
+def _usage(cfg: CLIPConfig | OpenClipConfig, format: str, has_tokenizer: bool) -> str:
     note = ""
     if format == "hf":
         tokenizer = "FOLDER" if has_tokenizer else "openai/clip-vit-base-patch32"  # the latter is CLIP's own
@@ -79,10 +85,18 @@ def _usage(cfg: CLIPConfig, format: str, has_tokenizer: bool) -> str:
     return f"```python\n{code}\n```\n" + (f"\n{note}\n" if note else "")
 
 
-def _model_rows(cfg: CLIPConfig) -> dict[str, object]:
-    vision, text = cfg.vision_cfg, cfg.text_cfg
+def _model_rows(cfg: CLIPConfig | OpenClipConfig) -> dict[str, object]:
     with torch.device("meta"):
-        parameters = sum(parameter.numel() for parameter in CLIP(cfg).parameters())
+        parameters = sum(parameter.numel() for parameter in build_towers(cfg).parameters())
+    if isinstance(cfg, OpenClipConfig):
+        return {
+            "parameters": f"{parameters:,}",
+            "model": cfg.source,
+            "images": f"{cfg.vision_cfg.image_size} pixels a side",
+            "texts": f"{cfg.text_cfg.context_length} tokens",
+            "embedding": cfg.embed_dim,
+        }
+    vision, text = cfg.vision_cfg, cfg.text_cfg
     return {
         "parameters": f"{parameters:,}",
         "image tower": f"ViT, {vision.layers} x {vision.width}, patch {vision.patch_size}, {vision.image_size} pixels",

@@ -24,14 +24,13 @@ import torch
 
 from infcl.data.config import DataConfig
 from infcl.data.indexed import Collection, IndexedSource
-from infcl.data.open_clip_tokenizer import OpenClipTokenizer
+from infcl.data.open_clip_tokenizer import AnyTokenizer
 from infcl.data.plan import Share
 from infcl.data.records import ShardReader
 from infcl.data.samples import BadSample, ReadLog, SampleDecoder
 from infcl.data.shards import load_manifest
 from infcl.data.streaming import StreamingSource
 from infcl.data.table import TableReader
-from infcl.data.tokenizer import Tokenizer
 from infcl.data.transforms import TrainTransform
 from infcl.data.workers import WorkerBoard
 
@@ -254,7 +253,7 @@ class TrainLoader(StepLoader):
     def __init__(
         self,
         data: DataConfig,
-        tokenizer: Tokenizer | OpenClipTokenizer,
+        tokenizer: AnyTokenizer,
         share: Share,
         *,
         image_size: int,

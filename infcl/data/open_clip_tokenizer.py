@@ -11,9 +11,13 @@ folder's tokenizer_kwargs, trust_remote_code among them, to AutoTokenizer (open_
 import hashlib
 import json
 from collections.abc import Sequence
-from pathlib import Path
+from typing import Any
 
 import torch
+
+from infcl.data.hugging_face_tokenizer import HuggingFaceTokenizer
+from infcl.data.tokenizer import Tokenizer
+from infcl.models.open_clip_config import open_clip_folder
 
 PREFIX = "open_clip:"
 _MAX_CACHE = 200_000  # words; open_clip's own cache grows without end
@@ -40,7 +44,9 @@ class OpenClipTokenizer:
                 f"--tokenizer {name}: open_clip is installed but cannot be imported ({error}); are torch and "
                 "torchvision of one build (CPU or CUDA)?"
             ) from error
-        _check_name(name, Path(installed.__file__).parent / "model_configs")
+        text = _built_in(name).get("text_cfg", {})
+        if other := text.get("hf_tokenizer_name") or text.get("tokenizer_kwargs"):
+            raise ValueError(f"--tokenizer {name}: it has another tokenizer ({other}), not CLIP's own")
         self._bpe = installed.SimpleTokenizer(context_length=context_length)
         self.name, self.context_length, self.truncated = name, context_length, 0
         self.vocab_size, self.pad_id, self.eos_id = self._bpe.vocab_size, 0, self._bpe.eot_token_id
@@ -66,14 +72,32 @@ class OpenClipTokenizer:
         return tokens
 
 
-def _check_name(name: str, configs: Path) -> None:
-    """Raise ValueError unless `name` is a model of open_clip's own `configs` whose tokenizer is CLIP's."""
+AnyTokenizer = Tokenizer | OpenClipTokenizer | HuggingFaceTokenizer
+
+
+def open_clip_tokenizer(name: str, *, context_length: int) -> OpenClipTokenizer | HuggingFaceTokenizer:
+    """The tokenizer of a model that is built into the installed open_clip: CLIP's own or a Hugging Face one.
+
+    Args:
+        name: "open_clip:MODEL".
+        context_length: tokens per caption.
+
+    Raises:
+        ValueError: there is no such model, or its tokenizer cannot be had.
+    """
+    text_cfg = _built_in(name).get("text_cfg", {})
+    if other := text_cfg.get("hf_tokenizer_name"):
+        return HuggingFaceTokenizer(other, context_length, text_cfg)
+    return OpenClipTokenizer(name, context_length)
+
+
+def _built_in(name: str) -> dict[str, Any]:
+    """The config of a model of the installed open_clip's own; ValueError for any other name."""
     model = name.removeprefix(PREFIX).replace("/", "-")  # open_clip takes ViT-B/32 too
+    configs = open_clip_folder() / "model_configs"
     if model not in {path.stem for path in configs.glob("*.json")}:
         raise ValueError(
             f"--tokenizer {name}: not a model that open_clip has built in, such as open_clip:ViT-B-32; for a folder "
             "give its path"
         )
-    text = json.loads((configs / f"{model}.json").read_text(encoding="utf-8")).get("text_cfg", {})
-    if other := text.get("hf_tokenizer_name") or text.get("tokenizer_kwargs"):
-        raise ValueError(f"--tokenizer {name}: {model} has another tokenizer ({other}), not CLIP's own")
+    return json.loads((configs / f"{model}.json").read_text(encoding="utf-8"))

@@ -24,10 +24,9 @@ import numpy as np
 import torch
 
 from infcl.data.index import DEFAULT_KEYS, SampleKeys
-from infcl.data.open_clip_tokenizer import OpenClipTokenizer
+from infcl.data.open_clip_tokenizer import AnyTokenizer
 from infcl.data.plan import draw, uniforms
 from infcl.data.records import MAX_CAPTION_BYTES, Record
-from infcl.data.tokenizer import Tokenizer
 from infcl.data.transforms import TRANSFORM_DRAWS, TrainTransform
 from infcl.data.workers import stack
 
@@ -282,7 +281,7 @@ class SampleDecoder:
 
     def __init__(
         self,
-        tokenizer: Tokenizer | OpenClipTokenizer,
+        tokenizer: AnyTokenizer,
         transform: TrainTransform,
         *,
         seed: int,

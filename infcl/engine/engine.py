@@ -30,10 +30,11 @@ from infcl.engine.reduce import reduce_in_few_launches
 from infcl.engine.stage3 import release_by_the_present_trace
 from infcl.engine.state import EMA, ZeroState
 from infcl.engine.unused import reduce_what_is_left, shards
+from infcl.models.blocks import repeated_blocks
 from infcl.models.transformer import ResidualBlock
 from infcl.parallel import Parallel
 
-_LEAF = f"{ResidualBlock.__module__}.{ResidualBlock.__qualname__}"  # stage 3 gathers a residual block as one
+_RUNNING = (".running_mean", ".running_var")  # of a batch norm
 _COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
 _SCALER_FIELDS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
@@ -64,7 +65,9 @@ class Engine:
                 global_batch_size=spec.batch.global_batch_size,
                 fused=parallel.device.type == "cuda" or self.offloads_optimizer,
             ),
-            config=deepspeed_config(spec.preset, spec.precision, spec.batch, config.grad_clip_norm, leaf=_LEAF),
+            config=deepspeed_config(
+                spec.preset, spec.precision, spec.batch, config.grad_clip_norm, leaves=_leaves(model)
+            ),
             mpu=mpu,
             dist_init_required=False,
         )
@@ -91,6 +94,12 @@ class Engine:
             self.state.start_average(config.ema_decay)
         self.dp_group = self.engine.seq_data_parallel_group  # ZeRO averages over it
         self.measured = self._measured_parameters()
+        self.running_statistics = [value for name, value in self.state.buffers() if name.endswith(_RUNNING)]
+        if self.running_statistics and self.low_precision_parameters:
+            raise ValueError(
+                f"--precision {spec.precision} would round the running statistics of the model's batch norms at each "
+                "step; use amp_bf16 or fp32"
+            )
 
     @property
     def module(self) -> Any:
@@ -134,6 +143,7 @@ class Engine:
         for group in self.engine.optimizer.param_groups:
             group["lr"] = learning_rate * group["lr_scale"]
         self.sums_are_old = self.norms_are_old = True
+        self._average_running_statistics()
         skipped_before = self.engine.skipped_steps
         if self.zero_stage == 0:  # DeepSpeed computes no norm there; the gradients are whole and averaged by now
             square = square_of((p.grad for p in self.module.parameters() if self._counts(p)), self.parallel.device)
@@ -148,6 +158,15 @@ class Engine:
             sums = self.engine.optimizer.averaged_gradients  # DeepSpeed keeps them, and would add the next step's
             sums.update(dict.fromkeys(sums))
         return applied
+
+    def _average_running_statistics(self) -> None:
+        """Give all ranks the mean of what their micro-batches have made of batch norms' statistics. Collective."""
+        if self.running_statistics and self.parallel.dp_size > 1:
+            flat = torch.cat([value.flatten() for value in self.running_statistics])
+            torch.distributed.all_reduce(flat, group=self.dp_group)
+            parts = (flat / self.parallel.dp_size).split([value.numel() for value in self.running_statistics])
+            for value, part in zip(self.running_statistics, parts):
+                value.copy_(part.view_as(value))
 
     def _drop_gradients(self) -> None:
         """What `step` would do to the counters of stage 0, without an update."""
@@ -271,6 +290,13 @@ class Engine:
         """None where it has nothing to count: a static one is what the preset says."""
         scaler = self.engine.optimizer.loss_scaler if self.precision == "fp16" else None
         return scaler if scaler is not None and scaler.dynamic else None
+
+
+def _leaves(model: nn.Module) -> list[str]:
+    """Full names of the classes that stage 3 gathers as one: blocks, and attention that reads the weights of layers
+    which it does not call."""
+    kinds = {ResidualBlock, nn.MultiheadAttention, *(type(block) for block in repeated_blocks(model))}
+    return sorted({f"{k.__module__}.{k.__qualname__}" for k in kinds} | {"open_clip.modified_resnet.AttentionPool2d"})
 
 
 def _megatron_groups():

@@ -24,7 +24,8 @@ _EXPONENTS = {"none": 0.0, "sqrt": 0.5, "linear": 1.0}
 
 def decays(name: str, owner: nn.Module) -> bool:
     """Whether the parameter `name`, which belongs to module `owner`, takes weight decay."""
-    return name.rsplit(".", 1)[-1] not in _NO_DECAY_NAMES and not isinstance(owner, (nn.LayerNorm, nn.GroupNorm))
+    norms = (nn.LayerNorm, nn.GroupNorm, nn.modules.batchnorm._BatchNorm)
+    return name.rsplit(".", 1)[-1] not in _NO_DECAY_NAMES and not isinstance(owner, norms)
 
 
 def tower(name: str) -> str:
@@ -32,7 +33,7 @@ def tower(name: str) -> str:
     return "image" if name.startswith("visual.") else "scalars" if name.startswith("logit_") else "text"
 
 
-def parameter_groups(model: nn.Module, config: TrainConfig, peak: float) -> list[dict]:
+def parameter_groups(model: Any, config: TrainConfig, peak: float) -> list[dict]:
     """Trainable parameters by weight decay and learning rate, those with weight decay first, in the model's order but
     for those of odd sizes, which come last in their group.
 
@@ -44,13 +45,21 @@ def parameter_groups(model: nn.Module, config: TrainConfig, peak: float) -> list
         for name, _ in module.named_parameters(recurse=False)
     }
     depths = {part: _blocks(model, part) for part in ("image", "text")}
+    for part, depth in depths.items():
+        if depth == 0 and getattr(config, f"{part}_layer_decay") is not None:
+            raise ValueError(
+                f"--{part}-layer-decay: the {part} tower of {config.model} has no blocks transformer.resblocks.N"
+            )
+    undecayed: set[str] = set()
+    if hasattr(model, "no_weight_decay"):  # open_clip's rule: what it names, and all that is no matrix
+        undecayed = model.no_weight_decay() | {name for name, value in model.named_parameters() if value.ndim < 2}
     groups: dict[tuple, dict] = {}
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
         scale = _lr_scale(config, name, depths)
         factored = config.opt == "adafactor" and factored_dims(parameter.shape) is not None
-        decay = config.wd if decays(name, owners[name]) else 0.0
+        decay = config.wd if decays(name, owners[name]) and name not in undecayed else 0.0
         if config.wd_mode == "schedule" and decay:
             decay /= peak * scale
         group: dict[str, Any] = {"params": [], "weight_decay": decay, "lr": peak * scale, "lr_scale": scale}
@@ -192,7 +201,7 @@ _HEAD = ("visual.proj", "visual.ln_post", "text_projection", "ln_final")
 
 
 def _from_the_end(name: str, blocks: int) -> int:
-    if name.startswith(_HEAD):
+    if name.removeprefix("text.").startswith(_HEAD):
         return 0
     block = _block(name)
     return blocks + 1 if block is None else blocks - block

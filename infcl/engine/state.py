@@ -47,6 +47,11 @@ class ZeroState:
     def parameters(self) -> list[tuple[str, nn.Parameter]]:
         return list(self.engine.module.named_parameters())
 
+    def buffers(self) -> list[tuple[str, torch.Tensor]]:
+        """What a state dict has beside parameters (a batch norm's running statistics); the same on every rank."""
+        names = {name for name, _ in self.parameters()}
+        return [(name, value) for name, value in self.engine.module.state_dict().items() if name not in names]
+
     def shape(self, parameter: nn.Parameter, key: str | None = None) -> torch.Size:
         """Of the whole parameter or state; under stage 3 the parameter itself is empty between steps."""
         split, part = _split(parameter), self._part_shape(parameter, key)

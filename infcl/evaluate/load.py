@@ -10,10 +10,12 @@ from pathlib import Path
 
 import torch
 
-from infcl.convert.import_weights import load_tower, other_resizing, read_weights
-from infcl.data.open_clip_tokenizer import PREFIX, OpenClipTokenizer
+from infcl.convert.import_weights import model_with, other_resizing, read_weights
+from infcl.data.hugging_face_tokenizer import PREFIX as HF_PREFIX
+from infcl.data.hugging_face_tokenizer import HuggingFaceTokenizer
+from infcl.data.open_clip_tokenizer import PREFIX, open_clip_tokenizer
 from infcl.data.tokenizer import Tokenizer
-from infcl.models import CLIP, CLIPConfig, load_model_config, with_tokenizer
+from infcl.models import CLIP, CLIPConfig, OpenClipConfig, load_any_config, with_tokenizer
 
 log = logging.getLogger(__name__)
 _SENTENCEPIECE = ("tokenizer.model", "spiece.model")
@@ -41,16 +43,14 @@ def load_model(
             raise ValueError(
                 f"{checkpoint} is a bare file: --model must name its config (ViT-B-32, ... or a JSON file)"
             )
-        cfg = load_model_config(model)
+        cfg = load_any_config(model)
     elif model is not None:
         raise ValueError(f"--model {model}: {checkpoint} brings its own config; leave --model out")
     tokenize = load_tokenizer(tokenizer or _beside(Path(checkpoint)), cfg)
     if weights.cfg is None and isinstance(tokenize, Tokenizer):  # a config file that knows only CLIP's own vocabulary
         ids = {name: getattr(tokenize, name) for name in ("vocab_size", "context_length", "eos_id", "pad_id")}
-        cfg = with_tokenizer(cfg, **ids)
-    has_bias = "logit_bias" in weights.state
-    clip = CLIP(cfg, init_logit_bias=0.0 if has_bias and cfg.init_logit_bias is None else None)
-    load_tower(clip, weights)
+        cfg = cfg.with_tokenizer(**ids) if isinstance(cfg, OpenClipConfig) else with_tokenizer(cfg, **ids)
+    clip = model_with(weights, cfg)
     if resizing := other_resizing(Path(checkpoint)):
         log.warning(
             "%s: its images were brought to size with %s; here the short side is resized, bicubic, and the centre is "
@@ -61,17 +61,23 @@ def load_model(
     return clip.to(device).eval(), tokenize
 
 
-def load_tokenizer(source: str | Path | None, cfg: CLIPConfig) -> Tokenize:
+def load_tokenizer(source: str | Path | None, cfg: CLIPConfig | OpenClipConfig) -> Tokenize:
     """A sentencepiece .model, a folder with one or with Hugging Face's tokenizer files, or "open_clip:MODEL".
 
     None means CLIP's own BPE, open_clip:ViT-B-32, for a model with its 49408 ids. ValueError when there are more ids
     than the model has embeddings.
     """
     text = cfg.text_cfg
+    if isinstance(cfg, OpenClipConfig):
+        fields = cfg.fields["text_cfg"]
+        if source is None or str(source).startswith(HF_PREFIX):
+            source = source or fields.get("hf_tokenizer_name")
+            if source is not None:
+                return HuggingFaceTokenizer(str(source), text.context_length, fields)
     if source is None and text.vocab_size == 49408:
         source = f"{PREFIX}ViT-B-32"
     if str(source).startswith(PREFIX):
-        return OpenClipTokenizer(str(source), context_length=text.context_length)
+        return open_clip_tokenizer(str(source), context_length=text.context_length)
     path = None if source is None else Path(source)
     if path is not None and path.is_dir():
         found = [path / name for name in _SENTENCEPIECE if (path / name).is_file()]

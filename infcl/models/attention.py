@@ -15,7 +15,7 @@ from importlib.util import find_spec
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from infcl.kernels.operators import operator
 from infcl.models.clip import CLIP
@@ -29,7 +29,7 @@ BLOCK, SHORT = 64, 16  # tokens of a block, and that may follow whole blocks: tr
 _HEADS = (16, 32, 64)  # 64 was timed
 
 
-def choose_attention(model: CLIP, attention: str, device: torch.device, dtype: torch.dtype) -> None:
+def choose_attention(model: nn.Module, attention: str, device: torch.device, dtype: torch.dtype) -> None:
     """Set each tower's attention kernel, before blocks are compiled.
 
     Args:
@@ -39,9 +39,12 @@ def choose_attention(model: CLIP, attention: str, device: torch.device, dtype: t
         dtype: of the attention's matmuls.
 
     Raises:
-        ValueError: "triton", and the kernel fits neither tower; the message has the reason for each.
+        ValueError: "triton", and the kernel fits neither tower, or open_clip builds the towers; the message has the
+            reason for each.
     """
-    if attention == "torch":
+    if attention == "triton" and not isinstance(model, CLIP):
+        raise ValueError("--attention triton: open_clip's towers have their own attention")
+    if attention == "torch" or not isinstance(model, CLIP):
         return
     reasons = {}
     for name, (tower, lengths) in _towers(model).items():
@@ -56,8 +59,10 @@ def choose_attention(model: CLIP, attention: str, device: torch.device, dtype: t
         model.caption_places = caption_spans
 
 
-def towers_with_kernel(model: CLIP) -> list[str]:
+def towers_with_kernel(model: nn.Module) -> list[str]:
     """Return the names of the towers that use the Triton kernel."""
+    if not isinstance(model, CLIP):
+        return []
     firsts = {name: cast(Any, tower.resblocks[0]) for name, (tower, _) in _towers(model).items()}
     return [name for name, first in firsts.items() if first.attn.attend is not attend_by_torch]
 

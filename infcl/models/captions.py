@@ -11,15 +11,18 @@ import torch
 
 from infcl.config import TrainConfig
 from infcl.models.config import CLIPConfig, TextConfig
+from infcl.models.open_clip_config import OpenClipConfig, TextInput
 from infcl.models.packing import Texts, packed, packs, whole
 from infcl.parallel import Parallel, join_parts
 
 _PAYS = 0.95  # of the places: with more of them, and masks, a text tower takes longer than with whole captions
 
 
-def why_unpackable(config: TrainConfig, model_config: CLIPConfig) -> str:
+def why_unpackable(config: TrainConfig, model_config: CLIPConfig | OpenClipConfig) -> str:
     """Why the captions of this model cannot be packed; "" if they can."""
     cfg = model_config.text_cfg
+    if isinstance(cfg, TextInput):
+        return f"{config.model} is built by open_clip, whose text towers take captions one by one"
     if not packs(cfg):
         return (
             f"the text tower of {config.model} sees what follows a caption (no_causal_mask {cfg.no_causal_mask}, "
@@ -30,12 +33,14 @@ def why_unpackable(config: TrainConfig, model_config: CLIPConfig) -> str:
     return ""
 
 
-def texts_for_model(text_cfg: TextConfig, *, pack: bool) -> Callable[[torch.Tensor], Texts]:
+def texts_for_model(text_cfg: TextConfig | TextInput, *, pack: bool) -> Callable[[torch.Tensor], Texts]:
     """int64 [m, L] on the host -> what CLIP's forward takes, there too."""
-    return partial(packed, text_cfg) if pack else whole
+    return partial(packed, text_cfg) if pack and isinstance(text_cfg, TextConfig) else whole
 
 
-def texts_of_part(text_cfg: TextConfig, parallel: Parallel, *, pack: bool) -> Callable[[torch.Tensor], Texts]:
+def texts_of_part(
+    text_cfg: TextConfig | TextInput, parallel: Parallel, *, pack: bool
+) -> Callable[[torch.Tensor], Texts]:
     """int64 [m / T, L] on the host, this rank's part of a micro-batch's captions -> what CLIP's forward takes of all of
     them, on the device or on their way to it. Collective over the tensor-parallel ranks.
     """

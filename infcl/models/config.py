@@ -3,8 +3,8 @@
     {"embed_dim": D, "vision_cfg": {...}, "text_cfg": {...}, "quick_gelu": false, "init_logit_bias": null}
 
 Only what these towers implement is accepted; any other key (timm or Hugging Face towers, attentional pooling, ...) is
-an error that names the key and the file. One key is ours: `vision_cfg.conv_stem`; a model that uses it cannot be loaded
-by open_clip.
+an error that names the key and the file: open_clip builds such a model (open_clip_config.py). One key is ours:
+`vision_cfg.conv_stem`; a model that uses it cannot be loaded by open_clip.
 
 Source of the schema: open_clip 3.3, model_configs/*.json and the dataclasses of model.py.
 """
@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import UnionType
 from typing import Any, get_args, get_origin
+
+from infcl.models.open_clip_config import BUILT_BY, PREFIX, OpenClipConfig, load_open_clip_config, open_clip_config
 
 _CONFIG_DIR = Path(__file__).parent / "configs"
 
@@ -124,8 +126,12 @@ def kept_patches(patches: int, dropout: float) -> int:
     return max(1, int(patches * (1 - dropout)))
 
 
-def check_divides(cfg: CLIPConfig, size: int) -> None:
+def check_divides(cfg: CLIPConfig | OpenClipConfig, size: int) -> None:
     """ValueError, with the numbers, unless `size` tensor-parallel ranks can share both towers (a frozen one too)."""
+    if isinstance(cfg, OpenClipConfig):
+        if size > 1:
+            raise ValueError(f"--tensor-parallel-size {size}: only our own towers can be split, not {cfg.source}")
+        return
     vision, text = cfg.vision_cfg, cfg.text_cfg
     counts = {
         "heads": (vision.heads, text.heads),
@@ -149,7 +155,26 @@ def list_models() -> list[str]:
 
 
 def load_model_config(name_or_path: str | Path) -> CLIPConfig:
-    """A name of `list_models()`, a JSON file in open_clip's schema, or an exported folder (open_clip_config.json)."""
+    """`load_any_config` of our own towers alone; ValueError for a model that open_clip builds."""
+    cfg = load_any_config(name_or_path)
+    if isinstance(cfg, OpenClipConfig):
+        raise ValueError(f"{name_or_path} is a model that open_clip builds; this needs one of our own towers")
+    return cfg
+
+
+def load_any_config(name_or_path: str | Path) -> CLIPConfig | OpenClipConfig:
+    """Read the config of a model.
+
+    Args:
+        name_or_path: for our own towers a name of `list_models()`, a JSON file in open_clip's schema, or an exported
+            folder (open_clip_config.json); with the prefix "open_clip:" what `load_open_clip_config` takes. A run or
+            export of a model that open_clip built says so itself.
+
+    Raises:
+        ValueError: there is no such config, or the towers cannot be built from it.
+    """
+    if str(name_or_path).startswith(PREFIX):
+        return load_open_clip_config(str(name_or_path))
     path = _CONFIG_DIR / f"{name_or_path}.json"
     if not path.is_file():
         path = Path(name_or_path)
@@ -162,6 +187,8 @@ def load_model_config(name_or_path: str | Path) -> CLIPConfig:
     except json.JSONDecodeError as error:
         raise ValueError(f"{path}: not JSON: {error}") from error
     if isinstance(fields, dict):
+        if fields.get("built_by") == BUILT_BY:
+            return open_clip_config(fields, source=str(path))
         fields = fields.get("model_cfg", fields)
     return parse_model_config(fields, source=str(path))
 
@@ -219,7 +246,10 @@ def _check_keys(cls: type, fields: Any, where: str) -> None:
     known = {field.name: field for field in dataclasses.fields(cls)}
     for key, value in fields.items():
         if key not in known:
-            raise ValueError(f"{where} has the unknown key {key!r}; known: {', '.join(known)}")
+            raise ValueError(
+                f"{where} has the unknown key {key!r}; known: {', '.join(known)} "
+                "(--model open_clip:NAME_OR_FILE lets open_clip build it)"
+            )
         if type(value) not in _json_types(known[key].type):
             expected = " or ".join(sorted({kind.__name__ for kind in _json_types(known[key].type)}))
             raise ValueError(f"{where}: {key} is {value!r}, expected {expected}")

@@ -5,11 +5,18 @@ Counted: matrix products at 2 flops per multiply-add; attention scores in full, 
 (the convention of published MFU figures). Not counted: norms, activations, softmax, embedding look-ups.
 """
 
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from infcl.models.build import build_towers
 from infcl.models.config import CLIPConfig, kept_patches
+from infcl.models.open_clip_config import OpenClipConfig
 
 
-def forward_flops(cfg: CLIPConfig, *, training: bool = True) -> dict[str, int]:
+def forward_flops(cfg: CLIPConfig | OpenClipConfig, *, training: bool = True) -> dict[str, int]:
     """{"image": flops of one image, "text": flops of one text}, forward; patch dropout counts where `training`."""
+    if isinstance(cfg, OpenClipConfig):
+        return _counted_flops(cfg, training=training)
     vision, text = cfg.vision_cfg, cfg.text_cfg
     patches = kept_patches(vision.num_patches, vision.patch_dropout if training else 0.0)
     image = (
@@ -22,6 +29,20 @@ def forward_flops(cfg: CLIPConfig, *, training: bool = True) -> dict[str, int]:
         + 2 * text.width * cfg.embed_dim
     )
     return {"image": image, "text": caption}
+
+
+def _counted_flops(cfg: OpenClipConfig, *, training: bool) -> dict[str, int]:
+    """Those of towers that others build: counted by torch in a forward without memory."""
+    with torch.device("meta"), torch.no_grad():
+        model = build_towers(cfg).train(training)
+        images = torch.zeros(2, 3, cfg.vision_cfg.image_size, cfg.vision_cfg.image_size)
+        texts = torch.zeros(2, cfg.text_cfg.context_length, dtype=torch.int64)
+        flops = {}
+        for name, inputs in (("image", {"images": images}), ("text", {"texts": texts})):
+            with FlopCounterMode(display=False) as counter:
+                model(**inputs)
+            flops[name] = counter.get_total_flops() // 2
+    return flops
 
 
 def _transformer_flops(tokens: int, width: int, layers: int, mlp_ratio: float) -> int:

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from infcl.models.config import TextConfig
+from infcl.models.open_clip_config import TextInput
 
 Texts = dict[str, torch.Tensor]
 ALIGNED = 16  # places: what fused attention wants of a mask's rows
@@ -140,7 +141,7 @@ def num_texts(texts: Texts) -> int:
     return len(texts.get("text_ends", texts["texts"]))
 
 
-def longest(cfg: TextConfig, size: int) -> torch.Tensor:
+def longest(cfg: TextConfig | TextInput, size: int) -> torch.Tensor:
     """int64 [size, L]: captions that fill a text tower's places."""
     texts = torch.full((size, cfg.context_length), int(cfg.eos_id == 0))
     texts[:, -1] = cfg.end_id

@@ -10,11 +10,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from infcl.models.config import VisionConfig, kept_patches
+from infcl.models.preprocess import normalize_pixels
 from infcl.models.transformer import LayerNorm, Transformer
-
-# Of the data set CLIP was trained on, for pixels in [0, 1]; what open_clip writes into preprocess_cfg.
-IMAGE_MEAN = (0.48145466, 0.4578275, 0.40821073)
-IMAGE_STD = (0.26862954, 0.26130258, 0.27577711)
 
 
 class VisionTransformer(nn.Module):
@@ -79,19 +76,6 @@ class VisionTransformer(nn.Module):
 
     def _pool(self, x: torch.Tensor) -> torch.Tensor:
         return self.ln_post(x[:, :1] if self.pool_type == "tok" else x[:, 1:]).mean(dim=1)  # [m, w]
-
-
-def normalize_pixels(images: torch.Tensor, dim: int = 1) -> torch.Tensor:
-    """uint8 [m, 3, S, S], or with the channels at `dim` -> float32: (images / 255 - mean) / std, per channel.
-
-    The constants are Python numbers on purpose: a buffer would be cast along with the model (DeepSpeed's bf16 mode
-    rounds mean and std to 8 bits), and a tensor made here would be a synchronising copy to the device in every forward.
-    """
-    channels = [
-        images.select(dim, c).float().mul_(1 / (255 * std)).sub_(mean / std)
-        for c, (mean, std) in enumerate(zip(IMAGE_MEAN, IMAGE_STD))
-    ]
-    return torch.stack(channels, dim=dim)
 
 
 def normalized(images: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

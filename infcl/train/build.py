@@ -14,12 +14,14 @@ from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
 from infcl.config import RunSpec, TrainConfig, counted, option_of, resolve
-from infcl.convert.import_weights import load_pretrained
+from infcl.convert.import_weights import load_pretrained, weights_preprocess
 from infcl.data.config import DataConfig, columns_of, limits_of
 from infcl.data.evaluation import EVAL_LIMITS
+from infcl.data.hugging_face_tokenizer import PREFIX as HF_PREFIX
+from infcl.data.hugging_face_tokenizer import HuggingFaceTokenizer
 from infcl.data.index import DEFAULT_KEYS, SampleKeys
 from infcl.data.loader import TrainLoader
-from infcl.data.open_clip_tokenizer import PREFIX, OpenClipTokenizer
+from infcl.data.open_clip_tokenizer import PREFIX, AnyTokenizer, open_clip_tokenizer
 from infcl.data.plan import Share
 from infcl.data.synthetic import SyntheticLoader
 from infcl.data.tokenizer import Tokenizer
@@ -27,11 +29,15 @@ from infcl.evaluate.tasks import RetrievalTask, ZeroShotTask
 from infcl.evaluate.validation import ValidationLoss
 from infcl.kernels import select_tile
 from infcl.loss.contrastive import ContrastiveLoss
+from infcl.models.build import build_towers
 from infcl.models.captions import why_unpackable
-from infcl.models.clip import CLIP, lock_groups
-from infcl.models.config import CLIPConfig, check_divides, load_model_config, with_overrides, with_tokenizer
+from infcl.models.clip import lock_groups
+from infcl.models.config import CLIPConfig, check_divides, load_any_config, with_overrides, with_tokenizer
+from infcl.models.open_clip_config import OpenClipConfig
 from infcl.models.transformer import ResidualBlock
 from infcl.parallel import Parallel
+
+Towers = Any  # CLIP, or a model that open_clip builds with its interface (models/open_clip_model.py)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,8 +45,8 @@ class Inputs:
     """What a run is made from, before there are weights or data."""
 
     spec: RunSpec
-    model_config: CLIPConfig
-    tokenizer: Tokenizer | OpenClipTokenizer | None
+    model_config: CLIPConfig | OpenClipConfig
+    tokenizer: AnyTokenizer | None
 
 
 def resolve_inputs(config: TrainConfig, parallel: Parallel) -> Inputs:
@@ -58,39 +64,70 @@ def resolve_inputs(config: TrainConfig, parallel: Parallel) -> Inputs:
 
 def build_tokenizer_and_model_config(
     config: TrainConfig,
-) -> tuple[Tokenizer | OpenClipTokenizer | None, CLIPConfig]:
-    """The model config with the flags' overrides, adapted to the tokenizer's vocabulary where there is one."""
-    model_config = with_overrides(
-        load_model_config(config.model),
-        image_size=config.force_image_size,
-        context_length=config.force_context_length,
-        patch_dropout=config.force_patch_dropout,
-    )
+) -> tuple[AnyTokenizer | None, CLIPConfig | OpenClipConfig]:
+    """The model config with the flags' overrides, adapted to the tokenizer's vocabulary where there is one.
+
+    Raises:
+        ValueError: model, tokenizer and flags do not belong together.
+    """
+    model_config = load_any_config(config.model)
+    overrides: dict[str, Any] = {
+        "image_size": config.force_image_size,
+        "context_length": config.force_context_length,
+        "patch_dropout": config.force_patch_dropout,
+    }
+    if isinstance(model_config, OpenClipConfig):
+        model_config = model_config.with_overrides(**overrides)
+        model_config = model_config.with_fields(preprocess=weights_preprocess(config.pretrained, model_config.source))
+    else:
+        model_config = with_overrides(model_config, **overrides)
     check_divides(model_config, config.tensor_parallel_size)
     _check_unlocked_groups(config, model_config)
     if config.tokenizer is None:
         return None, model_config
     text = model_config.text_cfg
+    if config.tokenizer.startswith(HF_PREFIX):
+        hf = HuggingFaceTokenizer(config.tokenizer, text.context_length, model_config.to_dict()["text_cfg"])
+        return hf, _adapted(hf, model_config)
     if config.tokenizer.startswith(PREFIX):
-        tokenizer = OpenClipTokenizer(config.tokenizer, context_length=text.context_length)
-        if tokenizer.vocab_size != text.vocab_size:
+        clip = open_clip_tokenizer(config.tokenizer, context_length=text.context_length)
+        if isinstance(clip, HuggingFaceTokenizer):
+            return clip, _adapted(clip, model_config)
+        if clip.vocab_size != text.vocab_size:
             raise ValueError(
-                f"--tokenizer {config.tokenizer} has {tokenizer.vocab_size} ids and --model {config.model} "
+                f"--tokenizer {config.tokenizer} has {clip.vocab_size} ids and --model {config.model} "
                 f"{text.vocab_size}: use a model with CLIP's vocabulary"
             )
-        return tokenizer, model_config
+        return clip, model_config
     tokenizer = Tokenizer(config.tokenizer, context_length=text.context_length)
-    return tokenizer, with_tokenizer(
-        model_config,
-        vocab_size=tokenizer.vocab_size,
-        context_length=tokenizer.context_length,
-        eos_id=tokenizer.eos_id,
-        pad_id=tokenizer.pad_id,
-    )
+    return tokenizer, _adapted(tokenizer, model_config)
 
 
-def _check_unlocked_groups(config: TrainConfig, model_config: CLIPConfig) -> None:
+def _adapted(tokenizer: AnyTokenizer, model_config: CLIPConfig | OpenClipConfig) -> CLIPConfig | OpenClipConfig:
+    """The config of a model whose text tower reads this tokenizer's ids.
+
+    Raises:
+        ValueError: the tower has fewer embeddings than there are ids, or other padding.
+    """
+    text = model_config.text_cfg
+    if isinstance(model_config, OpenClipConfig) and isinstance(tokenizer, HuggingFaceTokenizer):
+        fields: dict[str, Any] = {"hf_tokenizer_name": tokenizer.name, "pad_id": tokenizer.pad_id}
+        if not model_config.text_cfg.hf_model_name and tokenizer.vocab_size > text.vocab_size:
+            raise ValueError(
+                f"--tokenizer {HF_PREFIX}{tokenizer.name} has {tokenizer.vocab_size} ids and {model_config.source} "
+                f"{text.vocab_size}: use the tokenizer that belongs to the model"
+            )
+        return model_config.with_fields(text_cfg=fields)
+    ids = {name: getattr(tokenizer, name) for name in ("vocab_size", "context_length", "eos_id", "pad_id")}
+    if isinstance(model_config, OpenClipConfig):
+        return model_config.with_tokenizer(**ids)
+    return with_tokenizer(model_config, **ids)
+
+
+def _check_unlocked_groups(config: TrainConfig, model_config: CLIPConfig | OpenClipConfig) -> None:
     """ValueError where a locked tower is to leave more groups trainable than it has."""
+    if isinstance(model_config, OpenClipConfig):
+        return  # open_clip counts its own
     for part, layers, flag in (
         ("image", model_config.vision_cfg.layers, "lock_image_unlocked_groups"),
         ("text", model_config.text_cfg.layers, "lock_text_unlocked_layers"),
@@ -102,14 +139,16 @@ def _check_unlocked_groups(config: TrainConfig, model_config: CLIPConfig) -> Non
             )
 
 
-def build_model(config: TrainConfig, model_config: CLIPConfig, parallel: Parallel | None = None) -> CLIP:
+def build_model(
+    config: TrainConfig, model_config: CLIPConfig | OpenClipConfig, parallel: Parallel | None = None
+) -> Towers:
     """The model of `model_and_sources`."""
     return model_and_sources(config, model_config, parallel)[0]
 
 
 def model_and_sources(
-    config: TrainConfig, model_config: CLIPConfig, parallel: Parallel | None = None
-) -> tuple[CLIP, list[str]]:
+    config: TrainConfig, model_config: CLIPConfig | OpenClipConfig, parallel: Parallel | None = None
+) -> tuple[Towers, list[str]]:
     """The model, and of weights that come from elsewhere a line for each: which, from where.
 
     CLIP with the flags' locks. SigLIP's loss has its own starting point: scale 10, bias -10 (Zhai et al. 2023); for
@@ -121,11 +160,12 @@ def model_and_sources(
     """
     siglip = config.loss == "siglip"
     start = {"init_logit_scale": math.log(10), "init_logit_bias": -10.0} if siglip else {}
-    model_config = dataclasses.replace(model_config, init_logit_bias=None)
+    if isinstance(model_config, CLIPConfig):
+        model_config = dataclasses.replace(model_config, init_logit_bias=None)
     pretrained = (config.pretrained, config.pretrained_image, config.pretrained_text)
     with _placed_blocks(parallel, cut=not any(pretrained)):
-        model = CLIP(model_config, activation_checkpointing=config.grad_checkpointing, **start)
-    sources = load_pretrained(model, *pretrained)
+        model = build_towers(model_config, activation_checkpointing=config.grad_checkpointing, **start)
+    sources = load_pretrained(model, *pretrained, name=config.model)
     if config.lock_image:
         model.lock_image_tower(config.lock_image_unlocked_groups, keep_trunk=config.frozen_trunk == "keep")
     if config.lock_text:
@@ -133,7 +173,7 @@ def model_and_sources(
     return model, sources
 
 
-def build_meta_model(config: TrainConfig, model_config: CLIPConfig) -> CLIP:
+def build_meta_model(config: TrainConfig, model_config: CLIPConfig | OpenClipConfig) -> Towers:
     """`build_model` without memory: names and shapes of parameters, locks; of weights to load, whether they match."""
     with torch.device("meta"), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*which is a no-op")
@@ -166,7 +206,7 @@ def _placed_blocks(parallel: Parallel | None, *, cut: bool) -> Iterator[None]:
         handle.remove()
 
 
-def split_model(model: CLIP, config: TrainConfig, parallel: Parallel) -> None:
+def split_model(model: Towers, config: TrainConfig, parallel: Parallel) -> None:
     """Leave this rank its part of the model, in place, where tensor-parallel ranks share one."""
     if parallel.tp_group is not None:
         from megatron_patches.towers import split_towers

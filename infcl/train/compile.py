@@ -10,11 +10,12 @@ from collections.abc import Callable, Set
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from infcl.config import RunSpec
 from infcl.engine.optim import ALIGNED
 from infcl.models.attention import choose_attention
+from infcl.models.blocks import repeated_blocks
 from infcl.models.clip import CLIP
 from infcl.models.transformer import compute_block
 from infcl.models.vision import PatchConv, VisionTransformer, add_positions, patch_rows
@@ -25,7 +26,7 @@ _RECOMPILE_LIMIT = 64  # two towers, with and without gradient, each batch size
 PARAMETER_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}  # other precisions: float32
 
 
-def prepare_blocks(model: CLIP, spec: RunSpec, parallel: Parallel) -> bool:
+def prepare_blocks(model: nn.Module, spec: RunSpec, parallel: Parallel) -> bool:
     """Apply --attention and --compile-blocks to a model that no engine holds yet.
 
     Returns:
@@ -37,6 +38,8 @@ def prepare_blocks(model: CLIP, spec: RunSpec, parallel: Parallel) -> bool:
     choose_attention(model, spec.flags.attention, parallel.device, compute_dtype(spec.precision))
     if not spec.compiles_blocks:
         return False
+    if not isinstance(model, CLIP):
+        return compile_foreign_blocks(model)
     share = parallel.tp_size if spec.flags.sequence_parallel else 1  # a block then sees this rank's samples only
     compiled = compile_blocks(model, {-(-spec.batch.micro_batch_size // share)}, packed=spec.packs_captions)
     # Tensor-parallel ranks must add up gradients alike, and Inductor may time other kernels on each.
@@ -74,6 +77,30 @@ def compile_blocks(model: CLIP, batch_sizes: Set[int], *, packed: bool = False) 
         for block in tower.resblocks:
             block.run = run
     return True
+
+
+def compile_foreign_blocks(model: nn.Module) -> bool:
+    """Compile the blocks of towers that open_clip builds, one graph for all of a class and shape.
+
+    Returns:
+        False, with a warning, where they run eagerly: a parameter's size is not a multiple of 8 (see compile_blocks).
+    """
+    blocks = repeated_blocks(model)
+    for block in blocks:
+        if odd := [name for name, p in block.named_parameters() if p.numel() % ALIGNED]:
+            _log.warning(
+                "the blocks run eagerly: the size of %s.%s is not a multiple of %d",
+                type(block).__name__,
+                odd[0],
+                ALIGNED,
+            )
+            return False
+    torch._dynamo.config.recompile_limit = max(_RECOMPILE_LIMIT, torch._dynamo.config.recompile_limit)
+    for block in blocks:
+        block.forward = torch.compile(
+            block.forward, dynamic=False
+        )  # not block.compile(), which takes in ZeRO-3's hooks
+    return bool(blocks)
 
 
 def compile_embedding(visual: VisionTransformer, batch_sizes: Set[int]) -> None:

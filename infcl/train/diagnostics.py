@@ -11,6 +11,7 @@ Shapes: b rows per rank, m rows of the sample, D embedding width.
 
 import re
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +19,7 @@ import torch.nn.functional as F
 from infcl.models.clip import CLIP
 from infcl.models.config import CLIPConfig
 from infcl.models.flops import forward_flops
+from infcl.models.open_clip_config import OpenClipConfig
 
 WHOLE = {"image": 1.0, "text": 1.0}  # no tower is locked
 MAX_SAMPLE_ROWS = 1024  # [m, m] f32 is 4 MiB at most
@@ -81,13 +83,17 @@ def micro_batch_metrics(
     return torch.stack([F.cross_entropy(logits, labels), F.cross_entropy(logits.T, labels), accuracy])
 
 
-def trained_shares(model: CLIP) -> dict[str, float]:
+def trained_shares(model: Any) -> dict[str, float]:
     """{"image", "text"}: the share of a tower's blocks that are trained: 1 unless it is locked."""
+    if not isinstance(model, CLIP):
+        return {name: 0.0 if frozen else 1.0 for name, frozen in model.frozen.items()}
     blocks = {"image": model.visual.transformer, "text": model.transformer}
     return {name: max(0, 1 - tower.first_trained / len(tower.resblocks)) for name, tower in blocks.items()}
 
 
-def model_flops(cfg: CLIPConfig, trained: Mapping[str, float] = WHOLE, text_share: float = 1.0) -> float:
+def model_flops(
+    cfg: CLIPConfig | OpenClipConfig, trained: Mapping[str, float] = WHOLE, text_share: float = 1.0
+) -> float:
     """FLOPs that training on one pair needs: the towers forward once, and backward what is trained (trained_shares).
 
     text_share: of a text's places that are computed; packed captions leave padding out.
@@ -108,7 +114,7 @@ def peak_flops(device_name: str, precision: str) -> float | None:
 
 
 def utilisation(
-    cfg: CLIPConfig, device: torch.device, precision: str, trained: Mapping[str, float] = WHOLE
+    cfg: CLIPConfig | OpenClipConfig, device: torch.device, precision: str, trained: Mapping[str, float] = WHOLE
 ) -> Callable[..., float | None]:
     """A function: pairs per second and GPU, text_share -> model FLOPs utilisation (MFU) in 0..1.
 

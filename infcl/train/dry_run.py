@@ -14,6 +14,7 @@ from infcl.config import BatchPlan, TrainConfig, counted, total_steps
 from infcl.config.preset import stage_over
 from infcl.engine.optim import Schedule, checkpoint_bytes
 from infcl.kernels import select_tile
+from infcl.models.open_clip_config import OpenClipConfig
 from infcl.parallel import Parallel, describe_ranks, ranks_of_host
 from infcl.parallel.host_limits import available_host_bytes, host_memory_bytes
 from infcl.plan.host import host_bytes, host_parts
@@ -56,6 +57,8 @@ def describe_plan(inputs: Inputs, parallel: Parallel) -> str:
     width = max(len(name) for name, _ in rows)
     lines = ["The plan (--dry-run: nothing is trained)", ""]
     lines += [*(f"  {name:<{width}}  {value}" for name, value in rows), ""]
+    if isinstance(cfg, OpenClipConfig):
+        return "\n".join([*lines, "  memory: not planned for towers that open_clip builds", ""])
     on_cpu = spec.device == "cpu"
     where: dict[str, Any] = {"on_cpu": on_cpu, "ranks_of_host": ranks_of_host(parallel)}
     plan = memory_plan(cfg, batch, config, counts, spec.precision, spec.zero_optimization, **where)

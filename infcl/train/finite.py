@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from infcl.models.clip import CLIP
 from infcl.step.grad_cache import StepOutput
 
 _TOWERS = {"image": "visual.transformer", "text": "transformer"}
@@ -28,11 +29,11 @@ class Diverged(RuntimeError):
 
 
 class FiniteWatch:
-    """Watches the towers of one model; `begin()` before each step."""
+    """Watches the towers of one model (open_clip's: their features alone); `begin()` before each step."""
 
     def __init__(self, model: nn.Module):
         self.sums: dict[str, list[torch.Tensor]] = {}
-        for tower, name in _TOWERS.items():
+        for tower, name in _TOWERS.items() if isinstance(model, CLIP) else ():
             module: Any = model.get_submodule(name)
             module.on_input_gradient = lambda gradient, tower=tower: self.sums.setdefault(tower, []).append(
                 gradient.sum(dtype=torch.float32)

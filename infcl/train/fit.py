@@ -14,6 +14,7 @@ from infcl.config import RunSpec
 from infcl.config.preset import STAGE_3_BUCKET
 from infcl.config.settings import shipped_preset
 from infcl.models.config import CLIPConfig
+from infcl.models.open_clip_config import OpenClipConfig
 from infcl.parallel import Parallel, max_over, ranks_of_host
 from infcl.parallel.host_limits import host_memory_bytes
 from infcl.plan.host import host_bytes, host_parts
@@ -42,6 +43,10 @@ def fit_to_memory(inputs: Inputs, parallel: Parallel) -> Inputs:
     """
     spec, cfg = inputs.spec, inputs.model_config
     if spec.flags.skip_memory_check and spec.flags.batch_size:
+        return inputs
+    if isinstance(cfg, OpenClipConfig):  # what their activations take is not known before a run
+        if spec.flags.batch_size == 0:
+            raise ValueError(f"--batch-size auto: the memory of {cfg.source} cannot be planned; give a number of pairs")
         return inputs
     counts = parameter_counts(build_meta_model(spec.flags, cfg))
     own = [-memory_of_device(parallel), -host_memory_bytes()]

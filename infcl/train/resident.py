@@ -15,6 +15,7 @@ from infcl.config import RunSpec
 from infcl.engine.engine import Engine
 from infcl.models.captions import texts_for_model
 from infcl.models.config import CLIPConfig
+from infcl.models.open_clip_config import OpenClipConfig
 from infcl.models.packing import longest
 from infcl.parallel import Parallel, max_over, ranks_of_host
 from infcl.plan.loads import load_of_run
@@ -26,7 +27,7 @@ _log = logging.getLogger(__name__)
 def resident_micro_batches(
     spec: RunSpec,
     engine: Engine,
-    model_config: CLIPConfig,
+    model_config: CLIPConfig | OpenClipConfig,
     parallel: Parallel,
     *,
     before: dict[str, Any] | None = None,
@@ -45,7 +46,7 @@ def resident_micro_batches(
     captions = longest(model_config.text_cfg, batch.micro_batch_size)
     texts = texts_for_model(model_config.text_cfg, pack=spec.packs_captions)(captions)
     graph = _graph_bytes(engine, texts, batch.micro_batch_size, model_config, parallel.device)
-    room = _free_bytes(parallel.device) - _needed_bytes(spec, engine, model_config, parallel)
+    room = _free_bytes(parallel.device) - _needed_bytes(spec, engine, model_config, parallel, graph)
     fitting = int(room // graph)
     smallest = -max_over(dist.group.WORLD, [-fitting], parallel.device)[0]
     fitting = max(1, min(int(smallest), batch.num_micro_batches))
@@ -69,13 +70,17 @@ def _measures(spec: RunSpec) -> bool:
 
 
 def _graph_bytes(
-    engine: Engine, texts: dict[str, torch.Tensor], size: int, model_config: CLIPConfig, device: torch.device
+    engine: Engine,
+    texts: dict[str, torch.Tensor],
+    size: int,
+    model_config: CLIPConfig | OpenClipConfig,
+    device: torch.device,
 ) -> int:
     """Device memory that the graph of one micro-batch holds."""
     side = model_config.vision_cfg.image_size
     images = torch.zeros(size, 3, side, side, dtype=torch.uint8, device=device)
     texts = {name: value.to(device) for name, value in texts.items()}
-    engine.train()
+    engine.train(not engine.running_statistics)  # zeros are not to move them
     with torch.no_grad():
         engine.encode(images, **texts)  # libraries take their workspaces
     before = torch.cuda.memory_allocated(device)
@@ -93,9 +98,16 @@ def _free_bytes(device: torch.device) -> float:
     return free - HEADROOM * total
 
 
-def _needed_bytes(spec: RunSpec, engine: Engine, model_config: CLIPConfig, parallel: Parallel) -> float:
-    """As planned: what a step takes beside graphs, and beside parameters and optimizer, which are there by now."""
+def _needed_bytes(
+    spec: RunSpec, engine: Engine, model_config: CLIPConfig | OpenClipConfig, parallel: Parallel, graph: int
+) -> float:
+    """What a step takes beside graphs, and beside parameters and optimizer, which are there by now.
+
+    As planned; of towers that open_clip builds, which the planner does not know, an estimate from one graph's bytes.
+    """
     trainable = sum(engine.state.shape(p).numel() for _, p in engine.state.parameters() if p.requires_grad)
+    if isinstance(model_config, OpenClipConfig):  # gradients and a copy for autocast, a backward's graph, the loss
+        return 8 * trainable + graph + 64 * model_config.embed_dim * spec.batch.rank_batch_size
     load = load_of_run(
         model_config,
         spec.batch,

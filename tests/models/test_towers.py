@@ -9,8 +9,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from infcl.models import CLIP, forward_flops, list_models, load_model_config, with_overrides, with_tokenizer
 from infcl.models.config import parse_model_config
+from infcl.models.preprocess import IMAGE_MEAN, IMAGE_STD, normalize_pixels
 from infcl.models.text import pool_text
-from infcl.models.vision import IMAGE_MEAN, IMAGE_STD, drop_patches, normalize_pixels, patches_times
+from infcl.models.vision import drop_patches, patches_times
 from tests.lib.loss_oracle import relative_error
 from tests.lib.ranks import run_ranks
 

@@ -1,0 +1,18 @@
+"""The repeated blocks of any model's towers."""
+
+from collections import Counter
+
+from torch import nn
+
+
+def repeated_blocks(model: nn.Module) -> list[nn.Module]:
+    """Return the blocks in order: modules of one class that lie together in a list or sequence, and hold others.
+
+    Where such modules lie inside one another, the innermost are taken (the blocks of a ConvNeXt's stages).
+    """
+    found: dict[nn.Module, None] = {}
+    for module in model.modules():
+        if isinstance(module, (nn.ModuleList, nn.Sequential)):
+            kinds = Counter(type(child) for child in module)
+            found |= {m: None for m in module if kinds[type(m)] > 1 and next(m.children(), None) is not None}
+    return [block for block in found if not any(below in found for below in block.modules() if below is not block)]

@@ -1,0 +1,159 @@
+"""open_clip's own models with the forward that the trainer calls: uint8 images and token ids in, unit vectors out.
+
+Imported only where a run asks for such a model: open_clip is an optional dependency. Parameters and buffers keep
+open_clip's names; logit_scale and logit_bias are [1], which DeepSpeed needs and open_clip itself can make.
+
+Shapes: m rows of a micro-batch, S pixels per side, L tokens, D embed_dim.
+"""
+
+import math
+from copy import deepcopy
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from infcl.models.open_clip_config import OpenClipConfig
+from infcl.models.preprocess import normalize_pixels
+
+try:
+    import open_clip
+except (ImportError, RuntimeError) as error:  # RuntimeError: torchvision of another build than torch
+    raise ValueError(f"models of open_clip's need open_clip: pip install open_clip_torch ({error})") from error
+
+
+class _Trained:
+    """What the trainer asks of a model, over the towers that open_clip has built."""
+
+    cfg: OpenClipConfig
+    frozen: dict[str, bool]  # the whole tower
+    keeps_trunk: dict[str, bool]
+
+    def forward(self, images: torch.Tensor | None = None, texts: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
+        """Whatever is given is encoded; the result has only the keys that apply.
+
+        Args:
+            images: [m, 3, S, S], uint8 pixels, or floating and normalised.
+            texts: int64 [m, L].
+
+        Returns:
+            logit_scale [1] f32 in log-space, logit_bias [1] f32 if the model has one; image_features and
+            text_features [m, D] f32 with unit norm.
+        """
+        model: Any = self
+        out = {"logit_scale": model.logit_scale.float() + 0}
+        if model.logit_bias is not None:
+            out["logit_bias"] = model.logit_bias.float() + 0
+        norms = _moving_norms(model) if model.training and not torch.is_grad_enabled() else []
+        momenta = [norm.momentum for norm in norms]
+        for norm in norms:  # a micro-batch moves running statistics once: in the pass that has a gradient
+            norm.momentum = 0.0
+        try:
+            if images is not None:
+                if images.dtype == torch.uint8:
+                    images = normalize_pixels(images, mean=self.cfg.preprocess.mean, std=self.cfg.preprocess.std)
+                dtype = next(model.visual.parameters()).dtype
+                out["image_features"] = F.normalize(model.encode_image(images.to(dtype)).float(), dim=-1)
+            if texts is not None:
+                out["text_features"] = F.normalize(model.encode_text(texts).float(), dim=-1)
+        finally:
+            for norm, momentum in zip(norms, momenta):
+                norm.momentum = momentum
+        return out
+
+    def lock_image_tower(self, unlocked_groups: int = 0, *, keep_trunk: bool = True) -> None:
+        """Freeze the image tower, all but what open_clip calls its last groups; call before deepspeed.initialize."""
+        model: Any = super()
+        model.lock_image_tower(unlocked_groups, freeze_bn_stats=True)
+        self.frozen["image"] = unlocked_groups == 0
+
+    def lock_text_tower(self, unlocked_layers: int = 0, *, keep_trunk: bool = True) -> None:
+        """Freeze the text tower, all but its last layers."""
+        model: Any = super()
+        model.lock_text_tower(unlocked_layers)
+        self.frozen["text"] = unlocked_layers == 0
+
+    def trunk_numbers(self) -> int:
+        """Numbers of a sample that are kept between the passes of a step: none, a locked tower is encoded again."""
+        return 0
+
+
+class OpenClip(_Trained, open_clip.CLIP):
+    """open_clip.CLIP, whose text tower's parameters lie at the top level."""
+
+
+class OpenClipCustomText(_Trained, open_clip.CustomTextCLIP):
+    """open_clip.CustomTextCLIP, whose text tower is `text`."""
+
+
+def build_open_clip(
+    cfg: OpenClipConfig,
+    *,
+    init_logit_scale: float = math.log(1 / 0.07),
+    init_logit_bias: float | None = None,
+    activation_checkpointing: bool = False,
+) -> OpenClip | OpenClipCustomText:
+    """Build a model with random weights, as open_clip's create_model does.
+
+    Args:
+        cfg: its config.
+        init_logit_scale: in log-space.
+        init_logit_bias: None for a model without one.
+        activation_checkpointing: recompute the blocks' activations in the backward pass.
+
+    Raises:
+        ValueError: open_clip, timm or transformers cannot build it (the message has theirs), or it has batch norms
+            and activation checkpointing is asked for.
+    """
+    fields = deepcopy(cfg.fields)
+    custom_text = fields.pop("custom_text", False) or "hf_model_name" in fields["text_cfg"]
+    fields |= {"init_logit_scale": init_logit_scale, "init_logit_bias": init_logit_bias, "nonscalar_logit_scale": True}
+    if "timm_model_name" in fields["vision_cfg"]:
+        fields["vision_cfg"]["timm_model_pretrained"] = False
+    if "hf_model_name" in fields["text_cfg"]:
+        fields["text_cfg"]["hf_model_pretrained"] = False
+        _check_without_code(fields["text_cfg"]["hf_model_name"], cfg.source)
+    try:
+        model = (OpenClipCustomText if custom_text else OpenClip)(**fields)
+        if "timm_model_name" in fields["vision_cfg"]:
+            _set_image_size(model.visual, cfg.vision_cfg.image_size)
+    except Exception as error:  # of three libraries
+        raise ValueError(f"--model {cfg.source} cannot be built: {type(error).__name__}: {error}") from error
+    if activation_checkpointing:
+        if _moving_norms(model):
+            raise ValueError(
+                f"--grad-checkpointing: {cfg.source} has batch norms, whose running statistics the recomputation would "
+                "move a second time; leave the flag out"
+            )
+        model.set_grad_checkpointing(True)
+    model.cfg = cfg
+    model.frozen = {"image": False, "text": False}
+    model.keeps_trunk = {"image": False, "text": False}
+    return model
+
+
+def _set_image_size(visual: Any, size: int) -> None:
+    """Have a timm model take images of this size where it was made for another and can change."""
+    made_for = visual.trunk.pretrained_cfg["input_size"][-1]
+    if size != made_for and hasattr(visual.trunk, "set_input_size"):
+        visual.set_input_size(size)
+
+
+def _check_without_code(name: str, source: str) -> None:
+    """ValueError where the config of a Hugging Face model cannot be had, or only by running code that comes with it."""
+    try:
+        from transformers import AutoConfig
+
+        AutoConfig.from_pretrained(name, trust_remote_code=False)
+    except (ImportError, OSError, ValueError) as error:
+        raise ValueError(
+            f"--model {source}: the text tower {name} cannot be had ({str(error).splitlines()[0]}); put a folder with "
+            "its config.json into text_cfg.hf_model_name"
+        ) from error
+
+
+def _moving_norms(model: nn.Module) -> list[_BatchNorm]:
+    """Batch norms that keep running statistics."""
+    return [m for m in model.modules() if isinstance(m, _BatchNorm) and m.running_mean is not None]

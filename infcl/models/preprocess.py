@@ -1,0 +1,57 @@
+"""How an image becomes a tower's input: open_clip's preprocess_cfg, and the part of it that the device does."""
+
+from dataclasses import dataclass
+
+import torch
+
+# Of the data set that CLIP was trained on, for pixels in [0, 1]; what open_clip writes into preprocess_cfg.
+IMAGE_MEAN = (0.48145466, 0.4578275, 0.40821073)
+IMAGE_STD = (0.26862954, 0.26130258, 0.27577711)
+INTERPOLATIONS = ("bicubic", "bilinear", "random")
+RESIZE_MODES = ("shortest", "longest", "squash")
+
+
+@dataclass(frozen=True)
+class Preprocess:
+    """open_clip's preprocess_cfg.
+
+    Attributes:
+        mean, std: of pixels in [0, 1], per channel; applied on the device.
+        interpolation: bicubic, bilinear, or random (one of the two for each image in training, bicubic in evaluation).
+        resize_mode: what evaluation does with an image that is not square. shortest: resize the short side, take the
+            centre; longest: resize the long side, fill up with fill_color; squash: resize both.
+        fill_color: grey level, 0 to 255.
+
+    Raises:
+        ValueError: a value that is none of these.
+    """
+
+    mean: tuple[float, ...] = IMAGE_MEAN
+    std: tuple[float, ...] = IMAGE_STD
+    interpolation: str = "bicubic"
+    resize_mode: str = "shortest"
+    fill_color: int = 0
+
+    def __post_init__(self):
+        for name, value, choices in (
+            ("interpolation", self.interpolation, INTERPOLATIONS),
+            ("resize_mode", self.resize_mode, RESIZE_MODES),
+        ):
+            if value not in choices:
+                raise ValueError(f"preprocess_cfg.{name} {value!r} is not one of {', '.join(choices)}")
+        if len(self.mean) != 3 or len(self.std) != 3 or min(self.std) <= 0:
+            raise ValueError(f"preprocess_cfg: mean {self.mean} and std {self.std} need three numbers each, std > 0")
+
+
+def normalize_pixels(
+    images: torch.Tensor, dim: int = 1, *, mean: tuple[float, ...] = IMAGE_MEAN, std: tuple[float, ...] = IMAGE_STD
+) -> torch.Tensor:
+    """uint8 [m, 3, S, S], or with the channels at `dim` -> float32: (images / 255 - mean) / std, per channel.
+
+    The constants are Python numbers on purpose: a buffer would be cast along with the model (DeepSpeed's bf16 mode
+    rounds mean and std to 8 bits), and a tensor made here would be a synchronising copy to the device in every forward.
+    """
+    channels = [
+        images.select(dim, c).float().mul_(1 / (255 * std[c])).sub_(mean[c] / std[c]) for c in range(images.shape[dim])
+    ]
+    return torch.stack(channels, dim=dim)
