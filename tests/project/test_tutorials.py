@@ -1,4 +1,4 @@
-"""The tutorials run as they are shown: their Python and bash blocks, one after another, in a folder of the test."""
+"""The tutorials and the examples run as they are shown."""
 
 import json
 import os
@@ -7,8 +7,11 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 from tests.lib.checkout import ROOT
+from tests.lib.ranks import run_ranks
+from tests.lib.shown_commands import python_blocks
 
 # open_clip as the other tests import it: without torchvision where that does not fit the installed torch
 OPEN_CLIP = "from tests.lib.open_clip_stub import import_open_clip\nimport_open_clip()\n"
@@ -36,3 +39,34 @@ def test_the_tutorial_leads_from_images_to_open_clip(tmp_path):
     printed = run_page("docs/start/tutorial.md", tmp_path)
     assert json.loads((tmp_path / "result.jsonl").read_text())["metrics"]["top1"] > 0.5
     assert printed[-1].strip() == "red circle"
+
+
+def ddp_tutorial(rank: int, world_size: int) -> dict:
+    names: dict = {"__name__": "tutorial"}
+    exec(python_blocks()["docs/start/loss_in_ddp.md 0"], names)
+    torch.manual_seed(0)
+    batches = [(torch.randn(24, 32), torch.randn(24, 24)) for _ in range(5)]
+    torch.manual_seed(1)
+    return names["train"](rank, world_size, batches)
+
+
+def test_the_ddp_loop_of_the_tutorial_trains_as_one_process_on_the_complete_batch():
+    (one,), (two, also_two) = run_ranks(ddp_tutorial, 1), run_ranks(ddp_tutorial, 2)
+    for name, weight in one.items():
+        torch.testing.assert_close(two[name], weight, rtol=1e-5, atol=1e-6)
+        assert torch.equal(two[name], also_two[name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("script", "words"),
+    [("loss_in_ddp.py", "relative error"), ("resume_on_fewer_ranks.py", "then one")],
+    ids=lambda value: value.removesuffix(".py"),
+)
+def test_an_example_runs(script, words):
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    result = subprocess.run(
+        [sys.executable, ROOT / "examples" / script], capture_output=True, text=True, timeout=400, env=environment
+    )
+    assert result.returncode == 0, result.stderr[-4000:]
+    assert words in result.stdout
