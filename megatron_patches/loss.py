@@ -1,8 +1,8 @@
 """The loss over all ranks: tensor-parallel ranks hold the same features, so each takes 1 / T of the pairs.
 
-In: image and text features [b, D], equal on the T ranks of a tensor-parallel group. Out: the loss, equal there too, and
-by backward gradients [b, D] that are equal there. The ring of the inner loss runs over all W = T x D ranks with b / T
-pairs each, so nothing is computed twice.
+In: image features [b, D] and text features [b, D] or, of several texts per image, [t b, D], equal on the T ranks of a
+tensor-parallel group. Out: the loss, equal there too, and by backward gradients [b, D] that are equal there. The ring
+of the inner loss runs over all W = T x D ranks with b / T pairs each, so nothing is computed twice.
 
 Averages: the inner loss has gradients whose mean over its W ranks is the truth. Here the loss is the mean over the
 group of the inner ones, which hands 1 / T of the gradient to each; the gathered features' gradients, and the sum of the
@@ -18,6 +18,7 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from torch import nn
 
+from infcl.loss.captions import CaptionsLoss
 from infcl.loss.contrastive import ContrastiveLoss
 from infcl.loss.ring import RingExchange
 
@@ -30,7 +31,7 @@ class TensorParallelLoss(nn.Module):
     inner loss compares them: with fixed_shape in the first call only.
     """
 
-    def __init__(self, inner: ContrastiveLoss, tp_group: dist.ProcessGroup):
+    def __init__(self, inner: ContrastiveLoss | CaptionsLoss, tp_group: dist.ProcessGroup):
         super().__init__()
         self.inner, self.tp_group = inner, tp_group
         self._compared = False
@@ -41,6 +42,8 @@ class TensorParallelLoss(nn.Module):
         text_features: torch.Tensor,
         logit_scale: torch.Tensor,
         logit_bias: torch.Tensor | None = None,
+        *,
+        image_ids: torch.Tensor | None = None,
     ) -> torch.Tensor:
         size, rows = dist.get_world_size(self.tp_group), {"images": len(image_features), "texts": len(text_features)}
         if not (self.inner.fixed_shape and self._compared):  # a rank that refused alone would leave others in the ring
@@ -52,7 +55,9 @@ class TensorParallelLoss(nn.Module):
                 raise ValueError(f"{count} {what} do not divide among {size} tensor-parallel ranks")
         own = [scatter_to_sequence_parallel_region(x, group=self.tp_group) for x in (image_features, text_features)]
         scalars = [x if x is None else self._shared(x) for x in (logit_scale, logit_bias)]
-        return reduce_from_tensor_model_parallel_region(self.inner(*own, *scalars), group=self.tp_group) / size
+        ids = None if image_ids is None else image_ids.chunk(size)[dist.get_rank(self.tp_group)]
+        loss = self.inner(*own, *scalars, image_ids=ids)
+        return reduce_from_tensor_model_parallel_region(loss, group=self.tp_group) / size
 
     def _shared(self, scalar: torch.Tensor) -> torch.Tensor:
         return copy_to_tensor_model_parallel_region(scalar, group=self.tp_group)

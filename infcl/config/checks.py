@@ -9,6 +9,7 @@ from pathlib import Path
 from infcl.config.settings import AUGMENTATIONS, DEFAULT_PRESET, TrainConfig, option_of, shipped_preset
 
 POSITIVE = (
+    "captions_per_image",
     "accum_freq",
     "epochs",
     "lr",
@@ -200,6 +201,22 @@ def _check_memory_and_reports(config: TrainConfig) -> None:
 
 
 def _check_loss(config: TrainConfig) -> None:
+    by, count = config.duplicates_by, config.captions_per_image
+    if by not in ("image", "caption") and not (by.startswith("key:") and len(by) > 4):
+        raise ValueError(f"--duplicates-by {by} is none of image, caption and key:NAME")
+    if config.duplicates != "negative" and config.loss not in ("inf_cl", "siglip"):
+        raise ValueError(f"--duplicates {config.duplicates} is for --loss inf_cl and siglip, not {config.loss}")
+    if (count > 1 or config.negatives_key) and config.loss != "inf_cl":
+        raise ValueError(f"--captions-per-image {count} and --negatives-key are for --loss inf_cl, not {config.loss}")
+    if count > 1 and (config.duplicates == "mask" or (config.duplicates == "positive" and by == "caption")):
+        raise ValueError(
+            f"--captions-per-image {count} makes captions of one image its positives, which --duplicates "
+            f"{config.duplicates} --duplicates-by {by} contradicts: use positive by image or key:NAME, or negative"
+        )
+    asked = [("--duplicates", config.duplicates != "negative"), ("--negatives-key", config.negatives_key)]
+    asked.append(("--captions-per-image", count > 1))
+    if config.dataset_type == "synthetic" and (flags := [flag for flag, given in asked if given]):
+        raise ValueError(f"--dataset-type synthetic has nothing for {', '.join(flags)}")
     if config.loss in ("clip", "open_clip", "disco") and config.tile_dtype not in ("auto", "fp32"):
         raise ValueError(
             f"--tile-dtype {config.tile_dtype} is for --loss inf_cl and siglip: {config.loss} has no tiles and "

@@ -102,6 +102,24 @@ class TrainConfig:
     json_text_key_probs: list = _flag(
         [], "data", "draw the order of the --json-text-key keys by these weights", nargs="*", metavar="P", type=float
     )
+    captions_per_image: int = _flag(
+        1,
+        "data",
+        "captions drawn of an image that has several (a list in json, lines in txt); above 1: all are its positives, "
+        "and it is encoded once",
+    )
+    negatives_key: str | None = _flag(
+        None, "data", "hard-negative captions under this key of the json: one more text for the softmax of images"
+    )
+    duplicates: str = _flag(
+        "negative",
+        "loss",
+        "what other samples with the same image are to one: negatives, left out (mask), or positives",
+        choices=("negative", "mask", "positive"),
+    )
+    duplicates_by: str = _flag(
+        "image", "loss", "samples are the same by: image (its bytes), caption, or key:NAME (of the json)"
+    )
     csv_separator: str = _flag("\t", "data", "csv: between columns")
     csv_img_key: str = _flag("filepath", "data", "csv: the column of image paths")
     csv_caption_key: str = _flag("title", "data", "csv: the column of captions")
@@ -268,6 +286,11 @@ class TrainConfig:
     profile: int = _flag(0, "run", "profile n steps after 5 warm-up steps: a trace and a table in RUN/profile (0: off)")
     dry_run: bool = _flag(False, "run", "print the plan (batch, steps, data, parameters, memory) and exit")
     debug: bool = _flag(False, "run", "show tracebacks of configuration errors and debug logging")
+
+    @property
+    def texts_per_image(self) -> int:
+        """Texts that a step encodes with each image: its captions and its hard negative."""
+        return self.captions_per_image + (self.negatives_key is not None)
 
     def to_json(self) -> str:
         """The checkout's default preset is written as the flag's default: it is the same run from any folder. Another

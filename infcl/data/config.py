@@ -7,7 +7,7 @@ from typing import Any
 
 from infcl.config import TrainConfig, parse_factors
 from infcl.data.index import DEFAULT_KEYS, SampleKeys
-from infcl.data.samples import DEFAULT_LIMITS, ImageLimits
+from infcl.data.samples import DEFAULT_LIMITS, DEFAULT_TEXTS, ImageLimits, SampleTexts
 from infcl.data.storage import DEFAULT_STORAGE, StorageOptions
 from infcl.data.table import DEFAULT_COLUMNS, TableColumns
 
@@ -23,6 +23,7 @@ class DataConfig:
         keys: which members of a shard make a sample.
         columns: which columns of a table make a sample.
         limits: which images are rejected by their header.
+        texts: which texts of a sample are taken.
         aug: options of `TrainTransform`.
         num_samples: samples per epoch; fewer than all means a different random subset each epoch.
         upsampling_factors: one for each `::` part of urls, how often an epoch sees its samples (plan.py).
@@ -41,6 +42,7 @@ class DataConfig:
     keys: SampleKeys = DEFAULT_KEYS
     columns: TableColumns = DEFAULT_COLUMNS
     limits: ImageLimits = DEFAULT_LIMITS
+    texts: SampleTexts = DEFAULT_TEXTS
     aug: dict[str, Any] = field(default_factory=dict)
     num_samples: int | None = None
     upsampling_factors: Sequence[float] | None = None
@@ -60,6 +62,9 @@ class DataConfig:
         if self.reader == "streaming" and (self.dataset_type == "csv" or self.upsampling_factors is not None):
             raise ValueError("csv tables and upsampling factors need the indexed reader, not the streaming one")
 
+        if self.dataset_type == "csv" and self.texts.needs_json:
+            raise ValueError("csv tables have no json: --negatives-key and --duplicates-by key:NAME need shards")
+
     @classmethod
     def of(cls, config: TrainConfig) -> "DataConfig":
         """The settings that a run's flags give."""
@@ -71,6 +76,11 @@ class DataConfig:
             keys=SampleKeys(config.image_key, config.text_key, config.json_text_key, tuple(config.json_text_key_probs)),
             columns=columns_of(config),
             limits=limits_of(config, DEFAULT_LIMITS),
+            texts=SampleTexts(
+                config.captions_per_image,
+                config.negatives_key,
+                config.duplicates_by if config.duplicates != "negative" else None,
+            ),
             aug=config.aug_cfg,
             num_samples=config.train_num_samples,
             upsampling_factors=parse_factors(config.train_data_upsampling_factors),

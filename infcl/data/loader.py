@@ -6,9 +6,10 @@
     for micro_batches in loader:      # a list of M dicts per step, to the end of the epoch
         ...
 
-A micro-batch is {"images": uint8 [m, 3, S, S], "texts": int64 [m, L], "ids": int64 [m]}, in pinned memory where there
-is a GPU. `ids` are global sample numbers. The steps of an epoch are num_samples // global_batch_size; the samples that
-are left over (fewer than one global batch, different ones each epoch) are not read in that epoch.
+A micro-batch is {"images": uint8 [m, 3, S, S], "texts": int64 [m t, L], "ids": int64 [m]}, in pinned memory where there
+is a GPU, with "same_ids" int64 [m] where samples are compared (samples.SampleTexts, which also says what t is; by
+default 1). `ids` are global sample numbers. The steps of an epoch are num_samples // global_batch_size; the remaining
+samples (fewer than one global batch, different ones each epoch) are not read in that epoch.
 
 With the default reader, what a rank gets at (epoch, step) is a pure function of the seed, the shards and the batch
 sizes: not of workers, not of where the run was resumed; and the global batch does not depend on the number of ranks.
@@ -260,7 +261,7 @@ class TrainLoader(StepLoader):
         seed: int,
     ):
         transform = TrainTransform(image_size, **data.aug)
-        decoder = SampleDecoder(tokenizer, transform, seed=seed, keys=data.keys, limits=data.limits)
+        decoder = SampleDecoder(tokenizer, transform, seed=seed, keys=data.keys, limits=data.limits, texts=data.texts)
         source: Source
         if data.reader == "streaming":
             source = StreamingSource(data, decoder, share)
@@ -284,4 +285,4 @@ def _collection(data: DataConfig, share: Share) -> Collection:
         rank=share.reader,
         world_size=share.readers,
     )
-    return ShardReader(manifest, data.keys, storage=data.storage)
+    return ShardReader(manifest, data.keys, storage=data.storage, needs_json=data.texts.needs_json)

@@ -40,7 +40,8 @@ class ShardReader:
     """Global sample numbers -> records. Holds at most `max_open` open files and maps; nothing else grows.
 
     A read that fails is tried again (storage.retry). A shard that still cannot be read, or was replaced since it was
-    indexed, gives records with a `fault`, and is left alone for a while before it is tried again.
+    indexed, gives records with a `fault`, and is left alone for a while before it is tried again. needs_json: the json
+    member is read beside the text member.
     """
 
     def __init__(
@@ -50,9 +51,10 @@ class ShardReader:
         *,
         storage: StorageOptions = DEFAULT_STORAGE,
         max_open: int | None = None,
+        needs_json: bool = False,
     ):
         remote = any(is_remote(shard.path) for shard in manifest.shards)  # a server sees every worker of every rank
-        self.manifest, self.keys, self.storage = manifest, keys, storage
+        self.manifest, self.keys, self.storage, self.needs_json = manifest, keys, storage, needs_json
         self.max_open = max_open or (_OPEN_CONNECTIONS if remote else _OPEN_FILES)
         self._open: OrderedDict[int, tuple[ShardFile, np.ndarray]] = OrderedDict()  # shard -> (file, members)
         self._faults: dict[int, tuple[float, ShardFault]] = {}  # shard -> (until when, why)
@@ -163,7 +165,8 @@ class ShardReader:
         absent = (ABSENT, ABSENT)
         use_json = self.keys.json_text is not None or row[2] == ABSENT
         text = absent if use_json else (row[2], min(row[3], MAX_CAPTION_BYTES + 1))
-        return [(row[0], row[1]) if images else absent, text, (row[4], row[5]) if use_json else absent]
+        json = (row[4], row[5]) if use_json or self.needs_json else absent
+        return [(row[0], row[1]) if images else absent, text, json]
 
     def _file(self, i: int) -> tuple[ShardFile, np.ndarray]:
         if i in self._open:

@@ -6,6 +6,7 @@ image:   uint8 [H, W, 3], RGB. JPEG by simplejpeg (libjpeg-turbo, strict), every
          are checked before anything is decoded.
 caption: str, at most 4 KB. The text member; where there is none, or where `SampleKeys.json_text` asks for it, the json
          member. Bytes that are not UTF-8 are replaced and noted; a caption without a letter or digit is a bad sample.
+         Lines of a text member, and a list in json, are several captions: K of them are drawn (`SampleTexts`).
 then:    a transform (transforms.py) -> uint8 [3, S, S]; normalisation happens on the device.
 
 Bytes are only ever parsed as an image, as text or as JSON. Nothing is unpickled or evaluated.
@@ -13,12 +14,13 @@ Bytes are only ever parsed as an image, as text or as JSON. Nothing is unpickled
 
 import codecs
 import contextlib
+import hashlib
 import io
 import json
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -43,6 +45,7 @@ _TO_UPRIGHT = dict(zip(range(2, 9), [(0, True), (2, False), (2, True), (3, True)
 _BAND_PIXELS = 1 << 20  # composited at a time
 _TRANSFORM_STREAM = 0  # of `draw`; replacements of bad samples use streams 1, 2, ...
 _CAPTION_STREAM = 1 << 33
+_CHOICE_STREAM, _NEGATIVE_STREAM = (1 << 33) + 1, (1 << 33) + 2  # which of several captions, of hard negatives
 
 # What comes with a micro-batch: {"skipped": [(cause, shard, message), ...], "noted": [cause, ...]}
 ReadLog = dict[str, list]
@@ -86,8 +89,8 @@ def decode_record(
     limits: ImageLimits = DEFAULT_LIMITS,
     random: np.ndarray | None = None,
     shrink: Callable[[int, int], int] | None = None,
-) -> tuple[np.ndarray, str, list[str]]:
-    """(image uint8 [H, W, 3], caption, notes). Notes name what was tolerated. Raises BadSample.
+) -> tuple[np.ndarray, list[str], list[str]]:
+    """(image uint8 [H, W, 3], captions, notes). Notes name what was tolerated. Raises BadSample.
 
     `random`, float64 [json keys] in [0, 1), is needed where `keys` has json_probs. shrink: see `decode_image`.
     """
@@ -95,8 +98,8 @@ def decode_record(
         raise BadSample(record.fault.cause, str(record.fault))
     if record.image is None:
         raise BadSample("no_image")
-    caption, notes = decode_caption(record, keys, random)
-    return decode_image(record.image, limits, shrink), caption, notes
+    captions, notes = decode_captions(record, keys, random)
+    return decode_image(record.image, limits, shrink), captions, notes
 
 
 def decode_caption(
@@ -105,28 +108,63 @@ def decode_caption(
     random: np.ndarray | None = None,
     max_bytes: int = MAX_CAPTION_BYTES,
 ) -> tuple[str, list[str]]:
-    """(caption, notes). Raises BadSample."""
-    notes = []
-    if record.text is not None and keys.json_text is None:
-        raw = record.text
-    elif record.json is not None:
-        raw = _json_caption(parse_json(record.json), keys, random).encode("utf-8", "replace")  # lone surrogate: '?'
-    else:
-        raise BadSample("no_caption")
-    if len(raw) > max_bytes:
-        notes.append("caption_cut")
-    # An incremental decoder drops a character that the cut has split, instead of replacing it.
-    decoder = codecs.getincrementaldecoder("utf-8")("replace")
-    caption = decoder.decode(raw[:max_bytes], final=len(raw) <= max_bytes)
-    if "\ufffd" in caption:
-        notes.append("caption_not_utf8")
-    if not any(character.isalnum() for character in caption):
+    """(caption, notes): the whole text member, or the first text of the json member. Raises BadSample."""
+    notes: list[str] = []
+    caption = _decode_text(_raw_captions(record, keys, random)[0], max_bytes, notes)
+    if not _is_caption(caption):
         raise BadSample("empty_caption")
     return caption, notes
 
 
-def _json_caption(values: dict[str, Any], keys: SampleKeys, random: np.ndarray | None) -> str:
-    """The first text under the keys, in their order or in a drawn one."""
+def decode_captions(
+    record: Record, keys: SampleKeys = DEFAULT_KEYS, random: np.ndarray | None = None
+) -> tuple[list[str], list[str]]:
+    """(captions, notes): the lines of the text member, or the list in the json member. Raises BadSample for none.
+
+    A text member with one line that is a caption is one caption, as it is.
+    """
+    notes: list[str] = []
+    texts = [_decode_text(raw, MAX_CAPTION_BYTES, notes) for raw in _raw_captions(record, keys, random)]
+    if record.text is not None and keys.json_text is None:
+        lines = [line for line in texts[0].split("\n") if _is_caption(line)]
+        texts = lines if len(lines) > 1 else texts
+    captions = [text for text in texts if _is_caption(text)]
+    if not captions:
+        raise BadSample("empty_caption")
+    return captions, notes
+
+
+def _raw_captions(record: Record, keys: SampleKeys, random: np.ndarray | None) -> list[bytes]:
+    if record.text is not None and keys.json_text is None:
+        return [record.text]
+    if record.json is None:
+        raise BadSample("no_caption")
+    captions = _json_captions(parse_json(record.json), keys, random)
+    return [caption.encode("utf-8", "replace") for caption in captions]  # lone surrogate: '?'
+
+
+def _decode_text(raw: bytes, max_bytes: int, notes: list[str]) -> str:
+    if len(raw) > max_bytes:
+        notes.append("caption_cut")
+    # An incremental decoder drops a character that the cut has split, instead of replacing it.
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    text = decoder.decode(raw[:max_bytes], final=len(raw) <= max_bytes)
+    if "\ufffd" in text:
+        notes.append("caption_not_utf8")
+    return text
+
+
+def _is_caption(text: str) -> bool:
+    return any(character.isalnum() for character in text)
+
+
+def _texts_in(value: Any) -> list[str]:
+    """A JSON string, or the strings in a JSON list."""
+    return [text for text in (value if isinstance(value, list) else [value]) if isinstance(text, str)]
+
+
+def _json_captions(values: dict[str, Any], keys: SampleKeys, random: np.ndarray | None) -> list[str]:
+    """The first text, or list of texts, under the keys, in their order or in a drawn one."""
     names = keys.json_keys
     if keys.json_probs:
         assert random is not None, "keys with probabilities need a draw"
@@ -134,14 +172,14 @@ def _json_caption(values: dict[str, Any], keys: SampleKeys, random: np.ndarray |
         # exponential waiting times put the keys in an order drawn without replacement (Efraimidis and Spirakis 2006)
         waits = [-math.log1p(-u) / w if w else math.inf for u, w in zip(random.tolist(), weights)]
         names = [name for _, _, name in sorted(zip(waits, range(len(names)), names))]
-    texts = [values[name] for name in names if isinstance(values.get(name), str)]
-    if not texts:
+    found = [texts for name in names if (texts := _texts_in(values.get(name)))]
+    if not found:
         there = ", ".join(name[:30] for name, value in list(values.items())[:9] if isinstance(value, str)) or "none"
         others = {name: type(values[name]).__name__ for name in names if name in values}
-        found = "".join(f" (a JSON {kind} is under {name!r})" for name, kind in others.items())
+        but = "".join(f" (a JSON {kind} is under {name!r})" for name, kind in others.items())
         wanted = keys.json_text or "caption"
-        raise BadSample("no_caption", f"json has no text under {wanted!r}{found}; texts: {there} (--json-text-key)")
-    return next((text for text in texts if text.strip()), texts[0])
+        raise BadSample("no_caption", f"json has no text under {wanted!r}{but}; texts: {there} (--json-text-key)")
+    return next((texts for texts in found if any(text.strip() for text in texts)), found[0])
 
 
 def parse_json(data: bytes) -> dict[str, Any]:
@@ -276,8 +314,44 @@ def _rgb(image: "Image.Image") -> np.ndarray:
     return np.array(image.convert("RGB"))
 
 
+@dataclass(frozen=True)
+class SampleTexts:
+    """Which texts of a sample a run takes, and what makes two samples the same.
+
+    captions: K, drawn of those that a sample has; all and some again where it has fewer.
+    negatives: key of the json whose text, or one drawn of its list, follows the captions as a hard negative.
+    same: "image" or "caption" (equal bytes), or "key:NAME" (equal values in the json); None: nothing is compared.
+    """
+
+    captions: int = 1
+    negatives: str | None = None
+    same: str | None = None
+
+    @property
+    def count(self) -> int:
+        """Texts of each image."""
+        return self.captions + (self.negatives is not None)
+
+    @property
+    def needs_json(self) -> bool:
+        return self.negatives is not None or (self.same or "").startswith("key:")
+
+
+DEFAULT_TEXTS = SampleTexts()
+
+
+class DecodedSample(NamedTuple):
+    image: torch.Tensor  # uint8 [3, S, S]
+    texts: list[str]  # the captions, then the hard negative
+    same: int  # the id of SampleTexts.same, at least 0
+
+
 class SampleDecoder:
-    """Records -> one micro-batch {"images" uint8 [m, 3, S, S], "texts" int64 [m, L], "ids" int64 [m]} and its log."""
+    """Records -> one micro-batch and its log.
+
+    {"images" uint8 [m, 3, S, S], "texts" int64 [m t, L], "ids" int64 [m]}, with "same_ids" int64 [m] where
+    `SampleTexts.same` is given; t = SampleTexts.count, an image's texts are neighbours.
+    """
 
     def __init__(
         self,
@@ -287,15 +361,17 @@ class SampleDecoder:
         seed: int,
         keys: SampleKeys,
         limits: ImageLimits,
+        texts: SampleTexts = DEFAULT_TEXTS,
     ):
         self.tokenizer, self.transform, self.seed, self.keys, self.limits = tokenizer, transform, seed, keys, limits
+        self.texts = texts
 
     def batch_bytes(self, size: int) -> int:
         """The memory of a micro-batch of `size` samples."""
-        return size * (3 * self.transform.image_size**2 + 8 * self.tokenizer.context_length + 8)
+        return size * (3 * self.transform.image_size**2 + 8 * self.texts.count * self.tokenizer.context_length + 16)
 
-    def decode(self, record: Record, epoch: int, position: int, log: ReadLog) -> tuple[torch.Tensor, str]:
-        """(uint8 [3, S, S], caption); the crop is a function of (seed, epoch, position). Raises BadSample."""
+    def decode(self, record: Record, epoch: int, position: int, log: ReadLog) -> DecodedSample:
+        """The sample; what is drawn is a function of (seed, epoch, position). Raises BadSample."""
         choice = None
         if self.keys.json_probs:
             raw = draw(self.seed, epoch, position, stream=_CAPTION_STREAM, count=len(self.keys.json_keys))
@@ -305,12 +381,52 @@ class SampleDecoder:
         def shrink(height: int, width: int) -> int:
             return self.transform.shrink(height, width, random)
 
-        image, caption, notes = decode_record(record, keys=self.keys, limits=self.limits, random=choice, shrink=shrink)
-        log["noted"].extend(notes)
-        return self.transform(image, random), caption
+        def some(texts: list[str], count: int, stream: int) -> list[str]:
+            if len(texts) == 1:
+                return texts * count
+            order = np.argsort(draw(self.seed, epoch, position, stream=stream, count=len(texts)), kind="stable")
+            return [texts[order[i % len(texts)]] for i in range(count)]
 
-    def batch(self, samples: list[tuple[torch.Tensor, str]], ids: list[int], log: ReadLog) -> dict[str, Any]:
+        image, captions, notes = decode_record(record, keys=self.keys, limits=self.limits, random=choice, shrink=shrink)
+        texts = some(captions, self.texts.captions, _CHOICE_STREAM)
+        values = _json_of(record) if self.texts.needs_json else {}
+        same = _same_id(self.texts.same, record.image or b"", texts[0], values)
+        if self.texts.negatives is not None:
+            texts += some(_negatives(values, self.texts.negatives), 1, _NEGATIVE_STREAM)
+        log["noted"].extend(notes)
+        return DecodedSample(self.transform(image, random), texts, same)
+
+    def batch(self, samples: list[DecodedSample], ids: list[int], log: ReadLog) -> dict[str, Any]:
         before = self.tokenizer.truncated
-        texts = self.tokenizer([caption for _, caption in samples])
+        texts = self.tokenizer([text for sample in samples for text in sample.texts])
         log["noted"].extend(["caption_truncated"] * (self.tokenizer.truncated - before))
-        return {"images": stack([pixels for pixels, _ in samples]), "texts": texts, "ids": torch.tensor(ids)}
+        batch = {"images": stack([sample.image for sample in samples]), "texts": texts, "ids": torch.tensor(ids)}
+        return batch | ({"same_ids": torch.tensor([sample.same for sample in samples])} if self.texts.same else {})
+
+
+def _json_of(record: Record) -> dict[str, Any]:
+    if record.json is None:
+        raise BadSample("no_json", "the json member is missing")
+    return parse_json(record.json)
+
+
+def _negatives(values: dict[str, Any], key: str) -> list[str]:
+    texts = [
+        _decode_text(text.encode("utf-8", "replace"), MAX_CAPTION_BYTES, []) for text in _texts_in(values.get(key))
+    ]
+    if not (usable := [text for text in texts if _is_caption(text)]):
+        raise BadSample("no_negative", f"json has no text under {key!r} (--negatives-key)")
+    return usable
+
+
+def _same_id(same: str | None, image: bytes, caption: str, values: dict[str, Any]) -> int:
+    """63 bits of a hash. Two different ones of a billion are equal with probability 0.05."""
+    if same is None:
+        return 0
+    if same.startswith("key:"):
+        if (value := values.get(same[4:])) is None:
+            raise BadSample("no_key", f"json has nothing under {same[4:]!r} (--duplicates-by)")
+        data = json.dumps(value, sort_keys=True).encode()
+    else:
+        data = image if same == "image" else " ".join(caption.split()).encode("utf-8", "replace")
+    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "big") >> 1

@@ -4,6 +4,6 @@ inf_cl       public function -> autograd.Function -> ring_forward, ring_backward
 gradients    the backward's trip around the ring, shared by all tiled losses
 ring, links  how blocks travel
 inputs       options, checks and operands of a call; duplicates: ids of samples
-siglip, info_nce, nt_xent    the other tiled losses; dense: baselines that hold the logits
+siglip, info_nce, nt_xent, captions    the other tiled losses; dense: baselines that hold the logits
 modules      drop-ins for open_clip's; contrastive: pick a loss by name
 """

@@ -60,6 +60,8 @@ def load_of_run(
     """
     share, ranks = config.tensor_parallel_size, batch.dp_size * config.tensor_parallel_size
     on_host = ranks_of_host or ranks
+    # several texts of an image take the memory of one that is as much longer
+    cfg = with_overrides(cfg, context_length=cfg.text_cfg.context_length * config.texts_per_image)
     parameters, trainable = (sum(column) // share for column in zip(*counts.values()))
     blocks, trunks = trained_blocks(config, cfg), kept_trunks(config, cfg)
     replays_pixels = not trunks["image"] and not (config.lock_image and config.lock_image_unlocked_groups == 0)

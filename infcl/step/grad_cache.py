@@ -64,7 +64,8 @@ def grad_cache_step(
 
     micro_batches    M of them, asked for by index: 0 ... M - 1, then 0 ... M - R - 1
     encode           micro-batch -> Features, through the engine, in train mode
-    loss             (image_features [b, D], text_features [b, D], scale [1], bias [1] or None) -> [] f32, obeying law 1
+    loss             (image_features [b, D], text_features [t b, D], scale [1], bias [1] or None) -> [] f32, obeying law
+                     1; t texts of each image, which are neighbours
     backward         (surrogate, is_last); exactly one call per encode with a graph
     seeds            one per micro-batch
     scalar_values    Features -> {"logit_scale": [1] f32, ...} when the parameters that the forward returned are rounded
@@ -72,7 +73,7 @@ def grad_cache_step(
     on_phase         told "encode", "loss", "replay" when each begins
     resident         how many micro-batches keep their graphs from pass 1; all of them where it is M or more
     encode_again     (micro-batch, kept, first) -> Features: `encode` in pass 2, where it need not do all again. kept:
-                     what pass 1 returned as "..._trunk", [b, ...], of which the micro-batch's rows begin at `first`;
+                     what pass 1 returned as "..._trunk", [b, ...] or [t b, ...]; first: the micro-batch's first image;
                      features without a gradient may be missing
     """
     num_micro_batches = len(micro_batches)
@@ -89,7 +90,7 @@ def grad_cache_step(
     outputs += graphs
 
     on_phase("loss")
-    features = {name: torch.cat([output[name].detach() for output in outputs]) for name in SIDES}  # [b, D] each
+    features = {name: torch.cat([output[name].detach() for output in outputs]) for name in SIDES}  # [b, D], [t b, D]
     scalars: Features = {
         name: outputs[-1][name].detach() for name in ("logit_scale", "logit_bias") if name in outputs[-1]
     }
@@ -101,27 +102,31 @@ def grad_cache_step(
     finite_rows = {name: value.isfinite().all(dim=1) for name, value in features.items()}
 
     on_phase("replay")
-    first, last = 0, len(features["image_features"])  # rows whose gradients are still to be sent back
+    first, last = 0, len(features["image_features"])  # images whose gradients are still to be sent back
+    each = {name: len(value) // last for name, value in features.items()}  # rows of an image: 1, t
     del features
     order = [*reversed(range(num_cached, num_micro_batches)), *range(num_cached)]
     for index in order:
         if graphs:
             output = graphs.pop()
-            begin = last = last - _rows(output)
+            begin = last = last - _images(output, each)
         else:
             again = encode if encode_again is None else partial(encode_again, kept=kept, first=first)
             output = _encode_seeded(again, micro_batches[index], seeds[index])
-            begin, first = first, first + _rows(output)
-        own = slice(begin, begin + _rows(output))
-        surrogate: Any = sum((output[name] * grads[name][own]).sum() for name in SIDES if name in output)
+            begin, first = first, first + _images(output, each)
+        surrogate: Any = sum(
+            (output[name] * grads[name][begin * each[name] :][: len(output[name])]).sum()
+            for name in SIDES
+            if name in output
+        )
         surrogate = surrogate + sum((output[name] * (grads[name] / num_micro_batches)).sum() for name in scalars)
         del output
         backward(surrogate, first == last)
     return StepOutput(loss_value, scalars["logit_scale"], finite_rows, order)
 
 
-def _rows(output: Features) -> int:
-    return next(len(output[name]) for name in SIDES if name in output)
+def _images(output: Features, each: dict[str, int]) -> int:
+    return next(len(output[name]) // each[name] for name in SIDES if name in output)
 
 
 def _encode_seeded(encode: Callable[[Any], Features], micro_batch: Any, seed: int) -> Features:

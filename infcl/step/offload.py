@@ -68,6 +68,7 @@ class PixelCache:
         self.tokens: list[dict[str, torch.Tensor]] = []
         self.places = [0, 0]  # of this step's texts: that are computed, that there are
         self.ids: list[torch.Tensor] = []
+        self.same_ids: list[torch.Tensor] = []
         self.checksums: dict[int, torch.Tensor] = {}
         self.differs: dict[int, torch.Tensor] = {}
         self.waited = 0.0  # seconds of this step that the host waited for the loader, or another part's
@@ -118,6 +119,8 @@ class PixelCache:
     def _read_first(self, index: int) -> torch.Tensor:
         batch, self.first = self.first or self._next(), None
         self.ids.append(batch["ids"].clone())
+        if "same_ids" in batch:
+            self.same_ids.append(batch["same_ids"].clone())
         if index < len(self.kept):
             self.kept[index].copy_(batch["images"], non_blocking=self.kept.is_cuda)
             images = self.copies(self.kept[index])

@@ -28,6 +28,7 @@ from infcl.data.tokenizer import Tokenizer
 from infcl.evaluate.tasks import RetrievalTask, ZeroShotTask
 from infcl.evaluate.validation import ValidationLoss
 from infcl.kernels import select_tile
+from infcl.loss.captions import CaptionsLoss
 from infcl.loss.contrastive import ContrastiveLoss
 from infcl.models.build import build_towers
 from infcl.models.captions import why_unpackable
@@ -222,16 +223,21 @@ def build_loss(spec: RunSpec, parallel: Parallel) -> nn.Module:
     config = spec.flags
     select_tile(torch.empty(0, device=parallel.device), tile=config.tile)
     group = parallel.dp_group if parallel.tp_group is None else dist.group.WORLD
-    loss = ContrastiveLoss(
-        config.loss,
-        group=group,
-        tile=config.tile,
-        tile_dtype=spec.tile_dtype,
-        ring=config.ring,
-        ranks_per_node=parallel.ranks_per_node,
-        ring_overlap=config.ring_overlap,
-        fixed_shape=True,
-    )
+    options: dict[str, Any] = {
+        "group": group,
+        "tile": config.tile,
+        "tile_dtype": spec.tile_dtype,
+        "ring": config.ring,
+        "ranks_per_node": parallel.ranks_per_node,
+        "ring_overlap": config.ring_overlap,
+        "duplicates": config.duplicates,
+        "fixed_shape": True,
+    }
+    loss: ContrastiveLoss | CaptionsLoss
+    if config.texts_per_image > 1:
+        loss = CaptionsLoss(captions=config.captions_per_image, **options)
+    else:
+        loss = ContrastiveLoss(config.loss, **options)
     if parallel.tp_group is None:
         return loss
     from megatron_patches.loss import TensorParallelLoss

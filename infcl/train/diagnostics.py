@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 
 from infcl.models.clip import CLIP
@@ -60,9 +61,10 @@ class SampledLoss:
     def __init__(self, loss: Callable[..., torch.Tensor], rows: int):
         self.loss, self.rows = loss, min(rows, MAX_SAMPLE_ROWS)
 
-    def __call__(self, image_features, text_features, logit_scale, logit_bias=None) -> torch.Tensor:
-        self.values = micro_batch_metrics(image_features[: self.rows], text_features[: self.rows], logit_scale)
-        return self.loss(image_features, text_features, logit_scale, logit_bias)
+    def __call__(self, image_features, text_features, logit_scale, logit_bias=None, **ids) -> torch.Tensor:
+        first_texts = text_features[:: len(text_features) // len(image_features)]  # of several of each image
+        self.values = micro_batch_metrics(image_features[: self.rows], first_texts[: self.rows], logit_scale)
+        return self.loss(image_features, text_features, logit_scale, logit_bias, **ids)
 
 
 @torch.no_grad()
@@ -81,6 +83,14 @@ def micro_batch_metrics(
     accuracy = ((own > others.amax(1)).float().mean() + (own > others.amax(0)).float().mean()) / 2
     labels = torch.arange(len(logits), device=logits.device)
     return torch.stack([F.cross_entropy(logits, labels), F.cross_entropy(logits.T, labels), accuracy])
+
+
+def share_of_duplicates(ids: torch.Tensor, group: dist.ProcessGroup) -> float:
+    """The share of the global batch's samples whose id another one has too. ids: int64 [b]. Collective."""
+    everyone = [torch.empty_like(ids) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(everyone, ids, group=group)
+    counts = torch.cat(everyone).unique(return_counts=True)[1]
+    return 1 - int((counts == 1).sum()) / int(counts.sum())
 
 
 def trained_shares(model: Any) -> dict[str, float]:

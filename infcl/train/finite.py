@@ -51,6 +51,7 @@ class FiniteWatch:
         sizes = [len(numbers) for numbers in ids]
         for tower in _TOWERS:
             wrong = ~output.finite_rows[f"{tower}_features"].cpu()
+            wrong = wrong.view(sum(sizes), -1).any(1)  # a sample may have several texts
             for index, (rows, numbers) in enumerate(zip(wrong.split(sizes), ids)):
                 if rows.any():
                     samples = numbers[rows].tolist()

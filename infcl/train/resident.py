@@ -43,7 +43,7 @@ def resident_micro_batches(
         return min(int(asked), batch.num_micro_batches)
     if batch.num_micro_batches == 1 or not _measures(spec):
         return 1
-    captions = longest(model_config.text_cfg, batch.micro_batch_size)
+    captions = longest(model_config.text_cfg, batch.micro_batch_size * spec.flags.texts_per_image)
     texts = texts_for_model(model_config.text_cfg, pack=spec.packs_captions)(captions)
     graph = _graph_bytes(engine, texts, batch.micro_batch_size, model_config, parallel.device)
     room = _free_bytes(parallel.device) - _needed_bytes(spec, engine, model_config, parallel, graph)

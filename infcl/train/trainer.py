@@ -30,7 +30,7 @@ from infcl.step.pixels import build_pixel_cache
 from infcl.train.account import opening, summary_of
 from infcl.train.build import Inputs, build_loader, build_loss, build_tasks, model_and_sources, split_model
 from infcl.train.compile import prepare_blocks
-from infcl.train.diagnostics import SampledLoss, trained_shares, utilisation
+from infcl.train.diagnostics import SampledLoss, share_of_duplicates, trained_shares, utilisation
 from infcl.train.finite import Diverged, FiniteWatch, findings_of_all
 from infcl.train.metrics import MetricsWriter, PhaseTimer, peak_memory_mb
 from infcl.train.profiler import StepProfiler
@@ -174,7 +174,7 @@ class Trainer:
         output = grad_cache_step(
             self.pixels,
             encode=self._encode,
-            loss=self.sampled_loss,
+            loss=self._loss,
             backward=self._backward,
             seeds=[
                 micro_batch_seed(self.config.seed, self.step, index, self.parallel.dp_rank)
@@ -203,6 +203,7 @@ class Trainer:
         )
         seconds, text_share = time.perf_counter() - started, self.pixels.text_share
         self.train_seconds += seconds
+        same = self._same_ids()
         self.metrics.step(
             self.step,
             self.samples_seen,
@@ -212,7 +213,10 @@ class Trainer:
                 "lr": lr,
                 "grad_norm": self.engine.grad_norm(),
                 "samples_per_second": self.batch.global_batch_size / seconds,
-                "mfu": self.mfu(self.batch.global_batch_size / self.parallel.world_size / seconds, text_share),
+                "mfu": self.mfu(
+                    self.batch.global_batch_size / self.parallel.world_size / seconds,
+                    text_share * self.config.texts_per_image,
+                ),
                 "text_share": text_share,
                 "data_wait": self.pixels.waited / seconds,
                 "peak_memory_mb": peak_memory_mb(self.parallel.device),
@@ -225,7 +229,8 @@ class Trainer:
             | dict(zip(self.sampled_loss.names, sampled))
             | dict(zip(("grad_norm_image", "grad_norm_text"), tower_norms.tolist()))
             | {f"seconds_{name}": value for name, value in phases.items()}
-            | of_ranks,
+            | of_ranks
+            | ({} if same is None else {"duplicate_share": share_of_duplicates(same, self.parallel.dp_group)}),
         )
         if slow_host:
             self.metrics.say(slow_host)
@@ -264,6 +269,14 @@ class Trainer:
                 f"  {shown}"
             )
 
+    def _loss(self, *features: torch.Tensor) -> torch.Tensor:
+        return self.sampled_loss(*features, image_ids=self._same_ids())
+
+    def _same_ids(self) -> torch.Tensor | None:
+        """int64 [b], equal for samples that are the same; None where they are not compared."""
+        own = [join_parts(self.parallel, ids.to(self.parallel.device)) for ids in self.pixels.same_ids]
+        return torch.cat(own) if own else None
+
     def _encode(self, micro_batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         return self.engine.encode(**micro_batch)
 
@@ -273,12 +286,16 @@ class Trainer:
         """`_encode` of the towers that have gradients, from the trunks that pass 1 kept where those have none."""
         frozen, others = self.engine.module.frozen, dict(micro_batch)
         images, texts = others.pop("images"), others.pop("texts")
-        rows = slice(first, first + num_texts(micro_batch))
+        each, count = self.config.texts_per_image, num_texts(micro_batch)
+        rows = {
+            "image_trunk": slice(first, first + count // each),
+            "text_trunk": slice(first * each, first * each + count),
+        }
         return self.engine.encode(
             images=None if frozen["image"] or "image_trunk" in kept else images,
             texts=None if frozen["text"] else texts,
             **others,
-            **{name: trunk[rows] for name, trunk in kept.items()},
+            **{name: trunk[rows[name]] for name, trunk in kept.items()},
         )
 
     def _backward(self, surrogate: torch.Tensor, is_last: bool) -> None:

@@ -230,7 +230,7 @@ def test_damage_to_a_tar_costs_only_the_samples_that_it_touches_many(case, tmp_p
 def test_any_bytes_are_a_caption_or_a_bad_sample(caption):
     for record in (Record(_PNG, caption, None, ""), Record(_PNG, None, caption, "")):
         try:
-            _, text, _ = decode_record(record)
+            _, (text,), _ = decode_record(record)
         except BadSample as bad:
             assert bad.cause in ("empty_caption", "no_caption", "bad_json")
         else:

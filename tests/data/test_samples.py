@@ -221,7 +221,7 @@ def test_malformed_captions_are_repaired_and_noted():
 
 
 def test_a_bad_json_beside_a_good_text_is_no_fault():
-    image, caption, notes = decode_record(record(encode(picture(0)), b"a text", b"{broken"))
+    image, (caption,), notes = decode_record(record(encode(picture(0)), b"a text", b"{broken"))
     assert caption == "a text" and notes == [] and image.shape == (20, 24, 3)
 
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from infcl.loss.captions import captions_loss
 from infcl.loss.contrastive import LOSSES
 from tests.lib.ranks import refused, run_ranks
 from tests.lib.tensor_parallel import LAYOUTS, layout
@@ -68,6 +69,38 @@ def test_gradients_average_over_the_data_parallel_group_to_the_whole_ones(size, 
         group = results[copy * size : (copy + 1) * size]
         assert all(torch.equal(a, b) for other in group[1:] for a, b in zip(other[1], group[0][1]))
         assert all(other[0] == group[0][0] and other[2] == [ROWS // size] for other in group)
+
+
+def captions_of(rank, world_size, size):
+    """-> (loss of several captions and a hard negative of each image, ids shared out; gradients of own rows)."""
+    from infcl.loss.captions import CaptionsLoss
+    from megatron_patches.loss import TensorParallelLoss
+
+    parallel = layout(size)
+    inner = CaptionsLoss(captions=2, duplicates="positive", group=torch.distributed.group.WORLD)
+    leaves, ids = captions_batch(world_size // size)
+    own = [side.chunk(world_size // size)[parallel.dp_rank].clone().requires_grad_() for side in leaves]
+    value = TensorParallelLoss(inner, parallel.tp_group)(*own, SCALE, image_ids=ids.split(ROWS)[parallel.dp_rank])
+    value.backward()
+    return value.item(), [leaf.grad for leaf in own]
+
+
+def captions_batch(copies: int):
+    images, texts = features(3 * copies)
+    return [images[: copies * ROWS], texts], torch.arange(copies * ROWS) % 5
+
+
+def test_captions_and_ids_are_shared_out_with_their_images():
+    size, copies = 2, 2
+    leaves, ids = captions_batch(copies)
+    whole_ones = [side.clone().requires_grad_() for side in leaves]
+    loss = captions_loss(*whole_ones, SCALE, captions=2, image_ids=ids, duplicates="positive")
+    loss.backward()
+    leaders = run_ranks(captions_of, size * copies, size)[::size]
+    assert sum(value for value, _ in leaders) / copies == pytest.approx(loss.item(), rel=1e-12)
+    for index, expected in enumerate(whole_ones):
+        got = torch.cat([gradients[index] for _, gradients in leaders]) / copies
+        assert torch.allclose(got, expected.grad, rtol=1e-10, atol=1e-14)
 
 
 def refusals(rank, world_size, rows):

@@ -1,0 +1,123 @@
+"""Softmax loss of images that have several captions each, and hard-negative captions.
+
+In: image features [b, D] and text features [t b, D] of this rank: K captions of each image, then its t - K hard
+negatives. Out: the loss, and by backward the gradients. With g = global image, h = global text:
+
+    logits = scale * all_images @ all_texts.T                                  # never formed
+    images: mean over g of lse_h(logits[g]) - mean over its K captions of logits[g, h]
+    texts:  mean over captions h of lse_g(logits[:, h]) - logits[its image, h]
+    loss = (images + texts) / 2
+
+Hard negatives are columns of the images' softmax alone. With K = 1 and no hard negatives, it is `inf_cl_loss`. Images
+with an equal id are masked or further positives of both directions, as there (loss/duplicates).
+Cost: two passes of `info_nce_loss`, b x t b and K b x b products and their trips around the ring.
+Source: SupCon, arXiv 2004.11362, Eq. 2 (several positives); NegCLIP, arXiv 2210.01936 (hard-negative captions).
+"""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from infcl.loss.info_nce import info_nce_loss
+from infcl.loss.inputs import RingOptions
+
+
+def captions_loss(
+    image_features: Tensor,
+    text_features: Tensor,
+    logit_scale: Tensor | float,
+    *,
+    captions: int = 1,
+    group: dist.ProcessGroup | None = None,
+    image_ids: Tensor | None = None,
+    duplicates: str = "negative",
+    **options,
+) -> Tensor:
+    """Compute the loss above.
+
+    Args:
+        image_features, text_features: [b, D] and [t b, D]; the texts of an image are neighbours, its captions first.
+        captions: K, at most t.
+        image_ids: int64 [b], at least 0, equal for images that are the same.
+        duplicates: what captions and images of other samples with an equal id are; "mask" needs K = 1.
+        logit_scale, group, **options: as of `info_nce_loss`.
+
+    Returns:
+        0-dim, float32 or wider.
+
+    Raises:
+        ValueError: for texts that are not t of each image with t >= K, or ids without meaning.
+    """
+    images, device = len(image_features), image_features.device
+    each, rest = divmod(len(text_features), max(1, images))
+    if rest or not 1 <= captions <= each:
+        raise ValueError(f"{len(text_features)} texts are not {captions} or more of each of {images} images")
+    if captions > 1 and duplicates == "mask":
+        raise ValueError(f"duplicates='mask' leaves out all but one of the {captions} captions of an image")
+    if duplicates != "negative" and (image_ids is None or image_ids.shape != (images,)):
+        raise ValueError(f"duplicates={duplicates!r} needs image_ids [{images}]")
+    texts = text_features.unflatten(0, (images, each))
+    own, negatives = texts[:, :captions].flatten(0, 1), texts[:, captions:].flatten(0, 1)
+    number = torch.arange(images, device=device) + images * (0 if group is None else dist.get_rank(group))
+    ids = number if image_ids is None or duplicates == "negative" else image_ids.to(device)
+    of_negatives = -1 - torch.arange(len(negatives), device=device) - len(negatives) * number[:1]  # nobody else's
+    of_texts = torch.cat([ids.repeat_interleave(captions), of_negatives])
+    first = torch.arange(images, device=device)
+    options["group"] = group
+    of_images = info_nce_loss(
+        image_features,
+        torch.cat([own, negatives]),
+        first * captions,
+        logit_scale,
+        document_ids=of_texts,
+        duplicates="positive" if captions > 1 else duplicates,
+        **options,
+    )
+    of_captions = info_nce_loss(
+        own,
+        image_features,
+        first.repeat_interleave(captions),
+        logit_scale,
+        document_ids=ids,
+        duplicates=duplicates,
+        **options,
+    )
+    return (of_images + of_captions) / 2
+
+
+class CaptionsLoss(nn.Module):
+    """`captions_loss`, called like `ContrastiveLoss`; a bias cancels in both softmaxes.
+
+    fixed_shape: as of ContrastiveLoss: ranks are compared in the first call only.
+    """
+
+    def __init__(
+        self,
+        *,
+        captions: int,
+        group: dist.ProcessGroup | None = None,
+        duplicates: str = "negative",
+        fixed_shape: bool = False,
+        **options,
+    ):
+        super().__init__()
+        RingOptions(**options)  # TypeError for an unknown one
+        self.captions, self.group, self.duplicates, self.fixed_shape = captions, group, duplicates, fixed_shape
+        self.options, self._compared = options, False
+
+    def forward(
+        self,
+        image_features: Tensor,
+        text_features: Tensor,
+        logit_scale: Tensor | float,
+        logit_bias: Tensor | float | None = None,
+        *,
+        image_ids: Tensor | None = None,
+    ) -> Tensor:
+        options = {**self.options, "captions": self.captions, "group": self.group, "duplicates": self.duplicates}
+        if self.fixed_shape:
+            options["compare_ranks"] = not self._compared
+        with torch.autocast(image_features.device.type, enabled=False):
+            loss = captions_loss(image_features, text_features, logit_scale, image_ids=image_ids, **options)
+        self._compared = True
+        return loss

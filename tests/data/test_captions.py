@@ -1,0 +1,97 @@
+"""Several captions of an image, hard negatives, and ids of samples that are the same."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from infcl.data.index import DEFAULT_KEYS, SampleKeys
+from infcl.data.records import Record
+from infcl.data.samples import BadSample, SampleTexts, decode_captions
+from tests.lib.shard_files import encode, picture, write_tar
+from tests.lib.small_loader import small_loader
+
+CAPTIONS = [f"picture number {i}" for i in range(5)]
+
+
+def members(i: int, captions: list[str], **values) -> list[tuple[str, bytes]]:
+    data = {"caption": captions, **values}
+    return [(f"{i:04d}.png", encode(picture(i))), (f"{i:04d}.json", json.dumps(data).encode())]
+
+
+@pytest.fixture
+def shards(tmp_path):
+    """Twelve images of three different pictures, with 1, 3 or 5 captions in json."""
+    samples = [members(i % 3, CAPTIONS[: 1 + 2 * (i % 3)], hard=["number", "json"], group=i // 4) for i in range(12)]
+    renamed = [(f"{i:02d}{name[4:]}", data) for i, sample in enumerate(samples) for name, data in sample]
+    write_tar(tmp_path / "0.tar", renamed)
+    return str(tmp_path)
+
+
+def epoch(loader) -> list[dict[str, torch.Tensor]]:
+    return [batch for step in loader for batch in step]
+
+
+def test_lines_of_a_text_and_a_list_in_json_are_captions(tmp_path):
+    def of(text: bytes | None, metadata: dict | None = None, keys: SampleKeys = DEFAULT_KEYS) -> list[str]:
+        return decode_captions(Record(None, text, json.dumps(metadata or {}).encode(), "here"), keys)[0]
+
+    assert of(b"a cat\r\n\n?!\na dog\n") == ["a cat\r", "a dog"]
+    assert of(b"a cat\n") == ["a cat\n"]  # one caption, as it always was
+    assert of(None, {"caption": ["a", " ", 3, "b"]}) == ["a", "b"]
+    assert of(b"x", {"long": [], "short": "b"}, SampleKeys(json_text="long;short")) == ["b"]
+    for text, metadata, cause in ((b" \n?", None, "empty_caption"), (None, {"caption": [3]}, "no_caption")):
+        with pytest.raises(BadSample) as caught:
+            of(text, metadata)
+        assert caught.value.cause == cause
+
+
+def test_captions_are_drawn_by_the_plan_and_a_resume_draws_the_same(shards, tokenizer):
+    options = {"texts": SampleTexts(captions=3), "micro_batch_size": 2}
+    loader = small_loader(shards, tokenizer, **options)
+    first, second = epoch(loader), epoch(loader)
+    known = {tuple(row) for row in tokenizer(CAPTIONS).tolist()}
+    for batch in first:
+        assert batch["texts"].shape == (6, 12) and batch["images"].shape[0] == 2
+        for sample, texts in zip(batch["ids"].tolist(), batch["texts"].view(2, 3, -1).tolist()):
+            drawn = {tuple(row) for row in texts}
+            assert drawn <= known and len(drawn) == min(3, 1 + 2 * (sample % 3))
+    assert any(not torch.equal(a["texts"], b["texts"]) for a, b in zip(first, second))
+    resumed = small_loader(shards, tokenizer, workers=1, **options)
+    resumed.set_position(1, 2)
+    for wanted, got in zip(second[2:], epoch(resumed), strict=True):
+        assert all(torch.equal(wanted[name], got[name]) for name in wanted)
+
+
+def test_a_hard_negative_follows_the_captions_of_its_image(shards, tokenizer):
+    texts = SampleTexts(captions=2, negatives="hard")
+    batches = epoch(small_loader(shards, tokenizer, texts=texts, micro_batch_size=3))
+    rows = torch.cat([batch["texts"].view(3, 3, -1)[:, 2] for batch in batches])
+    assert {tuple(row) for row in rows.tolist()} == {tuple(row) for row in tokenizer(["number", "json"]).tolist()}
+    loader = small_loader(shards, tokenizer, texts=SampleTexts(negatives="gone"), max_bad_fraction=1.0)
+    with pytest.raises(RuntimeError, match="no_negative: .*json has no text under 'gone'"):
+        epoch(loader)
+
+
+@pytest.mark.parametrize("same, classes", [("image", 3), ("key:group", 3), ("caption", 1)])
+def test_samples_that_are_the_same_have_one_id(shards, tokenizer, same, classes):
+    keys = SampleKeys(json_text="first") if same == "caption" else SampleKeys()
+    if same == "caption":
+        write_tar(Path(shards) / "0.tar", [m for i in range(12) for m in members(i, [], first="one  caption")])
+    batches = epoch(small_loader(shards, tokenizer, keys=keys, texts=SampleTexts(same=same), micro_batch_size=4))
+    of = {int(n): int(same_id) for batch in batches for n, same_id in zip(batch["ids"], batch["same_ids"])}
+    assert len(of) == 12 and len(set(of.values())) == classes and min(of.values()) >= 0
+    if same != "caption":
+        group = {n: n % 3 if same == "image" else n // 4 for n in of}
+        assert all((of[a] == of[b]) == (group[a] == group[b]) for a in of for b in of)
+    plain = small_loader(shards, tokenizer, keys=keys, micro_batch_size=4)
+    assert "same_ids" not in epoch(plain)[0]
+
+
+def test_a_sample_without_the_key_is_skipped_and_counted(shards, tokenizer):
+    loader = small_loader(shards, tokenizer, texts=SampleTexts(same="key:gone"), max_bad_fraction=1.0)
+    with pytest.raises(RuntimeError, match="no_key: .*json has nothing under 'gone'"):
+        epoch(loader)
+    with pytest.raises(ValueError, match="csv tables have no json"):
+        small_loader("t.csv", tokenizer, dataset_type="csv", texts=SampleTexts(same="key:x"))

@@ -1,0 +1,100 @@
+"""Duplicates, several captions of an image and hard negatives: the trainer's curve does not depend on the split."""
+
+import json
+
+import pytest
+
+from infcl.config import TrainConfig, parse_args
+from infcl.report.records import read_metrics
+from tests.lib.ranks import run_ranks
+from tests.lib.shard_files import encode, picture, write_tar
+from tests.lib.small_loader import caption_tokenizer
+
+CASES = {
+    "duplicates": {"duplicates": "positive"},
+    "mask by key": {"duplicates": "mask", "duplicates_by": "key:group"},
+    "siglip": {"duplicates": "mask", "loss": "siglip"},
+    "captions": {"captions_per_image": 2},
+    "all": {"captions_per_image": 3, "negatives_key": "hard", "duplicates": "positive", "pack_captions": "on"},
+}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    """48 samples of 20 pictures with one to three captions."""
+    folder = tmp_path_factory.mktemp("pairs")
+    members = []
+    for i in range(48):
+        captions = [f"picture number {i} {word}" for word in ("from", "json", "picture")[: 1 + i % 3]]
+        values = {"caption": captions, "hard": [f"number picture {i}", f"json {i}"], "group": i // 3}
+        members += [(f"{i:02d}.png", encode(picture(i % 20))), (f"{i:02d}.json", json.dumps(values).encode())]
+    write_tar(folder / "shards" / "0.tar", members)
+    caption_tokenizer(folder)
+    return folder
+
+
+def fit(rank, world_size, config: TrainConfig):
+    from infcl.checkpoint.run_folder import claim_run_folder
+    from infcl.parallel import init_parallel
+    from infcl.train.build import resolve_inputs
+    from infcl.train.trainer import Trainer
+
+    parallel = init_parallel("cpu")
+    trainer = Trainer(resolve_inputs(config, parallel), parallel, claim_run_folder(config, parallel))
+    trainer.fit()
+    return None if rank else read_metrics(trainer.run.metrics, "train")
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_curve_does_not_depend_on_how_the_batch_is_split(data, tmp_path, case):
+    curves = []
+    splits = ((1, 24, 1, "1"), (1, 8, 3, "2"), (2, 6, 2, "1"))  # ranks, micro-batch, micro-batches, cached graphs
+    for number, (ranks, size, count, resident) in enumerate(splits):
+        config = TrainConfig(
+            train_data=str(data / "shards"),
+            tokenizer=str(data / "x.model"),
+            model="demo",
+            workers=0,
+            batch_size=size,
+            accum_freq=count,
+            resident_micro_batches=resident,
+            pixel_cache_gb="0",
+            steps=4,
+            lr=1e-3,
+            warmup=1,
+            logs=str(tmp_path),
+            name=str(number),
+            save_frequency=0,
+            precision="fp32",
+            report_to="none",
+            **CASES[case],
+        )
+        records = run_ranks(fit, ranks, config, timeout=200)[0]
+        names = ["loss", "grad_norm", *(["duplicate_share"] if config.duplicates != "negative" else [])]
+        curves.append([record[name] for record in records for name in names])
+        assert ("duplicate_share" in records[0]) == (config.duplicates != "negative")
+    assert len(curves[0]) >= 8 and all(curve == pytest.approx(curves[0], rel=1e-3) for curve in curves[1:])
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--duplicates-by", "pixels"], "--duplicates-by pixels is none of image, caption and key:NAME"),
+        (["--duplicates", "mask", "--loss", "disco"], "--duplicates mask is for --loss inf_cl and siglip, not disco"),
+        (
+            ["--captions-per-image", "2", "--loss", "siglip"],
+            "--captions-per-image 2 and --negatives-key are for",
+        ),
+        (["--captions-per-image", "2", "--duplicates", "mask"], "captions of one image its positives, which"),
+        (["--captions-per-image", "0"], "--captions-per-image 0 must be greater than 0"),
+    ],
+)
+def test_flags_that_contradict_each_other_are_refused(flags, message):
+    with pytest.raises(ValueError, match=message):
+        parse_args(["--train-data", "a/{0..3}.tar", "--tokenizer", __file__, *flags])
+
+
+def test_synthetic_data_has_no_ids_or_captions_to_choose_from():
+    synthetic = ["--dataset-type", "synthetic", "--train-num-samples", "64"]
+    with pytest.raises(ValueError, match="--dataset-type synthetic has nothing for --duplicates, --negatives-key"):
+        parse_args([*synthetic, "--duplicates", "mask", "--negatives-key", "hard"])
