@@ -42,7 +42,14 @@ def compiled_backward(
 ) -> CompiledKernel:
     """The kernel that forms dS; single: with one exponential for both directions; kinds of ids, if positive ones."""
     constants: dict[str, bool | float] = {"SIGMOID": sigmoid, "MASKED": masked, "EDGE": edge, "SINGLE": single}
-    constants |= {"SHARED": itemsize == 2, "GAIN": 1.0, "SUMMED": True, "GROUPED": kinds, "POSITIVE": positive}
+    constants |= {
+        "SHARED": itemsize == 2,
+        "GAIN": 1.0,
+        "SUMMED": True,
+        "GROUPED": kinds,
+        "POSITIVE": positive,
+        "HALVES": sigmoid or kinds > 0,
+    }
     return _compiled(triton_backward._d_logits_kernel, triton_backward._LAUNCH[itemsize], itemsize, constants)
 
 
@@ -52,7 +59,11 @@ def _compiled(kernel, launch: dict, itemsize: int, constants: dict) -> CompiledK
     constants = constants | {name: value for name, value in launch.items() if name not in _OPTIONS}
     constants |= {"DIM": 768, "PRECISION": "ieee"}
     m, n, k = (launch[name] for name in ("BLOCK_M", "BLOCK_N", "BLOCK_K"))
-    blocks = {"rows_desc": (m, k), "columns_desc": (n, k), "d_logits_desc": (m, n)}
+    blocks = {
+        "rows_desc": (m, k),
+        "columns_desc": (n, k),
+        "d_logits_desc": (m, n // 2 if constants.get("HALVES") else n),
+    }
     signature = {}
     for name in kernel.arg_names:
         if name in constants:

@@ -99,23 +99,13 @@ def sigmoid_forward(
     masked: bool,
     workspace_bytes: int,
     groups: Groups | None = None,
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Per row the sum over columns of the losses of pairs and of dS, both [r] in float32 or wider.
-
-    `-logsigmoid(-(logits + bias)).sum(1), dS.sum(1)`, and the entries masked of `logits + bias` or None.
-    Positives of `groups` have the loss `-logsigmoid(logits + bias)`.
-    """
-    row_loss = rows.new_zeros(len(rows), dtype=_accumulator_like(rows))
-    row_slope = torch.zeros_like(row_loss)
-    matched = row_loss.new_empty(min(len(rows), len(columns))) if masked else None
+) -> Tensor:
+    """`-logsigmoid(-(logits + bias)).sum()`, float32 or wider; of positives of `groups` -logsigmoid(logits + bias)."""
+    loss = rows.new_zeros((), dtype=_accumulator_like(rows))
     for chunk in _chunks(rows, columns, workspace_bytes):
         logits = chunk.row_features @ chunk.column_features.T * scale + bias
-        if matched is not None:
-            matched[chunk.pairs] = chunk.diagonal_of(logits)
-        losses, d_logits = _sigmoid_terms(chunk, logits, masked, groups)
-        row_loss[chunk.rows] += losses.sum(1)
-        row_slope[chunk.rows] += d_logits.sum(1)
-    return row_loss, row_slope, matched
+        loss += _sigmoid_terms(chunk, logits, masked, groups)[0].sum()
+    return loss
 
 
 def sigmoid_gradients(

@@ -2,10 +2,10 @@
 
 In: features, their statistics over the whole batch. Out: dS @ columns, dS.T @ rows and <dS, rows @ columns.T> (the
 scale's gradient), added to float32 accumulators.
-dS is formed for one chunk at a time, [chunk, chunk] in the operands' type in a bounded workspace, by a fused matrix
-product whose epilogue works in float32 and rounds once; the library's matrix products then multiply it with the
-features. For D >= 512 that beats keeping a [128, D] float32 accumulator on the chip. The scale's gradient is summed
-before the rounding: what matched pairs and others give it nearly cancels where a training has got somewhere.
+dS is formed for one chunk at a time, [chunk, chunk] in the operands' type in a bounded workspace, by a fused matmul
+whose epilogue works in float32 and rounds once; cuBLAS then multiplies it with the features. For D >= 512 that beats
+keeping a [128, D] float32 accumulator on the chip. The scale's gradient is summed before the rounding: what matched
+pairs and others add to it nearly cancels once training has progressed.
 
 One exponential serves both directions where the LSE lie within 80 (in log2) of each other:
 
@@ -15,6 +15,8 @@ With m in their middle no factor overflows, and a first exponential that underfl
 2^-46. Otherwise, or where the LSE are so large that the logits' own rounding matters, two clamped exponentials serve.
 Which it is, is known on the GPU only: both kernels are launched, and one of them returns at once. (As two branches of
 one kernel they share its registers, and the first becomes a tenth slower.)
+
+A sigmoid and ids need more registers: such a tile is finished in two halves, or it would spill (benchmarks.registers).
 
 dS lies within [0, 1] and is about 1/B on average, where float16 has no precision left for large batches B: it is
 stored times 2^15 there, which costs nothing and is exact.
@@ -72,8 +74,6 @@ def softmax_backward(
     if col_lse is None:
         col_lse, count = torch.full_like(columns[:, 0], math.inf, dtype=row_lse.dtype), 2
         shift = middle(row_lse, row_lse)
-        if groups is not None and groups.positive:
-            groups = groups._replace(column_weights=torch.zeros_like(col_lse))
     else:
         shift = middle(row_lse, col_lse)
     sums = _accumulate(
@@ -134,6 +134,7 @@ def _accumulate(
     elements, processors = workspace_bytes // rows.dtype.itemsize, multiprocessors(rows.device)
     height, width = chunk_shape(len(rows), len(columns), rows.shape[1], elements, processors)
     workspace = rows.new_empty(height, width)
+    halves = row_lse is None or groups is not None
     sums = rows.new_zeros(3, processors, dtype=torch.float64)
     with _float32_products(tf32) if rows.dtype == torch.float32 else nullcontext():
         for i in range(0, len(rows), height):
@@ -144,21 +145,22 @@ def _accumulate(
                 d_logits = workspace[:num_rows, :num_columns]
                 tiles = ceil_div(num_rows, launch["BLOCK_M"]) * ceil_div(num_columns, launch["BLOCK_N"])
                 some = None if groups is None else groups.part(row_slice, column_slice)
-                weights = (None, None) if some is None else (some.row_weights, some.column_weights)
+                row_dues, col_dues = _dues(some, scale)
                 for single in (True,) if row_lse is None else (True, False):
                     _d_logits_kernel[(min(tiles, processors),)](
                         TensorDescriptor.from_tensor(row_operand[row_slice], [launch["BLOCK_M"], launch["BLOCK_K"]]),
                         TensorDescriptor.from_tensor(
                             column_operand[column_slice], [launch["BLOCK_N"], launch["BLOCK_K"]]
                         ),
-                        TensorDescriptor.from_tensor(d_logits, [launch["BLOCK_M"], launch["BLOCK_N"]]),
+                        TensorDescriptor.from_tensor(d_logits, [launch["BLOCK_M"], launch["BLOCK_N"] // (1 + halves)]),
                         scale,
                         shift,
                         scale if row_lse is None else row_lse[row_slice],
                         scale if col_lse is None else col_lse[column_slice],
                         sums,
                         *ids_of(some, scale),
-                        *(scale if w is None else w for w in weights),
+                        row_dues,
+                        col_dues,
                         num_rows,
                         num_columns,
                         i - j,
@@ -173,6 +175,7 @@ def _accumulate(
                         SUMMED=summed,
                         GROUPED=0 if groups is None else len(groups.rows),
                         POSITIVE=some is not None and some.positive,
+                        HALVES=halves,
                         **launch,
                     )
                 if d_rows is not None:
@@ -180,6 +183,22 @@ def _accumulate(
                 if d_columns is not None:
                     _add_product(d_columns[column_slice], d_logits.T, rows[row_slice], 1 / gain)
     return sums.sum(1)
+
+
+def _dues(groups: Groups | None, placeholder: Tensor) -> tuple[Tensor, Tensor]:
+    """How much less dS of positives is by row and, of two kinds of ids, by column.
+
+    Entries of one kind of id have as many positives by row as by column. Of the rows alone the result counts twice.
+    """
+    if groups is None or groups.row_weights is None:
+        return placeholder, placeholder
+    if groups.column_weights is None:
+        return groups.row_weights / 2, placeholder
+    return (
+        (groups.row_weights, placeholder)
+        if len(groups.rows) == 1
+        else (groups.row_weights / 2, groups.column_weights / 2)
+    )
 
 
 @triton.jit(do_not_specialize=["row_stride", "col_stride", "num_rows", "num_columns", "offset", "programs"])
@@ -196,8 +215,8 @@ def _d_logits_kernel(
     row_stride,  # elements between kinds of ids
     col_ids_ptr,  # i32 [GROUPED, c], read
     col_stride,
-    row_weights_ptr,  # f32 [r], read if POSITIVE unless SIGMOID
-    col_weights_ptr,  # f32 [c], read if POSITIVE unless SIGMOID
+    row_dues_ptr,  # f32 [r], read if POSITIVE unless SIGMOID: dS at a positive is so much less
+    col_dues_ptr,  # f32 [c], and so much, read if GROUPED is 2
     num_rows,
     num_columns,
     offset,  # entry (i, i + offset) is masked
@@ -216,6 +235,7 @@ def _d_logits_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     GROUP: tl.constexpr,
+    HALVES: tl.constexpr,  # a tile is finished in two halves
     PRECISION: tl.constexpr,
 ):
     """`((logits - row_lse).exp() + (logits - col_lse).exp()) / 2` or `sigmoid(logits + bias)`, corrected by groups.
@@ -246,60 +266,72 @@ def _d_logits_kernel(
             b = columns_desc.load([first_column, k])
             logits = tl.dot(a, b.T, logits, input_precision=PRECISION)
         rows = first_row + tl.arange(0, BLOCK_M)
-        columns = first_column + tl.arange(0, BLOCK_N)
-        if GROUPED > 0:
-            same = same_ids(
-                row_ids_ptr, row_stride, col_ids_ptr, col_stride, rows, columns, num_rows, num_columns, GROUPED
-            )
-        if SIGMOID:
-            signed = logits * scale2 + shift * LOG2E  # in log2
-            if POSITIVE:
-                signed = tl.where(same, -signed, signed)
-            small = tl.exp2(-tl.abs(signed))  # in (0, 1]
-            losses = tl.maximum(signed, 0.0) * LN2 + log1p(small)
-            d_logits = tl.where(signed >= 0, 1.0, small) / (1.0 + small)
-            if GROUPED > 0:
-                if POSITIVE:
-                    d_logits = tl.where(same, -d_logits, d_logits)
-                else:
-                    losses = tl.where(same, 0.0, losses)
+        if HALVES:  # one after another, where the epilogue of all would not fit into the registers
+            parts = tl.split(tl.permute(tl.reshape(logits, [BLOCK_M, 2, BLOCK_N // 2]), [0, 2, 1]))
         else:
-            row_lse = tl.load(row_lse_ptr + rows, mask=rows < num_rows, other=0.0) * LOG2E
-            col_lse = tl.load(col_lse_ptr + columns, mask=columns < num_columns, other=0.0) * LOG2E
-            if SINGLE:
-                row_factor = 0.5 * tl.exp2(row_lse - shift)
-                col_factor = tl.exp2(shift - col_lse)
-                d_logits = exp2(logits * scale2 - row_lse[:, None], SHARED)
-                d_logits *= 0.5 + row_factor[:, None] * col_factor[None, :]
-            else:
-                d_logits = 0.5 * tl.exp2(tl.minimum(logits * scale2 - row_lse[:, None], 0.0))
-                d_logits += 0.5 * tl.exp2(tl.minimum(logits * scale2 - col_lse[None, :], 0.0))
-        if GROUPED > 0:
-            if not POSITIVE:
-                d_logits = tl.where(same, 0.0, d_logits)
-            elif not SIGMOID:
-                row_due = tl.load(row_weights_ptr + rows, mask=rows < num_rows, other=0.0)
-                col_due = tl.load(col_weights_ptr + columns, mask=columns < num_columns, other=0.0)
-                d_logits = tl.where(same, d_logits - 0.5 * (row_due[:, None] + col_due[None, :]), d_logits)
-        if EDGE:  # logits are zero past the edges, which may be far above an LSE
-            if (first_row + BLOCK_M > num_rows) | (first_column + BLOCK_N > num_columns):
-                inside = (rows < num_rows)[:, None] & (columns < num_columns)[None, :]
-                d_logits = tl.where(inside, d_logits, 0.0)
-                if SIGMOID:
-                    losses = tl.where(inside, losses, 0.0)
-        if MASKED:
-            away = first_column - first_row - offset
-            if (away > -BLOCK_N) & (away < BLOCK_M):
-                own = tl.arange(0, BLOCK_M)[:, None] == away + tl.arange(0, BLOCK_N)[None, :]
-                d_logits = tl.where(own, 0.0, d_logits)
-                if SIGMOID:
-                    losses = tl.where(own, 0.0, losses)
-        if SUMMED:
-            inner += _sum_per_thread(d_logits * logits)
+            parts = (logits,)
+        WIDTH: tl.constexpr = BLOCK_N // (2 if HALVES else 1)
+        for half in tl.static_range(2 if HALVES else 1):
+            logits = parts[half]
+            left = first_column + half * WIDTH
+            columns = left + tl.arange(0, WIDTH)
             if SIGMOID:
-                loss_sums += _sum_per_thread(losses)
-                slope_sums += _sum_per_thread(d_logits)
-        d_logits_desc.store([first_row, first_column], (d_logits * GAIN).to(d_logits_desc.dtype))
+                signed = logits * scale2 + shift * LOG2E  # in log2
+                if GROUPED > 0:
+                    same = same_ids(
+                        row_ids_ptr, row_stride, col_ids_ptr, col_stride, rows, columns, num_rows, num_columns, GROUPED
+                    )
+                    signed = tl.where(same, -signed if POSITIVE else float("-inf"), signed)
+                small = tl.exp2(-tl.abs(signed))  # in (0, 1]
+                losses = tl.maximum(signed, 0.0) * LN2 + log1p(small)
+                d_logits = tl.where(signed >= 0, 1.0, small) / (1.0 + small)
+                if POSITIVE:
+                    same = same_ids(
+                        row_ids_ptr, row_stride, col_ids_ptr, col_stride, rows, columns, num_rows, num_columns, GROUPED
+                    )
+                    d_logits = tl.where(same, -d_logits, d_logits)
+            else:
+                row_lse = tl.load(row_lse_ptr + rows, mask=rows < num_rows, other=0.0) * LOG2E
+                col_lse = tl.load(col_lse_ptr + columns, mask=columns < num_columns, other=0.0) * LOG2E
+                if SINGLE:
+                    row_factor = 0.5 * tl.exp2(row_lse - shift)
+                    col_factor = tl.exp2(shift - col_lse)
+                    d_logits = exp2(logits * scale2 - row_lse[:, None], SHARED)
+                    d_logits *= 0.5 + row_factor[:, None] * col_factor[None, :]
+                else:
+                    d_logits = 0.5 * tl.exp2(tl.minimum(logits * scale2 - row_lse[:, None], 0.0))
+                    d_logits += 0.5 * tl.exp2(tl.minimum(logits * scale2 - col_lse[None, :], 0.0))
+                if GROUPED > 0:
+                    same = same_ids(
+                        row_ids_ptr, row_stride, col_ids_ptr, col_stride, rows, columns, num_rows, num_columns, GROUPED
+                    )
+                    if POSITIVE:
+                        due = tl.load(row_dues_ptr + rows, mask=rows < num_rows, other=0.0)[:, None]
+                        if GROUPED == 2:
+                            col_due = tl.load(col_dues_ptr + columns, mask=columns < num_columns, other=0.0)
+                            due += col_due[None, :]
+                        d_logits = tl.where(same, d_logits - due, d_logits)
+                    else:  # not within the LSE: the exponential may have overflowed
+                        d_logits = tl.where(same, 0.0, d_logits)
+            if EDGE:  # logits are zero past the edges, which may be far above an LSE
+                if (first_row + BLOCK_M > num_rows) | (left + WIDTH > num_columns):
+                    inside = (rows < num_rows)[:, None] & (columns < num_columns)[None, :]
+                    d_logits = tl.where(inside, d_logits, 0.0)
+                    if SIGMOID:
+                        losses = tl.where(inside, losses, 0.0)
+            if MASKED:
+                away = left - first_row - offset
+                if (away > -WIDTH) & (away < BLOCK_M):
+                    own = tl.arange(0, BLOCK_M)[:, None] == away + tl.arange(0, WIDTH)[None, :]
+                    d_logits = tl.where(own, 0.0, d_logits)
+                    if SIGMOID:
+                        losses = tl.where(own, 0.0, losses)
+            if SUMMED:
+                inner += _sum_per_thread(d_logits * logits)
+                if SIGMOID:
+                    loss_sums += _sum_per_thread(losses)
+                    slope_sums += _sum_per_thread(d_logits)
+            d_logits_desc.store([first_row, left], (d_logits * GAIN).to(d_logits_desc.dtype))
     if SUMMED:
         sum_ptr = sums_ptr + tl.program_id(0)
         _add_sum(sum_ptr, inner)
@@ -335,7 +367,7 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor, factor: float) -> N
 
 @contextmanager
 def _float32_products(tf32: bool) -> Iterator[None]:
-    """The library's float32 products in the tile's precision, whatever the process has set."""
+    """Run cuBLAS's float32 matmuls in the tile's precision, whatever the process has set."""
     before = torch.backends.cuda.matmul.fp32_precision
     torch.backends.cuda.matmul.fp32_precision = "tf32" if tf32 else "ieee"
     try:

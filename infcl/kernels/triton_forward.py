@@ -5,7 +5,7 @@ in registers only; what is written is one partial sum per row and column block, 
 
     logits = scale * rows @ columns.T                                               # [r, c], never formed
     softmax: exp2(log2(e) * logits - reference) summed over rows and over columns
-    sigmoid: softplus(logits + bias) and sigmoid(logits + bias) summed over columns
+    sigmoid: softplus(logits + bias) summed over columns
 
 One exponential serves rows and columns because both are taken against one reference. The reference comes from the
 Cauchy-Schwarz bound on the logits, 96 below it: sums cannot overflow, and a sum of at least 2^-76 has lost nothing to
@@ -24,7 +24,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from infcl.kernels.groups import Groups
 from infcl.kernels.shapes import ceil_div, row_splits
-from infcl.kernels.triton_groups import ids_of, same_ids
+from infcl.kernels.triton_groups import ids_of, same_ids, same_kind
 from infcl.kernels.triton_launch import aligned, launch_options, multiprocessors, walked_dim
 from infcl.kernels.triton_repair import repair
 from infcl.kernels.triton_statistics import LOG2E, finish, reference, squares
@@ -67,14 +67,12 @@ def sigmoid_forward(
     workspace_bytes: int,
     groups: Groups | None = None,
     tf32: bool = False,
-) -> tuple[Tensor, Tensor, Tensor | None]:
+) -> Tensor:
     """As torch_tile.sigmoid_forward."""
-    sums = _tile_sums(
+    losses, _ = _tile_sums(
         rows, columns, scale, bias, workspace_bytes, tf32=tf32, sigmoid=True, masked=masked, groups=groups
     )
-    row_loss, row_slope = (part.sum(0) for part in sums)
-    matched = squares(rows, columns, scale)[2][: min(len(rows), len(columns))] + bias if masked else None
-    return row_loss, row_slope, matched
+    return losses.sum()
 
 
 def _tile_sums(
@@ -89,7 +87,7 @@ def _tile_sums(
     masked: bool,
     groups: Groups | None,
 ) -> tuple[Tensor, Tensor]:
-    """Partial sums over the tiles: softmax, of rows [m, r] and of columns [n, c]; sigmoid, two of rows [m, r].
+    """Partial sums over the tiles: of rows [m, r], and for the softmax of columns [n, c].
 
     Columns are walked in chunks whose partial sums [column blocks, r] fit the workspace; m is the number of column
     blocks or, where there are several chunks, of chunks.
@@ -98,12 +96,11 @@ def _tile_sums(
     row_operand, column_operand = aligned(rows), aligned(columns)
     num_rows, num_columns = len(rows), len(columns)
     row_tiles, column_tiles = ceil_div(num_rows, launch["BLOCK_M"]), ceil_div(num_columns, launch["BLOCK_N"])
-    kinds = 2 if sigmoid else 1
-    chunk_tiles = max(1, min(column_tiles, workspace_bytes // (4 * num_rows * kinds)))
+    chunk_tiles = max(1, min(column_tiles, workspace_bytes // (4 * num_rows)))
     chunks = ceil_div(column_tiles, chunk_tiles)
     splits = row_splits(row_tiles, chunk_tiles, multiprocessors(rows.device))
-    partials = list(rows.new_empty(kinds, chunk_tiles, num_rows, dtype=torch.float32))
-    chunk_sums = list(rows.new_empty(kinds, chunks, num_rows, dtype=torch.float32)) if chunks > 1 else []
+    row_partial = rows.new_empty(chunk_tiles, num_rows, dtype=torch.float32)
+    chunk_sums = rows.new_empty(chunks, num_rows, dtype=torch.float32) if chunks > 1 else None
     col_partial = rows.new_empty(0 if sigmoid else splits, num_columns, dtype=torch.float32)
     rows_desc = TensorDescriptor.from_tensor(row_operand, [launch["BLOCK_M"], launch["BLOCK_K"]])
     columns_desc = TensorDescriptor.from_tensor(column_operand, [launch["BLOCK_N"], launch["BLOCK_K"]])
@@ -114,8 +111,7 @@ def _tile_sums(
             columns_desc,
             scale,
             shift,
-            partials[0],
-            partials[-1],
+            row_partial,
             col_partial,
             *ids_of(groups, scale),
             num_rows,
@@ -131,10 +127,9 @@ def _tile_sums(
             POSITIVE=groups is not None and groups.positive,
             **launch,
         )
-        for sums, partial in zip(chunk_sums, partials):
-            torch.sum(partial[:tiles], 0, out=sums[first // chunk_tiles])
-    row_sums = chunk_sums or partials
-    return (row_sums[0], row_sums[1]) if sigmoid else (row_sums[0], col_partial)
+        if chunk_sums is not None:
+            torch.sum(row_partial[:tiles], 0, out=chunk_sums[first // chunk_tiles])
+    return row_partial if chunk_sums is None else chunk_sums, col_partial
 
 
 @triton.jit(
@@ -146,7 +141,6 @@ def _tile_sums_kernel(
     scale_ptr,  # f32, read
     shift_ptr,  # f32: the reference (softmax) or the bias (sigmoid), read
     row_partial_ptr,  # f32 [column blocks of this launch, r], written
-    slope_partial_ptr,  # f32 [column blocks of this launch, r], written if SIGMOID
     col_partial_ptr,  # f32 [splits, c], written unless SIGMOID
     row_ids_ptr,  # i32 [GROUPED, r], read
     row_stride,  # elements between kinds of ids
@@ -176,7 +170,6 @@ def _tile_sums_kernel(
     scale = tl.load(scale_ptr).to(tl.float32)
     shift = tl.load(shift_ptr).to(tl.float32)
     row_partial_ptr += block.to(tl.int64) * num_rows
-    slope_partial_ptr += block.to(tl.int64) * num_rows
     # Column sums stay spread over the threads that hold them: row = 16 a + 8 b + c with b in one thread's registers.
     col_sums = tl.zeros([BLOCK_M // 16, 8, BLOCK_N], tl.float32)
     row_tiles = tl.cdiv(num_rows, BLOCK_M)
@@ -187,41 +180,32 @@ def _tile_sums_kernel(
             b = columns_desc.load([first_column, k])
             logits = tl.dot(a, b.T, logits, input_precision=PRECISION)
         rows = tile * BLOCK_M + tl.arange(0, BLOCK_M)
-        if GROUPED > 0:
-            same = same_ids(
-                row_ids_ptr, row_stride, col_ids_ptr, col_stride, rows, columns, num_rows, num_columns, GROUPED
-            )
         if SIGMOID:
             logits = logits * scale + shift
-            if POSITIVE:
-                logits = tl.where(same, -logits, logits)
+            if GROUPED > 0:
+                same = same_ids(
+                    row_ids_ptr, row_stride, col_ids_ptr, col_stride, rows, columns, num_rows, num_columns, GROUPED
+                )
+                logits = tl.where(same, -logits if POSITIVE else float("-inf"), logits)
             small = tl.exp2(-tl.abs(logits) * LOG2E)  # in (0, 1]
             losses = tl.maximum(logits, 0.0) + log1p(small)
-            slopes = tl.where(logits >= 0, 1.0, small) / (1.0 + small)
-            if GROUPED > 0:
-                if POSITIVE:
-                    slopes = tl.where(same, -slopes, slopes)
-                else:
-                    losses = tl.where(same, 0.0, losses)
-                    slopes = tl.where(same, 0.0, slopes)
             if EDGE:
                 if first_column + BLOCK_N > num_columns:
                     within = (tl.arange(0, BLOCK_N) < num_columns - first_column)[None, :]
                     losses = tl.where(within, losses, 0.0)
-                    slopes = tl.where(within, slopes, 0.0)
             if MASKED:
                 away = first_column - tile * BLOCK_M
                 if (away > -BLOCK_N) & (away < BLOCK_M):
                     own = tl.arange(0, BLOCK_M)[:, None] == away + tl.arange(0, BLOCK_N)[None, :]
                     losses = tl.where(own, 0.0, losses)
-                    slopes = tl.where(own, 0.0, slopes)
             tl.store(row_partial_ptr + rows, tl.sum(losses, 1), mask=rows < num_rows)
-            tl.store(slope_partial_ptr + rows, tl.sum(slopes, 1), mask=rows < num_rows)
         else:
             # Short chains of additions, so that sums run in the shadow of the exponentials.
             row_shift = tl.where(rows < num_rows, shift, float("inf"))
             terms = tl.exp2(logits * (scale * LOG2E) - row_shift[:, None])
-            if GROUPED > 0:
+            for kind in tl.static_range(GROUPED):  # one after the other: both do not fit into the registers
+                row_ids, col_ids = row_ids_ptr + kind * row_stride, col_ids_ptr + kind * col_stride
+                same = same_kind(row_ids, col_ids, rows, columns, num_rows, num_columns)
                 terms = tl.where(same, 0.0, terms)
             if EDGE:
                 if first_column + BLOCK_N > num_columns:

@@ -31,12 +31,19 @@ def same_ids(
     num_columns,
     KINDS: tl.constexpr,
 ):
-    """Bool [m, n]: `(row_ids[:, rows, None] == col_ids[:, None, columns]).any(0)`, False past the edges."""
+    """Bool [m, n]: `(row_ids[:, rows, None] == col_ids[:, None, columns]).any(0)`, False past the edges.
+
+    Called again where the result is needed again: kept from before, it would not fit into the registers.
+    """
+    same = same_kind(row_ids_ptr, col_ids_ptr, rows, columns, num_rows, num_columns)
+    if KINDS == 2:
+        same |= same_kind(row_ids_ptr + row_stride, col_ids_ptr + col_stride, rows, columns, num_rows, num_columns)
+    return same
+
+
+@triton.jit
+def same_kind(row_ids_ptr, col_ids_ptr, rows, columns, num_rows, num_columns):
+    """Bool [m, n], of one kind."""
     row_ids = tl.load(row_ids_ptr + rows, mask=rows < num_rows, other=-2)
     col_ids = tl.load(col_ids_ptr + columns, mask=columns < num_columns, other=-3)
-    same = row_ids[:, None] == col_ids[None, :]
-    if KINDS == 2:
-        row_ids = tl.load(row_ids_ptr + row_stride + rows, mask=rows < num_rows, other=-2)
-        col_ids = tl.load(col_ids_ptr + col_stride + columns, mask=columns < num_columns, other=-3)
-        same = same | (row_ids[:, None] == col_ids[None, :])
-    return same
+    return row_ids[:, None] == col_ids[None, :]

@@ -1,6 +1,6 @@
-"""The baselines that hold logits in memory: same call, same averages, matrix products in the features' dtype.
+"""The baselines that hold logits in memory: same call, same averages, matmuls in the features' dtype.
 
-    clip        every rank gathers all features and forms the whole matrix            [B, B]      2 all-gathers
+    clip        every rank gathers all features and forms the full matrix             [B, B]      2 all-gathers
     open_clip   local loss: own rows and own columns; autograd through the gather     2 x [b, B]  + 2 reduce-scatters
     disco       the same loss; gradients formed at once and exchanged explicitly      2 x [b, B]  + 2 reduce-scatters
 
@@ -26,7 +26,7 @@ def clip_loss(
     group: dist.ProcessGroup | None = None,
     compare_ranks: bool = True,
 ) -> Tensor:
-    """The loss of the global batch from the whole [B, B] matrix, the same on every rank; 0-dim, float32 or wider."""
+    """The loss of the global batch from the full [B, B] matrix, the same on every rank; 0-dim, float32 or wider."""
     scale = _checked_scale("clip", image_features, text_features, logit_scale, group, compare_ranks)
     images, texts = _GatherOwnGradient.apply(image_features, group), _GatherOwnGradient.apply(text_features, group)
     logits = (scale * images) @ texts.T  # [B, B]
@@ -112,7 +112,7 @@ def _one_direction(
 
 
 class _GatherOwnGradient(torch.autograd.Function):
-    """All ranks' rows; the gradient of one's own rows comes from one's own (complete) loss, times W."""
+    """All ranks' rows; the gradient of one's own rows is that of one's own (complete) loss, times W."""
 
     @staticmethod
     def forward(ctx, features, group):
@@ -182,6 +182,6 @@ def _checked_scale(
     ring = RingExchange(checked_group(group))
     compared = check_features(name, image_features, text_features)
     if compare_ranks:
-        wishes = sides_wanted(gradients_wanted((image_features, text_features)))
-        ring.require_equal(name, compared | {"dtype": image_features.dtype} | wishes, image_features.device)
+        wanted = sides_wanted(gradients_wanted((image_features, text_features)))
+        ring.require_equal(name, compared | {"dtype": image_features.dtype} | wanted, image_features.device)
     return scalar_like(image_features, logit_scale)

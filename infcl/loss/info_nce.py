@@ -182,7 +182,7 @@ def _of_positives(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Losses [q], LSE [q], dS in the queries' own places [min(q, d)], and what is missing from it at the misplaced.
 
-    logits: of the misplaced with their positives, which lie in other places of this rank's block.
+    logits: of the misplaced with their positives, which are in other places of this rank's block.
     """
     count, losses, row_lse = len(matched), torch.zeros_like(row_others), row_others.clone()
     losses[:count] = cross_entropies(row_others[:count], matched)
@@ -214,7 +214,7 @@ def _of_positives(
 def _positives_first(positives: Tensor, count: int) -> Tensor:
     """An order of the documents, [count], with query i's positive in place i, for as many queries as can be.
 
-    So most positives lie on the diagonal, which the tile leaves out. One that several queries share can stand in one
+    So most positives lie on the diagonal, which the tile leaves out. One that several queries share can be in one
     place only: for the others, the misplaced, document i is a negative and the positive is one of those summed.
     """
     queries = torch.arange(len(positives), device=positives.device)
@@ -230,7 +230,7 @@ def _positives_first(positives: Tensor, count: int) -> Tensor:
 
 
 def _places(order: Tensor, positives: Tensor) -> tuple[Tensor, Tensor]:
-    """Where in this order each query's positive stands, [q], and the queries for which that is not their own place."""
+    """Return each query's positive's place in this order, [q], and the queries for which it is not their own."""
     place_of = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
     places = place_of[positives]
     return places, (places != torch.arange(len(positives), device=order.device)).nonzero().squeeze(1)

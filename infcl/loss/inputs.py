@@ -124,7 +124,7 @@ def gradients_wanted(inputs: Sequence[Tensor]) -> list[bool]:
 
 def sides_wanted(wanted: Sequence[bool]) -> dict[str, bool]:
     """{what to call it: whether its gradient is wanted}, to compare: a side's gradient travels, or it does not."""
-    return {f"requires_grad of {side}": wish for side, wish in zip(("rows", "columns"), wanted)}
+    return {f"requires_grad of {side}": one for side, one in zip(("rows", "columns"), wanted)}
 
 
 def as_operand(features: Tensor, tile: Tile) -> Tensor:

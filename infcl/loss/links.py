@@ -1,4 +1,4 @@
-"""Who sends to whom in a ring: the links of one rank, from the group and from how its ranks lie on nodes.
+"""Who sends to whom in a ring: the links of one rank, from the group and its ranks' nodes.
 
 A link is a pair of peers and the process group whose connections carry it. A flat ring is one lap over all ranks; a
 two-level ring makes a lap over the ranks of a node, then every rank passes on to the rank in its place on the next.
@@ -40,7 +40,7 @@ def links_of(group: dist.ProcessGroup | None, *, ring: str, ranks_per_node: int 
 
     ValueError for an unknown ring, or a two-level ring on a group whose ranks do not fill nodes evenly and in order.
     """
-    if ring not in RINGS:  # refused on one rank too: a mistake is not left for the cluster to find
+    if ring not in RINGS:  # on one rank too: the error does not wait for the cluster
         raise ValueError(f"unknown ring '{ring}'; one of {RINGS}")
     if ranks_per_node is not None and ranks_per_node < 1:
         raise ValueError(f"ranks_per_node {ranks_per_node} must be at least 1")
@@ -75,7 +75,7 @@ def lap_length(ranks: list[int], *, ring: str, ranks_per_node: int | None) -> in
             return len(ranks)
         raise ValueError(
             f"a two-level ring needs the same number of neighbouring ranks on every node; with {ranks_per_node} ranks "
-            f"per node the group's ranks {ranks} lie on nodes {nodes}"
+            f"per node the group's ranks {ranks} are on nodes {nodes}"
         )
     return len(ranks) if lap == 1 else lap  # one rank per node: the flat ring is the ring of nodes
 

@@ -116,7 +116,7 @@ def ring_loss(
     """Return the sum of the losses over own rows and all columns, 0-dim."""
     loss = -F.logsigmoid(_matched_logits(rows, columns, scale, bias)).sum()
     for hop, (block, *ids) in ring.blocks(columns, *travelling(duplicates)):
-        row_losses, _, _ = tile.sigmoid_forward(
+        loss += tile.sigmoid_forward(
             rows,
             block,
             scale,
@@ -125,7 +125,6 @@ def ring_loss(
             workspace_bytes=workspace_bytes,
             groups=None if duplicates is None else duplicates.groups(*ids),
         )
-        loss += row_losses.sum()
     return loss
 
 

@@ -16,7 +16,11 @@ for masked, most in ((False, 0), (True, 128)):  # masked: a block pair on the di
     assert 0 < used["shared"] <= 232448 and used["stack"] <= most, used
 for single in (True, False):
     compiled_backward(itemsize=2, sigmoid=False, masked=True, edge=True, single=single)
-compiled_backward(itemsize=2, sigmoid=True, masked=True)
+used = usage(compiled_forward(itemsize=2, sigmoid=False, masked=False, kinds=2))
+assert used["stack"] == 0, used
+for sigmoid, kinds in ((False, 1), (True, 0), (True, 1)):
+    used = usage(compiled_backward(itemsize=2, sigmoid=sigmoid, masked=False, kinds=kinds, positive=kinds == 1))
+    assert used["stack"] <= 128, (sigmoid, kinds, used)
 """
 ATTENTION = """
 from benchmarks.registers import compiled_attention, usage

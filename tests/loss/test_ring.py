@@ -134,7 +134,7 @@ def test_auto_makes_laps_of_nodes_where_the_group_fills_them_evenly(ranks, ranks
 
 
 def test_a_two_level_ring_that_cannot_be_is_refused_with_the_numbers():
-    with pytest.raises(ValueError, match=r"4 ranks per node .* \[0, 1, 2, 3, 4, 5\] lie on nodes \[0, 0, 0, 0, 1, 1\]"):
+    with pytest.raises(ValueError, match=r"4 ranks per node .* \[0, 1, 2, 3, 4, 5\] are on nodes \[0, 0, 0, 0, 1, 1\]"):
         lap_length(list(range(6)), ring="two-level", ranks_per_node=4)
     with pytest.raises(ValueError, match="needs ranks_per_node"):
         lap_length(list(range(6)), ring="two-level", ranks_per_node=None)
