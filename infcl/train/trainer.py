@@ -270,7 +270,8 @@ class Trainer:
             )
 
     def _loss(self, *features: torch.Tensor) -> torch.Tensor:
-        return self.sampled_loss(*features, image_ids=self._same_ids())
+        ids = self._same_ids()
+        return self.sampled_loss(*features, **({} if ids is None else {"image_ids": ids}))
 
     def _same_ids(self) -> torch.Tensor | None:
         """int64 [b], equal for samples that are the same; None where they are not compared."""
