@@ -25,7 +25,7 @@ from infcl.convert.export_tokenizer import export_tokenizer, read_model
 from infcl.convert.import_weights import model_with, read_weights
 from infcl.convert.model_card import write_card
 from infcl.models import CLIPConfig, OpenClipConfig, build_towers
-from infcl.models.open_clip_config import BUILT_BY
+from infcl.models.open_clip_config import BUILT_BY, CLEAN
 from infcl.models.preprocess import IMAGE_MEAN, IMAGE_STD
 
 FORMATS = ("open_clip", "hf", "safetensors")
@@ -111,7 +111,7 @@ def _write_open_clip(
     out.mkdir(parents=True, exist_ok=True)
     if tokenizer_model is not None:
         model_cfg["text_cfg"].setdefault("hf_tokenizer_name", name)
-        model_cfg["text_cfg"]["tokenizer_kwargs"] = {"clean": "canonicalize"}  # infcl.data.tokenizer's, after ftfy
+        model_cfg["text_cfg"]["tokenizer_kwargs"] = CLEAN
         export_tokenizer(tokenizer_model, out, context_length=cfg.text_cfg.context_length)
     config |= {"model_cfg": model_cfg, "preprocess_cfg": dict(preprocess)}
     (out / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

@@ -13,11 +13,12 @@ import json
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from infcl.convert.export_bpe import export_bpe
-from infcl.convert.export_tokenizer import LOWER_STEPS, export_tokenizer
+from infcl.convert.export_tokenizer import LOWER_STEPS, export_tokenizer, repair_steps
 from infcl.convert.hf_clip import hf_config, to_hf
 from infcl.models import CLIPConfig
 from infcl.models.preprocess import IMAGE_MEAN, IMAGE_STD
@@ -50,19 +51,19 @@ def write_hf(
     shutil.copymode(out / "config.json", out / WEIGHTS)  # safetensors makes it readable for its owner alone
     if tokenizer_model is not None:
         export_tokenizer(tokenizer_model, out, context_length=cfg.text_cfg.context_length)
-        _take_raw_captions(out)
+        _take_raw_captions(out, repair_steps() if cfg.text_cfg.repairs_captions else [])
     elif cfg.text_cfg.vocab_size == 49408:  # CLIP's own
         export_bpe(out, context_length=cfg.text_cfg.context_length)
     preprocessing = _preprocessing(cfg.vision_cfg.image_size)
     (out / "preprocessor_config.json").write_text(json.dumps(preprocessing, indent=2) + "\n", encoding="utf-8")
 
 
-def _take_raw_captions(out: Path) -> None:
+def _take_raw_captions(out: Path, repairs: list[dict[str, Any]]) -> None:
     """Cleaning in the tokenizer; "</s>" and its like in a caption are text (they would end it otherwise)."""
     for name in ("tokenizer.json", "tokenizer_config.json"):
         content = json.loads((out / name).read_text(encoding="utf-8"))
         if name == "tokenizer.json":
-            content["normalizer"]["normalizers"][:0] = _CLEAN
+            content["normalizer"]["normalizers"][:0] = [*repairs, *_CLEAN]
         else:
             content["split_special_tokens"] = True
         (out / name).write_text(json.dumps(content, ensure_ascii=False), encoding="utf-8")

@@ -128,6 +128,7 @@ def hf_config(cfg: CLIPConfig) -> dict[str, Any]:
             "eos_token_id": eos_id,
             "bos_token_id": None if text.pool_type == "eos" else eos_id - 1,
             "pad_token_id": text.pad_id,
+            **({"tokenizer_kwargs": text.tokenizer_kwargs} if text.repairs_captions else {}),  # ignored by transformers
             **common,
         },
         "vision_config": {
@@ -182,6 +183,7 @@ def from_hf_config(config: Mapping[str, Any], source: str) -> CLIPConfig:
             "heads": text.get("num_attention_heads", 8),
             "mlp_ratio": _ratio(text.get("intermediate_size", 2048), text_width),
             "pad_id": text.get("pad_token_id") or 0,
+            "tokenizer_kwargs": text.get("tokenizer_kwargs"),
             **pooling,
         },
     }

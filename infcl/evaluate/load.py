@@ -50,6 +50,7 @@ def load_model(
     if weights.cfg is None and isinstance(tokenize, Tokenizer):  # a config file that knows only CLIP's own vocabulary
         ids = {name: getattr(tokenize, name) for name in ("vocab_size", "context_length", "eos_id", "pad_id")}
         cfg = cfg.with_tokenizer(**ids) if isinstance(cfg, OpenClipConfig) else with_tokenizer(cfg, **ids)
+        tokenize.repairs = True
     clip = model_with(weights, cfg)
     if resizing := other_resizing(Path(checkpoint)):
         log.warning(
@@ -87,7 +88,7 @@ def load_tokenizer(source: str | Path | None, cfg: CLIPConfig | OpenClipConfig) 
     if path is not None:
         if not path.is_file():
             raise ValueError(f"--tokenizer {path}: no such file or folder")
-        tokenizer = Tokenizer(path, context_length=text.context_length)
+        tokenizer = Tokenizer(path, context_length=text.context_length, repairs=text.repairs_captions)
         if tokenizer.vocab_size > text.vocab_size:
             raise ValueError(f"{path} has {tokenizer.vocab_size} ids, the model {text.vocab_size} embeddings")
         return tokenizer

@@ -17,7 +17,14 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, get_args, get_origin
 
-from infcl.models.open_clip_config import BUILT_BY, PREFIX, OpenClipConfig, load_open_clip_config, open_clip_config
+from infcl.models.open_clip_config import (
+    BUILT_BY,
+    CLEAN,
+    PREFIX,
+    OpenClipConfig,
+    load_open_clip_config,
+    open_clip_config,
+)
 
 _CONFIG_DIR = Path(__file__).parent / "configs"
 
@@ -77,7 +84,7 @@ class TextConfig:
     eos_id: int = 2  # where "eos" pools
     pad_id: int = 0
     hf_tokenizer_name: str | None = None  # for open_clip's get_tokenizer; unused here
-    tokenizer_kwargs: dict[str, Any] | None = None  # likewise
+    tokenizer_kwargs: dict[str, Any] | None = None  # likewise; CLEAN in a model whose tokenizer repairs captions
 
     def __post_init__(self):
         _check_positive(self, "text_cfg", "context_length", "vocab_size", "width", "heads", "layers", "mlp_ratio")
@@ -89,6 +96,11 @@ class TextConfig:
         for name in ("eos_id", "pad_id"):
             if not 0 <= getattr(self, name) < self.vocab_size:
                 raise ValueError(f"text_cfg.{name} {getattr(self, name)} must lie in [0, vocab_size {self.vocab_size})")
+
+    @property
+    def repairs_captions(self) -> bool:
+        """Whether captions are repaired before a sentencepiece tokenizer cleans them; not in models of older runs."""
+        return (self.tokenizer_kwargs or {}).get("clean") == CLEAN["clean"]
 
     @property
     def end_id(self) -> int:
@@ -223,7 +235,9 @@ def with_overrides(
     )
 
 
-def with_tokenizer(cfg: CLIPConfig, *, vocab_size: int, context_length: int, eos_id: int, pad_id: int) -> CLIPConfig:
+def with_tokenizer(
+    cfg: CLIPConfig, *, vocab_size: int, context_length: int, eos_id: int, pad_id: int, repairs: bool = True
+) -> CLIPConfig:
     """The same towers behind a sentencepiece tokenizer that writes [ids..., eos, pad, ...].
 
     Pooling moves from the largest id (the end-of-text token of CLIP's BPE) to the first eos. The mask stays as it is:
@@ -236,6 +250,7 @@ def with_tokenizer(cfg: CLIPConfig, *, vocab_size: int, context_length: int, eos
         pool_type="eos",
         eos_id=eos_id,
         pad_id=pad_id,
+        tokenizer_kwargs=CLEAN if repairs else None,
     )
     return dataclasses.replace(cfg, text_cfg=text_cfg)
 

@@ -18,7 +18,9 @@ from infcl.models.preprocess import Preprocess
 
 PREFIX = "open_clip:"
 BUILT_BY = "open_clip"  # marks the model_config.json of a run
-_TEXT_DEFAULTS = {"context_length": 77, "vocab_size": 49408, "pad_id": 0, "eos_id": 2, "pool_type": "argmax"}
+CLEAN = {"clean": "canonicalize"}  # tokenizer_kwargs: captions lose punctuation and capitals, after a repair
+_TEXT_DEFAULTS: dict[str, Any] = {"context_length": 77, "vocab_size": 49408, "pad_id": 0, "eos_id": 2}
+_TEXT_DEFAULTS |= {"pool_type": "argmax", "hf_model_name": None, "tokenizer_kwargs": None}
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,12 @@ class TextInput:
     eos_id: int
     pool_type: str
     hf_model_name: str | None = None
+    tokenizer_kwargs: dict[str, Any] | None = None
+
+    @property
+    def repairs_captions(self) -> bool:
+        """Whether a sentencepiece tokenizer repairs captions before it cleans them; not in models of older runs."""
+        return (self.tokenizer_kwargs or {}).get("clean") == CLEAN["clean"]
 
     @property
     def end_id(self) -> int:
@@ -86,8 +94,7 @@ class OpenClipConfig:
     @property
     def text_cfg(self) -> TextInput:
         fields = self.fields["text_cfg"]
-        given = {name: fields.get(name, default) for name, default in _TEXT_DEFAULTS.items()}
-        return TextInput(**given, hf_model_name=fields.get("hf_model_name"))
+        return TextInput(**{name: fields.get(name, default) for name, default in _TEXT_DEFAULTS.items()})
 
     @property
     def loads_in_open_clip(self) -> bool:
@@ -113,7 +120,7 @@ class OpenClipConfig:
         vision = {"image_size": image_size, "patch_dropout": patch_dropout}
         return self.with_fields(vision_cfg=vision, text_cfg={"context_length": context_length})
 
-    def with_tokenizer(self, **ids: int) -> "OpenClipConfig":
+    def with_tokenizer(self, *, repairs: bool = True, **ids: int) -> "OpenClipConfig":
         """The same towers behind a sentencepiece tokenizer (config.py, with_tokenizer).
 
         Raises:
@@ -123,7 +130,7 @@ class OpenClipConfig:
             raise ValueError(
                 f"--model {self.source}: its text tower {name} has a vocabulary of its own: --tokenizer hf:{name}"
             )
-        return self.with_fields(text_cfg=ids | {"pool_type": "eos"})
+        return self.with_fields(text_cfg=ids | {"pool_type": "eos", "tokenizer_kwargs": CLEAN if repairs else {}})
 
     def with_fields(self, **parts: dict[str, Any]) -> "OpenClipConfig":
         """The config with keys of vision_cfg, text_cfg or preprocess replaced; None leaves a key as it is."""

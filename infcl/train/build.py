@@ -6,6 +6,7 @@ import math
 import socket
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
+from infcl.checkpoint.run_folder import RunFolder
 from infcl.config import RunSpec, TrainConfig, counted, option_of, resolve
 from infcl.convert.import_weights import load_pretrained, weights_preprocess
 from infcl.data.config import DataConfig, columns_of, limits_of
@@ -100,11 +102,14 @@ def build_tokenizer_and_model_config(
                 f"{text.vocab_size}: use a model with CLIP's vocabulary"
             )
         return clip, model_config
-    tokenizer = Tokenizer(config.tokenizer, context_length=text.context_length)
-    return tokenizer, _adapted(tokenizer, model_config)
+    repairs = _repairs_captions(config)
+    tokenizer = Tokenizer(config.tokenizer, context_length=text.context_length, repairs=repairs)
+    return tokenizer, _adapted(tokenizer, model_config, repairs=repairs)
 
 
-def _adapted(tokenizer: AnyTokenizer, model_config: CLIPConfig | OpenClipConfig) -> CLIPConfig | OpenClipConfig:
+def _adapted(
+    tokenizer: AnyTokenizer, model_config: CLIPConfig | OpenClipConfig, *, repairs: bool = False
+) -> CLIPConfig | OpenClipConfig:
     """The config of a model whose text tower reads this tokenizer's ids.
 
     Raises:
@@ -121,8 +126,18 @@ def _adapted(tokenizer: AnyTokenizer, model_config: CLIPConfig | OpenClipConfig)
         return model_config.with_fields(text_cfg=fields)
     ids = {name: getattr(tokenizer, name) for name in ("vocab_size", "context_length", "eos_id", "pad_id")}
     if isinstance(model_config, OpenClipConfig):
-        return model_config.with_tokenizer(**ids)
-    return with_tokenizer(model_config, **ids)
+        return model_config.with_tokenizer(**ids, repairs=repairs)
+    return with_tokenizer(model_config, **ids, repairs=repairs)
+
+
+def _repairs_captions(config: TrainConfig) -> bool:
+    """False where a run is continued that began before captions were repaired: its ids stay as they are."""
+    if config.resume is None or (config.resume == "latest" and (config.name is None or config.overwrite)):
+        return True
+    latest = config.resume == "latest"
+    root = Path(config.logs) / str(config.name) if latest else Path(config.resume).resolve().parent.parent
+    file = RunFolder(root).model_config
+    return not file.is_file() or load_any_config(file).text_cfg.repairs_captions
 
 
 def _check_unlocked_groups(config: TrainConfig, model_config: CLIPConfig | OpenClipConfig) -> None:

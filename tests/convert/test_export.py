@@ -21,7 +21,7 @@ from infcl.data.tokenizer.learn import train_tokenizer
 from infcl.models import CLIP, load_model_config, with_tokenizer
 from tests.lib.manifests import manifest_of
 from tests.lib.open_clip_stub import import_open_clip
-from tests.lib.small_clip import CAPTIONS, CONTEXT_LENGTH, TEXTS, small_config
+from tests.lib.small_clip import CAPTIONS, CONTEXT_LENGTH, LANGUAGES, TEXTS, small_config
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +72,7 @@ def test_open_clips_tokenizer_gives_our_ids(exported, tokenizer_model):
     open_clip = import_open_clip()
     pytest.importorskip("transformers")
     theirs = open_clip.get_tokenizer(f"local-dir:{exported[1]}")
-    texts = ["", "a", "A photo, of the_Work!", *TEXTS]
+    texts = ["", "a", "A photo, of the_Work!", "caf\u00c3\u00a9", "&eacute;t&eacute;", *LANGUAGES, *TEXTS]
     assert torch.equal(theirs(texts), Tokenizer(tokenizer_model, CONTEXT_LENGTH)(texts))
 
 

@@ -7,15 +7,14 @@ from infcl.data.open_clip_tokenizer import OpenClipTokenizer
 from infcl.models import CLIP
 from infcl.models.config import parse_model_config
 from tests.lib.open_clip_stub import import_open_clip, import_transformers
+from tests.lib.small_clip import LANGUAGES
 
 CAPTIONS = [
     "A photo of a Dog, brown!",
     "it's 1995:  they'll\tsay \u201cwow\u201d \u2026 isn\u2019t it?",
     "cafe\u0301 na\u00efve \u00dcber stra\u00dfe",
     "\u732b\u306e\u5199\u771f \u0441\u043e\u0431\u0430\u043a\u0430 \U0001f436",
-    "\uff21\uff22\uff23\uff01 \uff76\uff9e \ufb01ne \ud55c\uad6d\uc5b4",
-    "\u0645\u0631\u062d\u0628\u0627 \u03a3\u0391\u03a3",
-    "&quot;x&quot; &amp;amp; Tom &amp; Jerry &lt;3\u2028don&#39;t",
+    *LANGUAGES,
     "",
     "one two three four " * 30,
 ]

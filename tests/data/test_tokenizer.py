@@ -1,4 +1,7 @@
+import html
 import pickle
+import random
+import string
 
 import pytest
 import torch
@@ -6,7 +9,7 @@ import torch
 from infcl.data.index import SampleKeys
 from infcl.data.open_clip_tokenizer import OpenClipTokenizer
 from infcl.data.table import TableColumns, TableReader
-from infcl.data.tokenizer import EOS_ID, PAD_ID, UNK_ID, Tokenizer, canonicalise
+from infcl.data.tokenizer import EOS_ID, PAD_ID, UNK_ID, Tokenizer, canonicalise, repair
 from infcl.data.tokenizer.__main__ import main
 from infcl.data.tokenizer.learn import shard_captions, table_captions, train_tokenizer
 from tests.lib.open_clip_stub import import_open_clip
@@ -52,6 +55,14 @@ def test_long_captions_are_cut_before_eos_and_counted(model):
     assert tokens[0].tolist() == [*long(["a red circle above a blue square"])[0, :4].tolist(), EOS_ID]
     assert (tokens == EOS_ID).sum(1).tolist() == [1, 1, 1]
     assert tokenizer.truncated >= 1 and long.truncated == 0
+
+
+def test_captions_are_repaired_as_ftfy_and_html_do():
+    ftfy = pytest.importorskip("ftfy")
+    draw = random.Random(0)
+    texts = ["".join(draw.choices(string.printable + "&;;" * 5 + "amplt#39", k=40)) for _ in range(2000)]
+    for text in [*texts, "&amp;amp;amp; caf\u00c3\u00a9 \u2018\uff21\u2019 \ufb01 \x1b[1mx"]:
+        assert repair(text) == html.unescape(html.unescape(ftfy.fix_text(text)))
 
 
 def test_captions_are_canonicalised_as_siglip_does(model):

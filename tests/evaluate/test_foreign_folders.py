@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from infcl.convert import export
+from infcl.convert import __main__ as convert
 from infcl.convert.import_weights import load_pretrained
 from infcl.data.open_clip_tokenizer import OpenClipTokenizer
 from infcl.evaluate.__main__ import main as evaluate
@@ -36,7 +36,7 @@ def planted(tokenizer_model, tmp_path, monkeypatch):
     step = {"kind": "train", "step": 1, "samples_seen": 8, "loss": 1.0}
     (root / "metrics.jsonl").write_text(json.dumps(step) + "\n")
     (root / "config.json").write_text(json.dumps({"val_data": str(tmp_path / "val"), "tokenizer": tokenizer}))
-    export.export_model(model.state_dict(), model.cfg, tokenizer_model, folder)
+    convert.export_model(model.state_dict(), model.cfg, tokenizer_model, folder)
     (folder / "spiece.model").unlink()
     (folder / "tokenizer.json").unlink()
     (folder / "vocab.json").write_text("{}")
@@ -71,20 +71,20 @@ def test_evaluating_a_foreign_folder_runs_no_code(planted, named, tmp_path, caps
 
 def test_the_report_of_a_foreign_run_runs_no_code_and_says_why_it_has_no_gallery(planted, tmp_path, monkeypatch):
     root, _, mark, _ = planted
-    monkeypatch.setattr("infcl.data.evaluation.eval_source", lambda data: None)
+    monkeypatch.setattr("infcl.data.evaluation.eval_source", lambda *_: None)
     assert "not a model that open_clip has built in" in retrieval_gallery(read_run(root))
     assert not mark.exists()
 
 
 def test_exporting_a_foreign_run_and_starting_from_its_weights_run_no_code(planted, tmp_path, monkeypatch):
     root, _, mark, model = planted
-    monkeypatch.setattr(
-        "infcl.checkpoint.load.newest_intact", lambda run: (run, {"trainer": {"step": 1, "samples_seen": 8}})
-    )
-    monkeypatch.setattr("infcl.checkpoint.load.weights_of", lambda *_, **__: model.state_dict())
-    for format in export.FORMATS:
-        command = [str(root), "--format", format, "--out", str(tmp_path / format)]
-        assert export.main(command) in (0, 2)
+    found = root, {"trainer": {"step": 1, "samples_seen": 8}}
+    monkeypatch.setattr(convert, "newest_intact", lambda run: found)
+    monkeypatch.setattr(convert, "weights_of", lambda *_, **__: model.state_dict())
+    for format in convert.FORMATS:
+        out = tmp_path / format
+        assert convert.main(["export", str(root), "--format", format, "--out", str(out)]) in (0, 2)
+        assert convert.main(["import", str(root / "export"), "--format", format, "--out", str(out)]) in (0, 2)
     load_pretrained(small_model(), root / "export")
     assert not mark.exists()
 

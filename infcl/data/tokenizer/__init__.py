@@ -5,13 +5,16 @@ Out: int64 [n, L]: ids, one eos, then padding; a caption that is too long is cut
 Ids: pad 0, eos 1, unk 2, no bos (the layout of T5 and SigLIP). The text tower is causal and pools at the first eos, so
      what follows it is inert.
 
-Captions are canonicalised before training and before encoding, as SigLIP does: '_' becomes a space, ASCII punctuation
-is removed, letters are lowered, white space is collapsed.
+Captions are cleaned before a tokenizer is learned and before they are encoded, as by open_clip's clean="canonicalize":
+`repair` undoes typographic quotes, full-width forms, entities and text in a wrong encoding, then `canonicalise` makes
+'_' a space, removes ASCII punctuation, lowers letters and collapses white space. Runs that began before captions were
+repaired are continued without (`repairs=False`).
 
 `python -m infcl.data.tokenizer train --train-data URLS --vocab-size N --out FILE` learns a model (learn.py).
 """
 
 import hashlib
+import html
 import os
 import string
 from collections.abc import Sequence
@@ -23,6 +26,15 @@ PAD_ID, EOS_ID, UNK_ID = 0, 1, 2
 _REMOVE_PUNCTUATION = str.maketrans("_", " ", string.punctuation.replace("_", ""))
 
 
+def repair(caption: str) -> str:
+    """'&quot;Caf\xe9&quot; \u2018\uff21\u2019' -> '"Caf\xe9" \'A\''; source: basic_clean of open_clip/tokenizer.py."""
+    if caption.isascii() and caption.isprintable() and "&" not in caption:
+        return caption  # ftfy would return the same, after 50 us
+    import ftfy
+
+    return html.unescape(html.unescape(ftfy.fix_text(caption)))
+
+
 def canonicalise(caption: str) -> str:
     """'A_photo of  a Dog!' -> 'a photo of a dog'."""
     text = caption.encode("utf-8", "replace").decode()  # sentencepiece raises on a lone surrogate
@@ -32,25 +44,30 @@ def canonicalise(caption: str) -> str:
 class Tokenizer:
     """A sentencepiece model with a context length. Pickles as its bytes, so workers need no file.
 
+    Args:
+        model_path: the model file.
+        context_length: ids per caption, eos included.
+        repairs: whether captions are repaired first (`TextConfig.repairs_captions`).
+
     Attributes: vocab_size, context_length, pad_id, eos_id, sha256 (of the model file), truncated (captions cut so far
     by this instance). Raises ValueError if the file is no such model.
     """
 
-    def __init__(self, model_path: str | os.PathLike, context_length: int = 64):
+    def __init__(self, model_path: str | os.PathLike, context_length: int = 64, *, repairs: bool = True):
         try:
-            self._load(Path(model_path).read_bytes(), context_length)
+            self._load(Path(model_path).read_bytes(), context_length, repairs)
         except (OSError, RuntimeError) as error:  # RuntimeError: sentencepiece's, of a file that it did not write
             why = error.strerror if isinstance(error, OSError) else "it cannot be parsed"
             raise ValueError(f"tokenizer {model_path} is no sentencepiece model ({why})") from error
 
-    def _load(self, model: bytes, context_length: int) -> None:
+    def _load(self, model: bytes, context_length: int, repairs: bool) -> None:
         import sentencepiece
 
         if context_length < 2:
             raise ValueError(f"context length {context_length} leaves no room for a token and eos")
         self._model = model
         self._processor = sentencepiece.SentencePieceProcessor(model_proto=model)
-        self.context_length = context_length
+        self.context_length, self.repairs = context_length, repairs
         self.vocab_size = self._processor.vocab_size()
         self.pad_id, self.eos_id = self._processor.pad_id(), self._processor.eos_id()
         self.sha256 = hashlib.sha256(model).hexdigest()
@@ -61,15 +78,16 @@ class Tokenizer:
                 f"train one with `python -m infcl.data.tokenizer train`"
             )
 
-    def __getstate__(self) -> tuple[bytes, int]:
-        return self._model, self.context_length
+    def __getstate__(self) -> tuple[bytes, int, bool]:
+        return self._model, self.context_length, self.repairs
 
-    def __setstate__(self, state: tuple[bytes, int]) -> None:
+    def __setstate__(self, state: tuple[bytes, int, bool]) -> None:
         self._load(*state)
 
     def __call__(self, captions: Sequence[str]) -> torch.Tensor:
         """n captions -> int64 [n, context_length]."""
-        ids = self._processor.encode([canonicalise(caption) for caption in captions], num_threads=1)
+        texts = map(repair, captions) if self.repairs else captions
+        ids = self._processor.encode([canonicalise(text) for text in texts], num_threads=1)
         tokens = torch.full((len(ids), self.context_length), self.pad_id, dtype=torch.int64)
         room = self.context_length - 1
         for i, row in enumerate(ids):

@@ -13,7 +13,7 @@ from infcl.data.records import ShardReader
 from infcl.data.samples import BadSample, decode_caption
 from infcl.data.shards import load_manifest
 from infcl.data.table import TableReader
-from infcl.data.tokenizer import EOS_ID, PAD_ID, UNK_ID, canonicalise
+from infcl.data.tokenizer import EOS_ID, PAD_ID, UNK_ID, canonicalise, repair
 
 
 def train_tokenizer(
@@ -39,7 +39,7 @@ def train_tokenizer(
     model = io.BytesIO()
     try:
         sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=(text for text in map(canonicalise, captions) if text),
+            sentence_iterator=(text for text in map(canonicalise, map(repair, captions)) if text),
             model_writer=model,
             vocab_size=vocab_size,
             model_type=model_type,
