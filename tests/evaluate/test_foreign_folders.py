@@ -85,7 +85,7 @@ def test_exporting_a_foreign_run_and_starting_from_its_weights_run_no_code(plant
         out = tmp_path / format
         assert convert.main(["export", str(root), "--format", format, "--out", str(out)]) in (0, 2)
         assert convert.main(["import", str(root / "export"), "--format", format, "--out", str(out)]) in (0, 2)
-    load_pretrained(small_model(), root / "export")
+    load_pretrained(small_model(), str(root / "export"))
     assert not mark.exists()
 
 
