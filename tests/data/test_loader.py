@@ -11,7 +11,7 @@ import tempfile
 import pytest
 import torch
 
-from infcl.data.loader import TooManyBadSamples, TrainLoader
+from infcl.data.loader import TooManyBadSamples
 from infcl.data.plan import EpochPlan, Share
 from infcl.data.records import ShardReader
 from infcl.data.storage import ShardFault
@@ -19,17 +19,7 @@ from infcl.data.synthetic import Captions, SyntheticLoader
 from infcl.data.tokenizer import EOS_ID
 from infcl.data.workers import describe_death, make_dataloader
 from tests.lib.shard_files import pair_members, picture, write_tar
-from tests.lib.small_loader import small_loader
-
-
-def make(urls, tokenizer, **options) -> TrainLoader:
-    defaults = {"micro_batch_size": 3, "num_micro_batches": 2, "seed": 5, "max_bad_fraction": 0.9}
-    return small_loader(urls, tokenizer, **(defaults | options))
-
-
-def ids(loader) -> list[list[int]]:
-    """Sample numbers of each remaining step."""
-    return [torch.cat([batch["ids"] for batch in step]).tolist() for step in loader]
+from tests.lib.small_loader import sample_numbers, step_loader
 
 
 def digest(loader, steps: int | None = None) -> list[str]:
@@ -46,7 +36,7 @@ def digest(loader, steps: int | None = None) -> list[str]:
 
 
 def test_a_step_is_a_list_of_micro_batches_of_the_promised_shapes(shards, tokenizer):
-    loader = make(shards, tokenizer)
+    loader = step_loader(shards, tokenizer)
     steps = list(loader)
     assert len(steps) == loader.steps_per_epoch == 53 // 6 and loader.num_samples == 53
     for step in steps:
@@ -58,7 +48,7 @@ def test_a_step_is_a_list_of_micro_batches_of_the_promised_shapes(shards, tokeni
 
 
 def test_image_and_caption_of_a_sample_stay_together(shards, tokenizer):
-    for step in make(shards, tokenizer, aug={"scale": (1, 1), "ratio": (1, 1)}, image_size=20):
+    for step in step_loader(shards, tokenizer, aug={"scale": (1, 1), "ratio": (1, 1)}, image_size=20):
         for batch in step:
             texts = tokenizer([f"picture number {i}" for i in batch["ids"].tolist()])
             assert torch.equal(batch["texts"], texts)
@@ -68,31 +58,31 @@ def test_image_and_caption_of_a_sample_stay_together(shards, tokenizer):
 
 
 def test_an_epoch_visits_every_sample_once_and_epochs_differ(shards, tokenizer):
-    loader = make(shards, tokenizer, micro_batch_size=1, num_micro_batches=1)
-    first, second = sum(ids(loader), []), sum(ids(loader), [])
+    loader = step_loader(shards, tokenizer, micro_batch_size=1, num_micro_batches=1)
+    first, second = sum(sample_numbers(loader), []), sum(sample_numbers(loader), [])
     assert sorted(first) == sorted(second) == list(range(53)) and first != second
 
 
 def test_the_sequence_does_not_depend_on_the_number_of_workers(shards, tokenizer):
-    expected = digest(make(shards, tokenizer))
+    expected = digest(step_loader(shards, tokenizer))
     for num_workers in (1, 2):
-        loader = make(shards, tokenizer, workers=num_workers)
+        loader = step_loader(shards, tokenizer, workers=num_workers)
         assert digest(loader) == expected
         loader.set_position(0, 3)  # the same workers, sent back
         assert digest(loader) == expected[3:]
 
 
 def test_a_resumed_run_continues_bit_identically(shards, tokenizer):
-    whole = digest(loader := make(shards, tokenizer)) + digest(loader) + digest(loader)
+    whole = digest(loader := step_loader(shards, tokenizer)) + digest(loader) + digest(loader)
     for stop in (0, 3, 8, 13):
-        loader, seen = make(shards, tokenizer), []
+        loader, seen = step_loader(shards, tokenizer), []
         while len(seen) < stop:
             for step in loader:
                 seen.append(step)
                 state = json.loads(json.dumps(loader.state_dict()))
                 if len(seen) == stop:
                     break
-        resumed = make(shards, tokenizer, workers=stop % 2)
+        resumed = step_loader(shards, tokenizer, workers=stop % 2)
         if stop:
             resumed.load_state_dict(state)
         rest = digest(resumed)
@@ -107,12 +97,12 @@ def test_any_stop_with_any_workers_continues_the_uninterrupted_run_of_three_epoc
     sizes = {"micro_batch_size": 3, "num_micro_batches": 4 // world_size, "world_size": world_size}
     rng = random.Random(world_size)
     for rank in range(world_size):
-        loader = make(shards, tokenizer, rank=rank, **sizes)
+        loader = step_loader(shards, tokenizer, rank=rank, **sizes)
         whole = [entry for _ in range(3) for entry in digest(loader)]
         stop, workers = rng.randrange(1, len(whole)), rng.sample([0, 1, 2], 2)
-        first = make(shards, tokenizer, rank=rank, workers=workers[0], **sizes)
+        first = step_loader(shards, tokenizer, rank=rank, workers=workers[0], **sizes)
         seen = digest(first, stop)
-        second = make(shards, tokenizer, rank=rank, workers=workers[1], **sizes)
+        second = step_loader(shards, tokenizer, rank=rank, workers=workers[1], **sizes)
         second.load_state_dict(json.loads(json.dumps(first.state_dict())))
         assert seen + digest(second, len(whole) - stop) == whole, (rank, stop, workers)
 
@@ -120,9 +110,9 @@ def test_any_stop_with_any_workers_continues_the_uninterrupted_run_of_three_epoc
 def test_a_change_of_world_size_regroups_the_same_samples_with_the_same_crops(shards, tokenizer):
     def steps(world_size: int) -> list[dict[int, bytes]]:
         sizes = {"micro_batch_size": 3, "num_micro_batches": 4 // world_size, "world_size": world_size}
-        loaders = [make(shards, tokenizer, rank=rank, **sizes) for rank in range(world_size)]
+        loaders = [step_loader(shards, tokenizer, rank=rank, **sizes) for rank in range(world_size)]
         if world_size > 1:  # as after a resume in the middle of an epoch
-            state = make(shards, tokenizer, micro_batch_size=3, num_micro_batches=4).state_dict()
+            state = step_loader(shards, tokenizer, micro_batch_size=3, num_micro_batches=4).state_dict()
             for loader in loaders:
                 loader.load_state_dict(state | {"epoch": 1, "step": 2})
         else:
@@ -137,7 +127,7 @@ def test_a_change_of_world_size_regroups_the_same_samples_with_the_same_crops(sh
 
 
 def test_workers_tell_their_memory(shards, tokenizer):
-    loader = make(shards, tokenizer, workers=2)
+    loader = step_loader(shards, tokenizer, workers=2)
     assert loader.worker_memory_mb() == []
     list(loader)
     assert len(loader.worker_memory_mb()) == 2 and all(50 < megabytes < 5000 for megabytes in loader.worker_memory_mb())
@@ -147,16 +137,18 @@ def test_starting_an_epoch_leaves_the_global_random_state_alone(shards, tokenize
     torch.manual_seed(1)
     expected = torch.rand(3)
     torch.manual_seed(1)
-    next(iter(make(shards, tokenizer)))
+    next(iter(step_loader(shards, tokenizer)))
     assert torch.equal(torch.rand(3), expected)
 
 
 def test_ranks_are_disjoint_and_the_global_batch_does_not_depend_on_their_number(shards, tokenizer):
-    expected = [sorted(step) for step in ids(make(shards, tokenizer, micro_batch_size=2, num_micro_batches=6))]
+    expected = [
+        sorted(step) for step in sample_numbers(step_loader(shards, tokenizer, micro_batch_size=2, num_micro_batches=6))
+    ]
     for world_size, micro_batches in [(2, 3), (3, 2)]:
         ranks = [
-            ids(
-                make(
+            sample_numbers(
+                step_loader(
                     shards,
                     tokenizer,
                     micro_batch_size=2,
@@ -172,49 +164,49 @@ def test_ranks_are_disjoint_and_the_global_batch_does_not_depend_on_their_number
 
 
 def test_augmentation_belongs_to_the_position_not_to_the_rank(shards, tokenizer):
-    one = make(shards, tokenizer, num_micro_batches=2)
-    two = make(shards, tokenizer, num_micro_batches=1, rank=1, world_size=2)
+    one = step_loader(shards, tokenizer, num_micro_batches=2)
+    two = step_loader(shards, tokenizer, num_micro_batches=1, rank=1, world_size=2)
     assert torch.equal(next(iter(one))[1]["images"], next(iter(two))[0]["images"])
-    other_epoch = make(shards, tokenizer, num_micro_batches=2)
+    other_epoch = step_loader(shards, tokenizer, num_micro_batches=2)
     other_epoch.set_position(1, 0)
     assert digest(other_epoch) != digest(one)
 
 
 def test_fewer_samples_per_epoch_are_a_different_subset_each_epoch(shards, tokenizer):
-    loader = make(shards, tokenizer, num_samples=12)
-    first, second = sum(ids(loader), []), sum(ids(loader), [])
+    loader = step_loader(shards, tokenizer, num_samples=12)
+    first, second = sum(sample_numbers(loader), []), sum(sample_numbers(loader), [])
     assert len(set(first)) == len(set(second)) == 12 and set(first) != set(second)
 
 
 def test_a_wrong_position_or_state_is_refused_with_both_values(shards, tokenizer):
-    loader = make(shards, tokenizer)
+    loader = step_loader(shards, tokenizer)
     with pytest.raises(ValueError, match="no step 8 in epoch 0: an epoch has 8 steps"):
         loader.set_position(0, 8)
     state = loader.state_dict()
     with pytest.raises(ValueError, match="seed is 6 now and was 5"):
-        make(shards, tokenizer, seed=6).load_state_dict(state)
+        step_loader(shards, tokenizer, seed=6).load_state_dict(state)
     with pytest.raises(ValueError, match="global_batch_size is 3 now and was 6"):
-        make(shards, tokenizer, num_micro_batches=1).load_state_dict(state)
+        step_loader(shards, tokenizer, num_micro_batches=1).load_state_dict(state)
     with pytest.raises(
         ValueError, match="of the shards' names, sizes.*; now 2 shards hold .*, then 5 shards hold .*--pretrained RUN"
     ):
-        make(shards + "/{00000,00001}.tar", tokenizer).load_state_dict(state)
+        step_loader(shards + "/{00000,00001}.tar", tokenizer).load_state_dict(state)
 
 
 def test_workers_that_would_overflow_shared_memory_are_refused(shards, tokenizer):
     with pytest.raises(ValueError, match="4 workers x 4 micro-batches of .* MiB are free: use fewer --workers"):
-        make(shards, tokenizer, image_size=10**6, workers=4)
+        step_loader(shards, tokenizer, image_size=10**6, workers=4)
 
 
 def test_workers_whose_sockets_would_have_too_long_a_path_are_refused(shards, tokenizer, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", "/" + 75 * "t")
     with pytest.raises(ValueError, match="1 workers need sockets .* has 76 bytes, 75 at most for that: set TMPDIR"):
-        make(shards, tokenizer, workers=1)
-    make(shards, tokenizer)
+        step_loader(shards, tokenizer, workers=1)
+    step_loader(shards, tokenizer)
 
 
 def test_a_dataset_travels_to_a_spawned_worker(shards, tokenizer):
-    source = make(shards, tokenizer)._source
+    source = step_loader(shards, tokenizer)._source
     item = next(iter(source._sampler))
     here, there = source._loader.dataset[item], pickle.loads(pickle.dumps(source._loader.dataset))[item]
     assert all(torch.equal(here[0][name], there[0][name]) for name in here[0]) and here[1] == there[1]
@@ -224,21 +216,21 @@ def test_too_little_data_is_an_error_with_the_numbers(shards, tokenizer):
     with pytest.raises(
         ValueError, match="hold 53 .*batch of 60 \\(data-parallel ranks x micro-batches x samples: 2 x 3 x 10\\)"
     ):
-        make(shards, tokenizer, micro_batch_size=10, num_micro_batches=3, world_size=2)
+        step_loader(shards, tokenizer, micro_batch_size=10, num_micro_batches=3, world_size=2)
     with pytest.raises(ValueError, match="100 samples per epoch were asked for, but 5 shards hold 53"):
-        make(shards, tokenizer, num_samples=100)
+        step_loader(shards, tokenizer, num_samples=100)
     with pytest.raises(ValueError, match="seed -1"):
-        make(shards, tokenizer, seed=-1)
+        step_loader(shards, tokenizer, seed=-1)
     with pytest.raises(ValueError, match="'indexed' or 'streaming'"):
-        make(shards, tokenizer, reader="magic")
+        step_loader(shards, tokenizer, reader="magic")
 
 
 def test_bad_samples_are_replaced_alike_everywhere_and_counted_by_cause(faulty, tokenizer, caplog, monkeypatch):
     monkeypatch.setattr("infcl.data.loader._SECONDS_BETWEEN_WARNINGS", 1e9)  # more than a busy machine takes
-    loaders = [make(str(faulty / "a"), tokenizer, workers=w, num_micro_batches=1) for w in (0, 1)]
+    loaders = [step_loader(str(faulty / "a"), tokenizer, workers=w, num_micro_batches=1) for w in (0, 1)]
     assert digest(loaders[0]) == digest(loaders[1])
-    loader = make(str(faulty / "a"), tokenizer, num_micro_batches=1, micro_batch_size=1)
-    used = sum(ids(loader), [])
+    loader = step_loader(str(faulty / "a"), tokenizer, num_micro_batches=1, micro_batch_size=1)
+    used = sum(sample_numbers(loader), [])
     bad = {20, 21, 22, 23}
     assert len(used) == loader.num_samples and not bad & set(used)
     assert set(used) == set(range(loader.num_samples)) - bad  # no good sample is lost
@@ -255,7 +247,7 @@ def test_bad_samples_are_replaced_alike_everywhere_and_counted_by_cause(faulty, 
 
 def test_too_many_bad_samples_end_the_run_with_a_table_of_causes(faulty, tokenizer, monkeypatch):
     monkeypatch.setattr("infcl.data.loader._BAD_ALLOWED", 0)
-    loader = make(str(faulty / "a"), tokenizer, max_bad_fraction=0.05)
+    loader = step_loader(str(faulty / "a"), tokenizer, max_bad_fraction=0.05)
     with pytest.raises(TooManyBadSamples, match="more than --max-bad-fraction 0.05 allows of 30(.|\n)*skipped/"):
         list(loader)
 
@@ -263,7 +255,7 @@ def test_too_many_bad_samples_end_the_run_with_a_table_of_causes(faulty, tokeniz
 def test_each_window_may_have_its_bad_samples_and_a_run_ends_when_one_cannot_end_well(shards, tokenizer, monkeypatch):
     monkeypatch.setattr("infcl.data.loader._WINDOW", 10)
     monkeypatch.setattr("infcl.data.loader._BAD_ALLOWED", 0)
-    loader = make(shards, tokenizer, max_bad_fraction=0.2)
+    loader = step_loader(shards, tokenizer, max_bad_fraction=0.2)
 
     def account(good: int, bad: int) -> None:
         log = {"skipped": [("broken_image", "0.tar", "cut off")] * bad, "noted": []}
@@ -282,7 +274,7 @@ def test_a_small_set_may_have_a_few_bad_samples(tmp_path, tokenizer):
     cut = {members[3 * i][0] for i in (7, 8, 9)}
     write_tar(tmp_path / "0.tar", [(name, data[:60] if name in cut else data) for name, data in members])
     for rank in (0, 1):
-        loader = make(str(tmp_path), tokenizer, max_bad_fraction=0.01, world_size=2, rank=rank)
+        loader = step_loader(str(tmp_path), tokenizer, max_bad_fraction=0.01, world_size=2, rank=rank)
         assert len(list(loader)) == loader.steps_per_epoch == 411 // 12
         log = {"skipped": [("broken_image", "0.tar", "cut off")] * 8, "noted": []}
         loader._account({"ids": torch.zeros(8)}, log)
@@ -293,16 +285,16 @@ def test_a_small_set_may_have_a_few_bad_samples(tmp_path, tokenizer):
 def test_data_without_a_single_image_ends_the_run(tmp_path, tokenizer):
     write_tar(tmp_path / "1.tar", [(f"{i}.txt", b"text") for i in range(9)])
     with pytest.raises(ValueError, match=r"hold 0 usable samples \(index/no_image: 9\): are these tars .* --text-key"):
-        make(str(tmp_path), tokenizer)
+        step_loader(str(tmp_path), tokenizer)
     write_tar(tmp_path / "0.tar", [(f"{i}.{e}", b"text") for i in range(9) for e in ("png", "txt")])
     with pytest.raises(RuntimeError, match="8 samples in a row could not be used .the last: not_an_image"):
-        list(make(str(tmp_path), tokenizer))
+        list(step_loader(str(tmp_path), tokenizer))
 
 
 def test_truncated_captions_are_noted(shards, tokenizer):
     short = pickle.loads(pickle.dumps(tokenizer))
     short.context_length = 2
-    loader = make(shards, short, num_samples=6)
+    loader = step_loader(shards, short, num_samples=6)
     list(loader)
     assert loader.report() == {"samples": 6, "noted/caption_truncated": 6}
 
@@ -326,7 +318,7 @@ def test_synthetic_data_has_the_same_interface(shards, tokenizer):
     step = next(iter(loader))
     loader.set_position(0, 2)
     assert digest(loader) == whole[2:]
-    real = next(iter(make(shards, tokenizer)))
+    real = next(iter(step_loader(shards, tokenizer)))
     for name in real[0]:
         assert step[0][name].shape == real[0][name].shape and step[0][name].dtype == real[0][name].dtype
     assert ((step[0]["texts"] == EOS_ID).sum(1) == 1).all()
@@ -346,7 +338,7 @@ def test_synthetic_captions_end_once_within_half_of_their_places(length, vocab, 
 def test_micro_batches_that_are_read_again_are_the_same_and_counted_once(shards, tokenizer, workers):
     """Behind each step's four come numbers 1 and 2 once more; the next step and the report know nothing of it."""
     options = {"num_micro_batches": 4, "workers": workers, "aug": {"scale": (0.5, 1.0)}}
-    plain, again = make(shards, tokenizer, **options), make(shards, tokenizer, **options)
+    plain, again = step_loader(shards, tokenizer, **options), step_loader(shards, tokenizer, **options)
     again.set_position(0, 1)
     plain.set_position(0, 1)
     expected = list(plain)
@@ -363,7 +355,9 @@ def test_micro_batches_that_are_read_again_are_the_same_and_counted_once(shards,
 def test_a_read_that_fails_in_one_pass_only_leaves_both_passes_alike(faulty, tokenizer, monkeypatch, failing):
     """The sample that stood in for the unread one in the first pass does so in the second: no run ends for it. Where
     one is gone for good, another comes, and what reads (offload.PixelCache) compares, and ends the step."""
-    loader = make(str(faulty / "a"), tokenizer, num_micro_batches=4, micro_batch_size=2, aug={"scale": (0.5, 1.0)})
+    loader = step_loader(
+        str(faulty / "a"), tokenizer, num_micro_batches=4, micro_batch_size=2, aug={"scale": (0.5, 1.0)}
+    )
     plan = EpochPlan(loader._source._sampler.counts, chunk=1, seed=5, epoch=0)
     unread, calls = int(plan.samples(3, 4)[0]), []  # the second of micro-batch 1
     read = ShardReader.read

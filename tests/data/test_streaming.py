@@ -5,15 +5,17 @@ from shlex import quote
 import pytest
 
 from infcl.data.storage import StorageOptions
-from tests.data.test_loader import ids, make
 from tests.lib.shard_files import write_shards
+from tests.lib.small_loader import sample_numbers, step_loader
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_it_splits_shards_over_ranks_and_repeats_from_its_seed(shards, tokenizer, num_workers):
     def run(rank: int) -> list[list[int]]:
         options = {"reader": "streaming", "num_samples": 48, "workers": num_workers, "world_size": 2, "rank": rank}
-        return ids(make(shards + "/{00000,00001,00003,00004}.tar", tokenizer, num_micro_batches=1, **options))
+        return sample_numbers(
+            step_loader(shards + "/{00000,00001,00003,00004}.tar", tokenizer, num_micro_batches=1, **options)
+        )
 
     ranks = [run(0), run(1)]
     assert ranks == [run(0), run(1)]
@@ -24,42 +26,42 @@ def test_it_splits_shards_over_ranks_and_repeats_from_its_seed(shards, tokenizer
 def test_it_reads_pipes_and_starts_each_epoch_in_another_order(shards, tokenizer, tmp_path):
     pipe = f"pipe:cat {quote(shards)}/" + "{00001,00004}.tar"
     storage = StorageOptions(allow_pipe=True, cache=str(tmp_path))
-    loader = make(pipe, tokenizer, reader="streaming", num_samples=42, storage=storage)
-    first, second = sum(ids(loader), []), sum(ids(loader), [])
+    loader = step_loader(pipe, tokenizer, reader="streaming", num_samples=42, storage=storage)
+    first, second = sum(sample_numbers(loader), []), sum(sample_numbers(loader), [])
     assert len(set(first)) == len(first) and set(first) == set(second) and first != second
     loader.set_position(2, 5)
-    assert len(ids(loader)) == 2
+    assert len(sample_numbers(loader)) == 2
 
 
 def test_it_resumes_with_the_shard_that_the_step_had_reached(tmp_path, tokenizer, monkeypatch):
     monkeypatch.setattr("infcl.data.streaming._SHUFFLE_BUFFER", 1)
-    loader = make(write_shards(tmp_path, [6] * 4), tokenizer, reader="streaming", num_samples=24)
-    whole = ids(loader)
+    loader = step_loader(write_shards(tmp_path, [6] * 4), tokenizer, reader="streaming", num_samples=24)
+    whole = sample_numbers(loader)
     loader.set_position(0, 3)  # of 4 steps of 6 samples: three of four shards lie behind
-    assert ids(loader) == whole[3:]
+    assert sample_numbers(loader) == whole[3:]
 
 
 def test_it_skips_and_counts_what_is_bad(faulty, tokenizer):
     options = {"reader": "streaming", "num_samples": 30, "num_micro_batches": 1}
-    loader = make(str(faulty / "a"), tokenizer, **options)
+    loader = step_loader(str(faulty / "a"), tokenizer, **options)
     list(loader)
     report = loader.report()
     assert report["skipped/damaged_shard"] >= 1 and report["skipped/not_an_image"] >= 1
     assert not (faulty / "executed").exists()
     storage = StorageOptions(allow_pipe=True, cache=str(faulty / "spool"), attempts=2, backoff=0.01)
-    loader = make(f"pipe:cat {quote(str(faulty))}/missing.tar", tokenizer, storage=storage, **options)
+    loader = step_loader(f"pipe:cat {quote(str(faulty))}/missing.tar", tokenizer, storage=storage, **options)
     with pytest.raises(RuntimeError, match="no sample in any of the 1 shards"):
         list(loader)
 
 
 def test_it_says_what_it_needs(shards, tokenizer, tmp_path):
     with pytest.raises(ValueError, match="num_samples"):
-        make(write_shards(tmp_path, [5]), tokenizer, reader="streaming")
+        step_loader(write_shards(tmp_path, [5]), tokenizer, reader="streaming")
     with pytest.raises(ValueError, match="5 shards are too few for 2 ranks x 3 workers"):
-        make(shards, tokenizer, reader="streaming", num_samples=50, world_size=2, workers=3)
+        step_loader(shards, tokenizer, reader="streaming", num_samples=50, world_size=2, workers=3)
 
 
 def test_a_stream_is_not_read_twice(shards, tokenizer):
-    loader = make(shards, tokenizer, reader="streaming", num_samples=24)
+    loader = step_loader(shards, tokenizer, reader="streaming", num_samples=24)
     with pytest.raises(ValueError, match="cannot read micro-batches a second time"):
         next(loader.steps(range(1)))

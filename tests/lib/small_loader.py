@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import torch
+
 from infcl.data.config import DataConfig
 from infcl.data.loader import TrainLoader
 from infcl.data.plan import Share
@@ -16,6 +18,17 @@ def small_loader(urls: str, tokenizer: Tokenizer, *, image_size: int = 16, seed:
     share = Share(**{name: options.pop(name, value) for name, value in _SHARE.items()})
     data = DataConfig(urls, **{"workers": 0, **options})
     return TrainLoader(data, tokenizer, share, image_size=image_size, seed=seed)
+
+
+def step_loader(urls: str, tokenizer: Tokenizer, **options) -> TrainLoader:
+    """Steps of two micro-batches of three samples."""
+    defaults = {"micro_batch_size": 3, "num_micro_batches": 2, "seed": 5, "max_bad_fraction": 0.9}
+    return small_loader(urls, tokenizer, **(defaults | options))
+
+
+def sample_numbers(loader: TrainLoader) -> list[list[int]]:
+    """Sample numbers of each remaining step."""
+    return [torch.cat([batch["ids"] for batch in step]).tolist() for step in loader]
 
 
 def caption_tokenizer(folder: Path) -> Tokenizer:

@@ -20,6 +20,7 @@ from infcl.report import read_metrics
 from tests.lib import gpus
 from tests.lib.checkout import ROOT
 from tests.lib.ranks import free_port, run_ranks
+from tests.lib.shard_files import write_tar
 from tests.lib.waiting import finish, wait_for_checkpoint
 
 ON_CPU = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
@@ -100,6 +101,16 @@ def test_steps_that_stay_not_finite_end_with_a_code_of_their_own(demo_folder, tm
     ended = forked([*arguments, "--device", "cpu", "--max-skipped-steps", "1"], 2)
     assert ended.returncode == 65 and "Traceback" not in ended.stderr
     assert ended.stderr.count("pretrain_clip.py: error: 2 steps in a row had gradients that are not finite") == 1
+
+
+def test_data_without_images_ends_a_rank_with_one_line_and_exit_code_2(demo_folder, tmp_path):
+    write_tar(tmp_path / "shards" / "0.tar", [(f"{i}.{e}", b"text") for i in range(64) for e in ("png", "txt")])
+    arguments = command(demo_folder, tmp_path, "--steps", "1", "--workers", "0", "--train-data", f"{tmp_path}/shards")
+    ended = forked([*arguments, "--device", "cpu"], 1)
+    assert ended.returncode == 2 and "Traceback" not in ended.stderr
+    assert (
+        ended.stderr.count("pretrain_clip.py: error: rank 0: 8 samples in a row could not be used (the last: not_") == 1
+    )
 
 
 def test_the_launcher_trains_evaluates_and_a_second_start_does_not_train_again(demo_folder, tmp_path):
