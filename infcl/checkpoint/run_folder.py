@@ -32,6 +32,8 @@ from infcl.config import PATHS, BatchPlan, TrainConfig, option_of
 from infcl.parallel import Parallel, from_first_rank
 from infcl.parallel.host_info import git_commit, package_versions
 
+_FOLDERS = ("checkpoints", "export", "tensorboard")
+_FILES = ("config.json", "environment.json", "model_config.json", "metrics.jsonl", "summary.json", "running.json")
 _MAY_DIFFER = {  # between a run and its repetition
     *("resume", "overwrite", "logs", "name", "debug"),
     *("log_every_n_steps", "report_to", "wandb_project_name", "profile", "dry_run"),
@@ -106,6 +108,13 @@ class RunFolder:
         changed = from_first_rank(prepare)
         self.require_shared()
         return changed
+
+    def require_kinds(self) -> None:
+        """ValueError where a file or folder of a run is another kind of thing: opening a FIFO would wait for ever."""
+        for path in (self.root / name for name in (*_FOLDERS, *_FILES)):
+            if path.exists() and not (path.is_dir() if path.name in _FOLDERS else path.is_file()):
+                kind = "folder" if path.name in _FOLDERS else "regular file"
+                raise ValueError(f"{path} is not a {kind}: move it away, or choose another --name")
 
     def require_free(self) -> None:
         """ValueError while another process of this host trains here: the two would write over each other's files."""
@@ -210,6 +219,7 @@ def claim_run_folder(config: TrainConfig, parallel: Parallel) -> RunFolder:
 
 def _found(run: RunFolder, config: TrainConfig) -> tuple[bool, bool]:
     """(an earlier run there is to be replaced, it is finished). Rank 0."""
+    run.require_kinds()
     run.require_free()
     if not (run.root / "config.json").is_file():
         return False, run.summary.is_file()

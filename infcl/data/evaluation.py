@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 EVAL_LIMITS = ImageLimits(min_side=1)
 RESIZES = ("torch", "pil")
 MAX_TEXT_BYTES = 1 << 20  # of a text member, which may hold many captions
+MAX_LINE = 16 << 20  # characters of a caption list's line
 
 
 class EvalSample(NamedTuple):
@@ -223,14 +224,8 @@ def class_names(folder: Path) -> list[str]:
 
 def caption_list(path: Path) -> list[tuple[Path, dict[str, Any]]]:
     """[(image, {"captions": [...], ...}), ...] of a .jsonl file; ValueError names the first wrong line."""
-    try:
-        lines = path.read_text(encoding="utf-8-sig").split("\n")  # splitlines() splits inside captions, at U+2028
-    except OSError as error:
-        raise ValueError(f"{path}: {error.strerror}") from None
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not UTF-8: {error}") from None
     files = []
-    for number, line in enumerate(lines, 1):
+    for number, line in enumerate(_lines(path), 1):
         if not line.strip():
             continue
         try:
@@ -248,6 +243,22 @@ def caption_list(path: Path) -> list[tuple[Path, dict[str, Any]]]:
     if not files:
         raise ValueError(f"{path}: no samples in it")
     return files
+
+
+def _lines(path: Path) -> Iterator[str]:
+    """Lines as json has them: str.splitlines would split captions, at U+2028."""
+    try:
+        with open(path, encoding="utf-8-sig", opener=open_regular) as file:
+            while line := file.readline(MAX_LINE):
+                if len(line) == MAX_LINE:
+                    raise ValueError(f"{path}: a line of more than {MAX_LINE >> 20} MB: is this a list of captions?")
+                yield line
+    except ShardFault as fault:
+        raise ValueError(str(fault)) from None
+    except OSError as error:
+        raise ValueError(f"{path}: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8: {error}") from None
 
 
 def _torch_pixels(image_size: int, limits: ImageLimits) -> Callable[[bytes], torch.Tensor]:

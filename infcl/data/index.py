@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from infcl.data.access import open_shard
-from infcl.data.storage import DEFAULT_STORAGE, ShardFault, StorageOptions, is_remote, retry
+from infcl.data.storage import DEFAULT_STORAGE, ShardFault, StorageOptions, is_remote, open_regular, retry
 from infcl.data.tar import tar_members
 
 COLUMNS = ("image_offset", "image_bytes", "text_offset", "text_bytes", "json_offset", "json_bytes")
@@ -26,6 +26,7 @@ ABSENT = -1  # offset and length of a member that the sample does not have
 MAX_IMAGE_BYTES = 256 << 20  # a larger image member is rejected unread
 MAX_JSON_BYTES = 1 << 20  # a larger json member is treated as absent
 _FORMAT = "infcl-index-4"
+_MAX_HEADER = 1 << 20  # bytes of a sidecar's first line
 SIDECAR = ".infcl.idx"  # other programs keep files of their own as .idx and .tar.idx
 _SHOWN_KEYS, _SHOWN_CHARACTERS = 20, 200  # of each cause and shard; of each key
 _READ_AHEAD = 4 << 20  # of remote storage: headers lie so close that nearly everything is read anyway
@@ -199,13 +200,16 @@ class _ReadAhead:
 
 
 def open_members(index_path: str, samples: int, file_bytes: int) -> np.ndarray:
-    """The [samples, 6] int64 array of a sidecar, memory-mapped. Raises ShardFault if it points outside the shard."""
-    if samples == 0:
-        return np.empty((0, 6), dtype=np.int64)
-    offset = os.path.getsize(index_path) - samples * 48
-    if offset < 0:
+    """The [samples, 6] int64 array of a sidecar. Raises ShardFault if it points outside the shard.
+
+    It is read, not mapped (48 bytes a sample): a file that is cut while it is mapped ends its reader by SIGBUS.
+    """
+    with open(index_path, "rb", opener=open_regular) as file:
+        begin = max(0, os.fstat(file.fileno()).st_size - samples * 48)
+        data = os.pread(file.fileno(), samples * 48, begin)
+    if len(data) != samples * 48:
         raise ShardFault("shard_unreadable", f"{index_path} is shorter than its {samples} samples")
-    members = np.memmap(index_path, dtype="<i8", mode="r", offset=offset, shape=(samples, 6))
+    members = np.frombuffer(data, dtype="<i8").reshape(samples, 6)
     begins, sizes = members[:, ::2], members[:, 1::2]
     if (members < ABSENT).any() or (begins > file_bytes).any() or (sizes > file_bytes - begins).any():
         raise ShardFault("shard_unreadable", f"{index_path} is no index of its shard: delete it")
@@ -215,11 +219,11 @@ def open_members(index_path: str, samples: int, file_bytes: int) -> np.ndarray:
 def _read_header(path: Path) -> dict | None:
     """The first line of a sidecar, or None when there is none that is whole."""
     try:
-        with open(path, "rb") as file:
-            line = file.readline()
+        with open(path, "rb", opener=open_regular) as file:
+            line = file.readline(_MAX_HEADER)
             header = json.loads(line)
             whole = len(line) + header["samples"] * 48 == os.fstat(file.fileno()).st_size
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError, ShardFault):
         return None
     return header if whole and header.get("format") == _FORMAT else None
 

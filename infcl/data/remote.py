@@ -23,6 +23,7 @@ from infcl.data.storage import ShardFault, StorageOptions
 
 T = TypeVar("T")
 _MIN_BYTES_PER_SECOND = 16 << 10
+_TOO_SLOW = f"slower than {_MIN_BYTES_PER_SECOND >> 10} KB/s"
 _READ_BYTES = 1 << 18
 _SECONDS_BETWEEN_CHECKS = 60.0  # of a file's size and tag, where reading does not tell them
 _REDIRECTS, _REDIRECT = 5, (301, 302, 303, 307, 308)
@@ -35,6 +36,7 @@ class HttpFile:
     def __init__(self, url: str, options: StorageOptions):
         self._url, self._options, self._final = url, options, url
         self._connection: http.client.HTTPConnection | None = None
+        self._socket: socket.socket | None = None  # the answer's, which the connection may have let go of
         response = self._request({"Range": "bytes=0-0"})
         self.file_bytes, self.version = _http_state(response)
         self.ranges = response.status == 206 and self.file_bytes >= 0  # "bytes 0-0/*" tells no size
@@ -53,14 +55,14 @@ class HttpFile:
                 raise ShardFault("shard_changed", f"{self._url} changed during the run")
             if not _starts_at(response, offset):
                 raise OSError(f"bytes from {offset} were asked for, {response.getheader('Content-Range')} came")
-            deadline = _deadline(size, self._options)
             parts, came = [], 0
-            while part := response.read1(_READ_BYTES):
-                parts.append(part)
-                came += len(part)
-                _check_deadline(deadline, self._url)
-                if came > size:
-                    raise OSError(f"more than {size} bytes came")
+            limit = self._options.timeout + size / _MIN_BYTES_PER_SECOND
+            with _cut_after(limit, lambda: self._socket, f"{self._url}: {_TOO_SLOW}"):
+                while part := response.read1(_READ_BYTES):
+                    parts.append(part)
+                    came += len(part)
+                    if came > size:
+                        raise OSError(f"more than {size} bytes came")
         except BaseException:
             self.close()  # the connection is in the middle of an answer
             raise
@@ -69,6 +71,27 @@ class HttpFile:
             self.close()
             raise OSError(f"{len(data)} of {size} bytes came")
         return data
+
+    def copy(self, out: BinaryIO) -> None:
+        """The whole file, by a request without a range; OSError unless as many bytes come as the server has promised.
+
+        `out` bounds what is written where the server tells no size.
+        """
+        response, limit, started = self._request({}), self._options.copy_bytes, time.monotonic()
+        promised, copied = _http_state(response)[0], 0
+        if promised > limit:
+            what = f"{self._url} has {promised / 1e9:.3g} GB, more than {limit / 1e9:.3g} GB (--data-cache-gb)"
+            raise ShardFault("shard_unreadable", what)
+        while True:
+            with _cut_after(self._options.timeout, lambda: self._socket):
+                part = response.read1(_READ_BYTES)
+            if not part:
+                break
+            out.write(part)
+            copied += len(part)
+            _check_deadline(started + self._options.timeout + copied / _MIN_BYTES_PER_SECOND, self._url)
+        if promised >= 0 and copied != promised:
+            raise OSError(f"{copied} of {promised} bytes came")
 
     def changed(self) -> bool:
         return False  # pread has looked
@@ -106,9 +129,11 @@ class HttpFile:
         assert self._connection is not None, "the caller has made one"
         parts = urlsplit(url)
         target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
-        with _cut_after(self._options.timeout, self._connection):
-            self._connection.request("GET", target, headers={"Accept-Encoding": "identity"} | headers)
-            response = self._connection.getresponse()
+        connection = self._connection
+        with _cut_after(self._options.timeout, lambda: connection.sock):
+            connection.request("GET", target, headers={"Accept-Encoding": "identity"} | headers)
+            self._socket = connection.sock
+            response = connection.getresponse()
         if response.status in (404, 410):
             raise FileNotFoundError(f"http status {response.status}")
         if response.status in _TEMPORARY:
@@ -119,15 +144,16 @@ class HttpFile:
 
 
 @contextlib.contextmanager
-def _cut_after(seconds: float, connection: http.client.HTTPConnection) -> Iterator[None]:
-    """TimeoutError when what is within takes longer: a socket's own time-out begins anew with each byte of a header."""
-    late = threading.Event()
+def _cut_after(seconds: float, get_socket: Callable[[], socket.socket | None], why: str = "") -> Iterator[None]:
+    """TimeoutError (`why`) when what is within takes longer: a socket's own time-out begins again with each byte, and
+    the standard library reads headers, and the lengths of chunks, to the end of their lines."""
+    why, late = why or f"no answer within {seconds:g} s", threading.Event()
 
     def cut() -> None:
         late.set()
-        if connection.sock is not None:
+        if (connected := get_socket()) is not None:
             with contextlib.suppress(OSError):
-                connection.sock.shutdown(socket.SHUT_RDWR)
+                connected.shutdown(socket.SHUT_RDWR)
 
     timer = threading.Timer(seconds, cut)
     timer.daemon = True
@@ -136,12 +162,12 @@ def _cut_after(seconds: float, connection: http.client.HTTPConnection) -> Iterat
         yield
     except (OSError, http.client.HTTPException) as error:
         if late.is_set():
-            raise TimeoutError(f"no answer within {seconds:g} s") from error
+            raise TimeoutError(why) from error
         raise
     finally:
         timer.cancel()
     if late.is_set():
-        raise TimeoutError(f"no answer within {seconds:g} s")
+        raise TimeoutError(why)
 
 
 def _http_state(response: http.client.HTTPResponse) -> tuple[int, int]:
@@ -228,22 +254,12 @@ def within(seconds: float, call: Callable[[], T], what: str) -> T:
 
 
 def copy_http(url: str, out: BinaryIO, options: StorageOptions) -> None:
-    """The whole of a url that knows no ranges; OSError unless as many bytes come as the server has promised."""
+    """Write the whole of a url to `out`: HttpFile.copy."""
     file = HttpFile(url, options)
     try:
-        response = file._request({})
-        promised, copied, started = _http_state(response)[0], 0, time.monotonic()
-        if promised > options.copy_bytes:
-            limit = f"more than {options.copy_bytes / 1e9:.3g} GB (--data-cache-gb)"
-            raise ShardFault("shard_unreadable", f"{url} has {promised / 1e9:.3g} GB, {limit}")
-        while part := response.read1(_READ_BYTES):
-            out.write(part)
-            copied += len(part)
-            _check_deadline(started + options.timeout + copied / _MIN_BYTES_PER_SECOND, url)
+        file.copy(out)
     finally:
         file.close()
-    if promised >= 0 and copied != promised:
-        raise OSError(f"{copied} of {promised} bytes came")
 
 
 def copy_pipe(command: str, out: BinaryIO, options: StorageOptions) -> None:
@@ -275,13 +291,9 @@ def copy_pipe(command: str, out: BinaryIO, options: StorageOptions) -> None:
         raise OSError(f"exit status {status} after {copied} bytes")
 
 
-def _deadline(size: int, options: StorageOptions) -> float:
-    return time.monotonic() + options.timeout + size / _MIN_BYTES_PER_SECOND
-
-
 def _check_deadline(deadline: float, what: str) -> None:
     if time.monotonic() > deadline:
-        raise TimeoutError(f"{what}: slower than {_MIN_BYTES_PER_SECOND >> 10} KB/s")
+        raise TimeoutError(f"{what}: {_TOO_SLOW}")
 
 
 def _number_of(tag: str) -> int:

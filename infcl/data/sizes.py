@@ -10,7 +10,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from infcl.data.index import SIDECAR
-from infcl.data.storage import is_remote
+from infcl.data.storage import ShardFault, is_remote, open_regular
+
+_MAX_BYTES = 64 << 20  # of a file that tells
 
 
 def known_samples(shards: Sequence[str]) -> int | None:
@@ -41,9 +43,9 @@ def _of_shard(path: Path, sizes: dict) -> int | None:
 
 def _json(path: Path, *, first_line: bool = False) -> dict:
     try:
-        with open(path, "rb") as file:
-            value = json.loads(file.readline() if first_line else file.read())
-    except (OSError, ValueError):
+        with open(path, "rb", opener=open_regular) as file:
+            value = json.loads(file.readline(_MAX_BYTES) if first_line else file.read(_MAX_BYTES))
+    except (OSError, ValueError, RecursionError, ShardFault):
         return {}
     return value if isinstance(value, dict) else {}
 
@@ -68,6 +70,7 @@ def _whole_folder(paths: list[Path]) -> int | None:
     if any(path.parent != folder for path in paths) or len(set(paths)) != len(list(folder.glob("*.tar"))):
         return None
     try:
-        return int((folder / "__len__").read_text().strip() or "x")
-    except (OSError, ValueError):
+        with open(folder / "__len__", "rb", opener=open_regular) as file:
+            return int(file.read(_MAX_BYTES).strip() or "x")
+    except (OSError, ValueError, ShardFault):
         return None

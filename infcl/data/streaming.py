@@ -12,6 +12,7 @@ webdataset's decoders are never used (they unpickle); see samples.py.
 """
 
 import hashlib
+import os
 import random
 import re
 import tarfile
@@ -35,6 +36,8 @@ from infcl.data.workers import WorkerBoard, make_dataloader
 _MAX_NAME = 4096  # characters of a member's name; webdataset's grouping is slow on longer ones
 _META = re.compile(r"__[^/]*__($|/)")  # webdataset's own members
 _READS_PAST_END = 100
+_MAX_EXTENDED_HEADER = 1 << 20  # bytes of a PAX header or of a GNU long name, which tarfile reads into memory
+_MAX_EXPANSION, _SMALLEST_LIMIT = 100, 1 << 30  # a compressed shard's bytes may become so many times as many, or these
 _SHUFFLE_BUFFER = 2048  # samples, undecoded
 _BAD_PER_MICRO_BATCH = 8  # times its size: more bad samples than this while filling one end the run
 
@@ -85,8 +88,12 @@ def stream_records(
     def members() -> Iterator[dict[str, Any]]:
         for stream in opened():
             try:
-                tar = tarfile.open(fileobj=cast(BinaryIO, _Ending(stream)), mode="r|*")
+                source = cast(BinaryIO, _Ending(stream))
+                tar = tarfile.open(fileobj=source, mode="r|*", tarinfo=_BoundedHeader)
+                most = max(_SMALLEST_LIMIT, _MAX_EXPANSION * os.fstat(stream.fileno()).st_size)
                 for info in tar:
+                    if info.offset_data + info.size > most:  # before tarfile skips it
+                        raise tarfile.ReadError(f"{current}: more than {most / 1e9:.3g} GB, unpacked")
                     if info.isreg() and select(info.name):
                         if info.size > MAX_IMAGE_BYTES:
                             what = f"{current}: {ascii(info.name)} has {info.size} bytes, {MAX_IMAGE_BYTES} allowed"
@@ -104,6 +111,17 @@ def stream_records(
         key = sample["__key__"].encode("utf-8", "backslashreplace").decode()  # a name may be any bytes
         url = sample["__url__"]
         yield key, Record(image, text, sample.get("json"), f"{url} {key}", url)
+
+
+class _BoundedHeader(tarfile.TarInfo):
+    """A header that tarfile may read, of a plain member or with a longer name; the rest ends the shard as damaged."""
+
+    _EXTENDED = (tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK)
+
+    def _proc_member(self, archive: tarfile.TarFile) -> tarfile.TarInfo:
+        if self.type in self._EXTENDED and self.size > _MAX_EXTENDED_HEADER:
+            raise tarfile.ReadError(f"a header of {self.size} bytes, {_MAX_EXTENDED_HEADER} allowed")
+        return super()._proc_member(archive)  # type: ignore[misc]
 
 
 class _Ending:

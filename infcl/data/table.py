@@ -189,7 +189,7 @@ def _read_table(path: str, columns: TableColumns) -> tuple[list[tuple[str, str]]
 
 
 class _Lines:
-    """A file's lines without NULs. ended: more were asked for than there are."""
+    """A file's lines without NULs. ended: more were asked for than there are. ValueError for one without an end."""
 
     def __init__(self, file: TextIO):
         self._file, self.ended = file, False
@@ -198,10 +198,13 @@ class _Lines:
         return self
 
     def __next__(self) -> str:
-        for line in self._file:
-            return line.replace("\0", "")
-        self.ended = True
-        raise StopIteration
+        line = self._file.readline(_MAX_FIELD)
+        if len(line) == _MAX_FIELD:
+            raise ValueError(f"{self._file.name}: a line of more than {_MAX_FIELD >> 20} MB: is this a table?")
+        if not line:
+            self.ended = True
+            raise StopIteration
+        return line.replace("\0", "")
 
 
 def _holds_rows(row: list[str], columns: int, image_at: int, separator: str, folder: str) -> bool:

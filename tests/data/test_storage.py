@@ -115,6 +115,18 @@ def test_an_answer_whose_header_never_ends_ends_by_time_out(web, options):
     assert time.monotonic() - started < 5
 
 
+@pytest.mark.parametrize("ranges", [True, False])
+def test_an_answer_whose_first_chunk_never_begins_ends_by_time_out(web, options, ranges):
+    url, behaviour = web
+    behaviour.ranges, options = ranges, replace(options, timeout=0.5, attempts=1)
+    file = open_shard(url + "/00000.tar", options) if ranges else None
+    behaviour.drip_chunk = True
+    started = time.monotonic()
+    with pytest.raises((TimeoutError, ShardFault), match="slower than 16 KB/s|no answer within 0.5 s"):
+        file.pread(5000, 0) if file else local_copy(url + "/00001.tar", options)
+    assert time.monotonic() - started < 5
+
+
 def test_a_copy_ends_at_the_limit_of_the_spool_and_before_the_disk_is_full(web, options, monkeypatch):
     url, behaviour = web
     behaviour.ranges = False

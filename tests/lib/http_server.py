@@ -13,13 +13,13 @@ class Behaviour:
     ranges: honour Range. fail: this many next requests answer 503. stall: send nothing more after this many bytes of a
     body. short: close the connection after this many bytes of a body. tag: the ETag. redirect: send every
     request for /x to /moved/x first. trickle: after this many bytes of a body, a byte every 0.1 s.
-    drip: send a byte of a header every 0.1 s, for ever.
+    drip: send a byte of a header every 0.1 s, for ever. drip_chunk: the same in the length of the body's first chunk.
     shift: send so many bytes later than asked. tells_size: answers for ranges tell the file's size.
     """
 
     def __init__(self):
         self.ranges, self.fail, self.stall, self.short, self.tag, self.redirect = True, 0, None, None, "1", False
-        self.drip = False
+        self.drip = self.drip_chunk = False
         self.trickle: int | None = None
         self.shift, self.tells_size = 0, True
         self.requests: Counter[str] = Counter()
@@ -41,12 +41,7 @@ def serving(folder: Path):
                 behaviour.fail -= 1
                 return self._head(503, 0)
             if behaviour.drip:
-                with suppress(OSError):  # the client has had enough
-                    self.wfile.write(b"HTTP/1.1 200 OK\r\nX: ")
-                    while not behaviour.released.wait(0.1):
-                        self.wfile.write(b"x")
-                self.close_connection = True
-                return None
+                return self._drip(b"HTTP/1.1 200 OK\r\nX: ", b"x")
             if behaviour.redirect and not self.path.startswith("/moved/"):
                 return self._head(302, 0, {"Location": "/moved" + self.path})
             path = folder / self.path.removeprefix("/moved").lstrip("/")
@@ -60,6 +55,10 @@ def serving(folder: Path):
                 last = min(last + behaviour.shift, len(data) - 1)
                 headers["Content-Range"] = f"bytes {first}-{last}/{len(data) if behaviour.tells_size else '*'}"
                 data, status = data[first : last + 1], 206
+            if behaviour.drip_chunk and wanted != "bytes=0-0":
+                lines = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
+                head = f"HTTP/1.1 {status} OK\r\nTransfer-Encoding: chunked\r\n{lines}\r\n"
+                return self._drip(head.encode(), b"0")
             self._head(status, len(data), headers)
             limit = next((n for n in (behaviour.short, behaviour.stall, behaviour.trickle) if n is not None), None)
             if limit is None or len(data) <= limit:
@@ -74,6 +73,13 @@ def serving(folder: Path):
                     self.wfile.write(data[limit : limit + 1])
                 except OSError:  # the client has had enough
                     break
+            self.close_connection = True
+
+        def _drip(self, head: bytes, byte: bytes):
+            with suppress(OSError):  # the client has had enough
+                self.wfile.write(head)
+                while not behaviour.released.wait(0.1):
+                    self.wfile.write(byte)
             self.close_connection = True
 
         def _head(self, status: int, size: int, headers: dict[str, str] | None = None):

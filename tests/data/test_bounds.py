@@ -1,0 +1,83 @@
+"""Input that never ends or fits in no memory: reading it is bounded, and costs a sample, a shard or the start."""
+
+import gzip
+import io
+import os
+import tarfile
+
+import numpy as np
+import pytest
+
+from infcl.data.evaluation import caption_list
+from infcl.data.index import SampleKeys
+from infcl.data.records import ShardReader
+from infcl.data.shards import load_manifest
+from infcl.data.sizes import known_samples
+from infcl.data.streaming import stream_records
+from infcl.data.table import TableReader
+from tests.lib.shard_files import pair_members, write_shards, write_tar
+
+
+def read_stream(path) -> tuple[list[str], list[tuple[str, str]]]:
+    """(captions, faults) of one shard."""
+    faults: list[tuple[str, str]] = []
+    stream = stream_records([str(path)], SampleKeys(), lambda cause, _, error: faults.append((cause, str(error))))
+    return [record.text.decode() for _, record in stream], faults
+
+
+@pytest.mark.parametrize("kind", [tarfile.XHDTYPE, tarfile.GNUTYPE_LONGNAME])
+def test_an_extended_header_of_megabytes_is_not_read_into_memory(tmp_path, monkeypatch, kind):
+    monkeypatch.setattr("infcl.data.streaming._damage", lambda path, keys: None)  # else that has told it before
+    info = tarfile.TarInfo("long")
+    info.type, info.size = kind, (1 << 20) + 1
+    path = write_tar(tmp_path / "0.tar", pair_members(0))
+    begin = path.read_bytes().rstrip(b"\0")
+    begin += bytes(-len(begin) % 512)
+    path.write_bytes(begin + info.tobuf() + bytes(2 << 20) + bytes(1024))
+    captions, faults = read_stream(path)
+    assert captions == ["picture number 0"]
+    assert [cause for cause, _ in faults] == ["damaged_shard"] and "a header of 1048577 bytes" in faults[0][1]
+
+
+def test_a_compressed_shard_does_not_unpack_to_more_than_its_size_allows(tmp_path, monkeypatch):
+    monkeypatch.setattr("infcl.data.streaming._SMALLEST_LIMIT", 1 << 20)
+    plain = io.BytesIO(write_tar(tmp_path / "x", [*pair_members(0), ("0.bin", bytes(50 << 20))]).read_bytes())
+    (tmp_path / "0.tar").write_bytes(gzip.compress(plain.getvalue()))
+    captions, faults = read_stream(tmp_path / "0.tar")
+    assert captions == ["picture number 0"] and [cause for cause, _ in faults] == ["damaged_shard"]
+    assert "unpacked" in faults[0][1]
+    (tmp_path / "0.tar").write_bytes(gzip.compress(write_tar(tmp_path / "y", pair_members(1)).read_bytes()))
+    assert read_stream(tmp_path / "0.tar") == (["picture number 1"], [])
+
+
+@pytest.mark.parametrize("read", [TableReader, caption_list])
+def test_a_line_without_an_end_is_no_table_or_list(tmp_path, monkeypatch, read):
+    with open(tmp_path / "t", "wb") as file:
+        file.write(b"filepath\ttitle\n" if read is TableReader else b"")
+        file.truncate(17 << 20)
+    with pytest.raises(ValueError, match="t: a line of more than 16 MB"):
+        read(tmp_path / "t" if read is caption_list else str(tmp_path / "t"))
+
+
+def test_fifos_beside_shards_are_not_waited_for(tmp_path):
+    write_shards(tmp_path, [3])
+    shard = str(tmp_path / "00000.tar")
+    for name in ("00000.tar.infcl.idx", "sizes.json", "00000_stats.json", "__len__"):
+        os.mkfifo(tmp_path / name)
+    assert known_samples([shard]) is None
+    assert load_manifest(shard, index_cache=str(tmp_path / "index")).num_samples == 3
+
+
+def test_an_index_that_is_cut_while_it_is_open_costs_nothing(tmp_path):
+    manifest = load_manifest(write_shards(tmp_path, [5]))
+    reader = ShardReader(manifest)
+    first = reader.read(np.arange(5))
+    os.truncate(manifest.shards[0].index_path, 0)
+    assert reader.read(np.arange(5)) == first
+
+
+def test_a_folder_named_as_a_shard_is_reported_at_the_start(tmp_path):
+    write_shards(tmp_path, [3])
+    (tmp_path / "00001.tar").mkdir()
+    with pytest.raises(ValueError, match="1 of 2 shards are missing: .*00001.tar is not a regular file"):
+        load_manifest(str(tmp_path))
