@@ -23,6 +23,7 @@ from infcl.checkpoint.run_folder import FolderTaken, claim_run_folder
 from infcl.checkpoint.write import StorageHangs
 from infcl.config import may_pack, parse_args, settings_of
 from infcl.data.loader import TooManyBadSamples
+from infcl.data.workers import NoBatch
 from infcl.parallel import (
     describe_failure,
     destroy_parallel,
@@ -96,7 +97,7 @@ def main(argv: list[str] | None = None, *, noted: list[int] | None = None) -> in
     except (Diverged, StorageHangs) as end:
         report_mistake("pretrain_clip.py", end)
         return end.exit_code
-    except TooManyBadSamples as end:  # of this rank: the others wait for it in the ring
+    except (TooManyBadSamples, NoBatch) as end:  # of this rank: the others wait for it in the ring
         print(f"pretrain_clip.py: error: rank {parallel.rank}: {end}", file=sys.stderr, flush=True)
         return end.exit_code
     except RuntimeError as error:

@@ -18,7 +18,7 @@ from infcl.data.index import SampleKeys
 from infcl.data.plan import EpochPlan, Share, chunk_size, draw, epoch_size
 from infcl.data.records import Record
 from infcl.data.samples import BadSample, ReadLog, SampleDecoder
-from infcl.data.workers import WorkerBoard, make_dataloader
+from infcl.data.workers import NoBatch, WorkerBoard, make_dataloader
 
 _log = logging.getLogger(__name__)
 _ATTEMPTS = 8  # samples tried for one place before the data is declared unusable
@@ -61,8 +61,13 @@ class IndexedDataset:
         self.collection, self.decoder, self.board = collection, decoder, board
         self.num_samples = int(collection.counts.sum())
 
-    def __getitem__(self, item: tuple[int, int, np.ndarray]) -> tuple[dict[str, torch.Tensor], ReadLog]:
-        epoch, first, ids = item
+    def __getitem__(self, item: tuple[int, int, np.ndarray]) -> tuple[dict[str, torch.Tensor], ReadLog] | NoBatch:
+        try:
+            return self._read(*item)
+        except NoBatch as failure:  # raised here, it would come to the rank with a traceback for its message
+            return failure
+
+    def _read(self, epoch: int, first: int, ids: np.ndarray) -> tuple[dict[str, torch.Tensor], ReadLog]:
         log: ReadLog = {"skipped": [], "noted": []}
         samples, used = [], []
         for i, record in enumerate(self.collection.read(ids, on_part=self.board.reads)):
@@ -82,21 +87,19 @@ class IndexedDataset:
 
     def _decode_or_replace(self, record: Record, epoch: int, position: int, number: int, log: ReadLog):
         """((pixels, caption), sample number): of `record`, or of the first usable one of its replacements."""
-        failures = []
+        storage_fails = False
         for attempt in range(1, _ATTEMPTS + 1):
             try:
                 return self.decoder.decode(record, epoch, position, log), number
             except BadSample as bad:
                 log["skipped"].append((bad.cause, record.shard, f"{record.where}: {bad}"))
-                failures.append(f"{bad.cause}: {record.where}: {bad}")
-                cause = bad.cause
+                storage_fails |= record.fault is not None
+                last = f"{bad.cause}: {record.where}: {bad}"
             raw = draw(self.decoder.seed, epoch, position, stream=attempt, count=1)[0]
             number = int(raw) % self.num_samples
             record = self.collection.read(np.array([number]), on_part=self.board.reads)[0]
-        raise RuntimeError(
-            f"{_ATTEMPTS} samples in a row could not be used (the last: {cause}); is this a data set of images?\n  "
-            + "\n  ".join(failures)
-        )
+        what = f"{_ATTEMPTS} samples in a row could not be used (the last: {last})"
+        raise NoBatch(what) if storage_fails else NoBatch(f"{what}; is this a data set of images?", 2)
 
 
 class PlanSampler:
@@ -161,7 +164,7 @@ class IndexedSource:
         self, epoch: int, step: int, again: range = range(0)
     ) -> Iterator[tuple[dict[str, torch.Tensor], ReadLog]]:
         self._sampler.start, self._sampler.again = (epoch, step), again
-        return self.board.watch(iter(self._loader))
+        return self.board.watch(self._loader)
 
     def exactly(self, epoch: int, first: int, ids: torch.Tensor) -> dict[str, torch.Tensor]:
         return self._dataset.exactly(epoch, first, ids.numpy())

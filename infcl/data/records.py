@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from infcl.config import counted
 from infcl.data.access import open_shard
 from infcl.data.index import ABSENT, DEFAULT_KEYS, SampleKeys, open_members, scan_shard
 from infcl.data.shards import Manifest, Shard
@@ -100,7 +101,8 @@ class ShardReader:
         )
 
     def __str__(self) -> str:
-        return f"{len(self.manifest.shards)} shards hold {self.manifest.num_samples} usable samples"
+        shards = len(self.manifest.shards)
+        return f"{counted(shards, 'shard')} hold{'s' * (shards == 1)} {self.manifest.num_samples} usable samples"
 
     def parts_of(self, samples: np.ndarray) -> list[int]:
         """The shards, by number, that these samples lie in."""

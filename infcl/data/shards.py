@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from infcl.config import counted
 from infcl.data.index import DEFAULT_KEYS, SampleKeys, ensure_index
 from infcl.data.spool import spool_path
 from infcl.data.storage import DEFAULT_STORAGE, ShardFault, StorageOptions, is_remote, open_regular
@@ -245,7 +246,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         manifest = load_manifest(args.urls, **options)
     except ValueError as error:
         parser.error(str(error))
-    print(f"{len(manifest.shards)} shards, {manifest.num_samples} samples, sha256 {manifest.sha256[:16]}")
+    print(f"{counted(len(manifest.shards), 'shard')}, {manifest.num_samples} samples, sha256 {manifest.sha256[:16]}")
     for cause, count in sorted(manifest.rejected.items()):
         print(f"  left out, {cause}: {count}")
         shown = manifest.bad_keys.get(cause, [])[:_SHOWN_KEYS]

@@ -22,6 +22,7 @@ from typing import Any, BinaryIO, cast
 
 import torch
 
+from infcl.config import counted
 from infcl.data.access import local_copy
 from infcl.data.config import DataConfig
 from infcl.data.index import MAX_IMAGE_BYTES, SampleKeys, scan_shard, split_name
@@ -31,7 +32,7 @@ from infcl.data.samples import BadSample, ReadLog, SampleDecoder
 from infcl.data.shards import find_shards
 from infcl.data.sizes import known_samples
 from infcl.data.storage import DEFAULT_STORAGE, ShardFault, StorageOptions, open_regular
-from infcl.data.workers import WorkerBoard, make_dataloader
+from infcl.data.workers import NoBatch, WorkerBoard, make_dataloader
 
 _MAX_NAME = 4096  # characters of a member's name; webdataset's grouping is slow on longer ones
 _META = re.compile(r"__[^/]*__($|/)")  # webdataset's own members
@@ -154,7 +155,13 @@ class StreamingDataset(torch.utils.data.IterableDataset):
         self.shards, self.decoder, self.share, self.storage, self.board = shards, decoder, share, storage, board
         self.epoch, self.done = 0, 0.0  # which epoch, and the part of it that lies behind
 
-    def __iter__(self) -> Iterator[tuple[dict[str, torch.Tensor], ReadLog]]:
+    def __iter__(self) -> Iterator[tuple[dict[str, torch.Tensor], ReadLog] | NoBatch]:
+        try:
+            yield from self._micro_batches()
+        except NoBatch as failure:  # raised here, it would come to the rank with a traceback for its message
+            yield failure
+
+    def _micro_batches(self) -> Iterator[tuple[dict[str, torch.Tensor], ReadLog]]:
         log: ReadLog = {"skipped": [], "noted": []}
         samples, ids = [], []
         for record in self._records(log):
@@ -165,8 +172,10 @@ class StreamingDataset(torch.utils.data.IterableDataset):
             except BadSample as bad:
                 log["skipped"].append((bad.cause, record.shard, f"{record.where}: {bad}"))
                 if len(log["skipped"]) > _BAD_PER_MICRO_BATCH * self.share.rows:
-                    raise RuntimeError(
-                        f"{len(log['skipped'])} bad samples for {len(samples)} good ones: {bad}"
+                    raise NoBatch(
+                        f"{len(log['skipped'])} bad samples for {len(samples)} good ones (the last: {bad.cause}: "
+                        f"{record.where}: {bad}); is this a data set of images?",
+                        2,
                     ) from bad
             if len(samples) == self.share.rows:
                 batch = self.decoder.batch(samples, ids, log)
@@ -202,8 +211,8 @@ class StreamingDataset(torch.utils.data.IterableDataset):
             for _, record in shuffle(_SHUFFLE_BUFFER, initial=_SHUFFLE_BUFFER, rng=rng)(stream):
                 yield record
             if record is None:
-                raise RuntimeError(
-                    f"no sample in any of the {len(mine)} shards of a worker; the last ones: "
+                raise NoBatch(
+                    f"no sample in any of the {counted(len(mine), 'shard')} of a worker; the last ones: "
                     + "; ".join(f"{url}: {why.removeprefix(f'{url}: ')}" for _, url, why in log["skipped"][-3:])
                 )
 
@@ -236,7 +245,7 @@ class StreamingSource:
             )
         self.num_samples, self.found = num_samples, {"index/missing_shards": len(missing)} if missing else {}
         self.steps_per_epoch = share.steps_per_epoch(num_samples, f"an epoch has {num_samples} samples")
-        self.sha256, self.about = hashlib.sha256("\n".join(shards).encode()).hexdigest(), f"{len(shards)} shards"
+        self.sha256, self.about = hashlib.sha256("\n".join(shards).encode()).hexdigest(), counted(len(shards), "shard")
         self.board = WorkerBoard(data.workers, data.timeout, shards.__getitem__)
         self._dataset, self._share = StreamingDataset(shards, decoder, share, storage, self.board), share
         self._loader = make_dataloader(
@@ -252,9 +261,7 @@ class StreamingSource:
     ) -> Iterator[tuple[dict[str, torch.Tensor], ReadLog]]:
         assert not again, "a stream is read once"
         self._dataset.epoch, self._dataset.done = epoch, step / self.steps_per_epoch
-        return islice(
-            self.board.watch(iter(self._loader)), (self.steps_per_epoch - step) * self._share.num_micro_batches
-        )
+        return islice(self.board.watch(self._loader), (self.steps_per_epoch - step) * self._share.num_micro_batches)
 
     def exactly(self, epoch: int, first: int, ids: torch.Tensor) -> dict[str, torch.Tensor]:
         raise AssertionError("a stream is read once")

@@ -16,6 +16,7 @@ from typing import NamedTuple, TextIO
 
 import numpy as np
 
+from infcl.config import counted
 from infcl.data.access import open_shard
 from infcl.data.index import DEFAULT_KEYS, MAX_IMAGE_BYTES
 from infcl.data.records import Record
@@ -77,7 +78,8 @@ class TableReader:
         self.if_empty = "a table has a line of column names, then a line for each image (docs/howto/data.md)"
 
     def __str__(self) -> str:
-        return f"{len(self.paths)} tables hold {int(self.counts.sum())} rows"
+        tables = len(self.paths)
+        return f"{counted(tables, 'table')} hold{'s' * (tables == 1)} {int(self.counts.sum())} rows"
 
     def parts_of(self, samples: np.ndarray) -> list[int]:
         return np.unique(np.searchsorted(np.cumsum(self.counts), samples, side="right")).tolist()

@@ -4,26 +4,39 @@ board on which workers leave word of what they read and how much memory they hol
 import atexit
 import os
 import re
+import resource
 import shutil
 import signal
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache, partial
 from typing import Any, TypeVar
 
 import torch
 from torch.utils.data import DataLoader
 
+from infcl.config import counted
+
 _SHARED_MEMORY = "/dev/shm"
+_SPARE_FILES, _FILES_OF_ITEM = 32, 3  # beside the micro-batches; a tensor of one holds a file
 _TEMPORARY_BYTES = 107 - len("/pymp-12345678/listener-12345678")  # of 107 that Linux allows a socket's path
 T = TypeVar("T")
+
+
+class NoBatch(RuntimeError):
+    """A micro-batch cannot be made; the message is one line. `exit_code`: 2 where the data is of no use, else 1."""
+
+    def __init__(self, message: str, exit_code: int = 1):
+        super().__init__(message)
+        self.exit_code = exit_code
 
 
 class WorkerBoard:
     """A table in shared memory, one row a worker: [part that it reads or -1, since when, its resident memory in MB].
 
-    `watch` passes items on, and turns the DataLoader's time-out into an error that names what each worker was reading.
+    `watch` passes items on. It raises NoBatch where a worker returned one, where the workers cannot start, and after
+    the DataLoader's time-out, with what each worker was reading.
     """
 
     def __init__(self, num_workers: int, timeout: float, name_of: Callable[[int], str]):
@@ -45,7 +58,14 @@ class WorkerBoard:
         """Resident memory of each worker after its last item, in MB."""
         return [megabytes for megabytes in self._rows[:, 2].tolist() if megabytes >= 0]
 
-    def watch(self, items: Iterator[T]) -> Iterator[T]:
+    def watch(self, loader: Iterable[T | NoBatch]) -> Iterator[T]:
+        try:
+            items = iter(loader)
+        except OSError as error:
+            raise NoBatch(
+                f"{counted(len(self._rows), 'worker')} of the loader cannot start ({error.strerror}): use fewer "
+                "--workers, or raise the limit of processes (ulimit -u)"
+            ) from error
         while True:
             try:
                 item = next(items)
@@ -54,7 +74,9 @@ class WorkerBoard:
             except RuntimeError as error:
                 if "DataLoader timed out" not in str(error):
                     raise
-                raise RuntimeError(f"no batch for {self.timeout:g} s; {self._says()}") from error
+                raise NoBatch(f"no batch for {self.timeout:g} s; {self._says()} (--data-timeout)") from error
+            if isinstance(item, NoBatch):
+                raise item
             yield item
 
     def _says(self) -> str:
@@ -80,6 +102,10 @@ def stack(tensors: list[torch.Tensor]) -> torch.Tensor:
     shape = (len(tensors), *first.shape)
     storage = torch.UntypedStorage._new_shared(len(tensors) * first.numel() * first.element_size())
     return torch.stack(tensors, out=torch.empty(0, dtype=first.dtype).set_(storage).view(shape))
+
+
+def _size(size: int) -> str:
+    return f"{size / 2**10:.1f} KiB" if size < 1 << 20 else f"{size / 2**20:,.1f} MiB"
 
 
 def resident_mb() -> float:
@@ -145,7 +171,8 @@ def make_dataloader(
 
     Raises ValueError when this rank's workers alone would overflow shared memory: the workers' tensors lie there until
     they are used, and overflowing it kills a worker with SIGBUS in the middle of a run. Or when TMPDIR is so long that
-    workers could not open the sockets through which they pass them: the rank would wait for nothing until its time-out.
+    workers could not open the sockets through which they pass them, or too few files may be open (a tensor holds one
+    until it is used): the rank would wait for nothing until its time-out.
     """
     folder = tempfile.gettempdir()
     if num_workers and (length := len(os.fsencode(folder))) > _TEMPORARY_BYTES:
@@ -158,10 +185,17 @@ def make_dataloader(
         free = shutil.disk_usage(_SHARED_MEMORY).free
         if needed > free:
             raise ValueError(
-                f"{num_workers} workers x {prefetch_factor} micro-batches of {item_bytes / 2**20:.0f} MiB need "
-                f"{needed / 2**20:.0f} MiB of {_SHARED_MEMORY} for each rank, and {free / 2**20:.0f} MiB are free: "
-                f"use fewer --workers, a smaller --batch-size, or more shared memory (docker run --shm-size)"
+                f"{num_workers} workers x {prefetch_factor} micro-batches of {_size(item_bytes)} need {_size(needed)} "
+                f"of {_SHARED_MEMORY} for each rank, and {_size(free)} are free: use fewer --workers, a smaller "
+                "--batch-size, or more shared memory (docker run --shm-size)"
             )
+    files = len(os.listdir("/proc/self/fd")) + _SPARE_FILES + num_workers * (prefetch_factor + 1) * _FILES_OF_ITEM
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if num_workers and 0 <= limit < files:
+        raise ValueError(
+            f"{num_workers} workers x {prefetch_factor} micro-batches may need {files} open files for each rank, and "
+            f"{limit} are allowed: raise the limit (ulimit -n), or use fewer --workers"
+        )
     return DataLoader(
         dataset,
         batch_size=None,

@@ -141,7 +141,10 @@ class ZeroShotTask:
         folders = set(class_names(path)) if is_folder else None
 
         def default(name: str) -> Path | None:
-            return None if is_folder and not (beside / name).is_file() else beside / name
+            if (beside / name).is_file() or is_folder:
+                return beside / name if (beside / name).is_file() else None
+            flag = f"--zeroshot-{name.removesuffix('.txt')}"
+            raise ValueError(f"{data}: no {name} next to the shards; write one, or give {flag} FILE or imagenet")
 
         self.classes = read_classes(classnames or default("classnames.txt"), classes, folders=folders)
         self.templates = read_templates(templates or default("templates.txt"))

@@ -1,12 +1,15 @@
+import errno
 import gc
 import hashlib
 import json
 import os
 import pickle
 import random
+import resource
 import subprocess
 import sys
 import tempfile
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,7 +20,7 @@ from infcl.data.records import ShardReader
 from infcl.data.storage import ShardFault
 from infcl.data.synthetic import Captions, SyntheticLoader
 from infcl.data.tokenizer import EOS_ID
-from infcl.data.workers import describe_death, make_dataloader
+from infcl.data.workers import NoBatch, describe_death, make_dataloader
 from tests.lib.shard_files import pair_members, picture, write_tar
 from tests.lib.small_loader import sample_numbers, step_loader
 
@@ -193,9 +196,36 @@ def test_a_wrong_position_or_state_is_refused_with_both_values(shards, tokenizer
         step_loader(shards + "/{00000,00001}.tar", tokenizer).load_state_dict(state)
 
 
-def test_workers_that_would_overflow_shared_memory_are_refused(shards, tokenizer):
+def test_workers_that_would_overflow_shared_memory_are_refused(shards, tokenizer, monkeypatch):
     with pytest.raises(ValueError, match="4 workers x 4 micro-batches of .* MiB are free: use fewer --workers"):
         step_loader(shards, tokenizer, image_size=10**6, workers=4)
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=4096))
+    with pytest.raises(ValueError, match=r"of \d\.\d KiB need \d+\.\d KiB of /dev/shm .* 4.0 KiB are free"):
+        step_loader(shards, tokenizer, workers=4)
+
+
+@pytest.mark.parametrize("reader", ["indexed", "streaming"])
+def test_a_worker_s_failure_comes_to_the_rank_in_one_line(tmp_path, tokenizer, reader):
+    write_tar(tmp_path / "0.tar", [(f"{i}.{e}", b"text") for i in range(60) for e in ("png", "txt")])
+    with pytest.raises(NoBatch, match="not_an_image: .*0.tar .*is this a data set of images") as caught:
+        list(step_loader(str(tmp_path), tokenizer, workers=1, reader=reader, num_samples=60))
+    assert caught.value.exit_code == 2 and "\n" not in str(caught.value)
+
+
+def test_workers_that_cannot_have_their_files_or_processes_end_the_run_in_one_line(shards, tokenizer, monkeypatch):
+    def no_process():
+        raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    loader = step_loader(shards, tokenizer, workers=2)
+    monkeypatch.setattr(os, "fork", no_process)
+    with pytest.raises(
+        NoBatch, match=r"2 workers of the loader cannot start \(Resource temporarily unavailable\): use "
+    ):
+        list(loader)
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (64, 64))
+    with pytest.raises(ValueError, match=r"2 workers x 4 micro-batches may need \d+ open files .*, and 64 are allowed"):
+        step_loader(shards, tokenizer, workers=2)
+    step_loader(shards, tokenizer)
 
 
 def test_workers_whose_sockets_would_have_too_long_a_path_are_refused(shards, tokenizer, monkeypatch):
@@ -284,7 +314,7 @@ def test_a_small_set_may_have_a_few_bad_samples(tmp_path, tokenizer):
 
 def test_data_without_a_single_image_ends_the_run(tmp_path, tokenizer):
     write_tar(tmp_path / "1.tar", [(f"{i}.txt", b"text") for i in range(9)])
-    with pytest.raises(ValueError, match=r"hold 0 usable samples \(index/no_image: 9\): are these tars .* --text-key"):
+    with pytest.raises(ValueError, match=r"holds 0 usable samples \(index/no_image: 9\): are these tars .* --text-key"):
         step_loader(str(tmp_path), tokenizer)
     write_tar(tmp_path / "0.tar", [(f"{i}.{e}", b"text") for i in range(9) for e in ("png", "txt")])
     with pytest.raises(RuntimeError, match="8 samples in a row could not be used .the last: not_an_image"):

@@ -50,7 +50,7 @@ def test_it_skips_and_counts_what_is_bad(faulty, tokenizer):
     assert not (faulty / "executed").exists()
     storage = StorageOptions(allow_pipe=True, cache=str(faulty / "spool"), attempts=2, backoff=0.01)
     loader = step_loader(f"pipe:cat {quote(str(faulty))}/missing.tar", tokenizer, storage=storage, **options)
-    with pytest.raises(RuntimeError, match="no sample in any of the 1 shards"):
+    with pytest.raises(RuntimeError, match="no sample in any of the 1 shard"):
         list(loader)
 
 

@@ -72,7 +72,7 @@ def test_columns_and_separator_can_be_named(table, tmp_path, tokenizer):
     ):
         TableReader(str(other))
     other.write_text("filepath\ttitle\n")
-    with pytest.raises(ValueError, match="1 tables hold 0 rows: a table has a line of column names"):
+    with pytest.raises(ValueError, match="1 table holds 0 rows: a table has a line of column names"):
         make(other, tokenizer)
     with pytest.raises(ValueError, match="one character"):
         TableReader(str(other), columns=TableColumns("::"))
