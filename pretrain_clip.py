@@ -3,7 +3,7 @@
     parse the flags -> join the process group -> claim the run folder -> build the parts -> fit -> say what came out
 
 Exit codes: 0 finished; 2 a mistake in the command (one line says which, printed by one rank), or a later run has taken
-the folder; 65 more steps in a row than --max-skipped-steps were not finite; 130 interrupted; 143, 138 told to end by
+the folder; 65 more steps in a row than --max-skipped-steps were not finite; 130 interrupted, 143, 138 told to end by
 SIGTERM, SIGUSR1 (129: SIGHUP), after a checkpoint; any other is a failure, with its traceback unless it is the storage
 that hangs (1). While a run starts SIGTERM and SIGHUP end the process at once, SIGUSR1 behind the first step, with a
 checkpoint.

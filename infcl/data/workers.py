@@ -160,7 +160,7 @@ def outlive_first_sigterm(rank_ends: torch.Tensor, _worker: int) -> None:
 
     signal.signal(signal.SIGALRM, end)
     signal.signal(signal.SIGTERM, first)
-    for of_the_rank in (signal.SIGUSR1, signal.SIGHUP):
+    for of_the_rank in (signal.SIGUSR1, signal.SIGHUP, signal.SIGINT):
         signal.signal(of_the_rank, signal.SIG_IGN)
 
 

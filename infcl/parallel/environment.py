@@ -60,11 +60,8 @@ def deepspeed_runner() -> int | None:
     It is the parent of DeepSpeed's launcher; with a hostfile, ssh stands between them.
     """
     launcher = deepspeed_launcher()
-    if launcher is None:
-        return None
-    try:
-        runner = int(Path(f"/proc/{launcher}/status").read_text().split("PPid:")[1].split()[0])
-    except OSError:  # it has just ended
+    runner = None if launcher is None else parent_of(launcher)
+    if runner is None:
         return None
     words = _command(runner)
     return (
@@ -72,6 +69,14 @@ def deepspeed_runner() -> int | None:
         if any(Path(word).name == "deepspeed" for word in words) or "deepspeed.launcher.runner" in words
         else None
     )
+
+
+def parent_of(process: int) -> int | None:
+    """Return the process id of a process's parent, 0 outside of this container. None where the process has ended."""
+    try:
+        return int(Path(f"/proc/{process}/status").read_text().split("PPid:")[1].split()[0])
+    except OSError:
+        return None
 
 
 def require_hostfile() -> None:

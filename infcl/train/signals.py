@@ -1,5 +1,5 @@
 """Being told to end: SIGTERM, SIGUSR1 (a scheduler's pre-emption) and SIGHUP (a terminal that is closed, a connection
-that is lost; not under nohup) become a checkpoint and an orderly end.
+that is lost; not under nohup) and Ctrl-C become a checkpoint and an orderly end.
 
 The handler only takes a note; the training loop looks at it after each step, all ranks together, saves, and raises
 `Stopped`. So a signal during a save does not touch the save, and one rank's signal ends all.
@@ -8,23 +8,28 @@ A start takes a minute or more, and a scheduler's SIGUSR1 may come within it. pr
 lines on: the run then begins, takes one step, saves and ends, so that each start gets on. SIGTERM ends a start at once:
 whoever sends it may not wait for more.
 
-Ctrl-C ends a rank at once. Python drops an exception that is raised within a destructor or a callback, a
-KeyboardInterrupt too; so that is noted as well, and raised again after the step.
+Ctrl-C is noted as well; a second one, `AGAIN` seconds later, ends a rank at once. (Python drops an exception that is
+raised within a destructor or a callback, a KeyboardInterrupt too: then the third does.)
 
-A launcher that is killed outright leaves its ranks behind (and the `deepspeed` command then reports success); ranks
-that it started ask the kernel for a SIGTERM when it dies. And one Ctrl-C may end the command and not the launcher:
-torch drops an interrupt that comes while it imports numpy. A launcher without its command is one that was interrupted.
+A launcher that is killed leaves its ranks behind (and the `deepspeed` command then reports success), so ranks that it
+started ask the kernel for a SIGTERM when it dies. The `deepspeed` command leaves its launcher behind when it is killed,
+so ranks on its node look after each step whether it is there. Over several nodes pdsh and ssh stand between the command
+and the launchers: after SIGTERM or Ctrl-C the command ends them, after SIGKILL it cannot. One Ctrl-C may end the
+command and not the launcher: torch drops an interrupt that comes while it imports numpy. A launcher without its command
+is one that was interrupted.
 """
 
 import ctypes
+import math
 import os
 import signal
-from pathlib import Path
+import time
 from types import FrameType
 from typing import Any
 
-from infcl.parallel.environment import deepspeed_launcher
+from infcl.parallel.environment import deepspeed_launcher, deepspeed_runner, parent_of
 
+AGAIN = 3.0  # seconds; torchrun sends a rank the Ctrl-C that the terminal has sent it already
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
 
@@ -43,9 +48,8 @@ def end_with_launcher() -> None:
 def lost_its_parent(process: int) -> bool:
     """Whether another session's process has taken it over, as happens when its parent ends."""
     try:
-        parent = int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
-        session = os.getsid(process)
-        return parent != 0 and session not in (process, os.getsid(parent))  # 0: outside of this container
+        parent, session = parent_of(process), os.getsid(process)
+        return bool(parent) and session not in (process, os.getsid(parent or 0))
     except OSError:  # one of them ends just now
         return False
 
@@ -59,7 +63,7 @@ class Stopped(Exception):
 
 
 class StopSignals:
-    """`received` is the number of the last signal, 0 before any. Use as a context around the loop.
+    """`received` is the number of the signal to act on, 0 before any. Use as a context around the loop.
 
     noted: what was received so far, by whoever else appends to it. Behind the loop nobody looks there any more, and
     SIGUSR1 ends the process as it does by default; without `noted` it does what it did before.
@@ -68,7 +72,8 @@ class StopSignals:
     def __init__(self, noted: list[int] | None = None):
         self.noted: list[int] = [] if noted is None else noted
         self._taken_over = noted is not None
-        self.interrupted = False
+        self._interrupted_at = math.inf
+        self._launcher, self._runner = deepspeed_launcher(), deepspeed_runner()
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> "StopSignals":
@@ -85,6 +90,11 @@ class StopSignals:
 
     @property
     def received(self) -> int:
+        """SIGINT, though launchers send SIGTERM after it, or the last; SIGHUP where the `deepspeed` command is gone."""
+        if not self.noted and self._runner and parent_of(self._launcher or 0) not in (None, self._runner):
+            self.noted.append(signal.SIGHUP)
+        if signal.SIGINT in self.noted:
+            return signal.SIGINT
         return self.noted[-1] if self.noted else 0
 
     def act_on_late(self) -> None:
@@ -96,10 +106,7 @@ class StopSignals:
         self.noted.append(number)
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
-        self.interrupted = True
-        signal.default_int_handler(number, frame)
-
-    def raise_if_interrupted(self) -> None:
-        """KeyboardInterrupt after Ctrl-C, if the one that it raised was lost."""
-        if self.interrupted:
-            raise KeyboardInterrupt
+        if time.monotonic() - self._interrupted_at > AGAIN:
+            signal.default_int_handler(number, frame)
+        self._interrupted_at = min(self._interrupted_at, time.monotonic())
+        self.noted.append(number)

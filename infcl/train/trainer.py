@@ -153,7 +153,6 @@ class Trainer:
             with contextlib.closing(self.loader.steps(self.pixels.again)) as steps, self.pixels:  # ends the workers
                 for micro_batches in steps:
                     self._train_step(micro_batches)
-                    self.signals.raise_if_interrupted()
                     self.saves.after_step(self.step, is_last=self.step == self.total_steps)
                     if self.step == self.total_steps:
                         break

@@ -163,20 +163,23 @@ def test_without_a_launcher_a_mistake_is_refused_the_same_way(demo_folder, tmp_p
     assert result.stderr.count("error:") == 1 and message in result.stderr and "Traceback" not in result.stderr
 
 
-def test_ctrl_c_ends_the_run_with_130_and_a_hint(demo_folder, tmp_path):
+def test_ctrl_c_saves_and_ends_the_run_with_130_and_a_hint(demo_folder, tmp_path):
+    """To the whole process group, with the loader's workers, as a terminal sends it."""
     arguments = command(demo_folder, tmp_path, "--steps", "100000", "--save-every-n-steps", "2")
     process = subprocess.Popen(
         [sys.executable, *arguments], cwd=ROOT, env=os.environ | ON_CPU, stdout=subprocess.PIPE, text=True,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a suite in the background inherits "ignored"
+        start_new_session=True,
     )  # fmt: skip
     try:
         wait_for_checkpoint(tmp_path, process)
-        process.send_signal(signal.SIGINT)
+        os.killpg(process.pid, signal.SIGINT)
         code, output = finish(process, 60)
     finally:
         process.kill()
-    assert code == 130
-    assert "--resume latest continues" in output
+    assert code == 130, output
+    step = output.split("SIGINT received at step ")[1].split(";")[0]
+    assert f"--resume latest continues from step_{int(step):08d}" in output
 
 
 @pytest.mark.gpu
