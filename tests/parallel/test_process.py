@@ -1,6 +1,8 @@
 """How a rank's process ends. Each case is a process of its own."""
 
 import os
+import re
+import shutil
 import subprocess
 import sys
 
@@ -71,3 +73,16 @@ def test_a_reader_that_is_gone_does_not_change_the_exit_code():
         "print('to nobody')\nend_process(3)"
     )
     assert (result.returncode, result.stderr) == (3, "")
+
+
+@pytest.mark.skipif(
+    os.geteuid() != 0 or shutil.which("setpriv") is None, reason="another user is needed: root, setpriv"
+)
+def test_too_low_a_limit_of_processes_is_a_usage_error(tmp_path):
+    """Of a user who has no processes else; root has no such limit."""
+    program = "from infcl.parallel.process import require_threads as r; r(20); print('20 are enough'); r(60)"
+    rights = ["--inh-caps=-all,+dac_override", "--ambient-caps=-all,+dac_override"]  # Python may be in root's folder
+    user = ["setpriv", "--reuid=64123", "--clear-groups", *rights, "bash", "-c", 'ulimit -u 40; exec "$@"', "-"]
+    done = subprocess.run([*user, sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout == "20 are enough\n" and done.returncode == 1, done.stderr
+    assert re.search(r"ValueError: only 3\d more threads can be started, a rank may need 60", done.stderr)
