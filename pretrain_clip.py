@@ -31,7 +31,7 @@ from infcl.parallel import (
     read_environment,
     report_mistake,
 )
-from infcl.parallel.process import end_process
+from infcl.parallel.process import end_process, require_threads
 from infcl.report import summary_table
 from infcl.train.build import resolve_inputs
 from infcl.train.dry_run import describe_plan
@@ -50,6 +50,7 @@ def main(argv: list[str] | None = None, *, noted: list[int] | None = None) -> in
         end_with_launcher()
         config = parse_args(argv)
         logging.basicConfig(level=logging.DEBUG if config.debug else logging.WARNING)
+        require_threads(16 + 4 * config.workers)  # of the process group and the store; of each worker
         parallel = init_parallel(
             config.device,
             timeout_minutes=config.dist_timeout,

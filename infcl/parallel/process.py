@@ -12,6 +12,7 @@ import atexit
 import contextlib
 import os
 import sys
+import threading
 from typing import NoReturn
 
 
@@ -28,3 +29,26 @@ def end_process(code: int) -> NoReturn:
                 stream.flush()
     finally:
         os._exit(code)
+
+
+def require_threads(count: int) -> None:
+    """Start and end `count` threads. Where a limit of processes allows fewer, a run would hang or end without a reason.
+
+    Raises:
+        ValueError: the user's limit (ulimit -u) or the container's (pids.max) has been reached.
+    """
+    release, started = threading.Event(), []
+    try:
+        for _ in range(count):
+            thread = threading.Thread(target=release.wait, daemon=True)
+            thread.start()
+            started.append(thread)
+    except RuntimeError as error:
+        raise ValueError(
+            f"only {len(started)} more threads can be started, a rank may need {count}: raise the limit of processes "
+            "(ulimit -u, or the container's), or use fewer --workers"
+        ) from error
+    finally:
+        release.set()
+        for thread in started:
+            thread.join()
