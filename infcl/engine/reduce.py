@@ -17,6 +17,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from infcl.loss.ring import reduce_scatter
+
 SUMS = "_DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition"
 IN_FLIGHT = 2  # buckets whose gradients may wait for their reduction
 
@@ -102,7 +104,7 @@ class _Reducer:
         own = flat.view(-1)
         if self.ranks > 1:
             own = torch.empty_like(flat[0])
-            dist.reduce_scatter_tensor(own, flat.div_(self.ranks).view(-1), group=self.group)
+            reduce_scatter(own, flat.div_(self.ranks).view(-1), group=self.group)
         sums = [self.sums[parameter.ds_id] for parameter in parameters]
         pieces = own.to(sums[0].dtype).split([len(its) for its in sums])
         if self.optimizer.micro_step_id == 0:

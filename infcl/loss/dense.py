@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from infcl.loss.inputs import check_features, gradients_wanted, refuse_double_backward, scalar_like, sides_wanted
-from infcl.loss.ring import RingExchange, checked_group
+from infcl.loss.ring import RingExchange, all_gather, checked_group, reduce_scatter
 
 
 def clip_loss(
@@ -148,7 +148,7 @@ def _all_gather(features: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     if world_size == 1:
         return features.detach().view_as(features)
     gathered = features.new_empty(world_size * len(features), features.shape[1])
-    dist.all_gather_into_tensor(gathered, features.detach().contiguous(), group=group)
+    all_gather(gathered, features.detach().contiguous(), group=group)
     return gathered
 
 
@@ -158,7 +158,7 @@ def _reduce_scatter(d_all: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     if world_size == 1:
         return d_all
     own = d_all.new_empty(len(d_all) // world_size, d_all.shape[1])
-    dist.reduce_scatter_tensor(own, d_all.contiguous(), group=group)
+    reduce_scatter(own, d_all.contiguous(), group=group)
     return own
 
 

@@ -173,7 +173,7 @@ class RingExchange:
         mine = torch.tensor(numbers, dtype=torch.int64, device=device)
         gathered = mine.new_empty(self.world_size * len(values))
         try:
-            dist.all_gather_into_tensor(gathered, mine, group=self.group)
+            all_gather(gathered, mine, group=self.group)
         except RuntimeError as error:
             if device.type == "cuda":  # of what the GPU did before: NCCL's time-outs come later, and not here
                 raise
@@ -228,6 +228,11 @@ class RingExchange:
         # The copy frees the buffer for the next lap's hops.
         total = combine(self.wait(across), total) if across in self._pending else total.clone()
         self.post(across, total, self._across)
+
+
+# torch 2.13 renamed the two, and warns on every rank where the old names are called.
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def checked_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:

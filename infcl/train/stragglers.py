@@ -20,9 +20,9 @@ from collections.abc import Iterator, Mapping
 from statistics import median_low
 
 import torch
-import torch.distributed as dist
 
 from infcl.cluster.links import SLOW, neighbours, slower_than_usual
+from infcl.loss.ring import all_gather
 from infcl.parallel import Parallel
 from infcl.parallel.rendezvous import Node
 
@@ -68,7 +68,7 @@ class Stragglers:
     def _gather(self, own: list[float]) -> tuple[list[float], list[float]]:
         mine = torch.tensor(own, dtype=torch.float64, device=self.parallel.device)
         everyone = torch.empty(2 * self.parallel.world_size, dtype=mine.dtype, device=mine.device)
-        dist.all_gather_into_tensor(everyone, mine)
+        all_gather(everyone, mine)
         owns, waits = everyone.view(-1, 2).T.tolist()
         return owns, waits
 

@@ -1,5 +1,7 @@
 """The dense baselines obey the same law: averages over ranks equal the float64 single-process loss and gradients."""
 
+import warnings
+
 import pytest
 import torch
 
@@ -28,3 +30,15 @@ def test_dense_losses_return_gradients_in_the_features_dtype(name):
     assert result.loss.dtype == torch.float32 and result.d_images.dtype == torch.bfloat16
     truth = oracle(Case(name, 16, 32, 10.0, dtype=torch.bfloat16))
     assert relative_error(result.d_images, truth.d_images) < 5e-2
+
+
+def _warnings_of(rank, world_size, cases):
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        evaluate_on_rank(rank, world_size, cases, {})
+    return [str(warning.message) for warning in seen]
+
+
+def test_no_rank_warns_of_collectives_that_torch_renamed():
+    cases = [Case(name, 14, 40, 1.0) for name in (*DENSE, "inf_cl", "siglip")]
+    assert run_ranks(_warnings_of, 2, cases) == [[], []]
