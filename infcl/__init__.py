@@ -14,8 +14,9 @@ The package reads in the order in which data flows:
     train/             tower gradients -> ZeRO step, and the loop around it
     evaluate/, export  zero-shot, retrieval; the model for others
 
-As a library it needs torch alone: `from infcl import inf_cl_loss, InfCLLoss, siglip_loss, SigLipLoss, info_nce_loss,
-nt_xent_loss, RingOptions`.
+As a library it needs torch alone: `from infcl import contrastive_step, Encoders, split_batch` trains any encoders, with
+the losses `inf_cl_loss`, `siglip_loss`, `info_nce_loss`, `nt_xent_loss` and their RingOptions; InfCLLoss and SigLipLoss
+take the place of open_clip's.
 """
 
 from infcl.loss.inf_cl import inf_cl_loss
@@ -24,7 +25,19 @@ from infcl.loss.inputs import RingOptions
 from infcl.loss.modules import InfCLLoss, SigLipLoss
 from infcl.loss.nt_xent import nt_xent_loss
 from infcl.loss.siglip import siglip_loss
+from infcl.step.contrastive import Encoders, contrastive_step, split_batch
 
 __version__ = "0.1.0"
 
-__all__ = ["InfCLLoss", "RingOptions", "SigLipLoss", "inf_cl_loss", "info_nce_loss", "nt_xent_loss", "siglip_loss"]
+__all__ = [
+    "Encoders",
+    "InfCLLoss",
+    "RingOptions",
+    "SigLipLoss",
+    "contrastive_step",
+    "inf_cl_loss",
+    "info_nce_loss",
+    "nt_xent_loss",
+    "siglip_loss",
+    "split_batch",
+]

@@ -1,0 +1,238 @@
+"""One contrastive step for any encoders: one loss over all ranks' micro-batches, the activations of one in memory.
+
+    model = DistributedDataParallel(Encoders(query_encoder, document_encoder))
+    loss = partial(inf_cl_loss, group=dist.group.WORLD)
+    for queries, documents in loader:
+        value = contrastive_step(model, split_batch((queries, documents), 32), loss)
+        optimizer.step()
+        optimizer.zero_grad()
+
+The gradient cache (`infcl.step.grad_cache`) encodes every micro-batch without a graph, takes the loss and encodes again
+with one. Both passes draw the same random numbers, so dropout is exact. BatchNorm normalises with the statistics of a
+micro-batch, as it does under gradient accumulation; its running statistics move once per step.
+"""
+
+import math
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from infcl.step import wrappers
+from infcl.step.grad_cache import Features, MicroBatches, cached_step
+from infcl.step.replay import Replay
+
+
+def contrastive_step(
+    model: nn.Module,
+    micro_batches: MicroBatches,
+    loss: Callable[..., Tensor],
+    *,
+    cached_activations: int = 1,
+    backward: Callable[[Tensor], object] | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> Tensor:
+    """Add the gradient of the loss of all ranks' micro-batches to the parameters' `.grad`. Collective.
+
+    Args:
+        model: plain, or wrapped in (or made of modules wrapped in) DistributedDataParallel or fully_shard, or a
+            DeepSpeed engine of ZeRO 0-3. It is called with a micro-batch: `model(*m)` for a tuple, `model(**m)` for a
+            mapping, else `model(m)`. It returns a tuple or mapping of features [rows, D] and scalars (0-dim or [1],
+            such as the logit scale).
+        micro_batches: of any sizes, on every rank as many; what `split_batch` makes of a batch, or your own.
+        loss: called once, with the features of all micro-batches of this rank and with the scalars: by position if the
+            model returns a tuple, by name if a mapping. Its mean over ranks is the global loss, and so are its
+            gradients, as with every loss of infcl.
+        cached_activations: how many micro-batches are encoded once only, their activations being kept until the loss is
+            known; under DistributedDataParallel all but one at most.
+        backward: takes the place of `surrogate.backward()`: `lambda surrogate: scaler.scale(surrogate).backward()`.
+        group: ranks over which gradients of parameters are averaged that no wrapper averages.
+
+    Returns:
+        This rank's loss, 0-dim, detached.
+
+    Raises:
+        ValueError: the model returns something else; a forward changes a buffer that is no running statistic of a
+            BatchNorm; pass 2 gives other features than pass 1; nothing averages the gradients over the ranks.
+
+    Source: GradCache, arXiv 2101.06983.
+    """
+    total, name = len(micro_batches), type(getattr(model, "module", model)).__name__
+    if total == 0:
+        raise ValueError("contrastive_step needs at least one micro-batch")
+    if wrappers.is_ddp(model):  # it reads at a forward whether that forward's backward reduces
+        cached_activations = min(cached_activations, max(1, total - 1))
+    names: list[str] = []  # of what the model returns; none for a tuple
+    graphs = 0
+    replay = Replay(model, name)
+    with replay, ExitStack() as without_reduction:
+        without_reduction.enter_context(wrappers.accumulating(model))
+
+        def encode(micro_batch: Any) -> Features:
+            nonlocal graphs
+            graphs += torch.is_grad_enabled()
+            if graphs == total and (total == 1 or cached_activations < total):  # the next backward is the last one
+                without_reduction.close()
+            torch.clear_autocast_cache()  # weights that pass 1 cast have no graph
+            with _note(f"{name}, micro-batch {replay.index} of {total}, contrastive_step"):
+                output = _call(model, micro_batch)
+            if isinstance(output, Mapping):
+                names[:] = output
+                output = tuple(output.values())
+            features = _check_output(name, (output,) if isinstance(output, Tensor) else output)
+            replay.compare(features)
+            return features
+
+        def run_backward(surrogate: Tensor, is_last: bool) -> None:
+            if is_last:
+                without_reduction.close()
+            (backward or wrappers.backward_of(model))(surrogate)
+
+        output = cached_step(
+            micro_batches,
+            encode=encode,
+            loss=lambda values: loss(**dict(zip(names, values.values()))) if names else loss(*values.values()),
+            backward=run_backward,
+            before_encode=replay.begin,
+            on_phase=replay.on_phase,
+            resident=cached_activations,
+        )
+    wrappers.average_unwrapped(model, group)
+    replay.check()
+    return output.loss
+
+
+class Encoders(nn.Module):
+    """One encoder per input, or one for all inputs, as the one module that a wrapper and `contrastive_step` take.
+
+    `forward(*inputs)` returns a tuple: the features [rows, D] of each input, then logit_scale [1] (multiplicative) and
+    logit_bias [1] where there are any. An input reaches its encoder as a micro-batch reaches a model.
+
+    Args:
+        encoders: modules. One alone encodes every input.
+        features: makes [rows, D] of an encoder's output and its input; None for encoders that return a tensor.
+        normalize: scale the features to unit length, in float32 at least.
+        logit_scale, logit_bias: initial values of the two parameters (the scale's is kept as its logarithm); None: no
+            such parameter, for a loss with a fixed scale.
+    """
+
+    def __init__(
+        self,
+        *encoders: nn.Module,
+        features: Callable[[Any, Any], Tensor] | None = None,
+        normalize: bool = True,
+        logit_scale: float | None = 1 / 0.07,
+        logit_bias: float | None = None,
+    ):
+        super().__init__()
+        self.encoders = nn.ModuleList(encoders)
+        self.features, self.normalize = features, normalize
+        self.logit_scale = None if logit_scale is None else nn.Parameter(torch.tensor([math.log(logit_scale)]))
+        self.logit_bias = None if logit_bias is None else nn.Parameter(torch.tensor([logit_bias]))
+
+    def forward(self, *inputs: Any) -> tuple[Tensor, ...]:
+        encoders = list(self.encoders) * (len(inputs) if len(self.encoders) == 1 else 1)
+        if len(encoders) != len(inputs):
+            raise ValueError(f"{len(inputs)} inputs for {len(encoders)} encoders")
+        outputs = [self._encode(*both, index) for index, both in enumerate(zip(encoders, inputs))]
+        if self.logit_scale is not None:
+            outputs.append(_at_least_float32(self.logit_scale).exp())
+        if self.logit_bias is not None:
+            outputs.append(_at_least_float32(self.logit_bias))
+        return tuple(outputs)
+
+    def _encode(self, encoder: nn.Module, given: Any, index: int) -> Tensor:
+        name = f"encoder {index} ({type(encoder).__name__})"
+        with _note(name):
+            output = _call(encoder, given)
+            if self.features is not None:
+                output = self.features(output, given)
+        if not isinstance(output, Tensor) or output.ndim != 2:
+            raise ValueError(f"{name} gives {_describe(output)}; `features=` has to make a tensor [rows, D] of it")
+        return F.normalize(_at_least_float32(output), dim=-1) if self.normalize else output
+
+
+def split_batch(batch: Any, size: int) -> list[Any]:
+    """Split a batch into micro-batches of `size` rows; the last one may be smaller.
+
+    Args:
+        batch: tensors [rows, ...] and lists of `rows` entries in nested tuples, lists and mappings. Numbers, strings,
+            None and 0-dim tensors are the same for every micro-batch.
+        size: rows of a micro-batch.
+
+    Raises:
+        ValueError: no tensor or list has rows, or a tensor has another number of them.
+    """
+    rows = _count_rows(batch)
+    if rows is None:
+        raise ValueError(f"no tensor with rows in {_describe(batch)}")
+    return [_slice(batch, slice(begin, begin + size), rows) for begin in range(0, rows, size)]
+
+
+def _call(module: nn.Module, given: Any) -> Any:
+    if isinstance(given, Mapping):
+        return module(**given)
+    return module(*given) if isinstance(given, tuple) else module(given)
+
+
+def _check_output(name: str, output: Any) -> Features:
+    if not isinstance(output, (tuple, list)) or not output:
+        raise ValueError(f"{name} returns {_describe(output)}, not a tuple or mapping of tensors")
+    for index, value in enumerate(output):
+        if not isinstance(value, Tensor) or not value.is_floating_point() or (value.ndim < 2 and value.numel() != 1):
+            raise ValueError(f"{name}: output {index} is {_describe(value)}; features are [rows, D], scalars [1]")
+    if all(value.ndim < 2 for value in output):
+        raise ValueError(f"{name} returns no features [rows, D], only {_describe(output[0])}")
+    return {str(index): value for index, value in enumerate(output)}
+
+
+def _at_least_float32(value: Tensor) -> Tensor:
+    return value.to(torch.promote_types(value.dtype, torch.float32))
+
+
+def _describe(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor {tuple(value.shape)} of {value.dtype}"
+    return f"{type(value).__name__}({', '.join(map(str, value))})" if isinstance(value, Mapping) else repr(value)[:80]
+
+
+@contextmanager
+def _note(where: str) -> Iterator[None]:
+    """Add to an exception from inside where it happened."""
+    try:
+        yield
+    except Exception as error:
+        if sys.version_info >= (3, 11):
+            error.add_note(f"in {where}")
+        raise
+
+
+def _count_rows(batch: Any) -> int | None:
+    """Rows of the first tensor that has any, else of the first list of strings or objects."""
+    if isinstance(batch, Tensor):
+        return len(batch) if batch.ndim else None
+    if isinstance(batch, (Mapping, tuple, list)):
+        parts = list(batch.values() if isinstance(batch, Mapping) else batch)
+        found = (rows for rows in map(_count_rows, parts) if rows is not None)
+        own = len(batch) if isinstance(batch, list) and parts and isinstance(parts[0], str) else None
+        return next(found, own)
+    return None
+
+
+def _slice(batch: Any, rows: slice, total: int) -> Any:
+    if isinstance(batch, Tensor):
+        if batch.ndim and len(batch) != total:
+            raise ValueError(f"{_describe(batch)} in a batch of {total} rows; make its micro-batches yourself")
+        return batch[rows] if batch.ndim else batch
+    if isinstance(batch, Mapping):
+        return {key: _slice(value, rows, total) for key, value in batch.items()}
+    if isinstance(batch, list) and len(batch) == total and not isinstance(batch[0], (Tensor, Mapping, tuple, list)):
+        return batch[rows]
+    if isinstance(batch, (tuple, list)):
+        return type(batch)(_slice(value, rows, total) for value in batch)
+    return batch

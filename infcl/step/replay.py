@@ -1,0 +1,129 @@
+"""What makes pass 2 of any model repeat pass 1: random states and running statistics; and the check that it does."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from infcl.step.grad_cache import Features
+
+_SAME = 0.05  # relative difference of the two passes: other dropout masks make a larger one, rounding a smaller one
+
+
+class Replay:
+    """The state of one step: a context around both passes, `begin` before and `compare` after each encoding."""
+
+    def __init__(self, model: nn.Module, name: str):
+        self.name, self.index, self.calls = name, 0, 0
+        self.states: dict[int, Any] = {}
+        self.seen: Features = {}
+        self.difference: Tensor | None = None
+        self.layers = [
+            _RunningStatistics(layer)
+            for layer in model.modules()
+            if isinstance(layer, _BatchNorm) and layer.training and layer.running_mean is not None
+        ]
+        own = {id(buffer) for each in self.layers for buffer in each.layer.buffers(recurse=False)}
+        self.buffers = {key: value for key, value in model.named_buffers() if id(value) not in own}
+        self.versions: dict[str, int] = {}
+
+    def begin(self, index: int) -> None:
+        """Before an encoding of micro-batch `index`: note the random state, or set it again."""
+        self.index, self.calls = index, self.calls + 1
+        if index in self.states:
+            _set_random_state(self.states[index])
+        else:
+            self.states[index] = _random_state()
+        if index == 1 and self.calls == 2:  # not the first one, before which DDP may broadcast the buffers
+            self.versions = {key: value._version for key, value in self.buffers.items()}
+
+    def compare(self, features: Features) -> None:
+        """Between the two encodings of the first micro-batch; and the buffers, in pass 1."""
+        for key, version in self.versions.items():
+            if self.buffers[key]._version != version:
+                raise ValueError(
+                    f"{self.name}: a forward changes the buffer {key}, and contrastive_step runs two per micro-batch; "
+                    "only the running statistics of BatchNorm are handled. Freeze it, or put its module in eval mode"
+                )
+        self.versions = {}
+        if self.index == 0 and not self.seen:
+            self.seen = {key: value.clone() for key, value in _detached(features).items()}
+        elif self.index == 0:
+            apart = [
+                (value.detach() - self.seen[key]).norm() / value.detach().norm() for key, value in features.items()
+            ]
+            self.difference = torch.stack(apart).max()
+
+    def check(self) -> None:
+        """Raise ValueError where pass 2 differs. Waits for the device."""
+        if self.difference is not None and float(self.difference) > _SAME:
+            raise ValueError(
+                f"{self.name}: pass 2 gives other features than pass 1 (relative difference {self.difference:.2g}): a "
+                "forward depends on random numbers that are not torch's, or on a state that it changes"
+            )
+
+    def on_phase(self, phase: str) -> None:
+        if phase == "loss":
+            self.after = _random_state()
+            for layer in self.layers:
+                layer.move_once()
+
+    def __enter__(self) -> None:
+        for layer in self.layers:
+            layer.collect()
+
+    def __exit__(self, *error: Any) -> None:
+        for layer in self.layers:
+            layer.leave()
+        if error[0] is None:
+            _set_random_state(self.after)
+
+
+class _RunningStatistics:
+    """The running statistics of a BatchNorm layer, which pass 1 moves once, by the mean over its micro-batches."""
+
+    def __init__(self, layer: Any):
+        self.layer, self.momentum, self.calls = layer, layer.momentum, 0
+
+    def collect(self) -> None:
+        self.hook = self.layer.register_forward_pre_hook(self._before_forward)
+
+    def _before_forward(self, *_: Any) -> None:
+        if self.calls == 0:  # DDP has broadcast them by now
+            self.before = [buffer.clone() for buffer in self._statistics()]
+            self.counted = self.layer.num_batches_tracked.clone()
+        self.calls += 1
+        self.layer.momentum = 1 / self.calls  # the mean of the micro-batches, whatever was there before
+
+    def move_once(self) -> None:
+        self.hook.remove()
+        if self.calls:
+            factor = 1 / (1 + int(self.counted)) if self.momentum is None else self.momentum
+            for buffer, before in zip(self._statistics(), self.before):
+                buffer.data.copy_(before.lerp(buffer, factor))  # .data: graphs of pass 1 hold it, and do not read it
+        self.layer.momentum = 0.0
+
+    def leave(self) -> None:
+        self.hook.remove()
+        self.layer.momentum = self.momentum
+        if self.calls:
+            self.layer.num_batches_tracked.copy_(self.counted + 1)
+
+    def _statistics(self) -> tuple[Tensor, Tensor]:
+        return self.layer.running_mean, self.layer.running_var
+
+
+def _detached(features: Features) -> Features:
+    return {key: value.detach() for key, value in features.items()}
+
+
+def _random_state() -> tuple[Tensor, Tensor | None]:
+    """Of torch on the CPU and on this process's GPU."""
+    return torch.get_rng_state(), torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
+
+
+def _set_random_state(state: tuple[Tensor, Tensor | None]) -> None:
+    torch.set_rng_state(state[0])
+    if state[1] is not None:
+        torch.cuda.set_rng_state(state[1])

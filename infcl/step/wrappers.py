@@ -1,0 +1,100 @@
+"""What a training wrapper asks of a step with several backwards: accumulate, then reduce over the ranks once.
+
+In: a module that is plain, or is or contains DistributedDataParallel or FSDP2 modules, or is a DeepSpeed engine.
+The wrappers average gradients over their ranks, which is the exact gradient of the losses here (`infcl.loss`).
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+
+def is_deepspeed(module: nn.Module) -> bool:
+    """Whether `module` is a DeepSpeed engine, without importing DeepSpeed."""
+    return hasattr(module, "set_gradient_accumulation_boundary")
+
+
+def is_ddp(module: nn.Module) -> bool:
+    """Whether `module` is or contains DistributedDataParallel, which reads at a forward how its backward reduces."""
+    return any(isinstance(part, DistributedDataParallel) for part in module.modules())
+
+
+@contextmanager
+def accumulating(module: Any) -> Iterator[None]:
+    """Forwards and backwards inside reduce nothing; the first backward after it reduces the sum of all.
+
+    ZeRO-2, ZeRO-3 and their like shard gradients at every backward all the same.
+    """
+    with ExitStack() as stack:
+        if is_deepspeed(module):
+            module.set_gradient_accumulation_boundary(False)
+            stack.callback(module.set_gradient_accumulation_boundary, True)
+        for part in module.modules():
+            if isinstance(part, DistributedDataParallel):
+                stack.enter_context(part.no_sync())
+            elif hasattr(part, "set_requires_gradient_sync"):  # FSDP2
+                for switch in (partial(part.set_requires_gradient_sync, recurse=False), part.set_is_last_backward):
+                    switch(False)
+                    stack.callback(switch, True)
+        yield
+
+
+def backward_of(module: Any) -> Callable[[Tensor], object]:
+    """Return what accumulates a surrogate's gradients, unscaled."""
+    return partial(_backward_of_engine, module) if is_deepspeed(module) else Tensor.backward
+
+
+def _backward_of_engine(engine: Any, surrogate: Tensor) -> None:
+    if hasattr(engine.optimizer, "clear_backward_seen_flag"):
+        engine.optimizer.clear_backward_seen_flag()  # else a backward that no forward precedes is the first of a step
+    engine.backward(surrogate, scale_wrt_gas=False)
+
+
+def average_unwrapped(module: nn.Module, group: dist.ProcessGroup | None) -> None:
+    """Average over `group` the gradients of the parameters that no wrapper reduces. Collective.
+
+    Raises:
+        ValueError: there are such parameters and several ranks, but no group.
+    """
+    names = [] if is_deepspeed(module) else list(_unwrapped(module))
+    if not names or not dist.is_initialized() or dist.get_world_size() == 1:
+        return
+    if group is None:
+        raise ValueError(
+            f"{type(module).__name__}: no wrapper averages the gradients of {names[0]}"
+            f"{f' and {len(names) - 1} more parameters' if len(names) > 1 else ''} over the ranks; wrap the module in "
+            "DistributedDataParallel, fully_shard or DeepSpeed, or pass group="
+        )
+    parameters: list[Any] = [module.get_parameter(name) for name in names]
+    used = torch.tensor([p.grad is not None for p in parameters], dtype=torch.int32, device=parameters[0].device)
+    dist.all_reduce(used, op=dist.ReduceOp.MAX, group=group)
+    parameters = [parameter for parameter, on_any_rank in zip(parameters, used.tolist()) if on_any_rank]
+    for parameter in parameters:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+    for dtype in sorted({parameter.dtype for parameter in parameters}, key=str):
+        gradients = [parameter.grad for parameter in parameters if parameter.dtype == dtype]
+        flat = torch.cat([gradient.flatten() for gradient in gradients])
+        dist.all_reduce(flat, group=group)
+        flat /= dist.get_world_size(group)
+        for gradient, mean in zip(gradients, flat.split([gradient.numel() for gradient in gradients])):
+            gradient.copy_(mean.view_as(gradient))
+
+
+def _unwrapped(module: nn.Module) -> Iterator[str]:
+    """Names of the trainable parameters outside every DistributedDataParallel and FSDP2 module."""
+    wrapped = {
+        id(parameter)
+        for part in module.modules()
+        if isinstance(part, DistributedDataParallel)
+        for parameter in part.parameters()
+    }
+    for name, parameter in module.named_parameters():
+        if parameter.requires_grad and id(parameter) not in wrapped and not hasattr(parameter, "full_tensor"):
+            yield name
