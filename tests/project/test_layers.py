@@ -35,6 +35,7 @@ PACKAGES = (
     "cluster",
     "report",
     "train",
+    "integrations",
     "pretrain_clip",
 )
 

@@ -1,0 +1,130 @@
+"""The loss for sentence-transformers equals one float64 process that sees all ranks' rows, and its own cached loss."""
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from tests.lib.open_clip_stub import import_transformers
+from tests.lib.ranks import run_ranks
+from tests.lib.step_oracle import adamw, worst_error
+
+import_transformers()
+pytest.importorskip("sentence_transformers", exc_type=ImportError)
+
+STEPS, ROWS, SIZE = 3, 5, 2
+
+
+def make_model(dropout: float = 0.1):
+    """A small BERT with mean pooling."""
+    from sentence_transformers import SentenceTransformer
+    from sentence_transformers.sentence_transformer.modules import Pooling
+    from transformers import BertConfig, BertModel
+
+    class Bert(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
+            rates = {"hidden_dropout_prob": dropout, "attention_probs_dropout_prob": dropout}
+            config = BertConfig(vocab_size=50, max_position_embeddings=8, attn_implementation="eager", **sizes, **rates)
+            self.bert = BertModel(config, add_pooling_layer=False)
+
+        def forward(self, given):
+            tokens = self.bert(given["input_ids"], given["attention_mask"]).last_hidden_state
+            return given | {"token_embeddings": tokens}
+
+    torch.manual_seed(0)
+    model = SentenceTransformer(modules=[Bert(), Pooling(16)], device="cpu")
+    for parameter in model.parameters():
+        if parameter.ndim == 1:  # biases that no gradient moves (keys') would be 0, without a relative error
+            parameter.data += 0.5 * torch.randn_like(parameter)
+    return model.train()
+
+
+def columns_of(step: int, rank: int, columns: int):
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    lengths = torch.randint(2, 7, (columns, ROWS, 1), generator=generator)
+    return [
+        {
+            "input_ids": torch.randint(1, 50, (ROWS, 6), generator=generator),
+            "attention_mask": (torch.arange(6) < length).long(),
+        }
+        for length in lengths
+    ]
+
+
+def in_float64(world_size: int, columns: int, symmetric: bool):
+    model = make_model().double()
+    optimizer, losses = adamw(model.parameters()), []
+    for step in range(STEPS):
+        embeddings = [[] for _ in range(columns)]
+        for rank in range(world_size):
+            torch.manual_seed(10 * step + rank)
+            for given, column in zip(columns_of(step, rank, columns), embeddings):
+                for begin in range(0, ROWS, SIZE):
+                    part = {key: value[begin : begin + SIZE] for key, value in given.items()}
+                    part = {key: value[:, : part["attention_mask"].sum(1).max()] for key, value in part.items()}
+                    column.append(model(part)["sentence_embedding"])
+        anchors, *documents = (F.normalize(torch.cat(column), dim=-1) for column in embeddings)
+        labels = torch.arange(len(anchors))
+        loss = F.cross_entropy(20 * anchors @ torch.cat(documents).T, labels)
+        if symmetric:
+            loss = (loss + F.cross_entropy(20 * documents[0] @ anchors.T, labels)) / 2
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, {key: value.float() for key, value in model.state_dict().items()}
+
+
+def train(rank: int, world_size: int, columns: int, symmetric: bool):
+    from infcl.integrations.sentence_transformers import RingMultipleNegativesRankingLoss
+
+    model = make_model()
+    loss = RingMultipleNegativesRankingLoss(model, mini_batch_size=SIZE, symmetric=symmetric)
+    if world_size > 1:
+        loss.model = torch.nn.parallel.DistributedDataParallel(model)  # as the trainer puts it there
+    optimizer, losses = adamw(model.parameters()), []
+    for step in range(STEPS):
+        torch.manual_seed(10 * step + rank)
+        value = loss(columns_of(step, rank, columns), None)
+        value.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        whole = value.detach().clone()
+        dist.all_reduce(whole)
+        losses.append(float(whole) / world_size)
+    return losses, {key: value.clone() for key, value in model.state_dict().items()}
+
+
+@pytest.mark.parametrize(
+    ("world_size", "columns", "symmetric"), [(1, 2, True), (2, 2, False), (2, 4, True), (3, 3, False)]
+)
+def test_three_steps_equal_those_of_one_float64_process(world_size, columns, symmetric):
+    losses, state = run_ranks(train, world_size, columns, symmetric)[0]
+    expected_losses, expected = in_float64(world_size, columns, symmetric)
+    assert losses == pytest.approx(expected_losses, rel=1e-5)
+    assert worst_error(state, expected) < 1e-5
+
+
+@pytest.mark.parametrize("symmetric", [False, True])
+def test_loss_equals_the_cached_one_of_the_package(symmetric):
+    from sentence_transformers.sentence_transformer.losses import CachedMultipleNegativesRankingLoss
+    from sentence_transformers.util import dot_score
+
+    from infcl.integrations.sentence_transformers import RingMultipleNegativesRankingLoss
+
+    model, options = make_model(0.0), {"scale": 2.0, "similarity_fct": dot_score, "mini_batch_size": 3}
+    ours = RingMultipleNegativesRankingLoss(model, symmetric=symmetric, **options)
+    theirs = CachedMultipleNegativesRankingLoss(
+        model, **options, directions=ours.directions, partition_mode=ours.partition_mode
+    )
+    values = [loss(columns_of(0, 0, 3), None).item() for loss in (ours, theirs)]
+    assert values[0] == pytest.approx(values[1], rel=1e-5)
+
+
+def test_other_similarities_are_rejected():
+    from infcl.integrations.sentence_transformers import RingMultipleNegativesRankingLoss
+
+    with pytest.raises(ValueError, match="cos_sim and dot_score"):
+        RingMultipleNegativesRankingLoss(make_model(), similarity_fct=torch.cdist)
