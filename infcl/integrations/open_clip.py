@@ -1,0 +1,44 @@
+"""open_clip's trainer with the ring loss in place of its own: `open_clip_train.main` becomes this module.
+
+    torchrun --nproc-per-node 8 -m infcl.integrations.open_clip --model ViT-B-32 --batch-size 4096 ...
+
+Or in a script of your own: `use_ring_loss()` before `open_clip_train.main.main(arguments)`. The gradients are those of
+--local-loss --gather-with-grad, whether the flags are given or not; memory is linear in the batch. --siglip takes the
+sigmoid loss. Tested with open_clip_torch 3.3.
+"""
+
+import argparse
+import sys
+
+from torch import nn
+
+from infcl.loss.modules import InfCLLoss, SigLipLoss
+
+
+def use_ring_loss() -> None:
+    """Let open_clip_train.main make its loss with `create_loss` of this module."""
+    from open_clip_train import main
+
+    main.create_loss = create_loss
+
+
+def create_loss(args: argparse.Namespace) -> nn.Module:
+    """Make the loss of open_clip_train's parsed flags.
+
+    Raises:
+        ValueError: --distill, a CoCa model or --horovod, whose losses the ring does not compute.
+    """
+    if args.distill or "coca" in args.model.lower():
+        kind = "--distill-model" if args.distill else f"--model {args.model}"
+        raise ValueError(f"{kind}: open_clip's loss has another term than the contrastive one, which the ring lacks")
+    place = {"rank": args.rank, "world_size": args.world_size}
+    if args.siglip:
+        return SigLipLoss(**place)
+    return InfCLLoss(local_loss=True, gather_with_grad=True, use_horovod=args.horovod, **place)
+
+
+if __name__ == "__main__":
+    from open_clip_train.main import main
+
+    use_ring_loss()
+    main(sys.argv[1:])
