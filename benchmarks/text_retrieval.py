@@ -13,6 +13,7 @@ import json
 import subprocess
 import sys
 import time
+from typing import Any
 
 import torch
 
@@ -109,12 +110,12 @@ def make_model(tiny: bool, device: torch.device):
     from sentence_transformers.sentence_transformer.modules import Pooling
     from transformers import BertConfig, BertModel
 
-    narrow = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+    sizes: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
 
     class Bert(torch.nn.Module):
         def __init__(self):
             super().__init__()
-            self.bert = BertModel(BertConfig(**narrow if tiny else {}), add_pooling_layer=False)
+            self.bert = BertModel(BertConfig(**sizes if tiny else {}), add_pooling_layer=False)
 
         def forward(self, given):
             tokens = self.bert(given["input_ids"], given["attention_mask"]).last_hidden_state
