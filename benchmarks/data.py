@@ -31,16 +31,17 @@ import numpy as np
 import torch
 
 from benchmarks.rows import append
+from infcl.data.images import ImageLimits, decode_image
 from infcl.data.index import SampleKeys, scan_shard
 from infcl.data.indexed import IndexedDataset
 from infcl.data.plan import EpochPlan
 from infcl.data.records import ShardReader
-from infcl.data.samples import ImageLimits, SampleDecoder, decode_image
+from infcl.data.samples import SampleDecoder
 from infcl.data.shards import load_manifest
 from infcl.data.tokenizer import Tokenizer
 from infcl.data.tokenizer.learn import train_tokenizer
 from infcl.data.transforms import TrainTransform
-from infcl.data.workers import WorkerBoard
+from infcl.data.workers import NoBatch, WorkerBoard
 from infcl.models.config import load_model_config
 from infcl.models.flops import forward_flops
 
@@ -99,7 +100,9 @@ def measure(folder: Path, arguments: argparse.Namespace) -> dict[str, float]:
         return lambda: len([transform(image, random.random(33)) for image in pixels])
 
     def a_batch(data: IndexedDataset) -> int:
-        return len(data[(0, 0, order)][0]["ids"])
+        item = data[(0, 0, order)]
+        assert not isinstance(item, NoBatch), item
+        return len(item[0]["ids"])
 
     batches = {
         "ours/batch": dataset(),

@@ -6,8 +6,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from infcl.config import TrainConfig, parse_factors
+from infcl.data.images import DEFAULT_LIMITS, ImageLimits
 from infcl.data.index import DEFAULT_KEYS, SampleKeys
-from infcl.data.samples import DEFAULT_LIMITS, DEFAULT_TEXTS, ImageLimits, SampleTexts
+from infcl.data.samples import DEFAULT_TEXTS, SampleTexts
 from infcl.data.storage import DEFAULT_STORAGE, StorageOptions
 from infcl.data.table import DEFAULT_COLUMNS, TableColumns
 

@@ -20,18 +20,10 @@ import numpy as np
 import torch
 
 from infcl.config.checks import is_table
+from infcl.data.captions import decode_caption, parse_json
+from infcl.data.images import IMAGE_SUFFIXES, ImageLimits, damage_refused, decode_image, open_image
 from infcl.data.index import DEFAULT_KEYS, MAX_IMAGE_BYTES, SampleKeys
-from infcl.data.records import Record
-from infcl.data.samples import (
-    IMAGE_SUFFIXES,
-    BadSample,
-    ImageLimits,
-    damage_refused,
-    decode_caption,
-    decode_image,
-    open_image,
-    parse_json,
-)
+from infcl.data.records import BadSample, Record
 from infcl.data.shards import expand_shards
 from infcl.data.storage import ShardFault, open_regular
 from infcl.data.streaming import stream_records

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from infcl.data.access import open_shard
+from infcl.data.remote import open_shard
 from infcl.data.storage import DEFAULT_STORAGE, ShardFault, StorageOptions, is_remote, open_regular, retry
 from infcl.data.tar import tar_members
 

@@ -16,8 +16,8 @@ import torch
 from infcl.data.config import DataConfig
 from infcl.data.index import SampleKeys
 from infcl.data.plan import EpochPlan, Share, chunk_size, draw, epoch_size
-from infcl.data.records import Record
-from infcl.data.samples import BadSample, ReadLog, SampleDecoder
+from infcl.data.records import BadSample, Record
+from infcl.data.samples import ReadLog, SampleDecoder
 from infcl.data.workers import NoBatch, WorkerBoard, make_dataloader
 
 _log = logging.getLogger(__name__)
@@ -45,8 +45,6 @@ class Collection(Protocol):
     def warnings(self) -> list[str]: ...
 
     def read(self, samples: np.ndarray, *, on_part: Callable[[int], None]) -> list[Record]: ...
-
-    def parts_of(self, samples: np.ndarray) -> list[int]: ...
 
     def name_of(self, part: int) -> str: ...
 

@@ -27,8 +27,8 @@ from infcl.data.config import DataConfig
 from infcl.data.indexed import Collection, IndexedSource
 from infcl.data.open_clip_tokenizer import AnyTokenizer
 from infcl.data.plan import Share
-from infcl.data.records import ShardReader
-from infcl.data.samples import BadSample, ReadLog, SampleDecoder
+from infcl.data.records import BadSample, ShardReader
+from infcl.data.samples import ReadLog, SampleDecoder
 from infcl.data.shards import load_manifest
 from infcl.data.streaming import StreamingSource
 from infcl.data.table import TableReader

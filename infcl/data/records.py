@@ -14,8 +14,8 @@ from typing import NamedTuple
 import numpy as np
 
 from infcl.config import counted
-from infcl.data.access import open_shard
 from infcl.data.index import ABSENT, DEFAULT_KEYS, SampleKeys, open_members, scan_shard
+from infcl.data.remote import open_shard
 from infcl.data.shards import Manifest, Shard
 from infcl.data.storage import DEFAULT_STORAGE, ShardFault, ShardFile, StorageOptions, is_remote, retry
 
@@ -24,6 +24,14 @@ _MERGE_GAP = 4096  # members closer than this are read with one call
 _MERGE_BYTES = 16 << 20
 _OPEN_FILES, _OPEN_CONNECTIONS = 128, 8
 _LEAVE_ALONE_SECONDS = 60.0  # after a shard could not be read, before the next attempt
+
+
+class BadSample(Exception):
+    """A sample that cannot be used. `cause` is a counter's name, the message says more."""
+
+    def __init__(self, cause: str, message: str = ""):
+        super().__init__(message or cause)
+        self.cause = cause
 
 
 class Record(NamedTuple):
@@ -103,10 +111,6 @@ class ShardReader:
     def __str__(self) -> str:
         shards = len(self.manifest.shards)
         return f"{counted(shards, 'shard')} hold{'s' * (shards == 1)} {self.manifest.num_samples} usable samples"
-
-    def parts_of(self, samples: np.ndarray) -> list[int]:
-        """The shards, by number, that these samples lie in."""
-        return np.unique(np.searchsorted(self.manifest.ends, samples, side="right")).tolist()
 
     def name_of(self, part: int) -> str:
         return self.manifest.shards[part].path

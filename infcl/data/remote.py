@@ -1,4 +1,7 @@
-"""Remote storage: urls as files that are read at (offset, size), and whole shards copied to local disk.
+"""Opening a shard by its url: as a file that is read at (offset, size), or copied whole to local disk.
+
+Local files are opened where they are, http(s) urls by ranges, `pipe:` by its command's output, the others by fsspec.
+What cannot be read at random (a pipe, a server that ignores ranges) is opened as its copy in the spool.
 
 http(s): ranged requests over a kept connection, by the standard library: one socket, so every wait has a time-out.
 Other schemes: fsspec's `cat_file`, each call under a deadline. pipe: the output of a command, exit status checked.
@@ -19,15 +22,65 @@ from collections.abc import Callable, Iterator
 from typing import Any, BinaryIO, TypeVar
 from urllib.parse import urljoin, urlsplit
 
-from infcl.data.storage import ShardFault, StorageOptions
+from infcl.data.spool import spooled
+from infcl.data.storage import DEFAULT_STORAGE, LocalFile, ShardFault, ShardFile, StorageOptions, is_remote, retry
 
 T = TypeVar("T")
+_COPY_BYTES = 8 << 20
 _MIN_BYTES_PER_SECOND = 16 << 10
 _TOO_SLOW = f"slower than {_MIN_BYTES_PER_SECOND >> 10} KB/s"
 _READ_BYTES = 1 << 18
 _SECONDS_BETWEEN_CHECKS = 60.0  # of a file's size and tag, where reading does not tell them
 _REDIRECTS, _REDIRECT = 5, (301, 302, 303, 307, 308)
 _TEMPORARY = (408, 425, 429, 500, 502, 503, 504)  # http answers that are worth another try
+
+
+def open_shard(url: str, options: StorageOptions = DEFAULT_STORAGE) -> ShardFile:
+    """One attempt to open. Raises OSError or http.client.HTTPException (try again), ShardFault, or ValueError."""
+    if not is_remote(url):
+        return LocalFile(url)
+    if url.startswith("pipe:"):
+        _require_allowed(url, options)
+        return LocalFile(spooled(url, lambda out: copy_pipe(url[5:], out, options), options), fixed_version=0)
+    if url.startswith(("http://", "https://")):
+        file = HttpFile(url, options)
+        if file.ranges:
+            return file
+        file.close()
+        return LocalFile(spooled(url, lambda out: copy_http(url, out, options), options), fixed_version=file.version)
+    return FsspecFile(url, options)
+
+
+def local_copy(url: str, options: StorageOptions) -> str:
+    """A local path with the whole of a shard, for reading it from front to end. Raises ShardFault."""
+
+    def write(out: BinaryIO) -> None:
+        if url.startswith("pipe:"):
+            copy_pipe(url[5:], out, options)
+        elif url.startswith(("http://", "https://")):
+            copy_http(url, out, options)
+        else:
+            _copy_ranges(url, out, options)
+
+    if not is_remote(url):
+        return url
+    if url.startswith("pipe:"):
+        _require_allowed(url, options)
+    return str(retry(lambda: spooled(url, write, options), url, options))
+
+
+def _require_allowed(url: str, options: StorageOptions) -> None:
+    if not options.allow_pipe:
+        raise ValueError(f"{url!r} runs a shell command: give --allow-pipe-urls if you trust it")
+
+
+def _copy_ranges(url: str, out: BinaryIO, options: StorageOptions) -> None:
+    file = open_shard(url, options)
+    try:
+        for offset in range(0, file.file_bytes, _COPY_BYTES):
+            out.write(file.pread(_COPY_BYTES, offset))
+    finally:
+        file.close()
 
 
 class HttpFile:

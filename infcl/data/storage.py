@@ -1,7 +1,7 @@
 """Storage: one shard, wherever it lies, as a file that is read at (offset, size).
 
 A shard is a path, `http(s)://`, any other `scheme://` that fsspec knows (s3, gs, hdfs, ...), or `pipe:COMMAND`; opened
-(access.py) it is a `ShardFile`: its size, a number that changes when its content may have changed, and `pread`. Here is
+(remote.py) it is a `ShardFile`: its size, a number that changes when its content may have changed, and `pread`. Here is
 what all kinds share, and local files; the others are in remote.py.
 
 A read that fails is tried again with back-off (`retry`); what then still fails is a `ShardFault` with a cause, which

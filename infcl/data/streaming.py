@@ -23,12 +23,12 @@ from typing import Any, BinaryIO, cast
 import torch
 
 from infcl.config import counted
-from infcl.data.access import local_copy
 from infcl.data.config import DataConfig
 from infcl.data.index import MAX_IMAGE_BYTES, SampleKeys, scan_shard, split_name
 from infcl.data.plan import Share, random_order
-from infcl.data.records import Record
-from infcl.data.samples import BadSample, ReadLog, SampleDecoder
+from infcl.data.records import BadSample, Record
+from infcl.data.remote import local_copy
+from infcl.data.samples import ReadLog, SampleDecoder
 from infcl.data.shards import find_shards
 from infcl.data.sizes import known_samples
 from infcl.data.storage import DEFAULT_STORAGE, ShardFault, StorageOptions, open_regular

@@ -17,10 +17,10 @@ from typing import NamedTuple, TextIO
 import numpy as np
 
 from infcl.config import counted
-from infcl.data.access import open_shard
+from infcl.data.images import IMAGE_SUFFIXES
 from infcl.data.index import DEFAULT_KEYS, MAX_IMAGE_BYTES
 from infcl.data.records import Record
-from infcl.data.samples import IMAGE_SUFFIXES
+from infcl.data.remote import open_shard
 from infcl.data.shards import split_sources
 from infcl.data.storage import DEFAULT_STORAGE, ShardFault, StorageOptions, open_regular, retry
 
@@ -81,9 +81,6 @@ class TableReader:
         tables = len(self.paths)
         return f"{counted(tables, 'table')} hold{'s' * (tables == 1)} {int(self.counts.sum())} rows"
 
-    def parts_of(self, samples: np.ndarray) -> list[int]:
-        return np.unique(np.searchsorted(np.cumsum(self.counts), samples, side="right")).tolist()
-
     def name_of(self, part: int) -> str:
         return self.paths[part]
 
@@ -93,7 +90,7 @@ class TableReader:
         """Records of int64 row numbers [n], in their order."""
         records = []
         for row in samples.tolist():
-            part = self.parts_of(np.array([row]))[0]
+            part = int(np.searchsorted(np.cumsum(self.counts), row, side="right"))
             on_part(part)
             begin, middle, end = self._ends[2 * row : 2 * row + 3].tolist()
             path = os.fsdecode(self._block[begin:middle].tobytes())

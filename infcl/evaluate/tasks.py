@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 
 from infcl.data.evaluation import EVAL_LIMITS, EvalSample, EvalSamples, class_names, eval_source
+from infcl.data.images import ImageLimits
 from infcl.data.index import DEFAULT_KEYS, SampleKeys
-from infcl.data.samples import ImageLimits
 from infcl.data.shards import expand_shards
 from infcl.data.table import DEFAULT_COLUMNS, TableColumns
 from infcl.evaluate.classes import read_classes, read_templates

@@ -6,9 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from infcl.data.captions import decode_captions
 from infcl.data.index import DEFAULT_KEYS, SampleKeys
-from infcl.data.records import Record
-from infcl.data.samples import BadSample, SampleTexts, decode_captions
+from infcl.data.records import BadSample, Record
+from infcl.data.samples import SampleTexts
 from tests.lib.shard_files import encode, picture, write_tar
 from tests.lib.small_loader import small_loader
 

@@ -9,18 +9,12 @@ import pytest
 import torch
 from PIL import Image, ImageOps
 
+from infcl.data.captions import decode_caption
+from infcl.data.images import ImageLimits, damage_refused, decode_image, open_image
 from infcl.data.index import SampleKeys
 from infcl.data.plan import draw, uniforms
-from infcl.data.records import Record
-from infcl.data.samples import (
-    BadSample,
-    ImageLimits,
-    damage_refused,
-    decode_caption,
-    decode_image,
-    decode_record,
-    open_image,
-)
+from infcl.data.records import BadSample, Record
+from infcl.data.samples import decode_record
 from infcl.data.transforms import TRANSFORM_DRAWS, EvalTransform, TrainTransform, resize
 from tests.lib.shard_files import encode, picture, png_bomb
 
@@ -164,7 +158,7 @@ def test_of_a_large_animation_only_the_first_frame_takes_memory(tmp_path):
     options = {"save_all": True, "append_images": frames[1:], "lossless": True, "method": 0, "quality": 0}
     (tmp_path / "a.webp").write_bytes(encode(frames[0], "WEBP", **options))
     script = (
-        "import resource, sys; from infcl.data.samples import decode_image; data = open(sys.argv[1], 'rb').read()\n"
+        "import resource, sys; from infcl.data.images import decode_image; data = open(sys.argv[1], 'rb').read()\n"
         "def peak(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024\n"
         "before = peak(); decode_image(data); print(peak() - before)"
     )

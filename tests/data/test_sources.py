@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from infcl.config import parse_args, parse_factors
+from infcl.data.captions import decode_caption
 from infcl.data.index import SampleKeys, ensure_index
 from infcl.data.plan import EpochPlan, epoch_size
-from infcl.data.records import Record
-from infcl.data.samples import BadSample, decode_caption
+from infcl.data.records import BadSample, Record
 from infcl.data.shards import expand_shards, load_manifest
 from infcl.data.sizes import known_samples
 from tests.lib.shard_files import encode, picture, write_shards, write_tar

@@ -9,10 +9,9 @@ from shlex import quote
 import numpy as np
 import pytest
 
-from infcl.data.access import local_copy, open_shard
 from infcl.data.index import SampleKeys, ensure_index
 from infcl.data.records import ShardReader
-from infcl.data.remote import within
+from infcl.data.remote import local_copy, open_shard, within
 from infcl.data.shards import load_manifest
 from infcl.data.spool import spooled
 from infcl.data.storage import ShardFault, StorageOptions, retry

@@ -237,7 +237,7 @@ def open_image(sample):
 def test_the_pillow_path_has_open_clips_pixels_and_the_torch_path_is_near(tmp_path, shape, format):
     open_clip = import_open_clip()
     from infcl.data.evaluation import PillowTransform
-    from infcl.data.samples import decode_image
+    from infcl.data.images import decode_image
     from infcl.data.transforms import EvalTransform
     from infcl.models.vision import normalize_pixels
 

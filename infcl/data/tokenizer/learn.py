@@ -7,10 +7,10 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
+from infcl.data.captions import decode_caption
 from infcl.data.index import DEFAULT_KEYS, SampleKeys
 from infcl.data.plan import EpochPlan
-from infcl.data.records import ShardReader
-from infcl.data.samples import BadSample, decode_caption
+from infcl.data.records import BadSample, ShardReader
 from infcl.data.shards import load_manifest
 from infcl.data.table import TableReader
 from infcl.data.tokenizer import EOS_ID, PAD_ID, UNK_ID, canonicalise, repair
