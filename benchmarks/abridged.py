@@ -10,14 +10,15 @@ import torch.nn.functional as F
 
 from benchmarks.reused import ReusedTrainer
 from infcl.models.packing import num_texts
+from infcl.train.observers import Step
 
 
 class AbridgedTrainer(ReusedTrainer):
     real = 2  # micro-batches at each end of a pass that are encoded
 
-    def _train_step(self, micro_batches) -> None:
+    def train_step(self, micro_batches) -> Step:
         self.encoded = 0
-        super()._train_step(micro_batches)
+        return super().train_step(micro_batches)
 
     def _backward(self, surrogate: torch.Tensor, is_last: bool) -> None:
         self.replaying = True

@@ -11,6 +11,7 @@ from infcl.step.pixels import build_pixel_cache
 from infcl.train.build import build_loader, build_loss
 from infcl.train.diagnostics import SampledLoss
 from infcl.train.metrics import PhaseTimer
+from infcl.train.observers import Step
 from infcl.train.trainer import Trainer
 
 
@@ -54,9 +55,9 @@ class ReusedTrainer(Trainer):
         self.loss = loss
         self.sampled_loss = SampledLoss(loss, rows=self.batch.micro_batch_size)
 
-    def _train_step(self, micro_batches) -> None:
+    def train_step(self, micro_batches) -> Step:
         self.replaying = False
-        super()._train_step(micro_batches)
+        return super().train_step(micro_batches)
 
     def _backward(self, surrogate: torch.Tensor, is_last: bool) -> None:
         self.replaying = True

@@ -68,7 +68,7 @@ def summary_of(trainer: "Trainer", results: dict[str, dict[str, float]]) -> dict
         "text_to_image_r1": results.get("retrieval", {}).get("text_to_image_r1"),
         "samples_seen": trainer.samples_seen,
         "steps": trainer.step,
-        "skipped_steps": trainer.skipped_steps,
+        "skipped_steps": trainer.skips.total,
         "failed_saves": trainer.checkpoints.failed,
         "lost_metrics": trainer.metrics.lost,
         "train_seconds": round(trainer.train_seconds, 1),

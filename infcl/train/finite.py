@@ -8,14 +8,20 @@ that give one are taken on the device while a step goes on and cost nothing; the
     backward     the gradient that arrives below a tower's blocks, per micro-batch: its backward failed
 """
 
+import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from infcl.engine.engine import Engine
 from infcl.models.clip import CLIP
+from infcl.parallel import Parallel, join_parts
 from infcl.step.grad_cache import StepOutput
+from infcl.train.observers import Step
+from infcl.train.saves import Saves
 
 _TOWERS = {"image": "visual.transformer", "text": "transformer"}
 _MAX_IDS = 8  # sample numbers in a sentence
@@ -64,6 +70,55 @@ class FiniteWatch:
                 if not total.isfinite():
                     found.append(f"{tower} tower, micro-batch {index}: gradients are not finite")
         return found
+
+
+class Skips:
+    """An observer that explains each skipped step, and ends the run after more in a row than --max-skipped-steps.
+
+    It ends with a checkpoint, unless all steps since the start were skipped: the weights are still those of the
+    checkpoint that it began from.
+
+    total: steps of the run that were skipped; in_a_row: of them the last ones; say: takes lines for the console.
+    """
+
+    def __init__(
+        self, engine: Engine, parallel: Parallel, saves: Saves, say: Callable[[str], None], *, max_in_a_row: int
+    ):
+        self.engine, self.parallel, self.saves, self.say = engine, parallel, saves, say
+        self.max_in_a_row = max_in_a_row
+        self.total = self.in_a_row = 0
+        self.watch = FiniteWatch(engine.module)
+
+    def count(self, applied: bool) -> None:
+        self.total += not applied
+        self.in_a_row = 0 if applied else self.in_a_row + 1
+
+    def after_step(self, step: Step) -> None:
+        """Raise Diverged after too many. Collective where the step was skipped."""
+        if step.applied:
+            return
+        shown = self._explain(step)
+        # in fp16, now and then, by design: the loss scale was too large
+        scale = f"; loss scale now {self.engine.loss_scale():g}" if self.engine.precision == "fp16" else ""
+        self.say(f"step {step.number} was skipped, its gradients are not finite{scale}:\n  {shown}")
+        if self.in_a_row > self.max_in_a_row:
+            checkpoints = self.saves.checkpoints
+            checkpoints.publish()
+            if (checkpoints.begun_step or 0) <= step.number - self.in_a_row:
+                self.saves.finish()
+            raise Diverged(
+                f"{self.in_a_row} steps in a row had gradients that are not finite, more than --max-skipped-steps "
+                f"{self.max_in_a_row}; {checkpoints.hint}. Step {step.number}:\n  {shown}"
+            )
+
+    def _explain(self, step: Step) -> str:
+        """Which rank, tower and micro-batch; the same on every rank."""
+        ids = [join_parts(self.parallel, own.to(self.parallel.device)).cpu() for own in step.ids]
+        if shown := findings_of_all(self.watch.findings(step.output, ids), self.parallel.world_size):
+            return shown
+        if not math.isfinite(step.loss):
+            return f"in no tower: the loss is {step.loss}"
+        return "in no tower alone: in their sum over ranks, or beside the towers"
 
 
 def findings_of_all(own: list[str], world_size: int) -> str:

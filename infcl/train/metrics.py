@@ -16,6 +16,7 @@ import torch
 from infcl.checkpoint.run_folder import RunFolder, why_not_written
 from infcl.report.records import read_records
 from infcl.train.console import Console
+from infcl.train.observers import Step
 from infcl.train.sinks import open_sinks
 
 
@@ -93,6 +94,12 @@ class MetricsWriter:
         if self.enabled:
             known = self._write("train", step, samples_seen, values)
             self._try(self.console.step, step, known)
+
+    def after_step(self, step: Step) -> None:
+        """Record a step, and say what observers had to say of it."""
+        self.step(step.number, step.samples_seen, step.values)
+        for line in step.news:
+            self.say(line)
 
     def _end_torn_line(self) -> None:
         """What a crash left of a record gets a line of its own, or the next record would be lost with it."""

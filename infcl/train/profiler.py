@@ -10,13 +10,14 @@ import torch
 
 from infcl.checkpoint.run_folder import why_not_written
 from infcl.train.metrics import PhaseTimer
+from infcl.train.observers import Step
 
 WARM_UP_STEPS = 5
 ROWS = 25
 
 
 class StepProfiler:
-    """Call `after_step(phases)` behind each step; the profiler runs over steps 6 to 5 + `steps` of this process."""
+    """An observer; the profiler runs over steps 6 to 5 + `steps` of this process."""
 
     def __init__(self, steps: int, folder: Path, timer: PhaseTimer, *, enabled: bool):
         self.steps, self.folder, self.timer = steps if enabled else 0, Path(folder), timer
@@ -24,19 +25,17 @@ class StepProfiler:
         self.profile: torch.profiler.profile | None = None
         self.phases: list[dict[str, float]] = []
 
-    def after_step(self, phases: dict[str, float]) -> str | None:
-        """A sentence for the console when there is news."""
+    def after_step(self, step: Step) -> None:
         if not self.steps:
-            return None
+            return
         self.done += 1
         if self.profile is not None:
-            self.phases.append(phases)
+            self.phases.append(step.phases)
         if self.done == WARM_UP_STEPS:
             self._start()
         elif self.done == WARM_UP_STEPS + self.steps:
             self.steps = 0
-            return self._stop()
-        return None
+            step.news.append(self._stop())
 
     def close(self) -> str | None:
         """Ends a profile that the run was too short for."""

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from infcl.checkpoint.write import CheckpointWriter
 from infcl.config import TrainConfig
 from infcl.parallel import Parallel, max_over
+from infcl.train.observers import Step
 from infcl.train.signals import Stopped, StopSignals
 
 
@@ -51,7 +52,7 @@ class Saves:
         dist.barrier()  # a rank looks when all are there, not minutes before: rank 0 removes old checkpoints
         return int(max_over(dist.group.WORLD, [self.signals.received], self.parallel.device)[0])
 
-    def after_step(self, step: int, *, is_last: bool) -> None:
+    def after_step(self, step: Step) -> None:
         """Publish what is written, begin what is due by step count, by rank 0's clock or for a signal. Collective.
 
         Raises Stopped, after a checkpoint, when a rank was told to end; RuntimeError after more failed checkpoints in
@@ -61,10 +62,10 @@ class Saves:
         overdue = minutes > 0 and self.parallel.rank == 0 and time.monotonic() - self.begun_at > 60 * minutes
         news = [self.signals.received, overdue, self.checkpoints.busy]
         signal, overdue, someone_writes = max_over(dist.group.WORLD, news, self.parallel.device)
-        due = signal or overdue or (config.save_every_n_steps and step % config.save_every_n_steps == 0)
+        due = signal or overdue or (config.save_every_n_steps and step.number % config.save_every_n_steps == 0)
         if self.checkpoints.pending and (due or not someone_writes):  # whether it failed is known before the next
             self.checkpoints.publish()
-        if not signal and not is_last:
+        if not signal and not step.is_last:
             self._end_if_nothing_is_kept()
         if due:
             self.begin()

@@ -12,7 +12,7 @@ three hosts on (one link is its own median) neighbouring hosts are measured then
 
 Cost: a step that is not logged sends nothing and waits for nothing. One that is gathers two floats a rank; over three
 hosts and more all meet two or three times, send some messages of 16 MiB (256 KiB on CPUs) to the two neighbours
-(infcl/cluster/links.py), and gather the rates. It counts into that step's seconds.
+(infcl/cluster/links.py), and gather the rates. No step's seconds count it.
 """
 
 from collections import defaultdict
@@ -25,6 +25,7 @@ from infcl.cluster.links import SLOW, neighbours, slower_than_usual
 from infcl.loss.ring import all_gather
 from infcl.parallel import Parallel
 from infcl.parallel.rendezvous import Node
+from infcl.train.observers import Step
 
 IN_A_ROW = 3  # what is seen once may be a compiler, a save, an evaluation
 AGAIN = 100  # logged steps between two warnings of one host
@@ -42,28 +43,25 @@ class Stragglers:
     def _forget(self) -> None:
         self._sums, self._steps = [0.0, 0.0, 0.0], 0  # own seconds, of them waiting for data, the whole steps'
 
-    def after_step(
-        self, step: int, seconds: float, phases: Mapping[str, float], waited: float, again: float = 0.0
-    ) -> tuple[dict[str, float], str]:
-        """(for metrics.jsonl, a warning or ""); on rank 0 what is known of all. Collective where `step` is logged.
-
-        phases: seconds of "data" and "encode"; waited: for this rank's data, in any phase; again: of them in the second
-        reading.
-        """
+    def after_step(self, step: Step) -> None:
+        """Add the ranks' seconds, and warnings. Collective where the step is logged."""
         if self.parallel.world_size == 1:
-            return {}, ""
-        own = waited if self.encoding_waits else phases.get("data", 0.0) + phases.get("encode", 0.0) + again
-        self._sums = [total + value for total, value in zip(self._sums, (own, waited, seconds))]
+            return
+        until_encoded = step.phases.get("data", 0.0) + step.phases.get("encode", 0.0) + step.waited_again
+        own = step.waited_for_data if self.encoding_waits else until_encoded
+        self._sums = [total + value for total, value in zip(self._sums, (own, step.waited_for_data, step.seconds))]
         self._steps += 1
-        if step % self.every:
-            return {}, ""
+        if step.number % self.every:
+            return
         means = [total / self._steps for total in self._sums]
         self._forget()
         owns, waits = self._gather(means[:2])
         others = None if self.encoding_waits else waits
         slow = {**slow_ranks(owns, others, means[2], self.parallel.nodes), **self._slow_links()}
-        values = {"seconds_own_usual": median_low(owns), "seconds_own_slowest": max(owns)}
-        return values | {"slowest_rank": owns.index(max(owns))}, self._warnings(slow)
+        step.values |= {"seconds_own_usual": median_low(owns), "seconds_own_slowest": max(owns)}
+        step.values["slowest_rank"] = owns.index(max(owns))
+        if warnings := self._warnings(slow):
+            step.news.append(warnings)
 
     def _gather(self, own: list[float]) -> tuple[list[float], list[float]]:
         mine = torch.tensor(own, dtype=torch.float64, device=self.parallel.device)

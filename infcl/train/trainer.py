@@ -22,17 +22,18 @@ from infcl.data.workers import describe_death
 from infcl.engine.engine import Engine
 from infcl.engine.optim import Schedule, later_host_bytes
 from infcl.models.attention import towers_with_kernel
-from infcl.models.captions import longer_when_packed, texts_for_model
+from infcl.models.captions import texts_for_model
 from infcl.models.packing import num_texts
 from infcl.parallel import Parallel, from_first_rank, join_parts, mean_over, micro_batch_seed, seed_everything
-from infcl.step.grad_cache import grad_cache_step
+from infcl.step.grad_cache import StepOutput, grad_cache_step
 from infcl.step.pixels import build_pixel_cache
 from infcl.train.account import opening, summary_of
 from infcl.train.build import Inputs, build_loader, build_loss, build_tasks, model_and_sources, split_model
 from infcl.train.compile import prepare_blocks
 from infcl.train.diagnostics import SampledLoss, share_of_duplicates, trained_shares, utilisation
-from infcl.train.finite import Diverged, FiniteWatch, findings_of_all
+from infcl.train.finite import Skips
 from infcl.train.metrics import MetricsWriter, PhaseTimer, peak_memory_mb
+from infcl.train.observers import Observer, PackingHint, Step
 from infcl.train.profiler import StepProfiler
 from infcl.train.resident import graphs_to_keep, resident_micro_batches
 from infcl.train.results import write_results
@@ -52,62 +53,87 @@ class Trainer:
     """
 
     def __init__(self, inputs: Inputs, parallel: Parallel, run: RunFolder, *, noted: list[int] | None = None):
-        spec, model_config, config = inputs.spec, inputs.model_config, inputs.spec.flags
-        self.inputs, self.spec, self.config, self.batch = inputs, spec, config, spec.batch
-        self.parallel, self.run = parallel, run
-        self.loader = build_loader(inputs, parallel)
-        self.texts_for_model = texts_for_model(model_config.text_cfg, pack=spec.packs_captions)
-        self.saw_captions = False
-        self.tasks = build_tasks(inputs)
+        self.inputs, self.parallel, self.run = inputs, parallel, run
+        self.spec, self.config, self.batch = inputs.spec, inputs.spec.flags, inputs.spec.batch
+        self._build_data()
+        self._build_engine()
+        checkpoint = find_checkpoint(self.config.resume, run, parallel)
+        self._build_step(trainer_state(checkpoint) if checkpoint is not None else None)
+        self._build_saves(noted)
+        self._open_run_folder(checkpoint)
+        self._build_observers()
+
+    def _build_data(self) -> None:
+        """Loader, evaluations, schedule."""
+        self.loader = build_loader(self.inputs, self.parallel)
+        self.tasks = build_tasks(self.inputs)
         for task in self.tasks.values():
             task.check()
-        self.total_steps = total_steps(config, self.loader.steps_per_epoch)
+        self.total_steps = total_steps(self.config, self.loader.steps_per_epoch)
         self.schedule = Schedule(
-            config,
+            self.config,
             global_batch_size=self.batch.global_batch_size,
             total_steps=self.total_steps,
             steps_per_epoch=self.loader.steps_per_epoch,
         )
 
+    def _build_engine(self) -> None:
+        """Towers, cut, compiled and under DeepSpeed."""
+        config, parallel = self.config, self.parallel
         seed_everything(config.seed, deterministic=config.deterministic)
-        model, self.sources_of_weights = model_and_sources(config, model_config, parallel)
+        model, self.sources_of_weights = model_and_sources(config, self.inputs.model_config, parallel)
         self.model_config = model.cfg
         split_model(model, config, parallel)
-        self.compiled = prepare_blocks(model, spec, parallel)
-        self.engine = Engine(model, spec, parallel)
+        self.compiled = prepare_blocks(model, self.spec, parallel)
+        self.engine = Engine(model, self.spec, parallel)
         self.num_parameters = sum(self.engine.state.shape(p).numel() for _, p in self.engine.state.parameters())
-        checkpoint = find_checkpoint(config.resume, run, parallel)
-        before = trainer_state(checkpoint) if checkpoint is not None else None
+
+    def _build_step(self, before: dict | None) -> None:
+        """Cached activations, pixel cache, loss. before: the trainer's state in the checkpoint, where there is one."""
+        spec, parallel, module = self.spec, self.parallel, self.engine.module
+        self.texts_for_model = texts_for_model(self.model_config.text_cfg, pack=spec.packs_captions)
         self.resident = resident_micro_batches(spec, self.engine, self.model_config, parallel, before=before)
         self.graphs = graphs_to_keep(spec, parallel, self.resident, before)
         self.pixels = build_pixel_cache(
             spec,
-            self.engine.module,
+            module,
             parallel,
             resident=self.resident,
             repeats=self.loader.repeats,
-            reserved=later_host_bytes(spec, self.engine.module),
+            reserved=later_host_bytes(spec, module),
         )
         self.loss = build_loss(spec, parallel)
         self.sampled_loss = SampledLoss(self.loss, rows=self.batch.micro_batch_size)
-        trained = trained_shares(self.engine.module)
-        self.mfu = utilisation(self.model_config, parallel.device, self.engine.precision, trained)
+        self.mfu = utilisation(self.model_config, parallel.device, spec.precision, trained_shares(module))
 
-        self.stragglers = Stragglers(
-            parallel,
-            every=config.log_every_n_steps,
-            encoding_waits=self.engine.zero_stage == 3 or parallel.tp_size > 1,
-        )
-        self.finite = FiniteWatch(self.engine.module)
-        self.step = self.skipped_steps = self.skipped_in_a_row = 0
+    def _build_saves(self, noted: list[int] | None) -> None:
+        """Checkpoints and what may end the run; the loop's own state, as before its first step."""
+        config = self.config
         self.checkpoints = CheckpointWriter(
-            self.engine, run, parallel, keep_last=config.keep_checkpoints, keep_every=config.keep_every_n_steps,
+            self.engine, self.run, self.parallel, keep_last=config.keep_checkpoints,
+            keep_every=config.keep_every_n_steps,
             patience=0.8 * 60 * config.dist_timeout,  # before a collective ends the others, and names nobody
         )  # fmt: skip
         self.signals = StopSignals(noted)
-        self.saves = Saves(config, parallel, checkpoints=self.checkpoints, signals=self.signals, state=self._state)
-        self.train_seconds = 0.0
-        self._open_run_folder(checkpoint)
+        self.saves = Saves(config, self.parallel, checkpoints=self.checkpoints, signals=self.signals, state=self._state)
+        self.skips = Skips(self.engine, self.parallel, self.saves, self._say, max_in_a_row=config.max_skipped_steps)
+        self.step, self.train_seconds = 0, 0.0
+
+    def _build_observers(self) -> None:
+        """What looks at each step, in this order: metrics writes what those before it found."""
+        config, parallel = self.config, self.parallel
+        self.profiler = StepProfiler(config.profile, self.run.root / "profile", self.timer, enabled=parallel.rank == 0)
+        encoding_waits = self.spec.zero_stage == 3 or parallel.tp_size > 1
+        self.observers: list[Observer] = [
+            Stragglers(parallel, every=config.log_every_n_steps, encoding_waits=encoding_waits),
+            self.profiler,
+            self.metrics,
+            self.skips,
+            self.saves,
+        ]
+        if self.spec.packs_captions:
+            masks = "text" not in towers_with_kernel(self.engine.module)
+            self.observers.insert(0, PackingHint(masks=masks))
 
     # ---- the loop ----
 
@@ -152,9 +178,10 @@ class Trainer:
             self.timer.mark("data")
             with contextlib.closing(self.loader.steps(self.pixels.again)) as steps, self.pixels:  # ends the workers
                 for micro_batches in steps:
-                    self._train_step(micro_batches)
-                    self.saves.after_step(self.step, is_last=self.step == self.total_steps)
-                    if self.step == self.total_steps:
+                    step = self.train_step(micro_batches)
+                    for observer in self.observers:
+                        observer.after_step(step)
+                    if step.is_last:
                         break
                     self.timer.mark("data")
             epochs_done = self.step // steps_per_epoch
@@ -163,13 +190,18 @@ class Trainer:
                     self.saves.begin()
                 self._evaluate(epochs_done)
 
-    def _train_step(self, micro_batches: Iterator[dict[str, torch.Tensor]]) -> None:
+    def train_step(self, micro_batches: Iterator[dict[str, torch.Tensor]]) -> Step:
         """One step over the micro-batches that the loader yields: M, and those that are read again."""
         started = time.perf_counter()
         self.pixels.begin(micro_batches)
-        lr = self.schedule(self.step)
+        output = self._encode_and_replay()
+        lr, tower_norms, applied = self._update()
+        return self._measure(started, output, lr, tower_norms, applied)
+
+    def _encode_and_replay(self) -> StepOutput:
+        """Encode all micro-batches, take the loss once, send its gradients back through the towers."""
         self.engine.train()
-        self.finite.begin()
+        self.skips.watch.begin()
         output = grad_cache_step(
             self.pixels,
             encode=self._encode,
@@ -186,87 +218,70 @@ class Trainer:
         )
         self.timer.mark("step")
         self.pixels.check()
+        return output
+
+    def _update(self) -> tuple[float, torch.Tensor, bool]:
+        """(learning rate, [image, text] gradient norms, whether the step was applied)"""
+        lr = self.schedule(self.step)
         tower_norms = self.engine.tower_grad_norms()
         applied = self.engine.step(lr)
         self.engine.clamp_logit_scale(MAX_LOGIT_SCALE)
         if applied:
             self.engine.update_average()
         self.step += 1
-        self.skipped_steps += not applied
+        self.skips.count(applied)
+        return lr, tower_norms, applied
+
+    def _measure(self, started: float, output: StepOutput, lr: float, tower_norms: torch.Tensor, applied: bool) -> Step:
+        """Everything that observers learn of the step. Collective; waits for the device."""
         bad = sum(n for name, n in self.loader.report().items() if name.startswith("skipped/"))
         own = torch.cat([output.loss.view(1), self.sampled_loss.values, output.loss.new_tensor([bad])])
         loss, *sampled, skipped_samples = mean_over(dist.group.WORLD, own).tolist()
         phases = self.timer.read()
-        of_ranks, slow_host = self.stragglers.after_step(
-            self.step, time.perf_counter() - started, phases, self.pixels.waited_for_data, self.pixels.waited_again
-        )
-        seconds, text_share = time.perf_counter() - started, self.pixels.text_share
+        seconds = time.perf_counter() - started
         self.train_seconds += seconds
-        same = self._same_ids()
-        self.metrics.step(
-            self.step,
-            self.samples_seen,
-            {
-                "loss": loss,
-                "logit_scale": float(output.logit_scale.exp()),
-                "lr": lr,
-                "grad_norm": self.engine.grad_norm(),
-                "samples_per_second": self.batch.global_batch_size / seconds,
-                "mfu": self.mfu(
-                    self.batch.global_batch_size / self.parallel.world_size / seconds,
-                    text_share * self.config.texts_per_image,
-                ),
-                "text_share": text_share,
-                "data_wait": self.pixels.waited / seconds,
-                "peak_memory_mb": peak_memory_mb(self.parallel.device),
-                "worker_memory_mb": max(self.loader.worker_memory_mb(), default=0.0),
-                "skipped_steps": self.skipped_steps,
-                "skipped_samples": round(skipped_samples * self.parallel.world_size),
-                "loss_scale": self.engine.loss_scale(),
-            }
-            | self.schedule.tower_rates(self.step - 1)
-            | dict(zip(self.sampled_loss.names, sampled))
-            | dict(zip(("grad_norm_image", "grad_norm_text"), tower_norms.tolist()))
-            | {f"seconds_{name}": value for name, value in phases.items()}
-            | of_ranks
-            | ({} if same is None else {"duplicate_share": share_of_duplicates(same, self.parallel.dp_group)}),
+        values: dict[str, float | None] = {
+            "loss": loss,
+            "logit_scale": float(output.logit_scale.exp()),
+            "lr": lr,
+            "grad_norm": self.engine.grad_norm(),
+            "samples_per_second": self.batch.global_batch_size / seconds,
+            "mfu": self.mfu(
+                self.batch.global_batch_size / self.parallel.world_size / seconds,
+                self.pixels.text_share * self.config.texts_per_image,
+            ),
+            "text_share": self.pixels.text_share,
+            "data_wait": self.pixels.waited / seconds,
+            "peak_memory_mb": peak_memory_mb(self.parallel.device),
+            "worker_memory_mb": max(self.loader.worker_memory_mb(), default=0.0),
+            "skipped_steps": self.skips.total,
+            "skipped_samples": round(skipped_samples * self.parallel.world_size),
+            "loss_scale": self.engine.loss_scale(),
+        }
+        values |= self.schedule.tower_rates(self.step - 1)
+        values |= dict(zip(self.sampled_loss.names, sampled))
+        values |= dict(zip(("grad_norm_image", "grad_norm_text"), tower_norms.tolist()))
+        values |= {f"seconds_{name}": value for name, value in phases.items()}
+        if (same := self._same_ids()) is not None:
+            values["duplicate_share"] = share_of_duplicates(same, self.parallel.dp_group)
+        return Step(
+            number=self.step,
+            samples_seen=self.samples_seen,
+            seconds=seconds,
+            phases=phases,
+            waited_for_data=self.pixels.waited_for_data,
+            waited_again=self.pixels.waited_again,
+            text_share=self.pixels.text_share,
+            loss=loss,
+            applied=applied,
+            is_last=self.step == self.total_steps,
+            output=output,
+            ids=self.pixels.ids,
+            values=values,
         )
-        if slow_host:
-            self.metrics.say(slow_host)
-        if news := self.profiler.after_step(phases):
-            self.metrics.say(news)
-        if self.spec.packs_captions and not self.saw_captions:
-            masks = "text" not in towers_with_kernel(self.engine.module)
-            if news := longer_when_packed(text_share, masks=masks):
-                self.metrics.say(news)
-        self.saw_captions = True
-        self.skipped_in_a_row = 0 if applied else self.skipped_in_a_row + 1
-        if not applied:
-            ids = [join_parts(self.parallel, own.to(self.parallel.device)).cpu() for own in self.pixels.ids]
-            self._explain_skipped_step(self.finite.findings(output, ids), loss)
 
-    def _explain_skipped_step(self, own_findings: list[str], loss: float) -> None:
-        """Say which rank, tower and micro-batch; end the run, with a checkpoint, after too many steps in a row.
-
-        A start that begins amid such steps writes none of its own: the weights are those of the one that it began from.
-        """
-        shown = findings_of_all(own_findings, self.parallel.world_size)
-        if not shown and not math.isfinite(loss):
-            shown = f"in no tower: the loss is {loss}"
-        elif not shown:
-            shown = "in no tower alone: in their sum over ranks, or beside the towers"
-        # in fp16, now and then, by design: the loss scale was too large
-        scale = f"; loss scale now {self.engine.loss_scale():g}" if self.engine.precision == "fp16" else ""
-        self.metrics.say(f"step {self.step} was skipped, its gradients are not finite{scale}:\n  {shown}")
-        if self.skipped_in_a_row > self.config.max_skipped_steps:
-            self.checkpoints.publish()
-            if (self.checkpoints.begun_step or 0) <= self.step - self.skipped_in_a_row:
-                self.saves.finish()
-            raise Diverged(
-                f"{self.skipped_in_a_row} steps in a row had gradients that are not finite, more than "
-                f"--max-skipped-steps {self.config.max_skipped_steps}; {self.checkpoints.hint}. Step {self.step}:\n"
-                f"  {shown}"
-            )
+    def _say(self, text: str) -> None:
+        self.metrics.say(text)
 
     def _loss(self, *features: torch.Tensor) -> torch.Tensor:
         ids = self._same_ids()
@@ -347,9 +362,6 @@ class Trainer:
             samples_seen=self.samples_seen,
         )
         self.timer = PhaseTimer(self.parallel.device)
-        self.profiler = StepProfiler(
-            self.config.profile, self.run.root / "profile", self.timer, enabled=self.parallel.rank == 0
-        )
         for lines in opening(self):
             self.metrics.say(lines)
         if checkpoint is not None:
@@ -363,8 +375,8 @@ class Trainer:
         return {
             "step": self.step,
             "samples_seen": self.samples_seen,
-            "skipped_steps": self.skipped_steps,
-            "skipped_in_a_row": self.skipped_in_a_row,
+            "skipped_steps": self.skips.total,
+            "skipped_in_a_row": self.skips.in_a_row,
             "train_seconds": self.train_seconds,
             "world_size": self.parallel.world_size,
             "graphs": self.graphs,
@@ -375,8 +387,8 @@ class Trainer:
         """Engine, loader and loop as they were; ValueError where the flags do not fit what the run had."""
         state = load_checkpoint(self.engine, checkpoint)
         self.loader.load_state_dict(state["loader"])
-        self.step, self.skipped_steps = state["step"], state["skipped_steps"]
-        self.skipped_in_a_row = state.get("skipped_in_a_row", 0)  # 0.1.0 did not keep it
+        self.step, self.skips.total = state["step"], state["skipped_steps"]
+        self.skips.in_a_row = state.get("skipped_in_a_row", 0)  # 0.1.0 did not keep it
         position = state["loader"]["epoch"], state["loader"]["step"]
         if position != divmod(self.step, self.loader.steps_per_epoch):
             raise ValueError(

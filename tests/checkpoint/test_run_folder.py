@@ -129,14 +129,15 @@ def robbed(rank, world_size, config):
 
     parallel = init_parallel("cpu")
     trainer = Trainer(resolve_inputs(config, parallel), parallel, claim_run_folder(config, parallel))
-    train_step = trainer._train_step
+    train_step = trainer.train_step
 
     def step(micro_batches):
-        train_step(micro_batches)
+        done = train_step(micro_batches)
         if trainer.step == 2 and rank == 0:
             trainer.run.running.write_text(json.dumps({"host": "other", "pid": 7, "created": 1.0}))
+        return done
 
-    trainer._train_step = step
+    trainer.train_step = step
     with pytest.raises(FolderTaken) as taken:
         trainer.fit()
     return str(taken.value)

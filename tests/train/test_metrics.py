@@ -19,6 +19,7 @@ from infcl.train.metrics import MetricsWriter, PhaseTimer
 from infcl.train.profiler import WARM_UP_STEPS, StepProfiler, phase_table
 from infcl.train.sinks import open_sinks
 from tests.lib.ranks import run_ranks
+from tests.lib.steps import step_done
 from tests.train.test_trainer import demo_config, fit
 
 VALUES = {"loss": 1.5, "samples_per_second": 1000.0, "data_wait": 0.25, "lr": 1e-3, "logit_scale": 14.0}
@@ -216,7 +217,9 @@ def test_the_profile_is_of_the_steps_after_the_warm_up(tmp_path):
         timer.mark("data")
         timer.mark("encode")
         torch.ones(64, 64) @ torch.ones(64, 64)
-        news.append(profiler.after_step(timer.read()))
+        step = step_done(phases=timer.read())
+        profiler.after_step(step)
+        news.append(step.news)
     assert [index for index, text in enumerate(news) if text] == [WARM_UP_STEPS + 1]
     assert (tmp_path / "profile" / "trace_rank0.json.gz").read_bytes()[:2] == b"\x1f\x8b"
     table = (tmp_path / "profile" / "table.txt").read_text()
@@ -227,13 +230,15 @@ def test_the_profile_is_of_the_steps_after_the_warm_up(tmp_path):
 def test_a_profile_that_cannot_be_written_ends_no_run(tmp_path):
     (tmp_path / "file").write_text("")
     profiler = StepProfiler(1, tmp_path / "file" / "profile", PhaseTimer(torch.device("cpu")), enabled=True)
-    news = [profiler.after_step({"data": 1.0}) for _ in range(WARM_UP_STEPS + 1)]
-    assert news[-1] == "the profile could not be written (Not a directory)"
+    steps = [step_done(phases={"data": 1.0}) for _ in range(WARM_UP_STEPS + 1)]
+    for step in steps:
+        profiler.after_step(step)
+    assert steps[-1].news == ["the profile could not be written (Not a directory)"]
 
 
 def test_a_run_too_short_for_its_profile_says_so(tmp_path):
     profiler = StepProfiler(2, tmp_path, PhaseTimer(torch.device("cpu")), enabled=True)
-    profiler.after_step({"data": 1.0})
+    profiler.after_step(step_done(phases={"data": 1.0}))
     assert "ended after 1 steps" in profiler.close()
     assert phase_table([{"data": 1.0, "loss": 3.0}]).splitlines()[2].split() == ["loss", "3000.00", "75.0%"]
 

@@ -14,6 +14,7 @@ from infcl.report import read_metrics
 from infcl.train.stragglers import AGAIN, IN_A_ROW, Stragglers, Warnings, slow_ranks
 from tests.lib.collectives import collectives
 from tests.lib.ranks import run_ranks
+from tests.lib.steps import step_done
 from tests.train.test_trainer import demo_config
 
 HOSTS = (Node("a", 0, 4), Node("b", 4, 4), Node("c", 8, 4))
@@ -92,8 +93,9 @@ def test_what_is_waited_for_in_the_second_reading_is_a_ranks_own():
             Parallel(0, 2, 0, torch.device("cpu"), dist.group.WORLD), every=1, encoding_waits=encoding_waits
         )
         with mock.patch.object(stragglers, "_gather", lambda means: ([means[0]] * 2, [means[1]] * 2)):
-            values, _ = stragglers.after_step(1, 4.0, {"data": 0.2, "encode": 0.8}, 0.7, 0.5)
-        assert values["seconds_own_usual"] == pytest.approx(own)
+            step = step_done(phases={"data": 0.2, "encode": 0.8}, waited_for_data=0.7, waited_again=0.5)
+            stragglers.after_step(step)
+        assert step.values["seconds_own_usual"] == pytest.approx(own)
 
 
 def gathered(rank, world_size):
@@ -102,7 +104,9 @@ def gathered(rank, world_size):
     told = []
 
     def steps(number: int):
-        told.append(stragglers.after_step(number, 4.0, {"data": 0.5, "encode": 0.5 + rank, "loss": 9.0}, 0.5))
+        step = step_done(number, phases={"data": 0.5, "encode": 0.5 + rank, "loss": 9.0}, waited_for_data=0.5)
+        stragglers.after_step(step)
+        told.append((step.values, step.news))
 
     return [collectives("", lambda step=step: steps(step)) for step in (1, 2)], told
 
@@ -110,8 +114,8 @@ def gathered(rank, world_size):
 def test_only_a_logged_step_asks_the_others_and_once():
     for counts, told in run_ranks(gathered, 2):
         assert counts[0] == 0 and counts[1] == 1
-        assert told[0] == ({}, "")
-        assert told[1] == ({"seconds_own_usual": 1.0, "seconds_own_slowest": 2.0, "slowest_rank": 1}, "")
+        assert told[0] == ({}, [])
+        assert told[1] == ({"seconds_own_usual": 1.0, "seconds_own_slowest": 2.0, "slowest_rank": 1}, [])
 
 
 def fit_with_naps(rank, world_size, config, where: str, naps: list[float]) -> list[str]:
@@ -186,8 +190,10 @@ def measured_beside_a_run(rank, world_size):
 
     with mock.patch.object(links, "_send_and_receive", slowly):
         stragglers = Stragglers(parallel, every=1)
-        told = [stragglers.after_step(step, 4.0, {"data": 0.5, "encode": 0.5}, 0.5)[1] for step in range(1, 5)]
-    return told, met
+        steps = [step_done(n, phases={"data": 0.5, "encode": 0.5}, waited_for_data=0.5) for n in range(1, 5)]
+        for step in steps:
+            stragglers.after_step(step)
+    return [step.news for step in steps], met
 
 
 @pytest.mark.parametrize("hosts", [3, 4])
@@ -195,9 +201,9 @@ def test_a_host_with_slow_links_is_named_from_within_a_run(hosts):
     for rank, (told, met) in enumerate(run_ranks(measured_beside_a_run, hosts)):
         assert met == {(rank - 1) % hosts, (rank + 1) % hosts}
         slow = "slow link: all of host-2, 0.1 GB/s (usual 1); launch/check.sh measures it beside all others"
-        assert told == ["", "", slow, ""]
+        assert told == [[], [], [slow], []]
 
 
 def test_of_two_hosts_one_link_is_not_measured():
     ((told, met), _) = run_ranks(measured_beside_a_run, 2)
-    assert (told, met) == ([""] * 4, set())
+    assert (told, met) == ([[]] * 4, set())
