@@ -43,8 +43,6 @@ _Answer = TypeVar("_Answer")
 class StorageHangs(RuntimeError):
     """A rank's thread writes without end: so would an exit that waits for threads, as after any other exception."""
 
-    exit_code = 1
-
 
 class CheckpointWriter:
     """One checkpoint at a time.

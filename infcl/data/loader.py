@@ -46,9 +46,7 @@ _SECONDS_BETWEEN_WARNINGS = 60.0  # of the same cause
 
 class TooManyBadSamples(RuntimeError):
     """More than --max-bad-fraction of a window, and more than `_BAD_ALLOWED`. The message: a line, then a table of
-    causes. `exit_code`: what starts runs again takes it for their end."""
-
-    exit_code = 65  # EX_DATAERR of sysexits.h
+    causes."""
 
 
 class Source(Protocol):

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
 from infcl.checkpoint.run_folder import RunFolder
-from infcl.config import RunSpec, TrainConfig, counted, option_of, resolve
+from infcl.config import RunSpec, TrainConfig, counted, may_pack, option_of, resolve, settings_of
 from infcl.convert.import_weights import load_pretrained, weights_preprocess
 from infcl.data.config import DataConfig, columns_of, limits_of
 from infcl.data.evaluation import EVAL_LIMITS
@@ -38,9 +38,29 @@ from infcl.models.clip import lock_groups
 from infcl.models.config import CLIPConfig, check_divides, load_any_config, with_overrides, with_tokenizer
 from infcl.models.open_clip_config import OpenClipConfig
 from infcl.models.transformer import ResidualBlock
-from infcl.parallel import Parallel
+from infcl.parallel import Parallel, init_parallel
+from infcl.parallel.process import require_threads
 
 Towers = Any  # CLIP, or a model that open_clip builds with its interface (models/open_clip_model.py)
+
+
+def join(config: TrainConfig) -> Parallel:
+    """Start the process group, and the groups of tensor parallelism. Collective; ValueError as `init_parallel` says."""
+    require_threads(16 + 4 * config.workers)  # of the process group and the store; of each worker
+    parallel = init_parallel(
+        config.device,
+        timeout_minutes=config.dist_timeout,
+        host_timeout=config.host_timeout,
+        interface=config.interface,
+        run=config.name or config.model,
+        settings=settings_of(config),
+    )
+    if config.tensor_parallel_size > 1:
+        from megatron_patches.groups import init_tensor_parallel
+
+        parallel = init_tensor_parallel(parallel, config.tensor_parallel_size, on_host=may_pack(config))
+    return parallel
+
 
 
 @dataclasses.dataclass(frozen=True)

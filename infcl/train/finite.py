@@ -29,9 +29,7 @@ _MAX_FINDINGS = 8  # sentences about one skipped step
 
 
 class Diverged(RuntimeError):
-    """More steps in a row than --max-skipped-steps. `exit_code`: what starts runs again takes it for their end."""
-
-    exit_code = 65  # EX_DATAERR of sysexits.h
+    """More steps in a row were skipped than --max-skipped-steps."""
 
 
 class FiniteWatch:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from infcl.checkpoint.run_folder import RunFolder, why_not_written, write_atomic
 from infcl.models.config import CLIPConfig
 from infcl.parallel import Parallel
-from infcl.report import draw_loss_curve
+from infcl.report import draw_loss_curve, summary_table
 
 
 def write_results(
@@ -44,6 +44,12 @@ def _write(run: RunFolder, weights: dict[str, torch.Tensor], model_config: CLIPC
     name = run.root.resolve().name
     export_model(weights, model_config, tokenizer_path, run.export, name=name, card=summary)
     write_atomic(run.summary, json.dumps(summary, indent=2) + "\n")
+
+
+def describe_finished(run: RunFolder) -> str:
+    """What a start says of a run that is finished. Rank 0 only."""
+    summary = json.loads(run.summary.read_text())
+    return f"{run.root} is finished; --overwrite trains it again\n{summary_table(summary)}"
 
 
 def sum_reports(report: dict[str, int], parallel: Parallel) -> dict[str, int]:

@@ -5,7 +5,6 @@ and the learning rate all follow from the step number, so a resumed run repeats 
 """
 
 import contextlib
-import logging
 import math
 import time
 from collections.abc import Collection, Iterator
@@ -40,8 +39,6 @@ from infcl.train.results import write_results
 from infcl.train.saves import Saves
 from infcl.train.signals import Stopped, StopSignals
 from infcl.train.stragglers import Stragglers
-
-log = logging.getLogger(__name__)
 
 MAX_LOGIT_SCALE = math.log(100)  # OpenAI's bound; the clamp holds through the next step in every ZeRO stage
 
