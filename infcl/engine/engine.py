@@ -22,14 +22,20 @@ from torch import nn
 
 from infcl.config import RunSpec
 from infcl.config.preset import deepspeed_config
-from infcl.engine.fp16 import scale_between_steps
 from infcl.engine.gather import KeptParameters
-from infcl.engine.norm import add_to_norm, square_of, take_together
 from infcl.engine.optim import build_optimizer, tower
+from infcl.engine.patches import (
+    MEMORY_REPORT,
+    add_to_norm,
+    reduce_what_is_left,
+    release_by_the_present_trace,
+    scale_between_steps,
+    shards,
+    square_of,
+    take_norm_together,
+)
 from infcl.engine.reduce import reduce_in_few_launches
-from infcl.engine.stage3 import release_by_the_present_trace
 from infcl.engine.state import EMA, ZeroState
-from infcl.engine.unused import reduce_what_is_left, shards
 from infcl.models.blocks import repeated_blocks
 from infcl.models.transformer import ResidualBlock
 from infcl.parallel import Parallel
@@ -79,7 +85,7 @@ class Engine:
         if parallel.dp_size == 1 and not shards(self.engine.optimizer):
             self.engine.enable_backward_allreduce = False  # all gradients would be copied into a bucket and back
         reduce_what_is_left(self.engine.optimizer, parallel.device)
-        take_together(self.engine.optimizer)
+        take_norm_together(self.engine.optimizer)
         scaler = self._loss_scaler()
         self._settle_loss_scale = (lambda: None) if scaler is None else scale_between_steps(scaler)
         self.sums_are_old = True  # of gradients over micro-batches
@@ -322,7 +328,7 @@ def _import_deepspeed():
         lambda record: "untested optimizer" not in record.getMessage()
     )  # those of optimizers.py are tested
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # used by inference all-reduce only
-    deepspeed.runtime.bf16_optimizer.see_memory_usage = lambda *_, **__: None  # prints, whatever the log level
+    MEMORY_REPORT.apply(deepspeed.runtime.bf16_optimizer, lambda installed: lambda *_, **__: None)
     warnings.filterwarnings(
         "ignore",
         message=".*(all_gather_into_tensor|reduce_scatter_tensor).* is deprecated.*",

@@ -1,4 +1,4 @@
-"""What ZeRO-3 gathers stays for the whole step, where it may: fewer gathers than DeepSpeed 0.19.8 needs.
+"""What ZeRO-3 gathers stays for the whole step, where it may: fewer gathers than DeepSpeed needs (patches.py).
 
 DeepSpeed gives a block's parameters back at the end of each pass that does not use them again soon. A gradient cache
 passes 2M times over M micro-batches, so they are gathered 2M times a step, and before and after each module the host
@@ -11,16 +11,15 @@ host memory, are left to DeepSpeed.
 The first forward is DeepSpeed's in every module, so that the trace by which it prefetches stays that of a forward.
 """
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
-_RELEASE = "_PartitionedParameterCoordinator__release_param"
+from infcl.engine.patches import POST_BACKWARD, POST_FORWARD, PRE_BACKWARD, PRE_FORWARD, RELEASE, RELEASE_ALL
 
 
 class KeptParameters:
-    """DeepSpeed's stage-3 hooks of an optimizer, which release nothing while `on`, but at the update.
-
-    AttributeError, with the symbol, where DeepSpeed is another version.
-    """
+    """DeepSpeed's stage-3 hooks of an optimizer, which release nothing while `on`, but at the update."""
 
     def __init__(self, optimizer: Any, *, in_host_memory: bool):
         from deepspeed.runtime.zero import parameter_offload
@@ -46,12 +45,23 @@ class KeptParameters:
         self.gathered = self.gathered and self.on
 
     def _replace(self, hooks: Any, coordinator: Any) -> None:
-        release, release_all = getattr(coordinator, _RELEASE), coordinator.release_and_reset_all
+        RELEASE.apply(coordinator, self._unless_kept)
+        RELEASE_ALL.apply(coordinator, self._for_the_update)
+        for pass_, before, after in (
+            ("forward", PRE_FORWARD, POST_FORWARD),
+            ("backward", PRE_BACKWARD, POST_BACKWARD),
+        ):
+            before.apply(hooks, partial(self._on_entry, pass_))
+            after.apply(hooks, partial(self._on_exit, pass_))
 
+    def _unless_kept(self, release: Callable[..., None]) -> Callable[..., None]:
         def release_unless_kept(parameter: Any, *args: Any, **options: Any) -> None:
             if not self.on:
                 release(parameter, *args, **options)
 
+        return release_unless_kept
+
+    def _for_the_update(self, release_all: Callable[[Any], None]) -> Callable[[Any], None]:
         def release_for_the_update(module: Any) -> None:
             kept, self.on = self.on, False
             self.gathered = False
@@ -61,14 +71,7 @@ class KeptParameters:
             finally:
                 self.on = kept
 
-        setattr(coordinator, _RELEASE, release_unless_kept)
-        coordinator.release_and_reset_all = release_for_the_update
-        before, after = hooks.pre_sub_module_forward_function, hooks.post_sub_module_forward_function
-        hooks.pre_sub_module_forward_function = self._on_entry("forward", before)
-        hooks.post_sub_module_forward_function = self._on_exit("forward", after)
-        before, after = hooks.pre_sub_module_backward_function, hooks.post_sub_module_backward_function
-        hooks.pre_sub_module_backward_function = self._on_entry("backward", before)
-        hooks.post_sub_module_backward_function = self._on_exit("backward", after)
+        return release_for_the_update
 
     def _on_entry(self, pass_: str, fetch: Any) -> Any:
         def enter(module: Any) -> None:

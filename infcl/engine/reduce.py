@@ -1,4 +1,4 @@
-"""How ZeRO-3 adds up gradients over ranks and micro-batches: fewer launches than DeepSpeed 0.19.8 needs.
+"""How ZeRO-3 adds up gradients over ranks and micro-batches: fewer launches than DeepSpeed needs (patches.py).
 
 DeepSpeed moves each gradient into a bucket, cuts the bucket, and adds each rank's pieces to its sums one parameter at a
 time, and after every backward the host waits for the GPU: some twenty launches a parameter and micro-batch, which with
@@ -12,11 +12,13 @@ Padding, where a parameter is no multiple of the ranks, is added to DeepSpeed's 
 """
 
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from infcl.engine.patches import EPILOGUE, GRADIENT, TESTED
 from infcl.loss.ring import reduce_scatter
 
 SUMS = "_DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition"
@@ -27,12 +29,11 @@ def reduce_in_few_launches(optimizer: Any) -> bool:
     """Have a stage-3 optimizer of DeepSpeed's reduce whole buckets of `reduce_bucket_size` elements at once.
 
     False, and nothing is changed, where it does what is not done here: an optimizer state or sums in host memory,
-    gradients that travel in several types or groups, that are scaled on their way or not scattered. AttributeError,
-    with the symbol, where DeepSpeed is another version.
+    gradients that travel in several types or groups, that are scaled on their way or not scattered.
     """
     sums = getattr(optimizer, SUMS, None)
     if sums is None:
-        raise AttributeError(f"this DeepSpeed's stage 3 has no {SUMS}: tested with DeepSpeed 0.19.8")
+        raise AttributeError(f"this DeepSpeed's stage 3 has no {SUMS}: tested with DeepSpeed {TESTED}")
     parameters = [p for group in optimizer.fp16_groups for p in group if p.requires_grad]
     types = {optimizer.get_param_comm_dtype(p) for p in parameters}
     groups = {optimizer._get_param_partition_group(p) for p in parameters}
@@ -41,18 +42,20 @@ def reduce_in_few_launches(optimizer: Any) -> bool:
     if optimizer.gradient_predivide_factor != 1.0 or optimizer.all2all_process_group is not None or optimizer.zenflow:
         return False
     reducer = _Reducer(optimizer, sums, types.pop(), groups.pop())
-    finish = optimizer.overlapping_partition_gradients_reduce_epilogue
 
-    def finish_backward() -> None:
-        reducer.reduce()
-        if optimizer.is_gradient_accumulation_boundary():
-            finish()  # the host waits for the stream
-            reducer.in_flight.clear()
-        else:  # what it does besides is for the update
-            optimizer._epilogue_ran_this_backward = True
+    def reducing(finish: Callable[[], None]) -> Callable[[], None]:
+        def finish_backward() -> None:
+            reducer.reduce()
+            if optimizer.is_gradient_accumulation_boundary():
+                finish()  # the host waits for the stream
+                reducer.in_flight.clear()
+            else:  # what it does besides is for the update
+                optimizer._epilogue_ran_this_backward = True
 
-    optimizer.reduce_ready_partitions_and_remove_grads = reducer.take
-    optimizer.overlapping_partition_gradients_reduce_epilogue = finish_backward
+        return finish_backward
+
+    GRADIENT.apply(optimizer, lambda installed: reducer.take)
+    EPILOGUE.apply(optimizer, reducing)
     for bucket in optimizer.ipg_buckets.values():
         bucket.buffer = None  # nothing goes through it
     return True

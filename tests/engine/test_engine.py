@@ -8,7 +8,7 @@ import torch
 
 from infcl.config import BatchPlan, TrainConfig
 from infcl.engine.engine import Engine
-from infcl.engine.norm import square_of
+from infcl.engine.patches import square_of
 from infcl.parallel import micro_batch_seed
 from tests.lib.ranks import run_ranks
 from tests.lib.specs import engine_of
@@ -368,7 +368,7 @@ def tensors_of_the_norm(rank, world_size, preset):
         together.append(len(tensors))
         return square_of(tensors, device)
 
-    with mock.patch("infcl.engine.norm.square_of", count):
+    with mock.patch("infcl.engine.patches.square_of", count):
         optimizer._get_norm_groups() if preset == "zero3" else optimizer.scaled_global_norm()
     groups = optimizer.fp16_groups if preset == "zero3" else optimizer.params_in_partition
     return together, [len(parameters) for parameters in groups]

@@ -84,6 +84,23 @@ def test_a_run_is_resolved_in_one_place(function, caller):
     assert {file: n for file in FILES if (n := calls(file))} == {caller: 1}
 
 
+def test_what_deepspeeds_objects_do_is_replaced_by_patches_alone():
+    """A function or method that is assigned to another object's attribute. Data may be."""
+
+    def replaced(file: str) -> list[str]:
+        functions = {node.name for node in ast.walk(_tree(file)) if isinstance(node, ast.FunctionDef)}
+        found = []
+        for node in ast.walk(_tree(file)):
+            for target in node.targets if isinstance(node, ast.Assign) else ():
+                last = ast.unparse(node.value).rpartition(".")[2]
+                of_others = isinstance(target, ast.Attribute) and ast.unparse(target.value) != "self"
+                if of_others and (isinstance(node.value, ast.Lambda) or last in functions):
+                    found.append(ast.unparse(node))
+        return found
+
+    assert {file: found for file in FILES if file.startswith("infcl/engine/") and (found := replaced(file))} == {}
+
+
 @pytest.mark.parametrize("package", HOMES)
 def test_heavy_packages_have_one_home(package):
     users = {file for file in FILES for name in _imports(file) if name.split(".")[0] == package}

@@ -1,0 +1,295 @@
+"""Workarounds for DeepSpeed: each is one Patch, and nothing else replaces what DeepSpeed's objects do.
+
+A patch replaces a method of one engine's objects, never of a class, so that another engine of the process is left as it
+is. Here are the small ones; reduce.py and gather.py have what keeps a state.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import _lru_cache_wrapper
+from typing import Any
+
+import torch
+
+TESTED = "0.19.8"
+_SOURCE = f"https://github.com/deepspeedai/DeepSpeed/blob/v{TESTED}/deepspeed/runtime"
+
+
+@dataclass(frozen=True)
+class Patch:
+    """One symbol of DeepSpeed that is replaced.
+
+    Attributes:
+        symbol: "Class.attribute".
+        link: where it stands upstream.
+        why: what it does without the patch.
+        tested: version of DeepSpeed.
+    """
+
+    symbol: str
+    link: str
+    why: str
+    tested: str = TESTED
+
+    def apply(self, owner: Any, make: Callable[[Any], Any]) -> None:
+        """Put make(installed) in the place of the owner's symbol. AttributeError where DeepSpeed is another version."""
+        name = self.symbol.rpartition(".")[2]
+        if not hasattr(owner, name):
+            raise AttributeError(f"this DeepSpeed has no {self.symbol}: tested with DeepSpeed {self.tested}")
+        setattr(owner, name, make(getattr(owner, name)))
+
+
+SCALE = Patch(
+    "DynamicLossScaler.update_scale",
+    f"{_SOURCE}/fp16/loss_scaler.py#L253",
+    "The loss scale grows, once in loss_scale_window steps, before a step's gradients are divided by it: they come out "
+    "halved, and under stage 3 so does their norm.",
+)
+LEAST_SCALE = Patch(
+    "DynamicLossScaler.raise_error_at_min_scale",
+    "https://github.com/deepspeedai/DeepSpeed/pull/1958",
+    "At the least scale, a step that is not finite raises an error on which no checkpoint follows; --max-skipped-steps "
+    "is for that.",
+)
+TRACE = Patch(
+    "PartitionedParameterCoordinator._invalidate_trace",
+    f"{_SOURCE}/zero/partitioned_param_coordinator.py#L195",
+    "Which parameters the end of a module releases is cached for each place in a pass's trace, and the cache outlives "
+    "the trace. What a pass without a backward found, 'nothing here is used again', then holds for passes with one: "
+    "each block is gathered three times instead of once.",
+)
+GRADIENT = Patch(
+    "ZeROOptimizer.reduce_ready_partitions_and_remove_grads",
+    f"{_SOURCE}/zero/stage_1_and_2.py#L2293",
+    "A parameter that a step's last backward does not reach is not reduced: stage 1 with overlap_comm steps with the "
+    "rank's own gradient; an optimizer in host memory misses the earlier micro-batches. Stage 3 needs some twenty "
+    "launches a parameter (reduce.py).",
+)
+EPILOGUE = Patch(
+    "ZeROOptimizer.overlapping_partition_gradients_reduce_epilogue",
+    f"{_SOURCE}/zero/stage_1_and_2.py#L1211",
+    "The end of a backward: the last moment for parameters that it did not reach. Under stage 3 the host waits for the "
+    "GPU there, after each micro-batch (reduce.py).",
+)
+NORM = Patch(
+    "ZeROOptimizer.get_grad_norm_direct",
+    f"{_SOURCE}/zero/stage3.py#L2419",
+    "The norm is taken tensor by tensor, each copied into float64: 1,300 launches for the 446 tensors of ViT-L-14, "
+    "while the GPU has nothing else to do.",
+)
+NORM_OVER_PARTS = Patch(
+    "ZeROOptimizer._model_parallel_all_reduce",
+    f"{_SOURCE}/zero/stage3.py#L2412",
+    "A parameter that tensor-parallel ranks share counts on the first of them, and stages 1 to 3 find gradients that "
+    "are not finite by the norm: another rank's copy could take a step that the first one skips.",
+)
+NORM_OF_BF16 = Patch(
+    "BF16_Optimizer.get_grads_for_norm",
+    f"{_SOURCE}/bf16_optimizer.py",
+    "As NORM_OVER_PARTS, for stage 1 in bf16.",
+)
+RELEASE = Patch(
+    "PartitionedParameterCoordinator._PartitionedParameterCoordinator__release_param",
+    f"{_SOURCE}/zero/partitioned_param_coordinator.py#L624",
+    "A gradient cache passes 2M times over M micro-batches, and each pass gathers and releases all parameters again.",
+)
+RELEASE_ALL = Patch(
+    "PartitionedParameterCoordinator.release_and_reset_all",
+    f"{_SOURCE}/zero/partitioned_param_coordinator.py#L537",
+    "As RELEASE: the update needs what was kept to be released.",
+)
+PRE_FORWARD, POST_FORWARD, PRE_BACKWARD, POST_BACKWARD = (
+    Patch(
+        f"DeepSpeedZeRoOffload.{when}_sub_module_{pass_}_function",
+        f"{_SOURCE}/zero/parameter_offload.py#L{line}",
+        "Before and after each module the host counts its parameters, gathered or not.",
+    )
+    for pass_, when, line in (
+        ("forward", "pre", 531), ("forward", "post", 555), ("backward", "pre", 573), ("backward", "post", 594),
+    )
+)  # fmt: skip
+MEMORY_REPORT = Patch(
+    "bf16_optimizer.see_memory_usage", f"{_SOURCE}/bf16_optimizer.py#L54", "It prints, whatever the log level."
+)
+
+
+def scale_between_steps(scaler: Any) -> Callable[[], None]:
+    """Have a dynamic loss scaler keep what follows from a finite step until the returned function is called."""
+    finite_steps: list[Callable[[], None]] = []
+
+    def deferred(update: Callable[[bool], None]) -> Callable[[bool], None]:
+        def update_scale(overflow: bool) -> None:
+            if overflow:  # no update follows
+                update(True)
+            else:
+                finite_steps.append(lambda: update(False))
+
+        return update_scale
+
+    def settle() -> None:
+        while finite_steps:
+            finite_steps.pop()()
+
+    LEAST_SCALE.apply(scaler, lambda raises: False)
+    SCALE.apply(scaler, deferred)
+    return settle
+
+
+def release_by_the_present_trace(optimizer: Any) -> None:
+    """Let a stage-3 optimizer forget what it released together with the trace that this came from."""
+    coordinator = optimizer.parameter_offload.get_param_coordinator()
+    cache = _cached_function(type(coordinator), "_PartitionedParameterCoordinator__params_to_release")
+
+    def forgetting(invalidate: Callable[[], None]) -> Callable[[], None]:
+        def invalidate_and_forget() -> None:
+            invalidate()
+            cache.cache_clear()
+
+        return invalidate_and_forget
+
+    TRACE.apply(coordinator, forgetting)
+
+
+def _cached_function(owner: type, name: str) -> _lru_cache_wrapper:
+    """The lru_cache behind a method, under whatever wraps it."""
+    function = getattr(owner, name, None)
+    while not isinstance(function, _lru_cache_wrapper):
+        inner = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
+        inner = [value for value in inner if callable(value)]
+        if not inner:
+            symbol = f"{owner.__module__}.{owner.__qualname__}.{name}"
+            raise AttributeError(f"this DeepSpeed has no cached {symbol}: tested with DeepSpeed {TESTED}")
+        function = inner[0]
+    return function
+
+
+def shards(optimizer: Any) -> bool:
+    """Whether it takes a parameter's gradient as soon as a backward has it: not stage 0, and not BF16_Optimizer."""
+    return hasattr(optimizer, "overlapping_partition_gradients_reduce_epilogue")
+
+
+def reduce_what_is_left(optimizer: Any, device: torch.device) -> None:
+    """Have a ZeRO optimizer reduce every trainable parameter at the end of each step, with zeros where no gradient is.
+
+    Ranks send what is left in the order of the parameters, so the same must be left on all of them. That is not
+    compared: it would take a collective in every step. The towers decide by flags alone what a step reaches; a forward
+    that decides by its data must not be trained so.
+
+    Costs an entry in a set for each parameter and step where nothing is left. BF16_Optimizer (stage 1 in bf16) keeps
+    full sums until the end, and is left as it is.
+    """
+    if not shards(optimizer):
+        return
+    is_stage_3 = hasattr(optimizer, "fp16_groups")
+    groups = optimizer.fp16_groups if is_stage_3 else optimizer.bit16_groups
+    trainable = [(p, () if is_stage_3 else (i,)) for i, group in enumerate(groups) for p in group if p.requires_grad]
+    reached: set[torch.nn.Parameter] = set()
+    reduce = optimizer.reduce_ready_partitions_and_remove_grads
+
+    def reduce_and_note(parameter: torch.nn.Parameter, *group: int) -> None:
+        if optimizer.is_gradient_accumulation_boundary():
+            reached.add(parameter)
+        reduce(parameter, *group)
+
+    def finishing(finish: Callable[[], None]) -> Callable[[], None]:
+        def finish_all() -> None:
+            if optimizer.is_gradient_accumulation_boundary():
+                for parameter, group in trainable if len(reached) < len(trainable) else ():
+                    if parameter not in reached:
+                        _have_gradient(optimizer, parameter, device)
+                        reduce(parameter, *group)
+                reached.clear()
+            finish()
+
+        return finish_all
+
+    GRADIENT.apply(optimizer, lambda installed: reduce_and_note)
+    EPILOGUE.apply(optimizer, finishing)
+
+
+def _have_gradient(optimizer: Any, parameter: Any, device: torch.device) -> None:
+    """What stage 1 has summed up of the parameter's gradient, or zeros: all that the other stages lack."""
+    if hasattr(optimizer, "fp16_groups"):  # the parameter is a shard now, and its gradient has to be full
+        parameter.grad = torch.zeros_like(parameter)
+        parameter.grad.data = torch.zeros(parameter.ds_shape, dtype=parameter.dtype, device=device)
+        return
+    optimizer.setup_buckets()
+    if optimizer.get_gradient_for_reduction(parameter) is None:
+        parameter.grad = torch.zeros_like(parameter)
+        if optimizer.use_grad_accum_attribute:
+            optimizer._fill_param_grad_accum_attribute(parameter)
+
+
+def take_norm_together(optimizer: Any) -> None:
+    """Have a ZeRO optimizer take the norm in a few launches, in float32.
+
+    State in host memory, and BF16_Optimizer (stage 1 in bf16), are left as they are.
+    """
+    in_host_memory = getattr(optimizer, "cpu_offload", False) or getattr(optimizer, "offload_optimizer", False)
+    if not hasattr(optimizer, "get_grad_norm_direct") or in_host_memory:
+        return
+    is_stage_3 = hasattr(optimizer, "fp16_groups")
+    from deepspeed.runtime.utils import is_model_parallel_parameter
+
+    def norm_of(gradients: list[torch.Tensor], parameters: list[torch.nn.Parameter]):
+        """[] f32, as get_grad_norm_direct: of these and all other ranks' gradients; -1 where it is not finite."""
+        present = (gradient for gradient in gradients if not getattr(gradient, "_zero_padding", False))
+        group, everywhere = optimizer.dp_process_group, False
+        if is_stage_3:
+            group = optimizer._get_param_partition_group(parameters[0])
+            everywhere = optimizer._grad_norm_counts_every_rank(parameters, group)
+        all_count = everywhere or optimizer.model_parallel_rank == 0
+        counted = [g for g, p in zip(present, parameters) if all_count or is_model_parallel_parameter(p)]
+        square = square_of(counted, optimizer.device)
+        torch.distributed.all_reduce(square, group=group)
+        if not everywhere:
+            optimizer._model_parallel_all_reduce(tensor=square, op=torch.distributed.ReduceOp.SUM)
+        norm = square.sqrt()
+        return torch.where(norm.isfinite(), norm, -1.0)
+
+    NORM.apply(optimizer, lambda installed: norm_of)
+
+
+def square_of(tensors: Iterable[torch.Tensor | None], device: torch.device) -> torch.Tensor:
+    """[] f32 on the device: the sum of the squares of what is there.
+
+    A GPU adds up in parts, all tensors in a few launches; a CPU one by one, half a percent off at 4e7 elements were it
+    not in float64.
+    """
+    present = [tensor for tensor in tensors if tensor is not None and tensor.numel()]
+    if not present:
+        return torch.zeros((), device=device)
+    if present[0].is_cpu:
+        norms = [torch.linalg.vector_norm(tensor, dtype=torch.float64) for tensor in present]
+        return torch.stack(norms).square().sum().to(device, torch.float32)
+    return torch.nn.utils.get_total_norm([tensor.float() for tensor in present]).to(device).square()
+
+
+def add_to_norm(optimizer: Any, flag: torch.Tensor) -> None:
+    """Have the norm of a ZeRO optimizer be what it is where `flag` [1] f32 is 0, and NaN where it is NaN.
+
+    The engine all-reduces the flag over all ranks before the step. It stays on the device: DeepSpeed reads the norm
+    anyway, and skips the step by itself.
+    """
+
+    def adding(all_reduce: Callable[..., None]) -> Callable[..., None]:
+        def all_reduce_and_add(tensor: torch.Tensor, op: Any) -> None:
+            all_reduce(tensor=tensor, op=op)
+            if tensor.is_floating_point():  # else bytes: whether something overflowed
+                tensor.add_(flag.view_as(tensor))
+
+        return all_reduce_and_add
+
+    def with_flag(get_gradients: Callable[..., Any]) -> Callable[..., Any]:
+        def get_gradients_and_flag(for_clipping: bool = False):
+            if for_clipping:
+                return get_gradients(for_clipping=True)
+            gradients, of_experts = get_gradients()
+            return [*gradients, flag], of_experts
+
+        return get_gradients_and_flag
+
+    if hasattr(optimizer, "_model_parallel_all_reduce"):  # called with the sum of squares of a group
+        NORM_OVER_PARTS.apply(optimizer, adding)
+    else:
+        NORM_OF_BF16.apply(optimizer, with_flag)
