@@ -333,9 +333,9 @@ def command(gpus: int, flags: list[str], module: str = "benchmarks.step") -> lis
 
 def _rows(output: str) -> str:
     """The rows of a child's output, and what it warned of."""
-    noise = ("parameters;", "pairs a step", "the run ends inside", "pixels:", "*****", "OMP_NUM_THREADS", "data wait")
-    noise += ("warm-up steps",)
-    return "\n".join(line for line in output.splitlines() if line.strip() and not any(n in line for n in noise))
+    opening = r"  (model|data|batch|steps|loss|engine|towers|pixels|optimizer) "
+    noise = opening + r"|.*(the run ends inside|\*{5}|OMP_NUM_THREADS|data wait)"
+    return "\n".join(line for line in output.splitlines() if line.strip() and not re.match(noise, line))
 
 
 def reason(output: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""How many pairs a step has and how many steps a run: the one place where batch sizes are multiplied.
+"""How many samples a step has and how many steps a run: the one place where batch sizes are multiplied.
 
 global_batch_size = dp_size * num_micro_batches * micro_batch_size
 """
@@ -11,7 +11,7 @@ from infcl.config.settings import TrainConfig
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """ranks x micro-batches x pairs."""
+    """ranks x micro-batches x samples."""
 
     dp_size: int
     num_micro_batches: int
@@ -50,7 +50,7 @@ class BatchPlan:
         split = f" and that {parts} tensor-parallel ranks can share" if parts > 1 else ""
         return (
             f"micro-batches of {self.micro_batch_size}, not --batch-size {config.batch_size}: the largest that divides "
-            f"the {self.rank_batch_size} pairs of a rank{split}. A --global-batch-size that is a multiple of "
+            f"the {self.rank_batch_size} samples of a rank{split}. A --global-batch-size that is a multiple of "
             f"{self.dp_size * wanted} makes them {wanted}"
         )
 
@@ -64,7 +64,7 @@ class BatchPlan:
 
     def __str__(self) -> str:
         return (
-            f"{self.global_batch_size} pairs a step = {counted(self.dp_size, 'data-parallel rank')} x "
+            f"{self.global_batch_size:,} samples per step = {counted(self.dp_size, 'data-parallel rank')} x "
             f"{counted(self.num_micro_batches, 'micro-batch', 'micro-batches')} (--accum-freq) x "
             f"{self.micro_batch_size} (--batch-size)"
         )

@@ -151,7 +151,7 @@ def describe(setting: Setting, *, graphs: bool = False) -> str:
             if (names := [name for name in profile.estimated if name != "fp32_tflops" or setting.precision == "fp32"])
             and (profile is setting.gpu or setting.nodes > 1)
         ),
-        f"{setting.global_batch:,} pairs a step = {counted(setting.dp_size, 'data-parallel rank')} x "
+        f"{setting.global_batch:,} samples per step = {counted(setting.dp_size, 'data-parallel rank')} x "
         f"{setting.num_micro_batches} x {setting.micro_batch}; {stage_in_words(asked, setting.zero)}, "
         f"{'checkpointing, ' if setting.checkpointing else ''}"
         f"{setting.precision}, {kept} kept, loss {setting.loss}, "

@@ -65,7 +65,7 @@ def describe_pixels(cache: PixelCache) -> str:
     total, kept, again = cache.num_micro_batches, len(cache.kept), len(cache.again)
     bytes_per_sample = cache.image_bytes
     where = "GPU" if cache.kept.is_cuda else "host"
-    text = f"pixels: {bytes_per_sample:,} bytes a sample, {total * cache.micro_batch_size:,} samples a rank"
+    text = f"{bytes_per_sample:,} bytes per sample, {total * cache.micro_batch_size:,} samples per rank"
     if kept + again == 0:
         return text
     text += f"; between the passes {kept} of {kept + again} micro-batches wait in {cache.kept.numel() / 1e9:.2f} GB of "

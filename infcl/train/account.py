@@ -8,6 +8,7 @@ import torch.distributed as dist
 from infcl.config import TrainConfig
 from infcl.models.attention import towers_with_kernel
 from infcl.parallel import describe_ranks, max_over
+from infcl.report.summary import aligned
 from infcl.step.pixels import describe_pixels
 from infcl.train.metrics import peak_memory_mb
 from infcl.train.results import sum_reports
@@ -20,15 +21,24 @@ def opening(trainer: "Trainer") -> Iterator[str]:
     """What the run is, and what in its flags may not be what was meant."""
     config, batch, schedule, steps = trainer.config, trainer.batch, trainer.schedule, trainer.total_steps
     by_triton = ", ".join(towers_with_kernel(trainer.engine.module))
-    yield (
-        f"{config.model}: {trainer.num_parameters / 1e6:.2f}M parameters; {trainer.loader.num_samples} pairs\n"
-        f"{batch}; {steps} steps; loss {config.loss}; {trainer.engine.zero_in_words}, "
-        f"{trainer.engine.precision}, {describe_ranks(trainer.parallel)}; "
-        f"{'compiled' if trainer.compiled else 'eager'} blocks, "
-        f"{f'Triton attention ({by_triton}), ' if by_triton else ''}{trainer.resident} resident micro-batches, "
-        f"{'packed' if trainer.spec.packs_captions else 'whole'} captions\n"
-        f"{describe_pixels(trainer.pixels)}\n"
-        f"{config.opt}, learning rate {schedule}, {schedule.warmup} warm-up steps"
+    towers = [
+        f"{'compiled' if trainer.compiled else 'eager'} blocks",
+        *([f"Triton attention ({by_triton})"] if by_triton else []),
+        f"{trainer.resident} resident micro-batches",
+        f"{'packed' if trainer.spec.packs_captions else 'padded'} captions",
+    ]
+    yield aligned(
+        [
+            ("model", f"{config.model}, {trainer.num_parameters / 1e6:.2f}M parameters"),
+            ("data", f"{trainer.loader.num_samples:,} samples"),
+            ("batch", str(batch)),
+            ("steps", f"{steps:,}"),
+            ("loss", config.loss),
+            ("engine", f"{trainer.engine.zero_in_words}, {trainer.spec.precision}, {describe_ranks(trainer.parallel)}"),
+            ("towers", ", ".join(towers)),
+            ("pixels", describe_pixels(trainer.pixels)),
+            ("optimizer", f"{config.opt}, learning rate {schedule}, {schedule.warmup:,} warm-up steps"),
+        ]
     )
     if trainer.parallel.tp_size > 1:
         from megatron_patches.patches import describe_patches

@@ -20,6 +20,7 @@ from infcl.parallel.host_limits import available_host_bytes, host_memory_bytes
 from infcl.plan.host import host_bytes, host_parts
 from infcl.plan.loads import STAGES, load_of_run, memory_plan
 from infcl.plan.memory import Load, parameter_counts
+from infcl.report.summary import aligned
 from infcl.step.pixels import auto_budget
 from infcl.train.build import Inputs, build_loader, build_meta_model, build_tasks
 from infcl.train.diagnostics import model_flops, trained_shares
@@ -54,9 +55,7 @@ def describe_plan(inputs: Inputs, parallel: Parallel) -> str:
         ("run folder", _folder_line(config)),
         ("checkpoints", _checkpoint_line(config, counts)),
     ]
-    width = max(len(name) for name, _ in rows)
-    lines = ["The plan (--dry-run: nothing is trained)", ""]
-    lines += [*(f"  {name:<{width}}  {value}" for name, value in rows), ""]
+    lines = ["The plan (--dry-run: nothing is trained)", "", aligned(rows), ""]
     if isinstance(cfg, OpenClipConfig):
         return "\n".join([*lines, "  memory: not planned for towers that open_clip builds", ""])
     on_cpu = spec.device == "cpu"

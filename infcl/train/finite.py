@@ -74,7 +74,8 @@ class Skips:
     """An observer that explains each skipped step, and ends the run after more in a row than --max-skipped-steps.
 
     It ends with a checkpoint, unless all steps since the start were skipped: the weights are still those of the
-    checkpoint that it began from.
+    checkpoint that it began from. A run whose last loss is not finite ends so too, without a checkpoint of that step:
+    started again it trains from an earlier one, and does not export a model that has diverged.
 
     total: steps of the run that were skipped; in_a_row: of them the last ones; say: takes lines for the console.
     """
@@ -99,8 +100,11 @@ class Skips:
         # in fp16, now and then, by design: the loss scale was too large
         scale = f"; loss scale now {self.engine.loss_scale():g}" if self.engine.precision == "fp16" else ""
         self.say(f"step {step.number} was skipped, its gradients are not finite{scale}:\n  {shown}")
+        checkpoints = self.saves.checkpoints
+        if step.is_last and not math.isfinite(step.loss):
+            checkpoints.publish()
+            raise Diverged(f"the last loss is {step.loss}: nothing is exported; {checkpoints.hint}. {shown}")
         if self.in_a_row > self.max_in_a_row:
-            checkpoints = self.saves.checkpoints
             checkpoints.publish()
             if (checkpoints.begun_step or 0) <= step.number - self.in_a_row:
                 self.saves.finish()

@@ -15,6 +15,7 @@ import torch
 
 from infcl.checkpoint.run_folder import RunFolder, why_not_written
 from infcl.report.records import read_records
+from infcl.report.summary import aligned
 from infcl.train.console import Console
 from infcl.train.observers import Step
 from infcl.train.sinks import open_sinks
@@ -113,8 +114,7 @@ class MetricsWriter:
         if not self.enabled:
             return
         self._write(name, step, samples_seen, values)
-        shown = "  ".join(f"{key} {value:.4g}" for key, value in values.items())
-        self.say(f"{name} at step {step}: {shown}")
+        self.say(f"{name} at step {step}\n{aligned((key, f'{value:.4g}') for key, value in values.items())}")
 
     def evaluated_at(self, step: int) -> set[str]:
         """The evaluations that stand in metrics.jsonl for this step. Rank 0."""

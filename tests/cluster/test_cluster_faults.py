@@ -87,7 +87,7 @@ def test_after_a_crash_supervise_goes_on_with_the_hosts_that_are_left(demo_folde
     assert "supervise: on worker-1 slots=1 worker-2 slots=1" in output
     assert "rank 0 on worker-1: " in output and "the nodes: worker-1 (rank 0), worker-2 (rank 1)" in output, output
     assert "supervise: on worker-1 slots=1 \n" in output and "resumed from" in output, output
-    assert "32 pairs a step = 1 data-parallel rank x 4 micro-batches" in output
+    assert "32 samples per step = 1 data-parallel rank x 4 micro-batches" in output
     assert losses(tmp_path) == pytest.approx(one_rank_losses, rel=1e-4)
 
 

@@ -267,8 +267,8 @@ def test_the_loss_names_are_those_of_the_loss_package():
 def test_batch_arithmetic():
     plan = BatchPlan(dp_size=8, num_micro_batches=4, micro_batch_size=128)
     assert (plan.rank_batch_size, plan.global_batch_size) == (512, 4096)
-    assert "4096 pairs a step = 8 data-parallel ranks x 4 micro-batches" in str(plan)
-    assert "2 pairs a step = 1 data-parallel rank x 1 micro-batch (--accum-freq) x 2" in str(BatchPlan(1, 1, 2))
+    assert "4,096 samples per step = 8 data-parallel ranks x 4 micro-batches" in str(plan)
+    assert "2 samples per step = 1 data-parallel rank x 1 micro-batch (--accum-freq) x 2" in str(BatchPlan(1, 1, 2))
     assert total_steps(parse_args([*SYNTHETIC, "--epochs", "3"]), 10) == 30
     assert total_steps(parse_args([*SYNTHETIC, "--steps", "7"]), 10) == 7
 

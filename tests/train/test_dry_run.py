@@ -31,7 +31,7 @@ def test_dry_run_prints_the_plan_and_leaves_nothing(demo_folder, tmp_path):
     result = forked(command(demo_folder, tmp_path / "logs", *flags), 1)
     assert result.returncode == 0, result.stdout + result.stderr
     for shown in (
-        "32 pairs a step = 1 data-parallel rank x 2 micro-batches",
+        "32 samples per step = 1 data-parallel rank x 2 micro-batches",
         " GFLOP a step, towers alone",
         "for 1 rank of ",
         "3 = 0.0625 epochs of 48",

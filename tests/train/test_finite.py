@@ -101,6 +101,16 @@ def test_too_many_skipped_steps_in_a_row_end_the_run_with_a_checkpoint(demo_fold
     assert summary["steps"] == 9 and summary["skipped_steps"] == 4
 
 
+def test_a_run_whose_last_loss_is_not_finite_exports_nothing_and_does_not_when_started_again(demo_folder, tmp_path):
+    config = demo_config(demo_folder, tmp_path, batch_size=16, steps=3, save_every_n_steps=2)
+    for start in (config, dataclasses.replace(config, resume="latest")):
+        said, error = run_ranks(poisoned_fit, 1, start, "text features", {3})[0]
+        assert error.startswith(
+            "the last loss is nan: nothing is exported; --resume latest continues from step_00000002"
+        )
+    assert not (tmp_path / "run" / "summary.json").exists() and not (tmp_path / "run" / "export").exists()
+
+
 def fit_in_fp16(rank, world_size, config, die_after=None):
     """-> what the rank printed."""
     with fp16_allowed(), contextlib.redirect_stdout(io.StringIO()) as printed:

@@ -149,7 +149,7 @@ def test_the_trainer_takes_auto(demo_folder, tmp_path):
     flags[flags.index("--accum-freq") + 1] = "1"
     result = forked(flags, 1)
     assert result.returncode == 0, result.stderr
-    assert "48 pairs a step = 1 data-parallel rank x 1 micro-batch (--accum-freq) x 48" in result.stdout
+    assert "48 samples per step = 1 data-parallel rank x 1 micro-batch (--accum-freq) x 48" in result.stdout
 
 
 def test_the_trainer_refuses_what_no_host_can_hold_and_can_be_overruled(tmp_path):
