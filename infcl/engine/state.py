@@ -18,7 +18,6 @@ import torch.distributed as dist
 from torch import nn
 
 from infcl.engine.blockwise import Blockwise
-from infcl.engine.ema import WeightAverage
 from infcl.engine.partitions import Piece
 
 EMA = "ema"  # the key of the weights' moving average
@@ -41,7 +40,7 @@ class ZeroState:
         self._create_optimizer_state()
 
     def start_average(self, decay: float) -> None:
-        """Average the weights from their present values on; see ema.py."""
+        """Average the weights from their present values on; see WeightAverage."""
         self.average = WeightAverage(self.tensors, decay)
 
     def parameters(self) -> list[tuple[str, nn.Parameter]]:
@@ -232,3 +231,30 @@ class ZeroState:
 
 def _split(parameter: nn.Parameter):
     return getattr(parameter, "tensor_parallel_split", None)
+
+
+class WeightAverage:
+    """fp32 averages of `weights`, the tensors that the optimizer updates, each on its weight's device.
+
+        average <- average + (1 - d) (weight - average),  d = min(decay, (1 + n) / (10 + n)) at update n = 0, 1, ...
+
+    The decay is small at first, so that the average forgets the initial weights (as TensorFlow's
+    ExponentialMovingAverage with num_updates). Every rank averages the elements that it owns: 4 bytes per element, no
+    communication.
+    """
+
+    def __init__(self, weights: list[torch.Tensor], decay: float):
+        self.weights, self.decay = weights, decay
+        self.updates = 0
+        self.averages = [weight.detach().clone() for weight in weights]
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Take in the weights as they are now; once per optimizer step that was not skipped."""
+        decay = min(self.decay, (1 + self.updates) / (10 + self.updates))
+        self.updates += 1
+        torch._foreach_lerp_(self.averages, [weight.detach() for weight in self.weights], 1 - decay)
+
+    def of(self, weight: torch.Tensor) -> torch.Tensor:
+        """The average of one of the `weights`, a tensor of its shape."""
+        return next(average for own, average in zip(self.weights, self.averages) if own is weight)

@@ -16,9 +16,8 @@ import torch
 from infcl.checkpoint.run_folder import RunFolder, why_not_written
 from infcl.report.records import read_records
 from infcl.report.summary import aligned
-from infcl.train.console import Console
 from infcl.train.observers import Step
-from infcl.train.sinks import open_sinks
+from infcl.train.sinks import Console, open_sinks
 
 
 class PhaseTimer:
@@ -91,7 +90,7 @@ class MetricsWriter:
             self._end_torn_line()
 
     def step(self, step: int, samples_seen: int, values: dict[str, float | None]) -> None:
-        """Record optimizer step `step` (counted from 1); console.py says which values it shows."""
+        """Record optimizer step `step` (counted from 1); the console says which values it shows."""
         if self.enabled:
             known = self._write("train", step, samples_seen, values)
             self._try(self.console.step, step, known)

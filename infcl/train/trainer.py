@@ -26,7 +26,6 @@ from infcl.models.packing import num_texts
 from infcl.parallel import Parallel, from_first_rank, join_parts, mean_over, micro_batch_seed, seed_everything
 from infcl.step.grad_cache import StepOutput, grad_cache_step
 from infcl.step.pixels import build_pixel_cache
-from infcl.train.account import opening, summary_of
 from infcl.train.build import Inputs, build_loader, build_loss, build_tasks, model_and_sources, split_model
 from infcl.train.compile import prepare_blocks
 from infcl.train.diagnostics import SampledLoss, share_of_duplicates, trained_shares, utilisation
@@ -35,7 +34,7 @@ from infcl.train.metrics import MetricsWriter, PhaseTimer, peak_memory_mb
 from infcl.train.observers import Observer, PackingHint, Step
 from infcl.train.profiler import StepProfiler
 from infcl.train.resident import graphs_to_keep, resident_micro_batches
-from infcl.train.results import write_results
+from infcl.train.results import opening, summary_of, write_results
 from infcl.train.saves import Saves
 from infcl.train.signals import Stopped, StopSignals
 from infcl.train.stragglers import Stragglers

@@ -14,7 +14,7 @@ from infcl.checkpoint.run_folder import RunFolder
 from infcl.convert.__main__ import main as convert
 from infcl.convert.export import load_exported
 from infcl.convert.import_weights import read_weights
-from infcl.engine.ema import WeightAverage
+from infcl.engine.state import WeightAverage
 from infcl.evaluate.load import load_model
 from tests.engine.test_engine import START, at_start, engine_steps, expected, settings
 from tests.lib.ranks import run_ranks

@@ -14,10 +14,9 @@ import torch
 from infcl.checkpoint.run_folder import RunFolder
 from infcl.config import TrainConfig, parse_args
 from infcl.report.records import read_records
-from infcl.train.console import Console, clock
 from infcl.train.metrics import MetricsWriter, PhaseTimer
 from infcl.train.profiler import WARM_UP_STEPS, StepProfiler, phase_table
-from infcl.train.sinks import open_sinks
+from infcl.train.sinks import Console, clock, open_sinks
 from tests.lib.ranks import run_ranks
 from tests.lib.steps import step_done
 from tests.train.test_trainer import demo_config, fit

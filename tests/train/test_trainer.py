@@ -255,7 +255,7 @@ def said(rank, world_size, config) -> str:
     """What a whole run says."""
     from unittest import mock
 
-    with mock.patch("infcl.train.console.Console.say") as say:
+    with mock.patch("infcl.train.sinks.Console.say") as say:
         fit(rank, world_size, config)
     return "\n".join(call.args[0] for call in say.call_args_list)
 

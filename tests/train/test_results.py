@@ -6,7 +6,7 @@ import shutil
 import pytest
 
 from infcl.config import TrainConfig
-from infcl.train.account import oddities
+from infcl.train.results import oddities
 from tests.lib.ranks import run_ranks
 from tests.train.test_trainer import demo_config, said
 
