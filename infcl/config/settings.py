@@ -60,7 +60,7 @@ class TrainConfig:
         nargs="+",
     )
     val_data: str | None = _flag(
-        None, "data", "validation pairs, for retrieval and the validation loss: shards, a .csv or .tsv, or a .jsonl"
+        None, "data", "image-text pairs for retrieval and the validation loss: shards, a .csv or .tsv, or a .jsonl"
     )
     zeroshot_data: str | None = _flag(None, "data", "class folders or labelled shards for zero-shot classification")
     zeroshot_classnames: str | None = _flag(
@@ -73,7 +73,7 @@ class TrainConfig:
     dataset_type: str = _flag(
         "webdataset",
         "data",
-        "what --train-data is; auto: a table where it is named .csv or .tsv",
+        "format of --train-data; auto: csv for names in .csv or .tsv",
         choices=("webdataset", "csv", "synthetic", "auto"),
     )
     train_data_upsampling_factors: str | None = _flag(
@@ -91,7 +91,9 @@ class TrainConfig:
         {}, "data", "augmentation, e.g. scale=0.9,1.0 ratio=0.75,1.33 hflip=0.5", nargs="*", metavar="K=V"
     )
     max_bad_fraction: float = _flag(0.01, "data", "end the run when more than this share of samples is unreadable")
-    max_missing_shards: float = _flag(0.0, "data", "go on when up to this share of the shards is missing or unreadable")
+    max_missing_shards: float = _flag(
+        0.0, "data", "continue when up to this share of the shards is missing or unreadable"
+    )
     max_image_pixels: int = _flag(25_000_000, "data", "larger images are skipped undecoded")
     ignore_exif_orientation: bool = _flag(False, "data", "take images as stored, as open_clip does")
     image_key: str = _flag("jpg;png;jpeg;webp", "data", "extensions of the image member")
@@ -124,7 +126,7 @@ class TrainConfig:
     csv_img_key: str = _flag("filepath", "data", "csv: the column of image paths")
     csv_caption_key: str = _flag("title", "data", "csv: the column of captions")
     index_cache: str | None = _flag(
-        None, "data", "folder of indexes that cannot lie beside their shards [~/.cache/infcl/index]"
+        None, "data", "folder for indexes that cannot be stored next to their shards [~/.cache/infcl/index]"
     )
     data_cache: str | None = _flag(
         None, "data", "local folder for shards of storage that cannot be read at random [~/.cache/infcl/shards]"
@@ -136,8 +138,8 @@ class TrainConfig:
 
     model: str = _flag("ViT-B-32", "model", "name in infcl/models/configs or path of a JSON file in open_clip's schema")
     pretrained: str | None = _flag(None, "model", "start from these weights: open_clip file or folder, CLIPModel, run")
-    pretrained_image: str | None = _flag(None, "model", "the same, of the image tower only")
-    pretrained_text: str | None = _flag(None, "model", "the same, of the text tower only")
+    pretrained_image: str | None = _flag(None, "model", "the same, for the image tower only")
+    pretrained_text: str | None = _flag(None, "model", "the same, for the text tower only")
     force_image_size: int | None = _flag(None, "model", "override the image size of the model config")
     force_context_length: int | None = _flag(None, "model", "override the context length of the model config")
     force_patch_dropout: float | None = _flag(None, "model", "override the patch dropout of the model config")
@@ -148,17 +150,17 @@ class TrainConfig:
     frozen_trunk: str = _flag(
         "keep",
         "model",
-        "what a partly locked tower's frozen blocks give: keep it for the second pass, or encode again",
+        "output of a partly locked tower's frozen blocks: keep it for the second pass, or encode again",
         choices=("keep", "again"),
     )
     grad_checkpointing: bool = _flag(False, "model", "recompute each block's activations in the backward pass")
 
-    loss: str = _flag("inf_cl", "loss", "which loss, all over the data-parallel group", choices=LOSS_NAMES)
+    loss: str = _flag("inf_cl", "loss", "loss over the global batch", choices=LOSS_NAMES)
     tile: str = _flag("auto", "loss", "tile kernel; auto: triton on a GPU", choices=("auto", "torch", "triton"))
     tile_dtype: str = _flag(
         "auto",
         "loss",
-        "precision of the loss's matrix products; auto: on a GPU that of --precision, on a CPU fp32",
+        "precision of the loss's matmuls; auto: that of --precision on a GPU, fp32 on a CPU",
         choices=("auto", "bf16", "fp16", "tf32", "fp32"),
     )
     ring: str = _flag(
@@ -169,12 +171,12 @@ class TrainConfig:
     batch_size: int = _flag(
         64,
         "optimisation",
-        "pairs per GPU per micro-batch; auto, with --global-batch-size: the most that memory allows",
+        "samples per GPU per micro-batch; auto, with --global-batch-size: the most that fits into memory",
         type=pairs_or_auto,
     )
     accum_freq: int = _flag(1, "optimisation", "micro-batches per step; one loss over all of them (gradient cache)")
     global_batch_size: int | None = _flag(
-        None, "optimisation", "pairs per step over all ranks; --accum-freq then follows from it and from --batch-size"
+        None, "optimisation", "samples per step over all ranks; --accum-freq follows from it and from --batch-size"
     )
     epochs: int = _flag(32, "optimisation", "passes over the training set")
     steps: int | None = _flag(None, "optimisation", "stop (and schedule) at this optimizer step instead of --epochs")
@@ -182,30 +184,34 @@ class TrainConfig:
     lr: float = _flag(5e-4, "optimisation", "peak learning rate")
     image_lr: float | None = _flag(None, "optimisation", "peak learning rate of the image tower [--lr]")
     text_lr: float | None = _flag(None, "optimisation", "peak learning rate of the text tower [--lr]")
-    image_layer_decay: float | None = _flag(None, "optimisation", "times this with each block down the image tower [1]")
-    text_layer_decay: float | None = _flag(None, "optimisation", "times this with each block down the text tower [1]")
+    image_layer_decay: float | None = _flag(
+        None, "optimisation", "layer-wise learning-rate decay of the image tower, per block from the top [1]"
+    )
+    text_layer_decay: float | None = _flag(
+        None, "optimisation", "layer-wise learning-rate decay of the text tower, per block from the top [1]"
+    )
     lr_scaling: str = _flag(
         "none", "optimisation", "learning rates x (global batch / --lr-base-batch) ^ 0, 1/2, 1", choices=LR_SCALINGS
     )
-    lr_base_batch: int = _flag(32768, "optimisation", "the global batch that --lr is meant for; see --lr-scaling")
+    lr_base_batch: int = _flag(32768, "optimisation", "global batch that --lr is meant for; see --lr-scaling")
     beta1: float = _flag(0.9, "optimisation", "beta1 (adafactor: momentum)")
     beta2: float = _flag(0.98, "optimisation", "beta2 (adafactor: its cap)")
     eps: float = _flag(1e-6, "optimisation", "epsilon of adamw, adamw8bit and lamb")
     update_clip: float = _flag(1.0, "optimisation", "adafactor: root mean square of a parameter's update (0: no limit)")
-    wd: float = _flag(0.2, "optimisation", "weight decay of matrices (not norms, biases, embeddings of position)")
+    wd: float = _flag(0.2, "optimisation", "weight decay of matrices (not of norms, biases, position embeddings)")
     wd_mode: str = _flag(
-        "lr", "optimisation", "a step decays by --wd times lr, or times lr / peak lr (schedule)", choices=WD_MODES
+        "lr", "optimisation", "decay per step: --wd times lr, or times lr / peak lr (schedule)", choices=WD_MODES
     )
     warmup: int = _flag(10000, "optimisation", "warm-up steps")
     warmup_samples: int | None = _flag(None, "optimisation", "warm-up samples, instead of --warmup")
-    lr_scheduler: str = _flag("cosine", "optimisation", "after the warm-up", choices=SCHEDULES)
+    lr_scheduler: str = _flag("cosine", "optimisation", "learning-rate schedule after the warm-up", choices=SCHEDULES)
     epochs_cooldown: int | None = _flag(None, "optimisation", "const-cooldown: decay over the last n epochs")
     lr_cooldown_end: float = _flag(0.0, "optimisation", "const-cooldown: lr at the end; scaled as --lr is")
     lr_cooldown_power: float = _flag(1.0, "optimisation", "const-cooldown: power of the decay")
     max_skipped_steps: int = _flag(
         20,
         "optimisation",
-        "end the run (with a checkpoint) when more steps in a row are not finite",
+        "end the run (with a checkpoint) after more steps in a row with non-finite gradients",
     )
     grad_clip_norm: float | None = _flag(None, "optimisation", "clip the global gradient norm [no clipping]")
     ema_decay: float | None = _flag(None, "optimisation", "keep a moving average of the weights, e.g. 0.9999 [none]")
@@ -215,7 +221,7 @@ class TrainConfig:
         None,
         "system",
         "amp_bf16: fp32 parameters, bf16 autocast; bf16, fp16: low-precision parameters, fp32 masters (ZeRO >= 1) "
-        "[what --deepspeed_config says, else amp_bf16 on a GPU, fp32 on a CPU]",
+        "[that of --deepspeed_config, else amp_bf16 on a GPU, fp32 on a CPU]",
         choices=PRECISIONS,
     )
     compile_blocks: str = _flag(
@@ -224,64 +230,66 @@ class TrainConfig:
     pack_captions: str = _flag(
         "auto",
         "system",
-        "captions end to end, so that the text tower computes no padding; auto: where it can, but not with "
+        "concatenate captions, so that the text tower computes no padding; auto: where possible, but not with "
         "--tensor-parallel-size",
         choices=("auto", "on", "off"),
     )
     attention: str = _flag(
         "auto",
         "system",
-        "kernels of the towers' attention; auto: triton where it is faster, on a GPU in 16 bits",
+        "kernels of the towers' attention; auto: triton where it is faster, on a GPU in half precision",
         choices=("auto", "torch", "triton"),
     )
     resident_micro_batches: str = _flag(
         "auto",
         "system",
-        "micro-batches that keep their graphs between the passes, and are encoded once: N, or auto: what GPU memory "
-        "allows; 1 on a CPU and with --deterministic",
+        "micro-batches whose activations stay cached between the passes, so that they are encoded once: N, or auto: what "
+        "GPU memory allows; 1 on a CPU and with --deterministic",
     )
     pixel_cache_gb: str = _flag(
         "auto",
         "system",
-        "GB of pixels a rank keeps between the passes, the rest is decoded twice; auto: 0.6 of the free host memory, "
-        "with --pixel-cache gpu all of them",
+        "GB of pixels per rank kept between the passes, the rest is decoded twice; auto: 0.6 of the free host memory, "
+        "all pixels with --pixel-cache gpu",
     )
-    pixel_cache: str = _flag("host", "system", "where kept pixels are", choices=("host", "gpu"))
+    pixel_cache: str = _flag(
+        "host", "system", "device that caches pixels between the two passes", choices=("host", "gpu")
+    )
     deepspeed_config: str = _flag(DEFAULT_PRESET, "system", "ZeRO preset: zero0 to zero3, or a JSON file")
     tensor_parallel_size: int = _flag(
-        1, "system", "ranks that share every layer (megatron-core); the rest of the world is data-parallel"
+        1, "system", "ranks that share every layer (megatron-core); the others are data-parallel"
     )
     sequence_parallel: bool = _flag(
         False,
         "system",
-        "split what lies between the shared layers too: less memory; with ViT-L-14 faster from --batch-size 256 on",
+        "split activations between the shared layers too: less memory; ViT-L-14 is faster from --batch-size 256",
     )
-    device: str = _flag("auto", "system", "auto: cuda where there is a GPU", choices=("auto", "cuda", "cpu"))
-    interface: str | None = _flag(
-        None, "system", "network interface of all connections; nothing listens on another one"
+    device: str = _flag("auto", "system", "auto: cuda if there is a GPU", choices=("auto", "cuda", "cpu"))
+    interface: str | None = _flag(None, "system", "network interface for all connections")
+    host_timeout: float = _flag(
+        40.0, "system", "seconds without a heartbeat after which a node is lost and the run ends"
     )
-    host_timeout: float = _flag(40.0, "system", "seconds of silence after which a host counts as lost and the run ends")
     dist_timeout: float = _flag(30.0, "system", "minutes until a hung collective ends the run (a hung disk: 0.8 of it)")
-    skip_memory_check: bool = _flag(False, "system", "start although the estimate says that memory is too small")
+    skip_memory_check: bool = _flag(False, "system", "start although the estimate exceeds the memory")
     deterministic: bool = _flag(False, "system", "bitwise repeatable kernels (slower)")
     seed: int = _flag(0, "system", "seed of initialisation, data order, augmentation and dropout")
 
     logs: str = _flag("./logs/", "run", "folder of run folders")
     name: str | None = _flag(None, "run", "run folder's name [time-model-lr-b-j-p]")
-    resume: str | None = _flag(None, "run", "'latest' (starts anew where there is nothing) or a checkpoint folder")
+    resume: str | None = _flag(None, "run", "'latest' (starts from scratch if there is none) or a checkpoint folder")
     overwrite: bool = _flag(False, "run", "train again although the run folder holds a finished run")
     save_frequency: int = _flag(1, "run", "checkpoint every n epochs (0: only at the end)")
     save_every_n_steps: int = _flag(0, "run", "checkpoint every n steps too (0: off)")
     save_every_minutes: float = _flag(0.0, "run", "checkpoint every x minutes too (0: off)")
     keep_checkpoints: int = _flag(3, "run", "keep the last n checkpoints (0: all)")
     max_failed_saves: int = _flag(3, "run", "end the run when more checkpoints in a row cannot be written")
-    keep_every_n_steps: int = _flag(0, "run", "and those of every n-th step (0: none)")
+    keep_every_n_steps: int = _flag(0, "run", "also keep the checkpoint of every n-th step (0: off)")
     val_frequency: int = _flag(1, "run", "retrieval on --val-data every n epochs (0: only at the end)")
     zeroshot_frequency: int = _flag(2, "run", "zero-shot on --zeroshot-data every n epochs (0: only at the end)")
     log_every_n_steps: int = _flag(
         100, "run", "compare the ranks' speed, and print a line where there is no terminal, every n steps"
     )
-    report_to: str = _flag("tensorboard", "run", "where metrics go beside metrics.jsonl", choices=REPORT_TO)
+    report_to: str = _flag("tensorboard", "run", "where metrics go in addition to metrics.jsonl", choices=REPORT_TO)
     wandb_project_name: str = _flag("infcl", "run", "project of --report-to wandb (WANDB_MODE=offline keeps it local)")
     profile: int = _flag(0, "run", "profile n steps after 5 warm-up steps: a trace and a table in RUN/profile (0: off)")
     dry_run: bool = _flag(False, "run", "print the plan (batch, steps, data, parameters, memory) and exit")
