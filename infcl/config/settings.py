@@ -243,7 +243,7 @@ class TrainConfig:
     resident_micro_batches: str = _flag(
         "auto",
         "system",
-        "micro-batches whose activations stay cached between the passes, so that they are encoded once: N, or auto: what "
+        "micro-batches whose activations stay cached between the passes, to be encoded once: N, or auto: what "
         "GPU memory allows; 1 on a CPU and with --deterministic",
     )
     pixel_cache_gb: str = _flag(
