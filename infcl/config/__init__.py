@@ -1,9 +1,9 @@
 """The configuration of a run: command line -> flags (TrainConfig) -> what runs (RunSpec), both frozen.
 
 The dataclass is the single source: `parse_args` derives argparse from its fields, and `config.json` in the run folder
-is the same fields again. Refusing a wrong flag needs no device and no other rank.
+is the same fields again. Rejecting a wrong flag needs no device and no other rank.
 
-settings: the fields; checks: what is refused; command_line: argparse; batch: samples of a step,
+settings: the fields; checks: what is rejected; command_line: argparse; batch: samples of a step,
 steps of a run; preset: ZeRO presets; spec: what follows from all of it; agreement: what all hosts must have been given
 alike.
 """

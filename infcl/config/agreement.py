@@ -1,4 +1,4 @@
-"""What the hosts of a run must have been given alike: flags, the preset, a model's JSON file, the tokenizer.
+"""Settings that must be equal on all nodes of a run: flags, the preset, a model's JSON file, the tokenizer.
 
 Ranks that differ in them wait for each other until a time-out, or train something that nobody asked for.
 """
@@ -10,7 +10,7 @@ from pathlib import Path
 
 from infcl.config.settings import TrainConfig, option_of
 
-# May differ, since hosts may keep them elsewhere: of paths it is compared only whether they are given.
+# May differ, since nodes may store them elsewhere: only whether a path is given is compared.
 OWN_PATHS = (
     "train_data",
     "val_data",
@@ -27,9 +27,9 @@ OWN_PATHS = (
     "logs",
     "resume",
 )
-# May differ: how much a host has of cores, memory, disk and patience for its storage, and what it says of itself.
+# May differ: a node's cores, memory, disk and storage, and what it logs.
 OWN_VALUES = ("workers", "pixel_cache_gb", "data_cache_gb", "storage_timeout", "data_timeout", "device", "debug")
-# Their contents are compared, wherever they lie: JSON key by key, of what is no JSON the SHA-256.
+# Their contents are compared: JSON key by key, other files by SHA-256.
 SAME_CONTENTS = ("deepspeed_config", "model", "tokenizer")
 
 

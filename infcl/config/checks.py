@@ -1,4 +1,4 @@
-"""What can be refused without looking at files, devices or other ranks: each wrong value, with the fix."""
+"""Check flags without looking at files, devices or other ranks: each wrong value is rejected with the fix."""
 
 import dataclasses
 import importlib.util
@@ -273,7 +273,7 @@ def _is_installed(package: str) -> bool:
 
 
 def _check_plain_path(option: str, value: str | None) -> None:
-    """A missing path is refused here; patterns, lists and remote urls are looked at by the data layer."""
+    """Reject a missing path; patterns, lists and remote urls are checked by the data layer."""
     if value is not None and _PASSWORD.search(value):
         raise ValueError(
             f"{option} holds a password or token: every user of the hosts could read it in the command line, and the "

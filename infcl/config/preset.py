@@ -1,7 +1,7 @@
-"""A ZeRO preset (ds_configs/*.json) and the flags -> the precision of a run and the config that DeepSpeed gets.
+"""ZeRO presets (ds_configs/*.json): check one against the flags, complete it to the config that DeepSpeed gets.
 
-A preset says how the state is sharded and kept. What flags own (batch, optimizer, clipping, schedule) is refused in it
-and written in, so that there is one place to look.
+A preset says how the state is sharded and where it is stored. Settings that flags own (batch, optimizer, clipping,
+schedule) are rejected in it and written into it, so that each has one place.
 """
 
 import json
@@ -27,7 +27,7 @@ BUCKET, STAGE_1_BUCKET, STAGE_3_BUCKET = 500_000_000, 100_000_000, 50_000_000
 _WRONG_OVER_PARTS = {
     "zero_hpz_partition_size": "shares out a parameter among neighbouring ranks",
     "zero_quantized_gradients": "sums gradients over the ranks of all hosts",
-    "zero_quantized_weights": "rounds parameters by what lies beside them, so the ranks' copies of one would differ",
+    "zero_quantized_weights": "rounds a parameter by its neighbours, so the ranks' copies of one would differ",
 }
 _SECTIONS = {"zero_optimization", "bf16", "fp16", "data_types"}
 _PRESET_KEYS = {
@@ -46,9 +46,8 @@ _PRESET_KEYS = {
 def read_preset(config: TrainConfig, device_type: str, hosts: int = 1) -> tuple[dict, str]:
     """(preset, precision) of a run on so many nodes; `resolve` calls it, everything else takes what follows.
 
-    An `overlap_comm` that is "auto" is true across hosts and in stage 3: within a host the reductions of stages 1 and 2
-    cost less than what running beside the backward costs (docs/benchmarks/step.md).
-    ValueError for a broken preset or one that contradicts the flags.
+    An `overlap_comm` of "auto" becomes true across nodes and in stage 3. Within a node the overlap of stages 1 and 2
+    costs more than it saves (docs/benchmarks/step.md). ValueError for a broken preset or one that contradicts the flags.
     """
     path = Path(config.deepspeed_config)
     preset = _read(path)
@@ -98,7 +97,7 @@ def read_preset(config: TrainConfig, device_type: str, hosts: int = 1) -> tuple[
 
 
 def _check_over_parts(preset: dict, size: int, path: Path) -> None:
-    """ValueError for what DeepSpeed does across the tensor-parallel ranks as if all held the same parameters."""
+    """Raise ValueError for options that are wrong if tensor-parallel ranks hold different parameters."""
     zero = preset.get("zero_optimization", {})
     for key, why in _WRONG_OVER_PARTS.items():
         if (value := zero.get(key, 0)) not in ((0, 1) if key == "zero_hpz_partition_size" else (0,)):
@@ -112,9 +111,9 @@ def _check_over_parts(preset: dict, size: int, path: Path) -> None:
 def stage_over(ranks: int, stage: int, precision: str, *, offloads: bool) -> int:
     """The ZeRO stage that runs over so many data-parallel ranks where `stage` is asked for.
 
-    A single rank has nobody to share with: stages 1 and 2 are stage 0 then, without DeepSpeed's second copy of the
-    parameters and its gradient buckets (docs/concepts/engine.md). Masters of 16-bit parameters and state in
-    host memory need their stage. Stage 3 stays, so that what it does can be looked at on one GPU.
+    A single rank has nobody to share with: stages 1 and 2 become stage 0, without DeepSpeed's second copy of the
+    parameters and its gradient buckets (docs/concepts/engine.md). FP32 master weights of half-precision parameters, and
+    state in host memory, need their stage. Stage 3 stays, so that it can be studied on one GPU.
     """
     if ranks == 1 and stage in (1, 2) and precision in ("fp32", "amp_bf16") and not offloads:
         return 0
@@ -122,11 +121,11 @@ def stage_over(ranks: int, stage: int, precision: str, *, offloads: bool) -> int
 
 
 def check_stage(stage: int, precision: str, *, offloads: bool, source: str) -> None:
-    """ValueError for what DeepSpeed's stage 0 has not; `source` says who asks for it."""
+    """Raise ValueError for what DeepSpeed's stage 0 does not support; `source` says who asks for it."""
     if stage == 0 and precision in ("bf16", "fp16"):
         raise ValueError(
-            f"--precision {precision} needs ZeRO stage >= 1 ({source} has stage 0, where DeepSpeed keeps no exact fp32 "
-            f"masters); use {shipped_preset()} or --precision amp_bf16"
+            f"--precision {precision} needs ZeRO stage >= 1 ({source} has stage 0, where DeepSpeed keeps no exact FP32 "
+            f"master weights); use {shipped_preset()} or --precision amp_bf16"
         )
     if stage == 0 and offloads:
         raise ValueError(
@@ -142,21 +141,21 @@ def offloads(preset: dict, part: str) -> bool:
 
 
 def sums_gradients_on_host(stage: int, precision: str) -> bool:
-    """Whether offloading ZeRO-2 adds up micro-batches' gradients there, parameter by parameter: but for 16 bits, whose
+    """Whether offloading ZeRO-2 adds up micro-batches' gradients there, parameter by parameter. In half precision the
     float32 sums stay on the GPU.
     """
     return stage == 2 and precision not in ("bf16", "fp16")
 
 
 def stage_in_words(asked: int, runs: int) -> str:
-    """The ZeRO stage that runs; where another was asked for, it too."""
+    """Return the ZeRO stage that runs, and the one that was asked for if it is another."""
     return f"ZeRO-{runs}" + (f" (stage {asked} over one rank)" if asked != runs else "")
 
 
 def bucket_elements(zero_optimization: dict, stage: int) -> int:
-    """Elements of gradients that are reduced at once, as a preset says, or by default.
+    """Return how many elements of gradients are reduced at once, as a preset says or by default.
 
-    That is DeepSpeed's but where buckets are reduced by engine_reduce.py, which has up to three of them at a time.
+    The default is DeepSpeed's, except where engine/reduce.py reduces them: it has up to three buckets at a time.
     """
     offloaded = offloads({"zero_optimization": zero_optimization}, "optimizer")
     ours = stage == 3 and not offloaded and zero_optimization.get("reduce_scatter", True)
@@ -164,19 +163,19 @@ def bucket_elements(zero_optimization: dict, stage: int) -> int:
 
 
 def is_bf16_optimizer(stage: int, precision: str, *, offloaded: bool) -> bool:
-    """Whether DeepSpeed takes its BF16_Optimizer, which has no buckets, keeps float32 sums beside the gradients and
-    reduces them after the backward.
+    """Whether DeepSpeed takes its BF16_Optimizer, which has no buckets: it keeps float32 sums in addition to the
+    gradients and reduces them after the backward.
     """
     return stage == 1 and precision == "bf16" and not offloaded
 
 
 def sums_of(preset: dict) -> str:
-    """The type in which gradients add up over micro-batches, of parameters of 16 bits."""
+    """Return the dtype in which gradients of half-precision parameters add up over micro-batches."""
     return preset.get("data_types", {}).get("grad_accum_dtype", "fp32")
 
 
 def _read(path: Path) -> dict:
-    """The preset of a file, of a shape that the rest can rely on; ValueError for others, with what is wrong."""
+    """Read a preset and check its shape; ValueError with the cause."""
     try:
         preset = json.loads(path.read_text())
     except json.JSONDecodeError as error:
@@ -209,7 +208,7 @@ def _left_open(values: dict) -> Iterator[str]:
 
 
 def cpu_computes_fp16() -> bool:
-    """What DeepSpeed asks, with a message that names no flag, after the data have been read."""
+    """Whether this CPU trains in fp16. DeepSpeed asks the same after the data are read, and names no flag."""
     import torch
 
     return torch.ops.mkldnn._is_mkldnn_fp16_supported()

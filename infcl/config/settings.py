@@ -22,7 +22,7 @@ _SHIPPED_PRESET = Path(__file__).resolve().parents[2] / DEFAULT_PRESET  # of a c
 
 
 def shipped_preset(name: str = "zero1") -> str:
-    """ds_configs/NAME.json of the checkout, beside pretrain_clip.py; by its short name there, and where there is none.
+    """ds_configs/NAME.json of the checkout, next to pretrain_clip.py; by its short name there, and where there is none.
 
     A file of that name in another working directory is somebody's own: it is taken where a flag names it.
     """
@@ -220,7 +220,7 @@ class TrainConfig:
     precision: str | None = _flag(
         None,
         "system",
-        "amp_bf16: fp32 parameters, bf16 autocast; bf16, fp16: low-precision parameters, fp32 masters (ZeRO >= 1) "
+        "amp_bf16: fp32 parameters, bf16 autocast; bf16, fp16: such parameters, FP32 master weights (ZeRO >= 1) "
         "[that of --deepspeed_config, else amp_bf16 on a GPU, fp32 on a CPU]",
         choices=PRECISIONS,
     )

@@ -94,7 +94,7 @@ class Engine:
         if parallel.tp_size > 1 and self.zero_stage > 0:
             add_to_norm(self.engine.optimizer, self.flag)
         self.state = ZeroState(self.engine, self.zero_stage)
-        if self.low_precision_parameters:  # DeepSpeed makes the masters from parameters that it has rounded already
+        if self.low_precision_parameters:  # DeepSpeed makes its FP32 weights from rounded parameters
             self.state.write_first_copy(exact)
         if config.ema_decay is not None:
             self.state.start_average(config.ema_decay)
@@ -142,7 +142,7 @@ class Engine:
     def step(self, learning_rate: float) -> bool:
         """One optimizer step at `learning_rate`, or none: False when the norm of the gradients is not finite.
 
-        Then parameters and optimizer stay as they are; the counters go on, and in fp16 the loss scale falls.
+        Then parameters and optimizer stay as they are; the counters advance, and in fp16 the loss scale falls.
         """
         if self.parallel.tp_size > 1 and self.norms_are_old:
             self.tower_grad_norms()
@@ -190,7 +190,7 @@ class Engine:
         """[image tower, text tower] f32, norms of the averaged gradients before clipping; call before step().
 
         Exact in every stage: each rank squares the fragments it owns, one all-reduce of three numbers adds them up. The
-        third is whether a gradient that only other tensor-parallel ranks' norms count is not finite; `step` heeds it.
+        third is whether a gradient that only other tensor-parallel ranks' norms count is not finite; `step` uses it.
         The result stays on the device, so that the step need not wait for it.
         """
         squares = torch.stack(
@@ -242,7 +242,7 @@ class Engine:
     # ---- scalars that live outside the towers ----
 
     def scalar_values(self, returned: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """fp32 values of logit_scale and logit_bias: the masters' where the forward returned rounded copies."""
+        """FP32 values of logit_scale and logit_bias: the master weights' if the forward returned rounded copies."""
         if not self.low_precision_parameters:
             return returned
         parameters = dict(self.module.named_parameters())
@@ -306,7 +306,7 @@ def _leaves(model: nn.Module) -> list[str]:
 
 
 def _megatron_groups():
-    """What tells DeepSpeed of the tensor- and data-parallel groups."""
+    """Return the object from which DeepSpeed learns the tensor- and data-parallel groups."""
     from megatron_patches.groups import DeepSpeedMpu
 
     return DeepSpeedMpu()

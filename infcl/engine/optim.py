@@ -3,7 +3,7 @@
 Weight decay is for matrices. Norms, biases, position and class embeddings, logit_scale and logit_bias are excluded by
 name, not by rank, so that the rule can be read off (and holds for flattened ZeRO partitions alike).
 
-A group has beside torch's keys `lr_scale`: its learning rate in units of the schedule's.
+A group has, in addition to torch's keys, `lr_scale`: its learning rate in units of the schedule's.
 """
 
 import math
@@ -90,7 +90,7 @@ def build_optimizer(
 
 
 def state_bytes_per_element(config: TrainConfig) -> int:
-    """Of a trained element beside its fp32 master: the optimizer's state, and the average of the weights."""
+    """Return bytes per trained element in addition to its FP32 master weight: optimizer state and weight average."""
     of_optimizer = {"adamw": 8, "adamw8bit": 2, "lion": 4, "lamb": 8, "adafactor": 2}[config.opt]
     return of_optimizer + (4 if config.ema_decay is not None else 0)
 
@@ -145,7 +145,7 @@ class Schedule:
             )
         if steps - cooldown < warmup:
             return (
-                f"the cooldown, {cooldown} of {steps} steps, begins before the {warmup} of warm-up end: lr goes on "
+                f"the cooldown, {cooldown} of {steps} steps, begins before the {warmup} of warm-up end: lr continues "
                 f"from {self(warmup):.2g} of {self.peak:.2g} (--epochs-cooldown)"
             )
         return None

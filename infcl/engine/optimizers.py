@@ -14,7 +14,7 @@ steps with; `pieces` are the parameters in it, `group` the ranks that hold the r
 State of a tensor's shape (or `Blockwise`) is a slice like the tensor itself; state named "KEY/PARAMETER" is whole on
 every rank.
 
-Decoupled weight decay everywhere, param *= 1 - lr * weight_decay, but for Lamb, where it is part of the update.
+Decoupled weight decay everywhere, param *= 1 - lr * weight_decay, except for Lamb, where it is part of the update.
 """
 
 from collections.abc import Callable

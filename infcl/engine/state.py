@@ -1,8 +1,8 @@
-"""Whole values of state that ZeRO shards: fp32 masters, optimizer state, averages; read and written by parameter.
+"""Read and write full values of the state that ZeRO shards, by parameter: FP32 weights, optimizer state, averages.
 
-What a rank owns of a parameter is a `Piece` (pieces.py); the layouts of DeepSpeed 0.19.8's stages are read here.
+What a rank owns of a parameter is a `Piece` (partitions.py); the layouts of DeepSpeed 0.19.8's stages are read here.
 Reading is collective: every rank calls it, in the same order, and gets the whole tensor. So is writing: every rank is
-given the whole tensor and keeps its part. A written master is copied into the parameter that the forward sees too.
+given the whole tensor and keeps its part. A written FP32 weight is copied into the parameter that the forward sees too.
 
 A parameter that tensor-parallel ranks hold in parts carries its Split (megatron_patches/split.py); whole then means
 whole over those ranks too, so that nothing above this file sees parts.
@@ -57,7 +57,7 @@ class ZeroState:
         return part if split is None else split.whole_shape(part)
 
     def keys(self, parameter: nn.Parameter) -> list[str]:
-        """What there is to read beside the master: the optimizer's state of the parameter, `EMA`. None when frozen."""
+        """Return what there is to read in addition to the FP32 weight: optimizer state, `EMA`. Nothing when frozen."""
         if parameter not in self.pieces:
             return []
         return [*self.optimizer_keys(parameter), *([EMA] if self.average is not None else [])]
@@ -114,7 +114,7 @@ class ZeroState:
             self._show(parameter, value)
 
     def write_first_copy(self, values: dict[str, torch.Tensor]) -> None:
-        """Set the masters from `values` (by name, fp32) of data-parallel rank 0; the others need none. Collective."""
+        """Set the FP32 weights from `values` (by name) of data-parallel rank 0; the others need none. Collective."""
         source = dist.get_global_rank(self.group, 0)
         for name, parameter in self.parameters():
             if parameter in self.pieces:
@@ -127,7 +127,7 @@ class ZeroState:
     @contextlib.contextmanager
     def showing_average(self) -> Iterator[None]:
         """Within, the module's parameters are the averages; then the weights again, bit for bit. Collective."""
-        kept = [tensor.detach().clone() for tensor in self.tensors]  # stages 0, 3: masters may be the parameters
+        kept = [tensor.detach().clone() for tensor in self.tensors]  # stages 0, 3: they may be the parameters
         for parameter in self.pieces:
             self._show(parameter, self._read_part(parameter, EMA))
         try:

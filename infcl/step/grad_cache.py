@@ -39,7 +39,7 @@ class MicroBatches(Protocol):
 
 @dataclass
 class StepOutput:
-    """What a step learned about itself; tensors stay on the device, nothing here waits for it."""
+    """Results of a step; tensors stay on the device, nothing here waits for it."""
 
     loss: torch.Tensor  # [] f32, this rank's share; the mean over ranks is the global loss
     scalars: Features  # as the loss saw them, before the update
@@ -101,10 +101,10 @@ def cached_step(
                      scalars; the same names for every micro-batch
     loss             Features of the rank's whole batch and the scalars -> [] f32, obeying law 1
     backward         (surrogate, is_last); exactly one call per encode with a graph
-    before_encode    told a micro-batch's index before each of its encodings: sets the random states
+    before_encode    called with a micro-batch's index before each of its encodings: sets the random states
     scalar_values    scalars -> the same when the parameters that the forward returned are rounded copies (bf16, fp16):
                      the loss then sees the FP32 master weights' values, gradients go through the copies
-    on_phase         told "encode", "loss", "replay" when each begins
+    on_phase         called with "encode", "loss", "replay" when each begins
     resident         how many micro-batches keep their graphs from pass 1; all of them where it is M or more
     encode_again     (micro-batch, kept, first) -> Features: `encode` in pass 2, where it need not do all again. kept:
                      what pass 1 returned as "..._trunk", [b, ...] or [t b, ...]; first: the micro-batch's first row of

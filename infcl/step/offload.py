@@ -6,7 +6,7 @@ Out: the micro-batches on the device, by index, in the order in which grad_cache
 
 Features, tokens and sample numbers always stay; pixels are what a batch of millions has no room for. The first K
 micro-batches' pixels are kept in one buffer of exactly K micro-batches, in pinned host memory or on the GPU. Those of
-K ... M - R - 1 are not: the loader yields them again behind the step's M, decoded anew with the same augmentation,
+K ... M - R - 1 are not: the loader yields them again after the step's M, decoded again with the same augmentation,
 while the loss and the replays of the kept ones run. What comes is not always what came (a file changed, a read failed
 and a replacement was drawn), so a checksum from pass 1 is compared; a difference ends the step before its update.
 
@@ -24,7 +24,7 @@ import torch
 
 MicroBatch = dict[str, torch.Tensor]
 _MULTIPLIER = -7046029254386353131  # odd, bits well mixed (2^64 / golden ratio, as int64)
-UPLOAD_LEAD = 2  # a copy may run beside what was enqueued since so many calls ago
+UPLOAD_LEAD = 2  # a copy may overlap what was enqueued since so many calls ago
 
 
 class PixelCache:

@@ -38,7 +38,7 @@ def build_pixel_cache(
     if not on_gpu and kept and kept * micro_batch_bytes * ranks > free:
         raise ValueError(
             f"--pixel-cache-gb {config.pixel_cache_gb}: {ranks} ranks x {kept * micro_batch_bytes / 1e9:.2f} GB are "
-            f"more than the {free / 1e9:.1f} GB of host memory that are free beside a checkpoint's copy; auto takes "
+            f"more than the {free / 1e9:.1f} GB of host memory that are free next to a checkpoint's copy; auto takes "
             "what fits"
         )
     if kept < replayed and not repeats:

@@ -1,4 +1,4 @@
-"""From flags to the parts of a run: tokenizer, model, loader, evaluations. Each refuses what cannot work."""
+"""From flags to the parts of a run: tokenizer, model, loader, evaluations. Each rejects what cannot work."""
 
 import contextlib
 import dataclasses
@@ -314,7 +314,7 @@ def build_loader(inputs: Inputs, parallel: Parallel) -> TrainLoader | SyntheticL
 def _require_same_data(loader: TrainLoader) -> None:
     """ValueError on all ranks where one has found other data than the first: it would follow another plan. Collective.
 
-    A host's own copy of the shards may be another, and --max-missing-shards lets a rank go on without what it misses.
+    A node's own copy of the shards may differ, and --max-missing-shards lets a rank continue without missing ones.
     """
     own = socket.gethostname(), {"samples": loader.num_samples} | loader.state_dict()
     everyone: list[Any] = [None] * dist.get_world_size()

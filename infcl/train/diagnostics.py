@@ -1,4 +1,4 @@
-"""What a step says about itself beside its loss: both directions and accuracy on a sample, and how busy the GPUs were.
+"""Metrics of a step in addition to its loss: both directions and accuracy on a sample, and the GPUs' utilisation.
 
 In: the features that the loss sees, and a step's seconds. Out: a few numbers for metrics.jsonl.
 

@@ -66,7 +66,7 @@ def describe_plan(inputs: Inputs, parallel: Parallel) -> str:
     lines += _memory_table(plan, stages, spec.zero_stage) + _graphs_line(config, batch, on_cpu=on_cpu)
     if spec.offloads:
         named = " and ".join(f"offload_{part}" for part in spec.offloads)
-        lines.append(f"  This preset has {named}: that lies in host memory instead, as follows.")
+        lines.append(f"  This preset has {named}: that is in host memory instead, as follows.")
 
     def load(pixel_cache_gb: str) -> Load:
         flags = dataclasses.replace(config, pixel_cache_gb=pixel_cache_gb)
@@ -92,12 +92,12 @@ def _host_table(
         pixels = " (--pixel-cache gpu: they are in the device's)" if planned.pixels_on_gpu else ""
     parts = host_parts(planned)
     width = max(map(len, parts))
-    beside = ", in the same memory as the above" if on_cpu else ""
+    where = ", in the same memory as the above" if on_cpu else ""
     return [
-        f"  host memory a rank{beside}, estimated",
+        f"  host memory per rank{where}, estimated",
         *(f"  {part:<{width}}{_size(n):>11}{pixels if part == 'pixels' else ''}" for part, n in parts.items()),
         f"  {_size(host_bytes(planned, ranks))} for {counted(ranks, 'rank')} of {_size(host_memory_bytes())} a host, "
-        "beside programs and what the loader reads ahead",
+        "in addition to programs and what the loader reads ahead",
     ]
 
 
@@ -184,7 +184,7 @@ def _memory_table(plan: dict[str, list[float]], stages: list[int], stage: int) -
     """Of these stages; `stage` is the run's."""
     width = max(len(part) for part in plan)
     heads = "".join(f"{f'ZeRO-{s}' + ('*' if s == stage else ' '):>12}" for s in stages)
-    lines = ["  device memory a rank, estimated (* this run)", f"  {'':<{width}}{heads}"]
+    lines = ["  device memory per rank, estimated (* this run)", f"  {'':<{width}}{heads}"]
     for part, column in plan.items():
         lines.append(f"  {part:<{width}}" + "".join(f"{_size(column[s]):>11} " for s in stages))
     return lines

@@ -1,7 +1,7 @@
-"""Who brought the number that is not one: which tower, micro-batch and samples made a step's gradients not finite.
+"""Locate non-finite gradients: rank, tower, micro-batch, sample numbers.
 
 DeepSpeed skips an update whose gradient norm is not finite, but not for every stage and never with a reason. The flags
-that give one are taken on the device while a step goes on and cost nothing; they are read after a skipped step only.
+that give one are taken on the device during a step and cost nothing; they are read after a skipped step only.
 
     features     rows of pass 1 that are not finite: the forward of a tower failed; where attention is torch's, packed
                  captions' neighbours in a row are not finite either, and are named with the one that is to blame
@@ -120,7 +120,7 @@ class Skips:
             return shown
         if not math.isfinite(step.loss):
             return f"in no tower: the loss is {step.loss}"
-        return "in no tower alone: in their sum over ranks, or beside the towers"
+        return "in no tower alone: in their sum over ranks, or outside the towers"
 
 
 def findings_of_all(own: list[str], world_size: int) -> str:

@@ -1,4 +1,4 @@
-"""What a run says about itself while it goes on: phase times, metrics.jsonl, and on from there to console and sinks.
+"""Log a run's progress: phase times, metrics.jsonl, and from there to console and sinks.
 
 Everything happens on rank 0; the x-axis is samples_seen everywhere.
 """
@@ -61,11 +61,11 @@ class PhaseTimer:
 class MetricsWriter:
     """metrics.jsonl, the sinks and the console of a run; silent on ranks other than 0.
 
-    What is not a finite number (a norm of overflowed gradients, the utilisation of an unknown device) is left out of a
-    record: a key that is missing means "not known", and every line stays valid JSON.
+    Values that are not finite (a norm of overflowed gradients, the utilisation of an unknown device) are left out of a
+    record: a missing key means "not known", and every line stays valid JSON.
 
-    What cannot be written (a full disk, a service that does not answer) is said once, counted in `lost` and dropped:
-    raised, it would end rank 0 alone, and the other ranks would wait for it.
+    A record that cannot be written (full disk, a service that does not answer) is reported once, counted in `lost` and
+    dropped: an exception would end rank 0 alone, and the other ranks would wait for it.
     """
 
     def __init__(
@@ -96,13 +96,13 @@ class MetricsWriter:
             self._try(self.console.step, step, known)
 
     def after_step(self, step: Step) -> None:
-        """Record a step, and say what observers had to say of it."""
+        """Record a step; print the news that observers added to it."""
         self.step(step.number, step.samples_seen, step.values)
         for line in step.news:
             self.say(line)
 
     def _end_torn_line(self) -> None:
-        """What a crash left of a record gets a line of its own, or the next record would be lost with it."""
+        """End the line of a record that a crash cut off, or the next record would be lost with it."""
         with open(self.file.name, "rb") as before:
             if before.seek(0, os.SEEK_END):
                 before.seek(-1, os.SEEK_END)
@@ -116,7 +116,7 @@ class MetricsWriter:
         self.say(f"{name} at step {step}\n{aligned((key, f'{value:.4g}') for key, value in values.items())}")
 
     def evaluated_at(self, step: int) -> set[str]:
-        """The evaluations that stand in metrics.jsonl for this step. Rank 0."""
+        """Return the evaluations that metrics.jsonl has for this step. Rank 0."""
         return {record["kind"] for record in read_records(self.run.metrics) if record["step"] == step} - {"train"}
 
     def say(self, text: str) -> None:
@@ -146,7 +146,7 @@ class MetricsWriter:
         except expected as error:
             self.lost += 1
             if self.lost == 1:
-                self.say(f"metrics could not be written ({why_not_written(error)}); training goes on without them")
+                self.say(f"metrics could not be written ({why_not_written(error)}); training continues without them")
 
 
 def peak_memory_mb(device: torch.device) -> float:

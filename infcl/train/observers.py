@@ -1,7 +1,7 @@
-"""What looks at a step when it is done: one interface, called in one order by the trainer's loop.
+"""Observers of steps: one interface, called in one order by the trainer's loop.
 
 stragglers, profiler and the packing hint add values and lines; metrics writes them; skips and saves may end the run.
-Each of them is where its state has its lifetime: stragglers.py, profiler.py, metrics.py, finite.py, saves.py.
+Each is a class in the file of its noun: stragglers.py, profiler.py, metrics.py, finite.py, saves.py.
 """
 
 from dataclasses import dataclass, field
@@ -51,7 +51,7 @@ class Step:
 
 
 class Observer(Protocol):
-    """Is told of every step, on all ranks in the same order: it may be collective, and may raise to end the run."""
+    """Sees every step, on all ranks in the same order: it may be collective, and may raise to end the run."""
 
     def after_step(self, step: Step) -> None: ...
 

@@ -1,8 +1,8 @@
-"""How many micro-batches keep their graphs between the two passes of a step.
+"""How many micro-batches cache their activations between the two passes of a step: --resident-micro-batches.
 
-A resident micro-batch is encoded once instead of twice; what it costs is the memory of its graph. `auto` measures one
-graph at start, on zeros and the longest captions, and takes as many as fit beside what a step needs besides; ranks take
-the smallest answer.
+Such a micro-batch is encoded once instead of twice, for the memory of its graph. `auto` measures one graph at start, on
+zeros and the longest captions, and takes as many as fit in addition to what a step needs. Ranks take the smallest
+answer.
 """
 
 import logging
@@ -32,11 +32,14 @@ def resident_micro_batches(
     *,
     before: dict[str, Any] | None = None,
 ) -> int:
-    """What --resident-micro-batches says, at most M.
+    """Return --resident-micro-batches, at most M.
 
-    Another number sums in another order, and free memory is not the same twice. So `auto` takes at most what it took
-    where the run began (`before`: the trainer's state in the checkpoint), of the same micro-batches on as many ranks,
-    and warns where that does not fit. It is 1 with --deterministic, and on a CPU.
+    Another number sums gradients in another order, and free memory is not the same twice. So `auto` takes at most the
+    number with which the run began, for the same micro-batches on as many ranks, and warns if that does not fit. It is
+    1 with --deterministic, and on a CPU.
+
+    Args:
+        before: the trainer's state in the checkpoint.
     """
     asked, batch = spec.flags.resident_micro_batches, spec.batch
     if asked != "auto":
@@ -58,7 +61,7 @@ def resident_micro_batches(
 
 
 def graphs_to_keep(spec: RunSpec, parallel: Parallel, resident: int, before: dict[str, Any] | None) -> dict[str, Any]:
-    """What a checkpoint says of them: how many `auto` measured room for where the run began, of which micro-batches."""
+    """Return what a checkpoint stores: how many graphs `auto` found room for when the run began, and their sizes."""
     sizes = [parallel.world_size, spec.batch.num_micro_batches, spec.batch.micro_batch_size]
     own = {"kept": resident, "measured": _measures(spec), "of": sizes}
     began = (before or {}).get("graphs", {})
@@ -91,7 +94,7 @@ def _graph_bytes(
 
 
 def _free_bytes(device: torch.device) -> float:
-    """What a step may take, and graphs in it: all memory that is not in use but HEADROOM."""
+    """Return what a step and its graphs may take: all unused memory except HEADROOM."""
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
     free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -101,9 +104,9 @@ def _free_bytes(device: torch.device) -> float:
 def _needed_bytes(
     spec: RunSpec, engine: Engine, model_config: CLIPConfig | OpenClipConfig, parallel: Parallel, graph: int
 ) -> float:
-    """What a step takes beside graphs, and beside parameters and optimizer, which are there by now.
+    """Return what a step takes without graphs, parameters and optimizer (the last two are allocated by now).
 
-    As planned; of towers that open_clip builds, which the planner does not know, an estimate from one graph's bytes.
+    As planned; for towers that open_clip builds, which the planner does not know, an estimate from one graph's bytes.
     """
     trainable = sum(engine.state.shape(p).numel() for _, p in engine.state.parameters() if p.requires_grad)
     if isinstance(model_config, OpenClipConfig):  # gradients and a copy for autocast, a backward's graph, the loss

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from infcl.checkpoint.run_folder import RunFolder, why_not_written, write_atomic
-from infcl.config import TrainConfig
+from infcl.config import TrainConfig, counted
 from infcl.models.attention import towers_with_kernel
 from infcl.models.config import CLIPConfig
 from infcl.parallel import Parallel, describe_ranks, max_over
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 
 
 def opening(trainer: "Trainer") -> Iterator[str]:
-    """What the run is, and what in its flags may not be what was meant."""
+    """Yield the table of what runs, then warnings about flags that may not be meant so."""
     config, batch, schedule, steps = trainer.config, trainer.batch, trainer.schedule, trainer.total_steps
     by_triton = ", ".join(towers_with_kernel(trainer.engine.module))
     towers = [
         f"{'compiled' if trainer.compiled else 'eager'} blocks",
         *([f"Triton attention ({by_triton})"] if by_triton else []),
-        f"{trainer.resident} resident micro-batches",
+        f"cached activations of {counted(trainer.resident, 'micro-batch', 'micro-batches')}",
         f"{'packed' if trainer.spec.packs_captions else 'padded'} captions",
     ]
     yield aligned(
@@ -59,7 +59,7 @@ def opening(trainer: "Trainer") -> Iterator[str]:
 
 
 def oddities(config: TrainConfig) -> Iterator[str]:
-    """What in the flags of a run that begins may not be what was meant."""
+    """Yield warnings about flags of a new run that may not be meant so."""
     if config.opt == "lamb" and config.wd == 0:
         yield (
             "--opt lamb with --wd 0 is Adam: only what decays is scaled by |parameter| / |update|; --wd 1e-6 has all "
@@ -68,13 +68,13 @@ def oddities(config: TrainConfig) -> Iterator[str]:
     for part in ("image", "text"):
         if getattr(config, f"lock_{part}") and not (config.pretrained or getattr(config, f"pretrained_{part}")):
             yield (
-                f"--lock-{part} without --pretrained or --pretrained-{part}: what is frozen of the {part} tower stays "
-                "as random as it begins"
+                f"--lock-{part} without --pretrained or --pretrained-{part}: the frozen part of the {part} tower "
+                "stays as random as it begins"
             )
 
 
 def summary_of(trainer: "Trainer", results: dict[str, dict[str, float]]) -> dict:
-    """summary.json of a trained run with these evaluations. Collective."""
+    """Return the contents of summary.json of a trained run with these evaluations. Collective."""
     parallel, model_config, newest = trainer.parallel, trainer.model_config, trainer.checkpoints.newest
     peak = max_over(dist.group.WORLD, [peak_memory_mb(parallel.device)], parallel.device)[0]
     return {
@@ -106,22 +106,26 @@ def summary_of(trainer: "Trainer", results: dict[str, dict[str, float]]) -> dict
 def write_results(
     run: RunFolder, parallel: Parallel, weights: dict[str, torch.Tensor], model_config: CLIPConfig, summary: dict
 ) -> None:
-    """Rank 0 writes; weights: the whole model's, on rank 0. Collective.
+    """Write loss curve, exported model and, last, summary.json on rank 0. Collective.
 
-    Raises RuntimeError on every rank, with the cause and the newest checkpoint, where rank 0 could not write.
+    Args:
+        weights: of the full model, on rank 0.
+
+    Raises:
+        RuntimeError: on every rank, with the cause and the newest checkpoint, if rank 0 could not write.
     """
     problem: list[str | None] = [None]
     cause: Exception | None = None
     if parallel.rank == 0:
         try:
             _write(run, weights, model_config, summary)
-        except Exception as error:  # whatever it is: the other ranks wait to be told, then all raise it
+        except Exception as error:  # of any kind: the other ranks wait for the answer, then all raise it
             cause, problem = error, [why_not_written(error)]
     dist.broadcast_object_list(problem, src=0)
     if problem[0] is not None:
         raise RuntimeError(
             f"the trained model could not be written to {run.root} ({problem[0]}); newest checkpoint: "
-            f"{summary['paths']['checkpoint'] or 'none'}. When that is mended, start again with --resume latest"
+            f"{summary['paths']['checkpoint'] or 'none'}. Fix that and start again with --resume latest"
         ) from cause
 
 
@@ -144,7 +148,7 @@ def describe_finished(run: RunFolder) -> str:
 
 
 def sum_reports(report: dict[str, int], parallel: Parallel) -> dict[str, int]:
-    """The loaders' counters summed over ranks; what the index left out is the same on every rank. Collective."""
+    """Sum the loaders' counters over ranks; the index's are the same on every rank. Collective."""
     reports: list[dict[str, int]] = [{}] * parallel.world_size
     dist.all_gather_object(reports, report)
     total = Counter({name: n for name, n in reports[0].items() if name.startswith("index/")})

@@ -1,7 +1,7 @@
-"""When a run is saved: by step count, by the clock, for a signal, at its end; when it ends since nothing is kept.
+"""When to save: by step count, by the clock, for a signal, at the end; and when to end since no save succeeds.
 
-All ranks come to the same answer after each step, since beginning and publishing a checkpoint (checkpoint_writer.py)
-are collective. What the loop puts into it and takes from it is the trainer's.
+All ranks decide alike after each step, since beginning and publishing a checkpoint (checkpoint/write.py) are
+collective. The trainer decides what a checkpoint holds of the loop.
 """
 
 import time
@@ -18,8 +18,12 @@ from infcl.train.signals import Stopped, StopSignals
 
 
 class Saves:
-    """state: () -> what a checkpoint holds of the loop, JSON-able, with "step", the last one done, and
-    "skipped_in_a_row", of the last steps those that changed nothing."""
+    """An observer that saves.
+
+    Args:
+        state: returns what a checkpoint holds of the loop, JSON-able: "step", the number of steps done, and
+            "skipped_in_a_row", the number of last steps that changed nothing, among others.
+    """
 
     def __init__(
         self,
@@ -35,7 +39,7 @@ class Saves:
         self.begun_at = time.monotonic()
 
     def begin(self) -> None:
-        """Begin a checkpoint of this step, once; it is published when all ranks have written. Collective."""
+        """Begin one checkpoint of this step; it is published when all ranks have written. Collective."""
         state = self.state()
         if state["step"] == self.checkpoints.begun_step:
             return
@@ -43,20 +47,22 @@ class Saves:
         self.checkpoints.begin(state["step"], state, prunes=not state["skipped_in_a_row"])
 
     def finish(self) -> Path | None:
-        """A checkpoint of this step, on the disk; None where it was there, or could not be written. Collective."""
+        """Write a checkpoint of this step to the disk; None if it was there, or cannot be written. Collective."""
         self.begin()
         return self.checkpoints.publish()
 
     def told_to_end(self) -> int:
-        """The number of a signal that any rank has received, or 0. Collective; ranks that are late are waited for."""
+        """Return the number of a signal that any rank has received, or 0. Collective; waits for late ranks."""
         dist.barrier()  # a rank looks when all are there, not minutes before: rank 0 removes old checkpoints
         return int(max_over(dist.group.WORLD, [self.signals.received], self.parallel.device)[0])
 
     def after_step(self, step: Step) -> None:
         """Publish what is written, begin what is due by step count, by rank 0's clock or for a signal. Collective.
 
-        Raises Stopped, after a checkpoint, when a rank was told to end; RuntimeError after more failed checkpoints in
-        a row than --max-failed-saves, but not at the last step: what is trained to the end is exported, saved or not.
+        Raises:
+            Stopped: after a checkpoint, when a rank has received a signal.
+            RuntimeError: after more failed checkpoints in a row than --max-failed-saves. Not at the last step: a run
+                that is trained to the end is exported, saved or not.
         """
         config, minutes = self.config, self.config.save_every_minutes
         overdue = minutes > 0 and self.parallel.rank == 0 and time.monotonic() - self.begun_at > 60 * minutes
@@ -77,6 +83,6 @@ class Saves:
         if (failed := self.checkpoints.failed_in_a_row) > self.config.max_failed_saves:
             raise RuntimeError(
                 f"{failed} checkpoints in a row could not be written to {self.checkpoints.run.checkpoints}, more than "
-                f"--max-failed-saves {self.config.max_failed_saves}: training on would keep nothing "
-                f"({self.checkpoints.problem}). When that is mended, {self.checkpoints.hint}"
+                f"--max-failed-saves {self.config.max_failed_saves}: further training would keep nothing "
+                f"({self.checkpoints.problem}). Fix that; {self.checkpoints.hint}"
             )

@@ -29,8 +29,10 @@ class Sink(Protocol):
 
 
 def open_sinks(report_to: str, run: Path, *, wandb_project_name: str, samples_seen: int = 0) -> list[Sink]:
-    """The sinks that --report-to names, writing below the run folder; a run that goes on has `samples_seen` behind it.
-    Rank 0 only.
+    """Open the sinks of --report-to, which write below the run folder. Rank 0 only.
+
+    Args:
+        samples_seen: how many a resumed run has seen so far.
     """
     openers: dict[str, Callable[[], Sink]] = {
         "tensorboard": lambda: TensorBoardSink(run, samples_seen),
@@ -40,7 +42,7 @@ def open_sinks(report_to: str, run: Path, *, wandb_project_name: str, samples_se
 
 
 class TensorBoardSink:
-    """RUN/tensorboard. What was written behind `samples_seen` before a resume is done again, and shown no more."""
+    """RUN/tensorboard. Curves after `samples_seen`, from before a resume, are hidden: these steps run again."""
 
     def __init__(self, run: Path, samples_seen: int):
         from torch.utils.tensorboard import SummaryWriter
@@ -87,7 +89,7 @@ class WandbSink:
 
 
 class Console:
-    """Rank 0's view: loss, samples/s, MFU where it is known, share of the time spent waiting for data, time left."""
+    """A progress bar, or a line every n steps: loss, samples/s, MFU if known, share of data wait, time left. Rank 0."""
 
     def __init__(self, total_steps: int, log_every_n_steps: int, *, terminal: bool | None = None):
         self.total_steps, self.log_every_n_steps = total_steps, log_every_n_steps

@@ -1,4 +1,4 @@
-"""A host that is slower than the others is named while the run goes on: in every step all wait for it.
+"""Report the slow node by name during a run: in every step all others wait for it.
 
 In a step everybody's time is the same, since everybody waits in the first message for whoever comes last. What differs
 is what a rank does before that message: it reads its pairs and encodes them. So each rank adds up its own seconds of
@@ -75,8 +75,8 @@ class Stragglers:
             return {}
         rates, names = neighbours(self.parallel)
         slow, usual = slower_than_usual(rates, names)
-        beside = f"GB/s (usual {usual:.3g}); launch/check.sh measures it beside all others"
-        return {name: f"slow link: {name}, {rate:.3g} {beside}" for name, rate in slow.items()}
+        usual_rate = f"GB/s (usual {usual:.3g}); launch/check.sh compares it with all others"
+        return {name: f"slow link: {name}, {rate:.3g} {usual_rate}" for name, rate in slow.items()}
 
 
 class Warnings:
@@ -112,16 +112,16 @@ def slow_ranks(owns: list[float], waits: list[float] | None, step: float, nodes:
     lines = {}
     for place, name, ranks in _by_host(slow, nodes):
         worst = max(ranks, key=owns.__getitem__)
-        late, of_data, beside = owns[worst] - usual, True, ""
+        late, of_data, for_data = owns[worst] - usual, True, ""
         if waits is not None:
             waited, usual_wait = waits[worst], median_low(waits)
             of_data = waited - usual_wait > late / 2
-            beside = f" ({waited:.3g} s of them waiting for data, usually {usual_wait:.3g})"
+            for_data = f" ({waited:.3g} s of them waiting for data, usually {usual_wait:.3g})"
         where = "its storage, cores and --workers" if of_data else "other programs there, clocks and heat of its GPUs"
         what = "waiting for its data" if waits is None else "until its pairs are read and encoded"
         lines[place] = (
             f"{name} is slower than the others: {owns[worst]:.3g} s of a step {what}, where {usual:.3g} s is usual"
-            f"{beside}. All wait for it, {late / step:.0%} of a step; look at {where}"
+            f"{for_data}. All wait for it, {late / step:.0%} of a step; look at {where}"
         )
     return lines
 

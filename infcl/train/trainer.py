@@ -43,9 +43,9 @@ MAX_LOGIT_SCALE = math.log(100)  # OpenAI's bound; the clamp holds through the n
 
 
 class Trainer:
-    """Everything a run needs, built in the order in which mistakes are cheapest: flags, data, model, engine.
+    """Everything a run needs, built in the order in which usage errors are cheapest: data, model, engine.
 
-    noted: signals that came before, and will (see StopSignals).
+    noted: signals received so far (see StopSignals).
     """
 
     def __init__(self, inputs: Inputs, parallel: Parallel, run: RunFolder, *, noted: list[int] | None = None):
@@ -136,7 +136,7 @@ class Trainer:
     def fit(self) -> dict:
         """Train to the last step, evaluate, export; returns the summary that is in summary.json.
 
-        Raises Stopped, after a checkpoint, when a rank was told to end.
+        Raises Stopped, after a checkpoint, when a rank has received a signal.
         """
         try:
             return self._fit()
@@ -344,7 +344,7 @@ class Trainer:
     # ---- checkpoints and the end ----
 
     def _open_run_folder(self, checkpoint: Path | None) -> None:
-        """Continue or start anew; the folder is touched last, when nothing can be refused any more."""
+        """Continue or start from scratch; the folder is touched last, when nothing can be rejected any more."""
         if checkpoint is not None:
             self._continue_from(checkpoint)
         changed = self.run.open(self.config, self.model_config.to_json(), self.parallel, checkpoint)
@@ -364,7 +364,7 @@ class Trainer:
             self.checkpoints.continue_from(checkpoint, self.step)
             self.metrics.say(f"resumed from {checkpoint} at step {self.step}")
         if changed:
-            self.metrics.say(f"flags that the run had otherwise: {'; '.join(changed)}")
+            self.metrics.say(f"flags that differ from the run's: {'; '.join(changed)}")
 
     def _state(self) -> dict:
         """What a checkpoint holds of the loop."""

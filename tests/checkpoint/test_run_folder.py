@@ -23,7 +23,7 @@ def test_a_run_folder_is_never_trained_over_unasked(demo_folder, tmp_path):
     assert "unfinished run: --resume latest" in run_ranks(refusal, 1, config)[0]
     config = dataclasses.replace(config, keep_checkpoints=2)
     said_first = run_ranks(said, 1, dataclasses.replace(config, resume="latest"))[0]
-    assert "flags that the run had otherwise: keep_checkpoints 3 there, 2 now" in said_first
+    assert "flags that differ from the run's: keep_checkpoints 3 there, 2 now" in said_first
     other = dataclasses.replace(config, lr=2e-3)
     refused = run_ranks(refusal, 1, other)[0]
     assert "other flags (lr 0.001 there, 0.002 now)" in refused and "checkpoints/STEP to go on from there" in refused
@@ -33,7 +33,7 @@ def test_a_run_folder_is_never_trained_over_unasked(demo_folder, tmp_path):
     (tmp_path / "run" / "config.json").write_text(written)
     inside = str(next((tmp_path / "run" / "checkpoints").glob("step_*")))
     from_there = run_ranks(said, 1, dataclasses.replace(config, name="from there", resume=inside, wd=0.1))[0]
-    assert "flags that the run had otherwise: wd 0.05 there, 0.1 now" in from_there
+    assert "flags that differ from the run's: wd 0.05 there, 0.1 now" in from_there
     shorter = dataclasses.replace(config, name="shorter", resume=inside, steps=1)
     assert "is of step 2, the flags end the run at 1" in run_ranks(refusal, 1, shorter)[0]
     own = str(tmp_path / "run" / "tokenizer.model")

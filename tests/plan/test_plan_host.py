@@ -190,7 +190,7 @@ def test_auto_leaves_room_for_what_comes_after_the_pixels(demo_folder, tmp_path,
     (tmp_path / "zero2.json").write_text(json.dumps({"zero_optimization": zero}))
     preset = str(tmp_path / "zero2.json")
     assert kept(deepspeed_config=preset) == int(0.6 * (free - saved - 4 * numel) / 2 // one) < kept()
-    with pytest.raises(ValueError, match="are free beside a checkpoint's copy"):
+    with pytest.raises(ValueError, match="are free next to a checkpoint's copy"):
         kept(pixel_cache_gb=str((free - saved / 2) / 2 / 1e9))
     monkeypatch.setattr(pixels, "available_host_bytes", lambda: saved / 2)  # what keeps nothing is not refused for it
     assert kept() == kept(pixel_cache_gb="0") == 0
@@ -224,7 +224,7 @@ def test_the_dry_run_tells_the_host_s_memory(demo_folder, tmp_path):
     flags = ["--dry-run", "--deepspeed_config", "ds_configs/zero3_offload.json"]
     result = forked(command(demo_folder, tmp_path, *flags), 1)
     assert result.returncode == 0, result.stderr
-    for shown in ("host memory a rank, in the same memory as the above", "checkpoint", "for 1 rank of"):
+    for shown in ("host memory per rank, in the same memory as the above", "checkpoint", "for 1 rank of"):
         assert shown in result.stdout
 
 

@@ -32,7 +32,7 @@ def test_flags_that_do_less_than_they_say_are_told(flags, told):
 def test_a_run_says_whose_weights_it_begins_with_and_a_resumed_one_does_not(demo_folder, tmp_path):
     small = {"batch_size": 4, "accum_freq": 1, "warmup": 0}
     first = run_ranks(said, 1, demo_config(demo_folder, tmp_path, steps=1, lock_text=True, **small))[0]
-    assert "weights are those of" not in first and "what is frozen of the text tower stays" in first
+    assert "weights are those of" not in first and "the frozen part of the text tower stays" in first
     start = str(tmp_path / "run")
     second = demo_config(demo_folder, tmp_path, name="second", steps=2, save_every_n_steps=1, pretrained=start, **small)
     assert f"all weights are those of {start}" in run_ranks(said, 1, second)[0].splitlines()

@@ -200,7 +200,7 @@ def measured_beside_a_run(rank, world_size):
 def test_a_host_with_slow_links_is_named_from_within_a_run(hosts):
     for rank, (told, met) in enumerate(run_ranks(measured_beside_a_run, hosts)):
         assert met == {(rank - 1) % hosts, (rank + 1) % hosts}
-        slow = "slow link: all of host-2, 0.1 GB/s (usual 1); launch/check.sh measures it beside all others"
+        slow = "slow link: all of host-2, 0.1 GB/s (usual 1); launch/check.sh compares it with all others"
         assert told == [[], [], [slow], []]
 
 
