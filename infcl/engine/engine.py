@@ -1,4 +1,4 @@
-"""All that is DeepSpeed's: forward, backward, step, clamp (its config: preset.py, its sharded state: engine_state.py).
+"""All that is DeepSpeed's: forward, backward, step, clamp (its config: config/preset.py; its sharded state: state.py).
 
 The recipe that is exact for ZeRO 0-3 (docs/concepts/engine.md has the reasons):
 

@@ -6,7 +6,7 @@ ZeRO hands an optimizer flat tensors; a rank's flat tensor holds slices of some 
     1, 2      a rank's flat tensor is a slice of all the group's parameters, laid end to end
     3         a rank's flat tensor holds an equal slice of each parameter of a sub-group
 
-engine_state.py reads the layout off DeepSpeed; optimizers that need rows, columns or norms of whole parameters use it.
+state.py reads the layout off DeepSpeed; optimizers that need rows, columns or norms of whole parameters use it.
 """
 
 from dataclasses import dataclass

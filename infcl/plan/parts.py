@@ -65,7 +65,7 @@ def bucket_bytes(
     Of each type in which gradients travel it has one of 4 bytes an element, with overlap_comm two; of stage 3 one, in
     that type, which with 16-bit parameters stage 2 has as well. Float32 buckets that fill before the backward ends are
     flattened while activations are there: all but the share of the `graph` bytes that is gone by then. Of stage 3 it is
-    gradients instead (engine_reduce.py): of the bucket that fills, of one that is on its way, and flattened. A bucket
+    gradients instead (engine/reduce.py): of the bucket that fills, of one that is on its way, and flattened. A bucket
     that is larger than the model counts whole, as DeepSpeed's own buffer did: what is there is between none and twice
     the model's gradients.
     """

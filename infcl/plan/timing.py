@@ -21,7 +21,7 @@ from infcl.plan.tower_time import MODULES_PER_BLOCK, forwards, host_seconds, tog
 
 # What GPUs wait around one module in ZeRO-3, a pass, gathering included: from ZeRO-3 against ZeRO-1 (ViT-L-14, M = 8,
 # 31 passes) on one H200 (451 and 498 samples/s, 23 ms of it in the update: 19 us) and four (1750 to 1793 and 1869 to
-# 1967: 11 to 17 us). Where parameters stay for a step (engine_gather.py) two GPUs agree, within 9% of a step.
+# 1967: 11 to 17 us). Where parameters stay for a step (engine/gather.py) two GPUs agree, within 9% of a step.
 HOOK_WAIT_SECONDS = 0.000017
 STAGE_3_LIVE = 1e9  # parameters: DeepSpeed's stage3_max_live_parameters
 # Of an update, beside the rank's own state: what DeepSpeed flattens, casts, measures and clips, in bytes a parameter.
@@ -77,7 +77,7 @@ def _zero_phases(setting: Setting, towers: dict[str, Phase]) -> list[Phase]:
     if setting.zero == 3:
         passes = forwards(setting) + micro_batches
         if size > 1:
-            kept = parameters <= STAGE_3_LIVE  # engine_gather.py
+            kept = parameters <= STAGE_3_LIVE  # engine/gather.py
             towers_seconds = towers["encode"].exposed + towers["replay"].exposed
             forward = towers_seconds / (forwards(setting) + 2 * micro_batches)  # a backward is two
             computing = forward if kept else towers_seconds
