@@ -63,16 +63,14 @@ def fit(rank, world_size, config: TrainConfig, die_after: int | None = None):
     size = config.tensor_parallel_size
     parallel = init_parallel("cpu") if size == 1 else tensor_parallel_layout(size)
     trainer = Trainer(resolve_inputs(config, parallel), parallel, claim_run_folder(config, parallel))
-    train_step = trainer.train_step
 
-    def mortal_step(micro_batches):
-        step = train_step(micro_batches)
-        if trainer.step == die_after:
-            trainer.checkpoints.publish()  # the last one begun was on the disk in time
-            raise Killed
-        return step
+    class Mortal:
+        def after_step(self, step):
+            if step.number == die_after:
+                trainer.checkpoints.publish()  # the last one begun was on the disk in time
+                raise Killed
 
-    trainer.train_step = mortal_step
+    trainer.observers.insert(trainer.observers.index(trainer.signals), Mortal())  # metrics are written, it is not saved
     try:
         trainer.fit()
     except Killed:
