@@ -30,7 +30,7 @@ def summary_table(summary: dict) -> str:
 def aligned(rows: Iterable[tuple[str, str | None]]) -> str:
     """Lines of a name and a value, the values below each other; rows without a value are left out."""
     known = [(name, value) for name, value in rows if value is not None]
-    width = max(len(name) for name, _ in known)
+    width = max((len(name) for name, _ in known), default=0)
     return "\n".join(f"  {name:<{width}}  {value}" for name, value in known)
 
 
