@@ -47,7 +47,10 @@ def read_preset(config: TrainConfig, device_type: str, hosts: int = 1) -> tuple[
     """(preset, precision) of a run on so many nodes; `resolve` calls it, everything else takes what follows.
 
     An `overlap_comm` of "auto" becomes true across nodes and in stage 3. Within a node the overlap of stages 1 and 2
-    costs more than it saves (docs/benchmarks/step.md). ValueError for a broken preset or one that contradicts the flags.
+    costs more than it saves (docs/benchmarks/step.md).
+
+    Raises:
+        ValueError: for a broken preset, or one that contradicts the flags.
     """
     path = Path(config.deepspeed_config)
     preset = _read(path)

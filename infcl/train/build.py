@@ -62,7 +62,6 @@ def join(config: TrainConfig) -> Parallel:
     return parallel
 
 
-
 @dataclasses.dataclass(frozen=True)
 class Inputs:
     """What a run is made from, before there are weights or data."""
