@@ -47,7 +47,7 @@ class ZeroState:
         return list(self.engine.module.named_parameters())
 
     def buffers(self) -> list[tuple[str, torch.Tensor]]:
-        """What a state dict has in addition to parameters (a batch norm's running statistics); the same on every rank."""
+        """Return a state dict's entries other than parameters (running statistics); the same on every rank."""
         names = {name for name, _ in self.parameters()}
         return [(name, value) for name, value in self.engine.module.state_dict().items() if name not in names]
 
