@@ -194,7 +194,7 @@ def test_a_preset_without_buckets_gets_deepspeeds_but_where_the_engine_reduces_t
 
 @pytest.mark.parametrize("stage", [1, 2])
 def test_the_preset_that_is_shown_for_advised_offload_changes_no_step(tmp_path, stage):
-    (shown,) = re.findall(r"```json\n(.*?)```", (ROOT / "docs" / "scaling.md").read_text(), re.DOTALL)
+    (shown,) = re.findall(r"```json\n(.*?)```", (ROOT / "docs" / "howto" / "plan.md").read_text(), re.DOTALL)
     path = preset_file(tmp_path, shown.replace('"stage": 2', f'"stage": {stage}'))
     preset, _ = read_preset(settings("", deepspeed_config=path), "cpu")
     assert offloads(preset, "optimizer") and zero_stage(preset) == stage

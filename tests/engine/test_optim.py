@@ -26,10 +26,10 @@ def test_a_peak_that_is_not_reached_is_told():
     assert schedule(warmup=TOTAL).oddity().startswith("the run ends with the warm-up: ")
     assert "lr reaches 0.001 of 0.001" in schedule(warmup=TOTAL).oddity()
     assert schedule(warmup=TOTAL + 1).oddity().startswith("the run ends inside the warm-up: ")
-    assert "80 of 100 steps, begins before the 50 of warm-up end: lr goes on from 0.31 of 0.5" in (
+    assert "80 of 100 steps, begins before the 50 of warm-up end: lr continues from 0.31 of 0.5" in (
         schedule(epochs_cooldown=4, warmup=50, **cooldown).oddity()
     )
-    assert "lr goes on from 0.42 of 0.5" in schedule(epochs_cooldown=6, warmup=0, **cooldown).oddity()
+    assert "lr continues from 0.42 of 0.5" in schedule(epochs_cooldown=6, warmup=0, **cooldown).oddity()
     for usual in ({}, {"epochs_cooldown": 5, "warmup": 0} | cooldown, {"epochs_cooldown": 4, "warmup": 20} | cooldown):
         assert schedule(**usual).oddity() is None
 
