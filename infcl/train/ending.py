@@ -1,12 +1,12 @@
 """How a run ends: one table of exit codes, and what is printed on the way out.
 
 0    finished; also --help, --dry-run, and a folder whose run is finished
-1    a failure, with its traceback; storage that hangs, with one line
-2    a usage error, or a later run took the folder
+1    a failure, with its traceback; storage that hangs or a loader that ends, with one line
+2    a usage error, data that is of no use, or a later run took the folder
 65   the data or the numbers are bad: starting again would end the same way
 69   a node is lost (infcl/parallel/heartbeat.py ends the process)
-130  interrupted (Ctrl-C)
-138  told to end by SIGUSR1, 143 by SIGTERM, 129 by SIGHUP: 128 + the signal, after a checkpoint
+130  interrupted by Ctrl-C, 138 by SIGUSR1, 143 by SIGTERM, 129 by SIGHUP: 128 + the signal, after a checkpoint; a
+     second Ctrl-C some seconds later ends the run without one
 """
 
 import contextlib

@@ -1,12 +1,12 @@
-"""Being told to end: SIGTERM, SIGUSR1 (a scheduler's pre-emption) and SIGHUP (a terminal that is closed, a connection
-that is lost; not under nohup) and Ctrl-C become a checkpoint and an orderly end.
+"""Graceful shutdown: turn SIGTERM, SIGUSR1, SIGHUP and Ctrl-C into a checkpoint and an exit code.
 
-The handler only takes a note; the training loop looks at it after each step, all ranks together, saves, and raises
-`Stopped`. So a signal during a save does not touch the save, and one rank's signal ends all.
+SIGUSR1 is a scheduler's pre-emption; SIGHUP is a closed terminal or a lost connection (ignored under nohup). The
+handler only takes a note. After each step all ranks look at it together, save, and raise `Stopped`. So a signal does
+not disturb a save, and a signal to one rank ends all.
 
-A start takes a minute or more, and a scheduler's SIGUSR1 may come within it. pretrain_clip.py notes it from its first
-lines on: the run then begins, takes one step, saves and ends, so that each start gets on. SIGTERM ends a start at once:
-whoever sends it may not wait for more.
+A start takes a minute or more, and a scheduler's SIGUSR1 may arrive during it. pretrain_clip.py notes it from its first
+lines on: the run takes one step, saves and ends, so that each start makes progress. SIGTERM ends a start at once: its
+sender may not wait for more.
 
 Ctrl-C is noted as well; a second one, `AGAIN` seconds later, ends a rank at once. (Python drops an exception that is
 raised within a destructor or a callback, a KeyboardInterrupt too: then the third does.)

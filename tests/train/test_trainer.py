@@ -70,7 +70,7 @@ def fit(rank, world_size, config: TrainConfig, die_after: int | None = None):
                 trainer.checkpoints.publish()  # the last one begun was on the disk in time
                 raise Killed
 
-    trainer.observers.insert(trainer.observers.index(trainer.signals), Mortal())  # metrics are written, it is not saved
+    trainer.observers.insert(trainer.observers.index(trainer.saves), Mortal())  # metrics are written, it is not saved
     try:
         trainer.fit()
     except Killed:
