@@ -28,14 +28,15 @@ def rank_process(rank: int, arguments: list[str], port: int, folder: Path) -> No
 
     names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": RANKS, "LOCAL_SIZE": RANKS, "MASTER_PORT": port}
     os.environ.update({name: str(value) for name, value in names.items()}, MASTER_ADDR="127.0.0.1")
-    plain_step = Trainer._train_step
+    plain_step = Trainer.train_step
 
     def step(self, micro_batches):
-        plain_step(self, micro_batches)
+        done = plain_step(self, micro_batches)
         with open(folder / f"ids.{rank}", "a") as file:
             file.write(json.dumps([self.step, torch.cat(self.pixels.ids).tolist()]) + "\n")
+        return done
 
-    Trainer._train_step = step  # type: ignore[method-assign]
+    Trainer.train_step = step  # type: ignore[method-assign]
     end_process(main(arguments, noted=[]))
 
 
