@@ -170,8 +170,9 @@ class RunFolder:
                 as_there = dataclasses.replace(config, **{name: there[name] for name in _OF_THE_BATCH})
                 runs_there, runs_now = BatchPlan.of(as_there, size_there), BatchPlan.of(config, dp_size)
                 there["accum_freq"], now["accum_freq"] = runs_there.num_micro_batches, runs_now.num_micro_batches
-        names = sorted((set(there) | set(now)) - _MAY_DIFFER)
-        return [f"{n} {there.get(n)} there, {now.get(n)} now" for n in names if there.get(n) != now.get(n)]
+        there = json.loads(TrainConfig().to_json()) | there  # a run of before knows no newer flags
+        names = sorted(set(now) - _MAY_DIFFER)
+        return [f"{n} {there[n]} there, {now[n]} now" for n in names if there[n] != now[n]]
 
     def _dp_size(self, flags: dict[str, Any]) -> int | None:
         """The data-parallel ranks that the run here was last started on; None where that is not known."""
