@@ -10,15 +10,15 @@ from typing import Any
 from infcl.report.charts import Chart, Series
 from infcl.report.records import read_metrics
 
-WIDTH, HEIGHT = 400, 205
-LEFT, RIGHT, TOP, BOTTOM = 46, 8, 8, 26
+WIDTH, HEIGHT = 400, 220
+LEFT, RIGHT, TOP, BOTTOM = 66, 8, 8, 41
 MAX_POINTS = 240
 PNG_COLOURS = ("#2a6fdb", "#d9680d", "#12876f", "#8a4fc4", "#c2355b", "#6b7280")
 _PNG_DASHES = ("-", "--", ":")
 
 
 def draw_svg(chart: Chart) -> str:
-    """<svg>...</svg> with the chart's points beside it as JSON, for the page's read-out under the pointer."""
+    """<svg>...</svg> followed by the chart's points as JSON, for the page's read-out under the pointer."""
     low, high = _range(chart)
     x_end = max(max(series.xs) for series in chart.series) or 1
     to_x = _scale(0, x_end, LEFT, WIDTH - RIGHT)
@@ -34,7 +34,11 @@ def draw_svg(chart: Chart) -> str:
     marks = ticks(0, x_end, count=5)
     for tick, label in zip(marks, tick_labels(marks)):
         x, anchor = to_x(tick), "end" if to_x(tick) > WIDTH - 30 else "middle"
-        parts.append(f'<text class="tick" x="{x:.1f}" y="{HEIGHT - 8}" text-anchor="{anchor}">{label}</text>')
+        parts.append(f'<text class="tick" x="{x:.1f}" y="{HEIGHT - 23}" text-anchor="{anchor}">{label}</text>')
+    middle = (LEFT + WIDTH - RIGHT) / 2, (TOP + HEIGHT - BOTTOM) / 2
+    parts.append(f'<text class="tick" x="{middle[0]}" y="{HEIGHT - 6}" text-anchor="middle">{escape(chart.x)}</text>')
+    turned = f'transform="translate(11 {middle[1]}) rotate(-90)" text-anchor="middle"'
+    parts.append(f'<text class="tick" {turned}>{escape(chart.y)}</text>')
     parts.append(f'<g clip-path="url(#clip-{chart.name})">')
     read_out = []
     for series in chart.series:
@@ -51,7 +55,7 @@ def draw_svg(chart: Chart) -> str:
         xs, ys = thin(xs, ys)
         read_out.append({"label": series.label, "xs": xs, "ys": [float(f"{y:.4g}") for y in ys], "look": look})
     parts.append(f'</g><line class="cursor" y1="{TOP}" y2="{HEIGHT - BOTTOM}"/></svg>')
-    area = {"left": LEFT, "right": WIDTH - RIGHT, "width": WIDTH, "end": x_end, "percent": chart.percent}
+    area = {"left": LEFT, "right": WIDTH - RIGHT, "width": WIDTH, "end": x_end, "percent": chart.percent, "x": chart.x}
     data = json.dumps({"series": read_out, **area}).replace("<", "\\u003c")
     return "".join(parts) + f'<script type="application/json">{data}</script>'
 
@@ -74,10 +78,10 @@ def draw_png(chart: Chart, picture: Path) -> None:
             axis.plot(series.xs, series.ys, linewidth=0.7, alpha=0.3, **look)
         ys = smooth(series.ys) if series.noisy else series.ys
         if series.points:
-            look |= {"marker": "o", "clip_on": False, "zorder": 3}  # an accuracy of 1 lies on the frame
+            look |= {"marker": "o", "clip_on": False, "zorder": 3}  # an accuracy of 1 is on the frame
         axis.plot(series.xs, ys, linewidth=1.7, label=series.label.replace("$", r"\$"), **look)
     low, high = _range(chart)
-    axis.set(xlabel="samples seen", xlim=(0, None), ylim=(low, high), yscale="log" if chart.log else "linear")
+    axis.set(xlabel=chart.x, ylabel=chart.y, xlim=(0, None), ylim=(low, high), yscale="log" if chart.log else "linear")
     axis.set_title(chart.title, pad=22 if chart.note else 8)
     axis.text(0.5, 1.02, chart.note, transform=axis.transAxes, ha="center", fontsize="small", color="0.4")
     marks = ticks(low, high, log=chart.log)

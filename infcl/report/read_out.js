@@ -15,7 +15,7 @@ for (const figure of document.querySelectorAll("figure.chart")) {
     if (at < data.left || at > data.right) return hide();
     const x = (at - data.left) / (data.right - data.left) * data.end;
     box.replaceChildren(Object.assign(document.createElement("div"), {
-      className: "soft", textContent: Math.round(x).toLocaleString("en") + " samples",
+      className: "soft", textContent: (x < 100 ? Number(x.toPrecision(3)) : Math.round(x)).toLocaleString("en") + " " + data.x,
     }));
     for (const series of data.series) {
       let best = 0;

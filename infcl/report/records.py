@@ -1,5 +1,5 @@
-"""A run folder -> what is known of the run. Everything but metrics.jsonl may be missing: runs are looked at while they
-go on, and after they have died.
+"""A run folder -> what is known of the run. Everything except metrics.jsonl may be missing: runs are read while they
+continue, and after they have died.
 """
 
 import json

@@ -12,10 +12,10 @@ from infcl.models import CLIP, load_model_config
 from infcl.models.config import with_tokenizer
 from infcl.report import read_metrics
 from infcl.report.__main__ import main
-from infcl.report.blocks import headline
-from infcl.report.charts import Chart, Series
+from infcl.report.charts import Chart, Series, train_charts
 from infcl.report.drawing import MAX_POINTS, draw_png, draw_svg, short, smooth, thin, tick_labels, ticks
 from infcl.report.gallery import Gallery, retrieval_gallery
+from infcl.report.page import _difference, headline, summary_block
 from infcl.report.records import read_run
 from infcl.report.summary import summary_table
 
@@ -102,14 +102,16 @@ def page(tmp_path_factory):
 def test_the_page_shows_curves_evaluation_data_and_settings(page):
     text = (page / "index.html").read_text()
     for shown in (
-        "Loss of the global batch", "Loss by direction", "Accuracy in the micro-batch", "among 32 pairs", "Logit scale",
-        "text tower", "Learning rate", "Samples per second", "Peak memory", "Recall@1", "Zero-shot accuracy",
+        "Loss of the global batch", "Loss by direction", "Accuracy in the micro-batch", "among 32 samples",
+        "Logit scale", "text tower",
+        "Learning rate", "Samples per second", "Peak memory", "Recall@1", "Zero-shot accuracy",
         "R@1 50.0%", "top-1 75.0%", "validation", "replay 10.0 ms (20%)", "broken image", "left out by the index",
         "512 MiB", "1 min 15 s", "--batch-size", "pretrain_clip.py --lr 1e-3", "finished", "No gallery",
-        "Over samples seen", "text places computed", "37.5%",
+        "samples seen</text>", "caption tokens encoded", "37.5%", "Loss against training time",
+        "seconds of training</text>", "2 ranks, &lt;GPU &amp; co&gt;",
     ):  # fmt: skip
         assert shown in text, shown
-    assert text.count('<figure class="card chart">') == 11
+    assert text.count('<figure class="card chart">') == 12
     names = {path.name for path in page.glob("*.png")}
     assert {"loss.png", "grad_norm.png", "throughput.png", "memory.png", "recall_1.png"} <= names
     assert (page / "loss.png").read_bytes()[:4] == b"\x89PNG"
@@ -131,7 +133,30 @@ def test_two_runs_are_overlaid_and_the_flags_that_differ_listed(tmp_path):
     differing = text[text.index("Flags that differ") : text.index("Learning</h2>")]
     assert "--lr" in differing and "0.002" in differing and "--batch-size" not in differing
     assert "a $x_$ · image→text" in text and "b · text→image" in text
-    assert (tmp_path / "out" / "compare_b_loss.png").is_file()
+    assert (tmp_path / "out" / "compare_b_loss.png").is_file() and "b − a $x_$</th>" in text
+
+
+@pytest.mark.parametrize(
+    ("first", "other", "difference"),
+    [("1,200", "1,260", "+60 (+5.0%)"), ("41.8%", "40.6%", "-1.2 points"), ("512 MiB", "256 MiB", "-256 (-50.0%)"),
+     ("0.5000", "0.4750", "-0.0250 (-5.0%)"), ("0", "3", "+3"), ("3", "3", "same"),
+     ("–", "3", ""), ("1 min 15 s", "75 s", "")],
+)  # fmt: skip
+def test_a_comparison_says_by_how_much_runs_differ(first, other, difference):
+    assert _difference(first, other) == difference
+
+
+@pytest.mark.parametrize("count", range(7, 15))
+def test_no_tile_of_a_run_stands_alone_in_the_last_row(count, tmp_path, monkeypatch):
+    monkeypatch.setattr("infcl.report.page.headline", lambda run: dict.fromkeys(map(str, range(count)), "1"))
+    text = summary_block([read_run(write_run(tmp_path / "run"))])
+    assert count % int(re.search(r"--columns: (\d)", text)[1]) != 1
+
+
+def test_the_training_time_is_that_of_the_steps(tmp_path):
+    run = read_run(write_run(tmp_path / "run"))
+    (chart,) = [chart for chart in train_charts([run])["Learning"] if chart.name == "loss_time"]
+    assert chart.series[0].xs[-1] == pytest.approx(sum(64 / (100 + step) for step in range(1, 31)))  # seconds
 
 
 def test_a_run_that_died_is_still_shown(tmp_path):
@@ -232,7 +257,7 @@ def test_a_picture_has_the_pages_marks_its_note_and_starts_at_zero(tmp_path, mon
     plt = pytest.importorskip("matplotlib.pyplot")
     monkeypatch.setattr(plt, "close", lambda figure: None)
     series = Series("top-1", [50_000.0, 100_000.0], [0.5, 1.0], colour=0, points=True)
-    draw_png(Chart("x", "Accuracy", [series], note="of all", percent=True, from_zero=True), tmp_path / "x.png")
+    draw_png(Chart("x", "Accuracy", [series], "share", note="of all", percent=True, from_zero=True), tmp_path / "x.png")
     figure = plt.gcf()
     monkeypatch.undo()
     (axis,) = figure.axes
@@ -246,7 +271,7 @@ def test_curves_of_a_single_step_or_a_constant_are_drawn():
     for ys in ([1.0], [3.0, 3.0], [0.0, 0.0]):
         xs = [64.0 * (n + 1) for n in range(len(ys))]
         for options in ({}, {"log": True}, {"percent": True, "from_zero": True}):
-            assert "nan" not in draw_svg(Chart("c", "constant", [Series("y", xs, ys, 0, noisy=True)], **options))
+            assert "nan" not in draw_svg(Chart("c", "constant", [Series("y", xs, ys, 0, noisy=True)], "y", **options))
 
 
 def test_the_closing_table_tells_failed_saves_skipped_steps_and_what_open_clip_cannot_load(tmp_path):
