@@ -11,7 +11,7 @@ loss curve:
     --work DIR   data set and run folders; the run folders are removed when their row is written
     --jobs N     trainings at once, of --ranks processes each, on --device cpu, or cuda with --gpus GPUs to share
 
-What it has written, benchmarks.results draws. Gradients: benchmarks.gradients.
+benchmarks.results draws what it has written.
 """
 
 import argparse

@@ -23,7 +23,7 @@ def require_gpus(program: str, count: int = 1) -> None:
 
 
 def refuse(program: str, why: str) -> NoReturn:
-    """A user's mistake: one line, exit code 2."""
+    """Report a usage error in one line, with exit code 2."""
     print(f"{program}: error: {why}", file=sys.stderr)
     sys.exit(2)
 

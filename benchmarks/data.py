@@ -173,7 +173,7 @@ def write_small(path: Path, count: int) -> Path:
 def open_clip_stages(shards: Path, jpegs: list[bytes], captions: list[str], size: int) -> dict[str, Callable[[], int]]:
     """open_clip's own worker path over the same shards; {} where it is not installed."""
     try:
-        from tests.lib.open_clip_stub import declare_torchvision_operators
+        from benchmarks.cpu_torchvision import declare_torchvision_operators
 
         declare_torchvision_operators()
         import open_clip

@@ -34,7 +34,8 @@ from benchmarks.step import command, end_process, reason
 from infcl.loss.contrastive import LOSSES
 from infcl.models.config import load_model_config
 from infcl.plan.loads import memory_of
-from infcl.plan.setting import Setting, load_gpu
+from infcl.plan.profile import load_gpu
+from infcl.plan.setting import Setting
 
 
 @dataclass(frozen=True)
@@ -213,7 +214,7 @@ def memory_cause(output: str) -> str | None:
 
 
 def _launch(options: argparse.Namespace, arguments: list[str], rows: Path) -> None:
-    """Processes that run the trials which `rows` does not have yet, to the end or until memory runs out amid one.
+    """Processes that run the trials which `rows` does not have yet, to the end or until memory runs out in one.
 
     SystemExit with the reason where one fails for another. Whatever happens, --csv gets what was measured.
     """

@@ -1,12 +1,12 @@
 """Precision of the losses on a GPU: errors against float64 of the same inputs (`python -m benchmarks.loss --check`).
 
 Four kinds of features: random unit vectors; pairs as in the middle of a training (scale 100, a loss of about 2); pairs
-that are told apart (a loss of 1e-5); matched pairs of cosine 1. Errors are norms of differences over norms of the
+that are separated (a loss of 1e-5); matched pairs of cosine 1. Errors are norms of differences over norms of the
 float64 gradients or, where these vanish (1e-36 at a perfect match), over a tenth of what they are in the first steps
 of a training: scale / sqrt(b), and 1e-2 for the scale's.
 
 float16 features have their loss multiplied by 2^16, as their training's loss scale does: their gradients are float16
-too, and 1e-8 for an entry where pairs are told apart, which float16 without that factor hardly holds.
+too, and 1e-8 for an entry where pairs are separated, which float16 without that factor hardly holds.
 """
 
 from collections.abc import Iterator

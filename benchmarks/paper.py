@@ -1,16 +1,19 @@
-"""Memory of the paper's trainer (Inf-CLIP, arXiv 2410.17243), to check the planner's parts against its tables.
+"""The trainer of the paper (Inf-CLIP, arXiv 2410.17243) as planned, to check the planner against its tables.
 
-It differs from ours: DDP with whole Adam state and gradient buckets, autocast to fp16 with weight copies, no activation
-checkpointing, a step's pixels as fp32 on the GPU unless "data offload" is on, dense losses in fp32 (two logit matrices
-and their gradients, 16 bytes a logit, and four gathered feature matrices). Peak is Equation 10: states, data and
-features, plus the larger of the towers' graph and the loss.
+It differs from ours: DDP with whole Adam state and gradient buckets, autocast to FP16 with weight copies, no activation
+checkpointing, the pixels of a step as FP32 on the GPU unless "data offload" is on, dense losses in FP32 (two logit
+matrices and their gradients, 16 bytes per logit, and four gathered feature matrices). The peak is Equation 10: states,
+data and features, plus the larger of the towers' graph and the loss.
 
-Fitted, each on cells of Table 1: a block keeps 40 bytes a token and width (8 GPUs, 32k, offload); 10 copies of a rank's
-features (8 GPUs, 256k against 32k); the tiled loss holds 16 copies (8 GPUs, 1024k against 256k, offload).
+Fitted, each on cells of Table 1: a block keeps 40 bytes per token and width (8 GPUs, 32k, offload); 10 copies of a
+rank's features (8 GPUs, 256k against 32k); the tiled loss holds 16 copies (8 GPUs, 1024k against 256k, offload).
 """
 
+from infcl.models.config import load_model_config
 from infcl.plan.activations import BLOCK_BYTES, activation_bytes
+from infcl.plan.profile import load_gpu
 from infcl.plan.setting import Setting, parameters_of
+from infcl.plan.timing import step_seconds
 
 _BYTES_PER_TOKEN = 40
 _FEATURE_COPIES = 10
@@ -42,3 +45,18 @@ def paper_memory(setting: Setting) -> dict[str, float]:
     lasting = sum(parts.values()) - parts["activations"] - parts["loss"] - parts["features"]
     parts["peak"] = lasting + max(parts["activations"] + parts["features"], parts["loss"])
     return parts
+
+
+def paper_step(model: str, gpus: int, global_batch: int) -> float:
+    """Seconds of a step of its trainer on A800s, as planned: eager blocks, autocast, torch's attention."""
+    return step_seconds(
+        Setting(
+            model=load_model_config(model),
+            gpu=load_gpu("a800-80g"),
+            gpus=gpus,
+            global_batch=global_batch,
+            micro_batch=128,
+            compiled=False,
+            attention="torch",
+        )  # fmt: skip
+    )

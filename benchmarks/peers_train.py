@@ -1,26 +1,24 @@
-"""Trainers of others and ours side by side, each started as its users start it: `python -m benchmarks.peers_train`.
+"""Trainers of others and ours, each started as its users start it: `python -m benchmarks.peers_train`.
 
-    open_clip   the installed open_clip_torch
-    inf_clip    --inf-clip DIR, a checkout; on GPUs only; it wants nvidia-ml-py (pynvml), pandas, ftfy and braceexpand
-    fast_clip   --fast-clip DIR, a checkout
-    eva_clip    --eva-clip DIR, a checkout
+    open_clip   open_clip_train.main of the installed open_clip_torch; 3.3 was tested; it needs pandas
+    inf_clip    --inf-clip DIR, a checkout of DAMO-NLP-SG/Inf-CLIP with the inf_cl in it; d9f2833 was tested, on GPUs;
+                it needs nvidia-ml-py (pynvml), pandas, ftfy and braceexpand
     infcl       pretrain_clip.py
 
-The same model, precision, micro-batch and accumulation, one process a GPU, synthetic data, AdamW, all else as each
-program has it by default (benchmarks/peer_trainers.py has the flags, and what it takes to start each); with several
-GPUs open_clip and eva_clip get --local-loss --gather-with-grad. Every setting runs in processes of its own; a kind of
-blocks or an accumulation that a program has not is left out. A row: samples/s as each program says them for each step
-(all wait for the GPU there; inf_clip says means, so its steps are timed behind its optimizer's), median, mean and
-standard deviation of the steps after --warm-up, and peak memory (torch's, rank 0). These differences stay:
+The same model, precision, micro-batch and accumulation, one process per GPU, synthetic data, AdamW; all else as each
+program has it by default. With several GPUs open_clip gets --local-loss --gather-with-grad. Each setting runs in
+processes of its own. A row: samples/s of each step after --warm-up (median, mean, standard deviation), and torch's peak
+memory of rank 0. These differences stay:
 
-    precision     eva_clip's autocast is to float16: with bfloat16 its weights and AdamW's states would be in it too
-    objective     fast_clip's is another, FastCLIP-v3: its rate says what a step of it costs, not what it is worth
-    data          synthetic images of open_clip, inf_clip and eva_clip go through PIL's crop in --workers processes;
-                  fast_clip wants a number in each sample, so it reads JPEGs from shards, and its steps are rounded up
-                  to a multiple of --workers; ours are drawn once, so "waiting" is the share of a step that infcl
-                  waited for data; what the others call so holds their wait for the GPU
-    accumulation  with --accum-freq above 1 open_clip takes the loss once for each micro-batch, inf_clip (a gradient
-                  cache) and infcl once for all; open_clip and inf_clip keep all pixels on the GPU
+    data          synthetic images of open_clip and inf_clip go through PIL's crop in --workers processes; ours are
+                  drawn once. "waiting" is the share of a step that infcl waited for data
+    accumulation  open_clip takes the loss once per micro-batch, inf_clip (a gradient cache) and infcl once for all;
+                  open_clip and inf_clip keep all pixels on the GPU
+
+The code of others runs as it is. A model that a program does not know comes from infcl/models/configs. inf_clip asks
+the environment for a process group of one process too, and gets it. Its log has means of steps only, and a line per
+step costs it some 450 waits for the GPU, so it logs the first and the last step, and each step is timed here: torch's
+hook after the optimizer's step waits for the GPU. Their mean has to be its log's.
 
 A setting that fails or hangs (--time-out) becomes a row that says so.
 """
@@ -28,18 +26,26 @@ A setting that fails or hangs (--time-out) becomes a row that says so.
 import argparse
 import importlib.util
 import json
+import math
 import os
+import re
 import signal
 import statistics
 import subprocess
 import sys
 import tempfile
-from importlib import metadata
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module, metadata
+from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
 from benchmarks.clock import hardware
-from benchmarks.peer_trainers import ROOT, TRAINERS, shared_flags, train
 from benchmarks.rows import append
 from benchmarks.step import end_process, reason
 from infcl.parallel.host_info import git_commit
@@ -50,8 +56,9 @@ COLUMNS = (
     "global_batch", "status", "samples_per_second", "mean", "std", "steps", "waiting", "peak_gib", "workers",
     "device", "torch", "triton", "commit",
 )  # fmt: skip
-SOURCES = {"inf_clip": "DAMO-NLP-SG/Inf-CLIP", "fast_clip": "Optimization-AI/fast_clip", "eva_clip": "baaivision/EVA"}
 RESULT = "RESULT "
+ROOT = Path(__file__).parent.parent
+Reader = Callable[[str], list[float]]  # a log -> samples/s of all GPUs, of each step
 
 
 class Checkout(NamedTuple):
@@ -69,8 +76,6 @@ def main() -> None:
     for program in programs(options):
         if trouble := what_is_missing(program, checkout_of(program, options)):
             parser.error(trouble)
-    if not settings(options):
-        parser.error("none of the programs has one of these --blocks and --accum-freq")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("benchmarks.peers_train: ended by SIGTERM"))  # and its program
     print(f"{'program':>10} {'blocks':>9} {'m x M':>9} {'samples/s':>10} {'std':>7} {'waiting':>8} {'peak GiB':>9}")
     for setting in settings(options):
@@ -82,7 +87,7 @@ def programs(options: argparse.Namespace) -> list[str]:
     """Those of --programs; without it open_clip, infcl and those whose checkout is given."""
     if options.programs is not None:
         return options.programs.split(",")
-    return [name for name, one in TRAINERS.items() if not one.folders or checkout_of(name, options)]
+    return [name for name, one in TRAINERS.items() if not one.checkout or checkout_of(name, options)]
 
 
 def checkout_of(program: str, options: argparse.Namespace) -> Checkout | None:
@@ -94,10 +99,10 @@ def what_is_missing(program: str, checkout: Checkout | None) -> str:
     if program not in TRAINERS:
         return f"no program {program!r}: one of {', '.join(TRAINERS)}"
     trainer, flag = TRAINERS[program], "--" + program.replace("_", "-")
-    if trainer.folders and checkout is None:
+    if trainer.checkout and checkout is None:
         return f"{program} needs {flag}, a checkout"
     if checkout is not None:
-        package = Path(trainer.folders[0], trainer.module.partition(".")[0])
+        package = trainer.module.partition(".")[0]
         if not (checkout.folder / package).is_dir():
             return f"{flag}: no folder {package} in {checkout.folder}"
     names = [name for name in trainer.packages if importlib.util.find_spec(name) is None]
@@ -112,11 +117,11 @@ def version_of(program: str, checkout: Checkout | None) -> str:
 
 
 def settings(options: argparse.Namespace) -> list[dict]:
-    """What is run, in order: of each accumulation and kind of blocks the programs that have it, one after the other."""
+    """What is run, in order: for each accumulation and kind of blocks the programs, one after the other."""
     return [
         {
             "program": program, "gpus": options.gpus, "model": options.model,
-            "precision": TRAINERS[program].autocast if options.precision == "amp_bf16" else options.precision,
+            "precision": options.precision,
             "blocks": blocks, "checkpointing": int(options.grad_checkpointing), "micro_batch": options.batch_size,
             "accum_freq": accum_freq, "global_batch": options.gpus * options.batch_size * accum_freq,
             "workers": options.workers,
@@ -124,7 +129,6 @@ def settings(options: argparse.Namespace) -> list[dict]:
         for accum_freq in map(int, options.accum_freq.split(","))
         for blocks in options.blocks.split(",")
         for program in programs(options)
-        if (accum_freq == 1 or TRAINERS[program].accumulates) and (blocks == "eager" or TRAINERS[program].compiles)
     ]  # fmt: skip
 
 
@@ -132,7 +136,6 @@ def run(setting: dict, options: argparse.Namespace) -> dict:
     """What is added to a setting's row: what its program said, or a status that says why there is nothing."""
     with tempfile.TemporaryDirectory(prefix="infcl-peers-") as folder:
         trainer = TRAINERS[setting["program"]]
-        trainer.data(setting, Path(folder))
         flags = flags_of(setting, options.warm_up + options.steps, options.device, folder)
         process = subprocess.Popen(
             command(setting, flags), cwd=folder if trainer.module else ROOT, env=_environment(setting, options),
@@ -214,8 +217,8 @@ def report(row: dict, path: Path | None) -> None:
 def _environment(setting: dict, options: argparse.Namespace) -> dict[str, str]:
     """Of a program: it finds our packages and its checkout's, and on --device cpu no GPU."""
     checkout = checkout_of(setting["program"], options)
-    own = [] if checkout is None else [checkout.folder / folder for folder in TRAINERS[setting["program"]].folders]
-    paths = [str(ROOT), *map(str, own), os.environ.get("PYTHONPATH")]
+    own = [] if checkout is None else [str(checkout.folder)]
+    paths = [str(ROOT), *own, os.environ.get("PYTHONPATH")]
     found = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
     return found | {"CUDA_VISIBLE_DEVICES": ""} if options.device == "cpu" else found
 
@@ -241,11 +244,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--programs", default=None, help="comma-separated; default: all whose checkout is given or not needed"
     )
-    for name, source in SOURCES.items():
-        parser.add_argument(
-            f"--{name.replace('_', '-')}", type=_checkout, metavar="DIR", default=None,
-            help=f"a checkout of {source}, or DIR@COMMIT where it is unpacked without git's folder",
-        )  # fmt: skip
+    parser.add_argument(
+        "--inf-clip", type=_checkout, metavar="DIR", default=None,
+        help="a checkout of DAMO-NLP-SG/Inf-CLIP, or DIR@COMMIT where it is unpacked without git's folder",
+    )  # fmt: skip
     parser.add_argument("--model", default="ViT-L-14", help="a name that all know, or a JSON file's absolute path")
     parser.add_argument("--gpus", type=int, default=1)
     parser.add_argument("--batch-size", type=int, default=128, help="micro-batch of a GPU")
@@ -262,6 +264,135 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--commit", default=None, help="for the CSV; default: git's HEAD")
     parser.add_argument("--inside", nargs=argparse.REMAINDER, default=None, help=argparse.SUPPRESS)
     return parser
+
+
+# ---- the programs ----
+
+
+@dataclass(frozen=True)
+class Trainer:
+    """A program and what it is started with. No `module`: it is pretrain_clip.py."""
+
+    flags: Callable[[dict, str, str], list[str]]  # (setting, device, folder) -> those in addition to `shared_flags`
+    module: str = ""  # with its main(flags)
+    models: str = ""  # the module with its add_model_config and list_models
+    packages: tuple[str, ...] = ()  # that it imports, in addition to infcl's own
+    checkout: bool = False  # whether it is imported from one; otherwise it is installed
+    prepare: Callable[[], None] = lambda: None  # in its process, before it is imported
+    reader: Callable[[list[str]], Reader] = lambda flags: rates_of  # made when it starts, asked when it has ended
+
+
+def shared_flags(setting: dict, steps: int) -> list[str]:
+    """Those that all programs take, for so many optimizer steps."""
+    flags = ["--train-num-samples", str(steps * setting["global_batch"]), "--model", setting["model"]]
+    flags += ["--precision", setting["precision"], "--batch-size", str(setting["micro_batch"])]
+    flags += ["--workers", str(setting["workers"]), "--epochs", "1", "--name", setting["program"]]
+    return [*flags, "--grad-checkpointing"] if setting["checkpointing"] else flags
+
+
+def train(program: str, flags: list[str]) -> dict[str, list[float]]:
+    """Another's trainer in this process and folder. Of each step samples/s; peak GiB. --model may be a JSON file."""
+    trainer, flags = TRAINERS[program], list(flags)
+    trainer.prepare()
+    models, at = import_module(trainer.models), flags.index("--model") + 1
+    if flags[at].endswith(".json"):
+        models.add_model_config(flags[at])
+        flags[at] = Path(flags[at]).stem
+    elif flags[at] not in models.list_models():
+        models.add_model_config(ROOT / "infcl" / "models" / "configs")
+    rates_of_log, rates = trainer.reader(flags), []
+    import_module(trainer.module).main(flags)
+    if os.environ.get("RANK", "0") == "0":
+        rates = rates_of_log(Path("none", program, "out.log").read_text())
+    peak = torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else 0.0
+    return {"samples_per_second": rates, "waiting": [], "peak_gib": [peak]}
+
+
+def rates_of(log: str) -> list[float]:
+    """A `Reader` of logs with a line for each step that says its rate."""
+    return [float(rate) for rate in re.findall(r"Batch \(t\): \S+, ([\d.e+]+)/s", log)]
+
+
+def timed(flags: list[str]) -> Reader:
+    """Times each optimizer step from here on (the first with all that is before it), and holds their mean to the log's.
+
+    The reader raises RuntimeError where the log says otherwise.
+    """
+    times = [time.perf_counter()]
+
+    def note(*_: object) -> None:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        times.append(time.perf_counter())
+
+    hook = register_optimizer_step_post_hook(note)
+    numbers = [int(flags[flags.index(name) + 1]) for name in ("--batch-size", "--accum-freq")]
+    pairs = math.prod(numbers) * int(os.environ.get("WORLD_SIZE", "1"))
+
+    def rates(log: str) -> list[float]:
+        hook.remove()
+        seconds = [end - start for start, end in pairwise(times)]
+        ours, said = statistics.mean(seconds[1:]), mean_seconds(log)
+        if abs(ours - said) > 0.001 + 0.02 * said:  # its log has three decimals
+            raise RuntimeError(f"a step took {ours:.4f} s on average, but {said} s in the program's log")
+        return [pairs / step for step in seconds]
+
+    return rates
+
+
+def mean_seconds(log: str) -> float:
+    """Of the steps behind the first, in inf_clip's log with a line for the first step and one for the last."""
+    _, mean = re.findall(r"Batch \(t\): ([\d.]+) LR", log)
+    return float(mean)
+
+
+def _infcl_flags(setting: dict, device: str, folder: str) -> list[str]:
+    flags = ["--dataset-type", "synthetic", "--accum-freq", str(setting["accum_freq"]), "--device", device]
+    flags += ["--compile-blocks", "on" if setting["blocks"] == "compiled" else "off"]
+    return [*flags, "--logs", folder, "--report-to", "none", "--skip-memory-check"]
+
+
+def _open_clip_flags(setting: dict, device: str, folder: str) -> list[str]:
+    flags = ["--dataset-type", "synthetic", "--accum-freq", str(setting["accum_freq"]), "--device", device]
+    return flags + _torchcompile(setting) + _local_loss(setting) + LOG
+
+
+def _inf_clip_flags(setting: dict, device: str, folder: str) -> list[str]:
+    flags = ["--dataset-type", "synthetic", "--accum-freq", str(setting["accum_freq"]), "--infloss"]
+    return [*flags, *_torchcompile(setting), "--log_dir", "none", "--log-every-n-steps", str(10**9)]
+
+
+LOG = ["--log-every-n-steps", "1", "--logs", "none"]  # none: no checkpoint, the log in ./none
+
+
+def _torchcompile(setting: dict) -> list[str]:
+    return ["--torchcompile"] if setting["blocks"] == "compiled" else []
+
+
+def _local_loss(setting: dict) -> list[str]:
+    return ["--local-loss", "--gather-with-grad"] if setting["gpus"] > 1 else []
+
+
+def _prepare_inf_clip() -> None:
+    if "WORLD_SIZE" not in os.environ:
+        os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+
+
+TRAINERS = {  # in the order of rows
+    "open_clip": Trainer(
+        _open_clip_flags, module="open_clip_train.main", models="open_clip", packages=("open_clip_train", "pandas")
+    ),
+    "inf_clip": Trainer(
+        _inf_clip_flags,
+        module="inf_clip.train.main",
+        models="inf_clip",
+        packages=("pandas", "braceexpand", "ftfy", "pynvml", "regex", "torchvision", "triton"),
+        checkout=True,
+        prepare=_prepare_inf_clip,
+        reader=timed,
+    ),
+    "infcl": Trainer(_infcl_flags),
+}
 
 
 if __name__ == "__main__":

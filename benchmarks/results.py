@@ -226,7 +226,8 @@ def loss_table(count: int, impls: tuple[str, ...]) -> str:
         found = [where(ours, impl=impl, global_batch=samples) for impl in impls]
         ratio = found[0][-1]["ratio_to_cublas"] if found[0] else ""
         lines.append([f"{samples:,}", *map(_loss_cell, found), ratio if ratio == "" else f"{ratio:.2f}"])
-    return markdown(["batch", *(LOSSES[impl] for impl in impls), "infcl's rate / cuBLAS"], lines)
+    text = markdown(["batch", *(LOSSES[impl] for impl in impls), "infcl's rate / cuBLAS"], lines)
+    return f"{text}\n\n{origin(ours)}"
 
 
 def _loss_cell(found: list[dict]) -> str:
@@ -255,14 +256,6 @@ LOSS_COLUMNS: Columns = {
 }
 
 
-def loss_two_gpus() -> str:
-    """The ring between two H200s, through the process group and through the copy engines of then."""
-    found = latest(where(measured_losses(), gpus=2, dim=768, impl=("inf_cl", "inf_cl sends")), "impl", "global_batch")
-    found.sort(key=lambda row: (row["impl"], row["global_batch"]), reverse=True)
-    names = {"inf_cl": "copy engines (removed)", "inf_cl sends": "NCCL"}
-    return table(found, LOSS_COLUMNS | {"loss": lambda row: "infcl, " + names[row["impl"]]})
-
-
 def loss_others() -> str:
     """Other losses and widths on one H200."""
     found = latest(where(measured_losses(), gpus=1), "impl", "dim", "global_batch")
@@ -277,11 +270,6 @@ def loss_h100() -> str:
     found = latest(found, "gpus", "global_batch", "dim", "impl")
     found.sort(key=lambda row: (row["gpus"], row["global_batch"], row["dim"]))
     return f"{table(found, LOSS_COLUMNS)}\n\n{origin(found)}"
-
-
-def loss_origin() -> str:
-    rates = sorted(row["cublas_tflops"] for row in measured_losses())
-    return f"{origin(measured_losses())} A BF16 GEMM of cuBLAS takes {rates[0]:.0f} to {rates[-1]:.0f} TFLOP/s."
 
 
 def siglip_and_disco() -> str:
@@ -330,20 +318,6 @@ def tiling() -> str:
     columns: Columns = {"GPUs": "{gpus}", "batch": "{global_batch:,}", "bare GEMMs, ms": "{products ms:.1f}"}
     columns |= {f"{words}, ms": cell(name) for name, words in names.items()}
     return table(latest(rows("tiling_h200.csv"), "gpus", "global_batch"), columns)
-
-
-def ring_turns() -> str:
-    """Steps of two GPUs that took turns: the mean of each kind of message and its standard error."""
-    found = rows("ring_turns.csv")
-    lines = []
-    for count in dict.fromkeys(row["rows"] for row in found):
-        own = {row["messages"]: row for row in where(found, rows=count)}
-        lines.append([f"{count:,}", *(
-            f"{own[kind]['mean_ms']:.2f} +- {own[kind]['std_ms'] / own[kind]['steps'] ** 0.5:.2f}"
-            for kind in ("waited for", "sends", "copy engines")
-        ), own["sends"]["steps"]])  # fmt: skip
-    header = ["rows per GPU", "not overlapped, ms", "overlapped, ms", "by copy engines (removed), ms", "steps"]
-    return markdown(header, lines)
 
 
 def rings() -> str:
@@ -453,7 +427,7 @@ def table_1_planned() -> str:
 
 
 def _a800():
-    from infcl.plan.setting import load_gpu
+    from infcl.plan.profile import load_gpu
 
     return load_gpu("a800-80g")
 
@@ -468,15 +442,15 @@ def _on_a800s(count: int, loss: str, batch_k: int, offload: int, zero: int):
     )  # fmt: skip
 
 
-def step_memory() -> str:
-    """Peaks of steps on one H200 without a limit."""
-    names = ("gpus", "model", "memory_gb", "loss", "precision", "checkpointing", "pixels", "global_batch")
-    found = latest(rows("memory_rows.csv"), *names)
+def figure_4_planned() -> str:
+    """Steps of the paper's trainer on 8 A800s: its seconds, and those that the planner says."""
+    from benchmarks.paper import paper_step
+
     columns: Columns = {
-        "model": "{model}", "precision": "{precision}", "batch": "{global_batch:,}", "peak, GiB": "{peak_gib:.1f}",
-        "activation checkpointing": lambda row: "yes" if row["checkpointing"] else "no",
+        "batch": "{batch_k}k", "paper, s": "{seconds}",
+        "planned, s": lambda row: f"{paper_step(row['model'], row['gpus'], row['batch_k'] * 1024):.1f}",
     }  # fmt: skip
-    return f"{table(found, columns)}\n\n{origin(found)}"
+    return table(rows("paper_steps.csv"), columns)
 
 
 def table_2() -> str:
@@ -745,23 +719,6 @@ def step_settings() -> str:
     )  # fmt: skip
 
 
-def one_micro_batch() -> str:
-    """Steps of a single micro-batch, where the work of each step shows most."""
-    found = where(steps_of("step.csv"), model="ViT-L-14", micro_batches=1, precision="amp_bf16", blocks="eager")
-    found = sorted(latest(found, *SETTING), key=lambda row: (row["gpus"], row["zero"]))
-    return step_table(found, "GPUs | ZeRO | options | samples/s per GPU | update | peak")
-
-
-def reductions() -> str:
-    """ViT-L-14 with compiled blocks on three machines of two GPUs: bucket size and overlap of the reduction."""
-    found = rows("step_reductions.csv")
-    found.sort(key=lambda row: [row[name] for name in ("machine", "micro_batches", "precision", "zero", "gpus")])
-    return step_table(
-        found, "machine | GPUs | micro-batch x accumulation | precision | ZeRO | options | samples/s per GPU | "
-        "second pass | update | peak", machine="{machine}"
-    )  # fmt: skip
-
-
 def captions() -> str:
     """One H200, autocast, compiled: packed and padded captions, as measured last of each model."""
     every = steps_of("step_captions.csv")
@@ -813,33 +770,6 @@ def kernels() -> str:
     return markdown([last["label"], "per step", "share", "calls"], lines) + f"\n\n{origin(found)}"
 
 
-def attention_layers() -> str:
-    """One layer's attention, compiled: torch's kernels, the Triton kernels, and what a copy of its bytes takes."""
-    found = rows("attention.csv")
-    cases, ways = (list(dict.fromkeys(row[name] for row in found)) for name in ("case", "way"))
-    lines = []
-    for case in cases:
-        own = {row["way"]: row for row in where(found, case=case)}
-        one = next(iter(own.values()))
-        cells = [f"{own[way]['forward_ms']:.3f} / {own[way]['both_ms']:.3f}" if way in own else "" for way in ways]
-        lines.append([case, *cells, f"{one['forward_floor_ms']:.3f} / {one['both_floor_ms']:.3f}"])
-    text = markdown(["", *ways, "a copy of its bytes"], lines)
-    return f"{text}\n\nForward / forward and backward, ms. {origin(found)}"
-
-
-def zero_3() -> str:
-    """ViT-L-14 on H200s, 128 x 8, BF16, checkpointing: ZeRO-3 against ZeRO-1 of the same run, as measured last."""
-    found = where(
-        steps_of("step.csv"), model="ViT-L-14", precision="bf16", checkpointing="True", micro_batch=128,
-        micro_batches=8, gpus=4, zero=(1, 3),
-    )  # fmt: skip
-    runs = dict.fromkeys(row["commit"] for row in found)
-    last = [run for run in runs if {row["zero"] for row in where(found, commit=run)} == {1, 3}][-1]
-    found = where(found, commit=last)
-    return step_table(found, "GPUs | ZeRO | options | samples/s per GPU | of ZeRO-1 | first pass | second pass | peak",
-                      **_of_zero_1(found))  # fmt: skip
-
-
 def _of_zero_1(found: list[dict], *same: str) -> dict[str, Callable[[dict], str]]:
     """A column with the rate compared with that of ZeRO-1 in rows that agree in the columns `same`."""
 
@@ -860,12 +790,6 @@ def zero_3_hosts() -> str:
         "first pass | second pass | peak", **{"Python loop": "{python_loop_seconds:.2f} s"},
         **_of_zero_1(found, "python_loop_seconds", "micro_batch"),
     )  # fmt: skip
-
-
-def slow_host() -> str:
-    """ViT-L-14, 128 x 8, checkpointing, on machines with slow processors."""
-    found = rows("step_slow_host.csv")
-    return step_table(found, "GPUs | ZeRO | samples/s per GPU | first pass | second pass | update | peak")
 
 
 def optimizers() -> str:
@@ -906,13 +830,6 @@ def steps_by_loss() -> str:
 
 
 # ---- other trainers, data, tensor parallelism ----
-
-
-def peer_steps() -> str:
-    """The towers of open_clip alone."""
-    columns: Columns = {"": "{label}", "micro-batch": "{micro_batch}", "samples/s": "{samples_per_second:.0f}"}
-    found = rows("step_peer.csv")
-    return f"{table(found, columns | {'peak': '{peak_gib:.1f} GiB'})}\n\n{origin(found)}"
 
 
 def trainer_rows() -> list[dict]:
@@ -958,7 +875,7 @@ def data_speed() -> str:
 
 
 def tensor_parallel_rows(name: str = "tensor_parallel.csv") -> list[dict]:
-    """Rows of benchmarks.tensor_parallel; at 96af64e values above T = 1 were sent in other ways."""
+    """Rows of tensor_parallel.csv; at 96af64e values above T = 1 were sent in other ways."""
     return [
         row | {"tensor_parallel": f"{row['tensor_parallel']}" + sequence, "T": row["tensor_parallel"]}
         for row in where(rows(name), lever="none", status="ok")
@@ -1007,16 +924,6 @@ def tensor_parallel_memory() -> str:
     return tensor_parallel_table(found, "micro-batch | T | samples/s per GPU | peak, GiB | fifth loss")
 
 
-def tensor_parallel_one_batch() -> str:
-    """ViT-L-14 on four GPUs: T = 1 and T = 2 at the same global batch, in as many micro-batches."""
-    found = newest(where(tensor_parallel_rows(), model="ViT-L-14", gpus=4, zero_stage=1))
-    samples = [row["accum_freq"] * row["batch_size"] / row["T"] for row in found]
-    found = [row for row, count in zip(found, samples) if count == max(samples)]
-    return tensor_parallel_table(
-        found, "T | micro-batch | global batch | samples/s per GPU | of T = 1 | peak, GiB", "gpus"
-    )
-
-
 def tensor_parallel_sizes() -> str:
     """Towers that one GPU can hardly hold, by T and ZeRO stage."""
     found = where(tensor_parallel_rows(), model=("bigG", "5B"))
@@ -1040,20 +947,6 @@ def tensor_parallel_losses() -> str:
     return markdown(["GPUs", "", "root mean square", "greatest"], lines)
 
 
-def tensor_parallel_updates() -> str:
-    """The fifth step's loss by program and T; settings that ran twice show both."""
-    losses: dict[str, list[str]] = {}
-    found = where(rows("tensor_parallel_updates.csv"), step=5)
-    for row in found:
-        words = f"T = {row['tensor_parallel']}" if row["program"] == "infcl" else row["program"]
-        words += ", sequence parallel" * (row["sequence_parallel"] == "True") + ", compiled" * (
-            row["compiled"] == "True"
-        )
-        losses.setdefault(words, []).append(f"{row['loss']:.4f}")
-    text = markdown(["", "loss"], [[name, ", ".join(values)] for name, values in losses.items()])
-    return f"{text}\n\n{origin(found)}"
-
-
 # ---- the planner ----
 
 
@@ -1070,8 +963,9 @@ def planned_towers() -> str:
     """Eight H200s, 32k samples, BF16: the fastest setting of each model, as planned."""
     from infcl.models.config import load_model_config
     from infcl.plan.loads import memory_of
+    from infcl.plan.profile import load_gpu
     from infcl.plan.search import fastest
-    from infcl.plan.setting import Setting, load_gpu, parameters_of
+    from infcl.plan.setting import Setting, parameters_of
     from infcl.plan.timing import phases_of, samples_per_second
 
     lines = []
@@ -1142,22 +1036,6 @@ def figure_1() -> dict:
 def figure_4() -> dict:
     """Time of the loss against the batch."""
     return _loss_curves_of("median_ms", 1.0)
-
-
-def figure_4_steps() -> dict:
-    """A whole step compared with that of infcl's loss, and the seconds of its loss, against the batch."""
-    found = [row for row in rows("step_losses.csv") if row["median_s"] != ""]
-    found = latest(found, "impl", "model", "device", "global_batch")
-    ours = {row["global_batch"]: row["median_s"] for row in where(found, impl="inf_cl")}
-    values = {
-        "whole step / infcl's": lambda row: row["median_s"] / ours[row["global_batch"]],
-        "loss, seconds": lambda row: row["seconds_loss"],
-    }
-    return {
-        panel: {LOSSES[impl]: sorted((row["global_batch"], value(row)) for row in where(found, impl=impl))
-                for impl in LOSSES if where(found, impl=impl)}
-        for panel, value in values.items()
-    }  # fmt: skip
 
 
 def figure_5() -> dict:
@@ -1352,40 +1230,31 @@ def _save(figure, picture: Path, panels: dict) -> None:
 
 
 TABLES: dict[str, Callable[[], str]] = {
-    "attention-layers": attention_layers,
     "data-speed": data_speed,
     "demo": demo,
+    "figure-4-planned": figure_4_planned,
     "figure-4-steps": steps_by_loss,
     "figure-5": figure_5_table,
     "gradients": gradients,
     "hard-negatives": hard_negatives,
     "locked-tower": locked_tower,
     "loss-1-gpu": lambda: loss_table(1, ("inf_cl", "clip_compiled", "clip", "official_open_clip", "official")),
-    "loss-2-gpus": loss_two_gpus,
     "loss-4-gpus": lambda: loss_table(4, ("inf_cl", "clip", "official_open_clip", "official")),
     "loss-h100": loss_h100,
-    "loss-origin": loss_origin,
     "loss-others": loss_others,
     "optimizers": optimizers,
-    "peer-steps": peer_steps,
     "peer-trainers": peer_trainers,
     "plan-errors": plan_errors,
     "precision": precision,
     "ranks-32": many_ranks,
     "retrieval": retrieval,
-    "ring-turns": ring_turns,
     "rings": rings,
     "siglip-disco": siglip_and_disco,
     "step-attention": attention,
     "step-captions": captions,
     "step-kernels": kernels,
     "step-levers": step_settings,
-    "step-memory": step_memory,
-    "step-one-micro-batch": one_micro_batch,
-    "step-reductions": reductions,
     "step-residents": cached_activations,
-    "step-slow-host": slow_host,
-    "step-zero-3": zero_3,
     "step-zero-3-hosts": zero_3_hosts,
     "steps": steps,
     "steps-h100": steps_h100,
@@ -1400,10 +1269,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "table-4": table_4,
     "tensor-parallel-losses": tensor_parallel_losses,
     "tensor-parallel-memory": tensor_parallel_memory,
-    "tensor-parallel-one-batch": tensor_parallel_one_batch,
     "tensor-parallel-rates": tensor_parallel_rates,
     "tensor-parallel-sizes": tensor_parallel_sizes,
-    "tensor-parallel-updates": tensor_parallel_updates,
     "thousands": thousands,
     "tiling": tiling,
     "towers": planned_towers,
@@ -1412,7 +1279,6 @@ BATCH = "global batch"
 CHARTS: dict[str, tuple[Callable[[], dict], Callable[[dict, Path], None]]] = {
     "figure_1.png": (figure_1, curves((BATCH, BATCH, "GPUs"), "GiB per GPU")),
     "figure_4.png": (figure_4, curves(BATCH, "ms, forward + backward")),
-    "figure_4_steps.png": (figure_4_steps, curves(BATCH, "one GPU")),
     "figure_5.png": (figure_5, curves(BATCH, "accuracy", log_y=False)),
     "loss_curves.png": (
         loss_curves,

@@ -4,7 +4,6 @@ import contextlib
 import os
 import random
 import socket
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -26,24 +25,6 @@ def _start(rank: int, function: Callable, world_size: int, port: int, arguments:
     os.environ |= {name: str(value) for name, value in names.items()}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     function(rank, *arguments)
-
-
-def fork_ranks(count: int, run: Callable[[int], None]) -> int:
-    """run(0) to run(count - 1), for many ranks on CPUs: forked from this process, which has imported torch -> the
-    largest exit code."""
-    torch.set_num_threads(1)
-    children = []
-    for rank in range(count):
-        if (child := os.fork()) == 0:
-            code = 1
-            try:
-                run(rank)
-                sys.stdout.flush()
-                code = 0
-            finally:
-                os._exit(code)
-        children.append(child)
-    return max(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children)
 
 
 def _free_port() -> int:

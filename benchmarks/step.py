@@ -14,8 +14,6 @@ setting, --csv appends it with commit, hardware and versions:
 
     --sweep FILE   one setting a line (flags; # comments), each in its own processes, ended after --time-out seconds
     --one-process  all of them in this process, which starts and compiles once: for short sweeps on one GPU
-    --peer DIR     open_clip from this checkout: forward, and forward + backward, eager and compiled; a gradient cache
-                   of it would take both for each sample. No optimizer, no loss, no data: an upper bound
 """
 
 import argparse
@@ -38,7 +36,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.clock import hardware, library_tflops, require_gpus
+from benchmarks.clock import hardware, library_tflops
 from benchmarks.rows import append
 from infcl.config import TrainConfig, parse_args
 from infcl.models.attention import towers_with_kernel
@@ -67,16 +65,10 @@ def main() -> None:
     options, trainer_flags = _parse(sys.argv[1:])
     if options.sweep is not None:
         signal.signal(signal.SIGTERM, lambda *_: sys.exit("benchmarks.step: ended by SIGTERM"))
-    if options.peer is not None:
-        require_gpus("benchmarks.step", 1 if "RANK" in os.environ else options.gpus)
     if options.sweep is not None:
         (_sweep_in_process if options.one_process else _sweep)(options)
     elif options.gpus > 1 and "RANK" not in os.environ:
         sys.exit(subprocess.run(command(options.gpus, sys.argv[1:])).returncode)
-    elif options.peer is not None:
-        from benchmarks.step_peer import measure_open_clip
-
-        measure_open_clip(options, trainer_flags)
     else:
         measure(options, trainer_flags)
         destroy_parallel()
@@ -100,7 +92,6 @@ def _parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--sweep", type=Path, default=None)
     parser.add_argument("--one-process", action="store_true")
     parser.add_argument("--time-out", type=float, default=120.0, help="seconds for each setting of a sweep")
-    parser.add_argument("--peer", type=Path, default=None)
     return parser.parse_known_args(arguments)
 
 
@@ -156,7 +147,7 @@ def shared_folder() -> Iterator[Path]:
 
 
 def choose_sdpa(name: str) -> None:
-    """Leave torch one kernel of scaled_dot_product_attention (beside the plain one), or its own choice."""
+    """Leave torch one kernel of scaled_dot_product_attention (and the plain one), or its own choice."""
     if name != "auto":
         torch.backends.cuda.enable_flash_sdp(name == "flash")
         torch.backends.cuda.enable_cudnn_sdp(name == "cudnn")
@@ -178,7 +169,7 @@ def config_of(zero: str, zero_options: dict, steps: int, trainer_flags: list[str
 
 
 def _said(zero: str) -> dict:
-    """What of a preset a row has to say beside its name: rows without have DeepSpeed's own bucket, and overlap_comm."""
+    """What a row says of its preset: rows without it have DeepSpeed's own bucket, and overlap_comm."""
     known = json.loads(Path(f"ds_configs/zero{zero}.json").read_text())["zero_optimization"]
     said = {name: known[name] for name in ("reduce_bucket_size",) if name in known}
     return said | ({"overlap_comm": False} if known.get("overlap_comm") == "auto" else {})  # all GPUs are of one host

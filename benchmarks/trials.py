@@ -40,7 +40,7 @@ COLUMNS = (
 class Trials:
     """`trials(loss, pixels, batch)` -> that trial's row; one that `path` has already is not run again.
 
-    Collective. path: CSV to which rank 0 appends rows; beside it, while a trial runs, `begun.json` has its key.
+    Collective. path: CSV to which rank 0 appends rows; next to it, while a trial runs, `begun.json` has its key.
     """
 
     def __init__(self, trainer: AbridgedTrainer, options: argparse.Namespace, path: Path):

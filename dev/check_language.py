@@ -36,7 +36,6 @@ WORDS = {  # pattern: what to write
     r"graphs that stay|resident micro-batch(es)?": "cached activations",
 }
 NOT_YET_CLEAN = (
-    "benchmarks",
     "infcl/checkpoint",
     "infcl/cluster",
     "infcl/convert",
@@ -46,11 +45,8 @@ NOT_YET_CLEAN = (
     "infcl/loss",
     "infcl/models",
     "infcl/parallel",
-    "infcl/plan",
-    "infcl/report",
     "launch",
     "megatron_patches",
-    "tests/benchmarks",
     "tests/checkpoint",
     "tests/cluster",
     "tests/config",

@@ -16,8 +16,9 @@ from infcl.config.preset import stage_in_words
 from infcl.models.config import load_model_config
 from infcl.plan.host import host_bytes, host_parts
 from infcl.plan.loads import load_of, memory_of
+from infcl.plan.profile import load_gpu, load_link
 from infcl.plan.search import fastest, fits, fits_gpu, fits_host, largest_batch, micro_batches, with_graphs
-from infcl.plan.setting import Gpu, Link, Setting, captions_of, load_gpu, load_link
+from infcl.plan.setting import Setting, captions_of
 from infcl.plan.sweep import crossover, draw, read_range, sweep
 from infcl.plan.timing import phases_of, samples_per_second
 
@@ -44,7 +45,7 @@ def parser() -> argparse.ArgumentParser:
     flags.add_argument("--model", default="ViT-L-14")
     flags.add_argument("--gpus", type=int, default=8)
     flags.add_argument("--gpus-per-node", type=int, default=8)
-    flags.add_argument("--host-memory-gib", type=float, help="of a host; without, whatever lies there is taken to fit")
+    flags.add_argument("--host-memory-gib", type=float, help="of a node; without it everything is taken to fit")
     flags.add_argument("--gpu", default="h200", help="profile of infcl/plan/profiles/gpus, or a file of --measure")
     flags.add_argument("--link", default="nic-400", help="profile of infcl/plan/profiles/links, or a file like them")
     flags.add_argument(  # where a flag has two spellings, the second is the trainer's
@@ -53,7 +54,7 @@ def parser() -> argparse.ArgumentParser:
     flags.add_argument(
         "--micro-batch-size", "--batch-size", default="auto", help="pairs per GPU and micro-batch; auto: the fastest"
     )
-    flags.add_argument("--caption-tokens", type=int, help="of a packed caption, in the mean; default: whole captions")
+    flags.add_argument("--caption-tokens", type=int, help="of a packed caption, on average; default: padded captions")
     flags.add_argument("--zero", type=int, default=1, choices=(0, 1, 2, 3))
     flags.add_argument("--grad-checkpointing", action="store_true", help="recompute activations in the backward pass")
     flags.add_argument("--offload", action="store_true", help="optimizer state in host memory")
@@ -123,18 +124,6 @@ def setting_of(arguments: argparse.Namespace) -> Setting:
     return setting.with_(micro_batch=choices[best])
 
 
-def told(profile: Gpu | Link) -> str:
-    """Which of a profile's figures were measured and which were not."""
-    figures = {
-        name: value for name, value in vars(profile).items() if isinstance(value, (int, float)) and name != "bf16"
-    }
-    parts = {
-        "measured": [f"{name} {value}" for name, value in figures.items() if name not in profile.estimated],
-        "estimated": [f"{name} {value}" for name, value in figures.items() if name in profile.estimated],
-    }
-    return f"{profile.name}: " + "; ".join(f"{how} {', '.join(names)}" for how, names in parts.items() if names)
-
-
 def describe(setting: Setting, *, graphs: bool = False) -> str:
     """graphs: as many as fit are kept, here and in the fastest settings."""
     asked, setting = setting.zero, with_graphs(setting.as_run()) if graphs else setting.as_run()
@@ -145,12 +134,7 @@ def describe(setting: Setting, *, graphs: bool = False) -> str:
     lines = [
         f"{setting.gpus} x {setting.gpu.name}, {counted(setting.nodes, 'host')}"
         + (f", {setting.link.name} between them" if setting.nodes > 1 else ""),
-        *(
-            f"  of {profile.name} {', '.join(names)} are estimated, not measured"
-            for profile in (setting.gpu, setting.link)
-            if (names := [name for name in profile.estimated if name != "fp32_tflops" or setting.precision == "fp32"])
-            and (profile is setting.gpu or setting.nodes > 1)
-        ),
+        *(f"  {one.name}: {one.source}" for one in (setting.gpu, setting.link)[: 1 + (setting.nodes > 1)]),
         f"{setting.global_batch:,} samples per step = {counted(setting.dp_size, 'data-parallel rank')} x "
         f"{setting.num_micro_batches} x {setting.micro_batch}; {stage_in_words(asked, setting.zero)}, "
         f"{'checkpointing, ' if setting.checkpointing else ''}"
@@ -187,14 +171,14 @@ def describe(setting: Setting, *, graphs: bool = False) -> str:
 
 
 def _of_host(setting: Setting) -> str:
-    """Whether a host holds what lies there."""
+    """Whether a host holds what is stored there."""
     gib = setting.host_memory_gib
     if gib is None:
         return "--host-memory-gib says whether that fits"
     if not fits_host(setting, gib):
         return f"it does NOT fit into {gib:g}"
     return f"it fits into {gib:g}" + (
-        "" if fits_host(setting, gib, pixels=True) else " but for pixels, read again then"
+        "" if fits_host(setting, gib, pixels=True) else ", except pixels, which are read again then"
     )
 
 
@@ -227,7 +211,8 @@ def main(argv: list[str] | None = None) -> int:
 
             profile = measure()
             arguments.measure.write_text(json.dumps(dataclasses.asdict(profile), indent=2) + "\n")
-            print(f"wrote {arguments.measure}: {told(profile)}")
+            figures = ", ".join(f"{name} {value}" for name, value in vars(profile).items())
+            print(f"wrote {arguments.measure}: {figures}")
             return 0
         setting = setting_of(arguments)
         if arguments.sweep is None:

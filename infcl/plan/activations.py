@@ -12,10 +12,10 @@ from infcl.models.config import CLIPConfig, VisionConfig, kept_patches
 # the four linear layers, q, k and v, and what GELU saw; attention keeps no matrix. Under autocast norms work in fp32
 # and keep their inputs so, the rest is bf16. tests/plan/test_plan_memory.py counts them.
 BLOCK_BYTES = {"fp32": 64, "amp_bf16": 36, "bf16": 32, "fp16": 32}
-# The residual stream under autocast: the convolution's 16 bits in the image tower, the embedding's fp32 in the text's.
+# The residual stream under autocast: the convolution's half precision (image), the embedding's FP32 (text).
 _STREAM_BYTES = {"fp32": (4, 4), "amp_bf16": (2, 4), "bf16": (2, 2), "fp16": (2, 2)}
-# A compiled graph under autocast keeps norms' inputs as they come: 16 bits for 32 in the image tower, in the text tower
-# only attention's output, once a graph. tests/megatron_patches/test_megatron_saved.py counts them.
+# A compiled graph under autocast keeps norms' inputs as they come: in half precision in the image tower, in the text
+# tower only attention's output, once per graph. tests/megatron_patches/test_megatron_saved.py counts them.
 _SPARED_BYTES = {"image": 4.0, "text": 2.0}
 
 
@@ -45,7 +45,7 @@ def _graphs(
     """{"image", "text"}: the graphs of one micro-batch, of the blocks that are trained.
 
     With activation checkpointing the forward leaves the input of every block, and the backward makes one block whole;
-    gradients of GELU and the stream pass through one in any case. Tensor-parallel ranks share what lies between the
+    gradients of GELU and the stream pass through one in any case. Tensor-parallel ranks share what is between the
     linear layers they split, with sequence parallelism all. Around the image tower's blocks there are its pixels, the
     first norm's input, and all of the last block's output, of which the head takes a view.
     blocks: how many of a tower's are trained, its last ones; all unless told.

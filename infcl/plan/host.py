@@ -20,7 +20,7 @@ def host_parts(load: Load) -> dict[str, float]:
     Of what is offloaded, an element takes in ZeRO-3 its master (4), the optimizer's state and two gradients: the sum
     over micro-batches, and what the optimizer is given. ZeRO-1 and 2 have one gradient and, instead of the sum, a copy
     of the new parameter on its way to the GPU; ZeRO-2 in 32 bits sums there too.
-    On a CPU this lies beside `parts_of`, in the same memory.
+    On a CPU this is in the same memory as `parts_of`.
     """
     width, own = 2 if load.precision in ("bf16", "fp16") else 4, load.trainable / load.batch.dp_size
     parts = dict.fromkeys(("optimizer", "gradients", "parameters"), 0.0)
@@ -44,8 +44,8 @@ def host_parts(load: Load) -> dict[str, float]:
 def host_bytes(load: Load, ranks: int) -> float:
     """Of a host with so many ranks, the first of the run among them, at most at once.
 
-    That rank begins with float32 copies of 16-bit parameters, which are gone before pixels wait and checkpoints are
-    written.
+    That rank begins with FP32 copies of half-precision parameters, which are gone before pixels wait and checkpoints
+    are written.
     """
     parts = host_parts(load)
     later = parts["pixels"] + parts["checkpoint"]

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from infcl.config import BatchPlan, TrainConfig
+from infcl.config import BatchPlan, RunSpec, TrainConfig
 from infcl.engine.optim import checkpoint_bytes, state_bytes_per_element
 from infcl.loss.contrastive import TILED
 from infcl.loss.links import lap_length
@@ -16,48 +16,26 @@ from infcl.step.offload import UPLOAD_LEAD
 STAGES = (0, 1, 2, 3)
 
 
-def memory_plan(
-    cfg: CLIPConfig,
-    batch: BatchPlan,
-    config: TrainConfig,
-    counts: dict[str, tuple[int, int]],
-    precision: str,
-    zero_optimization: dict,
-    **options: Any,
-) -> dict[str, list[float]]:
-    """{part: bytes per rank under ZeRO 0, 1, 2, 3}, nothing offloaded; `options` of `memory_of_run`."""
-    arguments = (cfg, batch, config, counts, precision, zero_optimization)
-    columns = [memory_of_run(*arguments, stage=stage, **options) for stage in STAGES]
-    return {part: [column[part] for column in columns] for part in columns[0]}
-
-
-def memory_of_run(*arguments: Any, **options: Any) -> dict[str, float]:
-    """{part: bytes per rank} of device memory under a run's flags, those of `load_of_run`; the last, "peak", is what
-    there is at once.
-    """
-    return parts_of(load_of_run(*arguments, **options))
-
-
 def load_of_run(
+    spec: RunSpec,
     cfg: CLIPConfig,
-    batch: BatchPlan,
-    config: TrainConfig,
     counts: dict[str, tuple[int, int]],
-    precision: str,
-    zero_optimization: dict,
     *,
-    stage: int,
-    offloads: tuple[str, ...] = (),
-    on_cpu: bool = False,
+    stage: int | None = None,
     ranks_of_host: int | None = None,
 ) -> Load:
-    """What memory follows from under a run's flags.
+    """Return what memory follows from in a run.
 
-    counts: of the whole model; tensor-parallel ranks share it (but for embeddings and norms, which are left out here).
-    Of resident micro-batches `auto` counts one: the run measures how many more there is room for.
-    on_cpu: blocks are compiled only where that is asked for, and pixels are where they are. ranks_of_host: None where
-    there is one host.
+    Of cached activations `auto` counts one micro-batch: the run measures how many more there is room for.
+
+    Args:
+        spec: the run.
+        cfg: its model.
+        counts: parameters of the full model, of which tensor-parallel ranks share the blocks'.
+        stage: another ZeRO stage than the run's, with nothing offloaded.
+        ranks_of_host: None where there is one node.
     """
+    config, batch, precision, on_cpu = spec.flags, spec.batch, spec.precision, spec.device == "cpu"
     share, ranks = config.tensor_parallel_size, batch.dp_size * config.tensor_parallel_size
     on_host = ranks_of_host or ranks
     # several texts of an image take the memory of one that is as much longer
@@ -73,12 +51,12 @@ def load_of_run(
         batch=batch,
         parameters=parameters,
         trainable=trainable,
-        stage=stage,
+        stage=spec.zero_stage if stage is None else stage,
         precision=precision,
         loss=config.loss,
         checkpointing=config.grad_checkpointing,
-        compiled=config.compile_blocks == "on" or (config.compile_blocks == "auto" and not on_cpu),
-        zero=zero_optimization,
+        compiled=spec.compiles_blocks,
+        zero=spec.zero_optimization,
         resident=1 if config.resident_micro_batches == "auto" else int(config.resident_micro_batches),
         moments=state_bytes_per_element(config),
         tensor_parallel=share,
@@ -89,7 +67,7 @@ def load_of_run(
         pixels_on_gpu=config.pixel_cache == "gpu" and not on_cpu,
         uploads=0 if on_cpu else 1 + UPLOAD_LEAD,
         two_level=has_two_levels(config, ranks, on_host),
-        offloads=offloads,
+        offloads=spec.offloads if stage is None else (),
         checkpoint=checkpoint_bytes(config, parameters, trainable) / batch.dp_size,
         on_cpu=on_cpu,
     )

@@ -14,11 +14,11 @@ import torch
 
 from infcl.loss.inf_cl import inf_cl_loss
 from infcl.models.transformer import Transformer
-from infcl.plan.setting import Gpu
+from infcl.plan.profile import Gpu
 
 _WIDTH, _HEADS, _LAYERS, _TOKENS, _BATCH = 1024, 16, 4, 257, 128
 _ROWS, _DIM = 32768, 768
-# What the loop is reckoned to take on a host of host_factor 1. Of one machine: there it took 1.41 s, and the four
+# What the loop is taken to need on a host of host_factor 1. Of one machine: there it took 1.41 s, and the four
 # steps of docs/benchmarks/step.md are met best with 2.9.
 _LOOP_SECONDS = 0.486
 _LOOP = "total = 0\nfor i in range(10_000_000): total += i"  # with a module's names, as it was measured
@@ -33,7 +33,6 @@ def measure() -> Gpu:
     return Gpu(
         name=torch.cuda.get_device_name(device),
         memory_gib=round(properties.total_memory / 2**30, 1),
-        usable=0.94,
         matmul_tflops=round(matmul / 1e12),
         tower_efficiency=round(_towers(device, compiled=False) / matmul, 3),
         compiled_efficiency=round(_towers(device, compiled=True) / matmul, 3),
@@ -41,11 +40,9 @@ def measure() -> Gpu:
         hbm_gbs=round(copy_rate(device, device) * 2),
         link_gbs=25 if alone else round(copy_rate(device, torch.device("cuda", 1))),
         pcie_gbs=round(copy_rate(torch.device("cpu"), device)),
-        source="measured by python -m infcl.plan --measure, but for what is estimated",
-        multiprocessors=properties.multi_processor_count,
+        source="measured by python -m infcl.plan --measure; estimated: host_factor" + ", link_gbs" * alone,
         fp32_tflops=round(_matmul(device, torch.float32) / 1e12),
         host_factor=round(host_factor(), 2),
-        estimated=("usable", "link_gbs", "host_factor") if alone else ("usable", "host_factor"),
     )
 
 

@@ -2,7 +2,7 @@
 
 An estimate: the allocator's fragments, the CUDA context and the layers that ZeRO-3 gathers come on top (a profile's
 `usable` leaves room for them). Within 5% of the peaks measured on H200s (ZeRO-1 and 3, offload and losses that hold
-their logits included): docs/benchmarks/planner.md. What lies in host memory is counted in host.py.
+their logits included): docs/benchmarks/planner.md. What is in host memory is counted in host.py.
 
 Sizes: P parameters, T trainable ones, N data-parallel ranks, m micro-batch size, M micro-batches, b = M m, D embedding
 width, S pixels per side, L tokens.
@@ -26,7 +26,7 @@ from infcl.plan.parts import (
     state_bytes,
 )
 
-HEADROOM = 0.08  # of the device's memory, which graphs that stay leave for fragments and the library's workspaces
+HEADROOM = 0.08  # of the device's memory, which cached activations leave for fragments and the library's workspaces
 
 
 def parameter_counts(model: nn.Module) -> dict[str, tuple[int, int]]:
@@ -89,7 +89,7 @@ def _layout(load: Load) -> dict[str, Any]:
 
 
 def graphs_of(load: Load) -> dict[str, float]:
-    """{"activations", "backward"}: bytes of the graphs that are kept, and of what a backward makes beside them."""
+    """{"activations", "backward"}: bytes of the graphs that are kept, and of what a backward adds to them."""
     whole = {"image": load.cfg.vision_cfg.layers, "text": load.cfg.text_cfg.layers}
     trained = load.blocks or whole
     return graph_bytes(
@@ -128,7 +128,7 @@ def parts_of(load: Load) -> dict[str, float]:
     graphs = graphs_of(load)
     graph = graphs["activations"] / max(1, min(load.resident, batch.num_micro_batches))
     buckets = bucket_bytes(load.zero, load.trainable, graph=graph, **sizes)
-    if load.on_cpu:  # a bucket's pages are taken when a gradient first lies in them: small models leave most of it
+    if load.on_cpu:  # a bucket's pages are taken when a gradient is first written to them
         buckets = min(buckets, (12.0 if load.stage == 1 else 8.0) * load.trainable)
     parts["gradient buckets"] = buckets
     parts["gathered parameters"] = gathered_bytes(
@@ -142,7 +142,7 @@ def parts_of(load: Load) -> dict[str, float]:
 
 
 def _loss_of(load: Load) -> dict[str, float]:
-    """{"feature gradients", "loss"}, with the rows of the tensor-parallel ranks beside this one."""
+    """{"feature gradients", "loss"}, with the rows of the other tensor-parallel ranks."""
     batch, width = load.batch, load.cfg.embed_dim
     rows = batch.rank_batch_size // load.tensor_parallel
     parts = loss_bytes(
@@ -160,9 +160,9 @@ def _loss_of(load: Load) -> dict[str, float]:
 
 
 def bytes_beside_graphs(load: Load) -> float:
-    """What graphs that stay have to leave, beside HEADROOM and what is there before a step: parameters and optimizer.
+    """What cached activations have to leave, in addition to HEADROOM, the parameters and the optimizer.
 
-    Gradients and a bucket of them, the loss and its workspace, what a backward makes beside the graphs (of recomputed
+    Gradients and a bucket of them, the loss and its workspace, what a backward adds to the graphs (of recomputed
     blocks, more than half of one), trunks of frozen blocks, pixels on their way and those that wait on the device.
     """
     trunks = load.batch.rank_batch_size * load.trunks

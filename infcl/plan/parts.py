@@ -22,7 +22,7 @@ def state_bytes(
     """{"parameters", "gradients", "optimizer"}: bytes per rank of what training keeps between steps.
 
     fp32 and amp_bf16: parameters and gradients of 4 bytes. bf16 and fp16: parameters of 2, gradients accumulated in
-    fp32; BF16_Optimizer keeps those of 2 bytes beside them. tests/plan/test_plan_memory.py counts them.
+    fp32; BF16_Optimizer also keeps those of 2 bytes. tests/plan/test_plan_memory.py counts them.
     Optimizer: `moments` bytes an element (8: two of Adam's) and, from stage 1 on, the fp32 master of the rank's share.
     """
     width, share = 2 if precision in ("bf16", "fp16") else 4, 1 / ranks
@@ -41,8 +41,8 @@ def passing_bytes(zero_optimization: dict, trainable: int, *, stage: int, ranks:
     """Bytes per rank of gradients on a GPU under an offloaded optimizer: at most, while they are on their way to it.
 
     ZeRO-3: the backward runs ahead by up to three buckets whose gradients wait for the stream that carries them away,
-    and the bucket that is on its way is there a second time, its rank's share of 16 bits in float32 too. ZeRO-2 keeps
-    the float32 sums of 16 bits, ZeRO-1 whole gradients until the last micro-batch.
+    and the bucket that is on its way is there a second time, its rank's share of half precision in FP32 too. ZeRO-2
+    keeps the FP32 sums of half precision, ZeRO-1 full gradients until the last micro-batch.
     """
     if stage < 3:
         return 0.0 if sums_gradients_on_host(stage, precision) else trainable * 4 / (ranks if stage == 2 else 1)
@@ -63,9 +63,9 @@ def bucket_bytes(
     """Bytes per rank of DeepSpeed's buffers for gradients on their way: allocated whole, whatever the model's size.
 
     Of each type in which gradients travel it has one of 4 bytes an element, with overlap_comm two; of stage 3 one, in
-    that type, which with 16-bit parameters stage 2 has as well. Float32 buckets that fill before the backward ends are
-    flattened while activations are there: all but the share of the `graph` bytes that is gone by then. Of stage 3 it is
-    gradients instead (engine/reduce.py): of the bucket that fills, of one that is on its way, and flattened. A bucket
+    that type, which with half-precision parameters stage 2 has as well. FP32 buckets that fill before the backward ends
+    are flattened while activations are there: all but the share of the `graph` bytes that is gone by then. Of stage 3
+    it is gradients instead (engine/reduce.py): of the bucket that fills, of one on its way, and flattened. A bucket
     that is larger than the model counts whole, as DeepSpeed's own buffer did: what is there is between none and twice
     the model's gradients.
     """

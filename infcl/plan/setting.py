@@ -1,10 +1,8 @@
-"""What is planned: a frozen record of everything that memory and time follow from, and the profiles of hardware."""
+"""What is planned: a frozen record of everything that memory and time follow from."""
 
 import dataclasses
-import json
 from dataclasses import dataclass
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,45 +12,7 @@ from infcl.models import CLIP
 from infcl.models.config import CLIPConfig, check_divides, with_overrides
 from infcl.models.packing import packs, row_length
 from infcl.plan.memory import parameter_counts
-
-_PROFILES = Path(__file__).parent / "profiles"
-
-
-@dataclass(frozen=True)
-class Gpu:
-    """A GPU and its host, as they perform: sustained rates, not peaks. profiles/*.json; `measure.py` fills one in."""
-
-    name: str
-    memory_gib: float  # of the device
-    usable: float  # share of it that tensors may take: the rest is the CUDA context, NCCL, libraries and fragments
-    matmul_tflops: float  # an 8192^3 bf16 product
-    tower_efficiency: float  # share of it that towers reach: eager blocks ...
-    compiled_efficiency: float  # ... and compiled ones
-    loss_efficiency: float  # share of it that the tiled loss reaches, on 8 b^2 D flops
-    hbm_gbs: float  # GB/s of its memory
-    link_gbs: float  # GB/s in each direction to the other GPUs of the host (NVLink)
-    pcie_gbs: float  # GB/s to host memory
-    source: str  # where the figures come from
-    multiprocessors: int = 132  # Hopper's
-    fp32_tflops: float = 50.0  # products in float32, which tensor cores do not compute: 0.75 of Hopper's data sheet
-    host_factor: float = 1.0  # how many times as long its host takes to issue work as those that were measured first
-    bf16: bool = True  # whether its tensor cores compute bf16; where not, matmul_tflops is the rate of fp16
-    estimated: tuple[str, ...] = ()  # the figures that nobody has measured
-
-    @property
-    def usable_bytes(self) -> float:
-        return self.memory_gib * 2**30 * self.usable
-
-
-@dataclass(frozen=True)
-class Link:
-    """What a GPU sends to other hosts through: its share of the NICs."""
-
-    name: str
-    gbs: float  # GB/s in each direction, per GPU
-    latency_us: float  # of a message
-    source: str
-    estimated: tuple[str, ...] = ()
+from infcl.plan.profile import Gpu, Link, load_link
 
 
 @dataclass(frozen=True)
@@ -84,8 +44,8 @@ class Setting:
     caption_row: int | None = None  # places of a row of packed captions, of context_length tokens each; None: whole
 
     @property
-    def product_rate(self) -> float:
-        """Of large matrix products, flops a second."""
+    def matmul_rate(self) -> float:
+        """Of large GEMMs, flops per second."""
         return 1e12 * (self.gpu.fp32_tflops if self.precision == "fp32" else self.gpu.matmul_tflops)
 
     @property
@@ -179,7 +139,7 @@ class Setting:
 
 
 def captions_of(model: CLIPConfig, tokens: int | None) -> dict[str, Any]:
-    """A Setting's `model` and `caption_row`, captions packed, of so many tokens in the mean (None: whole).
+    """A Setting's `model` and `caption_row`, captions packed, of so many tokens on average (None: padded).
 
     To the tower they are shorter ones, which attend within rows. ValueError for a tower that sees what follows them.
     """
@@ -189,58 +149,6 @@ def captions_of(model: CLIPConfig, tokens: int | None) -> dict[str, Any]:
         raise ValueError("captions are not packed for a text tower that sees what follows one, or pools another place")
     row = row_length(model.text_cfg.context_length)
     return {"model": with_overrides(model, context_length=tokens), "caption_row": row}
-
-
-def load_gpu(name_or_path: str) -> Gpu:
-    """A profile of profiles/gpus, or the JSON file that `--measure` wrote. ValueError naming those that there are.
-
-    Of an older file, without the rate of float32, Hopper's is taken, as an estimate.
-    """
-    values = _load("gpu", name_or_path, Gpu)
-    if "fp32_tflops" not in values:
-        values["estimated"] += ("fp32_tflops",)
-    return Gpu(**values)
-
-
-def load_link(name_or_path: str) -> Link:
-    """A profile of profiles/links, or a JSON file like them."""
-    return Link(**_load("link", name_or_path, Link))
-
-
-def _load(kind: str, name: str, profile: type) -> dict:
-    path = Path(name) if name.endswith(".json") else _PROFILES / f"{kind}s" / f"{name}.json"
-    if not path.is_file():
-        known = ", ".join(sorted(path.stem for path in (_PROFILES / f"{kind}s").glob("*.json")))
-        raise ValueError(f"--{kind} {name}: no such profile (known: {known}; or a JSON file)")
-    try:
-        values = json.loads(path.read_text())
-    except ValueError as error:
-        raise ValueError(f"--{kind} {name}: no JSON ({error})") from None
-    fields = {field.name: field.default is dataclasses.MISSING for field in dataclasses.fields(profile)}
-    needed = {field for field, is_needed in fields.items() if is_needed}
-    if not isinstance(values, dict) or not needed <= set(values) <= set(fields):
-        raise ValueError(f"--{kind} {name}: a profile has {', '.join(fields)} and nothing else")
-    figures = {field.name for field in dataclasses.fields(profile) if field.type in (int, float)}
-    for field in dataclasses.fields(profile):
-        if field.name in values and (wrong := _wrong(field, values[field.name], figures)):
-            raise ValueError(f"--{kind} {name}: {field.name} is {values[field.name]!r}, {wrong}")
-    return values | {"estimated": tuple(values.get("estimated", ()))}
-
-
-def _wrong(field: dataclasses.Field, value: Any, figures: set[str]) -> str | None:
-    """What a field of a profile should be, where it is not. figures: the names of a profile's numbers."""
-    if field.name == "estimated":
-        is_list = isinstance(value, list) and all(isinstance(name, str) for name in value)
-        return None if is_list and set(value) <= figures else "which is no list of a profile's figures"
-    if field.type is str:
-        return None if isinstance(value, str) else "which is no text"
-    if field.type is bool:
-        return None if isinstance(value, bool) else "which is neither true nor false"
-    if type(value) is not int and (field.type is int or type(value) is not float):
-        return "which is no whole number" if field.type is int else "which is no number"
-    if not 0 <= value < float("inf") or (value == 0 and field.name != "latency_us"):
-        return "which cannot be: a number above 0"
-    return "a share: at most 1" if field.name == "usable" and value > 1 else None
 
 
 @lru_cache

@@ -1,43 +1,89 @@
 """Seconds of a step, phase by phase: what computes, what travels, and what of that hides behind what.
 
-    encode      M - R forwards without a graph             replay    M forwards, backwards, and recomputations
-    loss        8 rows B D flops a GPU                     ring      blocks of W ranks, behind the loss
-    gradients   reduce (ZeRO 0, 1: once a step; 2, 3: for each micro-batch), with overlap_comm behind the backward: in
-                ZeRO-3, and in ZeRO 1 and 2 across hosts
-    parameters  gathered: ZeRO 1, 2 after the update; ZeRO 3 in a step's first forward, and those of more than 1e9
-                for each pass over a micro-batch, behind that pass
+    encode      M - R forwards without a graph              replay    M forwards, backwards and recomputations
+    loss        8 rows B D flops a GPU                      ring      blocks of W ranks, behind the loss
+    gradients   reduced once a step (ZeRO 0, 1) or per micro-batch (2, 3), with overlap_comm behind the backward
+    parameters  gathered after the update (ZeRO 1, 2), or in a step's first forward (ZeRO 3; more than 1e9: each pass)
     host        issues encode, loss and replay, mostly while the GPUs compute
     optimizer   reads and writes of the state, and of the gradients around it
 
-A rate of a profile is a sustained one. Unless measurements said otherwise, what is hidden is counted optimistically:
-all of a transfer that fits behind its phase. tower_time.py and loss_time.py have the first two lines and the host's.
+A block of width w takes, for each token of L and forward:
+
+    GEMMs        (8 + 4 ratio) w^2 flops, at GEMMS of the profile's rate                 split over T ranks
+    attention    4 P^2 w / L flops, P: L rounded up to whole tiles; see `_attention`      split over T ranks
+    the rest     w times what the profile's efficiency leaves at ViT-L-14's width         split except for UNSPLIT
+    sums         two of m L w values over the node's links                                T > 1
+
+A backward takes two forwards. A rate of a profile is a sustained one. Unless measurements said otherwise, all of a
+transfer hides that fits behind its phase. The constants are of H200s (docs/results); the tables of measured steps,
+losses and peaks that hold them are in tests/plan/test_plan_measured.py.
+
+Sizes: m samples, L tokens of one, M micro-batches, R of them with cached activations, B global batch, D embedding
+width, W GPUs, T tensor-parallel ranks.
 """
 
-from infcl.config.preset import sums_gradients_on_host
-from infcl.plan.loss_time import loss_host_seconds, loss_phases
-from infcl.plan.phases import Phase, hidden
-from infcl.plan.setting import Setting, parameters_of
-from infcl.plan.tower_time import MODULES_PER_BLOCK, forwards, host_seconds, together, tower_phases
+from dataclasses import dataclass
+from typing import NamedTuple
 
-# What GPUs wait around one module in ZeRO-3, a pass, gathering included: from ZeRO-3 against ZeRO-1 (ViT-L-14, M = 8,
-# 31 passes) on one H200 (451 and 498 samples/s, 23 ms of it in the update: 19 us) and four (1750 to 1793 and 1869 to
-# 1967: 11 to 17 us). Where parameters stay for a step (engine/gather.py) two GPUs agree, within 9% of a step.
-HOOK_WAIT_SECONDS = 0.000017
+from infcl.config.preset import sums_gradients_on_host
+from infcl.models.attention import BLOCK, LONGEST, SHORT, unfit
+from infcl.models.config import kept_patches
+from infcl.models.flops import forward_flops
+from infcl.plan.profile import Gpu
+from infcl.plan.setting import Setting, parameters_of
+
+GEMMS = 0.91  # of the rate of an 8192^3 GEMM
+ATTENTION, ONE_TILE, BLOCKS = 0.4, 0.25, 0.3  # cuDNN's attention; the Triton kernels, in one tile and in blocks
+TILE = 128  # tokens: cuDNN's attention computes 50 as 128, and 257 as 384
+CAUSAL, MASKED = 1.6, 2.0  # of cuDNN's attention: how much longer a tile takes
+UNSPLIT = 0.43  # norms and residuals, which each of T ranks computes whole without sequence parallelism
+HALF_PRECISION = 0.76  # of the rest where eager blocks hold half-precision parameters: no casts, half the bytes
+SUMS_SHOW = 0.67  # share of the tensor-parallel communication that no computation hides
+_WIDTH, _TOKENS, _HEAD = 1024, 257, 64  # where a profile's efficiencies hold
+
+# Seconds of the host: to issue a block's forward (a backward is two); a sum over tensor-parallel ranks (two a forward,
+# three a backward); a swap of rows (four and six, for each other rank); a module's hooks in ZeRO-3, per pass.
+BLOCK_SECONDS, EAGER_BLOCK_SECONDS = 0.00047, 0.0006
+SUM_SECONDS, SWAP_SECONDS = 0.000255, 0.00038
+HOOK_SECONDS, HOOK_WAIT_SECONDS = 0.000047, 0.000017  # the host's, and what GPUs wait
+MODULES_PER_BLOCK = 9
+LEAD_SECONDS, HOP_SECONDS = 0.0003, 0.0014  # of a loss: before its first long kernel, and for each hop
+
+LOSS_DEPTH = 100  # the epilogue of a tile of the loss takes as long as so many columns of features
+STEP_BYTES, HOP_BYTES = 42, 16  # read and written per row and width of features, once a step and in each hop
 STAGE_3_LIVE = 1e9  # parameters: DeepSpeed's stage3_max_live_parameters
-# Of an update, beside the rank's own state: what DeepSpeed flattens, casts, measures and clips, in bytes a parameter.
-# From the updates of ViT-L-14 in step.csv: 10 ms in bf16; under autocast 13 to 15 on two GPUs, 8 without ZeRO; 33 to 46
-# under ZeRO-3.
-AROUND_BYTES = {"16 bits": 77.0, "32 bits": 130.0, "zero0": 55.0, "zero3": 350.0}
+# Bytes per parameter that DeepSpeed flattens, casts, measures and clips in an update, in addition to the rank's state.
+AROUND_BYTES = {"half": 77.0, "single": 130.0, "zero0": 55.0, "zero3": 350.0}
+
+
+@dataclass(frozen=True)
+class Phase:
+    """`seconds` of work; `exposed` of it lengthen the step, the rest hides behind `behind`."""
+
+    name: str
+    seconds: float
+    exposed: float
+    behind: str = ""
+
+
+def _shown(name: str, seconds: float) -> Phase:
+    return Phase(name, seconds, seconds)
+
+
+def _hidden(name: str, seconds: float, room: float, behind: str) -> Phase:
+    """All of it that fits into the `room` seconds of another phase costs nothing."""
+    return Phase(name, seconds, max(0.0, seconds - room), behind)
 
 
 def phases_of(setting: Setting) -> list[Phase]:
     """The phases of one step; their `exposed` seconds add up to it."""
     towers = tower_phases(setting)
-    gpus = [*towers, *loss_phases(setting, _bus_bandwidth(setting, setting.gpus))]
+    gpus = [*towers, *loss_phases(setting)]
     gpus += _zero_phases(setting, {phase.name: phase for phase in towers})
-    computing, host = sum(phase.exposed for phase in gpus), host_seconds(setting) + loss_host_seconds(setting)
-    gpus.append(Phase("host", host, together(computing, host) - computing, "encode, loss and replay"))
-    return [*gpus, *_update_phases(setting)]
+    computing, host = sum(phase.exposed for phase in gpus), _host_seconds(setting) + _loss_host_seconds(setting)
+    # Where both take equally long neither hides all of the other: a step is wide blocks and narrow ones.
+    together = (computing**4 + host**4) ** 0.25
+    return [*gpus, Phase("host", host, together - computing, "encode, loss and replay"), *_update_phases(setting)]
 
 
 def step_seconds(setting: Setting) -> float:
@@ -48,73 +94,243 @@ def samples_per_second(setting: Setting) -> float:
     return setting.global_batch / step_seconds(setting)
 
 
-# ---- ZeRO ----
+# ---- towers ----
+
+
+def tower_phases(setting: Setting) -> list[Phase]:
+    """GPU seconds of all passes over the micro-batches."""
+    micro_batches = setting.num_micro_batches
+    encoded = micro_batches - min(setting.resident, micro_batches)
+    replayed = (4 if setting.checkpointing else 3) * micro_batches  # in forwards
+    towers = _towers(setting)
+    forward = sum(_tower_seconds(setting, tower) for tower in towers) + _ends_seconds(setting, towers)
+    phases = [_shown("encode", forward * encoded), _shown("replay", forward * replayed)]
+    if setting.tensor_parallel > 1:
+        size, there, back = setting.tensor_parallel, _forwards(setting), micro_batches
+        values = setting.micro_batch * sum(tower.tokens * tower.width * tower.layers for tower in towers)
+        once = 2 * (size - 1) / size * 2 * values / (setting.gpu.link_gbs * 1e9)  # of all layers, in half precision
+        sums = 2 * there + 3 * back if setting.sequence_parallel else 2 * (there + back)
+        phases.append(Phase("tensor parallel", sums * once, SUMS_SHOW * sums * once, "GEMMs"))
+    return phases
+
+
+def _forwards(setting: Setting) -> int:
+    """Forward passes over a micro-batch in a step, recomputation included; there are M backward."""
+    micro_batches = setting.num_micro_batches
+    encoded = micro_batches - min(setting.resident, micro_batches)
+    return encoded + micro_batches * (2 if setting.checkpointing else 1)
+
+
+class _Tower(NamedTuple):
+    """attention: flops of a token's forward in whole tiles, over the share of the rate that these have."""
+
+    tokens: int
+    width: int
+    layers: int
+    mlp_ratio: float
+    attention: float
+
+
+def _towers(setting: Setting) -> list[_Tower]:
+    """The image tower and the text tower."""
+    vision, text = setting.model.vision_cfg, setting.model.text_cfg
+    tokens, length = 1 + kept_patches(vision.num_patches, vision.patch_dropout), text.context_length
+    row, causal = setting.caption_row, not text.no_causal_mask
+    images = _attention(setting, tokens, vision.width, vision.head_width, causal=False, row=None)
+    texts = _attention(setting, length, text.width, text.width // text.heads, causal=causal, row=row)
+    return [
+        _Tower(tokens, vision.width, vision.layers, vision.mlp_ratio, images),
+        _Tower(length, text.width, text.layers, text.mlp_ratio, texts),
+    ]
+
+
+def _attention(setting: Setting, length: int, width: int, head: int, *, causal: bool, row: int | None) -> float:
+    """Flops of a token over the share of the rate that its attention takes. row: token positions of packed captions."""
+    fitting = row // 2 if row else length
+    if setting.attention != "torch" and setting.precision != "fp32" and not unfit(fitting, head, causal=causal):
+        longest = min(2 * length, fitting)  # packed captions vary: a tile holds those of twice the mean
+        flops = _tile_flops(length, own_places(longest), width) / (ONE_TILE if longest <= LONGEST else BLOCKS)
+    else:
+        slower = MASKED if row else CAUSAL if causal else 1.0
+        flops = slower * _tile_flops(row or length, places(row or length), width) / ATTENTION
+    return flops / min(2.0, head / _HEAD)  # wider heads are faster
+
+
+def _tile_flops(length: int, computed: int, width: int) -> float:
+    """Of a token, where so many token positions are computed for `length` of them."""
+    return 4 * computed**2 / length * width
+
+
+def places(length: int) -> int:
+    """Token positions that cuDNN computes."""
+    return -(-length // TILE) * TILE
+
+
+def own_places(length: int) -> int:
+    """Token positions that the Triton kernels compute: one tile, or whole blocks and a short one."""
+    if length <= LONGEST:
+        return next(tile for tile in (32, 64, LONGEST) if tile >= length)
+    return length // BLOCK * BLOCK + SHORT
+
+
+def _gemms(tower: _Tower) -> float:
+    """Flops of a token in a block."""
+    return (8 + 4 * tower.mlp_ratio) * tower.width**2
+
+
+def _tower_seconds(setting: Setting, tower: _Tower) -> float:
+    """A forward of one micro-batch through a tower's blocks."""
+    rate, share = setting.matmul_rate, setting.tensor_parallel
+    rest = tower.width * _rest(setting.gpu, compiled=setting.compiled)
+    if not setting.compiled and setting.precision in ("bf16", "fp16"):
+        rest *= HALF_PRECISION
+    rest *= 1 / share if setting.sequence_parallel else UNSPLIT + (1 - UNSPLIT) / share
+    split = (_gemms(tower) / GEMMS + tower.attention) / rate / share
+    return setting.micro_batch * tower.tokens * tower.layers * (split + rest)
+
+
+def _rest(gpu: Gpu, *, compiled: bool) -> float:
+    """Seconds of a token and unit of width that are neither GEMM nor attention, in a forward."""
+    efficiency = gpu.compiled_efficiency if compiled else gpu.tower_efficiency
+    gemms, attention = 24 * _WIDTH**2, _tile_flops(_TOKENS, places(_TOKENS), _WIDTH)
+    flops = (gemms + 4 * _TOKENS * _WIDTH) / efficiency - gemms / GEMMS - attention / ATTENTION
+    return max(0.0, flops) / (gpu.matmul_tflops * 1e12) / _WIDTH
+
+
+def _ends_seconds(setting: Setting, towers: list[_Tower]) -> float:
+    """Patches and the projections to features, which tensor parallelism does not split."""
+    flops = float(sum(forward_flops(setting.model).values()))
+    for tower in towers:
+        flops -= tower.layers * tower.tokens * (_gemms(tower) + 4 * tower.tokens * tower.width)
+    return setting.micro_batch * flops / (setting.matmul_rate * GEMMS)
+
+
+def _host_seconds(setting: Setting) -> float:
+    """To issue all passes."""
+    block = BLOCK_SECONDS if setting.compiled else EAGER_BLOCK_SECONDS
+    there, back = block, 2 * block
+    if setting.tensor_parallel > 1:
+        swaps, sums = (setting.tensor_parallel - 1) * SWAP_SECONDS, SUM_SECONDS
+        there += 4 * swaps if setting.sequence_parallel else 2 * sums
+        back += 6 * swaps if setting.sequence_parallel else 3 * sums
+    if setting.zero == 3:
+        there, back = there + MODULES_PER_BLOCK * HOOK_SECONDS, back + MODULES_PER_BLOCK * HOOK_SECONDS
+    blocks = setting.model.vision_cfg.layers + setting.model.text_cfg.layers
+    return setting.gpu.host_factor * blocks * (_forwards(setting) * there + setting.num_micro_batches * back)
+
+
+# ---- the loss and its ring ----
+
+
+def loss_phases(setting: Setting) -> list[Phase]:
+    """The loss, and the ring or the gathering of features around it.
+
+    Messages between GPUs of one node are not hidden: overlapping gained nothing there. Those between nodes hide.
+    """
+    gpu, width, size, rows = setting.gpu, setting.model.embed_dim, setting.gpus, setting.loss_rows
+    rate = setting.matmul_rate * gpu.loss_efficiency
+    if setting.loss in ("clip", "open_clip"):
+        compute = 8.0 * rows * setting.global_batch * width / rate * (size if setting.loss == "clip" else 1)
+        gathered = 2 * 4.0 * setting.global_batch * width / _bus_bandwidth(setting, setting.gpus) * 2
+        return [_shown("loss", compute), _shown("gather features", gathered)]
+    depth = (width + LOSS_DEPTH) * 768 / (768 + LOSS_DEPTH)  # a profile's loss_efficiency is that of width 768
+    features = (STEP_BYTES + HOP_BYTES * (size if size > 1 else 0)) * rows * width
+    compute = size * 8.0 * rows**2 * depth / rate + features / (gpu.hbm_gbs * 1e9)
+    return [_shown("loss", compute), *([_ring(setting, compute)] if size > 1 else [])]
+
+
+def loss_seconds(setting: Setting) -> float:
+    """Of the tiled loss and its ring alone, with nothing before them that the host could run ahead in."""
+    gpus = sum(phase.exposed for phase in loss_phases(setting))
+    return max(_loss_host_seconds(setting), setting.gpu.host_factor * LEAD_SECONDS + gpus)
+
+
+def _loss_host_seconds(setting: Setting) -> float:
+    """To issue the tiled loss, which hides behind the towers in a step."""
+    tiled = setting.loss not in ("clip", "open_clip")
+    return setting.gpu.host_factor * (LEAD_SECONDS + setting.gpus * HOP_SECONDS) * tiled
+
+
+def _ring(setting: Setting, compute: float) -> Phase:
+    rows, width = setting.loss_rows, setting.model.embed_dim
+    block, result = 2.0 * rows * width + 4 * rows, 4.0 * rows * width  # BF16 columns travel, FP32 gradients come home
+    laps = [_lap(setting, compute / 4, block, 4.0 * rows), _lap(setting, 3 * compute / 4, block, result)]
+    travelling, exposed = (sum(column) for column in zip(*laps))
+    return Phase("ring", travelling, exposed, "loss")
+
+
+def _lap(setting: Setting, compute: float, block: float, result: float) -> tuple[float, float]:
+    """(seconds on the wire, seconds beyond computing) of a pass; its last hop is of results alone.
+
+    Flat: the slowest link sets the pace of all hops; those between nodes hide behind a block pair. Two-level: laps
+    within the node, and between them crossings, each of which has a lap to hide behind.
+    """
+    nodes, size = setting.nodes, setting.gpus
+    inside, inside_last = (sent / (setting.gpu.link_gbs * 1e9) + 10e-6 for sent in (block + result, result))
+    cross, cross_last = (
+        sent / (setting.link.gbs * 1e9) + setting.link.latency_us * 1e-6 for sent in (block + result, result)
+    )
+    if nodes == 1:
+        hops = (size - 1) * inside + inside_last
+        return hops, hops
+    if not setting.two_level:
+        last = max(inside_last, cross_last)
+        return (size - 1) * max(cross, inside) + last, (size - 1) * max(cross - compute / size, inside) + last
+    hops = (size // nodes - 1) * inside + inside_last
+    shown = max(cross - hops - compute / nodes, 0.0)
+    return nodes * hops + (nodes - 1) * cross + cross_last, nodes * hops + (nodes - 1) * shown + cross_last
+
+
+# ---- ZeRO, the update, pixels ----
 
 
 def _zero_phases(setting: Setting, towers: dict[str, Phase]) -> list[Phase]:
-    size, micro_batches = setting.dp_size, setting.num_micro_batches
+    size, micro_batches, phases = setting.dp_size, setting.num_micro_batches, []
     parameters = parameters_of(setting.model) / setting.tensor_parallel
     width = 2 if setting.precision in ("bf16", "fp16") else 4
     once = (size - 1) / size * width * parameters / _bus_bandwidth(setting, size)  # reduce-scatter or all-gather
-    phases = []
-
-    def reduced(seconds: float, room: float, behind: str) -> Phase:
-        if setting.overlaps_reductions:
-            return hidden("gradients", seconds, room, behind)
-        return Phase("gradients", seconds, seconds)
-
-    backward = towers["replay"].exposed * (0.75 if setting.checkpointing else 2 / 3)
     if size > 1:
-        if setting.zero == 0:
-            phases.append(reduced(2 * once, backward / micro_batches, "the last backward"))
-        elif setting.zero == 1:
-            sums = 2 * once if setting.precision == "bf16" else once  # float32 on their way too
-            phases.append(reduced(sums, backward / micro_batches, "the last backward"))
-        else:
-            phases.append(reduced(once * micro_batches, backward, "replay"))
+        # An all-reduce is two; stage 1 sums BF16 in float32. Overlapped sums hide behind the backward.
+        sums = once * (2 if setting.zero == 0 or (setting.zero == 1 and setting.precision == "bf16") else 1)
+        backward = towers["replay"].exposed * (0.75 if setting.checkpointing else 2 / 3)
+        sums, room = (sums * micro_batches, backward) if setting.zero > 1 else (sums, backward / micro_batches)
+        phases.append(_hidden("gradients", sums, room * setting.overlaps_reductions, "the backward"))
         if setting.zero in (1, 2):
-            phases.append(Phase("parameters", once, once))
+            phases.append(_shown("parameters", once))
     if setting.zero == 3:
-        passes = forwards(setting) + micro_batches
-        if size > 1:
-            kept = parameters <= STAGE_3_LIVE  # engine/gather.py
-            towers_seconds = towers["encode"].exposed + towers["replay"].exposed
-            forward = towers_seconds / (forwards(setting) + 2 * micro_batches)  # a backward is two
-            computing = forward if kept else towers_seconds
-            words = "the first forward" if kept else "encode and replay"
-            phases.append(hidden("parameters", once if kept else once * passes, computing, words))
-        model = setting.model
-        modules = MODULES_PER_BLOCK * (model.vision_cfg.layers + model.text_cfg.layers)
-        hooks = HOOK_WAIT_SECONDS * modules * passes
-        phases.append(Phase("ZeRO-3 hooks", hooks, hooks))
+        passes = _forwards(setting) + micro_batches
+        computing = towers["encode"].exposed + towers["replay"].exposed
+        forward = computing / (_forwards(setting) + 2 * micro_batches)  # a backward is two
+        if size > 1 and parameters <= STAGE_3_LIVE:
+            phases.append(_hidden("parameters", once, forward, "the first forward"))
+        elif size > 1:
+            phases.append(_hidden("parameters", once * passes, computing, "encode and replay"))
+        blocks = setting.model.vision_cfg.layers + setting.model.text_cfg.layers
+        phases.append(_shown("ZeRO-3 hooks", HOOK_WAIT_SECONDS * MODULES_PER_BLOCK * blocks * passes))
     return phases
 
 
 def _bus_bandwidth(setting: Setting, size: int) -> float:
-    """Bytes/s of a ring collective over `size` ranks; between hosts all NICs of a host carry a part."""
+    """Bytes/s of a ring collective over `size` ranks; between nodes all network cards of a node carry a part."""
     if size * setting.tensor_parallel <= setting.gpus_per_node:
         return setting.gpu.link_gbs * 1e9
     return min(setting.gpu.link_gbs, setting.gpus_per_node * setting.link.gbs) * 1e9
-
-
-# ---- update and pixels ----
 
 
 def _update_phases(setting: Setting) -> list[Phase]:
     model, gpu = setting.model, setting.gpu
     parameters = parameters_of(model) / setting.tensor_parallel
     own = parameters / (setting.dp_size if setting.zero else 1)
-    sixteen = setting.precision in ("bf16", "fp16")
-    kind = f"zero{setting.zero}" if setting.zero in (0, 3) else "16 bits" if sixteen else "32 bits"
-    around = AROUND_BYTES[kind] * parameters / (gpu.hbm_gbs * 1e9)
-    update = 28.0 * own / (gpu.hbm_gbs * 1e9) + around  # reads gradient, master, two moments; writes three of them
-    phases = [Phase("optimizer", update, update)]
+    width = "half" if setting.precision in ("bf16", "fp16") else "single"
+    around = AROUND_BYTES[f"zero{setting.zero}" if setting.zero in (0, 3) else width] * parameters / (gpu.hbm_gbs * 1e9)
+    phases = [_shown("optimizer", 28.0 * own / (gpu.hbm_gbs * 1e9) + around)]  # reads four numbers, writes three
     if setting.offload:
-        seconds = 8.0 * own / (gpu.pcie_gbs * 1e9) + 28.0 * own / 50e9 + around
         adds_up = setting.zero == 3 or sums_gradients_on_host(setting.zero, setting.precision)
-        times = setting.num_micro_batches if adds_up else 1  # elsewhere sums stay on the GPU until the last micro-batch
-        gradients = 4.0 * own * times / (gpu.pcie_gbs * 1e9)  # float32
-        phases = [Phase("optimizer on the host", seconds, seconds), Phase("gradients to it", gradients, gradients)]
+        times = setting.num_micro_batches if adds_up else 1  # else sums stay on the GPU until the last micro-batch
+        phases = [
+            _shown("optimizer on the host", 8.0 * own / (gpu.pcie_gbs * 1e9) + 28.0 * own / 50e9 + around),
+            _shown("gradients to it", 4.0 * own * times / (gpu.pcie_gbs * 1e9)),
+        ]
     if setting.pixels == "host":
         pixels = setting.rank_batch * 3.0 * model.vision_cfg.image_size**2
         passes = 2 - min(setting.resident, setting.num_micro_batches) / setting.num_micro_batches

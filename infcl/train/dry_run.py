@@ -3,10 +3,8 @@
 Nothing here builds an engine, reads an image or writes a file (but shard indexes, which the run needs anyway).
 """
 
-import dataclasses
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -18,8 +16,8 @@ from infcl.models.open_clip_config import OpenClipConfig
 from infcl.parallel import Parallel, describe_ranks, ranks_of_host
 from infcl.parallel.host_limits import available_host_bytes, host_memory_bytes
 from infcl.plan.host import host_bytes, host_parts
-from infcl.plan.loads import STAGES, load_of_run, memory_plan
-from infcl.plan.memory import Load, parameter_counts
+from infcl.plan.loads import STAGES, load_of_run
+from infcl.plan.memory import Load, parameter_counts, parts_of
 from infcl.report.summary import aligned
 from infcl.step.pixels import auto_budget
 from infcl.train.build import Inputs, build_loader, build_meta_model, build_tasks
@@ -59,8 +57,9 @@ def describe_plan(inputs: Inputs, parallel: Parallel) -> str:
     if isinstance(cfg, OpenClipConfig):
         return "\n".join([*lines, "  memory: not planned for towers that open_clip builds", ""])
     on_cpu = spec.device == "cpu"
-    where: dict[str, Any] = {"on_cpu": on_cpu, "ranks_of_host": ranks_of_host(parallel)}
-    plan = memory_plan(cfg, batch, config, counts, spec.precision, spec.zero_optimization, **where)
+    on_host = ranks_of_host(parallel)
+    columns = [parts_of(load_of_run(spec, cfg, counts, stage=stage, ranks_of_host=on_host)) for stage in STAGES]
+    plan = {part: [column[part] for column in columns] for part in columns[0]}
     ways = {"offloads": "optimizer" in spec.offloads}
     stages = [s for s in STAGES if stage_over(spec.ranks, s, spec.precision, **ways) == s]  # that can be had
     lines += _memory_table(plan, stages, spec.zero_stage) + _graphs_line(config, batch, on_cpu=on_cpu)
@@ -69,11 +68,9 @@ def describe_plan(inputs: Inputs, parallel: Parallel) -> str:
         lines.append(f"  This preset has {named}: that is in host memory instead, as follows.")
 
     def load(pixel_cache_gb: str) -> Load:
-        flags = dataclasses.replace(config, pixel_cache_gb=pixel_cache_gb)
-        arguments = (cfg, batch, flags, counts, spec.precision, spec.zero_optimization)
-        return load_of_run(*arguments, stage=spec.zero_stage, offloads=spec.offloads, **where)
+        return load_of_run(spec.change(pixel_cache_gb=pixel_cache_gb), cfg, counts, ranks_of_host=on_host)
 
-    lines += ["", *_host_table(load, config, ranks_of_host(parallel), on_cpu=on_cpu)]
+    lines += ["", *_host_table(load, config, on_host, on_cpu=on_cpu)]
     return "\n".join([*lines, ""])
 
 

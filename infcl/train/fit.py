@@ -83,18 +83,7 @@ class Fit:
         """Return the load of `spec`, without the pixels that only use free memory."""
         if spec.flags.pixel_cache_gb == "auto" and spec.flags.pixel_cache == "host":
             spec = spec.change(pixel_cache_gb="0")
-        return load_of_run(
-            self.cfg,
-            spec.batch,
-            spec.flags,
-            self.counts,
-            spec.precision,
-            spec.zero_optimization,
-            stage=spec.zero_stage,
-            offloads=spec.offloads,
-            on_cpu=spec.device == "cpu",
-            ranks_of_host=self.ranks_of_host,
-        )
+        return load_of_run(spec, self.cfg, self.counts, ranks_of_host=self.ranks_of_host)
 
     def parts(self, spec: RunSpec) -> dict[str, float]:
         """Return {part: bytes per rank} of the device with its "peak"; on a CPU also host memory, as "host"."""

@@ -111,14 +111,6 @@ def _needed_bytes(
     trainable = sum(engine.state.shape(p).numel() for _, p in engine.state.parameters() if p.requires_grad)
     if isinstance(model_config, OpenClipConfig):  # gradients and a copy for autocast, a backward's graph, the loss
         return 8 * trainable + graph + 64 * model_config.embed_dim * spec.batch.rank_batch_size
-    load = load_of_run(
-        model_config,
-        spec.batch,
-        spec.flags,
-        {"all": (trainable, trainable)},
-        spec.precision,
-        {},
-        stage=spec.zero_stage,
-        ranks_of_host=ranks_of_host(parallel),
-    )
+    counts = {"all": (trainable, trainable)}
+    load = load_of_run(spec, model_config, counts, ranks_of_host=ranks_of_host(parallel))
     return bytes_beside_graphs(load)

@@ -5,14 +5,10 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
-from benchmarks import gradients
 from benchmarks.accuracy import _parser, batch_trainings, loss_trainings, read_result, thin_curve
-from benchmarks.gradients import PARTS, _difference, dense_gradients, loss_gradients
 from benchmarks.trainings import Machine, Training, train_all
 from infcl.config import make_parser
-from tests.lib.ranks import run_ranks
 
 
 def options(*flags: str):
@@ -97,29 +93,3 @@ def test_runs_share_out_the_gpus():
     with pytest.raises(ValueError, match="4 ranks of a run need as many GPUs, there are 2"):
         Machine(jobs=1, device="cuda", ranks=4, gpus=2)
     assert Machine(jobs=1, device="cpu").command(["--logs", "x"])[1:] == ["pretrain_clip.py", "--logs", "x"]
-
-
-def gradients_of(rank: int, world_size: int, name: str) -> dict[str, torch.Tensor]:
-    from infcl.models.clip import CLIP
-    from infcl.models.config import load_model_config
-
-    torch.manual_seed(0)
-    model = CLIP(load_model_config("demo"))
-    images = torch.randint(256, (12, 3, 32, 32), dtype=torch.uint8)
-    texts = torch.randint(2, 300, (12, 20))
-    own = slice(rank * 12 // world_size, (rank + 1) * 12 // world_size)
-    found = loss_gradients(model, images[own], texts[own], name, torch.distributed.group.WORLD)
-    reference = dense_gradients(model.double(), images, texts)
-    return {part: _difference(found[part], reference[part]) for part in PARTS}
-
-
-@pytest.mark.parametrize("name", ["clip", "inf_cl"])
-def test_gradients_averaged_over_ranks_are_those_of_the_definition(name):
-    for differences in run_ranks(gradients_of, 3, name):
-        assert max(differences.values()) < 1e-4
-
-
-def test_a_batch_that_the_ranks_cannot_share_is_refused(capsys):
-    with pytest.raises(SystemExit):
-        gradients.main(["--out", "out", "--batch", "1024", "--ranks", "3"])
-    assert "--batch 1024 is no multiple of --ranks 3" in capsys.readouterr().err

@@ -22,12 +22,11 @@ benchmark.main()
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-@pytest.mark.parametrize("name", ["step", "peers_train", "demo"])
+@pytest.mark.parametrize("name", ["step", "peers_train"])
 def test_what_it_has_started_ends_with_it(tmp_path, name, number):
     sweep, started = tmp_path / "one.txt", tmp_path / "started"
     sweep.write_text("--batch-size 8\n")
     flags = {
-        "demo": ["--presets", "zero1"],
         "step": ["--sweep", str(sweep)],
         "peers_train": ["--programs", "infcl", "--accum-freq", "1", "--blocks", "eager", "--device", "cpu"],
     }[name]

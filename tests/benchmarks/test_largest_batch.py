@@ -126,7 +126,7 @@ def test_memory_that_runs_out_amid_a_step_means_that_a_batch_does_not_fit_and_th
 
 
 def test_no_processes_are_started_for_an_answer_that_is_known(monkeypatch, capsys):
-    """The last trial of a search ended amid its step."""
+    """The last trial of a search ended during its step."""
     launched = Launched(monkeypatch, ([(key_of(4096), 1.0)], key_of(4352), "torch.OutOfMemoryError: CUDA"))
     assert main(["--first", "4096"]) == 0 and launched.launches == 1
     assert "inf_cl, pixels gpu: at most 4,096 pairs fit" in capsys.readouterr().out

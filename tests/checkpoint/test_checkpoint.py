@@ -22,11 +22,11 @@ from infcl.checkpoint.load import (
 )
 from infcl.checkpoint.run_folder import RunFolder, write_atomic
 from infcl.report.records import read_records
-from tests.engine.test_engine import settings
+from tests.lib.engine_steps import settings
 from tests.lib.manifests import trainer_state_of
 from tests.lib.ranks import run_ranks
 from tests.lib.step_oracle import LR, ToyCLIP, global_batch
-from tests.train.test_trainer import demo_config, fit, refusal, run_losses
+from tests.lib.training import demo_config, fit, refusal, run_losses
 
 GLOBAL_BATCH = 48  # divides by 1, 2, 3 and 4 ranks
 

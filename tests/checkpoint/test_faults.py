@@ -22,9 +22,9 @@ import pytest
 from infcl.report import read_metrics
 from tests.lib.checkout import ROOT
 from tests.lib.cluster_run import small_disk
+from tests.lib.entry import ON_CPU, alone, command, forked
 from tests.lib.ranks import free_port
 from tests.lib.waiting import finish, wait_for_checkpoint, wait_until
-from tests.train.test_entry import ON_CPU, alone, command, forked
 
 STEPS, SAVE_EVERY, FAULT_STEP, SIGNAL_STEP = 8, 3, 5, 7
 LAUNCHER = [sys.executable, "-m", "deepspeed.launcher.runner", "-q", "--num_gpus", "2", "--master_port"]

@@ -19,9 +19,9 @@ from safetensors.torch import load_file
 
 from infcl.report import read_metrics
 from tests.lib.checkout import ROOT
+from tests.lib.entry import command
 from tests.lib.ranks import free_port
 from tests.lib.waiting import wait_until
-from tests.train.test_entry import command
 
 STEPS, KILLS, LATEST = 120, 8, 8.0  # more than an epoch; of each run; seconds after a start
 CASES = [("zero1", "0"), ("zero1", "2"), ("zero3", "0"), ("zero3", "2"), ("zero1", "1")]  # preset, --workers

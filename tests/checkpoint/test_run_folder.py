@@ -15,7 +15,7 @@ from infcl.checkpoint.run_folder import RunFolder
 from infcl.config import TrainConfig
 from infcl.report.records import read_run
 from tests.lib.ranks import refused, run_ranks
-from tests.train.test_trainer import demo_config, fit, refusal, run_losses, said
+from tests.lib.training import demo_config, fit, refusal, run_losses, said
 
 
 def test_a_run_folder_is_never_trained_over_unasked(demo_folder, tmp_path):

@@ -26,9 +26,9 @@ from tests.lib.cluster_run import (
     start,
     train,
 )
+from tests.lib.entry import alone, losses
 from tests.lib.hosts import Hosts
 from tests.lib.waiting import finish, wait_until
-from tests.train.test_entry import alone, losses
 
 pytestmark = MARKS
 

@@ -25,9 +25,9 @@ from tests.lib.cluster_run import (
     train,
     wait_until_gone,
 )
+from tests.lib.entry import alone, losses
 from tests.lib.hosts import PATH, Hosts
 from tests.lib.waiting import finish, wait_for_checkpoint, wait_until
-from tests.train.test_entry import alone, losses
 
 pytestmark = MARKS
 STEPS, BATCH = 30, 32

@@ -7,9 +7,9 @@ import pytest
 
 from tests.lib.checkout import ROOT
 from tests.lib.cluster_run import MARKS, flags
+from tests.lib.entry import losses
 from tests.lib.hosts import PATH, Hosts
 from tests.lib.slurm import Slurm, missing
-from tests.train.test_entry import losses
 
 pytestmark = [*MARKS, pytest.mark.skipif(bool(missing()), reason=str(missing()))]
 

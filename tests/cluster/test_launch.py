@@ -2,7 +2,6 @@
 
 import re
 import shlex
-import shutil
 import subprocess
 
 import pytest
@@ -10,21 +9,7 @@ import pytest
 from infcl.parallel import read_environment, read_ranks_per_node
 from infcl.parallel.environment import NODE_SIZES
 from tests.lib.checkout import ROOT
-
-
-def run(script: str, *arguments, tmp_path, programs: dict[str, str], where=None, **environment: str):
-    """launch/SCRIPT with `programs` (name: shell script) before the PATH, in an empty copy of the repository; started
-    there, or in the folder `where`."""
-    bin_folder = tmp_path / "bin"
-    bin_folder.mkdir(exist_ok=True)
-    for name, text in programs.items():
-        (bin_folder / name).write_text("#!/usr/bin/env bash\n" + text)
-        (bin_folder / name).chmod(0o755)
-    if not (tmp_path / "launch").exists():
-        shutil.copytree(ROOT / "launch", tmp_path / "launch")
-    environment = {"PATH": f"{bin_folder}:/usr/bin:/bin", "HOME": str(tmp_path)} | environment
-    command = ["bash", str(tmp_path / "launch" / script), *map(str, arguments)]
-    return subprocess.run(command, cwd=where or tmp_path, env=environment, capture_output=True, text=True, timeout=60)
+from tests.lib.launch_scripts import run
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "launch").iterdir()), ids=lambda path: path.name)

@@ -8,8 +8,8 @@ import sys
 
 import pytest
 
-from tests.cluster.test_launch import run
 from tests.lib.checkout import ROOT
+from tests.lib.launch_scripts import run
 
 
 def test_a_signal_between_two_starts_ends_the_supervision_at_once(tmp_path):

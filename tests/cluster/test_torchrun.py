@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-from tests.cluster.test_launch import run
 from tests.lib.checkout import ROOT
+from tests.lib.launch_scripts import run
 from tests.lib.waiting import wait_until
 
 

@@ -11,8 +11,8 @@ import pytest
 from infcl.config import BatchPlan, resolve
 from infcl.config.preset import offloads, read_preset, zero_stage
 from infcl.plan.parts import bucket_bytes
-from tests.engine.test_engine import engine_steps, expected, settings
 from tests.lib.checkout import ROOT
+from tests.lib.engine_steps import engine_steps, expected, settings
 from tests.lib.ranks import run_ranks
 from tests.lib.specs import engine_of
 from tests.lib.step_oracle import ToyCLIP, global_batch, worst_error

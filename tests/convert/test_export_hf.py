@@ -19,7 +19,7 @@ from infcl.models.config import parse_model_config
 from tests.lib.open_clip_stub import import_transformers
 from tests.lib.ranks import run_ranks
 from tests.lib.small_clip import CAPTIONS, CONTEXT_LENGTH, LANGUAGES, TEXTS, small_config
-from tests.train.test_trainer import demo_config, fit
+from tests.lib.training import demo_config, fit
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ import torch
 from infcl.checkpoint.load import consolidated_state_dict
 from infcl.report import read_metrics
 from tests.lib.checkout import ROOT
-from tests.train.test_entry import alone, command, launch
+from tests.lib.entry import alone, command, launch
 
 STEPS, SAVED = 12, 7
 DEVICE = "cuda"

@@ -16,10 +16,10 @@ from infcl.convert.export import load_exported
 from infcl.convert.import_weights import read_weights
 from infcl.engine.state import WeightAverage
 from infcl.evaluate.load import load_model
-from tests.engine.test_engine import START, at_start, engine_steps, expected, settings
+from tests.lib.engine_steps import START, at_start, engine_steps, expected, settings
 from tests.lib.ranks import run_ranks
 from tests.lib.step_oracle import worst_error, worst_update_error
-from tests.train.test_trainer import demo_config, fit, run_losses
+from tests.lib.training import demo_config, fit, run_losses
 
 
 class Averaged:

@@ -6,79 +6,28 @@ from unittest import mock
 import pytest
 import torch
 
-from infcl.config import BatchPlan, TrainConfig
+from infcl.config import BatchPlan
 from infcl.engine.engine import Engine
 from infcl.engine.patches import square_of
-from infcl.parallel import micro_batch_seed
+from tests.lib.engine_steps import (
+    CEILING,
+    CLIP,
+    DECAY,
+    MICRO_BATCH_SIZE,
+    MICRO_BATCHES,
+    START,
+    STEPS,
+    at_start,
+    engine_steps,
+    expected,
+    settings,
+    steps_with_a_poisoned_one,
+)
 from tests.lib.ranks import run_ranks
 from tests.lib.specs import engine_of
-from tests.lib.step_oracle import EPS, LR, ToyCLIP, global_batch, oracle_steps, worst_error, worst_update_error
+from tests.lib.step_oracle import LR, ToyCLIP, global_batch, oracle_steps, worst_error, worst_update_error
 
-MICRO_BATCHES, MICRO_BATCH_SIZE, STEPS = 3, 5, 3
-CLIP, DECAY = 0.5, 0.1
-START = math.log(90)
-CEILING = START - 0.05  # where the unclamped run (it falls by 0.03) does not come in the three steps
 BF16_UPDATE = 0.12  # of a parameter's update: twice the largest error that was seen (5.7e-2; six series of batches)
-
-
-def settings(preset: str, **changes) -> TrainConfig:
-    given = {"deepspeed_config": f"ds_configs/{preset}.json", "lr": LR, "eps": EPS, "wd": DECAY, "grad_clip_norm": CLIP}
-    return TrainConfig(dataset_type="synthetic", train_num_samples=1, **(given | changes))
-
-
-def engine_steps(rank, world_size, preset, precision="fp32", resident=1, dropped=False, dropout=0.0, **changes):
-    """STEPS optimizer steps over this rank's share -> losses, norms, logit scales seen by the loss, whole weights.
-
-    With an average of the weights, that is the last result, else the number of steps that DeepSpeed counted.
-    """
-    from infcl.checkpoint.load import full_weights
-    from infcl.loss.contrastive import ContrastiveLoss
-    from infcl.parallel import init_parallel, mean_over
-    from infcl.step.grad_cache import grad_cache_step
-
-    parallel = init_parallel("cpu")
-    batch = BatchPlan(world_size, MICRO_BATCHES, MICRO_BATCH_SIZE)
-    model = ToyCLIP(logit_scale=START, dropout=dropout)
-    engine = engine_of(model, settings(preset, precision=precision, **changes), parallel, batch)
-    loss = ContrastiveLoss("inf_cl", group=engine.dp_group)
-    losses, norms, scales = [], [], []
-    if dropped:
-        engine.encode(*global_batch(MICRO_BATCH_SIZE))
-    for step in range(STEPS):
-        own = slice(rank * batch.rank_batch_size, (rank + 1) * batch.rank_batch_size)
-        images, texts = (side[own].split(MICRO_BATCH_SIZE) for side in global_batch(batch.global_batch_size, seed=step))
-        output = grad_cache_step(
-            list(zip(images, texts)),
-            encode=lambda pair: engine.encode(*pair),
-            loss=loss,
-            backward=engine.backward,
-            seeds=seeds_of(step, rank),
-            scalar_values=engine.scalar_values,
-            resident=resident,
-        )
-        assert engine.step(LR)
-        engine.clamp_logit_scale(CEILING)
-        engine.update_average()
-        losses.append(float(mean_over(engine.dp_group, output.loss)))
-        norms.append(engine.grad_norm())
-        scales.append(float(output.logit_scale))
-    last = full_weights(engine, keep=True, ema=True) if engine.state.average else engine.engine.global_steps
-    return losses, norms, scales, full_weights(engine, keep=True), last
-
-
-def seeds_of(step, rank):
-    return [micro_batch_seed(0, step, index, rank) for index in range(MICRO_BATCHES)]
-
-
-def expected(world_size, **options):
-    batches = [global_batch(world_size * MICRO_BATCHES * MICRO_BATCH_SIZE, seed=step) for step in range(STEPS)]
-    fixed = {"grad_clip_norm": CLIP, "weight_decay": DECAY, "max_logit_scale": CEILING, "logit_scale": START}
-    seeds = [[seed for rank in range(world_size) for seed in seeds_of(step, rank)] for step in range(STEPS)]
-    return oracle_steps(batches, **fixed, seeds=seeds, **options)
-
-
-def at_start():
-    return ToyCLIP(logit_scale=START).state_dict()
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
@@ -218,38 +167,6 @@ def test_parameters_begin_at_multiples_of_16_bytes(preset):
     """Compiled kernels rely on it: with logit_scale before them in ZeRO's flat buffer they fail on a GPU."""
     precision = "fp32" if preset == "zero0" else "bf16"
     assert run_ranks(misaligned_parameters, 1, preset, precision)[0] == []
-
-
-def steps_with_a_poisoned_one(rank, world_size, preset, precision):
-    """Steps on batches 0, 1, 2, of which a pixel of rank 1's second micro-batch of batch 1 is not a number."""
-    from infcl.checkpoint.load import full_weights
-    from infcl.loss.contrastive import ContrastiveLoss
-    from infcl.parallel import init_parallel
-    from infcl.step.grad_cache import grad_cache_step
-
-    parallel = init_parallel("cpu")
-    batch = BatchPlan(world_size, MICRO_BATCHES, MICRO_BATCH_SIZE)
-    engine = engine_of(ToyCLIP(logit_scale=START), settings(preset, precision=precision), parallel, batch)
-    loss = ContrastiveLoss("inf_cl", group=engine.dp_group)
-    applied, finite = [], None
-    for step in range(STEPS):
-        own = slice(rank * batch.rank_batch_size, (rank + 1) * batch.rank_batch_size)
-        images, texts = (side[own].clone() for side in global_batch(batch.global_batch_size, seed=step))
-        if step == 1 and rank == 1:
-            images[MICRO_BATCH_SIZE + 2, 3] = math.nan
-        output = grad_cache_step(
-            list(zip(images.split(MICRO_BATCH_SIZE), texts.split(MICRO_BATCH_SIZE))),
-            encode=lambda pair: engine.encode(*pair),
-            loss=loss,
-            backward=engine.backward,
-            seeds=[0] * MICRO_BATCHES,
-            scalar_values=engine.scalar_values,
-        )
-        applied.append(engine.step(LR))
-        engine.clamp_logit_scale(CEILING)
-        if step == 1:
-            finite = (~output.finite_rows["image_features"]).nonzero().flatten().tolist()
-    return applied, finite, full_weights(engine, keep=True), engine.counters()
 
 
 @pytest.mark.parametrize("preset", ["zero0", "zero1", "zero2", "zero3", "zero3_offload", "zero1_bf16", "zero2_bf16"])

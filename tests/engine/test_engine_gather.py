@@ -5,9 +5,9 @@ import torch
 
 from infcl.config import BatchPlan
 from infcl.engine.engine import Engine
-from tests.engine.test_engine import settings
-from tests.engine.test_engine_reduce import MICRO_BATCHES, odd_clip, pairs, preset_of
 from tests.lib.collectives import collectives
+from tests.lib.engine_steps import settings
+from tests.lib.odd_clip import MICRO_BATCHES, odd_clip, pairs, preset_of
 from tests.lib.ranks import run_ranks
 from tests.lib.specs import engine_of
 from tests.lib.step_oracle import LR

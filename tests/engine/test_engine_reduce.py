@@ -1,7 +1,6 @@
 """ZeRO-3's sums of gradients, a bucket in few launches, are DeepSpeed's own to the bit, however late they are."""
 
 import functools
-import json
 import math
 import os
 from unittest import mock
@@ -12,42 +11,12 @@ import torch
 from infcl.config import BatchPlan
 from infcl.engine import reduce as engine_reduce
 from infcl.engine.reduce import reduce_in_few_launches
-from tests.engine.test_engine import settings
 from tests.lib.collectives import collectives
+from tests.lib.engine_steps import settings
+from tests.lib.odd_clip import BUCKET, MICRO_BATCHES, odd_clip, pairs, preset_of
 from tests.lib.ranks import free_port, run_ranks
 from tests.lib.specs import engine_of
 from tests.lib.step_oracle import LR
-
-MICRO_BATCHES, BUCKET = 3, 4000
-
-
-def odd_clip():
-    """Towers of three blocks; widths and tokens that no number of ranks divides, parameters larger than a bucket."""
-    from infcl.models.clip import CLIP
-    from infcl.models.config import CLIPConfig, TextConfig, VisionConfig
-
-    torch.manual_seed(0)
-    vision = VisionConfig(image_size=14, layers=3, width=35, head_width=7, patch_size=7)
-    text = TextConfig(context_length=5, vocab_size=31, width=21, heads=3, layers=3)
-    return CLIP(CLIPConfig(embed_dim=13, vision_cfg=vision, text_cfg=text), activation_checkpointing=True)
-
-
-def pairs(seed: int):
-    generator = torch.Generator().manual_seed(seed)
-    images = torch.randint(256, (4, 3, 14, 14), dtype=torch.uint8, generator=generator)
-    return images, torch.randint(1, 30, (4, 5), generator=generator)
-
-
-def preset_of(folder, **zero) -> str:
-    path = folder / "preset.json"
-    zero = {
-        "stage": 3,
-        "overlap_comm": True,
-        "reduce_bucket_size": BUCKET,
-        "stage3_param_persistence_threshold": 0,
-    } | zero
-    path.write_text(json.dumps({"zero_optimization": zero}))
-    return str(path)
 
 
 def steps(rank, world_size, preset, precision, device="cpu", ours=True, step_count=2):

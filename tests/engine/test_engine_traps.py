@@ -1,6 +1,5 @@
 """What DeepSpeed does silently wrong when asked in the obvious way, held on our engine: each test is one trap."""
 
-import contextlib
 import json
 from unittest import mock
 
@@ -9,9 +8,9 @@ import torch
 from torch.nn.functional import normalize
 
 from infcl.config import BatchPlan
-from tests.engine.test_engine import at_start, engine_steps, expected, settings
-from tests.lib.checkout import ROOT
 from tests.lib.collectives import collectives
+from tests.lib.engine_steps import at_start, engine_steps, expected, settings
+from tests.lib.fp16 import fp16_allowed, fp16_preset
 from tests.lib.ranks import run_ranks
 from tests.lib.specs import engine_of
 from tests.lib.step_oracle import LR, ToyCLIP, adamw, global_batch, worst_error, worst_update_error
@@ -170,22 +169,6 @@ def test_stage_3_gathers_nothing_again_in_a_backward_that_follows_its_forward(tm
     assert run_ranks(gathers_of_a_backward, 2, str(preset))[0] <= forward
 
 
-@contextlib.contextmanager
-def fp16_allowed():
-    """DeepSpeed refuses it on CPUs without fast arithmetic for it."""
-    from unittest import mock
-
-    from deepspeed.accelerator import get_accelerator
-
-    accelerator = type(get_accelerator())
-    with (
-        mock.patch.object(accelerator, "is_fp16_supported", lambda self: True),
-        mock.patch.object(accelerator, "supported_dtypes", lambda self: [torch.float32, torch.float16]),
-        mock.patch("infcl.config.preset.cpu_computes_fp16", lambda: True),
-    ):
-        yield
-
-
 def fp16_on_a_cpu(rank, world_size, preset, finite):
     """Seven steps in fp16: [(applied, loss scale after, gradient norm)], the weights, the counters."""
     from infcl.checkpoint.load import full_weights
@@ -235,14 +218,6 @@ def test_at_the_least_loss_scale_steps_are_skipped_on(tmp_path):
 def cached_steps_in_fp16(rank, world_size, preset, resident, dropout):
     with fp16_allowed():
         return engine_steps(rank, world_size, "", "fp16", resident, dropout=dropout, deepspeed_config=preset)
-
-
-def fp16_preset(folder, preset) -> str:
-    """A preset of ds_configs/ in fp16, with a loss scale under which these steps do not overflow."""
-    sections = json.loads((ROOT / f"ds_configs/{preset}.json").read_text())
-    sections["fp16"] = {"enabled": True, "initial_scale_power": 8}
-    (folder / "p.json").write_text(json.dumps(sections))
-    return str(folder / "p.json")
 
 
 @pytest.mark.parametrize(

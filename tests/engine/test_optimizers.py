@@ -12,12 +12,12 @@ from infcl.checkpoint.load import complete_checkpoints
 from infcl.checkpoint.run_folder import RunFolder
 from infcl.engine.optimizers import AdaFactor, factored_dims
 from infcl.engine.partitions import Piece
-from tests.engine.test_engine import engine_steps, expected
+from tests.lib.engine_steps import engine_steps, expected
 from tests.lib.loss_oracle import relative_error
 from tests.lib.open_clip_stub import import_timm_optimizers
 from tests.lib.ranks import run_ranks
 from tests.lib.step_oracle import EPS, LR, worst_error
-from tests.train.test_trainer import demo_config, refusal, run_losses
+from tests.lib.training import demo_config, refusal, run_losses
 
 FACTOR_FROM = 8  # the toy's matrices are 20 x 12, 8 x 20, 20 x 10
 timm_optim = import_timm_optimizers()

@@ -25,7 +25,7 @@ from tests.lib.checkout import ROOT
 from tests.lib.open_clip_stub import import_open_clip
 from tests.lib.ranks import refused, run_ranks
 from tests.lib.shard_files import encode, picture, write_tar
-from tests.train.test_trainer import demo_config, fit
+from tests.lib.training import demo_config, fit
 
 IMAGES = 120
 

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 PROGRAM = """
-from benchmarks.registers import compiled_backward, compiled_forward, usage
+from tests.lib.registers import compiled_backward, compiled_forward, usage
 for sigmoid, edge in ((False, False), (False, True), (True, True)):
     used = usage(compiled_forward(itemsize=2, sigmoid=sigmoid, masked=True, edge=edge))
     assert 32 < used["registers"] <= 255 and 0 < used["shared"] <= 232448, used
@@ -23,7 +23,7 @@ for sigmoid, kinds in ((False, 1), (True, 0), (True, 1)):
     assert used["stack"] <= 128, (sigmoid, kinds, used)
 """
 ATTENTION = """
-from benchmarks.registers import compiled_attention, usage
+from tests.lib.registers import compiled_attention, usage
 whole = [(50, False, 0), (77, False, 384), (129, False, 0), (197, False, 0), (257, False, 0)]
 for tokens, packed, stack in [*whole, (20, True, 0), (60, True, 0), (77, True, 128)]:
     for name, kernel in compiled_attention(tokens, packed=packed).items():

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from tests.lib.checkout import ROOT
+from tests.lib.entry import alone, command, losses
 from tests.lib.hosts import PATH, Hosts
 from tests.lib.waiting import finish, wait_until
-from tests.train.test_entry import alone, command, losses
 
 MARKS = [pytest.mark.cluster, pytest.mark.timeout(900)]  # conftest.py skips them where hosts cannot be made
 DEEPSPEED = ["deepspeed", "-q", "--launcher", "pdsh", "--hostfile"]

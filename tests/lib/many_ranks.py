@@ -7,6 +7,7 @@ pickle of [(Case, options), ...]; FOLDER/RANK.pt holds rank RANK's evaluations.
 import os
 import pickle
 import sys
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
@@ -15,7 +16,6 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import torch
 import torch.distributed as dist
 
-from benchmarks.spawn import fork_ranks
 from tests.lib.loss_oracle import evaluate
 
 
@@ -30,6 +30,24 @@ def run_rank(rank: int, world_size: int, folder: Path, cases: list) -> None:
 
 def main(world_size: int, folder: Path, cases: list) -> int:
     return fork_ranks(world_size, lambda rank: run_rank(rank, world_size, folder, cases))
+
+
+def fork_ranks(count: int, run: Callable[[int], None]) -> int:
+    """run(0) to run(count - 1), for many ranks on CPUs: forked from this process, which has imported torch -> the
+    largest exit code."""
+    torch.set_num_threads(1)
+    children = []
+    for rank in range(count):
+        if (child := os.fork()) == 0:
+            code = 1
+            try:
+                run(rank)
+                sys.stdout.flush()
+                code = 0
+            finally:
+                os._exit(code)
+        children.append(child)
+    return max(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children)
 
 
 if __name__ == "__main__":

@@ -10,15 +10,14 @@ from benchmarks.results import latest, measured_losses, where
 from benchmarks.results import rows as rows_of
 from benchmarks.rows import append
 from benchmarks.step import setting_of
-from benchmarks.tensor_parallel import model_config
 from infcl.config import resolve
 from infcl.config.preset import BUCKET
-from infcl.models.config import load_model_config, with_overrides
+from infcl.models.config import CLIPConfig, TextConfig, VisionConfig, load_model_config, with_overrides
 from infcl.plan.loads import memory_of
-from infcl.plan.loss_time import loss_seconds
 from infcl.plan.memory import parameter_counts
-from infcl.plan.setting import Gpu, Setting, captions_of, load_gpu
-from infcl.plan.timing import samples_per_second, step_seconds
+from infcl.plan.profile import Gpu, load_gpu
+from infcl.plan.setting import Setting, captions_of
+from infcl.plan.timing import loss_seconds, samples_per_second, step_seconds
 from infcl.train.build import build_meta_model, build_tokenizer_and_model_config
 from infcl.train.fit import Fit
 from tests.lib.checkout import ROOT
@@ -157,8 +156,23 @@ def planned_at_start(row: dict) -> float:
     return Fit(spec, cfg, counts, float("inf")).parts(spec)["peak"] / GIB
 
 
+def model_config(name: str) -> CLIPConfig:
+    """The towers of tensor_parallel.csv: bigG with 16 text heads, 5 B parameters, or a model of infcl."""
+    if name == "bigG":
+        cfg = load_model_config("ViT-bigG-14")
+        return dataclasses.replace(cfg, text_cfg=dataclasses.replace(cfg.text_cfg, heads=16))
+    if name == "5B":
+        return dataclasses.replace(
+            load_model_config("ViT-bigG-14"),
+            embed_dim=1024,
+            vision_cfg=VisionConfig(layers=44, width=3072, head_width=128, patch_size=14),
+            text_cfg=TextConfig(width=1024, heads=16, layers=24),
+        )
+    return load_model_config(name)
+
+
 def tensor_parallel_steps() -> list[tuple[dict, Setting]]:
-    """Rows of benchmarks.tensor_parallel and their settings, without those of 96af64e with T above 1: their sums and
+    """Rows of tensor_parallel.csv and their settings, without those of 96af64e with T above 1: their sums and
     rows were sent in other ways.
     """
     return [

@@ -8,6 +8,8 @@ from torch import nn
 from infcl.config import BatchPlan, RunSpec, TrainConfig, resolve
 from infcl.engine.engine import Engine
 from infcl.parallel import Parallel
+from infcl.plan.loads import STAGES, load_of_run
+from infcl.plan.memory import parts_of
 
 
 def spec_of(config: TrainConfig, parallel: Parallel, batch: BatchPlan | None = None, unpackable: str = "") -> RunSpec:
@@ -22,3 +24,24 @@ def spec_of(config: TrainConfig, parallel: Parallel, batch: BatchPlan | None = N
 def engine_of(model: nn.Module, config: TrainConfig, parallel: Parallel, batch: BatchPlan) -> Engine:
     """An engine that steps with `batch`, whatever the flags say of it."""
     return Engine(model, spec_of(config, parallel, batch), parallel)
+
+
+def planned_run(config: TrainConfig, batch: BatchPlan, precision: str, zero: dict, *, stage=1, on_cpu=False) -> RunSpec:
+    """A run of this batch, precision and zero_optimization, whatever the flags and the preset say of them."""
+    flags = dataclasses.replace(
+        config, global_batch_size=None, accum_freq=batch.num_micro_batches, batch_size=batch.micro_batch_size
+    )
+    preset = {"zero_optimization": zero | {"stage": stage}}
+    return RunSpec(flags, "cpu" if on_cpu else "cuda", batch.dp_size, 1, preset, stage, precision, False)
+
+
+def memory_of_run(cfg, batch, config, counts, precision, zero, *, stage, on_cpu=False, **where) -> dict[str, float]:
+    """{part: bytes per rank} that are planned for a run with nothing offloaded."""
+    spec = planned_run(config, batch, precision, zero, stage=stage, on_cpu=on_cpu)
+    return parts_of(load_of_run(spec, cfg, counts, stage=stage, **where))
+
+
+def memory_plan(*run, **where) -> dict[str, list[float]]:
+    """{part: bytes per rank under ZeRO 0, 1, 2, 3}."""
+    columns = [memory_of_run(*run, stage=stage, **where) for stage in STAGES]
+    return {part: [column[part] for column in columns] for part in columns[0]}

@@ -17,9 +17,10 @@ from infcl import inf_cl_loss, kernels
 from infcl.loss.contrastive import LOSSES
 from infcl.loss.links import second_group
 from tests.lib import gpus
+from tests.lib import info_nce as info_nce_cases
+from tests.lib import nt_xent as nt_xent_cases
 from tests.lib.loss_oracle import Case, averaged, evaluate, oracle, relative_error
 from tests.lib.ranks import free_port
-from tests.loss import test_info_nce, test_nt_xent
 
 pytestmark = pytest.mark.multigpu
 WORKSPACE_BYTES = 2**24
@@ -77,8 +78,8 @@ def test_losses_over_nccl_average_to_the_float64_loss(ring, tmp_path):
         assert relative_error(result.d_scale, truth.d_scale, floor=1e-2) < (1e-4 if exact else 1e-2), case
 
 
-INFO_NCE = [*test_info_nce.CASES, (131, 300, 72, 30.0, "shared"), (140, 140, 100, 30.0, "distinct")]
-NT_XENT = [*test_nt_xent.CASES, (131, 72, 30.0, "random")]
+INFO_NCE = [*info_nce_cases.CASES, (131, 300, 72, 30.0, "shared"), (140, 140, 100, 30.0, "distinct")]
+NT_XENT = [*nt_xent_cases.CASES, (131, 72, 30.0, "random")]
 
 
 def _evaluate_others_on_gpu(rank: int, world_size: int, port: int, folder: str, options: dict) -> None:
@@ -86,8 +87,8 @@ def _evaluate_others_on_gpu(rank: int, world_size: int, port: int, folder: str, 
     bound = {"device": "cuda", "workspace_bytes": WORKSPACE_BYTES}
     for _ in range(2):
         results = (
-            test_info_nce.evaluate(rank, world_size, INFO_NCE, **bound, **options),
-            test_nt_xent.evaluate(rank, world_size, NT_XENT, **bound, **options),
+            info_nce_cases.evaluate(rank, world_size, INFO_NCE, **bound, **options),
+            nt_xent_cases.evaluate(rank, world_size, NT_XENT, **bound, **options),
         )
     torch.save(results, f"{folder}/{rank}.pt")
     dist.destroy_process_group()
@@ -96,8 +97,8 @@ def _evaluate_others_on_gpu(rank: int, world_size: int, port: int, folder: str, 
 @pytest.mark.parametrize("ring", RINGS)
 def test_info_nce_and_nt_xent_over_nccl_average_to_the_float64_losses(ring, tmp_path):
     info_nce, nt_xent = zip(*_on_all_gpus(_evaluate_others_on_gpu, ring, tmp_path))
-    test_info_nce.assert_equal(info_nce, INFO_NCE, 5e-5)
-    test_nt_xent.assert_equal(nt_xent, NT_XENT, 5e-5)
+    info_nce_cases.assert_equal(info_nce, INFO_NCE, 5e-5)
+    nt_xent_cases.assert_equal(nt_xent, NT_XENT, 5e-5)
 
 
 def _peaks(rank: int, world_size: int, port: int, folder: str, options: dict) -> None:
@@ -194,7 +195,7 @@ def test_a_rank_that_hangs_ends_the_others_by_the_time_out(overlap, tmp_path):
 
 
 def _steps_without_waiting(rank: int, world_size: int, port: int, preset: str, last_backward: bool) -> None:
-    from tests.step.test_step_gpu import steps_without_waiting
+    from tests.lib.gpu_steps import steps_without_waiting
 
     os.environ.update(gpus.environment(rank, world_size, port))
     steps_without_waiting(preset, last_backward=last_backward)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from infcl.config import BatchPlan
-from tests.engine.test_engine_traps import fp16_allowed
+from tests.lib.fp16 import fp16_allowed
 from tests.lib.ranks import run_ranks
 from tests.lib.step_oracle import worst_error, worst_update_error
 from tests.lib.tensor_parallel import LAYOUTS, LR, global_batch, layout, new_model, oracle, settings, train_steps

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from tests.lib.megatron_stub import stub_training_package
 from tests.lib.ranks import refused, run_ranks
 from tests.lib.shown_commands import python_blocks
 from tests.lib.step_oracle import ToyCLIP, dense_loss, global_batch, worst_error
@@ -25,23 +26,6 @@ def get_batch(data_iterator):
 
 def encode(model, batch):
     return model(*batch)
-
-
-def get_forward_backward_func(pp_size=None, vp_size=None):
-    from megatron.core.pipeline_parallel.schedules import forward_backward_no_pipelining
-
-    return forward_backward_no_pipelining
-
-
-def stub_training_package():
-    training = types.ModuleType("megatron.training.training")
-    training.get_forward_backward_func = get_forward_backward_func
-    package = types.ModuleType("megatron.training")
-    package.args = types.SimpleNamespace(seed=1234, curr_iteration=0)
-    package.get_args = lambda: package.args
-    sys.modules["megatron.training"] = package
-    sys.modules["megatron.training.training"] = training
-    return training
 
 
 @contextlib.contextmanager

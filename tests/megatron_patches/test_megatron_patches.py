@@ -211,7 +211,7 @@ def layout_errors(rank, world_size):
     from infcl.parallel import init_parallel
     from megatron_patches.groups import init_tensor_parallel
     from megatron_patches.megatron_lm import ContrastiveStep, share_one_loss
-    from tests.megatron_patches.test_megatron_lm import stub_training_package
+    from tests.lib.megatron_stub import stub_training_package
 
     training, errors, read = stub_training_package(), [], []
     for sizes, wanted in (

@@ -12,11 +12,11 @@ from infcl.config import validate
 from infcl.convert.export import load_exported
 from infcl.models import load_model_config
 from tests.lib import cluster_run
+from tests.lib.entry import ON_CPU, alone, command, launch, losses
 from tests.lib.hosts import Hosts
 from tests.lib.ranks import refused, run_ranks
 from tests.lib.step_oracle import worst_error
-from tests.train.test_entry import ON_CPU, alone, command, launch, losses
-from tests.train.test_trainer import demo_config, fit, refusal, run_losses
+from tests.lib.training import demo_config, fit, refusal, run_losses
 
 
 @pytest.fixture(scope="module")

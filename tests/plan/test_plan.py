@@ -8,11 +8,11 @@ from infcl.models import load_model_config
 from infcl.models.flops import forward_flops
 from infcl.plan.__main__ import main, parser, read_batch, setting_of
 from infcl.plan.loads import memory_of
-from infcl.plan.loss_time import loss_phases
+from infcl.plan.profile import load_gpu, load_link
 from infcl.plan.search import candidates, fastest, fits, largest_batch
-from infcl.plan.setting import Setting, load_gpu, load_link, parameters_of
+from infcl.plan.setting import Setting, parameters_of
 from infcl.plan.sweep import crossover, draw, read_range, sweep
-from infcl.plan.timing import phases_of, step_seconds
+from infcl.plan.timing import loss_phases, phases_of, step_seconds
 from tests.lib.checkout import ROOT
 
 GIB = 2**30
@@ -39,7 +39,7 @@ def test_float32_is_planned_at_the_rate_of_its_own_products():
     """An H200's are planned at 1 / 13.7 of bf16's; what is neither product nor attention takes its time in both."""
     towers, loss = planned(), planned(global_batch=2**23)
     assert step_seconds(towers.with_(precision="fp32")) > 5 * step_seconds(towers)
-    both = [loss_phases(loss.with_(precision=name), 0.0)[0].seconds for name in ("fp32", "amp_bf16")]
+    both = [loss_phases(loss.with_(precision=name))[0].seconds for name in ("fp32", "amp_bf16")]
     assert both[0] / both[1] == pytest.approx(683 / 50, rel=0.05)
 
 
@@ -49,9 +49,9 @@ def test_a_loss_that_holds_its_matrix_is_planned_with_its_products_and_what_is_g
     assert whole["loss"].seconds == pytest.approx(8 * rows["loss"].seconds)
     assert whole["gather features"].exposed == rows["gather features"].exposed > 0
     assert "ring" not in whole and "ring" not in rows
-    alone = [loss_phases(planned(gpus=1, loss=name), 1.0)[0].seconds for name in ("clip", "open_clip")]
+    alone = [loss_phases(planned(gpus=1, loss=name))[0].seconds for name in ("clip", "open_clip")]
     assert alone[0] == alone[1] == pytest.approx(whole["loss"].seconds)
-    tiled = loss_phases(planned(gpus=1), 1.0)[0].seconds
+    tiled = loss_phases(planned(gpus=1))[0].seconds
     assert tiled == pytest.approx(alone[0], rel=0.1)  # 8 b^2 D flops at one rate
 
 
@@ -177,7 +177,7 @@ def test_no_more_of_a_ring_is_exposed_than_its_messages_take(ring, link):
         for pairs in (8, 256, 4096, 65536):
             setting = planned(gpus=gpus, gpus_per_node=min(gpus, 8), global_batch=gpus * pairs, micro_batch=8)
             setting = setting.with_(link=load_link(link), ring=ring)
-            phase = next(phase for phase in loss_phases(setting, 1e11) if phase.name == "ring")
+            phase = next(phase for phase in loss_phases(setting) if phase.name == "ring")
             assert 0 < phase.exposed <= phase.seconds * (1 + 1e-9), (gpus, pairs)
 
 

@@ -1,12 +1,13 @@
-"""The planner's attention: torch's and our own, beside measured steps and beside what training takes."""
+"""The planner's attention: torch's and our own, compared with measured steps and with what training takes."""
 
 import pytest
 
 from infcl.models import load_model_config
 from infcl.models.config import with_overrides
-from infcl.plan import tower_time
+from infcl.plan import timing
+from infcl.plan.profile import load_gpu
 from infcl.plan.search import with_graphs
-from infcl.plan.setting import Setting, captions_of, load_gpu
+from infcl.plan.setting import Setting, captions_of
 from tests.lib.measured import compare, stored
 
 STEPS = compare(stored("step_attention.csv"), load_gpu("h200"))
@@ -53,8 +54,8 @@ def test_on_a_smaller_gpu_fewer_graphs_are_planned_to_stay_and_never_none(micro_
 
 def test_attention_is_counted_in_whole_tiles():
     lengths = (20, 50, 99, 128, 129, 197, 257)
-    assert [tower_time._places(length) for length in lengths] == [128, 128, 128, 128, 256, 256, 384]
-    assert [tower_time._own_places(length) for length in lengths] == [32, 64, 128, 128, 144, 208, 272]
+    assert [timing.places(length) for length in lengths] == [128, 128, 128, 128, 256, 256, 384]
+    assert [timing.own_places(length) for length in lengths] == [32, 64, 128, 128, 144, 208, 272]
 
 
 def test_own_attention_is_planned_where_training_has_it():
@@ -63,7 +64,7 @@ def test_own_attention_is_planned_where_training_has_it():
     def seconds(name: str, attention: str, tokens: int | None = None, **changes) -> float:
         given = captions_of(load_model_config(name), tokens)
         setting = Setting(**given, gpu=load_gpu("h200"), gpus=1, global_batch=1024, micro_batch=128)
-        return tower_time.tower_phases(setting.with_(attention=attention, **changes))[0].seconds
+        return timing.tower_phases(setting.with_(attention=attention, **changes))[0].seconds
 
     for name, tokens in (
         ("ViT-B-32", None),
@@ -78,7 +79,7 @@ def test_own_attention_is_planned_where_training_has_it():
     assert seconds("ViT-B-32", "auto", precision="fp32") == seconds("ViT-B-32", "torch", precision="fp32")
 
     def shapes(given: dict, attention: str) -> tuple:
-        return tower_time._shapes(
+        return timing._towers(
             Setting(**given, gpu=load_gpu("h200"), gpus=1, global_batch=8, micro_batch=8, attention=attention)
         )
 

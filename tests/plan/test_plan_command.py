@@ -15,8 +15,9 @@ from infcl.models.config import load_model_config
 from infcl.plan import measure
 from infcl.plan.__main__ import main, parser, setting_of
 from infcl.plan.loads import memory_of
+from infcl.plan.profile import Gpu, load_gpu, load_link
 from infcl.plan.search import fastest
-from infcl.plan.setting import Gpu, captions_of, load_gpu, load_link
+from infcl.plan.setting import captions_of
 from infcl.plan.timing import samples_per_second
 from tests.lib.checkout import ROOT
 
@@ -101,7 +102,7 @@ def test_captions_that_training_does_not_pack_are_not_planned_packed():
         ("--sweep gpus=8:9", "from 8 to 16, and 9 would be left out; write gpus=8:8 or gpus=8:16$"),
         ("--plot none/x.png --sweep gpus=8:16", "there is no folder none"),
         ("--plot x.png", "give --sweep too"),
-        ("--gpu tests/golden/demo_20_steps.json", "a profile has name, memory_gib, .* and nothing else"),
+        ("--gpu tests/golden/demo_20_steps.json", "tests/golden/demo_20_steps.json: .*"),
         ("--zero 0 --offload", "offloading the optimizer needs ZeRO stage >= 1"),
         ("--zero 0 --precision bf16", "--precision bf16 needs ZeRO stage >= 1"),
         ("--tensor-parallel-size 8 --model ViT-B-32", "8 does not divide the 12 heads of the image tower"),
@@ -164,18 +165,12 @@ def test_the_trainers_spellings_are_the_planners_too():
 @pytest.mark.parametrize(
     ("kind", "field", "value", "message"),
     [
-        ("gpu", "memory_gib", "80", "memory_gib is '80', which is no number"),
-        ("gpu", "hbm_gbs", True, "hbm_gbs is True, which is no number"),
-        ("gpu", "usable", 1.1, "usable is 1.1, a share: at most 1"),
-        ("gpu", "usable", -0.1, "a number above 0"),
-        ("gpu", "link_gbs", 0, "link_gbs is 0, which cannot be"),
+        ("gpu", "memory_gib", "80", "memory_gib is '80', not a number above 0"),
+        ("gpu", "hbm_gbs", True, "hbm_gbs is True, not a number"),
+        ("gpu", "link_gbs", 0, "link_gbs is 0, not a number above 0"),
         ("gpu", "pcie_gbs", float("nan"), "pcie_gbs is nan"),
         ("gpu", "hbm_gbs", float("inf"), "hbm_gbs is inf"),
-        ("gpu", "multiprocessors", 1.5, "multiprocessors is 1.5, which is no whole number"),
-        ("gpu", "name", 5, "name is 5, which is no text"),
-        ("gpu", "estimated", "usable", "estimated is 'usable', which is no list of a profile's figures"),
-        ("gpu", "estimated", ["speed"], "estimated is ['speed'], which is no list"),
-        ("gpu", "estimated", [["usable"]], "which is no list"),
+        ("gpu", "name", 5, "name is 5, not str"),
         ("link", "gbs", -1, "gbs is -1"),
         ("link", "latency_us", None, "latency_us is None"),
     ],
@@ -198,7 +193,7 @@ def test_a_measured_profile_says_what_of_it_was_not_measured(gpus, tmp_path, mon
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Chip")
-    properties = SimpleNamespace(total_memory=80 * GIB, multi_processor_count=100)
+    properties = SimpleNamespace(total_memory=80 * GIB)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     monkeypatch.setattr(measure, "_matmul", lambda device, dtype: 600e12 if dtype == torch.bfloat16 else 40e12)
     monkeypatch.setattr(measure, "_towers", lambda device, compiled: 300e12 + compiled * 60e12)
@@ -208,13 +203,11 @@ def test_a_measured_profile_says_what_of_it_was_not_measured(gpus, tmp_path, mon
     assert main(["--measure", str(tmp_path / "gpu.json")]) == 0
     told = capsys.readouterr().out
     written = json.loads((tmp_path / "gpu.json").read_text())
-    assert written["host_factor"] == 1.25
-    assert written["estimated"] == [*["usable", "link_gbs"][: 3 - gpus], "host_factor"]
-    assert f"estimated usable 0.94{', link_gbs 25' if gpus == 1 else ''}, host_factor 1.25\n" in told
-    assert "gpu.json: Chip: measured memory_gib 80.0, matmul_tflops 600, tower_efficiency 0.5, " in told
-    assert written["fp32_tflops"] == 40 and "fp32_tflops 40" in told.partition("; estimated")[0]
-    assert ("link_gbs 390" in told.partition("; estimated")[0]) == (gpus == 2)
-    assert written == vars(load_gpu(str(tmp_path / "gpu.json"))) | {"estimated": written["estimated"]}
+    assert written["host_factor"] == 1.25 and f"{tmp_path / 'gpu.json'}: name Chip, memory_gib 80.0, " in told
+    assert written["source"].endswith("estimated: host_factor" + ", link_gbs" * (gpus == 1))
+    assert written["fp32_tflops"] == 40 and written["tower_efficiency"] == 0.5
+    assert written["link_gbs"] == (25 if gpus == 1 else 390)
+    assert written == vars(load_gpu(str(tmp_path / "gpu.json")))
 
 
 def test_a_slow_hosts_factor_is_what_its_loop_takes_longer(monkeypatch):
@@ -227,31 +220,20 @@ def test_a_slow_hosts_factor_is_what_its_loop_takes_longer(monkeypatch):
 @pytest.mark.parametrize("path", sorted((ROOT / "infcl" / "plan" / "profiles").glob("*/*.json")), ids=lambda p: p.stem)
 def test_a_shipped_profile_says_which_figures_are_estimated(path):
     profile = (load_gpu if path.parent.name == "gpus" else load_link)(path.stem)
-    rates = {name for name, value in vars(profile).items() if isinstance(value, float | int)} - {"bf16"}
-    rates -= {"memory_gib", "multiprocessors", "host_factor"}  # as its data sheet tells; 1 is the host of no GPU
-    assert profile.estimated and set(profile.estimated) <= rates
-    if profile.source.startswith("estimated"):
-        assert set(profile.estimated) == rates
+    assert "estimated" in profile.source or "measured" in profile.source
 
 
-def test_a_plan_says_which_figures_under_it_are_estimated(capsys):
+def test_a_plan_says_where_the_figures_of_its_profiles_come_from(capsys):
     assert main("--gpus 16 --micro-batch-size 64".split()) == 0
     told = capsys.readouterr().out
-    assert "of h200 usable, hbm_gbs, pcie_gbs are estimated" in told
-    assert main("--gpus 16 --micro-batch-size 64 --precision fp32".split()) == 0
-    assert "of h200 fp32_tflops, usable, hbm_gbs, pcie_gbs are estimated" in capsys.readouterr().out
-    assert "of nic-400 gbs, latency_us are estimated" in told
+    assert f"  h200: {load_gpu('h200').source}\n" in told and f"  nic-400: {load_link('nic-400').source}\n" in told
     assert main("--gpus 8 --micro-batch-size 64".split()) == 0
-    assert "of nic-400" not in capsys.readouterr().out  # one host has none
+    assert "nic-400" not in capsys.readouterr().out  # one node has none
 
 
-def test_an_older_profile_has_no_rate_of_float32_which_is_estimated_then(capsys):
-    old = ["--gpu", str(ROOT / "docs" / "results" / "h200_measured.json"), "--micro-batch-size", "64"]
-    assert load_gpu(old[1]).estimated == ("fp32_tflops",)
-    assert main([*old, "--precision", "fp32"]) == 0
-    assert "of NVIDIA H200 fp32_tflops are estimated, not measured" in capsys.readouterr().out
-    assert main(old) == 0
-    assert "estimated" not in capsys.readouterr().out
+def test_an_older_profile_is_still_read():
+    """It has a share of usable memory, which no profile sets any more, and no rate of FP32."""
+    assert load_gpu(str(ROOT / "docs" / "results" / "h200_measured.json")).fp32_tflops == 50
 
 
 def test_a_profile_of_ones_own_is_read(tmp_path):

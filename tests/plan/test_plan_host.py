@@ -20,11 +20,11 @@ from infcl.step import pixels
 from infcl.train.dry_run import _host_table
 from infcl.train.fit import Fit
 from tests.lib.checkout import ROOT
+from tests.lib.entry import command, forked
+from tests.lib.fitting import fit, under
 from tests.lib.ranks import run_ranks
-from tests.lib.specs import engine_of, spec_of
-from tests.train.test_entry import command, forked
-from tests.train.test_fit import fit, under
-from tests.train.test_trainer import demo_config
+from tests.lib.specs import engine_of, planned_run, spec_of
+from tests.lib.training import demo_config
 
 GIB = 2**30
 OFFLOAD = json.loads((ROOT / "ds_configs" / "zero3_offload.json").read_text())
@@ -32,7 +32,7 @@ MICRO_BATCHES = 2
 
 
 class Narrow(nn.Module):
-    """Many small matrices, so that what lies across two ranks' shares is little."""
+    """Many small matrices, so that what is split across two ranks' shares is little."""
 
     def __init__(self):
         super().__init__()
@@ -73,11 +73,8 @@ def offloaded_by_deepspeed(rank, world_size, path, precision):
         "parameters": bytes_of(copies),
     }
     offload = json.loads(open(path).read())["zero_optimization"]
-    load = load_of_run(
-        load_model_config("demo"), batch, config, {"all": (numel, numel)}, precision, offload,
-        stage=stage, offloads=tuple(part for part in ("optimizer", "param") if f"offload_{part}" in offload),
-        on_cpu=True,
-    )  # fmt: skip
+    spec = planned_run(config, batch, precision, offload, stage=stage, on_cpu=True)
+    load = load_of_run(spec, load_model_config("demo"), {"all": (numel, numel)})
     return held, {part: host_parts(load)[part] for part in held}
 
 
@@ -158,7 +155,7 @@ def test_on_a_cpu_all_is_one_memory_and_nothing_counts_twice():
     plain, offloaded = question(preset=buckets), question(preset=OFFLOAD)
     load = offloaded.load(offloaded.spec)
     own, difference = load.trainable / 8, offloaded.parts(offloaded.spec)["peak"] - plain.parts(plain.spec)["peak"]
-    assert difference == pytest.approx(4 * own)  # the gradient that the optimizer is given, beside the sum
+    assert difference == pytest.approx(4 * own)  # the gradient that the optimizer is given, in addition to the sum
     assert parts_of(load)["optimizer"] == parts_of(load)["gradients"] == 0
     dataclasses.replace(offloaded, host=0.0).check()  # capacity is all there is to ask for
     kept = plain.spec.change(pixel_cache_gb="1", accum_freq=9)
@@ -204,11 +201,9 @@ def test_the_dry_run_s_pixels_are_where_they_are():
         spec = question.spec.change(**changes)
 
         def load(pixel_cache_gb: str):
-            flags = spec.change(pixel_cache_gb=pixel_cache_gb).flags
-            return load_of_run(
-                question.cfg, spec.batch, flags, question.counts, "bf16", OFFLOAD["zero_optimization"],
-                stage=3, offloads=("optimizer",), on_cpu=on_cpu,
-            )  # fmt: skip
+            run = planned_run(spec.change(pixel_cache_gb=pixel_cache_gb).flags, spec.batch, "bf16",
+                              OFFLOAD["zero_optimization"], stage=3, on_cpu=on_cpu)  # fmt: skip
+            return load_of_run(run, question.cfg, question.counts)
 
         lines = _host_table(load, spec.flags, 8, on_cpu=on_cpu, free=1000e9)
         return next(line for line in lines if line.startswith("  pixels"))

@@ -18,15 +18,17 @@ from infcl.config.preset import BUCKET, read_preset
 from infcl.loss.contrastive import ContrastiveLoss
 from infcl.models import CLIP, load_model_config
 from infcl.plan.activations import activation_bytes
-from infcl.plan.loads import kept_trunks, memory_of, memory_of_run, memory_plan, trained_blocks
+from infcl.plan.loads import kept_trunks, memory_of, trained_blocks
 from infcl.plan.memory import parameter_counts
 from infcl.plan.parts import bucket_bytes, gathered_bytes, loss_bytes, state_bytes
-from infcl.plan.setting import Setting, load_gpu
+from infcl.plan.profile import load_gpu
+from infcl.plan.setting import Setting
 from infcl.train.build import build_model
 from tests.lib.measured import FIRST_PART_APART
 from tests.lib.ranks import run_ranks
 from tests.lib.saved_tensors import saved_bytes
-from tests.train.test_trainer import demo_config
+from tests.lib.specs import memory_of_run, memory_plan
+from tests.lib.training import demo_config
 
 
 def test_parameters_are_counted_by_tower_with_what_a_lock_leaves_trainable():
@@ -121,7 +123,7 @@ def test_a_ring_holds_what_was_measured_around_one():
         two_level = row["impl"] == "inf_cl two-level/2"
         if (row["impl"] == "inf_cl sends" or two_level) and row["global_batch"] >= 2**15 * row["gpus"]:
             rows = row["global_batch"] // row["gpus"]
-            given = (2 + 1) * rows * row["dim"] * 4  # float32 features, and their operands in 16 bits
+            given = (2 + 1) * rows * row["dim"] * 4  # float32 features, and their operands in half precision
             sizes = {"rows": rows, "ranks": row["gpus"], "width": row["dim"]}
             given -= rows * row["dim"] * 4 * (row["commit"][:7] in FIRST_PART_APART and not two_level)
             planned = sum(loss_bytes("inf_cl", **sizes, two_level=two_level).values()) - given

@@ -56,7 +56,7 @@ def programs_of(line: str) -> list[tuple[str, list[str]]]:
 
 def options_of(program: str) -> set[str]:
     parsers = [make_parser() if program == "pretrain_clip.py" else parser_of(program)]
-    if program in ("benchmarks.step", "benchmarks.step_losses", "benchmarks.largest_batch", "benchmarks.demo"):
+    if program in ("benchmarks.step", "benchmarks.largest_batch"):
         parsers.append(make_parser())
     options = set()
     for parser in parsers:

@@ -61,6 +61,20 @@ def test_a_package_imports_only_those_above_it():
     assert against == set()
 
 
+def test_test_files_import_no_test_files_and_benchmarks_no_tests():
+    """What tests share is in tests/lib."""
+    files = [
+        path.relative_to(ROOT).as_posix() for name in ("tests", "benchmarks") for path in ROOT.glob(f"{name}/**/*.py")
+    ]
+    against = {
+        (file, name)
+        for file in files
+        for name in _imports(file)
+        if name.startswith("tests.") and (file.startswith("benchmarks/") or ".test_" in name)
+    }
+    assert against == set()
+
+
 def test_no_modules_import_each_other_in_a_circle():
     """What is imported for its types alone does not count."""
     modules = {_module(file): file for file in FILES}

@@ -13,7 +13,7 @@ from infcl.step.grad_cache import grad_cache_step
 from infcl.step.offload import PixelCache, checksum
 from tests.lib.ranks import run_ranks
 from tests.lib.step_oracle import dense_loss
-from tests.train.test_trainer import demo_config, fit, refusal
+from tests.lib.training import demo_config, fit, refusal
 
 M, ROWS, SIDE = 5, 3, 5
 CPU = torch.device("cpu")

@@ -3,7 +3,6 @@
 import gc
 import json
 import math
-from unittest import mock
 
 import pytest
 import torch
@@ -11,8 +10,9 @@ import torch
 from infcl.models.packing import longest
 from infcl.report import read_metrics
 from infcl.step.offload import PixelCache
+from tests.lib.entry import alone, command, losses
+from tests.lib.gpu_steps import steps_without_waiting
 from tests.lib.step_oracle import EPS, LR, ToyCLIP, global_batch, oracle_steps, worst_error
-from tests.train.test_entry import alone, command, losses
 
 pytestmark = pytest.mark.gpu
 
@@ -90,52 +90,6 @@ def test_fp16_overflows_skip_steps_and_leave_everything_consistent(tmp_path):
     assert worst_error(got, expected) < 2e-2
 
 
-def steps_without_waiting(preset, *, last_backward: bool = True) -> None:
-    """Six steps on a micro-batch a rank; from the fifth on a wait of the host for the GPU is an error.
-
-    Waits for the whole device are not among those that torch's mode finds.
-    last_backward: whether that holds in the last backward too, behind which there is nothing left to issue.
-    """
-    from infcl.config import BatchPlan, TrainConfig
-    from infcl.engine.engine import Engine
-    from infcl.parallel import init_parallel
-    from infcl.step.grad_cache import grad_cache_step
-    from infcl.train.build import build_loss
-    from tests.lib.specs import spec_of
-
-    config = TrainConfig(deepspeed_config=str(preset), lr=LR, eps=EPS, dataset_type="synthetic", train_num_samples=1)
-    parallel = init_parallel("cuda")
-    spec = spec_of(config, parallel, BatchPlan(parallel.world_size, 3, 5))
-    engine, loss = Engine(ToyCLIP(), spec, parallel), build_loss(spec, parallel)
-    images, texts = (side.cuda().split(5) for side in global_batch(15, seed=1 + parallel.rank))
-
-    def allow_waits(allowed):
-        torch.cuda.set_sync_debug_mode("default" if allowed else "error")
-        torch.cuda.synchronize = synchronize if allowed else mock.Mock(side_effect=AssertionError("waits for the GPU"))
-
-    def backward(surrogate, is_last):
-        if is_last and not last_backward:
-            allow_waits(True)
-        engine.backward(surrogate, is_last)
-
-    synchronize = torch.cuda.synchronize
-    try:
-        for step in range(6):  # the first ones compile kernels and, on one GPU, record the loss as a graph
-            allow_waits(step < 4)
-            grad_cache_step(
-                list(zip(images, texts)),
-                encode=lambda pair: engine.encode(*pair),
-                loss=loss,
-                backward=backward,
-                seeds=[0] * 3,
-                scalar_values=engine.scalar_values,
-            )
-            allow_waits(True)
-            engine.step(LR)
-    finally:
-        allow_waits(True)
-
-
 @pytest.mark.parametrize("stage", [1, 3])
 def test_the_host_never_waits_for_the_gpu_between_the_first_encoding_and_the_last_backward(stage, tmp_path):
     """On one GPU; over several: test_multigpu. In ZeRO-2 (overlap_comm) DeepSpeed waits once a backward.
@@ -153,7 +107,7 @@ def trained(demo_folder, logs, opt: str) -> tuple[list[float], float]:
     from infcl.parallel import init_parallel
     from infcl.train.build import resolve_inputs
     from infcl.train.trainer import Trainer
-    from tests.train.test_trainer import demo_config
+    from tests.lib.training import demo_config
 
     config = demo_config(demo_folder, logs, opt=opt, precision="bf16", compile_blocks="off")
     parallel = init_parallel("cuda")

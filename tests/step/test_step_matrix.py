@@ -7,44 +7,28 @@ import pytest
 import torch
 
 from infcl.config import BatchPlan
-from infcl.parallel import micro_batch_seed
-from tests.engine.test_engine import settings
-from tests.engine.test_engine_traps import fp16_allowed, fp16_preset
+from tests.lib.engine_steps import settings
+from tests.lib.fp16 import fp16_allowed, fp16_preset
 from tests.lib.ranks import run_ranks
+from tests.lib.step_matrix import (
+    DROPOUT,
+    MICRO_BATCH_SIZE,
+    MICRO_BATCHES,
+    demo_batch,
+    demo_model,
+    gradients_in_one_process,
+    step_of_the_towers,
+    weights_after_a_step,
+)
 from tests.lib.step_oracle import (
     LR,
     ToyCLIP,
     adamw,
     global_batch,
     update_error,
-    whole_batch_gradients,
     worst_error,
     worst_update_error,
 )
-
-MICRO_BATCHES, MICRO_BATCH_SIZE, DROPOUT = 4, 3, 0.3
-
-
-def weights_after_a_step(engine, batch, whole_batch, resident, encode):
-    """{name: whole tensor} once this rank's part of the batch has gone through a step."""
-    from infcl.checkpoint.load import full_weights
-    from infcl.loss.contrastive import ContrastiveLoss
-    from infcl.step.grad_cache import grad_cache_step
-
-    engine.train()
-    rank = engine.parallel.rank
-    own = slice(rank * batch.rank_batch_size, (rank + 1) * batch.rank_batch_size)
-    images, texts = (side[own].split(MICRO_BATCH_SIZE) for side in whole_batch(batch.global_batch_size))
-    grad_cache_step(
-        list(zip(images, texts)),
-        encode=encode,
-        loss=ContrastiveLoss("inf_cl", group=engine.dp_group),
-        backward=engine.backward,
-        seeds=[micro_batch_seed(0, 0, index, rank) for index in range(MICRO_BATCHES)],
-        resident=resident,
-    )
-    assert engine.step(LR)
-    return full_weights(engine, keep=True)
 
 
 def step_with_dropout(rank, world_size, preset, resident, wrong_replay):
@@ -78,13 +62,6 @@ def one_process_step(world_size, model, whole_batch=global_batch, rate=lambda na
     return {name: value.detach() for name, value in model.state_dict().items()}
 
 
-def gradients_in_one_process(world_size, model, whole_batch):
-    """{name: gradient} of the whole batch, each micro-batch under its seed."""
-    sides = whole_batch(world_size * MICRO_BATCHES * MICRO_BATCH_SIZE)
-    seeds = [micro_batch_seed(0, 0, index, rank) for rank in range(world_size) for index in range(MICRO_BATCHES)]
-    return whole_batch_gradients(model, zip(*(side.split(MICRO_BATCH_SIZE) for side in sides), strict=True), seeds)[1]
-
-
 CASES = [(preset, 2, 1) for preset in ("zero0", "zero1", "zero2", "zero3", "zero3_offload")]
 CASES += [(preset, *more) for preset in ("zero1", "zero3") for more in ((1, 1), (2, 3), (3, 2), (4, 4))]
 
@@ -102,51 +79,6 @@ def test_another_seed_in_the_replay_is_noticed(preset):
 
 
 # ---- the towers themselves ----
-
-
-def demo_model(checkpointing):
-    from infcl.models import CLIP, load_model_config
-
-    torch.manual_seed(0)
-    return CLIP(load_model_config("demo"), patch_dropout=0.25, activation_checkpointing=checkpointing)
-
-
-def demo_batch(size):
-    generator = torch.Generator().manual_seed(1)
-    images = torch.randint(0, 256, (size, 3, 32, 32), generator=generator, dtype=torch.uint8)
-    texts = torch.randint(2, 300, (size, 20), generator=generator)
-    texts[torch.arange(size), torch.randint(20, (size,), generator=generator)] = 1  # where captions end, and are pooled
-    return images, texts
-
-
-def step_of_the_towers(rank, world_size, preset, resident, checkpointing, compiled, before_step=None, **flags):
-    """before_step(engine) is called when the step's gradients are there; its answer is the result instead."""
-    from infcl.engine.engine import Engine
-    from infcl.models.captions import texts_for_model
-    from infcl.parallel import init_parallel
-    from infcl.train.compile import prepare_blocks
-    from tests.lib.specs import spec_of
-
-    parallel = init_parallel("cpu")
-    batch = BatchPlan(world_size, MICRO_BATCHES, MICRO_BATCH_SIZE)
-    config = settings(
-        preset, **({"precision": "fp32", "grad_clip_norm": None, "wd": 0.0} | flags),
-        compile_blocks="on" if compiled else "off", grad_checkpointing=checkpointing,
-    )  # fmt: skip
-    model = demo_model(checkpointing)
-    spec = spec_of(config, parallel, batch)
-    assert prepare_blocks(model, spec, parallel) == compiled
-    engine, packed = Engine(model, spec, parallel), texts_for_model(model.cfg.text_cfg, pack=spec.packs_captions)
-
-    def encode(pair):
-        images, texts = pair
-        return engine.encode(images, **packed(texts))
-
-    step, answers = engine.step, []
-    if before_step is not None:
-        engine.step = lambda lr: answers.append(before_step(engine)) or step(lr)
-    weights = weights_after_a_step(engine, batch, demo_batch, resident, encode)
-    return weights if before_step is None else answers[0]
 
 
 slow = pytest.mark.slow

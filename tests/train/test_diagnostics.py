@@ -19,8 +19,8 @@ from infcl.train.diagnostics import (
     utilisation,
 )
 from tests.lib.ranks import run_ranks
-from tests.step.test_step_matrix import demo_batch, demo_model, gradients_in_one_process, step_of_the_towers
-from tests.train.test_trainer import demo_config, fit
+from tests.lib.step_matrix import demo_batch, demo_model, gradients_in_one_process, step_of_the_towers
+from tests.lib.training import demo_config, fit
 
 
 def features(rows: int, seed: int = 0) -> torch.Tensor:

@@ -13,10 +13,10 @@ import torch
 
 from infcl.convert.export import load_exported
 from infcl.report import read_metrics
-from tests.engine.test_engine import steps_with_a_poisoned_one
-from tests.engine.test_engine_traps import fp16_allowed
+from tests.lib.engine_steps import steps_with_a_poisoned_one
+from tests.lib.fp16 import fp16_allowed
 from tests.lib.ranks import run_ranks
-from tests.train.test_trainer import demo_config, fit
+from tests.lib.training import demo_config, fit
 
 
 def poisoned_fit(rank, world_size, config, fault, steps, on_rank=0):

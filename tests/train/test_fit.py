@@ -12,24 +12,9 @@ from infcl.models import CLIP, load_model_config
 from infcl.plan.memory import parameter_counts
 from infcl.train.fit import Fit
 from tests.lib.checkout import ROOT
+from tests.lib.entry import command, forked
+from tests.lib.fitting import GIB, SYNTHETIC, fit, under
 from tests.lib.ranks import run_ranks
-from tests.train.test_entry import command, forked
-
-SYNTHETIC = ["--dataset-type", "synthetic", "--train-num-samples", "1000000", "--model", "ViT-L-14"]
-GIB = 2**30
-
-
-def fit(*flags: str, gib: float, ranks: int = 8, stage: int = 1) -> Fit:
-    cfg = load_model_config("ViT-L-14")
-    with torch.device("meta"):
-        counts = parameter_counts(CLIP(cfg))
-    spec = resolve(parse_args([*SYNTHETIC, *flags]), device="cuda", ranks=ranks)
-    return under(Fit(spec, cfg, counts, gib * GIB), preset={"zero_optimization": {"stage": stage}})
-
-
-def under(question: Fit, **changes) -> Fit:
-    """The same question of a run that is resolved otherwise."""
-    return dataclasses.replace(question, spec=dataclasses.replace(question.spec, **changes))
 
 
 def test_what_fits_is_not_refused():

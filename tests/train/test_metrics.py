@@ -19,7 +19,7 @@ from infcl.train.profiler import WARM_UP_STEPS, StepProfiler, phase_table
 from infcl.train.sinks import Console, clock, open_sinks
 from tests.lib.ranks import run_ranks
 from tests.lib.steps import step_done
-from tests.train.test_trainer import demo_config, fit
+from tests.lib.training import demo_config, fit
 
 VALUES = {"loss": 1.5, "samples_per_second": 1000.0, "data_wait": 0.25, "lr": 1e-3, "logit_scale": 14.0}
 

@@ -27,7 +27,9 @@ def needed(batch: BatchPlan, *, width: int = 512, on_host: int | None = None, **
     cfg = dataclasses.replace(load_model_config("ViT-B-32"), embed_dim=width)
     parallel.dp_size, parallel.hosts = batch.dp_size, 1
     spec = spec_of(config, parallel, batch)
-    return _needed_bytes(dataclasses.replace(spec, preset={"zero_optimization": {"stage": 1}}), engine, cfg, parallel)
+    return _needed_bytes(
+        dataclasses.replace(spec, preset={"zero_optimization": {"stage": 1}}), engine, cfg, parallel, 0
+    )
 
 
 def beside_towers(loss: str, rows: int, ranks: int, width: int, **flags) -> float:

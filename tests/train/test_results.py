@@ -8,7 +8,7 @@ import pytest
 from infcl.config import TrainConfig
 from infcl.train.results import oddities
 from tests.lib.ranks import run_ranks
-from tests.train.test_trainer import demo_config, said
+from tests.lib.training import demo_config, said
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from infcl.train.stragglers import AGAIN, IN_A_ROW, Stragglers, Warnings, slow_r
 from tests.lib.collectives import collectives
 from tests.lib.ranks import run_ranks
 from tests.lib.steps import step_done
-from tests.train.test_trainer import demo_config
+from tests.lib.training import demo_config
 
 HOSTS = (Node("a", 0, 4), Node("b", 4, 4), Node("c", 8, 4))
 

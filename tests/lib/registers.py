@@ -1,8 +1,7 @@
 """Registers, stack and shared memory of the Triton kernels, compiled for a GPU that need not be there.
 
-`python -m benchmarks.registers` takes a minute on one core. A stack is what did not fit into 255 registers: it is
-written to memory and read again in every tile. Compiled is what the launches in infcl/kernels compile for D = 768, and
-for attention with 16 heads of 64.
+A stack is what did not fit into 255 registers: it is written to memory and read again in every tile. The kernels are
+compiled as the launches in infcl/kernels do for D = 768, and for attention with 16 heads of 64.
 """
 
 import re
@@ -118,33 +117,3 @@ def usage(kernel: CompiledKernel) -> dict[str, int]:
     if found is None:
         raise ValueError(f"cuobjdump says nothing of registers: {said!r}")
     return {"registers": int(found[1]), "stack": int(found[2]), "shared": kernel.metadata.shared}
-
-
-def main() -> None:
-    print(f"Triton {triton.__version__}, sm_90, D = 768: registers and bytes of stack a thread, shared memory a block")
-    for itemsize, name in _TYPES.items():
-        for sigmoid in (False, True):
-            for masked in (False, True):
-                for tile, compile_ in (("forward", compiled_forward), ("backward", compiled_backward)):
-                    used = usage(compile_(itemsize=itemsize, sigmoid=sigmoid, masked=masked))
-                    _say(f"{name} {'sigmoid' if sigmoid else 'softmax'} {tile}{' masked' if masked else ''}", used)
-    for tokens, packed in (
-        (50, False),
-        (77, False),
-        (20, True),
-        (60, True),
-        (77, True),
-        (129, False),
-        (197, False),
-        (257, False),
-    ):
-        for name, kernel in compiled_attention(tokens, packed=packed).items():
-            _say(f"attention {name}, {tokens} tokens{' packed' if packed else ''}", usage(kernel))
-
-
-def _say(what: str, used: dict[str, int]) -> None:
-    print(f"{what:40} {used['registers']:4} {used['stack']:6} {used['shared']:8}", flush=True)
-
-
-if __name__ == "__main__":
-    main()

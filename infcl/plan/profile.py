@@ -1,0 +1,85 @@
+"""Profiles of hardware: sustained rates of a GPU and of the links between nodes, as JSON in profiles/.
+
+`python -m infcl.plan --measure FILE` writes the profile of a machine's GPU.
+"""
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+_PROFILES = Path(__file__).parent / "profiles"
+USABLE = 0.94  # share of a GPU's memory for tensors: the rest is the CUDA context, NCCL, libraries and fragments
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU and its host, as they perform: sustained rates, not peaks."""
+
+    name: str
+    memory_gib: float  # of the device
+    matmul_tflops: float  # of an 8192^3 BF16 GEMM
+    tower_efficiency: float  # share of it that towers reach: eager blocks ...
+    compiled_efficiency: float  # ... and compiled ones
+    loss_efficiency: float  # share of it that the tiled loss reaches, on 8 b^2 D flops
+    hbm_gbs: float  # GB/s of its memory
+    link_gbs: float  # GB/s in each direction to the other GPUs of the node (NVLink)
+    pcie_gbs: float  # GB/s to host memory
+    source: str  # which of the figures are measured, and which estimated
+    fp32_tflops: float = 50.0  # of GEMMs in FP32, without tensor cores
+    host_factor: float = 1.0  # how many times as long its host takes to issue work as that of the measured H200s
+    bf16: bool = True  # whether its tensor cores compute BF16; where not, matmul_tflops is the rate of FP16
+
+    @property
+    def usable_bytes(self) -> float:
+        return self.memory_gib * 2**30 * USABLE
+
+
+@dataclass(frozen=True)
+class Link:
+    """What a GPU sends to other nodes through: its share of the network cards."""
+
+    name: str
+    gbs: float  # GB/s in each direction, per GPU
+    latency_us: float  # of a message
+    source: str
+
+
+Profile = TypeVar("Profile", Gpu, Link)
+
+
+def load_gpu(name_or_path: str) -> Gpu:
+    """Return a profile of profiles/gpus, or that of a JSON file of `--measure`.
+
+    Raises:
+        ValueError: there is no such profile, or a figure is missing or impossible.
+    """
+    return _load("gpu", name_or_path, Gpu)
+
+
+def load_link(name_or_path: str) -> Link:
+    """Return a profile of profiles/links, or that of a JSON file like them; errors as those of `load_gpu`."""
+    return _load("link", name_or_path, Link)
+
+
+def _load(kind: str, name: str, profile: type[Profile]) -> Profile:
+    path = Path(name) if name.endswith(".json") else _PROFILES / f"{kind}s" / f"{name}.json"
+    if not path.is_file():
+        known = ", ".join(sorted(path.stem for path in (_PROFILES / f"{kind}s").glob("*.json")))
+        raise ValueError(f"--{kind} {name}: no such profile (known: {known}; or a JSON file)")
+    try:
+        values = dict(json.loads(path.read_text()))
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"--{kind} {name}: no JSON of a profile ({error})") from None
+    figures = {}
+    for field in dataclasses.fields(profile):
+        value = values.get(field.name, field.default)
+        if value is dataclasses.MISSING:
+            raise ValueError(f"--{kind} {name}: {field.name} is missing")
+        number = type(value) in (int, float) and 0 <= value < float("inf") and (value > 0 or field.name == "latency_us")
+        if not (number if field.type is float else isinstance(value, field.type)):  # type: ignore[arg-type]
+            wanted = "a number above 0" if field.type is float else field.type.__name__  # type: ignore[union-attr]
+            raise ValueError(f"--{kind} {name}: {field.name} is {value!r}, not {wanted}")
+        figures[field.name] = value
+    return profile(**figures)

@@ -1,0 +1,88 @@
+"""pretrain_clip.py as users start it: alone, under torchrun, and forked from this process."""
+
+import contextlib
+import io
+import json
+import logging
+import os
+import subprocess
+import sys
+import traceback
+from pathlib import Path
+from unittest import mock
+
+from infcl.report import read_metrics
+from tests.lib import gpus
+from tests.lib.checkout import ROOT
+from tests.lib.ranks import free_port, run_ranks
+
+ON_CPU = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+
+
+def command(demo_folder, logs, *flags: str) -> list[str]:
+    return [
+        "pretrain_clip.py", "--train-data", f"{demo_folder}/train", "--tokenizer", f"{demo_folder}/tokenizer.model",
+        "--model", "demo", "--workers", "1", "--batch-size", "16", "--accum-freq", "2", "--lr", "1e-3", "--wd", "0.05",
+        "--warmup", "5", "--steps", "3", "--aug-cfg", "scale=(1.0,1.0)", "ratio=(1.0,1.0)", "--logs", str(logs),
+        "--name", "run", "--resident-micro-batches", "1", *flags,
+    ]  # fmt: skip
+
+
+def launch(arguments: list[str], ranks: int, environment=ON_CPU) -> subprocess.CompletedProcess:
+    if gpus.RANKS_PER_GPU > 1 and environment.get("DS_ACCELERATOR") != "cpu":
+        return gpus.run(arguments, ranks, free_port(), environ=environment, cwd=ROOT)
+    launcher = [sys.executable, "-m", "deepspeed.launcher.runner", "-q", "--num_gpus", str(ranks)]
+    launcher += ["--master_port", str(free_port())]
+    return subprocess.run(
+        [*launcher, *arguments], cwd=ROOT, env=os.environ | environment, capture_output=True, text=True, timeout=400
+    )
+
+
+def alone(arguments: list[str], environment=ON_CPU) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, *arguments],
+        cwd=ROOT,
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        timeout=400,
+    )
+
+
+def forked(arguments: list[str], ranks: int) -> subprocess.CompletedProcess:
+    """`launch`, or `alone`, without what starting costs: main() in the ranks of run_ranks, with what they all printed.
+
+    For what no launcher and no end of a process is needed. The process group is theirs and stays. As daemons they may
+    have no processes of their own: `--workers 0`.
+    """
+    done = run_ranks(_main, ranks, arguments[1:], timeout=200)
+    codes, printed, told = zip(*done)
+    return subprocess.CompletedProcess(arguments, next(filter(None, codes), 0), "".join(printed), "".join(told))
+
+
+def _main(rank: int, world_size: int, arguments: list[str]) -> tuple[int, str, str]:
+    from pretrain_clip import main
+
+    with contextlib.ExitStack() as stack:
+        out, err = stack.enter_context(mock.patch("sys.stdout", io.StringIO())), io.StringIO()
+        stack.enter_context(mock.patch("sys.stderr", err))
+        stack.enter_context(mock.patch.object(logging.getLogger(), "handlers", []))  # main's would keep this stderr
+        stack.enter_context(mock.patch("torch.distributed.destroy_process_group"))
+        try:
+            code = main(arguments)
+        except SystemExit as end:
+            code = int(end.code or 0)
+        except RuntimeError:  # as python ends on what main() raises once a run has begun; others are a test's failure
+            traceback.print_exc()
+            code = 1
+    return code, out.getvalue(), err.getvalue()
+
+
+def golden(steps: int = 20) -> list[float]:
+    """The losses of the demo's first steps, 64 pairs each."""
+    return json.loads((ROOT / "tests" / "golden" / "demo_20_steps.json").read_text())["loss"][:steps]
+
+
+def losses(logs: Path, name: str = "run") -> list[float]:
+    """Of the steps that the run's metrics have."""
+    return [record["loss"] for record in read_metrics(logs / name / "metrics.jsonl", "train")]

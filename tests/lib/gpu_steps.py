@@ -1,0 +1,53 @@
+"""Steps on GPUs in which the host never waits for the device."""
+
+from unittest import mock
+
+import torch
+
+from tests.lib.step_oracle import EPS, LR, ToyCLIP, global_batch
+
+
+def steps_without_waiting(preset, *, last_backward: bool = True) -> None:
+    """Six steps on a micro-batch a rank; from the fifth on a wait of the host for the GPU is an error.
+
+    Waits for the whole device are not among those that torch's mode finds.
+    last_backward: whether that holds in the last backward too, behind which there is nothing left to issue.
+    """
+    from infcl.config import BatchPlan, TrainConfig
+    from infcl.engine.engine import Engine
+    from infcl.parallel import init_parallel
+    from infcl.step.grad_cache import grad_cache_step
+    from infcl.train.build import build_loss
+    from tests.lib.specs import spec_of
+
+    config = TrainConfig(deepspeed_config=str(preset), lr=LR, eps=EPS, dataset_type="synthetic", train_num_samples=1)
+    parallel = init_parallel("cuda")
+    spec = spec_of(config, parallel, BatchPlan(parallel.world_size, 3, 5))
+    engine, loss = Engine(ToyCLIP(), spec, parallel), build_loss(spec, parallel)
+    images, texts = (side.cuda().split(5) for side in global_batch(15, seed=1 + parallel.rank))
+
+    def allow_waits(allowed):
+        torch.cuda.set_sync_debug_mode("default" if allowed else "error")
+        torch.cuda.synchronize = synchronize if allowed else mock.Mock(side_effect=AssertionError("waits for the GPU"))
+
+    def backward(surrogate, is_last):
+        if is_last and not last_backward:
+            allow_waits(True)
+        engine.backward(surrogate, is_last)
+
+    synchronize = torch.cuda.synchronize
+    try:
+        for step in range(6):  # the first ones compile kernels and, on one GPU, record the loss as a graph
+            allow_waits(step < 4)
+            grad_cache_step(
+                list(zip(images, texts)),
+                encode=lambda pair: engine.encode(*pair),
+                loss=loss,
+                backward=backward,
+                seeds=[0] * 3,
+                scalar_values=engine.scalar_values,
+            )
+            allow_waits(True)
+            engine.step(LR)
+    finally:
+        allow_waits(True)

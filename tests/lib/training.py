@@ -1,0 +1,79 @@
+"""A run of the demo model in processes of this machine, by its config."""
+
+import dataclasses
+
+from infcl.config import TrainConfig
+from infcl.report import read_metrics
+from tests.lib.ranks import refused, run_ranks
+from tests.lib.tensor_parallel import layout as tensor_parallel_layout
+
+
+def demo_config(demo_folder, logs, **changes) -> TrainConfig:
+    """launch/demo.sh's settings, made small: 20 steps of 64 pairs."""
+    base = TrainConfig(
+        train_data=str(demo_folder / "train"),
+        tokenizer=str(demo_folder / "tokenizer.model"),
+        model="demo",
+        workers=0,
+        batch_size=32,
+        accum_freq=2,
+        steps=20,
+        lr=1e-3,  # smaller than the demo's, so that rounding does not grow over the twenty steps
+        wd=0.05,
+        warmup=5,
+        aug_cfg={"scale": (1.0, 1.0), "ratio": (1.0, 1.0)},
+        logs=str(logs),
+        name="run",
+        save_frequency=0,
+        resident_micro_batches="1",  # auto keeps all graphs of a small model on a GPU, and would replay none
+        precision="fp32",
+        report_to="none",
+    )
+    return dataclasses.replace(base, **changes)
+
+
+class Killed(Exception):
+    pass
+
+
+def fit(rank, world_size, config: TrainConfig, die_after: int | None = None):
+    """Train as pretrain_clip.py does -> {step: loss}; `die_after` ends the run abruptly behind that step."""
+    from infcl.checkpoint.run_folder import claim_run_folder
+    from infcl.parallel import init_parallel
+    from infcl.train.build import resolve_inputs
+    from infcl.train.trainer import Trainer
+
+    size = config.tensor_parallel_size
+    parallel = init_parallel("cpu") if size == 1 else tensor_parallel_layout(size)
+    trainer = Trainer(resolve_inputs(config, parallel), parallel, claim_run_folder(config, parallel))
+
+    class Mortal:
+        def after_step(self, step):
+            if step.number == die_after:
+                trainer.checkpoints.publish()  # the last one begun was on the disk in time
+                raise Killed
+
+    trainer.observers.insert(trainer.observers.index(trainer.saves), Mortal())  # metrics are written, it is not saved
+    try:
+        trainer.fit()
+    except Killed:
+        trainer.metrics.close()
+    return None if rank else {r["step"]: r["loss"] for r in read_metrics(trainer.run.metrics, "train")}
+
+
+def run_losses(world_size, *arguments) -> list[float]:
+    losses = run_ranks(fit, world_size, *arguments, timeout=200)[0]
+    return [losses[step] for step in sorted(losses)]
+
+
+def refusal(rank, world_size, config):
+    return refused(fit, rank, world_size, config)
+
+
+def said(rank, world_size, config) -> str:
+    """What a whole run says."""
+    from unittest import mock
+
+    with mock.patch("infcl.train.sinks.Console.say") as say:
+        fit(rank, world_size, config)
+    return "\n".join(call.args[0] for call in say.call_args_list)
