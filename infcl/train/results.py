@@ -11,7 +11,7 @@ import torch.distributed as dist
 from infcl.checkpoint.run_folder import RunFolder, why_not_written, write_atomic
 from infcl.config import TrainConfig, counted
 from infcl.models.attention import towers_with_kernel
-from infcl.models.config import CLIPConfig
+from infcl.models.config import CLIPConfig, load_any_config
 from infcl.parallel import Parallel, describe_ranks, max_over
 from infcl.report import draw_loss_curve, summary_table
 from infcl.report.summary import aligned
@@ -55,11 +55,21 @@ def opening(trainer: "Trainer") -> Iterator[str]:
         yield odd
     if trainer.step == 0:  # else the weights are a checkpoint's, and all this was said
         yield from trainer.sources_of_weights
-        yield from oddities(config)
+        yield from oddities(config, trainer.model_config.text_cfg.vocab_size)
 
 
-def oddities(config: TrainConfig) -> Iterator[str]:
-    """Yield warnings about flags of a new run that may not be meant so."""
+def oddities(config: TrainConfig, vocab_size: int) -> Iterator[str]:
+    """Yield lines about flags that may not do what was meant, for a run that begins.
+
+    Args:
+        config: the flags.
+        vocab_size: token embeddings of the model that is trained.
+    """
+    if vocab_size != (own := load_any_config(config.model).text_cfg.vocab_size):
+        yield (
+            f"--model {config.model} has {own} token embeddings; this --tokenizer makes them {vocab_size}, "
+            "so released weights of its text tower do not fit"
+        )
     if config.opt == "lamb" and config.wd == 0:
         yield (
             "--opt lamb with --wd 0 is Adam: only what decays is scaled by |parameter| / |update|; --wd 1e-6 has all "

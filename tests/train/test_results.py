@@ -22,10 +22,14 @@ from tests.lib.training import demo_config, said
         ({"lock_text": True, "pretrained_image": "w"}, ["--lock-text without --pretrained or --pretrained-text: "]),
         ({"lock_image": True, "pretrained": "w"}, []),
         ({"lock_text": True, "pretrained_text": "w"}, []),
+        (
+            {"model": "demo"},
+            ["--model demo has 300 token embeddings; this --tokenizer makes them 49408, "],
+        ),
     ],
 )
 def test_flags_that_do_less_than_they_say_are_told(flags, told):
-    lines = list(oddities(TrainConfig(**flags)))
+    lines = list(oddities(TrainConfig(**{"model": "ViT-B-32"} | flags), 49408))
     assert len(lines) == len(told) and all(line.startswith(start) for line, start in zip(lines, told))
 
 
