@@ -1122,12 +1122,13 @@ def digest_of(picture: Path) -> str | None:
         return image.info.get("Description")
 
 
-def curves(x: str | tuple[str, ...], y: str, **axes) -> Callable[[dict, Path], None]:
+def curves(x: str | tuple[str, ...], y: str, *, width: float = 4.4, **axes) -> Callable[[dict, Path], None]:
     """Return a function that draws panels side by side (four: two by two) as lines; values of one point as bars.
 
     Args:
         x: name of the x axis, or of each panel's, the last one for those after it.
         y: name of the y axis.
+        width: inches per panel; narrow charts are easier to read on a page.
         axes: log_x, log_y (where values span a decade), ticks at the points, and overlaid: curves that may hide each
             other, the first widest and each later one thinner.
     """
@@ -1142,8 +1143,8 @@ def curves(x: str | tuple[str, ...], y: str, **axes) -> Callable[[dict, Path], N
         count = -(-len(panels) // columns)
         many = max(map(len, panels.values())) > 4  # the legend goes below: no corner is free of curves
         figure, grid = pyplot.subplots(
-            count, columns, figsize=(4.4 * columns + 0.4, (4.4 if many else 3.5) * count), dpi=110, squeeze=False,
-            facecolor=GROUND,
+            count, columns, figsize=(width * columns + 0.4, (4.4 if many else 3.5) * count), dpi=484 / width,
+            squeeze=False, facecolor=GROUND,
         )  # fmt: skip
         names = [x] if isinstance(x, str) else list(x)
         for axis, name, (panel, series) in zip(grid.flat, names + names[-1:] * len(panels), panels.items()):
@@ -1284,7 +1285,7 @@ CHARTS: dict[str, tuple[Callable[[], dict], Callable[[dict, Path], None]]] = {
         loss_curves,
         curves("samples seen", "loss", log_x=False, log_y=False, ticks=False, overlaid=True),
     ),
-    "overview.png": (overview, curves(BATCH, "one GPU")),
+    "overview.png": (overview, curves(BATCH, "one H200", width=3.3)),
     "tiling_4.png": (tiling_bar, stacked_bar),
 }
 

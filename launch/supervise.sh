@@ -2,17 +2,17 @@
 # Starts a training command again until its run is finished; gives up when it fails the same way without progress.
 #   command   bash launch/supervise.sh RUN_FOLDER COMMAND...        (COMMAND should hold --resume latest)
 #             bash launch/supervise.sh logs/first bash launch/hostfile.sh --logs logs --name first --resume latest ...
-#   hardware  any; runs beside the launcher on one host
+#   hardware  any; runs next to the launcher on one host
 #   time      as long as the training; waits FIRST_WAIT (5) seconds before the first restart, twice as long before each
 #             further one without progress, at most 300
 # Several hosts: bash launch/supervise.sh --hostfile HOSTS --min-hosts 3 RUN_FOLDER \
 #                 bash launch/hostfile.sh --global-batch-size 49152 --resume latest ...
 # asks before each start which hosts of HOSTS answer, and gives the command those in a file named by $HOSTS, as long as
 # they are MIN (1). --global-batch-size keeps the batch over fewer hosts, so only as many are taken as divide it (which
-# numbers do is said at the start; a MIN that only all hosts can meet is refused, unless it is their number); --batch N says
+# numbers do is printed at the start; a MIN that only all hosts can meet is refused, unless it is their number); --batch N says
 # the batch where the command does not. A hostfile or a MIN that is wrong ends this with 2.
 # Finished means that RUN_FOLDER/summary.json is there: the launcher's exit code 0 is not trusted. Not restarted: a
-# mistake in the command (2), steps that stay not finite (65), Ctrl-C (130), and a signal to this script, which is passed
+# usage error (2), steps that stay not finite (65), Ctrl-C (130), and a signal to this script, which is passed
 # on first. --overwrite is refused.
 # The launch scripts take a relative --logs from the repository: started elsewhere, give RUN_FOLDER and --logs in full.
 set -u

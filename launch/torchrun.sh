@@ -5,7 +5,7 @@
 #   hardware  one rank per visible GPU (RANKS=2 for two, also without a GPU)
 #   time      as long as the training; starts some seconds faster than the deepspeed command
 # It ends with the code of the rank that failed first, as launch/supervise.sh needs it; torchrun alone ends with 1. SIGTERM,
-# SIGINT, SIGHUP and SIGUSR1 go on to the ranks, which have five minutes to save and end.
+# SIGINT, SIGHUP and SIGUSR1 are passed to the ranks, which have five minutes to save and end.
 # torchrun's own store listens on all interfaces; launch/hostfile.sh with INTERFACE=... does not.
 set -euo pipefail
 cd "$(dirname "$0")/.."

@@ -34,7 +34,7 @@ _host_groups: dict[dist.ProcessGroup, dist.ProcessGroup] = {}  # of NCCL's: gloo
 def init_tensor_parallel(parallel: Parallel, size: int, *, on_host: bool = False) -> Parallel:
     """`parallel` with its ranks in tensor-parallel groups of `size`. Collective; again with the same size: the same.
 
-    on_host: with a `tp_host_group` on GPUs too, where it is a gloo group beside NCCL's.
+    on_host: with a `tp_host_group` on GPUs too, where it is a gloo group in addition to NCCL's.
     ValueError when `size` does not divide the world size, or when megatron-core was initialised otherwise before;
     RuntimeError, with the symbol, for a megatron-core whose functions take other arguments than the tested one's.
     """

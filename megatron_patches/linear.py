@@ -48,7 +48,7 @@ class Sharing:
 
 
 class Shared(Protocol):
-    """What the parallel classes have beside their bases' attributes."""
+    """Attributes of the parallel classes in addition to their bases'."""
 
     sharing: Sharing
 

@@ -4,9 +4,9 @@ In: image features [b, D] and text features [b, D] or, of several texts per imag
 tensor-parallel group. Out: the loss, equal there too, and by backward gradients [b, D] that are equal there. The ring
 of the inner loss runs over all W = T x D ranks with b / T pairs each, so nothing is computed twice.
 
-Averages: the inner loss has gradients whose mean over its W ranks is the truth. Here the loss is the mean over the
+Averages: the inner loss has gradients whose mean over its W ranks is exact. Here the loss is the mean over the
 group of the inner ones, which hands 1 / T of the gradient to each; the gathered features' gradients, and the sum of the
-scalars', then have the data-parallel group's mean as the truth, which is what DeepSpeed takes.
+scalars', then have the exact value as the data-parallel group's mean, which is what DeepSpeed takes.
 """
 
 import torch
@@ -26,7 +26,7 @@ from infcl.loss.ring import RingExchange
 class TensorParallelLoss(nn.Module):
     """`inner`, whose group has all ranks, called like it.
 
-    Cost beside the inner loss: one all-gather of [b, D] f32 per side in the backward, within the group.
+    Cost in addition to the inner loss: one all-gather of [b, D] f32 per side in the backward, within the group.
     ValueError, on all ranks, when b is not the same on all of them or does not divide by T. Rows are compared when the
     inner loss compares them: with fixed_shape in the first call only.
     """

@@ -104,7 +104,7 @@ class ContrastiveStep:
 def share_one_loss() -> str:
     """Make every step whose forward_step_func is a ContrastiveStep one loss over its micro-batches; idempotent.
 
-    Other forward_step_funcs go on as before. "applied" or "already applied"; RuntimeError, with the path that was
+    Other forward_step_funcs run as before. "applied" or "already applied"; RuntimeError, with the path that was
     expected, where Megatron-LM's training loop is not importable or looks different. ValueError under pipeline or
     context parallelism: here where Megatron's groups exist, otherwise when such a step begins.
     """

@@ -50,7 +50,7 @@ class Patch:
         found = tuple(inspect.signature(installed).parameters)
         if found != self.parameters:
             raise RuntimeError(
-                f"{self.symbol}({', '.join(found)}) beside megatron-core {_version()}: expected "
+                f"{self.symbol}({', '.join(found)}) in megatron-core {_version()}: expected "
                 f"({', '.join(self.parameters)}), as of the tested version {TESTED}"
             )
         replacement = functools.wraps(installed)(self.replace(installed))
@@ -81,7 +81,7 @@ def require(symbol: str, *keywords: str) -> None:
     found = inspect.signature(installed).parameters
     if missing := [name for name in keywords if name not in found]:
         raise RuntimeError(
-            f"{symbol}({', '.join(found)}) beside megatron-core {_version()}: expected {', '.join(missing)} among its "
+            f"{symbol}({', '.join(found)}) in megatron-core {_version()}: expected {', '.join(missing)} among its "
             f"arguments, as of the tested version {TESTED}"
         )
 
@@ -101,7 +101,7 @@ def _find(symbol: str) -> tuple[ModuleType, str, Callable]:
         return module, name, getattr(module, name)
     except (ImportError, AttributeError) as error:
         raise RuntimeError(
-            f"there is no {symbol} beside megatron-core {_version()}; the tested version is {TESTED}"
+            f"there is no {symbol} in megatron-core {_version()}; the tested version is {TESTED}"
         ) from error
 
 

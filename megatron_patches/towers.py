@@ -5,7 +5,7 @@ projections and the output biases stay whole on every rank (2-6% of the paramete
 switched and their parameters cut, so the state dict keeps its names, and the tower files know nothing of it.
 
 Parameters that stay whole must stay equal on all tensor-parallel ranks. They start equal (same seed), and every rank
-computes their gradients from the same numbers, but for two kinds, whose gradients are reduced over the group as they
+computes their gradients from the same numbers, except two kinds, whose gradients are reduced over the group as they
 come: convolutions (cuDNN may sum in another order on each rank) and, under sequence parallelism, what lies between the
 split layers (each rank sees its own rows only).
 

@@ -10,7 +10,7 @@ Safetensors and JSON, nothing to unpickle; write.py writes them.
                                       written last
       latest                          the name of the last complete checkpoint, for people and scripts
 
-What is not what was written (a size or checksum is wrong) is passed over for the checkpoint before it.
+A checkpoint with a wrong size or checksum is skipped, and the one before it is used.
 
 DeepSpeed's own format is not used: it pickles, and it loads under another world size or stage only by conversion.
 """
@@ -44,9 +44,9 @@ PARTIAL = ".partial"  # behind the name of a checkpoint that is being written, o
 
 
 def prune_checkpoints(run: RunFolder, *, keep_last: int, keep_every: int, passed_over: Collection[str] = ()) -> None:
-    """Remove what is older than the last `keep_last` checkpoints (0: nothing), but those of every `keep_every`-th step.
+    """Remove checkpoints older than the last `keep_last` (0: none), except those of every `keep_every`-th step.
 
-    passed_over: names of those that are not among these last ones, since the run could not go on from them. Rank 0.
+    Rank 0 only. passed_over: names of checkpoints that do not count among the last ones, since they are damaged.
     """
     paths = complete_checkpoints(run)
     last = [path for path in paths if path.name not in passed_over][:keep_last]
@@ -70,12 +70,15 @@ def checkpoint_step(path: Path) -> int:
 
 
 def find_checkpoint(resume: str | None, run: RunFolder, parallel: Parallel) -> Path | None:
-    """The intact checkpoint that `--resume` means; None to start anew. Collective: ranks share the checking.
+    """Return the intact checkpoint that `--resume` means, or None to start from scratch. Collective: ranks share the
+    checking.
 
-    'latest' takes the newest intact one of the run and says which it passed over; so does the command that is given
-    again, of a run that began from another's checkpoint. ValueError when there are some and none is intact, when a
-    named one is missing or damaged, or when the run has other checkpoints to go on from. A run that is replaced
-    (--overwrite) has none.
+    'latest' takes the newest intact one of the run and logs those that it skips. So does a repeated command of a run
+    that began from another run's checkpoint. A run that is replaced (--overwrite) has none.
+
+    Raises:
+        ValueError: there are checkpoints and none is intact; a named one is missing or damaged; the run has other
+            checkpoints to continue from.
     """
     if resume is None or (resume == "latest" and run.is_replaced):
         return None
@@ -94,7 +97,7 @@ def find_checkpoint(resume: str | None, run: RunFolder, parallel: Parallel) -> P
             return path
         problems.append(f"{path.name}: {problem}")
         if parallel.rank == 0:
-            log.warning("checkpoint %s is passed over: %s", path, problem)
+            log.warning("checkpoint %s is skipped: %s", path, problem)
     if problems:
         raise ValueError(f"--resume latest: no intact checkpoint in {run.checkpoints} ({'; '.join(problems)})")
     began = from_first_rank(lambda: run.flags().get("resume"))
@@ -112,36 +115,39 @@ def _is_given_again(resume: str, run: RunFolder) -> bool:
 
 
 def _own_ones(path: Path, run: RunFolder) -> str | None:
-    """Why the run cannot go on from this checkpoint: --resume latest, and what prunes, would take others of its own for
-    its newest."""
+    """Return why the run cannot continue from this checkpoint: --resume latest and pruning would take others of its
+    own for its newest."""
     own = [] if run.is_replaced else complete_checkpoints(run)
     if path.resolve().parent != run.checkpoints.resolve():
         if not own:
             return None
         return (
-            f"{run.root} has checkpoints of its own, up to {own[0].name}: --resume latest continues it. To go on from "
-            "another run's, give another --name, or --overwrite"
+            f"{run.root} has checkpoints of its own, up to {own[0].name}: --resume latest continues it. To continue "
+            "from another run's, give another --name, or --overwrite"
         )
     step = _read_manifest(path)["trainer"]["step"]
     later = [other.name for other in own if checkpoint_step(other) > step]
     if not later:
         return None
     return (
-        f"this run went on from there, to {later[0]}: --resume latest continues it. To go back, give another --name, "
+        f"this run continued from there, to {later[0]}: --resume latest continues it. To go back, give another --name, "
         f"or move the later ones away ({', '.join(reversed(later))})"
     )
 
 
 def trainer_state(path: Path) -> dict:
-    """What a checkpoint that was found intact holds of the training loop."""
+    """Return the training loop's state in a checkpoint that was found intact."""
     return _read_manifest(path)["trainer"]
 
 
 def load_checkpoint(engine: Engine, path: Path) -> dict:
-    """Masters, optimizer state, averages and counters into the engine, whatever ranks and stage wrote them.
+    """Load FP32 master weights, optimizer state, averages and counters, whatever ranks and stage wrote them.
 
-    Returns the trainer's state. Every rank reads every file, one tensor at a time. An average that the checkpoint does
-    not have starts from its weights; one that this run does not keep is left out.
+    Every rank reads every file, one tensor at a time. An average that the checkpoint does not have starts from its
+    weights; one that this run does not keep is left out.
+
+    Returns:
+        The trainer's state.
     """
     manifest = _read_manifest(path)
     if manifest["optimizer"] != engine.optimizer_name:
@@ -195,14 +201,14 @@ def newest_intact(run: str | Path) -> tuple[Path, dict]:
             manifest = _read_manifest(candidate)
             check_names(key for name in manifest["files"] for key in check_file(candidate, name, manifest))
         except DamagedCheckpoint as damage:
-            log.warning("checkpoint %s is passed over: %s", candidate, damage)
+            log.warning("checkpoint %s is skipped: %s", candidate, damage)
             continue
         return candidate, manifest
     raise ValueError(f"{run}: no intact checkpoint there")
 
 
 def weights_of(checkpoint: Path, manifest: dict, *, ema: bool = False) -> dict[str, torch.Tensor]:
-    """`consolidated_state_dict` of a checkpoint that was found intact."""
+    """Return `consolidated_state_dict` of a checkpoint that was found intact."""
     if ema and "ema_updates" not in manifest["counters"]:
         raise ValueError(f"{checkpoint} has no averaged weights: it was trained without --ema-decay")
     wanted: dict[str, dict[str, torch.Tensor]] = {"model": {}, EMA: {}}  # what is frozen has no average
@@ -214,7 +220,7 @@ def weights_of(checkpoint: Path, manifest: dict, *, ema: bool = False) -> dict[s
 
 
 def full_weights(engine: Engine, *, keep: bool, ema: bool = False) -> dict[str, torch.Tensor]:
-    """All weights (ema: their averages), whole, fp32, on the CPU where `keep`, {} elsewhere. Collective."""
+    """Return all weights (ema: their averages), whole, fp32, on the CPU where `keep`, {} elsewhere. Collective."""
     weights = {}
     for name, parameter in engine.state.parameters():
         value = engine.state.read(parameter, EMA if ema else None)

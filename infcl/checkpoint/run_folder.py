@@ -56,7 +56,7 @@ class RunFolder:
 
     def __init__(self, root: Path, *, is_replaced: bool = False):
         self.root = Path(root)
-        self.is_replaced = is_replaced  # an earlier run lies there, to be cleared when the new one is ready to start
+        self.is_replaced = is_replaced  # an earlier run is there, to be cleared when the new one is ready to start
         self.is_finished = False  # by an earlier start
         self.checkpoints = self.root / "checkpoints"
         self.metrics = self.root / "metrics.jsonl"
@@ -102,7 +102,7 @@ class RunFolder:
                 write_atomic(self.running, json.dumps(self._written))
             except OSError as error:
                 why = why_not_written(error)
-                raise ValueError(f"{self.root} cannot be written ({why}): mend that, or give other --logs") from error
+                raise ValueError(f"{self.root} cannot be written ({why}): fix that, or give other --logs") from error
             return changed
 
         changed = from_first_rank(prepare)
@@ -126,7 +126,7 @@ class RunFolder:
             )
 
     def taken_by(self) -> str | None:
-        """Who began to train here after this process did: on another host, which could not see whether it goes on."""
+        """Return who began to train here after this process, on a node that cannot see whether this one runs."""
         there = self._trainer()
         return None if there in (_NOBODY, self._written) else f"process {there['pid']} of {there['host']}"
 
@@ -209,7 +209,7 @@ class RunFolder:
 def claim_run_folder(config: TrainConfig, parallel: Parallel) -> RunFolder:
     """The folder of this run, the same on every rank; nothing is written or removed yet.
 
-    ValueError when the folder holds a run that this command neither repeats, nor resumes, nor is told to overwrite.
+    ValueError when the folder holds a run that this command neither repeats, nor resumes, nor may overwrite.
     """
     name = [config.name or default_name(config, parallel.world_size)]
     dist.broadcast_object_list(name, src=0)
@@ -231,7 +231,7 @@ def _found(run: RunFolder, config: TrainConfig) -> tuple[bool, bool]:
         if others := run.other_flags(config):
             raise ValueError(
                 f"{run.root} holds a finished run with other flags ({'; '.join(others)}): choose another --name (with "
-                f"--resume {run.checkpoints}/STEP to go on from there), or --overwrite"
+                f"--resume {run.checkpoints}/STEP to continue from there), or --overwrite"
             )
         return False, True
     if config.resume is None:

@@ -14,7 +14,7 @@ from infcl.parallel.host_info import software
 
 
 def report(shared: Path, name: str) -> dict:
-    """{"software", "gpus", "gpu_error", "shared"}; nothing of it needs a GPU or a process group."""
+    """Return {"software", "gpus", "gpu_error", "shared"}; nothing of it needs a GPU or a process group."""
     found, error = gpus()
     return {"software": software(), "gpus": found, "gpu_error": error, "shared": shared_folder(shared, name)}
 
@@ -38,7 +38,7 @@ def gpus() -> tuple[list[dict], str | None]:
 
 
 def shared_folder(folder: Path, name: str) -> dict:
-    """{"error": None or what is wrong, "free_gb", "files": names of the marks that other hosts left}."""
+    """Return {"error": None or what is wrong, "free_gb", "files": names of the marks that other hosts left}."""
     try:
         (folder / f".check-{name}").write_bytes(os.urandom(1 << 20))
         marks = sorted(path.name for path in folder.glob(".check-*"))

@@ -4,10 +4,10 @@
     python -m infcl.cluster.hostfile alive HOSTS --min-hosts 3 [--global-batch-size N]
                                                                         print the hostfile of the hosts that answer
     python -m infcl.cluster.hostfile counts HOSTS --min-hosts 3 [--global-batch-size N]
-                                                                        print with how many hosts a run can go on
+                                                                        print with how many nodes a run can continue
 
 `alive` leaves out hosts that ssh does not reach, and then those without which most ranks are left that divide the
-global batch, so that the run can go on with it.
+global batch, so that the run can continue with it.
 """
 
 import argparse
@@ -63,10 +63,11 @@ def answers(host: str) -> bool:
 
 
 def choose_alive(hosts: dict[str, int], alive: set[str], *, min_hosts: int, global_batch_size: int | None) -> dict:
-    """The hosts to go on with: of those alive the ones with the most ranks that divide the global batch, in the file's
-    order and rather the first than the last.
+    """Return the nodes to continue with: of those alive the ones with the most ranks that divide the global batch, in
+    the file's order, the first ones first.
 
-    ValueError with the names when fewer than `min_hosts` are left.
+    Raises:
+        ValueError: fewer than `min_hosts` are left; with their names.
     """
     chosen = [host for host in hosts if host in alive]
     if global_batch_size:

@@ -68,7 +68,7 @@ def measure(parallel: Parallel) -> dict:
 
 
 def neighbours(parallel: Parallel) -> tuple[dict[str, float], list[str]]:
-    """(GB/s of the links between hosts that stand beside each other in the order of ranks, the names of all ranks).
+    """Return (GB/s of the links between neighbouring nodes in the order of ranks, the names of all ranks).
 
     Two hosts at a time, as in `measure`, with messages that are small enough for a run to send now and then. What is
     measured is known on the ranks that measured it until they tell the others. Collective.

@@ -4,7 +4,7 @@ torchrun itself ends with 1 whatever its ranks ended with, and what starts a run
 command (2) and steps that stay not finite (65) from a failure: launch/torchrun.sh comes here. Ranks that torchrun ends
 after the first are not asked. A rank that a signal ended counts as in a shell, 128 + its number, and so does torchrun.
 
-SIGUSR1, by which a scheduler announces the end of a run's time, goes on to the ranks too: by default it would end
+SIGUSR1, by which a scheduler announces the end of a run's time, is passed to the ranks too: by default it would end
 torchrun and leave them behind. Ranks that were sent a signal have five minutes for their step and a checkpoint, not
 half a minute (where torch knows TORCH_ELASTIC_SHUTDOWN_TIMEOUT).
 """

@@ -1,6 +1,6 @@
 """The model card (README.md) of an exported folder: what it is, how to load it, what it was trained on, what it scores.
 
-In:  the model config, and a run's summary where there is one; the flags come from the run's config.json beside it.
+In:  the model config, and a run's summary where there is one; the flags come from the run's config.json next to it.
 Only names of data are shown, never paths of the machine it was trained on.
 """
 
@@ -38,7 +38,7 @@ def write_card(
     has_tokenizer: bool,
     card: Mapping[str, object],
 ) -> None:
-    """Write README.md, and copy the run's loss curve beside it if there is one."""
+    """Write README.md, and copy the run's loss curve next to it if there is one."""
     run = _run_folder(card)
     curve = run / LOSS_CURVE if run is not None else None
     if curve is not None and curve.is_file():

@@ -12,7 +12,7 @@ _LUMA = (0.299, 0.587, 0.114)  # ITU-R BT.601
 
 
 def check_jitter(amounts: tuple[float, ...]) -> tuple[float, float, float, float]:
-    """(brightness, contrast, saturation, hue); a missing hue is 0. Raises ValueError outside their ranges."""
+    """Return (brightness, contrast, saturation, hue); a missing hue is 0. Raises ValueError outside their ranges."""
     given = amounts if isinstance(amounts, (tuple, list)) else ()
     full = (*given, 0.0) if len(given) == 3 else tuple(given)
     if len(full) != 4 or min(full) < 0 or full[3] > 0.5:
@@ -43,17 +43,17 @@ def jitter(pixels: torch.Tensor, amounts: tuple[float, float, float, float], ran
 
 
 def grey(pixels: torch.Tensor) -> torch.Tensor:
-    """The luma of every pixel, in all three channels."""
+    """Return the luma of every pixel, in all three channels."""
     return _to_bytes(luma(pixels.float() / 255)).expand(3, -1, -1).contiguous()
 
 
 def luma(image: torch.Tensor) -> torch.Tensor:
-    """float [3, H, W] -> [1, H, W]."""
+    """Return the luma [1, H, W] of float [3, H, W]."""
     return (image * torch.tensor(_LUMA).view(3, 1, 1)).sum(0, keepdim=True)
 
 
 def shift_hue(image: torch.Tensor, turns: float) -> torch.Tensor:
-    """float [3, H, W] in [0, 1]; hue moved by `turns` of the circle, HSV's saturation and value kept."""
+    """Move the hue of float [3, H, W] in [0, 1] by `turns` of the circle; HSV's saturation and value stay."""
     value, least = image.amax(0), image.amin(0)
     chroma = value - least
     safe = chroma.clamp(min=1e-12)

@@ -29,7 +29,7 @@ class DataConfig:
         num_samples: samples per epoch; fewer than all means a different random subset each epoch.
         upsampling_factors: one for each `::` part of urls, how often an epoch sees its samples (plan.py).
         storage: time-outs, attempts and the spool.
-        index_cache: folder of indexes that cannot lie beside their shards.
+        index_cache: folder of indexes that cannot be stored next to their shards.
         max_missing_shards: the fraction of shards that may be missing at the start.
         max_bad_fraction: the fraction of bad samples that ends the run.
         workers: processes per rank; 0 reads in the rank's own.
@@ -68,7 +68,7 @@ class DataConfig:
 
     @classmethod
     def of(cls, config: TrainConfig) -> "DataConfig":
-        """The settings that a run's flags give."""
+        """Return the settings that a run's flags give."""
         assert config.train_data is not None, "checked with the flags"
         return cls(
             config.train_data,
@@ -100,11 +100,11 @@ class DataConfig:
 
 
 def columns_of(config: TrainConfig) -> TableColumns:
-    """The columns that the flags name, of training and validation tables."""
+    """Return the columns that the flags name, of training and validation tables."""
     return TableColumns(config.csv_separator, config.csv_img_key, config.csv_caption_key)
 
 
 def limits_of(config: TrainConfig, limits: ImageLimits) -> ImageLimits:
-    """`limits` with what the flags say of images."""
+    """Return `limits` with the flags' limits of images."""
     upright = not config.ignore_exif_orientation
     return dataclasses.replace(limits, max_pixels=config.max_image_pixels, upright=upright)

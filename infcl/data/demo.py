@@ -118,7 +118,7 @@ def prompt_templates() -> list[str]:
 
 @cache
 def load_digits() -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """(bitmaps uint8 [1797, 8, 8] of 0..16, labels uint8 [1797], training numbers, held-out numbers)."""
+    """Return (bitmaps uint8 [1797, 8, 8] of 0..16, labels uint8 [1797], training numbers, held-out numbers)."""
     with np.load(Path(__file__).with_name("digits.npz")) as file:
         bitmaps, labels = file["images"], file["labels"]
     order = random_order(len(labels), 0, _SPLIT)  # the same split for every seed
@@ -127,7 +127,7 @@ def load_digits() -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
 
 
 def train_pairs(count: int, seed: int, first: int = 0, last: int | None = None) -> Iterator[Pair]:
-    """The training set of `count` pairs in its order, digits and scenes mixed; its pairs first to last - 1."""
+    """Return the training set of `count` pairs in its order, digits and scenes mixed; its pairs first to last - 1."""
     _, _, digits, _ = load_digits()
     scenes = _compositions(seed)[1]
     is_digit = random_order(count, seed, _TRAIN) < round(DIGIT_FRACTION * count)

@@ -40,7 +40,7 @@ class SampleKeys:
 
     json_text: take the caption from the json member, from the first of these keys that holds text. None: from the text
     member, and where a sample has none, from the json member's "caption".
-    json_probs: instead of the first, draw the order of the keys with these weights, for each sample and epoch anew; a
+    json_probs: instead of the first, draw the order of the keys with these weights, for each sample and epoch; a
     key of weight 0, or without a weight, comes last.
     """
 
@@ -139,7 +139,7 @@ def scan_shard(path: str, keys: SampleKeys, storage: StorageOptions = DEFAULT_ST
 def ensure_index(
     path: str, keys: SampleKeys, cache_folder: str | None = None, storage: StorageOptions = DEFAULT_STORAGE
 ) -> tuple[str, dict]:
-    """(sidecar path, its header) of a shard; built where missing or older than the shard.
+    """Return (sidecar path, its header) of a shard; built where missing or older than the shard.
 
     The header: format, image_key, text_key, file_bytes, version, samples, rejected, damage, bad_keys. The sidecar is
     `PATH.infcl.idx`; where that place cannot be written to, or the shard is remote, it goes to `cache_folder` (default

@@ -92,7 +92,7 @@ def chunk_size(global_batch_size: int) -> int:
 
 
 def epoch_size(counts: np.ndarray, factors: np.ndarray | None = None) -> int:
-    """Samples in an epoch: of each source, floor(factor) times all of them and the rounded rest."""
+    """Return samples in an epoch: of each source, floor(factor) times all of them and the rounded rest."""
     if factors is None:
         return int(np.sum(counts))
     totals = {factor: int(np.sum(counts[factors == factor])) for factor in np.unique(factors).tolist()}
@@ -156,7 +156,7 @@ def _upsampled(length: np.ndarray, factor: np.ndarray, seed: int, epoch: int) ->
 
 
 def random_order(count: int, seed: int, epoch: int) -> np.ndarray:
-    """A permutation of range(count), int64 [count], determined by (seed, epoch)."""
+    """Return a permutation of range(count), int64 [count], determined by (seed, epoch)."""
     raw = np.random.Philox(key=np.array([seed, epoch], dtype=np.uint64)).random_raw(count)
     return np.argsort(raw, kind="stable")
 

@@ -50,7 +50,7 @@ class ShardReader:
 
     A read that fails is tried again (storage.retry). A shard that still cannot be read, or was replaced since it was
     indexed, gives records with a `fault`, and is left alone for a while before it is tried again. needs_json: the json
-    member is read beside the text member.
+    member is read in addition to the text member.
     """
 
     def __init__(
@@ -193,7 +193,7 @@ class ShardReader:
         return self._open[i]
 
     def _members(self, shard: Shard) -> np.ndarray:
-        """int64 [samples, 6] of a shard's index; where that is damaged, built anew, and the damaged one is removed."""
+        """int64 [samples, 6] of a shard's index; a damaged one is removed and built again."""
         try:
             return open_members(shard.index_path, shard.samples, shard.file_bytes)
         except (ShardFault, OSError, ValueError):

@@ -198,7 +198,7 @@ class HttpFile:
 
 @contextlib.contextmanager
 def _cut_after(seconds: float, get_socket: Callable[[], socket.socket | None], why: str = "") -> Iterator[None]:
-    """TimeoutError (`why`) when what is within takes longer: a socket's own time-out begins again with each byte, and
+    """TimeoutError (`why`) when the block takes longer: a socket's own time-out begins again with each byte, and
     the standard library reads headers, and the lengths of chunks, to the end of their lines."""
     why, late = why or f"no answer within {seconds:g} s", threading.Event()
 

@@ -19,7 +19,7 @@ COLOURS = {
 }
 SHAPES = ("circle", "square", "triangle", "ring", "cross")
 BACKGROUNDS = {"black": (15, 15, 15), "white": (242, 242, 242), "grey": (128, 128, 128), "brown": (105, 70, 40)}
-PLACES = {  # of a digit: where its square lies, in fractions of the room that it leaves (down, right)
+PLACES = {  # of a digit: position of its square, in fractions of the room that it leaves (down, right)
     "top left": (0.0, 0.0),
     "top right": (0.0, 1.0),
     "bottom left": (1.0, 0.0),

@@ -30,7 +30,7 @@ _SHOWN_KEYS = 100  # of each cause
 
 
 def expand_shards(urls: str | Sequence[str], *, allow_pipe: bool = False) -> list[str]:
-    """The shards that `urls` names, in order: `::` lists, braces, globs, folders.
+    """Return the shards that `urls` names, in order: `::` lists, braces, globs, folders.
 
     Raises ValueError when local shards are missing, or for a `pipe:` that is not allowed. Other urls with a scheme are
     passed on unchecked.
@@ -41,7 +41,7 @@ def expand_shards(urls: str | Sequence[str], *, allow_pipe: bool = False) -> lis
 def find_shards(
     urls: str | Sequence[str], *, allow_pipe: bool = False, max_missing: float = 0.0
 ) -> tuple[list[str], list[str]]:
-    """(shards, those that are missing), of which there may be `max_missing` (a fraction)."""
+    """Return (shards, those that are missing), of which there may be `max_missing` (a fraction)."""
     sources, missing = _expand(split_sources(urls), allow_pipe)
     shards = [shard for source in sources for shard in source]
     _check_missing(missing, len(shards), max_missing)
@@ -149,7 +149,7 @@ class Manifest:
 
     @cached_property
     def ends(self) -> np.ndarray:
-        """[shards] int64: the global number after each shard's last sample."""
+        """Return [shards] int64: the global number after each shard's last sample."""
         return np.cumsum([shard.samples for shard in self.shards], dtype=np.int64)
 
     @property
@@ -221,7 +221,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m infcl.data.shards", description="Build the index of each shard.")
     parser.add_argument("command", choices=["index"])
     parser.add_argument("urls", nargs="+", help="tars, braces, '::' lists, globs, folders or @FILE")
-    parser.add_argument("--index-cache", help="where indexes go that cannot lie beside the shards (remote, read-only)")
+    parser.add_argument("--index-cache", help="folder of indexes of remote and read-only shards")
     parser.add_argument("--allow-pipe-urls", action="store_true", help="run the shell commands of pipe: urls")
     parser.add_argument("--max-missing-shards", type=float, default=0.0, help="fraction that may be missing")
     parser.add_argument("--image-key", default=DEFAULT_KEYS.image, help="image extensions, split by ';'")

@@ -1,4 +1,4 @@
-"""How many samples shards hold, by what lies beside them, without opening one: for the reader that cannot count.
+"""Count the samples of shards by the files next to them, without opening one: for the streaming reader.
 
 Looked for in this order for each local shard: its index (`SHARD.tar.infcl.idx`); `sizes.json` in its folder
 ({file: number}); img2dataset's `SHARD_stats.json` ("successes"); img2dataset's `SHARD.parquet` (rows with status

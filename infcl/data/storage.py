@@ -1,4 +1,4 @@
-"""Storage: one shard, wherever it lies, as a file that is read at (offset, size).
+"""Storage: one shard, wherever it is stored, as a file that is read at (offset, size).
 
 A shard is a path, `http(s)://`, any other `scheme://` that fsspec knows (s3, gs, hdfs, ...), or `pipe:COMMAND`; opened
 (remote.py) it is a `ShardFile`: its size, a number that changes when its content may have changed, and `pread`. Here is

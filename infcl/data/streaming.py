@@ -2,7 +2,7 @@
 
 For training, shards are put in an order that (seed, epoch) determines, split over ranks x workers, streamed, and
 shuffled in a seeded buffer. A remote shard is spooled to local disk before its first sample is used, so a transfer that
-breaks off, stalls or lies about its length is repeated, not trained on.
+breaks off, stalls or reports a wrong length is repeated, not trained on.
 
 What this cannot give, and the indexed reader can: an exact resume inside an epoch (a resume begins with the shard that
 the step had about reached, and yields as many steps as are left), exactly-once (a rank whose shards run dry early reads
@@ -51,10 +51,10 @@ def stream_records(
     storage: StorageOptions = DEFAULT_STORAGE,
     on_part: Callable[[int], None] = lambda part: None,
 ) -> Iterator[tuple[str, Record]]:
-    """(key, record) of every sample, in order.
+    """Yield (key, record) of every sample, in order.
 
-    A shard that cannot be opened, or is damaged, is told to `failed` (cause, url, error); `on_part` hears the number of
-    the shard that is about to be read.
+    A shard that cannot be opened, or is damaged, is reported to `failed` (cause, url, error); `on_part` gets the number
+    of the shard that is about to be read.
     """
     from webdataset.tariterators import group_by_keys
 
@@ -153,7 +153,7 @@ class StreamingDataset(torch.utils.data.IterableDataset):
         self, shards: list[str], decoder: SampleDecoder, share: Share, storage: StorageOptions, board: WorkerBoard
     ):
         self.shards, self.decoder, self.share, self.storage, self.board = shards, decoder, share, storage, board
-        self.epoch, self.done = 0, 0.0  # which epoch, and the part of it that lies behind
+        self.epoch, self.done = 0, 0.0  # which epoch, and the part of it that is done
 
     def __iter__(self) -> Iterator[tuple[dict[str, torch.Tensor], ReadLog] | NoBatch]:
         try:
@@ -218,7 +218,7 @@ class StreamingDataset(torch.utils.data.IterableDataset):
 
 
 class StreamingSource:
-    """A DataLoader over a StreamingDataset. Workers start anew, with the dataset as it then is, for each epoch."""
+    """A DataLoader over a StreamingDataset. Workers start again for each epoch, with the dataset as it then is."""
 
     repeats = False
 
@@ -236,7 +236,7 @@ class StreamingSource:
         if num_samples is None:
             raise ValueError(
                 "the streaming reader cannot count samples: say how many make an epoch (num_samples, "
-                "--train-num-samples), or put sizes.json or img2dataset's _stats.json beside the shards"
+                "--train-num-samples), or put sizes.json or img2dataset's _stats.json next to the shards"
             )
         if len(shards) < readers:
             raise ValueError(

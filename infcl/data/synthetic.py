@@ -17,8 +17,8 @@ class SyntheticLoader(StepLoader):
     """Random images and token rows with TrainLoader's interface, for measuring without data (--dataset-type synthetic).
 
     A rank draws `pool` micro-batches once, from (seed, rank), and each (epoch, step, micro-batch) picks one of them.
-    A caption has 2 to context_length / 2 tokens, each length as often (of 77 places 20 in the mean): ids in
-    [2, vocab_size), but for `end_id`, which comes behind them, then `pad_id`.
+    A caption has 2 to context_length / 2 tokens, each length as often (of 77 positions 20 on average): ids in
+    [2, vocab_size) except `end_id`, which follows them, then `pad_id`.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class Captions(NamedTuple):
     pad_id: int
 
     def draw(self, count: int, generator: torch.Generator) -> torch.Tensor:
-        """int64 [count, context_length]"""
+        """Return int64 [count, context_length]."""
         place = torch.arange(self.context_length)
         ids = torch.randint(2, self.vocab_size, (count, self.context_length), generator=generator)
         ids[ids == self.end_id] = 2 - (self.end_id == 2)

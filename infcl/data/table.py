@@ -124,7 +124,7 @@ class TableReader:
 
 
 def _read_table(path: str, columns: TableColumns) -> tuple[list[tuple[str, str]], Counter, list[str]]:
-    """((image path, caption) of each row, what was left out, what is said of it).
+    """((image path, caption) of each row, what was left out, and the message about it).
 
     A quote at the start of a field that nothing closes takes the rows up to the next quote into its field: lines of it
     that look like rows are left out with it, counted and told. ValueError where it takes all up to the end.

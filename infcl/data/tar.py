@@ -1,7 +1,7 @@
-"""The members of a tar, whole or damaged, by its headers alone: name, where the data lies, how long it is.
+"""The members of a tar, intact or damaged, by its headers alone: name, offset of the data, size.
 
 The header layout is POSIX ustar, with PAX ('x') and GNU ('L') long names and base-256 sizes. In a damaged tar the
-search goes on at the next valid header: only the members that are damaged are lost, and the caller is told.
+search continues at the next valid header: only damaged members are lost, and the caller gets a report.
 """
 
 from collections.abc import Callable, Iterator
@@ -14,7 +14,7 @@ _MAX_PADDING = 64 << 10  # tar programs pad to a multiple of 10 KB, some of 32 K
 def tar_members(
     pread: Callable[[int, int], bytes], file_bytes: int, damage: list[str]
 ) -> Iterator[tuple[str, int, int]]:
-    """(name, data offset, size) of each regular member that lies whole in the file; `damage` gets what is wrong."""
+    """(name, data offset, size) of each regular member that is complete in the file; `damage` gets what is wrong."""
     position, long_name, long_size, after_damage = 0, None, None, False
     while True:
         header = pread(_BLOCK, position)
@@ -58,7 +58,7 @@ def tar_members(
 
 
 def _next_header(pread: Callable[[int, int], bytes], start: int, file_bytes: int) -> tuple[int | None, bool]:
-    """(where the next valid header lies, at or after `start`, or None; whether only zeros lie before it)."""
+    """(offset of the next valid header, at or after `start`, or None; whether only zeros are before it)."""
     blank = True
     for block in range(start, file_bytes, _SEARCH_BYTES):
         data = pread(_SEARCH_BYTES + _BLOCK, block)

@@ -1,9 +1,9 @@
-"""Which classes a zero-shot evaluation has, what they are called, and which of them count as right for a label.
+"""Classes of a zero-shot evaluation: their names, and which of them count as right for a label.
 
-classnames file   one class a line: its name, or `LABEL<TAB>name` where LABEL is what the data calls it (a folder's name
-                  such as n01440764). The line's number, from 0, is the class index.
+classnames file   one class per line: its name, or `LABEL<TAB>name` where LABEL is what the data calls it (a folder's
+                  name such as n01440764). The line's number, from 0, is the class index.
                   The name `imagenet` instead of a path: ImageNet's 1000 in the order of their sorted folders.
-templates file    one prompt a line, with {} (or {c}, as in CLIP-benchmark) where the class name goes; `imagenet`:
+templates file    one prompt per line, with {} (or {c}, as in CLIP-benchmark) where the class name goes; `imagenet`:
                   its 80 prompts of CLIP's authors.
 classes file      for sets that have only some of the classes (ImageNet-A, -R, -O, ObjectNet): one line for each label
                   that is evaluated, `INDEX`, `LABEL`, or `LABEL<TAB>INDEX[,INDEX...]` where several classes are right.
@@ -32,13 +32,19 @@ class ClassSet(NamedTuple):
 def read_classes(
     classnames: str | Path | None, subset: str | Path | None = None, *, folders: Iterable[str] | None = None
 ) -> ClassSet:
-    """The classes of the files. classnames None: each folder is a class of its name, with spaces for underscores.
-
-    folders: all labels of a class-folder data set, for those files that name no labels.
+    """Read the classes of a data set.
 
     A label is an index into the classnames file, its LABEL, or the class name itself; where a number is both, it is the
     name if all folders are names, else the index. If no folder is any of these, they are taken in sorted order, if
-    there are as many as classes. ValueError for folders that fit none of this.
+    there are as many as classes.
+
+    Args:
+        classnames: file of names, or "imagenet"; None: each folder is a class of its name, with spaces for underscores.
+        subset: classes file.
+        folders: all labels of a class-folder data set, for files that have no labels.
+
+    Raises:
+        ValueError: folders fit none of this; a line of the classes file is wrong.
     """
     if classnames is None:
         fields = [[folder, folder.replace("_", " ")] for folder in sorted(folders or ())]
@@ -63,7 +69,11 @@ def read_classes(
 
 
 def read_templates(path: str | Path | None) -> list[str]:
-    """Prompts with {} for the class name; None: DEFAULT_TEMPLATE. ValueError for a prompt without {}."""
+    """Read prompts with {} for the class name; None: DEFAULT_TEMPLATE.
+
+    Raises:
+        ValueError: a prompt lacks {}.
+    """
     if path is None:
         return [DEFAULT_TEMPLATE]
     templates = [line.replace("{c}", "{}") for line in _lines_or_imagenet(path, "templates")]
@@ -74,7 +84,11 @@ def read_templates(path: str | Path | None) -> list[str]:
 
 
 def read_lines(path: str | Path, flag: str) -> list[str]:
-    """The lines of a text file that are not blank, stripped; ValueError names the flag where there are none."""
+    """Read the lines of a text file that are not blank, stripped.
+
+    Raises:
+        ValueError: the file is missing, empty or not UTF-8; with the flag.
+    """
     try:
         lines = Path(path).read_text(encoding="utf-8-sig").split("\n")
     except OSError as error:

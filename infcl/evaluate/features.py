@@ -12,9 +12,14 @@ import torch.distributed as dist
 
 
 def in_step(batches: Iterable, filler, group: dist.ProcessGroup, device: torch.device) -> Iterator[tuple[Any, bool]]:
-    """(batch, is_real) until every rank is out of batches; `filler` stands in on ranks that are out already.
+    """Yield (batch, is_real) until every rank is out of batches. Collective: one all-reduce of two numbers per batch.
 
-    A ValueError of one rank's data (a label out of range) is raised on all. One all-reduce of two numbers per batch.
+    Args:
+        batches: this rank's.
+        filler: a batch for ranks that have run out, which they get with is_real False.
+
+    Raises:
+        ValueError: on all ranks, where one rank's data raises it (a label out of range).
     """
     iterator = iter(batches)
     while True:
@@ -48,7 +53,11 @@ def batches_of(samples: Iterable, size: int, collate: Callable[[list], Any]) -> 
 
 
 def gather_rows(rows: torch.Tensor, group: dist.ProcessGroup) -> tuple[torch.Tensor, int]:
-    """All ranks' rows [n_r, ...] (n_r may differ) in rank order -> ([sum n_r, ...], where this rank's rows start)."""
+    """Gather rows [n_r, ...] of all ranks, whose numbers may differ. Two all-gathers.
+
+    Returns:
+        [sum of n_r, ...] in the order of ranks, and the index at which this rank's rows start.
+    """
     gathered_counts = [torch.zeros(1, dtype=torch.int64, device=rows.device) for _ in range(dist.get_world_size(group))]
     dist.all_gather(gathered_counts, torch.tensor([len(rows)], device=rows.device), group=group)
     counts = [int(count) for count in gathered_counts]

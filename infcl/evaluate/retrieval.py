@@ -5,7 +5,7 @@ others are neither right nor wrong). Two counts describe a query: the wrong cand
 one, and those that score equal (`ties`). Recall at k is the expected hit when ties are ordered at random,
 clamp((k - higher) / (ties + 1), 0, 1). A collapsed model, whose features are all equal, therefore gets chance.
 
-One pass over the scores serves both directions, as in the loss: images stay on their rank, captions travel round the
+One pass over the scores serves both directions, as in the loss: images stay on their rank, captions travel around the
 ring with their right score and their counts, and one [T, T] tile of scores exists at a time. Right scores come out
 of tiles of the same shape (the same matrix product, so equal features score equal to the last bit).
 
@@ -29,7 +29,7 @@ _ALIGN = 64  # sides of a tile are multiples of it: no product takes another cod
 
 
 class Features(NamedTuple):
-    """What a rank has encoded. Captions are in the order of their images."""
+    """The encoded samples of a rank. Captions are in the order of their images."""
 
     images: torch.Tensor  # f32 [n, D], unit norm
     texts: torch.Tensor  # f32 [t, D], unit norm
@@ -45,10 +45,15 @@ def encode_pairs(
     group: dist.ProcessGroup,
     device: torch.device,
 ) -> Features:
-    """Features of this rank's (images [m, ...], tokens [sum of captions, L], captions per image [m]) batches.
+    """Encode this rank's batches. Collective: all ranks run the same number of forwards.
 
-    encode   (images on the device, tokens on the host) -> dict with unit-norm image_features and text_features
-    filler   a batch of the same kind for ranks that run out early: all ranks make the same number of forwards
+    Args:
+        encode: (images on the device, tokens on the host) -> dict with unit-norm image_features and text_features.
+        batches: (images [m, ...], tokens [sum of captions, L], captions per image int64 [m]).
+        filler: a batch of the same kind for ranks that run out early.
+
+    Raises:
+        ValueError: no rank has an image with a caption.
     """
     image_rows, text_rows, counts, output = [], [], [], {}
     for (images, texts, captions), is_real in in_step(batches, filler, group, device):

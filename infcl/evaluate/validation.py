@@ -1,8 +1,8 @@
-"""The loss of a held-out set as training computes it: whole global batches, over all ranks, the configured loss.
+"""The loss of a held-out set as training computes it: full global batches, over all ranks, the configured loss.
 
 A contrastive loss depends on its batch, so the loss of micro-batches is another quantity than the one that is trained
-(ln of the batch size apart for an untrained model). Features of the whole set are there already (retrieval encoded
-them); the loss then walks over them one global batch at a time.
+(they differ by ln of the ratio for an untrained model). Retrieval has encoded the complete set already; the loss goes
+over its features one global batch at a time.
 """
 
 from typing import NamedTuple
@@ -16,7 +16,7 @@ from infcl.parallel import mean_over
 
 
 class ValidationLoss(NamedTuple):
-    """Which loss, on which tile, in which precision, and how many pairs of a global batch are a rank's."""
+    """Name, tile and precision of the loss, and the samples per rank of a global batch."""
 
     name: str = "inf_cl"
     tile: str = "auto"
@@ -28,10 +28,16 @@ class ValidationLoss(NamedTuple):
 def validation_loss(
     features: Features, plan: ValidationLoss, group: dist.ProcessGroup, scalars: dict[str, torch.Tensor]
 ) -> dict[str, float]:
-    """val_loss: the mean over whole global batches of every image with its first caption; val_loss_batch: their size.
+    """Compute the mean loss over full global batches of every image with its first caption. Collective.
 
-    A set smaller than one global batch is one batch of as many pairs as every rank has; what does not fill a batch at
-    the end is left out. scalars: logit_scale (log-space), logit_bias; f32 [1].
+    A set smaller than one global batch is one batch of as many samples as every rank has. The remainder at the end is
+    left out.
+
+    Args:
+        scalars: logit_scale (log-space), logit_bias; f32 [1].
+
+    Returns:
+        val_loss, and val_loss_batch, the samples of a global batch; {} where a rank has no sample.
     """
     first = torch.ones_like(features.owner, dtype=torch.bool)
     first[1:] = features.owner[1:] != features.owner[:-1]

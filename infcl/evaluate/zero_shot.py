@@ -1,7 +1,7 @@
 """Zero-shot classification: class prompts become a [K, D] classifier; every rank scores its share of the images.
 
 A class embedding is the normalised mean of its prompts' unit-norm features (Radford et al. 2021). Prompts and images
-are shared out over the ranks; only the [K, D] sum and three counts are exchanged.
+are distributed over the ranks; only the [K, D] sum and three counts are exchanged.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -23,9 +23,13 @@ def build_classifier(
     device: torch.device,
     batch_size: int = 256,
 ) -> torch.Tensor:
-    """Class embeddings [K, D] f32, unit norm, on every rank. Templates hold one {} for the class name.
+    """Compute class embeddings [K, D] f32, unit norm, on every rank. Collective: one all-reduce of [K, D].
 
-    encode_text   tokens [n, L] on the host -> features [n, D] on the device
+    Args:
+        encode_text: tokens [n, L] on the host -> features [n, D] on the device.
+        tokenize: texts -> tokens [n, L].
+        templates: prompts with one {} for the class name.
+        batch_size: prompts per forward.
     """
     prompts = [(k, template.replace("{}", name)) for k, name in enumerate(classnames) for template in templates]
     chunks = [prompts[start : start + batch_size] for start in range(0, len(prompts), batch_size)]
@@ -54,9 +58,20 @@ def evaluate_zero_shot(
     device: torch.device,
     right: torch.Tensor | None = None,
 ) -> dict[str, float]:
-    """top1 and top5 over all ranks' (uint8 images [m, 3, H, W], labels [m] int64), and num_samples.
+    """Compute top-1 and top-5 accuracy over all ranks' images. Collective.
 
-    right   bool [labels, K]: the classes that are right for a label; None: class k for label k
+    Args:
+        encode_image: uint8 [m, 3, H, W] on the device -> features [m, D].
+        batches: this rank's (uint8 images [m, 3, H, W], int64 labels [m]).
+        filler: a batch for ranks that run out early.
+        classifier: f32 [K, D], unit norm.
+        right: bool [labels, K], the classes that are right for a label; None: class k for label k.
+
+    Returns:
+        top1, top5 and num_samples.
+
+    Raises:
+        ValueError: there is no labelled sample.
     """
     right = torch.eye(len(classifier), dtype=torch.bool) if right is None else right
     right = right.to(device)

@@ -6,8 +6,8 @@ Row i has its matched logit s and o, the LSE over all others (the tiles leave ma
     LSE of all       s + l
     dS at the match  exp(s) / (exp(o) + exp(s)) - 1 = expm1(-l)
 
-all in float32, of the difference: an LSE and the logit that dominates it do not cancel where pairs are told apart, and
-the entry of dS that outweighs its row never passes through 16 bits.
+all in float32, of the difference: an LSE and the logit that dominates it do not cancel late in a training, and
+the entry of dS that outweighs its row is never rounded to half precision.
 
 Tensors: LSE and matched logits [b], or of rows and columns [2, b]; float32 (float64 when the features are).
 """

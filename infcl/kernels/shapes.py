@@ -7,7 +7,7 @@ choose by them, and the planner takes them for time.
 import math
 from functools import cache
 
-_HEIGHT, _WIDTH = 128, 256  # of a tile of 16-bit features, the library's too
+_HEIGHT, _WIDTH = 128, 256  # of a tile of half-precision features, cuBLAS's too
 
 
 def ceil_div(a: int, b: int) -> int:
@@ -38,7 +38,7 @@ def row_splits(row_tiles: int, column_tiles: int, processors: int) -> int:
 
 
 def forward_cost(num_rows: int, num_columns: int, dim: int, workspace_bytes: int, processors: int) -> float:
-    """Of the statistics of a pair of blocks; beside its depth, a tile costs 135 for its exponentials and sums."""
+    """Of the statistics of a pair of blocks; a tile costs its depth, and 135 for its exponentials and sums."""
     row_tiles, column_tiles = ceil_div(num_rows, _HEIGHT), ceil_div(num_columns, _WIDTH)
     chunk = max(1, min(column_tiles, workspace_bytes // (4 * num_rows)))
     tiles = chain_tiles(row_tiles, chunk, row_splits(row_tiles, chunk, processors), processors)

@@ -160,7 +160,7 @@ class _Chunk(NamedTuple):
 
     @property
     def pairs(self) -> slice:
-        """Indices i whose entry (i, i) lies in this chunk (possibly none)."""
+        """Return the indices i whose entry (i, i) is in this chunk (possibly none)."""
         start = max(self.rows.start, self.columns.start)
         return slice(start, max(start, min(self.rows.stop, self.columns.stop)))
 

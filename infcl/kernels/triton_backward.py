@@ -18,7 +18,7 @@ one kernel they share its registers, and the first becomes a tenth slower.)
 
 A sigmoid and ids need more registers: such a tile is finished in two halves, or it would spill (benchmarks.registers).
 
-dS lies within [0, 1] and is about 1/B on average, where float16 has no precision left for large batches B: it is
+dS is within [0, 1] and is about 1/B on average, where float16 has no precision left for large batches B: it is
 stored times 2^15 there, which costs nothing and is exact.
 
 6 r c D flops; the workspace is written once and read twice.

@@ -5,7 +5,7 @@ elements one is computed by multiply-adds: x = n + f with n an integer and |f| <
 added to the exponent's bits. The other elements go to the special function units meanwhile.
 
 The polynomial is the minimax one of degree 4 for the relative error on [-1/2, 1/2], 2.6e-6: far below the rounding
-of a 16-bit result, for which alone this is used. Idea: software exponentials in FlashAttention-4.
+of a half-precision result, for which alone this is used. Idea: software exponentials in FlashAttention-4.
 """
 
 import struct
@@ -57,7 +57,7 @@ _CONSTRAINTS = tl.constexpr(",".join(["=f"] * PACK.value + ["f"] * PACK.value))
 
 
 def shared_exp2(features: Tensor) -> bool:
-    """Whether tiles of these features may share: 16-bit results, on an NVIDIA GPU (not in Triton's interpreter)."""
+    """Whether tiles of these features may share: half precision on an NVIDIA GPU (not in Triton's interpreter)."""
     return features.is_cuda and torch.version.cuda is not None and features.dtype.itemsize == 2
 
 

@@ -12,7 +12,7 @@ of the ranks of node n - k go once round node n:
 
     hop (k, j)   rank (n, g) holds the block of rank (n - k, g - j)                     # j = 0 .. G-1
     blocks       (k, j) -> (k, j+1) inside the node; (k, 0) -> (k+1, 0) to (n+1, g), on the wire all through lap k
-    results      G hops inside the node make the node's sum, which joins the sum of the nodes before it and goes on to
+    results      G hops inside the node make the node's sum, which joins the sum of the nodes before it and continues to
                  (n+1, g), on the wire all through lap k+1; after N laps that is home
 
     per rank, block of c bytes, result of a bytes    within the node              between nodes
@@ -180,7 +180,7 @@ class RingExchange:
             ranks = dist.get_process_group_ranks(self.group)
             raise RuntimeError(
                 f"{what}: rank {dist.get_rank()} could not compare its {', '.join(values)} with those of ranks {ranks} "
-                f"(global ranks): one of them ended, hangs, or has not come so far. {error}"
+                f"(global ranks): one of them ended, hangs, or did not get so far. {error}"
             ) from error
         for name, per_rank in zip(values, gathered.view(self.world_size, -1).T.tolist()):
             if len(set(per_rank)) > 1:

@@ -1,7 +1,7 @@
 """Token ids to text features (before normalisation): open_clip's text tower, whose parameters sit at the top level.
 
 open_clip's state dict has `transformer.resblocks...`, `token_embedding.weight`, `positional_embedding`, `ln_final` and
-`text_projection` beside `visual.*`, without a prefix; hence CLIP *is* a TextTower with an image tower, by inheritance.
+`text_projection` next to `visual.*`, without a prefix; hence CLIP *is* a TextTower with an image tower, by inheritance.
 
 Shapes: m texts, L tokens, w width, D embed_dim; r rows of R tokens where texts come packed (packing.py).
 """

@@ -118,7 +118,7 @@ class PatchConv(nn.Conv2d):
 def patch_rows(images: torch.Tensor, size: int, dtype: torch.dtype) -> torch.Tensor:
     """[m, 3, S, S] -> its patches, normalised, in `dtype`: [m, N, 3 P^2 and a fill].
 
-    The fill, of zeros, makes a row a multiple of 8 numbers: 16 bytes in 16 bits, which the product's fast kernels want.
+    The fill, of zeros, makes a row a multiple of 8 numbers: 16 bytes in half precision, which fast matmul kernels need.
     """
     patches = images.unfold(2, size, size).unfold(3, size, size).permute(0, 2, 3, 1, 4, 5)  # [m, S/P, S/P, 3, P, P]
     if images.dtype == torch.uint8:

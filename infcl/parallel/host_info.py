@@ -32,7 +32,7 @@ def software() -> dict[str, str | None]:
 
 
 def _source_digest() -> str:
-    """Of code and model configs, also of what lies beside the package: checkouts of one commit may differ."""
+    """Hash code and model configs, also files next to the package: checkouts of one commit may differ."""
     digest = hashlib.sha256()
     package = Path(__file__).resolve().parent.parent
     root = package.parent

@@ -132,12 +132,12 @@ def meet(
     if "ranks" in found:
         return nodes_of(found["ranks"])
     if rank == 0:
-        _wait_for_readers(store, world_size if "mistake" in found else 0)
-    raise ValueError(found["mistake"]) if "mistake" in found else RuntimeError(found["absent"])
+        _wait_for_readers(store, world_size if "conflict" in found else 0)
+    raise ValueError(found["conflict"]) if "conflict" in found else RuntimeError(found["absent"])
 
 
 def _compare(everyone: list[dict] | str) -> dict:
-    """{"ranks": [(host, local rank)]}, or {"mistake": what differs where}, or {"absent": who did not join}."""
+    """{"ranks": [(host, local rank)]}, or {"conflict": what differs where}, or {"absent": who did not join}."""
     if isinstance(everyone, str):
         return {"absent": everyone}
     ranks = [(one["host"], one["local_rank"]) for one in everyone]
@@ -145,9 +145,9 @@ def _compare(everyone: list[dict] | str) -> dict:
     firsts = {str(node): everyone[node.first_rank] for node in nodes}
     for kind, what in (("software", "do not run the same"), ("settings", "were not given the same")):
         if lines := differences({node: one[kind] for node, one in firsts.items() if kind in one}):
-            return {"mistake": f"the nodes {what}: {'; '.join(lines)}"}
+            return {"conflict": f"the nodes {what}: {'; '.join(lines)}"}
     if shared := [line for node in nodes for line in _shared_gpus(node, everyone)]:
-        return {"mistake": "; ".join(shared)}
+        return {"conflict": "; ".join(shared)}
     return {"ranks": ranks}
 
 

@@ -257,7 +257,7 @@ def test_a_run_does_not_go_back_under_its_later_checkpoints(finished):
     before = [path.stat().st_ino for path in sorted(run.root.rglob("*"))]
     back = dataclasses.replace(config, resume=str(run.checkpoints / "step_00000001"))
     messages = run_ranks(refusal, 2, back)
-    assert "went on from there, to step_00000003" in messages[0] and "step_00000002, step_00000003" in messages[0]
+    assert "continued from there, to step_00000003" in messages[0] and "step_00000002, step_00000003" in messages[0]
     assert messages[0] == messages[1]
     assert [path.stat().st_ino for path in sorted(run.root.rglob("*"))] == before
     elsewhere = run_ranks(fit, 2, dataclasses.replace(back, name="elsewhere"))[0]
@@ -276,7 +276,7 @@ def test_a_checkpoint_that_was_copied_is_no_newer_one(finished, tmp_path):
         shutil.copytree(again.checkpoints / "step_00000001", copy)
     config = dataclasses.replace(config, logs=str(tmp_path), name="again", keep_checkpoints=1)
     back = run_ranks(refusal, 1, dataclasses.replace(config, resume=str(kept[0])))[0]
-    assert "went on from there, to step_00000002" in back
+    assert "continued from there, to step_00000002" in back
     run_ranks(fit, 2, dataclasses.replace(config, resume="latest"))
     assert [record["step"] for record in read_records(again.metrics)] == [1, 2, 3, 3]
     assert all((copy / "infcl.json").is_file() for copy in kept)

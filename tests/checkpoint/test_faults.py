@@ -161,7 +161,7 @@ def test_a_damaged_newest_checkpoint_is_passed_over_for_the_one_before(demo_fold
         file.seek(-3, os.SEEK_END)
         file.write(b"\xff\xff")
     output = resume_and_compare(demo_folder, tmp_path, uninterrupted)
-    assert "step_00000007 is passed over: state_00001.safetensors has another checksum" in output
+    assert "step_00000007 is skipped: state_00001.safetensors has another checksum" in output
     assert "at step 6" in output
 
 

@@ -27,7 +27,7 @@ def test_a_run_folder_is_never_trained_over_unasked(demo_folder, tmp_path):
     assert "flags that differ from the run's: keep_checkpoints 3 there, 2 now" in said_first
     other = dataclasses.replace(config, lr=2e-3)
     refused = run_ranks(refusal, 1, other)[0]
-    assert "other flags (lr 0.001 there, 0.002 now)" in refused and "checkpoints/STEP to go on from there" in refused
+    assert "other flags (lr 0.001 there, 0.002 now)" in refused and "checkpoints/STEP to continue from there" in refused
     written = (tmp_path / "run" / "config.json").read_text()
     (tmp_path / "run" / "config.json").write_text(written[:40])
     assert RunFolder(tmp_path / "run").other_flags(config) == ["config.json there is damaged"]

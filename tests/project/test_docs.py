@@ -6,6 +6,7 @@ import re
 import runpy
 import shlex
 import sys
+import types
 from functools import cache
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import torch
 
 from infcl.config import make_parser
 from tests.lib.checkout import ROOT
+from tests.lib.open_clip_stub import import_open_clip
 from tests.lib.ranks import run_ranks
 from tests.lib.shown_commands import python_blocks, shown_commands
 
@@ -26,6 +28,9 @@ def flags_of(line: str) -> set[str]:
 def parser_of(module: str) -> argparse.ArgumentParser:
     """The parser with which `python -m module` begins."""
     found = []
+    if module == "infcl.integrations.open_clip":  # open_clip_train's parser
+        import_open_clip()
+        sys.modules.setdefault("pandas", types.ModuleType("pandas"))
 
     def take(self, *_, **__):
         found.append(self)
