@@ -36,7 +36,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from infcl.kernels.groups import Groups
 from infcl.kernels.shapes import ceil_div, chunk_shape
-from infcl.kernels.triton_exp2 import exp2, shared_exp2
+from infcl.kernels.triton_exp2 import exp2, quotient, shared_exp2
 from infcl.kernels.triton_forward import log1p
 from infcl.kernels.triton_groups import ids_of, same_ids
 from infcl.kernels.triton_launch import aligned, launch_options, multiprocessors, walked_dim
@@ -226,7 +226,7 @@ def _d_logits_kernel(
     EDGE: tl.constexpr,  # the last blocks are partial
     SIGMOID: tl.constexpr,
     SINGLE: tl.constexpr,  # one exponential, for a shift that is not NaN; else two, for one that is
-    SHARED: tl.constexpr,  # of triton_exp2.exp2
+    SHARED: tl.constexpr,  # of triton_exp2's functions
     GAIN: tl.constexpr,
     SUMMED: tl.constexpr,  # the sums are wanted
     GROUPED: tl.constexpr,  # kinds of ids; entries that share one are left out
@@ -284,7 +284,7 @@ def _d_logits_kernel(
                     signed = tl.where(same, -signed if POSITIVE else float("-inf"), signed)
                 small = tl.exp2(-tl.abs(signed))  # in (0, 1]
                 losses = tl.maximum(signed, 0.0) * LN2 + log1p(small)
-                d_logits = tl.where(signed >= 0, 1.0, small) / (1.0 + small)
+                d_logits = quotient(tl.where(signed >= 0, 1.0, small), 1.0 + small, SHARED)
                 if POSITIVE:
                     same = same_ids(
                         row_ids_ptr, row_stride, col_ids_ptr, col_stride, rows, columns, num_rows, num_columns, GROUPED

@@ -68,3 +68,14 @@ def exp2(x, SHARED: tl.constexpr):
         return tl.inline_asm_elementwise(_ASSEMBLY, _CONSTRAINTS, [x], dtype=tl.float32, is_pure=True, pack=PACK)
     else:
         return tl.exp2(x)
+
+
+@triton.jit
+def quotient(x, y, SHARED: tl.constexpr):
+    """x / y, f32; for SHARED by an approximate reciprocal, to 2 ulp where y is in [2^-126, 2^126]."""
+    if SHARED:
+        return tl.inline_asm_elementwise(
+            "div.approx.ftz.f32 $0, $1, $2;", "=f,f,f", [x, y], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:
+        return x / y
