@@ -27,9 +27,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from infcl.kernels import Tile
-from infcl.kernels.lse import cross_entropies, merge_lse
-from infcl.loss.duplicates import Duplicates, check_ids, find_duplicates, sum_positives, travelling
-from infcl.loss.gradients import ring_gradients, scaled_sides
+from infcl.kernels.lse import cross_entropies
+from infcl.loss.duplicates import Duplicates, check_ids, find_duplicates
+from infcl.loss.gradients import scaled_sides
 from infcl.loss.inputs import (
     RingOptions,
     Setup,
@@ -40,6 +40,7 @@ from infcl.loss.inputs import (
     set_up,
 )
 from infcl.loss.ring import RingExchange
+from infcl.loss.softmax import softmax_gradients, softmax_statistics
 
 
 @outside_graphs
@@ -129,29 +130,12 @@ def ring_forward(
         [2, b] and [b]. If duplicates are positives: what the mean over all of them adds to the cross entropies, [2, b],
         and 1 / their number, [b], of rows and of columns alike.
     """
-    positives: tuple[Tensor, Tensor] | None = None  # how many each row has, and the sum over them
-    for hop, (block, *ids) in ring.blocks(columns, *travelling(duplicates)):
-        groups = duplicates.groups(*ids) if duplicates is not None else None
-        left_out = None if groups is None or groups.positive else groups
-        row_part, col_part, own_matched = tile.softmax_forward(
-            rows, block, scale, masked=hop == 0, workspace_bytes=workspace_bytes, groups=left_out
-        )
-        if hop == 0:
-            row_others, matched = row_part, own_matched
-        else:
-            merge_lse(row_others, row_part)
-        ring.carry("col_lse", hop, col_part, merge_lse)
-        if groups is not None and groups.positive:
-            counts, row_sums, col_sums = sum_positives(groups, rows, block)
-            ring.carry("col_positives", hop, col_sums, Tensor.add_)
-            positives = (counts, row_sums) if positives is None else (positives[0] + counts, positives[1] + row_sums)
-    losses = cross_entropies(torch.stack([row_others, ring.home("col_lse", merge_lse)]), matched)
-    if positives is None:
-        return losses, matched, None
-    weights = 1 / positives[0].to(matched.dtype)
-    sums = torch.stack([positives[1], ring.home("col_positives", Tensor.add_)])
-    excess = matched - scale * sums * weights  # of one's own pair over the mean of all positives
-    return losses, matched, (excess.where(weights < 1, torch.zeros_like(excess)), weights)
+    found = softmax_statistics(rows, columns, scale, ring, tile, workspace_bytes, both=True, duplicates=duplicates)
+    losses = cross_entropies(found.others, found.matched)
+    if found.weights is None or found.means is None:
+        return losses, found.matched, None
+    excess = found.matched - found.means
+    return losses, found.matched, (excess.where(found.weights < 1, torch.zeros_like(excess)), found.weights)
 
 
 def ring_backward(
@@ -169,18 +153,11 @@ def ring_backward(
     needs: Sequence[bool] = (True, True),
 ) -> tuple[Tensor | None, Tensor | None, Tensor]:
     """`ring_gradients` of half the sum of all losses, of rows and columns; the rest as ring_forward returned it."""
-    row_lse, col_lse = losses + matched
+    row_lse, column_lse = losses + matched
     slopes = torch.expm1(-losses).mean(0)
     if weights is not None:
         slopes += 1 - weights  # one's own pair is one positive of several
-
-    def add_tile(hop: int, block: Tensor, its: Sequence[Tensor], *gradients: Tensor | None) -> None:
-        block_lse, *ids = its  # and weights of positives
-        groups = None if duplicates is None else duplicates.groups(*ids, row_weights=weights)
-        tile.softmax_backward(
-            rows, block, scale, row_lse, block_lse, *gradients,
-            masked=hop == 0, workspace_bytes=workspace_bytes, groups=groups,
-        )  # fmt: skip
-
-    its = [col_lse, *travelling(duplicates), *([] if weights is None else [weights])]
-    return ring_gradients(add_tile, rows, columns, slopes, ring, with_columns=its, needs=needs)
+    return softmax_gradients(
+        rows, columns, scale, row_lse, column_lse, slopes, ring, tile, workspace_bytes,
+        duplicates=duplicates, weights=weights, needs=needs,
+    )  # fmt: skip

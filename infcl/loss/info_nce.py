@@ -13,18 +13,15 @@ float32 gradients. No column statistics travel. Per-rank averages as in loss/inf
 Source: DPR, arXiv 2004.04906, section 3.2 (in-batch negatives and one hard negative a query).
 """
 
-from collections.abc import Sequence
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from infcl.kernels import Tile
-from infcl.kernels.lse import cross_entropies, merge_lse
-from infcl.loss.duplicates import Duplicates, check_ids, find_duplicates, sum_positives, travelling
-from infcl.loss.gradients import inner_product, ring_gradients, row_products, scaled
+from infcl.kernels.lse import cross_entropies
+from infcl.loss.duplicates import Duplicates, check_ids, find_duplicates
+from infcl.loss.gradients import inner_product, row_products, scaled
 from infcl.loss.inputs import RingOptions, Setup, outside_graphs, refuse_double_backward, scalar_like, set_up
-from infcl.loss.ring import RingExchange
+from infcl.loss.softmax import Statistics, softmax_gradients, softmax_statistics
 
 
 @outside_graphs
@@ -75,11 +72,10 @@ class _InfoNCE(torch.autograd.Function):
         with torch.autocast(queries.device.type, enabled=False):
             rows, columns = setup.operands(queries, documents)
             columns = columns[order]
-            statistics = ring_forward(rows, columns, scale, *setup.of_a_pass(), duplicates=duplicates)
+            found = softmax_statistics(rows, columns, scale, *setup.of_a_pass(), both=False, duplicates=duplicates)
             logits = row_products(rows[misplaced], columns[places[misplaced]]) * scale
-        losses, row_lse, slopes, dues = _of_positives(*statistics, misplaced, logits, duplicates)
-        weights = statistics[2]
-        ctx.save_for_backward(queries, documents, positives, order, scale, row_lse, slopes, dues, weights)
+        losses, row_lse, slopes, dues = _of_positives(found, misplaced, logits, duplicates)
+        ctx.save_for_backward(queries, documents, positives, order, scale, row_lse, slopes, dues, found.weights)
         ctx.setup, ctx.duplicates = setup, duplicates
         return losses.mean()
 
@@ -94,8 +90,8 @@ class _InfoNCE(torch.autograd.Function):
             rows, columns = setup.operands(queries, documents)
             columns = columns[order]
             options = {"duplicates": ctx.duplicates, "weights": weights, "needs": ctx.needs_input_grad[:2]}
-            d_rows, d_columns, d_scale = ring_backward(
-                rows, columns, scale, row_lse, slopes, *setup.of_a_pass(), **options
+            d_rows, d_columns, d_scale = softmax_gradients(
+                rows, columns, scale, row_lse, None, slopes, *setup.of_a_pass(), **options
             )
         some_queries, their_documents = dues[:, None] * rows[misplaced], columns[place].to(dues.dtype)
         if len(misplaced):
@@ -111,79 +107,14 @@ class _InfoNCE(torch.autograd.Function):
         return d_queries, d_documents, None, None, factor * d_scale, None, None
 
 
-def ring_forward(
-    rows: Tensor,
-    columns: Tensor,
-    scale: Tensor,
-    ring: RingExchange,
-    tile: Tile,
-    workspace_bytes: int,
-    *,
-    duplicates: Duplicates | None = None,
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """LSE of each query's documents but its own place's, [q], and the logits at those places, [min(q, d)].
-
-    If duplicates are positives, also 1 / their number and the mean of their logits, [q]; else None.
-    """
-    positives: tuple[Tensor, Tensor] | None = None  # how many each query has, and the sum over them
-    for hop, (block, *ids) in ring.blocks(columns, *travelling(duplicates)):
-        groups = duplicates.groups(*ids) if duplicates is not None else None
-        left_out = None if groups is None or groups.positive else groups
-        part, _, own_matched = tile.softmax_forward(
-            rows, block, scale, masked=hop == 0, workspace_bytes=workspace_bytes, groups=left_out
-        )
-        if hop == 0:
-            row_others, matched = part, own_matched
-        else:
-            merge_lse(row_others, part)
-        if groups is not None and groups.positive:
-            counts, sums, _ = sum_positives(groups, rows, block)
-            positives = (counts, sums) if positives is None else (positives[0] + counts, positives[1] + sums)
-    if positives is None:
-        return row_others, matched, None, None
-    weights = 1 / positives[0].to(matched.dtype)
-    return row_others, matched, weights, scale * positives[1] * weights
-
-
-def ring_backward(
-    rows: Tensor,
-    columns: Tensor,
-    scale: Tensor,
-    row_lse: Tensor,
-    slopes: Tensor,
-    ring: RingExchange,
-    tile: Tile,
-    workspace_bytes: int,
-    *,
-    duplicates: Duplicates | None = None,
-    weights: Tensor | None = None,
-    needs: Sequence[bool] = (True, True),
-) -> tuple[Tensor | None, Tensor | None, Tensor]:
-    """`ring_gradients` with dS = exp(logits - row_lse), less the weights at positives; slopes in one's own places."""
-
-    def add_tile(hop: int, block: Tensor, ids: Sequence[Tensor], *gradients: Tensor | None) -> None:
-        groups = None if duplicates is None else duplicates.groups(*ids, row_weights=weights)
-        tile.softmax_backward(
-            rows, block, scale, row_lse, None, *gradients,
-            masked=hop == 0, workspace_bytes=workspace_bytes, groups=groups,
-        )  # fmt: skip
-
-    return ring_gradients(add_tile, rows, columns, slopes, ring, with_columns=travelling(duplicates), needs=needs)
-
-
 def _of_positives(
-    row_others: Tensor,
-    matched: Tensor,
-    weights: Tensor | None,
-    means: Tensor | None,
-    misplaced: Tensor,
-    logits: Tensor,
-    duplicates: Duplicates | None,
+    found: Statistics, misplaced: Tensor, logits: Tensor, duplicates: Duplicates | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Losses [q], LSE [q], dS in the queries' own places [min(q, d)], and what is missing from it at the misplaced.
 
     logits: of the misplaced with their positives, which are in other places of this rank's block.
     """
+    row_others, matched, weights, means = found
     count, losses, row_lse = len(matched), torch.zeros_like(row_others), row_others.clone()
     losses[:count] = cross_entropies(row_others[:count], matched)
     row_lse[:count] = losses[:count] + matched
