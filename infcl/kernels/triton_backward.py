@@ -134,7 +134,7 @@ def _accumulate(
     elements, processors = workspace_bytes // rows.dtype.itemsize, multiprocessors(rows.device)
     height, width = chunk_shape(len(rows), len(columns), rows.shape[1], elements, processors)
     workspace = rows.new_empty(height, width)
-    halves = row_lse is None or groups is not None
+    halves = _in_halves(row_lse is None, groups)
     sums = rows.new_zeros(3, processors, dtype=torch.float64)
     with _float32_products(tf32) if rows.dtype == torch.float32 else nullcontext():
         for i in range(0, len(rows), height):
@@ -183,6 +183,11 @@ def _accumulate(
                 if d_columns is not None:
                     _add_product(d_columns[column_slice], d_logits.T, rows[row_slice], 1 / gain)
     return sums.sum(1)
+
+
+def _in_halves(sigmoid: bool, groups: Groups | None) -> bool:
+    """Whether a tile's epilogue would spill registers otherwise (python -m benchmarks.registers)."""
+    return sigmoid or (groups is not None and (groups.positive or len(groups.rows) == 2))
 
 
 def _dues(groups: Groups | None, placeholder: Tensor) -> tuple[Tensor, Tensor]:

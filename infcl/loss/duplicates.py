@@ -16,7 +16,7 @@ first among the sorted ids of the rows, or -1 if no row has it. All memory is O(
 Sizes: r rows and c columns of a block, k kinds of ids.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -77,6 +77,9 @@ def find_duplicates(
 def sum_positives(groups: Groups, rows: Tensor, columns: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Count each row's positives in a block, and sum `rows @ columns.T` over them, by row and by column.
 
+    With one kind of ids, rows with an id have as many positives, so only the sum over them counts: each gets an equal
+    share of it, and so do columns. With two kinds the sums are each row's and column's own.
+
     Args:
         rows, columns: [r, D] and [c, D].
 
@@ -84,10 +87,9 @@ def sum_positives(groups: Groups, rows: Tensor, columns: Tensor) -> tuple[Tensor
         int64 [r]; [r] and [c] in float32 or wider.
     """
     kinds = [(row.long(), column.long()) for row, column in zip(groups.rows, groups.columns)]
-    found = [_sum_by_number(rows, columns, *kind) for kind in kinds]
     if len(kinds) == 1:
-        return found[0]
-    found.append(_sum_by_number(rows, columns, *_numbers_of_both(*kinds)))
+        return _sum_by_number(rows, columns, *kinds[0], shared=True)
+    found = [_sum_by_number(rows, columns, *kind) for kind in (*kinds, _numbers_of_both(*kinds))]
     counts, row_sums, col_sums = (image + text - both for image, text, both in zip(*found))  # those of both count once
     return counts, row_sums, col_sums
 
@@ -107,28 +109,37 @@ def _places(known: Tensor, ids: Tensor) -> Tensor:
 
 
 def _sum_by_number(
-    rows: Tensor, columns: Tensor, row_numbers: Tensor, col_numbers: Tensor
+    rows: Tensor, columns: Tensor, row_numbers: Tensor, col_numbers: Tensor, *, shared: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As sum_positives, of one kind, with numbers int64: row_numbers in [0, r), col_numbers in [-1, r). O((r + c) D).
 
     By the sum of features of each number: x_i . sum of its y_j. Sums in a fixed order: equal numbers are neighbours.
     """
-    wide = torch.promote_types(rows.dtype, torch.float32)
-    known, col_numbers = (col_numbers >= 0).to(wide), col_numbers.clamp(min=0)
-    counts = torch.zeros_like(row_numbers).index_add_(0, col_numbers, known.long())[row_numbers]
+    wide, known = torch.promote_types(rows.dtype, torch.float32), col_numbers >= 0
+    (row_order, row_counts), (col_order, col_counts) = (_by_number(n, len(rows)) for n in (row_numbers, col_numbers))
+    col_numbers = col_numbers.clamp(min=0)
     row_sums, col_sums = rows.new_zeros(len(rows), dtype=wide), rows.new_zeros(len(columns), dtype=wide)
-    add_rows, add_columns = _summing(row_numbers, len(rows)), _summing(col_numbers, len(rows))
     for start in range(0, rows.shape[1], _DIMS):
-        x, y = (side[:, start : start + _DIMS].to(wide) for side in (rows, columns))
-        y = y * known[:, None]
-        row_sums += (x * add_columns(y)[row_numbers]).sum(1)
-        col_sums += (y * add_rows(x)[col_numbers]).sum(1)
-    return counts, row_sums, col_sums
+        x, y = (side[:, start : start + _DIMS] for side in (rows, columns))
+        x_sums, y_sums = _segment_sums(x, row_order, row_counts, wide), _segment_sums(y, col_order, col_counts, wide)
+        if shared:
+            row_sums += torch.linalg.vecdot(x_sums, y_sums)  # by number
+        else:
+            row_sums += (x * y_sums[row_numbers]).sum(1)
+            col_sums += (y * x_sums[col_numbers]).sum(1)
+    if shared:
+        row_sums, col_sums = (row_sums / row_counts)[row_numbers], (row_sums / col_counts)[col_numbers]
+    return col_counts[row_numbers], row_sums, col_sums.where(known, 0)
 
 
-def _summing(numbers: Tensor, count: int) -> Callable[[Tensor], Tensor]:
-    """A function: features [n, d] -> their sums by number [count, d], in a fixed order."""
+def _by_number(numbers: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """An order in which equal numbers are neighbours, [n], -1 at the end, and how many there are of each [count]."""
+    numbers = numbers.where(numbers >= 0, count)
     order = numbers.sort(stable=True).indices
-    lengths = torch.zeros(count, dtype=torch.int64, device=numbers.device)
-    lengths.index_add_(0, numbers, torch.ones_like(numbers))
-    return lambda features: torch.segment_reduce(features[order], "sum", lengths=lengths, unsafe=True)
+    counts = torch.zeros(count + 1, dtype=torch.int64, device=numbers.device)
+    return order, counts.index_add_(0, numbers, torch.ones_like(numbers))[:count]
+
+
+def _segment_sums(features: Tensor, order: Tensor, counts: Tensor, dtype: torch.dtype) -> Tensor:
+    """Sums of the features [n, d] of each number, [count, d]."""
+    return torch.segment_reduce(features[order].to(dtype), "sum", lengths=counts, unsafe=True)

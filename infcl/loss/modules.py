@@ -4,7 +4,7 @@
     SigLipLoss   in place of open_clip.loss.SigLipLoss
 
 Either `group` says where the ring runs, or open_clip's arguments do: world_size > 1 means torch.distributed's WORLD, of
-which they must be rank and size.
+which they must be rank and size. `duplicates` is that of the functions, whose ids are arguments of a call.
 """
 
 from typing import Any

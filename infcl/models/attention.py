@@ -17,9 +17,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from infcl.kernels.operators import operator
 from infcl.models.clip import CLIP
 from infcl.models.config import kept_patches
+from infcl.models.operators import operator
 from infcl.models.packing import caption_spans
 from infcl.models.transformer import Transformer
 from infcl.models.transformer import attend as attend_by_torch

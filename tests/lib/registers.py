@@ -47,7 +47,7 @@ def compiled_backward(
         "SUMMED": True,
         "GROUPED": kinds,
         "POSITIVE": positive,
-        "HALVES": sigmoid or kinds > 0,
+        "HALVES": sigmoid or positive or kinds == 2,
     }
     return _compiled(triton_backward._d_logits_kernel, triton_backward._LAUNCH[itemsize], itemsize, constants)
 
