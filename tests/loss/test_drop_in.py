@@ -3,7 +3,6 @@
 import copy
 import inspect
 import pickle
-import re
 
 import pytest
 import torch
@@ -11,12 +10,9 @@ import torch.distributed as dist
 from torch import nn
 
 from infcl import InfCLLoss, SigLipLoss, inf_cl_loss
-from tests.lib.checkout import ROOT
 from tests.lib.loss_oracle import relative_error
 from tests.lib.open_clip_stub import import_open_clip
 from tests.lib.ranks import refused, run_ranks
-
-DOCUMENT = ROOT / "docs" / "loss.md"
 
 
 class _TwoTowers(nn.Module):
@@ -37,16 +33,19 @@ def _batches(rank, world_size):
 
 
 def _train(rank, world_size):
-    """The documentation's example."""
-    (example,) = re.findall(r"```python\n(def train.*?)```", DOCUMENT.read_text(), re.DOTALL)
-    names = {"torch": torch, "InfCLLoss": InfCLLoss}
-    exec(example, names)
-    model = _TwoTowers()
-    names["train"](rank, world_size, model, _batches(rank, world_size))
-    return {name: value.detach() for name, value in model.named_parameters()}
+    """The loop of docs/start/loss_in_ddp.md."""
+    towers = _TwoTowers()
+    model = nn.parallel.DistributedDataParallel(towers)
+    loss = InfCLLoss(local_loss=True, gather_with_grad=True, rank=rank, world_size=world_size)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for images, texts in _batches(rank, world_size):
+        optimizer.zero_grad()
+        loss(*model(images, texts)).backward()
+        optimizer.step()
+    return {name: value.detach() for name, value in towers.named_parameters()}
 
 
-def test_the_documented_ddp_loop_trains_as_one_process_on_the_whole_batch():
+def test_a_ddp_loop_trains_as_one_process_on_the_whole_batch():
     model = _TwoTowers().double()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for images, texts in _batches(0, 1):
