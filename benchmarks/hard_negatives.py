@@ -1,6 +1,6 @@
 """Whether hard-negative captions teach word order.
 
-    python -m benchmarks.hard_negatives --csv docs/results/hard_negatives.csv
+    python -m benchmarks.hard_negatives --csv docs/results/word_order.csv
 
 Scenes of the embedded data set show two objects ("a blue ring left of a green square"); a hard negative is the caption
 with its two objects exchanged. For each seed one model is trained without hard negatives and one with --negatives-key,
