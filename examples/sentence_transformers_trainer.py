@@ -9,6 +9,7 @@ In: JSON lines with the columns anchor, positive and any number of negatives (ne
 
 import argparse
 
+import torch
 from datasets import load_dataset
 from sentence_transformers import SentenceTransformer, SentenceTransformerTrainer, SentenceTransformerTrainingArguments
 
@@ -32,7 +33,8 @@ def main() -> None:
             args.output,
             per_device_train_batch_size=args.batch_size,
             num_train_epochs=args.epochs,
-            bf16=True,
+            bf16=torch.cuda.is_available(),
+            use_cpu=not torch.cuda.is_available(),
             dataloader_drop_last=True,  # all ranks have as many rows
             logging_steps=1,
             report_to="none",

@@ -78,7 +78,6 @@ def contrastive_step(
             graphs += torch.is_grad_enabled()
             if graphs == total and (total == 1 or cached_activations < total):  # the next backward is the last one
                 without_reduction.close()
-            torch.clear_autocast_cache()  # weights that pass 1 cast have no graph
             with _note(f"{name}, micro-batch {replay.index} of {total}, contrastive_step"):
                 output = _call(model, micro_batch)
             if isinstance(output, Mapping):
@@ -143,7 +142,9 @@ class Encoders(nn.Module):
         if self.logit_scale is not None:
             outputs.append(_at_least_float32(self.logit_scale).exp())
         if self.logit_bias is not None:
-            outputs.append(_at_least_float32(self.logit_bias))
+            outputs.append(
+                _at_least_float32(self.logit_bias) + 0
+            )  # a copy: ZeRO-3 frees the parameter after the forward
         return tuple(outputs)
 
     def _encode(self, encoder: nn.Module, given: Any, index: int) -> Tensor:
@@ -188,7 +189,8 @@ def _check_output(name: str, output: Any) -> Features:
             raise ValueError(f"{name}: output {index} is {_describe(value)}; features are [rows, D], scalars [1]")
     if all(value.ndim < 2 for value in output):
         raise ValueError(f"{name} returns no features [rows, D], only {_describe(output[0])}")
-    return {str(index): value for index, value in enumerate(output)}
+    # a scalar may be the parameter itself, whose memory FSDP2 frees at a backward: take a copy
+    return {str(index): value if value.ndim > 1 else value + 0 for index, value in enumerate(output)}
 
 
 def _at_least_float32(value: Tensor) -> Tensor:

@@ -53,7 +53,7 @@ def programs_of(line: str) -> list[tuple[str, list[str]]]:
         for place, word in enumerate(words)
         if word.endswith("pretrain_clip.py")
         or re.fullmatch(r"launch/(local|torchrun|lit|hostfile)\.sh|launch/slurm.sbatch", word)
-        or (word == "-m" and words[place + 1].startswith(("infcl.", "benchmarks.")))
+        or (word == "-m" and re.match(r"infcl\.(?!integrations)|benchmarks\.", words[place + 1]))  # flags of others
     ]
     ends = [place for place, _, _ in starts[1:]] + [len(words)]
     return [(program, words[first:end]) for (_, program, first), end in zip(starts, ends)]
