@@ -19,6 +19,7 @@ from infcl.convert.export_tokenizer import read_model, tokenizer_json
 from infcl.data.tokenizer import Tokenizer
 from infcl.data.tokenizer.learn import train_tokenizer
 from infcl.models import CLIP, load_model_config, with_tokenizer
+from tests.lib.checkout import GOLDEN_MODEL
 from tests.lib.manifests import manifest_of
 from tests.lib.open_clip_stub import import_open_clip
 from tests.lib.small_clip import CAPTIONS, CONTEXT_LENGTH, LANGUAGES, TEXTS, small_config
@@ -102,7 +103,7 @@ def test_model_card_shows_plain_figures_only(exported):
 
 
 def test_models_that_open_clip_cannot_load_say_so(tokenizer_model, tmp_path):
-    cfg = with_tokenizer(load_model_config("demo"), vocab_size=300, context_length=20, eos_id=1, pad_id=0)
+    cfg = with_tokenizer(load_model_config(GOLDEN_MODEL), vocab_size=300, context_length=20, eos_id=1, pad_id=0)
     torch.manual_seed(0)
     model = CLIP(cfg).eval()
     export_model(model.state_dict(), cfg, tokenizer_model, tmp_path)
@@ -159,7 +160,7 @@ def test_command_exports_the_last_checkpoint_of_a_run(tokenizer_model, tmp_path,
     assert main(["export", str(tmp_path / "nothing")]) == 2
     printed = capsys.readouterr()
     assert "nothing is no run folder" in printed.err and "open_clip cannot" not in printed.out
-    demo = CLIP(load_model_config("demo"))
+    demo = CLIP(load_model_config(GOLDEN_MODEL))
     save_file({f"model/{name}": value for name, value in demo.state_dict().items()}, file)
     entry |= {"bytes": file.stat().st_size, "sha256": hashlib.sha256(file.read_bytes()).hexdigest()}
     (checkpoint / "infcl.json").write_text(json.dumps(manifest))

@@ -16,6 +16,7 @@ from infcl.convert.model_card import LOSS_CURVE
 from infcl.data.tokenizer import Tokenizer, canonicalise, repair
 from infcl.models import CLIP, load_model_config, with_tokenizer
 from infcl.models.config import parse_model_config
+from tests.lib.checkout import GOLDEN_MODEL
 from tests.lib.open_clip_stub import import_transformers
 from tests.lib.ranks import run_ranks
 from tests.lib.small_clip import CAPTIONS, CONTEXT_LENGTH, LANGUAGES, TEXTS, small_config
@@ -183,7 +184,7 @@ def test_what_clip_model_cannot_express_is_refused_before_anything_is_written(vi
 
 
 def test_a_convolutional_stem_is_refused():
-    cfg = with_tokenizer(load_model_config("demo"), vocab_size=300, context_length=20, eos_id=1, pad_id=0)
+    cfg = with_tokenizer(load_model_config(GOLDEN_MODEL), vocab_size=300, context_length=20, eos_id=1, pad_id=0)
     assert cfg.vision_cfg.conv_stem is not None
     with pytest.raises(ValueError, match="vision_cfg.conv_stem.*Export it as open_clip or safetensors"):
         hf_config(cfg)

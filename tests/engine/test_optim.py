@@ -8,6 +8,7 @@ from infcl.config import TrainConfig
 from infcl.engine.optim import Schedule, parameter_groups
 from infcl.models.clip import CLIP
 from infcl.models.config import load_model_config
+from tests.lib.checkout import GOLDEN_MODEL
 
 LR, WARMUP, TOTAL, PER_EPOCH = 1e-3, 10, 100, 20
 
@@ -35,7 +36,7 @@ def test_a_peak_that_is_not_reached_is_told():
 
 
 def test_weight_decay_is_for_matrices_only():
-    model = CLIP(load_model_config("demo"))
+    model = CLIP(load_model_config(GOLDEN_MODEL))
     decayed, others = parameter_groups(model, TrainConfig(wd=0.2), LR)
     names = {id(p): name for name, p in model.named_parameters()}
     assert (decayed["weight_decay"], others["weight_decay"]) == (0.2, 0.0)
@@ -47,7 +48,7 @@ def test_weight_decay_is_for_matrices_only():
 
 
 def test_frozen_parameters_are_in_no_group():
-    model = CLIP(load_model_config("demo"))
+    model = CLIP(load_model_config(GOLDEN_MODEL))
     model.lock_image_tower()
     listed = {id(p) for group in parameter_groups(model, TrainConfig(wd=0.1), LR) for p in group["params"]}
     assert listed == {id(p) for p in model.parameters() if p.requires_grad}
@@ -63,7 +64,7 @@ def groups_of(model, **flags):
 
 def test_towers_may_have_their_own_learning_rates_that_scale_alike():
     flags = {"image_lr": 2e-4, "text_lr": 3e-3, "lr_scaling": "sqrt", "lr_base_batch": 1024}
-    groups = groups_of(CLIP(load_model_config("demo")), **flags)
+    groups = groups_of(CLIP(load_model_config(GOLDEN_MODEL)), **flags)
     peak = schedule(**flags).peak
     assert peak == pytest.approx(2 * LR)
     assert schedule(**flags).tower_rates(WARMUP - 1) == pytest.approx({"lr_image": 4e-4, "lr_text": 6e-3})
@@ -75,7 +76,9 @@ def test_towers_may_have_their_own_learning_rates_that_scale_alike():
 
 
 def test_layer_decay_falls_from_the_head_to_the_embeddings():
-    groups = groups_of(CLIP(load_model_config("demo")), image_layer_decay=0.5, text_layer_decay=0.1, image_lr=2 * LR)
+    groups = groups_of(
+        CLIP(load_model_config(GOLDEN_MODEL)), image_layer_decay=0.5, text_layer_decay=0.1, image_lr=2 * LR
+    )
     wanted = {
         "logit_scale": 1.0,
         "visual.proj": 2.0,
@@ -95,14 +98,14 @@ def test_layer_decay_falls_from_the_head_to_the_embeddings():
 def test_weight_decay_of_a_step_is_times_lr_or_times_the_schedule(step):
     """Of any tower: --wd 0.1 takes off 0.1 x lr, or 0.1 x lr / its peak."""
     for mode, expected in (("lr", 0.1 * rate(step) * 0.3), ("schedule", 0.1 * rate(step) / LR)):
-        groups = groups_of(CLIP(load_model_config("demo")), wd=0.1, wd_mode=mode, image_lr=0.3 * LR)
+        groups = groups_of(CLIP(load_model_config(GOLDEN_MODEL)), wd=0.1, wd_mode=mode, image_lr=0.3 * LR)
         group = groups["visual.proj"]
         assert rate(step) * group["lr_scale"] * group["weight_decay"] == pytest.approx(expected)
         assert groups["visual.class_embedding"]["weight_decay"] == 0.0
 
 
 def test_matrices_that_factor_have_groups_of_their_own():
-    groups = groups_of(CLIP(load_model_config("demo")), opt="adafactor")
+    groups = groups_of(CLIP(load_model_config(GOLDEN_MODEL)), opt="adafactor")
     assert groups["visual.proj"] is not groups["visual.conv1.0.weight"]
     assert groups["visual.proj"]["weight_decay"] == groups["visual.conv1.0.weight"]["weight_decay"] > 0
 
@@ -150,7 +153,7 @@ def test_the_end_of_a_cooldown_scales_with_the_batch_and_is_told():
 
 def test_parameters_laid_end_to_end_start_at_multiples_of_16_bytes():
     """As ZeRO lays them out; kernels of compiled blocks read 16 bytes at a time. logit_scale has one element."""
-    model = CLIP(load_model_config("demo"))
+    model = CLIP(load_model_config(GOLDEN_MODEL))
     for group in parameter_groups(model, TrainConfig(), LR):
         offset, offsets = 0, []
         for parameter in group["params"]:

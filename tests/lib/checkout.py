@@ -8,6 +8,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
+GOLDEN_MODEL = str(ROOT / "tests" / "golden" / "demo_model.json")  # of the golden losses; it has a convolutional stem
 
 
 def tracked(*patterns: str) -> list[Path]:

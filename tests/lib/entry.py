@@ -13,7 +13,7 @@ from unittest import mock
 
 from infcl.report import read_metrics
 from tests.lib import gpus
-from tests.lib.checkout import ROOT
+from tests.lib.checkout import GOLDEN_MODEL, ROOT
 from tests.lib.ranks import free_port, run_ranks
 
 ON_CPU = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
@@ -22,9 +22,9 @@ ON_CPU = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES
 def command(demo_folder, logs, *flags: str) -> list[str]:
     return [
         "pretrain_clip.py", "--train-data", f"{demo_folder}/train", "--tokenizer", f"{demo_folder}/tokenizer.model",
-        "--model", "demo", "--workers", "1", "--batch-size", "16", "--accum-freq", "2", "--lr", "1e-3", "--wd", "0.05",
-        "--warmup", "5", "--steps", "3", "--aug-cfg", "scale=(1.0,1.0)", "ratio=(1.0,1.0)", "--logs", str(logs),
-        "--name", "run", "--resident-micro-batches", "1", *flags,
+        "--model", GOLDEN_MODEL, "--workers", "1", "--batch-size", "16", "--accum-freq", "2", "--lr", "1e-3",
+        "--wd", "0.05", "--warmup", "5", "--steps", "3", "--aug-cfg", "scale=(1.0,1.0)", "ratio=(1.0,1.0)",
+        "--logs", str(logs), "--name", "run", "--resident-micro-batches", "1", *flags,
     ]  # fmt: skip
 
 

@@ -4,6 +4,7 @@ import torch
 
 from infcl.config import BatchPlan
 from infcl.parallel import micro_batch_seed
+from tests.lib.checkout import GOLDEN_MODEL
 from tests.lib.engine_steps import settings
 from tests.lib.step_oracle import (
     LR,
@@ -46,7 +47,7 @@ def demo_model(checkpointing):
     from infcl.models import CLIP, load_model_config
 
     torch.manual_seed(0)
-    return CLIP(load_model_config("demo"), patch_dropout=0.25, activation_checkpointing=checkpointing)
+    return CLIP(load_model_config(GOLDEN_MODEL), patch_dropout=0.25, activation_checkpointing=checkpointing)
 
 
 def demo_batch(size):

@@ -4,6 +4,7 @@ import dataclasses
 
 from infcl.config import TrainConfig
 from infcl.report import read_metrics
+from tests.lib.checkout import GOLDEN_MODEL
 from tests.lib.ranks import refused, run_ranks
 from tests.lib.tensor_parallel import layout as tensor_parallel_layout
 
@@ -13,7 +14,7 @@ def demo_config(demo_folder, logs, **changes) -> TrainConfig:
     base = TrainConfig(
         train_data=str(demo_folder / "train"),
         tokenizer=str(demo_folder / "tokenizer.model"),
-        model="demo",
+        model=GOLDEN_MODEL,
         workers=0,
         batch_size=32,
         accum_freq=2,

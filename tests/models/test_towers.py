@@ -7,6 +7,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from infcl.convert.hf_clip import hf_config
 from infcl.models import CLIP, forward_flops, list_models, load_model_config, with_overrides, with_tokenizer
 from infcl.models.config import parse_model_config
 from infcl.models.preprocess import IMAGE_MEAN, IMAGE_STD, normalize_pixels
@@ -239,10 +240,11 @@ def _differences_under_zero_init(rank: int, world_size: int) -> list[str]:
 # Configs
 
 
-def test_demo_model_is_the_size_that_was_measured():
+def test_demo_model_is_small_and_loads_in_open_clip_and_transformers():
     cfg = load_model_config("demo")
-    assert cfg.vision_cfg.num_patches == 16 and not cfg.loads_in_open_clip
-    assert sum(p.numel() for p in build(cfg).parameters()) == 433_489
+    assert cfg.vision_cfg.num_patches == 16 and cfg.loads_in_open_clip
+    assert sum(p.numel() for p in build(cfg).parameters()) == 622_945
+    assert hf_config(cfg)["model_type"] == "clip"
 
 
 def _convolution(images, weight):

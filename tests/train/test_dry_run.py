@@ -10,7 +10,7 @@ from infcl.config.preset import read_preset
 from infcl.models import CLIP, load_model_config
 from infcl.plan.memory import parameter_counts
 from infcl.train.dry_run import _flops, _graphs_line, _memory_table
-from tests.lib.checkout import ROOT
+from tests.lib.checkout import GOLDEN_MODEL, ROOT
 from tests.lib.entry import command, forked
 from tests.lib.specs import memory_plan
 from tests.lib.training import demo_config
@@ -71,9 +71,12 @@ def test_dry_run_refuses_what_the_run_would_refuse(demo_folder, tmp_path):
         (["--pack-captions", "on", "--lock-text"], "kept caption by caption"),
         (
             ["--lock-image", "--lock-image-unlocked-groups", "9"],
-            "--lock-image-unlocked-groups 9: the image tower of demo",
+            f"--lock-image-unlocked-groups 9: the image tower of {GOLDEN_MODEL}",
         ),
-        (["--lock-text", "--lock-text-unlocked-layers", "5"], "of demo has 3 groups: embeddings, 1 block, projection"),
+        (
+            ["--lock-text", "--lock-text-unlocked-layers", "5"],
+            "has 3 groups: embeddings, 1 block, projection",
+        ),
         (["--tile", "triton", "--device", "cpu"], "tile 'triton' needs features on a GPU"),
     ):
         result = forked(command(demo_folder, tmp_path, "--dry-run", *flags), 1)
