@@ -2,14 +2,14 @@
 # Trains under torchrun: on one host, or started on each of several (by a scheduler, or by hand).
 #   command   bash launch/torchrun.sh --train-data '/data/{00000..00331}.tar' --tokenizer spm.model --model ViT-B-16 ...
 #             on each of 4 hosts: NODES=4 NODE_RANK=0..3 MASTER_ADDR=10.0.0.1 bash launch/torchrun.sh ...
-#   hardware  one rank per visible GPU (RANKS=2 for two, also without a GPU)
+#   hardware  one rank per visible GPU, one without a GPU (RANKS=2 for two)
 #   time      as long as the training; starts some seconds faster than the deepspeed command
 # It ends with the code of the rank that failed first, as launch/supervise.sh needs it; torchrun alone ends with 1. SIGTERM,
 # SIGINT, SIGHUP and SIGUSR1 are passed to the ranks, which have five minutes to save and end.
 # torchrun's own store listens on all interfaces; launch/hostfile.sh with INTERFACE=... does not.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-NODES=${NODES:-1} RANKS=${RANKS:-gpu}
+NODES=${NODES:-1}
 if [ "$NODES" -eq 1 ]; then
   where=(--standalone)
 else
@@ -17,5 +17,5 @@ else
   where=(--nnodes "$NODES" --node-rank "$NODE_RANK" --master-addr "$MASTER_ADDR" --master-port "${MASTER_PORT:-29500}")
 fi
 # without "--", torchrun takes --logs for an abbreviation of its own flags
-exec python -m infcl.cluster.torchrun "${where[@]}" --nproc-per-node "$RANKS" -- pretrain_clip.py \
+exec python -m infcl.cluster.torchrun "${where[@]}" ${RANKS:+--nproc-per-node "$RANKS"} -- pretrain_clip.py \
   --deepspeed_config "${PRESET:-ds_configs/zero1.json}" ${INTERFACE:+--interface "$INTERFACE"} "$@"

@@ -1,8 +1,9 @@
 """torchrun, ending with the code of the rank that failed first: python -m infcl.cluster.torchrun TORCHRUN'S ARGUMENTS
 
-torchrun itself ends with 1 whatever its ranks ended with, and what starts a run again has to know a mistake in the
-command (2) and steps that stay not finite (65) from a failure: launch/torchrun.sh comes here. Ranks that torchrun ends
-after the first are not asked. A rank that a signal ended counts as in a shell, 128 + its number, and so does torchrun.
+It starts a rank on each visible GPU, or one on a CPU, unless --nproc-per-node says how many. torchrun itself exits with
+1 whatever its ranks exited with, but what restarts a run has to tell a usage error (2) and a diverged run (65) from a
+failure: launch/torchrun.sh comes here. The ranks that torchrun ends after the first do not count. A rank that a signal
+ended counts as in a shell, 128 + its number, and so does torchrun.
 
 SIGUSR1, by which a scheduler announces the end of a run's time, is passed to the ranks too: by default it would end
 torchrun and leave them behind. Ranks that were sent a signal have five minutes for their step and a checkpoint, not
@@ -12,6 +13,7 @@ half a minute (where torch knows TORCH_ELASTIC_SHUTDOWN_TIMEOUT).
 import os
 import sys
 
+import torch
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.run import main as torchrun
@@ -19,6 +21,7 @@ from torch.distributed.run import main as torchrun
 
 def main(argv: list[str] | None = None) -> int:
     os.environ.setdefault("PET_SIGNALS_TO_HANDLE", "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1")  # torchrun's own flag
+    os.environ.setdefault("PET_NPROC_PER_NODE", str(torch.cuda.device_count() or 1))
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "300")
     try:
         torchrun(argv)

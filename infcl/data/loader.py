@@ -108,6 +108,7 @@ class StepLoader:
         self._next_warning: dict[str, float] = {}
         self._window = min(_WINDOW, self.steps_per_epoch * share.num_micro_batches * share.rows)
         self._window_good, self._window_bad = 0, 0
+        self.too_many_bad: TooManyBadSamples | None = None  # raised when the step has been taken to its end
         self._epoch, self._step = 0, 0
 
     def __len__(self) -> int:
@@ -133,6 +134,8 @@ class StepLoader:
             epoch, step = self._epoch, self._step
             self._epoch, self._step = divmod(epoch * self.steps_per_epoch + step + 1, self.steps_per_epoch)
             yield self._one_step(source, epoch, step, again)
+            if self.too_many_bad:
+                raise self.too_many_bad
 
     def _one_step(
         self, source: Iterator[tuple[MicroBatch, ReadLog]], epoch: int, step: int, again: range
@@ -140,7 +143,10 @@ class StepLoader:
         starts, used = list(self._share.positions(step, step + 1)), []
         for _ in starts:
             batch, log = next(source)
-            self._account(batch, log)
+            try:
+                self._account(batch, log)
+            except TooManyBadSamples as end:
+                self.too_many_bad = self.too_many_bad or end  # this step has all its samples
             used.append(batch["ids"].clone())
             yield batch
         for index in again:

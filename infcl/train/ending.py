@@ -79,10 +79,10 @@ def _fit(program: str, trainer: Trainer, rank: int) -> int:
     except KeyboardInterrupt as end:
         _say(rank, f"interrupted at step {trainer.step}; {trainer.checkpoints.hint}")
         return EXIT_CODES[type(end)]
-    except (NoBatch, TooManyBadSamples) as end:  # of this rank: the others wait for it in the ring
+    except NoBatch as end:  # of this rank: the others wait for it in the ring
         print(f"{program}: error: rank {rank}: {end}", file=sys.stderr, flush=True)
-        return end.exit_code if isinstance(end, NoBatch) else EXIT_CODES[type(end)]
-    except (FolderTaken, Diverged, StorageHangs) as end:
+        return end.exit_code
+    except (FolderTaken, Diverged, StorageHangs, TooManyBadSamples) as end:
         report_mistake(program, end)
         return EXIT_CODES[type(end)]
     except RuntimeError as error:

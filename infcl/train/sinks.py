@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
+FIRST_STEPS = 3  # of a start, each with a line
 SMOOTHED_STEPS = 20  # time left and data wait are means over so many steps
 REPORT_TO = {
     "tensorboard": ("tensorboard",),
@@ -96,6 +97,7 @@ class Console:
         self.recent: deque[tuple[float, float]] = deque(maxlen=SMOOTHED_STEPS)  # (wall seconds, share waited) of steps
         self.progress = self.task = None
         self.last: float | None = None  # when the step before ended
+        self.shown = 0
         if terminal is None:
             terminal = sys.stdout is not None and sys.stdout.isatty()  # None: closed by whoever started this
         if terminal:
@@ -111,7 +113,8 @@ class Console:
         if self.progress is not None:
             self.progress.start()
             self.progress.update(self.task, completed=step, text=self._text(step, values))
-        elif step % self.log_every_n_steps == 0 or step == self.total_steps:
+        elif self.shown < FIRST_STEPS or step % self.log_every_n_steps == 0 or step == self.total_steps:
+            self.shown += 1
             print(
                 f"step {step}/{self.total_steps}  {self._text(step, values)}  "
                 f"lr {values['lr']:.2e}  scale {values.get('logit_scale', math.nan):.1f}",

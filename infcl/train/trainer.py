@@ -17,6 +17,7 @@ from infcl.checkpoint.load import find_checkpoint, full_weights, load_checkpoint
 from infcl.checkpoint.run_folder import RunFolder
 from infcl.checkpoint.write import CheckpointWriter
 from infcl.config import total_steps
+from infcl.data.loader import TooManyBadSamples
 from infcl.data.workers import describe_death
 from infcl.engine.engine import Engine
 from infcl.engine.optim import Schedule, later_host_bytes
@@ -177,6 +178,8 @@ class Trainer:
                     step = self.train_step(micro_batches)
                     for observer in self.observers:
                         observer.after_step(step)
+                    if self.ends_for_bad_samples:
+                        self._end_for_bad_samples()
                     if step.is_last:
                         break
                     self.timer.mark("data")
@@ -231,8 +234,10 @@ class Trainer:
     def _measure(self, started: float, output: StepOutput, lr: float, tower_norms: torch.Tensor, applied: bool) -> Step:
         """Everything that observers learn of the step. Collective; waits for the device."""
         bad = sum(n for name, n in self.loader.report().items() if name.startswith("skipped/"))
-        own = torch.cat([output.loss.view(1), self.sampled_loss.values, output.loss.new_tensor([bad])])
-        loss, *sampled, skipped_samples = mean_over(dist.group.WORLD, own).tolist()
+        bad_data = output.loss.new_tensor([bad, self.loader.too_many_bad is not None])
+        own = torch.cat([output.loss.view(1), self.sampled_loss.values, bad_data])
+        loss, *sampled, skipped_samples, ranks_to_end = mean_over(dist.group.WORLD, own).tolist()
+        self.ends_for_bad_samples = ranks_to_end > 0
         phases = self.timer.read()
         seconds = time.perf_counter() - started
         self.train_seconds += seconds
@@ -275,6 +280,14 @@ class Trainer:
             ids=self.pixels.ids,
             values=values,
         )
+
+    def _end_for_bad_samples(self) -> None:
+        """Raise on all ranks, after a checkpoint, what the first rank with too many bad samples says of its own."""
+        own = self.loader.too_many_bad
+        told: list[str] = [""] * self.parallel.world_size
+        dist.all_gather_object(told, f"rank {self.parallel.rank}: {own}" if own else "")
+        self.saves.finish()
+        raise TooManyBadSamples(f"{next(filter(None, told))}\n{self.checkpoints.hint}")
 
     def _say(self, text: str) -> None:
         self.metrics.say(text)

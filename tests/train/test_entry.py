@@ -1,11 +1,14 @@
 """pretrain_clip.py as a user starts it: through the deepspeed launcher, and alone; exit codes and what is printed."""
 
 import functools
+import io
 import json
 import os
 import signal
 import subprocess
 import sys
+import tarfile
+from pathlib import Path
 
 import pytest
 
@@ -83,6 +86,27 @@ def test_without_a_launcher_a_mistake_is_refused_the_same_way(demo_folder, tmp_p
     result = start(command(demo_folder, tmp_path, *flags))
     assert result.returncode == 2
     assert result.stderr.count("error:") == 1 and message in result.stderr and "Traceback" not in result.stderr
+
+
+def test_too_many_bad_samples_end_all_ranks_with_a_checkpoint_and_one_message(demo_folder, tmp_path):
+    folder = tmp_path / "train"
+    folder.mkdir()
+    for source in sorted(Path(demo_folder, "train").glob("*.tar")):
+        with tarfile.open(source) as whole, tarfile.open(folder / source.name, "w") as cut:
+            for number, member in enumerate(whole):
+                content = whole.extractfile(member).read()
+                is_bad = number % 5 == 0 and not member.name.endswith((".txt", ".json"))
+                member.size = len(content[:40] if is_bad else content)
+                cut.addfile(member, io.BytesIO(content[: member.size]))
+    arguments = command(tmp_path, tmp_path, "--steps", "30", "--save-frequency", "0", "--workers", "0")
+    arguments[arguments.index("--tokenizer") + 1] = f"{demo_folder}/tokenizer.model"
+    result = forked(arguments, 2)
+    assert result.returncode == 65 and "Traceback" not in result.stderr, result.stderr
+    assert result.stderr.count("samples of this rank were bad") == 1, result.stderr
+    saved = (tmp_path / "run" / "checkpoints" / "latest").read_text().strip()
+    assert saved != "step_00000030" and f"continues from {saved}" in result.stderr, result.stderr
+    resumed = forked([*arguments, "--resume", "latest", "--max-bad-fraction", "0.9"], 2)
+    assert resumed.returncode == 0 and f"at step {int(saved[5:])}" in resumed.stdout, resumed.stdout + resumed.stderr
 
 
 def test_ctrl_c_saves_and_ends_the_run_with_130_and_a_hint(demo_folder, tmp_path):

@@ -177,16 +177,17 @@ def test_wandb_that_is_not_installed_is_refused_at_once_with_the_command(monkeyp
         parse_args(["--dataset-type", "synthetic", "--train-num-samples", "10", "--report-to", "all"])
 
 
-def test_without_a_terminal_there_is_a_line_every_n_steps_and_at_the_end(capsys):
-    console = Console(5, 2, terminal=False)
-    for step in range(1, 5):
+def test_without_a_terminal_the_first_steps_every_nth_and_the_last_have_a_line(capsys):
+    """A start in the middle of a run (step 11 here) has first steps too."""
+    console = Console(19, 4, terminal=False)
+    for step in range(11, 19):
         console.step(step, VALUES | {"mfu": 0.4})
-    console.step(5, {name: VALUES[name] for name in VALUES if name not in ("loss", "logit_scale")})  # not finite
+    console.step(19, {name: VALUES[name] for name in VALUES if name not in ("loss", "logit_scale")})  # not finite
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[1] for line in lines] == ["2/5", "4/5", "5/5"]
+    assert [line.split()[1] for line in lines] == [f"{n}/19" for n in (11, 12, 13, 16, 19)]
     for shown in ("loss 1.5000", "1,000 samples/s", "MFU 40.0%", "data wait 25%", "left 0:00", "lr 1.00e-03"):
-        assert shown in lines[0]
-    assert "loss nan" in lines[2] and "scale nan" in lines[2]
+        assert shown in lines[3]
+    assert "loss nan" in lines[4] and "scale nan" in lines[4]
     assert [clock(seconds) for seconds in (59, 61, 7325)] == ["0:59", "1:01", "2:02:05"]
 
 
