@@ -85,7 +85,9 @@ class TrainConfig:
         "indexed", "data", "indexed: exact order and resume; streaming: pipe: urls", choices=("indexed", "streaming")
     )
     train_num_samples: int | None = _flag(None, "data", "samples per epoch (synthetic and streaming data need it)")
-    tokenizer: str | None = _flag(None, "data", "sentencepiece .model file, or open_clip:MODEL for CLIP's own")
+    tokenizer: str | None = _flag(
+        None, "data", "sentencepiece .model file, open_clip:MODEL for that model's own, or hf:NAME_OR_FOLDER"
+    )
     workers: int = _flag(4, "data", "data loader processes per rank")
     aug_cfg: dict = _flag(
         {}, "data", "augmentation, e.g. scale=0.9,1.0 ratio=0.75,1.33 hflip=0.5", nargs="*", metavar="K=V"
@@ -136,13 +138,39 @@ class TrainConfig:
     storage_timeout: float = _flag(30.0, "data", "seconds without a byte after which a read is tried again")
     data_timeout: float = _flag(600.0, "data", "seconds without a batch after which the run ends")
 
-    model: str = _flag("ViT-B-32", "model", "name in infcl/models/configs or path of a JSON file in open_clip's schema")
-    pretrained: str | None = _flag(None, "model", "start from these weights: open_clip file or folder, CLIPModel, run")
+    model: str = _flag(
+        "ViT-B-32",
+        "model",
+        "name in infcl/models/configs, a JSON file in open_clip's schema, or open_clip:NAME_OR_FILE",
+    )
+    pretrained: str | None = _flag(
+        None, "model", "start from these weights: open_clip:TAG, file or folder, CLIPModel, run"
+    )
     pretrained_image: str | None = _flag(None, "model", "the same, for the image tower only")
     pretrained_text: str | None = _flag(None, "model", "the same, for the text tower only")
     force_image_size: int | None = _flag(None, "model", "override the image size of the model config")
     force_context_length: int | None = _flag(None, "model", "override the context length of the model config")
     force_patch_dropout: float | None = _flag(None, "model", "override the patch dropout of the model config")
+    image_mean: list = _flag(
+        [],
+        "model",
+        "open_clip: models: mean of the pixels per channel [preprocess_cfg]",
+        nargs=3,
+        metavar="X",
+        type=float,
+    )
+    image_std: list = _flag(
+        [], "model", "open_clip: models: their standard deviation [preprocess_cfg]", nargs=3, metavar="X", type=float
+    )
+    image_interpolation: str | None = _flag(
+        None, "model", "open_clip: models: of evaluation [preprocess_cfg]", choices=("bicubic", "bilinear", "random")
+    )
+    image_resize_mode: str | None = _flag(
+        None,
+        "model",
+        "open_clip: models: what evaluation does with images that are not square [preprocess_cfg]",
+        choices=("shortest", "longest", "squash"),
+    )
     lock_image: bool = _flag(False, "model", "freeze the image tower (LiT)")
     lock_image_unlocked_groups: int = _flag(0, "model", "leave the last n blocks of the locked image tower trainable")
     lock_text: bool = _flag(False, "model", "freeze the text tower")

@@ -29,6 +29,7 @@ from infcl.data.storage import ShardFault, open_regular
 from infcl.data.streaming import stream_records
 from infcl.data.table import DEFAULT_COLUMNS, TableColumns, TableReader
 from infcl.data.transforms import EvalTransform
+from infcl.models.preprocess import CLIP_PREPROCESS, Preprocess
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -52,6 +53,7 @@ class EvalSamples(ABC):
     A few threads decode ahead (the decoders and the resize let go of the interpreter). Samples without a usable image
     are left out and counted by cause in `skipped`; a missing caption is not an error here (classification needs none).
     limit: the set ends after so many, and `is_cut` says whether it was longer.
+    preprocess: how images are brought to size.
     resize: "torch" as in training, or "pil": Pillow's, which published figures used (`PillowTransform`).
     """
 
@@ -64,10 +66,12 @@ class EvalSamples(ABC):
         keys: SampleKeys = DEFAULT_KEYS,
         limits: ImageLimits = EVAL_LIMITS,
         resize: str = "torch",
+        preprocess: Preprocess = CLIP_PREPROCESS,
         threads: int = 4,
         limit: int | None = None,
     ):
-        self.pixels = _pillow_pixels(image_size, limits) if resize == "pil" else _torch_pixels(image_size, limits)
+        pixels = _pillow_pixels if resize == "pil" else _torch_pixels
+        self.pixels = pixels(image_size, limits, preprocess)
         self.rank, self.world_size, self.threads = rank, world_size, threads
         self.keys, self.limit, self.is_cut = keys, limit, False
         self.skipped: Counter[str] = Counter()
@@ -253,15 +257,15 @@ def _lines(path: Path) -> Iterator[str]:
         raise ValueError(f"{path} is not UTF-8: {error}") from None
 
 
-def _torch_pixels(image_size: int, limits: ImageLimits) -> Callable[[bytes], torch.Tensor]:
+def _torch_pixels(image_size: int, limits: ImageLimits, preprocess: Preprocess) -> Callable[[bytes], torch.Tensor]:
     """Bytes of an image -> uint8 [3, S, S] as in training."""
-    transform = EvalTransform(image_size)
+    transform = EvalTransform(image_size, preprocess)
     return lambda data: transform(decode_image(data, limits))
 
 
-def _pillow_pixels(image_size: int, limits: ImageLimits) -> Callable[[bytes], torch.Tensor]:
+def _pillow_pixels(image_size: int, limits: ImageLimits, preprocess: Preprocess) -> Callable[[bytes], torch.Tensor]:
     """The same, decoded and resized by Pillow."""
-    transform = PillowTransform(image_size)
+    transform = PillowTransform(image_size, preprocess)
 
     def pixels(data: bytes) -> torch.Tensor:
         with damage_refused():
@@ -286,5 +290,5 @@ class PillowTransform(EvalTransform):
             image = Image.fromarray(image)
         height, width = self.resized(image.height, image.width)
         if (width, height) != image.size:
-            image = image.resize((width, height), Image.Resampling.BICUBIC)
+            image = image.resize((width, height), Image.Resampling[self.mode.upper()])
         return self.crop(torch.from_numpy(np.array(image.convert("RGB"))).permute(2, 0, 1))

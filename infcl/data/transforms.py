@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from infcl.data.colour import JITTER_DRAWS, check_jitter, grey, jitter
+from infcl.models.preprocess import CLIP_PREPROCESS, Preprocess
 
 _CROP_DRAWS = 23  # ten tries of (area, aspect), place, flip
 TRANSFORM_DRAWS = _CROP_DRAWS + 2 + JITTER_DRAWS  # random numbers that TrainTransform consumes
@@ -100,30 +101,40 @@ def _is_range(value: Any, most: float) -> bool:
 
 
 class EvalTransform:
-    """Shortest side resized to S (antialiased bicubic), then the centre S x S: open_clip's evaluation transform."""
+    """open_clip's evaluation transform: resize by `preprocess.resize_mode` (antialiased), then the centre S x S."""
 
-    def __init__(self, image_size: int):
-        self.image_size = image_size
+    def __init__(self, image_size: int, preprocess: Preprocess = CLIP_PREPROCESS):
+        self.image_size, self.preprocess = image_size, preprocess
+        self.mode = "bilinear" if preprocess.interpolation == "bilinear" else "bicubic"
 
     def __call__(self, image: np.ndarray) -> torch.Tensor:
         """uint8 [H, W, 3] -> uint8 [3, S, S]."""
-        return self.crop(resize(image, *self.resized(*image.shape[:2])))
+        return self.crop(resize(image, *self.resized(*image.shape[:2]), mode=self.mode))
 
     def resized(self, height: int, width: int) -> tuple[int, int]:
-        """(height, width) with the shortest side S; the longer one rounded down."""
+        """(height, width): shortest: that side S, the other rounded down; longest: that side S; squash: both."""
+        size = self.image_size
+        if self.preprocess.resize_mode == "squash":
+            return size, size
+        if self.preprocess.resize_mode == "longest":
+            return max(1, round(size * height / max(height, width))), max(1, round(size * width / max(height, width)))
         short = min(height, width)
-        return self.image_size * height // short, self.image_size * width // short
+        return size * height // short, size * width // short
 
     def crop(self, pixels: torch.Tensor) -> torch.Tensor:
-        """The centre [3, S, S] of [3, H, W]."""
+        """The centre [3, S, S] of [3, H, W], which is filled up where H or W is less."""
         size = self.image_size
+        if min(pixels.shape[1:]) < size:
+            rows, columns = max(0, size - pixels.shape[1]), max(0, size - pixels.shape[2])
+            around = (columns // 2, (columns + 1) // 2, rows // 2, (rows + 1) // 2)
+            pixels = torch.nn.functional.pad(pixels, around, value=self.preprocess.fill_color)
         top, left = round((pixels.shape[1] - size) / 2), round((pixels.shape[2] - size) / 2)
         return pixels[:, top : top + size, left : left + size]
 
 
-def resize(image: np.ndarray, height: int, width: int) -> torch.Tensor:
-    """uint8 [H, W, 3] -> uint8 [3, height, width], antialiased bicubic, bit-equal to torchvision's tensor path."""
+def resize(image: np.ndarray, height: int, width: int, *, mode: str = "bicubic") -> torch.Tensor:
+    """uint8 [H, W, 3] -> uint8 [3, height, width], antialiased, bit-equal to torchvision's tensor path."""
     pixels = torch.from_numpy(image).permute(2, 0, 1).unsqueeze(0)  # [1, 3, H, W], channels last
     if pixels.shape[2:] != (height, width):
-        pixels = torch.nn.functional.interpolate(pixels, size=(height, width), mode="bicubic", antialias=True)
+        pixels = torch.nn.functional.interpolate(pixels, size=(height, width), mode=mode, antialias=True)
     return pixels[0]

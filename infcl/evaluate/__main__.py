@@ -22,6 +22,7 @@ from infcl.evaluate.load import load_model
 from infcl.evaluate.tasks import RetrievalTask, ZeroShotTask
 from infcl.evaluate.validation import ValidationLoss
 from infcl.models import CLIP
+from infcl.models.open_clip_config import preprocess_of
 from infcl.models.packing import packed, packs, whole
 from infcl.parallel import Parallel, destroy_parallel, init_parallel, read_environment, report_mistake
 from infcl.parallel.process import end_process
@@ -59,6 +60,7 @@ def evaluate(args: argparse.Namespace, parallel: Parallel) -> dict[str, object]:
     common = {
         "tokenizer": tokenizer,
         "image_size": clip.cfg.vision_cfg.image_size,
+        "preprocess": preprocess_of(clip.cfg),
         "batch_size": args.batch_size,
         "resize": args.image_resize,
     }

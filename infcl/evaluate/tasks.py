@@ -23,6 +23,7 @@ from infcl.evaluate.features import batches_of
 from infcl.evaluate.retrieval import encode_pairs, retrieval_metrics
 from infcl.evaluate.validation import ValidationLoss, validation_loss
 from infcl.evaluate.zero_shot import build_classifier, evaluate_zero_shot
+from infcl.models.preprocess import CLIP_PREPROCESS, Preprocess
 from infcl.parallel import Parallel, from_first_rank
 
 log = logging.getLogger(__name__)
@@ -53,11 +54,13 @@ class RetrievalTask:
         columns: TableColumns = DEFAULT_COLUMNS,
         limits: ImageLimits = EVAL_LIMITS,
         resize: str = "torch",
+        preprocess: Preprocess = CLIP_PREPROCESS,
         loss: ValidationLoss | None = None,
     ):
         self.data, self.tokenizer, self.image_size, self.batch_size = data, tokenizer, image_size, batch_size
         source = eval_source(data, columns)
-        self.source = partial(source, image_size=image_size, keys=keys, limits=limits, resize=resize)
+        images: dict[str, Any] = {"image_size": image_size, "resize": resize, "preprocess": preprocess}
+        self.source = partial(source, keys=keys, limits=limits, **images)
         self.captions, self.loss = captions, loss
 
     def check(self) -> None:
@@ -131,10 +134,12 @@ class ZeroShotTask:
         classes: str | None = None,
         limits: ImageLimits = EVAL_LIMITS,
         resize: str = "torch",
+        preprocess: Preprocess = CLIP_PREPROCESS,
     ):
         self.data, self.tokenizer, self.image_size, self.batch_size = data, tokenizer, image_size, batch_size
         keys = SampleKeys(text="cls")
-        self.source = partial(eval_source(data), image_size=image_size, keys=keys, limits=limits, resize=resize)
+        images: dict[str, Any] = {"image_size": image_size, "resize": resize, "preprocess": preprocess}
+        self.source = partial(eval_source(data), keys=keys, limits=limits, **images)
         path = Path(data)
         is_folder = path.is_dir() and not any(path.glob("*.tar"))
         beside = path if is_folder else Path(expand_shards(data)[0]).parent

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from infcl.models.preprocess import Preprocess
+from infcl.models.preprocess import CLIP_PREPROCESS, Preprocess
 
 PREFIX = "open_clip:"
 BUILT_BY = "open_clip"  # marks the model_config.json of a run
@@ -142,6 +142,11 @@ class OpenClipConfig:
             fields[part] = fields[part] | given.get(part, {})
         preprocess = dataclasses.replace(self.preprocess, **given.get("preprocess", {}))
         return dataclasses.replace(self, fields=fields, preprocess=preprocess)
+
+
+def preprocess_of(cfg: Any) -> Preprocess:
+    """How images are brought to size for a model: our own towers', or what open_clip's config says."""
+    return cfg.preprocess if isinstance(cfg, OpenClipConfig) else CLIP_PREPROCESS
 
 
 def load_open_clip_config(name_or_path: str) -> OpenClipConfig:

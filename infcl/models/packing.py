@@ -26,8 +26,10 @@ ALIGNED = 16  # places: what fused attention wants of a mask's rows
 ROW_STEPS = 64  # sizes that r can have are m / 64 apart, so that memory of few sizes is asked for
 
 
-def packs(cfg: TextConfig) -> bool:
+def packs(cfg: TextConfig | TextInput) -> bool:
     """Whether a tower's features end with the token that it pools: a causal mask, and no pooling at a fixed place."""
+    if isinstance(cfg, TextInput):
+        return False  # open_clip's take captions one by one
     return not cfg.no_causal_mask and cfg.pool_type in ("argmax", "eos")
 
 

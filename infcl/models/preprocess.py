@@ -43,6 +43,9 @@ class Preprocess:
             raise ValueError(f"preprocess_cfg: mean {self.mean} and std {self.std} need three numbers each, std > 0")
 
 
+CLIP_PREPROCESS = Preprocess()
+
+
 def normalize_pixels(
     images: torch.Tensor, dim: int = 1, *, mean: tuple[float, ...] = IMAGE_MEAN, std: tuple[float, ...] = IMAGE_STD
 ) -> torch.Tensor:

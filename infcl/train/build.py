@@ -36,7 +36,7 @@ from infcl.models.build import build_towers
 from infcl.models.captions import why_unpackable
 from infcl.models.clip import lock_groups
 from infcl.models.config import CLIPConfig, check_divides, load_any_config, with_overrides, with_tokenizer
-from infcl.models.open_clip_config import OpenClipConfig
+from infcl.models.open_clip_config import OpenClipConfig, preprocess_of
 from infcl.models.transformer import ResidualBlock
 from infcl.parallel import Parallel, init_parallel
 from infcl.parallel.process import require_threads
@@ -101,6 +101,12 @@ def build_tokenizer_and_model_config(
     if isinstance(model_config, OpenClipConfig):
         model_config = model_config.with_overrides(**overrides)
         model_config = model_config.with_fields(preprocess=weights_preprocess(config.pretrained, model_config.source))
+        model_config = model_config.with_fields(preprocess=_preprocess_flags(config))
+    elif given := _preprocess_flags(config):
+        raise ValueError(
+            f"{', '.join(option_of(f'image_{name}') for name in given)}: our own towers have CLIP's; "
+            f"--model open_clip:{config.model} takes others"
+        )
     else:
         model_config = with_overrides(model_config, **overrides)
     check_divides(model_config, config.tensor_parallel_size)
@@ -124,6 +130,12 @@ def build_tokenizer_and_model_config(
     repairs = _repairs_captions(config)
     tokenizer = Tokenizer(config.tokenizer, context_length=text.context_length, repairs=repairs)
     return tokenizer, _adapted(tokenizer, model_config, repairs=repairs)
+
+
+def _preprocess_flags(config: TrainConfig) -> dict[str, Any]:
+    """{"mean": ...} of the --image-... flags that are given."""
+    flags = {name: getattr(config, f"image_{name}") for name in ("mean", "std", "interpolation", "resize_mode")}
+    return {name: tuple(v) if isinstance(v, list) else v for name, v in flags.items() if v not in (None, [])}
 
 
 def _adapted(
@@ -338,6 +350,7 @@ def build_tasks(inputs: Inputs) -> dict[str, RetrievalTask | ZeroShotTask]:
     common: dict[str, Any] = {
         "tokenizer": inputs.tokenizer,
         "image_size": inputs.model_config.vision_cfg.image_size,
+        "preprocess": preprocess_of(inputs.model_config),
         "batch_size": batch.micro_batch_size,
         "limits": limits_of(config, EVAL_LIMITS),
     }
