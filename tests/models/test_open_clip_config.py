@@ -66,6 +66,7 @@ def build_and_encode(name: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_all_built_in_configs_but_those_with_a_decoder_build_and_encode(tmp_path, monkeypatch):
     write_hub(tmp_path)
     monkeypatch.chdir(tmp_path)
