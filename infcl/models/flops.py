@@ -5,7 +5,10 @@ Counted: matrix products at 2 flops per multiply-add; attention scores in full, 
 (the convention of published MFU figures). Not counted: norms, activations, softmax, embedding look-ups.
 """
 
+import contextlib
+
 import torch
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from infcl.models.build import build_towers
@@ -32,17 +35,23 @@ def forward_flops(cfg: CLIPConfig | OpenClipConfig, *, training: bool = True) ->
 
 
 def _counted_flops(cfg: OpenClipConfig, *, training: bool) -> dict[str, int]:
-    """Those of towers that others build: counted by torch in a forward without memory."""
-    with torch.device("meta"), torch.no_grad():
-        model = build_towers(cfg).train(training)
-        images = torch.zeros(2, 3, cfg.vision_cfg.image_size, cfg.vision_cfg.image_size)
-        texts = torch.zeros(2, cfg.text_cfg.context_length, dtype=torch.int64)
-        flops = {}
-        for name, inputs in (("image", {"images": images}), ("text", {"texts": texts})):
-            with FlopCounterMode(display=False) as counter:
-                model(**inputs)
-            flops[name] = counter.get_total_flops() // 2
-    return flops
+    """Those of towers that others build, counted by torch in a forward without memory.
+
+    With fake tensors and not on the meta device, where transformers looks into an attention mask. A model that looks
+    into its values all the same (NLLB) is built for it.
+    """
+    for mode in (FakeTensorMode(), contextlib.nullcontext()):
+        with contextlib.suppress(DataDependentOutputException, ValueError), mode, torch.no_grad():
+            model = build_towers(cfg).train(training)
+            images = torch.zeros(2, 3, cfg.vision_cfg.image_size, cfg.vision_cfg.image_size)
+            texts = torch.zeros(2, cfg.text_cfg.context_length, dtype=torch.int64)
+            flops = {}
+            for name, inputs in (("image", {"images": images}), ("text", {"texts": texts})):
+                with FlopCounterMode(display=False) as counter:
+                    model(**inputs)
+                flops[name] = counter.get_total_flops() // 2
+            return flops
+    raise ValueError(f"the floating-point operations of {cfg.source} cannot be counted")
 
 
 def _transformer_flops(tokens: int, width: int, layers: int, mlp_ratio: float) -> int:
