@@ -8,7 +8,7 @@ Counted: matrix products at 2 flops per multiply-add; attention scores in full, 
 import contextlib
 
 import torch
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from infcl.models.build import build_towers
@@ -37,11 +37,11 @@ def forward_flops(cfg: CLIPConfig | OpenClipConfig, *, training: bool = True) ->
 def _counted_flops(cfg: OpenClipConfig, *, training: bool) -> dict[str, int]:
     """Those of towers that others build, counted by torch in a forward without memory.
 
-    With fake tensors and not on the meta device, where transformers looks into an attention mask. A model that looks
-    into its values all the same (NLLB) is built for it.
+    On the meta device; with fake tensors where transformers looks into an attention mask; and a model that looks into
+    other values too (NLLB) is built for it.
     """
-    for mode in (FakeTensorMode(), contextlib.nullcontext()):
-        with contextlib.suppress(DataDependentOutputException, ValueError), mode, torch.no_grad():
+    for mode in (torch.device("meta"), FakeTensorMode(), contextlib.nullcontext()):
+        with contextlib.suppress(RuntimeError, ValueError), mode, torch.no_grad():
             model = build_towers(cfg).train(training)
             images = torch.zeros(2, 3, cfg.vision_cfg.image_size, cfg.vision_cfg.image_size)
             texts = torch.zeros(2, cfg.text_cfg.context_length, dtype=torch.int64)

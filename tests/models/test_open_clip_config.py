@@ -57,16 +57,16 @@ def write_hub(folder: Path) -> None:
 
 
 def build_and_encode(name: str) -> None:
-    """A built-in model: on the meta device, and features of the right shape from two images and two captions.
+    """A built-in model on the meta device: features of the right shape from two images and two captions.
 
-    Those with fake tensors, since transformers looks into a mask, which meta tensors do not allow; NLLB looks into more
-    and is built for it.
+    transformers looks into an attention mask, which fake tensors allow; NLLB looks into more and is built for it.
     """
     cfg = load_open_clip_config(f"open_clip:{name}")
+    side, text = cfg.vision_cfg.image_size, cfg.text_cfg
     with torch.device("meta"):
         build_towers(cfg)
-    side, text = cfg.vision_cfg.image_size, cfg.text_cfg
-    with contextlib.nullcontext() if name.startswith("nllb") else FakeTensorMode(), torch.no_grad():
+    mode = FakeTensorMode() if text.hf_model_name else torch.device("meta")
+    with contextlib.nullcontext() if name.startswith("nllb") else mode, torch.no_grad():
         images = torch.zeros(2, 3, side, side, dtype=torch.uint8)
         out = build_towers(cfg)(images, torch.zeros(2, text.context_length, dtype=torch.int64))
     assert out["image_features"].shape == out["text_features"].shape == (2, cfg.embed_dim)
