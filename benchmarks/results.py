@@ -30,7 +30,11 @@ LOSSES = {
     "clip": "CLIP (b x b)",
     "clip_compiled": "CLIP (b x b), compiled",
     "official_open_clip": "open_clip's ClipLoss",
+    "inf_cl_mask": "infcl, duplicates masked",
+    "inf_cl_positive": "infcl, duplicates as positives",
     "siglip": "infcl, SigLIP",
+    "siglip_mask": "infcl, SigLIP, duplicates masked",
+    "siglip_positive": "infcl, SigLIP, duplicates as positives",
     "official_siglip": "open_clip's SigLipLoss",
     "disco": "DisCo-CLIP",
 }
@@ -259,7 +263,8 @@ LOSS_COLUMNS: Columns = {
 def loss_others() -> str:
     """Other losses and widths on one H200."""
     found = latest(where(measured_losses(), gpus=1), "impl", "dim", "global_batch")
-    names = ("siglip", "official_siglip", "nt_xent", "views", "info_nce")
+    duplicates = ("inf_cl_mask", "inf_cl_positive", "siglip_mask", "siglip_positive")
+    names = (*duplicates, "siglip", "official_siglip", "nt_xent", "views", "info_nce")
     found = [row for row in found if row["impl"] in names or (row["impl"] == "inf_cl" and row["dim"] in (512, 1024))]
     found.sort(key=lambda row: (["inf_cl", *names].index(row["impl"]), row["dim"], row["global_batch"]))
     return table(found, {name: LOSS_COLUMNS[name] for name in ("loss", "batch", "width", "ms", "memory")})
