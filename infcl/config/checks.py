@@ -6,7 +6,7 @@ import math
 import re
 from pathlib import Path
 
-from infcl.config.settings import AUGMENTATIONS, DEFAULT_PRESET, TrainConfig, option_of, shipped_preset
+from infcl.config.settings import AUGMENTATIONS, AUTO_WORKERS, DEFAULT_PRESET, TrainConfig, option_of, shipped_preset
 
 POSITIVE = (
     "captions_per_image",
@@ -25,7 +25,6 @@ POSITIVE = (
 )
 NOT_NEGATIVE = (
     "batch_size",
-    "workers",
     "wd",
     "warmup",
     "save_frequency",
@@ -121,6 +120,8 @@ def _check_ranges(config: TrainConfig) -> None:
     for name in NOT_NEGATIVE:
         if getattr(config, name) < 0:
             raise ValueError(f"{option_of(name)} {getattr(config, name)} must not be negative")
+    if config.workers < AUTO_WORKERS:
+        raise ValueError(f"--workers {config.workers} must not be negative")
     for name in POSITIVE_IF_GIVEN:
         if getattr(config, name) is not None and getattr(config, name) <= 0:
             raise ValueError(f"{option_of(name)} {getattr(config, name)} must be greater than 0; leave it out for none")

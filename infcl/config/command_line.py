@@ -4,12 +4,15 @@ import argparse
 import ast
 import dataclasses
 import difflib
+import json
 from pathlib import Path
+from typing import Any
 
 from infcl.config.checks import is_table, validate
 from infcl.config.settings import TrainConfig, option_of, shipped_preset
 
 # Flags that existed and are gone: what to use instead. Using one is a usage error that prints its line.
+_OF_ONE_RUN = ("name", "resume", "overwrite", "dry_run", "debug")  # not taken over by --config
 REMOVED = {
     "--encode-micro-batches": "a larger --batch-size does the same",
 }
@@ -18,18 +21,44 @@ REMOVED = {
 def parse_args(argv: list[str] | None = None) -> TrainConfig:
     """Command line -> validated TrainConfig. Raises ValueError for a wrong flag or value (argparse's own message)."""
     parser = make_parser()
+    started_from = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    started_from.add_argument("--config")
+    if path := started_from.parse_known_args(argv)[0].config:
+        parser.set_defaults(**_settings_of_run(path))
     arguments = vars(parser.parse_args(argv))
-    for launcher_flag in ("local_rank", "deepspeed"):
+    for launcher_flag in ("config", "local_rank", "deepspeed"):
         arguments.pop(launcher_flag)
     if arguments["train_data"]:
         arguments["train_data"] = "::".join(arguments["train_data"])
-    arguments["aug_cfg"] = _parse_aug_cfg(arguments["aug_cfg"])
+    if not isinstance(arguments["aug_cfg"], dict):  # of --config
+        arguments["aug_cfg"] = _parse_aug_cfg(arguments["aug_cfg"])
     if arguments["dataset_type"] == "auto":
         arguments["dataset_type"] = "csv" if is_table(arguments["train_data"]) else "webdataset"
     arguments["deepspeed_config"] = _preset_file(arguments["deepspeed_config"])
     config = TrainConfig(**arguments)
     validate(config)
     return config
+
+
+def _settings_of_run(path: str) -> dict[str, Any]:
+    """The settings in a run's config.json that another run may begin with: all but what belongs to that run.
+
+    Raises:
+        ValueError: it cannot be read, or has a setting that does not exist.
+    """
+    try:
+        given = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"--config {path}: {getattr(error, 'strerror', None) or 'not a JSON file'}") from None
+    if not isinstance(given, dict):
+        raise ValueError(f"--config {path}: not the config.json of a run")
+    known = {field.name for field in dataclasses.fields(TrainConfig)}
+    given = {name: value for name, value in given.items() if option_of(name) not in REMOVED}
+    if unknown := sorted(given.keys() - known):
+        raise ValueError(f"--config {path}: there is no setting {', '.join(unknown)}")
+    if given.get("train_data"):
+        given["train_data"] = [given["train_data"]]
+    return {name: value for name, value in given.items() if name not in _OF_ONE_RUN}
 
 
 def _preset_file(given: str) -> str:
@@ -92,6 +121,7 @@ def make_parser() -> argparse.ArgumentParser:
             if "choices" not in options:
                 options.setdefault("metavar", {float: "X", str: "S"}.get(options["type"], "N"))
         group.add_argument(*spellings, dest=entry.name, default=default, help=help, **options)
+    parser.add_argument("--config", metavar="S", help="begin with the flags of another run's config.json")
     parser.add_argument("--local_rank", "--local-rank", type=int, default=-1, help=argparse.SUPPRESS)
     parser.add_argument("--deepspeed", action="store_true", help=argparse.SUPPRESS)  # launchers' habit; always on
     return parser

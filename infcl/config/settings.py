@@ -31,6 +31,9 @@ def shipped_preset(name: str = "zero1") -> str:
     return str(shipped) if there else short
 
 
+AUTO_WORKERS = -1
+
+
 def pairs_or_auto(text: str) -> int:
     """'64' -> 64, 'auto' -> 0."""
     try:
@@ -40,6 +43,17 @@ def pairs_or_auto(text: str) -> int:
     if text != "auto" and size == 0:
         raise argparse.ArgumentTypeError("--batch-size 0 must be greater than 0")
     return size
+
+
+def workers_or_auto(text: str) -> int:
+    """'4' -> 4, 'auto' -> AUTO_WORKERS."""
+    try:
+        count = AUTO_WORKERS if text == "auto" else int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"invalid int value: {text!r}") from None
+    if text != "auto" and count < 0:
+        raise argparse.ArgumentTypeError(f"--workers {count} must not be negative")
+    return count
 
 
 def _flag(default, group: str, help: str, **argparse_options):
@@ -88,7 +102,9 @@ class TrainConfig:
     tokenizer: str | None = _flag(
         None, "data", "sentencepiece .model file, open_clip:MODEL for that model's own, or hf:NAME_OR_FOLDER"
     )
-    workers: int = _flag(4, "data", "data loader processes per rank")
+    workers: int = _flag(
+        4, "data", "data loader processes per rank; auto: by the node's cores, at most 8", type=workers_or_auto
+    )
     aug_cfg: dict = _flag(
         {}, "data", "augmentation, e.g. scale=0.9,1.0 ratio=0.75,1.33 hflip=0.5", nargs="*", metavar="K=V"
     )

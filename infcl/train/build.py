@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import math
+import os
 import socket
 import warnings
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ from torch.nn.modules.module import register_module_module_registration_hook
 
 from infcl.checkpoint.run_folder import RunFolder
 from infcl.config import RunSpec, TrainConfig, counted, may_pack, option_of, resolve, settings_of
+from infcl.config.settings import AUTO_WORKERS
 from infcl.convert.import_weights import load_pretrained, weights_preprocess
 from infcl.data.config import DataConfig, columns_of, limits_of
 from infcl.data.evaluation import EVAL_LIMITS
@@ -38,15 +40,17 @@ from infcl.models.clip import lock_groups
 from infcl.models.config import CLIPConfig, check_divides, load_any_config, with_overrides, with_tokenizer
 from infcl.models.open_clip_config import OpenClipConfig, preprocess_of
 from infcl.models.transformer import ResidualBlock
-from infcl.parallel import Parallel, init_parallel
+from infcl.parallel import Parallel, init_parallel, ranks_of_host
 from infcl.parallel.process import require_threads
 
+MOST_WORKERS = 8
 Towers = Any  # CLIP, or a model that open_clip builds with its interface (models/open_clip_model.py)
 
 
 def join(config: TrainConfig) -> Parallel:
     """Start the process group, and the groups of tensor parallelism. Collective; ValueError as `init_parallel` says."""
-    require_threads(16 + 4 * config.workers)  # of the process group and the store; of each worker
+    workers = MOST_WORKERS if config.workers == AUTO_WORKERS else config.workers
+    require_threads(16 + 4 * workers)  # of the process group and the store; of each worker
     parallel = init_parallel(
         config.device,
         timeout_minutes=config.dist_timeout,
@@ -62,6 +66,11 @@ def join(config: TrainConfig) -> Parallel:
     return parallel
 
 
+def workers_for(ranks: int) -> int:
+    """Loader processes for each of so many ranks of a node: its cores but one per rank, shared; 1 to MOST_WORKERS."""
+    return max(1, min(MOST_WORKERS, len(os.sched_getaffinity(0)) // ranks - 1))
+
+
 @dataclasses.dataclass(frozen=True)
 class Inputs:
     """What a run is made from, before there are weights or data."""
@@ -73,6 +82,8 @@ class Inputs:
 
 def resolve_inputs(config: TrainConfig, parallel: Parallel) -> Inputs:
     """Resolve the flags on these ranks. ValueError for what contradicts itself, the tokenizer or the model."""
+    if config.workers == AUTO_WORKERS:
+        config = dataclasses.replace(config, workers=workers_for(ranks_of_host(parallel)))
     tokenizer, model_config = build_tokenizer_and_model_config(config)
     spec = resolve(
         config,

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import re
 
 import pytest
@@ -338,3 +339,40 @@ def test_the_type_of_training_data_can_follow_from_its_name(tmp_path):
     assert kinds == ["csv", "csv", "webdataset", "webdataset"]
     with pytest.raises(ValueError, match="--train-data is missing"):
         parse_args(["--dataset-type", "auto"])
+
+
+def test_a_run_begins_with_the_flags_of_another(tmp_path):
+    for name in ("a.tar", "b.tar"):
+        (tmp_path / name).touch()
+    data = [str(tmp_path / "a.tar"), str(tmp_path / "b.tar")]
+    flags = ["--train-data", *data, "--tokenizer", "open_clip:RN50", "--aug-cfg", "hflip=0.5", "--lr", "0.1"]
+    first = parse_args([*flags, "--name", "first", "--workers", "2", "--deepspeed_config", "zero2"])
+    (tmp_path / "config.json").write_text(first.to_json())
+    second = parse_args(["--config", str(tmp_path / "config.json"), "--lr", "0.2"])
+    assert second == dataclasses.replace(first, lr=0.2, name=None)
+
+
+@pytest.mark.parametrize(
+    "content, message",
+    [
+        ("[]", "not the config.json"),
+        ("{", "not a JSON file"),
+        ('{"lrr": 1}', "there is no setting lrr"),
+        (None, "No such"),
+    ],
+)
+def test_a_config_that_is_none_is_refused(content, message, tmp_path):
+    if content is not None:
+        (tmp_path / "config.json").write_text(content)
+    with pytest.raises(ValueError, match=message):
+        parse_args(["--config", str(tmp_path / "config.json")])
+
+
+def test_workers_auto_follows_the_cores():
+    from infcl.train.build import workers_for
+
+    cores = len(os.sched_getaffinity(0))
+    assert parse_args(["--dataset-type", "synthetic", "--train-num-samples", "8", "--workers", "auto"]).workers == -1
+    assert workers_for(1) == max(1, min(8, cores - 1)) and workers_for(1000) == 1
+    with pytest.raises(ValueError, match="--workers -2"):
+        parse_args(["--dataset-type", "synthetic", "--train-num-samples", "8", "--workers", "-2"])
