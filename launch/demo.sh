@@ -6,7 +6,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 DATA=${DATA:-.data/demo} LOGS=${LOGS:-runs} PRESET=${PRESET:-zero1} NAME=${NAME:-demo-zero1}
-GLOBAL_BATCH=256 STEPS=620
+GLOBAL_BATCH=256 STEPS=700
 
 python -m infcl.data.demo --out "$DATA"
 

@@ -376,3 +376,11 @@ def test_workers_auto_follows_the_cores():
     assert workers_for(1) == max(1, min(8, cores - 1)) and workers_for(1000) == 1
     with pytest.raises(ValueError, match="--workers -2"):
         parse_args(["--dataset-type", "synthetic", "--train-num-samples", "8", "--workers", "-2"])
+
+
+@pytest.mark.parametrize("recipe", sorted((ROOT / "examples/recipes").glob("*.json")), ids=lambda path: path.stem)
+def test_a_recipe_is_a_config(recipe):
+    config = parse_args(["--config", str(recipe), "--dataset-type", "synthetic", "--train-num-samples", "10000"])
+    given = json.loads(recipe.read_text())
+    assert {name: getattr(config, name) for name in given} == given
+    assert not config.global_batch_size % config.batch_size
