@@ -52,10 +52,11 @@ def load_model(
         cfg = cfg.with_tokenizer(**ids) if isinstance(cfg, OpenClipConfig) else with_tokenizer(cfg, **ids)
         tokenize.repairs = True
     clip = model_with(weights, cfg)
-    if resizing := other_resizing(Path(checkpoint)):
+    native = isinstance(cfg, CLIPConfig)  # other models' images are resized as their own preprocess_cfg says
+    if native and (resizing := other_resizing(Path(checkpoint))):
         log.warning(
-            "%s: its images were brought to size with %s; here the short side is resized, bicubic, and the centre is "
-            "taken, so these are not the figures of its authors",
+            "%s was trained with images resized by %s; infcl resizes the short side (bicubic) and crops the center, so "
+            "its published figures are not reproduced exactly",
             checkpoint,
             resizing,
         )

@@ -11,10 +11,11 @@ from infcl.config import TrainConfig
 from infcl.convert.__main__ import main
 from infcl.convert.export import export_model, load_exported
 from infcl.convert.hf_clip import from_hf_config
-from infcl.convert.import_weights import load_pretrained, read_weights, resize_image_positions
+from infcl.convert.import_weights import Weights, load_pretrained, read_weights, resize_image_positions
 from infcl.evaluate import load
 from infcl.models import CLIP
 from infcl.models.config import parse_model_config
+from infcl.models.open_clip_config import OpenClipConfig
 from infcl.train.build import model_and_sources
 from tests.lib.open_clip_stub import import_open_clip
 from tests.lib.shard_files import Payload
@@ -113,10 +114,8 @@ def test_a_tower_of_pixels_normalised_otherwise_sees_ours_as_it_saw_its_own(plac
         assert (theirs(pixels)["image_features"] - expected).abs().max() > 1e-2
 
 
-def test_a_folder_of_images_brought_to_size_otherwise_is_told_when_it_is_evaluated(
-    source, tmp_path, caplog, monkeypatch
-):
-    """open_clip's ViT-H-14-378 of DFN5B squashes its images."""
+def test_other_resizing_of_a_folder_is_reported_in_an_evaluation_of_our_towers(source, tmp_path, caplog, monkeypatch):
+    """open_clip's ViT-H-14-378 of DFN5B squashes its images. A model of open_clip's resizes as its own config says."""
     monkeypatch.setattr(load, "load_tokenizer", lambda source, cfg: None)
     for kind, file, foreign, said in (
         ("open_clip", "open_clip_config.json", {"preprocess_cfg": {"resize_mode": "squash"}}, "resize_mode 'squash'"),
@@ -135,7 +134,13 @@ def test_a_folder_of_images_brought_to_size_otherwise_is_told_when_it_is_evaluat
         load.load_model(path, device=torch.device("cpu"))
         (message,) = caplog.messages
         caplog.clear()
-        assert f"brought to size with {said};" in message
+        assert f"trained with images resized by {said};" in message
+        theirs = OpenClipConfig("x", {name: {} for name in ("embed_dim", "vision_cfg", "text_cfg")})
+        with monkeypatch.context() as patch:
+            patch.setattr(load, "read_weights", lambda *_, **__: Weights({}, theirs, str(path)))
+            patch.setattr(load, "model_with", lambda weights, cfg: torch.nn.Identity())
+            load.load_model(path, device=torch.device("cpu"))
+        assert not caplog.messages
 
 
 @pytest.mark.parametrize("tower", ["image", "text"])
