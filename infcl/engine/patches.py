@@ -39,6 +39,12 @@ class Patch:
         setattr(owner, name, make(getattr(owner, name)))
 
 
+FORWARD = Patch(
+    "Module.forward",
+    f"{_SOURCE}/zero/parameter_offload.py#L445",
+    "Stage 3 gathers a block's parameters in hooks around its forward. block.compile() compiles the hooks too, which "
+    "Dynamo cannot trace; compiling the forward alone leaves them outside.",
+)
 SCALE = Patch(
     "DynamicLossScaler.update_scale",
     f"{_SOURCE}/fp16/loss_scaler.py#L253",

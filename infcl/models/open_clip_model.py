@@ -12,8 +12,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from infcl.models.open_clip_config import OpenClipConfig
 from infcl.models.preprocess import normalize_pixels
@@ -46,21 +44,13 @@ class _Trained:
         out = {"logit_scale": model.logit_scale.float() + 0}
         if model.logit_bias is not None:
             out["logit_bias"] = model.logit_bias.float() + 0
-        norms = _moving_norms(model) if model.training and not torch.is_grad_enabled() else []
-        momenta = [norm.momentum for norm in norms]
-        for norm in norms:  # a micro-batch moves running statistics once: in the pass that has a gradient
-            norm.momentum = 0.0
-        try:
-            if images is not None:
-                if images.dtype == torch.uint8:
-                    images = normalize_pixels(images, mean=self.cfg.preprocess.mean, std=self.cfg.preprocess.std)
-                dtype = next(model.visual.parameters()).dtype
-                out["image_features"] = F.normalize(model.encode_image(images.to(dtype)).float(), dim=-1)
-            if texts is not None:
-                out["text_features"] = F.normalize(model.encode_text(texts).float(), dim=-1)
-        finally:
-            for norm, momentum in zip(norms, momenta):
-                norm.momentum = momentum
+        if images is not None:
+            if images.dtype == torch.uint8:
+                images = normalize_pixels(images, mean=self.cfg.preprocess.mean, std=self.cfg.preprocess.std)
+            dtype = next(model.visual.parameters()).dtype
+            out["image_features"] = F.normalize(model.encode_image(images.to(dtype)).float(), dim=-1)
+        if texts is not None:
+            out["text_features"] = F.normalize(model.encode_text(texts).float(), dim=-1)
         return out
 
     def lock_image_tower(self, unlocked_groups: int = 0, *, keep_trunk: bool = True) -> None:
@@ -104,8 +94,8 @@ def build_open_clip(
         activation_checkpointing: recompute the blocks' activations in the backward pass.
 
     Raises:
-        ValueError: open_clip, timm or transformers cannot build it (the message has theirs), or it has batch norms
-            and activation checkpointing is asked for.
+        ValueError: open_clip, timm or transformers cannot build it (the message has theirs), or the
+            text tower's padding is not its tokenizer's.
     """
     fields = deepcopy(cfg.fields)
     custom_text = fields.pop("custom_text", False) or "hf_model_name" in fields["text_cfg"]
@@ -121,17 +111,22 @@ def build_open_clip(
             _set_image_size(model.visual, cfg.vision_cfg.image_size)
     except Exception as error:  # of three libraries
         raise ValueError(f"--model {cfg.source} cannot be built: {type(error).__name__}: {error}") from error
+    if padding := _other_padding(model, fields["text_cfg"]):
+        raise ValueError(f"--model {cfg.source}: {padding}: use the tokenizer that belongs to the text tower")
     if activation_checkpointing:
-        if _moving_norms(model):
-            raise ValueError(
-                f"--grad-checkpointing: {cfg.source} has batch norms, whose running statistics the recomputation would "
-                "move a second time; leave the flag out"
-            )
         model.set_grad_checkpointing(True)
     model.cfg = cfg
     model.frozen = {"image": False, "text": False}
     model.keeps_trunk = {"image": False, "text": False}
     return model
+
+
+def _other_padding(model: Any, text_cfg: dict[str, Any]) -> str:
+    """How the tokenizer's padding differs from the one that a Hugging Face tower masks; "" if it does not."""
+    if "hf_model_name" not in text_cfg or "pad_id" not in text_cfg:
+        return ""
+    pads, masked = text_cfg["pad_id"], model.text.config.pad_token_id
+    return "" if pads == masked else f"the tokenizer pads with {pads}, the text tower masks {masked}"
 
 
 def _set_image_size(visual: Any, size: int) -> None:
@@ -152,8 +147,3 @@ def _check_without_code(name: str, source: str) -> None:
             f"--model {source}: the text tower {name} cannot be had ({str(error).splitlines()[0]}); put a folder with "
             "its config.json into text_cfg.hf_model_name"
         ) from error
-
-
-def _moving_norms(model: nn.Module) -> list[_BatchNorm]:
-    """Batch norms that keep running statistics."""
-    return [m for m in model.modules() if isinstance(m, _BatchNorm) and m.running_mean is not None]

@@ -19,12 +19,8 @@ class Replay:
         self.states: dict[int, Any] = {}
         self.seen: Features = {}
         self.difference: Tensor | None = None
-        self.layers = [
-            _RunningStatistics(layer)
-            for layer in model.modules()
-            if isinstance(layer, _BatchNorm) and layer.training and layer.running_mean is not None
-        ]
-        own = {id(buffer) for each in self.layers for buffer in each.layer.buffers(recurse=False)}
+        self.statistics = RunningStatistics(model)
+        own = {id(buffer) for each in self.statistics.layers for buffer in each.layer.buffers(recurse=False)}
         self.buffers = {key: value for key, value in model.named_buffers() if id(value) not in own}
         self.versions: dict[str, int] = {}
 
@@ -66,22 +62,45 @@ class Replay:
     def on_phase(self, phase: str) -> None:
         if phase == "loss":
             self.after = _random_state()
-            for layer in self.layers:
-                layer.move_once()
+        self.statistics.on_phase(phase)
+
+    def __enter__(self) -> None:
+        self.statistics.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self.statistics.__exit__(*error)
+        if error[0] is None:
+            _set_random_state(self.after)
+
+
+class RunningStatistics:
+    """The running statistics of a model's BatchNorm layers, as a context around both passes: a step moves them once, by
+    the mean over its micro-batches. `on_phase` is told the phases of the step.
+    """
+
+    def __init__(self, model: nn.Module):
+        self.layers = [_LayerStatistics(layer) for layer in running_statistics(model) if layer.training]
+
+    def on_phase(self, phase: str) -> None:
+        for layer in self.layers if phase == "loss" else ():
+            layer.move_once()
 
     def __enter__(self) -> None:
         for layer in self.layers:
             layer.collect()
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, *_: Any) -> None:
         for layer in self.layers:
             layer.leave()
-        if error[0] is None:
-            _set_random_state(self.after)
 
 
-class _RunningStatistics:
-    """The running statistics of a BatchNorm layer, which pass 1 moves once, by the mean over its micro-batches."""
+def running_statistics(model: nn.Module) -> list[_BatchNorm]:
+    """Return the BatchNorm layers of a model that keep running statistics."""
+    return [layer for layer in model.modules() if isinstance(layer, _BatchNorm) and layer.running_mean is not None]
+
+
+class _LayerStatistics:
+    """The running statistics of one BatchNorm layer."""
 
     def __init__(self, layer: Any):
         self.layer, self.momentum, self.calls = layer, layer.momentum, 0

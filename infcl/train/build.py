@@ -155,7 +155,7 @@ def _adapted(
     """The config of a model whose text tower reads this tokenizer's ids.
 
     Raises:
-        ValueError: the tower has fewer embeddings than there are ids, or other padding.
+        ValueError: the tower has fewer embeddings than there are ids.
     """
     text = model_config.text_cfg
     if isinstance(model_config, OpenClipConfig) and isinstance(tokenizer, HuggingFaceTokenizer):

@@ -14,12 +14,14 @@ from torch import Tensor, nn
 
 from infcl.config import RunSpec
 from infcl.engine.optim import ALIGNED
+from infcl.engine.patches import FORWARD
 from infcl.models.attention import choose_attention
 from infcl.models.blocks import repeated_blocks
 from infcl.models.clip import CLIP
 from infcl.models.transformer import compute_block
 from infcl.models.vision import PatchConv, VisionTransformer, add_positions, patch_rows
 from infcl.parallel import Parallel
+from infcl.step.replay import running_statistics
 
 _log = logging.getLogger(__name__)
 _RECOMPILE_LIMIT = 64  # two towers, with and without gradient, each batch size
@@ -82,24 +84,20 @@ def compile_blocks(model: CLIP, batch_sizes: Set[int], *, packed: bool = False) 
 def compile_foreign_blocks(model: nn.Module) -> bool:
     """Compile the blocks of towers that open_clip builds, one graph for all of a class and shape.
 
+    Blocks with BatchNorm run eagerly: RunningStatistics sets another momentum for each micro-batch.
+
     Returns:
         False, with a warning, where they run eagerly: a parameter's size is not a multiple of 8 (see compile_blocks).
     """
-    blocks = repeated_blocks(model)
+    blocks = [block for block in repeated_blocks(model) if not running_statistics(block)]
     for block in blocks:
         if odd := [name for name, p in block.named_parameters() if p.numel() % ALIGNED]:
-            _log.warning(
-                "the blocks run eagerly: the size of %s.%s is not a multiple of %d",
-                type(block).__name__,
-                odd[0],
-                ALIGNED,
-            )
+            name = f"{type(block).__name__}.{odd[0]}"
+            _log.warning("the blocks run eagerly: the size of %s is not a multiple of %d", name, ALIGNED)
             return False
     torch._dynamo.config.recompile_limit = max(_RECOMPILE_LIMIT, torch._dynamo.config.recompile_limit)
     for block in blocks:
-        block.forward = torch.compile(
-            block.forward, dynamic=False
-        )  # not block.compile(), which takes in ZeRO-3's hooks
+        FORWARD.apply(block, lambda forward: torch.compile(forward, dynamic=False))
     return bool(blocks)
 
 

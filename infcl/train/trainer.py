@@ -27,6 +27,7 @@ from infcl.models.packing import num_texts
 from infcl.parallel import Parallel, from_first_rank, join_parts, mean_over, micro_batch_seed, seed_everything
 from infcl.step.grad_cache import StepOutput, grad_cache_step
 from infcl.step.pixels import build_pixel_cache
+from infcl.step.replay import RunningStatistics
 from infcl.train.build import Inputs, build_loader, build_loss, build_tasks, model_and_sources, split_model
 from infcl.train.compile import prepare_blocks
 from infcl.train.diagnostics import SampledLoss, share_of_duplicates, trained_shares, utilisation
@@ -201,20 +202,27 @@ class Trainer:
         """Encode all micro-batches, take the loss once, send its gradients back through the towers."""
         self.engine.train()
         self.skips.watch.begin()
-        output = grad_cache_step(
-            self.pixels,
-            encode=self._encode,
-            loss=self._loss,
-            backward=self._backward,
-            seeds=[
-                micro_batch_seed(self.config.seed, self.step, index, self.parallel.dp_rank)
-                for index in range(self.batch.num_micro_batches)
-            ],
-            scalar_values=self.engine.scalar_values,
-            on_phase=self.timer.mark,
-            resident=self.resident,
-            encode_again=self._encode_again,
-        )
+        statistics = RunningStatistics(self.engine.module)
+
+        def on_phase(phase: str) -> None:
+            self.timer.mark(phase)
+            statistics.on_phase(phase)
+
+        with statistics:
+            output = grad_cache_step(
+                self.pixels,
+                encode=self._encode,
+                loss=self._loss,
+                backward=self._backward,
+                seeds=[
+                    micro_batch_seed(self.config.seed, self.step, index, self.parallel.dp_rank)
+                    for index in range(self.batch.num_micro_batches)
+                ],
+                scalar_values=self.engine.scalar_values,
+                on_phase=on_phase,
+                resident=self.resident,
+                encode_again=self._encode_again,
+            )
         self.timer.mark("step")
         self.pixels.check()
         return output

@@ -154,7 +154,7 @@ def test_a_family_trains_under_zero_1_and_3_and_begins_as_open_clip_has_it(famil
             name=f"zero{stage}",
             precision="fp32",
             deepspeed_config=f"ds_configs/zero{stage}.json",
-            grad_checkpointing=stage == 3 and family != "resnet",
+            grad_checkpointing=stage == 3,
             report_to="none",
         )
         losses, first, features = run_ranks(train, 2, config, timeout=200)[0]
@@ -181,3 +181,48 @@ def _loads_in_open_clip(folder, tokenizer):
         assert (theirs.encode_image(images, normalize=True) - own["image_features"]).abs().max() < 1e-6
         assert (theirs.encode_text(texts, normalize=True) - own["text_features"]).abs().max() < 1e-6
     assert theirs.logit_scale.item() == pytest.approx(own["logit_scale"].item())
+
+
+def first_norm(rank, world_size, config: TrainConfig):
+    """One step -> (running mean of the first BatchNorm after it, this rank's means of its micro-batches)."""
+    declare_torchvision_operators()
+    from infcl.checkpoint.run_folder import claim_run_folder
+    from infcl.parallel import init_parallel
+    from infcl.train.build import resolve_inputs
+    from infcl.train.trainer import Trainer
+
+    parallel = init_parallel("cpu")
+    trainer = Trainer(resolve_inputs(config, parallel), parallel, claim_run_folder(config, parallel))
+    norm = next(m for m in trainer.engine.module.modules() if isinstance(m, torch.nn.BatchNorm2d))
+    seen = []  # in both passes and in the recomputation
+    norm.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].detach().mean((0, 2, 3))))
+    trainer.fit()
+    everyone = [None] * world_size
+    dist.all_gather_object(everyone, torch.stack(seen).unique(dim=0))
+    return norm.running_mean, torch.cat(everyone), norm.momentum, int(norm.num_batches_tracked)
+
+
+@pytest.mark.parametrize("stage", (1, 3))
+def test_running_statistics_move_once_per_step_with_checkpointing(stage, demo_folder, tmp_path):
+    import_open_clip()
+    vision = {"image_size": 64, "timm_model_name": "test_efficientnet", "timm_pool": "avg", "timm_proj": "linear"}
+    model = tmp_path / "model.json"
+    model.write_text(json.dumps({"embed_dim": 32, "vision_cfg": vision, "text_cfg": CLIP_TEXT}))
+    config = TrainConfig(
+        train_data=str(demo_folder / "train"),
+        tokenizer=str(demo_folder / "tokenizer.model"),
+        model=f"open_clip:{model}",
+        workers=0,
+        batch_size=8,
+        accum_freq=3,
+        steps=1,
+        logs=str(tmp_path),
+        name="run",
+        precision="fp32",
+        deepspeed_config=f"ds_configs/zero{stage}.json",
+        grad_checkpointing=True,
+        report_to="none",
+    )
+    running, means, momentum, count = run_ranks(first_norm, 2, config, timeout=200)[0]
+    assert len(means) == 6 and (momentum, count) == (0.1, 1)
+    torch.testing.assert_close(running, 0.1 * means.mean(0), rtol=1e-5, atol=1e-7)
