@@ -75,7 +75,7 @@ class Replay:
 
 class RunningStatistics:
     """The running statistics of a model's BatchNorm layers, as a context around both passes: a step moves them once, by
-    the mean over its micro-batches. `on_phase` is told the phases of the step.
+    the mean over its micro-batches. Call `on_phase` with each phase of the step.
     """
 
     def __init__(self, model: nn.Module):
