@@ -19,10 +19,10 @@ the losses `inf_cl_loss`, `siglip_loss`, `info_nce_loss`, `nt_xent_loss` and the
 take the place of open_clip's.
 """
 
+from infcl.loss.contrastive import InfCLLoss, SigLipLoss
 from infcl.loss.inf_cl import inf_cl_loss
 from infcl.loss.info_nce import info_nce_loss
 from infcl.loss.inputs import RingOptions
-from infcl.loss.modules import InfCLLoss, SigLipLoss
 from infcl.loss.nt_xent import nt_xent_loss
 from infcl.loss.siglip import siglip_loss
 from infcl.step.contrastive import Encoders, contrastive_step, split_batch

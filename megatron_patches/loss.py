@@ -18,7 +18,6 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from torch import nn
 
-from infcl.loss.captions import CaptionsLoss
 from infcl.loss.contrastive import ContrastiveLoss
 from infcl.loss.ring import RingExchange
 
@@ -31,7 +30,7 @@ class TensorParallelLoss(nn.Module):
     inner loss compares them: with fixed_shape in the first call only.
     """
 
-    def __init__(self, inner: ContrastiveLoss | CaptionsLoss, tp_group: dist.ProcessGroup):
+    def __init__(self, inner: ContrastiveLoss, tp_group: dist.ProcessGroup):
         super().__init__()
         self.inner, self.tp_group = inner, tp_group
         self._compared = False

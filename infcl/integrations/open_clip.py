@@ -12,7 +12,7 @@ import sys
 
 from torch import nn
 
-from infcl.loss.modules import InfCLLoss, SigLipLoss
+from infcl.loss.contrastive import InfCLLoss, SigLipLoss
 
 
 def use_ring_loss() -> None:

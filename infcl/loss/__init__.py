@@ -6,5 +6,5 @@ gradients    the backward's trip around the ring, shared by all tiled losses
 ring, links  how blocks travel
 inputs       options, checks and operands of a call; duplicates: ids of samples
 siglip, info_nce, nt_xent, captions    the other tiled losses; dense: baselines that hold the logits
-modules      drop-ins for open_clip's; contrastive: pick a loss by name
+contrastive  the losses as modules: by name, or as drop-ins for open_clip's
 """

@@ -16,10 +16,9 @@ Source: SupCon, arXiv 2004.11362, Eq. 2 (several positives); NegCLIP, arXiv 2210
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from infcl.loss.info_nce import info_nce_loss
-from infcl.loss.inputs import RingOptions
 
 
 def captions_loss(
@@ -83,41 +82,3 @@ def captions_loss(
         **options,
     )
     return (of_images + of_captions) / 2
-
-
-class CaptionsLoss(nn.Module):
-    """`captions_loss`, called like `ContrastiveLoss`; a bias cancels in both softmaxes.
-
-    fixed_shape: as of ContrastiveLoss: ranks are compared in the first call only.
-    """
-
-    def __init__(
-        self,
-        *,
-        captions: int,
-        group: dist.ProcessGroup | None = None,
-        duplicates: str = "negative",
-        fixed_shape: bool = False,
-        **options,
-    ):
-        super().__init__()
-        RingOptions(**options)  # TypeError for an unknown one
-        self.captions, self.group, self.duplicates, self.fixed_shape = captions, group, duplicates, fixed_shape
-        self.options, self._compared = options, False
-
-    def forward(
-        self,
-        image_features: Tensor,
-        text_features: Tensor,
-        logit_scale: Tensor | float,
-        logit_bias: Tensor | float | None = None,
-        *,
-        image_ids: Tensor | None = None,
-    ) -> Tensor:
-        options = {**self.options, "captions": self.captions, "group": self.group, "duplicates": self.duplicates}
-        if self.fixed_shape:
-            options["compare_ranks"] = not self._compared
-        with torch.autocast(image_features.device.type, enabled=False):
-            loss = captions_loss(image_features, text_features, logit_scale, image_ids=image_ids, **options)
-        self._compared = True
-        return loss

@@ -32,7 +32,6 @@ from infcl.data.tokenizer import Tokenizer
 from infcl.evaluate.tasks import RetrievalTask, ZeroShotTask
 from infcl.evaluate.validation import ValidationLoss
 from infcl.kernels import select_tile
-from infcl.loss.captions import CaptionsLoss
 from infcl.loss.contrastive import ContrastiveLoss
 from infcl.models.build import build_towers
 from infcl.models.captions import why_unpackable
@@ -290,11 +289,8 @@ def build_loss(spec: RunSpec, parallel: Parallel) -> nn.Module:
         "duplicates": config.duplicates,
         "fixed_shape": True,
     }
-    loss: ContrastiveLoss | CaptionsLoss
-    if config.texts_per_image > 1:
-        loss = CaptionsLoss(captions=config.captions_per_image, **options)
-    else:
-        loss = ContrastiveLoss(config.loss, **options)
+    captions = config.captions_per_image if config.texts_per_image > 1 else None
+    loss = ContrastiveLoss(config.loss, captions=captions, **options)
     if parallel.tp_group is None:
         return loss
     from megatron_patches.loss import TensorParallelLoss

@@ -6,7 +6,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from infcl import inf_cl_loss
-from infcl.loss.captions import CaptionsLoss, captions_loss
+from infcl.loss.captions import captions_loss
+from infcl.loss.contrastive import ContrastiveLoss
 from tests.lib.loss_oracle import means_over_ranks, relative_error
 from tests.lib.ranks import run_ranks
 
@@ -58,7 +59,9 @@ def evaluate(rank, world_size, **options):
         images.requires_grad_(), texts.requires_grad_()
         scale = torch.tensor(case[4], requires_grad=True)
         group = dist.group.WORLD if world_size > 1 else None
-        loss = CaptionsLoss(captions=case[1], group=group, duplicates=case[5], workspace_bytes=448, **options)
+        loss = ContrastiveLoss(
+            "inf_cl", captions=case[1], group=group, duplicates=case[5], workspace_bytes=448, **options
+        )
         value = loss(images, texts, scale, image_ids=ids)
         value.backward()
         results.append([part.cpu() for part in (value.detach(), images.grad, texts.grad, scale.grad)])

@@ -73,11 +73,11 @@ def test_gradients_average_over_the_data_parallel_group_to_the_whole_ones(size, 
 
 def captions_of(rank, world_size, size):
     """-> (loss of several captions and a hard negative of each image, ids shared out; gradients of own rows)."""
-    from infcl.loss.captions import CaptionsLoss
+    from infcl.loss.contrastive import ContrastiveLoss
     from megatron_patches.loss import TensorParallelLoss
 
     parallel = layout(size)
-    inner = CaptionsLoss(captions=2, duplicates="positive", group=torch.distributed.group.WORLD)
+    inner = ContrastiveLoss("inf_cl", captions=2, duplicates="positive", group=torch.distributed.group.WORLD)
     leaves, ids = captions_batch(world_size // size)
     own = [side.chunk(world_size // size)[parallel.dp_rank].clone().requires_grad_() for side in leaves]
     value = TensorParallelLoss(inner, parallel.tp_group)(*own, SCALE, image_ids=ids.split(ROWS)[parallel.dp_rank])
