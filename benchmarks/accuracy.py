@@ -7,7 +7,13 @@ loss curve:
     --study batch-size   --batches at the same number of samples seen, with the learning rate left alone, scaled by the
                          square root and linearly (the form of the paper's Figure 5)
 
-    --out DIR    DIR/accuracy_losses.csv and DIR/accuracy_losses_curves.csv (or _batches); rows are appended
+    --study false-negatives
+                         --duplicates negative, mask and positive at each of --batches, from each of --seeds seeds, at
+                         the same number of samples seen; each image has five captions, some images 25 (pairs.py)
+    --study word-order   with hard-negative captions (--negatives-key) and without, from each of --seeds seeds
+
+    --out DIR    DIR/accuracy_losses.csv (accuracy_batches, false_negatives, word_order); rows are appended; of the
+                 first two studies DIR/..._curves.csv too
     --work DIR   data set and run folders; the run folders are removed when their row is written
     --jobs N     trainings at once, of --ranks processes each, on --device cpu, or cuda with --gpus GPUs to share
 
@@ -18,9 +24,11 @@ import argparse
 import json
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks.clock import hardware
+from benchmarks.pairs import word_order, write_captioned, write_scenes
 from benchmarks.rows import append
 from benchmarks.trainings import Machine, Training, train_all
 from infcl.data.demo import prepare_demo
@@ -50,17 +58,20 @@ def main(arguments: list[str] | None = None) -> int:
     data = prepare_demo(
         options.work / f"demo_{options.num_train}", num_train=options.num_train, jobs=len(os.sched_getaffinity(0))
     )
-    trainings = {"losses": loss_trainings, "batch-size": batch_trainings}[options.study](options, data)
+    make_trainings, name = STUDIES[options.study]
+    trainings = make_trainings(options, data)
     where = hardware(options.commit) | {"jobs": options.jobs, "ranks": options.ranks, "num_train": options.num_train}
-    name = {"losses": "accuracy_losses", "batch-size": "accuracy_batches"}[options.study]
     options.out.mkdir(parents=True, exist_ok=True)
 
     def finished(training: Training, run: Path, seconds: float) -> None:
         row, curve = read_result(run)
+        if options.study == "word-order":
+            row |= word_order(run / "export", options.work / f"scenes_{options.num_train}")
         row = {"run": training.name} | training.key | row | {"wall_seconds": round(seconds, 1)} | where
         append(options.out / f"{name}.csv", [row])
-        append(options.out / f"{name}_curves.csv", [{"run": training.name} | point for point in curve])
-        print(f"{training.name}: zero-shot {row['zero_shot_top1']:.4f}, {seconds:.0f} s", flush=True)
+        if name.startswith("accuracy"):
+            append(options.out / f"{name}_curves.csv", [{"run": training.name} | point for point in curve])
+        print(f"{training.name}: {_shown(row)}, {seconds:.0f} s", flush=True)
         shutil.rmtree(run)
 
     failed = train_all(trainings, machine, options.work / "runs", finished, time_out=options.time_out)
@@ -68,22 +79,29 @@ def main(arguments: list[str] | None = None) -> int:
     return 1 if failed else 0
 
 
+def _shown(row: dict) -> str:
+    names = ("zero_shot_top1", "image_to_text_r1", "text_to_image_r1", "word_order")
+    return ", ".join(f"{name} {row[name]:.4f}" for name in names if name in row)
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--study", choices=("losses", "batch-size"), required=True)
+    parser.add_argument("--study", choices=tuple(STUDIES), required=True)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--losses", nargs="+", choices=tuple(LOSSES), default=list(LOSSES))
     parser.add_argument("--seeds", type=int, default=5, help="trainings of each setting, with seeds of their own")
     parser.add_argument("--first-seed", type=int, default=0, help="the others follow it: more of them than there are")
-    parser.add_argument("--steps", type=int, default=700, help="losses: steps of 256 pairs")
-    parser.add_argument("--num-train", type=int, default=16384, help="pairs of the training set")
-    parser.add_argument("--batches", nargs="+", type=int, default=BATCHES, help="batch-size: pairs")
-    parser.add_argument("--samples", type=int, default=1 << 20, help="batch-size: samples seen")
+    parser.add_argument("--steps", type=int, default=700, help="losses, word-order: steps of 256 samples")
+    parser.add_argument("--num-train", type=int, default=16384, help="samples of the demo")
+    parser.add_argument("--batches", nargs="+", type=int, default=BATCHES, help="batch-size, false-negatives: samples")
+    parser.add_argument("--samples", type=int, default=1 << 20, help="the same two: samples seen")
     parser.add_argument(
-        "--micro-batch", type=int, default=4096, help="batch-size: pairs of a rank's micro-batch at most"
+        "--micro-batch", type=int, default=4096, help="the same two: samples of a rank's micro-batch at most"
     )
-    parser.add_argument("--lr", type=float, default=LEARNING_RATE, help="batch-size: at the smallest batch")
+    parser.add_argument(
+        "--lr", type=float, default=LEARNING_RATE, help="batch-size: at the smallest batch; false-negatives: at all"
+    )
     parser.add_argument("--lr-scalings", nargs="+", choices=tuple(EXPONENTS), default=list(EXPONENTS))
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--ranks", type=int, default=1)
@@ -96,13 +114,10 @@ def _parser() -> argparse.ArgumentParser:
 
 def loss_trainings(options: argparse.Namespace, data: Path) -> list[Training]:
     """Seed by seed, so that whatever is finished compares all losses."""
-    batch = DEMO_BATCH // options.ranks // ACCUMULATE
-    flags = ["--batch-size", str(batch), "--accum-freq", str(ACCUMULATE), "--steps", str(options.steps)]
-    flags += ["--warmup", str(max(1, options.steps // 14))]
     return [
         Training(
             f"{loss}-{seed}",
-            [*_demo_flags(data, *LOSSES[loss]), *flags, "--lr", str(LEARNING_RATE), "--seed", str(seed)],
+            [*_demo_flags(data), *_loss_flags(*LOSSES[loss]), *_demo_steps(options), "--seed", str(seed)],
             {"loss": loss, "seed": seed, "global_batch": DEMO_BATCH, "lr": LEARNING_RATE},
         )
         for seed in range(options.first_seed, options.first_seed + options.seeds)
@@ -114,29 +129,93 @@ def batch_trainings(options: argparse.Namespace, data: Path) -> list[Training]:
     """Smallest batches, which take longest, first. At the smallest batch the scalings agree: one training."""
     base, result = min(options.batches), []
     for batch in sorted(options.batches):
-        micro = min(options.micro_batch, batch // options.ranks)
         for scaling in options.lr_scalings if batch > base else ["none"]:
             factor = (batch / base) ** EXPONENTS[scaling]
             for seed in range(options.first_seed, options.first_seed + options.seeds):
-                flags = ["--batch-size", str(micro), "--accum-freq", str(batch // options.ranks // micro)]
-                flags += ["--steps", str(options.samples // batch), "--warmup-samples", str(options.samples // 14)]
-                flags += ["--lr", str(options.lr), "--lr-scaling", scaling, "--lr-base-batch", str(base)]
+                flags = [*_batch_flags(options, batch), "--lr-scaling", scaling, "--lr-base-batch", str(base)]
                 key = {"loss": "inf_cl", "seed": seed, "global_batch": batch, "lr": options.lr * factor}
                 key |= {"lr_scaling": scaling}
                 name = f"{batch}-{scaling}-{options.lr:g}-{seed}"
-                result.append(Training(name, [*_demo_flags(data), *flags, "--seed", str(seed)], key))
+                flags = [*_demo_flags(data), *_loss_flags(), *flags, "--seed", str(seed)]
+                result.append(Training(name, flags, key))
     return result
 
 
-def _demo_flags(data: Path, loss: str = "inf_cl", tile_dtype: str = "fp32") -> list[str]:
+def false_negative_trainings(options: argparse.Namespace, data: Path) -> list[Training]:
+    """Seed by seed; smallest batches, which take longest, first.
+
+    The learning rate is the same at all batches: the study of batch sizes found that these gain nothing from a
+    greater one at so few steps.
+    """
+    folder = options.work / f"captioned_{options.num_train}"
+    write_captioned(data, folder)
+    return [
+        Training(
+            f"{batch}-{duplicates}-{seed}",
+            [*_demo_flags(folder), *_loss_flags(), *_batch_flags(options, batch)]
+            + ["--duplicates", duplicates, "--seed", str(seed)],
+            {"duplicates": duplicates, "seed": seed, "global_batch": batch, "lr": options.lr, "duplicate_share": ""},
+        )
+        for seed in range(options.first_seed, options.first_seed + options.seeds)
+        for batch in sorted(options.batches)
+        for duplicates in ("negative", "mask", "positive")
+    ]
+
+
+def word_order_trainings(options: argparse.Namespace, data: Path) -> list[Training]:
+    """Scenes alone: digits have no second object to exchange."""
+    folder = options.work / f"scenes_{options.num_train}"
+    write_scenes(data, folder)
+    arms: dict[str, list[str]] = {"none": [], "exchanged": ["--negatives-key", "negative"]}
+    return [
+        Training(
+            f"{arm}-{seed}",
+            [*_demo_flags(folder), *_loss_flags(), *_demo_steps(options), *flags, "--seed", str(seed)],
+            {"negatives": arm, "seed": seed, "global_batch": DEMO_BATCH, "lr": LEARNING_RATE},
+        )
+        for seed in range(options.first_seed, options.first_seed + options.seeds)
+        for arm, flags in arms.items()
+    ]
+
+
+# name: (function of the options and the demo's folder, name of the CSV)
+STUDIES: dict[str, tuple[Callable[[argparse.Namespace, Path], list[Training]], str]] = {
+    "losses": (loss_trainings, "accuracy_losses"),
+    "batch-size": (batch_trainings, "accuracy_batches"),
+    "false-negatives": (false_negative_trainings, "false_negatives"),
+    "word-order": (word_order_trainings, "word_order"),
+}
+
+
+def _demo_flags(data: Path) -> list[str]:
     """What all have in common; blocks are not compiled, which for this model takes longer than the training."""
-    flags = ["--train-data", f"{data}/train", "--val-data", f"{data}/val", "--zeroshot-data", f"{data}/zeroshot"]
+    flags = ["--train-data", f"{data}/train", "--val-data", f"{data}/val"]
+    if (data / "zeroshot").exists():
+        flags += ["--zeroshot-data", f"{data}/zeroshot"]
     flags += ["--tokenizer", f"{data}/tokenizer.model", "--model", "demo", "--workers", "1"]
     flags += ["--wd", "0.05", "--beta2", "0.98", "--aug-cfg", "scale=(1.0,1.0)", "ratio=(1.0,1.0)"]
     flags += ["--val-frequency", "0", "--zeroshot-frequency", "0", "--save-frequency", "0", "--report-to", "none"]
-    flags += ["--loss", loss, "--tile-dtype", tile_dtype]
     flags += ["--resident-micro-batches", "1"]  # several trainings may share a GPU
     return [*flags, "--compile-blocks", "off", "--deepspeed_config", "ds_configs/zero1.json"]
+
+
+def _loss_flags(loss: str = "inf_cl", tile_dtype: str = "fp32") -> list[str]:
+    return ["--loss", loss, "--tile-dtype", tile_dtype]
+
+
+def _demo_steps(options: argparse.Namespace) -> list[str]:
+    """Steps of the demo's batch at its learning rate."""
+    batch = DEMO_BATCH // options.ranks // ACCUMULATE
+    flags = ["--batch-size", str(batch), "--accum-freq", str(ACCUMULATE), "--steps", str(options.steps)]
+    return [*flags, "--warmup", str(max(1, options.steps // 14)), "--lr", str(LEARNING_RATE)]
+
+
+def _batch_flags(options: argparse.Namespace, batch: int) -> list[str]:
+    """Steps of `batch` samples for the samples of the study."""
+    micro = min(options.micro_batch, batch // options.ranks)
+    flags = ["--batch-size", str(micro), "--accum-freq", str(batch // options.ranks // micro)]
+    flags += ["--steps", str(options.samples // batch), "--warmup-samples", str(options.samples // 14)]
+    return [*flags, "--lr", str(options.lr)]
 
 
 def read_result(run: Path) -> tuple[dict, list[dict]]:
@@ -144,8 +223,11 @@ def read_result(run: Path) -> tuple[dict, list[dict]]:
     summary = json.loads((run / "summary.json").read_text())
     records = read_metrics(run / "metrics.jsonl", "train")
     last = [record["loss"] for record in records if "loss" in record][-max(1, round(LAST * len(records))) :]
-    row = {name: summary["evaluation"][task][metric] for name, (task, metric) in RESULTS.items()}
+    found = summary["evaluation"]
+    row = {name: found[task][metric] for name, (task, metric) in RESULTS.items() if task in found}
     row |= {"final_loss": sum(last) / len(last), "train_seconds": summary["train_seconds"]}
+    if shares := [record["duplicate_share"] for record in records if "duplicate_share" in record]:
+        row["duplicate_share"] = sum(shares) / len(shares)
     row |= {name: summary[name] for name in ("steps", "samples_seen", "skipped_steps")}
     return row, thin_curve(records)
 
