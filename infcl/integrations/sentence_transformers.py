@@ -7,10 +7,13 @@
 
 In: the columns anchor, positive and any number of hard negatives. Every anchor competes over all ranks' documents.
 sentence-transformers' own gradient cache encodes the mini-batches. The loss of their embeddings is `info_nce_loss`,
-whose memory is linear in the batch and which gathers nothing. Tested with sentence-transformers 6.2.
+whose memory is linear in the batch and which gathers nothing. The second encoding of a mini-batch, which runs in the
+backward, has the autocast of the first one; without it, a loop that has `autocast` around the forward alone gets
+gradients in float32 of other embeddings than the loss saw. Tested with sentence-transformers 6.2.
 """
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -64,6 +67,11 @@ class RingMultipleNegativesRankingLoss(CachedMultipleNegativesRankingLoss):
         )
         self.symmetric, self.loss_options = symmetric, loss_options
 
+    def embed_minibatch(self, *args: Any, **options: Any) -> tuple[Tensor, Any]:
+        """The embeddings [m, D] of a mini-batch, and in the first pass the state that the second one takes up."""
+        embeddings, random_state = super().embed_minibatch(*args, **options)
+        return embeddings, random_state and _FirstPass(random_state, embeddings.device.type)
+
     def calculate_loss(
         self, reps: list[list[Tensor]], labels: Tensor | None = None, *, with_backward: bool = False
     ) -> Tensor:
@@ -88,6 +96,27 @@ class RingMultipleNegativesRankingLoss(CachedMultipleNegativesRankingLoss):
     def get_config_dict(self) -> dict[str, Any]:
         """What the model card shows."""
         return super().get_config_dict() | {"symmetric": self.symmetric} | self.loss_options
+
+
+class _FirstPass:
+    """The random numbers and the autocast of a mini-batch's first encoding: a context around its second one."""
+
+    def __init__(self, random_state: Any, device_type: str):
+        self.random_state = random_state
+        self.autocast = {
+            "device_type": device_type,
+            "dtype": torch.get_autocast_dtype(device_type),
+            "enabled": torch.is_autocast_enabled(device_type),
+            "cache_enabled": False,  # the cache may hold casts of the first pass, through which no gradient flows
+        }
+
+    def __enter__(self) -> None:
+        self.contexts = ExitStack()
+        self.contexts.enter_context(self.random_state)
+        self.contexts.enter_context(torch.autocast(**self.autocast))
+
+    def __exit__(self, *error: Any) -> None:
+        self.contexts.close()
 
 
 def _autocast_dtype(device: torch.device) -> str | None:

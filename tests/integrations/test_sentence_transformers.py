@@ -123,6 +123,26 @@ def test_loss_equals_the_cached_one_of_the_package(symmetric):
     assert values[0] == pytest.approx(values[1], rel=1e-5)
 
 
+@pytest.mark.parametrize("backward_inside", [False, True])
+def test_both_passes_have_the_autocast_of_the_forward(backward_inside):
+    from infcl.integrations.sentence_transformers import RingMultipleNegativesRankingLoss
+
+    model, seen = make_model(), []
+    layer = model[0].bert.encoder.layer[0].output.dense
+    layer.register_forward_hook(lambda module, given, output: seen.append(output.detach()))
+    loss = RingMultipleNegativesRankingLoss(model, mini_batch_size=SIZE)
+    with torch.autocast("cpu", torch.bfloat16):
+        value = loss(columns_of(0, 0, 2), None)
+        if backward_inside:
+            value.backward()
+    if not backward_inside:
+        value.backward()
+    first, second = seen[: len(seen) // 2], seen[len(seen) // 2 :]
+    assert len(first) == 6 and all(output.dtype == torch.bfloat16 for output in seen)
+    assert all(map(torch.equal, first, second))
+    assert layer.weight.grad.norm() > 0
+
+
 def test_other_similarities_are_rejected():
     from infcl.integrations.sentence_transformers import RingMultipleNegativesRankingLoss
 
