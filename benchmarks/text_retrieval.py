@@ -1,107 +1,146 @@
 """Our loss for sentence-transformers compared with its CachedMultipleNegativesRankingLoss: seconds and memory per step.
 
-    python -m benchmarks.text_retrieval --batches 4096 32768 131072 524288 --out result.jsonl
+    python -m benchmarks.text_retrieval infcl --batches 4096 32768 131072 524288 --out result.jsonl
+    python -m benchmarks.text_retrieval sentence-transformers --documents 1048576 2097152 4194304 --out result.jsonl
 
-One GPU, a BERT-base made from its config with dropout, (anchor, positive) pairs of 32 tokens each, BF16 autocast,
-AdamW. Both losses run in sentence-transformers' own gradient cache with the same mini-batches, so they differ in the
-loss stage: its seconds and memory are reported on their own. Every case is a process, since one that runs out of memory
-leaves nothing behind. Batches are tried in the given order, with both losses; --seconds bounds all of them together.
+One GPU, a BERT-base made from its config with dropout, (anchor, positive) pairs of 32 tokens each, AdamW. Both losses
+run in sentence-transformers' own gradient cache with the same mini-batches, so they differ in the loss stage, which is
+measured on its own as well. BF16 in one of these ways:
+
+    step       autocast around forward and backward: both encodings and the loss in BF16, the fastest for both losses
+    forward    autocast around the forward, as a training loop has it: the package's second encoding, which runs in the
+               backward, is in FP32
+    trainer    autocast in the model's forward, as SentenceTransformerTrainer with bf16=True has it: the loss in FP32
+
+--documents measures the loss stage alone: the anchors of one mini-batch against so many documents on one GPU, as many
+as each rank of the package's loss gathers. A case that does not fit into memory says so and ends the run.
 """
 
 import argparse
 import json
-import subprocess
-import sys
 import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+from torch import Tensor
 
 TOKENS, GIB = 32, 2**30
+Measured = dict[str, float | str]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--batches", type=int, nargs="+", default=[4096, 32768, 131072, 524288])
-    parser.add_argument("--losses", nargs="+", default=["infcl", "sentence-transformers"])
-    parser.add_argument("--mini-batch-size", type=int, default=1024, help="rows encoded at once")
-    parser.add_argument("--seconds", type=float, default=420.0, help="of all cases together")
+    parser.add_argument("loss", choices=["infcl", "sentence-transformers"])
+    parser.add_argument("--batches", type=int, nargs="*", default=[])
+    parser.add_argument("--documents", type=int, nargs="*", default=[])
+    parser.add_argument("--autocast", nargs="+", default=["step"], choices=["step", "forward", "trainer"])
+    parser.add_argument("--mini-batch-size", type=int, default=2048, help="rows encoded at once")
     parser.add_argument("--tiny", action="store_true", help="a model of two narrow layers, for a trial on a CPU")
     parser.add_argument("--out", help="file of JSON lines, one per case")
-    parser.add_argument("--case", nargs=2, help=argparse.SUPPRESS)  # LOSS BATCH, in a process of its own
     args = parser.parse_args()
-    if args.case:
-        print(json.dumps(measure(args.case[0], int(args.case[1]), args.mini_batch_size, args.tiny)))
-        return
-    end = time.monotonic() + args.seconds
-    for batch in args.batches:
-        for loss in args.losses:
-            row = {"loss": loss, "batch": batch} | run_case(loss, batch, args, end - time.monotonic())
-            print(json.dumps(row), flush=True)
-            if args.out:
-                with open(args.out, "a") as file:
-                    file.write(json.dumps(row) + "\n")
-
-
-def run_case(loss: str, batch: int, args: argparse.Namespace, seconds: float) -> dict:
-    """What a case measured, or how it ended."""
-    if seconds <= 0:
-        return {"error": "no time left"}
-    command = [sys.executable, "-m", "benchmarks.text_retrieval", "--mini-batch-size", str(args.mini_batch_size)]
-    command += ["--case", loss, str(batch), *(["--tiny"] if args.tiny else [])]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=seconds)
-    except subprocess.TimeoutExpired:
-        return {"error": f"not done within {seconds:.0f} s"}
-    if done.returncode:
-        return {"error": (done.stderr.strip().splitlines() or ["no message"])[-1][:300]}
-    return json.loads(done.stdout.strip().splitlines()[-1])
-
-
-def measure(name: str, batch: int, mini_batch_size: int, tiny: bool) -> dict:
-    """Seconds and peak memory of one step after a warm-up of four mini-batches."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model = make_model(tiny, device)
-    loss = make_loss(name, model, mini_batch_size)
+    cases: list[tuple[str, str, int, Callable[..., Measured]]]
+    cases = [("batch", autocast, rows, measure) for autocast in args.autocast for rows in args.batches]
+    cases += [("documents", "step", rows, measure_documents) for rows in args.documents]
+    for kind, autocast, rows, measured in cases:
+        model = make_model(args.tiny, device)
+        loss = make_loss(args.loss, model, args.mini_batch_size)
+        row = {"loss": args.loss, "autocast": autocast, "mini_batch": args.mini_batch_size, kind: rows}
+        try:
+            row |= measured(loss, autocast, rows, device)
+        except torch.OutOfMemoryError as error:
+            row |= {"error": str(error)[:200]}
+        print(json.dumps(row), flush=True)
+        if args.out:
+            with open(args.out, "a") as file:
+                file.write(json.dumps(row) + "\n")
+        if "error" in row:
+            break
+
+
+def measure(loss: Any, autocast: str, batch: int, device: torch.device) -> Measured:
+    """A step of `batch` pairs after a warm-up of four mini-batches, and its loss stage alone."""
+    model, mini_batch = loss.model, loss.mini_batch_size
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=device.type == "cuda")
-    stage: dict[str, float] = {}
-    calculate = loss.calculate_loss
+    if autocast == "trainer":
+        model.forward = in_bf16(model.forward, device)
 
-    def watched(*args, **options):
-        begun, before = now(device), peak(device)
-        if device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats()
-            stage["held"] = torch.cuda.memory_allocated() / GIB
-        value = calculate(*args, **options)
-        stage["seconds"], stage["peak"] = now(device) - begun, peak(device)
-        stage["before"] = before
-        return value
-
-    loss.calculate_loss = watched
-
-    def step(columns: list[dict[str, torch.Tensor]]) -> float:
-        with torch.autocast(device.type, torch.bfloat16):
+    def step(columns: list[dict[str, Tensor]]) -> float:
+        with bf16(device, autocast != "trainer"):
             value = loss(columns, None)
-        value.backward()
+            if autocast == "step":
+                value.backward()
+        if autocast != "step":
+            value.backward()
         optimizer.step()
         optimizer.zero_grad()
-        return float(value)
+        return float(value.detach())
 
-    step(draw(min(batch, 4 * mini_batch_size), device))
+    step(draw(min(batch, 4 * mini_batch), device))
+    stage = measure_stage(loss, autocast != "trainer", (batch, batch), device)
     columns = draw(batch, device)
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-    begun = now(device)
-    value = step(columns)
-    seconds = now(device) - begun
+    value, seconds, peak = watch(lambda: step(columns), device)
     return {
         "value": round(value, 5),
         "seconds": round(seconds, 3),
         "samples_per_second": round(batch / seconds, 1),
-        "peak_gib": round(max(stage["before"], stage["peak"], peak(device)), 2),
-        "loss_seconds": round(stage["seconds"], 4),
-        "loss_peak_gib": round(stage["peak"] - stage.get("held", 0.0), 3),
+        "peak_gib": round(peak, 2),
+        "loss_seconds": stage["seconds"],
+        "loss_peak_gib": stage["peak_gib"],
     }
+
+
+def measure_documents(loss: Any, autocast: str, documents: int, device: torch.device) -> Measured:
+    """The loss stage alone, of one mini-batch's anchors."""
+    return measure_stage(loss, autocast != "trainer", (loss.mini_batch_size, documents), device)
+
+
+def measure_stage(loss: Any, autocast: bool, rows: tuple[int, int], device: torch.device) -> Measured:
+    """Seconds of the loss and its gradients for random embeddings, compiled before, and the peak with them."""
+    width = loss.model[1].get_embedding_dimension()
+    generator = torch.Generator(device).manual_seed(0)
+    columns = [torch.randn(count, width, generator=generator, device=device) for count in rows]
+
+    def stage() -> float:
+        parts = [[part.requires_grad_() for part in column.split(loss.mini_batch_size)] for column in columns]
+        with bf16(device, autocast):
+            return float(loss.calculate_loss(parts, with_backward=True))
+
+    stage()
+    _, seconds, peak = watch(stage, device)
+    return {"seconds": round(seconds, 4), "peak_gib": round(peak, 3)}
+
+
+def watch(call: Callable[[], float], device: torch.device) -> tuple[float, float, float]:
+    """(the result, seconds, peak of the device's memory in GiB)"""
+    on_gpu = device.type == "cuda"
+    if on_gpu:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        torch.cuda.synchronize()
+    begun = time.perf_counter()
+    value = call()  # a float: the device has ended
+    if on_gpu:
+        torch.cuda.synchronize()
+    return value, time.perf_counter() - begun, torch.cuda.max_memory_allocated() / GIB if on_gpu else 0.0
+
+
+def bf16(device: torch.device, enabled: bool = True) -> AbstractContextManager:
+    return torch.autocast(device.type, torch.bfloat16) if enabled else nullcontext()
+
+
+def in_bf16(forward: Callable, device: torch.device) -> Callable:
+    """As accelerate prepares a model: its forward in autocast, its output in float32."""
+
+    def prepared(*args: Any, **options: Any) -> dict[str, Any]:
+        with bf16(device):
+            output = forward(*args, **options)
+        floats = (key for key, value in output.items() if isinstance(value, Tensor) and value.is_floating_point())
+        return output | {key: output[key].float() for key in floats}
+
+    return prepared
 
 
 def make_model(tiny: bool, device: torch.device):
@@ -148,16 +187,6 @@ def draw(rows: int, device: torch.device) -> list[dict[str, torch.Tensor]]:
         }
         for _ in range(2)
     ]
-
-
-def now(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter()
-
-
-def peak(device: torch.device) -> float:
-    return torch.cuda.max_memory_allocated() / GIB if device.type == "cuda" else 0.0
 
 
 if __name__ == "__main__":

@@ -103,17 +103,14 @@ class _FirstPass:
 
     def __init__(self, random_state: Any, device_type: str):
         self.random_state = random_state
-        self.autocast = {
-            "device_type": device_type,
-            "dtype": torch.get_autocast_dtype(device_type),
-            "enabled": torch.is_autocast_enabled(device_type),
-            "cache_enabled": False,  # the cache may hold casts of the first pass, through which no gradient flows
-        }
+        dtype, enabled = torch.get_autocast_dtype(device_type), torch.is_autocast_enabled(device_type)
+        # The cache may hold casts of the first pass, through which no gradient flows.
+        self.autocast = torch.autocast(device_type, dtype, enabled, cache_enabled=False)
 
     def __enter__(self) -> None:
         self.contexts = ExitStack()
         self.contexts.enter_context(self.random_state)
-        self.contexts.enter_context(torch.autocast(**self.autocast))
+        self.contexts.enter_context(self.autocast)
 
     def __exit__(self, *error: Any) -> None:
         self.contexts.close()
