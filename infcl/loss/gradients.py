@@ -22,6 +22,7 @@ def ring_gradients(
     slopes: Tensor,
     ring: RingExchange,
     *,
+    matches: Tensor | None = None,
     with_columns: Sequence[Tensor] = (),
     needs: Sequence[bool] = (True, True),
 ) -> tuple[Tensor | None, Tensor | None, Tensor]:
@@ -31,7 +32,8 @@ def ring_gradients(
         add_tile: called as add_tile(hop, block, what travelled with it, d_rows, d_block, d_scale); adds a block's part
             to the last three tensors. At hop 0 the block is this rank's own, whose matches are left out. A gradient
             that is not needed is None.
-        slopes: [m], m = min(r, c): dS at the matches, the first m rows with the first m columns of this rank.
+        slopes: [m]: dS at the matches of the first m rows.
+        matches: int64 [m], the column of this rank that matches each row; None: row i matches column i.
         with_columns: what travels with the columns.
         needs: of rows, of columns. A side without (a locked tower) costs no matmul and no message.
 
@@ -39,12 +41,17 @@ def ring_gradients(
         [r, D], [c, D] and 0-dim, all in slopes' dtype; the last is the sum over this rank's rows.
     """
     rows_need, columns_need = needs
-    d_rows, d_scale = _of_matched(rows, columns, slopes, rows_need)
+    d_rows, d_scale = _of_matched(rows, columns if matches is None else columns[matches], slopes, rows_need)
     for hop, (block, *its) in ring.blocks(columns, *with_columns):
         d_block = None
         if columns_need:
             d_block = ring.part("d_columns", block, slopes.dtype)
-            _set_to_matched(d_block, slopes, rows) if hop == 0 else d_block.zero_()
+            if hop > 0:
+                d_block.zero_()
+            elif matches is None:
+                _set_to_matched(d_block, slopes, rows)
+            else:
+                add_rows(d_block.zero_(), matches, slopes[:, None] * rows)
         add_tile(hop, block, its, d_rows, d_block, d_scale)
         if d_block is not None:
             ring.carry("d_columns", hop, d_block, Tensor.add_)
@@ -63,7 +70,7 @@ def scaled_sides(gradients: Sequence[Tensor | None], factor: Tensor, sides: Sequ
     return [None if g is None else scaled(g, factor, side.dtype) for g, side in zip(gradients, sides)]
 
 
-def inner_product(features: Tensor, gradient: Tensor) -> Tensor:
+def _inner_product(features: Tensor, gradient: Tensor) -> Tensor:
     """`(features * gradient).sum()` in the gradient's dtype, 0-dim, without a [b, D] temporary."""
     pieces = zip(features.split(_PIECE), gradient.split(_PIECE))
     total, *others = [(a * b).sum() for a, b in pieces]
@@ -79,11 +86,22 @@ def row_products(left: Tensor, right: Tensor) -> Tensor:
     return torch.cat([torch.mul(a.to(wide), b).sum(1) for a, b in pieces])
 
 
-def _of_matched(rows: Tensor, columns: Tensor, slopes: Tensor, need: bool) -> tuple[Tensor | None, Tensor]:
+def _of_matched(rows: Tensor, partners: Tensor, slopes: Tensor, need: bool) -> tuple[Tensor | None, Tensor]:
     """The matched pairs' part of the rows' gradient, None without need of it, and of <dS, logits / scale>."""
     d_rows = torch.empty_like(rows, dtype=slopes.dtype)
-    _set_to_matched(d_rows, slopes, columns)
-    return d_rows if need else None, inner_product(rows, d_rows)
+    _set_to_matched(d_rows, slopes, partners)
+    return d_rows if need else None, _inner_product(rows, d_rows)
+
+
+def add_rows(total: Tensor, places: Tensor, rows: Tensor) -> None:
+    """`total.index_add_(0, places, rows)`, in a fixed order where places come several times.
+
+    On a GPU index_add_ has atomics; index_put_ sorts there. On a CPU it is the other way round: index_put_ has threads.
+    """
+    if total.is_cuda:
+        total.index_put_((places,), rows, accumulate=True)
+    else:
+        total.index_add_(0, places, rows)
 
 
 def _set_to_matched(gradient: Tensor, slopes: Tensor, partners: Tensor) -> None:

@@ -21,6 +21,7 @@ Source: Inf-CL, arXiv 2410.17243, Algorithms 1-4, with the two passes over the t
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -79,36 +80,45 @@ def inf_cl_loss(
     setup = set_up("inf_cl", (image_features, text_features), group, RingOptions(**options), compared=compared)
     ids = image_ids, text_ids
     found = find_duplicates(ids, ids, image_features.device, duplicates)
-    return differentiable(image_features, text_features, scalar_like(image_features, logit_scale), setup, found)
+    scale = scalar_like(image_features, logit_scale)
+    return differentiable(image_features, text_features, scale, setup, duplicates=found)
 
 
-def differentiable(
-    rows: Tensor, columns: Tensor, scale: Tensor, setup: Setup, duplicates: Duplicates | None = None
-) -> Tensor:
-    """The loss of inputs that were checked. rows, columns [b, D]; scale 0-dim."""
-    return _InfCL.apply(rows, columns, scale, setup, duplicates)
+def differentiable(rows: Tensor, columns: Tensor, scale: Tensor, setup: Setup, **kind) -> Tensor:
+    """The loss of inputs that were checked: rows [r, D], columns [c, D], scale 0-dim; kind: fields of Kind."""
+    return _InfCL.apply(rows, columns, scale, setup, Kind(**kind))
+
+
+class Kind(NamedTuple):
+    """Which entries of the logits are positives and negatives, and in which directions."""
+
+    duplicates: Duplicates | None = None
+    matches: Tensor | None = None  # int64 [r], this rank's column that matches each row; None: row i matches column i
+    both: bool = True  # of rows and columns, or of rows alone
 
 
 class _InfCL(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, row_features, column_features, scale, setup: Setup, duplicates):
+    def forward(ctx, row_features, column_features, scale, setup: Setup, kind: Kind):
         with torch.autocast(row_features.device.type, enabled=False):
             rows, columns = setup.operands(row_features, column_features)
-            losses, matched, positives = ring_forward(rows, columns, scale, *setup.of_a_pass(), duplicates=duplicates)
+            losses, matched, positives = ring_forward(rows, columns, scale, *setup.of_a_pass(), kind)
         excess, weights = (None, None) if positives is None else positives
-        ctx.save_for_backward(row_features, column_features, scale, losses, matched, weights)
-        ctx.setup, ctx.duplicates = setup, duplicates
+        ctx.save_for_backward(row_features, column_features, scale, losses, matched, weights, kind.matches)
+        ctx.setup, ctx.kind = setup, kind._replace(matches=None)
         return (losses if excess is None else losses + excess).mean()
 
     @staticmethod
     def backward(ctx, d_loss):
         refuse_double_backward("inf_cl")
-        row_features, column_features, scale, losses, matched, weights = ctx.saved_tensors
+        row_features, column_features, scale, losses, matched, weights, matches = ctx.saved_tensors
         setup: Setup = ctx.setup
+        kind, needs = ctx.kind._replace(matches=matches), ctx.needs_input_grad[:2]
         with torch.autocast(row_features.device.type, enabled=False):
             rows, columns = setup.operands(row_features, column_features)
-            options = {"duplicates": ctx.duplicates, "weights": weights, "needs": ctx.needs_input_grad[:2]}
-            *sides, d_scale = ring_backward(rows, columns, scale, losses, matched, *setup.of_a_pass(), **options)
+            *sides, d_scale = ring_backward(
+                rows, columns, scale, losses, matched, *setup.of_a_pass(), kind, weights=weights, needs=needs
+            )
             factor = d_loss / len(rows)
             sides = scaled_sides(sides, factor * scale, (row_features, column_features))
         return *sides, factor * d_scale, None, None
@@ -121,16 +131,15 @@ def ring_forward(
     ring: RingExchange,
     tile: Tile,
     workspace_bytes: int,
-    *,
-    duplicates: Duplicates | None = None,
+    kind: Kind,
 ) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor] | None]:
     """Return the cross entropies of own rows and columns over the group's global batch, and their matched logits.
 
     Returns:
-        [2, b] and [b]. If duplicates are positives: what the mean over all of them adds to the cross entropies, [2, b],
-        and 1 / their number, [b], of rows and of columns alike.
+        [2, b] (of rows alone [1, r]) and [b]. If duplicates are positives: what the mean over all of them adds to the
+        cross entropies, [2, b], and 1 / their number, [b], of rows and of columns alike.
     """
-    found = softmax_statistics(rows, columns, scale, ring, tile, workspace_bytes, both=True, duplicates=duplicates)
+    found = softmax_statistics(rows, columns, scale, ring, tile, workspace_bytes, **kind._asdict())
     losses = cross_entropies(found.others, found.matched)
     if found.weights is None or found.means is None:
         return losses, found.matched, None
@@ -147,17 +156,16 @@ def ring_backward(
     ring: RingExchange,
     tile: Tile,
     workspace_bytes: int,
+    kind: Kind,
     *,
-    duplicates: Duplicates | None = None,
     weights: Tensor | None = None,
     needs: Sequence[bool] = (True, True),
 ) -> tuple[Tensor | None, Tensor | None, Tensor]:
-    """`ring_gradients` of half the sum of all losses, of rows and columns; the rest as ring_forward returned it."""
-    row_lse, column_lse = losses + matched
+    """`ring_gradients` of the sum of the rows' losses, or of half of all losses in both directions."""
     slopes = torch.expm1(-losses).mean(0)
-    if weights is not None:
-        slopes += 1 - weights  # one's own pair is one positive of several
+    if weights is not None:  # the match is one positive of several
+        slopes = slopes + 1 - weights if kind.matches is None else torch.zeros_like(slopes)
     return softmax_gradients(
-        rows, columns, scale, row_lse, column_lse, slopes, ring, tile, workspace_bytes,
-        duplicates=duplicates, weights=weights, needs=needs,
+        rows, columns, scale, losses + matched, slopes, ring, tile, workspace_bytes,
+        matches=kind.matches, duplicates=kind.duplicates, weights=weights, needs=needs,
     )  # fmt: skip

@@ -44,4 +44,4 @@ def nt_xent_loss(
     views, others = torch.cat([first_views, second_views]), torch.cat([second_views, first_views])  # [2b, D]
     own = torch.arange(rank * len(views), (rank + 1) * len(views), device=views.device)
     left_out = find_duplicates([own], [own.roll(len(first_views))], views.device, "mask")
-    return inf_cl.differentiable(views, others, scalar_like(views, logit_scale), setup, left_out)
+    return inf_cl.differentiable(views, others, scalar_like(views, logit_scale), setup, duplicates=left_out)

@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 from infcl import InfCLLoss, inf_cl_loss, info_nce_loss, nt_xent_loss, siglip_loss
 from infcl.loss.contrastive import LOSSES, ContrastiveLoss
-from infcl.loss.info_nce import _add_rows
+from infcl.loss.gradients import add_rows
 from infcl.loss.ring import RingExchange
 from tests.lib.loss_oracle import Case, features, oracle, relative_error
 from tests.lib.ranks import refused, run_ranks
@@ -193,7 +193,7 @@ def test_many_queries_of_one_document_are_summed_in_a_fixed_order():
     sums = [torch.zeros(3000, 24) for _ in range(60)]
     torch.set_num_threads(2)
     for total in sums:
-        _add_rows(total, torch.arange(3000) % 2, rows)
+        add_rows(total, torch.arange(3000) % 2, rows)
     torch.set_num_threads(threads)
     assert all(torch.equal(total, sums[0]) for total in sums)
 
