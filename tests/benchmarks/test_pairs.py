@@ -69,7 +69,7 @@ def test_objects_are_exchanged_in_scenes_alone():
     ],
 )
 def test_a_study_trains_and_writes_a_row_for_each_training(tmp_path: Path, study: str, flags: list[str], names: set):
-    common = ["--out", str(tmp_path), "--work", str(tmp_path / "work"), "--num-train", "64", "--seeds", "1"]
+    common = ["--out", str(tmp_path), "--work", str(tmp_path / "work"), "--num-train", "512", "--seeds", "1"]
     assert main(["--study", study, *common, "--jobs", "2", *flags]) == 0
     found = read(tmp_path / f"{study.replace('-', '_')}.csv")
     assert {row["run"] for row in found} == names
