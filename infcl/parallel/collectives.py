@@ -1,5 +1,7 @@
-"""Collectives of one line: mean and maximum over a group, gather over tensor-parallel ranks, an answer of rank 0."""
+"""Collectives of one line: mean and maximum over a group, gather over tensor-parallel ranks, an answer of rank 0 or an
+error of any rank for all."""
 
+import socket
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, cast
 
@@ -27,6 +29,27 @@ def from_first_rank(own: Callable[[], _Answer]) -> _Answer:
     if shared[1] is not None:
         raise shared[1]
     return cast(_Answer, shared[0])
+
+
+def on_every_rank(own: Callable[[], _Answer]) -> _Answer:
+    """Call `own` on each rank and return its result there. Collective.
+
+    Raises:
+        ValueError: on every rank, where `own` raised one on any: rank 0's, else that of the first such rank.
+    """
+    result, error = None, None
+    try:
+        result = own()
+    except ValueError as raised:  # the other ranks wait for the gather
+        error = raised
+    errors: list[tuple[str, str | None]] = [("", None)] * dist.get_world_size()
+    dist.all_gather_object(errors, (socket.gethostname(), None if error is None else str(error)))
+    if errors[0][1] is not None:
+        raise ValueError(errors[0][1]) from error
+    for rank, (host, text) in enumerate(errors):
+        if text is not None:
+            raise ValueError(f"rank {rank} on {host}: {text}") from error
+    return cast(_Answer, result)
 
 
 def join_parts(parallel: Parallel, part: torch.Tensor) -> torch.Tensor:

@@ -13,6 +13,7 @@ import contextlib
 import os
 import sys
 import threading
+from collections.abc import Iterator
 from typing import NoReturn
 
 
@@ -31,23 +32,27 @@ def end_process(code: int) -> NoReturn:
         os._exit(code)
 
 
-def require_threads(count: int) -> None:
-    """Start and end `count` threads. Where a limit of processes allows fewer, a run would hang or end without a reason.
+@contextlib.contextmanager
+def spare_threads(count: int) -> Iterator[None]:
+    """Hold `count` more threads. Where a limit of processes allows fewer, a run would hang or end without a reason.
 
     Raises:
         ValueError: the user's limit (ulimit -u) or the container's (pids.max) has been reached.
     """
-    release, started = threading.Event(), []
+    release = threading.Event()
+    started: list[threading.Thread] = []
     try:
         for _ in range(count):
             thread = threading.Thread(target=release.wait, daemon=True)
-            thread.start()
+            try:
+                thread.start()
+            except RuntimeError as error:
+                raise ValueError(
+                    f"only {len(started)} more threads can be started, a rank may need {count}: raise the limit of "
+                    "processes (ulimit -u, or the container's), or use fewer --workers"
+                ) from error
             started.append(thread)
-    except RuntimeError as error:
-        raise ValueError(
-            f"only {len(started)} more threads can be started, a rank may need {count}: raise the limit of processes "
-            "(ulimit -u, or the container's), or use fewer --workers"
-        ) from error
+        yield
     finally:
         release.set()
         for thread in started:

@@ -40,7 +40,8 @@ from infcl.models.config import CLIPConfig, check_divides, load_any_config, with
 from infcl.models.open_clip_config import OpenClipConfig, preprocess_of
 from infcl.models.transformer import ResidualBlock
 from infcl.parallel import Parallel, init_parallel, ranks_of_host
-from infcl.parallel.process import require_threads
+from infcl.parallel.collectives import on_every_rank
+from infcl.parallel.process import spare_threads
 
 MOST_WORKERS = 8
 Towers = Any  # CLIP, or a model that open_clip builds with its interface (models/open_clip_model.py)
@@ -49,7 +50,8 @@ Towers = Any  # CLIP, or a model that open_clip builds with its interface (model
 def join(config: TrainConfig) -> Parallel:
     """Start the process group, and the groups of tensor parallelism. Collective; ValueError as `init_parallel` says."""
     workers = MOST_WORKERS if config.workers == AUTO_WORKERS else config.workers
-    require_threads(16 + 4 * workers)  # of the process group and the store; of each worker
+    with spare_threads(16):  # of the process group and the store
+        pass
     parallel = init_parallel(
         config.device,
         timeout_minutes=config.dist_timeout,
@@ -58,6 +60,8 @@ def join(config: TrainConfig) -> Parallel:
         run=config.name or config.model,
         settings=settings_of(config),
     )
+    with contextlib.ExitStack() as held:  # by all ranks of a node together, which share the limits
+        on_every_rank(lambda: held.enter_context(spare_threads(16 + 4 * workers)))
     if config.tensor_parallel_size > 1:
         from megatron_patches.groups import init_tensor_parallel
 
@@ -324,7 +328,8 @@ def build_loader(inputs: Inputs, parallel: Parallel) -> TrainLoader | SyntheticL
             pad_id=text.pad_id,
         )
     assert inputs.tokenizer is not None, "checked with the flags"
-    loader = TrainLoader(DataConfig.of(config), inputs.tokenizer, share, image_size=image_size, seed=config.seed)
+    data, tokenizer = DataConfig.of(config), inputs.tokenizer
+    loader = on_every_rank(lambda: TrainLoader(data, tokenizer, share, image_size=image_size, seed=config.seed))
     _require_same_data(loader)
     return loader
 

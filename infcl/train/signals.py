@@ -74,6 +74,8 @@ class StopSignals:
         self._taken_over = noted is not None
         self._interrupted_at = math.inf
         self._launcher, self._runner = deepspeed_launcher(), deepspeed_runner()
+        if self._launcher and self._runner is None and lost_its_parent(self._launcher):  # during the start
+            self.noted.append(signal.SIGHUP)
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> "StopSignals":

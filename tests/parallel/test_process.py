@@ -80,7 +80,13 @@ def test_a_reader_that_is_gone_does_not_change_the_exit_code():
 )
 def test_too_low_a_limit_of_processes_is_a_usage_error(tmp_path):
     """Of a user who has no processes else; root has no such limit."""
-    program = "from infcl.parallel.process import require_threads as r; r(20); print('20 are enough'); r(60)"
+    program = """
+from infcl.parallel.process import spare_threads
+with spare_threads(20):
+    print('20 are enough')
+with spare_threads(60):
+    pass
+"""
     rights = ["--inh-caps=-all,+dac_override", "--ambient-caps=-all,+dac_override"]  # Python may be in root's folder
     user = ["setpriv", "--reuid=64123", "--clear-groups", *rights, "bash", "-c", 'ulimit -u 40; exec "$@"', "-"]
     done = subprocess.run([*user, sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)

@@ -1,8 +1,12 @@
 """Parts of a run, as the flags name them."""
 
 import dataclasses
+import itertools
 import json
+import re
+import resource
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 
@@ -10,8 +14,8 @@ from infcl.checkpoint.run_folder import RunFolder
 from infcl.config import BatchPlan, TrainConfig, parse_args, resolve
 from infcl.evaluate.load import load_tokenizer
 from infcl.models import load_model_config
-from infcl.parallel import init_parallel
-from infcl.train.build import Inputs, build_loader, build_loss, build_tokenizer_and_model_config
+from infcl.parallel import init_parallel, process
+from infcl.train.build import Inputs, build_loader, build_loss, build_tokenizer_and_model_config, join
 from tests.lib.ranks import refused, run_ranks
 from tests.lib.shard_files import write_shards
 from tests.lib.specs import spec_of
@@ -70,6 +74,45 @@ def test_ranks_that_find_other_data_are_told(tmp_path):
     (tmp_path / "b" / "00001.tar").unlink()
     told = run_ranks(_refusal, 2, braces)
     assert told[0] == told[1] and "rank 1 on " in told[0] and "samples 2 there, 4 here" in told[0]
+
+
+def _with_few_descriptors(rank, world_size, folder):
+    parallel = init_parallel("cpu")
+    config = TrainConfig(train_data=folder, workers=1)
+    tokenizer = SimpleNamespace(sha256="", context_length=8)
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if rank == 1:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (48, before[1]))
+    try:
+        spec = spec_of(config, parallel, BatchPlan(2, 1, 1))
+        return refused(build_loader, Inputs(spec, load_model_config("demo"), tokenizer), parallel)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def _with_few_threads(rank, world_size):
+    started = itertools.count()
+
+    def start(thread):
+        if rank == 1 and next(started) >= 20:
+            raise RuntimeError("can't start new thread")
+        return whole(thread)
+
+    whole = process.threading.Thread.start
+    with mock.patch.object(process.threading.Thread, "start", start):
+        return refused(join, TrainConfig(workers=2, device="cpu"))
+
+
+def test_a_limit_of_one_rank_ends_all_in_one_line(tmp_path):
+    """`ulimit -n 64` met one rank alone, whose end the others reported with tracebacks, or waited for."""
+    told = run_ranks(_with_few_descriptors, 2, write_shards(tmp_path, [2, 2]))
+    assert told[0] == told[1]
+    assert re.match(
+        r"rank 1 on .*: 1 workers x 4 micro-batches may need \d+ open files .*, and 48 are allowed", told[0]
+    )
+    told = run_ranks(_with_few_threads, 2)
+    assert told[0] == told[1]
+    assert re.match(r"rank 1 on .*: only \d+ more threads can be started, a rank may need 24: raise the", told[0])
 
 
 def test_a_run_from_before_captions_were_repaired_keeps_its_ids(tokenizer_model, tmp_path):

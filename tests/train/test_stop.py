@@ -6,6 +6,7 @@ import subprocess
 
 import pytest
 
+from infcl.train import signals
 from infcl.train.signals import StopSignals, lost_its_parent
 from tests.lib.waiting import wait_until
 
@@ -90,6 +91,15 @@ def test_under_nohup_a_closed_terminal_is_nothing():
         sum(range(1000))
         assert signals.received == 0
     assert signal.signal(signal.SIGHUP, before) is signal.SIG_IGN
+
+
+def test_a_deepspeed_command_that_ended_during_the_start_ends_the_run_after_its_first_step(monkeypatch):
+    """Ranks that look for it when training begins found none, and trained on."""
+    monkeypatch.setattr(signals, "deepspeed_launcher", lambda: 123)
+    monkeypatch.setattr(signals, "deepspeed_runner", lambda: None)
+    for is_lost in (False, True):
+        monkeypatch.setattr(signals, "lost_its_parent", lambda _, is_lost=is_lost: is_lost)
+        assert bool(StopSignals().received) == is_lost
 
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="Linux tells of parents in /proc")
