@@ -91,15 +91,10 @@ class Trials:
 
     def _step(self, loss: str, pixels: str, micro_batches: int) -> None:
         self.trainer.release()
-        self.trainer.take(
-            loss=loss, accum_freq=micro_batches, pixel_cache=pixels, pixel_cache_gb=self._gigabytes(pixels)
-        )
+        where = "gpu" if pixels == "gpu" else self.pixel_cache_gb
+        self.trainer.take(loss=loss, accum_freq=micro_batches, pixel_cache_gb=where)
         with self.trainer.signals:
             self.trainer._train()
-
-    def _gigabytes(self, pixels: str):
-        """The flag is about host memory; on the GPU all pixels wait."""
-        return "auto" if pixels == "gpu" else self.pixel_cache_gb
 
 
 def versions(commit: str | None) -> dict[str, str]:

@@ -17,7 +17,6 @@ OWN_PATHS = (
     "zeroshot_data",
     "zeroshot_classnames",
     "zeroshot_templates",
-    "zeroshot_classes",
     "pretrained",
     "pretrained_image",
     "pretrained_text",
@@ -28,7 +27,7 @@ OWN_PATHS = (
     "resume",
 )
 # May differ: a node's cores, memory, disk and storage, and what it logs.
-OWN_VALUES = ("workers", "pixel_cache_gb", "data_cache_gb", "storage_timeout", "data_timeout", "device", "debug")
+OWN_VALUES = ("workers", "pixel_cache_gb", "data_cache_gb", "device", "debug")
 # Their contents are compared: JSON key by key, other files by SHA-256.
 SAME_CONTENTS = ("deepspeed_config", "model", "tokenizer")
 

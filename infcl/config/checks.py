@@ -20,8 +20,6 @@ POSITIVE = (
     "host_timeout",
     "log_every_n_steps",
     "max_image_pixels",
-    "storage_timeout",
-    "data_timeout",
 )
 NOT_NEGATIVE = (
     "batch_size",
@@ -34,8 +32,6 @@ NOT_NEGATIVE = (
     "save_every_minutes",
     "keep_checkpoints",
     "keep_every_n_steps",
-    "max_failed_saves",
-    "update_clip",
     "max_skipped_steps",
     "zeroshot_frequency",
     "lock_image_unlocked_groups",
@@ -149,7 +145,7 @@ def _check_data(config: TrainConfig) -> None:
         raise ValueError(
             "--train-data is missing: name the data, or use --dataset-type synthetic; `make train` runs the demo"
         )
-    if config.dataset_type == "webdataset" and is_table(config.train_data):
+    if config.dataset_type in ("webdataset", "streaming") and is_table(config.train_data):
         raise ValueError(
             f"--train-data {config.train_data} is a table: add --dataset-type csv, and --csv-separator , where commas "
             "separate its columns"
@@ -193,7 +189,7 @@ def _check_schedule_and_towers(config: TrainConfig) -> None:
 
 def _check_memory_and_reports(config: TrainConfig) -> None:
     if not _is_size(config.pixel_cache_gb):
-        raise ValueError(f"--pixel-cache-gb {config.pixel_cache_gb} is neither a number of at least 0 nor auto")
+        raise ValueError(f"--pixel-cache-gb {config.pixel_cache_gb} is neither a number of at least 0 nor auto nor gpu")
     count = config.resident_micro_batches
     if count != "auto" and not (count.isdecimal() and int(count) > 0):
         raise ValueError(f"--resident-micro-batches {count} is neither a number above 0 nor auto")
@@ -262,7 +258,7 @@ def _check_tensor_parallel(config: TrainConfig) -> None:
 
 def _is_size(text: str) -> bool:
     try:
-        return text == "auto" or 0 <= float(text) < float("inf")
+        return text in ("auto", "gpu") or 0 <= float(text) < float("inf")
     except ValueError:
         return False
 

@@ -83,20 +83,17 @@ class TrainConfig:
     zeroshot_templates: str | None = _flag(
         None, "data", "a prompt per line with {}, or imagenet [templates.txt with the data]"
     )
-    zeroshot_classes: str | None = _flag(None, "data", "which classes compete, a line each, for a subset [all]")
     dataset_type: str = _flag(
         "webdataset",
         "data",
-        "format of --train-data; auto: csv for names in .csv or .tsv",
-        choices=("webdataset", "csv", "synthetic", "auto"),
+        "format of --train-data; streaming: webdataset read front to back (pipe: urls), without an exact order and "
+        "resume; auto: csv for names in .csv or .tsv, else webdataset",
+        choices=("webdataset", "streaming", "csv", "synthetic", "auto"),
     )
     train_data_upsampling_factors: str | None = _flag(
         None,
         "data",
         "'a::b': how often an epoch sees each sample of the values, or '::' parts, of --train-data",
-    )
-    data_reader: str = _flag(
-        "indexed", "data", "indexed: exact order and resume; streaming: pipe: urls", choices=("indexed", "streaming")
     )
     train_num_samples: int | None = _flag(None, "data", "samples per epoch (synthetic and streaming data need it)")
     tokenizer: str | None = _flag(
@@ -151,8 +148,6 @@ class TrainConfig:
     )
     data_cache_gb: float = _flag(100.0, "data", "limit of --data-cache; shards used longest ago are removed")
     allow_pipe_urls: bool = _flag(False, "data", "run the shell commands of pipe: urls")
-    storage_timeout: float = _flag(30.0, "data", "seconds without a byte after which a read is tried again")
-    data_timeout: float = _flag(600.0, "data", "seconds without a batch after which the run ends")
 
     model: str = _flag(
         "ViT-B-32",
@@ -207,10 +202,6 @@ class TrainConfig:
         "precision of the loss's matmuls; auto: that of --precision on a GPU, fp32 on a CPU",
         choices=("auto", "bf16", "fp16", "tf32", "fp32"),
     )
-    ring: str = _flag(
-        "auto", "loss", "two-level: rings within nodes inside a ring of nodes", choices=("auto", "flat", "two-level")
-    )
-    ring_overlap: str = _flag("on", "loss", "off: wait for each message where it is sent", choices=("on", "off"))
 
     batch_size: int = _flag(
         64,
@@ -241,7 +232,6 @@ class TrainConfig:
     beta1: float = _flag(0.9, "optimisation", "beta1 (adafactor: momentum)")
     beta2: float = _flag(0.98, "optimisation", "beta2 (adafactor: its cap)")
     eps: float = _flag(1e-6, "optimisation", "epsilon of adamw, adamw8bit and lamb")
-    update_clip: float = _flag(1.0, "optimisation", "adafactor: root mean square of a parameter's update (0: no limit)")
     wd: float = _flag(0.2, "optimisation", "weight decay of matrices (not of norms, biases, position embeddings)")
     wd_mode: str = _flag(
         "lr", "optimisation", "decay per step: --wd times lr, or times lr / peak lr (schedule)", choices=WD_MODES
@@ -293,11 +283,8 @@ class TrainConfig:
     pixel_cache_gb: str = _flag(
         "auto",
         "system",
-        "GB of pixels per rank kept between the passes, the rest is decoded twice; auto: 0.6 of the free host memory, "
-        "all pixels with --pixel-cache gpu",
-    )
-    pixel_cache: str = _flag(
-        "host", "system", "device that caches pixels between the two passes", choices=("host", "gpu")
+        "GB of host memory per rank that keep pixels between the passes, the rest is decoded twice; auto: 0.6 of what "
+        "is free; gpu: all pixels in GPU memory",
     )
     deepspeed_config: str = _flag(DEFAULT_PRESET, "system", "ZeRO preset: zero0 to zero3, or a JSON file")
     tensor_parallel_size: int = _flag(
@@ -313,7 +300,9 @@ class TrainConfig:
     host_timeout: float = _flag(
         40.0, "system", "seconds without a heartbeat after which a node is lost and the run ends"
     )
-    dist_timeout: float = _flag(30.0, "system", "minutes until a hung collective ends the run (a hung disk: 0.8 of it)")
+    dist_timeout: float = _flag(
+        30.0, "system", "minutes until a hung collective ends the run (a hung disk: 0.8 of it, no batch: a third)"
+    )
     skip_memory_check: bool = _flag(False, "system", "start although the estimate exceeds the memory")
     deterministic: bool = _flag(False, "system", "bitwise repeatable kernels (slower)")
     seed: int = _flag(0, "system", "seed of initialisation, data order, augmentation and dropout")
@@ -326,7 +315,6 @@ class TrainConfig:
     save_every_n_steps: int = _flag(0, "run", "checkpoint every n steps too (0: off)")
     save_every_minutes: float = _flag(0.0, "run", "checkpoint every x minutes too (0: off)")
     keep_checkpoints: int = _flag(3, "run", "keep the last n checkpoints (0: all)")
-    max_failed_saves: int = _flag(3, "run", "end the run when more checkpoints in a row cannot be written")
     keep_every_n_steps: int = _flag(0, "run", "also keep the checkpoint of every n-th step (0: off)")
     val_frequency: int = _flag(1, "run", "retrieval on --val-data every n epochs (0: only at the end)")
     zeroshot_frequency: int = _flag(2, "run", "zero-shot on --zeroshot-data every n epochs (0: only at the end)")

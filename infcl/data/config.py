@@ -72,8 +72,8 @@ class DataConfig:
         assert config.train_data is not None, "checked with the flags"
         return cls(
             config.train_data,
-            dataset_type=config.dataset_type,
-            reader=config.data_reader,
+            dataset_type="csv" if config.dataset_type == "csv" else "webdataset",
+            reader="streaming" if config.dataset_type == "streaming" else "indexed",
             keys=SampleKeys(config.image_key, config.text_key, config.json_text_key, tuple(config.json_text_key_probs)),
             columns=columns_of(config),
             limits=limits_of(config, DEFAULT_LIMITS),
@@ -86,7 +86,6 @@ class DataConfig:
             num_samples=config.train_num_samples,
             upsampling_factors=parse_factors(config.train_data_upsampling_factors),
             storage=StorageOptions(
-                timeout=config.storage_timeout,
                 cache=config.data_cache,
                 cache_bytes=int(config.data_cache_gb * 1e9),
                 allow_pipe=config.allow_pipe_urls,
@@ -95,7 +94,7 @@ class DataConfig:
             max_missing_shards=config.max_missing_shards,
             max_bad_fraction=config.max_bad_fraction,
             workers=config.workers,
-            timeout=config.data_timeout,
+            timeout=60 * config.dist_timeout / 3,
         )
 
 

@@ -100,7 +100,7 @@ def scan_shard(path: str, keys: SampleKeys, storage: StorageOptions = DEFAULT_ST
         pread = _ReadAhead(file, path, storage) if is_remote(path) else file.pread
         if pread(3, 0) in (b"\x1f\x8b\x08", b"BZh", b"\xfd7z"):
             raise ValueError(
-                f"{path} is compressed and cannot be read at random: unpack it, or use --data-reader streaming"
+                f"{path} is compressed and cannot be read at random: unpack it, or use --dataset-type streaming"
             )
         for name, offset, size in tar_members(pread, file.file_bytes, damage):
             key, extension = split_name(name)

@@ -77,7 +77,7 @@ class Source(Protocol):
 
 _MEANT = {  # behind a value of the fingerprint that is not the run's
     "global_batch_size": " (data-parallel ranks x --accum-freq x --batch-size, or --global-batch-size)",
-    "manifest_sha256": " (of the shards' names, sizes, sample counts and factors, as --data-reader counts them)",
+    "manifest_sha256": " (of the shards' names, sizes, sample counts and factors, as the reader counts them)",
     "tokenizer_sha256": " (of the model file)",
 }
 
@@ -128,7 +128,9 @@ class StepLoader:
         before the next one. Raises ValueError where the source cannot read anything twice.
         """
         if again and not self._source.repeats:
-            raise ValueError("the streaming reader cannot read micro-batches a second time; use --data-reader indexed")
+            raise ValueError(
+                "the streaming reader cannot read micro-batches a second time; use --dataset-type webdataset"
+            )
         source = self._source.micro_batches(self._epoch, self._step, again)
         for _ in range(len(self)):
             epoch, step = self._epoch, self._step

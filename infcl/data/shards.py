@@ -132,7 +132,7 @@ def _check_spool(shards: Sequence[Shard], storage: StorageOptions) -> None:
     if needed > storage.cache_bytes:
         raise ValueError(
             f"{len(spooled)} shards of {needed / 1e9:.3g} GB cannot be read at random and do not fit in the spool of "
-            f"{storage.cache_bytes / 1e9:.3g} GB: raise --data-cache-gb, or use --data-reader streaming"
+            f"{storage.cache_bytes / 1e9:.3g} GB: raise --data-cache-gb, or use --dataset-type streaming"
         )
 
 

@@ -74,7 +74,7 @@ class WorkerBoard:
             except RuntimeError as error:
                 if "DataLoader timed out" not in str(error):
                     raise
-                raise NoBatch(f"no batch for {self.timeout:g} s; {self._says()} (--data-timeout)") from error
+                raise NoBatch(f"no batch for {self.timeout:g} s; {self._says()} (a third of --dist-timeout)") from error
             if isinstance(item, NoBatch):
                 raise item
             yield item

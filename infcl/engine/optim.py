@@ -85,8 +85,7 @@ def build_optimizer(
         return Lion(groups, lr=peak, betas=betas)
     if config.opt == "lamb":
         return Lamb(groups, lr=peak, betas=betas, eps=config.eps)
-    clip = config.update_clip or None
-    return AdaFactor(groups, lr=peak, momentum=config.beta1, beta2_cap=config.beta2, clipping_threshold=clip)
+    return AdaFactor(groups, lr=peak, momentum=config.beta1, beta2_cap=config.beta2)
 
 
 def state_bytes_per_element(config: TrainConfig) -> int:

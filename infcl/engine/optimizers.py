@@ -166,7 +166,7 @@ class AdaFactor(_ByPiece):
         lr: float,
         momentum: float,
         beta2_cap: float,
-        clipping_threshold: float | None,
+        clipping_threshold: float = 1.0,
         momentum_dtype: torch.dtype = torch.bfloat16,
     ):
         self.momentum_dtype = momentum_dtype
@@ -194,10 +194,9 @@ class AdaFactor(_ByPiece):
         else:
             update = self._factored_update(tensor, gradient, state, beta2)
         pieces, _ = self.layouts[tensor]
-        if options["clipping_threshold"] is not None:
-            (squares,) = self._sums(tensor, [self._squared_norms(tensor, update)])
-            excess = (squares / self.sizes[tensor]).sqrt() / options["clipping_threshold"]
-            self._per_element(tensor, 1 / excess.clamp(min=1.0), update)
+        (squares,) = self._sums(tensor, [self._squared_norms(tensor, update)])
+        excess = (squares / self.sizes[tensor]).sqrt() / options["clipping_threshold"]
+        self._per_element(tensor, 1 / excess.clamp(min=1.0), update)
         tensor.mul_(1 - options["lr"] * options["weight_decay"])
         for piece in pieces:  # one at a time: fp32 copies of one momentum, not of all
             momentum = piece.of(state["exp_avg"])

@@ -118,7 +118,7 @@ def _folder_indices(
         return {name: (k,) for k, name in enumerate(folders)}
     raise ValueError(
         f"{len(folders)} class folders ({unknown[0]!r} is not in {classnames}) and {num_classes} class names: write "
-        "FOLDER<TAB>name lines into the classnames file, or give a file with --zeroshot-classes"
+        "FOLDER<TAB>name lines into the classnames file, or give infcl-evaluate a file with --zeroshot-classes"
     )
 
 

@@ -58,7 +58,7 @@ def parser() -> argparse.ArgumentParser:
     flags.add_argument("--zero", type=int, default=1, choices=(0, 1, 2, 3))
     flags.add_argument("--grad-checkpointing", action="store_true", help="recompute activations in the backward pass")
     flags.add_argument("--offload", action="store_true", help="optimizer state in host memory")
-    flags.add_argument("--pixel-cache", default="host", choices=("host", "gpu"), help="device that caches pixels")
+    flags.add_argument("--pixel-cache-gb", default="auto", choices=("auto", "gpu"), help="auto: pixels in host memory")
     flags.add_argument(
         "--resident-micro-batches",
         type=graphs_or_auto,
@@ -102,7 +102,7 @@ def setting_of(arguments: argparse.Namespace) -> Setting:
         compiled=arguments.compile_blocks != "off",
         resident=1 if arguments.resident_micro_batches == "auto" else arguments.resident_micro_batches,
         offload=arguments.offload,
-        pixels="host" if arguments.pixel_cache == "host" else "device",
+        pixels="device" if arguments.pixel_cache_gb == "gpu" else "host",
         loss=arguments.loss,
         ring=arguments.ring,
         precision=arguments.precision,

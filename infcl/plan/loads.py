@@ -43,7 +43,7 @@ def load_of_run(
     parameters, trainable = (sum(column) // share for column in zip(*counts.values()))
     blocks, trunks = trained_blocks(config, cfg), kept_trunks(config, cfg)
     replays_pixels = not trunks["image"] and not (config.lock_image and config.lock_image_unlocked_groups == 0)
-    pixels = float("inf") if config.pixel_cache_gb == "auto" else float(config.pixel_cache_gb) * 1e9
+    pixels = float("inf") if config.pixel_cache_gb in ("auto", "gpu") else float(config.pixel_cache_gb) * 1e9
     if config.lock_image:
         cfg = with_overrides(cfg, patch_dropout=0.0)  # a locked tower drops none
     return Load(
@@ -64,7 +64,7 @@ def load_of_run(
         blocks=blocks,
         trunks=sum(trunks[tower] * size for tower, size in stream_bytes(precision).items()),
         pixels=pixels if replays_pixels else 0.0,
-        pixels_on_gpu=config.pixel_cache == "gpu" and not on_cpu,
+        pixels_on_gpu=config.pixel_cache_gb == "gpu" and not on_cpu,
         uploads=0 if on_cpu else 1 + UPLOAD_LEAD,
         two_level=has_two_levels(config, ranks, on_host),
         offloads=spec.offloads if stage is None else (),
@@ -74,10 +74,10 @@ def load_of_run(
 
 
 def has_two_levels(config: TrainConfig, ranks: int, ranks_of_host: int) -> bool:
-    """Whether the loss of so many ranks has a ring of nodes. ValueError where --ring asks for one that cannot be."""
+    """Whether the loss of so many ranks has a ring of nodes."""
     if config.loss not in TILED or ranks == 1:
         return False
-    return lap_length(list(range(ranks)), ring=config.ring, ranks_per_node=ranks_of_host) < ranks
+    return lap_length(list(range(ranks)), ring="auto", ranks_per_node=ranks_of_host) < ranks
 
 
 def trained_blocks(config: TrainConfig, cfg: CLIPConfig) -> dict[str, int]:

@@ -26,14 +26,14 @@ def build_pixel_cache(
     replays_pixels = not (model.frozen["image"] or model.keeps_trunk["image"])
     micro_batch_bytes = 3 * image_size**2 * rows
     replayed = batch.num_micro_batches - min(resident, batch.num_micro_batches) if replays_pixels else 0
-    on_gpu = config.pixel_cache == "gpu"
+    on_gpu = config.pixel_cache_gb == "gpu"
     ranks = ranks_of_host(parallel)
     free = available_host_bytes() - ranks * reserved
-    if config.pixel_cache_gb == "auto":
-        budget = replayed * micro_batch_bytes if on_gpu else auto_budget(free, ranks)
-    else:
-        budget = float(config.pixel_cache_gb) * 1e9
-    kept = min(replayed, int(budget // micro_batch_bytes))
+    kept = replayed
+    if not on_gpu:
+        automatic = config.pixel_cache_gb == "auto"
+        budget = auto_budget(free, ranks) if automatic else float(config.pixel_cache_gb) * 1e9
+        kept = min(replayed, int(budget // micro_batch_bytes))
     kept = int(-max_over(parallel.dp_group, [-kept], parallel.device)[0])
     if not on_gpu and kept and kept * micro_batch_bytes * ranks > free:
         raise ValueError(
@@ -44,7 +44,7 @@ def build_pixel_cache(
     if kept < replayed and not repeats:
         raise ValueError(
             f"the streaming reader cannot read a step twice, and its pixels ({replayed * micro_batch_bytes / 1e9:.2f} "
-            f"GB a rank) do not fit in --pixel-cache-gb {config.pixel_cache_gb}: use --data-reader indexed, or more"
+            f"GB a rank) do not fit in --pixel-cache-gb {config.pixel_cache_gb}: use --dataset-type webdataset, or more"
         )
     return PixelCache(
         parallel.device,

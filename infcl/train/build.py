@@ -287,9 +287,7 @@ def build_loss(spec: RunSpec, parallel: Parallel) -> nn.Module:
         "group": group,
         "tile": config.tile,
         "tile_dtype": spec.tile_dtype,
-        "ring": config.ring,
         "ranks_per_node": parallel.ranks_per_node,
-        "ring_overlap": config.ring_overlap,
         "duplicates": config.duplicates,
         "fixed_shape": True,
     }
@@ -372,6 +370,6 @@ def build_tasks(inputs: Inputs) -> dict[str, RetrievalTask | ZeroShotTask]:
         keys = SampleKeys(image, text, config.json_text_key)
         tasks["retrieval"] = RetrievalTask(config.val_data, loss=loss, keys=keys, columns=columns_of(config), **common)
     if config.zeroshot_data:
-        files = {name: getattr(config, f"zeroshot_{name}") for name in ("classnames", "templates", "classes")}
+        files = {name: getattr(config, f"zeroshot_{name}") for name in ("classnames", "templates")}
         tasks["zero_shot"] = ZeroShotTask(config.zeroshot_data, **files, **common)
     return tasks

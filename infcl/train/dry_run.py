@@ -80,13 +80,13 @@ def _host_table(
     """Host memory of a rank, and of so many on a host with `free` bytes (None: as it is now). load: of a
     --pixel-cache-gb.
     """
-    if config.pixel_cache_gb == "auto" and config.pixel_cache == "host":
+    if config.pixel_cache_gb == "auto":
         free = available_host_bytes() if free is None else free
         budget = auto_budget(free - ranks * sum(host_parts(load("0")).values()), ranks)
         planned, pixels = load(str(budget / 1e9)), " (auto: of what is free now)"
     else:
         planned = load(config.pixel_cache_gb)
-        pixels = " (--pixel-cache gpu: they are in the device's)" if planned.pixels_on_gpu else ""
+        pixels = " (--pixel-cache-gb gpu: they are in the device's)" if planned.pixels_on_gpu else ""
     parts = host_parts(planned)
     width = max(map(len, parts))
     where = ", in the same memory as the above" if on_cpu else ""

@@ -81,7 +81,7 @@ class Fit:
 
     def load(self, spec: RunSpec) -> Load:
         """Return the load of `spec`, without the pixels that only use free memory."""
-        if spec.flags.pixel_cache_gb == "auto" and spec.flags.pixel_cache == "host":
+        if spec.flags.pixel_cache_gb == "auto":
             spec = spec.change(pixel_cache_gb="0")
         return load_of_run(spec, self.cfg, self.counts, ranks_of_host=self.ranks_of_host)
 

@@ -16,6 +16,8 @@ from infcl.parallel import Parallel, max_over
 from infcl.train.observers import Step
 from infcl.train.signals import Stopped, StopSignals
 
+MAX_FAILED_SAVES = 3  # in a row; more end the run
+
 
 class Saves:
     """An observer that saves.
@@ -61,7 +63,7 @@ class Saves:
 
         Raises:
             Stopped: after a checkpoint, when a rank has received a signal.
-            RuntimeError: after more failed checkpoints in a row than --max-failed-saves. Not at the last step: a run
+            RuntimeError: after more failed checkpoints in a row than MAX_FAILED_SAVES. Not at the last step: a run
                 that is trained to the end is exported, saved or not.
         """
         config, minutes = self.config, self.config.save_every_minutes
@@ -80,9 +82,9 @@ class Saves:
             raise Stopped(int(signal))
 
     def _end_if_nothing_is_kept(self) -> None:
-        if (failed := self.checkpoints.failed_in_a_row) > self.config.max_failed_saves:
+        if (failed := self.checkpoints.failed_in_a_row) > MAX_FAILED_SAVES:
             raise RuntimeError(
                 f"{failed} checkpoints in a row could not be written to {self.checkpoints.run.checkpoints}, more than "
-                f"--max-failed-saves {self.config.max_failed_saves}: further training would keep nothing "
+                f"{MAX_FAILED_SAVES}: further training would keep nothing "
                 f"({self.checkpoints.problem}). Fix that; {self.checkpoints.hint}"
             )

@@ -47,7 +47,7 @@ def losses_of_hosts_and_of_one_rank(
 ) -> tuple[list[float], list[float]]:
     """Of `steps` steps of `pairs` pairs: the whole trainer's, with a two-level ring on all ranks, and one rank's."""
     more, ranks = ("--steps", str(steps), "--accum-freq", "1"), hosts * slots
-    many = ("--ring", "two-level", "--global-batch-size", str(pairs), "--batch-size", str(pairs // ranks))
+    many = ("--global-batch-size", str(pairs), "--batch-size", str(pairs // ranks))
     with Hosts(hosts, slots=slots) as made:
         code, output = train(made, flags(demo_folder, folder, *more, *many, "--host-timeout", "600"))
     assert code == 0 and f"{ranks} x cpu" in output, output

@@ -147,7 +147,7 @@ def planned_for_trial(row: dict) -> float:
 
 def planned_at_start(row: dict) -> float:
     """GiB that the check at start plans for the flags of a row of benchmarks.step on one GPU, with its buckets."""
-    config, preset = setting_of(row["label"])
+    config, preset = setting_of(row["label"].replace("pixel-cache gpu", "pixel-cache-gb gpu"))  # as it is called today
     buckets = {"reduce_bucket_size": BUCKET, "overlap_comm": True} | json.loads(row["zero_options"] or "{}")
     preset["zero_optimization"] |= buckets
     _, cfg = build_tokenizer_and_model_config(config)

@@ -155,11 +155,11 @@ def test_a_sweep_is_of_the_rings_that_are_asked_for(ring, rings, tmp_path, capsy
 
 
 def test_the_trainers_spellings_are_the_planners_too():
-    own = "--gpus 8 --global-batch 16k --micro-batch-size 64 --pixel-cache gpu"
-    trainers = "--gpus 8 --global-batch-size 16384 --batch-size 64 --pixel-cache gpu"
+    own = "--gpus 8 --global-batch 16k --micro-batch-size 64 --pixel-cache-gb gpu"
+    trainers = "--gpus 8 --global-batch-size 16384 --batch-size 64 --pixel-cache-gb gpu"
     assert setting_of(parser().parse_args(trainers.split())) == setting_of(parser().parse_args(own.split()))
     words = set(make_parser()._option_string_actions)
-    assert {"--global-batch-size", "--batch-size", "--micro-batch-size", "--pixel-cache"} <= words
+    assert {"--global-batch-size", "--batch-size", "--micro-batch-size", "--pixel-cache-gb"} <= words
 
 
 @pytest.mark.parametrize(
@@ -276,15 +276,15 @@ def test_what_is_advised_for_a_single_gpu_is_what_runs_there():
 def test_the_defaults_are_the_trainers():
     """The same flags have the same defaults; the preset that the trainer takes is that of ZeRO-1."""
     trainer = make_parser()
-    for flag in ("grad_checkpointing", "compile_blocks", "resident_micro_batches", "pixel_cache", "attention", "loss",
-                 "ring", "tensor_parallel_size", "sequence_parallel"):  # fmt: skip
+    for flag in ("grad_checkpointing", "compile_blocks", "resident_micro_batches", "pixel_cache_gb", "attention",
+                 "loss", "tensor_parallel_size", "sequence_parallel"):  # fmt: skip
         assert parser().get_default(flag) == trainer.get_default(flag), flag
     assert parser().get_default("zero") == 1 and trainer.get_default("deepspeed_config").endswith("zero1.json")
     setting = setting_of(parser().parse_args(["--micro-batch-size", "64"]))
     fields = {field.name: field.default for field in dataclasses.fields(TrainConfig)}
     assert setting.checkpointing == fields["grad_checkpointing"] and setting.loss == fields["loss"]
-    assert setting.attention == fields["attention"] and setting.ring == fields["ring"]
-    assert setting.pixels == fields["pixel_cache"] and setting.tensor_parallel == fields["tensor_parallel_size"]
+    assert setting.attention == fields["attention"] and setting.ring == "auto"
+    assert setting.pixels == "host" and setting.tensor_parallel == fields["tensor_parallel_size"]
 
 
 def test_a_plan_without_flags_caches_the_activations_that_fit_as_the_trainer_does(capsys):

@@ -210,8 +210,8 @@ def test_the_dry_run_s_pixels_are_where_they_are():
 
     assert f"{8 * one / 2**20:.1f} MiB (auto" in table()
     assert f"{2 * one / 2**20:.1f} MiB" in table(pixel_cache_gb=str(2.5 * one / 1e9))
-    assert " 0 B (--pixel-cache gpu" in table(pixel_cache="gpu")
-    assert f"{8 * one / 2**20:.1f} MiB" in table(pixel_cache="gpu", on_cpu=True)
+    assert " 0 B (--pixel-cache-gb gpu" in table(pixel_cache_gb="gpu")
+    assert f"{8 * one / 2**20:.1f} MiB" in table(pixel_cache_gb="gpu", on_cpu=True)
     assert " 0 B" in table(lock_image=True)
 
 

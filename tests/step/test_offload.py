@@ -199,6 +199,6 @@ def test_a_run_has_the_same_losses_whatever_is_kept(demo_folder, tmp_path):
 
 
 def test_a_cache_that_cannot_be_is_refused(demo_folder, tmp_path):
-    config = demo_config(demo_folder, tmp_path, accum_freq=4, batch_size=16, data_reader="streaming")
+    config = demo_config(demo_folder, tmp_path, accum_freq=4, batch_size=16, dataset_type="streaming")
     config = dataclasses.replace(config, pixel_cache_gb="0", train_num_samples=512)
     assert "cannot read a step twice" in run_ranks(refusal, 1, config)[0]

@@ -190,7 +190,7 @@ LEVERS = {
         *("--compile-blocks", "on", "--grad-checkpointing", "--resident-micro-batches", "2"),
         *("--pixel-cache-gb", "0"),
     ],
-    "auto": ["--resident-micro-batches", "auto", "--pixel-cache", "gpu"],
+    "auto": ["--resident-micro-batches", "auto", "--pixel-cache-gb", "gpu"],
     "zero3": ["--deepspeed_config", "ds_configs/zero3.json", "--compile-blocks", "on", "--grad-checkpointing"],
 }
 

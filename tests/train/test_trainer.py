@@ -210,6 +210,7 @@ def fit_with_lost_saves(rank, world_size, config, lost):
     from infcl.checkpoint import write as checkpoint_writer
     from infcl.checkpoint.run_folder import claim_run_folder
     from infcl.parallel import init_parallel
+    from infcl.train import saves
     from infcl.train.build import resolve_inputs
     from infcl.train.trainer import Trainer
 
@@ -222,7 +223,7 @@ def fit_with_lost_saves(rank, world_size, config, lost):
 
     parallel = init_parallel("cpu")
     trainer, ended = Trainer(resolve_inputs(config, parallel), parallel, claim_run_folder(config, parallel)), ""
-    with mock.patch.object(checkpoint_writer, "_write_tensors", lose):
+    with mock.patch.object(checkpoint_writer, "_write_tensors", lose), mock.patch.object(saves, "MAX_FAILED_SAVES", 2):
         try:
             trainer.fit()
         except RuntimeError as error:
@@ -231,12 +232,10 @@ def fit_with_lost_saves(rank, world_size, config, lost):
 
 
 def test_a_run_whose_saves_all_fail_ends_on_every_rank_and_one_that_recovers_does_not(demo_folder, tmp_path):
-    config = demo_config(
-        demo_folder, tmp_path, batch_size=8, steps=8, save_every_n_steps=1, max_failed_saves=2, accum_freq=1
-    )
+    config = demo_config(demo_folder, tmp_path, batch_size=8, steps=8, save_every_n_steps=1, accum_freq=1)
     for step, ended in run_ranks(fit_with_lost_saves, 2, config, {2, 4, 5, 6}):
         assert step in (6, 7)  # a save is published by the end of the next step
-        assert ended.startswith("3 checkpoints in a row could not be written to") and "--max-failed-saves 2" in ended
+        assert ended.startswith("3 checkpoints in a row could not be written to") and "more than 2" in ended
         assert "rank 1: No such device" in ended and ended.endswith("--resume latest continues from step_00000003")
     resumed = dataclasses.replace(config, resume="latest")
     for step, ended in run_ranks(fit_with_lost_saves, 2, resumed, {4, 5, 7, 8}):
@@ -256,7 +255,6 @@ def test_saves_that_fail_are_counted_before_the_next_is_begun(demo_folder, tmp_p
         batch_size=4,
         steps=steps,
         save_every_n_steps=1,
-        max_failed_saves=2,
         accum_freq=1,
         warmup=0,
     )
