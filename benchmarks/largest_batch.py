@@ -65,10 +65,10 @@ def main(arguments: list[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as folder:
         rows = Path(folder) / "rows.csv"
         while True:
-            answers = {(row["loss"], row["pixels"], int(row["global_batch"])): row for row in read(rows)}
+            answers = {(row["loss"], row["pixels"], row["global_batch"]): row for row in read(rows)}
             try:
                 _plan(options, partial(_answer, answers), say=print)
-                return 0 if any(int(row["fits"]) for row in answers.values()) else 1
+                return 0 if any(row["fits"] for row in answers.values()) else 1
             except _Unanswered:
                 _launch(options, arguments, rows)
 
@@ -91,7 +91,7 @@ def _plan(options: argparse.Namespace, trials: Callable[[str, str, int], dict], 
 
             def trial(batch: int, loss=loss, pixels=pixels) -> Trial:
                 row = trials(loss, pixels, batch)
-                return Trial(batch, float(row["peak_gib"]) if int(row["fits"]) else None)
+                return Trial(batch, row["peak_gib"] if row["fits"] else None)
 
             if options.at:
                 for batch in sorted(options.at):

@@ -55,7 +55,7 @@ class Trials:
         key = {"model": options.model, "gpus": options.gpus, "memory_gb": options.memory_gb, "pixels": pixels}
         key |= {"loss": loss, "precision": options.precision, "checkpointing": int(not options.no_checkpointing)}
         key |= {"micro_batch": options.batch_size, "global_batch": batch}
-        if known := self.known.get(tuple(str(value) for value in key.values())):
+        if known := self.known.get(tuple(key.values())):
             return known
         begun = self.path.with_name("begun.json")
         if self.parallel.rank == 0:

@@ -117,10 +117,10 @@ def test_memory_that_runs_out_amid_a_step_means_that_a_batch_does_not_fit_and_th
     rows = read(path)
     assert launched.launches == 2
     assert [(row["loss"], row["global_batch"], row["fits"]) for row in rows] == [
-        ("inf_cl", "4096", "1"),
-        ("inf_cl", "8192", "0"),
-        ("clip", "4096", "1"),
-        ("clip", "8192", "1"),
+        ("inf_cl", 4096, 1),
+        ("inf_cl", 8192, 0),
+        ("clip", 4096, 1),
+        ("clip", 8192, 1),
     ]
     assert "OutOfMemoryError" in rows[1]["said"] and rows[1]["commit"] == hardware(None)["commit"]
 
@@ -139,7 +139,7 @@ def test_what_was_measured_before_another_failure_is_kept(monkeypatch, tmp_path)
     ) as ended:
         main(["--at", "4096", "8192", "--csv", str(tmp_path / "a.csv")])
     assert isinstance(ended.value.code, str)  # printed, and exit code 1
-    assert [row["global_batch"] for row in read(tmp_path / "a.csv")] == ["4096"]
+    assert [row["global_batch"] for row in read(tmp_path / "a.csv")] == [4096]
 
 
 def test_a_model_that_does_not_fit_itself_is_told_from_a_batch(monkeypatch):

@@ -6,9 +6,9 @@ import json
 import re
 
 from benchmarks.largest_batch import planned_peak
-from benchmarks.results import latest, measured_losses, where
-from benchmarks.results import rows as rows_of
-from benchmarks.rows import append
+from benchmarks.results import measured_losses
+from benchmarks.rows import append, latest, where
+from benchmarks.rows import rows as rows_of
 from benchmarks.step import setting_of
 from infcl.config import resolve
 from infcl.config.preset import BUCKET

@@ -7,7 +7,7 @@ import torch
 
 from benchmarks.largest_batch import FILLED
 from benchmarks.paper import paper_memory, paper_step
-from benchmarks.results import rows
+from benchmarks.rows import rows
 from infcl.config import BatchPlan, TrainConfig
 from infcl.config.preset import read_preset
 from infcl.models import CLIP, load_model_config

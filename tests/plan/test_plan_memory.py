@@ -12,7 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from benchmarks import results
+from benchmarks.rows import rows as rows_of
 from infcl.config import BatchPlan, TrainConfig
 from infcl.config.preset import BUCKET, read_preset
 from infcl.loss.contrastive import ContrastiveLoss
@@ -107,7 +107,7 @@ def test_a_tiled_loss_needs_memory_linear_in_the_batch_and_a_dense_one_the_squar
 
 def test_dense_losses_take_about_what_was_measured():
     tried = set()
-    for row in results.rows("loss_h200.csv"):
+    for row in rows_of("loss_h200.csv"):
         if row["impl"] in ("clip", "open_clip", "disco") and row["extra_mib"] and row["extra_mib"] > 1000:
             sizes = {"rows": row["global_batch"] // row["gpus"], "ranks": row["gpus"], "width": row["dim"]}
             planned = sum(loss_bytes(row["impl"], **sizes).values()) / 2**20
@@ -119,7 +119,7 @@ def test_dense_losses_take_about_what_was_measured():
 def test_a_ring_holds_what_was_measured_around_one():
     """Of sends, since copies land in memory that torch does not count; bf16 features, which the caller has."""
     tried = []
-    for row in results.rows("loss_h200.csv"):
+    for row in rows_of("loss_h200.csv"):
         two_level = row["impl"] == "inf_cl two-level/2"
         if (row["impl"] == "inf_cl sends" or two_level) and row["global_batch"] >= 2**15 * row["gpus"]:
             rows = row["global_batch"] // row["gpus"]

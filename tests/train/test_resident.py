@@ -7,7 +7,7 @@ from unittest import mock
 import pytest
 import torch
 
-from benchmarks import results
+from benchmarks.rows import rows
 from infcl.config import BatchPlan, TrainConfig
 from infcl.models import load_model_config
 from infcl.plan.activations import graph_bytes
@@ -45,7 +45,7 @@ def beside_towers(loss: str, rows: int, ranks: int, width: int, **flags) -> floa
 def measured() -> list[tuple[str, int, int, int, float]]:
     """(loss, rows, ranks, width, bytes above the features) of the losses that hold their logits."""
     found = []
-    for row in results.rows("loss_h200.csv"):
+    for row in rows("loss_h200.csv"):
         if row["impl"] in ("clip", "open_clip", "disco") and row["extra_mib"]:
             ranks = row["gpus"]
             found.append((row["impl"], row["global_batch"] // ranks, ranks, row["dim"], row["extra_mib"] * 2**20))
