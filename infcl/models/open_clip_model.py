@@ -56,7 +56,11 @@ class _Trained:
     def lock_image_tower(self, unlocked_groups: int = 0, *, keep_trunk: bool = True) -> None:
         """Freeze the image tower, all but what open_clip calls its last groups; call before deepspeed.initialize."""
         model: Any = super()
+        module: Any = self
+        counts = {name: value for name, value in module.named_buffers() if name.endswith("num_batches_tracked")}
         model.lock_image_tower(unlocked_groups, freeze_bn_stats=True)
+        for name in counts.keys() - dict(module.named_buffers()).keys():  # frozen norms have none, an export does
+            module.get_submodule(name.rpartition(".")[0]).register_buffer("num_batches_tracked", counts[name])
         self.frozen["image"] = unlocked_groups == 0
 
     def lock_text_tower(self, unlocked_layers: int = 0, *, keep_trunk: bool = True) -> None:

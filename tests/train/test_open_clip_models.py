@@ -1,6 +1,8 @@
 """Models that open_clip builds, in the trainer: six families against open_clip itself, and the way back to it."""
 
+import dataclasses
 import json
+from unittest import mock
 
 import pytest
 import torch
@@ -8,10 +10,13 @@ import torch.distributed as dist
 
 from infcl.config import TrainConfig
 from infcl.convert.export import load_exported
+from infcl.data.hugging_face_tokenizer import HuggingFaceTokenizer
+from infcl.evaluate.load import load_model
 from infcl.models.open_clip_config import load_open_clip_config
 from infcl.report import read_metrics
 from tests.lib.open_clip_stub import declare_torchvision_operators, import_open_clip
 from tests.lib.ranks import run_ranks
+from tests.lib.training import demo_config, fit
 
 CLIP_TEXT = {"context_length": 16, "vocab_size": 512, "width": 64, "heads": 4, "layers": 2}
 SIGLIP_TEXT = CLIP_TEXT | {"no_causal_mask": True, "pool_type": "last", "proj_bias": True}
@@ -164,6 +169,10 @@ def test_a_family_trains_under_zero_1_and_3_and_begins_as_open_clip_has_it(famil
         curves.append(losses)
     assert curves[0] == pytest.approx(curves[1], abs=1e-4)
     assert curves[0][-1] < curves[0][0]
+    if family == "hf":
+        _, tokenize = load_model(tmp_path / "zero3" / "export", device=torch.device("cpu"))
+        texts = ["a red LEFT of the blue", "green"]
+        assert torch.equal(tokenize(texts), HuggingFaceTokenizer(tokenizer, 16)(texts))
     if family != "eva":  # at a size that timm did not make it for, which open_clip sets only after loading
         _loads_in_open_clip(tmp_path / "zero3" / "export", tokenizer)
 
@@ -181,6 +190,61 @@ def _loads_in_open_clip(folder, tokenizer):
         assert (theirs.encode_image(images, normalize=True) - own["image_features"]).abs().max() < 1e-6
         assert (theirs.encode_text(texts, normalize=True) - own["text_features"]).abs().max() < 1e-6
     assert theirs.logit_scale.item() == pytest.approx(own["logit_scale"].item())
+
+
+def fit_resnet(rank, world_size, config: TrainConfig, die_after: int | None = None):
+    declare_torchvision_operators()
+    return fit(rank, world_size, config, die_after)
+
+
+def test_a_resumed_run_with_running_statistics_continues_bit_for_bit(models, demo_folder, tmp_path):
+    flags = {"model": f"open_clip:{models / 'resnet.json'}", "batch_size": 8, "steps": 4, "save_every_n_steps": 2}
+    whole, stopped = (demo_config(demo_folder, tmp_path / name, **flags) for name in ("whole", "stopped"))
+    losses = run_ranks(fit_resnet, 2, whole, timeout=200)[0]
+    run_ranks(fit_resnet, 2, stopped, 3, timeout=200)
+    resumed = dataclasses.replace(stopped, resume="latest")
+    assert run_ranks(fit_resnet, 2, resumed, timeout=200)[0][4] == losses[4]
+    states = [load_exported(tmp_path / name / "run" / "export")[0].state_dict() for name in ("whole", "stopped")]
+    assert sum("running_var" in name for name in states[0]) > 5
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+
+
+def fit_from_a_tag(rank, world_size, config: TrainConfig, folder):
+    """Train where open_clip has the models and the downloaded weights of a folder."""
+    declare_torchvision_operators()
+    from open_clip import pretrained
+
+    tags = {"resnet": {"mine": pretrained._pcfg("https://example.org/resnet.pt", mean=(0.4,) * 3, std=(0.3,) * 3)}}
+    with (
+        mock.patch.dict(pretrained._PRETRAINED, tags),
+        mock.patch.object(pretrained, "download_pretrained", return_value=str(folder / "resnet.pt")),
+        mock.patch("infcl.models.open_clip_config.open_clip_folder", return_value=folder),
+    ):
+        return fit(rank, world_size, config)
+
+
+@pytest.mark.parametrize("stage", (1, 3))
+def test_weights_of_a_tag_are_taken_and_a_locked_tower_keeps_them(stage, models, demo_folder, tmp_path):
+    import open_clip
+
+    folder = tmp_path / "open_clip"
+    (folder / "model_configs").mkdir(parents=True)
+    fields = json.loads((models / "resnet.json").read_text())
+    fields["text_cfg"] |= {"vocab_size": 300}
+    (folder / "model_configs" / "resnet.json").write_text(json.dumps(fields))
+    torch.manual_seed(3)
+    given = open_clip.CLIP(**fields | {"nonscalar_logit_scale": True}).state_dict()
+    torch.save(given, folder / "resnet.pt")
+    config = demo_config(
+        demo_folder, tmp_path, model="open_clip:resnet", pretrained="open_clip:mine", lock_image=True, steps=2,
+        batch_size=8, deepspeed_config=f"ds_configs/zero{stage}.json",
+    )  # fmt: skip
+    run_ranks(fit_from_a_tag, 2, config, folder, timeout=200)
+    model, cfg = load_exported(tmp_path / "run" / "export")
+    assert cfg.preprocess.mean == (0.4,) * 3 and cfg.preprocess.std == (0.3,) * 3
+    for name, value in model.state_dict().items():
+        kept = torch.equal(value, given[name])
+        assert kept == (name.startswith("visual.") or name == "attn_mask"), name
 
 
 def first_norm(rank, world_size, config: TrainConfig):
