@@ -17,14 +17,25 @@ _MERGES = 49152 - 256 - 2
 _WORDS = r"'s|'t|'re|'ve|'m|'ll|'d|[\p{L}]+|[\p{N}]|[^\s\p{L}\p{N}]+"
 
 
-def export_bpe(out: Path, *, context_length: int) -> bool:
-    """Write tokenizer.json and tokenizer_config.json into `out`. False, and nothing, where open_clip is missing."""
+def read_merges() -> list[list[str]]:
+    """Return the merges of the installed open_clip, in order of rank. Its package is read, not imported.
+
+    Raises:
+        ValueError: open_clip is missing.
+    """
     spec = importlib.util.find_spec("open_clip")
     if spec is None or spec.origin is None:
-        return False
+        raise ValueError(
+            "--format hf of a model with CLIP's own tokenizer needs its vocabulary, which open_clip ships: "
+            "pip install open_clip_torch (--format open_clip needs none)"
+        )
     merges_file = Path(spec.origin).with_name("bpe_simple_vocab_16e6.txt.gz")
     lines = gzip.decompress(merges_file.read_bytes()).decode("utf-8").split("\n")
-    merges = [line.split() for line in lines[1 : _MERGES + 1]]
+    return [line.split() for line in lines[1 : _MERGES + 1]]
+
+
+def export_bpe(merges: list[list[str]], out: Path, *, context_length: int) -> None:
+    """Write tokenizer.json and tokenizer_config.json into `out`. merges: those of read_merges."""
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": _START,
@@ -39,7 +50,6 @@ def export_bpe(out: Path, *, context_length: int) -> bool:
     }
     (out / "tokenizer.json").write_text(json.dumps(_tokenizer(merges), ensure_ascii=False), encoding="utf-8")
     (out / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    return True
 
 
 def _tokenizer(merges: list[list[str]]) -> dict[str, object]:

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from infcl.convert.export_bpe import export_bpe
+from infcl.convert.export_bpe import export_bpe, read_merges
 from infcl.convert.export_tokenizer import LOWER_STEPS, export_tokenizer, repair_steps
 from infcl.convert.hf_clip import hf_config, to_hf
 from infcl.models import CLIPConfig
@@ -39,11 +39,14 @@ def write_hf(
 ) -> None:
     """Write the folder, all but the card; weights and tokenizer are `cfg`'s (export_model checks that).
 
-    ValueError, before anything is written, for a model that CLIPModel cannot express.
+    ValueError, before anything is written, for a model that CLIPModel cannot express, or whose tokenizer is CLIP's own
+    where open_clip, which ships it, is missing.
     """
     from safetensors.torch import save_file
 
     config = hf_config(cfg)
+    has_own_bpe = tokenizer_model is None and cfg.text_cfg.vocab_size == 49408  # CLIP's own
+    merges = read_merges() if has_own_bpe else []
     weights = to_hf({key: value.detach().to("cpu", torch.float32) for key, value in state_dict.items()})
     out.mkdir(parents=True, exist_ok=True)
     (out / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
@@ -52,8 +55,8 @@ def write_hf(
     if tokenizer_model is not None:
         export_tokenizer(tokenizer_model, out, context_length=cfg.text_cfg.context_length)
         _take_raw_captions(out, repair_steps() if cfg.text_cfg.repairs_captions else [])
-    elif cfg.text_cfg.vocab_size == 49408:  # CLIP's own
-        export_bpe(out, context_length=cfg.text_cfg.context_length)
+    elif has_own_bpe:
+        export_bpe(merges, out, context_length=cfg.text_cfg.context_length)
     preprocessing = _preprocessing(cfg.vision_cfg.image_size)
     (out / "preprocessor_config.json").write_text(json.dumps(preprocessing, indent=2) + "\n", encoding="utf-8")
 
