@@ -6,7 +6,7 @@ captions, which have any number of rows, share one dynamic graph.
 """
 
 import logging
-from collections.abc import Callable, Set
+from collections.abc import Callable, Iterable, Set
 from typing import Any
 
 import torch
@@ -67,10 +67,8 @@ def compile_blocks(model: CLIP, batch_sizes: Set[int], *, packed: bool = False) 
         False, with a warning, if a parameter's size is not a multiple of 8: DeepSpeed's flat buffers would then place
         the next parameter at an address that compiled kernels do not accept.
     """
-    if odd := [n for n, p in model.named_parameters() if ".resblocks." in n and p.numel() % ALIGNED]:
-        _log.warning("the blocks run eagerly: the size of %s is not a multiple of %d", odd[0], ALIGNED)
+    if not _may_compile((name, p) for name, p in model.named_parameters() if ".resblocks." in name):
         return False
-    torch._dynamo.config.recompile_limit = max(_RECOMPILE_LIMIT, torch._dynamo.config.recompile_limit)
     compiled = torch.compile(compute_block, dynamic=False)
     towers: list[tuple[Any, Set[int]]] = [(model.visual.transformer, batch_sizes)]
     towers.append((model.transformer, set() if packed else batch_sizes))
@@ -90,15 +88,22 @@ def compile_foreign_blocks(model: nn.Module) -> bool:
         False, with a warning, where they run eagerly: a parameter's size is not a multiple of 8 (see compile_blocks).
     """
     blocks = [block for block in repeated_blocks(model) if not running_statistics(block)]
-    for block in blocks:
-        if odd := [name for name, p in block.named_parameters() if p.numel() % ALIGNED]:
-            name = f"{type(block).__name__}.{odd[0]}"
-            _log.warning("the blocks run eagerly: the size of %s is not a multiple of %d", name, ALIGNED)
-            return False
-    torch._dynamo.config.recompile_limit = max(_RECOMPILE_LIMIT, torch._dynamo.config.recompile_limit)
+    if not _may_compile(
+        (f"{type(block).__name__}.{name}", p) for block in blocks for name, p in block.named_parameters()
+    ):
+        return False
     for block in blocks:
         FORWARD.apply(block, lambda forward: torch.compile(forward, dynamic=False))
     return bool(blocks)
+
+
+def _may_compile(parameters: Iterable[tuple[str, nn.Parameter]]) -> bool:
+    """Whether all sizes are multiples of 8, with a warning if not; then dynamo may compile a graph per batch size."""
+    if odd := next((name for name, p in parameters if p.numel() % ALIGNED), None):
+        _log.warning("the blocks run eagerly: the size of %s is not a multiple of %d", odd, ALIGNED)
+        return False
+    torch._dynamo.config.recompile_limit = max(_RECOMPILE_LIMIT, torch._dynamo.config.recompile_limit)
+    return True
 
 
 def compile_embedding(visual: VisionTransformer, batch_sizes: Set[int]) -> None:

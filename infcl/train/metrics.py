@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from infcl.checkpoint.run_folder import RunFolder, why_not_written
+from infcl.config import TrainConfig
 from infcl.report.records import read_records
 from infcl.report.summary import aligned
 from infcl.train.observers import Step
@@ -68,25 +69,13 @@ class MetricsWriter:
     dropped: an exception would end rank 0 alone, and the other ranks would wait for it.
     """
 
-    def __init__(
-        self,
-        run: RunFolder,
-        *,
-        enabled: bool,
-        total_steps: int,
-        log_every_n_steps: int,
-        report_to: str = "none",
-        wandb_project_name: str = "infcl",
-        samples_seen: int = 0,
-    ):
+    def __init__(self, run: RunFolder, config: TrainConfig, *, enabled: bool, total_steps: int, samples_seen: int = 0):
         self.run, self.enabled = run, enabled
         self.lost = 0
         if enabled:
             self.file = open(run.metrics, "a", buffering=1)
-            self.sinks = open_sinks(
-                report_to, run.root, wandb_project_name=wandb_project_name, samples_seen=samples_seen
-            )
-            self.console = Console(total_steps, log_every_n_steps)
+            self.sinks = open_sinks(config, run.root, samples_seen=samples_seen)
+            self.console = Console(total_steps, config.log_every_n_steps)
             self._end_torn_line()
 
     def step(self, step: int, samples_seen: int, values: dict[str, float | None]) -> None:

@@ -9,18 +9,13 @@ import sys
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
+from infcl.config import TrainConfig
+
 FIRST_STEPS = 3  # of a start, each with a line
 SMOOTHED_STEPS = 20  # time left and data wait are means over so many steps
-REPORT_TO = {
-    "tensorboard": ("tensorboard",),
-    "wandb": ("wandb",),
-    "all": ("tensorboard", "wandb"),
-    "none": (),
-}
 
 
 class Sink(Protocol):
@@ -29,17 +24,18 @@ class Sink(Protocol):
     def close(self) -> None: ...
 
 
-def open_sinks(report_to: str, run: Path, *, wandb_project_name: str, samples_seen: int = 0) -> list[Sink]:
+def open_sinks(config: TrainConfig, run: Path, *, samples_seen: int = 0) -> list[Sink]:
     """Open the sinks of --report-to, which write below the run folder. Rank 0 only.
 
     Args:
         samples_seen: how many a resumed run has seen so far.
     """
-    openers: dict[str, Callable[[], Sink]] = {
-        "tensorboard": lambda: TensorBoardSink(run, samples_seen),
-        "wandb": lambda: WandbSink(run, wandb_project_name),
-    }
-    return [openers[name]() for name in REPORT_TO[report_to]]
+    sinks: list[Sink] = []
+    if config.report_to in ("tensorboard", "all"):
+        sinks.append(TensorBoardSink(run, samples_seen))
+    if config.report_to in ("wandb", "all"):
+        sinks.append(WandbSink(run, config.wandb_project_name))
+    return sinks
 
 
 class TensorBoardSink:

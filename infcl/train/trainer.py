@@ -114,7 +114,10 @@ class Trainer:
         )  # fmt: skip
         self.signals = StopSignals(noted)
         self.saves = Saves(config, self.parallel, checkpoints=self.checkpoints, signals=self.signals, state=self._state)
-        self.skips = Skips(self.engine, self.parallel, self.saves, self._say, max_in_a_row=config.max_skipped_steps)
+        self.skips = Skips(
+            self.engine, self.parallel, self.saves, lambda text: self.metrics.say(text),
+            max_in_a_row=config.max_skipped_steps,
+        )  # fmt: skip
         self.step, self.train_seconds = 0, 0.0
 
     def _build_observers(self) -> None:
@@ -297,9 +300,6 @@ class Trainer:
         self.saves.finish()
         raise TooManyBadSamples(f"{next(filter(None, told))}\n{self.checkpoints.hint}")
 
-    def _say(self, text: str) -> None:
-        self.metrics.say(text)
-
     def _loss(self, *features: torch.Tensor) -> torch.Tensor:
         ids = self._same_ids()
         return self.sampled_loss(*features, **({} if ids is None else {"image_ids": ids}))
@@ -315,7 +315,7 @@ class Trainer:
     def _encode_again(
         self, micro_batch: dict[str, torch.Tensor], kept: dict[str, torch.Tensor], first: int
     ) -> dict[str, torch.Tensor]:
-        """`_encode` of the towers that have gradients, from the trunks that pass 1 kept where those have none."""
+        """Encode with the towers that have gradients, from the trunks that pass 1 kept where those have none."""
         frozen, others = self.engine.module.frozen, dict(micro_batch)
         images, texts = others.pop("images"), others.pop("texts")
         each, count = self.config.texts_per_image, num_texts(micro_batch)
@@ -371,11 +371,9 @@ class Trainer:
         changed = self.run.open(self.config, self.model_config.to_json(), self.parallel, checkpoint)
         self.metrics = MetricsWriter(
             self.run,
+            self.config,
             enabled=self.parallel.rank == 0,
-            report_to=self.config.report_to,
-            wandb_project_name=self.config.wandb_project_name,
             total_steps=self.total_steps,
-            log_every_n_steps=self.config.log_every_n_steps,
             samples_seen=self.samples_seen,
         )
         self.timer = PhaseTimer(self.parallel.device)

@@ -1,4 +1,4 @@
-"""What a ZeRO preset and the flags become: DeepSpeed's config, what of it is said, and which presets are refused."""
+"""What a ZeRO preset and the flags become: DeepSpeed's config, how it is described, and which presets are rejected."""
 
 import dataclasses
 import json

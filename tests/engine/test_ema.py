@@ -73,7 +73,7 @@ def test_the_decay_warms_up_to_its_value():
 
 
 def seen_weights(rank, world_size, preset, precision):
-    """What forwards see before, while and after the average is shown, and the masters before and after."""
+    """What forwards see before, while and after the average is shown, and the FP32 master weights before and after."""
     from infcl.checkpoint.load import full_weights
     from infcl.config import BatchPlan
     from infcl.parallel import init_parallel

@@ -42,7 +42,7 @@ def test_three_steps_equal_the_single_process_ones(preset, world_size):
 
 
 def steps_across_hosts(rank, world_size, preset):
-    """As if each rank were another host's. And whether DeepSpeed's optimizer reduces beside the backward."""
+    """As if each rank were another host's. And whether DeepSpeed's optimizer reduces during the backward."""
     from infcl.parallel import Parallel
 
     seen: list[bool] = []
@@ -57,7 +57,7 @@ def steps_across_hosts(rank, world_size, preset):
 
 
 @pytest.mark.parametrize("preset", ["zero1", "zero2"])
-def test_reductions_run_beside_the_backward_across_hosts_and_change_no_step(preset):
+def test_reductions_run_during_the_backward_across_hosts_and_change_no_step(preset):
     (_, norms, _, state, _), overlaps = run_ranks(steps_across_hosts, 2, preset)[0]
     _, expected_norms, expected_state = expected(2)
     assert norms == pytest.approx(expected_norms, rel=1e-5) and worst_error(state, expected_state) < 1e-5
@@ -85,7 +85,7 @@ def test_a_graph_that_has_no_backward_changes_no_step(preset):
 
 @pytest.mark.parametrize("preset", ["zero0", "zero1", "zero2", "zero3", "zero2_bf16"])
 def test_the_clamp_of_logit_scale_holds_through_the_next_step(preset):
-    """The ceiling lies below where the unclamped run goes; every copy (master weights too) must have been clamped."""
+    """The ceiling is below where the unclamped run goes; every copy (master weights too) must have been clamped."""
     precision = "bf16" if preset == "zero2_bf16" else "fp32"
     results = run_ranks(engine_steps, 2, preset, precision)
     _, _, scales, state, _ = results[0]
@@ -121,7 +121,7 @@ def test_steps_in_bf16_with_dropout_follow_the_float64_ones_too(preset, precisio
 
 def follow_in_bf16(got, wanted):
     losses, norms, scales, state, _ = got
-    assert scales[0] == pytest.approx(START, abs=1e-6), "masters must start from unrounded values"
+    assert scales[0] == pytest.approx(START, abs=1e-6), "FP32 master weights must start from unrounded values"
     expected_losses, expected_norms, expected_state = wanted
     assert losses == pytest.approx(expected_losses, rel=2e-2)
     assert norms == pytest.approx(expected_norms, rel=2e-2)

@@ -116,7 +116,7 @@ def test_steps_and_evaluations_are_those_without_keeping_to_the_bit(world_size, 
 
 
 def forward_after_a_write(rank, world_size, preset):
-    """Features before and after a weight is written amid a step, as a checkpoint's are; a fresh engine's with it."""
+    """Features before and after a weight is written during a step, as a checkpoint's are; a fresh engine's with it."""
     engine, written = gathering_engine(preset, world_size), gathering_engine(preset, world_size)
     parameter = dict(engine.module.named_parameters())["visual.proj"]
     value = engine.state.read(parameter).flip(0)

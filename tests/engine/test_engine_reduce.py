@@ -138,7 +138,7 @@ def _gpu_steps(rank: int, world_size: int, port: int, presets: list[str]) -> Non
 
 @pytest.mark.gpu
 def test_gradients_whose_reduction_is_late_are_not_overwritten_on_gpus(tmp_path):
-    """Weights after five steps, beside ZeRO-1's."""
+    """Weights after five steps, and those of ZeRO-1."""
     (tmp_path / "1").mkdir()
     presets = [preset_of(tmp_path), preset_of(tmp_path / "1", stage=1, reduce_bucket_size=10**6)]
     world_size = min(torch.cuda.device_count(), 4)

@@ -71,7 +71,7 @@ def steps_with_detours(rank, world_size, preset, hosts=1):
 
     model = Detour()
     config = settings(preset, precision="fp32", grad_clip_norm=None, wd=0.0)
-    with mock.patch.object(Parallel, "hosts", hosts):  # across hosts stages 1 and 2 reduce beside the backward
+    with mock.patch.object(Parallel, "hosts", hosts):  # across hosts stages 1 and 2 reduce during the backward
         engine, steps = engine_of(model, config, init_parallel("cpu"), BatchPlan(world_size, 2, 4)), []
     for pattern in PATTERNS:
         for index, model.taken in enumerate(pattern):
@@ -273,5 +273,5 @@ def error_of_the_mean(rank, world_size, preset, precision):
     ("preset", "precision"), [*((f"zero{stage}", "amp_bf16") for stage in range(4)), ("zero1", "bf16")]
 )
 def test_gradients_are_not_rounded_on_their_way_between_ranks(preset, precision):
-    """By default DeepSpeed sends those of nn.Linear and nn.Conv2d in 16 bits under autocast, all of them in bf16."""
+    """By default DeepSpeed sends those of nn.Linear and nn.Conv2d in BF16 under autocast, all of them in bf16."""
     assert max(run_ranks(error_of_the_mean, 3, preset, precision)) < 1e-6

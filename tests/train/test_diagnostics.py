@@ -59,7 +59,7 @@ def test_the_sampled_loss_is_the_loss_and_looks_at_the_first_rows_only():
 
 @pytest.mark.parametrize("preset", ["zero0", "zero1", "zero2", "zero3", "zero3_offload"])
 def test_tower_norms_are_the_same_in_every_stage_and_add_up(demo_folder, tmp_path, preset):
-    """One rank without sharding is the truth; beside the towers there is only logit_scale."""
+    """One rank without sharding is the reference; in addition to the towers there is only logit_scale."""
     flags = {"steps": 2, "batch_size": 16, "deepspeed_config": f"ds_configs/{preset}.json"}
     run_ranks(fit, 2, demo_config(demo_folder, tmp_path / "two", **flags))
     alone = {"steps": 2, "deepspeed_config": "ds_configs/zero0.json"}
@@ -82,7 +82,7 @@ def norms_of_the_towers(engine) -> list[float]:
     [("zero0", "fp32", 1e-4), ("zero1", "bf16", 2e-2), ("zero2", "bf16", 2e-2), ("zero3", "bf16", 2e-2)],
 )
 def test_a_tower_s_norm_is_that_of_its_own_gradients(preset, precision, within):
-    """bf16 gradients are kept in other buffers; the truth is one process, in float32, without an engine."""
+    """bf16 gradients are kept in other buffers; the reference is one process, in float32, without an engine."""
     model = demo_model(checkpointing=False).train()
     squares = {"image": 0.0, "text": 0.0}
     for name, gradient in gradients_in_one_process(2, model, demo_batch).items():

@@ -119,7 +119,7 @@ def fit_in_fp16(rank, world_size, config, die_after=None):
 
 
 def test_a_run_in_fp16_skips_until_the_loss_scale_has_come_down_and_resumes_with_it(demo_folder, tmp_path):
-    """A run killed amid the skipped steps goes on as the one that was not, to the last bit."""
+    """A run killed during the skipped steps continues as the one that was not, to the last bit."""
     fp16 = {"enabled": True, "initial_scale_power": 18, "hysteresis": 1, "min_loss_scale": 1}
     (tmp_path / "p.json").write_text(json.dumps({"zero_optimization": {"stage": 2}, "fp16": fp16}))
     config = demo_config(

@@ -1,4 +1,4 @@
-"""What a run writes and shows while it goes on: records, sinks over samples_seen, console, profile."""
+"""What a run writes and shows during training: records, sinks over samples_seen, console, profile."""
 
 import errno
 import io
@@ -26,7 +26,7 @@ VALUES = {"loss": 1.5, "samples_per_second": 1000.0, "data_wait": 0.25, "lr": 1e
 
 @pytest.fixture
 def wandb(monkeypatch):
-    """A stand-in that records what it is told; the real package is optional and not needed to run the tests."""
+    """A stand-in that records its calls; the real package is optional and not needed to run the tests."""
     module, log = types.ModuleType("wandb"), []
 
     class WandbRun:
@@ -48,15 +48,19 @@ def wandb(monkeypatch):
     return module
 
 
+def writer_in(folder, report_to="none"):
+    config = TrainConfig(report_to=report_to, log_every_n_steps=2)
+    return MetricsWriter(RunFolder(folder), config, enabled=True, total_steps=4)
+
+
 def write(folder, report_to="none", **extra):
-    run = RunFolder(folder)
-    run.root.mkdir(exist_ok=True)
-    writer = MetricsWriter(run, enabled=True, total_steps=4, log_every_n_steps=2, report_to=report_to)
+    folder.mkdir(exist_ok=True)
+    writer = writer_in(folder, report_to)
     writer.step(1, 64, VALUES | extra)
     writer.step(2, 128, VALUES | extra)
     writer.evaluation("zero_shot", 2, 128, {"top1": 0.5})
     writer.close()
-    return read_records(run.metrics)
+    return read_records(RunFolder(folder).metrics)
 
 
 def test_what_is_not_a_number_is_left_out_and_lines_stay_json(tmp_path):
@@ -76,7 +80,7 @@ class FullDisk(io.StringIO):
 
 
 def test_a_full_disk_is_said_once_and_neither_stops_the_run_nor_the_sinks(tmp_path, wandb, capsys, monkeypatch):
-    writer = MetricsWriter(RunFolder(tmp_path), enabled=True, total_steps=4, log_every_n_steps=1, report_to="wandb")
+    writer = writer_in(tmp_path, "wandb")
     monkeypatch.setattr(writer, "file", FullDisk())
     writer.step(1, 64, VALUES)
     writer.evaluation("zero_shot", 1, 64, {"top1": 0.5})
@@ -99,7 +103,7 @@ def test_a_sink_that_fails_in_its_own_way_is_said_once_and_the_others_go_on(tmp_
     def fail(*_):
         raise CommError("the service is gone")
 
-    writer = MetricsWriter(RunFolder(tmp_path), enabled=True, total_steps=4, log_every_n_steps=1, report_to="wandb")
+    writer = writer_in(tmp_path, "wandb")
     after = types.SimpleNamespace(log=lambda *arguments: kinds.append(arguments[0]), close=lambda: kinds.append("end"))
     kinds = []
     writer.sinks.append(after)
@@ -118,7 +122,7 @@ def test_what_a_sink_loses_at_its_close_is_said_before_the_console_ends(tmp_path
     def fail():
         raise CommError("the service is gone")
 
-    writer = MetricsWriter(RunFolder(tmp_path), enabled=True, total_steps=4, log_every_n_steps=1)
+    writer = writer_in(tmp_path)
     writer.sinks.append(types.SimpleNamespace(close=fail))
     calls = []
     monkeypatch.setattr(writer.console, "say", calls.append)
@@ -128,7 +132,7 @@ def test_what_a_sink_loses_at_its_close_is_said_before_the_console_ends(tmp_path
 
 
 def test_a_mistake_in_what_is_recorded_is_not_taken_for_a_full_disk(tmp_path):
-    writer = MetricsWriter(RunFolder(tmp_path), enabled=True, total_steps=4, log_every_n_steps=1)
+    writer = writer_in(tmp_path)
     with pytest.raises(KeyError, match="samples_per_second"):
         writer.step(1, 64, {"loss": 1.0})
     writer.close()
@@ -151,7 +155,7 @@ def test_tensorboard_forgets_what_a_resumed_run_does_again(tmp_path, monkeypatch
     seconds = itertools.count(10)  # names of event files begin with the time, and are read in their order
     monkeypatch.setattr(event_file_writer, "time", types.SimpleNamespace(time=lambda: float(next(seconds))))
     for seen, shown in ((0, (64, 128, 192)), (128, (192, 256)), (64, (128,))):
-        (sink,) = open_sinks("tensorboard", tmp_path, wandb_project_name="", samples_seen=seen)
+        (sink,) = open_sinks(TrainConfig(), tmp_path, samples_seen=seen)
         for samples in shown:
             sink.log("train", 1, samples, {"loss": float(seen)})
         sink.close()

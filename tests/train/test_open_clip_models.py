@@ -54,7 +54,7 @@ FAMILIES = {
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
-    """{family: JSON file}; the text tower of hf, and its tokenizer, in a folder beside."""
+    """{family: JSON file}; the text tower of hf, and its tokenizer, in a folder next to it."""
     import_open_clip()
     folder = tmp_path_factory.mktemp("models")
     from transformers import BertConfig, BertTokenizerFast

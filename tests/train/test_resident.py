@@ -19,7 +19,7 @@ H200 = 140 * 2**30  # bytes
 
 
 def needed(batch: BatchPlan, *, width: int = 512, on_host: int | None = None, **flags) -> float:
-    """Bytes that graphs of ViT-B-32 leave, beside a model without parameters."""
+    """Bytes that graphs of ViT-B-32 leave next to a model without parameters."""
     config = TrainConfig(dataset_type="synthetic", train_num_samples=1, **flags)
     engine = SimpleNamespace(state=SimpleNamespace(parameters=list))
     ranks = batch.dp_size * config.tensor_parallel_size
@@ -63,13 +63,13 @@ def test_graphs_leave_the_room_that_a_dense_loss_was_measured_to_take():
 
 @pytest.mark.parametrize("name", ["inf_cl", "siglip", "open_clip", "disco"])
 def test_tensor_parallel_ranks_count_their_share_of_the_pairs_and_the_features_of_all(name):
-    """The loss is that of as many ranks without tensor parallelism; beside it lie the rows of the others."""
+    """The loss is that of as many ranks without tensor parallelism; next to it are the rows of the others."""
     alone, split = beside_towers(name, 4096, 8, 64), beside_towers(name, 4096, 8, 64, tensor_parallel_size=2)
     assert split - alone == 4 * 4096 * 64 * 4
 
 
 def test_a_ring_of_nodes_is_left_the_room_for_its_further_buffers():
-    """Two of a block in 16 bits, three of a float32 result, a lap's first part: counted in test_plan_memory."""
+    """Two of a block in BF16, three of a float32 result, a lap's first part: counted in test_plan_memory."""
     sizes = 4096, 4, 64
     alone, nodes = beside_towers("inf_cl", *sizes), beside_towers("inf_cl", *sizes, on_host=2)
     assert nodes - alone == 4096 * 64 * (2 * 2 + 4 * 4)
@@ -110,7 +110,7 @@ def test_auto_is_one_where_there_is_no_gpu_and_where_sums_are_to_repeat(device, 
     parallel = SimpleNamespace(device=torch.device(device), world_size=1, dp_size=1, hosts=1)
     spec = spec_of(config, parallel, BatchPlan(1, 4, 8))
     assert resident_micro_batches(spec, None, None, parallel) == 1
-    assert not graphs_to_keep(spec, parallel, 1, None)["measured"]  # no bound for one that goes on on a GPU
+    assert not graphs_to_keep(spec, parallel, 1, None)["measured"]  # no bound for one that continues on a GPU
 
 
 OURS = [2, 4, 8]  # ranks, micro-batches, their size

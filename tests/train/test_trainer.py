@@ -86,7 +86,7 @@ def test_a_run_with_siglips_bias_goes_on_with_clips_loss(demo_folder, tmp_path):
 
 @pytest.mark.parametrize("preset", ["zero0", "zero1", "zero2", "zero3", "zero2_bf16"])
 def test_a_resumed_run_continues_bit_for_bit(demo_folder, tmp_path, preset):
-    """Patch dropout on; saved after step 5, which lies inside an epoch, and ended abruptly two steps later."""
+    """Patch dropout on; saved after step 5, which is inside an epoch, and ended abruptly two steps later."""
     flags = {
         "batch_size": 8,
         "force_patch_dropout": 0.25,
@@ -105,7 +105,7 @@ def test_a_resumed_run_continues_bit_for_bit(demo_folder, tmp_path, preset):
     assert all(torch.equal(averages[0][name], averages[1][name]) for name in averages[0])
     lines = (tmp_path / "stopped" / "run" / "metrics.jsonl").read_text().splitlines()
     steps = [record["step"] for record in map(json.loads, lines) if record["kind"] == "train"]
-    assert steps == [*range(1, 8), *range(6, 9)], "it did not go on after step 5"
+    assert steps == [*range(1, 8), *range(6, 9)], "it did not continue after step 5"
 
 
 @pytest.mark.parametrize(
@@ -126,7 +126,7 @@ def test_a_locked_tower_trains_alike_in_every_stage(demo_folder, tmp_path, unloc
 
 
 def test_both_towers_locked_train_the_groups_of_one_that_are_not(demo_folder, tmp_path):
-    """A tower that is frozen whole beside one of which the last groups are trained: the loss of one rank alone."""
+    """A tower that is frozen completely, and one whose last groups are trained: the loss of one rank alone."""
     flags = {"steps": 3, "lock_image": True, "lock_text": True, "lock_text_unlocked_layers": 2}
     alone = run_losses(1, demo_config(demo_folder, tmp_path / "alone", batch_size=32, accum_freq=1, **flags))
     config = demo_config(
@@ -337,7 +337,7 @@ def test_what_cannot_work_is_refused_by_every_rank_alike(demo_folder, tmp_path, 
 
 def evaluations(rank, world_size, config):
     """The evaluations in metrics.jsonl after a run that ends in its zero-shot evaluation of step 1, and after two more
-    that go on from there."""
+    that continue from there."""
     from infcl.train.trainer import Trainer
 
     def run_task(trainer, name):
