@@ -25,20 +25,11 @@ from infcl.convert.export_tokenizer import export_tokenizer, read_model
 from infcl.convert.import_weights import model_with, read_weights
 from infcl.convert.model_card import write_card
 from infcl.models import CLIPConfig, OpenClipConfig, build_towers
-from infcl.models.open_clip_config import BUILT_BY, CLEAN
-from infcl.models.preprocess import IMAGE_MEAN, IMAGE_STD
+from infcl.models.open_clip_config import BUILT_BY, CLEAN, preprocess_of
 
 FORMATS = ("open_clip", "hf", "safetensors")
 WEIGHTS, CONFIG = "open_clip_model.safetensors", "open_clip_config.json"
 SCALARS = ("logit_scale", "logit_bias")  # [1] here, 0-dim in open_clip
-
-# open_clip's keys; the values are those of this project's evaluation transform and of the towers' normalisation.
-PREPROCESS = {
-    "mean": list(IMAGE_MEAN),
-    "std": list(IMAGE_STD),
-    "interpolation": "bicubic",
-    "resize_mode": "shortest",
-}
 
 
 def export_model(
@@ -49,7 +40,6 @@ def export_model(
     *,
     format: str = "open_clip",
     name: str = "infcl",
-    preprocess: Mapping[str, Any] = PREPROCESS,
     card: Mapping[str, object] | None = None,
 ) -> Path:
     """Write the folder and return its path.
@@ -58,7 +48,6 @@ def export_model(
     tokenizer_model  the sentencepiece file; None for a model that uses CLIP's own BPE
     format           one of FORMATS
     name             the title of the card, and text_cfg.hf_tokenizer_name, which open_clip wants to be set
-    preprocess       open_clip's preprocess_cfg
     card             a run's summary.json: what the card says about training and evaluation
 
     ValueError, before anything is written, when the weights or the tokenizer are not the config's, and when `format`
@@ -75,7 +64,7 @@ def export_model(
     elif format == "safetensors":
         _write_plain(state_dict, cfg, tokenizer_model, out)
     else:
-        _write_open_clip(state_dict, cfg, tokenizer_model, out, name, preprocess)
+        _write_open_clip(state_dict, cfg, tokenizer_model, out, name)
     write_card(
         out,
         cfg,
@@ -101,19 +90,18 @@ def _write_open_clip(
     tokenizer_model: str | Path | None,
     out: Path,
     name: str,
-    preprocess: Mapping[str, Any],
 ) -> None:
     model_cfg = copy.deepcopy(cfg.to_dict())
     config: dict[str, Any] = {}
     if isinstance(cfg, OpenClipConfig):
-        config, preprocess = {"built_by": BUILT_BY}, dataclasses.asdict(cfg.preprocess)
+        config["built_by"] = BUILT_BY
         model_cfg["init_logit_bias"] = -10.0 if "logit_bias" in state_dict else None  # that there is one
     out.mkdir(parents=True, exist_ok=True)
     if tokenizer_model is not None:
         model_cfg["text_cfg"].setdefault("hf_tokenizer_name", name)
         model_cfg["text_cfg"]["tokenizer_kwargs"] = CLEAN
         export_tokenizer(tokenizer_model, out, context_length=cfg.text_cfg.context_length)
-    config |= {"model_cfg": model_cfg, "preprocess_cfg": dict(preprocess)}
+    config |= {"model_cfg": model_cfg, "preprocess_cfg": dataclasses.asdict(preprocess_of(cfg))}
     (out / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     _write_weights(state_dict, out / WEIGHTS)
     shutil.copymode(out / CONFIG, out / WEIGHTS)  # safetensors makes it readable for its owner alone

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from infcl.loss import inf_cl
 from infcl.loss.duplicates import check_ids, find_duplicates
-from infcl.loss.inputs import RingOptions, outside_graphs, scalar_like, set_up
+from infcl.loss.inputs import RingOptions, check_features, outside_graphs, scalar_like, set_up
 
 
 @outside_graphs
@@ -53,7 +53,9 @@ def info_nce_loss(
     Raises:
         ValueError: with the numbers, on every rank where sizes differ.
     """
-    compared, wrong = _check(queries, documents, positives)
+    compared = check_features("info_nce", queries, documents, ("queries", "documents"))
+    wrong = _check_positives(positives, queries, documents)
+    compared["place of positives (1: inside)"] = not wrong
     compared |= check_ids("info_nce", len(documents), {"document_ids": document_ids}, duplicates)
     setup = set_up("info_nce", (queries, documents), group, RingOptions(**options), compared=compared, wrong=wrong)
     scale, found = scalar_like(queries, logit_scale), None
@@ -65,14 +67,9 @@ def info_nce_loss(
     return inf_cl.differentiable(queries, documents, scale, setup, duplicates=found, matches=matches, both=False)
 
 
-def _check(queries: Tensor, documents: Tensor, positives: Tensor) -> tuple[dict[str, int], str]:
-    """({what: number} that all ranks must have alike, what is wrong with this rank's positives or "")."""
-    shapes = tuple(queries.shape), tuple(documents.shape)
-    if queries.ndim != 2 or documents.ndim != 2 or shapes[0][1] != shapes[1][1] or 0 in (*shapes[0], *shapes[1]):
-        raise ValueError(f"info_nce needs queries [q, D] and documents [d, D], not empty; got {shapes}")
-    if queries.dtype != documents.dtype or not queries.is_floating_point():
-        raise ValueError(f"info_nce needs floating point features of one dtype; got {queries.dtype}, {documents.dtype}")
-    if not queries.device == documents.device == positives.device:
+def _check_positives(positives: Tensor, queries: Tensor, documents: Tensor) -> str:
+    """Return what is wrong with positives outside this rank's block, or "". ValueError for a wrong form."""
+    if positives.device != queries.device:
         devices = f"{queries.device}, {documents.device}, {positives.device}"
         raise ValueError(f"info_nce needs queries, documents and positives on one device; got {devices}")
     if positives.shape != queries.shape[:1] or positives.dtype != torch.int64:
@@ -81,8 +78,6 @@ def _check(queries: Tensor, documents: Tensor, positives: Tensor) -> tuple[dict[
             f"got {tuple(positives.shape)} of {positives.dtype}"
         )
     low, high = int(positives.min()), int(positives.max())
-    inside = 0 <= low and high < len(documents)
-    compared = {"queries": shapes[0][0], "documents": shapes[1][0]}
-    compared |= {"feature dimensions": shapes[0][1], "place of positives (1: inside)": inside}
-    wrong = f"positives lie in {low}..{high}; this rank's documents are 0..{len(documents) - 1}"
-    return compared, "" if inside else wrong
+    if 0 <= low and high < len(documents):
+        return ""
+    return f"positives are in {low}..{high}; this rank's documents are 0..{len(documents) - 1}"

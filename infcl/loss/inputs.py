@@ -103,18 +103,23 @@ def _ring(group: dist.ProcessGroup | None, options: RingOptions) -> RingExchange
     return RingExchange(group, ring=options.ring, ranks_per_node=options.ranks_per_node, overlap=options.ring_overlap)
 
 
-def check_features(name: str, image_features: Tensor, text_features: Tensor) -> dict[str, int]:
-    """{what: number} that all ranks must have alike. ValueError with the shapes unless these are [b, D] floats."""
-    shapes = tuple(image_features.shape), tuple(text_features.shape)
-    if image_features.ndim != 2 or shapes[0] != shapes[1] or image_features.numel() == 0:
-        raise ValueError(f"{name} needs two sets of features of one shape [b, D], not empty; got {shapes}")
-    if image_features.dtype != text_features.dtype or not image_features.is_floating_point():
-        raise ValueError(
-            f"{name} needs floating point features of one dtype; got {image_features.dtype}, {text_features.dtype}"
-        )
-    if image_features.device != text_features.device:
-        raise ValueError(f"{name} needs features on one device; got {image_features.device}, {text_features.device}")
-    return {"rows": shapes[0][0], "feature dimensions": shapes[0][1]}
+def check_features(
+    name: str, rows: Tensor, columns: Tensor, what: tuple[str, str] = ("rows", "rows")
+) -> dict[str, int]:
+    """Return {what: number} that all ranks must have alike.
+
+    ValueError unless these are floats [r, D] and [c, D], with r = c where both are called the same.
+    """
+    shapes = tuple(rows.shape), tuple(columns.shape)
+    two_dimensional = rows.ndim == columns.ndim == 2 and 0 not in shapes[0] + shapes[1]
+    if not two_dimensional or shapes[0][1] != shapes[1][1] or (what[0] == what[1] and shapes[0] != shapes[1]):
+        wanted = "of one shape [b, D]" if what[0] == what[1] else f"[{what[0]}, D] and [{what[1]}, D]"
+        raise ValueError(f"{name} needs two sets of features {wanted}, not empty; got {shapes}")
+    if rows.dtype != columns.dtype or not rows.is_floating_point():
+        raise ValueError(f"{name} needs floating point features of one dtype; got {rows.dtype}, {columns.dtype}")
+    if rows.device != columns.device:
+        raise ValueError(f"{name} needs features on one device; got {rows.device}, {columns.device}")
+    return {what[0]: len(rows), what[1]: len(columns), "feature dimensions": shapes[0][1]}
 
 
 def gradients_wanted(inputs: Sequence[Tensor]) -> list[bool]:

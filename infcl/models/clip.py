@@ -16,8 +16,26 @@ import torch.nn.functional as F
 from torch import nn
 
 from infcl.models.config import CLIPConfig, with_overrides
+from infcl.models.open_clip_config import OpenClipConfig
 from infcl.models.text import TextTower
 from infcl.models.vision import VisionTransformer
+
+
+def build_towers(cfg: CLIPConfig | OpenClipConfig, **options: Any) -> Any:
+    """A model with random weights; both kinds have one interface (CLIP's forward, locks, `cfg`).
+
+    Args:
+        cfg: of our own towers, or of a model that open_clip builds.
+        options: init_logit_scale, init_logit_bias, activation_checkpointing; see CLIP.
+
+    Raises:
+        ValueError: open_clip is needed and cannot be imported, or cannot build the model.
+    """
+    if isinstance(cfg, CLIPConfig):
+        return CLIP(cfg, **options)
+    from infcl.models.open_clip_model import build_open_clip
+
+    return build_open_clip(cfg, **options)
 
 
 class CLIP(TextTower):

@@ -11,7 +11,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from infcl.models.build import build_towers
+from infcl.models.clip import build_towers
 from infcl.models.config import CLIPConfig, kept_patches
 from infcl.models.open_clip_config import OpenClipConfig
 

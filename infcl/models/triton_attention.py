@@ -19,8 +19,14 @@ import triton.language as tl
 from torch import Tensor
 
 from infcl.kernels.triton_statistics import LOG2E
-from infcl.models.triton_attention_blocks import BLOCK, TAIL, blocks_backward, blocks_forward
-from infcl.models.triton_attention_loads import load_rows, store_rows
+from infcl.models.triton_attention_blocks import (
+    BLOCK,
+    TAIL,
+    blocks_backward,
+    blocks_forward,
+    load_rows,
+    store_rows,
+)
 
 TILES = (32, 64, 128)
 LONGEST = TILES[-1]

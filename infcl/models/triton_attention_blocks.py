@@ -17,7 +17,6 @@ import triton.language as tl
 from torch import Tensor
 
 from infcl.kernels.triton_statistics import LOG2E
-from infcl.models.triton_attention_loads import load_rows, store_rows
 
 BLOCK, TAIL = 64, 16
 _LAUNCH = {"B": BLOCK, "TAIL": TAIL, "STAGES": 3, "num_warps": 4}
@@ -313,3 +312,21 @@ def _add_d_queries(
         exponents = tl.where(tl.arange(0, B)[None, :] < n, exponents, -1e30)
     d_s = tl.exp2(exponents) * (tl.dot(d_o, tl.trans(v), input_precision="ieee") - expected[:, None])
     return tl.dot(d_s.to(k.dtype), k, d_q, input_precision="ieee")
+
+
+# ---- tiles to and from memory: B rows of D numbers, `stride` apart, of which the first n exist ----
+
+
+@triton.jit
+def load_rows(base, n, stride, D: tl.constexpr, B: tl.constexpr, WHOLE: tl.constexpr):
+    """Rows that are not there are zeros. WHOLE: all are."""
+    rows, columns = tl.arange(0, B)[:, None], tl.arange(0, D)[None, :]
+    if WHOLE:
+        return tl.load(base + rows * stride + columns)
+    return tl.load(base + rows * stride + columns, mask=rows < n, other=0.0)
+
+
+@triton.jit
+def store_rows(base, values, n, stride, D: tl.constexpr, B: tl.constexpr):
+    rows, columns = tl.arange(0, B)[:, None], tl.arange(0, D)[None, :]
+    tl.store(base + rows * stride + columns, values.to(base.dtype.element_ty), mask=rows < n)

@@ -33,9 +33,8 @@ from infcl.evaluate.tasks import RetrievalTask, ZeroShotTask
 from infcl.evaluate.validation import ValidationLoss
 from infcl.kernels import select_tile
 from infcl.loss.contrastive import ContrastiveLoss
-from infcl.models.build import build_towers
 from infcl.models.captions import why_unpackable
-from infcl.models.clip import lock_groups
+from infcl.models.clip import build_towers, lock_groups
 from infcl.models.config import CLIPConfig, check_divides, load_any_config, with_overrides, with_tokenizer
 from infcl.models.open_clip_config import OpenClipConfig, preprocess_of
 from infcl.models.transformer import ResidualBlock

@@ -12,13 +12,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from infcl.convert import export
 from infcl.convert.__main__ import main
 from infcl.convert.export import export_model, load_exported
 from infcl.convert.export_tokenizer import read_model, tokenizer_json
 from infcl.data.tokenizer import Tokenizer
 from infcl.data.tokenizer.learn import train_tokenizer
 from infcl.models import CLIP, load_model_config, with_tokenizer
+from infcl.models.preprocess import CLIP_PREPROCESS
 from tests.lib.checkout import GOLDEN_MODEL
 from tests.lib.manifests import manifest_of
 from tests.lib.open_clip_stub import import_open_clip
@@ -65,7 +65,7 @@ def test_open_clip_loads_the_folder_and_gives_the_same_features(exported, tokeni
         torch.testing.assert_close(out["image_features"], theirs.encode_image(images, True), rtol=0, atol=1e-5)
         torch.testing.assert_close(out["text_features"], theirs.encode_text(texts, True), rtol=0, atol=1e-5)
     assert theirs.logit_bias.item() == -10.0
-    assert theirs.visual.preprocess_cfg["mean"] == export.PREPROCESS["mean"]
+    assert theirs.visual.preprocess_cfg["mean"] == list(CLIP_PREPROCESS.mean)
     assert "Resize(size=32, interpolation=bicubic" in str(preprocess)
 
 

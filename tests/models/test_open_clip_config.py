@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from infcl.convert.import_weights import weights_preprocess
 from infcl.data.evaluation import PillowTransform
 from infcl.data.open_clip_tokenizer import open_clip_tokenizer
-from infcl.models.build import build_towers
+from infcl.models.clip import build_towers
 from infcl.models.config import load_any_config
 from infcl.models.flops import forward_flops
 from infcl.models.open_clip_config import load_open_clip_config, open_clip_folder
