@@ -5,16 +5,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from infcl.config.batch import BatchPlan
-from infcl.config.preset import (
-    bucket_elements,
-    is_bf16_optimizer,
-    offloads,
-    read_preset,
-    stage_in_words,
-    stage_over,
-    sums_of,
-    zero_stage,
-)
+from infcl.config.preset import offloads, read_preset, stage_in_words, stage_over, sums_of, zero_stage
 from infcl.config.settings import TrainConfig
 
 
@@ -80,19 +71,10 @@ class RunSpec:
             return None
         return {"amp_bf16": "bf16", "bf16": "bf16", "fp16": "fp16"}.get(self.precision)
 
-    def describe_zero(self, trainable: int) -> str:
-        """The ZeRO stage that runs, and whether stages 1 and 2 reduce so many gradients during the backward.
-
-        They do not where one bucket takes them all, nor on a CPU, which has no streams.
-        """
-        text, stage = stage_in_words(self.asked_stage, self.zero_stage), self.zero_stage
-        if stage not in (1, 2) or self.ranks == 1:
-            return text
-        offloaded = "optimizer" in self.offloads
-        late = is_bf16_optimizer(stage, self.precision, offloaded=offloaded) and sums_of(self.preset) == "fp32"
-        fills = trainable > bucket_elements(self.zero_optimization, stage)  # before the backward ends
-        overlap = self.zero_optimization.get("overlap_comm") and fills and not late and self.device != "cpu"
-        return f"{text}, {'' if overlap else 'no '}reductions overlap the backward"
+    @property
+    def zero_in_words(self) -> str:
+        """The ZeRO stage that runs, and the one that was asked for if it is another."""
+        return stage_in_words(self.asked_stage, self.zero_stage)
 
 
 def resolve(flags: TrainConfig, *, device: str, ranks: int = 1, hosts: int = 1, unpackable: str = "") -> RunSpec:

@@ -53,7 +53,6 @@ class Engine:
         self.parallel = parallel
         self.precision = spec.precision
         self.zero_stage = spec.zero_stage
-        self.zero_in_words = spec.describe_zero(sum(p.numel() for p in model.parameters() if p.requires_grad))
         self.low_precision_parameters = spec.precision in ("bf16", "fp16")
         self.offloads_optimizer = "optimizer" in spec.offloads
         self.optimizer_name = config.opt

@@ -39,7 +39,6 @@ def describe_plan(inputs: Inputs, parallel: Parallel) -> str:
     every = {"retrieval": config.val_frequency, "zero_shot": config.zeroshot_frequency}
     evaluations = [f"{name} {_every(every[name])}" for name in tasks]
     flops = model_flops(cfg, trained_shares(model))
-    trainable = sum(own for _, own in counts.values()) // parallel.tp_size
     rows = [
         ("batch", str(batch)),
         *([("", smaller)] if (smaller := batch.smaller_than_asked(config)) else []),
@@ -48,7 +47,7 @@ def describe_plan(inputs: Inputs, parallel: Parallel) -> str:
         ("data", _data_line(config, loader)),
         ("model", _model_line(config, counts)),
         ("compute", f"{_flops(flops * batch.global_batch_size)} a step, towers alone"),
-        ("system", f"{describe_ranks(parallel)}, {spec.precision}, {spec.describe_zero(trainable)}"),
+        ("system", f"{describe_ranks(parallel)}, {spec.precision}, {spec.zero_in_words}"),
         ("evaluation", ", ".join(evaluations) or "none"),
         ("run folder", _folder_line(config)),
         ("checkpoints", _checkpoint_line(config, counts)),

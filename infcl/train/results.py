@@ -39,7 +39,7 @@ def opening(trainer: "Trainer") -> Iterator[str]:
             ("batch", str(batch)),
             ("steps", f"{steps:,}"),
             ("loss", config.loss),
-            ("engine", f"{trainer.engine.zero_in_words}, {trainer.spec.precision}, {describe_ranks(trainer.parallel)}"),
+            ("engine", f"{trainer.spec.zero_in_words}, {trainer.spec.precision}, {describe_ranks(trainer.parallel)}"),
             ("towers", ", ".join(towers)),
             ("pixels", describe_pixels(trainer.pixels)),
             ("optimizer", f"{config.opt}, learning rate {schedule}, {schedule.warmup:,} warm-up steps"),

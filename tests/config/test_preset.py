@@ -4,7 +4,6 @@ import dataclasses
 import json
 import re
 from functools import partial
-from unittest import mock
 
 import pytest
 
@@ -15,7 +14,7 @@ from tests.lib.checkout import ROOT
 from tests.lib.engine_steps import engine_steps, expected, settings
 from tests.lib.ranks import run_ranks
 from tests.lib.specs import engine_of
-from tests.lib.step_oracle import ToyCLIP, global_batch, worst_error
+from tests.lib.step_oracle import ToyCLIP, worst_error
 
 
 def preset_file(tmp_path, content) -> str:
@@ -106,59 +105,6 @@ def test_whether_reductions_overlap_follows_the_hosts_where_a_preset_leaves_it_o
             own = preset_file(tmp_path, {"zero_optimization": {"stage": 1, "overlap_comm": said}})
             read = read_preset(settings("", deepspeed_config=own), "cpu", hosts)[0]
             assert read["zero_optimization"]["overlap_comm"] is said
-
-
-def what_is_said_of_reductions(rank, world_size, path, precision, hosts, device):
-    """What a run on such a device says of its ZeRO stage; whether DeepSpeed overlaps; whether several buckets fill."""
-    from infcl.parallel import Parallel, init_parallel
-
-    config, reduced = settings("", deepspeed_config=path, precision=precision), []
-    with mock.patch.object(Parallel, "hosts", hosts):
-        parallel = init_parallel("cpu")
-        engine = engine_of(ToyCLIP(), config, parallel, BatchPlan(world_size, 1, 4))
-        trainable = sum(p.numel() for p in engine.module.parameters())
-        said, on_cpu = (
-            resolve(config, device=kind, ranks=world_size, hosts=hosts).describe_zero(trainable)
-            for kind in (device, "cpu")
-        )
-        assert engine.zero_in_words == on_cpu
-    optimizer = engine.engine.optimizer
-    if hasattr(optimizer, "reduce_ipg_grads"):
-        reduce = optimizer.reduce_ipg_grads
-        optimizer.reduce_ipg_grads = lambda *args, **kwargs: (reduced.append(kwargs), reduce(*args, **kwargs))
-        engine.backward(sum(value.sum() for value in engine.encode(*global_batch(4)).values()), True)
-    return said, bool(getattr(optimizer, "overlap_comm", False)), len(reduced) > 1
-
-
-@pytest.mark.parametrize(
-    ("zero", "precision", "hosts", "said"),
-    [
-        ({"stage": 1, "overlap_comm": "auto", "reduce_bucket_size": 40}, "fp32", 2, "reductions overlap"),
-        ({"stage": 2, "overlap_comm": "auto", "reduce_bucket_size": 40}, "fp32", 2, "reductions overlap"),
-        ({"stage": 2, "overlap_comm": "auto", "reduce_bucket_size": 40}, "fp32", 1, "no reductions overlap"),
-        ({"stage": 1, "overlap_comm": True, "reduce_bucket_size": 40}, "fp32", 1, "reductions overlap"),
-        ({"stage": 1, "reduce_bucket_size": 40}, "fp32", 2, "no reductions overlap"),
-        ({"stage": 1, "overlap_comm": True}, "fp32", 2, "no reductions overlap"),  # one bucket takes all gradients
-        ({"stage": 1, "overlap_comm": True, "reduce_bucket_size": 40}, "bf16", 2, "no reductions overlap"),
-        ({"stage": 2, "overlap_comm": True, "reduce_bucket_size": 40}, "bf16", 2, "reductions overlap"),
-    ],
-)
-def test_a_run_says_whether_its_reductions_overlap_as_deepspeed_does_them(tmp_path, zero, precision, hosts, said):
-    path = preset_file(tmp_path, {"zero_optimization": zero})
-    words, on_a_stream, more_than_once = run_ranks(what_is_said_of_reductions, 2, path, precision, hosts, "cuda")[0]
-    assert words == f"ZeRO-{zero['stage']}, {said} the backward"
-    assert (said == "reductions overlap") == (on_a_stream and more_than_once)
-
-
-def test_where_no_gradients_are_reduced_beside_others_nothing_is_said_of_it(tmp_path):
-    zero = {"stage": 1, "overlap_comm": True, "reduce_bucket_size": 40}
-    path = preset_file(tmp_path, {"zero_optimization": zero})
-    said = run_ranks(what_is_said_of_reductions, 2, path, "fp32", 2, "cpu")[0][0]
-    assert said == "ZeRO-1, no reductions overlap the backward"  # there are no streams
-    assert run_ranks(what_is_said_of_reductions, 1, path, "fp32", 1, "cuda")[0][0] == "ZeRO-0 (stage 1 over one rank)"
-    assert run_ranks(what_is_said_of_reductions, 1, path, "bf16", 1, "cuda")[0][0] == "ZeRO-1"
-    path = preset_file(tmp_path, {"zero_optimization": {"stage": 3, "overlap_comm": True}})
-    assert run_ranks(what_is_said_of_reductions, 2, path, "fp32", 1, "cuda")[0][0] == "ZeRO-3"
 
 
 def bucket_of_deepspeed(rank, world_size, path):
