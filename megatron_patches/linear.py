@@ -6,7 +6,7 @@
 A pair column -> row costs one all-reduce in the forward and one in the backward. Under sequence parallelism the
 tensors between such pairs are split over the ranks by their first dimension: an all-reduce becomes an all-gather and a
 reduce-scatter, of as many bytes together, and the backward gathers the rows again instead of keeping them. Gradients of
-what lies between the pairs are summed.
+what is between the pairs are summed.
 
 A row layer is megatron-core's mapping behind torch's product. A column layer's backward communicates while it computes
 the weight's gradient, as megatron-core's LinearWithGradAccumulationAndAsyncCommunication does. That function is not

@@ -6,7 +6,7 @@ switched and their parameters cut, so the state dict keeps its names, and the to
 
 Parameters that stay whole must stay equal on all tensor-parallel ranks. They start equal (same seed), and every rank
 computes their gradients from the same numbers, except two kinds, whose gradients are reduced over the group as they
-come: convolutions (cuDNN may sum in another order on each rank) and, under sequence parallelism, what lies between the
+come: convolutions (cuDNN may sum in another order on each rank) and, under sequence parallelism, what is between the
 split layers (each rank sees its own rows only).
 
 Random choices (patch dropout) are drawn outside the blocks from a generator that is seeded by the data-parallel rank,

@@ -366,7 +366,7 @@ def test_a_checkpoint_half_removed_does_not_look_complete(tmp_path, monkeypatch)
 
 
 def test_pruning_after_a_damaged_newer_checkpoint_keeps_what_the_run_went_on_to(tmp_path):
-    """Steps 6 and 8 are damaged: the run goes on from 4, and writes 8 anew."""
+    """Steps 6 and 8 are damaged: the run continues from 4 and writes 8 again."""
     from types import SimpleNamespace
 
     from infcl.checkpoint.write import CheckpointWriter

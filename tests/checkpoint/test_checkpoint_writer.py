@@ -19,7 +19,7 @@ from tests.lib.ranks import run_ranks
 
 def saved_to_storage_that_hangs_or_is_gone(rank, world_size, folder) -> list[str]:
     """Of four checkpoints the first finds no folder on rank 1, the third takes both ranks longer than they are patient,
-    the last does not end on rank 1; what is said of the first and the last."""
+    the last does not end on rank 1; what is reported of the first and the last."""
     parallel = SimpleNamespace(rank=rank, world_size=2, hosts=2, nodes=(Node("worker-1", 0, 1), Node("worker-2", 1, 1)))
     run, released, said = RunFolder(folder / "run"), threading.Event(), []
     run.checkpoints.mkdir(parents=True, exist_ok=True)
@@ -62,7 +62,7 @@ def test_storage_that_is_gone_or_hangs_on_one_host_is_named_with_it_and_written_
 
 
 def rank_0_waits_for_its_disk(rank, world_size, folder, where: str) -> str:
-    """What is said where rank 0 hears nothing of the disk, when a second checkpoint is begun or published."""
+    """What is reported where rank 0 hears nothing of the disk, when a second checkpoint is begun or published."""
     parallel = SimpleNamespace(rank=rank, world_size=2, hosts=2, nodes=(Node("worker-1", 0, 1), Node("worker-2", 1, 1)))
     run, released = RunFolder(folder / where), threading.Event()
     run.checkpoints.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""A run's folder: never trained over unasked, by one run at a time, and what a run that begins elsewhere is told."""
+"""A run's folder: not overwritten unasked, used by one run at a time; messages for a run that starts elsewhere."""
 
 import contextlib
 import dataclasses
@@ -122,7 +122,7 @@ def test_two_processes_do_not_train_in_one_folder(demo_folder, tmp_path):
 
 
 def robbed(rank, world_size, config):
-    """What the ranks of a run say whose folder a process of another host takes while step 2 goes on."""
+    """Messages of the ranks of a run whose folder a process of another host takes during step 2."""
     from infcl.checkpoint.run_folder import FolderTaken, claim_run_folder
     from infcl.parallel import init_parallel
     from infcl.train.build import resolve_inputs

@@ -84,7 +84,7 @@ def test_containers_of_one_host_name_are_hosts_of_their_own():
 
 
 def figures(hosts: str = "abcd", ranks: int = 2, slow: float = 2.0, at: tuple[str, ...] = ()) -> dict:
-    """Even ones but for the links, or all links of the ranks, that are named in `at`."""
+    """Even ones except the links, or all links of the ranks, in `at`."""
     names = [(f"{a}:{k}", f"{b}:{k}") for a in hosts for b in hosts if a < b for k in range(ranks)]
     between = {f"{a} - {b}": slow if {a, b, f"{a} - {b}"} & set(at) else 10.0 for a, b in names}
     return {

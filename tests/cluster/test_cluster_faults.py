@@ -156,7 +156,7 @@ def test_a_host_that_stands_still_for_good_ends_the_run_and_is_named(demo_folder
     assert len(frozen) >= 2
     for one in frozen:
         kill(one, signal.SIGSTOP)
-    wait_until(lambda: not ranks_on(hosts[0]), 6 * HOST_TIMEOUT, "the other host goes on")
+    wait_until(lambda: not ranks_on(hosts[0]), 6 * HOST_TIMEOUT, "the other host still trains")
     for one in frozen:
         kill(one, signal.SIGCONT)
     wait_until_gone(hosts, seconds=6 * HOST_TIMEOUT)
@@ -176,7 +176,7 @@ def test_a_full_shared_disk_is_said_and_the_run_goes_on(demo_folder, tmp_path, o
 
 
 def test_a_shared_disk_that_fails_on_one_host_and_then_is_gone_from_all_is_said_with_the_host(demo_folder, tmp_path):
-    """Read-only on one, a while, the run goes on; unmounted on all it ends, and leaves nothing in the empty folders."""
+    """Read-only on one for a while, the run continues; unmounted on all it stops and leaves the empty folders empty."""
     shown = tmp_path / "shown"
     shown.touch()
     with small_disk(tmp_path / "shared", 200) as logs, Hosts(2, folder=tmp_path / "hosts") as hosts:

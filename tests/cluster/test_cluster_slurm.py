@@ -69,7 +69,7 @@ def test_a_saved_job_and_one_that_lost_a_task_are_queued_again_until_the_run_is_
 
 
 def test_a_mistake_ends_the_job_and_a_cancelled_one_stays_so(demo_folder, tmp_path, slurm):
-    """With srun's --kill-on-bad-exit the mistake's code was 143, that of the other tasks, and the job never ended."""
+    """With srun's --kill-on-bad-exit the exit code was 143, that of the other tasks, and the job never ended."""
     state = slurm.wait(submit(slurm, demo_folder, tmp_path, "--lr", "nan"))
     assert (state["JobState"], state["ExitCode"], state["Restarts"]) == ("FAILED", "2:0", "0")
     assert "--lr nan must be a finite number" in (tmp_path / "job.log").read_text()

@@ -1,4 +1,4 @@
-"""Hostfiles: what is wrong is said with its line; which hosts a run goes on with."""
+"""Hostfiles: errors are reported with their line; which hosts a run continues with."""
 
 import time
 from itertools import combinations
@@ -60,7 +60,7 @@ def test_hosts_are_left_out_until_the_ranks_divide_the_global_batch():
 
 
 def test_of_hosts_of_different_slots_those_with_the_most_ranks_that_divide_go_on():
-    """Leaving out the last ones alone, 6 + 8 + 8 ranks came to nobody; what is said at the start has to hold."""
+    """Leaving out the last ones alone, 6 + 8 + 8 ranks used no rank; what the start reports has to hold."""
     mixed = {"a": 6, "b": 8, "c": 8}
     assert dividing_counts(mixed, 4096) == [1, 2]
     assert choose_alive(mixed, set(mixed), min_hosts=2, global_batch_size=4096) == {"b": 8, "c": 8}

@@ -25,7 +25,7 @@ def test_a_signal_between_two_starts_ends_the_supervision_at_once(tmp_path):
 
 
 def test_a_signal_before_the_command_has_its_group_is_passed_on(tmp_path):
-    """On a busy machine it takes setsid long to begin; the training went on to its end."""
+    """On a busy machine setsid starts late; the training continued to its end."""
     (tmp_path / "setsid").write_text(f'#!/bin/bash\necho begun\nsleep 1\nexec {shutil.which("setsid")} "$@"\n')
     (tmp_path / "setsid").chmod(0o755)
     environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
@@ -70,7 +70,7 @@ def test_supervise_goes_on_with_three_of_four_hosts_and_says_which_numbers_divid
 
 @pytest.mark.parametrize("form", BATCHES)
 def test_supervise_refuses_a_minimum_that_only_all_hosts_can_meet(tmp_path, form):
-    """24 ranks that do not divide the batch would end with a mistake, which is not restarted."""
+    """24 ranks that do not divide the batch would stop with a usage error, which is not restarted."""
     result = with_batch(tmp_path, form, 32768)
     assert result.returncode == 2 and not result.stdout
     assert "--min-hosts 3: no fewer than all hosts can be gone on with, since a batch of 32768" in result.stderr

@@ -1,4 +1,4 @@
-"""Others' weights into these towers: every kind of source gives its features; what does not fit is told in full."""
+"""Others' weights into these towers: every kind of source gives its features; what does not fit is reported in full."""
 
 import json
 import random

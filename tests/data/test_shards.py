@@ -229,15 +229,15 @@ def test_the_sidecar_is_reused_until_the_shard_or_the_sidecar_changes(tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["x.tar", "x.tar.infcl.idx"]
 
 
-@pytest.mark.parametrize("beside", [True, False])
-def test_another_run_that_reads_other_members_leaves_the_index_of_this_one_alone(tmp_path, beside):
+@pytest.mark.parametrize("in_folder", [True, False])
+def test_another_run_that_reads_other_members_leaves_the_index_of_this_one_alone(tmp_path, in_folder):
     members = [
         ("0.jpg", b"0"),
         ("0.long", b"zero"),
         *(pair for i in "12" for pair in ((f"{i}.jpg", b"i"), (f"{i}.txt", i.encode()))),
     ]
     path = str(write_tar(tmp_path / "x.tar", [*members, ("2.long", b"two")]))
-    if not beside:
+    if not in_folder:
         (tmp_path / "x.tar.infcl.idx").mkdir()
     cache = str(tmp_path / "cache")
     default = ShardReader(load_manifest(path, index_cache=cache))  # opens its index when it reads first
@@ -437,7 +437,7 @@ def test_a_foreign_or_damaged_index_is_never_followed(tmp_path):
     open(sidecar, "wb").write(data)
     records = ShardReader(load_manifest(str(path))).read(np.arange(3))
     assert [record.text for record in records] == [f"picture number {i}".encode() for i in range(3)]
-    assert not os.path.exists(sidecar)  # built anew at the next start
+    assert not os.path.exists(sidecar)  # built again at the next start
 
 
 def test_a_shard_that_breaks_off_lends_no_image_to_the_next_one(tmp_path):

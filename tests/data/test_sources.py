@@ -1,4 +1,4 @@
-"""What users bring: several sources with factors, captions in json, sizes that lie beside the shards, coarse shards."""
+"""Users' data: several sources with factors, captions in json, sizes in a file next to the shards, coarse shards."""
 
 import json
 from collections import Counter

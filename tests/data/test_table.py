@@ -81,7 +81,7 @@ def test_columns_and_separator_can_be_named(table, tmp_path, tokenizer):
 
 
 def test_a_table_is_data_and_runs_nothing(tmp_path, monkeypatch):
-    # From a folder of its own: whether ../../etc/hostname is there must not hang on where the clone lies.
+    # From a folder of its own: whether ../../etc/hostname is there must not depend on where the clone is.
     work = tmp_path / "two" / "levels"
     work.mkdir(parents=True)
     monkeypatch.chdir(work)

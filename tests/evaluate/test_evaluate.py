@@ -17,7 +17,7 @@ def own_batches(columns, rank, world_size, size):
 
 
 def batches_with_a_mistake(rank, world_size, place, others):
-    """What each rank hears of a mistake in rank 1's data behind `place` batches, where others have `others`."""
+    """What each rank hears of an error in rank 1's data after `place` batches, where others have `others`."""
     from infcl.evaluate.features import in_step
 
     def own():

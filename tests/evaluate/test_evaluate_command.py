@@ -103,7 +103,7 @@ def exports(demo_folder, tmp_path_factory):
 def command(rank, world_size, arguments):
     import infcl.evaluate.__main__ as module
 
-    module.destroy_parallel = lambda *_: None  # the test's processes go on
+    module.destroy_parallel = lambda *_: None  # the test's processes continue
     return main([*arguments, "--device", "cpu"])
 
 
@@ -147,7 +147,7 @@ def test_images_without_pixels_or_captions_are_counted_once_whatever_the_ranks(d
     for world_size in (1, 2):
         metrics = evaluate(world_size, tmp_path, *arguments)
         assert (metrics["num_samples"], metrics["num_skipped"]) == (5, 4)
-        assert metrics["text_to_image_median_rank"] == 3.0, "equal images and captions are told apart by chance only"
+        assert metrics["text_to_image_median_rank"] == 3.0, "equal images and captions differ by chance only"
 
 
 def test_a_run_evaluates_to_what_training_reported(demo_folder, tmp_path):

@@ -49,7 +49,7 @@ def test_a_set_without_a_usable_sample_is_refused_before_it_is_evaluated(tmp_pat
 
 
 def _refusal(rank, world_size, data):
-    """What a rank is told, and whether it read the data itself."""
+    """The message of a rank, and whether it read the data itself."""
     task = RetrievalTask(data, **COMMON)
     read, source = [], task.source
     task.source = lambda **options: read.append(rank) or source(**options)

@@ -16,7 +16,7 @@ def tracked(*patterns: str) -> list[Path]:
     of its own, all but those that .gitignore names. patterns: as fnmatch has them; a folder stands for its files."""
     files = listed("--cached") if is_checkout() else unpacked()
     if is_checkout():
-        folders = {path.parts[0] for path in files if len(path.parts) > 1}  # not what lies beside them: a log, venv/
+        folders = {path.parts[0] for path in files if len(path.parts) > 1}  # not files next to them: a log, venv/
         files += [path for path in listed("--others", "--exclude-standard") if path.parts[0] in folders]
     return [
         path
@@ -33,7 +33,7 @@ def git(*words: str) -> subprocess.CompletedProcess:
 
 @functools.cache
 def is_checkout() -> bool:
-    """Not of an archive without git, also where that lies in the checkout of another project."""
+    """Not of an archive without git, even inside the checkout of another project."""
     return shutil.which("git") is not None and git("rev-parse", "--show-toplevel").stdout.strip() == str(ROOT.resolve())
 
 

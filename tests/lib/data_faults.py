@@ -68,7 +68,7 @@ def caption(data: bytes) -> Callable[[Place], str]:
 
 
 def header_in(tar: bytes) -> int:
-    """Where the header of the image of sample 6 (of ten) lies in shard 1."""
+    """Offset of the header of the image of sample 6 (of ten) in shard 1."""
     return next(at for at in range(0, len(tar), 512) if tar[at : at + 9] == b"000000016")
 
 
@@ -158,7 +158,7 @@ _ANIMATION = encode(
 )
 _DEEP = np.linspace(0, 65535, 400).reshape(20, 20).astype(np.uint16)
 
-# (what, how, good samples that an epoch of the indexed reader uses beside the 30 of every case)
+# (what, how, good samples that an epoch of the indexed reader uses in addition to the 30 of every case)
 CASES: list[tuple[str, Callable[[Place], str], int | None]] = [
     ("no fault", named(), 0),
     ("truncated JPEG", image(_JPEG[:600]), 1),

@@ -34,7 +34,7 @@ def take(rank: int) -> torch.device:
 
 
 def environment(rank: int, world_size: int, port: int) -> dict[str, str]:
-    """What a launcher says to a rank of this host; ranks that share a GPU are told that each has a host for itself."""
+    """Environment of a rank of this host; ranks that share a GPU each seem to have a host of their own."""
     local = {"LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": world_size}
     if RANKS_PER_GPU > 1:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(world_size)))).split(",")

@@ -1,4 +1,4 @@
-"""A web server on 127.0.0.1 for the storage tests, which misbehaves as it is told."""
+"""A web server on 127.0.0.1 for the storage tests, which misbehaves on request."""
 
 import threading
 from collections import Counter

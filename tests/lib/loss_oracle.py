@@ -51,7 +51,7 @@ def features(
         texts = images.clone()
     elif kind == "equal":  # all rows and columns are one vector
         images = texts = draw(1).expand(rows, dim)
-    elif kind == "apart":  # pairs that are told apart: at 256 features and a scale of 100 a loss of some 1e-8
+    elif kind == "apart":  # separated pairs: at 256 features and a scale of 100 a loss of some 1e-8
         texts = F.normalize(0.4 * images + 0.9 * texts, dim=1)
     elif kind == "training":  # as in the middle of a training: at 768 features and a scale of 100 a loss of about 2
         texts = F.normalize(0.14 * images + texts, dim=1)

@@ -1,6 +1,6 @@
-"""Many gloo ranks in little time: python tests/lib/many_ranks.py WORLD_SIZE FOLDER CASES: losses of CASES.
+"""Losses of CASES on many gloo ranks: python tests/lib/many_ranks.py WORLD_SIZE FOLDER CASES.
 
-One process imports torch and forks the ranks (tests/lib/ranks.py starts each anew, which takes its seconds). CASES is a
+One process imports torch and forks the ranks, as starting a process for each takes seconds. CASES is a
 pickle of [(Case, options), ...]; FOLDER/RANK.pt holds rank RANK's evaluations.
 """
 

@@ -121,7 +121,7 @@ def slow_host() -> Gpu:
 
 
 def losses() -> list[dict]:
-    """The loss alone with 16-bit features, as measured last, by GPUs and batch."""
+    """The loss alone with BF16 features, as measured last, by GPUs and batch."""
     return latest(where(measured_losses(), impl="inf_cl", dtype="bfloat16"), "gpus", "global_batch", "dim")
 
 

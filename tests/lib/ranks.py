@@ -26,7 +26,7 @@ import torch.multiprocessing as mp
 _pools: dict[int, "_Pool"] = {}
 
 
-STARTING = 240.0  # seconds for what the first call on so many ranks waits for beside its own timeout: imports
+STARTING = 240.0  # seconds for what the first call on so many ranks waits for in addition to its own timeout: imports
 
 
 def run_ranks(function, world_size: int, *args, timeout: float = 120.0, **kwargs) -> list:

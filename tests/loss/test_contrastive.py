@@ -119,7 +119,7 @@ def test_every_tiled_loss_leaves_the_comparison_of_ranks_out_where_it_is_told_to
 
 
 def _disagreeing(rank, world_size):
-    """What is said where ranks differ in what they want and in precision."""
+    """Messages where ranks differ in what they want and in precision."""
     images, texts = (side.requires_grad_() for side in features("random", 4, 8))
     frozen = texts.detach() if rank == 1 else texts
     dtypes = ("fp16" if rank == 1 else "bf16", "tf32" if rank == 1 else "fp32")

@@ -88,7 +88,7 @@ def _live_parts(rank, world_size, name):
 
 @pytest.mark.parametrize("name", ["inf_cl", "siglip", "info_nce", "nt_xent"])
 def test_one_part_at_a_time_has_memory_of_its_own(name):
-    """Beside two buffers, in which the first is computed: as many float32 blocks as the planner counts."""
+    """In addition to two buffers, in which the first is computed: as many float32 blocks as the planner counts."""
     for world_size in (2, 5):
         for found in run_ranks(_live_parts, world_size, name):
             assert found == [1] * (world_size - 1)

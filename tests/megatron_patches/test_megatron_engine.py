@@ -64,9 +64,9 @@ def test_sequence_parallel_packed_and_compiled_steps_equal_them_too(size, copies
     ("preset", "precision"), [("zero1", "bf16"), ("zero2_bf16", "bf16"), ("zero3", "bf16"), ("zero1", "amp_bf16")]
 )
 def test_steps_in_bf16_follow_within_its_rounding(preset, precision):
-    """Masters start unrounded; activations are rounded to 8 bits, in parts and in sums of parts, and each step's
-    rounding moves the parameters that the next one starts from. Seen: 5.2e-2 of a parameter's update; of the first
-    norm 5e-3, under autocast 2.5e-2 (1.1e-2 without tensor parallelism)."""
+    """FP32 master weights start unrounded; activations are rounded to 8 bits, in parts and in sums of parts.
+    Each step's rounding moves the parameters that the next one starts from. Seen: 5.2e-2 of a parameter's
+    update; of the first norm 5e-3, under autocast 2.5e-2 (1.1e-2 without tensor parallelism)."""
     losses, norms, _, state = run_ranks(steps_of, 4, 2, preset, {"precision": precision})[0]
     expected_losses, expected_norms, _, expected_state = oracle(2, STEPS)
     assert losses == pytest.approx(expected_losses, rel=2e-2)

@@ -170,7 +170,7 @@ def test_gradients_carry_megatrons_loss_scale():
 
 
 def finalised_with(rank, world_size, **given):
-    """What the function of the model's config that finalises gradients is called with, beside the model."""
+    """What the function of the model's config that finalises gradients is called with, in addition to the model."""
     with mock.patch("megatron.core.distributed.finalize_model_grads") as finalise:
         train_step(rank, world_size, 1, True, **given)
     (call,) = finalise.call_args_list

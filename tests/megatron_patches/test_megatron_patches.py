@@ -61,7 +61,7 @@ def _installed(patch: Patch):
     return getattr(importlib.import_module(module), name)
 
 
-# Functions of a later megatron-core: written otherwise, some of them mended.
+# Functions of a later megatron-core: written differently, some of them fixed.
 
 
 def sum_that_forgets_the_copy(input_, group):
@@ -227,7 +227,7 @@ def layout_errors(rank, world_size):
         parallel_state.initialize_model_parallel(**sizes, create_gloo_process_groups=False)
         ways = [lambda wanted=wanted: init_tensor_parallel(init_parallel("cpu"), wanted)]
         if wanted == 1:
-            schedule = training.get_forward_backward_func()  # other steps go on as before
+            schedule = training.get_forward_backward_func()  # other steps are as before
             ways += [functools.partial(schedule, forward_step_func=step), lambda step=step: step(None, None)]
             ways += [lambda: ContrastiveStep(read.append, None), share_one_loss]
         for way in ways:

@@ -24,9 +24,9 @@ def with_layers(layers: int) -> CLIPConfig:
 
 
 def kept_by_four_blocks(rank, world_size, sequence_parallel):
-    """Bytes, the parameters' 16-bit copies among them: by the difference of eight blocks and four.
+    """Bytes, the parameters' BF16 copies among them: by the difference of eight blocks and four.
 
-    Of the image tower, whose stream has the convolution's 16 bits under autocast.
+    Of the image tower, whose stream is BF16, as the convolution's output, under autocast.
     """
     from megatron_patches.towers import split_towers
 

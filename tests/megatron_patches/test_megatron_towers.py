@@ -131,8 +131,8 @@ def test_features_and_gradients_equal_the_whole_models(size, sequence_parallel, 
 
 
 def packed_features(rank, world_size, counts, compiled):
-    """Under sequence parallelism, of as many captions as each of `counts`: features and gradients beside the whole
-    model's; rows; the first block's own rows, and its mask. And how many graphs were made on the way.
+    """Under sequence parallelism, of as many captions as each of `counts`: features and gradients compared with the
+    whole model's; rows; the first block's own rows, and its mask. And how many graphs were made on the way.
     """
     from megatron_patches.towers import split_towers
 
@@ -230,7 +230,7 @@ class SentDtypes(TorchDispatchMode):
 
 
 def autocast_dtypes(rank, world_size, sequence_parallel):
-    """Under autocast: [dtype of what the ranks send], and gradients beside those of the whole model."""
+    """Under autocast: [dtype of what the ranks send], and gradients compared with those of the whole model."""
     from megatron_patches.towers import split_towers
 
     gradients, sent = [], SentDtypes()

@@ -196,7 +196,7 @@ def test_over_nccl_two_tensor_parallel_ranks_follow_one_gpu(demo_folder, tmp_pat
 
 
 def warnings_of_hosts(rank, world_size, sizes):
-    """What is said where hosts of so many ranks each are shared out in twos."""
+    """Messages where hosts of so many ranks each are divided into pairs."""
     from infcl.parallel.rendezvous import Node
     from megatron_patches import groups
     from tests.lib.tensor_parallel import layout

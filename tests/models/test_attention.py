@@ -32,7 +32,7 @@ HALF = torch.bfloat16
 
 
 def check(device: str, dtype: torch.dtype, bound: float, *, width: int) -> None:
-    """Whole sequences and spans of every tile, with gaps between them, beside float64; several blocks and more."""
+    """Whole sequences and spans of every tile, with gaps, compared with float64; several blocks and more."""
     whole = ((3, 50, 2, False), (2, 2, 1, False), (2, 77, 3, True), (1, 128, 1, False))
     whole += ((2, 129, 2, False), (1, 257, 3, False), (2, 144, 1, False), (1, 197, 2, False), (1, 272, 1, False))
     for m, tokens, heads, causal in whole:
@@ -171,7 +171,7 @@ def check_tensor_parallel() -> None:
 
 
 def check_operators() -> None:
-    """Shapes, strides and gradients that torch.compile is told are those that there are."""
+    """Shapes, strides and gradients that torch.compile assumes are the real ones."""
     for tokens, spans in ((130, None), (12, torch.tensor([[0, 3], [3, 8]]))):
         qkv = torch.randn(tokens, 3, 2, 16)
         given = (qkv.clone().requires_grad_(), spans, tokens, spans is not None)
@@ -223,7 +223,7 @@ def check_all() -> None:
 
 
 def test_the_kernels_in_tritons_interpreter():
-    """Results and gradients are float64's, towers compute with the kernels what they do with torch's, torch is told of
+    """Results and gradients are float64's, towers compute with the kernels what they do with torch's, torch knows
     the operators what they do, and compiled blocks have one graph for any number of packed captions."""
     result = run("from tests.models.test_attention import *; check_all()")
     assert result.returncode == 0, result.stderr

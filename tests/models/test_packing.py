@@ -112,7 +112,7 @@ def test_features_and_gradients_are_those_of_the_captions_one_by_one(cfg, checkp
 
 
 def test_in_16_bits_gradients_are_as_near_to_the_truth_as_those_of_whole_captions():
-    """Of 1,024 captions, whose positions' gradients are sums of as many: added up in 16 bits they are 12% off."""
+    """Of 1,024 captions, whose positions' gradients are sums of as many: added up in BF16 they are 12% off."""
     generator = torch.Generator().manual_seed(2)
     texts = captions(EOS, torch.randint(1, 14, (1024,), generator=generator).tolist())
     weights, found = torch.randn(1024, model_of(EOS).cfg.embed_dim, dtype=torch.float64, generator=generator), []

@@ -13,7 +13,7 @@ from tests.lib.ranks import run_ranks
 
 
 def reported(rank, world_size, makers):
-    """What this rank prints of a mistake that the ranks `makers` make, rank 0 last."""
+    """What this rank prints of a usage error on the ranks `makers`, rank 0 last."""
     wait, said = errors._wait, io.StringIO()
     patience = 10 if 0 in makers else 0.1
     with (

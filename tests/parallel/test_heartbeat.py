@@ -38,9 +38,9 @@ NODES = [Node("a", 0, 2), Node("b", 2, 2), Node("c", 4, 2)]
 
 def test_a_silent_host_is_named_and_ends_the_run_on_the_others(store, capfd):
     watches, ended = watch_all(store, NODES)
-    watches[2]._closed.set()  # its threads end, nobody is told
+    watches[2]._closed.set()  # its threads stop without a message
     watches[0]._moved[2] = (0, time.monotonic() - 6)
-    wait_until(lambda: ended[0] and ended[1], 60, "the run goes on")
+    wait_until(lambda: ended[0] and ended[1], 60, "the run did not stop")
     assert ended == [[HOST_LOST], [HOST_LOST], []]
     said = capfd.readouterr().err
     assert "a: no heartbeat from c (ranks 4-5) for" in said and "b: no heartbeat from c (ranks 4-5)" in said
@@ -61,7 +61,7 @@ def test_a_host_that_has_finished_is_not_missed(store):
 def test_a_host_that_cannot_reach_rank_0_ends_by_itself(capfd):
     ended, store = Ended(), _Unreachable()
     Heartbeat(store, NODES, 2, timeout=1, exit=ended)
-    wait_until(lambda: ended, 60, "the run goes on")
+    wait_until(lambda: ended, 60, "the run did not stop")
     store.back.set()  # this process is not to wait for it when it ends
     assert set(ended) == {HOST_LOST}
     assert "b: no answer from rank 0's node, a (ranks 0-1), for" in capfd.readouterr().err

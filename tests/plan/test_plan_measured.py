@@ -7,7 +7,7 @@ import torch
 
 from benchmarks.largest_batch import FILLED
 from benchmarks.paper import paper_memory, paper_step
-from benchmarks.rows import rows
+from benchmarks.rows import rows, where
 from infcl.config import BatchPlan, TrainConfig
 from infcl.config.preset import read_preset
 from infcl.models import CLIP, load_model_config
@@ -139,15 +139,14 @@ def test_measured_peaks_of_whole_steps_on_h200s(row):
 
 
 @pytest.mark.parametrize("row", rows("step_peaks.csv"), ids=lambda row: row["label"])
-def test_peaks_are_those_that_the_check_at_start_reckons_from_the_flags(row):
+def test_peaks_are_those_that_the_check_at_start_plans_from_the_flags(row):
     assert planned_at_start(row) == pytest.approx(row["peak_gib"], rel=0.02)
 
 
 TENSOR_PARALLEL = [
     row
-    for row in stored("tensor_parallel.csv")
+    for row in where(stored("tensor_parallel.csv"), lever="none")
     if row["peak_gib"]
-    and row["lever"] == "none"
     # Measured when rows travelled piece by piece: compiled blocks keep gathered rows now (megatron_patches/linear.py).
     and row["sequence_parallel"] != "True"
 ]

@@ -1,4 +1,4 @@
-"""Ranks of tests that share a GPU: what each is told, and that none is lost. Needs no GPU."""
+"""Ranks of tests that share a GPU: the environment of each, and that none is lost. Needs no GPU."""
 
 import signal
 import subprocess

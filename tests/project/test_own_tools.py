@@ -1,4 +1,4 @@
-"""The tests' own tools: forked ranks are like launched ones, and what is missing is said."""
+"""The tests' own tools: forked ranks are like launched ones, and a missing program is reported."""
 
 import random
 

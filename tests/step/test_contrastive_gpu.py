@@ -28,7 +28,7 @@ def make_model() -> Encoders:
 
 
 def micro_batches(step: int, rank: int) -> list:
-    """Those of a rank, whose random numbers begin anew: dropout draws the same in one process."""
+    """Those of a rank, whose random numbers start again: dropout draws the same in one process."""
     generator = torch.Generator().manual_seed(100 * step + rank)
     sides = tuple(torch.randn(ROWS, 24, generator=generator).to(DEVICE) for _ in range(2))
     torch.manual_seed(10 * step + rank)

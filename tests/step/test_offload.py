@@ -90,7 +90,7 @@ def test_a_locked_image_tower_needs_no_pixels_in_the_second_pass():
 
 @pytest.mark.parametrize("kept", [0, 2, M])
 def test_pixels_that_are_not_kept_are_let_go(kept):
-    """Beside the buffer of exactly `kept` micro-batches, no more than two micro-batches' pixels are alive at a time."""
+    """Besides the buffer of exactly `kept` micro-batches, at most two micro-batches' pixels are alive at a time."""
     alive: list[weakref.ref] = []
     most = 0
 

@@ -1,4 +1,4 @@
-"""The step on a GPU: pixels that travel beside the compute stream, fp16's skipped steps, every lever on."""
+"""The step on a GPU: pixels that travel during computation, fp16's skipped steps, every option on."""
 
 import gc
 import json
@@ -183,7 +183,7 @@ def synthetic_trainer(logs, checkpointing: bool, size: int):
     return Trainer(resolve_inputs(config, parallel), parallel, claim_run_folder(config, parallel))
 
 
-LEVERS = {
+OPTIONS = {
     "compiled": ["--compile-blocks", "on"],
     "compiled bf16": ["--compile-blocks", "on", "--precision", "bf16"],
     "all": [
@@ -205,8 +205,8 @@ def losses_with(demo_folder, logs, name, flags) -> list[float]:
     return losses(logs, name)
 
 
-@pytest.mark.parametrize("lever", LEVERS)
-def test_no_lever_changes_the_curve(demo_folder, tmp_path, lever):
+@pytest.mark.parametrize("option", OPTIONS)
+def test_no_lever_changes_the_curve(demo_folder, tmp_path, option):
     """Against eager fp32 parameters under bf16 autocast and torch's attention, over twelve steps."""
     expected = losses_with(demo_folder, tmp_path, "plain", ["--compile-blocks", "off", "--attention", "torch"])
-    assert losses_with(demo_folder, tmp_path, "lever", LEVERS[lever]) == pytest.approx(expected, rel=2e-2)
+    assert losses_with(demo_folder, tmp_path, "option", OPTIONS[option]) == pytest.approx(expected, rel=2e-2)
