@@ -46,6 +46,10 @@ class FolderTaken(RuntimeError):
     """Another process trains in the run folder now."""
 
 
+class NotWritten(RuntimeError):
+    """The storage takes no more of the run's files; the message is one line."""
+
+
 def why_not_written(error: BaseException) -> str:
     """The system's words for an OSError that has them ("No space left on device"); of others the type and message."""
     return getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"

@@ -5,6 +5,7 @@
 2    a usage error, data that is of no use, or a later run took the folder
 65   the data or the numbers are bad: starting again would end the same way
 69   a node is lost (infcl/parallel/heartbeat.py ends the process)
+74   storage takes no more: the trained model, or too many checkpoints in a row, could not be written
 130  interrupted by Ctrl-C, 138 by SIGUSR1, 143 by SIGTERM, 129 by SIGHUP: 128 + the signal, after a checkpoint; a
      second Ctrl-C some seconds later ends the run without one
 """
@@ -14,7 +15,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from infcl.checkpoint.run_folder import FolderTaken
+from infcl.checkpoint.run_folder import FolderTaken, NotWritten
 from infcl.checkpoint.write import StorageHangs
 from infcl.data.loader import TooManyBadSamples
 from infcl.data.workers import NoBatch
@@ -29,6 +30,7 @@ EXIT_CODES: dict[type[BaseException], int] = {
     Diverged: 65,  # EX_DATAERR of sysexits.h
     TooManyBadSamples: 65,
     StorageHangs: 1,
+    NotWritten: 74,  # EX_IOERR
     KeyboardInterrupt: 130,
 }
 
@@ -82,7 +84,7 @@ def _fit(program: str, trainer: Trainer, rank: int) -> int:
     except NoBatch as end:  # of this rank: the others wait for it in the ring
         print(f"{program}: error: rank {rank}: {end}", file=sys.stderr, flush=True)
         return end.exit_code
-    except (FolderTaken, Diverged, StorageHangs, TooManyBadSamples) as end:
+    except (FolderTaken, Diverged, NotWritten, StorageHangs, TooManyBadSamples) as end:
         report_mistake(program, end)
         return EXIT_CODES[type(end)]
     except RuntimeError as error:

@@ -3,12 +3,13 @@
 import json
 from collections import Counter
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError
 
-from infcl.checkpoint.run_folder import RunFolder, why_not_written, write_atomic
+from infcl.checkpoint.run_folder import NotWritten, RunFolder, why_not_written, write_atomic
 from infcl.config import TrainConfig, counted
 from infcl.models.attention import towers_with_kernel
 from infcl.models.config import CLIPConfig, load_any_config
@@ -122,18 +123,19 @@ def write_results(
         weights: of the full model, on rank 0.
 
     Raises:
-        RuntimeError: on every rank, with the cause and the newest checkpoint, if rank 0 could not write.
+        NotWritten: on every rank, with the cause and the newest checkpoint: the storage of rank 0 failed.
+        RuntimeError: likewise, rank 0 failed in another way.
     """
-    problem: list[str | None] = [None]
+    problem: list[Any] = [None, False]  # why, whether it is the storage
     cause: Exception | None = None
     if parallel.rank == 0:
         try:
             _write(run, weights, model_config, summary)
         except Exception as error:  # of any kind: the other ranks wait for the answer, then all raise it
-            cause, problem = error, [why_not_written(error)]
+            cause, problem = error, [why_not_written(error), isinstance(error, OSError | SafetensorError)]
     dist.broadcast_object_list(problem, src=0)
     if problem[0] is not None:
-        raise RuntimeError(
+        raise (NotWritten if problem[1] else RuntimeError)(
             f"the trained model could not be written to {run.root} ({problem[0]}); newest checkpoint: "
             f"{summary['paths']['checkpoint'] or 'none'}. Fix that and start again with --resume latest"
         ) from cause

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from infcl.checkpoint.run_folder import NotWritten
 from infcl.checkpoint.write import CheckpointWriter
 from infcl.config import TrainConfig
 from infcl.parallel import Parallel, max_over
@@ -83,7 +84,7 @@ class Saves:
 
     def _end_if_nothing_is_kept(self) -> None:
         if (failed := self.checkpoints.failed_in_a_row) > MAX_FAILED_SAVES:
-            raise RuntimeError(
+            raise NotWritten(
                 f"{failed} checkpoints in a row could not be written to {self.checkpoints.run.checkpoints}, more than "
                 f"{MAX_FAILED_SAVES}: further training would keep nothing "
                 f"({self.checkpoints.problem}). Fix that; {self.checkpoints.hint}"

@@ -210,7 +210,7 @@ def test_a_shared_disk_that_fails_on_one_host_and_then_is_gone_from_all_is_said_
         assert hosts[0].run(["ls", logs]).stdout == ""
     output = shown.read_text()
     assert code != 0, output
-    assert re.search(r"rank 0 on worker-1: 4 checkpoints in a row could not be written to .*more than 3:", output)
+    assert re.search(r"error: 4 checkpoints in a row could not be written to .*more than 3:", output)
     assert "rank 0 on worker-1: No such file or directory, and 1 more" in output, output
 
 

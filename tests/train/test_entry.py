@@ -38,6 +38,15 @@ def test_data_without_images_ends_a_rank_with_one_line_and_exit_code_2(demo_fold
     )
 
 
+def test_storage_that_fails_at_the_end_ends_the_run_with_one_line_and_a_code_of_its_own(demo_folder, tmp_path):
+    (tmp_path / "run" / "export" / "open_clip_model.safetensors").mkdir(parents=True)
+    arguments = command(demo_folder, tmp_path, "--steps", "1", "--workers", "0", "--device", "cpu")
+    ended = forked(arguments, 2)
+    assert ended.returncode == 74 and "Traceback" not in ended.stderr, ended.stderr
+    assert ended.stderr.count("pretrain_clip.py: error: the trained model could not be written to") == 1
+    assert "start again with --resume latest" in ended.stderr
+
+
 def test_the_launcher_trains_evaluates_and_a_second_start_does_not_train_again(demo_folder, tmp_path):
     arguments = command(
         demo_folder, tmp_path, "--deepspeed_config", "ds_configs/zero3.json", "--grad-checkpointing",
