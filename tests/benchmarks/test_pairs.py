@@ -74,6 +74,6 @@ def test_a_study_trains_and_writes_a_row_for_each_training(tmp_path: Path, study
     found = read(tmp_path / f"{study.replace('-', '_')}.csv")
     assert {row["run"] for row in found} == names
     if study == "word-order":
-        assert all(row["scenes"] == "1024" and 0 <= float(row["word_order"]) <= 1 for row in found)
+        assert all(row["scenes"] == 1024 and 0 <= row["word_order"] <= 1 for row in found)
     else:
-        assert {row["run"]: bool(row["duplicate_share"]) for row in found}["64-mask-0"]
+        assert {row["run"]: row["duplicate_share"] != "" for row in found}["64-mask-0"]
