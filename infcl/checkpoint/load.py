@@ -4,7 +4,7 @@ Safetensors and JSON, nothing to unpickle; write.py writes them.
 
     RUN/checkpoints/
       step_00000123/
-        state_00000.safetensors ...   rank r holds every W-th parameter, whole, fp32: model/NAME,
+        state_00000.safetensors ...   rank r holds every W-th parameter, full, FP32: model/NAME,
                                       the optimizer's exp_avg/NAME, exp_avg_sq/NAME, ..., maybe ema/NAME
         infcl.json                    counters, data position, and size and sha256 of each file (manifest.py);
                                       written last
@@ -40,16 +40,16 @@ from infcl.parallel import Parallel, from_first_rank
 
 log = logging.getLogger(__name__)
 
-PARTIAL = ".partial"  # behind the name of a checkpoint that is being written, or removed
+PARTIAL = ".partial"  # suffix of a checkpoint that is being written or removed
 
 
-def prune_checkpoints(run: RunFolder, *, keep_last: int, keep_every: int, passed_over: Collection[str] = ()) -> None:
+def prune_checkpoints(run: RunFolder, *, keep_last: int, keep_every: int, damaged: Collection[str] = ()) -> None:
     """Remove checkpoints older than the last `keep_last` (0: none), except those of every `keep_every`-th step.
 
-    Rank 0 only. passed_over: names of checkpoints that do not count among the last ones, since they are damaged.
+    Rank 0 only. damaged: names of checkpoints that do not count among the last ones.
     """
     paths = complete_checkpoints(run)
-    last = [path for path in paths if path.name not in passed_over][:keep_last]
+    last = [path for path in paths if path.name not in damaged][:keep_last]
     if keep_last == 0 or len(last) < keep_last:
         return
     for path in paths[paths.index(last[-1]) + 1 :]:
@@ -60,7 +60,7 @@ def prune_checkpoints(run: RunFolder, *, keep_last: int, keep_every: int, passed
 
 
 def complete_checkpoints(run: RunFolder) -> list[Path]:
-    """Newest first. Folders of other names, as a copy that somebody keeps, are left alone."""
+    """Return the complete checkpoints, newest first. Folders of other names (a copy, say) are ignored."""
     found = [path for path in run.checkpoints.glob("step_*") if CHECKPOINT_NAME.fullmatch(path.name)]
     return sorted((path for path in found if (path / MANIFEST).is_file()), key=checkpoint_step, reverse=True)
 
@@ -185,15 +185,22 @@ def load_checkpoint(engine: Engine, path: Path) -> dict:
 
 
 def consolidated_state_dict(run: str | Path, *, ema: bool = False) -> dict[str, torch.Tensor]:
-    """fp32 weights on the CPU from a run's newest intact checkpoint, or from a checkpoint folder. No process group.
+    """Return FP32 weights on the CPU from a run's newest intact checkpoint, or from a checkpoint folder.
 
-    ema: the averaged weights; ValueError when the run kept none.
+    Needs no process group.
+
+    Args:
+        run: run folder or checkpoint folder.
+        ema: return the averaged weights.
+
+    Raises:
+        ValueError: there is no intact checkpoint, or the run kept no averages.
     """
     return weights_of(*newest_intact(run), ema=ema)
 
 
 def newest_intact(run: str | Path) -> tuple[Path, dict]:
-    """A run's newest intact checkpoint, or the checkpoint folder that is named, and its manifest. No process group."""
+    """Return a run's newest intact checkpoint, or the given checkpoint folder, and its manifest. No process group."""
     path = Path(run)
     candidates = [path] if (path / MANIFEST).is_file() else complete_checkpoints(RunFolder(path))
     for candidate in candidates:
@@ -220,7 +227,7 @@ def weights_of(checkpoint: Path, manifest: dict, *, ema: bool = False) -> dict[s
 
 
 def full_weights(engine: Engine, *, keep: bool, ema: bool = False) -> dict[str, torch.Tensor]:
-    """Return all weights (ema: their averages), whole, fp32, on the CPU where `keep`, {} elsewhere. Collective."""
+    """Return all weights (ema: their averages), full, FP32, on the CPU where `keep`, {} elsewhere. Collective."""
     weights = {}
     for name, parameter in engine.state.parameters():
         value = engine.state.read(parameter, EMA if ema else None)
@@ -245,7 +252,7 @@ def _read_manifest(path: Path) -> dict:
 
 
 def _check_together(path: Path, parallel: Parallel) -> str | None:
-    """What is wrong with a checkpoint, or None: each rank checks its share of the files, all get the same answer."""
+    """Return the problem of a checkpoint, or None; each rank checks its share of the files. Collective."""
     problem, keys = None, []
     try:
         manifest = _read_manifest(path)

@@ -1,17 +1,18 @@
-"""Writing checkpoints while training goes on.
+"""Writing checkpoints during training.
 
 `begin` copies this rank's share of the state to host memory, which is all that the step waits for; a thread writes it
 to the disk. When every rank's thread is done, `publish` writes the manifest and moves the checkpoint into place. The
 caller has the ranks agree on when that is, since publishing is collective.
 
 A checkpoint is written under a temporary name, flushed to the disk with its folder, and renamed when complete; the
-rename is flushed before `latest` moves and older checkpoints are removed. A crash in
-between leaves the previous one untouched, and a part that the next one removes. What cannot be written (a full disk)
-is reported and removed, and training goes on; the trainer ends a run of which too many in a row could not be. A disk
-that is gone leaves an empty folder in its place, on each host its own: nothing is written there, since `checkpoints` is
-made once, at the start. One that hangs on some hosts ends the run when the others have waited long enough, and so does
-one on which rank 0's names and manifests hang; where writing is as slow for all, all wait. (Metrics rank 0 waits for
-without end.)
+rename is flushed before `latest` moves and older checkpoints are removed. A crash in between leaves the previous one
+untouched, and a partial folder that the next one removes.
+
+    full disk       the failed checkpoint is reported and removed, and training continues; after too many in a row the
+                    trainer stops the run
+    disk unmounted  nothing is written to the empty folder in its place: `checkpoints` is created once, at the start
+    disk hangs      on some nodes, or for rank 0's renames: the run stops after `patience` seconds
+    disk is slow    for all ranks: all wait
 """
 
 import contextlib
@@ -41,16 +42,19 @@ _Answer = TypeVar("_Answer")
 
 
 class StorageHangs(RuntimeError):
-    """A rank's thread writes without end: so would an exit that waits for threads, as after any other exception."""
+    """A rank's writing thread hangs. An exit that waits for threads, as after other exceptions, would hang too."""
 
 
 class CheckpointWriter:
     """One checkpoint at a time.
 
-    begun_step: of the last one begun that did not fail; newest: the last one published; failed: how many could not be
-    written; failed_in_a_row: of them since the newest, problem: why the last could not. All the same on every rank.
-    patience: seconds that some ranks may still write when a checkpoint has to be published and others have written, and
-    that rank 0 may take for what it does alone.
+    Attributes (the same on every rank):
+        begun_step: step of the last checkpoint begun that did not fail.
+        newest: the last one published.
+        failed: how many could not be written.
+        failed_in_a_row: of these, how many since the newest.
+        problem: why the last one could not.
+        patience: seconds that some ranks may still write when others have written, and that rank 0 may take alone.
     """
 
     def __init__(
@@ -69,7 +73,7 @@ class CheckpointWriter:
         self.problem = ""
         self.newest: Path | None = None
         self.begun_step: int | None = None
-        self._passed_over: set[str] = set()  # on rank 0
+        self._damaged: set[str] = set()  # on rank 0
         self._thread: threading.Thread | None = None
 
     @property
@@ -84,21 +88,23 @@ class CheckpointWriter:
 
     @property
     def hint(self) -> str:
-        """From where the run would go on, for people."""
+        """From where the run would continue, for messages."""
         return f"--resume latest continues from {self.newest.name}" if self.newest else "no checkpoint is written yet"
 
     def continue_from(self, checkpoint: Path, step: int) -> None:
-        """The run goes on from this checkpoint; later ones of its folder are damaged, and count for nothing."""
+        """Note that the run continues from this checkpoint; later ones of its folder are damaged and do not count."""
         self.begun_step = step
         if checkpoint.resolve().parent == self.run.checkpoints.resolve():
             self.newest = checkpoint
             if self.parallel.rank == 0:
-                self._passed_over = {p.name for p in complete_checkpoints(self.run) if checkpoint_step(p) > step}
+                self._damaged = {p.name for p in complete_checkpoints(self.run) if checkpoint_step(p) > step}
 
     def begin(self, step: int, state: dict, *, prunes: bool = True) -> None:
         """Start checkpoints/step_<step>; an earlier one is published first. Collective; raises what `publish` does.
 
-        state: what the trainer needs to go on (step, data position, ...), JSON-able. prunes: older ones may go for it.
+        Args:
+            state: what the trainer needs to continue (step, data position, ...), JSON-able.
+            prunes: remove older checkpoints when this one is written.
         """
         self.publish()
         self._prunes = prunes
@@ -124,8 +130,9 @@ class CheckpointWriter:
     def publish(self) -> Path | None:
         """Wait for the writing and move the checkpoint into place; None if there is none or it failed. Collective.
 
-        FolderTaken, on all ranks, where another process has begun to train in the folder; StorageHangs, on all ranks,
-        where some still write after `patience`, and others do not.
+        Raises:
+            FolderTaken: on all ranks, another process has begun to train in the folder.
+            StorageHangs: on all ranks, some still write after `patience` and others do not.
         """
         if self._thread is None:
             return None
@@ -152,13 +159,13 @@ class CheckpointWriter:
             self.failed, self.failed_in_a_row = self.failed + 1, self.failed_in_a_row + 1
             self.begun_step, self.problem = None, problem
             if self.parallel.rank == 0:
-                log.warning("%s could not be written (%s); training goes on", self._final.name, problem)
+                log.warning("%s could not be written (%s); training continues", self._final.name, problem)
             return None
         self.newest, self.failed_in_a_row = self._final, 0
         return self._final
 
     def _move_into_place(self, manifest: dict, problem: str) -> tuple[str | None, str]:
-        """(who has taken the folder, why there is no checkpoint); what one that failed has left is removed. Rank 0."""
+        """Return (who has taken the folder, why there is no checkpoint); remove a failed checkpoint. Rank 0."""
         if other := self.run.taken_by():
             return other, problem
         problem = problem or _publish(self._partial, self._final, manifest, self.run) or ""
@@ -169,7 +176,7 @@ class CheckpointWriter:
         return None, problem
 
     def _remove_parts(self) -> None:
-        """Those that a kill has left, in any step. Rank 0."""
+        """Remove what killed runs have left, of any step. Rank 0."""
         with contextlib.suppress(OSError):  # what fails here fails the writing too
             for left in self.run.checkpoints.glob(f"step_*{PARTIAL}"):
                 shutil.rmtree(left, ignore_errors=True)
@@ -179,7 +186,7 @@ class CheckpointWriter:
         return from_first_rank(work if self.parallel.world_size == 1 else lambda: self._within_patience(work))
 
     def _within_patience(self, work: Callable[[], _Answer]) -> _Answer:
-        """While others wait: in a thread, which may be left behind."""
+        """Run the work in a thread, which is abandoned after `patience`."""
         done: Future = Future()
         threading.Thread(target=_do, args=(work, done), name="checkpoint, rank 0", daemon=True).start()
         try:
@@ -199,9 +206,9 @@ class CheckpointWriter:
                 return self._thread.is_alive()
 
     def prune(self, written: Path) -> None:
-        """Remove old checkpoints behind this new one. Rank 0."""
-        self._passed_over.discard(written.name)
-        prune_checkpoints(self.run, **self.keep, passed_over=self._passed_over)
+        """Remove old checkpoints after this new one. Rank 0."""
+        self._damaged.discard(written.name)
+        prune_checkpoints(self.run, **self.keep, damaged=self._damaged)
 
     def _write(self, own: dict[str, torch.Tensor], step: int) -> None:
         try:

@@ -9,7 +9,7 @@ alike.
 """
 
 from infcl.config.agreement import settings_of
-from infcl.config.batch import BatchPlan, counted, total_steps
+from infcl.config.batch import BatchPlan, aligned, counted, total_steps
 from infcl.config.checks import PATHS, parse_factors, validate
 from infcl.config.command_line import make_parser, parse_args
 from infcl.config.settings import LOSS_NAMES, TrainConfig, option_of
@@ -21,6 +21,7 @@ __all__ = [
     "BatchPlan",
     "RunSpec",
     "TrainConfig",
+    "aligned",
     "counted",
     "make_parser",
     "may_pack",

@@ -3,7 +3,7 @@
 global_batch_size = dp_size * num_micro_batches * micro_batch_size
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from infcl.config.settings import TrainConfig
@@ -73,6 +73,13 @@ class BatchPlan:
 def counted(number: int, one: str, more: str | None = None) -> str:
     """ "1 rank", "2,000 ranks"; more: a plural that is not `one` with an s."""
     return f"{number:,} {one if number == 1 else more or f'{one}s'}"
+
+
+def aligned(rows: Iterable[tuple[str, str | None]]) -> str:
+    """Return lines of a name and a value, the values in one column; rows without a value (None) are left out."""
+    known = [(name, value) for name, value in rows if value is not None]
+    width = max((len(name) for name, _ in known), default=0)
+    return "\n".join(f"  {name:<{width}}  {value}" for name, value in known)
 
 
 def total_steps(config: TrainConfig, steps_per_epoch: int) -> int:

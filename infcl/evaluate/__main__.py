@@ -2,7 +2,7 @@
 
     join the ranks (torchrun, deepspeed, srun; or one process) -> load -> run the task on all ranks -> table, JSON line
 
-Exit codes: 0 done, 2 a mistake in the command (one line says which).
+Exit codes: 0 done, 2 a usage error (reported in one line).
 """
 
 import argparse
@@ -15,7 +15,7 @@ from functools import partial
 
 import torch
 
-from infcl.config import LOSS_NAMES, counted
+from infcl.config import LOSS_NAMES, aligned, counted
 from infcl.data.evaluation import RESIZES
 from infcl.data.table import DEFAULT_COLUMNS, TableColumns
 from infcl.evaluate.load import load_model
@@ -52,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def evaluate(args: argparse.Namespace, parallel: Parallel) -> dict[str, object]:
-    """What was evaluated on what, and its metrics. Collective: every rank returns the same."""
+    """Run the task and return what was evaluated on what, and its metrics. Collective: all ranks return the same."""
     if args.batch_size < 1:
         raise ValueError(f"--batch-size {args.batch_size} must be greater than 0")
     options = {"model": args.model, "tokenizer": args.tokenizer, "ema": args.ema}
@@ -88,7 +88,7 @@ def evaluate(args: argparse.Namespace, parallel: Parallel) -> dict[str, object]:
 
 
 def encoder(clip: CLIP, precision: str) -> Callable[..., dict[str, torch.Tensor]]:
-    """(images on the device, texts on the host) -> features, under autocast where the precision says so."""
+    """Return the function (images on the device, texts on the host) -> features, under the precision's autocast."""
     dtype, device, cfg = PRECISIONS[precision], clip.logit_scale.device, clip.cfg.text_cfg
     prepare = partial(packed, cfg) if packs(cfg) else whole
 
@@ -101,14 +101,13 @@ def encoder(clip: CLIP, precision: str) -> Callable[..., dict[str, torch.Tensor]
 
 
 def table(result: dict) -> str:
-    """Aligned lines: shares in percent, the rest as numbers."""
+    """Return aligned lines for a terminal: shares in percent, the rest as numbers."""
     rows = [("checkpoint", result["checkpoint"]), ("data", result["data"])]
     for name, value in result["metrics"].items():
         is_share = name.startswith("top") or name.endswith(("_r1", "_r5", "_r10"))
         rows.append((name.replace("_", " "), f"{100 * value:.2f} %" if is_share else f"{value:,.6g}"))
     rows.append(("seconds", f"{result['seconds']:,.1f} on {counted(result['world_size'], 'rank')}"))
-    width = max(len(name) for name, _ in rows)
-    return "\n".join(["", *(f"  {name:<{width}}  {value}" for name, value in rows), ""])
+    return f"\n{aligned(rows)}\n"
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -121,7 +120,10 @@ def _parser() -> argparse.ArgumentParser:
     add("--task", required=True, choices=("zeroshot", "retrieval"))
     add("--data", required=True, help="shards, a folder of class folders, or a .csv or .jsonl of images and captions")
     add("--model", help="model config of a bare weights file")
-    add("--tokenizer", help="sentencepiece .model or tokenizer folder [what lies with the weights, else CLIP's BPE]")
+    add(
+        "--tokenizer",
+        help="sentencepiece .model or tokenizer folder [that of the weights, else CLIP's BPE]",
+    )
     add(
         "--zeroshot-classnames",
         help="a class name per line, LABEL<TAB>name, or imagenet [classnames.txt with the data]",

@@ -5,6 +5,7 @@ each, so a missing one would hang the others): a rank that has run out encodes a
 """
 
 from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
 from typing import Any
 
 import torch
@@ -15,8 +16,8 @@ def in_step(batches: Iterable, filler, group: dist.ProcessGroup, device: torch.d
     """Yield (batch, is_real) until every rank is out of batches. Collective: one all-reduce of two numbers per batch.
 
     Args:
-        batches: this rank's.
-        filler: a batch for ranks that have run out, which they get with is_real False.
+        batches: the batches of this rank.
+        filler: a batch for ranks that have run out; they get it with is_real False.
 
     Raises:
         ValueError: on all ranks, where one rank's data raises it (a label out of range).
@@ -42,21 +43,15 @@ def in_step(batches: Iterable, filler, group: dist.ProcessGroup, device: torch.d
 
 def batches_of(samples: Iterable, size: int, collate: Callable[[list], Any]) -> Iterator[Any]:
     """Group samples into collated batches; the last may be smaller."""
-    held = []
-    for sample in samples:
-        held.append(sample)
-        if len(held) == size:
-            yield collate(held)
-            held = []
-    if held:
+    iterator = iter(samples)
+    while held := list(islice(iterator, size)):
         yield collate(held)
 
 
-def gather_rows(rows: torch.Tensor, group: dist.ProcessGroup) -> tuple[torch.Tensor, int]:
-    """Gather rows [n_r, ...] of all ranks, whose numbers may differ. Two all-gathers.
+def gather_rows(rows: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Gather rows [n_r, ...] of all ranks, whose numbers may differ: [sum of n_r, ...] in the order of ranks.
 
-    Returns:
-        [sum of n_r, ...] in the order of ranks, and the index at which this rank's rows start.
+    Two all-gathers.
     """
     gathered_counts = [torch.zeros(1, dtype=torch.int64, device=rows.device) for _ in range(dist.get_world_size(group))]
     dist.all_gather(gathered_counts, torch.tensor([len(rows)], device=rows.device), group=group)
@@ -65,5 +60,4 @@ def gather_rows(rows: torch.Tensor, group: dist.ProcessGroup) -> tuple[torch.Ten
     padded[: len(rows)] = rows
     gathered = [torch.empty_like(padded) for _ in counts]
     dist.all_gather(gathered, padded, group=group)
-    own_start = sum(counts[: dist.get_rank(group)])
-    return torch.cat([block[:count] for block, count in zip(gathered, counts)]), own_start
+    return torch.cat([block[:count] for block, count in zip(gathered, counts)])

@@ -31,10 +31,16 @@ def load_model(
     tokenizer: str | Path | None = None,
     ema: bool = False,
 ) -> tuple[CLIP, Tokenize]:
-    """model: config of a bare file. tokenizer: see `load_tokenizer`; default: what lies with the weights. ema: a run's
-    averaged weights.
+    """Load a model in eval mode on the device, and its tokenizer.
 
-    ValueError when weights, config and tokenizer do not belong together.
+    Args:
+        checkpoint: run, checkpoint, export, open_clip or CLIPModel folder, or a weights file.
+        model: config of a bare weights file.
+        tokenizer: see `load_tokenizer`; by default the one stored with the weights.
+        ema: load a run's averaged weights.
+
+    Raises:
+        ValueError: weights, config and tokenizer do not belong together.
     """
     weights = read_weights(checkpoint, ema=ema)
     cfg = weights.cfg
@@ -46,7 +52,7 @@ def load_model(
         cfg = load_any_config(model)
     elif model is not None:
         raise ValueError(f"--model {model}: {checkpoint} brings its own config; leave --model out")
-    tokenize = load_tokenizer(tokenizer or _beside(Path(checkpoint)), cfg)
+    tokenize = load_tokenizer(tokenizer or _folder_of_tokenizer(Path(checkpoint)), cfg)
     if weights.cfg is None and isinstance(tokenize, Tokenizer):  # a config file that knows only CLIP's own vocabulary
         ids = {name: getattr(tokenize, name) for name in ("vocab_size", "context_length", "eos_id", "pad_id")}
         cfg = cfg.with_tokenizer(**ids) if isinstance(cfg, OpenClipConfig) else with_tokenizer(cfg, **ids)
@@ -64,10 +70,12 @@ def load_model(
 
 
 def load_tokenizer(source: str | Path | None, cfg: CLIPConfig | OpenClipConfig) -> Tokenize:
-    """A sentencepiece .model, a folder with one or with Hugging Face's tokenizer files, or "open_clip:MODEL".
+    """Load a sentencepiece .model, a folder with one or with Hugging Face's tokenizer files, or "open_clip:MODEL".
 
-    None means CLIP's own BPE, open_clip:ViT-B-32, for a model with its 49408 ids. ValueError when there are more ids
-    than the model has embeddings.
+    None means CLIP's own BPE, open_clip:ViT-B-32, for a model with its 49408 ids.
+
+    Raises:
+        ValueError: there is no such tokenizer, or it has more ids than the model has embeddings.
     """
     text = cfg.text_cfg
     if isinstance(cfg, OpenClipConfig):
@@ -93,7 +101,9 @@ def load_tokenizer(source: str | Path | None, cfg: CLIPConfig | OpenClipConfig) 
         if tokenizer.vocab_size > text.vocab_size:
             raise ValueError(f"{path} has {tokenizer.vocab_size} ids, the model {text.vocab_size} embeddings")
         return tokenizer
-    raise ValueError(f"no tokenizer beside the weights, and {text.vocab_size} ids are not CLIP's own: --tokenizer")
+    raise ValueError(
+        f"no tokenizer is stored with the weights, and {text.vocab_size} ids are not CLIP's own: give --tokenizer"
+    )
 
 
 def _hugging_face(folder: Path, context_length: int) -> Tokenize:
@@ -108,8 +118,8 @@ def _hugging_face(folder: Path, context_length: int) -> Tokenize:
     return lambda texts: tokenizer(texts, **options).input_ids
 
 
-def _beside(checkpoint: Path) -> Path | None:
-    """The folder of a run, checkpoint or export that has tokenizer files; None where there are none."""
+def _folder_of_tokenizer(checkpoint: Path) -> Path | None:
+    """Return the folder of a run, checkpoint or export that has tokenizer files, None where there are none."""
     folder = checkpoint if checkpoint.is_dir() else checkpoint.parent
     wanted = (*_SENTENCEPIECE, "tokenizer.json", "vocab.json")
     for place in (folder, folder.parent.parent):

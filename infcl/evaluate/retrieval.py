@@ -84,7 +84,7 @@ def retrieval_metrics(features: Features, *, group: dist.ProcessGroup | None, ti
     own = retrieval_counts(features.images, features.texts, features.owner, group=group, tile=tile)
     metrics: dict[str, float] = {}
     for name, own_counts in zip(("image_to_text", "text_to_image"), own):
-        counts = own_counts if group is None else gather_rows(own_counts, group)[0]
+        counts = own_counts if group is None else gather_rows(own_counts, group)
         metrics["num_samples" if name == "image_to_text" else "num_captions"] = len(counts)
         higher, ties = counts.unbind(1)
         for k in RECALLS:
@@ -173,7 +173,7 @@ def _right_scores(images: torch.Tensor, texts: torch.Tensor, owner: torch.Tensor
 
 
 def _hide_own(scores: torch.Tensor, owner: torch.Tensor, top: int, left: int) -> None:
-    """-inf where a caption meets its own image in this tile."""
+    """Write -inf where this tile has the score of a caption with its own image."""
     row = owner[left : left + scores.shape[1]] - top
     column = torch.arange(len(row), device=row.device)
     inside = (row >= 0) & (row < len(scores))
@@ -185,7 +185,7 @@ def _round_up(size: int, step: int) -> int:
 
 
 def _padded(rows: torch.Tensor, length: int) -> torch.Tensor:
-    """[k, D] -> [length, D], contiguous, zeros behind."""
+    """[k, D] -> [length, D], contiguous, zeros at the end."""
     return rows.contiguous() if len(rows) == length else F.pad(rows, (0, 0, 0, length - len(rows)))
 
 
@@ -193,5 +193,5 @@ def _all_counts(n: int, t: int, group: dist.ProcessGroup | None, device: torch.d
     """(images, captions) of every rank."""
     if group is None:
         return [(n, t)]
-    counts, _ = gather_rows(torch.tensor([[n, t]], device=device), group)
+    counts = gather_rows(torch.tensor([[n, t]], device=device), group)
     return [(int(a), int(b)) for a, b in counts]

@@ -1,7 +1,6 @@
-"""Evaluations that a trainer or a command line can run: data and a tokenizer in, metrics out, on all ranks.
+"""Evaluation tasks of the trainer and of the command line: data and a tokenizer in, metrics out, on all ranks.
 
-A task is built and checked before training starts, so that missing files and useless data are refused then, and run as
-often as wanted.
+A task is built and checked before training starts, which reports missing files and useless data early.
 """
 
 import logging
@@ -28,7 +27,7 @@ from infcl.parallel import Parallel, from_first_rank
 
 log = logging.getLogger(__name__)
 
-TRIED = 1000  # samples of a set that are read, at most, to see whether it is of use
+TRIED = 1000  # samples of a set that `check` reads at most
 Tokenize = Callable[[list[str]], torch.Tensor]  # n texts -> int64 [n, L]
 Scalars = dict[str, torch.Tensor]
 
@@ -36,10 +35,13 @@ Scalars = dict[str, torch.Tensor]
 class RetrievalTask:
     """Image<->text retrieval over the samples of `data`; a sample without a caption is left out.
 
-    An image's captions are the list "captions" of its json record; without one, its caption, or with captions="lines"
-    each line of it (CLIP-benchmark's shards of COCO and Flickr). With `loss`, the same features give val_loss too.
-    keys: which members of shards make a sample; where they give no caption, those of the format do. columns: the same
-    of a table.
+    An image's captions are the list "captions" of its json record; without one, its caption.
+
+    Args:
+        captions: "lines" makes each line of a caption a caption (CLIP-benchmark's shards of COCO and Flickr).
+        keys: members of shards that make a sample; without a caption there, those of the format are read.
+        columns: the same of a table.
+        loss: report val_loss, from the same features.
     """
 
     def __init__(
@@ -64,7 +66,7 @@ class RetrievalTask:
         self.captions, self.loss = captions, loss
 
     def check(self) -> None:
-        """ValueError when none of the first TRIED samples has an image and a caption. Rank 0 reads; collective."""
+        """Raise ValueError when the first TRIED samples have no image with a caption. Collective: rank 0 reads."""
 
         def try_data() -> None:
             samples = self.source(limit=TRIED)
@@ -78,9 +80,11 @@ class RetrievalTask:
     def run(
         self, encode, parallel: Parallel, scalar_values: Callable[[Scalars], Scalars] = lambda returned: returned
     ) -> dict[str, float]:
-        """encode(images on the device, texts on the host) -> features dict, through the engine. Collective.
+        """Return the metrics of all ranks. Collective.
 
-        scalar_values: the engine's exact scalars.
+        Args:
+            encode: (images on the device, texts on the host) -> features dict, through the engine.
+            scalar_values: returns the engine's exact scalars.
         """
         where: dict[str, Any] = {"group": parallel.dp_group, "device": parallel.device}
         samples = self.source(rank=parallel.dp_rank, world_size=parallel.dp_size)
@@ -94,7 +98,7 @@ class RetrievalTask:
         return metrics
 
     def _with_captions(self, samples: EvalSamples) -> Iterator[EvalSample]:
-        """Those without a caption are counted among the skipped ones."""
+        """Yield the samples that have one and count the others as skipped."""
         for sample in samples:
             if self._captions(sample):
                 yield sample
@@ -117,9 +121,10 @@ class RetrievalTask:
 class ZeroShotTask:
     """Zero-shot classification of `data`: class-named folders, or shards with a `cls` or json {"label": ...} member.
 
-    classnames, templates: text files or "imagenet", by default classnames.txt and templates.txt in the data's folder.
-    Class folders without them take the folders' names and "a photo of a {}". classes: which
-    classes compete, for sets that have only some (infcl.evaluate.classes describes the files).
+    Args:
+        classnames, templates: text files or "imagenet"; by default classnames.txt and templates.txt of the data's
+            folder. Class folders without these files take the folders' names and "a photo of a {}".
+        classes: file of the classes that compete, for sets that have only some (see infcl.evaluate.classes).
     """
 
     def __init__(
@@ -142,12 +147,12 @@ class ZeroShotTask:
         self.source = partial(eval_source(data), keys=keys, limits=limits, **images)
         path = Path(data)
         is_folder = path.is_dir() and not any(path.glob("*.tar"))
-        beside = path if is_folder else Path(expand_shards(data)[0]).parent
+        folder = path if is_folder else Path(expand_shards(data)[0]).parent
         folders = set(class_names(path)) if is_folder else None
 
         def default(name: str) -> Path | None:
-            if (beside / name).is_file() or is_folder:
-                return beside / name if (beside / name).is_file() else None
+            if (folder / name).is_file() or is_folder:
+                return folder / name if (folder / name).is_file() else None
             flag = f"--zeroshot-{name.removesuffix('.txt')}"
             raise ValueError(f"{data}: no {name} next to the shards; write one, or give {flag} FILE or imagenet")
 
@@ -158,9 +163,9 @@ class ZeroShotTask:
             raise ValueError(f"{data}: none of its {len(folders)} folders is a class of {classes}")
 
     def check(self) -> None:
-        """ValueError when none of the first TRIED samples has an image and a class, or one before has a wrong one.
+        """Raise ValueError when none of the first TRIED samples has an image and a class, or one has a wrong label.
 
-        With a classes file those may all be of other classes: then only a shorter set is refused. Rank 0 reads;
+        With a classes file those may all be of other classes: then only a shorter set is rejected. Rank 0 reads;
         collective.
         """
 
@@ -171,12 +176,16 @@ class ZeroShotTask:
             problem = f"{self.data}: no image of a class{_told(samples)}"
             if not (self.leaves_out and samples.is_cut):
                 raise ValueError(f"{problem}; docs/howto/evaluate.md has the format")
-            log.warning("%s; the others are looked at when they are evaluated", problem)
+            log.warning("%s; the others are read during the evaluation", problem)
 
         from_first_rank(try_data)
 
     def run(self, encode, parallel: Parallel, scalar_values: object = None) -> dict[str, float]:
-        """encode(images on the device or None, texts on the host or None) -> features dict. Collective."""
+        """Return the metrics of all ranks. Collective.
+
+        Args:
+            encode: (images on the device or None, texts on the host or None) -> features dict.
+        """
         where: dict[str, Any] = {"group": parallel.dp_group, "device": parallel.device}
         classifier = build_classifier(
             lambda texts: encode(None, texts)["text_features"],
@@ -200,7 +209,11 @@ class ZeroShotTask:
         return metrics | _skipped(samples, parallel)
 
     def _row(self, sample: EvalSample) -> int | None:
-        """The sample's row of ClassSet.right; None where a classes file leaves it out. ValueError for a wrong label."""
+        """Return the sample's row of ClassSet.right, None where a classes file leaves it out.
+
+        Raises:
+            ValueError: the label is wrong.
+        """
         label = sample.metadata.get("label", sample.caption.strip() or None)
         row = self.classes.rows.get(str(label))
         if row is None and not self.leaves_out:

@@ -151,13 +151,13 @@ def _range(chart: Chart) -> tuple[float, float]:
     values: list[float] = []
     for series in (one for one in chart.series if not one.right):
         values += smooth(series.ys) if series.noisy else series.ys
-        if series.noisy:
+        if series.noisy and series.ys:  # a run may end without a step
             ordered, cut = sorted(series.ys), len(series.ys) // 200
             values += [ordered[cut], ordered[-1 - cut]]
     if chart.log:
         positive = [value for value in values if value > 0] or [1.0]
         return min(positive) / 1.15, max(positive) * 1.15
-    low, high = min(values, default=0.0), max(values, default=1.0)  # a run may have no finite loss
+    low, high = min(values, default=0.0), max(values, default=1.0)
     low = min(0.0, low) if chart.from_zero else low - 0.05 * (high - low)
     margin = 0.05 * (high - low) or abs(high) or 1.0
     return low, high + margin if not chart.percent else min(high + margin, max(high, 1.0))

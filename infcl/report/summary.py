@@ -1,8 +1,6 @@
 """The table that ends a run in a terminal."""
 
-from collections.abc import Iterable
-
-from infcl.config import counted
+from infcl.config import aligned, counted
 
 _NO_OPEN_CLIP = "  (for infcl.convert.export.load_exported: open_clip has no convolutional stem)"
 
@@ -25,13 +23,6 @@ def summary_table(summary: dict) -> str:
         ("exported model", paths["export"] + ("" if summary.get("loads_in_open_clip", True) else _NO_OPEN_CLIP)),
     ]
     return "\n".join(["", aligned(rows), ""])
-
-
-def aligned(rows: Iterable[tuple[str, str | None]]) -> str:
-    """Lines of a name and a value, the values below each other; rows without a value are left out."""
-    known = [(name, value) for name, value in rows if value is not None]
-    width = max((len(name) for name, _ in known), default=0)
-    return "\n".join(f"  {name:<{width}}  {value}" for name, value in known)
 
 
 def skipped_by_cause(data: dict) -> dict[str, int]:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from infcl.config import BatchPlan, TrainConfig, counted, total_steps
+from infcl.config import BatchPlan, TrainConfig, aligned, counted, total_steps
 from infcl.config.preset import stage_over
 from infcl.engine.optim import Schedule, checkpoint_bytes
 from infcl.kernels import select_tile
@@ -18,7 +18,6 @@ from infcl.parallel.host_limits import available_host_bytes, host_memory_bytes
 from infcl.plan.host import host_bytes, host_parts
 from infcl.plan.loads import STAGES, load_of_run
 from infcl.plan.memory import Load, parameter_counts, parts_of
-from infcl.report.summary import aligned
 from infcl.step.pixels import auto_budget
 from infcl.train.build import Inputs, build_loader, build_meta_model, build_tasks
 from infcl.train.diagnostics import model_flops, trained_shares

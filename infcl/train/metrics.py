@@ -14,9 +14,8 @@ from typing import Any
 import torch
 
 from infcl.checkpoint.run_folder import RunFolder, why_not_written
-from infcl.config import TrainConfig
+from infcl.config import TrainConfig, aligned
 from infcl.report.records import read_records
-from infcl.report.summary import aligned
 from infcl.train.observers import Step
 from infcl.train.sinks import Console, open_sinks
 

@@ -10,12 +10,11 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 
 from infcl.checkpoint.run_folder import NotWritten, RunFolder, why_not_written, write_atomic
-from infcl.config import TrainConfig, counted
+from infcl.config import TrainConfig, aligned, counted
 from infcl.models.attention import towers_with_kernel
 from infcl.models.config import CLIPConfig, load_any_config
 from infcl.parallel import Parallel, describe_ranks, max_over
 from infcl.report import draw_loss_curve, summary_table
-from infcl.report.summary import aligned
 from infcl.step.pixels import describe_pixels
 from infcl.train.metrics import peak_memory_mb
 

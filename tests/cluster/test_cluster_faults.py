@@ -168,7 +168,7 @@ def test_a_full_shared_disk_is_said_and_the_run_goes_on(demo_folder, tmp_path, o
     """No checkpoint fits, nothing half-written stays; what ends the run is the export, which does not fit either."""
     with small_disk(tmp_path / "small", 2) as logs, Hosts(2, folder=tmp_path / "hosts") as hosts:
         code, output = finish(launch_script(hosts, fault_flags(demo_folder, logs, "--steps", "4", "--warmup", "5")))
-        assert "could not be written" in output and "training goes on" in output, output
+        assert "could not be written" in output and "training continues" in output, output
         assert losses(logs)[:3] == pytest.approx(one_rank_losses[:3], rel=1e-4)
         assert not list((logs / "run" / "checkpoints").glob("step_*"))
         assert code != 0 and re.search(r"worker-1: .*No space left on device", output), output
@@ -195,7 +195,7 @@ def test_a_shared_disk_that_fails_on_one_host_and_then_is_gone_from_all_is_said_
 
         wait_for_checkpoint(logs, process)
         remount("ro")
-        wait_for("could not be written (rank 1 on worker-2: Read-only file system); training goes on")
+        wait_for("could not be written (rank 1 on worker-2: Read-only file system); training continues")
         remount("rw")
         before = (logs / "run" / "checkpoints" / "latest").read_text()
         wait_until(

@@ -41,6 +41,6 @@ def test_a_tokenizer_that_cannot_be_the_models_is_refused(tokenizer_model, tmp_p
     with pytest.raises(ValueError, match="none.model: no such file or folder"):
         load_tokenizer(tmp_path / "none.model", small)
     with pytest.raises(
-        ValueError, match="no tokenizer beside the weights, and 299 ids are not CLIP's own: --tokenizer"
+        ValueError, match="no tokenizer is stored with the weights, and 299 ids are not CLIP's own: give --tokenizer"
     ):
         load_tokenizer(None, small)

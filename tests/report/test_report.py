@@ -13,7 +13,7 @@ from infcl.models.config import with_tokenizer
 from infcl.report import drawing, read_metrics
 from infcl.report.__main__ import main
 from infcl.report.charts import Chart, Series, train_charts
-from infcl.report.drawing import draw_png, draw_svg, smooth, tick_labels
+from infcl.report.drawing import draw_loss_curve, draw_png, draw_svg, smooth, tick_labels
 from infcl.report.gallery import Gallery, retrieval_gallery
 from infcl.report.page import _difference, headline, write_report
 from infcl.report.records import read_run
@@ -258,6 +258,12 @@ def test_curves_of_a_single_step_or_a_constant_are_drawn():
         for options in ({}, {"log": True}, {"percent": True, "from_zero": True}):
             series = [Series("y", xs, ys, 0, noisy=True)]
             assert "nan" not in draw_svg(Chart("c", "constant", "y", series=series, **options))
+
+
+def test_the_curve_of_a_run_without_a_loss_is_drawn(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text("")
+    draw_loss_curve(tmp_path / "metrics.jsonl", tmp_path / "x.png")
+    assert (tmp_path / "x.png").is_file()
 
 
 def test_a_long_noisy_run_makes_no_large_picture_and_keeps_its_spikes():
