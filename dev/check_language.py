@@ -38,7 +38,6 @@ WORDS = {  # pattern: what to write
 NOT_YET_CLEAN = (
     "infcl/convert",
     "infcl/data",
-    "infcl/models",
     "tests/cluster",
 )
 NOT_PROSE = (

@@ -1,12 +1,12 @@
-"""--attention: whose kernels compute the towers' attention.
+"""--attention: which kernels compute the towers' attention.
 
     torch     torch's scaled_dot_product_attention (cuDNN's kernels on a GPU)
-    triton    triton_attention.py, for sequences of up to 128 tokens and for some longer ones, for which cuDNN's tiles
+    triton    triton_attention.py, for sequences of up to 128 tokens, and for some longer ones for which cuDNN's tiles
               of 128 x 128 compute 1.5 times the needed pairs or more (`fits`); head widths 16, 32, 64
     auto      triton where it fits, on a GPU in half precision; else torch
 
-Training ViT-B-32 1024 x 4 is 9% faster with it on an H200, ViT-L-14 4%. A text tower that uses it gets the spans of
-packed captions (packing.caption_spans) instead of a mask. To torch.compile the kernel is one operator.
+Training ViT-B-32 1024 x 4 is 9% faster with triton on an H200, ViT-L-14 4%. A text tower with that kernel takes the
+spans of packed captions (packing.caption_spans) instead of a mask. torch.compile sees the kernel as one operator.
 """
 
 import os
@@ -25,7 +25,7 @@ from infcl.models.transformer import Transformer
 from infcl.models.transformer import attend as attend_by_torch
 
 LONGEST = 128  # tokens of one tile: triton_attention.TILES
-BLOCK, SHORT = 64, 16  # tokens of a block, and that may follow whole blocks: triton_attention_blocks
+BLOCK, SHORT = 64, 16  # tokens of a block, and at most so many after the last full block: triton_attention_blocks
 _HEADS = (16, 32, 64)  # 64 was timed
 
 
@@ -76,8 +76,9 @@ def _towers(model: CLIP) -> dict[str, tuple[Transformer, list[int]]]:
 
 
 def attend(qkv: Tensor, seen: Tensor | None, *, causal: bool, longest: int) -> Tensor:
-    """transformer.attend, where `seen` is None or spans int64 [n, 2] of `longest` tokens at most. Whole sequences that
-    do not fit, as those of an evaluation without patch dropout may not, are torch's.
+    """Compute transformer.attend, where `seen` is None or spans int64 [n, 2] of at most `longest` tokens.
+
+    Full sequences that do not fit (an evaluation without patch dropout) use torch's kernels.
     """
     if seen is None and not fits(qkv.shape[1], causal=causal):
         return attend_by_torch(qkv, seen, causal=causal)
@@ -87,18 +88,20 @@ def attend(qkv: Tensor, seen: Tensor | None, *, causal: bool, longest: int) -> T
 
 
 def fits(length: int, *, causal: bool) -> bool:
-    """Whether a forward with its backward over so many tokens is faster by the kernel: those of one tile, and whole
-    ones where few follow two, three or four blocks, of which cuDNN computes whole tiles of 128 in each direction.
+    """Return whether the Triton kernel is faster for sequences of so many tokens, forward and backward together.
+
+    It is for those of one tile, and without a causal mask for those of two to four blocks and a few tokens more, which
+    cuDNN computes in full tiles of 128.
     """
     return length <= LONGEST or (not causal and 2 <= length // BLOCK <= 4 and 0 < length % BLOCK <= SHORT)
 
 
 def unfit(length: int, head_width: int, *, causal: bool) -> str:
-    """Why the kernel is not for such sequences; empty where it is."""
+    """Return why the kernel does not take such sequences; "" if it does."""
     if not fits(length, causal=causal):
-        return f"sequences of {length} tokens, which torch's kernels take better"
+        return f"sequences of {length} tokens, for which torch's kernels are faster"
     if head_width not in _HEADS:
-        return f"heads of {head_width}, and the kernel has those of {', '.join(map(str, _HEADS))}"
+        return f"heads of width {head_width}; the kernel takes {', '.join(map(str, _HEADS))}"
     return ""
 
 

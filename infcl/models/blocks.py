@@ -6,9 +6,9 @@ from torch import nn
 
 
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:
-    """Return the blocks in order: modules of one class that lie together in a list or sequence, and hold others.
+    """Return the blocks in order: modules of one class in the same list or sequence, which contain other modules.
 
-    Where such modules lie inside one another, the innermost are taken (the blocks of a ConvNeXt's stages).
+    Of nested ones the innermost are taken (the blocks of a ConvNeXt's stages).
     """
     found: dict[nn.Module, None] = {}
     for module in model.modules():

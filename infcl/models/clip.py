@@ -39,7 +39,7 @@ def build_towers(cfg: CLIPConfig | OpenClipConfig, **options: Any) -> Any:
 
 
 class CLIP(TextTower):
-    """`init_logit_bias` and `patch_dropout`, where given, replace the config's; `self.cfg` is the resolved config."""
+    """Given `init_logit_bias` and `patch_dropout` replace the config's; `self.cfg` is the resolved config."""
 
     def __init__(
         self,
@@ -73,19 +73,20 @@ class CLIP(TextTower):
         image_trunk: torch.Tensor | None = None,
         text_trunk: torch.Tensor | None = None,
     ) -> dict[str, torch.Tensor]:
-        """Whatever is given is encoded; the result has only the keys that apply.
+        """Encode what is given.
 
-        images   [m, 3, S, S], uint8 pixels or floating and normalised  -> image_features [m, D] f32, unit norm
-        texts    [m, L] int64                                           -> text_features [m, D] f32, unit norm
-                 or packed rows [r, R], with text_ends [m] (towers/packing.py; not where `keeps_trunk` of texts)
-        always                                                          -> logit_scale [1] f32, log-space
-        if the model has one                                            -> logit_bias [1] f32
-        in training, where `keeps_trunk`                                -> image_trunk, text_trunk
+        Args:
+            images: [m, 3, S, S], uint8 pixels, or floating and normalised.
+            texts: int64 [m, L], or packed rows [r, R] (models/packing.py; not with `keeps_trunk["text"]`).
+            text_ends: int64 [m], with packed rows.
+            image_trunk, text_trunk: what an earlier forward returned; only the layers after it are computed. A text
+                trunk needs its texts too.
 
-        A trunk may be given back: then what follows it is all there is to do (a text is needed with it, an image not).
-        It is [m, w] where only the projection is trained, else [m, tokens, w].
-
-        logit_scale is returned, never read from the module by the loss: under ZeRO-3 it exists inside forward only.
+        Returns:
+            image_features and text_features [m, D] f32 with unit norm, of what was given; logit_scale [1] f32 in
+            log-space; logit_bias [1] f32 if the model has one; in training with `keeps_trunk` image_trunk and
+            text_trunk, [m, w] where only the projection is trained, else [m, tokens, w]. The loss takes logit_scale
+            from here and never from the module: under ZeRO-3 it exists inside forward only.
         """
         out = {"logit_scale": self.logit_scale.float() + 0}
         if self.logit_bias is not None:
@@ -141,7 +142,7 @@ class CLIP(TextTower):
         self.keeps_trunk["text"] = unlocked_layers == 1 or (keep_trunk and 0 < self.text_trunk_blocks <= len(blocks))
 
     def trunk_numbers(self) -> int:
-        """Numbers of a sample that are kept between the passes of a step."""
+        """Return how many numbers per sample are kept between the passes of a step."""
         vision, text = self.cfg.vision_cfg, self.cfg.text_cfg
         image = (1 if self.visual.trunk_blocks > vision.layers else 1 + vision.num_patches) * vision.width
         words = (1 if self.text_trunk_blocks > text.layers else text.context_length) * text.width
@@ -164,12 +165,12 @@ def _freeze(groups: list[list[nn.Module | nn.Parameter]], unlocked: int) -> None
 
 
 def lock_groups(blocks: int) -> int:
-    """Groups that a locked tower of so many blocks may leave trainable: those, its embeddings and its projection."""
+    """Return how many groups a tower of so many blocks has to unlock: its blocks, embeddings and projection."""
     return blocks + 2
 
 
 def frozen_blocks(blocks: int, unlocked: int) -> int:
-    """Leading ones of a locked tower's blocks that are frozen; one more when what pools their output is too."""
+    """Return how many leading blocks of a locked tower are frozen; one more if the pooling is frozen too."""
     return max(0, blocks + 1 - max(0, unlocked - 1) - (unlocked > 1))
 
 

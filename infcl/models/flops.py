@@ -1,8 +1,9 @@
-"""What a forward pass computes, in floating-point operations, for MFU. Forward and backward cost three times as much; a
-second encoding (gradient cache) and recomputation (activation checkpointing) add one each, which MFU does not credit.
+"""Floating-point operations of a forward pass, for MFU.
 
-Counted: matrix products at 2 flops per multiply-add; attention scores in full, also where a causal kernel skips half
-(the convention of published MFU figures). Not counted: norms, activations, softmax, embedding look-ups.
+Forward and backward together cost three times as much. A second encoding (gradient cache) and recomputation (activation
+checkpointing) add one each, which MFU does not credit. Counted: matmuls at 2 flops per multiply-add; attention scores
+in full, also where a causal kernel skips half (the convention of published MFU figures). Not counted: norms,
+activations, softmax, embedding look-ups.
 """
 
 import contextlib
@@ -17,7 +18,7 @@ from infcl.models.open_clip_config import OpenClipConfig
 
 
 def forward_flops(cfg: CLIPConfig | OpenClipConfig, *, training: bool = True) -> dict[str, int]:
-    """{"image": flops of one image, "text": flops of one text}, forward; patch dropout counts where `training`."""
+    """Return {"image": flops of one image, "text": flops of one text}; patch dropout counts only if `training`."""
     if isinstance(cfg, OpenClipConfig):
         return _counted_flops(cfg, training=training)
     vision, text = cfg.vision_cfg, cfg.text_cfg
@@ -35,10 +36,10 @@ def forward_flops(cfg: CLIPConfig | OpenClipConfig, *, training: bool = True) ->
 
 
 def _counted_flops(cfg: OpenClipConfig, *, training: bool) -> dict[str, int]:
-    """Those of towers that others build, counted by torch in a forward without memory.
+    """Count the flops of towers that open_clip builds with torch's counter, if possible without memory.
 
-    On the meta device; with fake tensors where transformers looks into an attention mask; and a model that looks into
-    other values too (NLLB) is built for it.
+    The meta device comes first, then fake tensors (transformers reads values of an attention mask), then a real model
+    (NLLB reads other values too).
     """
     for mode in (torch.device("meta"), FakeTensorMode(), contextlib.nullcontext()):
         with contextlib.suppress(RuntimeError, ValueError), mode, torch.no_grad():

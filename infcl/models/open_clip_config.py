@@ -1,4 +1,4 @@
-"""A model that open_clip builds: its JSON, and what the trainer has to know of it.
+"""A model that open_clip builds: its JSON, and what the trainer needs to know about it.
 
 `--model open_clip:NAME` takes a config that is built into the installed open_clip, `--model open_clip:FILE.json` a file
 or an exported folder in its schema. The config is read as data; infcl.models.open_clip_model builds the model.
@@ -71,7 +71,7 @@ class OpenClipConfig:
     def __post_init__(self):
         for name in ("embed_dim", "vision_cfg", "text_cfg"):
             if name not in self.fields:
-                raise ValueError(f"{self.source}: no model config of open_clip's, it lacks {name}")
+                raise ValueError(f"{self.source}: no model config of open_clip's, {name} is missing")
         if "multimodal_cfg" in self.fields:
             raise ValueError(
                 f"{self.source} has a captioning decoder (multimodal_cfg, CoCa), which a contrastive loss does not "
@@ -145,7 +145,7 @@ class OpenClipConfig:
 
 
 def preprocess_of(cfg: Any) -> Preprocess:
-    """How images are brought to size for a model: our own towers', or what open_clip's config says."""
+    """Return how images are preprocessed for a model: as CLIP's for our own towers, else by open_clip's config."""
     return cfg.preprocess if isinstance(cfg, OpenClipConfig) else CLIP_PREPROCESS
 
 
@@ -187,7 +187,7 @@ def open_clip_config(whole: dict[str, Any], *, source: str) -> OpenClipConfig:
 
 
 def open_clip_folder() -> Path:
-    """Where the installed open_clip lies. ValueError where it is not installed."""
+    """Return the folder of the installed open_clip. ValueError if it is not installed."""
     spec = importlib.util.find_spec("open_clip")
     if spec is None or not spec.submodule_search_locations:
         raise ValueError("models of open_clip's need open_clip: pip install open_clip_torch")

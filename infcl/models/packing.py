@@ -1,16 +1,16 @@
 """Captions end to end in rows, so that the text tower computes hardly any padding.
 
-A caption of 20 tokens fills a quarter of the 77 places that a text tower computes; under a causal mask nothing behind
-the token that is pooled can change it. So a micro-batch's captions, each cut there, are laid one behind the other in
-fewer, longer rows. In a row a token attends to its own caption only, and its position is counted from that caption's
-first token: features and gradients are those of the captions one by one, to rounding. (But where a mask says so, a
-token that is not finite makes its whole row so: masked or not, 0 times NaN is NaN.)
+A caption of 20 tokens fills a quarter of the 77 positions that a text tower computes. Under a causal mask nothing after
+the pooled token can change its output. So captions are cut after that token and laid end to end in fewer, longer rows.
+In a row a token attends to its own caption only, and its position counts from that caption's first token. Features and
+gradients equal those of the captions one by one, up to rounding. (With a mask, a token that is not finite makes its
+full row not finite: 0 times NaN is NaN.)
 
-`pack_captions` is done on the host, where the lengths are known without waiting for a GPU; `caption_places` says the
-rest where the rows are, or `caption_spans` for attention that needs no mask. What CLIP's forward takes:
+`pack_captions` runs on the host, where the lengths are known without waiting for a GPU. `caption_places` computes
+positions and masks on the device of the rows; `caption_spans` serves attention that needs no mask. CLIP's forward takes
 {"texts": [m, L]}, or {"texts": [r, R], "text_ends": [m]}.
 
-Shapes: m captions, L context_length, r rows of R places (R = `row_length(L)`).
+Shapes: m captions, L context_length, r rows of R token positions (R = `row_length(L)`).
 """
 
 import bisect
@@ -22,19 +22,19 @@ from infcl.models.config import TextConfig
 from infcl.models.open_clip_config import TextInput
 
 Texts = dict[str, torch.Tensor]
-ALIGNED = 16  # places: what fused attention wants of a mask's rows
-ROW_STEPS = 64  # sizes that r can have are m / 64 apart, so that memory of few sizes is asked for
+ALIGNED = 16  # token positions: the alignment of a mask's rows that fused attention needs
+ROW_STEPS = 64  # r is rounded up in steps of m / 64, so that the allocator sees few sizes
 
 
 def packs(cfg: TextConfig | TextInput) -> bool:
-    """Whether a tower's features end with the token that it pools: a causal mask, and no pooling at a fixed place."""
+    """Return whether a tower's captions can be packed: a causal mask, and no pooling at a fixed position."""
     if isinstance(cfg, TextInput):
-        return False  # open_clip's take captions one by one
+        return False  # open_clip's towers take captions one by one
     return not cfg.no_causal_mask and cfg.pool_type in ("argmax", "eos")
 
 
 def row_length(context_length: int) -> int:
-    """R: room for two whole captions, and as many short ones as there are."""
+    """Return R: room for two captions of full length, or any number of short ones."""
     return -(-2 * context_length // ALIGNED) * ALIGNED
 
 
@@ -47,21 +47,26 @@ def check_length(texts: torch.Tensor, context_length: int) -> None:
 
 
 def pooled_places(texts: Any, pool_type: str, eos_id: int) -> Any:
-    """int64 [m, L] -> [m]: where each caption is pooled; at its largest id, or its first `eos_id` (0 without one).
+    """Return where each caption of int64 [m, L] is pooled, [m]: at its largest id, or its first `eos_id` (else 0).
 
-    Of a tensor, or of NumPy's array.
+    Takes a tensor or a NumPy array.
     """
     return texts.argmax(1) if pool_type == "argmax" else ((texts == eos_id) * 1).argmax(1)
 
 
 def pack_captions(texts: torch.Tensor, cfg: TextConfig) -> tuple[torch.Tensor, torch.Tensor]:
-    """int64 [m, L] on the host -> rows int64 [r, R], ends int64 [m]: where in the flat rows each caption is pooled.
+    """Pack captions into rows, on the host.
 
-    Long captions come first and each goes to the fullest row that has room for it. What is left over holds pad_id.
-    In pinned memory where `texts` is. The time grows as m log m: 2 ms of a core for 1,024.
+    Long captions come first, and each goes to the fullest row that has room for it. The remainder holds pad_id. The
+    time grows as m log m: 2 ms of a core for 1,024. It runs in NumPy on one thread, since torch would share the work
+    among threads and wait for the slowest while data workers use the cores.
 
-    By NumPy, on one thread: torch shares such work among threads and waits for all, for a time slice where other
-    processes, those that read data say, have the cores.
+    Args:
+        texts: int64 [m, L].
+        cfg: of the text tower.
+
+    Returns:
+        rows int64 [r, R], and ends int64 [m], where in the flat rows each caption is pooled; pinned if `texts` is.
     """
     import numpy as np  # the towers themselves need torch alone
 
@@ -70,7 +75,7 @@ def pack_captions(texts: torch.Tensor, cfg: TextConfig) -> tuple[torch.Tensor, t
     found = pooled_places(ids, cfg.pool_type, cfg.eos_id)
     length, step = row_length(cfg.context_length), max(1, -(-count // ROW_STEPS))
     starts, num_rows = _placed((found + 1).tolist(), length)
-    num_rows = max(2, -(-num_rows // step) * step)  # compiled code takes 1 for a case apart
+    num_rows = max(2, -(-num_rows // step) * step)  # compiled code specialises on a size of 1
     rows = torch.empty(num_rows, length, dtype=torch.int64, pin_memory=pinned)
     ends = torch.empty(count, dtype=torch.int64, pin_memory=pinned)
     first, flat, place = np.array(starts, np.int64), rows.view(-1).numpy(), np.arange(ids.shape[1])
@@ -98,9 +103,9 @@ def _placed(needs: list[int], length: int) -> tuple[list[int], int]:
 
 
 def caption_places(rows: torch.Tensor, ends: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """rows [r, R], ends [m] -> each token's position in its caption, int64 [r, R]; who sees whom, bool [r, 1, R, R].
+    """Return each token's position in its caption, int64 [r, R], and the attention mask, bool [r, 1, R, R].
 
-    What follows the last caption of a row counts and attends as one more caption would.
+    The remainder of a row is treated as one more caption. rows [r, R] and ends [m] are those of `pack_captions`.
     """
     marks = _marks(rows, ends)
     ended = marks.cumsum(1) - marks  # captions of the row that end before a place
@@ -110,9 +115,10 @@ def caption_places(rows: torch.Tensor, ends: torch.Tensor) -> tuple[torch.Tensor
 
 
 def caption_spans(rows: torch.Tensor, ends: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """rows [r, R], ends [m] -> each token's position, as `caption_places` has it; where each caption lies in the flat
-    rows, int64 [m, 2]: its first place, and its tokens. What follows the last caption of a row is in none. A single
-    caption is followed by an empty one, since compiled code takes 1 for a case apart.
+    """Return each token's position, as `caption_places` does, and each caption's span in the flat rows.
+
+    Spans are int64 [m, 2]: the first position, and the number of tokens. The remainder of a row is in no span. A single
+    caption is followed by an empty one, since compiled code specialises on a size of 1.
     """
     positions = _positions(_marks(rows, ends), torch.arange(rows.shape[1], device=rows.device))
     before = positions.flatten()[ends]  # tokens of a caption before its last
@@ -144,7 +150,7 @@ def num_texts(texts: Texts) -> int:
 
 
 def longest(cfg: TextConfig | TextInput, size: int) -> torch.Tensor:
-    """int64 [size, L]: captions that fill a text tower's places."""
+    """Return int64 [size, L]: captions of full length."""
     texts = torch.full((size, cfg.context_length), int(cfg.eos_id == 0))
     texts[:, -1] = cfg.end_id
     return texts

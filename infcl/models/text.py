@@ -54,10 +54,10 @@ class TextTower(nn.Module):
         part: str = "all",
         ends: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """int64 [m, L] with L <= context_length -> [m, D]. Part of forward: under ZeRO-3, call it only from there.
+        """Encode texts, int64 [m, L] with L <= context_length, to [m, D]. Under ZeRO-3 only forward may call it.
 
-        With `ends`, int64 [m], texts are packed rows [r, R] (packing.pack_captions).
-        In two calls, of texts that are not: texts -> trunk (part="trunk"), texts and trunk -> features (part="head").
+        With `ends`, int64 [m], texts are packed rows [r, R] (packing.pack_captions). Padded texts can be encoded in two
+        calls: texts -> trunk (part="trunk"), then texts and trunk -> features (part="head").
         """
         if ends is not None:
             return self._encode_packed(texts, ends)
@@ -74,7 +74,7 @@ class TextTower(nn.Module):
     def _encode_packed(self, rows: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
         """int64 [r, R], [m] -> [m, D]"""
         positions, seen = self.caption_places(rows, ends)
-        positions = positions.clamp(max=self.context_length - 1)  # what is left over of a row may be longer
+        positions = positions.clamp(max=self.context_length - 1)  # the remainder of a row may be longer
         table = self.positional_embedding
         summed = torch.promote_types(table.dtype, torch.float32)  # a position's gradient is a sum over all captions
         x = self.token_embedding(rows) + F.embedding(positions, table.to(summed)).to(table.dtype)

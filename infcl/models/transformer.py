@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 class Transformer(nn.Module):
     """[m, L, w] -> [m, L, w] in the dtype of the input, through blocks `begin` to `end` (all).
 
-    `seen`: which tokens each one attends to, in the place of all of them, or of those before it; bool [m, 1, L, L], or
+    `seen` says which tokens each token attends to, instead of all of them or those before it: bool [m, 1, L, L], or
     what else the blocks' `attend` takes.
 
     `gpt_init` scales the initial weights with width and depth, as OpenAI and open_clip do for the text tower; without
@@ -43,7 +43,7 @@ class Transformer(nn.Module):
         super().__init__()
         self.activation_checkpointing = activation_checkpointing
         self.first_trained = 0  # the blocks before it are frozen
-        self.on_input_gradient: Callable[[torch.Tensor], None] | None = None  # is shown d loss / d input, [m, L, w]
+        self.on_input_gradient: Callable[[torch.Tensor], None] | None = None  # called with d loss / d input, [m, L, w]
         residual_std = width**-0.5 * (2 * layers) ** -0.5 if gpt_init else None
         self.resblocks = nn.ModuleList(
             ResidualBlock(width, heads, mlp_ratio, quick_gelu=quick_gelu, causal=causal, residual_std=residual_std)
@@ -58,7 +58,7 @@ class Transformer(nn.Module):
             x.register_hook(self.on_input_gradient)
         for index, block in enumerate(islice(self.resblocks, begin, end), start=begin):
             if index == self.first_trained and torch.is_grad_enabled() and not x.requires_grad:
-                # ZeRO-3 takes a block's gradients when it has that of its input; without one, before there are any.
+                # ZeRO-3 reduces a block's gradients once its input has one; without it, before there are any.
                 x = x.detach().requires_grad_()
             # Non-reentrant: the reentrant form drops the gradient of the first block, whose input needs none.
             # Blocks draw no random numbers, so there is no generator state to keep.
@@ -68,7 +68,7 @@ class Transformer(nn.Module):
 
 
 class ResidualBlock(nn.Module):
-    """Attention and MLP, each behind a LayerNorm; `residual_std`: initial std of both outputs (None: torch's)."""
+    """Attention and MLP, each after a LayerNorm; `residual_std`: initial std of both outputs (None: torch's)."""
 
     def __init__(
         self,

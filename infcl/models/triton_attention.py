@@ -2,15 +2,15 @@
 
     out = softmax(q k^T / sqrt(d)) v        q|k|v as a tower's projection leaves them, their gradient in one tensor too
 
-cuDNN's kernel computes tiles of 128 x 128, 50 tokens as 128 and 257 as 384, and with a mask all that it hides; what
-puts the gradients of q, k and v together is a copy. Here one program computes a head of a sequence in the smallest tile
-that holds it, so that captions, packed or not, cost what they are long. Scores and softmax stay on the chip, and the
-backward makes the probabilities again. Longer sequences: triton_attention_blocks.py.
+cuDNN's kernel computes tiles of 128 x 128: 50 tokens as 128, 257 as 384, and masked entries too. It returns the
+gradients of q, k and v apart, and joining them takes a copy. Here one program computes a head of a sequence in the
+smallest tile that holds it, so the cost of a caption follows its length. Scores and softmax stay on the chip, and the
+backward recomputes the probabilities. Longer sequences: triton_attention_blocks.py.
 
-Products have operands of the type of q|k|v (probabilities and the scores' gradient are rounded to it), sums are
+The operands of matmuls have the type of q|k|v (probabilities and the scores' gradient are rounded to it); sums are
 float32. No atomics: results repeat bit for bit.
 
-Shapes: P places of m sequences, which lie one behind the other, with gaps or none; h heads of width d, a power of two.
+Shapes: P token positions of m sequences, one after another, with or without gaps; h heads of width d, a power of two.
 """
 
 import torch
@@ -34,11 +34,18 @@ _WARPS = {32: 2, 64: 4, 128: 4}
 
 
 def attention_forward(qkv: Tensor, spans: Tensor | None, length: int, causal: bool) -> tuple[Tensor, Tensor]:
-    """qkv [P, 3, h, d], contiguous -> out [P, h, d]; lse, which the backward of several blocks needs, else empty.
+    """Compute attention.
 
-    spans, int64 [m, 2]: first place of each sequence, and its tokens, at most `length` of them; what lies in none is
-    zero in the result. None: all P places are sequences of `length`. Of several blocks: TAIL tokens at most more than
-    whole ones, neither causal nor in spans.
+    Args:
+        qkv: [P, 3, h, d], contiguous.
+        spans: int64 [m, 2], the first position of each sequence and its number of tokens, at most `length`. None: all P
+            positions are sequences of `length`.
+        length: tokens of a sequence. Above LONGEST at most TAIL tokens follow the full blocks, and the sequences are
+            neither causal nor in spans.
+        causal: a token attends to itself and those before it.
+
+    Returns:
+        out [P, h, d], zero outside the spans; lse, which the backward of several blocks needs, else empty.
     """
     places, _, heads, width = qkv.shape
     if length > LONGEST:
@@ -53,7 +60,7 @@ def attention_forward(qkv: Tensor, spans: Tensor | None, length: int, causal: bo
 def attention_backward(
     d_out: Tensor, qkv: Tensor, out: Tensor, lse: Tensor, spans: Tensor | None, length: int, causal: bool
 ) -> Tensor:
-    """d_out [P, h, d], contiguous; what the forward took and gave -> d_qkv [P, 3, h, d]."""
+    """Return d_qkv [P, 3, h, d] from d_out [P, h, d], contiguous, and the forward's inputs and results."""
     if length > LONGEST:
         return blocks_backward(d_out, qkv, out, lse, length)
     d_qkv = torch.empty_like(qkv) if spans is None else torch.zeros_like(qkv)
@@ -64,8 +71,9 @@ def attention_backward(
 
 
 def _launches(qkv: Tensor, spans: Tensor | None, length: int, causal: bool) -> list[tuple[tuple[int], dict]]:
-    """(grid, options): one for whole sequences; of others one for each tile that they may need, since what the largest
-    takes of a multiprocessor would be taken for the shortest too.
+    """Return (grid, options) of each launch: one for sequences of one length, and for spans one per tile size.
+
+    In the largest tile a short sequence would take as much of a multiprocessor as a long one.
     """
     largest = next(tile for tile in TILES if tile >= length)
     count = qkv.shape[0] // length if spans is None else len(spans)

@@ -1,14 +1,14 @@
-"""Self-attention over several blocks of tokens, for triton_attention.py: whole sequences that see all of themselves.
+"""Self-attention over several blocks of tokens, for triton_attention.py, without a mask.
 
-Tokens go in blocks of 64, and up to 16 that are left over, a class token say, in a tile of 16. One program computes a
-block's queries with the running softmax of FlashAttention-2 (Dao 2023, arXiv 2307.08691). Of the backward one computes
-the gradients of a block's keys and values, or of its queries: 7 products where 5 would do, but every result has one
-writer, so that there are no atomics.
+Tokens are processed in blocks of 64; a remainder of up to 16, such as a class token, takes a tile of 16. One program
+computes a block's queries with the running softmax of FlashAttention-2 (Dao 2023, arXiv 2307.08691). In the backward
+one program computes the gradients of a block's keys and values, or of its queries. That is 7 matmuls where 5 would do,
+but every result has one writer, so there are no atomics.
 
     delta   the sum of d_out * out over a head's d numbers, [P, h] f32
     lse     log2 of the sum of 2^score, [P, h] f32; scores are log2(e) / sqrt(d) of q k^T
 
-Shapes: m sequences of L tokens, P = m L places; h heads of width d.
+Shapes: m sequences of L tokens, P = m L positions; h heads of width d.
 """
 
 import torch
@@ -45,8 +45,8 @@ def blocks_backward(d_out: Tensor, qkv: Tensor, out: Tensor, lse: Tensor, length
     return d_qkv
 
 
-# In what follows one sequence and head is seen: qkv, out, lse ... point at its first token. n: rows of a tile that are
-# there; those that are not are read as zeros. B: rows of the tile at hand, or of whole blocks in kernels.
+# From here on qkv, out, lse ... point at the first token of one sequence and head. n: rows of a tile that exist; the
+# others are read as zeros. B: rows of the current tile, or in kernels of full blocks.
 
 
 @triton.jit

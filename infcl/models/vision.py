@@ -102,8 +102,7 @@ def drop_patches(x: torch.Tensor, rate: float) -> torch.Tensor:
 
 
 class PatchConv(nn.Conv2d):
-    """A convolution of patches that do not overlap, [m, 3, S, S] -> [m, N, w]; on a GPU a matrix product, which cuDNN
-    makes slow work of."""
+    """A convolution of patches that do not overlap, [m, 3, S, S] -> [m, N, w]; on a GPU a matmul, faster than cuDNN."""
 
     def __init__(self, width: int, patch_size: int):
         super().__init__(3, width, patch_size, stride=patch_size, bias=False)
@@ -118,7 +117,7 @@ class PatchConv(nn.Conv2d):
 def patch_rows(images: torch.Tensor, size: int, dtype: torch.dtype) -> torch.Tensor:
     """[m, 3, S, S] -> its patches, normalised, in `dtype`: [m, N, 3 P^2 and a fill].
 
-    The fill, of zeros, makes a row a multiple of 8 numbers: 16 bytes in half precision, which fast matmul kernels need.
+    Zeros fill a row up to a multiple of 8 numbers: 16 bytes in half precision, which fast matmul kernels need.
     """
     patches = images.unfold(2, size, size).unfold(3, size, size).permute(0, 2, 3, 1, 4, 5)  # [m, S/P, S/P, 3, P, P]
     if images.dtype == torch.uint8:
@@ -149,7 +148,7 @@ class Stem(nn.Sequential):
 
 
 class StemConv(nn.Conv2d):
-    """Keeps the spread of its input through the GELU behind it; torch's default shrinks it below the positions' own."""
+    """Keeps its input's variance through the GELU after it; torch's default shrinks it below that of positions."""
 
     def reset_parameters(self) -> None:
         nn.init.kaiming_normal_(self.weight, nonlinearity="relu")

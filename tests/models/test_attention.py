@@ -279,8 +279,8 @@ def test_spans_are_where_the_mask_has_captions():
     [
         ("cpu", HALF, CFG, "needs a GPU, not cpu"),
         ("cuda", torch.float32, CFG, "in half precision, not in torch.float32"),
-        ("cuda", HALF, "heads", "heads of 12"),
-        ("cuda", HALF, "tokens", "sequences of 197 tokens, which torch's kernels take better"),
+        ("cuda", HALF, "heads", "heads of width 12"),
+        ("cuda", HALF, "tokens", "sequences of 197 tokens, for which torch's kernels are faster"),
     ],
 )
 def test_where_no_tower_can_have_it_the_reasons_are_said(device, dtype, cfg, why, monkeypatch):

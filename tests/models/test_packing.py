@@ -182,7 +182,7 @@ def packs(config, cfg) -> bool:
 @pytest.mark.parametrize(
     ("changes", "text", "reason"),
     [
-        ({}, {"no_causal_mask": True}, "sees what follows a caption"),
+        ({}, {"no_causal_mask": True}, "attends to what follows a caption"),
         ({}, {"pool_type": "last"}, "pool_type 'last'"),
         ({"lock_text": True}, {}, "--lock-text"),
     ],

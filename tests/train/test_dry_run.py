@@ -60,7 +60,7 @@ def test_operations_are_told_in_a_unit_that_leaves_digits():
 def test_dry_run_refuses_what_the_run_would_refuse(demo_folder, tmp_path):
     for flags, reason in (
         (["--batch-size", "4096"], "fewer than one global batch of 8192"),
-        (["--pack-captions", "on", "--lock-text"], "kept caption by caption"),
+        (["--pack-captions", "on", "--lock-text"], "cached caption by caption"),
         (
             ["--lock-image", "--lock-image-unlocked-groups", "9"],
             f"--lock-image-unlocked-groups 9: the image tower of {GOLDEN_MODEL}",
