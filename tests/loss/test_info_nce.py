@@ -85,21 +85,3 @@ def test_a_side_without_gradient_leaves_the_others_exact(wanted):
     loss = info_nce_loss(q, d, positives[0], scale)
     for name, gradient in zip(sides, torch.autograd.grad(loss, list(sides.values()))):
         assert relative_error(gradient, truth[name], floor=0.1) < 1e-5, name
-
-
-def _two_kinds_of_half(rank, world_size):
-    half = torch.float16 if rank == 1 else torch.bfloat16
-    with pytest.raises(ValueError) as raised:
-        info_nce_loss(
-            torch.ones(2, 8, dtype=half),
-            torch.ones(3, 8, dtype=half),
-            torch.tensor([0, 1]),
-            1.0,
-            group=dist.group.WORLD,
-        )
-    return str(raised.value)
-
-
-def test_dtypes_of_as_many_bytes_are_told_apart_on_every_rank():
-    for message in run_ranks(_two_kinds_of_half, 3):
-        assert "dtype" in message and "['torch.bfloat16', 'torch.float16', 'torch.bfloat16']" in message

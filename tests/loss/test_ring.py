@@ -13,9 +13,9 @@ import torch.distributed as dist
 
 from infcl import inf_cl_loss, info_nce_loss, nt_xent_loss, siglip_loss
 from infcl.loss.links import lap_length, second_group
-from infcl.loss.ring import RingExchange, checked_group
+from infcl.loss.ring import RingExchange
 from tests.lib.loss_oracle import features
-from tests.lib.ranks import refused, run_ranks
+from tests.lib.ranks import run_ranks
 
 
 def _go_round(ring: RingExchange, rank: int) -> tuple[list, list]:
@@ -138,8 +138,6 @@ def test_a_two_level_ring_that_cannot_be_is_refused_with_the_numbers():
         lap_length(list(range(6)), ring="two-level", ranks_per_node=4)
     with pytest.raises(ValueError, match="needs ranks_per_node"):
         lap_length(list(range(6)), ring="two-level", ranks_per_node=None)
-    with pytest.raises(ValueError, match="unknown ring 'round'"):
-        RingExchange(None, ring="round")
     with pytest.raises(ValueError, match="ranks_per_node 0 must be"):
         RingExchange(None, ranks_per_node=0)
     with pytest.raises(ValueError, match="one of .* not 'maybe'"):
@@ -279,26 +277,3 @@ def test_a_two_level_ring_needs_no_luck_with_other_groups():
             counts = [int(n) for n in re.search(r"they are in \[(.*)\]", found[1]).group(1).split(",")]
             assert counts == [counts[0], counts[0] + 1] * 2
             assert found[2] == [[1111.0] * 2] * 3
-
-
-def _unequal(rank, world_size):
-    ring = RingExchange(dist.group.WORLD)
-    return refused(ring.require_equal, "the loss", {"rows": 5 + rank % 2, "columns": 4}, torch.device("cpu"))
-
-
-def test_unequal_ranks_are_refused_with_the_numbers_on_every_rank():
-    for message in run_ranks(_unequal, 3):
-        assert "number of rows" in message and "[5, 6, 5]" in message
-
-
-def _missing_group(rank, world_size):
-    return refused(checked_group, None)
-
-
-def test_a_missing_group_is_refused_where_several_ranks_run():
-    for message in run_ranks(_missing_group, 2):
-        assert "group=torch.distributed.group.WORLD" in message
-
-
-def test_no_group_is_right_for_one_process():
-    assert checked_group(None) is None
