@@ -17,7 +17,6 @@ Other flags are pretrain_clip.py's.
 import argparse
 import json
 import re
-import signal
 import subprocess
 import sys
 import tempfile
@@ -29,8 +28,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from benchmarks.processes import exit_on_sigterm, reason, stop
 from benchmarks.rows import append, read
-from benchmarks.step import command, end_process, reason
+from benchmarks.step import command
 from infcl.loss.contrastive import LOSSES
 from infcl.models.config import load_model_config
 from infcl.plan.loads import memory_of
@@ -61,7 +61,7 @@ def main(arguments: list[str] | None = None) -> int:
         raise SystemExit(f"--at {odd[0]} is no multiple of {options.gpus} GPUs x --batch-size {options.batch_size}")
     if "siglip" in options.loss and len(options.loss) > 1:
         raise SystemExit("--loss siglip makes another model (its scale and bias): try it in a command of its own")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended before an answer was found"))
+    exit_on_sigterm("benchmarks.largest_batch")
     with tempfile.TemporaryDirectory() as folder:
         rows = Path(folder) / "rows.csv"
         while True:
@@ -267,7 +267,7 @@ def _wait(process: subprocess.Popen, rows: Path, done: int, csv: Path | None, se
     finally:
         copy()
         if process.poll() is None:
-            end_process(process)
+            stop(process)
 
 
 if __name__ == "__main__":

@@ -23,8 +23,8 @@ from benchmarks.clock import affordable, library_tflops, refuse, require_gpus, t
 from benchmarks.clock import hardware as device_hardware
 from benchmarks.loss_check import check
 from benchmarks.loss_impls import NAMES, OTHERS, make
+from benchmarks.processes import on_ranks
 from benchmarks.rows import append
-from benchmarks.spawn import on_ranks
 from infcl.loss.contrastive import TILED
 from infcl.loss.links import RINGS
 from infcl.loss.ring import OVERLAPS

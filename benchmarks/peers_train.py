@@ -29,10 +29,7 @@ import json
 import math
 import os
 import re
-import signal
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -46,8 +43,9 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from benchmarks.clock import hardware
-from benchmarks.rows import append
-from benchmarks.step import end_process, reason
+from benchmarks.processes import exit_on_sigterm, reason, torchrun
+from benchmarks.processes import run as run_command
+from benchmarks.rows import ROOT, append
 from infcl.parallel.host_info import git_commit
 from infcl.report import read_metrics
 
@@ -57,7 +55,6 @@ COLUMNS = (
     "device", "torch", "triton", "commit",
 )  # fmt: skip
 RESULT = "RESULT "
-ROOT = Path(__file__).parent.parent
 Reader = Callable[[str], list[float]]  # a log -> samples/s of all GPUs, of each step
 
 
@@ -76,7 +73,7 @@ def main() -> None:
     for program in programs(options):
         if trouble := what_is_missing(program, checkout_of(program, options)):
             parser.error(trouble)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("benchmarks.peers_train: ended by SIGTERM"))  # and its program
+    exit_on_sigterm("benchmarks.peers_train")
     print(f"{'program':>10} {'blocks':>9} {'m x M':>9} {'samples/s':>10} {'std':>7} {'waiting':>8} {'peak GiB':>9}")
     for setting in settings(options):
         version = version_of(setting["program"], checkout_of(setting["program"], options))
@@ -137,19 +134,12 @@ def run(setting: dict, options: argparse.Namespace) -> dict:
     with tempfile.TemporaryDirectory(prefix="infcl-peers-") as folder:
         trainer = TRAINERS[setting["program"]]
         flags = flags_of(setting, options.warm_up + options.steps, options.device, folder)
-        process = subprocess.Popen(
-            command(setting, flags), cwd=folder if trainer.module else ROOT, env=_environment(setting, options),
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
-        )  # fmt: skip
-        try:
-            output, _ = process.communicate(timeout=options.time_out)
-        except subprocess.TimeoutExpired:
-            return {"status": f"no result in {options.time_out:.0f} s: {_cause(end_process(process))}"}
-        except BaseException:  # Ctrl-C and SIGTERM: its processes end with this one
-            end_process(process)
-            raise
-        if process.returncode:
-            return {"status": f"exit code {process.returncode}: {_cause(output)}"}
+        environment = _environment(setting, options)
+        failure, output = run_command(
+            command(setting, flags), options.time_out, cwd=folder if trainer.module else ROOT, env=environment
+        )
+        if failure:
+            return {"status": f"{failure}: {_cause(output)}"}
         said = _of_another(output) if trainer.module else _of_infcl(Path(folder))
     return row_of(said, options.warm_up)
 
@@ -165,14 +155,11 @@ def flags_of(setting: dict, steps: int, device: str, folder: str) -> list[str]:
 
 
 def command(setting: dict, flags: list[str]) -> list[str]:
-    """A process for each GPU. Behind "--" nothing is torchrun's, which would take --logs for a flag of its own."""
+    """A process for each GPU. After "--" nothing is torchrun's, which would take --logs for a flag of its own."""
     module, program = ["-m"], ["benchmarks.peers_train", "--inside", setting["program"]]
     if not TRAINERS[setting["program"]].module:
         module, program = [], [str(ROOT / "pretrain_clip.py")]
-    if setting["gpus"] == 1:
-        return [sys.executable, *module, *program, *flags]
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={setting['gpus']}"]
-    return [*launcher, *module, "--", *program, *flags]
+    return [*torchrun(setting["gpus"]), *module, *(["--"] if setting["gpus"] > 1 else []), *program, *flags]
 
 
 def _of_another(output: str) -> dict[str, list[float]]:

@@ -19,8 +19,8 @@ import torch.nn.functional as F
 
 from benchmarks.clock import require_gpus
 from benchmarks.loss_impls import peer_module
+from benchmarks.processes import on_ranks
 from benchmarks.rows import append
-from benchmarks.spawn import on_ranks
 from infcl.evaluate.retrieval import retrieval_counts
 
 COLUMNS = (

@@ -24,7 +24,6 @@ import os
 import re
 import shlex
 import shutil
-import signal
 import statistics
 import subprocess
 import sys
@@ -37,6 +36,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.clock import hardware, library_tflops
+from benchmarks.processes import exit_on_sigterm, reason, run, torchrun
 from benchmarks.rows import append
 from infcl.config import TrainConfig, parse_args
 from infcl.models.attention import towers_with_kernel
@@ -64,8 +64,7 @@ HEADER = f"{'samples/s':>9} {'per GPU':>8} {'MFU':>6} {'HFU':>6} {'GiB':>6}  sec
 def main() -> None:
     options, trainer_flags = _parse(sys.argv[1:])
     if options.sweep is not None:
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit("benchmarks.step: ended by SIGTERM"))
-    if options.sweep is not None:
+        exit_on_sigterm("benchmarks.step")
         (_sweep_in_process if options.one_process else _sweep)(options)
     elif options.gpus > 1 and "RANK" not in os.environ:
         sys.exit(subprocess.run(command(options.gpus, sys.argv[1:])).returncode)
@@ -283,43 +282,19 @@ def _sweep_in_process(options: argparse.Namespace) -> None:
 
 
 def _sweep(options: argparse.Namespace) -> None:
-    """Each setting in processes of its own; one that fails or hangs says so and ends."""
+    """Run each setting in processes of its own; report one that fails or hangs."""
     print(HEADER, flush=True)
     for setting, flags in _settings(options):
         gpus = argparse.ArgumentParser(allow_abbrev=False)
         gpus.add_argument("--gpus", type=int, default=1)
-        process = subprocess.Popen(
-            command(gpus.parse_known_args(flags)[0].gpus, flags),
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
-        )  # fmt: skip
-        try:
-            output, _ = process.communicate(timeout=options.time_out)
-            if process.returncode:
-                print(f"{setting}\n  FAILED ({process.returncode}): " + "\n  ".join(reason(output)), flush=True)
-            else:
-                print(_rows(output), flush=True)
-        except subprocess.TimeoutExpired:
-            output = end_process(process)
-            print(f"{setting}\n  no result in {options.time_out:.0f} s: " + "\n  ".join(reason(output)), flush=True)
-        except BaseException:  # Ctrl-C and SIGTERM: a setting left behind would keep its GPUs
-            end_process(process)
-            raise
-
-
-def end_process(process: subprocess.Popen) -> str:
-    """Its output. The launcher gets the time to end its ranks, which are in sessions of their own."""
-    os.killpg(process.pid, signal.SIGTERM)
-    try:
-        return process.communicate(timeout=40)[0]
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        return process.communicate()[0]
+        failure, output = run(command(gpus.parse_known_args(flags)[0].gpus, flags), options.time_out)
+        text = f"{setting}\n  {failure}: " + "\n  ".join(reason(output)) if failure else _rows(output)
+        print(text, flush=True)
 
 
 def command(gpus: int, flags: list[str], module: str = "benchmarks.step") -> list[str]:
-    """That measures one setting, with a process for each GPU."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={gpus}"] if gpus > 1 else []
-    return [sys.executable, *launcher, "-m", module, *flags]
+    """Return the command that measures one setting, with a process for each GPU."""
+    return [*torchrun(gpus), "-m", module, *flags]
 
 
 def _rows(output: str) -> str:
@@ -327,13 +302,6 @@ def _rows(output: str) -> str:
     opening = r"  (model|data|batch|steps|loss|engine|towers|pixels|optimizer) "
     noise = opening + r"|.*(the run ends inside|\*{5}|OMP_NUM_THREADS|data wait)"
     return "\n".join(line for line in output.splitlines() if line.strip() and not re.match(noise, line))
-
-
-def reason(output: str) -> list[str]:
-    """What looks like the cause, and the last lines."""
-    lines = [line[:300] for line in output.strip().splitlines() if line.strip()]
-    causes = [line for line in lines if re.search(r"\w+(Error|Exception)\b.*:", line)]
-    return [*causes[:3], "...", *lines[-4:]]
 
 
 def _shown_flags(flags: list[str]) -> list[str]:

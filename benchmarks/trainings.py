@@ -9,13 +9,12 @@ import contextlib
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-PATIENCE = 15  # seconds
+from benchmarks.processes import stop, torchrun
 
 
 @dataclass(frozen=True)
@@ -50,8 +49,7 @@ class Machine:
 
     def command(self, flags: list[str]) -> list[str]:
         # without "--", torchrun takes --logs for an abbreviation of its own flags
-        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={self.ranks}", "--"]
-        return [sys.executable, *(launcher if self.ranks > 1 else []), "pretrain_clip.py", *flags]
+        return [*torchrun(self.ranks), *(["--"] if self.ranks > 1 else []), "pretrain_clip.py", *flags]
 
 
 def train_all(
@@ -83,7 +81,7 @@ def train_all(
                 if process.poll() == 0:
                     finished(training, folder / training.name, seconds)
                     continue
-                _end(process)
+                stop(process)
                 failed.append(training.name)
                 tail = (folder / f"{training.name}.log").read_text(errors="replace").splitlines()[-5:]
                 print(f"{training.name}: no result after {seconds:.0f} s\n  " + "\n  ".join(tail), flush=True)
@@ -105,32 +103,14 @@ def _start(training: Training, machine: Machine, slot: int, folder: Path) -> tup
 
 @contextlib.contextmanager
 def _terminating(running: dict):
-    """SIGTERM becomes an exception, and whatever ends this block ends the runs."""
+    """SIGTERM becomes an exception, and whatever ends this block stops the runs."""
 
-    def stop(*_):
+    def interrupt(*_):
         raise KeyboardInterrupt("SIGTERM")
 
-    before = signal.signal(signal.SIGTERM, stop)
+    before = signal.signal(signal.SIGTERM, interrupt)
     try:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
-        _end(*(process for _, process, _ in running.values()))
-
-
-def _end(*processes: subprocess.Popen) -> None:
-    """A launcher gets some seconds to end its ranks, which are in sessions of their own."""
-    for process in processes:
-        _signal(process, signal.SIGTERM)
-    deadline = time.monotonic() + PATIENCE
-    for process in processes:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(max(0.0, deadline - time.monotonic()))
-    for process in processes:
-        _signal(process, signal.SIGKILL)
-        process.wait()
-
-
-def _signal(process: subprocess.Popen, number: int) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, number)
+        stop(*(process for _, process, _ in running.values()))

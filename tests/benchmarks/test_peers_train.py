@@ -238,8 +238,8 @@ def test_both_trainers_run_on_a_cpu(tmp_path, monkeypatch):
     peers_train.main()
     rows = read(tmp_path / "rows.csv")
     assert [(row["program"], row["status"], row["steps"]) for row in rows] == [
-        ("open_clip", "ok", "2"),
-        ("infcl", "ok", "2"),
+        ("open_clip", "ok", 2),
+        ("infcl", "ok", 2),
     ]
     assert all(float(row["samples_per_second"]) > 0 for row in rows)
     assert rows[0]["waiting"] == "" and 0 <= float(rows[1]["waiting"]) <= 1  # with accumulation, theirs is not known
