@@ -12,8 +12,8 @@ loss curve:
                          the same number of samples seen; each image has five captions, some images 25 (pairs.py)
     --study word-order   with hard-negative captions (--negatives-key) and without, from each of --seeds seeds
 
-    --out DIR    DIR/accuracy_losses.csv (accuracy_batches, false_negatives, word_order); rows are appended; of the
-                 first two studies DIR/..._curves.csv too
+    --out DIR    DIR/accuracy_losses.csv (accuracy_batches, false_negatives, word_order); rows are appended, and
+                 what has a row is not run again; of the first two studies DIR/..._curves.csv too
     --work DIR   data set and run folders; the run folders are removed when their row is written
     --jobs N     trainings at once, of --ranks processes each, on --device cpu, or cuda with --gpus GPUs to share
 
@@ -29,7 +29,7 @@ from pathlib import Path
 
 from benchmarks.clock import hardware
 from benchmarks.pairs import word_order, write_captioned, write_scenes
-from benchmarks.rows import append
+from benchmarks.rows import append, read
 from benchmarks.trainings import Machine, Training, train_all
 from infcl.data.demo import prepare_demo
 from infcl.report import read_metrics
@@ -59,7 +59,8 @@ def main(arguments: list[str] | None = None) -> int:
         options.work / f"demo_{options.num_train}", num_train=options.num_train, jobs=len(os.sched_getaffinity(0))
     )
     make_trainings, name = STUDIES[options.study]
-    trainings = make_trainings(options, data)
+    known = {row["run"] for row in read(options.out / f"{name}.csv")}
+    trainings = [training for training in make_trainings(options, data) if training.name not in known]
     where = hardware(options.commit) | {"jobs": options.jobs, "ranks": options.ranks, "num_train": options.num_train}
     options.out.mkdir(parents=True, exist_ok=True)
 

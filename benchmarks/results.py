@@ -457,6 +457,32 @@ def hard_negatives() -> str:
     return markdown(header, lines) + f"\n\n{found[0]['steps']} steps of {found[0]['batch']} queries; {origin(found)}"
 
 
+def false_negatives() -> list[dict]:
+    """Trainings by batch and treatment, with "share" of the batch and "gain": R@1 above that of "negative"."""
+    found = latest(rows("false_negatives.csv"), "run")
+    found = [row | {"r1": (row["image_to_text_r1"] + row["text_to_image_r1"]) / 2} for row in found]
+    alike = {(row["global_batch"], row["seed"]): row["r1"] for row in where(found, duplicates="negative")}
+    shares = {row["global_batch"]: row["duplicate_share"] for row in where(found, duplicates="mask")}
+    complete = [row for row in found if (row["global_batch"], row["seed"]) in alike]
+    order = ("negative", "mask", "positive")
+    return [
+        row | {"share": shares[row["global_batch"]], "gain": row["r1"] - alike[row["global_batch"], row["seed"]]}
+        for row in sorted(complete, key=lambda row: (row["global_batch"], order.index(row["duplicates"])))
+    ]
+
+
+def _gain(own: list[dict]) -> str:
+    """The mean over the seeds and its standard error; the treatment that others are compared with has none."""
+    gains = [row["gain"] for row in own]
+    error = f" +- {stdev(gains) / len(gains) ** 0.5:.3f}" if len(gains) > 1 else ""
+    return "" if own[0]["duplicates"] == "negative" else f"{mean(gains):+.3f}{error}"
+
+
+def word_order() -> list[dict]:
+    words = {"none": "captions of the batch alone", "exchanged": "and with the objects exchanged"}
+    return [row | {"words": words[row["negatives"]]} for row in latest(rows("word_order.csv"), "run")]
+
+
 # ---- whole steps (rows of benchmarks.step) ----
 
 STEP: Columns = {
@@ -811,6 +837,14 @@ TABLES: dict[str, Callable[[], str]] = {
         | {name: f"{{{metric}:.3f}}" for metric, name in METRICS.items()} | {"training": "{train_seconds:.0f} s"},
         by=("preset", "ranks", "device"), foot="{steps} steps of {global_batch} samples; {origin}",
     ),
+    "false-negatives": Table(
+        false_negatives,
+        {"batch": "{global_batch:,}", "duplicate share": "{share:.0%}", "`--duplicates`": "{duplicates}", "seeds": len}
+        | {name: spread_of(key) for key, name in METRICS.items()}
+        | {"R@1 compared with `negative`": _gain},
+        by=("global_batch", "duplicates"),
+        foot="{samples_seen:,} samples seen at each batch, {num_train:,} images; {origin}",
+    ),
     "figure-4-planned": Table(
         "paper_steps.csv", {"batch": "{batch_k}k", "paper, s": "{seconds}", "planned, s": _planned_step}, foot=""
     ),
@@ -994,6 +1028,13 @@ TABLES: dict[str, Callable[[], str]] = {
         {"model": "{model}", "parameters": "{millions:.0f}M", "fastest setting": "{words}", "samples/s": "{rate:,.0f}",
          "step": "{seconds:.1f} s", "loss": "{loss_ms:.0f} ms ({share:.2%})", "peak": "{peak_gib:.0f} GiB"},
         foot="",
+    ),
+    "word-order": Table(
+        word_order,
+        {"negatives": "{words}", "seeds": len, "caption chosen (chance 0.5)": spread_of("word_order")}
+        | {METRICS[key]: spread_of(key) for key in ("image_to_text_r1", "text_to_image_r1")},
+        by=("negatives",), order=lambda row: row["negatives"] == "exchanged",
+        foot="{steps} steps of {global_batch} samples, {scenes:,} held-out scenes; {origin}",
     ),
 }  # fmt: skip
 CHARTS = {
