@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from tests.lib.checkout import ROOT
-from tests.lib.ranks import run_ranks
+from tests.lib.open_clip_stub import import_transformers
+from tests.lib.ranks import free_port, run_ranks
 from tests.lib.shown_commands import python_blocks
 
 # open_clip as the other tests import it: without torchvision where that does not fit the installed torch
@@ -56,6 +57,51 @@ def test_the_ddp_loop_of_the_tutorial_trains_as_one_process_on_the_complete_batc
     for name, weight in one.items():
         torch.testing.assert_close(two[name], weight, rtol=1e-5, atol=1e-6)
         assert torch.equal(two[name], also_two[name])
+
+
+def write_bert(folder) -> None:
+    """A small BERT with its tokenizer, as Hugging Face's folders have them."""
+    import_transformers()
+    from transformers import BertConfig, BertModel, BertTokenizerFast
+
+    letters = [chr(code) for code in range(97, 123)]
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *letters, *(f"##{letter}" for letter in letters)]
+    (folder / "vocab.txt").write_text("\n".join(words))
+    BertTokenizerFast(str(folder / "vocab.txt")).save_pretrained(folder)
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    BertModel(BertConfig(vocab_size=64, **sizes)).save_pretrained(folder)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("script", "row", "flag"),
+    [
+        ("text_retriever.py", {"query": "a b", "positive": "c", "negatives": ["d", "e f"]}, "--micro-batch-size"),
+        (
+            "sentence_transformers_trainer.py",
+            {"anchor": "a b", "positive": "c", "negative_1": "d"},
+            "--mini-batch-size",
+        ),
+    ],
+    ids=["text_retriever", "sentence_transformers_trainer"],
+)
+def test_an_example_trains_a_text_encoder(script, row, flag, tmp_path):
+    if script.startswith("sentence"):
+        pytest.importorskip("accelerate")
+        pytest.importorskip("datasets")
+    write_bert(tmp_path)
+    (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps(row | {"positive": "c" * n}) for n in range(1, 9)))
+    flags = ["--model", str(tmp_path), "--data", str(tmp_path / "rows.jsonl"), "--batch-size", "4", flag, "2"]
+    arguments = [script, *flags, "--output", str(tmp_path / "trained")]
+    program = "from tests.lib.open_clip_stub import import_transformers\nimport_transformers()\nimport runpy, sys\n"
+    program += f"sys.argv = {arguments!r}\nrunpy.run_path({str(ROOT / 'examples' / script)!r}, run_name='__main__')"
+    ranks = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
+    ranks |= {"MASTER_PORT": str(free_port()), "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
+    environment = os.environ | ranks | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-c", program]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=400, env=environment, cwd=tmp_path)
+    assert result.returncode == 0, result.stderr[-4000:]
+    assert "loss" in result.stdout and list((tmp_path / "trained").rglob("model.safetensors"))
 
 
 @pytest.mark.slow
