@@ -240,8 +240,9 @@ class StreamingSource:
             )
         if len(shards) < readers:
             raise ValueError(
-                f"{len(shards)} shards are too few for {share.readers} ranks x {max(1, data.workers)} workers: the "
-                f"streaming reader needs {readers}; use fewer workers, or the indexed reader"
+                f"{counted(len(shards), 'shard')} cannot feed {counted(share.readers, 'rank')} x "
+                f"{counted(max(1, data.workers), 'worker')}: the streaming reader needs {readers}; use fewer "
+                "workers, or the indexed reader"
             )
         self.num_samples, self.found = num_samples, {"index/missing_shards": len(missing)} if missing else {}
         self.steps_per_epoch = share.steps_per_epoch(num_samples, f"an epoch has {num_samples} samples")

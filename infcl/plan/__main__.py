@@ -28,16 +28,8 @@ def read_batch(text: str) -> int:
     factor = {"k": 2**10, "m": 2**20}.get(text[-1:].lower(), 1)
     digits = text[:-1] if factor > 1 else text
     if not digits.isdecimal() or int(digits) == 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of pairs, like 32768, 32k or 4m")
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of samples, like 32768, 32k or 4m")
     return int(digits) * factor
-
-
-def graphs_or_auto(text: str) -> int | str:
-    """'2' -> 2, 'auto' as it is."""
-    try:
-        return text if text == "auto" else int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is neither a number nor auto") from None
 
 
 def parser() -> argparse.ArgumentParser:
@@ -49,10 +41,10 @@ def parser() -> argparse.ArgumentParser:
     flags.add_argument("--gpu", default="h200", help="profile of infcl/plan/profiles/gpus, or a file of --measure")
     flags.add_argument("--link", default="nic-400", help="profile of infcl/plan/profiles/links, or a file like them")
     flags.add_argument(  # where a flag has two spellings, the second is the trainer's
-        "--global-batch", "--global-batch-size", type=read_batch, default=read_batch("32k"), help="pairs, like 12288k"
+        "--global-batch", "--global-batch-size", type=read_batch, default=read_batch("32k"), help="samples, like 12288k"
     )
     flags.add_argument(
-        "--micro-batch-size", "--batch-size", default="auto", help="pairs per GPU and micro-batch; auto: the fastest"
+        "--micro-batch-size", "--batch-size", default="auto", help="samples per GPU and micro-batch; auto: the fastest"
     )
     flags.add_argument("--caption-tokens", type=int, help="of a packed caption, on average; default: padded captions")
     flags.add_argument("--zero", type=int, default=1, choices=(0, 1, 2, 3))
@@ -61,7 +53,6 @@ def parser() -> argparse.ArgumentParser:
     flags.add_argument("--pixel-cache-gb", default="auto", choices=("auto", "gpu"), help="auto: pixels in host memory")
     flags.add_argument(
         "--resident-micro-batches",
-        type=graphs_or_auto,
         default="auto",
         help="micro-batches that cache their activations; auto: as many as fit",
     )
@@ -100,7 +91,7 @@ def setting_of(arguments: argparse.Namespace) -> Setting:
         zero=arguments.zero,
         checkpointing=arguments.grad_checkpointing,
         compiled=arguments.compile_blocks != "off",
-        resident=1 if arguments.resident_micro_batches == "auto" else arguments.resident_micro_batches,
+        resident=_number("--resident-micro-batches", arguments.resident_micro_batches) or 1,
         offload=arguments.offload,
         pixels="device" if arguments.pixel_cache_gb == "gpu" else "host",
         loss=arguments.loss,
@@ -110,10 +101,8 @@ def setting_of(arguments: argparse.Namespace) -> Setting:
         tensor_parallel=arguments.tensor_parallel_size,
         sequence_parallel=arguments.sequence_parallel,
     )
-    if arguments.micro_batch_size != "auto":
-        if not arguments.micro_batch_size.isdecimal() or int(arguments.micro_batch_size) == 0:
-            raise ValueError(f"--micro-batch-size {arguments.micro_batch_size}: a number of pairs, or auto")
-        setting = setting.with_(micro_batch=int(arguments.micro_batch_size))
+    if (size := _number("--micro-batch-size", arguments.micro_batch_size)) is not None:
+        setting = setting.with_(micro_batch=size)
         setting.check()
         return setting
     setting.with_(micro_batch=max(1, setting.tensor_parallel)).check()
@@ -122,6 +111,15 @@ def setting_of(arguments: argparse.Namespace) -> Setting:
     choices = {with_graphs(run) if graphs else run: size for size, run in runs.items()}
     best = max(filter(fits, choices), key=samples_per_second, default=list(choices)[-1])
     return setting.with_(micro_batch=choices[best])
+
+
+def _number(flag: str, text: str) -> int | None:
+    """Return the number of a flag, None for auto."""
+    if text == "auto":
+        return None
+    if not (text.isascii() and text.isdecimal()) or int(text) == 0:
+        raise ValueError(f"{flag} {text} must be a number greater than 0, or auto")
+    return int(text)
 
 
 def describe(setting: Setting, *, graphs: bool = False) -> str:
@@ -157,7 +155,7 @@ def describe(setting: Setting, *, graphs: bool = False) -> str:
             for p in phases
         ),
         f"  {'total':<31}{total:>10.3f}",
-        f"  {setting.global_batch / total:,.0f} samples/s, {setting.global_batch / total / setting.gpus:,.0f} a GPU",
+        f"  {setting.global_batch / total:,.0f} samples/s, {setting.global_batch / total / setting.gpus:,.0f} per GPU",
         "",
         f"largest global batch that fits with this micro-batch: {largest:,}",
         "fastest settings for this batch",
@@ -198,29 +196,33 @@ def _short(setting: Setting) -> str:
 def main(argv: list[str] | None = None) -> int:
     arguments = parser().parse_args(argv)
     try:
-        if arguments.plot and arguments.sweep is None:
-            raise ValueError("--plot draws a sweep: give --sweep too")
-        if arguments.plot and not arguments.plot.parent.is_dir():
-            raise ValueError(f"--plot {arguments.plot}: there is no folder {arguments.plot.parent}")
-        if arguments.plot and (arguments.plot.suffix != ".png" or arguments.plot.is_dir()):
-            raise ValueError(f"--plot {arguments.plot}: it writes a PNG, so name a file that ends in .png")
-        if arguments.measure:
-            if not arguments.measure.absolute().parent.is_dir():
-                raise ValueError(f"--measure {arguments.measure}: there is no folder {arguments.measure.parent}")
-            from infcl.plan.measure import measure
-
-            profile = measure()
-            arguments.measure.write_text(json.dumps(dataclasses.asdict(profile), indent=2) + "\n")
-            figures = ", ".join(f"{name} {value}" for name, value in vars(profile).items())
-            print(f"wrote {arguments.measure}: {figures}")
-            return 0
-        setting = setting_of(arguments)
-        if arguments.sweep is None:
-            print(describe(setting, graphs=arguments.resident_micro_batches == "auto"))
-            return 0
-        rows = sweep(setting, read_range(arguments.sweep), graphs=arguments.resident_micro_batches == "auto")
+        _run(arguments)
     except (OSError, ValueError) as error:
-        return _refuse(str(error))
+        print(f"infcl.plan: error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _run(arguments: argparse.Namespace) -> None:
+    for flag, path in (("--plot", arguments.plot), ("--measure", arguments.measure)):
+        if path and not path.absolute().parent.is_dir():
+            raise ValueError(f"{flag} {path}: there is no folder {path.parent}")
+    if arguments.plot and arguments.sweep is None:
+        raise ValueError("--plot draws a sweep: give --sweep too")
+    if arguments.plot and (arguments.plot.suffix != ".png" or arguments.plot.is_dir()):
+        raise ValueError(f"--plot {arguments.plot}: it writes a PNG, so name a file that ends in .png")
+    if arguments.measure:
+        from infcl.plan.measure import measure
+
+        profile = dataclasses.asdict(measure())
+        arguments.measure.write_text(json.dumps(profile, indent=2) + "\n")
+        print(f"wrote {arguments.measure}: {', '.join(f'{name} {value}' for name, value in profile.items())}")
+        return
+    setting, graphs = setting_of(arguments), arguments.resident_micro_batches == "auto"
+    if arguments.sweep is None:
+        print(describe(setting, graphs=graphs))
+        return
+    rows = sweep(setting, read_range(arguments.sweep), graphs=graphs)
     writer = csv.DictWriter(sys.stdout, rows[0], lineterminator="\n")
     writer.writeheader()
     for row in rows:
@@ -228,23 +230,11 @@ def main(argv: list[str] | None = None) -> int:
     for ring in dict.fromkeys(row["ring"] for row in rows):
         for group in ("loss", "ring traffic", "ZeRO traffic"):
             first = crossover(rows, group, ring)
-            print(
-                f"# {ring}: {group} exceeds the towers " + (f"from {first} GPUs on" if first else "nowhere"),
-                file=sys.stderr,
-            )
+            where = f"from {first} GPUs on" if first else "nowhere"
+            print(f"# {ring}: {group} exceeds the towers {where}", file=sys.stderr)
     if arguments.plot:
-        per_gpu = setting.global_batch // setting.gpus
-        title = f"{arguments.model}, {per_gpu:,} pairs a {setting.gpu.name}, ZeRO-{setting.zero}, {setting.link.name}"
-        try:
-            draw(rows, title, arguments.plot)
-        except OSError as error:
-            return _refuse(f"--plot {arguments.plot} cannot be written: {error.strerror}")
-    return 0
-
-
-def _refuse(why: str) -> int:
-    print(f"infcl.plan: error: {why}", file=sys.stderr)
-    return 2
+        size = f"{setting.global_batch // setting.gpus:,} samples per {setting.gpu.name}"
+        draw(rows, f"{arguments.model}, {size}, ZeRO-{setting.zero}, {setting.link.name}", arguments.plot)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterator
+from operator import attrgetter
 
 from infcl.config import BatchPlan
 from infcl.config.preset import stage_over
@@ -108,16 +109,7 @@ def fastest(setting: Setting, count: int = 5, *, graphs: bool = False) -> list[t
     no more), the one with fewer moving parts, then the one with less memory. graphs: each keeps as many as fit."""
     others = filter(fits, map(with_graphs, candidates(setting.with_(resident=1))) if graphs else candidates(setting))
     timed = [(step_seconds(other), memory_of(other)["peak"], other) for other in others]
-    timed.sort(key=lambda entry: (float(f"{entry[0]:.3g}"), _moving_parts(entry[2]), entry[1]))
+    # moving parts, the worst first: tensor parallelism, offload, recomputation, what ZeRO shards
+    parts = attrgetter("tensor_parallel", "sequence_parallel", "offload", "checkpointing", "zero")
+    timed.sort(key=lambda entry: (float(f"{entry[0]:.3g}"), parts(entry[2]), entry[1]))
     return [(seconds, other) for seconds, _, other in timed[:count]]
-
-
-def _moving_parts(setting: Setting) -> tuple[int, bool, bool, bool, int]:
-    """What there is to go wrong, the worst first: tensor parallelism, offload, recomputation, what ZeRO shards."""
-    return (
-        setting.tensor_parallel,
-        setting.sequence_parallel,
-        setting.offload,
-        setting.checkpointing,
-        setting.zero,
-    )

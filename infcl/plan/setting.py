@@ -36,12 +36,12 @@ class Setting:
     tensor_parallel: int = 1
     sequence_parallel: bool = False  # with tensor_parallel > 1
     gpus_per_node: int = 8
-    host_memory_gib: float | None = None  # of a host; None: not known, so anything fits there
+    host_memory_gib: float | None = None  # of a host; None: not known, so anything fits
     link: Link = dataclasses.field(default_factory=lambda: load_link("nic-400"))  # between hosts
-    overlap_comm: bool | None = None  # None: as "auto" of ds_configs, see train/preset.py
+    overlap_comm: bool | None = None  # None: as "auto" of ds_configs, see config/preset.py
     reduce_bucket_size: float | None = None  # elements; None: as the presets of ds_configs say
     attention: str = "auto"  # of the towers, as --attention: "torch" is cuDNN's
-    caption_row: int | None = None  # places of a row of packed captions, of context_length tokens each; None: whole
+    caption_row: int | None = None  # token positions of a row of packed captions of context_length tokens each; None: padded
 
     @property
     def matmul_rate(self) -> float:
@@ -54,12 +54,12 @@ class Setting:
 
     @property
     def rank_batch(self) -> int:
-        """Pairs of a data-parallel rank."""
+        """Samples per data-parallel rank."""
         return self.global_batch // self.dp_size
 
     @property
     def loss_rows(self) -> int:
-        """Pairs of a rank in the loss: tensor-parallel ranks share theirs."""
+        """Samples per rank in the loss: tensor-parallel ranks share theirs."""
         return self.global_batch // self.gpus
 
     @property

@@ -16,7 +16,7 @@ def summary_table(summary: dict) -> str:
         ("skipped steps", _skipped_steps(summary)),
         ("skipped samples", _skipped(summary["data"])),
         ("failed saves", _failed_saves(summary)),
-        ("peak memory", f"{summary['peak_memory_mb']:,.0f} MiB a rank"),
+        ("peak memory", f"{summary['peak_memory_mb']:,.0f} MiB per rank"),
         ("engine", f"ZeRO-{summary['zero_stage']}, {counted(summary['world_size'], 'rank')}"),
         ("run folder", paths["run"]),
         ("loss curve", paths["loss_curve"]),

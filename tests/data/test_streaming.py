@@ -57,8 +57,10 @@ def test_it_skips_and_counts_what_is_bad(faulty, tokenizer):
 def test_it_says_what_it_needs(shards, tokenizer, tmp_path):
     with pytest.raises(ValueError, match="num_samples"):
         step_loader(write_shards(tmp_path, [5]), tokenizer, reader="streaming")
-    with pytest.raises(ValueError, match="5 shards are too few for 2 ranks x 3 workers"):
+    with pytest.raises(ValueError, match="5 shards cannot feed 2 ranks x 3 workers"):
         step_loader(shards, tokenizer, reader="streaming", num_samples=50, world_size=2, workers=3)
+    with pytest.raises(ValueError, match="1 shard cannot feed 1 rank x 2 workers"):
+        step_loader(write_shards(tmp_path, [5]), tokenizer, reader="streaming", num_samples=5, workers=2)
 
 
 def test_a_stream_is_not_read_twice(shards, tokenizer):

@@ -5,13 +5,11 @@ import csv
 import pytest
 
 from infcl.models import load_model_config
-from infcl.models.flops import forward_flops
 from infcl.plan.__main__ import main, parser, read_batch, setting_of
 from infcl.plan.loads import memory_of
 from infcl.plan.profile import load_gpu, load_link
 from infcl.plan.search import candidates, fastest, fits, largest_batch
 from infcl.plan.setting import Setting, parameters_of
-from infcl.plan.sweep import crossover, draw, read_range, sweep
 from infcl.plan.timing import loss_phases, phases_of, step_seconds
 from tests.lib.checkout import ROOT
 
@@ -70,16 +68,6 @@ def test_the_parts_of_memory_add_up_and_a_step_is_between_its_longest_phase_and_
     assert all(0 <= phase.exposed <= phase.seconds * 1.001 + 1e-4 for phase in phases_of(setting))
 
 
-def test_wide_towers_reach_more_of_a_gpu_than_narrow_ones():
-    def rate(name: str) -> float:
-        model = load_model_config(name)
-        setting = planned(model=model, gpus=1, global_batch=2048, micro_batch=256, checkpointing=False)
-        return sum(forward_flops(model).values()) * 2048 / phases_of(setting)[1].seconds
-
-    rates = [rate(name) for name in ("ViT-B-16", "ViT-L-14", "ViT-H-14", "ViT-bigG-14")]
-    assert rates == sorted(rates) and rates[0] < 0.95 * rates[1] < 0.95 * rates[2]
-
-
 def test_a_step_takes_as_long_as_the_host_at_least_and_sequence_parallelism_pays_from_some_batch_on():
     def seconds(micro_batch: int, **changes) -> tuple[float, float]:
         sizes = {"gpus": 2, "gpus_per_node": 2, "tensor_parallel": 2, "checkpointing": False}
@@ -99,11 +87,6 @@ def test_the_largest_batch_fits_and_one_micro_batch_more_does_not():
     assert fits(setting.with_(global_batch=largest))
     assert not fits(setting.with_(global_batch=largest + setting.dp_size * setting.micro_batch))
     assert largest_batch(planned(gpu=load_gpu("h100"), micro_batch=2**14, checkpointing=False)) == 0
-
-
-def test_the_papers_12m_batch_fits_32_a800s_here_too():
-    setting = planned(gpu=load_gpu("a800-80g"), gpus=32, global_batch=read_batch("12288k"), zero=3)
-    assert fits(setting)
 
 
 def test_the_fastest_setting_is_the_fastest_of_those_that_fit():
@@ -181,18 +164,6 @@ def test_no_more_of_a_ring_is_exposed_than_its_messages_take(ring, link):
             assert 0 < phase.exposed <= phase.seconds * (1 + 1e-9), (gpus, pairs)
 
 
-def test_a_sweep_keeps_the_batch_per_gpu_and_the_loss_comes_to_dominate(tmp_path):
-    model = load_model_config("ViT-B-32")
-    rows = sweep(planned(model=model, global_batch=8 * 8192), read_range("gpus=8:4096"))
-    assert [row["gpus"] for row in rows if row["ring"] == "flat"] == [8 * 2**i for i in range(10)]
-    assert {row["global_batch"] // row["gpus"] for row in rows} == {8192}
-    shares = [row["loss"] / row["seconds"] for row in rows if row["ring"] == "two-level"]
-    assert shares == sorted(shares)
-    assert crossover(rows, "loss", "two-level") == 4096 and crossover(rows, "ring traffic", "two-level") is None
-    draw(rows, "test", tmp_path / "sweep.png")
-    assert (tmp_path / "sweep.png").stat().st_size > 10_000
-
-
 @pytest.mark.parametrize(
     ("name", "words"),
     [
@@ -223,12 +194,6 @@ def test_a_sweep_that_begins_below_a_host_has_the_same_hosts_as_one_that_does_no
     assert [below[place] for place in whole] == list(whole.values())
     for gpus in ("2", "4", "8"):  # one host: there is nothing to cross
         assert below["two-level", gpus] == below["flat", gpus] | {"ring": "two-level"}
-
-
-@pytest.mark.parametrize("text", ["gpus=8", "8:16", "gpus=16:8", "nodes=1:2", "gpus=a:b"])
-def test_a_wrong_sweep_is_refused(text):
-    with pytest.raises(ValueError, match="gpus=FIRST:LAST"):
-        read_range(text)
 
 
 def test_batches_are_read_with_their_suffix():
