@@ -41,7 +41,7 @@ class Setting:
     overlap_comm: bool | None = None  # None: as "auto" of ds_configs, see config/preset.py
     reduce_bucket_size: float | None = None  # elements; None: as the presets of ds_configs say
     attention: str = "auto"  # of the towers, as --attention: "torch" is cuDNN's
-    caption_row: int | None = None  # token positions of a row of packed captions of context_length tokens each; None: padded
+    caption_row: int | None = None  # token positions of a row of packed captions; None: padded captions
 
     @property
     def matmul_rate(self) -> float:
