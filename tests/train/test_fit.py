@@ -17,10 +17,6 @@ from tests.lib.fitting import GIB, SYNTHETIC, fit, under
 from tests.lib.ranks import run_ranks
 
 
-def test_what_fits_is_not_refused():
-    fit("--batch-size", "64", gib=80).check()
-
-
 def test_what_takes_all_memory_to_the_last_byte_fits_and_a_byte_more_does_not():
     question = fit("--batch-size", "64", gib=80)
     peak = question.parts(question.spec)["peak"]
@@ -117,16 +113,6 @@ def test_the_check_can_be_skipped_with_auto_too(gib, host):
 def test_auto_takes_any_divisor():
     assert fit("--global-batch-size", str(8 * 300), "--batch-size", "auto", gib=10_000).choose().flags.batch_size == 300
     assert fit("--global-batch-size", str(8 * 101), "--batch-size", "auto", gib=10_000).choose().flags.batch_size == 101
-
-
-def test_auto_with_nothing_that_fits_is_refused():
-    with pytest.raises(ValueError, match="needs"):
-        fit("--global-batch-size", "64", "--batch-size", "auto", gib=1).choose()
-
-
-def test_auto_needs_the_global_batch():
-    with pytest.raises(ValueError, match="auto needs --global-batch-size"):
-        parse_args([*SYNTHETIC, "--batch-size", "auto"])
 
 
 def test_the_trainer_takes_auto(demo_folder, tmp_path):

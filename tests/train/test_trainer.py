@@ -321,10 +321,8 @@ def test_a_resume_into_epochs_of_another_length_is_refused(demo_folder, tmp_path
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"batch_size": 4096}, "1536 usable samples, fewer than one global batch of 16384"),
         ({"train_data": "/no/such/{0..3}.tar"}, "/no/such/"),
         ({"model": "ViT-Z-99"}, "no model 'ViT-Z-99'"),
-        ({"tile": "triton"}, "tile 'triton' needs features on a GPU"),
         ({"resume": "/no/such/checkpoint"}, "no checkpoint of this trainer (there is no such folder)"),
         ({"logs": "/dev/null/runs"}, "/dev/null/runs/run cannot be written (Not a directory)"),
     ],
