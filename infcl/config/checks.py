@@ -139,7 +139,7 @@ def is_table(train_data: str | None) -> bool:
 def _check_data(config: TrainConfig) -> None:
     if config.dataset_type == "synthetic":
         if config.train_num_samples is None:
-            raise ValueError("--dataset-type synthetic needs --train-num-samples: the number of pairs in an epoch")
+            raise ValueError("--dataset-type synthetic needs --train-num-samples: the number of samples in an epoch")
         return
     if config.train_data is None:
         raise ValueError(

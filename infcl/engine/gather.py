@@ -1,14 +1,13 @@
-"""What ZeRO-3 gathers stays for the whole step, where it may: fewer gathers than DeepSpeed needs (patches.py).
+"""ZeRO-3 keeps gathered parameters for a full step where they fit, with fewer gathers than DeepSpeed (patches.py).
 
-DeepSpeed gives a block's parameters back at the end of each pass that does not use them again soon. A gradient cache
-passes 2M times over M micro-batches, so they are gathered 2M times a step, and before and after each module the host
-counts its parameters. They do not change before the update, and within `stage3_max_reuse_distance` of their next use
-(a forward's, its backward) DeepSpeed keeps them anyway. So a model that has no more than that in all, nor more than
-`stage3_max_live_parameters`, keeps what the first forward of a step has gathered, until the update or an evaluation;
-behind that forward no hook does anything for modules that are whole. Larger models, and those whose parameters wait in
-host memory, are left to DeepSpeed.
+DeepSpeed releases a block's parameters after each pass that does not use them again soon. A gradient cache makes 2M
+passes over M micro-batches, so they are gathered 2M times per step, and the host counts parameters before and after
+each module. They do not change before the update, and within `stage3_max_reuse_distance` of their next use DeepSpeed
+keeps them anyway. So a model with no more parameters than that, and than `stage3_max_live_parameters`, keeps what the
+first forward of a step gathered, until the update or an evaluation. After that forward the hooks do nothing for
+gathered modules. DeepSpeed handles larger models, and those whose parameters are offloaded, as before.
 
-The first forward is DeepSpeed's in every module, so that the trace by which it prefetches stays that of a forward.
+The first forward runs DeepSpeed's hooks in every module, so that the trace for prefetching stays that of a forward.
 """
 
 from collections.abc import Callable

@@ -155,19 +155,15 @@ class Schedule:
         return {name: self(step) * rate / self.config.lr for name, rate in given.items() if rate is not None}
 
     def __str__(self) -> str:
-        rates = [f"{self.config.lr:.3g}"]
-        for name in ("image_lr", "text_lr"):
-            if (rate := getattr(self.config, name)) is not None:
-                rates.append(f"{name.partition('_')[0]} tower {rate:.3g}")
-        if self.config.lr_scheduler == "const-cooldown":
-            rates.append(f"at the end {self.config.lr_cooldown_end:.3g}")
-        if self.config.lr_scaling == "none":
-            return ", ".join(rates)
-        scaled = ", ".join(f"{rate} -> {float(rate.rpartition(' ')[2]) * self.factor:.3g}" for rate in rates)
-        return (
-            f"{scaled} ({self.config.lr_scaling}: batch {self.global_batch_size} / {self.config.lr_base_batch}, "
-            f"x {self.factor:.3g})"
-        )
+        config = self.config
+        rates = {"": config.lr, "image tower ": config.image_lr, "text tower ": config.text_lr}
+        rates["at the end "] = config.lr_cooldown_end if config.lr_scheduler == "const-cooldown" else None
+        given = {name: rate for name, rate in rates.items() if rate is not None}
+        if config.lr_scaling == "none":
+            return ", ".join(f"{name}{rate:.3g}" for name, rate in given.items())
+        scaled = ", ".join(f"{name}{rate:.3g} -> {rate * self.factor:.3g}" for name, rate in given.items())
+        batches = f"batch {self.global_batch_size} / {config.lr_base_batch}"
+        return f"{scaled} ({config.lr_scaling}: {batches}, x {self.factor:.3g})"
 
     def _unscaled(self, step: int) -> float:
         config, total_steps = self.config, self.total_steps

@@ -1,14 +1,14 @@
-"""How ZeRO-3 adds up gradients over ranks and micro-batches: fewer launches than DeepSpeed needs (patches.py).
+"""ZeRO-3 sums gradients over ranks and micro-batches with fewer launches than DeepSpeed (patches.py).
 
-DeepSpeed moves each gradient into a bucket, cuts the bucket, and adds each rank's pieces to its sums one parameter at a
-time, and after every backward the host waits for the GPU: some twenty launches a parameter and micro-batch, which with
-a gradient cache is a large part of what the host does (docs/concepts/engine.md). Here a bucket takes a few launches
-(and one for each parameter that is no multiple of the ranks), and the host waits once a step. The sums, their
-places and their rounding are DeepSpeed's:
+DeepSpeed copies each gradient into a bucket, splits the bucket, and adds each rank's part to its sums one parameter
+at a time. After every backward the host waits for the GPU. That takes about twenty launches per parameter and
+micro-batch, a large part of the host's time with a gradient cache (docs/concepts/engine.md). Here a bucket takes a
+few launches (and one for each parameter that is no multiple of the ranks), and the host waits once per step. The
+sums, their layout and their rounding are DeepSpeed's:
 
     gradients [n] of a bucket -> [ranks, n / ranks], side by side -> / ranks -> reduce-scatter -> += float32 sums
 
-Padding, where a parameter is no multiple of the ranks, is added to DeepSpeed's own padding, as zeros.
+A parameter that is no multiple of the ranks is padded with zeros, which are added to DeepSpeed's own padding.
 """
 
 from collections import deque

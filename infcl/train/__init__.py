@@ -1,5 +1,5 @@
-"""TOWER GRADIENTS -> ZeRO STEP, and the loop around it.
+"""The training loop and what builds it.
 
-Reading order: build -> trainer, results -> preset, engine, engine_state -> optim, optimizers -> run_folder, checkpoint
--> metrics.
+Reading order: build -> trainer -> observers and the observers (stragglers, profiler, metrics, finite, saves) -> results
+-> ending (exit codes).
 """

@@ -216,7 +216,7 @@ def model_and_sources(
 
     With `parallel`, a block goes to the rank's device as soon as it is made, and only this tensor-parallel rank's part
     of it, so that the host never holds the model once a rank. What other weights are loaded into is cut afterwards.
-    The numbers are those of a model that is made whole: they are drawn on the CPU in the same order.
+    The numbers are those of a model that is built in one piece: they are drawn on the CPU in the same order.
     """
     siglip = config.loss == "siglip"
     start = {"init_logit_scale": math.log(10), "init_logit_bias": -10.0} if siglip else {}
@@ -275,7 +275,7 @@ def split_model(model: Towers, config: TrainConfig, parallel: Parallel) -> None:
 
 
 def build_loss(spec: RunSpec, parallel: Parallel) -> nn.Module:
-    """The loss that the flags name, over all ranks; tensor-parallel ranks share out the pairs that they hold.
+    """The loss that the flags name, over all ranks; tensor-parallel ranks split their samples among themselves.
 
     ValueError for a tile that does not run on this device.
     """

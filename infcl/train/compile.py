@@ -25,7 +25,7 @@ from infcl.step.replay import running_statistics
 
 _log = logging.getLogger(__name__)
 _RECOMPILE_LIMIT = 64  # two towers, with and without gradient, each batch size
-PARAMETER_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}  # other precisions: float32
+_MATMUL_DTYPES = {"amp_bf16": torch.bfloat16, "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 def prepare_blocks(model: nn.Module, spec: RunSpec, parallel: Parallel) -> bool:
@@ -37,7 +37,7 @@ def prepare_blocks(model: nn.Module, spec: RunSpec, parallel: Parallel) -> bool:
     Raises:
         ValueError: --attention triton, and neither tower can use it.
     """
-    choose_attention(model, spec.flags.attention, parallel.device, compute_dtype(spec.precision))
+    choose_attention(model, spec.flags.attention, parallel.device, _MATMUL_DTYPES[spec.precision])
     if not spec.compiles_blocks:
         return False
     if not isinstance(model, CLIP):
@@ -48,11 +48,6 @@ def prepare_blocks(model: nn.Module, spec: RunSpec, parallel: Parallel) -> bool:
     if compiled and spec.device == "cuda" and parallel.tp_size == 1:
         compile_embedding(model.visual, {spec.batch.micro_batch_size})
     return compiled
-
-
-def compute_dtype(precision: str) -> torch.dtype:
-    """Return the dtype of the towers' matmuls."""
-    return torch.bfloat16 if precision == "amp_bf16" else PARAMETER_DTYPES.get(precision, torch.float32)
 
 
 def compile_blocks(model: CLIP, batch_sizes: Set[int], *, packed: bool = False) -> bool:

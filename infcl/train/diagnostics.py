@@ -3,7 +3,7 @@
 In: the features that the loss sees, and a step's seconds. Out: a few numbers for metrics.jsonl.
 
 The loss over the global batch never holds its matrix, so the directions and the accuracy of the global batch are not
-lying around. They are taken on a sample instead: the first micro-batch of every rank (m rows against the same m
+available. They are taken on a sample instead: the first micro-batch of every rank (m rows against the same m
 columns, at most 1024), averaged over ranks. Names begin with micro_, since a value depends on m: chance is 1 / m.
 
 Shapes: b rows per rank, m rows of the sample, D embedding width.
@@ -52,7 +52,7 @@ class SampledLoss:
     """A loss that also looks at its first m rows: `sampled(...)` is `loss(...)`, `sampled.values` the sample's metrics.
 
     values: [3] f32 of the last call, in the order of `names`; on the device, so that asking for it waits for nothing.
-    Cost: one [m, m] matrix product a step, without gradient and without communication.
+    Cost: one [m, m] matmul per step, without gradient and without communication.
     """
 
     values: torch.Tensor
@@ -106,7 +106,7 @@ def model_flops(
 ) -> float:
     """FLOPs that training on one pair needs: the towers forward once, and backward what is trained (trained_shares).
 
-    text_share: of a text's places that are computed; packed captions leave padding out.
+    text_share: share of token positions that are computed; packed captions have no padding.
     What the gradient cache encodes a second time, what activation checkpointing recomputes and the loss are not in it.
     """
     flops = forward_flops(cfg)
@@ -126,7 +126,7 @@ def peak_flops(device_name: str, precision: str) -> float | None:
 def utilisation(
     cfg: CLIPConfig | OpenClipConfig, device: torch.device, precision: str, trained: Mapping[str, float] = WHOLE
 ) -> Callable[..., float | None]:
-    """A function: pairs per second and GPU, text_share -> model FLOPs utilisation (MFU) in 0..1.
+    """Return a function: samples per second and GPU, text_share -> model FLOPs utilisation (MFU) in 0..1.
 
     None where the peak is unknown.
     """

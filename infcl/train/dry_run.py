@@ -24,7 +24,7 @@ from infcl.train.diagnostics import model_flops, trained_shares
 
 
 def describe_plan(inputs: Inputs, parallel: Parallel) -> str:
-    """The resolved plan as text. ValueError: what the run would refuse before it builds the engine. Collective."""
+    """The resolved plan as text. ValueError: what the run would reject before it builds the engine. Collective."""
     spec, cfg = inputs.spec, inputs.model_config
     config, batch = spec.flags, spec.batch
     select_tile(torch.empty(0, device=parallel.device), tile=config.tile)
@@ -117,7 +117,7 @@ def _learning_rate_line(config: TrainConfig, steps: int, steps_per_epoch: int, b
 
 def _data_line(config: TrainConfig, loader) -> str:
     if config.dataset_type == "synthetic":
-        return f"{loader.num_samples:,} synthetic pairs"
+        return f"{loader.num_samples:,} synthetic samples"
     from infcl.data.shards import expand_shards
 
     assert config.train_data is not None, "config/checks.py asks for it where data is not synthetic"
@@ -166,7 +166,7 @@ def _epochs(frequency: int) -> str:
 
 
 def _graphs_line(config: TrainConfig, batch: BatchPlan, *, on_cpu: bool) -> list[str]:
-    """That a run takes more than the table says, where it does."""
+    """Return a line if a run takes more memory than the table shows."""
     if config.resident_micro_batches != "auto" or on_cpu or config.deterministic or batch.num_micro_batches == 1:
         return []
     return [

@@ -46,7 +46,9 @@ def fit_to_memory(inputs: Inputs, parallel: Parallel) -> Inputs:
         return inputs
     if isinstance(cfg, OpenClipConfig):  # what their activations take is not known before a run
         if spec.flags.batch_size == 0:
-            raise ValueError(f"--batch-size auto: the memory of {cfg.source} cannot be planned; give a number of pairs")
+            raise ValueError(
+                f"--batch-size auto: the memory of {cfg.source} cannot be planned; give a number of samples"
+            )
         return inputs
     counts = parameter_counts(build_meta_model(spec.flags, cfg))
     own = [-memory_of_device(parallel), -host_memory_bytes()]

@@ -57,7 +57,7 @@ class Observer(Protocol):
 
 
 class PackingHint:
-    """Says once, at the first step, that captions fill their token positions so well that packing costs time.
+    """Report once, at the first step, that captions fill their token positions so well that packing costs time.
 
     masks: the text tower's attention is torch's.
     """

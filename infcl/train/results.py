@@ -1,4 +1,4 @@
-"""What a trainer says of its run: a table at its start; the loss curve, exported model and summary.json at its end."""
+"""Tables, files and warnings about a run: banner at its start; loss curve, exported model, summary.json at its end."""
 
 import json
 from collections import Counter
@@ -53,7 +53,7 @@ def opening(trainer: "Trainer") -> Iterator[str]:
         yield smaller
     if odd := schedule.oddity():
         yield odd
-    if trainer.step == 0:  # else the weights are a checkpoint's, and all this was said
+    if trainer.step == 0:  # else the weights are a checkpoint's, and all this was reported
         yield from trainer.sources_of_weights
         yield from oddities(config, trainer.model_config.text_cfg.vocab_size)
 
@@ -153,7 +153,7 @@ def _write(run: RunFolder, weights: dict[str, torch.Tensor], model_config: CLIPC
 
 
 def describe_finished(run: RunFolder) -> str:
-    """What a start says of a run that is finished. Rank 0 only."""
+    """Return the summary of a run that is finished already. Rank 0 only."""
     summary = json.loads(run.summary.read_text())
     return f"{run.root} is finished; --overwrite trains it again\n{summary_table(summary)}"
 

@@ -1,22 +1,22 @@
 """Graceful shutdown: turn SIGTERM, SIGUSR1, SIGHUP and Ctrl-C into a checkpoint and an exit code.
 
 SIGUSR1 is a scheduler's pre-emption; SIGHUP is a closed terminal or a lost connection (ignored under nohup). The
-handler only takes a note. After each step all ranks look at it together, save, and raise `Stopped`. So a signal does
-not disturb a save, and a signal to one rank ends all.
+handler only records the number. After each step all ranks check it together, save, and raise `Stopped`. So a signal
+never interrupts a save, and a signal to one rank stops all of them.
 
-A start takes a minute or more, and a scheduler's SIGUSR1 may arrive during it. pretrain_clip.py notes it from its first
-lines on: the run takes one step, saves and ends, so that each start makes progress. SIGTERM ends a start at once: its
-sender may not wait for more.
+A start takes a minute or more. pretrain_clip.py records a SIGUSR1 that arrives during it: the run takes one step,
+saves and exits, so that each start makes progress. SIGTERM ends a start at once, since its sender may not wait
+longer.
 
-Ctrl-C is noted as well; a second one, `AGAIN` seconds later, ends a rank at once. (Python drops an exception that is
-raised within a destructor or a callback, a KeyboardInterrupt too: then the third does.)
+A second Ctrl-C, `AGAIN` seconds after the first, ends a rank at once. (Python drops a KeyboardInterrupt that is
+raised within a destructor or a callback; then the third one does.)
 
-A launcher that is killed leaves its ranks behind (and the `deepspeed` command then reports success), so ranks that it
-started ask the kernel for a SIGTERM when it dies. The `deepspeed` command leaves its launcher behind when it is killed,
-so ranks on its node look after each step whether it is there. Over several nodes pdsh and ssh stand between the command
-and the launchers: after SIGTERM or Ctrl-C the command ends them, after SIGKILL it cannot. One Ctrl-C may end the
-command and not the launcher: torch drops an interrupt that comes while it imports numpy. A launcher without its command
-is one that was interrupted.
+A launcher that is killed does not stop its ranks, and the `deepspeed` command then reports success. So ranks ask the
+kernel for a SIGTERM when their launcher dies. A `deepspeed` command that is killed does not stop its launcher, so
+ranks on its node check after each step whether it still runs. Over several nodes pdsh or ssh is between the command
+and the launchers: the command stops them after SIGTERM or Ctrl-C, but cannot after SIGKILL. One Ctrl-C may stop the
+command but not the launcher, since torch drops an interrupt during its import of numpy; a launcher without its
+command counts as interrupted.
 """
 
 import ctypes
@@ -34,9 +34,10 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
 
 def end_with_launcher() -> None:
-    """Have this process told to end when the deepspeed launcher that started it dies. Linux; elsewhere nothing.
+    """Have the kernel send SIGTERM when the deepspeed launcher that started this process dies (Linux).
 
-    KeyboardInterrupt where the launcher itself has lost the `deepspeed` that started it.
+    Raises:
+        KeyboardInterrupt: the `deepspeed` command that started the launcher is gone already.
     """
     if launcher := deepspeed_launcher():
         set_parent_death_signal = 1  # prctl's PR_SET_PDEATHSIG
@@ -46,7 +47,7 @@ def end_with_launcher() -> None:
 
 
 def lost_its_parent(process: int) -> bool:
-    """Whether another session's process has taken it over, as happens when its parent ends."""
+    """Return whether a process of another session has adopted it, as happens when its parent exits."""
     try:
         parent, session = parent_of(process), os.getsid(process)
         return bool(parent) and session not in (process, os.getsid(parent or 0))
@@ -65,8 +66,9 @@ class Stopped(Exception):
 class StopSignals:
     """`received` is the number of the signal to act on, 0 before any. Use as a context around the loop.
 
-    noted: what was received so far, by whoever else appends to it. Behind the loop nobody looks there any more, and
-    SIGUSR1 ends the process as it does by default; without `noted` it does what it did before.
+    Args:
+        noted: the list to which pretrain_clip.py's own handler of SIGUSR1 appends. After the loop SIGUSR1 then has its
+            default effect; without `noted` the handler from before is restored.
     """
 
     def __init__(self, noted: list[int] | None = None):
@@ -100,7 +102,7 @@ class StopSignals:
         return self.noted[-1] if self.noted else 0
 
     def act_on_late(self) -> None:
-        """Behind the loop: what came when all had looked for the last time does what it would do now."""
+        """After the loop, deliver a signal that arrived after the last common check."""
         if self.received:
             signal.raise_signal(self.received)
 

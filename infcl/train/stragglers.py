@@ -1,18 +1,17 @@
 """Report the slow node by name during a run: in every step all others wait for it.
 
-In a step everybody's time is the same, since everybody waits in the first message for whoever comes last. What differs
-is what a rank does before that message: it reads its pairs and encodes them. So each rank adds up its own seconds of
-that, and at the steps that are logged all compare: a rank of less than 0.8 of the usual rate (`links.SLOW`), by enough
-for a step to feel it, several times in a row, is named with its host. Encoding waits for others' parameters under
-ZeRO-3, and for others' parts of every layer where tensor-parallel ranks share a model: there only the wait for data is
-a rank's own, and a slow GPU stays unnamed (launch/check.sh finds it).
+Step times are equal on all ranks, since the first message of a step waits for the last rank. What differs is the time
+before that message, in which a rank reads and encodes its samples. Each rank adds up that time; at logged steps the
+ranks compare it. A rank below 0.8 of the usual rate (`links.SLOW`) that costs a noticeable share of a step, several
+times in a row, is reported with its node. Under ZeRO-3 and tensor parallelism encoding itself waits for other ranks.
+There only the wait for data is compared, and a slow GPU is not found (launch/check.sh finds it).
 
-A slow link shows in no rank's own seconds, and all messages of a ring are as late as those of its slowest link. So from
-three hosts on (one link is its own median) neighbouring hosts are measured then as well, two at a time.
+A slow link does not show in any rank's own time. From three nodes on, logged steps also measure the links between
+neighbouring nodes, two at a time.
 
-Cost: a step that is not logged sends nothing and waits for nothing. One that is gathers two floats a rank; over three
-hosts and more all meet two or three times, send some messages of 16 MiB (256 KiB on CPUs) to the two neighbours
-(infcl/cluster/links.py), and gather the rates. No step's seconds count it.
+Cost: nothing in a step that is not logged. A logged step gathers two floats per rank; over three nodes and more the
+ranks also exchange some messages of 16 MiB (256 KiB on CPUs) with both neighbours (infcl/cluster/links.py). Step
+times exclude it.
 """
 
 from collections import defaultdict
@@ -33,7 +32,12 @@ NOTICEABLE = 0.05  # of a step: what others wait less for is not worth a line
 
 
 class Stragglers:
-    """every: a step of so many is logged. encoding_waits: for other ranks, so only the wait for data is compared."""
+    """An observer.
+
+    Args:
+        every: steps between two comparisons.
+        encoding_waits: whether encoding waits for other ranks; then only the wait for data is compared.
+    """
 
     def __init__(self, parallel: Parallel, *, every: int, encoding_waits: bool = False):
         self.parallel, self.every, self.encoding_waits = parallel, every, encoding_waits
@@ -41,7 +45,7 @@ class Stragglers:
         self._forget()
 
     def _forget(self) -> None:
-        self._sums, self._steps = [0.0, 0.0, 0.0], 0  # own seconds, of them waiting for data, the whole steps'
+        self._sums, self._steps = [0.0, 0.0, 0.0], 0  # own seconds, of which waiting for data; seconds of the steps
 
     def after_step(self, step: Step) -> None:
         """Add the ranks' seconds, and warnings. Collective where the step is logged."""
@@ -80,7 +84,7 @@ class Stragglers:
 
 
 class Warnings:
-    """{who is slow: a line about it} of one log after another -> the lines of those who stay so, each but rarely."""
+    """Filter the lines about slow ranks: only those that stay slow over several logs, and each one rarely."""
 
     def __init__(self):
         self._in_a_row: dict[str, int] = defaultdict(int)
@@ -102,10 +106,13 @@ class Warnings:
 
 
 def slow_ranks(owns: list[float], waits: list[float] | None, step: float, nodes: tuple[Node, ...]) -> dict[str, str]:
-    """{host, or rank where no hosts are known: a line about its slow ranks}: those that keep the others waiting.
+    """Return {node, or rank if no nodes are known: a line about its slow ranks}. Of two ranks the faster one is usual.
 
-    owns: seconds by rank; waits: of them those for data, None where they are nothing else; step: of a whole one. Of two
-    ranks the faster is usual.
+    Args:
+        owns: each rank's own seconds per step.
+        waits: of which waiting for data; None if `owns` is nothing else.
+        step: seconds of a step.
+        nodes: of the run.
     """
     usual = median_low(owns)
     slow = [r for r, own in enumerate(owns) if usual < SLOW * own and own - usual > NOTICEABLE * step]
@@ -127,8 +134,7 @@ def slow_ranks(owns: list[float], waits: list[float] | None, step: float, nodes:
 
 
 def _by_host(ranks: list[int], nodes: tuple[Node, ...]) -> Iterator[tuple[str, str, list[int]]]:
-    """(a host, what to call its slow ranks, these). Hosts are what to count by: other ranks may be slow next time. Two
-    may have one name (containers, say), but not the same ranks."""
+    """Yield (node with its ranks, name of its slow ranks, these ranks). Two nodes may have one name."""
     for node in nodes:
         its = [rank for rank in ranks if node.first_rank <= rank < node.first_rank + node.num_ranks]
         if len(its) == node.num_ranks:

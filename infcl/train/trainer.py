@@ -110,7 +110,7 @@ class Trainer:
         self.checkpoints = CheckpointWriter(
             self.engine, self.run, self.parallel, keep_last=config.keep_checkpoints,
             keep_every=config.keep_every_n_steps,
-            patience=0.8 * 60 * config.dist_timeout,  # before a collective ends the others, and names nobody
+            patience=0.8 * 60 * config.dist_timeout,  # before a collective's time-out ends the others without a name
         )  # fmt: skip
         self.signals = StopSignals(noted)
         self.saves = Saves(config, self.parallel, checkpoints=self.checkpoints, signals=self.signals, state=self._state)
@@ -161,10 +161,10 @@ class Trainer:
                 self.metrics.say(news)
             if self.saves.finish() is None:
                 self.saves.finish()  # once more, if the last one could not be written
-            told = self.saves.told_to_end()
-            if told and self.checkpoints.begun_step == self.step:  # evaluation and export are the next start's
-                raise Stopped(told)  # what could not be saved is exported now
-        if not told:
+            signal = self.saves.told_to_end()
+            if signal and self.checkpoints.begun_step == self.step:  # evaluation and export are the next start's
+                raise Stopped(signal)  # what could not be saved is exported now
+        if not signal:
             self.signals.act_on_late()
         return self._finish()
 
@@ -293,12 +293,12 @@ class Trainer:
         )
 
     def _end_for_bad_samples(self) -> None:
-        """Raise on all ranks, after a checkpoint, what the first rank with too many bad samples says of its own."""
+        """Save, then raise on all ranks the table of the first rank with too many bad samples."""
         own = self.loader.too_many_bad
-        told: list[str] = [""] * self.parallel.world_size
-        dist.all_gather_object(told, f"rank {self.parallel.rank}: {own}" if own else "")
+        reports: list[str] = [""] * self.parallel.world_size
+        dist.all_gather_object(reports, f"rank {self.parallel.rank}: {own}" if own else "")
         self.saves.finish()
-        raise TooManyBadSamples(f"{next(filter(None, told))}\n{self.checkpoints.hint}")
+        raise TooManyBadSamples(f"{next(filter(None, reports))}\n{self.checkpoints.hint}")
 
     def _loss(self, *features: torch.Tensor) -> torch.Tensor:
         ids = self._same_ids()
