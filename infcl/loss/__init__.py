@@ -1,7 +1,6 @@
-"""Tiles -> ring -> loss -> feature gradients. Read in this order:
+"""The losses: features and scale -> loss -> feature gradients. Read in this order:
 
 inf_cl       public function -> autograd.Function -> ring_forward, ring_backward -> a tile (infcl/kernels)
-softmax      the two trips around the ring that losses with softmaxes share
 gradients    the backward's trip around the ring, shared by all tiled losses
 ring, links  how blocks travel
 inputs       options, checks and operands of a call; duplicates: ids of samples

@@ -27,10 +27,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from infcl.kernels import Tile
-from infcl.kernels.lse import cross_entropies
-from infcl.loss.duplicates import Duplicates, check_ids, find_duplicates
-from infcl.loss.gradients import scaled_sides
+from infcl.kernels import Groups, Tile
+from infcl.kernels.lse import cross_entropies, merge_lse
+from infcl.loss.duplicates import Duplicates, check_ids, find_duplicates, sum_positives, travelling
+from infcl.loss.gradients import ring_gradients, row_products, scaled_sides
 from infcl.loss.inputs import (
     RingOptions,
     Setup,
@@ -41,7 +41,6 @@ from infcl.loss.inputs import (
     set_up,
 )
 from infcl.loss.ring import RingExchange
-from infcl.loss.softmax import softmax_gradients, softmax_statistics
 
 
 @outside_graphs
@@ -125,26 +124,48 @@ class _InfCL(torch.autograd.Function):
 
 
 def ring_forward(
-    rows: Tensor,
-    columns: Tensor,
-    scale: Tensor,
-    ring: RingExchange,
-    tile: Tile,
-    workspace_bytes: int,
-    kind: Kind,
+    rows: Tensor, columns: Tensor, scale: Tensor, ring: RingExchange, tile: Tile, workspace_bytes: int, kind: Kind
 ) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor] | None]:
     """Return the cross entropies of own rows and columns over the group's global batch, and their matched logits.
 
+    Rows stay, columns travel with their ids. The statistics of columns cost W hops of 4 bytes per column (with
+    positives 8).
+
     Returns:
-        [2, b] (of rows alone [1, r]) and [b]. If duplicates are positives: what the mean over all of them adds to the
-        cross entropies, [2, b], and 1 / their number, [b], of rows and of columns alike.
+        [2, b] (of rows alone [1, r]) and [b], float32 or wider. If duplicates are positives: what the mean over all of
+        them adds to the cross entropies, [2, b], and 1 / their number, [b], of rows and of columns alike.
     """
-    found = softmax_statistics(rows, columns, scale, ring, tile, workspace_bytes, **kind._asdict())
-    losses = cross_entropies(found.others, found.matched)
-    if found.weights is None or found.means is None:
-        return losses, found.matched, None
-    excess = found.matched - found.means
-    return losses, found.matched, (excess.where(found.weights < 1, torch.zeros_like(excess)), found.weights)
+    duplicates, matches, both = kind
+    totals: tuple[Tensor, Tensor] | None = None  # how many positives each row has, and the sum over them
+    for hop, (block, *ids) in ring.blocks(columns, *travelling(duplicates)):
+        groups = None if duplicates is None else duplicates.groups(*ids)
+        left_out = None if groups is None or groups.positive else groups
+        if hop == 0 and matches is not None and left_out is None:
+            left_out = _entries_of(matches, len(columns))
+        row_part, column_part, own_matched = tile.softmax_forward(
+            rows, block, scale, masked=hop == 0 and matches is None, workspace_bytes=workspace_bytes, groups=left_out
+        )
+        if hop == 0:
+            row_others = row_part
+            matched = own_matched if matches is None else row_products(rows, columns[matches]) * scale
+        else:
+            merge_lse(row_others, row_part)
+        if both:
+            ring.carry("col_lse", hop, column_part, merge_lse)
+        if groups is not None and groups.positive:
+            counts, sums, column_sums = sum_positives(groups, rows, block)
+            totals = (counts, sums) if totals is None else (totals[0] + counts, totals[1] + sums)
+            if both:
+                ring.carry("col_positives", hop, column_sums, Tensor.add_)
+    others = torch.stack([row_others, *([ring.home("col_lse", merge_lse)] if both else [])])
+    losses = cross_entropies(others, matched)
+    if totals is None:
+        return losses, matched, None
+    counts, sums = totals
+    weights = 1 / counts.to(matched.dtype)
+    sums = torch.stack([sums, *([ring.home("col_positives", Tensor.add_)] if both else [])])
+    excess = matched - scale * sums * weights
+    return losses, matched, (excess.where(weights < 1, torch.zeros_like(excess)), weights)
 
 
 def ring_backward(
@@ -161,11 +182,31 @@ def ring_backward(
     weights: Tensor | None = None,
     needs: Sequence[bool] = (True, True),
 ) -> tuple[Tensor | None, Tensor | None, Tensor]:
-    """`ring_gradients` of the sum of the rows' losses, or of half of all losses in both directions."""
+    """`ring_gradients` of the sum of the rows' losses, or of half of all losses in both directions.
+
+    losses, matched and weights are those of ring_forward. Columns travel with their LSE, ids and weights.
+    """
+    duplicates, matches, both = kind
+    row_lse, *column_lse = losses + matched
     slopes = torch.expm1(-losses).mean(0)
-    if weights is not None:  # the match is one positive of several
-        slopes = slopes + 1 - weights if kind.matches is None else torch.zeros_like(slopes)
-    return softmax_gradients(
-        rows, columns, scale, losses + matched, slopes, ring, tile, workspace_bytes,
-        matches=kind.matches, duplicates=kind.duplicates, weights=weights, needs=needs,
-    )  # fmt: skip
+    if weights is not None:  # the match is one positive of several; given matches are among those that the tiles have
+        slopes = slopes + 1 - weights if matches is None else torch.zeros_like(slopes)
+    own = None if matches is None else _entries_of(matches, len(columns))
+
+    def add_tile(hop: int, block: Tensor, its: Sequence[Tensor], *gradients: Tensor | None) -> None:
+        block_lse, ids = (its[0], its[1:]) if both else (None, its)  # ids, and weights of positives
+        groups = None if duplicates is None else duplicates.groups(*ids, row_weights=weights)
+        tile.softmax_backward(
+            rows, block, scale, row_lse, block_lse, *gradients, masked=hop == 0 and own is None,
+            workspace_bytes=workspace_bytes, groups=own if hop == 0 and groups is None else groups,
+        )  # fmt: skip
+
+    with_columns = [*column_lse, *travelling(duplicates), *([weights] if both and weights is not None else [])]
+    return ring_gradients(
+        add_tile, rows, columns, slopes, ring, matches=matches, with_columns=with_columns, needs=needs
+    )
+
+
+def _entries_of(matches: Tensor, count: int) -> Groups:
+    """Each row's match among so many columns, for a tile to leave out."""
+    return Groups(matches.to(torch.int32)[None], torch.arange(count, dtype=torch.int32, device=matches.device)[None])
