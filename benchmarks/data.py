@@ -18,7 +18,6 @@ import io
 import json
 import os
 import platform
-import subprocess
 import sys
 import tempfile
 import time
@@ -30,6 +29,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks import clock
 from benchmarks.rows import append
 from infcl.data.images import ImageLimits, decode_image
 from infcl.data.index import SampleKeys, scan_shard
@@ -222,20 +222,17 @@ def gpus_fed(rate: float, arguments: argparse.Namespace) -> dict[str, dict[str, 
 
 
 def hardware() -> dict[str, str | int | float | None]:
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
     cpu = platform.processor() or platform.machine()
     if os.path.exists("/proc/cpuinfo"):
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         cpu = next((line.split(": ", 1)[1] for line in lines if line.startswith("model name")), cpu)
     return {
         "command": " ".join([f"python -m benchmarks.{Path(sys.argv[0]).stem}", *sys.argv[1:]]),
-        "commit": commit,
         "cpu": cpu,
         "cores": os.cpu_count(),
         "load": round(os.getloadavg()[0], 1),
         "python": platform.python_version(),
-        "torch": torch.__version__,
-    }
+    } | clock.hardware(None)
 
 
 def _print(result: dict, arguments: argparse.Namespace) -> None:

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.processes import exit_on_sigterm, reason, stop
-from benchmarks.rows import append, read
+from benchmarks.rows import append, parser_of_rows, read
 from benchmarks.step import command
 from infcl.loss.contrastive import LOSSES
 from infcl.models.config import load_model_config
@@ -106,9 +106,7 @@ def _plan(options: argparse.Namespace, trials: Callable[[str, str, int], dict], 
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = parser_of_rows(__doc__)
     parser.add_argument("--model", default="ViT-B-16")
     parser.add_argument("--gpus", type=int, default=1)
     parser.add_argument("--memory-gb", type=float, default=80.0, help="1e9 bytes that each process may allocate")
@@ -123,8 +121,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--max-batch", type=int, default=1 << 40)
     parser.add_argument("--trials", type=int, default=8, help="of a search, at most")
     parser.add_argument("--time-out", type=float, default=300.0, help="seconds without the end of a trial")
-    parser.add_argument("--csv", type=Path, default=None)
-    parser.add_argument("--commit", default=None)
     parser.add_argument("--rows", type=Path, default=None, help=argparse.SUPPRESS)  # in the processes of the trials
     return parser
 

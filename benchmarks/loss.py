@@ -24,7 +24,7 @@ from benchmarks.clock import hardware as device_hardware
 from benchmarks.loss_check import check
 from benchmarks.loss_impls import NAMES, OTHERS, make
 from benchmarks.processes import on_ranks
-from benchmarks.rows import append
+from benchmarks.rows import append, parser_of_rows
 from infcl.loss.contrastive import TILED
 from infcl.loss.links import RINGS
 from infcl.loss.ring import OVERLAPS
@@ -48,7 +48,7 @@ def main() -> None:
 
 
 def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of_rows(__doc__)
     others = "; ".join(f"{name}: {what}" for name, what in OTHERS.items())
     impls = f"comma-separated, of {', '.join(NAMES)}. {others}"
     parser.add_argument("--impl", default="inf_cl,clip,open_clip,disco,siglip", help=impls)
@@ -74,8 +74,6 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--open-clip-loss", type=Path, default=None, help="open_clip's loss.py, for its own losses")
     parser.add_argument("--kernels", action="store_true", help="print the kernels of each loss, by their time")
     parser.add_argument("--check", action="store_true", help="errors against float64 instead of times, on one GPU")
-    parser.add_argument("--csv", type=Path, default=None, help="append the rows to this file")
-    parser.add_argument("--commit", default=None, help="for the CSV; default: git's HEAD")
     return parser.parse_args()
 
 

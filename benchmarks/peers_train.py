@@ -45,7 +45,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from benchmarks.clock import hardware
 from benchmarks.processes import exit_on_sigterm, reason, torchrun
 from benchmarks.processes import run as run_command
-from benchmarks.rows import ROOT, append
+from benchmarks.rows import ROOT, append, parser_of_rows
 from infcl.parallel.host_info import git_commit
 from infcl.report import read_metrics
 
@@ -225,9 +225,7 @@ def _checkout(text: str) -> Checkout:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = parser_of_rows(__doc__)
     parser.add_argument(
         "--programs", default=None, help="comma-separated; default: all whose checkout is given or not needed"
     )
@@ -247,8 +245,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--warm-up", type=int, default=4, help="steps before them")
     parser.add_argument("--time-out", type=float, default=180.0, help="seconds that one setting may take")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
-    parser.add_argument("--csv", type=Path, default=None, help="append the rows to this file")
-    parser.add_argument("--commit", default=None, help="for the CSV; default: git's HEAD")
     parser.add_argument("--inside", nargs=argparse.REMAINDER, default=None, help=argparse.SUPPRESS)
     return parser
 

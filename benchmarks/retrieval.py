@@ -17,10 +17,10 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from benchmarks.clock import require_gpus
+from benchmarks.clock import hardware, require_gpus
 from benchmarks.loss_impls import peer_module
 from benchmarks.processes import on_ranks
-from benchmarks.rows import append
+from benchmarks.rows import append, parser_of_rows
 from infcl.evaluate.retrieval import retrieval_counts
 
 COLUMNS = (
@@ -30,7 +30,7 @@ COLUMNS = (
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of_rows(__doc__)
     parser.add_argument("--pairs", default="16384", help="numbers of pairs, comma-separated")
     parser.add_argument("--dim", type=int, default=768)
     parser.add_argument("--gpus", type=int, default=0, help="0: one CPU process")
@@ -38,8 +38,6 @@ def main() -> None:
     parser.add_argument("--noise", type=float, default=6.0, help="distance of a text from its image, in units of it")
     parser.add_argument("--open-clip", type=Path, help="open_clip_train/metrics.py of a checkout with chunked metrics")
     parser.add_argument("--dense-max", type=int, default=0, help="also the N x N matrix, up to so many pairs")
-    parser.add_argument("--csv", type=Path, help="append the rows to this file")
-    parser.add_argument("--commit", help="for the CSV; default: git's HEAD")
     arguments = parser.parse_args()
     require_gpus("benchmarks.retrieval", arguments.gpus)
     on_ranks(_measure_all, max(1, arguments.gpus), arguments)
@@ -124,8 +122,6 @@ def _measure(function, pairs: int, arguments: argparse.Namespace, device: torch.
         "peak_mib": round((after - before) / 2**20),
         "image_to_text_r1": round(recall[0], 6),
         "text_to_image_r1": round(recall[1], 6),
-        "device": torch.cuda.get_device_name() if on_gpu else "cpu",
-        "torch": torch.__version__,
     }
 
 
@@ -143,9 +139,7 @@ def _features(pairs: int, dim: int, noise: float, device: torch.device) -> tuple
 
 
 def _report(row: dict, arguments: argparse.Namespace) -> None:
-    from infcl.parallel.host_info import git_commit
-
-    row["commit"] = arguments.commit or git_commit()
+    row |= hardware(arguments.commit) | ({} if arguments.gpus else {"device": "cpu"})
     print("  ".join(f"{name} {row[name]}" for name in COLUMNS if name in row), flush=True)
     append(arguments.csv, [row], COLUMNS)
 

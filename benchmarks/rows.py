@@ -1,11 +1,22 @@
 """Raw results: rows of CSV files."""
 
+import argparse
 import csv
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "docs" / "results"
+
+
+def parser_of_rows(description: str | None) -> argparse.ArgumentParser:
+    """Return a parser that has --csv and --commit, and takes no abbreviated flags."""
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("--csv", type=Path, help="append the rows to this file")
+    parser.add_argument("--commit", help="for the CSV; default: git's HEAD")
+    return parser
 
 
 def append(path: Path | None, rows: list[dict], columns: Sequence[str] | None = None) -> None:

@@ -37,7 +37,7 @@ import torch
 
 from benchmarks.clock import hardware, library_tflops
 from benchmarks.processes import exit_on_sigterm, reason, run, torchrun
-from benchmarks.rows import append
+from benchmarks.rows import append, parser_of_rows
 from infcl.config import TrainConfig, parse_args
 from infcl.models.attention import towers_with_kernel
 from infcl.models.clip import CLIP
@@ -74,9 +74,7 @@ def main() -> None:
 
 
 def _parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = parser_of_rows(__doc__)
     parser.add_argument("--gpus", type=int, default=1, help="one process each")
     parser.add_argument("--zero", default="1", help="preset: ds_configs/zero<this>.json")
     parser.add_argument("--zero-options", type=json.loads, default={}, help="JSON: more keys of zero_optimization")
@@ -86,8 +84,6 @@ def _parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--measured-steps", type=int, default=4)
     parser.add_argument("--warm-up-steps", type=int, default=2)
     parser.add_argument("--label", default=None, help="of the row; default: the flags")
-    parser.add_argument("--csv", type=Path, default=None, help="append the row to this file")
-    parser.add_argument("--commit", default=None, help="for the CSV; default: git's HEAD")
     parser.add_argument("--sweep", type=Path, default=None)
     parser.add_argument("--one-process", action="store_true")
     parser.add_argument("--time-out", type=float, default=120.0, help="seconds for each setting of a sweep")
