@@ -77,22 +77,22 @@ class Chart:
         panels = self.panels()
         columns = len(panels) if len(panels) <= 3 else 2
         count = -(-len(panels) // columns)
-        many = max(map(len, panels.values())) > 4  # the legend goes below: no corner is free of curves
+        lines = [curves for curves in panels.values() if not _is_bars(curves)]
+        many = max(map(len, lines), default=0) > 4  # the legend goes below: no corner is free of curves
         figure, grid = pyplot.subplots(
             count, columns, figsize=(self.width * columns + 0.4, (4.4 if many else 3.5) * count),
-            dpi=484 / self.width, squeeze=False, facecolor=GROUND,
+            dpi=484 / self.width, squeeze=False, facecolor=GROUND, layout="constrained",
         )  # fmt: skip
         for axis, name, (panel, curves) in zip(grid.flat, self.x + self.x[-1:] * len(panels), panels.items()):
             axis.set_facecolor(GROUND)
             axis.set_title(panel, fontsize=10, color=INK)
             axis.tick_params(colors=INK, labelsize=8)
-            if len(next(iter(curves.values()))[0]) == 1:
+            if _is_bars(curves):
                 _bars(axis, curves)
             else:
                 self._lines(axis, curves, many)
                 axis.set_xlabel(name, color=INK)
         grid[0, 0].set_ylabel(self.y, color=INK)
-        figure.tight_layout()
         metadata = {"Description": digest(panels), "Software": None}
         figure.savefig(picture, facecolor=GROUND, bbox_inches="tight", metadata=metadata)
         pyplot.close(figure)
@@ -126,11 +126,15 @@ class Chart:
         axis.legend(frameon=False, fontsize=8, **(below if many else {}))
 
 
+def _is_bars(curves: dict) -> bool:
+    return len(next(iter(curves.values()))[0]) == 1
+
+
 def _bars(axis, curves: dict) -> None:
     """Horizontal bars, the first on top, each with its value."""
     for place, (label, [(value,)]) in enumerate(curves.items()):
         bar = axis.barh([-place], [value], color=COLOURS["infcl"] if label.startswith("infcl") else "#b9b9b9")
-        axis.bar_label(bar, fmt="{:,.4g}", fontsize=8, color=INK, padding=2)
+        axis.bar_label(bar, fmt="{:,.0f}", fontsize=8, color=INK, padding=2)
     axis.set_yticks([-place for place in range(len(curves))], list(curves), color=INK)
     axis.margins(x=0.25)
 
