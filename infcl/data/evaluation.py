@@ -14,35 +14,30 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 
 from infcl.config.checks import is_table
 from infcl.data.captions import decode_caption, parse_json
-from infcl.data.images import IMAGE_SUFFIXES, ImageLimits, damage_refused, decode_image, open_image
-from infcl.data.index import DEFAULT_KEYS, MAX_IMAGE_BYTES, SampleKeys
+from infcl.data.images import IMAGE_SUFFIXES, ImageLimits, decode_image, open_image, reject_damage
+from infcl.data.index import DEFAULT_KEYS, SampleKeys
 from infcl.data.records import BadSample, Record
 from infcl.data.shards import expand_shards
-from infcl.data.storage import ShardFault, open_regular
+from infcl.data.storage import ShardFault, open_lines
 from infcl.data.streaming import stream_records
-from infcl.data.table import DEFAULT_COLUMNS, TableColumns, TableReader
-from infcl.data.transforms import EvalTransform
+from infcl.data.table import DEFAULT_COLUMNS, TableColumns, TableReader, read_image
+from infcl.data.transforms import EvalTransform, PillowTransform
 from infcl.models.preprocess import CLIP_PREPROCESS, Preprocess
-
-if TYPE_CHECKING:
-    from PIL import Image
 
 EVAL_LIMITS = ImageLimits(min_side=1)
 RESIZES = ("torch", "pil")
-MAX_TEXT_BYTES = 1 << 20  # of a text member, which may hold many captions
-MAX_LINE = 16 << 20  # characters of a caption list's line
+_MAX_TEXT_BYTES = 1 << 20  # of a text member, which may hold many captions
 
 
 class EvalSample(NamedTuple):
     image: torch.Tensor  # uint8 [3, S, S]
-    caption: str  # "" where the sample has none; of several, as they stand in the text member (one a line)
+    caption: str  # "" where the sample has none; several captions are lines
     metadata: dict[str, Any]  # the json member, {} where there is none
     key: str
 
@@ -50,11 +45,18 @@ class EvalSample(NamedTuple):
 class EvalSamples(ABC):
     """Iterate over the samples of an evaluation set in order; sample i goes to rank i % world_size.
 
-    A few threads decode ahead (the decoders and the resize let go of the interpreter). Samples without a usable image
-    are left out and counted by cause in `skipped`; a missing caption is not an error here (classification needs none).
-    limit: the set ends after so many, and `is_cut` says whether it was longer.
-    preprocess: how images are brought to size.
-    resize: "torch" as in training, or "pil": Pillow's, which published figures used (`PillowTransform`).
+    Threads decode ahead (the decoders and the resize release the interpreter). Samples without a usable image are left
+    out and counted by cause in `skipped`; a missing caption is not an error here (classification needs none).
+
+    Args:
+        image_size: pixels S of a side.
+        rank, world_size: which samples are this rank's.
+        keys: which members of a shard make a sample.
+        limits: which images are rejected by their header.
+        resize: "torch" as in training, or "pil": Pillow's, which published figures used (`PillowTransform`).
+        preprocess: how images are brought to size.
+        threads: how many decode.
+        limit: end the set after this many samples; `is_cut` tells whether it was longer.
     """
 
     def __init__(
@@ -70,9 +72,8 @@ class EvalSamples(ABC):
         threads: int = 4,
         limit: int | None = None,
     ):
-        pixels = _pillow_pixels if resize == "pil" else _torch_pixels
-        self.pixels = pixels(image_size, limits, preprocess)
-        self.rank, self.world_size, self.threads = rank, world_size, threads
+        self.transform = (PillowTransform if resize == "pil" else EvalTransform)(image_size, preprocess)
+        self.limits, self.rank, self.world_size, self.threads = limits, rank, world_size, threads
         self.keys, self.limit, self.is_cut = keys, limit, False
         self.skipped: Counter[str] = Counter()
 
@@ -98,31 +99,37 @@ class EvalSamples(ABC):
             if i % self.world_size == self.rank:
                 yield named
 
+    @abstractmethod
+    def _records(self) -> Iterable[tuple[str, Record]]:
+        """(key, undecoded sample) of the whole set, the same on every rank."""
+
     def _decode(self, key: str, record: Record) -> EvalSample | BadSample:
         try:
-            image = self.pixels(self._bytes(record))
+            image = self._pixels(self._bytes(record))
             metadata = parse_json(record.json) if record.json is not None else {}
         except BadSample as bad:
             return bad
         return EvalSample(image, self._caption(record), metadata, key)
 
+    def _bytes(self, record: Record) -> bytes:
+        return record.image or b""
+
+    def _pixels(self, data: bytes) -> torch.Tensor:
+        if not isinstance(self.transform, PillowTransform):
+            return self.transform(decode_image(data, self.limits))
+        with reject_damage():
+            return self.transform(open_image(data, self.limits))
+
     def _caption(self, record: Record) -> str:
         """By the keys, or else where the format has captions; "" without one."""
         for keys in (self.keys, DEFAULT_KEYS):
             with contextlib.suppress(BadSample):
-                return decode_caption(record, keys, max_bytes=MAX_TEXT_BYTES)[0]
+                return decode_caption(record, keys, max_bytes=_MAX_TEXT_BYTES)[0]
         return ""
-
-    @abstractmethod
-    def _records(self) -> Iterable[tuple[str, Record]]:
-        """(key, undecoded sample) of the whole set, the same on every rank."""
-
-    def _bytes(self, record: Record) -> bytes:
-        return record.image or b""
 
 
 class EvalShards(EvalSamples):
-    """Webdataset shards: every rank streams all of them. What a damaged shard costs is counted by the first rank."""
+    """Webdataset shards: every rank streams all of them. The first rank counts damaged shards."""
 
     def __init__(self, urls: str | Sequence[str], **options):
         super().__init__(**options)
@@ -136,55 +143,32 @@ class EvalShards(EvalSamples):
 
 
 class EvalFiles(EvalSamples):
-    """Image files, [(path, metadata), ...]: a rank reads its own."""
+    """Image files, of which a rank reads its own: records whose `where` is the path of the image."""
 
-    def __init__(self, files: Sequence[tuple[Path, dict[str, Any]]], **options):
+    def __init__(self, records: Callable[[], Iterable[Record]], **options):
         super().__init__(**options)
-        self.files = files
+        self.records = records
 
     def _records(self) -> Iterable[tuple[str, Record]]:
-        for path, metadata in self.files:
-            yield str(path), Record(None, None, json.dumps(metadata).encode(), str(path))
+        return ((record.where, record) for record in self.records())
 
     def _bytes(self, record: Record) -> bytes:
         try:
-            with open(record.where, "rb", opener=open_regular) as file:
-                if os.fstat(file.fileno()).st_size > MAX_IMAGE_BYTES:
-                    raise BadSample("image_file_too_large", f"{record.where}: over {MAX_IMAGE_BYTES} bytes")
-                return file.read(MAX_IMAGE_BYTES)
-        except (OSError, ShardFault) as error:
-            raise BadSample("unreadable_file", str(error)) from error
-
-
-class EvalTable(EvalSamples):
-    """Rows of a table, each an image file and a caption: a rank reads its own."""
-
-    def __init__(self, table: TableReader, **options):
-        super().__init__(**options)
-        self.table = table
-
-    def _records(self) -> Iterable[tuple[str, Record]]:
-        for row in range(int(self.table.counts.sum())):
-            (record,) = self.table.read(np.array([row]), images=False)
-            yield record.where, record
-
-    def _bytes(self, record: Record) -> bytes:
-        try:
-            return self.table.image(record.where)
+            return read_image(record.where)
         except ShardFault as fault:
             raise BadSample(fault.cause, str(fault)) from fault
 
 
 def eval_source(data: str, columns: TableColumns = DEFAULT_COLUMNS) -> Callable[..., EvalSamples]:
-    """What --data names -> a function of EvalSamples' options that gives the set.
+    """Return a function of EvalSamples' options that makes the set that --data names.
 
-    ValueError when it is not there. Samples of a class folder have {"label": folder's name}, those of a .jsonl file its
-    record, in which "captions" is a list.
+    Samples of a class folder have {"label": folder's name}, those of a .jsonl file its record, in which "captions" is a
+    list. Raises ValueError when the data is not there.
     """
     path = Path(data)
     if is_table(data):
         table = TableReader(data, columns=columns)
-        return lambda **options: EvalTable(table, **options)
+        return lambda **options: EvalFiles(table.captions, **options)
     if path.suffix == ".jsonl":
         files = caption_list(path)
     elif path.is_dir() and not any(path.glob("*.tar")):
@@ -192,13 +176,14 @@ def eval_source(data: str, columns: TableColumns = DEFAULT_COLUMNS) -> Callable[
     else:
         expand_shards(data)
         return lambda **options: EvalShards(data, **options)
-    return lambda **options: EvalFiles(files, **options)
+    records = [Record(None, None, json.dumps(metadata).encode(), str(path)) for path, metadata in files]
+    return lambda **options: EvalFiles(lambda: records, **options)
 
 
 def class_folders(folder: Path) -> list[tuple[Path, dict[str, Any]]]:
-    """[(image, {"label": its folder's name}), ...] of folder/<class>/**/<image>, sorted.
+    """Return [(image, {"label": its folder's name}), ...] of folder/<class>/**/<image>, sorted.
 
-    What is hidden (.cache, .ipynb_checkpoints, ._a.jpg) is no class and no image.
+    Hidden files and folders (.cache, .ipynb_checkpoints, ._a.jpg) are neither classes nor images.
     """
     classes = class_names(folder)
     files = [
@@ -214,81 +199,31 @@ def class_folders(folder: Path) -> list[tuple[Path, dict[str, Any]]]:
 
 
 def class_names(folder: Path) -> list[str]:
-    """The sub-folders, sorted; hidden ones are no classes."""
+    """Return the names of the sub-folders that are not hidden, sorted."""
     return sorted(entry.name for entry in os.scandir(folder) if entry.is_dir() and not entry.name.startswith("."))
 
 
 def caption_list(path: Path) -> list[tuple[Path, dict[str, Any]]]:
-    """[(image, {"captions": [...], ...}), ...] of a .jsonl file; ValueError names the first wrong line."""
+    """Return [(image, {"captions": [...], ...}), ...] of a .jsonl file; ValueError reports the first wrong line."""
     files = []
-    for number, line in enumerate(_lines(path), 1):
-        if not line.strip():
-            continue
-        try:
-            record = parse_json(line.encode())
-        except BadSample as bad:
-            raise ValueError(f"{path}, line {number}: {bad}") from None
-        captions, image = record.get("captions"), record.get("image")
-        if (
-            not isinstance(image, str)
-            or not isinstance(captions, list)
-            or not all(isinstance(c, str) for c in captions)
-        ):
-            raise ValueError(f'{path}, line {number}: not of the form {{"image": "a.jpg", "captions": ["...", ...]}}')
-        files.append((path.parent / image, record))
+    try:
+        with open_lines(path, encoding="utf-8-sig") as lines:
+            for number, line in enumerate(lines, 1):
+                if line.strip():
+                    files.append(_caption_line(path, number, line))
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8: {error}") from None
     if not files:
         raise ValueError(f"{path}: no samples in it")
     return files
 
 
-def _lines(path: Path) -> Iterator[str]:
-    """Lines as json has them: str.splitlines would split captions, at U+2028."""
+def _caption_line(path: Path, number: int, line: str) -> tuple[Path, dict[str, Any]]:
     try:
-        with open(path, encoding="utf-8-sig", opener=open_regular) as file:
-            while line := file.readline(MAX_LINE):
-                if len(line) == MAX_LINE:
-                    raise ValueError(f"{path}: a line of more than {MAX_LINE >> 20} MB: is this a list of captions?")
-                yield line
-    except ShardFault as fault:
-        raise ValueError(str(fault)) from None
-    except OSError as error:
-        raise ValueError(f"{path}: {error.strerror}") from None
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not UTF-8: {error}") from None
-
-
-def _torch_pixels(image_size: int, limits: ImageLimits, preprocess: Preprocess) -> Callable[[bytes], torch.Tensor]:
-    """Bytes of an image -> uint8 [3, S, S] as in training."""
-    transform = EvalTransform(image_size, preprocess)
-    return lambda data: transform(decode_image(data, limits))
-
-
-def _pillow_pixels(image_size: int, limits: ImageLimits, preprocess: Preprocess) -> Callable[[bytes], torch.Tensor]:
-    """The same, decoded and resized by Pillow."""
-    transform = PillowTransform(image_size, preprocess)
-
-    def pixels(data: bytes) -> torch.Tensor:
-        with damage_refused():
-            return transform(open_image(data, limits))
-
-    return pixels
-
-
-class PillowTransform(EvalTransform):
-    """The same resize and crop through Pillow: the pixels of open_clip's and CLIP's own evaluation.
-
-    As there, an image becomes RGB after it is resized: with a palette the nearest pixels are taken, and transparency is
-    dropped. The two round differently: up to 1 % of the values of RGB images differ from EvalTransform's, mostly by one
-    level.
-    """
-
-    def __call__(self, image: "np.ndarray | Image.Image") -> torch.Tensor:
-        """uint8 [H, W, 3], or an image of Pillow's -> uint8 [3, S, S]."""
-        from PIL import Image
-
-        if isinstance(image, np.ndarray):
-            image = Image.fromarray(image)
-        height, width = self.resized(image.height, image.width)
-        if (width, height) != image.size:
-            image = image.resize((width, height), Image.Resampling[self.mode.upper()])
-        return self.crop(torch.from_numpy(np.array(image.convert("RGB"))).permute(2, 0, 1))
+        record = parse_json(line.encode())
+    except BadSample as bad:
+        raise ValueError(f"{path}, line {number}: {bad}") from None
+    captions, image = record.get("captions"), record.get("image")
+    if not isinstance(image, str) or not isinstance(captions, list) or not all(isinstance(c, str) for c in captions):
+        raise ValueError(f'{path}, line {number}: not of the form {{"image": "a.jpg", "captions": ["...", ...]}}')
+    return path.parent / image, record

@@ -78,7 +78,7 @@ def decode_image(
             return _upright(pixels, orientation)
         except ValueError:
             pass  # CMYK, or damage that Pillow may bridge
-    with damage_refused():
+    with reject_damage():
         image = open_image(data, limits)
         pixels = _rgb(image)
         # after the pixels are read: Pillow turns a TIFF by itself
@@ -125,7 +125,7 @@ def _upright(pixels: np.ndarray, orientation: int) -> np.ndarray:
 
 
 @contextlib.contextmanager
-def damage_refused() -> Iterator[None]:
+def reject_damage() -> Iterator[None]:
     """BadSample for whatever Pillow raises within."""
     try:
         yield
@@ -136,7 +136,7 @@ def damage_refused() -> Iterator[None]:
 
 
 def open_image(data: bytes, limits: ImageLimits = DEFAULT_LIMITS) -> "Image.Image":
-    """Pillow's image, of which only the header is read so far. Raises BadSample, within `damage_refused`."""
+    """Pillow's image, of which only the header is read so far. Raises BadSample, within `reject_damage`."""
     from PIL import Image
 
     if not data:

@@ -25,13 +25,13 @@ import torch
 
 from infcl.data.config import DataConfig
 from infcl.data.indexed import Collection, IndexedSource
-from infcl.data.open_clip_tokenizer import AnyTokenizer
 from infcl.data.plan import Share
 from infcl.data.records import BadSample, ShardReader
 from infcl.data.samples import ReadLog, SampleDecoder
 from infcl.data.shards import load_manifest
 from infcl.data.streaming import StreamingSource
 from infcl.data.table import TableReader
+from infcl.data.tokenizer.open_clip import AnyTokenizer
 from infcl.data.transforms import TrainTransform
 from infcl.data.workers import WorkerBoard
 

@@ -18,9 +18,9 @@ import torch
 from infcl.data.captions import decode_captions, decode_text, is_caption, parse_json, texts_in
 from infcl.data.images import DEFAULT_LIMITS, ImageLimits, decode_image
 from infcl.data.index import DEFAULT_KEYS, SampleKeys
-from infcl.data.open_clip_tokenizer import AnyTokenizer
 from infcl.data.plan import draw, uniforms
 from infcl.data.records import MAX_CAPTION_BYTES, BadSample, Record
+from infcl.data.tokenizer.open_clip import AnyTokenizer
 from infcl.data.transforms import TRANSFORM_DRAWS, TrainTransform
 from infcl.data.workers import stack
 

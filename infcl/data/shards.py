@@ -16,6 +16,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
 from glob import escape, glob
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -23,27 +24,30 @@ import numpy as np
 from infcl.config import counted
 from infcl.data.index import DEFAULT_KEYS, SampleKeys, ensure_index
 from infcl.data.spool import spool_path
-from infcl.data.storage import DEFAULT_STORAGE, ShardFault, StorageOptions, is_remote, open_regular
+from infcl.data.storage import DEFAULT_STORAGE, ShardFault, StorageOptions, is_remote, open_lines
 
-_MAX_NAMES = 64 << 20  # characters of an @FILE
 _SHOWN_KEYS = 100  # of each cause
 
 
 def expand_shards(urls: str | Sequence[str], *, allow_pipe: bool = False) -> list[str]:
-    """Return the shards that `urls` names, in order: `::` lists, braces, globs, folders.
-
-    Raises ValueError when local shards are missing, or for a `pipe:` that is not allowed. Other urls with a scheme are
-    passed on unchecked.
-    """
-    return find_shards(urls, allow_pipe=allow_pipe)[0]
+    """Return the shards of `urls` in order. Raises ValueError as `find_shards` does."""
+    return list(chain.from_iterable(find_shards(urls, allow_pipe=allow_pipe)[0]))
 
 
 def find_shards(
     urls: str | Sequence[str], *, allow_pipe: bool = False, max_missing: float = 0.0
-) -> tuple[list[str], list[str]]:
-    """Return (shards, those that are missing), of which there may be `max_missing` (a fraction)."""
+) -> tuple[list[list[str]], list[str]]:
+    """Expand `::` lists, braces, globs and folders. Other urls with a scheme are passed on unchecked.
+
+    Returns:
+        The shards of each source, and the local ones that are missing.
+
+    Raises:
+        ValueError: more than `max_missing` (a fraction) of the shards are missing, there is none, one is named twice,
+            or a `pipe:` is not allowed.
+    """
     sources, missing = _expand(split_sources(urls), allow_pipe)
-    shards = [shard for source in sources for shard in source]
+    shards = list(chain.from_iterable(sources))
     _check_missing(missing, len(shards), max_missing)
     times = Counter(shard if is_remote(shard) else os.path.abspath(shard) for shard in shards)
     if twice := [shard for shard, count in times.items() if count > 1]:
@@ -56,27 +60,30 @@ def find_shards(
         raise ValueError(
             f"no shards in {urls!r}: name tars, a folder of tars, or braces like 'data/{{00000..00041}}.tar'"
         )
-    return shards, missing
+    return sources, missing
 
 
 def split_sources(urls: str | Sequence[str]) -> list[str]:
-    """The `::` parts of `urls`, the sources that upsampling factors belong to; each line of an `@FILE` is one."""
+    """Return the `::` parts of `urls`, which upsampling factors belong to; each line of an `@FILE` is one."""
     names = [name for url in ([urls] if isinstance(urls, str) else urls) for name in url.split("::") if name]
     return [name for source in names for name in (_names_in(source[1:]) if source[:1] == "@" else [source])]
 
 
 def _names_in(path: str) -> list[str]:
-    """The lines of a file of names, `@FILE`. A shell between a launcher and a host may change what braces, spaces and
-    quotes mean; a file's lines arrive as they are. ValueError where it cannot be read."""
+    """The lines of a file of names, `@FILE`: unlike a flag's value, no shell between launcher and node changes them."""
     try:
-        with open(path, encoding="utf-8", errors="surrogateescape", opener=open_regular) as file:
-            text = file.read(_MAX_NAMES + 1)
-    except (OSError, ShardFault) as error:
+        with open_lines(path, errors="surrogateescape") as lines:
+            names = [line.strip() for line in lines]
+    except ValueError as error:
         raise ValueError(f"@{path}: no file of urls can be read there ({error})") from error
-    if len(text) > _MAX_NAMES:
-        raise ValueError(f"@{path} is longer than {_MAX_NAMES} characters: it is to hold one url a line")
-    names = [line.strip() for line in text.splitlines()]
     return [name for name in names if name and not name.startswith("#")]
+
+
+def check_factors(factors: Sequence[float] | None, sources: Sequence) -> Sequence[float]:
+    """Return a factor for each source, 1 by default. Raises ValueError for another number of them."""
+    if factors is not None and (len(factors) != len(sources) or min(factors) <= 0):
+        raise ValueError(f"{len(sources)} sources need as many upsampling factors above 0, not {list(factors)}")
+    return factors or [1.0] * len(sources)
 
 
 def _expand(names: list[str], allow_pipe: bool) -> tuple[list[list[str]], list[str]]:
@@ -174,14 +181,10 @@ def load_manifest(
     meanwhile, so they share the work without communication. `factors`: one for each `::` part of `urls`. Raises
     ValueError when more than `max_missing` (a fraction) of the shards are missing or cannot be read.
     """
-    names = split_sources(urls)
-    if factors is not None and (len(factors) != len(names) or min(factors) <= 0):
-        raise ValueError(f"{len(names)} sources need as many upsampling factors above 0, not {list(factors)}")
-    sources, absent = _expand(names, storage.allow_pipe)
+    sources, absent = find_shards(urls, allow_pipe=storage.allow_pipe, max_missing=max_missing)
     missing = dict.fromkeys(absent, "not found")
-    paths = [path for source in sources for path in source]
-    _check_missing(absent, len(paths), max_missing)
-    factor_of = [factor for source, factor in zip(sources, factors or [1.0] * len(names)) for _ in source]
+    paths = list(chain.from_iterable(sources))
+    factor_of = [factor for source, factor in zip(sources, check_factors(factors, sources)) for _ in source]
     shards: list[Shard | None] = [None] * len(paths)
     rejected: Counter[str] = Counter()
     damaged: dict[str, str] = {}
@@ -204,7 +207,7 @@ def load_manifest(
             damaged[paths[i]] = header["damage"]
     present = tuple(shard for shard in shards if shard is not None)
     if not present:
-        raise ValueError(f"no shards in {urls!r}: name tars, a folder of tars, or braces like 'data/{{0..41}}.tar'")
+        raise ValueError(f"none of the {len(missing)} shards of {urls!r} can be read")
     _check_spool(present, storage)
     lines = [
         f"{os.path.basename(shard.path)} {shard.file_bytes} {shard.samples}"

@@ -8,15 +8,17 @@ A read that fails is tried again with back-off (`retry`); what then still fails 
 is counted, and never a wrong byte.
 """
 
+import contextlib
 import http.client
 import os
 import random
 import stat
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Protocol, TextIO, TypeVar
 
+MAX_LINE = 16 << 20  # characters of a text file's line
 _SMALLEST_LIMIT = 1 << 30
 T = TypeVar("T")
 
@@ -96,6 +98,25 @@ def open_regular(path: str | os.PathLike, flags: int = os.O_RDONLY) -> int:
     if not stat.S_ISREG(os.stat(path).st_mode):  # before it is opened: opening a device may act on it
         raise ShardFault("not_a_file", f"{os.fspath(path)} is not a regular file")
     return os.open(path, flags | os.O_NONBLOCK)  # a FIFO that took its place meanwhile does not wait for its writer
+
+
+@contextlib.contextmanager
+def open_lines(path: str | os.PathLike, *, encoding: str = "utf-8", errors: str = "strict") -> Iterator[Iterator[str]]:
+    """Open a text file as an iterator over its lines. Raises ValueError when it cannot be read or a line has no end."""
+    try:
+        with open(path, encoding=encoding, errors=errors, newline="", opener=open_regular) as file:
+            yield _bounded_lines(file)
+    except ShardFault as fault:
+        raise ValueError(str(fault)) from fault
+    except OSError as error:
+        raise ValueError(f"{os.fspath(path)}: {error.strerror}") from error
+
+
+def _bounded_lines(file: TextIO) -> Iterator[str]:
+    while line := file.readline(MAX_LINE):
+        if len(line) == MAX_LINE:
+            raise ValueError(f"{file.name}: a line of more than {MAX_LINE >> 20} MB: is this a text file?")
+        yield line
 
 
 class LocalFile:

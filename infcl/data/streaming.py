@@ -12,33 +12,34 @@ webdataset's decoders are never used (they unpickle); see samples.py.
 """
 
 import hashlib
+import json
 import os
 import random
 import re
 import tarfile
 from collections.abc import Callable, Iterator, Sequence
-from itertools import islice
+from itertools import chain, islice
+from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 import torch
 
 from infcl.config import counted
 from infcl.data.config import DataConfig
-from infcl.data.index import MAX_IMAGE_BYTES, SampleKeys, scan_shard, split_name
+from infcl.data.index import MAX_IMAGE_BYTES, SIDECAR, SampleKeys, scan_shard, split_name
 from infcl.data.plan import Share, random_order
 from infcl.data.records import BadSample, Record
 from infcl.data.remote import local_copy
 from infcl.data.samples import ReadLog, SampleDecoder
 from infcl.data.shards import find_shards
-from infcl.data.sizes import known_samples
-from infcl.data.storage import DEFAULT_STORAGE, ShardFault, StorageOptions, open_regular
+from infcl.data.storage import DEFAULT_STORAGE, ShardFault, StorageOptions, is_remote, open_regular
 from infcl.data.workers import NoBatch, WorkerBoard, make_dataloader
 
 _MAX_NAME = 4096  # characters of a member's name; webdataset's grouping is slow on longer ones
 _META = re.compile(r"__[^/]*__($|/)")  # webdataset's own members
-_READS_PAST_END = 100
 _MAX_EXTENDED_HEADER = 1 << 20  # bytes of a PAX header or of a GNU long name, which tarfile reads into memory
 _MAX_EXPANSION, _SMALLEST_LIMIT = 100, 1 << 30  # a compressed shard's bytes may become so many times as many, or these
+_MAX_COUNTS = 64 << 20  # bytes of a file that tells the number of samples
 _SHUFFLE_BUFFER = 2048  # samples, undecoded
 _BAD_PER_MICRO_BATCH = 8  # times its size: more bad samples than this while filling one end the run
 
@@ -89,8 +90,7 @@ def stream_records(
     def members() -> Iterator[dict[str, Any]]:
         for stream in opened():
             try:
-                source = cast(BinaryIO, _Ending(stream))
-                tar = tarfile.open(fileobj=source, mode="r|*", tarinfo=_BoundedHeader)
+                tar = tarfile.open(fileobj=stream, mode="r|*", tarinfo=_BoundedHeader)
                 most = max(_SMALLEST_LIMIT, _MAX_EXPANSION * os.fstat(stream.fileno()).st_size)
                 for info in tar:
                     if info.offset_data + info.size > most:  # before tarfile skips it
@@ -123,20 +123,6 @@ class _BoundedHeader(tarfile.TarInfo):
         if self.type in self._EXTENDED and self.size > _MAX_EXTENDED_HEADER:
             raise tarfile.ReadError(f"a header of {self.size} bytes, {_MAX_EXTENDED_HEADER} allowed")
         return super()._proc_member(archive)  # type: ignore[misc]
-
-
-class _Ending:
-    """A file for tarfile, which skips to the end of a member in blocks however long its header says that it is."""
-
-    def __init__(self, file: BinaryIO):
-        self._file, self._empty = file, 0
-
-    def read(self, size: int) -> bytes:
-        data = self._file.read(size)
-        self._empty += not data
-        if self._empty > _READS_PAST_END:
-            raise tarfile.ReadError("unexpected end of data")
-        return data
 
 
 def _damage(path: str, keys: SampleKeys) -> str | None:
@@ -229,7 +215,8 @@ class StreamingSource:
         share: Share,
     ):
         num_samples, storage = data.num_samples, data.storage
-        shards, missing = find_shards(data.urls, allow_pipe=storage.allow_pipe, max_missing=data.max_missing_shards)
+        sources, missing = find_shards(data.urls, allow_pipe=storage.allow_pipe, max_missing=data.max_missing_shards)
+        shards = list(chain.from_iterable(sources))
         readers = share.readers * max(1, data.workers)
         if num_samples is None:
             num_samples = known_samples(shards)
@@ -266,3 +253,55 @@ class StreamingSource:
 
     def exactly(self, epoch: int, first: int, ids: torch.Tensor) -> dict[str, torch.Tensor]:
         raise AssertionError("a stream is read once")
+
+
+def known_samples(shards: Sequence[str]) -> int | None:
+    """Return the number of samples in all shards, counted by the files next to them, or None where one is unknown.
+
+    For each local shard, in this order: its index (`SHARD.tar.infcl.idx`); `sizes.json` in its folder ({file: number});
+    img2dataset's `SHARD_stats.json` ("successes"). Else, for a whole folder: `__len__`, a file that holds the number.
+    """
+    if any(is_remote(shard) for shard in shards):
+        return None
+    paths = [Path(shard) for shard in shards]
+    sizes = {folder: _read_json(folder / "sizes.json") for folder in {path.parent for path in paths}}
+    counts = [_known_of_shard(path, sizes[path.parent]) for path in paths]
+    if None not in counts:
+        return sum(cast(list[int], counts))
+    folder = paths[0].parent
+    if {path.parent for path in paths} == {folder} and len(set(paths)) == len(list(folder.glob("*.tar"))):
+        return _as_count(_read(folder / "__len__").strip())
+    return None
+
+
+def _known_of_shard(path: Path, sizes: dict) -> int | None:
+    found = (
+        _read_json(Path(f"{path}{SIDECAR}"), first_line=True).get("samples"),
+        sizes.get(path.name),
+        _read_json(Path(f"{str(path).removesuffix('.tar')}_stats.json")).get("successes"),
+    )
+    return next((count for value in found if (count := _as_count(value)) is not None), None)
+
+
+def _as_count(value: Any) -> int | None:
+    if isinstance(value, (str, bytes)):
+        return int(value) if value.isdigit() else None
+    return int(value) if isinstance(value, (int, float)) else None
+
+
+def _read_json(path: Path, *, first_line: bool = False) -> dict:
+    data = _read(path)
+    try:
+        value = json.loads(data.partition(b"\n")[0] if first_line else data)
+    except (ValueError, RecursionError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _read(path: Path) -> bytes:
+    """The first 64 MB of a file; b"" where it cannot be read."""
+    try:
+        with open(path, "rb", opener=open_regular) as file:
+            return file.read(_MAX_COUNTS)
+    except (OSError, ShardFault):
+        return b""

@@ -1,20 +1,25 @@
 """Transforms: an image of any size -> the pixels that a tower sees, uint8 [3, S, S]; the device normalises them.
 
-Training: a random crop, and what else --aug-cfg asks for, by random numbers that the caller draws. Evaluation: the
-centre. Resizing is antialiased bicubic on uint8.
+Training takes a random crop and applies the other augmentations of --aug-cfg, by random numbers that the caller draws.
+Evaluation takes the centre. Resizing is antialiased bicubic on uint8. The colour operations and their ranges are those
+of torchvision's ColorJitter; they run in float32 and are rounded once, at the end.
 """
 
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from infcl.data.colour import JITTER_DRAWS, check_jitter, grey, jitter
 from infcl.models.preprocess import CLIP_PREPROCESS, Preprocess
 
+if TYPE_CHECKING:
+    from PIL import Image
+
 _CROP_DRAWS = 23  # ten tries of (area, aspect), place, flip
+JITTER_DRAWS = 8
 TRANSFORM_DRAWS = _CROP_DRAWS + 2 + JITTER_DRAWS  # random numbers that TrainTransform consumes
+_LUMA = (0.299, 0.587, 0.114)  # ITU-R BT.601
 
 
 class TrainTransform:
@@ -58,7 +63,7 @@ class TrainTransform:
                 f"color_jitter {color_jitter} and color_jitter_prob {color_jitter_prob} only work together: give both"
             )
         self.image_size, self.scale, self.ratio, self.hflip = image_size, scale, ratio, hflip
-        self.color_jitter = None if color_jitter is None else check_jitter(color_jitter)
+        self.color_jitter = None if color_jitter is None else _checked_jitter(color_jitter)
         self.color_jitter_prob, self.gray_scale_prob = color_jitter_prob, gray_scale_prob
         self.scaled_decode = scaled_decode
 
@@ -100,6 +105,68 @@ def _is_range(value: Any, most: float) -> bool:
     return numbers and 0 < value[0] <= value[1] <= most
 
 
+def _checked_jitter(amounts: Any) -> tuple[float, float, float, float]:
+    """Return (brightness, contrast, saturation, hue); a missing hue is 0."""
+    given = amounts if isinstance(amounts, (tuple, list)) else ()
+    full = (*given, 0.0) if len(given) == 3 else tuple(given)
+    if len(full) != 4 or min(full) < 0 or full[3] > 0.5:
+        raise ValueError(f"color_jitter {amounts}: (brightness, contrast, saturation, hue) >= 0 with hue <= 0.5")
+    return full
+
+
+def jitter(pixels: torch.Tensor, amounts: tuple[float, float, float, float], random: np.ndarray) -> torch.Tensor:
+    """Factors from [max(0, 1-a), 1+a], a hue shift from [-h, h], in random order; random: float64 [JITTER_DRAWS]."""
+    image = pixels.float() / 255
+    for operation in np.argsort(random[:4]).tolist():
+        amount, u = amounts[operation], float(random[4 + operation])
+        if amount == 0:
+            continue
+        if operation == 3:
+            image = shift_hue(image, amount * (2 * u - 1))
+            continue
+        low = max(0.0, 1 - amount)
+        factor = low + (1 + amount - low) * u
+        if operation == 0:
+            other = torch.zeros(())
+        elif operation == 1:
+            other = luma(image).mean()
+        else:
+            other = luma(image)
+        image = (image * factor + other * (1 - factor)).clamp_(0, 1)
+    return _to_bytes(image)
+
+
+def grey(pixels: torch.Tensor) -> torch.Tensor:
+    """Return the luma of every pixel, in all three channels."""
+    return _to_bytes(luma(pixels.float() / 255)).expand(3, -1, -1).contiguous()
+
+
+def luma(image: torch.Tensor) -> torch.Tensor:
+    """Return the luma [1, H, W] of float [3, H, W]."""
+    return (image * torch.tensor(_LUMA).view(3, 1, 1)).sum(0, keepdim=True)
+
+
+def shift_hue(image: torch.Tensor, turns: float) -> torch.Tensor:
+    """Move the hue of float [3, H, W] in [0, 1] by `turns` of the circle; HSV's saturation and value stay."""
+    value, least = image.amax(0), image.amin(0)
+    chroma = value - least
+    safe = chroma.clamp(min=1e-12)
+    red, green, blue = image
+    hue = torch.where(
+        value == red,
+        (green - blue) / safe,
+        torch.where(value == green, 2 + (blue - red) / safe, 4 + (red - green) / safe),
+    )  # in sixths of a turn
+    hue = (hue + 6 * turns) % 6
+    offsets = torch.tensor([5.0, 3.0, 1.0]).view(3, 1, 1)
+    k = (offsets + hue) % 6  # Smith 1978, as f(n) = V - C max(0, min(k, 4 - k, 1))
+    return value - chroma * torch.minimum(k, 4 - k).clamp(0, 1)
+
+
+def _to_bytes(image: torch.Tensor) -> torch.Tensor:
+    return (image * 255).round_().clamp_(0, 255).to(torch.uint8)
+
+
 class EvalTransform:
     """open_clip's evaluation transform: resize by `preprocess.resize_mode` (antialiased), then the centre S x S."""
 
@@ -130,6 +197,24 @@ class EvalTransform:
             pixels = torch.nn.functional.pad(pixels, around, value=self.preprocess.fill_color)
         top, left = round((pixels.shape[1] - size) / 2), round((pixels.shape[2] - size) / 2)
         return pixels[:, top : top + size, left : left + size]
+
+
+class PillowTransform(EvalTransform):
+    """The same resize and crop through Pillow: the pixels of open_clip's and CLIP's own evaluation.
+
+    As there, an image becomes RGB after it is resized: with a palette the nearest pixels are taken, and transparency is
+    dropped. The two round differently: up to 1 % of the values of RGB images differ from EvalTransform's, mostly by one
+    level.
+    """
+
+    def __call__(self, image: "Image.Image") -> torch.Tensor:  # type: ignore[override]
+        """An image of Pillow's -> uint8 [3, S, S]."""
+        from PIL import Image
+
+        height, width = self.resized(image.height, image.width)
+        if (width, height) != image.size:
+            image = image.resize((width, height), Image.Resampling[self.mode.upper()])
+        return self.crop(torch.from_numpy(np.array(image.convert("RGB"))).permute(2, 0, 1))
 
 
 def resize(image: np.ndarray, height: int, width: int, *, mode: str = "bicubic") -> torch.Tensor:

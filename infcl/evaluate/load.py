@@ -11,10 +11,8 @@ from pathlib import Path
 import torch
 
 from infcl.convert.import_weights import model_with, other_resizing, read_weights
-from infcl.data.hugging_face_tokenizer import PREFIX as HF_PREFIX
-from infcl.data.hugging_face_tokenizer import HuggingFaceTokenizer
-from infcl.data.open_clip_tokenizer import PREFIX, open_clip_tokenizer
 from infcl.data.tokenizer import Tokenizer
+from infcl.data.tokenizer.open_clip import HF_PREFIX, PREFIX, HuggingFaceTokenizer, open_clip_tokenizer
 from infcl.models import CLIP, CLIPConfig, OpenClipConfig, load_any_config, with_tokenizer
 
 log = logging.getLogger(__name__)

@@ -21,14 +21,12 @@ from infcl.config.settings import AUTO_WORKERS
 from infcl.convert.import_weights import load_pretrained, weights_preprocess
 from infcl.data.config import DataConfig, columns_of, limits_of
 from infcl.data.evaluation import EVAL_LIMITS
-from infcl.data.hugging_face_tokenizer import PREFIX as HF_PREFIX
-from infcl.data.hugging_face_tokenizer import HuggingFaceTokenizer
 from infcl.data.index import DEFAULT_KEYS, SampleKeys
 from infcl.data.loader import TrainLoader
-from infcl.data.open_clip_tokenizer import PREFIX, AnyTokenizer, open_clip_tokenizer
 from infcl.data.plan import Share
 from infcl.data.synthetic import SyntheticLoader
 from infcl.data.tokenizer import Tokenizer
+from infcl.data.tokenizer.open_clip import HF_PREFIX, PREFIX, AnyTokenizer, HuggingFaceTokenizer, open_clip_tokenizer
 from infcl.evaluate.tasks import RetrievalTask, ZeroShotTask
 from infcl.evaluate.validation import ValidationLoss
 from infcl.kernels import select_tile

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from infcl.convert.export import export_model
-from infcl.data.open_clip_tokenizer import OpenClipTokenizer
+from infcl.data.tokenizer.open_clip import OpenClipTokenizer
 from infcl.models import CLIP
 from infcl.models.config import parse_model_config
 from tests.lib.open_clip_stub import import_open_clip, import_transformers

@@ -99,13 +99,15 @@ def test_raw_captions_are_cleaned_as_for_training_whatever_their_characters(expo
 def test_image_processor_gives_open_clips_pixels(exported):
     """Through Pillow, as transformers does it: equal to our Pillow path, normalised."""
     transformers = import_transformers()
-    from infcl.data.evaluation import PillowTransform
+    from PIL import Image
+
+    from infcl.data.transforms import PillowTransform
     from infcl.models.vision import normalize_pixels
     from tests.lib.shard_files import picture
 
     processor = _pillow_processor(transformers).from_pretrained(exported[1])
     for shape in ((48, 70), (90, 41), (32, 32)):
-        image = picture(1, *shape)
+        image = Image.fromarray(picture(1, *shape))
         theirs = processor(image, return_tensors="pt").pixel_values
         ours = normalize_pixels(PillowTransform(32)(image)[None])
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
@@ -115,14 +117,14 @@ def test_the_zero_shot_pipeline_gives_our_scores(exported, tokenizer_model):
     transformers = import_transformers()
     from PIL import Image
 
-    from infcl.data.evaluation import PillowTransform
+    from infcl.data.transforms import PillowTransform
     from tests.lib.shard_files import picture
 
     model, folder = exported
     processor = _pillow_processor(transformers).from_pretrained(folder)
     pipeline = transformers.pipeline("zero-shot-image-classification", model=str(folder), image_processor=processor)
-    labels, image = ["Work", "license", "a"], picture(4, 50, 40)
-    theirs = {r["label"]: r["score"] for r in pipeline(Image.fromarray(image), candidate_labels=labels)}
+    labels, image = ["Work", "license", "a"], Image.fromarray(picture(4, 50, 40))
+    theirs = {r["label"]: r["score"] for r in pipeline(image, candidate_labels=labels)}
     texts = Tokenizer(tokenizer_model, CONTEXT_LENGTH)([f"This is a photo of {label}." for label in labels])
     with torch.no_grad():
         out = model(PillowTransform(32)(image)[None], texts)

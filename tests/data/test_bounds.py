@@ -12,8 +12,7 @@ from infcl.data.evaluation import caption_list
 from infcl.data.index import SampleKeys
 from infcl.data.records import ShardReader
 from infcl.data.shards import load_manifest
-from infcl.data.sizes import known_samples
-from infcl.data.streaming import stream_records
+from infcl.data.streaming import known_samples, stream_records
 from infcl.data.table import TableReader
 from tests.lib.shard_files import pair_members, write_shards, write_tar
 

@@ -2,9 +2,16 @@ import numpy as np
 import pytest
 import torch
 
-from infcl.data.colour import JITTER_DRAWS, check_jitter, grey, jitter, luma, shift_hue
 from infcl.data.plan import draw, uniforms
-from infcl.data.transforms import TRANSFORM_DRAWS, TrainTransform
+from infcl.data.transforms import (
+    JITTER_DRAWS,
+    TRANSFORM_DRAWS,
+    TrainTransform,
+    grey,
+    jitter,
+    luma,
+    shift_hue,
+)
 from tests.lib.open_clip_stub import import_open_clip
 from tests.lib.shard_files import picture
 
@@ -66,7 +73,7 @@ def test_more_draws_leave_the_first_ones_as_they_were():
 def test_impossible_jitter_is_refused():
     for amounts in [(0.4,), (0.4, 0.4, 0.4, 0.6), (-1, 0, 0, 0)]:
         with pytest.raises(ValueError, match="color_jitter"):
-            check_jitter(amounts)
-    assert check_jitter((1, 2, 3)) == (1, 2, 3, 0.0)
+            TrainTransform(16, color_jitter=amounts, color_jitter_prob=1.0)
+    assert TrainTransform(16, color_jitter=(1, 2, 3), color_jitter_prob=1.0).color_jitter == (1, 2, 3, 0.0)
     with pytest.raises(ValueError, match="only work together"):
         TrainTransform(16, color_jitter=(0.4, 0.4, 0.4, 0.1))

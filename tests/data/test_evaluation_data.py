@@ -41,7 +41,7 @@ def test_ranks_share_a_caption_list_and_a_missing_image_is_counted(tmp_path):
     sets = [eval_source(str(tmp_path / "c.jsonl"))(image_size=8, rank=rank, world_size=2) for rank in range(2)]
     captions = [[sample.metadata["captions"][0] for sample in samples] for samples in sets]
     assert captions == [["0", "2", "4"], ["5"]]
-    assert sets[1].skipped == {"unreadable_file": 1, "image_file_too_large": 1} and not sets[0].skipped
+    assert sets[1].skipped == {"missing_image_file": 1, "image_file_too_large": 1} and not sets[0].skipped
 
 
 def test_ranks_share_a_table_and_its_columns_have_names(tmp_path):

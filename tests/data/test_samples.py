@@ -10,7 +10,7 @@ import torch
 from PIL import Image, ImageOps
 
 from infcl.data.captions import decode_caption
-from infcl.data.images import ImageLimits, damage_refused, decode_image, open_image
+from infcl.data.images import ImageLimits, decode_image, open_image, reject_damage
 from infcl.data.index import SampleKeys
 from infcl.data.plan import draw, uniforms
 from infcl.data.records import BadSample, Record
@@ -148,7 +148,7 @@ def test_a_jpeg_of_very_many_scans_is_refused_before_it_is_decoded():
     assert decode_image(data).shape == (64, 64, 3)
     many = data[:begin] + data[begin:-2] * 10_000 + data[-2:]
     assert cause_of(decode_image, many) == "too_many_scans"
-    with damage_refused():
+    with reject_damage():
         assert cause_of(open_image, many) == "too_many_scans"
 
 

@@ -12,7 +12,7 @@ from infcl.data.index import SampleKeys, ensure_index
 from infcl.data.plan import EpochPlan, epoch_size
 from infcl.data.records import BadSample, Record
 from infcl.data.shards import expand_shards, load_manifest
-from infcl.data.sizes import known_samples
+from infcl.data.streaming import known_samples
 from tests.lib.shard_files import encode, picture, write_shards, write_tar
 from tests.lib.small_loader import small_loader
 
@@ -144,15 +144,6 @@ def test_sizes_are_found_beside_the_shards(tmp_path):
     (tmp_path / "a" / "sizes.json").write_text("[broken")
     ensure_index(shards[0], SampleKeys())
     assert known_samples(shards) == 3 + 40
-
-
-def test_the_parquet_of_img2dataset_counts_successes(tmp_path):
-    pyarrow = pytest.importorskip("pyarrow")
-    from pyarrow import parquet
-
-    write_shards(tmp_path, [5])
-    parquet.write_table(pyarrow.table({"status": ["success"] * 4 + ["failed_to_download"]}), tmp_path / "00000.parquet")
-    assert known_samples([str(tmp_path / "00000.tar")]) == 4
 
 
 def test_the_streaming_reader_finds_how_many_samples_make_an_epoch(tmp_path, tokenizer):

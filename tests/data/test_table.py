@@ -154,7 +154,7 @@ def test_a_table_that_lies_elsewhere_is_the_same_data(table, tmp_path, monkeypat
 
 
 def test_lines_of_a_field_that_is_too_long_are_all_counted(tmp_path, monkeypatch):
-    monkeypatch.setattr("infcl.data.table._MAX_FIELD", 40)
+    monkeypatch.setattr("infcl.data.table.MAX_LINE", 40)
     rows = ['a://1.jpg\t"' + "long " * 4, "a://2.jpg\t" + "long " * 4, "a://3.jpg\tthree"]
     (tmp_path / "t.csv").write_text("\n".join(["filepath\ttitle", *rows]) + "\n")
     reader = TableReader(str(tmp_path / "t.csv"))

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from infcl.data.index import SampleKeys
-from infcl.data.open_clip_tokenizer import OpenClipTokenizer
 from infcl.data.table import TableColumns, TableReader
 from infcl.data.tokenizer import EOS_ID, PAD_ID, UNK_ID, Tokenizer, canonicalise, repair
 from infcl.data.tokenizer.__main__ import main
 from infcl.data.tokenizer.learn import shard_captions, table_captions, train_tokenizer
+from infcl.data.tokenizer.open_clip import OpenClipTokenizer
 from tests.lib.open_clip_stub import import_open_clip
 from tests.lib.shard_files import write_shards
 from tests.lib.small_loader import small_loader

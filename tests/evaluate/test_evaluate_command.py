@@ -236,14 +236,13 @@ def open_image(sample):
 @pytest.mark.parametrize("shape", [(31, 50), (200, 123), (24, 24), (64, 64)])
 def test_the_pillow_path_has_open_clips_pixels_and_the_torch_path_is_near(tmp_path, shape, format):
     open_clip = import_open_clip()
-    from infcl.data.evaluation import PillowTransform
     from infcl.data.images import decode_image
-    from infcl.data.transforms import EvalTransform
+    from infcl.data.transforms import EvalTransform, PillowTransform
     from infcl.models.vision import normalize_pixels
 
     data = encode(picture(3, *shape), format)
     theirs = open_clip.image_transform(24, is_train=False)(Image.open(io.BytesIO(data)))
-    pixels = PillowTransform(24)(decode_image(data))
+    pixels = PillowTransform(24)(Image.fromarray(decode_image(data)))
     torch.testing.assert_close(normalize_pixels(pixels[None])[0], theirs, rtol=0, atol=1e-6)
     difference = (EvalTransform(24)(decode_image(data)).int() - pixels.int()).abs()
     assert difference.max() <= 1

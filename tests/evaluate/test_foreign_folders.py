@@ -7,7 +7,7 @@ import torch
 
 from infcl.convert import __main__ as convert
 from infcl.convert.import_weights import load_pretrained
-from infcl.data.open_clip_tokenizer import OpenClipTokenizer
+from infcl.data.tokenizer.open_clip import OpenClipTokenizer
 from infcl.evaluate.__main__ import main as evaluate
 from infcl.evaluate.load import load_tokenizer
 from infcl.models import CLIP, load_model_config, with_tokenizer

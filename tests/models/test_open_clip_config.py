@@ -11,8 +11,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from infcl.convert.import_weights import weights_preprocess
-from infcl.data.evaluation import PillowTransform
-from infcl.data.open_clip_tokenizer import open_clip_tokenizer
+from infcl.data.tokenizer.open_clip import open_clip_tokenizer
+from infcl.data.transforms import PillowTransform
 from infcl.models.clip import build_towers
 from infcl.models.config import load_any_config
 from infcl.models.flops import forward_flops

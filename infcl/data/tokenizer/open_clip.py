@@ -1,0 +1,152 @@
+"""Tokenizers of other projects, through the installed open_clip: CLIP's own byte pairs, and Hugging Face's.
+
+`--tokenizer open_clip:MODEL` is the tokenizer of a model that open_clip has built in, `--tokenizer hf:NAME_OR_FOLDER`
+one of Hugging Face. Captions are cleaned and padded as open_clip does it, so that an exported model sees the same ids.
+
+The name may come from the run folder of someone else, and nothing that comes with a tokenizer is executed: a model's
+name only selects one of the JSON configs inside the installed package, which is read as data.
+open_clip.get_tokenizer is not called: it forwards a folder's trust_remote_code to AutoTokenizer.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from infcl.data.tokenizer import Tokenizer
+from infcl.models.open_clip_config import open_clip_folder
+
+PREFIX, HF_PREFIX = "open_clip:", "hf:"
+_MAX_CACHE = 200_000  # words; open_clip's own cache grows without end
+_OPTIONS = ("clean", "strip_sep_token", "language")  # of text_cfg.tokenizer_kwargs; others could run code
+
+
+class OpenClipTokenizer:
+    """CLIP's byte-pair tokenizer, with the interface of `Tokenizer`. Ids: [start, ..., end, 0, ...], 49,408 of them.
+
+    Args:
+        name: "open_clip:MODEL", where MODEL is built into the installed open_clip.
+        context_length: tokens per caption.
+
+    Raises:
+        ValueError: open_clip is missing, MODEL is not built in (a folder, a hub name), or it has another tokenizer.
+    """
+
+    def __init__(self, name: str, context_length: int = 77):
+        try:
+            from open_clip import tokenizer as installed
+        except (ImportError, RuntimeError) as error:
+            raise ValueError(
+                f"--tokenizer {name} needs open_clip (pip install open_clip_torch), torch and torchvision of one build "
+                f"({error})"
+            ) from error
+        text = _built_in(name).get("text_cfg", {})
+        if other := text.get("hf_tokenizer_name") or text.get("tokenizer_kwargs"):
+            raise ValueError(f"--tokenizer {name}: it has another tokenizer ({other}), not CLIP's own")
+        self._bpe = installed.SimpleTokenizer(context_length=context_length)
+        self.name, self.context_length, self.truncated = name, context_length, 0
+        self.vocab_size, self.pad_id, self.eos_id = self._bpe.vocab_size, 0, self._bpe.eot_token_id
+        what = [self._bpe.clean_fn.__name__, sorted(self._bpe.encoder.items(), key=lambda item: item[1])]
+        self.sha256 = hashlib.sha256(json.dumps(what).encode()).hexdigest()
+
+    def __getstate__(self) -> tuple[str, int]:
+        return self.name, self.context_length
+
+    def __setstate__(self, state: tuple[str, int]) -> None:
+        OpenClipTokenizer.__init__(self, *state)
+
+    def __call__(self, captions: Sequence[str]) -> torch.Tensor:
+        """Return int64 [n, context_length] of n captions; a longer one is cut so that the end token stays last."""
+        if len(self._bpe.cache) > _MAX_CACHE:
+            self._bpe.cache = {token: token for token in list(self._bpe.cache)[: len(self._bpe.all_special_ids)]}
+        tokens = torch.zeros(len(captions), self.context_length, dtype=torch.int64)
+        for i, caption in enumerate(captions):
+            ids = self._bpe.encode(caption)
+            self.truncated += len(ids) > self.context_length - 2
+            row = [self._bpe.sot_token_id, *ids[: self.context_length - 2], self.eos_id]
+            tokens[i, : len(row)] = torch.tensor(row)
+        return tokens
+
+
+class HuggingFaceTokenizer:
+    """A Hugging Face tokenizer, with the interface of `Tokenizer`.
+
+    Args:
+        name: name on the hub or a folder, with or without "hf:".
+        context_length: tokens per caption.
+        text_cfg: open_clip's, whose tokenizer_kwargs and tokenizer_mode are followed.
+
+    Attributes: vocab_size, context_length, pad_id, eos_id, sha256 (of its vocabulary and settings), truncated.
+
+    Raises:
+        ValueError: it cannot be loaded, only by running code from it, or it has no padding token.
+    """
+
+    def __init__(self, name: str, context_length: int = 77, text_cfg: Mapping[str, Any] | None = None):
+        self.name, self.context_length, self.truncated = name.removeprefix(HF_PREFIX), context_length, 0
+        self._text_cfg = dict(text_cfg or {})
+        given = self._text_cfg.get("tokenizer_kwargs") or {}
+        options = {key: given[key] for key in _OPTIONS if key in given}
+        mode = self._text_cfg.get("tokenizer_mode")
+        try:
+            from open_clip.tokenizer import HFTokenizer
+
+            self._tokenizer = HFTokenizer(
+                self.name, context_length, tokenizer_mode=mode, trust_remote_code=False, **options
+            )
+        except (ImportError, RuntimeError) as error:
+            raise ValueError(
+                f"--tokenizer {HF_PREFIX}{self.name} needs open_clip and transformers: pip install open_clip_torch "
+                f"transformers ({error})"
+            ) from error
+        except (OSError, ValueError) as error:
+            why = str(error).split(" which must be executed")[0].splitlines()[0]
+            raise ValueError(f"--tokenizer {HF_PREFIX}{self.name}: {why}") from error
+        inner: Any = self._tokenizer.tokenizer
+        if inner.pad_token_id is None:
+            raise ValueError(f"--tokenizer {HF_PREFIX}{self.name} has no padding token")
+        ends = [inner.eos_token_id, inner.sep_token_id]
+        self.vocab_size, self.pad_id = len(inner), inner.pad_token_id
+        self.eos_id = next((end for end in ends if end is not None), inner.pad_token_id)
+        what = [sorted(inner.get_vocab().items()), options, mode, inner.special_tokens_map]
+        self.sha256 = hashlib.sha256(json.dumps(what, default=str).encode()).hexdigest()
+
+    def __getstate__(self) -> tuple[str, int, dict[str, Any]]:
+        return self.name, self.context_length, self._text_cfg
+
+    def __setstate__(self, state: tuple[str, int, dict[str, Any]]) -> None:
+        HuggingFaceTokenizer.__init__(self, *state)
+
+    def __call__(self, captions: Sequence[str]) -> torch.Tensor:
+        """Return int64 [n, context_length] of n captions; a longer one is cut."""
+        tokens = self._tokenizer(list(captions))
+        full = (tokens[:, -1] != self.pad_id).nonzero().flatten().tolist()
+        if full:
+            longer = self._tokenizer([captions[i] for i in full], context_length=self.context_length + 1)
+            self.truncated += int((longer[:, -1] != self.pad_id).sum())
+        return tokens
+
+
+AnyTokenizer = Tokenizer | OpenClipTokenizer | HuggingFaceTokenizer
+
+
+def open_clip_tokenizer(name: str, *, context_length: int) -> OpenClipTokenizer | HuggingFaceTokenizer:
+    """Return the tokenizer of "open_clip:MODEL". Raises ValueError where there is no such model or tokenizer."""
+    text_cfg = _built_in(name).get("text_cfg", {})
+    if other := text_cfg.get("hf_tokenizer_name"):
+        return HuggingFaceTokenizer(other, context_length, text_cfg)
+    return OpenClipTokenizer(name, context_length)
+
+
+def _built_in(name: str) -> dict[str, Any]:
+    """The config of a model that open_clip has built in; ValueError for any other name."""
+    model = name.removeprefix(PREFIX).replace("/", "-")  # open_clip takes ViT-B/32 too
+    configs = open_clip_folder() / "model_configs"
+    if model not in {path.stem for path in configs.glob("*.json")}:
+        raise ValueError(
+            f"--tokenizer {name}: not a model that open_clip has built in, such as open_clip:ViT-B-32; for a folder "
+            "give its path"
+        )
+    return json.loads((configs / f"{model}.json").read_text(encoding="utf-8"))
