@@ -1,34 +1,30 @@
 """Opening a shard by its url: as a file that is read at (offset, size), or copied whole to local disk.
 
 Local files are opened where they are, http(s) urls by ranges, `pipe:` by its command's output, the others by fsspec.
-What cannot be read at random (a pipe, a server that ignores ranges) is opened as its copy in the spool.
+What cannot be read at random (a pipe, a server that ignores ranges) is opened as its copy in the spool. A transfer that
+stalls, or trickles below 16 KB/s, ends by TimeoutError; storage.retry tries again.
 
-http(s): ranged requests over a kept connection, by the standard library: one socket, so every wait has a time-out.
-Other schemes: fsspec's `cat_file`, each call under a deadline. pipe: the output of a command, exit status checked.
-A transfer that stalls, or trickles below 16 KB/s, ends by TimeoutError; storage.retry tries again.
+http(s) is the standard library's and not fsspec's, which reads a whole shard into memory where a server ignores the
+range, reports any failure as a missing file, and does not show the size and tag of the file that each answer carries.
 """
 
-import contextlib
-import hashlib
 import http.client
 import os
 import select
 import signal
-import socket
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from hashlib import blake2b
 from typing import Any, BinaryIO, TypeVar
 from urllib.parse import urljoin, urlsplit
 
-from infcl.data.spool import spooled
+from infcl.data.spool import MIN_BYTES_PER_SECOND, TOO_SLOW, spooled
 from infcl.data.storage import DEFAULT_STORAGE, LocalFile, ShardFault, ShardFile, StorageOptions, is_remote, retry
 
 T = TypeVar("T")
 _COPY_BYTES = 8 << 20
-_MIN_BYTES_PER_SECOND = 16 << 10
-_TOO_SLOW = f"slower than {_MIN_BYTES_PER_SECOND >> 10} KB/s"
 _READ_BYTES = 1 << 18
 _SECONDS_BETWEEN_CHECKS = 60.0  # of a file's size and tag, where reading does not tell them
 _REDIRECTS, _REDIRECT = 5, (301, 302, 303, 307, 308)
@@ -40,56 +36,40 @@ def open_shard(url: str, options: StorageOptions = DEFAULT_STORAGE) -> ShardFile
     if not is_remote(url):
         return LocalFile(url)
     if url.startswith("pipe:"):
-        _require_allowed(url, options)
-        return LocalFile(spooled(url, lambda out: copy_pipe(url[5:], out, options), options), fixed_version=0)
-    if url.startswith(("http://", "https://")):
-        file = HttpFile(url, options)
-        if file.ranges:
-            return file
-        file.close()
-        return LocalFile(spooled(url, lambda out: copy_http(url, out, options), options), fixed_version=file.version)
-    return FsspecFile(url, options)
+        return LocalFile(_spooled(url, options), fixed_version=0)
+    file = _remote_file(url, options)
+    if not isinstance(file, HttpFile) or file.ranges:
+        return file
+    return LocalFile(_spooled(url, options), fixed_version=file.version)
 
 
 def local_copy(url: str, options: StorageOptions) -> str:
     """A local path with the whole of a shard, for reading it from front to end. Raises ShardFault."""
-
-    def write(out: BinaryIO) -> None:
-        if url.startswith("pipe:"):
-            copy_pipe(url[5:], out, options)
-        elif url.startswith(("http://", "https://")):
-            copy_http(url, out, options)
-        else:
-            _copy_ranges(url, out, options)
-
-    if not is_remote(url):
-        return url
-    if url.startswith("pipe:"):
-        _require_allowed(url, options)
-    return str(retry(lambda: spooled(url, write, options), url, options))
+    return retry(lambda: _spooled(url, options), url, options) if is_remote(url) else url
 
 
-def _require_allowed(url: str, options: StorageOptions) -> None:
+def _spooled(url: str, options: StorageOptions) -> str:
+    if not url.startswith("pipe:"):
+        return str(spooled(url, lambda out: _remote_file(url, options).copy(out), options))
     if not options.allow_pipe:
         raise ValueError(f"{url!r} runs a shell command: give --allow-pipe-urls if you trust it")
+    return str(spooled(url, lambda out: _copy_pipe(url[5:], out, options), options))
 
 
-def _copy_ranges(url: str, out: BinaryIO, options: StorageOptions) -> None:
-    file = open_shard(url, options)
-    try:
-        for offset in range(0, file.file_bytes, _COPY_BYTES):
-            out.write(file.pread(_COPY_BYTES, offset))
-    finally:
-        file.close()
+def _remote_file(url: str, options: StorageOptions) -> "HttpFile | FsspecFile":
+    return HttpFile(url, options) if url.startswith(("http://", "https://")) else FsspecFile(url, options)
 
 
 class HttpFile:
-    """Ranged requests. Every answer carries the file's size and tag, so a change is seen with the bytes it concerns."""
+    """Ranged requests over a kept connection. Every answer carries the file's size and tag, so a change is noticed with
+    the bytes that it concerns.
+
+    Attributes: file_bytes (-1 where the server does not tell), version, ranges (whether the server honours them).
+    """
 
     def __init__(self, url: str, options: StorageOptions):
         self._url, self._options, self._final = url, options, url
         self._connection: http.client.HTTPConnection | None = None
-        self._socket: socket.socket | None = None  # the answer's, which the connection may have let go of
         response = self._request({"Range": "bytes=0-0"})
         self.file_bytes, self.version = _http_state(response)
         self.ranges = response.status == 206 and self.file_bytes >= 0  # "bytes 0-0/*" tells no size
@@ -103,46 +83,39 @@ class HttpFile:
         if size <= 0:
             return b""
         try:
-            response = self._request({"Range": f"bytes={offset}-{offset + size - 1}"})
-            if response.status != 206 or _http_state(response) != (self.file_bytes, self.version):
-                raise ShardFault("shard_changed", f"{self._url} changed during the run")
-            if not _starts_at(response, offset):
-                raise OSError(f"bytes from {offset} were asked for, {response.getheader('Content-Range')} came")
-            parts, came = [], 0
-            limit = self._options.timeout + size / _MIN_BYTES_PER_SECOND
-            with _cut_after(limit, lambda: self._socket, f"{self._url}: {_TOO_SLOW}"):
-                while part := response.read1(_READ_BYTES):
-                    parts.append(part)
-                    came += len(part)
-                    if came > size:
-                        raise OSError(f"more than {size} bytes came")
+            limit = self._options.timeout + size / MIN_BYTES_PER_SECOND
+            return within(limit, lambda: self._read(size, offset), f"{self._url}: {TOO_SLOW}")
         except BaseException:
-            self.close()  # the connection is in the middle of an answer
+            self._connection = None  # in the middle of an answer; not closed: its thread may still read
             raise
-        data = b"".join(parts)
-        if len(data) != size:
-            self.close()
-            raise OSError(f"{len(data)} of {size} bytes came")
+
+    def _read(self, size: int, offset: int) -> bytes:
+        response = self._answer({"Range": f"bytes={offset}-{offset + size - 1}"})
+        if response.status != 206 or _http_state(response) != (self.file_bytes, self.version):
+            raise ShardFault("shard_changed", f"{self._url} changed during the run")
+        content_range = response.getheader("Content-Range", "")
+        if not content_range.removeprefix("bytes").strip().startswith(f"{offset}-"):
+            raise OSError(f"bytes from {offset} were asked for, {content_range} came")
+        data = response.read(size)
+        if len(data) != size or response.read(1):
+            raise OSError(f"{len(data)} of {size} bytes came, or more")
         return data
 
     def copy(self, out: BinaryIO) -> None:
-        """The whole file, by a request without a range; OSError unless as many bytes come as the server has promised.
+        """Write the whole file; OSError unless as many bytes come as the server has promised.
 
-        `out` bounds what is written where the server tells no size.
+        `out` bounds what is written, and how slowly, where the server tells no size.
         """
-        response, limit, started = self._request({}), self._options.copy_bytes, time.monotonic()
+        timeout, limit = self._options.timeout, self._options.copy_bytes
+        response = self._request({})
         promised, copied = _http_state(response)[0], 0
         if promised > limit:
             what = f"{self._url} has {promised / 1e9:.3g} GB, more than {limit / 1e9:.3g} GB (--data-cache-gb)"
             raise ShardFault("shard_unreadable", what)
-        while True:
-            with _cut_after(self._options.timeout, lambda: self._socket):
-                part = response.read1(_READ_BYTES)
-            if not part:
-                break
+        while part := within(timeout, lambda: response.read1(_READ_BYTES), f"no answer within {timeout:g} s"):
             out.write(part)
             copied += len(part)
-            _check_deadline(started + self._options.timeout + copied / _MIN_BYTES_PER_SECOND, self._url)
+        self.close()
         if promised >= 0 and copied != promised:
             raise OSError(f"{copied} of {promised} bytes came")
 
@@ -155,13 +128,18 @@ class HttpFile:
             self._connection = None
 
     def _request(self, headers: dict[str, str]) -> http.client.HTTPResponse:
+        """`_answer` under a deadline: a socket's own time-out begins again with each byte of a header."""
+        timeout = self._options.timeout
+        return within(timeout, lambda: self._answer(headers), f"no answer within {timeout:g} s")
+
+    def _answer(self, headers: dict[str, str]) -> http.client.HTTPResponse:
         if self._connection is not None:
             try:
-                response = self._ask(self._final, headers)
+                response = self._ask(self._connection, self._final, headers)
                 if response.status not in _REDIRECT:
                     return response
             except (OSError, http.client.HTTPException, ShardFault):
-                pass  # the server has closed the kept connection, or the address was for a while: from the start
+                pass  # the server has closed the connection, or the final address was temporary: start again
             self.close()
         url = self._url
         for _ in range(_REDIRECTS + 1):
@@ -170,7 +148,7 @@ class HttpFile:
                 raise ShardFault("shard_unreadable", f"{self._url}: {url} names no host")
             kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
             self._connection = kind(parts.hostname, parts.port, timeout=self._options.timeout)
-            response = self._ask(url, headers)
+            response = self._ask(self._connection, url, headers)
             if response.status not in _REDIRECT:
                 self._final = url
                 return response
@@ -178,15 +156,13 @@ class HttpFile:
             self.close()
         raise OSError(f"more than {_REDIRECTS} redirects")
 
-    def _ask(self, url: str, headers: dict[str, str]) -> http.client.HTTPResponse:
-        assert self._connection is not None, "the caller has made one"
+    def _ask(
+        self, connection: http.client.HTTPConnection, url: str, headers: dict[str, str]
+    ) -> http.client.HTTPResponse:
         parts = urlsplit(url)
         target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
-        connection = self._connection
-        with _cut_after(self._options.timeout, lambda: connection.sock):
-            connection.request("GET", target, headers={"Accept-Encoding": "identity"} | headers)
-            self._socket = connection.sock
-            response = connection.getresponse()
+        connection.request("GET", target, headers={"Accept-Encoding": "identity"} | headers)
+        response = connection.getresponse()
         if response.status in (404, 410):
             raise FileNotFoundError(f"http status {response.status}")
         if response.status in _TEMPORARY:
@@ -196,42 +172,11 @@ class HttpFile:
         return response
 
 
-@contextlib.contextmanager
-def _cut_after(seconds: float, get_socket: Callable[[], socket.socket | None], why: str = "") -> Iterator[None]:
-    """TimeoutError (`why`) when the block takes longer: a socket's own time-out begins again with each byte, and
-    the standard library reads headers, and the lengths of chunks, to the end of their lines."""
-    why, late = why or f"no answer within {seconds:g} s", threading.Event()
-
-    def cut() -> None:
-        late.set()
-        if (connected := get_socket()) is not None:
-            with contextlib.suppress(OSError):
-                connected.shutdown(socket.SHUT_RDWR)
-
-    timer = threading.Timer(seconds, cut)
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    except (OSError, http.client.HTTPException) as error:
-        if late.is_set():
-            raise TimeoutError(why) from error
-        raise
-    finally:
-        timer.cancel()
-    if late.is_set():
-        raise TimeoutError(why)
-
-
 def _http_state(response: http.client.HTTPResponse) -> tuple[int, int]:
     """(bytes of the whole file, version) that an answer tells; -1 bytes where it does not tell."""
     whole = response.getheader("Content-Range", "").rpartition("/")[2] or response.getheader("Content-Length", "")
     tag = response.getheader("ETag") or response.getheader("Last-Modified") or ""
     return int(whole) if whole.isdigit() else -1, _number_of(tag)
-
-
-def _starts_at(response: http.client.HTTPResponse, offset: int) -> bool:
-    return response.getheader("Content-Range", "").removeprefix("bytes").strip().startswith(f"{offset}-")
 
 
 class FsspecFile:
@@ -260,22 +205,27 @@ class FsspecFile:
         end = min(offset + size, self.file_bytes)
         if end <= offset:
             return b""
-        limit = self._options.timeout + size / _MIN_BYTES_PER_SECOND
+        limit = self._options.timeout + size / MIN_BYTES_PER_SECOND
         data = self._ask(limit, lambda: self._files.cat_file(self._path, start=offset, end=end))
         if len(data) != end - offset:
             raise OSError(f"{len(data)} of {end - offset} bytes came")
         return data
 
+    def copy(self, out: BinaryIO) -> None:
+        """Write the whole file."""
+        for offset in range(0, self.file_bytes, _COPY_BYTES):
+            out.write(self.pread(_COPY_BYTES, offset))
+
     def _ask(self, limit: float, call: Callable[[], T]) -> T:
         try:
-            return within(limit, call, self._url)
+            return within(limit, call, f"{self._url}: no answer within {limit:.0f} s")
         except OSError:
             raise
         except Exception as error:  # drivers raise their libraries' own types; all of them mean: try again
             raise OSError(f"{type(error).__name__}: {error}") from error
 
     def changed(self) -> bool:
-        """Asked anew once a minute: a request for each read would double them."""
+        """Ask once a minute: a request for each read would double them."""
         if time.monotonic() < self._asked + _SECONDS_BETWEEN_CHECKS:
             return False
         self._files.invalidate_cache(self._path)
@@ -285,8 +235,8 @@ class FsspecFile:
         pass
 
 
-def within(seconds: float, call: Callable[[], T], what: str) -> T:
-    """call(), or TimeoutError after `seconds`; a call that hangs is left behind in its daemon thread."""
+def within(seconds: float, call: Callable[[], T], why: str) -> T:
+    """call(), or TimeoutError (`why`) after `seconds`; a call that hangs is left behind in its daemon thread."""
     outcome: list[tuple[bool, Any]] = []
 
     def run() -> None:
@@ -299,29 +249,20 @@ def within(seconds: float, call: Callable[[], T], what: str) -> T:
     thread.start()
     thread.join(seconds)
     if not outcome:
-        raise TimeoutError(f"{what}: no answer within {seconds:.0f} s")
+        raise TimeoutError(why)
     succeeded, value = outcome[0]
     if succeeded:
         return value
     raise value
 
 
-def copy_http(url: str, out: BinaryIO, options: StorageOptions) -> None:
-    """Write the whole of a url to `out`: HttpFile.copy."""
-    file = HttpFile(url, options)
-    try:
-        file.copy(out)
-    finally:
-        file.close()
-
-
-def copy_pipe(command: str, out: BinaryIO, options: StorageOptions) -> None:
-    """The output of a shell command; OSError when it fails, stalls, or writes nothing. Its children end with it."""
+def _copy_pipe(command: str, out: BinaryIO, options: StorageOptions) -> None:
+    """Write a shell command's output; OSError when it fails, stalls, or writes nothing. Its children end with it."""
     process = subprocess.Popen(
         command, shell=True, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, start_new_session=True
     )
     assert process.stdout is not None, "it is a pipe"
-    copied, started = 0, time.monotonic()
+    copied = 0
     try:
         while True:
             if not select.select([process.stdout], [], [], options.timeout)[0]:
@@ -331,7 +272,6 @@ def copy_pipe(command: str, out: BinaryIO, options: StorageOptions) -> None:
                 break
             out.write(part)
             copied += len(part)
-            _check_deadline(started + options.timeout + copied / _MIN_BYTES_PER_SECOND, command)
         status = process.wait(options.timeout)
     except subprocess.TimeoutExpired as error:
         raise TimeoutError(f"did not end within {options.timeout:g} s of its last output") from error
@@ -344,10 +284,5 @@ def copy_pipe(command: str, out: BinaryIO, options: StorageOptions) -> None:
         raise OSError(f"exit status {status} after {copied} bytes")
 
 
-def _check_deadline(deadline: float, what: str) -> None:
-    if time.monotonic() > deadline:
-        raise TimeoutError(f"{what}: {_TOO_SLOW}")
-
-
 def _number_of(tag: str) -> int:
-    return int.from_bytes(hashlib.blake2b(tag.encode(), digest_size=7).digest(), "big") if tag else 0
+    return int.from_bytes(blake2b(tag.encode(), digest_size=7).digest(), "big") if tag else 0

@@ -18,6 +18,8 @@ from typing import BinaryIO, cast
 
 from infcl.data.storage import ShardFault, StorageOptions
 
+MIN_BYTES_PER_SECOND = 16 << 10  # slower transfers end
+TOO_SLOW = f"slower than {MIN_BYTES_PER_SECOND >> 10} KB/s"
 _FREE_BYTES = 256 << 20  # of the disk, which a copy leaves
 _BYTES_BETWEEN_LOOKS = 64 << 20  # at what is free
 _GROWS_WITHIN_SECONDS = 60  # a file that is being written: on shared storage, locks may not reach other hosts
@@ -46,15 +48,19 @@ def spooled(url: str, write: Callable[[BinaryIO], None], options: StorageOptions
 
 
 class _Bounded:
-    """A file of the spool, to write to. Raises ShardFault beyond --data-cache-gb, and before the disk is full."""
+    """A file of the spool, to write to. Raises ShardFault beyond --data-cache-gb and before the disk is full, and
+    TimeoutError where the bytes only trickle in."""
 
     def __init__(self, file: BinaryIO, options: StorageOptions):
         self._file, self._limit, self._written, self._look_at = file, options.copy_bytes, 0, 0
+        self._deadline = time.monotonic() + options.timeout  # of the first byte
 
     def write(self, data: bytes) -> None:
         self._written += len(data)
         if self._written > self._limit:
             raise ShardFault("shard_unreadable", f"more than {self._limit / 1e9:.3g} GB came (--data-cache-gb)")
+        if time.monotonic() > self._deadline + self._written / MIN_BYTES_PER_SECOND:
+            raise TimeoutError(TOO_SLOW)
         if self._written > self._look_at:
             self._look_at = self._written + _BYTES_BETWEEN_LOOKS
             free = shutil.disk_usage(os.path.dirname(self._file.name)).free
