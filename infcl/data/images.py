@@ -154,8 +154,8 @@ def open_image(data: bytes, limits: ImageLimits = DEFAULT_LIMITS) -> "Image.Imag
 
 
 def _rgb(image: "Image.Image") -> np.ndarray:
-    """uint8 [H, W, 3]; transparency on white, 16 bits scaled."""
-    if image.mode.startswith("I"):  # 16 bits per pixel; Pillow's own conversion would clip it to white
+    """uint8 [H, W, 3]; transparency on white, 16-bit grey scaled."""
+    if image.mode.startswith("I"):  # two bytes per pixel; Pillow's own conversion would clip it to white
         deep = np.asarray(image).astype(np.float32)
         return np.repeat(np.clip(deep / 257 + 0.5, 0, 255).astype(np.uint8)[:, :, None], 3, axis=2)
     if image.mode == "F":

@@ -28,28 +28,16 @@ class Collection(Protocol):
     """Samples that can be read at random: shards (records.ShardReader) or a table of files (table.TableReader)."""
 
     keys: SampleKeys
-
-    @property
-    def counts(self) -> np.ndarray: ...  # int64 [parts]: samples of each part; their numbers count through the parts
-
-    @property
-    def factors(self) -> np.ndarray: ...  # float [parts]: how often an epoch sees each
-
-    @property
-    def sha256(self) -> str: ...
-
-    @property
-    def found(self) -> dict[str, int]: ...  # what is wrong with the data, known before the first read
-
-    @property
-    def warnings(self) -> list[str]: ...
+    counts: np.ndarray  # int64 [parts]: samples of each part; their numbers count through the parts
+    factors: np.ndarray  # float [parts]: how often an epoch sees each
+    sha256: str
+    found: dict[str, int]  # what is wrong with the data, known before the first read
+    warnings: list[str]
+    if_empty: str  # what to look at where not a single sample was found
 
     def read(self, samples: np.ndarray, *, on_part: Callable[[int], None]) -> list[Record]: ...
 
     def name_of(self, part: int) -> str: ...
-
-    @property
-    def if_empty(self) -> str: ...  # what to look at where not a single sample was found
 
 
 class IndexedDataset:

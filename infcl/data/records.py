@@ -65,6 +65,14 @@ class ShardReader:
         remote = any(is_remote(shard.path) for shard in manifest.shards)  # a server sees every worker of every rank
         self.manifest, self.keys, self.storage, self.needs_json = manifest, keys, storage, needs_json
         self.max_open = max_open or (_OPEN_CONNECTIONS if remote else _OPEN_FILES)
+        # what a plan and a report need to know (indexed.Collection)
+        self.counts = np.array([shard.samples for shard in manifest.shards])
+        self.factors = np.array([shard.factor for shard in manifest.shards])
+        self.sha256, self.found, self.warnings = manifest.sha256, manifest.found, manifest.warnings
+        self.if_empty = (
+            "are these tars of jpg, png or webp with a txt or a json of the same name? --image-key and --text-key name "
+            "other extensions; python -m infcl.data.shards index looks at each"
+        )
         self._open: OrderedDict[int, tuple[ShardFile, np.ndarray]] = OrderedDict()  # shard -> (file, members)
         self._faults: dict[int, tuple[float, ShardFault]] = {}  # shard -> (until when, why)
 
@@ -74,39 +82,6 @@ class ShardReader:
     def __del__(self):
         for file, _ in self._open.values():
             file.close()
-
-    # What a plan and a report need to know (indexed.Collection)
-
-    @property
-    def counts(self) -> np.ndarray:
-        return np.array([shard.samples for shard in self.manifest.shards])
-
-    @property
-    def factors(self) -> np.ndarray:
-        return np.array([shard.factor for shard in self.manifest.shards])
-
-    @property
-    def sha256(self) -> str:
-        return self.manifest.sha256
-
-    @property
-    def found(self) -> dict[str, int]:
-        found = {f"index/{cause}": count for cause, count in self.manifest.rejected.items()}
-        for name, shards in (("damaged", self.manifest.damaged), ("missing", self.manifest.missing)):
-            found |= {f"index/{name}_shards": len(shards)} if shards else {}
-        return found
-
-    @property
-    def warnings(self) -> list[str]:
-        damaged = [f"damaged shard, what is whole is used: {p}: {why}" for p, why in self.manifest.damaged.items()]
-        return damaged + [f"shard left out: {path}: {why}" for path, why in self.manifest.missing.items()]
-
-    @property
-    def if_empty(self) -> str:
-        return (
-            "are these tars of jpg, png or webp with a txt or a json of the same name? --image-key and --text-key name "
-            "other extensions; python -m infcl.data.shards index looks at each"
-        )
 
     def __str__(self) -> str:
         shards = len(self.manifest.shards)

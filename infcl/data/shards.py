@@ -163,6 +163,19 @@ class Manifest:
     def num_samples(self) -> int:
         return int(self.ends[-1])
 
+    @property
+    def found(self) -> dict[str, int]:
+        """What a report counts before the first read."""
+        found = {f"index/{cause}": count for cause, count in self.rejected.items()}
+        for name, shards in (("damaged", self.damaged), ("missing", self.missing)):
+            found |= {f"index/{name}_shards": len(shards)} if shards else {}
+        return found
+
+    @property
+    def warnings(self) -> list[str]:
+        damaged = [f"damaged shard, what is whole is used: {path}: {why}" for path, why in self.damaged.items()]
+        return damaged + [f"shard left out: {path}: {why}" for path, why in self.missing.items()]
+
 
 def load_manifest(
     urls: str | Sequence[str],

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 from infcl.config import counted
 
 _SHARED_MEMORY = "/dev/shm"
-_SPARE_FILES, _FILES_OF_ITEM = 32, 3  # beside the micro-batches; a tensor of one holds a file
+_SPARE_FILES, _FILES_OF_ITEM = 32, 3  # in addition to the micro-batches; a tensor of one holds a file
 _TEMPORARY_BYTES = 107 - len("/pymp-12345678/listener-12345678")  # of 107 that Linux allows a socket's path
 T = TypeVar("T")
 

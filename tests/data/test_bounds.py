@@ -73,10 +73,3 @@ def test_an_index_that_is_cut_while_it_is_open_costs_nothing(tmp_path):
     first = reader.read(np.arange(5))
     os.truncate(manifest.shards[0].index_path, 0)
     assert reader.read(np.arange(5)) == first
-
-
-def test_a_folder_named_as_a_shard_is_reported_at_the_start(tmp_path):
-    write_shards(tmp_path, [3])
-    (tmp_path / "00001.tar").mkdir()
-    with pytest.raises(ValueError, match="1 of 2 shards are missing: .*00001.tar is not a regular file"):
-        load_manifest(str(tmp_path))

@@ -41,19 +41,6 @@ def test_it_resumes_with_the_shard_that_the_step_had_reached(tmp_path, tokenizer
     assert sample_numbers(loader) == whole[3:]
 
 
-def test_it_skips_and_counts_what_is_bad(faulty, tokenizer):
-    options = {"reader": "streaming", "num_samples": 30, "num_micro_batches": 1}
-    loader = step_loader(str(faulty / "a"), tokenizer, **options)
-    list(loader)
-    report = loader.report()
-    assert report["skipped/damaged_shard"] >= 1 and report["skipped/not_an_image"] >= 1
-    assert not (faulty / "executed").exists()
-    storage = StorageOptions(allow_pipe=True, cache=str(faulty / "spool"), attempts=2, backoff=0.01)
-    loader = step_loader(f"pipe:cat {quote(str(faulty))}/missing.tar", tokenizer, storage=storage, **options)
-    with pytest.raises(RuntimeError, match="no sample in any of the 1 shard"):
-        list(loader)
-
-
 def test_it_says_what_it_needs(shards, tokenizer, tmp_path):
     with pytest.raises(ValueError, match="num_samples"):
         step_loader(write_shards(tmp_path, [5]), tokenizer, reader="streaming")

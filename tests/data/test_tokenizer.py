@@ -10,7 +10,7 @@ from infcl.data.index import SampleKeys
 from infcl.data.table import TableColumns, TableReader
 from infcl.data.tokenizer import EOS_ID, PAD_ID, UNK_ID, Tokenizer, canonicalise, repair
 from infcl.data.tokenizer.__main__ import main
-from infcl.data.tokenizer.learn import shard_captions, table_captions, train_tokenizer
+from infcl.data.tokenizer.learn import captions_of, shard_captions, train_tokenizer
 from infcl.data.tokenizer.open_clip import OpenClipTokenizer
 from tests.lib.open_clip_stub import import_open_clip
 from tests.lib.shard_files import write_shards
@@ -152,7 +152,7 @@ def test_the_command_learns_from_tables_what_it_learns_from_shards(tmp_path, cap
     captions = list(shard_captions(write_shards(tmp_path / "a", [30, 10]), 1000))
     (tmp_path / "x.jpg").write_bytes(b"")
     (tmp_path / "t.csv").write_text("\n".join(["title;filepath", *(f"{caption};x.jpg" for caption in captions)]))
-    assert sorted(table_captions(TableReader(str(tmp_path / "t.csv"), columns=TableColumns(";")), 1000)) == sorted(
+    assert sorted(captions_of(TableReader(str(tmp_path / "t.csv"), columns=TableColumns(";")), 1000)) == sorted(
         captions
     )
     command = ["train", "--train-data", str(tmp_path / "t.csv"), "--vocab-size", "30", "--model-type", "bpe"]

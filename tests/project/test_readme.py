@@ -35,7 +35,7 @@ def test_the_citation_names_this_version_and_the_paper():
 def test_no_test_is_skipped_for_want_of_what_requirements_txt_installs():
     text = "".join((ROOT / path).read_text() for path in tracked("tests/*.py"))
     packages = set(re.findall(r'importorskip\("(\w+)', text))
-    optional = {"accelerate", "bitsandbytes", "datasets", "pyarrow"}
+    optional = {"accelerate", "bitsandbytes", "datasets"}
     optional |= {"transformers", "tokenizers"} if sys.version_info < (3, 11) else set()
     assert optional < packages
     assert {name for name in packages - optional if importlib.util.find_spec(name) is None} == set()

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from infcl.config import TrainConfig
 from infcl.convert.export import load_exported
-from infcl.data.hugging_face_tokenizer import HuggingFaceTokenizer
+from infcl.data.tokenizer.open_clip import HuggingFaceTokenizer
 from infcl.evaluate.load import load_model
 from infcl.models.open_clip_config import load_open_clip_config
 from infcl.report import read_metrics

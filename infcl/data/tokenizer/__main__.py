@@ -8,7 +8,7 @@ from pathlib import Path
 from infcl.data.index import DEFAULT_KEYS, SampleKeys
 from infcl.data.table import TableColumns, TableReader
 from infcl.data.tokenizer import Tokenizer
-from infcl.data.tokenizer.learn import shard_captions, table_captions, train_tokenizer
+from infcl.data.tokenizer.learn import captions_of, shard_captions, train_tokenizer
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -37,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if args.dataset_type == "csv":
             columns = TableColumns(args.csv_separator, args.csv_img_key, args.csv_caption_key)
             table = TableReader(args.train_data, columns=columns)
-            captions = table_captions(table, args.max_captions)
+            captions = captions_of(table, args.max_captions)
         else:
             captions = shard_captions(args.train_data, args.max_captions, keys=keys)
         train_tokenizer(captions, args.out, args.vocab_size, args.model_type, byte_fallback=args.byte_fallback)

@@ -84,18 +84,13 @@ def _write(path: Path, content: bytes) -> None:
 
 
 def shard_captions(urls: str | Sequence[str], limit: int, *, keys: SampleKeys = DEFAULT_KEYS) -> Iterator[str]:
-    """Up to `limit` captions from all over the shards, the same each time, without reading an image."""
-    manifest = load_manifest(urls, keys=keys)
-    return _captions(ShardReader(manifest, keys), [shard.samples for shard in manifest.shards], limit)
+    """Yield `captions_of` the shards that `urls` names."""
+    return captions_of(ShardReader(load_manifest(urls, keys=keys), keys), limit)
 
 
-def table_captions(table: TableReader, limit: int) -> Iterator[str]:
-    """The same of tables."""
-    return _captions(table, table.counts.tolist(), limit)
-
-
-def _captions(reader: ShardReader | TableReader, sizes: list[int], limit: int) -> Iterator[str]:
-    plan, total = EpochPlan(sizes, chunk=64, seed=0, epoch=0), min(limit, sum(sizes))
+def captions_of(reader: ShardReader | TableReader, limit: int) -> Iterator[str]:
+    """Yield up to `limit` captions from all over the data, the same each time, without reading an image."""
+    plan, total = EpochPlan(reader.counts, chunk=64, seed=0, epoch=0), min(limit, int(reader.counts.sum()))
     for start in range(0, total, 1024):
         for record in reader.read(plan.samples(start, min(start + 1024, total)), images=False):
             try:
