@@ -46,7 +46,7 @@ class Record(NamedTuple):
 
 
 class ShardReader:
-    """Global sample numbers -> records. Holds at most `max_open` open files and maps; nothing else grows.
+    """Global sample numbers -> records. Holds a bounded number of open files and indexes; nothing else grows.
 
     A read that fails is tried again (storage.retry). A shard that still cannot be read, or was replaced since it was
     indexed, gives records with a `fault`, and is left alone for a while before it is tried again. needs_json: the json
@@ -59,12 +59,11 @@ class ShardReader:
         keys: SampleKeys = DEFAULT_KEYS,
         *,
         storage: StorageOptions = DEFAULT_STORAGE,
-        max_open: int | None = None,
         needs_json: bool = False,
     ):
         remote = any(is_remote(shard.path) for shard in manifest.shards)  # a server sees every worker of every rank
         self.manifest, self.keys, self.storage, self.needs_json = manifest, keys, storage, needs_json
-        self.max_open = max_open or (_OPEN_CONNECTIONS if remote else _OPEN_FILES)
+        self._max_open = _OPEN_CONNECTIONS if remote else _OPEN_FILES
         # what a plan and a report need to know (indexed.Collection)
         self.counts = np.array([shard.samples for shard in manifest.shards])
         self.factors = np.array([shard.factor for shard in manifest.shards])
@@ -163,7 +162,7 @@ class ShardReader:
                 f"(or its time or tag differs); restart the run to index it again",
             )
         self._open[i] = file, self._members(shard)
-        if len(self._open) > self.max_open:
+        if len(self._open) > self._max_open:
             self._open.popitem(last=False)[1][0].close()
         return self._open[i]
 

@@ -1,6 +1,7 @@
 """Random images and token rows in the shape of data, for measuring without any (--dataset-type synthetic)."""
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
@@ -35,7 +36,7 @@ class SyntheticLoader(StepLoader):
         pool: int = 8,
     ):
         captions = Captions(context_length, vocab_size, end_id, pad_id)
-        super().__init__(_SyntheticSource(share, image_size, captions, seed, num_samples, pool), share, seed=seed)
+        super().__init__(_SyntheticSource(share, captions, image_size, seed, num_samples, pool), share, seed=seed)
 
 
 class Captions(NamedTuple):
@@ -53,24 +54,22 @@ class Captions(NamedTuple):
         return ids.masked_fill(place == end, self.end_id).masked_fill(place > end, self.pad_id)
 
 
+@dataclass
 class _SyntheticSource:
+    share: Share
+    captions: Captions
+    image_size: int
+    seed: int
+    num_samples: int
+    pool_size: int
     repeats = True
 
-    def __init__(
-        self,
-        share: Share,
-        image_size: int,
-        captions: Captions,
-        seed: int,
-        num_samples: int,
-        pool: int,
-    ):
-        self.share, self.seed, self.num_samples, self.pool_size = share, seed, num_samples, pool
-        self.image_size, self.captions = image_size, captions
-        self.steps_per_epoch = share.steps_per_epoch(num_samples, f"an epoch has {num_samples} synthetic samples")
+    def __post_init__(self):
+        number = self.num_samples
+        self.steps_per_epoch = self.share.steps_per_epoch(number, f"an epoch has {number} synthetic samples")
         self.board = WorkerBoard(0, 0.0, str)
-        self.sha256 = " ".join(map(str, ("synthetic", image_size, *captions, num_samples)))
-        self.about = f"{num_samples} synthetic samples"
+        self.sha256 = " ".join(map(str, ("synthetic", self.image_size, *self.captions, number)))
+        self.about = f"{number} synthetic samples"
         self.found: dict[str, int] = {}
 
     @cached_property

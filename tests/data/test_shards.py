@@ -261,9 +261,10 @@ def test_a_damaged_index_is_built_anew(tmp_path, damage):
     assert index.read_bytes() == data
 
 
-def test_the_reader_returns_any_samples_in_the_order_asked_for(tmp_path):
+def test_the_reader_returns_any_samples_in_the_order_asked_for(tmp_path, monkeypatch):
     manifest = load_manifest(write_shards(tmp_path / "a", [3, 0, 5, 1]))
-    reader = ShardReader(manifest, max_open=1)
+    monkeypatch.setattr("infcl.data.records._OPEN_FILES", 1)
+    reader = ShardReader(manifest)
     order = np.array([8, 0, 4, 3, 2, 7, 0])
     records = pickle.loads(pickle.dumps(reader)).read(order)
     assert [record.text.decode() for record in records] == [f"picture number {i}" for i in order]
@@ -294,30 +295,12 @@ def test_a_plan_visits_every_sample_once_whatever_the_shard_sizes(chunk):
         assert (plans[0] != plans[1]).any()
 
 
-def test_a_range_of_a_plan_is_a_slice_of_the_whole():
-    plan = EpochPlan([50, 3, 40], chunk=4, seed=0, epoch=2)
-    whole = plan.samples(0, 93)
-    for start, stop in [(0, 1), (7, 30), (92, 93), (5, 5)]:
-        np.testing.assert_array_equal(plan.samples(start, stop), whole[start:stop])
-
-
 def test_plans_and_draws_never_change_between_releases():
     """Golden values: a change here breaks the resume of every run."""
     assert EpochPlan([10], chunk=1, seed=1, epoch=2).samples(0, 10).tolist() == [4, 2, 0, 6, 1, 5, 9, 8, 7, 3]
     upsampled = EpochPlan([10], chunk=1, seed=1, epoch=2, factors=np.array([1.5])).samples(0, 15)
     assert upsampled.tolist() == [4, 1, 2, 2, 0, 6, 1, 5, 4, 9, 8, 7, 9, 7, 3]
     assert draw(1, 2, 3, stream=4, count=2).tolist() == [479415053854723494, 8851612858779230248]
-
-
-def test_ranks_partition_each_step_and_the_global_batch_does_not_depend_on_their_number():
-    steps = {}
-    for world_size, micro_batches in [(1, 4), (2, 2), (4, 1)]:
-        shares = [Share(3, micro_batches, rank, world_size) for rank in range(world_size)]
-        steps[world_size] = [
-            sorted(p + i for share in shares for p in share.positions(step, step + 1) for i in range(3))
-            for step in range(3)
-        ]
-    assert steps[1] == steps[2] == steps[4] == [list(range(12 * s, 12 * s + 12)) for s in range(3)]
 
 
 def test_parts_of_a_micro_batch_put_together_are_what_one_process_reads():
