@@ -11,8 +11,8 @@ from typing import Any
 from infcl.config.checks import is_table, validate
 from infcl.config.settings import TrainConfig, option_of, shipped_preset
 
-# Flags that existed and are gone: what to use instead. Using one is a usage error that prints its line.
 _OF_ONE_RUN = ("name", "resume", "overwrite", "dry_run", "debug")  # not taken over by --config
+# Flags that existed and are gone: what to use instead. Using one is a usage error that prints its line.
 REMOVED = {
     "--data-reader": "--dataset-type streaming reads front to back, webdataset is indexed",
     "--data-timeout": "a third of --dist-timeout",
