@@ -28,7 +28,7 @@ def clip_loss(
 ) -> Tensor:
     """The loss of the global batch from the full [B, B] matrix, the same on every rank; 0-dim, float32 or wider."""
     scale = _checked_scale("clip", image_features, text_features, logit_scale, group, compare_ranks)
-    images, texts = _GatherOwnGradient.apply(image_features, group), _GatherOwnGradient.apply(text_features, group)
+    images, texts = (_Gather.apply(side, group, False) for side in (image_features, text_features))
     logits = (scale * images) @ texts.T  # [B, B]
     labels = torch.arange(len(logits), device=logits.device)
     return (_cross_entropy(logits, labels) + _cross_entropy(logits.T, labels)) / 2
@@ -44,10 +44,7 @@ def open_clip_loss(
 ) -> Tensor:
     """Mean over this rank's rows and columns, the gradients of other ranks' features reduced by autograd."""
     scale = _checked_scale("open_clip", image_features, text_features, logit_scale, group, compare_ranks)
-    all_images, all_texts = (
-        _GatherAllGradients.apply(image_features, group),
-        _GatherAllGradients.apply(text_features, group),
-    )
+    all_images, all_texts = (_Gather.apply(side, group, True) for side in (image_features, text_features))
     row_logits = (scale * image_features) @ all_texts.T  # [b, B]
     column_logits = (scale * text_features) @ all_images.T  # [b, B]
     labels = _own_labels(image_features, group)
@@ -111,31 +108,20 @@ def _one_direction(
     return loss, scale * d_queries, scale * (d_logits.T @ queries), d_scale
 
 
-class _GatherOwnGradient(torch.autograd.Function):
-    """All ranks' rows; the gradient of one's own rows is that of one's own (complete) loss, times W."""
+class _Gather(torch.autograd.Function):
+    """All ranks' rows. The gradient of own rows is the sum over all ranks' losses (reduced), or W times the own one."""
 
     @staticmethod
-    def forward(ctx, features, group):
-        ctx.group, ctx.rows = group, len(features)
+    def forward(ctx, features, group, reduced):
+        ctx.group, ctx.rows, ctx.reduced = group, len(features), reduced
         return _all_gather(features, group)
 
     @staticmethod
     def backward(ctx, d_all):
+        if ctx.reduced:
+            return _reduce_scatter(d_all, ctx.group), None, None
         world_size, rank = _world(ctx.group)
-        return d_all[rank * ctx.rows : (rank + 1) * ctx.rows] * world_size, None
-
-
-class _GatherAllGradients(torch.autograd.Function):
-    """All ranks' rows; the gradient of one's own rows is the sum over all ranks' losses."""
-
-    @staticmethod
-    def forward(ctx, features, group):
-        ctx.group = group
-        return _all_gather(features, group)
-
-    @staticmethod
-    def backward(ctx, d_all):
-        return _reduce_scatter(d_all, ctx.group), None
+        return d_all[rank * ctx.rows : (rank + 1) * ctx.rows] * world_size, None, None
 
 
 def _cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:

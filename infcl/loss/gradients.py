@@ -59,15 +59,13 @@ def ring_gradients(
     return d_rows, ring.home("d_columns", Tensor.add_) if columns_need else None, d_scale
 
 
-def scaled(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-    """`(gradient * factor).to(dtype)` in one pass, in place where the dtype stays."""
-    out = gradient if dtype == gradient.dtype else torch.empty_like(gradient, dtype=dtype)
-    return torch.mul(gradient, factor, out=out)
-
-
 def scaled_sides(gradients: Sequence[Tensor | None], factor: Tensor, sides: Sequence[Tensor]) -> list[Tensor | None]:
-    """`scaled` for each side that has a gradient, in the dtype of its features."""
-    return [None if g is None else scaled(g, factor, side.dtype) for g, side in zip(gradients, sides)]
+    """`(gradient * factor).to(side.dtype)` of each gradient in one pass, in place where the dtype stays."""
+    outs = [
+        g if g is None or g.dtype == side.dtype else torch.empty_like(g, dtype=side.dtype)
+        for g, side in zip(gradients, sides)
+    ]
+    return [None if g is None else torch.mul(g, factor, out=out) for g, out in zip(gradients, outs)]
 
 
 def _inner_product(features: Tensor, gradient: Tensor) -> Tensor:
