@@ -829,6 +829,11 @@ BATCH = "global batch"
 OF_BATCH_K = {f"{k}k": {"batch_k": k} for k in BATCHES_K}
 STEPS = "GPUs | model | micro-batch x accumulation | precision | blocks | checkpointing | ZeRO | cached"
 TABLES: dict[str, Callable[[], str]] = {
+    "defects": Table(
+        "defects.csv",
+        {"": "{item}", "defect": "{defect}", "before": "{before}", "now": "{now}", "test": "`{test}`"},
+        foot="",
+    ),
     "data-speed": Table(
         data_rates,
         {"": "{name}", "infcl": "{ours:rate}", "open_clip 3.3": "{theirs:rate}", "infcl / open_clip": "{ratio:.1f}x"},

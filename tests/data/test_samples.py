@@ -111,7 +111,12 @@ def test_every_truncation_of_a_jpeg_is_refused_or_decodes_in_full():
     data = encode(picture(0, 48, 48), "JPEG")
     for size in range(0, len(data) - 2, 37):
         assert cause_of(decode_image, data[:size])
-    assert cause_of(decode_image, encode(picture(0, 64, 64), "JPEG"), ImageLimits(max_pixels=4000)) == "image_too_large"
+
+
+def test_a_too_large_image_is_rejected_with_the_flag_that_allows_it():
+    with pytest.raises(BadSample, match="64 x 64 pixels, --max-image-pixels 4000") as caught:
+        decode_image(encode(picture(0, 64, 64), "JPEG"), ImageLimits(max_pixels=4000))
+    assert caught.value.cause == "image_too_large"
 
 
 @pytest.mark.parametrize("format", ["JPEG", "PNG", "WEBP", "TIFF", "CMYK"])

@@ -54,6 +54,7 @@ def test_the_launcher_trains_evaluates_and_a_second_start_does_not_train_again(d
     )  # fmt: skip
     first = launch(arguments, 2)
     assert first.returncode == 0, first.stdout + first.stderr
+    assert "FutureWarning" not in first.stderr
     for shown in (
         "zero-shot top-1",
         "image->text recall@1",
