@@ -41,7 +41,7 @@ class AbridgedTrainer(Trainer):
             torch.cuda.reset_peak_memory_stats()
 
     def take(self, *, steps: int = 1, **changes) -> None:
-        """For the next `steps` steps another batch, loss or place of the pixels: fields of the config."""
+        """Change batch, loss or place of the pixels (fields of the config) for the next `steps` steps."""
         self.inputs = dataclasses.replace(self.inputs, spec=self.spec.change(**changes))
         self.spec, self.config, self.batch = self.inputs.spec, self.inputs.spec.flags, self.inputs.spec.batch
         before: Any = self.loader

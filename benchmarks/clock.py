@@ -1,4 +1,4 @@
-"""What every GPU benchmark needs: GPUs, times from CUDA events, the rate of matrix products, what ran where."""
+"""Measurements on GPUs: checks for GPUs, times from CUDA events, the rate of GEMMs, the record of the environment."""
 
 import statistics
 import sys
@@ -14,7 +14,7 @@ from infcl.parallel.host_info import git_commit
 
 
 def require_gpus(program: str, count: int = 1) -> None:
-    """Refuse where fewer GPUs than `count` are visible."""
+    """Reject the command where fewer GPUs than `count` are visible."""
     visible = torch.cuda.device_count()
     if visible == 0 < count:
         refuse(program, f"it measures on GPUs, and none is visible{why_no_gpu()}")

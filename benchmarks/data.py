@@ -1,4 +1,4 @@
-"""What the data layer costs, in CPU time of one core, and how many GPUs that feeds: `python -m benchmarks.data`.
+"""Measure the data layer in CPU time of one core, and how many GPUs that feeds: `python -m benchmarks.data`.
 
 Images: random crops of the photograph that matplotlib ships (Grace Hopper, 512 x 600), enlarged to --size with a
 little sensor noise, JPEG quality 90, about 65 KB each at 512 px; captions of 12 words. They are written as webdataset
@@ -161,7 +161,7 @@ def write_images(folder: Path, count: int, size: int) -> list[str]:
 
 
 def write_small(path: Path, count: int) -> Path:
-    """A shard of many samples, for the index: it reads headers, so the images may be anything."""
+    """Write a shard of many samples for the index, which reads headers only."""
     import webdataset
 
     with webdataset.TarWriter(str(path), mtime=0) as writer:

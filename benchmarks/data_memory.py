@@ -1,6 +1,6 @@
-"""Do workers grow? Epoch after epoch over small shards, logging their memory: `python -m benchmarks.data_memory`.
+"""Measure the memory of data workers, epoch after epoch over small shards: `python -m benchmarks.data_memory`.
 
-Prints a line an epoch: samples/s, and the resident memory of each worker (the loader's `worker_memory_mb`). The growth
+Prints a line per epoch: samples/s, and the resident memory of each worker (the loader's `worker_memory_mb`). The growth
 that counts is from the end of epoch --settle (Python and torch have then imported and allocated what they need) to the
 last one; the exit status is 1 when it is above 5%. --plot draws the graph, --json keeps the figures.
 """

@@ -84,7 +84,7 @@ def _answer(answers: dict[tuple[str, str, int], dict], *trial) -> dict:
 
 
 def _plan(options: argparse.Namespace, trials: Callable[[str, str, int], dict], say: Callable[[str], None]) -> None:
-    """What all ranks do together, and afterwards the command with their answers: trials(loss, pixels, batch) -> row."""
+    """Search or try batches: on all ranks, then in the command from their rows, trials(loss, pixels, batch)."""
     unit = options.gpus * options.batch_size
     for loss in options.loss:
         for pixels in options.pixels:
@@ -243,7 +243,7 @@ def _launch(options: argparse.Namespace, arguments: list[str], rows: Path) -> No
 def _wait(process: subprocess.Popen, rows: Path, done: int, csv: Path | None, seconds: float) -> str:
     """Until the process ends, or no row has come for so long: then it is ended; what is to be said of it.
 
-    Rows that come behind the first `done` are copied to `csv` at once.
+    Rows after the first `done` are copied to `csv` at once.
     """
     since = time.monotonic()
 

@@ -1,4 +1,4 @@
-"""Whose loss benchmarks.loss measures: ours, the peers', and variants that show what a part of the design is worth.
+"""Losses that benchmarks.loss measures: infcl's, the peers', and variants that show what a part of the design is worth.
 
 Every entry is `call(images, texts, scale, bias)`, features [b, D] of this rank, and gives a loss to differentiate.
 Peers are called as their own trainers call them: the official loss once per direction, open_clip's modules with local
@@ -103,7 +103,7 @@ def _official(images: Tensor, texts: Tensor, scale: Tensor, bias: Tensor) -> Ten
 
 
 def peer_module(path: Path) -> ModuleType:
-    """A peer's file alone: its package, and what that imports, need not be installed."""
+    """Import a peer's file alone; its package, and what that imports, need not be installed."""
     spec = importlib.util.spec_from_file_location(f"peer_{path.stem}", path)
     assert spec is not None and spec.loader is not None, f"{path} is no Python file"
     module = importlib.util.module_from_spec(spec)

@@ -81,7 +81,7 @@ def main() -> None:
 
 
 def programs(options: argparse.Namespace) -> list[str]:
-    """Those of --programs; without it open_clip, infcl and those whose checkout is given."""
+    """Return --programs; by default open_clip, infcl and those whose checkout is given."""
     if options.programs is not None:
         return options.programs.split(",")
     return [name for name, one in TRAINERS.items() if not one.checkout or checkout_of(name, options)]
@@ -92,7 +92,7 @@ def checkout_of(program: str, options: argparse.Namespace) -> Checkout | None:
 
 
 def what_is_missing(program: str, checkout: Checkout | None) -> str:
-    """To start a program here: a sentence, empty where nothing is missing."""
+    """Return a sentence on what a program needs and lacks here; empty where nothing is missing."""
     if program not in TRAINERS:
         return f"no program {program!r}: one of {', '.join(TRAINERS)}"
     trainer, flag = TRAINERS[program], "--" + program.replace("_", "-")
@@ -107,14 +107,14 @@ def what_is_missing(program: str, checkout: Checkout | None) -> str:
 
 
 def version_of(program: str, checkout: Checkout | None) -> str:
-    """A release, or the commit of a checkout; ours is the row's own commit."""
+    """Return a release or the commit of a checkout; infcl's is the row's own commit."""
     if checkout is not None:
         return checkout.commit
     return metadata.version("open_clip_torch") if program == "open_clip" else ""
 
 
 def settings(options: argparse.Namespace) -> list[dict]:
-    """What is run, in order: for each accumulation and kind of blocks the programs, one after the other."""
+    """Return the settings in order: for each accumulation and kind of blocks, the programs."""
     return [
         {
             "program": program, "gpus": options.gpus, "model": options.model,
@@ -130,7 +130,7 @@ def settings(options: argparse.Namespace) -> list[dict]:
 
 
 def run(setting: dict, options: argparse.Namespace) -> dict:
-    """What is added to a setting's row: what its program said, or a status that says why there is nothing."""
+    """Run a setting; return the program's figures, or a status with the cause of the failure."""
     with tempfile.TemporaryDirectory(prefix="infcl-peers-") as folder:
         trainer = TRAINERS[setting["program"]]
         flags = flags_of(setting, options.warm_up + options.steps, options.device, folder)
@@ -150,12 +150,12 @@ def _cause(output: str) -> str:
 
 
 def flags_of(setting: dict, steps: int, device: str, folder: str) -> list[str]:
-    """Of the setting's program, for so many optimizer steps; `folder` holds its data and what it writes."""
+    """Return the program's flags for so many optimizer steps; `folder` holds its data and what it writes."""
     return shared_flags(setting, steps) + TRAINERS[setting["program"]].flags(setting, device, folder)
 
 
 def command(setting: dict, flags: list[str]) -> list[str]:
-    """A process for each GPU. After "--" nothing is torchrun's, which would take --logs for a flag of its own."""
+    """Return the command of a process per GPU. Before "--" torchrun would take --logs for its own flag."""
     module, program = ["-m"], ["benchmarks.peers_train", "--inside", setting["program"]]
     if not TRAINERS[setting["program"]].module:
         module, program = [], [str(ROOT / "pretrain_clip.py")]
@@ -175,7 +175,7 @@ def _of_infcl(folder: Path) -> dict[str, list[float]]:
 
 
 def row_of(said: dict[str, list[float]], warm_up: int) -> dict:
-    """Of what a program said about each of its steps."""
+    """Return the columns of a program's figures of each step."""
     rates = said["samples_per_second"][warm_up:]
     if len(rates) < 2:
         return {"status": f"only {len(said['samples_per_second'])} steps are in its log"}
@@ -202,7 +202,7 @@ def report(row: dict, path: Path | None) -> None:
 
 
 def _environment(setting: dict, options: argparse.Namespace) -> dict[str, str]:
-    """Of a program: it finds our packages and its checkout's, and on --device cpu no GPU."""
+    """Environment in which a program finds infcl's packages and its checkout's, and no GPU with --device cpu."""
     checkout = checkout_of(setting["program"], options)
     own = [] if checkout is None else [str(checkout.folder)]
     paths = [str(ROOT), *own, os.environ.get("PYTHONPATH")]
@@ -254,7 +254,7 @@ def _parser() -> argparse.ArgumentParser:
 
 @dataclass(frozen=True)
 class Trainer:
-    """A program and what it is started with. No `module`: it is pretrain_clip.py."""
+    """A program and its flags. Without `module` it is pretrain_clip.py."""
 
     flags: Callable[[dict, str, str], list[str]]  # (setting, device, folder) -> those in addition to `shared_flags`
     module: str = ""  # with its main(flags)
@@ -266,7 +266,7 @@ class Trainer:
 
 
 def shared_flags(setting: dict, steps: int) -> list[str]:
-    """Those that all programs take, for so many optimizer steps."""
+    """Return the flags that all programs take, for so many optimizer steps."""
     flags = ["--train-num-samples", str(steps * setting["global_batch"]), "--model", setting["model"]]
     flags += ["--precision", setting["precision"], "--batch-size", str(setting["micro_batch"])]
     flags += ["--workers", str(setting["workers"]), "--epochs", "1", "--name", setting["program"]]
@@ -292,7 +292,7 @@ def train(program: str, flags: list[str]) -> dict[str, list[float]]:
 
 
 def rates_of(log: str) -> list[float]:
-    """A `Reader` of logs with a line for each step that says its rate."""
+    """Read the rates in a log with a line per step."""
     return [float(rate) for rate in re.findall(r"Batch \(t\): \S+, ([\d.e+]+)/s", log)]
 
 
@@ -324,7 +324,7 @@ def timed(flags: list[str]) -> Reader:
 
 
 def mean_seconds(log: str) -> float:
-    """Of the steps behind the first, in inf_clip's log with a line for the first step and one for the last."""
+    """Return the mean of the steps after the first, by inf_clip's log with a line for the first and the last step."""
     _, mean = re.findall(r"Batch \(t\): ([\d.]+) LR", log)
     return float(mean)
 

@@ -7,12 +7,12 @@ setting, --csv appends it with commit, hardware and versions:
     samples/s   of all GPUs, median of the measured steps (the first --warm-up-steps are not); the CSV also has their
                 mean and standard deviation
     MFU         operations that training on these samples needs (each tower forward and backward once) per second, over
-                the rate of the library's 8192^3 bf16 product measured in the same run
+                the rate of cuBLAS's 8192^3 BF16 GEMM measured in the same run
     HFU         operations that were executed: with the second encoding, and the recomputation of checkpointed blocks
-    text_share  how many of the text tower's places are computed, by which its operations are counted in both: captions
+    text_share  share of the text tower's token positions that are computed; both rates count only these: captions
                 are packed unless --pack-captions is off
 
-    --sweep FILE   one setting a line (flags; # comments), each in its own processes, ended after --time-out seconds
+    --sweep FILE   one setting per line (flags; # comments), each in its own processes, stopped after --time-out seconds
     --one-process  all of them in this process, which starts and compiles once: for short sweeps on one GPU
 """
 
@@ -150,7 +150,7 @@ def choose_sdpa(name: str) -> None:
 
 
 def config_of(zero: str, zero_options: dict, steps: int, trainer_flags: list[str], folder: Path) -> TrainConfig:
-    """Of a run of `steps` steps on synthetic data, with a preset of ds_configs/; what it writes goes to `folder`."""
+    """Return the flags of a run on synthetic data with a preset of ds_configs/; its files go to `folder`."""
     preset = json.loads(Path(f"ds_configs/zero{zero}.json").read_text())
     preset["zero_optimization"] |= zero_options
     path = folder / "preset.json"
@@ -164,7 +164,7 @@ def config_of(zero: str, zero_options: dict, steps: int, trainer_flags: list[str
 
 
 def _said(zero: str) -> dict:
-    """What a row says of its preset: rows without it have DeepSpeed's own bucket, and overlap_comm."""
+    """Return the preset's options for a row; rows without them have DeepSpeed's own bucket, and overlap_comm."""
     known = json.loads(Path(f"ds_configs/zero{zero}.json").read_text())["zero_optimization"]
     said = {name: known[name] for name in ("reduce_bucket_size",) if name in known}
     return said | ({"overlap_comm": False} if known.get("overlap_comm") == "auto" else {})  # all GPUs are of one host
@@ -229,9 +229,9 @@ def _row(trainer, options: argparse.Namespace, peak: float, rate: float) -> dict
 def executed_flops(
     model: CLIP, cfg: CLIPConfig, *, again: float, checkpointing: bool, text_share: float = 1.0
 ) -> float:
-    """FLOPs of the towers for a pair: `again` is the share of the micro-batches that are encoded a second time.
+    """FLOPs of the towers per sample: `again` is the share of the micro-batches that are encoded a second time.
 
-    text_share: of the text tower's places that are computed.
+    text_share: share of the text tower's token positions that are computed.
     """
     total, shares = 0.0, {"image": 1.0, "text": text_share}
     for tower, trained in trained_shares(model).items():
@@ -267,7 +267,7 @@ def _settings(options: argparse.Namespace) -> Iterator[tuple[str, list[str]]]:
 
 
 def _sweep_in_process(options: argparse.Namespace) -> None:
-    """One setting behind the other; ends where one fails. Says what a setting leaves on the GPU (stage 3: all)."""
+    """Run the settings one after another until one fails; report what a setting leaves on the GPU (stage 3: all)."""
     print(HEADER, flush=True)
     for _, flags in _settings(options):
         measure(*_parse(flags))

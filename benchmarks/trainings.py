@@ -1,6 +1,6 @@
 """Many trainings of pretrain_clip.py, several at once on one machine.
 
-In:  trainings (a name, flags of pretrain_clip.py). Out: what each run folder says when it is finished, as it comes.
+In:  trainings (a name, flags of pretrain_clip.py). Out: a call for each run folder as soon as it is finished.
 One rank runs as plain `python pretrain_clip.py`, several under torchrun. On GPUs the runs take turns: run k gets the
 next --ranks of the machine's GPUs, and several runs may share one.
 """
@@ -38,7 +38,7 @@ class Machine:
             raise ValueError(f"{self.ranks} ranks of a run need as many GPUs, there are {self.gpus}: --ranks, --gpus")
 
     def environment(self, slot: int) -> dict[str, str]:
-        """Of the run in place `slot` of the `jobs`."""
+        """Environment of the run in place `slot` of the `jobs`."""
         processes = self.jobs * self.ranks
         threads = max(1, len(os.sched_getaffinity(0)) // processes) if self.device == "cpu" else 1
         result = os.environ | {"OMP_NUM_THREADS": str(threads)}
@@ -60,9 +60,9 @@ def train_all(
     *,
     time_out: float,
 ) -> list[str]:
-    """Run them all; `finished(training, run folder, seconds)` for each that came to its end. Names of the others.
+    """Call `finished(training, run folder, seconds)` for each training that succeeds; return the others' names.
 
-    Each run has `time_out` seconds. Runs are ended with this process (SIGTERM, Ctrl-C).
+    Each run has `time_out` seconds. Runs stop with this process (SIGTERM, Ctrl-C).
     """
     folder.mkdir(parents=True, exist_ok=True)
     waiting, failed = list(trainings), []

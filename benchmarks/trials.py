@@ -102,7 +102,7 @@ def versions(commit: str | None) -> dict[str, str]:
 
 
 def run(options: argparse.Namespace, trainer_flags: list[str], plan: Callable[[Trials], None]) -> None:
-    """On each rank: make the engine, then `plan(trials)`."""
+    """Build the engine on each rank, then call `plan(trials)`."""
     with shared_folder() as folder:
         parallel = init_parallel(parse_args(SYNTHETIC + trainer_flags).device)
         if parallel.device.type == "cuda":
@@ -117,7 +117,7 @@ def run(options: argparse.Namespace, trainer_flags: list[str], plan: Callable[[T
 def warmed_up(
     options: argparse.Namespace, trainer_flags: list[str], parallel: Parallel, folder: Path
 ) -> AbridgedTrainer:
-    """A trainer behind its first two steps. Collective; all that it writes is under `folder`, one for all ranks."""
+    """A trainer after its first two steps. Collective; all that it writes is under `folder`, one for all ranks."""
     config = config_of("1", {}, 2, flags_of(options, trainer_flags), folder)
     trainer = AbridgedTrainer(resolve_inputs(config, parallel), parallel, claim_run_folder(config, parallel))
     with trainer.signals:

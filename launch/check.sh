@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Looks at the hosts of a hostfile before a run: ssh, equal commit, source and versions, GPUs there and free, clocks, the
-# shared folder; then the speed of each GPU, of its links, of one ring and an all-reduce of all. Names what is wrong and whatever
+# Checks the hosts of a hostfile before a run: ssh, equal commit, source and versions, GPUs there and free, clocks, the
+# shared folder; then the speed of each GPU, of its links, of one ring and an all-reduce of all. Reports errors and what
 # is below 0.8 of the median. Two hosts with a slot each have one link, which is its own median: look at its GB/s.
 #   command   bash launch/check.sh HOSTFILE [SHARED_FOLDER]      (INTERFACE=eth0, LAUNCHER=... as launch/hostfile.sh)
 #   hardware  as the run
 #   time      half a minute, and a second per host for the links
-# Exit code 0: all is right; 1: it is not; 2: the hostfile cannot be read.
+# Exit code 0: no error; 1: errors; 2: the hostfile cannot be read.
 set -uo pipefail
 hosts=${1:?usage: bash launch/check.sh HOSTFILE [SHARED_FOLDER]}
 hosts=$(realpath "$hosts") shared=$(realpath "${2:-.}")

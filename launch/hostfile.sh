@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Trains over the hosts of a hostfile ("worker-1 slots=8", one a line; ssh without a password to each; same paths on all).
+# Trains over the hosts of a hostfile ("worker-1 slots=8", one per line; ssh without a password to each; same paths on all).
 #   command   HOSTS=hosts bash launch/hostfile.sh --train-data '/data/{00000..41455}.tar' --tokenizer spm.model ...
 #             LAUNCHER=openmpi HOSTS=hosts INTERFACE=ib0 bash launch/hostfile.sh ...
 #   hardware  any number of hosts with GPUs; on the launching host pdsh, or mpirun
 #   time      as long as the training; the first step comes about a minute after the start
 # HOSTS may be relative to where this is started; a relative path in the flags is one of the repository, on each host.
-# bash launch/check.sh HOSTS looks before. INTERFACE=eth0 keeps every connection on that network interface. Flags may hold
+# First check: launch/check.sh HOSTS. INTERFACE=eth0 keeps every connection on that network interface. Flags may hold
 # spaces and shell characters (the login shell of the hosts has to be bash). A host that stops answering is given up after
 # half a minute, and the run with it. Of the environment only PYTHON*, NCCL* and what .deepspeed_env lists (KEY=VALUE lines, no
 # blank or comment line) reaches the other hosts, in a command line that every user there can read: no keys in it.

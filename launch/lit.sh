@@ -5,7 +5,7 @@
 #   hardware  one host, one rank per visible GPU (the paper: 8 A100); HOSTS=hosts for those of a hostfile
 #   time      as long as the training; not measured yet
 # IMAGE is open_clip's or CLIPModel's ViT-B-16; --warmup-samples is half an epoch of the data. docs/howto/learning-rates.md has the
-# recipe, and why its weight decay is 1e-7 a step. All can be overridden by flags behind.
+# recipe, and why its weight decay is 1e-7 a step. Flags given after these override them.
 set -euo pipefail
 [ -n "${IMAGE:-}" ] || { echo "launch/lit.sh: set IMAGE to the weights of the image tower to lock" >&2; exit 2; }
 script=local.sh

@@ -8,7 +8,7 @@ tensors between such pairs are split over the ranks by their first dimension: an
 reduce-scatter, of as many bytes together, and the backward gathers the rows again instead of keeping them. Gradients of
 what is between the pairs are summed.
 
-A row layer is megatron-core's mapping behind torch's product. A column layer's backward communicates while it computes
+A row layer is megatron-core's mapping after torch's GEMM. A column layer's backward communicates while it computes
 the weight's gradient, as megatron-core's LinearWithGradAccumulationAndAsyncCommunication does. That function is not
 taken: under autocast its backward multiplies bfloat16 with float32, under sequence parallelism it needs CUDA, it adds
 the bias in a pass of its own, and torch.compile cannot trace it (0.16.1). torch.compile takes a block of these layers
@@ -40,7 +40,7 @@ class Sharing:
 
     @property
     def size_and_name(self) -> tuple[int, str]:
-        """What operators of torch know the group by."""
+        """Name by which torch's operators know the group."""
         return dist.get_world_size(self.group), self.group.group_name
 
     def __deepcopy__(self, memo: dict) -> "Sharing":

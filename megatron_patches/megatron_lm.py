@@ -65,7 +65,7 @@ class ContrastiveStep:
         **options: Any,
     ):
         self.get_batch, self.encode, self.name, self.options = get_batch, encode, name, options
-        ContrastiveLoss(name, **options)  # what it does not know is refused now, not behind Megatron's start
+        ContrastiveLoss(name, **options)  # an unknown option is rejected now, not after Megatron's start
         _check_layout_if_made()
 
     def __call__(self, data_iterator: Iterator, model: nn.Module) -> tuple[Features, Callable]:
@@ -122,7 +122,7 @@ def report(value: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def _one(value: torch.Tensor) -> torch.Tensor:
-    """What a mean loss has for its number of tokens, [] int32."""
+    """Return the number of tokens that a mean loss reports, [] int32."""
     return torch.ones_like(value, dtype=torch.int32)
 
 
@@ -160,7 +160,7 @@ def one_loss_step(
     force_all_reduce: bool = False,
     **unused: Any,
 ) -> list[dict[str, torch.Tensor]]:
-    """A step's forwards and backwards, in the place of Megatron's schedule; [what is reported], one for all.
+    """Run a step's forwards and backwards in place of Megatron's schedule; return one report for all micro-batches.
 
     Gradients accumulate where the model's hooks put them, are synchronised at the last backward, and are finalised, all
     by the functions of the model's config, as Megatron's schedule without pipelining does. ValueError where the config
@@ -227,7 +227,7 @@ def _own_randomness():
     """Yields replay(i, encode): the second encoding of micro-batch i draws what its first did.
 
     That is for Megatron's own generators (dropout in split layers); torch's are seeded by the step. Afterwards
-    Megatron's stand behind the first pass, torch's where they were.
+    Megatron's are as after the first pass, torch's where they were.
     """
     tracker = get_cuda_rng_tracker()
     before: dict[int, Any] = {}

@@ -1,4 +1,4 @@
-"""What is changed in Megatron's own modules: one symbol each, with the reason, once, logged.
+"""Changes of Megatron's own modules: one symbol each, with the reason, once, logged.
 
 A patch tries the installed symbol first. If it does what the patch is for (a later version), it says so and leaves it
 alone; if the symbol is not there or takes other arguments, it raises a RuntimeError with the path that it expected.
@@ -40,7 +40,7 @@ class Patch:
     gone: Callable[[Callable], bool] = lambda installed: False
 
     def apply(self) -> str:
-        """What was done: "applied", "already applied", "not needed". RuntimeError for a symbol other than tested."""
+        """Apply the patch; return "applied", "already applied" or "not needed". RuntimeError for an untested symbol."""
         module, name, installed = _find(self.symbol)
         if getattr(installed, _MARK, False):
             return "already applied"
