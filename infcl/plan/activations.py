@@ -94,11 +94,6 @@ def stream_bytes(precision: str) -> dict[str, int]:
     return dict(zip(("image", "text"), _STREAM_BYTES[precision]))
 
 
-def cast_bytes(trainable: int, *, precision: str, checkpointing: bool) -> float:
-    """The bf16 copies of the weights that autocast leaves in a graph; recomputed blocks keep only their own."""
-    return 2.0 * trainable if precision == "amp_bf16" and not checkpointing else 0.0
-
-
 def graph_bytes(cfg: CLIPConfig, trainable: int, *, resident: int = 1, **sizes: Any) -> dict[str, float]:
     """{"activations", "backward"}: of the graphs that are kept, one at least, and what a backward adds at most.
 
@@ -106,7 +101,8 @@ def graph_bytes(cfg: CLIPConfig, trainable: int, *, resident: int = 1, **sizes: 
     blocks have their turn.
     sizes: those of `_graphs`. resident: micro-batches that are encoded once.
     """
-    cast = cast_bytes(trainable, precision=sizes["precision"], checkpointing=sizes["checkpointing"])
+    # autocast leaves half-precision copies of the weights in a graph; recomputed blocks keep only their own
+    cast = 2.0 * trainable if sizes["precision"] == "amp_bf16" and not sizes["checkpointing"] else 0.0
     graphs = _graphs(cfg, **sizes)
     return {
         "activations": activation_bytes(cfg, **sizes) * max(1, resident) + cast,

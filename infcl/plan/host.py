@@ -25,7 +25,7 @@ def host_parts(load: Load) -> dict[str, float]:
     width, own = 2 if load.precision in ("bf16", "fp16") else 4, load.trainable / load.batch.dp_size
     parts = dict.fromkeys(("optimizer", "gradients", "parameters"), 0.0)
     if "optimizer" in load.offloads:
-        size = _pinned if _pins(load, "optimizer") else _plain
+        size = _pinned if _pins(load, "optimizer") else float
         if load.stage == 3:
             group = load.zero.get("sub_group_size", _SUB_GROUP)
             groups = int(own // group) * size(4 * group) + size(4 * (own % group))
@@ -36,7 +36,7 @@ def host_parts(load: Load) -> dict[str, float]:
             if sums_gradients_on_host(load.stage, load.precision) and load.batch.num_micro_batches > 1:
                 parts["gradients"] += 4 * own
     if "param" in load.offloads:
-        size = _pinned if _pins(load, "param") else _plain
+        size = _pinned if _pins(load, "param") else float
         parts["parameters"] += size(width * load.parameters / load.batch.dp_size)
     return parts | {"pixels": 0.0 if load.pixels_on_gpu else load.waiting_pixels, "checkpoint": load.checkpoint}
 
@@ -55,10 +55,6 @@ def host_bytes(load: Load, ranks: int) -> float:
 
 def _pins(load: Load, part: str) -> bool:
     return not load.on_cpu and load.zero.get(f"offload_{part}", {}).get("pin_memory", False)
-
-
-def _plain(size: float) -> float:
-    return size
 
 
 def _pinned(size: float) -> float:

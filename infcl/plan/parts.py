@@ -114,13 +114,8 @@ def loss_bytes(
     workspace = matrix[name] if name in matrix else min(WORKSPACE_BYTES, 16 * rows * rows)
     around = (4 + two_level if ranks > 1 else 0) * block
     if two_level:
-        around += 2 * operand_bytes(precision) * rows * width + 3 * block
+        around += 2 * (4 if precision == "fp32" else 2) * rows * width + 3 * block
     return {"feature gradients": 2 * block, "loss": 2 * block + around + workspace}
-
-
-def operand_bytes(precision: str) -> int:
-    """Of a number in the blocks that travel."""
-    return 4 if precision == "fp32" else 2
 
 
 def peak_bytes(parts: dict[str, float], *, stage: int, precision: str, offloaded: bool = False) -> float:

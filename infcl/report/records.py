@@ -18,7 +18,6 @@ class Run:
     evaluations: dict[str, list[dict]]  # "retrieval", "zero_shot", ... -> records
     config: dict
     environment: dict
-    model_config: dict
     summary: dict | None  # None while the run is not finished
 
     @property
@@ -44,7 +43,6 @@ def read_run(root: str | Path) -> Run:
         evaluations={kind: read_metrics(metrics, kind) for kind in sorted(kinds - {"train"})},
         config=_json(root / "config.json") or {},
         environment=_json(root / "environment.json") or {},
-        model_config=_json(root / "model_config.json") or {},
         summary=_json(root / "summary.json"),
     )
     if not run.train:
