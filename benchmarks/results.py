@@ -110,6 +110,22 @@ def fill(text: str, tables: Mapping[str, Callable[[], str]] | None = None) -> st
     return _REGION.sub(lambda match: f"{match[1]}{tables[match[2]]().strip()}\n{match[3]}", text)
 
 
+# ---- which of open_clip's configs build ----
+
+
+def open_clip_models() -> str:
+    """A line for each first word of the configs' names."""
+    families: dict[str, list[dict]] = {}
+    for row in rows("open_clip_models.csv"):
+        families.setdefault(re.split(r"[^A-Za-z]", row["model"])[0], []).append(row)
+    lines = ["| names | configs | built | rejected |", "| --- | --- | --- | --- |"]
+    for name, found in families.items():
+        rejected = [row["why"] for row in found if row["result"] == "rejected"]
+        why = f"{len(rejected)}: {rejected[0]}" if rejected else ""
+        lines.append(f"| `{name}*` | {len(found)} | {len(found) - len(rejected)} | {why} |")
+    return "\n".join(lines)
+
+
 # ---- the loss alone; a row that ran out of memory has no time ----
 
 
@@ -896,6 +912,7 @@ TABLES: dict[str, Callable[[], str]] = {
         "optimizers.csv", "`--opt` | samples/s per GPU | update | peak", by=("label",), keep={"model": "ViT-B-16"},
         **{"`--opt`": lambda own: f"`{own[-1]['label'].split(' opt ')[1]}`"},
     ),
+    "open-clip-models": open_clip_models,
     "peer-trainers": Table(
         trainer_rows,
         {
