@@ -149,6 +149,9 @@ def test_only_regular_files_are_opened(tmp_path, tokenizer):
         assert [(cause, url) for cause, url, _ in failures] == [("not_a_file", name)]
         (tmp_path / "a.csv").write_text(f"filepath\ttitle\n{name}\ta dog\n")
         assert TableReader(str(tmp_path / "a.csv")).read(np.array([0]))[0].fault.cause == "not_a_file"
+    (tmp_path / "shards" / "x.tar").mkdir(parents=True)
+    with pytest.raises(ValueError, match="x.tar is not a regular file"):
+        load_manifest(str(tmp_path / "shards"))
 
 
 def test_a_member_without_end_ends_the_shard_of_the_streaming_reader(tmp_path, monkeypatch):
