@@ -87,7 +87,10 @@ def test_a_mistake_is_one_line_from_one_rank_with_exit_code_2(demo_folder, tmp_p
     [
         (["--no-such-flag"], "unrecognized arguments: --no-such-flag"),
         (["--device", "cuda"], "--device cuda: no GPU is visible"),
-        (["--dataset-type", "streaming", "--train-num-samples", "512", "--workers", "99"], "8 shards are too few"),
+        (
+            ["--dataset-type", "streaming", "--train-num-samples", "512", "--workers", "99"],
+            "8 shards cannot feed 1 rank x 99",
+        ),
         (["--force-image-size", "30"], "image_size 30 is not a multiple of patch_size 8"),
     ],
 )
