@@ -37,6 +37,7 @@ class Tile(NamedTuple):
     tf32: bool  # which are float32 then, rounded to its 11 bits: a tensor core would cut the others off
     softmax_forward: Callable
     softmax_backward: Callable
+    sigmoid_forward: Callable
     sigmoid_gradients: Callable
 
 
@@ -80,5 +81,6 @@ def select_tile(features: Tensor, *, tile: str = "auto", tile_dtype: str | None 
         tf32,
         partial(triton_forward.softmax_forward, tf32=tf32),
         partial(triton_backward.softmax_backward, tf32=tf32),
+        partial(triton_forward.sigmoid_forward, tf32=tf32),
         partial(triton_backward.sigmoid_gradients, tf32=tf32),
     )

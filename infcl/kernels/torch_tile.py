@@ -90,6 +90,24 @@ def softmax_backward(
         chunk.accumulate(d_logits, cosines, d_rows, d_columns, d_scale)
 
 
+def sigmoid_forward(
+    rows: Tensor,
+    columns: Tensor,
+    scale: Tensor,
+    bias: Tensor,
+    *,
+    masked: bool,
+    workspace_bytes: int,
+    groups: Groups | None = None,
+) -> Tensor:
+    """`-logsigmoid(-(logits + bias)).sum()`, float32 or wider; of positives of `groups` -logsigmoid(logits + bias)."""
+    loss = rows.new_zeros((), dtype=_accumulator_like(rows))
+    for chunk in _chunks(rows, columns, workspace_bytes):
+        logits = chunk.row_features @ chunk.column_features.T * scale + bias
+        loss += _sigmoid_terms(chunk, logits, masked, groups)[0].sum()
+    return loss
+
+
 def sigmoid_gradients(
     rows: Tensor,
     columns: Tensor,

@@ -37,6 +37,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from infcl.kernels.groups import Groups
 from infcl.kernels.shapes import ceil_div, chunk_shape
 from infcl.kernels.triton_exp2 import exp2, quotient, shared_exp2
+from infcl.kernels.triton_forward import log1p
 from infcl.kernels.triton_groups import ids_of, same_ids
 from infcl.kernels.triton_launch import aligned, launch_options, multiprocessors, walked_dim
 from infcl.kernels.triton_statistics import LOG2E, middle
@@ -357,19 +358,6 @@ def _add_sum(sum_ptr, sums):
     """`*sum_ptr += sums.sum()` in float64."""
     total = tl.sum(tl.sum(tl.sum(sums, 2), 1), 0)
     tl.store(sum_ptr, tl.load(sum_ptr) + total.to(tl.float64))
-
-
-@triton.jit
-def log1p(x):
-    """log(1 + x) for x in [0, 1] by multiply-adds: a Chebyshev fit of log(1 + x) / x, relative error 4e-7."""
-    quotient = x * -0.0085746757686 + 0.0442141927779
-    quotient = quotient * x - 0.1078537106514
-    quotient = quotient * x + 0.1775702387094
-    quotient = quotient * x - 0.2449961155653
-    quotient = quotient * x + 0.3327617645264
-    quotient = quotient * x - 0.4999744892120
-    quotient = quotient * x + 0.9999998211861
-    return x * quotient
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor, factor: float) -> None:

@@ -5,7 +5,7 @@ In: image and text features [b, D] of this rank, scale and bias. Out: the loss, 
     logits = scale * all_images @ all_texts.T + bias                          # [B, B], never formed
     loss = -logsigmoid(sign * logits).sum() / B                               # sign: 1 on the diagonal, -1 elsewhere
 
-A pair's loss depends on its own logit alone. So the forward forms the gradients that are wanted too, 3 matmuls
+A pair's loss depends on its own logit alone. Where gradients are wanted the forward forms them too, 3 matmuls
 (6 B^2 D flops), W - 1 hops of b*D operands and W hops of b*D float32; the backward only multiplies them by the incoming
 gradient. Without gradients the forward is one matmul. Between forward and backward 2 b*D float32 are kept.
 Per-rank averages as in loss/inf_cl.
@@ -81,7 +81,9 @@ class _SigLip(torch.autograd.Function):
     def forward(ctx, image_features, text_features, scale, bias, setup: Setup, duplicates, wanted):
         with torch.autocast(image_features.device.type, enabled=False):
             rows, columns = setup.operands(image_features, text_features)
-            loss, *gradients = ring_pass(
+            if not any(wanted):
+                return ring_loss(rows, columns, scale, bias, *setup.of_a_pass(), duplicates=duplicates) / len(rows)
+            loss, *gradients = ring_loss_and_gradients(
                 rows, columns, scale, bias, *setup.of_a_pass(), duplicates=duplicates, needs=wanted[:2]
             )
         ctx.save_for_backward(scale, *gradients)
@@ -101,7 +103,32 @@ class _SigLip(torch.autograd.Function):
         return *sides, factor * d_scale, factor * d_bias, None, None, None
 
 
-def ring_pass(
+def ring_loss(
+    rows: Tensor,
+    columns: Tensor,
+    scale: Tensor,
+    bias: Tensor,
+    ring: RingExchange,
+    tile: Tile,
+    workspace_bytes: int,
+    duplicates: Duplicates | None = None,
+) -> Tensor:
+    """Return the sum of the losses over own rows and all columns, 0-dim."""
+    loss = -F.logsigmoid(_matched_logits(rows, columns, scale, bias)).sum()
+    for hop, (block, *ids) in ring.blocks(columns, *travelling(duplicates)):
+        loss += tile.sigmoid_forward(
+            rows,
+            block,
+            scale,
+            bias,
+            masked=hop == 0,
+            workspace_bytes=workspace_bytes,
+            groups=None if duplicates is None else duplicates.groups(*ids),
+        )
+    return loss
+
+
+def ring_loss_and_gradients(
     rows: Tensor,
     columns: Tensor,
     scale: Tensor,

@@ -21,9 +21,11 @@ _OPTIONS = ("num_warps", "num_stages")
 _HOPPER = GPUTarget("cuda", 90, 32)
 
 
-def compiled_forward(*, itemsize: int, masked: bool, edge: bool = False, kinds: int = 0) -> CompiledKernel:
+def compiled_forward(
+    *, itemsize: int, sigmoid: bool, masked: bool, edge: bool = False, kinds: int = 0, positive: bool = False
+) -> CompiledKernel:
     """The forward tile for operands of this size in bytes (2: bf16, 4: float32); edge: columns that fill no block."""
-    constants = {"MASKED": masked, "EDGE": edge, "GROUPED": kinds}
+    constants = {"SIGMOID": sigmoid, "MASKED": masked, "EDGE": edge, "GROUPED": kinds, "POSITIVE": positive}
     return _compiled(triton_forward._tile_sums_kernel, triton_forward._LAUNCH[itemsize], itemsize, constants)
 
 
