@@ -7,7 +7,8 @@
 #   time      half a minute, and a second per host for the links
 # Exit code 0: no error; 1: errors; 2: the hostfile cannot be read.
 set -uo pipefail
-hosts=${1:?usage: bash launch/check.sh HOSTFILE [SHARED_FOLDER]}
+[ $# -ge 1 ] || { echo "usage: bash launch/check.sh HOSTFILE [SHARED_FOLDER]" >&2; exit 2; }
+hosts=$1
 hosts=$(realpath "$hosts") shared=$(realpath "${2:-.}")
 cd "$(dirname "$0")/.."
 python -m infcl.cluster.check "$hosts" "$shared" || exit

@@ -7,7 +7,7 @@
 # IMAGE is open_clip's or CLIPModel's ViT-B-16; --warmup-samples is half an epoch of the data. docs/howto/learning-rates.md has the
 # recipe, and why its weight decay is 1e-7 a step. Flags given after these override them.
 set -euo pipefail
-[ -n "${IMAGE:-}" ] || { echo "launch/lit.sh: set IMAGE to the weights of the image tower to lock" >&2; exit 2; }
+[ -n "${IMAGE:-}" ] || { echo "launch/lit.sh: IMAGE is not set: set it to the weights of the locked image tower, such as IMAGE=ViT-B-16.safetensors" >&2; exit 2; }
 script=local.sh
 [ -z "${HOSTS:-}" ] || script=hostfile.sh  # which quotes what is in brackets for the hosts' shells
 exec bash "$(dirname "$0")/$script" \

@@ -13,7 +13,10 @@ NODES=${NODES:-1}
 if [ "$NODES" -eq 1 ]; then
   where=(--standalone)
 else
-  : "${NODE_RANK:?NODE_RANK: which of the $NODES hosts this is, from 0}" "${MASTER_ADDR:?MASTER_ADDR: the address of host 0}"
+  [ -n "${NODE_RANK:-}" ] && [ -n "${MASTER_ADDR:-}" ] || {
+    echo "launch/torchrun.sh: NODES=$NODES needs NODE_RANK (0 to $((NODES - 1)), another one on each node) and MASTER_ADDR (address of node 0)" >&2
+    exit 2
+  }
   where=(--nnodes "$NODES" --node-rank "$NODE_RANK" --master-addr "$MASTER_ADDR" --master-port "${MASTER_PORT:-29500}")
 fi
 # without "--", torchrun takes --logs for an abbreviation of its own flags

@@ -26,8 +26,10 @@ def read_hostfile(path: str | Path) -> dict[str, int]:
     """{host: slots}, in the file's order. ValueError with the line's number and text for what is no host line."""
     try:
         lines = Path(path).read_text().splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"hostfile {path}: {error}") from None
+    except OSError as error:
+        raise ValueError(f"{path}: {error.strerror}; write one line per node there, like 'worker-1 slots=8'") from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: {error}") from None
     hosts: dict[str, int] = {}
     first_lines: dict[str, int] = {}
     for number, line in enumerate(lines, start=1):
@@ -38,10 +40,10 @@ def read_hostfile(path: str | Path) -> dict[str, int]:
             raise ValueError(f"{path}, line {number}: {line.strip()!r}: {problem}")
         host, slots = words[0], int(words[1].removeprefix("slots="))
         if host in hosts:
-            raise ValueError(f"{path}, line {number}: {host} is there already, in line {first_lines[host]}")
+            raise ValueError(f"{path}, line {number}: {host} occurs already in line {first_lines[host]}")
         hosts[host], first_lines[host] = slots, number
     if not hosts:
-        raise ValueError(f"{path} names no host; write one a line, like 'worker-1 slots=8'")
+        raise ValueError(f"{path} names no host; write one line per node, like 'worker-1 slots=8'")
     return hosts
 
 

@@ -14,16 +14,16 @@ from infcl.config.settings import TrainConfig, option_of, shipped_preset
 _OF_ONE_RUN = ("name", "resume", "overwrite", "dry_run", "debug")  # not taken over by --config
 # Flags that existed and are gone: what to use instead. Using one is a usage error that prints its line.
 REMOVED = {
-    "--data-reader": "--dataset-type streaming reads front to back, webdataset is indexed",
-    "--data-timeout": "a third of --dist-timeout",
+    "--data-reader": "use --dataset-type streaming to read front to back; webdataset is indexed",
+    "--data-timeout": "the loader waits a third of --dist-timeout",
     "--encode-micro-batches": "a larger --batch-size does the same",
     "--max-failed-saves": "the fourth checkpoint in a row that cannot be written ends the run",
-    "--pixel-cache": "--pixel-cache-gb gpu caches pixels in GPU memory",
+    "--pixel-cache": "use --pixel-cache-gb; gpu caches pixels in GPU memory",
     "--ring": "the ring is two-level where the ranks fill several nodes evenly",
     "--ring-overlap": "messages always overlap the tiles; the losses of the library have ring_overlap",
     "--storage-timeout": "a read is tried again after 30 s without a byte",
     "--update-clip": "adafactor limits the root mean square of an update to 1",
-    "--zeroshot-classes": "infcl-evaluate has it",
+    "--zeroshot-classes": "use python -m infcl.evaluate --zeroshot-classes FILE",
 }
 
 

@@ -266,8 +266,9 @@ def _read_file(path: Path) -> dict[str, torch.Tensor]:
         found = re.search(r"WeightsUnpickler error:\s*(.+)", str(error))  # not torch's advice to run the file's code
         cause = found[1] if found else f"{type(error).__name__}: {error}".splitlines()[0]
         raise ValueError(
-            f"{path}: refused by torch.load(weights_only=True) ({cause}): it is no file of torch's, or holds more than "
-            "tensors, numbers and strings. Save the state dict alone, or convert a TorchScript archive to safetensors"
+            f"{path}: torch.load(weights_only=True) rejects it ({cause}): it is not a torch file, or contains more "
+            "than tensors, numbers and strings. Save only the state dict, or convert a TorchScript archive to "
+            "safetensors"
         ) from error
     content = content.get("state_dict", content) if isinstance(content, dict) else content
     if not isinstance(content, dict) or not all(isinstance(value, torch.Tensor) for value in content.values()):

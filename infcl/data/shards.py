@@ -173,7 +173,7 @@ class Manifest:
 
     @property
     def warnings(self) -> list[str]:
-        damaged = [f"damaged shard, what is whole is used: {path}: {why}" for path, why in self.damaged.items()]
+        damaged = [f"damaged shard, its intact samples are used: {path}: {why}" for path, why in self.damaged.items()]
         return damaged + [f"shard left out: {path}: {why}" for path, why in self.missing.items()]
 
 
@@ -271,9 +271,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if count > len(shown) > 0:
             print(f"    and {count - len(shown)} more")
     for path, damage in manifest.damaged.items():
-        print(f"  damaged, what is whole is used: {path}: {damage}")
+        print(f"  damaged, its intact samples are used: {path}: {damage}")
     for path, why in manifest.missing.items():
         print(f"  left out: {path}: {why}")
+    if manifest.num_samples == 0:
+        parser.exit(
+            2, f"{parser.prog}: error: no sample has an image ({args.image_key}) and a caption ({args.text_key})\n"
+        )
 
 
 if __name__ == "__main__":

@@ -128,7 +128,7 @@ def describe(setting: Setting, *, graphs: bool = False) -> str:
     memory, phases = memory_of(setting), phases_of(setting)
     total = sum(phase.exposed for phase in phases)
     largest = largest_batch(setting.with_(resident=1) if graphs else setting)
-    kept = counted(min(setting.resident, setting.num_micro_batches), "graph")
+    cached = counted(min(setting.resident, setting.num_micro_batches), "cached micro-batch", "cached micro-batches")
     lines = [
         f"{setting.gpus} x {setting.gpu.name}, {counted(setting.nodes, 'host')}"
         + (f", {setting.link.name} between them" if setting.nodes > 1 else ""),
@@ -136,7 +136,7 @@ def describe(setting: Setting, *, graphs: bool = False) -> str:
         f"{setting.global_batch:,} samples per step = {counted(setting.dp_size, 'data-parallel rank')} x "
         f"{setting.num_micro_batches} x {setting.micro_batch}; {stage_in_words(asked, setting.zero)}, "
         f"{'checkpointing, ' if setting.checkpointing else ''}"
-        f"{setting.precision}, {kept} kept, loss {setting.loss}, "
+        f"{setting.precision}, {cached}, loss {setting.loss}, "
         f"{'two-level' if setting.two_level else 'flat'} ring",
         "",
         "memory per GPU",
@@ -172,7 +172,7 @@ def _of_host(setting: Setting) -> str:
     """Whether a host holds what is stored there."""
     gib = setting.host_memory_gib
     if gib is None:
-        return "--host-memory-gib says whether that fits"
+        return "pass --host-memory-gib to check whether it fits"
     if not fits_host(setting, gib):
         return f"it does NOT fit into {gib:g}"
     return f"it fits into {gib:g}" + (
@@ -184,7 +184,7 @@ def _short(setting: Setting) -> str:
     words = [f"micro-batch {setting.micro_batch}", f"ZeRO-{setting.zero}"]
     words += ["checkpointing"] if setting.checkpointing else []
     graphs = min(setting.resident, setting.num_micro_batches)
-    words += [f"{graphs} graphs"] if graphs > 1 else []
+    words += [f"{graphs} cached micro-batches"] if graphs > 1 else []
     if setting.offload:
         host = host_bytes(load_of(setting), setting.ranks_of_host)
         words.append(f"offload (a host: {host / 2**30:.0f} GiB)")

@@ -109,7 +109,7 @@ class Setting:
         if self.sequence_parallel and self.tensor_parallel == 1:
             raise ValueError("--sequence-parallel shares rows over tensor-parallel ranks: --tensor-parallel-size is 1")
         if self.gpus > self.gpus_per_node and self.gpus % self.gpus_per_node:
-            raise ValueError(f"{self.gpus} GPUs do not fill nodes of {self.gpus_per_node}")
+            raise ValueError(f"{self.gpus} GPUs do not fill nodes of {self.gpus_per_node}: set --gpus-per-node")
         if self.nodes > 1 and self.gpus_per_node % self.tensor_parallel:
             within = [str(size) for size in range(1, self.gpus_per_node + 1) if self.gpus_per_node % size == 0]
             raise ValueError(
@@ -125,9 +125,10 @@ class Setting:
                 "ranks takes its share of one"
             )
         if self.global_batch % (self.dp_size * self.micro_batch):
+            of_ranks = self.dp_size * self.micro_batch
             raise ValueError(
                 f"a global batch of {self.global_batch} is no multiple of {self.dp_size} data-parallel ranks x "
-                f"micro-batch {self.micro_batch}"
+                f"micro-batch {self.micro_batch}; the next multiple is {-(-self.global_batch // of_ranks) * of_ranks}"
             )
 
     def with_(self, **changes) -> "Setting":

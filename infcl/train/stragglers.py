@@ -125,7 +125,7 @@ def slow_ranks(owns: list[float], waits: list[float] | None, step: float, nodes:
             of_data = waited - usual_wait > late / 2
             for_data = f" ({waited:.3g} s of them waiting for data, usually {usual_wait:.3g})"
         where = "its storage, cores and --workers" if of_data else "other programs there, clocks and heat of its GPUs"
-        what = "waiting for its data" if waits is None else "until its pairs are read and encoded"
+        what = "waiting for its data" if waits is None else "until its samples are read and encoded"
         lines[place] = (
             f"{name} is slower than the others: {owns[worst]:.3g} s of a step {what}, where {usual:.3g} s is usual"
             f"{for_data}. All wait for it, {late / step:.0%} of a step; look at {where}"

@@ -165,7 +165,7 @@ def test_slurm_rejects_an_interface_without_an_address(tmp_path):
 
 def test_slurm_needs_to_know_what_to_resume(tmp_path):
     result = slurm(tmp_path, "exit 0\n", "--logs", "logs")
-    assert result.returncode == 2 and "--logs and --name are needed" in result.stderr
+    assert result.returncode == 2 and "--logs and --name are missing" in result.stderr
 
 
 @pytest.mark.parametrize("form", [["--logs=logs", "--name=first"], ["--name", "x", *FLAGS]])

@@ -90,7 +90,7 @@ def test_supervise_without_a_batch_takes_the_hosts_that_answer(tmp_path):
         (["--min-hosts", "5"], 8, "--min-hosts 5 must lie in [1, 4]"),
         (["--min-hosts", "x"], 8, "invalid int value: 'x'"),
         ([], "eight", "line 1: 'a slots=eight': after the host comes slots=N"),
-        (["--hostfile", "none/hosts"], 8, "none/hosts: [Errno 2] No such file or directory"),
+        (["--hostfile", "none/hosts"], 8, "none/hosts: No such file or directory; write one line per node"),
     ],
 )
 def test_supervise_ends_with_a_mistake_in_hosts_or_minimum_and_starts_nothing(tmp_path, options, slots, message):

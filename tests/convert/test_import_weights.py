@@ -278,7 +278,7 @@ def test_files_that_would_run_code_are_refused(tmp_path):
     torch.save({"state_dict": [1, 2]}, tmp_path / "list.pt")
     for name, message in (
         ("evil.pt", "weights_only"),
-        *((f"{name}.bin", "weights_only.*no file of torch's") for name in ("noise", 0, 1, 2)),
+        *((f"{name}.bin", "weights_only.*not a torch file") for name in ("noise", 0, 1, 2)),
         ("noise.safetensors", "not a safetensors file"),
         ("list.pt", "no state dict"),
         ("nothing.pt", "no such file"),

@@ -218,7 +218,14 @@ def test_damaged_shards_are_listed_with_what_is_wrong(tmp_path, capsys):
     assert list(manifest.damaged) == [str(path)] and manifest.num_samples == 7 + manifest.shards[1].samples
     main(["index", folder, "--jobs", "2"])
     out = capsys.readouterr().out
-    assert "3 shards" in out and f"damaged, what is whole is used: {path}: ends at byte 1500" in out
+    assert "3 shards" in out and f"damaged, its intact samples are used: {path}: ends at byte 1500" in out
+
+
+def test_indexing_a_file_without_samples_is_a_usage_error(tmp_path, capsys):
+    (tmp_path / "README.md").write_text("no tar" * 200)
+    with pytest.raises(SystemExit) as stop:
+        main(["index", str(tmp_path / "README.md")])
+    assert stop.value.code == 2 and "error: no sample has an image (jpg;" in capsys.readouterr().err
 
 
 def test_indexing_says_which_samples_are_left_out(tmp_path, capsys):

@@ -47,7 +47,7 @@ def test_as_many_graphs_as_fit_are_planned_where_that_is_asked_for(capsys):
     def planned(graphs: str) -> tuple[str, float, str]:
         assert main([*flags.split(), "--resident-micro-batches", graphs]) == 0
         said = capsys.readouterr().out
-        kept, rate = (re.search(form, said)[1] for form in (r"(\d+) graphs? kept", r"(\d+) samples/s, "))
+        kept, rate = (re.search(form, said)[1] for form in (r"(\d+) cached micro-batch", r"(\d+) samples/s, "))
         return kept, float(rate), re.search(r"with this micro-batch: ([\d,]+)", said)[1]
 
     one, more = planned("1"), planned("auto")
@@ -55,7 +55,8 @@ def test_as_many_graphs_as_fit_are_planned_where_that_is_asked_for(capsys):
     assert 1.07 < more[1] / one[1] < 1.14  # measured: 1.10
     assert main([*flags.split(), "--resident-micro-batches", "auto"]) == 0
     fastest = capsys.readouterr().out.partition("fastest settings")[2]
-    assert "micro-batch 128, ZeRO-0, 4 graphs" in fastest and "micro-batch 256, ZeRO-0, 2 graphs" in fastest
+    assert "micro-batch 128, ZeRO-0, 4 cached micro-batches" in fastest
+    assert "micro-batch 256, ZeRO-0, 2 cached micro-batches" in fastest
 
 
 def test_packed_captions_are_planned_smaller_and_faster():
@@ -87,7 +88,10 @@ def test_captions_that_training_does_not_pack_are_not_planned_packed():
         ("--link wet-string", "known: .*nic-200, nic-400, nic-800"),
         ("--gpu v100-32g", "v100-32g does not compute bf16: use --precision fp16 or fp32"),
         ("--gpus 12", "12 GPUs do not fill nodes of 8"),
-        ("--global-batch 1000 --micro-batch-size 64", "1000 is no multiple of 8 data-parallel ranks x micro-batch 64"),
+        (
+            "--global-batch 1000 --micro-batch-size 64",
+            "1000 is no multiple of 8 data-parallel ranks x micro-batch 64; the next multiple is 1024",
+        ),
         ("--sequence-parallel", "--tensor-parallel-size is 1"),
         ("--tensor-parallel-size 3", "8 GPUs are no multiple of tensor-parallel 3"),
         ("--micro-batch-size many", "must be a number greater than 0, or auto"),
@@ -134,7 +138,7 @@ def test_a_plot_that_cannot_be_written_is_one_line_too(tmp_path, capsys):
 
 def test_no_more_graphs_are_said_to_stay_than_a_step_has_micro_batches(capsys):
     assert main("--global-batch 8k --micro-batch-size 256 --resident-micro-batches 99999".split()) == 0
-    kept = re.findall(r"micro-batch (\d+), .*?(\d+) graphs", capsys.readouterr().out)
+    kept = re.findall(r"micro-batch (\d+), .*?(\d+) cached micro-batches", capsys.readouterr().out)
     assert kept and all(int(size) * int(graphs) == 1024 for size, graphs in kept)
 
 

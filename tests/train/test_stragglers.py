@@ -46,9 +46,9 @@ def test_what_a_step_does_not_feel_is_not_said():
 def test_the_line_has_the_figures_and_tells_a_loader_that_is_late_from_a_slow_gpu():
     (slow_gpu,) = named({5: 2.0}).values()
     assert slow_gpu == (
-        "b (rank 5) is slower than the others: 2 s of a step until its pairs are read and encoded, where 1 s is usual "
-        "(0.1 s of them waiting for data, usually 0.1). All wait for it, 25% of a step; look at other programs there, "
-        "clocks and heat of its GPUs"
+        "b (rank 5) is slower than the others: 2 s of a step until its samples are read and encoded, where 1 s is "
+        "usual (0.1 s of them waiting for data, usually 0.1). All wait for it, 25% of a step; look at other programs "
+        "there, clocks and heat of its GPUs"
     )
     (late_loader,) = named({5: 2.0}, waits={5: 1.1}).values()
     assert "(1.1 s of them waiting for data, usually 0.1)" in late_loader and "look at its storage" in late_loader
