@@ -110,7 +110,7 @@ def _figure(chart: Chart, inches: tuple[float, float]):
     for series in chart.series:
         _plot(axis.twinx() if series.right else axis, series)
     low, high = _range(chart)
-    axis.set(xlabel=chart.x, ylabel=chart.y, xlim=(0, None))
+    axis.set(xlabel=chart.x, ylabel=chart.y, xlim=(0, None), ylim=(low, high))
     axis.set_yscale("log" if chart.log else "linear")
     marks = _marks(low, high, log=chart.log)
     axis.set_yticks(marks, labels=tick_labels(marks, percent=chart.percent))
