@@ -27,6 +27,8 @@ def describe_plan(inputs: Inputs, parallel: Parallel) -> str:
     """The resolved plan as text. ValueError: what the run would reject before it builds the engine. Collective."""
     spec, cfg = inputs.spec, inputs.model_config
     config, batch = spec.flags, spec.batch
+    if config.resume not in (None, "latest") and not Path(config.resume).is_dir():
+        raise ValueError(f"--resume {config.resume}: no such folder; give latest, or RUN/checkpoints/step_NUMBER")
     select_tile(torch.empty(0, device=parallel.device), tile=config.tile)
     loader = build_loader(inputs, parallel)
     tasks = build_tasks(inputs)

@@ -70,6 +70,7 @@ def test_dry_run_refuses_what_the_run_would_refuse(demo_folder, tmp_path):
             "has 3 groups: embeddings, 1 block, projection",
         ),
         (["--tile", "triton", "--device", "cpu"], "tile 'triton' needs features on a GPU"),
+        (["--resume", "latst"], "--resume latst: no such folder; give latest, or "),
     ):
         result = forked(command(demo_folder, tmp_path, "--dry-run", *flags), 1)
         assert result.returncode == 2 and reason in " ".join(result.stderr.split()), (flags, result.stderr)
