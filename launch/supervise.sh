@@ -39,7 +39,7 @@ value_of() {  # the last one counts, as in the program
 launched=""
 for flag in "$@"; do
   case $flag in
-    --overwrite) refuse "--overwrite would start anew at each restart" ;;
+    --overwrite) refuse "--overwrite would start from scratch at each restart" ;;
     *launch/*.sh) launched=$flag ;;
   esac
 done

@@ -20,6 +20,8 @@ def test_every_script_is_valid_bash_and_says_command_hardware_and_time(path):
         assert subprocess.run(["bash", "-n", path], capture_output=True).returncode == 0
     if path.name == "quote.sh":
         return
+    if "exec deepspeed" in path.read_text():
+        assert re.search(r"deepspeed -q|options=\(-q ", path.read_text()), "DeepSpeed prints its command line again"
     said = dict(re.findall(r"^#   (command|hardware|time) +(\S.*)$", path.read_text(), re.MULTILINE))
     assert re.match(r"(\S+=\S+ )*(bash|sbatch|make|kubectl|docker) ", said["command"])
     assert re.search("GPU|any|as the run", said["hardware"])
@@ -178,7 +180,7 @@ def test_what_starts_a_run_again_does_not_overwrite_it(tmp_path):
     refused = slurm(tmp_path, "echo started\n", *FLAGS, "--overwrite")
     assert refused.returncode == 2 and "from scratch after each requeue" in refused.stderr and not refused.stdout
     supervised = run("supervise.sh", str(tmp_path), "echo", "--overwrite", tmp_path=tmp_path, programs={})
-    assert supervised.returncode == 2 and "anew at each restart" in supervised.stderr and not supervised.stdout
+    assert supervised.returncode == 2 and "from scratch at each restart" in supervised.stderr and not supervised.stdout
 
 
 SSH = 'case "$*" in *hostname*) echo "10.0.0.1 fe80::1 ";; *) echo "2: eth0    inet 10.0.0.1/24 brd";; esac\n'

@@ -69,6 +69,20 @@ def test_open_clip_loads_the_folder_and_gives_the_same_features(exported, tokeni
     assert "Resize(size=32, interpolation=bicubic" in str(preprocess)
 
 
+def test_open_clip_loads_the_demos_model(tokenizer_model, tmp_path):
+    open_clip = import_open_clip()
+    tokenizer = Tokenizer(tokenizer_model, CONTEXT_LENGTH)
+    ids = {name: getattr(tokenizer, name) for name in ("vocab_size", "context_length", "eos_id", "pad_id")}
+    model = CLIP(with_tokenizer(load_model_config("demo"), **ids)).eval()
+    export_model(model.state_dict(), model.cfg, tokenizer_model, tmp_path / "export", name="demo")
+    theirs = open_clip.create_model(f"local-dir:{tmp_path / 'export'}").eval()
+    images, texts = torch.randn(3, 3, 32, 32), tokenizer(CAPTIONS[:3])
+    with torch.no_grad():
+        out = model(images, texts)
+        torch.testing.assert_close(out["image_features"], theirs.encode_image(images, True), rtol=0, atol=1e-5)
+        torch.testing.assert_close(out["text_features"], theirs.encode_text(texts, True), rtol=0, atol=1e-5)
+
+
 def test_open_clips_tokenizer_gives_our_ids(exported, tokenizer_model):
     open_clip = import_open_clip()
     pytest.importorskip("transformers")
