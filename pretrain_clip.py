@@ -2,8 +2,8 @@
 
     parse the flags -> join the process group -> resolve the run -> claim its folder -> build -> fit
 
-infcl/train/ending.py has the exit codes. While a run starts SIGTERM and SIGHUP end the process at once, SIGUSR1 after
-the first step, with a checkpoint.
+infcl/train/ending.py lists the exit codes. During the start SIGTERM and SIGHUP end the process at once; SIGUSR1 ends it
+after the first step, with a checkpoint.
 """
 
 import functools
@@ -11,7 +11,7 @@ import logging
 import signal
 import sys
 
-if __name__ == "__main__":  # before what takes long to import: a scheduler's warning may come at any time
+if __name__ == "__main__":  # before the slow imports: a scheduler's signal may arrive at any time
     noted: list[int] = []
     signal.signal(signal.SIGUSR1, lambda number, _: noted.append(number))
 
@@ -29,7 +29,12 @@ from infcl.train.trainer import Trainer
 
 
 def main(argv: list[str] | None = None, *, noted: list[int] | None = None) -> int:
-    """noted: signals that have come, and will, for which this run is to save and end."""
+    """Train with the flags in `argv` and return the exit code.
+
+    Args:
+        argv: command-line flags; None: those of sys.argv.
+        noted: list of received signals, to which handlers append. The run saves and exits when it is not empty.
+    """
     argv = sys.argv[1:] if argv is None else argv
     if read_environment()[0] != 0 and {"-h", "--help"} & set(argv):
         return 0  # rank 0 prints it
@@ -37,7 +42,11 @@ def main(argv: list[str] | None = None, *, noted: list[int] | None = None) -> in
 
 
 def build(argv: list[str], noted: list[int] | None) -> Trainer | NothingToTrain:
-    """Build the trainer of these flags. ValueError for a usage error."""
+    """Build the trainer for these flags.
+
+    Raises:
+        ValueError: for a usage error.
+    """
     end_with_launcher()
     flags = parse_args(argv)
     logging.basicConfig(level=logging.DEBUG if flags.debug else logging.WARNING)

@@ -1,11 +1,10 @@
-"""The configuration of a run: command line -> flags (TrainConfig) -> what runs (RunSpec), both frozen.
+"""The configuration of a run: command line -> flags (TrainConfig) -> resolved run (RunSpec), both frozen.
 
 The dataclass is the single source: `parse_args` derives argparse from its fields, and `config.json` in the run folder
-is the same fields again. Rejecting a wrong flag needs no device and no other rank.
+stores the same fields. Rejecting a wrong flag needs no device and no other rank.
 
-settings: the fields; checks: what is rejected; command_line: argparse; batch: samples of a step,
-steps of a run; preset: ZeRO presets; spec: what follows from all of it; agreement: what all hosts must have been given
-alike.
+settings: the fields; checks: validation; command_line: argparse; batch: samples per step, steps per run;
+preset: ZeRO presets; spec: the resolved run; agreement: settings that must be equal on all nodes.
 """
 
 from infcl.config.agreement import settings_of

@@ -1,6 +1,6 @@
 """Settings that must be equal on all nodes of a run: flags, the preset, a model's JSON file, the tokenizer.
 
-Ranks that differ in them wait for each other until a time-out, or train something that nobody asked for.
+Ranks with different settings wait for each other until a time-out, or train something unintended.
 """
 
 import dataclasses
@@ -22,20 +22,24 @@ OWN_PATHS = (
     "pretrained_text",
     "index_cache",
     "data_cache",
-    "interface",  # a name, but a host's own too
+    "interface",  # not a path, but nodes may name it differently too
     "logs",
     "resume",
 )
-# May differ: a node's cores, memory, disk and storage, and what it logs.
+# May differ: they depend on a node's cores, memory and disk, or only affect its logging.
 OWN_VALUES = ("workers", "pixel_cache_gb", "data_cache_gb", "device", "debug")
 # Their contents are compared: JSON key by key, other files by SHA-256.
 SAME_CONTENTS = ("deepspeed_config", "model", "tokenizer")
 
 
 def settings_of(config: TrainConfig) -> dict[str, str]:
-    """{"--lr": "0.0005", "--deepspeed_config zero_optimization.stage": "1", ...}: equal on all hosts of a run.
+    """Return the settings that must be equal on all nodes of a run.
 
-    A path's value is never in it, so that nothing secret is printed. A file that cannot be read counts as its name.
+    The result never contains the value of a path in `OWN_PATHS`, so that a message cannot print a secret. A file that
+    cannot be read is represented by its name.
+
+    Returns:
+        {"--lr": "0.0005", "--deepspeed_config zero_optimization.stage": "1", ...}
     """
     settings: dict[str, str | None] = {}
     for name, value in dataclasses.asdict(config).items():

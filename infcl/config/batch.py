@@ -1,4 +1,4 @@
-"""How many samples a step has and how many steps a run: the one place where batch sizes are multiplied.
+"""Samples per step and steps per run: the only module that multiplies batch sizes.
 
 global_batch_size = dp_size * num_micro_batches * micro_batch_size
 """
@@ -11,7 +11,13 @@ from infcl.config.settings import TrainConfig
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """ranks x micro-batches x samples."""
+    """Batch sizes of a step.
+
+    Attributes:
+        dp_size: data-parallel ranks.
+        num_micro_batches: micro-batches per rank and step.
+        micro_batch_size: samples per micro-batch.
+    """
 
     dp_size: int
     num_micro_batches: int
@@ -19,10 +25,12 @@ class BatchPlan:
 
     @classmethod
     def of(cls, config: TrainConfig, dp_size: int) -> "BatchPlan":
-        """The plan of a run on `dp_size` data-parallel ranks.
+        """Return the plan of a run on `dp_size` data-parallel ranks.
 
-        Under --global-batch-size a micro-batch is the largest one, up to --batch-size, that divides a rank's share.
-        ValueError when the ranks do not divide the global batch.
+        With --global-batch-size, micro-batches have the largest size up to --batch-size that divides a rank's share.
+
+        Raises:
+            ValueError: the global batch cannot be divided evenly among the ranks.
         """
         if config.global_batch_size is None:
             return cls(dp_size, config.accum_freq, config.batch_size)
@@ -37,12 +45,12 @@ class BatchPlan:
         return cls(dp_size, share // micro, micro)
 
     def divisors(self, largest: int, parts: int = 1) -> Iterator[int]:
-        """Micro-batches, the largest first, that divide a rank's share and can be split into `parts`."""
+        """Yield, in descending order, sizes <= `largest` that divide a rank's share and are multiples of `parts`."""
         share = self.rank_batch_size
         return (n for n in range(min(largest, share), 0, -1) if share % n == 0 and n % parts == 0)
 
     def smaller_than_asked(self, config: TrainConfig) -> str | None:
-        """A line for the user where a micro-batch had to be smaller than --batch-size."""
+        """Return a line for the user if micro-batches are smaller than --batch-size, else None."""
         parts = config.tensor_parallel_size
         wanted = min(config.batch_size, self.rank_batch_size) // parts * parts
         if self.micro_batch_size >= wanted:
@@ -71,17 +79,17 @@ class BatchPlan:
 
 
 def counted(number: int, one: str, more: str | None = None) -> str:
-    """ "1 rank", "2,000 ranks"; more: a plural that is not `one` with an s."""
+    """Return a count with its noun: "1 rank", "2,000 ranks". `more` is an irregular plural of `one`."""
     return f"{number:,} {one if number == 1 else more or f'{one}s'}"
 
 
 def aligned(rows: Iterable[tuple[str, str | None]]) -> str:
-    """Return lines of a name and a value, the values in one column; rows without a value (None) are left out."""
+    """Return (name, value) rows as lines with the values in one column; skip rows whose value is None."""
     known = [(name, value) for name, value in rows if value is not None]
     width = max((len(name) for name, _ in known), default=0)
     return "\n".join(f"  {name:<{width}}  {value}" for name, value in known)
 
 
 def total_steps(config: TrainConfig, steps_per_epoch: int) -> int:
-    """Optimizer steps of the whole run."""
+    """Return the number of optimizer steps of the full run."""
     return config.steps if config.steps is not None else config.epochs * steps_per_epoch

@@ -1,4 +1,4 @@
-"""Check flags without looking at files, devices or other ranks: each wrong value is rejected with the fix."""
+"""Check flags without reading file contents, devices or other ranks; reject each wrong value with the fix."""
 
 import dataclasses
 import importlib.util
@@ -63,18 +63,22 @@ PATHS = (
     "pretrained_text",
 )
 _WEIGHTS = "it takes a file or folder of weights; nothing is downloaded by name"
-_MEANT = {  # by those who give a name instead of a path
+_MEANT = {  # hints for users who give a name instead of a path
     "--tokenizer": "it takes a sentencepiece model, or open_clip:ViT-B-32 for CLIP's own",
     "--pretrained": _WEIGHTS,
     "--pretrained-image": _WEIGHTS,
     "--pretrained-text": _WEIGHTS,
 }
-# scheme://user:password@host, https://TOKEN@host; elsewhere a name before @ is a user's, as in ssh://me@host
+# scheme://user:password@host or https://TOKEN@host; in other schemes the text before @ is a user name (ssh://me@host)
 _PASSWORD = re.compile(r"""://[^/@\s:]*:[^/@\s]+@|https?://[^/@\s?#"']+@""", re.IGNORECASE)
 
 
 def validate(config: TrainConfig) -> None:
-    """Raise ValueError, with the value and the fix, for the first setting that cannot be."""
+    """Check all settings.
+
+    Raises:
+        ValueError: for the first invalid setting, with its value and the fix.
+    """
     _check_ranges(config)
     _check_data(config)
     _check_schedule_and_towers(config)
@@ -91,7 +95,11 @@ def validate(config: TrainConfig) -> None:
 
 
 def parse_factors(text: str | None) -> list[float] | None:
-    """'1::2.5' -> [1.0, 2.5]. Raises ValueError when a part is no number above 0."""
+    """Parse --train-data-upsampling-factors: '1::2.5' -> [1.0, 2.5].
+
+    Raises:
+        ValueError: a part is not a finite number above 0.
+    """
     if text is None:
         return None
     try:
@@ -264,13 +272,13 @@ def _is_size(text: str) -> bool:
 
 
 def _is_installed(package: str) -> bool:
-    """Whether `import package` finds a real package, not merely a folder of that name in the working directory."""
+    """Return whether `import package` finds a real package, not only a folder of that name in the working directory."""
     found = importlib.util.find_spec(package)
     return found is not None and found.origin is not None
 
 
 def _check_plain_path(option: str, value: str | None) -> None:
-    """Reject a missing path; patterns, lists and remote urls are checked by the data layer."""
+    """Reject a missing path and a URL with a password; the data layer checks patterns, lists and remote URLs."""
     if value is not None and _PASSWORD.search(value):
         raise ValueError(
             f"{option} holds a password or token: every user of the hosts could read it in the command line, and the "

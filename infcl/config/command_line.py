@@ -1,4 +1,4 @@
-"""Command line -> TrainConfig: argparse made from the dataclass's fields."""
+"""Parse the command line to a TrainConfig, with an argparse parser made from the dataclass's fields."""
 
 import argparse
 import ast
@@ -11,8 +11,8 @@ from typing import Any
 from infcl.config.checks import is_table, validate
 from infcl.config.settings import TrainConfig, option_of, shipped_preset
 
-_OF_ONE_RUN = ("name", "resume", "overwrite", "dry_run", "debug")  # not taken over by --config
-# Flags that existed and are gone: what to use instead. Using one is a usage error that prints its line.
+_OF_ONE_RUN = ("name", "resume", "overwrite", "dry_run", "debug")  # --config ignores them
+# Removed flags and what to use instead. Giving one is a usage error that prints its line.
 REMOVED = {
     "--data-reader": "use --dataset-type streaming to read front to back; webdataset is indexed",
     "--data-timeout": "the loader waits a third of --dist-timeout",
@@ -28,7 +28,14 @@ REMOVED = {
 
 
 def parse_args(argv: list[str] | None = None) -> TrainConfig:
-    """Command line -> validated TrainConfig. Raises ValueError for a wrong flag or value (argparse's own message)."""
+    """Parse and validate the command line.
+
+    Args:
+        argv: the flags; None: those of sys.argv.
+
+    Raises:
+        ValueError: for a wrong flag or value, with argparse's or `validate`'s message.
+    """
     parser = make_parser()
     started_from = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     started_from.add_argument("--config")
@@ -39,7 +46,7 @@ def parse_args(argv: list[str] | None = None) -> TrainConfig:
         arguments.pop(launcher_flag)
     if arguments["train_data"]:
         arguments["train_data"] = "::".join(arguments["train_data"])
-    if not isinstance(arguments["aug_cfg"], dict):  # of --config
+    if not isinstance(arguments["aug_cfg"], dict):  # --config has it parsed already
         arguments["aug_cfg"] = _parse_aug_cfg(arguments["aug_cfg"])
     if arguments["dataset_type"] == "auto":
         arguments["dataset_type"] = "csv" if is_table(arguments["train_data"]) else "webdataset"
@@ -50,10 +57,10 @@ def parse_args(argv: list[str] | None = None) -> TrainConfig:
 
 
 def _settings_of_run(path: str) -> dict[str, Any]:
-    """The settings in a run's config.json that another run may begin with: all but what belongs to that run.
+    """Return the settings of a run's config.json for a new run, without those that belong to that run (`_OF_ONE_RUN`).
 
     Raises:
-        ValueError: it cannot be read, or has a setting that does not exist.
+        ValueError: the file cannot be read, or has a setting that does not exist.
     """
     try:
         given = json.loads(Path(path).read_text(encoding="utf-8"))
@@ -71,7 +78,7 @@ def _settings_of_run(path: str) -> dict[str, Any]:
 
 
 def _preset_file(given: str) -> str:
-    """Return the file of a preset given by its name in ds_configs ("zero2"); anything else as it is."""
+    """Return the file of a preset that is given by its name in ds_configs ("zero2"); return other values unchanged."""
     if Path(given).exists() or not given.isidentifier():
         return given
     shipped = shipped_preset(given)
@@ -79,7 +86,7 @@ def _preset_file(given: str) -> str:
 
 
 class _Parser(argparse.ArgumentParser):
-    """argparse that raises: with many ranks the caller decides who prints."""
+    """ArgumentParser that raises ValueError instead of exiting, so that the caller decides which rank prints."""
 
     def error(self, message: str):
         raise ValueError(f"{message} (see --help)")
@@ -92,7 +99,7 @@ class _Parser(argparse.ArgumentParser):
         return arguments
 
     def _hint(self, text: str) -> str:
-        """What replaces a removed flag, or else the known flag that is spelled almost alike, or nothing."""
+        """Return what replaces a removed flag, else the known flag with the closest spelling, else ""."""
         flag = text.partition("=")[0]
         dashed = flag.replace("_", "-")
         if dashed in REMOVED:
@@ -103,7 +110,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The parser whose --help the user sees; its errors are ValueErrors."""
+    """Return the parser of all flags, with their --help. It raises ValueError for usage errors."""
     parser = _Parser(
         prog="pretrain_clip.py",
         usage="deepspeed [--hostfile hosts] pretrain_clip.py [flags]",
@@ -132,7 +139,7 @@ def make_parser() -> argparse.ArgumentParser:
         group.add_argument(*spellings, dest=entry.name, default=default, help=help, **options)
     parser.add_argument("--config", metavar="S", help="begin with the flags of another run's config.json")
     parser.add_argument("--local_rank", "--local-rank", type=int, default=-1, help=argparse.SUPPRESS)
-    parser.add_argument("--deepspeed", action="store_true", help=argparse.SUPPRESS)  # launchers' habit; always on
+    parser.add_argument("--deepspeed", action="store_true", help=argparse.SUPPRESS)  # accepted and ignored
     return parser
 
 

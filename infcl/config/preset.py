@@ -1,7 +1,7 @@
-"""ZeRO presets (ds_configs/*.json): check one against the flags, complete it to the config that DeepSpeed gets.
+"""ZeRO presets (ds_configs/*.json): check a preset against the flags and complete it to DeepSpeed's config.
 
-A preset says how the state is sharded and where it is stored. Settings that flags own (batch, optimizer, clipping,
-schedule) are rejected in it and written into it, so that each has one place.
+A preset defines how the state is sharded and where it is stored. Flags own the batch, optimizer, clipping and schedule.
+A preset that sets one of these is rejected, and `deepspeed_config` adds them, so that each setting has one source.
 """
 
 import json
@@ -21,9 +21,9 @@ _OWNED_BY_FLAGS = {
     "torch_autocast": "--precision amp_bf16",
     "steps_per_print": "--log-every-n-steps",
 }
-# Elements of `reduce_bucket_size`: DeepSpeed's own; those of ds_configs/zero1.json and zero2.json, and of zero3.json.
+# `reduce_bucket_size` in elements: DeepSpeed's default; ds_configs/zero1.json and zero2.json; zero3.json.
 BUCKET, STAGE_1_BUCKET, STAGE_3_BUCKET = 500_000_000, 100_000_000, 50_000_000
-# What ZeRO++ does in DeepSpeed 0.19.8 across tensor-parallel ranks, which hold other parts of the parameters.
+# Why ZeRO++ in DeepSpeed 0.19.8 is wrong across tensor-parallel ranks, which hold different parts of the parameters.
 _WRONG_OVER_PARTS = {
     "zero_hpz_partition_size": "shares out a parameter among neighbouring ranks",
     "zero_quantized_gradients": "sums gradients over the ranks of all hosts",
@@ -44,13 +44,21 @@ _PRESET_KEYS = {
 
 
 def read_preset(config: TrainConfig, device_type: str, hosts: int = 1) -> tuple[dict, str]:
-    """(preset, precision) of a run on so many nodes; `resolve` calls it, everything else takes what follows.
+    """Read and check the preset. Only `resolve` calls this; other modules use the RunSpec.
 
     An `overlap_comm` of "auto" becomes true across nodes and in stage 3. Within a node the overlap of stages 1 and 2
     costs more than it saves (docs/benchmarks/step.md).
 
+    Args:
+        config: the flags.
+        device_type: "cuda" or "cpu".
+        hosts: nodes of the run.
+
+    Returns:
+        The preset and the precision (fp32, amp_bf16, bf16 or fp16).
+
     Raises:
-        ValueError: for a broken preset, or one that contradicts the flags.
+        ValueError: the preset is invalid or contradicts the flags.
     """
     path = Path(config.deepspeed_config)
     preset = _read(path)
@@ -100,7 +108,7 @@ def read_preset(config: TrainConfig, device_type: str, hosts: int = 1) -> tuple[
 
 
 def _check_over_parts(preset: dict, size: int, path: Path) -> None:
-    """Raise ValueError for options that are wrong if tensor-parallel ranks hold different parameters."""
+    """Raise ValueError for options that are wrong when tensor-parallel ranks hold different parameters."""
     zero = preset.get("zero_optimization", {})
     for key, why in _WRONG_OVER_PARTS.items():
         if (value := zero.get(key, 0)) not in ((0, 1) if key == "zero_hpz_partition_size" else (0,)):
@@ -112,11 +120,11 @@ def _check_over_parts(preset: dict, size: int, path: Path) -> None:
 
 
 def stage_over(ranks: int, stage: int, precision: str, *, offloads: bool) -> int:
-    """The ZeRO stage that runs over so many data-parallel ranks where `stage` is asked for.
+    """Return the ZeRO stage that runs on `ranks` data-parallel ranks when the preset has `stage`.
 
-    A single rank has nobody to share with: stages 1 and 2 become stage 0, without DeepSpeed's second copy of the
-    parameters and its gradient buckets (docs/concepts/engine.md). FP32 master weights of half-precision parameters, and
-    state in host memory, need their stage. Stage 3 stays, so that it can be studied on one GPU.
+    A single rank has no state to shard. Stages 1 and 2 become stage 0 there, which saves DeepSpeed's second copy of the
+    parameters and its gradient buckets (docs/concepts/engine.md). FP32 master weights of half-precision parameters and
+    state in host memory need their stage. Stage 3 is kept, so that it can be studied on one GPU.
     """
     if ranks == 1 and stage in (1, 2) and precision in ("fp32", "amp_bf16") and not offloads:
         return 0
@@ -124,7 +132,7 @@ def stage_over(ranks: int, stage: int, precision: str, *, offloads: bool) -> int
 
 
 def check_stage(stage: int, precision: str, *, offloads: bool, source: str) -> None:
-    """Raise ValueError for what DeepSpeed's stage 0 does not support; `source` says who asks for it."""
+    """Raise ValueError for a combination that DeepSpeed's stage 0 does not support; `source` is who asks for it."""
     if stage == 0 and precision in ("bf16", "fp16"):
         raise ValueError(
             f"--precision {precision} needs ZeRO stage >= 1 ({source} has stage 0, where DeepSpeed keeps no exact FP32 "
@@ -138,27 +146,28 @@ def check_stage(stage: int, precision: str, *, offloads: bool, source: str) -> N
 
 
 def offloads(preset: dict, part: str) -> bool:
-    """Whether DeepSpeed moves the "optimizer" or the "param" to host memory: parameters in stage 3 alone."""
+    """Return whether DeepSpeed moves `part` ("optimizer" or "param") to host memory; parameters only in stage 3."""
     device = preset.get("zero_optimization", {}).get(f"offload_{part}", {}).get("device", "none")
     return device != "none" and (part == "optimizer" or zero_stage(preset) == 3)
 
 
 def sums_gradients_on_host(stage: int, precision: str) -> bool:
-    """Whether offloading ZeRO-2 adds up micro-batches' gradients there, parameter by parameter. In half precision the
-    float32 sums stay on the GPU.
+    """Return whether ZeRO-2 with offloading sums the gradients of micro-batches in host memory.
+
+    In half precision the float32 sums stay on the GPU.
     """
     return stage == 2 and precision not in ("bf16", "fp16")
 
 
 def stage_in_words(asked: int, runs: int) -> str:
-    """Return the ZeRO stage that runs, and the one that was asked for if it is another."""
+    """Return the ZeRO stage that runs as text, with the preset's stage if that differs."""
     return f"ZeRO-{runs}" + (f" (stage {asked} over one rank)" if asked != runs else "")
 
 
 def bucket_elements(zero_optimization: dict, stage: int) -> int:
-    """Return how many elements of gradients are reduced at once, as a preset says or by default.
+    """Return the number of gradient elements that are reduced at once: the preset's value or the default.
 
-    The default is DeepSpeed's, except where engine/reduce.py reduces them: it has up to three buckets at a time.
+    The default is DeepSpeed's, but smaller where engine/reduce.py reduces: it holds up to three buckets at a time.
     """
     offloaded = offloads({"zero_optimization": zero_optimization}, "optimizer")
     ours = stage == 3 and not offloaded and zero_optimization.get("reduce_scatter", True)
@@ -166,14 +175,15 @@ def bucket_elements(zero_optimization: dict, stage: int) -> int:
 
 
 def is_bf16_optimizer(stage: int, precision: str, *, offloaded: bool) -> bool:
-    """Whether DeepSpeed takes its BF16_Optimizer, which has no buckets: it keeps float32 sums in addition to the
-    gradients and reduces them after the backward.
+    """Return whether DeepSpeed uses its BF16_Optimizer.
+
+    That has no buckets: it keeps float32 sums in addition to the gradients and reduces them after the backward.
     """
     return stage == 1 and precision == "bf16" and not offloaded
 
 
 def sums_of(preset: dict) -> str:
-    """Return the dtype in which gradients of half-precision parameters add up over micro-batches."""
+    """Return the dtype in which gradients of half-precision parameters are summed over micro-batches."""
     return preset.get("data_types", {}).get("grad_accum_dtype", "fp32")
 
 
@@ -211,7 +221,10 @@ def _left_open(values: dict) -> Iterator[str]:
 
 
 def cpu_computes_fp16() -> bool:
-    """Whether this CPU trains in fp16. DeepSpeed asks the same after the data are read, and names no flag."""
+    """Return whether this CPU trains in fp16.
+
+    DeepSpeed checks the same, but only after the data is read, and without the name of a flag.
+    """
     import torch
 
     return torch.ops.mkldnn._is_mkldnn_fp16_supported()
@@ -224,10 +237,14 @@ def zero_stage(preset: dict) -> int:
 def deepspeed_config(
     preset: dict, precision: str, batch: BatchPlan, grad_clip_norm: float | None, *, leaves: list[str]
 ) -> dict:
-    """Return the preset with everything that flags own written in.
+    """Return DeepSpeed's config: the preset with the settings that flags own.
 
     Args:
-        leaves: full names of the module classes that stage 3 gathers as one, where the preset names none.
+        preset: from `read_preset`.
+        precision: fp32, amp_bf16, bf16 or fp16.
+        batch: batch sizes of a step.
+        grad_clip_norm: largest gradient norm; None: no clipping.
+        leaves: full names of module classes that stage 3 gathers as a unit, unless the preset lists its own.
     """
     merged = dict(preset)
     merged["train_micro_batch_size_per_gpu"] = batch.micro_batch_size
@@ -236,19 +253,19 @@ def deepspeed_config(
     merged["gradient_clipping"] = grad_clip_norm or 0.0
     merged["steps_per_print"] = 10**9
     merged["zero_allow_untested_optimizer"] = True
-    merged["timers"] = {"throughput": {"enabled": False}}  # waits for the GPU before each forward
-    merged.setdefault("zero_force_ds_cpu_optimizer", False)  # those of optimizers.py run on a CPU too
-    if zero_stage(preset) == 3:  # one gather, one set of hooks per block, and a block that can be compiled whole
+    merged["timers"] = {"throughput": {"enabled": False}}  # it waits for the GPU before each forward
+    merged.setdefault("zero_force_ds_cpu_optimizer", False)  # the optimizers of optimizers.py run on a CPU too
+    if zero_stage(preset) == 3:  # leaf modules: one gather and one set of hooks per block, which compiles as a unit
         zero = dict(merged["zero_optimization"])
         zero.setdefault("leaf_module", {"classes": leaves})
         zero["reduce_bucket_size"] = bucket_elements(zero, 3)
         merged["zero_optimization"] = zero
     if precision == "amp_bf16":
-        # by default DeepSpeed rounds the gradients of torch's own linear and convolution classes (conv1) on their way
+        # by default DeepSpeed reduces the gradients of torch's linear and convolution classes (conv1) in bf16
         merged["torch_autocast"] = {"enabled": True, "dtype": "bfloat16", "lower_precision_safe_modules": []}
     if precision in ("bf16", "fp16"):
         merged[precision] = merged.get(precision, {}) | {"enabled": True}
         merged.setdefault("data_types", {}).setdefault("grad_accum_dtype", "fp32")
-    if precision == "bf16" and zero_stage(preset) == 1:  # once a step; DeepSpeed would round the float32 sums first
+    if precision == "bf16" and zero_stage(preset) == 1:  # else DeepSpeed rounds the float32 sums before it reduces them
         merged.setdefault("communication_data_type", "fp32")
     return merged

@@ -1,6 +1,6 @@
-"""Every setting of a run as one frozen dataclass: its fields are the flags, their defaults and their help.
+"""Settings of a run as one frozen dataclass: its fields are the flags, their defaults and their help.
 
-Flag names and meanings are open_clip's where it has the flag, DeepSpeed's or Megatron's where it has not.
+Flag names and meanings are open_clip's where it has the flag, else DeepSpeed's or Megatron's.
 """
 
 import argparse
@@ -18,13 +18,14 @@ WD_MODES = ("lr", "schedule")
 OPTIMIZERS = ("adamw", "adamw8bit", "lion", "lamb", "adafactor")
 REPORT_TO = ("tensorboard", "wandb", "all", "none")
 DEFAULT_PRESET = "ds_configs/zero1.json"
-_SHIPPED_PRESET = Path(__file__).resolve().parents[2] / DEFAULT_PRESET  # of a checkout; pip installs none
+_SHIPPED_PRESET = Path(__file__).resolve().parents[2] / DEFAULT_PRESET  # in a checkout; pip does not install it
 
 
 def shipped_preset(name: str = "zero1") -> str:
-    """ds_configs/NAME.json of the checkout, next to pretrain_clip.py; by its short name there, and where there is none.
+    """Return the path of ds_configs/NAME.json in the checkout.
 
-    A file of that name in another working directory is somebody's own: it is taken where a flag names it.
+    The path is relative ("ds_configs/zero1.json") if the checkout is the working directory, or if there is no checkout.
+    A file of that name in another working directory belongs to the user and needs an explicit flag.
     """
     short, shipped = f"ds_configs/{name}.json", _SHIPPED_PRESET.with_name(f"{name}.json")
     there = shipped.exists() and not (Path(short).exists() and shipped.samefile(short))
@@ -35,7 +36,7 @@ AUTO_WORKERS = -1
 
 
 def pairs_or_auto(text: str) -> int:
-    """'64' -> 64, 'auto' -> 0."""
+    """Parse --batch-size: '64' -> 64, 'auto' -> 0."""
     try:
         size = 0 if text == "auto" else int(text)
     except ValueError:
@@ -46,7 +47,7 @@ def pairs_or_auto(text: str) -> int:
 
 
 def workers_or_auto(text: str) -> int:
-    """'4' -> 4, 'auto' -> AUTO_WORKERS."""
+    """Parse --workers: '4' -> 4, 'auto' -> AUTO_WORKERS."""
     try:
         count = AUTO_WORKERS if text == "auto" else int(text)
     except ValueError:
@@ -65,7 +66,7 @@ def _flag(default, group: str, help: str, **argparse_options):
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """Every setting of a training run. `None` means "not given"; the help says what then holds."""
+    """Settings of a training run. `None` means "not given"; the help states the default then."""
 
     train_data: str | None = _flag(
         None,
@@ -329,12 +330,14 @@ class TrainConfig:
 
     @property
     def texts_per_image(self) -> int:
-        """Texts that a step encodes with each image: its captions and its hard negative."""
+        """Number of texts that a step encodes per image: its captions and its hard negative."""
         return self.captions_per_image + (self.negatives_key is not None)
 
     def to_json(self) -> str:
-        """The checkout's default preset is written as the flag's default: it is the same run from any folder. Another
-        file of its name is not, and is written with its folder.
+        """Return the settings as JSON, for config.json.
+
+        The checkout's default preset is stored as the flag's default, so that the file is the same from any working
+        directory. Another file of the same name is stored with its absolute path.
         """
         fields = dataclasses.asdict(self)
         if fields["deepspeed_config"] == str(_SHIPPED_PRESET):
@@ -345,5 +348,5 @@ class TrainConfig:
 
 
 def option_of(name: str) -> str:
-    """The flag of a field: 'batch_size' -> '--batch-size'."""
+    """Return the flag of a field: 'batch_size' -> '--batch-size'."""
     return "--deepspeed_config" if name == "deepspeed_config" else "--" + name.replace("_", "-")

@@ -1,4 +1,4 @@
-"""RunSpec: a run's flags and all that follows from them on its ranks, resolved once in the entry and handed down."""
+"""RunSpec: a run's flags and the settings derived from them, resolved once at the start and passed to all parts."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -11,17 +11,17 @@ from infcl.config.settings import TrainConfig
 
 @dataclass(frozen=True)
 class RunSpec:
-    """What runs. Nobody below the entry reads the preset or multiplies batch sizes again.
+    """A resolved run. Other modules do not read the preset or multiply batch sizes again.
 
     Attributes:
-        flags: as parsed; a batch_size of 0 (auto) until `fit_to_memory` has chosen it.
+        flags: as parsed; batch_size is 0 (auto) until `fit_to_memory` chooses it.
         device: "cuda" or "cpu".
         ranks: data-parallel ranks.
         hosts: nodes of the run.
-        preset: what --deepspeed_config says, with the ZeRO stage that runs.
+        preset: contents of --deepspeed_config, with the ZeRO stage that runs.
         asked_stage: the ZeRO stage in the file; a single rank runs stage 0 instead of 1 and 2.
         precision: fp32, amp_bf16, bf16 or fp16.
-        packs_captions: whether captions reach the text tower packed.
+        packs_captions: whether the text tower receives packed captions.
     """
 
     flags: TrainConfig
@@ -34,7 +34,7 @@ class RunSpec:
     packs_captions: bool
 
     def change(self, **flags: object) -> "RunSpec":
-        """The run with other flags, of those that neither the preset nor the precision follows from."""
+        """Return the run with other flags; only those that affect neither the preset nor the precision."""
         return dataclasses.replace(self, flags=dataclasses.replace(self.flags, **flags))  # type: ignore[arg-type]
 
     @cached_property
@@ -51,7 +51,7 @@ class RunSpec:
 
     @property
     def offloads(self) -> tuple[str, ...]:
-        """What is kept in host memory: of "optimizer" and "param"."""
+        """State in host memory: a subset of "optimizer" and "param"."""
         return tuple(part for part in ("optimizer", "param") if offloads(self.preset, part))
 
     @property
@@ -60,10 +60,10 @@ class RunSpec:
 
     @property
     def tile_dtype(self) -> str | None:
-        """Precision of the loss's matmuls. None: that of the features, which leave the towers in fp32.
+        """Precision of the loss's matmuls. None: that of the features, which the towers return in fp32.
 
-        Under bf16 and autocast the features carry no more than half precision, and a GPU multiplies that 40 times as
-        fast.
+        With bf16 and autocast the features are only accurate to half precision, in which a GPU multiplies 40 times
+        faster.
         """
         if self.flags.tile_dtype != "auto":
             return self.flags.tile_dtype
@@ -73,12 +73,12 @@ class RunSpec:
 
     @property
     def zero_in_words(self) -> str:
-        """The ZeRO stage that runs, and the one that was asked for if it is another."""
+        """The ZeRO stage that runs as text, with the preset's stage if that differs."""
         return stage_in_words(self.asked_stage, self.zero_stage)
 
 
 def resolve(flags: TrainConfig, *, device: str, ranks: int = 1, hosts: int = 1, unpackable: str = "") -> RunSpec:
-    """Resolve the flags for these ranks; reads the preset's file.
+    """Resolve the flags for these ranks. Reads the preset's file.
 
     Args:
         flags: as parsed.
@@ -88,11 +88,11 @@ def resolve(flags: TrainConfig, *, device: str, ranks: int = 1, hosts: int = 1, 
         unpackable: why this model's captions cannot be packed; "" if they can.
 
     Raises:
-        ValueError: for a broken preset, for one that contradicts the flags, or for a batch that the ranks cannot share.
+        ValueError: the preset is invalid or contradicts the flags, or the ranks cannot divide the batch.
     """
     preset, precision = read_preset(flags, device, hosts)
     asked, offloaded = zero_stage(preset), offloads(preset, "optimizer")
-    if sums_of(preset) == "fp32":  # others need a sharding stage's sums
+    if sums_of(preset) == "fp32":  # only sharding stages sum gradients in other dtypes
         runs = stage_over(ranks, asked, precision, offloads=offloaded)
         preset = preset | {"zero_optimization": preset.get("zero_optimization", {}) | {"stage": runs}}
     if flags.pack_captions == "on" and unpackable:
@@ -100,13 +100,13 @@ def resolve(flags: TrainConfig, *, device: str, ranks: int = 1, hosts: int = 1, 
     packs = may_pack(flags) and not unpackable
     spec = RunSpec(flags, device, ranks, hosts, preset, asked, precision, packs)
     if flags.batch_size:
-        _ = spec.batch  # raises where the ranks cannot share it
+        _ = spec.batch  # raises if the ranks cannot divide it
     return spec
 
 
 def may_pack(flags: TrainConfig) -> bool:
-    """Whether the flags ask for packed captions, of a text tower that allows it.
+    """Return whether the flags ask for packed captions, for a text tower that supports them.
 
-    `auto` does not under tensor parallelism: there it has not been timed.
+    `auto` does not under tensor parallelism, where it has not been timed.
     """
     return flags.pack_captions == "on" or (flags.pack_captions == "auto" and flags.tensor_parallel_size == 1)
