@@ -1,18 +1,18 @@
-"""Checkpoints that any number of ranks and any ZeRO stage can continue from: finding, checking and reading them.
+"""Find, check and load checkpoints. They resume on any number of ranks and under any ZeRO stage.
 
-Safetensors and JSON, nothing to unpickle; write.py writes them.
+The format is safetensors and JSON; nothing is unpickled. write.py writes checkpoints.
 
     RUN/checkpoints/
       step_00000123/
-        state_00000.safetensors ...   rank r holds every W-th parameter, full, FP32: model/NAME,
-                                      the optimizer's exp_avg/NAME, exp_avg_sq/NAME, ..., maybe ema/NAME
+        state_00000.safetensors ...   rank r stores every W-th parameter, full, FP32: model/NAME, the
+                                      optimizer's exp_avg/NAME, exp_avg_sq/NAME, ..., and with EMA ema/NAME
         infcl.json                    counters, data position, and size and sha256 of each file (manifest.py);
                                       written last
       latest                          the name of the last complete checkpoint, for people and scripts
 
-A checkpoint with a wrong size or checksum is skipped, and the one before it is used.
+`--resume latest` skips a checkpoint whose size or checksum is wrong and loads the one before it.
 
-DeepSpeed's own format is not used: it pickles, and it loads under another world size or stage only by conversion.
+DeepSpeed's own format is not used: it relies on pickle, and another world size or stage requires a conversion.
 """
 
 import contextlib
@@ -44,9 +44,13 @@ PARTIAL = ".partial"  # suffix of a checkpoint that is being written or removed
 
 
 def prune_checkpoints(run: RunFolder, *, keep_last: int, keep_every: int, damaged: Collection[str] = ()) -> None:
-    """Remove checkpoints older than the last `keep_last` (0: none), except those of every `keep_every`-th step.
+    """Remove old checkpoints. Rank 0 only.
 
-    Rank 0 only. damaged: names of checkpoints that do not count among the last ones.
+    Args:
+        run: run folder.
+        keep_last: number of newest checkpoints to keep; 0 keeps all.
+        keep_every: also keep the checkpoint of every n-th step; 0 disables this.
+        damaged: names of checkpoints that do not count among the newest ones.
     """
     paths = complete_checkpoints(run)
     last = [path for path in paths if path.name not in damaged][:keep_last]
@@ -55,29 +59,30 @@ def prune_checkpoints(run: RunFolder, *, keep_last: int, keep_every: int, damage
     for path in paths[paths.index(last[-1]) + 1 :]:
         if keep_every == 0 or checkpoint_step(path) % keep_every:
             with contextlib.suppress(OSError):
-                removed = path.rename(path.with_name(path.name + PARTIAL))  # half of it must not look complete
+                removed = path.rename(path.with_name(path.name + PARTIAL))  # a half-removed one must not look complete
                 shutil.rmtree(removed, ignore_errors=True)
 
 
 def complete_checkpoints(run: RunFolder) -> list[Path]:
-    """Return the complete checkpoints, newest first. Folders of other names (a copy, say) are ignored."""
+    """Return the complete checkpoints, newest first. Ignore folders with other names, such as copies."""
     found = [path for path in run.checkpoints.glob("step_*") if CHECKPOINT_NAME.fullmatch(path.name)]
     return sorted((path for path in found if (path / MANIFEST).is_file()), key=checkpoint_step, reverse=True)
 
 
 def checkpoint_step(path: Path) -> int:
+    """Return the step in a checkpoint's folder name."""
     return int(path.name.removeprefix("step_"))
 
 
 def find_checkpoint(resume: str | None, run: RunFolder, parallel: Parallel) -> Path | None:
-    """Return the intact checkpoint that `--resume` means, or None to start from scratch. Collective: ranks share the
-    checking.
+    """Return the intact checkpoint that `--resume` selects, or None to start from scratch. Collective.
 
-    'latest' takes the newest intact one of the run and logs those that it skips. So does a repeated command of a run
-    that began from another run's checkpoint. A run that is replaced (--overwrite) has none.
+    The ranks share the work of checking. 'latest' selects the run's newest intact checkpoint and logs those that it
+    skips. A repeated command that gives another run's checkpoint also selects the run's own newest one. A run that is
+    replaced (--overwrite) has no checkpoints.
 
     Raises:
-        ValueError: there are checkpoints and none is intact; a named one is missing or damaged; the run has other
+        ValueError: the run has checkpoints but none is intact; the given one is missing or damaged; the run has other
             checkpoints to continue from.
     """
     if resume is None or (resume == "latest" and run.is_replaced):
@@ -107,7 +112,7 @@ def find_checkpoint(resume: str | None, run: RunFolder, parallel: Parallel) -> P
 
 
 def _is_given_again(resume: str, run: RunFolder) -> bool:
-    """Whether the run began from this checkpoint, which is another run's, and has its own by now."""
+    """Return whether the run began from this checkpoint of another run and has written its own since."""
     if run.is_replaced or Path(resume).resolve().parent == run.checkpoints.resolve() or not complete_checkpoints(run):
         return False
     began = run.flags().get("resume")
@@ -115,8 +120,10 @@ def _is_given_again(resume: str, run: RunFolder) -> bool:
 
 
 def _own_ones(path: Path, run: RunFolder) -> str | None:
-    """Return why the run cannot continue from this checkpoint: --resume latest and pruning would take others of its
-    own for its newest."""
+    """Return why the run cannot continue from this checkpoint, or None.
+
+    It cannot where the run has checkpoints that --resume latest and pruning would treat as newer.
+    """
     own = [] if run.is_replaced else complete_checkpoints(run)
     if path.resolve().parent != run.checkpoints.resolve():
         if not own:
@@ -136,18 +143,22 @@ def _own_ones(path: Path, run: RunFolder) -> str | None:
 
 
 def trainer_state(path: Path) -> dict:
-    """Return the training loop's state in a checkpoint that was found intact."""
+    """Return the training loop's state from an intact checkpoint."""
     return _read_manifest(path)["trainer"]
 
 
 def load_checkpoint(engine: Engine, path: Path) -> dict:
-    """Load FP32 master weights, optimizer state, averages and counters, whatever ranks and stage wrote them.
+    """Load FP32 master weights, optimizer state, averages and counters. Collective.
 
-    Every rank reads every file, one tensor at a time. An average that the checkpoint does not have starts from its
-    weights; one that this run does not keep is left out.
+    The checkpoint may come from another world size or ZeRO stage. Every rank reads every file, one tensor at a time.
+    If the checkpoint has no moving average, the average starts from its weights. An average that this run does not
+    use is ignored.
 
     Returns:
         The trainer's state.
+
+    Raises:
+        ValueError: the checkpoint has another optimizer, other parameters or other shapes, or lacks tensors.
     """
     manifest = _read_manifest(path)
     if manifest["optimizer"] != engine.optimizer_name:
@@ -164,7 +175,7 @@ def load_checkpoint(engine: Engine, path: Path) -> dict:
         if name not in parameters:
             raise ValueError(f"{path}: parameter {name} is not in this model: give the --model and --loss of the run")
         if key not in missing:
-            continue  # an average that this run does not keep, the optimizer's state of what is locked now
+            continue  # an unused average, or the optimizer state of a parameter that is locked now
         missing.remove(key)
         state = None if kind == "model" else kind
         shape = tuple(engine.state.shape(parameters[name], state))
@@ -187,11 +198,14 @@ def load_checkpoint(engine: Engine, path: Path) -> dict:
 def consolidated_state_dict(run: str | Path, *, ema: bool = False) -> dict[str, torch.Tensor]:
     """Return FP32 weights on the CPU from a run's newest intact checkpoint, or from a checkpoint folder.
 
-    Needs no process group.
+    This works without a process group.
 
     Args:
         run: run folder or checkpoint folder.
         ema: return the averaged weights.
+
+    Returns:
+        {parameter name: full tensor}.
 
     Raises:
         ValueError: there is no intact checkpoint, or the run kept no averages.
@@ -200,7 +214,7 @@ def consolidated_state_dict(run: str | Path, *, ema: bool = False) -> dict[str, 
 
 
 def newest_intact(run: str | Path) -> tuple[Path, dict]:
-    """Return a run's newest intact checkpoint, or the given checkpoint folder, and its manifest. No process group."""
+    """Return a run's newest intact checkpoint (or the given one) and its manifest. Works without a process group."""
     path = Path(run)
     candidates = [path] if (path / MANIFEST).is_file() else complete_checkpoints(RunFolder(path))
     for candidate in candidates:
@@ -215,10 +229,10 @@ def newest_intact(run: str | Path) -> tuple[Path, dict]:
 
 
 def weights_of(checkpoint: Path, manifest: dict, *, ema: bool = False) -> dict[str, torch.Tensor]:
-    """Return `consolidated_state_dict` of a checkpoint that was found intact."""
+    """Return the `consolidated_state_dict` of an intact checkpoint."""
     if ema and "ema_updates" not in manifest["counters"]:
         raise ValueError(f"{checkpoint} has no averaged weights: it was trained without --ema-decay")
-    wanted: dict[str, dict[str, torch.Tensor]] = {"model": {}, EMA: {}}  # what is frozen has no average
+    wanted: dict[str, dict[str, torch.Tensor]] = {"model": {}, EMA: {}}  # frozen parameters have no average
     for key, value in _tensors(checkpoint, manifest):
         kind, _, name = key.partition("/")
         if kind == "model" or (ema and kind == EMA):
@@ -227,7 +241,7 @@ def weights_of(checkpoint: Path, manifest: dict, *, ema: bool = False) -> dict[s
 
 
 def full_weights(engine: Engine, *, keep: bool, ema: bool = False) -> dict[str, torch.Tensor]:
-    """Return all weights (ema: their averages), full, FP32, on the CPU where `keep`, {} elsewhere. Collective."""
+    """Return the full FP32 weights (ema: their averages) on the CPU. Return {} on ranks without `keep`. Collective."""
     weights = {}
     for name, parameter in engine.state.parameters():
         value = engine.state.read(parameter, EMA if ema else None)
@@ -252,7 +266,7 @@ def _read_manifest(path: Path) -> dict:
 
 
 def _check_together(path: Path, parallel: Parallel) -> str | None:
-    """Return the problem of a checkpoint, or None; each rank checks its share of the files. Collective."""
+    """Return what is wrong with a checkpoint, or None. Each rank checks its share of the files. Collective."""
     problem, keys = None, []
     try:
         manifest = _read_manifest(path)

@@ -1,8 +1,8 @@
-"""The manifest of a checkpoint, infcl.json: what the checkpoint holds, and the checks that it is what was written.
+"""The manifest of a checkpoint, infcl.json: its content, and the checks against damage.
 
-Format 3 has a checksum of the manifest itself, and the run and step that each tensor file must name in its metadata.
-Format 2 had neither: its manifests are checked by their schema, and by the size and checksum of each file. A checksum
-finds damage and mix-ups; it is no signature.
+Format 3 has a checksum of the manifest itself. It also has a run and a step, which the metadata of each tensor file
+must repeat. Format 2 has neither: its manifests are checked by schema, and its files by size and checksum. A checksum
+detects damaged and mixed-up files; it is not a signature.
 """
 
 import hashlib
@@ -25,17 +25,17 @@ _MAX_BYTES = 1 << 28  # of a manifest: tens of thousands of ranks need a few MB
 
 
 class DamagedCheckpoint(ValueError):
-    """A checkpoint whose files are not what was written."""
+    """The files of a checkpoint differ from those that were written."""
 
 
 def sealed(manifest: dict) -> dict:
-    """Add the checksum of a manifest to it, as format 3 has it."""
+    """Return the manifest with its own checksum added, as format 3 requires."""
     written = json.loads(json.dumps(manifest))
     return {**written, "sha256": _checksum(written)}
 
 
 def file_metadata(run: str, step: int) -> dict[str, str]:
-    """Return what a tensor file says of itself: the run that wrote it, and the step."""
+    """Return the metadata of a tensor file: the run that wrote it, and the step."""
     return {"run": run, "step": str(step)}
 
 
@@ -43,8 +43,8 @@ def read_manifest(path: Path) -> dict:
     """Read the manifest of a checkpoint folder and check it.
 
     Raises:
-        FileNotFoundError: there is none.
-        DamagedCheckpoint: it is not what was written.
+        FileNotFoundError: the folder has no manifest.
+        DamagedCheckpoint: the manifest is damaged.
     """
     if not (path / MANIFEST).is_file():
         raise FileNotFoundError(path / MANIFEST)
@@ -81,7 +81,7 @@ def check_file(path: Path, name: str, manifest: dict) -> list[str]:
         The names of its tensors.
 
     Raises:
-        DamagedCheckpoint: it is not what was written.
+        DamagedCheckpoint: the file is missing or damaged.
     """
     expected, file = manifest["files"][name], path / name
     try:
@@ -100,12 +100,12 @@ def check_file(path: Path, name: str, manifest: dict) -> list[str]:
 
 
 def check_names(names: Iterable[str]) -> None:
-    """Raise DamagedCheckpoint where two tensors of a checkpoint have the same name."""
+    """Raise DamagedCheckpoint if two tensors of a checkpoint have the same name."""
     if repeated := [name for name, count in Counter(names).items() if count > 1]:
         raise DamagedCheckpoint(f"{len(repeated)} tensors are in more than one file, {min(repeated)} first")
 
 
-# ---- parts ----
+# ---- helpers ----
 
 
 def _checksum(manifest: dict) -> str:
@@ -135,7 +135,7 @@ def _check_header(file: Path, manifest: dict) -> list[str]:
 
 
 def _at(manifest: dict, name: str) -> Any:
-    """Return the value at "a.b" of nested objects; _MISSING where there is none."""
+    """Return the value at the path "a.b" of nested objects, or _MISSING."""
     value: Any = manifest
     for key in name.split("."):
         value = value.get(key, _MISSING) if isinstance(value, dict) else _MISSING
@@ -159,7 +159,7 @@ def _are_counters(counters: object) -> bool:
 
 
 def _are_files(files: object) -> bool:
-    """Whether each name is one that the writer gives, which none of another folder is, with a size and a checksum."""
+    """Return whether every entry has a name that the writer uses (no path to another folder), a size and a checksum."""
     return isinstance(files, dict) and bool(files) and all(map(_is_file_entry, files.items()))
 
 
@@ -175,7 +175,7 @@ def _or_missing(is_right: Callable[[object], bool]) -> Callable[[object], bool]:
 
 
 def _are_graphs(graphs: object) -> bool:
-    """Whether they are as train/resident.py counts them: {} or how many are kept, and of which batch."""
+    """Return whether the value is what train/resident.py stores: {}, or the kept graphs and the batch sizes."""
     if not isinstance(graphs, dict):
         return False
     of = graphs.get("of")

@@ -1,11 +1,11 @@
-"""What a run is, on disk.
+"""The folder of a run on disk.
 
 LOGS/NAME/
   config.json         every flag, resolved          environment.json   versions, commit, hardware, command line
-  model_config.json   open_clip's schema            tokenizer.model    the sentencepiece model that was used
-  metrics.jsonl       one line a step or evaluation tensorboard/       the same as events
-  checkpoints/        see checkpoint.py
-  loss_curve.png      export/                       summary.json       written last: a run with it is finished
+  model_config.json   open_clip's schema            tokenizer.model    the run's sentencepiece model
+  metrics.jsonl       a line per step or evaluation tensorboard/       the same as events
+  checkpoints/        see load.py
+  loss_curve.png      export/                       summary.json       written last; marks a finished run
   report/             python -m infcl.report        profile/, wandb/   by --profile, --report-to wandb
   running.json        the process of rank 0, while it trains
 """
@@ -34,12 +34,12 @@ from infcl.parallel.host_info import git_commit, package_versions
 
 _FOLDERS = ("checkpoints", "export", "tensorboard")
 _FILES = ("config.json", "environment.json", "model_config.json", "metrics.jsonl", "summary.json", "running.json")
-_MAY_DIFFER = {  # between a run and its repetition
+_MAY_DIFFER = {  # flags that may change when a command is repeated
     *("resume", "overwrite", "logs", "name", "debug"),
     *("log_every_n_steps", "report_to", "wandb_project_name", "profile", "dry_run"),
 }
 _OF_THE_BATCH = ("batch_size", "accum_freq", "global_batch_size", "tensor_parallel_size")
-_NOBODY = {"host": "", "pid": 0, "created": 0.0}  # what running.json holds, of no process
+_NOBODY = {"host": "", "pid": 0, "created": 0.0}  # the fields of running.json, for no process
 
 
 class FolderTaken(RuntimeError):
@@ -47,20 +47,20 @@ class FolderTaken(RuntimeError):
 
 
 class NotWritten(RuntimeError):
-    """The storage takes no more of the run's files; the message is one line."""
+    """The run's files cannot be written to storage; the message is one line."""
 
 
 def why_not_written(error: BaseException) -> str:
-    """The system's words for an OSError that has them ("No space left on device"); of others the type and message."""
+    """Return the system's text for an OSError ("No space left on device"), or the type and message of other errors."""
     return getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
 
 
 class RunFolder:
-    """The paths of a run, and what is written there once."""
+    """Paths of a run, and the files that are written once."""
 
     def __init__(self, root: Path, *, is_replaced: bool = False):
         self.root = Path(root)
-        self.is_replaced = is_replaced  # an earlier run is there, to be cleared when the new one is ready to start
+        self.is_replaced = is_replaced  # an earlier run is there; it is removed when the new one is ready to start
         self.is_finished = False  # by an earlier start
         self.checkpoints = self.root / "checkpoints"
         self.metrics = self.root / "metrics.jsonl"
@@ -70,10 +70,10 @@ class RunFolder:
         self.tokenizer = self.root / "tokenizer.model"
         self.model_config = self.root / "model_config.json"
         self.running = self.root / "running.json"
-        self._written: dict = {}  # there, by this process
+        self._written: dict = {}  # what this process wrote to running.json
 
     def write_identity(self, config: TrainConfig, model_config_json: str, parallel: Parallel) -> None:
-        """config.json, model_config.json, environment.json and the tokenizer. Rank 0 only."""
+        """Write config.json, model_config.json, environment.json and the tokenizer. Rank 0 only."""
         self.checkpoints.mkdir(parents=True, exist_ok=True)
         write_atomic(self.root / "config.json", config.to_json())
         write_atomic(self.model_config, model_config_json)
@@ -86,10 +86,19 @@ class RunFolder:
     def open(
         self, config: TrainConfig, model_config_json: str, parallel: Parallel, begins_from: Path | None = None
     ) -> list[str]:
-        """Clear what is to be replaced and write the identity. Collective; ValueError on all ranks when that fails.
+        """Remove a run that is replaced and write the files that identify this run. Collective.
 
-        Returns which flags an unfinished run here was started with that `config` is not, or the run of the checkpoint
-        that this one begins from; see other_flags.
+        Args:
+            config: flags of this run.
+            model_config_json: content of model_config.json.
+            parallel: ranks and groups of this run.
+            begins_from: a checkpoint of another run from which this run starts.
+
+        Returns:
+            The flags that differ from those of the unfinished run here, or of the run of `begins_from` (other_flags).
+
+        Raises:
+            ValueError: on all ranks, if the folder cannot be written, is in use, or is not shared by all nodes.
         """
 
         def prepare() -> list[str]:
@@ -102,7 +111,7 @@ class RunFolder:
                 if (before.root / "config.json").is_file():
                     changed = before.other_flags(config, parallel.dp_size)
                 self.write_identity(config, model_config_json, parallel)
-                self._written = _this_process()  # kept: a clock that is set changes what the system says of it
+                self._written = _this_process()  # stored, since the creation time changes when the clock is set
                 write_atomic(self.running, json.dumps(self._written))
             except OSError as error:
                 why = why_not_written(error)
@@ -114,14 +123,14 @@ class RunFolder:
         return changed
 
     def require_kinds(self) -> None:
-        """ValueError where a file or folder of a run is another kind of thing: opening a FIFO would wait for ever."""
+        """Raise ValueError if a file or folder of the run is of another kind. Opening a FIFO would hang."""
         for path in (self.root / name for name in (*_FOLDERS, *_FILES)):
             if path.exists() and not (path.is_dir() if path.name in _FOLDERS else path.is_file()):
                 kind = "folder" if path.name in _FOLDERS else "regular file"
                 raise ValueError(f"{path} is not a {kind}: move it away, or choose another --name")
 
     def require_free(self) -> None:
-        """ValueError while another process of this host trains here: the two would write over each other's files."""
+        """Raise ValueError if another process of this node trains here. The two would overwrite each other's files."""
         there = self._trainer()
         if there["host"] == socket.gethostname() and there["pid"] != os.getpid() and _is_alive(**there):
             raise ValueError(
@@ -130,12 +139,15 @@ class RunFolder:
             )
 
     def taken_by(self) -> str | None:
-        """Return who began to train here after this process, on a node that cannot see whether this one runs."""
+        """Return the process that began to train here after this one, or None.
+
+        It may be on another node, which cannot check whether this process runs.
+        """
         there = self._trainer()
         return None if there in (_NOBODY, self._written) else f"process {there['pid']} of {there['host']}"
 
     def _trainer(self) -> dict:
-        """The process that trains here, or has; a file that is missing or damaged (a full disk's) names none."""
+        """Return the process in running.json, or _NOBODY if the file is missing or damaged (by a full disk, say)."""
         try:
             there = json.loads(self.running.read_text())
             return {name: there[name] for name in _NOBODY}
@@ -143,25 +155,26 @@ class RunFolder:
             return _NOBODY
 
     def leave(self) -> None:
-        """Training here is over. Rank 0 only."""
+        """Remove running.json at the end of training. Rank 0 only."""
         if self.taken_by() is None:
-            with contextlib.suppress(OSError):  # what stays is taken for a process that has ended
+            with contextlib.suppress(OSError):  # a file that stays is read as that of a process that has ended
                 self.running.unlink(missing_ok=True)
 
     def flags(self) -> dict[str, Any]:
-        """What the run here was started with, {} where its config.json cannot be read: cut off, as by a full disk."""
+        """Return the flags of the run here, or {} if config.json cannot be read (a full disk may cut it off)."""
         try:
             return json.loads((self.root / "config.json").read_text())
         except (OSError, ValueError):
             return {}
 
     def other_flags(self, config: TrainConfig, dp_size: int | None = None) -> list[str]:
-        """List the flags that the run here was started with and `config` was not.
+        """List the flags whose values differ between the run here and `config`.
 
         Args:
             config: the flags of this start.
-            dp_size: its number of data-parallel ranks. With it, accum_freq is the number of micro-batches per step
-                that run, there and now: it follows from --global-batch-size and the ranks. Without it, it is the flag.
+            dp_size: number of data-parallel ranks of this start. If given, accum_freq is compared as the number of
+                micro-batches per step, which follows from --global-batch-size and the ranks. If None, the flags are
+                compared.
 
         Returns:
             ["lr 0.001 there, 0.002 now", ...]
@@ -174,12 +187,12 @@ class RunFolder:
                 as_there = dataclasses.replace(config, **{name: there[name] for name in _OF_THE_BATCH})
                 runs_there, runs_now = BatchPlan.of(as_there, size_there), BatchPlan.of(config, dp_size)
                 there["accum_freq"], now["accum_freq"] = runs_there.num_micro_batches, runs_now.num_micro_batches
-        there = json.loads(TrainConfig().to_json()) | there  # a run of before knows no newer flags
+        there = json.loads(TrainConfig().to_json()) | there  # older runs lack newer flags
         names = sorted(set(now) - _MAY_DIFFER)
         return [f"{n} {there[n]} there, {now[n]} now" for n in names if there[n] != now[n]]
 
     def _dp_size(self, flags: dict[str, Any]) -> int | None:
-        """The data-parallel ranks that the run here was last started on; None where that is not known."""
+        """Return the number of data-parallel ranks of the run's last start, or None if it is not known."""
         try:
             world_size = json.loads((self.root / "environment.json").read_text())["world_size"]
             return world_size // flags.get("tensor_parallel_size", 1)
@@ -187,9 +200,12 @@ class RunFolder:
             return None
 
     def require_shared(self) -> None:
-        """Return when every rank sees what rank 0 wrote; ValueError on all ranks, naming the hosts that do not.
+        """Wait up to 15 s until every rank sees what rank 0 wrote. Collective.
 
         A network file system may show a new file some seconds late.
+
+        Raises:
+            ValueError: on all ranks, with the nodes that do not see the files.
         """
         said = [(self.root / "environment.json").read_text() if dist.get_rank() == 0 else ""]
         dist.broadcast_object_list(said, src=0)
@@ -205,15 +221,16 @@ class RunFolder:
             )
 
     def clear(self) -> None:
-        """Forget the earlier run. Rank 0 only."""
+        """Remove the earlier run. Rank 0 only."""
         if self.root.exists():
             shutil.rmtree(self.root)
 
 
 def claim_run_folder(config: TrainConfig, parallel: Parallel) -> RunFolder:
-    """The folder of this run, the same on every rank; nothing is written or removed yet.
+    """Return the folder of this run, the same on every rank. Write and remove nothing yet. Collective.
 
-    ValueError when the folder holds a run that this command neither repeats, nor resumes, nor may overwrite.
+    Raises:
+        ValueError: the folder has a run that this command does not repeat, resume or overwrite.
     """
     name = [config.name or default_name(config, parallel.world_size)]
     dist.broadcast_object_list(name, src=0)
@@ -223,7 +240,7 @@ def claim_run_folder(config: TrainConfig, parallel: Parallel) -> RunFolder:
 
 
 def _found(run: RunFolder, config: TrainConfig) -> tuple[bool, bool]:
-    """(an earlier run there is to be replaced, it is finished). Rank 0."""
+    """Return whether an earlier run there is to be replaced, and whether it is finished. Rank 0 only."""
     run.require_kinds()
     run.require_free()
     if not (run.root / "config.json").is_file():
@@ -244,7 +261,7 @@ def _found(run: RunFolder, config: TrainConfig) -> tuple[bool, bool]:
 
 
 def _require_nothing_inside(run: RunFolder, config: TrainConfig) -> None:
-    """ValueError where --overwrite would remove what the new run begins with."""
+    """Raise ValueError if --overwrite would remove an input of the new run."""
     for name in ("resume", *PATHS):
         path = getattr(config, name)
         if path is None or (name == "resume" and path == "latest") or not os.path.exists(path):
@@ -254,7 +271,7 @@ def _require_nothing_inside(run: RunFolder, config: TrainConfig) -> None:
 
 
 def default_name(config: TrainConfig, world_size: int) -> str:
-    """open_clip's: time-model-lr-b(atch size)-j (workers)-p(recision); our w(orld size) too."""
+    """Return open_clip's default: time-model-lr-b(atch size)-j (workers)-p(recision), with w(orld size) added."""
     parts = [
         time.strftime("%Y_%m_%d-%H_%M_%S"),
         f"model_{Path(config.model).stem}",
@@ -272,7 +289,7 @@ def _this_process() -> dict:
 
 
 def _is_alive(host: str, pid: int, created: float) -> bool:
-    """Whether this host's process that was created then is there: its number may be another's by now."""
+    """Return whether this node's process still runs. The creation time tells apart processes that share an id."""
     try:
         process = psutil.Process(pid)
         return abs(process.create_time() - created) < 2 and process.status() != psutil.STATUS_ZOMBIE
@@ -288,7 +305,7 @@ def _text_of(path: Path) -> str | None:
 
 
 def write_atomic(path: Path, text: str) -> None:
-    """Replace a text file so that readers, and a disk after a power cut, have all of the old text or of the new one."""
+    """Replace a text file atomically. Readers, and the disk after a power cut, have the full old or new text."""
     temporary = path.with_name(path.name + ".tmp")
     with open(temporary, "w") as file:
         file.write(text)
@@ -299,9 +316,9 @@ def write_atomic(path: Path, text: str) -> None:
 
 
 def sync_folder(path: Path) -> None:
-    """Flush the names in a folder to the disk: what was created, renamed and removed there.
+    """Flush a folder's entries to the disk: files that were created, renamed or removed there.
 
-    File systems that cannot (some of FUSE and SMB) are left to their own order.
+    File systems that cannot do this (some FUSE and SMB) are skipped.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
@@ -314,7 +331,7 @@ def sync_folder(path: Path) -> None:
 
 
 def describe_environment(parallel: Parallel) -> dict:
-    """Versions, commit and hardware, for whoever reads the run folder in a year."""
+    """Return versions, commit, command line and hardware, for environment.json."""
     on_gpu = parallel.device.type == "cuda"
     return {
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
@@ -329,7 +346,7 @@ def describe_environment(parallel: Parallel) -> dict:
 
 
 def sha256(path: Path) -> str:
-    """Of a file's content, hex."""
+    """Return the SHA-256 of a file's content, in hex."""
     digest = hashlib.sha256()
     with open(path, "rb") as file:
         while block := file.read(1 << 22):

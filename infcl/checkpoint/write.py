@@ -1,18 +1,18 @@
-"""Writing checkpoints during training.
+"""Write checkpoints in the background during training.
 
-`begin` copies this rank's share of the state to host memory, which is all that the step waits for; a thread writes it
-to the disk. When every rank's thread is done, `publish` writes the manifest and moves the checkpoint into place. The
-caller has the ranks agree on when that is, since publishing is collective.
+`begin` copies this rank's share of the state to host memory; the step waits only for this copy. A thread writes the
+copy to the disk. When the threads of all ranks have finished, `publish` writes the manifest and renames the
+checkpoint. Publishing is collective, so the caller makes the ranks agree on the step at which they publish.
 
-A checkpoint is written under a temporary name, flushed to the disk with its folder, and renamed when complete; the
-rename is flushed before `latest` moves and older checkpoints are removed. A crash in between leaves the previous one
-untouched, and a partial folder that the next one removes.
+A checkpoint is written under a temporary name, flushed to the disk with its folder, and renamed when complete. The
+rename is flushed before `latest` changes and older checkpoints are removed. A crash in between keeps the previous
+checkpoint intact. It leaves a partial folder, which the next checkpoint removes.
 
-    full disk       the failed checkpoint is reported and removed, and training continues; after too many in a row the
-                    trainer stops the run
-    disk unmounted  nothing is written to the empty folder in its place: `checkpoints` is created once, at the start
-    disk hangs      on some nodes, or for rank 0's renames: the run stops after `patience` seconds
-    disk is slow    for all ranks: all wait
+    full disk       the failed checkpoint is reported and removed, and training continues; after too many failures in
+                    a row the trainer stops the run
+    disk unmounted  nothing is written to the empty mount point, since `checkpoints` is created once, at the start
+    disk hangs      on some nodes, or during rank 0's renames: the run stops after `patience` seconds
+    disk is slow    on all ranks: training waits
 """
 
 import contextlib
@@ -42,19 +42,19 @@ _Answer = TypeVar("_Answer")
 
 
 class StorageHangs(RuntimeError):
-    """A rank's writing thread hangs. An exit that waits for threads, as after other exceptions, would hang too."""
+    """A rank's writer thread hangs. The process must exit without waiting for threads, unlike after other errors."""
 
 
 class CheckpointWriter:
-    """One checkpoint at a time.
+    """Checkpoint writer; handles one checkpoint at a time.
 
     Attributes (the same on every rank):
-        begun_step: step of the last checkpoint begun that did not fail.
-        newest: the last one published.
-        failed: how many could not be written.
-        failed_in_a_row: of these, how many since the newest.
-        problem: why the last one could not.
-        patience: seconds that some ranks may still write when others have written, and that rank 0 may take alone.
+        begun_step: step of the last checkpoint that was begun and did not fail.
+        newest: the checkpoint that was published last.
+        failed: number of checkpoints that could not be written.
+        failed_in_a_row: number of failures since `newest`.
+        problem: reason of the last failure.
+        patience: seconds that a rank may continue to write after another has finished, and limit of rank 0's own work.
     """
 
     def __init__(
@@ -78,21 +78,21 @@ class CheckpointWriter:
 
     @property
     def pending(self) -> bool:
-        """A checkpoint was begun and is not published; the same on every rank."""
+        """Whether a checkpoint was begun and is not published yet; the same on every rank."""
         return self._thread is not None
 
     @property
     def busy(self) -> bool:
-        """This rank is still writing."""
+        """Whether this rank is still writing."""
         return self._thread is not None and self._thread.is_alive()
 
     @property
     def hint(self) -> str:
-        """From where the run would continue, for messages."""
+        """The checkpoint from which the run would continue, for messages."""
         return f"--resume latest continues from {self.newest.name}" if self.newest else "no checkpoint is written yet"
 
     def continue_from(self, checkpoint: Path, step: int) -> None:
-        """Note that the run continues from this checkpoint; later ones of its folder are damaged and do not count."""
+        """Record the checkpoint that the run resumed from. Later ones in the folder are damaged and do not count."""
         self.begun_step = step
         if checkpoint.resolve().parent == self.run.checkpoints.resolve():
             self.newest = checkpoint
@@ -100,11 +100,15 @@ class CheckpointWriter:
                 self._damaged = {p.name for p in complete_checkpoints(self.run) if checkpoint_step(p) > step}
 
     def begin(self, step: int, state: dict, *, prunes: bool = True) -> None:
-        """Start checkpoints/step_<step>; an earlier one is published first. Collective; raises what `publish` does.
+        """Begin to write checkpoints/step_<step>, after publishing an earlier one. Collective.
 
         Args:
-            state: what the trainer needs to continue (step, data position, ...), JSON-able.
+            step: number of optimizer steps so far; part of the folder's name.
+            state: the trainer's state (step, data position, ...), serializable as JSON.
             prunes: remove older checkpoints when this one is written.
+
+        Raises:
+            FolderTaken, StorageHangs: as `publish` does.
         """
         self.publish()
         self._prunes = prunes
@@ -128,11 +132,14 @@ class CheckpointWriter:
         self._thread.start()
 
     def publish(self) -> Path | None:
-        """Wait for the writing and move the checkpoint into place; None if there is none or it failed. Collective.
+        """Wait until all ranks have written, and move the checkpoint into place. Collective.
+
+        Returns:
+            The checkpoint, or None if none was begun or it could not be written.
 
         Raises:
-            FolderTaken: on all ranks, another process has begun to train in the folder.
-            StorageHangs: on all ranks, some still write after `patience` and others do not.
+            FolderTaken: on all ranks, if another process has begun to train in the folder.
+            StorageHangs: on all ranks, if some have not finished `patience` seconds after others.
         """
         if self._thread is None:
             return None
@@ -165,7 +172,11 @@ class CheckpointWriter:
         return self._final
 
     def _move_into_place(self, manifest: dict, problem: str) -> tuple[str | None, str]:
-        """Return (who has taken the folder, why there is no checkpoint); remove a failed checkpoint. Rank 0."""
+        """Publish the checkpoint, or remove it after a failure. Rank 0 only.
+
+        Returns:
+            The other process that trains in the folder, or None; the reason of a failure, or "".
+        """
         if other := self.run.taken_by():
             return other, problem
         problem = problem or _publish(self._partial, self._final, manifest, self.run) or ""
@@ -176,17 +187,17 @@ class CheckpointWriter:
         return None, problem
 
     def _remove_parts(self) -> None:
-        """Remove what killed runs have left, of any step. Rank 0."""
-        with contextlib.suppress(OSError):  # what fails here fails the writing too
+        """Remove the partial checkpoints that killed runs have left. Rank 0 only."""
+        with contextlib.suppress(OSError):  # an error here also fails the write, which reports it
             for left in self.run.checkpoints.glob(f"step_*{PARTIAL}"):
                 shutil.rmtree(left, ignore_errors=True)
 
     def _on_rank_0(self, work: Callable[[], _Answer]) -> _Answer:
-        """What `work` returns on rank 0, on all ranks; StorageHangs if it takes longer than `patience`. Collective."""
+        """Call `work` on rank 0 and return its result on all ranks; StorageHangs after `patience`. Collective."""
         return from_first_rank(work if self.parallel.world_size == 1 else lambda: self._within_patience(work))
 
     def _within_patience(self, work: Callable[[], _Answer]) -> _Answer:
-        """Run the work in a thread, which is abandoned after `patience`."""
+        """Call `work` in a thread, and abandon the thread after `patience`."""
         done: Future = Future()
         threading.Thread(target=_do, args=(work, done), name="checkpoint, rank 0", daemon=True).start()
         try:
@@ -196,7 +207,11 @@ class CheckpointWriter:
             raise StorageHangs(f"the storage of {self.run.checkpoints} hangs ({why}); {self.hint}") from None
 
     def _still_writes(self) -> bool:
-        """Wait until all ranks have written, or `patience` where some have; whether this one has not. Collective."""
+        """Wait until all ranks have written, or until `patience` seconds have passed and some have. Collective.
+
+        Returns:
+            Whether this rank still writes.
+        """
         assert self._thread is not None, "begun"
         while True:
             self._thread.join(None if self.patience == math.inf else self.patience)
@@ -206,7 +221,7 @@ class CheckpointWriter:
                 return self._thread.is_alive()
 
     def prune(self, written: Path) -> None:
-        """Remove old checkpoints after this new one. Rank 0."""
+        """Remove old checkpoints after `written` was published. Rank 0 only."""
         self._damaged.discard(written.name)
         prune_checkpoints(self.run, **self.keep, damaged=self._damaged)
 
@@ -235,26 +250,26 @@ def _file_name(rank: int) -> str:
 
 
 def _own_tensors(engine: Engine, parallel: Parallel) -> dict[str, torch.Tensor]:
-    """This rank's share: every world_size-th parameter, on the CPU. All ranks take part in reading each."""
+    """Return this rank's share of the state: every world_size-th parameter, on the CPU. Collective."""
     own = {}
     for index, (name, parameter) in enumerate(engine.state.parameters()):
         for key in (None, *engine.state.keys(parameter)):
             value = engine.state.read(parameter, key)
             if index % parallel.world_size == parallel.rank:
                 own[f"{key or 'model'}/{name}"] = value.to("cpu", copy=True).contiguous()
-    if parallel.rank == 0:  # as fp32, which holds a count of batches up to 2^24
+    if parallel.rank == 0:  # FP32 represents a count of batches exactly up to 2^24
         own |= {f"model/{name}": value.to("cpu", torch.float32, copy=True) for name, value in engine.state.buffers()}
     return own
 
 
 def _write_tensors(path: Path, tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> dict:
-    """Write, flush, and describe: {"bytes": n, "sha256": hex}. OSError when the disk does not take it."""
+    """Write and flush a file; return {"bytes": n, "sha256": hex}. Raise OSError if the write fails."""
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     try:
         save_file(tensors, path, metadata)
-    except SafetensorError as error:  # its own type for a failed write
+    except SafetensorError as error:  # safetensors raises its own type for a failed write
         raise OSError(str(error)) from error
     with open(path, "rb") as file:
         os.fsync(file.fileno())
@@ -262,14 +277,14 @@ def _write_tensors(path: Path, tensors: dict[str, torch.Tensor], metadata: dict[
 
 
 def _publish(partial: Path, final: Path, manifest: dict, run: RunFolder) -> str | None:
-    """Write the manifest, rename the folder, move `latest`; return the reason when that fails. Rank 0.
+    """Write the manifest, rename the folder and update `latest`. Return the reason of a failure. Rank 0 only.
 
-    Each is on the disk before the next begins, as the tensor files are before all of it: a power cut leaves this
-    checkpoint or the one before it, which is removed only afterwards.
+    Each step is flushed to the disk before the next one begins; the tensor files were flushed before. So a power cut
+    leaves this checkpoint or the one before it, which is removed later.
     """
     try:
         write_atomic(partial / MANIFEST, json.dumps(sealed(manifest), indent=2) + "\n")
-        damaged = final.with_name(f"{final.name}.damaged{PARTIAL}")  # one that the run could not continue from
+        damaged = final.with_name(f"{final.name}.damaged{PARTIAL}")  # a damaged checkpoint of the same step
         if final.exists():
             os.replace(final, damaged)
         os.replace(partial, final)
