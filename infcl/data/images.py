@@ -1,8 +1,8 @@
-"""Images: the bytes of a file -> uint8 [H, W, 3], RGB, or `BadSample` with the cause.
+"""Images: decode the bytes of a file to RGB uint8 [H, W, 3], or raise `BadSample` with the cause.
 
-simplejpeg (libjpeg-turbo, strict) decodes JPEG, Pillow everything else and every JPEG that simplejpeg rejects. Alpha is
-composited on white, 16-bit grey is scaled (not clipped), the first frame of an animation is taken, EXIF orientation is
-applied (ImageLimits.upright). Sizes, and a JPEG's number of scans, are checked before anything is decoded.
+simplejpeg (libjpeg-turbo, strict) decodes JPEG. Pillow decodes other formats and each JPEG that simplejpeg rejects.
+Alpha is composited on white, and 16-bit grey is scaled, not clipped. Of an animation, the first frame is used. EXIF
+orientation is applied (ImageLimits.upright). The image size and a JPEG's number of scans are checked before decoding.
 """
 
 import contextlib
@@ -19,21 +19,25 @@ from infcl.data.records import BadSample
 if TYPE_CHECKING:
     from PIL import Image
 
-_PILLOW_FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")  # none of them runs a program to decode
-IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")  # of files
-_MAX_SCANS = 100  # of a JPEG: programs write about ten, and decoding takes time for each
-_EXIF_BYTES = 1 << 16  # of a JPEG: EXIF is the first of its segments, or the second
-_ORIENTATION = 0x0112  # EXIF's tag
-# orientation -> (quarter turns against the clock, then whether left and right change places)
+_PILLOW_FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")  # Pillow decodes these without an external program
+IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
+_MAX_SCANS = 100  # in a JPEG: encoders write about ten, and each one costs decoding time
+_EXIF_BYTES = 1 << 16  # searched in a JPEG: EXIF is its first or second segment
+_ORIENTATION = 0x0112  # tag number in EXIF
+# orientation -> (counterclockwise quarter turns, then whether to mirror left and right)
 _TO_UPRIGHT = dict(zip(range(2, 9), [(0, True), (2, False), (2, True), (3, True), (3, False), (1, True), (1, False)]))
 _BAND_PIXELS = 1 << 20  # composited at a time
 
 
 @dataclass(frozen=True)
 class ImageLimits:
-    """What is rejected by its header. `max_pixels` is open_clip's --max-image-pixels.
+    """Limits on the size in an image's header, and how to treat its EXIF orientation.
 
-    upright: turn and mirror what is left as EXIF says; open_clip takes images as they are stored.
+    Args:
+        max_pixels: largest width x height (--max-image-pixels).
+        min_side: smallest side, in pixels.
+        max_aspect: largest ratio of the sides.
+        upright: apply the EXIF orientation. open_clip ignores it.
     """
 
     max_pixels: int = 25_000_000
@@ -55,9 +59,18 @@ DEFAULT_LIMITS = ImageLimits()
 def decode_image(
     data: bytes, limits: ImageLimits = DEFAULT_LIMITS, shrink: Callable[[int, int], int] | None = None
 ) -> np.ndarray:
-    """uint8 [H, W, 3] RGB. Raises BadSample, whatever the bytes are.
+    """Decode the bytes of an image file to RGB.
 
-    shrink: (height, width) -> 1, 2, 4 or 8; a JPEG is then decoded at that fraction of its size, which costs less.
+    Args:
+        data: the bytes of the file.
+        limits: which images are rejected by their header.
+        shrink: (height, width) -> 1, 2, 4 or 8. A JPEG is decoded at 1 / that factor of its size, which is faster.
+
+    Returns:
+        uint8 [H, W, 3].
+
+    Raises:
+        BadSample: the image cannot be decoded or exceeds the limits. No other exception is raised for bad bytes.
     """
     if data[:3] == b"\xff\xd8\xff":
         import simplejpeg
@@ -77,22 +90,22 @@ def decode_image(
                 pixels = simplejpeg.decode_jpeg(data, "RGB")
             return _upright(pixels, orientation)
         except ValueError:
-            pass  # CMYK, or damage that Pillow may bridge
+            pass  # CMYK, or damage that Pillow may tolerate
     with reject_damage():
         image = open_image(data, limits)
         pixels = _rgb(image)
-        # after the pixels are read: Pillow turns a TIFF by itself
+        # after the pixels are read: Pillow applies the orientation of a TIFF itself
         return _upright(pixels, _orientation(image.getexif)) if limits.upright else pixels
 
 
 def _check_scans(jpeg: bytes) -> None:
-    scans = jpeg.count(b"\xff\xda")  # in the coded data, 0xff never comes before a number other than 0 and 0xd0-0xd7
+    scans = jpeg.count(b"\xff\xda")  # exact: coded data has only 0 and 0xd0-0xd7 after 0xff
     if scans > _MAX_SCANS:
         raise BadSample("too_many_scans", f"a JPEG of {scans} scans, {_MAX_SCANS} allowed")
 
 
 def _jpeg_orientation(data: bytes) -> int:
-    """1 to 8 by EXIF: 1 where there is none, or none that can be read."""
+    """Return the EXIF orientation, 1 to 8; 1 if it is missing or unreadable."""
     at = data.find(b"Exif\0\0", 0, _EXIF_BYTES)
     if at < 0:
         return 1
@@ -110,13 +123,13 @@ def _jpeg_orientation(data: bytes) -> int:
 def _orientation(exif: "Callable[[], Image.Exif]") -> int:
     try:
         value = exif().get(_ORIENTATION, 1)
-    except Exception:  # Pillow raises many types on malformed EXIF, which is no reason to lose an image
+    except Exception:  # Pillow raises many types on malformed EXIF; the image is still usable
         return 1
     return value if value in range(1, 9) else 1
 
 
 def _upright(pixels: np.ndarray, orientation: int) -> np.ndarray:
-    """uint8 [H, W, 3], turned and mirrored as EXIF's orientation says that the image is to be shown."""
+    """Rotate and mirror uint8 [H, W, 3] by its EXIF orientation."""
     if orientation == 1:
         return pixels
     turns, mirrored = _TO_UPRIGHT[orientation]
@@ -126,17 +139,17 @@ def _upright(pixels: np.ndarray, orientation: int) -> np.ndarray:
 
 @contextlib.contextmanager
 def reject_damage() -> Iterator[None]:
-    """BadSample for whatever Pillow raises within."""
+    """Turn every exception of Pillow within the context into BadSample."""
     try:
         yield
     except BadSample:
         raise
-    except Exception as error:  # Pillow's decoders raise many types on malformed bytes; no I/O happens within
+    except Exception as error:  # Pillow's decoders raise many types on malformed bytes; there is no I/O here
         raise BadSample("broken_image", f"{type(error).__name__}: {error}") from error
 
 
 def open_image(data: bytes, limits: ImageLimits = DEFAULT_LIMITS) -> "Image.Image":
-    """Pillow's image, of which only the header is read so far. Raises BadSample, within `reject_damage`."""
+    """Open a Pillow image and read only its header. Use it within `reject_damage`. Raises BadSample."""
     from PIL import Image
 
     if not data:
@@ -154,7 +167,7 @@ def open_image(data: bytes, limits: ImageLimits = DEFAULT_LIMITS) -> "Image.Imag
 
 
 def _rgb(image: "Image.Image") -> np.ndarray:
-    """uint8 [H, W, 3]; transparency on white, 16-bit grey scaled."""
+    """Return uint8 [H, W, 3]: transparency is composited on white, 16-bit grey is scaled."""
     if image.mode.startswith("I"):  # two bytes per pixel; Pillow's own conversion would clip it to white
         deep = np.asarray(image).astype(np.float32)
         return np.repeat(np.clip(deep / 257 + 0.5, 0, 255).astype(np.uint8)[:, :, None], 3, axis=2)

@@ -1,18 +1,19 @@
-"""Loaders: what the training loop iterates over. Their whole state is {epoch, step}.
+"""Loaders: the training loop iterates over them. Their state is {epoch, step}.
 
     share = Share(micro_batch_size=256, num_micro_batches=4, rank=r, world_size=w)
     loader = TrainLoader(DataConfig(urls), tokenizer, share, image_size=224, seed=0)
     loader.set_position(*divmod(global_step, loader.steps_per_epoch))
-    for micro_batches in loader:      # a list of M dicts per step, to the end of the epoch
+    for micro_batches in loader:      # a list of M dicts per step, until the epoch ends
         ...
 
-A micro-batch is {"images": uint8 [m, 3, S, S], "texts": int64 [m t, L], "ids": int64 [m]}, in pinned memory where there
-is a GPU, with "same_ids" int64 [m] where samples are compared (samples.SampleTexts, which also says what t is; by
-default 1). `ids` are global sample numbers. The steps of an epoch are num_samples // global_batch_size; the remaining
-samples (fewer than one global batch, different ones each epoch) are not read in that epoch.
+A micro-batch is {"images": uint8 [m, 3, S, S], "texts": int64 [m t, L], "ids": int64 [m]}, in pinned memory if there
+is a GPU. t is the number of texts per image (1 by default, samples.SampleTexts). "same_ids" int64 [m] is added if
+duplicate samples are looked for. `ids` are global sample numbers. An epoch has num_samples // global_batch_size steps.
+The remainder, less than one global batch, is not read in that epoch; it is a different one in every epoch.
 
-With the default reader, what a rank gets at (epoch, step) is a pure function of the seed, the shards and the batch
-sizes: not of workers, not of where the run was resumed; and the global batch does not depend on the number of ranks.
+With the default reader, the samples of a rank at (epoch, step) are a pure function of the seed, the shards and the
+batch sizes. They do not depend on the workers or on the step at which the run was resumed. The global batch does not
+depend on the number of ranks.
 """
 
 import logging
@@ -38,20 +39,25 @@ from infcl.data.workers import WorkerBoard
 _log = logging.getLogger(__name__)
 
 MicroBatch = dict[str, torch.Tensor]
-_WINDOW = 10_000  # samples over which the fraction of bad ones is judged
-_BAD_ALLOWED = 10  # bad samples of a window that never end a run: a small set has few, and 1% of it may be none
-_WORST_SHARDS = 5  # in the table
-_SECONDS_BETWEEN_WARNINGS = 60.0  # of the same cause
+_WINDOW = 10_000  # samples over which the fraction of bad samples is computed
+_BAD_ALLOWED = 10  # bad samples per window that never stop a run: 1% of a small data set may be less than one sample
+_WORST_SHARDS = 5  # listed by StepLoader.table
+_SECONDS_BETWEEN_WARNINGS = 60.0  # about the same cause
 
 
 class TooManyBadSamples(RuntimeError):
-    """More than --max-bad-fraction of a window, and more than `_BAD_ALLOWED`. The message: a line, then a table of
-    causes."""
+    """More than --max-bad-fraction of a window, and more than `_BAD_ALLOWED`, samples are bad.
+
+    The message is one line, then a table of causes.
+    """
 
 
 class Source(Protocol):
-    """What a loader reads from. `found` counts what was wrong before the first read; `sha256` names the data, `about`
-    says how much there is."""
+    """The reader behind a loader.
+
+    Attributes: found (counts of problems known before the first read), sha256 (identifies the data), about (describes
+    its size), repeats (whether micro-batches can be read a second time).
+    """
 
     num_samples: int
     steps_per_epoch: int
@@ -62,20 +68,20 @@ class Source(Protocol):
     repeats: bool
 
     def micro_batches(self, epoch: int, step: int, again: range) -> Iterator[tuple[MicroBatch, ReadLog]]:
-        """This rank's micro-batches from a step to the end of an epoch, in order, each with what was skipped for it.
+        """Return this rank's micro-batches from `step` to the end of `epoch`, in order, each with its log.
 
-        Behind the M micro-batches of a step, those of them whose index is in `again` come a second time, the same to
-        the last bit. `repeats` says whether the source can do that.
+        After the M micro-batches of a step, those whose index is in `again` come a second time, bit-identical. Only a
+        source that `repeats` supports that.
         """
 
     def exactly(self, epoch: int, first: int, ids: torch.Tensor) -> MicroBatch:
-        """What a micro-batch of the positions from `first` on was, of these samples. Only where the source `repeats`.
+        """Return the micro-batch that starts at position `first` and consists of the samples `ids`.
 
-        Raises BadSample where one of them cannot be used any more.
+        Only a source that `repeats` supports this. Raises BadSample if one of the samples cannot be used any more.
         """
 
 
-_MEANT = {  # behind a value of the fingerprint that is not the run's
+_MEANT = {  # explains a value of the fingerprint that differs from the run's
     "global_batch_size": " (data-parallel ranks x --accum-freq x --batch-size, or --global-batch-size)",
     "manifest_sha256": " (of the shards' names, sizes, sample counts and factors, as the reader counts them)",
     "tokenizer_sha256": " (of the model file)",
@@ -83,7 +89,7 @@ _MEANT = {  # behind a value of the fingerprint that is not the run's
 
 
 class StepLoader:
-    """Position, state and report, whatever the source; TrainLoader and SyntheticLoader say what the source is.
+    """Position, state and report of a loader. The subclasses TrainLoader and SyntheticLoader choose the source.
 
     Attributes: steps_per_epoch, num_samples (of the data set, over all ranks), repeats (whether `steps(again)` works).
     """
@@ -108,24 +114,30 @@ class StepLoader:
         self._next_warning: dict[str, float] = {}
         self._window = min(_WINDOW, self.steps_per_epoch * share.num_micro_batches * share.rows)
         self._window_good, self._window_bad = 0, 0
-        self.too_many_bad: TooManyBadSamples | None = None  # raised when the step has been taken to its end
+        self.too_many_bad: TooManyBadSamples | None = None  # raised after all micro-batches of the step are consumed
         self._epoch, self._step = 0, 0
 
     def __len__(self) -> int:
-        """Steps that are left in the current epoch."""
+        """Return the number of steps left in the current epoch."""
         return self.steps_per_epoch - self._step
 
     def __iter__(self) -> Iterator[list[MicroBatch]]:
-        """The remaining steps of the current epoch. Inside the loop, the position is already that of the next step."""
+        """Yield the remaining steps of the current epoch. Inside the loop, the position is that of the next step."""
         for step in self.steps():
             yield list(step)
 
     def steps(self, again: range = range(0)) -> Generator[Iterator[MicroBatch], None, None]:
-        """The remaining steps of the current epoch, each an iterator over its M micro-batches, read as they are taken.
+        """Yield the remaining steps of the current epoch, each as an iterator that reads its M micro-batches lazily.
 
-        Behind them come those with an index in `again` a second time, the same to the last bit: where a read failed in
-        one of the two passes only, and a sample was replaced, the first one counts. A step must be taken to its end
-        before the next one. Raises ValueError where the source cannot read anything twice.
+        The caller must exhaust a step before it takes the next one.
+
+        Args:
+            again: indices of the micro-batches that come a second time at the end of the step, bit-identical. If a
+                read fails in only one of the two passes, the samples of the first pass are used.
+
+        Raises:
+            ValueError: `again` is not empty, and the source cannot read micro-batches twice.
+            TooManyBadSamples: after a step with too many bad samples.
         """
         if again and not self._source.repeats:
             raise ValueError(
@@ -148,7 +160,7 @@ class StepLoader:
             try:
                 self._account(batch, log)
             except TooManyBadSamples as end:
-                self.too_many_bad = self.too_many_bad or end  # this step has all its samples
+                self.too_many_bad = self.too_many_bad or end  # this step is still complete
             used.append(batch["ids"].clone())
             yield batch
         for index in again:
@@ -158,7 +170,7 @@ class StepLoader:
             yield batch
 
     def _as_before(self, batch: MicroBatch, epoch: int, first: int, ids: torch.Tensor) -> MicroBatch:
-        """The micro-batch of the samples `ids`; `batch`, which has others, where they cannot be read."""
+        """Return the micro-batch of the samples `ids`, or `batch` (other samples) if they cannot be read."""
         _log.warning("other samples came when micro-batches were read again; reading those of before")
         try:
             return self._source.exactly(epoch, first, ids)
@@ -167,7 +179,7 @@ class StepLoader:
             return batch
 
     def set_position(self, epoch: int, step: int) -> None:
-        """The next step to be yielded. Raises ValueError outside 0 <= step < steps_per_epoch."""
+        """Set the step that is yielded next. Raises ValueError outside 0 <= step < steps_per_epoch."""
         if epoch < 0 or not 0 <= step < self.steps_per_epoch:
             raise ValueError(
                 f"no step {step} in epoch {epoch}: an epoch has {self.steps_per_epoch} steps, counted from 0; "
@@ -179,9 +191,9 @@ class StepLoader:
         return {"epoch": self._epoch, "step": self._step, "data": self._source.about, **self._fingerprint}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where `state` was taken.
+        """Continue at the position at which `state` was taken.
 
-        Raises ValueError when seed, global batch, data or tokenizer are not the same.
+        Raises ValueError if the seed, global batch size, data or tokenizer differs.
         """
         different = [
             f"{name} is {value!r} now and was {state.get(name)!r}{_MEANT.get(name, '')}"
@@ -198,22 +210,23 @@ class StepLoader:
         self.set_position(state["epoch"], state["step"])
 
     def report(self) -> dict[str, int]:
-        """Counters of this rank since the start.
+        """Return this rank's counters since the start.
 
-        "samples": used. "skipped/<cause>": bad ones, replaced. "noted/<cause>": used although something was off.
-        "index/<cause>": left out when the shards were indexed (the same on every rank), with "index/damaged_shards".
+        "samples" counts the samples used, "skipped/<cause>" bad samples that were replaced, and "noted/<cause>" samples
+        used despite a minor problem. "index/<cause>" counts samples left out when the shards were indexed, and
+        "index/damaged_shards" the damaged shards. The index counters are the same on every rank.
         """
         return dict(self._counts)
 
     def table(self) -> str:
-        """The report as lines of text, with one example per cause, and the shards with the most bad samples."""
+        """Return the report as text: the counters, an example per cause, and the shards with the most bad samples."""
         lines = [f"{count:>10}  {name:<36} {self._examples.get(name, '')}" for name, count in self._counts.items()]
         worst = self._by_shard.most_common(_WORST_SHARDS)
         lines += [f"{count:>10}  skipped/{cause} in {shard}" for (shard, cause), count in worst]
         return "\n".join(line.rstrip() for line in lines)
 
     def worker_memory_mb(self) -> list[float]:
-        """Resident memory of this rank's worker processes after their last batch; empty before the first."""
+        """Return the resident memory (MB) of each worker process after its last batch; empty before the first."""
         return self._source.board.memory_mb()
 
     def _account(self, batch: MicroBatch, log: ReadLog) -> None:
@@ -231,7 +244,7 @@ class StepLoader:
             self._counts[f"noted/{cause}"] += 1
         self._window_good, self._window_bad = self._window_good + size, self._window_bad + bad
         seen = self._window_good + self._window_bad
-        judged = max(seen, self._window)  # so that a run ends as soon as the window cannot end well
+        judged = max(seen, self._window)  # stop as soon as the full window must exceed the limit
         if self._window_bad > max(_BAD_ALLOWED, self._max_bad_fraction * judged):
             raise TooManyBadSamples(
                 f"{self._window_bad} of the last {seen} samples of this rank were bad, more than --max-bad-fraction "
@@ -243,18 +256,18 @@ class StepLoader:
 
 
 class TrainLoader(StepLoader):
-    """Image-text pairs from webdataset shards or a table of files, as `share` says: m * M samples per step and rank.
+    """Loader of image-text pairs from webdataset shards or a table of files: m * M samples per step and rank.
 
     Args:
-        data: what is read and how.
-        tokenizer: for the captions.
+        data: which data is read, and how.
+        tokenizer: encodes the captions.
         share: the samples of each step that this process reads.
-        image_size: pixels S of a side.
-        seed: of the order, the crops and all else that is drawn.
+        image_size: side S of the square images, in pixels.
+        seed: of the sample order, the augmentations and all other random choices.
 
     Raises:
-        ValueError: with the numbers, when shards are missing, when there are too few samples for one global batch, or
-            (streaming) too few shards for ranks x workers.
+        ValueError: shards are missing, there are too few samples for one global batch, or (streaming) there are too few
+            shards for ranks x workers.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
-"""Records: the undecoded bytes of samples, by their global numbers.
+"""Records: read the undecoded bytes of samples by their global sample numbers.
 
-In:  a `Manifest`, sample numbers in any order.
-Out: `Record`s in that order. Samples of one shard are read together, and neighbours with one call.
+In:  a `Manifest`, and sample numbers in any order.
+Out: `Record`s in that order. Samples of one shard are read together, and adjacent samples with one call.
 """
 
 import contextlib
@@ -23,11 +23,11 @@ MAX_CAPTION_BYTES = 4096
 _MERGE_GAP = 4096  # members closer than this are read with one call
 _MERGE_BYTES = 16 << 20
 _OPEN_FILES, _OPEN_CONNECTIONS = 128, 8
-_LEAVE_ALONE_SECONDS = 60.0  # after a shard could not be read, before the next attempt
+_LEAVE_ALONE_SECONDS = 60.0  # wait after a failed shard before the next attempt
 
 
 class BadSample(Exception):
-    """A sample that cannot be used. `cause` is a counter's name, the message says more."""
+    """A sample that cannot be used. `cause` is the name of a counter; the message has the details."""
 
     def __init__(self, cause: str, message: str = ""):
         super().__init__(message or cause)
@@ -35,7 +35,7 @@ class BadSample(Exception):
 
 
 class Record(NamedTuple):
-    """The undecoded members of one sample, and where it came from (for messages); or the fault that kept it unread."""
+    """The undecoded members of one sample, its origin (`where`, for messages), and the fault of an unreadable shard."""
 
     image: bytes | None
     text: bytes | None
@@ -46,11 +46,16 @@ class Record(NamedTuple):
 
 
 class ShardReader:
-    """Global sample numbers -> records. Holds a bounded number of open files and indexes; nothing else grows.
+    """Reader of records by global sample number. It keeps a bounded number of open files and indexes.
 
-    A read that fails is tried again (storage.retry). A shard that still cannot be read, or was replaced since it was
-    indexed, gives records with a `fault`, and is left alone for a while before it is tried again. needs_json: the json
-    member is read in addition to the text member.
+    A failed read is retried (storage.retry). If a shard still cannot be read, or has changed since it was indexed, its
+    records have a `fault`, and the reader waits before it tries that shard again.
+
+    Args:
+        manifest: the shards.
+        keys: which members of a shard form a sample.
+        storage: time-outs, attempts and the spool.
+        needs_json: read the json member in addition to the text member.
     """
 
     def __init__(
@@ -61,10 +66,11 @@ class ShardReader:
         storage: StorageOptions = DEFAULT_STORAGE,
         needs_json: bool = False,
     ):
-        remote = any(is_remote(shard.path) for shard in manifest.shards)  # a server sees every worker of every rank
+        # few connections: every worker of every rank opens its own
+        remote = any(is_remote(shard.path) for shard in manifest.shards)
         self.manifest, self.keys, self.storage, self.needs_json = manifest, keys, storage, needs_json
         self._max_open = _OPEN_CONNECTIONS if remote else _OPEN_FILES
-        # what a plan and a report need to know (indexed.Collection)
+        # the attributes of indexed.Collection, for the plan and the report
         self.counts = np.array([shard.samples for shard in manifest.shards])
         self.factors = np.array([shard.factor for shard in manifest.shards])
         self.sha256, self.found, self.warnings = manifest.sha256, manifest.found, manifest.warnings
@@ -73,10 +79,10 @@ class ShardReader:
             "other extensions; python -m infcl.data.shards index looks at each"
         )
         self._open: OrderedDict[int, tuple[ShardFile, np.ndarray]] = OrderedDict()  # shard -> (file, members)
-        self._faults: dict[int, tuple[float, ShardFault]] = {}  # shard -> (until when, why)
+        self._faults: dict[int, tuple[float, ShardFault]] = {}  # shard -> (time of the next attempt, fault)
 
     def __getstate__(self) -> dict:
-        return self.__dict__ | {"_open": OrderedDict()}  # descriptors stay with their process
+        return self.__dict__ | {"_open": OrderedDict()}  # file descriptors belong to one process
 
     def __del__(self):
         for file, _ in self._open.values():
@@ -92,9 +98,12 @@ class ShardReader:
     def read(
         self, samples: np.ndarray, *, images: bool = True, on_part: Callable[[int], None] = lambda part: None
     ) -> list[Record]:
-        """Records of int64 sample numbers [n], in their order. `images=False` leaves the images unread.
+        """Return the records of the given samples, in their order.
 
-        `on_part` hears which shard is about to be read.
+        Args:
+            samples: global sample numbers, int64 [n].
+            images: whether to read the images.
+            on_part: called with the number of each shard before it is read.
         """
         shard_of = np.searchsorted(self.manifest.ends, samples, side="right")
         records: dict[int, Record] = {}
@@ -114,7 +123,7 @@ class ShardReader:
         return [records[slot] for slot in range(len(samples))]
 
     def _read_shard(self, i: int, rows: np.ndarray, images: bool) -> list[bytes | None]:
-        """image, text, json, image, ... of the rows of shard i. Raises ShardFault."""
+        """Return image, text, json, image, ... of the given rows of shard i. Raises ShardFault."""
         if i in self._faults:
             until, fault = self._faults[i]
             if time.monotonic() < until:
@@ -129,7 +138,7 @@ class ShardReader:
                 if file.changed():
                     raise ShardFault("shard_changed", f"{path} changed during the run")
                 return data
-            except BaseException:  # KeyboardInterrupt in the middle of an answer too: a stale handle does not recover
+            except BaseException:  # KeyboardInterrupt too: a handle with a half-read response is unusable
                 if i in self._open:
                     self._open.pop(i)[0].close()
                 raise
@@ -141,7 +150,7 @@ class ShardReader:
             raise
 
     def _members_of(self, row: list[int], images: bool) -> list[tuple[int, int]]:
-        """(offset, bytes) of image, text and json; a member that is not needed counts as absent."""
+        """Return (offset, size) of image, text and json; a member that is not needed is marked as absent."""
         absent = (ABSENT, ABSENT)
         use_json = self.keys.json_text is not None or row[2] == ABSENT
         text = absent if use_json else (row[2], min(row[3], MAX_CAPTION_BYTES + 1))
@@ -167,7 +176,7 @@ class ShardReader:
         return self._open[i]
 
     def _members(self, shard: Shard) -> np.ndarray:
-        """int64 [samples, 6] of a shard's index; a damaged one is removed and built again."""
+        """Return a shard's index, int64 [samples, 6]. A damaged index is removed and rebuilt."""
         try:
             return open_members(shard.index_path, shard.samples, shard.file_bytes)
         except (ShardFault, OSError, ValueError):
@@ -182,7 +191,7 @@ class ShardReader:
 
 
 def _read_all(file: ShardFile, wanted: list[tuple[int, int]], path: str) -> list[bytes | None]:
-    """The bytes of each (offset, size), None where absent; neighbours are read with one call."""
+    """Return the bytes of each (offset, size), or None if absent. Adjacent ranges are read with one call."""
     result: list[bytes | None] = [None] * len(wanted)
     order = sorted((i for i, (offset, _) in enumerate(wanted) if offset != ABSENT), key=lambda i: wanted[i])
     at = 0

@@ -1,10 +1,10 @@
-"""Shards: from what the user names to a list of indexed tars and their sample counts.
+"""Shards: expand --train-data into a list of indexed tars and their sample counts.
 
 In:  `--train-data`: a path, braces (`{00000..00041}.tar`), a `::` list, a glob, a folder (its *.tar),
-     or `@FILE` with one of these a line.
-Out: `Manifest`, which is all that a plan needs (counts) and all that a worker needs (paths).
+     or `@FILE` with one of these per line.
+Out: `Manifest`: the sample counts for the plan and the paths for the workers.
 
-`python -m infcl.data.shards index URLS` builds the indexes ahead of a run and prints what is wrong with the shards.
+`python -m infcl.data.shards index URLS` builds the indexes before a run and prints the problems of the shards.
 """
 
 import argparse
@@ -26,25 +26,29 @@ from infcl.data.index import DEFAULT_KEYS, SampleKeys, ensure_index
 from infcl.data.spool import spool_path
 from infcl.data.storage import DEFAULT_STORAGE, ShardFault, StorageOptions, is_remote, open_lines
 
-_SHOWN_KEYS = 100  # of each cause
+_SHOWN_KEYS = 100  # printed per cause
 
 
 def expand_shards(urls: str | Sequence[str], *, allow_pipe: bool = False) -> list[str]:
-    """Return the shards of `urls` in order. Raises ValueError as `find_shards` does."""
+    """Return the shards of `urls` in order. Raises the same errors as `find_shards`."""
     return list(chain.from_iterable(find_shards(urls, allow_pipe=allow_pipe)[0]))
 
 
 def find_shards(
     urls: str | Sequence[str], *, allow_pipe: bool = False, max_missing: float = 0.0
 ) -> tuple[list[list[str]], list[str]]:
-    """Expand `::` lists, braces, globs and folders. Other urls with a scheme are passed on unchecked.
+    """Expand `::` lists, braces, globs and folders. Remote urls are not checked.
+
+    Args:
+        urls: the value of --train-data, or several such values.
+        allow_pipe: accept `pipe:COMMAND`, which runs a shell command.
+        max_missing: fraction of the shards that may be missing.
 
     Returns:
-        The shards of each source, and the local ones that are missing.
+        The shards of each source, and the local shards that are missing.
 
     Raises:
-        ValueError: more than `max_missing` (a fraction) of the shards are missing, there is none, one is named twice,
-            or a `pipe:` is not allowed.
+        ValueError: too many shards are missing, no shard is found, a shard is listed twice, or `pipe:` is not allowed.
     """
     sources, missing = _expand(split_sources(urls), allow_pipe)
     shards = list(chain.from_iterable(sources))
@@ -64,13 +68,13 @@ def find_shards(
 
 
 def split_sources(urls: str | Sequence[str]) -> list[str]:
-    """Return the `::` parts of `urls`, which upsampling factors belong to; each line of an `@FILE` is one."""
+    """Return the `::` parts of `urls`; each line of an `@FILE` is a part. Each part has one upsampling factor."""
     names = [name for url in ([urls] if isinstance(urls, str) else urls) for name in url.split("::") if name]
     return [name for source in names for name in (_names_in(source[1:]) if source[:1] == "@" else [source])]
 
 
 def _names_in(path: str) -> list[str]:
-    """The lines of a file of names, `@FILE`: unlike a flag's value, no shell between launcher and node changes them."""
+    """Return the names in an `@FILE`. Unlike a flag's value, they pass no shell between launcher and node."""
     try:
         with open_lines(path, errors="surrogateescape") as lines:
             names = [line.strip() for line in lines]
@@ -80,14 +84,14 @@ def _names_in(path: str) -> list[str]:
 
 
 def check_factors(factors: Sequence[float] | None, sources: Sequence) -> Sequence[float]:
-    """Return a factor for each source, 1 by default. Raises ValueError for another number of them."""
+    """Return one factor per source, 1 by default. Raises ValueError if their number differs or one is not positive."""
     if factors is not None and (len(factors) != len(sources) or min(factors) <= 0):
         raise ValueError(f"{len(sources)} sources need as many upsampling factors above 0, not {list(factors)}")
     return factors or [1.0] * len(sources)
 
 
 def _expand(names: list[str], allow_pipe: bool) -> tuple[list[list[str]], list[str]]:
-    """(the shards of each name, those that are missing)."""
+    """Return the shards of each name, and the missing shards."""
     from braceexpand import braceexpand
 
     sources: list[list[str]] = []
@@ -126,12 +130,12 @@ class Shard(NamedTuple):
     index_path: str
     samples: int
     file_bytes: int
-    version: int  # storage.py: differs when the content may differ
+    version: int  # changes when the content may have changed (storage.py)
     factor: float = 1.0  # how often an epoch sees each of its samples (plan.py)
 
 
 def _check_spool(shards: Sequence[Shard], storage: StorageOptions) -> None:
-    """A permutation of all samples needs all of them at hand: shards that are spooled have to fit in the spool."""
+    """Check that all spooled shards fit in the spool together: an epoch permutes the samples of all shards."""
     spooled = [
         s for s in shards if is_remote(s.path) and (s.path[:5] == "pipe:" or spool_path(s.path, storage).exists())
     ]
@@ -145,18 +149,21 @@ def _check_spool(shards: Sequence[Shard], storage: StorageOptions) -> None:
 
 @dataclass(frozen=True)
 class Manifest:
-    """All shards of a data set. `sha256` covers names, sizes, counts and factors, not folders: a copy is the same."""
+    """All shards of a data set.
+
+    `sha256` covers file names, sizes, sample counts and factors. It omits folders, so a copy of the data has the same.
+    """
 
     shards: tuple[Shard, ...]
-    rejected: dict[str, int]  # samples that the indexes left out, by cause
-    damaged: dict[str, str]  # shard -> what is wrong with it
-    missing: dict[str, str]  # shard that was named -> why it is not used
+    rejected: dict[str, int]  # cause -> number of samples that the indexes leave out
+    damaged: dict[str, str]  # shard -> description of the damage
+    missing: dict[str, str]  # listed shard -> reason why it is not used
     sha256: str
-    bad_keys: dict[str, list[str]]  # some of the samples that `rejected` counts, by cause: "SHARD: KEY"
+    bad_keys: dict[str, list[str]]  # cause -> examples of rejected samples, as "SHARD: KEY"
 
     @cached_property
     def ends(self) -> np.ndarray:
-        """Return [shards] int64: the global number after each shard's last sample."""
+        """Return int64 [shards]: the cumulative sample counts, so shard i ends before global sample number ends[i]."""
         return np.cumsum([shard.samples for shard in self.shards], dtype=np.int64)
 
     @property
@@ -165,7 +172,7 @@ class Manifest:
 
     @property
     def found(self) -> dict[str, int]:
-        """What a report counts before the first read."""
+        """Counters of a report that are known before the first read."""
         found = {f"index/{cause}": count for cause, count in self.rejected.items()}
         for name, shards in (("damaged", self.damaged), ("missing", self.missing)):
             found |= {f"index/{name}_shards": len(shards)} if shards else {}
@@ -188,11 +195,22 @@ def load_manifest(
     rank: int = 0,
     world_size: int = 1,
 ) -> Manifest:
-    """Index every shard that has no valid index yet, and list them all.
+    """Index every shard that has no valid index yet, and return the list of all shards.
 
-    Every rank calls this and gets the same answer. Ranks start at different shards and find what others have indexed
-    meanwhile, so they share the work without communication. `factors`: one for each `::` part of `urls`. Raises
-    ValueError when more than `max_missing` (a fraction) of the shards are missing or cannot be read.
+    Every rank calls this and gets the same result. Ranks start at different shards and reuse the indexes that other
+    ranks have written meanwhile, so they share the work without communication.
+
+    Args:
+        urls: the value of --train-data, or several such values.
+        factors: upsampling factors, one for each `::` part of `urls`.
+        keys: which members of a shard form a sample.
+        index_cache: folder for indexes that cannot be stored next to their shards.
+        storage: time-outs, attempts and the spool.
+        max_missing: fraction of the shards that may be missing or unreadable.
+        rank, world_size: choose the shard at which this process starts.
+
+    Raises:
+        ValueError: too many shards are missing or unreadable, or the spooled shards do not fit in the spool.
     """
     sources, absent = find_shards(urls, allow_pipe=storage.allow_pipe, max_missing=max_missing)
     missing = dict.fromkeys(absent, "not found")
@@ -214,7 +232,7 @@ def load_manifest(
             paths[i], index_path, header["samples"], header["file_bytes"], header["version"], float(factor_of[i])
         )
         rejected.update(header["rejected"])
-        for cause, found in header.get("bad_keys", {}).items():  # indexes of before had none
+        for cause, found in header.get("bad_keys", {}).items():  # old indexes have none
             bad_keys.setdefault(cause, []).extend(f"{paths[i]}: {ascii(key)[1:-1]}" for key in found)
         if header["damage"]:
             damaged[paths[i]] = header["damage"]
@@ -254,7 +272,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     }
     try:
         if args.jobs > 1:
-            with ProcessPoolExecutor(args.jobs) as pool:  # ranks that begin at different shards, as in a run
+            with ProcessPoolExecutor(args.jobs) as pool:  # as ranks do, each process starts at another shard
                 shares = [{"rank": rank, "world_size": args.jobs} for rank in range(args.jobs)]
                 parts = [pool.submit(load_manifest, args.urls, **share, **options) for share in shares]
                 for part in parts:
