@@ -1,11 +1,11 @@
-"""--attention: which kernels compute the towers' attention.
+"""Attention kernels of the towers (--attention).
 
     torch     torch's scaled_dot_product_attention (cuDNN's kernels on a GPU)
-    triton    triton_attention.py, for sequences of up to 128 tokens, and for some longer ones for which cuDNN's tiles
-              of 128 x 128 compute 1.5 times the needed pairs or more (`fits`); head widths 16, 32, 64
+    triton    triton_attention.py: up to 128 tokens, and some longer sequences, where cuDNN's tiles of 128 x 128
+              compute at least 1.5 times the necessary scores (`fits`); head widths 16, 32, 64
     auto      triton where it fits, on a GPU in half precision; else torch
 
-Training ViT-B-32 1024 x 4 is 9% faster with triton on an H200, ViT-L-14 4%. A text tower with that kernel takes the
+On an H200, triton trains ViT-B-32 1024 x 4 faster by 9% and ViT-L-14 by 4%. With this kernel a text tower takes the
 spans of packed captions (packing.caption_spans) instead of a mask. torch.compile sees the kernel as one operator.
 """
 
@@ -25,22 +25,22 @@ from infcl.models.transformer import Transformer
 from infcl.models.transformer import attend as attend_by_torch
 
 LONGEST = 128  # tokens of one tile: triton_attention.TILES
-BLOCK, SHORT = 64, 16  # tokens of a block, and at most so many after the last full block: triton_attention_blocks
-_HEADS = (16, 32, 64)  # 64 was timed
+BLOCK, SHORT = 64, 16  # tokens per block; most tokens after the last full block: triton_attention_blocks
+_HEADS = (16, 32, 64)  # head widths; only 64 was timed
 
 
 def choose_attention(model: nn.Module, attention: str, device: torch.device, dtype: torch.dtype) -> None:
-    """Set each tower's attention kernel, before blocks are compiled.
+    """Set each tower's attention kernel. Call this before the blocks are compiled.
 
     Args:
-        model: its blocks' `attn.attend` is replaced where the Triton kernel fits.
+        model: the model; `attn.attend` of its blocks is replaced where the Triton kernel fits.
         attention: "torch", "triton" or "auto".
-        device: where the towers run.
-        dtype: of the attention's matmuls.
+        device: device of the towers.
+        dtype: dtype of the attention's matmuls.
 
     Raises:
-        ValueError: "triton", and the kernel fits neither tower, or open_clip builds the towers; the message has the
-            reason for each.
+        ValueError: `attention` is "triton", but the kernel fits neither tower or open_clip built the towers. The
+            message gives the reason for each tower.
     """
     if attention == "triton" and not isinstance(model, CLIP):
         raise ValueError("--attention triton: open_clip's towers have their own attention")
@@ -68,7 +68,7 @@ def towers_with_kernel(model: nn.Module) -> list[str]:
 
 
 def _towers(model: CLIP) -> dict[str, tuple[Transformer, list[int]]]:
-    """Return {name: (tower, tokens of its sequences in training, and in evaluation where that differs)}."""
+    """Return {name: (tower, [tokens per sequence in training, and in evaluation if different])}."""
     vision = model.cfg.vision_cfg
     dropout = vision.patch_dropout if model.visual.training else 0.0  # a locked tower sees all patches
     images = dict.fromkeys([1 + kept_patches(vision.num_patches, dropout), 1 + vision.num_patches])
@@ -76,9 +76,18 @@ def _towers(model: CLIP) -> dict[str, tuple[Transformer, list[int]]]:
 
 
 def attend(qkv: Tensor, seen: Tensor | None, *, causal: bool, longest: int) -> Tensor:
-    """Compute transformer.attend, where `seen` is None or spans int64 [n, 2] of at most `longest` tokens.
+    """Compute transformer.attend with the Triton kernel.
 
-    Full sequences that do not fit (an evaluation without patch dropout) use torch's kernels.
+    Full sequences that do not fit, such as those of an evaluation without patch dropout, use torch's kernels.
+
+    Args:
+        qkv: [m, L, 3, h, d].
+        seen: spans int64 [n, 2] of packed captions (packing.caption_spans), or None.
+        causal: each token attends to itself and to earlier tokens only.
+        longest: upper bound of the tokens in a span.
+
+    Returns:
+        [m, L, h, d].
     """
     if seen is None and not fits(qkv.shape[1], causal=causal):
         return attend_by_torch(qkv, seen, causal=causal)
@@ -88,16 +97,16 @@ def attend(qkv: Tensor, seen: Tensor | None, *, causal: bool, longest: int) -> T
 
 
 def fits(length: int, *, causal: bool) -> bool:
-    """Return whether the Triton kernel is faster for sequences of so many tokens, forward and backward together.
+    """Return whether the Triton kernel is faster for sequences of `length` tokens, forward and backward together.
 
-    It is for those of one tile, and without a causal mask for those of two to four blocks and a few tokens more, which
-    cuDNN computes in full tiles of 128.
+    It is faster for sequences that fit in one tile. Without a causal mask it is also faster for two to four blocks plus
+    a few tokens, which cuDNN computes in full tiles of 128.
     """
     return length <= LONGEST or (not causal and 2 <= length // BLOCK <= 4 and 0 < length % BLOCK <= SHORT)
 
 
 def unfit(length: int, head_width: int, *, causal: bool) -> str:
-    """Return why the kernel does not take such sequences; "" if it does."""
+    """Return why the kernel does not support such sequences, or "" if it does."""
     if not fits(length, causal=causal):
         return f"sequences of {length} tokens, for which torch's kernels are faster"
     if head_width not in _HEADS:
@@ -106,7 +115,7 @@ def unfit(length: int, head_width: int, *, causal: bool) -> str:
 
 
 def _unsupported(device: torch.device, dtype: torch.dtype) -> str:
-    """Return why the kernel cannot run on `device` in `dtype`; empty if it can."""
+    """Return why the kernel cannot run on `device` in `dtype`, or "" if it can."""
     if os.environ.get("TRITON_INTERPRET") == "1":
         return ""
     if device.type != "cuda":
@@ -158,7 +167,7 @@ def _gradients(ctx, d_out: Tensor, _):
 
 
 def _operator(name: str, function: Callable, schema: str, fake: Callable) -> Callable:
-    """infcl::<name>, defined by hand: a call takes less of the host than one of custom_op's."""
+    """Define infcl::<name> with torch.library directly: a call costs less host time than through custom_op."""
     torch.library.define(f"infcl::{name}", schema)
     torch.library.impl(f"infcl::{name}", ("cpu", "cuda"), function)
     torch.library.register_fake(f"infcl::{name}", fake)

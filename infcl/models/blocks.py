@@ -1,4 +1,4 @@
-"""The repeated blocks of any model's towers."""
+"""Repeated blocks of a model's towers."""
 
 from collections import Counter
 
@@ -6,9 +6,10 @@ from torch import nn
 
 
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:
-    """Return the blocks in order: modules of one class in the same list or sequence, which contain other modules.
+    """Return a model's repeated blocks, in order.
 
-    Of nested ones the innermost are taken (the blocks of a ConvNeXt's stages).
+    A block contains other modules and shares an nn.ModuleList or nn.Sequential with another module of its class. Of
+    nested blocks only the innermost count, such as the blocks of a ConvNeXt's stages.
     """
     found: dict[nn.Module, None] = {}
     for module in model.modules():

@@ -1,7 +1,7 @@
-"""--pack-captions: whether a run packs the captions for the text tower (models/packing.py), and how they reach it.
+"""Captions on their way to the text tower, packed (models/packing.py) or padded (--pack-captions).
 
-Tensor-parallel ranks read a part of each micro-batch's captions. Padded captions are joined on the device, as pixels
-are. For packing they are joined on the host, where each rank packs all of them into the same rows.
+Each tensor-parallel rank reads a part of a micro-batch's captions. Padded captions are joined on the device, like
+pixels. Captions to be packed are joined on the host, where each rank packs all of them into the same rows.
 """
 
 from collections.abc import Callable
@@ -15,11 +15,11 @@ from infcl.models.open_clip_config import OpenClipConfig, TextInput
 from infcl.models.packing import Texts, packed, packs, whole
 from infcl.parallel import Parallel, join_parts
 
-_PAYS = 0.95  # of the token positions: with more of them, and masks, packed captions take longer than padded ones
+_PAYS = 0.95  # with masks, packed captions above this share of the padded token positions take longer than padded ones
 
 
 def why_unpackable(config: TrainConfig, model_config: CLIPConfig | OpenClipConfig) -> str:
-    """Return why the captions of this model cannot be packed; "" if they can."""
+    """Return why the captions of this model cannot be packed, or "" if they can."""
     cfg = model_config.text_cfg
     if isinstance(cfg, TextInput):
         return f"{config.model} is built by open_clip, whose text towers take captions one by one"
@@ -34,17 +34,17 @@ def why_unpackable(config: TrainConfig, model_config: CLIPConfig | OpenClipConfi
 
 
 def texts_for_model(text_cfg: TextConfig | TextInput, *, pack: bool) -> Callable[[torch.Tensor], Texts]:
-    """Return the function from captions int64 [m, L] on the host to what CLIP's forward takes, on the host too."""
+    """Return a function that turns captions int64 [m, L] into text inputs of CLIP's forward; both are on the host."""
     return partial(packed, text_cfg) if pack and isinstance(text_cfg, TextConfig) else whole
 
 
 def texts_of_part(
     text_cfg: TextConfig | TextInput, parallel: Parallel, *, pack: bool
 ) -> Callable[[torch.Tensor], Texts]:
-    """Return the function from this rank's part of a micro-batch's captions to what CLIP's forward takes of all parts.
+    """Return a function that joins the captions of all tensor-parallel ranks into text inputs of CLIP's forward.
 
-    The part is int64 [m / T, L] on the host; the result is on the device, or for packing on the host. The function is
-    collective over the tensor-parallel ranks.
+    The function takes this rank's part of a micro-batch, int64 [m / T, L] on the host. It is collective over the
+    tensor-parallel ranks. The result is on the device, or on the host for packing.
     """
     as_taken = texts_for_model(text_cfg, pack=pack)
     if pack:
@@ -53,9 +53,11 @@ def texts_of_part(
 
 
 def longer_when_packed(text_share: float, *, masks: bool) -> str:
-    """Return a warning about a step whose text tower computed this share of its token positions, or "" if packing pays.
+    """Return a warning if padded captions would be faster than packed ones, else "".
 
-    masks: the tower's attention is torch's (attention.py), which needs masks.
+    Args:
+        text_share: token positions that the text tower computed in a step, relative to those of padded captions.
+        masks: whether the tower uses torch's attention (attention.py), which needs masks.
     """
     if text_share <= (_PAYS if masks else 1):
         return ""

@@ -1,8 +1,8 @@
 """CLIP: two towers and a scale. Images and texts in, unit vectors out.
 
-The state dict has open_clip's names and loads its checkpoints, with one difference in shape: logit_scale and logit_bias
-are [1] here (DeepSpeed cannot view a 0-dim parameter as bytes) and 0-dim in open_clip. Loading accepts both, and
-infcl.convert.export writes open_clip's.
+The state dict has open_clip's names and loads its checkpoints. One shape differs: logit_scale and logit_bias are [1]
+here, because DeepSpeed cannot view a 0-dim parameter as bytes, and 0-dim in open_clip. Loading accepts both shapes;
+infcl.convert.export writes 0-dim.
 
 Shapes: m rows of a micro-batch, S pixels per side, L tokens, D embed_dim.
 """
@@ -22,14 +22,17 @@ from infcl.models.vision import VisionTransformer
 
 
 def build_towers(cfg: CLIPConfig | OpenClipConfig, **options: Any) -> Any:
-    """A model with random weights; both kinds have one interface (CLIP's forward, locks, `cfg`).
+    """Build a model with random weights.
 
     Args:
-        cfg: of our own towers, or of a model that open_clip builds.
+        cfg: config of our own towers, or of a model that open_clip builds.
         options: init_logit_scale, init_logit_bias, activation_checkpointing; see CLIP.
 
+    Returns:
+        A CLIP or a model of open_clip_model.py. Both have the same interface: CLIP's forward, its locks and `cfg`.
+
     Raises:
-        ValueError: open_clip is needed and cannot be imported, or cannot build the model.
+        ValueError: open_clip is needed, but it cannot be imported or cannot build the model.
     """
     if isinstance(cfg, CLIPConfig):
         return CLIP(cfg, **options)
@@ -39,7 +42,15 @@ def build_towers(cfg: CLIPConfig | OpenClipConfig, **options: Any) -> Any:
 
 
 class CLIP(TextTower):
-    """Given `init_logit_bias` and `patch_dropout` replace the config's; `self.cfg` is the resolved config."""
+    """Image tower, text tower and logit scale.
+
+    Args:
+        cfg: the model's config. `self.cfg` is the config with the two overrides below.
+        init_logit_scale: initial logit_scale, in log-space.
+        init_logit_bias: overrides the config's; None keeps it.
+        patch_dropout: overrides the config's; None keeps it.
+        activation_checkpointing: recompute the blocks' activations in the backward pass.
+    """
 
     def __init__(
         self,
@@ -59,8 +70,8 @@ class CLIP(TextTower):
         self.visual = VisionTransformer(cfg.vision_cfg, cfg.embed_dim, **options)
         self.logit_scale = nn.Parameter(torch.full([1], init_logit_scale))
         self.logit_bias = None if cfg.init_logit_bias is None else nn.Parameter(torch.full([1], cfg.init_logit_bias))
-        self.frozen = {"image": False, "text": False}  # the whole tower
-        self.keeps_trunk = {"image": False, "text": False}  # training returns what its frozen blocks give
+        self.frozen = {"image": False, "text": False}  # the full tower
+        self.keeps_trunk = {"image": False, "text": False}  # in training, forward returns the frozen blocks' output
         self._image_in_eval = False
         self.register_load_state_dict_pre_hook(_reshape_scalars)
 
@@ -73,20 +84,23 @@ class CLIP(TextTower):
         image_trunk: torch.Tensor | None = None,
         text_trunk: torch.Tensor | None = None,
     ) -> dict[str, torch.Tensor]:
-        """Encode what is given.
+        """Encode images, texts or both.
 
         Args:
             images: [m, 3, S, S], uint8 pixels, or floating and normalised.
             texts: int64 [m, L], or packed rows [r, R] (models/packing.py; not with `keeps_trunk["text"]`).
             text_ends: int64 [m], with packed rows.
-            image_trunk, text_trunk: what an earlier forward returned; only the layers after it are computed. A text
-                trunk needs its texts too.
+            image_trunk: output of the frozen blocks from an earlier forward; only the later layers are computed.
+            text_trunk: likewise; needs `texts` too.
 
         Returns:
-            image_features and text_features [m, D] f32 with unit norm, of what was given; logit_scale [1] f32 in
-            log-space; logit_bias [1] f32 if the model has one; in training with `keeps_trunk` image_trunk and
-            text_trunk, [m, w] where only the projection is trained, else [m, tokens, w]. The loss takes logit_scale
-            from here and never from the module: under ZeRO-3 it exists inside forward only.
+            A dict with the keys that apply:
+                image_features, text_features: [m, D] f32 with unit norm.
+                logit_scale: [1] f32, in log-space. The loss takes it from here and never from the module: under ZeRO-3
+                    the parameter exists inside forward only.
+                logit_bias: [1] f32, if the model has one.
+                image_trunk, text_trunk: in training with `keeps_trunk`; [m, w] where only the projection is trained,
+                    else [m, tokens, w].
         """
         out = {"logit_scale": self.logit_scale.float() + 0}
         if self.logit_bias is not None:
@@ -106,10 +120,14 @@ class CLIP(TextTower):
         return out
 
     def lock_image_tower(self, unlocked_groups: int = 0, *, keep_trunk: bool = True) -> None:
-        """Freeze the image tower, all but its last groups (LiT, arXiv 2111.07991); call before deepspeed.initialize.
+        """Freeze the image tower except its last groups (LiT, arXiv 2111.07991). Call before deepspeed.initialize.
 
         Groups from the end: proj | last block and ln_post | each block before | embeddings. While the embeddings are
-        frozen the tower stays in eval mode, so patch dropout is off in it. keep_trunk: see `keeps_trunk`, for blocks.
+        frozen, the tower stays in eval mode, so it applies no patch dropout.
+
+        Args:
+            unlocked_groups: how many groups stay trainable.
+            keep_trunk: set `keeps_trunk` also where blocks are trained.
         """
         visual = self.visual
         blocks = list(visual.transformer.resblocks)
@@ -128,9 +146,13 @@ class CLIP(TextTower):
         self.train(self.training)
 
     def lock_text_tower(self, unlocked_layers: int = 0, *, keep_trunk: bool = True) -> None:
-        """Freeze the text tower, all but its last groups.
+        """Freeze the text tower except its last groups.
 
         Groups from the end: text_projection | last block and ln_final | each block before | embeddings.
+
+        Args:
+            unlocked_layers: how many groups stay trainable.
+            keep_trunk: as in `lock_image_tower`.
         """
         blocks = list(self.transformer.resblocks)
         stem = [self.token_embedding, self.positional_embedding]
@@ -142,7 +164,7 @@ class CLIP(TextTower):
         self.keeps_trunk["text"] = unlocked_layers == 1 or (keep_trunk and 0 < self.text_trunk_blocks <= len(blocks))
 
     def trunk_numbers(self) -> int:
-        """Return how many numbers per sample are kept between the passes of a step."""
+        """Return how many numbers per sample the trunks keep between the two passes of a step."""
         vision, text = self.cfg.vision_cfg, self.cfg.text_cfg
         image = (1 if self.visual.trunk_blocks > vision.layers else 1 + vision.num_patches) * vision.width
         words = (1 if self.text_trunk_blocks > text.layers else text.context_length) * text.width
@@ -156,7 +178,7 @@ class CLIP(TextTower):
 
 
 def _freeze(groups: list[list[nn.Module | nn.Parameter]], unlocked: int) -> None:
-    """requires_grad False for all groups but the last `unlocked`."""
+    """Set requires_grad: False for all groups except the last `unlocked`."""
     if not 0 <= unlocked <= len(groups):
         raise ValueError(f"{unlocked} unlocked groups: this tower has {len(groups)}")
     for i, group in enumerate(groups):
@@ -165,12 +187,12 @@ def _freeze(groups: list[list[nn.Module | nn.Parameter]], unlocked: int) -> None
 
 
 def lock_groups(blocks: int) -> int:
-    """Return how many groups a tower of so many blocks has to unlock: its blocks, embeddings and projection."""
+    """Return how many groups a tower of `blocks` blocks can unlock: its blocks, embeddings and projection."""
     return blocks + 2
 
 
 def frozen_blocks(blocks: int, unlocked: int) -> int:
-    """Return how many leading blocks of a locked tower are frozen; one more if the pooling is frozen too."""
+    """Return how many leading blocks of a locked tower are frozen, plus one if the pooling is frozen too."""
     return max(0, blocks + 1 - max(0, unlocked - 1) - (unlocked > 1))
 
 

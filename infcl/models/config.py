@@ -1,10 +1,10 @@
-"""What a model is: three frozen dataclasses with the keys and defaults of open_clip's model JSON.
+"""Model config: three frozen dataclasses with the keys and defaults of open_clip's model JSON.
 
     {"embed_dim": D, "vision_cfg": {...}, "text_cfg": {...}, "quick_gelu": false, "init_logit_bias": null}
 
-Only what these towers implement is accepted; any other key (timm or Hugging Face towers, attentional pooling, ...) is
-an error that names the key and the file: open_clip builds such a model (open_clip_config.py). One key is ours:
-`vision_cfg.conv_stem`; a model that uses it cannot be loaded by open_clip.
+Only keys that these towers implement are accepted. Any other key (timm or Hugging Face towers, attentional pooling,
+...) raises an error with the key and the file; open_clip builds such a model (open_clip_config.py). One key is our own:
+`vision_cfg.conv_stem`. open_clip cannot load a model that uses it.
 
 Source of the schema: open_clip 3.3, model_configs/*.json and the dataclasses of model.py.
 """
@@ -31,7 +31,7 @@ _CONFIG_DIR = Path(__file__).parent / "configs"
 
 @dataclass(frozen=True)
 class VisionConfig:
-    """`vision_cfg`: a ViT over square images."""
+    """Config of the image tower (`vision_cfg`): a ViT over square images."""
 
     image_size: int = 224  # pixels per side
     layers: int = 12
@@ -41,8 +41,8 @@ class VisionConfig:
     patch_size: int = 16  # pixels per side and token
     patch_dropout: float = 0.0  # share of patch tokens dropped while training
     pool_type: str = "tok"  # "tok": the class token | "avg": mean of the patch tokens
-    # Instead of one patch_size x patch_size convolution: [[channels, kernel, stride], ...] with GELU in between; the
-    # strides multiply to patch_size, the last entry has `width` channels. Not known to open_clip.
+    # Convolutional stem in place of the patch convolution: [[channels, kernel, stride], ...] with GELU in between. The
+    # strides multiply to patch_size, and the last entry has `width` channels. Not known to open_clip.
     conv_stem: tuple[tuple[int, int, int], ...] | None = None
 
     def __post_init__(self):
@@ -71,7 +71,7 @@ class VisionConfig:
 
 @dataclass(frozen=True)
 class TextConfig:
-    """`text_cfg`: a GPT-like transformer over token ids."""
+    """Config of the text tower (`text_cfg`): a GPT-like transformer over token ids."""
 
     context_length: int = 77
     vocab_size: int = 49408
@@ -81,10 +81,10 @@ class TextConfig:
     mlp_ratio: float = 4.0
     pool_type: str = "argmax"  # "argmax": at the largest id | "eos": at the first eos_id | "last" | "first"
     no_causal_mask: bool = False  # True: every token attends to every other, padding included
-    eos_id: int = 2  # where "eos" pools
+    eos_id: int = 2  # the id at which "eos" pools
     pad_id: int = 0
     hf_tokenizer_name: str | None = None  # for open_clip's get_tokenizer; unused here
-    tokenizer_kwargs: dict[str, Any] | None = None  # likewise; CLEAN in a model whose tokenizer repairs captions
+    tokenizer_kwargs: dict[str, Any] | None = None  # for open_clip; CLEAN in a model whose tokenizer repairs captions
 
     def __post_init__(self):
         _check_positive(self, "text_cfg", "context_length", "vocab_size", "width", "heads", "layers", "mlp_ratio")
@@ -99,18 +99,18 @@ class TextConfig:
 
     @property
     def repairs_captions(self) -> bool:
-        """Whether captions are repaired before a sentencepiece tokenizer cleans them; not in models of older runs."""
+        """Whether captions are repaired before a sentencepiece tokenizer cleans them; False in models of older runs."""
         return (self.tokenizer_kwargs or {}).get("clean") == CLEAN["clean"]
 
     @property
     def end_id(self) -> int:
-        """The id that a caption ends with, and is pooled at: the largest, unless pooling goes by another."""
+        """The id that ends a caption, where it is pooled: eos_id if pool_type is "eos", else the largest id."""
         return self.eos_id if self.pool_type == "eos" else self.vocab_size - 1
 
 
 @dataclass(frozen=True)
 class CLIPConfig:
-    """A model: two towers into one space of `embed_dim` dimensions."""
+    """Config of a model: two towers that map into one space of `embed_dim` dimensions."""
 
     embed_dim: int
     vision_cfg: VisionConfig
@@ -126,7 +126,7 @@ class CLIPConfig:
         return self.vision_cfg.conv_stem is None
 
     def to_dict(self) -> dict[str, Any]:
-        """open_clip's JSON schema; keys whose value is None are left out, as open_clip's files do."""
+        """Return the fields in open_clip's JSON schema, without keys whose value is None, like open_clip's files."""
         return _without_none(dataclasses.asdict(self))
 
     def to_json(self) -> str:
@@ -134,12 +134,16 @@ class CLIPConfig:
 
 
 def kept_patches(patches: int, dropout: float) -> int:
-    """How many patches of an image the tower sees under patch dropout; at least one."""
+    """Return how many patches of an image the tower sees under patch dropout; at least one."""
     return max(1, int(patches * (1 - dropout)))
 
 
 def check_divides(cfg: CLIPConfig | OpenClipConfig, size: int) -> None:
-    """ValueError, with the numbers, unless `size` tensor-parallel ranks can share both towers (a frozen one too)."""
+    """Check that `size` tensor-parallel ranks can split both towers, frozen ones included.
+
+    Raises:
+        ValueError: `size` does not divide a tower's heads or MLP features, or open_clip builds the towers.
+    """
     if isinstance(cfg, OpenClipConfig):
         if size > 1:
             raise ValueError(f"--tensor-parallel-size {size}: only our own towers can be split, not {cfg.source}")
@@ -162,12 +166,16 @@ def check_divides(cfg: CLIPConfig | OpenClipConfig, size: int) -> None:
 
 
 def list_models() -> list[str]:
-    """The names that `load_model_config` knows without a path."""
+    """Return the model names that `load_model_config` accepts without a path."""
     return sorted(path.stem for path in _CONFIG_DIR.glob("*.json"))
 
 
 def load_model_config(name_or_path: str | Path) -> CLIPConfig:
-    """`load_any_config` of our own towers alone; ValueError for a model that open_clip builds."""
+    """Read the config of a model with our own towers; see `load_any_config`.
+
+    Raises:
+        ValueError: as `load_any_config`, or open_clip builds the model.
+    """
     cfg = load_any_config(name_or_path)
     if isinstance(cfg, OpenClipConfig):
         raise ValueError(f"{name_or_path} is a model that open_clip builds; this needs one of our own towers")
@@ -178,9 +186,12 @@ def load_any_config(name_or_path: str | Path) -> CLIPConfig | OpenClipConfig:
     """Read the config of a model.
 
     Args:
-        name_or_path: for our own towers a name of `list_models()`, a JSON file in open_clip's schema, or an exported
-            folder (open_clip_config.json); with the prefix "open_clip:" what `load_open_clip_config` takes. A run or
-            export of a model that open_clip built says so itself.
+        name_or_path: a name of `list_models()`, a JSON file in open_clip's schema, or an exported folder
+            (open_clip_config.json). With the prefix "open_clip:", an argument of `load_open_clip_config`. Runs and
+            exports of models that open_clip built need no prefix: their config is marked.
+
+    Returns:
+        A CLIPConfig for our own towers, an OpenClipConfig for a model that open_clip builds.
 
     Raises:
         ValueError: there is no such config, or the towers cannot be built from it.
@@ -206,7 +217,15 @@ def load_any_config(name_or_path: str | Path) -> CLIPConfig | OpenClipConfig:
 
 
 def parse_model_config(fields: dict[str, Any], *, source: str = "model config") -> CLIPConfig:
-    """The dict form of `CLIPConfig.to_dict`; `source` names the file in error messages."""
+    """Parse a config from the form of `CLIPConfig.to_dict`.
+
+    Args:
+        fields: the model's JSON object.
+        source: file name for error messages.
+
+    Raises:
+        ValueError: a key is unknown or missing, or a value is invalid.
+    """
     _check_keys(CLIPConfig, fields, source)
     vision, text = dict(fields["vision_cfg"]), dict(fields["text_cfg"])
     _check_keys(VisionConfig, vision, f"{source}: vision_cfg")
@@ -226,7 +245,11 @@ def with_overrides(
     context_length: int | None = None,
     patch_dropout: float | None = None,
 ) -> CLIPConfig:
-    """The config with what is given replaced; ValueError where the result is impossible."""
+    """Return the config with the given fields replaced; None keeps a field.
+
+    Raises:
+        ValueError: the resulting config is invalid.
+    """
     vision = {"image_size": image_size, "patch_dropout": patch_dropout}
     return dataclasses.replace(
         cfg,
@@ -238,10 +261,10 @@ def with_overrides(
 def with_tokenizer(
     cfg: CLIPConfig, *, vocab_size: int, context_length: int, eos_id: int, pad_id: int, repairs: bool = True
 ) -> CLIPConfig:
-    """The same towers behind a sentencepiece tokenizer that writes [ids..., eos, pad, ...].
+    """Return the config of the same towers with a sentencepiece tokenizer that writes [ids..., eos, pad, ...].
 
-    Pooling moves from the largest id (the end-of-text token of CLIP's BPE) to the first eos. The mask stays as it is:
-    under a causal one the eos position never sees the padding behind it, so no padding mask is needed.
+    Pooling moves from the largest id (the end-of-text token of CLIP's BPE) to the first eos. The mask does not change:
+    under a causal mask the eos position never sees the padding after it, so no padding mask is needed.
     """
     text_cfg = dataclasses.replace(
         cfg.text_cfg,
@@ -274,7 +297,7 @@ def _check_keys(cls: type, fields: Any, where: str) -> None:
 
 
 def _json_types(annotation: Any) -> set[type]:
-    """The types that `json` may give for a field: an int for a float, a list for a tuple, a dict for a tower."""
+    """Return the types that JSON may hold for a field: an int for a float, a list for a tuple, a dict for a tower."""
     also: dict[Any, set[type]] = {float: {float, int}, tuple: {tuple, list}, VisionConfig: {dict}, TextConfig: {dict}}
     kinds = get_args(annotation) if isinstance(annotation, UnionType) else (annotation,)
     kinds = [get_origin(kind) or kind for kind in kinds]

@@ -1,9 +1,9 @@
 """Floating-point operations of a forward pass, for MFU.
 
-Forward and backward together cost three times as much. A second encoding (gradient cache) and recomputation (activation
-checkpointing) add one each, which MFU does not credit. Counted: matmuls at 2 flops per multiply-add; attention scores
-in full, also where a causal kernel skips half (the convention of published MFU figures). Not counted: norms,
-activations, softmax, embedding look-ups.
+Forward and backward together cost three forwards. The second encoding (gradient cache) and recomputation (activation
+checkpointing) each cost one more, which MFU does not credit. Counted: matmuls at 2 flops per multiply-add, and
+attention scores in full, although a causal kernel skips half of them (the convention of published MFU figures). Not
+counted: norms, activations, softmax, embedding look-ups.
 """
 
 import contextlib
@@ -18,7 +18,18 @@ from infcl.models.open_clip_config import OpenClipConfig
 
 
 def forward_flops(cfg: CLIPConfig | OpenClipConfig, *, training: bool = True) -> dict[str, int]:
-    """Return {"image": flops of one image, "text": flops of one text}; patch dropout counts only if `training`."""
+    """Count the flops of a forward pass.
+
+    Args:
+        cfg: the model's config.
+        training: whether patch dropout applies.
+
+    Returns:
+        {"image": flops per image, "text": flops per text}.
+
+    Raises:
+        ValueError: torch cannot count the flops of a model that open_clip builds.
+    """
     if isinstance(cfg, OpenClipConfig):
         return _counted_flops(cfg, training=training)
     vision, text = cfg.vision_cfg, cfg.text_cfg
@@ -36,10 +47,10 @@ def forward_flops(cfg: CLIPConfig | OpenClipConfig, *, training: bool = True) ->
 
 
 def _counted_flops(cfg: OpenClipConfig, *, training: bool) -> dict[str, int]:
-    """Count the flops of towers that open_clip builds with torch's counter, if possible without memory.
+    """Count the flops of towers that open_clip builds, with torch's counter and if possible without memory.
 
-    The meta device comes first, then fake tensors (transformers reads values of an attention mask), then a real model
-    (NLLB reads other values too).
+    Try the meta device, then fake tensors (transformers reads values of an attention mask), then a real model (NLLB
+    reads other values too).
     """
     for mode in (torch.device("meta"), FakeTensorMode(), contextlib.nullcontext()):
         with contextlib.suppress(RuntimeError, ValueError), mode, torch.no_grad():

@@ -1,7 +1,7 @@
-"""A model that open_clip builds: its JSON, and what the trainer needs to know about it.
+"""Config of a model that open_clip builds: its JSON, and the fields that the trainer reads.
 
-`--model open_clip:NAME` takes a config that is built into the installed open_clip, `--model open_clip:FILE.json` a file
-or an exported folder in its schema. The config is read as data; infcl.models.open_clip_model builds the model.
+`--model open_clip:NAME` takes a config that is built into the installed open_clip. `--model open_clip:FILE.json` takes
+a file or an exported folder in its schema. The config is read as data; infcl.models.open_clip_model builds the model.
 
 Source of the schema: open_clip 3.3, model_configs/*.json, CLIPVisionCfg and CLIPTextCfg of model.py, PreprocessCfg of
 transform.py.
@@ -18,14 +18,14 @@ from infcl.models.preprocess import CLIP_PREPROCESS, Preprocess
 
 PREFIX = "open_clip:"
 BUILT_BY = "open_clip"  # marks the model_config.json of a run
-CLEAN = {"clean": "canonicalize"}  # tokenizer_kwargs: captions lose punctuation and capitals, after a repair
+CLEAN = {"clean": "canonicalize"}  # tokenizer_kwargs: repair captions, then remove punctuation and capitals
 _TEXT_DEFAULTS: dict[str, Any] = {"context_length": 77, "vocab_size": 49408, "pad_id": 0, "eos_id": 2}
 _TEXT_DEFAULTS |= {"pool_type": "argmax", "hf_model_name": None, "tokenizer_kwargs": None}
 
 
 @dataclass(frozen=True)
 class ImageInput:
-    """What the image tower takes: square images of image_size pixels a side."""
+    """Input of the image tower: square images of image_size pixels per side."""
 
     image_size: int
     patch_dropout: float = 0.0
@@ -33,7 +33,7 @@ class ImageInput:
 
 @dataclass(frozen=True)
 class TextInput:
-    """What the text tower takes: int64 ids [m, context_length] below vocab_size."""
+    """Input of the text tower: int64 ids [m, context_length] below vocab_size."""
 
     context_length: int
     vocab_size: int
@@ -45,23 +45,27 @@ class TextInput:
 
     @property
     def repairs_captions(self) -> bool:
-        """Whether a sentencepiece tokenizer repairs captions before it cleans them; not in models of older runs."""
+        """Whether a sentencepiece tokenizer repairs captions before it cleans them; False in models of older runs."""
         return (self.tokenizer_kwargs or {}).get("clean") == CLEAN["clean"]
 
     @property
     def end_id(self) -> int:
-        """The id that a caption ends with: the largest where the tower pools there."""
+        """The id that ends a caption: the largest id if the tower pools there, else eos_id."""
         return self.vocab_size - 1 if self.pool_type == "argmax" and not self.hf_model_name else self.eos_id
 
 
 @dataclass(frozen=True)
 class OpenClipConfig:
-    """A model of open_clip's.
+    """Config of a model that open_clip builds.
 
     Attributes:
-        source: the name or path it was read from, for messages.
+        source: name or path of the config, for messages.
         fields: model_cfg, open_clip's own JSON object.
         preprocess: preprocess_cfg.
+
+    Raises:
+        ValueError: embed_dim, vision_cfg or text_cfg is missing, the model has a captioning decoder, or its images are
+            not square.
     """
 
     source: str
@@ -101,11 +105,11 @@ class OpenClipConfig:
         return True
 
     def to_dict(self) -> dict[str, Any]:
-        """model_cfg, open_clip's JSON object."""
+        """Return model_cfg, open_clip's JSON object."""
         return self.fields
 
     def to_json(self) -> str:
-        """open_clip_config.json's form, with a mark that open_clip builds the model."""
+        """Return the text of an open_clip_config.json, with a mark that open_clip builds the model."""
         whole = {
             "built_by": BUILT_BY,
             "model_cfg": self.fields,
@@ -116,15 +120,15 @@ class OpenClipConfig:
     def with_overrides(
         self, *, image_size: int | None, context_length: int | None, patch_dropout: float | None
     ) -> "OpenClipConfig":
-        """The config with what is given replaced."""
+        """Return the config with the given fields replaced; None keeps a field."""
         vision = {"image_size": image_size, "patch_dropout": patch_dropout}
         return self.with_fields(vision_cfg=vision, text_cfg={"context_length": context_length})
 
     def with_tokenizer(self, *, repairs: bool = True, **ids: int) -> "OpenClipConfig":
-        """The same towers behind a sentencepiece tokenizer (config.py, with_tokenizer).
+        """Return the config of the same towers with a sentencepiece tokenizer (config.py, with_tokenizer).
 
         Raises:
-            ValueError: the text tower is one of Hugging Face's, which has a vocabulary of its own.
+            ValueError: the text tower is a Hugging Face model, which has its own vocabulary.
         """
         if name := self.text_cfg.hf_model_name:
             raise ValueError(
@@ -133,7 +137,7 @@ class OpenClipConfig:
         return self.with_fields(text_cfg=ids | {"pool_type": "eos", "tokenizer_kwargs": CLEAN if repairs else {}})
 
     def with_fields(self, **parts: dict[str, Any]) -> "OpenClipConfig":
-        """The config with keys of vision_cfg, text_cfg or preprocess replaced; None leaves a key as it is."""
+        """Return the config with keys of vision_cfg, text_cfg or preprocess replaced; None keeps a key."""
         given = {
             part: {name: value for name, value in values.items() if value is not None} for part, values in parts.items()
         }
@@ -145,19 +149,19 @@ class OpenClipConfig:
 
 
 def preprocess_of(cfg: Any) -> Preprocess:
-    """Return how images are preprocessed for a model: as CLIP's for our own towers, else by open_clip's config."""
+    """Return a model's image preprocessing: CLIP's for our own towers, else that of open_clip's config."""
     return cfg.preprocess if isinstance(cfg, OpenClipConfig) else CLIP_PREPROCESS
 
 
 def load_open_clip_config(name_or_path: str) -> OpenClipConfig:
-    """Read a config of open_clip's.
+    """Read the config of a model that open_clip builds.
 
     Args:
-        name_or_path: the name of a built-in config (ViT-B/32 and ViT-B-32 alike), a JSON file, or a folder with
+        name_or_path: the name of a built-in config (ViT-B/32 or ViT-B-32), a JSON file, or a folder with
             open_clip_config.json; with or without the prefix "open_clip:".
 
     Raises:
-        ValueError: open_clip is not installed, there is no such config, or it is none of two towers.
+        ValueError: open_clip is not installed, there is no such config, or it does not describe two towers.
     """
     name = name_or_path.removeprefix(PREFIX)
     path = Path(name) / "open_clip_config.json" if Path(name).is_dir() else Path(name)
@@ -179,7 +183,7 @@ def load_open_clip_config(name_or_path: str) -> OpenClipConfig:
 
 
 def open_clip_config(whole: dict[str, Any], *, source: str) -> OpenClipConfig:
-    """A config from model_cfg alone, or from {"model_cfg": ..., "preprocess_cfg": ...}."""
+    """Return a config from a model_cfg alone, or from {"model_cfg": ..., "preprocess_cfg": ...}."""
     known = {field.name for field in dataclasses.fields(Preprocess)}
     said = {name: value for name, value in (whole.get("preprocess_cfg") or {}).items() if name in known}
     said |= {name: tuple(said[name]) for name in ("mean", "std") if name in said}
@@ -187,7 +191,11 @@ def open_clip_config(whole: dict[str, Any], *, source: str) -> OpenClipConfig:
 
 
 def open_clip_folder() -> Path:
-    """Return the folder of the installed open_clip. ValueError if it is not installed."""
+    """Return the folder of the installed open_clip.
+
+    Raises:
+        ValueError: open_clip is not installed.
+    """
     spec = importlib.util.find_spec("open_clip")
     if spec is None or not spec.submodule_search_locations:
         raise ValueError("models of open_clip's need open_clip: pip install open_clip_torch")

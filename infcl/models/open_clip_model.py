@@ -1,7 +1,7 @@
 """open_clip's own models with the forward that the trainer calls: uint8 images and token ids in, unit vectors out.
 
-Imported only where a run asks for such a model: open_clip is an optional dependency. Parameters and buffers keep
-open_clip's names; logit_scale and logit_bias are [1], which DeepSpeed needs and open_clip itself can make.
+This module is imported only for runs with such a model, because open_clip is an optional dependency. Parameters and
+buffers keep open_clip's names. logit_scale and logit_bias are [1], which DeepSpeed needs and open_clip supports.
 
 Shapes: m rows of a micro-batch, S pixels per side, L tokens, D embed_dim.
 """
@@ -23,22 +23,24 @@ except (ImportError, RuntimeError) as error:  # RuntimeError: torchvision of ano
 
 
 class _Trained:
-    """What the trainer asks of a model, over the towers that open_clip has built."""
+    """The trainer's model interface, implemented with the towers that open_clip builds."""
 
     cfg: OpenClipConfig
-    frozen: dict[str, bool]  # the whole tower
+    frozen: dict[str, bool]  # the full tower
     keeps_trunk: dict[str, bool]
 
     def forward(self, images: torch.Tensor | None = None, texts: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
-        """Whatever is given is encoded; the result has only the keys that apply.
+        """Encode images, texts or both.
 
         Args:
             images: [m, 3, S, S], uint8 pixels, or floating and normalised.
             texts: int64 [m, L].
 
         Returns:
-            logit_scale [1] f32 in log-space, logit_bias [1] f32 if the model has one; image_features and
-            text_features [m, D] f32 with unit norm.
+            A dict with the keys that apply:
+                logit_scale: [1] f32, in log-space.
+                logit_bias: [1] f32, if the model has one.
+                image_features, text_features: [m, D] f32 with unit norm.
         """
         model: Any = self
         out = {"logit_scale": model.logit_scale.float() + 0}
@@ -54,32 +56,35 @@ class _Trained:
         return out
 
     def lock_image_tower(self, unlocked_groups: int = 0, *, keep_trunk: bool = True) -> None:
-        """Freeze the image tower, all but what open_clip calls its last groups; call before deepspeed.initialize."""
+        """Freeze the image tower except its last groups, as open_clip defines them.
+
+        Call this before deepspeed.initialize.
+        """
         model: Any = super()
         module: Any = self
         counts = {name: value for name, value in module.named_buffers() if name.endswith("num_batches_tracked")}
         model.lock_image_tower(unlocked_groups, freeze_bn_stats=True)
-        for name in counts.keys() - dict(module.named_buffers()).keys():  # frozen norms have none, an export does
+        for name in counts.keys() - dict(module.named_buffers()).keys():  # frozen norms lack them, exports have them
             module.get_submodule(name.rpartition(".")[0]).register_buffer("num_batches_tracked", counts[name])
         self.frozen["image"] = unlocked_groups == 0
 
     def lock_text_tower(self, unlocked_layers: int = 0, *, keep_trunk: bool = True) -> None:
-        """Freeze the text tower, all but its last layers."""
+        """Freeze the text tower except its last layers."""
         model: Any = super()
         model.lock_text_tower(unlocked_layers)
         self.frozen["text"] = unlocked_layers == 0
 
     def trunk_numbers(self) -> int:
-        """Numbers of a sample that are kept between the passes of a step: none, a locked tower is encoded again."""
+        """Return 0: a locked tower keeps nothing between the two passes of a step and is encoded again."""
         return 0
 
 
 class OpenClip(_Trained, open_clip.CLIP):
-    """open_clip.CLIP, whose text tower's parameters lie at the top level."""
+    """open_clip.CLIP, which has the text tower's parameters at the top level."""
 
 
 class OpenClipCustomText(_Trained, open_clip.CustomTextCLIP):
-    """open_clip.CustomTextCLIP, whose text tower is `text`."""
+    """open_clip.CustomTextCLIP, which has the text tower in `text`."""
 
 
 def build_open_clip(
@@ -92,14 +97,14 @@ def build_open_clip(
     """Build a model with random weights, as open_clip's create_model does.
 
     Args:
-        cfg: its config.
-        init_logit_scale: in log-space.
-        init_logit_bias: None for a model without one.
+        cfg: the model's config.
+        init_logit_scale: initial logit_scale, in log-space.
+        init_logit_bias: initial logit_bias, or None for a model without one.
         activation_checkpointing: recompute the blocks' activations in the backward pass.
 
     Raises:
-        ValueError: open_clip, timm or transformers cannot build it (the message has theirs), or the
-            text tower's padding is not its tokenizer's.
+        ValueError: open_clip, timm or transformers cannot build the model (the message includes theirs), or the text
+            tower and its tokenizer have different padding ids.
     """
     fields = deepcopy(cfg.fields)
     custom_text = fields.pop("custom_text", False) or "hf_model_name" in fields["text_cfg"]
@@ -113,7 +118,7 @@ def build_open_clip(
         model = (OpenClipCustomText if custom_text else OpenClip)(**fields)
         if "timm_model_name" in fields["vision_cfg"]:
             _set_image_size(model.visual, cfg.vision_cfg.image_size)
-    except Exception as error:  # of three libraries
+    except Exception as error:  # three libraries raise their own types
         raise ValueError(f"--model {cfg.source} cannot be built: {type(error).__name__}: {error}") from error
     if padding := _other_padding(model, fields["text_cfg"]):
         raise ValueError(f"--model {cfg.source}: {padding}: use the tokenizer that belongs to the text tower")
@@ -126,7 +131,7 @@ def build_open_clip(
 
 
 def _other_padding(model: Any, text_cfg: dict[str, Any]) -> str:
-    """How the tokenizer's padding differs from the one that a Hugging Face tower masks; "" if it does not."""
+    """Return how the tokenizer's padding differs from what a Hugging Face tower masks, or "" if it does not."""
     if "hf_model_name" not in text_cfg or "pad_id" not in text_cfg:
         return ""
     pads, masked = text_cfg["pad_id"], model.text.config.pad_token_id
@@ -134,14 +139,14 @@ def _other_padding(model: Any, text_cfg: dict[str, Any]) -> str:
 
 
 def _set_image_size(visual: Any, size: int) -> None:
-    """Have a timm model take images of this size where it was made for another and can change."""
+    """Set the image size of a timm model, if it differs from the pretrained one and the model can change it."""
     made_for = visual.trunk.pretrained_cfg["input_size"][-1]
     if size != made_for and hasattr(visual.trunk, "set_input_size"):
         visual.set_input_size(size)
 
 
 def _check_without_code(name: str, source: str) -> None:
-    """ValueError where the config of a Hugging Face model cannot be had, or only by running code that comes with it."""
+    """Raise a ValueError if a Hugging Face config cannot be loaded, or only by running code that comes with it."""
     try:
         from transformers import AutoConfig
 

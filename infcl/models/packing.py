@@ -1,14 +1,14 @@
-"""Captions end to end in rows, so that the text tower computes hardly any padding.
+"""Packed captions: several captions end to end in one row, so that the text tower computes hardly any padding.
 
 A caption of 20 tokens fills a quarter of the 77 positions that a text tower computes. Under a causal mask nothing after
 the pooled token can change its output. So captions are cut after that token and laid end to end in fewer, longer rows.
-In a row a token attends to its own caption only, and its position counts from that caption's first token. Features and
-gradients equal those of the captions one by one, up to rounding. (With a mask, a token that is not finite makes its
-full row not finite: 0 times NaN is NaN.)
+In a row, a token attends to its own caption only, and positions count from the caption's first token. Features and
+gradients equal those of padded captions, up to rounding. (With a mask, one non-finite token makes its full row
+non-finite: 0 times NaN is NaN.)
 
 `pack_captions` runs on the host, where the lengths are known without waiting for a GPU. `caption_places` computes
-positions and masks on the device of the rows; `caption_spans` serves attention that needs no mask. CLIP's forward takes
-{"texts": [m, L]}, or {"texts": [r, R], "text_ends": [m]}.
+positions and masks on the device of the rows. `caption_spans` serves attention kernels that need no mask. CLIP's
+forward takes {"texts": [m, L]}, or {"texts": [r, R], "text_ends": [m]}.
 
 Shapes: m captions, L context_length, r rows of R token positions (R = `row_length(L)`).
 """
@@ -22,12 +22,12 @@ from infcl.models.config import TextConfig
 from infcl.models.open_clip_config import TextInput
 
 Texts = dict[str, torch.Tensor]
-ALIGNED = 16  # token positions: the alignment of a mask's rows that fused attention needs
+ALIGNED = 16  # token positions: alignment of a mask's rows that fused attention requires
 ROW_STEPS = 64  # r is rounded up in steps of m / 64, so that the allocator sees few sizes
 
 
 def packs(cfg: TextConfig | TextInput) -> bool:
-    """Return whether a tower's captions can be packed: a causal mask, and no pooling at a fixed position."""
+    """Return whether a tower's captions can be packed: it has a causal mask and no pooling at a fixed position."""
     if isinstance(cfg, TextInput):
         return False  # open_clip's towers take captions one by one
     return not cfg.no_causal_mask and cfg.pool_type in ("argmax", "eos")
@@ -39,7 +39,11 @@ def row_length(context_length: int) -> int:
 
 
 def check_length(texts: torch.Tensor, context_length: int) -> None:
-    """ValueError for texts that are not [m, L], L at most context_length."""
+    """Check that texts are [m, L] with L <= context_length.
+
+    Raises:
+        ValueError: they are not.
+    """
     if texts.ndim != 2 or texts.shape[1] > context_length:
         raise ValueError(
             f"texts of shape {list(texts.shape)}: this tower takes [m, L] with L <= context_length {context_length}"
@@ -47,9 +51,15 @@ def check_length(texts: torch.Tensor, context_length: int) -> None:
 
 
 def pooled_places(texts: Any, pool_type: str, eos_id: int) -> Any:
-    """Return where each caption of int64 [m, L] is pooled, [m]: at its largest id, or its first `eos_id` (else 0).
+    """Return the position at which each caption is pooled.
 
-    Takes a tensor or a NumPy array.
+    Args:
+        texts: int64 [m, L], a tensor or a NumPy array.
+        pool_type: "argmax" for the largest id, else the first `eos_id` (0 if there is none).
+        eos_id: end-of-text id.
+
+    Returns:
+        int64 [m].
     """
     return texts.argmax(1) if pool_type == "argmax" else ((texts == eos_id) * 1).argmax(1)
 
@@ -57,16 +67,17 @@ def pooled_places(texts: Any, pool_type: str, eos_id: int) -> Any:
 def pack_captions(texts: torch.Tensor, cfg: TextConfig) -> tuple[torch.Tensor, torch.Tensor]:
     """Pack captions into rows, on the host.
 
-    Long captions come first, and each goes to the fullest row that has room for it. The remainder holds pad_id. The
-    time grows as m log m: 2 ms of a core for 1,024. It runs in NumPy on one thread, since torch would share the work
-    among threads and wait for the slowest while data workers use the cores.
+    Best-fit decreasing: long captions come first, and each goes to the fullest row that has room. The remainder of a
+    row holds pad_id. The time is O(m log m): 2 ms on one core for 1,024 captions. NumPy keeps the work on one thread.
+    torch would split it over threads and wait for the slowest, while data workers use the cores.
 
     Args:
         texts: int64 [m, L].
-        cfg: of the text tower.
+        cfg: config of the text tower.
 
     Returns:
-        rows int64 [r, R], and ends int64 [m], where in the flat rows each caption is pooled; pinned if `texts` is.
+        rows: int64 [r, R], pinned if `texts` is.
+        ends: int64 [m], index in the flat rows at which each caption is pooled; pinned if `texts` is.
     """
     import numpy as np  # the towers themselves need torch alone
 
@@ -87,9 +98,9 @@ def pack_captions(texts: torch.Tensor, cfg: TextConfig) -> tuple[torch.Tensor, t
 
 
 def _placed(needs: list[int], length: int) -> tuple[list[int], int]:
-    """Where in the flat rows captions of so many tokens begin, and how many rows of `length` they fill."""
+    """Return where in the flat rows captions of `needs` tokens begin, and how many rows of `length` they fill."""
     starts, count = [0] * len(needs), 0
-    rooms: list[tuple[int, int]] = []  # (places left, row), sorted
+    rooms: list[tuple[int, int]] = []  # (free token positions, row), sorted
     for caption in sorted(range(len(needs)), key=needs.__getitem__, reverse=True):
         needed = needs[caption]
         at = bisect.bisect_left(rooms, (needed, 0))
@@ -103,22 +114,38 @@ def _placed(needs: list[int], length: int) -> tuple[list[int], int]:
 
 
 def caption_places(rows: torch.Tensor, ends: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return each token's position in its caption, int64 [r, R], and the attention mask, bool [r, 1, R, R].
+    """Return positions and attention mask of packed captions.
 
-    The remainder of a row is treated as one more caption. rows [r, R] and ends [m] are those of `pack_captions`.
+    The remainder of a row is treated as one more caption.
+
+    Args:
+        rows: [r, R], of `pack_captions`.
+        ends: [m], of `pack_captions`.
+
+    Returns:
+        positions: int64 [r, R], each token's position in its caption.
+        mask: bool [r, 1, R, R].
     """
     marks = _marks(rows, ends)
-    ended = marks.cumsum(1) - marks  # captions of the row that end before a place
+    ended = marks.cumsum(1) - marks  # captions of the row that end before a position
     column = torch.arange(rows.shape[1], device=rows.device)
     same = ended[:, :, None] == ended[:, None, :]
     return _positions(marks, column), (same & (column[:, None] >= column)).unsqueeze(1)
 
 
 def caption_spans(rows: torch.Tensor, ends: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return each token's position, as `caption_places` does, and each caption's span in the flat rows.
+    """Return positions and spans of packed captions, for attention that needs no mask.
 
-    Spans are int64 [m, 2]: the first position, and the number of tokens. The remainder of a row is in no span. A single
-    caption is followed by an empty one, since compiled code specialises on a size of 1.
+    The remainder of a row is in no span.
+
+    Args:
+        rows: [r, R], of `pack_captions`.
+        ends: [m], of `pack_captions`.
+
+    Returns:
+        positions: int64 [r, R], as those of `caption_places`.
+        spans: int64 [m, 2], a caption's first index in the flat rows and its number of tokens. For m = 1 an empty span
+            follows, because compiled code specialises on a size of 1.
     """
     positions = _positions(_marks(rows, ends), torch.arange(rows.shape[1], device=rows.device))
     before = positions.flatten()[ends]  # tokens of a caption before its last
@@ -127,7 +154,7 @@ def caption_spans(rows: torch.Tensor, ends: torch.Tensor) -> tuple[torch.Tensor,
 
 
 def _marks(rows: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    """int64 [r, R]: 1 where a caption ends."""
+    """Return int64 [r, R]: 1 where a caption ends."""
     return torch.zeros(rows.numel(), dtype=torch.int64, device=rows.device).index_fill_(0, ends, 1).view(rows.shape)
 
 
@@ -145,12 +172,12 @@ def packed(cfg: TextConfig, texts: torch.Tensor) -> Texts:
 
 
 def num_texts(texts: Texts) -> int:
-    """m"""
+    """Return m, the number of captions."""
     return len(texts.get("text_ends", texts["texts"]))
 
 
 def longest(cfg: TextConfig | TextInput, size: int) -> torch.Tensor:
-    """Return int64 [size, L]: captions of full length."""
+    """Return captions of full length, int64 [size, L]."""
     texts = torch.full((size, cfg.context_length), int(cfg.eos_id == 0))
     texts[:, -1] = cfg.end_id
     return texts

@@ -1,10 +1,10 @@
-"""How an image becomes a tower's input: open_clip's preprocess_cfg, and the part of it that the device does."""
+"""Image preprocessing: open_clip's preprocess_cfg, and the normalisation of pixels, which runs on the device."""
 
 from dataclasses import dataclass
 
 import torch
 
-# Of the data set that CLIP was trained on, for pixels in [0, 1]; what open_clip writes into preprocess_cfg.
+# Statistics of CLIP's training data, for pixels in [0, 1]; open_clip writes them into preprocess_cfg.
 IMAGE_MEAN = (0.48145466, 0.4578275, 0.40821073)
 IMAGE_STD = (0.26862954, 0.26130258, 0.27577711)
 INTERPOLATIONS = ("bicubic", "bilinear", "random")
@@ -16,14 +16,14 @@ class Preprocess:
     """open_clip's preprocess_cfg.
 
     Attributes:
-        mean, std: of pixels in [0, 1], per channel; applied on the device.
-        interpolation: bicubic, bilinear, or random (one of the two for each image in training, bicubic in evaluation).
-        resize_mode: what evaluation does with an image that is not square. shortest: resize the short side, take the
-            centre; longest: resize the long side, fill up with fill_color; squash: resize both.
+        mean, std: statistics of pixels in [0, 1], per channel; applied on the device.
+        interpolation: bicubic, bilinear, or random (one of the two per image in training, bicubic in evaluation).
+        resize_mode: how evaluation makes an image square. shortest: resize the short side and crop the centre.
+            longest: resize the long side and pad with fill_color. squash: resize both sides.
         fill_color: grey level, 0 to 255.
 
     Raises:
-        ValueError: a value that is none of these.
+        ValueError: an unknown interpolation or resize_mode, or an invalid mean or std.
     """
 
     mean: tuple[float, ...] = IMAGE_MEAN
@@ -49,10 +49,15 @@ CLIP_PREPROCESS = Preprocess()
 def normalize_pixels(
     images: torch.Tensor, dim: int = 1, *, mean: tuple[float, ...] = IMAGE_MEAN, std: tuple[float, ...] = IMAGE_STD
 ) -> torch.Tensor:
-    """uint8 [m, 3, S, S], or with the channels at `dim` -> float32: (images / 255 - mean) / std, per channel.
+    """Return (images / 255 - mean) / std in float32, per channel.
 
-    The constants are Python numbers on purpose: a buffer would be cast along with the model (DeepSpeed's bf16 mode
-    rounds mean and std to 8 bits), and a tensor made here would be a synchronising copy to the device in every forward.
+    The constants are Python numbers on purpose. A buffer would be cast with the model: DeepSpeed's bf16 mode rounds
+    mean and std to 8 bits. A tensor made here would need a synchronising copy to the device in every forward.
+
+    Args:
+        images: uint8 [m, 3, S, S], or another shape with the channels at `dim`.
+        dim: dimension of the channels.
+        mean, std: statistics of pixels in [0, 1], per channel.
     """
     channels = [
         images.select(dim, c).float().mul_(1 / (255 * std[c])).sub_(mean[c] / std[c]) for c in range(images.shape[dim])

@@ -1,9 +1,9 @@
-"""Token ids to text features (before normalisation): open_clip's text tower, whose parameters sit at the top level.
+"""Text tower: token ids to text features before normalisation. It has open_clip's parameters at the top level.
 
 open_clip's state dict has `transformer.resblocks...`, `token_embedding.weight`, `positional_embedding`, `ln_final` and
-`text_projection` next to `visual.*`, without a prefix; hence CLIP *is* a TextTower with an image tower, by inheritance.
+`text_projection` next to `visual.*`, without a prefix. Hence CLIP inherits from TextTower and adds an image tower.
 
-Shapes: m texts, L tokens, w width, D embed_dim; r rows of R tokens where texts come packed (packing.py).
+Shapes: m texts, L tokens, w width, D embed_dim; r rows of R tokens for packed texts (packing.py).
 """
 
 import torch
@@ -43,8 +43,8 @@ class TextTower(nn.Module):
         )
         self.ln_final = LayerNorm(cfg.width)
         self.text_projection = nn.Parameter(cfg.width**-0.5 * torch.randn(cfg.width, embed_dim))
-        self.text_trunk_blocks = 0  # of the trunk; one more than there are: and the pooling
-        self.caption_places = caption_places  # or packing.caption_spans, for blocks that take these
+        self.text_trunk_blocks = 0  # leading blocks in the trunk; more than the tower has: the trunk includes pooling
+        self.caption_places = caption_places  # or packing.caption_spans, for attention that takes spans
 
     def encode_text(
         self,
@@ -54,10 +54,17 @@ class TextTower(nn.Module):
         part: str = "all",
         ends: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Encode texts, int64 [m, L] with L <= context_length, to [m, D]. Under ZeRO-3 only forward may call it.
+        """Encode texts. Under ZeRO-3 only forward may call this.
 
-        With `ends`, int64 [m], texts are packed rows [r, R] (packing.pack_captions). Padded texts can be encoded in two
-        calls: texts -> trunk (part="trunk"), then texts and trunk -> features (part="head").
+        Args:
+            texts: int64 [m, L] with L <= context_length, or packed rows [r, R] (packing.pack_captions).
+            trunk: output of an earlier call with part="trunk".
+            part: "all"; or, in two calls for padded texts, "trunk" (texts -> trunk) and "head" (texts and trunk ->
+                features).
+            ends: int64 [m], with packed rows.
+
+        Returns:
+            Features [m, D], or the trunk.
         """
         if ends is not None:
             return self._encode_packed(texts, ends)
@@ -72,11 +79,11 @@ class TextTower(nn.Module):
         return x @ self.text_projection
 
     def _encode_packed(self, rows: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-        """int64 [r, R], [m] -> [m, D]"""
+        """Encode packed rows int64 [r, R] with ends [m] to [m, D]."""
         positions, seen = self.caption_places(rows, ends)
         positions = positions.clamp(max=self.context_length - 1)  # the remainder of a row may be longer
         table = self.positional_embedding
-        summed = torch.promote_types(table.dtype, torch.float32)  # a position's gradient is a sum over all captions
+        summed = torch.promote_types(table.dtype, torch.float32)  # a position's gradient sums over all captions
         x = self.token_embedding(rows) + F.embedding(positions, table.to(summed)).to(table.dtype)
         x = self.transformer(x, seen=seen)  # [r, R, w]
         return self.ln_final(x.flatten(0, 1)[ends]) @ self.text_projection
@@ -95,7 +102,15 @@ class TokenEmbedding(nn.Embedding):
 
 
 def pool_text(x: torch.Tensor, texts: torch.Tensor, pool_type: str, eos_id: int) -> torch.Tensor:
-    """[m, L, w] -> [m, w]: the token at the largest id, at the first `eos_id` (0 if there is none), last or first."""
+    """Pool [m, L, w] to [m, w].
+
+    Args:
+        x: outputs of the blocks, [m, L, w].
+        texts: int64 [m, L].
+        pool_type: the token to take: "argmax" (largest id), "eos" (first `eos_id`, or position 0 if there is none),
+            "last" or "first".
+        eos_id: end-of-text id.
+    """
     if pool_type == "first":
         return x[:, 0]
     if pool_type == "last":

@@ -2,9 +2,9 @@
 
     x = x + attn(ln_1(x));  x = x + mlp(ln_2(x))
 
-Every parameter is initialised in the constructor of the module that owns it and used in that module's own forward.
-ZeRO-3 needs both: under deepspeed.zero.Init a parameter is a shard as soon as its module's constructor returns, and it
-is sure to be gathered for the duration of its module's forward only.
+Each module initialises its parameters in its constructor and uses them in its own forward. ZeRO-3 needs both. Under
+deepspeed.zero.Init a parameter is a shard as soon as its module's constructor returns, and ZeRO-3 guarantees the full
+parameter only during its module's forward.
 
 Shapes: m samples, L tokens, w width, h heads, d = w / h.
 """
@@ -19,13 +19,13 @@ from torch.utils.checkpoint import checkpoint
 
 
 class Transformer(nn.Module):
-    """[m, L, w] -> [m, L, w] in the dtype of the input, through blocks `begin` to `end` (all).
+    """A stack of residual blocks: [m, L, w] -> [m, L, w] in the dtype of the input.
 
-    `seen` says which tokens each token attends to, instead of all of them or those before it: bool [m, 1, L, L], or
-    what else the blocks' `attend` takes.
+    `forward` applies blocks `begin` to `end` (default: all). `seen` replaces the full or causal mask: bool
+    [m, 1, L, L], or any other value that the blocks' `attend` takes.
 
-    `gpt_init` scales the initial weights with width and depth, as OpenAI and open_clip do for the text tower; without
-    it they are torch's defaults, which open_clip keeps for the image tower.
+    `gpt_init` scales the initial weights with width and depth, as OpenAI and open_clip do for the text tower. Without
+    it they have torch's defaults, which open_clip keeps for the image tower.
     """
 
     def __init__(
@@ -58,17 +58,17 @@ class Transformer(nn.Module):
             x.register_hook(self.on_input_gradient)
         for index, block in enumerate(islice(self.resblocks, begin, end), start=begin):
             if index == self.first_trained and torch.is_grad_enabled() and not x.requires_grad:
-                # ZeRO-3 reduces a block's gradients once its input has one; without it, before there are any.
+                # ZeRO-3 reduces a block's gradients when its input has one. Without one it reduces before they exist.
                 x = x.detach().requires_grad_()
-            # Non-reentrant: the reentrant form drops the gradient of the first block, whose input needs none.
-            # Blocks draw no random numbers, so there is no generator state to keep.
+            # Non-reentrant, because the reentrant form drops the gradient of the first block, whose input needs none.
+            # Blocks draw no random numbers, so there is no generator state to preserve.
             given = (x,) if seen is None else (x, seen)
             x = checkpoint(block, *given, use_reentrant=False, preserve_rng_state=False) if recompute else block(*given)
         return x
 
 
 class ResidualBlock(nn.Module):
-    """Attention and MLP, each after a LayerNorm; `residual_std`: initial std of both outputs (None: torch's)."""
+    """Attention and MLP, each after a LayerNorm. `residual_std` is the initial std of both outputs (None: torch's)."""
 
     def __init__(
         self,
@@ -102,13 +102,13 @@ class ResidualBlock(nn.Module):
 
 
 def compute_block(x: torch.Tensor, block: ResidualBlock, *, seen: torch.Tensor | None = None) -> torch.Tensor:
-    """[m, L, w] -> [m, L, w]; a function of the block, so that all blocks share one compiled graph."""
+    """Compute a block: [m, L, w] -> [m, L, w]. The block is an argument, so all blocks share one compiled graph."""
     x = x + block.attn(block.ln_1(x), seen)
     return x + block.mlp(block.ln_2(x))
 
 
 class Attention(nn.Module):
-    """Multi-head self-attention; `in_proj_weight` is q | k | v, stacked along dim 0."""
+    """Multi-head self-attention. `in_proj_weight` is q | k | v, stacked along dim 0."""
 
     def __init__(self, width: int, heads: int, *, causal: bool, in_std: float | None, out_std: float | None):
         super().__init__()
@@ -121,7 +121,7 @@ class Attention(nn.Module):
         else:
             nn.init.normal_(self.in_proj_weight, std=in_std)
         self.out_proj = Linear(width, width, std=out_std, zero_bias=True)
-        self.attend: Callable[..., torch.Tensor] = attend  # or another's kernel
+        self.attend: Callable[..., torch.Tensor] = attend  # or another kernel
 
     def forward(self, x: torch.Tensor, seen: torch.Tensor | None = None) -> torch.Tensor:
         qkv = self.project_in(x).unflatten(-1, (3, -1, self.head_width))
@@ -132,7 +132,10 @@ class Attention(nn.Module):
 
 
 def attend(qkv: torch.Tensor, seen: torch.Tensor | None, *, causal: bool) -> torch.Tensor:
-    """q|k|v [m, L, 3, h, d] -> [m, L, h, d], by torch's fused kernels. seen: bool [m, 1, L, L], or None."""
+    """Compute attention with torch's fused kernels: q|k|v [m, L, 3, h, d] -> [m, L, h, d].
+
+    `seen` is a mask, bool [m, 1, L, L], or None. A mask replaces `causal`.
+    """
     q, k, v = qkv.permute(2, 0, 3, 1, 4)  # each [m, h, L, d]
     return F.scaled_dot_product_attention(q, k, v, seen, is_causal=causal and seen is None).transpose(1, 2)
 
@@ -151,7 +154,7 @@ class MLP(nn.Module):
 
 
 class Linear(nn.Linear):
-    """nn.Linear whose weight, given `std`, starts as N(0, std^2)."""
+    """nn.Linear with an optional normal initialisation of its weight, N(0, std^2)."""
 
     def __init__(self, in_features: int, out_features: int, *, std: float | None = None, zero_bias: bool = False):
         super().__init__(in_features, out_features)
@@ -162,7 +165,7 @@ class Linear(nn.Linear):
 
 
 class LayerNorm(nn.LayerNorm):
-    """Statistics in float32 (torch's kernels and autocast both see to that), the result in the dtype of the input."""
+    """LayerNorm: statistics in float32 (in torch's kernels and under autocast), result in the dtype of the input."""
 
     def __init__(self, width: int):
         super().__init__(width)

@@ -1,14 +1,14 @@
-"""Self-attention over few tokens: a sequence and head as one tile of up to 128, or as several blocks.
+"""Self-attention over few tokens: one tile of up to 128 tokens per sequence and head.
 
-    out = softmax(q k^T / sqrt(d)) v        q|k|v as a tower's projection leaves them, their gradient in one tensor too
+    out = softmax(q k^T / sqrt(d)) v        q|k|v, and also their gradient, are one tensor, as a projection returns it
 
-cuDNN's kernel computes tiles of 128 x 128: 50 tokens as 128, 257 as 384, and masked entries too. It returns the
-gradients of q, k and v apart, and joining them takes a copy. Here one program computes a head of a sequence in the
+cuDNN's kernel computes tiles of 128 x 128: 50 tokens as 128, 257 as 384, masked entries included. It returns the
+gradients of q, k and v separately, and joining them takes a copy. Here one program computes a head of a sequence in the
 smallest tile that holds it, so the cost of a caption follows its length. Scores and softmax stay on the chip, and the
-backward recomputes the probabilities. Longer sequences: triton_attention_blocks.py.
+backward recomputes the probabilities. triton_attention_blocks.py computes longer sequences in several blocks.
 
-The operands of matmuls have the type of q|k|v (probabilities and the scores' gradient are rounded to it); sums are
-float32. No atomics: results repeat bit for bit.
+Matmul operands have the dtype of q|k|v; probabilities and the scores' gradient are rounded to it. Sums are float32.
+There are no atomics, so results are bitwise reproducible.
 
 Shapes: P token positions of m sequences, one after another, with or without gaps; h heads of width d, a power of two.
 """
@@ -38,14 +38,15 @@ def attention_forward(qkv: Tensor, spans: Tensor | None, length: int, causal: bo
 
     Args:
         qkv: [P, 3, h, d], contiguous.
-        spans: int64 [m, 2], the first position of each sequence and its number of tokens, at most `length`. None: all P
-            positions are sequences of `length`.
-        length: tokens of a sequence. Above LONGEST at most TAIL tokens follow the full blocks, and the sequences are
-            neither causal nor in spans.
-        causal: a token attends to itself and those before it.
+        spans: int64 [m, 2], each sequence's first position and its number of tokens, at most `length`. None: the P
+            positions are sequences of `length` tokens.
+        length: tokens per sequence. Above LONGEST, 1 to TAIL tokens must follow the full blocks, `spans` must be None
+            and `causal` False.
+        causal: a token attends to itself and to earlier tokens only.
 
     Returns:
-        out [P, h, d], zero outside the spans; lse, which the backward of several blocks needs, else empty.
+        out: [P, h, d], zero outside the spans.
+        lse: f32 [P, h], which the backward needs above LONGEST; else empty.
     """
     places, _, heads, width = qkv.shape
     if length > LONGEST:
@@ -60,7 +61,16 @@ def attention_forward(qkv: Tensor, spans: Tensor | None, length: int, causal: bo
 def attention_backward(
     d_out: Tensor, qkv: Tensor, out: Tensor, lse: Tensor, spans: Tensor | None, length: int, causal: bool
 ) -> Tensor:
-    """Return d_qkv [P, 3, h, d] from d_out [P, h, d], contiguous, and the forward's inputs and results."""
+    """Compute the gradient of attention.
+
+    Args:
+        d_out: [P, h, d], contiguous.
+        qkv, spans, length, causal: arguments of the forward.
+        out, lse: results of the forward.
+
+    Returns:
+        d_qkv [P, 3, h, d], zero outside the spans.
+    """
     if length > LONGEST:
         return blocks_backward(d_out, qkv, out, lse, length)
     d_qkv = torch.empty_like(qkv) if spans is None else torch.zeros_like(qkv)
@@ -71,9 +81,9 @@ def attention_backward(
 
 
 def _launches(qkv: Tensor, spans: Tensor | None, length: int, causal: bool) -> list[tuple[tuple[int], dict]]:
-    """Return (grid, options) of each launch: one for sequences of one length, and for spans one per tile size.
+    """Return (grid, options) of each launch: one for sequences of one length, one per tile size for spans.
 
-    In the largest tile a short sequence would take as much of a multiprocessor as a long one.
+    In the largest tile, a short sequence would occupy as much of a multiprocessor as a long one.
     """
     largest = next(tile for tile in TILES if tile >= length)
     count = qkv.shape[0] // length if spans is None else len(spans)
@@ -90,7 +100,7 @@ def _launches(qkv: Tensor, spans: Tensor | None, length: int, causal: bool) -> l
 
 @triton.jit
 def _span(spans, length, sequence, SPANS: tl.constexpr):
-    """First place and number of tokens of a sequence."""
+    """Return the first position and the number of tokens of a sequence."""
     if SPANS:
         first, n = tl.load(spans + 2 * sequence), tl.load(spans + 2 * sequence + 1).to(tl.int32)
     else:
@@ -100,7 +110,7 @@ def _span(spans, length, sequence, SPANS: tl.constexpr):
 
 @triton.jit
 def _weights(q, k, n, scale, B: tl.constexpr, CAUSAL: tl.constexpr):
-    """exp(scores), less the largest of a row, and their sums."""
+    """Return exp(scores - row maximum) and its row sums."""
     rows, columns = tl.arange(0, B)[:, None], tl.arange(0, B)[None, :]
     seen = columns < n
     if CAUSAL:
@@ -125,7 +135,7 @@ def _forward(
     SPANS: tl.constexpr,
     CAUSAL: tl.constexpr,
 ):
-    """A program for each sequence and head; it computes those with more than LEAST tokens and at most B."""
+    """Compute one sequence and head per program; skip sequences that do not have LEAST < n <= B tokens."""
     sequence, head = tl.program_id(0) // H, tl.program_id(0) % H
     first, n = _span(spans, length, sequence, SPANS)
     if (n > LEAST) & (n <= B):
@@ -153,7 +163,7 @@ def _backward(
     SPANS: tl.constexpr,
     CAUSAL: tl.constexpr,
 ):
-    """Programs as _forward's."""
+    """Compute the gradient of one sequence and head per program, for the sequences of _forward."""
     sequence, head = tl.program_id(0) // H, tl.program_id(0) % H
     first, n = _span(spans, length, sequence, SPANS)
     if (n > LEAST) & (n <= B):

@@ -1,8 +1,8 @@
-"""Self-attention over several blocks of tokens, for triton_attention.py, without a mask.
+"""Self-attention over several blocks of tokens without a mask, for triton_attention.py.
 
-Tokens are processed in blocks of 64; a remainder of up to 16, such as a class token, takes a tile of 16. One program
+Tokens are processed in blocks of 64. A remainder of up to 16, such as a class token, takes a tile of 16. One program
 computes a block's queries with the running softmax of FlashAttention-2 (Dao 2023, arXiv 2307.08691). In the backward
-one program computes the gradients of a block's keys and values, or of its queries. That is 7 matmuls where 5 would do,
+one program computes the gradients of a block's keys and values, or of its queries. This takes 7 matmuls instead of 5,
 but every result has one writer, so there are no atomics.
 
     delta   the sum of d_out * out over a head's d numbers, [P, h] f32
@@ -20,11 +20,20 @@ from infcl.kernels.triton_statistics import LOG2E
 
 BLOCK, TAIL = 64, 16
 _LAUNCH = {"B": BLOCK, "TAIL": TAIL, "STAGES": 3, "num_warps": 4}
-_ROWS = 64  # of a program that computes delta
+_ROWS = 64  # rows per program of _delta
 
 
 def blocks_forward(qkv: Tensor, length: int) -> tuple[Tensor, Tensor]:
-    """qkv [P, 3, h, d], contiguous -> out [P, h, d], lse [P, h]; 1 to TAIL tokens more than whole blocks."""
+    """Compute attention.
+
+    Args:
+        qkv: [P, 3, h, d], contiguous.
+        length: tokens per sequence: full blocks and 1 to TAIL tokens more.
+
+    Returns:
+        out: [P, h, d].
+        lse: f32 [P, h].
+    """
     places, _, heads, width = qkv.shape
     out, lse = qkv.new_empty(places, heads, width), qkv.new_empty(places, heads, dtype=torch.float32)
     full = length // BLOCK
@@ -34,7 +43,7 @@ def blocks_forward(qkv: Tensor, length: int) -> tuple[Tensor, Tensor]:
 
 
 def blocks_backward(d_out: Tensor, qkv: Tensor, out: Tensor, lse: Tensor, length: int) -> Tensor:
-    """d_out [P, h, d], contiguous -> d_qkv [P, 3, h, d]."""
+    """Return d_qkv [P, 3, h, d] from d_out [P, h, d], contiguous, and the forward's arguments and results."""
     places, _, heads, width = qkv.shape
     d_qkv, delta = torch.empty_like(qkv), torch.empty_like(lse)
     _delta[(triton.cdiv(places * heads, _ROWS),)](out, d_out, delta, places * heads, width, _ROWS)
@@ -45,13 +54,13 @@ def blocks_backward(d_out: Tensor, qkv: Tensor, out: Tensor, lse: Tensor, length
     return d_qkv
 
 
-# From here on qkv, out, lse ... point at the first token of one sequence and head. n: rows of a tile that exist; the
-# others are read as zeros. B: rows of the current tile, or in kernels of full blocks.
+# In the functions below, qkv, out, lse ... point at the first token of one sequence and head. n is the number of rows
+# of a tile that exist; the others are read as zeros. B is the number of rows of the current tile, or of a full block.
 
 
 @triton.jit
 def _place(program, FULL: tl.constexpr, H: tl.constexpr):
-    """Block, sequence, head. Blocks of a head are neighbours, which find its keys in the cache."""
+    """Return block, sequence and head. Blocks of a head are neighbours, so they find its keys in the cache."""
     of_head = program // (FULL + 1)
     return program % (FULL + 1), of_head // H, of_head % H
 
@@ -70,7 +79,7 @@ def _forward(
     TAIL: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """A program for each block of queries of each head of each sequence."""
+    """Compute one block of queries of one head and sequence per program."""
     block, sequence, head = _place(tl.program_id(0), FULL, H)
     first = sequence.to(tl.int64) * length
     qkv += first * (3 * H * D) + head * D
@@ -99,7 +108,7 @@ def _queries(
     TAIL: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """The result of B queries from `at` on."""
+    """Compute the output of B queries, from position `at` on."""
     ROW: tl.constexpr = 3 * H * D
     q = load_rows(qkv + at * ROW, length - at, ROW, D, B, False)
     largest = tl.full([B], -1e30, tl.float32)
@@ -130,7 +139,7 @@ def _attend(
     B: tl.constexpr,
     WHOLE: tl.constexpr,
 ):
-    """With B keys and their values taken in."""
+    """Return result, running maximum and sum after B more keys and values."""
     k = load_rows(keys, n, 3 * H * D, D, B, WHOLE)
     v = load_rows(keys + H * D, n, 3 * H * D, D, B, WHOLE)
     scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
@@ -168,7 +177,7 @@ def _backward(
     TAIL: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """A program for each block of keys, and one for each of queries, of each head of each sequence."""
+    """Compute the gradients of one block of keys, or of one block of queries, per program."""
     of_keys = tl.program_id(0) % 2 == 0
     block, sequence, head = _place(tl.program_id(0) // 2, FULL, H)
     first = sequence.to(tl.int64) * length
@@ -207,7 +216,7 @@ def _d_keys(
     TAIL: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """The gradients of B keys and their values from `at` on."""
+    """Compute the gradients of B keys and their values, from position `at` on."""
     ROW: tl.constexpr = 3 * H * D
     k = load_rows(qkv + at * ROW + H * D, length - at, ROW, D, B, False)
     v = load_rows(qkv + at * ROW + 2 * H * D, length - at, ROW, D, B, False)
@@ -241,7 +250,10 @@ def _add_d_keys(
     B: tl.constexpr,
     WHOLE: tl.constexpr,
 ):
-    """With what B queries from `at` on add; those that are not there have no d_out, and add zeros. Keys are rows."""
+    """Return d_k and d_v plus the share of B queries from `at` on. Scores are [keys, queries].
+
+    Queries that do not exist have a d_out of zeros, so they add zeros.
+    """
     q = load_rows(qkv + at * (3 * H * D), n, 3 * H * D, D, B, WHOLE)
     d_o = load_rows(d_out + at * (H * D), n, H * D, D, B, WHOLE)
     places = tl.arange(0, B)
@@ -272,7 +284,7 @@ def _d_queries(
     TAIL: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """The gradient of B queries from `at` on."""
+    """Compute the gradient of B queries, from position `at` on."""
     ROW: tl.constexpr = 3 * H * D
     places = tl.arange(0, B)
     q = load_rows(qkv + at * ROW, length - at, ROW, D, B, False)
@@ -304,7 +316,7 @@ def _add_d_queries(
     B: tl.constexpr,
     WHOLE: tl.constexpr,
 ):
-    """With what B keys add."""
+    """Return d_q plus the share of B keys."""
     k = load_rows(keys, n, 3 * H * D, D, B, WHOLE)
     v = load_rows(keys + H * D, n, 3 * H * D, D, B, WHOLE)
     exponents = tl.dot(q, tl.trans(k), input_precision="ieee") * (scale * LOG2E) - of_queries[:, None]
@@ -314,12 +326,12 @@ def _add_d_queries(
     return tl.dot(d_s.to(k.dtype), k, d_q, input_precision="ieee")
 
 
-# ---- tiles to and from memory: B rows of D numbers, `stride` apart, of which the first n exist ----
+# ---- load and store of tiles: B rows of D numbers, `stride` numbers apart, of which the first n exist ----
 
 
 @triton.jit
 def load_rows(base, n, stride, D: tl.constexpr, B: tl.constexpr, WHOLE: tl.constexpr):
-    """Rows that are not there are zeros. WHOLE: all are."""
+    """Load a tile. Rows that do not exist are zeros; WHOLE: all rows exist."""
     rows, columns = tl.arange(0, B)[:, None], tl.arange(0, D)[None, :]
     if WHOLE:
         return tl.load(base + rows * stride + columns)

@@ -1,4 +1,6 @@
-"""Pixels to image features (before normalisation): open_clip's VisionTransformer, with an optional convolutional stem.
+"""Image tower: pixels to image features before normalisation.
+
+This is open_clip's VisionTransformer, with an optional convolutional stem.
 
 Shapes: m images, S pixels per side, N patches, w width, D embed_dim.
 """
@@ -15,10 +17,10 @@ from infcl.models.transformer import LayerNorm, Transformer
 
 
 class VisionTransformer(nn.Module):
-    """images [m, 3, S, S] -> [m, D] in the compute dtype.
+    """Vision transformer: images [m, 3, S, S] -> [m, D] in the compute dtype.
 
-    uint8 images are pixels 0..255 and are normalised here, on their device; floating images are taken as normalised.
-    The compute dtype is that of the parameters, or autocast's.
+    uint8 images are pixels 0..255 and are normalised here, on their device. Floating images must be normalised. The
+    compute dtype is that of the parameters, or autocast's.
     """
 
     def __init__(
@@ -48,11 +50,11 @@ class VisionTransformer(nn.Module):
         )
         self.ln_post = LayerNorm(cfg.width)
         self.proj = nn.Parameter(scale * torch.randn(cfg.width, embed_dim))
-        self.trunk_blocks = 0  # of the trunk; one more than there are: and the pooling
+        self.trunk_blocks = 0  # leading blocks in the trunk; more than the tower has: the trunk includes pooling
         self.add_positions = add_positions  # or a compiled one
 
     def forward(self, x: torch.Tensor, part: str = "all") -> torch.Tensor:
-        """images -> features. In two calls: images -> trunk (part="trunk"), trunk -> features (part="head")."""
+        """Encode images. `part` splits this into two calls: "trunk" (images -> trunk), "head" (trunk -> features)."""
         cut = 0 if part == "all" else self.trunk_blocks
         pools_in_trunk = cut > len(self.transformer.resblocks)
         if part != "head":
@@ -79,20 +81,27 @@ class VisionTransformer(nn.Module):
 
 
 def normalized(images: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """In `dtype`; floating images are taken as normalised."""
+    """Return images in `dtype`. uint8 images are normalised; floating images must be normalised."""
     return (normalize_pixels(images) if images.dtype == torch.uint8 else images).to(dtype)
 
 
 def add_positions(patches: torch.Tensor, class_embedding: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """[m, N, w], [w], [1 + N, w] -> [m, 1 + N, w]: the class token first, each with its position."""
+    """Prepend the class token and add positions: [m, N, w], [w], [1 + N, w] -> [m, 1 + N, w]."""
     class_token = class_embedding.to(patches.dtype).expand(len(patches), 1, -1)
     return torch.cat([class_token, patches], dim=1) + positions.to(patches.dtype)
 
 
 def drop_patches(x: torch.Tensor, rate: float) -> torch.Tensor:
-    """[m, 1 + N, w] -> [m, 1 + kept_patches(N, rate), w]: class token and a random subset of each image's patches.
+    """Keep the class token and a random subset of each image's patches (FLIP, arXiv 2212.00794).
 
-    FLIP, arXiv 2212.00794. Draws from torch's generator of x's device: a second pass with its seed drops the same ones.
+    The subset comes from torch's generator of x's device. A second pass with the same seed drops the same patches.
+
+    Args:
+        x: [m, 1 + N, w].
+        rate: share of patches to drop.
+
+    Returns:
+        [m, 1 + kept_patches(N, rate), w].
     """
     m, tokens, width = x.shape
     keep = kept_patches(tokens - 1, rate)
@@ -102,7 +111,7 @@ def drop_patches(x: torch.Tensor, rate: float) -> torch.Tensor:
 
 
 class PatchConv(nn.Conv2d):
-    """A convolution of patches that do not overlap, [m, 3, S, S] -> [m, N, w]; on a GPU a matmul, faster than cuDNN."""
+    """A convolution of non-overlapping patches: [m, 3, S, S] -> [m, N, w]. On a GPU a matmul, faster than cuDNN."""
 
     def __init__(self, width: int, patch_size: int):
         super().__init__(3, width, patch_size, stride=patch_size, bias=False)
@@ -115,9 +124,9 @@ class PatchConv(nn.Conv2d):
 
 
 def patch_rows(images: torch.Tensor, size: int, dtype: torch.dtype) -> torch.Tensor:
-    """[m, 3, S, S] -> its patches, normalised, in `dtype`: [m, N, 3 P^2 and a fill].
+    """Return the normalised patches of images [m, 3, S, S] in `dtype`, [m, N, 3 P^2 + padding].
 
-    Zeros fill a row up to a multiple of 8 numbers: 16 bytes in half precision, which fast matmul kernels need.
+    Zeros pad a row to a multiple of 8 numbers: 16 bytes in half precision, which fast matmul kernels need.
     """
     patches = images.unfold(2, size, size).unfold(3, size, size).permute(0, 2, 3, 1, 4, 5)  # [m, S/P, S/P, 3, P, P]
     if images.dtype == torch.uint8:
@@ -132,7 +141,7 @@ def patches_times(
     weight: torch.Tensor,
     rows_of: Callable[[torch.Tensor, int, torch.dtype], torch.Tensor] = patch_rows,
 ) -> torch.Tensor:
-    """conv2d(images [m, 3, S, S], weight [w, 3, P, P], stride=P) as a product -> [m, N, w]."""
+    """Compute conv2d(images [m, 3, S, S], weight [w, 3, P, P], stride=P) as a matmul -> [m, N, w]."""
     autocast = torch.is_autocast_enabled(images.device.type)
     rows = rows_of(images, weight.shape[-1], torch.get_autocast_dtype(images.device.type) if autocast else weight.dtype)
     columns = weight.flatten(1)
@@ -141,14 +150,17 @@ def patches_times(
 
 
 class Stem(nn.Sequential):
-    """[m, 3, S, S] -> [m, N, w]"""
+    """Convolutional stem: [m, 3, S, S] -> [m, N, w]."""
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         return super().forward(normalized(images, next(self.parameters()).dtype)).flatten(2).transpose(1, 2)
 
 
 class StemConv(nn.Conv2d):
-    """Keeps its input's variance through the GELU after it; torch's default shrinks it below that of positions."""
+    """A convolution whose initial weights keep the variance through the following GELU.
+
+    torch's default shrinks the variance below that of the positional embeddings.
+    """
 
     def reset_parameters(self) -> None:
         nn.init.kaiming_normal_(self.weight, nonlinearity="relu")
@@ -157,7 +169,7 @@ class StemConv(nn.Conv2d):
 
 
 def _patch_embedding(cfg: VisionConfig) -> nn.Module:
-    """One convolution as open_clip has it, or the stem: each entry shrinks the grid by exactly its stride."""
+    """Return open_clip's single convolution, or the stem, where each entry shrinks the grid by exactly its stride."""
     if cfg.conv_stem is None:
         return PatchConv(cfg.width, cfg.patch_size)
     layers: list[nn.Module] = []
