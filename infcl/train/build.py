@@ -1,4 +1,4 @@
-"""From flags to the parts of a run: tokenizer, model, loader, evaluations. Each rejects what cannot work."""
+"""Build the parts of a run from its flags: tokenizer, model, loss, loader, evaluations."""
 
 import contextlib
 import dataclasses
@@ -41,13 +41,18 @@ from infcl.parallel.collectives import on_every_rank
 from infcl.parallel.process import spare_threads
 
 MOST_WORKERS = 8
-Towers = Any  # CLIP, or a model that open_clip builds with its interface (models/open_clip_model.py)
+Towers = Any  # CLIP, or open_clip's towers behind CLIP's interface (models/open_clip_model.py)
 
 
 def join(config: TrainConfig) -> Parallel:
-    """Start the process group, and the groups of tensor parallelism. Collective; ValueError as `init_parallel` says."""
+    """Start the process group and the groups of tensor parallelism. Collective.
+
+    Raises:
+        ValueError: see `init_parallel` and `spare_threads`.
+        RuntimeError: ranks did not join in time.
+    """
     workers = MOST_WORKERS if config.workers == AUTO_WORKERS else config.workers
-    with spare_threads(16):  # of the process group and the store
+    with spare_threads(16):  # for the process group and the store
         pass
     parallel = init_parallel(
         config.device,
@@ -57,7 +62,7 @@ def join(config: TrainConfig) -> Parallel:
         run=config.name or config.model,
         settings=settings_of(config),
     )
-    with contextlib.ExitStack() as held:  # by all ranks of a node together, which share the limits
+    with contextlib.ExitStack() as held:  # held by all ranks at the same time, since the ranks of a node share limits
         on_every_rank(lambda: held.enter_context(spare_threads(16 + 4 * workers)))
     if config.tensor_parallel_size > 1:
         from megatron_patches.groups import init_tensor_parallel
@@ -67,13 +72,13 @@ def join(config: TrainConfig) -> Parallel:
 
 
 def workers_for(ranks: int) -> int:
-    """Loader processes for each of so many ranks of a node: its cores but one per rank, shared; 1 to MOST_WORKERS."""
+    """Return loader processes per rank, 1 to MOST_WORKERS: the node's cores divided by its ranks, less one."""
     return max(1, min(MOST_WORKERS, len(os.sched_getaffinity(0)) // ranks - 1))
 
 
 @dataclasses.dataclass(frozen=True)
 class Inputs:
-    """What a run is made from, before there are weights or data."""
+    """Inputs of a run, before its weights and data exist."""
 
     spec: RunSpec
     model_config: CLIPConfig | OpenClipConfig
@@ -81,7 +86,11 @@ class Inputs:
 
 
 def resolve_inputs(config: TrainConfig, parallel: Parallel) -> Inputs:
-    """Resolve the flags on these ranks. ValueError for what contradicts itself, the tokenizer or the model."""
+    """Resolve the flags on these ranks.
+
+    Raises:
+        ValueError: the flags contradict each other, the tokenizer or the model.
+    """
     if config.workers == AUTO_WORKERS:
         config = dataclasses.replace(config, workers=workers_for(ranks_of_host(parallel)))
     tokenizer, model_config = build_tokenizer_and_model_config(config)
@@ -98,10 +107,10 @@ def resolve_inputs(config: TrainConfig, parallel: Parallel) -> Inputs:
 def build_tokenizer_and_model_config(
     config: TrainConfig,
 ) -> tuple[AnyTokenizer | None, CLIPConfig | OpenClipConfig]:
-    """The model config with the flags' overrides, adapted to the tokenizer's vocabulary where there is one.
+    """Return the tokenizer, if any, and the model config with the flags' overrides and the tokenizer's vocabulary.
 
     Raises:
-        ValueError: model, tokenizer and flags do not belong together.
+        ValueError: model, tokenizer and flags do not match.
     """
     model_config = load_any_config(config.model)
     overrides: dict[str, Any] = {
@@ -144,7 +153,7 @@ def build_tokenizer_and_model_config(
 
 
 def _preprocess_flags(config: TrainConfig) -> dict[str, Any]:
-    """{"mean": ...} of the --image-... flags that are given."""
+    """Return the --image-... flags that are given, as {"mean": ...}."""
     flags = {name: getattr(config, f"image_{name}") for name in ("mean", "std", "interpolation", "resize_mode")}
     return {name: tuple(v) if isinstance(v, list) else v for name, v in flags.items() if v not in (None, [])}
 
@@ -152,7 +161,7 @@ def _preprocess_flags(config: TrainConfig) -> dict[str, Any]:
 def _adapted(
     tokenizer: AnyTokenizer, model_config: CLIPConfig | OpenClipConfig, *, repairs: bool = False
 ) -> CLIPConfig | OpenClipConfig:
-    """The config of a model whose text tower reads this tokenizer's ids.
+    """Return the config of a model whose text tower reads this tokenizer's ids.
 
     Raises:
         ValueError: the tower has fewer embeddings than there are ids.
@@ -173,7 +182,7 @@ def _adapted(
 
 
 def _repairs_captions(config: TrainConfig) -> bool:
-    """False where a run is continued that began before captions were repaired: its ids stay as they are."""
+    """Return False for a resumed run that began before captions were repaired, so that its token ids do not change."""
     if config.resume is None or (config.resume == "latest" and (config.name is None or config.overwrite)):
         return True
     latest = config.resume == "latest"
@@ -183,9 +192,9 @@ def _repairs_captions(config: TrainConfig) -> bool:
 
 
 def _check_unlocked_groups(config: TrainConfig, model_config: CLIPConfig | OpenClipConfig) -> None:
-    """ValueError where a locked tower is to leave more groups trainable than it has."""
+    """Raise ValueError if the flags leave more groups of a locked tower trainable than it has."""
     if isinstance(model_config, OpenClipConfig):
-        return  # open_clip counts its own
+        return  # open_clip checks the groups of its towers
     for part, layers, flag in (
         ("image", model_config.vision_cfg.layers, "lock_image_unlocked_groups"),
         ("text", model_config.text_cfg.layers, "lock_text_unlocked_layers"),
@@ -200,21 +209,24 @@ def _check_unlocked_groups(config: TrainConfig, model_config: CLIPConfig | OpenC
 def build_model(
     config: TrainConfig, model_config: CLIPConfig | OpenClipConfig, parallel: Parallel | None = None
 ) -> Towers:
-    """The model of `model_and_sources`."""
+    """Return the model of `model_and_sources`."""
     return model_and_sources(config, model_config, parallel)[0]
 
 
 def model_and_sources(
     config: TrainConfig, model_config: CLIPConfig | OpenClipConfig, parallel: Parallel | None = None
 ) -> tuple[Towers, list[str]]:
-    """The model, and of weights that come from elsewhere a line for each: which, from where.
+    """Build the model with the flags' locks and load pretrained weights.
 
-    CLIP with the flags' locks. SigLIP's loss has its own starting point: scale 10, bias -10 (Zhai et al. 2023); for
-    the others a config's bias is left out: a softmax cancels it, so it would have no gradient.
+    SigLIP's loss starts at scale 10 and bias -10 (Zhai et al. 2023). For the other losses our towers have no bias: a
+    softmax cancels it, so it would have no gradient.
 
-    With `parallel`, a block goes to the rank's device as soon as it is made, and only this tensor-parallel rank's part
-    of it, so that the host never holds the model once a rank. What other weights are loaded into is cut afterwards.
-    The numbers are those of a model that is built in one piece: they are drawn on the CPU in the same order.
+    With `parallel`, each block moves to the rank's device as soon as it is built, and only this tensor-parallel rank's
+    part of it. So the host never holds a full model per rank. Only a model that loads pretrained weights is cut
+    afterwards. The initial weights do not depend on this: the CPU draws them in the same order.
+
+    Returns:
+        The model, and a line for each loaded set of weights: which, from where.
     """
     siglip = config.loss == "siglip"
     start = {"init_logit_scale": math.log(10), "init_logit_bias": -10.0} if siglip else {}
@@ -232,7 +244,7 @@ def model_and_sources(
 
 
 def build_meta_model(config: TrainConfig, model_config: CLIPConfig | OpenClipConfig) -> Towers:
-    """`build_model` without memory: names and shapes of parameters, locks; of weights to load, whether they match."""
+    """Build the model on the meta device: parameter names, shapes and locks; checks that pretrained weights match."""
     with torch.device("meta"), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*which is a no-op")
         return build_model(config, model_config)
@@ -240,9 +252,9 @@ def build_meta_model(config: TrainConfig, model_config: CLIPConfig | OpenClipCon
 
 @contextlib.contextmanager
 def _placed_blocks(parallel: Parallel | None, *, cut: bool) -> Iterator[None]:
-    """Within, each residual block is cut and moved when its tower takes it in, before the next one is made.
+    """Cut and move each residual block when its tower registers it, before the next one is built.
 
-    A model that is to be split but not yet (`cut` false: weights are loaded into it first) stays on the host.
+    With `cut` False, weights are loaded before the model is split: under tensor parallelism it stays on the host.
     """
     if parallel is None:
         yield
@@ -265,7 +277,7 @@ def _placed_blocks(parallel: Parallel | None, *, cut: bool) -> Iterator[None]:
 
 
 def split_model(model: Towers, config: TrainConfig, parallel: Parallel) -> None:
-    """Leave this rank its part of the model, in place, where tensor-parallel ranks share one."""
+    """Keep only this rank's part of the model, in place, under tensor parallelism; otherwise do nothing."""
     if parallel.tp_group is not None:
         from megatron_patches.towers import split_towers
 
@@ -273,9 +285,10 @@ def split_model(model: Towers, config: TrainConfig, parallel: Parallel) -> None:
 
 
 def build_loss(spec: RunSpec, parallel: Parallel) -> nn.Module:
-    """The loss that the flags name, over all ranks; tensor-parallel ranks split their samples among themselves.
+    """Build the loss of the flags over all ranks. Tensor-parallel ranks divide their samples among themselves.
 
-    ValueError for a tile that does not run on this device.
+    Raises:
+        ValueError: --tile does not run on this device.
     """
     config = spec.flags
     select_tile(torch.empty(0, device=parallel.device), tile=config.tile)
@@ -298,7 +311,11 @@ def build_loss(spec: RunSpec, parallel: Parallel) -> nn.Module:
 
 
 def build_loader(inputs: Inputs, parallel: Parallel) -> TrainLoader | SyntheticLoader:
-    """What the flags name as data. ValueError where it cannot be used, or is not the same for all ranks. Collective."""
+    """Build the loader of the training data. Collective.
+
+    Raises:
+        ValueError: on every rank, if the data cannot be used or differs between ranks.
+    """
     config, batch, model_config = inputs.spec.flags, inputs.spec.batch, inputs.model_config
     share = Share(
         batch.micro_batch_size,
@@ -330,7 +347,7 @@ def build_loader(inputs: Inputs, parallel: Parallel) -> TrainLoader | SyntheticL
 
 
 def _require_same_data(loader: TrainLoader) -> None:
-    """ValueError on all ranks where one has found other data than the first: it would follow another plan. Collective.
+    """Raise ValueError on all ranks if one has other data than rank 0, and so another order of samples. Collective.
 
     A node's own copy of the shards may differ, and --max-missing-shards lets a rank continue without missing ones.
     """
@@ -349,7 +366,11 @@ def _require_same_data(loader: TrainLoader) -> None:
 
 
 def build_tasks(inputs: Inputs) -> dict[str, RetrievalTask | ZeroShotTask]:
-    """The evaluations that the flags name. ValueError when their data is missing."""
+    """Build the evaluations of the flags, by name.
+
+    Raises:
+        ValueError: their data or the tokenizer is missing.
+    """
     config, batch = inputs.spec.flags, inputs.spec.batch
     tasks: dict[str, RetrievalTask | ZeroShotTask] = {}
     if (config.val_data or config.zeroshot_data) and inputs.tokenizer is None:

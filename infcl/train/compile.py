@@ -1,8 +1,8 @@
 """Compile the towers: one graph per residual block of a tower, and the image embedding on a GPU.
 
 All blocks of a tower share a graph, so compiling takes seconds. DeepSpeed's hooks, activation checkpointing and
-seeding stay outside of it. Batches of another size than training's (the last one of an evaluation) run eagerly; packed
-captions, which have any number of rows, share one dynamic graph.
+seeding stay outside the graph. Batches of another size than training's (the last one of an evaluation) run eagerly.
+Packed captions have a variable number of rows and share one dynamic graph.
 """
 
 import logging
@@ -24,18 +24,18 @@ from infcl.parallel import Parallel
 from infcl.step.replay import running_statistics
 
 _log = logging.getLogger(__name__)
-_RECOMPILE_LIMIT = 64  # two towers, with and without gradient, each batch size
+_RECOMPILE_LIMIT = 64  # graphs: two towers, with and without gradient, each batch size
 _MATMUL_DTYPES = {"amp_bf16": torch.bfloat16, "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 def prepare_blocks(model: nn.Module, spec: RunSpec, parallel: Parallel) -> bool:
-    """Apply --attention and --compile-blocks to a model that no engine holds yet.
+    """Apply --attention and --compile-blocks to a model before an engine wraps it.
 
     Returns:
         Whether the blocks are compiled.
 
     Raises:
-        ValueError: --attention triton, and neither tower can use it.
+        ValueError: --attention triton is given and neither tower can use it.
     """
     choose_attention(model, spec.flags.attention, parallel.device, _MATMUL_DTYPES[spec.precision])
     if not spec.compiles_blocks:
@@ -44,7 +44,7 @@ def prepare_blocks(model: nn.Module, spec: RunSpec, parallel: Parallel) -> bool:
         return compile_foreign_blocks(model)
     share = parallel.tp_size if spec.flags.sequence_parallel else 1  # a block then sees this rank's samples only
     compiled = compile_blocks(model, {-(-spec.batch.micro_batch_size // share)}, packed=spec.packs_captions)
-    # Tensor-parallel ranks must add up gradients alike, and Inductor may time other kernels on each.
+    # Tensor-parallel ranks must sum gradients in the same order, but Inductor may choose other kernels on each.
     if compiled and spec.device == "cuda" and parallel.tp_size == 1:
         compile_embedding(model.visual, {spec.batch.micro_batch_size})
     return compiled
@@ -54,9 +54,9 @@ def compile_blocks(model: CLIP, batch_sizes: Set[int], *, packed: bool = False) 
     """Compile the residual blocks of both towers.
 
     Args:
-        model: its blocks' `run` is replaced.
+        model: the towers. The function replaces their blocks' `run`.
         batch_sizes: samples m of the batches [m, tokens, width] that run compiled.
-        packed: captions come packed, in any number of rows; unpacked ones then run eagerly.
+        packed: captions are packed, with a variable number of rows; padded ones then run eagerly.
 
     Returns:
         False, with a warning, if a parameter's size is not a multiple of 8: DeepSpeed's flat buffers would then place
@@ -75,12 +75,12 @@ def compile_blocks(model: CLIP, batch_sizes: Set[int], *, packed: bool = False) 
 
 
 def compile_foreign_blocks(model: nn.Module) -> bool:
-    """Compile the blocks of towers that open_clip builds, one graph for all of a class and shape.
+    """Compile the blocks of towers that open_clip builds. Blocks of the same class and shape share a graph.
 
-    Blocks with BatchNorm run eagerly: RunningStatistics sets another momentum for each micro-batch.
+    Blocks with BatchNorm run eagerly, since RunningStatistics sets another momentum for each micro-batch.
 
     Returns:
-        False, with a warning, where they run eagerly: a parameter's size is not a multiple of 8 (see compile_blocks).
+        False if no block is compiled; with a warning if a parameter's size is not a multiple of 8 (see compile_blocks).
     """
     blocks = [block for block in repeated_blocks(model) if not running_statistics(block)]
     if not _may_compile(
@@ -93,7 +93,7 @@ def compile_foreign_blocks(model: nn.Module) -> bool:
 
 
 def _may_compile(parameters: Iterable[tuple[str, nn.Parameter]]) -> bool:
-    """Whether all sizes are multiples of 8, with a warning if not; then dynamo may compile a graph per batch size."""
+    """Return whether all sizes are multiples of 8 and raise dynamo's graph limit; if not, log a warning."""
     if odd := next((name for name, p in parameters if p.numel() % ALIGNED), None):
         _log.warning("the blocks run eagerly: the size of %s is not a multiple of %d", odd, ALIGNED)
         return False
@@ -102,7 +102,7 @@ def _may_compile(parameters: Iterable[tuple[str, nn.Parameter]]) -> bool:
 
 
 def compile_embedding(visual: VisionTransformer, batch_sizes: Set[int]) -> None:
-    """Compile what precedes the blocks: patch rows, class token and positions, first norm.
+    """Compile the operations before the blocks: patch rows, class token and positions, first norm.
 
     Eager torch needs two dozen kernels for it: ViT-B-32 1024 x 4 trains 5% faster compiled (docs/benchmarks/step.md).
     """

@@ -1,10 +1,10 @@
-"""Metrics of a step in addition to its loss: both directions and accuracy on a sample, and the GPUs' utilisation.
+"""Metrics of a step in addition to its loss: losses per direction and accuracy on a sample, and GPU utilisation.
 
-In: the features that the loss sees, and a step's seconds. Out: a few numbers for metrics.jsonl.
+In: the features that the loss sees, and the seconds of a step. Out: a few numbers for metrics.jsonl.
 
-The loss over the global batch never holds its matrix, so the directions and the accuracy of the global batch are not
-available. They are taken on a sample instead: the first micro-batch of every rank (m rows against the same m
-columns, at most 1024), averaged over ranks. Names begin with micro_, since a value depends on m: chance is 1 / m.
+The loss never stores the logits of the global batch, so its directions and accuracy are not available. They are
+computed on a sample instead: the first micro-batch of every rank (m rows against the same m columns, at most 1024),
+averaged over ranks. Their names begin with micro_, since the values depend on m: chance accuracy is 1 / m.
 
 Shapes: b rows per rank, m rows of the sample, D embedding width.
 """
@@ -25,7 +25,7 @@ from infcl.models.open_clip_config import OpenClipConfig
 WHOLE = {"image": 1.0, "text": 1.0}  # no tower is locked
 MAX_SAMPLE_ROWS = 1024  # [m, m] f32 is 4 MiB at most
 
-# Dense bf16 FLOP/s by device name; the first name that is a word of the device's wins. Vendor data sheets, no sparsity.
+# Dense BF16 FLOP/s by device name, from vendor data sheets. The first key that is a word of the device's name is used.
 PEAK_BF16_FLOPS = {
     "GB200": 2500e12,
     "B200": 2250e12,
@@ -49,10 +49,12 @@ PEAK_BF16_FLOPS = {
 
 
 class SampledLoss:
-    """A loss that also looks at its first m rows: `sampled(...)` is `loss(...)`, `sampled.values` the sample's metrics.
+    """A loss that also computes metrics on its first m rows: `sampled(...)` returns `loss(...)` and sets `values`.
 
-    values: [3] f32 of the last call, in the order of `names`; on the device, so that asking for it waits for nothing.
     Cost: one [m, m] matmul per step, without gradient and without communication.
+
+    Attributes:
+        values: [3] f32, metrics of the last call in the order of `names`; on the device, so reading does not wait.
     """
 
     values: torch.Tensor
@@ -62,7 +64,7 @@ class SampledLoss:
         self.loss, self.rows = loss, min(rows, MAX_SAMPLE_ROWS)
 
     def __call__(self, image_features, text_features, logit_scale, logit_bias=None, **ids) -> torch.Tensor:
-        first_texts = text_features[:: len(text_features) // len(image_features)]  # of several of each image
+        first_texts = text_features[:: len(text_features) // len(image_features)]  # an image may have several texts
         self.values = micro_batch_metrics(image_features[: self.rows], first_texts[: self.rows], logit_scale)
         return self.loss(image_features, text_features, logit_scale, logit_bias, **ids)
 
@@ -71,10 +73,10 @@ class SampledLoss:
 def micro_batch_metrics(
     image_features: torch.Tensor, text_features: torch.Tensor, logit_scale: torch.Tensor
 ) -> torch.Tensor:
-    """[loss image->text, loss text->image, accuracy] f32 of [m, D] features among themselves.
+    """Return [loss image->text, loss text->image, accuracy] f32 of [m, D] features against each other.
 
-    A loss is the softmax cross entropy of one direction, whatever loss is trained. The accuracy is the mean over both
-    directions of how often the partner scores strictly higher than all others (a collapsed model gets 0).
+    The losses are softmax cross entropies of one direction, for every --loss. The accuracy is how often the partner
+    scores strictly higher than all others, averaged over both directions (a collapsed model gets 0).
     """
     with torch.autocast(image_features.device.type, enabled=False):
         logits = logit_scale.float() * (image_features.float() @ text_features.float().T)  # [m, m] f32
@@ -86,7 +88,7 @@ def micro_batch_metrics(
 
 
 def share_of_duplicates(ids: torch.Tensor, group: dist.ProcessGroup) -> float:
-    """The share of the global batch's samples whose id another one has too. ids: int64 [b]. Collective."""
+    """Return the share of samples in the global batch whose id another sample has too. ids: int64 [b]. Collective."""
     everyone = [torch.empty_like(ids) for _ in range(dist.get_world_size(group))]
     dist.all_gather(everyone, ids, group=group)
     counts = torch.cat(everyone).unique(return_counts=True)[1]
@@ -94,7 +96,7 @@ def share_of_duplicates(ids: torch.Tensor, group: dist.ProcessGroup) -> float:
 
 
 def trained_shares(model: Any) -> dict[str, float]:
-    """{"image", "text"}: the share of a tower's blocks that are trained: 1 unless it is locked."""
+    """Return {"image", "text"}: the share of each tower's blocks that are trained; 1 unless it is locked."""
     if not isinstance(model, CLIP):
         return {name: 0.0 if frozen else 1.0 for name, frozen in model.frozen.items()}
     blocks = {"image": model.visual.transformer, "text": model.transformer}
@@ -104,17 +106,21 @@ def trained_shares(model: Any) -> dict[str, float]:
 def model_flops(
     cfg: CLIPConfig | OpenClipConfig, trained: Mapping[str, float] = WHOLE, text_share: float = 1.0
 ) -> float:
-    """FLOPs that training on one pair needs: the towers forward once, and backward what is trained (trained_shares).
+    """Return the FLOPs to train on one image-text pair: one forward of the towers, and a backward of trained blocks.
 
-    text_share: share of token positions that are computed; packed captions have no padding.
-    What the gradient cache encodes a second time, what activation checkpointing recomputes and the loss are not in it.
+    It excludes the gradient cache's second encoding, activation checkpointing's recomputation and the loss.
+
+    Args:
+        cfg: the model.
+        trained: see `trained_shares`.
+        text_share: share of token positions that are computed; packed captions have no padding.
     """
     flops = forward_flops(cfg)
     return flops["image"] * (1 + 2 * trained["image"]) + text_share * flops["text"] * (1 + 2 * trained["text"])
 
 
 def peak_flops(device_name: str, precision: str) -> float | None:
-    """Peak FLOP/s of a GPU by its name; None where it is unknown, on CPUs, and for fp32 (no tensor cores)."""
+    """Return the peak FLOP/s of a GPU by its name; None for unknown devices and for fp32 (no tensor cores)."""
     if precision == "fp32":
         return None
     for name, flops in PEAK_BF16_FLOPS.items():
@@ -126,9 +132,9 @@ def peak_flops(device_name: str, precision: str) -> float | None:
 def utilisation(
     cfg: CLIPConfig | OpenClipConfig, device: torch.device, precision: str, trained: Mapping[str, float] = WHOLE
 ) -> Callable[..., float | None]:
-    """Return a function: samples per second and GPU, text_share -> model FLOPs utilisation (MFU) in 0..1.
+    """Return a function from (samples per second per GPU, text_share) to model FLOPs utilisation (MFU) in 0..1.
 
-    None where the peak is unknown.
+    That returns None if the device's peak is unknown.
     """
     peak = peak_flops(torch.cuda.get_device_name(device), precision) if device.type == "cuda" else None
 

@@ -1,6 +1,6 @@
-"""What a run would do and need, from its flags alone: the text of `pretrain_clip.py --dry-run`.
+"""The plan of a run, derived from its flags: the text of `pretrain_clip.py --dry-run`.
 
-Nothing here builds an engine, reads an image or writes a file (but shard indexes, which the run needs anyway).
+A dry run builds no engine, reads no image and writes no file except shard indexes, which the run needs anyway.
 """
 
 from collections.abc import Callable
@@ -24,7 +24,11 @@ from infcl.train.diagnostics import model_flops, trained_shares
 
 
 def describe_plan(inputs: Inputs, parallel: Parallel) -> str:
-    """The resolved plan as text. ValueError: what the run would reject before it builds the engine. Collective."""
+    """Return the resolved plan as text. Collective.
+
+    Raises:
+        ValueError: for each usage error that the run would report before it builds the engine.
+    """
     spec, cfg = inputs.spec, inputs.model_config
     config, batch = spec.flags, spec.batch
     if config.resume not in (None, "latest") and not Path(config.resume).is_dir():
@@ -61,7 +65,7 @@ def describe_plan(inputs: Inputs, parallel: Parallel) -> str:
     columns = [parts_of(load_of_run(spec, cfg, counts, stage=stage, ranks_of_host=on_host)) for stage in STAGES]
     plan = {part: [column[part] for column in columns] for part in columns[0]}
     ways = {"offloads": "optimizer" in spec.offloads}
-    stages = [s for s in STAGES if stage_over(spec.ranks, s, spec.precision, **ways) == s]  # that can be had
+    stages = [s for s in STAGES if stage_over(spec.ranks, s, spec.precision, **ways) == s]  # the others do not run
     lines += _memory_table(plan, stages, spec.zero_stage) + _graphs_line(config, batch, on_cpu=on_cpu)
     if spec.offloads:
         named = " and ".join(f"offload_{part}" for part in spec.offloads)
@@ -77,8 +81,14 @@ def describe_plan(inputs: Inputs, parallel: Parallel) -> str:
 def _host_table(
     load: Callable[[str], Load], config: TrainConfig, ranks: int, *, on_cpu: bool, free: float | None = None
 ) -> list[str]:
-    """Host memory of a rank, and of so many on a host with `free` bytes (None: as it is now). load: of a
-    --pixel-cache-gb.
+    """Return lines about the host memory of a rank and of the `ranks` on its node.
+
+    Args:
+        load: returns the load for a value of --pixel-cache-gb.
+        config: the flags.
+        ranks: ranks on the node.
+        on_cpu: whether the run trains on CPUs.
+        free: available bytes of the node; None: as measured now.
     """
     if config.pixel_cache_gb == "auto":
         free = available_host_bytes() if free is None else free
@@ -168,7 +178,7 @@ def _epochs(frequency: int) -> str:
 
 
 def _graphs_line(config: TrainConfig, batch: BatchPlan, *, on_cpu: bool) -> list[str]:
-    """Return a line if a run takes more memory than the table shows."""
+    """Return a line if a run may take more memory than the table shows."""
     if config.resident_micro_batches != "auto" or on_cpu or config.deterministic or batch.num_micro_batches == 1:
         return []
     return [
@@ -178,7 +188,7 @@ def _graphs_line(config: TrainConfig, batch: BatchPlan, *, on_cpu: bool) -> list
 
 
 def _memory_table(plan: dict[str, list[float]], stages: list[int], stage: int) -> list[str]:
-    """Of these stages; `stage` is the run's."""
+    """Return the lines of the device memory table for `stages`; `stage` is the run's."""
     width = max(len(part) for part in plan)
     heads = "".join(f"{f'ZeRO-{s}' + ('*' if s == stage else ' '):>12}" for s in stages)
     lines = ["  device memory per rank, estimated (* this run)", f"  {'':<{width}}{heads}"]

@@ -1,13 +1,13 @@
-"""How a run ends: one table of exit codes, and what is printed on the way out.
+"""The end of a run: its exit code and final message.
 
 0    finished; also --help, --dry-run, and a folder whose run is finished
-1    a failure, with its traceback; storage that hangs or a loader that ends, with one line
-2    a usage error, data that is of no use, or a later run took the folder
-65   the data or the numbers are bad: starting again would end the same way
+1    a failure, with its traceback; hanging storage or a failed loader, with one line
+2    a usage error, unusable data, or another run took over the folder
+65   too many bad samples or non-finite values: a restart would end the same way
 69   a node is lost (infcl/parallel/heartbeat.py ends the process)
-74   storage takes no more: the trained model, or too many checkpoints in a row, could not be written
-130  interrupted by Ctrl-C, 138 by SIGUSR1, 143 by SIGTERM, 129 by SIGHUP: 128 + the signal, after a checkpoint; a
-     second Ctrl-C some seconds later ends the run without one
+74   storage failed: the trained model, or too many checkpoints in a row, could not be written
+130  interrupted by Ctrl-C, 138 by SIGUSR1, 143 by SIGTERM, 129 by SIGHUP: 128 + the signal, after a checkpoint. A
+     second Ctrl-C a few seconds later ends the run without one
 """
 
 import contextlib
@@ -37,7 +37,7 @@ EXIT_CODES: dict[type[BaseException], int] = {
 
 @dataclass
 class NothingToTrain:
-    """A run that ends before it begins, and what rank 0 prints of it."""
+    """The result of a start that does not train, with the text that rank 0 prints."""
 
     parallel: Parallel
     text: str
@@ -47,12 +47,12 @@ def run(program: str, build: Callable[[], Trainer | NothingToTrain], *, debug: b
     """Build a trainer, fit it and print its summary; return the exit code.
 
     Args:
-        program: what error messages begin with.
+        program: prefix of error messages.
         build: returns the trainer. Its ValueErrors are usage errors.
-        debug: show their tracebacks.
+        debug: show the tracebacks of usage errors.
 
     Raises:
-        RuntimeError: a failure, reported with its node where there are several.
+        RuntimeError: for a failure, after a message with its node if the run has several.
     """
     rank = read_environment()[0]
     try:
@@ -81,7 +81,7 @@ def _fit(program: str, trainer: Trainer, rank: int) -> int:
     except KeyboardInterrupt as end:
         _say(rank, f"interrupted at step {trainer.step}; {trainer.checkpoints.hint}")
         return EXIT_CODES[type(end)]
-    except NoBatch as end:  # of this rank: the others wait for it in the ring
+    except NoBatch as end:  # on this rank only: the others wait for it in the ring
         print(f"{program}: error: rank {rank}: {end}", file=sys.stderr, flush=True)
         return end.exit_code
     except (FolderTaken, Diverged, NotWritten, StorageHangs, TooManyBadSamples) as end:

@@ -1,11 +1,11 @@
 """Locate non-finite gradients: rank, tower, micro-batch, sample numbers.
 
-DeepSpeed skips an update whose gradient norm is not finite, but not for every stage and never with a reason. The flags
-that give one are taken on the device during a step and cost nothing; they are read after a skipped step only.
+DeepSpeed skips an update whose gradient norm is not finite, but not in every stage and never with a reason. Here the
+device records two kinds of flags during a step, at no cost. The host reads them only after a skipped step.
 
-    features     rows of pass 1 that are not finite: the forward of a tower failed; where attention is torch's, packed
-                 captions' neighbours in a row are not finite either, and are named with the one that is to blame
-    backward     the gradient that arrives below a tower's blocks, per micro-batch: its backward failed
+    features     non-finite rows of pass 1: the forward of a tower failed. With torch's attention, the neighbours of a
+                 packed caption in its row become non-finite too, and are reported with it
+    backward     non-finite gradient at the input of a tower's blocks, per micro-batch: the tower's backward failed
 """
 
 import math
@@ -24,7 +24,7 @@ from infcl.train.observers import Step
 from infcl.train.saves import Saves
 
 _TOWERS = {"image": "visual.transformer", "text": "transformer"}
-_MAX_IDS = 8  # sample numbers in a sentence
+_MAX_IDS = 8  # sample numbers per sentence
 _MAX_FINDINGS = 8  # sentences about one skipped step
 
 
@@ -33,7 +33,10 @@ class Diverged(RuntimeError):
 
 
 class FiniteWatch:
-    """Watches the towers of one model (open_clip's: their features alone); `begin()` before each step."""
+    """Record which tower and micro-batch is not finite; call `begin()` before each step.
+
+    For towers that open_clip builds it checks only the features.
+    """
 
     def __init__(self, model: nn.Module):
         self.sums: dict[str, list[torch.Tensor]] = {}
@@ -47,9 +50,11 @@ class FiniteWatch:
         self.sums = {}
 
     def findings(self, output: StepOutput, ids: list[torch.Tensor]) -> list[str]:
-        """What this rank saw, in sentences; empty when nothing of its own was wrong. Waits for the device.
+        """Return sentences about non-finite values on this rank, if any. Waits for the device.
 
-        ids: the sample numbers of each micro-batch.
+        Args:
+            output: result of the step's gradient cache.
+            ids: sample numbers of each micro-batch.
         """
         found = []
         sizes = [len(numbers) for numbers in ids]
@@ -71,13 +76,16 @@ class FiniteWatch:
 
 
 class Skips:
-    """An observer that explains each skipped step, and ends the run after more in a row than --max-skipped-steps.
+    """An observer that explains each skipped step and ends the run after more in a row than --max-skipped-steps.
 
-    It ends with a checkpoint, unless all steps since the start were skipped: the weights are still those of the
-    checkpoint that it began from. A run whose last loss is not finite ends so too, without a checkpoint of that step:
-    started again it trains from an earlier one, and does not export a model that has diverged.
+    It saves a checkpoint first, unless one of the skipped steps has one already: the weights are still the same.
+    It also ends a run whose last loss is not finite, without a checkpoint of that step. A restart then continues from
+    an earlier checkpoint, and a diverged model is not exported.
 
-    total: steps of the run that were skipped; in_a_row: of them the last ones; say: takes lines for the console.
+    Attributes:
+        total: skipped steps of the run.
+        in_a_row: skipped steps since the last applied one.
+        say: prints lines on the console.
     """
 
     def __init__(
@@ -93,11 +101,15 @@ class Skips:
         self.in_a_row = 0 if applied else self.in_a_row + 1
 
     def after_step(self, step: Step) -> None:
-        """Raise Diverged after too many. Collective where the step was skipped."""
+        """Report a skipped step. Collective if the step was skipped.
+
+        Raises:
+            Diverged: after too many skipped steps in a row, or if the last loss is not finite.
+        """
         if step.applied:
             return
         shown = self._explain(step)
-        # in fp16, now and then, by design: the loss scale was too large
+        # in fp16 an occasional skipped step is normal: the loss scale was too large
         scale = f"; loss scale now {self.engine.loss_scale():g}" if self.engine.precision == "fp16" else ""
         self.say(f"step {step.number} was skipped, its gradients are not finite{scale}:\n  {shown}")
         checkpoints = self.saves.checkpoints
@@ -114,7 +126,7 @@ class Skips:
             )
 
     def _explain(self, step: Step) -> str:
-        """Which rank, tower and micro-batch; the same on every rank."""
+        """Return which rank, tower and micro-batch is not finite; the same text on every rank."""
         ids = [join_parts(self.parallel, own.to(self.parallel.device)).cpu() for own in step.ids]
         if shown := findings_of_all(self.watch.findings(step.output, ids), self.parallel.world_size):
             return shown
@@ -124,7 +136,7 @@ class Skips:
 
 
 def findings_of_all(own: list[str], world_size: int) -> str:
-    """What the ranks found, a line each, the first few; "" when none found anything. Collective."""
+    """Return the first findings of all ranks, one per line; "" if there are none. Collective."""
     gathered: list[list[str]] = [[]] * world_size
     dist.all_gather_object(gathered, own)
     found = [f"rank {rank}, {finding}" for rank, findings in enumerate(gathered) for finding in findings]

@@ -1,7 +1,7 @@
 """Check that a run's flags fit into memory, and choose the micro-batch size of --batch-size auto.
 
-The check rejects only what is known before the start: an estimate above the full memory of the device or of the host.
-Pixels of --pixel-cache-gb auto use what is left there, so they count as nothing.
+The check rejects only an estimate above the full memory of the device or the host. Pixels of --pixel-cache-gb auto
+use the remaining host memory, so they count as 0.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ from infcl.train.build import Inputs, build_meta_model
 
 _ROOM = 0.90  # share of the memory that --batch-size auto and a suggestion may use
 _LARGEST = 4096  # largest micro-batch that --batch-size auto tries
-# What memory follows from in ds_configs/zero3.json
+# The keys of ds_configs/zero3.json that determine memory
 _ZERO_3 = {"zero_optimization": {"stage": 3, "overlap_comm": True, "reduce_bucket_size": STAGE_3_BUCKET}}
 
 
@@ -33,7 +33,7 @@ def fit_to_memory(inputs: Inputs, parallel: Parallel) -> Inputs:
 
     Args:
         inputs: a `batch_size` of 0 in the flags means auto.
-        parallel: the ranks. All decide by the least memory among them.
+        parallel: the ranks. All use the smallest memory among them.
 
     Returns:
         `inputs` with a micro-batch size.
@@ -44,7 +44,7 @@ def fit_to_memory(inputs: Inputs, parallel: Parallel) -> Inputs:
     spec, cfg = inputs.spec, inputs.model_config
     if spec.flags.skip_memory_check and spec.flags.batch_size:
         return inputs
-    if isinstance(cfg, OpenClipConfig):  # what their activations take is not known before a run
+    if isinstance(cfg, OpenClipConfig):  # the memory of their activations is not known before a run
         if spec.flags.batch_size == 0:
             raise ValueError(
                 f"--batch-size auto: the memory of {cfg.source} cannot be planned; give a number of samples"
@@ -52,7 +52,7 @@ def fit_to_memory(inputs: Inputs, parallel: Parallel) -> Inputs:
         return inputs
     counts = parameter_counts(build_meta_model(spec.flags, cfg))
     own = [-memory_of_device(parallel), -host_memory_bytes()]
-    capacity, host = (-most for most in max_over(dist.group.WORLD, own, parallel.device))  # the least of all ranks
+    capacity, host = (-most for most in max_over(dist.group.WORLD, own, parallel.device))  # minimum over ranks
     fit = Fit(spec, cfg, counts, capacity, host, ranks_of_host(parallel))
     if spec.flags.batch_size == 0:
         return dataclasses.replace(inputs, spec=fit.choose())
@@ -82,13 +82,13 @@ class Fit:
     ranks_of_host: int = 1
 
     def load(self, spec: RunSpec) -> Load:
-        """Return the load of `spec`, without the pixels that only use free memory."""
+        """Return the load of `spec`, without pixels that only use free memory."""
         if spec.flags.pixel_cache_gb == "auto":
             spec = spec.change(pixel_cache_gb="0")
         return load_of_run(spec, self.cfg, self.counts, ranks_of_host=self.ranks_of_host)
 
     def parts(self, spec: RunSpec) -> dict[str, float]:
-        """Return {part: bytes per rank} of the device with its "peak"; on a CPU also host memory, as "host"."""
+        """Return {part: bytes per rank} of device memory, with "peak"; on a CPU also host memory, as "host"."""
         load = self.load(spec)
         parts = parts_of(load)
         if spec.device == "cpu":
@@ -97,7 +97,7 @@ class Fit:
         return parts
 
     def check(self) -> None:
-        """Raise ValueError with the numbers and a suggestion for what cannot fit, unless --skip-memory-check."""
+        """Raise ValueError with the numbers and a suggestion if the run cannot fit, unless --skip-memory-check."""
         if self.spec.flags.skip_memory_check:
             return
         parts = self.parts(self.spec)
@@ -120,7 +120,10 @@ class Fit:
     def choose(self) -> RunSpec:
         """Return the run with the largest micro-batch that fits and divides a rank's share.
 
-        With --skip-memory-check that is at least one sample; otherwise ValueError when not even one fits.
+        With --skip-memory-check it is the smallest micro-batch if none fits.
+
+        Raises:
+            ValueError: not even the smallest micro-batch fits.
         """
         parts = self.spec.flags.tensor_parallel_size
         least = self.spec.change(batch_size=parts)
@@ -133,7 +136,7 @@ class Fit:
         return least
 
     def _suggestion(self) -> str:
-        """Return the least change that fits: smaller micro-batches of the same batch, checkpointing, then ZeRO-3."""
+        """Return the smallest change that fits: smaller micro-batches of the same batch, checkpointing, then ZeRO-3."""
         spec, config, batch = self.spec, self.spec.flags, self.spec.batch
         in_zero_3 = dataclasses.replace(spec, preset=_ZERO_3)
         for way, checkpointing in ((spec, config.grad_checkpointing), (spec, True), (in_zero_3, True)):
@@ -150,7 +153,7 @@ class Fit:
         return "No micro-batch size, checkpointing or ZeRO stage fits: use more GPUs, offloading"
 
     def _host_suggestion(self) -> str:
-        """Return the least change that fits into the host: fewer pixels, nothing pinned, nothing offloaded."""
+        """Return the smallest change that fits into host memory: fewer cached pixels, no pinning, no offloading."""
         if host_bytes(dataclasses.replace(self.load(self.spec), pixels=0.0), self.ranks_of_host) <= self.host:
             return "Try --pixel-cache-gb auto, which uses what is left,"
         load = self.load(self.spec.change(pixel_cache_gb="0"))
@@ -168,7 +171,7 @@ class Fit:
         return "Use more hosts, more memory in them"
 
     def _zero_3_flags(self) -> list[str]:
-        """Return the flags of ZeRO-3, with the precision where today's preset sets it."""
+        """Return the flags for ZeRO-3, with the precision if the current preset sets it."""
         in_preset = any(self.spec.preset.get(name, {}).get("enabled") for name in ("bf16", "fp16"))
         precision = [f"--precision {self.spec.precision}"] if in_preset else []
         return [f"--deepspeed_config {shipped_preset('zero3')}", *precision]
