@@ -1,22 +1,22 @@
 """infcl: exact contrastive pre-training at any batch size.
 
-The package reads in the order in which data flows:
+Read the packages in the order of the data flow:
 
     shard -> sample -> batch -> micro-batch -> features -> ring of tiles -> loss -> feature gradients
           -> tower gradients -> ZeRO step -> checkpoint -> evaluation -> export
 
-    config, parallel   one dataclass of flags; process groups, ranks, seeds
-    data/              shard -> sample -> batch
-    towers/            micro-batch -> features
-    kernels/           features -> tiles: one pair of blocks, no autograd, no communication
-    loss/              tiles -> ring -> loss -> feature gradients
-    step/              feature gradients -> tower gradients: the gradient cache
-    train/             tower gradients -> ZeRO step, and the loop around it
-    evaluate/, export  zero-shot, retrieval; the model for others
+    config/, parallel/  one dataclass of flags; process groups, ranks, seeds
+    data/               shard -> sample -> batch
+    models/             micro-batch -> features
+    kernels/            features -> tiles: one pair of blocks, no autograd, no communication
+    loss/               tiles -> ring -> loss -> feature gradients
+    step/               feature gradients -> tower gradients: the gradient cache
+    engine/, train/     tower gradients -> ZeRO step; the training loop
+    evaluate/, convert/ zero-shot and retrieval; export to other libraries
 
-As a library it needs torch alone: `from infcl import contrastive_step, Encoders, split_batch` trains any encoders, with
-the losses `inf_cl_loss`, `siglip_loss`, `info_nce_loss`, `nt_xent_loss` and their RingOptions; InfCLLoss and SigLipLoss
-take the place of open_clip's.
+The library needs torch only. `contrastive_step`, `Encoders` and `split_batch` train any encoders with `inf_cl_loss`,
+`siglip_loss`, `info_nce_loss` or `nt_xent_loss`. `RingOptions` lists the losses' options. `InfCLLoss` and `SigLipLoss`
+are drop-ins for open_clip's losses.
 """
 
 from infcl.loss.contrastive import InfCLLoss, SigLipLoss

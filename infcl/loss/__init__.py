@@ -1,9 +1,9 @@
 """The losses: features and scale -> loss -> feature gradients. Read in this order:
 
 inf_cl       public function -> autograd.Function -> ring_forward, ring_backward -> a tile (infcl/kernels)
-gradients    the backward's trip around the ring, shared by all tiled losses
-ring, links  how blocks travel
+gradients    the backward pass around the ring, shared by all tiled losses
+ring, links  communication of blocks between ranks
 inputs       options, checks and operands of a call; duplicates: ids of samples
-siglip, info_nce, nt_xent, captions    the other tiled losses; dense: baselines that hold the logits
+siglip, info_nce, nt_xent, captions    the other tiled losses; dense: baselines that store the logits
 contrastive  the losses as modules: by name, or as drop-ins for open_clip's
 """

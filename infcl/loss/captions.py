@@ -1,16 +1,16 @@
-"""Softmax loss of images that have several captions each, and hard-negative captions.
+"""Softmax loss for several captions per image, and for hard-negative captions.
 
-In: image features [b, D] and text features [t b, D] of this rank: K captions of each image, then its t - K hard
-negatives. Out: the loss, and by backward the gradients. With g = global image, h = global text:
+In: image features [b, D] and text features [t b, D] of this rank. The t texts of an image are adjacent: K captions,
+then t - K hard negatives. Out: the loss; backward gives the gradients. With g = global image, h = global text:
 
     logits = scale * all_images @ all_texts.T                                  # never formed
     images: mean over g of lse_h(logits[g]) - mean over its K captions of logits[g, h]
     texts:  mean over captions h of lse_g(logits[:, h]) - logits[its image, h]
     loss = (images + texts) / 2
 
-Hard negatives are columns of the images' softmax alone. With K = 1 and no hard negatives, it is `inf_cl_loss`. Images
-with an equal id are masked or further positives of both directions, as there (loss/duplicates).
-Cost: two passes of `info_nce_loss`, b x t b and K b x b products and their trips around the ring.
+Hard negatives enter only the images' softmax. With K = 1 and no hard negatives the loss equals `inf_cl_loss`. Images
+with equal ids are masked, or are additional positives in both directions (loss/duplicates).
+Cost: two passes of `info_nce_loss`: matmuls of b x t b and K b x b, and one pass around the ring for each.
 Source: SupCon, arXiv 2004.11362, Eq. 2 (several positives); NegCLIP, arXiv 2210.01936 (hard-negative captions).
 """
 
@@ -32,20 +32,22 @@ def captions_loss(
     duplicates: str = "negative",
     **options,
 ) -> Tensor:
-    """Compute the loss above.
+    """Compute the loss of the module docstring.
 
     Args:
-        image_features, text_features: [b, D] and [t b, D]; the texts of an image are neighbours, its captions first.
+        image_features, text_features: [b, D] and [t b, D]; the texts of an image are adjacent, its captions first.
+        logit_scale: as in `info_nce_loss`.
         captions: K, at most t.
-        image_ids: int64 [b], at least 0, equal for images that are the same.
-        duplicates: what captions and images of other samples with an equal id are; "mask" needs K = 1.
-        logit_scale, group, **options: as of `info_nce_loss`.
+        group: as in `info_nce_loss`.
+        image_ids: int64 [b], at least 0; equal for equal images.
+        duplicates: role of captions and images of other samples with an equal id; "mask" needs K = 1.
+        **options: as in `info_nce_loss`.
 
     Returns:
-        0-dim, float32 or wider.
+        The loss, 0-dim, float32 or wider.
 
     Raises:
-        ValueError: for texts that are not t of each image with t >= K, or ids without meaning.
+        ValueError: the number of texts is not t per image with t >= K, or image_ids are missing or misshapen.
     """
     images, device = len(image_features), image_features.device
     each, rest = divmod(len(text_features), max(1, images))
@@ -59,7 +61,7 @@ def captions_loss(
     own, negatives = texts[:, :captions].flatten(0, 1), texts[:, captions:].flatten(0, 1)
     number = torch.arange(images, device=device) + images * (0 if group is None else dist.get_rank(group))
     ids = number if image_ids is None or duplicates == "negative" else image_ids.to(device)
-    of_negatives = -1 - torch.arange(len(negatives), device=device) - len(negatives) * number[:1]  # nobody else's
+    of_negatives = -1 - torch.arange(len(negatives), device=device) - len(negatives) * number[:1]  # unique ids
     of_texts = torch.cat([ids.repeat_interleave(captions), of_negatives])
     first = torch.arange(images, device=device)
     options["group"] = group

@@ -1,11 +1,11 @@
-"""The losses as modules: one picked by name, and drop-ins for open_clip's.
+"""The losses as modules: one selected by name, and drop-ins for open_clip's.
 
     ContrastiveLoss    Inf-CL, its dense baselines or SigLIP by name; several captions per image
-    InfCLLoss          in place of open_clip.loss.ClipLoss
-    SigLipLoss         in place of open_clip.loss.SigLipLoss
+    InfCLLoss          drop-in for open_clip.loss.ClipLoss
+    SigLipLoss         drop-in for open_clip.loss.SigLipLoss
 
-In: image and text features [b, D] of this rank, scale (and bias). Out: a float32 scalar whose gradients average over
-the group to those of the global mean loss, whichever loss is chosen.
+In: image and text features [b, D] of this rank, scale (and bias). Out: a float32 scalar. For every loss, the mean of
+its gradients over the group is the gradient of the global mean loss.
 """
 
 from collections.abc import Callable
@@ -29,29 +29,31 @@ _LOSSES: dict[str, Callable[..., Tensor]] = {
     "siglip": siglip_loss,
 }
 LOSSES = tuple(_LOSSES)
-TILED = ("inf_cl", "siglip")  # the others hold logits in memory
+TILED = ("inf_cl", "siglip")  # the others store the logits
 
 
 class ContrastiveLoss(nn.Module):
-    """`loss = ContrastiveLoss("inf_cl", group=dp_group)(image_features, text_features, logit_scale)`.
+    """Contrastive loss selected by name.
+
+    Example: `loss = ContrastiveLoss("inf_cl", group=dp_group)(image_features, text_features, logit_scale)`.
 
     Args:
         name: one of LOSSES.
         group: the data-parallel process group, None for a single process.
-        duplicates: what pairs of other samples with an equal id are (infcl/loss/duplicates.py); tiled losses only.
-        captions: number of captions of each image, for text features [t b, D] (infcl/loss/captions.py); None for text
-            features [b, D]. Of inf_cl only.
-        fixed_shape: all calls have features of one shape, as in training. The ranks' shapes are then compared in the
-            first call only (for which the host waits for the GPU); a rank that has another one later gets a ValueError
-            before it sends anything, alone, so its process has to end.
-        **options: fields of infcl.RingOptions; the dense losses compute in the features' dtype and have no ring.
+        duplicates: role of entries of different samples with an equal id (infcl/loss/duplicates.py); tiled losses only.
+        captions: captions per image, for text features [t b, D] (infcl/loss/captions.py); None for text features
+            [b, D]. inf_cl only.
+        fixed_shape: all calls have features of one shape, as in training. The ranks compare their shapes in the first
+            call only, because the comparison makes the host wait for the GPU. If one rank's shape changes later, only
+            that rank raises ValueError, before it sends anything; its process must then exit.
+        **options: fields of infcl.RingOptions. The dense losses ignore them: they compute in the features' dtype.
 
     Raises:
-        ValueError: an unknown loss, or one that does not take such duplicates.
-        TypeError: an unknown option.
+        ValueError: unknown loss, or duplicates that the loss does not support.
+        TypeError: unknown option.
     """
 
-    over_all = False  # the group is torch.distributed's WORLD, which a copied or pickled module could not hold
+    over_all = False  # use torch.distributed's WORLD; stored as a flag because a process group cannot be pickled
 
     def __init__(
         self,
@@ -72,7 +74,7 @@ class ContrastiveLoss(nn.Module):
         RingOptions(**options)  # TypeError for an unknown one
         self.name, self.group, self.duplicates, self.captions = name, group, duplicates, captions
         self.fixed_shape, self.options = fixed_shape, options if name in TILED else {}
-        self._agreed: torch.Size | None = None  # of the images' features, once all ranks have the same
+        self._agreed: torch.Size | None = None  # shape of the image features, once the ranks have compared it
 
     def forward(
         self,
@@ -89,12 +91,12 @@ class ContrastiveLoss(nn.Module):
 
         Args:
             image_features, text_features: [b, D], or [t b, D] texts with several captions per image.
-            logit_scale, logit_bias: float or one element. Only siglip uses a bias (None: 0); softmaxes cancel it.
+            logit_scale, logit_bias: float or one element. Only siglip uses a bias (None: 0); it cancels in a softmax.
             output_dict: return {"contrastive_loss": loss}, as open_clip's losses do.
-            image_ids, text_ids: int64 [b], as `duplicates` needs them; several captions per image take image_ids only.
+            image_ids, text_ids: int64 [b], if `duplicates` needs them; with several captions per image, image_ids only.
 
         Returns:
-            0-dim, float32 (float64 for float64 matmuls).
+            The loss, 0-dim, float32 (float64 for float64 matmuls).
         """
         function, options = _LOSSES[self.name], {**self.options, "group": self._group()}
         if self.duplicates != "negative":
@@ -130,20 +132,20 @@ class ContrastiveLoss(nn.Module):
 class InfCLLoss(ContrastiveLoss):
     """`inf_cl_loss` as a module with open_clip's arguments.
 
-    The averages are those of local_loss=True, gather_with_grad=True. gather_with_grad=False at world_size > 1 is
-    rejected, since it asks for other gradients than the exact ones (without local_loss features' gradients
-    1 / world_size of them; with it, without the other ranks' terms). local_loss=False changes what a rank reports,
-    not what data parallelism averages, and is accepted. cache_labels has nothing to cache. A logit_bias changes
-    nothing: a constant added to all logits cancels in both softmaxes.
+    The gradients are scaled as with local_loss=True, gather_with_grad=True. gather_with_grad=False is rejected at
+    world_size > 1, because its gradients are not exact: without local_loss the features' gradients are 1 / world_size
+    of the exact ones, with it they lack the other ranks' terms. local_loss=False is accepted, because it changes only
+    the value that a rank reports. cache_labels has no effect. A logit_bias has no effect either: it cancels in both
+    softmaxes.
 
     Args:
-        local_loss, gather_with_grad, cache_labels, rank, world_size, use_horovod: as of open_clip.loss.ClipLoss;
-            world_size > 1 means torch.distributed's WORLD, of which they must be rank and size.
-        group: where the ring runs, in place of WORLD.
-        duplicates, **options: as of `inf_cl_loss`.
+        local_loss, gather_with_grad, cache_labels, rank, world_size, use_horovod: as in open_clip.loss.ClipLoss.
+            world_size > 1 selects torch.distributed's WORLD; rank and world_size must match it.
+        group: process group of the ring, instead of WORLD.
+        duplicates, **options: as in `inf_cl_loss`.
 
     Raises:
-        ValueError: use_horovod, gradients that are not exact, or a rank or size that is not the group's.
+        ValueError: use_horovod, inexact gradients, or a rank or world_size that differs from the group's.
     """
 
     def __init__(
@@ -173,16 +175,16 @@ class InfCLLoss(ContrastiveLoss):
 class SigLipLoss(ContrastiveLoss):
     """`siglip_loss` as a module with open_clip's arguments.
 
-    dist_impl selects how open_clip's ranks exchange texts; here they always travel round the ring, so it changes
-    nothing. cache_labels has nothing to cache.
+    dist_impl selects how open_clip's ranks exchange texts. It has no effect here: texts always travel around the ring.
+    cache_labels has no effect either.
 
     Args:
-        cache_labels, rank, world_size, dist_impl: as of open_clip.loss.SigLipLoss; rank and world_size as of InfCLLoss.
-        group: where the ring runs, in place of WORLD.
-        duplicates, **options: as of `siglip_loss`.
+        cache_labels, rank, world_size, dist_impl: as in open_clip.loss.SigLipLoss; rank and world_size as in InfCLLoss.
+        group: process group of the ring, instead of WORLD.
+        duplicates, **options: as in `siglip_loss`.
 
     Raises:
-        ValueError: a rank or size that is not the group's.
+        ValueError: a rank or world_size that differs from the group's.
     """
 
     def __init__(
@@ -201,12 +203,12 @@ class SigLipLoss(ContrastiveLoss):
 
 
 def _is_over_all(rank: int, world_size: int, group: dist.ProcessGroup | None) -> bool:
-    """Whether the ring runs over WORLD. ValueError unless this process is this rank of so many in its group."""
+    """Return whether the ring runs over WORLD. Raise ValueError unless rank and world_size match the group's."""
     if world_size <= 1 and rank == 0:
         return False
     if not (dist.is_available() and dist.is_initialized()):
         raise ValueError(f"rank {rank}, world_size {world_size}: torch.distributed is not initialised")
-    actual = dist.get_rank(group), dist.get_world_size(group)  # None: of WORLD
+    actual = dist.get_rank(group), dist.get_world_size(group)  # None means WORLD
     if actual != (rank, world_size):
         raise ValueError(f"rank {rank}, world_size {world_size}: the process group says {actual[0]}, {actual[1]}")
     return group is None

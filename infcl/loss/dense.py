@@ -1,10 +1,10 @@
-"""The baselines that hold logits in memory: same call, same averages, matmuls in the features' dtype.
+"""Baselines that store the logits: same call, same gradient scaling, matmuls in the features' dtype.
 
-    clip        every rank gathers all features and forms the full matrix             [B, B]      2 all-gathers
+    clip        every rank gathers all features and computes the full matrix          [B, B]      2 all-gathers
     open_clip   local loss: own rows and own columns; autograd through the gather     2 x [b, B]  + 2 reduce-scatters
-    disco       the same loss; gradients formed at once and exchanged explicitly      2 x [b, B]  + 2 reduce-scatters
+    disco       same loss; gradients computed in the forward, exchanged explicitly    2 x [b, B]  + 2 reduce-scatters
 
-B = W * b. Each rank's gradients average to the gradient of the global mean loss (see loss/inf_cl), which for `clip`
+B = W * b. The mean of the ranks' gradients is the gradient of the global mean loss (see loss/inf_cl). For `clip` this
 means that a rank's share of the full gradient is multiplied by W.
 Sources: open_clip's ClipLoss (plain; --local-loss --gather-with-grad); DisCo-CLIP, arXiv 2304.08480, section 3.
 """
@@ -26,7 +26,13 @@ def clip_loss(
     group: dist.ProcessGroup | None = None,
     compare_ranks: bool = True,
 ) -> Tensor:
-    """The loss of the global batch from the full [B, B] matrix, the same on every rank; 0-dim, float32 or wider."""
+    """Compute the loss of the global batch from the full [B, B] matrix.
+
+    Arguments as in `inf_cl_loss`. compare_ranks: as in `RingOptions`.
+
+    Returns:
+        The same loss on every rank, 0-dim, float32 or wider.
+    """
     scale = _checked_scale("clip", image_features, text_features, logit_scale, group, compare_ranks)
     images, texts = (_Gather.apply(side, group, False) for side in (image_features, text_features))
     logits = (scale * images) @ texts.T  # [B, B]
@@ -42,7 +48,10 @@ def open_clip_loss(
     group: dist.ProcessGroup | None = None,
     compare_ranks: bool = True,
 ) -> Tensor:
-    """Mean over this rank's rows and columns, the gradients of other ranks' features reduced by autograd."""
+    """Compute the mean over this rank's rows and columns; autograd reduces the gradients of other ranks' features.
+
+    Arguments and return value as in `clip_loss`, but the loss differs between ranks.
+    """
     scale = _checked_scale("open_clip", image_features, text_features, logit_scale, group, compare_ranks)
     all_images, all_texts = (_Gather.apply(side, group, True) for side in (image_features, text_features))
     row_logits = (scale * image_features) @ all_texts.T  # [b, B]
@@ -59,7 +68,7 @@ def disco_loss(
     group: dist.ProcessGroup | None = None,
     compare_ranks: bool = True,
 ) -> Tensor:
-    """open_clip_loss with the gradients formed in the forward pass and exchanged without autograd."""
+    """Compute `open_clip_loss`, with gradients computed in the forward pass and exchanged without autograd."""
     scale = _checked_scale("disco", image_features, text_features, logit_scale, group, compare_ranks)
     return _Disco.apply(image_features, text_features, scale, group)
 
@@ -94,7 +103,7 @@ class _Disco(torch.autograd.Function):
 def _one_direction(
     queries: Tensor, keys: Tensor, scale: Tensor, labels: Tensor, group: dist.ProcessGroup | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Cross entropy of own queries against all keys; its gradients for queries [b, D], all keys [B, D] and scale."""
+    """Return the cross entropy of own queries against all keys, and its gradients for queries, all keys and scale."""
     all_keys = _all_gather(keys, group)
     logits = ((scale * queries) @ all_keys.T).to(scale.dtype)  # [b, B]
     lse = logits.logsumexp(1, keepdim=True)
@@ -109,7 +118,7 @@ def _one_direction(
 
 
 class _Gather(torch.autograd.Function):
-    """All ranks' rows. The gradient of own rows is the sum over all ranks' losses (reduced), or W times the own one."""
+    """Gather all ranks' rows. Backward returns own rows' gradient: summed over ranks if reduced, else times W."""
 
     @staticmethod
     def forward(ctx, features, group, reduced):
@@ -125,7 +134,7 @@ class _Gather(torch.autograd.Function):
 
 
 def _cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
-    """In float32 or wider, as autocast takes it."""
+    """Compute the cross entropy in float32 or wider, as autocast does."""
     return F.cross_entropy(logits.to(torch.promote_types(logits.dtype, torch.float32)), labels)
 
 
@@ -139,7 +148,7 @@ def _all_gather(features: Tensor, group: dist.ProcessGroup | None) -> Tensor:
 
 
 def _reduce_scatter(d_all: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """Own rows [b, D] of the sum over ranks of d_all [B, D]."""
+    """Return own rows [b, D] of the sum of d_all [B, D] over ranks."""
     world_size, _ = _world(group)
     if world_size == 1:
         return d_all

@@ -1,8 +1,8 @@
-"""Both sides' gradients of a loss over rows and columns: one pass around the ring, whatever the loss makes of a tile.
+"""Gradients of a loss for rows and columns in one pass around the ring; the loss supplies the computation of a tile.
 
-In: rows and columns of this rank, dS at their matches, and how a tile's part of the gradients is added. Out: gradients.
-Rows stay. Columns travel, and with each block its gradient, to which every rank adds its rows' part: W - 1 hops of what
-travels, W hops of the gradients in float32.
+In: this rank's rows and columns, dS at their matches, a function that adds one tile's contribution. Out: gradients.
+Rows stay. Each block of columns travels with its gradient, and every rank adds the contribution of its rows.
+Communication: W - 1 hops of the columns and what travels with them, W hops of the gradients in float32.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from infcl.loss.ring import RingExchange
 
-_PIECE = 16384  # rows whose [rows, D] float32 temporary is made at a time
+_PIECE = 16384  # rows per [rows, D] float32 temporary
 
 
 def ring_gradients(
@@ -29,16 +29,19 @@ def ring_gradients(
     """Compute `dS @ all_columns` for own rows, `dS.T @ all_rows` for own columns, and <dS, logits / scale>.
 
     Args:
-        add_tile: called as add_tile(hop, block, what travelled with it, d_rows, d_block, d_scale); adds a block's part
-            to the last three tensors. At hop 0 the block is this rank's own, whose matches are left out. A gradient
-            that is not needed is None.
-        slopes: [m]: dS at the matches of the first m rows.
+        add_tile: called as add_tile(hop, block, tensors that travelled with it, d_rows, d_block, d_scale). It adds the
+            block's contribution to the last three. At hop 0 the block is this rank's own; the tile excludes the
+            matches. A gradient that is not needed is None.
+        rows, columns: [r, D] and [c, D], in the tile's operand dtype.
+        slopes: [m], dS at the matches of the first m rows.
+        ring: a new ring for this pass.
         matches: int64 [m], the column of this rank that matches each row; None: row i matches column i.
-        with_columns: what travels with the columns.
-        needs: of rows, of columns. A side without (a locked tower) costs no matmul and no message.
+        with_columns: tensors that travel with the columns.
+        needs: whether rows and columns need a gradient. A side that needs none (locked tower) costs no matmul or hop.
 
     Returns:
-        [r, D], [c, D] and 0-dim, all in slopes' dtype; the last is the sum over this rank's rows.
+        Gradients of rows [r, D], of columns [c, D], and <dS, logits / scale> summed over this rank's rows (0-dim), all
+        in slopes' dtype.
     """
     rows_need, columns_need = needs
     d_rows, d_scale = _of_matched(rows, columns if matches is None else columns[matches], slopes, rows_need)
@@ -55,12 +58,12 @@ def ring_gradients(
         add_tile(hop, block, its, d_rows, d_block, d_scale)
         if d_block is not None:
             ring.carry("d_columns", hop, d_block, Tensor.add_)
-        del d_block  # before memory for the next one is taken
+        del d_block  # frees it before the next one is allocated
     return d_rows, ring.home("d_columns", Tensor.add_) if columns_need else None, d_scale
 
 
 def scaled_sides(gradients: Sequence[Tensor | None], factor: Tensor, sides: Sequence[Tensor]) -> list[Tensor | None]:
-    """`(gradient * factor).to(side.dtype)` of each gradient in one pass, in place where the dtype stays."""
+    """Return `(gradient * factor).to(side.dtype)` for each gradient; in place where the dtype does not change."""
     outs = [
         g if g is None or g.dtype == side.dtype else torch.empty_like(g, dtype=side.dtype)
         for g, side in zip(gradients, sides)
@@ -69,7 +72,7 @@ def scaled_sides(gradients: Sequence[Tensor | None], factor: Tensor, sides: Sequ
 
 
 def _inner_product(features: Tensor, gradient: Tensor) -> Tensor:
-    """`(features * gradient).sum()` in the gradient's dtype, 0-dim, without a [b, D] temporary."""
+    """Return `(features * gradient).sum()` in the gradient's dtype, 0-dim, without a [b, D] temporary."""
     pieces = zip(features.split(_PIECE), gradient.split(_PIECE))
     total, *others = [(a * b).sum() for a, b in pieces]
     for part in others:
@@ -78,23 +81,23 @@ def _inner_product(features: Tensor, gradient: Tensor) -> Tensor:
 
 
 def row_products(left: Tensor, right: Tensor) -> Tensor:
-    """`(left * right).sum(1)`, [b], in float32 or wider, without a [b, D] temporary."""
+    """Return `(left * right).sum(1)`, [b], in float32 or wider, without a [b, D] temporary."""
     wide = torch.promote_types(left.dtype, torch.float32)
     pieces = zip(left.split(_PIECE), right.split(_PIECE))
     return torch.cat([torch.mul(a.to(wide), b).sum(1) for a, b in pieces])
 
 
 def _of_matched(rows: Tensor, partners: Tensor, slopes: Tensor, need: bool) -> tuple[Tensor | None, Tensor]:
-    """The matched pairs' part of the rows' gradient, None without need of it, and of <dS, logits / scale>."""
+    """Return the matches' contributions to the rows' gradient (None if not needed) and to <dS, logits / scale>."""
     d_rows = torch.empty_like(rows, dtype=slopes.dtype)
     _set_to_matched(d_rows, slopes, partners)
     return d_rows if need else None, _inner_product(rows, d_rows)
 
 
 def add_rows(total: Tensor, places: Tensor, rows: Tensor) -> None:
-    """`total.index_add_(0, places, rows)`, in a fixed order where places come several times.
+    """Compute `total.index_add_(0, places, rows)` in a fixed order, also for repeated places.
 
-    On a GPU index_add_ has atomics; index_put_ sorts there. On a CPU it is the other way round: index_put_ has threads.
+    On a GPU index_add_ uses atomics, while index_put_ sorts. On a CPU it is index_put_ whose threads change the order.
     """
     if total.is_cuda:
         total.index_put_((places,), rows, accumulate=True)
@@ -103,7 +106,7 @@ def add_rows(total: Tensor, places: Tensor, rows: Tensor) -> None:
 
 
 def _set_to_matched(gradient: Tensor, slopes: Tensor, partners: Tensor) -> None:
-    """`slopes[:, None] * partners`, the matched pairs' part of a gradient; 0 in the rows after them."""
+    """Set a gradient to `slopes[:, None] * partners`, the matches' contribution, and later rows to 0."""
     count = len(slopes)
     torch.mul(slopes[:, None], partners[:count], out=gradient[:count])
     if count < len(gradient):

@@ -1,23 +1,23 @@
-"""CLIP's symmetric contrastive loss, exact at any batch size, in one ring pass per direction of autograd.
+"""CLIP's symmetric contrastive loss, exact at any batch size, in one ring pass each for forward and backward.
 
-In: image and text features [b, D] of this rank, the multiplicative logit scale. Out: the loss, and by backward the
-gradients. The global batch is B = W * b pairs over the W ranks of a process group.
+In: image and text features [b, D] of this rank, the multiplicative logit scale. Out: the loss; backward gives the
+gradients. The global batch has B = W * b samples over the W ranks of a process group.
 
     logits = scale * all_images @ all_texts.T                                           # [B, B], never formed
     loss = (cross_entropy(logits, arange(B)) + cross_entropy(logits.T, arange(B))) / 2
 
 Read downwards: inf_cl_loss (public) -> _InfCL (autograd) -> ring_forward, ring_backward -> a tile (infcl/kernels).
 
-Images (rows) stay; texts (columns) travel with their column statistics, so each logit tile serves both directions:
+Images (rows) stay. Texts (columns) travel with their column statistics, so each logit tile serves both directions:
 8 B^2 D flops for forward and backward together (1 + 3 matmuls).
 Forward: W - 1 hops of b*D operands, W hops of b float32. Backward: W - 1 hops of b*D operands and b float32, W hops of
-b*D float32 gradients. No all-gather of features, nothing of size b x b.
+b*D float32 gradients. There is no all-gather of features and no tensor of size b x b.
 
-Averages: a rank's loss is the mean over its own rows and columns, and its gradients are such that the mean over the
-group is the gradient of the global mean loss, for features and logit_scale alike; this is what DDP, ZeRO and
-Megatron's data parallelism compute (open_clip's --local-loss --gather-with-grad).
+Gradient scaling: a rank's loss is the mean over its own rows and columns. The mean of the ranks' gradients is the
+gradient of the global mean loss, for features and logit_scale. DDP, ZeRO and Megatron's data parallelism compute this
+mean (open_clip: --local-loss --gather-with-grad).
 
-Source: Inf-CL, arXiv 2410.17243, Algorithms 1-4, with the two passes over the tiles folded into one.
+Source: Inf-CL, arXiv 2410.17243, Algorithms 1-4, with the two passes over the tiles merged into one.
 """
 
 from collections.abc import Sequence
@@ -58,21 +58,21 @@ def inf_cl_loss(
     """Compute the contrastive loss of the group's global batch.
 
     Args:
-        image_features, text_features: [b, D], row i of one matches row i of the other; usually L2-normalised.
-        logit_scale: multiplies the cosines (exp of the learned parameter, as open_clip's ClipLoss takes it); float or
-            one element; gradient flows to it.
-        group: where the ring runs; None means this process alone (rejected when torch.distributed runs several ranks).
-        image_ids, text_ids: int64 [b], equal for samples that show the same image, or have the same text.
-        duplicates: what pairs of other samples with an equal id are: "negative", left out ("mask"), or "positive";
-            infcl/loss/duplicates.py defines it. With "negative" ids are not used.
-        **options: the fields of infcl.RingOptions, such as tile_dtype="bf16".
+        image_features, text_features: [b, D]; row i of one matches row i of the other; usually L2-normalised.
+        logit_scale: factor of the cosines (exp of the learned parameter, as in open_clip's ClipLoss); float or one
+            element; differentiable.
+        group: process group of the ring; None means a single process (rejected when torch.distributed runs several).
+        image_ids, text_ids: int64 [b], equal for samples with the same image or the same text.
+        duplicates: role of entries of different samples with an equal id: "negative" (ids are not used), "mask"
+            (excluded) or "positive"; defined in infcl/loss/duplicates.py.
+        **options: fields of infcl.RingOptions, such as tile_dtype="bf16".
 
     Returns:
-        0-dim, float32 (float64 for float64 matmuls). Not affected by autocast; cannot be differentiated twice; a graph
-        break for torch.compile.
+        The loss, 0-dim, float32 (float64 for float64 matmuls). Autocast does not affect it, double backward is not
+        supported, and torch.compile breaks the graph here.
 
     Raises:
-        ValueError: with the numbers, on every rank, for unequal shapes or a missing group.
+        ValueError: shapes differ between ranks (raised on every rank), or group is missing.
     """
     compared = check_features("inf_cl", image_features, text_features)
     compared |= check_ids("inf_cl", len(image_features), {"image_ids": image_ids, "text_ids": text_ids}, duplicates)
@@ -84,16 +84,16 @@ def inf_cl_loss(
 
 
 def differentiable(rows: Tensor, columns: Tensor, scale: Tensor, setup: Setup, **kind) -> Tensor:
-    """The loss of inputs that were checked: rows [r, D], columns [c, D], scale 0-dim; kind: fields of Kind."""
+    """Return the loss of inputs that are already checked: rows [r, D], columns [c, D], scale 0-dim; fields of Kind."""
     return _InfCL.apply(rows, columns, scale, setup, Kind(**kind))
 
 
 class Kind(NamedTuple):
-    """Which entries of the logits are positives and negatives, and in which directions."""
+    """Which entries of the logits are positives and negatives, and which directions the loss has."""
 
     duplicates: Duplicates | None = None
     matches: Tensor | None = None  # int64 [r], this rank's column that matches each row; None: row i matches column i
-    both: bool = True  # of rows and columns, or of rows alone
+    both: bool = True  # loss of rows and columns, or of rows only
 
 
 class _InfCL(torch.autograd.Function):
@@ -128,15 +128,17 @@ def ring_forward(
 ) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor] | None]:
     """Return the cross entropies of own rows and columns over the group's global batch, and their matched logits.
 
-    Rows stay, columns travel with their ids. The statistics of columns cost W hops of 4 bytes per column (with
-    positives 8).
+    Rows stay, columns travel with their ids. The column statistics cost W hops of 4 bytes per column (8 if duplicates
+    are positives).
 
     Returns:
-        [2, b] (of rows alone [1, r]) and [b], float32 or wider. If duplicates are positives: what the mean over all of
-        them adds to the cross entropies, [2, b], and 1 / their number, [b], of rows and of columns alike.
+        losses: [2, b], or [1, r] for rows only; float32 or wider.
+        matched: matched logits, [b].
+        positives: None, or if duplicates are positives (excess, weights). excess [2, b] is the term that the other
+            positives add to the losses; weights [b] is 1 / number of positives, equal for row i and column i.
     """
     duplicates, matches, both = kind
-    totals: tuple[Tensor, Tensor] | None = None  # how many positives each row has, and the sum over them
+    totals: tuple[Tensor, Tensor] | None = None  # number of positives of each row, sum of their cosines
     for hop, (block, *ids) in ring.blocks(columns, *travelling(duplicates)):
         groups = None if duplicates is None else duplicates.groups(*ids)
         left_out = None if groups is None or groups.positive else groups
@@ -182,14 +184,14 @@ def ring_backward(
     weights: Tensor | None = None,
     needs: Sequence[bool] = (True, True),
 ) -> tuple[Tensor | None, Tensor | None, Tensor]:
-    """`ring_gradients` of the sum of the rows' losses, or of half of all losses in both directions.
+    """Return `ring_gradients` of half the sum of the losses of both directions, or of the sum of the rows' losses.
 
-    losses, matched and weights are those of ring_forward. Columns travel with their LSE, ids and weights.
+    losses, matched and weights come from ring_forward. Columns travel with their LSE, ids and weights.
     """
     duplicates, matches, both = kind
     row_lse, *column_lse = losses + matched
     slopes = torch.expm1(-losses).mean(0)
-    if weights is not None:  # the match is one positive of several; given matches are among those that the tiles have
+    if weights is not None:  # the match is one of several positives; explicit `matches` are handled by the tiles
         slopes = slopes + 1 - weights if matches is None else torch.zeros_like(slopes)
     own = None if matches is None else _entries_of(matches, len(columns))
 
@@ -208,5 +210,5 @@ def ring_backward(
 
 
 def _entries_of(matches: Tensor, count: int) -> Groups:
-    """Each row's match among so many columns, for a tile to leave out."""
+    """Return each row's match among `count` columns as `groups` that a tile excludes."""
     return Groups(matches.to(torch.int32)[None], torch.arange(count, dtype=torch.int32, device=matches.device)[None])

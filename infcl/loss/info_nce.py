@@ -1,17 +1,17 @@
 """One-directional InfoNCE over the same ring and tiles: dense retrieval, more documents than queries, hard negatives.
 
-In: queries [q, D] and documents [d, D] of this rank, and which document answers each query. Out: the loss, and by
-backward the gradients. Every query competes over the documents of all ranks:
+In: queries [q, D] and documents [d, D] of this rank, and the index of the document that answers each query. Out: the
+loss; backward gives the gradients. Every query is compared with the documents of all ranks:
 
     logits = scale * all_queries @ all_documents.T                              # [W q, W d], never formed
     loss = cross_entropy(logits, positives)                                     # positives as global indices
 
-It is Inf-CL's loss in one direction. A positive is left out of the tiles, on the diagonal or by its number in this
-rank's block, and joins in float32. With document ids, documents that have the id of a query's positive are left out for
-it, or are positives like it (loss/duplicates).
+This is Inf-CL's loss in one direction. The tiles exclude a query's positive (on the diagonal, or by its index in this
+rank's block); the loss adds it in float32. With document ids, other documents with the id of a query's positive are
+excluded for this query, or are positives too (loss/duplicates).
 Queries (rows) stay, documents (columns) travel: forward W - 1 hops of d*D operands, backward the same and W hops of d*D
-float32 gradients. No column statistics travel. Per-rank averages as in loss/inf_cl.
-Source: DPR, arXiv 2004.04906, section 3.2 (in-batch negatives and one hard negative a query).
+float32 gradients. No column statistics travel. Gradient scaling as in loss/inf_cl.
+Source: DPR, arXiv 2004.04906, section 3.2 (in-batch negatives and one hard negative per query).
 """
 
 import torch
@@ -39,19 +39,21 @@ def info_nce_loss(
 
     Args:
         queries, documents: [q, D] and [d, D]; q and d are the same on all ranks.
-        positives: int64 [q], the index among this rank's own documents of the one that answers each query; several
-            queries may share one. All other documents, of this rank and of the others, are negatives.
+        positives: int64 [q], index of each query's document among this rank's documents; queries may share a document.
+            All other documents, of this rank and of the others, are negatives.
+        logit_scale: as in `inf_cl_loss`.
+        group: as in `inf_cl_loss`.
         document_ids: int64 [d], equal for documents that answer the same queries.
-        duplicates: what other documents with the id of a query's positive are to it: "negative", left out ("mask"), or
-            "positive"; infcl/loss/duplicates.py defines it. With "negative" ids are not used.
-        logit_scale, group, **options: as of `inf_cl_loss`; the host waits for the GPU without compare_ranks too, since
-            it looks at the positives.
+        duplicates: role of other documents with the id of a query's positive: "negative" (ids are not used), "mask"
+            (excluded) or "positive"; defined in infcl/loss/duplicates.py.
+        **options: as in `inf_cl_loss`. The host waits for the GPU even with compare_ranks=False, to check the
+            positives.
 
     Returns:
-        0-dim, float32 or wider. Cannot be differentiated twice.
+        The loss, 0-dim, float32 or wider. Double backward is not supported.
 
     Raises:
-        ValueError: with the numbers, on every rank where sizes differ.
+        ValueError: invalid positives or ids, or sizes that differ between ranks (raised on every rank).
     """
     compared = check_features("info_nce", queries, documents, ("queries", "documents"))
     wrong = _check_positives(positives, queries, documents)
@@ -68,7 +70,7 @@ def info_nce_loss(
 
 
 def _check_positives(positives: Tensor, queries: Tensor, documents: Tensor) -> str:
-    """Return what is wrong with positives outside this rank's block, or "". ValueError for a wrong form."""
+    """Return a message if positives are out of range, else "". Raise ValueError for a wrong device, shape or dtype."""
     if positives.device != queries.device:
         devices = f"{queries.device}, {documents.device}, {positives.device}"
         raise ValueError(f"info_nce needs queries, documents and positives on one device; got {devices}")

@@ -1,6 +1,6 @@
-"""What every tiled loss does before its ring: read options, check features on all ranks, convert them for the tile.
+"""Preparation of a tiled loss: read the options, check the features on all ranks, convert them for the tile.
 
-In: features and scalars as a caller has them. Out: a `Setup` (tile and ring of a call), operands, 0-dim scalars.
+In: the caller's features and scalars. Out: a `Setup` (tile and ring of a call), operands, 0-dim scalars.
 """
 
 import functools
@@ -16,24 +16,24 @@ from torch import Tensor
 from infcl.kernels import WORKSPACE_BYTES, Tile, select_tile
 from infcl.loss.ring import RingExchange, checked_group
 
-LARGEST_SCALE = 1e4  # of a Python number; cosines times this exceed what training uses a hundredfold
-_TF32_ROUNDS_BELOW = 2.0**128 - 2.0**116  # from there on to 2^128
+LARGEST_SCALE = 1e4  # limit for Python numbers; a hundred times the scale that training uses
+_TF32_ROUNDS_BELOW = 2.0**128 - 2.0**116  # larger numbers would round to 2^128, which is inf
 
 
 @dataclass(frozen=True)
 class RingOptions:
-    """How a tiled loss is computed; every loss takes these as keywords. Results are the same up to rounding.
+    """Options of a tiled loss; every tiled loss accepts these as keywords. Results are the same up to rounding.
 
     Attributes:
-        tile: "triton" (GPU), "torch" (anywhere), or "auto".
+        tile: "triton" (GPU), "torch" (any device), or "auto".
         tile_dtype: precision of the matmuls' operands, "bf16" | "fp16" | "tf32" | "fp32" | "fp64"; None: the features'.
-        workspace_bytes: bound of the temporary memory next to O(b * D).
-        ring: "flat", "two-level" (a ring within each node inside a ring of nodes), or "auto": two-level where the group
-            is on several nodes of ranks_per_node ranks each.
+        workspace_bytes: limit of temporary memory, in addition to O(b * D).
+        ring: "flat", "two-level" (a ring within each node inside a ring of nodes), or "auto": two-level if the group
+            is on several nodes with ranks_per_node ranks each.
         ranks_per_node: number of ranks per node, None if unknown.
-        ring_overlap: "on", or "off" to wait for each message where it is sent, which shows what overlap gains.
-        compare_ranks: compare the ranks' shapes, for which the host waits for the GPU. False only where all ranks are
-            known to have the same shapes: unequal ones would hang or mix up rows.
+        ring_overlap: "on", or "off" to wait for each message right after posting it (to measure the gain of overlap).
+        compare_ranks: compare the ranks' shapes, for which the host waits for the GPU. Pass False only if all ranks are
+            known to have the same shapes: unequal shapes would hang or mix up rows.
     """
 
     tile: str = "auto"
@@ -46,17 +46,18 @@ class RingOptions:
 
 
 class Setup(NamedTuple):
-    """The tile and the ring of one call; a pass of autograd takes a new ring, whose buffers live as long as it does."""
+    """Tile and options of one call. Each autograd pass makes a new ring, whose buffers are freed with it."""
 
     group: dist.ProcessGroup | None
     tile: Tile
     options: RingOptions
 
     def of_a_pass(self) -> tuple[RingExchange, Tile, int]:
-        """Return (ring, tile, workspace_bytes), as ring_forward and ring_backward take them."""
+        """Return ring, tile and workspace_bytes in the argument order of ring_forward and ring_backward."""
         return _ring(self.group, self.options), self.tile, self.options.workspace_bytes
 
     def operands(self, *features: Tensor) -> list[Tensor]:
+        """Return the features as operands of the tile."""
         return [as_operand(one, self.tile) for one in features]
 
 
@@ -72,13 +73,15 @@ def set_up(
     """Check a call on all ranks.
 
     Args:
-        name: of the loss, for messages.
-        features: of rows and of columns, already checked on this rank.
-        compared: {what: number} that all ranks must have alike.
-        wrong: what is wrong with this rank's values, or "".
+        name: name of the loss, for messages.
+        features: rows and columns, already checked on this rank.
+        group: process group of the ring, or None.
+        options: the caller's options.
+        compared: {name: number} that must be equal on all ranks.
+        wrong: message about this rank's invalid values, or "".
 
     Raises:
-        ValueError: on every rank where ranks differ; on this rank for wrong values, options, or a missing group.
+        ValueError: on every rank if ranks differ; on this rank for invalid values or options, or a missing group.
     """
     group = checked_group(group)
     tile = select_tile(features[0], tile=options.tile, tile_dtype=options.tile_dtype)
@@ -106,9 +109,10 @@ def _ring(group: dist.ProcessGroup | None, options: RingOptions) -> RingExchange
 def check_features(
     name: str, rows: Tensor, columns: Tensor, what: tuple[str, str] = ("rows", "rows")
 ) -> dict[str, int]:
-    """Return {what: number} that all ranks must have alike.
+    """Return {name: number} that must be equal on all ranks.
 
-    ValueError unless these are floats [r, D] and [c, D], with r = c where both are called the same.
+    Raises:
+        ValueError: not floating point [r, D] and [c, D] of one dtype and device, or r != c where both names are equal.
     """
     shapes = tuple(rows.shape), tuple(columns.shape)
     two_dimensional = rows.ndim == columns.ndim == 2 and 0 not in shapes[0] + shapes[1]
@@ -123,27 +127,27 @@ def check_features(
 
 
 def gradients_wanted(inputs: Sequence[Tensor]) -> list[bool]:
-    """Of each input: whether this rank's backward pass will ask for the gradient."""
+    """Return for each input whether this rank's backward pass will compute its gradient."""
     return [torch.is_grad_enabled() and x.requires_grad for x in inputs]
 
 
 def sides_wanted(wanted: Sequence[bool]) -> dict[str, bool]:
-    """{what to call it: whether its gradient is wanted}, to compare: a side's gradient travels, or it does not."""
+    """Return {name: requires_grad} of both sides. Ranks must agree: a side's gradient travels only if wanted."""
     return {f"requires_grad of {side}": one for side, one in zip(("rows", "columns"), wanted)}
 
 
 def as_operand(features: Tensor, tile: Tile) -> Tensor:
-    """Features as the tile reads them: its operand type (tf32: rounded to it), contiguous."""
+    """Return features in the tile's operand dtype (tf32: rounded to it), contiguous."""
     operand = features.detach().to(tile.operand_dtype).contiguous()
     return rounded_to_tf32(operand) if tile.tf32 else operand
 
 
 def rounded_to_tf32(features: Tensor) -> Tensor:
-    """float32 features with the 11 bits of tf32, rounded to nearest, ties to even; a new tensor.
+    """Return float32 features rounded to tf32's 11 bits, to nearest, ties to even; a new tensor.
 
-    Tensor cores would cut the other bits off: every cosine would be smaller, by 7e-4 of it, and the scale's gradient,
-    where most of that sum cancels, off by 1e-3 to 1e-2 of it. What is not finite stays, and so does what would become
-    so: the last half step below float32's largest number.
+    Tensor cores would truncate instead. Truncation reduces every cosine by a relative 7e-4. In the scale's gradient,
+    where most terms cancel, the relative error would be 1e-3 to 1e-2. Values that are not finite, or would round to
+    inf, stay unchanged.
     """
     bits = features.view(torch.int32)
     rounded = (bits >> 13).bitwise_and_(1).add_(0xFFF).add_(bits).bitwise_and_(-0x2000).view(torch.float32)
@@ -151,10 +155,13 @@ def rounded_to_tf32(features: Tensor) -> Tensor:
 
 
 def scalar_like(features: Tensor, value: Tensor | float) -> Tensor:
-    """A float or one-element tensor as a 0-dim tensor on the features' device, float32 or wider; differentiable.
+    """Convert a float or one-element tensor to a 0-dim tensor on the features' device, float32 or wider.
 
-    A Python number that is not finite or above 1e4 raises ValueError: the scale is exp of a learned parameter, and
-    1.6e6 is what a forgotten log leaves. Tensors are not read, since the host would wait for the GPU.
+    Differentiable. Tensor values are not checked, because the host would wait for the GPU.
+
+    Raises:
+        ValueError: not one number; or a Python number that is not finite or above 1e4, such as exp of a scale that is
+            not in log space.
     """
     dtype = torch.promote_types(features.dtype, torch.float32)
     if not isinstance(value, Tensor):
@@ -174,7 +181,7 @@ def scalar_like(features: Tensor, value: Tensor | float) -> Tensor:
 
 
 def outside_graphs(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """`torch.compiler.disable(function)`, which would import torch._dynamo, for callers that are compiled only."""
+    """Apply `torch.compiler.disable` under torch.compile only, because it would import torch._dynamo."""
     disabled = torch._disable_dynamo(function)
 
     @functools.wraps(function)
@@ -185,6 +192,6 @@ def outside_graphs(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def refuse_double_backward(name: str) -> None:
-    """Called in a backward pass: RuntimeError under create_graph=True, where its result would count as a constant."""
+    """Raise RuntimeError in a backward pass under create_graph=True, where its result would be taken as a constant."""
     if torch.is_grad_enabled():
         raise RuntimeError(f"{name} does not support double backward (create_graph=True): it has no second derivative")

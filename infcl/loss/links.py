@@ -1,12 +1,12 @@
-"""Who sends to whom in a ring: the links of one rank, from the group and its ranks' nodes.
+"""Links of one rank in a ring: its peers, computed from the group and the ranks' nodes.
 
-A link is a pair of peers and the process group whose connections carry it. A flat ring is one lap over all ranks; a
-two-level ring makes a lap over the ranks of a node, then every rank passes on to the rank in its place on the next.
+A link is a pair of peers and the process group that carries its messages. A flat ring is one lap over all ranks. A
+two-level ring makes a lap over the ranks of a node; then every rank sends to the same local rank of the next node.
 
     flat        lap = W            next: rank + 1
     two-level   lap = W / nodes    next: rank + 1 within the node    next_node: rank + lap
 
-Nothing here reads the environment: how many ranks a node has is an argument.
+This module does not read the environment: the number of ranks per node is an argument.
 """
 
 from datetime import timedelta
@@ -20,7 +20,7 @@ RINGS = ("auto", "flat", "two-level")
 
 
 class Link(NamedTuple):
-    """Global ranks of the peers, and the group that carries the messages (None: a ring of one rank, no messages)."""
+    """Global ranks of the two peers, and the group that carries the messages (None: one rank, no messages)."""
 
     group: dist.ProcessGroup | None
     to: int
@@ -28,7 +28,13 @@ class Link(NamedTuple):
 
 
 class Links(NamedTuple):
-    """The links of one rank. lap: ranks in a lap; next: one hop on; next_node: to the same place on the next node."""
+    """The links of one rank.
+
+    Attributes:
+        lap: number of ranks in a lap.
+        next: link to the next rank of the lap.
+        next_node: link to the same local rank of the next node.
+    """
 
     lap: int
     next: Link
@@ -36,11 +42,12 @@ class Links(NamedTuple):
 
 
 def links_of(group: dist.ProcessGroup | None, *, ring: str, ranks_per_node: int | None) -> Links:
-    """This rank's links.
+    """Return this rank's links.
 
-    ValueError for an unknown ring, or a two-level ring on a group whose ranks do not fill nodes evenly and in order.
+    Raises:
+        ValueError: unknown ring, or a two-level ring on a group whose ranks do not fill nodes evenly and in order.
     """
-    if ring not in RINGS:  # on one rank too: the error does not wait for the cluster
+    if ring not in RINGS:  # checked on a single rank too, so the error shows before the run on a cluster
         raise ValueError(f"unknown ring '{ring}'; one of {RINGS}")
     if ranks_per_node is not None and ranks_per_node < 1:
         raise ValueError(f"ranks_per_node {ranks_per_node} must be at least 1")
@@ -50,7 +57,7 @@ def links_of(group: dist.ProcessGroup | None, *, ring: str, ranks_per_node: int 
     ranks = dist.get_process_group_ranks(group)
     lap = lap_length(ranks, ring=ring, ranks_per_node=ranks_per_node)
     rank, size = dist.get_rank(group), len(ranks)
-    first = rank - rank % lap  # of this node
+    first = rank - rank % lap  # first rank of this node
 
     to, source = (first + (rank - first + step) % lap for step in (1, -1))
     next_node = Link(group, ranks[(rank + lap) % size], ranks[(rank - lap) % size])
@@ -58,10 +65,15 @@ def links_of(group: dist.ProcessGroup | None, *, ring: str, ranks_per_node: int 
 
 
 def lap_length(ranks: list[int], *, ring: str, ranks_per_node: int | None) -> int:
-    """Ranks in a lap: all of them (flat), or those of one node.
+    """Return the number of ranks in a lap: all of them (flat), or those of one node (two-level).
 
-    ranks: the group's, as global ranks. ranks_per_node: how many the launcher started on each node (LOCAL_WORLD_SIZE).
-    "auto" is two-level where the group has several nodes with the same number (above 1) of neighbouring ranks each.
+    Args:
+        ranks: global ranks of the group.
+        ring: "auto" is two-level if every node has the same number (above 1) of consecutive ranks of the group.
+        ranks_per_node: number of ranks that the launcher started on each node (LOCAL_WORLD_SIZE).
+
+    Raises:
+        ValueError: two-level, but the ranks per node are unknown or uneven.
     """
     if ring == "flat" or (ring == "auto" and ranks_per_node is None):
         return len(ranks)
@@ -84,12 +96,15 @@ _second_groups: WeakKeyDictionary = WeakKeyDictionary()
 
 
 def second_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """A group of the same ranks with connections of its own, made once; all ranks of the group must come here.
+    """Return a group of the same ranks with its own connections, created once. Collective over the group.
 
-    NCCL sends the messages of one group one after another: on the group's own connections the hops within a node would
-    queue behind the hop between nodes that they are to hide. Where WORLD was started with a device_id, PyTorch makes a
-    group by splitting WORLD's communicator: then every rank of WORLD must come here, each with its own group (the
-    data-parallel groups of a run do). RuntimeError, on all ranks, where PyTorch's ranks would not find each other.
+    NCCL sends the messages of one group one after another. On the group's own connections, the hops within a node would
+    wait for the hop between nodes, which they should overlap. If WORLD was started with a device_id, PyTorch creates a
+    group by splitting WORLD's communicator. Then every rank of WORLD must call this with its own group, as the
+    data-parallel groups of a run do.
+
+    Raises:
+        RuntimeError: on all ranks, if the ranks are in different numbers of groups (see _require_one_name).
     """
     if group not in _second_groups:
         ranks = dist.get_process_group_ranks(group)
@@ -107,9 +122,10 @@ def second_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
 
 
 def _require_one_name(group: dist.ProcessGroup) -> None:
-    """PyTorch names a group that not all of WORLD make by its ranks and by how many groups each of them is in.
+    """Raise RuntimeError unless all ranks are in the same number of groups.
 
-    Ranks that are in more would wait for the others under another name, until the group's time-out.
+    If only part of WORLD creates a group, PyTorch derives its name from its ranks and from that number. Ranks with
+    different names would wait for each other until the group's timeout.
     """
     counts: list = [None] * dist.get_world_size(group)
     dist.all_gather_object(counts, len(dist.distributed_c10d._world.pg_names), group=group)
@@ -121,6 +137,6 @@ def _require_one_name(group: dist.ProcessGroup) -> None:
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta:
-    """After how long the group gives up on a message."""
+    """Return the timeout of the group's messages."""
     device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
     return group._get_backend(torch.device(device)).options._timeout

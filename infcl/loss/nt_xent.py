@@ -1,13 +1,13 @@
-"""NT-Xent (SimCLR, SimCSE): all views against all views, self-similarity left out.
+"""NT-Xent (SimCLR, SimCSE): all views against all views, without self-similarity.
 
-In: two views [b, D] of this rank's samples. Out: the loss, and by backward the gradients. With z all 2 W b views:
+In: two views [b, D] of this rank's samples. Out: the loss; backward gives the gradients. With z all 2 W b views:
 
     logits = scale * z @ z.T; logits.fill_diagonal_(-inf)                       # [2Wb, 2Wb], never formed
     loss = cross_entropy(logits, index of each view's other view)
 
-It is Inf-CL's loss with the views as rows and the views in the order (second, first) as columns: a view's other view
-is then its match, and its own entry is left out by ids. Rows and columns are the same views, so both means are equal.
-32 W b^2 D flops per rank; twice Inf-CL's bytes around the ring. Averages as in loss/inf_cl.
+This is Inf-CL's loss with the views as rows, and as columns in the order (second, first). A view's match is then its
+other view; ids exclude its own entry. Rows and columns are the same views, so the losses of both directions are equal.
+32 W b^2 D flops per rank; twice Inf-CL's bytes around the ring. Gradient scaling as in loss/inf_cl.
 Source: SimCLR, arXiv 2002.05709, Eq. 1; scale is its 1 / temperature.
 """
 
@@ -32,11 +32,14 @@ def nt_xent_loss(
     """Compute the mean over this rank's 2b views of the cross entropy against all ranks' views.
 
     Args:
-        first_views, second_views: [b, D], row i of both is the same sample.
-        logit_scale, group, **options: as of `inf_cl_loss`.
+        first_views, second_views: [b, D]; row i of both is the same sample.
+        logit_scale, group, **options: as in `inf_cl_loss`.
 
     Returns:
-        0-dim, float32 or wider.
+        The loss, 0-dim, float32 or wider.
+
+    Raises:
+        ValueError: as in `inf_cl_loss`.
     """
     compared = check_features("nt_xent", first_views, second_views)
     setup = set_up("nt_xent", (first_views, second_views), group, RingOptions(**options), compared=compared)

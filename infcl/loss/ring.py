@@ -1,28 +1,28 @@
 """The ring: blocks of tensors travel over the ranks of a process group while the caller computes.
 
-`blocks` hands out what is travelling, one rank's block per hop, with the next hop already on the wire; `carry` sends a
-running result (a statistic, a gradient) one hop on with every block, and `home` is the result when it is complete.
+`blocks` yields one rank's block per hop, while the next hop is already being sent. `carry` sends a running result (a
+statistic, a gradient) one hop on with every block, and `home` returns the complete result.
 The idea is ring-flash-attention's RingComm (send_recv / commit / wait); here every tensor has a name and two buffers.
 
 Flat ring: one hop sends each travelling tensor once, point to point, to the next rank: W - 1 hops for blocks, W for
-results. A group of one rank sends nothing: what is posted is what is waited for.
+results. A group of one rank sends nothing: `wait` returns the posted tensor.
 
-Two-level ring, N nodes of G ranks, W = N * G; rank (n, g) is number g of node n. N laps, in lap k of which the blocks
-of the ranks of node n - k go once round node n:
+Two-level ring, N nodes of G ranks, W = N * G; rank (n, g) is local rank g of node n. There are N laps. In lap k the
+blocks of the ranks of node n - k travel once around node n:
 
-    hop (k, j)   rank (n, g) holds the block of rank (n - k, g - j)                     # j = 0 .. G-1
-    blocks       (k, j) -> (k, j+1) inside the node; (k, 0) -> (k+1, 0) to (n+1, g), on the wire all through lap k
-    results      G hops inside the node make the node's sum, which joins the sum of the nodes before it and continues to
-                 (n+1, g), on the wire all through lap k+1; after N laps that is home
+    hop (k, j)   rank (n, g) has the block of rank (n - k, g - j)                       # j = 0 .. G-1
+    blocks       (k, j) -> (k, j+1) inside the node; (k, 0) -> (k+1, 0) to (n+1, g), in flight during lap k
+    results      G hops inside the node give the node's sum, which is added to the sum of the previous nodes and sent to
+                 (n+1, g), in flight during lap k+1; after N laps it is back at its owner
 
     per rank, block of c bytes, result of a bytes    within the node              between nodes
     flat, at each node's last rank                   -                            (W-1) c + W a, at every hop
-    two-level, at every rank                         N (G-1) c + N G a            (N-1) c + N a, once a lap
+    two-level, at every rank                         N (G-1) c + N G a            (N-1) c + N a, once per lap
 
-In a flat ring over nodes one rank of each node sends all that crosses, and each crossing must hide behind one block's
-computation. Here all G ranks of a node send at once, G times less each, and each crossing has G blocks to hide behind
-(the last one of the results has none). The price: two more buffers for a block, three for a result, and memory for the
-first part of each later lap, which finds both buffers of the hops in use.
+In a flat ring over nodes, one rank of each node sends all inter-node messages, and each message overlaps with the
+computation of one block. In a two-level ring all G ranks of a node send, G times less each, and each message overlaps
+with G blocks (except the last message of the results). The cost is two more buffers for a block, three for a result,
+and memory for the first part of each later lap, when both buffers of the hops are in use.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -42,15 +42,20 @@ OVERLAPS = ("on", "off")
 class RingExchange:
     """Post and wait of named, double-buffered tensors between ring neighbours.
 
-    ring, ranks_per_node: "flat", "two-level" or "auto" (see links.lap_length). overlap: "off" waits for each message
-    where it is posted. Results are the same; what overlap gains can be measured.
+    The ring owns received tensors. One is valid until the next `post` of its name that does not send it on, at most
+    until the end of the pass. A group runs one pass at a time. Do not write to a posted tensor before the `wait` of its
+    name. All ranks must post and wait in the same order, with equal shapes (`require_equal` checks them).
 
-    Received tensors belong to the ring: one is valid until the next `post` of its name that does not send it on, and
-    until the pass ends (its blocks have gone round and its results are home); one pass of a group at a time. Posted
-    tensors must not be written to until the `wait` of their name. All ranks must post and wait in the same order, with
-    equal shapes (`require_equal` checks that). A message that fails, or is not there after the group's timeout, raises
-    a RuntimeError that names the step and the peer (gloo). On GPUs the host does not wait: NCCL's watchdog ends the
-    process after that time.
+    With gloo, a message that fails or exceeds the group's timeout raises RuntimeError with the step and the peer. With
+    NCCL the host does not wait: the watchdog aborts the process after the timeout.
+
+    Args:
+        group: process group, None for a single process.
+        ring, ranks_per_node: "flat", "two-level" or "auto" (see links.lap_length).
+        overlap: "off" waits for each message right after posting it, to measure the gain of overlap.
+
+    Raises:
+        ValueError: unknown ring or overlap, or a two-level ring that does not fit the group.
     """
 
     def __init__(
@@ -74,9 +79,9 @@ class RingExchange:
         self._pending: dict[str, tuple[list[dist.Work], Link, Tensor, Tensor]] = {}
 
     def blocks(self, *tensors: Tensor) -> Iterator[tuple[int, tuple[Tensor, ...]]]:
-        """Yield (hop, tensors) for W hops: first one's own tensors, then another rank's each (`owner` says whose).
+        """Yield (hop, tensors) for W hops: first this rank's tensors, then those of `owner(hop)`.
 
-        The next hop is posted before the caller computes on this one; the next lap's start before this lap.
+        The next hop is posted before the caller computes on this one, and the start of the next lap before this lap.
         """
         for lap in range(self.laps):
             if lap + 1 < self.laps:
@@ -92,7 +97,7 @@ class RingExchange:
                 tensors = self._wait_all("lap", len(tensors))
 
     def owner(self, hop: int) -> int:
-        """The group rank whose block `blocks` yields at this hop."""
+        """Return the group rank whose block `blocks` yields at this hop."""
         if self.world_size == 1:
             return 0
         rank, (lap, turn) = dist.get_rank(self.group), divmod(hop, self.lap)
@@ -100,11 +105,10 @@ class RingExchange:
         return (node - lap) % self.laps * self.lap + (place - turn) % self.lap
 
     def part(self, name: str, like: Tensor, dtype: torch.dtype) -> Tensor:
-        """Memory for this rank's next part of what `carry` takes under this name: as `like`, not initialised.
+        """Return uninitialised memory, shaped as `like`, for this rank's next `carry` under this name.
 
-        At first two buffers wait for results to land in, and the second is not needed before the first part has left:
-        the first part is computed there. Later ones are computed while one result arrives and another leaves; the
-        caller lets go of each before it asks for the next.
+        The first part uses the second of the two receive buffers, which is free until the first part is sent. Later
+        parts need new memory, because one result arrives while another leaves. Release each part before the next call.
         """
         part, link = torch.empty_like(like, dtype=dtype), self.links.next
         if name in self._buffers or link.group is None:
@@ -115,8 +119,8 @@ class RingExchange:
     def carry(self, name: str, hop: int, part: Tensor, combine: Combine) -> None:
         """Add this rank's part to the result that travels with the block of this hop, and send it on.
 
-        `combine(travelling, part)` may write to `travelling`; it is associative and commutative. After the last hop,
-        `home(name, combine)` is the result for one's own block. Blocks may be left out at the start, by all ranks.
+        `combine(travelling, part)` is associative and commutative, and may write to `travelling`. After the last hop,
+        `home(name, combine)` returns the result for this rank's block. All ranks may skip the first hops.
         """
         lap, turn = divmod(hop, self.lap)
         if lap and turn == 0:
@@ -126,14 +130,14 @@ class RingExchange:
         self.post(name, part)
 
     def home(self, name: str, combine: Combine) -> Tensor:
-        """The complete result for one's own block, after the last `carry`; the caller's to keep."""
+        """Return the complete result for this rank's block after the last `carry`. The caller may keep it."""
         if self.laps > 1:
             self._end_lap(name, combine)
             name = f"{name}, between nodes"
         return self.wait(name)
 
     def post(self, name: str, tensor: Tensor, link: Link | None = None) -> None:
-        """Start sending `tensor` along a link (default: to the next rank) and receiving its like."""
+        """Start to send `tensor` along a link (default: to the next rank) and to receive one of the same shape."""
         assert name not in self._pending, f"'{name}' was posted twice without a wait"
         link = self.links.next if link is None else link
         if link.group is None:
@@ -157,15 +161,18 @@ class RingExchange:
             self._finish(name)
 
     def wait(self, name: str) -> Tensor:
-        """What the link's source posted under this name; on a GPU the current stream waits, not the host."""
+        """Return the tensor that the link's source posted under this name. On a GPU only the current stream waits."""
         self._finish(name)
         return self._pending.pop(name)[-1]
 
     def require_equal(self, what: str, values: Mapping[str, int | torch.dtype], device: torch.device) -> None:
-        """Raise the same ValueError on every rank, with all ranks' values, unless they have the same.
+        """Check that all ranks have equal values.
 
-        One all-gather of len(values) integers: numbers, booleans, and of a dtype its name's checksum. RuntimeError on
-        CPUs where a rank does not come to it.
+        Costs one all-gather of len(values) integers; a dtype is compared by the checksum of its name.
+
+        Raises:
+            ValueError: values differ; raised on every rank, with all ranks' values.
+            RuntimeError: on CPUs, if a rank does not join.
         """
         if self.world_size == 1:
             return
@@ -175,7 +182,7 @@ class RingExchange:
         try:
             all_gather(gathered, mine, group=self.group)
         except RuntimeError as error:
-            if device.type == "cuda":  # of what the GPU did before: NCCL's time-outs come later, and not here
+            if device.type == "cuda":  # an error of earlier GPU work; NCCL's timeouts do not raise here
                 raise
             ranks = dist.get_process_group_ranks(self.group)
             raise RuntimeError(
@@ -191,13 +198,13 @@ class RingExchange:
 
     @cached_property
     def _across(self) -> Link:
-        """The link to the next node, on connections of its own, made when they are first used."""
+        """Return the link to the next node, on its own connections, which are created on first use."""
         assert self.group is not None, "one rank alone has no other node"
         return self.links.next_node._replace(group=second_group(self.group))
 
     def _finish(self, name: str) -> None:
         works, link, _, _ = self._pending[name]
-        # gloo has one work per operation, NCCL one for the batch
+        # gloo returns one work per operation, NCCL one for the batch
         peers = [f"to rank {link.to}", f"from rank {link.source}"]
         for work, peer in zip(works, peers if len(works) == 2 else [" or ".join(peers)]):
             try:
@@ -223,20 +230,25 @@ class RingExchange:
         return tuple(self.wait(f"{name} {i}") for i in range(count))
 
     def _end_lap(self, name: str, combine: Combine) -> None:
-        """The node's sum joins that of the nodes before it and leaves for the next node."""
+        """Add the node's sum to that of the previous nodes and send it to the next node."""
         total, across = self.wait(name), f"{name}, between nodes"
         # The copy frees the buffer for the next lap's hops.
         total = combine(self.wait(across), total) if across in self._pending else total.clone()
         self.post(across, total, self._across)
 
 
-# torch 2.13 renamed the two, and warns on every rank where the old names are called.
+# torch 2.13 renamed the two; calling the old names warns on every rank.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def checked_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
-    """The group, or None for one process; ValueError where None would silently mean "this rank's batch only"."""
+    """Return the group, or None for a single process.
+
+    Raises:
+        ValueError: group is None but several ranks run, so the loss would cover this rank's batch only; or this rank is
+            not in the group.
+    """
     distributed = dist.is_available() and dist.is_initialized()
     if group is None and distributed and dist.get_world_size() > 1:
         raise ValueError(

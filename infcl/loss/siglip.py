@@ -1,14 +1,14 @@
-"""SigLIP's pairwise sigmoid loss over the same ring and tiles as Inf-CL, in one trip around the ring.
+"""SigLIP's pairwise sigmoid loss over the same ring and tiles as Inf-CL, in one pass around the ring.
 
-In: image and text features [b, D] of this rank, scale and bias. Out: the loss, and by backward the gradients.
+In: image and text features [b, D] of this rank, scale and bias. Out: the loss; backward gives the gradients.
 
     logits = scale * all_images @ all_texts.T + bias                          # [B, B], never formed
     loss = -logsigmoid(sign * logits).sum() / B                               # sign: 1 on the diagonal, -1 elsewhere
 
-A pair's loss depends on its own logit alone. Where gradients are wanted the forward forms them too, 3 matmuls
-(6 B^2 D flops), W - 1 hops of b*D operands and W hops of b*D float32; the backward only multiplies them by the incoming
-gradient. Without gradients the forward is one matmul. Between forward and backward 2 b*D float32 are kept.
-Per-rank averages as in loss/inf_cl.
+The loss of an entry depends only on its own logit, so the forward computes the gradients too. This costs 3 matmuls
+(6 B^2 D flops), W - 1 hops of b*D operands and W hops of b*D float32. The backward only multiplies the gradients by the
+incoming gradient; until then 2 b*D float32 are kept. If no gradient is needed, the forward is one matmul.
+Gradient scaling as in loss/inf_cl.
 Source: SigLIP, arXiv 2303.15343, Algorithm 1 (signs) and section 3.3 (the loss in blocks).
 """
 
@@ -51,20 +51,21 @@ def siglip_loss(
     """Compute the sigmoid loss of the group's global batch.
 
     Args:
-        image_features, text_features: [b, D], row i of one matches row i of the other; usually L2-normalised.
-        logit_scale, logit_bias: multiply the cosines and are added; floats or one element; gradients flow to them.
-        group: where the ring runs; None means this process alone (rejected when torch.distributed runs several ranks).
-        image_ids, text_ids: int64 [b], equal for samples that show the same image, or have the same text.
-        duplicates: pairs of other samples with an equal id have the sign -1 ("negative"), +1 ("positive"), or are left
-            out ("mask"); infcl/loss/duplicates.py defines it.
-        **options: the fields of infcl.RingOptions.
+        image_features, text_features: [b, D]; row i of one matches row i of the other; usually L2-normalised.
+        logit_scale: factor of the cosines; float or one element; differentiable.
+        logit_bias: added to the scaled cosines; float or one element; differentiable.
+        group: process group of the ring; None means a single process (rejected when torch.distributed runs several).
+        image_ids, text_ids: int64 [b], equal for samples with the same image or the same text.
+        duplicates: entries of different samples with an equal id have the sign -1 ("negative") or +1 ("positive"), or
+            are excluded ("mask"); defined in infcl/loss/duplicates.py.
+        **options: fields of infcl.RingOptions.
 
     Returns:
-        0-dim, float32 (float64 for float64 matmuls): this rank's sum over its rows and all columns, divided by b. If a
-        gradient is wanted, 2 [b, D] float32 are kept until the backward. Cannot be differentiated twice.
+        The sum of the losses over this rank's rows and all columns, divided by b; 0-dim, float32 (float64 for float64
+        matmuls). Double backward is not supported.
 
     Raises:
-        ValueError: with the numbers, on every rank, for unequal shapes or a missing group.
+        ValueError: shapes differ between ranks (raised on every rank), or group is missing.
     """
     compared = check_features("siglip", image_features, text_features)
     compared |= check_ids("siglip", len(image_features), {"image_ids": image_ids, "text_ids": text_ids}, duplicates)
@@ -95,7 +96,7 @@ class _SigLip(torch.autograd.Function):
         refuse_double_backward("siglip")
         scale, *sides, d_scale, d_bias = ctx.saved_tensors
         factor = d_loss / ctx.rows
-        # Not in place: with retain_graph another backward pass reads them again.
+        # Not in place: with retain_graph another backward pass reads the gradients again.
         sides = [
             None if side is None else torch.mul(side, factor * scale, out=torch.empty_like(side, dtype=dtype))
             for side, dtype in zip(sides, ctx.dtypes)
@@ -113,7 +114,7 @@ def ring_loss(
     workspace_bytes: int,
     duplicates: Duplicates | None = None,
 ) -> Tensor:
-    """Return the sum of the losses over own rows and all columns, 0-dim."""
+    """Return the sum of the losses over this rank's rows and all columns, 0-dim."""
     loss = -F.logsigmoid(_matched_logits(rows, columns, scale, bias)).sum()
     for hop, (block, *ids) in ring.blocks(columns, *travelling(duplicates)):
         loss += tile.sigmoid_forward(
@@ -139,7 +140,7 @@ def ring_loss_and_gradients(
     duplicates: Duplicates | None = None,
     needs: Sequence[bool] = (True, True),
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor, Tensor]:
-    """Return the sum of all losses, `ring_gradients` of it (without the factor scale), and the bias's gradient."""
+    """Return the sum of the losses, its `ring_gradients` (without the factor scale), and the bias's gradient."""
     matched = _matched_logits(rows, columns, scale, bias)
     slopes = -torch.sigmoid(-matched)
     loss, d_bias = -F.logsigmoid(matched).sum(), slopes.sum()
@@ -165,5 +166,5 @@ def ring_loss_and_gradients(
 
 
 def _matched_logits(rows: Tensor, columns: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
-    """[b], in float32 or wider."""
+    """Return the matched logits, [b], in float32 or wider."""
     return row_products(rows, columns) * scale + bias
