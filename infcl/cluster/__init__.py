@@ -1,1 +1,1 @@
-"""Several hosts: who takes part, whether they are the same, whether they are still there."""
+"""Checks of several hosts: the hostfile, equal software and hardware, reachability and link speeds."""

@@ -1,8 +1,8 @@
-"""Before a run: is every host of a hostfile there, equal, free, in time, and does it see the shared folder?
+"""Check the hosts of a hostfile before a run: reachability, equal software and GPUs, clocks, the shared folder.
 
     bash launch/check.sh HOSTFILE [SHARED_FOLDER]        then measures links and GPUs too (links.py)
 
-One line for each thing that is wrong; exit code 1 then, 2 for a hostfile that cannot be read.
+Prints one line per problem. Exit codes: 0 no problem, 1 problems, 2 the hostfile cannot be read.
 """
 
 import json
@@ -23,11 +23,11 @@ _BUSY_MIB = 1024
 
 
 def ask(host: str, shared: Path) -> dict:
-    """The host's own report with "skew_s", its clock against ours; {"error": ...} where it does not come."""
+    """Return the host's report with its clock skew, "skew_s" in seconds, or {"error": ...} if it cannot be fetched."""
     words = [sys.executable, "-m", "infcl.cluster.host_report", str(shared), host]
     try:
         done = _ssh(host, f"cd {shlex.quote(str(Path.cwd()))} && {shlex.join(words)}")
-        sent = time.time()  # of a connection of its own: a report takes seconds, in which a clock's error would hide
+        sent = time.time()  # a separate connection: the report takes seconds, which would hide a clock error
         clock = _ssh(host, "date +%s.%N")
         received = time.time()
     except subprocess.TimeoutExpired:
@@ -39,7 +39,7 @@ def ask(host: str, shared: Path) -> dict:
         return {"error": f"{'ssh failed' if done.returncode == 255 else 'its report failed'}: {last}"}
     try:
         report = json.loads((done.stdout.strip().splitlines() or [""])[-1])
-    except ValueError:  # a login shell that prints at its end, or runs nothing
+    except ValueError:  # the login shell prints something at its end, or runs no command
         return {"error": f"its report is no JSON but ends in {done.stdout.strip()[-80:]!r}"}
     try:
         there = float((clock.stdout.strip().splitlines() or [""])[-1])
@@ -55,7 +55,12 @@ def _ssh(host: str, command: str) -> subprocess.CompletedProcess[str]:
 
 
 def problems(hosts: dict[str, int], reports: dict[str, dict]) -> list[str]:
-    """One line for each thing that is wrong. hosts: {host: slots}; reports: {host: as `ask` returns it}."""
+    """Return one line per problem.
+
+    Args:
+        hosts: {host: slots}.
+        reports: {host: the return value of `ask`}.
+    """
     lines = [f"{host}: {report['error']}" for host, report in reports.items() if "error" in report]
     there = {host: report for host, report in reports.items() if "error" not in report}
     lines += differences({host: report["software"] for host, report in there.items()})
@@ -95,8 +100,8 @@ def main(argv: list[str] | None = None) -> int:
         print(f"hostfile: {error}", file=sys.stderr)
         return 2
     with ThreadPoolExecutor(32) as pool:
-        list(pool.map(lambda host: ask(host, shared), hosts))  # every host leaves its mark
-        reports = dict(zip(hosts, pool.map(lambda host: ask(host, shared), hosts)))  # and looks for the others'
+        list(pool.map(lambda host: ask(host, shared), hosts))  # every host writes its mark
+        reports = dict(zip(hosts, pool.map(lambda host: ask(host, shared), hosts)))  # and lists those of the others
     for mark in shared.glob(".check-*"):
         mark.unlink(missing_ok=True)
     found = problems(hosts, reports)

@@ -1,6 +1,6 @@
-"""One host about itself, one line of JSON: python -m infcl.cluster.host_report SHARED_FOLDER NAME.
+"""Report of one host as one line of JSON: python -m infcl.cluster.host_report SHARED_FOLDER NAME.
 
-check.py asks for it. NAME is the host's in the hostfile: two hosts may have one hostname.
+check.py runs it over ssh. NAME is the host's name in the hostfile, because two hosts may have the same hostname.
 """
 
 import json
@@ -14,13 +14,18 @@ from infcl.parallel.host_info import software
 
 
 def report(shared: Path, name: str) -> dict:
-    """Return {"software", "gpus", "gpu_error", "shared"}; nothing of it needs a GPU or a process group."""
+    """Return {"software", "gpus", "gpu_error", "shared"}. Needs neither a GPU nor a process group."""
     found, error = gpus()
     return {"software": software(), "gpus": found, "gpu_error": error, "shared": shared_folder(shared, name)}
 
 
 def gpus() -> tuple[list[dict], str | None]:
-    """[{"name", "memory_used_mib", "memory_mib"}] by nvidia-smi, [] where there is none; why it fails, if it does."""
+    """Query nvidia-smi.
+
+    Returns:
+        [{"name", "memory_used_mib", "memory_mib"}], empty without nvidia-smi or if it fails.
+        The reason for a failure, else None.
+    """
     fields = "name,memory.used,memory.total"
     command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits"]
     try:
@@ -38,7 +43,7 @@ def gpus() -> tuple[list[dict], str | None]:
 
 
 def shared_folder(folder: Path, name: str) -> dict:
-    """Return {"error": None or what is wrong, "free_gb", "files": names of the marks that other hosts left}."""
+    """Write this host's mark; return {"error": problem or None, "free_gb", "files": names of all hosts' marks}."""
     try:
         (folder / f".check-{name}").write_bytes(os.urandom(1 << 20))
         marks = sorted(path.name for path in folder.glob(".check-*"))

@@ -1,13 +1,13 @@
-"""The hostfile: "worker-1 slots=8" a line, '#' begins a comment. Read strictly, with line numbers, before ssh is asked.
+"""The hostfile: one "worker-1 slots=8" per line, '#' begins a comment. Parsed strictly, before ssh is used.
 
-    python -m infcl.cluster.hostfile check HOSTS                        say what is wrong, with the line
+    python -m infcl.cluster.hostfile check HOSTS                        report an invalid line with its number
     python -m infcl.cluster.hostfile alive HOSTS --min-hosts 3 [--global-batch-size N]
                                                                         print the hostfile of the hosts that answer
     python -m infcl.cluster.hostfile counts HOSTS --min-hosts 3 [--global-batch-size N]
                                                                         print with how many nodes a run can continue
 
-`alive` leaves out hosts that ssh does not reach, and then those without which most ranks are left that divide the
-global batch, so that the run can continue with it.
+`alive` drops the hosts that ssh does not reach. With a global batch size, it then keeps the hosts with the most ranks
+that divide it, so that the run can continue with the same global batch.
 """
 
 import argparse
@@ -17,13 +17,17 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-# What ssh may do without asking anybody; a host that stops answering is given up after 45 s (three intervals).
+# BatchMode: ssh must not prompt. ssh gives up a host that stops answering after 45 s (three intervals).
 SSH_OPTIONS = ("-o", "BatchMode=yes", "-o", "ConnectTimeout=10", "-o", "ServerAliveInterval=15")
 _NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._:-]*[A-Za-z0-9])?")
 
 
 def read_hostfile(path: str | Path) -> dict[str, int]:
-    """{host: slots}, in the file's order. ValueError with the line's number and text for what is no host line."""
+    """Read a hostfile into {host: slots}, in the file's order.
+
+    Raises:
+        ValueError: the file cannot be read, has no host, or has an invalid line (reported with its number and text).
+    """
     try:
         lines = Path(path).read_text().splitlines()
     except OSError as error:
@@ -56,7 +60,7 @@ def _problem(words: list[str]) -> str | None:
 
 
 def answers(host: str) -> bool:
-    """Whether ssh logs in there and runs a command, without a password."""
+    """Return whether ssh can log in to the host and run a command, without a password."""
     try:
         tried = subprocess.run(["ssh", *SSH_OPTIONS, host, "true"], capture_output=True, timeout=20)
     except subprocess.TimeoutExpired:
@@ -65,11 +69,19 @@ def answers(host: str) -> bool:
 
 
 def choose_alive(hosts: dict[str, int], alive: set[str], *, min_hosts: int, global_batch_size: int | None) -> dict:
-    """Return the nodes to continue with: of those alive the ones with the most ranks that divide the global batch, in
-    the file's order, the first ones first.
+    """Choose the nodes to continue with: the reachable ones with the most ranks that divide the global batch.
+
+    Args:
+        hosts: {host: slots}.
+        alive: names of the hosts that answer.
+        min_hosts: fewest hosts to continue with.
+        global_batch_size: None accepts any number of ranks.
+
+    Returns:
+        {host: slots} in the file's order. Hosts earlier in the file are preferred.
 
     Raises:
-        ValueError: fewer than `min_hosts` are left; with their names.
+        ValueError: fewer than `min_hosts` can be used. The message lists the hosts that do not answer.
     """
     chosen = [host for host in hosts if host in alive]
     if global_batch_size:
@@ -88,7 +100,7 @@ def choose_alive(hosts: dict[str, int], alive: set[str], *, min_hosts: int, glob
 
 
 def _largest_sets(hosts: dict[str, int]) -> dict[int, tuple[str, ...]]:
-    """{ranks: the most hosts that have so many together}, for every number of ranks that some of the hosts have."""
+    """Return {ranks: the largest set of hosts with that many ranks in total} for every total that is possible."""
     sets: dict[int, tuple[str, ...]] = {0: ()}
     for host, slots in hosts.items():
         for ranks, those in list(sets.items()):
@@ -98,7 +110,7 @@ def _largest_sets(hosts: dict[str, int]) -> dict[int, tuple[str, ...]]:
 
 
 def dividing_counts(hosts: dict[str, int], global_batch_size: int) -> list[int]:
-    """Of how many of the hosts the ranks can divide the global batch, whichever of them answer."""
+    """Return the numbers of hosts for which some choice of hosts has ranks that divide the global batch."""
     sums: list[set[int]] = [{0}, *(set() for _ in hosts)]  # [number of hosts] -> how many ranks they may have
     for slots in hosts.values():
         for count in range(len(hosts), 0, -1):
@@ -107,7 +119,11 @@ def dividing_counts(hosts: dict[str, int], global_batch_size: int) -> list[int]:
 
 
 def check_counts(hosts: dict[str, int], *, min_hosts: int, global_batch_size: int | None) -> str:
-    """Says which numbers of hosts can be gone on with. ValueError where no lost host could be gone on without."""
+    """Describe with which numbers of hosts a run can continue.
+
+    Raises:
+        ValueError: `min_hosts` is out of range, or a run could not continue after the loss of any host.
+    """
     if not 1 <= min_hosts <= len(hosts):
         raise ValueError(f"--min-hosts {min_hosts} must lie in [1, {len(hosts)}], the hosts of the file")
     if global_batch_size is None:

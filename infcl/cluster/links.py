@@ -1,13 +1,19 @@
-"""How fast GPUs and links are, started by a launcher on every rank: finds the slow one among many that should be equal.
+"""Measure the speed of GPUs and links on all ranks, and report those that are slower than the others.
 
     deepspeed --hostfile HOSTS --module infcl.cluster.links [--json FILE]         (launch/check.sh does)
 
-Measured: a matrix product on each rank, alone; messages between neighbours of one host; between every two hosts, all
-ranks of one at once with those in their place on the other, as a two-level ring sends, two hosts at a time (so that a
-slow link is seen by itself, whoever waits for whom in a ring); one ring of all ranks at once; an all-reduce of all. The
-least and the median are printed; a rank, link or host below 0.8 of the median is named. The one link of two hosts with
-a rank each is its own median and never named. GPUs that share a network card share its rate. Ranks that have none in
-their place on any other host are in the ring's figures alone, of which the least is printed and none named.
+Measured:
+- a matmul on each rank, alone;
+- messages between neighbouring ranks of one host;
+- messages between every two hosts, two hosts at a time, so that a slow link does not slow others as in a ring. Ranks
+  with the same local rank exchange messages, all at once, as in a two-level ring;
+- one ring of all ranks at once;
+- an all-reduce over all ranks.
+
+The minimum and the median are printed. A rank, link or host below 0.8 of the median is reported. The only link of two
+hosts with one rank each is its own median and is never reported. GPUs that share a network card share its rate. A rank
+whose local rank exists on no other host is measured between hosts only in the ring, of which only the minimum and the
+median are printed.
 """
 
 import argparse
@@ -26,24 +32,25 @@ from infcl.parallel.process import end_process
 from infcl.parallel.rendezvous import Node, nodes_of
 
 SLOW = 0.8
-_BESIDE_A_RUN = {"cpu": 1 << 18, "cuda": 1 << 24}  # bytes: as few as show a link's rate
+_BESIDE_A_RUN = {"cpu": 1 << 18, "cuda": 1 << 24}  # bytes; the fewest that show a link's rate
 _KINDS = {
     "tflops": ("GPU or CPU", "TFLOP/s"),
     "within_hosts": ("link", "GB/s"),
     "between_hosts": ("link", "GB/s"),
-}  # of each what is measured should be equal; a ring's links are of two kinds
+}  # all values of a kind should be equal; the ring is missing because its links are of two kinds
 _CPU = {"side": 512, "megabytes": 8}
 _GPU = {"side": 8192, "megabytes": 256}
 
 
 def measure(parallel: Parallel) -> dict:
-    """What was measured, by rank ("host:local rank") and by link ("host:local rank - host:local rank"). Collective.
+    """Measure all ranks and links. Collective.
 
-    {"tflops": {rank: TFLOP/s}, "within_hosts": {link: GB/s}, "between_hosts": {link: GB/s}, "ring": {rank: GB/s},
-    "all_reduce": GB/s}
-
-    GB/s of a link in each direction, both at once; of a rank in the ring to the next one, while the one before sends to
-    it; the all-reduce counts bus bandwidth, 2 (W-1)/W bytes a byte.
+    Returns:
+        {"tflops": {rank: TFLOP/s}, "within_hosts": {link: GB/s}, "between_hosts": {link: GB/s}, "ring": {rank: GB/s},
+        "all_reduce": GB/s}, where a rank is "host:local rank" and a link "host:local rank - host:local rank".
+        The rate of a link is per direction, with both directions busy. The rate of a rank in the ring is that to the
+        next rank, while it receives from the previous one. The all-reduce rate is bus bandwidth: 2 (W-1)/W bytes per
+        byte.
     """
     sizes = _GPU if parallel.device.type == "cuda" else _CPU
     everyone: list = [None] * parallel.world_size
@@ -68,10 +75,12 @@ def measure(parallel: Parallel) -> dict:
 
 
 def neighbours(parallel: Parallel) -> tuple[dict[str, float], list[str]]:
-    """Return (GB/s of the links between neighbouring nodes in the order of ranks, the names of all ranks).
+    """Measure the links between neighbouring nodes, in rank order. Collective.
 
-    Two hosts at a time, as in `measure`, with messages that are small enough for a run to send now and then. What is
-    measured is known on the ranks that measured it until they tell the others. Collective.
+    Measures two hosts at a time, as `measure` does, with messages that are small enough to send during a run.
+
+    Returns:
+        {link: GB/s}, and the names of all ranks.
     """
     nodes = list(parallel.nodes)
     names = [name for node in nodes for name in _names(node, nodes)]
@@ -83,7 +92,7 @@ def neighbours(parallel: Parallel) -> tuple[dict[str, float], list[str]]:
 
 
 def extremes(result: dict) -> list[str]:
-    """The least and the median of each kind, without which nothing tells of two hosts' one link whether it is slow."""
+    """Describe the minimum and the median of each kind: the only clue to the speed of two hosts' single link."""
     units = {kind: unit for kind, (_, unit) in _KINDS.items()} | {"ring": "GB/s"}
     return [
         f"least {'in the ring' if kind == 'ring' else kind.replace('_', ' ')}: {min(rates.values()):.3g} {unit} "
@@ -94,7 +103,7 @@ def extremes(result: dict) -> list[str]:
 
 
 def slow_ones(result: dict) -> list[str]:
-    """What is below 0.8 of the median: GPUs, links, and hosts by the median of their links."""
+    """Return a line for each GPU, link or host below 0.8 of the median; a host's rate is the median of its links."""
     lines = []
     for kind, (what, unit) in _KINDS.items():
         everyone = list(result["tflops"]) if kind == "between_hosts" else []
@@ -104,22 +113,32 @@ def slow_ones(result: dict) -> list[str]:
 
 
 def slower_than_usual(rates: dict[str, float], everyone: list[str]) -> tuple[dict[str, float], float]:
-    """({name: its rate} of what is slow, the usual rate). everyone: all ranks, where `rates` are those of links: a rank
-    or host that several slow ones have in common is named in their place."""
+    """Find the slow ranks or links.
+
+    Args:
+        rates: {name of a rank or link: rate}.
+        everyone: for links, the names of all ranks: a rank or host that several slow links share replaces them.
+
+    Returns:
+        {name: rate} of the slow ones, and the usual rate.
+    """
     usual = _usual(rates)
     slow = {name: rate for name, rate in rates.items() if rate < SLOW * usual}
     return (_blame(rates, slow, everyone) if everyone else slow), usual
 
 
 def _usual(rates: dict[str, float]) -> float:
-    """The median over ranks or hosts of the best that each shows: a slow host slows all its links, but nobody else."""
+    """Return the median of the ranks' best rates. A slow host slows all its links, but no other rank's best one."""
     ends = {end for name in rates for end in name.split(" - ")}
     return median([max(rate for name, rate in rates.items() if end in name.split(" - ")) for end in ends] or [0.0])
 
 
 def _blame(links: dict[str, float], slow: dict[str, float], everyone: list[str]) -> dict[str, float]:
-    """Where most of several links of a rank are slow it is the rank's, of all ranks of a host the host's; each is named
-    once, the worst rank first. everyone: the names of all ranks, some of which may have no link."""
+    """Attribute slow links to ranks and hosts, the worst rank first.
+
+    A rank is slow if most of its links (two or more) are slow, and a host if all its ranks are. `everyone` has the
+    names of all ranks, some of which may have no link.
+    """
     blamed: dict[str, float] = {}
     ranks = sorted({end for name in links for end in name.split(" - ")})
     left = dict(links)
@@ -140,32 +159,35 @@ def _blame(links: dict[str, float], slow: dict[str, float], everyone: list[str])
 
 
 def _meetings(nodes: list[Node]) -> list[list[tuple[int, int]]]:
-    """Rounds of pairs of ranks: every two nodes meet once."""
+    """Return rounds of pairs of ranks in which every two nodes are paired once."""
     return _meet(nodes, _rounds(list(range(len(nodes)))))
 
 
 def _meet(nodes: list[Node], rounds: list[list[tuple[int, int]]]) -> list[list[tuple[int, int]]]:
-    """Pairs of nodes -> of their ranks, one by one in their order, as far as both have one."""
+    """Map pairs of nodes to pairs of their ranks with the same local rank."""
     ranks = [range(node.first_rank, node.first_rank + node.num_ranks) for node in nodes]
     return [[pair for one, other in pairs for pair in zip(ranks[one], ranks[other])] for pairs in rounds]
 
 
 def _circle(count: int) -> list[list[tuple[int, int]]]:
-    """Each of three or more and the next one, the last and the first; the pairs of a round have none in common."""
+    """Return rounds of disjoint pairs: each of `count` >= 3 nodes with the next one, and the last with the first."""
     line = [(place, place + 1) for place in range(count - 1)]
     rounds, closing = [line[::2], line[1::2]], (0, count - 1)
     return [rounds[0], [*rounds[1], closing]] if count % 2 == 0 else [*rounds, [closing]]
 
 
 def _names(node: Node, nodes: list[Node]) -> list[str]:
-    """Of its ranks: host:local rank; host@first rank:local rank where two nodes (containers, say) have one name."""
+    """Return the names of a node's ranks.
+
+    host:local rank, or host@first rank:local rank if several nodes (for example containers) have the same hostname.
+    """
     alone = sum(other.host == node.host for other in nodes) == 1
     host = node.host if alone else f"{node.host}@{node.first_rank}"
     return [f"{host}:{local_rank}" for local_rank in range(node.num_ranks)]
 
 
 def _rounds(hosts: list[int]) -> list[list[tuple[int, int]]]:
-    """Every two of `hosts` meet once; the pairs of a round have none in common (round-robin tournament)."""
+    """Return rounds of disjoint pairs in which every two hosts are paired once (round-robin tournament)."""
     ring: list[int | None] = [*hosts, *([None] if len(hosts) % 2 else [])]
     rounds = []
     for _ in range(len(ring) - 1):
@@ -178,9 +200,10 @@ def _rounds(hosts: list[int]) -> list[list[tuple[int, int]]]:
 def _exchange(
     parallel: Parallel, block, rounds: list[list[tuple[int, int]]], names: list[str], *, of_several=median
 ) -> dict[str, float]:
-    """GB/s of this rank's pairs, told by the lower rank; one pair at a time between hosts would take too long.
+    """Return GB/s of the pairs in which this rank is the lower one.
 
-    of_several: which seconds of a few messages count; the least where others may use the link.
+    All pairs of a round send at once, because one pair of ranks at a time would take too long. `of_several` reduces the
+    seconds of a few messages to one value: use min if others may use the link.
     """
     rates = {}
     for pairs in rounds:
@@ -195,14 +218,14 @@ def _exchange(
 
 
 def _send_around(parallel: Parallel, block: torch.Tensor) -> float:
-    """GB/s of this rank where all send to the next at once, as a flat ring does."""
+    """Return this rank's GB/s while all ranks send to the next one, as in a flat ring."""
     rank, size = parallel.rank, parallel.world_size
     dist.barrier()
     return _send_and_receive(parallel, block, to=(rank + 1) % size, source=(rank - 1) % size)
 
 
 def _send_and_receive(parallel: Parallel, block: torch.Tensor, *, to: int, source: int, of_several=median) -> float:
-    """GB/s in each direction."""
+    """Return GB/s per direction."""
     incoming, seconds = torch.empty_like(block), []
     for _ in range(4):
         started = time.perf_counter()

@@ -1,13 +1,13 @@
-"""torchrun, ending with the code of the rank that failed first: python -m infcl.cluster.torchrun TORCHRUN'S ARGUMENTS
+"""torchrun with the exit code of the first rank that fails: python -m infcl.cluster.torchrun TORCHRUN'S ARGUMENTS
 
-It starts a rank on each visible GPU, or one on a CPU, unless --nproc-per-node says how many. torchrun itself exits with
-1 whatever its ranks exited with, but what restarts a run has to tell a usage error (2) and a diverged run (65) from a
-failure: launch/torchrun.sh comes here. The ranks that torchrun ends after the first do not count. A rank that a signal
-ended counts as in a shell, 128 + its number, and so does torchrun.
+It starts one rank per visible GPU, or one on a CPU, unless --nproc-per-node is given. torchrun itself always exits
+with 1 if a rank fails. A script that restarts runs must distinguish a usage error (2) and a diverged run (65) from
+other failures, so launch/torchrun.sh starts this module. Ranks that torchrun stops after the first failure are ignored.
+If a signal ends a rank or torchrun, the exit code is 128 + the signal's number, as in a shell.
 
-SIGUSR1, by which a scheduler announces the end of a run's time, is passed to the ranks too: by default it would end
-torchrun and leave them behind. Ranks that were sent a signal have five minutes for their step and a checkpoint, not
-half a minute (where torch knows TORCH_ELASTIC_SHUTDOWN_TIMEOUT).
+A scheduler sends SIGUSR1 before the run's time limit. The signal is forwarded to the ranks: by default it would end
+torchrun and leave the ranks running. After a signal, ranks have five minutes instead of 30 s to finish their step and
+write a checkpoint (if torch supports TORCH_ELASTIC_SHUTDOWN_TIMEOUT).
 """
 
 import os

@@ -1,1 +1,1 @@
-"""Zero-shot, retrieval and validation loss, on all ranks: features, then scores; tasks are what a trainer runs."""
+"""Zero-shot, retrieval and validation loss on all ranks. The trainer runs the tasks of tasks.py."""

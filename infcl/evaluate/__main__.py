@@ -45,14 +45,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
             with open(args.out, "a", encoding="utf-8") if args.out else contextlib.nullcontext(sys.stdout) as file:
                 print(line, file=file, flush=True)
         except OSError as error:
-            print(line, flush=True)  # an hour's work is not lost
+            print(line, flush=True)  # keep the results of a long evaluation
             return report_mistake("infcl.evaluate", ValueError(f"--out {args.out}: {error.strerror}"))
     destroy_parallel(parallel)
     return 0
 
 
 def evaluate(args: argparse.Namespace, parallel: Parallel) -> dict[str, object]:
-    """Run the task and return what was evaluated on what, and its metrics. Collective: all ranks return the same."""
+    """Run the task and return its inputs and metrics as one record. Collective: all ranks return the same.
+
+    Raises:
+        ValueError: the options, the weights or the data are invalid.
+    """
     if args.batch_size < 1:
         raise ValueError(f"--batch-size {args.batch_size} must be greater than 0")
     options = {"model": args.model, "tokenizer": args.tokenizer, "ema": args.ema}
@@ -88,7 +92,7 @@ def evaluate(args: argparse.Namespace, parallel: Parallel) -> dict[str, object]:
 
 
 def encoder(clip: CLIP, precision: str) -> Callable[..., dict[str, torch.Tensor]]:
-    """Return the function (images on the device, texts on the host) -> features, under the precision's autocast."""
+    """Return the function (images on the device, texts on the host) -> features, under autocast for `precision`."""
     dtype, device, cfg = PRECISIONS[precision], clip.logit_scale.device, clip.cfg.text_cfg
     prepare = partial(packed, cfg) if packs(cfg) else whole
 
@@ -101,7 +105,7 @@ def encoder(clip: CLIP, precision: str) -> Callable[..., dict[str, torch.Tensor]
 
 
 def table(result: dict) -> str:
-    """Return aligned lines for a terminal: shares in percent, the rest as numbers."""
+    """Format the result as aligned lines for a terminal: shares in percent, other values as numbers."""
     rows = [("checkpoint", result["checkpoint"]), ("data", result["data"])]
     for name, value in result["metrics"].items():
         is_share = name.startswith("top") or name.endswith(("_r1", "_r5", "_r10"))

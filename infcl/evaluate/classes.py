@@ -1,13 +1,13 @@
-"""Classes of a zero-shot evaluation: their names, and which of them count as right for a label.
+"""Classes of a zero-shot evaluation: their names, and which classes are correct for a label.
 
-classnames file   one class per line: its name, or `LABEL<TAB>name` where LABEL is what the data calls it (a folder's
-                  name such as n01440764). The line's number, from 0, is the class index.
-                  The name `imagenet` instead of a path: ImageNet's 1000 in the order of their sorted folders.
-templates file    one prompt per line, with {} (or {c}, as in CLIP-benchmark) where the class name goes; `imagenet`:
-                  its 80 prompts of CLIP's authors.
-classes file      for sets that have only some of the classes (ImageNet-A, -R, -O, ObjectNet): one line for each label
-                  that is evaluated, `INDEX`, `LABEL`, or `LABEL<TAB>INDEX[,INDEX...]` where several classes are right.
-                  Only the classes in this file compete, samples with other labels are left out and counted.
+classnames file   one class per line: its name, or `LABEL<TAB>name` where LABEL is the label in the data (a folder name
+                  such as n01440764). The class index is the line number, from 0.
+                  `imagenet` instead of a path selects ImageNet's 1000 classes in the order of their sorted folders.
+templates file    one prompt per line, with {} (or {c}, as in CLIP-benchmark) in place of the class name. `imagenet`
+                  instead of a path selects the 80 prompts of CLIP's authors.
+classes file      for sets that have only some of the classes (ImageNet-A, -R, -O, ObjectNet). One line per evaluated
+                  label: `INDEX`, `LABEL`, or `LABEL<TAB>INDEX[,INDEX...]` if several classes are correct.
+                  Only the classes in this file compete. Samples with other labels are skipped and counted.
 """
 
 import json
@@ -25,8 +25,8 @@ class ClassSet(NamedTuple):
     """K competing classes, and how labels map to them."""
 
     names: list[str]  # [K]
-    rows: dict[str, int]  # label as the data has it -> row of `right`
-    right: torch.Tensor  # bool [labels, K]: the classes that count as right
+    rows: dict[str, int]  # label in the data -> row of `right`
+    right: torch.Tensor  # bool [labels, K]: the correct classes of each label
 
 
 def read_classes(
@@ -34,17 +34,17 @@ def read_classes(
 ) -> ClassSet:
     """Read the classes of a data set.
 
-    A label is an index into the classnames file, its LABEL, or the class name itself; where a number is both, it is the
-    name if all folders are names, else the index. If no folder is any of these, they are taken in sorted order, if
-    there are as many as classes.
+    A label is an index into the classnames file, a LABEL of that file, or a class name. A number that is both an index
+    and a name is read as the name if all folders are names, else as the index. If no folder matches any of these and
+    there are as many folders as classes, the sorted folders are mapped to the classes in order.
 
     Args:
-        classnames: file of names, or "imagenet"; None: each folder is a class of its name, with spaces for underscores.
+        classnames: file of names, or "imagenet". None: each folder is a class; its name with spaces for underscores.
         subset: classes file.
         folders: all labels of a class-folder data set, for files that have no labels.
 
     Raises:
-        ValueError: folders fit none of this; a line of the classes file is wrong.
+        ValueError: the folders do not match the classes, or a line of the classes file is invalid.
     """
     if classnames is None:
         fields = [[folder, folder.replace("_", " ")] for folder in sorted(folders or ())]
@@ -69,7 +69,7 @@ def read_classes(
 
 
 def read_templates(path: str | Path | None) -> list[str]:
-    """Read prompts with {} for the class name; None: DEFAULT_TEMPLATE.
+    """Read prompts with {} for the class name. Without a path, return DEFAULT_TEMPLATE.
 
     Raises:
         ValueError: a prompt lacks {}.
@@ -84,10 +84,10 @@ def read_templates(path: str | Path | None) -> list[str]:
 
 
 def read_lines(path: str | Path, flag: str) -> list[str]:
-    """Read the lines of a text file that are not blank, stripped.
+    """Read the non-blank lines of a text file, stripped.
 
     Raises:
-        ValueError: the file is missing, empty or not UTF-8; with the flag.
+        ValueError: the file is missing, empty or not UTF-8. The message starts with `flag`.
     """
     try:
         lines = Path(path).read_text(encoding="utf-8-sig").split("\n")
@@ -102,7 +102,7 @@ def read_lines(path: str | Path, flag: str) -> list[str]:
 
 
 def _lines_or_imagenet(source: str | Path, kind: str) -> list[str]:
-    """The lines of a file; those that ship with infcl for the name "imagenet" (./imagenet is a file)."""
+    """Read the lines of a file, or infcl's own for the name "imagenet" (write ./imagenet for a file of that name)."""
     if source == "imagenet":
         return json.loads(_IMAGENET.read_text(encoding="utf-8"))[kind]
     return read_lines(source, f"--zeroshot-{kind}")

@@ -1,7 +1,8 @@
 """Features of an evaluation set, computed by all ranks.
 
-Every rank takes every world_size-th sample. All ranks run the same number of forwards (ZeRO-3 gathers parameters in
-each, so a missing one would hang the others): a rank that has run out encodes a filler batch and drops the result.
+Every rank takes every world_size-th sample. All ranks run the same number of forwards, because ZeRO-3 gathers
+parameters in each: a missing forward would hang the other ranks. A rank without a batch left encodes a filler batch and
+drops the result.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -17,10 +18,10 @@ def in_step(batches: Iterable, filler, group: dist.ProcessGroup, device: torch.d
 
     Args:
         batches: the batches of this rank.
-        filler: a batch for ranks that have run out; they get it with is_real False.
+        filler: a batch for ranks that have none left. It is yielded with is_real False.
 
     Raises:
-        ValueError: on all ranks, where one rank's data raises it (a label out of range).
+        ValueError: the data of one rank raised it, for example for a label out of range. All ranks raise it.
     """
     iterator = iter(batches)
     while True:
@@ -42,17 +43,14 @@ def in_step(batches: Iterable, filler, group: dist.ProcessGroup, device: torch.d
 
 
 def batches_of(samples: Iterable, size: int, collate: Callable[[list], Any]) -> Iterator[Any]:
-    """Group samples into collated batches; the last may be smaller."""
+    """Yield the samples in collated batches of `size`; the last batch may be smaller."""
     iterator = iter(samples)
     while held := list(islice(iterator, size)):
         yield collate(held)
 
 
 def gather_rows(rows: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Gather rows [n_r, ...] of all ranks, whose numbers may differ: [sum of n_r, ...] in the order of ranks.
-
-    Two all-gathers.
-    """
+    """Gather rows [n_r, ...] of all ranks into [sum of n_r, ...] in rank order; n_r may differ. Two all-gathers."""
     gathered_counts = [torch.zeros(1, dtype=torch.int64, device=rows.device) for _ in range(dist.get_world_size(group))]
     dist.all_gather(gathered_counts, torch.tensor([len(rows)], device=rows.device), group=group)
     counts = [int(count) for count in gathered_counts]

@@ -1,7 +1,7 @@
-"""A model and its tokenizer for evaluation, from whatever holds weights: no trainer, no DeepSpeed.
+"""Load a model and its tokenizer for evaluation, without a trainer or DeepSpeed.
 
-In:  a run, a checkpoint, an export, an open_clip or CLIPModel folder, or a bare file with the name of its model config.
-Out: CLIP in eval mode on the device, and a callable that turns texts into its token ids.
+In:  a run, a checkpoint, an export, an open_clip or CLIPModel folder, or a weights file and the name of its config.
+Out: CLIP in eval mode on the device, and a callable that turns texts into token ids.
 """
 
 import logging
@@ -37,8 +37,11 @@ def load_model(
         tokenizer: see `load_tokenizer`; by default the one stored with the weights.
         ema: load a run's averaged weights.
 
+    Returns:
+        The model, and the tokenizer: n texts -> int64 [n, L].
+
     Raises:
-        ValueError: weights, config and tokenizer do not belong together.
+        ValueError: weights, config and tokenizer do not match.
     """
     weights = read_weights(checkpoint, ema=ema)
     cfg = weights.cfg
@@ -51,12 +54,12 @@ def load_model(
     elif model is not None:
         raise ValueError(f"--model {model}: {checkpoint} brings its own config; leave --model out")
     tokenize = load_tokenizer(tokenizer or _folder_of_tokenizer(Path(checkpoint)), cfg)
-    if weights.cfg is None and isinstance(tokenize, Tokenizer):  # a config file that knows only CLIP's own vocabulary
+    if weights.cfg is None and isinstance(tokenize, Tokenizer):  # the config has CLIP's own vocabulary size
         ids = {name: getattr(tokenize, name) for name in ("vocab_size", "context_length", "eos_id", "pad_id")}
         cfg = cfg.with_tokenizer(**ids) if isinstance(cfg, OpenClipConfig) else with_tokenizer(cfg, **ids)
         tokenize.repairs = True
     clip = model_with(weights, cfg)
-    native = isinstance(cfg, CLIPConfig)  # other models' images are resized as their own preprocess_cfg says
+    native = isinstance(cfg, CLIPConfig)  # other models have a preprocess_cfg, which is followed
     if native and (resizing := other_resizing(Path(checkpoint))):
         log.warning(
             "%s was trained with images resized by %s; infcl resizes the short side (bicubic) and crops the center, so "
@@ -70,10 +73,10 @@ def load_model(
 def load_tokenizer(source: str | Path | None, cfg: CLIPConfig | OpenClipConfig) -> Tokenize:
     """Load a sentencepiece .model, a folder with one or with Hugging Face's tokenizer files, or "open_clip:MODEL".
 
-    None means CLIP's own BPE, open_clip:ViT-B-32, for a model with its 49408 ids.
+    None selects CLIP's own BPE, open_clip:ViT-B-32, if the model has its 49408 ids.
 
     Raises:
-        ValueError: there is no such tokenizer, or it has more ids than the model has embeddings.
+        ValueError: the tokenizer does not exist, or has more ids than the model has embeddings.
     """
     text = cfg.text_cfg
     if isinstance(cfg, OpenClipConfig):
@@ -108,16 +111,16 @@ def _hugging_face(folder: Path, context_length: int) -> Tokenize:
     from transformers import AutoTokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)  # the default, None, asks the user
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)  # the default, None, would prompt
     except ValueError as error:
-        why = str(error).split(" which must be executed")[0]  # not transformers' advice to run the code
+        why = str(error).split(" which must be executed")[0]  # drop transformers' advice to run the code
         raise ValueError(f"{folder}: its tokenizer cannot be opened without running code from it: {why}") from error
     options = {"padding": "max_length", "truncation": True, "max_length": context_length, "return_tensors": "pt"}
     return lambda texts: tokenizer(texts, **options).input_ids
 
 
 def _folder_of_tokenizer(checkpoint: Path) -> Path | None:
-    """Return the folder of a run, checkpoint or export that has tokenizer files, None where there are none."""
+    """Return the folder of a run, checkpoint or export that has tokenizer files, or None."""
     folder = checkpoint if checkpoint.is_dir() else checkpoint.parent
     wanted = (*_SENTENCEPIECE, "tokenizer.json", "vocab.json")
     for place in (folder, folder.parent.parent):

@@ -1,16 +1,16 @@
 """Image-text retrieval with several captions per image: exact counts, computed by all ranks in linear memory.
 
-Each query has one right candidate: for a caption its image, for an image the best-scoring of its own captions (the
-others are neither right nor wrong). Two counts describe a query: the wrong candidates that score higher than the right
-one, and those that score equal (`ties`). Recall at k is the expected hit when ties are ordered at random,
-clamp((k - higher) / (ties + 1), 0, 1). A collapsed model, whose features are all equal, therefore gets chance.
+Each query has one right candidate. For a caption this is its image; for an image, the best-scoring of its own captions
+(its other captions are ignored). Two counts describe a query: the wrong candidates that score higher than the right one
+(`higher`), and those with an equal score (`ties`). Recall at k is the expected hit when ties are ordered at random,
+clamp((k - higher) / (ties + 1), 0, 1). A collapsed model, whose features are all equal, therefore scores at chance.
 
-One pass over the scores serves both directions, as in the loss: images stay on their rank, captions travel around the
-ring with their right score and their counts, and one [T, T] tile of scores exists at a time. Right scores come out
-of tiles of the same shape (the same matrix product, so equal features score equal to the last bit).
+One pass over the scores serves both directions, as in the loss. Images stay on their rank; captions move around the
+ring with their right score and their counts; one [T, T] tile of scores exists at a time. The right scores are computed
+in tiles of the same shape: the same GEMM gives equal features bitwise equal scores.
 
-Shapes: n images and t captions of this rank, N in all, W ranks, D embedding width, T tile.
-Cost: N_images * N_captions * 2 D operations over all ranks (plus T/N of that for the right scores); W hops of t*D f32.
+Shapes: n images and t captions of this rank, N in total, W ranks, D embedding width, T tile.
+Cost: N_images * N_captions * 2 D FLOPs over all ranks (plus T/N of that for the right scores); W hops of t*D f32.
 Memory per rank: 3 blocks of captions [t, D], this rank's images [n, D], and 2 T^2 f32.
 """
 
@@ -25,11 +25,11 @@ from infcl.evaluate.features import gather_rows, in_step
 from infcl.loss.ring import RingExchange
 
 RECALLS = (1, 5, 10)
-_ALIGN = 64  # sides of a tile are multiples of it: no product takes another code path at a tile's edge
+_ALIGN = 64  # tile sides are multiples of it, so that all GEMMs take the same code path
 
 
 class Features(NamedTuple):
-    """The encoded samples of a rank. Captions are in the order of their images."""
+    """Encoded samples of a rank. Captions are in the order of their images."""
 
     images: torch.Tensor  # f32 [n, D], unit norm
     texts: torch.Tensor  # f32 [t, D], unit norm
@@ -90,7 +90,9 @@ def retrieval_metrics(features: Features, *, group: dist.ProcessGroup | None, ti
         for k in RECALLS:
             metrics[f"{name}_r{k}"] = float(((k - higher) / (ties + 1)).clamp(0, 1).mean())
         ranks = 1 + higher + ties / 2
-        metrics[f"{name}_median_rank"] = float(ranks.median() - (-ranks).median()) / 2  # torch takes the lower of two
+        metrics[f"{name}_median_rank"] = (
+            float(ranks.median() - (-ranks).median()) / 2
+        )  # torch.median returns the lower of two
     return metrics
 
 
@@ -103,7 +105,7 @@ def retrieval_counts(
     group: dist.ProcessGroup | None = None,
     tile: int = 4096,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Count the wrong candidates of all ranks that score higher than, or equal to, the right one.
+    """Count the wrong candidates of all ranks that score higher than the right one, and those that tie with it.
 
     Plain PyTorch, on one rank:
         scores = images @ texts.T;  own = arange(n)[:, None] == owner
@@ -115,6 +117,8 @@ def retrieval_counts(
         images: f32 [n, D]; every image needs a caption.
         texts: f32 [t, D].
         owner: int64 [t], the row of `images` that a caption describes.
+        group: ranks of the ring; None: this rank only.
+        tile: largest tile side T.
 
     Returns:
         Columns (higher, ties) of the images, f64 [n, 2], and of the captions, f64 [t, 2].
@@ -151,9 +155,10 @@ def retrieval_counts(
 
 
 def _count(scores: torch.Tensor, right: torch.Tensor, dim: int, into: torch.Tensor) -> None:
-    """into += [(scores > right).sum(dim), (scores == right).sum(dim)], by signs: much faster than booleans on a CPU.
+    """into += [(scores > right).sum(dim), (scores == right).sum(dim)].
 
-    The sign of a float32 difference is exact, and so are sums of signs below 2^24. A hidden score of -inf adds nothing.
+    Signs are much faster than booleans on a CPU. The sign of a float32 difference is exact, and so are sums of signs
+    below 2^24. A hidden score of -inf adds nothing.
     """
     signs = (scores - right).sign_()
     above_minus_below = signs.sum(dim)
@@ -163,7 +168,7 @@ def _count(scores: torch.Tensor, right: torch.Tensor, dim: int, into: torch.Tens
 
 
 def _right_scores(images: torch.Tensor, texts: torch.Tensor, owner: torch.Tensor, tile: int) -> torch.Tensor:
-    """Scores of captions with their own images, [len(texts)]; +inf for padding, above which nothing is."""
+    """Return the scores of captions with their own images, [len(texts)]; +inf for padding, so that nothing beats it."""
     right = texts.new_full((len(texts),), torch.inf)
     for left in range(0, len(owner), tile):
         mine = owner[left : left + tile]
@@ -173,7 +178,7 @@ def _right_scores(images: torch.Tensor, texts: torch.Tensor, owner: torch.Tensor
 
 
 def _hide_own(scores: torch.Tensor, owner: torch.Tensor, top: int, left: int) -> None:
-    """Write -inf where this tile has the score of a caption with its own image."""
+    """Set the scores of captions with their own images in this tile to -inf, in place."""
     row = owner[left : left + scores.shape[1]] - top
     column = torch.arange(len(row), device=row.device)
     inside = (row >= 0) & (row < len(scores))
@@ -185,12 +190,12 @@ def _round_up(size: int, step: int) -> int:
 
 
 def _padded(rows: torch.Tensor, length: int) -> torch.Tensor:
-    """[k, D] -> [length, D], contiguous, zeros at the end."""
+    """Pad [k, D] with zeros to a contiguous [length, D]."""
     return rows.contiguous() if len(rows) == length else F.pad(rows, (0, 0, 0, length - len(rows)))
 
 
 def _all_counts(n: int, t: int, group: dist.ProcessGroup | None, device: torch.device) -> list[tuple[int, int]]:
-    """(images, captions) of every rank."""
+    """Return the number of images and captions of every rank."""
     if group is None:
         return [(n, t)]
     counts = gather_rows(torch.tensor([[n, t]], device=device), group)

@@ -1,6 +1,6 @@
 """Evaluation tasks of the trainer and of the command line: data and a tokenizer in, metrics out, on all ranks.
 
-A task is built and checked before training starts, which reports missing files and useless data early.
+A task is built and checked before training starts, so that missing files and unusable data are reported early.
 """
 
 import logging
@@ -27,21 +27,21 @@ from infcl.parallel import Parallel, from_first_rank
 
 log = logging.getLogger(__name__)
 
-TRIED = 1000  # samples of a set that `check` reads at most
+TRIED = 1000  # most samples that `check` reads
 Tokenize = Callable[[list[str]], torch.Tensor]  # n texts -> int64 [n, L]
 Scalars = dict[str, torch.Tensor]
 
 
 class RetrievalTask:
-    """Image<->text retrieval over the samples of `data`; a sample without a caption is left out.
+    """Image<->text retrieval over the samples of `data`. Samples without a caption are skipped.
 
-    An image's captions are the list "captions" of its json record; without one, its caption.
+    An image's captions are the list "captions" of its json record or, without that list, its caption.
 
     Args:
-        captions: "lines" makes each line of a caption a caption (CLIP-benchmark's shards of COCO and Flickr).
-        keys: members of shards that make a sample; without a caption there, those of the format are read.
-        columns: the same of a table.
-        loss: report val_loss, from the same features.
+        captions: "lines" splits a caption into one caption per line (CLIP-benchmark's shards of COCO and Flickr).
+        keys: shard members that make a sample. Without a caption there, those of the format are read.
+        columns: table columns that make a sample.
+        loss: also report val_loss, computed from the same features.
     """
 
     def __init__(
@@ -66,7 +66,11 @@ class RetrievalTask:
         self.captions, self.loss = captions, loss
 
     def check(self) -> None:
-        """Raise ValueError when the first TRIED samples have no image with a caption. Collective: rank 0 reads."""
+        """Check that the first TRIED samples have an image with a caption. Collective: rank 0 reads.
+
+        Raises:
+            ValueError: none of them does.
+        """
 
         def try_data() -> None:
             samples = self.source(limit=TRIED)
@@ -84,7 +88,7 @@ class RetrievalTask:
 
         Args:
             encode: (images on the device, texts on the host) -> features dict, through the engine.
-            scalar_values: returns the engine's exact scalars.
+            scalar_values: maps the scalars that `encode` returned to the engine's exact ones.
         """
         where: dict[str, Any] = {"group": parallel.dp_group, "device": parallel.device}
         samples = self.source(rank=parallel.dp_rank, world_size=parallel.dp_size)
@@ -98,7 +102,7 @@ class RetrievalTask:
         return metrics
 
     def _with_captions(self, samples: EvalSamples) -> Iterator[EvalSample]:
-        """Yield the samples that have one and count the others as skipped."""
+        """Yield the samples that have captions and count the others as skipped."""
         for sample in samples:
             if self._captions(sample):
                 yield sample
@@ -112,7 +116,7 @@ class RetrievalTask:
         return [caption for caption in listed if isinstance(caption, str) and caption.strip()]
 
     def _collate(self, samples: list[EvalSample]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """images [m, 3, S, S], tokens [sum of captions, L], captions per image [m]."""
+        """Return images [m, 3, S, S], tokens [sum of captions, L] and captions per image [m]."""
         captions = [self._captions(sample) for sample in samples]
         tokens = self.tokenizer([caption for listed in captions for caption in listed])
         return torch.stack([sample.image for sample in samples]), tokens, torch.tensor([len(c) for c in captions])
@@ -122,9 +126,9 @@ class ZeroShotTask:
     """Zero-shot classification of `data`: class-named folders, or shards with a `cls` or json {"label": ...} member.
 
     Args:
-        classnames, templates: text files or "imagenet"; by default classnames.txt and templates.txt of the data's
-            folder. Class folders without these files take the folders' names and "a photo of a {}".
-        classes: file of the classes that compete, for sets that have only some (see infcl.evaluate.classes).
+        classnames, templates: text files or "imagenet"; by default classnames.txt and templates.txt in the data's
+            folder. Without these files, class folders use their names and "a photo of a {}".
+        classes: file of the competing classes, for sets that have only some (see infcl.evaluate.classes).
     """
 
     def __init__(
@@ -163,10 +167,12 @@ class ZeroShotTask:
             raise ValueError(f"{data}: none of its {len(folders)} folders is a class of {classes}")
 
     def check(self) -> None:
-        """Raise ValueError when none of the first TRIED samples has an image and a class, or one has a wrong label.
+        """Check that the first TRIED samples have an image and a class. Collective: rank 0 reads.
 
-        With a classes file those may all be of other classes: then only a shorter set is rejected. Rank 0 reads;
-        collective.
+        With a classes file, the first TRIED samples may all be of other classes: then only a shorter set is rejected.
+
+        Raises:
+            ValueError: none of them does, or a label is invalid.
         """
 
         def try_data() -> None:
@@ -209,10 +215,10 @@ class ZeroShotTask:
         return metrics | _skipped(samples, parallel)
 
     def _row(self, sample: EvalSample) -> int | None:
-        """Return the sample's row of ClassSet.right, None where a classes file leaves it out.
+        """Return the sample's row of ClassSet.right, or None if a classes file excludes its label.
 
         Raises:
-            ValueError: the label is wrong.
+            ValueError: the label is invalid.
         """
         label = sample.metadata.get("label", sample.caption.strip() or None)
         row = self.classes.rows.get(str(label))
@@ -225,14 +231,14 @@ class ZeroShotTask:
 
 
 def _skipped(samples: EvalSamples, parallel: Parallel) -> dict[str, float]:
-    """num_skipped: samples of all ranks without a usable image or caption, and what damaged shards cost."""
+    """Return num_skipped: samples of all ranks without a usable image or caption, or lost in damaged shards."""
     total = torch.tensor([samples.skipped.total()], device=parallel.device)
     dist.all_reduce(total, group=parallel.dp_group)
     return {"num_skipped": int(total)}
 
 
 def _told(samples: EvalSamples) -> str:
-    """How much was read and what was left out, for a message."""
+    """Describe for a message how much was read and what was skipped."""
     counts = ", ".join(f"{cause}: {count}" for cause, count in samples.skipped.items())
     among = f" among its first {samples.limit:,} samples" if samples.is_cut else ""
     return f"{among} ({counts})" if counts else among

@@ -1,8 +1,8 @@
-"""The loss of a held-out set as training computes it: full global batches, over all ranks, the configured loss.
+"""The loss of a held-out set as training computes it: the configured loss on full global batches over all ranks.
 
-A contrastive loss depends on its batch, so the loss of micro-batches is another quantity than the one that is trained
-(they differ by ln of the ratio for an untrained model). Retrieval has encoded the complete set already; the loss goes
-over its features one global batch at a time.
+A contrastive loss depends on the batch size, so the loss of micro-batches is not the loss that is trained. For an
+untrained model the two differ by ln of the ratio of the sizes. Retrieval has already encoded the set; the loss is
+computed from its features, one global batch at a time.
 """
 
 from typing import NamedTuple
@@ -30,14 +30,17 @@ def validation_loss(
 ) -> dict[str, float]:
     """Compute the mean loss over full global batches of every image with its first caption. Collective.
 
-    A set smaller than one global batch is one batch of as many samples as every rank has. The remainder at the end is
-    left out.
+    A set smaller than one global batch is one batch, of as many samples as every rank has. The remainder at the end is
+    skipped.
 
     Args:
+        features: this rank's encoded samples.
+        plan: the loss and the batch size per rank.
+        group: ranks that share the global batch.
         scalars: logit_scale (log-space), logit_bias; f32 [1].
 
     Returns:
-        val_loss, and val_loss_batch, the samples of a global batch; {} where a rank has no sample.
+        val_loss, and val_loss_batch, the samples of a global batch; {} if a rank has no sample.
     """
     first = torch.ones_like(features.owner, dtype=torch.bool)
     first[1:] = features.owner[1:] != features.owner[:-1]

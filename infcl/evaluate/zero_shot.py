@@ -1,7 +1,7 @@
-"""Zero-shot classification: class prompts become a [K, D] classifier; every rank scores its share of the images.
+"""Zero-shot classification: a [K, D] classifier from class prompts; every rank scores its share of the images.
 
 A class embedding is the normalised mean of its prompts' unit-norm features (Radford et al. 2021). Prompts and images
-are distributed over the ranks; only the [K, D] sum and three counts are exchanged.
+are distributed over the ranks, which exchange only the [K, D] sum and three counts.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -28,6 +28,7 @@ def build_classifier(
     Args:
         encode_text: tokens [n, L] on the host -> features [n, D] on the device.
         tokenize: texts -> tokens [n, L].
+        classnames: K names.
         templates: prompts with one {} for the class name.
         batch_size: prompts per forward.
     """
@@ -65,13 +66,13 @@ def evaluate_zero_shot(
         batches: this rank's (uint8 images [m, 3, H, W], int64 labels [m]).
         filler: a batch for ranks that run out early.
         classifier: f32 [K, D], unit norm.
-        right: bool [labels, K], the classes that are right for a label; None: class k for label k.
+        right: bool [labels, K], the correct classes of each label; None: class k for label k.
 
     Returns:
-        top1, top5 and num_samples.
+        top1, top5 (shares) and num_samples.
 
     Raises:
-        ValueError: there is no labelled sample.
+        ValueError: no rank has a labelled sample.
     """
     right = torch.eye(len(classifier), dtype=torch.bool) if right is None else right
     right = right.to(device)

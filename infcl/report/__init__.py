@@ -1,10 +1,10 @@
-"""What a person sees of a run: the table at its end, the picture of its loss, and a page with everything.
+"""Reports of a run: the summary table, the plot of its loss, and an HTML page.
 
-    records.py   RUN on disk -> what is known of it          summary.py   the closing table of a terminal
-    charts.py    records -> which curves are drawn           drawing.py   a chart -> SVG text, or a PNG
-    gallery.py   retrieval results with pictures             page.py      all of it -> one self-contained HTML file
+    records.py   run folder -> records                       summary.py   the summary table for a terminal
+    charts.py    records -> curves                           drawing.py   a chart -> SVG text, or a PNG
+    gallery.py   retrieval results with images               page.py      everything -> one self-contained HTML file
 
-`python -m infcl.report RUN [RUN_B ...]` writes the page; docs/howto/monitor.md says what is on it.
+`python -m infcl.report RUN [RUN_B ...]` writes the page; docs/howto/monitor.md describes it.
 """
 
 from infcl.report.drawing import draw_loss_curve

@@ -1,4 +1,4 @@
-"""python -m infcl.report RUN [RUN_B ...]: write the page of a run, or of several side by side."""
+"""python -m infcl.report RUN [RUN_B ...]: write the page of a run, or of several runs side by side."""
 
 import argparse
 import sys

@@ -1,7 +1,7 @@
-"""Which curves a report shows: records of one or more runs -> charts, as data that drawing.py turns into pictures.
+"""Charts of a report: records of one or more runs -> charts, as data that drawing.py draws.
 
-The x-axis is samples_seen, except for one chart over the training time. With several runs the colour is the run and the
-dash the quantity; with one run the colour is the quantity.
+The x-axis is samples_seen, except for one chart over the training time. With several runs the colour shows the run and
+the dash the quantity; with one run the colour shows the quantity.
 """
 
 from dataclasses import dataclass, field, replace
@@ -17,20 +17,20 @@ class Series:
     ys: list[float]
     colour: int  # index of the palette
     dash: int = 0  # 0 solid, 1 dashed, 2 dotted
-    noisy: bool = False  # drawn faint, with a running mean on top
-    points: bool = False  # few values: markers on the line
-    right: bool = False  # on an axis of its own
+    noisy: bool = False  # draw it faint, with a running mean on top
+    points: bool = False  # few values: draw markers on the line
+    right: bool = False  # use a separate axis on the right
 
 
 @dataclass(frozen=True)
 class Chart:
-    """What a chart shows, and once it is filled its series."""
+    """Definition of a chart; `_filled` adds its series."""
 
-    name: str  # of its PNG
+    name: str  # file name of its PNG
     title: str
-    y: str  # what the y-axis counts
+    y: str  # label of the y-axis
     quantities: dict[str, str] = field(default_factory=dict)  # {key in the records: label}
-    kind: str = "train"  # of the records
+    kind: str = "train"  # which records
     x: str = "samples seen"
     note: str = ""
     log: bool = False
@@ -138,7 +138,7 @@ _VALIDATION = Chart("val", "", "loss", {"val_loss": "validation"}, kind="retriev
 
 
 def train_charts(runs: list[Run]) -> dict[str, list[Chart]]:
-    """Return {"Learning": charts, "Speed and memory": charts}; a chart without a single value is left out."""
+    """Return {"Learning": charts, "Speed and memory": charts} without the charts that have no values."""
     sizes = sorted({min(1024, run.config["batch_size"]) for run in runs if "batch_size" in run.config})
     samples = " or ".join(map(str, sizes)) or "the"
     groups = {}
@@ -149,13 +149,13 @@ def train_charts(runs: list[Run]) -> dict[str, list[Chart]]:
 
 
 def evaluation_charts(runs: list[Run]) -> list[Chart]:
-    """Return recall and accuracy over samples seen, of what was evaluated at least twice in a run."""
+    """Return charts of recall and accuracy over samples seen, for evaluations that a run repeated at least once."""
     charts = [_filled(chart, runs) for chart in _EVALUATIONS]
     return [chart for chart in charts if any(len(series.xs) > 1 for series in chart.series)]
 
 
 def loss_curve(records: list[dict]) -> Chart:
-    """Return the loss and, on an axis of its own, the logit scale of a run's "train" records."""
+    """Return a chart of the loss and, on a separate axis, the logit scale of a run's "train" records."""
     known = [record for record in records if "loss" in record]  # a skipped step may have none
     xs = [record["samples_seen"] for record in known]
     loss = Series("loss of the global batch", xs, [record["loss"] for record in known], 0, noisy=True)
@@ -164,7 +164,7 @@ def loss_curve(records: list[dict]) -> Chart:
 
 
 def _filled(chart: Chart, runs: list[Run]) -> Chart:
-    """The chart with the series of the runs."""
+    """Return the chart with the series of the runs."""
     series, several = [], len(runs) > 1
     for r, run in enumerate(runs):
         records = run.train if chart.kind == "train" else run.evaluations.get(chart.kind, [])
@@ -189,7 +189,7 @@ def _filled(chart: Chart, runs: list[Run]) -> Chart:
 
 
 def _hours(run: Run) -> dict[float, float]:
-    """{samples seen: hours spent in steps}: evaluations, checkpoints and restarts are not included."""
+    """Return {samples seen: hours spent in steps}, without evaluations, checkpoints and restarts."""
     seen, elapsed, hours = 0, 0.0, {}
     for record in run.train:
         rate = record.get("samples_per_second") or float("inf")
@@ -199,7 +199,7 @@ def _hours(run: Run) -> dict[float, float]:
 
 
 def _in_a_unit(chart: Chart, series: list[Series]) -> Chart:
-    """The chart over hours, minutes or seconds; without series where no time is known."""
+    """Return the chart over hours, minutes or seconds, without series if the records have no times."""
     longest = max((max(one.xs) for one in series), default=0.0)
     factor, unit = (1, "hours") if longest >= 2 else (60, "minutes") if longest >= 1 / 30 else (3600, "seconds")
     scaled = [replace(one, xs=[factor * x for x in one.xs]) for one in series if longest]

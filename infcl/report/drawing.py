@@ -1,4 +1,4 @@
-"""A chart -> a matplotlib figure -> SVG text for the page, whose style sheet has its colours, or a PNG."""
+"""Draw a chart with matplotlib, as SVG text for the page (coloured by its style sheet) or as a PNG."""
 
 import io
 import json
@@ -13,11 +13,11 @@ from infcl.report.records import read_metrics
 COLOURS = ("#2a6fdb", "#d9680d", "#12876f", "#8a4fc4", "#c2355b", "#6b7280")  # --c0 to --c5 of style.css
 _SOFT, _GRID = "#5f6670", "#ececea"  # --soft and --grid
 _DASHES: tuple[Any, ...] = ("-", (0, (3, 2.5)), (0, (1, 2)))
-_SIZE = 400, 220  # of an SVG
+_SIZE = 400, 220  # of an SVG, points
 _AREA = {"left": 66 / 400, "right": 392 / 400, "bottom": 41 / 220, "top": 212 / 220}
 _READ_OUT_POINTS = 240
 _RULES = {
-    "path.simplify_threshold": 1.0,  # pixels: of a noisy curve no more points than the eye can tell apart
+    "path.simplify_threshold": 1.0,  # pixels; keeps the SVG of a noisy curve small without a visible change
     "axes.edgecolor": _SOFT,
     "axes.labelcolor": _SOFT,
     "xtick.color": _SOFT,
@@ -29,14 +29,14 @@ _RULES = {
 
 
 def draw_svg(chart: Chart) -> str:
-    """Return <svg>...</svg> and the chart's points as JSON, for the page's values under the pointer."""
+    """Return <svg>...</svg> and the chart's points as JSON, from which the page shows the value under the pointer."""
     text = io.StringIO()
     with _matplotlib().rc_context(
         _RULES | {"font.size": 11, "xtick.labelsize": 10.5, "ytick.labelsize": 10.5, "svg.hashsalt": chart.name}
     ):
         figure = _figure(chart, (_SIZE[0] / 72, _SIZE[1] / 72))
         figure.subplots_adjust(**_AREA)
-        figure.axes[0].yaxis.set_label_coords(-0.165, 0.5)  # at the left edge, whatever the labels of the marks
+        figure.axes[0].yaxis.set_label_coords(-0.165, 0.5)  # at the left edge, however wide the tick labels are
         figure.savefig(text, format="svg", transparent=True, metadata={"Date": None})
     svg = text.getvalue()
     svg = svg[svg.index("<svg") :].replace("<svg ", f'<svg role="img" aria-label="{escape(chart.title)}" ', 1)
@@ -51,7 +51,7 @@ def draw_svg(chart: Chart) -> str:
 
 
 def draw_png(chart: Chart, picture: Path, *, dpi: int = 110) -> None:
-    """Draw the chart into a picture file, for slides and issues."""
+    """Draw the chart into an image file, for slides and issues."""
     with _matplotlib().rc_context(_RULES):
         figure = _figure(chart, (7, 4))
         axis = figure.axes[0]
@@ -65,19 +65,19 @@ def draw_png(chart: Chart, picture: Path, *, dpi: int = 110) -> None:
 
 
 def draw_loss_curve(metrics: Path, picture: Path) -> None:
-    """Draw loss (raw and smoothed) and logit scale over samples_seen, from metrics.jsonl into a PNG."""
+    """Draw the loss (raw and smoothed) and the logit scale of metrics.jsonl over samples_seen, as a PNG."""
     draw_png(loss_curve(read_metrics(metrics, "train")), picture, dpi=120)
 
 
 def legend(series: Series) -> str:
-    """Return the line and the label of a series as HTML."""
+    """Return the legend entry of a series, a line and a label, as HTML."""
     look = f"c{series.colour % len(COLOURS)} dash{series.dash % len(_DASHES)}"
     line = f'<svg viewBox="0 0 22 8"><path class="line {look}" d="M0,4L22,4"/></svg>'
     return f'<span class="key">{line}{escape(series.label)}</span>'
 
 
 def smooth(values: list[float]) -> list[float]:
-    """Mean over a window of a thirtieth of the curve around each value; shorter, but still centred, at the ends."""
+    """Return the running mean over a thirtieth of the curve. The window is centred, and shorter at the ends."""
     half, sums = len(values) // 60, [0.0, *accumulate(values)]
     result = []
     for i in range(len(values)):
@@ -87,7 +87,7 @@ def smooth(values: list[float]) -> list[float]:
 
 
 def tick_labels(marks: list[float], *, percent: bool = False) -> list[str]:
-    """Return the texts of an axis, with as many digits as distinguish its marks."""
+    """Return the tick labels of an axis, with enough digits to distinguish them."""
     labels: list[str] = []
     for digits in range(4, 17):
         labels = [f"{100 * mark:.{digits}g}%" if percent else short(mark, digits) for mark in marks]
@@ -97,7 +97,7 @@ def tick_labels(marks: list[float], *, percent: bool = False) -> list[str]:
 
 
 def short(value: float, digits: int = 4) -> str:
-    """12,500,000 -> 12.5M."""
+    """Format a number briefly: 12,500,000 -> 12.5M."""
     for scale, unit in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
         if abs(value) >= scale:
             return f"{value / scale:.{digits}g}{unit}"
@@ -127,7 +127,7 @@ def _plot(axis, series: Series) -> None:
     colour, dash = COLOURS[series.colour % len(COLOURS)], _DASHES[series.dash % len(_DASHES)]
     look: dict[str, Any] = {"color": colour, "linestyle": dash}
     if series.points or len(series.xs) == 1:
-        look |= {"marker": "o", "markersize": 4, "clip_on": False, "zorder": 3}  # an accuracy of 1 is on the frame
+        look |= {"marker": "o", "markersize": 4, "clip_on": False, "zorder": 3}  # an accuracy of 1 lies on the frame
     if series.noisy:
         axis.plot(series.xs, series.ys, linewidth=0.7, alpha=0.3, color=colour)
     if series.right:
@@ -138,7 +138,7 @@ def _plot(axis, series: Series) -> None:
 
 
 def _marks(low: float, high: float, *, log: bool) -> list[float]:
-    """Round values in [low, high]."""
+    """Return round tick values in [low, high]."""
     ticker = _matplotlib().ticker
     locator = ticker.MaxNLocator(6, steps=[1, 2, 5, 10])
     if log and high / low > 10:
@@ -147,11 +147,11 @@ def _marks(low: float, high: float, *, log: bool) -> list[float]:
 
 
 def _range(chart: Chart) -> tuple[float, float]:
-    """Of the smoothed curves and of all but the wildest hundredth of the raw values."""
+    """Return the y-range of the smoothed curves and of the central 99% of the raw values."""
     values: list[float] = []
     for series in (one for one in chart.series if not one.right):
         values += smooth(series.ys) if series.noisy else series.ys
-        if series.noisy and series.ys:  # a run may end without a step
+        if series.noisy and series.ys:  # a run may have no step
             ordered, cut = sorted(series.ys), len(series.ys) // 200
             values += [ordered[cut], ordered[-1 - cut]]
     if chart.log:
@@ -164,7 +164,7 @@ def _range(chart: Chart) -> tuple[float, float]:
 
 
 def _read_out(series: Series) -> dict:
-    """Points at equal distances, of noisy series the running mean; the last one too."""
+    """Return evenly spaced points and the last one; for a noisy series, points of its running mean."""
     step = -(-len(series.xs) // _READ_OUT_POINTS)
     ys = smooth(series.ys) if series.noisy else series.ys
     kept = [*range(0, len(ys) - 1, step), len(ys) - 1]

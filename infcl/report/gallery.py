@@ -1,7 +1,7 @@
-"""Retrieval results with pictures: what the exported model finds for a few queries of the run's --val-data, on the CPU.
+"""Retrieval results with images: the exported model answers a few queries of the run's --val-data on the CPU.
 
-Queries are spread evenly over the set, not chosen by their outcome. The candidates are as many samples as the CPU
-encodes in a few seconds; with fewer candidates than the evaluation had, retrieval is easier here than there.
+Queries are spread evenly over the candidates, whatever their results. There are as many candidates as a CPU encodes in
+a few seconds. Retrieval is easier here if the evaluation has more.
 """
 
 import base64
@@ -14,7 +14,7 @@ from infcl.report.records import Run
 
 QUERIES, TOP = 6, 5
 MAX_CANDIDATES, MIN_CANDIDATES = 1024, 48
-BUDGET_FLOPS = 2e12  # seconds on a few cores
+BUDGET_FLOPS = 2e12  # a few seconds on a few cores
 _THUMBNAIL = 112  # pixels
 
 
@@ -22,7 +22,7 @@ _THUMBNAIL = 112  # pixels
 class Item:
     image: str | None  # data: uri
     text: str | None
-    score: float  # cosine; of the query itself, 1
+    score: float  # cosine similarity; 1 for the query itself
     right: bool = False
 
 
@@ -30,7 +30,7 @@ class Item:
 class Result:
     query: Item
     found: list[Item]  # best first
-    rank: int  # of the query's partner, from 1
+    rank: int  # rank of the query's partner, from 1
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Gallery:
 
 
 def retrieval_gallery(run: Run) -> Gallery | str:
-    """The gallery, or the sentence that says why there is none."""
+    """Return the gallery, or a sentence that says why there is none."""
     data = run.config.get("val_data")
     if not (run.root / "export" / "open_clip_model.safetensors").is_file():
         return "No gallery: the run has not exported a model yet."
@@ -62,7 +62,7 @@ def _gallery(run: Run, data: str) -> Gallery | str:
     columns = zip(DEFAULT_COLUMNS, ("csv_separator", "csv_img_key", "csv_caption_key"))
     source = eval_source(data, TableColumns(*(str(run.config.get(name, default)) for default, name in columns)))
     named = str(run.config.get("tokenizer") or "")
-    tokenizer = named if named.startswith("open_clip:") else None  # others lie in the export
+    tokenizer = named if named.startswith("open_clip:") else None  # others are stored in the export
     try:
         model, tokenize = load_model(run.root / "export", device=torch.device("cpu"), tokenizer=tokenizer)
     except ValueError as error:
@@ -100,7 +100,7 @@ def _gallery(run: Run, data: str) -> Gallery | str:
 def _result(
     scores: torch.Tensor, query: int, captions: list[str], pictures: "_Pictures", *, query_is_text: bool
 ) -> Result:
-    """scores [N] of one query against all candidates; a candidate with the query's very caption counts as right."""
+    """Return the best candidates of a query by its scores [N]. A candidate with the same caption counts as right."""
     best = scores.topk(min(TOP, len(scores))).indices.tolist()
     found = [
         Item(
@@ -123,7 +123,7 @@ def _caption(sample) -> str:
 
 
 class _Pictures:
-    """uint8 [N, 3, S, S] -> data: uris of small pictures, made when asked for."""
+    """Thumbnails of images uint8 [N, 3, S, S] as data: URIs, encoded on access."""
 
     def __init__(self, pixels: torch.Tensor):
         self.pixels = pixels

@@ -1,6 +1,6 @@
-"""One or more runs -> one self-contained HTML page: it loads nothing, and its colours follow the reader's system.
+"""One or more runs -> one self-contained HTML page that loads no other file and follows the reader's colour scheme.
 
-page.html is the page, a template that escapes every text; here are the values in it.
+page.html is the template, which escapes every text. This module computes the values in it.
 """
 
 import dataclasses
@@ -24,11 +24,11 @@ _SHARES = {"r1": "R@1", "r5": "R@5", "r10": "R@10", "top1": "top-1", "top5": "to
 _CAUSES = {"skipped": "replaced while reading", "index": "left out by the index", "noted": "used, with a remark"}
 _HERE = Path(__file__).parent
 
-Rows = list[tuple[str, list[str]]]  # a label, and a value per run
+Rows = list[tuple[str, list[str]]]  # (label, one value per run)
 
 
 def write_report(runs: list[Run], out: Path) -> Path:
-    """Write `out`/index.html (compare_B.html for runs A, B) and a PNG per chart; return the page's path."""
+    """Write `out`/index.html (compare_B.html for runs A, B) and one PNG per chart. Return the page's path."""
     out.mkdir(parents=True, exist_ok=True)
     groups = train_charts(runs)
     evaluations = evaluation_charts(runs)
@@ -45,7 +45,7 @@ def render_page(runs: list[Run], groups: dict[str, list[Chart]], evaluations: li
     templates.globals.update(legend=legend, draw_svg=draw_svg, causes=_causes, settings=_settings)
     headlines = [headline(run) for run in runs]
     first = runs[0]
-    # only a page of one run has tiles: no tile stands alone in the last row
+    # Only a page of one run has tiles. Choose the number of columns so that no tile is alone in the last row.
     columns = max((6, 5, 4), key=lambda count: (len(headlines[0]) - 1) % count)
     templates.globals.update(runs=runs, several=len(runs) > 1)
     return templates.get_template("page.html").render(
@@ -69,7 +69,7 @@ def render_page(runs: list[Run], groups: dict[str, list[Chart]], evaluations: li
 
 
 def headline(run: Run) -> dict[str, str]:
-    """The few numbers that answer "how did it go"."""
+    """Return the run's headline figures, {label: text}."""
     summary, rows = run.summary or {}, {}
     for key, label in (
         ("zero_shot_top1", "zero-shot top-1"),
@@ -113,21 +113,21 @@ def _facts(run: Run) -> str:
 
 
 def _hardware(environment: dict) -> str:
-    """'8 ranks, NVIDIA H200', '2 ranks on a CPU (x86_64)'."""
+    """Describe the hardware: '8 ranks, NVIDIA H200', '2 ranks on a CPU (x86_64)'."""
     device = environment["device"]
     where = f" on a CPU ({device})" if device in ("x86_64", "aarch64", "arm64", "AMD64", "") else f", {device}"
     return counted(environment["world_size"], "rank") + where
 
 
 def _comparison(headlines: list[dict[str, str]]) -> Rows:
-    """A value per run, then the difference of each later run from the first."""
+    """Return rows of one value per run, then the difference of each later run from the first."""
     names = list(dict.fromkeys(name for column in headlines for name in column))
     rows = [(name, [column.get(name, "–") for column in headlines]) for name in names]
     return [(name, values + [_difference(values[0], value) for value in values[1:]]) for name, values in rows]
 
 
 def _difference(first: str, other: str) -> str:
-    """'1,200' and '1,260' -> '+60 (+5.0%)'; of percentages in points; nothing for what is no number."""
+    """Return '+60 (+5.0%)' for '1,200' and '1,260', points for percentages, and '' for other texts."""
     numbers = [re.fullmatch(r"([\d,]+(?:\.\d+)?)(%| MiB)?", text) for text in (first, other)]
     if not numbers[0] or not numbers[1]:
         return ""
@@ -148,7 +148,7 @@ def _differing_flags(runs: list[Run]) -> Rows:
 
 
 def _phases(runs: list[Run]) -> list[tuple[str, str, list[tuple[str, float, float]]]]:
-    """(run, milliseconds of a step, (phase, its median milliseconds, its share)), of runs that know them."""
+    """Return (run, milliseconds per step, [(phase, median milliseconds, share)]) of the runs that recorded them."""
     bars = []
     for run in runs:
         times = {phase: 1000 * _median(run, f"seconds_{phase}") for phase in PHASES}
@@ -158,7 +158,7 @@ def _phases(runs: list[Run]) -> list[tuple[str, str, list[tuple[str, float, floa
 
 
 def _last_evaluations(runs: list[Run]) -> Rows:
-    """The last evaluation of each kind, a line per direction or task."""
+    """Return the last evaluation of each kind, one row per direction or task."""
     last = [
         {line: text for kind, records in run.evaluations.items() for line, text in _results(kind, records[-1]).items()}
         for run in runs
@@ -167,7 +167,7 @@ def _last_evaluations(runs: list[Run]) -> Rows:
 
 
 def _results(kind: str, record: dict) -> dict[str, str]:
-    """{"image→text": "R@1 41.8% · R@5 96.1% · ...", "zero-shot": "top-1 90.0% · ..."} of one evaluation."""
+    """Format an evaluation: {"image→text": "R@1 41.8% · R@5 96.1% · ...", "zero-shot": "top-1 90.0% · ..."}."""
     lines: dict[str, list[str]] = {}
     for key, value in record.items():
         if key in ("kind", "step", "samples_seen"):
@@ -183,14 +183,14 @@ def _results(kind: str, record: dict) -> dict[str, str]:
 
 
 def _causes(run: Run) -> list[tuple[str, str, str]]:
-    """(cause, what happened to the samples, how many), the most frequent first."""
+    """Return (cause, what happened to the samples, their number), the most frequent first."""
     counts = sorted((run.summary or {})["data"].items(), key=lambda entry: -entry[1])
     named = [(*name.partition("/")[::2], count) for name, count in counts if count]
     return [(cause.replace("_", " "), _CAUSES[kind], f"{n:,}") for kind, cause, n in named if kind in _CAUSES]
 
 
 def _settings(run: Run) -> list[tuple[str, str, bool]]:
-    """(flag, value, whether it is not the default)."""
+    """Return (flag, value, whether it differs from the default)."""
     defaults = {field.name: field.default for field in dataclasses.fields(TrainConfig)}
     return [(_option(name), _value(value), _differs(value, defaults.get(name))) for name, value in run.config.items()]
 

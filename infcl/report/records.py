@@ -1,6 +1,4 @@
-"""A run folder -> what is known of the run. Everything except metrics.jsonl may be missing: runs are read while they
-continue, and after they have died.
-"""
+"""Read a run folder. Every file except metrics.jsonl may be missing: the run may be active, or have crashed."""
 
 import json
 import logging
@@ -14,7 +12,7 @@ log = logging.getLogger(__name__)
 class Run:
     root: Path
     name: str
-    train: list[dict]  # one record a step
+    train: list[dict]  # one record per step
     evaluations: dict[str, list[dict]]  # "retrieval", "zero_shot", ... -> records
     config: dict
     environment: dict
@@ -30,7 +28,11 @@ class Run:
 
 
 def read_run(root: str | Path) -> Run:
-    """ValueError when the folder is not a run's or holds no step yet."""
+    """Read a run folder.
+
+    Raises:
+        ValueError: the folder is not a run's, or has no step yet.
+    """
     root = Path(root)
     metrics = root / "metrics.jsonl"
     if not metrics.is_file():
@@ -51,7 +53,7 @@ def read_run(root: str | Path) -> Run:
 
 
 def read_metrics(path: Path, kind: str) -> list[dict]:
-    """The records of one kind, ordered by step: a run that was resumed forgets what it had done behind that step."""
+    """Return the records of one kind, ordered by step, without the steps that a resumed run repeated."""
     kept: list[dict] = []
     for record in read_records(path):
         if record["kind"] in ("train", kind):
@@ -63,7 +65,7 @@ def read_metrics(path: Path, kind: str) -> list[dict]:
 
 
 def read_records(path: Path) -> list[dict]:
-    """All lines that are whole: a crash may tear the line it was writing, or leave bytes that are no text."""
+    """Return the complete lines. A crash may leave a partial line, or bytes that are not text."""
     records = []
     for line in Path(path).read_text(encoding="utf-8", errors="replace").splitlines():
         try:
@@ -81,7 +83,7 @@ def _json(path: Path) -> dict | None:
     try:
         if isinstance(found := json.loads(path.read_text()), dict):
             return found
-    except ValueError:  # cut off, as by a full disk
+    except ValueError:  # truncated, for example by a full disk
         pass
     log.warning("%s is damaged; the page goes without it", path)
     return None

@@ -1,4 +1,4 @@
-"""The table that ends a run in a terminal."""
+"""The summary table that a run prints at its end."""
 
 from infcl.config import aligned, counted
 
@@ -6,7 +6,7 @@ _NO_OPEN_CLIP = "  (for infcl.convert.export.load_exported: open_clip has no con
 
 
 def summary_table(summary: dict) -> str:
-    """summary.json -> aligned lines for a terminal; evaluations that did not run are left out."""
+    """Format summary.json as aligned lines for a terminal, without evaluations that did not run."""
     paths = summary["paths"]
     rows = [
         ("zero-shot top-1", _share(summary["zero_shot_top1"])),
@@ -26,7 +26,7 @@ def summary_table(summary: dict) -> str:
 
 
 def skipped_by_cause(data: dict) -> dict[str, int]:
-    """Counters of samples that were not used: bad ones (skipped/) and those that the index left out (index/)."""
+    """Return the counters of unused samples: bad ones (skipped/) and those that the index excludes (index/)."""
     return {name: n for name, n in data.items() if n and name.startswith(("skipped/", "index/"))}
 
 
@@ -35,13 +35,13 @@ def _share(value: float | None) -> str | None:
 
 
 def _skipped_steps(summary: dict) -> str | None:
-    """Nothing where every step was taken."""
+    """Return None if no step was skipped."""
     count = summary.get("skipped_steps")
     return f"{count} of {summary['steps']}: their gradients were not finite" if count else None
 
 
 def _failed_saves(summary: dict) -> str | None:
-    """Nothing where every checkpoint was written."""
+    """Return None if every checkpoint was written."""
     count, newest = summary.get("failed_saves"), summary["paths"].get("checkpoint")
     return f"{count}; the newest checkpoint is {newest or 'none'}" if count else None
 
