@@ -1,6 +1,6 @@
-"""Ranks into tensor- and data-parallel groups by megatron-core, and the view of them that DeepSpeed asks for.
+"""Tensor- and data-parallel process groups from megatron-core, and the interface to them that DeepSpeed expects.
 
-Neighbouring ranks make a tensor-parallel group: rank = dp_rank * T + tp_rank.
+Neighbouring ranks form a tensor-parallel group: rank = dp_rank * T + tp_rank.
 """
 
 import dataclasses
@@ -14,7 +14,7 @@ from infcl.parallel import Parallel
 from megatron_patches.patches import apply_patches, require
 
 _log = logging.getLogger(__name__)
-_CALLED = {  # with these keywords; what is called without any is refused where it is missing
+_CALLED = {  # functions that are called with keywords, checked before use
     "megatron.core.parallel_state.initialize_model_parallel": (
         "tensor_model_parallel_size",
         "distributed_timeout_minutes",
@@ -28,15 +28,23 @@ _CALLED = {  # with these keywords; what is called without any is refused where 
         "group",
     ),
 }
-_host_groups: dict[dist.ProcessGroup, dist.ProcessGroup] = {}  # of NCCL's: gloo's
+_host_groups: dict[dist.ProcessGroup, dist.ProcessGroup] = {}  # NCCL group -> gloo group of the same ranks
 
 
 def init_tensor_parallel(parallel: Parallel, size: int, *, on_host: bool = False) -> Parallel:
-    """`parallel` with its ranks in tensor-parallel groups of `size`. Collective; again with the same size: the same.
+    """Put the ranks into tensor-parallel groups of `size`. Collective; idempotent for the same size.
 
-    on_host: with a `tp_host_group` on GPUs too, where it is a gloo group in addition to NCCL's.
-    ValueError when `size` does not divide the world size, or when megatron-core was initialised otherwise before;
-    RuntimeError, with the symbol, for a megatron-core whose functions take other arguments than the tested one's.
+    Args:
+        parallel: the ranks of the run.
+        size: tensor-parallel ranks T.
+        on_host: also make `tp_host_group` on GPUs: a gloo group in addition to NCCL's.
+
+    Returns:
+        `parallel` with its tensor- and data-parallel groups.
+
+    Raises:
+        ValueError: `size` does not divide the world size, or megatron-core is initialised with another layout.
+        RuntimeError: a function of the installed megatron-core takes other arguments than that of the tested version.
     """
     for symbol, keywords in _CALLED.items():
         require(symbol, *keywords)
@@ -75,7 +83,14 @@ def init_tensor_parallel(parallel: Parallel, size: int, *, on_host: bool = False
 
 
 def check_layout(size: int | None = None) -> None:
-    """ValueError unless megatron-core's layout is tensor- and data-parallel only (with tensor-parallel `size`)."""
+    """Check that megatron-core's layout is tensor- and data-parallel only.
+
+    Args:
+        size: the tensor-parallel size to expect; None: any.
+
+    Raises:
+        ValueError: the layout has pipeline or context parallelism, or another tensor-parallel size.
+    """
     others = {
         "pipeline-model-parallel": parallel_state.get_pipeline_model_parallel_world_size(),
         "context-parallel": parallel_state.get_context_parallel_world_size(),
@@ -92,10 +107,11 @@ def check_layout(size: int | None = None) -> None:
 
 
 class DeepSpeedMpu:
-    """megatron-core's groups under the names that DeepSpeed 0.19.8 calls; megatron-core renamed half of them.
+    """megatron-core's groups under the names that DeepSpeed 0.19.8 calls. megatron-core has renamed half of them.
 
-    DeepSpeed averages and shards over the data-parallel group, and sums gradient norms over the model-parallel group:
-    every rank's parameters that are marked tensor_model_parallel, and of the others those of tensor-parallel rank 0.
+    DeepSpeed averages and shards over the data-parallel group, and sums gradient norms over the model-parallel group.
+    The norm includes every rank's parameters that are marked tensor_model_parallel; of the other parameters, only those
+    of tensor-parallel rank 0.
     """
 
     get_data_parallel_group = staticmethod(parallel_state.get_data_parallel_group)

@@ -1,20 +1,20 @@
-"""Linear layers of which every tensor-parallel rank computes a part.
+"""Linear layers that are sharded over tensor-parallel ranks.
 
-    column   the rank has some of the output features: x copied in, each rank's own out    y_r = x W_r.T + b_r
-    row      the rank has some of the input features: each rank's own in, summed out       y = sum_r x_r W_r.T + b
+    column   the rank has a shard of the output features; x is replicated          y_r = x W_r.T + b_r
+    row      the rank has a shard of the input features; the outputs are summed    y = sum_r x_r W_r.T + b
 
-A pair column -> row costs one all-reduce in the forward and one in the backward. Under sequence parallelism the
-tensors between such pairs are split over the ranks by their first dimension: an all-reduce becomes an all-gather and a
-reduce-scatter, of as many bytes together, and the backward gathers the rows again instead of keeping them. Gradients of
-what is between the pairs are summed.
+A column -> row pair costs one all-reduce in the forward and one in the backward. Under sequence parallelism the tensors
+between such pairs are split over the ranks along their first dimension. An all-reduce becomes an all-gather and a
+reduce-scatter with the same total bytes. The backward gathers the rows again instead of keeping them. Gradients of the
+layers between the pairs are summed over the ranks.
 
-A row layer is megatron-core's mapping after torch's GEMM. A column layer's backward communicates while it computes
-the weight's gradient, as megatron-core's LinearWithGradAccumulationAndAsyncCommunication does. That function is not
-taken: under autocast its backward multiplies bfloat16 with float32, under sequence parallelism it needs CUDA, it adds
-the bias in a pass of its own, and torch.compile cannot trace it (0.16.1). torch.compile takes a block of these layers
-as one graph: what it communicates asynchronously are torch's functional collectives.
+A row layer is torch's GEMM followed by megatron-core's mapping. The backward of a column layer communicates while it
+computes the weight's gradient, as megatron-core's LinearWithGradAccumulationAndAsyncCommunication does. That function
+is not used, for four reasons (0.16.1): under autocast its backward multiplies bfloat16 with float32; under sequence
+parallelism it needs CUDA; it adds the bias in a separate pass; torch.compile cannot trace it. torch.compile compiles a
+block of the layers below into one graph, because they use torch's functional collectives.
 
-Shapes: n rows of any leading dimensions, T ranks; under sequence parallelism a rank has n / T of them.
+Shapes: n rows of any leading dimensions, T ranks; under sequence parallelism a rank has n / T of the rows.
 """
 
 from dataclasses import dataclass
@@ -33,22 +33,22 @@ _wait = _collectives.wait_tensor
 
 @dataclass(frozen=True)
 class Sharing:
-    """How a layer is shared: the tensor-parallel group, and whether the rows around the layer are split too."""
+    """How a layer is sharded: the tensor-parallel group, and whether the rows around the layer are split too."""
 
     group: dist.ProcessGroup
     sequence_parallel: bool
 
     @property
     def size_and_name(self) -> tuple[int, str]:
-        """Name by which torch's operators know the group."""
+        """Size of the group, and its name in torch's operators."""
         return dist.get_world_size(self.group), self.group.group_name
 
     def __deepcopy__(self, memo: dict) -> "Sharing":
-        return self  # a group is one object in a process
+        return self  # a process group cannot be copied
 
 
 class Shared(Protocol):
-    """Attributes of the parallel classes in addition to their bases'."""
+    """Attributes that the parallel classes add to their base classes."""
 
     sharing: Sharing
 
@@ -63,7 +63,7 @@ class ColumnAttention(Attention):
 
 
 class ColumnLinear(Linear):
-    """weight [out / T, in], bias [out / T]."""
+    """Linear layer with this rank's output features: weight [out / T, in], bias [out / T]."""
 
     sharing: Sharing
 
@@ -72,7 +72,7 @@ class ColumnLinear(Linear):
 
 
 class RowLinear(Linear):
-    """weight [out, in / T], bias [out], the same on every rank and added once."""
+    """Linear layer with this rank's input features: weight [out, in / T], replicated bias [out], added once."""
 
     sharing: Sharing
 
@@ -87,7 +87,7 @@ class RowLinear(Linear):
 
 
 class SampleParallelNorm(LayerNorm):
-    """Each rank norms its own rows, with parameters that all have: their gradients are summed."""
+    """LayerNorm of this rank's rows. Its parameters are replicated; the backward sums their gradients."""
 
     sharing: Sharing
 
@@ -97,15 +97,16 @@ class SampleParallelNorm(LayerNorm):
 
 
 def columns(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, sharing: Sharing) -> torch.Tensor:
-    """This rank's output features of all rows: [n, out / T] from x [n, in] (sequence parallel: [n / T, in])."""
+    """Return this rank's output features of all rows, [n, out / T], for x [n, in] (sequence parallel: [n / T, in])."""
     function = _GatheredColumns if sharing.sequence_parallel else _Columns
     return function.apply(*_in_autocast(x, weight, bias), *sharing.size_and_name)
 
 
 def summed_gradients(parameters: list[torch.Tensor], sharing: Sharing) -> tuple[torch.Tensor, ...]:
-    """The parameters, of which each rank's gradient is a part: the backward sums them, in one message.
+    """Return the parameters; the backward sums their gradients over the ranks, in one message.
 
-    Without gradients (pass 1, frozen blocks) themselves: torch.compile breaks a graph at a function that returns views.
+    Without gradients (pass 1, frozen blocks) this returns the parameters themselves: torch.compile breaks the graph at
+    a function that returns views.
     """
     if not torch.is_grad_enabled() or not any(parameter.requires_grad for parameter in parameters):
         return tuple(parameters)
@@ -113,7 +114,7 @@ def summed_gradients(parameters: list[torch.Tensor], sharing: Sharing) -> tuple[
 
 
 def _in_autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """In autocast's dtype where that is on, so that what is sent has it too."""
+    """Cast to autocast's dtype if autocast is on, so that messages have it too."""
     kind = tensors[0].device.type
     if not torch.is_autocast_enabled(kind):
         return tensors
@@ -132,7 +133,7 @@ class _Columns(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         x_needs, weight_needs, bias_needs = ctx.needs_input_grad[:3]
         d_x = d_weight = d_bias = None
-        if x_needs:  # on the wire while the rest is computed
+        if x_needs:  # communicate while the other gradients are computed
             d_x = _collectives.all_reduce(d_y @ weight, "sum", ctx.group_name)
         d_rows = d_y.flatten(0, -2)  # [n, out / T]
         if weight_needs:
@@ -147,16 +148,16 @@ class _Columns(torch.autograd.Function):
 class _GatheredColumns(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias, size, group_name):
-        ctx.save_for_backward(x, weight)  # own rows only: the backward gathers the others again
+        ctx.save_for_backward(x, weight)  # own rows only: the backward gathers the others
         ctx.size_and_name = size, group_name
         return F.linear(_wait(_gather(x, size, group_name)), weight, bias)
 
     @staticmethod
     def backward(ctx, d_y):
         x, weight = ctx.saved_tensors
-        # On the wire while d_x is computed. A compiled block keeps the forward's gathered rows instead.
+        # Gather while d_x is computed. A compiled block keeps the forward's gathered rows instead.
         gathering = _gather(x.flatten(0, -2), *ctx.size_and_name)
-        d_x = _scatter_sum(d_y @ weight, *ctx.size_and_name)  # on the wire while d_weight is computed
+        d_x = _scatter_sum(d_y @ weight, *ctx.size_and_name)  # runs while d_weight is computed
         d_rows = d_y.flatten(0, -2)
         d_weight = d_rows.T @ _wait(gathering)
         return _wait(d_x), d_weight, d_rows.sum(0), None, None
@@ -177,12 +178,12 @@ class _ScatteredRows(torch.autograd.Function):
 
 
 def _gather(rows: torch.Tensor, size: int, group_name: str) -> torch.Tensor:
-    """Start gathering [n / T, ...] -> [n, ...]."""
+    """Start an all-gather [n / T, ...] -> [n, ...]."""
     return _collectives.all_gather_into_tensor(rows.contiguous(), size, group_name)
 
 
 def _scatter_sum(rows: torch.Tensor, size: int, group_name: str) -> torch.Tensor:
-    """Start adding up the ranks' [n, ...], of which each gets its [n / T, ...]."""
+    """Start a reduce-scatter [n, ...] -> [n / T, ...]."""
     return _collectives.reduce_scatter_tensor(rows.contiguous(), "sum", size, group_name)
 
 

@@ -1,12 +1,12 @@
-"""The loss over all ranks: tensor-parallel ranks hold the same features, so each takes 1 / T of the pairs.
+"""The loss over all ranks. Tensor-parallel ranks hold the same features, so each computes 1 / T of the samples.
 
-In: image features [b, D] and text features [b, D] or, of several texts per image, [t b, D], equal on the T ranks of a
-tensor-parallel group. Out: the loss, equal there too, and by backward gradients [b, D] that are equal there. The ring
-of the inner loss runs over all W = T x D ranks with b / T pairs each, so nothing is computed twice.
+In: image features [b, D] and text features [b, D] (with several texts per image [t b, D]), equal on the T ranks of a
+tensor-parallel group. Out: the loss, equal on these ranks, and gradients [b, D], equal on these ranks. The ring of the
+inner loss runs over all W = T x D ranks with b / T samples each, so nothing is computed twice.
 
-Averages: the inner loss has gradients whose mean over its W ranks is exact. Here the loss is the mean over the
-group of the inner ones, which hands 1 / T of the gradient to each; the gathered features' gradients, and the sum of the
-scalars', then have the exact value as the data-parallel group's mean, which is what DeepSpeed takes.
+Gradient scaling: the mean over the W ranks of the inner loss's gradients is exact. This loss is the mean of the inner
+losses of the tensor-parallel group, so that each rank gets 1 / T of the gradient. The backward gathers the features'
+gradients and sums the scalars'. Their mean over the data-parallel group, which DeepSpeed computes, is then exact.
 """
 
 import torch
@@ -23,11 +23,16 @@ from infcl.loss.ring import RingExchange
 
 
 class TensorParallelLoss(nn.Module):
-    """`inner`, whose group has all ranks, called like it.
+    """The loss `inner`, whose group has all ranks, on features that tensor-parallel ranks share. Called like `inner`.
 
     Cost in addition to the inner loss: one all-gather of [b, D] f32 per side in the backward, within the group.
-    ValueError, on all ranks, when b is not the same on all of them or does not divide by T. Rows are compared when the
-    inner loss compares them: with fixed_shape in the first call only.
+
+    Args:
+        inner: the loss over all ranks. With its fixed_shape, row counts are compared in the first call only.
+        tp_group: this rank's tensor-parallel group.
+
+    Raises:
+        ValueError: b differs between ranks or is not a multiple of T. Calls raise it on all ranks.
     """
 
     def __init__(self, inner: ContrastiveLoss, tp_group: dist.ProcessGroup):
@@ -45,7 +50,7 @@ class TensorParallelLoss(nn.Module):
         image_ids: torch.Tensor | None = None,
     ) -> torch.Tensor:
         size, rows = dist.get_world_size(self.tp_group), {"images": len(image_features), "texts": len(text_features)}
-        if not (self.inner.fixed_shape and self._compared):  # a rank that refused alone would leave others in the ring
+        if not (self.inner.fixed_shape and self._compared):  # if one rank raised alone, the others would hang
             ring = RingExchange(self.inner.group)
             ring.require_equal("a loss over tensor-parallel ranks", rows, image_features.device)
             self._compared = True

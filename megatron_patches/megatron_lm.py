@@ -1,4 +1,4 @@
-"""The contrastive loss in Megatron-LM's own training loop: the other way round from the rest of this package.
+"""The contrastive loss in Megatron-LM's own training loop. (The other modules serve infcl's trainer.)
 
     from megatron_patches.megatron_lm import ContrastiveStep, share_one_loss
 
@@ -11,12 +11,12 @@
                                 maybe "logit_bias": [1]}; features L2-normalised, equal on tensor-parallel ranks
 
 The ring runs over Megatron's data-parallel ranks, or over tensor- x data-parallel ranks, each with its share of the
-pairs. The loss obeys what Megatron's data parallelism does with it: the mean over data-parallel ranks of the gradients
-is the gradient of the global loss.
+samples. The loss follows the convention of Megatron's data parallelism: the mean of the gradients over data-parallel
+ranks is the gradient of the global loss.
 
-Megatron computes a loss per micro-batch and averages those; a contrastive loss would then see D x m pairs at a time.
+Megatron computes one loss per micro-batch and averages them, so a contrastive loss would see D x m samples at a time.
 `share_one_loss` patches one symbol, `megatron.training.training.get_forward_backward_func`, so that a step of M
-micro-batches is a gradient cache: the loss sees D x M x m pairs, in the memory of one micro-batch's activations.
+micro-batches is a gradient cache. The loss then sees D x M x m samples, with the activation memory of one micro-batch.
 """
 
 import contextlib
@@ -38,8 +38,8 @@ from megatron_patches.groups import check_layout
 from megatron_patches.loss import TensorParallelLoss
 from megatron_patches.patches import Patch, apply_patches
 
-REPORT = "contrastive loss"  # its name in Megatron's log
-NOT_FOLLOWED = (  # options of Megatron's config by which its schedule does more than `one_loss_step`
+REPORT = "contrastive loss"  # name of the loss in Megatron's log
+NOT_FOLLOWED = (  # options of Megatron's config that its schedule supports and `one_loss_step` does not
     "num_moe_experts",
     "mtp_num_layers",
     "overlap_moe_expert_parallel_comm",
@@ -50,10 +50,16 @@ NOT_FOLLOWED = (  # options of Megatron's config by which its schedule does more
 
 
 class ContrastiveStep:
-    """Megatron's forward_step_func for two towers. name, options: those of infcl's ContrastiveLoss, but its group.
+    """Megatron's forward_step_func for two towers.
 
-    ValueError for a loss that there is not, and under pipeline or context parallelism, as soon as Megatron's groups
-    exist: when it is made, or before the first micro-batch is read, on every rank.
+    Args:
+        get_batch: data_iterator -> a micro-batch.
+        encode: (model, micro-batch) -> features; see the module's docstring.
+        name, options: arguments of infcl's ContrastiveLoss, except its group.
+
+    Raises:
+        ValueError: the loss or an option does not exist, or Megatron uses pipeline or context parallelism. The latter
+            is checked on every rank when Megatron's groups exist: here, or before the first micro-batch is read.
     """
 
     def __init__(
@@ -65,21 +71,24 @@ class ContrastiveStep:
         **options: Any,
     ):
         self.get_batch, self.encode, self.name, self.options = get_batch, encode, name, options
-        ContrastiveLoss(name, **options)  # an unknown option is rejected now, not after Megatron's start
+        ContrastiveLoss(name, **options)  # reject an unknown option before Megatron starts
         _check_layout_if_made()
 
     def __call__(self, data_iterator: Iterator, model: nn.Module) -> tuple[Features, Callable]:
-        """One micro-batch: (features, the function that Megatron takes the loss with)."""
+        """Encode one micro-batch; return its features and the function with which Megatron computes the loss."""
         _ = (
             self.loss
-        )  # collective at first; refuses on all ranks: of a pipeline's only the last stage comes to the loss
+        )  # the first use is collective and rejects a pipeline on all ranks; only its last stage computes the loss
         return self.encode(model, self.get_batch(data_iterator)), self.loss_func
 
     def loss_func(self, features: Features) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-        """(loss, 1, what Megatron reports): its [sum, count] pairs, which it adds up over data-parallel ranks.
+        """Compute the loss of a micro-batch.
 
-        Under calculate_per_token_loss Megatron sums gradients over data-parallel ranks and micro-batches and divides by
-        the sum of the second values; otherwise the 1 changes nothing.
+        Returns:
+            The loss.
+            1. Under calculate_per_token_loss Megatron sums gradients over data-parallel ranks and micro-batches and
+            divides by the sum of these values; otherwise it has no effect.
+            The report: {name: [sum, count]}, which Megatron adds up over data-parallel ranks.
         """
         value = self.loss(
             features["image_features"],
@@ -91,7 +100,7 @@ class ContrastiveStep:
 
     @cached_property
     def loss(self) -> nn.Module:
-        """Made when it is first used: Megatron's groups exist by then."""
+        """The loss, made on first use, when Megatron's groups exist."""
         check_layout()
         if parallel_state.get_tensor_model_parallel_world_size() == 1:
             return ContrastiveLoss(self.name, group=parallel_state.get_data_parallel_group(), **self.options)
@@ -102,11 +111,16 @@ class ContrastiveStep:
 
 
 def share_one_loss() -> str:
-    """Make every step whose forward_step_func is a ContrastiveStep one loss over its micro-batches; idempotent.
+    """Patch Megatron-LM to compute one loss over all micro-batches of a step with a ContrastiveStep. Idempotent.
 
-    Other forward_step_funcs run as before. "applied" or "already applied"; RuntimeError, with the path that was
-    expected, where Megatron-LM's training loop is not importable or looks different. ValueError under pipeline or
-    context parallelism: here where Megatron's groups exist, otherwise when such a step begins.
+    Steps with another forward_step_func run as before.
+
+    Returns:
+        "applied" or "already applied".
+
+    Raises:
+        RuntimeError: Megatron-LM's training loop cannot be imported or has another signature.
+        ValueError: Megatron uses pipeline or context parallelism. Raised here if its groups exist, else by the step.
     """
     _check_layout_if_made()
     return Patch(
@@ -122,7 +136,7 @@ def report(value: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def _one(value: torch.Tensor) -> torch.Tensor:
-    """Return the number of tokens that a mean loss reports, [] int32."""
+    """Return 1, the number of tokens that a mean loss reports, [] int32."""
     return torch.ones_like(value, dtype=torch.int32)
 
 
@@ -162,9 +176,11 @@ def one_loss_step(
 ) -> list[dict[str, torch.Tensor]]:
     """Run a step's forwards and backwards in place of Megatron's schedule; return one report for all micro-batches.
 
-    Gradients accumulate where the model's hooks put them, are synchronised at the last backward, and are finalised, all
-    by the functions of the model's config, as Megatron's schedule without pipelining does. ValueError where the config
-    asks for what that schedule does besides (NOT_FOLLOWED).
+    As in Megatron's schedule without pipelining, the model's hooks accumulate gradients. The functions of the model's
+    config synchronise them at the last backward and finalise them.
+
+    Raises:
+        ValueError: the config sets an option that only Megatron's own schedule supports (NOT_FOLLOWED).
     """
     module, micro_batches = _first(model), _first(data_iterator)
     config, loss = get_model_config(module), step.loss
@@ -172,7 +188,7 @@ def one_loss_step(
         if (value := getattr(config, name, None)) not in (None, False, 0, "none"):
             raise ValueError(f"{name} {value} is for Megatron's own schedule: share_one_loss does not follow it")
     if hasattr(module, "set_is_first_microbatch") and (not forward_only or first_val_step is not False):
-        module.set_is_first_microbatch()  # weights in 8 bits are those of this step
+        module.set_is_first_microbatch()  # refresh cached FP8 weights
     batches = [step.get_batch(micro_batches) for _ in range(num_microbatches)]
     if forward_only:
         with torch.no_grad():
@@ -209,7 +225,7 @@ def _first(one_or_several: Any) -> Any:
 
 
 def _seeds(micro_batches: int) -> list[int]:
-    """One for each, of Megatron's iteration, which its checkpoints bring back; equal on tensor-parallel ranks."""
+    """Return one seed per micro-batch, equal on tensor-parallel ranks. They depend on the iteration, so runs resume."""
     from megatron.training import get_args
 
     args, rank = get_args(), parallel_state.get_data_parallel_rank()
@@ -224,10 +240,10 @@ def _encode(step: ContrastiveStep, model: nn.Module, config: Any, batch: Any) ->
 
 @contextlib.contextmanager
 def _own_randomness():
-    """Yields replay(i, encode): the second encoding of micro-batch i draws what its first did.
+    """Yield replay(i, encode), with which the second encoding of micro-batch i draws the same numbers as the first.
 
-    That is for Megatron's own generators (dropout in split layers); torch's are seeded by the step. Afterwards
-    Megatron's are as after the first pass, torch's where they were.
+    It restores the state of Megatron's own generators (dropout in sharded layers); the step seeds torch's. On exit,
+    Megatron's generators are in the state after the first pass, and torch's in the state before it.
     """
     tracker = get_cuda_rng_tracker()
     before: dict[int, Any] = {}
@@ -249,7 +265,10 @@ def _own_randomness():
 
 
 def _states(tracker: Any) -> dict[str, torch.Tensor]:
-    """Of its generators. Transformer Engine's tracker, and one for CUDA graphs, holds generators instead of states."""
+    """Return the states of a tracker's generators.
+
+    Transformer Engine's tracker, and one for CUDA graphs, holds generators instead of states.
+    """
     found = tracker.get_states().items()
     return {name: state.get_state() if isinstance(state, torch.Generator) else state for name, state in found}
 

@@ -1,7 +1,7 @@
-"""Changes of Megatron's own modules: one symbol each, with the reason, once, logged.
+"""Patches of Megatron's own modules. Each one replaces a single symbol, has a reason, is idempotent and is logged.
 
-A patch tries the installed symbol first. If it does what the patch is for (a later version), it says so and leaves it
-alone; if the symbol is not there or takes other arguments, it raises a RuntimeError with the path that it expected.
+A patch first tests the installed symbol. If a later version behaves as the patch intends, the symbol is left alone and
+that is logged. If the symbol is missing or takes other arguments, a RuntimeError reports the expected path.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 log = logging.getLogger(__name__)
 
-TESTED = "0.16.1"  # of megatron-core
+TESTED = "0.16.1"  # version of megatron-core
 _MARK = "_infcl_patch"
 _MAPPINGS = "megatron.core.tensor_parallel.mappings"
 _REDUCE, _GATHER = f"{_MAPPINGS}._reduce", f"{_MAPPINGS}._gather_along_first_dim"
@@ -27,10 +27,15 @@ _REDUCE, _GATHER = f"{_MAPPINGS}._reduce", f"{_MAPPINGS}._gather_along_first_dim
 
 @dataclass(frozen=True)
 class Patch:
-    """symbol: "package.module.name". parameters: of the installed symbol, as tested.
+    """A replacement for one symbol.
 
-    replace: installed function -> the one in its place. gone: whether the installed function does without it, tried;
-    one that takes other arguments, or asks for a GPU where there is none, does not.
+    Attributes:
+        symbol: "package.module.name".
+        reason: why it is replaced, for the log.
+        parameters: parameter names of the symbol in the tested version.
+        replace: installed function -> its replacement.
+        gone: tests whether the installed function works without the patch. A TypeError, or a use of the GPU in a run on
+            a CPU, counts as no.
     """
 
     symbol: str
@@ -40,7 +45,11 @@ class Patch:
     gone: Callable[[Callable], bool] = lambda installed: False
 
     def apply(self) -> str:
-        """Apply the patch; return "applied", "already applied" or "not needed". RuntimeError for an untested symbol."""
+        """Apply the patch; return "applied", "already applied" or "not needed".
+
+        Raises:
+            RuntimeError: the symbol is missing, or takes other arguments than in the tested version.
+        """
         module, name, installed = _find(self.symbol)
         if getattr(installed, _MARK, False):
             return "already applied"
@@ -62,21 +71,28 @@ class Patch:
     def _is_gone(self, installed: Callable) -> bool:
         try:
             return self.gone(installed)
-        except (TypeError, _AskedForGpu) as error:  # other arguments, which `apply` looks at; the reason of the patch
+        except (TypeError, _AskedForGpu) as error:  # `apply` checks the arguments
             log.debug("%s, tried: %s: %s", self.symbol, type(error).__name__, error)
             return False
 
 
 def apply_patches(group: dist.ProcessGroup, device: torch.device) -> dict[str, str]:
-    """{symbol: what was done} with megatron-core's mappings, which a group of two ranks or more is to use on `device`.
+    """Patch megatron-core's mappings for use on `device` by a group of two ranks or more.
 
-    Collective: what is installed is tried over the group.
+    Collective: the installed functions are tested over the group.
+
+    Returns:
+        {symbol: return value of Patch.apply}.
     """
     return {patch.symbol: patch.apply() for patch in patches_of(group, device)}
 
 
 def require(symbol: str, *keywords: str) -> None:
-    """RuntimeError, with the path and what was expected, where `symbol` is not there or does not take the keywords."""
+    """Check that `symbol` exists and takes the keywords.
+
+    Raises:
+        RuntimeError: it does not. The message has the path and what was expected.
+    """
     *_, installed = _find(symbol)
     found = inspect.signature(installed).parameters
     if missing := [name for name in keywords if name not in found]:
@@ -87,14 +103,14 @@ def require(symbol: str, *keywords: str) -> None:
 
 
 def describe_patches() -> str:
-    """The installed megatron-core, and which of its mappings are patched, in words."""
+    """Describe the version of megatron-core and its patched mappings."""
     changed = [symbol for symbol in (_REDUCE, _GATHER) if getattr(_find(symbol)[2], _MARK, False)]
     tested = "" if _version() == TESTED else f" (tested: {TESTED})"
     return f"megatron-core {_version()}{tested}, patched: {', '.join(changed) or 'nothing'}"
 
 
 def _find(symbol: str) -> tuple[ModuleType, str, Callable]:
-    """(module, name in it, what is installed under that name)."""
+    """Return the symbol's module, its name there, and the installed function."""
     path, _, name = symbol.rpartition(".")
     try:
         module = importlib.import_module(path)
@@ -123,7 +139,7 @@ def _reduce(input_, group):
 
 
 def _gather_along_first_dim(input_, group, output_split_sizes=None, use_global_buffer=False):
-    """[n, ...] of each rank -> [T n, ...], on the input's device."""
+    """All-gather [n, ...] -> [T n, ...], on the input's device."""
     assert group is not None and output_split_sizes is None, "equal splits only"
     if group.size() == 1:
         return input_
@@ -132,11 +148,11 @@ def _gather_along_first_dim(input_, group, output_split_sizes=None, use_global_b
     return output
 
 
-# ---- what is patched ----
+# ---- patches ----
 
 
 def patches_of(group: dist.ProcessGroup, device: torch.device) -> list[Patch]:
-    """What `device` needs, to be tried over `group`."""
+    """Return the patches for `device`; they are tested over `group`."""
     always = Patch(
         _REDUCE,
         "returns its input unsummed where that is not contiguous (the sum goes to a copy)",
@@ -166,12 +182,12 @@ def _gathers_on_cpu(gather: Callable, group: dist.ProcessGroup) -> bool:
 
 
 class _AskedForGpu(Exception):
-    """In a run on a CPU."""
+    """The current GPU was requested in a run on a CPU."""
 
 
 @contextlib.contextmanager
 def _no_gpu() -> Iterator[None]:
-    """Within, asking for the current GPU fails: on a host that has some, a run on the CPU would take memory there."""
+    """Make torch.cuda.current_device raise: on a node with GPUs, a run on the CPU would otherwise use GPU memory."""
     before = torch.cuda.current_device
 
     def refuse() -> int:

@@ -1,6 +1,6 @@
-"""A parameter that tensor-parallel ranks hold in parts: whole value <-> this rank's part.
+"""Sharding of a parameter over tensor-parallel ranks: full value <-> this rank's shard.
 
-    part = whole, cut along `dim` into `stacked` equal blocks, of each the tp_rank-th of T equal pieces
+    full value = `stacked` equal blocks along `dim`; a block = T equal pieces; shard = piece tp_rank of every block
 
 stacked = 3 for open_clip's in_proj, which is q | k | v along dim 0: every rank takes its heads of each.
 """
@@ -11,13 +11,19 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-ATTRIBUTE = "tensor_parallel_split"  # on a parameter: its Split; infcl.engine.state reads and writes through it
-_MARK = "tensor_model_parallel"  # on a parameter: the name that DeepSpeed's norm and clip, and Megatron's, look for
+ATTRIBUTE = "tensor_parallel_split"  # attribute of a parameter: its Split, which infcl.engine.state uses
+_MARK = "tensor_model_parallel"  # attribute of a parameter that the norms of DeepSpeed and Megatron look for
 
 
 @dataclass(frozen=True)
 class Split:
-    """`group`: the tensor-parallel ranks, in the order of their pieces."""
+    """How a parameter is sharded.
+
+    Attributes:
+        dim: the dimension that is cut.
+        stacked: number of equal blocks along `dim`, each of which is cut.
+        group: the tensor-parallel ranks, in the order of their pieces.
+    """
 
     dim: int
     stacked: int
@@ -28,13 +34,13 @@ class Split:
         return dist.get_world_size(self.group)
 
     def part(self, whole: torch.Tensor) -> torch.Tensor:
-        """This rank's part, a copy. No communication."""
+        """Return a copy of this rank's shard. No communication."""
         pieces = whole.unflatten(self.dim, (self.stacked, self.size, -1))
         own = pieces.select(self.dim + 1, dist.get_rank(self.group))
         return own.flatten(self.dim, self.dim + 1).clone(memory_format=torch.contiguous_format)
 
     def whole(self, part: torch.Tensor) -> torch.Tensor:
-        """The whole tensor from all ranks' parts. Collective: one all-gather."""
+        """Return the full tensor from all ranks' shards. Collective: one all-gather."""
         part = part.contiguous()
         parts = [torch.empty_like(part) for _ in range(self.size)]
         dist.all_gather(parts, part, group=self.group)
@@ -48,7 +54,7 @@ class Split:
 
 
 def split_parameter(module: nn.Module, name: str, split: Split) -> None:
-    """Replace `module`'s parameter by this rank's part of it; marked, so that norms count every rank's part."""
+    """Replace `module`'s parameter by this rank's shard, marked so that gradient norms include every rank's shard."""
     whole = getattr(module, name)
     part = nn.Parameter(split.part(whole.detach()), requires_grad=whole.requires_grad)
     setattr(part, _MARK, True)

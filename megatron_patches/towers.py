@@ -1,15 +1,15 @@
-"""Ordinary towers -> towers of which this rank holds its part, in place.
+"""Shard ordinary towers over tensor-parallel ranks, in place.
 
-In every residual block the heads of attention and the hidden features of the MLP are shared out; norms, embeddings,
-projections and the output biases stay whole on every rank (2-6% of the parameters). The classes of the layers are
-switched and their parameters cut, so the state dict keeps its names, and the tower files know nothing of it.
+In every residual block the attention heads and the hidden features of the MLP are sharded. Norms, embeddings,
+projections and output biases are replicated on every rank (2-6% of the parameters). The layers get other classes and
+their parameters are sharded, so the state dict keeps its names and the tower files need no change.
 
-Parameters that stay whole must stay equal on all tensor-parallel ranks. They start equal (same seed), and every rank
-computes their gradients from the same numbers, except two kinds, whose gradients are reduced over the group as they
-come: convolutions (cuDNN may sum in another order on each rank) and, under sequence parallelism, what is between the
-split layers (each rank sees its own rows only).
+Replicated parameters must stay equal on all tensor-parallel ranks. They start equal (same seed), and every rank
+computes their gradients from the same numbers, with two exceptions. Gradients of convolutions are averaged over the
+group, because cuDNN may sum in another order on each rank. Under sequence parallelism, gradients of the parameters
+between the sharded layers are summed, because each rank sees only its own rows.
 
-Random choices (patch dropout) are drawn outside the blocks from a generator that is seeded by the data-parallel rank,
+Random choices (patch dropout) are drawn outside the blocks, from a generator that is seeded by the data-parallel rank,
 so tensor-parallel ranks drop the same patches.
 """
 
@@ -32,11 +32,12 @@ from megatron_patches.split import ATTRIBUTE, Split, split_parameter
 
 
 def split_towers(model: CLIP, group: dist.ProcessGroup, *, sequence_parallel: bool = False) -> None:
-    """Cut `model`, whole and equal on the ranks of `group`, into this rank's part. Before deepspeed.initialize.
+    """Shard `model` in place. Call it before deepspeed.initialize.
 
-    Blocks may have been cut already (`cut_block`), one by one as they were made.
-
-    sequence_parallel: between the split layers each rank keeps 1 / T of a micro-batch's samples only.
+    Args:
+        model: full and equal on the ranks of `group`. Blocks may be sharded already (`cut_block`).
+        group: the tensor-parallel ranks.
+        sequence_parallel: between the sharded layers, each rank keeps only 1 / T of a micro-batch's samples.
     """
     check_divides(model.cfg, dist.get_world_size(group))
     sharing = Sharing(group, sequence_parallel)
@@ -51,10 +52,10 @@ def split_towers(model: CLIP, group: dist.ProcessGroup, *, sequence_parallel: bo
 
 
 class SampleParallelTransformer(Transformer):
-    """[m, L, w] -> [m, L, w], whole on every rank; between its split layers each rank has m / T samples.
+    """[m, L, w] -> [m, L, w], replicated; between its sharded layers each rank has m / T samples.
 
-    Megatron cuts its [L, m, w] along L. The first dimension here is the sample, which divides by T where 257 tokens do
-    not; the tokens of a sample meet only in attention, which has all of them.
+    Megatron splits its [L, m, w] along L. Here the first dimension is the sample: m is a multiple of T more often than
+    257 tokens are. Tokens of a sample interact only in attention, where each rank has all tokens.
     """
 
     sharing: Sharing
@@ -64,11 +65,11 @@ class SampleParallelTransformer(Transformer):
     ) -> torch.Tensor:
         rows, group = len(x), self.sharing.group
         size = dist.get_world_size(group)
-        padding = -rows % size  # the last batch of an evaluation, packed captions
+        padding = -rows % size  # needed for the last batch of an evaluation, and packed captions
         if seen is not None:
-            padding = max(padding, 2 * size - rows)  # compiled code takes 1 row for a case apart
+            padding = max(padding, 2 * size - rows)  # compiled code specialises on 1 row
         if seen is not None and seen.dtype == torch.bool:
-            # Attention has all ranks' rows; in those that fill up tokens attend to all: a softmax over none is nan.
+            # Attention has all ranks' rows. In padding rows tokens attend to all: a softmax over none is nan.
             seen = F.pad(seen, (0, 0, 0, 0, 0, 0, 0, padding), value=True)
         x = scatter_to_sequence_parallel_region(F.pad(x, (0, 0, 0, 0, 0, padding)), group=group)
         x = super().forward(x, begin, end, seen)
@@ -76,7 +77,7 @@ class SampleParallelTransformer(Transformer):
 
 
 def cut_block(block: ResidualBlock, group: dist.ProcessGroup) -> None:
-    """Leave `block` this rank's part of its parameters, unless that is done; it cannot run before `split_towers`."""
+    """Shard `block`'s parameters, unless they are sharded already. The block cannot run before `split_towers`."""
     heads, rows, columns = (Split(dim, stacked, group) for dim, stacked in ((0, 3), (0, 1), (1, 1)))
     for owner, name, split in (
         (block.attn, "in_proj_weight", heads),
@@ -110,7 +111,7 @@ def _switch(module: nn.Module, parallel_class: type[nn.Module], sharing: Sharing
 
 
 def _average_gradient(parameter: nn.Parameter, group: dist.ProcessGroup) -> None:
-    """Over the group, in every backward, before anything accumulates it."""
+    """Average the parameter's gradient over the group in every backward, before it is accumulated."""
     if not parameter.requires_grad:
         return
 
