@@ -122,7 +122,7 @@ def _is_given_again(resume: str, run: RunFolder) -> bool:
 def _own_ones(path: Path, run: RunFolder) -> str | None:
     """Return why the run cannot continue from this checkpoint, or None.
 
-    It cannot where the run has checkpoints that --resume latest and pruning would treat as newer.
+    It cannot if --resume latest and pruning would treat another of the run's checkpoints as the newest.
     """
     own = [] if run.is_replaced else complete_checkpoints(run)
     if path.resolve().parent != run.checkpoints.resolve():

@@ -1,10 +1,12 @@
-"""A flat state in 8 bits: codes into a table of 256 values, times the largest magnitude of each block of 256 elements.
+"""Blockwise 8-bit quantization of a flat optimizer state.
+
+Each element is a code into a table of 256 values. Each block of 256 elements shares one scale, its largest magnitude:
 
     value = table[code] * largest of its block
 
-The tables are bitsandbytes' dynamic ones (Dettmers et al. 2022, arXiv 2110.02861) with -1 in the place of -0.993: so
-the largest element of a block is kept exactly whatever its sign, and values that were read and written again have the
-same codes. Checkpoints hold the values, in fp32; under the layout that wrote them they are restored bit for bit.
+The tables are bitsandbytes' dynamic ones (Dettmers et al. 2022, arXiv 2110.02861), with -1 instead of -0.993. So the
+largest element of a block is exact whatever its sign, and values that are read and written back keep their codes.
+Checkpoints store the values in FP32. The layout that wrote them restores them bit for bit.
 """
 
 import torch
@@ -13,7 +15,13 @@ BLOCK = 256
 
 
 class Blockwise:
-    """[n] values, zero at first. codes [n] uint8; largest [n / 256, rounded up] f32; table [256] f32, ascending."""
+    """[n] quantized values, initially zero.
+
+    Attributes:
+        table: [256] f32, ascending.
+        codes: [n] uint8, indices into `table`.
+        largest: [ceil(n / 256)] f32, largest magnitude of each block.
+    """
 
     def __init__(self, count: int, table: torch.Tensor, device: torch.device):
         self.table = table.to(device)
@@ -23,19 +31,20 @@ class Blockwise:
         self._written: torch.Tensor | None = None  # [n] f32, between `write` and `settle`
 
     def read(self, offset: int, count: int) -> torch.Tensor:
-        """Values [offset, offset + count), f32."""
+        """Return the values [offset, offset + count), f32."""
         if self._written is not None:
             return self._written.narrow(0, offset, count)
         blocks = torch.arange(offset, offset + count, device=self.codes.device).div_(BLOCK, rounding_mode="floor")
         return self.table[self.codes.narrow(0, offset, count).long()] * self.largest[blocks]
 
     def write(self, offset: int, values: torch.Tensor) -> None:
-        """Set values; they are coded by `settle`, since a block may be written in parts."""
+        """Set values from `offset` on. `settle` quantizes them later, since a block may be written in parts."""
         if self._written is None:
             self._written = self.read(0, len(self.codes)).clone()
         self._written.narrow(0, offset, len(values)).copy_(values)
 
     def settle(self) -> None:
+        """Quantize the values that were written since the last call."""
         if self._written is None:
             return
         count = len(self.codes)
@@ -48,7 +57,7 @@ class Blockwise:
 
 
 def tables() -> tuple[torch.Tensor, torch.Tensor]:
-    """(of signed values, of values from 0 on). Needs bitsandbytes."""
+    """Return the tables for signed and for non-negative values, [256] f32 each. Requires bitsandbytes."""
     from bitsandbytes.functional import create_dynamic_map
 
     signed, unsigned = create_dynamic_map(signed=True), create_dynamic_map(signed=False)

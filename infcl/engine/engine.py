@@ -1,13 +1,15 @@
-"""All that is DeepSpeed's: forward, backward, step, clamp (its config: config/preset.py; its sharded state: state.py).
+"""The DeepSpeed engine: forward, backward, step and clamp. config/preset.py has its config, state.py its sharded state.
 
-The recipe that is exact for ZeRO 0-3 (docs/concepts/engine.md has the reasons):
+These rules make training exact under ZeRO 0-3 (docs/concepts/engine.md has the reasons):
 
-* gradient_accumulation_steps = M, the boundary set by hand before the last backward, one `step()` per optimizer step;
+* gradient_accumulation_steps = M; the boundary is set by hand before the last backward; `step()` runs once per
+  optimizer step;
 * every forward goes through the engine, with both towers, and has exactly one backward;
-* backward with `scale_wrt_gas=False`: the loss obeys law 1, DeepSpeed averages over ranks, nothing else multiplies;
-* gradient_clipping is always written out (DeepSpeed clips at 1.0 when it is not);
-* with low-precision parameters (bf16, fp16) micro-batch gradients accumulate in fp32, the loss takes logit_scale from
-  its fp32 master, and the stage is at least 1.
+* backward runs with `scale_wrt_gas=False`: the loss follows the gradient scaling convention (the mean of the ranks'
+  gradients is the exact gradient), DeepSpeed averages over ranks, and no other factor applies;
+* the config always sets gradient_clipping (DeepSpeed's default clips at 1.0);
+* with BF16 or FP16 parameters, micro-batch gradients accumulate in FP32, the loss reads logit_scale from its FP32
+  master weight, and the ZeRO stage is at least 1.
 
 Tested with DeepSpeed 0.19.8.
 """
@@ -40,13 +42,19 @@ from infcl.models.blocks import repeated_blocks
 from infcl.models.transformer import ResidualBlock
 from infcl.parallel import Parallel
 
-_RUNNING = (".running_mean", ".running_var")  # of a batch norm
+_RUNNING = (".running_mean", ".running_var")  # buffers of a batch norm
 _COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
 _SCALER_FIELDS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
 class Engine:
-    """A CLIP model under a DeepSpeed engine; under tensor parallelism this rank's part of it (build.split_model)."""
+    """A CLIP model in a DeepSpeed engine. Under tensor parallelism, this rank's part of it (build.split_model).
+
+    Attributes:
+        state: the sharded FP32 weights, optimizer state and averages.
+        kept: parameters that stay gathered between passes (stage 3), else None.
+        shown: None while forwards use the weights, EMA while they use the averages.
+    """
 
     def __init__(self, model: nn.Module, spec: RunSpec, parallel: Parallel):
         config = spec.flags
@@ -56,10 +64,10 @@ class Engine:
         self.low_precision_parameters = spec.precision in ("bf16", "fp16")
         self.offloads_optimizer = "optimizer" in spec.offloads
         self.optimizer_name = config.opt
-        self.shown: str | None = None  # whether forwards see the weights or their average (EMA)
+        self.shown: str | None = None
         deepspeed = _import_deepspeed()
         mpu = _megatron_groups() if parallel.tp_size > 1 else None
-        deepspeed.utils.groups.mpu = mpu  # DeepSpeed would keep that of an earlier engine
+        deepspeed.utils.groups.mpu = mpu  # else DeepSpeed would use that of an earlier engine
         exact = _fp32_copy(model) if self.low_precision_parameters and parallel.dp_rank == 0 else {}
         model.to(parallel.device)
         self.engine, *_ = deepspeed.initialize(
@@ -82,22 +90,22 @@ class Engine:
             reduce_in_few_launches(self.engine.optimizer)
             self.kept = KeptParameters(self.engine.optimizer, in_host_memory="param" in spec.offloads)
         if parallel.dp_size == 1 and not shards(self.engine.optimizer):
-            self.engine.enable_backward_allreduce = False  # all gradients would be copied into a bucket and back
+            self.engine.enable_backward_allreduce = False  # it would copy all gradients into a bucket and back
         reduce_what_is_left(self.engine.optimizer, parallel.device)
         take_norm_together(self.engine.optimizer)
         scaler = self._loss_scaler()
         self._settle_loss_scale = (lambda: None) if scaler is None else scale_between_steps(scaler)
-        self.sums_are_old = True  # of gradients over micro-batches
-        self.norms_are_old = True  # of the towers, and so the flag
-        self.flag = torch.zeros(1, device=parallel.device)  # 0, or NaN: a gradient that no norm counts is not finite
+        self.sums_are_old = True  # the gradient sums over micro-batches are those of the step before
+        self.norms_are_old = True  # the towers' norms are too, and so is the flag
+        self.flag = torch.zeros(1, device=parallel.device)  # NaN if an uncounted gradient is not finite, else 0
         if parallel.tp_size > 1 and self.zero_stage > 0:
             add_to_norm(self.engine.optimizer, self.flag)
         self.state = ZeroState(self.engine, self.zero_stage)
-        if self.low_precision_parameters:  # DeepSpeed makes its FP32 weights from rounded parameters
+        if self.low_precision_parameters:  # DeepSpeed creates its FP32 weights from rounded parameters
             self.state.write_first_copy(exact)
         if config.ema_decay is not None:
             self.state.start_average(config.ema_decay)
-        self.dp_group = self.engine.seq_data_parallel_group  # ZeRO averages over it
+        self.dp_group = self.engine.seq_data_parallel_group  # ZeRO averages gradients over this group
         self.measured = self._measured_parameters()
         self.running_statistics = [value for name, value in self.state.buffers() if name.endswith(_RUNNING)]
         if self.running_statistics and self.low_precision_parameters:
@@ -108,11 +116,11 @@ class Engine:
 
     @property
     def module(self) -> Any:
-        """The model: CLIP, or one with its forward and attributes."""
+        """The model: CLIP, or a model with the same forward and attributes."""
         return self.engine.module
 
     def train(self, mode: bool = True) -> None:
-        """Train, or (False) evaluate, between steps."""
+        """Switch to training mode, or with False to evaluation mode. Call it between steps."""
         self.engine.train(mode)
         if self.kept is not None:
             self.kept.keep(mode)
@@ -120,28 +128,44 @@ class Engine:
     def encode(
         self, images: torch.Tensor | None, texts: torch.Tensor | None = None, **others: torch.Tensor
     ) -> dict[str, torch.Tensor]:
-        """uint8 images [m, 3, H, W] and/or tokens [m, L] -> the model's features; `others`: see CLIP.forward."""
+        """Encode a micro-batch.
+
+        Args:
+            images: [m, 3, H, W] uint8, or None.
+            texts: [m, L] tokens, or None.
+            others: see CLIP.forward.
+
+        Returns:
+            The model's features and scalars by name.
+        """
         return self.engine(images, texts, **others)
 
     def backward(self, surrogate: torch.Tensor, is_last: bool) -> None:
-        """Accumulate d surrogate / d parameters; reduce over ranks at the last one of a step (ZeRO-2/3: at each)."""
+        """Accumulate d surrogate / d parameters. Reduce over ranks at a step's last backward (ZeRO-2/3: at each)."""
         if self.zero_stage == 3:
             self._prepare_stage_3_sums()
         self.engine.set_gradient_accumulation_boundary(is_last)
         self.engine.backward(surrogate, scale_wrt_gas=False)
 
     def _prepare_stage_3_sums(self) -> None:
-        """Stage 3 copies a parameter's first gradient of a step over that of the step before and adds the others."""
+        """Reset the gradient sums of a step. Stage 3 overwrites them with the first gradient and adds the others."""
         optimizer = self.engine.optimizer
-        optimizer.clear_backward_seen_flag()  # else a backward that no forward precedes would be a first one too
+        optimizer.clear_backward_seen_flag()  # else a backward without a forward before it would overwrite too
         if self.sums_are_old and optimizer.grad_partitions_flat_buffer is not None:
-            optimizer.grad_partitions_flat_buffer.zero_()  # what a step does not use would keep its old gradient
+            optimizer.grad_partitions_flat_buffer.zero_()  # an unused parameter would keep its old gradient
         self.sums_are_old = False
 
     def step(self, learning_rate: float) -> bool:
-        """One optimizer step at `learning_rate`, or none: False when the norm of the gradients is not finite.
+        """Make one optimizer step, unless the norm of the gradients is not finite. Collective.
 
-        Then parameters and optimizer stay as they are; the counters advance, and in fp16 the loss scale falls.
+        A skipped step leaves parameters and optimizer state unchanged. The counters advance, and in FP16 the loss scale
+        decreases.
+
+        Args:
+            learning_rate: the schedule's learning rate; each group multiplies it by its `lr_scale`.
+
+        Returns:
+            Whether the step was made.
         """
         if self.parallel.tp_size > 1 and self.norms_are_old:
             self.tower_grad_norms()
@@ -150,22 +174,22 @@ class Engine:
         self.sums_are_old = self.norms_are_old = True
         self._average_running_statistics()
         skipped_before = self.engine.skipped_steps
-        if self.zero_stage == 0:  # DeepSpeed computes no norm there; the gradients are whole and averaged by now
+        if self.zero_stage == 0:  # DeepSpeed computes no norm there; the gradients are full and averaged by now
             square = square_of((p.grad for p in self.module.parameters() if self._counts(p)), self.parallel.device)
             self.stage_0_grad_norm = self._over_tensor_parallel(square).sqrt() + self.flag[0]
-            if not self.stage_0_grad_norm.isfinite():  # the other stages' optimizers see to it themselves
+            if not self.stage_0_grad_norm.isfinite():  # the optimizers of the other stages check this
                 self._drop_gradients()
                 return False
         self.engine.step()
         self._settle_loss_scale()
         applied = self.engine.skipped_steps == skipped_before
         if not applied and self.offloads_optimizer and self.zero_stage < 3:
-            sums = self.engine.optimizer.averaged_gradients  # DeepSpeed keeps them, and would add the next step's
+            sums = self.engine.optimizer.averaged_gradients  # DeepSpeed would add the next step's to these
             sums.update(dict.fromkeys(sums))
         return applied
 
     def _average_running_statistics(self) -> None:
-        """Give all ranks the mean of what their micro-batches have made of batch norms' statistics. Collective."""
+        """Replace the batch norms' running statistics by their mean over data-parallel ranks. Collective."""
         if self.running_statistics and self.parallel.dp_size > 1:
             flat = torch.cat([value.flatten() for value in self.running_statistics])
             torch.distributed.all_reduce(flat, group=self.dp_group)
@@ -174,7 +198,7 @@ class Engine:
                 value.copy_(part.view_as(value))
 
     def _drop_gradients(self) -> None:
-        """What `step` would do to the counters of stage 0, without an update."""
+        """Drop the gradients of a skipped step under stage 0, and advance the counters as `step` does."""
         self.engine.zero_grad()
         self.engine.global_steps += 1
         self.engine.global_samples += self.engine.train_batch_size()
@@ -182,20 +206,23 @@ class Engine:
         self.engine.skipped_steps += 1
 
     def grad_norm(self) -> float:
-        """Global gradient norm of the last step, before clipping."""
+        """Return the global gradient norm of the last step, before clipping."""
         return float(self.stage_0_grad_norm if self.zero_stage == 0 else self.engine.get_global_grad_norm())
 
     def tower_grad_norms(self) -> torch.Tensor:
-        """[image tower, text tower] f32, norms of the averaged gradients before clipping; call before step().
+        """Return the norms of the averaged gradients per tower, before clipping. Call before step(). Collective.
 
-        Exact in every stage: each rank squares the fragments it owns, one all-reduce of three numbers adds them up. The
-        third is whether a gradient that only other tensor-parallel ranks' norms count is not finite; `step` uses it.
-        The result stays on the device, so that the step need not wait for it.
+        The norms are exact in every stage: each rank squares the fragments it owns, and one all-reduce of three numbers
+        adds them up. The third number is NaN if a gradient is not finite that only other tensor-parallel ranks count;
+        `step` uses it.
+
+        Returns:
+            [image tower, text tower] f32, on the device, so that the step does not wait for it.
         """
         squares = torch.stack(
             [square_of(map(self._own_gradient, parameters), self.parallel.device) for parameters in self.measured]
         )
-        squares[2] *= 0  # NaN where it is not finite
+        squares[2] *= 0  # 0, or NaN if it is not finite
         if self.zero_stage > 0:
             torch.distributed.all_reduce(squares, group=self.dp_group)
         self._over_tensor_parallel(squares)
@@ -204,14 +231,14 @@ class Engine:
         return squares[:2].sqrt() / self.loss_scale()
 
     def _measured_parameters(self) -> tuple[list[nn.Parameter], list[nn.Parameter], list[nn.Parameter]]:
-        """(image tower's, text tower's, what other tensor-parallel ranks count), of the trainable parameters."""
+        """Return the trainable parameters: image tower, text tower, those that other tensor-parallel ranks count."""
         trainable = [(n, p) for n, p in self.module.named_parameters() if p.requires_grad]
         counted = [(tower(name), parameter) for name, parameter in trainable if self._counts(parameter)]
         image, text = ([p for part, p in counted if part == wanted] for wanted in ("image", "text"))
         return image, text, [p for _, p in trainable if not self._counts(p)]
 
     def _counts(self, parameter: nn.Parameter) -> bool:
-        """Whether this rank counts the parameter in a norm: every part of a split one, one copy of any other."""
+        """Return whether this rank counts the parameter in a norm: each part of a split one, one copy of any other."""
         return self.parallel.tp_rank == 0 or hasattr(parameter, "tensor_parallel_split")
 
     def _over_tensor_parallel(self, squares: torch.Tensor) -> torch.Tensor:
@@ -220,7 +247,7 @@ class Engine:
         return squares
 
     def _own_gradient(self, parameter: nn.Parameter) -> torch.Tensor | None:
-        """The averaged gradient's part that this rank steps with: all of it (stage 0), its fragment, or None."""
+        """Return the part of the averaged gradient that this rank updates with: all (stage 0), a fragment, or None."""
         if self.zero_stage == 0:
             return parameter.grad
         if self.zero_stage == 3:
@@ -236,12 +263,13 @@ class Engine:
         return gradient.narrow(0, fragment.start, fragment.numel) if len(gradient) == parameter.numel() else gradient
 
     def loss_scale(self) -> float:
+        """Return the current FP16 loss scale, or 1."""
         return float(getattr(self.engine.optimizer, "cur_scale", 1.0)) if self.precision == "fp16" else 1.0
 
     # ---- scalars that live outside the towers ----
 
     def scalar_values(self, returned: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """FP32 values of logit_scale and logit_bias: the master weights' if the forward returned rounded copies."""
+        """Return FP32 values of logit_scale and logit_bias, from the master weights if `returned` is rounded."""
         if not self.low_precision_parameters:
             return returned
         parameters = dict(self.module.named_parameters())
@@ -255,13 +283,13 @@ class Engine:
     # ---- the moving average of the weights ----
 
     def update_average(self) -> None:
-        """Take the weights of this step into their average, where there is one."""
+        """Update the moving average with the weights of this step, if there is one."""
         if self.state.average is not None:
             self.state.average.update()
 
     @contextlib.contextmanager
     def showing_average(self) -> Iterator[None]:
-        """Within, forwards see the averaged weights. Collective."""
+        """Make forwards use the averaged weights inside the context. Collective."""
         self.shown = EMA
         try:
             with self.state.showing_average():
@@ -272,7 +300,7 @@ class Engine:
     # ---- counters ----
 
     def counters(self) -> dict[str, float]:
-        """What DeepSpeed, the optimizer and the average count; enough, with their state, to continue exactly."""
+        """Return the counters of DeepSpeed, the optimizer and the average, which an exact resume requires."""
         counts = {name: getattr(self.engine, name) for name in _COUNTERS} | {"optimizer_step": self.state.updates()}
         if self.state.average is not None:
             counts["ema_updates"] = self.state.average.updates
@@ -280,6 +308,7 @@ class Engine:
         return counts | ({name: getattr(scaler, name) for name in _SCALER_FIELDS} if scaler is not None else {})
 
     def set_counters(self, counts: dict[str, Any]) -> None:
+        """Restore what `counters` returned, after the state was loaded."""
         for name in _COUNTERS:
             setattr(self.engine, name, counts[name])
         self.state.set_updates(counts["optimizer_step"])
@@ -292,32 +321,34 @@ class Engine:
                     setattr(scaler, name, counts[name])
 
     def _loss_scaler(self):
-        """None where it has nothing to count: a static one is what the preset says."""
+        """Return the dynamic loss scaler, or None. A static one has no state beyond the preset."""
         scaler = self.engine.optimizer.loss_scaler if self.precision == "fp16" else None
         return scaler if scaler is not None and scaler.dynamic else None
 
 
 def _leaves(model: nn.Module) -> list[str]:
-    """Full names of the classes that stage 3 gathers as one: blocks, and attention that reads the weights of layers
-    which it does not call."""
+    """Return the full names of the classes that stage 3 gathers as one unit.
+
+    These are the blocks, and attention modules that read the weights of layers without calling them.
+    """
     kinds = {ResidualBlock, nn.MultiheadAttention, *(type(block) for block in repeated_blocks(model))}
     return sorted({f"{k.__module__}.{k.__qualname__}" for k in kinds} | {"open_clip.modified_resnet.AttentionPool2d"})
 
 
 def _megatron_groups():
-    """Return the object from which DeepSpeed learns the tensor- and data-parallel groups."""
+    """Return the object from which DeepSpeed reads the tensor- and data-parallel groups."""
     from megatron_patches.groups import DeepSpeedMpu
 
     return DeepSpeedMpu()
 
 
 def _fp32_copy(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The trainable parameters' values before anything rounds them, on the CPU."""
+    """Return the trainable parameters in FP32 on the CPU, before they are rounded."""
     return {n: p.detach().to("cpu", torch.float32, copy=True) for n, p in model.named_parameters() if p.requires_grad}
 
 
 def _import_deepspeed():
-    """DeepSpeed without its noise: no JIT build of an op that training does not use, no deprecation chatter."""
+    """Import DeepSpeed without the JIT build of an op that training does not use, and without needless warnings."""
     import deepspeed
     import deepspeed.ops
     from deepspeed.utils import logger
@@ -325,7 +356,7 @@ def _import_deepspeed():
     logger.setLevel("WARNING")
     logger.addFilter(
         lambda record: "untested optimizer" not in record.getMessage()
-    )  # those of optimizers.py are tested
+    )  # the optimizers of optimizers.py are tested
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # used by inference all-reduce only
     MEMORY_REPORT.apply(deepspeed.runtime.bf16_optimizer, lambda installed: lambda *_, **__: None)
     warnings.filterwarnings(

@@ -1,13 +1,15 @@
-"""ZeRO-3 keeps gathered parameters for a full step where they fit, with fewer gathers than DeepSpeed (patches.py).
+"""Keep ZeRO-3's gathered parameters for a full step where they fit, to gather less often than DeepSpeed (patches.py).
 
 DeepSpeed releases a block's parameters after each pass that does not use them again soon. A gradient cache makes 2M
-passes over M micro-batches, so they are gathered 2M times per step, and the host counts parameters before and after
-each module. They do not change before the update, and within `stage3_max_reuse_distance` of their next use DeepSpeed
-keeps them anyway. So a model with no more parameters than that, and than `stage3_max_live_parameters`, keeps what the
-first forward of a step gathered, until the update or an evaluation. After that forward the hooks do nothing for
-gathered modules. DeepSpeed handles larger models, and those whose parameters are offloaded, as before.
+passes over M micro-batches. So DeepSpeed gathers them 2M times per step, and the host counts parameters before and
+after each module. But the parameters do not change before the update, and DeepSpeed itself keeps those that are used
+again within `stage3_max_reuse_distance`.
 
-The first forward runs DeepSpeed's hooks in every module, so that the trace for prefetching stays that of a forward.
+This module acts on models with at most `stage3_max_reuse_distance` and `stage3_max_live_parameters` parameters. They
+keep what the first forward of a step gathered until the update or an evaluation. After that forward the hooks do
+nothing for gathered modules. DeepSpeed handles larger models, and offloaded parameters, as without the patch.
+
+The first forward runs DeepSpeed's hooks in every module, so that the trace for prefetching remains that of a forward.
 """
 
 from collections.abc import Callable
@@ -18,7 +20,13 @@ from infcl.engine.patches import POST_BACKWARD, POST_FORWARD, PRE_BACKWARD, PRE_
 
 
 class KeptParameters:
-    """DeepSpeed's stage-3 hooks of an optimizer, which release nothing while `on`, but at the update."""
+    """Patches of an optimizer's stage-3 hooks. While `on`, parameters are released only at the update.
+
+    Attributes:
+        fits: whether the model is small enough to stay gathered.
+        on: whether parameters are kept now.
+        gathered: whether a full forward has gathered all parameters since the last update.
+    """
 
     def __init__(self, optimizer: Any, *, in_host_memory: bool):
         from deepspeed.runtime.zero import parameter_offload
@@ -29,17 +37,17 @@ class KeptParameters:
         limit = min(hooks._max_available_parameters_in_numel, hooks._max_reuse_distance_in_numel)
         self.fits = total <= limit and not in_host_memory
         self.on = self.fits
-        self.gathered = False  # by a whole forward since the last update
+        self.gathered = False
         self._root = hooks.module
         self._available, self._stack = ZeroParamStatus.AVAILABLE, parameter_offload.FWD_MODULE_STACK
         self._iterate, self._is_leaf = parameter_offload.iter_params, parameter_offload.z3_leaf_module
-        self._parameters: dict[Any, list[Any]] = {}  # of a module that is gathered as one
-        self._entered: set[tuple[Any, str]] = set()  # (module, pass) that DeepSpeed's hooks are in, or that raised
+        self._parameters: dict[Any, list[Any]] = {}  # of a module that is gathered as one unit
+        self._entered: set[tuple[Any, str]] = set()  # (module, pass) whose DeepSpeed hook was entered and not left
         if self.fits:
             self._replace(hooks, hooks.get_param_coordinator())
 
     def keep(self, wanted: bool) -> None:
-        """False: for forwards between steps, which release as DeepSpeed does."""
+        """Keep parameters or not. With False, forwards between steps release as DeepSpeed does."""
         self.on = wanted and self.fits
         self.gathered = self.gathered and self.on
 
@@ -76,7 +84,7 @@ class KeptParameters:
         def enter(module: Any) -> None:
             if self.gathered and self._is_whole(module):
                 if pass_ == "forward":
-                    self._stack.append(module)  # the hook behind the forward takes it off again
+                    self._stack.append(module)  # the hook after the forward pops it
                 return
             self._entered.add((module, pass_))
             fetch(module)

@@ -1,9 +1,9 @@
-"""Parameter groups, the optimizer of a name, and the learning rate as a pure function of the step.
+"""Parameter groups, the optimizer that --opt selects, and the learning-rate schedule, a pure function of the step.
 
-Weight decay is for matrices. Norms, biases, position and class embeddings, logit_scale and logit_bias are excluded by
-name, not by rank, so that the rule can be read off (and holds for flattened ZeRO partitions alike).
+Weight decay applies to matrices. Norms, biases, position and class embeddings, logit_scale and logit_bias are excluded
+by name, not by number of dimensions. So the rule is explicit, and also holds for flattened ZeRO partitions.
 
-A group has, in addition to torch's keys, `lr_scale`: its learning rate in units of the schedule's.
+Besides torch's keys, a group has `lr_scale`, the factor between the schedule's learning rate and its own.
 """
 
 import math
@@ -23,21 +23,28 @@ _EXPONENTS = {"none": 0.0, "sqrt": 0.5, "linear": 1.0}
 
 
 def decays(name: str, owner: nn.Module) -> bool:
-    """Whether the parameter `name`, which belongs to module `owner`, takes weight decay."""
+    """Return whether weight decay applies to the parameter `name` of the module `owner`."""
     norms = (nn.LayerNorm, nn.GroupNorm, nn.modules.batchnorm._BatchNorm)
     return name.rsplit(".", 1)[-1] not in _NO_DECAY_NAMES and not isinstance(owner, norms)
 
 
 def tower(name: str) -> str:
-    """ "image", "text", or "scalars" for logit_scale and logit_bias."""
+    """Return the tower of a parameter: "image", "text", or "scalars" for logit_scale and logit_bias."""
     return "image" if name.startswith("visual.") else "scalars" if name.startswith("logit_") else "text"
 
 
 def parameter_groups(model: Any, config: TrainConfig, peak: float) -> list[dict]:
-    """Trainable parameters by weight decay and learning rate, those with weight decay first, in the model's order but
-    for those of odd sizes, which come last in their group.
+    """Group the trainable parameters by weight decay and learning rate.
 
-    peak: the largest learning rate of the schedule; --wd-mode schedule divides by it.
+    Groups with weight decay come first. A group has the model's order, except that parameters of odd sizes come last.
+
+    Args:
+        model: the model, or this rank's part of it.
+        config: flags of the run.
+        peak: the largest learning rate of the schedule; --wd-mode schedule divides by it.
+
+    Raises:
+        ValueError: layer decay is set for a tower without blocks.
     """
     owners = {
         f"{prefix}.{name}" if prefix else name: module
@@ -51,7 +58,7 @@ def parameter_groups(model: Any, config: TrainConfig, peak: float) -> list[dict]
                 f"--{part}-layer-decay: the {part} tower of {config.model} has no blocks transformer.resblocks.N"
             )
     undecayed: set[str] = set()
-    if hasattr(model, "no_weight_decay"):  # open_clip's rule: what it names, and all that is no matrix
+    if hasattr(model, "no_weight_decay"):  # open_clip's rule: the parameters it lists, and all vectors and scalars
         undecayed = model.no_weight_decay() | {name for name, value in model.named_parameters() if value.ndim < 2}
     groups: dict[tuple, dict] = {}
     for name, parameter in model.named_parameters():
@@ -65,8 +72,8 @@ def parameter_groups(model: Any, config: TrainConfig, peak: float) -> list[dict]
         group: dict[str, Any] = {"params": [], "weight_decay": decay, "lr": peak * scale, "lr_scale": scale}
         groups.setdefault((decay == 0, -scale, factored), group)["params"].append(parameter)
     for group in groups.values():
-        # ZeRO lays a group's parameters end to end. After one of odd size (logit_scale) no tensor would start at a
-        # multiple of 16 bytes, which the kernels of compiled blocks rely on (CUDA: misaligned address).
+        # ZeRO concatenates a group's parameters. After one of odd size (logit_scale) no tensor would start at a
+        # multiple of 16 bytes, which the kernels of compiled blocks require (CUDA: misaligned address).
         group["params"].sort(key=lambda parameter: parameter.numel() % ALIGNED != 0)
     return [groups[key] for key in sorted(groups)]
 
@@ -74,7 +81,7 @@ def parameter_groups(model: Any, config: TrainConfig, peak: float) -> list[dict]
 def build_optimizer(
     model: nn.Module, config: TrainConfig, *, global_batch_size: int, fused: bool
 ) -> torch.optim.Optimizer:
-    """The optimizer of --opt over `parameter_groups`. fused: AdamW's one kernel for all."""
+    """Build the optimizer of --opt over `parameter_groups`. `fused` selects the fused kernel of AdamW."""
     peak = config.lr * batch_size_factor(config, global_batch_size)
     groups, betas = parameter_groups(model, config, peak), (config.beta1, config.beta2)
     if config.opt == "adamw":
@@ -95,13 +102,13 @@ def state_bytes_per_element(config: TrainConfig) -> int:
 
 
 def checkpoint_bytes(config: TrainConfig, parameters: int, trainable: int) -> int:
-    """Everything in fp32: weights, the optimizer's states of a parameter's size, the average."""
+    """Return the bytes of a checkpoint: FP32 weights, optimizer states of a parameter's size, and the average."""
     states = {"adamw": 2, "adamw8bit": 2, "lion": 1, "lamb": 2, "adafactor": 1}[config.opt]
     return 4 * (parameters + trainable * (states + (config.ema_decay is not None)))
 
 
 def later_host_bytes(spec: RunSpec, model: nn.Module) -> float:
-    """Host bytes that a rank takes during training: the copy that a checkpoint is written from, and ZeRO-2's sums."""
+    """Return the host bytes that a rank allocates during training: the checkpoint's copy, and ZeRO-2's sums."""
     sizes = [(getattr(p, "ds_numel", p.numel()), p.requires_grad) for p in model.parameters()]
     trainable = sum(size for size, is_trained in sizes if is_trained)
     sums = "optimizer" in spec.offloads and sums_gradients_on_host(spec.zero_stage, spec.precision)
@@ -110,14 +117,18 @@ def later_host_bytes(spec: RunSpec, model: nn.Module) -> float:
 
 
 def batch_size_factor(config: TrainConfig, global_batch_size: int) -> float:
-    """What --lr-scaling multiplies the learning rates with."""
+    """Return the factor of --lr-scaling, by which all learning rates are multiplied."""
     return (global_batch_size / config.lr_base_batch) ** _EXPONENTS[config.lr_scaling]
 
 
 class Schedule:
-    """schedule(step): the learning rate of optimizer step `step` (from 0), open_clip's curves scaled by --lr-scaling.
+    """Learning-rate schedule: schedule(step) returns the learning rate of optimizer step `step`, from 0.
 
-    A pure function of the step, so resume is exact. `peak`: its largest value; `warmup`: steps until then.
+    The curves are open_clip's, scaled by --lr-scaling. The result depends on the step alone, so a resume is exact.
+
+    Attributes:
+        peak: the largest learning rate.
+        warmup: number of warm-up steps.
     """
 
     def __init__(self, config: TrainConfig, *, global_batch_size: int, total_steps: int, steps_per_epoch: int):
@@ -134,7 +145,7 @@ class Schedule:
         return self.factor * self._unscaled(step)
 
     def oddity(self) -> str | None:
-        """What in this schedule may not be what was meant: a peak that it does not reach."""
+        """Return a warning if the schedule does not reach its peak as intended, else None."""
         steps, warmup, cooldown = self.total_steps, self.warmup, self.cooldown_steps
         if steps <= warmup:
             ends = "inside" if steps < warmup else "with"
@@ -150,7 +161,7 @@ class Schedule:
         return None
 
     def tower_rates(self, step: int) -> dict[str, float]:
-        """{"lr_image": ..., "lr_text": ...} of the towers that have a learning rate of their own."""
+        """Return {"lr_image": ..., "lr_text": ...} for the towers with their own learning rate."""
         given = {"lr_image": self.config.image_lr, "lr_text": self.config.text_lr}
         return {name: self(step) * rate / self.config.lr for name, rate in given.items() if rate is not None}
 
@@ -182,8 +193,11 @@ class Schedule:
 
 
 def _lr_scale(config: TrainConfig, name: str, depths: dict[str, int]) -> float:
-    """The parameter's learning rate over --lr: its tower's rate, and layer decay to the power of its distance from the
-    tower's end (head 0, last block 1, ..., embeddings one more than there are blocks)."""
+    """Return the parameter's learning rate divided by --lr.
+
+    It is the tower's rate times layer decay ** distance from the tower's end. The distance is 0 for the head, 1 for the
+    last block, ..., and number of blocks + 1 for the embeddings.
+    """
     part = tower(name)
     if part == "scalars":
         return 1.0
@@ -208,6 +222,6 @@ def _block(name: str) -> int | None:
 
 
 def _blocks(model: nn.Module, part: str) -> int:
-    """Residual blocks of a tower."""
+    """Return the number of residual blocks of a tower."""
     found = [_block(name) for name, _ in model.named_parameters() if tower(name) == part]
     return 1 + max((block for block in found if block is not None), default=-1)

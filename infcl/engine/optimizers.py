@@ -1,20 +1,20 @@
-"""Optimizers that work on what ZeRO hands them: flat slices of parameters, each rank another one.
+"""Optimizers for ZeRO's flat tensors, which hold a different slice of the parameters on each rank.
 
-    AdamW       torch's, fused where it is on a GPU or offloaded
+    AdamW       torch's, fused on a GPU or if offloaded
     AdamW8bit   both moments in 8 bits: bitsandbytes' kernel on states of blockwise.py
-    Lion        Chen et al. 2023, arXiv 2302.06675; element by element, so slices are no matter
-    Lamb        You et al. 2020, arXiv 1904.00962; norms of whole parameters
-    AdaFactor   as modified for ViT-g: Zhai et al. 2022, arXiv 2106.04560; rows and columns of whole matrices
+    Lion        Chen et al. 2023, arXiv 2302.06675; elementwise, so slices make no difference
+    Lamb        You et al. 2020, arXiv 1904.00962; norms of full parameters
+    AdaFactor   as modified for ViT-g: Zhai et al. 2022, arXiv 2106.04560; rows and columns of full matrices
 
-The last two sum what they need over the ranks: a few numbers per parameter, or one per row and column, in one or two
-all-reduces per tensor. So the update is that of whole parameters in every ZeRO stage.
+Lamb and AdaFactor sum over the ranks: a few numbers per parameter, or one per row and column. This takes one or two
+all-reduces per tensor. So the update is that of full parameters in every ZeRO stage.
 
-All have `create_state(tensor, pieces, group)`: what the first step would create, for one tensor that the optimizer
-steps with; `pieces` are the parameters in it, `group` the ranks that hold the rest of them (None: it is all here).
-State of a tensor's shape (or `Blockwise`) is a slice like the tensor itself; state named "KEY/PARAMETER" is whole on
-every rank.
+Each class has `create_state(tensor, pieces, group)`, which creates the state that the first step would create. `tensor`
+is one that the optimizer updates, and `pieces` are the parameters in it. `group` has the ranks that hold the rest of
+them (None: the tensor is complete). State of the tensor's shape (or `Blockwise`) is a slice like the tensor itself.
+State named "KEY/PARAMETER" is full on every rank.
 
-Decoupled weight decay everywhere, param *= 1 - lr * weight_decay, except for Lamb, where it is part of the update.
+Weight decay is decoupled, param *= 1 - lr * weight_decay, except in Lamb, where it is part of the update.
 """
 
 from collections.abc import Callable
@@ -26,11 +26,14 @@ from infcl.engine.blockwise import Blockwise, tables
 from infcl.engine.partitions import Piece, sum_over
 
 MIN_8BIT_SIZE = 4096
-_TINY = 1e-30  # added to squared gradients, so that a row without gradient has a second moment
+_TINY = 1e-30  # added to squared gradients, so that a row of zero gradients has a second moment
 
 
 class AdamW(torch.optim.AdamW):
-    """torch's, given its state at start. DeepSpeed's variants compile a kernel at start (docs/concepts/engine.md)."""
+    """torch's AdamW, with its state created at start.
+
+    DeepSpeed's variants compile a kernel at start (docs/concepts/engine.md).
+    """
 
     def create_state(self, tensor: torch.Tensor, pieces: list[Piece], group: dist.ProcessGroup | None) -> None:
         step = torch.zeros((), device=tensor.device if self.defaults["fused"] else "cpu")
@@ -42,7 +45,7 @@ class AdamW(torch.optim.AdamW):
 
 
 class _ByPiece(torch.optim.Optimizer):
-    """Calls `_update(tensor, gradient, state, options)` for every tensor with a gradient."""
+    """Base class: calls `_update(tensor, gradient, state, options)` for every tensor with a gradient."""
 
     _new_state: Callable[[torch.Tensor, list[Piece]], dict[str, torch.Tensor]]
     _update: Callable[[torch.Tensor, torch.Tensor, dict, dict], None]
@@ -64,24 +67,24 @@ class _ByPiece(torch.optim.Optimizer):
                     self._update(tensor, tensor.grad, self.state[tensor], group)
 
     def _sums(self, tensor: torch.Tensor, sums: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Sums over this rank's pieces -> over whole parameters."""
+        """Add up sums over this rank's pieces to sums over full parameters. Collective."""
         _, group = self.layouts[tensor]
         return sum_over(group, sums)
 
     def _squared_norms(self, tensor: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-        """Of each parameter's elements in this rank's `values` (laid out as `tensor`): [parameters] f32."""
+        """Return the squared norm of each parameter's part of `values` (laid out as `tensor`), [parameters] f32."""
         pieces, _ = self.layouts[tensor]
         return torch.stack([piece.of(values).float().square().sum() for piece in pieces])
 
     def _per_element(self, tensor: torch.Tensor, factors: torch.Tensor, values: torch.Tensor) -> None:
-        """values *= each parameter's factor."""
+        """Multiply each parameter's part of `values` by its factor, in place."""
         pieces, _ = self.layouts[tensor]
         for piece, factor in zip(pieces, factors.unbind()):
             piece.of(values).mul_(factor)
 
 
 class Lion(_ByPiece):
-    """sign(b1 m + (1 - b1) g); then m <- b2 m + (1 - b2) g. One state, `exp_avg`."""
+    """Lion: the update is sign(b1 m + (1 - b1) g); then m <- b2 m + (1 - b2) g. The only state is `exp_avg`."""
 
     def __init__(self, params, *, lr: float, betas: tuple[float, float]):
         super().__init__(params, lr=lr, betas=betas, weight_decay=0.0)
@@ -97,7 +100,7 @@ class Lion(_ByPiece):
 
 
 class AdamW8bit(_ByPiece):
-    """Moments in 8 bits for tensors of 4096 elements or more, in fp32 for others, as bitsandbytes has it."""
+    """AdamW with 8-bit moments for tensors of 4096 elements or more and FP32 for others, as in bitsandbytes."""
 
     def __init__(self, params, *, lr: float, betas: tuple[float, float], eps: float):
         super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=0.0)
@@ -125,9 +128,9 @@ class AdamW8bit(_ByPiece):
 
 
 class Lamb(_ByPiece):
-    """Adam's update plus weight decay, scaled by |parameter| / |update| of each parameter that decays.
+    """LAMB: Adam's update plus weight decay, scaled per parameter by |parameter| / |update|.
 
-    Parameters without weight decay (norms, biases) take Adam's update as it is, as in the authors' code.
+    Parameters without weight decay (norms, biases) use Adam's update unscaled, as in the authors' code.
     """
 
     def __init__(self, params, *, lr: float, betas: tuple[float, float], eps: float):
@@ -148,15 +151,16 @@ class Lamb(_ByPiece):
 
 
 class AdaFactor(_ByPiece):
-    """Second moments as outer products of row and column means, capped memory (beta2_cap), momentum kept in bf16.
+    """AdaFactor: second moments as outer products of row and column means, capped beta2, momentum in BF16.
 
         beta2_t = min(beta2_cap, 1 - t^-0.8)
         v       = factored EMA of g^2 for parameters of groups with "factored", else an EMA of g^2 per element
         u       = g / sqrt(v), scaled down to a root mean square of `clipping_threshold` per parameter
-        m       = beta1 m + (1 - beta1) u    (in fp32, stored in bf16)
+        m       = beta1 m + (1 - beta1) u    (computed in FP32, stored in BF16)
         param  -= lr m
 
-    No scaling by the parameter's size, no bias correction. Rows and columns are the two largest dimensions.
+    The update is not scaled by the parameter's magnitude and has no bias correction. Rows and columns are the two
+    largest dimensions.
     """
 
     def __init__(
@@ -198,7 +202,7 @@ class AdaFactor(_ByPiece):
         excess = (squares / self.sizes[tensor]).sqrt() / options["clipping_threshold"]
         self._per_element(tensor, 1 / excess.clamp(min=1.0), update)
         tensor.mul_(1 - options["lr"] * options["weight_decay"])
-        for piece in pieces:  # one at a time: fp32 copies of one momentum, not of all
+        for piece in pieces:  # one at a time, so that only one momentum has an FP32 copy
             momentum = piece.of(state["exp_avg"])
             momentum.copy_(momentum.float().lerp_(piece.of(update), 1 - options["momentum"]))
             piece.of(tensor).add_(momentum, alpha=-options["lr"])
@@ -223,7 +227,7 @@ class AdaFactor(_ByPiece):
 
     @staticmethod
     def _own_sums(piece: Piece, gradient: torch.Tensor) -> list[torch.Tensor]:
-        """Sums of this rank's squared gradients over each of the two factored dimensions, the shapes of the means."""
+        """Return the sums of this rank's squared gradients over each factored dimension, in the shapes of the means."""
         sums = []
         squares = piece.lift(piece.of(gradient).square() + _TINY) if piece.numel else None
         for dim in _dims_of(piece):
@@ -235,7 +239,7 @@ class AdaFactor(_ByPiece):
 
 
 def _adam_update(gradient: torch.Tensor, state: dict, options: dict) -> torch.Tensor:
-    """Takes the gradient into both moments; their quotient, corrected for the bias."""
+    """Update both moments with the gradient and return Adam's bias-corrected update."""
     (beta1, beta2), step = options["betas"], float(state["step"])
     state["exp_avg"].lerp_(gradient, 1 - beta1)
     state["exp_avg_sq"].mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
@@ -243,12 +247,12 @@ def _adam_update(gradient: torch.Tensor, state: dict, options: dict) -> torch.Te
     return (state["exp_avg"] / (1 - beta1**step)).div_(root)
 
 
-_MEANS = ("exp_avg_sq_row", "exp_avg_sq_col")  # over the largest dimension, over the second largest
-MIN_FACTORED_SIZE = 32  # big_vision's: smaller matrices keep a second moment per element
+_MEANS = ("exp_avg_sq_row", "exp_avg_sq_col")  # means over the largest dimension, and over the second largest
+MIN_FACTORED_SIZE = 32  # as in big_vision: smaller matrices have a second moment per element
 
 
 def factored_dims(shape: torch.Size) -> tuple[int, int] | None:
-    """(largest, second largest dimension), None when the second has less than MIN_FACTORED_SIZE."""
+    """Return the largest and second largest dimension, or None if the second is below MIN_FACTORED_SIZE."""
     if len(shape) < 2:
         return None
     second, largest = sorted(range(len(shape)), key=lambda dim: (shape[dim], dim))[-2:]
@@ -262,6 +266,6 @@ def _dims_of(piece: Piece) -> tuple[int, int]:
 
 
 def _touched(piece: Piece, whole: torch.Tensor) -> torch.Tensor:
-    """The rows of a mean that belong to the piece; all of it where dim 0 was summed over. A view."""
+    """Return a view of the rows of a mean that the piece touches, or all of it if dim 0 was summed over."""
     first, end = piece.rows
     return whole if whole.shape[0] == 1 else whole.narrow(0, first, end - first)

@@ -1,12 +1,12 @@
-"""The part of a parameter that a rank owns: what ZeRO leaves of matrices, for those who must still see the matrix.
+"""The part of a parameter that a rank owns under ZeRO, and its place in the full parameter.
 
-ZeRO hands an optimizer flat tensors; a rank's flat tensor holds slices of some of its group's parameters:
+ZeRO passes flat tensors to the optimizer. A rank's flat tensor holds slices of some of its group's parameters:
 
-    stage 0   each parameter is its own tensor, whole on every rank
-    1, 2      a rank's flat tensor is a slice of all the group's parameters, laid end to end
+    stage 0   each parameter is its own tensor, full on every rank
+    1, 2      a rank's flat tensor is a slice of the concatenation of all the group's parameters
     3         a rank's flat tensor holds an equal slice of each parameter of a sub-group
 
-state.py reads the layout off DeepSpeed; optimizers that need rows, columns or norms of whole parameters use it.
+state.py reads this layout from DeepSpeed. Optimizers that need rows, columns or norms of full parameters use it.
 """
 
 from dataclasses import dataclass
@@ -17,10 +17,15 @@ import torch.distributed as dist
 
 @dataclass(frozen=True)
 class Piece:
-    """Elements [start, start + numel) of the flattened parameter lie at `offset` of the (flattened) `tensor`.
+    """This rank's slice of a parameter. All ranks list the same parameters per tensor, in the same order.
 
-    tensor: what the optimizer steps with. numel is 0 where this rank owns nothing of the parameter. All ranks list the
-    same parameters for corresponding tensors, in the same order.
+    Attributes:
+        name: the parameter's name.
+        shape: the parameter's full shape.
+        tensor: the tensor that the optimizer updates.
+        offset: index of the slice in the flattened `tensor`.
+        start: index of the slice in the flattened parameter.
+        numel: length of the slice; 0 if this rank owns no element of the parameter.
     """
 
     name: str
@@ -31,31 +36,31 @@ class Piece:
     numel: int
 
     def of(self, flat: torch.Tensor) -> torch.Tensor:
-        """This piece of `flat`, a tensor laid out as `self.tensor` is: [numel], a view."""
+        """Return this piece of `flat`, a tensor laid out like `self.tensor`: a view, [numel]."""
         return flat.detach().view(-1).narrow(0, self.offset, self.numel)
 
     @property
     def rows(self) -> tuple[int, int]:
-        """First and one past the last index of dim 0 that the piece touches."""
+        """First index of dim 0 that the piece touches, and one past the last."""
         width = self.shape[1:].numel()
         return self.start // width, -(-(self.start + self.numel) // width)
 
     def lift(self, values: torch.Tensor) -> torch.Tensor:
-        """[numel] -> [rows touched, *shape[1:]], zero where the piece has no element."""
+        """Place the piece in the rows that it touches: [numel] -> [rows, *shape[1:]], with zeros elsewhere."""
         (first, end), width = self.rows, self.shape[1:].numel()
         lifted = values.new_zeros((end - first) * width)
         lifted.narrow(0, self.start - first * width, self.numel).copy_(values)
         return lifted.view(end - first, *self.shape[1:])
 
     def lower(self, lifted: torch.Tensor) -> torch.Tensor:
-        """[rows touched, *shape[1:]] -> [numel]; undoes `lift`."""
+        """Undo `lift`: [rows, *shape[1:]] -> [numel]."""
         return lifted.reshape(-1).narrow(0, self.start - self.rows[0] * self.shape[1:].numel(), self.numel)
 
 
 def sum_over(group: dist.ProcessGroup | None, sums: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Each tensor summed over the ranks of `group` (None: as they are), with one all-reduce.
+    """Sum each tensor over the ranks of `group` with one all-reduce. Without a group, return the tensors unchanged.
 
-    Offloaded tensors go through the GPU that the group communicates from.
+    Tensors in host memory are copied to the GPU for the all-reduce if the group uses NCCL.
     """
     if group is None or dist.get_world_size(group) == 1 or not sums:
         return sums
