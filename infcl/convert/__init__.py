@@ -1,1 +1,1 @@
-"""Export and import of weights, model card."""
+"""Export and import of weights, and model cards."""

@@ -1,9 +1,9 @@
-"""Write a model for other programs to load: a run's (export), or someone else's weights (import).
+"""Write a model that other programs can load, from a run (export) or from other weights (import).
 
     python -m infcl.convert export RUN [--format open_clip|hf|safetensors] [--ema]
     python -m infcl.convert import WEIGHTS --out FOLDER [--model CONFIG] [--format ...]
 
-Without a GPU; infcl/convert/export.py describes the formats, infcl/convert/import_weights.py what can be read.
+No GPU is needed. infcl/convert/export.py describes the formats; infcl/convert/import_weights.py lists the sources.
 """
 
 import argparse
@@ -21,7 +21,11 @@ from infcl.models import CLIPConfig, OpenClipConfig, load_any_config
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit codes: 0, or 2 for a usage error or a disk error, with one line on stderr."""
+    """Run the command line.
+
+    Returns:
+        Exit code: 0, or 2 for a usage error or a disk error, with one line on stderr.
+    """
     args = _parser().parse_args(arguments)
     try:
         out, cfg = _export(args) if args.command == "export" else _import(args)
@@ -83,15 +87,15 @@ def _import(args: argparse.Namespace) -> tuple[Path, CLIPConfig | OpenClipConfig
 
 
 def _tokenizer(folder: Path) -> Path | None:
-    """The sentencepiece model of a run or an exported folder."""
+    """Return the sentencepiece model of a run or an exported folder, or None."""
     names = ("tokenizer.model", "spiece.model")
     return next((folder / name for name in names if (folder / name).is_file()), None)
 
 
 def _summary(run: Path, trained: Mapping[str, Any], *, ema: bool) -> dict[str, object]:
-    """Return summary.json of a finished run, or `trained` where the exported checkpoint is not the run's last.
+    """Return summary.json of a finished run, or `trained` if the exported checkpoint is not the run's last.
 
-    The evaluation is left out when it was of the other weights (the averaged ones, or not).
+    The evaluation is left out if it used other weights than the export: averaged ones or the model's own.
     """
     finished = run / "summary.json"
     summary: dict[str, Any] = json.loads(finished.read_text()) if finished.is_file() else {}

@@ -1,13 +1,14 @@
-"""A trained model as a folder: for open_clip, for transformers, or plain; from any ZeRO stage, without a GPU.
+"""Export of a trained model to a folder: for open_clip, for transformers, or plain. It needs no GPU.
 
-    --format open_clip   `local-dir:` of open_clip, Hugging Face's AutoTokenizer, and `load_exported`
+    --format open_clip   for open_clip's `local-dir:`, Hugging Face's AutoTokenizer, and `load_exported`
         open_clip_model.safetensors   fp32 weights, logit_scale 0-dim as open_clip has it
         open_clip_config.json         {"model_cfg": ..., "preprocess_cfg": ...}
         spiece.model, tokenizer.json, tokenizer_config.json
     --format hf          transformers' CLIPModel (infcl/convert/export_hf.py)
     --format safetensors model.safetensors, model_config.json, tokenizer.model: the weights under our names
 
-Each has a model card, README.md. `python -m infcl.convert export RUN` exports the last checkpoint of a run folder.
+Each folder has a model card, README.md. `python -m infcl.convert export RUN` exports a run's last checkpoint, of any
+ZeRO stage.
 """
 
 import copy
@@ -42,16 +43,23 @@ def export_model(
     name: str = "infcl",
     card: Mapping[str, object] | None = None,
 ) -> Path:
-    """Write the folder and return its path.
+    """Write the folder of an exported model.
 
-    state_dict       the model's, whole (not a shard), any floating dtype; written as fp32
-    tokenizer_model  the sentencepiece file; None for a model that uses CLIP's own BPE
-    format           one of FORMATS
-    name             the title of the card, and text_cfg.hf_tokenizer_name, which open_clip wants to be set
-    card             a run's summary.json: what the card says about training and evaluation
+    Args:
+        state_dict: full state dict of the model (not a shard), of any floating dtype; written as fp32.
+        cfg: the model's config.
+        tokenizer_model: sentencepiece file; None for a model that uses CLIP's own BPE.
+        out_dir: folder to write.
+        format: one of FORMATS.
+        name: title of the card, and text_cfg.hf_tokenizer_name, which open_clip requires.
+        card: summary.json of a run, the card's source for training and evaluation.
 
-    ValueError, before anything is written, when the weights or the tokenizer are not the config's, and when `format`
-    cannot express the model.
+    Returns:
+        The folder.
+
+    Raises:
+        ValueError: the weights or the tokenizer do not match the config, or `format` cannot express the model. Nothing
+            is written.
     """
     out = Path(out_dir)
     _check_weights(state_dict, cfg)
@@ -77,7 +85,14 @@ def export_model(
 
 
 def load_exported(folder: str | Path) -> tuple[Any, CLIPConfig | OpenClipConfig]:
-    """The model of an exported folder (any format), in eval mode, on the CPU."""
+    """Load an exported folder of any format.
+
+    Returns:
+        The model in eval mode on the CPU, and its config.
+
+    Raises:
+        ValueError: the folder has no weights or no config, or they do not match.
+    """
     weights = read_weights(folder)
     if weights.cfg is None:
         raise ValueError(f"{folder}: weights without a config; an exported folder has one")
@@ -95,7 +110,7 @@ def _write_open_clip(
     config: dict[str, Any] = {}
     if isinstance(cfg, OpenClipConfig):
         config["built_by"] = BUILT_BY
-        model_cfg["init_logit_bias"] = -10.0 if "logit_bias" in state_dict else None  # that there is one
+        model_cfg["init_logit_bias"] = -10.0 if "logit_bias" in state_dict else None  # open_clip builds a bias if set
     out.mkdir(parents=True, exist_ok=True)
     if tokenizer_model is not None:
         model_cfg["text_cfg"].setdefault("hf_tokenizer_name", name)
@@ -104,7 +119,7 @@ def _write_open_clip(
     config |= {"model_cfg": model_cfg, "preprocess_cfg": dataclasses.asdict(preprocess_of(cfg))}
     (out / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     _write_weights(state_dict, out / WEIGHTS)
-    shutil.copymode(out / CONFIG, out / WEIGHTS)  # safetensors makes it readable for its owner alone
+    shutil.copymode(out / CONFIG, out / WEIGHTS)  # safetensors makes the file readable only for its owner
 
 
 def _write_plain(
@@ -147,7 +162,7 @@ def _check_tokenizer(tokenizer_model: str | Path, cfg: CLIPConfig | OpenClipConf
 
 
 def _write_weights(state_dict: Mapping[str, torch.Tensor], path: Path) -> None:
-    """OSError when the disk does not take it."""
+    """Write the weights as fp32 safetensors; raise OSError if the write fails."""
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
@@ -157,5 +172,5 @@ def _write_weights(state_dict: Mapping[str, torch.Tensor], path: Path) -> None:
             weights[name] = weights[name].reshape(())
     try:
         save_file(weights, path, metadata={"format": "pt"})
-    except SafetensorError as error:  # its own type for a failed write
+    except SafetensorError as error:  # safetensors' own type for a failed write
         raise OSError(str(error)) from error

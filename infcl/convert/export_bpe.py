@@ -1,8 +1,9 @@
 """CLIP's own byte-pair tokenizer as Hugging Face's tokenizer.json, from the merges that open_clip ships.
 
-For transformers exports of models that were trained with --tokenizer open_clip:MODEL. The ids are SimpleTokenizer's
-(open_clip/tokenizer.py), [start, ..., end]; padding repeats the end, which changes no feature: the causal text tower
-pools at the first end. Captions are repaired as far as tokenizer.json can say it (repair_steps), and lowered.
+It serves transformers exports of models that were trained with --tokenizer open_clip:MODEL. The ids are those of
+SimpleTokenizer (open_clip/tokenizer.py), [start, ..., end]. Padding repeats the end, which changes no feature because
+the causal text tower pools at the first end. Captions are repaired as far as tokenizer.json can express it
+(repair_steps), then lowercased.
 """
 
 import gzip
@@ -18,10 +19,10 @@ _WORDS = r"'s|'t|'re|'ve|'m|'ll|'d|[\p{L}]+|[\p{N}]|[^\s\p{L}\p{N}]+"
 
 
 def read_merges() -> list[list[str]]:
-    """Return the merges of the installed open_clip, in order of rank. Its package is read, not imported.
+    """Read the merges of the installed open_clip, in order of rank, without importing its package.
 
     Raises:
-        ValueError: open_clip is missing.
+        ValueError: open_clip is not installed.
     """
     spec = importlib.util.find_spec("open_clip")
     if spec is None or spec.origin is None:
@@ -35,7 +36,13 @@ def read_merges() -> list[list[str]]:
 
 
 def export_bpe(merges: list[list[str]], out: Path, *, context_length: int) -> None:
-    """Write tokenizer.json and tokenizer_config.json into `out`. merges: those of read_merges."""
+    """Write tokenizer.json and tokenizer_config.json.
+
+    Args:
+        merges: merges of `read_merges`.
+        out: folder to write into.
+        context_length: tokens of a caption, model_max_length of the tokenizer.
+    """
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": _START,
@@ -101,6 +108,6 @@ def _tokenizer(merges: list[list[str]]) -> dict[str, object]:
 
 
 def _byte_letters() -> list[str]:
-    """GPT-2's letters for the 256 bytes, in the order of CLIP's vocabulary: printable bytes first, as themselves."""
+    """Return GPT-2's letters for the 256 bytes in the order of CLIP's vocabulary: printable bytes come first."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     return [chr(byte) for byte in printable] + [chr(256 + n) for n in range(256 - len(printable))]

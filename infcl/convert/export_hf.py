@@ -1,12 +1,12 @@
-"""A trained model as a folder for Hugging Face's transformers: CLIPModel, AutoTokenizer, CLIPImageProcessor.
+"""Export for Hugging Face's transformers: a folder for CLIPModel, AutoTokenizer and CLIPImageProcessor.
 
     config.json  model.safetensors     CLIPModel's names and shapes (infcl/convert/hf_clip.py), fp32
     tokenizer.json  tokenizer_config.json  spiece.model
     preprocessor_config.json           shortest side to S (bicubic), centre crop, CLIP's mean and std
     README.md                          a model card
 
-tokenizer.json cleans captions as training did (no punctuation, lower case) before it splits them, so raw text goes in.
-Written without transformers; loading was tested with 5.23.
+tokenizer.json takes raw text: it cleans captions as training does (no punctuation, lower case) before it splits them.
+Writing does not need transformers; loading was tested with 5.23.
 """
 
 import json
@@ -24,8 +24,8 @@ from infcl.models import CLIPConfig
 from infcl.models.preprocess import IMAGE_MEAN, IMAGE_STD
 
 WEIGHTS = "model.safetensors"
-# infcl.data.tokenizer.canonicalise: '_' is a space, other ASCII punctuation goes, letters are lowered. What Python
-# counts as space and the model's charsmap removes is a space here too.
+# As infcl.data.tokenizer.canonicalise: '_' becomes a space, other ASCII punctuation is removed, letters are lowercased.
+# Characters that Python counts as space, but that the model's charsmap would remove, become spaces here too.
 _CLEAN = [
     {"type": "Replace", "pattern": {"String": "_"}, "content": " "},
     {"type": "Replace", "pattern": {"Regex": r"[!-/:-@\[-`{-~]"}, "content": ""},
@@ -37,10 +37,17 @@ _CLEAN = [
 def write_hf(
     state_dict: Mapping[str, torch.Tensor], cfg: CLIPConfig, tokenizer_model: str | Path | None, out: Path
 ) -> None:
-    """Write the folder, all but the card; weights and tokenizer are `cfg`'s (export_model checks that).
+    """Write the folder except the model card.
 
-    ValueError, before anything is written, for a model that CLIPModel cannot express, or whose tokenizer is CLIP's own
-    where open_clip, which ships it, is missing.
+    Args:
+        state_dict: the model's weights; export_model checks that they match `cfg`.
+        cfg: the model's config.
+        tokenizer_model: sentencepiece file that matches `cfg`, or None.
+        out: folder to write.
+
+    Raises:
+        ValueError: CLIPModel cannot express the model, or the tokenizer is CLIP's own and open_clip, which ships it, is
+            not installed. Nothing is written.
     """
     from safetensors.torch import save_file
 
@@ -51,7 +58,7 @@ def write_hf(
     out.mkdir(parents=True, exist_ok=True)
     (out / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     save_file(weights, out / WEIGHTS, metadata={"format": "pt"})
-    shutil.copymode(out / "config.json", out / WEIGHTS)  # safetensors makes it readable for its owner alone
+    shutil.copymode(out / "config.json", out / WEIGHTS)  # safetensors makes the file readable only for its owner
     if tokenizer_model is not None:
         export_tokenizer(tokenizer_model, out, context_length=cfg.text_cfg.context_length)
         _take_raw_captions(out, repair_steps() if cfg.text_cfg.repairs_captions else [])
@@ -62,7 +69,7 @@ def write_hf(
 
 
 def _take_raw_captions(out: Path, repairs: list[dict[str, Any]]) -> None:
-    """Cleaning in the tokenizer; "</s>" and its like in a caption are text (they would end it otherwise)."""
+    """Let the tokenizer clean captions, and read "</s>" and the like as text, since they would end the caption."""
     for name in ("tokenizer.json", "tokenizer_config.json"):
         content = json.loads((out / name).read_text(encoding="utf-8"))
         if name == "tokenizer.json":

@@ -1,12 +1,12 @@
 """A sentencepiece model as Hugging Face's tokenizer.json, written without the tokenizers or transformers packages.
 
 In:  a BPE or unigram .model whose ids pad, eos and unk are set.
-Out: spiece.model (a copy), tokenizer.json, tokenizer_config.json; AutoTokenizer and open_clip's get_tokenizer load them
-     and give the ids of sentencepiece, followed by eos and padding.
+Out: spiece.model (a copy), tokenizer.json, tokenizer_config.json. AutoTokenizer and open_clip's get_tokenizer load them
+     and return the ids of sentencepiece, followed by eos and padding.
 
 transformers' own conversions are not exact: T5TokenizerFast drops the leading U+2581, the slow T5Tokenizer loses byte
-fallback, and 5.x accepts no .model file. BPE is exact here. Unigram is up to ties: where two orders of the same pieces
-score the same ("00" "0" or "0" "00"), sentencepiece's choice depends on float32 rounding over the whole text.
+fallback, and 5.x accepts no .model file. Here BPE is exact, and unigram is exact except for ties. Two orders of the
+same pieces ("00" "0" or "0" "00") can have equal scores; sentencepiece then chooses by float32 rounding over the text.
 
     text -> charsmap of the model, strip, collapse spaces -> U+2581 for spaces and in front -> BPE | unigram -> ... eos
 """
@@ -20,14 +20,23 @@ from typing import Any
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4  # ModelProto.SentencePiece.Type
 _UNIGRAM, _BPE = 1, 2  # TrainerSpec.ModelType
 _SPACE = "\u2581"
-LOWER_STEPS = [  # "Lowercase" works letter by letter; str.lower writes a sigma at a word's end in another way
+LOWER_STEPS = [  # "Lowercase" works letter by letter, but str.lower writes a final sigma at the end of a word
     {"type": "Replace", "pattern": {"Regex": r"(?<=[\p{Lu}\p{Ll}\p{Lt}])Σ(?![\p{Lu}\p{Ll}\p{Lt}])"}, "content": "ς"},
     {"type": "Lowercase"},
 ]
 
 
 def export_tokenizer(model_path: str | Path, out_dir: str | Path, *, context_length: int) -> None:
-    """Write the three files into `out_dir`. ValueError for a model that tokenizer.json cannot express exactly."""
+    """Write spiece.model, tokenizer.json and tokenizer_config.json.
+
+    Args:
+        model_path: sentencepiece file.
+        out_dir: folder to write into.
+        context_length: tokens of a caption, model_max_length of the tokenizer.
+
+    Raises:
+        ValueError: tokenizer.json cannot express the model exactly.
+    """
     proto = read_model(model_path)
     out = Path(out_dir)
     trainer = proto.trainer_spec
@@ -48,7 +57,7 @@ def export_tokenizer(model_path: str | Path, out_dir: str | Path, *, context_len
 
 
 def read_model(model_path: str | Path) -> Any:
-    """The ModelProto of a .model file."""
+    """Read the ModelProto of a .model file."""
     from sentencepiece import sentencepiece_model_pb2
 
     proto = sentencepiece_model_pb2.ModelProto()  # type: ignore[attr-defined]  # made at import
@@ -57,7 +66,11 @@ def read_model(model_path: str | Path) -> Any:
 
 
 def tokenizer_json(proto: Any) -> dict[str, Any]:
-    """ModelProto -> the content of tokenizer.json."""
+    """Return the content of tokenizer.json for a ModelProto.
+
+    Raises:
+        ValueError: tokenizer.json cannot express the model exactly.
+    """
     trainer, normalizer = proto.trainer_spec, proto.normalizer_spec
     if trainer.model_type not in (_UNIGRAM, _BPE):
         raise ValueError(f"sentencepiece model type {trainer.model_type}: only unigram (1) and BPE (2) can be exported")
@@ -114,10 +127,10 @@ def tokenizer_json(proto: Any) -> dict[str, Any]:
 
 
 def repair_steps() -> list[dict[str, Any]]:
-    """Return normalizers that repair captions as ftfy and html.unescape do, as far as tokenizer.json can say it.
+    """Return normalizers that repair captions like ftfy and html.unescape, as far as tokenizer.json can express it.
 
-    Common entities, ligatures, full-width forms, typographic quotes, line breaks, control characters, NFC. Other
-    entities, terminal codes and text in a wrong encoding stay as they are.
+    They handle common entities, ligatures, full-width forms, typographic quotes, line breaks, control characters and
+    NFC. Other entities, terminal codes and text in a wrong encoding do not change.
     """
     from ftfy import chardata
 
@@ -174,7 +187,7 @@ def _bpe(proto: Any) -> dict[str, Any]:
 
 
 def _merges(proto: Any) -> list[list[str]]:
-    """Every pair that forms a piece, best piece first: sentencepiece ranks neighbours by what they would form."""
+    """Return every pair that forms a piece, best piece first: sentencepiece ranks a pair by the piece it would form."""
     ids = {piece.piece: i for i, piece in enumerate(proto.pieces) if piece.type == _NORMAL}
     ranked = []
     for text, i in ids.items():

@@ -1,4 +1,4 @@
-"""This project's CLIP and transformers' CLIPModel: the same towers under other names. Pure mapping, both ways.
+"""Mapping between this project's CLIP and transformers' CLIPModel, in both directions. Both have the same towers.
 
     ours (open_clip's names)                           transformers
     visual.proj [w, D], text_projection [w, D]         {visual,text}_projection.weight [D, w], transposed
@@ -6,8 +6,8 @@
     token_embedding.weight, positional_embedding       text_model.embeddings.{token,position}_embedding.weight
     everything else                                    renamed
 
-CLIPModel has a ViT that pools its class token and a causal text tower that pools at the first eos; what is outside of
-that is refused. Tested with transformers 5.23.
+CLIPModel has a ViT that pools its class token and a causal text tower that pools at the first eos. Any other model is
+rejected. Tested with transformers 5.23.
 """
 
 import re
@@ -47,7 +47,11 @@ _THEIR_BLOCK = re.compile(r"^(vision_model\.encoder|text_model\.encoder)\.layers
 
 
 def to_hf(state_dict: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Our weights under CLIPModel's names. ValueError for a name that it has no place for."""
+    """Rename our weights to CLIPModel's names.
+
+    Raises:
+        ValueError: CLIPModel has no counterpart of a name.
+    """
     out = {}
     for name, value in state_dict.items():
         block = _OUR_BLOCK.match(name)
@@ -68,7 +72,7 @@ def to_hf(state_dict: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def from_hf(state_dict: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """CLIPModel's weights under our names; position_ids are dropped, other foreign names kept as they are."""
+    """Rename CLIPModel's weights to our names; drop position_ids and keep other unknown names."""
     names = {theirs: ours for ours, theirs in _TOP.items()}
     towers, parts = ({theirs: ours for ours, theirs in table.items()} for table in (_TOWERS, _BLOCK))
     out: dict[str, torch.Tensor] = {}
@@ -93,7 +97,11 @@ def from_hf(state_dict: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def hf_config(cfg: CLIPConfig) -> dict[str, Any]:
-    """config.json of a CLIPModel that computes what `cfg` does. ValueError names what CLIPModel cannot express."""
+    """Return the config.json of a CLIPModel that computes the same as `cfg`.
+
+    Raises:
+        ValueError: CLIPModel cannot express the model; the message lists why.
+    """
     vision, text = cfg.vision_cfg, cfg.text_cfg
     eos_id = text.vocab_size - 1 if text.pool_type == "argmax" else text.eos_id
     refused = {
@@ -146,9 +154,14 @@ def hf_config(cfg: CLIPConfig) -> dict[str, Any]:
 
 
 def from_hf_config(config: Mapping[str, Any], source: str) -> CLIPConfig:
-    """The model config of a CLIPModel's config.json; what it leaves out has CLIPConfig's defaults in transformers.
+    """Return the model config of a CLIPModel's config.json. Missing keys have the defaults of transformers' CLIPConfig.
 
-    ValueError for another kind of model, or a setting that these towers do not have.
+    Args:
+        config: content of config.json.
+        source: file name for error messages.
+
+    Raises:
+        ValueError: another kind of model, or a setting that these towers do not support.
     """
     if config.get("model_type") != "clip":
         raise ValueError(f"{source}: model_type {config.get('model_type')!r} is not transformers' CLIPModel ('clip')")
@@ -162,7 +175,7 @@ def from_hf_config(config: Mapping[str, Any], source: str) -> CLIPConfig:
         )
     vision_width, text_width = vision.get("hidden_size", 768), text.get("hidden_size", 512)
     eos_id, vocab_size = text.get("eos_token_id", 49407), text.get("vocab_size", 49408)
-    pools_at_largest = eos_id in (2, vocab_size - 1)  # for 2 CLIPModel does so, and no id is larger than the last
+    pools_at_largest = eos_id in (2, vocab_size - 1)  # CLIPModel does so for 2; no id exceeds the last
     pooling = {"pool_type": "argmax"} if pools_at_largest else {"pool_type": "eos", "eos_id": eos_id}
     fields = {
         "embed_dim": config.get("projection_dim", 512),
@@ -191,12 +204,12 @@ def from_hf_config(config: Mapping[str, Any], source: str) -> CLIPConfig:
 
 
 def _section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """Of old files, "text_config_dict" is what counts."""
+    """Return a section of config.json. In old files, "text_config_dict" takes precedence over "text_config"."""
     older = config.get(f"{name}_dict")
     return (config.get(name) or {}) if older is None else older
 
 
 def _ratio(hidden: int, width: int) -> float:
-    """A ratio for which int(width * ratio) is `hidden`, rounding errors included."""
+    """Return a ratio for which int(width * ratio) is `hidden` in spite of rounding errors."""
     ratio = hidden / width
     return ratio if int(width * ratio) == hidden else (hidden + 0.5) / width

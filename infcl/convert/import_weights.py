@@ -1,13 +1,13 @@
-"""Weights from elsewhere into these towers: open_clip's files and folders, CLIPModel folders, runs and exports.
+"""Import of weights into these towers: open_clip's files and folders, CLIPModel folders, runs and exports.
 
-In:  a path. A file (.pt, .pth, .bin, .safetensors) with a state dict in open_clip's or CLIPModel's names; or a folder:
+In:  a file (.pt, .pth, .bin, .safetensors) with a state dict in open_clip's or CLIPModel's names; or a folder:
      open_clip's `local-dir`, transformers' CLIPModel, a run or checkpoint of this trainer, one of its exports.
-     Or "open_clip:TAG": the weights that open_clip knows by that name for the model, downloaded by it.
-Out: `Weights`: a state dict in our names, and the model config where the source has one.
+     Or "open_clip:TAG": the model's weights of that name, which open_clip downloads.
+Out: `Weights`: a state dict in our names, and the model config if the source has one.
 
-Files are read as data alone: safetensors, or torch.load with weights_only, which refuses to run code. Position
-embeddings are interpolated when the image size differs (bicubic, as open_clip does), and cut when the text is shorter.
-Where a folder says that its pixels were normalised otherwise than here, its first convolution is changed to match.
+Files are read as data only: safetensors, or torch.load with weights_only, which never runs code. Position embeddings
+are interpolated if the image size differs (bicubic, as in open_clip), and cut if the text is shorter. If a folder's
+pixels were normalised differently, the first convolution and the position embeddings are adapted.
 """
 
 import dataclasses
@@ -31,13 +31,13 @@ _SCALARS = ("logit_scale", "logit_bias")
 _ABOUT = ("input_resolution", "context_length", "vocab_size")  # numbers in the state dict of OpenAI's archives
 _WRAPPERS = ("module.", "_orig_mod.")  # DistributedDataParallel, torch.compile
 _FILES = ("open_clip_model.safetensors", "open_clip_pytorch_model.bin", "model.safetensors", "pytorch_model.bin")
-# Settings that the shapes do not show, by tower: a difference would load and be wrong.
+# Settings per tower that do not affect shapes: weights with other settings would load, but compute wrong features.
 _UNSEEN = {
     "image": ("quick_gelu", "vision_cfg.head_width", "vision_cfg.pool_type"),
     "text": ("quick_gelu", "text_cfg.heads", "text_cfg.pool_type", "text_cfg.eos_id", "text_cfg.no_causal_mask"),
 }
 
-_UNREADABLE = (  # what torch.load(weights_only=True) raised for damaged files and for bytes that are no file of torch's
+_UNREADABLE = (  # errors of torch.load(weights_only=True) for damaged files and for files that are not torch's
     pickle.PickleError,
     RuntimeError,
     ValueError,
@@ -52,16 +52,22 @@ _UNREADABLE = (  # what torch.load(weights_only=True) raised for damaged files a
 
 class Weights(NamedTuple):
     state: dict[str, torch.Tensor]  # our names
-    cfg: CLIPConfig | OpenClipConfig | None  # None for a bare file
+    cfg: CLIPConfig | OpenClipConfig | None  # None for a single file of weights
     source: str
-    mean: Sequence[float] = IMAGE_MEAN  # of the pixels that the image tower saw
+    mean: Sequence[float] = IMAGE_MEAN  # with which the image tower's pixels were normalised
     std: Sequence[float] = IMAGE_STD
 
 
 def read_weights(path: str | Path, *, ema: bool = False) -> Weights:
-    """ema: the averaged weights of a run or checkpoint.
+    """Read weights from a file or folder.
 
-    ValueError for what is not there, is not a state dict, has no average, or would run code when loaded.
+    Args:
+        path: see the module's docstring.
+        ema: read the averaged weights of a run or checkpoint.
+
+    Raises:
+        ValueError: there are no weights at `path`, they are not a state dict, have no average, or would run code when
+            loaded.
     """
     path = Path(path)
     is_run = (path / "checkpoints").is_dir() or (path / "infcl.json").is_file()
@@ -83,7 +89,7 @@ def read_weights(path: str | Path, *, ema: bool = False) -> Weights:
 
 
 def weights_preprocess(source: str | None, model: str) -> dict[str, Any]:
-    """What --pretrained says of its preprocess_cfg: a tag of open_clip's or a folder; {} where it says nothing."""
+    """Return the preprocess_cfg that comes with the weights of --pretrained, an open_clip tag or a folder; else {}."""
     if source is None:
         return {}
     if source.startswith(PREFIX):
@@ -95,24 +101,24 @@ def weights_preprocess(source: str | None, model: str) -> dict[str, Any]:
 
 
 def read_tag(source: str, model: str) -> Weights:
-    """The weights "open_clip:TAG" of a model, downloaded by open_clip where they are not in its cache.
+    """Read the weights "open_clip:TAG" of a model. open_clip downloads them if they are not in its cache.
 
     Raises:
-        ValueError: open_clip has no such tag for the model, or they cannot be downloaded.
+        ValueError: open_clip has no such tag for the model, or the download fails.
     """
     about = _tag(source, model)
     from open_clip.pretrained import download_pretrained
 
     try:
         file = download_pretrained(about)
-    except Exception as error:  # of urllib or huggingface_hub
+    except Exception as error:  # raised by urllib or huggingface_hub
         raise ValueError(f"--pretrained {source}: {str(error).splitlines()[0]}") from error
     state = _our_names(_read_file(Path(file)))
     return Weights(state, None, f"{source} of {model}", about.get("mean", IMAGE_MEAN), about.get("std", IMAGE_STD))
 
 
 def _tag(source: str, model: str) -> dict[str, Any]:
-    """What open_clip knows of a tag: url, mean, std, interpolation, resize_mode."""
+    """Return open_clip's entry for a tag: url, mean, std, interpolation, resize_mode."""
     open_clip_folder()
     from open_clip.pretrained import get_pretrained_cfg, list_pretrained_tags_by_model
 
@@ -126,9 +132,20 @@ def _tag(source: str, model: str) -> dict[str, Any]:
 def load_pretrained(
     model: Any, whole: str | None = None, image: str | None = None, text: str | None = None, *, name: str = ""
 ) -> list[str]:
-    """Load what is given, the single towers last. Returns a line for each: what came from where, and what was changed.
+    """Load pretrained weights into a model: first the full model, then single towers.
 
-    name: of the model, by which open_clip knows its weights. ValueError when anything does not fit.
+    Args:
+        model: the model.
+        whole: source of all weights, a path or "open_clip:TAG"; None to skip.
+        image: source of the image tower's weights, likewise.
+        text: source of the text tower's weights, likewise.
+        name: the model's name, with which open_clip looks up a tag.
+
+    Returns:
+        One line per source: what it loaded, and the changes to the weights.
+
+    Raises:
+        ValueError: a source cannot be read, or does not fit the model.
     """
     lines = []
     for tower, path in (("whole", whole), ("image", image), ("text", text)):
@@ -141,7 +158,11 @@ def load_pretrained(
 
 
 def model_with(weights: Weights, cfg: CLIPConfig | OpenClipConfig) -> Any:
-    """A model of this config with these weights, on the CPU. ValueError when they do not fit."""
+    """Build a model with these weights on the CPU.
+
+    Raises:
+        ValueError: the weights do not fit the config.
+    """
     lacks = isinstance(cfg, OpenClipConfig) or cfg.init_logit_bias is None
     model = build_towers(cfg, init_logit_bias=0.0 if lacks and "logit_bias" in weights.state else None)
     load_tower(model, weights)
@@ -150,18 +171,29 @@ def model_with(weights: Weights, cfg: CLIPConfig | OpenClipConfig) -> Any:
 
 @torch.no_grad()
 def load_tower(model: Any, weights: Weights, tower: str = "whole") -> list[str]:
-    """Load one tower ("image", "text") or the "whole" model; all or nothing. Returns what was not taken as it was.
+    """Load one tower or the full model. On an error nothing is loaded.
 
-    A tower is all of its parameters, its projection included, and not logit_scale. The whole is everything; logit_bias
-    alone may be missing or left over, since it belongs to one loss. ValueError lists missing, unexpected and mismatched
-    keys with shapes, and settings in which the source's config differs unseen by shapes.
+    A tower consists of its parameters, including its projection, without logit_scale. In the full model only logit_bias
+    may be missing or unexpected, since it belongs to one loss.
+
+    Args:
+        model: the model.
+        weights: the weights.
+        tower: "image", "text" or "whole".
+
+    Returns:
+        One line per change to the weights.
+
+    Raises:
+        ValueError: keys are missing, unexpected or mismatched in shape, or the source's config differs in settings that
+            do not affect shapes. The message lists them.
     """
     ours = isinstance(model.cfg, CLIPConfig)
     if ours and isinstance(weights.cfg, CLIPConfig):
         _check_settings(model.cfg, weights.cfg, tower, weights.source)
     mine = {name: value for name, value in model.state_dict().items() if _belongs(name, tower)}
     state = _for_our_pixels(weights.state, weights.mean, weights.std) if ours else dict(weights.state)
-    if any(name.startswith("text.") for name in mine):  # CustomTextCLIP's, without which our names are
+    if any(name.startswith("text.") for name in mine):  # CustomTextCLIP's prefix, which our names lack
         state = {f"text.{name}" if _belongs(name, "text") else name: value for name, value in state.items()}
     given = {name: value for name, value in state.items() if _belongs(name, tower)}
     for name in _SCALARS:
@@ -187,7 +219,10 @@ def load_tower(model: Any, weights: Weights, tower: str = "whole") -> list[str]:
 
 
 def resize_image_positions(positions: torch.Tensor, tokens: int) -> torch.Tensor:
-    """[1 + g^2, w] -> [tokens, w]: the class token's stays, the square grid's are interpolated (bicubic)."""
+    """Resize position embeddings [1 + g^2, w] to [tokens, w]: keep the class token's, interpolate the grid's (bicubic).
+
+    Embeddings that are not of a square grid are returned unchanged.
+    """
     old, new = round((len(positions) - 1) ** 0.5), round((tokens - 1) ** 0.5)
     if old**2 + 1 != len(positions) or new**2 + 1 != tokens:
         return positions
@@ -197,7 +232,7 @@ def resize_image_positions(positions: torch.Tensor, tokens: int) -> torch.Tensor
 
 
 def _fit_positions(given: dict[str, torch.Tensor], mine: Mapping[str, torch.Tensor]) -> list[str]:
-    """Returns what was changed."""
+    """Fit the position embeddings in `given` to the model's, and return one line per change."""
     changes = []
     name = "visual.positional_embedding"
     if name in given and name in mine and given[name].shape[1:] == mine[name].shape[1:]:
@@ -213,7 +248,7 @@ def _fit_positions(given: dict[str, torch.Tensor], mine: Mapping[str, torch.Tens
 
 
 def _other_pixels(cfg: CLIPConfig | OpenClipConfig, weights: Weights, tower: str) -> list[str]:
-    """That a model of open_clip's normalises pixels otherwise than its weights' one did."""
+    """Return a line if a model that open_clip builds normalises pixels differently from the source of its weights."""
     if isinstance(cfg, CLIPConfig) or tower == "text":
         return []
     ours, theirs = (cfg.preprocess.mean, cfg.preprocess.std), (tuple(weights.mean), tuple(weights.std))
@@ -277,7 +312,7 @@ def _read_file(path: Path) -> dict[str, torch.Tensor]:
 
 
 def _our_names(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Wrappers' prefixes, CustomTextCLIP's "text." and OpenAI's sizes removed; CLIPModel's names translated."""
+    """Translate CLIPModel's names; remove prefixes of wrappers, CustomTextCLIP's "text." and OpenAI's sizes."""
     for prefix in _WRAPPERS:
         state = {name.removeprefix(prefix): value for name, value in state.items() if name not in _ABOUT}
     if any(name.startswith(("vision_model.", "text_model.")) for name in state):
@@ -285,7 +320,7 @@ def _our_names(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name.removeprefix("text."): value for name, value in state.items()}
 
 
-_PREPROCESSING = (  # file, section of it, prefix of its keys: open_clip's, a CLIPImageProcessor's, a CLIPProcessor's
+_PREPROCESSING = (  # file, its section, prefix of its keys: of open_clip, CLIPImageProcessor and CLIPProcessor
     ("open_clip_config.json", "preprocess_cfg", ""),
     ("preprocessor_config.json", None, "image_"),
     ("processor_config.json", "image_processor", "image_"),
@@ -293,7 +328,7 @@ _PREPROCESSING = (  # file, section of it, prefix of its keys: open_clip's, a CL
 
 
 def _preprocessing(path: Path) -> Iterator[tuple[dict[str, Any], str]]:
-    """(what a file of the folder says of it, prefix of mean and std), of each such file."""
+    """Yield (preprocessing fields, prefix of mean and std) of each file of the folder that has them."""
     for name, section, prefix in _PREPROCESSING:
         if (path / name).is_file():
             fields = json.loads((path / name).read_text(encoding="utf-8"))
@@ -301,7 +336,7 @@ def _preprocessing(path: Path) -> Iterator[tuple[dict[str, Any], str]]:
 
 
 def _folder_pixels(path: Path) -> tuple[Sequence[float], Sequence[float]]:
-    """(mean, std) that the folder's pixels were normalised with, per channel; ours where it does not say."""
+    """Return mean and std of a folder's pixel normalisation, per channel; by default ours."""
     said: dict[str, Sequence[float]] = {}
     for fields, prefix in _preprocessing(path):
         said = {kind: fields[prefix + kind] for kind in ("mean", "std") if fields.get(prefix + kind)} | said
@@ -309,8 +344,7 @@ def _folder_pixels(path: Path) -> tuple[Sequence[float], Sequence[float]]:
 
 
 def other_resizing(path: Path) -> str:
-    """How a folder's images are brought to size otherwise than here: short side to S, bicubic, centre; "" if they are
-    not."""
+    """Return how a folder's resizing differs from ours (short side to S, bicubic, centre crop), else ""."""
     fields: dict[str, Any] = next((fields for fields, _ in _preprocessing(path)), {})
     ours = {"resize_mode": ("shortest",), "interpolation": ("bicubic", "random"), "resample": (3,)}
     ours |= {"do_resize": (True,), "do_center_crop": (True,)}
@@ -321,10 +355,10 @@ def other_resizing(path: Path) -> str:
 def _for_our_pixels(
     state: dict[str, torch.Tensor], mean: Sequence[float], std: Sequence[float]
 ) -> dict[str, torch.Tensor]:
-    """An image tower that saw (pixels - mean) / std -> the same function of ours: (pixels - IMAGE_MEAN) / IMAGE_STD.
+    """Adapt an image tower from inputs (pixels - mean) / std to our inputs, (pixels - IMAGE_MEAN) / IMAGE_STD.
 
-    One is an affine function of the other. Its factor goes into the first convolution, and what its constant gives,
-    which is the same at every patch, into the patches' position embeddings.
+    One input is an affine function of the other. The factor goes into the first convolution. The constant adds the same
+    value to every patch, so it goes into the patches' position embeddings.
     """
     convolution, positions = "visual.conv1.weight", "visual.positional_embedding"
     if (tuple(mean), tuple(std)) == (IMAGE_MEAN, IMAGE_STD) or not {convolution, positions} <= state.keys():

@@ -1,7 +1,7 @@
-"""The model card (README.md) of an exported folder: what it is, how to load it, what it was trained on, what it scores.
+"""Model card (README.md) of an exported folder: the model, how to load it, its training data and its scores.
 
-In:  the model config, and a run's summary where there is one; the flags come from the run's config.json next to it.
-Only names of data are shown, never paths of the machine it was trained on.
+In:  the model config, and the summary of a run if there is one. The flags come from the run's config.json.
+The card shows only names of data, never paths of the training machine.
 """
 
 import json
@@ -38,7 +38,16 @@ def write_card(
     has_tokenizer: bool,
     card: Mapping[str, object],
 ) -> None:
-    """Write README.md, and copy the run's loss curve next to it if there is one."""
+    """Write README.md, and copy the run's loss curve if there is one.
+
+    Args:
+        folder: the exported folder.
+        cfg: the model's config.
+        name: title of the card.
+        format: format of the export; see export.FORMATS.
+        has_tokenizer: whether the folder contains a tokenizer.
+        card: summary.json of the run, or {}.
+    """
     run = _run_folder(card)
     curve = run / LOSS_CURVE if run is not None else None
     if curve is not None and curve.is_file():

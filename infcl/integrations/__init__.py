@@ -1,1 +1,1 @@
-"""The losses of infcl inside other trainers; each module needs the package it is named after."""
+"""Losses of infcl for other trainers. Each module requires the package after which it is named."""

@@ -1,9 +1,9 @@
-"""open_clip's trainer with the ring loss in place of its own: `open_clip_train.main` becomes this module.
+"""open_clip's trainer with the ring loss. Run this module instead of `open_clip_train.main`.
 
     torchrun --nproc-per-node 8 -m infcl.integrations.open_clip --model ViT-B-32 --batch-size 4096 ...
 
-Or in a script of your own: `use_ring_loss()` before `open_clip_train.main.main(arguments)`. The gradients are those of
---local-loss --gather-with-grad, whether the flags are given or not; memory is linear in the batch. --siglip takes the
+In your own script, call `use_ring_loss()` before `open_clip_train.main.main(arguments)`. The gradients equal those of
+--local-loss --gather-with-grad, with or without these flags. Memory is linear in the batch. --siglip selects the
 sigmoid loss. Tested with open_clip_torch 3.3.
 """
 
@@ -16,17 +16,17 @@ from infcl.loss.contrastive import InfCLLoss, SigLipLoss
 
 
 def use_ring_loss() -> None:
-    """Let open_clip_train.main make its loss with `create_loss` of this module."""
+    """Replace the loss of open_clip_train.main with `create_loss` of this module."""
     from open_clip_train import main
 
     main.create_loss = create_loss
 
 
 def create_loss(args: argparse.Namespace) -> nn.Module:
-    """Make the loss of open_clip_train's parsed flags.
+    """Create the loss for open_clip_train's parsed flags.
 
     Raises:
-        ValueError: --distill, a CoCa model or --horovod, whose losses the ring does not compute.
+        ValueError: the flags ask for distillation, a CoCa model or --horovod, which the ring loss does not support.
     """
     if args.distill or "coca" in args.model.lower():
         kind = "--distill-model" if args.distill else f"--model {args.model}"

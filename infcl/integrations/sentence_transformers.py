@@ -1,15 +1,17 @@
-"""A loss for SentenceTransformerTrainer: (Cached)MultipleNegativesRankingLoss over the ring.
+"""Loss for SentenceTransformerTrainer: (Cached)MultipleNegativesRankingLoss over the ring.
 
     from infcl.integrations.sentence_transformers import RingMultipleNegativesRankingLoss
 
     loss = RingMultipleNegativesRankingLoss(model, mini_batch_size=64)
     trainer = SentenceTransformerTrainer(model=model, args=args, train_dataset=dataset, loss=loss)
 
-In: the columns anchor, positive and any number of hard negatives. Every anchor competes over all ranks' documents.
-sentence-transformers' own gradient cache encodes the mini-batches. The loss of their embeddings is `info_nce_loss`,
-whose memory is linear in the batch and which gathers nothing. The second encoding of a mini-batch, which runs in the
-backward, has the autocast of the first one; without it, a loop that has `autocast` around the forward alone gets
-gradients in float32 of other embeddings than the loss saw. Tested with sentence-transformers 6.2.
+The inputs are the columns anchor, positive and any number of hard negatives. Each anchor is compared with the documents
+of all ranks. sentence-transformers' own gradient cache encodes the mini-batches. `info_nce_loss` computes the loss of
+their embeddings; its memory is linear in the batch, and it needs no all-gather. Tested with sentence-transformers 6.2.
+
+The second encoding of a mini-batch runs in the backward, with the autocast of the first one. Otherwise a loop with
+`autocast` around the forward only would encode again in float32, and the gradients would be of other embeddings than
+those in the loss.
 """
 
 from collections.abc import Callable
@@ -31,15 +33,18 @@ class RingMultipleNegativesRankingLoss(CachedMultipleNegativesRankingLoss):
     """`CachedMultipleNegativesRankingLoss(..., gather_across_devices=True)` for batches of any size.
 
     Args:
-        model: of which the trainer puts the wrapped one in its place. One process, or DistributedDataParallel.
+        model: the model, which the trainer replaces with its wrapped one. One process, or DistributedDataParallel.
         scale: factor of the similarities, 1 / temperature.
         similarity_fct: cos_sim or dot_score.
-        mini_batch_size: rows that are encoded at once. All ranks have as many rows (accelerate's default).
-        mini_batch_num_tokens: tokens that are encoded at once, instead of rows.
-        symmetric: the mean of this loss and of the positives' over all ranks' anchors; directions=("query_to_doc",
-            "doc_to_query"), partition_mode="per_direction" of the class above.
-        loss_options: of `info_nce_loss`. Its matmuls run in autocast's dtype, like those of the class above, unless
-            tile_dtype says otherwise.
+        mini_batch_size: rows per encoding. All ranks need the same number of rows (accelerate's default).
+        mini_batch_num_tokens: tokens per encoding, instead of rows.
+        symmetric: average this loss with that of the positives over all ranks' anchors; the base class's
+            directions=("query_to_doc", "doc_to_query"), partition_mode="per_direction".
+        loss_options: options of `info_nce_loss`. Its matmuls run in autocast's dtype, as in the base class, unless
+            tile_dtype is given.
+
+    Raises:
+        ValueError: similarity_fct is neither cos_sim nor dot_score.
     """
 
     def __init__(
@@ -68,14 +73,20 @@ class RingMultipleNegativesRankingLoss(CachedMultipleNegativesRankingLoss):
         self.symmetric, self.loss_options = symmetric, loss_options
 
     def embed_minibatch(self, *args: Any, **options: Any) -> tuple[Tensor, Any]:
-        """The embeddings [m, D] of a mini-batch, and in the first pass the state that the second one takes up."""
+        """Return the embeddings [m, D] of a mini-batch, and in the first pass the state for the second one."""
         embeddings, random_state = super().embed_minibatch(*args, **options)
         return embeddings, random_state and _FirstPass(random_state, embeddings.device.type)
 
     def calculate_loss(
         self, reps: list[list[Tensor]], labels: Tensor | None = None, *, with_backward: bool = False
     ) -> Tensor:
-        """This rank's loss of its mini-batches' embeddings [m, D] per column; the mean over ranks is the global one."""
+        """Return this rank's loss. The mean over ranks is the global loss.
+
+        Args:
+            reps: per column, the embeddings [m, D] of this rank's mini-batches.
+            labels: unused.
+            with_backward: also compute the gradients, and return a detached loss.
+        """
         anchors, *documents = (self._features(torch.cat(column)) for column in reps)
         group = dist.group.WORLD if dist.is_initialized() and dist.get_world_size() > 1 else None
         options = {"group": group, "tile_dtype": _autocast_dtype(anchors.device)} | self.loss_options
@@ -94,17 +105,17 @@ class RingMultipleNegativesRankingLoss(CachedMultipleNegativesRankingLoss):
         return normalize(embeddings.to(torch.promote_types(embeddings.dtype, torch.float32)), dim=-1).to(embeddings)
 
     def get_config_dict(self) -> dict[str, Any]:
-        """What the model card shows."""
+        """Return the options that the model card shows."""
         return super().get_config_dict() | {"symmetric": self.symmetric} | self.loss_options
 
 
 class _FirstPass:
-    """The random numbers and the autocast of a mini-batch's first encoding: a context around its second one."""
+    """Context for the second encoding of a mini-batch: random state and autocast of the first encoding."""
 
     def __init__(self, random_state: Any, device_type: str):
         self.random_state = random_state
         dtype, enabled = torch.get_autocast_dtype(device_type), torch.is_autocast_enabled(device_type)
-        # The cache may hold casts of the first pass, through which no gradient flows.
+        # The cache may hold casts of the first pass, which carry no gradient.
         self.autocast = torch.autocast(device_type, dtype, enabled, cache_enabled=False)
 
     def __enter__(self) -> None:
