@@ -1,6 +1,6 @@
-"""Log a run's progress: phase times, metrics.jsonl, and from there to console and sinks.
+"""Log a run's progress: phase times, metrics.jsonl, console and sinks.
 
-Everything happens on rank 0; the x-axis is samples_seen everywhere.
+Only rank 0 writes. The x-axis of all curves is samples_seen.
 """
 
 import json
@@ -21,9 +21,10 @@ from infcl.train.sinks import Console, open_sinks
 
 
 class PhaseTimer:
-    """Seconds per phase of a step: `mark(name)` begins a phase, `read()` ends the last one and waits for the device.
+    """Measure the seconds of each phase of a step.
 
-    With `named` set, phases are ranges of torch's profiler too.
+    `mark(name)` begins a phase; `read()` ends the last one and waits for the device. With `named` set, phases are also
+    ranges in torch's profiler.
     """
 
     def __init__(self, device: torch.device):
@@ -59,13 +60,13 @@ class PhaseTimer:
 
 
 class MetricsWriter:
-    """metrics.jsonl, the sinks and the console of a run; silent on ranks other than 0.
+    """Write metrics.jsonl, the sinks and the console of a run; does nothing on ranks other than 0.
 
-    Values that are not finite (a norm of overflowed gradients, the utilisation of an unknown device) are left out of a
-    record: a missing key means "not known", and every line stays valid JSON.
+    A record omits missing and non-finite values (a norm of overflowed gradients, the utilisation of an unknown device),
+    so that every line is valid JSON.
 
-    A record that cannot be written (full disk, a service that does not answer) is reported once, counted in `lost` and
-    dropped: an exception would end rank 0 alone, and the other ranks would wait for it.
+    A record that cannot be written (full disk, unreachable service) is dropped and counted in `lost`; the first one is
+    reported. An exception would end only rank 0, and the other ranks would wait for it.
     """
 
     def __init__(self, run: RunFolder, config: TrainConfig, *, enabled: bool, total_steps: int, samples_seen: int = 0):
@@ -78,19 +79,19 @@ class MetricsWriter:
             self._end_torn_line()
 
     def step(self, step: int, samples_seen: int, values: dict[str, float | None]) -> None:
-        """Record optimizer step `step` (counted from 1); the console says which values it shows."""
+        """Record optimizer step `step` (counted from 1) and show it on the console."""
         if self.enabled:
             known = self._write("train", step, samples_seen, values)
             self._try(self.console.step, step, known)
 
     def after_step(self, step: Step) -> None:
-        """Record a step; print the news that observers added to it."""
+        """Record a step and print the lines that observers added to it."""
         self.step(step.number, step.samples_seen, step.values)
         for line in step.news:
             self.say(line)
 
     def _end_torn_line(self) -> None:
-        """End the line of a record that a crash cut off, or the next record would be lost with it."""
+        """End the line of a record that a crash cut off; otherwise the next record would be unreadable too."""
         with open(self.file.name, "rb") as before:
             if before.seek(0, os.SEEK_END):
                 before.seek(-1, os.SEEK_END)
@@ -104,11 +105,11 @@ class MetricsWriter:
         self.say(f"{name} at step {step}\n{aligned((key, f'{value:.4g}') for key, value in values.items())}")
 
     def evaluated_at(self, step: int) -> set[str]:
-        """Return the evaluations that metrics.jsonl has for this step. Rank 0."""
+        """Return the names of the evaluations that metrics.jsonl has for this step. Rank 0 only."""
         return {record["kind"] for record in read_records(self.run.metrics) if record["step"] == step} - {"train"}
 
     def say(self, text: str) -> None:
-        """A line above the progress bar."""
+        """Print a line above the progress bar."""
         if self.enabled:
             self._try(self.console.say, text)
 
@@ -117,7 +118,7 @@ class MetricsWriter:
             self._try(self.file.close)
             for sink in self.sinks:
                 self._try(sink.close, of_sink=True)
-            self._try(self.console.close)  # last: it says what the others lost
+            self._try(self.console.close)  # last: it prints what the others lost
 
     def _write(self, kind: str, step: int, samples_seen: int, values: Mapping[str, float | None]) -> dict[str, float]:
         known = {key: value for key, value in values.items() if value is not None and math.isfinite(value)}
@@ -128,7 +129,7 @@ class MetricsWriter:
         return known
 
     def _try(self, write: Callable, *arguments, of_sink: bool = False) -> None:
-        expected = Exception if of_sink else OSError  # sinks' libraries and services raise types of their own
+        expected = Exception if of_sink else OSError  # the sinks' libraries raise their own exception types
         try:
             write(*arguments)
         except expected as error:
@@ -138,7 +139,7 @@ class MetricsWriter:
 
 
 def peak_memory_mb(device: torch.device) -> float:
-    """Peak device memory of this process on a GPU, peak resident memory on a CPU; MiB."""
+    """Return the peak device memory of this process on a GPU, its peak resident memory on a CPU; MiB."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**20
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024

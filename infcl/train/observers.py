@@ -1,7 +1,7 @@
-"""Observers of steps: one interface, called in one order by the trainer's loop.
+"""Observers of steps: one interface, called in a fixed order by the trainer's loop.
 
-stragglers, profiler and the packing hint add values and lines; metrics writes them; skips and saves may end the run.
-Each is a class in the file of its noun: stragglers.py, profiler.py, metrics.py, finite.py, saves.py.
+The packing hint, stragglers and profiler add values and lines; metrics writes them; skips and saves may end the run.
+Each of these is a class: here, in stragglers.py, profiler.py, metrics.py, finite.py and saves.py.
 """
 
 from dataclasses import dataclass, field
@@ -15,23 +15,23 @@ from infcl.step.grad_cache import StepOutput
 
 @dataclass
 class Step:
-    """A step that is done.
+    """A completed step.
 
     Attributes:
-        number: steps done, with this one.
-        samples_seen: samples of all of them.
-        seconds: how long it took, until its numbers were read.
-        phases: {phase: seconds} of it.
+        number: completed steps of the run, including this one.
+        samples_seen: samples of these steps.
+        seconds: duration of this step, until its metrics are read.
+        phases: {phase: seconds} of this step.
         waited_for_data: seconds that this rank waited for its own loader.
-        waited_again: of them, in the second reading.
+        waited_again: seconds that it waited during the second reading of micro-batches.
         text_share: share of the texts' token positions that the text tower computed.
-        loss: of the global batch.
-        applied: False where the gradients were not finite and the weights stayed as they were.
-        is_last: whether it is the last one of the run.
-        output: what the gradient cache returned; on the device.
+        loss: loss of the global batch.
+        applied: False if the gradients were not finite and the weights did not change.
+        is_last: whether this is the last step of the run.
+        output: result of the gradient cache; on the device.
         ids: sample numbers of each micro-batch.
-        values: for metrics.jsonl; observers may add to it.
-        news: lines for the console after the step's own; observers may add to it.
+        values: record for metrics.jsonl; observers may add to it.
+        news: lines that the console prints after the step; observers may add to it.
     """
 
     number: int
@@ -51,15 +51,19 @@ class Step:
 
 
 class Observer(Protocol):
-    """Sees every step, on all ranks in the same order: it may be collective, and may raise to end the run."""
+    """An object that is called after every step, on all ranks in the same order. It may be collective or end the run.
+
+    To end the run, `after_step` raises on every rank.
+    """
 
     def after_step(self, step: Step) -> None: ...
 
 
 class PackingHint:
-    """Report once, at the first step, that captions fill their token positions so well that packing costs time.
+    """Report at the first step if captions have so little padding that packing costs time.
 
-    masks: the text tower's attention is torch's.
+    Args:
+        masks: whether the text tower uses torch's attention, which needs masks.
     """
 
     def __init__(self, *, masks: bool):

@@ -1,7 +1,7 @@
-"""A few steps under torch's profiler: RUN/profile/trace_rank0.json.gz (for ui.perfetto.dev) and table.txt.
+"""Profile a few steps with torch's profiler: RUN/profile/trace_rank0.json.gz (for ui.perfetto.dev) and table.txt.
 
-The table has the phases of the step first (seconds as the trainer measures them), then the operators that took longest.
-Only rank 0 is profiled; the profiler slows the profiled steps down, the others not at all.
+The table lists the phases of the step (times measured by the trainer), then the slowest operators. Only rank 0 is
+profiled. The profiler slows down only the profiled steps.
 """
 
 from pathlib import Path
@@ -17,7 +17,7 @@ ROWS = 25
 
 
 class StepProfiler:
-    """An observer; the profiler runs over steps 6 to 5 + `steps` of this process."""
+    """An observer that profiles steps 6 to 5 + `steps` of this process."""
 
     def __init__(self, steps: int, folder: Path, timer: PhaseTimer, *, enabled: bool):
         self.steps, self.folder, self.timer = steps if enabled else 0, Path(folder), timer
@@ -38,7 +38,7 @@ class StepProfiler:
             step.news.append(self._stop())
 
     def close(self) -> str | None:
-        """Ends a profile that the run was too short for."""
+        """End a profile that is still running. Return a line about it or why there is none; None if all is reported."""
         if self.profile is not None:
             return self._stop()
         if self.steps:
@@ -60,7 +60,7 @@ class StepProfiler:
         profile.stop()
         try:
             return self._write(profile)
-        except OSError as error:  # rank 0 alone would end, and with it the run
+        except OSError as error:  # an exception on rank 0 would end the run
             return f"the profile could not be written ({why_not_written(error)})"
 
     def _write(self, profile: torch.profiler.profile) -> str:
@@ -74,7 +74,7 @@ class StepProfiler:
 
 
 def phase_table(steps: list[dict[str, float]]) -> str:
-    """Mean seconds and share of each phase over the profiled steps, as lines."""
+    """Return lines with the mean milliseconds and the share of each phase over the profiled steps."""
     if not steps:
         return "no whole step was profiled"
     means = {name: sum(step.get(name, 0.0) for step in steps) / len(steps) for name in steps[0]}

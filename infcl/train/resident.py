@@ -1,8 +1,8 @@
-"""How many micro-batches cache their activations between the two passes of a step: --resident-micro-batches.
+"""--resident-micro-batches: how many micro-batches cache their activations between the two passes of a step.
 
-Such a micro-batch is encoded once instead of twice, for the memory of its graph. `auto` measures one graph at start, on
-zeros and the longest captions, and takes as many as fit in addition to what a step needs. Ranks take the smallest
-answer.
+Such a micro-batch is encoded once instead of twice, at the cost of its graph's memory. `auto` measures one graph at
+start, with zero images and the longest captions. It keeps as many graphs as fit in addition to what a step needs, and
+all ranks use the smallest number.
 """
 
 import logging
@@ -32,14 +32,18 @@ def resident_micro_batches(
     *,
     before: dict[str, Any] | None = None,
 ) -> int:
-    """Return --resident-micro-batches, at most M.
+    """Return the number of --resident-micro-batches, at most the M micro-batches of a step. Collective for `auto`.
 
-    Another number sums gradients in another order, and free memory is not the same twice. So `auto` takes at most the
-    number with which the run began, for the same micro-batches on as many ranks, and warns if that does not fit. It is
-    1 with --deterministic, and on a CPU.
+    Another number sums gradients in another order, and free memory varies between starts. So a resumed run with the
+    same micro-batches and ranks keeps at most its first number, and warns if that does not fit. `auto` is 1 with
+    --deterministic and on a CPU.
 
     Args:
-        before: the trainer's state in the checkpoint.
+        spec: the resolved run.
+        engine: holds the towers on the device.
+        model_config: config of the towers.
+        parallel: the ranks.
+        before: the trainer's state in the checkpoint, if any.
     """
     asked, batch = spec.flags.resident_micro_batches, spec.batch
     if asked != "auto":
@@ -61,7 +65,7 @@ def resident_micro_batches(
 
 
 def graphs_to_keep(spec: RunSpec, parallel: Parallel, resident: int, before: dict[str, Any] | None) -> dict[str, Any]:
-    """Return what a checkpoint stores: how many graphs `auto` found room for when the run began, and their sizes."""
+    """Return what a checkpoint stores: how many graphs the run began with, whether measured, and for which sizes."""
     sizes = [parallel.world_size, spec.batch.num_micro_batches, spec.batch.micro_batch_size]
     own = {"kept": resident, "measured": _measures(spec), "of": sizes}
     began = (before or {}).get("graphs", {})
@@ -79,13 +83,13 @@ def _graph_bytes(
     model_config: CLIPConfig | OpenClipConfig,
     device: torch.device,
 ) -> int:
-    """Device memory that the graph of one micro-batch holds."""
+    """Return the bytes of device memory that the graph of one micro-batch holds."""
     side = model_config.vision_cfg.image_size
     images = torch.zeros(size, 3, side, side, dtype=torch.uint8, device=device)
     texts = {name: value.to(device) for name, value in texts.items()}
-    engine.train(not engine.running_statistics)  # zeros are not to move them
+    engine.train(not engine.running_statistics)  # zeros must not change them
     with torch.no_grad():
-        engine.encode(images, **texts)  # libraries take their workspaces
+        engine.encode(images, **texts)  # libraries allocate their workspaces
     before = torch.cuda.memory_allocated(device)
     output = engine.encode(images, **texts)
     held = torch.cuda.memory_allocated(device) - before
@@ -94,7 +98,7 @@ def _graph_bytes(
 
 
 def _free_bytes(device: torch.device) -> float:
-    """Return what a step and its graphs may take: all unused memory except HEADROOM."""
+    """Return the bytes that a step and its graphs may use: all unused memory except HEADROOM."""
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
     free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -104,9 +108,9 @@ def _free_bytes(device: torch.device) -> float:
 def _needed_bytes(
     spec: RunSpec, engine: Engine, model_config: CLIPConfig | OpenClipConfig, parallel: Parallel, graph: int
 ) -> float:
-    """Return what a step takes without graphs, parameters and optimizer (the last two are allocated by now).
+    """Return the bytes of a step without graphs, parameters and optimizer; the last two are allocated already.
 
-    As planned; for towers that open_clip builds, which the planner does not know, an estimate from one graph's bytes.
+    The planner computes it. It does not know towers that open_clip builds; theirs is estimated from one graph's bytes.
     """
     trainable = sum(engine.state.shape(p).numel() for _, p in engine.state.parameters() if p.requires_grad)
     if isinstance(model_config, OpenClipConfig):  # gradients and a copy for autocast, a backward's graph, the loss

@@ -1,4 +1,4 @@
-"""Tables, files and warnings about a run: banner at its start; loss curve, exported model, summary.json at its end."""
+"""Tables and files about a run: banner and warnings at its start; loss curve, export and summary.json at its end."""
 
 import json
 from collections import Counter
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def opening(trainer: "Trainer") -> Iterator[str]:
-    """Yield the table of what runs, then warnings about flags that may not be meant so."""
+    """Yield the table of the run's settings, then warnings about flags that may be unintended."""
     config, batch, schedule, steps = trainer.config, trainer.batch, trainer.schedule, trainer.total_steps
     by_triton = ", ".join(towers_with_kernel(trainer.engine.module))
     towers = [
@@ -53,17 +53,17 @@ def opening(trainer: "Trainer") -> Iterator[str]:
         yield smaller
     if odd := schedule.oddity():
         yield odd
-    if trainer.step == 0:  # else the weights are a checkpoint's, and all this was reported
+    if trainer.step == 0:  # a resumed run has its weights from a checkpoint, and has reported this before
         yield from trainer.sources_of_weights
         yield from oddities(config, trainer.model_config.text_cfg.vocab_size)
 
 
 def oddities(config: TrainConfig, vocab_size: int) -> Iterator[str]:
-    """Yield lines about flags that may not do what was meant, for a run that begins.
+    """Yield warnings about flags that may not do what the user means, for a new run.
 
     Args:
         config: the flags.
-        vocab_size: token embeddings of the model that is trained.
+        vocab_size: token embeddings of the trained model.
     """
     if vocab_size != (own := load_any_config(config.model).text_cfg.vocab_size):
         yield (
@@ -84,7 +84,7 @@ def oddities(config: TrainConfig, vocab_size: int) -> Iterator[str]:
 
 
 def summary_of(trainer: "Trainer", results: dict[str, dict[str, float]]) -> dict:
-    """Return the contents of summary.json of a trained run with these evaluations. Collective."""
+    """Return the contents of summary.json for a completed run with these evaluation results. Collective."""
     parallel, model_config, newest = trainer.parallel, trainer.model_config, trainer.checkpoints.newest
     peak = max_over(dist.group.WORLD, [peak_memory_mb(parallel.device)], parallel.device)[0]
     return {
@@ -119,18 +119,22 @@ def write_results(
     """Write loss curve, exported model and, last, summary.json on rank 0. Collective.
 
     Args:
+        run: where to write.
+        parallel: the ranks.
         weights: of the full model, on rank 0.
+        model_config: config of the towers.
+        summary: from `summary_of`.
 
     Raises:
-        NotWritten: on every rank, with the cause and the newest checkpoint: the storage of rank 0 failed.
-        RuntimeError: likewise, rank 0 failed in another way.
+        NotWritten: on every rank, if the storage of rank 0 failed; with the cause and the newest checkpoint.
+        RuntimeError: likewise, if rank 0 failed in another way.
     """
-    problem: list[Any] = [None, False]  # why, whether it is the storage
+    problem: list[Any] = [None, False]  # (cause, whether the storage failed)
     cause: Exception | None = None
     if parallel.rank == 0:
         try:
             _write(run, weights, model_config, summary)
-        except Exception as error:  # of any kind: the other ranks wait for the answer, then all raise it
+        except Exception as error:  # any kind: the other ranks wait for the broadcast, then all ranks raise
             cause, problem = error, [why_not_written(error), isinstance(error, OSError | SafetensorError)]
     dist.broadcast_object_list(problem, src=0)
     if problem[0] is not None:
@@ -153,13 +157,13 @@ def _write(run: RunFolder, weights: dict[str, torch.Tensor], model_config: CLIPC
 
 
 def describe_finished(run: RunFolder) -> str:
-    """Return the summary of a run that is finished already. Rank 0 only."""
+    """Return a text with the summary of a finished run. Rank 0 only."""
     summary = json.loads(run.summary.read_text())
     return f"{run.root} is finished; --overwrite trains it again\n{summary_table(summary)}"
 
 
 def sum_reports(report: dict[str, int], parallel: Parallel) -> dict[str, int]:
-    """Sum the loaders' counters over ranks; the index's are the same on every rank. Collective."""
+    """Sum the loaders' counters over ranks, except those of the index, which are equal on all ranks. Collective."""
     reports: list[dict[str, int]] = [{}] * parallel.world_size
     dist.all_gather_object(reports, report)
     total = Counter({name: n for name, n in reports[0].items() if name.startswith("index/")})

@@ -1,7 +1,7 @@
-"""When to save: by step count, by the clock, for a signal, at the end; and when to end since no save succeeds.
+"""Decide when to save (by step count, by time, after a signal, at the end) and when failed saves end the run.
 
-All ranks decide alike after each step, since beginning and publishing a checkpoint (checkpoint/write.py) are
-collective. The trainer decides what a checkpoint holds of the loop.
+All ranks make the same decision after each step, since beginning and publishing a checkpoint (checkpoint/write.py)
+are collective. The trainer decides which of the loop's state a checkpoint contains.
 """
 
 import time
@@ -17,15 +17,19 @@ from infcl.parallel import Parallel, max_over
 from infcl.train.observers import Step
 from infcl.train.signals import Stopped, StopSignals
 
-MAX_FAILED_SAVES = 3  # in a row; more end the run
+MAX_FAILED_SAVES = 3  # in a row; one more ends the run
 
 
 class Saves:
-    """An observer that saves.
+    """An observer that saves checkpoints.
 
     Args:
-        state: returns what a checkpoint holds of the loop, JSON-able: "step", the number of steps done, and
-            "skipped_in_a_row", the number of last steps that changed nothing, among others.
+        config: the flags.
+        parallel: the ranks.
+        checkpoints: writes the checkpoints.
+        signals: signals received by this process.
+        state: returns the loop's state for a checkpoint, JSON-serializable. It includes "step" (completed steps) and
+            "skipped_in_a_row" (skipped steps since the last applied one).
     """
 
     def __init__(
@@ -42,7 +46,7 @@ class Saves:
         self.begun_at = time.monotonic()
 
     def begin(self) -> None:
-        """Begin one checkpoint of this step; it is published when all ranks have written. Collective."""
+        """Begin a checkpoint of this step, unless one has begun; publish it once all ranks have written. Collective."""
         state = self.state()
         if state["step"] == self.checkpoints.begun_step:
             return
@@ -50,29 +54,29 @@ class Saves:
         self.checkpoints.begin(state["step"], state, prunes=not state["skipped_in_a_row"])
 
     def finish(self) -> Path | None:
-        """Write a checkpoint of this step to the disk; None if it was there, or cannot be written. Collective."""
+        """Write a checkpoint of this step; None if it exists already or cannot be written. Collective."""
         self.begin()
         return self.checkpoints.publish()
 
     def told_to_end(self) -> int:
-        """Return the number of a signal that any rank has received, or 0. Collective; waits for late ranks."""
-        dist.barrier()  # a rank looks when all are there, not minutes before: rank 0 removes old checkpoints
+        """Return the number of a signal that any rank has received, or 0. Collective; waits for slow ranks."""
+        dist.barrier()  # check only when all ranks arrive: rank 0 may take minutes to remove old checkpoints
         return int(max_over(dist.group.WORLD, [self.signals.received], self.parallel.device)[0])
 
     def after_step(self, step: Step) -> None:
-        """Publish what is written, begin what is due by step count, by rank 0's clock or for a signal. Collective.
+        """Publish a written checkpoint; begin one if step count, rank 0's clock or a signal requires it. Collective.
 
         Raises:
-            Stopped: after a checkpoint, when a rank has received a signal.
-            RuntimeError: after more failed checkpoints in a row than MAX_FAILED_SAVES. Not at the last step: a run
-                that is trained to the end is exported, saved or not.
+            Stopped: after a checkpoint, if a rank has received a signal.
+            NotWritten: after more failed checkpoints in a row than MAX_FAILED_SAVES. Not at the last step, since a
+                completed run is exported even if no checkpoint could be written.
         """
         config, minutes = self.config, self.config.save_every_minutes
         overdue = minutes > 0 and self.parallel.rank == 0 and time.monotonic() - self.begun_at > 60 * minutes
         news = [self.signals.received, overdue, self.checkpoints.busy]
         signal, overdue, someone_writes = max_over(dist.group.WORLD, news, self.parallel.device)
         due = signal or overdue or (config.save_every_n_steps and step.number % config.save_every_n_steps == 0)
-        if self.checkpoints.pending and (due or not someone_writes):  # whether it failed is known before the next
+        if self.checkpoints.pending and (due or not someone_writes):  # before the next one begins, to know if it failed
             self.checkpoints.publish()
         if not signal and not step.is_last:
             self._end_if_nothing_is_kept()

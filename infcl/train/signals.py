@@ -4,9 +4,9 @@ SIGUSR1 is a scheduler's pre-emption; SIGHUP is a closed terminal or a lost conn
 handler only records the number. After each step all ranks check it together, save, and raise `Stopped`. So a signal
 never interrupts a save, and a signal to one rank stops all of them.
 
-A start takes a minute or more. pretrain_clip.py records a SIGUSR1 that arrives during it: the run takes one step,
-saves and exits, so that each start makes progress. SIGTERM ends a start at once, since its sender may not wait
-longer.
+A start takes a minute or more. If SIGUSR1 arrives during it, pretrain_clip.py records it. The run then takes one
+step, saves and exits, so that each start makes progress. SIGTERM ends a start at once, since its sender may not wait
+that long.
 
 A second Ctrl-C, `AGAIN` seconds after the first, ends a rank at once. (Python drops a KeyboardInterrupt that is
 raised within a destructor or a callback; then the third one does.)
@@ -29,7 +29,7 @@ from typing import Any
 
 from infcl.parallel.environment import deepspeed_launcher, deepspeed_runner, parent_of
 
-AGAIN = 3.0  # seconds; torchrun sends a rank the Ctrl-C that the terminal has sent it already
+AGAIN = 3.0  # seconds; torchrun forwards the Ctrl-C that the terminal has sent to the rank already
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
 
@@ -47,16 +47,16 @@ def end_with_launcher() -> None:
 
 
 def lost_its_parent(process: int) -> bool:
-    """Return whether a process of another session has adopted it, as happens when its parent exits."""
+    """Return whether a process of another session has adopted `process`, as happens when its parent exits."""
     try:
         parent, session = parent_of(process), os.getsid(process)
         return bool(parent) and session not in (process, os.getsid(parent or 0))
-    except OSError:  # one of them ends just now
+    except OSError:  # one of the processes exits during the check
         return False
 
 
 class Stopped(Exception):
-    """Raised on every rank after the checkpoint. `exit_code` is the shell's for the signal: 128 + its number."""
+    """Raised on every rank after the checkpoint. `exit_code` follows the shell: 128 + the signal's number."""
 
     def __init__(self, number: int):
         super().__init__(f"{signal.Signals(number).name} received")
@@ -64,11 +64,11 @@ class Stopped(Exception):
 
 
 class StopSignals:
-    """`received` is the number of the signal to act on, 0 before any. Use as a context around the loop.
+    """Context manager around the loop that records signals; `received` is the number of the one to act on, or 0.
 
     Args:
-        noted: the list to which pretrain_clip.py's own handler of SIGUSR1 appends. After the loop SIGUSR1 then has its
-            default effect; without `noted` the handler from before is restored.
+        noted: the list to which pretrain_clip.py's handler of SIGUSR1 appends. With it SIGUSR1 has its default effect
+            after the loop; without it the previous handler is restored.
     """
 
     def __init__(self, noted: list[int] | None = None):
@@ -81,7 +81,7 @@ class StopSignals:
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> "StopSignals":
-        ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN  # nohup: meant to outlive its terminal
+        ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN  # by nohup: the run must outlive its terminal
         noted = [number for number in SIGNALS if number != signal.SIGHUP or not ignored]
         self._before = {number: signal.signal(number, self._note) for number in noted}
         if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
@@ -94,7 +94,10 @@ class StopSignals:
 
     @property
     def received(self) -> int:
-        """SIGINT, though launchers send SIGTERM after it, or the last; SIGHUP where the `deepspeed` command is gone."""
+        """The signal to act on: SIGINT if received, since launchers send SIGTERM after it, else the last one; or 0.
+
+        SIGHUP if the `deepspeed` command is gone.
+        """
         if not self.noted and self._runner and parent_of(self._launcher or 0) not in (None, self._runner):
             self.noted.append(signal.SIGHUP)
         if signal.SIGINT in self.noted:
@@ -102,7 +105,7 @@ class StopSignals:
         return self.noted[-1] if self.noted else 0
 
     def act_on_late(self) -> None:
-        """After the loop, deliver a signal that arrived after the last common check."""
+        """After the loop, raise a signal that arrived after the last common check."""
         if self.received:
             signal.raise_signal(self.received)
 

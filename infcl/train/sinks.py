@@ -1,6 +1,7 @@
-"""Where metrics go in addition to metrics.jsonl: TensorBoard and Weights & Biases, over samples_seen, and the terminal.
+"""Sinks for metrics in addition to metrics.jsonl: TensorBoard, Weights & Biases and the terminal.
 
-A sink takes (kind, step, samples_seen, values) and names a curve kind/key: train/loss, retrieval/image_to_text_r1.
+A sink receives (kind, step, samples_seen, values) and draws a curve kind/key over samples_seen: train/loss,
+retrieval/image_to_text_r1.
 """
 
 import json
@@ -14,8 +15,8 @@ from typing import Protocol
 
 from infcl.config import TrainConfig
 
-FIRST_STEPS = 3  # of a start, each with a line
-SMOOTHED_STEPS = 20  # time left and data wait are means over so many steps
+FIRST_STEPS = 3  # each of these steps after a start has a line
+SMOOTHED_STEPS = 20  # steps over which time left and data wait are averaged
 
 
 class Sink(Protocol):
@@ -25,10 +26,12 @@ class Sink(Protocol):
 
 
 def open_sinks(config: TrainConfig, run: Path, *, samples_seen: int = 0) -> list[Sink]:
-    """Open the sinks of --report-to, which write below the run folder. Rank 0 only.
+    """Open the sinks of --report-to. Rank 0 only.
 
     Args:
-        samples_seen: how many a resumed run has seen so far.
+        config: the flags.
+        run: the run folder; the sinks write below it.
+        samples_seen: samples that a resumed run has seen so far.
     """
     sinks: list[Sink] = []
     if config.report_to in ("tensorboard", "all"):
@@ -39,7 +42,7 @@ def open_sinks(config: TrainConfig, run: Path, *, samples_seen: int = 0) -> list
 
 
 class TensorBoardSink:
-    """RUN/tensorboard. Curves after `samples_seen`, from before a resume, are hidden: these steps run again."""
+    """Write RUN/tensorboard. Older points after `samples_seen` are hidden, since a resumed run repeats these steps."""
 
     def __init__(self, run: Path, samples_seen: int):
         from torch.utils.tensorboard import SummaryWriter
@@ -55,9 +58,9 @@ class TensorBoardSink:
 
 
 class WandbSink:
-    """A W&B run named after the run folder, continued when the run is resumed. WANDB_MODE=offline keeps it local.
+    """Log to a W&B run named after the run folder; a resumed run continues it. WANDB_MODE=offline keeps it local.
 
-    W&B's own step counter is left alone: every curve is drawn over samples_seen.
+    Curves are drawn over samples_seen, not over W&B's step counter.
     """
 
     def __init__(self, run: Path, project: str):
@@ -86,24 +89,27 @@ class WandbSink:
 
 
 class Console:
-    """A progress bar, or a line every n steps: loss, samples/s, MFU if known, share of data wait, time left. Rank 0."""
+    """Show a progress bar on a terminal, else a line every n steps. Rank 0 only.
+
+    Both show the loss, samples/s, MFU if known, share of data wait and time left.
+    """
 
     def __init__(self, total_steps: int, log_every_n_steps: int, *, terminal: bool | None = None):
         self.total_steps, self.log_every_n_steps = total_steps, log_every_n_steps
-        self.recent: deque[tuple[float, float]] = deque(maxlen=SMOOTHED_STEPS)  # (wall seconds, share waited) of steps
+        self.recent: deque[tuple[float, float]] = deque(maxlen=SMOOTHED_STEPS)  # (seconds, share of data wait) per step
         self.progress = self.task = None
-        self.last: float | None = None  # when the step before ended
+        self.last: float | None = None  # end of the previous step
         self.shown = 0
         if terminal is None:
-            terminal = sys.stdout is not None and sys.stdout.isatty()  # None: closed by whoever started this
+            terminal = sys.stdout is not None and sys.stdout.isatty()  # None: the parent closed it
         if terminal:
             self.progress = _progress_bar()
             self.task = self.progress.add_task("train", total=total_steps, text="")
 
     def step(self, step: int, values: dict[str, float]) -> None:
-        """`values` are those of metrics.jsonl; what is not a finite number is missing."""
+        """Show a step. `values` are those of metrics.jsonl, without non-finite ones."""
         now = time.perf_counter()
-        if self.last is not None:  # the first step warms up and would spoil the time left
+        if self.last is not None:  # the first step includes warm-up and would distort the time left
             self.recent.append((now - self.last, values["data_wait"]))
         self.last = now
         if self.progress is not None:
@@ -118,7 +124,7 @@ class Console:
             )
 
     def say(self, text: str) -> None:
-        """A line above the progress bar."""
+        """Print a line above the progress bar."""
         if self.progress is not None:
             self.progress.console.print(text, markup=False, highlight=False)
         else:

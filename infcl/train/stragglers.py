@@ -1,10 +1,10 @@
-"""Report the slow node by name during a run: in every step all others wait for it.
+"""Report slow nodes by name during a run, since all other ranks wait for them in every step.
 
-Step times are equal on all ranks, since the first message of a step waits for the last rank. What differs is the time
-before that message, in which a rank reads and encodes its samples. Each rank adds up that time; at logged steps the
-ranks compare it. A rank below 0.8 of the usual rate (`links.SLOW`) that costs a noticeable share of a step, several
+Step times are equal on all ranks, since the first message of a step waits for the slowest rank. Only the time before
+that message differs, in which a rank reads and encodes its samples. Each rank sums up that time, and the ranks compare
+it at logged steps. A rank below 0.8 of the usual rate (`links.SLOW`) that costs a noticeable share of a step, several
 times in a row, is reported with its node. Under ZeRO-3 and tensor parallelism encoding itself waits for other ranks.
-There only the wait for data is compared, and a slow GPU is not found (launch/check.sh finds it).
+There the ranks compare only the wait for data, and do not find a slow GPU (launch/check.sh does).
 
 A slow link does not show in any rank's own time. From three nodes on, logged steps also measure the links between
 neighbouring nodes, two at a time.
@@ -26,15 +26,16 @@ from infcl.parallel import Parallel
 from infcl.parallel.rendezvous import Node
 from infcl.train.observers import Step
 
-IN_A_ROW = 3  # what is seen once may be a compiler, a save, an evaluation
-AGAIN = 100  # logged steps between two warnings of one host
-NOTICEABLE = 0.05  # of a step: what others wait less for is not worth a line
+IN_A_ROW = 3  # logs; a single slow one may be due to compilation, a save or an evaluation
+AGAIN = 100  # logged steps between two warnings about the same node
+NOTICEABLE = 0.05  # share of a step; shorter waits are not reported
 
 
 class Stragglers:
-    """An observer.
+    """An observer that compares the ranks' speed.
 
     Args:
+        parallel: the ranks.
         every: steps between two comparisons.
         encoding_waits: whether encoding waits for other ranks; then only the wait for data is compared.
     """
@@ -45,10 +46,10 @@ class Stragglers:
         self._forget()
 
     def _forget(self) -> None:
-        self._sums, self._steps = [0.0, 0.0, 0.0], 0  # own seconds, of which waiting for data; seconds of the steps
+        self._sums, self._steps = [0.0, 0.0, 0.0], 0  # own seconds, of which waiting for data; step seconds
 
     def after_step(self, step: Step) -> None:
-        """Add the ranks' seconds, and warnings. Collective where the step is logged."""
+        """Add the ranks' seconds and warnings to a logged step. Collective at logged steps."""
         if self.parallel.world_size == 1:
             return
         until_encoded = step.phases.get("data", 0.0) + step.phases.get("encode", 0.0) + step.waited_again
@@ -84,7 +85,7 @@ class Stragglers:
 
 
 class Warnings:
-    """Filter the lines about slow ranks: only those that stay slow over several logs, and each one rarely."""
+    """Filter the lines about slow ranks: keep those that are slow IN_A_ROW times, each at most once per AGAIN logs."""
 
     def __init__(self):
         self._in_a_row: dict[str, int] = defaultdict(int)
@@ -106,13 +107,15 @@ class Warnings:
 
 
 def slow_ranks(owns: list[float], waits: list[float] | None, step: float, nodes: tuple[Node, ...]) -> dict[str, str]:
-    """Return {node, or rank if no nodes are known: a line about its slow ranks}. Of two ranks the faster one is usual.
+    """Return {node, or rank if no nodes are known: a line about its slow ranks}.
+
+    The low median of the ranks is the usual time, so of two ranks the faster one is usual.
 
     Args:
-        owns: each rank's own seconds per step.
-        waits: of which waiting for data; None if `owns` is nothing else.
+        owns: own seconds per step of each rank.
+        waits: of which waiting for data; None if `owns` is only that.
         step: seconds of a step.
-        nodes: of the run.
+        nodes: nodes of the run.
     """
     usual = median_low(owns)
     slow = [r for r, own in enumerate(owns) if usual < SLOW * own and own - usual > NOTICEABLE * step]
@@ -134,7 +137,7 @@ def slow_ranks(owns: list[float], waits: list[float] | None, step: float, nodes:
 
 
 def _by_host(ranks: list[int], nodes: tuple[Node, ...]) -> Iterator[tuple[str, str, list[int]]]:
-    """Yield (node with its ranks, name of its slow ranks, these ranks). Two nodes may have one name."""
+    """Yield (node with its ranks, name of its slow ranks, these ranks). Two nodes may have the same name."""
     for node in nodes:
         its = [rank for rank in ranks if node.first_rank <= rank < node.first_rank + node.num_ranks]
         if len(its) == node.num_ranks:

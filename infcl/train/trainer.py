@@ -45,9 +45,13 @@ MAX_LOGIT_SCALE = math.log(100)  # OpenAI's bound; the clamp holds through the n
 
 
 class Trainer:
-    """Everything a run needs, built in the order in which usage errors are cheapest: data, model, engine.
+    """The parts of a run and its loop. Parts with cheap usage errors are built first: data, model, engine.
 
-    noted: signals received so far (see StopSignals).
+    Args:
+        inputs: resolved flags, model config and tokenizer.
+        parallel: the ranks.
+        run: the claimed run folder.
+        noted: signals received so far (see StopSignals).
     """
 
     def __init__(self, inputs: Inputs, parallel: Parallel, run: RunFolder, *, noted: list[int] | None = None):
@@ -62,7 +66,7 @@ class Trainer:
         self._build_observers()
 
     def _build_data(self) -> None:
-        """Loader, evaluations, schedule."""
+        """Build the loader, the evaluations and the schedule."""
         self.loader = build_loader(self.inputs, self.parallel)
         self.tasks = build_tasks(self.inputs)
         for task in self.tasks.values():
@@ -76,7 +80,7 @@ class Trainer:
         )
 
     def _build_engine(self) -> None:
-        """Towers, cut, compiled and under DeepSpeed."""
+        """Build the towers, split and compile them, and wrap them in the DeepSpeed engine."""
         config, parallel = self.config, self.parallel
         seed_everything(config.seed, deterministic=config.deterministic)
         model, self.sources_of_weights = model_and_sources(config, self.inputs.model_config, parallel)
@@ -87,7 +91,7 @@ class Trainer:
         self.num_parameters = sum(self.engine.state.shape(p).numel() for _, p in self.engine.state.parameters())
 
     def _build_step(self, before: dict | None) -> None:
-        """Cached activations, pixel cache, loss. before: the trainer's state in the checkpoint, where there is one."""
+        """Build the pixel cache and the loss. `before` is the trainer's state in the checkpoint, if any."""
         spec, parallel, module = self.spec, self.parallel, self.engine.module
         self.texts_for_model = texts_for_model(self.model_config.text_cfg, pack=spec.packs_captions)
         self.resident = resident_micro_batches(spec, self.engine, self.model_config, parallel, before=before)
@@ -105,12 +109,12 @@ class Trainer:
         self.mfu = utilisation(self.model_config, parallel.device, spec.precision, trained_shares(module))
 
     def _build_saves(self, noted: list[int] | None) -> None:
-        """Checkpoints and what may end the run; the loop's own state, as before its first step."""
+        """Build the checkpoint writer and the observers that may end the run; initialise the loop's state."""
         config = self.config
         self.checkpoints = CheckpointWriter(
             self.engine, self.run, self.parallel, keep_last=config.keep_checkpoints,
             keep_every=config.keep_every_n_steps,
-            patience=0.8 * 60 * config.dist_timeout,  # before a collective's time-out ends the others without a name
+            patience=0.8 * 60 * config.dist_timeout,  # seconds; a collective's time-out would not report the slow rank
         )  # fmt: skip
         self.signals = StopSignals(noted)
         self.saves = Saves(config, self.parallel, checkpoints=self.checkpoints, signals=self.signals, state=self._state)
@@ -121,7 +125,7 @@ class Trainer:
         self.step, self.train_seconds = 0, 0.0
 
     def _build_observers(self) -> None:
-        """What looks at each step, in this order: metrics writes what those before it found."""
+        """Build the observers in calling order: metrics writes what those before it found."""
         config, parallel = self.config, self.parallel
         self.profiler = StepProfiler(config.profile, self.run.root / "profile", self.timer, enabled=parallel.rank == 0)
         encoding_waits = self.spec.zero_stage == 3 or parallel.tp_size > 1
@@ -139,15 +143,19 @@ class Trainer:
     # ---- the loop ----
 
     def fit(self) -> dict:
-        """Train to the last step, evaluate, export; returns the summary that is in summary.json.
+        """Train to the last step, evaluate and export. infcl/train/ending.py handles all errors of a run.
 
-        Raises Stopped, after a checkpoint, when a rank has received a signal.
+        Returns:
+            The contents of summary.json.
+
+        Raises:
+            Stopped: after a checkpoint, when a rank has received a signal.
         """
         try:
             return self._fit()
         except RuntimeError as error:
             if death := describe_death(error, self.parallel.rank, self.loader.worker_memory_mb()):
-                raise RuntimeError(death) from None  # the line that it came up in has nothing to do with it
+                raise RuntimeError(death) from None  # its traceback would point to unrelated code
             raise
         finally:
             self.metrics.close()
@@ -160,10 +168,10 @@ class Trainer:
             if news := self.profiler.close():
                 self.metrics.say(news)
             if self.saves.finish() is None:
-                self.saves.finish()  # once more, if the last one could not be written
+                self.saves.finish()  # try again if the checkpoint could not be written
             signal = self.saves.told_to_end()
-            if signal and self.checkpoints.begun_step == self.step:  # evaluation and export are the next start's
-                raise Stopped(signal)  # what could not be saved is exported now
+            if signal and self.checkpoints.begun_step == self.step:  # the next start evaluates and exports
+                raise Stopped(signal)  # without a checkpoint, this start exports instead
         if not signal:
             self.signals.act_on_late()
         return self._finish()
@@ -172,7 +180,7 @@ class Trainer:
         config, steps_per_epoch = self.config, self.loader.steps_per_epoch
         if self.step < self.total_steps and self.checkpoints.newest and self.step % steps_per_epoch == 0:
             done = from_first_rank(lambda: self.metrics.evaluated_at(self.step))
-            self._evaluate(self.step // steps_per_epoch, done)  # the run had ended between checkpoint and evaluation
+            self._evaluate(self.step // steps_per_epoch, done)  # the run ended between checkpoint and evaluation
         while self.step < self.total_steps:
             epoch = self.step // steps_per_epoch
             self.loader.set_position(epoch, self.step % steps_per_epoch)
@@ -194,7 +202,7 @@ class Trainer:
                 self._evaluate(epochs_done)
 
     def train_step(self, micro_batches: Iterator[dict[str, torch.Tensor]]) -> Step:
-        """One step over the micro-batches that the loader yields: M, and those that are read again."""
+        """Train one step on the M micro-batches that the loader yields, and on those that it reads a second time."""
         started = time.perf_counter()
         self.pixels.begin(micro_batches)
         output = self._encode_and_replay()
@@ -202,7 +210,7 @@ class Trainer:
         return self._measure(started, output, lr, tower_norms, applied)
 
     def _encode_and_replay(self) -> StepOutput:
-        """Encode all micro-batches, take the loss once, send its gradients back through the towers."""
+        """Encode all micro-batches, compute the loss once, and propagate its gradients back through the towers."""
         self.engine.train()
         self.skips.watch.begin()
         statistics = RunningStatistics(self.engine.module)
@@ -231,7 +239,7 @@ class Trainer:
         return output
 
     def _update(self) -> tuple[float, torch.Tensor, bool]:
-        """(learning rate, [image, text] gradient norms, whether the step was applied)"""
+        """Update the weights. Return the learning rate, [image, text] gradient norms, whether the step was applied."""
         lr = self.schedule(self.step)
         tower_norms = self.engine.tower_grad_norms()
         applied = self.engine.step(lr)
@@ -243,7 +251,7 @@ class Trainer:
         return lr, tower_norms, applied
 
     def _measure(self, started: float, output: StepOutput, lr: float, tower_norms: torch.Tensor, applied: bool) -> Step:
-        """Everything that observers learn of the step. Collective; waits for the device."""
+        """Collect the metrics of the step for observers. Collective; waits for the device."""
         bad = sum(n for name, n in self.loader.report().items() if name.startswith("skipped/"))
         bad_data = output.loss.new_tensor([bad, self.loader.too_many_bad is not None])
         own = torch.cat([output.loss.view(1), self.sampled_loss.values, bad_data])
@@ -293,7 +301,7 @@ class Trainer:
         )
 
     def _end_for_bad_samples(self) -> None:
-        """Save, then raise on all ranks the table of the first rank with too many bad samples."""
+        """Save, then raise TooManyBadSamples on all ranks, with the table of the first rank that has too many."""
         own = self.loader.too_many_bad
         reports: list[str] = [""] * self.parallel.world_size
         dist.all_gather_object(reports, f"rank {self.parallel.rank}: {own}" if own else "")
@@ -305,7 +313,7 @@ class Trainer:
         return self.sampled_loss(*features, **({} if ids is None else {"image_ids": ids}))
 
     def _same_ids(self) -> torch.Tensor | None:
-        """int64 [b], equal for samples that are the same; None where they are not compared."""
+        """Return int64 [b], equal for duplicate samples; None if duplicates are not compared."""
         own = [join_parts(self.parallel, ids.to(self.parallel.device)) for ids in self.pixels.same_ids]
         return torch.cat(own) if own else None
 
@@ -315,7 +323,7 @@ class Trainer:
     def _encode_again(
         self, micro_batch: dict[str, torch.Tensor], kept: dict[str, torch.Tensor], first: int
     ) -> dict[str, torch.Tensor]:
-        """Encode with the towers that have gradients, from the trunks that pass 1 kept where those have none."""
+        """Encode with the towers that have gradients, from the frozen trunks' outputs where pass 1 kept them."""
         frozen, others = self.engine.module.frozen, dict(micro_batch)
         images, texts = others.pop("images"), others.pop("texts")
         each, count = self.config.texts_per_image, num_texts(micro_batch)
@@ -344,14 +352,14 @@ class Trainer:
         due = [name for name, n in frequencies.items() if name in self.tasks and n and epochs_done % n == 0]
         due = [name for name in due if name not in done]
         if due:
-            self.checkpoints.publish()  # an evaluation that fails, or is ended, takes no epoch with it
+            self.checkpoints.publish()  # so that no epoch is lost if an evaluation fails or is stopped
         for name in due:
             self._run_task(name)
 
     def _encode_for_evaluation(
         self, images: torch.Tensor | None, texts: torch.Tensor | None
     ) -> dict[str, torch.Tensor]:
-        """images on the device, texts on the host."""
+        """Encode images on the device or texts on the host."""
         given = {} if texts is None else self.texts_for_model(texts)
         return self.engine.encode(images, **{name: value.to(self.parallel.device) for name, value in given.items()})
 
@@ -365,7 +373,7 @@ class Trainer:
     # ---- checkpoints and the end ----
 
     def _open_run_folder(self, checkpoint: Path | None) -> None:
-        """Continue or start from scratch; the folder is touched last, when nothing can be rejected any more."""
+        """Resume or start from scratch; write to the folder last, when no usage error is possible any more."""
         if checkpoint is not None:
             self._continue_from(checkpoint)
         changed = self.run.open(self.config, self.model_config.to_json(), self.parallel, checkpoint)
@@ -386,7 +394,7 @@ class Trainer:
             self.metrics.say(f"flags that differ from the run's: {'; '.join(changed)}")
 
     def _state(self) -> dict:
-        """What a checkpoint holds of the loop."""
+        """Return the loop's state for a checkpoint."""
         return {
             "step": self.step,
             "samples_seen": self.samples_seen,
@@ -399,11 +407,11 @@ class Trainer:
         }
 
     def _continue_from(self, checkpoint: Path) -> None:
-        """Engine, loader and loop as they were; ValueError where the flags do not fit what the run had."""
+        """Restore engine, loader and loop. Raise ValueError if the flags do not match the checkpoint."""
         state = load_checkpoint(self.engine, checkpoint)
         self.loader.load_state_dict(state["loader"])
         self.step, self.skips.total = state["step"], state["skipped_steps"]
-        self.skips.in_a_row = state.get("skipped_in_a_row", 0)  # 0.1.0 did not keep it
+        self.skips.in_a_row = state.get("skipped_in_a_row", 0)  # 0.1.0 did not store it
         position = state["loader"]["epoch"], state["loader"]["step"]
         if position != divmod(self.step, self.loader.steps_per_epoch):
             raise ValueError(
