@@ -1,1 +1,1 @@
-"""FEATURE GRADIENTS -> TOWER GRADIENTS: grad_cache is the step, offload where pixels wait between its two passes."""
+"""Feature gradients -> tower gradients: grad_cache is the step, offload stores pixels between its two passes."""

@@ -1,4 +1,4 @@
-"""One contrastive step for any encoders: one loss over all ranks' micro-batches, the activations of one in memory.
+"""One contrastive step for any encoders: one loss over all ranks' micro-batches, activations of one in memory.
 
     model = DistributedDataParallel(Encoders(query_encoder, document_encoder))
     loss = partial(inf_cl_loss, group=dist.group.WORLD)
@@ -7,9 +7,9 @@
         optimizer.step()
         optimizer.zero_grad()
 
-The gradient cache (`infcl.step.grad_cache`) encodes every micro-batch without a graph, takes the loss and encodes again
-with one. Both passes draw the same random numbers, so dropout is exact. BatchNorm normalises with the statistics of a
-micro-batch, as it does under gradient accumulation; its running statistics move once per step.
+The gradient cache (`infcl.step.grad_cache`) encodes every micro-batch without a graph, computes the loss, and encodes
+again with a graph. Both passes draw the same random numbers, so dropout is exact. BatchNorm normalises with the
+statistics of a micro-batch, as under gradient accumulation; its running statistics are updated once per step.
 """
 
 import math
@@ -40,34 +40,34 @@ def contrastive_step(
     """Add the gradient of the loss of all ranks' micro-batches to the parameters' `.grad`. Collective.
 
     Args:
-        model: plain, or wrapped in (or made of modules wrapped in) DistributedDataParallel or fully_shard, or a
-            DeepSpeed engine of ZeRO 0-3. It is called with a micro-batch: `model(*m)` for a tuple, `model(**m)` for a
-            mapping, else `model(m)`. It returns a tuple or mapping of features [rows, D] and scalars (0-dim or [1],
-            such as the logit scale).
-        micro_batches: of any sizes, on every rank as many; what `split_batch` makes of a batch, or your own.
-        loss: called once, with the features of all micro-batches of this rank and with the scalars: by position if the
-            model returns a tuple, by name if a mapping. Its mean over ranks is the global loss, and so are its
-            gradients, as with every loss of infcl.
-        cached_activations: how many micro-batches are encoded once only, their activations being kept until the loss is
-            known; under DistributedDataParallel all but one at most.
-        backward: takes the place of `surrogate.backward()`: `lambda surrogate: scaler.scale(surrogate).backward()`.
-        group: ranks over which gradients of parameters are averaged that no wrapper averages.
+        model: a plain module, a module that is or contains DistributedDataParallel or fully_shard modules, or a
+            DeepSpeed engine of ZeRO 0-3. The step calls `model(*m)` for a tuple micro-batch, `model(**m)` for a
+            mapping, else `model(m)`. The model returns a tuple or mapping of features [rows, D] and scalars (0-dim or
+            [1], such as the logit scale).
+        micro_batches: micro-batches of any sizes, the same number on every rank; from `split_batch` or your own.
+        loss: called once, with the features of all micro-batches of this rank and the scalars: by position if the
+            model returns a tuple, by name if a mapping. The mean over ranks of the loss and of its gradients must be
+            the global loss and its gradient, as for every loss of infcl.
+        cached_activations: number of micro-batches that are encoded only once, and keep their activations until the
+            loss is known; under DistributedDataParallel at most all but one.
+        backward: replaces `surrogate.backward()`, for example `lambda s: scaler.scale(s).backward()`.
+        group: ranks that average the gradients of parameters outside of any wrapper.
 
     Returns:
         This rank's loss, 0-dim, detached.
 
     Raises:
-        ValueError: the model returns something else; a forward changes a buffer that is no running statistic of a
-            BatchNorm; pass 2 gives other features than pass 1; nothing averages the gradients over the ranks.
+        ValueError: the model returns anything else; a forward changes a buffer that is not a running statistic of
+            BatchNorm; pass 2 gives different features than pass 1; nothing averages the gradients over the ranks.
 
     Source: GradCache, arXiv 2101.06983.
     """
     total, name = len(micro_batches), type(getattr(model, "module", model)).__name__
     if total == 0:
         raise ValueError("contrastive_step needs at least one micro-batch")
-    if wrappers.is_ddp(model):  # it reads at a forward whether that forward's backward reduces
+    if wrappers.is_ddp(model):  # DDP decides in the forward whether its backward reduces
         cached_activations = min(cached_activations, max(1, total - 1))
-    names: list[str] = []  # of what the model returns; none for a tuple
+    names: list[str] = []  # names of the model's outputs; empty for a tuple
     graphs = 0
     replay = Replay(model, name)
     with replay, ExitStack() as without_reduction:
@@ -76,7 +76,7 @@ def contrastive_step(
         def encode(micro_batch: Any) -> Features:
             nonlocal graphs
             graphs += torch.is_grad_enabled()
-            if graphs == total and (total == 1 or cached_activations < total):  # the next backward is the last one
+            if graphs == total and (total == 1 or cached_activations < total):  # the next backward is the last
                 without_reduction.close()
             with _note(f"{name}, micro-batch {replay.index} of {total}, contrastive_step"):
                 output = _call(model, micro_batch)
@@ -107,17 +107,17 @@ def contrastive_step(
 
 
 class Encoders(nn.Module):
-    """One encoder per input, or one for all inputs, as the one module that a wrapper and `contrastive_step` take.
+    """One encoder per input, or one for all inputs, in a single module for wrappers and `contrastive_step`.
 
     `forward(*inputs)` returns a tuple: the features [rows, D] of each input, then logit_scale [1] (multiplicative) and
-    logit_bias [1] where there are any. An input reaches its encoder as a micro-batch reaches a model.
+    logit_bias [1], if they exist. A tuple or mapping input is unpacked into its encoder's arguments.
 
     Args:
-        encoders: modules. One alone encodes every input.
-        features: makes [rows, D] of an encoder's output and its input; None for encoders that return a tensor.
-        normalize: scale the features to unit length, in float32 at least.
-        logit_scale, logit_bias: initial values of the two parameters (the scale's is kept as its logarithm); None: no
-            such parameter, for a loss with a fixed scale.
+        encoders: modules. A single one encodes every input.
+        features: function of an encoder's output and its input that returns [rows, D]; None if the output is [rows, D].
+        normalize: scale the features to unit length, in float32 or wider.
+        logit_scale, logit_bias: initial values of the two parameters; the scale is stored as its logarithm. None
+            creates no such parameter, for a loss with a fixed scale.
     """
 
     def __init__(
@@ -142,9 +142,8 @@ class Encoders(nn.Module):
         if self.logit_scale is not None:
             outputs.append(_at_least_float32(self.logit_scale).exp())
         if self.logit_bias is not None:
-            outputs.append(
-                _at_least_float32(self.logit_bias) + 0
-            )  # a copy: ZeRO-3 frees the parameter after the forward
+            # + 0 makes a copy: ZeRO-3 frees the parameter after the forward
+            outputs.append(_at_least_float32(self.logit_bias) + 0)
         return tuple(outputs)
 
     def _encode(self, encoder: nn.Module, given: Any, index: int) -> Tensor:
@@ -163,11 +162,14 @@ def split_batch(batch: Any, size: int) -> list[Any]:
 
     Args:
         batch: tensors [rows, ...] and lists of `rows` entries in nested tuples, lists and mappings. Numbers, strings,
-            None and 0-dim tensors are the same for every micro-batch.
-        size: rows of a micro-batch.
+            None and 0-dim tensors are copied to every micro-batch.
+        size: rows per micro-batch.
+
+    Returns:
+        Micro-batches of the same structure.
 
     Raises:
-        ValueError: no tensor or list has rows, or a tensor has another number of them.
+        ValueError: no tensor or list has rows, or a tensor has a different number of rows.
     """
     rows = _count_rows(batch)
     if rows is None:
@@ -189,7 +191,7 @@ def _check_output(name: str, output: Any) -> Features:
             raise ValueError(f"{name}: output {index} is {_describe(value)}; features are [rows, D], scalars [1]")
     if all(value.ndim < 2 for value in output):
         raise ValueError(f"{name} returns no features [rows, D], only {_describe(output[0])}")
-    # a scalar may be the parameter itself, whose memory FSDP2 frees at a backward: take a copy
+    # copy scalars: one may be the parameter itself, whose memory FSDP2 frees in a backward
     return {str(index): value if value.ndim > 1 else value + 0 for index, value in enumerate(output)}
 
 
@@ -205,7 +207,7 @@ def _describe(value: Any) -> str:
 
 @contextmanager
 def _note(where: str) -> Iterator[None]:
-    """Add to an exception from inside where it happened."""
+    """Add a note with the location to an exception raised inside."""
     try:
         yield
     except Exception as error:
@@ -215,7 +217,7 @@ def _note(where: str) -> Iterator[None]:
 
 
 def _count_rows(batch: Any) -> int | None:
-    """Rows of the first tensor that has any, else of the first list of strings or objects."""
+    """Return the rows of the first tensor with rows, else the length of the first list of strings, else None."""
     if isinstance(batch, Tensor):
         return len(batch) if batch.ndim else None
     if isinstance(batch, (Mapping, tuple, list)):

@@ -1,20 +1,20 @@
-"""One step of the gradient cache: the loss of a global batch whose activations never exist at once.
+"""One step of the gradient cache: the loss of a global batch whose activations never exist all at once.
 
-    encode         pass 1: every micro-batch through the towers without a graph -> features of the rank's whole batch
-    feature_grads  the loss once, over the features of all ranks -> d loss / d features, d loss / d scalars
+    encode         pass 1: every micro-batch through the towers without a graph -> features of the rank's batch
+    feature_grads  one loss over the features of all ranks -> d loss / d features, d loss / d scalars
     replay         pass 2: each micro-batch again with a graph -> backward of the surrogate
                        sum of <features, their gradient> + sum of <scalar, its gradient> / M
-                   whose gradient is the loss's (chain rule; GradCache, Gao et al. 2021)
+                   whose gradient is the loss's gradient (chain rule; GradCache, Gao et al. 2021)
 
-The last R micro-batches ("resident") keep their graphs from pass 1 and are replayed first, latest first: M of them
-cost 2 M - R encodings. R = 1 costs no memory, since a replay holds one micro-batch's graph anyway; R = M is a step
-without a cache.
+The last R micro-batches ("resident": cached activations) keep their graphs from pass 1 and are replayed first, latest
+first. M micro-batches cost 2 M - R encodings. R = 1 costs no memory, because a replay holds one micro-batch's graph
+anyway. R = M is a step without a cache.
 
-Randomness (patch dropout, dropout) is set per micro-batch before each encoding, so pass 2 repeats pass 1 exactly.
-A tower that is frozen is encoded once: `encode_again` does what has a gradient, from what pass 1 kept of the rest.
+Random states (patch dropout, dropout) are set before each encoding of a micro-batch, so pass 2 repeats pass 1 exactly.
+A frozen tower is encoded once: `encode_again` encodes only the rest, from the frozen outputs that pass 1 kept.
 
-The loss obeys law 1 (the mean over ranks of their gradients is the exact gradient), so the surrogate needs no factor
-under anything that averages over ranks: DDP, FSDP, ZeRO, Megatron.
+Gradient scaling: the mean over ranks of the loss's gradients must be the exact gradient of the global loss. The
+surrogate then needs no factor under wrappers that average over ranks: DDP, FSDP, ZeRO, Megatron.
 
 Shapes: m rows per micro-batch, M micro-batches, b = M m rows per rank, D embedding width.
 """
@@ -30,7 +30,7 @@ Features = dict[str, torch.Tensor]  # [m, D] float features by name; scalars [1]
 
 
 class MicroBatches(Protocol):
-    """A step's: a list, or what makes them when they are asked for (offload.PixelCache)."""
+    """The micro-batches of a step: a list, or a sequence that loads them on access (offload.PixelCache)."""
 
     def __len__(self) -> int: ...
 
@@ -39,12 +39,12 @@ class MicroBatches(Protocol):
 
 @dataclass
 class StepOutput:
-    """Results of a step; tensors stay on the device, nothing here waits for it."""
+    """Results of a step. Tensors stay on the device, so the host does not wait."""
 
     loss: torch.Tensor  # [] f32, this rank's share; the mean over ranks is the global loss
-    scalars: Features  # as the loss saw them, before the update
-    finite_rows: dict[str, torch.Tensor]  # of each of the features: [b] bool
-    replayed: list[int]  # the micro-batches in the order of their backwards
+    scalars: Features  # inputs of the loss, before the update
+    finite_rows: dict[str, torch.Tensor]  # [b] bool per feature tensor: whether the row is finite
+    replayed: list[int]  # indices of the micro-batches in the order of their backwards
 
     @property
     def logit_scale(self) -> torch.Tensor:
@@ -60,14 +60,19 @@ def grad_cache_step(
     seeds: Sequence[int],
     **options: Any,
 ) -> StepOutput:
-    """`cached_step` of a model with the outputs of infcl.models.CLIP, each micro-batch under a seed.
+    """Run `cached_step` for a model with the outputs of infcl.models.CLIP, with a seed per micro-batch.
 
-    encode   micro-batch -> image_features and text_features [m, D] f32, logit_scale [1], maybe logit_bias [1], maybe
-             "..._trunk" [m, ...]: through the engine, in train mode
-    loss     (image_features [b, D], text_features [t b, D], scale [1], bias [1] or None) -> [] f32, obeying law 1;
-             t texts of each image, which are neighbours
-    seeds    one per micro-batch
-    options  those of `cached_step`
+    Args:
+        micro_batches: M micro-batches.
+        encode: micro-batch -> image_features and text_features [m, D] f32, logit_scale [1], optionally logit_bias [1]
+            and "..._trunk" [m, ...]; calls the engine, in train mode.
+        loss: (image_features [b, D], text_features [t b, D], scale [1], bias [1] or None) -> [] f32, scaled as the
+            module docstring says. The t texts of an image are adjacent.
+        seeds: one per micro-batch.
+        **options: as in `cached_step`.
+
+    Raises:
+        ValueError: the number of seeds is not M.
     """
     if len(seeds) != len(micro_batches):
         raise ValueError(f"{len(seeds)} seeds for {len(micro_batches)} micro-batches")
@@ -94,21 +99,25 @@ def cached_step(
     resident: int = 1,
     encode_again: Callable[..., Features] | None = None,
 ) -> StepOutput:
-    """Encode, take the loss once, replay. Gradients end up where `backward` puts them.
+    """Encode, compute the loss once, replay. `backward` accumulates the gradients.
 
-    micro_batches    M of them, asked for by index: 0 ... M - 1, then 0 ... M - R - 1
-    encode           micro-batch -> Features: those of two or more dimensions have a row per sample, the others are
-                     scalars; the same names for every micro-batch
-    loss             Features of the rank's whole batch and the scalars -> [] f32, obeying law 1
-    backward         (surrogate, is_last); exactly one call per encode with a graph
-    before_encode    called with a micro-batch's index before each of its encodings: sets the random states
-    scalar_values    scalars -> the same when the parameters that the forward returned are rounded copies (bf16, fp16):
-                     the loss then sees the FP32 master weights' values, gradients go through the copies
-    on_phase         called with "encode", "loss", "replay" when each begins
-    resident         how many micro-batches keep their graphs from pass 1; all of them where it is M or more
-    encode_again     (micro-batch, kept, first) -> Features: `encode` in pass 2, where it need not do all again. kept:
-                     what pass 1 returned as "..._trunk", [b, ...] or [t b, ...]; first: the micro-batch's first row of
-                     the features that `encode` returns first (images); features without a gradient may be missing
+    Args:
+        micro_batches: M micro-batches, accessed by index: 0 ... M - 1, then 0 ... M - R - 1.
+        encode: micro-batch -> Features, with the same names for every micro-batch. Tensors of two or more dimensions
+            have a row per sample, the others are scalars.
+        loss: features of the rank's batch and scalars -> [] f32, scaled as the module docstring says.
+        backward: called as backward(surrogate, is_last), exactly once per encoding with a graph.
+        before_encode: called with a micro-batch's index before each of its encodings; sets the random states.
+        scalar_values: scalars -> FP32 master values, for a model whose parameters are rounded copies (bf16, fp16). The
+            loss uses the master values; gradients flow through the copies.
+        on_phase: called with "encode", "loss" and "replay" when that phase begins.
+        resident: R, the number of micro-batches that keep their graphs from pass 1; M or more means all.
+        encode_again: (micro-batch, kept, first) -> Features, replaces `encode` in pass 2 to skip frozen parts. `kept`
+            has the "..._trunk" outputs of pass 1, [b, ...] or [t b, ...]. `first` is the micro-batch's first row in
+            the first features that `encode` returns (images). Features without a gradient may be missing.
+
+    Returns:
+        Loss, scalars, finite rows and replay order.
     """
     num_micro_batches = len(micro_batches)
     num_cached = max(0, num_micro_batches - max(1, resident))
@@ -132,7 +141,7 @@ def cached_step(
         scalars = scalar_values(scalars)
     features = {name: _joined(outputs, name) for name in sides}  # [b, D], [t b, D]
     sizes = {name: [len(output[name]) for output in outputs] for name in sides}
-    del outputs  # at a million rows a rank a copy of the features is gigabytes
+    del outputs  # at a million rows per rank a copy of the features takes gigabytes
     loss_value, grads = _feature_grads(loss, features, scalars)
     finite_rows = {name: value.isfinite().all(dim=1) for name, value in features.items()}
     del features
@@ -161,10 +170,10 @@ def _joined(outputs: Sequence[Features], name: str) -> torch.Tensor:
 def _feature_grads(
     loss: Callable[[Features], torch.Tensor], features: Features, scalars: Features
 ) -> tuple[torch.Tensor, Features]:
-    """The loss of the global batch, and its gradients: at least f32, [b, D] per side, [1] per scalar.
+    """Return the loss of the global batch and its gradients, f32 or wider: [b, D] per side, [1] per scalar.
 
-    Where the loss is not finite, the scalars' gradients are NaN, whatever the others are: that the norm of all
-    gradients is not finite is by what a step is left out.
+    If the loss is not finite, the scalars' gradients are NaN. The norm of all gradients is then not finite either, and
+    the trainer skips the step.
     """
     leaves = {
         name: value.detach().to(torch.promote_types(value.dtype, torch.float32)).requires_grad_()

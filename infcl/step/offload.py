@@ -1,19 +1,19 @@
-"""Where a step's pixels wait between the two passes: kept, or read and decoded a second time.
+"""Pixel cache: keep a step's pixels between the two passes, or read and decode them a second time.
 
-In:  a step's micro-batches as the loader yields them, {"images" uint8 [m, 3, S, S], "texts", "ids"} on the host.
-Out: the micro-batches on the device, by index, in the order in which grad_cache_step asks for them:
+In:  a step's micro-batches from the loader, {"images" uint8 [m, 3, S, S], "texts", "ids"} on the host.
+Out: the micro-batches on the device, by index, in the access order of grad_cache_step:
      0 ... M - 1 (pass 1), then 0 ... M - R - 1 (pass 2; the last R have kept their graphs).
 
-Features, tokens and sample numbers always stay; pixels are what a batch of millions has no room for. The first K
-micro-batches' pixels are kept in one buffer of exactly K micro-batches, in pinned host memory or on the GPU. Those of
-K ... M - R - 1 are not: the loader yields them again after the step's M, decoded again with the same augmentation,
-while the loss and the replays of the kept ones run. What comes is not always what came (a file changed, a read failed
-and a replacement was drawn), so a checksum from pass 1 is compared; a difference ends the step before its update.
+Features, tokens and sample numbers always stay in memory; the pixels of millions of samples may not fit. The cache
+keeps the pixels of the first K micro-batches in one buffer, in pinned host memory or on the GPU. The loader yields
+micro-batches K ... M - R - 1 again after the step's M. It decodes them again with the same augmentation, while the loss
+and the replays of the kept ones run. The second reading may differ (a file changed, or a read failed and a replacement
+was drawn). The cache therefore compares checksums of both passes, and a difference stops the step before its update.
 
-The results do not depend on K, to the last bit: what is computed, and in which order, is the same.
+The results are bitwise independent of K: the computations and their order are the same.
 
-Host pixels go to the device on a stream of their own, while the micro-batch before is computed, into a few slots that
-are used in turn. Bytes: 3 S^2 a sample (150,528 at 224 px).
+A separate stream copies host pixels to the device into a few alternating slots, while the previous micro-batch is
+computed. Pixels take 3 S^2 bytes per sample (150,528 at 224 px).
 """
 
 import time
@@ -24,19 +24,24 @@ import torch
 
 MicroBatch = dict[str, torch.Tensor]
 _MULTIPLIER = -7046029254386353131  # odd, bits well mixed (2^64 / golden ratio, as int64)
-UPLOAD_LEAD = 2  # a copy may overlap what was enqueued since so many calls ago
+UPLOAD_LEAD = 2  # a copy may overlap the work enqueued since this many calls ago
 
 
 class PixelCache:
-    """A sequence of one step's micro-batches on the device; `begin(items)` starts each step, leaving it as a context
-    lets go of the loader.
+    """Sequence of one step's micro-batches on the device.
 
-    items            an iterator of the M micro-batches, then those of `again`
-    num_micro_batches, resident, kept    M, R, K
-    replays_pixels   whether pass 2 needs pixels; not with a locked image tower: its "images" are None then
-    parts            ranks that read a part of each micro-batch each
-    texts            a part's texts as the loader yields them -> all parts', {name: tensor}, as the model takes them
-    join             a part's pixels on the device -> all parts'. Only the part waits, and travels to the device
+    `begin(items)` starts each step; `items` yields the M micro-batches, then those of `again`. Leaving the cache as a
+    context releases the loader.
+
+    Args:
+        device: where the micro-batches are computed.
+        images: shape of a micro-batch's pixels on this rank, (rows, 3, S, S).
+        num_micro_batches, resident, kept: M, R, K.
+        replays_pixels: whether pass 2 needs pixels. False with a locked image tower: pass 2 then gets images None.
+        on_gpu: keep pixels on the GPU instead of in pinned host memory.
+        parts: number of ranks that share a micro-batch; each reads one part of it.
+        texts: this part's texts from the loader -> the texts of all parts, {name: tensor}, as inputs of the model.
+        join: this part's pixels on the device -> the pixels of all parts. Only this part is kept and uploaded.
     """
 
     def __init__(
@@ -62,18 +67,18 @@ class PixelCache:
         self.copies = _Upload(device, images, 1 + UPLOAD_LEAD)
 
     def begin(self, items: Iterator[MicroBatch]) -> None:
-        """Forget the step before, wait for the first micro-batch of this one."""
+        """Discard the previous step and wait for the first micro-batch of this one."""
         self.copies.finish()
         self.items = items
         self.tokens: list[dict[str, torch.Tensor]] = []
-        self.places = [0, 0]  # of this step's texts: that are computed, that there are
+        self.places = [0, 0]  # token positions of this step's texts: computed, total
         self.ids: list[torch.Tensor] = []
         self.same_ids: list[torch.Tensor] = []
         self.checksums: dict[int, torch.Tensor] = {}
         self.differs: dict[int, torch.Tensor] = {}
-        self.waited = 0.0  # seconds of this step that the host waited for the loader, or another part's
-        self.waited_for_parts = 0.0  # of them for another part's
-        self.waited_again = 0.0  # of them in the second reading
+        self.waited = 0.0  # seconds of this step that the host waited for its loader or for other parts' loaders
+        self.waited_for_parts = 0.0  # of which for other parts
+        self.waited_again = 0.0  # of which in the second reading
         self.first: MicroBatch | None = self._next()
 
     def __enter__(self) -> "PixelCache":
@@ -86,7 +91,7 @@ class PixelCache:
         return self.num_micro_batches
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor | None]:
-        """Micro-batch `index` on the device. Its use must be enqueued before another is asked for."""
+        """Return micro-batch `index` on the device. Enqueue its use before you access another one."""
         if index == len(self.tokens):
             images = self._read_first(index)
         elif index in self.again:
@@ -104,11 +109,11 @@ class PixelCache:
 
     @property
     def text_share(self) -> float:
-        """The share of its texts' places that the text tower computes in a step."""
+        """Share of the texts' token positions that the text tower computes in a step."""
         return self.places[0] / self.places[1]
 
     def check(self) -> None:
-        """Raise RuntimeError when something was not read twice alike. Waits for the device where anything was."""
+        """Raise RuntimeError if the second reading had different pixels. Waits for the device if there was one."""
         for index, differs in self.differs.items():
             if differs:
                 raise RuntimeError(
@@ -134,7 +139,7 @@ class PixelCache:
     def _take_texts(self, part: torch.Tensor) -> None:
         started = time.perf_counter()
         texts = self.texts(part)
-        if self.parts > 1:  # for those who read the others
+        if self.parts > 1:  # self.texts waited for the ranks that read the other parts
             seconds = time.perf_counter() - started
             self.waited, self.waited_for_parts = self.waited + seconds, self.waited_for_parts + seconds
         self.places[0] += texts["texts"].numel()
@@ -166,15 +171,13 @@ class PixelCache:
 
 
 class _Upload:
-    """Host pixels -> the device, ahead of what is computed. On a CPU, and for pixels that are there: as they are."""
+    """Upload of host pixels, ahead of the computation. On a CPU, and for pixels on the device, it returns its input."""
 
     def __init__(self, device: torch.device, images: tuple[int, int, int, int], slots: int):
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         if self.stream is not None:
             self.slots = [torch.empty(images, dtype=torch.uint8, device=device) for _ in range(slots)]
-            self.enqueued = [
-                torch.cuda.Event() for _ in range(UPLOAD_LEAD + 1)
-            ]  # what was to be computed before a call
+            self.enqueued = [torch.cuda.Event() for _ in range(UPLOAD_LEAD + 1)]  # work enqueued before a call
             self.done, self.calls = torch.cuda.Event(), 0
 
     def __call__(self, host: torch.Tensor) -> torch.Tensor:
@@ -191,16 +194,17 @@ class _Upload:
         return slot
 
     def finish(self) -> None:
-        """Until the host's side of all copies may be written again."""
+        """Wait until the host buffers of all copies may be written again."""
         if self.stream is not None:
             self.stream.synchronize()
 
 
 @torch.no_grad()
 def checksum(images: torch.Tensor) -> torch.Tensor:
-    """uint8 tensor -> [] int64: a sum of its 8-byte words, each times an odd number of its place, modulo 2^64.
+    """Return the checksum of a uint8 tensor, [] int64: the sum of its 8-byte words times odd factors, modulo 2^64.
 
-    Any one word that changes changes the sum; computed where the tensor is, without waiting.
+    The factor depends on the word's position. A change of any single word changes the sum. Computed on the tensor's
+    device; the host does not wait.
     """
     data = images.reshape(-1)
     words = torch.nn.functional.pad(data, (0, -len(data) % 8)).view(torch.int64)
@@ -209,7 +213,10 @@ def checksum(images: torch.Tensor) -> torch.Tensor:
 
 
 def _buffer(shape: tuple[int, ...], device: torch.device | None) -> torch.Tensor:
-    """uint8; on the host (device None), pinned where there is a GPU. Torch's own pinning rounds up to powers of 2."""
+    """Return a uint8 buffer; device None means host memory, pinned if a GPU exists.
+
+    Pinned here, because torch's allocator of pinned memory rounds up to powers of 2.
+    """
     tensor = torch.empty(shape, dtype=torch.uint8, device=device or "cpu")
     if device is None and torch.cuda.is_available() and tensor.numel():
         status = torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), tensor.numel(), 0)

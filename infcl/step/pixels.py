@@ -1,4 +1,4 @@
-"""How many micro-batches' pixels a rank keeps between the two passes of a step: --pixel-cache-gb in numbers."""
+"""Size of the pixel cache: the number of micro-batches whose pixels a rank keeps, from --pixel-cache-gb."""
 
 from functools import partial
 
@@ -9,15 +9,24 @@ from infcl.parallel import Parallel, join_parts, max_over, ranks_of_host
 from infcl.parallel.host_limits import available_host_bytes
 from infcl.step.offload import PixelCache
 
-_SHARE = 0.6  # of the free host memory, for `auto`: workers and page cache want the rest
+_SHARE = 0.6  # of the free host memory, for `auto`; workers and page cache need the rest
 
 
 def build_pixel_cache(
     spec: RunSpec, model: CLIP, parallel: Parallel, *, resident: int, repeats: bool, reserved: float
 ) -> PixelCache:
-    """The cache that the flags ask for. ValueError when it is larger than the host, or too small for a stream.
+    """Build the pixel cache that the flags select.
 
-    repeats: whether the loader can read micro-batches a second time. reserved: host bytes that a rank takes later.
+    Args:
+        spec: the resolved run.
+        model: the towers, which decide whether pass 2 needs pixels.
+        parallel: groups and device of this rank.
+        resident: number of micro-batches that keep their graphs.
+        repeats: whether the loader can read micro-batches a second time.
+        reserved: host bytes per rank that are needed later.
+
+    Raises:
+        ValueError: the cache exceeds the host's free memory, or is too small for a loader that cannot repeat.
     """
     config, batch = spec.flags, spec.batch
     image_size = model.cfg.vision_cfg.image_size
@@ -61,7 +70,7 @@ def build_pixel_cache(
 
 
 def describe_pixels(cache: PixelCache) -> str:
-    """What waits where, and what it costs; one line."""
+    """Return one line on where pixels are kept, and on the memory and decoding this costs."""
     total, kept, again = cache.num_micro_batches, len(cache.kept), len(cache.again)
     bytes_per_sample = cache.image_bytes
     where = "GPU" if cache.kept.is_cuda else "host"
@@ -74,5 +83,5 @@ def describe_pixels(cache: PixelCache) -> str:
 
 
 def auto_budget(free: float, ranks: int) -> float:
-    """Bytes that --pixel-cache-gb auto gives to each of so many ranks of a host with so many bytes to spare."""
+    """Return the bytes per rank of --pixel-cache-gb auto, for `free` bytes on a host with `ranks` ranks."""
     return _SHARE * max(0.0, free) / ranks

@@ -1,4 +1,4 @@
-"""What makes pass 2 of any model repeat pass 1: random states and running statistics; and the check that it does."""
+"""Replay: restore random states and running statistics so that pass 2 repeats pass 1, and check that it does."""
 
 from typing import Any
 
@@ -8,11 +8,11 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from infcl.step.grad_cache import Features
 
-_SAME = 0.05  # relative difference of the two passes: other dropout masks make a larger one, rounding a smaller one
+_SAME = 0.05  # relative difference of the two passes; different dropout masks exceed it, rounding does not
 
 
 class Replay:
-    """The state of one step: a context around both passes, `begin` before and `compare` after each encoding."""
+    """State of one step: a context around both passes. Call `begin` before and `compare` after each encoding."""
 
     def __init__(self, model: nn.Module, name: str):
         self.name, self.index, self.calls = name, 0, 0
@@ -25,17 +25,17 @@ class Replay:
         self.versions: dict[str, int] = {}
 
     def begin(self, index: int) -> None:
-        """Before an encoding of micro-batch `index`: note the random state, or set it again."""
+        """Save the random state before the first encoding of micro-batch `index`; restore it before the second."""
         self.index, self.calls = index, self.calls + 1
         if index in self.states:
             _set_random_state(self.states[index])
         else:
             self.states[index] = _random_state()
-        if index == 1 and self.calls == 2:  # not the first one, before which DDP may broadcast the buffers
+        if index == 1 and self.calls == 2:  # not index 0: DDP may broadcast the buffers in its forward
             self.versions = {key: value._version for key, value in self.buffers.items()}
 
     def compare(self, features: Features) -> None:
-        """Between the two encodings of the first micro-batch; and the buffers, in pass 1."""
+        """Compare the two encodings of micro-batch 0. In pass 1, raise ValueError if a forward changed a buffer."""
         for key, version in self.versions.items():
             if self.buffers[key]._version != version:
                 raise ValueError(
@@ -52,7 +52,7 @@ class Replay:
             self.difference = torch.stack(apart).max()
 
     def check(self) -> None:
-        """Raise ValueError where pass 2 differs. Waits for the device."""
+        """Raise ValueError if pass 2 differs from pass 1. Waits for the device."""
         if self.difference is not None and float(self.difference) > _SAME:
             raise ValueError(
                 f"{self.name}: pass 2 gives other features than pass 1 (relative difference {self.difference:.2g}): a "
@@ -74,8 +74,9 @@ class Replay:
 
 
 class RunningStatistics:
-    """The running statistics of a model's BatchNorm layers, as a context around both passes: a step moves them once, by
-    the mean over its micro-batches. Call `on_phase` with each phase of the step.
+    """Running statistics of a model's BatchNorm layers, as a context around both passes.
+
+    A step updates them once, by the mean over its micro-batches. Call `on_phase` with each phase of the step.
     """
 
     def __init__(self, model: nn.Module):
@@ -109,18 +110,18 @@ class _LayerStatistics:
         self.hook = self.layer.register_forward_pre_hook(self._before_forward)
 
     def _before_forward(self, *_: Any) -> None:
-        if self.calls == 0:  # DDP has broadcast them by now
+        if self.calls == 0:  # by now DDP has broadcast the buffers
             self.before = [buffer.clone() for buffer in self._statistics()]
             self.counted = self.layer.num_batches_tracked.clone()
         self.calls += 1
-        self.layer.momentum = 1 / self.calls  # the mean of the micro-batches, whatever was there before
+        self.layer.momentum = 1 / self.calls  # makes the statistics the mean over this step's micro-batches
 
     def move_once(self) -> None:
         self.hook.remove()
         if self.calls:
             factor = 1 / (1 + int(self.counted)) if self.momentum is None else self.momentum
             for buffer, before in zip(self._statistics(), self.before):
-                buffer.data.copy_(before.lerp(buffer, factor))  # .data: graphs of pass 1 hold it, and do not read it
+                buffer.data.copy_(before.lerp(buffer, factor))  # .data: graphs of pass 1 hold it, but do not read it
         self.layer.momentum = 0.0
 
     def leave(self) -> None:
@@ -138,7 +139,7 @@ def _detached(features: Features) -> Features:
 
 
 def _random_state() -> tuple[Tensor, Tensor | None]:
-    """Of torch on the CPU and on this process's GPU."""
+    """Return torch's random states of the CPU and of this process's GPU (None before CUDA is initialised)."""
     return torch.get_rng_state(), torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
 
 

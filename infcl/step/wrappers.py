@@ -1,7 +1,7 @@
-"""What a training wrapper asks of a step with several backwards: accumulate, then reduce over the ranks once.
+"""Support of training wrappers in a step with several backwards: accumulate, then reduce over the ranks once.
 
-In: a module that is plain, or is or contains DistributedDataParallel or FSDP2 modules, or is a DeepSpeed engine.
-The wrappers average gradients over their ranks, which is the exact gradient of the losses here (`infcl.loss`).
+In: a plain module, a module that is or contains DistributedDataParallel or FSDP2 modules, or a DeepSpeed engine.
+The wrappers average gradients over their ranks. For the losses of `infcl.loss` the average is the exact gradient.
 """
 
 from collections.abc import Callable, Iterator
@@ -16,20 +16,20 @@ from torch.nn.parallel import DistributedDataParallel
 
 
 def is_deepspeed(module: nn.Module) -> bool:
-    """Whether `module` is a DeepSpeed engine, without importing DeepSpeed."""
+    """Return whether `module` is a DeepSpeed engine, without importing DeepSpeed."""
     return hasattr(module, "set_gradient_accumulation_boundary")
 
 
 def is_ddp(module: nn.Module) -> bool:
-    """Whether `module` is or contains DistributedDataParallel, which reads at a forward how its backward reduces."""
+    """Return whether `module` is or contains DistributedDataParallel."""
     return any(isinstance(part, DistributedDataParallel) for part in module.modules())
 
 
 @contextmanager
 def accumulating(module: Any) -> Iterator[None]:
-    """Forwards and backwards inside reduce nothing; the first backward after it reduces the sum of all.
+    """Disable gradient reduction inside this context; the first backward after it reduces the accumulated sum.
 
-    ZeRO-2, ZeRO-3 and their like shard gradients at every backward all the same.
+    ZeRO-2 and ZeRO-3 still reduce and shard gradients at every backward.
     """
     with ExitStack() as stack:
         if is_deepspeed(module):
@@ -46,21 +46,21 @@ def accumulating(module: Any) -> Iterator[None]:
 
 
 def backward_of(module: Any) -> Callable[[Tensor], object]:
-    """Return what accumulates a surrogate's gradients, unscaled."""
+    """Return the function that runs a surrogate's backward, without scaling by accumulation steps."""
     return partial(_backward_of_engine, module) if is_deepspeed(module) else Tensor.backward
 
 
 def _backward_of_engine(engine: Any, surrogate: Tensor) -> None:
     if hasattr(engine.optimizer, "clear_backward_seen_flag"):
-        engine.optimizer.clear_backward_seen_flag()  # else a backward that no forward precedes is the first of a step
+        engine.optimizer.clear_backward_seen_flag()  # else a backward without a forward starts a new step
     engine.backward(surrogate, scale_wrt_gas=False)
 
 
 def average_unwrapped(module: nn.Module, group: dist.ProcessGroup | None) -> None:
-    """Average over `group` the gradients of the parameters that no wrapper reduces. Collective.
+    """Average the gradients of the parameters that no wrapper reduces over `group`. Collective.
 
     Raises:
-        ValueError: there are such parameters and several ranks, but no group.
+        ValueError: such parameters and several ranks exist, but group is None.
     """
     names = [] if is_deepspeed(module) else list(_unwrapped(module))
     if not names or not dist.is_initialized() or dist.get_world_size() == 1:
@@ -88,7 +88,7 @@ def average_unwrapped(module: nn.Module, group: dist.ProcessGroup | None) -> Non
 
 
 def _unwrapped(module: nn.Module) -> Iterator[str]:
-    """Names of the trainable parameters outside every DistributedDataParallel and FSDP2 module."""
+    """Yield the names of trainable parameters outside of all DistributedDataParallel and FSDP2 modules."""
     wrapped = {
         id(parameter)
         for part in module.modules()
