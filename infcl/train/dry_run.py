@@ -27,7 +27,7 @@ def describe_plan(inputs: Inputs, parallel: Parallel) -> str:
     """Return the resolved plan as text. Collective.
 
     Raises:
-        ValueError: for each usage error that the run would report before it builds the engine.
+        ValueError: for a usage error that the run would report before it builds the engine.
     """
     spec, cfg = inputs.spec, inputs.model_config
     config, batch = spec.flags, spec.batch

@@ -3,8 +3,8 @@
 DeepSpeed skips an update whose gradient norm is not finite, but not in every stage and never with a reason. Here the
 device records two kinds of flags during a step, at no cost. The host reads them only after a skipped step.
 
-    features     non-finite rows of pass 1: the forward of a tower failed. With torch's attention, the neighbours of a
-                 packed caption in its row become non-finite too, and are reported with it
+    features     non-finite rows of pass 1: the forward of a tower failed. With torch's attention, a packed caption
+                 makes its neighbours in the row non-finite too, so they are reported with it
     backward     non-finite gradient at the input of a tower's blocks, per micro-batch: the tower's backward failed
 """
 
@@ -33,7 +33,7 @@ class Diverged(RuntimeError):
 
 
 class FiniteWatch:
-    """Record which tower and micro-batch is not finite; call `begin()` before each step.
+    """Find non-finite features and gradients by tower and micro-batch; call `begin()` before each step.
 
     For towers that open_clip builds it checks only the features.
     """

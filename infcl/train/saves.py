@@ -46,7 +46,7 @@ class Saves:
         self.begun_at = time.monotonic()
 
     def begin(self) -> None:
-        """Begin a checkpoint of this step, unless one has begun; publish it once all ranks have written. Collective."""
+        """Begin a checkpoint of this step, unless one has begun; a later `publish` completes it. Collective."""
         state = self.state()
         if state["step"] == self.checkpoints.begun_step:
             return

@@ -2,9 +2,10 @@
 
 Step times are equal on all ranks, since the first message of a step waits for the slowest rank. Only the time before
 that message differs, in which a rank reads and encodes its samples. Each rank sums up that time, and the ranks compare
-it at logged steps. A rank below 0.8 of the usual rate (`links.SLOW`) that costs a noticeable share of a step, several
-times in a row, is reported with its node. Under ZeRO-3 and tensor parallelism encoding itself waits for other ranks.
-There the ranks compare only the wait for data, and do not find a slow GPU (launch/check.sh does).
+it at logged steps. A rank is slow if it is below 0.8 of the usual rate (`links.SLOW`) and costs a noticeable share of a
+step. After several times in a row it is reported with its node. Under ZeRO-3 and tensor parallelism encoding itself
+waits for other ranks. There the ranks compare only the wait for data, and do not find a slow GPU (launch/check.sh
+does).
 
 A slow link does not show in any rank's own time. From three nodes on, logged steps also measure the links between
 neighbouring nodes, two at a time.

@@ -1,7 +1,7 @@
 """The training loop: build the parts, fit, evaluate, save, finish.
 
-A step is a pure function of (state, step number, seed, data): the data position, the seeds of the towers' randomness
-and the learning rate all follow from the step number, so a resumed run repeats the uninterrupted one.
+A step is a pure function of (state, step number, seed, data). The step number determines the data position, the seeds
+of the towers' randomness and the learning rate, so a resumed run repeats the uninterrupted one.
 """
 
 import contextlib
