@@ -43,6 +43,9 @@ def parameter_groups(model: Any, config: TrainConfig, peak: float) -> list[dict]
         config: flags of the run.
         peak: the largest learning rate of the schedule; --wd-mode schedule divides by it.
 
+    Returns:
+        The groups, as torch's optimizers expect them.
+
     Raises:
         ValueError: layer decay is set for a tower without blocks.
     """

@@ -1,7 +1,7 @@
-"""Workarounds for DeepSpeed: each is one Patch, and nothing else replaces what DeepSpeed's objects do.
+"""Workarounds for DeepSpeed. Each is one Patch, and nothing else replaces methods of DeepSpeed.
 
-A patch replaces a method of one engine's objects, never of a class, so that another engine of the process is left as it
-is. Here are the small ones; reduce.py and gather.py have what keeps a state.
+A patch replaces a method of one engine's objects, never of a class. So other engines of the process are unaffected.
+This file has the small workarounds; reduce.py and gather.py have those with state.
 """
 
 from collections.abc import Callable, Iterable
@@ -17,13 +17,13 @@ _SOURCE = f"https://github.com/deepspeedai/DeepSpeed/blob/v{TESTED}/deepspeed/ru
 
 @dataclass(frozen=True)
 class Patch:
-    """One symbol of DeepSpeed that is replaced.
+    """A replaced symbol of DeepSpeed.
 
     Attributes:
         symbol: "Class.attribute".
-        link: where it stands upstream.
-        why: what it does without the patch.
-        tested: version of DeepSpeed.
+        link: its upstream source, or an issue about it.
+        why: what happens without the patch.
+        tested: version of DeepSpeed with which the patch was tested.
     """
 
     symbol: str
@@ -32,7 +32,11 @@ class Patch:
     tested: str = TESTED
 
     def apply(self, owner: Any, make: Callable[[Any], Any]) -> None:
-        """Put make(installed) in the place of the owner's symbol. AttributeError where DeepSpeed is another version."""
+        """Replace the symbol of `owner` by make(the installed one).
+
+        Raises:
+            AttributeError: this version of DeepSpeed does not have the symbol.
+        """
         name = self.symbol.rpartition(".")[2]
         if not hasattr(owner, name):
             raise AttributeError(f"this DeepSpeed has no {self.symbol}: tested with DeepSpeed {self.tested}")
@@ -120,12 +124,16 @@ MEMORY_REPORT = Patch(
 
 
 def scale_between_steps(scaler: Any) -> Callable[[], None]:
-    """Have a dynamic loss scaler keep what follows from a finite step until the returned function is called."""
+    """Make a dynamic loss scaler defer its update after a finite step.
+
+    Returns:
+        A function that makes the deferred update.
+    """
     finite_steps: list[Callable[[], None]] = []
 
     def deferred(update: Callable[[bool], None]) -> Callable[[bool], None]:
         def update_scale(overflow: bool) -> None:
-            if overflow:  # no update follows
+            if overflow:  # the step is skipped, so nothing is divided by the scale
                 update(True)
             else:
                 finite_steps.append(lambda: update(False))
@@ -142,7 +150,7 @@ def scale_between_steps(scaler: Any) -> Callable[[], None]:
 
 
 def release_by_the_present_trace(optimizer: Any) -> None:
-    """Let a stage-3 optimizer forget what it released together with the trace that this came from."""
+    """Make a stage-3 optimizer clear its cache of released parameters whenever it invalidates the trace."""
     coordinator = optimizer.parameter_offload.get_param_coordinator()
     cache = _cached_function(type(coordinator), "_PartitionedParameterCoordinator__params_to_release")
 
@@ -157,7 +165,7 @@ def release_by_the_present_trace(optimizer: Any) -> None:
 
 
 def _cached_function(owner: type, name: str) -> _lru_cache_wrapper:
-    """The lru_cache behind a method, under whatever wraps it."""
+    """Return the lru_cache of a method, inside any wrappers."""
     function = getattr(owner, name, None)
     while not isinstance(function, _lru_cache_wrapper):
         inner = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
@@ -170,19 +178,19 @@ def _cached_function(owner: type, name: str) -> _lru_cache_wrapper:
 
 
 def shards(optimizer: Any) -> bool:
-    """Whether it takes a parameter's gradient as soon as a backward has it: not stage 0, and not BF16_Optimizer."""
+    """Return whether the optimizer reduces each gradient during the backward: not stage 0, not BF16_Optimizer."""
     return hasattr(optimizer, "overlapping_partition_gradients_reduce_epilogue")
 
 
 def reduce_what_is_left(optimizer: Any, device: torch.device) -> None:
-    """Have a ZeRO optimizer reduce every trainable parameter at the end of each step, with zeros where no gradient is.
+    """Make a ZeRO optimizer reduce every trainable parameter at the end of each step, with zeros for missing gradients.
 
-    Ranks send what is left in the order of the parameters, so the same must be left on all of them. That is not
-    compared: it would take a collective in every step. The towers decide by flags alone what a step reaches; a forward
-    that decides by its data must not be trained so.
+    Ranks reduce the parameters that the step did not reach in a fixed order. So these must be the same on all ranks.
+    They are not compared, since that would take a collective per step. In the towers they depend on flags alone. A
+    model whose forward skips parameters depending on the data is not supported.
 
-    Costs an entry in a set for each parameter and step where nothing is left. BF16_Optimizer (stage 1 in bf16) keeps
-    full sums until the end, and is left as it is.
+    The cost is one set entry per parameter and step if the step reaches all parameters. BF16_Optimizer
+    (stage 1 in BF16) has full sums until the end and is not patched.
     """
     if not shards(optimizer):
         return
@@ -214,7 +222,7 @@ def reduce_what_is_left(optimizer: Any, device: torch.device) -> None:
 
 
 def _have_gradient(optimizer: Any, parameter: Any, device: torch.device) -> None:
-    """What stage 1 has summed up of the parameter's gradient, or zeros: all that the other stages lack."""
+    """Give the parameter a gradient to reduce: what stage 1 has summed up so far, or zeros."""
     if hasattr(optimizer, "fp16_groups"):  # the parameter is a shard now, and its gradient has to be full
         parameter.grad = torch.zeros_like(parameter)
         parameter.grad.data = torch.zeros(parameter.ds_shape, dtype=parameter.dtype, device=device)
@@ -227,9 +235,9 @@ def _have_gradient(optimizer: Any, parameter: Any, device: torch.device) -> None
 
 
 def take_norm_together(optimizer: Any) -> None:
-    """Have a ZeRO optimizer take the norm in a few launches, in float32.
+    """Make a ZeRO optimizer compute the gradient norm in a few launches, in float32.
 
-    State in host memory, and BF16_Optimizer (stage 1 in bf16), are left as they are.
+    Optimizers with state in host memory, and BF16_Optimizer (stage 1 in BF16), are not patched.
     """
     in_host_memory = getattr(optimizer, "cpu_offload", False) or getattr(optimizer, "offload_optimizer", False)
     if not hasattr(optimizer, "get_grad_norm_direct") or in_host_memory:
@@ -238,7 +246,7 @@ def take_norm_together(optimizer: Any) -> None:
     from deepspeed.runtime.utils import is_model_parallel_parameter
 
     def norm_of(gradients: list[torch.Tensor], parameters: list[torch.nn.Parameter]):
-        """[] f32, as get_grad_norm_direct: of these and all other ranks' gradients; -1 where it is not finite."""
+        """Return the norm over all ranks' gradients as get_grad_norm_direct does: [] f32, -1 if it is not finite."""
         present = (gradient for gradient in gradients if not getattr(gradient, "_zero_padding", False))
         group, everywhere = optimizer.dp_process_group, False
         if is_stage_3:
@@ -257,10 +265,10 @@ def take_norm_together(optimizer: Any) -> None:
 
 
 def square_of(tensors: Iterable[torch.Tensor | None], device: torch.device) -> torch.Tensor:
-    """[] f32 on the device: the sum of the squares of what is there.
+    """Return the sum of the squares of the tensors that are not None, [] f32 on `device`.
 
-    A GPU adds up in parts, all tensors in a few launches; a CPU one by one, half a percent off at 4e7 elements were it
-    not in float64.
+    A GPU adds up in parts, all tensors in a few launches. A CPU adds up in sequence, so it uses float64: float32 would
+    be half a percent off at 4e7 elements.
     """
     present = [tensor for tensor in tensors if tensor is not None and tensor.numel()]
     if not present:
@@ -272,16 +280,16 @@ def square_of(tensors: Iterable[torch.Tensor | None], device: torch.device) -> t
 
 
 def add_to_norm(optimizer: Any, flag: torch.Tensor) -> None:
-    """Have the norm of a ZeRO optimizer be what it is where `flag` [1] f32 is 0, and NaN where it is NaN.
+    """Add `flag` [1] f32 to the norm of a ZeRO optimizer: 0 leaves the norm unchanged, NaN makes it NaN.
 
-    The engine all-reduces the flag over all ranks before the step. It stays on the device: DeepSpeed reads the norm
-    anyway, and skips the step by itself.
+    The engine all-reduces the flag over all ranks before the step. The flag stays on the device. DeepSpeed reads the
+    norm anyway and skips the step itself.
     """
 
     def adding(all_reduce: Callable[..., None]) -> Callable[..., None]:
         def all_reduce_and_add(tensor: torch.Tensor, op: Any) -> None:
             all_reduce(tensor=tensor, op=op)
-            if tensor.is_floating_point():  # else bytes: whether something overflowed
+            if tensor.is_floating_point():  # the other calls pass bytes, the overflow flags
                 tensor.add_(flag.view_as(tensor))
 
         return all_reduce_and_add
@@ -295,7 +303,7 @@ def add_to_norm(optimizer: Any, flag: torch.Tensor) -> None:
 
         return get_gradients_and_flag
 
-    if hasattr(optimizer, "_model_parallel_all_reduce"):  # called with the sum of squares of a group
+    if hasattr(optimizer, "_model_parallel_all_reduce"):  # DeepSpeed calls it with a group's sum of squares
         NORM_OVER_PARTS.apply(optimizer, adding)
     else:
         NORM_OF_BF16.apply(optimizer, with_flag)

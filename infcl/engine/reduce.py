@@ -1,14 +1,14 @@
-"""ZeRO-3 sums gradients over ranks and micro-batches with fewer launches than DeepSpeed (patches.py).
+"""Sum ZeRO-3's gradients over ranks and micro-batches with fewer launches than DeepSpeed (patches.py).
 
 DeepSpeed copies each gradient into a bucket, splits the bucket, and adds each rank's part to its sums one parameter
-at a time. After every backward the host waits for the GPU. That takes about twenty launches per parameter and
+at a time. After every backward the host waits for the GPU. This takes about twenty launches per parameter and
 micro-batch, a large part of the host's time with a gradient cache (docs/concepts/engine.md). Here a bucket takes a
-few launches (and one for each parameter that is no multiple of the ranks), and the host waits once per step. The
-sums, their layout and their rounding are DeepSpeed's:
+few launches, plus one per parameter whose size is not a multiple of the ranks. The host waits once per step. The
+sums, their layout and their rounding are the same as DeepSpeed's:
 
     gradients [n] of a bucket -> [ranks, n / ranks], side by side -> / ranks -> reduce-scatter -> += float32 sums
 
-A parameter that is no multiple of the ranks is padded with zeros, which are added to DeepSpeed's own padding.
+A parameter whose size is not a multiple of the ranks is padded with zeros, which are added to DeepSpeed's own padding.
 """
 
 from collections import deque
@@ -26,10 +26,14 @@ IN_FLIGHT = 2  # buckets whose gradients may wait for their reduction
 
 
 def reduce_in_few_launches(optimizer: Any) -> bool:
-    """Have a stage-3 optimizer of DeepSpeed's reduce whole buckets of `reduce_bucket_size` elements at once.
+    """Make DeepSpeed's stage-3 optimizer reduce full buckets of `reduce_bucket_size` elements at once.
 
-    False, and nothing is changed, where it does what is not done here: an optimizer state or sums in host memory,
-    gradients that travel in several types or groups, that are scaled on their way or not scattered.
+    Returns:
+        Whether the optimizer was patched. It is not if it offloads its state or sums to host memory, communicates
+        gradients in several dtypes or groups, predivides them, or does not use reduce-scatter.
+
+    Raises:
+        AttributeError: this version of DeepSpeed stores its sums elsewhere.
     """
     sums = getattr(optimizer, SUMS, None)
     if sums is None:
@@ -49,7 +53,7 @@ def reduce_in_few_launches(optimizer: Any) -> bool:
             if optimizer.is_gradient_accumulation_boundary():
                 finish()  # the host waits for the stream
                 reducer.in_flight.clear()
-            else:  # what it does besides is for the update
+            else:  # the rest of `finish` is for the update
                 optimizer._epilogue_ran_this_backward = True
 
         return finish_backward
@@ -57,7 +61,7 @@ def reduce_in_few_launches(optimizer: Any) -> bool:
     GRADIENT.apply(optimizer, lambda installed: reducer.take)
     EPILOGUE.apply(optimizer, reducing)
     for bucket in optimizer.ipg_buckets.values():
-        bucket.buffer = None  # nothing goes through it
+        bucket.buffer = None  # unused
     return True
 
 
@@ -66,12 +70,12 @@ class _Reducer:
         self.optimizer, self.sums, self.travels_as, self.group = optimizer, sums, travels_as, group
         self.ranks = dist.get_world_size(group)
         self.stream = optimizer.reduce_and_partition_stream  # None on a CPU
-        self.waiting: dict[int, Any] = {}  # parameters whose gradients are there, by DeepSpeed's number
+        self.waiting: dict[int, Any] = {}  # parameters in the bucket, by DeepSpeed's id
         self.elements = 0
         self.in_flight: deque[tuple[torch.cuda.Event, list[torch.Tensor]]] = deque()
 
     def take(self, parameter: Any) -> None:
-        """A parameter's gradient of this micro-batch is there, whole."""
+        """Add a parameter to the bucket. Its full gradient of this micro-batch is complete."""
         if self.waiting and self.elements + parameter.ds_numel > self.optimizer.reduce_bucket_size:
             self.reduce()
         if parameter.ds_id in self.waiting:
@@ -80,7 +84,7 @@ class _Reducer:
         self.elements += parameter.ds_numel
 
     def reduce(self) -> None:
-        """Reduce what is waiting, on a stream of its own."""
+        """Reduce the gradients in the bucket, on a separate stream."""
         parameters = [self.waiting[number] for number in sorted(self.waiting)]
         self.waiting, self.elements = {}, 0
         if not parameters:
@@ -117,7 +121,7 @@ class _Reducer:
 
 
 def _rows(gradient: torch.Tensor, ranks: int) -> torch.Tensor:
-    """[n] -> [ranks, n / ranks, rounded up], padded with zeros."""
+    """Pad with zeros and split over the ranks: [n] -> [ranks, ceil(n / ranks)]."""
     flat = gradient.reshape(-1)
     if padding := -len(flat) % ranks:
         flat = torch.nn.functional.pad(flat, (0, padding))

@@ -1,13 +1,14 @@
 """Read and write full values of the state that ZeRO shards, by parameter: FP32 weights, optimizer state, averages.
 
-What a rank owns of a parameter is a `Piece` (partitions.py); the layouts of DeepSpeed 0.19.8's stages are read here.
-Reading is collective: every rank calls it, in the same order, and gets the whole tensor. So is writing: every rank is
-given the whole tensor and keeps its part. A written FP32 weight is copied into the parameter that the forward sees too.
+A `Piece` (partitions.py) describes the part of a parameter that a rank owns. This module reads the layouts of the ZeRO
+stages from DeepSpeed 0.19.8. Reads and writes are collective: all ranks make the same calls in the same order. A read
+returns the full tensor on every rank. A write takes the full tensor on every rank, and each rank stores its part. A
+written FP32 weight is also copied into the parameter that the forward uses.
 
-A parameter that tensor-parallel ranks hold in parts carries its Split (megatron_patches/split.py); whole then means
-whole over those ranks too, so that nothing above this file sees parts.
+A parameter that is split over tensor-parallel ranks has a Split (megatron_patches/split.py). Its full value then covers
+those ranks too, so callers never see parts.
 
-The optimizer's state is created at start, not at the first step, so that there always is something to read and write.
+The optimizer's state is created at start, not at the first step. So it can be read and written at any time.
 """
 
 import contextlib
@@ -20,13 +21,18 @@ from torch import nn
 from infcl.engine.blockwise import Blockwise
 from infcl.engine.partitions import Piece
 
-EMA = "ema"  # the key of the weights' moving average
+EMA = "ema"  # key of the weights' moving average
 
 
 class ZeroState:
-    """`engine` is a DeepSpeedEngine around an optimizer of infcl.engine.optim; `stage` its ZeRO stage.
+    """Sharded state of a DeepSpeedEngine, by parameter.
 
-    average: the moving average of the weights, None where there is none.
+    Args:
+        engine: a DeepSpeedEngine with an optimizer of infcl.engine.optim.
+        stage: its ZeRO stage.
+
+    Attributes:
+        average: the moving average of the weights, or None.
     """
 
     def __init__(self, engine, stage: int):
@@ -40,29 +46,30 @@ class ZeroState:
         self._create_optimizer_state()
 
     def start_average(self, decay: float) -> None:
-        """Average the weights from their present values on; see WeightAverage."""
+        """Start a moving average at the current weights; see WeightAverage."""
         self.average = WeightAverage(self.tensors, decay)
 
     def parameters(self) -> list[tuple[str, nn.Parameter]]:
         return list(self.engine.module.named_parameters())
 
     def buffers(self) -> list[tuple[str, torch.Tensor]]:
-        """Return a state dict's entries other than parameters (running statistics); the same on every rank."""
+        """Return the state dict's entries that are not parameters (running statistics). They are equal on all ranks."""
         names = {name for name, _ in self.parameters()}
         return [(name, value) for name, value in self.engine.module.state_dict().items() if name not in names]
 
     def shape(self, parameter: nn.Parameter, key: str | None = None) -> torch.Size:
-        """Of the whole parameter or state; under stage 3 the parameter itself is empty between steps."""
+        """Return the shape of the full parameter or state. Under stage 3 the parameter is empty between steps."""
         split, part = _split(parameter), self._part_shape(parameter, key)
         return part if split is None else split.whole_shape(part)
 
     def keys(self, parameter: nn.Parameter) -> list[str]:
-        """Return what there is to read in addition to the FP32 weight: optimizer state, `EMA`. Nothing when frozen."""
+        """Return the keys of a parameter's optimizer state and `EMA`, or [] if it is frozen."""
         if parameter not in self.pieces:
             return []
         return [*self.optimizer_keys(parameter), *([EMA] if self.average is not None else [])]
 
     def optimizer_keys(self, parameter: nn.Parameter) -> list[str]:
+        """Return the keys of a trainable parameter's optimizer state."""
         piece = self.pieces[parameter]
         state = self.optimizer.state[piece.tensor]
         sharded = [key for key in state if key != "step" and "/" not in key]
@@ -70,13 +77,21 @@ class ZeroState:
 
     @torch.no_grad()
     def read(self, parameter: nn.Parameter, key: str | None = None) -> torch.Tensor:
-        """The whole fp32 master (key None) or a state of `keys`, on the device; may be the state itself. Collective."""
+        """Return a full FP32 master weight or state. Collective.
+
+        Args:
+            parameter: a parameter of the model.
+            key: one of `keys`, or None for the weight.
+
+        Returns:
+            The full tensor, f32, on the device. It may share memory with the state.
+        """
         split, part = _split(parameter), self._read_part(parameter, key)
         return part if split is None else split.whole(part)
 
     @torch.no_grad()
     def write(self, parameter: nn.Parameter, value: torch.Tensor, key: str | None = None) -> None:
-        """Set the master (and the parameter) or a state from a whole tensor that every rank holds."""
+        """Set a master weight (and the parameter), or a state, from a full tensor that every rank has. Collective."""
         split = _split(parameter)
         value = value.to(self.engine.device, torch.float32).view(self.shape(parameter, key))
         self.write_part(parameter, value if split is None else split.part(value), key)
@@ -98,7 +113,7 @@ class ZeroState:
 
     @torch.no_grad()
     def write_part(self, parameter: nn.Parameter, value: torch.Tensor, key: str | None = None) -> None:
-        """`write` from what the data-parallel ranks of this tensor-parallel rank hold: all of it, without a split."""
+        """Do `write` with this tensor-parallel rank's part of the value; without a split, that is the full value."""
         if parameter in self.pieces:
             stored = self._stored(parameter, key)
             if isinstance(stored, Piece):
@@ -114,7 +129,7 @@ class ZeroState:
             self._show(parameter, value)
 
     def write_first_copy(self, values: dict[str, torch.Tensor]) -> None:
-        """Set the FP32 weights from `values` (by name) of data-parallel rank 0; the others need none. Collective."""
+        """Set the FP32 weights from `values`, {name: tensor}, of data-parallel rank 0. Collective."""
         source = dist.get_global_rank(self.group, 0)
         for name, parameter in self.parameters():
             if parameter in self.pieces:
@@ -126,7 +141,7 @@ class ZeroState:
 
     @contextlib.contextmanager
     def showing_average(self) -> Iterator[None]:
-        """Within, the module's parameters are the averages; then the weights again, bit for bit. Collective."""
+        """Replace the module's parameters by the averages inside the context, then restore them exactly. Collective."""
         kept = [tensor.detach().clone() for tensor in self.tensors]  # stages 0, 3: they may be the parameters
         for parameter in self.pieces:
             self._show(parameter, self._read_part(parameter, EMA))
@@ -140,18 +155,18 @@ class ZeroState:
                 self._show(parameter, self._read_part(parameter, None).clone())
 
     def updates(self) -> int:
-        """Steps that the optimizer has made; the same for all its groups."""
+        """Return the number of steps that the optimizer has made; all groups have the same number."""
         return int(next(iter(self.optimizer.state.values()))["step"])
 
     def set_updates(self, step: int) -> None:
-        """The last thing to be restored: then states in 8 bits are coded."""
+        """Set the number of steps. Call it after the state was restored, since it also quantizes 8-bit states."""
         for state in self.optimizer.state.values():
             state["step"].fill_(float(step))
             for value in state.values():
                 if isinstance(value, Blockwise):
                     value.settle()
 
-    # ---- where things lie ----
+    # ---- layout ----
 
     def _part_shape(self, parameter: nn.Parameter, key: str | None = None) -> torch.Size:
         if parameter in self.pieces:
@@ -159,7 +174,7 @@ class ZeroState:
         return getattr(parameter, "ds_shape", parameter.shape)
 
     def _stored(self, parameter: nn.Parameter, key: str | None) -> Piece | torch.Tensor:
-        """The parameter's piece of a sharded state; the tensor itself of a state that every rank holds whole."""
+        """Return the parameter's piece of a sharded state, or the tensor of a state that is full on every rank."""
         piece = self.pieces[parameter]
         state = self.optimizer.state[piece.tensor]
         return state.get(f"{key}/{piece.name}", piece)
@@ -182,7 +197,7 @@ class ZeroState:
 
     @torch.no_grad()
     def _show(self, parameter: nn.Parameter, value: torch.Tensor) -> None:
-        """Set what the forward sees."""
+        """Set the parameter that the forward uses."""
         value = value.view(self._part_shape(parameter))
         if self.stage < 3:
             parameter.copy_(value)
@@ -219,14 +234,14 @@ class ZeroState:
                     yield parameter, Piece(names[parameter], parameter.shape, flat, offset, start, numel)
 
     def _create_optimizer_state(self) -> None:
-        """What the optimizer would create at its first step, for the tensors that it will be given then."""
+        """Create the optimizer's state now, for the tensors that its first step will update."""
         by_tensor: dict[torch.Tensor, list[Piece]] = {tensor: [] for tensor in self.tensors}
         for piece in self.pieces.values():
             by_tensor[piece.tensor].append(piece)
         for tensor, pieces in by_tensor.items():
             self.optimizer.create_state(tensor, pieces, None if self.stage == 0 else self.group)
         if self.stage in (1, 2):
-            self.engine.optimizer._lazy_init_hp_params_optimizer_state()  # DeepSpeed's own map, once there is a state
+            self.engine.optimizer._lazy_init_hp_params_optimizer_state()  # DeepSpeed's own mapping; needs the state
 
 
 def _split(parameter: nn.Parameter):
@@ -234,13 +249,13 @@ def _split(parameter: nn.Parameter):
 
 
 class WeightAverage:
-    """fp32 averages of `weights`, the tensors that the optimizer updates, each on its weight's device.
+    """FP32 moving averages of `weights`, the tensors that the optimizer updates, each on its weight's device.
 
         average <- average + (1 - d) (weight - average),  d = min(decay, (1 + n) / (10 + n)) at update n = 0, 1, ...
 
-    The decay is small at first, so that the average forgets the initial weights (as TensorFlow's
-    ExponentialMovingAverage with num_updates). Every rank averages the elements that it owns: 4 bytes per element, no
-    communication.
+    The decay is small at first, so that the average forgets the initial weights (as in TensorFlow's
+    ExponentialMovingAverage with num_updates). Every rank averages the elements that it owns. This takes 4 bytes per
+    element and no communication.
     """
 
     def __init__(self, weights: list[torch.Tensor], decay: float):
@@ -250,11 +265,11 @@ class WeightAverage:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Take in the weights as they are now; once per optimizer step that was not skipped."""
+        """Update the averages with the current weights. Call it once per optimizer step that was not skipped."""
         decay = min(self.decay, (1 + self.updates) / (10 + self.updates))
         self.updates += 1
         torch._foreach_lerp_(self.averages, [weight.detach() for weight in self.weights], 1 - decay)
 
     def of(self, weight: torch.Tensor) -> torch.Tensor:
-        """The average of one of the `weights`, a tensor of its shape."""
+        """Return the average of one of the `weights`, in its shape."""
         return next(average for own, average in zip(self.weights, self.averages) if own is weight)

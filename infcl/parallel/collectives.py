@@ -1,5 +1,4 @@
-"""Collectives of one line: mean and maximum over a group, gather over tensor-parallel ranks, an answer of rank 0 or an
-error of any rank for all."""
+"""Small collectives: mean, maximum, gather over tensor-parallel ranks, and sharing of a result or an error."""
 
 import socket
 from collections.abc import Callable, Sequence
@@ -35,7 +34,7 @@ def on_every_rank(own: Callable[[], _Answer]) -> _Answer:
     """Call `own` on each rank and return its result there. Collective.
 
     Raises:
-        ValueError: on every rank, where `own` raised one on any: rank 0's, else that of the first such rank.
+        ValueError: on every rank, if `own` raised one on any rank. It has the message of the lowest such rank.
     """
     result, error = None, None
     try:
@@ -53,9 +52,10 @@ def on_every_rank(own: Callable[[], _Answer]) -> _Answer:
 
 
 def join_parts(parallel: Parallel, part: torch.Tensor) -> torch.Tensor:
-    """Concatenate [n, ...] of each of the T tensor-parallel ranks to [T n, ...]. Collective.
+    """Concatenate the [n, ...] tensors of the T tensor-parallel ranks to [T n, ...]. Collective.
 
-    The result is where `part` is: on the device, or in host memory (`tp_host_group`), pinned if `part` is.
+    The result is on the device of `part`. In host memory the group is `tp_host_group`, and the result is pinned if
+    `part` is.
     """
     if parallel.tp_size == 1:
         return part
@@ -68,14 +68,14 @@ def join_parts(parallel: Parallel, part: torch.Tensor) -> torch.Tensor:
 
 
 def mean_over(group: dist.ProcessGroup | None, value: torch.Tensor) -> torch.Tensor:
-    """Return the mean of a float tensor over the ranks of `group` (None: all), as a new tensor."""
+    """Return the mean of a float tensor over the ranks of `group` (None: all), as a new tensor. Collective."""
     total = value.detach().clone()
     dist.all_reduce(total, group=group)
     return total / dist.get_world_size(group)
 
 
 def max_over(group: dist.ProcessGroup | None, values: Sequence[float], device: torch.device) -> list[float]:
-    """Return the elementwise maximum over the ranks of `group` (None: all)."""
+    """Return the elementwise maximum over the ranks of `group` (None: all). Collective."""
     largest = torch.tensor(values, dtype=torch.float64, device=device)
     dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
     return largest.tolist()

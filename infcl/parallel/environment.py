@@ -1,14 +1,14 @@
 """The launcher's environment: rank, world size, local rank and the launcher's own processes.
 
-Nothing outside of infcl/parallel reads the variables of a launcher. Known launchers are deepspeed, torchrun, srun and
-mpirun; plain `python` is one rank.
+Only infcl/parallel reads a launcher's variables. It supports deepspeed, torchrun, srun and mpirun; plain `python` runs
+one rank.
 """
 
 import os
 import re
 from pathlib import Path
 
-# launcher -> its names of (rank, world size, local rank); the first one whose rank is set counts
+# each launcher's variables for (rank, world size, local rank); the first launcher whose rank is set is used
 VARIABLES = (
     ("RANK", "WORLD_SIZE", "LOCAL_RANK"),  # deepspeed, torchrun
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),  # mpirun
@@ -19,7 +19,7 @@ NODE_SIZES = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "S
 
 
 def read_environment() -> tuple[int, int, int]:
-    """Return (rank, world size, local rank) as the launcher set them; (0, 1, 0) without a launcher."""
+    """Return the rank, world size and local rank that the launcher set, or (0, 1, 0) without a launcher."""
     for names in VARIABLES:
         if names[0] in os.environ:
             rank, world_size, local_rank = (
@@ -30,7 +30,7 @@ def read_environment() -> tuple[int, int, int]:
 
 
 def read_ranks_per_node() -> int | None:
-    """Return the number of ranks on each node; None where the launcher does not say it or nodes differ."""
+    """Return the number of ranks on each node, or None if the launcher does not set it or nodes differ."""
     for name in NODE_SIZES:
         if found := re.fullmatch(r"(\d+)(\(x\d+\))?", os.environ.get(name, "")):
             return int(found[1])
@@ -43,21 +43,21 @@ def binds_ranks() -> bool:
 
 
 def export_rank(rank: int, world_size: int, local_rank: int) -> None:
-    """Set RANK, WORLD_SIZE and LOCAL_RANK, which DeepSpeed reads, where the launcher did not."""
+    """Set RANK, WORLD_SIZE and LOCAL_RANK for DeepSpeed, unless the launcher did."""
     for name, value in zip(VARIABLES[0], (rank, world_size, local_rank)):
         os.environ.setdefault(name, str(value))
 
 
 def deepspeed_launcher() -> int | None:
-    """Return the process id of DeepSpeed's launcher that started this process. None without one, or without /proc."""
+    """Return the process id of the DeepSpeed launcher that started this process, or None (also without /proc)."""
     parent = os.getppid()
     return parent if "deepspeed.launcher.launch" in _command(parent) else None
 
 
 def deepspeed_runner() -> int | None:
-    """Return the process id of the `deepspeed` command on this node. None where it runs on another node.
+    """Return the process id of the `deepspeed` command, or None if it runs on another node.
 
-    It is the parent of DeepSpeed's launcher; with a hostfile, ssh stands between them.
+    It is the parent of DeepSpeed's launcher. With a hostfile, ssh starts the launcher instead.
     """
     launcher = deepspeed_launcher()
     runner = None if launcher is None else parent_of(launcher)
@@ -72,7 +72,7 @@ def deepspeed_runner() -> int | None:
 
 
 def parent_of(process: int) -> int | None:
-    """Return the process id of a process's parent, 0 outside of this container. None where the process has ended."""
+    """Return the parent's process id: 0 if it is outside this container, None if the process has ended."""
     try:
         return int(Path(f"/proc/{process}/status").read_text().split("PPid:")[1].split()[0])
     except OSError:
@@ -80,10 +80,10 @@ def parent_of(process: int) -> int | None:
 
 
 def require_hostfile() -> None:
-    """Reject a hostfile that does not exist: DeepSpeed warns and trains on this node alone.
+    """Reject a hostfile that does not exist. DeepSpeed only logs a warning and trains on this node alone.
 
     Raises:
-        ValueError: the `deepspeed` command on this node was given a --hostfile that is not a file.
+        ValueError: the --hostfile of the `deepspeed` command on this node is not a file.
     """
     runner = deepspeed_runner()
     hostfile = None if runner is None else _hostfile_of(_command(runner))
@@ -98,7 +98,7 @@ def require_hostfile() -> None:
 
 
 def _command(process: int) -> list[str]:
-    """The words of a process's command line; none where it cannot be read."""
+    """Return the words of a process's command line, or [] if it cannot be read."""
     try:
         return Path(f"/proc/{process}/cmdline").read_bytes().decode(errors="replace").split("\0")
     except OSError:
@@ -106,7 +106,7 @@ def _command(process: int) -> list[str]:
 
 
 def _hostfile_of(words: list[str]) -> str | None:
-    """The --hostfile of a `deepspeed` command line."""
+    """Return the --hostfile of a `deepspeed` command line, or None."""
     for word, following in zip(words, [*words[1:], ""]):
         if word in ("-H", "--hostfile"):
             return following

@@ -1,4 +1,4 @@
-"""One line about an error, from one rank: usage errors before and after the rendezvous, failures with their node."""
+"""Report an error in one line, on one rank: usage errors before and after the rendezvous, and failures of a node."""
 
 import contextlib
 import sys
@@ -14,11 +14,15 @@ _REPORTED, _HEARD = "usage error is reported", "usage error was heard"  # in the
 
 
 def report_mistake(program: str, error: Exception) -> int:
-    """Print one line about a usage error, on one rank; return the exit code 2 on all.
+    """Print one line about a usage error, on one rank. Return exit code 2 on all ranks.
 
-    After the rendezvous rank 0 tells the others that it reports. Before it, the others wait, since launchers end them
-    within seconds after the first rank has exited. A rank that still runs then reports itself: the error is of its
-    node alone. The first rank of each node reports before the node's others.
+    After the rendezvous, rank 0 notifies the other ranks that it reports the error. Before the rendezvous, the others
+    wait, since launchers stop them within seconds after the first rank has exited. A rank that is still running then
+    reports the error itself, since only its node has it. The first rank of each node reports before the node's others.
+
+    Args:
+        program: name of the command, for the message.
+        error: the usage error.
     """
     rank, world_size, local_rank = read_environment()
     store = dist.distributed_c10d._get_default_store() if dist.is_initialized() else None
@@ -35,13 +39,13 @@ def report_mistake(program: str, error: Exception) -> int:
 
 
 def describe_failure(parallel: Parallel, error: Exception) -> str:
-    """Return one line for a rank that failed in a run over several nodes: where, why, and the ranks of each node."""
+    """Return one line about a failed rank in a run over several nodes: its node, the error, and all nodes' ranks."""
     first_line = (str(error).splitlines() or [type(error).__name__])[0]
     return f"{rank_and_host(parallel)}: {first_line}; the nodes: {', '.join(map(str, parallel.nodes))}"
 
 
 def _wait(seconds: float, until: Callable[[], bool]) -> bool:
-    """Whether `until` came true in time; a store that has ended with its process tells nothing."""
+    """Wait until `until()` is true; return whether it became true in time. Errors of a closed store are ignored."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         with contextlib.suppress(dist.DistError):
