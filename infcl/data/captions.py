@@ -1,8 +1,9 @@
-"""Captions: the text or json member of a record -> its texts, or `BadSample` with the cause.
+"""Captions: decode the text or json member of a record to texts, or raise `BadSample` with the cause.
 
-A caption is at most 4 KB. It is in the text member; where there is none, or where `SampleKeys.json_text` asks for it,
-in the json member. Bytes that are not UTF-8 are replaced and noted; a caption without a letter or digit is a bad
-sample. Lines of a text member, and a list in json, are several captions.
+Captions come from the text member. They come from the json member if there is no text member, or if
+`SampleKeys.json_text` is set. The lines of a text member, and the entries of a list in json, are separate captions.
+A caption is cut after 4 KB. Bytes that are not UTF-8 are replaced and noted. A caption without a letter or digit is
+rejected.
 """
 
 import codecs
@@ -22,7 +23,7 @@ def decode_caption(
     random: np.ndarray | None = None,
     max_bytes: int = MAX_CAPTION_BYTES,
 ) -> tuple[str, list[str]]:
-    """(caption, notes): the whole text member, or the first text of the json member. Raises BadSample."""
+    """Return (caption, notes): the full text member, or the first text of the json member. Raises BadSample."""
     notes: list[str] = []
     caption = decode_text(_raw_captions(record, keys, random)[0], max_bytes, notes)
     if not is_caption(caption):
@@ -33,9 +34,20 @@ def decode_caption(
 def decode_captions(
     record: Record, keys: SampleKeys = DEFAULT_KEYS, random: np.ndarray | None = None
 ) -> tuple[list[str], list[str]]:
-    """(captions, notes): the lines of the text member, or the list in the json member. Raises BadSample for none.
+    """Decode all captions of a record: the lines of the text member, or the list in the json member.
 
-    A text member with one line that is a caption is one caption, as it is.
+    A text member with only one valid line is one caption, unchanged.
+
+    Args:
+        record: the undecoded sample.
+        keys: where its captions are.
+        random: float64 [json keys] in [0, 1), needed if `keys` has json_probs.
+
+    Returns:
+        The captions, and notes on what was tolerated.
+
+    Raises:
+        BadSample: there is no valid caption.
     """
     notes: list[str] = []
     texts = [decode_text(raw, MAX_CAPTION_BYTES, notes) for raw in _raw_captions(record, keys, random)]
@@ -54,13 +66,14 @@ def _raw_captions(record: Record, keys: SampleKeys, random: np.ndarray | None) -
     if record.json is None:
         raise BadSample("no_caption")
     captions = _json_captions(parse_json(record.json), keys, random)
-    return [caption.encode("utf-8", "replace") for caption in captions]  # lone surrogate: '?'
+    return [caption.encode("utf-8", "replace") for caption in captions]  # a lone surrogate becomes '?'
 
 
 def decode_text(raw: bytes, max_bytes: int, notes: list[str]) -> str:
+    """Decode UTF-8, cut after `max_bytes`; append to `notes` what was changed."""
     if len(raw) > max_bytes:
         notes.append("caption_cut")
-    # An incremental decoder drops a character that the cut has split, instead of replacing it.
+    # an incremental decoder drops a character that the cut splits, instead of replacing it
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     text = decoder.decode(raw[:max_bytes], final=len(raw) <= max_bytes)
     if "\ufffd" in text:
@@ -69,21 +82,22 @@ def decode_text(raw: bytes, max_bytes: int, notes: list[str]) -> str:
 
 
 def is_caption(text: str) -> bool:
+    """Return whether a text has a letter or digit."""
     return any(character.isalnum() for character in text)
 
 
 def texts_in(value: Any) -> list[str]:
-    """A JSON string, or the strings in a JSON list."""
+    """Return a JSON string, or the strings of a JSON list, as a list."""
     return [text for text in (value if isinstance(value, list) else [value]) if isinstance(text, str)]
 
 
 def _json_captions(values: dict[str, Any], keys: SampleKeys, random: np.ndarray | None) -> list[str]:
-    """The first text, or list of texts, under the keys, in their order or in a drawn one."""
+    """Return the texts of the first key that has any. With probabilities, the order of the keys is random."""
     names = keys.json_keys
     if keys.json_probs:
         assert random is not None, "keys with probabilities need a draw"
         weights = [*keys.json_probs, *[0.0] * (len(names) - len(keys.json_probs))]
-        # exponential waiting times put the keys in an order drawn without replacement (Efraimidis and Spirakis 2006)
+        # sorting by exponential waiting times draws the keys without replacement (Efraimidis and Spirakis 2006)
         waits = [-math.log1p(-u) / w if w else math.inf for u, w in zip(random.tolist(), weights)]
         names = [name for _, _, name in sorted(zip(waits, range(len(names)), names))]
     found = [texts for name in names if (texts := texts_in(values.get(name)))]
@@ -97,7 +111,7 @@ def _json_captions(values: dict[str, Any], keys: SampleKeys, random: np.ndarray 
 
 
 def parse_json(data: bytes) -> dict[str, Any]:
-    """A sample's json member. Raises BadSample when it is not a JSON object."""
+    """Parse a sample's json member. Raises BadSample if it is not a JSON object."""
     try:
         value = json.loads(data)
     except (ValueError, RecursionError) as error:

@@ -1,4 +1,4 @@
-"""DataConfig: which data a run reads, and how; the flags' part of the loader, without the model's and the ranks'."""
+"""DataConfig: the data settings that the flags give, independent of the model and the ranks."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -18,23 +18,23 @@ class DataConfig:
     """Settings of a `TrainLoader`.
 
     Args:
-        urls: what `shards.expand_shards` or, for tables, `table.TableReader` takes.
+        urls: shards as for `shards.expand_shards`, or tables as for `table.TableReader`.
         dataset_type: "webdataset" or "csv".
-        reader: "indexed" (exact) or "streaming" (streaming.py says what it gives up).
-        keys: which members of a shard make a sample.
-        columns: which columns of a table make a sample.
+        reader: "indexed" (exact) or "streaming" (streaming.py lists its limitations).
+        keys: which members of a shard form a sample.
+        columns: which columns of a table form a sample.
         limits: which images are rejected by their header.
-        texts: which texts of a sample are taken.
+        texts: which texts of a sample are used.
         aug: options of `TrainTransform`.
-        num_samples: samples per epoch; fewer than all means a different random subset each epoch.
-        upsampling_factors: one for each `::` part of urls, how often an epoch sees its samples (plan.py).
+        num_samples: samples per epoch; if fewer than all, each epoch has another random subset.
+        upsampling_factors: one per `::` part of urls: how often an epoch contains its samples (plan.py).
         storage: time-outs, attempts and the spool.
-        index_cache: folder of indexes that cannot be stored next to their shards.
-        max_missing_shards: the fraction of shards that may be missing at the start.
-        max_bad_fraction: the fraction of bad samples that ends the run.
-        workers: processes per rank; 0 reads in the rank's own.
+        index_cache: folder for indexes that cannot be stored next to their shards.
+        max_missing_shards: fraction of the shards that may be missing at the start.
+        max_bad_fraction: fraction of bad samples above which the run stops.
+        workers: worker processes per rank; with 0, the rank itself reads.
         prefetch_factor: micro-batches that each worker reads ahead.
-        timeout: seconds without a micro-batch that end the run.
+        timeout: seconds without a micro-batch after which the run stops.
     """
 
     urls: str | Sequence[str]
@@ -68,7 +68,7 @@ class DataConfig:
 
     @classmethod
     def of(cls, config: TrainConfig) -> "DataConfig":
-        """Return the settings that a run's flags give."""
+        """Return the data settings of a run's flags."""
         assert config.train_data is not None, "checked with the flags"
         return cls(
             config.train_data,
@@ -99,11 +99,11 @@ class DataConfig:
 
 
 def columns_of(config: TrainConfig) -> TableColumns:
-    """Return the columns that the flags name, of training and validation tables."""
+    """Return the columns of training and validation tables that the flags select."""
     return TableColumns(config.csv_separator, config.csv_img_key, config.csv_caption_key)
 
 
 def limits_of(config: TrainConfig, limits: ImageLimits) -> ImageLimits:
-    """Return `limits` with the flags' limits of images."""
+    """Return `limits` updated with the image limits of the flags."""
     upright = not config.ignore_exif_orientation
     return dataclasses.replace(limits, max_pixels=config.max_image_pixels, upright=upright)

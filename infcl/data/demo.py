@@ -1,19 +1,19 @@
-"""The embedded data set: real handwritten digits and rendered scenes, written as webdataset shards from a seed.
+"""The built-in demo data set: handwritten digits and rendered scenes, written as webdataset shards from a seed.
 
     python -m infcl.data.demo --out DIR [--num-train N] [--jobs N] [--gallery FILE.png]
 
-    DIR/train/00000.tar ... 00007.tar   16,384 pairs in shards of unequal size; 40% digits, 60% scenes
+    DIR/train/00000.tar ... 00007.tar   16,384 image-text pairs in shards of unequal size; 40% digits, 60% scenes
     DIR/val/00000.tar, 00001.tar        1,024 held-out scenes with unique captions, for retrieval
     DIR/zeroshot/00000.tar              400 held-out digits; the json member holds {"label": 0..9}
     DIR/zeroshot/classnames.txt         one class per line; templates.txt: one prompt per line, {} is the class
-    DIR/tokenizer.model                 sentencepiece, learned from the training captions
-    DIR/demo.json                       the parameters; written last, so a folder that has it is complete
+    DIR/tokenizer.model                 sentencepiece model, trained on the training captions
+    DIR/demo.json                       the parameters; written last, so its folder is complete
 
 Members are png + txt + json under a nine-digit key, as img2dataset writes them. The same parameters give the same
-bytes. A digit picture is one digit, white on black or black on white, in one of four corners; digits are split by
-bitmap, 40 of each class held out for every seed. A scene is two coloured shapes and how they lie to each other; a
-composition that is held out is never trained on, and no two held-out scenes have the same pair of objects on the same
-background, so retrieval does not depend on the spatial relation.
+bytes. A digit image shows one digit in one of four corners, white on black or black on white. The same 40 bitmaps of
+each class are held out for every seed. A scene shows two coloured shapes in a spatial relation. Held-out compositions
+never occur in training. No two held-out scenes have the same pair of objects on the same background, so retrieval does
+not depend on the spatial relation.
 
 The digits are the 1,797 bitmaps of "Optical Recognition of Handwritten Digits" (E. Alpaydin and C. Kaynak, 1998, UCI
 Machine Learning Repository, doi.org/10.24432/C50P49), the copy that scikit-learn ships, licensed CC BY 4.0.
@@ -52,7 +52,7 @@ DIGIT_FRACTION = 0.4
 HELD_OUT_PER_CLASS = 40
 VAL_SCENES = 1024
 VOCAB_SIZE = 300
-SHARD_WEIGHTS = (22, 18, 15, 13, 11, 9, 7, 5)  # percent of the training pairs
+SHARD_WEIGHTS = (22, 18, 15, 13, 11, 9, 7, 5)  # percent of the training samples
 VAL_WEIGHTS = (60, 40)
 
 _DIGIT_CAPTIONS = ("a handwritten {digit} at {place}, {ink} on {paper}",)
@@ -62,14 +62,14 @@ _SCENE_CAPTIONS = (
     "there is a {first} {relation} a {second}, all on {background}",
     "a {second} {inverse} a {first} on a {background} background",
 )
-_RELATIONS = {True: ("left of", "right of"), False: ("above", "below")}  # by horizontal: (relation, inverse)
-_TRAIN, _VAL, _ZEROSHOT, _SPLIT = range(4)  # the second word of the key of every draw
+_RELATIONS = {True: ("left of", "right of"), False: ("above", "below")}  # horizontal -> (relation, inverse)
+_TRAIN, _VAL, _ZEROSHOT, _SPLIT = range(4)  # the `epoch` argument of every draw
 
 Pair = tuple[np.ndarray, str, dict]  # uint8 [32, 32, 3], caption, metadata
 
 
 def prepare_demo(folder: str | os.PathLike, *, num_train: int = 16384, seed: int = 0, jobs: int = 1) -> Path:
-    """Shards and tokenizer, rendered unless they are there. Returns the folder."""
+    """Render the shards and train the tokenizer unless they exist. Return the folder."""
     folder = render_demo(folder, num_train=num_train, seed=seed, jobs=jobs)
     model = folder / "tokenizer.model"
     if not model.exists():
@@ -78,10 +78,16 @@ def prepare_demo(folder: str | os.PathLike, *, num_train: int = 16384, seed: int
 
 
 def render_demo(folder: str | os.PathLike, *, num_train: int = 16384, seed: int = 0, jobs: int = 1) -> Path:
-    """Render all shards into a temporary folder and rename it; a finished folder with the same parameters is reused.
+    """Render all shards into a temporary folder and rename it. Reuse a finished folder with the same parameters.
 
-    jobs: processes that write the training shards, a shard each; the bytes do not depend on it.
-    Raises ValueError if `folder` holds something else.
+    Args:
+        folder: where the data set is written.
+        num_train: number of training samples.
+        seed: of the images and captions.
+        jobs: processes that write the training shards; the bytes do not depend on it.
+
+    Raises:
+        ValueError: `folder` has other contents.
     """
     folder = Path(folder)
     parameters = {"num_train": num_train, "seed": seed, "version": 2}
@@ -107,7 +113,7 @@ def render_demo(folder: str | os.PathLike, *, num_train: int = 16384, seed: int 
 
 
 def prompt_templates() -> list[str]:
-    """Prompts for zero-shot classification: the training caption at every corner, in both colourings."""
+    """Return prompts for zero-shot classification: the training caption for each corner and colouring."""
     return [
         template.format(digit="{}", place=place, ink=ink, paper=paper)
         for template in _DIGIT_CAPTIONS
@@ -118,7 +124,7 @@ def prompt_templates() -> list[str]:
 
 @cache
 def load_digits() -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Return (bitmaps uint8 [1797, 8, 8] of 0..16, labels uint8 [1797], training numbers, held-out numbers)."""
+    """Return (bitmaps uint8 [1797, 8, 8] in 0..16, labels uint8 [1797], training indices, held-out indices)."""
     with np.load(Path(__file__).with_name("digits.npz")) as file:
         bitmaps, labels = file["images"], file["labels"]
     order = random_order(len(labels), 0, _SPLIT)  # the same split for every seed
@@ -127,7 +133,7 @@ def load_digits() -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
 
 
 def train_pairs(count: int, seed: int, first: int = 0, last: int | None = None) -> Iterator[Pair]:
-    """Return the training set of `count` pairs in its order, digits and scenes mixed; its pairs first to last - 1."""
+    """Yield the pairs first to last - 1 of the training set of `count` pairs; it mixes digits and scenes."""
     _, _, digits, _ = load_digits()
     scenes = _compositions(seed)[1]
     is_digit = random_order(count, seed, _TRAIN) < round(DIGIT_FRACTION * count)
@@ -152,7 +158,7 @@ def zeroshot_digits(seed: int, first: int, last: int) -> Iterator[Pair]:
 
 @cache
 def _compositions(seed: int) -> tuple[list[tuple], list[tuple]]:
-    """(held-out, training) scenes as ((object, object), horizontal, background)."""
+    """Return the held-out and the training scenes, each as ((object, object), horizontal, background)."""
     objects = [(colour, shape) for colour in COLOURS for shape in SHAPES]
     scenes = [
         ((a, b), horizontal, background)
@@ -196,7 +202,7 @@ def _scene(composition: tuple, seed: int, split: int, i: int) -> Pair:
 def _write_shards(
     folder: Path, pairs: Callable[[int, int], Iterator[Pair]], count: int, weights: Sequence[int], jobs: int = 1
 ) -> None:
-    """Write `count` pairs as tars whose sizes are in the ratio of `weights`; pairs(first, last) yields some of them."""
+    """Write `count` pairs as tars, with sample counts in proportion to `weights`. pairs(first, last) yields a range."""
     folder.mkdir(parents=True)
     ends = (np.cumsum(weights) * count // sum(weights)).tolist()
     tasks = list(zip(range(len(ends)), [0, *ends[:-1]], ends))
@@ -225,7 +231,7 @@ def _write_shard(folder: Path, pairs: Callable[[int, int], Iterator[Pair]], shar
 
 
 def write_gallery(folder: str | os.PathLike, file: str | os.PathLike) -> None:
-    """A PNG of the first training pairs with their captions."""
+    """Write a PNG of the first training images with their captions."""
     import textwrap
 
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -260,7 +266,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         folder = prepare_demo(args.out, num_train=args.num_train, seed=args.seed, jobs=args.jobs)
     except OSError as error:
         parser.error(f"--out {args.out}: {error}")
-    except ValueError as error:  # another folder's contents, or too few captions for the tokenizer
+    except ValueError as error:  # the folder has other contents, or too few captions for the tokenizer
         parser.error(str(error))
     tokenizer = Tokenizer(folder / "tokenizer.model")
     done = "there already" if reused else f"written in {time.perf_counter() - start:.1f} s"

@@ -1,8 +1,8 @@
-"""Evaluation data: every sample once, in order, split over ranks; from shards, an image folder, a table or a list.
+"""Evaluation data: every sample once, in order, split over ranks, from shards, an image folder, a table or a list.
 
-In:  shards (anything that webdataset opens), a folder with one sub-folder per class, a .csv or .tsv table (table.py),
+In:  webdataset shards, a folder with one sub-folder per class, a .csv or .tsv table (table.py),
      or a .jsonl file of {"image": path relative to the file, "captions": [str, ...]}; image size.
-Out: `EvalSample`s: the image after the evaluation transform, captions, the json member (class labels), key.
+Out: `EvalSample`s: the image after the evaluation transform, the captions, the json member (class labels), the key.
 """
 
 import contextlib
@@ -32,31 +32,31 @@ from infcl.models.preprocess import CLIP_PREPROCESS, Preprocess
 
 EVAL_LIMITS = ImageLimits(min_side=1)
 RESIZES = ("torch", "pil")
-_MAX_TEXT_BYTES = 1 << 20  # of a text member, which may hold many captions
+_MAX_TEXT_BYTES = 1 << 20  # per text member, which may have many captions
 
 
 class EvalSample(NamedTuple):
     image: torch.Tensor  # uint8 [3, S, S]
-    caption: str  # "" where the sample has none; several captions are lines
-    metadata: dict[str, Any]  # the json member, {} where there is none
+    caption: str  # one caption per line; "" without a caption
+    metadata: dict[str, Any]  # the json member, or {}
     key: str
 
 
 class EvalSamples(ABC):
     """Iterate over the samples of an evaluation set in order; sample i goes to rank i % world_size.
 
-    Threads decode ahead (the decoders and the resize release the interpreter). Samples without a usable image are left
-    out and counted by cause in `skipped`; a missing caption is not an error here (classification needs none).
+    Threads decode ahead; the decoders and the resize release the GIL. Samples without a usable image are left out and
+    counted by cause in `skipped`. A missing caption is no error, since classification needs none.
 
     Args:
-        image_size: pixels S of a side.
-        rank, world_size: which samples are this rank's.
-        keys: which members of a shard make a sample.
+        image_size: side S of the square images, in pixels.
+        rank, world_size: determine the samples of this rank.
+        keys: which members of a shard form a sample.
         limits: which images are rejected by their header.
-        resize: "torch" as in training, or "pil": Pillow's, which published figures used (`PillowTransform`).
-        preprocess: how images are brought to size.
-        threads: how many decode.
-        limit: end the set after this many samples; `is_cut` tells whether it was longer.
+        resize: "torch" as in training, or "pil" (Pillow) as for published results (`PillowTransform`).
+        preprocess: how images are resized.
+        threads: number of decoding threads.
+        limit: stop after this many samples; `is_cut` is then true if there are more.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class EvalSamples(ABC):
 
     @abstractmethod
     def _records(self) -> Iterable[tuple[str, Record]]:
-        """(key, undecoded sample) of the whole set, the same on every rank."""
+        """Return (key, record) of all samples, the same on every rank."""
 
     def _decode(self, key: str, record: Record) -> EvalSample | BadSample:
         try:
@@ -121,7 +121,7 @@ class EvalSamples(ABC):
             return self.transform(open_image(data, self.limits))
 
     def _caption(self, record: Record) -> str:
-        """By the keys, or else where the format has captions; "" without one."""
+        """Return the caption under the given keys, else under the default keys, else ""."""
         for keys in (self.keys, DEFAULT_KEYS):
             with contextlib.suppress(BadSample):
                 return decode_caption(record, keys, max_bytes=_MAX_TEXT_BYTES)[0]
@@ -129,7 +129,7 @@ class EvalSamples(ABC):
 
 
 class EvalShards(EvalSamples):
-    """Webdataset shards: every rank streams all of them. The first rank counts damaged shards."""
+    """Evaluation set of webdataset shards. Every rank streams all of them; rank 0 counts the damaged ones."""
 
     def __init__(self, urls: str | Sequence[str], **options):
         super().__init__(**options)
@@ -143,7 +143,7 @@ class EvalShards(EvalSamples):
 
 
 class EvalFiles(EvalSamples):
-    """Image files, of which a rank reads its own: records whose `where` is the path of the image."""
+    """Evaluation set of image files. `where` of a record is the image's path; a rank reads only its own images."""
 
     def __init__(self, records: Callable[[], Iterable[Record]], **options):
         super().__init__(**options)
@@ -160,10 +160,10 @@ class EvalFiles(EvalSamples):
 
 
 def eval_source(data: str, columns: TableColumns = DEFAULT_COLUMNS) -> Callable[..., EvalSamples]:
-    """Return a function of EvalSamples' options that makes the set that --data names.
+    """Return a function that takes the options of EvalSamples and returns the evaluation set of --data.
 
-    Samples of a class folder have {"label": folder's name}, those of a .jsonl file its record, in which "captions" is a
-    list. Raises ValueError when the data is not there.
+    The metadata of a sample in a class folder is {"label": name of the folder}. In a .jsonl file, it is the line's
+    object. Raises ValueError if the data does not exist or cannot be read.
     """
     path = Path(data)
     if is_table(data):
@@ -181,7 +181,7 @@ def eval_source(data: str, columns: TableColumns = DEFAULT_COLUMNS) -> Callable[
 
 
 def class_folders(folder: Path) -> list[tuple[Path, dict[str, Any]]]:
-    """Return [(image, {"label": its folder's name}), ...] of folder/<class>/**/<image>, sorted.
+    """Return [(image path, {"label": name of its folder}), ...] of folder/<class>/**/<image>, sorted.
 
     Hidden files and folders (.cache, .ipynb_checkpoints, ._a.jpg) are neither classes nor images.
     """
@@ -204,7 +204,7 @@ def class_names(folder: Path) -> list[str]:
 
 
 def caption_list(path: Path) -> list[tuple[Path, dict[str, Any]]]:
-    """Return [(image, {"captions": [...], ...}), ...] of a .jsonl file; ValueError reports the first wrong line."""
+    """Return [(image path, {"captions": [...], ...}), ...] of a .jsonl file. Raises ValueError on a bad line."""
     files = []
     try:
         with open_lines(path, encoding="utf-8-sig") as lines:

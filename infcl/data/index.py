@@ -1,11 +1,11 @@
-"""The index of one shard: where each sample's image, caption and json lie in the tar, found by reading headers only.
+"""The index of one shard: the offsets of each sample's image, caption and json in the tar, found from its headers.
 
-In:  a tar as webdataset and img2dataset write it (members of a sample share the name up to the first dot).
-Out: an int64 array [samples, 6] of byte offsets and lengths, in the order in which the samples first appear, kept in a
-     sidecar file `SHARD.tar.infcl.idx` so that it is built once (one for each choice of keys).
-Why: with offsets, any sample is one `pread` away, so an epoch can be a permutation, a resume costs nothing and a bad
-     sample can be replaced; reading headers only is an order of magnitude cheaper than streaming the tar. Nothing is
-     ever extracted, member names are opaque keys, and members that are not asked for are never read.
+In:  a tar as webdataset and img2dataset write it: the members of a sample share the name up to the first dot.
+Out: an int64 array [samples, 6] of byte offsets and lengths, in the order in which the samples first appear. A sidecar
+     file `SHARD.tar.infcl.idx` keeps it, so that it is built once for each choice of keys.
+Why: with offsets, one `pread` reads any sample. An epoch can then be a permutation, a resume costs nothing, and a bad
+     sample can be replaced. Reading only headers is an order of magnitude cheaper than streaming the tar. Nothing is
+     extracted, member names are opaque keys, and other members are never read.
 """
 
 import hashlib
@@ -23,25 +23,28 @@ from infcl.data.tar import tar_members
 
 COLUMNS = ("image_offset", "image_bytes", "text_offset", "text_bytes", "json_offset", "json_bytes")
 ABSENT = -1  # offset and length of a member that the sample does not have
-MAX_IMAGE_BYTES = 256 << 20  # a larger image member is rejected unread
-MAX_JSON_BYTES = 1 << 20  # a larger json member is treated as absent
+MAX_IMAGE_BYTES = 256 << 20  # larger image members are rejected without reading them
+MAX_JSON_BYTES = 1 << 20  # larger json members are treated as absent
 _FORMAT = "infcl-index-4"
 _MAX_HEADER = 1 << 20  # bytes of a sidecar's first line
-SIDECAR = ".infcl.idx"  # other programs keep files of their own as .idx and .tar.idx
-_SHOWN_KEYS, _SHOWN_CHARACTERS = 20, 200  # of each cause and shard; of each key
-_READ_AHEAD = 4 << 20  # of remote storage: headers lie so close that nearly everything is read anyway
+SIDECAR = ".infcl.idx"  # other programs use .idx and .tar.idx
+_SHOWN_KEYS, _SHOWN_CHARACTERS = 20, 200  # per cause and shard; per key
+_READ_AHEAD = 4 << 20  # remote storage: headers are so dense that nearly everything is read anyway
 
 
 @dataclass(frozen=True)
 class SampleKeys:
-    """Which members make a sample: open_clip's --image-key, --text-key, --json-text-key (alternatives split by ';').
+    """Which members form a sample, as open_clip's --image-key, --text-key and --json-text-key.
 
-    Of several alternatives that a sample has, the one that is named first counts.
+    Each value lists alternatives, separated by ';'. If a sample has several of them, the one listed first is used.
 
-    json_text: take the caption from the json member, from the first of these keys that holds text. None: from the text
-    member, and where a sample has none, from the json member's "caption".
-    json_probs: instead of the first, draw the order of the keys with these weights, for each sample and epoch; a
-    key of weight 0, or without a weight, comes last.
+    Args:
+        image: extensions of the image member.
+        text: extensions of the text member.
+        json_text: keys of the json member; the caption is the text of the first key that has any. None: the caption is
+            the text member, or "caption" of the json member if a sample has no text member.
+        json_probs: weights by which the order of the json keys is drawn for each sample and epoch. A key with weight 0,
+            or without a weight, comes last.
     """
 
     image: str = "jpg;png;jpeg;webp"
@@ -66,10 +69,15 @@ DEFAULT_KEYS = SampleKeys()
 
 @dataclass(frozen=True)
 class ShardIndex:
-    """members: int64 [n, 6] by COLUMNS; rejected: samples left out, by cause; damage: what is wrong with the tar;
-    bad_keys: the first `_SHOWN_KEYS` samples that were left out, by cause.
+    """The index of one shard.
 
-    `version` is the file's when it was read (storage.py): it tells whether the index is still true.
+    Args:
+        members: int64 [samples, 6], see COLUMNS.
+        rejected: cause -> number of samples left out.
+        damage: description of the tar's damage, or None.
+        file_bytes: size of the tar.
+        version: version of the tar when it was read (storage.py); the index is stale if it changes.
+        bad_keys: cause -> keys of the first `_SHOWN_KEYS` samples left out.
     """
 
     members: np.ndarray
@@ -81,12 +89,12 @@ class ShardIndex:
 
 
 def scan_shard(path: str, keys: SampleKeys, storage: StorageOptions = DEFAULT_STORAGE) -> ShardIndex:
-    """Index one tar by its headers. Raises ShardFault if it cannot be read, ValueError if it is compressed."""
+    """Index one tar from its headers. Raises ShardFault if it cannot be read, ValueError if it is compressed."""
     members = (keys.image.lower().split(";"), keys.text.lower().split(";"), ["json"])
     places = {extension: (kind, i) for kind in (2, 1, 0) for i, extension in [*enumerate(members[kind])][::-1]}
-    rows: dict[str, list[int]] = {}  # by COLUMNS, then which of its alternatives each of the three members is
+    rows: dict[str, list[int]] = {}  # COLUMNS, then the rank of the alternative of each of the three members
     rejected = dict.fromkeys(("no_image", "no_caption", "duplicate_member", "image_file_too_large", "dotted_name"), 0)
-    dotted: tuple[set[str], set[str]] = set(), set()  # images and captions whose key the first dot has cut: a.5x.jpg
+    dotted: tuple[set[str], set[str]] = set(), set()  # keys of images and captions with a dot in the key: a.5x.jpg
     damage: list[str] = []
     bad_keys: dict[str, list[str]] = {}
 
@@ -139,12 +147,12 @@ def scan_shard(path: str, keys: SampleKeys, storage: StorageOptions = DEFAULT_ST
 def ensure_index(
     path: str, keys: SampleKeys, cache_folder: str | None = None, storage: StorageOptions = DEFAULT_STORAGE
 ) -> tuple[str, dict]:
-    """Return (sidecar path, its header) of a shard; built where missing or older than the shard.
+    """Return the sidecar path and header of a shard's index. Build it if it is missing or stale.
 
-    The header: format, image_key, text_key, file_bytes, version, samples, rejected, damage, bad_keys. The sidecar is
-    `PATH.infcl.idx`; where that place cannot be written to, or the shard is remote, it goes to `cache_folder` (default
-    ~/.cache/infcl/index). Writing is atomic, so processes that race write the same file. Other keys than DEFAULT_KEYS
-    have a sidecar of their own: a run opens its indexes when it needs them, and another run may have others meanwhile.
+    The header has format, image_key, text_key, file_bytes, version, samples, rejected, damage and bad_keys. The sidecar
+    is `PATH.infcl.idx`. If the shard is remote or its folder is read-only, the sidecar is in `cache_folder` (default
+    ~/.cache/infcl/index). Writes are atomic, so processes that race write the same file. Keys other than DEFAULT_KEYS
+    have their own sidecar, because another run with other keys may use the same shard at the same time.
     """
     file = retry(lambda: open_shard(path, storage), path, storage)
     file.close()
@@ -174,10 +182,10 @@ def ensure_index(
 
 
 def split_name(name: str) -> tuple[str, str]:
-    """(key, extension in small letters) of a member by webdataset's rule: the key ends at the base name's first dot.
+    """Split a member's name into (key, lower-case extension) as webdataset does: at the base name's first dot.
 
-    Both are "" for a name without key or extension. (webdataset's regular expression takes time that is quadratic in
-    the length of the name, which the tar's writer chooses.)
+    Both are "" for a name without key or extension. webdataset's own regular expression is not used: its time is
+    quadratic in the length of the name, which the author of the tar controls.
     """
     folder, slash, base = name.rpartition("/")
     stem, _, extension = base.partition(".")
@@ -185,7 +193,7 @@ def split_name(name: str) -> tuple[str, str]:
 
 
 class _ReadAhead:
-    """pread for a scan of remote storage: whole blocks, each with retries."""
+    """pread for a sequential scan of remote storage: reads large blocks, each with retries."""
 
     def __init__(self, file, path: str, storage: StorageOptions):
         self._file, self._path, self._storage = file, path, storage
@@ -200,9 +208,9 @@ class _ReadAhead:
 
 
 def open_members(index_path: str, samples: int, file_bytes: int) -> np.ndarray:
-    """The [samples, 6] int64 array of a sidecar. Raises ShardFault if it points outside the shard.
+    """Return the index of a sidecar, int64 [samples, 6]. Raises ShardFault if it is short or points outside the shard.
 
-    It is read, not mapped (48 bytes a sample): a file that is cut while it is mapped ends its reader by SIGBUS.
+    The file is read, not mapped (48 bytes per sample): truncating a mapped file kills its reader with SIGBUS.
     """
     with open(index_path, "rb", opener=open_regular) as file:
         begin = max(0, os.fstat(file.fileno()).st_size - samples * 48)
@@ -217,7 +225,7 @@ def open_members(index_path: str, samples: int, file_bytes: int) -> np.ndarray:
 
 
 def _read_header(path: Path) -> dict | None:
-    """The first line of a sidecar, or None when there is none that is whole."""
+    """Return the header of a sidecar, or None if the file is missing, incomplete or of another format."""
     try:
         with open(path, "rb", opener=open_regular) as file:
             line = file.readline(_MAX_HEADER)
@@ -234,8 +242,8 @@ def _digest(text: str) -> str:
 
 def _write(path: Path, header: dict, members: np.ndarray) -> None:
     line = json.dumps(header).encode()
-    line += b" " * (-(len(line) + 1) % 64) + b"\n"  # so that the rows are aligned
-    temporary = path.with_name(f"{path.name}.{os.urandom(4).hex()}.tmp")  # hosts may share the folder
+    line += b" " * (-(len(line) + 1) % 64) + b"\n"  # align the rows
+    temporary = path.with_name(f"{path.name}.{os.urandom(4).hex()}.tmp")  # random: nodes may share the folder
     try:
         temporary.write_bytes(line + members.astype("<i8").tobytes())
         os.replace(temporary, path)

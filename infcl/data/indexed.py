@@ -1,9 +1,9 @@
-"""The indexed reader: plan -> micro-batches, by random access into the samples.
+"""The indexed reader: turn the plan into micro-batches by random access to the samples.
 
-One item of the sampler is one micro-batch: (epoch, first position, sample numbers). Workers hold no state that an item
-depends on, and torch's DataLoader returns items in order, so the result does not depend on how many workers there are.
-A sample that cannot be used is replaced by another one, chosen by (seed, epoch, position, attempt) from the whole data
-set, so every micro-batch has its full shape on every rank; what was skipped travels with the batch.
+One item of the sampler is one micro-batch: (epoch, first position, sample numbers). Items do not depend on worker
+state, and torch's DataLoader returns them in order. The result is therefore independent of the number of workers.
+A bad sample is replaced by one that (seed, epoch, position, attempt) selects from the full data set, so every
+micro-batch has its full shape on every rank. The log of skipped samples is returned with the batch.
 """
 
 import logging
@@ -21,19 +21,19 @@ from infcl.data.samples import ReadLog, SampleDecoder
 from infcl.data.workers import NoBatch, WorkerBoard, make_dataloader
 
 _log = logging.getLogger(__name__)
-_ATTEMPTS = 8  # samples tried for one place before the data is declared unusable
+_ATTEMPTS = 8  # samples tried for one position before the data is declared unusable
 
 
 class Collection(Protocol):
     """Samples that can be read at random: shards (records.ShardReader) or a table of files (table.TableReader)."""
 
     keys: SampleKeys
-    counts: np.ndarray  # int64 [parts]: samples of each part; their numbers count through the parts
-    factors: np.ndarray  # float [parts]: how often an epoch sees each
+    counts: np.ndarray  # int64 [parts]: samples per part; global sample numbers continue from part to part
+    factors: np.ndarray  # float [parts]: how often an epoch contains each part
     sha256: str
-    found: dict[str, int]  # what is wrong with the data, known before the first read
+    found: dict[str, int]  # counts of problems known before the first read
     warnings: list[str]
-    if_empty: str  # what to look at where not a single sample was found
+    if_empty: str  # hint if there are no samples
 
     def read(self, samples: np.ndarray, *, on_part: Callable[[int], None]) -> list[Record]: ...
 
@@ -41,7 +41,7 @@ class Collection(Protocol):
 
 
 class IndexedDataset:
-    """Map-style dataset of torch's DataLoader; its keys are the items of `PlanSampler`."""
+    """Map-style dataset for torch's DataLoader. Its keys are the items of `PlanSampler`."""
 
     def __init__(self, collection: Collection, decoder: SampleDecoder, board: WorkerBoard):
         self.collection, self.decoder, self.board = collection, decoder, board
@@ -50,7 +50,7 @@ class IndexedDataset:
     def __getitem__(self, item: tuple[int, int, np.ndarray]) -> tuple[dict[str, torch.Tensor], ReadLog] | NoBatch:
         try:
             return self._read(*item)
-        except NoBatch as failure:  # raised here, it would come to the rank with a traceback for its message
+        except NoBatch as failure:  # if raised, the rank would get a traceback as the message
             return failure
 
     def _read(self, epoch: int, first: int, ids: np.ndarray) -> tuple[dict[str, torch.Tensor], ReadLog]:
@@ -65,14 +65,14 @@ class IndexedDataset:
         return batch, log
 
     def exactly(self, epoch: int, first: int, ids: np.ndarray) -> dict[str, torch.Tensor]:
-        """The micro-batch of positions from `first` on that has used the samples `ids`. Raises BadSample, now."""
+        """Return the micro-batch at position `first` of exactly the samples `ids`. Raises BadSample instead of replacing one."""
         log: ReadLog = {"skipped": [], "noted": []}
         records = self.collection.read(ids, on_part=lambda part: None)
         samples = [self.decoder.decode(record, epoch, first + i, log) for i, record in enumerate(records)]
         return self.decoder.batch(samples, ids.tolist(), log)
 
     def _decode_or_replace(self, record: Record, epoch: int, position: int, number: int, log: ReadLog):
-        """((pixels, caption), sample number): of `record`, or of the first usable one of its replacements."""
+        """Return (decoded sample, its number) of `record`, or of its first usable replacement."""
         storage_fails = False
         for attempt in range(1, _ATTEMPTS + 1):
             try:
@@ -89,13 +89,13 @@ class IndexedDataset:
 
 
 class PlanSampler:
-    """Yields one rank's items from `start` = (epoch, step) to the end of that epoch."""
+    """Sampler of one rank's items, from `start` = (epoch, step) to the end of that epoch."""
 
     def __init__(self, collection: Collection, share: Share, *, seed: int, steps_per_epoch: int):
         self.counts, self.factors = collection.counts, collection.factors
         self.share, self.seed, self.steps_per_epoch = share, seed, steps_per_epoch
         self.start = (0, 0)
-        self.again = range(0)  # micro-batches of each step whose items come a second time, behind the step's
+        self.again = range(0)  # indices of the micro-batches that come a second time at the end of each step
 
     def __iter__(self) -> Iterator[tuple[int, int, np.ndarray]]:
         return self._items(*self.start)
@@ -108,7 +108,7 @@ class PlanSampler:
 
 
 class IndexedSource:
-    """A DataLoader over the plan. Workers live as long as the source; an epoch or a resume only resets the sampler."""
+    """Source on a DataLoader over the plan. Workers persist; a new epoch or a resume only resets the sampler."""
 
     repeats = True
 

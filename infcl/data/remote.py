@@ -1,11 +1,11 @@
-"""Opening a shard by its url: as a file that is read at (offset, size), or copied whole to local disk.
+"""Remote shards: open a url as a file for reads at (offset, size), or copy the full shard to local disk.
 
-Local files are opened where they are, http(s) urls by ranges, `pipe:` by its command's output, the others by fsspec.
-What cannot be read at random (a pipe, a server that ignores ranges) is opened as its copy in the spool. A transfer that
-stalls, or trickles below 16 KB/s, ends by TimeoutError; storage.retry tries again.
+Local files are opened in place, and http(s) urls are read by range requests. `pipe:` is the output of a command, and
+fsspec handles all other urls. A url without random access (a pipe, a server that ignores ranges) is opened as a local
+copy in the spool. A transfer that stalls, or is slower than 16 KB/s, raises TimeoutError; storage.retry tries again.
 
-http(s) is the standard library's and not fsspec's, which reads a whole shard into memory where a server ignores the
-range, reports any failure as a missing file, and does not show the size and tag of the file that each answer carries.
+http(s) uses the standard library instead of fsspec. If a server ignores the range, fsspec reads a full shard into
+memory. It also reports every failure as a missing file, and hides the file size and tag in each response.
 """
 
 import http.client
@@ -26,13 +26,19 @@ from infcl.data.storage import DEFAULT_STORAGE, LocalFile, ShardFault, ShardFile
 T = TypeVar("T")
 _COPY_BYTES = 8 << 20
 _READ_BYTES = 1 << 18
-_SECONDS_BETWEEN_CHECKS = 60.0  # of a file's size and tag, where reading does not tell them
+_SECONDS_BETWEEN_CHECKS = 60.0  # of size and tag, if responses do not carry them
 _REDIRECTS, _REDIRECT = 5, (301, 302, 303, 307, 308)
-_TEMPORARY = (408, 425, 429, 500, 502, 503, 504)  # http answers that are worth another try
+_TEMPORARY = (408, 425, 429, 500, 502, 503, 504)  # HTTP statuses that are retried
 
 
 def open_shard(url: str, options: StorageOptions = DEFAULT_STORAGE) -> ShardFile:
-    """One attempt to open. Raises OSError or http.client.HTTPException (try again), ShardFault, or ValueError."""
+    """Open a shard, in one attempt.
+
+    Raises:
+        OSError, http.client.HTTPException: the attempt failed and may be retried.
+        ShardFault: the shard cannot be used.
+        ValueError: the url is not allowed (`pipe:`), or its fsspec driver is missing.
+    """
     if not is_remote(url):
         return LocalFile(url)
     if url.startswith("pipe:"):
@@ -44,7 +50,7 @@ def open_shard(url: str, options: StorageOptions = DEFAULT_STORAGE) -> ShardFile
 
 
 def local_copy(url: str, options: StorageOptions) -> str:
-    """A local path with the whole of a shard, for reading it from front to end. Raises ShardFault."""
+    """Return a local path of the full shard, for sequential reads. Raises ShardFault."""
     return retry(lambda: _spooled(url, options), url, options) if is_remote(url) else url
 
 
@@ -61,10 +67,11 @@ def _remote_file(url: str, options: StorageOptions) -> "HttpFile | FsspecFile":
 
 
 class HttpFile:
-    """Ranged requests over a kept connection. Every answer carries the file's size and tag, so a change is noticed with
-    the bytes that it concerns.
+    """A file read by range requests over a persistent connection.
 
-    Attributes: file_bytes (-1 where the server does not tell), version, ranges (whether the server honours them).
+    Every response carries the file's size and tag, so each read detects whether the file has changed.
+
+    Attributes: file_bytes (-1 if the server does not report it), version, ranges (whether the server supports them).
     """
 
     def __init__(self, url: str, options: StorageOptions):
@@ -72,11 +79,11 @@ class HttpFile:
         self._connection: http.client.HTTPConnection | None = None
         response = self._request({"Range": "bytes=0-0"})
         self.file_bytes, self.version = _http_state(response)
-        self.ranges = response.status == 206 and self.file_bytes >= 0  # "bytes 0-0/*" tells no size
+        self.ranges = response.status == 206 and self.file_bytes >= 0  # "bytes 0-0/*" has no size
         if self.ranges:
             response.read()
         else:
-            self.close()  # the whole file would follow
+            self.close()  # the response body is the full file
 
     def pread(self, size: int, offset: int) -> bytes:
         size = min(size, self.file_bytes - offset)
@@ -86,7 +93,7 @@ class HttpFile:
             limit = self._options.timeout + size / MIN_BYTES_PER_SECOND
             return within(limit, lambda: self._read(size, offset), f"{self._url}: {TOO_SLOW}")
         except BaseException:
-            self._connection = None  # in the middle of an answer; not closed: its thread may still read
+            self._connection = None  # it has a half-read response; do not close it: its thread may still read
             raise
 
     def _read(self, size: int, offset: int) -> bytes:
@@ -102,9 +109,9 @@ class HttpFile:
         return data
 
     def copy(self, out: BinaryIO) -> None:
-        """Write the whole file; OSError unless as many bytes come as the server has promised.
+        """Write the full file to `out`. Raises OSError if its length differs from the size that the server reports.
 
-        `out` bounds what is written, and how slowly, where the server tells no size.
+        If the server reports no size, `out` limits the size and the duration.
         """
         timeout, limit = self._options.timeout, self._options.copy_bytes
         response = self._request({})
@@ -120,7 +127,7 @@ class HttpFile:
             raise OSError(f"{copied} of {promised} bytes came")
 
     def changed(self) -> bool:
-        return False  # pread has looked
+        return False  # pread checks each response
 
     def close(self) -> None:
         if self._connection is not None:
@@ -128,7 +135,7 @@ class HttpFile:
             self._connection = None
 
     def _request(self, headers: dict[str, str]) -> http.client.HTTPResponse:
-        """`_answer` under a deadline: a socket's own time-out begins again with each byte of a header."""
+        """Call `_answer` with a deadline: a socket's own time-out restarts with each byte of a header."""
         timeout = self._options.timeout
         return within(timeout, lambda: self._answer(headers), f"no answer within {timeout:g} s")
 
@@ -139,7 +146,7 @@ class HttpFile:
                 if response.status not in _REDIRECT:
                     return response
             except (OSError, http.client.HTTPException, ShardFault):
-                pass  # the server has closed the connection, or the final address was temporary: start again
+                pass  # the connection is closed, or the redirect was temporary: start from the url
             self.close()
         url = self._url
         for _ in range(_REDIRECTS + 1):
@@ -173,14 +180,14 @@ class HttpFile:
 
 
 def _http_state(response: http.client.HTTPResponse) -> tuple[int, int]:
-    """(bytes of the whole file, version) that an answer tells; -1 bytes where it does not tell."""
+    """Return (file size, version) of a response; the size is -1 if the response has none."""
     whole = response.getheader("Content-Range", "").rpartition("/")[2] or response.getheader("Content-Length", "")
     tag = response.getheader("ETag") or response.getheader("Last-Modified") or ""
     return int(whole) if whole.isdigit() else -1, _number_of(tag)
 
 
 class FsspecFile:
-    """Storage that fsspec has a driver for, by ranged reads. Each call ends by time-out, whatever the driver does."""
+    """A file read by ranges through an fsspec driver. Each call has a time-out, even if the driver hangs."""
 
     def __init__(self, url: str, options: StorageOptions):
         try:
@@ -212,7 +219,7 @@ class FsspecFile:
         return data
 
     def copy(self, out: BinaryIO) -> None:
-        """Write the whole file."""
+        """Write the full file."""
         for offset in range(0, self.file_bytes, _COPY_BYTES):
             out.write(self.pread(_COPY_BYTES, offset))
 
@@ -221,11 +228,11 @@ class FsspecFile:
             return within(limit, call, f"{self._url}: no answer within {limit:.0f} s")
         except OSError:
             raise
-        except Exception as error:  # drivers raise their libraries' own types; all of them mean: try again
+        except Exception as error:  # drivers raise their own exception types; all are retried
             raise OSError(f"{type(error).__name__}: {error}") from error
 
     def changed(self) -> bool:
-        """Ask once a minute: a request for each read would double them."""
+        """Check at most once per minute: a check per read would double the requests."""
         if time.monotonic() < self._asked + _SECONDS_BETWEEN_CHECKS:
             return False
         self._files.invalidate_cache(self._path)
@@ -236,13 +243,13 @@ class FsspecFile:
 
 
 def within(seconds: float, call: Callable[[], T], why: str) -> T:
-    """call(), or TimeoutError (`why`) after `seconds`; a call that hangs is left behind in its daemon thread."""
+    """Return call(). Raises TimeoutError (`why`) after `seconds`; a hanging call stays in its daemon thread."""
     outcome: list[tuple[bool, Any]] = []
 
     def run() -> None:
         try:
             outcome.append((True, call()))
-        except BaseException as error:  # raised again below, in the caller's thread
+        except BaseException as error:  # re-raised in the caller's thread
             outcome.append((False, error))
 
     thread = threading.Thread(target=run, daemon=True)
@@ -257,7 +264,7 @@ def within(seconds: float, call: Callable[[], T], why: str) -> T:
 
 
 def _copy_pipe(command: str, out: BinaryIO, options: StorageOptions) -> None:
-    """Write a shell command's output; OSError when it fails, stalls, or writes nothing. Its children end with it."""
+    """Write a shell command's output. Raises OSError if it fails, stalls (then it is killed) or writes nothing."""
     process = subprocess.Popen(
         command, shell=True, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, start_new_session=True
     )

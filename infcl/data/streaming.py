@@ -1,14 +1,16 @@
 """The streaming reader: webdataset's own pipeline, for storage that cannot seek (`pipe:`, http) and for evaluation.
 
-For training, shards are put in an order that (seed, epoch) determines, split over ranks x workers, streamed, and
-shuffled in a seeded buffer. A remote shard is spooled to local disk before its first sample is used, so a transfer that
-breaks off, stalls or reports a wrong length is repeated, not trained on.
+For training, (seed, epoch) determines the order of the shards. They are split over ranks x workers, streamed, and
+shuffled in a seeded buffer. A remote shard is spooled to local disk before its first sample is used. A transfer that
+breaks off, stalls or has the wrong length is therefore repeated, and no sample of it is used.
 
-What this cannot give, and the indexed reader can: an exact resume inside an epoch (a resume begins with the shard that
-the step had about reached, and yields as many steps as are left), exactly-once (a rank whose shards run dry early reads
-them again, so that all ranks make the same number of steps), and independence of the number of workers.
+Unlike the indexed reader, this one does not have:
+- an exact resume inside an epoch: it starts at about the shard of that step and yields the remaining number of steps;
+- each sample exactly once per epoch: a rank that finishes its shards early reads them again, so that all ranks make
+  the same number of steps;
+- independence of the number of workers.
 
-webdataset's decoders are never used (they unpickle); see samples.py.
+webdataset's decoders are never used, because they unpickle; see samples.py.
 """
 
 import hashlib
@@ -36,12 +38,12 @@ from infcl.data.storage import DEFAULT_STORAGE, ShardFault, StorageOptions, is_r
 from infcl.data.workers import NoBatch, WorkerBoard, make_dataloader
 
 _MAX_NAME = 4096  # characters of a member's name; webdataset's grouping is slow on longer ones
-_META = re.compile(r"__[^/]*__($|/)")  # webdataset's own members
+_META = re.compile(r"__[^/]*__($|/)")  # metadata members of webdataset
 _MAX_EXTENDED_HEADER = 1 << 20  # bytes of a PAX header or of a GNU long name, which tarfile reads into memory
-_MAX_EXPANSION, _SMALLEST_LIMIT = 100, 1 << 30  # a compressed shard's bytes may become so many times as many, or these
-_MAX_COUNTS = 64 << 20  # bytes of a file that tells the number of samples
-_SHUFFLE_BUFFER = 2048  # samples, undecoded
-_BAD_PER_MICRO_BATCH = 8  # times its size: more bad samples than this while filling one end the run
+_MAX_EXPANSION, _SMALLEST_LIMIT = 100, 1 << 30  # limits when a shard is decompressed: ratio, bytes
+_MAX_COUNTS = 64 << 20  # bytes read of a file with sample counts
+_SHUFFLE_BUFFER = 2048  # undecoded samples
+_BAD_PER_MICRO_BATCH = 8  # times its size: more bad samples than that stop the run
 
 
 def stream_records(
@@ -54,8 +56,12 @@ def stream_records(
 ) -> Iterator[tuple[str, Record]]:
     """Yield (key, record) of every sample, in order.
 
-    A shard that cannot be opened, or is damaged, is reported to `failed` (cause, url, error); `on_part` gets the number
-    of the shard that is about to be read.
+    Args:
+        urls: the shards.
+        keys: which members of a shard form a sample.
+        failed: called with (cause, url, error) for each shard that cannot be opened or is damaged.
+        storage: time-outs, attempts and the spool.
+        on_part: called with the number of each shard before it is read.
     """
     from webdataset.tariterators import group_by_keys
 
@@ -67,7 +73,7 @@ def stream_records(
         return len(name) <= _MAX_NAME and split_name(name)[1] in wanted and not _META.match(name)
 
     def handler(error: Exception) -> bool:
-        if current not in damaged:  # else it has been told already, and in fewer words
+        if current not in damaged:  # damaged shards are already reported, with a clearer message
             failed("damaged_shard", current, error)
         return True
 
@@ -77,7 +83,7 @@ def stream_records(
             on_part(number)
             try:
                 path = local_copy(current, storage)
-                if damage := _damage(path, keys):  # tarfile ends without a word at a bad header or a missing end
+                if damage := _damage(path, keys):  # tarfile stops silently at damage
                     damaged.add(current)
                     failed("damaged_shard", current, ValueError(f"{current}: {damage}"))
                 with open(path, "rb", opener=open_regular) as stream:
@@ -101,10 +107,10 @@ def stream_records(
                             failed("image_file_too_large", current, ValueError(what))
                         elif file := tar.extractfile(info):
                             yield {"fname": info.name, "data": file.read(), "__url__": current}
-                    tar.members = []  # type: ignore[attr-defined]  # else they pile up
+                    tar.members = []  # type: ignore[attr-defined]  # tarfile would keep them all in memory
             except Exception as error:  # tarfile raises many types on damage
                 handler(error)
-            yield {}  # ends the last sample, also where the shard breaks off: the next may begin with its key
+            yield {}  # ends the last sample: the next shard may begin with the same key
 
     for sample in group_by_keys(members(), handler=handler):
         image = next((sample[e] for e in images if e in sample), None)
@@ -115,7 +121,7 @@ def stream_records(
 
 
 class _BoundedHeader(tarfile.TarInfo):
-    """A header that tarfile may read, of a plain member or with a longer name; the rest ends the shard as damaged."""
+    """A tar header of bounded size: an extended header above the limit marks the shard as damaged."""
 
     _EXTENDED = (tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK)
 
@@ -126,25 +132,26 @@ class _BoundedHeader(tarfile.TarInfo):
 
 
 def _damage(path: str, keys: SampleKeys) -> str | None:
+    """Return the damage of a tar, or None if it is intact or compressed."""
     try:
         return scan_shard(path, keys).damage
-    except ValueError:  # compressed: only reading it through will tell
+    except ValueError:  # compressed: damage shows only when it is read
         return None
 
 
 class StreamingDataset(torch.utils.data.IterableDataset):
-    """An endless iterable of one worker's micro-batches of `epoch`; the source takes as many as a rank needs."""
+    """Endless stream of one worker's micro-batches in `epoch`. The source takes as many as the rank needs."""
 
     def __init__(
         self, shards: list[str], decoder: SampleDecoder, share: Share, storage: StorageOptions, board: WorkerBoard
     ):
         self.shards, self.decoder, self.share, self.storage, self.board = shards, decoder, share, storage, board
-        self.epoch, self.done = 0, 0.0  # which epoch, and the part of it that is done
+        self.epoch, self.done = 0, 0.0  # current epoch, and the fraction of it before the first step
 
     def __iter__(self) -> Iterator[tuple[dict[str, torch.Tensor], ReadLog] | NoBatch]:
         try:
             yield from self._micro_batches()
-        except NoBatch as failure:  # raised here, it would come to the rank with a traceback for its message
+        except NoBatch as failure:  # if raised, the rank would get a traceback as the message
             yield failure
 
     def _micro_batches(self) -> Iterator[tuple[dict[str, torch.Tensor], ReadLog]]:
@@ -172,7 +179,7 @@ class StreamingDataset(torch.utils.data.IterableDataset):
                     entries.clear()
 
     def _records(self, log: ReadLog) -> Iterator[Record]:
-        """This worker's records, pass after pass over its own shards."""
+        """Yield the records of this worker's shards, in repeated passes."""
         from webdataset.filters import shuffle
 
         info = torch.utils.data.get_worker_info()
@@ -204,7 +211,7 @@ class StreamingDataset(torch.utils.data.IterableDataset):
 
 
 class StreamingSource:
-    """A DataLoader over a StreamingDataset. Workers start again for each epoch, with the dataset as it then is."""
+    """Source on a DataLoader over a StreamingDataset. Workers restart each epoch with a copy of the current dataset."""
 
     repeats = False
 
@@ -256,10 +263,11 @@ class StreamingSource:
 
 
 def known_samples(shards: Sequence[str]) -> int | None:
-    """Return the number of samples in all shards, counted by the files next to them, or None where one is unknown.
+    """Return the number of samples in all shards from the files next to them, or None if a count is unknown.
 
-    For each local shard, in this order: its index (`SHARD.tar.infcl.idx`); `sizes.json` in its folder ({file: number});
-    img2dataset's `SHARD_stats.json` ("successes"). Else, for a whole folder: `__len__`, a file that holds the number.
+    The count of a local shard comes from the first of: its index (`SHARD.tar.infcl.idx`), `sizes.json` in its folder
+    ({file: number}), img2dataset's `SHARD_stats.json` ("successes"). If a count is missing and the shards are all tars
+    of one folder, the total comes from the file `__len__` in that folder.
     """
     if any(is_remote(shard) for shard in shards):
         return None
@@ -299,7 +307,7 @@ def _read_json(path: Path, *, first_line: bool = False) -> dict:
 
 
 def _read(path: Path) -> bytes:
-    """The first 64 MB of a file; b"" where it cannot be read."""
+    """Return the first 64 MiB of a file, or b"" if it cannot be read."""
     try:
         with open(path, "rb", opener=open_regular) as file:
             return file.read(_MAX_COUNTS)
