@@ -1,14 +1,15 @@
-"""The plan of an epoch: in which order the samples of all shards are read, as a pure function of integers.
+"""The plan of an epoch: the order in which the samples of all shards are read, as a pure function of integers.
 
 In:  samples per shard, seed, epoch, chunk size; upsampling factors.
-Out: the global sample numbers of any range of positions; sample numbers count through the shards in their given order.
-How: each shard is cut into chunks of consecutive samples, the chunks of all shards are permuted by (seed, epoch), and
-     prefix sums of their lengths turn a position into a sample. Step s of rank r, out of global batches of GB samples
-     and LB samples per rank, is the range of positions [s*GB + r*LB, s*GB + (r+1)*LB): exactly once per epoch, equal
-     counts on all ranks, the same global batches at every world size, and a resume is arithmetic.
+Out: the global sample numbers of any range of positions. Sample numbers continue from shard to shard, in their order.
+How: each shard is cut into chunks of consecutive samples, and (seed, epoch) permutes the chunks of all shards. Prefix
+     sums of the chunk lengths turn a position into a sample number. With GB samples per global batch and LB samples per
+     rank, step s of rank r is the range of positions [s*GB + r*LB, s*GB + (r+1)*LB). So each sample occurs exactly once
+     per epoch (without upsampling), all ranks have equal counts, and the world size does not change the global batches.
+     A resume is arithmetic.
 
-Only raw output of the Philox counter generator is used (numpy guarantees that it never changes), not numpy's
-distributions (which may change between releases).
+Only raw output of the Philox counter generator is used, which numpy guarantees never to change. numpy's distributions
+may change between releases.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,15 +17,20 @@ from dataclasses import dataclass
 
 import numpy as np
 
-_SUBSET_STREAM = 1 << 32  # of `draw`: which part of a source an epoch sees once more
+_SUBSET_STREAM = 1 << 32  # of `draw`: selects the fraction of a source that is repeated in an epoch
 
 
 @dataclass(frozen=True)
 class Share:
-    """One data-parallel rank's part of every step: M micro-batches of m samples.
+    """One data-parallel rank's share of every step: M micro-batches of m samples.
 
-    Where several processes hold such a rank together (tensor parallelism), each reads m / parts samples of every
-    micro-batch: the part-th ones.
+    With tensor parallelism, `parts` processes form one such rank. Each reads m / parts samples of every micro-batch.
+
+    Args:
+        micro_batch_size: m, samples per micro-batch and rank.
+        num_micro_batches: M, micro-batches per step and rank.
+        rank, world_size: the data-parallel rank, and the number of ranks.
+        part, parts: index of this process in its rank, and the number of processes per rank.
     """
 
     micro_batch_size: int
@@ -45,12 +51,12 @@ class Share:
 
     @property
     def rows(self) -> int:
-        """Samples of a micro-batch that this process reads."""
+        """Number of samples that this process reads per micro-batch."""
         return self.micro_batch_size // self.parts
 
     @property
     def reader(self) -> int:
-        """This process among all `readers`."""
+        """Index of this process among all `readers`."""
         return self.rank * self.parts + self.part
 
     @property
@@ -62,7 +68,7 @@ class Share:
         return self.world_size * self.num_micro_batches * self.micro_batch_size
 
     def steps_per_epoch(self, num_samples: int, where: str) -> int:
-        """Whole global batches in an epoch. Raises ValueError if there is none; `where` says what was counted."""
+        """Return the number of full global batches per epoch. Raises ValueError (with `where`) if it is 0."""
         if num_samples < self.global_batch_size:
             sizes = f"{self.world_size} x {self.num_micro_batches} x {self.micro_batch_size}"
             raise ValueError(
@@ -72,9 +78,9 @@ class Share:
         return num_samples // self.global_batch_size
 
     def positions(self, first_step: int, last_step: int, again: range = range(0)) -> Iterator[int]:
-        """The first position of what this process reads of each micro-batch in the steps [first_step, last_step).
+        """Yield the first position that this process reads of each micro-batch in the steps [first_step, last_step).
 
-        Those of the micro-batches `again` come a second time behind each step's.
+        At the end of each step, the positions of its micro-batches `again` are repeated.
         """
         for step in range(first_step, last_step):
             first = (step * self.world_size + self.rank) * self.num_micro_batches  # counted in micro-batches
@@ -83,16 +89,16 @@ class Share:
 
 
 def chunk_size(global_batch_size: int) -> int:
-    """Consecutive samples read together: as long as a batch still mixes at least 512 independent chunks, at most 256.
+    """Return the samples per chunk: at most 256, and small enough that a global batch mixes at least 512 chunks.
 
-    The contrastive loss does not depend on the order inside a global batch, so chunks cost no randomness beyond which
-    samples share a batch; longer reads are kinder to disks and object stores.
+    Chunks are read with one call, which suits disks and object stores. The contrastive loss does not depend on the
+    order inside a global batch, so chunks only affect which samples share a batch.
     """
     return max(1, min(256, global_batch_size // 512))
 
 
 def epoch_size(counts: np.ndarray, factors: np.ndarray | None = None) -> int:
-    """Return samples in an epoch: of each source, floor(factor) times all of them and the rounded rest."""
+    """Return the samples per epoch: for each factor, floor(factor) x its samples plus the rounded rest."""
     if factors is None:
         return int(np.sum(counts))
     totals = {factor: int(np.sum(counts[factors == factor])) for factor in np.unique(factors).tolist()}
@@ -100,10 +106,16 @@ def epoch_size(counts: np.ndarray, factors: np.ndarray | None = None) -> int:
 
 
 class EpochPlan:
-    """The permutation of one epoch. Memory: 20 bytes per chunk; 2 billion samples in chunks of 64 plan in seconds.
+    """The permutation of one epoch. It takes 20 bytes per chunk, and seconds for 2 billion samples in chunks of 64.
 
-    `factors` (float [shards], default all 1) say how often an epoch sees a sample of each shard: 2.5 is twice every
-    sample and once more a half of them, another half in every epoch. An epoch has `epoch_size` samples.
+    Args:
+        counts: samples per shard, [shards].
+        chunk: consecutive samples that stay together.
+        seed, epoch: determine the order.
+        factors: float [shards], default 1: how often the epoch contains each sample of a shard. With 2.5, it contains
+            every sample twice and half of them a third time; the half differs between epochs.
+
+    Attributes: num_samples (`epoch_size`).
     """
 
     def __init__(
@@ -131,7 +143,7 @@ class EpochPlan:
         self.num_samples = int(self._start[-1])
 
     def samples(self, start: int, stop: int) -> np.ndarray:
-        """Global sample numbers, int64 [stop - start], of the positions [start, stop)."""
+        """Return the global sample numbers, int64 [stop - start], of the positions [start, stop)."""
         assert 0 <= start <= stop <= self.num_samples, (start, stop, self.num_samples)
         position = np.arange(start, stop)
         chunk = np.searchsorted(self._start, position, side="right") - 1
@@ -139,7 +151,7 @@ class EpochPlan:
 
 
 def _upsampled(length: np.ndarray, factor: np.ndarray, seed: int, epoch: int) -> tuple[np.ndarray, np.ndarray]:
-    """(which chunks, how many samples of each) for chunks of `length` and `factor` [chunks]."""
+    """Return (chunk indices with repeats, samples to read of each) for chunks of `length` and `factor` [chunks]."""
     copies, lengths = [], []
     for group, value in enumerate(np.unique(factor).tolist()):
         chunks = np.flatnonzero(factor == value)
@@ -156,17 +168,18 @@ def _upsampled(length: np.ndarray, factor: np.ndarray, seed: int, epoch: int) ->
 
 
 def random_order(count: int, seed: int, epoch: int) -> np.ndarray:
-    """Return a permutation of range(count), int64 [count], determined by (seed, epoch)."""
+    """Return the permutation of range(count), int64 [count], that (seed, epoch) determines."""
     raw = np.random.Philox(key=np.array([seed, epoch], dtype=np.uint64)).random_raw(count)
     return np.argsort(raw, kind="stable")
 
 
 def draw(seed: int, epoch: int, position: int, *, stream: int, count: int) -> np.ndarray:
-    """`count` independent uint64 numbers that belong to one position of one epoch; `stream` separates their uses."""
-    counter = np.array([0, position, stream, 1], dtype=np.uint64)  # the plan's own draws have 0 in the last word
+    """Return `count` independent random uint64 for one position of one epoch. Each use has its own `stream`."""
+    # the last word separates these draws from random_order, which has 0
+    counter = np.array([0, position, stream, 1], dtype=np.uint64)
     return np.random.Philox(key=np.array([seed, epoch], dtype=np.uint64), counter=counter).random_raw(count)
 
 
 def uniforms(raw: np.ndarray) -> np.ndarray:
-    """uint64 -> float64 in [0, 1)."""
+    """Map random uint64 to float64 in [0, 1)."""
     return (raw >> np.uint64(11)) * 2.0**-53

@@ -1,9 +1,9 @@
-"""The demo's pictures, in numpy alone so that they do not depend on a drawing library's version.
+"""The images of the demo data set, drawn in numpy so that they do not depend on the version of a drawing library.
 
-In:  what to show, and float64 numbers in [0, 1) that decide everything that varies.
+In:  the content of the image, and random float64 in [0, 1) for all variation.
 Out: uint8 [32, 32, 3].
-Shapes are signed distance functions whose zero level is drawn with a soft edge of one pixel; digits are real 8 x 8
-bitmaps enlarged bilinearly. Only elementwise IEEE arithmetic is used, so the pixels are the same everywhere.
+Shapes are signed distance functions, drawn with a soft edge of one pixel. Digits are 8 x 8 bitmaps, enlarged
+bilinearly. Only elementwise IEEE arithmetic is used, so the pixels are the same on every machine.
 """
 
 import numpy as np
@@ -19,7 +19,7 @@ COLOURS = {
 }
 SHAPES = ("circle", "square", "triangle", "ring", "cross")
 BACKGROUNDS = {"black": (15, 15, 15), "white": (242, 242, 242), "grey": (128, 128, 128), "brown": (105, 70, 40)}
-PLACES = {  # of a digit: position of its square, in fractions of the room that it leaves (down, right)
+PLACES = {  # of a digit: (down, right) position of its square, as fractions of the free space
     "top left": (0.0, 0.0),
     "top right": (0.0, 1.0),
     "bottom left": (1.0, 0.0),
@@ -33,7 +33,7 @@ _CENTRES = np.arange(SIZE) + 0.5
 def draw_scene(
     objects: tuple[tuple[str, str], tuple[str, str]], horizontal: bool, background: str, random: np.ndarray
 ) -> np.ndarray:
-    """Two (colour, shape) objects; the first is left of the second, or above it. random: [SCENE_DRAWS]."""
+    """Draw two (colour, shape) objects, the first left of the second or above it. random: float64 [SCENE_DRAWS]."""
     u = random * 2 - 1  # [-1, 1)
     picture = np.ones((SIZE, SIZE, 3)) * BACKGROUNDS[background] + 6 * u[12:15]
     for i, (colour, shape) in enumerate(objects):
@@ -47,7 +47,7 @@ def draw_scene(
 
 
 def draw_digit(bitmap: np.ndarray, place: str, light_on_dark: bool, random: np.ndarray) -> np.ndarray:
-    """An 8 x 8 bitmap (0..16) as white on black or black on white, at one of PLACES. random: [DIGIT_DRAWS]."""
+    """Draw an 8 x 8 bitmap (0..16) at one of PLACES, light on dark or the reverse. random: float64 [DIGIT_DRAWS]."""
     side = 20 + int(3 * random[0])  # 20..22 pixels
     room = SIZE - side
     top, left = (  # a margin of at least one pixel: some strokes reach the bitmap's edge
@@ -61,7 +61,7 @@ def draw_digit(bitmap: np.ndarray, place: str, light_on_dark: bool, random: np.n
 
 
 def _distance(shape: str, dx: np.ndarray, dy: np.ndarray, r: float) -> np.ndarray:
-    """Signed distance in pixels (negative inside) to a shape of radius r centred at the origin; y points down."""
+    """Return the signed distance (pixels, negative inside) to a shape of radius r at the origin; y points down."""
     ax, ay = np.abs(dx), np.abs(dy)
     if shape == "circle":
         return np.sqrt(dx * dx + dy * dy) - r
@@ -69,14 +69,14 @@ def _distance(shape: str, dx: np.ndarray, dy: np.ndarray, r: float) -> np.ndarra
         return np.maximum(ax, ay) - 0.85 * r
     if shape == "ring":
         return np.abs(np.sqrt(dx * dx + dy * dy) - 0.75 * r) - 0.25 * r
-    if shape == "triangle":  # the apex up
+    if shape == "triangle":  # with the apex up
         return np.maximum(dy - 0.8 * r, 0.876 * (ax - 0.55 * (dy + 1.1 * r)))
     arm = 0.33 * r
     return np.minimum(np.maximum(ax - arm, ay - r), np.maximum(ax - r, ay - arm))
 
 
 def _enlarge(image: np.ndarray, size: int) -> np.ndarray:
-    """Bilinear enlargement of the rows: [h, w] -> [size, w]."""
+    """Enlarge the rows bilinearly: [h, w] -> [size, w]."""
     at = np.clip((np.arange(size) + 0.5) * (len(image) / size) - 0.5, 0, len(image) - 1)
     low = np.minimum(at.astype(np.int64), len(image) - 2)
     weight = (at - low)[:, None]

@@ -1,9 +1,9 @@
-"""One sample: the undecoded members of a record -> (image, texts), and samples -> a micro-batch.
+"""Samples: decode a record to an image and texts, and collate samples to a micro-batch.
 
-image:  decoded (images.py), then a transform (transforms.py) -> uint8 [3, S, S]; normalisation happens on the device
-texts:  K captions, drawn of those that the sample has (captions.py), then a hard negative where one is asked for
+image:  decoded (images.py) and transformed (transforms.py) to uint8 [3, S, S]; the device normalises it
+texts:  K captions drawn from those of the sample (captions.py), then a hard negative if requested
 
-Bytes are only ever parsed as an image, as text or as JSON. Nothing is unpickled or evaluated.
+Bytes are only parsed as an image, as text or as JSON. Nothing is unpickled or evaluated.
 """
 
 import hashlib
@@ -26,9 +26,9 @@ from infcl.data.workers import stack
 
 _TRANSFORM_STREAM = 0  # of `draw`; replacements of bad samples use streams 1, 2, ...
 _CAPTION_STREAM = 1 << 33
-_CHOICE_STREAM, _NEGATIVE_STREAM = (1 << 33) + 1, (1 << 33) + 2  # which of several captions, of hard negatives
+_CHOICE_STREAM, _NEGATIVE_STREAM = (1 << 33) + 1, (1 << 33) + 2  # choices of captions and of hard negatives
 
-# What comes with a micro-batch: {"skipped": [(cause, shard, message), ...], "noted": [cause, ...]}
+# The log of a micro-batch: {"skipped": [(cause, shard, message), ...], "noted": [cause, ...]}
 ReadLog = dict[str, list]
 
 
@@ -40,9 +40,20 @@ def decode_record(
     random: np.ndarray | None = None,
     shrink: Callable[[int, int], int] | None = None,
 ) -> tuple[np.ndarray, list[str], list[str]]:
-    """(image uint8 [H, W, 3], captions, notes). Notes name what was tolerated. Raises BadSample.
+    """Decode the image and all captions of a record.
 
-    `random`, float64 [json keys] in [0, 1), is needed where `keys` has json_probs. shrink: see `decode_image`.
+    Args:
+        record: the undecoded sample.
+        keys: where its captions are.
+        limits: which images are rejected by their header.
+        random: float64 [json keys] in [0, 1), needed if `keys` has json_probs.
+        shrink: see `decode_image`.
+
+    Returns:
+        The image, uint8 [H, W, 3]; the captions; notes on what was tolerated.
+
+    Raises:
+        BadSample: the image or the captions cannot be used.
     """
     if record.fault is not None:
         raise BadSample(record.fault.cause, str(record.fault))
@@ -54,11 +65,13 @@ def decode_record(
 
 @dataclass(frozen=True)
 class SampleTexts:
-    """Which texts of a sample a run takes, and what makes two samples the same.
+    """Which texts of a sample a run uses, and which samples count as duplicates.
 
-    captions: K, drawn of those that a sample has; all and some again where it has fewer.
-    negatives: key of the json whose text, or one drawn of its list, follows the captions as a hard negative.
-    same: "image" or "caption" (equal bytes), or "key:NAME" (equal values in the json); None: nothing is compared.
+    Args:
+        captions: K, the number of captions drawn per image; captions repeat if a sample has fewer.
+        negatives: key of the json member with a hard negative (a text, or a list of which one is drawn), or None.
+        same: samples are duplicates if these are equal: "image" (bytes), "caption" (text, except for white space) or
+            "key:NAME" (value in the json member). None: samples are not compared.
     """
 
     captions: int = 1
@@ -67,7 +80,7 @@ class SampleTexts:
 
     @property
     def count(self) -> int:
-        """Texts of each image."""
+        """Texts per image, t."""
         return self.captions + (self.negatives is not None)
 
     @property
@@ -81,14 +94,14 @@ DEFAULT_TEXTS = SampleTexts()
 class DecodedSample(NamedTuple):
     image: torch.Tensor  # uint8 [3, S, S]
     texts: list[str]  # the captions, then the hard negative
-    same: int  # the id of SampleTexts.same, at least 0
+    same: int  # equal for duplicates (SampleTexts.same), at least 0
 
 
 class SampleDecoder:
-    """Records -> one micro-batch and its log.
+    """Decoder of records to samples, and of samples to a micro-batch.
 
-    {"images" uint8 [m, 3, S, S], "texts" int64 [m t, L], "ids" int64 [m]}, with "same_ids" int64 [m] where
-    `SampleTexts.same` is given; t = SampleTexts.count, an image's texts are neighbours.
+    A micro-batch is {"images": uint8 [m, 3, S, S], "texts": int64 [m t, L], "ids": int64 [m]}, with "same_ids": int64
+    [m] if `SampleTexts.same` is set. t is SampleTexts.count; the texts of an image are adjacent.
     """
 
     def __init__(
@@ -105,11 +118,11 @@ class SampleDecoder:
         self.texts = texts
 
     def batch_bytes(self, size: int) -> int:
-        """The memory of a micro-batch of `size` samples."""
+        """Return the size in bytes of a micro-batch of `size` samples."""
         return size * (3 * self.transform.image_size**2 + 8 * self.texts.count * self.tokenizer.context_length + 16)
 
     def decode(self, record: Record, epoch: int, position: int, log: ReadLog) -> DecodedSample:
-        """The sample; what is drawn is a function of (seed, epoch, position). Raises BadSample."""
+        """Decode a record. (seed, epoch, position) determine all random choices. Raises BadSample."""
         choice = None
         if self.keys.json_probs:
             raw = draw(self.seed, epoch, position, stream=_CAPTION_STREAM, count=len(self.keys.json_keys))
@@ -135,6 +148,7 @@ class SampleDecoder:
         return DecodedSample(self.transform(image, random), texts, same)
 
     def batch(self, samples: list[DecodedSample], ids: list[int], log: ReadLog) -> dict[str, Any]:
+        """Collate samples and their global numbers to a micro-batch; note truncated captions in `log`."""
         before = self.tokenizer.truncated
         texts = self.tokenizer([text for sample in samples for text in sample.texts])
         log["noted"].extend(["caption_truncated"] * (self.tokenizer.truncated - before))
@@ -156,7 +170,7 @@ def _negatives(values: dict[str, Any], key: str) -> list[str]:
 
 
 def _same_id(same: str | None, image: bytes, caption: str, values: dict[str, Any]) -> int:
-    """63 bits of a hash. Two different ones of a billion are equal with probability 0.05."""
+    """Return a 63-bit hash of the compared value. A billion samples have a collision with probability 0.05."""
     if same is None:
         return 0
     if same.startswith("key:"):

@@ -1,10 +1,10 @@
-"""The spool: whole shards on local disk, for storage that cannot be read at random.
+"""The spool: a local cache of full shards, for storage without random access.
 
-In:  a url and a function that writes its bytes.
-Out: a local path. A shard is fetched once for all processes of a host (a lock per shard), under a temporary name that
-     is renamed when it is complete, so a file in the spool is whole. Beyond the limit, the shards used longest ago
-     are removed; a process that still has one open keeps reading it. What a killed process left of a shard is removed
-     too, when another one is spooled.
+In:  a url, and a function that writes its bytes.
+Out: a local path. A lock per shard ensures that the processes of a node fetch each shard once. A shard is written under
+     a temporary name and renamed when complete, so every file in the spool is complete. Above the size limit, the least
+     recently used shards are removed; a process that has one open can still read it. Spooling a shard also removes the
+     temporary files of killed processes.
 """
 
 import fcntl
@@ -18,15 +18,15 @@ from typing import BinaryIO, cast
 
 from infcl.data.storage import ShardFault, StorageOptions
 
-MIN_BYTES_PER_SECOND = 16 << 10  # slower transfers end
+MIN_BYTES_PER_SECOND = 16 << 10  # slower transfers are stopped
 TOO_SLOW = f"slower than {MIN_BYTES_PER_SECOND >> 10} KB/s"
-_FREE_BYTES = 256 << 20  # of the disk, which a copy leaves
-_BYTES_BETWEEN_LOOKS = 64 << 20  # at what is free
-_GROWS_WITHIN_SECONDS = 60  # a file that is being written: on shared storage, locks may not reach other hosts
+_FREE_BYTES = 256 << 20  # disk space that a copy must leave free
+_BYTES_BETWEEN_LOOKS = 64 << 20  # written between checks of the free space
+_GROWS_WITHIN_SECONDS = 60  # if it has a writer: on shared storage, other nodes may not see the lock
 
 
 def spooled(url: str, write: Callable[[BinaryIO], None], options: StorageOptions) -> Path:
-    """The local copy of `url`; `write` makes it where there is none. Raises what `write` raises."""
+    """Return the path of the local copy of `url`, which `write` creates if needed. Raises what `write` raises."""
     folder = spool_folder(options)
     folder.mkdir(parents=True, exist_ok=True)
     path = spool_path(url, options)
@@ -34,7 +34,7 @@ def spooled(url: str, write: Callable[[BinaryIO], None], options: StorageOptions
         fcntl.flock(lock, fcntl.LOCK_EX)
         if path.exists():
             stat = path.stat()
-            os.utime(path, ns=(time.time_ns(), stat.st_mtime_ns))  # used now
+            os.utime(path, ns=(time.time_ns(), stat.st_mtime_ns))  # mark as recently used
             return path
         temporary = path.with_suffix(f".{os.getpid()}.tmp")
         try:
@@ -48,12 +48,14 @@ def spooled(url: str, write: Callable[[BinaryIO], None], options: StorageOptions
 
 
 class _Bounded:
-    """A file of the spool, to write to. Raises ShardFault beyond --data-cache-gb and before the disk is full, and
-    TimeoutError where the bytes only trickle in."""
+    """Writer of a spool file with limits.
+
+    It raises ShardFault above --data-cache-gb or if the disk is almost full, and TimeoutError if the data is too slow.
+    """
 
     def __init__(self, file: BinaryIO, options: StorageOptions):
         self._file, self._limit, self._written, self._look_at = file, options.copy_bytes, 0, 0
-        self._deadline = time.monotonic() + options.timeout  # of the first byte
+        self._deadline = time.monotonic() + options.timeout  # for the first byte
 
     def write(self, data: bytes) -> None:
         self._written += len(data)
@@ -81,12 +83,12 @@ def spool_folder(options: StorageOptions) -> Path:
 
 
 def _removed_if_left_over(temporary: Path) -> bool:
-    """Remove a temporary file that nobody writes: a writer holds its shard's lock, and a lock ends with its process."""
+    """Remove a temporary file without a writer: a writer holds its shard's lock until its process exits."""
     try:
         with open(temporary.with_name(f"{temporary.name.split('.')[0]}.lock"), "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             temporary.unlink(missing_ok=True)
-    except OSError:  # it is being written, or is another user's
+    except OSError:  # it has a writer, or belongs to another user
         return False
     return True
 
@@ -97,7 +99,7 @@ def _make_room(folder: Path, newest: Path, limit: int) -> None:
         try:
             stat = path.stat()
         except FileNotFoundError:
-            continue  # another process made room
+            continue  # another process has removed it
         if path.suffix == ".tmp":
             if time.time() - stat.st_mtime > _GROWS_WITHIN_SECONDS and _removed_if_left_over(path):
                 continue

@@ -1,11 +1,11 @@
-"""Storage: one shard, wherever it is stored, as a file that is read at (offset, size).
+"""Storage: a shard on any kind of storage, as a file for reads at (offset, size).
 
-A shard is a path, `http(s)://`, any other `scheme://` that fsspec knows (s3, gs, hdfs, ...), or `pipe:COMMAND`; opened
-(remote.py) it is a `ShardFile`: its size, a number that changes when its content may have changed, and `pread`. Here is
-what all kinds share, and local files; the others are in remote.py.
+A shard is a path, `http(s)://`, any other `scheme://` that fsspec supports (s3, gs, hdfs, ...), or `pipe:COMMAND`.
+remote.py opens it as a `ShardFile`, which has a size, a version that changes if the content may have changed, and
+`pread`. This module has the common parts and local files; remote.py has the other kinds.
 
-A read that fails is tried again with back-off (`retry`); what then still fails is a `ShardFault` with a cause, which
-is counted, and never a wrong byte.
+A failed read is retried with back-off (`retry`). If it still fails, it raises a `ShardFault` with a cause, which is
+counted. A read never returns wrong bytes.
 """
 
 import contextlib
@@ -18,13 +18,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Protocol, TextIO, TypeVar
 
-MAX_LINE = 16 << 20  # characters of a text file's line
+MAX_LINE = 16 << 20  # characters per line of a text file
 _SMALLEST_LIMIT = 1 << 30
 T = TypeVar("T")
 
 
 class ShardFault(Exception):
-    """A shard that cannot be used now. `cause` is a counter's name."""
+    """A shard that currently cannot be used. `cause` is the name of a counter."""
 
     def __init__(self, cause: str, message: str):
         super().__init__(message)
@@ -33,10 +33,15 @@ class ShardFault(Exception):
 
 @dataclass(frozen=True)
 class StorageOptions:
-    """timeout: seconds without a byte. attempts, backoff: tries, and the wait after the first, which then doubles.
+    """Settings for reading shards.
 
-    cache, cache_bytes: the spool's folder (default ~/.cache/infcl/shards) and its limit. allow_pipe: `pipe:` runs a
-    shell command, so it must be asked for.
+    Args:
+        timeout: seconds without a byte after which a read fails.
+        attempts: number of attempts per read.
+        backoff: seconds to wait after the first failed attempt; the wait doubles after each further one.
+        cache: folder of the spool (default ~/.cache/infcl/shards).
+        cache_bytes: size limit of the spool.
+        allow_pipe: allow `pipe:COMMAND`, which runs a shell command.
     """
 
     timeout: float = 30.0
@@ -48,7 +53,7 @@ class StorageOptions:
 
     @property
     def copy_bytes(self) -> int:
-        """The most that is copied of one shard, whatever its server sends: the spool's limit, where that is no toy."""
+        """Size limit in bytes of one spooled shard: the limit of the spool, but at least 1 GiB."""
         return max(self.cache_bytes, _SMALLEST_LIMIT)
 
 
@@ -57,13 +62,13 @@ DEFAULT_STORAGE = StorageOptions()
 
 class ShardFile(Protocol):
     file_bytes: int
-    version: int  # differs when the content may differ
+    version: int  # changes when the content may have changed
 
     def pread(self, size: int, offset: int) -> bytes:
-        """Up to `size` bytes from `offset`; fewer only at the end of the file."""
+        """Read `size` bytes at `offset`; fewer only at the end of the file."""
 
     def changed(self) -> bool:
-        """Whether the content may have changed since it was opened."""
+        """Return whether the content may have changed since the file was opened."""
 
     def close(self) -> None: ...
 
@@ -73,9 +78,18 @@ def is_remote(url: str) -> bool:
 
 
 def retry(attempt: Callable[[], T], what: str, options: StorageOptions) -> T:
-    """attempt(), until it succeeds or has failed `options.attempts` times, with about doubling waits in between.
+    """Call `attempt` until it succeeds, at most `options.attempts` times, with exponential back-off.
 
-    Raises ShardFault: "shard_missing" at once where there is no such file, "shard_unreadable" after the last attempt.
+    Args:
+        attempt: the function to call.
+        what: the path or url, for messages.
+        options: number of attempts and the back-off.
+
+    Returns:
+        The result of `attempt`.
+
+    Raises:
+        ShardFault: "shard_missing" at once if the file does not exist, "shard_unreadable" after the last attempt.
     """
     for number in range(1, options.attempts + 1):
         try:
@@ -87,22 +101,25 @@ def retry(attempt: Callable[[], T], what: str, options: StorageOptions) -> T:
                 message = f"{what}: {number} attempts failed, the last with {type(error).__name__}: {error}"
                 raise ShardFault("shard_unreadable", message) from error
         wait = options.backoff * 2 ** (number - 1)
-        time.sleep(random.SystemRandom().uniform(0.5, 1.0) * wait)  # thousands of workers do not come back at once
+        # random, so that thousands of workers do not retry at the same time
+        time.sleep(random.SystemRandom().uniform(0.5, 1.0) * wait)
     raise AssertionError("attempts is at least 1")
 
 
 def open_regular(path: str | os.PathLike, flags: int = os.O_RDONLY) -> int:
-    """A descriptor of a regular file, to read from. OSError where there is none; `ShardFault` "not_a_file", at once,
-    for all that may never end or answer: a FIFO, a device, a socket, a folder. `flags` are what open(opener=...) gives.
+    """Open a regular file and return its descriptor; usable as open(opener=...), which passes `flags`.
+
+    Raises OSError if there is no such file, and `ShardFault` "not_a_file" for a FIFO, a device, a socket or a folder,
+    from which a read might never return.
     """
-    if not stat.S_ISREG(os.stat(path).st_mode):  # before it is opened: opening a device may act on it
+    if not stat.S_ISREG(os.stat(path).st_mode):  # checked first: opening a device may have side effects
         raise ShardFault("not_a_file", f"{os.fspath(path)} is not a regular file")
-    return os.open(path, flags | os.O_NONBLOCK)  # a FIFO that took its place meanwhile does not wait for its writer
+    return os.open(path, flags | os.O_NONBLOCK)  # never block on a FIFO that has replaced the file meanwhile
 
 
 @contextlib.contextmanager
 def open_lines(path: str | os.PathLike, *, encoding: str = "utf-8", errors: str = "strict") -> Iterator[Iterator[str]]:
-    """Open a text file as an iterator over its lines. Raises ValueError when it cannot be read or a line has no end."""
+    """Open a text file as an iterator of lines. Raises ValueError if it is unreadable or a line exceeds MAX_LINE."""
     try:
         with open(path, encoding=encoding, errors=errors, newline="", opener=open_regular) as file:
             yield _bounded_lines(file)
@@ -120,7 +137,7 @@ def _bounded_lines(file: TextIO) -> Iterator[str]:
 
 
 class LocalFile:
-    """A regular file on a file system. `fixed_version` is for the spool's files, whose times say nothing."""
+    """A regular local file. `fixed_version` replaces the time stamp as version, for files of the spool."""
 
     def __init__(self, path: str | os.PathLike, *, fixed_version: int | None = None):
         self._descriptor = open_regular(path)
