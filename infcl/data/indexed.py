@@ -65,7 +65,7 @@ class IndexedDataset:
         return batch, log
 
     def exactly(self, epoch: int, first: int, ids: np.ndarray) -> dict[str, torch.Tensor]:
-        """Return the micro-batch at position `first` of exactly the samples `ids`. Raises BadSample; nothing is replaced."""
+        """Return the micro-batch at position `first` of the samples `ids`. Raises BadSample, replaces nothing."""
         log: ReadLog = {"skipped": [], "noted": []}
         records = self.collection.read(ids, on_part=lambda part: None)
         samples = [self.decoder.decode(record, epoch, first + i, log) for i, record in enumerate(records)]

@@ -1,4 +1,4 @@
-"""Random images and token rows in the shape of data, for measuring without any (--dataset-type synthetic)."""
+"""SyntheticLoader: random images and tokens, for benchmarks without a data set (--dataset-type synthetic)."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,11 +15,21 @@ from infcl.data.workers import WorkerBoard
 
 
 class SyntheticLoader(StepLoader):
-    """Random images and token rows with TrainLoader's interface, for measuring without data (--dataset-type synthetic).
+    """Loader of random images and tokens, with the interface of TrainLoader (--dataset-type synthetic).
 
-    A rank draws `pool` micro-batches once, from (seed, rank), and each (epoch, step, micro-batch) picks one of them.
-    A caption has 2 to context_length / 2 tokens, each length as often (of 77 positions 20 on average): ids in
-    [2, vocab_size) except `end_id`, which follows them, then `pad_id`.
+    A rank draws `pool` micro-batches once from (seed, rank). Each (epoch, step, micro-batch) uses one of them.
+    Captions have 2 to context_length / 2 tokens, uniformly distributed: for a context length of 77, 20 on average.
+    Token ids are in [2, vocab_size) except `end_id`. Then come `end_id` and padding (`pad_id`).
+
+    Args:
+        share: the samples of each step that this process reads.
+        image_size: side S of the square images, in pixels.
+        context_length: token positions per caption.
+        vocab_size: number of token ids.
+        seed: of the images, the tokens and the choice of micro-batches.
+        num_samples: samples per epoch, over all ranks.
+        end_id, pad_id: token ids of the end and of the padding.
+        pool: number of different micro-batches.
     """
 
     def __init__(
@@ -88,7 +98,7 @@ class _SyntheticSource:
 
     def micro_batches(self, epoch: int, step: int, again: range = range(0)) -> Iterator[tuple[MicroBatch, ReadLog]]:
         for start in self.share.positions(step, self.steps_per_epoch, again):
-            first = start - self.share.part * self.share.rows  # of the whole micro-batch
+            first = start - self.share.part * self.share.rows  # of the full micro-batch
             pick = int(draw(self.seed, epoch, first, stream=0, count=1)[0] % self.pool_size)
             ids = torch.arange(start, start + self.share.rows)
             yield {**self.pool[pick], "ids": ids}, {"skipped": [], "noted": []}

@@ -1,9 +1,9 @@
-"""A table of image files and captions, as open_clip reads it with --dataset-type csv, for the indexed reader.
+"""Tables of image files and captions (--dataset-type csv, as in open_clip), for the indexed reader.
 
-In:  a text file with a header line; two of its columns (by name) hold an image's path and its caption. A `::` list of
-     tables is one data set of several sources.
-Out: `TableReader`, which gives the records of rows at random. Rows are held as one block of bytes and their offsets, so
-     that workers share the memory (a list of strings would be copied to each, reference count by reference count).
+In:  a text file with a header line. Two columns, chosen by name, contain the path of an image and its caption. A `::`
+     list of tables is one data set with several sources.
+Out: `TableReader`, with random access to the records of rows. It keeps the rows as one block of bytes with offsets, so
+     that workers share the memory. Updates of reference counts would copy a list of strings into every worker.
 """
 
 import csv
@@ -25,11 +25,11 @@ from infcl.data.shards import check_factors, split_sources
 from infcl.data.storage import DEFAULT_STORAGE, MAX_LINE, ShardFault, StorageOptions, open_lines, retry
 
 _URL = re.compile(r"[A-Za-z][\w+.-]*://\S+")
-_TRIED = 1000  # images of a table that are looked for, at most, before training
+_TRIED = 1000  # images per table of which at least one must exist before training
 
 
 class TableColumns(NamedTuple):
-    """How a table is read: the character between columns, the names of the columns of image paths and of captions."""
+    """Format of a table: the column separator, and the names of the image and caption columns."""
 
     separator: str = "\t"
     image: str = "filepath"
@@ -40,7 +40,17 @@ DEFAULT_COLUMNS = TableColumns()
 
 
 class TableReader:
-    """Rows by number. An image path that is not absolute is relative to the working directory, or to the table."""
+    """Reader of a table's rows by number. Relative image paths start at the working directory or at the table's folder.
+
+    Args:
+        urls: paths of the tables, or a `::` list.
+        columns: the format of the tables.
+        factors: upsampling factors, one per table.
+        storage: time-outs and attempts.
+
+    Raises:
+        ValueError: a table cannot be read, lacks a column, or none of its first images exists.
+    """
 
     keys = DEFAULT_KEYS
 
@@ -54,7 +64,7 @@ class TableReader:
     ):
         self.paths, self.storage = split_sources(urls), storage
         block, ends, counts = bytearray(), [0], []
-        self._folders: list[str] = []  # of each table: where its relative paths begin
+        self._folders: list[str] = []  # base folder of the relative paths of each table
         found: Counter[str] = Counter()
         self.warnings: list[str] = []
         for path in self.paths:
@@ -70,7 +80,8 @@ class TableReader:
         self._block, self._ends = np.frombuffer(bytes(block), dtype=np.uint8), np.array(ends, dtype=np.int64)
         self.counts = np.array(counts, dtype=np.int64)
         self.factors = np.array(check_factors(factors, self.paths), dtype=np.float64)
-        content = (self._block, self._ends, self.counts, self.factors)  # not the folders: a copy is the same
+        # not the folders: a copy of the data has the same hash
+        content = (self._block, self._ends, self.counts, self.factors)
         self.sha256, self.found = hashlib.sha256(b"".join(part.tobytes() for part in content)).hexdigest(), dict(found)
         self.if_empty = "a table has a line of column names, then a line for each image (docs/howto/data.md)"
 
@@ -84,7 +95,7 @@ class TableReader:
     def read(
         self, samples: np.ndarray, *, images: bool = True, on_part: Callable[[int], None] = lambda part: None
     ) -> list[Record]:
-        """Return the records of int64 row numbers [n], in their order; `images=False` leaves the images unread."""
+        """Return the records of int64 row numbers [n], in their order. With `images=False`, the images are not read."""
         records = []
         for row in samples.tolist():
             part = int(np.searchsorted(np.cumsum(self.counts), row, side="right"))
@@ -98,7 +109,7 @@ class TableReader:
         return records
 
     def captions(self) -> Iterator[Record]:
-        """Yield every row's record, without its image."""
+        """Return an iterator over the records of all rows, without images."""
         parts = np.repeat(np.arange(len(self.counts)), self.counts)
         return (self._row(row, part) for row, part in enumerate(parts.tolist()))
 
@@ -111,7 +122,7 @@ class TableReader:
 
 def read_image(path: str, storage: StorageOptions = DEFAULT_STORAGE) -> bytes:
     """Return the bytes of an image file. Raises ShardFault."""
-    if path.startswith("pipe:"):  # a table is data: it never runs a command
+    if path.startswith("pipe:"):  # a table is data and must not run a command
         raise ShardFault("missing_image_file", f"{path!r} is no file")
 
     def attempt() -> bytes:
@@ -130,10 +141,10 @@ def read_image(path: str, storage: StorageOptions = DEFAULT_STORAGE) -> bytes:
 
 
 def _read_table(path: str, columns: TableColumns) -> tuple[list[tuple[str, str]], Counter, list[str]]:
-    """((image path, caption) of each row, counts of what was left out, warnings).
+    """Return ((image path, caption) of each row, counts of skipped rows by cause, warnings).
 
-    A quote at the start of a field that nothing closes takes the rows up to the next quote into its field: where lines
-    of a field look like rows, they are left out and counted.
+    An unclosed quote at the start of a field merges all rows up to the next quote into that field. If the lines of a
+    field look like rows, they are skipped and counted.
     """
     separator = columns.separator
     if len(separator) != 1:
@@ -161,7 +172,7 @@ def _read_table(path: str, columns: TableColumns) -> tuple[list[tuple[str, str]]
                 )
             problems["index/unclosed_quote"] += taken
         elif len(row) <= max(image_at, caption_at):
-            problems["index/bad_row"] += bool(row)  # an empty line is no row
+            problems["index/bad_row"] += bool(row)  # an empty line is not a row
         elif not row[image_at]:
             problems["index/no_image"] += 1
         else:
@@ -170,9 +181,9 @@ def _read_table(path: str, columns: TableColumns) -> tuple[list[tuple[str, str]]
 
 
 def _numbered_rows(path: str, separator: str) -> Iterator[tuple[int, int, list[str] | None]]:
-    """Yield (number of the first line, number of lines, fields) of each row; fields are None where csv gives up.
+    """Yield (number of the first line, number of lines, fields) of each row; fields is None if csv cannot parse it.
 
-    Raises ValueError where a quoted field takes all lines up to the end.
+    Raises ValueError if a quoted field extends to the end of the file.
     """
     at_end = False
 
@@ -181,7 +192,7 @@ def _numbered_rows(path: str, separator: str) -> Iterator[tuple[int, int, list[s
         yield from (line.replace("\0", "") for line in lines)
         at_end = True
 
-    before = csv.field_size_limit(MAX_LINE)  # Python's own is 128 K
+    before = csv.field_size_limit(MAX_LINE)  # the default is 128 K
     try:
         with open_lines(path, errors="surrogateescape") as lines:
             rows, first = csv.reader(without_nuls(lines), delimiter=separator), 1
@@ -194,7 +205,7 @@ def _numbered_rows(path: str, separator: str) -> Iterator[tuple[int, int, list[s
                 except csv.Error:
                     row = None
                 taken = rows.line_num + 1 - first
-                if at_end and row is not None:  # the reader has asked for more lines than there are
+                if at_end and row is not None:  # the reader needs more lines than the file has
                     raise ValueError(
                         f"{path}, line {first}: a quote opens there, or in the {taken} lines from there to the end, "
                         "and is never closed: remove it, or double it within a quoted field"
@@ -206,7 +217,7 @@ def _numbered_rows(path: str, separator: str) -> Iterator[tuple[int, int, list[s
 
 
 def _holds_rows(row: list[str], columns: int, image_at: int, separator: str, folder: str) -> bool:
-    """Whether a field of several lines has one with all columns, in which that of the image holds an image's name."""
+    """Return whether a line inside a field looks like a row: all columns, and an image name in the image column."""
     for field in row:
         for line in field.splitlines()[1:]:
             parts = line.split(separator)
@@ -222,9 +233,9 @@ def _names_image(name: str, folder: str) -> bool:
 
 
 def _folder_of(rows: list[tuple[str, str]], path: str) -> str:
-    """The folder of a table's relative paths: "" or the table's, where the first existing image is found.
+    """Return the base folder of a table's relative paths: "" or the table's folder, where the first image is found.
 
-    Raises ValueError when none of the first _TRIED local images exists.
+    Raises ValueError if none of the first _TRIED local images exists.
     """
     local = [image for image, _ in rows if "://" not in image][:_TRIED]
     folder = os.path.dirname(path)

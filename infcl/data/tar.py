@@ -1,8 +1,8 @@
-"""The members of a tar, intact or damaged, by its headers alone: name, offset of the data, size.
+"""Tar members: read name, data offset and size from the headers of an intact or damaged tar.
 
-The header layout is POSIX ustar, with PAX ('x') and GNU ('L') long names and base-256 sizes. In a damaged tar the
-search continues at the next valid header: only damaged members are lost, and the caller gets a report. (tarfile stops
-at damage, and its parser takes 29 us for a header where this one takes about 6.)
+The header layout is POSIX ustar, with PAX ('x') and GNU ('L') long names and base-256 sizes. After damage, the search
+continues at the next valid header. Only damaged members are lost, and the caller gets a report. Python's tarfile stops
+at damage, and parses a header in 29 us instead of about 6 us.
 """
 
 from collections.abc import Callable, Iterator
@@ -15,7 +15,13 @@ _MAX_PADDING = 64 << 10  # tar programs pad to a multiple of 10 KB, some of 32 K
 def tar_members(
     pread: Callable[[int, int], bytes], file_bytes: int, damage: list[str]
 ) -> Iterator[tuple[str, int, int]]:
-    """(name, data offset, size) of each regular member that is complete in the file; `damage` gets what is wrong."""
+    """Yield (name, data offset, size) of each complete regular member.
+
+    Args:
+        pread: (size, offset) -> bytes.
+        file_bytes: size of the tar.
+        damage: descriptions of all damage are appended to this list.
+    """
     position, long_name, long_size, after_damage = 0, None, None, False
     while True:
         header = pread(_BLOCK, position)
@@ -29,7 +35,7 @@ def tar_members(
                 damage.append(f"bad header at byte {position}")
             elif following is not None or not blank:
                 damage.append(f"an end-of-archive block at byte {position}, and more behind it")
-            elif not _BLOCK < file_bytes - position <= _MAX_PADDING:  # two blocks end a tar, padding may follow
+            elif not _BLOCK < file_bytes - position <= _MAX_PADDING:  # two zero blocks end a tar, then padding
                 damage.append(f"{file_bytes - position} zero bytes at the end: was it cut or never filled?")
             if following is None:
                 return
@@ -51,7 +57,7 @@ def tar_members(
         elif kind in b"0\x007":
             name, shortened = long_name or _short_name(header), long_name is None and header[99] != 0
             long_name = long_size = None
-            if not (after_damage and shortened):  # else its long name may have been what was damaged
+            if not (after_damage and shortened):  # else the damage may have destroyed its long name
                 yield name.decode("utf-8", "surrogateescape"), data, size
             after_damage = False
         elif kind not in b"gK":  # a link, folder or device: nothing to read
@@ -59,7 +65,7 @@ def tar_members(
 
 
 def _next_header(pread: Callable[[int, int], bytes], start: int, file_bytes: int) -> tuple[int | None, bool]:
-    """(offset of the next valid header, at or after `start`, or None; whether only zeros are before it)."""
+    """Return (offset of the next valid header at or after `start`, or None; whether only zeros precede it)."""
     blank = True
     for block in range(start, file_bytes, _SEARCH_BYTES):
         data = pread(_SEARCH_BYTES + _BLOCK, block)
@@ -81,7 +87,7 @@ def _short_name(header: bytes) -> bytes:
 
 
 def _number(field: bytes) -> int | None:
-    """A numeric header field: octal digits, or base 256 when the first bit is set; None if it is neither."""
+    """Parse a numeric header field: octal digits, or base 256 if the first bit is set; None if it is neither."""
     if field[0] & 0x80:
         return int.from_bytes(field[1:], "big") if field[0] == 0x80 else None  # 0xff: negative, never valid here
     digits = field.strip(b" \0") or b"0"
@@ -89,7 +95,7 @@ def _number(field: bytes) -> int | None:
 
 
 def _pax_records(data: bytes) -> dict[bytes, bytes]:
-    """{key: value} of PAX 'length key=value\\n' records; stops at the first one that is malformed."""
+    """Parse PAX records 'length key=value\\n' to {key: value}, up to the first malformed one."""
     records = {}
     while data:
         number, _, _ = data.partition(b" ")

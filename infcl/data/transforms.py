@@ -1,8 +1,8 @@
-"""Transforms: an image of any size -> the pixels that a tower sees, uint8 [3, S, S]; the device normalises them.
+"""Transforms: resize, crop and augment an image to uint8 [3, S, S] for the image tower.
 
-Training takes a random crop and applies the other augmentations of --aug-cfg, by random numbers that the caller draws.
-Evaluation takes the centre. Resizing is antialiased bicubic on uint8. The colour operations and their ranges are those
-of torchvision's ColorJitter; they run in float32 and are rounded once, at the end.
+Training uses a random crop and the other augmentations of --aug-cfg; the caller draws the random numbers. Evaluation
+uses the centre crop. Resizing is antialiased bicubic on uint8. The colour operations and their ranges are those of
+torchvision's ColorJitter. They run in float32, with one rounding at the end. The device normalises the pixels later.
 """
 
 import math
@@ -16,20 +16,31 @@ from infcl.models.preprocess import CLIP_PREPROCESS, Preprocess
 if TYPE_CHECKING:
     from PIL import Image
 
-_CROP_DRAWS = 23  # ten tries of (area, aspect), place, flip
+_CROP_DRAWS = 23  # ten tries of (area, aspect), crop position (2), flip
 JITTER_DRAWS = 8
 TRANSFORM_DRAWS = _CROP_DRAWS + 2 + JITTER_DRAWS  # random numbers that TrainTransform consumes
 _LUMA = (0.299, 0.587, 0.114)  # ITU-R BT.601
 
 
 class TrainTransform:
-    """RandomResizedCrop with antialiased bicubic resizing on uint8, then perhaps flip, colour jitter (colour.py), grey.
+    """RandomResizedCrop on uint8 with antialiased bicubic resizing, then optional flip, colour jitter and greyscale.
 
-    The crop's law is torchvision's: ten tries at area ~ U(scale) and aspect ~ exp U(log ratio), else the largest centre
-    crop within `ratio`. The defaults are open_clip's. Flipping is off by default: captions say left and right.
-    color_jitter: (brightness, contrast, saturation, hue), applied with `color_jitter_prob`, as in open_clip.
-    scaled_decode: let JPEGs be decoded at a half, a quarter or an eighth where the crop keeps 1.5 S pixels a side:
-    faster for sources above 800 pixels at S = 224, but not the same pixels (about 37 dB).
+    The crop has torchvision's distribution: ten tries with area ~ U(scale) and aspect ~ exp U(log ratio), else the
+    largest centre crop within `ratio`. The defaults are those of open_clip.
+
+    Args:
+        image_size: side S of the output, in pixels.
+        scale: range of the crop's area, as a fraction of the image.
+        ratio: range of the crop's aspect ratio, width / height.
+        hflip: probability of a horizontal flip; 0 by default, since captions mention left and right.
+        color_jitter: (brightness, contrast, saturation, hue), as in open_clip.
+        color_jitter_prob: probability of the colour jitter.
+        gray_scale_prob: probability of greyscale.
+        scaled_decode: decode JPEGs at 1/2, 1/4 or 1/8 of their size if the crop keeps at least 1.5 S pixels per side.
+            It is faster for sources above 800 pixels at S = 224, but the pixels differ (about 37 dB).
+
+    Raises:
+        ValueError: an argument is out of range.
     """
 
     def __init__(
@@ -68,7 +79,7 @@ class TrainTransform:
         self.scaled_decode = scaled_decode
 
     def __call__(self, image: np.ndarray, random: np.ndarray) -> torch.Tensor:
-        """image uint8 [H, W, 3], random float64 [TRANSFORM_DRAWS] in [0, 1) -> uint8 [3, S, S]."""
+        """Transform uint8 [H, W, 3] to uint8 [3, S, S], with random float64 [TRANSFORM_DRAWS] in [0, 1)."""
         top, left, height, width = self._crop(image.shape[0], image.shape[1], random)
         pixels = resize(image[top : top + height, left : left + width], self.image_size, self.image_size)
         if random[22] < self.hflip:
@@ -78,7 +89,7 @@ class TrainTransform:
         return grey(pixels) if random[_CROP_DRAWS + 1] < self.gray_scale_prob else pixels
 
     def shrink(self, height: int, width: int, random: np.ndarray) -> int:
-        """By how much the image may be decoded smaller, given the numbers of its crop: 1, 2, 4 or 8."""
+        """Return the factor (1, 2, 4 or 8) by which a JPEG may be decoded smaller, given its random numbers."""
         if not self.scaled_decode:
             return 1
         short = min(self._crop(height, width, random)[2:])
@@ -115,7 +126,17 @@ def _checked_jitter(amounts: Any) -> tuple[float, float, float, float]:
 
 
 def jitter(pixels: torch.Tensor, amounts: tuple[float, float, float, float], random: np.ndarray) -> torch.Tensor:
-    """Factors from [max(0, 1-a), 1+a], a hue shift from [-h, h], in random order; random: float64 [JITTER_DRAWS]."""
+    """Jitter the colours of uint8 [3, H, W], with the operations in random order.
+
+    Args:
+        pixels: uint8 [3, H, W].
+        amounts: (brightness, contrast, saturation, hue). Each factor is drawn from [max(0, 1 - a), 1 + a], the hue
+            shift from [-h, h] turns.
+        random: float64 [JITTER_DRAWS] in [0, 1).
+
+    Returns:
+        uint8 [3, H, W].
+    """
     image = pixels.float() / 255
     for operation in np.argsort(random[:4]).tolist():
         amount, u = amounts[operation], float(random[4 + operation])
@@ -137,7 +158,7 @@ def jitter(pixels: torch.Tensor, amounts: tuple[float, float, float, float], ran
 
 
 def grey(pixels: torch.Tensor) -> torch.Tensor:
-    """Return the luma of every pixel, in all three channels."""
+    """Replace all three channels of uint8 [3, H, W] by the luma."""
     return _to_bytes(luma(pixels.float() / 255)).expand(3, -1, -1).contiguous()
 
 
@@ -147,7 +168,7 @@ def luma(image: torch.Tensor) -> torch.Tensor:
 
 
 def shift_hue(image: torch.Tensor, turns: float) -> torch.Tensor:
-    """Move the hue of float [3, H, W] in [0, 1] by `turns` of the circle; HSV's saturation and value stay."""
+    """Rotate the hue of float [3, H, W] in [0, 1] by `turns`; HSV saturation and value do not change."""
     value, least = image.amax(0), image.amin(0)
     chroma = value - least
     safe = chroma.clamp(min=1e-12)
@@ -168,18 +189,21 @@ def _to_bytes(image: torch.Tensor) -> torch.Tensor:
 
 
 class EvalTransform:
-    """open_clip's evaluation transform: resize by `preprocess.resize_mode` (antialiased), then the centre S x S."""
+    """open_clip's evaluation transform: antialiased resize by `preprocess.resize_mode`, then the S x S centre crop."""
 
     def __init__(self, image_size: int, preprocess: Preprocess = CLIP_PREPROCESS):
         self.image_size, self.preprocess = image_size, preprocess
         self.mode = "bilinear" if preprocess.interpolation == "bilinear" else "bicubic"
 
     def __call__(self, image: np.ndarray) -> torch.Tensor:
-        """uint8 [H, W, 3] -> uint8 [3, S, S]."""
+        """Transform uint8 [H, W, 3] to uint8 [3, S, S]."""
         return self.crop(resize(image, *self.resized(*image.shape[:2]), mode=self.mode))
 
     def resized(self, height: int, width: int) -> tuple[int, int]:
-        """(height, width): shortest: that side S, the other rounded down; longest: that side S; squash: both."""
+        """Return the (height, width) to resize to.
+
+        "shortest" makes the shorter side S and rounds the other down; "longest" makes the longer side S; "squash" both.
+        """
         size = self.image_size
         if self.preprocess.resize_mode == "squash":
             return size, size
@@ -189,7 +213,7 @@ class EvalTransform:
         return size * height // short, size * width // short
 
     def crop(self, pixels: torch.Tensor) -> torch.Tensor:
-        """The centre [3, S, S] of [3, H, W], which is filled up where H or W is less."""
+        """Return the centre [3, S, S] of [3, H, W]; smaller images are padded."""
         size = self.image_size
         if min(pixels.shape[1:]) < size:
             rows, columns = max(0, size - pixels.shape[1]), max(0, size - pixels.shape[2])
@@ -200,15 +224,15 @@ class EvalTransform:
 
 
 class PillowTransform(EvalTransform):
-    """The same resize and crop through Pillow: the pixels of open_clip's and CLIP's own evaluation.
+    """The same resize and crop with Pillow, as in the evaluation code of open_clip and CLIP.
 
-    As there, an image becomes RGB after it is resized: with a palette the nearest pixels are taken, and transparency is
-    dropped. The two round differently: up to 1 % of the values of RGB images differ from EvalTransform's, mostly by one
-    level.
+    An image is converted to RGB after the resize. Palette images are therefore resized by nearest neighbour, and
+    transparency is dropped. Pillow rounds differently: up to 1 % of the values of RGB images differ from EvalTransform,
+    mostly by one level.
     """
 
     def __call__(self, image: "Image.Image") -> torch.Tensor:  # type: ignore[override]
-        """An image of Pillow's -> uint8 [3, S, S]."""
+        """Transform a Pillow image to uint8 [3, S, S]."""
         from PIL import Image
 
         height, width = self.resized(image.height, image.width)
@@ -218,7 +242,7 @@ class PillowTransform(EvalTransform):
 
 
 def resize(image: np.ndarray, height: int, width: int, *, mode: str = "bicubic") -> torch.Tensor:
-    """uint8 [H, W, 3] -> uint8 [3, height, width], antialiased, bit-equal to torchvision's tensor path."""
+    """Resize uint8 [H, W, 3] to uint8 [3, height, width], antialiased; bit-identical to torchvision on tensors."""
     pixels = torch.from_numpy(image).permute(2, 0, 1).unsqueeze(0)  # [1, 3, H, W], channels last
     if pixels.shape[2:] != (height, width):
         pixels = torch.nn.functional.interpolate(pixels, size=(height, width), mode=mode, antialias=True)

@@ -1,5 +1,7 @@
-"""Worker processes: torch's DataLoader with what both readers need, a check of the shared memory that it uses, and the
-board on which workers leave word of what they read and how much memory they hold."""
+"""Worker processes: the DataLoader of both readers, its resource checks, and a status board of the workers.
+
+On the board, each worker records which part it reads and how much memory it uses.
+"""
 
 import atexit
 import os
@@ -19,13 +21,13 @@ from torch.utils.data import DataLoader
 from infcl.config import counted
 
 _SHARED_MEMORY = "/dev/shm"
-_SPARE_FILES, _FILES_OF_ITEM = 32, 3  # in addition to the micro-batches; a tensor of one holds a file
-_TEMPORARY_BYTES = 107 - len("/pymp-12345678/listener-12345678")  # of 107 that Linux allows a socket's path
+_SPARE_FILES, _FILES_OF_ITEM = 32, 3  # files besides the micro-batches; files per micro-batch, one per tensor
+_TEMPORARY_BYTES = 107 - len("/pymp-12345678/listener-12345678")  # Linux limits the path of a socket to 107
 T = TypeVar("T")
 
 
 class NoBatch(RuntimeError):
-    """A micro-batch cannot be made; the message is one line. `exit_code`: 2 where the data is of no use, else 1."""
+    """A micro-batch cannot be produced. The message is one line. `exit_code` is 2 if the data is unusable, else 1."""
 
     def __init__(self, message: str, exit_code: int = 1):
         super().__init__(message)
@@ -33,10 +35,9 @@ class NoBatch(RuntimeError):
 
 
 class WorkerBoard:
-    """A table in shared memory, one row a worker: [part that it reads or -1, since when, its resident memory in MB].
+    """Status of the workers in shared memory.
 
-    `watch` passes items on. It raises NoBatch where a worker returned one, where the workers cannot start, and after
-    the DataLoader's time-out, with what each worker was reading.
+    There is one row per worker: [part that it reads or -1, start time (s), resident memory (MB)].
     """
 
     def __init__(self, num_workers: int, timeout: float, name_of: Callable[[int], str]):
@@ -44,21 +45,26 @@ class WorkerBoard:
         self._rows = torch.full((max(1, num_workers), 3), -1.0, dtype=torch.float64).share_memory_()
 
     def __getstate__(self) -> dict:
-        return self.__dict__ | {"name_of": None}  # for the main process alone
+        return self.__dict__ | {"name_of": None}  # used only in the main process
 
     def reads(self, part: int) -> None:
-        """A worker starts to read a part."""
+        """Record that this worker starts to read a part."""
         self._rows[self._worker(), :2] = torch.tensor([part, time.monotonic()], dtype=torch.float64)
 
     def rests(self) -> None:
-        """A worker has finished an item."""
+        """Record that this worker has finished an item."""
         self._rows[self._worker()] = torch.tensor([-1, time.monotonic(), resident_mb()], dtype=torch.float64)
 
     def memory_mb(self) -> list[float]:
-        """Resident memory of each worker after its last item, in MB."""
+        """Return the resident memory of each worker after its last item, in MB."""
         return [megabytes for megabytes in self._rows[:, 2].tolist() if megabytes >= 0]
 
     def watch(self, loader: Iterable[T | NoBatch]) -> Iterator[T]:
+        """Yield the items of `loader`.
+
+        Raises NoBatch if a worker returned one, if the workers cannot start, or after the DataLoader's time-out. The
+        message then says what each worker was reading.
+        """
         try:
             items = iter(loader)
         except OSError as error:
@@ -91,10 +97,10 @@ class WorkerBoard:
 
 
 def stack(tensors: list[torch.Tensor]) -> torch.Tensor:
-    """torch.stack; in a worker straight into shared memory, as torch's own collation does.
+    """Return torch.stack(tensors); in a worker, stack directly into shared memory, as torch's own collation does.
 
-    A batch that is moved there afterwards is copied once more, and leaves holes in the worker's heap: 830 MB after a
-    hundred batches of 128 images, against 165 MB this way.
+    Moving a batch to shared memory later would copy it again and fragment the worker's heap. After a hundred batches of
+    128 images, that takes 830 MB instead of 165 MB.
     """
     if torch.utils.data.get_worker_info() is None:
         return torch.stack(tensors)
@@ -109,7 +115,7 @@ def _size(size: int) -> str:
 
 
 def resident_mb() -> float:
-    """Resident memory of this process in MB; 0 where the system does not tell."""
+    """Return the resident memory of this process in MB; 0 if the system does not report it."""
     try:
         with open("/proc/self/statm") as file:
             return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6
@@ -118,9 +124,14 @@ def resident_mb() -> float:
 
 
 def describe_death(error: RuntimeError, rank: int, memory_mb: Sequence[float]) -> str | None:
-    """What to tell of a worker that died, as torch has found out; None for other errors.
+    """Return the message for a worker that died, or None for other errors.
 
-    torch raises from the handler of a signal, so in whatever line the rank is. memory_mb: `WorkerBoard.memory_mb`.
+    torch raises the error in a signal handler, so it can occur at any line of the rank.
+
+    Args:
+        error: the error that torch raised.
+        rank: rank of this process.
+        memory_mb: `WorkerBoard.memory_mb`.
     """
     words = str(error).partition("\n")[0]
     if not re.match(r"DataLoader worker \(pid\S* [\d, ]+\) (is killed|exited unexpectedly)", words):
@@ -134,19 +145,23 @@ def describe_death(error: RuntimeError, rank: int, memory_mb: Sequence[float]) -
 
 @cache
 def end_of_rank() -> torch.Tensor:
-    """bool [] in shared memory: whether this process, the rank, has begun to end. One for all of its DataLoaders."""
+    """Return a bool [] in shared memory: whether this process (the rank) is exiting. All its DataLoaders share it."""
     flag = torch.zeros((), dtype=torch.bool).share_memory_()
-    atexit.register(flag.fill_, True)  # before multiprocessing's own, which ends the workers
+    atexit.register(flag.fill_, True)  # runs before multiprocessing's handler, which stops the workers
     return flag
 
 
 def outlive_first_sigterm(rank_ends: torch.Tensor, _worker: int) -> None:
-    """In a worker: schedulers and launchers send SIGTERM to every process of a run, and the rank that uses this worker
-    still has a step and a checkpoint to make. The worker ends 30 s later, or at the second one; quietly, since the rank
-    takes any other end of a worker for a failure.
+    """Set the signal handlers of a worker: exit 30 s after the first SIGTERM, or at the second one.
 
-    rank_ends: the rank's end_of_rank(). Where the rank ends, by an error or not, it sends SIGTERM too and waits for its
-    workers, so they end at once. A shard that one was spooling stays behind unfinished; spool.py removes it later.
+    Schedulers and launchers send SIGTERM to every process of a run, but the rank still needs this worker to finish its
+    step and write a checkpoint. The worker exits with status 0, because the rank treats any other exit as a failure.
+
+    When the rank exits, with or without an error, it also sends SIGTERM and waits for its workers. They then exit at
+    once. The temporary file of a shard that a worker was spooling remains; spool.py removes it later.
+
+    Args:
+        rank_ends: the rank's end_of_rank().
     """
 
     def end(_number: int, _frame: Any) -> None:
@@ -167,12 +182,21 @@ def outlive_first_sigterm(rank_ends: torch.Tensor, _worker: int) -> None:
 def make_dataloader(
     dataset: Any, *, num_workers: int, prefetch_factor: int, item_bytes: int, **options: Any
 ) -> DataLoader:
-    """Items of `dataset` as they are, one micro-batch each, in order; pinned where there is a GPU.
+    """Return a DataLoader of the items of `dataset`, one micro-batch each, in order; pinned if there is a GPU.
 
-    Raises ValueError when this rank's workers alone would overflow shared memory: the workers' tensors lie there until
-    they are used, and overflowing it kills a worker with SIGBUS in the middle of a run. Or when TMPDIR is so long that
-    workers could not open the sockets through which they pass them, or too few files may be open (a tensor holds one
-    until it is used): the rank would wait for nothing until its time-out.
+    Without the checks below, a full shared memory would kill a worker with SIGBUS in the middle of a run. A long TMPDIR
+    or too few open files would make the rank wait until its time-out.
+
+    Args:
+        dataset: returns or yields micro-batches.
+        num_workers: worker processes; 0 reads in this process.
+        prefetch_factor: micro-batches that each worker reads ahead.
+        item_bytes: size of a micro-batch.
+        options: further options of torch's DataLoader.
+
+    Raises:
+        ValueError: this rank's prefetched micro-batches do not fit in shared memory; TMPDIR is too long for the
+            sockets of the workers; or the limit of open files is too low (each tensor in flight uses one).
     """
     folder = tempfile.gettempdir()
     if num_workers and (length := len(os.fsencode(folder))) > _TEMPORARY_BYTES:
@@ -203,6 +227,6 @@ def make_dataloader(
         prefetch_factor=prefetch_factor if num_workers else None,
         pin_memory=torch.cuda.is_available(),
         worker_init_fn=partial(outlive_first_sigterm, end_of_rank()) if num_workers else None,
-        generator=torch.Generator(),  # its own, so that starting an epoch leaves the training's random state alone
+        generator=torch.Generator(),  # its own, so that starting an epoch does not change the global random state
         **options,
     )

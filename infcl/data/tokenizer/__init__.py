@@ -1,16 +1,16 @@
-"""Captions -> token ids, by sentencepiece.
+"""Tokenizer: encode captions to token ids with sentencepiece.
 
 In:  list of str.
-Out: int64 [n, L]: ids, one eos, then padding; a caption that is too long is cut so that eos stays last.
+Out: int64 [n, L]: ids, one eos, then padding. A caption that is too long is cut so that eos stays last.
 Ids: pad 0, eos 1, unk 2, no bos (the layout of T5 and SigLIP). The text tower is causal and pools at the first eos, so
-     what follows it is inert.
+     the padding has no effect.
 
-Captions are cleaned before a tokenizer is learned and before they are encoded, as by open_clip's clean="canonicalize":
-`repair` undoes typographic quotes, full-width forms, entities and text in a wrong encoding, then `canonicalise` makes
-'_' a space, removes ASCII punctuation, lowers letters and collapses white space. Runs that began before captions were
-repaired are continued without (`repairs=False`).
+Captions are cleaned for training a tokenizer and for encoding, as with open_clip's clean="canonicalize". `repair` fixes
+typographic quotes, full-width forms, entities and wrong encodings. `canonicalise` replaces '_' by a space, removes
+ASCII punctuation, lower-cases letters and collapses white space. Older runs without `repair` continue without it
+(`repairs=False`).
 
-`python -m infcl.data.tokenizer train --train-data URLS --vocab-size N --out FILE` learns a model (learn.py).
+`python -m infcl.data.tokenizer train --train-data URLS --vocab-size N --out FILE` trains a model (learn.py).
 """
 
 import hashlib
@@ -29,7 +29,7 @@ _REMOVE_PUNCTUATION = str.maketrans("_", " ", string.punctuation.replace("_", ""
 def repair(caption: str) -> str:
     """'&quot;Caf\xe9&quot; \u2018\uff21\u2019' -> '"Caf\xe9" \'A\''; source: basic_clean of open_clip/tokenizer.py."""
     if caption.isascii() and caption.isprintable() and "&" not in caption:
-        return caption  # ftfy would return the same, after 50 us
+        return caption  # ftfy would return the same, but takes 50 us
     import ftfy
 
     return html.unescape(html.unescape(ftfy.fix_text(caption)))
@@ -42,21 +42,24 @@ def canonicalise(caption: str) -> str:
 
 
 class Tokenizer:
-    """A sentencepiece model with a context length. Pickles as its bytes, so workers need no file.
+    """A sentencepiece model with a context length. It pickles as bytes, so workers need no file.
 
     Args:
         model_path: the model file.
-        context_length: ids per caption, eos included.
+        context_length: token positions per caption, including eos.
         repairs: whether captions are repaired first (`TextConfig.repairs_captions`).
 
-    Attributes: vocab_size, context_length, pad_id, eos_id, sha256 (of the model file), truncated (captions cut so far
-    by this instance). Raises ValueError if the file is no such model.
+    Attributes: vocab_size, context_length, pad_id, eos_id, sha256 (of the model file), truncated (number of captions
+    that this instance has cut so far).
+
+    Raises:
+        ValueError: the file is no sentencepiece model, or has other ids for pad and eos.
     """
 
     def __init__(self, model_path: str | os.PathLike, context_length: int = 64, *, repairs: bool = True):
         try:
             self._load(Path(model_path).read_bytes(), context_length, repairs)
-        except (OSError, RuntimeError) as error:  # RuntimeError: sentencepiece's, of a file that it did not write
+        except (OSError, RuntimeError) as error:  # sentencepiece raises RuntimeError for a file of another format
             why = error.strerror if isinstance(error, OSError) else "it cannot be parsed"
             raise ValueError(f"tokenizer {model_path} is no sentencepiece model ({why})") from error
 
@@ -85,7 +88,7 @@ class Tokenizer:
         self._load(*state)
 
     def __call__(self, captions: Sequence[str]) -> torch.Tensor:
-        """n captions -> int64 [n, context_length]."""
+        """Encode n captions to int64 [n, context_length]."""
         texts = map(repair, captions) if self.repairs else captions
         ids = self._processor.encode([canonicalise(text) for text in texts], num_threads=1)
         tokens = torch.full((len(ids), self.context_length), self.pad_id, dtype=torch.int64)

@@ -1,4 +1,4 @@
-"""python -m infcl.data.tokenizer train: learn a tokenizer from shards or tables, and write its file."""
+"""python -m infcl.data.tokenizer train: train a tokenizer on the captions of shards or tables."""
 
 import argparse
 import os
@@ -31,7 +31,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     args = parser.parse_args(arguments)
     keys = SampleKeys(text=args.text_key, json_text=args.json_text_key)
     folder = next(path for path in Path(args.out).absolute().parents if path.exists())
-    if not folder.is_dir() or not os.access(folder, os.W_OK) or Path(args.out).is_dir():  # before an hour's reading
+    # checked first: reading may take an hour
+    if not folder.is_dir() or not os.access(folder, os.W_OK) or Path(args.out).is_dir():
         parser.error(f"--out {args.out}: name a file in a folder that can be written to")
     try:
         if args.dataset_type == "csv":

@@ -1,4 +1,4 @@
-"""Learning a tokenizer: captions, of shards or tables or any others -> a sentencepiece model file."""
+"""Tokenizer training: learn a sentencepiece model file from captions of shards, tables or other sources."""
 
 import contextlib
 import io
@@ -25,12 +25,21 @@ def train_tokenizer(
     byte_fallback: bool = False,
     num_threads: int = 4,
 ) -> None:
-    """Learn a sentencepiece model from captions and write it to `path` (atomically).
+    """Learn a sentencepiece model from captions and write it to `path` atomically.
 
-    The same captions, options and `num_threads` give the same file; for "unigram" another number of threads may not.
-    `byte_fallback` spells unknown characters in bytes (256 more ids) instead of one unk: for many languages.
-    Raises ValueError if the captions cannot fill `vocab_size`, with the largest possible size, or if `path` cannot be
-    written.
+    The same captions, options and `num_threads` give the same file. With "unigram", the file may depend on the number
+    of threads.
+
+    Args:
+        captions: the texts to learn from.
+        path: the model file to write.
+        vocab_size: number of token ids.
+        model_type: "bpe" or "unigram".
+        byte_fallback: encode unknown characters as bytes (256 more ids) instead of unk; useful for many languages.
+        num_threads: threads of sentencepiece.
+
+    Raises:
+        ValueError: the captions do not allow this `vocab_size`, or `path` cannot be written.
     """
     import sentencepiece
 
@@ -58,7 +67,7 @@ def train_tokenizer(
 
 
 def _reason(error: RuntimeError, model_type: str) -> str:
-    """sentencepiece's message in the words of the flags: of the vocabulary's size, or that there is no caption."""
+    """Translate sentencepiece's error message into one that mentions the flags."""
     if most := re.search(r"Please set it to a value <= (\d+)", str(error)):
         more = "" if model_type == "bpe" else ", or --model-type bpe, which makes more of few"
         return f"they give at most {most[1]} (--vocab-size {most[1]}, or more captions{more})"
@@ -70,7 +79,7 @@ def _reason(error: RuntimeError, model_type: str) -> str:
 
 
 def _write(path: Path, content: bytes) -> None:
-    """Atomically; ValueError, with nothing left behind, when the disk does not take it."""
+    """Write a file atomically. Raises ValueError and leaves no partial file if that fails."""
     temporary = Path(f"{path}.{os.urandom(4).hex()}.tmp")
     try:
         temporary.parent.mkdir(parents=True, exist_ok=True)
@@ -84,16 +93,16 @@ def _write(path: Path, content: bytes) -> None:
 
 
 def shard_captions(urls: str | Sequence[str], limit: int, *, keys: SampleKeys = DEFAULT_KEYS) -> Iterator[str]:
-    """Yield `captions_of` the shards that `urls` names."""
+    """Return an iterator over up to `limit` captions of the shards `urls`, see `captions_of`."""
     return captions_of(ShardReader(load_manifest(urls, keys=keys), keys), limit)
 
 
 def captions_of(reader: ShardReader | TableReader, limit: int) -> Iterator[str]:
-    """Yield up to `limit` captions from all over the data, the same each time, without reading an image."""
+    """Yield up to `limit` captions in a fixed random order of the data, without reading images."""
     plan, total = EpochPlan(reader.counts, chunk=64, seed=0, epoch=0), min(limit, int(reader.counts.sum()))
     for start in range(0, total, 1024):
         for record in reader.read(plan.samples(start, min(start + 1024, total)), images=False):
             try:
                 yield decode_caption(record, reader.keys)[0]
             except BadSample:
-                continue  # training counts and reports it
+                continue  # training counts and reports bad samples

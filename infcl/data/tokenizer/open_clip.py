@@ -1,11 +1,12 @@
-"""Tokenizers of other projects, through the installed open_clip: CLIP's own byte pairs, and Hugging Face's.
+"""Tokenizers of the installed open_clip: CLIP's byte-pair tokenizer and those of Hugging Face.
 
-`--tokenizer open_clip:MODEL` is the tokenizer of a model that open_clip has built in, `--tokenizer hf:NAME_OR_FOLDER`
-one of Hugging Face. Captions are cleaned and padded as open_clip does it, so that an exported model sees the same ids.
+`--tokenizer open_clip:MODEL` selects the tokenizer of a built-in model of open_clip, and `--tokenizer
+hf:NAME_OR_FOLDER` a tokenizer of Hugging Face. Captions are cleaned and padded as in open_clip, so that an exported
+model gets the same ids.
 
-The name may come from the run folder of someone else, and nothing that comes with a tokenizer is executed: a model's
-name only selects one of the JSON configs inside the installed package, which is read as data.
-open_clip.get_tokenizer is not called: it forwards a folder's trust_remote_code to AutoTokenizer.
+The name may come from another user's run folder, so no code that comes with a tokenizer is executed. A model's name
+only selects a JSON config in the installed package, which is read as data. open_clip.get_tokenizer is not called,
+because it passes a folder's trust_remote_code to AutoTokenizer.
 """
 
 import hashlib
@@ -19,16 +20,16 @@ from infcl.data.tokenizer import Tokenizer
 from infcl.models.open_clip_config import open_clip_folder
 
 PREFIX, HF_PREFIX = "open_clip:", "hf:"
-_MAX_CACHE = 200_000  # words; open_clip's own cache grows without end
-_OPTIONS = ("clean", "strip_sep_token", "language")  # of text_cfg.tokenizer_kwargs; others could run code
+_MAX_CACHE = 200_000  # words; open_clip's own cache has no limit
+_OPTIONS = ("clean", "strip_sep_token", "language")  # accepted in text_cfg.tokenizer_kwargs; others could run code
 
 
 class OpenClipTokenizer:
-    """CLIP's byte-pair tokenizer, with the interface of `Tokenizer`. Ids: [start, ..., end, 0, ...], 49,408 of them.
+    """CLIP's byte-pair tokenizer, with the interface of `Tokenizer`. Ids are [start, ..., end, 0, ...], of 49,408.
 
     Args:
         name: "open_clip:MODEL", where MODEL is built into the installed open_clip.
-        context_length: tokens per caption.
+        context_length: token positions per caption.
 
     Raises:
         ValueError: open_clip is missing, MODEL is not built in (a folder, a hub name), or it has another tokenizer.
@@ -58,7 +59,7 @@ class OpenClipTokenizer:
         OpenClipTokenizer.__init__(self, *state)
 
     def __call__(self, captions: Sequence[str]) -> torch.Tensor:
-        """Return int64 [n, context_length] of n captions; a longer one is cut so that the end token stays last."""
+        """Encode n captions to int64 [n, context_length]; longer captions are cut so that the end token stays last."""
         if len(self._bpe.cache) > _MAX_CACHE:
             self._bpe.cache = {token: token for token in list(self._bpe.cache)[: len(self._bpe.all_special_ids)]}
         tokens = torch.zeros(len(captions), self.context_length, dtype=torch.int64)
@@ -75,13 +76,13 @@ class HuggingFaceTokenizer:
 
     Args:
         name: name on the hub or a folder, with or without "hf:".
-        context_length: tokens per caption.
-        text_cfg: open_clip's, whose tokenizer_kwargs and tokenizer_mode are followed.
+        context_length: token positions per caption.
+        text_cfg: open_clip's text config; its tokenizer_kwargs and tokenizer_mode are used.
 
     Attributes: vocab_size, context_length, pad_id, eos_id, sha256 (of its vocabulary and settings), truncated.
 
     Raises:
-        ValueError: it cannot be loaded, only by running code from it, or it has no padding token.
+        ValueError: it cannot be loaded, needs to run its own code, or has no padding token.
     """
 
     def __init__(self, name: str, context_length: int = 77, text_cfg: Mapping[str, Any] | None = None):
@@ -120,7 +121,7 @@ class HuggingFaceTokenizer:
         HuggingFaceTokenizer.__init__(self, *state)
 
     def __call__(self, captions: Sequence[str]) -> torch.Tensor:
-        """Return int64 [n, context_length] of n captions; a longer one is cut."""
+        """Encode n captions to int64 [n, context_length]; longer captions are cut."""
         tokens = self._tokenizer(list(captions))
         full = (tokens[:, -1] != self.pad_id).nonzero().flatten().tolist()
         if full:
@@ -133,7 +134,7 @@ AnyTokenizer = Tokenizer | OpenClipTokenizer | HuggingFaceTokenizer
 
 
 def open_clip_tokenizer(name: str, *, context_length: int) -> OpenClipTokenizer | HuggingFaceTokenizer:
-    """Return the tokenizer of "open_clip:MODEL". Raises ValueError where there is no such model or tokenizer."""
+    """Return the tokenizer of "open_clip:MODEL". Raises ValueError if there is no such model or tokenizer."""
     text_cfg = _built_in(name).get("text_cfg", {})
     if other := text_cfg.get("hf_tokenizer_name"):
         return HuggingFaceTokenizer(other, context_length, text_cfg)
@@ -141,7 +142,7 @@ def open_clip_tokenizer(name: str, *, context_length: int) -> OpenClipTokenizer 
 
 
 def _built_in(name: str) -> dict[str, Any]:
-    """The config of a model that open_clip has built in; ValueError for any other name."""
+    """Return the config of a built-in model of open_clip. Raises ValueError for any other name."""
     model = name.removeprefix(PREFIX).replace("/", "-")  # open_clip takes ViT-B/32 too
     configs = open_clip_folder() / "model_configs"
     if model not in {path.stem for path in configs.glob("*.json")}:
