@@ -1,8 +1,9 @@
-"""The process group: devices, rendezvous, and `Parallel`, the place of this process in it.
+"""The process group: device, rendezvous, and `Parallel`, the ranks and groups of this process.
 
-`init_parallel` works under deepspeed, torchrun, srun, mpirun and, with one rank, plain `python`. It starts the process
-group itself (NCCL on GPUs, gloo on CPUs), after all ranks have joined and compared what they run (rendezvous.py). So
-the time-out after which a hung collective ends the run is ours. Over several nodes a heartbeat runs from then on.
+`init_parallel` works under deepspeed, torchrun, srun, mpirun and, with one rank, plain `python`. First all ranks join
+and compare their software and settings (rendezvous.py). Then `init_parallel` starts the process group itself (NCCL on
+GPUs, gloo on CPUs), so it sets the timeout after which a hung collective ends the run. With several nodes it also
+starts a heartbeat.
 """
 
 import datetime
@@ -33,12 +34,12 @@ class Parallel:
 
     Attributes:
         dp_group: the group over which ZeRO averages.
-        ranks_per_node: None where nodes have different numbers.
-        tp_group: the tensor-parallel ranks that hold one copy of the model and see the same samples; None where every
+        ranks_per_node: None if the nodes have different numbers of ranks.
+        tp_group: the tensor-parallel ranks that share one copy of the model and see the same samples; None if every
             rank has its own copy.
-        tp_host_group: the same ranks, for tensors in host memory; None on GPUs where none is sent.
-        heartbeat: on the first rank of each of several nodes.
-        nodes: all nodes, where this module started the process group.
+        tp_host_group: the same ranks, for tensors in host memory; None on GPUs if no such tensor is sent.
+        heartbeat: on the first rank of each node in a run over several nodes, else None.
+        nodes: all nodes, if this module started the process group.
     """
 
     rank: int
@@ -54,7 +55,7 @@ class Parallel:
 
     @property
     def hosts(self) -> int:
-        """Number of nodes; 1 where this module did not start the process group."""
+        """Number of nodes; 1 if this module did not start the process group."""
         return max(1, len(self.nodes))
 
     @property
@@ -83,19 +84,22 @@ def init_parallel(
     run: str = "",
     settings: Mapping[str, str] = MappingProxyType({}),
 ) -> Parallel:
-    """Start the process group, unless the caller has. Collective.
+    """Start the process group, unless the caller has started one. Collective.
 
     Args:
-        device: auto, cuda or cpu. auto is cuda where a GPU is visible, unless DS_ACCELERATOR=cpu.
-        timeout_minutes: of the rendezvous and of a collective.
-        host_timeout: seconds without a heartbeat after which a node is lost.
+        device: auto, cuda or cpu. auto selects cuda if a GPU is visible, unless DS_ACCELERATOR=cpu.
+        timeout_minutes: limit of the rendezvous and of each collective.
+        host_timeout: seconds without a heartbeat after which a node counts as lost.
         interface: network interface for all connections.
-        run: what all ranks of this run, and few others, call it.
+        run: identifier that all ranks of this run have in common and other runs rarely have.
         settings: {name: value} that must be equal on all nodes.
 
+    Returns:
+        The ranks, groups and device of this process.
+
     Raises:
-        ValueError: no GPU for this rank; ranks of another run; nodes with other software, settings or devices; a
-            hostfile that does not exist; an interface that does not exist.
+        ValueError: there is no GPU for this rank; ranks belong to another run; nodes differ in software, settings or
+            devices; the hostfile or the interface does not exist.
         RuntimeError: ranks did not join in time.
     """
     rank, world_size, local_rank = read_environment()
@@ -132,9 +136,9 @@ def init_parallel(
 
 
 def _choose_device(device: str, local_rank: int) -> torch.device:
-    """The device of this rank; tells DeepSpeed, which takes LOCAL_RANK for the number of the GPU.
+    """Return the device of this rank. Set LOCAL_RANK for DeepSpeed, which reads it as the index of the GPU.
 
-    A launcher shows either all GPUs to each rank of a node, or, as `srun --gpus-per-task=1` does, to each its own.
+    A launcher makes all of a node's GPUs visible to each rank, or one GPU per rank, as `srun --gpus-per-task=1` does.
     """
     use_cuda = device == "cuda"
     if device == "auto":
@@ -160,24 +164,24 @@ def _choose_device(device: str, local_rank: int) -> torch.device:
 
 
 def _identity(device: torch.device) -> str | None:
-    """What no two GPUs have in common; None for a CPU."""
+    """Return the UUID of a GPU; None for a CPU."""
     return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
 
 
 def why_no_gpu() -> str:
-    """Return the end of the sentence "no GPU is visible": a reason where torch is built without CUDA, else ""."""
+    """Return the end of the sentence "no GPU is visible": the reason if torch is built without CUDA, else ""."""
     return "" if torch.version.cuda else f" (torch {torch.__version__} is built without CUDA)"
 
 
 def _share_cores(num_ranks: int, *, bound: bool) -> None:
-    """Give torch in this process its share of the node's cores, unless OMP_NUM_THREADS says how many threads it has.
+    """Limit torch's threads to this rank's share of the node's cores, unless OMP_NUM_THREADS is set.
 
-    By default torch takes all cores in each of a node's ranks, and its threads wait for each other. A container may
-    have only some of the node's cores, for all its ranks together.
+    By default torch uses all cores in each rank of a node, and the threads wait for each other. A container may have
+    only some of the node's cores, for all its ranks together.
 
     Args:
         num_ranks: ranks of this node.
-        bound: the cores that this process may run on are its own, as where mpirun and srun bind ranks.
+        bound: the launcher has bound this process to its own cores, as mpirun and srun do.
     """
     if "OMP_NUM_THREADS" not in os.environ:
         cores = os.cpu_count() or 1
@@ -188,7 +192,7 @@ def _share_cores(num_ranks: int, *, bound: bool) -> None:
 
 
 def destroy_parallel(parallel: Parallel | None = None) -> None:
-    """Leave the process group together with the other ranks: NCCL waits for all."""
+    """Destroy the process group. All ranks must call this, since NCCL waits for all of them."""
     if parallel is not None and parallel.heartbeat is not None:
         parallel.heartbeat.close()
     if dist.is_initialized():
@@ -196,7 +200,7 @@ def destroy_parallel(parallel: Parallel | None = None) -> None:
 
 
 def rank_and_host(parallel: Parallel) -> str:
-    """Name this process for people: "rank 5 on worker-2"; "rank 5" on a single node."""
+    """Return this process's name for messages: "rank 5 on worker-2", or "rank 5" on a single node."""
     if parallel.hosts == 1:
         return f"rank {parallel.rank}"
     here = next(node.host for node in reversed(parallel.nodes) if node.first_rank <= parallel.rank)
@@ -212,5 +216,5 @@ def describe_ranks(parallel: Parallel) -> str:
 
 
 def ranks_of_host(parallel: Parallel) -> int:
-    """Return how many ranks share a node's memory; all where nodes have different numbers."""
+    """Return the number of ranks that share a node's memory: all ranks if nodes have different numbers."""
     return parallel.ranks_per_node or parallel.world_size

@@ -1,13 +1,13 @@
-"""Heartbeat: a lost node ends the run on every other node within `timeout`, with its name.
+"""Heartbeat: detect a lost node within `timeout`, report its name, and end the run on all other nodes.
 
-A collective that waits for a node without power or network sees no closed connection: only the process group's
-time-out, half an hour, would end it, without a name. So the first rank of each node counts up in the run's store every
-few seconds, in a thread, and rank 0 checks that all counters move. When a counter stands still for `timeout` seconds,
-rank 0 reports the node in the log and in the store. Each node's first rank then exits, and its launcher ends the
-others. A node that cannot reach the store for as long ends by itself.
+A collective that waits for a node without power or network sees no closed connection. Only the process group's timeout
+of half an hour would end it, without the name of the node. So a thread on each node's first rank increments a counter
+in the run's store every few seconds. Rank 0 checks that all counters advance. If a counter has not changed for
+`timeout` seconds, rank 0 reports the node in the log and in the store. Each node's first rank then exits, and its
+launcher stops the others. A node that cannot reach the store for about as long exits by itself.
 
-A thread cannot end what the main thread waits for, so the process exits at once, with code 69 (EX_UNAVAILABLE). Work
-since the last checkpoint is lost; a checkpoint half-written is not used.
+A thread cannot interrupt the call that the main thread waits for. So the process exits at once, with code 69
+(EX_UNAVAILABLE). Work since the last checkpoint is lost, and a half-written checkpoint is not used.
 """
 
 import atexit
@@ -22,19 +22,19 @@ import torch.distributed as dist
 from infcl.parallel.rendezvous import Node
 
 HOST_LOST = 69
-LEAVING = 20.0  # seconds, at most, in which a call of the store comes back: on a busy node two were too few
+LEAVING = 20.0  # seconds to wait for a call of the store at exit; 2 s were too few on a busy node
 _MESSAGE = "lost host"
 
 
 class Heartbeat:
-    """Runs from construction until `close`, on the first rank of a node.
+    """Heartbeat threads on the first rank of a node, from construction until `close`.
 
     Args:
-        store: of the run, served by rank 0.
+        store: the run's store, served by rank 0.
         nodes: all nodes.
-        rank: this process's.
-        timeout: seconds of silence after which a node is lost.
-        exit: called with HOST_LOST where the run has to end.
+        rank: rank of this process.
+        timeout: seconds without a heartbeat after which a node counts as lost.
+        exit: function that ends the process; called with HOST_LOST.
     """
 
     def __init__(
@@ -51,14 +51,14 @@ class Heartbeat:
         self.interval = min(5.0, timeout / 5)
         self._closed = threading.Event()
         self._reached_at = time.monotonic()  # when the store last answered
-        self._moved = [(0, time.monotonic())] * len(nodes)  # rank 0: (counter, since when) of every node
+        self._moved = [(0, time.monotonic())] * len(nodes)  # rank 0: (counter, time of its last change) per node
         self.threads = [threading.Thread(target=run, daemon=True) for run in (self._beat, self._wait)]
         for thread in self.threads:
             thread.start()
         atexit.register(self._leave)
 
     def close(self) -> None:
-        """Tell the others that this node has finished."""
+        """Notify the other nodes that this one has finished, and stop."""
         self._closed.set()
         try:
             self.store.set(_done(self.rank), "1")
@@ -66,9 +66,9 @@ class Heartbeat:
             pass  # rank 0 has finished, and the store with it
 
     def _leave(self) -> None:
-        """At the end of the process: stop without telling the others, who are to miss this node after a failure.
+        """Stop at exit without notifying the other nodes, so that they detect a failure of this one.
 
-        A thread that returns from the store's C++ while the interpreter is taken down would abort the process and
+        A thread that returns from the store's C++ code while the interpreter shuts down would abort the process and
         lose its exit code (process.py).
         """
         self._closed.set()
@@ -76,7 +76,7 @@ class Heartbeat:
             thread.join(timeout=LEAVING)
 
     def _beat(self) -> None:
-        """Counts and checks; hangs for good where the network is gone, which `_wait` notices."""
+        """Send heartbeats and check for a lost node. A lost network blocks this thread, which `_wait` detects."""
         try:
             while not self._closed.wait(self.interval):
                 self.store.add(_beats(self.rank), 1)
@@ -86,7 +86,7 @@ class Heartbeat:
                     self._look()
                 self._reached_at = time.monotonic()
         except dist.DistError:
-            pass  # rank 0 has ended, or its node is lost: `_wait` gives it the time that is allowed
+            pass  # rank 0 has exited or its node is lost: `_wait` ends the run after the time limit
 
     def _look(self) -> None:
         now = time.monotonic()
@@ -98,7 +98,7 @@ class Heartbeat:
             elif now - since > self.timeout:
                 message = f"no heartbeat from {node} for {now - since:.0f} s"
                 self.store.set(_MESSAGE, message)
-                time.sleep(2 * self.interval)  # the others read it
+                time.sleep(2 * self.interval)  # for the other nodes to read it
                 return self._end(message)
 
     def _wait(self) -> None:

@@ -1,4 +1,4 @@
-"""What a host runs: versions of what must be equal everywhere, and the commit of the source tree."""
+"""Host info: versions of the software that must be equal on all nodes, and the commit of the source tree."""
 
 import hashlib
 import platform
@@ -11,6 +11,7 @@ PACKAGES = ("torch", "triton", "deepspeed", "megatron-core", "sentencepiece", "w
 
 
 def package_versions() -> dict[str, str | None]:
+    """Return the versions of PACKAGES; None for a package that is not installed."""
     versions: dict[str, str | None] = {}
     for name in PACKAGES:
         try:
@@ -21,7 +22,7 @@ def package_versions() -> dict[str, str | None]:
 
 
 def software() -> dict[str, str | None]:
-    """{"commit", "source", "python", package: version}: what all ranks of a run must have in common."""
+    """Return what all ranks of a run must have in common: {"commit", "source", "python", package: version}."""
     commit = git_commit()
     return {
         "commit": commit and commit.removesuffix("+"),
@@ -32,7 +33,7 @@ def software() -> dict[str, str | None]:
 
 
 def _source_digest() -> str:
-    """Hash code and model configs, also files next to the package: checkouts of one commit may differ."""
+    """Hash all code and model configs, since checkouts of one commit may have different local changes."""
     digest = hashlib.sha256()
     package = Path(__file__).resolve().parent.parent
     root = package.parent
@@ -45,9 +46,9 @@ def _source_digest() -> str:
 
 
 def git_commit(where: Path | None = None) -> str | None:
-    """Commit of the tree around `where`, None: of this package, with '+' when it has local changes.
+    """Return the commit of the tree around `where` (None: this package), with '+' if it has local changes.
 
-    None outside a checkout or without git.
+    Return None outside a checkout or without git.
     """
     where = where or Path(__file__).resolve().parent
     try:
@@ -61,7 +62,11 @@ def git_commit(where: Path | None = None) -> str | None:
 
 
 def differences(there: Mapping[str, Mapping[str, str | None]]) -> list[str]:
-    """{host: its software or settings} -> a line for each thing that is not the same everywhere, with who has what."""
+    """Return a line per name whose value differs between nodes, with the nodes of each value.
+
+    Args:
+        there: {host: its software or settings}.
+    """
     lines = []
     for name in sorted({name for facts in there.values() for name in facts}):
         having: dict[str, list[str]] = {}

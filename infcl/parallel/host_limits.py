@@ -1,8 +1,8 @@
-"""Cores and bytes of memory that this node leaves to a process: the machine's, or those of its control groups.
+"""Cores and memory that a process may use: those of the node, or the limits of its control groups.
 
-Containers and schedulers (Docker, Kubernetes, Slurm) confine by control groups, version 1 or 2, one inside another: the
-tightest counts. The kernel ends a process when any of the groups around it is full. Page cache counts as used there,
-but the kernel gives it back before that.
+Containers and schedulers (Docker, Kubernetes, Slurm) set limits by nested control groups, version 1 or 2. The tightest
+limit applies. The kernel kills a process when any group around it is full. A group counts page cache as used memory,
+but the kernel frees it first.
 """
 
 import math
@@ -12,8 +12,8 @@ from pathlib import Path
 import psutil
 
 _PROCESS = Path("/proc/self")
-_UNLIMITED = 2.0**62  # bytes: version 1 has its largest number where there is no limit
-# file system of a version's mount -> its names of a group's limit, of the bytes in use, of the page cache among those
+_UNLIMITED = 2.0**62  # bytes; without a limit, version 1 reports its largest number
+# {file system type: (file of the limit, file of the used bytes, entries of the page cache in memory.stat)}
 _MEMORY = {
     "cgroup2": ("memory.max", "memory.current", ("inactive_file", "active_file")),
     "cgroup": ("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_inactive_file", "total_active_file")),
@@ -26,18 +26,18 @@ def host_memory_bytes() -> float:
 
 
 def available_host_bytes() -> float:
-    """Return the free memory of this node, or of the control group with the least left; page cache is free."""
+    """Return the free bytes of this node, or of the tightest control group; page cache counts as free."""
     left = [limit - _used(group, kind) for limit, group, kind in _memory_groups()]
     return min([float(psutil.virtual_memory().available), *left])
 
 
 def core_quota() -> float:
-    """Return how many cores the control groups let their processes keep busy together; inf without a limit."""
+    """Return the number of cores that the control groups allow all their processes together; inf without a limit."""
     return min((_quota(group, kind) for group, kind in _groups("cpu")), default=math.inf)
 
 
 def _memory_groups() -> Iterator[tuple[float, Path, str]]:
-    """(limit, folder, file system) of each group with a memory limit around this process, at any depth."""
+    """Yield (limit in bytes, folder, file system type) of each memory limit around this process, at any depth."""
     for group, kind in _groups("memory"):
         limit = group / _MEMORY[kind][0]
         if limit.is_file() and (text := limit.read_text().strip()) != "max" and float(text) < _UNLIMITED:
@@ -45,7 +45,7 @@ def _memory_groups() -> Iterator[tuple[float, Path, str]]:
 
 
 def _used(group: Path, kind: str) -> float:
-    """Bytes that a control group uses, without page cache."""
+    """Return the bytes that a control group uses, without page cache."""
     _, used, caches = _MEMORY[kind]
     stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
     return float((group / used).read_text()) - sum(int(stat[name]) for name in caches)
@@ -57,13 +57,13 @@ def _quota(group: Path, kind: str) -> float:
             allowed, period = (group / "cpu.max").read_text().split()
         else:
             allowed, period = ((group / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
-    except OSError:  # the root has no files of its own, groups inside may lack the controller; or it may not be read
+    except OSError:  # the root has no such files, a group may lack the controller, or the file is not readable
         return math.inf
     return math.inf if allowed == "max" or float(allowed) < 0 else float(allowed) / float(period)
 
 
 def _groups(controller: str) -> Iterator[tuple[Path, str]]:
-    """(folder, "cgroup" or "cgroup2") of each group that may limit this process; `controller`: memory or cpu."""
+    """Yield (folder, "cgroup" or "cgroup2") of each group that may limit this process. `controller`: memory or cpu."""
     for kind, folder, mount in _own_folders(controller):
         for group in (folder, *folder.parents):
             yield group, kind
@@ -72,10 +72,10 @@ def _groups(controller: str) -> Iterator[tuple[Path, str]]:
 
 
 def _own_folders(controller: str) -> Iterator[tuple[str, Path, Path]]:
-    """(file system, this process's own folder, mount) of each hierarchy that may limit it.
+    """Yield (file system type, folder of this process's group, mount) of each hierarchy that may limit the process.
 
-    A container may see its own group as the mount's root, under the host's or another name: paths that are not below
-    the mount's root lead to the mount. (So would a mount of a group that this process is not in.)
+    A container may see its own group as the mount's root, under the host's path or another one. So a path that is not
+    below the mount's root resolves to the mount itself. (So does a mount of a group without this process.)
     """
     files = _PROCESS / "cgroup", _PROCESS / "mountinfo"
     lines, mounts = (file.read_text().splitlines() if file.is_file() else [] for file in files)

@@ -1,4 +1,4 @@
-"""Addresses of this node, IPv4 or IPv6: of a network interface, of MASTER_ADDR, to listen on."""
+"""IPv4 and IPv6 addresses: of a network interface, of MASTER_ADDR, and the address on which rank 0 listens."""
 
 import os
 import socket
@@ -7,13 +7,14 @@ LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 def use_interface(interface: str | None) -> None:
-    """Let gloo and NCCL use one network interface. Without one, ranks of a single node use the loopback.
+    """Make gloo and NCCL use one network interface.
 
     Args:
-        interface: name such as "ib0"; None: what gloo and NCCL choose, or the loopback where MASTER_ADDR is that.
+        interface: name such as "ib0". None leaves the choice to gloo and NCCL, but gloo uses the loopback if
+            MASTER_ADDR is the loopback or not set.
 
     Raises:
-        ValueError: there is no such interface with an address.
+        ValueError: no such interface has an address.
     """
     if interface is not None:
         interface_addresses(interface)
@@ -28,7 +29,7 @@ def interface_addresses(interface: str) -> list[str]:
     """Return the addresses of a network interface, IPv4 first, without link-local IPv6 ones.
 
     Raises:
-        ValueError: with the interfaces that have an address.
+        ValueError: no such interface has an address; the message lists those that have one.
     """
     import psutil
 
@@ -48,11 +49,11 @@ def _addresses(entries: list) -> list[str]:
 
 
 def listen_address(master: str, interface: str | None) -> str | None:
-    """Return the address on which rank 0 listens; None: all of the node's.
+    """Return the address on which rank 0 listens, or None for all addresses of the node.
 
     Args:
         master: MASTER_ADDR, a name or an address, to which the other ranks connect.
-        interface: listen on this one alone.
+        interface: the only interface on which to listen, or None.
 
     Raises:
         ValueError: `master` has no address, or is not an address of `interface`.
@@ -78,7 +79,7 @@ def listen(address: str, port: int) -> socket.socket:
 
 
 def _resolve(name: str) -> str:
-    """The address of a name; the IPv4 one where it has both kinds."""
+    """Return the address of a name, IPv4 if it has both kinds."""
     try:
         found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
     except socket.gaierror as error:

@@ -1,11 +1,11 @@
-"""How the process of a rank ends: after atexit's functions, and without taking the interpreter down.
+"""Exit of a rank's process: run atexit's functions, then exit without shutting the interpreter down.
 
-Threads of the process group and of its store live in C++ and outlast `main`. One that needs the interpreter while that
-is being taken down can only be unwound, which C++ answers with an abort ("terminate called without an active
-exception"): the rank has done all its work, ends with code 134, and its launcher calls the run a failure. Seen in two
-of a hundred exits that left their process group behind, and on busy hosts a few times after it was destroyed.
+C++ threads of the process group and of its store outlive `main`. A thread that needs the interpreter during its
+shutdown can only be unwound, and C++ then aborts ("terminate called without an active exception"). The rank has done
+all its work but exits with code 134, so its launcher reports a failed run. This happened in two of a hundred exits
+that did not destroy the process group, and on busy nodes a few times after it was destroyed.
 
-A profiler that writes when the interpreter ends (python -m cProfile) writes nothing; one from outside (py-spy) does.
+A profiler that writes when the interpreter exits (python -m cProfile) writes nothing. An external one (py-spy) works.
 """
 
 import atexit
@@ -18,15 +18,15 @@ from typing import NoReturn
 
 
 def end_process(code: int) -> NoReturn:
-    """Run what was registered with atexit (loaders' workers are ended so), flush the streams, end with `code`.
+    """Run the functions registered with atexit (which stop loader workers), flush the streams, exit with `code`.
 
-    Threads are not waited for: after an interrupt the one that writes a checkpoint writes what nothing will publish.
-    Exceptions, argparse's SystemExit among them, do not come here and end the process as ever.
+    Threads are not joined: after an interrupt, the checkpoint thread writes a checkpoint that is never published.
+    Exceptions, including argparse's SystemExit, do not reach this function and end the process as usual.
     """
     try:
         atexit._run_exitfuncs()
         for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(OSError, ValueError):  # whoever read it is gone, or it is closed
+            with contextlib.suppress(OSError, ValueError):  # the reader has exited, or the stream is closed
                 stream.flush()
     finally:
         os._exit(code)
@@ -34,10 +34,12 @@ def end_process(code: int) -> NoReturn:
 
 @contextlib.contextmanager
 def spare_threads(count: int) -> Iterator[None]:
-    """Hold `count` more threads. Where a limit of processes allows fewer, a run would hang or end without a reason.
+    """Check that `count` more threads can start, and hold them inside the context.
+
+    If a process limit allows fewer, a run would hang or exit without a reason.
 
     Raises:
-        ValueError: the user's limit (ulimit -u) or the container's (pids.max) has been reached.
+        ValueError: the user's limit (ulimit -u) or the container's (pids.max) is reached.
     """
     release = threading.Event()
     started: list[threading.Thread] = []

@@ -1,8 +1,8 @@
-"""Rendezvous: before the process group starts, every rank tells through the launcher's store where and what it runs.
+"""Rendezvous: before the process group starts, all ranks exchange their host, software and settings through a store.
 
-`open_store` listens on one address only where it can. `meet` waits for all ranks, reports those that have not joined,
-and rejects nodes that run other software, have other settings, or whose ranks share a GPU. Nothing here needs the same
-version of torch on all nodes.
+`open_store` listens on a single address if it can. `meet` waits for all ranks and reports those that have not joined.
+It rejects nodes that differ in software or settings, and ranks that share a GPU. It also works if the nodes have
+different versions of torch.
 """
 
 import errno
@@ -22,13 +22,13 @@ from infcl.parallel.environment import deepspeed_launcher
 from infcl.parallel.host_info import differences, software
 from infcl.parallel.network import LOOPBACK, listen, listen_address
 
-_RUN = "infcl run"  # key in the store: what its ranks are
-PATIENCE = 30.0  # seconds between two lines about ranks that have not joined
+_RUN = "infcl run"  # key in the store: the run and its number of ranks
+PATIENCE = 30.0  # seconds between two messages about ranks that have not joined
 
 
 @dataclass(frozen=True)
 class Node:
-    """A node as the launcher sees it: consecutive ranks, from the one whose local rank is 0."""
+    """A node as the launcher sees it: consecutive ranks, starting with local rank 0."""
 
     host: str
     first_rank: int
@@ -42,16 +42,18 @@ class Node:
 def open_store(rank: int, world_size: int, *, interface: str | None, timeout: timedelta, run: str = "") -> dist.Store:
     """Return the store at MASTER_ADDR:MASTER_PORT. Rank 0 serves it unless torchrun serves it already.
 
-    It listens on the loopback where MASTER_ADDR is that, on `interface` alone where one is given, else on all.
+    Rank 0 listens on the loopback if MASTER_ADDR is the loopback, else on `interface` if given, else on all addresses.
 
     Args:
+        rank: rank of this process.
+        world_size: number of ranks.
         interface: network interface on which rank 0 listens.
-        timeout: of waits in the store.
-        run: what all ranks of this run, and few others, call it.
+        timeout: limit of waits in the store.
+        run: identifier that all ranks of this run have in common and other runs rarely have.
 
     Raises:
-        ValueError: the launcher gave no place to meet; the port serves another run of this node (rank 0), or one that
-            differs in `run` or in size (other ranks).
+        ValueError: the launcher did not set the address or port; the port is used by another run on this node (rank 0),
+            or by a run that differs in `run` or in size (other ranks).
     """
     by_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if world_size == 1 and not by_launcher:
@@ -77,12 +79,12 @@ def open_store(rank: int, world_size: int, *, interface: str | None, timeout: ti
             "deepspeed --master_port N or torchrun --master-port N"
         ) from error
     _require_own(store, f"{run} of {world_size} ranks".strip(), rank, f"port {port} of {host}", timeout)
-    launcher = deepspeed_launcher() if host in LOOPBACK else None  # of several nodes each has its own
+    launcher = deepspeed_launcher() if host in LOOPBACK else None  # each of several nodes has its own
     return dist.PrefixStore(f"infcl {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')} {launcher}", store)
 
 
 def _require_own(store: dist.Store, run: str, rank: int, where: str, timeout: timedelta) -> None:
-    """ValueError where the store is another run's, as where the nodes of two were given one port."""
+    """Raise ValueError if the store belongs to another run, as when two runs were given the same port."""
     if rank == 0:
         store.set(_RUN, run)
         return
@@ -107,21 +109,29 @@ def meet(
     settings: Mapping[str, str] = MappingProxyType({}),
     gpu: str | None = None,
 ) -> list[Node]:
-    """Return all nodes of the run, in the order of ranks, once every rank has joined.
+    """Wait until every rank has joined, and compare the nodes. Collective.
 
     Args:
-        settings: {name: value} that must be equal on all nodes; the first rank of a node speaks for it.
-        gpu: identity of this rank's GPU, which no other rank of its node may have; None on CPUs.
+        store: the run's store.
+        rank: rank of this process.
+        local_rank: its rank on this node.
+        world_size: number of ranks.
+        timeout: limit of the wait.
+        settings: {name: value} that must be equal on all nodes; those of each node's first rank are compared.
+        gpu: UUID of this rank's GPU, which no other rank of the node may have; None on CPUs.
+
+    Returns:
+        All nodes of the run, in the order of ranks.
 
     Raises:
-        ValueError: nodes run different software, have different settings, or ranks of a node share a GPU.
-        RuntimeError: with the ranks that did not join within `timeout`.
+        ValueError: nodes differ in software or settings, or ranks of a node share a GPU.
+        RuntimeError: ranks did not join within `timeout`; the message lists them.
     """
     own: dict = {"host": socket.gethostname(), "local_rank": local_rank, "gpu": gpu}
     if local_rank == 0:
         own |= {"software": software(), "settings": dict(settings)}
     store.set(f"rank {rank}", json.dumps(own))
-    if rank == 0:  # it compares: the others' answers are long where nodes are many
+    if rank == 0:  # rank 0 alone compares, since all ranks' data is large with many nodes
         store.set("all", json.dumps(_compare(_gather(store, world_size, timeout))))
     try:
         store.wait(["all"], timeout + timedelta(seconds=30))
@@ -137,7 +147,7 @@ def meet(
 
 
 def _compare(everyone: list[dict] | str) -> dict:
-    """{"ranks": [(host, local rank)]}, or {"conflict": what differs where}, or {"absent": who did not join}."""
+    """Return {"ranks": [(host, local rank)]}, {"conflict": message} or {"absent": message}."""
     if isinstance(everyone, str):
         return {"absent": everyone}
     ranks = [(one["host"], one["local_rank"]) for one in everyone]
@@ -169,10 +179,10 @@ def _no_rank_0(rank: int, timeout: timedelta) -> RuntimeError:
 
 
 def _gather(store: dist.Store, world_size: int, timeout: timedelta) -> list[dict] | str:
-    """What all ranks say, or who did not join; prints whom it waits for meanwhile."""
+    """Return the data of all ranks, or a message about those that did not join. Report missing ranks meanwhile."""
     keys = [f"rank {rank}" for rank in range(world_size)]
     began, reported = time.monotonic(), 0.0
-    while not store.check(keys):  # not `wait`: torch's cannot be interrupted to print anything
+    while not store.check(keys):  # not `store.wait`, which cannot be interrupted to print a message
         waited = time.monotonic() - began
         if waited > timeout.total_seconds():
             absent, hosts = _absent(store, keys)
@@ -188,28 +198,28 @@ def _gather(store: dist.Store, world_size: int, timeout: timedelta) -> list[dict
 
 
 def _absent(store: dist.Store, keys: list[str]) -> tuple[str, str]:
-    """The numbers of the ranks that have not joined, the hosts of those that have."""
+    """Return the ranks that have not joined, and the hosts of those that have."""
     joined = {rank: json.loads(store.get(key)) for rank, key in enumerate(keys) if store.check([key])}
     hosts = ", ".join(dict.fromkeys(one["host"] for one in joined.values()))
     return _ranges([rank for rank in range(len(keys)) if rank not in joined]), hosts
 
 
 def _wait_for_readers(store: dist.Store, readers: int) -> None:
-    """The store ends with rank 0, so it leaves last: when all have read, or after some seconds."""
+    """Wait until all ranks have read the result, or 5 s. Rank 0 must exit last, since it serves the store."""
     deadline = time.monotonic() + 5
     while (not readers or store.add("have read", 0) < readers) and time.monotonic() < deadline:
         time.sleep(0.1)
 
 
 def nodes_of(ranks: list[tuple[str, int]]) -> list[Node]:
-    """[(host, local rank) of every rank] -> nodes; a local rank of 0 begins one."""
+    """Return the nodes of [(host, local rank) of every rank]. A local rank of 0 starts a new node."""
     starts = [rank for rank, (_, local_rank) in enumerate(ranks) if local_rank == 0 or rank == 0]
     ends = [*starts[1:], len(ranks)]
     return [Node(ranks[start][0], start, end - start) for start, end in zip(starts, ends)]
 
 
 def _ranges(numbers: list[int]) -> str:
-    """[0, 1, 2, 5] -> '0-2, 5'."""
+    """Format numbers as ranges: [0, 1, 2, 5] -> '0-2, 5'."""
     spans: list[list[int]] = []
     for number in numbers:
         if spans and spans[-1][1] == number - 1:

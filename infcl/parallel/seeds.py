@@ -1,4 +1,4 @@
-"""Seeds: of a run, and of each micro-batch."""
+"""Seeds of a run and of each micro-batch."""
 
 import os
 import random
@@ -9,14 +9,14 @@ import torch
 
 
 def seed_everything(seed: int, *, deterministic: bool = False) -> None:
-    """Seed Python, numpy and torch (all devices). Call it before anything is compiled.
+    """Seed Python, numpy and torch (all devices). Call this before anything is compiled.
 
     Args:
         seed: any integer; numpy gets its lowest 32 bits.
-        deterministic: let torch raise where an operation cannot be repeated bit by bit. Compiled blocks then choose
-            their kernels' shapes by rule instead of by timing. Uninitialised memory is not filled, unlike torch's
-            default: nothing here reads any, and filling DeepSpeed's buckets would take up to 2 GB and most of a small
-            model's step.
+        deterministic: make torch raise an error for operations that are not bitwise reproducible. Compiled blocks then
+            choose the shapes of their kernels by rule instead of by timing. Unlike torch's default, uninitialised
+            memory is not filled. Nothing here reads it, and filling DeepSpeed's buckets would take up to 2 GB and most
+            of a small model's step.
     """
     random.seed(seed)
     np.random.seed(seed % 2**32)
@@ -30,6 +30,6 @@ def seed_everything(seed: int, *, deterministic: bool = False) -> None:
 
 
 def micro_batch_seed(seed: int, step: int, micro_batch: int, dp_rank: int) -> int:
-    """Return the seed under which a micro-batch is encoded: equal in both passes, distinct for (step, rank, index)."""
+    """Return the seed for encoding a micro-batch: equal in both passes, distinct per (step, rank, index)."""
     words = np.random.SeedSequence((seed, step, micro_batch, dp_rank)).generate_state(2)
     return int(words[0]) << 31 ^ int(words[1])
