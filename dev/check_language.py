@@ -1,7 +1,6 @@
 """Check the words of the project's prose: `python dev/check_language.py [FILE ...]`; exit code 1 on a finding.
 
 The prose is Markdown without code, the comments of shell scripts, and the comments and strings of Python files.
-Findings below NOT_YET_CLEAN are counted and do not fail the check. Remove an entry that has none.
 """
 
 import io
@@ -35,10 +34,6 @@ WORDS = {  # pattern: what to write
     r"is (told|said)|are (told|said)": "is reported, is logged",
     r"graphs that stay|resident micro-batch(es)?": "cached activations",
 }
-NOT_YET_CLEAN = (
-    "infcl/convert",
-    "tests/cluster",
-)
 NOT_PROSE = (
     "CHANGELOG.md",
     "dev/log",
@@ -50,32 +45,16 @@ NOT_PROSE = (
 
 
 def main(paths: list[str]) -> int:
-    if paths:
-        failures = [finding for path in paths for finding in findings(Path(path).read_text(), path)]
-        pending: dict[str, int] = {}
-    else:
-        failures, pending = of_tree()
-    clean = [place for place, count in pending.items() if not count]
-    print(*failures, *(f"{place}: clean now; remove it from NOT_YET_CLEAN" for place in clean), sep="\n")
-    print(f"language: {len(failures)} findings in clean files, {sum(pending.values())} in files not yet clean")
-    print(*(f"  {count:4} {place}" for place, count in pending.items()), sep="\n")
-    return int(bool(failures))
+    found = [finding for path in paths or tracked() for finding in findings((ROOT / path).read_text("utf-8"), path)]
+    print(*found, f"language: {len(found)} findings", sep="\n")
+    return int(bool(found))
 
 
-def of_tree() -> tuple[list[str], dict[str, int]]:
-    """Return the findings in clean files, and the number of findings per place not yet clean."""
+def tracked() -> list[str]:
+    """Return the project's files with prose."""
     command = ["git", "ls-files", "*.py", "*.md", "*.sh", "*.sbatch"]
-    tracked = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
-    failures, pending = [], dict.fromkeys(NOT_YET_CLEAN, 0)
-    for path in tracked:
-        if _below(path, NOT_PROSE) or not (ROOT / path).exists():
-            continue
-        found = findings((ROOT / path).read_text(encoding="utf-8"), path)
-        if place := _below(path, NOT_YET_CLEAN):
-            pending[place] += len(found)
-        else:
-            failures += found
-    return failures, pending
+    paths = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    return [path for path in paths if not _below(path, NOT_PROSE) and (ROOT / path).exists()]
 
 
 def findings(text: str, path: str) -> list[str]:
@@ -107,8 +86,8 @@ def prose(text: str, suffix: str) -> list[tuple[int, str]]:
     return [(number, re.sub(r"`[^`]*`", "", line)) for number, line in lines]
 
 
-def _below(path: str, places: tuple[str, ...]) -> str | None:
-    return next((place for place in places if path == place or path.startswith(place + "/")), None)
+def _below(path: str, places: tuple[str, ...]) -> bool:
+    return any(path == place or path.startswith(place + "/") for place in places)
 
 
 if __name__ == "__main__":

@@ -72,7 +72,7 @@ def read_weights(path: str | Path, *, ema: bool = False) -> Weights:
     path = Path(path)
     is_run = (path / "checkpoints").is_dir() or (path / "infcl.json").is_file()
     if ema and not is_run:
-        raise ValueError(f"{path} is no run or checkpoint of this trainer: it has no averaged weights beside its own")
+        raise ValueError(f"{path} is not a run or checkpoint of this trainer: it has no averaged weights")
     if path.is_file():
         return Weights(_our_names(_read_file(path)), None, str(path))
     if not path.is_dir():

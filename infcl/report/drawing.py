@@ -127,7 +127,7 @@ def _plot(axis, series: Series) -> None:
     colour, dash = COLOURS[series.colour % len(COLOURS)], _DASHES[series.dash % len(_DASHES)]
     look: dict[str, Any] = {"color": colour, "linestyle": dash}
     if series.points or len(series.xs) == 1:
-        look |= {"marker": "o", "markersize": 4, "clip_on": False, "zorder": 3}  # an accuracy of 1 lies on the frame
+        look |= {"marker": "o", "markersize": 4, "clip_on": False, "zorder": 3}  # an accuracy of 1 is on the frame
     if series.noisy:
         axis.plot(series.xs, series.ys, linewidth=0.7, alpha=0.3, color=colour)
     if series.right:
