@@ -16,12 +16,12 @@ from typing import Any
 from infcl.checkpoint.run_folder import sha256, why_not_written
 
 MANIFEST = "infcl.json"
-FORMAT = 3  # of infcl.json and the files it lists
+FORMAT = 3  # version of infcl.json and the files it lists
 CHECKPOINT_NAME = re.compile(r"step_\d{8,}")
 _UNSEALED_FORMAT = 2
 _TENSOR_FILE = re.compile(r"state_[0-9]{5,}\.safetensors")
 _MISSING = object()
-_MAX_BYTES = 1 << 28  # of a manifest: tens of thousands of ranks need a few MB
+_MAX_BYTES = 1 << 28  # limit of a manifest; tens of thousands of ranks need a few MB
 
 
 class DamagedCheckpoint(ValueError):

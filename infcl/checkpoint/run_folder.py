@@ -61,7 +61,7 @@ class RunFolder:
     def __init__(self, root: Path, *, is_replaced: bool = False):
         self.root = Path(root)
         self.is_replaced = is_replaced  # an earlier run is there; it is removed when the new one is ready to start
-        self.is_finished = False  # by an earlier start
+        self.is_finished = False  # whether an earlier start finished the run
         self.checkpoints = self.root / "checkpoints"
         self.metrics = self.root / "metrics.jsonl"
         self.summary = self.root / "summary.json"
@@ -78,9 +78,9 @@ class RunFolder:
         write_atomic(self.root / "config.json", config.to_json())
         write_atomic(self.model_config, model_config_json)
         write_atomic(self.root / "environment.json", json.dumps(describe_environment(parallel), indent=2) + "\n")
-        if config.tokenizer is None or not Path(config.tokenizer).is_file():  # open_clip's has no file of its own
+        if config.tokenizer is None or not Path(config.tokenizer).is_file():  # open_clip's tokenizer has no file
             return
-        with contextlib.suppress(shutil.SameFileError):  # the run is resumed with its own copy
+        with contextlib.suppress(shutil.SameFileError):  # a resumed run uses its own copy
             shutil.copyfile(config.tokenizer, self.tokenizer)
 
     def open(
@@ -91,8 +91,8 @@ class RunFolder:
         Args:
             config: flags of this run.
             model_config_json: content of model_config.json.
-            parallel: ranks and groups of this run.
-            begins_from: a checkpoint of another run from which this run starts.
+            parallel: this process's ranks and groups.
+            begins_from: another run's checkpoint from which this run starts, or None.
 
         Returns:
             The flags that differ from those of the unfinished run here, or of the run of `begins_from` (other_flags).
@@ -181,7 +181,7 @@ class RunFolder:
         """
         there, now = self.flags(), json.loads(config.to_json())
         if not there:
-            return ["config.json there is damaged"]  # checkpoints do not need it
+            return ["config.json there is damaged"]  # a resume does not need it
         if dp_size is not None and (size_there := self._dp_size(there)) is not None:
             with contextlib.suppress(KeyError, TypeError, ValueError, ZeroDivisionError, StopIteration):
                 as_there = dataclasses.replace(config, **{name: there[name] for name in _OF_THE_BATCH})

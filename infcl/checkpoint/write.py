@@ -73,7 +73,7 @@ class CheckpointWriter:
         self.problem = ""
         self.newest: Path | None = None
         self.begun_step: int | None = None
-        self._damaged: set[str] = set()  # on rank 0
+        self._damaged: set[str] = set()  # filled on rank 0 only
         self._thread: threading.Thread | None = None
 
     @property
@@ -103,7 +103,7 @@ class CheckpointWriter:
         """Begin to write checkpoints/step_<step>, after publishing an earlier one. Collective.
 
         Args:
-            step: number of optimizer steps so far; part of the folder's name.
+            step: the trainer's step, for the folder's name.
             state: the trainer's state (step, data position, ...), serializable as JSON.
             prunes: remove older checkpoints when this one is written.
 

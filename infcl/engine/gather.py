@@ -41,7 +41,7 @@ class KeptParameters:
         self._root = hooks.module
         self._available, self._stack = ZeroParamStatus.AVAILABLE, parameter_offload.FWD_MODULE_STACK
         self._iterate, self._is_leaf = parameter_offload.iter_params, parameter_offload.z3_leaf_module
-        self._parameters: dict[Any, list[Any]] = {}  # of a module that is gathered as one unit
+        self._parameters: dict[Any, list[Any]] = {}  # parameters per module, or per unit that is gathered as one
         self._entered: set[tuple[Any, str]] = set()  # (module, pass) whose DeepSpeed hook was entered and not left
         if self.fits:
             self._replace(hooks, hooks.get_param_coordinator())

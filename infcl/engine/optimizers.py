@@ -174,7 +174,7 @@ class AdaFactor(_ByPiece):
         momentum_dtype: torch.dtype = torch.bfloat16,
     ):
         self.momentum_dtype = momentum_dtype
-        self.sizes: dict[torch.Tensor, torch.Tensor] = {}  # elements of each parameter
+        self.sizes: dict[torch.Tensor, torch.Tensor] = {}  # number of elements per parameter
         options = {"momentum": momentum, "beta2_cap": beta2_cap, "clipping_threshold": clipping_threshold}
         super().__init__(params, lr=lr, weight_decay=0.0, factored=False, **options)
 

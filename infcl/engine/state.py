@@ -50,6 +50,7 @@ class ZeroState:
         self.average = WeightAverage(self.tensors, decay)
 
     def parameters(self) -> list[tuple[str, nn.Parameter]]:
+        """Return the model's parameters with their names."""
         return list(self.engine.module.named_parameters())
 
     def buffers(self) -> list[tuple[str, torch.Tensor]]:
@@ -142,7 +143,7 @@ class ZeroState:
     @contextlib.contextmanager
     def showing_average(self) -> Iterator[None]:
         """Replace the module's parameters by the averages inside the context, then restore them exactly. Collective."""
-        kept = [tensor.detach().clone() for tensor in self.tensors]  # stages 0, 3: they may be the parameters
+        kept = [tensor.detach().clone() for tensor in self.tensors]  # under stages 0 and 3 they may be the parameters
         for parameter in self.pieces:
             self._show(parameter, self._read_part(parameter, EMA))
         try:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from infcl.parallel.environment import read_environment
 from infcl.parallel.groups import Parallel, rank_and_host
 
-_REPORTED, _HEARD = "usage error is reported", "usage error was heard"  # in the group's store
+_REPORTED, _HEARD = "usage error is reported", "usage error was heard"  # keys in the group's store
 
 
 def report_mistake(program: str, error: Exception) -> int:

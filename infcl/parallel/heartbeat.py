@@ -63,7 +63,7 @@ class Heartbeat:
         try:
             self.store.set(_done(self.rank), "1")
         except dist.DistError:
-            pass  # rank 0 has finished, and the store with it
+            pass  # rank 0 has finished, so its store is closed
 
     def _leave(self) -> None:
         """Stop at exit without notifying the other nodes, so that they detect a failure of this one.

@@ -38,7 +38,7 @@ def _source_digest() -> str:
     package = Path(__file__).resolve().parent.parent
     root = package.parent
     paths = [*package.rglob("*.py"), *package.rglob("*.json"), *(root / "megatron_patches").rglob("*.py")]
-    if (entry := root / "pretrain_clip.py").is_file():  # not where the package alone is installed
+    if (entry := root / "pretrain_clip.py").is_file():  # absent where only the package is installed
         paths.append(entry)
     for path in sorted(paths):
         digest.update(f"{path.relative_to(root)}\n".encode() + path.read_bytes())
