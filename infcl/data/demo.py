@@ -146,11 +146,13 @@ def train_pairs(count: int, seed: int, first: int = 0, last: int | None = None) 
 
 
 def val_scenes(seed: int, first: int, last: int) -> Iterator[Pair]:
+    """Yield the held-out scenes first to last - 1."""
     for i in range(first, last):
         yield _scene(_compositions(seed)[0][i], seed, _VAL, i)
 
 
 def zeroshot_digits(seed: int, first: int, last: int) -> Iterator[Pair]:
+    """Yield the held-out digits first to last - 1."""
     _, _, _, held_out = load_digits()
     for i in range(first, last):
         yield _digit(int(held_out[i]), seed, _ZEROSHOT, i)

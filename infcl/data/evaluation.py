@@ -36,6 +36,8 @@ _MAX_TEXT_BYTES = 1 << 20  # per text member, which may have many captions
 
 
 class EvalSample(NamedTuple):
+    """One transformed sample of an evaluation set."""
+
     image: torch.Tensor  # uint8 [3, S, S]
     caption: str  # one caption per line; "" without a caption
     metadata: dict[str, Any]  # the json member, or {}

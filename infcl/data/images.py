@@ -46,6 +46,7 @@ class ImageLimits:
     upright: bool = True
 
     def check(self, width: int, height: int) -> None:
+        """Raise BadSample if an image of this size (pixels) exceeds a limit."""
         short, long = sorted((width, height))
         if width * height > self.max_pixels:
             raise BadSample("image_too_large", f"{width} x {height} pixels, --max-image-pixels {self.max_pixels}")

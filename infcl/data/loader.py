@@ -188,6 +188,7 @@ class StepLoader:
         self._epoch, self._step = epoch, step
 
     def state_dict(self) -> dict[str, Any]:
+        """Return the position, and the fingerprint of the data, batch size, seed and tokenizer."""
         return {"epoch": self._epoch, "step": self._step, "data": self._source.about, **self._fingerprint}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

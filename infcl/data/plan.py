@@ -61,6 +61,7 @@ class Share:
 
     @property
     def readers(self) -> int:
+        """Number of processes that read, over all ranks."""
         return self.world_size * self.parts
 
     @property

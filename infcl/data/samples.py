@@ -92,6 +92,8 @@ DEFAULT_TEXTS = SampleTexts()
 
 
 class DecodedSample(NamedTuple):
+    """One sample after decoding and transform, before tokenization."""
+
     image: torch.Tensor  # uint8 [3, S, S]
     texts: list[str]  # the captions, then the hard negative
     same: int  # equal for duplicates (SampleTexts.same), at least 0

@@ -126,6 +126,8 @@ def _check_missing(missing: Sequence[str], found: int, allowed: float) -> None:
 
 
 class Shard(NamedTuple):
+    """One indexed tar."""
+
     path: str
     index_path: str
     samples: int

@@ -61,6 +61,8 @@ DEFAULT_STORAGE = StorageOptions()
 
 
 class ShardFile(Protocol):
+    """An open shard with random access."""
+
     file_bytes: int
     version: int  # changes when the content may have changed
 

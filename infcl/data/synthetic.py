@@ -50,6 +50,8 @@ class SyntheticLoader(StepLoader):
 
 
 class Captions(NamedTuple):
+    """Generator of random token rows."""
+
     context_length: int
     vocab_size: int
     end_id: int
