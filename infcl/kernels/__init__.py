@@ -1,7 +1,7 @@
-"""Tiles: the maths of one pair of feature blocks. No autograd, no communication.
+"""Tiles: computation on one pair of feature blocks. No autograd, no communication.
 
-`select_tile` is the only switch between implementations: torch_tile (anywhere, the reference) and the Triton kernels
-(a CUDA GPU). Triton is imported only when its tile is selected, so the package works where only torch is installed.
+`select_tile` is the only switch between implementations: torch_tile (any device, the reference) and the Triton kernels
+(CUDA GPUs). Triton is imported only when its tile is selected, so the package works with torch alone.
 """
 
 import os
@@ -30,11 +30,11 @@ _OPERANDS = {
 
 
 class Tile(NamedTuple):
-    """What a block pair can be asked for; shapes and dtypes are in torch_tile, which all implementations follow."""
+    """The functions of one implementation; torch_tile defines their shapes and dtypes."""
 
     name: str
-    operand_dtype: torch.dtype  # of the features that go in
-    tf32: bool  # which are float32 then, rounded to its 11 bits: a tensor core would cut the others off
+    operand_dtype: torch.dtype  # dtype of the input features
+    tf32: bool  # inputs are float32 rounded to tf32's 11 bits, because a tensor core would truncate them
     softmax_forward: Callable
     softmax_backward: Callable
     sigmoid_forward: Callable
@@ -42,11 +42,16 @@ class Tile(NamedTuple):
 
 
 def select_tile(features: Tensor, *, tile: str = "auto", tile_dtype: str | None = None) -> Tile:
-    """The tile for features of this device and dtype.
+    """Return the tile for features of this device and dtype.
 
-    `tile_dtype` is the precision of the matrix products' operands; sums are float32 (float64 for "fp64") in any case.
-    None keeps the precision of the features: float32 features are computed exactly (IEEE float32, no tensor cores on
-    current GPUs) unless the caller says "tf32" or "bf16".
+    Args:
+        features: [b, D].
+        tile: one of TILES; "auto" is "triton" on a GPU except for fp64, else "torch".
+        tile_dtype: precision of the matmuls' operands, one of TILE_DTYPES; sums are float32 (float64 for "fp64"). None
+            keeps the features' dtype; float32 then means IEEE float32, without tensor cores on current GPUs.
+
+    Raises:
+        ValueError: unknown tile or tile_dtype, or a Triton tile for float64 or for features on another device.
     """
     if tile not in TILES:
         raise ValueError(f"unknown tile '{tile}'; one of {TILES}")

@@ -1,9 +1,9 @@
-"""Entries of a block pair that are no plain negatives: those whose row and column share an id.
+"""Groups: entries of a block pair that are not plain negatives, because their row and column share an id.
 
     same[i, j] = any(rows[k, i] == columns[k, j] for k in kinds)                # [r, c], never formed
 
-They are left out of every sum, or they are positives: the softmax's dS has (row_weights[i] + column_weights[j]) / 2
-less there (the loss of the rows alone: row_weights[i]), the sigmoid has the sign +1.
+These entries are excluded from every sum, or they are positives. For positives the softmax's dS is reduced by
+(row_weights[i] + column_weights[j]) / 2 (loss of the rows only: by row_weights[i]); the sigmoid has the sign +1.
 """
 
 from typing import NamedTuple
@@ -12,16 +12,16 @@ from torch import Tensor
 
 
 class Groups(NamedTuple):
-    """Ids of one or two kinds (of images, of texts), and what entries are that share one."""
+    """Ids of one or two kinds (images, texts), and the role of entries that share an id."""
 
     rows: Tensor  # int32 [k, r]
     columns: Tensor  # int32 [k, c]
     positive: bool = False
     row_weights: Tensor | None = None  # f32 or wider [r]: 1 / number of positives of the row; for the softmax's dS
-    column_weights: Tensor | None = None  # [c]; None: the loss of the rows alone
+    column_weights: Tensor | None = None  # [c], the same for columns; None: the loss of the rows only
 
     def part(self, rows: slice, columns: slice) -> "Groups":
-        """Those of some rows and columns of the block pair."""
+        """Return the groups of some rows and columns of the block pair."""
         weights = self.row_weights, self.column_weights
         some = [None if w is None else w[side] for w, side in zip(weights, (rows, columns))]
         return Groups(self.rows[:, rows], self.columns[:, columns], self.positive, *some)

@@ -1,13 +1,13 @@
-"""How a pair of feature blocks is cut into tiles and chunks on a GPU, and what that costs; from sizes alone.
+"""Tiling of a pair of feature blocks on a GPU, and a cost model that depends on sizes only.
 
-Costs are in steps of the products' depth: what one multiprocessor needs for one step of a 128 x 256 tile. The kernels
-choose by them, and the planner takes them for time.
+The unit of cost is the time in which one multiprocessor computes a 128 x 256 tile at depth 1. The kernels choose the
+cheapest shape, and the planner uses the cost as time.
 """
 
 import math
 from functools import cache
 
-_HEIGHT, _WIDTH = 128, 256  # of a tile of half-precision features, cuBLAS's too
+_HEIGHT, _WIDTH = 128, 256  # tile of half-precision features, in the kernels and in cuBLAS
 
 
 def ceil_div(a: int, b: int) -> int:
@@ -18,15 +18,15 @@ def ceil_div(a: int, b: int) -> int:
 
 
 def chain_tiles(row_tiles: int, column_tiles: int, splits: int, processors: int) -> float:
-    """Tiles on the longest chain of programs, each of which has a start-up of a third of a tile."""
+    """Return the tiles on the longest chain of programs; the start of a program costs a third of a tile."""
     return ceil_div(column_tiles * splits, processors) * (ceil_div(row_tiles, splits) + 0.33)
 
 
 @cache
 def row_splits(row_tiles: int, column_tiles: int, processors: int) -> int:
-    """How many programs share a column block: enough to fill the GPU evenly.
+    """Return the number of programs that share a column block, enough to fill the GPU evenly.
 
-    Up to four where it costs nothing: fewer column blocks are then in use at a time, and stay in the L2 cache.
+    Prefers up to four if the cost is within 3%: fewer column blocks are then in use at a time and stay in the L2 cache.
     """
 
     def cost(splits: int) -> float:
@@ -38,21 +38,21 @@ def row_splits(row_tiles: int, column_tiles: int, processors: int) -> int:
 
 
 def forward_cost(num_rows: int, num_columns: int, dim: int, workspace_bytes: int, processors: int) -> float:
-    """Of the statistics of a pair of blocks; a tile costs its depth, and 135 for its exponentials and sums."""
+    """Return the cost of a block pair's statistics; a tile costs its depth, plus 135 for exponentials and sums."""
     row_tiles, column_tiles = ceil_div(num_rows, _HEIGHT), ceil_div(num_columns, _WIDTH)
     chunk = max(1, min(column_tiles, workspace_bytes // (4 * num_rows)))
     tiles = chain_tiles(row_tiles, chunk, row_splits(row_tiles, chunk, processors), processors)
     return ceil_div(column_tiles, chunk) * tiles * (dim + 135)
 
 
-# ---- backward: dS and its two products, a chunk at a time ----
+# ---- backward: dS and its two matmuls, a chunk at a time ----
 
 
 def backward_cost(num_rows: int, num_columns: int, dim: int, shape: tuple[int, int], processors: int) -> int:
-    """Of the gradients of a pair of blocks in chunks of this height and width.
+    """Return the cost of the gradients of a pair of blocks in chunks of this height and width.
 
-    All three products are taken to run in whole tiles, in waves of one per multiprocessor, a wave costing its depth;
-    forming dS costs 330 more, the start and end of a chunk 4000.
+    All three matmuls run in whole tiles, in waves of one tile per multiprocessor; a wave costs its depth. Computing dS
+    costs 330 more per wave, the start and end of a chunk 4000.
     """
     height, width = shape
 
@@ -65,9 +65,10 @@ def backward_cost(num_rows: int, num_columns: int, dim: int, shape: tuple[int, i
 
 @cache
 def chunk_shape(num_rows: int, num_columns: int, dim: int, elements: int, processors: int) -> tuple[int, int]:
-    """Height (of 128s) and width (of 256s) of the workspace: at most `elements` where possible, pieces of equal size.
+    """Return height and width of the workspace (multiples of 128 and 256) with the lowest cost.
 
-    The pieces differ in how evenly their three products fill the GPU.
+    Candidates cut the blocks into equal chunks of at most `elements` entries, or 128 x 256 if none fits. They differ in
+    how evenly their three matmuls fill the GPU.
     """
 
     def cost(shape: tuple[int, int]) -> int:
@@ -80,6 +81,6 @@ def chunk_shape(num_rows: int, num_columns: int, dim: int, elements: int, proces
 
 
 def _even_pieces(length: int, side: int, multiple: int) -> list[int]:
-    """Sizes between 2/3 and 3/2 of `side` that cut a length into equal pieces, rounded up to a multiple."""
+    """Return sizes between 2/3 and 3/2 of `side` that cut a length into equal pieces, rounded up to a multiple."""
     fewest, most = ceil_div(2 * length, 3 * side), ceil_div(3 * length, 2 * side)
     return sorted({ceil_div(ceil_div(length, pieces), multiple) * multiple for pieces in range(fewest, most + 1)})

@@ -1,18 +1,18 @@
-"""One pair of feature blocks in plain PyTorch: the reference tile. Runs anywhere, in float32 or float64.
+"""One pair of feature blocks in plain PyTorch: the reference tile. Runs on any device, in float32 or float64.
 
 In: r row features and c column features. Out: softmax or sigmoid statistics of their logits (forward), or feature
-gradients (backward). The r x c logits exist only chunk by chunk, in a workspace of bounded size.
+gradients (backward). The r x c logits are computed in chunks, in a workspace of bounded size.
 
-    logits = scale * rows @ columns.T                                           # [r, c], never whole
+    logits = scale * rows @ columns.T                                           # [r, c], chunk by chunk
     softmax: dS = (exp(logits - row_lse[:, None]) + exp(logits - col_lse)) / 2
     sigmoid: dS = sigmoid(logits + bias)
     d_rows = dS @ columns; d_columns = dS.T @ rows                              # without the factor scale
     d_scale = (dS * (rows @ columns.T)).sum()
 
-`masked=True` leaves the entries (i, i) out, i < min(r, c), as if they were not there: those of matched pairs, which the
-losses add in float32 (kernels/lse says why), or of features with themselves.
-`groups` names further entries that are not plain negatives (kernels.Groups): they are left out, or they are positives.
-Low-precision features are widened chunk by chunk, so every sum is float32 or wider.
+`masked=True` excludes the entries (i, i), i < min(r, c): those of matches, which the losses add in float32 (reason in
+kernels/lse), or of features with themselves.
+`groups` selects further entries that are not plain negatives (kernels.Groups): they are excluded, or are positives.
+Low-precision features are converted chunk by chunk, so every sum is float32 or wider.
 Shapes: rows [r, D], columns [c, D]; scale, bias 0-dim; row statistics [r], column statistics [c].
 """
 
@@ -26,15 +26,23 @@ from torch import Tensor
 
 from infcl.kernels.groups import Groups
 
-_TEMPORARIES = 4  # how many [chunk, chunk] tensors the widest step below holds at once
+_TEMPORARIES = 4  # maximum number of [chunk, chunk] tensors alive at once
 
 
 def softmax_forward(
     rows: Tensor, columns: Tensor, scale: Tensor, *, masked: bool, workspace_bytes: int, groups: Groups | None = None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """`logits.logsumexp(1), logits.logsumexp(0)`, in float32 or wider, and the entries masked, [min(r, c)], or None.
+    """Compute the LSE of rows and columns.
 
-    Entries of `groups` are left out; positives stay in the sums, so the caller passes none for them.
+    Args:
+        rows, columns, scale: [r, D], [c, D] and 0-dim.
+        masked: exclude the entries (i, i).
+        workspace_bytes: limit of temporary memory.
+        groups: entries to exclude. Positives stay in the sums, so the caller passes no groups for them.
+
+    Returns:
+        `logits.logsumexp(1)` [r], `logits.logsumexp(0)` [c] and the masked entries [min(r, c)] (None unless masked),
+        float32 or wider.
     """
     statistic = _accumulator_like(rows)
     row_lse = rows.new_full((len(rows),), -math.inf, dtype=statistic)
@@ -70,11 +78,15 @@ def softmax_backward(
 ) -> None:
     """Add dS @ columns to d_rows [r, D], dS.T @ rows to d_columns [c, D] and <dS, rows @ columns.T> to d_scale, 0-dim.
 
-    Float32 or wider, in place; None skips.
-    col_lse None: the loss of the rows alone, dS = exp(logits - row_lse[:, None]).
-    Positives of `groups` have (row weight + column weight) / 2 less, with the rows alone the row weight less.
-    No probability exceeds one, so the exponents are clamped at zero: logits so large that their own rounding is
-    large (huge norms) would otherwise overflow.
+    No probability exceeds one, so exponents are clamped at zero. Logits with large rounding errors (huge norms) would
+    otherwise overflow.
+
+    Args:
+        rows, columns, scale, masked, workspace_bytes: as in `softmax_forward`.
+        row_lse, col_lse: LSE of the whole batch, [r] and [c]. Without col_lse the loss is that of the rows only:
+            dS = exp(logits - row_lse[:, None]).
+        d_rows, d_columns, d_scale: accumulators, float32 or wider, updated in place; None skips one.
+        groups: entries to exclude, or positives, whose dS is reduced as in kernels.Groups.
     """
     for chunk in _chunks(rows, columns, workspace_bytes):
         cosines = chunk.row_features @ chunk.column_features.T
@@ -100,7 +112,10 @@ def sigmoid_forward(
     workspace_bytes: int,
     groups: Groups | None = None,
 ) -> Tensor:
-    """`-logsigmoid(-(logits + bias)).sum()`, float32 or wider; of positives of `groups` -logsigmoid(logits + bias)."""
+    """Return `-logsigmoid(-(logits + bias)).sum()`, 0-dim, float32 or wider.
+
+    Positives of `groups` contribute -logsigmoid(logits + bias). Arguments as in `softmax_forward`; bias is 0-dim.
+    """
     loss = rows.new_zeros((), dtype=_accumulator_like(rows))
     for chunk in _chunks(rows, columns, workspace_bytes):
         logits = chunk.row_features @ chunk.column_features.T * scale + bias
@@ -121,10 +136,10 @@ def sigmoid_gradients(
     workspace_bytes: int,
     groups: Groups | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Add to d_rows, d_columns and d_scale as softmax_backward does; no statistics are needed, so this is one pass.
+    """Compute the losses, and add to d_rows, d_columns and d_scale as softmax_backward does, in one pass.
 
     Returns:
-        The sums of all losses and of dS (the bias's gradient), 0-dim in float32 or wider.
+        The sum of all losses and the sum of dS (the bias's gradient), 0-dim, float32 or wider.
     """
     loss = rows.new_zeros((), dtype=_accumulator_like(rows))
     slope = torch.zeros_like(loss)
@@ -138,7 +153,7 @@ def sigmoid_gradients(
 
 
 def _sigmoid_terms(chunk: "_Chunk", logits: Tensor, masked: bool, groups: Groups | None) -> tuple[Tensor, Tensor]:
-    """Losses and dS of a chunk's entries. Overwrites the logits."""
+    """Return the losses and dS of a chunk's entries. Overwrites the logits."""
     if groups is not None:
         same = chunk.coinciding(groups)
         logits = torch.where(same, -logits if groups.positive else -math.inf, logits)
@@ -151,7 +166,7 @@ def _sigmoid_terms(chunk: "_Chunk", logits: Tensor, masked: bool, groups: Groups
 
 
 class _Chunk(NamedTuple):
-    """A piece of the block pair: which rows and columns, and their features in the accumulation type."""
+    """Part of the block pair: slices of rows and columns, and their features in the accumulation dtype."""
 
     rows: slice
     columns: slice
@@ -160,24 +175,24 @@ class _Chunk(NamedTuple):
 
     @property
     def pairs(self) -> slice:
-        """Return the indices i whose entry (i, i) is in this chunk (possibly none)."""
+        """Return the indices i whose entry (i, i) is in this chunk; may be empty."""
         start = max(self.rows.start, self.columns.start)
         return slice(start, max(start, min(self.rows.stop, self.columns.stop)))
 
     def diagonal_of(self, matrix: Tensor) -> Tensor:
-        """View of these entries in a matrix of this chunk's shape."""
+        """Return a view of the entries (i, i) in a matrix of this chunk's shape."""
         i, j, count = self.pairs.start - self.rows.start, self.pairs.start - self.columns.start, self.pairs
         return matrix[i : i + count.stop - count.start, j : j + count.stop - count.start].diagonal()
 
     def coinciding(self, groups: Groups) -> Tensor:
-        """Bool [height, width]: whether a row and a column share an id."""
+        """Return bool [height, width]: whether row and column share an id."""
         same = torch.zeros((), dtype=torch.bool, device=self.row_features.device)
         for row_ids, column_ids in zip(groups.rows, groups.columns):
             same = same | (row_ids[self.rows, None] == column_ids[self.columns])
         return same
 
     def correct(self, d_logits: Tensor, groups: Groups) -> None:
-        """Leave the entries of `groups` out of dS, or take off what they are due as positives."""
+        """Set dS to 0 at the entries of `groups`, or subtract their weights if they are positives."""
         same = self.coinciding(groups)
         if not groups.positive:
             d_logits.masked_fill_(same, 0)

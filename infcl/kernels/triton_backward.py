@@ -1,25 +1,27 @@
 """Gradients of one pair of feature blocks on a GPU: torch_tile's softmax_backward and sigmoid_gradients.
 
-In: features, their statistics over the whole batch. Out: dS @ columns, dS.T @ rows and <dS, rows @ columns.T> (the
+In: features, and their statistics over the whole batch. Out: dS @ columns, dS.T @ rows and <dS, rows @ columns.T> (the
 scale's gradient), added to float32 accumulators.
-dS is formed for one chunk at a time, [chunk, chunk] in the operands' type in a bounded workspace, by a fused matmul
-whose epilogue works in float32 and rounds once; cuBLAS then multiplies it with the features. For D >= 512 that beats
-keeping a [128, D] float32 accumulator on the chip. The scale's gradient is summed before the rounding: what matched
-pairs and others add to it nearly cancels once training has progressed.
 
-One exponential serves both directions where the LSE lie within 80 (in log2) of each other:
+A fused matmul computes dS for one chunk at a time, [chunk, chunk] in the operands' dtype in a bounded workspace. Its
+epilogue computes in float32 and rounds once; cuBLAS then multiplies dS with the features. For D >= 512 this is faster
+than a [128, D] float32 accumulator on the chip. The scale's gradient is summed before the rounding, because late in
+training the contributions of matches and other entries nearly cancel.
+
+A single exponential is enough for both directions if all LSE are within 80 (in log2) of each other:
 
     exp(logits - row_lse) + exp(logits - col_lse) = exp(logits - row_lse) * (1 + exp(row_lse - m) * exp(m - col_lse))
 
-With m in their middle no factor overflows, and a first exponential that underflows (below 2^-126) means a second below
-2^-46. Otherwise, or where the LSE are so large that the logits' own rounding matters, two clamped exponentials serve.
-Which it is, is known on the GPU only: both kernels are launched, and one of them returns at once. (As two branches of
-one kernel they share its registers, and the first becomes a tenth slower.)
+With m in the middle of the LSE no factor overflows. If the first exponential underflows (below 2^-126), the second is
+below 2^-46. Otherwise, or if the LSE are so large that the rounding of the logits matters, the kernel uses two clamped
+exponentials. Only the GPU knows which case applies, so both kernels are launched and one returns at once. (Two branches
+in one kernel would share registers and slow the first one by 10%.)
 
-A sigmoid and ids need more registers: such a tile is finished in two halves, or it would spill (benchmarks.registers).
+The sigmoid, and some uses of ids, need more registers: the epilogue then runs on two halves of the tile, to avoid
+spills (benchmarks.registers).
 
-dS is within [0, 1] and is about 1/B on average, where float16 has no precision left for large batches B: it is
-stored times 2^15 there, which costs nothing and is exact.
+dS is in [0, 1] and about 1/B on average, which float16 cannot represent precisely for large batches B. For float16 dS
+is stored times 2^15; this costs nothing and is exact.
 
 6 r c D flops; the workspace is written once and read twice.
 """
@@ -44,7 +46,7 @@ from infcl.kernels.triton_statistics import LOG2E, middle
 
 LN2 = tl.constexpr(math.log(2))
 
-# Block shapes and launch options by operand size in bytes; GROUP row blocks are walked together, for the L2 cache.
+# Block shapes and launch options by operand size in bytes; GROUP row blocks are processed together, for the L2 cache.
 _LAUNCH = {
     2: {"BLOCK_M": 128, "BLOCK_N": 256, "BLOCK_K": 64, "GROUP": 32, "num_warps": 8, "num_stages": 3},
     4: {"BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_K": 32, "GROUP": 8, "num_warps": 4, "num_stages": 3},
@@ -66,9 +68,9 @@ def softmax_backward(
     groups: Groups | None = None,
     tf32: bool = False,
 ) -> None:
-    """As torch_tile.softmax_backward; rows [r, D] and columns [c, D] in bf16, fp16 or f32, d_rows and d_columns f32.
+    """Compute torch_tile.softmax_backward for rows and columns in bf16, fp16 or f32; d_rows and d_columns are f32.
 
-    The loss of the rows alone is the same kernel with columns whose exponentials vanish, and the result counted twice.
+    For the loss of the rows only, col_lse is inf, so the columns' exponentials vanish, and the result is doubled.
     """
     count = 1
     if col_lse is None:
@@ -98,7 +100,7 @@ def sigmoid_gradients(
     groups: Groups | None = None,
     tf32: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """As torch_tile.sigmoid_gradients."""
+    """Compute torch_tile.sigmoid_gradients."""
     sums = _accumulate(
         rows, columns, scale, None, None, bias, d_rows, d_columns, groups, masked, workspace_bytes, tf32, summed=True
     )
@@ -124,9 +126,10 @@ def _accumulate(
     *,
     summed: bool,
 ) -> Tensor:
-    """Walk the chunks: form dS, multiply. No LSE: sigmoid with the bias `shift`; LSE with their `shift`: softmax.
+    """Compute dS and its matmuls chunk by chunk. With LSE: softmax, `shift` is their middle; else sigmoid with a bias.
 
-    Returns f64 [3]: <dS, rows @ columns.T> if summed; of the sigmoid also the sums of the losses and of dS.
+    Returns:
+        f64 [3]: <dS, rows @ columns.T> if `summed`; for the sigmoid also the sums of the losses and of dS.
     """
     launch = launch_options(_LAUNCH, rows, tf32)
     row_operand, column_operand = aligned(rows), aligned(columns)
@@ -186,14 +189,15 @@ def _accumulate(
 
 
 def _in_halves(sigmoid: bool, groups: Groups | None) -> bool:
-    """Whether a tile's epilogue would spill registers otherwise (python -m benchmarks.registers)."""
+    """Return whether a full tile's epilogue would spill registers (python -m benchmarks.registers)."""
     return sigmoid or (groups is not None and (groups.positive or len(groups.rows) == 2))
 
 
 def _dues(groups: Groups | None, placeholder: Tensor) -> tuple[Tensor, Tensor]:
-    """How much less dS of positives is by row and, of two kinds of ids, by column.
+    """Return what to subtract from dS at positives, by row and (for two kinds of ids) by column.
 
-    Entries of one kind of id have as many positives by row as by column. Of the rows alone the result counts twice.
+    With one kind of ids, row and column of a positive have equal weights. For the loss of the rows only, the weight is
+    halved because the result is doubled.
     """
     if groups is None or groups.row_weights is None:
         return placeholder, placeholder
@@ -215,37 +219,37 @@ def _d_logits_kernel(
     shift_ptr,  # f32: the bias (sigmoid) or the middle of the LSE in log2 (softmax; NaN: two exponentials), read
     row_lse_ptr,  # f32 [r], read unless SIGMOID
     col_lse_ptr,  # f32 [c], read unless SIGMOID
-    sums_ptr,  # f64 [3, programs], added to if SUMMED: <dS, rows @ columns.T>; if SIGMOID the losses' sum, dS's
+    sums_ptr,  # f64 [3, programs], added to if SUMMED: <dS, rows @ columns.T>; if SIGMOID sums of losses and dS
     row_ids_ptr,  # i32 [GROUPED, r], read
     row_stride,  # elements between kinds of ids
     col_ids_ptr,  # i32 [GROUPED, c], read
     col_stride,
-    row_dues_ptr,  # f32 [r], read if POSITIVE unless SIGMOID: dS at a positive is so much less
-    col_dues_ptr,  # f32 [c], and so much, read if GROUPED is 2
+    row_dues_ptr,  # f32 [r], read if POSITIVE unless SIGMOID: subtracted from dS at a positive
+    col_dues_ptr,  # f32 [c], read if also GROUPED is 2: subtracted too
     num_rows,
     num_columns,
     offset,  # entry (i, i + offset) is masked
-    programs,  # most that any launch has
+    programs,  # maximum number of programs of any launch
     DIM: tl.constexpr,
-    MASKED: tl.constexpr,  # without these entries
+    MASKED: tl.constexpr,  # exclude the entries (i, i + offset)
     EDGE: tl.constexpr,  # the last blocks are partial
     SIGMOID: tl.constexpr,
-    SINGLE: tl.constexpr,  # one exponential, for a shift that is not NaN; else two, for one that is
-    SHARED: tl.constexpr,  # of triton_exp2's functions
+    SINGLE: tl.constexpr,  # one exponential, runs if shift is not NaN; else two exponentials, runs if shift is NaN
+    SHARED: tl.constexpr,  # passed to triton_exp2's functions
     GAIN: tl.constexpr,
-    SUMMED: tl.constexpr,  # the sums are wanted
-    GROUPED: tl.constexpr,  # kinds of ids; entries that share one are left out
-    POSITIVE: tl.constexpr,  # or are positives
+    SUMMED: tl.constexpr,  # compute the sums
+    GROUPED: tl.constexpr,  # number of kinds of ids; entries that share one are excluded
+    POSITIVE: tl.constexpr,  # or, if set, are positives
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     GROUP: tl.constexpr,
-    HALVES: tl.constexpr,  # a tile is finished in two halves
+    HALVES: tl.constexpr,  # the epilogue runs on two halves of the tile
     PRECISION: tl.constexpr,
 ):
-    """`((logits - row_lse).exp() + (logits - col_lse).exp()) / 2` or `sigmoid(logits + bias)`, corrected by groups.
+    """Compute `((logits - row_lse).exp() + (logits - col_lse).exp()) / 2` or `sigmoid(logits + bias)`; apply groups.
 
-    A persistent grid: program p forms tiles p, p + programs, ...
+    Persistent grid: program p computes tiles p, p + (programs of this launch), ...
     """
     row_tiles = tl.cdiv(num_rows, BLOCK_M)
     column_tiles = tl.cdiv(num_columns, BLOCK_N)
@@ -254,7 +258,7 @@ def _d_logits_kernel(
     if not SIGMOID:
         if (shift == shift) != SINGLE:
             return
-    # The sum stays spread over the threads that hold its terms: [warps, 8, 4].
+    # Each thread keeps its own partial sum until the end: [warps, 8, 4].
     inner = tl.zeros([BLOCK_M // 16, 8, 4], tl.float32)
     if SIGMOID:
         loss_sums = tl.zeros([BLOCK_M // 16, 8, 4], tl.float32)
@@ -271,7 +275,7 @@ def _d_logits_kernel(
             b = columns_desc.load([first_column, k])
             logits = tl.dot(a, b.T, logits, input_precision=PRECISION)
         rows = first_row + tl.arange(0, BLOCK_M)
-        if HALVES:  # one after another, where the epilogue of all would not fit into the registers
+        if HALVES:  # one after another, because the full epilogue does not fit into the registers
             parts = tl.split(tl.permute(tl.reshape(logits, [BLOCK_M, 2, BLOCK_N // 2]), [0, 2, 1]))
         else:
             parts = (logits,)
@@ -316,9 +320,9 @@ def _d_logits_kernel(
                             col_due = tl.load(col_dues_ptr + columns, mask=columns < num_columns, other=0.0)
                             due += col_due[None, :]
                         d_logits = tl.where(same, d_logits - due, d_logits)
-                    else:  # not within the LSE: the exponential may have overflowed
+                    else:  # set, not multiply by 0: excluded entries are not in the LSE, so exp may have overflowed
                         d_logits = tl.where(same, 0.0, d_logits)
-            if EDGE:  # logits are zero past the edges, which may be far above an LSE
+            if EDGE:  # logits past the edges are zero, which may be far above an LSE
                 if (first_row + BLOCK_M > num_rows) | (left + WIDTH > num_columns):
                     inside = (rows < num_rows)[:, None] & (columns < num_columns)[None, :]
                     d_logits = tl.where(inside, d_logits, 0.0)
@@ -347,7 +351,7 @@ def _d_logits_kernel(
 
 @triton.jit
 def _sum_per_thread(tile):
-    """[BLOCK_M, BLOCK_N] -> [BLOCK_M / 16, 8, 4]: sums of what one thread of a tensor-core tile holds."""
+    """Sum the elements that one thread of a tensor-core tile has: [BLOCK_M, BLOCK_N] -> [BLOCK_M / 16, 8, 4]."""
     M: tl.constexpr = tile.shape[0]
     N: tl.constexpr = tile.shape[1]
     return tl.sum(tl.sum(tl.sum(tl.reshape(tile, [M // 16, 2, 8, N // 8, 4, 2]), 5), 3), 1)
@@ -355,13 +359,13 @@ def _sum_per_thread(tile):
 
 @triton.jit
 def _add_sum(sum_ptr, sums):
-    """`*sum_ptr += sums.sum()` in float64."""
+    """Compute `*sum_ptr += sums.sum()` in float64."""
     total = tl.sum(tl.sum(tl.sum(sums, 2), 1), 0)
     tl.store(sum_ptr, tl.load(sum_ptr) + total.to(tl.float64))
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor, factor: float) -> None:
-    """`total += factor * left @ right` with a float32 accumulator, whatever the operands' type."""
+    """Compute `total += factor * left @ right` with a float32 accumulator for every operand dtype."""
     if left.dtype == total.dtype:
         total.addmm_(left, right, alpha=factor)
     elif total.is_cuda:
@@ -372,7 +376,7 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor, factor: float) -> N
 
 @contextmanager
 def _float32_products(tf32: bool) -> Iterator[None]:
-    """Run cuBLAS's float32 matmuls in the tile's precision, whatever the process has set."""
+    """Run cuBLAS's float32 matmuls in the tile's precision, independent of the process's setting."""
     before = torch.backends.cuda.matmul.fp32_precision
     torch.backends.cuda.matmul.fp32_precision = "tf32" if tf32 else "ieee"
     try:

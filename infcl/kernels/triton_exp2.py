@@ -1,11 +1,12 @@
-"""exp2 of a float32 tile, divided between two units of a GPU's multiprocessor.
+"""exp2 of a float32 tile, shared between two units of a GPU's multiprocessor.
 
-A multiprocessor computes 16 exponentials a cycle in its special function units but 128 multiply-adds. Of every PACK
-elements one is computed by multiply-adds: x = n + f with n an integer and |f| <= 1/2, a polynomial for 2**f, and n
-added to the exponent's bits. The other elements go to the special function units meanwhile.
+A multiprocessor computes 16 exponentials per cycle in its special function units, but 128 multiply-adds. One of every
+PACK elements is computed by multiply-adds: split x = n + f with n an integer and |f| <= 1/2, evaluate a polynomial for
+2**f, and add n to the exponent's bits. The special function units compute the other elements at the same time.
 
-The polynomial is the minimax one of degree 4 for the relative error on [-1/2, 1/2], 2.6e-6: far below the rounding
-of a half-precision result, for which alone this is used. Idea: software exponentials in FlashAttention-4.
+The polynomial of degree 4 is the minimax approximation on [-1/2, 1/2] for the relative error, which is 2.6e-6. This is
+far below the rounding of half precision, and only half-precision results use it. Idea: software exponentials in
+FlashAttention-4.
 """
 
 import struct
@@ -20,15 +21,15 @@ _COEFFICIENTS = (0.99999926144, 0.69312181470, 0.24024744835, 0.05591786060, 0.0
 
 
 def _bits(value: float) -> str:
-    """A float32 literal of PTX."""
+    """Return a float32 literal of PTX."""
     return "0f" + struct.pack(">f", value).hex().upper()
 
 
 def _assembly(pack: int) -> str:
-    """PTX for `pack` elements: outputs $0.., inputs after them; the first one by polynomial.
+    """Return PTX for `pack` elements: outputs $0.., then inputs. The first element uses the polynomial.
 
-    Adding 1.5 * 2^23 rounds x to an integer, which then stands in the lowest bits. x is at least -126: with -127 and a
-    factor below 1 the exponent would carry into the sign.
+    Adding 1.5 * 2^23 rounds x to an integer in the lowest bits. x is clamped to at least -126: at -127, with a factor
+    below 1, the exponent would underflow into the sign bit.
     """
     rounder = _bits(1.5 * 2**23)
     highest, *others = [_bits(c) for c in reversed(_COEFFICIENTS)]
@@ -57,13 +58,13 @@ _CONSTRAINTS = tl.constexpr(",".join(["=f"] * PACK.value + ["f"] * PACK.value))
 
 
 def shared_exp2(features: Tensor) -> bool:
-    """Whether tiles of these features may share: half precision on an NVIDIA GPU (not in Triton's interpreter)."""
+    """Return whether tiles of these features may use the shared exp2: half precision on an NVIDIA GPU."""
     return features.is_cuda and torch.version.cuda is not None and features.dtype.itemsize == 2
 
 
 @triton.jit
 def exp2(x, SHARED: tl.constexpr):
-    """2**x, f32; for SHARED, x < 127, and 2**-126 for all x below -126."""
+    """Compute 2**x, f32. SHARED needs x < 127, and returns about 2**-126 (by polynomial) or 0 for x below -126."""
     if SHARED:
         return tl.inline_asm_elementwise(_ASSEMBLY, _CONSTRAINTS, [x], dtype=tl.float32, is_pure=True, pack=PACK)
     else:
@@ -72,7 +73,7 @@ def exp2(x, SHARED: tl.constexpr):
 
 @triton.jit
 def quotient(x, y, SHARED: tl.constexpr):
-    """x / y, f32; for SHARED by an approximate reciprocal, to 2 ulp where y is in [2^-126, 2^126]."""
+    """Compute x / y, f32. SHARED uses an approximate reciprocal: 2 ulp for y in [2^-126, 2^126]."""
     if SHARED:
         return tl.inline_asm_elementwise(
             "div.approx.ftz.f32 $0, $1, $2;", "=f,f,f", [x, y], dtype=tl.float32, is_pure=True, pack=1

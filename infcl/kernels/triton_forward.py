@@ -1,19 +1,19 @@
-"""Statistics of one pair of feature blocks on a GPU: torch_tile's forward functions as fused matrix products.
+"""Statistics of one pair of feature blocks on a GPU: torch_tile's forward functions as fused matmuls.
 
 In: r row features and c column features. Out: softmax statistics (row and column LSE) or sigmoid sums. The logits exist
-in registers only; what is written is one partial sum per row and column block, and per column and split of the rows.
+only in registers. The kernel writes one partial sum per row and column block, and per column and split of the rows.
 
     logits = scale * rows @ columns.T                                               # [r, c], never formed
     softmax: exp2(log2(e) * logits - reference) summed over rows and over columns
     sigmoid: softplus(logits + bias) summed over columns
 
-One exponential serves rows and columns because both are taken against one reference. The reference comes from the
-Cauchy-Schwarz bound on the logits, 96 below it: sums cannot overflow, and a sum of at least 2^-76 has lost nothing to
-underflow. A row or column whose sum is smaller (possible only where all its logits lie far below the bound; for
-normalised features and scale 100, where no cosine exceeds -0.19) is computed again by an online softmax of its own:
-the result never rests on the bound.
+Rows and columns have the same reference, so a single exponential is enough for both. The reference is 96 (in log2)
+below the Cauchy-Schwarz bound on the logits: sums cannot overflow, and sums of at least 2^-76 lose nothing to
+underflow. A smaller sum is possible only if all logits of a row or column are far below the bound (with normalised
+features and scale 100, if no cosine exceeds -0.19). An online softmax then computes that row or column again, so the
+accuracy does not depend on the bound.
 
-Sizes: r rows, c columns, D features. No atomics: all sums are taken in a fixed order, bitwise repeatable.
+Sizes: r rows, c columns, D features. There are no atomics: all sums have a fixed order and are bitwise reproducible.
 """
 
 import torch
@@ -46,7 +46,7 @@ def softmax_forward(
     groups: Groups | None = None,
     tf32: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """As torch_tile.softmax_forward; rows [r, D] and columns [c, D] in bf16, fp16 or f32, results f32."""
+    """Compute torch_tile.softmax_forward for rows and columns in bf16, fp16 or f32; results are f32."""
     row_square, col_square, matched = squares(rows, columns, scale)
     shift = reference(row_square, col_square, scale)
     row_sums, col_sums = _tile_sums(
@@ -68,7 +68,7 @@ def sigmoid_forward(
     groups: Groups | None = None,
     tf32: bool = False,
 ) -> Tensor:
-    """As torch_tile.sigmoid_forward."""
+    """Compute torch_tile.sigmoid_forward."""
     losses, _ = _tile_sums(
         rows, columns, scale, bias, workspace_bytes, tf32=tf32, sigmoid=True, masked=masked, groups=groups
     )
@@ -87,10 +87,10 @@ def _tile_sums(
     masked: bool,
     groups: Groups | None,
 ) -> tuple[Tensor, Tensor]:
-    """Partial sums over the tiles: of rows [m, r], and for the softmax of columns [n, c].
+    """Return partial sums over the tiles: of rows [m, r], and for the softmax of columns [n, c].
 
-    Columns are walked in chunks whose partial sums [column blocks, r] fit the workspace; m is the number of column
-    blocks or, where there are several chunks, of chunks.
+    Columns are processed in chunks whose partial sums [column blocks, r] fit into the workspace. m is the number of
+    column blocks or, if there are several chunks, of chunks.
     """
     launch = launch_options(_LAUNCH, rows, tf32)
     row_operand, column_operand = aligned(rows), aligned(columns)
@@ -148,21 +148,21 @@ def _tile_sums_kernel(
     col_stride,
     num_rows,
     num_columns,
-    first_block,  # of the column blocks of this launch
+    first_block,  # first column block of this launch
     splits,
     split_tiles,  # row tiles per split
     DIM: tl.constexpr,
     SIGMOID: tl.constexpr,
-    MASKED: tl.constexpr,  # without the entries (i, i)
+    MASKED: tl.constexpr,  # exclude the entries (i, i)
     EDGE: tl.constexpr,  # the last column block is partial
-    GROUPED: tl.constexpr,  # kinds of ids; entries that share one are left out
-    POSITIVE: tl.constexpr,  # or have the sign +1 (SIGMOID)
+    GROUPED: tl.constexpr,  # number of kinds of ids; entries that share one are excluded
+    POSITIVE: tl.constexpr,  # or, if set, have the sign +1 (SIGMOID)
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """One column block against one split of the rows. Neighbouring programs share a column block (L2)."""
+    """Process one column block with one split of the rows. Neighbouring programs share a column block (L2 cache)."""
     block = tl.program_id(0) // splits
     split = tl.program_id(0) % splits
     first_column = (first_block + block) * BLOCK_N
@@ -170,7 +170,7 @@ def _tile_sums_kernel(
     scale = tl.load(scale_ptr).to(tl.float32)
     shift = tl.load(shift_ptr).to(tl.float32)
     row_partial_ptr += block.to(tl.int64) * num_rows
-    # Column sums stay spread over the threads that hold them: row = 16 a + 8 b + c with b in one thread's registers.
+    # Each thread keeps its own partial column sums: row = 16 a + 8 b + c with b in one thread's registers.
     col_sums = tl.zeros([BLOCK_M // 16, 8, BLOCK_N], tl.float32)
     row_tiles = tl.cdiv(num_rows, BLOCK_M)
     for tile in tl.range(split * split_tiles, tl.minimum((split + 1) * split_tiles, row_tiles), flatten=True):
@@ -200,10 +200,10 @@ def _tile_sums_kernel(
                     losses = tl.where(own, 0.0, losses)
             tl.store(row_partial_ptr + rows, tl.sum(losses, 1), mask=rows < num_rows)
         else:
-            # Short chains of additions, so that sums run in the shadow of the exponentials.
+            # Short chains of additions, so that the sums overlap with the exponentials.
             row_shift = tl.where(rows < num_rows, shift, float("inf"))
             terms = tl.exp2(logits * (scale * LOG2E) - row_shift[:, None])
-            for kind in tl.static_range(GROUPED):  # one after the other: both do not fit into the registers
+            for kind in tl.static_range(GROUPED):  # one after the other: both together do not fit into the registers
                 row_ids, col_ids = row_ids_ptr + kind * row_stride, col_ids_ptr + kind * col_stride
                 same = same_kind(row_ids, col_ids, rows, columns, num_rows, num_columns)
                 terms = tl.where(same, 0.0, terms)
@@ -213,7 +213,7 @@ def _tile_sums_kernel(
                     terms = tl.where(within, terms, 0.0)
             if MASKED:
                 away = first_column - tile * BLOCK_M
-                if (away > -BLOCK_N) & (away < BLOCK_M):  # else column numbers stay in registers through the loop
+                if (away > -BLOCK_N) & (away < BLOCK_M):  # without it column numbers stay in registers
                     own = tl.arange(0, BLOCK_M)[:, None] == away + tl.arange(0, BLOCK_N)[None, :]
                     terms = tl.where(own, 0.0, terms)
             row_sums = tl.sum(tl.sum(tl.reshape(terms, [BLOCK_M, BLOCK_N // 8, 8]), 1), 1)
@@ -226,7 +226,7 @@ def _tile_sums_kernel(
 
 @triton.jit
 def log1p(x):
-    """log(1 + x) for x in [0, 1] by multiply-adds: a Chebyshev fit of log(1 + x) / x, relative error 4e-7."""
+    """Compute log(1 + x) for x in [0, 1] by multiply-adds: a Chebyshev fit of log(1 + x) / x, relative error 4e-7."""
     quotient = x * -0.0085746757686 + 0.0442141927779
     quotient = quotient * x - 0.1078537106514
     quotient = quotient * x + 0.1775702387094

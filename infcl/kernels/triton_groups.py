@@ -1,7 +1,7 @@
-"""Groups in the Triton kernels: which entries of a tile share an id, and how launches pass that.
+"""Groups in the Triton kernels: pass ids to a launch, and find the entries of a tile that share an id.
 
-A kernel takes GROUPED (0: no ids, 1 or 2 kinds of them) as a constant, so what is not asked for is not compiled. It
-loads ids where it compares them: kept from before a loop they would fill its registers.
+A kernel takes GROUPED (0: no ids, 1 or 2 kinds) as a constant, so unused branches are not compiled. It loads ids where
+it compares them, because ids loaded before a loop would occupy registers.
 """
 
 import triton
@@ -12,7 +12,7 @@ from infcl.kernels.groups import Groups
 
 
 def ids_of(groups: Groups | None, placeholder: Tensor) -> tuple[Tensor, int, Tensor, int]:
-    """(row ids, elements between kinds, column ids, elements between kinds), in the order of `same_ids`."""
+    """Return row ids, their stride between kinds, column ids and their stride, in the argument order of `same_ids`."""
     if groups is None:
         return placeholder, 0, placeholder, 0
     assert groups.rows.stride(1) == groups.columns.stride(1) == 1, "ids of one kind are neighbours"
@@ -31,9 +31,9 @@ def same_ids(
     num_columns,
     KINDS: tl.constexpr,
 ):
-    """Bool [m, n]: `(row_ids[:, rows, None] == col_ids[:, None, columns]).any(0)`, False past the edges.
+    """Return `(row_ids[:, rows, None] == col_ids[:, None, columns]).any(0)`, bool [m, n], False past the edges.
 
-    Called again where the result is needed again: kept from before, it would not fit into the registers.
+    Kernels call this again instead of keeping the result, which would not fit into the registers.
     """
     same = same_kind(row_ids_ptr, col_ids_ptr, rows, columns, num_rows, num_columns)
     if KINDS == 2:
@@ -43,7 +43,7 @@ def same_ids(
 
 @triton.jit
 def same_kind(row_ids_ptr, col_ids_ptr, rows, columns, num_rows, num_columns):
-    """Bool [m, n], of one kind."""
+    """Return `same_ids` of one kind, bool [m, n]."""
     row_ids = tl.load(row_ids_ptr + rows, mask=rows < num_rows, other=-2)
     col_ids = tl.load(col_ids_ptr + columns, mask=columns < num_columns, other=-3)
     return row_ids[:, None] == col_ids[None, :]

@@ -1,4 +1,4 @@
-"""What launches of the Triton kernels have in common: block shapes by type, operands for descriptors, the GPU."""
+"""Shared parts of the Triton launches: block shapes by dtype, operands for tensor descriptors, multiprocessors."""
 
 from functools import cache
 
@@ -8,12 +8,12 @@ from torch import Tensor
 
 
 def launch_options(table: dict[int, dict], features: Tensor, tf32: bool) -> dict:
-    """Block shapes, warps, stages and the dot's precision for features of this type, from a kernel's table."""
+    """Return block shapes, warps, stages and the dot's precision for the features' dtype, from a kernel's table."""
     return table[features.dtype.itemsize] | {"PRECISION": "tf32" if tf32 else "ieee"}
 
 
 def aligned(features: Tensor) -> Tensor:
-    """Features whose rows start at multiples of 16 bytes, as tensor descriptors need: D padded by zeros, or copied."""
+    """Align rows to 16 bytes, as tensor descriptors need: pad D with zeros, or copy."""
     padding = -features.shape[1] % (16 // features.dtype.itemsize)
     if padding:
         return F.pad(features, (0, padding))
@@ -21,7 +21,7 @@ def aligned(features: Tensor) -> Tensor:
 
 
 def walked_dim(features: Tensor, launch: dict) -> int:
-    """D, but at least two BLOCK_K (Triton 3.6 cannot pipeline a loop of one step); past D, descriptors read zeros."""
+    """Return D, but more than one BLOCK_K: Triton 3.6 cannot pipeline a loop of one step. Past D, loads give zeros."""
     return max(features.shape[1], launch["BLOCK_K"] + 1)
 
 

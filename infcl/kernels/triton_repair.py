@@ -1,7 +1,8 @@
-"""The LSE that the fused statistics cannot give: rows and columns whose logits all lie far below the reference.
+"""Recomputation of the LSE of rows and columns whose logits are all far below the reference.
 
-In: features, and the LSE with NaN where they are not known. Out: the same with those computed by an online softmax of
-their own. Rare (for normalised features and scale 100 where no cosine exceeds -0.19), so simple rather than fast.
+In: features, and LSE that are NaN where the fused statistics failed. Out: the LSE, with NaN replaced by the result of
+an online softmax. This is rare (with normalised features and scale 100, if no cosine of a row exceeds -0.19), so the
+kernel is simple rather than fast.
 """
 
 import triton
@@ -33,7 +34,13 @@ def repair(
     masked: bool,
     groups: Groups | None,
 ) -> None:
-    """Compute the LSE that are NaN by an online softmax of their own; programs that find none return at once."""
+    """Replace LSE that are NaN, in place, by an online softmax. Programs without a NaN return at once.
+
+    Args:
+        row_lse, col_lse: f32 [r] and [c].
+        rows, columns, scale, masked, groups: as in torch_tile.softmax_forward.
+        tf32: whether float32 matmuls use tf32.
+    """
     launch = launch_options(_LAUNCH, rows, tf32) | {"BLOCK_N": 64, "num_warps": 4}
     block = [launch["BLOCK_N"], launch["BLOCK_K"]]
     sides = [TensorDescriptor.from_tensor(aligned(side), block) for side in (rows, columns)]
@@ -69,14 +76,14 @@ def _repair_kernel(
     other_stride,
     num_own,
     num_other,
-    GROUPED: tl.constexpr,  # kinds of ids; entries that share one are left out
+    GROUPED: tl.constexpr,  # number of kinds of ids; entries that share one are excluded
     DIM: tl.constexpr,
-    MASKED: tl.constexpr,
+    MASKED: tl.constexpr,  # exclude the entries (i, i)
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """`where(lse.isnan(), (scale * own @ other.T).logsumexp(1), lse)`, less what is masked; 64 of `own` at a time."""
+    """Compute `where(lse.isnan(), (scale * own @ other.T).logsumexp(1), lse)` for BLOCK_N of `own`, with exclusions."""
     scale2 = tl.load(scale_ptr).to(tl.float32) * LOG2E
     first_own = tl.program_id(0) * BLOCK_N
     own = first_own + tl.arange(0, BLOCK_N)
@@ -102,7 +109,7 @@ def _repair_kernel(
             )
             logits = tl.where(same, float("-inf"), logits)
         new_maxima = tl.maximum(maxima, tl.max(logits, 1))
-        shift = tl.where(new_maxima == float("-inf"), 0.0, new_maxima)  # nothing but what is masked so far
+        shift = tl.where(new_maxima == float("-inf"), 0.0, new_maxima)  # -inf: only excluded entries so far
         sums = sums * tl.exp2(maxima - shift) + tl.sum(tl.exp2(logits - shift[:, None]), 1)
         maxima = new_maxima
     tl.store(lse_ptr + own, (maxima + tl.log2(sums)) / LOG2E, mask=unknown & (own < num_own))

@@ -1,8 +1,9 @@
-"""Small kernels around the tiles: what is known of the rows and columns before and after the matrix products.
+"""Small kernels around the tiles: statistics of rows and columns before and after the matmuls.
 
 In: features or statistics of length n. Out: norms and matched logits, the reference of the forward tile's exponentials,
-LSE from its sums, and the middle for the backward tile's. Each replaces a dozen library calls by one launch and reads
-its input once; the two that reduce to one number run as a single program (4 bytes per row).
+LSE from its sums, and the middle for the backward tile's exponentials. Each kernel replaces a dozen library calls by
+one launch and reads its input once. The two kernels that reduce to one number run as a single program (4 bytes per
+row).
 """
 
 import math
@@ -16,16 +17,23 @@ from infcl.kernels.shapes import ceil_div
 
 LOG2E = tl.constexpr(math.log2(math.e))
 _HEADROOM = tl.constexpr(96.0)  # sums of up to 2^30 terms of at most 2^96 stay below 2^127
-_SMALLEST_SUM = tl.constexpr(2.0**-76)  # what underflows below 2^-126 is 2^-50 of it
+_SMALLEST_SUM = tl.constexpr(2.0**-76)  # terms that underflow (below 2^-126) are at most 2^-50 of it
 _WINDOW = tl.constexpr(80.0)  # largest spread of the LSE, in log2, for which one exponential is exact
 _LARGEST = tl.constexpr(2.0**12)  # largest LSE, in log2, whose rounding leaves a probability at most 1 + 2^-11
 
 
 def squares(rows: Tensor, columns: Tensor, scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """`(rows**2).sum(1), (columns**2).sum(1), scale * (rows * columns).sum(1)`, f32 [max(r, c)]; 0 past an end."""
+    """Compute `(rows**2).sum(1), (columns**2).sum(1), scale * (rows * columns).sum(1)`.
+
+    Args:
+        rows, columns, scale: [r, D], [c, D] and 0-dim.
+
+    Returns:
+        Three tensors, f32 [max(r, c)]; 0 past the end of the shorter input.
+    """
     count, dim, block = max(len(rows), len(columns)), rows.shape[1], 8
     row_square, col_square = rows.new_empty(2, count, dtype=torch.float32)
-    matched = rows.new_empty(count, dtype=torch.float32)  # of its own: it outlives the others
+    matched = rows.new_empty(count, dtype=torch.float32)  # separate memory: it outlives the others
     _squares_kernel[(ceil_div(count, block),)](
         rows,
         columns,
@@ -77,7 +85,7 @@ def _squares_kernel(
 
 
 def reference(row_square: Tensor, col_square: Tensor, scale: Tensor) -> Tensor:
-    """`log2(e) * abs(scale) * sqrt(row_square.max()) * sqrt(col_square.max()) - 96`, f32 0-dim."""
+    """Compute `log2(e) * abs(scale) * sqrt(row_square.max()) * sqrt(col_square.max()) - 96`, f32 0-dim."""
     result = row_square.new_empty(())
     _reference_kernel[(1,)](row_square, col_square, scale, result, len(row_square), BLOCK=8192, num_warps=16)
     return result
@@ -103,9 +111,10 @@ def _reference_kernel(
 
 
 def finish(row_partial: Tensor, col_partial: Tensor, reference: Tensor) -> tuple[Tensor, Tensor]:
-    """`(partial.sum(0).log2() + reference) / log2(e)` for row_partial [m, r] and col_partial [n, c]; f32 [r], [c].
+    """Compute `(partial.sum(0).log2() + reference) / log2(e)` for row_partial [m, r] and col_partial [n, c].
 
-    NaN where a sum is too small (or not finite) to be trusted.
+    Returns:
+        LSE of rows and columns, f32 [r] and [c]; NaN where a sum is too small to be accurate, or not finite.
     """
     num_rows, num_columns, block = row_partial.shape[1], col_partial.shape[1], 128
     row_lse, col_lse = row_partial.new_empty(num_rows), col_partial.new_empty(num_columns)
@@ -171,7 +180,7 @@ def _finish_block(
 
 
 def middle(row_lse: Tensor, col_lse: Tensor) -> Tensor:
-    """Middle of all LSE in log2, f32 0-dim; NaN where their spread or size does not allow one exponential for both."""
+    """Return the middle of all LSE in log2, f32 0-dim; NaN if their spread or size rules out a single exponential."""
     result = row_lse.new_empty(())
     _middle_kernel[(1,)](row_lse, col_lse, result, len(row_lse), len(col_lse), BLOCK=8192, num_warps=16)
     return result
