@@ -1,10 +1,10 @@
-"""What a run needs and how fast it goes, before it runs.
+"""Estimates of a run's memory and step time before it starts.
 
-    profile.py   what GPUs and links can do (profiles/*.json)     setting.py   model, GPUs, batch, ZeRO that are planned
-    loads.py     what memory follows from: a run, a setting       timing.py    seconds of a step, phase by phase
+    profile.py   rates of GPUs and links (profiles/*.json)        setting.py   planned model, GPUs, batch, ZeRO stage
+    loads.py     inputs of the memory estimate                    timing.py    seconds of a step, phase by phase
     memory.py    bytes per GPU, part by part (parts, activations; host.py: in host memory)
     search.py    the largest batch, the fastest setting           sweep.py     scaling curves
     measure.py   the profile of this machine's GPU
 
-`python -m infcl.plan --help`; docs/benchmarks/planner.md has what it was checked against.
+`python -m infcl.plan --help` lists the options; docs/benchmarks/planner.md compares estimates with measurements.
 """

@@ -1,7 +1,8 @@
 """python -m infcl.plan --model ViT-L-14 --gpus 32 --gpu a800-80g --global-batch 12288k --zero 3 ...
 
-Memory by part, the phases of a step, samples/s, the largest batch and the fastest settings; --sweep gpus=8:4096 the
-scaling curve; --measure FILE a profile of this machine (measure.py). Figures are estimates: docs/benchmarks/planner.md.
+Print memory by part, the phases of a step, samples/s, the largest batch and the fastest settings. --sweep gpus=8:4096
+prints the scaling curve; --measure FILE writes a profile of this machine (measure.py). Figures are estimates:
+docs/benchmarks/planner.md.
 """
 
 import argparse
@@ -24,7 +25,7 @@ from infcl.plan.timing import phases_of, samples_per_second
 
 
 def read_batch(text: str) -> int:
-    """'12288k' -> 12288 * 1024; 'm' is 1024k."""
+    """Parse a number of samples: '12288k' -> 12288 * 1024; 'm' is 1024k."""
     factor = {"k": 2**10, "m": 2**20}.get(text[-1:].lower(), 1)
     digits = text[:-1] if factor > 1 else text
     if not digits.isdecimal() or int(digits) == 0:
@@ -72,7 +73,11 @@ def parser() -> argparse.ArgumentParser:
 
 
 def setting_of(arguments: argparse.Namespace) -> Setting:
-    """The setting that the flags say; with --micro-batch-size auto the fastest one that fits."""
+    """Return the setting of the flags; with --micro-batch-size auto, the fastest one that fits.
+
+    Raises:
+        ValueError: the flags contradict each other or the model.
+    """
     model = load_model_config(arguments.model)
     length, tokens = model.text_cfg.context_length, arguments.caption_tokens
     if tokens is not None and not 1 <= tokens <= length:
@@ -114,7 +119,7 @@ def setting_of(arguments: argparse.Namespace) -> Setting:
 
 
 def _number(flag: str, text: str) -> int | None:
-    """Return the number of a flag, None for auto."""
+    """Return the number of a flag, or None for auto."""
     if text == "auto":
         return None
     if not (text.isascii() and text.isdecimal()) or int(text) == 0:
@@ -123,7 +128,12 @@ def _number(flag: str, text: str) -> int | None:
 
 
 def describe(setting: Setting, *, graphs: bool = False) -> str:
-    """graphs: as many as fit are kept, here and in the fastest settings."""
+    """Return the report on a setting.
+
+    Args:
+        setting: the setting.
+        graphs: cache the activations of as many micro-batches as fit, here and in the fastest settings.
+    """
     asked, setting = setting.zero, with_graphs(setting.as_run()) if graphs else setting.as_run()
     memory, phases = memory_of(setting), phases_of(setting)
     total = sum(phase.exposed for phase in phases)
@@ -169,7 +179,7 @@ def describe(setting: Setting, *, graphs: bool = False) -> str:
 
 
 def _of_host(setting: Setting) -> str:
-    """Whether a host holds what is stored there."""
+    """Return whether a node's memory suffices, in words."""
     gib = setting.host_memory_gib
     if gib is None:
         return "pass --host-memory-gib to check whether it fits"

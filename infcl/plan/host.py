@@ -1,7 +1,7 @@
-"""Bytes of host memory, part by part: what ZeRO offloads, pixels that wait, the copy a checkpoint is written from.
+"""Bytes of host memory, part by part: ZeRO's offloaded state, cached pixels, and the copy for a checkpoint.
 
-Counted as DeepSpeed 0.19.8 allocates it (tests/plan/test_plan_host.py). Not counted: the process itself, the loader's
-workers and what it reads ahead, evaluations.
+The count follows the allocations of DeepSpeed 0.19.8 (tests/plan/test_plan_host.py). Not counted: the process itself,
+the loader's workers and prefetched data, evaluations.
 
 Sizes: T trainable parameters, N data-parallel ranks; a rank owns T / N of the state.
 """
@@ -15,12 +15,12 @@ _SUB_GROUP = 1e9  # elements: DeepSpeed's sub_group_size
 
 
 def host_parts(load: Load) -> dict[str, float]:
-    """{"optimizer", "gradients", "parameters", "pixels", "checkpoint"}: host bytes per rank.
+    """Return {"optimizer", "gradients", "parameters", "pixels", "checkpoint"}: host bytes per rank.
 
-    Of what is offloaded, an element takes in ZeRO-3 its master (4), the optimizer's state and two gradients: the sum
-    over micro-batches, and what the optimizer is given. ZeRO-1 and 2 have one gradient and, instead of the sum, a copy
-    of the new parameter on its way to the GPU; ZeRO-2 in 32 bits sums there too.
-    On a CPU this is in the same memory as `parts_of`.
+    With an offloaded optimizer, ZeRO-3 stores per element the FP32 master weight, the optimizer's state and two
+    gradients: the sum over micro-batches and the optimizer's input. ZeRO-1 and 2 store one gradient and, instead of the
+    sum, a copy of the new parameter on its way to the GPU. ZeRO-2 with FP32 parameters also sums on the host. On a CPU
+    these bytes are in the same memory as those of `parts_of`.
     """
     width, own = 2 if load.precision in ("bf16", "fp16") else 4, load.trainable / load.batch.dp_size
     parts = dict.fromkeys(("optimizer", "gradients", "parameters"), 0.0)
@@ -42,10 +42,14 @@ def host_parts(load: Load) -> dict[str, float]:
 
 
 def host_bytes(load: Load, ranks: int) -> float:
-    """Of a host with so many ranks, the first of the run among them, at most at once.
+    """Return the peak bytes of the node that has the run's first rank.
 
-    That rank begins with FP32 copies of half-precision parameters, which are gone before pixels wait and checkpoints
-    are written.
+    The first rank begins with FP32 copies of half-precision parameters. They are freed before pixels are cached and
+    checkpoints are written.
+
+    Args:
+        load: inputs of the estimate.
+        ranks: ranks per node.
     """
     parts = host_parts(load)
     later = parts["pixels"] + parts["checkpoint"]
@@ -58,5 +62,5 @@ def _pins(load: Load, part: str) -> bool:
 
 
 def _pinned(size: float) -> float:
-    """Torch pins memory in powers of 2."""
+    """Return the bytes that torch allocates for pinned memory: the next power of 2."""
     return 2.0 ** math.ceil(math.log2(size)) if size > 0 else 0.0

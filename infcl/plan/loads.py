@@ -1,4 +1,4 @@
-"""What memory follows from under a run's flags (`load_of_run`) and in a planned setting (`load_of`)."""
+"""Inputs of the memory estimate, from a run's flags (`load_of_run`) or a planned setting (`load_of`)."""
 
 from typing import Any
 
@@ -24,21 +24,21 @@ def load_of_run(
     stage: int | None = None,
     ranks_of_host: int | None = None,
 ) -> Load:
-    """Return what memory follows from in a run.
+    """Return the inputs of a run's memory estimate.
 
-    Of cached activations `auto` counts one micro-batch: the run measures how many more there is room for.
+    With --resident-micro-batches auto, the activations of one micro-batch count. The run measures how many more fit.
 
     Args:
         spec: the run.
-        cfg: its model.
-        counts: parameters of the full model, of which tensor-parallel ranks share the blocks'.
-        stage: another ZeRO stage than the run's, with nothing offloaded.
-        ranks_of_host: None where there is one node.
+        cfg: config of its model.
+        counts: (parameters, trainable parameters) of the full model's parts, as `parameter_counts` returns them.
+        stage: ZeRO stage to use instead of the run's, without offload.
+        ranks_of_host: ranks per node; None for a single node.
     """
     config, batch, precision, on_cpu = spec.flags, spec.batch, spec.precision, spec.device == "cpu"
     share, ranks = config.tensor_parallel_size, batch.dp_size * config.tensor_parallel_size
     on_host = ranks_of_host or ranks
-    # several texts of an image take the memory of one that is as much longer
+    # several texts per image take the memory of one text that is longer by this factor
     cfg = with_overrides(cfg, context_length=cfg.text_cfg.context_length * config.texts_per_image)
     parameters, trainable = (sum(column) // share for column in zip(*counts.values()))
     blocks, trunks = trained_blocks(config, cfg), kept_trunks(config, cfg)
@@ -74,19 +74,19 @@ def load_of_run(
 
 
 def has_two_levels(config: TrainConfig, ranks: int, ranks_of_host: int) -> bool:
-    """Whether the loss of so many ranks has a ring of nodes."""
+    """Return whether the loss over `ranks` ranks uses a two-level ring."""
     if config.loss not in TILED or ranks == 1:
         return False
     return lap_length(list(range(ranks)), ring="auto", ranks_per_node=ranks_of_host) < ranks
 
 
 def trained_blocks(config: TrainConfig, cfg: CLIPConfig) -> dict[str, int]:
-    """{"image", "text"}: how many of a tower's blocks are trained, its last ones."""
+    """Return {"image", "text"}: number of trained blocks per tower, counted from the last."""
     return {name: max(0, layers - frozen) for name, layers, frozen, _ in _locks(config, cfg)}
 
 
 def kept_trunks(config: TrainConfig, cfg: CLIPConfig) -> dict[str, int]:
-    """{"image", "text"}: numbers a sample that partly frozen towers keep between the passes (CLIP.trunk_numbers)."""
+    """Return {"image", "text"}: numbers per sample that trunks keep between the passes (CLIP.trunk_numbers)."""
     tokens = {"image": 1 + cfg.vision_cfg.num_patches, "text": cfg.text_cfg.context_length}
     widths = {"image": cfg.vision_cfg.width, "text": cfg.text_cfg.width}
     kept = {}
@@ -97,7 +97,7 @@ def kept_trunks(config: TrainConfig, cfg: CLIPConfig) -> dict[str, int]:
 
 
 def _locks(config: TrainConfig, cfg: CLIPConfig) -> list[tuple[str, int, int, int]]:
-    """(tower, its blocks, how many of them are frozen, groups that a locked one has unlocked)."""
+    """Return (tower, number of blocks, number of frozen blocks, number of unlocked groups if locked) per tower."""
     image, text = cfg.vision_cfg.layers, cfg.text_cfg.layers
     groups = config.lock_image_unlocked_groups, config.lock_text_unlocked_layers
     return [
@@ -107,12 +107,12 @@ def _locks(config: TrainConfig, cfg: CLIPConfig) -> list[tuple[str, int, int, in
 
 
 def memory_of(setting: Setting) -> dict[str, float]:
-    """{part: bytes per GPU} of a planned setting; the last is the "peak"."""
+    """Return {part: bytes per GPU} of a planned setting; the last entry is the "peak"."""
     return parts_of(load_of(setting))
 
 
 def load_of(setting: Setting) -> Load:
-    """What memory follows from in a planned setting, which saves Adam's two moments.
+    """Return the inputs of a planned setting's memory estimate; its checkpoints include Adam's two moments.
 
     Under tensor parallelism a rank has its share of the parameters and, with sequence parallelism, of all activations.
     """

@@ -1,10 +1,9 @@
-"""A profile of this machine's first GPU: what `python -m infcl.plan --measure FILE` writes.
+"""Measurement of this machine's first GPU, for `python -m infcl.plan --measure FILE`.
 
-Measured: an 8192^3 bf16 product; a transformer block of ViT-L-14's width, eager and compiled, forward and backward; the
-tiled loss; copies on the device and from pinned host memory; a Python loop. Between two GPUs of this host, one copy
-(NVLink or PCIe). Not measured, and said so: the share of memory that tensors may take, what the loop means for a step
-and, where there is one GPU, the link. Links to other hosts are profiles of their own (--link): launch/check.sh measures
-theirs.
+Measured: an 8192^3 BF16 matmul; transformer blocks of ViT-L-14's width, eager and compiled, forward and backward; the
+tiled loss; copies on the device and from pinned host memory; a Python loop; a copy between two GPUs of this node
+(NVLink or PCIe). Estimated: the share of memory for tensors, the effect of the loop's time on a step and, with a single
+GPU, the link. Links to other nodes have their own profiles (--link); launch/check.sh measures them.
 """
 
 import statistics
@@ -18,14 +17,18 @@ from infcl.plan.profile import Gpu
 
 _WIDTH, _HEADS, _LAYERS, _TOKENS, _BATCH = 1024, 16, 4, 257, 128
 _ROWS, _DIM = 32768, 768
-# What the loop is taken to need on a host of host_factor 1. Of one machine: there it took 1.41 s, and the four
-# steps of docs/benchmarks/step.md are met best with 2.9.
+# Assumed seconds of the loop on a host of host_factor 1, calibrated on one machine: there the loop took 1.41 s, and a
+# factor of 2.9 fits the four steps of docs/benchmarks/step.md best.
 _LOOP_SECONDS = 0.486
-_LOOP = "total = 0\nfor i in range(10_000_000): total += i"  # with a module's names, as it was measured
+_LOOP = "total = 0\nfor i in range(10_000_000): total += i"  # in a module's namespace, as in the calibration
 
 
 def measure() -> Gpu:
-    """The profile. ValueError without a GPU."""
+    """Measure the profile of this machine.
+
+    Raises:
+        ValueError: there is no GPU.
+    """
     if not torch.cuda.is_available():
         raise ValueError("--measure needs a GPU: use a profile of infcl/plan/profiles instead")
     device, alone = torch.device("cuda", 0), torch.cuda.device_count() == 1
@@ -47,9 +50,9 @@ def measure() -> Gpu:
 
 
 def host_factor() -> float:
-    """How many times as long this host takes for a Python loop as one of factor 1: issuing work is Python too.
+    """Return the time of a Python loop relative to a host of factor 1, since Python code issues the GPU's work.
 
-    Of five turns the shortest: what else the machine does comes on top.
+    The shortest of five runs counts, because other work on the machine only adds time.
     """
     turns = []
     for _ in range(5):
@@ -72,13 +75,13 @@ def _seconds(function, *, warm_up: int = 5, repeats: int = 10) -> float:
 
 
 def _matmul(device: torch.device, dtype: torch.dtype) -> float:
-    """Flops per second of an 8192^3 product; float32 without TF32, torch's default and the trainer's."""
+    """Return flops per second of an 8192^3 matmul; float32 without TF32, the default of torch and the trainer."""
     a = torch.randn(8192, 8192, device=device, dtype=dtype)
     return 2 * 8192**3 / _seconds(lambda: a @ a, warm_up=50)
 
 
 def _towers(device: torch.device, *, compiled: bool) -> float:
-    """Flops per second of forward and backward of some blocks under bf16 autocast."""
+    """Return flops per second of the forward and backward of some blocks under BF16 autocast."""
     blocks = Transformer(_WIDTH, _LAYERS, _HEADS, mlp_ratio=4.0).to(device)
     if compiled:
         blocks = torch.compile(blocks)
@@ -99,7 +102,7 @@ def _loss(device: torch.device) -> float:
 
 
 def copy_rate(source: torch.device, target: torch.device) -> float:
-    """GB/s of a 1 GiB copy, counted once."""
+    """Return the GB/s of a 1 GiB copy, where each byte counts once."""
     block = torch.empty(2**30, dtype=torch.uint8, device=source, pin_memory=source.type == "cpu")
     other = torch.empty(2**30, dtype=torch.uint8, device=target)
     return 2**30 / 1e9 / _seconds(lambda: other.copy_(block, non_blocking=True))

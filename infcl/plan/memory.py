@@ -1,8 +1,8 @@
-"""Bytes per GPU, part by part, from sizes alone: a `Load`, which loads.py makes of a run's flags or a planned setting.
+"""Bytes per GPU, part by part, from the sizes in a `Load`. loads.py creates it from a run's flags or a planned setting.
 
-An estimate: the allocator's fragments, the CUDA context and the layers that ZeRO-3 gathers come on top (a profile's
-`usable` leaves room for them). Within 5% of the peaks measured on H200s (ZeRO-1 and 3, offload and losses that hold
-their logits included): docs/benchmarks/planner.md. What is in host memory is counted in host.py.
+This is an estimate. It excludes the allocator's fragments, the CUDA context and the layers that ZeRO-3 gathers; a
+profile's `usable` leaves room for them. It is within 5% of the peaks measured on H200s (ZeRO-1 and 3, including offload
+and losses that store their logits): docs/benchmarks/planner.md. host.py counts host memory.
 
 Sizes: P parameters, T trainable ones, N data-parallel ranks, m micro-batch size, M micro-batches, b = M m, D embedding
 width, S pixels per side, L tokens.
@@ -26,11 +26,11 @@ from infcl.plan.parts import (
     state_bytes,
 )
 
-HEADROOM = 0.08  # of the device's memory, which cached activations leave for fragments and the library's workspaces
+HEADROOM = 0.08  # share of device memory that cached activations leave for fragments and library workspaces
 
 
 def parameter_counts(model: nn.Module) -> dict[str, tuple[int, int]]:
-    """{"image": (parameters, of which trainable), "text": ..., "scalars": ...}."""
+    """Return {"image": (parameters, trainable parameters), "text": ..., "scalars": ...}."""
     counts = {"image": [0, 0], "text": [0, 0], "scalars": [0, 0]}
     for name, parameter in model.named_parameters():
         part = "image" if name.startswith("visual.") else "scalars" if name.startswith("logit_") else "text"
@@ -41,11 +41,11 @@ def parameter_counts(model: nn.Module) -> dict[str, tuple[int, int]]:
 
 @dataclass(frozen=True)
 class Load:
-    """A rank's model, batch and ways: all that its memory follows from."""
+    """All inputs of a rank's memory estimate: model, batch and settings."""
 
     cfg: CLIPConfig
     batch: BatchPlan
-    parameters: int  # of the rank, whose part it is under tensor parallelism
+    parameters: int  # of the rank: its share under tensor parallelism
     trainable: int
     stage: int
     precision: str
@@ -53,28 +53,28 @@ class Load:
     checkpointing: bool
     compiled: bool
     zero: dict  # zero_optimization of a preset
-    resident: int = 1  # micro-batches that keep their graphs
-    moments: int = 8  # bytes of optimizer state, as state_bytes
+    resident: int = 1  # micro-batches with cached activations
+    moments: int = 8  # bytes of optimizer state per element, as in state_bytes
     tensor_parallel: int = 1
     sequence_parallel: bool = False
-    blocks: dict[str, int] | None = None  # trained ones of each tower; None: all
-    trunks: float = 0.0  # bytes a sample that frozen blocks give and the passes keep
-    pixels: float = float("inf")  # bytes that may wait between the passes
-    pixels_on_gpu: bool = False  # that is where they wait
+    blocks: dict[str, int] | None = None  # trained blocks of each tower; None: all
+    trunks: float = 0.0  # bytes per sample of the frozen blocks' output, cached between the two passes
+    pixels: float = float("inf")  # bytes of pixels that may be cached between the two passes
+    pixels_on_gpu: bool = False  # whether the GPU caches them, instead of the host
     uploads: int = 0  # micro-batches of pixels on their way to the GPU
-    two_level: bool = False  # the ring is one of nodes
+    two_level: bool = False  # whether the ring has two levels
     offloads: tuple[str, ...] = ()  # "optimizer", "param": in host memory
-    checkpoint: float = 0.0  # bytes of the copy that one is written from
+    checkpoint: float = 0.0  # bytes of the copy from which a checkpoint is written
     on_cpu: bool = False
 
     @property
     def micro_batch_pixels(self) -> float:
-        """Bytes."""
+        """Bytes of a micro-batch's pixels on this rank."""
         return self.batch.micro_batch_size * 3.0 * self.cfg.vision_cfg.image_size**2 / self.tensor_parallel
 
     @property
     def waiting_pixels(self) -> float:
-        """Bytes of whole micro-batches' pixels that wait between the two passes: not those of kept graphs."""
+        """Bytes of pixels cached between the two passes: full micro-batches without cached activations."""
         waiting = self.batch.num_micro_batches - min(self.resident, self.batch.num_micro_batches)
         return self.micro_batch_pixels * int(min(waiting, self.pixels / self.micro_batch_pixels))
 
@@ -89,7 +89,7 @@ def _layout(load: Load) -> dict[str, Any]:
 
 
 def graphs_of(load: Load) -> dict[str, float]:
-    """{"activations", "backward"}: bytes of the graphs that are kept, and of what a backward adds to them."""
+    """Return {"activations", "backward"}: bytes of the cached graphs, and bytes that a backward adds."""
     whole = {"image": load.cfg.vision_cfg.layers, "text": load.cfg.text_cfg.layers}
     trained = load.blocks or whole
     return graph_bytes(
@@ -104,12 +104,15 @@ def graphs_of(load: Load) -> dict[str, float]:
 
 
 def pixels_on_device(load: Load) -> float:
-    """Bytes of those on their way, and of those that wait there."""
+    """Return the bytes of pixels on the device: in transit to it, and cached there."""
     return load.micro_batch_pixels * load.uploads + load.pixels_on_gpu * load.waiting_pixels
 
 
 def parts_of(load: Load) -> dict[str, float]:
-    """{part: bytes per rank}; the last is the "peak", which is not their sum where parts do not live at once."""
+    """Return {part: bytes per rank}.
+
+    The last entry is the "peak". It is less than the sum, because some parts do not exist at the same time.
+    """
     cfg, batch = load.cfg, load.batch
     sizes: dict[str, Any] = {
         "stage": load.stage,
@@ -124,11 +127,11 @@ def parts_of(load: Load) -> dict[str, float]:
         passing = passing_bytes(
             load.zero, load.trainable, stage=load.stage, ranks=batch.dp_size, precision=load.precision
         )
-        parts["gradients"] = 0.0 if load.on_cpu and load.stage == 3 else passing  # nothing runs ahead there
+        parts["gradients"] = 0.0 if load.on_cpu and load.stage == 3 else passing  # no backward runs ahead there
     graphs = graphs_of(load)
     graph = graphs["activations"] / max(1, min(load.resident, batch.num_micro_batches))
     buckets = bucket_bytes(load.zero, load.trainable, graph=graph, **sizes)
-    if load.on_cpu:  # a bucket's pages are taken when a gradient is first written to them
+    if load.on_cpu:  # a bucket's pages are allocated when a gradient is first written to them
         buckets = min(buckets, (12.0 if load.stage == 1 else 8.0) * load.trainable)
     parts["gradient buckets"] = buckets
     parts["gathered parameters"] = gathered_bytes(
@@ -142,7 +145,7 @@ def parts_of(load: Load) -> dict[str, float]:
 
 
 def _loss_of(load: Load) -> dict[str, float]:
-    """{"feature gradients", "loss"}, with the rows of the other tensor-parallel ranks."""
+    """Return {"feature gradients", "loss"}, including the rows of the other tensor-parallel ranks."""
     batch, width = load.batch, load.cfg.embed_dim
     rows = batch.rank_batch_size // load.tensor_parallel
     parts = loss_bytes(
@@ -155,15 +158,15 @@ def _loss_of(load: Load) -> dict[str, float]:
     )
     others = 2.0 * (batch.rank_batch_size - rows) * width * 4
     parts["feature gradients"] += others
-    parts["loss"] += max(others, batch.rank_batch_size * load.trunks)  # trunks are copied together where it begins
+    parts["loss"] += max(others, batch.rank_batch_size * load.trunks)  # trunks are concatenated at its start
     return parts
 
 
 def bytes_beside_graphs(load: Load) -> float:
-    """What cached activations have to leave, in addition to HEADROOM, the parameters and the optimizer.
+    """Return the bytes that cached activations must leave free, besides HEADROOM, parameters and optimizer.
 
-    Gradients and a bucket of them, the loss and its workspace, what a backward adds to the graphs (of recomputed
-    blocks, more than half of one), trunks of frozen blocks, pixels on their way and those that wait on the device.
+    These are gradients and a bucket of them, the loss and its workspace, the bytes that a backward adds to the graphs
+    (with recomputation more than half a graph), trunks of frozen blocks, and pixels on the device or in transit.
     """
     trunks = load.batch.rank_batch_size * load.trunks
     passing = graphs_of(load)["backward"] + pixels_on_device(load) + trunks

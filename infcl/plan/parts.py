@@ -1,12 +1,12 @@
-"""Bytes per rank of single parts of a step's memory, from sizes alone: what ZeRO and the loss hold, and when.
+"""Bytes per rank of single parts of a step's memory: state of ZeRO and buffers of the loss, computed from sizes.
 
-Sizes: P parameters, T trainable ones, N data-parallel ranks, b pairs of a rank, D embedding width.
+Sizes: P parameters, T trainable ones, N data-parallel ranks, b samples per rank, D embedding width.
 """
 
 from infcl.config.preset import bucket_elements, is_bf16_optimizer, sums_gradients_on_host
 from infcl.kernels import WORKSPACE_BYTES
 
-_BUCKETS_AHEAD = 3  # of DeepSpeed's stage 3: it waits for the third last (max_param_reduce_events)
+_BUCKETS_AHEAD = 3  # DeepSpeed's stage 3 waits for the third last bucket (max_param_reduce_events)
 
 
 def state_bytes(
@@ -19,11 +19,23 @@ def state_bytes(
     moments: int = 8,
     offloaded: bool = False,
 ) -> dict[str, float]:
-    """{"parameters", "gradients", "optimizer"}: bytes per rank of what training keeps between steps.
+    """Return the bytes per rank of training state; tests/plan/test_plan_memory.py counts them.
 
-    fp32 and amp_bf16: parameters and gradients of 4 bytes. bf16 and fp16: parameters of 2, gradients accumulated in
-    fp32; BF16_Optimizer also keeps those of 2 bytes. tests/plan/test_plan_memory.py counts them.
-    Optimizer: `moments` bytes an element (8: two of Adam's) and, from stage 1 on, the fp32 master of the rank's share.
+    With fp32 and amp_bf16, parameters and gradients have 4 bytes. With bf16 and fp16, parameters have 2 bytes, and
+    gradients are accumulated in FP32; BF16_Optimizer also keeps gradients of 2 bytes. From stage 1 on, the optimizer
+    has FP32 master weights of the rank's share.
+
+    Args:
+        parameters: number of parameters, P.
+        trainable: number of trainable parameters, T.
+        stage: ZeRO stage.
+        ranks: data-parallel ranks, N.
+        precision: "fp32", "amp_bf16", "bf16" or "fp16".
+        moments: bytes of optimizer state per element (8: Adam's two moments).
+        offloaded: whether the optimizer is in host memory.
+
+    Returns:
+        {"parameters", "gradients", "optimizer"}.
     """
     width, share = 2 if precision in ("bf16", "fp16") else 4, 1 / ranks
     whole, own = (
@@ -38,11 +50,11 @@ def state_bytes(
 
 
 def passing_bytes(zero_optimization: dict, trainable: int, *, stage: int, ranks: int, precision: str) -> float:
-    """Bytes per rank of gradients on a GPU under an offloaded optimizer: at most, while they are on their way to it.
+    """Return the peak bytes per rank of gradients on their way from the GPU to an offloaded optimizer.
 
-    ZeRO-3: the backward runs ahead by up to three buckets whose gradients wait for the stream that carries them away,
-    and the bucket that is on its way is there a second time, its rank's share of half precision in FP32 too. ZeRO-2
-    keeps the FP32 sums of half precision, ZeRO-1 full gradients until the last micro-batch.
+    ZeRO-3: the backward runs ahead by up to three buckets, whose gradients wait for the stream that transfers them. The
+    bucket in transit exists a second time; in half precision the rank's share of it exists in FP32 too. ZeRO-2 in half
+    precision keeps the FP32 sums. ZeRO-1 keeps full gradients until the last micro-batch.
     """
     if stage < 3:
         return 0.0 if sums_gradients_on_host(stage, precision) else trainable * 4 / (ranks if stage == 2 else 1)
@@ -60,14 +72,15 @@ def bucket_bytes(
     offloaded: bool = False,
     graph: float = 0.0,
 ) -> float:
-    """Bytes per rank of DeepSpeed's buffers for gradients on their way: allocated whole, whatever the model's size.
+    """Return the bytes per rank of DeepSpeed's gradient buckets, which it allocates in full for any size of model.
 
-    Of each type in which gradients travel it has one of 4 bytes an element, with overlap_comm two; of stage 3 one, in
-    that type, which with half-precision parameters stage 2 has as well. FP32 buckets that fill before the backward ends
-    are flattened while activations are there: all but the share of the `graph` bytes that is gone by then. Of stage 3
-    it is gradients instead (engine/reduce.py): of the bucket that fills, of one on its way, and flattened. A bucket
-    that is larger than the model counts whole, as DeepSpeed's own buffer did: what is there is between none and twice
-    the model's gradients.
+    Stages 1 and 2 have one bucket, or two with overlap_comm; stage 3 has one. An element takes 2 bytes in stages 2 and
+    3 with half-precision parameters, else 4. FP32 buckets that fill before the backward ends are flattened while
+    activations exist, except for the share of the `graph` bytes that is freed by then.
+
+    Stage 3 without offload has gradients instead of a buffer (engine/reduce.py): the filling bucket, one in transit,
+    and its flattened copy. A bucket larger than the model counts in full, like DeepSpeed's own buffer. The actual bytes
+    are between zero and twice the model's gradients.
     """
     if stage == 0 or is_bf16_optimizer(stage, precision, offloaded=offloaded):
         return 0.0
@@ -81,10 +94,10 @@ def bucket_bytes(
 
 
 def gathered_bytes(parameters: int, zero_optimization: dict, *, stage: int, ranks: int, precision: str) -> float:
-    """Bytes per rank of what stage 3 gathered of the other ranks' parameters: at most.
+    """Return the peak bytes per rank of other ranks' parameters that stage 3 has gathered.
 
-    What is used again within `stage3_max_reuse_distance` parameters stays, and a prefetch bucket is on its way. Of
-    `stage3_max_live_parameters` DeepSpeed 0.19.8 only stops prefetching.
+    Parameters that are used again within `stage3_max_reuse_distance` stay, and a prefetch bucket is in transit. Above
+    `stage3_max_live_parameters`, DeepSpeed 0.19.8 only stops prefetching.
     """
     reach = zero_optimization.get("stage3_max_reuse_distance", 1e9)
     reach += zero_optimization.get("stage3_prefetch_bucket_size", 5e7)
@@ -100,13 +113,25 @@ def loss_bytes(
     precision: str = "amp_bf16",
     two_level: bool = False,
 ) -> dict[str, float]:
-    """{"feature gradients", "loss"}: bytes per rank, for b `rows` of D `width` a rank.
+    """Return the bytes per rank of the loss.
 
-    fp32 gradients of both sides' features, which stay until the last replay; and what the loss alone needs: features,
-    around a ring also two blocks that travel, two of the gradients that travel with them and what is added to these,
-    a bounded workspace. A two-level ring has two blocks more, on their way to the next node, three of the gradients,
-    and each later lap's first part. The baselines hold logits and softmax of both directions in fp32, DisCo-CLIP those
-    of one at a time, and gather no less than travels around a ring.
+    The ring loss needs features and a bounded workspace. With several ranks it also needs two blocks in transit, their
+    two gradient blocks, and the terms that are added to these. A two-level ring needs two more blocks in transit to the
+    next node, three more gradient blocks, and the first part of each later lap. The baselines store logits and softmax
+    of both directions in FP32, DisCo-CLIP those of one direction at a time. They gather at least as much as a ring
+    sends.
+
+    Args:
+        name: the loss.
+        rows: samples per rank, b.
+        ranks: ranks of the loss.
+        width: embedding width, D.
+        precision: "fp32", "amp_bf16", "bf16" or "fp16".
+        two_level: whether the ring has two levels.
+
+    Returns:
+        {"feature gradients": FP32 gradients of both sides' features, which stay until the last replay; "loss": bytes
+        that only the loss needs}.
     """
     block = rows * width * 4
     matrix = {"clip": 16 * ranks * rows * rows * ranks, "open_clip": 16 * rows * rows * ranks}
@@ -119,10 +144,10 @@ def loss_bytes(
 
 
 def peak_bytes(parts: dict[str, float], *, stage: int, precision: str, offloaded: bool = False) -> float:
-    """The most that is there at once, of two moments: the loss, before a backward has begun, and the replays after it.
+    """Return the peak of all parts: the larger of the loss, before any backward, and the replays after it.
 
-    Before the first backward DeepSpeed's stages 1 and 2 have no buckets, and stage 1 no gradients but the float32 sums
-    of its BF16_Optimizer.
+    Before the first backward, DeepSpeed's stages 1 and 2 have no buckets. Stage 1 has no gradients either, except the
+    FP32 sums of its BF16_Optimizer.
     """
     late = parts["backward"] + (parts["gradient buckets"] if stage in (1, 2) else 0.0)
     if stage == 1:

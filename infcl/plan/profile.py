@@ -1,4 +1,4 @@
-"""Profiles of hardware: sustained rates of a GPU and of the links between nodes, as JSON in profiles/.
+"""Hardware profiles: sustained rates of GPUs and of the links between nodes, as JSON in profiles/.
 
 `python -m infcl.plan --measure FILE` writes the profile of a machine's GPU.
 """
@@ -15,21 +15,21 @@ USABLE = 0.94  # share of a GPU's memory for tensors: the rest is the CUDA conte
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU and its host, as they perform: sustained rates, not peaks."""
+    """Sustained rates, not peaks, of a GPU and its host."""
 
     name: str
     memory_gib: float  # of the device
     matmul_tflops: float  # of an 8192^3 BF16 GEMM
-    tower_efficiency: float  # share of it that towers reach: eager blocks ...
-    compiled_efficiency: float  # ... and compiled ones
-    loss_efficiency: float  # share of it that the tiled loss reaches, on 8 b^2 D flops
+    tower_efficiency: float  # share of matmul_tflops that towers with eager blocks reach
+    compiled_efficiency: float  # share of matmul_tflops that towers with compiled blocks reach
+    loss_efficiency: float  # share of matmul_tflops that the tiled loss reaches, on 8 b^2 D flops
     hbm_gbs: float  # GB/s of its memory
     link_gbs: float  # GB/s in each direction to the other GPUs of the node (NVLink)
     pcie_gbs: float  # GB/s to host memory
     source: str  # which of the figures are measured, and which estimated
     fp32_tflops: float = 50.0  # of GEMMs in FP32, without tensor cores
-    host_factor: float = 1.0  # how many times as long its host takes to issue work as that of the measured H200s
-    bf16: bool = True  # whether its tensor cores compute BF16; where not, matmul_tflops is the rate of FP16
+    host_factor: float = 1.0  # time its host takes to issue work, relative to the host of the measured H200s
+    bf16: bool = True  # whether its tensor cores compute BF16; if not, matmul_tflops is the rate of FP16
 
     @property
     def usable_bytes(self) -> float:
@@ -38,7 +38,7 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Link:
-    """What a GPU sends to other nodes through: its share of the network cards."""
+    """A GPU's link to other nodes: its share of the network cards."""
 
     name: str
     gbs: float  # GB/s in each direction, per GPU
@@ -50,16 +50,19 @@ Profile = TypeVar("Profile", Gpu, Link)
 
 
 def load_gpu(name_or_path: str) -> Gpu:
-    """Return a profile of profiles/gpus, or that of a JSON file of `--measure`.
+    """Load the profile of a GPU.
+
+    Args:
+        name_or_path: a name in profiles/gpus, or a JSON file that `--measure` wrote.
 
     Raises:
-        ValueError: there is no such profile, or a figure is missing or impossible.
+        ValueError: there is no such profile, or a figure is missing or invalid.
     """
     return _load("gpu", name_or_path, Gpu)
 
 
 def load_link(name_or_path: str) -> Link:
-    """Return a profile of profiles/links, or that of a JSON file like them; errors as those of `load_gpu`."""
+    """Load the profile of a link from profiles/links or a JSON file of this form; raises as `load_gpu`."""
     return _load("link", name_or_path, Link)
 
 

@@ -1,4 +1,4 @@
-"""The largest batch that fits, and the fastest way to train on a given one."""
+"""Search for the largest batch that fits, and for the fastest settings of a given batch."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -13,12 +13,12 @@ from infcl.plan.memory import HEADROOM, bytes_beside_graphs, graphs_of, parts_of
 from infcl.plan.setting import Setting
 from infcl.plan.timing import step_seconds
 
-_LARGEST, _SMALLEST = 2048, 8  # micro-batches that are considered
-CONTEXT_BYTES = 2**30  # of device memory, about: the CUDA context and what libraries take at start
+_LARGEST, _SMALLEST = 2048, 8  # bounds of the micro-batch sizes to consider
+CONTEXT_BYTES = 2**30  # approximate device memory of the CUDA context and of libraries at start
 
 
 def fits(setting: Setting) -> bool:
-    """On its GPUs and, where their memory is known, on its hosts."""
+    """Return whether a setting fits in its GPUs and, if their memory is known, in its nodes."""
     return fits_gpu(setting) and (setting.host_memory_gib is None or fits_host(setting, setting.host_memory_gib))
 
 
@@ -27,14 +27,16 @@ def fits_gpu(setting: Setting) -> bool:
 
 
 def fits_host(setting: Setting, gib: float, *, pixels: bool = False) -> bool:
-    """Whether a host of so much memory holds what its ranks put there; pixels: all of a step's too, which the trainer's
-    default reads again where they find no room."""
+    """Return whether a node of `gib` GiB has room for its ranks' data.
+
+    `pixels` includes the pixels of a full step. By default the trainer reads them again if they do not fit.
+    """
     load = load_of(setting) if pixels else dataclasses.replace(load_of(setting), pixels=0.0)
     return host_bytes(load, setting.ranks_of_host) <= gib * 2**30
 
 
 def largest_batch(setting: Setting) -> int:
-    """The largest global batch, in whole micro-batches of every rank, that fits; 0 when none does."""
+    """Return the largest global batch that fits, a multiple of one micro-batch per rank; 0 if none fits."""
     unit = setting.dp_size * setting.micro_batch
 
     def fitting(count: int) -> bool:
@@ -53,15 +55,17 @@ def largest_batch(setting: Setting) -> int:
 
 
 def micro_batches(setting: Setting) -> list[int]:
-    """Micro-batches, the largest first, that divide a rank's share; below 8 only where there are no others."""
+    """Return the micro-batch sizes that divide a rank's batch, largest first; below 8 only if there are no others."""
     share = BatchPlan(setting.dp_size, 1, setting.rank_batch)
     sizes = list(share.divisors(_LARGEST, setting.tensor_parallel))
     return [size for size in sizes if size >= _SMALLEST] or sizes
 
 
 def candidates(setting: Setting) -> Iterator[Setting]:
-    """The same model, GPUs and global batch with every micro-batch size, ZeRO stage, checkpointing, offload and T; of T
-    above 1 with sequence parallelism and without.
+    """Yield settings of the same model, GPUs and global batch.
+
+    They have every micro-batch size, ZeRO stage, checkpointing, offload and T; for T above 1, with and without sequence
+    parallelism.
     """
     for tensor_parallel in (1, 2, 4, 8):
         if not _can_be_shared(setting.with_(tensor_parallel=tensor_parallel, sequence_parallel=False)):
@@ -80,7 +84,7 @@ def candidates(setting: Setting) -> Iterator[Setting]:
 
 
 def _can_be_shared(setting: Setting) -> bool:
-    """Whether its GPUs, its model's heads and its batch divide by its T."""
+    """Return whether T divides the setting's GPUs, its model's heads and its batch."""
     sizes = micro_batches(setting) if setting.gpus % setting.tensor_parallel == 0 else []
     try:
         setting.with_(micro_batch=max(sizes, default=1), zero=1, offload=False).check()
@@ -90,10 +94,10 @@ def _can_be_shared(setting: Setting) -> bool:
 
 
 def with_graphs(setting: Setting) -> Setting:
-    """With as many graphs as --resident-micro-batches auto is planned to keep: the trainer's rule (train/resident.py).
+    """Return the setting with the cached activations of --resident-micro-batches auto, by the trainer's rule.
 
-    The trainer measures the graph, of whole captions (a row has room for two), and what parameters and optimizer have
-    left; here all is planned.
+    The trainer (train/resident.py) measures the bytes of a graph and the free memory after parameters and optimizer;
+    here both are estimates. Graphs are those of captions of full length (a row has room for two).
     """
     model, row = setting.model, setting.caption_row
     whole = model if row is None else with_overrides(model, context_length=row // 2)
@@ -105,11 +109,21 @@ def with_graphs(setting: Setting) -> Setting:
 
 
 def fastest(setting: Setting, count: int = 5, *, graphs: bool = False) -> list[tuple[float, Setting]]:
-    """[(seconds of a step, setting)] of those that fit, the fastest first; of equals, to three digits (an estimate has
-    no more), the one with fewer moving parts, then the one with less memory. graphs: each keeps as many as fit."""
+    """Return the fastest settings that fit.
+
+    Equal times, to the three digits that an estimate has, are sorted by complexity, then by memory.
+
+    Args:
+        setting: the setting to vary.
+        count: how many settings to return.
+        graphs: cache the activations of as many micro-batches as fit.
+
+    Returns:
+        [(seconds per step, setting)], the fastest first.
+    """
     others = filter(fits, map(with_graphs, candidates(setting.with_(resident=1))) if graphs else candidates(setting))
     timed = [(step_seconds(other), memory_of(other)["peak"], other) for other in others]
-    # moving parts, the worst first: tensor parallelism, offload, recomputation, what ZeRO shards
+    # complexity, most important first: tensor parallelism, offload, recomputation, ZeRO stage
     parts = attrgetter("tensor_parallel", "sequence_parallel", "offload", "checkpointing", "zero")
     timed.sort(key=lambda entry: (float(f"{entry[0]:.3g}"), parts(entry[2]), entry[1]))
     return [(seconds, other) for seconds, _, other in timed[:count]]

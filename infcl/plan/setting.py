@@ -1,4 +1,4 @@
-"""What is planned: a frozen record of everything that memory and time follow from."""
+"""A planned setting: all inputs of the estimates of memory and time."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from infcl.plan.profile import Gpu, Link, load_link
 
 @dataclass(frozen=True)
 class Setting:
-    """One way to train. Sizes: W gpus, T tensor-parallel ranks, W/T data-parallel ones, B global batch."""
+    """One way to train. Sizes: W GPUs, T tensor-parallel ranks, W/T data-parallel ranks, B global batch."""
 
     model: CLIPConfig
     gpu: Gpu
@@ -27,25 +27,25 @@ class Setting:
     zero: int = 1
     checkpointing: bool = False
     compiled: bool = True
-    resident: int = 1  # micro-batches that keep their graphs between the passes
+    resident: int = 1  # micro-batches that cache their activations between the two passes
     offload: bool = False  # optimizer state in host memory
-    pixels: str = "host"  # where a step's pixels wait: "host" or "device", as bytes
+    pixels: str = "host"  # memory that caches a step's pixels, one byte per value: "host" or "device"
     loss: str = "inf_cl"
     ring: str = "auto"
     precision: str = "amp_bf16"
     tensor_parallel: int = 1
     sequence_parallel: bool = False  # with tensor_parallel > 1
     gpus_per_node: int = 8
-    host_memory_gib: float | None = None  # of a host; None: not known, so anything fits
-    link: Link = dataclasses.field(default_factory=lambda: load_link("nic-400"))  # between hosts
-    overlap_comm: bool | None = None  # None: as "auto" of ds_configs, see config/preset.py
-    reduce_bucket_size: float | None = None  # elements; None: as the presets of ds_configs say
-    attention: str = "auto"  # of the towers, as --attention: "torch" is cuDNN's
+    host_memory_gib: float | None = None  # per node; None: unknown, so everything fits
+    link: Link = dataclasses.field(default_factory=lambda: load_link("nic-400"))  # between nodes
+    overlap_comm: bool | None = None  # None: like "auto" in ds_configs, see config/preset.py
+    reduce_bucket_size: float | None = None  # elements; None: as in the presets of ds_configs
+    attention: str = "auto"  # kernels of the towers, as --attention: "torch" is cuDNN's
     caption_row: int | None = None  # token positions of a row of packed captions; None: padded captions
 
     @property
     def matmul_rate(self) -> float:
-        """Of large GEMMs, flops per second."""
+        """Flops per second of large GEMMs."""
         return 1e12 * (self.gpu.fp32_tflops if self.precision == "fp32" else self.gpu.matmul_tflops)
 
     @property
@@ -59,7 +59,7 @@ class Setting:
 
     @property
     def loss_rows(self) -> int:
-        """Samples per rank in the loss: tensor-parallel ranks share theirs."""
+        """Samples per rank in the loss; tensor-parallel ranks divide theirs."""
         return self.global_batch // self.gpus
 
     @property
@@ -74,7 +74,7 @@ class Setting:
 
     @property
     def bucket(self) -> float:
-        """Elements of a bucket of gradients."""
+        """Elements of a gradient bucket."""
         if self.reduce_bucket_size is not None:
             return self.reduce_bucket_size
         if self.zero == 3:
@@ -91,11 +91,15 @@ class Setting:
 
     @property
     def two_level(self) -> bool:
-        """Whether the ring has two levels; on one host, or with one GPU on each, it is flat whatever is asked for."""
+        """Whether the ring has two levels. On one node, or with one GPU per node, it is always flat."""
         return self.ring != "flat" and self.nodes > 1 and self.gpus_per_node > 1
 
     def check(self) -> None:
-        """ValueError with the numbers for what cannot be, or what the trainer would refuse."""
+        """Check the setting.
+
+        Raises:
+            ValueError: the setting is impossible, or the trainer would reject it.
+        """
         for name in ("gpus", "gpus_per_node", "tensor_parallel", "resident", "micro_batch"):
             if getattr(self, name) < 1:
                 option = "resident-micro-batches" if name == "resident" else name.replace("_", "-")
@@ -135,14 +139,21 @@ class Setting:
         return dataclasses.replace(self, **changes)
 
     def as_run(self) -> "Setting":
-        """With the ZeRO stage that the trainer runs where `zero` is asked for."""
+        """Return the setting with the ZeRO stage that the trainer runs for `zero`."""
         return self.with_(zero=stage_over(self.dp_size, self.zero, self.precision, offloads=self.offload))
 
 
 def captions_of(model: CLIPConfig, tokens: int | None) -> dict[str, Any]:
-    """A Setting's `model` and `caption_row`, captions packed, of so many tokens on average (None: padded).
+    """Return a Setting's `model` and `caption_row` for packed captions.
 
-    To the tower they are shorter ones, which attend within rows. ValueError for a tower that sees what follows them.
+    Packed captions count as shorter captions that attend within rows.
+
+    Args:
+        model: the model's config.
+        tokens: tokens per caption on average; None for padded captions.
+
+    Raises:
+        ValueError: the text tower does not support packed captions.
     """
     if tokens is None:
         return {"model": model}

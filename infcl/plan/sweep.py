@@ -1,4 +1,4 @@
-"""Scaling curves: a step's phases over the number of GPUs, the batch per GPU held, for each kind of ring."""
+"""Scaling curves: a step's phases over the number of GPUs at a constant batch per GPU, for each kind of ring."""
 
 from pathlib import Path
 
@@ -18,8 +18,19 @@ _COLOURS = ("#4878a8", "#e0a030", "#c04848", "#6a9a58", "#303030", "#8a8a8a")
 
 
 def sweep(setting: Setting, sizes: list[int], *, graphs: bool = False) -> list[dict]:
-    """One row a size and ring: GPUs, global batch, samples/s per GPU, exposed seconds of each group of phases; of both
-    rings where the setting says auto, else of the one it says. graphs: each caches as many activations as fit."""
+    """Compute a scaling curve.
+
+    Args:
+        setting: the setting; its batch per GPU is kept. With ring "auto" both rings are computed.
+        sizes: numbers of GPUs.
+        graphs: cache the activations of as many micro-batches as fit.
+
+    Returns:
+        A row per ring and size: GPUs, global batch, samples/s per GPU, exposed seconds of each group of phases.
+
+    Raises:
+        ValueError: a setting is invalid.
+    """
     per_gpu = setting.global_batch // setting.gpus
     rows = []
     for ring in ("flat", "two-level") if setting.ring == "auto" else (setting.ring,):
@@ -35,7 +46,11 @@ def sweep(setting: Setting, sizes: list[int], *, graphs: bool = False) -> list[d
 
 
 def read_range(text: str) -> list[int]:
-    """'gpus=8:4096' -> [8, 16, ..., 4096]. ValueError for anything else, and where doubling passes over the last."""
+    """Parse 'gpus=8:4096' into [8, 16, ..., 4096].
+
+    Raises:
+        ValueError: the text has another form, or doubling does not reach the last number.
+    """
     name, _, limits = text.partition("=")
     first, _, last = limits.partition(":")
     if name != "gpus" or not (first.isdecimal() and last.isdecimal()) or not 0 < int(first) <= int(last):
@@ -52,7 +67,7 @@ def read_range(text: str) -> list[int]:
 
 
 def crossover(rows: list[dict], group: str, ring: str) -> int | None:
-    """The first number of GPUs at which `group` takes longer than the towers."""
+    """Return the first number of GPUs at which `group` takes longer than the towers, or None."""
     return next((row["gpus"] for row in rows if row["ring"] == ring and row[group] > row["towers"]), None)
 
 

@@ -1,22 +1,22 @@
-"""Seconds of a step, phase by phase: what computes, what travels, and what of that hides behind what.
+"""Seconds of a step, phase by phase: computation, communication, and how much of them overlaps.
 
     encode      M - R forwards without a graph              replay    M forwards, backwards and recomputations
-    loss        8 rows B D flops a GPU                      ring      blocks of W ranks, behind the loss
-    gradients   reduced once a step (ZeRO 0, 1) or per micro-batch (2, 3), with overlap_comm behind the backward
+    loss        8 rows B D flops per GPU                    ring      blocks of W ranks, overlaps the loss
+    gradients   reduced once per step (ZeRO 0, 1) or per micro-batch (2, 3); overlap_comm: during the backward
     parameters  gathered after the update (ZeRO 1, 2), or in a step's first forward (ZeRO 3; more than 1e9: each pass)
     host        issues encode, loss and replay, mostly while the GPUs compute
-    optimizer   reads and writes of the state, and of the gradients around it
+    optimizer   reads and writes of the optimizer state and of the gradients
 
-A block of width w takes, for each token of L and forward:
+Cost of a block of width w, per token of L and forward:
 
     GEMMs        (8 + 4 ratio) w^2 flops, at GEMMS of the profile's rate                 split over T ranks
-    attention    4 P^2 w / L flops, P: L rounded up to whole tiles; see `_attention`      split over T ranks
-    the rest     w times what the profile's efficiency leaves at ViT-L-14's width         split except for UNSPLIT
+    attention    4 P^2 w / L flops, P: L rounded up to full tiles; see `_attention`       split over T ranks
+    the rest     w times the remainder of the profile's efficiency at ViT-L-14's width    split except for UNSPLIT
     sums         two of m L w values over the node's links                                T > 1
 
-A backward takes two forwards. A rate of a profile is a sustained one. Unless measurements said otherwise, all of a
-transfer hides that fits behind its phase. The constants are of H200s (docs/results); the tables of measured steps,
-losses and peaks that hold them are in tests/plan/test_plan_measured.py.
+A backward takes two forwards. Rates of a profile are sustained rates. Unless measurements showed otherwise, a transfer
+costs only the time by which it exceeds the phase that it overlaps. The constants were measured on H200s (docs/results).
+tests/plan/test_plan_measured.py compares the estimates with measured steps, losses and peaks.
 
 Sizes: m samples, L tokens of one, M micro-batches, R of them with cached activations, B global batch, D embedding
 width, W GPUs, T tensor-parallel ranks.
@@ -32,33 +32,33 @@ from infcl.models.flops import forward_flops
 from infcl.plan.profile import Gpu
 from infcl.plan.setting import Setting, parameters_of
 
-GEMMS = 0.91  # of the rate of an 8192^3 GEMM
-ATTENTION, ONE_TILE, BLOCKS = 0.4, 0.25, 0.3  # cuDNN's attention; the Triton kernels, in one tile and in blocks
+GEMMS = 0.91  # share of the rate of an 8192^3 GEMM
+ATTENTION, ONE_TILE, BLOCKS = 0.4, 0.25, 0.3  # likewise: cuDNN's attention; the Triton kernels in one tile, in blocks
 TILE = 128  # tokens: cuDNN's attention computes 50 as 128, and 257 as 384
-CAUSAL, MASKED = 1.6, 2.0  # of cuDNN's attention: how much longer a tile takes
-UNSPLIT = 0.43  # norms and residuals, which each of T ranks computes whole without sequence parallelism
-HALF_PRECISION = 0.76  # of the rest where eager blocks hold half-precision parameters: no casts, half the bytes
+CAUSAL, MASKED = 1.6, 2.0  # relative time of a tile of cuDNN's attention with a causal mask, and with another mask
+UNSPLIT = 0.43  # norms and residuals, which each of T ranks computes in full without sequence parallelism
+HALF_PRECISION = 0.76  # relative time of the rest in eager blocks of half-precision weights: no casts, half the bytes
 SUMS_SHOW = 0.67  # share of the tensor-parallel communication that no computation hides
-_WIDTH, _TOKENS, _HEAD = 1024, 257, 64  # where a profile's efficiencies hold
+_WIDTH, _TOKENS, _HEAD = 1024, 257, 64  # sizes at which a profile's efficiencies were measured
 
-# Seconds of the host: to issue a block's forward (a backward is two); a sum over tensor-parallel ranks (two a forward,
-# three a backward); a swap of rows (four and six, for each other rank); a module's hooks in ZeRO-3, per pass.
+# Host seconds to issue: a block's forward (a backward takes two); a sum over tensor-parallel ranks (two per forward,
+# three per backward); a swap of rows (four and six, per other rank); a module's hooks in ZeRO-3, per pass.
 BLOCK_SECONDS, EAGER_BLOCK_SECONDS = 0.00047, 0.0006
 SUM_SECONDS, SWAP_SECONDS = 0.000255, 0.00038
-HOOK_SECONDS, HOOK_WAIT_SECONDS = 0.000047, 0.000017  # the host's, and what GPUs wait
+HOOK_SECONDS, HOOK_WAIT_SECONDS = 0.000047, 0.000017  # time of the host, and time that GPUs wait
 MODULES_PER_BLOCK = 9
-LEAD_SECONDS, HOP_SECONDS = 0.0003, 0.0014  # of a loss: before its first long kernel, and for each hop
+LEAD_SECONDS, HOP_SECONDS = 0.0003, 0.0014  # host seconds per loss: before its first long kernel, and per hop
 
-LOSS_DEPTH = 100  # the epilogue of a tile of the loss takes as long as so many columns of features
-STEP_BYTES, HOP_BYTES = 42, 16  # read and written per row and width of features, once a step and in each hop
+LOSS_DEPTH = 100  # columns of features that take as long as the epilogue of a tile of the loss
+STEP_BYTES, HOP_BYTES = 42, 16  # bytes read and written per row and width of features, once per step and per hop
 STAGE_3_LIVE = 1e9  # parameters: DeepSpeed's stage3_max_live_parameters
-# Bytes per parameter that DeepSpeed flattens, casts, measures and clips in an update, in addition to the rank's state.
+# Bytes per parameter that DeepSpeed moves in an update to flatten, cast, measure and clip, besides the rank's state.
 AROUND_BYTES = {"half": 77.0, "single": 130.0, "zero0": 55.0, "zero3": 350.0}
 
 
 @dataclass(frozen=True)
 class Phase:
-    """`seconds` of work; `exposed` of it lengthen the step, the rest hides behind `behind`."""
+    """A phase of a step: `exposed` of its `seconds` lengthen the step, the rest overlaps the phase `behind`."""
 
     name: str
     seconds: float
@@ -71,17 +71,17 @@ def _shown(name: str, seconds: float) -> Phase:
 
 
 def _hidden(name: str, seconds: float, room: float, behind: str) -> Phase:
-    """All of it that fits into the `room` seconds of another phase costs nothing."""
+    """Return a phase that overlaps `room` seconds of another phase and costs only the remainder."""
     return Phase(name, seconds, max(0.0, seconds - room), behind)
 
 
 def phases_of(setting: Setting) -> list[Phase]:
-    """The phases of one step; their `exposed` seconds add up to it."""
+    """Return the phases of one step. The sum of their `exposed` seconds is the step's time."""
     towers = tower_phases(setting)
     gpus = [*towers, *loss_phases(setting)]
     gpus += _zero_phases(setting, {phase.name: phase for phase in towers})
     computing, host = sum(phase.exposed for phase in gpus), _host_seconds(setting) + _loss_host_seconds(setting)
-    # Where both take equally long neither hides all of the other: a step is wide blocks and narrow ones.
+    # If host and GPUs take equally long, neither hides the other fully, because blocks are wide or narrow.
     together = (computing**4 + host**4) ** 0.25
     return [*gpus, Phase("host", host, together - computing, "encode, loss and replay"), *_update_phases(setting)]
 
@@ -98,7 +98,7 @@ def samples_per_second(setting: Setting) -> float:
 
 
 def tower_phases(setting: Setting) -> list[Phase]:
-    """GPU seconds of all passes over the micro-batches."""
+    """Return the GPU time of all passes over the micro-batches."""
     micro_batches = setting.num_micro_batches
     encoded = micro_batches - min(setting.resident, micro_batches)
     replayed = (4 if setting.checkpointing else 3) * micro_batches  # in forwards
@@ -108,21 +108,21 @@ def tower_phases(setting: Setting) -> list[Phase]:
     if setting.tensor_parallel > 1:
         size, there, back = setting.tensor_parallel, _forwards(setting), micro_batches
         values = setting.micro_batch * sum(tower.tokens * tower.width * tower.layers for tower in towers)
-        once = 2 * (size - 1) / size * 2 * values / (setting.gpu.link_gbs * 1e9)  # of all layers, in half precision
+        once = 2 * (size - 1) / size * 2 * values / (setting.gpu.link_gbs * 1e9)  # one sum per layer, in half precision
         sums = 2 * there + 3 * back if setting.sequence_parallel else 2 * (there + back)
         phases.append(Phase("tensor parallel", sums * once, SUMS_SHOW * sums * once, "GEMMs"))
     return phases
 
 
 def _forwards(setting: Setting) -> int:
-    """Forward passes over a micro-batch in a step, recomputation included; there are M backward."""
+    """Return the forward passes over micro-batches per step, recomputation included; there are M backward passes."""
     micro_batches = setting.num_micro_batches
     encoded = micro_batches - min(setting.resident, micro_batches)
     return encoded + micro_batches * (2 if setting.checkpointing else 1)
 
 
 class _Tower(NamedTuple):
-    """attention: flops of a token's forward in whole tiles, over the share of the rate that these have."""
+    """Sizes of a tower. `attention` is the result of `_attention`."""
 
     tokens: int
     width: int
@@ -132,7 +132,7 @@ class _Tower(NamedTuple):
 
 
 def _towers(setting: Setting) -> list[_Tower]:
-    """The image tower and the text tower."""
+    """Return the image tower and the text tower."""
     vision, text = setting.model.vision_cfg, setting.model.text_cfg
     tokens, length = 1 + kept_patches(vision.num_patches, vision.patch_dropout), text.context_length
     row, causal = setting.caption_row, not text.no_causal_mask
@@ -145,7 +145,10 @@ def _towers(setting: Setting) -> list[_Tower]:
 
 
 def _attention(setting: Setting, length: int, width: int, head: int, *, causal: bool, row: int | None) -> float:
-    """Flops of a token over the share of the rate that its attention takes. row: token positions of packed captions."""
+    """Return the attention flops per token, in full tiles, divided by the share of the rate that attention reaches.
+
+    `row` is the number of token positions per row of packed captions, or None.
+    """
     fitting = row // 2 if row else length
     if setting.attention != "torch" and setting.precision != "fp32" and not unfit(fitting, head, causal=causal):
         longest = min(2 * length, fitting)  # packed captions vary: a tile holds those of twice the mean
@@ -157,29 +160,29 @@ def _attention(setting: Setting, length: int, width: int, head: int, *, causal: 
 
 
 def _tile_flops(length: int, computed: int, width: int) -> float:
-    """Of a token, where so many token positions are computed for `length` of them."""
+    """Return the attention flops per token if a kernel computes `computed` token positions for `length` tokens."""
     return 4 * computed**2 / length * width
 
 
 def places(length: int) -> int:
-    """Token positions that cuDNN computes."""
+    """Return the number of token positions that cuDNN computes."""
     return -(-length // TILE) * TILE
 
 
 def own_places(length: int) -> int:
-    """Token positions that the Triton kernels compute: one tile, or whole blocks and a short one."""
+    """Return the token positions that the Triton kernels compute: one tile, or full blocks and a short one."""
     if length <= LONGEST:
         return next(tile for tile in (32, 64, LONGEST) if tile >= length)
     return length // BLOCK * BLOCK + SHORT
 
 
 def _gemms(tower: _Tower) -> float:
-    """Flops of a token in a block."""
+    """Return the GEMM flops per token and block."""
     return (8 + 4 * tower.mlp_ratio) * tower.width**2
 
 
 def _tower_seconds(setting: Setting, tower: _Tower) -> float:
-    """A forward of one micro-batch through a tower's blocks."""
+    """Return the seconds of one micro-batch's forward through a tower's blocks."""
     rate, share = setting.matmul_rate, setting.tensor_parallel
     rest = tower.width * _rest(setting.gpu, compiled=setting.compiled)
     if not setting.compiled and setting.precision in ("bf16", "fp16"):
@@ -190,7 +193,7 @@ def _tower_seconds(setting: Setting, tower: _Tower) -> float:
 
 
 def _rest(gpu: Gpu, *, compiled: bool) -> float:
-    """Seconds of a token and unit of width that are neither GEMM nor attention, in a forward."""
+    """Return the seconds per token and unit of width that a forward spends outside GEMMs and attention."""
     efficiency = gpu.compiled_efficiency if compiled else gpu.tower_efficiency
     gemms, attention = 24 * _WIDTH**2, _tile_flops(_TOKENS, places(_TOKENS), _WIDTH)
     flops = (gemms + 4 * _TOKENS * _WIDTH) / efficiency - gemms / GEMMS - attention / ATTENTION
@@ -198,7 +201,7 @@ def _rest(gpu: Gpu, *, compiled: bool) -> float:
 
 
 def _ends_seconds(setting: Setting, towers: list[_Tower]) -> float:
-    """Patches and the projections to features, which tensor parallelism does not split."""
+    """Return the seconds of patch embedding and projections, which tensor parallelism does not split."""
     flops = float(sum(forward_flops(setting.model).values()))
     for tower in towers:
         flops -= tower.layers * tower.tokens * (_gemms(tower) + 4 * tower.tokens * tower.width)
@@ -206,7 +209,7 @@ def _ends_seconds(setting: Setting, towers: list[_Tower]) -> float:
 
 
 def _host_seconds(setting: Setting) -> float:
-    """To issue all passes."""
+    """Return the host seconds to issue all passes."""
     block = BLOCK_SECONDS if setting.compiled else EAGER_BLOCK_SECONDS
     there, back = block, 2 * block
     if setting.tensor_parallel > 1:
@@ -223,9 +226,9 @@ def _host_seconds(setting: Setting) -> float:
 
 
 def loss_phases(setting: Setting) -> list[Phase]:
-    """The loss, and the ring or the gathering of features around it.
+    """Return the phases of the loss: its computation, and the ring or the gathering of features.
 
-    Messages between GPUs of one node are not hidden: overlapping gained nothing there. Those between nodes hide.
+    Messages between GPUs of one node do not overlap the loss, since that gained nothing. Messages between nodes do.
     """
     gpu, width, size, rows = setting.gpu, setting.model.embed_dim, setting.gpus, setting.loss_rows
     rate = setting.matmul_rate * gpu.loss_efficiency
@@ -240,30 +243,30 @@ def loss_phases(setting: Setting) -> list[Phase]:
 
 
 def loss_seconds(setting: Setting) -> float:
-    """Of the tiled loss and its ring alone, with nothing before them that the host could run ahead in."""
+    """Return the seconds of only the tiled loss and its ring, with no earlier work for the host to run ahead of."""
     gpus = sum(phase.exposed for phase in loss_phases(setting))
     return max(_loss_host_seconds(setting), setting.gpu.host_factor * LEAD_SECONDS + gpus)
 
 
 def _loss_host_seconds(setting: Setting) -> float:
-    """To issue the tiled loss, which hides behind the towers in a step."""
+    """Return the host seconds to issue the tiled loss, which overlap the towers in a step."""
     tiled = setting.loss not in ("clip", "open_clip")
     return setting.gpu.host_factor * (LEAD_SECONDS + setting.gpus * HOP_SECONDS) * tiled
 
 
 def _ring(setting: Setting, compute: float) -> Phase:
     rows, width = setting.loss_rows, setting.model.embed_dim
-    block, result = 2.0 * rows * width + 4 * rows, 4.0 * rows * width  # BF16 columns travel, FP32 gradients come home
+    block, result = 2.0 * rows * width + 4 * rows, 4.0 * rows * width  # sends BF16 columns, returns FP32 gradients
     laps = [_lap(setting, compute / 4, block, 4.0 * rows), _lap(setting, 3 * compute / 4, block, result)]
     travelling, exposed = (sum(column) for column in zip(*laps))
     return Phase("ring", travelling, exposed, "loss")
 
 
 def _lap(setting: Setting, compute: float, block: float, result: float) -> tuple[float, float]:
-    """(seconds on the wire, seconds beyond computing) of a pass; its last hop is of results alone.
+    """Return (seconds of communication, exposed seconds) of a pass. Its last hop carries results only.
 
-    Flat: the slowest link sets the pace of all hops; those between nodes hide behind a block pair. Two-level: laps
-    within the node, and between them crossings, each of which has a lap to hide behind.
+    Flat ring: the slowest link limits all hops; those between nodes overlap the computation of a block pair. Two-level
+    ring: laps within a node, and between them crossings to the next node, each of which overlaps a lap.
     """
     nodes, size = setting.nodes, setting.gpus
     inside, inside_last = (sent / (setting.gpu.link_gbs * 1e9) + 10e-6 for sent in (block + result, result))
@@ -290,7 +293,7 @@ def _zero_phases(setting: Setting, towers: dict[str, Phase]) -> list[Phase]:
     width = 2 if setting.precision in ("bf16", "fp16") else 4
     once = (size - 1) / size * width * parameters / _bus_bandwidth(setting, size)  # reduce-scatter or all-gather
     if size > 1:
-        # An all-reduce is two; stage 1 sums BF16 in float32. Overlapped sums hide behind the backward.
+        # An all-reduce costs two of them; stage 1 sums BF16 in FP32. With overlap_comm, sums overlap the backward.
         sums = once * (2 if setting.zero == 0 or (setting.zero == 1 and setting.precision == "bf16") else 1)
         backward = towers["replay"].exposed * (0.75 if setting.checkpointing else 2 / 3)
         sums, room = (sums * micro_batches, backward) if setting.zero > 1 else (sums, backward / micro_batches)
@@ -300,7 +303,7 @@ def _zero_phases(setting: Setting, towers: dict[str, Phase]) -> list[Phase]:
     if setting.zero == 3:
         passes = _forwards(setting) + micro_batches
         computing = towers["encode"].exposed + towers["replay"].exposed
-        forward = computing / (_forwards(setting) + 2 * micro_batches)  # a backward is two
+        forward = computing / (_forwards(setting) + 2 * micro_batches)  # a backward takes two forwards
         if size > 1 and parameters <= STAGE_3_LIVE:
             phases.append(_hidden("parameters", once, forward, "the first forward"))
         elif size > 1:
@@ -311,7 +314,7 @@ def _zero_phases(setting: Setting, towers: dict[str, Phase]) -> list[Phase]:
 
 
 def _bus_bandwidth(setting: Setting, size: int) -> float:
-    """Bytes/s of a ring collective over `size` ranks; between nodes all network cards of a node carry a part."""
+    """Return bytes/s of a ring collective over `size` ranks. Between nodes, all network cards of a node share it."""
     if size * setting.tensor_parallel <= setting.gpus_per_node:
         return setting.gpu.link_gbs * 1e9
     return min(setting.gpu.link_gbs, setting.gpus_per_node * setting.link.gbs) * 1e9
@@ -326,7 +329,7 @@ def _update_phases(setting: Setting) -> list[Phase]:
     phases = [_shown("optimizer", 28.0 * own / (gpu.hbm_gbs * 1e9) + around)]  # reads four numbers, writes three
     if setting.offload:
         adds_up = setting.zero == 3 or sums_gradients_on_host(setting.zero, setting.precision)
-        times = setting.num_micro_batches if adds_up else 1  # else sums stay on the GPU until the last micro-batch
+        times = setting.num_micro_batches if adds_up else 1  # else the GPU keeps sums until the last one
         phases = [
             _shown("optimizer on the host", 8.0 * own / (gpu.pcie_gbs * 1e9) + 28.0 * own / 50e9 + around),
             _shown("gradients to it", 4.0 * own * times / (gpu.pcie_gbs * 1e9)),
