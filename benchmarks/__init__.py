@@ -1,1 +1,1 @@
-"""Measurements of the losses and of training: `python -m benchmarks.<name>`."""
+"""Benchmarks of the losses and of training: `python -m benchmarks.<name>`."""

@@ -1,8 +1,8 @@
-"""A trainer whose steps compute the towers for a few micro-batches only, to find how much memory a huge batch takes.
+"""A trainer that encodes only a few micro-batches per step, to measure the memory of a very large batch.
 
-Everything that grows with the batch is there and as large as ever: pixels between the passes, tokens, features, the
-loss of all pairs over all ranks, feature gradients. Micro-batches between the first and the last `real` of a pass get
-random unit vectors for features and no backward, which would need no memory beyond that of the others, only hours.
+Everything that grows with the batch has its full size: cached pixels, tokens, features, the loss of all samples over
+all ranks, feature gradients. Micro-batches between the first and the last `real` ones of a pass get random unit vectors
+as features and no backward. Encoding them would take hours, and no more memory than the others.
 """
 
 import dataclasses
@@ -23,16 +23,16 @@ from infcl.train.trainer import Trainer
 
 
 class AbridgedTrainer(Trainer):
-    """One engine takes batch after batch: starting takes longer than a step."""
+    """A trainer whose engine runs different batches one after another, because its start takes longer than a step."""
 
-    real = 2  # micro-batches at each end of a pass that are encoded
-    replaying = False  # whether a backward of the step has begun: what came before has changed nothing that stays
+    real = 2  # number of micro-batches at each end of a pass that are encoded
+    replaying = False  # whether a backward of the step has begun; before it, no lasting state has changed
 
     def fit(self) -> dict:
         raise RuntimeError("a trainer of changing batches learns nothing: it measures")
 
     def release(self) -> None:
-        """Free all that belongs to a batch and reset the peak; parameters, their gradients and moments stay."""
+        """Free all state of a batch and reset the peak memory. Parameters, gradients and moments stay."""
         for name in ("pixels", "loss", "sampled_loss"):
             self.__dict__.pop(name, None)
         gc.collect()
@@ -41,12 +41,12 @@ class AbridgedTrainer(Trainer):
             torch.cuda.reset_peak_memory_stats()
 
     def take(self, *, steps: int = 1, **changes) -> None:
-        """Change batch, loss or place of the pixels (fields of the config) for the next `steps` steps."""
+        """Change the batch, the loss or the pixel cache (fields of the config) for the next `steps` steps."""
         self.inputs = dataclasses.replace(self.inputs, spec=self.spec.change(**changes))
         self.spec, self.config, self.batch = self.inputs.spec, self.inputs.spec.flags, self.inputs.spec.batch
         before: Any = self.loader
         loader: Any = build_loader(self.inputs, self.parallel)
-        loader._source.pool = before._source.pool  # the same random images: drawing and pinning takes a second
+        loader._source.pool = before._source.pool  # reuse the random images: drawing and pinning takes a second
         self.loader = loader
         self.pixels = build_pixel_cache(
             self.spec,
@@ -80,7 +80,10 @@ class AbridgedTrainer(Trainer):
         return self._stand_in(micro_batch)
 
     def _is_real(self, index: int) -> bool:
-        """The resident ones keep their graphs; before them, the last one that is replayed ends the step."""
+        """Return whether a micro-batch is encoded.
+
+        The last ones keep their graphs (cached activations). The last one before them is replayed and ends the step.
+        """
         cached = self.batch.num_micro_batches - max(1, self.resident)
         return index < self.real or index >= cached - self.real
 

@@ -1,23 +1,23 @@
-"""Does a loss, or a larger batch, change what is learned? `python -m benchmarks.accuracy --study losses ...`
+"""Compare the accuracy of losses and of batch sizes: `python -m benchmarks.accuracy --study losses ...`
 
-Trainings of the demo model (infcl/data/demo.py) by the ordinary trainer; one CSV row each as it ends, and its thinned
-loss curve:
+The ordinary trainer trains the demo model (infcl/data/demo.py). Each training appends a CSV row and its thinned loss
+curve:
 
-    --study losses       each of --losses from each of --seeds seeds, all else equal (the paper's Table 3)
-    --study batch-size   --batches at the same number of samples seen, with the learning rate left alone, scaled by the
-                         square root and linearly (the form of the paper's Figure 5)
+    --study losses       each of --losses with each of --seeds seeds, all else equal (the paper's Table 3)
+    --study batch-size   --batches at the same number of samples seen, with a constant learning rate and with square
+                         root and linear scaling (the form of the paper's Figure 5)
 
     --study false-negatives
-                         --duplicates negative, mask and positive at each of --batches, from each of --seeds seeds, at
-                         the same number of samples seen; each image has five captions, some images 25 (pairs.py)
-    --study word-order   with hard-negative captions (--negatives-key) and without, from each of --seeds seeds
+                         --duplicates negative, mask and positive at each of --batches, with each of --seeds seeds, at
+                         the same number of samples seen; an image has five captions, some images 25 (pairs.py)
+    --study word-order   with and without hard-negative captions (--negatives-key), with each of --seeds seeds
 
-    --out DIR    DIR/accuracy_losses.csv (accuracy_batches, false_negatives, word_order); rows are appended, and
-                 what has a row is not run again; of the first two studies DIR/..._curves.csv too
-    --work DIR   data set and run folders; the run folders are removed when their row is written
-    --jobs N     trainings at once, of --ranks processes each, on --device cpu, or cuda with --gpus GPUs to share
+    --out DIR    DIR/accuracy_losses.csv (accuracy_batches, false_negatives, word_order). Rows are appended; trainings
+                 that have a row are skipped. The first two studies also write DIR/..._curves.csv
+    --work DIR   data set and run folders; a run folder is removed when its row is written
+    --jobs N     trainings at a time, of --ranks processes each, on --device cpu, or cuda with --gpus GPUs to share
 
-benchmarks.results draws what it has written.
+benchmarks.results draws the tables and charts.
 """
 
 import argparse
@@ -35,10 +35,10 @@ from infcl.data.demo import prepare_demo
 from infcl.report import read_metrics
 
 CURVE_POINTS = 70
-LAST = 0.05  # of the steps: over which `final_loss` is the mean
-# name: (--loss, --tile-dtype). The dense losses multiply features in float32, which they are; so do others but one.
+LAST = 0.05  # `final_loss` is the mean over this share of the steps, at the end
+# name: (--loss, --tile-dtype). Features are float32; every loss except inf_cl_bf16 multiplies them in float32.
 LOSSES = {loss: (loss, "fp32") for loss in ("clip", "open_clip", "disco", "inf_cl", "siglip")}
-LOSSES["inf_cl_bf16"] = ("inf_cl", "bf16")  # what a trainer takes on a GPU by itself
+LOSSES["inf_cl_bf16"] = ("inf_cl", "bf16")  # the trainer's default on a GPU
 LEARNING_RATE, DEMO_BATCH, ACCUMULATE = 3e-3, 256, 2  # launch/demo.sh's
 EXPONENTS = {"none": 0, "sqrt": 0.5, "linear": 1}  # --lr-scaling
 BATCHES = [512 << i for i in range(7)]
@@ -114,7 +114,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def loss_trainings(options: argparse.Namespace, data: Path) -> list[Training]:
-    """Seed by seed, so that whatever is finished compares all losses."""
+    """Return the trainings ordered by seed, so that an unfinished study compares all losses."""
     return [
         Training(
             f"{loss}-{seed}",
@@ -127,7 +127,7 @@ def loss_trainings(options: argparse.Namespace, data: Path) -> list[Training]:
 
 
 def batch_trainings(options: argparse.Namespace, data: Path) -> list[Training]:
-    """Smallest batches, which take longest, first. At the smallest batch the scalings agree: one training."""
+    """Return the trainings, smallest batches (the slowest) first. At the smallest batch all scalings are equal."""
     base, result = min(options.batches), []
     for batch in sorted(options.batches):
         for scaling in options.lr_scalings if batch > base else ["none"]:
@@ -143,10 +143,9 @@ def batch_trainings(options: argparse.Namespace, data: Path) -> list[Training]:
 
 
 def false_negative_trainings(options: argparse.Namespace, data: Path) -> list[Training]:
-    """Seed by seed; smallest batches, which take longest, first.
+    """Return the trainings ordered by seed, smallest batches (the slowest) first.
 
-    The learning rate is the same at all batches: the study of batch sizes found that these gain nothing from a
-    greater one at so few steps.
+    All batches use the same learning rate. The study of batch sizes found no gain from a higher one at so few steps.
     """
     folder = options.work / f"captioned_{options.num_train}"
     write_captioned(data, folder)
@@ -164,7 +163,7 @@ def false_negative_trainings(options: argparse.Namespace, data: Path) -> list[Tr
 
 
 def word_order_trainings(options: argparse.Namespace, data: Path) -> list[Training]:
-    """Scenes alone: digits have no second object to exchange."""
+    """Return the trainings, on scenes only: digits have no second object to exchange."""
     folder = options.work / f"scenes_{options.num_train}"
     write_scenes(data, folder)
     arms: dict[str, list[str]] = {"none": [], "exchanged": ["--negatives-key", "negative"]}
@@ -189,7 +188,7 @@ STUDIES: dict[str, tuple[Callable[[argparse.Namespace, Path], list[Training]], s
 
 
 def _demo_flags(data: Path) -> list[str]:
-    """What all have in common; blocks are not compiled, which for this model takes longer than the training."""
+    """Return the common flags. Blocks stay eager, because compiling takes longer than training this model."""
     flags = ["--train-data", f"{data}/train", "--val-data", f"{data}/val"]
     if (data / "zeroshot").exists():
         flags += ["--zeroshot-data", f"{data}/zeroshot"]
@@ -205,14 +204,14 @@ def _loss_flags(loss: str = "inf_cl", tile_dtype: str = "fp32") -> list[str]:
 
 
 def _demo_steps(options: argparse.Namespace) -> list[str]:
-    """Steps of the demo's batch at its learning rate."""
+    """Return flags for steps with the demo's batch and learning rate."""
     batch = DEMO_BATCH // options.ranks // ACCUMULATE
     flags = ["--batch-size", str(batch), "--accum-freq", str(ACCUMULATE), "--steps", str(options.steps)]
     return [*flags, "--warmup", str(max(1, options.steps // 14)), "--lr", str(LEARNING_RATE)]
 
 
 def _batch_flags(options: argparse.Namespace, batch: int) -> list[str]:
-    """Steps of `batch` samples for the samples of the study."""
+    """Return flags for steps of `batch` samples that see all samples of the study."""
     micro = min(options.micro_batch, batch // options.ranks)
     flags = ["--batch-size", str(micro), "--accum-freq", str(batch // options.ranks // micro)]
     flags += ["--steps", str(options.samples // batch), "--warmup-samples", str(options.samples // 14)]
@@ -220,7 +219,7 @@ def _batch_flags(options: argparse.Namespace, batch: int) -> list[str]:
 
 
 def read_result(run: Path) -> tuple[dict, list[dict]]:
-    """A finished run folder -> (its row, its thinned loss curve)."""
+    """Return the row and the thinned loss curve of a finished run folder."""
     summary = json.loads((run / "summary.json").read_text())
     records = read_metrics(run / "metrics.jsonl", "train")
     last = [record["loss"] for record in records if "loss" in record][-max(1, round(LAST * len(records))) :]
@@ -234,7 +233,7 @@ def read_result(run: Path) -> tuple[dict, list[dict]]:
 
 
 def thin_curve(records: list[dict], points: int = CURVE_POINTS) -> list[dict]:
-    """At most `points` means over equal stretches of steps."""
+    """Return at most `points` means over equal numbers of steps."""
     records = [record for record in records if "loss" in record]
     size = -(-len(records) // points)
     stretches = [records[i : i + size] for i in range(0, len(records), size)]

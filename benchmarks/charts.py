@@ -1,6 +1,6 @@
-"""Line charts and bars of the docs.
+"""Line charts and bar charts of the docs.
 
-A chart shows panels of curves, {panel: {label: [(x, y) or (x, y, deviation)]}}; a curve of one number is a bar.
+A chart has panels of curves, {panel: {label: [(x, y) or (x, y, deviation)]}}. A curve of one number is drawn as a bar.
 """
 
 import hashlib
@@ -24,7 +24,7 @@ Panels = dict[str, dict[str, list[tuple]]]
 
 
 def last(values: list[float]) -> tuple[float]:
-    """The point of several rows is the last one's."""
+    """Use the last of several rows for a point."""
     return (values[-1],)
 
 
@@ -39,7 +39,16 @@ def average_and_deviation(values: list[float]) -> tuple[float, float]:
 def series(
     found: list[dict], x: str, y: str, by: str, labels: Mapping[Any, str], *, of=last, unit: float = 1.0
 ) -> dict[str, list[tuple]]:
-    """Return a curve per label: points of y (in units) against x, each of the rows that agree in `by` and x."""
+    """Return a curve per label: points of y / unit against x.
+
+    Args:
+        found: rows.
+        x, y: columns of the axes.
+        by: column that selects the curve.
+        labels: {value of `by`: label}.
+        of: reduces the values of several rows with the same x to (y,) or (y, deviation).
+        unit: divisor of y.
+    """
     return {
         label: [(place, *of([row[y] / unit for row in own])) for place, own in sorted(grouped(rows_of, x).items())]
         for value, label in labels.items()
@@ -49,15 +58,15 @@ def series(
 
 @dataclass(frozen=True)
 class Chart:
-    """A picture of docs/results.
+    """An image of docs/results.
 
     Attributes:
-        panels: returns what the chart shows.
-        x: names of the panels' x axes, the last one for those after it.
+        panels: returns the panels.
+        x: names of the panels' x axes; the last one is repeated for further panels.
         y: name of the y axis.
         width: inches per panel; narrow charts are easier to read on a page.
-        plain: linear axes without ticks at the points, as for training curves.
-        log_y: a logarithmic y axis where values span a decade.
+        plain: linear axes without ticks at the points, for training curves.
+        log_y: use a logarithmic y axis if values span a decade.
     """
 
     panels: Callable[[], Panels]
@@ -68,7 +77,7 @@ class Chart:
     log_y: bool = True
 
     def draw(self, picture: Path) -> None:
-        """Draw the panels next to each other, four of them two by two."""
+        """Draw the panels into an image file: up to three in a row, four as two by two."""
         from matplotlib import use
 
         use("Agg")
@@ -78,7 +87,7 @@ class Chart:
         columns = len(panels) if len(panels) <= 3 else 2
         count = -(-len(panels) // columns)
         lines = [curves for curves in panels.values() if not _is_bars(curves)]
-        many = max(map(len, lines), default=0) > 4  # the legend goes below: no corner is free of curves
+        many = max(map(len, lines), default=0) > 4  # put the legend below: no corner is free of curves
         figure, grid = pyplot.subplots(
             count, columns, figsize=(self.width * columns + 0.4, (4.4 if many else 3.5) * count),
             dpi=484 / self.width, squeeze=False, facecolor=GROUND, layout="constrained",
@@ -100,7 +109,7 @@ class Chart:
     def _lines(self, axis, curves: dict, many: bool) -> None:
         from matplotlib.ticker import FixedLocator, NullLocator
 
-        overlaid = self.plain and len(curves) > 1  # curves that hide each other: each later one is thinner
+        overlaid = self.plain and len(curves) > 1  # curves may hide each other: draw each later one thinner
         for order, (label, points) in enumerate(curves.items()):
             xs, ys, *deviations = zip(*points)
             colour = COLOURS.get(label, INK)
@@ -131,7 +140,7 @@ def _is_bars(curves: dict) -> bool:
 
 
 def _bars(axis, curves: dict) -> None:
-    """Horizontal bars, the first on top, each with its value."""
+    """Draw horizontal bars, the first on top, each with its value."""
     for place, (label, [(value,)]) in enumerate(curves.items()):
         bar = axis.barh([-place], [value], color=COLOURS["infcl"] if label.startswith("infcl") else "#b9b9b9")
         axis.bar_label(bar, fmt="{:,.0f}", fontsize=8, color=INK, padding=2)
@@ -140,7 +149,7 @@ def _bars(axis, curves: dict) -> None:
 
 
 def digest(panels: Panels) -> str:
-    """Return a hash of what a chart shows, to six digits; a PNG carries it as its description."""
+    """Return a hash of a chart's values, rounded to six digits. A PNG has it as its description."""
     rounded = {
         panel: {label: [[float(f"{value:.6g}") for value in point] for point in points]
                 for label, points in curves.items()}

@@ -1,4 +1,4 @@
-"""Measurements on GPUs: checks for GPUs, times from CUDA events, the rate of GEMMs, the record of the environment."""
+"""Measurements on GPUs: checks for GPUs, times from CUDA events, the rate of GEMMs, the environment of a row."""
 
 import statistics
 import sys
@@ -14,7 +14,7 @@ from infcl.parallel.host_info import git_commit
 
 
 def require_gpus(program: str, count: int = 1) -> None:
-    """Reject the command where fewer GPUs than `count` are visible."""
+    """Exit with a usage error if fewer than `count` GPUs are visible."""
     visible = torch.cuda.device_count()
     if visible == 0 < count:
         refuse(program, f"it measures on GPUs, and none is visible{why_no_gpu()}")
@@ -31,9 +31,10 @@ def refuse(program: str, why: str) -> NoReturn:
 def timed(
     step: Callable, repeats: int, group: dist.ProcessGroup | None = None, *, warm_up: int = 2, ahead: int = 0
 ) -> list[float]:
-    """Milliseconds of `repeats` calls after `warm_up` ones; of the slowest rank of `group`.
+    """Return the milliseconds of `repeats` calls after `warm_up` calls, of the slowest rank of `group`.
 
-    ahead: cycles that the GPU waits before each, so that the host has issued what is shorter than that by then.
+    Args:
+        ahead: GPU cycles to wait before each call, so that the host can issue its kernels before the first one runs.
     """
     times = []
     for repeat in range(warm_up + repeats):
@@ -56,10 +57,14 @@ def timed(
 
 
 def affordable(seconds: float, milliseconds: float, warm_up: int, repeats: int) -> tuple[int, int, int] | None:
-    """(steps to compile, to warm up, to time) within `seconds`, if one takes about so long; None: not even one.
+    """Return (steps to compile, to warm up, to time) that fit into `seconds`; None if not even one fits.
 
-    Three compile (the third call of a loss records a graph), or none where `warm_up` is 0 and one step alone is asked
-    for. Where not all have room, compiling is left out first, then repeats, then warming up.
+    Three steps compile (the third call of a loss records a graph); none if `warm_up` is 0. If not all steps fit,
+    compile steps are dropped first, then repeats, then warm-up steps.
+
+    Args:
+        seconds: time limit.
+        milliseconds: estimated time per step.
     """
     compiling = 3 if warm_up else 0
     if (compiling + warm_up + repeats) * milliseconds <= 1000 * seconds:
@@ -70,13 +75,13 @@ def affordable(seconds: float, milliseconds: float, warm_up: int, repeats: int) 
 
 
 def library_tflops() -> float:
-    """TFLOP/s of an 8192^3 bf16 product, after a third of a second of them: at its power limit a GPU runs slower."""
+    """Return TFLOP/s of an 8192^3 BF16 GEMM, after a third of a second of GEMMs: power limits slow down a warm GPU."""
     a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     return 2 * 8192**3 / statistics.median(timed(lambda: a @ b, 50, warm_up=250)) / 1e9
 
 
 def hardware(commit: str | None) -> dict[str, str]:
-    """Device, versions and commit: git's HEAD unless given, "+" with local changes, empty outside a checkout."""
+    """Return device, versions and commit. The default commit is git's HEAD, "+" with local changes, or empty."""
     found = git_commit() or ""
     return {
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",

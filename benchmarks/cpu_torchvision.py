@@ -1,14 +1,14 @@
-"""torchvision next to a torch without CUDA: open_clip imports it.
+"""Make torchvision, which open_clip imports, importable with a torch without CUDA.
 
-torchvision has no CPU build of its own: its wheel's binary operators link against CUDA libraries and stay unregistered
-under a CPU-only torch, on which its import fails. Nothing here runs them, so declaring their names is enough.
+The operators in torchvision's wheel link against CUDA libraries. A CPU-only torch cannot register them, so the import
+of torchvision fails. Nothing here runs these operators, so it is enough to declare their names.
 """
 
 import os
 
 import torch
 
-_libraries: list[torch.library.Library] = []  # torch unregisters a library's operators when the object goes
+_libraries: list[torch.library.Library] = []  # keeps them alive: torch unregisters the operators of a deleted library
 
 
 def declare_torchvision_operators() -> None:

@@ -1,16 +1,16 @@
-"""Measure the data layer in CPU time of one core, and how many GPUs that feeds: `python -m benchmarks.data`.
+"""Measure the data layer's rate on one core, and the number of GPUs that it feeds: `python -m benchmarks.data`.
 
 Images: random crops of the photograph that matplotlib ships (Grace Hopper, 512 x 600), enlarged to --size with a
-little sensor noise, JPEG quality 90, about 65 KB each at 512 px; captions of 12 words. They are written as webdataset
-shards to a temporary folder, and read from the page cache.
+little sensor noise, JPEG quality 90, about 65 KB each at 512 px. Captions have 12 words. The samples are written as
+webdataset shards to a temporary folder and read from the page cache.
 
-The stages are measured alone (read, decode, augment, tokenise) and together (batch: what a worker does for a
-micro-batch, by the loader's own code). open_clip's worker path runs on the same shards in the same rounds:
-webdataset's tar reader and Pillow decoder, open_clip's `image_transform(is_train=True)`, its tokenizer, stacked. The
-best of --rounds counts, in CPU seconds of this one thread, so that a busy machine changes little.
+The stages are measured alone (read, decode, augment, tokenise) and together (batch: the work of a worker for a
+micro-batch, with the loader's own code). open_clip's worker path runs on the same shards in the same rounds:
+webdataset's tar reader and Pillow decoder, open_clip's `image_transform(is_train=True)` and tokenizer, and stacking.
+The result is the best of --rounds in CPU seconds of one thread, so that other load on the machine has little effect.
 
-GPUs fed: a GPU trains `--gpu-tflops` / (flops of a sample) samples a second, 3 forwards' worth (4 with a gradient
-cache).
+GPUs fed: a GPU trains `--gpu-tflops` / (FLOPs per sample) samples per second. A sample costs 3 forwards (4 with a
+gradient cache).
 """
 
 import argparse
@@ -78,7 +78,7 @@ def _parse() -> argparse.Namespace:
 
 
 def measure(folder: Path, arguments: argparse.Namespace) -> dict[str, float]:
-    """{stage: samples a second of one core}."""
+    """Return {stage: samples per second of one core}."""
     captions = write_images(folder / "shards", arguments.images, arguments.size)
     small = write_small(folder / "small.tar", 10_000)
     model = folder / "spm.model"
@@ -139,7 +139,7 @@ def measure(folder: Path, arguments: argparse.Namespace) -> dict[str, float]:
 
 
 def write_images(folder: Path, count: int, size: int) -> list[str]:
-    """Shards of `count` photographs; returns their captions."""
+    """Write shards of `count` photographs; return their captions."""
     import matplotlib
     import webdataset
     from PIL import Image
@@ -161,7 +161,7 @@ def write_images(folder: Path, count: int, size: int) -> list[str]:
 
 
 def write_small(path: Path, count: int) -> Path:
-    """Write a shard of many samples for the index, which reads headers only."""
+    """Write a shard of `count` small samples for the index, which reads only headers."""
     import webdataset
 
     with webdataset.TarWriter(str(path), mtime=0) as writer:
@@ -171,7 +171,7 @@ def write_small(path: Path, count: int) -> Path:
 
 
 def open_clip_stages(shards: Path, jpegs: list[bytes], captions: list[str], size: int) -> dict[str, Callable[[], int]]:
-    """open_clip's own worker path over the same shards; {} where it is not installed."""
+    """Return the stages of open_clip's own worker path on the same shards; {} if it is not installed."""
     try:
         from benchmarks.cpu_torchvision import declare_torchvision_operators
 
@@ -208,7 +208,7 @@ def open_clip_stages(shards: Path, jpegs: list[bytes], captions: list[str], size
 
 
 def gpus_fed(rate: float, arguments: argparse.Namespace) -> dict[str, dict[str, float]]:
-    """{model: samples a second of a GPU, and how many of them --cores cores feed}."""
+    """Return {model: samples per second of a GPU, and the number of such GPUs that --cores cores feed}."""
     result = {}
     for name in MODELS:
         flops = sum(forward_flops(load_model_config(name)).values())
@@ -254,7 +254,7 @@ def _print(result: dict, arguments: argparse.Namespace) -> None:
 
 
 def _rows(result: dict) -> list[dict]:
-    """One for each stage of each implementation."""
+    """Return one row per stage and implementation."""
     what = {key: result[key] for key in ("images", "cpu", "load", "torch", "commit")}
     return [
         {"stage": name, "samples_per_second_per_core": value} | what

@@ -1,8 +1,8 @@
-"""Measure the memory of data workers, epoch after epoch over small shards: `python -m benchmarks.data_memory`.
+"""Measure the memory growth of data workers over many epochs of small shards: `python -m benchmarks.data_memory`.
 
-Prints a line per epoch: samples/s, and the resident memory of each worker (the loader's `worker_memory_mb`). The growth
-that counts is from the end of epoch --settle (Python and torch have then imported and allocated what they need) to the
-last one; the exit status is 1 when it is above 5%. --plot draws the graph, --json keeps the figures.
+Prints a line per epoch: samples/s, and the resident memory of each worker (the loader's `worker_memory_mb`). Growth is
+measured from the end of epoch --settle, when Python and torch have imported and allocated what they need, to the last
+epoch. The exit code is 1 if it is above 5%. --plot draws the graph, --json writes the figures.
 """
 
 import argparse
@@ -48,7 +48,7 @@ def main() -> None:
 
 
 def soak(epochs: int, images: int, size: int, workers: int) -> list[list[float]]:
-    """[epochs][workers] resident memory in MB after each epoch."""
+    """Return the resident memory of each worker after each epoch, [epochs][workers], in MB."""
     memory = []
     with tempfile.TemporaryDirectory() as folder:
         captions = write_images(Path(folder) / "shards", images, size)
@@ -70,7 +70,7 @@ def soak(epochs: int, images: int, size: int, workers: int) -> list[list[float]]
 
 
 def growth_after(memory: list[list[float]], settle: int) -> float:
-    """The largest growth of a worker from epoch `settle` to the end, as a fraction."""
+    """Return the largest growth of a worker from epoch `settle` to the end, as a fraction."""
     return max(last / first - 1 for first, last in zip(memory[settle - 1], memory[-1]))
 
 

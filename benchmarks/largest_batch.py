@@ -1,15 +1,17 @@
-"""The largest global batch that fits (the paper's Table 2): `python -m benchmarks.largest_batch --gpus 4 ...`
+"""Find the largest global batch that fits (the paper's Table 2): `python -m benchmarks.largest_batch --gpus 4 ...`
 
-Steps of the trainer on synthetic images, in real processes with --memory-gb of GPU memory each, which the allocator
-enforces. Abridged (benchmarks/abridged.py): the towers see a few micro-batches, all else is whole. One engine takes all
-batches, one after another (benchmarks/trials.py). The planner says where to begin; then up or down in growing strides
-until the largest batch that fits and the smallest that does not are within --tolerance. One CSV row per trial.
---at B ... tries these batches instead, up to the first that does not fit (the paper's Table 1); several of --loss and
---pixels are tried one after another. A trial that fails for another reason than GPU memory ends the command.
+A trial is a step of the trainer on synthetic images, in real processes. The allocator limits each process to
+--memory-gb of GPU memory. Steps are abridged (benchmarks/abridged.py): the towers encode only a few micro-batches;
+everything else is complete. One engine runs all batches, one after another (benchmarks/trials.py).
 
-    --pixels gpu     pixels wait on the GPU between the passes (as in the paper without data offload; here as bytes)
-    --pixels host    in host memory, as far as it has room, the rest is read twice (its "data offload")
-    --max-batch N    no larger trial: the loss of N pairs takes time that grows with its square
+The search begins at the planner's estimate and moves up or down in growing strides. It ends when the largest batch that
+fits and the smallest that does not are within --tolerance. Each trial is a CSV row. --at B ... tries these batches
+instead, up to the first that does not fit (the paper's Table 1). Several values of --loss and --pixels are tried one
+after another. A trial that fails for another reason than GPU memory ends the command.
+
+    --pixels gpu     cache pixels on the GPU between the passes (as in the paper without data offload; here as uint8)
+    --pixels host    cache pixels in host memory, and read those that do not fit twice (the paper's "data offload")
+    --max-batch N    the largest trial: the time of the loss grows with the square of the batch
 
 Other flags are pretrain_clip.py's.
 """
@@ -41,10 +43,10 @@ from infcl.plan.setting import Setting
 @dataclass(frozen=True)
 class Trial:
     batch: int
-    peak_gib: float | None  # None: it did not fit
+    peak_gib: float | None  # None: does not fit
 
 
-# Of a limit: more than this the allocator does not fill. A step planned at 0.988 of 80 GB did not fit.
+# Share of a memory limit that the allocator can fill. A step planned at 0.988 of 80 GB did not fit.
 FILLED = 0.985
 
 
@@ -84,7 +86,10 @@ def _answer(answers: dict[tuple[str, str, int], dict], *trial) -> dict:
 
 
 def _plan(options: argparse.Namespace, trials: Callable[[str, str, int], dict], say: Callable[[str], None]) -> None:
-    """Search or try batches: on all ranks, then in the command from their rows, trials(loss, pixels, batch)."""
+    """Search or try batches with trials(loss, pixels, batch).
+
+    Ranks call this with real trials; the command calls it with the rows of the finished ones.
+    """
     unit = options.gpus * options.batch_size
     for loss in options.loss:
         for pixels in options.pixels:
@@ -121,12 +126,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--max-batch", type=int, default=1 << 40)
     parser.add_argument("--trials", type=int, default=8, help="of a search, at most")
     parser.add_argument("--time-out", type=float, default=300.0, help="seconds without the end of a trial")
-    parser.add_argument("--rows", type=Path, default=None, help=argparse.SUPPRESS)  # in the processes of the trials
+    parser.add_argument("--rows", type=Path, default=None, help=argparse.SUPPRESS)  # set in the processes of the trials
     return parser
 
 
 def planned(options: argparse.Namespace, loss: str, pixels: str, unit: int) -> int:
-    """The largest batch by the planner's account of memory, less 3%; a multiple of `unit`."""
+    """Return the largest batch that the planner fits into 97% of the memory; a multiple of `unit`."""
     pairs, _ = planned_for(
         options.model,
         options.gpus,
@@ -143,7 +148,10 @@ def planned(options: argparse.Namespace, loss: str, pixels: str, unit: int) -> i
 def planned_for(
     model: str, gpus: int, usable_bytes: float, *, pixels: str, micro_batch: int = 256, loss: str = "inf_cl", **changes
 ) -> tuple[int, float]:
-    """(pairs, bytes of a GPU): the largest batch whose planned peak fits into `usable_bytes`; at least two units."""
+    """Return the largest batch whose planned peak fits into `usable_bytes`, and that peak in bytes per GPU.
+
+    The batch is a multiple of gpus * micro_batch, at least twice that.
+    """
     unit, usable_bytes = gpus * micro_batch, FILLED * usable_bytes
 
     def peak(count: int) -> float:
@@ -160,7 +168,10 @@ def planned_for(
 
 
 def planned_peak(model: str, gpus: int, pairs: int, *, pixels: str, micro_batch: int, loss: str, **changes) -> float:
-    """Bytes of a GPU in a step of so many pairs, blocks eager; `changes` of a Setting."""
+    """Return the planned peak in bytes per GPU of a step of `pairs` samples, with eager blocks.
+
+    `changes` are further fields of a Setting.
+    """
     options: dict[str, Any] = {"precision": "bf16", "compiled": False, "checkpointing": True} | changes
     setting = Setting(
         model=load_model_config(model), gpu=load_gpu("h200"), gpus=gpus, gpus_per_node=min(gpus, 8), global_batch=pairs,
@@ -173,8 +184,19 @@ def planned_peak(model: str, gpus: int, pairs: int, *, pixels: str, micro_batch:
 def search(
     trial: Callable[[int], Trial], start: int, unit: int, *, tolerance: float, limit: int, trials: int
 ) -> tuple[int, str]:
-    """(the largest batch that fits, within `tolerance` of one that does not or of `limit`; 0 when none was found,
-    what is to be said of a search that ended before).
+    """Search the largest batch that fits.
+
+    Args:
+        trial: runs a batch.
+        start: first batch to try.
+        unit: batches are multiples of it.
+        tolerance: largest relative distance between the result and a batch that does not fit.
+        limit: largest batch to try.
+        trials: largest number of trials.
+
+    Returns:
+        The batch, 0 if none fits.
+        A message if the trials ran out before the search ended, else "".
     """
     said = ""
     below, above, stride, batch = 0, None, tolerance, start
@@ -202,7 +224,7 @@ def search(
 
 
 def memory_cause(output: str) -> str | None:
-    """The line of a failed trial's output that says GPU memory ran out, None: it failed for another reason."""
+    """Return the line of a failed trial's output that reports exhausted GPU memory; None: another cause."""
     lines = (line.strip() for line in output.splitlines())
     return next(
         (line for line in lines if re.search(r"OutOfMemoryError|CUDA\b.*out of memory|_ALLOC_FAILED", line)), None
@@ -210,9 +232,12 @@ def memory_cause(output: str) -> str | None:
 
 
 def _launch(options: argparse.Namespace, arguments: list[str], rows: Path) -> None:
-    """Processes that run the trials which `rows` does not have yet, to the end or until memory runs out in one.
+    """Start processes that run the trials missing in `rows`, to the end or until one runs out of memory.
 
-    SystemExit with the reason where one fails for another. Whatever happens, --csv gets what was measured.
+    In any case, --csv gets all finished trials.
+
+    Raises:
+        SystemExit: a trial failed for another reason than memory.
     """
     begun, errors, done = rows.with_name("begun.json"), rows.with_name("errors.txt"), len(read(rows))
     with errors.open("w") as file:
@@ -241,9 +266,9 @@ def _launch(options: argparse.Namespace, arguments: list[str], rows: Path) -> No
 
 
 def _wait(process: subprocess.Popen, rows: Path, done: int, csv: Path | None, seconds: float) -> str:
-    """Until the process ends, or no row has come for so long: then it is ended; what is to be said of it.
+    """Wait for the process; stop it if no row arrives within `seconds`. Return a message in that case, else "".
 
-    Rows after the first `done` are copied to `csv` at once.
+    Rows after the first `done` are copied to `csv` as they arrive.
     """
     since = time.monotonic()
 

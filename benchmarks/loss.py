@@ -1,11 +1,11 @@
 """Time and memory of the contrastive losses, forward and backward: `python -m benchmarks.loss --gpus 1`.
 
-Every implementation runs on the same features, in one process per GPU. The rate of the library's 8192^3 bf16 matrix
-product is measured in the same run, after a third of a second of such products: at its power limit a GPU runs slower.
-TFLOP/s counts 8 B^2 D operations for every loss (what one pass over the tiles needs: 1 product forward, 3 backward),
-divided by the GPUs. Extra memory is the peak above what is allocated before the call (features), so gradients count.
-GPU ms is the time where the host is ahead of the GPU: a median above it shows what issuing the kernels costs.
-Prints a table; --csv appends the rows with commit, hardware and versions. --kernels prints each loss's kernels as well.
+Every implementation runs on the same features, in one process per GPU. The same run measures the rate of cuBLAS's
+8192^3 BF16 GEMM, after a third of a second of GEMMs: a GPU at its power limit is slower.
+TFLOP/s counts 8 B^2 D FLOPs for every loss (one pass over the tiles: 1 GEMM forward, 3 backward), divided by the number
+of GPUs. Extra memory is the peak above the memory before the call (features), so it includes gradients. GPU ms is the
+time without launch delays; a higher median shows the cost of launching kernels.
+Prints a table; --csv appends the rows with commit, hardware and versions. --kernels also prints each loss's kernels.
 --check prints precision instead.
 """
 
@@ -29,7 +29,7 @@ from infcl.loss.contrastive import TILED
 from infcl.loss.links import RINGS
 from infcl.loss.ring import OVERLAPS
 
-_AHEAD = 15_000_000  # cycles, about 8 ms: longer than the host needs to issue a loss
+_AHEAD = 15_000_000  # cycles, about 8 ms: longer than the host needs to launch a loss
 COLUMNS = (
     "impl", "gpus", "global_batch", "dim", "dtype", "median_ms", "mean_ms", "std_ms", "repeats",
     "tflops_per_gpu", "ratio_to_cublas", "extra_mib", "cublas_tflops", "device", "torch", "triton", "commit",
@@ -80,7 +80,7 @@ def _parse() -> argparse.Namespace:
 def _measure_all(rank: int, arguments: argparse.Namespace) -> None:
     torch.cuda.set_device(rank)
     group = None
-    if arguments.gpus > 1 or "official" in arguments.impl.split(","):  # which has its ring over WORLD only
+    if arguments.gpus > 1 or "official" in arguments.impl.split(","):  # its ring is always over WORLD
         dist.init_process_group("nccl", device_id=torch.device("cuda", rank))
         group = dist.group.WORLD if arguments.gpus > 1 else None
     hardware = {"cublas_tflops": library_tflops(), **device_hardware(arguments.commit)}
@@ -91,7 +91,7 @@ def _measure_all(rank: int, arguments: argparse.Namespace) -> None:
             f"{'impl':>18} {'batch':>8} {'dim':>4} {'median':>9} {'mean':>9} {'std':>9} {'GPU':>9} ms TFLOP/s ratio MiB"
         )
     for dim in map(int, arguments.dim.split(",")):
-        last: dict[str, tuple[int, float]] = {}  # of each loss: the batch before, ms
+        last: dict[str, tuple[int, float]] = {}  # {loss: (previous batch, ms)}
         for batch in map(int, arguments.batch.split(",")):
             for impl in arguments.impl.split(","):
                 pairs, ms = last.get(impl, (batch, 0.0))
@@ -99,7 +99,7 @@ def _measure_all(rank: int, arguments: argparse.Namespace) -> None:
                 if steps is None:
                     continue
                 row = _measure(impl, batch, dim, group, arguments, *steps)
-                last[impl] = (batch, row["median_ms"] or 0.0)  # what ran out of memory does so again at once
+                last[impl] = (batch, row["median_ms"] or 0.0)  # out of memory: the next one will fail at once
                 if rank == 0:
                     _report(row | hardware, arguments.csv)
     if dist.is_initialized():
@@ -116,7 +116,7 @@ def _measure(
     warm_up: int,
     repeats: int,
 ) -> dict:
-    """Times of `repeats` forward and backward passes after warm-up; the slowest rank counts."""
+    """Time `repeats` forward and backward passes after warm-up, on the slowest rank; return a row."""
     generator = torch.Generator("cuda").manual_seed(dist.get_rank() if group else 0)
     rows = batch // arguments.gpus
     images, texts = (
@@ -173,7 +173,7 @@ def _measure(
 
 
 def _print_kernels(step: Callable[[], None], steps: int = 5, most: int = 12) -> None:
-    """Print what the GPU does in a step: the `most` longest kernels, how often each runs, and how long it is idle."""
+    """Print the GPU's busy time per step, and the `most` longest kernels with their time and number of calls."""
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as found:
         for _ in range(steps):
             step()
@@ -190,7 +190,7 @@ def _print_kernels(step: Callable[[], None], steps: int = 5, most: int = 12) -> 
 
 
 def _check(rank: int, arguments: argparse.Namespace) -> None:
-    """Print the precision table, and append it to --csv. In a process group, where the official gradient reduces."""
+    """Print the precision table and append it to --csv. The official loss needs a process group for its gradient."""
     torch.cuda.set_device(rank)
     dist.init_process_group("nccl", device_id=torch.device("cuda", rank))
     for dim in map(int, arguments.dim.split(",")):

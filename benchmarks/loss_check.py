@@ -1,12 +1,12 @@
-"""Precision of the losses on a GPU: errors against float64 of the same inputs (`python -m benchmarks.loss --check`).
+"""Precision of the losses on a GPU: errors against float64 on the same inputs (`python -m benchmarks.loss --check`).
 
-Four kinds of features: random unit vectors; pairs as in the middle of a training (scale 100, a loss of about 2); pairs
-that are separated (a loss of 1e-5); matched pairs of cosine 1. Errors are norms of differences over norms of the
-float64 gradients or, where these vanish (1e-36 at a perfect match), over a tenth of what they are in the first steps
-of a training: scale / sqrt(b), and 1e-2 for the scale's.
+There are four kinds of features: random unit vectors; pairs as in the middle of a training (scale 100, a loss of about
+2); separated pairs (a loss of 1e-5); matched pairs of cosine 1. An error is the norm of the difference, divided by the
+norm of the float64 gradient. Gradients that vanish (1e-36 at a perfect match) are replaced in the divisor by a tenth of
+their size in the first steps of a training: scale / sqrt(b), and 1e-2 for the scale's gradient.
 
-float16 features have their loss multiplied by 2^16, as their training's loss scale does: their gradients are float16
-too, and 1e-8 for an entry where pairs are separated, which float16 without that factor hardly holds.
+The loss of float16 features is multiplied by 2^16, as loss scaling does in training. Their gradients are float16 too:
+an entry of 1e-8, as for separated pairs, would underflow without that factor.
 """
 
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from benchmarks.loss_impls import make
 
-_ROWS = (  # implementation, features' dtype, operands of the tile
+_ROWS = (  # implementation, dtype of the features, dtype of the tile's operands
     ("inf_cl", torch.bfloat16, None),
     ("inf_cl", torch.float16, None),
     ("inf_cl", torch.float32, "bf16"),
@@ -32,7 +32,7 @@ _FLOAT16_LOSS_SCALE = 2.0**16
 
 
 def check(rows: int, dim: int) -> Iterator[dict]:
-    """One dict for each kind of features, implementation and precision; those that are not installed are left out."""
+    """Yield one row per kind of features, implementation and precision, of the installed implementations."""
     for kind, scale, images, texts in _kinds(rows, dim):
         for name, dtype, tile_dtype in _ROWS:
             inputs = [x.to("cuda", dtype) for x in (images, texts)]
@@ -68,7 +68,7 @@ def _kinds(rows: int, dim: int) -> Iterator[tuple[str, float, Tensor, Tensor]]:
 
 
 def _evaluate(loss, features: list[Tensor], scale: float) -> tuple[Tensor, ...]:
-    """The loss, and its gradients for images, texts and the scale."""
+    """Return the loss and its gradients with respect to images, texts and the scale."""
     inputs = [x.clone().requires_grad_() for x in features]
     inputs.append(torch.tensor(scale, device="cuda", dtype=torch.promote_types(features[0].dtype, torch.float32)))
     inputs[-1].requires_grad_()

@@ -1,8 +1,8 @@
-"""Losses that benchmarks.loss measures: infcl's, the peers', and variants that show what a part of the design is worth.
+"""Losses that benchmarks.loss measures: infcl's, those of peers, and variants that isolate parts of the design.
 
-Every entry is `call(images, texts, scale, bias)`, features [b, D] of this rank, and gives a loss to differentiate.
-Peers are called as their own trainers call them: the official loss once per direction, open_clip's modules with local
-loss and gathered gradients.
+Every entry is `call(images, texts, scale, bias)` with features [b, D] of this rank, and returns a differentiable loss.
+Peers are called as in their own trainers: the official loss once per direction, open_clip's modules with local loss and
+gathered gradients.
 """
 
 import importlib.util
@@ -41,11 +41,20 @@ WITH_IDS = tuple(name for name in OTHERS if name.rpartition("_")[0] in TILED)
 
 
 def make(name: str, group: dist.ProcessGroup | None, options: dict, open_clip_loss: Path | None) -> Loss:
-    """The loss of this name; `options` are those of the tiled losses. ValueError if its peer is not there."""
+    """Return the loss of this name.
+
+    Args:
+        group: ranks that share the batch.
+        options: options of the tiled losses.
+        open_clip_loss: open_clip's loss.py.
+
+    Raises:
+        ValueError: the loss needs a peer that is missing.
+    """
     if name in LOSSES:
         return ContrastiveLoss(name, group=group, **options)
     if name == "clip_compiled":
-        torch._dynamo.reset()  # at the ninth wrapper of one kind it would compile no more
+        torch._dynamo.reset()  # it would stop compiling at the ninth wrapper of a kind
         compiled = torch.compile(partial(clip_loss, group=group))
         return lambda images, texts, scale, bias: compiled(images, texts, scale)
     if name in WITH_IDS:
@@ -92,7 +101,7 @@ def make(name: str, group: dist.ProcessGroup | None, options: dict, open_clip_lo
 
 @cache
 def _image_ids(count: int, device: torch.device) -> Tensor:
-    """int64 [count]: five samples of each image, anywhere in the batch."""
+    """Return int64 [count]: five samples of each image, at random positions."""
     return (torch.randperm(count, generator=torch.Generator().manual_seed(0)) // 5).to(device)
 
 
@@ -103,7 +112,7 @@ def _official(images: Tensor, texts: Tensor, scale: Tensor, bias: Tensor) -> Ten
 
 
 def peer_module(path: Path) -> ModuleType:
-    """Import a peer's file alone; its package, and what that imports, need not be installed."""
+    """Import a single file of a peer, whose package and dependencies need not be installed."""
     spec = importlib.util.spec_from_file_location(f"peer_{path.stem}", path)
     assert spec is not None and spec.loader is not None, f"{path} is no Python file"
     module = importlib.util.module_from_spec(spec)

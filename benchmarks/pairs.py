@@ -1,6 +1,6 @@
-"""Data sets of benchmarks.accuracy whose samples coincide or have hard negatives, made of the demo's pictures.
+"""Data sets of benchmarks.accuracy with duplicate images or hard negatives, made from the demo's images.
 
-In:  a folder of the demo (infcl/data/demo.py). Out: a folder in the same form, with other captions.
+In:  a folder of the demo (infcl/data/demo.py). Out: a folder of the same layout, with other captions.
 """
 
 import json
@@ -20,7 +20,7 @@ from infcl.data.streaming import stream_records
 from infcl.data.tokenizer.learn import shard_captions, train_tokenizer
 from infcl.evaluate.load import load_model
 
-POPULAR, COPIES = 20, 5  # one image in POPULAR is in the data set COPIES times with all its captions
+POPULAR, COPIES = 20, 5  # one image in POPULAR occurs COPIES times with each of its captions
 
 _OBJECT = rf"(?:{'|'.join(COLOURS)}) (?:{'|'.join(SHAPES)})"
 _SCENE = re.compile(rf"({_OBJECT}) (left of|right of|above|below) a ({_OBJECT})")
@@ -29,9 +29,9 @@ _DIGIT = re.compile(r"a handwritten (\w+) at ([\w ]+), (\w+) on (\w+)")
 
 
 def write_captioned(demo: Path, folder: Path) -> None:
-    """Each training image under five captions, one image in twenty 25 times; samples of an image have its bytes.
+    """Write each training image with five captions, and one image in twenty 25 times, with identical image bytes.
 
-    Their order is random: the loader reads neighbours together. Nothing is written where the folder is complete.
+    The order is random, because the loader reads neighbours together. A complete folder is not written again.
     """
     if (folder / "tokenizer.model").exists():
         return
@@ -47,7 +47,7 @@ def write_captioned(demo: Path, folder: Path) -> None:
 
 
 def captions_of(caption: str) -> list[str]:
-    """Five captions that say what a caption of the demo says."""
+    """Return five captions with the meaning of a caption of the demo."""
     if digit := _DIGIT.fullmatch(caption):
         name, place, ink, paper = digit.groups()
         return [
@@ -72,7 +72,7 @@ def captions_of(caption: str) -> list[str]:
 
 
 def write_scenes(demo: Path, folder: Path) -> None:
-    """The demo's scenes; the json has, under "negative", the caption with its two objects exchanged."""
+    """Write the demo's scenes. "negative" in the json is the caption with its two objects exchanged."""
     if (folder / "tokenizer.model").exists():
         return
     for part in ("train", "val"):
@@ -86,13 +86,17 @@ def write_scenes(demo: Path, folder: Path) -> None:
 
 
 def exchanged(caption: str) -> str | None:
-    """The caption with its two objects in each other's place; None where it is not one of a scene."""
+    """Return the caption with its two objects exchanged; None if it does not describe a scene."""
     return _SCENE.sub(r"\3 \2 a \1", caption) if _SCENE.search(caption) else None
 
 
 @torch.no_grad()
 def word_order(weights: Path, data: Path) -> dict[str, float]:
-    """{"word_order": the share of held-out scenes whose caption scores above the exchanged one, "scenes": how many}."""
+    """Evaluate word order on held-out scenes.
+
+    Returns:
+        "word_order", the share of scenes whose caption scores above the exchanged one, and "scenes", their number.
+    """
     clip, tokenizer = load_model(weights, device=torch.device("cpu"))
     samples = list(EvalShards(str(data / "val"), image_size=clip.cfg.vision_cfg.image_size))
     texts = tokenizer([text for sample in samples for text in (sample.caption, sample.metadata["negative"])])

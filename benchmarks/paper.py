@@ -1,12 +1,13 @@
-"""The trainer of the paper (Inf-CLIP, arXiv 2410.17243) as planned, to check the planner against its tables.
+"""Memory and time plan of the paper's trainer (Inf-CLIP, arXiv 2410.17243), to check the planner against its tables.
 
-It differs from ours: DDP with whole Adam state and gradient buckets, autocast to FP16 with weight copies, no activation
-checkpointing, the pixels of a step as FP32 on the GPU unless "data offload" is on, dense losses in FP32 (two logit
-matrices and their gradients, 16 bytes per logit, and four gathered feature matrices). The peak is Equation 10: states,
-data and features, plus the larger of the towers' graph and the loss.
+The paper's trainer differs from infcl: DDP with full Adam state and gradient buckets, autocast to FP16 with weight
+copies, and no activation checkpointing. A step's pixels are FP32 on the GPU unless "data offload" is on. Dense losses
+are FP32, with two logit matrices and their gradients (16 bytes per logit) and four gathered feature matrices. The peak
+is Equation 10: states, data and features, plus the larger of the towers' graph and the loss.
 
-Fitted, each on cells of Table 1: a block keeps 40 bytes per token and width (8 GPUs, 32k, offload); 10 copies of a
-rank's features (8 GPUs, 256k against 32k); the tiled loss holds 16 copies (8 GPUs, 1024k against 256k, offload).
+Three constants are fitted to cells of Table 1. A block keeps 40 bytes per token and width (8 GPUs, 32k, offload). There
+are 10 copies of a rank's features (8 GPUs, 256k compared with 32k). The tiled loss holds 16 copies (8 GPUs, 1024k
+compared with 256k, offload).
 """
 
 from infcl.models.config import load_model_config
@@ -21,7 +22,10 @@ _TILED_COPIES = 16
 
 
 def paper_memory(setting: Setting) -> dict[str, float]:
-    """{part: bytes per GPU}, "loss" and "peak" as the paper's tables have them. setting.pixels: "device" or "host"."""
+    """Return {part: bytes per GPU}, with "loss" and "peak" as in the paper's tables.
+
+    setting.pixels "host" is the paper's data offload, "device" is without it.
+    """
     model, rows, batch = setting.model, setting.rank_batch, setting.global_batch
     parameters = parameters_of(model)
     block = rows * model.embed_dim * 4.0
@@ -48,7 +52,7 @@ def paper_memory(setting: Setting) -> dict[str, float]:
 
 
 def paper_step(model: str, gpus: int, global_batch: int) -> float:
-    """Seconds of a step of its trainer on A800s, as planned: eager blocks, autocast, torch's attention."""
+    """Return planned seconds per step of the paper's trainer on A800s: eager blocks, autocast, torch's attention."""
     return step_seconds(
         Setting(
             model=load_model_config(model),

@@ -1,26 +1,27 @@
-"""Trainers of others and ours, each started as its users start it: `python -m benchmarks.peers_train`.
+"""Compare trainers, each started as its users start it: `python -m benchmarks.peers_train`.
 
-    open_clip   open_clip_train.main of the installed open_clip_torch; 3.3 was tested; it needs pandas
-    inf_clip    --inf-clip DIR, a checkout of DAMO-NLP-SG/Inf-CLIP with the inf_cl in it; d9f2833 was tested, on GPUs;
-                it needs nvidia-ml-py (pynvml), pandas, ftfy and braceexpand
+    open_clip   open_clip_train.main of the installed open_clip_torch (tested: 3.3); needs pandas
+    inf_clip    --inf-clip DIR, a checkout of DAMO-NLP-SG/Inf-CLIP that includes inf_cl (tested: d9f2833, on GPUs);
+                needs nvidia-ml-py (pynvml), pandas, ftfy and braceexpand
     infcl       pretrain_clip.py
 
-The same model, precision, micro-batch and accumulation, one process per GPU, synthetic data, AdamW; all else as each
-program has it by default. With several GPUs open_clip gets --local-loss --gather-with-grad. Each setting runs in
-processes of its own. A row: samples/s of each step after --warm-up (median, mean, standard deviation), and torch's peak
-memory of rank 0. These differences stay:
+All use the same model, precision, micro-batch and accumulation, one process per GPU, synthetic data and AdamW.
+Everything else is each program's default, except that open_clip gets --local-loss --gather-with-grad on several GPUs.
+Each setting runs in its own processes. A row has samples/s of the steps after --warm-up (median, mean, standard
+deviation), and torch's peak memory of rank 0. These differences remain:
 
-    data          synthetic images of open_clip and inf_clip go through PIL's crop in --workers processes; ours are
-                  drawn once. "waiting" is the share of a step that infcl waited for data
-    accumulation  open_clip takes the loss once per micro-batch, inf_clip (a gradient cache) and infcl once for all;
-                  open_clip and inf_clip keep all pixels on the GPU
+    data          open_clip and inf_clip crop synthetic images with PIL in --workers processes; infcl draws its images
+                  once. "waiting" is the share of a step in which infcl waits for data
+    accumulation  open_clip computes the loss once per micro-batch; inf_clip (a gradient cache) and infcl compute it
+                  once per step. open_clip and inf_clip keep all pixels on the GPU
 
-The code of others runs as it is. A model that a program does not know comes from infcl/models/configs. inf_clip asks
-the environment for a process group of one process too, and gets it. Its log has means of steps only, and a line per
-step costs it some 450 waits for the GPU, so it logs the first and the last step, and each step is timed here: torch's
-hook after the optimizer's step waits for the GPU. Their mean has to be its log's.
+The other programs' code is unchanged. If a program does not know a model, its config comes from infcl/models/configs.
+inf_clip needs a process group even for one process, so it gets one. Its log has only means over steps, and a line per
+step costs it about 450 GPU synchronisations. It therefore logs only the first and the last step, and this module times
+each step, with torch's hook after the optimizer step, which synchronises the GPU. The mean must agree with inf_clip's
+log.
 
-A setting that fails or hangs (--time-out) becomes a row that says so.
+A setting that fails or hangs (--time-out) becomes a row with the cause.
 """
 
 import argparse
@@ -55,12 +56,12 @@ COLUMNS = (
     "device", "torch", "triton", "commit",
 )  # fmt: skip
 RESULT = "RESULT "
-Reader = Callable[[str], list[float]]  # a log -> samples/s of all GPUs, of each step
+Reader = Callable[[str], list[float]]  # a log -> samples/s of all GPUs for each step
 
 
 class Checkout(NamedTuple):
     folder: Path
-    commit: str  # short
+    commit: str  # abbreviated
 
 
 def main() -> None:
@@ -81,7 +82,7 @@ def main() -> None:
 
 
 def programs(options: argparse.Namespace) -> list[str]:
-    """Return --programs; by default open_clip, infcl and those whose checkout is given."""
+    """Return --programs; by default open_clip, infcl, and the programs whose checkout is given."""
     if options.programs is not None:
         return options.programs.split(",")
     return [name for name, one in TRAINERS.items() if not one.checkout or checkout_of(name, options)]
@@ -92,7 +93,7 @@ def checkout_of(program: str, options: argparse.Namespace) -> Checkout | None:
 
 
 def what_is_missing(program: str, checkout: Checkout | None) -> str:
-    """Return a sentence on what a program needs and lacks here; empty where nothing is missing."""
+    """Describe what a program needs and lacks here; empty if nothing is missing."""
     if program not in TRAINERS:
         return f"no program {program!r}: one of {', '.join(TRAINERS)}"
     trainer, flag = TRAINERS[program], "--" + program.replace("_", "-")
@@ -107,14 +108,14 @@ def what_is_missing(program: str, checkout: Checkout | None) -> str:
 
 
 def version_of(program: str, checkout: Checkout | None) -> str:
-    """Return a release or the commit of a checkout; infcl's is the row's own commit."""
+    """Return the program's release or the commit of its checkout; empty for infcl, whose row has the commit."""
     if checkout is not None:
         return checkout.commit
     return metadata.version("open_clip_torch") if program == "open_clip" else ""
 
 
 def settings(options: argparse.Namespace) -> list[dict]:
-    """Return the settings in order: for each accumulation and kind of blocks, the programs."""
+    """Return the settings in order: for each accumulation and kind of blocks, all programs."""
     return [
         {
             "program": program, "gpus": options.gpus, "model": options.model,
@@ -145,17 +146,17 @@ def run(setting: dict, options: argparse.Namespace) -> dict:
 
 
 def _cause(output: str) -> str:
-    first, *others = reason(output)  # "..." where no line looks like one
+    first, *others = reason(output)  # "..." if no line looks like a cause
     return first if first != "..." else "".join(others[-1:])
 
 
 def flags_of(setting: dict, steps: int, device: str, folder: str) -> list[str]:
-    """Return the program's flags for so many optimizer steps; `folder` holds its data and what it writes."""
+    """Return the program's flags for `steps` optimizer steps; `folder` holds its data and its output."""
     return shared_flags(setting, steps) + TRAINERS[setting["program"]].flags(setting, device, folder)
 
 
 def command(setting: dict, flags: list[str]) -> list[str]:
-    """Return the command of a process per GPU. Before "--" torchrun would take --logs for its own flag."""
+    """Return the command for one process per GPU. Without "--", torchrun would read --logs as its own flag."""
     module, program = ["-m"], ["benchmarks.peers_train", "--inside", setting["program"]]
     if not TRAINERS[setting["program"]].module:
         module, program = [], [str(ROOT / "pretrain_clip.py")]
@@ -175,7 +176,7 @@ def _of_infcl(folder: Path) -> dict[str, list[float]]:
 
 
 def row_of(said: dict[str, list[float]], warm_up: int) -> dict:
-    """Return the columns of a program's figures of each step."""
+    """Summarise a program's figures per step as columns of a row."""
     rates = said["samples_per_second"][warm_up:]
     if len(rates) < 2:
         return {"status": f"only {len(said['samples_per_second'])} steps are in its log"}
@@ -202,7 +203,7 @@ def report(row: dict, path: Path | None) -> None:
 
 
 def _environment(setting: dict, options: argparse.Namespace) -> dict[str, str]:
-    """Environment in which a program finds infcl's packages and its checkout's, and no GPU with --device cpu."""
+    """Return an environment with the packages of infcl and of the checkout, and without GPUs for --device cpu."""
     checkout = checkout_of(setting["program"], options)
     own = [] if checkout is None else [str(checkout.folder)]
     paths = [str(ROOT), *own, os.environ.get("PYTHONPATH")]
@@ -211,7 +212,11 @@ def _environment(setting: dict, options: argparse.Namespace) -> dict[str, str]:
 
 
 def _checkout(text: str) -> Checkout:
-    """DIR, a git checkout, or DIR@COMMIT where it is none. Raises ArgumentTypeError."""
+    """Parse DIR, a git checkout, or DIR@COMMIT for a folder that is none.
+
+    Raises:
+        argparse.ArgumentTypeError: the folder does not exist, or its commit is unknown.
+    """
     folder, commit = (text, "") if Path(text).is_dir() or "@" not in text else text.rpartition("@")[::2]
     if not Path(folder).is_dir():
         raise argparse.ArgumentTypeError(f"{folder} is no folder")
@@ -256,17 +261,17 @@ def _parser() -> argparse.ArgumentParser:
 class Trainer:
     """A program and its flags. Without `module` it is pretrain_clip.py."""
 
-    flags: Callable[[dict, str, str], list[str]]  # (setting, device, folder) -> those in addition to `shared_flags`
-    module: str = ""  # with its main(flags)
-    models: str = ""  # the module with its add_model_config and list_models
-    packages: tuple[str, ...] = ()  # that it imports, in addition to infcl's own
-    checkout: bool = False  # whether it is imported from one; otherwise it is installed
-    prepare: Callable[[], None] = lambda: None  # in its process, before it is imported
-    reader: Callable[[list[str]], Reader] = lambda flags: rates_of  # made when it starts, asked when it has ended
+    flags: Callable[[dict, str, str], list[str]]  # (setting, device, folder) -> flags in addition to `shared_flags`
+    module: str = ""  # module that has main(flags)
+    models: str = ""  # module that has add_model_config and list_models
+    packages: tuple[str, ...] = ()  # imports in addition to infcl's own
+    checkout: bool = False  # imported from a checkout; otherwise installed
+    prepare: Callable[[], None] = lambda: None  # called in its process before the import
+    reader: Callable[[list[str]], Reader] = lambda flags: rates_of  # made at the start, called with the final log
 
 
 def shared_flags(setting: dict, steps: int) -> list[str]:
-    """Return the flags that all programs take, for so many optimizer steps."""
+    """Return the flags that all programs share, for `steps` optimizer steps."""
     flags = ["--train-num-samples", str(steps * setting["global_batch"]), "--model", setting["model"]]
     flags += ["--precision", setting["precision"], "--batch-size", str(setting["micro_batch"])]
     flags += ["--workers", str(setting["workers"]), "--epochs", "1", "--name", setting["program"]]
@@ -274,7 +279,11 @@ def shared_flags(setting: dict, steps: int) -> list[str]:
 
 
 def train(program: str, flags: list[str]) -> dict[str, list[float]]:
-    """Another's trainer in this process and folder. Of each step samples/s; peak GiB. --model may be a JSON file."""
+    """Run another program's trainer in this process and folder; --model may be a JSON file.
+
+    Returns:
+        samples_per_second of each step on rank 0, waiting (empty) and peak_gib.
+    """
     trainer, flags = TRAINERS[program], list(flags)
     trainer.prepare()
     models, at = import_module(trainer.models), flags.index("--model") + 1
@@ -292,14 +301,15 @@ def train(program: str, flags: list[str]) -> dict[str, list[float]]:
 
 
 def rates_of(log: str) -> list[float]:
-    """Read the rates in a log with a line per step."""
+    """Read samples/s from a log with one line per step."""
     return [float(rate) for rate in re.findall(r"Batch \(t\): \S+, ([\d.e+]+)/s", log)]
 
 
 def timed(flags: list[str]) -> Reader:
-    """Times each optimizer step from here on (the first with all that is before it), and holds their mean to the log's.
+    """Time each optimizer step from now on; the first one includes the start-up.
 
-    The reader raises RuntimeError where the log says otherwise.
+    Returns:
+        A reader of the log. It raises RuntimeError if the log has another mean.
     """
     times = [time.perf_counter()]
 
@@ -316,7 +326,7 @@ def timed(flags: list[str]) -> Reader:
         hook.remove()
         seconds = [end - start for start, end in pairwise(times)]
         ours, said = statistics.mean(seconds[1:]), mean_seconds(log)
-        if abs(ours - said) > 0.001 + 0.02 * said:  # its log has three decimals
+        if abs(ours - said) > 0.001 + 0.02 * said:  # the log has three decimals
             raise RuntimeError(f"a step took {ours:.4f} s on average, but {said} s in the program's log")
         return [pairs / step for step in seconds]
 
@@ -324,7 +334,7 @@ def timed(flags: list[str]) -> Reader:
 
 
 def mean_seconds(log: str) -> float:
-    """Return the mean of the steps after the first, by inf_clip's log with a line for the first and the last step."""
+    """Return the mean seconds of the steps after the first, from inf_clip's log of the first and the last step."""
     _, mean = re.findall(r"Batch \(t\): ([\d.]+) LR", log)
     return float(mean)
 
@@ -345,7 +355,7 @@ def _inf_clip_flags(setting: dict, device: str, folder: str) -> list[str]:
     return [*flags, *_torchcompile(setting), "--log_dir", "none", "--log-every-n-steps", str(10**9)]
 
 
-LOG = ["--log-every-n-steps", "1", "--logs", "none"]  # none: no checkpoint, the log in ./none
+LOG = ["--log-every-n-steps", "1", "--logs", "none"]  # none: no checkpoint; the log is written to ./none
 
 
 def _torchcompile(setting: dict) -> list[str]:
@@ -361,7 +371,7 @@ def _prepare_inf_clip() -> None:
         os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
 
 
-TRAINERS = {  # in the order of rows
+TRAINERS = {  # in the order of the rows
     "open_clip": Trainer(
         _open_clip_flags, module="open_clip_train.main", models="open_clip", packages=("open_clip_train", "pandas")
     ),

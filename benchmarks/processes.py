@@ -1,4 +1,4 @@
-"""Processes that a benchmark starts: one per GPU, stopped after a time or with the benchmark."""
+"""Processes that a benchmark starts: one per GPU, stopped after a time limit or with the benchmark."""
 
 import contextlib
 import os
@@ -13,13 +13,13 @@ from typing import Any
 
 import torch
 
-PATIENCE = 40  # seconds that a launcher gets to stop its ranks, which are in sessions of their own
+PATIENCE = 40  # seconds for a launcher to stop its ranks, which are in other sessions
 
 
 def on_ranks(function: Callable, world_size: int, *arguments: Any) -> None:
-    """Call function(rank, *arguments) in a process per rank, in this one where there is one rank only.
+    """Call function(rank, *arguments) in one process per rank; with one rank, in this process.
 
-    Each has the environment variables that `init_process_group` and `init_parallel` read from a launcher.
+    Each has the environment variables that `init_process_group` and `init_parallel` expect from a launcher.
     """
     shared = (function, world_size, _free_port(), arguments)
     if world_size == 1:
@@ -36,7 +36,7 @@ def _start(rank: int, function: Callable, world_size: int, port: int, arguments:
 
 
 def _free_port() -> int:
-    """Return a port below those that the system gives to connections."""
+    """Return a free port below the range that the system uses for outgoing connections."""
     while True:
         port = random.SystemRandom().randrange(10_000, 30_000)
         with socket.socket() as s, contextlib.suppress(OSError):
@@ -45,26 +45,26 @@ def _free_port() -> int:
 
 
 def exit_on_sigterm(program: str) -> None:
-    """Turn SIGTERM into SystemExit, so that what a benchmark started stops with it."""
+    """Turn SIGTERM into SystemExit, so that a benchmark stops the processes that it started."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(f"{program}: ended by SIGTERM"))
 
 
 def torchrun(processes: int) -> list[str]:
-    """Return the command that starts a Python program in so many processes of this host."""
+    """Return the command that starts a Python program in `processes` processes on this node."""
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
     return [sys.executable, *(launcher if processes > 1 else [])]
 
 
 def run(command: list[str], seconds: float, **options) -> tuple[str, str]:
-    """Run a command in a session of its own, for so many seconds at most.
+    """Run a command in its own session, with a time limit.
 
     Args:
         command: program and arguments.
         seconds: time limit.
-        options: of subprocess.Popen, such as cwd and env.
+        options: arguments of subprocess.Popen, such as cwd and env.
 
     Returns:
-        Why it failed ("exit code 1", "no result in 120 s"; empty where it did not), and its output.
+        Why it failed ("exit code 1", "no result in 120 s"; empty if it succeeded), and its output.
     """
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True, **options
@@ -74,13 +74,13 @@ def run(command: list[str], seconds: float, **options) -> tuple[str, str]:
         return f"exit code {process.returncode}" if process.returncode else "", output
     except subprocess.TimeoutExpired:
         return f"no result in {seconds:.0f} s", stop(process)
-    except BaseException:  # Ctrl-C and SIGTERM: a process left behind would keep its GPUs
+    except BaseException:  # Ctrl-C and SIGTERM: a process that continues would keep its GPUs
         stop(process)
         raise
 
 
 def stop(*processes: subprocess.Popen) -> str:
-    """Stop processes and all of their sessions: by SIGTERM, later by SIGKILL. Return the output of the last."""
+    """Stop processes and their sessions with SIGTERM, then SIGKILL. Return the output of the last process."""
     output = ""
     for process in processes:
         _signal(process, signal.SIGTERM)
@@ -90,7 +90,7 @@ def stop(*processes: subprocess.Popen) -> str:
         except subprocess.TimeoutExpired:
             _signal(process, signal.SIGKILL)
             output, _ = process.communicate()
-        _signal(process, signal.SIGKILL)  # what it has left of its session
+        _signal(process, signal.SIGKILL)  # the rest of its session
     return output
 
 
@@ -100,7 +100,7 @@ def _signal(process: subprocess.Popen, number: int) -> None:
 
 
 def reason(output: str) -> list[str]:
-    """Return the lines that look like the cause of a failure, and the last lines."""
+    """Return the lines of an output that look like the cause of a failure, and the last lines."""
     lines = [line[:300] for line in output.strip().splitlines() if line.strip()]
     causes = [line for line in lines if re.search(r"\w+(Error|Exception)\b.*:", line)]
     return [*causes[:3], "...", *lines[-4:]]

@@ -1,13 +1,13 @@
 """Draw every table and chart of the docs from the raw files in docs/results: `python -m benchmarks.results --write`.
 
-A page holds the region of a table between two markers, and may be any page of docs/ or README.md:
+README.md and the pages of docs/ can have regions for tables, between two markers:
 
     <!-- results: table-3 -->
     ...
     <!-- end -->
 
-TABLES and CHARTS at the end name what fills the regions and the pictures. --check reports what --write would change
-and exits 1; names given as arguments are printed. Nothing here measures.
+TABLES and CHARTS at the end define the content of the regions and images. --check reports what --write would change
+and exits with 1. Tables given by name are printed. Nothing here measures.
 """
 
 import argparse
@@ -82,12 +82,12 @@ _REGION = re.compile(r"(<!-- results: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTA
 
 
 def pages() -> list[Path]:
-    """README.md and the pages of docs/ that have regions."""
+    """Return README.md and the pages of docs/ that have regions."""
     return [page for page in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))] if regions(page.read_text())]
 
 
 def regions(text: str) -> list[str]:
-    """The names of the regions of a page.
+    """Return the names of the regions of a page.
 
     Raises:
         ValueError: a region is not closed.
@@ -102,7 +102,7 @@ def fill(text: str, tables: Mapping[str, Callable[[], str]] | None = None) -> st
     """Return a page with the content of each region replaced by its table.
 
     Raises:
-        ValueError: no table has the name of a region, or a region is not closed.
+        ValueError: a region has no table of its name, or is not closed.
     """
     tables = TABLES if tables is None else tables
     if unknown := [name for name in regions(text) if name not in tables]:
@@ -114,7 +114,7 @@ def fill(text: str, tables: Mapping[str, Callable[[], str]] | None = None) -> st
 
 
 def open_clip_models() -> str:
-    """A line for each first word of the configs' names."""
+    """Return a table with a line per first word of the configs' names."""
     families: dict[str, list[dict]] = {}
     for row in rows("open_clip_models.csv"):
         families.setdefault(re.split(r"[^A-Za-z]", row["model"])[0], []).append(row)
@@ -134,9 +134,9 @@ def measured_losses() -> list[dict]:
 
 
 def _loss_cell(own: list[dict]) -> str:
-    """The last row's time and memory; 'x': out of memory, '-': not measured.
+    """Format the last row's time and memory; 'x': out of memory, '-': not measured.
 
-    The times of its commit are a range where they spread over 3%.
+    If the times of its commit spread by more than 3%, the cell has their range.
     """
     if not own or own[-1]["median_ms"] == "":
         return "x" if own else "-"
@@ -172,7 +172,7 @@ OTHER_LOSSES += ("official_siglip", "nt_xent", "views", "info_nce")
 
 
 def loss_table(count: int, *impls: str) -> Table:
-    """Time and memory by batch and implementation."""
+    """Return a table of time and memory by batch and implementation."""
     columns = {"batch": "{global_batch:,}"} | across(_loss_cell, {LOSSES[impl]: {"impl": impl} for impl in impls})
     columns |= across("{ratio_to_cublas:.2f}", {"infcl's rate / cuBLAS": {"impl": "inf_cl"}})
     return Table(
@@ -182,13 +182,13 @@ def loss_table(count: int, *impls: str) -> Table:
 
 
 def other_losses() -> list[dict]:
-    """Other losses and widths on one H200."""
+    """Return rows of other losses and widths on one H200."""
     found = where(measured_losses(), gpus=1, impl=OTHER_LOSSES)
     return [row for row in found if row["impl"] != "inf_cl" or row["dim"] in (512, 1024)]
 
 
 def symmetry() -> str:
-    """What one pass over the logits for both directions saves; both rows of a line are of one commit."""
+    """Return a table of the time that one pass over the logits for both directions saves, within one commit each."""
     one, lines = where([*measured_losses(), *rows("loss_h100.csv")], gpus=1, dim=768), []
     for against, impl, name, powers in (
         ("two_passes", "inf_cl", "both directions in one pass, against two passes", (15, 16, 17, 18)),
@@ -209,7 +209,7 @@ def symmetry() -> str:
 
 
 def _of_gemms(name: str) -> Cell:
-    """ms, and as a multiple of the bare GEMMs' time; the ring by copy engines is of code since removed."""
+    """Return a cell with ms and the multiple of the bare GEMMs' time. The ring by copy engines has been removed."""
 
     def cell(own: list[dict]) -> str:
         time = own[-1][f"{name} ms"]
@@ -219,7 +219,7 @@ def _of_gemms(name: str) -> Cell:
 
 
 def rings() -> list[dict]:
-    """Flat and two-level rings over slow network cards, each with its turn."""
+    """Return rows of flat and two-level rings over slow network cards; "turn" is equal for two compared rows."""
     found = rows("rings.csv")
     return [row | {"turn": turn // 2, "between": f"{row['nic_mbit']:g} / {row['nic_mbit'] * row['ratio']:.0f}"}
             for turn, row in enumerate(found)]  # fmt: skip
@@ -238,7 +238,7 @@ def _precision_errors(own: list[dict]) -> str:
 
 
 def losses_by_memory() -> list[dict]:
-    """The loss alone on one and four H200s, and the paper's on 8 A800s."""
+    """Return rows of the loss alone on one and four H200s, and of the paper's on 8 A800s."""
     impls = ("clip", "official_open_clip", "official", "inf_cl")
     ours = [
         row | {"who": f"{gpus(count)}, {LOSSES[impl]}", "batch_k": row["global_batch"] / 1024}
@@ -256,7 +256,10 @@ def losses_by_memory() -> list[dict]:
 
 
 def steps_at_80_gb() -> list[dict]:
-    """Peak memory of whole steps on H200s limited to 80 GB; what is larger than a batch that failed fails too."""
+    """Return rows of the peak memory of full steps on H200s limited to 80 GB.
+
+    Batches larger than one that failed count as failed.
+    """
     found = []
     for own in grouped(rows("table1_h200.csv"), "loss", "pixels").values():
         failed = min((row["global_batch"] for row in own if not row["fits"]), default=2**62)
@@ -269,7 +272,7 @@ def steps_at_80_gb() -> list[dict]:
 
 
 def planned_peaks() -> list[dict]:
-    """Peak memory of a step: the paper's, what the planner computes for its trainer, and for infcl on the same GPUs."""
+    """Return the peak memory of steps: the paper's, the plan for the paper's trainer, and the plan for infcl."""
     from benchmarks.paper import paper_memory
     from infcl.plan.loads import memory_of
 
@@ -315,7 +318,7 @@ def _planned_step(own: list[dict]) -> str:
 
 
 def largest_batches() -> list[dict]:
-    """The largest batches: the paper's, and ours on H200s limited to 80 GB and as planned for its A800s."""
+    """Return the largest batches: the paper's, and infcl's on H200s limited to 80 GB and as planned for A800s."""
     from benchmarks.largest_batch import planned_for
 
     found = []
@@ -344,14 +347,14 @@ def largest_batches() -> list[dict]:
 
 
 def trainings(name: str) -> list[dict]:
-    """The last row of each training, in the order of TRAINED."""
+    """Return the last row of each training, in the order of TRAINED."""
     order = list(TRAINED)
     found = sorted(latest(rows(name), "run"), key=lambda row: order.index(row["loss"]))
     return [row | {"words": TRAINED[row["loss"]]} for row in found]
 
 
 def trained(name: str = "accuracy_losses.csv") -> Table:
-    """What each loss comes to: mean and deviation over its seeds."""
+    """Return a table of the results of each loss: mean and deviation over its seeds."""
     columns: Columns = {"loss": "{words}", "seeds": len} | {name: spread_of(key) for key, name in METRICS.items()}
     columns["loss of the last 5% of steps"] = spread_of("final_loss", 4)
     foot = "{steps} steps of {global_batch} samples, ranks: {ranks}; {origin}"
@@ -359,7 +362,7 @@ def trained(name: str = "accuracy_losses.csv") -> Table:
 
 
 def trained_pairs(name: str = "accuracy_losses.csv") -> str:
-    """Each loss against CLIP, seed by seed: both start from the same weights and see the same samples."""
+    """Return a table of each loss compared with CLIP per seed, with the same initial weights and samples."""
     by_loss = {loss: {row["seed"]: row for row in where(rows(name), loss=loss)} for loss in TRAINED}
     lines = []
     for loss in ("open_clip", "disco", "inf_cl", "inf_cl_bf16"):
@@ -375,7 +378,7 @@ def trained_pairs(name: str = "accuracy_losses.csv") -> str:
 
 
 def trained_on_two_ranks() -> str:
-    """Trainings over two ranks: the loss before rounding errors grow, and what the losses come to."""
+    """Return tables of trainings on two ranks: the loss before rounding errors grow, and the final results."""
     name = "accuracy_losses_ranks"
     early = (2560, 7680, 15360, 25600)
     seed = rows(f"{name}.csv")[0]["seed"]
@@ -407,7 +410,7 @@ def ablation() -> list[dict]:
 
 
 def batch_studies() -> list[dict]:
-    """Trainings with "rate", the one at the smallest batch, whose row stands for all scalings: they agree there."""
+    """Return trainings with "rate", the learning rate at the smallest batch, where one row serves all scalings."""
     from benchmarks.accuracy import EXPONENTS
 
     found = latest(rows("accuracy_batches.csv"), "run")
@@ -433,7 +436,7 @@ def losses_of_ranks() -> list[dict]:
 
 
 def many_ranks() -> str:
-    """Losses of the whole trainer on many ranks of several nodes, compared with one rank's."""
+    """Return a table of the trainer's losses on many ranks of several nodes, compared with one rank."""
     found = losses_of_ranks()
     last = grouped(latest(found, "shape", "step"), "step")
     apart = max(max(row["loss"] for row in own) / min(row["loss"] for row in own) - 1 for own in last.values())
@@ -444,9 +447,9 @@ def many_ranks() -> str:
 
 
 def gradients() -> list[dict]:
-    """Relative distances of a step's gradients from those of the whole matrix, and from float64.
+    """Return relative distances of a step's gradients from those of the full logit matrix, and from float64.
 
-    A row of infcl has those of the other losses of its run under their names.
+    A row of infcl has the rows of the run's other losses under their names.
     """
     every, found = rows("accuracy_gradients.csv"), []
     settings = ("device", "precision", "ranks", "global_batch", "weights")
@@ -474,7 +477,7 @@ def hard_negatives() -> str:
 
 
 def false_negatives() -> list[dict]:
-    """Trainings by batch and treatment, with "share" of the batch and "gain": R@1 above that of "negative"."""
+    """Return trainings with "share", the duplicates in the batch, and "gain", R@1 above that of "negative"."""
     found = latest(rows("false_negatives.csv"), "run")
     found = [row | {"r1": (row["image_to_text_r1"] + row["text_to_image_r1"]) / 2} for row in found]
     alike = {(row["global_batch"], row["seed"]): row["r1"] for row in where(found, duplicates="negative")}
@@ -488,7 +491,7 @@ def false_negatives() -> list[dict]:
 
 
 def _gain(own: list[dict]) -> str:
-    """The mean over the seeds and its standard error; the treatment that others are compared with has none."""
+    """Format the mean gain over the seeds and its standard error; empty for the reference treatment."""
     gains = [row["gain"] for row in own]
     error = f" +- {stdev(gains) / len(gains) ** 0.5:.3f}" if len(gains) > 1 else ""
     return "" if own[0]["duplicates"] == "negative" else f"{mean(gains):+.3f}{error}"
@@ -527,9 +530,9 @@ SETTING += ("attention", "zero_options", "packed")
 
 
 def steps_of(*names: str) -> list[dict]:
-    """Rows of benchmarks.step without those of removed options, with the words of their cells.
+    """Return rows of benchmarks.step, except those of removed options, with texts for their cells.
 
-    "rate" is the median of the steps in samples/s per GPU, and their standard deviation where it was kept.
+    "rate" is the median of the steps in samples/s per GPU, with their standard deviation if the row has it.
     """
     found = []
     for row in rows(*names):
@@ -547,7 +550,7 @@ def steps_of(*names: str) -> list[dict]:
 
 
 def _options(row: dict) -> str:
-    """Options of ZeRO beyond the presets', in words."""
+    """Describe ZeRO options that differ from the presets."""
     options = json.loads(row["zero_options"] or "{}")
     words = ["all parameters persistent"] if any("persistence" in name for name in options) else []
     plain = {name: value for name, value in options.items() if "persistence" not in name}
@@ -555,7 +558,7 @@ def _options(row: dict) -> str:
 
 
 def step_table(source: str | Callable[[], list[dict]], columns: str, *, by=(), keep=None, order=None, **more) -> Table:
-    """A table of the named columns of STEP, and of others given as their cells; below it the hardware."""
+    """Return a table of the named columns of STEP, and of further columns given as cells, with the hardware below."""
     cells = {name: (STEP | more)[name] for name in columns.split(" | ")}
     read = (lambda: steps_of(source)) if isinstance(source, str) else source
     return Table(read, cells, by=by, keep=keep or {}, order=order)
@@ -566,13 +569,13 @@ def warm_steps() -> list[dict]:
 
 
 def accumulated_steps() -> list[dict]:
-    """ViT-L-14 on one H200 with packed captions: precision, compiled blocks, checkpointing, micro-batches."""
+    """Return steps of ViT-L-14 on one H200 with packed captions, which differ in training options."""
     found = where(steps_of("step.csv"), gpus=1, model="ViT-L-14", zero=(0, 1), packed=True)
     return [row for row in found if row["micro_batches"] > 1 and "sdpa" not in row["label"]]
 
 
 def steps_by_captions() -> list[dict]:
-    """One H200, autocast, compiled: packed and padded captions, as measured last of each model."""
+    """Return the newest steps of each model with packed and padded captions: one H200, autocast, compiled."""
     return [row for own in grouped(steps_of("step_captions.csv"), "model").values() for row in newest(own)]
 
 
@@ -587,7 +590,7 @@ def _cached(own: list[dict]) -> str:
 
 
 def steps_by_host() -> list[dict]:
-    """ViT-L-14 on two H200s, BF16, checkpointing: ZeRO-1 and ZeRO-3 by the speed of the machine's processor."""
+    """Return steps with ZeRO-1 and ZeRO-3 by CPU speed: ViT-L-14 on two H200s, BF16, checkpointing."""
     found = [row for row in steps_of("step_hosts.csv") if row["commit"] not in ("a1532d8", "42cacc8")]  # older ZeRO-3
     for own in grouped(found, "python_loop_seconds", "micro_batch").values():
         plain = [row["samples_per_second_per_gpu"] for row in where(own, zero=1)]
@@ -597,7 +600,7 @@ def steps_by_host() -> list[dict]:
 
 
 def kernels() -> list[dict]:
-    """Where the GPU time of a step goes: a row per kind of kernels."""
+    """Return the GPU time of a step, one row per kind of kernels."""
     found = rows("kernels.csv")
     found = where(found, label=found[-1]["label"], commit=found[-1]["commit"])
     total = sum(row["ms"] for row in found)
@@ -610,7 +613,7 @@ def kernels() -> list[dict]:
 
 
 def _step_of_loss(own: list[dict]) -> str:
-    """Seconds, the loss' part and the peak; 'x': out of memory, '-': not measured."""
+    """Format the seconds, those of the loss, and the peak; 'x': out of memory, '-': not measured."""
     if not own or own[-1]["median_s"] == "":
         return "x" if own else "-"
     row = own[-1]
@@ -622,7 +625,7 @@ def _step_of_loss(own: list[dict]) -> str:
 
 
 def trainer_rows() -> list[dict]:
-    """The last row of each setting of benchmarks.peers_train."""
+    """Return the last row of each setting of benchmarks.peers_train."""
     keys = ("program", "gpus", "model", "precision", "blocks", "checkpointing", "micro_batch", "accum_freq", "device")
     found = latest(rows("peers_train.csv"), *keys)
     programs = list(dict.fromkeys(row["program"] for row in found))
@@ -644,7 +647,7 @@ def _rate_of_trainer(own: list[dict]) -> str:
 
 
 def data_rates() -> list[dict]:
-    """Samples/s of one core, stage by stage, of infcl and of open_clip's workers in the same rounds."""
+    """Return samples/s per core and stage, of infcl and of open_clip's workers in the same rounds."""
     found = [row | dict(zip(("program", "name"), row["stage"].split("/", 1))) for row in rows("data.csv")]
     ours = {row["name"]: row["samples_per_second_per_core"] for row in where(found, program="ours")}
     theirs = {row["name"]: row["samples_per_second_per_core"] for row in where(found, program="open_clip")}
@@ -666,10 +669,10 @@ TENSOR_PARALLEL: Columns = {
 
 
 def tensor_parallel_table(name: str, columns: str, by: tuple[str, ...], same: tuple[str, ...], **keep) -> Table:
-    """A table of the named columns, by the last row of each setting or, without `by`, of the newest commit.
+    """Return a table of the named columns, from the last row of each setting or, without `by`, from the newest commit.
 
-    "of T = 1" compares rates with the median of the rows that agree in `same`. At 96af64e values above T = 1 were
-    sent in other ways.
+    "of T = 1" compares rates with the median of the rows that agree in `same`. Rows of 96af64e above T = 1 are skipped:
+    that commit communicated in another way.
     """
 
     def found() -> list[dict]:
@@ -694,7 +697,7 @@ def tensor_parallel_table(name: str, columns: str, by: tuple[str, ...], same: tu
 
 
 def tensor_parallel_losses() -> list[dict]:
-    """Differences of twenty losses of each run from those in float32 at T = 1 on as many GPUs."""
+    """Return the differences of each run's twenty losses from the float32 run at T = 1 on as many GPUs."""
     runs = grouped(rows("tensor_parallel_losses.csv"), "gpus", "run")
     found = []
     for (count, run), own in sorted(runs.items()):
@@ -719,7 +722,7 @@ def _range(own: list[dict]) -> str:
 
 
 def planned_towers() -> list[dict]:
-    """Eight H200s, 32k samples, BF16: the fastest setting of each model, as planned."""
+    """Return the fastest planned setting of each model on eight H200s, with 32k samples and BF16."""
     from infcl.models.config import load_model_config
     from infcl.plan.loads import memory_of
     from infcl.plan.profile import load_gpu
@@ -744,7 +747,10 @@ def planned_towers() -> list[dict]:
 
 
 def thousands() -> list[dict]:
-    """Planned steps of up to 4,096 GPUs at a fixed batch per GPU; "share": of the rate per GPU of eight."""
+    """Return planned steps of up to 4,096 GPUs at a fixed batch per GPU.
+
+    "share" is the rate per GPU relative to that of eight GPUs.
+    """
     rate, found = "samples_per_second_per_gpu", []
     for name, network in (("scaling_nic400.csv", "400 Gbit/s per GPU"), ("scaling_eth100.csv", "100 Gbit/s per GPU")):
         for own in grouped(rows(name), "ring").values():
@@ -769,7 +775,7 @@ def loss_curves_of(column: str, unit: float) -> Panels:
 
 
 def figure_1() -> Panels:
-    """Memory of the loss against the batch, and against the GPUs: measured, and of infcl's losses as planned."""
+    """Return the memory of the loss by batch and by number of GPUs, measured and planned."""
     from infcl.plan.parts import loss_bytes
 
     panels = {f"loss alone, {name}": curves for name, curves in loss_curves_of("extra_mib", 1024.0).items()}
@@ -786,7 +792,7 @@ def figure_1() -> Panels:
 
 
 def figure_5() -> Panels:
-    """Accuracy against the batch."""
+    """Return the accuracy by batch."""
     return {
         f"{name}, lr {rate:g} at 512": series(own, "global_batch", metric, "lr_scaling", SCALINGS, of=average)
         for rate, own in sorted(grouped(batch_studies(), "rate").items())
@@ -795,7 +801,7 @@ def figure_5() -> Panels:
 
 
 def training_curves() -> Panels:
-    """Loss against samples seen, with the deviation over seeds; SigLIP's is another loss, on a panel of its own."""
+    """Return the loss by samples seen, with the deviation over seeds. SigLIP's loss has a separate panel."""
     found = [row | {"of": row["run"].rsplit("-", 1)[0]}
              for row in latest(rows("accuracy_losses_curves.csv"), "run", "samples_seen")]  # fmt: skip
     panels = {"softmax losses": {loss: TRAINED[loss] for loss in TRAINED if loss != "siglip"}}
@@ -805,7 +811,7 @@ def training_curves() -> Panels:
 
 
 def tiling_parts() -> Panels:
-    """Parts of a rank's time on four GPUs, of the largest batch's last row."""
+    """Return the parts of a rank's time on four GPUs, from the last row of the largest batch."""
     row = max(where(rows("tiling_h200.csv"), gpus=4)[::-1], key=lambda row: row["global_batch"])
     gemms, tiles, waiting, ring = (row[f"{name} ms"] for name in ("products", "tiles", "ring, waiting", "ring, sends"))
     parts = {"GEMMs": gemms, "exponentials, sums, launches": tiles - gemms, "communication": min(waiting, ring) - tiles}
@@ -814,9 +820,9 @@ def tiling_parts() -> Panels:
 
 
 def overview() -> Panels:
-    """README's chart: time and memory of the loss on one GPU, and training rates of the trainers.
+    """Return README's chart: time and memory of the loss on one GPU, and the trainers' rates.
 
-    It begins at 8,192 samples: below, every loss takes the time of its launches.
+    It begins at 8,192 samples: below, kernel launches dominate the time of every loss.
     """
     names = {impl: LOSSES[impl] for impl in ("inf_cl", "official_open_clip", "official")}
     own = [row for row in where(measured_losses(), gpus=1, dim=768) if row["global_batch"] >= 8192]
@@ -833,11 +839,11 @@ def overview() -> Panels:
     return panels
 
 
-# ---- what is drawn ----
+# ---- tables and charts of the docs ----
 
 
 def _by(*names: str) -> Callable[[dict], tuple]:
-    """Order rows by columns; "-name": the largest first."""
+    """Return a sort key by columns; "-name" sorts the largest first."""
     return lambda row: tuple(-row[name[1:]] if name.startswith("-") else row[name] for name in names)
 
 

@@ -1,12 +1,12 @@
 """Time and memory of exact retrieval ranks, both directions: `python -m benchmarks.retrieval --pairs 1048576 --gpus 1`.
 
-    infcl               retrieval_counts: fp32 tiles, both directions from one pass, over --gpus ranks
-    open_clip chunked   open_clip's metrics in their chunked form, which releases up to 3.3 do not have: --open-clip
-                        names open_clip_train/metrics.py of a checkout
-    open_clip 3.3       what 3.3's get_clip_metrics does (N x N on the CPU, argsorted), up to --dense-max pairs
+    infcl               retrieval_counts: FP32 tiles, both directions in one pass, over --gpus ranks
+    open_clip chunked   open_clip's chunked metrics, which releases up to 3.3 do not have: --open-clip is the path of
+                        open_clip_train/metrics.py in a checkout
+    open_clip 3.3       the method of 3.3's get_clip_metrics (N x N on the CPU, argsorted), up to --dense-max pairs
 
-Features are random unit vectors with a correlated partner, the same for all. Peak is what is allocated above the
-features. --csv appends the rows with commit, hardware and versions.
+Features are random unit vectors with a correlated partner, the same for all. Peak is the memory above the features.
+--csv appends the rows with commit, hardware and versions.
 """
 
 import argparse
@@ -105,7 +105,7 @@ def _measure(function, pairs: int, arguments: argparse.Namespace, device: torch.
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
     else:
-        Path("/proc/self/clear_refs").write_text("5")  # forgets the peak of what came before
+        Path("/proc/self/clear_refs").write_text("5")  # resets the process's peak memory
     before = torch.cuda.memory_allocated() if on_gpu else _resident("VmRSS")
     started = time.perf_counter()
     recall = function()
@@ -126,7 +126,7 @@ def _measure(function, pairs: int, arguments: argparse.Namespace, device: torch.
 
 
 def _resident(name: str) -> int:
-    """Bytes of resident memory now (VmRSS) or at most (VmHWM)."""
+    """Return the current (VmRSS) or peak (VmHWM) resident memory in bytes."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith(name)) * 1024
 

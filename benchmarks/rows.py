@@ -10,7 +10,7 @@ RESULTS = ROOT / "docs" / "results"
 
 
 def parser_of_rows(description: str | None) -> argparse.ArgumentParser:
-    """Return a parser that has --csv and --commit, and takes no abbreviated flags."""
+    """Return a parser that has --csv and --commit and rejects abbreviated flags."""
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
@@ -20,12 +20,12 @@ def parser_of_rows(description: str | None) -> argparse.ArgumentParser:
 
 
 def append(path: Path | None, rows: list[dict], columns: Sequence[str] | None = None) -> None:
-    """Append rows to a CSV file, which gets its header with the first ones; without a path do nothing.
+    """Append rows to a CSV file, with a header if it is new. Without a path, do nothing.
 
     Args:
-        path: the file; its folder is made.
-        rows: a row lacks what stays empty.
-        columns: what is written of a row; by default the keys of the first, and other rows may not have others.
+        path: the file; its folder is created.
+        rows: missing keys leave cells empty.
+        columns: the keys to write; default: the keys of the first row, and other rows may have no other keys.
 
     Raises:
         ValueError: the header of the file has other columns.
@@ -46,7 +46,7 @@ def append(path: Path | None, rows: list[dict], columns: Sequence[str] | None = 
 
 
 def read(path: Path) -> list[dict]:
-    """Return the rows of a CSV file with their numbers as numbers; none where there is no file yet."""
+    """Return the rows of a CSV file, with numbers converted. A missing file has no rows."""
     if not path.is_file():
         return []
     with path.open(newline="") as file:
@@ -54,7 +54,7 @@ def read(path: Path) -> list[dict]:
 
 
 def _value(column: str, text: str):
-    if column not in ("commit", "run", "version"):  # 6e15030 is no number, and 3.10 not 3.1
+    if column not in ("commit", "run", "version"):  # 6e15030 is not a number, and 3.10 is not 3.1
         for kind in (int, float):
             try:
                 return kind(text)
@@ -64,10 +64,10 @@ def _value(column: str, text: str):
 
 
 def rows(*names: str) -> list[dict]:
-    """Return the rows of files of docs/results, one file after another.
+    """Return the rows of several files of docs/results, in order.
 
     Raises:
-        FileNotFoundError: there is no such file.
+        FileNotFoundError: a file does not exist.
     """
     if missing := [name for name in names if not (RESULTS / name).is_file()]:
         raise FileNotFoundError(RESULTS / missing[0])
@@ -75,7 +75,7 @@ def rows(*names: str) -> list[dict]:
 
 
 def where(found: Iterable[dict], **wanted) -> list[dict]:
-    """Return the rows whose columns have these values; a tuple stands for any of its values."""
+    """Return the rows whose columns have these values; a tuple matches any of its values."""
     return [
         row
         for row in found
@@ -85,7 +85,7 @@ def where(found: Iterable[dict], **wanted) -> list[dict]:
 
 
 def grouped(found: Iterable[dict], *names: str) -> dict:
-    """Return {values of the columns: rows}; a single column's values are keys as they are."""
+    """Return {tuple of the columns' values: rows}; with a single column the keys are plain values."""
     groups: dict = {}
     for row in found:
         values = tuple(row.get(name) for name in names)
@@ -94,16 +94,16 @@ def grouped(found: Iterable[dict], *names: str) -> dict:
 
 
 def latest(found: Iterable[dict], *names: str) -> list[dict]:
-    """Return the last row of each setting; settings differ in the columns `names`."""
+    """Return the last row of each setting, which the columns `names` identify."""
     return [own[-1] for own in grouped(found, *names).values()]
 
 
 def newest(found: Sequence[dict]) -> list[dict]:
-    """Return the rows of the last row's commit, which replace what was measured before."""
+    """Return the rows with the last row's commit, which replace older measurements."""
     return where(found, commit=found[-1]["commit"]) if found else []
 
 
 def origin(found: Sequence[dict]) -> str:
-    """'NVIDIA H200, torch 2.11.0+cu130.'"""
+    """Describe the hardware and torch version: 'NVIDIA H200, torch 2.11.0+cu130.'"""
     names = [", ".join(sorted({str(row[name]) for row in found})) for name in ("device", "torch")]
     return f"{names[0]}, torch {names[1]}."

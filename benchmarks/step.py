@@ -1,19 +1,19 @@
-"""Samples/s, phase times and memory of whole optimizer steps: `python -m benchmarks.step --gpus 8 --zero 1 ...`.
+"""Measure samples/s, phase times and memory of full optimizer steps: `python -m benchmarks.step --gpus 8 --zero 1 ...`.
 
 The steps are the trainer's own (its build, engine, loop and metrics), on synthetic uint8 images. Flags that are not
-listed below are pretrain_clip.py's; here --model is ViT-L-14 and --resident-micro-batches 1 unless given. One line per
-setting, --csv appends it with commit, hardware and versions:
+listed below are pretrain_clip.py's. The defaults here are --model ViT-L-14 and --resident-micro-batches 1. Each setting
+prints one line; --csv appends it with commit, hardware and versions:
 
-    samples/s   of all GPUs, median of the measured steps (the first --warm-up-steps are not); the CSV also has their
-                mean and standard deviation
-    MFU         operations that training on these samples needs (each tower forward and backward once) per second, over
-                the rate of cuBLAS's 8192^3 BF16 GEMM measured in the same run
-    HFU         operations that were executed: with the second encoding, and the recomputation of checkpointed blocks
-    text_share  share of the text tower's token positions that are computed; both rates count only these: captions
-                are packed unless --pack-captions is off
+    samples/s   of all GPUs: the median of the steps after the first --warm-up-steps. The CSV also has their mean and
+                standard deviation
+    MFU         FLOPs per second that training on these samples needs (each tower forward and backward once), divided
+                by the rate of cuBLAS's 8192^3 BF16 GEMM in the same run
+    HFU         the same for the executed FLOPs, with the second encoding and the recomputation of checkpointed blocks
+    text_share  share of the text tower's token positions that are computed. Both rates count only these. Captions are
+                packed unless --pack-captions is off
 
     --sweep FILE   one setting per line (flags; # comments), each in its own processes, stopped after --time-out seconds
-    --one-process  all of them in this process, which starts and compiles once: for short sweeps on one GPU
+    --one-process  run the sweep in this process, which starts and compiles once: for short sweeps on one GPU
 """
 
 import argparse
@@ -48,14 +48,14 @@ from infcl.report import read_metrics
 from infcl.train.diagnostics import model_flops, trained_shares
 
 PHASES = ("data", "encode", "loss", "replay", "step")
-COLUMNS = (  # encode_together: of a removed flag; empty, as the files that rows are appended to have it
+COLUMNS = (  # encode_together belongs to a removed flag; it stays, empty, because the existing files have it
     "label", "gpus", "model", "zero", "precision", "blocks", "checkpointing", "micro_batch", "micro_batches",
     "global_batch", "resident", "encode_together", "text_share", "attention", "samples_per_second",
     "samples_per_second_per_gpu", "samples_per_second_mean", "samples_per_second_std",
     *(f"seconds_{phase}" for phase in PHASES), "step_seconds", "peak_gib", "mfu", "hfu",
     "library_tflops", "steps", "loss", "zero_options", "device", "torch", "triton", "deepspeed", "commit",
 )  # fmt: skip
-ONE_RESIDENT = ["--resident-micro-batches", "1"]  # so that rows do not depend on the GPU's memory; auto where asked for
+ONE_RESIDENT = ["--resident-micro-batches", "1"]  # with auto, rows would depend on the GPU's memory
 SYNTHETIC = ["--dataset-type", "synthetic", "--train-num-samples", str(10**9)]
 _PHASE_NAMES = " ".join(f"{phase:>7}" for phase in PHASES)
 HEADER = f"{'samples/s':>9} {'per GPU':>8} {'MFU':>6} {'HFU':>6} {'GiB':>6}  seconds: {_PHASE_NAMES}  setting"
@@ -104,7 +104,7 @@ def measure(options: argparse.Namespace, trainer_flags: list[str]) -> None:
         config = config_of(options.zero, options.zero_options, steps, [*own, *trainer_flags], folder)
         try:
             parallel = init_parallel(config.device)
-        except ValueError as error:  # no GPU, or one too few
+        except ValueError as error:  # too few GPUs
             sys.exit(report_mistake("benchmarks.step", error))
         rate = library_tflops() if parallel.device.type == "cuda" else float("nan")
 
@@ -126,12 +126,12 @@ def measure(options: argparse.Namespace, trainer_flags: list[str]) -> None:
             if table.is_file():
                 print(table.read_text())
         if options.one_process:
-            trainer.engine.engine.destroy()  # its hooks would keep all its memory (stage 3's do even so)
+            trainer.engine.engine.destroy()  # its hooks would keep all memory alive (in stage 3 they still do)
 
 
 @contextmanager
 def shared_folder() -> Iterator[Path]:
-    """A temporary folder that all processes of a launch share: they have one parent."""
+    """Yield a temporary folder that all processes of a launch share. Its name has the id of their common parent."""
     folder = Path(tempfile.gettempdir(), f"infcl-step-{os.getppid() if 'RANK' in os.environ else os.getpid()}")
     folder.mkdir(exist_ok=True)
     try:
@@ -142,7 +142,7 @@ def shared_folder() -> Iterator[Path]:
 
 
 def choose_sdpa(name: str) -> None:
-    """Leave torch one kernel of scaled_dot_product_attention (and the plain one), or its own choice."""
+    """Restrict torch's scaled_dot_product_attention to one fused kernel and the plain one; "auto": no restriction."""
     if name != "auto":
         torch.backends.cuda.enable_flash_sdp(name == "flash")
         torch.backends.cuda.enable_cudnn_sdp(name == "cudnn")
@@ -150,11 +150,11 @@ def choose_sdpa(name: str) -> None:
 
 
 def config_of(zero: str, zero_options: dict, steps: int, trainer_flags: list[str], folder: Path) -> TrainConfig:
-    """Return the flags of a run on synthetic data with a preset of ds_configs/; its files go to `folder`."""
+    """Return the config of a run on synthetic data with a preset of ds_configs/. The run writes to `folder`."""
     preset = json.loads(Path(f"ds_configs/zero{zero}.json").read_text())
     preset["zero_optimization"] |= zero_options
     path = folder / "preset.json"
-    own = folder / f"preset_{os.getpid()}.json"  # each rank writes it, and none may read a half of it
+    own = folder / f"preset_{os.getpid()}.json"  # each rank writes it, none may read it incomplete
     own.write_text(json.dumps(preset))
     own.replace(path)
     given = [*SYNTHETIC, "--model", "ViT-L-14", *ONE_RESIDENT]
@@ -164,14 +164,14 @@ def config_of(zero: str, zero_options: dict, steps: int, trainer_flags: list[str
 
 
 def _said(zero: str) -> dict:
-    """Return the preset's options for a row; rows without them have DeepSpeed's own bucket, and overlap_comm."""
+    """Return the preset's options for a row. A row without them used DeepSpeed's defaults."""
     known = json.loads(Path(f"ds_configs/zero{zero}.json").read_text())["zero_optimization"]
     said = {name: known[name] for name in ("reduce_bucket_size",) if name in known}
-    return said | ({"overlap_comm": False} if known.get("overlap_comm") == "auto" else {})  # all GPUs are of one host
+    return said | ({"overlap_comm": False} if known.get("overlap_comm") == "auto" else {})  # all GPUs are on one node
 
 
 def setting_of(label: str) -> tuple[TrainConfig, dict]:
-    """(config, preset) of a row by its label, which has the flags without their dashes."""
+    """Return (config, preset) of a row from its label, which has the flags without dashes."""
     own = ("zero", "zero-options", "measured-steps", "warm-up-steps", "gpus")
     names = {field.name.replace("_", "-") for field in dataclasses.fields(TrainConfig)}.union(own)
     words = [f"--{word}" if word in names else word for word in label.split()]
@@ -229,13 +229,16 @@ def _row(trainer, options: argparse.Namespace, peak: float, rate: float) -> dict
 def executed_flops(
     model: CLIP, cfg: CLIPConfig, *, again: float, checkpointing: bool, text_share: float = 1.0
 ) -> float:
-    """FLOPs of the towers per sample: `again` is the share of the micro-batches that are encoded a second time.
+    """Return the FLOPs that the towers execute per sample.
 
-    text_share: share of the text tower's token positions that are computed.
+    Args:
+        again: share of the micro-batches that are encoded a second time.
+        checkpointing: whether blocks are recomputed in the backward.
+        text_share: share of the text tower's token positions that are computed.
     """
     total, shares = 0.0, {"image": 1.0, "text": text_share}
     for tower, trained in trained_shares(model).items():
-        kept = model.frozen[tower] or model.keeps_trunk[tower]  # what frozen blocks gave is not computed again
+        kept = model.frozen[tower] or model.keeps_trunk[tower]  # outputs of frozen blocks are cached
         encoded = 1 + again * (trained if kept else 1)
         total += shares[tower] * forward_flops(cfg)[tower] * (encoded + trained * (2 + checkpointing))
     return total
@@ -256,7 +259,7 @@ def report(row: dict, path: Path | None) -> None:
 
 
 def _settings(options: argparse.Namespace) -> Iterator[tuple[str, list[str]]]:
-    """(line, all of its flags) for every line of the file, with this command's flags before it."""
+    """Yield (line, flags) for every line of the file. The flags begin with those of this command."""
     common = _without(sys.argv[1:], "--sweep")
     for line in options.sweep.read_text().splitlines():
         if setting := line.split("#")[0].strip():
@@ -267,18 +270,18 @@ def _settings(options: argparse.Namespace) -> Iterator[tuple[str, list[str]]]:
 
 
 def _sweep_in_process(options: argparse.Namespace) -> None:
-    """Run the settings one after another until one fails; report what a setting leaves on the GPU (stage 3: all)."""
+    """Run the settings one after another until one fails. Report GPU memory that a setting does not free."""
     print(HEADER, flush=True)
     for _, flags in _settings(options):
         measure(*_parse(flags))
-        gc.collect(), gc.collect()  # what has finalizers goes with the second
+        gc.collect(), gc.collect()  # the second frees objects with finalizers
         if torch.cuda.is_available() and (left := torch.cuda.memory_allocated() / 2**30) > 0.1:
             print(f"{left:.1f} GiB are still allocated: the next row's peak may hold them", flush=True)
     destroy_parallel()
 
 
 def _sweep(options: argparse.Namespace) -> None:
-    """Run each setting in processes of its own; report one that fails or hangs."""
+    """Run each setting in its own processes; report those that fail or hang."""
     print(HEADER, flush=True)
     for setting, flags in _settings(options):
         gpus = argparse.ArgumentParser(allow_abbrev=False)
@@ -289,12 +292,12 @@ def _sweep(options: argparse.Namespace) -> None:
 
 
 def command(gpus: int, flags: list[str], module: str = "benchmarks.step") -> list[str]:
-    """Return the command that measures one setting, with a process for each GPU."""
+    """Return the command that measures one setting, with one process per GPU."""
     return [*torchrun(gpus), "-m", module, *flags]
 
 
 def _rows(output: str) -> str:
-    """The rows of a child's output, and what it warned of."""
+    """Return the rows and warnings in a child's output."""
     opening = r"  (model|data|batch|steps|loss|engine|towers|pixels|optimizer) "
     noise = opening + r"|.*(the run ends inside|\*{5}|OMP_NUM_THREADS|data wait)"
     return "\n".join(line for line in output.splitlines() if line.strip() and not re.match(noise, line))
@@ -306,7 +309,7 @@ def _shown_flags(flags: list[str]) -> list[str]:
 
 
 def _without(flags: list[str], name: str) -> list[str]:
-    """`flags` without `name` and its value."""
+    """Return `flags` without `name` and its value."""
     if name not in flags:
         return flags
     at = flags.index(name)

@@ -1,7 +1,7 @@
 """Markdown tables of rows.
 
-A Table takes rows, groups them and writes a line per group. A cell is a format of the group's last row, as old rows
-stay in the files, or a function of the group's rows.
+A Table groups rows and writes one line per group. A cell is a format string for the group's last row (the files keep
+older rows), or a function of the group's rows.
 """
 
 import string
@@ -18,15 +18,15 @@ Columns = dict[str, Any]  # {heading: Cell}
 
 @dataclass(frozen=True)
 class Table:
-    """A table of one region of a page; call it for its Markdown.
+    """A table for one region of a page. Call it to get its Markdown.
 
     Attributes:
         source: a CSV file of docs/results, or a function that returns rows.
         columns: {heading: cell}.
-        by: a line is a group of rows that agree in these columns; without them each row is a line.
-        keep: values of columns that a row must have; see `where`.
-        order: sort key of a group's last row; without it lines are in the order of their first rows.
-        foot: text below the table, a format of the first row and of {origin}, or a function of all rows.
+        by: columns that group the rows; a line is a group. Without them each row is a line.
+        keep: column values that a row must have; see `where`.
+        order: sort key of a group's last row. Without it, lines are in the order of their first rows.
+        foot: text below the table: a format string for the first row and {origin}, or a function of all rows.
     """
 
     source: str | Callable[[], list[dict]]
@@ -55,7 +55,7 @@ class _Empty(Exception):
 
 
 class _Format(string.Formatter):
-    """str.format with the formats of UNITS; what a row does not have makes an empty cell."""
+    """str.format with the formats of UNITS. A missing value makes an empty cell."""
 
     def format_field(self, value, spec):
         if value == "":
@@ -64,12 +64,12 @@ class _Format(string.Formatter):
 
 
 def table(lines: Iterable[list[dict]], columns: Columns) -> str:
-    """Return a Markdown table with a line per group of rows."""
+    """Return a Markdown table with one line per group of rows."""
     return markdown(columns, ([text_of(cell, own) for cell in columns.values()] for own in lines))
 
 
 def text_of(cell: Cell, own: list[dict]) -> str:
-    """Return the text of a cell; a format of no row is empty."""
+    """Return the text of a cell; empty if a format string has no row."""
     if not isinstance(cell, str):
         return str(cell(own))
     try:
@@ -79,7 +79,7 @@ def text_of(cell: Cell, own: list[dict]) -> str:
 
 
 def across(cell: Cell, headings: Mapping[str, Mapping]) -> Columns:
-    """Return a column per heading, with the cell of those rows of a group that have the heading's values."""
+    """Return one column per heading, with the cell for the group's rows that have the heading's values."""
     return {
         heading: lambda own, wanted=wanted: text_of(cell, where(own, **wanted)) for heading, wanted in headings.items()
     }
@@ -92,7 +92,7 @@ def markdown(header: Iterable, lines: Iterable[Sequence]) -> str:
 
 
 def spread(values: Sequence[float], digits: int = 3) -> str:
-    """'0.930 +- 0.012': mean and standard deviation; one value has no deviation."""
+    """Format the mean and standard deviation: '0.930 +- 0.012'. One value has no deviation."""
     text = f"{mean(values):.{digits}f}"
     return text + (f" +- {stdev(values):.{digits}f}" if len(values) > 1 else "")
 
@@ -102,7 +102,7 @@ def spread_of(column: str, digits: int = 3) -> Cell:
 
 
 def batch(samples: int) -> str:
-    """65536 -> '64k', as the paper counts."""
+    """Format a batch size as the paper does: 65536 -> '64k'."""
     return f"{samples // 1024}k" if samples % 1024 == 0 else f"{samples:,}"
 
 

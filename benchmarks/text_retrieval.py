@@ -1,19 +1,19 @@
-"""Our loss for sentence-transformers compared with its CachedMultipleNegativesRankingLoss: seconds and memory per step.
+"""Compare infcl's loss for sentence-transformers with CachedMultipleNegativesRankingLoss: seconds and memory per step.
 
     python -m benchmarks.text_retrieval infcl --batches 4096 32768 131072 524288 --out result.jsonl
     python -m benchmarks.text_retrieval sentence-transformers --documents 1048576 2097152 4194304 --out result.jsonl
 
-One GPU, a BERT-base made from its config with dropout, (anchor, positive) pairs of 32 tokens each, AdamW. Both losses
-run in sentence-transformers' own gradient cache with the same mini-batches, so they differ in the loss stage, which is
-measured on its own as well. BF16 in one of these ways:
+Setup: one GPU, a BERT-base with random weights and dropout, (anchor, positive) pairs of 32 tokens each, AdamW. Both
+losses run in sentence-transformers' own gradient cache with the same mini-batches, so they differ only in the loss
+stage, which is also measured alone. BF16 is used in one of these ways:
 
     step       autocast around forward and backward: both encodings and the loss in BF16, the fastest for both losses
-    forward    autocast around the forward, as a training loop has it: the package's second encoding, which runs in the
-               backward, is in FP32
-    trainer    autocast in the model's forward, as SentenceTransformerTrainer with bf16=True has it: the loss in FP32
+    forward    autocast around the forward, as in a training loop: the package's second encoding runs in the backward,
+               in FP32
+    trainer    autocast in the model's forward, as in SentenceTransformerTrainer with bf16=True: the loss in FP32
 
---documents measures the loss stage alone: the anchors of one mini-batch against so many documents on one GPU, as many
-as each rank of the package's loss gathers. A case that does not fit into memory says so and ends the run.
+--documents measures only the loss stage: the anchors of one mini-batch against N documents on one GPU, the number that
+each rank of the package's loss gathers. If a case runs out of memory, that is reported and the run ends.
 """
 
 import argparse
@@ -61,7 +61,7 @@ def main() -> None:
 
 
 def measure(loss: Any, autocast: str, batch: int, device: torch.device) -> Measured:
-    """A step of `batch` pairs after a warm-up of four mini-batches, and its loss stage alone."""
+    """Measure a step of `batch` pairs after a warm-up of four mini-batches, and its loss stage alone."""
     model, mini_batch = loss.model, loss.mini_batch_size
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=device.type == "cuda")
     if autocast == "trainer":
@@ -93,12 +93,12 @@ def measure(loss: Any, autocast: str, batch: int, device: torch.device) -> Measu
 
 
 def measure_documents(loss: Any, autocast: str, documents: int, device: torch.device) -> Measured:
-    """The loss stage alone, of one mini-batch's anchors."""
+    """Measure the loss stage alone, for the anchors of one mini-batch."""
     return measure_stage(loss, autocast != "trainer", (loss.mini_batch_size, documents), device)
 
 
 def measure_stage(loss: Any, autocast: bool, rows: tuple[int, int], device: torch.device) -> Measured:
-    """Seconds of the loss and its gradients for random embeddings, compiled before, and the peak with them."""
+    """Measure seconds and peak memory of the loss and its gradients for random embeddings, after compilation."""
     width = loss.model[1].get_embedding_dimension()
     generator = torch.Generator(device).manual_seed(0)
     columns = [torch.randn(count, width, generator=generator, device=device) for count in rows]
@@ -114,14 +114,14 @@ def measure_stage(loss: Any, autocast: bool, rows: tuple[int, int], device: torc
 
 
 def watch(call: Callable[[], float], device: torch.device) -> tuple[float, float, float]:
-    """(the result, seconds, peak of the device's memory in GiB)"""
+    """Return (result, seconds, peak memory of the device in GiB) of a call."""
     on_gpu = device.type == "cuda"
     if on_gpu:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
         torch.cuda.synchronize()
     begun = time.perf_counter()
-    value = call()  # a float: the device has ended
+    value = call()  # a float, so the device has finished
     if on_gpu:
         torch.cuda.synchronize()
     return value, time.perf_counter() - begun, torch.cuda.max_memory_allocated() / GIB if on_gpu else 0.0
@@ -132,7 +132,7 @@ def bf16(device: torch.device, enabled: bool = True) -> AbstractContextManager:
 
 
 def in_bf16(forward: Callable, device: torch.device) -> Callable:
-    """As accelerate prepares a model: its forward in autocast, its output in float32."""
+    """Wrap a forward as accelerate does: autocast inside, float32 output."""
 
     def prepared(*args: Any, **options: Any) -> dict[str, Any]:
         with bf16(device):
@@ -144,7 +144,7 @@ def in_bf16(forward: Callable, device: torch.device) -> Callable:
 
 
 def make_model(tiny: bool, device: torch.device):
-    """A SentenceTransformer of a BERT-base with random weights and mean pooling."""
+    """Make a SentenceTransformer from a BERT-base with random weights and mean pooling."""
     from sentence_transformers import SentenceTransformer
     from sentence_transformers.sentence_transformer.modules import Pooling
     from transformers import BertConfig, BertModel
@@ -177,7 +177,7 @@ def make_loss(name: str, model, mini_batch_size: int):
 
 
 def draw(rows: int, device: torch.device) -> list[dict[str, torch.Tensor]]:
-    """Anchors and positives of random tokens, none of them padding."""
+    """Draw anchors and positives of random tokens, without padding."""
     generator = torch.Generator(device).manual_seed(rows)
     shape = rows, TOKENS
     return [

@@ -1,8 +1,8 @@
-"""Many trainings of pretrain_clip.py, several at once on one machine.
+"""Run many trainings of pretrain_clip.py, several at a time on one machine.
 
-In:  trainings (a name, flags of pretrain_clip.py). Out: a call for each run folder as soon as it is finished.
-One rank runs as plain `python pretrain_clip.py`, several under torchrun. On GPUs the runs take turns: run k gets the
-next --ranks of the machine's GPUs, and several runs may share one.
+In:  trainings (a name, flags of pretrain_clip.py). Out: a callback for each run folder as soon as it is finished.
+A run with one rank is a plain `python pretrain_clip.py`; with several ranks it uses torchrun. GPUs are assigned in
+turn: run k gets the next --ranks GPUs of the machine. Several runs may share a GPU.
 """
 
 import contextlib
@@ -19,14 +19,21 @@ from benchmarks.processes import stop, torchrun
 
 @dataclass(frozen=True)
 class Training:
-    name: str  # of its run folder
+    name: str  # name of its run folder
     flags: list[str]
-    key: dict = field(default_factory=dict)  # columns of its row that say what it is
+    key: dict = field(default_factory=dict)  # columns that identify its row
 
 
 @dataclass(frozen=True)
 class Machine:
-    """jobs: runs at once. device: cuda or cpu. ranks: of each run. gpus: that the runs share out."""
+    """Resources for the runs.
+
+    Attributes:
+        jobs: runs at a time.
+        device: cuda or cpu.
+        ranks: processes per run.
+        gpus: GPUs that the runs share.
+    """
 
     jobs: int
     device: str
@@ -38,7 +45,7 @@ class Machine:
             raise ValueError(f"{self.ranks} ranks of a run need as many GPUs, there are {self.gpus}: --ranks, --gpus")
 
     def environment(self, slot: int) -> dict[str, str]:
-        """Environment of the run in place `slot` of the `jobs`."""
+        """Return the environment of the run in slot `slot` of `jobs`."""
         processes = self.jobs * self.ranks
         threads = max(1, len(os.sched_getaffinity(0)) // processes) if self.device == "cpu" else 1
         result = os.environ | {"OMP_NUM_THREADS": str(threads)}
@@ -48,7 +55,7 @@ class Machine:
         return result | {"CUDA_VISIBLE_DEVICES": ",".join(map(str, own))}
 
     def command(self, flags: list[str]) -> list[str]:
-        # without "--", torchrun takes --logs for an abbreviation of its own flags
+        # Without "--", torchrun reads --logs as an abbreviation of its own flags.
         return [*torchrun(self.ranks), *(["--"] if self.ranks > 1 else []), "pretrain_clip.py", *flags]
 
 
@@ -60,9 +67,14 @@ def train_all(
     *,
     time_out: float,
 ) -> list[str]:
-    """Call `finished(training, run folder, seconds)` for each training that succeeds; return the others' names.
+    """Run all trainings. They are stopped if this process is (SIGTERM, Ctrl-C).
 
-    Each run has `time_out` seconds. Runs stop with this process (SIGTERM, Ctrl-C).
+    Args:
+        finished: called as finished(training, run folder, seconds) for each training that succeeds.
+        time_out: seconds per run.
+
+    Returns:
+        The names of the trainings that failed.
     """
     folder.mkdir(parents=True, exist_ok=True)
     waiting, failed = list(trainings), []
@@ -103,7 +115,7 @@ def _start(training: Training, machine: Machine, slot: int, folder: Path) -> tup
 
 @contextlib.contextmanager
 def _terminating(running: dict):
-    """SIGTERM becomes an exception, and whatever ends this block stops the runs."""
+    """Turn SIGTERM into an exception, and stop the runs at the end of the block."""
 
     def interrupt(*_):
         raise KeyboardInterrupt("SIGTERM")

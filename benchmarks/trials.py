@@ -1,12 +1,12 @@
-"""Trials of benchmarks.largest_batch on one rank: one engine, and one abridged step of it at each batch that is asked.
+"""Trials of benchmarks.largest_batch on one rank: one engine runs one abridged step per batch.
 
-Starting takes most of a trial's time (imports, connections, making the towers), so all trials share it: two steps of
-six micro-batches come first, after which everything is there that stays (moments, gradients, workspaces), then each
-trial is one step with its own pixels, loss and features; all of the one before is freed and the peak reset.
+All trials share one start, which takes most of the time (imports, connections, towers). Two steps of six micro-batches
+come first; they allocate all lasting state (moments, gradients, workspaces). Each trial is then one step with its own
+pixels, loss and features. Before it, the state of the previous trial is freed and the peak memory is reset.
 
-A trial for which memory runs out ends where it is. Before the first backward of its step nothing that stays has
-changed, and the next trial follows; later DeepSpeed holds half of a step, so the processes end and new ones take the
-trials that are left. Ranks compare their fates over gloo: one that hangs in the others' collective ends them all.
+If a trial runs out of memory before the first backward of its step, no lasting state has changed and the next trial
+follows. Later, DeepSpeed holds an incomplete step, so the processes exit and new ones run the remaining trials. Ranks
+exchange their results over gloo, with a timeout: a rank that hangs in a collective ends all processes.
 """
 
 import argparse
@@ -29,7 +29,7 @@ from infcl.parallel import Parallel, destroy_parallel, init_parallel, max_over
 from infcl.report import read_metrics
 from infcl.train.build import resolve_inputs
 
-WARM_UP_MICRO_BATCHES = 6  # at both ends of a pass all that are computed, and one between
+WARM_UP_MICRO_BATCHES = 6  # the encoded ones at both ends of a pass, and one between that is not
 KEY = ("model", "gpus", "memory_gb", "pixels", "loss", "precision", "checkpointing", "micro_batch", "global_batch")
 COLUMNS = (
     *KEY,
@@ -38,9 +38,10 @@ COLUMNS = (
 
 
 class Trials:
-    """`trials(loss, pixels, batch)` -> that trial's row; one that `path` has already is not run again.
+    """Runs trials: `trials(loss, pixels, batch)` returns a row. Trials that `path` has are not repeated. Collective.
 
-    Collective. path: CSV to which rank 0 appends rows; next to it, while a trial runs, `begun.json` has its key.
+    Args:
+        path: CSV file to which rank 0 appends rows. During a trial, `begun.json` next to it has the trial's key.
     """
 
     def __init__(self, trainer: AbridgedTrainer, options: argparse.Namespace, path: Path):
@@ -48,7 +49,7 @@ class Trials:
         self.parallel, self.pixel_cache_gb = trainer.parallel, trainer.config.pixel_cache_gb
         self.known = {tuple(row[name] for name in KEY): row for row in read(path)}
         self.fates = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=60))
-        dist.barrier(self.fates)  # all have read
+        dist.barrier(self.fates)  # all ranks have read `path`
 
     def __call__(self, loss: str, pixels: str, batch: int) -> dict:
         options = self.options
@@ -84,7 +85,7 @@ class Trials:
         peak = torch.cuda.max_memory_allocated() / 2**30 if on_gpu else float("nan")
         row = {"fits": 1, "peak_gib": max_over(self.parallel.dp_group, [peak], self.parallel.device)[0]}
         if self.parallel.rank == 0:
-            record = read_metrics(trainer.run.metrics, "train")[0]  # step 1: the last one of that number
+            record = read_metrics(trainer.run.metrics, "train")[0]  # every trial is step 1; the last one is kept
             seconds = trainer.batch.global_batch_size / record["samples_per_second"]
             row |= {"seconds_loss": record["seconds_loss"], "step_seconds": seconds}
         return row
@@ -117,7 +118,7 @@ def run(options: argparse.Namespace, trainer_flags: list[str], plan: Callable[[T
 def warmed_up(
     options: argparse.Namespace, trainer_flags: list[str], parallel: Parallel, folder: Path
 ) -> AbridgedTrainer:
-    """A trainer after its first two steps. Collective; all that it writes is under `folder`, one for all ranks."""
+    """Return a trainer after its first two steps. Collective; all ranks write to the same `folder`."""
     config = config_of("1", {}, 2, flags_of(options, trainer_flags), folder)
     trainer = AbridgedTrainer(resolve_inputs(config, parallel), parallel, claim_run_folder(config, parallel))
     with trainer.signals:
@@ -129,5 +130,5 @@ def flags_of(options: argparse.Namespace, trainer_flags: list[str]) -> list[str]
     flags = ["--model", options.model, "--precision", options.precision, "--loss", options.loss[0]]
     flags += ["--batch-size", str(options.batch_size), "--accum-freq", str(WARM_UP_MICRO_BATCHES)]
     flags += ["--compile-blocks", "off", "--skip-memory-check"]
-    flags += ["--pack-captions", "off"]  # what fits has to fit with the longest captions too
+    flags += ["--pack-captions", "off"]  # a batch must fit with the longest captions too
     return [*flags, *([] if options.no_checkpointing else ["--grad-checkpointing"]), *trainer_flags]
