@@ -49,7 +49,7 @@ class CheckpointWriter:
     """Checkpoint writer; handles one checkpoint at a time.
 
     Attributes (the same on every rank):
-        begun_step: step of the last checkpoint that was begun and did not fail.
+        begun_step: step of the last checkpoint that was begun; None if it failed.
         newest: the checkpoint that was published last.
         failed: number of checkpoints that could not be written.
         failed_in_a_row: number of failures since `newest`.

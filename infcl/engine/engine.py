@@ -133,10 +133,10 @@ class Engine:
         Args:
             images: [m, 3, H, W] uint8, or None.
             texts: [m, L] tokens, or None.
-            others: see CLIP.forward.
+            others: more arguments of CLIP.forward.
 
         Returns:
-            The model's features and scalars by name.
+            The model's features and scalars by name; see CLIP.forward.
         """
         return self.engine(images, texts, **others)
 
@@ -213,8 +213,8 @@ class Engine:
         """Return the norms of the averaged gradients per tower, before clipping. Call before step(). Collective.
 
         The norms are exact in every stage: each rank squares the fragments it owns, and one all-reduce of three numbers
-        adds them up. The third number is NaN if a gradient is not finite that only other tensor-parallel ranks count;
-        `step` uses it.
+        adds them up. The third number is for `step`. It is NaN if a gradient that only other tensor-parallel ranks
+        count is not finite.
 
         Returns:
             [image tower, text tower] f32, on the device, so that the step does not wait for it.
