@@ -94,7 +94,7 @@ def scan_shard(path: str, keys: SampleKeys, storage: StorageOptions = DEFAULT_ST
     places = {extension: (kind, i) for kind in (2, 1, 0) for i, extension in [*enumerate(members[kind])][::-1]}
     rows: dict[str, list[int]] = {}  # COLUMNS, then the rank of the alternative of each of the three members
     rejected = dict.fromkeys(("no_image", "no_caption", "duplicate_member", "image_file_too_large", "dotted_name"), 0)
-    dotted: tuple[set[str], set[str]] = set(), set()  # keys of images and captions with a dot in the key: a.5x.jpg
+    dotted: tuple[set[str], set[str]] = set(), set()  # names of images and captions with a second dot: a.5x.jpg
     damage: list[str] = []
     bad_keys: dict[str, list[str]] = {}
 

@@ -153,7 +153,7 @@ def _check_spool(shards: Sequence[Shard], storage: StorageOptions) -> None:
 class Manifest:
     """All shards of a data set.
 
-    `sha256` covers file names, sizes, sample counts and factors. It omits folders, so a copy of the data has the same.
+    `sha256` covers file names, sizes, sample counts and factors. It omits folders, so a copy has the same hash.
     """
 
     shards: tuple[Shard, ...]

@@ -22,7 +22,8 @@ MIN_BYTES_PER_SECOND = 16 << 10  # slower transfers are stopped
 TOO_SLOW = f"slower than {MIN_BYTES_PER_SECOND >> 10} KB/s"
 _FREE_BYTES = 256 << 20  # disk space that a copy must leave free
 _BYTES_BETWEEN_LOOKS = 64 << 20  # written between checks of the free space
-_GROWS_WITHIN_SECONDS = 60  # if it has a writer: on shared storage, other nodes may not see the lock
+# a temporary file with a writer changes within this time; on shared storage, other nodes may not see its lock
+_GROWS_WITHIN_SECONDS = 60
 
 
 def spooled(url: str, write: Callable[[BinaryIO], None], options: StorageOptions) -> Path:
