@@ -71,7 +71,7 @@ class ContrastiveLoss(nn.Module):
         if duplicates != "negative" and (name not in TILED or duplicates not in DUPLICATES):
             raise ValueError(f"duplicates={duplicates!r} for '{name}': one of {DUPLICATES}, of the losses {TILED}")
         assert captions is None or name == "inf_cl", "only inf_cl takes several captions per image"
-        RingOptions(**options)  # TypeError for an unknown one
+        RingOptions(**options)  # raises TypeError for an unknown option
         self.name, self.group, self.duplicates, self.captions = name, group, duplicates, captions
         self.fixed_shape, self.options = fixed_shape, options if name in TILED else {}
         self._agreed: torch.Size | None = None  # shape of the image features, once the ranks have compared it

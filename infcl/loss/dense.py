@@ -50,7 +50,7 @@ def open_clip_loss(
 ) -> Tensor:
     """Compute the mean over this rank's rows and columns; autograd reduces the gradients of other ranks' features.
 
-    Arguments and return value as in `clip_loss`, but the loss differs between ranks.
+    Arguments and dtype as in `clip_loss`; the loss differs between ranks, and its mean is the global loss.
     """
     scale = _checked_scale("open_clip", image_features, text_features, logit_scale, group, compare_ranks)
     all_images, all_texts = (_Gather.apply(side, group, True) for side in (image_features, text_features))

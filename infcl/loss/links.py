@@ -69,7 +69,8 @@ def lap_length(ranks: list[int], *, ring: str, ranks_per_node: int | None) -> in
 
     Args:
         ranks: global ranks of the group.
-        ring: "auto" is two-level if every node has the same number (above 1) of consecutive ranks of the group.
+        ring: "auto" is two-level if the group is on several nodes, each with the same number (above 1) of consecutive
+            ranks.
         ranks_per_node: number of ranks that the launcher started on each node (LOCAL_WORLD_SIZE).
 
     Raises:

@@ -20,9 +20,9 @@ blocks of the ranks of node n - k travel once around node n:
     two-level, at every rank                         N (G-1) c + N G a            (N-1) c + N a, once per lap
 
 In a flat ring over nodes, one rank of each node sends all inter-node messages, and each message overlaps with the
-computation of one block. In a two-level ring all G ranks of a node send, G times less each, and each message overlaps
-with G blocks (except the last message of the results). The cost is two more buffers for a block, three for a result,
-and memory for the first part of each later lap, when both buffers of the hops are in use.
+computation of one block. In a two-level ring all G ranks of a node send, G times less each. Each message overlaps with
+the computation of G blocks, except the last message of the results. The cost is two more buffers for a block and three
+for a result. The first part of each later lap needs memory too, because both buffers of the hops are then in use.
 """
 
 from collections.abc import Callable, Iterator, Mapping

@@ -186,7 +186,7 @@ class _Upload:
         compute, slot = torch.cuda.current_stream(), self.slots[self.calls % len(self.slots)]
         self.enqueued[self.calls % (UPLOAD_LEAD + 1)].record(compute)
         with torch.cuda.stream(self.stream):
-            self.stream.wait_event(self.enqueued[(self.calls + 1) % (UPLOAD_LEAD + 1)])  # of UPLOAD_LEAD calls ago
+            self.stream.wait_event(self.enqueued[(self.calls + 1) % (UPLOAD_LEAD + 1)])  # UPLOAD_LEAD calls ago
             slot.copy_(host, non_blocking=True)
             self.done.record(self.stream)
         compute.wait_event(self.done)
