@@ -51,6 +51,8 @@ _UNREADABLE = (  # errors of torch.load(weights_only=True) for damaged files and
 
 
 class Weights(NamedTuple):
+    """Weights from a source, under our names."""
+
     state: dict[str, torch.Tensor]  # our names
     cfg: CLIPConfig | OpenClipConfig | None  # None for a single file of weights
     source: str

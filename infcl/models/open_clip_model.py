@@ -18,7 +18,7 @@ from infcl.models.preprocess import normalize_pixels
 
 try:
     import open_clip
-except (ImportError, RuntimeError) as error:  # RuntimeError: torchvision of another build than torch
+except (ImportError, RuntimeError) as error:  # RuntimeError: builds of torchvision and torch differ
     raise ValueError(f"models of open_clip's need open_clip: pip install open_clip_torch ({error})") from error
 
 

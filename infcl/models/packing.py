@@ -148,7 +148,7 @@ def caption_spans(rows: torch.Tensor, ends: torch.Tensor) -> tuple[torch.Tensor,
             follows, because compiled code specialises on a size of 1.
     """
     positions = _positions(_marks(rows, ends), torch.arange(rows.shape[1], device=rows.device))
-    before = positions.flatten()[ends]  # tokens of a caption before its last
+    before = positions.flatten()[ends]  # tokens before a caption's last one
     spans = torch.stack([ends - before, before + 1], dim=1)
     return positions, torch.nn.functional.pad(spans, (0, 0, 0, 1)) if len(ends) == 1 else spans
 
@@ -164,10 +164,12 @@ def _positions(marks: torch.Tensor, column: torch.Tensor) -> torch.Tensor:
 
 
 def whole(texts: torch.Tensor) -> Texts:
+    """Return padded captions, int64 [m, L], as text inputs of CLIP's forward."""
     return {"texts": texts}
 
 
 def packed(cfg: TextConfig, texts: torch.Tensor) -> Texts:
+    """Return captions, int64 [m, L], as packed text inputs of CLIP's forward."""
     return dict(zip(("texts", "text_ends"), pack_captions(texts, cfg)))
 
 

@@ -16,6 +16,8 @@ from infcl.models.transformer import LayerNorm, Transformer
 
 
 class TextTower(nn.Module):
+    """Text transformer. Its `encode_text` maps token ids [m, L] to features [m, D]."""
+
     def __init__(
         self,
         cfg: TextConfig,
@@ -97,6 +99,8 @@ class TextTower(nn.Module):
 
 
 class TokenEmbedding(nn.Embedding):
+    """nn.Embedding with OpenAI's initial std of 0.02."""
+
     def reset_parameters(self) -> None:
         nn.init.normal_(self.weight, std=0.02)
 

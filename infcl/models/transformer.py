@@ -141,7 +141,7 @@ def attend(qkv: torch.Tensor, seen: torch.Tensor | None, *, causal: bool) -> tor
 
 
 class MLP(nn.Module):
-    """c_proj(gelu(c_fc(x)))"""
+    """The MLP of a block: c_proj(gelu(c_fc(x)))."""
 
     def __init__(self, width: int, hidden: int, *, quick_gelu: bool, in_std: float | None, out_std: float | None):
         super().__init__()
@@ -180,5 +180,5 @@ def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: f
 
 
 def quick_gelu_activation(x: torch.Tensor) -> torch.Tensor:
-    """x * sigmoid(1.702 x)"""
+    """Return x * sigmoid(1.702 x)."""
     return x * torch.sigmoid(1.702 * x)

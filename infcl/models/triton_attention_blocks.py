@@ -340,5 +340,6 @@ def load_rows(base, n, stride, D: tl.constexpr, B: tl.constexpr, WHOLE: tl.const
 
 @triton.jit
 def store_rows(base, values, n, stride, D: tl.constexpr, B: tl.constexpr):
+    """Store the first n rows of a tile in the dtype of the memory."""
     rows, columns = tl.arange(0, B)[:, None], tl.arange(0, D)[None, :]
     tl.store(base + rows * stride + columns, values.to(base.dtype.element_ty), mask=rows < n)

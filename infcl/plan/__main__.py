@@ -204,6 +204,7 @@ def _short(setting: Setting) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Run the command line; return 0, or 2 for a usage error or a disk error."""
     arguments = parser().parse_args(argv)
     try:
         _run(arguments)

@@ -18,16 +18,16 @@ class Gpu:
     """Sustained rates, not peaks, of a GPU and its host."""
 
     name: str
-    memory_gib: float  # of the device
-    matmul_tflops: float  # of an 8192^3 BF16 GEMM
+    memory_gib: float  # device memory
+    matmul_tflops: float  # rate of an 8192^3 BF16 GEMM
     tower_efficiency: float  # share of matmul_tflops that towers with eager blocks reach
     compiled_efficiency: float  # share of matmul_tflops that towers with compiled blocks reach
     loss_efficiency: float  # share of matmul_tflops that the tiled loss reaches, on 8 b^2 D flops
     hbm_gbs: float  # GB/s of its memory
     link_gbs: float  # GB/s in each direction to the other GPUs of the node (NVLink)
     pcie_gbs: float  # GB/s to host memory
-    source: str  # which of the figures are measured, and which estimated
-    fp32_tflops: float = 50.0  # of GEMMs in FP32, without tensor cores
+    source: str  # which figures are measured, and which are estimated
+    fp32_tflops: float = 50.0  # rate of FP32 GEMMs, without tensor cores
     host_factor: float = 1.0  # time its host takes to issue work, relative to the host of the measured H200s
     bf16: bool = True  # whether its tensor cores compute BF16; if not, matmul_tflops is the rate of FP16
 
@@ -42,7 +42,7 @@ class Link:
 
     name: str
     gbs: float  # GB/s in each direction, per GPU
-    latency_us: float  # of a message
+    latency_us: float  # per message
     source: str
 
 

@@ -23,6 +23,7 @@ def fits(setting: Setting) -> bool:
 
 
 def fits_gpu(setting: Setting) -> bool:
+    """Return whether a setting fits in its GPUs."""
     return memory_of(setting)["peak"] <= setting.gpu.usable_bytes
 
 

@@ -165,5 +165,6 @@ def captions_of(model: CLIPConfig, tokens: int | None) -> dict[str, Any]:
 
 @lru_cache
 def parameters_of(model: CLIPConfig) -> int:
+    """Return the number of parameters of a model."""
     with torch.device("meta"):
         return sum(total for total, _ in parameter_counts(CLIP(model)).values())

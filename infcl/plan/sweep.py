@@ -72,6 +72,7 @@ def crossover(rows: list[dict], group: str, ring: str) -> int | None:
 
 
 def draw(rows: list[dict], title: str, path: Path) -> None:
+    """Draw the rows of `sweep` as a PNG: each group's share of a step, and samples/s per GPU, over the GPUs."""
     import matplotlib
 
     matplotlib.use("Agg")

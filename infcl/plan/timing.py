@@ -87,10 +87,12 @@ def phases_of(setting: Setting) -> list[Phase]:
 
 
 def step_seconds(setting: Setting) -> float:
+    """Return the seconds per step."""
     return sum(phase.exposed for phase in phases_of(setting))
 
 
 def samples_per_second(setting: Setting) -> float:
+    """Return the samples/s of all GPUs together."""
     return setting.global_batch / step_seconds(setting)
 
 
@@ -151,7 +153,7 @@ def _attention(setting: Setting, length: int, width: int, head: int, *, causal: 
     """
     fitting = row // 2 if row else length
     if setting.attention != "torch" and setting.precision != "fp32" and not unfit(fitting, head, causal=causal):
-        longest = min(2 * length, fitting)  # packed captions vary: a tile holds those of twice the mean
+        longest = min(2 * length, fitting)  # packed captions vary in length: a tile holds up to twice the mean
         flops = _tile_flops(length, own_places(longest), width) / (ONE_TILE if longest <= LONGEST else BLOCKS)
     else:
         slower = MASKED if row else CAUSAL if causal else 1.0
@@ -236,7 +238,7 @@ def loss_phases(setting: Setting) -> list[Phase]:
         compute = 8.0 * rows * setting.global_batch * width / rate * (size if setting.loss == "clip" else 1)
         gathered = 2 * 4.0 * setting.global_batch * width / _bus_bandwidth(setting, setting.gpus) * 2
         return [_shown("loss", compute), _shown("gather features", gathered)]
-    depth = (width + LOSS_DEPTH) * 768 / (768 + LOSS_DEPTH)  # a profile's loss_efficiency is that of width 768
+    depth = (width + LOSS_DEPTH) * 768 / (768 + LOSS_DEPTH)  # loss_efficiency of a profile applies to width 768
     features = (STEP_BYTES + HOP_BYTES * (size if size > 1 else 0)) * rows * width
     compute = size * 8.0 * rows**2 * depth / rate + features / (gpu.hbm_gbs * 1e9)
     return [_shown("loss", compute), *([_ring(setting, compute)] if size > 1 else [])]
